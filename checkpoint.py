@@ -1,0 +1,257 @@
+"""Whole arrays to files and back, in T5X's native layout; each process touches only its part.
+
+    checkpoint_STEP/checkpoint                    msgpack index: small arrays, specs of the others
+    checkpoint_STEP/target.encoder.….kernel/0.0   one zarr array a folder, one chunk a file
+    checkpoint_STEP/….json                        side files of the caller's; T5X ignores them
+
+A tree is flat here: {'target/encoder/layers_0/attention/query/kernel': array, 'state/step': array}.
+Source: t5x/checkpoints.py, t5x/checkpoint_utils.py; flax/serialization.py for msgpack's extensions.
+"""
+
+import itertools
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import msgpack
+import numpy as np
+import tensorstore as ts
+from jax.experimental import multihost_utils
+
+VERSION = 3  # in 2 bfloat16 arrays were stored as uint16
+CHUNK_BYTES = 64 * 1024**2
+ARRAYS_IN_FLIGHT = 8  # bounds the host memory that saving and restoring take
+
+Tree = Mapping[str, jax.Array | np.ndarray]
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def save(workdir: Path, step: int, tree: Tree, files: Mapping[str, bytes] = {}) -> Path:
+    """Writes `workdir/checkpoint_STEP`: the flat `tree`, and `files` beside it; all or nothing.
+
+    Every process calls it with the same paths and writes the shards it owns. The folder gets its
+    name when all is on disk: a crash leaves at most a `.tmp-SECONDS` folder, which no reader takes.
+    """
+    final = Path(workdir).absolute() / f'checkpoint_{step}'
+    if final.exists():
+        raise ValueError(f'{final} exists, a step is saved once: remove it or use another workdir')
+    seconds = multihost_utils.broadcast_one_to_all(np.int32(time.time()))
+    tmp = final.with_name(f'{final.name}.tmp-{seconds}')
+    if jax.process_index() == 0:
+        for stale in tmp.parent.glob('checkpoint_*.tmp-*'):
+            shutil.rmtree(stale)
+        tmp.mkdir(parents=True)
+    multihost_utils.sync_global_devices(f'{tmp} is there')
+
+    index = {path: _index_leaf(path, tree[path]) for path in sorted(tree)}
+    stored = [path for path, leaf in index.items() if isinstance(leaf, dict)]
+    with ThreadPoolExecutor(ARRAYS_IN_FLIGHT) as pool:
+        list(pool.map(lambda path: _write_array(tmp, index[path], tree[path]), stored))
+    multihost_utils.sync_global_devices(f'{tmp} holds all arrays')
+
+    if jax.process_index() == 0:
+        packed = msgpack.packb({'version': VERSION, 'optimizer': unflatten(index)})
+        for name, content in {**files, 'checkpoint': packed}.items():
+            (tmp / name).write_bytes(content)
+        for path in [*tmp.iterdir(), tmp]:  # TensorStore has synced the chunks
+            _sync(path)
+        tmp.rename(final)
+        _sync(final.parent)
+    multihost_utils.sync_global_devices(f'{final} is whole')
+    return final
+
+
+def restore(
+    directory: Path,
+    wanted: Callable[[str], bool] = lambda path: True,
+    shardings: Mapping[str, jax.sharding.Sharding] = {},
+) -> dict[str, jax.Array | np.ndarray]:
+    """Reads the leaves of a `checkpoint_STEP` whose path is `wanted`, in their stored dtypes.
+
+    A path in `shardings` gives a jax.Array, of which a process reads only its part; others numpy.
+    """
+    index = {path: leaf for path, leaf in read_index(directory).items() if wanted(path)}
+
+    def read(path):
+        leaf, sharding = index[path], shardings.get(path)
+        is_spec = isinstance(leaf, dict)
+        array = _open_array(directory, path, leaf) if is_spec else ts.array(np.asarray(leaf))
+        if sharding is None:
+            return array.read().result()
+        parts = sharding.addressable_devices_indices_map(array.shape).values()
+        reads = {str(part): array[part].read() for part in parts}  # once for all its replicas
+        return jax.make_array_from_callback(array.shape, sharding, lambda i: reads[str(i)].result())
+
+    with ThreadPoolExecutor(ARRAYS_IN_FLIGHT) as pool:
+        return dict(zip(index, pool.map(read, index), strict=True))
+
+
+def read_index(directory: Path) -> dict[str, np.ndarray | dict]:
+    """{path: the array if it is stored inline, else its TensorStore spec}; no nil leaves."""
+    file = Path(directory) / 'checkpoint'
+    content = file.read_bytes() if file.is_file() else b''
+    orbax_files = ['_METADATA', '_CHECKPOINT_METADATA', 'manifest.ocdbt', 'state/manifest.ocdbt']
+    if any((file.parent / name).exists() for name in orbax_files) or b'PLACEHOLDER://' in content:
+        raise ValueError(f'{directory} has the Orbax layout: save it with T5X, use_orbax=False')
+    if content.startswith(b'model_checkpoint_path'):
+        raise ValueError(f'{directory} is a Mesh-TF checkpoint: see --mode=convert')
+    if not content:
+        raise ValueError(f'{file} is missing or empty: name one whole checkpoint_STEP folder')
+    try:
+        hooks = {'ext_hook': _unpack_extension, 'object_hook': _join_chunks}
+        top = dict(msgpack.unpackb(content, strict_map_key=False, **hooks))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f'{file} is no T5X index ({error}): fetch it again') from error
+    version = top.get('version', 0)
+    if version not in (2, VERSION):
+        raise ValueError(f'{file} has version {version}, not 2 or 3: save it with a newer T5X')
+    return {path: leaf for path, leaf in flatten(top['optimizer']).items() if leaf is not None}
+
+
+def steps(workdir: Path) -> list[int]:
+    """Steps of the whole checkpoints in `workdir`, ascending."""
+    indices = Path(workdir).glob('checkpoint_*/checkpoint')
+    matches = (re.fullmatch(r'checkpoint_(\d+)', index.parent.name) for index in indices)
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def newest(workdir: Path) -> int | None:
+    """Step of the newest whole checkpoint in `workdir`; None where there is none."""
+    return max(steps(workdir), default=None)
+
+
+def shapes(index: Mapping[str, jax.Array | np.ndarray | dict]) -> dict[str, tuple[int, ...]]:
+    """{path: shape} of a flat tree, or of what `read_index` returns."""
+    sizes = {
+        p: a['metadata']['shape'] if isinstance(a, dict) else np.shape(a) for p, a in index.items()
+    }
+    return {path: tuple(size) for path, size in sizes.items()}
+
+
+def compare(expected: Shapes, found: Shapes) -> None:
+    """Raises ValueError unless the shapes of a checkpoint, `found`, are the model's, both ways."""
+    wrong = [p for p in sorted(expected.keys() & found.keys()) if found[p] != expected[p]]
+    differences = {
+        'missing': sorted(expected.keys() - found.keys()),
+        'unexpected': sorted(found.keys() - expected.keys()),
+        'of wrong shape': [f'{p} found {found[p]} expected {expected[p]}' for p in wrong],
+    }
+    words = [f'{len(d)} {kind}: {", ".join(d[:10])}' for kind, d in differences.items() if d]
+    if words:
+        raise ValueError(f'checkpoint of another model ({"; ".join(words)}): check config.model')
+
+
+def flatten(tree: Mapping, prefix: str = '') -> dict:
+    """Nested dicts to {'a/b': leaf}. A TensorStore spec is a leaf."""
+    flat = {}
+    for name, node in tree.items():
+        if isinstance(node, dict) and not {'driver', 'kvstore', 'metadata'} <= node.keys():
+            flat |= flatten(node, f'{prefix}{name}/')
+        else:
+            flat[f'{prefix}{name}'] = node
+    return flat
+
+
+def unflatten(flat: Mapping) -> dict:
+    """{'a/b': leaf} to nested dicts."""
+    tree = {}
+    for path, leaf in flat.items():
+        *parents, name = path.split('/')
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = leaf
+    return tree
+
+
+def _index_leaf(path, array):
+    """What T5X's index holds: small arrays packed whole, of others the spec of their folder."""
+    # T5X packs what has no logical axes: the step, Adafactor's vectors and (1,) placeholders.
+    is_small = array.shape in ((), (1,)) or path.endswith(('/v_row', '/v_col'))
+    is_jax = isinstance(array, jax.Array)
+    if is_small and not path.startswith('target/'):
+        if is_jax and not (array.is_fully_addressable or array.is_fully_replicated):
+            array = multihost_utils.process_allgather(array, tiled=True)
+        content = np.asarray(array).tobytes()
+        return msgpack.ExtType(1, msgpack.packb((array.shape, array.dtype.name, content)))
+    # Chunks divide shards, so no two processes write into one file.
+    shard = array.sharding.shard_shape(array.shape) if is_jax else array.shape
+    chunks = chunk_shape(shard, CHUNK_BYTES // array.dtype.itemsize)
+    # Differs from T5X: not gzipped, which T5X restores as well and is several times faster.
+    metadata = {'chunks': chunks, 'compressor': None, 'shape': list(array.shape)}
+    kvstore = {'driver': 'file', 'path': path.replace('/', '.') + '/'}
+    return {'driver': 'zarr', 'dtype': array.dtype.name, 'kvstore': kvstore, 'metadata': metadata}
+
+
+def chunk_shape(shape: tuple[int, ...], max_elements: int) -> list[int]:
+    """The largest dimension shrinks to its next smaller divisor until a chunk is small enough."""
+    chunk = list(shape)
+    while math.prod(chunk) > max_elements:
+        dim = chunk.index(max(chunk))
+        chunk[dim] = max(n for n in range(1, chunk[dim]) if shape[dim] % n == 0)
+    return chunk
+
+
+def _write_array(directory, spec, array):
+    """Writes the shards of this process. Of a shard's replicas the first writes."""
+    shards = [((), array)] if jax.process_index() == 0 else []
+    if isinstance(array, jax.Array):
+        shards = [(s.index, s.data) for s in array.addressable_shards if s.replica_id == 0]
+    kvstore = {'driver': 'file', 'path': f'{directory}/{spec["kvstore"]["path"]}'}
+    store = ts.open({**spec, 'kvstore': kvstore}, create=True, open=True).result()
+    for write in [store[index].write(np.asarray(data)) for index, data in shards]:
+        write.result()
+
+
+def _open_array(directory, path, spec):
+    """Opens what a stranger's index names: no file outside of `directory` is read."""
+    drivers = spec['driver'], spec['kvstore'].get('driver')
+    if drivers not in (('zarr', 'file'), ('zarr', 'gfile')):
+        raise ValueError(f'{path} has drivers {drivers}, not zarr and file: copy it to a disk')
+    name = spec['kvstore'].get('path') or spec['path']  # outside before TensorStore 0.1.14
+    root = Path(directory).resolve()
+    folder = root / name
+    files = itertools.chain([folder], folder.rglob('*'))
+    if '..' in folder.parts or not all(file.resolve().is_relative_to(root) for file in files):
+        raise ValueError(f'{path} lies at {name}, outside of {root}: do not trust this checkpoint')
+    if not (folder / '.zarray').is_file():
+        raise ValueError(f'{path} lacks {folder}/.zarray: copy the checkpoint again')
+    # Only .zarray is right about chunks and compressor. A lost chunk must not be read as zeros.
+    kvstore = {'driver': 'file', 'path': f'{folder}/'}
+    here = {'driver': 'zarr', 'kvstore': kvstore, 'fill_missing_data_reads': False}
+    array, shape = ts.open(here).result(), tuple(spec['metadata']['shape'])
+    if array.shape != shape:
+        raise ValueError(f'{path} has shape {array.shape}, its index {shape}: copy both again')
+    if array.dtype == ts.uint16:
+        raise ValueError(f'{path} is bfloat16 as uint16 (version 2): save it with a newer T5X')
+    return array
+
+
+def _unpack_extension(code, payload):
+    """Flax's msgpack extensions: 1 array, 2 Python complex, 3 numpy scalar."""
+    if code == 2:
+        return complex(*msgpack.unpackb(payload))
+    shape, dtype, content = msgpack.unpackb(payload)
+    return np.frombuffer(content, dtype).reshape(shape)  # jax teaches numpy the name 'bfloat16'
+
+
+def _join_chunks(node):
+    """Flax cuts an inline array of more than 2^30 bytes into flat pieces, keyed by number."""
+    if '__msgpack_chunked_array__' not in node:
+        return node
+    pieces = [node['chunks'][str(i)] for i in range(len(node['chunks']))]
+    return np.concatenate(pieces).reshape(
+        [node['shape'][str(i)] for i in range(len(node['shape']))]
+    )
+
+
+def _sync(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

@@ -1,0 +1,72 @@
+"""Every setting, once, with its unit and default. Other configs start from here and change values.
+
+The defaults are T5X's pretraining run (t5x/configs/runs/pretrain.gin) of T5 1.1 small.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    config = ConfigDict()
+    config.seed = 0  # all randomness: initialization, dropout, data order, noise
+
+    config.model = model = ConfigDict()  # T5X's field names
+    model.vocab_size = 32128  # rows of the embedding; at least the vocabulary's size
+    model.dtype = 'float32'  # of the computation: float32 or bfloat16; parameters are float32
+    model.emb_dim = 512
+    model.num_heads = 6
+    model.num_encoder_layers = 8
+    model.num_decoder_layers = 8
+    model.head_dim = 64
+    model.mlp_dim = 1024
+    model.mlp_activations = (
+        'gelu',
+        'linear',
+    )  # of relu, gelu, silu, linear; several are multiplied
+    model.dropout_rate = 0.0
+    model.logits_via_embedding = False  # True ties input and output embeddings (T5 1.0)
+    model.float32_attention_logits = False
+
+    config.data = data = ConfigDict()
+    data.task = 'span_corruption'
+    data.files = ''  # text files, one document a line: globs, comma-separated; '' for pydoc
+    data.vocabulary = ''  # a SentencePiece model, its folder, or 'bytes'; '' trains one
+    data.num_pieces = 32000  # of a vocabulary that is trained, sentinels not counted
+    data.extra_ids = 100  # sentinels
+    data.lengths = ConfigDict({'inputs': 512, 'targets': 114})  # tokens
+    data.noise_density = 0.15  # fraction of the tokens that is corrupted
+    data.mean_noise_span_length = 3.0  # tokens
+    data.validation_fraction = 0.01  # of the documents, chosen by a hash of their text
+
+    config.loss = loss = ConfigDict()
+    loss.z_loss = 1e-4  # times log(Z)^2
+    loss.label_smoothing = 0.0
+    loss.loss_normalizing_factor = ''  # '' (sum), a number, NUM_REAL_TARGET_TOKENS, ...
+
+    config.optimizer = optimizer = ConfigDict()  # Adafactor
+    optimizer.decay_rate = 0.8
+    optimizer.step_offset = 0  # steps
+    optimizer.multiply_by_parameter_scale = True
+    optimizer.clipping_threshold = 1.0  # of an update's root mean square; 0 for none
+    optimizer.factored = True
+    optimizer.beta1 = 0.0  # momentum; 0 for none
+    optimizer.weight_decay_rate = 0.0  # per step, not times the learning rate; 0 for none
+    optimizer.global_norm_clip_threshold = 0.0  # of the gradient; 0 for none
+
+    config.learning_rate = rate = ConfigDict()  # T5X's product of factors
+    rate.factors = 'constant * rsqrt_decay'
+    rate.base_learning_rate = 1.0
+    rate.warmup_steps = 10_000
+    rate.decay_factor = 0.5  # of decay_every and linear_decay
+    rate.steps_per_decay = 20_000  # of decay_every
+    rate.steps_per_cycle = 100_000  # of cosine_decay
+    rate.step_offset = 0  # steps
+    rate.min_learning_rate = 1e-8
+
+    config.train = ConfigDict({'steps': 100_000, 'batch_size': 128})  # rows of the global batch
+    config.eval = ConfigDict({'every_steps': 1000, 'steps': 20})  # batches of the validation split
+    config.save = ConfigDict({'every_steps': 1000})  # the last step is always saved
+    config.log = ConfigDict({'every_steps': 100})
+
+    config.mesh = ConfigDict({'data': -1, 'model': 1})  # devices on each axis; -1: what is left
+    return config.lock()

@@ -1,0 +1,122 @@
+"""Cross entropy over a split vocabulary, as T5X defines it: z-loss, label smoothing, normalization.
+
+Runs inside `jax.shard_map`; the suffixes are model.py's. Sums are this device's until a line says psum.
+Source: T5X t5x/losses.py and t5x/models.py.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+NORMALIZERS = ('NUM_REAL_TARGET_TOKENS', 'NUM_TOTAL_TARGET_TOKENS', 'AVERAGE_PER_SEQUENCE')
+
+
+def cross_entropy(
+    logits_bTv: jax.Array, targets_bT: jax.Array, z_loss: float = 0.0, label_smoothing: float = 0.0
+) -> tuple[jax.Array, jax.Array]:
+    """Nats per token: (loss including the z-term, z-term alone), float32 [b, T], whole over 'model'.
+
+    The z-term is z_loss * log(Z)^2. Smoothed targets hold 1 - label_smoothing on the target and the rest
+    evenly on the others; their own entropy is subtracted, so a perfect prediction costs zero.
+    """
+    v = logits_bTv.shape[-1]
+    vocab_size = lax.psum(v, 'model')
+    max_bT1 = lax.pmax(lax.stop_gradient(logits_bTv).max(axis=-1, keepdims=True), 'model')
+    partial_sum_bT = jnp.exp(logits_bTv - max_bT1).sum(axis=-1)
+    log_z_bT = jnp.log(lax.psum(partial_sum_bT, 'model')) + max_bT1[..., 0]
+
+    own_bT = targets_bT - lax.axis_index('model') * v
+    here_bT = (own_bT >= 0) & (own_bT < v)
+    own_bT1 = jnp.clip(own_bT, 0, v - 1)[..., None]
+    partial_target_bT = jnp.where(
+        here_bT, jnp.take_along_axis(logits_bTv, own_bT1, axis=-1)[..., 0], 0.0
+    )
+    target_bT = lax.psum(
+        partial_target_bT, 'model'
+    )  # one device holds the target, the others add 0
+    loss_bT = log_z_bT - target_bT
+    if label_smoothing:
+        on, off = 1.0 - label_smoothing, label_smoothing / (vocab_size - 1)
+        all_bT = vocab_size * log_z_bT - lax.psum(logits_bTv.sum(axis=-1), 'model')  # sum of -log p
+        entropy = -(on * jnp.log(on) + (vocab_size - 1) * off * jnp.log(off + 1e-20))
+        loss_bT = (on - off) * loss_bT + off * all_bT - entropy
+    z_loss_bT = z_loss * lax.square(log_z_bT)
+    return loss_bT + z_loss_bT, z_loss_bT
+
+
+def is_correct(logits_bTv: jax.Array, targets_bT: jax.Array) -> jax.Array:
+    """Whether the largest logit, the lowest id among equals, is the target's; bool [b, T]."""
+    v, logits_bTv = logits_bTv.shape[-1], lax.stop_gradient(logits_bTv)
+    max_bT = logits_bTv.max(axis=-1)
+    id_bT = logits_bTv.argmax(axis=-1) + lax.axis_index('model') * v
+    no_id = lax.psum(v, 'model')
+    winner_bT = jnp.where(max_bT == lax.pmax(max_bT, 'model'), id_bT, no_id)
+    return lax.pmin(winner_bT, 'model') == targets_bT
+
+
+def weights_and_divisor(
+    batch: Mapping[str, jax.Array], loss_normalizing_factor: str
+) -> tuple[jax.Array, jax.Array]:
+    """Loss weights [b, T] and what the weighted sum is divided by, whole over 'data'; float32.
+
+    `loss_normalizing_factor`: '' (divide by 1, T5X's None), a number, or one of NORMALIZERS in any case.
+    """
+    weights_bT = batch['decoder_loss_weights'].astype(jnp.float32)
+    name = loss_normalizing_factor.upper()
+    if name == 'NUM_REAL_TARGET_TOKENS':
+        return weights_bT, lax.psum(weights_bT.sum(), 'data')
+    if name == 'NUM_TOTAL_TARGET_TOKENS':
+        return weights_bT, jnp.float32(lax.psum(weights_bT.size, 'data'))
+    if name == 'AVERAGE_PER_SEQUENCE':
+        segments_bT = batch.get('decoder_segment_ids')
+        if segments_bT is None:
+            segments_bT = jnp.ones_like(batch['decoder_target_tokens'])
+        same_bTM = (segments_bT[:, :, None] == segments_bT[:, None, :]) & (segments_bT > 0)[
+            ..., None
+        ]
+        sums_bT = jnp.einsum('bTM,bM->bT', same_bTM.astype(jnp.float32), weights_bT)
+        weights_bT = jnp.where(sums_bT > 0, weights_bT / jnp.where(sums_bT > 0, sums_bT, 1.0), 0.0)
+        return weights_bT, lax.psum(weights_bT.sum(), 'data')
+    return weights_bT, jnp.float32(parse_normalizing_factor(loss_normalizing_factor))
+
+
+def parse_normalizing_factor(value: str) -> float | str:
+    """The number to divide by, or a name of NORMALIZERS; ValueError on anything else."""
+    if value.upper() in NORMALIZERS:
+        return value.upper()
+    try:
+        number = float(value or 1)
+    except ValueError:
+        number = 0.0
+    if not number > 0:
+        raise ValueError(
+            f"loss.loss_normalizing_factor={value!r}: use '' (the sum), a positive number, "
+            f'or one of {", ".join(NORMALIZERS)}'
+        )
+    return number
+
+
+def weighted_sums(
+    logits_bTv: jax.Array,
+    batch: Mapping[str, jax.Array],
+    weights_bT: jax.Array,
+    divisor: jax.Array,
+    config: Any,
+) -> dict[str, jax.Array]:
+    """This device's share of the sums that T5X's metrics are made of; 'loss' is what is minimized.
+
+    `config`: z_loss and label_smoothing."""
+    targets_bT = batch['decoder_target_tokens']
+    loss_bT, z_loss_bT = cross_entropy(
+        logits_bTv, targets_bT, config.z_loss, config.label_smoothing
+    )
+    correct_bT = is_correct(logits_bTv, targets_bT)
+    return {
+        'loss': (loss_bT * weights_bT).sum() / divisor,
+        'z_loss': (z_loss_bT * weights_bT).sum() / divisor,
+        'correct': (correct_bT * weights_bT).sum(),
+        'weights': weights_bT.sum(),
+    }

@@ -1,0 +1,400 @@
+"""T5 encoder-decoder: T5 1.0, 1.1 and every model of their shape.
+
+Everything here is one device's part of the computation, to be called inside `jax.shard_map` over the mesh
+axes 'data' and 'model' (or through `partition.one_device`). A name's suffix gives its dimensions: an
+upper-case letter is a whole dimension, a lower-case letter is this device's slice of it, and `partial_`
+marks a value whose sum over 'model' is still due.
+
+    b  rows of the batch ('data')       D  embed (emb_dim)              T  query positions
+    h  attention heads   ('model')      K  head size (head_dim)         M  key and value positions
+    f  mlp width         ('model')      R  relative position buckets    1  a dimension of size one
+    v  vocabulary        ('model')
+
+Source of every number: T5X t5x/examples/t5/{network,layers}.py; Raffel et al. 2020 (T5), §2.1; Shazeer 2020
+(GLU variants). Parameters are T5X's: same paths, same shapes, float32.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import partition
+
+# Which dimension of a parameter is split: path (a regular expression, matched whole) -> PartitionSpec.
+# Each module below asks Haiku for its local shape, so a row that disagrees fails by path.
+PARAMETER_SPECS = {
+    r'token_embedder/embedding': P('model', None),  # [vocab, embed]
+    r'(encoder|decoder)/relpos_bias/rel_embedding': P('model', None),  # [heads, buckets]
+    r'.+/(query|key|value)/kernel': P(None, 'model'),  # [embed, heads * head size]
+    r'.+/out/kernel': P('model', None),  # [heads * head size, embed]
+    r'.+/mlp/wi(_\d)?/kernel': P(None, 'model'),  # [embed, mlp]
+    r'.+/mlp/wo/kernel': P('model', None),  # [mlp, embed]
+    r'decoder/logits_dense/kernel': P(None, 'model'),  # [embed, vocab]
+    r'.+_norm/scale': P(None),  # [embed]
+}
+
+ACTIVATIONS: dict[str, Callable] = {
+    'relu': jax.nn.relu,
+    'gelu': lambda x: jax.nn.gelu(x, approximate=True),  # the tanh form, as in Flax and Mesh-TF
+    'silu': jax.nn.silu,
+    'swish': jax.nn.silu,
+    'linear': lambda x: x,
+}
+NUM_BUCKETS, MAX_DISTANCE = 32, 128  # of relative positions; fixed in every T5
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Config:
+    """Sizes and numerics, under T5X's field names (t5x/examples/t5/network.py)."""
+
+    vocab_size: int
+    dtype: str = 'float32'  # of the computation; parameters are float32 always
+    emb_dim: int = 512
+    num_heads: int = 8
+    num_encoder_layers: int = 6
+    num_decoder_layers: int = 6
+    head_dim: int = 64
+    mlp_dim: int = 2048
+    mlp_activations: tuple[str, ...] = ('relu',)  # several are multiplied: ('gelu', 'linear')
+    dropout_rate: float = 0.1
+    logits_via_embedding: bool = False  # True: tied, the logits rescaled by 1/sqrt(emb_dim)
+    float32_attention_logits: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))  # JSON has lists
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is int and value < 1:
+                raise ValueError(f'model.{field.name}={value}: must be at least 1')
+        if self.dtype not in ('float32', 'bfloat16'):
+            raise ValueError(f"model.dtype={self.dtype!r}: use 'float32' or 'bfloat16'")
+        unknown = [name for name in self.mlp_activations if name not in ACTIVATIONS]
+        if unknown or not self.mlp_activations:
+            raise ValueError(
+                f'model.mlp_activations={self.mlp_activations}: use some of {", ".join(ACTIVATIONS)}'
+            )
+        if not 0 <= self.dropout_rate < 1:
+            raise ValueError(f'model.dropout_rate={self.dropout_rate}: must lie in [0, 1)')
+
+
+def init(config: T5Config, key: jax.Array) -> dict[str, jax.Array]:
+    """T5X's initial parameters, {path: float32 array of whole shape}; the same bits on every mesh."""
+    tokens = jnp.ones([1, 1], jnp.int32)
+    names = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
+    transformed = hk.transform(lambda: logits(config, dict.fromkeys(names, tokens)))
+    tree = partition.one_device(transformed.init)(key)
+    return {f'{module}/{name}': x for module, leaves in tree.items() for name, x in leaves.items()}
+
+
+def shapes(config: T5Config) -> dict[str, tuple[int, ...]]:
+    """The whole shape of each parameter, {path: shape}; nothing is computed."""
+    tree = jax.eval_shape(lambda: init(config, jax.random.key(0)))
+    return {path: x.shape for path, x in tree.items()}
+
+
+def apply(f: Callable, params: Mapping[str, jax.Array], key: jax.Array | None = None):
+    """Runs `f`, a function of this module's parts, on this device's slices of `params`."""
+    tree: dict[str, dict[str, jax.Array]] = {}
+    for path, x in params.items():
+        module, name = path.rsplit('/', 1)
+        tree.setdefault(module, {})[name] = x
+    return hk.transform(f).apply(tree, key)
+
+
+def check_mesh(config: T5Config, mesh: Mesh) -> None:
+    """Raises ValueError, in words, unless every split dimension divides by the mesh."""
+    for name in ('num_heads', 'mlp_dim', 'vocab_size'):
+        partition.check_divides(f'model.{name}', getattr(config, name), 'model', mesh)
+
+
+class Dropout(NamedTuple):
+    """Draws the same places on every mesh: a mask belongs to a row of the global batch.
+
+    Differs from T5X, which draws one mask for the whole batch: here a row's key is the site's key folded
+    with the row's global number, the mask is drawn at full width, and a device takes its own part.
+    """
+
+    rate: float
+    rows_b: jax.Array | None  # global number of each row, int32; None: no dropout
+
+    def __call__(self, x: jax.Array, mask_shape: tuple[int, ...], split_dim: int | None = None):
+        """`mask_shape`: a row's whole mask, 1 where it is shared; `split_dim`: what 'model' splits."""
+        if self.rows_b is None or self.rate == 0:
+            return x
+        keys_b = jax.vmap(jax.random.fold_in, (None, 0))(hk.next_rng_key(), self.rows_b)
+        keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - self.rate, mask_shape))(keys_b)
+        if split_dim is not None:
+            keep = partition.own_slice(keep, 'model', split_dim)
+        return jnp.where(keep, x / (1 - self.rate), jnp.zeros_like(x))
+
+
+def logits(
+    config: T5Config, batch: Mapping[str, jax.Array], rows_b: jax.Array | None = None
+) -> jax.Array:
+    """The whole model, teacher forced: float32 logits_bTv of the next target token.
+
+    `batch`: T5X's features, int32 [b, length]: encoder_input_tokens, decoder_input_tokens,
+    decoder_target_tokens and, when packed, encoder_segment_ids and decoder_segment_ids. (Positions are
+    accepted and unused, as in T5X: inside a segment, array indices differ by the same amounts.)
+    `rows_b` turns dropout on: it numbers the rows within the global batch.
+    """
+    dropout = Dropout(config.dropout_rate, rows_b)
+    embedder = Embedder(config, name='token_embedder')
+    encoder_valid_bM = batch['encoder_input_tokens'] > 0
+    # T5X masks by the targets, so the BOS of decoder_input_tokens, which is 0 like padding, is seen.
+    decoder_valid_bT = batch['decoder_target_tokens'] > 0
+    encoder_segments_bM = batch.get('encoder_segment_ids')
+    decoder_segments_bT = batch.get('decoder_segment_ids')
+
+    mask_b1MM = attention_mask(
+        encoder_valid_bM, encoder_valid_bM, encoder_segments_bM, encoder_segments_bM
+    )
+    encoded_bMD = Encoder(config, name='encoder')(
+        embedder(batch['encoder_input_tokens']), mask_b1MM, dropout
+    )
+    mask_b1TT = attention_mask(
+        decoder_valid_bT, decoder_valid_bT, decoder_segments_bT, decoder_segments_bT
+    )
+    length = decoder_valid_bT.shape[1]
+    causal_11TT = jnp.tril(jnp.ones([1, 1, length, length], bool))
+    mask_b1TM = attention_mask(
+        decoder_valid_bT, encoder_valid_bM, decoder_segments_bT, encoder_segments_bM
+    )
+    return Decoder(config, name='decoder')(
+        embedder,
+        batch['decoder_input_tokens'],
+        encoded_bMD,
+        mask_b1TT & causal_11TT,
+        mask_b1TM,
+        dropout,
+    )
+
+
+def attention_mask(valid_bT, valid_bM, segments_bT=None, segments_bM=None) -> jax.Array:
+    """Who sees whom, bool [b, 1, T, M]: both positions hold tokens, of one segment when packed."""
+    mask_bTM = valid_bT[:, :, None] & valid_bM[:, None, :]
+    if segments_bT is not None and segments_bM is not None:
+        mask_bTM &= segments_bT[:, :, None] == segments_bM[:, None, :]
+    return mask_bTM[:, None]
+
+
+class T5Module(hk.Module):
+    """A named part of the model that reads the config."""
+
+    def __init__(self, config: T5Config, name: str):
+        super().__init__(name=name)
+        self.config = config
+
+
+class Encoder(T5Module):
+    """Embedded tokens to encoded_bTD; pre-norm layers, one relative position table for all."""
+
+    def __call__(self, x_bTD, mask_b1TT, dropout):
+        c = self.config
+        length = x_bTD.shape[1]
+        x_bTD = dropout(x_bTD, (1, c.emb_dim))
+        relpos_1hTT = RelativePositionBias(c, name='relpos_bias')(
+            length, length, bidirectional=True
+        )
+        for i in range(c.num_encoder_layers):
+            x_bTD = EncoderLayer(c, name=f'layers_{i}')(x_bTD, mask_b1TT, relpos_1hTT, dropout)
+        x_bTD = RMSNorm(c, name='encoder_norm')(x_bTD)
+        # The one place where T5X's dropout mask is not shared along the length.
+        return dropout(x_bTD, (length, c.emb_dim))
+
+
+class EncoderLayer(T5Module):
+    def __call__(self, x_bTD, mask_b1TT, relpos_1hTT, dropout):
+        c = self.config
+        y_bTD = RMSNorm(c, name='pre_attention_layer_norm')(x_bTD)
+        y_bTD = Attention(c, name='attention')(y_bTD, y_bTD, mask_b1TT, relpos_1hTT, dropout)
+        x_bTD = x_bTD + dropout(y_bTD, (1, c.emb_dim))
+        y_bTD = RMSNorm(c, name='pre_mlp_layer_norm')(x_bTD)
+        y_bTD = MLP(c, name='mlp')(y_bTD, dropout)
+        return x_bTD + dropout(y_bTD, (1, c.emb_dim))
+
+
+class Decoder(T5Module):
+    """Shifted targets and encoded inputs to float32 logits_bTv."""
+
+    def __call__(self, embedder, tokens_bT, encoded_bMD, mask_b1TT, mask_b1TM, dropout):
+        c = self.config
+        length = tokens_bT.shape[1]
+        x_bTD = dropout(embedder(tokens_bT), (1, c.emb_dim))
+        relpos_1hTT = RelativePositionBias(c, name='relpos_bias')(
+            length, length, bidirectional=False
+        )
+        for i in range(c.num_decoder_layers):
+            x_bTD = DecoderLayer(c, name=f'layers_{i}')(
+                x_bTD, encoded_bMD, mask_b1TT, mask_b1TM, relpos_1hTT, dropout
+            )
+        x_bTD = dropout(RMSNorm(c, name='decoder_norm')(x_bTD), (1, c.emb_dim))
+        # Logits are a float32 island, whatever the compute dtype.
+        x_bTD = x_bTD.astype(jnp.float32)
+        if c.logits_via_embedding:
+            return jnp.einsum('bTD,vD->bTv', x_bTD, embedder.table_vD()) / jnp.sqrt(c.emb_dim)
+        shape = (c.emb_dim, partition.split(c.vocab_size, 'model'))
+        logits_Dv = Kernel(shape, fan_in('truncated_normal'), 'float32', name='logits_dense')()
+        return jnp.einsum('bTD,Dv->bTv', x_bTD, logits_Dv)
+
+
+class DecoderLayer(T5Module):
+    def __call__(self, x_bTD, encoded_bMD, mask_b1TT, mask_b1TM, relpos_1hTT, dropout):
+        c = self.config
+        y_bTD = RMSNorm(c, name='pre_self_attention_layer_norm')(x_bTD)
+        y_bTD = Attention(c, name='self_attention')(y_bTD, y_bTD, mask_b1TT, relpos_1hTT, dropout)
+        x_bTD = x_bTD + dropout(y_bTD, (1, c.emb_dim))
+        y_bTD = RMSNorm(c, name='pre_cross_attention_layer_norm')(x_bTD)
+        y_bTD = Attention(c, name='encoder_decoder_attention')(
+            y_bTD, encoded_bMD, mask_b1TM, None, dropout
+        )
+        x_bTD = x_bTD + dropout(y_bTD, (1, c.emb_dim))
+        y_bTD = RMSNorm(c, name='pre_mlp_layer_norm')(x_bTD)
+        y_bTD = MLP(c, name='mlp')(y_bTD, dropout)
+        return x_bTD + dropout(y_bTD, (1, c.emb_dim))
+
+
+class Attention(T5Module):
+    """Multi-head attention without biases and without 1/sqrt(head_dim): T5 folds that into the query
+    initializer. Heads are split over 'model'."""
+
+    def __call__(self, x_bTD, y_bMD, mask_b1TM, relpos_1hTM, dropout):
+        """Queries from `x`, keys and values from `y`; `relpos` is None in cross attention."""
+        c = self.config
+        num_heads = partition.split(c.num_heads, 'model')
+
+        def project(name, init):
+            shape = (c.emb_dim, num_heads * c.head_dim)
+            kernel = Kernel(shape, init, c.dtype, name=name)()
+            return kernel.reshape(c.emb_dim, num_heads, c.head_dim)
+
+        wq_DhK = project('query', query_init(c))
+        wk_DhK = project('key', fan_in('normal'))
+        wv_DhK = project('value', fan_in('normal'))
+        q_bThK = jnp.einsum('bTD,DhK->bThK', x_bTD, wq_DhK)
+        k_bMhK = jnp.einsum('bMD,DhK->bMhK', y_bMD, wk_DhK)
+        v_bMhK = jnp.einsum('bMD,DhK->bMhK', y_bMD, wv_DhK)
+        if c.float32_attention_logits:
+            q_bThK, k_bMhK = q_bThK.astype(jnp.float32), k_bMhK.astype(jnp.float32)
+        logits_bhTM = jnp.einsum('bThK,bMhK->bhTM', q_bThK, k_bMhK)
+        bias = jnp.where(mask_b1TM, 0.0, -1e10).astype(c.dtype)
+        bias = bias if relpos_1hTM is None else bias + relpos_1hTM
+        probs_bhTM = jax.nn.softmax(logits_bhTM + bias.astype(logits_bhTM.dtype)).astype(c.dtype)
+        probs_bhTM = dropout(probs_bhTM, (c.num_heads, 1, y_bMD.shape[1]), split_dim=1)
+        out_bThK = jnp.einsum('bhTM,bMhK->bThK', probs_bhTM, v_bMhK)
+        shape = (num_heads * c.head_dim, c.emb_dim)
+        wo_hKD = Kernel(shape, fan_in('normal'), c.dtype, name='out')()
+        wo_hKD = wo_hKD.reshape(num_heads, c.head_dim, c.emb_dim)
+        partial_bTD = jnp.einsum('bThK,hKD->bTD', out_bThK, wo_hKD)
+        return lax.psum(partial_bTD, 'model')  # the sum that the split heads are owed
+
+
+class MLP(T5Module):
+    """Feed-forward, plain ('relu',) or gated ('gelu', 'linear'). Its width is split over 'model'."""
+
+    def __call__(self, x_bTD, dropout):
+        c = self.config
+        width = partition.split(c.mlp_dim, 'model')
+        gates = []
+        for i, activation in enumerate(c.mlp_activations):
+            name = 'wi' if len(c.mlp_activations) == 1 else f'wi_{i}'
+            wi_Df = Kernel((c.emb_dim, width), fan_in('truncated_normal'), c.dtype, name=name)()
+            gates.append(ACTIVATIONS[activation](jnp.einsum('bTD,Df->bTf', x_bTD, wi_Df)))
+        hidden_bTf = math.prod(gates)
+        hidden_bTf = dropout(hidden_bTf, (1, c.mlp_dim), split_dim=2)
+        wo_fD = Kernel((width, c.emb_dim), fan_in('truncated_normal'), c.dtype, name='wo')()
+        partial_bTD = jnp.einsum('bTf,fD->bTD', hidden_bTf, wo_fD)
+        return lax.psum(partial_bTD, 'model')  # the sum that wo's split rows are owed
+
+
+class Embedder(T5Module):
+    """The token table of encoder and decoder, its rows split over 'model'."""
+
+    def table_vD(self) -> jax.Array:
+        shape = (partition.split(self.config.vocab_size, 'model'), self.config.emb_dim)
+        return hk.get_parameter('embedding', shape, jnp.float32, hk.initializers.RandomNormal(1.0))
+
+    def __call__(self, tokens_bT) -> jax.Array:
+        table_vD = self.table_vD()
+        own_bT = tokens_bT - lax.axis_index('model') * table_vD.shape[0]
+        here_bT1 = ((own_bT >= 0) & (own_bT < table_vD.shape[0]))[..., None]
+        # A row is read in float32 and then cast, so that its gradient is summed in float32.
+        rows_bTD = jnp.take(table_vD, own_bT, axis=0, mode='clip').astype(self.config.dtype)
+        partial_bTD = jnp.where(here_bT1, rows_bTD, 0)
+        return lax.psum(partial_bTD, 'model')  # one device holds the row, the others add zero
+
+
+class RelativePositionBias(T5Module):
+    """What each head adds to its attention logits for memory_position - query_position, bucketed."""
+
+    def __call__(self, query_length: int, key_length: int, bidirectional: bool) -> jax.Array:
+        shape = (partition.split(self.config.num_heads, 'model'), NUM_BUCKETS)
+        init = hk.initializers.VarianceScaling(1.0, 'fan_avg', 'uniform')
+        table_hR = hk.get_parameter('rel_embedding', shape, jnp.float32, init)
+        relative_TM = jnp.arange(key_length)[None, :] - jnp.arange(query_length)[:, None]
+        bucket_TM = relative_position_bucket(relative_TM, bidirectional)
+        # A product with one-hot rows rather than a lookup: its gradient is a matmul, not a scatter of
+        # length^2 updates into 32 places.
+        one_hot_TMR = jax.nn.one_hot(bucket_TM, NUM_BUCKETS, dtype=self.config.dtype)
+        bias_hTM = jnp.einsum('hR,TMR->hTM', table_hR.astype(self.config.dtype), one_hot_TMR)
+        return bias_hTM[None]
+
+
+def relative_position_bucket(relative_TM: jax.Array, bidirectional: bool) -> jax.Array:
+    """Memory position minus query position -> bucket in [0, 32), int32: exact up to half of a side's
+    buckets, then logarithmic up to distance 128. Memory to the right is the upper half of the buckets in
+    the encoder, bucket 0 in the decoder. (Mesh-TF transformer_layers.py; epsilon as in T5X.)"""
+    num_buckets, offset, distance = NUM_BUCKETS, 0, -relative_TM
+    if bidirectional:
+        num_buckets //= 2
+        offset = jnp.where(distance < 0, num_buckets, 0)
+        distance = jnp.abs(distance)
+    else:
+        distance = jnp.maximum(distance, 0)
+    num_exact = num_buckets // 2
+    ratio = distance.astype(jnp.float32) / num_exact + jnp.finfo(jnp.float32).eps
+    scale = (num_buckets - num_exact) / jnp.log(MAX_DISTANCE / num_exact)
+    far = num_exact + (jnp.log(ratio) * scale).astype(jnp.int32)
+    far = jnp.minimum(far, num_buckets - 1)
+    return offset + jnp.where(distance < num_exact, distance, far)
+
+
+class RMSNorm(T5Module):
+    """x / rms(x) * scale, no mean and no bias; statistics in float32, the product in the compute dtype."""
+
+    def __call__(self, x_bTD):
+        scale_D = hk.get_parameter('scale', (self.config.emb_dim,), jnp.float32, jnp.ones)
+        x_bTD = x_bTD.astype(jnp.float32)
+        mean_square_bT1 = jnp.mean(lax.square(x_bTD), axis=-1, keepdims=True)
+        y_bTD = (x_bTD * lax.rsqrt(mean_square_bT1 + 1e-6)).astype(self.config.dtype)
+        return y_bTD * scale_D.astype(self.config.dtype)[None, None]
+
+
+class Kernel(hk.Module):
+    """A float32 matrix, cast to the compute dtype where it is used."""
+
+    def __init__(self, shape: tuple[int, int], init: Callable, dtype: str, name: str):
+        super().__init__(name=name)
+        self.shape, self.init, self.dtype = shape, init, dtype
+
+    def __call__(self) -> jax.Array:
+        return hk.get_parameter('kernel', self.shape, jnp.float32, self.init).astype(self.dtype)
+
+
+def fan_in(distribution: str) -> Callable:
+    """Standard deviation 1/sqrt(rows of the kernel), after truncation where truncated."""
+    return hk.initializers.VarianceScaling(1.0, 'fan_in', distribution)
+
+
+def query_init(config: T5Config) -> Callable:
+    """fan_in over sqrt(head_dim), that root rounded to the compute dtype as T5X does."""
+    root = jnp.sqrt(config.head_dim).astype(config.dtype).astype(jnp.float32)
+    return lambda shape, dtype: fan_in('normal')(shape, dtype) / root

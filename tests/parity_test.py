@@ -1,0 +1,124 @@
+"""T5X's numbers, from T5X's own checkpoints: forward, loss, and six Adafactor steps.
+
+golden/t5x_*: made by running google-research/t5x at cc342d4 in float32 on a CPU; `checkpoint_0` is its
+initial state and `checkpoint_6` the state after the six train_batch* of golden.npz. Tolerances are
+max|a-b| <= tol * max|b| per array; an independent float32 forward was within 2e-6 of these numbers.
+"""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import checkpoint
+import evaluate
+import loss
+import optimizer
+import train
+from configs import base
+
+HERE = pathlib.Path(__file__).parent / 'golden'
+SHARED = pathlib.Path(__file__).resolve().parents[2] / 'shared' / 'testdata' / 'golden'
+MODELS = ('t5x_t5_1_1_tiny', 't5x_t5_1_0_tiny', 't5x_factored')
+
+
+@pytest.fixture(params=MODELS)
+def golden(request):
+    for folder in (HERE / request.param, SHARED / request.param):
+        if folder.exists():
+            return folder
+    pytest.skip(f'{request.param} (10 MB) is not in this checkout; optimizer_test.py has its like')
+
+
+def features(arrays, prefix):
+    batch = {n.split('/')[1]: arrays[n] for n in arrays if n.startswith(prefix + '/')}
+    return {name: x.astype(np.int32) for name, x in batch.items()}
+
+
+def assert_close(found, expected, tolerance, name=''):
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    assert found.shape == expected.shape, name
+    error, scale = np.abs(found - expected).max(), np.abs(expected).max()
+    assert error <= tolerance * scale, f'{name}: {error:.3g} > {tolerance} * {scale:.3g}'
+
+
+def run_config(golden):
+    """Our config for the run that golden/config.json describes."""
+    settings = json.loads((golden / 'config.json').read_text())
+    config = base.get_config()
+    config.train.batch_size = 8
+    config.mesh.update(data=1, model=1)
+    for name in set(settings) & set(config.model):
+        config.model[name] = tuple(settings[name]) if name == 'mlp_activations' else settings[name]
+    config.loss.z_loss = settings['z_loss']
+    config.loss.label_smoothing = settings['label_smoothing']
+    assert settings['loss_normalizing_factor'] is None
+    assert settings['learning_rate'] == 'constant(0.05) * rsqrt_decay, warmup_steps=10'
+    config.learning_rate.update(
+        factors='constant * rsqrt_decay', base_learning_rate=0.05, warmup_steps=10
+    )
+    return config
+
+
+@pytest.fixture(autouse=True)
+def highest_precision():
+    with jax.default_matmul_precision('highest'):
+        yield
+
+
+def test_logits(golden):
+    arrays = np.load(golden / 'golden.npz')
+    t5 = evaluate.load(golden / 'checkpoint_0')
+    settings = json.loads((golden / 'config.json').read_text())
+    for name in (
+        'vocab_size',
+        'num_heads',
+        'head_dim',
+        'num_decoder_layers',
+        'logits_via_embedding',
+    ):
+        assert getattr(t5.config, name) == settings[name]
+    assert t5.config.mlp_activations == tuple(settings['mlp_activations'])
+    assert_close(t5.logits(features(arrays, 'batch')), arrays['logits'], 1e-5)
+    assert_close(t5.logits(features(arrays, 'packed')), arrays['packed_logits'], 1e-5)
+
+
+def test_loss_and_metrics(golden):
+    arrays = np.load(golden / 'golden.npz')
+    trainer = train.make_trainer(run_config(golden))
+    params = evaluate.load(golden / 'checkpoint_0').flat_params
+    gradients = jax.jit(trainer.gradients)
+    rows, key = np.arange(8), jax.random.key(0)
+    _, sums = gradients(params, features(arrays, 'batch'), rows, key)
+    assert_close(sums['loss'], arrays['loss'], 1e-5)
+    if arrays['z_loss'] == 0:
+        assert sums['z_loss'] == 0
+    else:
+        assert_close(sums['z_loss'], arrays['z_loss'], 1e-5)
+    assert_close(sums['correct'] / sums['weights'], arrays['accuracy'], 1e-5)
+    _, packed = gradients(params, features(arrays, 'packed'), rows, key)
+    assert_close(packed['loss'], arrays['packed_loss'], 1e-5)
+
+
+def test_six_adafactor_steps(golden):
+    arrays = np.load(golden / 'golden.npz')
+    trainer = train.make_trainer(run_config(golden))
+    state = train.from_t5x(trainer, checkpoint.restore(golden / 'checkpoint_0'))
+    start = {name: np.asarray(x) for name, x in state.params.items()}
+    losses = []
+    for i in range(6):
+        state, metrics = trainer.train_step(state, features(arrays, f'train_batch{i}'))
+        losses.append(float(metrics['loss']))
+    np.testing.assert_allclose(losses, arrays['train_losses'], rtol=1e-5)
+
+    expected = checkpoint.restore(golden / 'checkpoint_6')
+    found = train.to_t5x(state)
+    assert sorted(found) == sorted(expected)
+    for name in expected:
+        assert_close(found[name], expected[name], 1e-4, name)
+    for name, p0 in start.items():
+        change = expected[f'target/{name}'] - p0
+        assert_close(np.asarray(state.params[name]) - p0, change, 1e-2, name)
