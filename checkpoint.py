@@ -80,8 +80,7 @@ def restore(
 
     def read(path):
         leaf, sharding = index[path], shardings.get(path)
-        is_spec = isinstance(leaf, dict)
-        array = _open_array(directory, path, leaf) if is_spec else ts.array(np.asarray(leaf))
+        array = _open_array(directory, path, leaf) if isinstance(leaf, dict) else ts.array(leaf)
         if sharding is None:
             return array.read().result()
         parts = sharding.addressable_devices_indices_map(array.shape).values()
@@ -128,10 +127,10 @@ def newest(workdir: Path) -> int | None:
 
 def shapes(index: Mapping[str, jax.Array | np.ndarray | dict]) -> dict[str, tuple[int, ...]]:
     """{path: shape} of a flat tree, or of what `read_index` returns."""
-    sizes = {
-        p: a['metadata']['shape'] if isinstance(a, dict) else np.shape(a) for p, a in index.items()
+    return {
+        path: tuple(leaf['metadata']['shape'] if isinstance(leaf, dict) else np.shape(leaf))
+        for path, leaf in index.items()
     }
-    return {path: tuple(size) for path, size in sizes.items()}
 
 
 def compare(expected: Shapes, found: Shapes) -> None:
@@ -162,8 +161,7 @@ def unflatten(flat: Mapping) -> dict:
     """{'a/b': leaf} to nested dicts."""
     tree = {}
     for path, leaf in flat.items():
-        *parents, name = path.split('/')
-        node = tree
+        node, (*parents, name) = tree, path.split('/')
         for parent in parents:
             node = node.setdefault(parent, {})
         node[name] = leaf
@@ -213,7 +211,7 @@ def _open_array(directory, path, spec):
     """Opens what a stranger's index names: no file outside of `directory` is read."""
     drivers = spec['driver'], spec['kvstore'].get('driver')
     if drivers not in (('zarr', 'file'), ('zarr', 'gfile')):
-        raise ValueError(f'{path} has drivers {drivers}, not zarr and file: copy it to a disk')
+        raise ValueError(f'{path} has drivers {drivers}, not zarr and file: save it to a disk')
     name = spec['kvstore'].get('path') or spec['path']  # outside before TensorStore 0.1.14
     root = Path(directory).resolve()
     folder = root / name

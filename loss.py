@@ -118,5 +118,6 @@ def weighted_sums(
         'loss': (loss_bT * weights_bT).sum() / divisor,
         'z_loss': (z_loss_bT * weights_bT).sum() / divisor,
         'correct': (correct_bT * weights_bT).sum(),
+        'nats': ((loss_bT - z_loss_bT) * weights_bT).sum(),  # not divided: for nats per token
         'weights': weights_bT.sum(),
     }

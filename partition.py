@@ -91,6 +91,19 @@ def shardings(mesh: Mesh, specs: Any) -> Any:
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, P))
 
 
+def own_rows(mesh: Mesh, batch_size: int) -> range:
+    """The rows of a global batch that this process feeds to its devices."""
+    parts = NamedSharding(mesh, P('data')).addressable_devices_indices_map((batch_size,)).values()
+    bounds = [part[0].indices(batch_size) for part in parts]
+    return range(min(start for start, _, _ in bounds), max(stop for _, stop, _ in bounds))
+
+
+def place_rows(mesh: Mesh, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """This process's rows of each feature as global arrays, split over 'data'."""
+    sharding = NamedSharding(mesh, P('data'))
+    return {k: jax.make_array_from_process_local_data(sharding, x) for k, x in batch.items()}
+
+
 def per_device(params: Any, specs: Any) -> Any:
     """Marks what every 'data' device holds alike as that device's own.
 

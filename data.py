@@ -1,0 +1,569 @@
+"""From documents to batches: sources, vocabularies, span corruption, a stream that resumes.
+
+    documents -> ids -> groups of 128 documents -> pieces of 568 ids -> {'inputs', 'targets'} -> batch
+
+Host side only: numpy, no devices. Row r of every batch is lane r, and each lane owns a disjoint part
+of every epoch: a process reads and tokenizes what its own rows need. All randomness is a function of
+the seed and of a place in the stream, so a place is all that resuming needs.
+"""
+
+import ast
+import collections
+import concurrent.futures
+import difflib
+import functools
+import glob
+import hashlib
+import io
+import itertools
+import math
+import os
+import pathlib
+import sysconfig
+import zlib
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import sentencepiece
+
+PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
+TASKS = ('span_corruption',)
+
+# Span corruption as in t5/data/preprocessors.py.
+DOCUMENTS_PER_GROUP = 128
+MAX_DOCUMENT_TOKENS = 65536
+
+# Text files are cut in blocks, small ones in small blocks; a lane holds one pool of blocks.
+MAX_BLOCK_BYTES, MIN_BLOCKS, BLOCKS_PER_POOL = 1 << 16, 4096, 8
+
+# A vocabulary is trained on the first documents of many lanes.
+SAMPLE_CHARACTERS, SAMPLE_LANES = 10_000_000, 64
+
+
+class Stream:
+    """Iterator of batches: this process's `rows` of them, a dict of int32 arrays [rows, length].
+
+    `position` is int64 [rows, 4]: the epoch, unit and index where the current group of documents of
+    each row begins, and how many of its pieces were given out. After `num_epochs` a row is padding,
+    and when all are, the stream ends. Raises ValueError for settings that do not fit together.
+    """
+
+    def __init__(
+        self, source, split, vocabulary, config, batch_size, seed, rows=None, num_epochs=None
+    ):
+        if config.task not in TASKS:
+            nearest = difflib.get_close_matches(config.task, TASKS, n=1, cutoff=0)[0]
+            raise ValueError(f'data.task={config.task!r} is unknown; did you mean {nearest!r}?')
+        self.source, self.split, self.vocabulary, self.config = source, split, vocabulary, config
+        self.batch_size, self.seed, self.num_epochs = batch_size, seed, num_epochs
+        self.rows = range(batch_size) if rows is None else rows
+        self.raw_length = span_corruption_raw_length(config, vocabulary)
+        texts = (text for *_, text in source.documents(split, 0, 0, 1, seed))
+        if not any(vocabulary.encode([text])[0] for text in texts):
+            raise ValueError(
+                f'the corpus has no document in split {split!r} at data.validation_fraction='
+                f'{config.validation_fraction}; change that or use a larger corpus'
+            )
+        self.position = np.zeros((len(self.rows), 4), np.int64)
+
+    @property
+    def position(self) -> np.ndarray:
+        return self._position.copy()
+
+    @position.setter
+    def position(self, position: np.ndarray):
+        self._position = np.array(position, np.int64)
+        self._lanes = self._open_lanes(position)
+
+    def __iter__(self) -> 'Stream':
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        examples = []
+        for row, lane in enumerate(self._lanes):
+            example, _, after = next(lane, (None, None, self._position[row]))
+            examples.append(example)
+            self._position[row] = after
+        if not any(examples):
+            raise StopIteration
+        return encoder_decoder_features(examples, self.config.lengths)
+
+    def describe(self, position: np.ndarray) -> list[str]:
+        """The names of the documents in each row of the batch that starts at `position`."""
+        return [', '.join(next(lane, (None, [], None))[1]) for lane in self._open_lanes(position)]
+
+    def _open_lanes(self, position: np.ndarray) -> list[Iterator[tuple]]:
+        places = zip(self.rows, np.asarray(position).tolist(), strict=True)
+        return [self._examples(lane, *place) for lane, place in places]
+
+    def _examples(self, lane: int, epoch: int, unit: int, index: int, piece: int):
+        """Yields (example, names of its documents, position after it), from a position on."""
+        place = self.batch_size, self.seed
+        while self.num_epochs is None or epoch < self.num_epochs:
+            documents = self.source.documents(self.split, epoch, lane, *place, unit, index)
+            while group := list(itertools.islice(documents, DOCUMENTS_PER_GROUP)):
+                start = (epoch, unit, index)
+                examples = self._group_examples(group, self.seed, lane, *start)
+                unit, index = group[-1][0], group[-1][1] + 1
+                for given in range(piece + 1, len(examples) + 1):
+                    is_last = given == len(examples)
+                    yield (
+                        *examples[given - 1],
+                        (epoch, unit, index, 0) if is_last else (*start, given),
+                    )
+                piece = 0
+            epoch, unit, index = epoch + 1, 0, 0
+
+    def _group_examples(self, group: list[tuple], *key: int) -> list[tuple[dict, list[str]]]:
+        """(example, names of its documents) of each piece of a group, in the order of the stream."""
+        encoded = self.vocabulary.encode([text for *_, text in group])
+        encoded = [select_random_chunk(ids, i, *key) for i, ids in enumerate(encoded)]
+        tokens = np.array(list(itertools.chain(*encoded)), np.int32)
+        examples = []
+        for pieces in split_tokens(tokens, self.raw_length):
+            inputs, targets = span_corruption(pieces, self.config, self.vocabulary.size, *key)
+            examples += [{'inputs': i, 'targets': t} for i, t in zip(inputs, targets, strict=True)]
+        names = [name for (_, _, name, _), ids in zip(group, encoded, strict=True) for _ in ids]
+        names = [names[i : i + self.raw_length] for i in range(0, len(names), self.raw_length)]
+        # Differs from T5X: it shuffles in a buffer of 1,000 examples. Here lanes read far apart, and
+        # each permutes the pieces of its group.
+        order = permutation(len(examples), 'pieces', *key)
+        return [(examples[i], list(dict.fromkeys(names[i]))) for i in order]
+
+
+def encoder_decoder_features(examples: list[dict | None], lengths) -> dict[str, np.ndarray]:
+    """Examples of ids -> a batch; None is a row of padding. SeqIO EncDecFeatureConverter, unpacked."""
+    inputs = np.zeros((len(examples), lengths.inputs), np.int32)
+    targets = np.zeros((len(examples), lengths.targets), np.int32)
+    for row, example in enumerate(examples):
+        if example:
+            inputs[row, : len(example['inputs'])] = example['inputs']
+            targets[row, : len(example['targets'])] = example['targets']
+    return {
+        'encoder_input_tokens': inputs,
+        'decoder_input_tokens': np.pad(targets[:, :-1], ((0, 0), (1, 0))),  # T5's BOS is 0
+        'decoder_target_tokens': targets,
+        'decoder_loss_weights': (targets != PAD_ID).astype(np.int32),
+    }
+
+
+def batch_hash(batch: dict[str, np.ndarray]) -> int:
+    """CRC-32 of all arrays, in the order of their keys."""
+    return zlib.crc32(b''.join(batch[key].tobytes() for key in sorted(batch)))
+
+
+class Prefetch:
+    """Iterator of (batch, position before it, position after it), made ahead in a thread.
+
+    An error in the thread is raised by the `next` that would have given its batch.
+    """
+
+    def __init__(self, stream: Stream, depth: int = 2):
+        self._stream = stream
+        self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+        self._ahead = collections.deque(self._thread.submit(self._step) for _ in range(depth))
+
+    def __iter__(self) -> 'Prefetch':
+        return self
+
+    def __next__(self) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+        self._ahead.append(self._thread.submit(self._step))
+        return self._ahead.popleft().result()
+
+    def close(self):
+        self._thread.shutdown(cancel_futures=True)
+
+    def _step(self) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+        before = self._stream.position
+        return next(self._stream), before, self._stream.position
+
+
+# Span corruption: T5 (Raffel et al. 2020) §3.1.4; t5/data/preprocessors.py `span_corruption`.
+
+
+def span_corruption_raw_length(config, vocabulary) -> int:
+    """Number of ids that fill `lengths.inputs` once corrupted; ValueError where settings misfit."""
+    density, mean, lengths = config.noise_density, config.mean_noise_span_length, config.lengths
+    if not 0 < density < 1 <= mean:
+        raise ValueError(
+            f'data.noise_density={density} must lie between 0 and 1 and '
+            f'data.mean_noise_span_length={mean} must be 1 or more; change them'
+        )
+    raw_length, targets_length = random_spans_helper(lengths.inputs, density, mean)
+    if lengths.targets < targets_length:
+        raise ValueError(
+            f'data.lengths.targets={lengths.targets} is too short for inputs of {lengths.inputs} '
+            f'at noise density {density}; use {targets_length} or more'
+        )
+    _, num_spans = num_noise_tokens_and_spans(raw_length, density, mean)
+    # ByT5 has no extra ids: its sentinels count down from the top bytes, rare in UTF-8.
+    if 0 < vocabulary.num_extra_ids < num_spans:
+        raise ValueError(
+            f'data.lengths.inputs={lengths.inputs} has {num_spans} noise spans, the vocabulary only '
+            f'{vocabulary.num_extra_ids} sentinels; use shorter inputs or raise data.extra_ids'
+        )
+    return raw_length
+
+
+def random_spans_helper(
+    inputs_length: int,
+    noise_density: float,
+    mean_noise_span_length: float,
+    extra_tokens_per_span_inputs: int = 1,
+    extra_tokens_per_span_targets: int = 1,
+) -> tuple[int, int]:
+    """(number of raw ids, targets length) for inputs of `inputs_length`; EOS counts in both."""
+
+    def corrupted_lengths(raw_length: int) -> tuple[int, int]:
+        num_noise = round(raw_length * noise_density)
+        num_spans = round(num_noise / mean_noise_span_length)
+        inputs = raw_length - num_noise + num_spans * extra_tokens_per_span_inputs + 1
+        return inputs, num_noise + num_spans * extra_tokens_per_span_targets + 1
+
+    raw_length = inputs_length - 1
+    while corrupted_lengths(raw_length + 1)[0] <= inputs_length:
+        raw_length += 1
+    inputs, targets = corrupted_lengths(raw_length)
+    if noise_density == 0.5 and targets > inputs:
+        return raw_length - 1, targets - 1
+    return raw_length, targets
+
+
+def select_random_chunk(ids: list[int], *key: int) -> list[int]:
+    """One aligned chunk of a long document; the last, short one is as likely as the others."""
+    num_chunks = -(-len(ids) // MAX_DOCUMENT_TOKENS)
+    if num_chunks <= 1:
+        return ids
+    start = int(permutation(num_chunks, 'chunk', *key)[0]) * MAX_DOCUMENT_TOKENS
+    return ids[start : start + MAX_DOCUMENT_TOKENS]
+
+
+def split_tokens(tokens: np.ndarray, length: int) -> list[np.ndarray]:
+    """[n] -> the full pieces [n // length, length] and the rest [1, n % length], unless empty."""
+    full = len(tokens) // length * length
+    pieces = [tokens[:full].reshape(-1, length), tokens[None, full:]]
+    return [rows for rows in pieces if rows.size]
+
+
+def span_corruption(tokens: np.ndarray, config, vocabulary_size: int, *key: int):
+    """Pieces [rows, length] -> inputs and targets [rows, ...], with EOS."""
+    density, mean = config.noise_density, config.mean_noise_span_length
+    mask = random_spans_noise_mask(tokens.shape, density, mean, *key)
+    inputs = noise_span_to_unique_sentinel(tokens, mask, vocabulary_size)
+    targets = noise_span_to_unique_sentinel(tokens, ~mask, vocabulary_size)
+    inputs = append_eos_after_trim(inputs, config.lengths.inputs)
+    return inputs, append_eos_after_trim(targets, config.lengths.targets)
+
+
+def random_spans_noise_mask(shape: tuple[int, int], density: float, mean: float, *key: int):
+    """bool [rows, length]: non-noise and noise by turns, every row with as many spans and tokens."""
+    rows, length = shape[0], max(shape[1], 2)  # a single token is not noise
+    num_noise, num_spans = num_noise_tokens_and_spans(length, density, mean)
+    noise = random_segments(rows, num_noise, num_spans, 'noise', length, *key)
+    nonnoise = random_segments(rows, length - num_noise, num_spans, 'nonnoise', length, *key)
+    ends = np.cumsum(np.stack([nonnoise, noise], axis=2).reshape(rows, -1), axis=1)
+    is_start = np.zeros((rows, length), np.int8)
+    np.put_along_axis(is_start, ends[:, :-1], 1, axis=1)
+    return (np.cumsum(is_start, axis=1) % 2 == 1)[:, : shape[1]]
+
+
+def num_noise_tokens_and_spans(length: int, density: float, mean: float) -> tuple[int, int]:
+    num_noise = int(np.round(np.float32(length) * np.float32(density)))  # T5 rounds in float32
+    num_noise = min(max(num_noise, 1), length - 1)
+    num_spans = max(round(num_noise / mean), 1)
+    # Differs from T5X, which fails where too few tokens are left to keep the spans apart.
+    return num_noise, min(num_spans, length - num_noise)
+
+
+def random_segments(rows: int, num_items: int, num_segments: int, *key: int | str) -> np.ndarray:
+    """Segment lengths [rows, num_segments], 1 or more, uniform over all ways to cut `num_items`."""
+    places = np.argsort(random_bits((rows, num_items - 1), *key), axis=1, kind='stable')
+    cuts = np.sort(places[:, : num_segments - 1], axis=1) + 1
+    return np.diff(cuts, axis=1, prepend=0, append=num_items)
+
+
+def noise_span_to_unique_sentinel(tokens: np.ndarray, mask: np.ndarray, size: int) -> np.ndarray:
+    """The i-th masked span of a row becomes the i-th last of `size` ids; rows shrink equally."""
+    is_first = mask.copy()
+    is_first[:, 1:] &= ~mask[:, :-1]
+    sentinels = size - np.cumsum(is_first, axis=1, dtype=np.int32)
+    return np.where(is_first, sentinels, tokens)[is_first | ~mask].reshape(len(tokens), -1)
+
+
+def append_eos_after_trim(tokens: np.ndarray, length: int | None = None) -> np.ndarray:
+    trimmed = tokens if length is None else tokens[:, : length - 1]
+    return np.pad(trimmed, ((0, 0), (0, 1)), constant_values=EOS_ID)
+
+
+def open_source(config) -> 'Source':
+    """The text files of `config.files` (globs with commas between), else the running Python's prose."""
+    if not config.files:
+        return Documents(pydoc_documents(), config.validation_fraction)
+    paths = set()
+    for pattern in config.files.split(','):
+        found = {path for path in glob.glob(pattern.strip()) if os.path.isfile(path)}
+        if not found:
+            raise ValueError(f'data.files: {pattern.strip()!r} matches no file; correct it')
+        paths |= found
+    return TextFiles(sorted(paths), config.validation_fraction)
+
+
+class Source:
+    """A corpus of `num_blocks` blocks; `read(block)` gives the documents of one as (name, text).
+
+    An epoch permutes the blocks and deals them out to the lanes; a lane permutes the documents of
+    each pool of its blocks. The hash of its text says which split a document is in.
+    """
+
+    def documents(
+        self, split: str, epoch: int, lane: int, num_lanes: int, seed: int, unit=0, index=0
+    ) -> Iterator[tuple[int, int, str, str]]:
+        """Yields (unit, index, name, text) from a place on: a pool of the lane, a document in it."""
+        order = epoch_order(self.num_blocks, seed, epoch)
+        # Where blocks are fewer than lanes, every lane has its turn.
+        blocks = order[(lane + epoch) % num_lanes :: num_lanes].tolist()
+        for start in range(unit * BLOCKS_PER_POOL, len(blocks), BLOCKS_PER_POOL):
+            pool = [
+                d for block in blocks[start : start + BLOCKS_PER_POOL] for d in self.read(block)
+            ]
+            unit = start // BLOCKS_PER_POOL
+            order = permutation(len(pool), 'pool', seed, epoch, lane, unit)
+            for i in range(index, len(pool)):
+                name, text = pool[order[i]]
+                is_validation = zlib.crc32(text.encode()) < self.validation_fraction * 2**32
+                if text and split == ('validation' if is_validation else 'train'):
+                    yield unit, i, name, text
+            index = 0
+
+
+class Documents(Source):
+    """Documents in memory, each a block."""
+
+    def __init__(self, documents: list[tuple[str, str]], validation_fraction: float):
+        self._documents, self.validation_fraction = documents, validation_fraction
+        self.num_blocks = len(documents)
+        texts = '\n'.join(text for _, text in documents)
+        self.fingerprint = hashlib.blake2b(texts.encode(), digest_size=16).hexdigest()
+
+    def read(self, block: int) -> list[tuple[str, str]]:
+        return [self._documents[block]]
+
+
+class TextFiles(Source):
+    """A document per line, in the block of bytes where the line starts; names are path:offset."""
+
+    def __init__(self, paths: list[str], validation_fraction: float):
+        self._paths, self.validation_fraction = paths, validation_fraction
+        sizes = [os.path.getsize(path) for path in paths]
+        self._block_bytes = min(max(sum(sizes) // MIN_BLOCKS, 1), MAX_BLOCK_BYTES)
+        self._first_blocks = np.cumsum([0] + [-(-size // self._block_bytes) for size in sizes])
+        self.num_blocks = int(self._first_blocks[-1])
+        names = [os.path.basename(path) for path in paths]
+        self.fingerprint = hashlib.blake2b(str((names, sizes)).encode(), digest_size=16).hexdigest()
+
+    def read(self, block: int) -> list[tuple[str, str]]:
+        file_index = int(np.searchsorted(self._first_blocks, block, side='right')) - 1
+        path = self._paths[file_index]
+        start = (block - int(self._first_blocks[file_index])) * self._block_bytes
+        documents = []
+        with open(path, 'rb') as file:
+            if start:
+                file.seek(start - 1)
+                file.readline()  # ends a line that began in an earlier block
+            while (offset := file.tell()) < start + self._block_bytes and (line := file.readline()):
+                try:
+                    documents.append((f'{path}:{offset}', line.decode().strip()))
+                except UnicodeDecodeError as error:
+                    place = f'{path}: byte {offset + error.start}'
+                    raise ValueError(f'{place} is not UTF-8; convert the file') from None
+        return documents
+
+
+def pydoc_documents() -> list[tuple[str, str]]:
+    """(name, text) of the English that comes with every Python: docstrings and help topics."""
+    names = {}  # text -> name; equal texts count once
+    root = sysconfig.get_path('stdlib')
+    for folder, subfolders, files in os.walk(root):
+        left_out = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'}
+        subfolders[:] = sorted(set(subfolders) - left_out)
+        for path in (pathlib.Path(folder, file) for file in sorted(files) if file.endswith('.py')):
+            module = '.'.join(path.relative_to(root).with_suffix('').parts)
+            try:
+                tree = ast.parse(path.read_bytes())
+            except (SyntaxError, ValueError):
+                continue
+            for name, text in docstrings(tree, module.removesuffix('.__init__')):
+                names.setdefault(' '.join(text.split()), name)
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some distributions leave it out
+        topics = {}
+    for topic in sorted(topics):
+        names.setdefault(' '.join(topics[topic].split()), f'topics.{topic}')
+    return [(name, text) for text, name in names.items() if len(text) >= 40]
+
+
+def docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield name, ast.get_docstring(node) or ''
+    for child in node.body:
+        if hasattr(child, 'body'):  # a definition, or an `if` or `try` around some
+            yield from docstrings(child, f'{name}.{child.name}' if hasattr(child, 'name') else name)
+
+
+# Vocabularies: SeqIO seqio/vocabularies.py.
+
+
+def find_vocabulary(config, workdir: str, source: Source):
+    """The vocabulary that `config.vocabulary` names, else the workdir's, else one trained on a sample.
+
+    A SentencePiece model is kept as workdir/vocabulary.model. Raises ValueError where that is not the
+    configured one, and where a model is missing or unreadable.
+    """
+    if config.vocabulary == 'bytes':
+        return ByteVocabulary(config.extra_ids)
+    kept = os.path.join(workdir, 'vocabulary.model')
+    is_kept = os.path.exists(kept)
+    if config.vocabulary or is_kept:
+        model = read_model(config.vocabulary or kept)
+    else:
+        model = train_vocabulary(sample_texts(source), config.num_pieces)
+    if is_kept and model != read_model(kept):
+        raise ValueError(f'data.vocabulary={config.vocabulary!r} is not {kept}; use a new workdir')
+    if not is_kept:
+        os.makedirs(workdir, exist_ok=True)
+        unfinished = pathlib.Path(f'{kept}.{os.getpid()}.tmp')
+        unfinished.write_bytes(model)
+        os.replace(unfinished, kept)
+    return SentencePieceVocabulary(model, config.extra_ids)
+
+
+def read_model(path: str) -> bytes:
+    """A SentencePiece model, from its file or from the folder of a published model."""
+    names = ('', 'spiece.model', 'sentencepiece.model', 'vocabulary.model')
+    files = [file for file in (pathlib.Path(path, name) for name in names) if file.is_file()]
+    if not files:
+        raise ValueError(f'data.vocabulary={path!r} holds none of {names[1:]}; correct the path')
+    model = files[0].read_bytes()
+    try:
+        SentencePieceVocabulary(model)
+    except ValueError as error:
+        raise ValueError(f'{files[0]}: {error}') from None
+    return model
+
+
+def sample_texts(source: Source) -> Iterator[str]:
+    for lane in range(SAMPLE_LANES):
+        left = SAMPLE_CHARACTERS // SAMPLE_LANES
+        for *_, text in source.documents('train', 0, lane, SAMPLE_LANES, seed=0):
+            yield text[:left]
+            left -= len(text)
+            if left <= 0:
+                break
+
+
+def train_vocabulary(texts: Iterable[str], num_pieces: int) -> bytes:
+    """A SentencePiece unigram model of at most `num_pieces` pieces, the same ones every time."""
+    # The trainer drops long lines, so they are cut.
+    lines = (text[i : i + 1000] for text in texts for i in range(0, len(text), 1000))
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines,
+            model_writer=model,
+            model_type='unigram',
+            vocab_size=num_pieces,
+            hard_vocab_limit=False,
+            pad_id=PAD_ID,
+            eos_id=EOS_ID,
+            unk_id=UNK_ID,
+            bos_id=-1,
+            num_threads=8,  # the order of summation hangs on it, so it must not follow the machine
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise ValueError(f'data.num_pieces={num_pieces} does not fit the corpus: {error}') from None
+    return model.getvalue()
+
+
+class SentencePieceVocabulary:
+    """A SentencePiece model and after its pieces `extra_ids` sentinels, <extra_id_0> the last one.
+
+    `model` stays as given. One that has sentinels (mT5's, cc_all.32000.100extra) gets no others.
+    """
+
+    def __init__(self, model: bytes, extra_ids: int = 100):
+        self.model = model
+        try:
+            processor = sentencepiece.SentencePieceProcessor(model_proto=model or b'empty')
+        except RuntimeError:
+            raise ValueError('not a SentencePiece model; replace the file') from None
+        special_ids = (processor.pad_id(), processor.eos_id(), processor.unk_id())
+        if special_ids != (PAD_ID, EOS_ID, UNK_ID):
+            raise ValueError(f'pad, eos, unk are {special_ids}, not (0, 1, 2); use a T5 model')
+        pieces = processor.id_to_piece(list(range(processor.vocab_size())))
+        self.num_extra_ids = sum('<extra_id_' in piece for piece in pieces)
+        if self.num_extra_ids == 0:
+            self.num_extra_ids = extra_ids
+            processor.load_from_serialized_proto(model + extra_pieces(extra_ids))
+        self._processor, self.size = processor, processor.vocab_size()
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """ids of each text, without EOS."""
+        return self._processor.encode(texts)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text before the first EOS; an id beyond the vocabulary is unknown."""
+        return self._processor.decode([i if i < self.size else UNK_ID for i in before_eos(ids)])
+
+    def sentinel(self, i: int) -> int:
+        return self.size - 1 - i
+
+
+def extra_pieces(extra_ids: int) -> bytes:
+    """Protocol buffer fields that add sentinels where they follow a serialized model."""
+    fields = b''
+    for i in reversed(range(extra_ids)):
+        text = f'▁<extra_id_{i}>'.encode()
+        piece = b'\x0a' + bytes([len(text)]) + text + b'\x18\x04'  # 1: text, 3: user-defined
+        fields += b'\x0a' + bytes([len(piece)]) + piece  # 1: one more piece of the model
+    return fields
+
+
+class ByteVocabulary:
+    """Byte b of the UTF-8 text is id b + 3 (ByT5)."""
+
+    def __init__(self, extra_ids: int = 0):
+        self.num_extra_ids, self.size = extra_ids, 3 + 256 + extra_ids
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """ids of each text, without EOS."""
+        return [[byte + 3 for byte in text.encode()] for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text before the first EOS; what is no byte or no character is left out."""
+        return bytes(i - 3 for i in before_eos(ids) if 3 <= i < 259).decode(errors='ignore')
+
+    def sentinel(self, i: int) -> int:
+        return self.size - 1 - i
+
+
+def before_eos(ids: Iterable[int]) -> list[int]:
+    return list(itertools.takewhile(lambda i: i != EOS_ID, map(int, ids)))
+
+
+def random_bits(shape: tuple[int, ...], *key: int | str) -> np.ndarray:
+    """uint64, the same everywhere: Philox, keyed by a hash of (purpose, seed, place)."""
+    digest = hashlib.blake2b('/'.join(map(str, key)).encode(), digest_size=16).digest()
+    generator = np.random.Philox(key=int.from_bytes(digest, 'little'))
+    return generator.random_raw(math.prod(shape)).reshape(shape)
+
+
+def permutation(length: int, *key: int | str) -> np.ndarray:
+    return np.argsort(random_bits((length,), *key), kind='stable')
+
+
+@functools.lru_cache(maxsize=4)
+def epoch_order(num_blocks: int, seed: int, epoch: int) -> np.ndarray:
+    """A permutation of all blocks; kept, because every lane asks for it."""
+    return permutation(num_blocks, 'epoch', seed, epoch)

@@ -1,0 +1,687 @@
+"""Vocabularies, span corruption and the stream, against SeqIO's numbers and against counting everything.
+
+tests/golden/seqio_t5 was made by running SeqIO b898b9f and t5 e081111; masks are random there, so their counts
+and their structure are compared.
+"""
+
+import json
+import os
+import pathlib
+import threading
+
+import ml_collections
+import numpy as np
+import pytest
+
+import data
+
+GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'seqio_t5'
+ORACLES = pathlib.Path(__file__).parents[1].parent / 'shared' / 'testdata' / 'seqio_t5'
+
+
+def golden(name):
+    return json.loads((GOLDEN / f'{name}.json').read_text())
+
+
+def make_config(**changes):
+    config = ml_collections.ConfigDict(
+        {
+            'task': 'span_corruption',
+            'files': '',
+            'vocabulary': '',
+            'num_pieces': 1000,
+            'extra_ids': 100,
+            'lengths': {'inputs': 64, 'targets': 14},
+            'noise_density': 0.15,
+            'mean_noise_span_length': 3.0,
+            'validation_fraction': 0.01,
+        }
+    )
+    config.update_from_flattened_dict(changes)
+    return config.lock()
+
+
+@pytest.fixture(scope='session')
+def pydoc():
+    return data.open_source(make_config())
+
+
+@pytest.fixture(scope='session')
+def model(pydoc):
+    return data.train_vocabulary([text for _, text in pydoc._documents[::10]], 1000)
+
+
+@pytest.fixture(scope='session')
+def vocabulary(model):
+    return data.SentencePieceVocabulary(model)
+
+
+@pytest.fixture(scope='session')
+def oracle_vocabulary():
+    path = ORACLES / 'sentencepiece' / 'sentencepiece.model'
+    if not path.exists():
+        pytest.skip(f"{path} is missing: SeqIO's test model is not shipped")
+    return path.read_bytes()
+
+
+def uncorrupt(inputs, targets, sentinels):
+    """Raw ids from inputs and targets without EOS and padding; `sentinels` are all the ids that may be one."""
+    spans, current = {}, None
+    for token in targets:
+        if token in sentinels:
+            current = spans.setdefault(token, [])
+        else:
+            current.append(token)
+    return [
+        raw for token in inputs for raw in (spans.pop(token) if token in sentinels else [token])
+    ]
+
+
+def without_eos(row):
+    tokens = [int(token) for token in row if token != data.PAD_ID]
+    assert tokens[-1] == data.EOS_ID and data.EOS_ID not in tokens[:-1]
+    return tokens[:-1]
+
+
+def sentinels_of(vocabulary):
+    return {vocabulary.sentinel(i) for i in range(100)}
+
+
+# Vocabularies.
+
+
+def check_vocabulary_case(vocabulary, case):
+    assert vocabulary.size == case['vocab_size']
+    assert (data.PAD_ID, data.EOS_ID, data.UNK_ID) == (
+        case['pad_id'],
+        case['eos_id'],
+        case['unk_id'],
+    )
+    assert vocabulary.encode([c['text'] for c in case['cases']]) == [
+        c['ids'] for c in case['cases']
+    ]
+    for one in case['cases'] + case['decode_cases']:
+        assert vocabulary.decode(one['ids']) == one['decode']
+
+
+def test_sentencepiece_vocabulary_matches_seqio(oracle_vocabulary):
+    cases = [case for case in golden('vocab') if case['vocab'] == 'sentencepiece_test']
+    assert len(cases) == 3
+    for case in cases:
+        check_vocabulary_case(
+            data.SentencePieceVocabulary(oracle_vocabulary, case['extra_ids']), case
+        )
+
+
+def test_byte_vocabulary_matches_seqio():
+    cases = [case for case in golden('vocab') if case['vocab'] == 'byte']
+    assert len(cases) == 2
+    for case in cases:
+        check_vocabulary_case(data.ByteVocabulary(case['extra_ids']), case)
+
+
+def test_extra_ids_count_down_from_the_end(model):
+    plain = data.SentencePieceVocabulary(model, extra_ids=0)
+    vocabulary = data.SentencePieceVocabulary(model)
+    assert (plain.size, vocabulary.size, vocabulary.num_extra_ids) == (1000, 1100, 100)
+    assert vocabulary.model == model
+    text = 'the <extra_id_0> of a <extra_id_99> string <extra_id_1>s'
+    [ids] = vocabulary.encode([text])
+    assert (
+        [i for i in ids if i >= 1000]
+        == [vocabulary.sentinel(i) for i in (0, 99, 1)]
+        == [1099, 1000, 1098]
+    )
+    assert vocabulary.decode(ids) == text
+    assert vocabulary.encode(['plain words']) == plain.encode(['plain words'])
+
+
+def test_baked_in_extra_ids_are_not_doubled(model):
+    baked = data.SentencePieceVocabulary(model + data.extra_pieces(100), extra_ids=100)
+    assert (baked.size, baked.num_extra_ids) == (1100, 100)
+    text = ['a <extra_id_5> b']
+    assert baked.encode(text) == data.SentencePieceVocabulary(model).encode(text)
+
+
+def test_decode_undoes_encode(pydoc, vocabulary):
+    texts = [text for _, text in pydoc._documents[:200] if text.isascii()]
+    for text, ids in zip(texts, vocabulary.encode(texts), strict=True):
+        assert data.UNK_ID in ids or vocabulary.decode(ids + [data.EOS_ID, 5]) == text
+    byte = data.ByteVocabulary()
+    assert [byte.decode(ids) for ids in byte.encode(texts)] == texts
+
+
+def test_training_gives_the_same_model_on_any_number_of_cores(pydoc, model):
+    texts = [text for _, text in pydoc._documents[::10]]
+    cores = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        assert data.train_vocabulary(texts, 1000) == model
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def test_training_uses_long_lines_and_gives_fewer_pieces_for_a_small_corpus():
+    long_line = ' '.join(f'{word}ing' for word in ['walk', 'talk', 'sing', 'bring'] * 1000)
+    vocabulary = data.SentencePieceVocabulary(data.train_vocabulary([long_line], 32000), 0)
+    assert 10 < vocabulary.size < 100
+    assert data.UNK_ID not in vocabulary.encode([long_line])[0]
+    with pytest.raises(ValueError, match='num_pieces=3'):
+        data.train_vocabulary(['some letters'], 3)
+    with pytest.raises(ValueError, match='num_pieces=100'):
+        data.train_vocabulary([], 100)
+
+
+def test_find_vocabulary(tmp_path, pydoc, model):
+    model_file, workdir = tmp_path / 'own.model', tmp_path / 'run'
+    model_file.write_bytes(model)
+    folder = tmp_path / 'published'
+    folder.mkdir()
+    (folder / 'spiece.model').write_bytes(model)
+    assert (
+        data.find_vocabulary(make_config(vocabulary='bytes', extra_ids=0), str(workdir), pydoc).size
+        == 259
+    )
+
+    trained = data.find_vocabulary(make_config(), str(workdir), pydoc)
+    assert os.listdir(workdir) == ['vocabulary.model']
+    assert (workdir / 'vocabulary.model').read_bytes() == trained.model
+    assert data.find_vocabulary(make_config(), str(workdir), None).model == trained.model
+    with pytest.raises(ValueError, match='own.model.*is not .*vocabulary.model; use a new workdir'):
+        data.find_vocabulary(make_config(vocabulary=str(model_file)), str(workdir), pydoc)
+
+    for path in (model_file, folder):
+        found = data.find_vocabulary(
+            make_config(vocabulary=str(path)), str(tmp_path / path.stem), pydoc
+        )
+        assert found.model == model == (tmp_path / path.stem / 'vocabulary.model').read_bytes()
+
+
+@pytest.mark.parametrize('content', [None, b'', b'no model', b'\n'])
+def test_a_vocabulary_that_cannot_be_read_is_named(tmp_path, content):
+    path = tmp_path / 'broken.model'
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match='broken.model'):
+        data.find_vocabulary(make_config(vocabulary=str(path)), str(tmp_path / 'run'), None)
+    assert not (tmp_path / 'run').exists()
+
+
+# Span corruption.
+
+
+def test_random_spans_helper_matches_t5():
+    for case in golden('random_spans_helper'):
+        result = tuple(case.pop('result'))
+        assert data.random_spans_helper(**case) == result, case
+
+
+def count_spans(mask):
+    return int(np.sum(mask[:, 0]) + np.sum(mask[:, 1:] & ~mask[:, :-1]))
+
+
+def test_noise_masks_have_t5s_counts_and_structure():
+    for case in golden('noise_masks'):
+        length, density, mean = (
+            case['length'],
+            case['noise_density'],
+            case['mean_noise_span_length'],
+        )
+        masks = data.random_spans_noise_mask((16, length), density, mean, length)
+        assert masks.shape == (16, length) and masks.dtype == bool
+        for mask in masks:
+            assert mask.sum() == case['num_noise_tokens'][0]
+            assert count_spans(mask[None]) == case['num_noise_spans'][0]
+            assert not mask[0] and (mask[-1] or length == 1)
+
+
+def test_noise_is_uniform_over_all_ways_to_cut():
+    lengths = data.random_segments(6000, 5, 3, 'test')  # 4 choose 2: six ways
+    ways, counts = np.unique(lengths, axis=0, return_counts=True)
+    assert len(ways) == 6 and np.all(ways.sum(axis=1) == 5) and np.all(ways >= 1)
+    assert np.all(np.abs(counts - 1000) < 5 * np.sqrt(1000))
+
+
+def test_full_rows_have_exactly_15_percent_noise_in_spans_of_three():
+    masks = data.random_spans_noise_mask((200, 568), 0.15, 3.0, 1)
+    assert np.all(masks.sum(axis=1) == 85) and count_spans(masks) == 200 * 28
+    assert len(np.unique(masks, axis=0)) == 200
+    # Everywhere but at the ends a token is noise as often as any other.
+    assert np.abs(masks[:, 50:500].mean() - 0.15) < 0.01
+
+
+def test_masks_stay_possible_where_t5_fails():
+    for length in range(1, 30):
+        mask = data.random_spans_noise_mask((2, length), 0.5, 1.0, length)
+        assert not mask[:, 0].any()
+
+
+def test_unique_sentinels_match_t5():
+    for case in golden('denoise_fns'):
+        tokens, mask = np.array([case['tokens']], np.int32), np.array([case['noise_mask']])
+        for function in (data.noise_span_to_unique_sentinel, data.nonnoise_span_to_unique_sentinel):
+            assert function(tokens, mask, case['vocab_size'])[0].tolist() == case[function.__name__]
+
+
+def test_concatenating_and_splitting_match_seqio():
+    case = golden('split_concat')
+    documents = [example['targets'] for example in case['examples']]
+
+    def split(tokens):
+        return [
+            row.tolist() for rows in data.split_tokens(np.array(tokens, int), 8) for row in rows
+        ]
+
+    whole = [sum(documents[i : i + 3], []) for i in range(0, len(documents), 3)]
+    assert whole == [example['targets'] for example in case['reduce_concat_batch3']]
+    for key, groups in (('split_tokens_max8', documents), ('concat3_then_split8', whole)):
+        expected = [example['targets'] for example in case[key]]
+        assert [piece for tokens in groups for piece in split(tokens)] == expected
+
+
+def test_append_eos_after_trim_matches_seqio():
+    for case in golden('append_eos'):
+        for example, expected in zip(case['examples'], case['append_eos_after_trim'], strict=True):
+            for key in ('inputs', 'targets'):
+                if case[f'{key}_add_eos']:
+                    length = (case['sequence_length'] or {}).get(key)
+                    tokens = np.array([example[key]], np.int32)
+                    assert data.append_eos_after_trim(tokens, length)[0].tolist() == expected[key]
+
+
+def test_select_random_chunk_takes_aligned_chunks():
+    ids = list(range(2 * data.MAX_DOCUMENT_TOKENS + 5))
+    lengths, starts = set(), set()
+    for i in range(30):
+        chunk = data.select_random_chunk(ids, i)
+        starts.add(chunk[0])
+        lengths.add(len(chunk))
+    assert starts == {0, 65536, 131072} and lengths == {65536, 5}
+    assert data.select_random_chunk(ids[:65536], 0) == ids[:65536]
+
+
+def test_corrupted_rows_match_seqio(oracle_vocabulary):
+    """Counts of rows and their lengths are SeqIO's, and both sides un-corrupt to the same ids."""
+    case = golden('span_corruption_e2e')
+    vocabulary = data.SentencePieceVocabulary(oracle_vocabulary)
+    assert vocabulary.size == case['vocab_size']
+    assert vocabulary.encode(case['docs']) == case['tokenized']
+    config = make_config(**{'lengths.inputs': 32, 'lengths.targets': 16})
+    assert data.span_corruption_raw_length(config, vocabulary) == case['raw_tokens_length']
+    tokens = np.array(sum(case['tokenized'], []), np.int32)
+    sentinels, rows = sentinels_of(vocabulary), []
+    for pieces in data.split_tokens(tokens, case['raw_tokens_length']):
+        inputs, targets = data.span_corruption(pieces, config, vocabulary, 0)
+        rows += zip(inputs.tolist(), targets.tolist(), strict=True)
+    for ours, theirs in zip(rows, case['outputs'], strict=True):
+        assert [len(part) for part in ours] == [len(theirs['inputs']), len(theirs['targets'])]
+        raw = uncorrupt(theirs['inputs'][:-1], theirs['targets'][:-1], sentinels)
+        assert uncorrupt(ours[0][:-1], ours[1][:-1], sentinels) == raw
+
+
+def test_features_are_shifted_and_weighted():
+    examples = [{'inputs': [22, 18, 1], 'targets': [28, 11, 10, 1]}, None]
+    batch = data.encoder_decoder_features(
+        examples, make_config(**{'lengths.inputs': 7, 'lengths.targets': 5}).lengths
+    )
+    zeros = {'inputs': [0] * 7, 'targets': [0] * 5}
+    assert {key: array.tolist() for key, array in batch.items()} == {
+        'encoder_input_tokens': [[22, 18, 1, 0, 0, 0, 0], zeros['inputs']],
+        'decoder_input_tokens': [[0, 28, 11, 10, 1], zeros['targets']],
+        'decoder_target_tokens': [[28, 11, 10, 1, 0], zeros['targets']],
+        'decoder_loss_weights': [[1, 1, 1, 1, 0], zeros['targets']],
+    }
+    assert all(array.dtype == np.int32 for array in batch.values())
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        ({'task': 'span_coruption'}, "did you mean 'span_corruption'"),
+        ({'lengths.targets': 13}, 'lengths.targets=13 is too short.*use 14'),
+        ({'lengths.inputs': 2048, 'lengths.targets': 456}, '114 noise spans.*100 sentinels'),
+        ({'noise_density': 15.0}, 'noise_density=15.0'),
+        ({'files': 'nowhere/*.txt'}, "'nowhere/\\*.txt' matches no file"),
+        ({'validation_fraction': 0.0}, "no document in split 'validation'"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(vocabulary, changes, message):
+    config = make_config(**changes)
+    with pytest.raises(ValueError, match=message):
+        source = data.open_source(config)
+        data.Stream(source, 'validation', vocabulary, config, 2, 0)
+
+
+def test_byte_vocabulary_may_have_more_spans_than_it_has_extra_ids(pydoc):
+    config = make_config(vocabulary='bytes', extra_ids=0)
+    vocabulary = data.find_vocabulary(config, '', pydoc)
+    batch = next(data.Stream(pydoc, 'train', vocabulary, config, 2, 0))
+    assert batch['decoder_target_tokens'][:, 0].tolist() == [258, 258]
+
+
+# Sources.
+
+
+def epoch_documents(source, epoch=0, num_lanes=3, splits=('train', 'validation'), seed=0):
+    return [
+        [(name, text) for *_, name, text in source.documents(split, epoch, lane, num_lanes, seed)]
+        for split in splits
+        for lane in range(num_lanes)
+    ]
+
+
+def test_pydoc_is_two_megabytes_of_distinct_prose(pydoc):
+    texts = [text for _, text in pydoc._documents]
+    size = sum(map(len, texts))
+    assert 1_500_000 < size < 4_000_000 and len(texts) > 5000
+    assert len(set(texts)) == len(texts) and all(text == ' '.join(text.split()) for text in texts)
+    letters = sum(c.isalpha() or c == ' ' for text in texts for c in text)
+    assert letters > 0.85 * size
+    assert 'json.decoder.JSONDecoder.decode' in dict(pydoc._documents)
+    again = data.open_source(make_config())
+    assert again._documents == pydoc._documents and again.fingerprint == pydoc.fingerprint
+    assert data.Documents(pydoc._documents[:-1], 0.01).fingerprint != pydoc.fingerprint
+
+
+def test_every_pydoc_document_comes_once_per_epoch(pydoc):
+    first, second = (sum(epoch_documents(pydoc, epoch), []) for epoch in (0, 1))
+    assert sorted(first) == sorted(second) == sorted(pydoc._documents)
+    assert first != second and first != sorted(first)
+
+
+def test_splits_are_disjoint_and_sized_as_asked(pydoc):
+    train, validation = (
+        {text for lane in epoch_documents(pydoc, splits=[split]) for _, text in lane}
+        for split in ('train', 'validation')
+    )
+    assert not train & validation
+    assert 0.005 < len(validation) / len(train) < 0.015
+    twice = data.Documents([('a', 'same text'), ('b', 'same text')], 0.5)
+    assert [] in epoch_documents(twice, num_lanes=1)
+
+
+def write_random_text(folder, random):
+    """Files of lines of every kind; returns {name: text} of what must be read from them."""
+    expected, letters = {}, ['a', 'b ', 'é', '日', '😀', '\u2028', '\x0b', ' ']
+    for number in range(random.integers(1, 5)):
+        path, content = folder / f'{number}.txt', b''
+        for _ in range(random.integers(0, 12)):
+            size = random.choice([0, 1, 5, 200])
+            text = ''.join(random.choice(letters, size))
+            if text.strip():
+                expected[f'{path}:{len(content)}'] = text.strip()
+            content += text.encode() + random.choice([b'\n', b'\r\n', b'\n\n', b'\n \n'])
+        path.write_bytes(content.rstrip(b'\n') if random.integers(2) else content)
+    return expected
+
+
+@pytest.mark.parametrize('block_bytes', [1, 3, 16, 1000])
+def test_every_line_of_random_files_comes_once_per_epoch(tmp_path, monkeypatch, block_bytes):
+    monkeypatch.setattr(data, 'MAX_BLOCK_BYTES', block_bytes)
+    monkeypatch.setattr(data, 'MIN_BLOCKS', 1)
+    random = np.random.default_rng(block_bytes)
+    for trial in range(12):
+        folder = tmp_path / str(trial)
+        folder.mkdir()
+        expected = write_random_text(folder, random)
+        source = data.open_source(make_config(files=f'{folder}/*.txt', validation_fraction=0.3))
+        found = sum(epoch_documents(source, epoch=trial), [])
+        assert sorted(found) == sorted(expected.items())
+
+
+def test_text_files_are_found_once_and_shuffled_over_lanes(tmp_path):
+    lines = [f'line number {i}' for i in range(3000)]
+    for part in range(3):
+        (tmp_path / f'{part}.txt').write_text('\n'.join(lines[part::3]))
+    files = f'{tmp_path}/0.txt, {tmp_path}/*.txt'
+    source = data.open_source(make_config(files=files, validation_fraction=0.1))
+    lanes = epoch_documents(source, num_lanes=8, splits=['train'])
+    assert all(200 < len(lane) < 500 for lane in lanes)
+    other = epoch_documents(source, num_lanes=8, splits=['train'], epoch=1)
+    assert sorted(sum(lanes, [])) == sorted(sum(other, [])) and lanes != other
+    validation = sum(epoch_documents(source, splits=['validation']), [])
+    assert sorted(text for _, text in sum(lanes, []) + validation) == sorted(lines)
+    assert source.fingerprint == data.open_source(make_config(files=files)).fingerprint
+    (tmp_path / '2.txt').write_text('shorter')
+    assert source.fingerprint != data.open_source(make_config(files=files)).fingerprint
+
+
+def test_a_lane_goes_on_from_any_document(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, 'MIN_BLOCKS', 64)
+    (tmp_path / 'a.txt').write_text('\n'.join(f'line number {i}' for i in range(300)))
+    source = data.open_source(make_config(files=str(tmp_path / 'a.txt')))
+    documents = list(source.documents('train', 2, 1, 2, 7))
+    assert len({unit for unit, *_ in documents}) > 2
+    for i, (unit, index, *_) in enumerate(documents):
+        assert list(source.documents('train', 2, 1, 2, 7, unit, index)) == documents[i:]
+        assert list(source.documents('train', 2, 1, 2, 7, unit, index + 1)) == documents[i + 1 :]
+
+
+def test_bad_utf8_is_named_with_its_byte(tmp_path):
+    path = tmp_path / 'bad.txt'
+    path.write_bytes('gut\n  schön '.encode() + b'\xff\n')
+    with pytest.raises(ValueError, match='bad.txt: byte 13 is not UTF-8'):
+        epoch_documents(data.open_source(make_config(files=str(path))))
+
+
+# The stream.
+
+
+def assert_equal_batches(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for key in ours:
+        np.testing.assert_array_equal(ours[key], theirs[key])
+
+
+def take(stream, count):
+    return [next(stream) for _ in range(count)]
+
+
+@pytest.fixture(scope='session')
+def long_and_short_documents():
+    """Documents of one byte to exactly the 65,536 ids of a whole chunk, in bytes."""
+    random = np.random.default_rng(0)
+    sizes = [1, 2, 65536, 5000, 30000] + [int(n) for n in random.integers(1, 400, 600)]
+    return data.Documents(
+        [
+            (f'document {i}', bytes(random.integers(97, 123, n, np.uint8)).decode())
+            for i, n in enumerate(sizes)
+        ],
+        0.0,
+    )
+
+
+@pytest.mark.parametrize('kind', ['pydoc', 'long and short'])
+def test_no_token_is_lost_or_doubled_in_an_epoch(
+    request, pydoc, vocabulary, long_and_short_documents, kind
+):
+    """Every group's examples un-corrupt to its concatenated documents, cut; describe names those of each piece."""
+    config = make_config(**{'lengths.inputs': 256, 'lengths.targets': 58})
+    source, vocabulary = pydoc, vocabulary
+    if kind == 'long and short':
+        # The top bytes are its sentinels, as in ByT5; the texts have none of them.
+        source, vocabulary = long_and_short_documents, data.ByteVocabulary()
+    expected, names = {}, {}
+    for lane in range(3):
+        documents = list(source.documents('train', 0, lane, 3, 5))
+        unit, index = 0, 0
+        for i in range(0, len(documents), 128):
+            group = documents[i : i + 128]
+            encoded = vocabulary.encode([text for *_, text in group])
+            ids = sum(encoded, [])
+            name_of_id = [
+                name for (*_, name, _), part in zip(group, encoded, strict=True) for _ in part
+            ]
+            pieces = [tuple(ids[j : j + 284]) for j in range(0, len(ids), 284)]
+            for j, piece in enumerate(pieces):
+                names[piece] = ', '.join(dict.fromkeys(name_of_id[j * 284 : (j + 1) * 284]))
+            expected[lane, 0, unit, index] = pieces
+            unit, index = group[-1][0], group[-1][1] + 1
+
+    stream = data.Stream(source, 'train', vocabulary, config, 3, 5, num_epochs=1)
+    sentinels, found, position = sentinels_of(vocabulary), {}, stream.position
+    for i, batch in enumerate(stream):
+        described = stream.describe(position) if i % 50 == 0 else None
+        rows = zip(
+            position, batch['encoder_input_tokens'], batch['decoder_target_tokens'], strict=True
+        )
+        for lane, (place, inputs, targets) in enumerate(rows):
+            if inputs.any():
+                raw = tuple(uncorrupt(without_eos(inputs), without_eos(targets), sentinels))
+                found.setdefault((lane, *place[:3].tolist()), []).append(raw)
+                assert described is None or described[lane] == names[raw]
+        position = stream.position
+    assert {place: sorted(pieces) for place, pieces in found.items()} == {
+        place: sorted(pieces) for place, pieces in expected.items()
+    }
+    assert found != expected  # the pieces are shuffled
+
+
+def test_stream_is_a_function_of_the_seed(pydoc, vocabulary):
+    config = make_config()
+    hashes = [
+        [
+            data.batch_hash(batch)
+            for batch in take(data.Stream(pydoc, 'train', vocabulary, config, 4, seed), 5)
+        ]
+        for seed in (0, 0, 1)
+    ]
+    assert hashes[0] == hashes[1] and len(set(hashes[0] + hashes[2])) == 10
+
+
+def test_first_batch_is_the_same_on_every_machine():
+    """Pins the stream: numpy, Python and the machine have no part in it."""
+    texts = [f'document {i} is about the number {i * i}' for i in range(300)]
+    source = data.Documents([(str(i), text) for i, text in enumerate(texts)], 0.1)
+    batch = next(data.Stream(source, 'train', data.ByteVocabulary(), make_config(), 4, 0))
+    assert data.batch_hash(batch) == FIRST_BATCH_HASH
+
+
+FIRST_BATCH_HASH = 4094378172
+
+
+def test_epochs_differ(vocabulary, pydoc):
+    small = data.Documents(pydoc._documents[:40], 0.1)
+    stream = data.Stream(small, 'train', vocabulary, make_config(), 2, 0)
+    epochs = {}
+    while stream.position[:, 0].min() < 3:
+        epoch = int(stream.position[0, 0])
+        epochs.setdefault(epoch, []).append(next(stream)['encoder_input_tokens'][0].tolist())
+    assert epochs[0] != epochs[1] and epochs[1] != epochs[2]
+
+
+@pytest.fixture(scope='session')
+def text_source(tmp_path_factory, pydoc):
+    folder = tmp_path_factory.mktemp('text')
+    for part in range(4):
+        texts = [text for _, text in pydoc._documents[part * 40 : part * 40 + 40]]
+        (folder / f'{part}.txt').write_text('\n'.join(texts))
+    return data.open_source(make_config(files=f'{folder}/*.txt', validation_fraction=0.1))
+
+
+@pytest.mark.parametrize('num_epochs', [None, 2])
+def test_resuming_anywhere_gives_the_identical_remainder(text_source, vocabulary, num_epochs):
+    def open_stream():
+        return data.Stream(
+            text_source, 'train', vocabulary, make_config(), 4, 3, num_epochs=num_epochs
+        )
+
+    stream, batches, positions = open_stream(), [], []
+    while len(batches) < 150:
+        positions.append(stream.position)
+        try:
+            batches.append(next(stream))
+        except StopIteration:
+            break
+    assert positions[-1][:, 0].min() >= 1 and (num_epochs is None) == (len(batches) == 150)
+    resumed = open_stream()
+    for i, position in list(enumerate(positions))[::7]:
+        resumed.position = position
+        np.testing.assert_array_equal(resumed.position, position)
+        for batch in batches[i : i + 12]:
+            assert_equal_batches(next(resumed), batch)
+    if num_epochs:
+        resumed.position = positions[-1]
+        assert next(resumed, None) is None
+
+
+class CountingVocabulary(data.SentencePieceVocabulary):
+    count = 0
+
+    def encode(self, texts):
+        self.count += len(texts)
+        return super().encode(texts)
+
+
+def test_any_number_of_processes_makes_the_same_batches_of_the_same_documents(pydoc, model):
+    expected, counts = None, []
+    for num_processes in (1, 2, 4):
+        size = 8 // num_processes
+        shards = []
+        for process in range(num_processes):
+            vocabulary, rows = (
+                CountingVocabulary(model),
+                range(process * size, (process + 1) * size),
+            )
+            stream = data.Stream(pydoc, 'train', vocabulary, make_config(), 8, 0, rows)
+            vocabulary.count = 0
+            shards.append((vocabulary, take(stream, 30)))
+        batches = [
+            {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+            for parts in zip(*(batches for _, batches in shards), strict=True)
+        ]
+        expected = expected or batches
+        for ours, theirs in zip(batches, expected, strict=True):
+            assert_equal_batches(ours, theirs)
+        counts.append(sum(vocabulary.count for vocabulary, _ in shards))
+    assert counts[0] == counts[1] == counts[2] > 0
+
+
+def test_one_epoch_ends_lane_by_lane(vocabulary):
+    texts = ['word ' * 2000] + [f'few words {i}' for i in range(5)]
+    source = data.Documents([(str(i), text) for i, text in enumerate(texts)], 0.0)
+    stream = data.Stream(source, 'train', vocabulary, make_config(), 3, 0, num_epochs=1)
+    batches = list(stream)
+    is_padding = [[not row.any() for row in batch['decoder_loss_weights']] for batch in batches]
+    assert [row.count(False) for row in is_padding][-1] == 1 and is_padding[0].count(False) > 1
+    assert all(after >= before for before, after in zip(is_padding, is_padding[1:], strict=False))
+    assert stream.describe(stream.position) == ['', '', '']
+
+
+def test_lanes_without_documents_wait_for_their_epoch(vocabulary):
+    source = data.Documents([('only', 'the only document')], 0.0)
+    stream = data.Stream(source, 'train', vocabulary, make_config(), 4, 0)
+    for batch in take(stream, 3):
+        assert batch['decoder_loss_weights'].any(axis=1).all()
+    assert stream.describe(stream.position) == ['only'] * 4
+
+
+def test_prefetch_gives_the_plain_stream(pydoc, vocabulary):
+    config = make_config()
+    plain = data.Stream(pydoc, 'train', vocabulary, config, 2, 0)
+    prefetch = data.Prefetch(data.Stream(pydoc, 'train', vocabulary, config, 2, 0))
+    num_threads = threading.active_count()
+    for _ in range(20):
+        before = plain.position
+        expected = next(plain)
+        batch, position_before, position_after = next(prefetch)
+        assert_equal_batches(batch, expected)
+        np.testing.assert_array_equal(position_before, before)
+        np.testing.assert_array_equal(position_after, plain.position)
+    prefetch.close()
+    assert threading.active_count() == num_threads - 1
+
+
+def test_prefetch_passes_on_errors_and_the_end(tmp_path, vocabulary):
+    path = tmp_path / 'bad.txt'
+    path.write_bytes(b'good line\n' * 20 + b'\xff\n')
+    source = data.open_source(make_config(files=str(path), validation_fraction=0.0))
+    plain = data.Stream(source, 'train', vocabulary, make_config(), 1, 1, num_epochs=1)
+    with pytest.raises(ValueError, match='byte 200 is not UTF-8'):
+        list(data.Prefetch(plain))
+    path.write_bytes(b'good line\n' * 20)
+    source = data.open_source(make_config(files=str(path), validation_fraction=0.0))
+    stream = data.Stream(source, 'train', vocabulary, make_config(), 1, 1, num_epochs=1)
+    assert len(list(data.Prefetch(stream))) == len(
+        list(data.Stream(source, 'train', vocabulary, make_config(), 1, 1, num_epochs=1))
+    )
