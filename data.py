@@ -1,10 +1,10 @@
 """From documents to batches: sources, vocabularies, span corruption, a stream that resumes.
 
-    documents -> ids -> groups of 128 documents -> pieces of 568 ids -> {'inputs', 'targets'} -> batch
+    documents -> ids -> groups of 128 documents -> pieces of 568 ids -> examples -> batch
 
-Host side only: numpy, no devices. Row r of every batch is lane r, and each lane owns a disjoint part
-of every epoch: a process reads and tokenizes what its own rows need. All randomness is a function of
-the seed and of a place in the stream, so a place is all that resuming needs.
+Host side only: numpy, no devices. Row r of every batch is lane r, and each lane owns a disjoint
+part of every epoch: a process reads and tokenizes what its own rows need. All randomness is a
+function of the seed and of a place in the stream, so a place is all that resuming needs.
 """
 
 import ast
@@ -98,24 +98,22 @@ class Stream:
 
     def _examples(self, lane: int, epoch: int, unit: int, index: int, piece: int):
         """Yields (example, names of its documents, position after it), from a position on."""
-        place = self.batch_size, self.seed
+        lanes_and_seed = self.batch_size, self.seed
         while self.num_epochs is None or epoch < self.num_epochs:
-            documents = self.source.documents(self.split, epoch, lane, *place, unit, index)
+            documents = self.source.documents(self.split, epoch, lane, *lanes_and_seed, unit, index)
             while group := list(itertools.islice(documents, DOCUMENTS_PER_GROUP)):
                 start = (epoch, unit, index)
-                examples = self._group_examples(group, self.seed, lane, *start)
+                examples = self._group_examples(group, self.seed, epoch, lane, unit, index)
                 unit, index = group[-1][0], group[-1][1] + 1
                 for given in range(piece + 1, len(examples) + 1):
                     is_last = given == len(examples)
-                    yield (
-                        *examples[given - 1],
-                        (epoch, unit, index, 0) if is_last else (*start, given),
-                    )
+                    after = (epoch, unit, index, 0) if is_last else (*start, given)
+                    yield *examples[given - 1], after
                 piece = 0
             epoch, unit, index = epoch + 1, 0, 0
 
     def _group_examples(self, group: list[tuple], *key: int) -> list[tuple[dict, list[str]]]:
-        """(example, names of its documents) of each piece of a group, in the order of the stream."""
+        """(example, names of its documents) of each piece of a group, in the stream's order."""
         encoded = self.vocabulary.encode([text for *_, text in group])
         encoded = [select_random_chunk(ids, i, *key) for i, ids in enumerate(encoded)]
         tokens = np.array(list(itertools.chain(*encoded)), np.int32)
@@ -125,14 +123,14 @@ class Stream:
             examples += [{'inputs': i, 'targets': t} for i, t in zip(inputs, targets, strict=True)]
         names = [name for (_, _, name, _), ids in zip(group, encoded, strict=True) for _ in ids]
         names = [names[i : i + self.raw_length] for i in range(0, len(names), self.raw_length)]
-        # Differs from T5X: it shuffles in a buffer of 1,000 examples. Here lanes read far apart, and
+        # Differs from T5X, which shuffles in a buffer of 1,000 examples: lanes read far apart, and
         # each permutes the pieces of its group.
         order = permutation(len(examples), 'pieces', *key)
         return [(examples[i], list(dict.fromkeys(names[i]))) for i in order]
 
 
 def encoder_decoder_features(examples: list[dict | None], lengths) -> dict[str, np.ndarray]:
-    """Examples of ids -> a batch; None is a row of padding. SeqIO EncDecFeatureConverter, unpacked."""
+    """Examples -> a batch; None is a row of padding. SeqIO's EncDecFeatureConverter, unpacked."""
     inputs = np.zeros((len(examples), lengths.inputs), np.int32)
     targets = np.zeros((len(examples), lengths.targets), np.int32)
     for row, example in enumerate(examples):
@@ -185,23 +183,17 @@ def span_corruption_raw_length(config, vocabulary) -> int:
     """Number of ids that fill `lengths.inputs` once corrupted; ValueError where settings misfit."""
     density, mean, lengths = config.noise_density, config.mean_noise_span_length, config.lengths
     if not 0 < density < 1 <= mean:
-        raise ValueError(
-            f'data.noise_density={density} must lie between 0 and 1 and '
-            f'data.mean_noise_span_length={mean} must be 1 or more; change them'
-        )
+        spans = f'data.noise_density={density} and data.mean_noise_span_length={mean}'
+        raise ValueError(f'{spans} must lie in (0, 1) and be 1 or more; change them')
     raw_length, targets_length = random_spans_helper(lengths.inputs, density, mean)
     if lengths.targets < targets_length:
-        raise ValueError(
-            f'data.lengths.targets={lengths.targets} is too short for inputs of {lengths.inputs} '
-            f'at noise density {density}; use {targets_length} or more'
-        )
+        wish = f'for inputs of {lengths.inputs}; use {targets_length} or more'
+        raise ValueError(f'data.lengths.targets={lengths.targets} is too short {wish}')
     _, num_spans = num_noise_tokens_and_spans(raw_length, density, mean)
     # ByT5 has no extra ids: its sentinels count down from the top bytes, rare in UTF-8.
     if 0 < vocabulary.num_extra_ids < num_spans:
-        raise ValueError(
-            f'data.lengths.inputs={lengths.inputs} has {num_spans} noise spans, the vocabulary only '
-            f'{vocabulary.num_extra_ids} sentinels; use shorter inputs or raise data.extra_ids'
-        )
+        limit = f'{num_spans} noise spans for {vocabulary.num_extra_ids} sentinels'
+        raise ValueError(f'data.lengths.inputs={lengths.inputs} gives {limit}; use shorter inputs')
     return raw_length
 
 
@@ -256,7 +248,7 @@ def span_corruption(tokens: np.ndarray, config, vocabulary_size: int, *key: int)
 
 
 def random_spans_noise_mask(shape: tuple[int, int], density: float, mean: float, *key: int):
-    """bool [rows, length]: non-noise and noise by turns, every row with as many spans and tokens."""
+    """bool [rows, length]: non-noise and noise by turns; equally many of each in every row."""
     rows, length = shape[0], max(shape[1], 2)  # a single token is not noise
     num_noise, num_spans = num_noise_tokens_and_spans(length, density, mean)
     noise = random_segments(rows, num_noise, num_spans, 'noise', length, *key)
@@ -296,7 +288,7 @@ def append_eos_after_trim(tokens: np.ndarray, length: int | None = None) -> np.n
 
 
 def open_source(config) -> 'Source':
-    """The text files of `config.files` (globs with commas between), else the running Python's prose."""
+    """The text files of `config.files` (globs, comma-separated), else the prose of this Python."""
     if not config.files:
         return Documents(pydoc_documents(), config.validation_fraction)
     paths = set()
@@ -318,7 +310,7 @@ class Source:
     def documents(
         self, split: str, epoch: int, lane: int, num_lanes: int, seed: int, unit=0, index=0
     ) -> Iterator[tuple[int, int, str, str]]:
-        """Yields (unit, index, name, text) from a place on: a pool of the lane, a document in it."""
+        """Yields (unit, index, name, text): from a pool of the lane on, and a document in it."""
         order = epoch_order(self.num_blocks, seed, epoch)
         # Where blocks are fewer than lanes, every lane has its turn.
         blocks = order[(lane + epoch) % num_lanes :: num_lanes].tolist()
@@ -415,35 +407,35 @@ def docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
 
 
 def find_vocabulary(config, workdir: str, source: Source):
-    """The vocabulary that `config.vocabulary` names, else the workdir's, else one trained on a sample.
+    """What `config.vocabulary` names, else the workdir's, else one trained on a sample of `source`.
 
-    A SentencePiece model is kept as workdir/vocabulary.model. Raises ValueError where that is not the
-    configured one, and where a model is missing or unreadable.
+    A SentencePiece model is kept as workdir/vocabulary.model. Raises ValueError where that is not
+    the configured one, and where a model is missing or unreadable.
     """
     if config.vocabulary == 'bytes':
         return ByteVocabulary(config.extra_ids)
-    kept = os.path.join(workdir, 'vocabulary.model')
-    is_kept = os.path.exists(kept)
+    kept = pathlib.Path(workdir, 'vocabulary.model')
+    is_kept = kept.exists()
     if config.vocabulary or is_kept:
         model = read_model(config.vocabulary or kept)
     else:
         model = train_vocabulary(sample_texts(source), config.num_pieces)
-    if is_kept and model != read_model(kept):
+    if is_kept and model != kept.read_bytes():
         raise ValueError(f'data.vocabulary={config.vocabulary!r} is not {kept}; use a new workdir')
     if not is_kept:
-        os.makedirs(workdir, exist_ok=True)
-        unfinished = pathlib.Path(f'{kept}.{os.getpid()}.tmp')
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = kept.with_suffix(f'.{os.getpid()}.tmp')
         unfinished.write_bytes(model)
         os.replace(unfinished, kept)
     return SentencePieceVocabulary(model, config.extra_ids)
 
 
-def read_model(path: str) -> bytes:
+def read_model(path: str | pathlib.Path) -> bytes:
     """A SentencePiece model, from its file or from the folder of a published model."""
     names = ('', 'spiece.model', 'sentencepiece.model', 'vocabulary.model')
     files = [file for file in (pathlib.Path(path, name) for name in names) if file.is_file()]
     if not files:
-        raise ValueError(f'data.vocabulary={path!r} holds none of {names[1:]}; correct the path')
+        raise ValueError(f'data.vocabulary: {path} holds none of {names[1:]}; correct the path')
     model = files[0].read_bytes()
     try:
         SentencePieceVocabulary(model)

@@ -103,136 +103,6 @@ def load(path: str | Path, config: model.T5Config | None = None, mesh: Mesh | No
     return T5(config, {name.removeprefix('target/'): x for name, x in arrays.items()}, mesh)
 
 
-class Evaluation:
-    """A model's losses on the validation split, the same batches every time, and the bar to clear.
-
-    Differs from T5X: one pass over the split, or its first `eval.steps` batches; T5X repeats a small one.
-    """
-
-    def __init__(self, config: Any, mesh: Mesh, specs: Mapping[str, P], source, vocabulary):
-        self.config, self.mesh = config, mesh
-        self.vocab_size, self.source, self.vocabulary = config.model.vocab_size, source, vocabulary
-        validation = self.stream('validation', num_epochs=1)
-        _, num_spans = data.num_noise_tokens_and_spans(
-            validation.raw_length, config.data.noise_density, config.data.mean_noise_span_length
-        )
-        self.first_sentinel = vocabulary.sentinel(num_spans - 1)
-        self.batches = list(itertools.islice(validation, config.eval.steps))
-        if jax.process_count() > 1:  # lanes end at different times, but all processes step together
-            most = int(multihost_utils.process_allgather(len(self.batches)).max())
-            empty = {name: np.zeros_like(x) for name, x in self.batches[0].items()}
-            self.batches += [empty] * (most - len(self.batches))
-        self.step = make_eval_step(
-            model.T5Config(**config.model), mesh, specs, config.loss, self.first_sentinel
-        )
-
-    def stream(self, split: str, num_epochs: int | None = None) -> data.Stream:
-        c = self.config
-        rows = partition.own_rows(self.mesh, c.train.batch_size)
-        return data.Stream(
-            self.source,
-            split,
-            self.vocabulary,
-            c.data,
-            c.train.batch_size,
-            c.seed,
-            rows,
-            num_epochs,
-        )
-
-    def __call__(self, params: Mapping[str, jax.Array]) -> dict[str, float]:
-        """T5X's metrics, and nats per token on text and on all targets beside their unigram bars."""
-        sums = [self.step(params, partition.place_rows(self.mesh, b)) for b in self.batches]
-        sums = jax.device_get(sums)
-        total = {name: sum(float(s[name]) for s in sums) for name in sums[0]}
-        return summarize(sums, self.config.train.batch_size * self.config.data.lengths.targets) | {
-            'nats_per_text_token': total['text_nats'] / total['text_tokens'],
-            'nats_per_target_token': total['all_nats'] / total['all_tokens'],
-            **self.unigram_bars,
-        }
-
-    @functools.cached_property
-    def unigram_bars(self) -> dict[str, float]:
-        """What token frequencies alone would pay: the cross entropy of the validation targets under the
-        unigram of the training targets, of the run's first batches that hold a million of them."""
-        train_counts = np.zeros(self.vocab_size, np.int64)
-        for batch in itertools.islice(self.stream('train'), self.config.train.steps):
-            train_counts += self.count(batch)
-            if train_counts.sum() >= 1e6:
-                break
-        counts = np.stack([train_counts, sum(self.count(batch) for batch in self.batches)])
-        if jax.process_count() > 1:
-            counts = multihost_utils.process_allgather(counts).sum(0)
-        text = slice(data.EOS_ID + 1, self.first_sentinel)
-        return {
-            'unigram_nats_per_text_token': unigram_cross_entropy(*counts[:, text]),
-            'unigram_nats_per_target_token': unigram_cross_entropy(*counts[:, data.EOS_ID :]),
-        }
-
-    def count(self, batch: Mapping[str, np.ndarray]) -> np.ndarray:
-        return np.bincount(batch['decoder_target_tokens'].ravel(), minlength=self.vocab_size)
-
-
-def unigram_cross_entropy(train_counts: np.ndarray, eval_counts: np.ndarray) -> float:
-    """Nats per token; both are counts by id, those of training smoothed by adding one."""
-    log_q = np.log((train_counts + 1) / (train_counts + 1).sum())
-    return float(-(eval_counts * log_q).sum() / eval_counts.sum())
-
-
-def summarize(steps: list[Mapping[str, Any]], slots: int) -> dict[str, float]:
-    """T5X's metrics (t5x/models.py) of several steps' sums; `slots`: target positions of one batch.
-
-    'loss' is what was minimized, per step; 'nats_per_token' is the cross entropy without z-loss and
-    without normalization."""
-    sums = {
-        name: sum(float(s[name]) for s in steps)
-        for name in ('loss', 'z_loss', 'nats', 'correct', 'weights')
-    }
-    n, weights = len(steps), max(sums['weights'], 1e-9)
-    cross_entropy = sums['loss'] - sums['z_loss']
-    return {
-        'accuracy': sums['correct'] / weights,
-        'loss': sums['loss'] / n,
-        'loss_per_nonpadding_target_token': sums['loss'] / weights,
-        'loss_per_all_target_tokens': sums['loss'] / (n * slots),
-        'z_loss': sums['z_loss'] / n,
-        'z_loss_per_all_target_tokens': sums['z_loss'] / (n * slots),
-        'cross_ent_loss': cross_entropy / n,
-        'cross_ent_loss_per_all_target_tokens': cross_entropy / (n * slots),
-        'non_padding_fraction/loss_weights': sums['weights'] / (n * slots),
-        'nats_per_token': sums['nats'] / weights,
-    }
-
-
-def make_eval_step(
-    config: model.T5Config,
-    mesh: Mesh,
-    specs: Mapping[str, P],
-    loss_config: Any,
-    first_sentinel: int,
-) -> Callable:
-    """(params, batch) -> sums over the global batch: those of T5X's metrics, and 'text_nats' and
-    'text_tokens' of the targets that are text (no sentinel, EOS or padding), without z-loss."""
-
-    def device_sums(params, batch):
-        logits_bTv = model.apply(lambda: model.logits(config, batch), params)
-        weights = loss.weights_and_divisor(batch, loss_config.loss_normalizing_factor)
-        sums = loss.weighted_sums(logits_bTv, batch, *weights, loss_config)
-        targets_bT = batch['decoder_target_tokens']
-        nats_bT, _ = loss.cross_entropy(logits_bTv, targets_bT)
-        text_bT = (targets_bT > data.EOS_ID) & (targets_bT < first_sentinel)
-        sums |= {'text_nats': (nats_bT * text_bT).sum(), 'text_tokens': text_bT.sum()}
-        sums |= {
-            'all_nats': (nats_bT * (targets_bT > 0)).sum(),
-            'all_tokens': (targets_bT > 0).sum(),
-        }
-        return lax.psum(sums, 'data')
-
-    return jax.jit(
-        jax.shard_map(device_sums, mesh=mesh, in_specs=(specs, P('data')), out_specs=P())
-    )
-
-
 def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> model.T5Config:
     """T5Config of a parameter tree; what shapes cannot tell (gelu or silu, dtype) is T5 1.1's."""
 
@@ -260,3 +130,119 @@ def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> model.T5Config:
         mlp_activations=('gelu', 'linear') if gated else ('relu',),
         logits_via_embedding='decoder/logits_dense/kernel' not in shapes,
     )
+
+
+class Evaluation:
+    """A model's losses on the validation split, on the same batches every time, and the bar to clear.
+
+    Differs from T5X: the first `eval.steps` batches of one pass; T5X repeats a small split.
+    """
+
+    def __init__(self, config: Any, mesh: Mesh, source: Any, vocabulary: Any):
+        self.config, self.mesh = config, mesh
+        self.streams = {
+            split: data.Stream(
+                source,
+                split,
+                vocabulary,
+                config.data,
+                config.train.batch_size,
+                config.seed,
+                partition.own_rows(mesh, config.train.batch_size),
+                num_epochs,
+            )
+            for split, num_epochs in (('train', None), ('validation', 1))
+        }
+        self.first_sentinel = self.streams['validation'].first_sentinel
+        self.batches = list(itertools.islice(self.streams['validation'], config.eval.steps))
+        if jax.process_count() > 1:  # lanes end apart, but all processes must step together
+            most = int(multihost_utils.process_allgather(len(self.batches)).max())
+            empty = {name: np.zeros_like(x) for name, x in self.batches[0].items()}
+            self.batches += [empty] * (most - len(self.batches))
+
+    def __call__(self, params: Mapping[str, jax.Array]) -> dict[str, float]:
+        """T5X's metrics, and nats per token of text and of all targets beside their unigram bars."""
+        sums = [self.sums(params, partition.place_rows(self.mesh, b)) for b in self.batches]
+        sums = jax.device_get(sums)
+        total = {name: sum(float(s[name]) for s in sums) for name in sums[0]}
+        return summarize(sums, self.config) | {
+            'nats_per_text_token': total['text_nats'] / total['text_tokens'],
+            'nats_per_target_token': total['target_nats'] / total['decoder_tokens'],
+            **self.unigram_bars,
+        }
+
+    @functools.cached_property
+    def sums(self) -> Callable:
+        """(params, batch) -> loss.weighted_sums, and nats (no z-loss, no smoothing) of all targets and
+        of those that are text: no sentinel, EOS or padding; each summed over the global batch."""
+        config = model.T5Config(**self.config.model)
+        normalizing_factor = loss.parse_normalizing_factor(self.config.loss.loss_normalizing_factor)
+        specs = partition.param_specs(model.PARAMETER_SPECS, list(model.shapes(config)))
+
+        def device_sums(params, batch):
+            logits_bTv = model.apply(lambda: model.logits(config, batch), params)
+            weights = loss.weights_and_divisor(batch, normalizing_factor)
+            sums = loss.weighted_sums(logits_bTv, batch, *weights, self.config.loss)
+            targets_bT = batch['decoder_target_tokens']
+            nats_bT, _ = loss.cross_entropy(logits_bTv, targets_bT)
+            text_bT = (targets_bT > data.EOS_ID) & (targets_bT < self.first_sentinel)
+            sums['target_nats'] = (nats_bT * (targets_bT > 0)).sum()
+            sums['text_nats'], sums['text_tokens'] = (nats_bT * text_bT).sum(), text_bT.sum()
+            return lax.psum(sums, 'data')
+
+        return jax.jit(
+            jax.shard_map(device_sums, mesh=self.mesh, in_specs=(specs, P('data')), out_specs=P())
+        )
+
+    @functools.cached_property
+    def unigram_bars(self) -> dict[str, float]:
+        """What token frequencies alone would pay: the cross entropy of the validation targets under the
+        unigram of the training targets, those of the run's first batches up to a million tokens."""
+        train_counts = np.zeros(self.config.model.vocab_size, np.int64)
+        for batch in itertools.islice(self.streams['train'], self.config.train.steps):
+            train_counts += self.count(batch)
+            if train_counts[1:].sum() >= 1e6:
+                break
+        counts = np.stack([train_counts, sum(self.count(batch) for batch in self.batches)])
+        if jax.process_count() > 1:
+            counts = multihost_utils.process_allgather(counts).sum(axis=0)
+        text = slice(data.EOS_ID + 1, self.first_sentinel)
+        return {
+            'unigram_nats_per_text_token': unigram_cross_entropy(*counts[:, text]),
+            'unigram_nats_per_target_token': unigram_cross_entropy(*counts[:, data.EOS_ID :]),
+        }
+
+    def count(self, batch: Mapping[str, np.ndarray]) -> np.ndarray:
+        size = self.config.model.vocab_size
+        return np.bincount(batch['decoder_target_tokens'].ravel(), minlength=size)
+
+
+def unigram_cross_entropy(train_counts: np.ndarray, eval_counts: np.ndarray) -> float:
+    """Nats per token; both are counts by id, those of training smoothed by adding one."""
+    log_q = np.log((train_counts + 1) / (train_counts + 1).sum())
+    return float(-(eval_counts * log_q).sum() / eval_counts.sum())
+
+
+def summarize(steps: list[Mapping[str, Any]], config: Any) -> dict[str, float]:
+    """T5X's metrics (t5x/models.py) of several steps, and 'nats_per_token': the cross entropy without
+    z-loss, whatever the normalization."""
+    sums = {name: sum(float(s[name]) for s in steps) for name in steps[0]}
+    rows, lengths = len(steps) * config.train.batch_size, config.data.lengths
+    inputs, targets = rows * lengths.inputs, rows * lengths.targets  # positions, padding included
+    weights, cross_entropy = max(sums['weights'], 1e-9), sums['loss'] - sums['z_loss']
+    return {
+        'nats_per_token': sums['nats'] / weights,
+        'accuracy': sums['correct'] / weights,
+        'loss': sums['loss'] / len(steps),
+        'loss_per_nonpadding_target_token': sums['loss'] / weights,
+        'loss_per_all_target_tokens': sums['loss'] / targets,
+        'z_loss': sums['z_loss'] / len(steps),
+        'z_loss_per_all_target_tokens': sums['z_loss'] / targets,
+        'cross_ent_loss': cross_entropy / len(steps),
+        'cross_ent_loss_per_all_target_tokens': cross_entropy / targets,
+        'non_padding_fraction/loss_weights': sums['weights'] / targets,
+        'non_padding_fraction/encoder_input_tokens': sums['encoder_tokens'] / inputs,
+        'non_padding_fraction/decoder_target_tokens': sums['decoder_tokens'] / targets,
+        'non_padding_fraction/overall': (sums['encoder_tokens'] + sums['decoder_tokens'])
+        / (inputs + targets),
+    }

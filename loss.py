@@ -57,34 +57,8 @@ def is_correct(logits_bTv: jax.Array, targets_bT: jax.Array) -> jax.Array:
     return lax.pmin(winner_bT, 'model') == targets_bT
 
 
-def weights_and_divisor(
-    batch: Mapping[str, jax.Array], loss_normalizing_factor: str
-) -> tuple[jax.Array, jax.Array]:
-    """Loss weights [b, T] and what the weighted sum is divided by, whole over 'data'; float32.
-
-    `loss_normalizing_factor`: '' (divide by 1, T5X's None), a number, or one of NORMALIZERS in any case.
-    """
-    weights_bT = batch['decoder_loss_weights'].astype(jnp.float32)
-    name = loss_normalizing_factor.upper()
-    if name == 'NUM_REAL_TARGET_TOKENS':
-        return weights_bT, lax.psum(weights_bT.sum(), 'data')
-    if name == 'NUM_TOTAL_TARGET_TOKENS':
-        return weights_bT, jnp.float32(lax.psum(weights_bT.size, 'data'))
-    if name == 'AVERAGE_PER_SEQUENCE':
-        segments_bT = batch.get('decoder_segment_ids')
-        if segments_bT is None:
-            segments_bT = jnp.ones_like(batch['decoder_target_tokens'])
-        same_bTM = (segments_bT[:, :, None] == segments_bT[:, None, :]) & (segments_bT > 0)[
-            ..., None
-        ]
-        sums_bT = jnp.einsum('bTM,bM->bT', same_bTM.astype(jnp.float32), weights_bT)
-        weights_bT = jnp.where(sums_bT > 0, weights_bT / jnp.where(sums_bT > 0, sums_bT, 1.0), 0.0)
-        return weights_bT, lax.psum(weights_bT.sum(), 'data')
-    return weights_bT, jnp.float32(parse_normalizing_factor(loss_normalizing_factor))
-
-
 def parse_normalizing_factor(value: str) -> float | str:
-    """The number to divide by, or a name of NORMALIZERS; ValueError on anything else."""
+    """What to divide the sum by: '' (1, T5X's None), a number, or one of NORMALIZERS in any case."""
     if value.upper() in NORMALIZERS:
         return value.upper()
     try:
@@ -93,10 +67,28 @@ def parse_normalizing_factor(value: str) -> float | str:
         number = 0.0
     if not number > 0:
         raise ValueError(
-            f"loss.loss_normalizing_factor={value!r}: use '' (the sum), a positive number, "
-            f'or one of {", ".join(NORMALIZERS)}'
+            f"loss.loss_normalizing_factor={value!r}: use '' (the sum), a positive number, or one of "
+            f'{", ".join(NORMALIZERS)}'
         )
     return number
+
+
+def weights_and_divisor(
+    batch: Mapping[str, jax.Array], normalizing_factor: float | str
+) -> tuple[jax.Array, jax.Array]:
+    """Loss weights [b, T] and what their sum is divided by, a scalar whole over 'data'; float32."""
+    weights_bT = batch['decoder_loss_weights'].astype(jnp.float32)
+    if isinstance(normalizing_factor, float):
+        return weights_bT, jnp.float32(normalizing_factor)
+    if normalizing_factor == 'NUM_TOTAL_TARGET_TOKENS':
+        return weights_bT, jnp.float32(lax.psum(weights_bT.size, 'data'))
+    if normalizing_factor == 'AVERAGE_PER_SEQUENCE':
+        ones = jnp.ones_like(batch['decoder_target_tokens'])  # not packed: a row is a sequence
+        segments_bT = batch.get('decoder_segment_ids', ones)
+        same_bTM = (segments_bT[:, :, None] == segments_bT[:, None]) & (segments_bT > 0)[..., None]
+        sums_bT = jnp.einsum('bTM,bM->bT', same_bTM.astype(jnp.float32), weights_bT)
+        weights_bT = jnp.where(sums_bT > 0, weights_bT / jnp.where(sums_bT > 0, sums_bT, 1.0), 0.0)
+    return weights_bT, lax.psum(weights_bT.sum(), 'data')
 
 
 def weighted_sums(
@@ -113,11 +105,12 @@ def weighted_sums(
     loss_bT, z_loss_bT = cross_entropy(
         logits_bTv, targets_bT, config.z_loss, config.label_smoothing
     )
-    correct_bT = is_correct(logits_bTv, targets_bT)
     return {
         'loss': (loss_bT * weights_bT).sum() / divisor,
         'z_loss': (z_loss_bT * weights_bT).sum() / divisor,
-        'correct': (correct_bT * weights_bT).sum(),
-        'nats': ((loss_bT - z_loss_bT) * weights_bT).sum(),  # not divided: for nats per token
+        'nats': ((loss_bT - z_loss_bT) * weights_bT).sum(),
+        'correct': (is_correct(logits_bTv, targets_bT) * weights_bT).sum(),
         'weights': weights_bT.sum(),
+        'encoder_tokens': (batch['encoder_input_tokens'] > 0).sum(),
+        'decoder_tokens': (targets_bT > 0).sum(),
     }

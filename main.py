@@ -40,7 +40,9 @@ def main(argv: list[str]) -> int:
         print(f'main.py: {error}', file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print('\nInterrupted. The same command goes on from the newest checkpoint.', file=sys.stderr)
+        print(
+            '\nInterrupted. The same command goes on from the newest checkpoint.', file=sys.stderr
+        )
         return 130
     return 0
 

@@ -1,17 +1,16 @@
 """T5 encoder-decoder: T5 1.0, 1.1 and every model of their shape.
 
-Everything here is one device's part of the computation, to be called inside `jax.shard_map` over the mesh
-axes 'data' and 'model' (or through `partition.one_device`). A name's suffix gives its dimensions: an
-upper-case letter is a whole dimension, a lower-case letter is this device's slice of it, and `partial_`
-marks a value whose sum over 'model' is still due.
+All of it is one device's part, to be called inside `jax.shard_map` over the mesh axes 'data' and 'model' (or
+through `partition.one_device`). A name's suffix gives its dimensions: an upper-case letter is a whole
+dimension, a lower-case letter this device's slice of it; `partial_` marks a sum over 'model' still due.
 
-    b  rows of the batch ('data')       D  embed (emb_dim)              T  query positions
-    h  attention heads   ('model')      K  head size (head_dim)         M  key and value positions
-    f  mlp width         ('model')      R  relative position buckets    1  a dimension of size one
-    v  vocabulary        ('model')
+    b  rows of the batch ('data')       D  embed (emb_dim)         T  query positions
+    h  attention heads   ('model')      K  head size (head_dim)    M  key and value positions
+    f  mlp width         ('model')      R  relative position buckets
+    v  vocabulary        ('model')      1  a dimension of size one
 
-Source of every number: T5X t5x/examples/t5/{network,layers}.py; Raffel et al. 2020 (T5), §2.1; Shazeer 2020
-(GLU variants). Parameters are T5X's: same paths, same shapes, float32.
+Source: T5X t5x/examples/t5/{network,layers}.py; Raffel et al. 2020 (T5) §2.1; Shazeer 2020 (gated MLPs).
+Parameters have T5X's paths and shapes and are float32.
 """
 
 import dataclasses
@@ -28,8 +27,8 @@ from jax.sharding import PartitionSpec as P
 
 import partition
 
-# Which dimension of a parameter is split: path (a regular expression, matched whole) -> PartitionSpec.
-# Each module below asks Haiku for its local shape, so a row that disagrees fails by path.
+# What is split: path (a regular expression, matched whole) -> PartitionSpec. Each module below asks
+# Haiku for its local shape, so a row that disagrees fails by path.
 PARAMETER_SPECS = {
     r'token_embedder/embedding': P('model', None),  # [vocab, embed]
     r'(encoder|decoder)/relpos_bias/rel_embedding': P('model', None),  # [heads, buckets]
@@ -142,56 +141,42 @@ def logits(
     """The whole model, teacher forced: float32 logits_bTv of the next target token.
 
     `batch`: T5X's features, int32 [b, length]: encoder_input_tokens, decoder_input_tokens,
-    decoder_target_tokens and, when packed, encoder_segment_ids and decoder_segment_ids. (Positions are
-    accepted and unused, as in T5X: inside a segment, array indices differ by the same amounts.)
-    `rows_b` turns dropout on: it numbers the rows within the global batch.
+    decoder_target_tokens and, when packed, both segment_ids. (Positions are unused, as in T5X: inside a
+    segment, array indices differ by the same amounts.) `rows_b` numbers the rows within the global
+    batch and turns dropout on.
     """
     dropout = Dropout(config.dropout_rate, rows_b)
+    # A sequence that is not packed is segment 1; padding is segment 0 and sees nothing. T5X goes by the
+    # targets, so the BOS of decoder_input_tokens, which is 0 like padding, is seen.
+    segments_bM = (batch['encoder_input_tokens'] > 0) * batch.get('encoder_segment_ids', 1)
+    segments_bT = (batch['decoder_target_tokens'] > 0) * batch.get('decoder_segment_ids', 1)
     embedder = Embedder(config, name='token_embedder')
-    encoder_valid_bM = batch['encoder_input_tokens'] > 0
-    # T5X masks by the targets, so the BOS of decoder_input_tokens, which is 0 like padding, is seen.
-    decoder_valid_bT = batch['decoder_target_tokens'] > 0
-    encoder_segments_bM = batch.get('encoder_segment_ids')
-    decoder_segments_bT = batch.get('decoder_segment_ids')
-
-    mask_b1MM = attention_mask(
-        encoder_valid_bM, encoder_valid_bM, encoder_segments_bM, encoder_segments_bM
-    )
     encoded_bMD = Encoder(config, name='encoder')(
-        embedder(batch['encoder_input_tokens']), mask_b1MM, dropout
-    )
-    mask_b1TT = attention_mask(
-        decoder_valid_bT, decoder_valid_bT, decoder_segments_bT, decoder_segments_bT
-    )
-    length = decoder_valid_bT.shape[1]
-    causal_11TT = jnp.tril(jnp.ones([1, 1, length, length], bool))
-    mask_b1TM = attention_mask(
-        decoder_valid_bT, encoder_valid_bM, decoder_segments_bT, encoder_segments_bM
+        embedder(batch['encoder_input_tokens']), attention_mask(segments_bM, segments_bM), dropout
     )
     return Decoder(config, name='decoder')(
         embedder,
         batch['decoder_input_tokens'],
         encoded_bMD,
-        mask_b1TT & causal_11TT,
-        mask_b1TM,
+        attention_mask(segments_bT, segments_bT, causal=True),
+        attention_mask(segments_bT, segments_bM),
         dropout,
     )
 
 
-def attention_mask(valid_bT, valid_bM, segments_bT=None, segments_bM=None) -> jax.Array:
-    """Who sees whom, bool [b, 1, T, M]: both positions hold tokens, of one segment when packed."""
-    mask_bTM = valid_bT[:, :, None] & valid_bM[:, None, :]
-    if segments_bT is not None and segments_bM is not None:
-        mask_bTM &= segments_bT[:, :, None] == segments_bM[:, None, :]
-    return mask_bTM[:, None]
+def attention_mask(segments_bT, segments_bM, causal: bool = False) -> jax.Array:
+    """Who sees whom, bool [b, 1, T, M]: positions of the same segment that are not padding."""
+    queries_b1T1, keys_b11M = segments_bT[:, None, :, None], segments_bM[:, None, None, :]
+    mask_b1TM = (queries_b1T1 == keys_b11M) & (queries_b1T1 > 0)
+    return mask_b1TM & jnp.tril(jnp.ones_like(mask_b1TM)) if causal else mask_b1TM
 
 
+@dataclasses.dataclass
 class T5Module(hk.Module):
-    """A named part of the model that reads the config."""
+    """A named part of the model."""
 
-    def __init__(self, config: T5Config, name: str):
-        super().__init__(name=name)
-        self.config = config
+    config: T5Config
+    name: str
 
 
 class Encoder(T5Module):

@@ -11,29 +11,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
-SLOTS = (
-    'm',
-    'v',
-    'v_col',
-    'v_row',
-)  # T5X keeps all four for each parameter, [1] zeros where unused
+SLOTS = tuple('m v v_col v_row'.split())  # T5X keeps all for each parameter, [1] zeros if unused
 
 
 def make_optimizer(config: Any, learning_rate: Callable) -> optax.GradientTransformation:
-    """Adafactor from `config.optimizer` (names and defaults of T5X), optionally after a global clip.
+    """Adafactor with T5X's hyper-parameters (0 is off), after a clip of the global norm if there is one.
 
-    min_dim_size_to_factor, decay_rate and both epsilons are T5X's in optax too; they are no settings.
+    T5X's min_dim_size_to_factor 128 and epsilons 1e-30 and 1e-3 are optax's defaults too.
     """
     adafactor = optax.adafactor(
         learning_rate,
-        min_dim_size_to_factor=128,
         decay_rate=config.decay_rate,
         decay_offset=config.step_offset,
         multiply_by_parameter_scale=config.multiply_by_parameter_scale,
-        clipping_threshold=config.clipping_threshold,
+        clipping_threshold=config.clipping_threshold or None,
         momentum=config.beta1 or None,
         weight_decay_rate=config.weight_decay_rate or None,
         factored=config.factored,
@@ -50,32 +43,26 @@ def make_schedule(config: Any) -> Callable:
     T5X does not have. The product never falls below min_learning_rate, not even at step 0 of a warm-up.
     """
     names = [name.strip() for name in config.factors.split('*')]
-    warmup = config.warmup_steps
+    base, warmup = config.base_learning_rate, float(config.warmup_steps)
+
+    def cycles(t):
+        return jnp.maximum(0.0, t - warmup) / config.steps_per_cycle
+
     known = {
-        'constant': lambda t: config.base_learning_rate,
+        'constant': lambda t: base,
         'linear_warmup': lambda t: jnp.minimum(1.0, t / warmup),
         'linear_decay': lambda t: (
-            config.base_learning_rate
-            * jnp.minimum(t / warmup, 1.0 + config.decay_factor * (warmup - t))
+            base * jnp.minimum(t / warmup, 1.0 + config.decay_factor * (warmup - t))
         ),
-        'rsqrt_decay': lambda t: lax.rsqrt(jnp.maximum(t, 1.0 * warmup)),
-        'rsqrt_normalized_decay': lambda t: (
-            jnp.sqrt(warmup) * lax.rsqrt(jnp.maximum(t, 1.0 * warmup))
-        ),
+        'rsqrt_decay': lambda t: 1.0 / jnp.sqrt(jnp.maximum(t, warmup)),
+        'rsqrt_normalized_decay': lambda t: jnp.sqrt(warmup / jnp.maximum(t, warmup)),
         'decay_every': lambda t: config.decay_factor ** (t // config.steps_per_decay),
-        'cosine_decay': lambda t: (
-            0.5
-            * (
-                1.0
-                + jnp.cos(jnp.pi * (jnp.maximum(0.0, t - warmup) / config.steps_per_cycle % 1.0))
-            )
-        ),
+        'cosine_decay': lambda t: 0.5 * (1.0 + jnp.cos(jnp.pi * (cycles(t) % 1.0))),
     }
-    for name in names:
-        if name not in known:
-            raise ValueError(
-                f'optimizer.schedule.factors={config.factors!r}: no factor {name!r}; use {", ".join(known)}'
-            )
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(
+            f'learning_rate.factors={config.factors!r}: {unknown[0]!r} is none of {", ".join(known)}'
+        )
 
     def schedule(step):
         t = jnp.maximum(0, jnp.asarray(step) - config.step_offset).astype(jnp.float32)
@@ -99,15 +86,12 @@ def to_t5x(opt_state: Any, params: dict[str, jax.Array]) -> dict[str, jax.Array]
 
 def from_t5x(opt_state: Any, slots: dict[str, jax.Array], step: jax.Array) -> Any:
     """`opt_state` (arrays or shapes) with T5X's `slots` and every count at `step`: undoes to_t5x."""
-    trees: dict[str, dict[str, jax.Array]] = {name: {} for name in SLOTS}
-    for path, x in slots.items():
-        param, name = path.rsplit('/', 1)
-        trees[name][param] = x
-    state = optax.tree_utils.tree_set(
-        opt_state, v=trees['v'], v_col=trees['v_col'], v_row=trees['v_row'], count=step
-    )
-    has_momentum = optax.tree_utils.tree_get(opt_state, 'ema') is not None
-    return optax.tree_utils.tree_set(state, ema=trees['m']) if has_momentum else state
+    paths = {path.rsplit('/', 1)[0] for path in slots}
+    new = {name: {path: slots[f'{path}/{name}'] for path in paths} for name in SLOTS}
+    new['ema'] = new.pop('m')
+    if optax.tree_utils.tree_get(opt_state, 'ema') is None:
+        del new['ema']
+    return optax.tree_utils.tree_set(opt_state, count=step, **new)
 
 
 def state_specs(opt_state: Any, params: dict[str, jax.Array], specs: dict[str, P]) -> Any:

@@ -22,29 +22,29 @@ AXES = ('data', 'model')
 def make_mesh(data: int = -1, model: int = 1, devices: list | None = None) -> Mesh:
     """A mesh of `data` x `model` devices; -1 for one of the two takes what is left."""
     devices = jax.devices() if devices is None else devices
-    sizes = {'mesh.data': data, 'mesh.model': model}
-    known = int(np.prod([size for size in sizes.values() if size != -1]))
-    if list(sizes.values()).count(-1) > 1 or any(n == 0 or n < -1 for n in sizes.values()):
+    sizes = f'mesh.data={data} and mesh.model={model}'
+    if min(data, model) < -1 or 0 in (data, model) or data == model == -1:
         raise ValueError(f'{sizes}: each must be a positive count, and at most one may be -1')
-    if len(devices) % known if -1 in sizes.values() else len(devices) < known:
+    if -1 in (data, model):
+        known = max(data, model)
+        if len(devices) % known:
+            raise ValueError(f'{sizes}: {known} must divide the number of devices, {len(devices)}')
+        data, model = (size if size != -1 else len(devices) // known for size in (data, model))
+    if data * model > len(devices):
         raise ValueError(
-            f'{sizes} does not fit {len(devices)} devices: the product must '
-            + ('divide that number' if -1 in sizes.values() else 'be at most that number')
+            f'{sizes}: the product must be at most the {len(devices)} devices there are'
         )
-    shape = tuple(len(devices) // known if size == -1 else size for size in sizes.values())
-    return jax.make_mesh(
-        shape, AXES, axis_types=(AxisType.Auto,) * 2, devices=devices[: shape[0] * shape[1]]
-    )
+    auto = (AxisType.Auto,) * 2
+    return jax.make_mesh((data, model), AXES, auto, devices=devices[: data * model])
 
 
 def check_divides(name: str, n: int, axis: str, mesh: Mesh) -> None:
     """Raises ValueError, in words, unless `n` things called `name` split evenly over `axis`."""
     size = mesh.shape[axis]
     if n % size:
-        fits = [str(k) for k in range(1, min(n, 64) + 1) if n % k == 0]
-        raise ValueError(
-            f'{name}={n} cannot be split over {axis}={size}; use {", ".join(fits[:-1])} or {fits[-1]}'
-        )
+        *fits, last = [str(k) for k in range(1, n + 1) if n % k == 0]
+        fits = f'{", ".join(fits)} or {last}' if fits else last
+        raise ValueError(f'{name}={n} cannot be split over {axis}={size}; use {fits}')
 
 
 def split(n: int, axis: str) -> int:

@@ -5,9 +5,9 @@ and the loss are local math with collectives; `jax.grad` gives each device's own
 them over 'data'; outside, optax updates global arrays. Source: T5X t5x/train.py, t5x/trainer.py.
 """
 
-import dataclasses
 import io
 import json
+import operator
 import sys
 import time
 import zlib
@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tensorboard.compat.proto import event_pb2
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer import event_file_writer
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 import checkpoint
 import data
@@ -35,8 +35,12 @@ import model
 import optimizer
 import partition
 
-# What a continued run may set anew; all else decides the numbers, and the error lists the differences.
-MAY_CHANGE = ('train.steps', 'mesh.', 'log.', 'save.', 'eval.')
+POSITIVE = (
+    *('train.steps', 'train.batch_size', 'eval.steps', 'learning_rate.warmup_steps'),
+    *('eval.every_steps', 'save.every_steps', 'log.every_steps'),
+)
+# What a continued run may set anew; all else decides the numbers.
+MAY_CHANGE = ('train/steps', 'mesh/', 'log/', 'save/', 'eval/')
 
 
 class TrainState(NamedTuple):
@@ -55,13 +59,80 @@ class Trainer(NamedTuple):
     train_step: Callable  # (state, batch) -> (state, metrics of this step)
 
 
+class Run(NamedTuple):
+    """A run that is ready to start or to go on."""
+
+    config: Any
+    workdir: Path
+    trainer: Trainer
+    source: Any
+    vocabulary: Any
+    stream: data.Stream
+    state: TrainState
+    interval: list[dict]  # each step's metrics since the last logged step
+
+
+def prepare(config: Any, workdir: str | Path) -> Run:
+    """All that comes before the first step; the newest checkpoint is restored if there is one.
+
+    Raises ValueError, in words, for settings that cannot be or that an old run in `workdir` forbids.
+    """
+    workdir, c = Path(workdir), config
+    trainer = make_trainer(config)
+    source = data.open_source(config.data)
+    settings = json.loads(config.to_json()) | {'data_fingerprint': source.fingerprint}
+    check_unchanged(workdir, settings)
+    vocabulary = data.find_vocabulary(config.data, workdir, source)
+    if vocabulary.size > c.model.vocab_size:
+        raise ValueError(
+            f'model.vocab_size={c.model.vocab_size} is too small for the {vocabulary.size} pieces of '
+            f'the vocabulary; use {-(-vocabulary.size // 128) * 128}'
+        )
+    rows = partition.own_rows(trainer.mesh, c.train.batch_size)
+    stream = data.Stream(source, 'train', vocabulary, c.data, c.train.batch_size, c.seed, rows)
+    step = checkpoint.newest(workdir)
+    if step is None:
+        state, interval = trainer.init(), []
+    else:
+        directory = workdir / f'checkpoint_{step}'
+        state = restore(trainer, directory)
+        stream.position = np.load(directory / 'data_position.npy')[rows]
+        interval = json.loads((directory / 'interval.json').read_text())
+    if jax.process_index() == 0:
+        workdir.mkdir(parents=True, exist_ok=True)
+        (workdir / 'config.json').write_text(json.dumps(settings, indent=1))
+        (workdir / 'model-info.txt').write_text(model_info(trainer, state))
+    return Run(config, workdir, trainer, source, vocabulary, stream, state, interval)
+
+
+def check_unchanged(workdir: Path, settings: dict) -> None:
+    """Raises ValueError that lists what differs from the run in `workdir` and may not."""
+    if checkpoint.newest(workdir) is None:
+        return
+    old = checkpoint.flatten(json.loads((workdir / 'config.json').read_text()))
+    new = checkpoint.flatten(settings)
+    changed = [
+        f'{name.replace("/", ".")}: {old.get(name)!r} -> {new.get(name)!r}'
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name) and not name.startswith(MAY_CHANGE)
+    ]
+    if changed:
+        raise ValueError(
+            f'{workdir} holds a run with other settings ({"; ".join(changed)}): go on with those, '
+            'or name another --workdir'
+        )
+
+
 def make_trainer(config: Any) -> Trainer:
     """Raises ValueError, in words, for whatever in `config` cannot be. Nothing is compiled yet."""
+    for name in POSITIVE:
+        if (value := operator.attrgetter(name)(config)) < 1:
+            raise ValueError(f'{name}={value}: must be at least 1')
     c = model.T5Config(**config.model)
     mesh = partition.make_mesh(**config.mesh)
     model.check_mesh(c, mesh)
     partition.check_divides('train.batch_size', config.train.batch_size, 'data', mesh)
-    loss.parse_normalizing_factor(config.loss.loss_normalizing_factor)
+    normalizing_factor = loss.parse_normalizing_factor(config.loss.loss_normalizing_factor)
     schedule = optimizer.make_schedule(config.learning_rate)
     tx = optimizer.make_optimizer(config.optimizer, schedule)
     init_key, dropout_key = jax.random.split(jax.random.key(config.seed))
@@ -76,7 +147,7 @@ def make_trainer(config: Any) -> Trainer:
     specs = TrainState(P(), param_specs, opt_specs)
 
     def device_gradients(params, batch, rows_b, key):
-        weights_bT, divisor = loss.weights_and_divisor(batch, config.loss.loss_normalizing_factor)
+        weights_bT, divisor = loss.weights_and_divisor(batch, normalizing_factor)
 
         def device_loss(params):
             logits_bTv = model.apply(lambda: model.logits(c, batch, rows_b), params, key)
@@ -103,110 +174,97 @@ def make_trainer(config: Any) -> Trainer:
         metrics['learning_rate'] = schedule(state.step)
         metrics['gradient_norm'] = optax.tree.norm(grads)
         metrics['finite'] = jnp.isfinite(metrics['loss'] + optax.tree.norm(updates))
-        for name in ('encoder_input_tokens', 'decoder_target_tokens'):
-            metrics[f'num_{name}'] = jnp.sum(batch[name] > 0)
         return TrainState(state.step + 1, params, opt_state), metrics
 
-    placed = partition.shardings(mesh, specs)
+    placed = partition.shardings(mesh, (specs, P()))
     return Trainer(
         mesh=mesh,
         specs=specs,
-        init=jax.jit(init, out_shardings=placed),
+        init=jax.jit(init, out_shardings=placed[0]),
         gradients=gradients,
-        train_step=jax.jit(
-            train_step, out_shardings=(placed, NamedSharding(mesh, P())), donate_argnums=0
-        ),
+        train_step=jax.jit(train_step, out_shardings=placed, donate_argnums=0),
     )
 
 
-@dataclasses.dataclass
-class Interval:
-    """What happened since the last logged step. It is saved with a checkpoint, so that a continued run
-    logs the same numbers."""
+def train(run: Run) -> None:
+    """Steps until config.train.steps; logs, saves and evaluates on the way, and says what came of it.
 
-    metrics: list[dict] = dataclasses.field(default_factory=list)  # of each step, on the device
-    crc32: int = 0  # of the batches, chained
-
-
-class Run(NamedTuple):
-    """A run that is ready to start or to go on."""
-
-    config: Any
-    workdir: Path
-    trainer: Trainer
-    vocabulary: Any
-    source: Any
-    stream: data.Stream
-    state: TrainState
-    interval: Interval
-
-
-def prepare(config: Any, workdir: str | Path) -> Run:
-    """All that comes before the first step; the newest checkpoint is restored if there is one.
-
-    Raises ValueError, in words, for settings that cannot be or that an old run in `workdir` forbids.
+    Raises FloatingPointError, at most one logged interval later, when a loss or an update is not finite.
     """
-    workdir = Path(workdir)
-    check_positive(config)
-    trainer = make_trainer(config)
-    source = data.open_source(config.data)
-    settings = json.loads(config.to_json()) | {'data_fingerprint': source.fingerprint}
-    check_unchanged(workdir, settings)
-    vocabulary = data.find_vocabulary(config.data, str(workdir), source)
-    if vocabulary.size > config.model.vocab_size:
-        raise ValueError(
-            f'model.vocab_size={config.model.vocab_size} is smaller than the vocabulary, which has '
-            f'{vocabulary.size} pieces; use {-(-vocabulary.size // 128) * 128}'
-        )
-    rows = partition.own_rows(trainer.mesh, config.train.batch_size)
-    stream = data.Stream(
-        source, 'train', vocabulary, config.data, config.train.batch_size, config.seed, rows
-    )
-    step = checkpoint.newest(workdir)
-    if step is None:
-        state, interval = trainer.init(), Interval()
-    else:
-        directory = workdir / f'checkpoint_{step}'
-        state = restore(trainer, directory)
-        stream.position = np.load(directory / 'data_position.npy')[rows]
-        interval = Interval(**json.loads((directory / 'interval.json').read_text()))
-    if jax.process_index() == 0:
-        workdir.mkdir(parents=True, exist_ok=True)
-        (workdir / 'config.json').write_text(json.dumps(settings, indent=1))
-        (workdir / 'model-info.txt').write_text(model_info(trainer, state))
-    return Run(config, workdir, trainer, vocabulary, source, stream, state, interval)
-
-
-def check_positive(config: Any) -> None:
-    counts = {
-        'train': ('steps', 'batch_size'),
-        'eval': ('every_steps', 'steps'),
-        'save': ('every_steps',),
-        'log': ('every_steps',),
-        'learning_rate': ('warmup_steps', 'steps_per_decay', 'steps_per_cycle'),
-    }
-    for section, names in counts.items():
-        for name in names:
-            if config[section][name] < 1:
-                raise ValueError(f'{section}.{name}={config[section][name]}: must be at least 1')
-
-
-def check_unchanged(workdir: Path, settings: dict) -> None:
-    """Raises ValueError that lists what differs from the run that `workdir` holds, if it may not."""
-    file = workdir / 'config.json'
-    if checkpoint.newest(workdir) is None or not file.exists():
+    config, mesh, state, interval = run.config, run.trainer.mesh, run.state, run.interval
+    first, last = int(state.step), config.train.steps
+    report = Reporter(run.workdir, first)
+    report.line(introduction(run))
+    if first >= last:
+        report.line(f'Step {first:,} of {last:,} is taken: this run is finished.\n{outlook(run)}')
         return
-    old, new = checkpoint.flatten(json.loads(file.read_text())), checkpoint.flatten(settings)
-    changed = [
-        f'{name.replace("/", ".")}: {old.get(name)!r} -> {new.get(name)!r}'
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name) and not name.startswith(MAY_CHANGE)
-    ]
-    if changed:
-        raise ValueError(
-            f'{workdir} holds a run with other settings ({"; ".join(changed)}): '
-            'use these, or another --workdir'
+    evaluation = evaluate.Evaluation(config, mesh, run.source, run.vocabulary)
+    batches = data.Prefetch(run.stream)
+    positions = []  # of the batches whose metrics nobody has looked at
+    clock, clock_step, waited = time.perf_counter(), first, 0.0
+    for step in range(first + 1, last + 1):
+        asked = time.perf_counter()
+        batch, before, after = next(batches)
+        waited += time.perf_counter() - asked
+        state, metrics = run.trainer.train_step(state, partition.place_rows(mesh, batch))
+        interval.append(metrics | {'batch_crc32': data.batch_hash(batch)})
+        positions.append(before)
+        log, save_now, evaluate_now = (
+            step % config[name].every_steps == 0 or step == last for name in ('log', 'save', 'eval')
         )
+        if log or save_now or evaluate_now:
+            interval = jax.tree.map(float, jax.device_get(interval))
+            check_finite(run, step, interval, positions)
+            positions.clear()
+        if log:
+            seconds = time.perf_counter() - clock
+            values = evaluate.summarize(interval, config)
+            values |= interval_metrics(interval)
+            values |= timing(config, (step - clock_step) / seconds, waited / seconds)
+            report.metrics('train', step, values)
+            report.progress(step, last, values)
+            interval = []
+            clock, clock_step, waited = time.perf_counter(), step, 0.0
+        paused = time.perf_counter()
+        if save_now:
+            save(run, state, after, interval)
+        if evaluate_now:
+            values = evaluation(state.params)
+            report.metrics(f'training_eval/{config.data.task}', step, values)
+            report.line(f'Step {step:,}: {learned(values)}')
+        clock += time.perf_counter() - paused
+    batches.close()
+    report.line(outlook(run))
+
+
+def check_finite(run: Run, step: int, interval: list[dict], positions: list[np.ndarray]) -> None:
+    """Raises FloatingPointError for the first of the last steps, up to `step`, that was not finite."""
+    recent = interval[-len(positions) :]
+    for ago, metrics, position in zip(range(len(recent))[::-1], recent, positions, strict=True):
+        if not metrics['finite']:
+            raise FloatingPointError(
+                f'step {step - ago}: loss {metrics["loss"]:.6g}, gradient norm '
+                f'{metrics["gradient_norm"]:.6g}, not finite. The run stops and keeps the checkpoints '
+                f'before it in {run.workdir}; a smaller learning_rate.base_learning_rate may help. '
+                f'Documents in the batch: {"; ".join(run.stream.describe(position))}'
+            )
+
+
+def save(run: Run, state: TrainState, position: np.ndarray, interval: list[dict]) -> None:
+    """Writes a checkpoint with all that a continuation needs: the state, the place in the data, the
+    settings and the metrics of the interval that is not logged yet."""
+    rows = np.zeros((run.config.train.batch_size, position.shape[1]), np.int64)
+    rows[run.stream.rows] = position
+    if jax.process_count() > 1:
+        rows = multihost_utils.process_allgather(rows).max(axis=0)
+    array_file = io.BytesIO()
+    np.save(array_file, rows)
+    files = {
+        'data_position.npy': array_file.getvalue(),
+        'interval.json': json.dumps(interval).encode(),
+        'config.json': (run.workdir / 'config.json').read_bytes(),
+    }
+    checkpoint.save(run.workdir, int(state.step), to_t5x(state), files)
 
 
 def restore(trainer: Trainer, directory: Path) -> TrainState:
@@ -221,109 +279,89 @@ def restore(trainer: Trainer, directory: Path) -> TrainState:
     return from_t5x(trainer, checkpoint.restore(directory, shardings=placed))
 
 
-def save(run: Run, state: TrainState, position: np.ndarray, interval: Interval) -> None:
-    """Writes a checkpoint with all that a continuation needs: the state, the place in the data, the
-    settings and the unfinished interval of metrics."""
-    if jax.process_count() > 1:
-        position = multihost_utils.process_allgather(position, tiled=True)
-    array_file = io.BytesIO()
-    np.save(array_file, position)
-    metrics = jax.tree.map(float, jax.device_get(interval.metrics))
-    files = {
-        'data_position.npy': array_file.getvalue(),
-        'interval.json': json.dumps({'metrics': metrics, 'crc32': interval.crc32}).encode(),
-        'config.json': (run.workdir / 'config.json').read_bytes(),
-    }
-    checkpoint.save(run.workdir, int(state.step), to_t5x(state), files)
-
-
-def train(run: Run) -> None:
-    """Steps until config.train.steps; logs, saves and evaluates on the way, and says what came of it.
-
-    Raises FloatingPointError, at most one logged interval later, when a loss or an update is not finite.
-    """
-    config, mesh, state, interval = run.config, run.trainer.mesh, run.state, run.interval
-    first, total = int(state.step), config.train.steps
-    report = Reporter(run.workdir, first)
-    report.line(introduction(run))
-    if first >= total:
-        report.line(f'This run is finished: {first} steps of {total}.\n{next_lines(run)}')
-        return
-    evaluation = evaluate.Evaluation(
-        config, mesh, run.trainer.specs.params, run.source, run.vocabulary
+def to_t5x(state: TrainState) -> dict[str, jax.Array]:
+    """The state under the paths of a T5X checkpoint."""
+    slots = optimizer.to_t5x(state.opt_state, state.params)
+    return (
+        {f'target/{path}': x for path, x in state.params.items()}
+        | {f'state/param_states/{path}': x for path, x in slots.items()}
+        | {'state/step': state.step}
     )
-    batches = data.Prefetch(run.stream)
-    unseen: list[np.ndarray] = []  # positions of the batches whose metrics were not looked at yet
-    clock, clock_step, waited = time.perf_counter(), first, 0.0
-    for step in range(first + 1, total + 1):
-        called = time.perf_counter()
-        batch, before, position = next(batches)
-        waited += time.perf_counter() - called
-        state, metrics = run.trainer.train_step(state, partition.place_rows(mesh, batch))
-        interval.metrics.append(metrics)
-        interval.crc32 = zlib.crc32(data.batch_hash(batch).to_bytes(4), interval.crc32)
-        unseen.append(before)
-        log, save_now, evaluate_now = (
-            step % config[section].every_steps == 0 or step == total
-            for section in ('log', 'save', 'eval')
+
+
+def from_t5x(trainer: Trainer, arrays: dict[str, Any]) -> TrainState:
+    """Undoes to_t5x; the arrays go where the trainer wants them."""
+
+    def below(prefix: str) -> dict[str, Any]:
+        return {p.removeprefix(prefix): x for p, x in arrays.items() if p.startswith(prefix)}
+
+    step = np.asarray(arrays['state/step'], np.int32)
+    opt_state = jax.eval_shape(trainer.init).opt_state
+    opt_state = optimizer.from_t5x(opt_state, below('state/param_states/'), step)
+    state = TrainState(step, below('target/'), opt_state)
+    return jax.device_put(state, partition.shardings(trainer.mesh, trainer.specs))
+
+
+class Reporter:
+    """Where a run speaks: the terminal, metrics.jsonl, TensorBoard. Of many processes the first does.
+
+    Every number of a run passes `metrics`: to send them elsewhere (Weights & Biases), do it there.
+    """
+
+    def __init__(self, workdir: Path, first_step: int):
+        self.workdir, self.first_step = workdir, first_step
+        self.silent, self.terminal = jax.process_index() != 0, sys.stdout.isatty()
+        self.writers: dict[str, EventFileWriter] = {}
+        if not self.silent:
+            file = workdir / 'metrics.jsonl'
+            lines = file.read_text().splitlines() if file.exists() else []
+            # What came after the checkpoint will come again, the same.
+            kept = [x for x in lines if x.endswith('}') and json.loads(x)['step'] <= first_step]
+            file.write_text(''.join(line + '\n' for line in kept))
+            self.file = file.open('a')
+
+    def metrics(self, name: str, step: int, values: dict[str, float]) -> None:
+        """`name`: 'train', 'training_eval/TASK'; `values`: T5X's tags -> numbers."""
+        if self.silent:
+            return
+        self.file.write(json.dumps({'step': step, 'run': name} | values) + '\n')
+        self.file.flush()
+        if name not in self.writers:
+            self.writers[name] = EventFileWriter(str(self.workdir / name))
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            event = event_pb2.Event(step=self.first_step + 1, session_log=start)
+            self.writers[name].add_event(event)
+        scalars = [Summary.Value(tag=tag, simple_value=x) for tag, x in values.items()]
+        event = event_pb2.Event(step=step, wall_time=time.time(), summary=Summary(value=scalars))
+        self.writers[name].add_event(event)
+        self.writers[name].flush()
+
+    def progress(self, step: int, last: int, values: dict[str, float]) -> None:
+        seconds = round((last - step) / values['timing/steps_per_second'])
+        text = (
+            f'step {step:,}/{last:,}  loss {values["nats_per_token"]:.3f}  '
+            f'accuracy {values["accuracy"]:.3f}  learning rate {values["learning_rate/current"]:.3g}  '
+            f'{values["timing/tokens_per_second"]:,.0f} tokens/s  '
+            f'{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left'
         )
-        if log or save_now or evaluate_now:
-            interval.metrics = jax.device_get(interval.metrics)
-            check_finite(run, step, interval.metrics, unseen)
-            unseen.clear()
-        if log:
-            seconds = time.perf_counter() - clock
-            values = evaluate.summarize(
-                interval.metrics, config.train.batch_size * config.data.lengths.targets
-            )
-            values |= step_metrics(config, interval.metrics)
-            values |= timing(config, (step - clock_step) / seconds, waited / seconds)
-            report.metrics('train', step, values | {'batch_crc32': interval.crc32})
-            report.progress(step, total, values)
-            interval = Interval()
-            clock, clock_step, waited = time.perf_counter(), step, 0.0
-        paused = time.perf_counter()
-        if save_now:
-            save(run, state, position, interval)
-        if evaluate_now:
-            values = evaluation(state.params)
-            report.metrics(f'training_eval/{config.data.task}', step, values)
-            report.line(f'Step {step:,}: {learned(values)}')
-        clock += time.perf_counter() - paused
-    batches.close()
-    report.line(next_lines(run))
-    report.close()
+        if self.terminal and not self.silent:
+            print(f'\r{text}\x1b[K', end='', flush=True)
+        else:
+            self.line(text)
+
+    def line(self, text: str) -> None:
+        if not self.silent:
+            print(f'\r\x1b[K{text}' if self.terminal else text, flush=True)
 
 
-def check_finite(run: Run, step: int, metrics: list[dict], unseen: list[np.ndarray]) -> None:
-    """Raises FloatingPointError for the first of the steps up to `step` that was not finite."""
-    for ago, position in zip(range(len(unseen) - 1, -1, -1), unseen, strict=True):
-        bad = metrics[len(metrics) - 1 - ago]
-        if not bad['finite']:
-            names = sorted(set(run.stream.describe(position)))
-            raise FloatingPointError(
-                f'step {step - ago}: loss {bad["loss"]:.6g}, gradient norm {bad["gradient_norm"]:.6g}: '
-                f'not finite. The run stops; {run.workdir} keeps the checkpoints before it. Try a '
-                f'smaller learning rate. Documents in the batch: {"; ".join(names)}'
-            )
-
-
-def step_metrics(config: Any, metrics: list[dict]) -> dict[str, float]:
-    """T5X's remaining metrics of an interval, from each step's."""
-
-    def mean(name: str) -> float:
-        return float(np.mean([m[name] for m in metrics]))
-
-    lengths, batch_size = config.data.lengths, config.train.batch_size
-    encoder, decoder = mean('num_encoder_input_tokens'), mean('num_decoder_target_tokens')
-    overall = (encoder + decoder) / (lengths.inputs + lengths.targets)
+def interval_metrics(interval: list[dict]) -> dict[str, float]:
+    """What only training has: T5X's tags of the learning rate and gradient, a hash of the batches."""
+    column = {name: np.array([metrics[name] for metrics in interval]) for name in interval[0]}
     return {
-        'learning_rate': mean('learning_rate'),
-        'learning_rate/current': float(metrics[-1]['learning_rate']),
-        'weight_gradient_norm': mean('gradient_norm'),
-        'non_padding_fraction/encoder_input_tokens': encoder / batch_size / lengths.inputs,
-        'non_padding_fraction/decoder_target_tokens': decoder / batch_size / lengths.targets,
-        'non_padding_fraction/overall': overall / batch_size,
+        'learning_rate': float(column['learning_rate'].mean()),
+        'learning_rate/current': float(column['learning_rate'][-1]),
+        'weight_gradient_norm': float(column['gradient_norm'].mean()),
+        'batch_crc32': zlib.crc32(column['batch_crc32'].tobytes()),
     }
 
 
@@ -340,146 +378,44 @@ def timing(config: Any, steps_per_second: float, wait_fraction: float) -> dict[s
 
 
 def introduction(run: Run) -> str:
-    state, mesh, config = run.state, run.trainer.mesh, run.config
-    parameters = sum(x.size for x in state.params.values())
-    start = (
-        f'continuing after step {int(state.step):,}' if int(state.step) else 'starting from scratch'
-    )
+    state, mesh, c = run.state, run.trainer.mesh, run.config
+    num_parameters = sum(x.size for x in state.params.values())
+    start = f'continuing after step {int(state.step):,}' if int(state.step) else 'from scratch'
     return (
-        f'T5 with {parameters:,} parameters, {config.model.dtype}, on {mesh.size} '
-        f'{mesh.devices.flat[0].platform} device(s) ({dict(mesh.shape)})\n'
-        f'Learning span corruption on {run.source}, {run.vocabulary.size:,} pieces\n'
-        f'In {run.workdir}, {start}; compiling, the first line comes after '
-        f'{config.log.every_steps} steps'
+        f'T5 with {num_parameters:,} parameters in {c.model.dtype} on {mesh.size} '
+        f'{mesh.devices.flat[0].platform} device(s), {dict(mesh.shape)}, {start}.\n'
+        f'Text: {run.source}; vocabulary: {run.vocabulary.size:,} pieces. Compiling; '
+        f'a line every {c.log.every_steps} steps.'
     )
 
 
 def learned(values: dict[str, float]) -> str:
-    loss_, bar = values['nats_per_text_token'], values['unigram_nats_per_text_token']
-    verdict = f'{bar - loss_:.2f} below' if loss_ < bar else f'{loss_ - bar:.2f} above'
+    own, bar = values['nats_per_text_token'], values['unigram_nats_per_text_token']
     return (
-        f'validation loss {loss_:.3f} nats per text token, {verdict} the {bar:.3f} of word frequencies '
-        f'alone (all targets: {values["nats_per_target_token"]:.3f}, frequencies alone '
-        f'{values["unigram_nats_per_target_token"]:.3f})'
+        f'validation loss {own:.3f} nats per text token, {abs(bar - own):.3f} '
+        f'{"below" if own < bar else "ABOVE"} the {bar:.3f} of knowing only how frequent each token is. '
+        f'(All tokens, sentinels too: {values["nats_per_target_token"]:.3f}, '
+        f'bar {values["unigram_nats_per_target_token"]:.3f}.)'
     )
 
 
-def next_lines(run: Run) -> str:
-    config_file = f'configs/{run.workdir.name}.py'
+def outlook(run: Run) -> str:
+    files = f'--config.data.files=/path/to/*.txt --workdir={run.workdir}-mine'
     return (
-        f"All of it is in {run.workdir}: checkpoints in T5X's format, metrics.jsonl, TensorBoard events, "
-        'the vocabulary.\n'
-        f'Next, on your own text, one document a line: python main.py --config={config_file} '
-        "--config.data.files='my/*.txt' --workdir=runs/mine"
+        f"Everything is in {run.workdir}: T5X checkpoints, metrics.jsonl, TensorBoard's events, the "
+        'vocabulary.\n'
+        f'Next: the same command with {files} learns from your text, one document a line.'
     )
 
 
 def model_info(trainer: Trainer, state: TrainState) -> str:
-    """T5X's model-info.txt: every parameter, its shape and split, the count, the optimizer's state."""
+    """T5X's model-info.txt: each parameter's size, shape and split, their sum, the optimizer's state."""
     lines = [
         f'Variable {path:80} size {x.size:<12} shape {str(x.shape):40} '
         f'partition spec {tuple(trainer.specs.params[path])}'
         for path, x in sorted(state.params.items())
     ]
     lines += [f'Total number of parameters: {sum(x.size for x in state.params.values())}', '']
-    lines += [
-        f'Variable {path.removeprefix("state/"):80} size {x.size:<12} shape {x.shape}'
-        for path, x in sorted(to_t5x(state).items())
-        if path.startswith('state/')
-    ]
+    slots = sorted(optimizer.to_t5x(state.opt_state, state.params).items())
+    lines += [f'Variable param_states/{p:67} size {x.size:<12} shape {x.shape}' for p, x in slots]
     return '\n'.join(lines) + '\n'
-
-
-class Reporter:
-    """Where a run speaks: the terminal, metrics.jsonl and TensorBoard's event files; one process does.
-
-    `metrics` receives every number of a run. To send them elsewhere (Weights & Biases), do it there.
-    """
-
-    def __init__(self, workdir: Path, first_step: int):
-        self.workdir, self.first_step = workdir, first_step
-        self.silent = jax.process_index() != 0
-        self.terminal = sys.stdout.isatty()
-        self.writers: dict[str, Any] = {}
-        if self.silent:
-            return
-        file = workdir / 'metrics.jsonl'
-        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-        # Steps after the checkpoint will be taken, and logged, again.
-        kept = [
-            line for line in lines if line.endswith('\n') and json.loads(line)['step'] <= first_step
-        ]
-        rewritten = file.with_suffix('.tmp')
-        rewritten.write_text(''.join(kept))
-        rewritten.replace(file)
-        self.file = file.open('a')
-
-    def metrics(self, name: str, step: int, values: dict[str, float]) -> None:
-        """`name`: 'train', 'training_eval/TASK', ...; `values`: T5X's tag -> number, nats and seconds."""
-        if self.silent:
-            return
-        self.file.write(json.dumps({'step': step, 'run': name} | values) + '\n')
-        self.file.flush()
-        if name not in self.writers:
-            self.writers[name] = event_file_writer.EventFileWriter(str(self.workdir / name))
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self.writers[name].add_event(
-                event_pb2.Event(step=self.first_step + 1, session_log=start)
-            )
-        summary = Summary(
-            value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        )
-        event = event_pb2.Event(step=step, wall_time=time.time(), summary=summary)
-        self.writers[name].add_event(event)
-        self.writers[name].flush()
-
-    def progress(self, step: int, total: int, values: dict[str, float]) -> None:
-        seconds = (total - step) / values['timing/steps_per_second']
-        text = (
-            f'step {step:,}/{total:,}  loss {values["nats_per_token"]:.3f}  '
-            f'accuracy {values["accuracy"]:.3f}  learning rate {values["learning_rate/current"]:.3g}  '
-            f'{values["timing/tokens_per_second"]:,.0f} tokens/s  {duration(seconds)} left'
-        )
-        if self.terminal:
-            print(f'\r{text}\x1b[K', end='', flush=True)
-        else:
-            self.line(text)
-
-    def line(self, text: str) -> None:
-        if not self.silent:
-            print(f'\r\x1b[K{text}' if self.terminal else text, flush=True)
-
-    def close(self) -> None:
-        for writer in self.writers.values():
-            writer.close()
-
-
-def duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f'{hours} h {minutes:02} min' if hours else f'{minutes} min {seconds:02} s'
-
-
-def to_t5x(state: TrainState) -> dict[str, jax.Array]:
-    """The state under the paths of a T5X checkpoint."""
-    slots = optimizer.to_t5x(state.opt_state, state.params)
-    return (
-        {f'target/{path}': x for path, x in state.params.items()}
-        | {f'state/param_states/{path}': x for path, x in slots.items()}
-        | {'state/step': state.step}
-    )
-
-
-def from_t5x(trainer: Trainer, arrays: dict[str, Any]) -> TrainState:
-    """Undoes to_t5x; the arrays are copied to where the trainer wants them."""
-
-    def below(prefix: str) -> dict[str, Any]:
-        return {p.removeprefix(prefix): x for p, x in arrays.items() if p.startswith(prefix)}
-
-    step = np.asarray(
-        arrays['state/step'], np.int32
-    )  # each count gets its own copy: they are donated
-    opt_state = jax.eval_shape(trainer.init).opt_state
-    opt_state = optimizer.from_t5x(opt_state, below('state/param_states/'), step)
-    state = TrainState(step, below('target/'), opt_state)
-    return jax.device_put(state, partition.shardings(trainer.mesh, trainer.specs))

@@ -1,7 +1,7 @@
-"""Vocabularies, span corruption and the stream, against SeqIO's numbers and against counting everything.
+"""Vocabularies, span corruption and the stream, against SeqIO's numbers and by counting everything.
 
-tests/golden/seqio_t5 was made by running SeqIO b898b9f and t5 e081111; masks are random there, so their counts
-and their structure are compared.
+tests/golden/seqio_t5 was made by running SeqIO b898b9f and t5 e081111; masks are random there, so
+their counts and their structure are compared.
 """
 
 import json
@@ -65,7 +65,7 @@ def oracle_vocabulary():
 
 
 def uncorrupt(inputs, targets, sentinels):
-    """Raw ids from inputs and targets without EOS and padding; `sentinels` are all the ids that may be one."""
+    """Raw ids from inputs and targets without EOS; `sentinels` are all ids that may be one."""
     spans, current = {}, None
     for token in targets:
         if token in sentinels:
@@ -162,7 +162,7 @@ def test_training_gives_the_same_model_on_any_number_of_cores(pydoc, model):
 
 
 def test_training_uses_long_lines_and_gives_fewer_pieces_for_a_small_corpus():
-    long_line = ' '.join(f'{word}ing' for word in ['walk', 'talk', 'sing', 'bring'] * 1000)
+    long_line = ' '.join(['walking', 'talking', 'singing', 'bringing'] * 1000 + ['XYZ'] * 1000)
     vocabulary = data.SentencePieceVocabulary(data.train_vocabulary([long_line], 32000), 0)
     assert 10 < vocabulary.size < 100
     assert data.UNK_ID not in vocabulary.encode([long_line])[0]
@@ -259,8 +259,9 @@ def test_masks_stay_possible_where_t5_fails():
 def test_unique_sentinels_match_t5():
     for case in golden('denoise_fns'):
         tokens, mask = np.array([case['tokens']], np.int32), np.array([case['noise_mask']])
-        for function in (data.noise_span_to_unique_sentinel, data.nonnoise_span_to_unique_sentinel):
-            assert function(tokens, mask, case['vocab_size'])[0].tolist() == case[function.__name__]
+        for key, spans in (('noise', mask), ('nonnoise', ~mask)):
+            found = data.noise_span_to_unique_sentinel(tokens, spans, case['vocab_size'])
+            assert found[0].tolist() == case[f'{key}_span_to_unique_sentinel']
 
 
 def test_concatenating_and_splitting_match_seqio():
@@ -311,7 +312,7 @@ def test_corrupted_rows_match_seqio(oracle_vocabulary):
     tokens = np.array(sum(case['tokenized'], []), np.int32)
     sentinels, rows = sentinels_of(vocabulary), []
     for pieces in data.split_tokens(tokens, case['raw_tokens_length']):
-        inputs, targets = data.span_corruption(pieces, config, vocabulary, 0)
+        inputs, targets = data.span_corruption(pieces, config, vocabulary.size, 0)
         rows += zip(inputs.tolist(), targets.tolist(), strict=True)
     for ours, theirs in zip(rows, case['outputs'], strict=True):
         assert [len(part) for part in ours] == [len(theirs['inputs']), len(theirs['targets'])]
@@ -345,10 +346,10 @@ def test_features_are_shifted_and_weighted():
         ({'validation_fraction': 0.0}, "no document in split 'validation'"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(vocabulary, changes, message):
+def test_settings_that_do_not_fit_are_refused(pydoc, vocabulary, changes, message):
     config = make_config(**changes)
     with pytest.raises(ValueError, match=message):
-        source = data.open_source(config)
+        source = data.open_source(config) if config.files else data.Documents(pydoc._documents, 0.0)
         data.Stream(source, 'validation', vocabulary, config, 2, 0)
 
 
@@ -495,7 +496,7 @@ def long_and_short_documents():
 def test_no_token_is_lost_or_doubled_in_an_epoch(
     request, pydoc, vocabulary, long_and_short_documents, kind
 ):
-    """Every group's examples un-corrupt to its concatenated documents, cut; describe names those of each piece."""
+    """Every group's examples un-corrupt to its concatenated documents, cut; describe names them."""
     config = make_config(**{'lengths.inputs': 256, 'lengths.targets': 58})
     source, vocabulary = pydoc, vocabulary
     if kind == 'long and short':
@@ -650,6 +651,8 @@ def test_one_epoch_ends_lane_by_lane(vocabulary):
 
 def test_lanes_without_documents_wait_for_their_epoch(vocabulary):
     source = data.Documents([('only', 'the only document')], 0.0)
+    epochs = [epoch_documents(source, epoch, num_lanes=4, splits=['train']) for epoch in range(4)]
+    assert all(any(lane) for lane in zip(*epochs, strict=True))
     stream = data.Stream(source, 'train', vocabulary, make_config(), 4, 0)
     for batch in take(stream, 3):
         assert batch['decoder_loss_weights'].any(axis=1).all()

@@ -110,8 +110,8 @@ def test_dropout_is_on_and_differs_between_rows_steps_and_seeds():
 @pytest.mark.parametrize('data, model, words', [
     (2, 3, 'model.num_heads=8 cannot be split over model=3; use 1, 2, 4 or 8'),
     (3, 1, 'train.batch_size=8 cannot be split over data=3; use 1, 2, 4 or 8'),
-    (-1, 3, 'must divide that number'),
-    (16, 1, 'does not fit 8 devices'),
+    (-1, 3, '3 must divide the number of devices, 8'),
+    (16, 1, 'at most the 8 devices'),
     (-1, -1, 'at most one may be -1'),
 ])  # fmt: skip
 def test_a_mesh_that_cannot_be_is_said_in_words(data, model, words):
