@@ -1,16 +1,15 @@
 """From documents to batches: sources, vocabularies, span corruption, a stream that resumes.
 
-    documents -> ids -> groups of 128 documents -> pieces of 568 ids -> examples -> batch
+    documents -> ids -> groups of 128 documents -> pieces of 568 ids -> {'inputs', 'targets'} -> batch
 
-Host side only: numpy, no devices. Row r of every batch is lane r, and each lane owns a disjoint
-part of every epoch: a process reads and tokenizes what its own rows need. All randomness is a
-function of the seed and of a place in the stream, so a place is all that resuming needs.
+Host side only: numpy, no devices. Row r of every batch is lane r, and each lane owns a disjoint part of
+every epoch, so a process reads and tokenizes what its own rows need. All randomness is a function of the
+seed and of a place in the stream, so a place is all that resuming needs.
 """
 
 import ast
 import collections
 import concurrent.futures
-import difflib
 import functools
 import glob
 import hashlib
@@ -28,36 +27,29 @@ import sentencepiece
 
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
 TASKS = ('span_corruption',)
-
-# Span corruption as in t5/data/preprocessors.py.
-DOCUMENTS_PER_GROUP = 128
-MAX_DOCUMENT_TOKENS = 65536
-
-# Text files are cut in blocks, small ones in small blocks; a lane holds one pool of blocks.
-MAX_BLOCK_BYTES, MIN_BLOCKS, BLOCKS_PER_POOL = 1 << 16, 4096, 8
-
-# A vocabulary is trained on the first documents of many lanes.
-SAMPLE_CHARACTERS, SAMPLE_LANES = 10_000_000, 64
+DOCUMENTS_PER_GROUP, MAX_DOCUMENT_TOKENS = 128, 65536  # as in t5/data/preprocessors.py
+MAX_BLOCK_BYTES, MIN_BLOCKS, BLOCKS_PER_POOL = 1 << 16, 4096, 8  # a lane holds one pool of blocks
+SAMPLE_CHARACTERS, SAMPLE_LANES = 10_000_000, 64  # what a vocabulary is trained on
 
 
 class Stream:
     """Iterator of batches: this process's `rows` of them, a dict of int32 arrays [rows, length].
 
-    `position` is int64 [rows, 4]: the epoch, unit and index where the current group of documents of
-    each row begins, and how many of its pieces were given out. After `num_epochs` a row is padding,
-    and when all are, the stream ends. Raises ValueError for settings that do not fit together.
+    `position` is int64 [rows, 4]: the epoch, unit and index where a row's current group of documents
+    begins, and how many of its pieces were given out. After `num_epochs` a row is padding, and when all
+    are, the stream ends. Raises ValueError for settings that do not fit together.
     """
 
     def __init__(
         self, source, split, vocabulary, config, batch_size, seed, rows=None, num_epochs=None
     ):
         if config.task not in TASKS:
-            nearest = difflib.get_close_matches(config.task, TASKS, n=1, cutoff=0)[0]
-            raise ValueError(f'data.task={config.task!r} is unknown; did you mean {nearest!r}?')
+            raise ValueError(f'data.task={config.task!r} is unknown; use {", ".join(TASKS)}')
         self.source, self.split, self.vocabulary, self.config = source, split, vocabulary, config
         self.batch_size, self.seed, self.num_epochs = batch_size, seed, num_epochs
         self.rows = range(batch_size) if rows is None else rows
-        self.raw_length = span_corruption_raw_length(config, vocabulary)
+        self.raw_length, num_spans = span_corruption_sizes(config, vocabulary)
+        self.first_sentinel = vocabulary.sentinel(num_spans - 1)  # the least id that is a sentinel
         texts = (text for *_, text in source.documents(split, 0, 0, 1, seed))
         if not any(vocabulary.encode([text])[0] for text in texts):
             raise ValueError(
@@ -93,22 +85,22 @@ class Stream:
         return [', '.join(next(lane, (None, [], None))[1]) for lane in self._open_lanes(position)]
 
     def _open_lanes(self, position: np.ndarray) -> list[Iterator[tuple]]:
-        places = zip(self.rows, np.asarray(position).tolist(), strict=True)
-        return [self._examples(lane, *place) for lane, place in places]
+        places = np.asarray(position).tolist()
+        return [self._examples(*place) for place in zip(self.rows, places, strict=True)]
 
-    def _examples(self, lane: int, epoch: int, unit: int, index: int, piece: int):
+    def _examples(self, lane: int, position: list[int]) -> Iterator[tuple]:
         """Yields (example, names of its documents, position after it), from a position on."""
-        lanes_and_seed = self.batch_size, self.seed
+        epoch, unit, index, piece = position
         while self.num_epochs is None or epoch < self.num_epochs:
-            documents = self.source.documents(self.split, epoch, lane, *lanes_and_seed, unit, index)
+            place = (self.split, epoch, lane, self.batch_size, self.seed, unit, index)
+            documents = self.source.documents(*place)
             while group := list(itertools.islice(documents, DOCUMENTS_PER_GROUP)):
-                start = (epoch, unit, index)
                 examples = self._group_examples(group, self.seed, epoch, lane, unit, index)
+                after = [(epoch, unit, index, given + 1) for given in range(len(examples))]
                 unit, index = group[-1][0], group[-1][1] + 1
-                for given in range(piece + 1, len(examples) + 1):
-                    is_last = given == len(examples)
-                    after = (epoch, unit, index, 0) if is_last else (*start, given)
-                    yield *examples[given - 1], after
+                after[-1:] = [(epoch, unit, index, 0)]
+                for (example, names), position in list(zip(examples, after, strict=False))[piece:]:
+                    yield example, names, position
                 piece = 0
             epoch, unit, index = epoch + 1, 0, 0
 
@@ -151,18 +143,14 @@ def batch_hash(batch: dict[str, np.ndarray]) -> int:
 
 
 class Prefetch:
-    """Iterator of (batch, position before it, position after it), made ahead in a thread.
+    """`next` gives (batch, position before it, position after it), made ahead in a thread.
 
     An error in the thread is raised by the `next` that would have given its batch.
     """
 
     def __init__(self, stream: Stream, depth: int = 2):
-        self._stream = stream
-        self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+        self._stream, self._thread = stream, concurrent.futures.ThreadPoolExecutor(max_workers=1)
         self._ahead = collections.deque(self._thread.submit(self._step) for _ in range(depth))
-
-    def __iter__(self) -> 'Prefetch':
-        return self
 
     def __next__(self) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
         self._ahead.append(self._thread.submit(self._step))
@@ -179,22 +167,25 @@ class Prefetch:
 # Span corruption: T5 (Raffel et al. 2020) §3.1.4; t5/data/preprocessors.py `span_corruption`.
 
 
-def span_corruption_raw_length(config, vocabulary) -> int:
-    """Number of ids that fill `lengths.inputs` once corrupted; ValueError where settings misfit."""
+def span_corruption_sizes(config, vocabulary) -> tuple[int, int]:
+    """(number of ids that fill `lengths.inputs` once corrupted, noise spans in them).
+
+    Raises ValueError where the settings do not fit together."""
     density, mean, lengths = config.noise_density, config.mean_noise_span_length, config.lengths
-    if not 0 < density < 1 <= mean:
-        spans = f'data.noise_density={density} and data.mean_noise_span_length={mean}'
-        raise ValueError(f'{spans} must lie in (0, 1) and be 1 or more; change them')
-    raw_length, targets_length = random_spans_helper(lengths.inputs, density, mean)
-    if lengths.targets < targets_length:
-        wish = f'for inputs of {lengths.inputs}; use {targets_length} or more'
-        raise ValueError(f'data.lengths.targets={lengths.targets} is too short {wish}')
+    if not 0 < density < 1:
+        raise ValueError(f'data.noise_density={density}: must lie in (0, 1)')
+    if mean < 1:
+        raise ValueError(f'data.mean_noise_span_length={mean}: must be 1 or more')
+    raw_length, targets = random_spans_helper(lengths.inputs, density, mean)
+    if lengths.targets < targets:
+        given = f'data.lengths.targets={lengths.targets} with inputs of {lengths.inputs}'
+        raise ValueError(f'{given}: too short; use {targets} or more')
     _, num_spans = num_noise_tokens_and_spans(raw_length, density, mean)
     # ByT5 has no extra ids: its sentinels count down from the top bytes, rare in UTF-8.
     if 0 < vocabulary.num_extra_ids < num_spans:
         limit = f'{num_spans} noise spans for {vocabulary.num_extra_ids} sentinels'
         raise ValueError(f'data.lengths.inputs={lengths.inputs} gives {limit}; use shorter inputs')
-    return raw_length
+    return raw_length, num_spans
 
 
 def random_spans_helper(

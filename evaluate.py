@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -140,32 +139,23 @@ class Evaluation:
 
     def __init__(self, config: Any, mesh: Mesh, source: Any, vocabulary: Any):
         self.config, self.mesh = config, mesh
-        self.streams = {
-            split: data.Stream(
-                source,
-                split,
-                vocabulary,
-                config.data,
-                config.train.batch_size,
-                config.seed,
-                partition.own_rows(mesh, config.train.batch_size),
-                num_epochs,
+        rows = partition.own_rows(mesh, config.train.batch_size)
+        train, validation = (
+            data.Stream(
+                *(source, split, vocabulary, config.data, config.train.batch_size, config.seed),
+                *(rows, num_epochs),
             )
             for split, num_epochs in (('train', None), ('validation', 1))
-        }
-        self.first_sentinel = self.streams['validation'].first_sentinel
-        self.batches = list(itertools.islice(self.streams['validation'], config.eval.steps))
-        if jax.process_count() > 1:  # lanes end apart, but all processes must step together
-            most = int(multihost_utils.process_allgather(len(self.batches)).max())
-            empty = {name: np.zeros_like(x) for name, x in self.batches[0].items()}
-            self.batches += [empty] * (most - len(self.batches))
+        )
+        self.train, self.first_sentinel = train, validation.first_sentinel
+        self.batches = list(itertools.islice(validation, config.eval.steps))
 
     def __call__(self, params: Mapping[str, jax.Array]) -> dict[str, float]:
         """T5X's metrics, and nats per token of text and of all targets beside their unigram bars."""
-        sums = [self.sums(params, partition.place_rows(self.mesh, b)) for b in self.batches]
-        sums = jax.device_get(sums)
-        total = {name: sum(float(s[name]) for s in sums) for name in sums[0]}
-        return summarize(sums, self.config) | {
+        steps = [self.sums(params, partition.place_rows(self.mesh, b)) for b in self.batches]
+        steps = jax.device_get(steps)
+        total = {name: sum(float(sums[name]) for sums in steps) for name in steps[0]}
+        return summarize(steps, self.config) | {
             'nats_per_text_token': total['text_nats'] / total['text_tokens'],
             'nats_per_target_token': total['target_nats'] / total['decoder_tokens'],
             **self.unigram_bars,
@@ -190,31 +180,25 @@ class Evaluation:
             sums['text_nats'], sums['text_tokens'] = (nats_bT * text_bT).sum(), text_bT.sum()
             return lax.psum(sums, 'data')
 
-        return jax.jit(
-            jax.shard_map(device_sums, mesh=self.mesh, in_specs=(specs, P('data')), out_specs=P())
-        )
+        in_specs = (specs, P('data'))
+        return jax.jit(jax.shard_map(device_sums, mesh=self.mesh, in_specs=in_specs, out_specs=P()))
 
     @functools.cached_property
     def unigram_bars(self) -> dict[str, float]:
         """What token frequencies alone would pay: the cross entropy of the validation targets under the
         unigram of the training targets, those of the run's first batches up to a million tokens."""
-        train_counts = np.zeros(self.config.model.vocab_size, np.int64)
-        for batch in itertools.islice(self.streams['train'], self.config.train.steps):
-            train_counts += self.count(batch)
-            if train_counts[1:].sum() >= 1e6:
+        counts = np.zeros([2, self.config.model.vocab_size], np.int64)  # of training, of validation
+        for batch in itertools.islice(self.train, self.config.train.steps):
+            np.add.at(counts[0], batch['decoder_target_tokens'], 1)
+            if counts[0, 1:].sum() >= 1e6:
                 break
-        counts = np.stack([train_counts, sum(self.count(batch) for batch in self.batches)])
-        if jax.process_count() > 1:
-            counts = multihost_utils.process_allgather(counts).sum(axis=0)
+        for batch in self.batches:
+            np.add.at(counts[1], batch['decoder_target_tokens'], 1)
         text = slice(data.EOS_ID + 1, self.first_sentinel)
         return {
             'unigram_nats_per_text_token': unigram_cross_entropy(*counts[:, text]),
             'unigram_nats_per_target_token': unigram_cross_entropy(*counts[:, data.EOS_ID :]),
         }
-
-    def count(self, batch: Mapping[str, np.ndarray]) -> np.ndarray:
-        size = self.config.model.vocab_size
-        return np.bincount(batch['decoder_target_tokens'].ravel(), minlength=size)
 
 
 def unigram_cross_entropy(train_counts: np.ndarray, eval_counts: np.ndarray) -> float:

@@ -47,6 +47,7 @@ ACTIVATIONS: dict[str, Callable] = {
     'swish': jax.nn.silu,
     'linear': lambda x: x,
 }
+DTYPES = ('float32', 'bfloat16')
 NUM_BUCKETS, MAX_DISTANCE = 32, 128  # of relative positions; fixed in every T5
 
 
@@ -69,19 +70,17 @@ class T5Config:
 
     def __post_init__(self):
         object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))  # JSON has lists
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type is int and value < 1:
-                raise ValueError(f'model.{field.name}={value}: must be at least 1')
-        if self.dtype not in ('float32', 'bfloat16'):
-            raise ValueError(f"model.dtype={self.dtype!r}: use 'float32' or 'bfloat16'")
-        unknown = [name for name in self.mlp_activations if name not in ACTIVATIONS]
-        if unknown or not self.mlp_activations:
-            raise ValueError(
-                f'model.mlp_activations={self.mlp_activations}: use some of {", ".join(ACTIVATIONS)}'
-            )
-        if not 0 <= self.dropout_rate < 1:
-            raise ValueError(f'model.dropout_rate={self.dropout_rate}: must lie in [0, 1)')
+        sizes = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type is int}
+        rules = {f'{name}={n}: must be at least 1': n >= 1 for name, n in sizes.items()} | {
+            f"dtype={self.dtype!r}: use 'float32' or 'bfloat16'": self.dtype in DTYPES,
+            f'mlp_activations={self.mlp_activations}: use some of {", ".join(ACTIVATIONS)}': (
+                set() < set(self.mlp_activations) <= set(ACTIVATIONS)
+            ),
+            f'dropout_rate={self.dropout_rate}: must lie in [0, 1)': 0 <= self.dropout_rate < 1,
+        }
+        for words, holds in rules.items():
+            if not holds:
+                raise ValueError(f'model.{words}')
 
 
 def init(config: T5Config, key: jax.Array) -> dict[str, jax.Array]:
@@ -115,11 +114,8 @@ def check_mesh(config: T5Config, mesh: Mesh) -> None:
 
 
 class Dropout(NamedTuple):
-    """Draws the same places on every mesh: a mask belongs to a row of the global batch.
-
-    Differs from T5X, which draws one mask for the whole batch: here a row's key is the site's key folded
-    with the row's global number, the mask is drawn at full width, and a device takes its own part.
-    """
+    """Drops the same places on every mesh. Differs from T5X, which draws one mask for a whole batch: a row's
+    key is the site's key folded with its global number; a device takes its part of the row's mask."""
 
     rate: float
     rows_b: jax.Array | None  # global number of each row, int32; None: no dropout
@@ -150,11 +146,11 @@ def logits(
     # targets, so the BOS of decoder_input_tokens, which is 0 like padding, is seen.
     segments_bM = (batch['encoder_input_tokens'] > 0) * batch.get('encoder_segment_ids', 1)
     segments_bT = (batch['decoder_target_tokens'] > 0) * batch.get('decoder_segment_ids', 1)
-    embedder = Embedder(config, name='token_embedder')
-    encoded_bMD = Encoder(config, name='encoder')(
+    embedder = Embedder(config, 'token_embedder')
+    encoded_bMD = Encoder(config, 'encoder')(
         embedder(batch['encoder_input_tokens']), attention_mask(segments_bM, segments_bM), dropout
     )
-    return Decoder(config, name='decoder')(
+    return Decoder(config, 'decoder')(
         embedder,
         batch['decoder_input_tokens'],
         encoded_bMD,
@@ -186,12 +182,10 @@ class Encoder(T5Module):
         c = self.config
         length = x_bTD.shape[1]
         x_bTD = dropout(x_bTD, (1, c.emb_dim))
-        relpos_1hTT = RelativePositionBias(c, name='relpos_bias')(
-            length, length, bidirectional=True
-        )
+        relpos_1hTT = RelativePositionBias(c, 'relpos_bias')(length, length, bidirectional=True)
         for i in range(c.num_encoder_layers):
-            x_bTD = EncoderLayer(c, name=f'layers_{i}')(x_bTD, mask_b1TT, relpos_1hTT, dropout)
-        x_bTD = RMSNorm(c, name='encoder_norm')(x_bTD)
+            x_bTD = EncoderLayer(c, f'layers_{i}')(x_bTD, mask_b1TT, relpos_1hTT, dropout)
+        x_bTD = RMSNorm(c, 'encoder_norm')(x_bTD)
         # The one place where T5X's dropout mask is not shared along the length.
         return dropout(x_bTD, (length, c.emb_dim))
 
@@ -199,11 +193,11 @@ class Encoder(T5Module):
 class EncoderLayer(T5Module):
     def __call__(self, x_bTD, mask_b1TT, relpos_1hTT, dropout):
         c = self.config
-        y_bTD = RMSNorm(c, name='pre_attention_layer_norm')(x_bTD)
-        y_bTD = Attention(c, name='attention')(y_bTD, y_bTD, mask_b1TT, relpos_1hTT, dropout)
+        y_bTD = RMSNorm(c, 'pre_attention_layer_norm')(x_bTD)
+        y_bTD = Attention(c, 'attention')(y_bTD, y_bTD, mask_b1TT, relpos_1hTT, dropout)
         x_bTD = x_bTD + dropout(y_bTD, (1, c.emb_dim))
-        y_bTD = RMSNorm(c, name='pre_mlp_layer_norm')(x_bTD)
-        y_bTD = MLP(c, name='mlp')(y_bTD, dropout)
+        y_bTD = RMSNorm(c, 'pre_mlp_layer_norm')(x_bTD)
+        y_bTD = MLP(c, 'mlp')(y_bTD, dropout)
         return x_bTD + dropout(y_bTD, (1, c.emb_dim))
 
 
@@ -214,56 +208,55 @@ class Decoder(T5Module):
         c = self.config
         length = tokens_bT.shape[1]
         x_bTD = dropout(embedder(tokens_bT), (1, c.emb_dim))
-        relpos_1hTT = RelativePositionBias(c, name='relpos_bias')(
-            length, length, bidirectional=False
-        )
+        relpos_1hTT = RelativePositionBias(c, 'relpos_bias')(length, length, bidirectional=False)
         for i in range(c.num_decoder_layers):
-            x_bTD = DecoderLayer(c, name=f'layers_{i}')(
+            x_bTD = DecoderLayer(c, f'layers_{i}')(
                 x_bTD, encoded_bMD, mask_b1TT, mask_b1TM, relpos_1hTT, dropout
             )
-        x_bTD = dropout(RMSNorm(c, name='decoder_norm')(x_bTD), (1, c.emb_dim))
+        x_bTD = dropout(RMSNorm(c, 'decoder_norm')(x_bTD), (1, c.emb_dim))
         # Logits are a float32 island, whatever the compute dtype.
         x_bTD = x_bTD.astype(jnp.float32)
         if c.logits_via_embedding:
             return jnp.einsum('bTD,vD->bTv', x_bTD, embedder.table_vD()) / jnp.sqrt(c.emb_dim)
         shape = (c.emb_dim, partition.split(c.vocab_size, 'model'))
-        logits_Dv = Kernel(shape, fan_in('truncated_normal'), 'float32', name='logits_dense')()
+        logits_Dv = Kernel(shape, fan_in('truncated_normal'), 'float32', 'logits_dense')()
         return jnp.einsum('bTD,Dv->bTv', x_bTD, logits_Dv)
 
 
 class DecoderLayer(T5Module):
     def __call__(self, x_bTD, encoded_bMD, mask_b1TT, mask_b1TM, relpos_1hTT, dropout):
         c = self.config
-        y_bTD = RMSNorm(c, name='pre_self_attention_layer_norm')(x_bTD)
-        y_bTD = Attention(c, name='self_attention')(y_bTD, y_bTD, mask_b1TT, relpos_1hTT, dropout)
+        y_bTD = RMSNorm(c, 'pre_self_attention_layer_norm')(x_bTD)
+        y_bTD = Attention(c, 'self_attention')(y_bTD, y_bTD, mask_b1TT, relpos_1hTT, dropout)
         x_bTD = x_bTD + dropout(y_bTD, (1, c.emb_dim))
-        y_bTD = RMSNorm(c, name='pre_cross_attention_layer_norm')(x_bTD)
-        y_bTD = Attention(c, name='encoder_decoder_attention')(
-            y_bTD, encoded_bMD, mask_b1TM, None, dropout
-        )
+        y_bTD = RMSNorm(c, 'pre_cross_attention_layer_norm')(x_bTD)
+        attention = Attention(c, 'encoder_decoder_attention')
+        y_bTD = attention(y_bTD, encoded_bMD, mask_b1TM, None, dropout)
         x_bTD = x_bTD + dropout(y_bTD, (1, c.emb_dim))
-        y_bTD = RMSNorm(c, name='pre_mlp_layer_norm')(x_bTD)
-        y_bTD = MLP(c, name='mlp')(y_bTD, dropout)
+        y_bTD = RMSNorm(c, 'pre_mlp_layer_norm')(x_bTD)
+        y_bTD = MLP(c, 'mlp')(y_bTD, dropout)
         return x_bTD + dropout(y_bTD, (1, c.emb_dim))
 
 
 class Attention(T5Module):
-    """Multi-head attention without biases and without 1/sqrt(head_dim): T5 folds that into the query
-    initializer. Heads are split over 'model'."""
+    """Queries from `x`, keys and values from `y`; no biases, and no 1/sqrt(head_dim), which T5 folds into
+    the query initializer. Heads are split over 'model'."""
 
     def __call__(self, x_bTD, y_bMD, mask_b1TM, relpos_1hTM, dropout):
-        """Queries from `x`, keys and values from `y`; `relpos` is None in cross attention."""
         c = self.config
         num_heads = partition.split(c.num_heads, 'model')
 
-        def project(name, init):
-            shape = (c.emb_dim, num_heads * c.head_dim)
-            kernel = Kernel(shape, init, c.dtype, name=name)()
-            return kernel.reshape(c.emb_dim, num_heads, c.head_dim)
-
-        wq_DhK = project('query', query_init(c))
-        wk_DhK = project('key', fan_in('normal'))
-        wv_DhK = project('value', fan_in('normal'))
+        shape = (c.emb_dim, num_heads * c.head_dim)  # T5X stores heads and head size as one
+        root = jnp.sqrt(c.head_dim).astype(c.dtype)  # rounded as T5X does
+        heads = {
+            'query': lambda *args: fan_in('normal')(*args) / root.astype(jnp.float32),
+            'key': fan_in('normal'),
+            'value': fan_in('normal'),
+        }
+        wq_DhK, wk_DhK, wv_DhK = (
+            Kernel(shape, init, c.dtype, name)().reshape(c.emb_dim, num_heads, c.head_dim)
+            for name, init in heads.items()
+        )
         q_bThK = jnp.einsum('bTD,DhK->bThK', x_bTD, wq_DhK)
         k_bMhK = jnp.einsum('bMD,DhK->bMhK', y_bMD, wk_DhK)
         v_bMhK = jnp.einsum('bMD,DhK->bMhK', y_bMD, wv_DhK)
@@ -271,12 +264,12 @@ class Attention(T5Module):
             q_bThK, k_bMhK = q_bThK.astype(jnp.float32), k_bMhK.astype(jnp.float32)
         logits_bhTM = jnp.einsum('bThK,bMhK->bhTM', q_bThK, k_bMhK)
         bias = jnp.where(mask_b1TM, 0.0, -1e10).astype(c.dtype)
-        bias = bias if relpos_1hTM is None else bias + relpos_1hTM
+        if relpos_1hTM is not None:  # in cross attention it is
+            bias = bias + relpos_1hTM
         probs_bhTM = jax.nn.softmax(logits_bhTM + bias.astype(logits_bhTM.dtype)).astype(c.dtype)
         probs_bhTM = dropout(probs_bhTM, (c.num_heads, 1, y_bMD.shape[1]), split_dim=1)
         out_bThK = jnp.einsum('bhTM,bMhK->bThK', probs_bhTM, v_bMhK)
-        shape = (num_heads * c.head_dim, c.emb_dim)
-        wo_hKD = Kernel(shape, fan_in('normal'), c.dtype, name='out')()
+        wo_hKD = Kernel(shape[::-1], fan_in('normal'), c.dtype, 'out')()
         wo_hKD = wo_hKD.reshape(num_heads, c.head_dim, c.emb_dim)
         partial_bTD = jnp.einsum('bThK,hKD->bTD', out_bThK, wo_hKD)
         return lax.psum(partial_bTD, 'model')  # the sum that the split heads are owed
@@ -291,11 +284,10 @@ class MLP(T5Module):
         gates = []
         for i, activation in enumerate(c.mlp_activations):
             name = 'wi' if len(c.mlp_activations) == 1 else f'wi_{i}'
-            wi_Df = Kernel((c.emb_dim, width), fan_in('truncated_normal'), c.dtype, name=name)()
+            wi_Df = Kernel((c.emb_dim, width), fan_in('truncated_normal'), c.dtype, name)()
             gates.append(ACTIVATIONS[activation](jnp.einsum('bTD,Df->bTf', x_bTD, wi_Df)))
-        hidden_bTf = math.prod(gates)
-        hidden_bTf = dropout(hidden_bTf, (1, c.mlp_dim), split_dim=2)
-        wo_fD = Kernel((width, c.emb_dim), fan_in('truncated_normal'), c.dtype, name='wo')()
+        hidden_bTf = dropout(math.prod(gates), (1, c.mlp_dim), split_dim=2)
+        wo_fD = Kernel((width, c.emb_dim), fan_in('truncated_normal'), c.dtype, 'wo')()
         partial_bTD = jnp.einsum('bTf,fD->bTD', hidden_bTf, wo_fD)
         return lax.psum(partial_bTD, 'model')  # the sum that wo's split rows are owed
 
@@ -334,22 +326,17 @@ class RelativePositionBias(T5Module):
 
 
 def relative_position_bucket(relative_TM: jax.Array, bidirectional: bool) -> jax.Array:
-    """Memory position minus query position -> bucket in [0, 32), int32: exact up to half of a side's
-    buckets, then logarithmic up to distance 128. Memory to the right is the upper half of the buckets in
-    the encoder, bucket 0 in the decoder. (Mesh-TF transformer_layers.py; epsilon as in T5X.)"""
-    num_buckets, offset, distance = NUM_BUCKETS, 0, -relative_TM
-    if bidirectional:
-        num_buckets //= 2
-        offset = jnp.where(distance < 0, num_buckets, 0)
-        distance = jnp.abs(distance)
-    else:
-        distance = jnp.maximum(distance, 0)
+    """Memory position minus query position -> bucket in [0, 32), int32: exact when near, logarithmic up to
+    a distance of 128. Memory to the right: the upper half of the buckets in the encoder, bucket 0 in the
+    decoder. (Mesh-TF transformer_layers.py; epsilon as in T5X.)"""
+    num_buckets = NUM_BUCKETS // 2 if bidirectional else NUM_BUCKETS
+    offset = jnp.where(relative_TM > 0, num_buckets, 0) if bidirectional else 0
+    distance = jnp.abs(relative_TM) if bidirectional else jnp.maximum(-relative_TM, 0)
     num_exact = num_buckets // 2
     ratio = distance.astype(jnp.float32) / num_exact + jnp.finfo(jnp.float32).eps
     scale = (num_buckets - num_exact) / jnp.log(MAX_DISTANCE / num_exact)
     far = num_exact + (jnp.log(ratio) * scale).astype(jnp.int32)
-    far = jnp.minimum(far, num_buckets - 1)
-    return offset + jnp.where(distance < num_exact, distance, far)
+    return offset + jnp.where(distance < num_exact, distance, jnp.minimum(far, num_buckets - 1))
 
 
 class RMSNorm(T5Module):
@@ -363,12 +350,14 @@ class RMSNorm(T5Module):
         return y_bTD * scale_D.astype(self.config.dtype)[None, None]
 
 
+@dataclasses.dataclass
 class Kernel(hk.Module):
     """A float32 matrix, cast to the compute dtype where it is used."""
 
-    def __init__(self, shape: tuple[int, int], init: Callable, dtype: str, name: str):
-        super().__init__(name=name)
-        self.shape, self.init, self.dtype = shape, init, dtype
+    shape: tuple[int, int]
+    init: Callable
+    dtype: str
+    name: str
 
     def __call__(self) -> jax.Array:
         return hk.get_parameter('kernel', self.shape, jnp.float32, self.init).astype(self.dtype)
@@ -377,9 +366,3 @@ class Kernel(hk.Module):
 def fan_in(distribution: str) -> Callable:
     """Standard deviation 1/sqrt(rows of the kernel), after truncation where truncated."""
     return hk.initializers.VarianceScaling(1.0, 'fan_in', distribution)
-
-
-def query_init(config: T5Config) -> Callable:
-    """fan_in over sqrt(head_dim), that root rounded to the compute dtype as T5X does."""
-    root = jnp.sqrt(config.head_dim).astype(config.dtype).astype(jnp.float32)
-    return lambda shape, dtype: fan_in('normal')(shape, dtype) / root

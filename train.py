@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tensorboard.compat.proto import event_pb2
+from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -101,7 +101,6 @@ def prepare(config: Any, workdir: str | Path) -> Run:
     if jax.process_index() == 0:
         workdir.mkdir(parents=True, exist_ok=True)
         (workdir / 'config.json').write_text(json.dumps(settings, indent=1))
-        (workdir / 'model-info.txt').write_text(model_info(trainer, state))
     return Run(config, workdir, trainer, source, vocabulary, stream, state, interval)
 
 
@@ -201,7 +200,7 @@ def train(run: Run) -> None:
     evaluation = evaluate.Evaluation(config, mesh, run.source, run.vocabulary)
     batches = data.Prefetch(run.stream)
     positions = []  # of the batches whose metrics nobody has looked at
-    clock, clock_step, waited = time.perf_counter(), first, 0.0
+    clock, waited = time.perf_counter(), 0.0
     for step in range(first + 1, last + 1):
         asked = time.perf_counter()
         batch, before, after = next(batches)
@@ -217,14 +216,12 @@ def train(run: Run) -> None:
             check_finite(run, step, interval, positions)
             positions.clear()
         if log:
-            seconds = time.perf_counter() - clock
             values = evaluate.summarize(interval, config)
-            values |= interval_metrics(interval)
-            values |= timing(config, (step - clock_step) / seconds, waited / seconds)
+            values |= interval_metrics(config, interval, time.perf_counter() - clock, waited)
             report.metrics('train', step, values)
-            report.progress(step, last, values)
+            report.line(progress(step, last, values), live=True)
             interval = []
-            clock, clock_step, waited = time.perf_counter(), step, 0.0
+            clock, waited = time.perf_counter(), 0.0
         paused = time.perf_counter()
         if save_now:
             save(run, state, after, interval)
@@ -255,8 +252,7 @@ def save(run: Run, state: TrainState, position: np.ndarray, interval: list[dict]
     settings and the metrics of the interval that is not logged yet."""
     rows = np.zeros((run.config.train.batch_size, position.shape[1]), np.int64)
     rows[run.stream.rows] = position
-    if jax.process_count() > 1:
-        rows = multihost_utils.process_allgather(rows).max(axis=0)
+    rows = multihost_utils.process_allgather(rows, tiled=True).reshape(-1, *rows.shape).max(axis=0)
     array_file = io.BytesIO()
     np.save(array_file, rows)
     files = {
@@ -309,71 +305,60 @@ class Reporter:
     """
 
     def __init__(self, workdir: Path, first_step: int):
-        self.workdir, self.first_step = workdir, first_step
+        self.workdir, self.writers = workdir, {}
         self.silent, self.terminal = jax.process_index() != 0, sys.stdout.isatty()
-        self.writers: dict[str, EventFileWriter] = {}
-        if not self.silent:
-            file = workdir / 'metrics.jsonl'
+        file = workdir / 'metrics.jsonl'
+        if not self.silent:  # what came after the checkpoint will come again, the same
             lines = file.read_text().splitlines() if file.exists() else []
-            # What came after the checkpoint will come again, the same.
             kept = [x for x in lines if x.endswith('}') and json.loads(x)['step'] <= first_step]
             file.write_text(''.join(line + '\n' for line in kept))
-            self.file = file.open('a')
+            self.file = file.open('a', buffering=1)
 
     def metrics(self, name: str, step: int, values: dict[str, float]) -> None:
         """`name`: 'train', 'training_eval/TASK'; `values`: T5X's tags -> numbers."""
         if self.silent:
             return
         self.file.write(json.dumps({'step': step, 'run': name} | values) + '\n')
-        self.file.flush()
         if name not in self.writers:
             self.writers[name] = EventFileWriter(str(self.workdir / name))
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            event = event_pb2.Event(step=self.first_step + 1, session_log=start)
-            self.writers[name].add_event(event)
         scalars = [Summary.Value(tag=tag, simple_value=x) for tag, x in values.items()]
-        event = event_pb2.Event(step=step, wall_time=time.time(), summary=Summary(value=scalars))
+        event = Event(step=step, wall_time=time.time(), summary=Summary(value=scalars))
         self.writers[name].add_event(event)
         self.writers[name].flush()
 
-    def progress(self, step: int, last: int, values: dict[str, float]) -> None:
-        seconds = round((last - step) / values['timing/steps_per_second'])
-        text = (
-            f'step {step:,}/{last:,}  loss {values["nats_per_token"]:.3f}  '
-            f'accuracy {values["accuracy"]:.3f}  learning rate {values["learning_rate/current"]:.3g}  '
-            f'{values["timing/tokens_per_second"]:,.0f} tokens/s  '
-            f'{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left'
-        )
-        if self.terminal and not self.silent:
-            print(f'\r{text}\x1b[K', end='', flush=True)
-        else:
-            self.line(text)
-
-    def line(self, text: str) -> None:
+    def line(self, text: str, live: bool = False) -> None:
+        """Prints; on a terminal a live line is overwritten by what comes after it."""
         if not self.silent:
-            print(f'\r\x1b[K{text}' if self.terminal else text, flush=True)
+            start, end = ('\r', '\x1b[K' if live else '\x1b[K\n') if self.terminal else ('', '\n')
+            print(f'{start}{text}', end=end, flush=True)
 
 
-def interval_metrics(interval: list[dict]) -> dict[str, float]:
-    """What only training has: T5X's tags of the learning rate and gradient, a hash of the batches."""
+def progress(step: int, last: int, values: dict[str, float]) -> str:
+    seconds = round((last - step) / values['timing/steps_per_second'])
+    return (
+        f'step {step:,}/{last:,}  loss {values["nats_per_token"]:.3f}  '
+        f'accuracy {values["accuracy"]:.3f}  learning rate {values["learning_rate/current"]:.3g}  '
+        f'{values["timing/tokens_per_second"]:,.0f} tokens/s  '
+        f'{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left'
+    )
+
+
+def interval_metrics(config: Any, interval: list[dict], seconds: float, waited: float) -> dict:
+    """What only training has, under T5X's tags: learning rate, gradient, speed (tokens of padding too)
+    and a hash of the batches."""
     column = {name: np.array([metrics[name] for metrics in interval]) for name in interval[0]}
+    steps_per_second, lengths = len(interval) / seconds, config.data.lengths
+    sequences = config.train.batch_size * steps_per_second
     return {
         'learning_rate': float(column['learning_rate'].mean()),
         'learning_rate/current': float(column['learning_rate'][-1]),
         'weight_gradient_norm': float(column['gradient_norm'].mean()),
         'batch_crc32': zlib.crc32(column['batch_crc32'].tobytes()),
-    }
-
-
-def timing(config: Any, steps_per_second: float, wait_fraction: float) -> dict[str, float]:
-    """T5X's timing tags; tokens include padding."""
-    sequences, lengths = config.train.batch_size * steps_per_second, config.data.lengths
-    return {
         'timing/steps_per_second': steps_per_second,
         'timing/seqs_per_second': sequences,
         'timing/target_tokens_per_second': sequences * lengths.targets,
         'timing/tokens_per_second': sequences * (lengths.inputs + lengths.targets),
-        'timing/data_wait_fraction': wait_fraction,
+        'timing/data_wait_seconds': waited,
     }
 
 
@@ -406,16 +391,3 @@ def outlook(run: Run) -> str:
         'vocabulary.\n'
         f'Next: the same command with {files} learns from your text, one document a line.'
     )
-
-
-def model_info(trainer: Trainer, state: TrainState) -> str:
-    """T5X's model-info.txt: each parameter's size, shape and split, their sum, the optimizer's state."""
-    lines = [
-        f'Variable {path:80} size {x.size:<12} shape {str(x.shape):40} '
-        f'partition spec {tuple(trainer.specs.params[path])}'
-        for path, x in sorted(state.params.items())
-    ]
-    lines += [f'Total number of parameters: {sum(x.size for x in state.params.values())}', '']
-    slots = sorted(optimizer.to_t5x(state.opt_state, state.params).items())
-    lines += [f'Variable param_states/{p:67} size {x.size:<12} shape {x.shape}' for p, x in slots]
-    return '\n'.join(lines) + '\n'
