@@ -306,10 +306,8 @@ class Source:
         # Where blocks are fewer than lanes, every lane has its turn.
         blocks = order[(lane + epoch) % num_lanes :: num_lanes].tolist()
         for start in range(unit * BLOCKS_PER_POOL, len(blocks), BLOCKS_PER_POOL):
-            pool = [
-                d for block in blocks[start : start + BLOCKS_PER_POOL] for d in self.read(block)
-            ]
-            unit = start // BLOCKS_PER_POOL
+            unit, own = start // BLOCKS_PER_POOL, blocks[start : start + BLOCKS_PER_POOL]
+            pool = list(itertools.chain.from_iterable(map(self.read, own)))
             order = permutation(len(pool), 'pool', seed, epoch, lane, unit)
             for i in range(index, len(pool)):
                 name, text = pool[order[i]]
@@ -400,42 +398,40 @@ def docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
 def find_vocabulary(config, workdir: str, source: Source):
     """What `config.vocabulary` names, else the workdir's, else one trained on a sample of `source`.
 
-    A SentencePiece model is kept as workdir/vocabulary.model. Raises ValueError where that is not
-    the configured one, and where a model is missing or unreadable.
+    A SentencePiece model is kept as workdir/vocabulary.model. Raises ValueError where that is not the
+    configured one, and where a model is missing or unreadable.
     """
     if config.vocabulary == 'bytes':
         return ByteVocabulary(config.extra_ids)
     kept = pathlib.Path(workdir, 'vocabulary.model')
-    is_kept = kept.exists()
-    if config.vocabulary or is_kept:
-        model = read_model(config.vocabulary or kept)
+    if config.vocabulary or kept.exists():
+        model = read_model(pathlib.Path(config.vocabulary or kept))
     else:
         model = train_vocabulary(sample_texts(source), config.num_pieces)
-    if is_kept and model != kept.read_bytes():
-        raise ValueError(f'data.vocabulary={config.vocabulary!r} is not {kept}; use a new workdir')
-    if not is_kept:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = kept.with_suffix(f'.{os.getpid()}.tmp')
-        unfinished.write_bytes(model)
-        os.replace(unfinished, kept)
-    return SentencePieceVocabulary(model, config.extra_ids)
-
-
-def read_model(path: str | pathlib.Path) -> bytes:
-    """A SentencePiece model, from its file or from the folder of a published model."""
-    names = ('', 'spiece.model', 'sentencepiece.model', 'vocabulary.model')
-    files = [file for file in (pathlib.Path(path, name) for name in names) if file.is_file()]
-    if not files:
-        raise ValueError(f'data.vocabulary: {path} holds none of {names[1:]}; correct the path')
-    model = files[0].read_bytes()
     try:
-        SentencePieceVocabulary(model)
+        vocabulary = SentencePieceVocabulary(model, config.extra_ids)
     except ValueError as error:
-        raise ValueError(f'{files[0]}: {error}') from None
-    return model
+        raise ValueError(f'data.vocabulary={config.vocabulary or str(kept)!r} {error}') from None
+    if kept.exists() and model != kept.read_bytes():
+        raise ValueError(f'data.vocabulary={config.vocabulary!r} is not {kept}; use a new workdir')
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = kept.with_suffix(f'.{os.getpid()}.tmp')
+    unfinished.write_bytes(model)
+    os.replace(unfinished, kept)
+    return vocabulary
+
+
+def read_model(path: pathlib.Path) -> bytes:
+    """A SentencePiece model, from its file or from the folder of a published model."""
+    names = ('spiece.model', 'sentencepiece.model', 'vocabulary.model')
+    files = [file for file in (path, *(path / name for name in names)) if file.is_file()]
+    if not files:
+        raise ValueError(f'data.vocabulary={str(path)!r}: no file, nor a folder with {names[0]}')
+    return files[0].read_bytes()
 
 
 def sample_texts(source: Source) -> Iterator[str]:
+    """The first documents of many lanes."""
     for lane in range(SAMPLE_LANES):
         left = SAMPLE_CHARACTERS // SAMPLE_LANES
         for *_, text in source.documents('train', 0, lane, SAMPLE_LANES, seed=0):
@@ -452,44 +448,50 @@ def train_vocabulary(texts: Iterable[str], num_pieces: int) -> bytes:
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines,
-            model_writer=model,
-            model_type='unigram',
-            vocab_size=num_pieces,
-            hard_vocab_limit=False,
-            pad_id=PAD_ID,
-            eos_id=EOS_ID,
-            unk_id=UNK_ID,
-            bos_id=-1,
-            num_threads=8,  # the order of summation hangs on it, so it must not follow the machine
-            minloglevel=2,
+            **{'sentence_iterator': lines, 'model_writer': model, 'model_type': 'unigram'},
+            **{'vocab_size': num_pieces, 'hard_vocab_limit': False, 'minloglevel': 2},
+            **{'pad_id': PAD_ID, 'eos_id': EOS_ID, 'unk_id': UNK_ID, 'bos_id': -1},
+            num_threads=8,  # sums are taken in its order, so it must not follow the machine
         )
     except RuntimeError as error:
         raise ValueError(f'data.num_pieces={num_pieces} does not fit the corpus: {error}') from None
     return model.getvalue()
 
 
-class SentencePieceVocabulary:
-    """A SentencePiece model and after its pieces `extra_ids` sentinels, <extra_id_0> the last one.
+class Vocabulary:
+    """`size` ids with the `num_extra_ids` sentinels, <extra_id_0> being the last id."""
 
-    `model` stays as given. One that has sentinels (mT5's, cc_all.32000.100extra) gets no others.
+    size: int
+    num_extra_ids: int
+
+    def sentinel(self, i: int) -> int:
+        return self.size - 1 - i
+
+
+class SentencePieceVocabulary(Vocabulary):
+    """A SentencePiece model, and after its pieces `extra_ids` sentinels in SeqIO's reversed order.
+
+    A model that brings sentinels (mT5's, cc_all.32000.100extra) gets no others.
     """
 
     def __init__(self, model: bytes, extra_ids: int = 100):
-        self.model = model
         try:
             processor = sentencepiece.SentencePieceProcessor(model_proto=model or b'empty')
         except RuntimeError:
-            raise ValueError('not a SentencePiece model; replace the file') from None
-        special_ids = (processor.pad_id(), processor.eos_id(), processor.unk_id())
-        if special_ids != (PAD_ID, EOS_ID, UNK_ID):
-            raise ValueError(f'pad, eos, unk are {special_ids}, not (0, 1, 2); use a T5 model')
+            raise ValueError('is no SentencePiece model: replace it') from None
+        special = (processor.pad_id(), processor.eos_id(), processor.unk_id())
+        if special != (PAD_ID, EOS_ID, UNK_ID):
+            raise ValueError(f'has pad, eos, unk {special}, not (0, 1, 2): use a T5 model')
         pieces = processor.id_to_piece(list(range(processor.vocab_size())))
         self.num_extra_ids = sum('<extra_id_' in piece for piece in pieces)
         if self.num_extra_ids == 0:
             self.num_extra_ids = extra_ids
-            processor.load_from_serialized_proto(model + extra_pieces(extra_ids))
-        self._processor, self.size = processor, processor.vocab_size()
+            for i in reversed(range(extra_ids)):  # more fields of the model's protocol buffer
+                text = f'▁<extra_id_{i}>'.encode()
+                piece = b'\x0a' + bytes([len(text)]) + text + b'\x18\x04'  # 3: 4, user-defined
+                model += b'\x0a' + bytes([len(piece)]) + piece
+            processor.load_from_serialized_proto(model)
+        self.model, self._processor, self.size = model, processor, processor.vocab_size()
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """ids of each text, without EOS."""
@@ -499,36 +501,19 @@ class SentencePieceVocabulary:
         """The text before the first EOS; an id beyond the vocabulary is unknown."""
         return self._processor.decode([i if i < self.size else UNK_ID for i in before_eos(ids)])
 
-    def sentinel(self, i: int) -> int:
-        return self.size - 1 - i
 
-
-def extra_pieces(extra_ids: int) -> bytes:
-    """Protocol buffer fields that add sentinels where they follow a serialized model."""
-    fields = b''
-    for i in reversed(range(extra_ids)):
-        text = f'▁<extra_id_{i}>'.encode()
-        piece = b'\x0a' + bytes([len(text)]) + text + b'\x18\x04'  # 1: text, 3: user-defined
-        fields += b'\x0a' + bytes([len(piece)]) + piece  # 1: one more piece of the model
-    return fields
-
-
-class ByteVocabulary:
+class ByteVocabulary(Vocabulary):
     """Byte b of the UTF-8 text is id b + 3 (ByT5)."""
 
     def __init__(self, extra_ids: int = 0):
         self.num_extra_ids, self.size = extra_ids, 3 + 256 + extra_ids
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """ids of each text, without EOS."""
         return [[byte + 3 for byte in text.encode()] for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text before the first EOS; what is no byte or no character is left out."""
         return bytes(i - 3 for i in before_eos(ids) if 3 <= i < 259).decode(errors='ignore')
-
-    def sentinel(self, i: int) -> int:
-        return self.size - 1 - i
 
 
 def before_eos(ids: Iterable[int]) -> list[int]:

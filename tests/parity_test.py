@@ -10,13 +10,10 @@ import pathlib
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 import checkpoint
 import evaluate
-import loss
-import optimizer
 import train
 from configs import base
 

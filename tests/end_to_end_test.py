@@ -1,0 +1,317 @@
+"""The program as its user meets it: runs, stops, resumes, refuses, and what it leaves behind."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+import checkpoint
+import data
+import evaluate
+import train
+from configs import base, tiny
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture(scope='module')
+def corpus(tmp_path_factory):
+    """400 lines of made-up words, a few thousand tokens."""
+    rng = np.random.default_rng(0)
+    words = [''.join(rng.choice(list('aeioulnrst'), rng.integers(2, 8))) for _ in range(120)]
+    lines = [' '.join(rng.choice(words, rng.integers(10, 30))) for _ in range(400)]
+    path = tmp_path_factory.mktemp('corpus') / 'made_up.txt'
+    path.write_text('\n'.join(lines) + '\n')
+    return str(path)
+
+
+def small_config(corpus, steps=6, data_axis=1, model_axis=1):
+    config = base.get_config()
+    sizes = dict(vocab_size=384, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32)
+    config.model.update(**sizes, num_encoder_layers=1, num_decoder_layers=1, dropout_rate=0.1)
+    config.data.update(files=corpus, num_pieces=200, validation_fraction=0.1)
+    config.data.lengths.update(inputs=32, targets=10)
+    config.learning_rate.update(factors='constant', base_learning_rate=0.01)
+    config.train.update(steps=steps, batch_size=4)
+    for name, every_steps in (('log', 2), ('save', 3), ('eval', 3)):
+        config[name].every_steps = every_steps
+    config.mesh.update(data=data_axis, model=model_axis)
+    return config
+
+
+def run(config, workdir):
+    train.train(train.prepare(config, workdir))
+    return workdir
+
+
+def metrics_of(workdir):
+    """metrics.jsonl without what depends on the clock."""
+    lines = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith('timing/')} for line in lines]
+
+
+def state_of(workdir, step):
+    return checkpoint.restore(workdir / f'checkpoint_{step}')
+
+
+def assert_same_run(found, expected, steps):
+    assert metrics_of(found) == metrics_of(expected)
+    a, b = state_of(found, steps), state_of(expected, steps)
+    assert sorted(a) == sorted(b)
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+    positions = [
+        np.load(w / f'checkpoint_{steps}' / 'data_position.npy') for w in (found, expected)
+    ]
+    np.testing.assert_array_equal(*positions)
+
+
+@pytest.fixture(scope='module')
+def whole(corpus, tmp_path_factory):
+    """A run of 6 steps that nothing interrupts."""
+    return run(small_config(corpus), tmp_path_factory.mktemp('whole'))
+
+
+def test_the_same_seed_twice_gives_the_same_bits(corpus, whole, tmp_path):
+    assert_same_run(run(small_config(corpus), tmp_path), whole, 6)
+    config = small_config(corpus)
+    config.seed = 1
+    other = run(config, tmp_path / 'other')
+    assert metrics_of(other)[0]['batch_crc32'] != metrics_of(whole)[0]['batch_crc32']
+
+
+def test_a_continued_run_is_the_whole_run(corpus, whole, tmp_path):
+    """Stopped after 3 steps, in the middle of a logged interval, and continued to 6."""
+    config = small_config(corpus)
+    stopped = train.prepare(config, tmp_path)
+
+    def stop(run, state, *rest):
+        original(run, state, *rest)
+        raise KeyboardInterrupt
+
+    original, train.save = train.save, stop
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train.train(stopped)
+    finally:
+        train.save = original
+    assert checkpoint.steps(tmp_path) == [3]
+    run(config, tmp_path)
+    # The first part stopped before its evaluation at step 3; all else is there and equal.
+    evaluated = {'step': 3, 'run': 'training_eval/span_corruption'}
+    expected = [m for m in metrics_of(whole) if not evaluated.items() <= m.items()]
+    assert metrics_of(tmp_path) == expected
+    a, b = state_of(tmp_path, 6), state_of(whole, 6)
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+def test_another_mesh_goes_on_where_one_stopped(corpus, whole, tmp_path):
+    run(small_config(corpus, steps=3, data_axis=4, model_axis=2), tmp_path)
+    run(small_config(corpus, steps=6, data_axis=2, model_axis=1), tmp_path)
+    for found, expected in zip(metrics_of(tmp_path)[-2:], metrics_of(whole)[-2:], strict=True):
+        assert found.get('batch_crc32') == expected.get('batch_crc32')
+        assert found['loss'] == pytest.approx(expected['loss'], rel=1e-5)
+
+
+def test_what_a_run_leaves(whole):
+    names = {path.name for path in whole.iterdir()}
+    assert names == {
+        *('checkpoint_3', 'checkpoint_6', 'config.json', 'metrics.jsonl', 'vocabulary.model'),
+        *('train', 'training_eval'),
+    }
+    settings = json.loads((whole / 'config.json').read_text())
+    assert settings['model']['emb_dim'] == 16 and len(settings['data_fingerprint']) == 32
+    assert [(m['step'], m['run']) for m in metrics_of(whole)] == [
+        *((2, 'train'), (3, 'training_eval/span_corruption'), (4, 'train')),
+        *((6, 'train'), (6, 'training_eval/span_corruption')),
+    ]
+    [file] = (whole / 'train').iterdir()
+    events = [event for event in EventFileLoader(str(file)).Load() if event.summary.value]
+    assert [event.step for event in events] == [2, 4, 6]
+    tags = {value.tag for value in events[0].summary.value}
+    assert tags >= {
+        *('accuracy', 'loss', 'loss_per_nonpadding_target_token', 'loss_per_all_target_tokens'),
+        *('z_loss', 'z_loss_per_all_target_tokens', 'cross_ent_loss', 'learning_rate'),
+        *('cross_ent_loss_per_all_target_tokens', 'learning_rate/current'),
+        *('non_padding_fraction/loss_weights', 'non_padding_fraction/overall'),
+        *('timing/seqs_per_second', 'timing/steps_per_second'),
+        'timing/target_tokens_per_second',
+    }
+
+
+def test_load_a_workdir_and_compute_its_validation_loss(corpus, whole):
+    """evaluate.load's logits, summed up by numpy, give the loss that the run reported."""
+    t5 = evaluate.load(whole)
+    assert t5.config.dropout_rate == 0.1 and t5.config.emb_dim == 16
+    query = t5.params['encoder']['layers_0']['attention']['query']['kernel']
+    np.testing.assert_array_equal(
+        query, state_of(whole, 6)['target/encoder/layers_0/attention/query/kernel']
+    )
+    config = small_config(corpus).data
+    vocabulary = data.find_vocabulary(config, str(whole), None)
+    source = data.open_source(config)
+    stream = data.Stream(source, 'validation', vocabulary, config, 4, seed=0, num_epochs=1)
+    nats, counts, text_nats, text_count = 0.0, 0, 0.0, 0
+    for _, batch in zip(range(20), stream, strict=False):
+        logits = np.asarray(t5.logits(batch), np.float64)
+        log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        targets = batch['decoder_target_tokens']
+        token_nats = -np.take_along_axis(log_p, targets[..., None], -1)[..., 0]
+        is_text = (targets > 1) & (targets < vocabulary.size - 2)  # a row has 2 sentinels
+        assert (targets >= vocabulary.size - 2).sum(
+            1
+        ).max() == 2 and targets.max() < vocabulary.size
+        nats, counts = nats + token_nats[targets > 0].sum(), counts + (targets > 0).sum()
+        text_nats, text_count = text_nats + token_nats[is_text].sum(), text_count + is_text.sum()
+    reported = metrics_of(whole)[-1]
+    assert reported['nats_per_target_token'] == pytest.approx(nats / counts, rel=1e-5)
+    assert reported['nats_per_text_token'] == pytest.approx(text_nats / text_count, rel=1e-5)
+    assert reported['cross_ent_loss_per_all_target_tokens'] == pytest.approx(
+        nats / (reported['non_padding_fraction/loss_weights'] ** -1 * counts), rel=1e-5
+    )
+
+
+def test_the_bar_is_the_cross_entropy_of_the_unigram(corpus, whole):
+    config = small_config(corpus).data
+    vocabulary, source = data.find_vocabulary(config, str(whole), None), data.open_source(config)
+    counts = {}
+    for split, num in (('train', 6), ('validation', 20)):
+        epochs = 1 if split == 'validation' else None
+        stream = data.Stream(source, split, vocabulary, config, 4, 0, num_epochs=epochs)
+        tokens = [
+            b['decoder_target_tokens'].ravel() for _, b in zip(range(num), stream, strict=False)
+        ]
+        counts[split] = np.bincount(np.concatenate(tokens), minlength=384)
+    for name, low, high in (('text', 2, vocabulary.size - 2), ('target', 1, 384)):
+        p, q = counts['validation'][low:high], counts['train'][low:high] + 1
+        bar = -(p * np.log(q / q.sum())).sum() / p.sum()
+        key = f'unigram_nats_per_{name}_token'
+        assert metrics_of(whole)[-1][key] == pytest.approx(bar, rel=1e-12)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(corpus, tmp_path):
+    config = small_config(corpus, steps=40)
+    config.learning_rate.base_learning_rate = 1e30
+    config.log.every_steps = 5
+    with pytest.raises(FloatingPointError) as stopped:
+        run(config, tmp_path)
+    words = str(stopped.value)
+    step = int(re.match(r'step (\d+): ', words)[1])
+    assert 'made_up.txt:' in words and 'not finite' in words
+    assert all(saved < step for saved in checkpoint.steps(tmp_path))
+    for saved in checkpoint.steps(tmp_path):
+        assert all(np.isfinite(x).all() for x in state_of(tmp_path, saved).values())
+
+
+def test_other_settings_on_resume_are_refused(corpus, whole):
+    before = sorted((path, path.stat().st_mtime_ns) for path in whole.rglob('*'))
+    config = small_config(corpus)
+    config.seed, config.model.mlp_dim, config.log.every_steps = 5, 64, 3
+    with pytest.raises(ValueError, match='model.mlp_dim: 32 -> 64; seed: 0 -> 5') as refused:
+        train.prepare(config, whole)
+    assert 'log' not in str(refused.value)
+    assert before == sorted((path, path.stat().st_mtime_ns) for path in whole.rglob('*'))
+
+
+def main(*arguments, **environment):
+    command = [sys.executable, 'main.py', *arguments]
+    flags = {'XLA_FLAGS': '', 'JAX_PLATFORMS': 'cpu'} | environment
+    environment = os.environ | flags
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_the_command_of_the_readme(tmp_path):
+    """configs/tiny.py, cut to a few steps: from the first line to the last, and again when finished."""
+    steps = [
+        f'--config.{name}=8' for name in ('train.steps', 'eval.every_steps', 'save.every_steps')
+    ]
+    command = [
+        '--config=configs/tiny.py',
+        f'--workdir={tmp_path}',
+        *steps,
+        '--config.log.every_steps=4',
+    ]
+    first = main(*command)
+    assert first.returncode == 0, first.stderr
+    lines = first.stdout.splitlines()
+    assert re.match(r'T5 with 1,869,568 parameters in float32 on 1 cpu device', lines[0])
+    assert re.match(
+        r'step 4/8  loss \d+\.\d+  accuracy .*learning rate .*tokens/s  \d+:\d\d:\d\d left',
+        lines[2],
+    )
+    assert re.match(r'Step 8: validation loss \d+\.\d+ nats per text token', lines[-3])
+    assert str(tmp_path) in lines[-2] and lines[-1].startswith('Next: ')
+    assert checkpoint.steps(tmp_path) == [8]
+    again = main(*command)
+    assert again.returncode == 0 and 'this run is finished' in again.stdout
+    assert checkpoint.steps(tmp_path) == [8]
+
+
+@pytest.mark.parametrize('arguments, words', [
+    (['--config=configs/tiny.py', '--config.train.stepz=3'], 'Did you mean "steps"'),
+    (['--config=configs/tiny.py', '--config.trian.steps=3'], 'Did you mean "train"'),
+    (['--config=BAD'], 'Did you mean "steps"'),
+    (['--confg=configs/tiny.py'], 'Did you mean: config'),
+    (['--config=configs/tinny.py'], 'no such file'),
+    ([], '--config=None'),
+    (['--config=configs/tiny.py', 'train'], "'train' is no flag"),
+    (['--config=configs/tiny.py', '--config.train.steps=many'], "invalid literal for int() with base 10: 'many'"),
+    (['--config=configs/tiny.py', '--config.train.steps=0'], 'train.steps=0: must be at least 1'),
+    (['--config=configs/tiny.py', '--config.model.num_heads=5', '--config.mesh.model=2'], 'mesh.model=2'),
+    (['--config=configs/tiny.py', '--config.data.files=nowhere/*.txt'], "'nowhere/*.txt' matches no file"),
+    (['--config=configs/tiny.py', '--config.learning_rate.factors=constnt'], "'constnt' is none of"),
+    (['--config=configs/tiny.py', '--config.model.vocab_size=128'], 'too small for the 4100 pieces'),
+])  # fmt: skip
+def test_bad_settings_exit_2_with_one_line(tmp_path, arguments, words):
+    bad = tmp_path / 'bad.py'
+    bad.write_text('from configs import base\n\ndef get_config():\n'
+                   '    config = base.get_config()\n    config.train.stpes = 3\n    return config\n')  # fmt: skip
+    arguments = [argument.replace('BAD', str(bad)) for argument in arguments]
+    result = main(*arguments, f'--workdir={tmp_path / "run"}')
+    assert result.returncode == 2, result.stderr
+    assert words in result.stderr and len(result.stderr.splitlines()) == 1
+    assert not result.stdout
+
+
+def test_help_says_how(tmp_path):
+    result = main('--help')
+    assert result.returncode == 0
+    assert '--config=configs/NAME.py' in result.stdout and '--workdir' in result.stdout
+
+
+@pytest.mark.parametrize(
+    'file', sorted((ROOT / 'configs').glob('*.py')), ids=lambda file: file.stem
+)
+def test_every_config_builds(file):
+    if file.stem != '__init__':
+        module = __import__(f'configs.{file.stem}', fromlist=['get_config'])
+        train.make_trainer(module.get_config())
+
+
+@pytest.mark.slow
+def test_tiny_learns(tmp_path):
+    """The whole of configs/tiny.py, about two minutes: 0.4 nats below the bar on text."""
+    result = main('--config=configs/tiny.py', f'--workdir={tmp_path}')
+    assert result.returncode == 0, result.stderr
+    last = metrics_of(tmp_path)[-1]
+    assert last['step'] == tiny.get_config().train.steps
+    assert last['unigram_nats_per_text_token'] - last['nats_per_text_token'] >= 0.4
+
+
+def test_no_other_framework_is_loaded():
+    modules = 'tensorflow torch flax gin seqio t5x clu orbax'.split()
+    code = f'import sys, main, train; print([m for m in {modules} if m in sys.modules])'
+    result = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.strip() == '[]', result.stderr
+
+
+def test_the_state_is_eight_devices_here():
+    assert jax.device_count() == 8  # or the mesh tests prove nothing
