@@ -95,21 +95,19 @@ def read_index(directory: Path) -> dict[str, np.ndarray | dict]:
     """{path: the array if it is stored inline, else its TensorStore spec}; no nil leaves."""
     file = Path(directory) / 'checkpoint'
     content = file.read_bytes() if file.is_file() else b''
-    orbax_files = ['_METADATA', '_CHECKPOINT_METADATA', 'manifest.ocdbt', 'state/manifest.ocdbt']
+    orbax_files = ('_METADATA', '_CHECKPOINT_METADATA')
     if any((file.parent / name).exists() for name in orbax_files) or b'PLACEHOLDER://' in content:
         raise ValueError(f'{directory} has the Orbax layout: save it with T5X, use_orbax=False')
     if content.startswith(b'model_checkpoint_path'):
-        raise ValueError(f'{directory} is a Mesh-TF checkpoint: see --mode=convert')
+        raise ValueError(f'{directory} is a Mesh-TF checkpoint: convert it with T5X first')
     if not content:
         raise ValueError(f'{file} is missing or empty: name one whole checkpoint_STEP folder')
     try:
-        hooks = {'ext_hook': _unpack_extension, 'object_hook': _join_chunks}
-        top = dict(msgpack.unpackb(content, strict_map_key=False, **hooks))
+        top = dict(msgpack.unpackb(content, strict_map_key=False, ext_hook=_unpack_extension))
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f'{file} is no T5X index ({error}): fetch it again') from error
-    version = top.get('version', 0)
-    if version not in (2, VERSION):
-        raise ValueError(f'{file} has version {version}, not 2 or 3: save it with a newer T5X')
+    if (version := top.get('version', 0)) != VERSION:
+        raise ValueError(f'{file} has version {version}, not {VERSION}: save it with a newer T5X')
     return {path: leaf for path, leaf in flatten(top['optimizer']).items() if leaf is not None}
 
 
@@ -226,27 +224,15 @@ def _open_array(directory, path, spec):
     array, shape = ts.open(here).result(), tuple(spec['metadata']['shape'])
     if array.shape != shape:
         raise ValueError(f'{path} has shape {array.shape}, its index {shape}: copy both again')
-    if array.dtype == ts.uint16:
-        raise ValueError(f'{path} is bfloat16 as uint16 (version 2): save it with a newer T5X')
     return array
 
 
 def _unpack_extension(code, payload):
-    """Flax's msgpack extensions: 1 array, 2 Python complex, 3 numpy scalar."""
-    if code == 2:
-        return complex(*msgpack.unpackb(payload))
+    """Flax's msgpack extensions 1, array, and 3, numpy scalar."""
+    if code not in (1, 3):
+        raise ValueError(f'msgpack extension {code}')
     shape, dtype, content = msgpack.unpackb(payload)
     return np.frombuffer(content, dtype).reshape(shape)  # jax teaches numpy the name 'bfloat16'
-
-
-def _join_chunks(node):
-    """Flax cuts an inline array of more than 2^30 bytes into flat pieces, keyed by number."""
-    if '__msgpack_chunked_array__' not in node:
-        return node
-    pieces = [node['chunks'][str(i)] for i in range(len(node['chunks']))]
-    return np.concatenate(pieces).reshape(
-        [node['shape'][str(i)] for i in range(len(node['shape']))]
-    )
 
 
 def _sync(path):

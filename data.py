@@ -13,6 +13,7 @@ import concurrent.futures
 import functools
 import glob
 import hashlib
+import importlib.util
 import io
 import itertools
 import math
@@ -88,9 +89,9 @@ class Stream:
         places = np.asarray(position).tolist()
         return [self._examples(*place) for place in zip(self.rows, places, strict=True)]
 
-    def _examples(self, lane: int, position: list[int]) -> Iterator[tuple]:
+    def _examples(self, lane: int, start: list[int]) -> Iterator[tuple]:
         """Yields (example, names of its documents, position after it), from a position on."""
-        epoch, unit, index, piece = position
+        epoch, unit, index, piece = start
         while self.num_epochs is None or epoch < self.num_epochs:
             place = (self.split, epoch, lane, self.batch_size, self.seed, unit, index)
             documents = self.source.documents(*place)
@@ -294,9 +295,16 @@ def open_source(config) -> 'Source':
 class Source:
     """A corpus of `num_blocks` blocks; `read(block)` gives the documents of one as (name, text).
 
-    An epoch permutes the blocks and deals them out to the lanes; a lane permutes the documents of
-    each pool of its blocks. The hash of its text says which split a document is in.
+    An epoch permutes the blocks and deals them out to the lanes; a lane permutes the documents of each
+    pool of its blocks. The hash of its text says which split a document is in.
     """
+
+    num_blocks: int
+    validation_fraction: float
+    fingerprint: str  # of the corpus: a run goes on with the same one only
+
+    def read(self, block: int) -> list[tuple[str, str]]:
+        raise NotImplementedError
 
     def documents(
         self, split: str, epoch: int, lane: int, num_lanes: int, seed: int, unit=0, index=0
@@ -322,9 +330,10 @@ class Documents(Source):
 
     def __init__(self, documents: list[tuple[str, str]], validation_fraction: float):
         self._documents, self.validation_fraction = documents, validation_fraction
-        self.num_blocks = len(documents)
-        texts = '\n'.join(text for _, text in documents)
-        self.fingerprint = hashlib.blake2b(texts.encode(), digest_size=16).hexdigest()
+        self.num_blocks, self.fingerprint = len(documents), digest([t for _, t in documents])
+
+    def __str__(self) -> str:
+        return f"{self.num_blocks:,} texts of this Python's documentation"
 
     def read(self, block: int) -> list[tuple[str, str]]:
         return [self._documents[block]]
@@ -338,9 +347,11 @@ class TextFiles(Source):
         sizes = [os.path.getsize(path) for path in paths]
         self._block_bytes = min(max(sum(sizes) // MIN_BLOCKS, 1), MAX_BLOCK_BYTES)
         self._first_blocks = np.cumsum([0] + [-(-size // self._block_bytes) for size in sizes])
-        self.num_blocks = int(self._first_blocks[-1])
-        names = [os.path.basename(path) for path in paths]
-        self.fingerprint = hashlib.blake2b(str((names, sizes)).encode(), digest_size=16).hexdigest()
+        self.num_blocks, self._num_bytes = int(self._first_blocks[-1]), sum(sizes)
+        self.fingerprint = digest([[os.path.basename(path) for path in paths], sizes])
+
+    def __str__(self) -> str:
+        return f'{len(self._paths):,} file(s), {self._num_bytes:,} bytes'
 
     def read(self, block: int) -> list[tuple[str, str]]:
         file_index = int(np.searchsorted(self._first_blocks, block, side='right')) - 1
@@ -360,42 +371,37 @@ class TextFiles(Source):
         return documents
 
 
+def digest(content: list) -> str:
+    return hashlib.blake2b(str(content).encode(), digest_size=16).hexdigest()
+
+
 def pydoc_documents() -> list[tuple[str, str]]:
-    """(name, text) of the English that comes with every Python: docstrings and help topics."""
-    names = {}  # text -> name; equal texts count once
-    root = sysconfig.get_path('stdlib')
-    for folder, subfolders, files in os.walk(root):
-        left_out = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'}
-        subfolders[:] = sorted(set(subfolders) - left_out)
-        for path in (pathlib.Path(folder, file) for file in sorted(files) if file.endswith('.py')):
-            module = '.'.join(path.relative_to(root).with_suffix('').parts)
-            try:
-                tree = ast.parse(path.read_bytes())
-            except (SyntaxError, ValueError):
-                continue
-            for name, text in docstrings(tree, module.removesuffix('.__init__')):
+    """(name, text) of the English that comes with every Python: help topics and docstrings."""
+    names: dict[str, str] = {}  # text -> name; equal texts count once
+    root = pathlib.Path(sysconfig.get_path('stdlib'))
+    left_out = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'}
+    definitions = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for path in sorted(root.rglob('*.py')):
+        parts = path.relative_to(root).with_suffix('').parts
+        try:
+            nodes = [] if left_out & set(parts) else ast.walk(ast.parse(path.read_bytes()))
+        except (SyntaxError, ValueError):
+            continue
+        for node in nodes:
+            if isinstance(node, definitions) and (text := ast.get_docstring(node, clean=False)):
+                name = '.'.join([*parts, getattr(node, 'name', '')]).rstrip('.')
                 names.setdefault(' '.join(text.split()), name)
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:  # some distributions leave it out
-        topics = {}
-    for topic in sorted(topics):
-        names.setdefault(' '.join(topics[topic].split()), f'topics.{topic}')
+    if importlib.util.find_spec('pydoc_data.topics'):  # some distributions leave it out
+        topics = importlib.import_module('pydoc_data.topics').topics
+        for topic in sorted(topics):
+            names.setdefault(' '.join(topics[topic].split()), f'topics.{topic}')
     return [(name, text) for text, name in names.items() if len(text) >= 40]
-
-
-def docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
-    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        yield name, ast.get_docstring(node) or ''
-    for child in node.body:
-        if hasattr(child, 'body'):  # a definition, or an `if` or `try` around some
-            yield from docstrings(child, f'{name}.{child.name}' if hasattr(child, 'name') else name)
 
 
 # Vocabularies: SeqIO seqio/vocabularies.py.
 
 
-def find_vocabulary(config, workdir: str, source: Source):
+def find_vocabulary(config, workdir: str | pathlib.Path, source: Source):
     """What `config.vocabulary` names, else the workdir's, else one trained on a sample of `source`.
 
     A SentencePiece model is kept as workdir/vocabulary.model. Raises ValueError where that is not the
@@ -522,8 +528,7 @@ def before_eos(ids: Iterable[int]) -> list[int]:
 
 def random_bits(shape: tuple[int, ...], *key: int | str) -> np.ndarray:
     """uint64, the same everywhere: Philox, keyed by a hash of (purpose, seed, place)."""
-    digest = hashlib.blake2b('/'.join(map(str, key)).encode(), digest_size=16).digest()
-    generator = np.random.Philox(key=int.from_bytes(digest, 'little'))
+    generator = np.random.Philox(key=int(digest(list(key)), base=16))
     return generator.random_raw(math.prod(shape)).reshape(shape)
 
 

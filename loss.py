@@ -1,7 +1,6 @@
 """Cross entropy over a split vocabulary, as T5X defines it: z-loss, label smoothing, normalization.
 
-Runs inside `jax.shard_map`; the suffixes are model.py's. Sums are this device's until a line says psum.
-Source: T5X t5x/losses.py and t5x/models.py.
+Runs inside `jax.shard_map`; the suffixes are model.py's. Source: T5X t5x/losses.py and t5x/models.py.
 """
 
 from collections.abc import Mapping
@@ -23,22 +22,17 @@ def cross_entropy(
     evenly on the others; their own entropy is subtracted, so a perfect prediction costs zero.
     """
     v = logits_bTv.shape[-1]
-    vocab_size = lax.psum(v, 'model')
     max_bT1 = lax.pmax(lax.stop_gradient(logits_bTv).max(axis=-1, keepdims=True), 'model')
     partial_sum_bT = jnp.exp(logits_bTv - max_bT1).sum(axis=-1)
     log_z_bT = jnp.log(lax.psum(partial_sum_bT, 'model')) + max_bT1[..., 0]
 
-    own_bT = targets_bT - lax.axis_index('model') * v
-    here_bT = (own_bT >= 0) & (own_bT < v)
-    own_bT1 = jnp.clip(own_bT, 0, v - 1)[..., None]
-    partial_target_bT = jnp.where(
-        here_bT, jnp.take_along_axis(logits_bTv, own_bT1, axis=-1)[..., 0], 0.0
-    )
-    target_bT = lax.psum(
-        partial_target_bT, 'model'
-    )  # one device holds the target, the others add 0
-    loss_bT = log_z_bT - target_bT
+    own_bT1 = (targets_bT - lax.axis_index('model') * v)[..., None]
+    here_bT1 = (own_bT1 >= 0) & (own_bT1 < v)
+    own_logit_bT1 = jnp.take_along_axis(logits_bTv, jnp.clip(own_bT1, 0, v - 1), axis=-1)
+    partial_target_bT = jnp.where(here_bT1, own_logit_bT1, 0.0)[..., 0]
+    loss_bT = log_z_bT - lax.psum(partial_target_bT, 'model')  # one device has it, the others add 0
     if label_smoothing:
+        vocab_size = lax.psum(v, 'model')
         on, off = 1.0 - label_smoothing, label_smoothing / (vocab_size - 1)
         all_bT = vocab_size * log_z_bT - lax.psum(logits_bTv.sum(axis=-1), 'model')  # sum of -log p
         entropy = -(on * jnp.log(on) + (vocab_size - 1) * off * jnp.log(off + 1e-20))
@@ -52,25 +46,22 @@ def is_correct(logits_bTv: jax.Array, targets_bT: jax.Array) -> jax.Array:
     v, logits_bTv = logits_bTv.shape[-1], lax.stop_gradient(logits_bTv)
     max_bT = logits_bTv.max(axis=-1)
     id_bT = logits_bTv.argmax(axis=-1) + lax.axis_index('model') * v
-    no_id = lax.psum(v, 'model')
-    winner_bT = jnp.where(max_bT == lax.pmax(max_bT, 'model'), id_bT, no_id)
+    winner_bT = jnp.where(max_bT == lax.pmax(max_bT, 'model'), id_bT, lax.psum(v, 'model'))
     return lax.pmin(winner_bT, 'model') == targets_bT
 
 
 def parse_normalizing_factor(value: str) -> float | str:
     """What to divide the sum by: '' (1, T5X's None), a number, or one of NORMALIZERS in any case."""
-    if value.upper() in NORMALIZERS:
-        return value.upper()
     try:
         number = float(value or 1)
     except ValueError:
         number = 0.0
-    if not number > 0:
+    if value.upper() not in NORMALIZERS and not number > 0:
+        names = ', '.join(NORMALIZERS)
         raise ValueError(
-            f"loss.loss_normalizing_factor={value!r}: use '' (the sum), a positive number, or one of "
-            f'{", ".join(NORMALIZERS)}'
+            f"loss.loss_normalizing_factor={value!r}: use '' (the sum), a positive number, or {names}"
         )
-    return number
+    return number or value.upper()
 
 
 def weights_and_divisor(
@@ -86,21 +77,16 @@ def weights_and_divisor(
         ones = jnp.ones_like(batch['decoder_target_tokens'])  # not packed: a row is a sequence
         segments_bT = batch.get('decoder_segment_ids', ones)
         same_bTM = (segments_bT[:, :, None] == segments_bT[:, None]) & (segments_bT > 0)[..., None]
-        sums_bT = jnp.einsum('bTM,bM->bT', same_bTM.astype(jnp.float32), weights_bT)
+        sums_bT = jnp.where(same_bTM, weights_bT[:, None], 0.0).sum(axis=-1)
         weights_bT = jnp.where(sums_bT > 0, weights_bT / jnp.where(sums_bT > 0, sums_bT, 1.0), 0.0)
     return weights_bT, lax.psum(weights_bT.sum(), 'data')
 
 
-def weighted_sums(
-    logits_bTv: jax.Array,
-    batch: Mapping[str, jax.Array],
-    weights_bT: jax.Array,
-    divisor: jax.Array,
-    config: Any,
-) -> dict[str, jax.Array]:
+def weighted_sums(logits_bTv, batch, weights_bT, divisor, config: Any) -> dict[str, jax.Array]:
     """This device's share of the sums that T5X's metrics are made of; 'loss' is what is minimized.
 
-    `config`: z_loss and label_smoothing."""
+    `batch`: T5X's features; `weights_bT` and `divisor`: weights_and_divisor's; `config`: z_loss and
+    label_smoothing."""
     targets_bT = batch['decoder_target_tokens']
     loss_bT, z_loss_bT = cross_entropy(
         logits_bTv, targets_bT, config.z_loss, config.label_smoothing

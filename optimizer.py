@@ -1,11 +1,11 @@
-"""Adafactor as T5 has it, T5X's learning-rate schedules, and T5X's names for the optimizer's state.
+"""Adafactor as T5 has it, T5X's learning-rate schedules, and T5X's names for a training state.
 
-Plain optax on global arrays: it runs outside `shard_map`, where a mean over a parameter is the mean over
-all of it. optax's Adafactor follows T5X's as long as parameters are T5X's unstacked one- and
-two-dimensional arrays, which ours are. Source: T5X t5x/adafactor.py, t5x/utils.py; Shazeer & Stern 2018.
+Plain optax on global arrays: it runs outside `shard_map`, where a mean over a parameter is the mean over all
+of it. optax's Adafactor follows T5X's as long as parameters are T5X's unstacked one- and two-dimensional
+arrays, which ours are. Source: T5X t5x/adafactor.py, t5x/utils.py; Shazeer & Stern 2018 (Adafactor).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-SLOTS = tuple('m v v_col v_row'.split())  # T5X keeps all for each parameter, [1] zeros if unused
+# T5X's slots of a parameter and optax's names for them. T5X keeps all four, [1] zeros for an unused one.
+SLOTS = {'m': 'ema', 'v': 'v', 'v_col': 'v_col', 'v_row': 'v_row'}
 
 
 def make_optimizer(config: Any, learning_rate: Callable) -> optax.GradientTransformation:
@@ -39,14 +40,13 @@ def make_optimizer(config: Any, learning_rate: Callable) -> optax.GradientTransf
 def make_schedule(config: Any) -> Callable:
     """T5X's product of factors: step (before it is incremented) -> learning rate, float32.
 
-    `config.factors` is 'constant * linear_warmup * rsqrt_decay' and the like; ValueError names one that
-    T5X does not have. The product never falls below min_learning_rate, not even at step 0 of a warm-up.
+    The product never falls below min_learning_rate, not even at step 0 of a warm-up. Raises ValueError
+    that names a factor which T5X does not have.
     """
-    names = [name.strip() for name in config.factors.split('*')]
     base, warmup = config.base_learning_rate, float(config.warmup_steps)
 
-    def cycles(t):
-        return jnp.maximum(0.0, t - warmup) / config.steps_per_cycle
+    def cosine(t):
+        return 0.5 * (1.0 + jnp.cos(jnp.pi * (jnp.maximum(0.0, t) / config.steps_per_cycle % 1.0)))
 
     known = {
         'constant': lambda t: base,
@@ -57,15 +57,16 @@ def make_schedule(config: Any) -> Callable:
         'rsqrt_decay': lambda t: 1.0 / jnp.sqrt(jnp.maximum(t, warmup)),
         'rsqrt_normalized_decay': lambda t: jnp.sqrt(warmup / jnp.maximum(t, warmup)),
         'decay_every': lambda t: config.decay_factor ** (t // config.steps_per_decay),
-        'cosine_decay': lambda t: 0.5 * (1.0 + jnp.cos(jnp.pi * (cycles(t) % 1.0))),
+        'cosine_decay': lambda t: cosine(t - warmup),
     }
+    names = [name.strip() for name in config.factors.split('*')]
     if unknown := [name for name in names if name not in known]:
         raise ValueError(
             f'learning_rate.factors={config.factors!r}: {unknown[0]!r} is none of {", ".join(known)}'
         )
 
     def schedule(step):
-        t = jnp.maximum(0, jnp.asarray(step) - config.step_offset).astype(jnp.float32)
+        t = jnp.maximum(0, step - config.step_offset).astype(jnp.float32)
         rate = jnp.float32(1.0)
         for name in names:
             rate = rate * known[name](t)
@@ -74,31 +75,34 @@ def make_schedule(config: Any) -> Callable:
     return schedule
 
 
-def to_t5x(opt_state: Any, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The state under T5X's paths, 'PARAM/v_row' and so on, all four slots for each parameter."""
-    slots = {name: optax.tree_utils.tree_get(opt_state, name) for name in ('v', 'v_col', 'v_row')}
-    slots['m'] = optax.tree_utils.tree_get(opt_state, 'ema')
-    unused = {path: jnp.zeros([1], jnp.float32) for path in params}
-    return {
-        f'{path}/{name}': (slots[name] or unused)[path] for path in sorted(params) for name in SLOTS
-    }
-
-
-def from_t5x(opt_state: Any, slots: dict[str, jax.Array], step: jax.Array) -> Any:
-    """`opt_state` (arrays or shapes) with T5X's `slots` and every count at `step`: undoes to_t5x."""
-    paths = {path.rsplit('/', 1)[0] for path in slots}
-    new = {name: {path: slots[f'{path}/{name}'] for path in paths} for name in SLOTS}
-    new['ema'] = new.pop('m')
-    if optax.tree_utils.tree_get(opt_state, 'ema') is None:
-        del new['ema']
-    return optax.tree_utils.tree_set(opt_state, count=step, **new)
-
-
-def state_specs(opt_state: Any, params: dict[str, jax.Array], specs: dict[str, P]) -> Any:
+def state_specs(opt_state: Any, params: Mapping[str, Any], specs: Mapping[str, P]) -> Any:
     """PartitionSpecs for `opt_state`: a slot of its parameter's shape is split like it, others whole."""
 
-    def spec(path, x):
-        name = next((key.key for key in path if isinstance(key, jax.tree_util.DictKey)), None)
-        return specs[name] if name is not None and x.shape == params[name].shape else P()
+    def spec(keys, x):
+        path = next((key.key for key in keys if isinstance(key, jax.tree_util.DictKey)), None)
+        return specs[path] if path is not None and x.shape == params[path].shape else P()
 
     return jax.tree_util.tree_map_with_path(spec, opt_state)
+
+
+def to_t5x(step: Any, params: Mapping[str, Any], opt_state: Any) -> dict[str, Any]:
+    """A training state under the paths of a T5X checkpoint, 'target/PARAM' and 'state/...'."""
+    tree = {'state/step': step} | {f'target/{path}': x for path, x in params.items()}
+    for slot, name in SLOTS.items():
+        arrays = optax.tree_utils.tree_get(opt_state, name)
+        for path in params:
+            array = arrays[path] if arrays else jnp.zeros([1], jnp.float32)
+            tree[f'state/param_states/{path}/{slot}'] = array
+    return tree
+
+
+def from_t5x(tree: Mapping[str, Any], opt_state: Any) -> tuple[Any, dict[str, Any], Any]:
+    """(step, params, optimizer state), the last in the structure of `opt_state`: undoes to_t5x."""
+    step = tree['state/step']
+    params = {p.removeprefix('target/'): x for p, x in tree.items() if p.startswith('target/')}
+    slots = {
+        name: {path: tree[f'state/param_states/{path}/{slot}'] for path in params}
+        for slot, name in SLOTS.items()
+        if optax.tree_utils.tree_get(opt_state, name) is not None
+    }
+    return step, params, optax.tree_utils.tree_set(opt_state, count=step, **slots)

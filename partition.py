@@ -1,9 +1,8 @@
 """The mesh, and what it takes to write collectives by hand.
 
-Two axes. Rows of the batch are split over 'data'; heads, MLP and vocabulary over 'model'. Everything
-between `jax.shard_map`'s braces is one device's part, and a collective stands beside the math it
-completes: `lax.psum`, `lax.pmax` and `lax.axis_index` as JAX has them. Here are the few helpers that
-remove a trap. This module knows nothing of T5.
+Two axes: rows of the batch are split over 'data'; heads, MLP and vocabulary over 'model'. Inside
+`jax.shard_map` all is one device's part, and a collective stands beside the math it completes: `lax.psum`,
+`lax.pmax`, `lax.axis_index` as JAX has them. Here are the few helpers that remove a trap.
 """
 
 import re
@@ -16,17 +15,16 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-AXES = ('data', 'model')
+BATCH = P('data')  # arrays of rows
 
 
 def make_mesh(data: int = -1, model: int = 1, devices: list | None = None) -> Mesh:
     """A mesh of `data` x `model` devices; -1 for one of the two takes what is left."""
     devices = jax.devices() if devices is None else devices
-    sizes = f'mesh.data={data} and mesh.model={model}'
-    if min(data, model) < -1 or 0 in (data, model) or data == model == -1:
+    sizes, known = f'mesh.data={data}, mesh.model={model}', max(data, model)
+    if min(data, model) < -1 or 0 in (data, model) or known == -1:
         raise ValueError(f'{sizes}: each must be a positive count, and at most one may be -1')
     if -1 in (data, model):
-        known = max(data, model)
         if len(devices) % known:
             raise ValueError(f'{sizes}: {known} must divide the number of devices, {len(devices)}')
         data, model = (size if size != -1 else len(devices) // known for size in (data, model))
@@ -34,24 +32,22 @@ def make_mesh(data: int = -1, model: int = 1, devices: list | None = None) -> Me
         raise ValueError(
             f'{sizes}: the product must be at most the {len(devices)} devices there are'
         )
-    auto = (AxisType.Auto,) * 2
-    return jax.make_mesh((data, model), AXES, auto, devices=devices[: data * model])
+    auto = (AxisType.Auto, AxisType.Auto)
+    return jax.make_mesh((data, model), ('data', 'model'), auto, devices=devices[: data * model])
 
 
 def check_divides(name: str, n: int, axis: str, mesh: Mesh) -> None:
     """Raises ValueError, in words, unless `n` things called `name` split evenly over `axis`."""
-    size = mesh.shape[axis]
-    if n % size:
-        *fits, last = [str(k) for k in range(1, n + 1) if n % k == 0]
-        fits = f'{", ".join(fits)} or {last}' if fits else last
-        raise ValueError(f'{name}={n} cannot be split over {axis}={size}; use {fits}')
+    if n % mesh.shape[axis]:
+        fits = ', '.join(str(k) for k in range(1, n + 1) if n % k == 0)
+        fits = ' or '.join(fits.rsplit(', ', 1))
+        raise ValueError(f'{name}={n} cannot be split over {axis}={mesh.shape[axis]}; use {fits}')
 
 
 def split(n: int, axis: str) -> int:
     """This device's count out of `n`; only inside a function that has `axis` bound."""
-    size = lax.psum(1, axis)
-    assert n % size == 0, (n, axis, size)  # check_divides has run before anything is traced
-    return n // size
+    assert n % lax.psum(1, axis) == 0  # check_divides has run before anything is traced
+    return n // lax.psum(1, axis)
 
 
 def own_slice(x: jax.Array, axis: str, dim: int) -> jax.Array:
@@ -61,11 +57,8 @@ def own_slice(x: jax.Array, axis: str, dim: int) -> jax.Array:
 
 
 def one_device(f: Callable) -> Callable:
-    """`f` with both axes bound to size one, to be called outside a mesh.
-
-    Initialization goes through it, under `jax.jit(..., out_shardings=...)`: local shapes are then whole
-    shapes, and the same key gives the same bits on every mesh.
-    """
+    """`f` with both axes bound to size one, to be called outside a mesh. Initialization goes through it,
+    under `jax.jit(..., out_shardings=...)`: local shapes are whole, and bits the same on every mesh."""
 
     def bound(*args):
         over_data = jax.vmap(f, in_axes=None, axis_size=1, axis_name='data')
@@ -75,46 +68,38 @@ def one_device(f: Callable) -> Callable:
     return bound
 
 
-def param_specs(table: Mapping[str, P], paths: list[str]) -> dict[str, P]:
+def param_specs(table: Mapping[str, P], paths: Any) -> dict[str, P]:
     """The row of `table` for each path; every path must match exactly one pattern, whole."""
-    specs = {}
-    for path in paths:
-        rows = [pattern for pattern in table if re.fullmatch(pattern, path)]
-        if len(rows) != 1:
-            raise ValueError(f'parameter {path!r} matches {len(rows)} rows of the table: {rows}')
-        specs[path] = table[rows[0]]
-    return specs
+    rows = {path: [p for p in table if re.fullmatch(p, path)] for path in paths}
+    for path, patterns in rows.items():
+        if len(patterns) != 1:
+            raise ValueError(f'parameter {path!r} matches {len(patterns)} rows: {patterns}')
+    return {path: table[patterns[0]] for path, patterns in rows.items()}
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:
-    """A tree of PartitionSpecs as a tree of NamedShardings."""
-    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, P))
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def own_rows(mesh: Mesh, batch_size: int) -> range:
     """The rows of a global batch that this process feeds to its devices."""
-    parts = NamedSharding(mesh, P('data')).addressable_devices_indices_map((batch_size,)).values()
-    bounds = [part[0].indices(batch_size) for part in parts]
-    return range(min(start for start, _, _ in bounds), max(stop for _, stop, _ in bounds))
+    parts = NamedSharding(mesh, BATCH).addressable_devices_indices_map((batch_size,)).values()
+    rows = np.concatenate([np.arange(batch_size)[part] for part in parts])
+    return range(rows.min(), rows.max() + 1)
 
 
 def place_rows(mesh: Mesh, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """This process's rows of each feature as global arrays, split over 'data'."""
-    sharding = NamedSharding(mesh, P('data'))
-    return {k: jax.make_array_from_process_local_data(sharding, x) for k, x in batch.items()}
+    place = NamedSharding(mesh, BATCH)
+    return {k: jax.make_array_from_process_local_data(place, x) for k, x in batch.items()}
 
 
 def per_device(params: Any, specs: Any) -> Any:
-    """Marks what every 'data' device holds alike as that device's own.
-
-    Before `jax.grad`: gradients then stay this device's, and the sum over 'data' is one visible line,
-    `sum_gradients`, instead of one hidden in the transpose of every use.
-    """
-
-    def mark(param, spec):
-        return param if 'data' in spec else lax.pcast(param, 'data', to='varying')
-
-    return jax.tree.map(mark, params, specs)
+    """Marks what every 'data' device holds alike as that device's own, before `jax.grad`: gradients then
+    stay the device's, and `sum_gradients` is one visible line, not hidden in every use's transpose."""
+    return jax.tree.map(
+        lambda x, spec: x if 'data' in spec else lax.pcast(x, 'data', to='varying'), params, specs
+    )
 
 
 def sum_gradients(grads: Any, specs: Any) -> Any:

@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from jax import lax
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -260,41 +260,22 @@ def save(run: Run, state: TrainState, position: np.ndarray, interval: list[dict]
         'interval.json': json.dumps(interval).encode(),
         'config.json': (run.workdir / 'config.json').read_bytes(),
     }
-    checkpoint.save(run.workdir, int(state.step), to_t5x(state), files)
+    checkpoint.save(run.workdir, int(state.step), optimizer.to_t5x(*state), files)
 
 
 def restore(trainer: Trainer, directory: Path) -> TrainState:
-    """The state in a checkpoint; an array that is split is read in parts, each straight to its device."""
-    expected = checkpoint.shapes(to_t5x(jax.eval_shape(trainer.init)))
+    """The state in a checkpoint of T5X or ours, each array where the trainer wants it. One that is split
+    is read in parts, each straight to its device."""
+    like = jax.eval_shape(trainer.init)
+    expected = checkpoint.shapes(optimizer.to_t5x(*like))
     checkpoint.compare(expected, checkpoint.shapes(checkpoint.read_index(directory)))
     placed = {}
-    for path, spec in trainer.specs.params.items():
+    for path, sharding in partition.shardings(trainer.mesh, trainer.specs.params).items():
         for name in (f'target/{path}', f'state/param_states/{path}/v'):
             if expected[name] == expected[f'target/{path}']:
-                placed[name] = NamedSharding(trainer.mesh, spec)
-    return from_t5x(trainer, checkpoint.restore(directory, shardings=placed))
-
-
-def to_t5x(state: TrainState) -> dict[str, jax.Array]:
-    """The state under the paths of a T5X checkpoint."""
-    slots = optimizer.to_t5x(state.opt_state, state.params)
-    return (
-        {f'target/{path}': x for path, x in state.params.items()}
-        | {f'state/param_states/{path}': x for path, x in slots.items()}
-        | {'state/step': state.step}
-    )
-
-
-def from_t5x(trainer: Trainer, arrays: dict[str, Any]) -> TrainState:
-    """Undoes to_t5x; the arrays go where the trainer wants them."""
-
-    def below(prefix: str) -> dict[str, Any]:
-        return {p.removeprefix(prefix): x for p, x in arrays.items() if p.startswith(prefix)}
-
-    step = np.asarray(arrays['state/step'], np.int32)
-    opt_state = jax.eval_shape(trainer.init).opt_state
-    opt_state = optimizer.from_t5x(opt_state, below('state/param_states/'), step)
-    state = TrainState(step, below('target/'), opt_state)
+                placed[name] = sharding
+    arrays = checkpoint.restore(directory, shardings=placed)
+    state = TrainState(*optimizer.from_t5x(arrays, like.opt_state))
     return jax.device_put(state, partition.shardings(trainer.mesh, trainer.specs))
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from parity_test import assert_close
 
+import optimizer
 import partition
 import train
 from configs import base
@@ -60,7 +61,7 @@ def run(config):
     for batch in batches:
         state, metrics = trainer.train_step(state, batch)
         losses.append(float(metrics['loss']))
-    return start, grads, losses, jax.tree.map(np.asarray, train.to_t5x(state))
+    return start, grads, losses, jax.tree.map(np.asarray, optimizer.to_t5x(*state))
 
 
 def assert_same(found, expected):

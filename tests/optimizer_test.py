@@ -84,16 +84,16 @@ def test_adafactor_is_its_formula(settings):
         updates, state = tx.update(g, state, found)
         found = optax.apply_updates(found, updates)
     expected, slots = numpy_adafactor(params, grads, config, 0.05, steps)
-    arrays = optimizer.to_t5x(state, params)
-    assert sorted(arrays) == sorted(f'{k}/{s}' for k in params for s in optimizer.SLOTS)
+    arrays = optimizer.to_t5x(jnp.int32(steps), found, state)
+    assert len(arrays) == 1 + len(params) * (1 + len(optimizer.SLOTS))
     for k in params:
         assert_close(found[k], expected[k], 1e-5, k)
         for name in optimizer.SLOTS:
             want = slots[k].get(name, np.zeros(1))  # T5X keeps [1] zeros for a slot without use
-            assert_close(arrays[f'{k}/{name}'], want, 1e-5, f'{k}/{name}')
+            assert_close(arrays[f'state/param_states/{k}/{name}'], want, 1e-5, f'{k}/{name}')
 
     # There and back: a fresh state takes on T5X's arrays, counts included, and goes on the same.
-    again = optimizer.from_t5x(jax.eval_shape(tx.init, params), arrays, jnp.int32(steps))
+    *_, again = optimizer.from_t5x(arrays, jax.eval_shape(tx.init, params))
     a, b = tx.update(grads[0], state, found)[0], tx.update(grads[0], again, found)[0]
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
@@ -106,19 +106,20 @@ def test_the_case_of_T5X(clip, v_row, v_col):
     state = optax.adafactor(0.1, min_dim_size_to_factor=0)
     state = optax.chain(optax.clip_by_global_norm(clip), state) if clip else state
     params = {'w': jnp.ones([3, 2])}
-    slots = {'w/v_row': jnp.full(2, 0.9), 'w/v_col': jnp.full(3, 0.1)}
-    slots |= {'w/v': jnp.zeros(1), 'w/m': jnp.zeros(1)}
-    start = optimizer.from_t5x(state.init(params), slots, jnp.int32(1))
+    slots = {'v_row': jnp.full(2, 0.9), 'v_col': jnp.full(3, 0.1), 'v': jnp.zeros(1)}
+    tree = {f'state/param_states/w/{name}': x for name, x in slots.items()}
+    tree |= {'target/w': params['w'], 'state/step': jnp.int32(1)}
+    *_, start = optimizer.from_t5x(tree, state.init(params))
     updates, new = state.update({'w': jnp.ones([3, 2])}, start, params)
-    arrays = optimizer.to_t5x(new, params)
-    np.testing.assert_allclose(arrays['w/v_row'], v_row, rtol=1e-5)
-    np.testing.assert_allclose(arrays['w/v_col'], v_col, rtol=1e-5)
+    arrays = optimizer.to_t5x(2, params, new)
+    np.testing.assert_allclose(arrays['state/param_states/w/v_row'], v_row, rtol=1e-5)
+    np.testing.assert_allclose(arrays['state/param_states/w/v_col'], v_col, rtol=1e-5)
     np.testing.assert_allclose(optax.apply_updates(params, updates)['w'], 0.9, rtol=1e-6)
 
 
 def rate(step, **settings):
     config = ConfigDict(base.get_config().learning_rate.to_dict() | settings)
-    return float(optimizer.make_schedule(config)(step))
+    return float(optimizer.make_schedule(config)(jnp.int32(step)))
 
 
 @pytest.mark.parametrize('step, settings, expected', [

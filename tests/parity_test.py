@@ -14,6 +14,7 @@ import pytest
 
 import checkpoint
 import evaluate
+import optimizer
 import train
 from configs import base
 
@@ -86,7 +87,7 @@ def test_logits(golden):
 def test_loss_and_metrics(golden):
     arrays = np.load(golden / 'golden.npz')
     trainer = train.make_trainer(run_config(golden))
-    params = evaluate.load(golden / 'checkpoint_0').flat_params
+    params = evaluate.load(golden / 'checkpoint_0').arrays
     gradients = jax.jit(trainer.gradients)
     rows, key = np.arange(8), jax.random.key(0)
     _, sums = gradients(params, features(arrays, 'batch'), rows, key)
@@ -103,7 +104,7 @@ def test_loss_and_metrics(golden):
 def test_six_adafactor_steps(golden):
     arrays = np.load(golden / 'golden.npz')
     trainer = train.make_trainer(run_config(golden))
-    state = train.from_t5x(trainer, checkpoint.restore(golden / 'checkpoint_0'))
+    state = train.restore(trainer, golden / 'checkpoint_0')
     start = {name: np.asarray(x) for name, x in state.params.items()}
     losses = []
     for i in range(6):
@@ -112,7 +113,7 @@ def test_six_adafactor_steps(golden):
     np.testing.assert_allclose(losses, arrays['train_losses'], rtol=1e-5)
 
     expected = checkpoint.restore(golden / 'checkpoint_6')
-    found = train.to_t5x(state)
+    found = optimizer.to_t5x(*state)
     assert sorted(found) == sorted(expected)
     for name in expected:
         assert_close(found[name], expected[name], 1e-4, name)
