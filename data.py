@@ -30,7 +30,7 @@ PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
 TASKS = ('span_corruption',)
 DOCUMENTS_PER_GROUP, MAX_DOCUMENT_TOKENS = 128, 65536  # as in t5/data/preprocessors.py
 MAX_BLOCK_BYTES, MIN_BLOCKS, BLOCKS_PER_POOL = 1 << 16, 4096, 8  # a lane holds one pool of blocks
-SAMPLE_CHARACTERS, SAMPLE_LANES = 10_000_000, 64  # what a vocabulary is trained on
+SAMPLE_CHARACTERS = 10_000_000  # that a vocabulary is trained on
 
 
 class Stream:
@@ -53,9 +53,9 @@ class Stream:
         self.first_sentinel = vocabulary.sentinel(num_spans - 1)  # the least id that is a sentinel
         texts = (text for *_, text in source.documents(split, 0, 0, 1, seed))
         if not any(vocabulary.encode([text])[0] for text in texts):
+            fraction = f'data.validation_fraction={config.validation_fraction}'
             raise ValueError(
-                f'the corpus has no document in split {split!r} at data.validation_fraction='
-                f'{config.validation_fraction}; change that or use a larger corpus'
+                f'the corpus has no document in split {split!r} at {fraction}; change it'
             )
         self.position = np.zeros((len(self.rows), 4), np.int64)
 
@@ -65,32 +65,38 @@ class Stream:
 
     @position.setter
     def position(self, position: np.ndarray):
-        self._position = np.array(position, np.int64)
-        self._lanes = self._open_lanes(position)
+        self._position, self._lanes = np.array(position, np.int64), self._open_lanes(position)
+
+    def describe(self, position: np.ndarray) -> list[str]:
+        """The names of the documents in each row of the batch that starts at `position`."""
+        return [', '.join(next(lane, (None, [], None))[1]) for lane in self._open_lanes(position)]
 
     def __iter__(self) -> 'Stream':
         return self
 
     def __next__(self) -> dict[str, np.ndarray]:
-        examples = []
+        """SeqIO's EncDecFeatureConverter, unpacked."""
+        inputs = np.zeros((len(self.rows), self.config.lengths.inputs), np.int32)
+        targets = np.zeros((len(self.rows), self.config.lengths.targets), np.int32)
         for row, lane in enumerate(self._lanes):
-            example, _, after = next(lane, (None, None, self._position[row]))
-            examples.append(example)
-            self._position[row] = after
-        if not any(examples):
+            example, _, self._position[row] = next(lane, (([], []), [], self._position[row]))
+            for array, ids in zip((inputs, targets), example, strict=True):
+                array[row, : len(ids)] = ids
+        if not inputs.any():
             raise StopIteration
-        return encoder_decoder_features(examples, self.config.lengths)
-
-    def describe(self, position: np.ndarray) -> list[str]:
-        """The names of the documents in each row of the batch that starts at `position`."""
-        return [', '.join(next(lane, (None, [], None))[1]) for lane in self._open_lanes(position)]
+        return {
+            'encoder_input_tokens': inputs,
+            'decoder_input_tokens': np.pad(targets[:, :-1], ((0, 0), (1, 0))),  # T5's BOS is 0
+            'decoder_target_tokens': targets,
+            'decoder_loss_weights': (targets != PAD_ID).astype(np.int32),
+        }
 
     def _open_lanes(self, position: np.ndarray) -> list[Iterator[tuple]]:
         places = np.asarray(position).tolist()
         return [self._examples(*place) for place in zip(self.rows, places, strict=True)]
 
     def _examples(self, lane: int, start: list[int]) -> Iterator[tuple]:
-        """Yields (example, names of its documents, position after it), from a position on."""
+        """Yields ((inputs, targets), names of the documents, position after it), from `start` on."""
         epoch, unit, index, piece = start
         while self.num_epochs is None or epoch < self.num_epochs:
             place = (self.split, epoch, lane, self.batch_size, self.seed, unit, index)
@@ -100,20 +106,19 @@ class Stream:
                 after = [(epoch, unit, index, given + 1) for given in range(len(examples))]
                 unit, index = group[-1][0], group[-1][1] + 1
                 after[-1:] = [(epoch, unit, index, 0)]
-                for (example, names), position in list(zip(examples, after, strict=False))[piece:]:
-                    yield example, names, position
+                yield from [(*e, a) for e, a in zip(examples, after, strict=False)][piece:]
                 piece = 0
             epoch, unit, index = epoch + 1, 0, 0
 
-    def _group_examples(self, group: list[tuple], *key: int) -> list[tuple[dict, list[str]]]:
-        """(example, names of its documents) of each piece of a group, in the stream's order."""
+    def _group_examples(self, group: list[tuple], *key: int) -> list[tuple]:
+        """((inputs, targets), names of the documents) of each piece, in the stream's order."""
         encoded = self.vocabulary.encode([text for *_, text in group])
         encoded = [select_random_chunk(ids, i, *key) for i, ids in enumerate(encoded)]
         tokens = np.array(list(itertools.chain(*encoded)), np.int32)
         examples = []
         for pieces in split_tokens(tokens, self.raw_length):
-            inputs, targets = span_corruption(pieces, self.config, self.vocabulary.size, *key)
-            examples += [{'inputs': i, 'targets': t} for i, t in zip(inputs, targets, strict=True)]
+            corrupted = span_corruption(pieces, self.config, self.vocabulary.size, *key)
+            examples += zip(*corrupted, strict=True)
         names = [name for (_, _, name, _), ids in zip(group, encoded, strict=True) for _ in ids]
         names = [names[i : i + self.raw_length] for i in range(0, len(names), self.raw_length)]
         # Differs from T5X, which shuffles in a buffer of 1,000 examples: lanes read far apart, and
@@ -122,47 +127,25 @@ class Stream:
         return [(examples[i], list(dict.fromkeys(names[i]))) for i in order]
 
 
-def encoder_decoder_features(examples: list[dict | None], lengths) -> dict[str, np.ndarray]:
-    """Examples -> a batch; None is a row of padding. SeqIO's EncDecFeatureConverter, unpacked."""
-    inputs = np.zeros((len(examples), lengths.inputs), np.int32)
-    targets = np.zeros((len(examples), lengths.targets), np.int32)
-    for row, example in enumerate(examples):
-        if example:
-            inputs[row, : len(example['inputs'])] = example['inputs']
-            targets[row, : len(example['targets'])] = example['targets']
-    return {
-        'encoder_input_tokens': inputs,
-        'decoder_input_tokens': np.pad(targets[:, :-1], ((0, 0), (1, 0))),  # T5's BOS is 0
-        'decoder_target_tokens': targets,
-        'decoder_loss_weights': (targets != PAD_ID).astype(np.int32),
-    }
-
-
 def batch_hash(batch: dict[str, np.ndarray]) -> int:
     """CRC-32 of all arrays, in the order of their keys."""
     return zlib.crc32(b''.join(batch[key].tobytes() for key in sorted(batch)))
 
 
-class Prefetch:
-    """`next` gives (batch, position before it, position after it), made ahead in a thread.
+def prefetch(stream: Stream, depth: int = 2) -> Iterator[tuple]:
+    """Yields (batch, position before it, position after it), made ahead in a thread. An error in the
+    thread is raised where its batch would have come."""
 
-    An error in the thread is raised by the `next` that would have given its batch.
-    """
+    def step():
+        before = stream.position
+        batch = next(stream, None)
+        return batch, before, stream.position
 
-    def __init__(self, stream: Stream, depth: int = 2):
-        self._stream, self._thread = stream, concurrent.futures.ThreadPoolExecutor(max_workers=1)
-        self._ahead = collections.deque(self._thread.submit(self._step) for _ in range(depth))
-
-    def __next__(self) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-        self._ahead.append(self._thread.submit(self._step))
-        return self._ahead.popleft().result()
-
-    def close(self):
-        self._thread.shutdown(cancel_futures=True)
-
-    def _step(self) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-        before = self._stream.position
-        return next(self._stream), before, self._stream.position
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
+        ahead = collections.deque(thread.submit(step) for _ in range(depth))
+        while (item := ahead.popleft().result())[0] is not None:
+            ahead.append(thread.submit(step))
+            yield item
 
 
 # Span corruption: T5 (Raffel et al. 2020) §3.1.4; t5/data/preprocessors.py `span_corruption`.
@@ -173,10 +156,9 @@ def span_corruption_sizes(config, vocabulary) -> tuple[int, int]:
 
     Raises ValueError where the settings do not fit together."""
     density, mean, lengths = config.noise_density, config.mean_noise_span_length, config.lengths
-    if not 0 < density < 1:
-        raise ValueError(f'data.noise_density={density}: must lie in (0, 1)')
-    if mean < 1:
-        raise ValueError(f'data.mean_noise_span_length={mean}: must be 1 or more')
+    if not (0 < density < 1 <= mean):
+        given = f'data.noise_density={density}, data.mean_noise_span_length={mean}'
+        raise ValueError(f'{given}: the first must lie in (0, 1), the second be 1 or more')
     raw_length, targets = random_spans_helper(lengths.inputs, density, mean)
     if lengths.targets < targets:
         given = f'data.lengths.targets={lengths.targets} with inputs of {lengths.inputs}'
@@ -190,27 +172,23 @@ def span_corruption_sizes(config, vocabulary) -> tuple[int, int]:
 
 
 def random_spans_helper(
-    inputs_length: int,
-    noise_density: float,
-    mean_noise_span_length: float,
-    extra_tokens_per_span_inputs: int = 1,
-    extra_tokens_per_span_targets: int = 1,
+    inputs_length: int, noise_density: float, mean_length: float, extra_inputs=1, extra_targets=1
 ) -> tuple[int, int]:
-    """(number of raw ids, targets length) for inputs of `inputs_length`; EOS counts in both."""
+    """(number of raw ids, targets length) for inputs of `inputs_length`; EOS counts in both. `extra_*`:
+    tokens that stand for a span."""
 
     def corrupted_lengths(raw_length: int) -> tuple[int, int]:
         num_noise = round(raw_length * noise_density)
-        num_spans = round(num_noise / mean_noise_span_length)
-        inputs = raw_length - num_noise + num_spans * extra_tokens_per_span_inputs + 1
-        return inputs, num_noise + num_spans * extra_tokens_per_span_targets + 1
+        num_spans = round(num_noise / mean_length)
+        inputs = raw_length - num_noise + num_spans * extra_inputs + 1
+        return inputs, num_noise + num_spans * extra_targets + 1
 
     raw_length = inputs_length - 1
     while corrupted_lengths(raw_length + 1)[0] <= inputs_length:
         raw_length += 1
     inputs, targets = corrupted_lengths(raw_length)
-    if noise_density == 0.5 and targets > inputs:
-        return raw_length - 1, targets - 1
-    return raw_length, targets
+    shorter = int(noise_density == 0.5 and targets > inputs)
+    return raw_length - shorter, targets - shorter
 
 
 def select_random_chunk(ids: list[int], *key: int) -> list[int]:
@@ -402,18 +380,24 @@ def pydoc_documents() -> list[tuple[str, str]]:
 
 
 def find_vocabulary(config, workdir: str | pathlib.Path, source: Source):
-    """What `config.vocabulary` names, else the workdir's, else one trained on a sample of `source`.
-
-    A SentencePiece model is kept as workdir/vocabulary.model. Raises ValueError where that is not the
-    configured one, and where a model is missing or unreadable.
-    """
+    """What `config.vocabulary` names ('bytes', a SentencePiece model or its folder), else the workdir's,
+    else one trained on a sample of `source`. A model is kept as workdir/vocabulary.model. Raises ValueError
+    where that is not the configured one, and where a model is missing or unreadable."""
     if config.vocabulary == 'bytes':
         return ByteVocabulary(config.extra_ids)
     kept = pathlib.Path(workdir, 'vocabulary.model')
     if config.vocabulary or kept.exists():
-        model = read_model(pathlib.Path(config.vocabulary or kept))
+        path = pathlib.Path(config.vocabulary or kept)
+        names = ('spiece.model', 'sentencepiece.model', 'vocabulary.model')
+        files = [file for file in (path, *(path / name for name in names)) if file.is_file()]
+        if not files:
+            raise ValueError(
+                f'data.vocabulary={str(path)!r}: no file, nor a folder with {names[0]}'
+            )
+        model = files[0].read_bytes()
     else:
-        model = train_vocabulary(sample_texts(source), config.num_pieces)
+        documents = source.documents('train', 0, 0, 1, seed=0)  # from all over the corpus
+        model = train_vocabulary((text for *_, text in documents), config.num_pieces)
     try:
         vocabulary = SentencePieceVocabulary(model, config.extra_ids)
     except ValueError as error:
@@ -427,34 +411,21 @@ def find_vocabulary(config, workdir: str | pathlib.Path, source: Source):
     return vocabulary
 
 
-def read_model(path: pathlib.Path) -> bytes:
-    """A SentencePiece model, from its file or from the folder of a published model."""
-    names = ('spiece.model', 'sentencepiece.model', 'vocabulary.model')
-    files = [file for file in (path, *(path / name for name in names)) if file.is_file()]
-    if not files:
-        raise ValueError(f'data.vocabulary={str(path)!r}: no file, nor a folder with {names[0]}')
-    return files[0].read_bytes()
-
-
-def sample_texts(source: Source) -> Iterator[str]:
-    """The first documents of many lanes."""
-    for lane in range(SAMPLE_LANES):
-        left = SAMPLE_CHARACTERS // SAMPLE_LANES
-        for *_, text in source.documents('train', 0, lane, SAMPLE_LANES, seed=0):
-            yield text[:left]
-            left -= len(text)
-            if left <= 0:
-                break
-
-
 def train_vocabulary(texts: Iterable[str], num_pieces: int) -> bytes:
-    """A SentencePiece unigram model of at most `num_pieces` pieces, the same ones every time."""
-    # The trainer drops long lines, so they are cut.
-    lines = (text[i : i + 1000] for text in texts for i in range(0, len(text), 1000))
+    """A SentencePiece unigram model of at most `num_pieces` pieces, the same ones every time, from the
+    first SAMPLE_CHARACTERS of `texts`."""
+
+    def lines():  # the trainer drops long ones, so they are cut
+        left = SAMPLE_CHARACTERS
+        for text in texts:
+            yield from (text[i : i + 1000] for i in range(0, len(text), 1000))
+            if (left := left - len(text)) <= 0:
+                return
+
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            **{'sentence_iterator': lines, 'model_writer': model, 'model_type': 'unigram'},
+            **{'sentence_iterator': lines(), 'model_writer': model, 'model_type': 'unigram'},
             **{'vocab_size': num_pieces, 'hard_vocab_limit': False, 'minloglevel': 2},
             **{'pad_id': PAD_ID, 'eos_id': EOS_ID, 'unk_id': UNK_ID, 'bos_id': -1},
             num_threads=8,  # sums are taken in its order, so it must not follow the machine

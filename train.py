@@ -7,7 +7,6 @@ them over 'data'; outside, optax updates global arrays. Source: T5X t5x/train.py
 
 import io
 import json
-import operator
 import sys
 import time
 import zlib
@@ -35,12 +34,7 @@ import model
 import optimizer
 import partition
 
-POSITIVE = (
-    *('train.steps', 'train.batch_size', 'eval.steps', 'learning_rate.warmup_steps'),
-    *('eval.every_steps', 'save.every_steps', 'log.every_steps'),
-)
-# What a continued run may set anew; all else decides the numbers.
-MAY_CHANGE = ('train/steps', 'mesh/', 'log/', 'save/', 'eval/')
+MAY_CHANGE = ('train/steps', 'mesh/', 'log/', 'save/', 'eval/')  # when a run is continued
 
 
 class TrainState(NamedTuple):
@@ -53,9 +47,9 @@ class Trainer(NamedTuple):
     """The traced parts of a run, made from its config alone."""
 
     mesh: Mesh
-    specs: TrainState  # of PartitionSpecs
+    specs: Any  # TrainState of PartitionSpecs
     init: Callable  # () -> TrainState
-    gradients: Callable  # (params, batch, rows, key) -> (gradients, sums of loss.weighted_sums)
+    gradients: Callable  # (params, batch, rows, key) -> (gradients, loss.weighted_sums)
     train_step: Callable  # (state, batch) -> (state, metrics of this step)
 
 
@@ -65,8 +59,8 @@ class Run(NamedTuple):
     config: Any
     workdir: Path
     trainer: Trainer
-    source: Any
-    vocabulary: Any
+    source: data.Source
+    vocabulary: data.Vocabulary
     stream: data.Stream
     state: TrainState
     interval: list[dict]  # each step's metrics since the last logged step
@@ -77,20 +71,21 @@ def prepare(config: Any, workdir: str | Path) -> Run:
 
     Raises ValueError, in words, for settings that cannot be or that an old run in `workdir` forbids.
     """
-    workdir, c = Path(workdir), config
+    workdir, batch_size = Path(workdir), config.train.batch_size
     trainer = make_trainer(config)
     source = data.open_source(config.data)
     settings = json.loads(config.to_json()) | {'data_fingerprint': source.fingerprint}
-    check_unchanged(workdir, settings)
-    vocabulary = data.find_vocabulary(config.data, workdir, source)
-    if vocabulary.size > c.model.vocab_size:
-        raise ValueError(
-            f'model.vocab_size={c.model.vocab_size} is too small for the {vocabulary.size} pieces of '
-            f'the vocabulary; use {-(-vocabulary.size // 128) * 128}'
-        )
-    rows = partition.own_rows(trainer.mesh, c.train.batch_size)
-    stream = data.Stream(source, 'train', vocabulary, c.data, c.train.batch_size, c.seed, rows)
     step = checkpoint.newest(workdir)
+    if step is not None:
+        check_unchanged(workdir, settings)
+    vocabulary = data.find_vocabulary(config.data, workdir, source)
+    if vocabulary.size > config.model.vocab_size:
+        raise ValueError(
+            f'model.vocab_size={config.model.vocab_size} is too small for the {vocabulary.size} pieces '
+            f'of the vocabulary; use {-(-vocabulary.size // 128) * 128}'
+        )
+    rows = partition.own_rows(trainer.mesh, batch_size)
+    stream = data.Stream(source, 'train', vocabulary, config.data, batch_size, config.seed, rows)
     if step is None:
         state, interval = trainer.init(), []
     else:
@@ -99,15 +94,12 @@ def prepare(config: Any, workdir: str | Path) -> Run:
         stream.position = np.load(directory / 'data_position.npy')[rows]
         interval = json.loads((directory / 'interval.json').read_text())
     if jax.process_index() == 0:
-        workdir.mkdir(parents=True, exist_ok=True)
         (workdir / 'config.json').write_text(json.dumps(settings, indent=1))
     return Run(config, workdir, trainer, source, vocabulary, stream, state, interval)
 
 
 def check_unchanged(workdir: Path, settings: dict) -> None:
     """Raises ValueError that lists what differs from the run in `workdir` and may not."""
-    if checkpoint.newest(workdir) is None:
-        return
     old = checkpoint.flatten(json.loads((workdir / 'config.json').read_text()))
     new = checkpoint.flatten(settings)
     changed = [
@@ -116,17 +108,16 @@ def check_unchanged(workdir: Path, settings: dict) -> None:
         if old.get(name) != new.get(name) and not name.startswith(MAY_CHANGE)
     ]
     if changed:
-        raise ValueError(
-            f'{workdir} holds a run with other settings ({"; ".join(changed)}): go on with those, '
-            'or name another --workdir'
-        )
+        words = f'{workdir} holds a run with other settings ({"; ".join(changed)})'
+        raise ValueError(f'{words}: go on with those, or name another --workdir')
 
 
 def make_trainer(config: Any) -> Trainer:
     """Raises ValueError, in words, for whatever in `config` cannot be. Nothing is compiled yet."""
-    for name in POSITIVE:
-        if (value := operator.attrgetter(name)(config)) < 1:
-            raise ValueError(f'{name}={value}: must be at least 1')
+    counts = [(name, key) for name in ('train', 'eval', 'save', 'log') for key in config[name]]
+    for name, key in [*counts, ('learning_rate', 'warmup_steps')]:
+        if config[name][key] < 1:
+            raise ValueError(f'{name}.{key}={config[name][key]}: must be at least 1')
     c = model.T5Config(**config.model)
     mesh = partition.make_mesh(**config.mesh)
     model.check_mesh(c, mesh)
@@ -157,12 +148,9 @@ def make_trainer(config: Any) -> Trainer:
         grads, sums = jax.grad(device_loss, has_aux=True)(own_params)
         return partition.sum_gradients(grads, param_specs), lax.psum(sums, 'data')
 
-    gradients = jax.shard_map(
-        device_gradients,
-        mesh=mesh,
-        in_specs=(param_specs, P('data'), P('data'), P()),
-        out_specs=(param_specs, P()),
-    )
+    in_specs = (param_specs, partition.BATCH, partition.BATCH, P())
+    out_specs = (param_specs, P())
+    gradients = jax.shard_map(device_gradients, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
     def train_step(state: TrainState, batch: dict) -> tuple[TrainState, dict]:
         rows = jnp.arange(len(batch['decoder_target_tokens']))
@@ -176,13 +164,9 @@ def make_trainer(config: Any) -> Trainer:
         return TrainState(state.step + 1, params, opt_state), metrics
 
     placed = partition.shardings(mesh, (specs, P()))
-    return Trainer(
-        mesh=mesh,
-        specs=specs,
-        init=jax.jit(init, out_shardings=placed[0]),
-        gradients=gradients,
-        train_step=jax.jit(train_step, out_shardings=placed, donate_argnums=0),
-    )
+    jit_init = jax.jit(init, out_shardings=placed[0])
+    jit_step = jax.jit(train_step, out_shardings=placed, donate_argnums=0)
+    return Trainer(mesh, specs, jit_init, gradients, jit_step)
 
 
 def train(run: Run) -> None:
@@ -198,7 +182,7 @@ def train(run: Run) -> None:
         report.line(f'Step {first:,} of {last:,} is taken: this run is finished.\n{outlook(run)}')
         return
     evaluation = evaluate.Evaluation(config, mesh, run.source, run.vocabulary)
-    batches = data.Prefetch(run.stream)
+    batches = data.prefetch(run.stream)
     positions = []  # of the batches whose metrics nobody has looked at
     clock, waited = time.perf_counter(), 0.0
     for step in range(first + 1, last + 1):
@@ -236,8 +220,8 @@ def train(run: Run) -> None:
 
 def check_finite(run: Run, step: int, interval: list[dict], positions: list[np.ndarray]) -> None:
     """Raises FloatingPointError for the first of the last steps, up to `step`, that was not finite."""
-    recent = interval[-len(positions) :]
-    for ago, metrics, position in zip(range(len(recent))[::-1], recent, positions, strict=True):
+    for ago in reversed(range(len(positions))):
+        metrics, position = interval[-1 - ago], positions[-1 - ago]
         if not metrics['finite']:
             raise FloatingPointError(
                 f'step {step - ago}: loss {metrics["loss"]:.6g}, gradient norm '
@@ -253,10 +237,9 @@ def save(run: Run, state: TrainState, position: np.ndarray, interval: list[dict]
     rows = np.zeros((run.config.train.batch_size, position.shape[1]), np.int64)
     rows[run.stream.rows] = position
     rows = multihost_utils.process_allgather(rows, tiled=True).reshape(-1, *rows.shape).max(axis=0)
-    array_file = io.BytesIO()
-    np.save(array_file, rows)
+    np.save(position_file := io.BytesIO(), rows)
     files = {
-        'data_position.npy': array_file.getvalue(),
+        'data_position.npy': position_file.getvalue(),
         'interval.json': json.dumps(interval).encode(),
         'config.json': (run.workdir / 'config.json').read_bytes(),
     }
@@ -264,8 +247,8 @@ def save(run: Run, state: TrainState, position: np.ndarray, interval: list[dict]
 
 
 def restore(trainer: Trainer, directory: Path) -> TrainState:
-    """The state in a checkpoint of T5X or ours, each array where the trainer wants it. One that is split
-    is read in parts, each straight to its device."""
+    """The state in a checkpoint, each array where the trainer wants it; one that is split is read in
+    parts, each straight to its device."""
     like = jax.eval_shape(trainer.init)
     expected = checkpoint.shapes(optimizer.to_t5x(*like))
     checkpoint.compare(expected, checkpoint.shapes(checkpoint.read_index(directory)))
@@ -344,14 +327,14 @@ def interval_metrics(config: Any, interval: list[dict], seconds: float, waited: 
 
 
 def introduction(run: Run) -> str:
-    state, mesh, c = run.state, run.trainer.mesh, run.config
-    num_parameters = sum(x.size for x in state.params.values())
-    start = f'continuing after step {int(state.step):,}' if int(state.step) else 'from scratch'
+    step, mesh, c = int(run.state.step), run.trainer.mesh, run.config
+    num_parameters = sum(x.size for x in run.state.params.values())
     return (
         f'T5 with {num_parameters:,} parameters in {c.model.dtype} on {mesh.size} '
-        f'{mesh.devices.flat[0].platform} device(s), {dict(mesh.shape)}, {start}.\n'
-        f'Text: {run.source}; vocabulary: {run.vocabulary.size:,} pieces. Compiling; '
-        f'a line every {c.log.every_steps} steps.'
+        f'{mesh.devices.flat[0].platform} device(s), {dict(mesh.shape)}.\n'
+        f'Text: {run.source}; vocabulary: {run.vocabulary.size:,} pieces.\n'
+        f'{f"Going on after step {step:,}" if step else "From scratch"}; compiling, then a line every '
+        f'{c.log.every_steps} steps.'
     )
 
 
@@ -359,9 +342,9 @@ def learned(values: dict[str, float]) -> str:
     own, bar = values['nats_per_text_token'], values['unigram_nats_per_text_token']
     return (
         f'validation loss {own:.3f} nats per text token, {abs(bar - own):.3f} '
-        f'{"below" if own < bar else "ABOVE"} the {bar:.3f} of knowing only how frequent each token is. '
-        f'(All tokens, sentinels too: {values["nats_per_target_token"]:.3f}, '
-        f'bar {values["unigram_nats_per_target_token"]:.3f}.)'
+        f'{"below" if own < bar else "ABOVE"} the {bar:.3f} of knowing only how frequent each token is '
+        f'(sentinels and all: {values["nats_per_target_token"]:.3f}, '
+        f'bar {values["unigram_nats_per_target_token"]:.3f})'
     )
 
 
@@ -369,6 +352,5 @@ def outlook(run: Run) -> str:
     files = f'--config.data.files=/path/to/*.txt --workdir={run.workdir}-mine'
     return (
         f"Everything is in {run.workdir}: T5X checkpoints, metrics.jsonl, TensorBoard's events, the "
-        'vocabulary.\n'
-        f'Next: the same command with {files} learns from your text, one document a line.'
+        f'vocabulary.\nNext: the same command with {files} learns from your text, one document a line.'
     )

@@ -215,7 +215,7 @@ def test_a_vocabulary_that_cannot_be_read_is_named(tmp_path, content):
 def test_random_spans_helper_matches_t5():
     for case in golden('random_spans_helper'):
         result = tuple(case.pop('result'))
-        assert data.random_spans_helper(**case) == result, case
+        assert data.random_spans_helper(*case.values()) == result, case
 
 
 def count_spans(mask):
@@ -322,19 +322,18 @@ def test_corrupted_rows_match_seqio(oracle_vocabulary):
         assert uncorrupt(ours[0][:-1], ours[1][:-1], sentinels) == raw
 
 
-def test_features_are_shifted_and_weighted():
-    examples = [{'inputs': [22, 18, 1], 'targets': [28, 11, 10, 1]}, None]
-    batch = data.encoder_decoder_features(
-        examples, make_config(**{'lengths.inputs': 7, 'lengths.targets': 5}).lengths
-    )
-    zeros = {'inputs': [0] * 7, 'targets': [0] * 5}
-    assert {key: array.tolist() for key, array in batch.items()} == {
-        'encoder_input_tokens': [[22, 18, 1, 0, 0, 0, 0], zeros['inputs']],
-        'decoder_input_tokens': [[0, 28, 11, 10, 1], zeros['targets']],
-        'decoder_target_tokens': [[28, 11, 10, 1, 0], zeros['targets']],
-        'decoder_loss_weights': [[1, 1, 1, 1, 0], zeros['targets']],
-    }
-    assert all(array.dtype == np.int32 for array in batch.values())
+def test_features_are_shifted_and_weighted(pydoc, vocabulary):
+    """SeqIO's rule for rows that are not packed: the shifted input keeps the EOS after the last target."""
+    config = make_config(**{'lengths.inputs': 70, 'lengths.targets': 40})
+    for batch in take(data.Stream(pydoc, 'train', vocabulary, config, 4, 0), 5):
+        assert all(array.dtype == np.int32 for array in batch.values())
+        assert batch['encoder_input_tokens'].shape == (4, 70)
+        for row, targets in enumerate(batch['decoder_target_tokens'].tolist()):
+            length = targets.index(data.EOS_ID) + 1
+            assert not any(targets[length:]) and len(targets) == 40
+            assert batch['decoder_input_tokens'][row].tolist() == [0, *targets[:-1]]
+            weights = batch['decoder_loss_weights'][row].tolist()
+            assert weights == [1] * length + [0] * (40 - length)
 
 
 @pytest.mark.parametrize(
@@ -380,7 +379,7 @@ def test_pydoc_is_two_megabytes_of_distinct_prose(pydoc):
     assert len(set(texts)) == len(texts) and all(text == ' '.join(text.split()) for text in texts)
     letters = sum(c.isalpha() or c == ' ' for text in texts for c in text)
     assert letters > 0.85 * size
-    assert 'json.decoder.JSONDecoder.decode' in dict(pydoc._documents)
+    assert 'json.decoder.decode' in dict(pydoc._documents)
     again = data.open_source(make_config())
     assert again._documents == pydoc._documents and again.fingerprint == pydoc.fingerprint
     assert data.Documents(pydoc._documents[:-1], 0.01).fingerprint != pydoc.fingerprint
@@ -560,7 +559,7 @@ def test_first_batch_is_the_same_on_every_machine():
     assert data.batch_hash(batch) == FIRST_BATCH_HASH
 
 
-FIRST_BATCH_HASH = 4094378172
+FIRST_BATCH_HASH = 3602360344
 
 
 def test_epochs_differ(vocabulary, pydoc):
@@ -664,8 +663,8 @@ def test_lanes_without_documents_wait_for_their_epoch(vocabulary):
 def test_prefetch_gives_the_plain_stream(pydoc, vocabulary):
     config = make_config()
     plain = data.Stream(pydoc, 'train', vocabulary, config, 2, 0)
-    prefetch = data.Prefetch(data.Stream(pydoc, 'train', vocabulary, config, 2, 0))
-    num_threads = threading.active_count()
+    prefetch = data.prefetch(data.Stream(pydoc, 'train', vocabulary, config, 2, 0))
+    num_threads = threading.active_count()  # the thread starts with the first `next`
     for _ in range(20):
         before = plain.position
         expected = next(plain)
@@ -674,7 +673,7 @@ def test_prefetch_gives_the_plain_stream(pydoc, vocabulary):
         np.testing.assert_array_equal(position_before, before)
         np.testing.assert_array_equal(position_after, plain.position)
     prefetch.close()
-    assert threading.active_count() == num_threads - 1
+    assert threading.active_count() == num_threads
 
 
 def test_prefetch_passes_on_errors_and_the_end(tmp_path, vocabulary):
@@ -683,10 +682,10 @@ def test_prefetch_passes_on_errors_and_the_end(tmp_path, vocabulary):
     source = data.open_source(make_config(files=str(path), validation_fraction=0.0))
     plain = data.Stream(source, 'train', vocabulary, make_config(), 1, 1, num_epochs=1)
     with pytest.raises(ValueError, match='byte 200 is not UTF-8'):
-        list(iter(data.Prefetch(plain).__next__, None))
+        list(data.prefetch(plain))
     path.write_bytes(b'good line\n' * 20)
     source = data.open_source(make_config(files=str(path), validation_fraction=0.0))
     stream = data.Stream(source, 'train', vocabulary, make_config(), 1, 1, num_epochs=1)
-    assert len(list(iter(data.Prefetch(stream).__next__, None))) == len(
+    assert len(list(data.prefetch(stream))) == len(
         list(data.Stream(source, 'train', vocabulary, make_config(), 1, 1, num_epochs=1))
     )
