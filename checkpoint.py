@@ -29,7 +29,7 @@ CHUNK_BYTES = 64 * 1024**2
 ARRAYS_IN_FLIGHT = 8  # bounds the host memory that saving and restoring take
 
 Tree = Mapping[str, jax.Array | np.ndarray]
-Shapes = Mapping[str, tuple[int, ...]]
+Shapes = dict[str, tuple[int, ...]]
 
 
 def save(workdir: Path, step: int, tree: Tree, files: Mapping[str, bytes] = {}) -> Path:
@@ -133,20 +133,16 @@ def shapes(index: Mapping[str, jax.Array | np.ndarray | dict]) -> dict[str, tupl
 
 def compare(expected: Shapes, found: Shapes) -> None:
     """Raises ValueError unless the shapes of a checkpoint, `found`, are the model's, both ways."""
-    wrong = [p for p in sorted(expected.keys() & found.keys()) if found[p] != expected[p]]
-    differences = {
-        'missing': sorted(expected.keys() - found.keys()),
-        'unexpected': sorted(found.keys() - expected.keys()),
-        'of wrong shape': [f'{p} found {found[p]} expected {expected[p]}' for p in wrong],
-    }
-    words = [f'{len(d)} {kind}: {", ".join(d[:10])}' for kind, d in differences.items() if d]
+    names = sorted(path for path in expected | found if expected.get(path) != found.get(path))
+    words = [f'{p} is {found.get(p, "missing")}, not {expected.get(p, "there")}' for p in names]
     if words:
-        raise ValueError(f'checkpoint of another model ({"; ".join(words)}): check config.model')
+        more = f' and {len(words) - 10} more' if len(words) > 10 else ''
+        raise ValueError(f'checkpoint of another model: {"; ".join(words[:10])}{more}')
 
 
 def flatten(tree: Mapping, prefix: str = '') -> dict:
     """Nested dicts to {'a/b': leaf}. A TensorStore spec is a leaf."""
-    flat = {}
+    flat: dict = {}
     for name, node in tree.items():
         if isinstance(node, dict) and not {'driver', 'kvstore', 'metadata'} <= node.keys():
             flat |= flatten(node, f'{prefix}{name}/')
@@ -157,7 +153,7 @@ def flatten(tree: Mapping, prefix: str = '') -> dict:
 
 def unflatten(flat: Mapping) -> dict:
     """{'a/b': leaf} to nested dicts."""
-    tree = {}
+    tree: dict = {}
     for path, leaf in flat.items():
         node, (*parents, name) = tree, path.split('/')
         for parent in parents:

@@ -115,7 +115,7 @@ class Stream:
         encoded = self.vocabulary.encode([text for *_, text in group])
         encoded = [select_random_chunk(ids, i, *key) for i, ids in enumerate(encoded)]
         tokens = np.array(list(itertools.chain(*encoded)), np.int32)
-        examples = []
+        examples: list[tuple] = []
         for pieces in split_tokens(tokens, self.raw_length):
             corrupted = span_corruption(pieces, self.config, self.vocabulary.size, *key)
             examples += zip(*corrupted, strict=True)
@@ -423,12 +423,13 @@ def train_vocabulary(texts: Iterable[str], num_pieces: int) -> bytes:
                 return
 
     model = io.BytesIO()
+    options: dict = {'vocab_size': num_pieces, 'hard_vocab_limit': False, 'model_type': 'unigram'}
+    options |= {'pad_id': PAD_ID, 'eos_id': EOS_ID, 'unk_id': UNK_ID, 'bos_id': -1}
+    # Sums are taken in the order of the threads: their number must not follow the machine.
+    options |= {'num_threads': 8, 'minloglevel': 2}
     try:
         sentencepiece.SentencePieceTrainer.train(
-            **{'sentence_iterator': lines(), 'model_writer': model, 'model_type': 'unigram'},
-            **{'vocab_size': num_pieces, 'hard_vocab_limit': False, 'minloglevel': 2},
-            **{'pad_id': PAD_ID, 'eos_id': EOS_ID, 'unk_id': UNK_ID, 'bos_id': -1},
-            num_threads=8,  # sums are taken in its order, so it must not follow the machine
+            sentence_iterator=lines(), model_writer=model, **options
         )
     except RuntimeError as error:
         raise ValueError(f'data.num_pieces={num_pieces} does not fit the corpus: {error}') from None

@@ -91,8 +91,11 @@ def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> model.T5Config:
     except KeyError as missing:
         raise ValueError(f'not a T5 of T5X: the checkpoint has no parameter {missing}') from None
     return model.T5Config(
-        **{'vocab_size': vocab_size, 'emb_dim': emb_dim, 'mlp_dim': mlp_dim},
-        **{'num_heads': num_heads, 'head_dim': head_dim},
+        vocab_size,
+        emb_dim=emb_dim,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        mlp_dim=mlp_dim,
         num_encoder_layers=sum(layer.startswith('encoder/') for layer in layers),
         num_decoder_layers=sum(layer.startswith('decoder/') for layer in layers),
         mlp_activations=('relu',)

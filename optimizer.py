@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
@@ -91,7 +92,7 @@ def to_t5x(step: Any, params: Mapping[str, Any], opt_state: Any) -> dict[str, An
     for slot, name in SLOTS.items():
         arrays = optax.tree_utils.tree_get(opt_state, name)
         for path in params:
-            array = arrays[path] if arrays else jnp.zeros([1], jnp.float32)
+            array = arrays[path] if arrays else np.zeros([1], np.float32)
             tree[f'state/param_states/{path}/{slot}'] = array
     return tree
 

@@ -77,7 +77,16 @@ def prepare(config: Any, workdir: str | Path) -> Run:
     settings = json.loads(config.to_json()) | {'data_fingerprint': source.fingerprint}
     step = checkpoint.newest(workdir)
     if step is not None:
-        check_unchanged(workdir, settings)
+        old = checkpoint.flatten(json.loads((workdir / 'config.json').read_text()))
+        new = checkpoint.flatten(settings)
+        changes = {
+            f'{name.replace("/", ".")}: {old.get(name)!r} -> {new.get(name)!r}'
+            for name in old.keys() | new.keys()
+            if old.get(name) != new.get(name) and not name.startswith(MAY_CHANGE)
+        }
+        if changes:
+            words = f'{workdir} holds a run with other settings ({"; ".join(sorted(changes))})'
+            raise ValueError(f'{words}: go on with those, or name another --workdir')
     vocabulary = data.find_vocabulary(config.data, workdir, source)
     if vocabulary.size > config.model.vocab_size:
         raise ValueError(
@@ -96,20 +105,6 @@ def prepare(config: Any, workdir: str | Path) -> Run:
     if jax.process_index() == 0:
         (workdir / 'config.json').write_text(json.dumps(settings, indent=1))
     return Run(config, workdir, trainer, source, vocabulary, stream, state, interval)
-
-
-def check_unchanged(workdir: Path, settings: dict) -> None:
-    """Raises ValueError that lists what differs from the run in `workdir` and may not."""
-    old = checkpoint.flatten(json.loads((workdir / 'config.json').read_text()))
-    new = checkpoint.flatten(settings)
-    changed = [
-        f'{name.replace("/", ".")}: {old.get(name)!r} -> {new.get(name)!r}'
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name) and not name.startswith(MAY_CHANGE)
-    ]
-    if changed:
-        words = f'{workdir} holds a run with other settings ({"; ".join(changed)})'
-        raise ValueError(f'{words}: go on with those, or name another --workdir')
 
 
 def make_trainer(config: Any) -> Trainer:
@@ -134,7 +129,7 @@ def make_trainer(config: Any) -> Trainer:
     shapes = jax.eval_shape(init)
     param_specs = partition.param_specs(model.PARAMETER_SPECS, list(shapes.params))
     opt_specs = optimizer.state_specs(shapes.opt_state, shapes.params, param_specs)
-    specs = TrainState(P(), param_specs, opt_specs)
+    specs: Any = TrainState(P(), param_specs, opt_specs)  # type: ignore[arg-type]
 
     def device_gradients(params, batch, rows_b, key):
         weights_bT, divisor = loss.weights_and_divisor(batch, normalizing_factor)
@@ -183,13 +178,15 @@ def train(run: Run) -> None:
         return
     evaluation = evaluate.Evaluation(config, mesh, run.source, run.vocabulary)
     batches = data.prefetch(run.stream)
+    example = partition.place_rows(mesh, evaluation.batches[0])
+    train_step = run.trainer.train_step.lower(state, example).compile()
     positions = []  # of the batches whose metrics nobody has looked at
     clock, waited = time.perf_counter(), 0.0
     for step in range(first + 1, last + 1):
         asked = time.perf_counter()
         batch, before, after = next(batches)
         waited += time.perf_counter() - asked
-        state, metrics = run.trainer.train_step(state, partition.place_rows(mesh, batch))
+        state, metrics = train_step(state, partition.place_rows(mesh, batch))
         interval.append(metrics | {'batch_crc32': data.batch_hash(batch)})
         positions.append(before)
         log, save_now, evaluate_now = (
@@ -214,7 +211,6 @@ def train(run: Run) -> None:
             report.metrics(f'training_eval/{config.data.task}', step, values)
             report.line(f'Step {step:,}: {learned(values)}')
         clock += time.perf_counter() - paused
-    batches.close()
     report.line(outlook(run))
 
 
@@ -252,12 +248,10 @@ def restore(trainer: Trainer, directory: Path) -> TrainState:
     like = jax.eval_shape(trainer.init)
     expected = checkpoint.shapes(optimizer.to_t5x(*like))
     checkpoint.compare(expected, checkpoint.shapes(checkpoint.read_index(directory)))
-    placed = {}
-    for path, sharding in partition.shardings(trainer.mesh, trainer.specs.params).items():
-        for name in (f'target/{path}', f'state/param_states/{path}/v'):
-            if expected[name] == expected[f'target/{path}']:
-                placed[name] = sharding
-    arrays = checkpoint.restore(directory, shardings=placed)
+    specs = optimizer.to_t5x(*trainer.specs)
+    # Not the step: every count in the state is a copy of it, to be donated.
+    split = {path: x for path, x in specs.items() if isinstance(x, P) and path != 'state/step'}
+    arrays = checkpoint.restore(directory, shardings=partition.shardings(trainer.mesh, split))
     state = TrainState(*optimizer.from_t5x(arrays, like.opt_state))
     return jax.device_put(state, partition.shardings(trainer.mesh, trainer.specs))
 
@@ -269,7 +263,7 @@ class Reporter:
     """
 
     def __init__(self, workdir: Path, first_step: int):
-        self.workdir, self.writers = workdir, {}
+        self.workdir, self.writers = workdir, dict[str, EventFileWriter]()
         self.silent, self.terminal = jax.process_index() != 0, sys.stdout.isatty()
         file = workdir / 'metrics.jsonl'
         if not self.silent:  # what came after the checkpoint will come again, the same

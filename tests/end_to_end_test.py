@@ -245,7 +245,7 @@ def test_the_command_of_the_readme(tmp_path):
     assert re.match(r'T5 with 1,869,568 parameters in float32 on 1 cpu device', lines[0])
     assert re.match(
         r'step 4/8  loss \d+\.\d+  accuracy .*learning rate .*tokens/s  \d+:\d\d:\d\d left',
-        lines[2],
+        lines[3],
     )
     assert re.match(r'Step 8: validation loss \d+\.\d+ nats per text token', lines[-3])
     assert str(tmp_path) in lines[-2] and lines[-1].startswith('Next: ')
