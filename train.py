@@ -50,7 +50,7 @@ class Trainer(NamedTuple):
     specs: Any  # TrainState of PartitionSpecs
     init: Callable  # () -> TrainState
     gradients: Callable  # (params, batch, rows, key) -> (gradients, loss.weighted_sums)
-    train_step: Callable  # (state, batch) -> (state, metrics of this step)
+    train_step: jax.stages.Wrapped  # (state, batch) -> (state, metrics of this step)
 
 
 class Run(NamedTuple):
