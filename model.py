@@ -14,6 +14,7 @@ Parameters have T5X's paths and shapes and are float32.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -27,8 +28,8 @@ from jax.sharding import PartitionSpec as P
 
 import partition
 
-# What is split: path (a regular expression, matched whole) -> PartitionSpec. Each module below asks
-# Haiku for its local shape, so a row that disagrees fails by path.
+# What is split: path (a regular expression, matched whole) -> PartitionSpec. Each function below asks Haiku
+# for its local shape, so a row that disagrees fails by path.
 PARAMETER_SPECS = {
     r'token_embedder/embedding': P('model', None),  # [vocab, embed]
     r'(encoder|decoder)/relpos_bias/rel_embedding': P('model', None),  # [heads, buckets]
@@ -39,7 +40,6 @@ PARAMETER_SPECS = {
     r'decoder/logits_dense/kernel': P(None, 'model'),  # [embed, vocab]
     r'.+_norm/scale': P(None),  # [embed]
 }
-
 ACTIVATIONS: dict[str, Callable] = {
     'relu': jax.nn.relu,
     'gelu': lambda x: jax.nn.gelu(x, approximate=True),  # the tanh form, as in Flax and Mesh-TF
@@ -71,16 +71,16 @@ class T5Config:
     def __post_init__(self):
         object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))  # JSON has lists
         sizes = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type is int}
+        activations = (
+            f'mlp_activations={self.mlp_activations}: use some of {", ".join(ACTIVATIONS)}'
+        )
         rules = {f'{name}={n}: must be at least 1': n >= 1 for name, n in sizes.items()} | {
             f"dtype={self.dtype!r}: use 'float32' or 'bfloat16'": self.dtype in DTYPES,
-            f'mlp_activations={self.mlp_activations}: use some of {", ".join(ACTIVATIONS)}': (
-                set() < set(self.mlp_activations) <= set(ACTIVATIONS)
-            ),
+            activations: set() < set(self.mlp_activations) <= set(ACTIVATIONS),
             f'dropout_rate={self.dropout_rate}: must lie in [0, 1)': 0 <= self.dropout_rate < 1,
         }
-        for words, holds in rules.items():
-            if not holds:
-                raise ValueError(f'model.{words}')
+        if broken := [words for words, holds in rules.items() if not holds]:
+            raise ValueError(f'model.{broken[0]}')
 
 
 def init(config: T5Config, key: jax.Array) -> dict[str, jax.Array]:
@@ -89,7 +89,7 @@ def init(config: T5Config, key: jax.Array) -> dict[str, jax.Array]:
     names = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
     transformed = hk.transform(lambda: logits(config, dict.fromkeys(names, tokens)))
     tree = partition.one_device(transformed.init)(key)
-    return {f'{module}/{name}': x for module, leaves in tree.items() for name, x in leaves.items()}
+    return {f'{scope}/{name}': x for scope, leaves in tree.items() for name, x in leaves.items()}
 
 
 def shapes(config: T5Config) -> dict[str, tuple[int, ...]]:
@@ -102,8 +102,8 @@ def apply(f: Callable, params: Mapping[str, jax.Array], key: jax.Array | None = 
     """Runs `f`, a function of this module's parts, on this device's slices of `params`."""
     tree: dict[str, dict[str, jax.Array]] = {}
     for path, x in params.items():
-        module, name = path.rsplit('/', 1)
-        tree.setdefault(module, {})[name] = x
+        scope, name = path.rsplit('/', 1)
+        tree.setdefault(scope, {})[name] = x
     return hk.transform(f).apply(tree, key)
 
 
@@ -111,6 +111,37 @@ def check_mesh(config: T5Config, mesh: Mesh) -> None:
     """Raises ValueError, in words, unless every split dimension divides by the mesh."""
     for name in ('num_heads', 'mlp_dim', 'vocab_size'):
         partition.check_divides(f'model.{name}', getattr(config, name), 'model', mesh)
+
+
+def logits(
+    config: T5Config, batch: Mapping[str, jax.Array], rows_b: jax.Array | None = None
+) -> jax.Array:
+    """The whole model, teacher forced: float32 logits_bTv of the next target token.
+
+    `batch`: T5X's features, int32 [b, length]: encoder_input_tokens, decoder_input_tokens,
+    decoder_target_tokens and, when packed, both segment_ids. (Positions are unused, as in T5X: inside a
+    segment, array indices differ by the same amounts.) `rows_b` numbers the rows within the global batch
+    and turns dropout on.
+    """
+    c, dropout = config, Dropout(config.dropout_rate, rows_b)
+    # A sequence that is not packed is segment 1; padding is segment 0 and sees nothing. T5X goes by the
+    # targets, so the BOS of decoder_input_tokens, which is 0 like padding, is seen.
+    segments_bM = (batch['encoder_input_tokens'] > 0) * batch.get('encoder_segment_ids', 1)
+    segments_bT = (batch['decoder_target_tokens'] > 0) * batch.get('decoder_segment_ids', 1)
+    table_vD = embedding_table('token_embedder', c)
+    x_bMD = embed(c, table_vD, batch['encoder_input_tokens'])
+    encoded_bMD = encoder('encoder', c, x_bMD, attention_mask(segments_bM, segments_bM), dropout)
+    x_bTD = embed(c, table_vD, batch['decoder_input_tokens'])
+    mask_b1TT = attention_mask(segments_bT, segments_bT, causal=True)
+    mask_b1TM = attention_mask(segments_bT, segments_bM)
+    return decoder('decoder', c, x_bTD, encoded_bMD, mask_b1TT, mask_b1TM, table_vD, dropout)
+
+
+def attention_mask(segments_bT, segments_bM, causal: bool = False) -> jax.Array:
+    """Who sees whom, bool [b, 1, T, M]: positions of the same segment that are not padding."""
+    queries_b1T1, keys_b11M = segments_bT[:, None, :, None], segments_bM[:, None, None, :]
+    mask_b1TM = (queries_b1T1 == keys_b11M) & (queries_b1T1 > 0)
+    return mask_b1TM & jnp.tril(jnp.ones_like(mask_b1TM)) if causal else mask_b1TM
 
 
 class Dropout(NamedTuple):
@@ -131,198 +162,129 @@ class Dropout(NamedTuple):
         return jnp.where(keep, x / (1 - self.rate), jnp.zeros_like(x))
 
 
-def logits(
-    config: T5Config, batch: Mapping[str, jax.Array], rows_b: jax.Array | None = None
-) -> jax.Array:
-    """The whole model, teacher forced: float32 logits_bTv of the next target token.
+def scoped(f: Callable) -> Callable:
+    """f(name, ...): a part of the model, its parameters below `name` as in a Haiku module."""
 
-    `batch`: T5X's features, int32 [b, length]: encoder_input_tokens, decoder_input_tokens,
-    decoder_target_tokens and, when packed, both segment_ids. (Positions are unused, as in T5X: inside a
-    segment, array indices differ by the same amounts.) `rows_b` numbers the rows within the global
-    batch and turns dropout on.
-    """
-    dropout = Dropout(config.dropout_rate, rows_b)
-    # A sequence that is not packed is segment 1; padding is segment 0 and sees nothing. T5X goes by the
-    # targets, so the BOS of decoder_input_tokens, which is 0 like padding, is seen.
-    segments_bM = (batch['encoder_input_tokens'] > 0) * batch.get('encoder_segment_ids', 1)
-    segments_bT = (batch['decoder_target_tokens'] > 0) * batch.get('decoder_segment_ids', 1)
-    embedder = Embedder(config, 'token_embedder')
-    encoded_bMD = Encoder(config, 'encoder')(
-        embedder(batch['encoder_input_tokens']), attention_mask(segments_bM, segments_bM), dropout
-    )
-    return Decoder(config, 'decoder')(
-        embedder,
-        batch['decoder_input_tokens'],
-        encoded_bMD,
-        attention_mask(segments_bT, segments_bT, causal=True),
-        attention_mask(segments_bT, segments_bM),
-        dropout,
-    )
+    @functools.wraps(f)
+    def named(name, *args):
+        with hk.name_scope(name):
+            return f(*args)
+
+    return named
 
 
-def attention_mask(segments_bT, segments_bM, causal: bool = False) -> jax.Array:
-    """Who sees whom, bool [b, 1, T, M]: positions of the same segment that are not padding."""
-    queries_b1T1, keys_b11M = segments_bT[:, None, :, None], segments_bM[:, None, None, :]
-    mask_b1TM = (queries_b1T1 == keys_b11M) & (queries_b1T1 > 0)
-    return mask_b1TM & jnp.tril(jnp.ones_like(mask_b1TM)) if causal else mask_b1TM
-
-
-@dataclasses.dataclass
-class T5Module(hk.Module):
-    """A named part of the model."""
-
-    config: T5Config
-    name: str
-
-
-class Encoder(T5Module):
+@scoped
+def encoder(c, x_bTD, mask_b1TT, dropout):
     """Embedded tokens to encoded_bTD; pre-norm layers, one relative position table for all."""
-
-    def __call__(self, x_bTD, mask_b1TT, dropout):
-        c = self.config
-        length = x_bTD.shape[1]
-        x_bTD = dropout(x_bTD, (1, c.emb_dim))
-        relpos_1hTT = RelativePositionBias(c, 'relpos_bias')(length, length, bidirectional=True)
-        for i in range(c.num_encoder_layers):
-            x_bTD = EncoderLayer(c, f'layers_{i}')(x_bTD, mask_b1TT, relpos_1hTT, dropout)
-        x_bTD = RMSNorm(c, 'encoder_norm')(x_bTD)
-        # The one place where T5X's dropout mask is not shared along the length.
-        return dropout(x_bTD, (length, c.emb_dim))
-
-
-class EncoderLayer(T5Module):
-    def __call__(self, x_bTD, mask_b1TT, relpos_1hTT, dropout):
-        c = self.config
-        y_bTD = RMSNorm(c, 'pre_attention_layer_norm')(x_bTD)
-        y_bTD = Attention(c, 'attention')(y_bTD, y_bTD, mask_b1TT, relpos_1hTT, dropout)
-        x_bTD = x_bTD + dropout(y_bTD, (1, c.emb_dim))
-        y_bTD = RMSNorm(c, 'pre_mlp_layer_norm')(x_bTD)
-        y_bTD = MLP(c, 'mlp')(y_bTD, dropout)
-        return x_bTD + dropout(y_bTD, (1, c.emb_dim))
+    length = x_bTD.shape[1]
+    x_bTD = dropout(x_bTD, (1, c.emb_dim))
+    relpos_1hTT = relative_position_bias('relpos_bias', c, length, length, True)
+    for i in range(c.num_encoder_layers):
+        with hk.name_scope(f'layers_{i}'):
+            y_bTD = rms_norm('pre_attention_layer_norm', c, x_bTD)
+            y_bTD = attention('attention', c, y_bTD, y_bTD, mask_b1TT, relpos_1hTT, dropout)
+            x_bTD = x_bTD + dropout(y_bTD, (1, c.emb_dim))
+            y_bTD = mlp('mlp', c, rms_norm('pre_mlp_layer_norm', c, x_bTD), dropout)
+            x_bTD = x_bTD + dropout(y_bTD, (1, c.emb_dim))
+    # The one place where T5X's dropout mask is not shared along the length.
+    return dropout(rms_norm('encoder_norm', c, x_bTD), (length, c.emb_dim))
 
 
-class Decoder(T5Module):
-    """Shifted targets and encoded inputs to float32 logits_bTv."""
-
-    def __call__(self, embedder, tokens_bT, encoded_bMD, mask_b1TT, mask_b1TM, dropout):
-        c = self.config
-        length = tokens_bT.shape[1]
-        x_bTD = dropout(embedder(tokens_bT), (1, c.emb_dim))
-        relpos_1hTT = RelativePositionBias(c, 'relpos_bias')(length, length, bidirectional=False)
-        for i in range(c.num_decoder_layers):
-            x_bTD = DecoderLayer(c, f'layers_{i}')(
-                x_bTD, encoded_bMD, mask_b1TT, mask_b1TM, relpos_1hTT, dropout
-            )
-        x_bTD = dropout(RMSNorm(c, 'decoder_norm')(x_bTD), (1, c.emb_dim))
-        # Logits are a float32 island, whatever the compute dtype.
-        x_bTD = x_bTD.astype(jnp.float32)
-        if c.logits_via_embedding:
-            return jnp.einsum('bTD,vD->bTv', x_bTD, embedder.table_vD()) / jnp.sqrt(c.emb_dim)
-        shape = (c.emb_dim, partition.split(c.vocab_size, 'model'))
-        logits_Dv = Kernel(shape, fan_in('truncated_normal'), 'float32', 'logits_dense')()
-        return jnp.einsum('bTD,Dv->bTv', x_bTD, logits_Dv)
-
-
-class DecoderLayer(T5Module):
-    def __call__(self, x_bTD, encoded_bMD, mask_b1TT, mask_b1TM, relpos_1hTT, dropout):
-        c = self.config
-        y_bTD = RMSNorm(c, 'pre_self_attention_layer_norm')(x_bTD)
-        y_bTD = Attention(c, 'self_attention')(y_bTD, y_bTD, mask_b1TT, relpos_1hTT, dropout)
-        x_bTD = x_bTD + dropout(y_bTD, (1, c.emb_dim))
-        y_bTD = RMSNorm(c, 'pre_cross_attention_layer_norm')(x_bTD)
-        attention = Attention(c, 'encoder_decoder_attention')
-        y_bTD = attention(y_bTD, encoded_bMD, mask_b1TM, None, dropout)
-        x_bTD = x_bTD + dropout(y_bTD, (1, c.emb_dim))
-        y_bTD = RMSNorm(c, 'pre_mlp_layer_norm')(x_bTD)
-        y_bTD = MLP(c, 'mlp')(y_bTD, dropout)
-        return x_bTD + dropout(y_bTD, (1, c.emb_dim))
+@scoped
+def decoder(c, x_bTD, encoded_bMD, mask_b1TT, mask_b1TM, table_vD, dropout):
+    """Embedded shifted targets and encoded inputs to float32 logits_bTv."""
+    length = x_bTD.shape[1]
+    x_bTD = dropout(x_bTD, (1, c.emb_dim))
+    relpos_1hTT = relative_position_bias('relpos_bias', c, length, length, False)
+    for i in range(c.num_decoder_layers):
+        with hk.name_scope(f'layers_{i}'):
+            y_bTD = rms_norm('pre_self_attention_layer_norm', c, x_bTD)
+            y_bTD = attention('self_attention', c, y_bTD, y_bTD, mask_b1TT, relpos_1hTT, dropout)
+            x_bTD = x_bTD + dropout(y_bTD, (1, c.emb_dim))
+            y_bTD = rms_norm('pre_cross_attention_layer_norm', c, x_bTD)
+            cross = (y_bTD, encoded_bMD, mask_b1TM, None, dropout)
+            y_bTD = attention('encoder_decoder_attention', c, *cross)
+            x_bTD = x_bTD + dropout(y_bTD, (1, c.emb_dim))
+            y_bTD = mlp('mlp', c, rms_norm('pre_mlp_layer_norm', c, x_bTD), dropout)
+            x_bTD = x_bTD + dropout(y_bTD, (1, c.emb_dim))
+    x_bTD = dropout(rms_norm('decoder_norm', c, x_bTD), (1, c.emb_dim))
+    x_bTD = x_bTD.astype(jnp.float32)  # logits are a float32 island, whatever the compute dtype
+    if c.logits_via_embedding:
+        return jnp.einsum('bTD,vD->bTv', x_bTD, table_vD) / jnp.sqrt(c.emb_dim)
+    shape = (c.emb_dim, partition.split(c.vocab_size, 'model'))
+    logits_Dv = kernel('logits_dense', shape, 'truncated_normal', 'float32')
+    return jnp.einsum('bTD,Dv->bTv', x_bTD, logits_Dv)
 
 
-class Attention(T5Module):
+@scoped
+def attention(c, x_bTD, y_bMD, mask_b1TM, relpos_1hTM, dropout):
     """Queries from `x`, keys and values from `y`; no biases, and no 1/sqrt(head_dim), which T5 folds into
-    the query initializer. Heads are split over 'model'."""
-
-    def __call__(self, x_bTD, y_bMD, mask_b1TM, relpos_1hTM, dropout):
-        c = self.config
-        num_heads = partition.split(c.num_heads, 'model')
-
-        shape = (c.emb_dim, num_heads * c.head_dim)  # T5X stores heads and head size as one
-        root = jnp.sqrt(c.head_dim).astype(c.dtype)  # rounded as T5X does
-        heads = {
-            'query': lambda *args: fan_in('normal')(*args) / root.astype(jnp.float32),
-            'key': fan_in('normal'),
-            'value': fan_in('normal'),
-        }
-        wq_DhK, wk_DhK, wv_DhK = (
-            Kernel(shape, init, c.dtype, name)().reshape(c.emb_dim, num_heads, c.head_dim)
-            for name, init in heads.items()
-        )
-        q_bThK = jnp.einsum('bTD,DhK->bThK', x_bTD, wq_DhK)
-        k_bMhK = jnp.einsum('bMD,DhK->bMhK', y_bMD, wk_DhK)
-        v_bMhK = jnp.einsum('bMD,DhK->bMhK', y_bMD, wv_DhK)
-        if c.float32_attention_logits:
-            q_bThK, k_bMhK = q_bThK.astype(jnp.float32), k_bMhK.astype(jnp.float32)
-        logits_bhTM = jnp.einsum('bThK,bMhK->bhTM', q_bThK, k_bMhK)
-        bias = jnp.where(mask_b1TM, 0.0, -1e10).astype(c.dtype)
-        if relpos_1hTM is not None:  # in cross attention it is
-            bias = bias + relpos_1hTM
-        probs_bhTM = jax.nn.softmax(logits_bhTM + bias.astype(logits_bhTM.dtype)).astype(c.dtype)
-        probs_bhTM = dropout(probs_bhTM, (c.num_heads, 1, y_bMD.shape[1]), split_dim=1)
-        out_bThK = jnp.einsum('bhTM,bMhK->bThK', probs_bhTM, v_bMhK)
-        wo_hKD = Kernel(shape[::-1], fan_in('normal'), c.dtype, 'out')()
-        wo_hKD = wo_hKD.reshape(num_heads, c.head_dim, c.emb_dim)
-        partial_bTD = jnp.einsum('bThK,hKD->bTD', out_bThK, wo_hKD)
-        return lax.psum(partial_bTD, 'model')  # the sum that the split heads are owed
+    the query initializer. Heads are split over 'model'. `relpos` is None in cross attention."""
+    num_heads = partition.split(c.num_heads, 'model')
+    joined, apart = (c.emb_dim, num_heads * c.head_dim), (c.emb_dim, num_heads, c.head_dim)
+    root = jnp.sqrt(c.head_dim).astype(c.dtype).astype(jnp.float32)  # rounded as T5X does
+    wq_DhK = kernel('query', joined, 'normal', c.dtype, root).reshape(apart)
+    wk_DhK = kernel('key', joined, 'normal', c.dtype).reshape(apart)
+    wv_DhK = kernel('value', joined, 'normal', c.dtype).reshape(apart)
+    wo_hKD = kernel('out', joined[::-1], 'normal', c.dtype).reshape(*apart[1:], c.emb_dim)
+    q_bThK = jnp.einsum('bTD,DhK->bThK', x_bTD, wq_DhK)
+    k_bMhK = jnp.einsum('bMD,DhK->bMhK', y_bMD, wk_DhK)
+    v_bMhK = jnp.einsum('bMD,DhK->bMhK', y_bMD, wv_DhK)
+    if c.float32_attention_logits:
+        q_bThK, k_bMhK = q_bThK.astype(jnp.float32), k_bMhK.astype(jnp.float32)
+    logits_bhTM = jnp.einsum('bThK,bMhK->bhTM', q_bThK, k_bMhK)
+    bias = jnp.where(mask_b1TM, 0.0, -1e10).astype(c.dtype)
+    bias = bias if relpos_1hTM is None else bias + relpos_1hTM
+    probs_bhTM = jax.nn.softmax(logits_bhTM + bias.astype(logits_bhTM.dtype)).astype(c.dtype)
+    probs_bhTM = dropout(probs_bhTM, (c.num_heads, 1, y_bMD.shape[1]), split_dim=1)
+    out_bThK = jnp.einsum('bhTM,bMhK->bThK', probs_bhTM, v_bMhK)
+    partial_bTD = jnp.einsum('bThK,hKD->bTD', out_bThK, wo_hKD)
+    return lax.psum(partial_bTD, 'model')  # the sum that the split heads are owed
 
 
-class MLP(T5Module):
+@scoped
+def mlp(c, x_bTD, dropout):
     """Feed-forward, plain ('relu',) or gated ('gelu', 'linear'). Its width is split over 'model'."""
-
-    def __call__(self, x_bTD, dropout):
-        c = self.config
-        width = partition.split(c.mlp_dim, 'model')
-        gates = []
-        for i, activation in enumerate(c.mlp_activations):
-            name = 'wi' if len(c.mlp_activations) == 1 else f'wi_{i}'
-            wi_Df = Kernel((c.emb_dim, width), fan_in('truncated_normal'), c.dtype, name)()
-            gates.append(ACTIVATIONS[activation](jnp.einsum('bTD,Df->bTf', x_bTD, wi_Df)))
-        hidden_bTf = dropout(math.prod(gates), (1, c.mlp_dim), split_dim=2)
-        wo_fD = Kernel((width, c.emb_dim), fan_in('truncated_normal'), c.dtype, 'wo')()
-        partial_bTD = jnp.einsum('bTf,fD->bTD', hidden_bTf, wo_fD)
-        return lax.psum(partial_bTD, 'model')  # the sum that wo's split rows are owed
+    width, gates = partition.split(c.mlp_dim, 'model'), []
+    for i, activation in enumerate(c.mlp_activations):
+        name = 'wi' if len(c.mlp_activations) == 1 else f'wi_{i}'
+        wi_Df = kernel(name, (c.emb_dim, width), 'truncated_normal', c.dtype)
+        gates.append(ACTIVATIONS[activation](jnp.einsum('bTD,Df->bTf', x_bTD, wi_Df)))
+    hidden_bTf = dropout(math.prod(gates), (1, c.mlp_dim), split_dim=2)
+    wo_fD = kernel('wo', (width, c.emb_dim), 'truncated_normal', c.dtype)
+    partial_bTD = jnp.einsum('bTf,fD->bTD', hidden_bTf, wo_fD)
+    return lax.psum(partial_bTD, 'model')  # the sum that wo's split rows are owed
 
 
-class Embedder(T5Module):
-    """The token table of encoder and decoder, its rows split over 'model'."""
-
-    def table_vD(self) -> jax.Array:
-        shape = (partition.split(self.config.vocab_size, 'model'), self.config.emb_dim)
-        return hk.get_parameter('embedding', shape, jnp.float32, hk.initializers.RandomNormal(1.0))
-
-    def __call__(self, tokens_bT) -> jax.Array:
-        table_vD = self.table_vD()
-        own_bT = tokens_bT - lax.axis_index('model') * table_vD.shape[0]
-        here_bT1 = ((own_bT >= 0) & (own_bT < table_vD.shape[0]))[..., None]
-        # A row is read in float32 and then cast, so that its gradient is summed in float32.
-        rows_bTD = jnp.take(table_vD, own_bT, axis=0, mode='clip').astype(self.config.dtype)
-        partial_bTD = jnp.where(here_bT1, rows_bTD, 0)
-        return lax.psum(partial_bTD, 'model')  # one device holds the row, the others add zero
+@scoped
+def embedding_table(c):
+    """The token table of encoder and decoder, float32, its rows split over 'model'."""
+    shape = (partition.split(c.vocab_size, 'model'), c.emb_dim)
+    return hk.get_parameter('embedding', shape, jnp.float32, hk.initializers.RandomNormal(1.0))
 
 
-class RelativePositionBias(T5Module):
-    """What each head adds to its attention logits for memory_position - query_position, bucketed."""
+def embed(c, table_vD, tokens_bT):
+    own_bT = tokens_bT - lax.axis_index('model') * table_vD.shape[0]
+    here_bT1 = ((own_bT >= 0) & (own_bT < table_vD.shape[0]))[..., None]
+    # A row is read in float32 and then cast, so that its gradient is summed in float32.
+    rows_bTD = jnp.take(table_vD, own_bT, axis=0, mode='clip').astype(c.dtype)
+    partial_bTD = jnp.where(here_bT1, rows_bTD, 0)
+    return lax.psum(partial_bTD, 'model')  # one device holds the row, the others add zero
 
-    def __call__(self, query_length: int, key_length: int, bidirectional: bool) -> jax.Array:
-        shape = (partition.split(self.config.num_heads, 'model'), NUM_BUCKETS)
-        init = hk.initializers.VarianceScaling(1.0, 'fan_avg', 'uniform')
-        table_hR = hk.get_parameter('rel_embedding', shape, jnp.float32, init)
-        relative_TM = jnp.arange(key_length)[None, :] - jnp.arange(query_length)[:, None]
-        bucket_TM = relative_position_bucket(relative_TM, bidirectional)
-        # A product with one-hot rows rather than a lookup: its gradient is a matmul, not a scatter of
-        # length^2 updates into 32 places.
-        one_hot_TMR = jax.nn.one_hot(bucket_TM, NUM_BUCKETS, dtype=self.config.dtype)
-        bias_hTM = jnp.einsum('hR,TMR->hTM', table_hR.astype(self.config.dtype), one_hot_TMR)
-        return bias_hTM[None]
+
+@scoped
+def relative_position_bias(c, query_length, key_length, bidirectional):
+    """What each head adds to its attention logits for memory_position - query_position: [1, h, T, M]."""
+    shape = (partition.split(c.num_heads, 'model'), NUM_BUCKETS)
+    init = hk.initializers.VarianceScaling(1.0, 'fan_avg', 'uniform')
+    table_hR = hk.get_parameter('rel_embedding', shape, jnp.float32, init).astype(c.dtype)
+    relative_TM = jnp.arange(key_length)[None, :] - jnp.arange(query_length)[:, None]
+    bucket_TM = relative_position_bucket(relative_TM, bidirectional)
+    # A product with one-hot rows, not a lookup: its gradient is a matmul, not a scatter of length^2
+    # updates into 32 places.
+    one_hot_TMR = jax.nn.one_hot(bucket_TM, NUM_BUCKETS, dtype=c.dtype)
+    bias_hTM = jnp.einsum('hR,TMR->hTM', table_hR, one_hot_TMR)
+    return bias_hTM[None]
 
 
 def relative_position_bucket(relative_TM: jax.Array, bidirectional: bool) -> jax.Array:
@@ -339,30 +301,20 @@ def relative_position_bucket(relative_TM: jax.Array, bidirectional: bool) -> jax
     return offset + jnp.where(distance < num_exact, distance, jnp.minimum(far, num_buckets - 1))
 
 
-class RMSNorm(T5Module):
+@scoped
+def rms_norm(c, x_bTD):
     """x / rms(x) * scale, no mean and no bias; statistics in float32, the product in the compute dtype."""
-
-    def __call__(self, x_bTD):
-        scale_D = hk.get_parameter('scale', (self.config.emb_dim,), jnp.float32, jnp.ones)
-        x_bTD = x_bTD.astype(jnp.float32)
-        mean_square_bT1 = jnp.mean(lax.square(x_bTD), axis=-1, keepdims=True)
-        y_bTD = (x_bTD * lax.rsqrt(mean_square_bT1 + 1e-6)).astype(self.config.dtype)
-        return y_bTD * scale_D.astype(self.config.dtype)[None, None]
+    scale_D = hk.get_parameter('scale', (c.emb_dim,), jnp.float32, jnp.ones)
+    x_bTD = x_bTD.astype(jnp.float32)
+    mean_square_bT1 = jnp.mean(lax.square(x_bTD), axis=-1, keepdims=True)
+    y_bTD = (x_bTD * lax.rsqrt(mean_square_bT1 + 1e-6)).astype(c.dtype)
+    return y_bTD * scale_D.astype(c.dtype)[None, None]
 
 
-@dataclasses.dataclass
-class Kernel(hk.Module):
-    """A float32 matrix, cast to the compute dtype where it is used."""
-
-    shape: tuple[int, int]
-    init: Callable
-    dtype: str
-    name: str
-
-    def __call__(self) -> jax.Array:
-        return hk.get_parameter('kernel', self.shape, jnp.float32, self.init).astype(self.dtype)
-
-
-def fan_in(distribution: str) -> Callable:
-    """Standard deviation 1/sqrt(rows of the kernel), after truncation where truncated."""
-    return hk.initializers.VarianceScaling(1.0, 'fan_in', distribution)
+@scoped
+def kernel(shape, distribution, dtype, divisor=1.0):
+    """A float32 matrix, cast to the dtype that it is used in. Its initial deviation is the inverse root of
+    its rows (fan in), after truncation where truncated, over `divisor`."""
+    initial = hk.initializers.VarianceScaling(1.0, 'fan_in', distribution)
+    values = lambda shape, dtype: initial(shape, dtype) / divisor  # noqa: E731
+    return hk.get_parameter('kernel', shape, jnp.float32, values).astype(dtype)
