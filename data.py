@@ -10,6 +10,7 @@ seed and of a place in the stream, so a place is all that resuming needs.
 import ast
 import collections
 import concurrent.futures
+import dataclasses
 import functools
 import glob
 import hashlib
@@ -21,7 +22,7 @@ import os
 import pathlib
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import sentencepiece
@@ -50,22 +51,18 @@ class Stream:
         self.batch_size, self.seed, self.num_epochs = batch_size, seed, num_epochs
         self.rows = range(batch_size) if rows is None else rows
         self.raw_length, num_spans = span_corruption_sizes(config, vocabulary)
-        self.first_sentinel = vocabulary.sentinel(num_spans - 1)  # the least id that is a sentinel
+        self.first_sentinel = vocabulary.size - num_spans  # <extra_id_0> is the last id
         texts = (text for *_, text in source.documents(split, 0, 0, 1, seed))
         if not any(vocabulary.encode([text])[0] for text in texts):
             fraction = f'data.validation_fraction={config.validation_fraction}'
             raise ValueError(
                 f'the corpus has no document in split {split!r} at {fraction}; change it'
             )
-        self.position = np.zeros((len(self.rows), 4), np.int64)
+        self.seek(np.zeros((len(self.rows), 4), np.int64))
 
-    @property
-    def position(self) -> np.ndarray:
-        return self._position.copy()
-
-    @position.setter
-    def position(self, position: np.ndarray):
-        self._position, self._lanes = np.array(position, np.int64), self._open_lanes(position)
+    def seek(self, position: np.ndarray) -> None:
+        """Goes to where `position` was read off."""
+        self.position, self._lanes = np.array(position, np.int64), self._open_lanes(position)
 
     def describe(self, position: np.ndarray) -> list[str]:
         """The names of the documents in each row of the batch that starts at `position`."""
@@ -79,7 +76,7 @@ class Stream:
         inputs = np.zeros((len(self.rows), self.config.lengths.inputs), np.int32)
         targets = np.zeros((len(self.rows), self.config.lengths.targets), np.int32)
         for row, lane in enumerate(self._lanes):
-            example, _, self._position[row] = next(lane, (([], []), [], self._position[row]))
+            example, _, self.position[row] = next(lane, (([], []), [], self.position[row]))
             for array, ids in zip((inputs, targets), example, strict=True):
                 array[row, : len(ids)] = ids
         if not inputs.any():
@@ -127,19 +124,13 @@ class Stream:
         return [(examples[i], list(dict.fromkeys(names[i]))) for i in order]
 
 
-def batch_hash(batch: dict[str, np.ndarray]) -> int:
-    """CRC-32 of all arrays, in the order of their keys."""
-    return zlib.crc32(b''.join(batch[key].tobytes() for key in sorted(batch)))
-
-
 def prefetch(stream: Stream, depth: int = 2) -> Iterator[tuple]:
     """Yields (batch, position before it, position after it), made ahead in a thread. An error in the
     thread is raised where its batch would have come."""
 
     def step():
-        before = stream.position
-        batch = next(stream, None)
-        return batch, before, stream.position
+        before = stream.position.copy()
+        return next(stream, None), before, stream.position.copy()
 
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
         ahead = collections.deque(thread.submit(step) for _ in range(depth))
@@ -257,32 +248,19 @@ def append_eos_after_trim(tokens: np.ndarray, length: int | None = None) -> np.n
     return np.pad(trimmed, ((0, 0), (0, 1)), constant_values=EOS_ID)
 
 
-def open_source(config) -> 'Source':
-    """The text files of `config.files` (globs, comma-separated), else the prose of this Python."""
-    if not config.files:
-        return Documents(pydoc_documents(), config.validation_fraction)
-    paths = set()
-    for pattern in config.files.split(','):
-        found = {path for path in glob.glob(pattern.strip()) if os.path.isfile(path)}
-        if not found:
-            raise ValueError(f'data.files: {pattern.strip()!r} matches no file; correct it')
-        paths |= found
-    return TextFiles(sorted(paths), config.validation_fraction)
-
-
+@dataclasses.dataclass(frozen=True)
 class Source:
-    """A corpus of `num_blocks` blocks; `read(block)` gives the documents of one as (name, text).
+    """A corpus of blocks; `read(block)` gives the documents of one as (name, text).
 
     An epoch permutes the blocks and deals them out to the lanes; a lane permutes the documents of each
     pool of its blocks. The hash of its text says which split a document is in.
     """
 
+    description: str
     num_blocks: int
+    read: Callable[[int], list[tuple[str, str]]]
+    fingerprint: str  # a run goes on with the same corpus only
     validation_fraction: float
-    fingerprint: str  # of the corpus: a run goes on with the same one only
-
-    def read(self, block: int) -> list[tuple[str, str]]:
-        raise NotImplementedError
 
     def documents(
         self, split: str, epoch: int, lane: int, num_lanes: int, seed: int, unit=0, index=0
@@ -303,50 +281,54 @@ class Source:
             index = 0
 
 
-class Documents(Source):
-    """Documents in memory, each a block."""
+def open_source(config) -> Source:
+    """The text files of `config.files` (globs, comma-separated), else the prose of this Python."""
+    paths: set[str] = set()
+    for pattern in filter(None, config.files.split(',')):
+        found = {path for path in glob.glob(pattern.strip()) if os.path.isfile(path)}
+        if not found:
+            raise ValueError(f'data.files: {pattern.strip()!r} matches no file; correct it')
+        paths |= found
+    if paths:
+        return text_files(sorted(paths), config.validation_fraction)
+    return in_memory("this Python's documentation", pydoc_documents(), config.validation_fraction)
 
-    def __init__(self, documents: list[tuple[str, str]], validation_fraction: float):
-        self._documents, self.validation_fraction = documents, validation_fraction
-        self.num_blocks, self.fingerprint = len(documents), digest([t for _, t in documents])
 
-    def __str__(self) -> str:
-        return f"{self.num_blocks:,} texts of this Python's documentation"
+def in_memory(what: str, documents: list[tuple[str, str]], validation_fraction: float) -> Source:
+    """(name, text) of each document, each a block."""
+    fingerprint, what = (
+        digest([text for _, text in documents]),
+        f'{len(documents):,} texts of {what}',
+    )
+    read = lambda block: [documents[block]]  # noqa: E731
+    return Source(what, len(documents), read, fingerprint, validation_fraction)
 
-    def read(self, block: int) -> list[tuple[str, str]]:
-        return [self._documents[block]]
 
-
-class TextFiles(Source):
+def text_files(paths: list[str], validation_fraction: float) -> Source:
     """A document per line, in the block of bytes where the line starts; names are path:offset."""
+    sizes = [os.path.getsize(path) for path in paths]
+    block_bytes = min(max(sum(sizes) // MIN_BLOCKS, 1), MAX_BLOCK_BYTES)
+    first_blocks = np.cumsum([0] + [-(-size // block_bytes) for size in sizes])
 
-    def __init__(self, paths: list[str], validation_fraction: float):
-        self._paths, self.validation_fraction = paths, validation_fraction
-        sizes = [os.path.getsize(path) for path in paths]
-        self._block_bytes = min(max(sum(sizes) // MIN_BLOCKS, 1), MAX_BLOCK_BYTES)
-        self._first_blocks = np.cumsum([0] + [-(-size // self._block_bytes) for size in sizes])
-        self.num_blocks, self._num_bytes = int(self._first_blocks[-1]), sum(sizes)
-        self.fingerprint = digest([[os.path.basename(path) for path in paths], sizes])
-
-    def __str__(self) -> str:
-        return f'{len(self._paths):,} file(s), {self._num_bytes:,} bytes'
-
-    def read(self, block: int) -> list[tuple[str, str]]:
-        file_index = int(np.searchsorted(self._first_blocks, block, side='right')) - 1
-        path = self._paths[file_index]
-        start = (block - int(self._first_blocks[file_index])) * self._block_bytes
+    def read(block: int) -> list[tuple[str, str]]:
+        file_index = int(np.searchsorted(first_blocks, block, side='right')) - 1
+        path, start = paths[file_index], (block - int(first_blocks[file_index])) * block_bytes
         documents = []
         with open(path, 'rb') as file:
             if start:
                 file.seek(start - 1)
                 file.readline()  # ends a line that began in an earlier block
-            while (offset := file.tell()) < start + self._block_bytes and (line := file.readline()):
+            while (offset := file.tell()) < start + block_bytes and (line := file.readline()):
                 try:
                     documents.append((f'{path}:{offset}', line.decode().strip()))
                 except UnicodeDecodeError as error:
                     place = f'{path}: byte {offset + error.start}'
                     raise ValueError(f'{place} is not UTF-8; convert the file') from None
         return documents
+
+    what = f'{len(paths):,} text file(s), {sum(sizes):,} bytes'
+    fingerprint = digest([[os.path.basename(path) for path in paths], sizes])
+    return Source(what, int(first_blocks[-1]), read, fingerprint, validation_fraction)
 
 
 def digest(content: list) -> str:
@@ -436,21 +418,9 @@ def train_vocabulary(texts: Iterable[str], num_pieces: int) -> bytes:
     return model.getvalue()
 
 
-class Vocabulary:
-    """`size` ids with the `num_extra_ids` sentinels, <extra_id_0> being the last id."""
-
-    size: int
-    num_extra_ids: int
-
-    def sentinel(self, i: int) -> int:
-        return self.size - 1 - i
-
-
-class SentencePieceVocabulary(Vocabulary):
-    """A SentencePiece model, and after its pieces `extra_ids` sentinels in SeqIO's reversed order.
-
-    A model that brings sentinels (mT5's, cc_all.32000.100extra) gets no others.
-    """
+class SentencePieceVocabulary:
+    """A SentencePiece model, and after its pieces `extra_ids` sentinels: <extra_id_0> is the last of `size`
+    ids. A model that brings sentinels (mT5's, cc_all.32000.100extra) gets no others."""
 
     def __init__(self, model: bytes, extra_ids: int = 100):
         try:
@@ -480,7 +450,7 @@ class SentencePieceVocabulary(Vocabulary):
         return self._processor.decode([i if i < self.size else UNK_ID for i in before_eos(ids)])
 
 
-class ByteVocabulary(Vocabulary):
+class ByteVocabulary:
     """Byte b of the UTF-8 text is id b + 3 (ByT5)."""
 
     def __init__(self, extra_ids: int = 0):

@@ -111,7 +111,7 @@ class Evaluation:
     Differs from T5X: the first `eval.steps` batches of one pass; T5X repeats a small split.
     """
 
-    def __init__(self, config: Any, mesh: Mesh, source: data.Source, vocabulary: data.Vocabulary):
+    def __init__(self, config: Any, mesh: Mesh, source: data.Source, vocabulary: Any):
         self.config, self.mesh = config, mesh
         rows, batch_size = (
             partition.own_rows(mesh, config.train.batch_size),

@@ -60,7 +60,7 @@ class Run(NamedTuple):
     workdir: Path
     trainer: Trainer
     source: data.Source
-    vocabulary: data.Vocabulary
+    vocabulary: Any  # of data.find_vocabulary
     stream: data.Stream
     state: TrainState
     interval: list[dict]  # each step's metrics since the last logged step
@@ -100,7 +100,7 @@ def prepare(config: Any, workdir: str | Path) -> Run:
     else:
         directory = workdir / f'checkpoint_{step}'
         state = restore(trainer, directory)
-        stream.position = np.load(directory / 'data_position.npy')[rows]
+        stream.seek(np.load(directory / 'data_position.npy')[rows])
         interval = json.loads((directory / 'interval.json').read_text())
     if jax.process_index() == 0:
         (workdir / 'config.json').write_text(json.dumps(settings, indent=1))
@@ -187,7 +187,8 @@ def train(run: Run) -> None:
         batch, before, after = next(batches)
         waited += time.perf_counter() - asked
         state, metrics = train_step(state, partition.place_rows(mesh, batch))
-        interval.append(metrics | {'batch_crc32': data.batch_hash(batch)})
+        crc32 = zlib.crc32(b''.join(x.tobytes() for x in batch.values()))
+        interval.append(metrics | {'batch_crc32': crc32})
         positions.append(before)
         log, save_now, evaluate_now = (
             step % config[name].every_steps == 0 or step == last for name in ('log', 'save', 'eval')
@@ -326,7 +327,7 @@ def introduction(run: Run) -> str:
     return (
         f'T5 with {num_parameters:,} parameters in {c.model.dtype} on {mesh.size} '
         f'{mesh.devices.flat[0].platform} device(s), {dict(mesh.shape)}.\n'
-        f'Text: {run.source}; vocabulary: {run.vocabulary.size:,} pieces.\n'
+        f'Text: {run.source.description}; vocabulary: {run.vocabulary.size:,} pieces.\n'
         f'{f"Going on after step {step:,}" if step else "From scratch"}; compiling, then a line every '
         f'{c.log.every_steps} steps.'
     )

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import threading
+import zlib
 
 import ml_collections
 import numpy as np
@@ -21,6 +22,14 @@ ORACLES = pathlib.Path(__file__).parents[1].parent / 'shared' / 'testdata' / 'se
 
 def golden(name):
     return json.loads((GOLDEN / f'{name}.json').read_text())
+
+
+def batch_hash(batch):
+    return zlib.crc32(b''.join(batch[key].tobytes() for key in sorted(batch)))
+
+
+def documents_of(source):
+    return [document for block in range(source.num_blocks) for document in source.read(block)]
 
 
 def make_config(**changes):
@@ -48,7 +57,7 @@ def pydoc():
 
 @pytest.fixture(scope='session')
 def model(pydoc):
-    return data.train_vocabulary([text for _, text in pydoc._documents[::10]], 1000)
+    return data.train_vocabulary([text for _, text in documents_of(pydoc)[::10]], 1000)
 
 
 @pytest.fixture(scope='session')
@@ -84,7 +93,7 @@ def without_eos(row):
 
 
 def sentinels_of(vocabulary):
-    return {vocabulary.sentinel(i) for i in range(100)}
+    return {(vocabulary.size - 1 - i) for i in range(100)}
 
 
 # Vocabularies.
@@ -129,7 +138,7 @@ def test_extra_ids_count_down_from_the_end(model):
     [ids] = vocabulary.encode([text])
     assert (
         [i for i in ids if i >= 1000]
-        == [vocabulary.sentinel(i) for i in (0, 99, 1)]
+        == [(vocabulary.size - 1 - i) for i in (0, 99, 1)]
         == [1099, 1000, 1098]
     )
     assert vocabulary.decode(ids) == text
@@ -144,7 +153,7 @@ def test_baked_in_extra_ids_are_not_doubled(model):
 
 
 def test_decode_undoes_encode(pydoc, vocabulary):
-    texts = [text for _, text in pydoc._documents[:200] if text.isascii()]
+    texts = [text for _, text in documents_of(pydoc)[:200] if text.isascii()]
     for text, ids in zip(texts, vocabulary.encode(texts), strict=True):
         assert data.UNK_ID in ids or vocabulary.decode(ids + [data.EOS_ID, 5]) == text
     byte = data.ByteVocabulary()
@@ -152,7 +161,7 @@ def test_decode_undoes_encode(pydoc, vocabulary):
 
 
 def test_training_gives_the_same_model_on_any_number_of_cores(pydoc, model):
-    texts = [text for _, text in pydoc._documents[::10]]
+    texts = [text for _, text in documents_of(pydoc)[::10]]
     cores = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(cores)})
@@ -350,7 +359,11 @@ def test_features_are_shifted_and_weighted(pydoc, vocabulary):
 def test_settings_that_do_not_fit_are_refused(pydoc, vocabulary, changes, message):
     config = make_config(**changes)
     with pytest.raises(ValueError, match=message):
-        source = data.open_source(config) if config.files else data.Documents(pydoc._documents, 0.0)
+        source = (
+            data.open_source(config)
+            if config.files
+            else data.in_memory('', documents_of(pydoc), 0.0)
+        )
         data.Stream(source, 'validation', vocabulary, config, 2, 0)
 
 
@@ -373,21 +386,21 @@ def epoch_documents(source, epoch=0, num_lanes=3, splits=('train', 'validation')
 
 
 def test_pydoc_is_two_megabytes_of_distinct_prose(pydoc):
-    texts = [text for _, text in pydoc._documents]
+    texts = [text for _, text in documents_of(pydoc)]
     size = sum(map(len, texts))
     assert 1_500_000 < size < 4_000_000 and len(texts) > 5000
     assert len(set(texts)) == len(texts) and all(text == ' '.join(text.split()) for text in texts)
     letters = sum(c.isalpha() or c == ' ' for text in texts for c in text)
     assert letters > 0.85 * size
-    assert 'json.decoder.decode' in dict(pydoc._documents)
+    assert 'json.decoder.decode' in dict(documents_of(pydoc))
     again = data.open_source(make_config())
-    assert again._documents == pydoc._documents and again.fingerprint == pydoc.fingerprint
-    assert data.Documents(pydoc._documents[:-1], 0.01).fingerprint != pydoc.fingerprint
+    assert documents_of(again) == documents_of(pydoc) and again.fingerprint == pydoc.fingerprint
+    assert data.in_memory('', documents_of(pydoc)[:-1], 0.01).fingerprint != pydoc.fingerprint
 
 
 def test_every_pydoc_document_comes_once_per_epoch(pydoc):
     first, second = (sum(epoch_documents(pydoc, epoch), []) for epoch in (0, 1))
-    assert sorted(first) == sorted(second) == sorted(pydoc._documents)
+    assert sorted(first) == sorted(second) == sorted(documents_of(pydoc))
     assert first != second and first != sorted(first)
 
 
@@ -398,7 +411,7 @@ def test_splits_are_disjoint_and_sized_as_asked(pydoc):
     )
     assert not train & validation
     assert 0.005 < len(validation) / len(train) < 0.015
-    twice = data.Documents([('a', 'same text'), ('b', 'same text')], 0.5)
+    twice = data.in_memory('', [('a', 'same text'), ('b', 'same text')], 0.5)
     assert [] in epoch_documents(twice, num_lanes=1)
 
 
@@ -484,7 +497,8 @@ def long_and_short_documents():
     """Documents of one byte to exactly the 65,536 ids of a whole chunk, in bytes."""
     random = np.random.default_rng(0)
     sizes = [1, 2, 65536, 5000, 30000] + [int(n) for n in random.integers(1, 400, 600)]
-    return data.Documents(
+    return data.in_memory(
+        '',
         [
             (f'document {i}', bytes(random.integers(97, 123, n, np.uint8)).decode())
             for i, n in enumerate(sizes)
@@ -521,7 +535,7 @@ def test_no_token_is_lost_or_doubled_in_an_epoch(
             unit, index = group[-1][0], group[-1][1] + 1
 
     stream = data.Stream(source, 'train', vocabulary, config, 3, 5, num_epochs=1)
-    sentinels, found, position = sentinels_of(vocabulary), {}, stream.position
+    sentinels, found, position = sentinels_of(vocabulary), {}, stream.position.copy()
     for i, batch in enumerate(stream):
         described = stream.describe(position) if i % 50 == 0 else None
         rows = zip(
@@ -532,7 +546,7 @@ def test_no_token_is_lost_or_doubled_in_an_epoch(
                 raw = tuple(uncorrupt(without_eos(inputs), without_eos(targets), sentinels))
                 found.setdefault((lane, *place[:3].tolist()), []).append(raw)
                 assert described is None or described[lane] == names[raw]
-        position = stream.position
+        position = stream.position.copy()
     assert {place: sorted(pieces) for place, pieces in found.items()} == {
         place: sorted(pieces) for place, pieces in expected.items()
     }
@@ -543,7 +557,7 @@ def test_stream_is_a_function_of_the_seed(pydoc, vocabulary):
     config = make_config()
     hashes = [
         [
-            data.batch_hash(batch)
+            batch_hash(batch)
             for batch in take(data.Stream(pydoc, 'train', vocabulary, config, 4, seed), 5)
         ]
         for seed in (0, 0, 1)
@@ -554,16 +568,16 @@ def test_stream_is_a_function_of_the_seed(pydoc, vocabulary):
 def test_first_batch_is_the_same_on_every_machine():
     """Pins the stream: numpy, Python and the machine have no part in it."""
     texts = [f'document {i} is about the number {i * i}' for i in range(300)]
-    source = data.Documents([(str(i), text) for i, text in enumerate(texts)], 0.1)
+    source = data.in_memory('', [(str(i), text) for i, text in enumerate(texts)], 0.1)
     batch = next(data.Stream(source, 'train', data.ByteVocabulary(), make_config(), 4, 0))
-    assert data.batch_hash(batch) == FIRST_BATCH_HASH
+    assert batch_hash(batch) == FIRST_BATCH_HASH
 
 
 FIRST_BATCH_HASH = 3602360344
 
 
 def test_epochs_differ(vocabulary, pydoc):
-    small = data.Documents(pydoc._documents[:40], 0.1)
+    small = data.in_memory('', documents_of(pydoc)[:40], 0.1)
     stream = data.Stream(small, 'train', vocabulary, make_config(), 2, 0)
     epochs = {}
     while stream.position[:, 0].min() < 3:
@@ -576,7 +590,7 @@ def test_epochs_differ(vocabulary, pydoc):
 def text_source(tmp_path_factory, pydoc):
     folder = tmp_path_factory.mktemp('text')
     for part in range(4):
-        texts = [text for _, text in pydoc._documents[part * 40 : part * 40 + 40]]
+        texts = [text for _, text in documents_of(pydoc)[part * 40 : part * 40 + 40]]
         (folder / f'{part}.txt').write_text('\n'.join(texts))
     return data.open_source(make_config(files=f'{folder}/*.txt', validation_fraction=0.1))
 
@@ -590,7 +604,7 @@ def test_resuming_anywhere_gives_the_identical_remainder(text_source, vocabulary
 
     stream, batches, positions = open_stream(), [], []
     while len(batches) < 150:
-        positions.append(stream.position)
+        positions.append(stream.position.copy())
         try:
             batches.append(next(stream))
         except StopIteration:
@@ -598,12 +612,12 @@ def test_resuming_anywhere_gives_the_identical_remainder(text_source, vocabulary
     assert positions[-1][:, 0].min() >= 1 and (num_epochs is None) == (len(batches) == 150)
     resumed = open_stream()
     for i, position in list(enumerate(positions))[::7]:
-        resumed.position = position
+        resumed.seek(position)
         np.testing.assert_array_equal(resumed.position, position)
         for batch in batches[i : i + 12]:
             assert_equal_batches(next(resumed), batch)
     if num_epochs:
-        resumed.position = positions[-1]
+        resumed.seek(positions[-1])
         assert next(resumed, None) is None
 
 
@@ -641,7 +655,7 @@ def test_any_number_of_processes_makes_the_same_batches_of_the_same_documents(py
 
 def test_one_epoch_ends_lane_by_lane(vocabulary):
     texts = ['word ' * 2000] + [f'few words {i}' for i in range(5)]
-    source = data.Documents([(str(i), text) for i, text in enumerate(texts)], 0.0)
+    source = data.in_memory('', [(str(i), text) for i, text in enumerate(texts)], 0.0)
     stream = data.Stream(source, 'train', vocabulary, make_config(), 3, 0, num_epochs=1)
     batches = list(stream)
     is_padding = [[not row.any() for row in batch['decoder_loss_weights']] for batch in batches]
@@ -651,7 +665,7 @@ def test_one_epoch_ends_lane_by_lane(vocabulary):
 
 
 def test_lanes_without_documents_wait_for_their_epoch(vocabulary):
-    source = data.Documents([('only', 'the only document')], 0.0)
+    source = data.in_memory('', [('only', 'the only document')], 0.0)
     epochs = [epoch_documents(source, epoch, num_lanes=4, splits=['train']) for epoch in range(4)]
     assert all(any(lane) for lane in zip(*epochs, strict=True))
     stream = data.Stream(source, 'train', vocabulary, make_config(), 4, 0)
@@ -666,7 +680,7 @@ def test_prefetch_gives_the_plain_stream(pydoc, vocabulary):
     prefetch = data.prefetch(data.Stream(pydoc, 'train', vocabulary, config, 2, 0))
     num_threads = threading.active_count()  # the thread starts with the first `next`
     for _ in range(20):
-        before = plain.position
+        before = plain.position.copy()
         expected = next(plain)
         batch, position_before, position_after = next(prefetch)
         assert_equal_batches(batch, expected)
