@@ -8,8 +8,6 @@ A tree is flat here: {'target/encoder/layers_0/attention/query/kernel': array, '
 Source: t5x/checkpoints.py, t5x/checkpoint_utils.py; flax/serialization.py for msgpack's extensions.
 """
 
-import itertools
-import math
 import os
 import re
 import shutil
@@ -24,19 +22,17 @@ import numpy as np
 import tensorstore as ts
 from jax.experimental import multihost_utils
 
-VERSION = 3  # in 2 bfloat16 arrays were stored as uint16
-CHUNK_BYTES = 64 * 1024**2
+VERSION = 3  # before it, bfloat16 arrays were stored as uint16
 ARRAYS_IN_FLIGHT = 8  # bounds the host memory that saving and restoring take
-
-Tree = Mapping[str, jax.Array | np.ndarray]
+NATIVE = "the native layout is read, not Orbax or Mesh-TF: save with T5X's use_orbax=False"
 Shapes = dict[str, tuple[int, ...]]
 
 
-def save(workdir: Path, step: int, tree: Tree, files: Mapping[str, bytes] = {}) -> Path:
+def save(workdir: Path, step: int, tree: Mapping, files: Mapping[str, bytes] = {}) -> Path:
     """Writes `workdir/checkpoint_STEP`: the flat `tree`, and `files` beside it; all or nothing.
 
-    Every process calls it with the same paths and writes the shards it owns. The folder gets its
-    name when all is on disk: a crash leaves at most a `.tmp-SECONDS` folder, which no reader takes.
+    Every process calls it with the same paths and writes the shards it owns. The folder gets its name
+    when all is on disk: a crash leaves at most a `.tmp-SECONDS` folder, which no reader takes.
     """
     final = Path(workdir).absolute() / f'checkpoint_{step}'
     if final.exists():
@@ -72,10 +68,8 @@ def restore(
     wanted: Callable[[str], bool] = lambda path: True,
     shardings: Mapping[str, jax.sharding.Sharding] = {},
 ) -> dict[str, jax.Array | np.ndarray]:
-    """Reads the leaves of a `checkpoint_STEP` whose path is `wanted`, in their stored dtypes.
-
-    A path in `shardings` gives a jax.Array, of which a process reads only its part; others numpy.
-    """
+    """Reads the leaves of a `checkpoint_STEP` whose path is `wanted`, in their stored dtypes. A path in
+    `shardings` gives a jax.Array, of which a process reads only its part; others numpy."""
     index = {path: leaf for path, leaf in read_index(directory).items() if wanted(path)}
 
     def read(path):
@@ -94,20 +88,15 @@ def restore(
 def read_index(directory: Path) -> dict[str, np.ndarray | dict]:
     """{path: the array if it is stored inline, else its TensorStore spec}; no nil leaves."""
     file = Path(directory) / 'checkpoint'
-    content = file.read_bytes() if file.is_file() else b''
-    orbax_files = ('_METADATA', '_CHECKPOINT_METADATA')
-    if any((file.parent / name).exists() for name in orbax_files) or b'PLACEHOLDER://' in content:
-        raise ValueError(f'{directory} has the Orbax layout: save it with T5X, use_orbax=False')
-    if content.startswith(b'model_checkpoint_path'):
-        raise ValueError(f'{directory} is a Mesh-TF checkpoint: convert it with T5X first')
-    if not content:
-        raise ValueError(f'{file} is missing or empty: name one whole checkpoint_STEP folder')
+    if not file.is_file():
+        raise ValueError(f'{file} is missing: name a checkpoint_STEP folder; {NATIVE}')
     try:
-        top = dict(msgpack.unpackb(content, strict_map_key=False, ext_hook=_unpack_extension))
+        hook = {'strict_map_key': False, 'ext_hook': _unpack_extension}
+        top = dict(msgpack.unpackb(file.read_bytes(), **hook))
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f'{file} is no T5X index ({error}): fetch it again') from error
+        raise ValueError(f'{file} is no T5X index ({error}); {NATIVE}') from error
     if (version := top.get('version', 0)) != VERSION:
-        raise ValueError(f'{file} has version {version}, not {VERSION}: save it with a newer T5X')
+        raise ValueError(f'{file} has version {version}, not {VERSION}; {NATIVE}')
     return {path: leaf for path, leaf in flatten(top['optimizer']).items() if leaf is not None}
 
 
@@ -119,16 +108,13 @@ def steps(workdir: Path) -> list[int]:
 
 
 def newest(workdir: Path) -> int | None:
-    """Step of the newest whole checkpoint in `workdir`; None where there is none."""
     return max(steps(workdir), default=None)
 
 
-def shapes(index: Mapping[str, jax.Array | np.ndarray | dict]) -> dict[str, tuple[int, ...]]:
+def shapes(index: Mapping) -> Shapes:
     """{path: shape} of a flat tree, or of what `read_index` returns."""
-    return {
-        path: tuple(leaf['metadata']['shape'] if isinstance(leaf, dict) else np.shape(leaf))
-        for path, leaf in index.items()
-    }
+    shape = lambda x: x['metadata']['shape'] if isinstance(x, dict) else np.shape(x)  # noqa: E731
+    return {path: tuple(shape(leaf)) for path, leaf in index.items()}
 
 
 def compare(expected: Shapes, found: Shapes) -> None:
@@ -152,7 +138,6 @@ def flatten(tree: Mapping, prefix: str = '') -> dict:
 
 
 def unflatten(flat: Mapping) -> dict:
-    """{'a/b': leaf} to nested dicts."""
     tree: dict = {}
     for path, leaf in flat.items():
         node, (*parents, name) = tree, path.split('/')
@@ -166,28 +151,18 @@ def _index_leaf(path, array):
     """What T5X's index holds: small arrays packed whole, of others the spec of their folder."""
     # T5X packs what has no logical axes: the step, Adafactor's vectors and (1,) placeholders.
     is_small = array.shape in ((), (1,)) or path.endswith(('/v_row', '/v_col'))
-    is_jax = isinstance(array, jax.Array)
     if is_small and not path.startswith('target/'):
-        if is_jax and not (array.is_fully_addressable or array.is_fully_replicated):
+        if isinstance(array, jax.Array):  # whole, though it may be split over processes
             array = multihost_utils.process_allgather(array, tiled=True)
-        content = np.asarray(array).tobytes()
-        return msgpack.ExtType(1, msgpack.packb((array.shape, array.dtype.name, content)))
-    # Chunks divide shards, so no two processes write into one file.
-    shard = array.sharding.shard_shape(array.shape) if is_jax else array.shape
-    chunks = chunk_shape(shard, CHUNK_BYTES // array.dtype.itemsize)
+        content = (array.shape, array.dtype.name, np.asarray(array).tobytes())
+        return msgpack.ExtType(1, msgpack.packb(content))
+    # A chunk is a shard, so no two processes write into one file.
+    is_jax = isinstance(array, jax.Array)
+    chunks = array.sharding.shard_shape(array.shape) if is_jax else array.shape
     # Differs from T5X: not gzipped, which T5X restores as well and is several times faster.
-    metadata = {'chunks': chunks, 'compressor': None, 'shape': list(array.shape)}
+    metadata = {'chunks': list(chunks), 'compressor': None, 'shape': list(array.shape)}
     kvstore = {'driver': 'file', 'path': path.replace('/', '.') + '/'}
     return {'driver': 'zarr', 'dtype': array.dtype.name, 'kvstore': kvstore, 'metadata': metadata}
-
-
-def chunk_shape(shape: tuple[int, ...], max_elements: int) -> list[int]:
-    """The largest dimension shrinks to its next smaller divisor until a chunk is small enough."""
-    chunk = list(shape)
-    while math.prod(chunk) > max_elements:
-        dim = chunk.index(max(chunk))
-        chunk[dim] = max(n for n in range(1, chunk[dim]) if shape[dim] % n == 0)
-    return chunk
 
 
 def _write_array(directory, spec, array):
@@ -206,10 +181,9 @@ def _open_array(directory, path, spec):
     drivers = spec['driver'], spec['kvstore'].get('driver')
     if drivers not in (('zarr', 'file'), ('zarr', 'gfile')):
         raise ValueError(f'{path} has drivers {drivers}, not zarr and file: save it to a disk')
-    name = spec['kvstore'].get('path') or spec['path']  # outside before TensorStore 0.1.14
-    root = Path(directory).resolve()
+    name, root = spec['kvstore']['path'], Path(directory).resolve()
     folder = root / name
-    files = itertools.chain([folder], folder.rglob('*'))
+    files = [folder, *folder.rglob('*')]
     if '..' in folder.parts or not all(file.resolve().is_relative_to(root) for file in files):
         raise ValueError(f'{path} lies at {name}, outside of {root}: do not trust this checkpoint')
     if not (folder / '.zarray').is_file():
