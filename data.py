@@ -23,6 +23,7 @@ import pathlib
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import sentencepiece
@@ -361,35 +362,39 @@ def pydoc_documents() -> list[tuple[str, str]]:
 # Vocabularies: SeqIO seqio/vocabularies.py.
 
 
-def find_vocabulary(config, workdir: str | pathlib.Path, source: Source):
+def find_vocabulary(config, workdir: str | pathlib.Path, source: Source, max_size: int) -> Any:
     """What `config.vocabulary` names ('bytes', a SentencePiece model or its folder), else the workdir's,
-    else one trained on a sample of `source`. A model is kept as workdir/vocabulary.model. Raises ValueError
-    where that is not the configured one, and where a model is missing or unreadable."""
+    else one trained on a sample of `source`; a model is kept as workdir/vocabulary.model. Raises ValueError
+    where that is another one, and where a model is missing, unreadable or has more than `max_size` ids."""
     if config.vocabulary == 'bytes':
-        return ByteVocabulary(config.extra_ids)
+        return check_size(ByteVocabulary(config.extra_ids), max_size)
     kept = pathlib.Path(workdir, 'vocabulary.model')
-    if config.vocabulary or kept.exists():
-        path = pathlib.Path(config.vocabulary or kept)
-        names = ('spiece.model', 'sentencepiece.model', 'vocabulary.model')
-        files = [file for file in (path, *(path / name for name in names)) if file.is_file()]
-        if not files:
-            raise ValueError(
-                f'data.vocabulary={str(path)!r}: no file, nor a folder with {names[0]}'
-            )
-        model = files[0].read_bytes()
+    name = config.vocabulary or str(kept)
+    files = [pathlib.Path(name, end) for end in ('', 'spiece.model', 'sentencepiece.model')]
+    if found := [file for file in files if file.is_file()]:
+        model = found[0].read_bytes()
+    elif config.vocabulary:
+        raise ValueError(f'data.vocabulary={name!r}: no file, nor a folder with {files[1].name}')
     else:
         documents = source.documents('train', 0, 0, 1, seed=0)  # from all over the corpus
         model = train_vocabulary((text for *_, text in documents), config.num_pieces)
-    try:
-        vocabulary = SentencePieceVocabulary(model, config.extra_ids)
-    except ValueError as error:
-        raise ValueError(f'data.vocabulary={config.vocabulary or str(kept)!r} {error}') from None
     if kept.exists() and model != kept.read_bytes():
-        raise ValueError(f'data.vocabulary={config.vocabulary!r} is not {kept}; use a new workdir')
+        raise ValueError(f'data.vocabulary={name!r} is not {kept}: use that, or another workdir')
+    try:
+        vocabulary = check_size(SentencePieceVocabulary(model, config.extra_ids), max_size)
+    except ValueError as error:
+        raise ValueError(f'data.vocabulary={name!r}: {error}') from None
     kept.parent.mkdir(parents=True, exist_ok=True)
     unfinished = kept.with_suffix(f'.{os.getpid()}.tmp')
     unfinished.write_bytes(model)
     os.replace(unfinished, kept)
+    return vocabulary
+
+
+def check_size(vocabulary: Any, max_size: int) -> Any:
+    if vocabulary.size > max_size:
+        wish = f'{vocabulary.size} pieces; use {-(-vocabulary.size // 128) * 128}'
+        raise ValueError(f'model.vocab_size={max_size} is too small for {wish}')
     return vocabulary
 
 
@@ -426,10 +431,10 @@ class SentencePieceVocabulary:
         try:
             processor = sentencepiece.SentencePieceProcessor(model_proto=model or b'empty')
         except RuntimeError:
-            raise ValueError('is no SentencePiece model: replace it') from None
+            raise ValueError('no SentencePiece model') from None
         special = (processor.pad_id(), processor.eos_id(), processor.unk_id())
         if special != (PAD_ID, EOS_ID, UNK_ID):
-            raise ValueError(f'has pad, eos, unk {special}, not (0, 1, 2): use a T5 model')
+            raise ValueError(f'pad, eos, unk are {special}, not (0, 1, 2) as in T5')
         pieces = processor.id_to_piece(list(range(processor.vocab_size())))
         self.num_extra_ids = sum('<extra_id_' in piece for piece in pieces)
         if self.num_extra_ids == 0:

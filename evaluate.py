@@ -6,7 +6,7 @@ Source: T5X t5x/models.py, t5x/trainer.py (train-eval).
 import functools
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,17 +112,32 @@ class Evaluation:
     """
 
     def __init__(self, config: Any, mesh: Mesh, source: data.Source, vocabulary: Any):
-        self.config, self.mesh = config, mesh
-        rows, batch_size = (
-            partition.own_rows(mesh, config.train.batch_size),
-            config.train.batch_size,
-        )
-        place = (vocabulary, config.data, batch_size, config.seed, rows)
-        self.training = data.Stream(source, 'train', *place)
-        validation = data.Stream(source, 'validation', *place, num_epochs=1)
+        self.config, self.mesh, batch_size = config, mesh, config.train.batch_size
+        place = (vocabulary, config.data, batch_size, config.seed)
+        rows = partition.own_rows(mesh, batch_size)
+        self.training = data.Stream(source, 'train', *place, rows)
+        validation = data.Stream(source, 'validation', *place, rows, num_epochs=1)
         self.batches = list(itertools.islice(validation, config.eval.steps))
         self.first_sentinel = validation.first_sentinel
-        self.sums = self.make_sums()
+        c, factor = model.T5Config(**config.model), config.loss.loss_normalizing_factor
+        normalizing_factor = loss.parse_normalizing_factor(factor)
+        specs = partition.param_specs(model.PARAMETER_SPECS, model.shapes(c))
+
+        def device_sums(params, batch):
+            """loss.weighted_sums, and nats (no z-loss, no smoothing) of all targets and of those that
+            are text: no sentinel, EOS or padding; each summed over the global batch."""
+            logits_bTv = model.apply(lambda: model.logits(c, batch), params)
+            weights = loss.weights_and_divisor(batch, normalizing_factor)
+            sums = loss.weighted_sums(logits_bTv, batch, *weights, config.loss)
+            targets_bT = batch['decoder_target_tokens']
+            nats_bT, _ = loss.cross_entropy(logits_bTv, targets_bT)
+            text_bT = (targets_bT > data.EOS_ID) & (targets_bT < self.first_sentinel)
+            sums['target_nats'] = (nats_bT * (targets_bT > 0)).sum()
+            sums['text_nats'], sums['text_tokens'] = (nats_bT * text_bT).sum(), text_bT.sum()
+            return lax.psum(sums, 'data')
+
+        in_specs = (specs, partition.BATCH)
+        self.sums = jax.jit(jax.shard_map(device_sums, mesh=mesh, in_specs=in_specs, out_specs=P()))
 
     def __call__(self, params: Mapping[str, jax.Array]) -> dict[str, float]:
         """T5X's metrics, and nats per token of text and of all targets beside their unigram bars."""
@@ -134,27 +149,6 @@ class Evaluation:
             'nats_per_target_token': total['target_nats'] / total['decoder_tokens'],
             **self.unigram_bars,
         }
-
-    def make_sums(self) -> Callable:
-        """(params, batch) -> loss.weighted_sums, and nats (no z-loss, no smoothing) of all targets and
-        of those that are text: no sentinel, EOS or padding; each summed over the global batch."""
-        config = model.T5Config(**self.config.model)
-        normalizing_factor = loss.parse_normalizing_factor(self.config.loss.loss_normalizing_factor)
-        specs = partition.param_specs(model.PARAMETER_SPECS, model.shapes(config))
-
-        def device_sums(params, batch):
-            logits_bTv = model.apply(lambda: model.logits(config, batch), params)
-            weights = loss.weights_and_divisor(batch, normalizing_factor)
-            sums = loss.weighted_sums(logits_bTv, batch, *weights, self.config.loss)
-            targets_bT = batch['decoder_target_tokens']
-            nats_bT, _ = loss.cross_entropy(logits_bTv, targets_bT)
-            text_bT = (targets_bT > data.EOS_ID) & (targets_bT < self.first_sentinel)
-            sums['target_nats'] = (nats_bT * (targets_bT > 0)).sum()
-            sums['text_nats'], sums['text_tokens'] = (nats_bT * text_bT).sum(), text_bT.sum()
-            return lax.psum(sums, 'data')
-
-        in_specs = (specs, partition.BATCH)
-        return jax.jit(jax.shard_map(device_sums, mesh=self.mesh, in_specs=in_specs, out_specs=P()))
 
     @functools.cached_property
     def unigram_bars(self) -> dict[str, float]:
@@ -186,19 +180,17 @@ def summarize(steps: list, config: Any) -> dict[str, float]:
     rows, lengths = len(steps) * config.train.batch_size, config.data.lengths
     inputs, targets = rows * lengths.inputs, rows * lengths.targets  # positions, padding included
     weights, tokens = max(sums['weights'], 1e-9), sums['encoder_tokens'] + sums['decoder_tokens']
-    cross_entropy = sums['loss'] - sums['z_loss']
-    return {
+    metrics = {
         'nats_per_token': sums['nats'] / weights,
         'accuracy': sums['correct'] / weights,
-        'loss': sums['loss'] / len(steps),
         'loss_per_nonpadding_target_token': sums['loss'] / weights,
-        'loss_per_all_target_tokens': sums['loss'] / targets,
-        'z_loss': sums['z_loss'] / len(steps),
-        'z_loss_per_all_target_tokens': sums['z_loss'] / targets,
-        'cross_ent_loss': cross_entropy / len(steps),
-        'cross_ent_loss_per_all_target_tokens': cross_entropy / targets,
         'non_padding_fraction/loss_weights': sums['weights'] / targets,
         'non_padding_fraction/encoder_input_tokens': sums['encoder_tokens'] / inputs,
         'non_padding_fraction/decoder_target_tokens': sums['decoder_tokens'] / targets,
         'non_padding_fraction/overall': tokens / (inputs + targets),
     }
+    sums['cross_ent_loss'] = sums['loss'] - sums['z_loss']
+    for name in ('loss', 'z_loss', 'cross_ent_loss'):
+        metrics |= {name: sums[name] / len(steps)}
+        metrics |= {f'{name}_per_all_target_tokens': sums[name] / targets}
+    return metrics

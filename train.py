@@ -1,8 +1,8 @@
 """The training run: state, step, loop; what is logged, evaluated and saved, and when.
 
-One step: `jax.shard_map` hands each device its rows and its slices of the parameters; inside, the model
-and the loss are local math with collectives; `jax.grad` gives each device's own gradients; one line sums
-them over 'data'; outside, optax updates global arrays. Source: T5X t5x/train.py, t5x/trainer.py.
+One step: `jax.shard_map` hands each device its rows and its slices of the parameters; the model and the loss
+are local math with collectives; `jax.grad` gives each device's own gradients and one line sums them over
+'data'; outside, optax updates global arrays. Source: T5X t5x/train.py, t5x/trainer.py.
 """
 
 import io
@@ -63,7 +63,6 @@ class Run(NamedTuple):
     vocabulary: Any  # of data.find_vocabulary
     stream: data.Stream
     state: TrainState
-    interval: list[dict]  # each step's metrics since the last logged step
 
 
 def prepare(config: Any, workdir: str | Path) -> Run:
@@ -87,24 +86,17 @@ def prepare(config: Any, workdir: str | Path) -> Run:
         if changes:
             words = f'{workdir} holds a run with other settings ({"; ".join(sorted(changes))})'
             raise ValueError(f'{words}: go on with those, or name another --workdir')
-    vocabulary = data.find_vocabulary(config.data, workdir, source)
-    if vocabulary.size > config.model.vocab_size:
-        raise ValueError(
-            f'model.vocab_size={config.model.vocab_size} is too small for the {vocabulary.size} pieces '
-            f'of the vocabulary; use {-(-vocabulary.size // 128) * 128}'
-        )
+    vocabulary = data.find_vocabulary(config.data, workdir, source, config.model.vocab_size)
     rows = partition.own_rows(trainer.mesh, batch_size)
     stream = data.Stream(source, 'train', vocabulary, config.data, batch_size, config.seed, rows)
     if step is None:
-        state, interval = trainer.init(), []
+        state = trainer.init()
     else:
-        directory = workdir / f'checkpoint_{step}'
-        state = restore(trainer, directory)
-        stream.seek(np.load(directory / 'data_position.npy')[rows])
-        interval = json.loads((directory / 'interval.json').read_text())
+        state = restore(trainer, workdir / f'checkpoint_{step}')
+        stream.seek(np.load(workdir / f'checkpoint_{step}' / 'data_position.npy')[rows])
     if jax.process_index() == 0:
         (workdir / 'config.json').write_text(json.dumps(settings, indent=1))
-    return Run(config, workdir, trainer, source, vocabulary, stream, state, interval)
+    return Run(config, workdir, trainer, source, vocabulary, stream, state)
 
 
 def make_trainer(config: Any) -> Trainer:
@@ -169,7 +161,7 @@ def train(run: Run) -> None:
 
     Raises FloatingPointError, at most one logged interval later, when a loss or an update is not finite.
     """
-    config, mesh, state, interval = run.config, run.trainer.mesh, run.state, run.interval
+    config, mesh, state = run.config, run.trainer.mesh, run.state
     first, last = int(state.step), config.train.steps
     report = Reporter(run.workdir, first)
     report.line(introduction(run))
@@ -180,7 +172,8 @@ def train(run: Run) -> None:
     batches = data.prefetch(run.stream)
     example = partition.place_rows(mesh, evaluation.batches[0])
     train_step = run.trainer.train_step.lower(state, example).compile()
-    positions = []  # of the batches whose metrics nobody has looked at
+    interval: list[dict] = []  # each step's metrics since the last logged step
+    positions: list[np.ndarray] = []  # in the data, of the steps that nobody has looked at
     clock, waited = time.perf_counter(), 0.0
     for step in range(first + 1, last + 1):
         asked = time.perf_counter()
@@ -206,7 +199,7 @@ def train(run: Run) -> None:
             clock, waited = time.perf_counter(), 0.0
         paused = time.perf_counter()
         if save_now:
-            save(run, state, after, interval)
+            save(run, state, after)
         if evaluate_now:
             values = evaluation(state.params)
             report.metrics(f'training_eval/{config.data.task}', step, values)
@@ -228,18 +221,14 @@ def check_finite(run: Run, step: int, interval: list[dict], positions: list[np.n
             )
 
 
-def save(run: Run, state: TrainState, position: np.ndarray, interval: list[dict]) -> None:
-    """Writes a checkpoint with all that a continuation needs: the state, the place in the data, the
-    settings and the metrics of the interval that is not logged yet."""
+def save(run: Run, state: TrainState, position: np.ndarray) -> None:
+    """Writes a checkpoint with the place in the data and the settings beside it."""
     rows = np.zeros((run.config.train.batch_size, position.shape[1]), np.int64)
     rows[run.stream.rows] = position
     rows = multihost_utils.process_allgather(rows, tiled=True).reshape(-1, *rows.shape).max(axis=0)
     np.save(position_file := io.BytesIO(), rows)
-    files = {
-        'data_position.npy': position_file.getvalue(),
-        'interval.json': json.dumps(interval).encode(),
-        'config.json': (run.workdir / 'config.json').read_bytes(),
-    }
+    files = {'config.json': (run.workdir / 'config.json').read_bytes()}
+    files['data_position.npy'] = position_file.getvalue()
     checkpoint.save(run.workdir, int(state.step), optimizer.to_t5x(*state), files)
 
 
@@ -292,44 +281,46 @@ class Reporter:
             print(f'{start}{text}', end=end, flush=True)
 
 
-def progress(step: int, last: int, values: dict[str, float]) -> str:
-    seconds = round((last - step) / values['timing/steps_per_second'])
-    return (
-        f'step {step:,}/{last:,}  loss {values["nats_per_token"]:.3f}  '
-        f'accuracy {values["accuracy"]:.3f}  learning rate {values["learning_rate/current"]:.3g}  '
-        f'{values["timing/tokens_per_second"]:,.0f} tokens/s  '
-        f'{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left'
-    )
-
-
 def interval_metrics(config: Any, interval: list[dict], seconds: float, waited: float) -> dict:
     """What only training has, under T5X's tags: learning rate, gradient, speed (tokens of padding too)
     and a hash of the batches."""
     column = {name: np.array([metrics[name] for metrics in interval]) for name in interval[0]}
-    steps_per_second, lengths = len(interval) / seconds, config.data.lengths
-    sequences = config.train.batch_size * steps_per_second
+    lengths, rows_per_second = (
+        config.data.lengths,
+        len(interval) * config.train.batch_size / seconds,
+    )
     return {
         'learning_rate': float(column['learning_rate'].mean()),
         'learning_rate/current': float(column['learning_rate'][-1]),
         'weight_gradient_norm': float(column['gradient_norm'].mean()),
         'batch_crc32': zlib.crc32(column['batch_crc32'].tobytes()),
-        'timing/steps_per_second': steps_per_second,
-        'timing/seqs_per_second': sequences,
-        'timing/target_tokens_per_second': sequences * lengths.targets,
-        'timing/tokens_per_second': sequences * (lengths.inputs + lengths.targets),
+        'timing/steps_per_second': len(interval) / seconds,
+        'timing/seqs_per_second': rows_per_second,
+        'timing/target_tokens_per_second': rows_per_second * lengths.targets,
+        'timing/tokens_per_second': rows_per_second * (lengths.inputs + lengths.targets),
         'timing/data_wait_seconds': waited,
     }
 
 
+def progress(step: int, last: int, values: dict[str, float]) -> str:
+    seconds = round((last - step) / values['timing/steps_per_second'])
+    return (
+        f'step {step:,}/{last:,}  loss {values["nats_per_token"]:.3f}  accuracy '
+        f'{values["accuracy"]:.3f}  learning rate {values["learning_rate/current"]:.3g}  '
+        f'{values["timing/tokens_per_second"]:,.0f} tokens/s  '
+        f'{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left'
+    )
+
+
 def introduction(run: Run) -> str:
-    step, mesh, c = int(run.state.step), run.trainer.mesh, run.config
+    step, devices = int(run.state.step), run.trainer.mesh.devices
     num_parameters = sum(x.size for x in run.state.params.values())
     return (
-        f'T5 with {num_parameters:,} parameters in {c.model.dtype} on {mesh.size} '
-        f'{mesh.devices.flat[0].platform} device(s), {dict(mesh.shape)}.\n'
+        f'T5 with {num_parameters:,} parameters in {run.config.model.dtype} on {devices.size} '
+        f'{devices.flat[0].platform} device(s), {dict(run.trainer.mesh.shape)}.\n'
         f'Text: {run.source.description}; vocabulary: {run.vocabulary.size:,} pieces.\n'
         f'{f"Going on after step {step:,}" if step else "From scratch"}; compiling, then a line every '
-        f'{c.log.every_steps} steps.'
+        f'{run.config.log.every_steps} steps.'
     )
 
 

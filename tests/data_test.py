@@ -188,21 +188,23 @@ def test_find_vocabulary(tmp_path, pydoc, model):
     folder.mkdir()
     (folder / 'spiece.model').write_bytes(model)
     assert (
-        data.find_vocabulary(make_config(vocabulary='bytes', extra_ids=0), str(workdir), pydoc).size
+        data.find_vocabulary(
+            make_config(vocabulary='bytes', extra_ids=0), str(workdir), pydoc, 384
+        ).size
         == 259
     )
 
-    trained = data.find_vocabulary(make_config(), str(workdir), pydoc)
+    trained = data.find_vocabulary(make_config(), str(workdir), pydoc, 32128)
     assert os.listdir(workdir) == ['vocabulary.model']
     kept = (workdir / 'vocabulary.model').read_bytes()
     assert trained.model == data.SentencePieceVocabulary(kept).model
-    assert data.find_vocabulary(make_config(), str(workdir), None).model == trained.model
-    with pytest.raises(ValueError, match='own.model.*is not .*vocabulary.model; use a new workdir'):
-        data.find_vocabulary(make_config(vocabulary=str(model_file)), str(workdir), pydoc)
+    assert data.find_vocabulary(make_config(), str(workdir), None, 32128).model == trained.model
+    with pytest.raises(ValueError, match='own.model.*is not .*vocabulary.model: use that'):
+        data.find_vocabulary(make_config(vocabulary=str(model_file)), str(workdir), pydoc, 32128)
 
     for path in (model_file, folder):
         found = data.find_vocabulary(
-            make_config(vocabulary=str(path)), str(tmp_path / path.stem), pydoc
+            make_config(vocabulary=str(path)), str(tmp_path / path.stem), pydoc, 32128
         )
         assert found.model == data.SentencePieceVocabulary(model).model
         assert (tmp_path / path.stem / 'vocabulary.model').read_bytes() == model
@@ -214,7 +216,7 @@ def test_a_vocabulary_that_cannot_be_read_is_named(tmp_path, content):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ValueError, match='broken.model'):
-        data.find_vocabulary(make_config(vocabulary=str(path)), str(tmp_path / 'run'), None)
+        data.find_vocabulary(make_config(vocabulary=str(path)), str(tmp_path / 'run'), None, 32128)
     assert not (tmp_path / 'run').exists()
 
 
@@ -369,7 +371,7 @@ def test_settings_that_do_not_fit_are_refused(pydoc, vocabulary, changes, messag
 
 def test_byte_vocabulary_may_have_more_spans_than_it_has_extra_ids(pydoc):
     config = make_config(vocabulary='bytes', extra_ids=0)
-    vocabulary = data.find_vocabulary(config, '', pydoc)
+    vocabulary = data.find_vocabulary(config, '', pydoc, 384)
     batch = next(data.Stream(pydoc, 'train', vocabulary, config, 2, 0))
     assert batch['decoder_target_tokens'][:, 0].tolist() == [258, 258]
 

@@ -32,6 +32,9 @@ def corpus(tmp_path_factory):
     return str(path)
 
 
+RUNS = ('train', 'training_eval/span_corruption')
+
+
 def small_config(corpus, steps=6, data_axis=1, model_axis=1):
     config = base.get_config()
     sizes = dict(vocab_size=384, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32)
@@ -40,7 +43,7 @@ def small_config(corpus, steps=6, data_axis=1, model_axis=1):
     config.data.lengths.update(inputs=32, targets=10)
     config.learning_rate.update(factors='constant', base_learning_rate=0.01)
     config.train.update(steps=steps, batch_size=4)
-    for name, every_steps in (('log', 2), ('save', 3), ('eval', 3)):
+    for name, every_steps in (('log', 1), ('save', 3), ('eval', 3)):
         config[name].every_steps = every_steps
     config.mesh.update(data=data_axis, model=model_axis)
     return config
@@ -88,7 +91,7 @@ def test_the_same_seed_twice_gives_the_same_bits(corpus, whole, tmp_path):
 
 
 def test_a_continued_run_is_the_whole_run(corpus, whole, tmp_path):
-    """Stopped after 3 steps, in the middle of a logged interval, and continued to 6."""
+    """Stopped right after it saved step 3, and continued to 6."""
     config = small_config(corpus)
     stopped = train.prepare(config, tmp_path)
 
@@ -129,13 +132,11 @@ def test_what_a_run_leaves(whole):
     }
     settings = json.loads((whole / 'config.json').read_text())
     assert settings['model']['emb_dim'] == 16 and len(settings['data_fingerprint']) == 32
-    assert [(m['step'], m['run']) for m in metrics_of(whole)] == [
-        *((2, 'train'), (3, 'training_eval/span_corruption'), (4, 'train')),
-        *((6, 'train'), (6, 'training_eval/span_corruption')),
-    ]
+    steps = {name: [m['step'] for m in metrics_of(whole) if m['run'] == name] for name in RUNS}
+    assert steps == {RUNS[0]: [1, 2, 3, 4, 5, 6], RUNS[1]: [3, 6]}
     [file] = (whole / 'train').iterdir()
     events = [event for event in EventFileLoader(str(file)).Load() if event.summary.value]
-    assert [event.step for event in events] == [2, 4, 6]
+    assert [event.step for event in events] == [1, 2, 3, 4, 5, 6]
     tags = {value.tag for value in events[0].summary.value}
     assert tags >= {
         *('accuracy', 'loss', 'loss_per_nonpadding_target_token', 'loss_per_all_target_tokens'),
@@ -156,7 +157,7 @@ def test_load_a_workdir_and_compute_its_validation_loss(corpus, whole):
         query, state_of(whole, 6)['target/encoder/layers_0/attention/query/kernel']
     )
     config = small_config(corpus).data
-    vocabulary = data.find_vocabulary(config, str(whole), None)
+    vocabulary = data.find_vocabulary(config, str(whole), None, 384)
     source = data.open_source(config)
     stream = data.Stream(source, 'validation', vocabulary, config, 4, seed=0, num_epochs=1)
     nats, counts, text_nats, text_count = 0.0, 0, 0.0, 0
@@ -181,7 +182,10 @@ def test_load_a_workdir_and_compute_its_validation_loss(corpus, whole):
 
 def test_the_bar_is_the_cross_entropy_of_the_unigram(corpus, whole):
     config = small_config(corpus).data
-    vocabulary, source = data.find_vocabulary(config, str(whole), None), data.open_source(config)
+    vocabulary, source = (
+        data.find_vocabulary(config, str(whole), None, 384),
+        data.open_source(config),
+    )
     counts = {}
     for split, num in (('train', 6), ('validation', 20)):
         epochs = 1 if split == 'validation' else None
@@ -268,7 +272,7 @@ def test_the_command_of_the_readme(tmp_path):
     (['--config=configs/tiny.py', '--config.model.num_heads=5', '--config.mesh.model=2'], 'mesh.model=2'),
     (['--config=configs/tiny.py', '--config.data.files=nowhere/*.txt'], "'nowhere/*.txt' matches no file"),
     (['--config=configs/tiny.py', '--config.learning_rate.factors=constnt'], "'constnt' is none of"),
-    (['--config=configs/tiny.py', '--config.model.vocab_size=128'], 'too small for the 4100 pieces'),
+    (['--config=configs/tiny.py', '--config.model.vocab_size=128'], 'too small for 4100 pieces; use 4224'),
 ])  # fmt: skip
 def test_bad_settings_exit_2_with_one_line(tmp_path, arguments, words):
     bad = tmp_path / 'bad.py'
