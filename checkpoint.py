@@ -29,11 +29,9 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def save(workdir: Path, step: int, tree: Mapping, files: Mapping[str, bytes] = {}) -> Path:
-    """Writes `workdir/checkpoint_STEP`: the flat `tree`, and `files` beside it; all or nothing.
-
-    Every process calls it with the same paths and writes the shards it owns. The folder gets its name
-    when all is on disk: a crash leaves at most a `.tmp-SECONDS` folder, which no reader takes.
-    """
+    """Writes `workdir/checkpoint_STEP`: the flat `tree`, and `files` beside it; all or nothing. Every
+    process calls it with the same paths and writes the shards it owns. The folder gets its name when all
+    is on disk: a crash leaves at most a `.tmp-SECONDS` folder, which no reader takes."""
     final = Path(workdir).absolute() / f'checkpoint_{step}'
     if final.exists():
         raise ValueError(f'{final} exists, a step is saved once: remove it or use another workdir')
@@ -89,7 +87,7 @@ def read_index(directory: Path) -> dict[str, np.ndarray | dict]:
     """{path: the array if it is stored inline, else its TensorStore spec}; no nil leaves."""
     file = Path(directory) / 'checkpoint'
     if not file.is_file():
-        raise ValueError(f'{file} is missing: name a checkpoint_STEP folder; {NATIVE}')
+        raise ValueError(f'{file} is missing: name a workdir or a checkpoint_STEP folder; {NATIVE}')
     try:
         hook = {'strict_map_key': False, 'ext_hook': _unpack_extension}
         top = dict(msgpack.unpackb(file.read_bytes(), **hook))

@@ -23,7 +23,7 @@ import pathlib
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import sentencepiece
@@ -144,17 +144,16 @@ def prefetch(stream: Stream, depth: int = 2) -> Iterator[tuple]:
 
 
 def span_corruption_sizes(config, vocabulary) -> tuple[int, int]:
-    """(number of ids that fill `lengths.inputs` once corrupted, noise spans in them).
-
-    Raises ValueError where the settings do not fit together."""
+    """(number of ids that fill `lengths.inputs` once corrupted, noise spans in them); ValueError where the
+    settings do not fit together."""
     density, mean, lengths = config.noise_density, config.mean_noise_span_length, config.lengths
     if not (0 < density < 1 <= mean):
         given = f'data.noise_density={density}, data.mean_noise_span_length={mean}'
         raise ValueError(f'{given}: the first must lie in (0, 1), the second be 1 or more')
     raw_length, targets = random_spans_helper(lengths.inputs, density, mean)
     if lengths.targets < targets:
-        given = f'data.lengths.targets={lengths.targets} with inputs of {lengths.inputs}'
-        raise ValueError(f'{given}: too short; use {targets} or more')
+        given = f'data.lengths.targets={lengths.targets}'
+        raise ValueError(f'{given}: too short for the inputs; use {targets} or more')
     _, num_spans = num_noise_tokens_and_spans(raw_length, density, mean)
     # ByT5 has no extra ids: its sentinels count down from the top bytes, rare in UTF-8.
     if 0 < vocabulary.num_extra_ids < num_spans:
@@ -367,7 +366,7 @@ def find_vocabulary(config, workdir: str | pathlib.Path, source: Source, max_siz
     else one trained on a sample of `source`; a model is kept as workdir/vocabulary.model. Raises ValueError
     where that is another one, and where a model is missing, unreadable or has more than `max_size` ids."""
     if config.vocabulary == 'bytes':
-        return check_size(ByteVocabulary(config.extra_ids), max_size)
+        return ByteVocabulary(config.extra_ids).within(max_size)
     kept = pathlib.Path(workdir, 'vocabulary.model')
     name = config.vocabulary or str(kept)
     files = [pathlib.Path(name, end) for end in ('', 'spiece.model', 'sentencepiece.model')]
@@ -381,20 +380,13 @@ def find_vocabulary(config, workdir: str | pathlib.Path, source: Source, max_siz
     if kept.exists() and model != kept.read_bytes():
         raise ValueError(f'data.vocabulary={name!r} is not {kept}: use that, or another workdir')
     try:
-        vocabulary = check_size(SentencePieceVocabulary(model, config.extra_ids), max_size)
+        vocabulary = SentencePieceVocabulary(model, config.extra_ids).within(max_size)
     except ValueError as error:
         raise ValueError(f'data.vocabulary={name!r}: {error}') from None
     kept.parent.mkdir(parents=True, exist_ok=True)
     unfinished = kept.with_suffix(f'.{os.getpid()}.tmp')
     unfinished.write_bytes(model)
     os.replace(unfinished, kept)
-    return vocabulary
-
-
-def check_size(vocabulary: Any, max_size: int) -> Any:
-    if vocabulary.size > max_size:
-        wish = f'{vocabulary.size} pieces; use {-(-vocabulary.size // 128) * 128}'
-        raise ValueError(f'model.vocab_size={max_size} is too small for {wish}')
     return vocabulary
 
 
@@ -423,9 +415,32 @@ def train_vocabulary(texts: Iterable[str], num_pieces: int) -> bytes:
     return model.getvalue()
 
 
-class SentencePieceVocabulary:
-    """A SentencePiece model, and after its pieces `extra_ids` sentinels: <extra_id_0> is the last of `size`
-    ids. A model that brings sentinels (mT5's, cc_all.32000.100extra) gets no others."""
+class ByteVocabulary:
+    """Byte b of the UTF-8 text is id b + 3 (ByT5); the sentinels come last, <extra_id_0> the very last."""
+
+    def __init__(self, extra_ids: int = 0):
+        self.num_extra_ids, self.size = extra_ids, 3 + 256 + extra_ids
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """ids of each text, without EOS."""
+        return [[byte + 3 for byte in text.encode()] for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text before the first EOS; what is no byte or no character is left out."""
+        ids = itertools.takewhile(lambda i: i != EOS_ID, map(int, ids))
+        return bytes(i - 3 for i in ids if 3 <= i < 259).decode(errors='ignore')
+
+    def within(self, max_size: int) -> Self:
+        """Itself; raises ValueError where it has more than `max_size` ids."""
+        if self.size > max_size:
+            wish = f'{self.size} pieces; use {-(-self.size // 128) * 128}'
+            raise ValueError(f'model.vocab_size={max_size} is too small for {wish}')
+        return self
+
+
+class SentencePieceVocabulary(ByteVocabulary):
+    """A SentencePiece model, and after its pieces `extra_ids` sentinels, reversed as SeqIO does. A model
+    that brings its own (mT5's, cc_all.32000.100extra) gets no others."""
 
     def __init__(self, model: bytes, extra_ids: int = 100):
         try:
@@ -447,30 +462,12 @@ class SentencePieceVocabulary:
         self.model, self._processor, self.size = model, processor, processor.vocab_size()
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """ids of each text, without EOS."""
         return self._processor.encode(texts)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text before the first EOS; an id beyond the vocabulary is unknown."""
-        return self._processor.decode([i if i < self.size else UNK_ID for i in before_eos(ids)])
-
-
-class ByteVocabulary:
-    """Byte b of the UTF-8 text is id b + 3 (ByT5)."""
-
-    def __init__(self, extra_ids: int = 0):
-        self.num_extra_ids, self.size = extra_ids, 3 + 256 + extra_ids
-
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        return [[byte + 3 for byte in text.encode()] for text in texts]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text before the first EOS; what is no byte or no character is left out."""
-        return bytes(i - 3 for i in before_eos(ids) if 3 <= i < 259).decode(errors='ignore')
-
-
-def before_eos(ids: Iterable[int]) -> list[int]:
-    return list(itertools.takewhile(lambda i: i != EOS_ID, map(int, ids)))
+        ids = itertools.takewhile(lambda i: i != EOS_ID, map(int, ids))
+        return self._processor.decode([i if i < self.size else UNK_ID for i in ids])
 
 
 def random_bits(shape: tuple[int, ...], *key: int | str) -> np.ndarray:

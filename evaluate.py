@@ -54,17 +54,10 @@ class T5:
 
 
 def load(path: str | Path, config: model.T5Config | None = None, mesh: Mesh | None = None) -> T5:
-    """Opens a workdir (its newest checkpoint) or a T5X checkpoint directory, parameters only.
-
-    Sizes come from `config`, else from the checkpoint's config.json, else from its arrays' shapes. On
-    one device unless a mesh is given.
-    """
-    path = directory = Path(path)
-    if not (path / 'checkpoint').is_file():
-        step = checkpoint.newest(path)
-        if step is None:
-            raise ValueError(f'{path}: neither a checkpoint_STEP folder nor a workdir that has one')
-        directory = path / f'checkpoint_{step}'
+    """Opens a workdir (its newest checkpoint) or a T5X checkpoint directory, parameters only. Sizes come
+    from `config`, else from the checkpoint's config.json, else from its shapes. On one device if no mesh."""
+    step = checkpoint.newest(Path(path))
+    directory = Path(path) if step is None else Path(path, f'checkpoint_{step}')
     index = checkpoint.read_index(directory)
     found = {p: leaf for p, leaf in checkpoint.shapes(index).items() if p.startswith('target/')}
     if config is None and (directory / 'config.json').is_file():
@@ -82,34 +75,26 @@ def load(path: str | Path, config: model.T5Config | None = None, mesh: Mesh | No
 
 def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> model.T5Config:
     """T5Config of a parameter tree; what shapes cannot tell (gelu or silu, dtype) is T5 1.1's."""
-    layers = {name.split('/mlp/')[0] for name in shapes if '/mlp/' in name}
+    layers = [name.split('/')[0] for name in shapes if name.endswith('/mlp/wo/kernel')]
     try:
         vocab_size, emb_dim = shapes['token_embedder/embedding']
-        num_heads = shapes['encoder/relpos_bias/rel_embedding'][0]
-        mlp_dim = shapes['encoder/layers_0/mlp/wo/kernel'][0]
-        head_dim = shapes['encoder/layers_0/attention/out/kernel'][0] // num_heads
+        num_heads, _ = shapes['encoder/relpos_bias/rel_embedding']
+        mlp_dim, _ = shapes['encoder/layers_0/mlp/wo/kernel']
+        joined, _ = shapes['encoder/layers_0/attention/out/kernel']
     except KeyError as missing:
         raise ValueError(f'not a T5 of T5X: the checkpoint has no parameter {missing}') from None
+    activations = ('gelu', 'linear') if 'encoder/layers_0/mlp/wi_0/kernel' in shapes else ('relu',)
+    depths = (layers.count('encoder'), layers.count('decoder'))
+    sizes = (emb_dim, num_heads, *depths, joined // num_heads, mlp_dim)
+    tied = 'decoder/logits_dense/kernel' not in shapes
     return model.T5Config(
-        vocab_size,
-        emb_dim=emb_dim,
-        num_heads=num_heads,
-        head_dim=head_dim,
-        mlp_dim=mlp_dim,
-        num_encoder_layers=sum(layer.startswith('encoder/') for layer in layers),
-        num_decoder_layers=sum(layer.startswith('decoder/') for layer in layers),
-        mlp_activations=('relu',)
-        if 'encoder/layers_0/mlp/wi/kernel' in shapes
-        else ('gelu', 'linear'),
-        logits_via_embedding='decoder/logits_dense/kernel' not in shapes,
+        vocab_size, 'float32', *sizes, mlp_activations=activations, logits_via_embedding=tied
     )
 
 
 class Evaluation:
     """A model's losses on the validation split, on the same batches every time, and the bar to clear.
-
-    Differs from T5X: the first `eval.steps` batches of one pass; T5X repeats a small split.
-    """
+    Differs from T5X: the first `eval.steps` batches of one pass; T5X repeats a small split."""
 
     def __init__(self, config: Any, mesh: Mesh, source: data.Source, vocabulary: Any):
         self.config, self.mesh, batch_size = config, mesh, config.train.batch_size

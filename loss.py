@@ -16,11 +16,9 @@ NORMALIZERS = ('NUM_REAL_TARGET_TOKENS', 'NUM_TOTAL_TARGET_TOKENS', 'AVERAGE_PER
 def cross_entropy(
     logits_bTv: jax.Array, targets_bT: jax.Array, z_loss: float = 0.0, label_smoothing: float = 0.0
 ) -> tuple[jax.Array, jax.Array]:
-    """Nats per token: (loss including the z-term, z-term alone), float32 [b, T], whole over 'model'.
-
-    The z-term is z_loss * log(Z)^2. Smoothed targets hold 1 - label_smoothing on the target and the rest
-    evenly on the others; their own entropy is subtracted, so a perfect prediction costs zero.
-    """
+    """Nats per token: (loss including the z-term, z-term alone), float32 [b, T], whole over 'model'. The
+    z-term is z_loss * log(Z)^2. Smoothed targets hold 1 - label_smoothing on the target, the rest evenly on
+    the others; their own entropy is subtracted, so a perfect prediction costs zero."""
     v = logits_bTv.shape[-1]
     max_bT1 = lax.pmax(lax.stop_gradient(logits_bTv).max(axis=-1, keepdims=True), 'model')
     partial_sum_bT = jnp.exp(logits_bTv - max_bT1).sum(axis=-1)
@@ -83,10 +81,8 @@ def weights_and_divisor(
 
 
 def weighted_sums(logits_bTv, batch, weights_bT, divisor, config: Any) -> dict[str, jax.Array]:
-    """This device's share of the sums that T5X's metrics are made of; 'loss' is what is minimized.
-
-    `batch`: T5X's features; `weights_bT` and `divisor`: weights_and_divisor's; `config`: z_loss and
-    label_smoothing."""
+    """This device's share of the sums that T5X's metrics are made of; 'loss' is what is minimized. `batch`:
+    T5X's features; `weights_bT`, `divisor`: of weights_and_divisor; `config`: z_loss, label_smoothing."""
     targets_bT = batch['decoder_target_tokens']
     loss_bT, z_loss_bT = cross_entropy(
         logits_bTv, targets_bT, config.z_loss, config.label_smoothing

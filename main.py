@@ -14,9 +14,8 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 FLAGS = flags.FLAGS
-config_flags.DEFINE_config_file(
-    'config', None, 'A file of settings; --config.KEY=VALUE changes one of them.', lock_config=True
-)
+WHAT = 'A file of settings; --config.KEY=VALUE changes one of them.'
+config_flags.DEFINE_config_file('config', None, WHAT, lock_config=True)
 flags.DEFINE_string('workdir', None, 'Where the run leaves everything; runs/NAME if not given.')
 flags.DEFINE_enum('mode', 'train', ['train'], 'What to do.')
 

@@ -5,6 +5,7 @@ of it. optax's Adafactor follows T5X's as long as parameters are T5X's unstacked
 arrays, which ours are. Source: T5X t5x/adafactor.py, t5x/utils.py; Shazeer & Stern 2018 (Adafactor).
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,10 +20,9 @@ SLOTS = {'m': 'ema', 'v': 'v', 'v_col': 'v_col', 'v_row': 'v_row'}
 
 
 def make_optimizer(config: Any, learning_rate: Callable) -> optax.GradientTransformation:
-    """Adafactor with T5X's hyper-parameters (0 is off), after a clip of the global norm if there is one.
-
-    T5X's min_dim_size_to_factor 128 and epsilons 1e-30 and 1e-3 are optax's defaults too.
-    """
+    """Adafactor with T5X's hyper-parameters (0 is off); its minimum of 128 to factor and its epsilons 1e-30
+    and 1e-3 are optax's defaults too. It comes after a clip of the global norm, if there is one."""
+    clip = config.global_norm_clip_threshold
     adafactor = optax.adafactor(
         learning_rate,
         decay_rate=config.decay_rate,
@@ -33,44 +33,37 @@ def make_optimizer(config: Any, learning_rate: Callable) -> optax.GradientTransf
         weight_decay_rate=config.weight_decay_rate or None,
         factored=config.factored,
     )
-    if not config.global_norm_clip_threshold:
-        return adafactor
-    return optax.chain(optax.clip_by_global_norm(config.global_norm_clip_threshold), adafactor)
+    return optax.chain(optax.clip_by_global_norm(clip), adafactor) if clip else adafactor
 
 
 def make_schedule(config: Any) -> Callable:
-    """T5X's product of factors: step (before it is incremented) -> learning rate, float32.
-
-    The product never falls below min_learning_rate, not even at step 0 of a warm-up. Raises ValueError
-    that names a factor which T5X does not have.
-    """
-    base, warmup = config.base_learning_rate, float(config.warmup_steps)
-
-    def cosine(t):
-        return 0.5 * (1.0 + jnp.cos(jnp.pi * (jnp.maximum(0.0, t) / config.steps_per_cycle % 1.0)))
-
+    """T5X's product of factors: step (before it is incremented) -> learning rate, float32; never below
+    min_learning_rate, not even at step 0 of a warm-up. ValueError names a factor that T5X does not have."""
+    base, warmup, cycle = (
+        config.base_learning_rate,
+        float(config.warmup_steps),
+        config.steps_per_cycle,
+    )
+    decay = config.decay_factor
     known = {
         'constant': lambda t: base,
         'linear_warmup': lambda t: jnp.minimum(1.0, t / warmup),
-        'linear_decay': lambda t: (
-            base * jnp.minimum(t / warmup, 1.0 + config.decay_factor * (warmup - t))
-        ),
+        'linear_decay': lambda t: base * jnp.minimum(t / warmup, 1.0 + decay * (warmup - t)),
         'rsqrt_decay': lambda t: 1.0 / jnp.sqrt(jnp.maximum(t, warmup)),
         'rsqrt_normalized_decay': lambda t: jnp.sqrt(warmup / jnp.maximum(t, warmup)),
-        'decay_every': lambda t: config.decay_factor ** (t // config.steps_per_decay),
-        'cosine_decay': lambda t: cosine(t - warmup),
+        'decay_every': lambda t: decay ** (t // config.steps_per_decay),
+        'cosine_decay': lambda t: (
+            0.5 * (1.0 + jnp.cos(jnp.pi * (jnp.maximum(0.0, t - warmup) / cycle % 1.0)))
+        ),
     }
     names = [name.strip() for name in config.factors.split('*')]
     if unknown := [name for name in names if name not in known]:
-        raise ValueError(
-            f'learning_rate.factors={config.factors!r}: {unknown[0]!r} is none of {", ".join(known)}'
-        )
+        words = f'{unknown[0]!r} is none of {", ".join(known)}'
+        raise ValueError(f'learning_rate.factors={config.factors!r}: {words}')
 
     def schedule(step):
         t = jnp.maximum(0, step - config.step_offset).astype(jnp.float32)
-        rate = jnp.float32(1.0)
-        for name in names:
-            rate = rate * known[name](t)
+        rate = math.prod(known[name](t) for name in names)
         return jnp.maximum(rate, config.min_learning_rate).astype(jnp.float32)
 
     return schedule

@@ -24,14 +24,11 @@ def make_mesh(data: int = -1, model: int = 1, devices: list | None = None) -> Me
     sizes, known = f'mesh.data={data}, mesh.model={model}', max(data, model)
     if min(data, model) < -1 or 0 in (data, model) or known == -1:
         raise ValueError(f'{sizes}: each must be a positive count, and at most one may be -1')
-    if -1 in (data, model):
-        if len(devices) % known:
-            raise ValueError(f'{sizes}: {known} must divide the number of devices, {len(devices)}')
-        data, model = (size if size != -1 else len(devices) // known for size in (data, model))
+    if -1 in (data, model) and len(devices) % known:
+        raise ValueError(f'{sizes}: {known} must divide the number of devices, {len(devices)}')
+    data, model = (size if size != -1 else len(devices) // known for size in (data, model))
     if data * model > len(devices):
-        raise ValueError(
-            f'{sizes}: the product must be at most the {len(devices)} devices there are'
-        )
+        raise ValueError(f'{sizes}: the product must be at most the {len(devices)} devices')
     auto = (AxisType.Auto, AxisType.Auto)
     return jax.make_mesh((data, model), ('data', 'model'), auto, devices=devices[: data * model])
 
@@ -97,9 +94,8 @@ def place_rows(mesh: Mesh, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Arr
 def per_device(params: Any, specs: Any) -> Any:
     """Marks what every 'data' device holds alike as that device's own, before `jax.grad`: gradients then
     stay the device's, and `sum_gradients` is one visible line, not hidden in every use's transpose."""
-    return jax.tree.map(
-        lambda x, spec: x if 'data' in spec else lax.pcast(x, 'data', to='varying'), params, specs
-    )
+    mark = lambda x, spec: x if 'data' in spec else lax.pcast(x, 'data', to='varying')  # noqa: E731
+    return jax.tree.map(mark, params, specs)
 
 
 def sum_gradients(grads: Any, specs: Any) -> Any:

@@ -5,18 +5,15 @@ from setuptools import setup
 setup(
     name='t5-haiku',
     version='0.1.0',
-    description='T5 in JAX and Haiku: pretrain, fine-tune, evaluate and run the T5 family',
     python_requires='>=3.11',
-    packages=[],
     py_modules=[],
     install_requires=[
-        *('absl-py>=2.1', 'dm-haiku>=0.0.17', 'jax>=0.10', 'ml-collections>=1.0', 'ml-dtypes>=0.5'),
-        *('msgpack>=1.0.5', 'numpy>=2.0', 'optax>=0.2.6', 'sentencepiece>=0.2.0'),
-        *('tensorboard>=2.18', 'tensorstore>=0.1.70'),
+        *('absl-py>=2.1', 'dm-haiku>=0.0.17', 'jax>=0.10', 'ml-collections>=1.0', 'msgpack>=1.0.5'),
+        *('numpy>=2.0', 'optax>=0.2.6', 'sentencepiece>=0.2.0', 'tensorboard>=2.18'),
+        *('tensorstore>=0.1.70',),
     ],
     extras_require={
         'test': ['mypy>=1.11', 'pytest>=8', 'pytest-xdist>=3.5', 'ruff>=0.9'],
-        'cuda': ['jax[cuda12]'],
-        'tpu': ['jax[tpu]'],
+        **{'cuda': ['jax[cuda12]'], 'tpu': ['jax[tpu]']},
     },
 )

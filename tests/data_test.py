@@ -351,7 +351,7 @@ def test_features_are_shifted_and_weighted(pydoc, vocabulary):
     'changes, message',
     [
         ({'task': 'span_coruption'}, 'use span_corruption'),
-        ({'lengths.targets': 13}, 'lengths.targets=13 .*too short; use 14'),
+        ({'lengths.targets': 13}, 'lengths.targets=13: too short .*use 14'),
         ({'lengths.inputs': 2048, 'lengths.targets': 456}, '114 noise spans.*100 sentinels'),
         ({'noise_density': 15.0}, 'noise_density=15.0'),
         ({'files': 'nowhere/*.txt'}, "'nowhere/\\*.txt' matches no file"),
