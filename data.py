@@ -23,7 +23,7 @@ import pathlib
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import sentencepiece
@@ -56,9 +56,7 @@ class Stream:
         texts = (text for *_, text in source.documents(split, 0, 0, 1, seed))
         if not any(vocabulary.encode([text])[0] for text in texts):
             fraction = f'data.validation_fraction={config.validation_fraction}'
-            raise ValueError(
-                f'the corpus has no document in split {split!r} at {fraction}; change it'
-            )
+            raise ValueError(f'no document is in split {split!r} at {fraction}; change it')
         self.seek(np.zeros((len(self.rows), 4), np.int64))
 
     def seek(self, position: np.ndarray) -> None:
@@ -361,7 +359,23 @@ def pydoc_documents() -> list[tuple[str, str]]:
 # Vocabularies: SeqIO seqio/vocabularies.py.
 
 
-def find_vocabulary(config, workdir: str | pathlib.Path, source: Source, max_size: int) -> Any:
+class Vocabulary:
+    """`size` ids, the `num_extra_ids` sentinels among them at the end, <extra_id_0> the very last."""
+
+    size: int
+    num_extra_ids: int
+
+    def within(self, max_size: int) -> Self:
+        """Itself; raises ValueError where it has more than `max_size` ids."""
+        if self.size > max_size:
+            wish = f'{self.size} pieces; use {-(-self.size // 128) * 128}'
+            raise ValueError(f'model.vocab_size={max_size} is too small for {wish}')
+        return self
+
+
+def find_vocabulary(
+    config, workdir: str | pathlib.Path, source: Source, max_size: int
+) -> Vocabulary:
     """What `config.vocabulary` names ('bytes', a SentencePiece model or its folder), else the workdir's,
     else one trained on a sample of `source`; a model is kept as workdir/vocabulary.model. Raises ValueError
     where that is another one, and where a model is missing, unreadable or has more than `max_size` ids."""
@@ -415,8 +429,8 @@ def train_vocabulary(texts: Iterable[str], num_pieces: int) -> bytes:
     return model.getvalue()
 
 
-class ByteVocabulary:
-    """Byte b of the UTF-8 text is id b + 3 (ByT5); the sentinels come last, <extra_id_0> the very last."""
+class ByteVocabulary(Vocabulary):
+    """Byte b of the UTF-8 text is id b + 3 (ByT5)."""
 
     def __init__(self, extra_ids: int = 0):
         self.num_extra_ids, self.size = extra_ids, 3 + 256 + extra_ids
@@ -430,15 +444,8 @@ class ByteVocabulary:
         ids = itertools.takewhile(lambda i: i != EOS_ID, map(int, ids))
         return bytes(i - 3 for i in ids if 3 <= i < 259).decode(errors='ignore')
 
-    def within(self, max_size: int) -> Self:
-        """Itself; raises ValueError where it has more than `max_size` ids."""
-        if self.size > max_size:
-            wish = f'{self.size} pieces; use {-(-self.size // 128) * 128}'
-            raise ValueError(f'model.vocab_size={max_size} is too small for {wish}')
-        return self
 
-
-class SentencePieceVocabulary(ByteVocabulary):
+class SentencePieceVocabulary(Vocabulary):
     """A SentencePiece model, and after its pieces `extra_ids` sentinels, reversed as SeqIO does. A model
     that brings its own (mT5's, cc_all.32000.100extra) gets no others."""
 
@@ -462,7 +469,7 @@ class SentencePieceVocabulary(ByteVocabulary):
         self.model, self._processor, self.size = model, processor, processor.vocab_size()
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        return self._processor.encode(texts)
+        return self._processor.encode(texts)  # without EOS
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text before the first EOS; an id beyond the vocabulary is unknown."""

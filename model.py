@@ -116,13 +116,10 @@ def check_mesh(config: T5Config, mesh: Mesh) -> None:
 def logits(
     config: T5Config, batch: Mapping[str, jax.Array], rows_b: jax.Array | None = None
 ) -> jax.Array:
-    """The whole model, teacher forced: float32 logits_bTv of the next target token.
-
-    `batch`: T5X's features, int32 [b, length]: encoder_input_tokens, decoder_input_tokens,
-    decoder_target_tokens and, when packed, both segment_ids. (Positions are unused, as in T5X: inside a
-    segment, array indices differ by the same amounts.) `rows_b` numbers the rows within the global batch
-    and turns dropout on.
-    """
+    """The whole model, teacher forced: float32 logits_bTv of the next target token. `batch`: T5X's features,
+    int32 [b, length]: encoder_input_tokens, decoder_input_tokens, decoder_target_tokens and, when packed,
+    both segment_ids. (Positions are unused, as in T5X: inside a segment, array indices differ by the same
+    amounts.) `rows_b` numbers the rows within the global batch and turns dropout on."""
     c, dropout = config, Dropout(config.dropout_rate, rows_b)
     # A sequence that is not packed is segment 1; padding is segment 0 and sees nothing. T5X goes by the
     # targets, so the BOS of decoder_input_tokens, which is 0 like padding, is seen.

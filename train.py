@@ -11,6 +11,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,10 +67,8 @@ class Run(NamedTuple):
 
 
 def prepare(config: Any, workdir: str | Path) -> Run:
-    """All that comes before the first step; the newest checkpoint is restored if there is one.
-
-    Raises ValueError, in words, for settings that cannot be or that an old run in `workdir` forbids.
-    """
+    """All that comes before the first step; the newest checkpoint is restored if there is one. ValueError,
+    in words, for settings that cannot be or that an old run in `workdir` forbids."""
     workdir, batch_size = Path(workdir), config.train.batch_size
     trainer = make_trainer(config)
     source = data.open_source(config.data)
@@ -78,13 +77,10 @@ def prepare(config: Any, workdir: str | Path) -> Run:
     if step is not None:
         old = checkpoint.flatten(json.loads((workdir / 'config.json').read_text()))
         new = checkpoint.flatten(settings)
-        changes = {
-            f'{name.replace("/", ".")}: {old.get(name)!r} -> {new.get(name)!r}'
-            for name in old.keys() | new.keys()
-            if old.get(name) != new.get(name) and not name.startswith(MAY_CHANGE)
-        }
-        if changes:
-            words = f'{workdir} holds a run with other settings ({"; ".join(sorted(changes))})'
+        names = sorted(name for name in old | new if old.get(name) != new.get(name))
+        names = [name for name in names if not name.startswith(MAY_CHANGE)]
+        if changes := [f'{name}: {old.get(name)!r} -> {new.get(name)!r}' for name in names]:
+            words = f'{workdir} holds a run with other settings ({"; ".join(changes)})'
             raise ValueError(f'{words}: go on with those, or name another --workdir')
     vocabulary = data.find_vocabulary(config.data, workdir, source, config.model.vocab_size)
     rows = partition.own_rows(trainer.mesh, batch_size)
@@ -135,9 +131,8 @@ def make_trainer(config: Any) -> Trainer:
         grads, sums = jax.grad(device_loss, has_aux=True)(own_params)
         return partition.sum_gradients(grads, param_specs), lax.psum(sums, 'data')
 
-    in_specs = (param_specs, partition.BATCH, partition.BATCH, P())
-    out_specs = (param_specs, P())
-    gradients = jax.shard_map(device_gradients, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    specs_in, specs_out = (param_specs, partition.BATCH, partition.BATCH, P()), (param_specs, P())
+    gradients = jax.shard_map(device_gradients, mesh=mesh, in_specs=specs_in, out_specs=specs_out)
 
     def train_step(state: TrainState, batch: dict) -> tuple[TrainState, dict]:
         rows = jnp.arange(len(batch['decoder_target_tokens']))
@@ -157,10 +152,8 @@ def make_trainer(config: Any) -> Trainer:
 
 
 def train(run: Run) -> None:
-    """Steps until config.train.steps; logs, saves and evaluates on the way, and says what came of it.
-
-    Raises FloatingPointError, at most one logged interval later, when a loss or an update is not finite.
-    """
+    """Steps until config.train.steps; logs, saves and evaluates on the way, and says what came of it. Raises
+    FloatingPointError, at most one logged interval later, when a loss or an update is not finite."""
     config, mesh, state = run.config, run.trainer.mesh, run.state
     first, last = int(state.step), config.train.steps
     report = Reporter(run.workdir, first)
@@ -213,11 +206,11 @@ def check_finite(run: Run, step: int, interval: list[dict], positions: list[np.n
     for ago in reversed(range(len(positions))):
         metrics, position = interval[-1 - ago], positions[-1 - ago]
         if not metrics['finite']:
+            documents = '; '.join(run.stream.describe(position))
             raise FloatingPointError(
                 f'step {step - ago}: loss {metrics["loss"]:.6g}, gradient norm '
-                f'{metrics["gradient_norm"]:.6g}, not finite. The run stops and keeps the checkpoints '
-                f'before it in {run.workdir}; a smaller learning_rate.base_learning_rate may help. '
-                f'Documents in the batch: {"; ".join(run.stream.describe(position))}'
+                f'{metrics["gradient_norm"]:.6g}, not finite. The run stops; {run.workdir} keeps the '
+                f'checkpoints before it. Try a smaller learning rate. Documents: {documents}'
             )
 
 
@@ -247,10 +240,8 @@ def restore(trainer: Trainer, directory: Path) -> TrainState:
 
 
 class Reporter:
-    """Where a run speaks: the terminal, metrics.jsonl, TensorBoard. Of many processes the first does.
-
-    Every number of a run passes `metrics`: to send them elsewhere (Weights & Biases), do it there.
-    """
+    """Where a run speaks: the terminal, metrics.jsonl, TensorBoard. Of many processes the first does. Every
+    number of a run passes `metrics`: to send them elsewhere (Weights & Biases), do it there."""
 
     def __init__(self, workdir: Path, first_step: int):
         self.workdir, self.writers = workdir, dict[str, EventFileWriter]()
@@ -303,21 +294,20 @@ def interval_metrics(config: Any, interval: list[dict], seconds: float, waited: 
 
 
 def progress(step: int, last: int, values: dict[str, float]) -> str:
-    seconds = round((last - step) / values['timing/steps_per_second'])
+    left = round((last - step) / values['timing/steps_per_second'])
     return (
         f'step {step:,}/{last:,}  loss {values["nats_per_token"]:.3f}  accuracy '
         f'{values["accuracy"]:.3f}  learning rate {values["learning_rate/current"]:.3g}  '
-        f'{values["timing/tokens_per_second"]:,.0f} tokens/s  '
-        f'{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left'
+        f'{values["timing/tokens_per_second"]:,.0f} tokens/s  {timedelta(seconds=left)} left'
     )
 
 
 def introduction(run: Run) -> str:
     step, devices = int(run.state.step), run.trainer.mesh.devices
-    num_parameters = sum(x.size for x in run.state.params.values())
+    size = f'{sum(x.size for x in run.state.params.values()):,} parameters'
+    where = f'{devices.size} {devices.flat[0].platform} device(s), {dict(run.trainer.mesh.shape)}'
     return (
-        f'T5 with {num_parameters:,} parameters in {run.config.model.dtype} on {devices.size} '
-        f'{devices.flat[0].platform} device(s), {dict(run.trainer.mesh.shape)}.\n'
+        f'T5 with {size} in {run.config.model.dtype} on {where}.\n'
         f'Text: {run.source.description}; vocabulary: {run.vocabulary.size:,} pieces.\n'
         f'{f"Going on after step {step:,}" if step else "From scratch"}; compiling, then a line every '
         f'{run.config.log.every_steps} steps.'
@@ -326,11 +316,11 @@ def introduction(run: Run) -> str:
 
 def learned(values: dict[str, float]) -> str:
     own, bar = values['nats_per_text_token'], values['unigram_nats_per_text_token']
+    both = (values['nats_per_target_token'], values['unigram_nats_per_target_token'])
     return (
         f'validation loss {own:.3f} nats per text token, {abs(bar - own):.3f} '
         f'{"below" if own < bar else "ABOVE"} the {bar:.3f} of knowing only how frequent each token is '
-        f'(sentinels and all: {values["nats_per_target_token"]:.3f}, '
-        f'bar {values["unigram_nats_per_target_token"]:.3f})'
+        '(sentinels and all: {:.3f}, bar {:.3f})'.format(*both)
     )
 
 

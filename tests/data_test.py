@@ -355,7 +355,7 @@ def test_features_are_shifted_and_weighted(pydoc, vocabulary):
         ({'lengths.inputs': 2048, 'lengths.targets': 456}, '114 noise spans.*100 sentinels'),
         ({'noise_density': 15.0}, 'noise_density=15.0'),
         ({'files': 'nowhere/*.txt'}, "'nowhere/\\*.txt' matches no file"),
-        ({'validation_fraction': 0.0}, "no document in split 'validation'"),
+        ({'validation_fraction': 0.0}, "no document is in split 'validation'"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(pydoc, vocabulary, changes, message):

@@ -219,7 +219,7 @@ def test_other_settings_on_resume_are_refused(corpus, whole):
     before = sorted((path, path.stat().st_mtime_ns) for path in whole.rglob('*'))
     config = small_config(corpus)
     config.seed, config.model.mlp_dim, config.log.every_steps = 5, 64, 3
-    with pytest.raises(ValueError, match='model.mlp_dim: 32 -> 64; seed: 0 -> 5') as refused:
+    with pytest.raises(ValueError, match='model/mlp_dim: 32 -> 64; seed: 0 -> 5') as refused:
         train.prepare(config, whole)
     assert 'log' not in str(refused.value)
     assert before == sorted((path, path.stat().st_mtime_ns) for path in whole.rglob('*'))
