@@ -321,7 +321,7 @@ def text_files(paths: list[str], validation_fraction: float) -> Source:
                     documents.append((f'{path}:{offset}', line.decode().strip()))
                 except UnicodeDecodeError as error:
                     place = f'{path}: byte {offset + error.start}'
-                    raise ValueError(f'{place} is not UTF-8; convert the file') from None
+                    raise UnicodeError(f'{place} is not UTF-8; convert the file') from None
         return documents
 
     what = f'{len(paths):,} text file(s), {sum(sizes):,} bytes'

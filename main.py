@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
         return 2
     try:
         train.train(run)
-    except FloatingPointError as error:
+    except (FloatingPointError, UnicodeError, OSError) as error:  # the loss, the data, the disk
         print(f'main.py: {error}', file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -19,13 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import tensorboard.summary
 from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 import checkpoint
 import data
@@ -244,7 +242,7 @@ class Reporter:
     number of a run passes `metrics`: to send them elsewhere (Weights & Biases), do it there."""
 
     def __init__(self, workdir: Path, first_step: int):
-        self.workdir, self.writers = workdir, dict[str, EventFileWriter]()
+        self.workdir, self.writers = workdir, dict[str, tensorboard.summary.Writer]()
         self.silent, self.terminal = jax.process_index() != 0, sys.stdout.isatty()
         file = workdir / 'metrics.jsonl'
         if not self.silent:  # what came after the checkpoint will come again, the same
@@ -259,10 +257,9 @@ class Reporter:
             return
         self.file.write(json.dumps({'step': step, 'run': name} | values) + '\n')
         if name not in self.writers:
-            self.writers[name] = EventFileWriter(str(self.workdir / name))
-        scalars = [Summary.Value(tag=tag, simple_value=x) for tag, x in values.items()]
-        event = Event(step=step, wall_time=time.time(), summary=Summary(value=scalars))
-        self.writers[name].add_event(event)
+            self.writers[name] = tensorboard.summary.Writer(str(self.workdir / name))
+        for tag, value in values.items():
+            self.writers[name].add_scalar(tag, value, step)
         self.writers[name].flush()
 
     def line(self, text: str, live: bool = False) -> None:
@@ -294,11 +291,12 @@ def interval_metrics(config: Any, interval: list[dict], seconds: float, waited: 
 
 
 def progress(step: int, last: int, values: dict[str, float]) -> str:
-    left = round((last - step) / values['timing/steps_per_second'])
-    return (
-        f'step {step:,}/{last:,}  loss {values["nats_per_token"]:.3f}  accuracy '
-        f'{values["accuracy"]:.3f}  learning rate {values["learning_rate/current"]:.3g}  '
-        f'{values["timing/tokens_per_second"]:,.0f} tokens/s  {timedelta(seconds=left)} left'
+    left = timedelta(seconds=round((last - step) / values['timing/steps_per_second']))
+    loss_, accuracy = values['nats_per_token'], values['accuracy']
+    rate, speed = values['learning_rate/current'], values['timing/tokens_per_second']
+    return (  # 80 columns: a live line must not wrap
+        f'step {step}/{last} loss {loss_:.3f} accuracy {accuracy:.3f} lr {rate:.3g} '
+        f'{speed:,.0f} tokens/s {left} left'
     )
 
 

@@ -225,6 +225,9 @@ def test_other_settings_on_resume_are_refused(corpus, whole):
     assert before == sorted((path, path.stat().st_mtime_ns) for path in whole.rglob('*'))
 
 
+SHORT = [f'--config.{name}=8' for name in ('train.steps', 'eval.every_steps', 'save.every_steps')]
+
+
 def main(*arguments, **environment):
     command = [sys.executable, 'main.py', *arguments]
     flags = {'XLA_FLAGS': '', 'JAX_PLATFORMS': 'cpu'} | environment
@@ -234,13 +237,10 @@ def main(*arguments, **environment):
 
 def test_the_command_of_the_readme(tmp_path):
     """configs/tiny.py, cut to a few steps: from the first line to the last, and again when finished."""
-    steps = [
-        f'--config.{name}=8' for name in ('train.steps', 'eval.every_steps', 'save.every_steps')
-    ]
     command = [
         '--config=configs/tiny.py',
         f'--workdir={tmp_path}',
-        *steps,
+        *SHORT,
         '--config.log.every_steps=4',
     ]
     first = main(*command)
@@ -248,7 +248,7 @@ def test_the_command_of_the_readme(tmp_path):
     lines = first.stdout.splitlines()
     assert re.match(r'T5 with 1,869,568 parameters in float32 on 1 cpu device', lines[0])
     assert re.match(
-        r'step 4/8  loss \d+\.\d+  accuracy .*learning rate .*tokens/s  \d+:\d\d:\d\d left',
+        r'step 4/8 loss \d+\.\d+ accuracy \d\.\d+ lr \S+ [\d,]+ tokens/s \d+:\d\d:\d\d left$',
         lines[3],
     )
     assert re.match(r'Step 8: validation loss \d+\.\d+ nats per text token', lines[-3])
@@ -283,6 +283,31 @@ def test_bad_settings_exit_2_with_one_line(tmp_path, arguments, words):
     assert result.returncode == 2, result.stderr
     assert words in result.stderr and len(result.stderr.splitlines()) == 1
     assert not result.stdout
+
+
+def test_a_bad_byte_in_the_data_exits_1_with_one_line(corpus, tmp_path):
+    """Found while training, not before: the vocabulary was trained on the good part."""
+    good = main(
+        '--config=configs/tiny.py',
+        f'--workdir={tmp_path}/run',
+        *SHORT,
+        f'--config.data.files={corpus}',
+    )
+    assert good.returncode == 0, good.stderr
+    bad = tmp_path / pathlib.Path(corpus).name
+    bad.write_bytes(pathlib.Path(corpus).read_bytes()[:-1000] + b'\xff\n' * 500)
+    (tmp_path / 'other').mkdir()
+    (tmp_path / 'run/vocabulary.model').rename(tmp_path / 'other/vocabulary.model')
+    result = main(
+        '--config=configs/tiny.py',
+        f'--workdir={tmp_path}/other',
+        *SHORT,
+        f'--config.data.files={bad}',
+    )
+    assert result.returncode == 1, result.stderr
+    assert re.fullmatch(
+        r'main.py: .*made_up.txt: byte \d+ is not UTF-8; convert the file\n', result.stderr
+    )
 
 
 def test_help_says_how(tmp_path):
