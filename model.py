@@ -172,38 +172,16 @@ def scoped(f: Callable) -> Callable:
 
 @scoped
 def encoder(c, x_bTD, mask_b1TT, dropout):
-    """Embedded tokens to encoded_bTD; pre-norm layers, one relative position table for all."""
-    length = x_bTD.shape[1]
-    x_bTD = dropout(x_bTD, (1, c.emb_dim))
-    relpos_1hTT = relative_position_bias('relpos_bias', c, length, length, True)
-    for i in range(c.num_encoder_layers):
-        with hk.name_scope(f'layers_{i}'):
-            y_bTD = rms_norm('pre_attention_layer_norm', c, x_bTD)
-            y_bTD = attention('attention', c, y_bTD, y_bTD, mask_b1TT, relpos_1hTT, dropout)
-            x_bTD = x_bTD + dropout(y_bTD, (1, c.emb_dim))
-            y_bTD = mlp('mlp', c, rms_norm('pre_mlp_layer_norm', c, x_bTD), dropout)
-            x_bTD = x_bTD + dropout(y_bTD, (1, c.emb_dim))
+    """Embedded tokens to encoded_bTD."""
+    x_bTD = layers(c, x_bTD, mask_b1TT, dropout)
     # The one place where T5X's dropout mask is not shared along the length.
-    return dropout(rms_norm('encoder_norm', c, x_bTD), (length, c.emb_dim))
+    return dropout(rms_norm('encoder_norm', c, x_bTD), x_bTD.shape[1:])
 
 
 @scoped
 def decoder(c, x_bTD, encoded_bMD, mask_b1TT, mask_b1TM, table_vD, dropout):
     """Embedded shifted targets and encoded inputs to float32 logits_bTv."""
-    length = x_bTD.shape[1]
-    x_bTD = dropout(x_bTD, (1, c.emb_dim))
-    relpos_1hTT = relative_position_bias('relpos_bias', c, length, length, False)
-    for i in range(c.num_decoder_layers):
-        with hk.name_scope(f'layers_{i}'):
-            y_bTD = rms_norm('pre_self_attention_layer_norm', c, x_bTD)
-            y_bTD = attention('self_attention', c, y_bTD, y_bTD, mask_b1TT, relpos_1hTT, dropout)
-            x_bTD = x_bTD + dropout(y_bTD, (1, c.emb_dim))
-            y_bTD = rms_norm('pre_cross_attention_layer_norm', c, x_bTD)
-            cross = (y_bTD, encoded_bMD, mask_b1TM, None, dropout)
-            y_bTD = attention('encoder_decoder_attention', c, *cross)
-            x_bTD = x_bTD + dropout(y_bTD, (1, c.emb_dim))
-            y_bTD = mlp('mlp', c, rms_norm('pre_mlp_layer_norm', c, x_bTD), dropout)
-            x_bTD = x_bTD + dropout(y_bTD, (1, c.emb_dim))
+    x_bTD = layers(c, x_bTD, mask_b1TT, dropout, encoded_bMD, mask_b1TM)
     x_bTD = dropout(rms_norm('decoder_norm', c, x_bTD), (1, c.emb_dim))
     x_bTD = x_bTD.astype(jnp.float32)  # logits are a float32 island, whatever the compute dtype
     if c.logits_via_embedding:
@@ -211,6 +189,28 @@ def decoder(c, x_bTD, encoded_bMD, mask_b1TT, mask_b1TM, table_vD, dropout):
     shape = (c.emb_dim, partition.split(c.vocab_size, 'model'))
     logits_Dv = kernel('logits_dense', shape, 'truncated_normal', 'float32')
     return jnp.einsum('bTD,Dv->bTv', x_bTD, logits_Dv)
+
+
+def layers(c, x_bTD, mask_b1TT, dropout, encoded_bMD=None, mask_b1TM=None):
+    """The layers of the encoder or, given what was encoded, of the decoder: pre-norm, one relative position
+    table for all, cross attention without one."""
+    is_decoder, length = encoded_bMD is not None, x_bTD.shape[1]
+    name = 'self_attention' if is_decoder else 'attention'
+    x_bTD = dropout(x_bTD, (1, c.emb_dim))
+    relpos_1hTT = relative_position_bias('relpos_bias', c, length, length, not is_decoder)
+    for i in range(c.num_decoder_layers if is_decoder else c.num_encoder_layers):
+        with hk.name_scope(f'layers_{i}'):
+            y_bTD = rms_norm(f'pre_{name}_layer_norm', c, x_bTD)
+            y_bTD = attention(name, c, y_bTD, y_bTD, mask_b1TT, relpos_1hTT, dropout)
+            x_bTD = x_bTD + dropout(y_bTD, (1, c.emb_dim))
+            if is_decoder:
+                y_bTD = rms_norm('pre_cross_attention_layer_norm', c, x_bTD)
+                cross = (y_bTD, encoded_bMD, mask_b1TM, None, dropout)
+                y_bTD = attention('encoder_decoder_attention', c, *cross)
+                x_bTD = x_bTD + dropout(y_bTD, (1, c.emb_dim))
+            y_bTD = mlp('mlp', c, rms_norm('pre_mlp_layer_norm', c, x_bTD), dropout)
+            x_bTD = x_bTD + dropout(y_bTD, (1, c.emb_dim))
+    return x_bTD
 
 
 @scoped
