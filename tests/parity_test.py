@@ -9,11 +9,13 @@ import json
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import checkpoint
 import evaluate
+import model
 import optimizer
 import train
 from configs import base
@@ -101,7 +103,11 @@ def test_loss_and_metrics(golden):
     assert_close(packed['loss'], arrays['packed_loss'], 1e-5)
 
 
-def test_six_adafactor_steps(golden):
+def test_six_adafactor_steps(golden, monkeypatch):
+    # One input of a relu (t5_1_0_tiny, train_batch0: decoder layer 1, row 6, position 20, unit 1) is zero
+    # but for rounding: -2e-7 on jax 0.10, +1e-7 on 0.12. T5X saw it negative, and on the other side of
+    # the kink the gradient is another one. So the kink is moved where no input is near it.
+    monkeypatch.setitem(model.ACTIVATIONS, 'relu', lambda x: jnp.where(x > 1e-6, x, 0.0))
     arrays = np.load(golden / 'golden.npz')
     trainer = train.make_trainer(run_config(golden))
     state = train.restore(trainer, golden / 'checkpoint_0')
