@@ -1,6 +1,7 @@
 """Cross entropy against numpy in float64, and T5X's own cases (t5x/losses_test.py) for its weights."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -92,6 +93,6 @@ def test_an_unknown_normalizing_factor_is_refused(value):
 
 
 def test_the_lowest_of_equal_logits_counts():
-    logits = np.array([[[0.0, 3.0, 3.0], [1.0, 1.0, 0.0]]], np.float32)
+    logits = jnp.array([[[0.0, 3.0, 3.0], [1.0, 1.0, 0.0]]])
     found = one_device(loss.is_correct)(logits, np.array([[2, 0]], np.int32))
     np.testing.assert_array_equal(found, [[False, True]])
