@@ -89,7 +89,7 @@ def prepare(config: Any, workdir: str | Path) -> Run:
         state = restore(trainer, workdir / f'checkpoint_{step}')
         stream.seek(np.load(workdir / f'checkpoint_{step}' / 'data_position.npy')[rows])
     if jax.process_index() == 0:
-        (workdir / 'config.json').write_text(json.dumps(settings, indent=1))
+        replace_file(workdir / 'config.json', json.dumps(settings, indent=1))
     return Run(config, workdir, trainer, source, vocabulary, stream, state)
 
 
@@ -189,12 +189,12 @@ def train(run: Run) -> None:
             interval = []
             clock, waited = time.perf_counter(), 0.0
         paused = time.perf_counter()
-        if save_now:
-            save(run, state, after)
         if evaluate_now:
             values = evaluation(state.params)
             report.metrics(f'training_eval/{config.data.task}', step, values)
             report.line(f'Step {step:,}: {learned(values)}')
+        if save_now:  # last, so that what goes on from here lacks nothing of what came before
+            save(run, state, after)
         clock += time.perf_counter() - paused
     report.line(outlook(run))
 
@@ -237,6 +237,13 @@ def restore(trainer: Trainer, directory: Path) -> TrainState:
     return jax.device_put(state, partition.shardings(trainer.mesh, trainer.specs))
 
 
+def replace_file(file: Path, text: str) -> None:
+    """All or nothing: whoever reads the file finds the old text or the new one."""
+    unfinished = file.with_suffix('.tmp')
+    unfinished.write_text(text)
+    unfinished.replace(file)
+
+
 class Reporter:
     """Where a run speaks: the terminal, metrics.jsonl, TensorBoard. Of many processes the first does. Every
     number of a run passes `metrics`: to send them elsewhere (Weights & Biases), do it there."""
@@ -248,7 +255,7 @@ class Reporter:
         if not self.silent:  # what came after the checkpoint will come again, the same
             lines = file.read_text().splitlines() if file.exists() else []
             kept = [x for x in lines if x.endswith('}') and json.loads(x)['step'] <= first_step]
-            file.write_text(''.join(line + '\n' for line in kept))
+            replace_file(file, ''.join(line + '\n' for line in kept))
             self.file = file.open('a', buffering=1)
 
     def metrics(self, name: str, step: int, values: dict[str, float]) -> None:
@@ -273,10 +280,8 @@ def interval_metrics(config: Any, interval: list[dict], seconds: float, waited: 
     """What only training has, under T5X's tags: learning rate, gradient, speed (tokens of padding too)
     and a hash of the batches."""
     column = {name: np.array([metrics[name] for metrics in interval]) for name in interval[0]}
-    lengths, rows_per_second = (
-        config.data.lengths,
-        len(interval) * config.train.batch_size / seconds,
-    )
+    rows_per_second = len(interval) * config.train.batch_size / seconds
+    lengths = config.data.lengths
     return {
         'learning_rate': float(column['learning_rate'].mean()),
         'learning_rate/current': float(column['learning_rate'][-1]),
@@ -324,7 +329,12 @@ def learned(values: dict[str, float]) -> str:
 
 def outlook(run: Run) -> str:
     files = f'--config.data.files=/path/to/*.txt --workdir={run.workdir}-mine'
+    after = f'the same command with {files} learns from your text, one document a line.'
+    if run.config.data.files:
+        after = (
+            f'tensorboard --logdir={run.workdir} shows the curves; --config.train.steps goes on.'
+        )
     return (
         f"Everything is in {run.workdir}: T5X checkpoints, metrics.jsonl, TensorBoard's events, the "
-        f'vocabulary.\nNext: the same command with {files} learns from your text, one document a line.'
+        f'vocabulary.\nNext: {after}'
     )
