@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import socket
 import subprocess
 import sys
 
@@ -116,6 +117,42 @@ def test_another_mesh_goes_on_where_one_stopped(corpus, whole, tmp_path):
     for found, expected in zip(metrics_of(tmp_path)[-2:], metrics_of(whole)[-2:], strict=True):
         assert found.get('batch_crc32') == expected.get('batch_crc32')
         assert found['loss'] == pytest.approx(expected['loss'], rel=1e-5)
+
+
+TWO_PROCESSES = """
+import sys
+import jax
+sys.path[:0] = sys.argv[1:3]
+jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+jax.distributed.initialize(sys.argv[3], 2, int(sys.argv[4]), initialization_timeout=120)
+import end_to_end_test, pathlib
+config = end_to_end_test.small_config(sys.argv[5], data_axis=2, model_axis=2)
+end_to_end_test.run(config, pathlib.Path(sys.argv[6]))
+"""
+
+
+def test_two_processes_train_as_one_does(corpus, whole, tmp_path):
+    """Two processes of two devices each, data split between them: losses, bar, checkpoint, position."""
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        address = f'127.0.0.1:{free.getsockname()[1]}'
+    environment = os.environ | {'XLA_FLAGS': '--xla_force_host_platform_device_count=2'}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, '-c', TWO_PROCESSES, ROOT, ROOT / 'tests', address, str(i), corpus, tmp_path],
+            env=environment | {'JAX_PLATFORMS': 'cpu'}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    errors = [process.communicate(timeout=300)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
+    for found, expected in zip(metrics_of(tmp_path), metrics_of(whole), strict=True):
+        assert (found['step'], found['run']) == (expected['step'], expected['run'])
+        for name in ('loss', 'nats_per_text_token', 'unigram_nats_per_text_token'):
+            if name in expected:
+                assert found[name] == pytest.approx(expected[name], rel=1e-5), name
+    positions = [np.load(w / 'checkpoint_6' / 'data_position.npy') for w in (tmp_path, whole)]
+    np.testing.assert_array_equal(*positions)
 
 
 def test_what_a_run_leaves(whole):
