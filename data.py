@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import glob
 import hashlib
-import importlib.util
+import importlib
 import io
 import itertools
 import math
@@ -294,10 +294,8 @@ def open_source(config) -> Source:
 
 def in_memory(what: str, documents: list[tuple[str, str]], validation_fraction: float) -> Source:
     """(name, text) of each document, each a block."""
-    fingerprint, what = (
-        digest([text for _, text in documents]),
-        f'{len(documents):,} texts of {what}',
-    )
+    fingerprint = digest([text for _, text in documents])
+    what = f'{len(documents):,} texts of {what}'
     read = lambda block: [documents[block]]  # noqa: E731
     return Source(what, len(documents), read, fingerprint, validation_fraction)
 
@@ -349,10 +347,12 @@ def pydoc_documents() -> list[tuple[str, str]]:
             if isinstance(node, definitions) and (text := ast.get_docstring(node, clean=False)):
                 name = '.'.join([*parts, getattr(node, 'name', '')]).rstrip('.')
                 names.setdefault(' '.join(text.split()), name)
-    if importlib.util.find_spec('pydoc_data.topics'):  # some distributions leave it out
+    try:
         topics = importlib.import_module('pydoc_data.topics').topics
-        for topic in sorted(topics):
-            names.setdefault(' '.join(topics[topic].split()), f'topics.{topic}')
+    except ImportError:  # some distributions leave it out
+        topics = {}
+    for topic in sorted(topics):
+        names.setdefault(' '.join(topics[topic].split()), f'topics.{topic}')
     return [(name, text) for text, name in names.items() if len(text) >= 40]
 
 

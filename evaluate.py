@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -105,7 +104,7 @@ class Evaluation:
         validation = data.Stream(source, 'validation', *place, rows, num_epochs=1)
         self.batches = list(itertools.islice(validation, config.eval.steps))
         # Lanes end apart, but all processes must take the same number of steps.
-        most = int(np.max(multihost_utils.process_allgather(len(self.batches))))
+        most = int(partition.from_processes(np.array([len(self.batches)])).max())
         empty = {name: np.zeros_like(x) for name, x in self.batches[0].items()}
         self.batches += [empty] * (most - len(self.batches))
         self.first_sentinel = validation.first_sentinel
@@ -152,9 +151,7 @@ class Evaluation:
                 break
         for batch in self.batches:
             np.add.at(counts[1], batch['decoder_target_tokens'], 1)
-        counts = (
-            multihost_utils.process_allgather(counts, tiled=True).reshape(-1, *counts.shape).sum(0)
-        )
+        counts = partition.from_processes(counts).sum(axis=0)
 
         def bar(first: int, stop: int | None) -> float:
             q, p = counts[0, first:stop] + 1, counts[1, first:stop]

@@ -39,12 +39,8 @@ def make_optimizer(config: Any, learning_rate: Callable) -> optax.GradientTransf
 def make_schedule(config: Any) -> Callable:
     """T5X's product of factors: step (before it is incremented) -> learning rate, float32; never below
     min_learning_rate, not even at step 0 of a warm-up. ValueError names a factor that T5X does not have."""
-    base, warmup, cycle = (
-        config.base_learning_rate,
-        float(config.warmup_steps),
-        config.steps_per_cycle,
-    )
-    decay = config.decay_factor
+    base, warmup = config.base_learning_rate, float(config.warmup_steps)
+    decay, cycle = config.decay_factor, config.steps_per_cycle
     known = {
         'constant': lambda t: base,
         'linear_warmup': lambda t: jnp.minimum(1.0, t / warmup),

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -89,6 +90,11 @@ def place_rows(mesh: Mesh, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Arr
     """This process's rows of each feature as global arrays, split over 'data'."""
     place = NamedSharding(mesh, BATCH)
     return {k: jax.make_array_from_process_local_data(place, x) for k, x in batch.items()}
+
+
+def from_processes(x: np.ndarray) -> np.ndarray:
+    """What every process has as `x`, stacked: [processes, ...]."""
+    return multihost_utils.process_allgather(x, tiled=True).reshape(-1, *x.shape)
 
 
 def per_device(params: Any, specs: Any) -> Any:

@@ -21,7 +21,6 @@ import numpy as np
 import optax
 import tensorboard.summary
 from jax import lax
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -216,8 +215,7 @@ def save(run: Run, state: TrainState, position: np.ndarray) -> None:
     """Writes a checkpoint with the place in the data and the settings beside it."""
     rows = np.zeros((run.config.train.batch_size, position.shape[1]), np.int64)
     rows[run.stream.rows] = position
-    rows = multihost_utils.process_allgather(rows, tiled=True).reshape(-1, *rows.shape).max(axis=0)
-    np.save(position_file := io.BytesIO(), rows)
+    np.save(position_file := io.BytesIO(), partition.from_processes(rows).max(axis=0))
     files = {'config.json': (run.workdir / 'config.json').read_bytes()}
     files['data_position.npy'] = position_file.getvalue()
     checkpoint.save(run.workdir, int(state.step), optimizer.to_t5x(*state), files)

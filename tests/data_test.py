@@ -7,6 +7,7 @@ their counts and their structure are compared.
 import json
 import os
 import pathlib
+import sys
 import threading
 import zlib
 
@@ -398,6 +399,14 @@ def test_pydoc_is_two_megabytes_of_distinct_prose(pydoc):
     again = data.open_source(make_config())
     assert documents_of(again) == documents_of(pydoc) and again.fingerprint == pydoc.fingerprint
     assert data.in_memory('', documents_of(pydoc)[:-1], 0.01).fingerprint != pydoc.fingerprint
+
+
+def test_pydoc_without_help_topics(monkeypatch):
+    """Some distributions leave pydoc_data out, the package and all."""
+    monkeypatch.setitem(sys.modules, 'pydoc_data', None)
+    monkeypatch.delitem(sys.modules, 'pydoc_data.topics', raising=False)
+    names = [name for name, _ in data.pydoc_documents()]
+    assert len(names) > 5000 and not any(name.startswith('topics.') for name in names)
 
 
 def test_every_pydoc_document_comes_once_per_epoch(pydoc):
