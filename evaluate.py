@@ -3,6 +3,7 @@
 Source: T5X t5x/models.py, t5x/trainer.py (train-eval).
 """
 
+import copy
 import functools
 import itertools
 import json
@@ -58,6 +59,7 @@ def load(path: str | Path, config: model.T5Config | None = None, mesh: Mesh | No
     from `config`, else from the checkpoint's config.json, else from its shapes. On one device if no mesh."""
     step = checkpoint.newest(Path(path))
     directory = Path(path) if step is None else Path(path, f'checkpoint_{step}')
+    checkpoint.verify(directory)
     index = checkpoint.read_index(directory)
     found = {p: leaf for p, leaf in checkpoint.shapes(index).items() if p.startswith('target/')}
     if config is None and (directory / 'config.json').is_file():
@@ -96,17 +98,15 @@ class Evaluation:
     """A model's losses on the validation split, on the same batches every time, and the bar to clear.
     Differs from T5X: the first `eval.steps` batches of one pass; T5X repeats a small split."""
 
-    def __init__(self, config: Any, mesh: Mesh, source: data.Source, vocabulary: Any):
-        self.config, self.mesh, batch_size = config, mesh, config.train.batch_size
-        place = (vocabulary, config.data, batch_size, config.seed)
-        rows = partition.own_rows(mesh, batch_size)
-        self.training = data.Stream(source, 'train', *place, rows)
-        validation = data.Stream(source, 'validation', *place, rows, num_epochs=1)
-        self.batches = list(itertools.islice(validation, config.eval.steps))
-        # Lanes end apart, but all processes must take the same number of steps.
-        most = int(partition.from_processes(np.array([len(self.batches)])).max())
-        empty = {name: np.zeros_like(x) for name, x in self.batches[0].items()}
-        self.batches += [empty] * (most - len(self.batches))
+    def __init__(
+        self,
+        config: Any,
+        mesh: Mesh,
+        training: data.Stream,
+        validation: data.Stream,
+        num_microbatches: int = 1,
+    ):
+        self.config, self.mesh, self.training, self.validation = config, mesh, training, validation
         self.first_sentinel = validation.first_sentinel
         c, factor = model.T5Config(**config.model), config.loss.loss_normalizing_factor
         normalizing_factor = loss.parse_normalizing_factor(factor)
@@ -115,15 +115,21 @@ class Evaluation:
         def device_sums(params, batch):
             """loss.weighted_sums, and nats (no z-loss, no smoothing) of all targets and of those that
             are text: no sentinel, EOS or padding; each summed over the global batch."""
-            logits_bTv = model.apply(lambda: model.logits(c, batch), params)
-            weights = loss.weights_and_divisor(batch, normalizing_factor)
-            sums = loss.weighted_sums(logits_bTv, batch, *weights, config.loss)
-            targets_bT = batch['decoder_target_tokens']
-            nats_bT, _ = loss.cross_entropy(logits_bTv, targets_bT)
-            text_bT = (targets_bT > data.EOS_ID) & (targets_bT < self.first_sentinel)
-            sums['target_nats'] = (nats_bT * (targets_bT > 0)).sum()
-            sums['text_nats'], sums['text_tokens'] = (nats_bT * text_bT).sum(), text_bT.sum()
-            return lax.psum(sums, 'data')
+            weights_bT, divisor = loss.weights_and_divisor(batch, normalizing_factor)
+
+            def part_sums(part):
+                batch, weights_bT = part
+                logits_bTv = model.apply(lambda: model.logits(c, batch), params)
+                sums = loss.weighted_sums(logits_bTv, batch, weights_bT, divisor, config.loss)
+                targets_bT = batch['decoder_target_tokens']
+                nats_bT, _ = loss.cross_entropy(logits_bTv, targets_bT)
+                text_bT = (targets_bT > data.EOS_ID) & (targets_bT < self.first_sentinel)
+                sums['target_nats'] = (nats_bT * (targets_bT > 0)).sum()
+                sums['text_nats'], sums['text_tokens'] = (nats_bT * text_bT).sum(), text_bT.sum()
+                return sums
+
+            sums = lax.map(part_sums, partition.cut_rows((batch, weights_bT), num_microbatches))
+            return lax.psum(jax.tree.map(lambda x: x.sum(axis=0), sums), 'data')
 
         in_specs = (specs, partition.BATCH)
         self.sums = jax.jit(jax.shard_map(device_sums, mesh=mesh, in_specs=in_specs, out_specs=P()))
@@ -140,12 +146,24 @@ class Evaluation:
         }
 
     @functools.cached_property
+    def batches(self) -> list[dict[str, np.ndarray]]:
+        """This process's rows. Made when first asked for: a small split of a large corpus takes a while."""
+        batches = list(itertools.islice(self.validation, self.config.eval.steps))
+        del self.validation  # and with it the documents that its lanes hold
+        # Lanes end apart, but all processes must take the same number of steps.
+        most = int(partition.from_processes(np.array([len(batches)])).max())
+        empty = {name: np.zeros_like(x) for name, x in batches[0].items()}
+        return batches + [empty] * (most - len(batches))
+
+    @functools.cached_property
     def unigram_bars(self) -> dict[str, float]:
         """What token frequencies alone would pay: the cross entropy of the validation targets under the
         unigram of the training targets, those of the run's first batches up to a million tokens, each
         counted once more than it occurred."""
         counts = np.zeros([2, self.config.model.vocab_size], np.int64)  # of training, of validation
-        for batch in itertools.islice(self.training, self.config.train.steps):
+        training = copy.copy(self.training)
+        training.seek(np.zeros_like(training.position))
+        for batch in itertools.islice(training, self.config.train.steps):
             np.add.at(counts[0], batch['decoder_target_tokens'], 1)
             if counts[0, 1:].sum() >= 1e6:
                 break

@@ -3,12 +3,16 @@
     python main.py --config=configs/NAME.py[:ARG] [--workdir=DIR] [--config.KEY=VALUE ...]
 
 Every setting, with its unit and default, is in configs/base.py. Exit status: 0 done, 1 failed,
-2 bad arguments or configuration (one line), 130 interrupted.
+2 bad arguments or configuration (one line), 130 and 143 after SIGINT and SIGTERM: the step is finished
+and saved, and the same command goes on. A second signal ends the process at once.
 """
 
 import os
 import pathlib
+import signal
+import socket
 import sys
+import threading
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -24,6 +28,7 @@ def main(argv: list[str]) -> int:
     if {'--help', '-h', '--helpshort', '--helpfull'} & set(argv[1:]):
         print(__doc__, FLAGS.main_module_help(), sep='\n')
         return 0
+    signals = Signals()
     try:
         config = parse(argv)
         import train  # after the flags, so that a wrong one is said before JAX starts
@@ -34,16 +39,37 @@ def main(argv: list[str]) -> int:
         print(f'main.py: {error}', file=sys.stderr)
         return 2
     try:
-        train.train(run)
-    except (FloatingPointError, UnicodeError, OSError) as error:  # the loss, the data, the disk
+        signals.can_wait = True
+        number = train.train(run, lambda: signals.number)
+    except (FloatingPointError, ValueError, OSError) as error:  # the loss, the data, the disk
         print(f'main.py: {error}', file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print(
-            '\nInterrupted. The same command goes on from the newest checkpoint.', file=sys.stderr
-        )
-        return 130
-    return 0
+    return 128 + number if number else 0
+
+
+class Signals:
+    """SIGINT and SIGTERM. The first is kept as `number`, for who asks between two steps; a second ends the
+    process at once, and so does the first while there is nothing to finish (`can_wait` is False). A thread
+    listens, because a handler of Python's would have to wait for XLA, which may compile for minutes."""
+
+    def __init__(self):
+        self.number, self.can_wait = 0, False
+        self.incoming, self.outgoing = socket.socketpair()
+        self.outgoing.setblocking(False)
+        signal.set_wakeup_fd(self.outgoing.fileno())
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)  # or the descriptor would not hear of it
+        threading.Thread(target=self.listen, daemon=True).start()
+
+    def listen(self) -> None:
+        while received := self.incoming.recv(1):
+            if self.number or not self.can_wait:
+                words = 'the last checkpoint stands' if self.can_wait else 'no step was taken'
+                print(f'\nmain.py: stopped at once, {words}', file=sys.stderr, flush=True)
+                os._exit(128 + received[0])
+            self.number = received[0]
+            words = 'this step is finished and saved; once more to stop at once'
+            print(f'\nmain.py: stopping, {words}', file=sys.stderr, flush=True)
 
 
 def parse(argv: list[str]) -> ConfigDict:

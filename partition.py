@@ -93,8 +93,15 @@ def place_rows(mesh: Mesh, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Arr
 
 
 def from_processes(x: np.ndarray) -> np.ndarray:
-    """What every process has as `x`, stacked: [processes, ...]."""
-    return multihost_utils.process_allgather(x, tiled=True).reshape(-1, *x.shape)
+    """What every process has as `x`, stacked: [processes, ...]. It goes as bytes: jax would cut 64 bits."""
+    content = np.frombuffer(x.tobytes(), np.uint8)
+    gathered = np.asarray(multihost_utils.process_allgather(content, tiled=True))
+    return gathered.reshape(-1, x.nbytes).view(x.dtype).reshape(-1, *x.shape)
+
+
+def cut_rows(tree: Any, num_parts: int) -> Any:
+    """This device's rows in parts: [b, ...] -> [num_parts, b / num_parts, ...]."""
+    return jax.tree.map(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), tree)
 
 
 def per_device(params: Any, specs: Any) -> Any:

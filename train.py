@@ -5,15 +5,19 @@ are local math with collectives; `jax.grad` gives each device's own gradients an
 'data'; outside, optax updates global arrays. Source: T5X t5x/train.py, t5x/trainer.py.
 """
 
+import fcntl
 import io
 import json
+import math
+import os
+import socket
 import sys
 import time
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +36,17 @@ import model
 import optimizer
 import partition
 
-MAY_CHANGE = ('train/steps', 'mesh/', 'log/', 'save/', 'eval/')  # when a run is continued
+# When a run is continued. What files and vocabulary hold is compared by its hash, wherever it lies.
+MAY_CHANGE = (
+    *('train/steps', 'train/num_microbatches', 'mesh/', 'log/', 'save/', 'eval/'),
+    *('data/files', 'data/validation_files', 'data/vocabulary'),
+    *('data/on_bad_line', 'data/max_bad_fraction'),
+)
+COUNTS = ('train.steps', 'train.batch_size', 'eval.steps', 'learning_rate.warmup_steps')
+PERIODS = ('eval.every_steps', 'save.every_steps', 'log.every_steps')
+LEAST = dict.fromkeys((*COUNTS, *PERIODS), 1) | {'save.keep': 0, 'save.keep_every': 0}
+MEMORY_FRACTION = 0.9  # that a step may need; the rest is left to data, program and system
+STEPS_PER_AGREEMENT = 10  # of many processes, on whether one was asked to stop
 
 
 class TrainState(NamedTuple):
@@ -56,48 +70,182 @@ class Run(NamedTuple):
 
     config: Any
     workdir: Path
-    trainer: Trainer
+    lock: IO  # while it is open, nobody else uses the workdir
+    mesh: Mesh
+    train_step: Any  # compiled; None where the run is finished
     source: data.Source
-    vocabulary: Any  # of data.find_vocabulary
+    vocabulary: data.Vocabulary
     stream: data.Stream
+    evaluation: evaluate.Evaluation
     state: TrainState
+    interval: list[dict]  # the metrics of the steps since the last logged one
 
 
 def prepare(config: Any, workdir: str | Path) -> Run:
-    """All that comes before the first step; the newest checkpoint is restored if there is one. ValueError,
-    in words, for settings that cannot be or that an old run in `workdir` forbids."""
+    """All that comes before the first step; the newest whole checkpoint is restored if there is one.
+    ValueError, in words, for settings that cannot be or that an old run in `workdir` forbids."""
     workdir, batch_size = Path(workdir), config.train.batch_size
-    trainer = make_trainer(config)
+    mesh = make_trainer(config).mesh
+    counts = microbatch_counts(config, mesh)
     source = data.open_source(config.data)
-    settings = json.loads(config.to_json()) | {'data_fingerprint': source.fingerprint}
-    step = checkpoint.newest(workdir)
-    if step is not None:
-        old = checkpoint.flatten(json.loads((workdir / 'config.json').read_text()))
-        new = checkpoint.flatten(settings)
-        names = sorted(name for name in old | new if old.get(name) != new.get(name))
-        names = [name for name in names if not name.startswith(MAY_CHANGE)]
-        if changes := [f'{name}: {old.get(name)!r} -> {new.get(name)!r}' for name in names]:
-            words = f'{workdir} holds a run with other settings ({"; ".join(changes)})'
-            raise ValueError(f'{words}: go on with those, or name another --workdir')
-    vocabulary = data.find_vocabulary(config.data, workdir, source, config.model.vocab_size)
-    rows = partition.own_rows(trainer.mesh, batch_size)
-    stream = data.Stream(source, 'train', vocabulary, config.data, batch_size, config.seed, rows)
-    if step is None:
-        state = trainer.init()
-    else:
-        state = restore(trainer, workdir / f'checkpoint_{step}')
-        stream.seek(np.load(workdir / f'checkpoint_{step}' / 'data_position.npy')[rows])
+    lock = lock_workdir(workdir)
+    try:
+        vocabulary = data.find_vocabulary(config.data, workdir, source, config.model.vocab_size)
+        settings = json.loads(config.to_json()) | {'corpus': source.corpus}
+        settings['data_fingerprint'] = source.fingerprint
+        settings['vocabulary_hash'] = vocabulary.hash
+        if checkpoint.newest(workdir) is not None:
+            compare_settings(workdir, settings)
+        rows = partition.own_rows(mesh, batch_size)
+        place = (vocabulary, config.data, batch_size, config.seed, rows)
+        stream = data.Stream(source, 'train', *place)
+        validation = data.Stream(source, 'validation', *place, num_epochs=1)
+        step, interval = checkpoint.newest_whole(workdir, say), []
+        say(introduction(config, mesh, source, vocabulary))
+        if step is not None and step >= config.train.steps:
+            counts = []  # nothing is left to compile for
+        else:
+            start = f'Going on after step {step:,}' if step else 'From scratch'
+            say(f'{start}; compiling, then a line every {config.log.every_steps} steps.')
+        trainer, train_step, num_microbatches = compile_step(config, counts)
+        if step is None:
+            state = trainer.init()
+        else:
+            directory = workdir / f'checkpoint_{step}'
+            state = restore(trainer, directory)
+            stream.seek(np.load(directory / 'data_position.npy')[rows])
+            interval = json.loads((directory / 'interval.json').read_bytes())
+        settings['train']['num_microbatches'] = str(num_microbatches)
+        if jax.process_index() == 0:
+            if vocabulary.model:
+                replace_file(workdir / 'vocabulary.model', vocabulary.model)
+            replace_file(workdir / 'config.json', json.dumps(settings, indent=1).encode())
+            replace_file(workdir / 'model-info.txt', model_info(trainer).encode())
+    except BaseException:
+        lock.close()
+        raise
+    evaluation = evaluate.Evaluation(config, mesh, stream, validation, num_microbatches)
+    parts = (config, workdir, lock, mesh, train_step, source, vocabulary, stream, evaluation)
+    return Run(*parts, state, interval)
+
+
+def lock_workdir(workdir: Path) -> IO:
+    """Keeps `workdir` for this run until the file is closed or the process ends, however it ends. ValueError
+    names the run that has it."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    file = (workdir / 'lock').open('a+')
     if jax.process_index() == 0:
-        replace_file(workdir / 'config.json', json.dumps(settings, indent=1))
-    return Run(config, workdir, trainer, source, vocabulary, stream, state)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            words = f'{workdir} is in use by {file.read()}'
+            raise ValueError(f'{words}: stop that run, or name another --workdir') from None
+        file.truncate(0)
+        file.write(f'process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}')
+        file.flush()
+    return file
 
 
-def make_trainer(config: Any) -> Trainer:
-    """Raises ValueError, in words, for whatever in `config` cannot be. Nothing is compiled yet."""
-    counts = [(name, key) for name in ('train', 'eval', 'save', 'log') for key in config[name]]
-    for name, key in [*counts, ('learning_rate', 'warmup_steps')]:
-        if config[name][key] < 1:
-            raise ValueError(f'{name}.{key}={config[name][key]}: must be at least 1')
+def compare_settings(workdir: Path, settings: dict) -> None:
+    """Raises ValueError that lists what may not change when a run goes on, and has changed."""
+    old = checkpoint.flatten(json.loads((workdir / 'config.json').read_text()))
+    new = checkpoint.flatten(settings)
+    names = sorted(name for name in old | new if old.get(name) != new.get(name))
+    names = [name for name in names if not name.startswith(MAY_CHANGE)]
+    if changes := [f'{name}: {old.get(name)!r} -> {new.get(name)!r}' for name in names]:
+        words = f'{workdir} holds a run with other settings ({"; ".join(changes)})'
+        raise ValueError(f'{words}: go on with those, or name another --workdir')
+
+
+def microbatch_counts(config: Any, mesh: Mesh) -> list[int]:
+    """The numbers of microbatches to try, ascending; where one is asked for, it comes first."""
+    asked, rows = config.train.num_microbatches, config.train.batch_size // mesh.shape['data']
+    counts = [n for n in range(1, rows + 1) if rows % n == 0]
+    if asked != 'auto' and asked not in map(str, counts):
+        words = f'train.num_microbatches={asked!r} does not divide the {rows} rows of a device'
+        raise ValueError(f"{words}; use 'auto' or one of {', '.join(map(str, counts))}")
+    return counts if asked == 'auto' else counts[counts.index(int(asked)) :]
+
+
+def compile_step(config: Any, counts: list[int]) -> tuple[Trainer, Callable | None, int]:
+    """The step in the first of `counts` microbatches that fits into memory. ValueError where none does, and
+    where the one asked for does not: it names the smallest that does."""
+    if not counts:
+        return make_trainer(config), None, 1
+    asked, limit = config.train.num_microbatches, memory_limit(make_trainer(config).mesh)
+    tried, needs = 0, list[float]()  # bytes, of each count that was compiled
+    for n in counts:
+        # At best memory shrinks with the rows: what cannot fit is not compiled.
+        if needs and 0.95 * needs[-1] * tried / n > limit:
+            continue
+        trainer, tried = make_trainer(config, n), n
+        train_step = trainer.train_step.lower(*step_shapes(config, trainer)).compile()
+        needs.append(memory_need(train_step, trainer))
+        if needs[-1] <= limit:
+            break
+    words = f'a step in {counts[0]} microbatch(es) needs {needs[0] / 2**30:.1f} GiB of memory, and '
+    words += f'{limit / 2**30:.1f} are to be had'
+    if needs[-1] > limit:
+        raise ValueError(
+            f'{words}; nor do {tried} fit: use more devices or a smaller train.batch_size'
+        )
+    if len(needs) > 1 and asked != 'auto':
+        raise ValueError(f'train.num_microbatches={asked}: {words}; use {tried}, or auto')
+    if len(needs) > 1:
+        say(f'train.num_microbatches=auto: {words}; so it takes {tried}, to the same gradients.')
+    return trainer, train_step, tried
+
+
+def step_shapes(config: Any, trainer: Trainer) -> tuple[TrainState, dict]:
+    """What a step takes, as shapes with their places on the mesh."""
+    like = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)  # noqa: E731
+    places = partition.shardings(trainer.mesh, (trainer.specs, partition.BATCH))
+    state = jax.tree.map(like, jax.eval_shape(trainer.init), places[0])
+    names = (*evaluate.SEQUENCES, 'decoder_loss_weights')
+    lengths = dict.fromkeys(names, config.data.lengths.targets)
+    lengths |= {'encoder_input_tokens': config.data.lengths.inputs}
+    rows = {name: np.empty((config.train.batch_size, n), np.int32) for name, n in lengths.items()}
+    return state, {name: like(x, places[1]) for name, x in rows.items()}
+
+
+def memory_need(train_step: Any, trainer: Trainer) -> float:
+    """Bytes that a compiled step takes of a device, or of the machine where its memory is the devices'."""
+    analysis = train_step.memory_analysis()
+    need = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+    need += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    if (
+        trainer.mesh.devices.flat[0].platform == 'cpu'
+    ):  # and there the copy that is being saved, too
+        state = jax.tree.leaves(jax.eval_shape(trainer.init))
+        need = need * len(trainer.mesh.local_devices) + sum(
+            x.size * x.dtype.itemsize for x in state
+        )
+    return need
+
+
+def memory_limit(mesh: Mesh) -> float:
+    """Bytes that a step may take; of many processes the least, so that all decide alike."""
+    limits = [(device.memory_stats() or {}).get('bytes_limit') for device in mesh.local_devices]
+    if mesh.devices.flat[0].platform == 'cpu':
+        limits = [os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')]
+        for file in ('/sys/fs/cgroup/memory.max', '/sys/fs/cgroup/memory/memory.limit_in_bytes'):
+            if os.path.exists(file) and (text := Path(file).read_text().strip()).isdigit():
+                limits.append(int(text))  # a container's
+    limit = min((x for x in limits if x), default=math.inf)
+    return MEMORY_FRACTION * float(partition.from_processes(np.array([limit])).min())
+
+
+def make_trainer(config: Any, num_microbatches: int = 1) -> Trainer:
+    """Raises ValueError, in words, for whatever in `config` cannot be. Nothing is compiled yet.
+
+    In microbatches a step has the gradients of its whole batch: they are divided by the weights of all
+    rows, and each row keeps its own dropout. Differs from T5X, which divides each microbatch by its own
+    weights and drops the same places in all of them."""
+    for key, least in LEAST.items():
+        group, name = key.split('.')
+        if config[group][name] < least:
+            raise ValueError(f'{key}={config[group][name]}: must be at least {least}')
     c = model.T5Config(**config.model)
     mesh = partition.make_mesh(**config.mesh)
     model.check_mesh(c, mesh)
@@ -118,14 +266,22 @@ def make_trainer(config: Any) -> Trainer:
 
     def device_gradients(params, batch, rows_b, key):
         weights_bT, divisor = loss.weights_and_divisor(batch, normalizing_factor)
+        params = partition.per_device(params, param_specs)
 
-        def device_loss(params):
-            logits_bTv = model.apply(lambda: model.logits(c, batch, rows_b), params, key)
-            sums = loss.weighted_sums(logits_bTv, batch, weights_bT, divisor, config.loss)
-            return sums['loss'], sums
+        def add_gradients(total, part):
+            batch, weights_bT, rows_b = part
 
-        own_params = partition.per_device(params, param_specs)
-        grads, sums = jax.grad(device_loss, has_aux=True)(own_params)
+            def device_loss(params):
+                logits_bTv = model.apply(lambda: model.logits(c, batch, rows_b), params, key)
+                sums = loss.weighted_sums(logits_bTv, batch, weights_bT, divisor, config.loss)
+                return sums['loss'], sums
+
+            grads, sums = jax.grad(device_loss, has_aux=True)(params)
+            return jax.tree.map(jnp.add, total, grads), sums
+
+        parts = partition.cut_rows((batch, weights_bT, rows_b), num_microbatches)
+        grads, sums = lax.scan(add_gradients, jax.tree.map(jnp.zeros_like, params), parts)
+        sums = jax.tree.map(lambda x: x.sum(axis=0), sums)
         return partition.sum_gradients(grads, param_specs), lax.psum(sums, 'data')
 
     specs_in, specs_out = (param_specs, partition.BATCH, partition.BATCH, P()), (param_specs, P())
@@ -148,54 +304,94 @@ def make_trainer(config: Any) -> Trainer:
     return Trainer(mesh, specs, jit_init, gradients, jit_step)
 
 
-def train(run: Run) -> None:
-    """Steps until config.train.steps; logs, saves and evaluates on the way, and says what came of it. Raises
-    FloatingPointError, at most one logged interval later, when a loss or an update is not finite."""
-    config, mesh, state = run.config, run.trainer.mesh, run.state
-    first, last = int(state.step), config.train.steps
-    report = Reporter(run.workdir, first)
-    report.line(introduction(run))
-    if first >= last:
-        report.line(f'Step {first:,} of {last:,} is taken: this run is finished.\n{outlook(run)}')
-        return
-    evaluation = evaluate.Evaluation(config, mesh, run.source, run.vocabulary)
+def train(run: Run, stop: Callable[[], int] = lambda: 0) -> int:
+    """Steps until config.train.steps, or until `stop` gives the number of a signal, which is returned; logs,
+    evaluates and saves on the way, and says what came of it. Raises FloatingPointError, at most one
+    logged interval later, when a loss or an update is not finite, ValueError for bad data, OSError for a
+    disk that does not take a checkpoint."""
+    with run.lock:
+        report = Reporter(run.workdir, int(run.state.step), run.source.corpus)
+        if run.train_step is None:
+            say(
+                f'Step {run.state.step:,} of {run.config.train.steps:,} is taken: this run is finished.'
+            )
+            say(outlook(run))
+            return 0
+        saver = checkpoint.Saver(run.workdir, run.config.save.keep, run.config.save.keep_every)
+        try:
+            step, signal = take_steps(run, report, saver, stop)
+        finally:
+            saver.wait()
+        stopped = (
+            f'Stopped after step {step:,}, which is saved: the same command goes on from there.'
+        )
+        report.line(stopped if signal else outlook(run))
+    return signal
+
+
+def take_steps(
+    run: Run, report: 'Reporter', saver: checkpoint.Saver, stop: Callable
+) -> tuple[int, int]:
+    """The loop of `train`. Returns the last step taken and the signal that ended it, or 0."""
+    config, state, interval = run.config, run.state, run.interval
     batches = data.prefetch(run.stream)
-    example = partition.place_rows(mesh, evaluation.batches[0])
-    train_step = run.trainer.train_step.lower(state, example).compile()
-    interval: list[dict] = []  # each step's metrics since the last logged step
     positions: list[np.ndarray] = []  # in the data, of the steps that nobody has looked at
-    clock, waited = time.perf_counter(), 0.0
+    first, last, signal = int(state.step), config.train.steps, 0
+    before_clock, clock, waited, spoke = len(interval), time.perf_counter(), 0.0, -math.inf
     for step in range(first + 1, last + 1):
+        saver.check()
         asked = time.perf_counter()
         batch, before, after = next(batches)
         waited += time.perf_counter() - asked
-        state, metrics = train_step(state, partition.place_rows(mesh, batch))
+        state, metrics = run.train_step(state, partition.place_rows(run.mesh, batch))
         crc32 = zlib.crc32(b''.join(x.tobytes() for x in batch.values()))
         interval.append(metrics | {'batch_crc32': crc32})
         positions.append(before)
         log, save_now, evaluate_now = (
             step % config[name].every_steps == 0 or step == last for name in ('log', 'save', 'eval')
         )
-        if log or save_now or evaluate_now:
+        speak = log or time.perf_counter() - spoke > report.seconds_between_lines
+        # Two steps at most are under way, so that whoever stops the run waits for no more.
+        look = speak or save_now or evaluate_now
+        jax.block_until_ready(interval[-1:] if look else interval[-2:-1])
+        signal = agree(step, stop())
+        if look or signal:
             interval = jax.tree.map(float, jax.device_get(interval))
             check_finite(run, step, interval, positions)
             positions.clear()
-        if log:
+            untold, num_bad = run.source.faults()
+            for text in untold:
+                report.line(f'Left out, {num_bad:,} so far: {text}')
+        if speak:
+            num_steps, seconds = len(interval) - before_clock, time.perf_counter() - clock
             values = evaluate.summarize(interval, config)
-            values |= interval_metrics(config, interval, time.perf_counter() - clock, waited)
-            report.metrics('train', step, values)
+            values |= interval_metrics(config, interval, num_steps, seconds, waited)
             report.line(progress(step, last, values), live=True)
+            spoke = time.perf_counter()
+        if log:
+            report.metrics('train', step, values)
             interval = []
-            clock, waited = time.perf_counter(), 0.0
+            before_clock, clock, waited = 0, time.perf_counter(), 0.0
         paused = time.perf_counter()
         if evaluate_now:
-            values = evaluation(state.params)
+            values = run.evaluation(state.params)
             report.metrics(f'training_eval/{config.data.task}', step, values)
             report.line(f'Step {step:,}: {learned(values)}')
-        if save_now:  # last, so that what goes on from here lacks nothing of what came before
-            save(run, state, after)
+        if save_now or signal:  # last: what goes on from here lacks nothing of what came before
+            save(run, saver, state, after, interval)
         clock += time.perf_counter() - paused
-    report.line(outlook(run))
+        if signal:
+            break
+    return step, signal
+
+
+def agree(step: int, signal: int) -> int:
+    """What `signal` is for all processes; each may have heard its own."""
+    if jax.process_count() == 1:
+        return signal
+    if step % STEPS_PER_AGREEMENT:
+        return 0
+    return int(partition.from_processes(np.array([signal])).max())
 
 
 def check_finite(run: Run, step: int, interval: list[dict], positions: list[np.ndarray]) -> None:
@@ -211,14 +407,17 @@ def check_finite(run: Run, step: int, interval: list[dict], positions: list[np.n
             )
 
 
-def save(run: Run, state: TrainState, position: np.ndarray) -> None:
-    """Writes a checkpoint with the place in the data and the settings beside it."""
+def save(
+    run: Run, saver: checkpoint.Saver, state: TrainState, position: np.ndarray, interval: list[dict]
+) -> None:
+    """A checkpoint with the settings, the place in the data and the unfinished interval beside it."""
     rows = np.zeros((run.config.train.batch_size, position.shape[1]), np.int64)
     rows[run.stream.rows] = position
     np.save(position_file := io.BytesIO(), partition.from_processes(rows).max(axis=0))
     files = {'config.json': (run.workdir / 'config.json').read_bytes()}
     files['data_position.npy'] = position_file.getvalue()
-    checkpoint.save(run.workdir, int(state.step), optimizer.to_t5x(*state), files)
+    files['interval.json'] = json.dumps(interval).encode()
+    saver.save(int(state.step), optimizer.to_t5x(*state), files)
 
 
 def restore(trainer: Trainer, directory: Path) -> TrainState:
@@ -235,32 +434,58 @@ def restore(trainer: Trainer, directory: Path) -> TrainState:
     return jax.device_put(state, partition.shardings(trainer.mesh, trainer.specs))
 
 
-def replace_file(file: Path, text: str) -> None:
-    """All or nothing: whoever reads the file finds the old text or the new one."""
+def replace_file(file: Path, content: bytes) -> None:
+    """All or nothing: whoever reads the file finds the old content or the new one."""
     unfinished = file.with_suffix('.tmp')
-    unfinished.write_text(text)
+    unfinished.write_bytes(content)
     unfinished.replace(file)
+
+
+def model_info(trainer: Trainer) -> str:
+    """T5X's model-info.txt: each array of parameters and optimizer state, and how it is split."""
+
+    def line(path: str, x: Any, spec: Any) -> str:
+        spec = tuple(spec) if isinstance(spec, P) else ()
+        return f'Variable {path:<80} size {x.size:<12} shape {x.shape!s:<40} partition spec {spec}'
+
+    shapes = optimizer.to_t5x(*jax.eval_shape(trainer.init))
+    specs = optimizer.to_t5x(*trainer.specs)
+    lines = {
+        path: line(path.split('/', 1)[1], shapes[path], specs[path]) for path in sorted(shapes)
+    }
+    params = [path for path in lines if path.startswith('target/')]
+    total = f'Total number of parameters: {sum(shapes[path].size for path in params)}'
+    state = [text for path, text in lines.items() if path not in params]
+    return '\n'.join([*(lines[path] for path in params), total, '', *state, ''])
+
+
+def say(text: str) -> None:
+    """Prints, of many processes in the first."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
 
 
 class Reporter:
     """Where a run speaks: the terminal, metrics.jsonl, TensorBoard. Of many processes the first does. Every
     number of a run passes `metrics`: to send them elsewhere (Weights & Biases), do it there."""
 
-    def __init__(self, workdir: Path, first_step: int):
+    def __init__(self, workdir: Path, first_step: int, corpus: str):
         self.workdir, self.writers = workdir, dict[str, tensorboard.summary.Writer]()
         self.silent, self.terminal = jax.process_index() != 0, sys.stdout.isatty()
+        self.corpus, self.seconds_between_lines = corpus, 1 if self.terminal else 60
         file = workdir / 'metrics.jsonl'
         if not self.silent:  # what came after the checkpoint will come again, the same
             lines = file.read_text().splitlines() if file.exists() else []
             kept = [x for x in lines if x.endswith('}') and json.loads(x)['step'] <= first_step]
-            replace_file(file, ''.join(line + '\n' for line in kept))
+            replace_file(file, ''.join(line + '\n' for line in kept).encode())
             self.file = file.open('a', buffering=1)
 
     def metrics(self, name: str, step: int, values: dict[str, float]) -> None:
         """`name`: 'train', 'training_eval/TASK'; `values`: T5X's tags -> numbers."""
         if self.silent:
             return
-        self.file.write(json.dumps({'step': step, 'run': name} | values) + '\n')
+        line = {'step': step, 'run': name, 'corpus': self.corpus} | values
+        self.file.write(json.dumps(line) + '\n')
         if name not in self.writers:
             self.writers[name] = tensorboard.summary.Writer(str(self.workdir / name))
         for tag, value in values.items():
@@ -274,18 +499,20 @@ class Reporter:
             print(f'{start}{text}', end=end, flush=True)
 
 
-def interval_metrics(config: Any, interval: list[dict], seconds: float, waited: float) -> dict:
-    """What only training has, under T5X's tags: learning rate, gradient, speed (tokens of padding too)
-    and a hash of the batches."""
+def interval_metrics(
+    config: Any, interval: list[dict], num_steps: int, seconds: float, waited: float
+) -> dict:
+    """What only training has, under T5X's tags: learning rate, gradient, a hash of the batches, and the speed
+    (tokens of padding too) of the last `num_steps`, those that this process took."""
     column = {name: np.array([metrics[name] for metrics in interval]) for name in interval[0]}
-    rows_per_second = len(interval) * config.train.batch_size / seconds
+    rows_per_second = num_steps * config.train.batch_size / seconds
     lengths = config.data.lengths
     return {
         'learning_rate': float(column['learning_rate'].mean()),
         'learning_rate/current': float(column['learning_rate'][-1]),
         'weight_gradient_norm': float(column['gradient_norm'].mean()),
         'batch_crc32': zlib.crc32(column['batch_crc32'].tobytes()),
-        'timing/steps_per_second': len(interval) / seconds,
+        'timing/steps_per_second': num_steps / seconds,
         'timing/seqs_per_second': rows_per_second,
         'timing/target_tokens_per_second': rows_per_second * lengths.targets,
         'timing/tokens_per_second': rows_per_second * (lengths.inputs + lengths.targets),
@@ -294,7 +521,8 @@ def interval_metrics(config: Any, interval: list[dict], seconds: float, waited: 
 
 
 def progress(step: int, last: int, values: dict[str, float]) -> str:
-    left = timedelta(seconds=round((last - step) / values['timing/steps_per_second']))
+    time_left = timedelta(seconds=round((last - step) / values['timing/steps_per_second']))
+    left = f'{time_left.days} days' if time_left.days > 1 else time_left
     loss_, accuracy = values['nats_per_token'], values['accuracy']
     rate, speed = values['learning_rate/current'], values['timing/tokens_per_second']
     return (  # 80 columns: a live line must not wrap
@@ -303,15 +531,22 @@ def progress(step: int, last: int, values: dict[str, float]) -> str:
     )
 
 
-def introduction(run: Run) -> str:
-    step, devices = int(run.state.step), run.trainer.mesh.devices
-    size = f'{sum(x.size for x in run.state.params.values()):,} parameters'
-    where = f'{devices.size} {devices.flat[0].platform} device(s), {dict(run.trainer.mesh.shape)}'
+def introduction(config: Any, mesh: Mesh, source: data.Source, vocabulary: Any) -> str:
+    shapes = model.shapes(model.T5Config(**config.model)).values()
+    size = f'{sum(math.prod(shape) for shape in shapes):,} parameters'
+    where = f'{mesh.size} {mesh.devices.flat[0].platform} device(s), {dict(mesh.shape)}'
+    banner = ''
+    if source.corpus == 'pydoc instead of C4':
+        banner = (
+            f'{"!" * 80}\n'
+            '!!!  THIS IS NOT C4. data.files is empty, so the run learns from the English in this\n'
+            "!!!  Python's own documentation, 2 MB of it: enough to see that everything works,\n"
+            '!!!  useless as a model. C4: --config.data.files=/path/to/c4-train.*.json.gz (README.md).\n'
+            f'{"!" * 80}\n'
+        )
     return (
-        f'T5 with {size} in {run.config.model.dtype} on {where}.\n'
-        f'Text: {run.source.description}; vocabulary: {run.vocabulary.size:,} pieces.\n'
-        f'{f"Going on after step {step:,}" if step else "From scratch"}; compiling, then a line every '
-        f'{run.config.log.every_steps} steps.'
+        f'{banner}T5 with {size} in {config.model.dtype} on {where}.\n'
+        f'Text: {source.description}; vocabulary: {vocabulary.size:,} pieces.'
     )
 
 

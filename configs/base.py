@@ -28,8 +28,16 @@ def get_config() -> ConfigDict:
     model.float32_attention_logits = False
 
     config.data = data = ConfigDict()
-    data.task = 'span_corruption'
-    data.files = ''  # text files, one document a line: globs, comma-separated; '' for pydoc
+    data.task = (
+        'span_corruption'  # or c4_v220_span_corruption: the same, and it says so where C4 is not
+    )
+    # Globs, comma-separated: a document a line of text, or a JSON object a line in .json and .jsonl; each
+    # also gzipped (.gz). '' for pydoc, the English in this Python's own documentation.
+    data.files = ''
+    data.validation_files = ''  # likewise; '' takes validation_fraction of `files`
+    data.text_field = 'text'  # of a JSON object
+    data.on_bad_line = 'stop'  # or skip
+    data.max_bad_fraction = 0.01  # of the lines, that may be skipped
     data.vocabulary = ''  # a SentencePiece model, its folder, or 'bytes'; '' trains one
     data.num_pieces = 32000  # of a vocabulary that is trained, sentinels not counted
     data.extra_ids = 100  # sentinels
@@ -63,10 +71,20 @@ def get_config() -> ConfigDict:
     rate.step_offset = 0  # steps
     rate.min_learning_rate = 1e-8
 
-    config.train = ConfigDict({'steps': 100_000, 'batch_size': 128})  # rows of the global batch
+    config.train = train = ConfigDict()
+    train.steps = 100_000
+    train.batch_size = 128  # rows of the global batch
+    train.num_microbatches = (
+        'auto'  # parts of a step, to fit its memory; '4', or auto: as few as fit
+    )
+
     config.eval = ConfigDict({'every_steps': 1000, 'steps': 20})  # batches of the validation split
-    config.save = ConfigDict({'every_steps': 1000})  # the last step is always saved
     config.log = ConfigDict({'every_steps': 100})
+
+    config.save = save = ConfigDict()
+    save.every_steps = 1000  # the last step is always saved
+    save.keep = 0  # newest checkpoints; 0: all
+    save.keep_every = 0  # steps whose checkpoint is never deleted; 0: none
 
     config.mesh = ConfigDict({'data': -1, 'model': 1})  # devices on each axis; -1: what is left
     return config.lock()

@@ -1,14 +1,17 @@
-"""T5X's own checkpoints read and rewritten leaf by leaf; meshes, processes, crashes, strangers."""
+"""T5X's own checkpoints read and rewritten leaf by leaf; meshes, processes, damage, crashes, strangers."""
 
 import gzip
 import json
 import os
+import random
 import re
+import resource
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -112,6 +115,7 @@ def test_reads_every_leaf(golden):
     assert_same(restored, expected)
     assert restored['state/step'] == int(golden.name.split('_')[1])
     assert checkpoint.shapes(checkpoint.read_index(golden)) == checkpoint.shapes(expected)
+    assert checkpoint.verify(golden) is False  # T5X keeps no checksums
 
 
 def test_rewrites_the_same_index(golden, tmp_path):
@@ -266,14 +270,45 @@ def test_any_mesh_restores_what_another_wrote(tmp_path):
         assert_same(restored, tree)
 
 
+@pytest.mark.parametrize(
+    'shape, max_elements, chunk',
+    [
+        ((8192, 8192), 2**24, (4096, 4096)),
+        ((8192, 8193), 2**24, (4096, 2731)),
+        ((8193,), 4096, (2731,)),
+        ((32128, 512), 2**24, (32128, 512)),
+        ((32128, 4096), 2**24, (4016, 4096)),
+        ((4096, 10240), 2**24, (4096, 2560)),
+        ((1024, 65536), 2**24, (1024, 16384)),
+        ((250112, 768), 2**24, (15632, 768)),
+        ((), 1, ()),
+    ],
+)
+def test_chunk_shapes_of_t5x(shape, max_elements, chunk):
+    assert checkpoint.chunk_shape(shape, max_elements) == chunk
+
+
+def test_a_shard_of_many_chunks(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, 'CHUNK_BYTES', 64)
+    tree = example_tree()
+    directory = checkpoint.save(tmp_path, 3, sharded(tree, mesh(2, 2)))
+    sizes = {f.stat().st_size for f in directory.glob('target.embedding/[0-9]*')}
+    assert len(list(directory.glob('target.embedding/[0-9]*'))) == 24 and sizes == {64}
+    sums = json.loads((directory / 'manifest.json').read_text())['files']
+    assert sums.keys() == contents(directory).keys() - {'manifest.json'}
+    assert checkpoint.verify(directory)
+    assert_same(checkpoint.restore(directory, shardings=shardings(mesh(4, 2))), tree)
+
+
 TWO_PROCESSES = """
-import shutil, sys
-import jax, numpy as np
+import json, shutil, sys, time
+import jax, numpy as np, pytest
 from pathlib import Path
 sys.path[:0] = sys.argv[1:3]
 jax.config.update('jax_cpu_collectives_implementation', 'gloo')
 jax.distributed.initialize(sys.argv[3], 2, int(sys.argv[4]), initialization_timeout=60)
 import checkpoint, checkpoint_test
+from jax.experimental import multihost_utils
 workdir = Path(sys.argv[5])
 on_mesh = checkpoint_test.mesh(2, 4)  # 'data' separates the processes
 tree = {
@@ -282,12 +317,14 @@ tree = {
         checkpoint_test.example_tree().items(), checkpoint_test.shardings(on_mesh).values())
 }
 tree['target/on_host'] = np.arange(6, dtype=np.int32) + 100 * jax.process_index()  # the first writes
-directory = checkpoint.save(workdir, 3, tree, {'position.json': b'{}'})
-try:
+saver = checkpoint.Saver(workdir)
+saver.save(3, tree, {'position.json': b'{}'})
+saver.check()
+saver.wait()
+directory = workdir / 'checkpoint_3'
+assert checkpoint.verify(directory)
+with pytest.raises(ValueError, match='a step is saved once'):
     checkpoint.save(workdir, 3, tree)
-    raise SystemExit('the second save should fail')
-except ValueError as error:
-    assert 'a step is saved once' in str(error)
 
 # Without the chunks of the other process, what this process needs is still there.
 mine = Path(f'{workdir}-{jax.process_index()}')
@@ -300,6 +337,44 @@ restored = checkpoint.restore(mine, wanted, checkpoint_test.shardings(on_mesh))
 for path, array in restored.items():
     for shard in array.addressable_shards:
         np.testing.assert_array_equal(shard.data, checkpoint_test.example_tree()[path][shard.index])
+
+# Damage that only one process reads is known to both, one file of each share.
+saver.save(4, {**tree, 'state/step': np.int32(4)})
+saver.wait()
+sums = json.loads((workdir / 'checkpoint_4/manifest.json').read_text())['files']
+damaged = sorted(sums)[2:4]
+if jax.process_index() == 0:
+    for name in damaged:
+        (workdir / 'checkpoint_4' / name).write_bytes(b'')
+multihost_utils.sync_global_devices('damaged')
+reports = []
+assert checkpoint.newest_whole(workdir, reports.append) == 3
+assert len(reports) == 1 and all(f'{name} has 0 bytes' in reports[0] for name in damaged), reports
+
+# A process that does not finish its part: the other gives up.
+checkpoint.PATIENCE_SECONDS = 1
+commit = checkpoint.Saver._commit
+for step, dead, lost in [(5, 1, 'part-1'), (6, 0, 'checkpoint_6')]:
+    checkpoint.Saver._commit = commit if jax.process_index() != dead else lambda *_: None
+    saver.save(step, tree)
+    if jax.process_index() == dead:
+        saver.wait()
+    else:
+        with pytest.raises(OSError, match=f'{lost} is not there and nothing new came for 1 s'):
+            saver.wait()
+    multihost_utils.sync_global_devices(f'{step} is given up')
+    assert checkpoint.newest_whole(workdir, reports.append) == 3
+
+# The same step once more: what the first attempt left is not taken for a part of the second.
+checkpoint.Saver._commit, write_array = commit, checkpoint._write_array
+def late(*args):
+    time.sleep(jax.process_index() * 0.1)
+    return write_array(*args)
+checkpoint._write_array = late
+saver.save(6, {path: x + 1 for path, x in tree.items()} | {'state/step': np.int32(6)})
+saver.wait()
+assert checkpoint.newest_whole(workdir, reports.append) == 6
+checkpoint.Saver(workdir)
 print('done')
 """
 
@@ -332,7 +407,11 @@ def test_two_processes_save_one_process_restores(tmp_path):
     assert_same(checkpoint.restore(directory), expected)
     restored = checkpoint.restore(directory, shardings=shardings(mesh(4, 2)))
     assert_same(restored, expected)
-    assert os.listdir(tmp_path / 'run') == ['checkpoint_3']
+    more = {path: np.asarray(array + np.array(1, array.dtype)) for path, array in expected.items()}
+    more['state/step'] = np.int32(6)
+    assert_same(checkpoint.restore(tmp_path / 'run/checkpoint_6'), more)
+    left = ['checkpoint_3', 'checkpoint_4.damaged-1', 'checkpoint_6']
+    assert sorted(os.listdir(tmp_path / 'run')) == left
 
 
 # Whole or not at all
@@ -367,39 +446,338 @@ SAVE_FOREVER = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import checkpoint, numpy as np
+step = checkpoint.newest_whole(sys.argv[2]) or 0
+saver = checkpoint.Saver(sys.argv[2], keep=2)
 while True:
-    step = (checkpoint.newest(sys.argv[2]) or 0) + 1
-    tree = {f'target/{i}': np.full((512, 1024), step, np.float32) for i in range(24)}
-    checkpoint.save(sys.argv[2], step, {**tree, 'state/step': np.int32(step)})
+    step += 1
+    tree = {f'target/{i}': np.full((256, 1024), step, np.float32) for i in range(12)}
+    saver.save(step, {**tree, 'state/step': np.int32(step)}, {'config.json': b'{}'})
+    saver.check()
     print(step, flush=True)
 """
 
 
-def test_killed_in_the_middle_of_saving(tmp_path):
-    arguments = [sys.executable, '-c', SAVE_FOREVER, str(ROOT), str(tmp_path)]
-    last_printed, num_torn = 0, 0
-    for num_arrays in (1, 12, 24):
-        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+def test_killed_at_any_moment(tmp_path):
+    """Only the newest whole checkpoint is promised, and it is never a damaged one."""
+    random_seconds = random.Random(0)
+    num_torn = 0
+    for _ in range(20):
+        process = subprocess.Popen(
+            [sys.executable, '-c', SAVE_FOREVER, str(ROOT), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         try:
-            last_printed = int(process.stdout.readline())
-            deadline = time.monotonic() + 60
-            while len(list(tmp_path.glob('checkpoint_*.tmp-*/target.*/0.0'))) < num_arrays:
-                assert process.poll() is None and time.monotonic() < deadline
+            handed_over = int(process.stdout.readline())
+            time.sleep(random_seconds.uniform(0, 0.2))
+            assert process.poll() is None
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait()
             process.stdout.close()
-        num_torn += len(list(tmp_path.glob('checkpoint_*.tmp-*')))
-        assert checkpoint.newest(tmp_path) >= last_printed
-        for step in checkpoint.steps(tmp_path):
+        num_torn += len(list(tmp_path.glob('*.tmp-*')))
+        if not (steps := checkpoint.steps(tmp_path)):
+            assert handed_over == 1  # killed within the very first save
+            continue
+        assert steps[-1] >= handed_over - 1
+        for step in steps:
+            assert checkpoint.verify(tmp_path / f'checkpoint_{step}')
             restored = checkpoint.restore(tmp_path / f'checkpoint_{step}')
-            assert len(restored) == 25
+            assert len(restored) == 13
             assert all((array == step).all() for array in restored.values())
-            if step < last_printed:
-                shutil.rmtree(tmp_path / f'checkpoint_{step}')
-    assert num_torn > 0
-    checkpoint.save(tmp_path, 1_000_000, {'state/step': np.int32(1_000_000)})
-    assert not list(tmp_path.glob('*.tmp-*'))
+    assert num_torn > 5
+    checkpoint.Saver(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == sorted(f'checkpoint_{step}' for step in steps)
+
+
+# Behind the training steps
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """While it is shut, nothing is written."""
+    event, write_array = threading.Event(), checkpoint._write_array
+
+    def wait_and_write(*args):
+        assert event.wait(60)
+        return write_array(*args)
+
+    monkeypatch.setattr(checkpoint, '_write_array', wait_and_write)
+    yield event
+    event.set()
+
+
+def test_the_caller_donates_what_is_being_saved(tmp_path, gate):
+    values = {
+        f'target/{i}': np.random.default_rng(i).random((16, 32), np.float32) for i in range(4)
+    }
+    on_host = np.arange(10)
+    arrays = sharded({'target/embedding': values['target/0']}, mesh(2, 4))
+    tree = {path: jnp.array(x) for path, x in values.items()} | arrays | {'target/on_host': on_host}
+    saver = checkpoint.Saver(tmp_path)
+    saver.save(1, tree, {'config.json': b'{}'})
+    next_step = jax.jit(lambda x: -x, donate_argnums=0)
+    donated = {path: next_step(x) for path, x in tree.items() if isinstance(x, jax.Array)}
+    jax.block_until_ready(donated)
+    assert all(x.is_deleted() for x in tree.values() if isinstance(x, jax.Array))
+    on_host[:] = -1
+    saver.check()
+    assert checkpoint.steps(tmp_path) == []
+    gate.set()
+    saver.wait()
+    expected = values | {'target/embedding': values['target/0'], 'target/on_host': np.arange(10)}
+    assert_same(checkpoint.restore(tmp_path / 'checkpoint_1'), expected)
+
+
+def test_a_second_save_waits_for_the_first(tmp_path, gate):
+    saver = checkpoint.Saver(tmp_path)
+    saver.save(1, {'target/a': np.ones(3)})
+    second = threading.Thread(target=saver.save, args=(2, {'target/a': np.ones(3)}))
+    second.start()
+    second.join(0.3)
+    assert second.is_alive() and checkpoint.steps(tmp_path) == []
+    gate.set()
+    second.join(60)
+    assert not second.is_alive() and 1 in checkpoint.steps(tmp_path)
+    saver.wait()
+    assert checkpoint.steps(tmp_path) == [1, 2]
+
+
+def raised_by_check(saver):
+    for _ in range(600):
+        saver.check()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize('num_numbers', [2, 2**20])
+def test_a_disk_that_refuses(tmp_path, num_numbers):
+    """A limit on the size of files is as real as a full disk: hit by the index or by a chunk."""
+    saver = checkpoint.Saver(tmp_path)
+    tree = {'target/a': np.ones(num_numbers, np.float32), 'state/v_row': np.ones(2**16)}
+    saver.save(1, tree)
+    saver.wait()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
+    try:
+        saver.save(2, tree)
+        with pytest.raises(OSError, match='checkpoint_2 is not saved .*File too large.*are whole'):
+            raised_by_check(saver)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    saver.wait()  # an error is raised once
+    assert checkpoint.newest_whole(tmp_path, pytest.fail) == 1
+    assert_same(checkpoint.restore(tmp_path / 'checkpoint_1'), tree)
+    saver.save(2, tree)
+    saver.wait()
+    assert checkpoint.verify(tmp_path / 'checkpoint_2')
+
+
+def test_a_workdir_that_is_gone(tmp_path):
+    saver = checkpoint.Saver(tmp_path / 'run')
+    (tmp_path / 'run').write_text('a file')
+    saver.save(1, {'state/step': np.int32(1)})
+    with pytest.raises(OSError, match='run/checkpoint_1 is not saved .*Not a directory'):
+        raised_by_check(saver)
+    saver.save(2, {'target/a': np.ones(3)})
+    with pytest.raises(OSError, match='run/checkpoint_2 is not saved .*'):
+        saver.save(3, {'state/step': np.int32(3)})
+
+
+def test_an_error_of_the_caller_loses_no_save(tmp_path):
+    script = (
+        'import sys; sys.path.insert(0, sys.argv[1]); import checkpoint, numpy as np\n'
+        "tree = {f'target/{i}': np.ones((512, 512)) for i in range(40)}\n"
+        'checkpoint.Saver(sys.argv[2]).save(1, tree)\n'
+        "raise SystemExit('a loss that is not finite')"
+    )
+    arguments = [sys.executable, '-c', script, str(ROOT), str(tmp_path)]
+    assert subprocess.run(arguments, capture_output=True).stderr == b'a loss that is not finite\n'
+    assert checkpoint.verify(tmp_path / 'checkpoint_1') and os.listdir(tmp_path) == ['checkpoint_1']
+
+
+@pytest.mark.parametrize(
+    'keep, keep_every, left',
+    [
+        (0, 0, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (3, 0, [1, 5, 6, 7]),
+        (1, 3, [0, 1, 3, 6, 7]),
+        (9, 2, [0, 1, 2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_what_is_kept(tmp_path, keep, keep_every, left):
+    saver = checkpoint.Saver(tmp_path, keep, keep_every)
+    for step in range(8):
+        saver.save(step, {'state/step': np.int32(step), 'target/a': np.ones(3)})
+        saver.wait()
+        if step == 1:
+            (tmp_path / 'checkpoint_1/PINNED').write_text('1')
+    assert sorted(os.listdir(tmp_path)) == [f'checkpoint_{step}' for step in left]
+    assert all(checkpoint.verify(tmp_path / f'checkpoint_{step}') for step in left)
+
+
+def test_deleting_that_stops_half_way(tmp_path, monkeypatch):
+    def stop(directory):
+        (directory / 'target.a/0').unlink()
+        raise OSError('power is out')
+
+    saver = checkpoint.Saver(tmp_path, keep=1)
+    saver.save(1, {'target/a': np.ones(3)})
+    saver.wait()
+    monkeypatch.setattr(shutil, 'rmtree', stop)
+    saver.save(2, {'target/a': np.ones(3)})
+    with pytest.raises(OSError, match='power is out'):
+        saver.wait()
+    assert checkpoint.steps(tmp_path) == [2] and checkpoint.verify(tmp_path / 'checkpoint_2')
+    monkeypatch.undo()
+    checkpoint.Saver(tmp_path)
+    assert os.listdir(tmp_path) == ['checkpoint_2']
+
+
+def test_keep_is_not_negative(tmp_path):
+    with pytest.raises(ValueError, match='keep=-1, keep_every=0: must be at least 0'):
+        checkpoint.Saver(tmp_path, keep=-1)
+
+
+# Damage
+
+FILES = {
+    'index': 'checkpoint',
+    'chunk': 'target.embedding/[0-9]*',
+    '.zarray': 'target.*/.zarray',
+    'config': 'config.json',
+    'position': 'data_position.npy',
+    'manifest': 'manifest.json',
+}
+
+
+def flip(rng, file, others, older):
+    content = bytearray(file.read_bytes())
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    file.write_bytes(content)
+
+
+def truncate(rng, file, others, older):
+    os.truncate(file, rng.randrange(file.stat().st_size))
+
+
+def delete(rng, file, others, older):
+    file.unlink()
+
+
+def zero(rng, file, others, older):
+    content = bytearray(file.read_bytes())
+    start = rng.randrange(len(content))
+    end = rng.randint(start + 1, len(content))
+    content[start:end] = bytes(end - start)
+    file.write_bytes(content)
+
+
+def swap(rng, file, others, older):
+    other = rng.choice(others)
+    content = file.read_bytes()
+    file.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
+def stale(rng, file, others, older):
+    file.write_bytes(older.read_bytes())
+
+
+def contents(directory):
+    files = [file for file in directory.rglob('*') if file.is_file()]
+    return {str(file.relative_to(directory)): file.read_bytes() for file in files}
+
+
+def test_200_faults(tmp_path):
+    """Each is found, named and set aside; the checkpoint before it comes back, bit for bit."""
+    rng, seen, num_faults = random.Random(1), set(), 0
+    trees = {3: example_tree(), 5: example_tree()}
+    trees[5] |= {'target/embedding': -trees[3]['target/embedding'], 'state/step': np.int32(5)}
+    for step, tree in trees.items():
+        np.save(tmp_path / 'position.npy', np.full((8, 4), step))
+        files = {'config.json': b'{"train": {"steps": %d}}' % step}
+        files['data_position.npy'] = (tmp_path / 'position.npy').read_bytes()
+        checkpoint.save(tmp_path / 'saved', step, sharded(tree, mesh(4, 2)), files)
+    workdir, directory = tmp_path / 'run', tmp_path / 'run/checkpoint_5'
+    original = contents(tmp_path / 'saved/checkpoint_5')
+    while num_faults < 200:
+        shutil.rmtree(workdir, ignore_errors=True)
+        shutil.copytree(tmp_path / 'saved', workdir)
+        assert num_faults or checkpoint.newest_whole(workdir, pytest.fail) == 5
+        kind = rng.choice(list(FILES))
+        file = rng.choice(sorted(directory.glob(FILES[kind])))
+        fault = rng.choice([flip, truncate, delete, zero, swap, stale])
+        others = sorted(
+            other for other in directory.rglob('*') if other.is_file() and other != file
+        )
+        fault(rng, file, others, workdir / 'checkpoint_3' / file.relative_to(directory))
+        damaged = contents(directory)
+        changed = {name for name in original if damaged.get(name) != original[name]}
+        if not changed:  # such as zeros that are zeroed: no fault
+            continue
+        num_faults += 1
+        seen.add((kind, fault.__name__))
+        if 'manifest.json' in changed:
+            changed = {'manifest.json'}  # what should be in the others is not known then
+        with pytest.raises(ValueError) as error:
+            checkpoint.verify(directory)
+        reports = []
+        assert checkpoint.newest_whole(workdir, reports.append) == 3
+        assert reports == [f'{error.value}. It is set aside as checkpoint_5.damaged-1.']
+        assert all(name in reports[0] for name in changed), (changed, reports)
+        assert checkpoint.steps(workdir) == [3]
+        assert contents(workdir / 'checkpoint_5.damaged-1') == damaged
+        assert_same(checkpoint.restore(workdir / 'checkpoint_3'), trees[3])
+    every = {
+        (kind, fault) for kind in FILES for fault in 'flip truncate delete zero swap stale'.split()
+    }
+    assert seen == every - {('.zarray', 'stale')}  # which is the same in every step
+
+
+def test_a_checkpoint_under_a_wrong_name(tmp_path):
+    directory = checkpoint.save(tmp_path, 3, {'state/step': np.int32(3)}, {'config.json': b'{}'})
+    shutil.copytree(directory, tmp_path / 'copy')
+    assert checkpoint.verify(tmp_path / 'copy')
+    with pytest.raises(ValueError, match='checkpoint_4 is damaged: manifest.json .*of step 3'):
+        checkpoint.verify(directory.rename(tmp_path / 'checkpoint_4'))
+    directory = checkpoint.save(tmp_path, 7, {'state/step': np.int32(6)})
+    with pytest.raises(ValueError, match='checkpoint_7 is damaged: checkpoint holds step 6'):
+        checkpoint.verify(directory)
+
+
+def test_a_file_that_never_ends(tmp_path):
+    directory = checkpoint.save(tmp_path, 1, {'target/a': np.ones(3)})
+    (directory / 'target.a/0').unlink()
+    (directory / 'target.a/0').symlink_to('/dev/zero')
+    with pytest.raises(ValueError, match='target.a/0 is missing'):
+        checkpoint.verify(directory)
+
+
+def test_at_most_ten_files_are_named(tmp_path):
+    directory = checkpoint.save(tmp_path, 1, {f'target/{i}': np.ones(3) for i in range(30)})
+    for folder in directory.glob('target.*'):
+        shutil.rmtree(folder)
+    with pytest.raises(ValueError) as error:
+        checkpoint.verify(directory)
+    assert str(error.value).count('target.') == 10 and '\n' not in str(error.value)
+
+
+def test_no_run_starts_from_scratch_over_damage(tmp_path):
+    assert checkpoint.newest_whole(tmp_path / 'nowhere') is None
+    for step in (1, 2):
+        directory = checkpoint.save(tmp_path, step, {'state/step': np.int32(step)})
+        (directory / 'checkpoint').unlink()
+    reports = []
+    for _ in range(2):  # nor when it is started once more
+        with pytest.raises(ValueError, match='has only damaged checkpoints'):
+            checkpoint.newest_whole(tmp_path, reports.append)
+    assert len(reports) == 2 and 'checkpoint_2 is damaged: checkpoint is missing' in reports[0]
+    checkpoint.save(tmp_path, 2, {'state/step': np.int32(2)})
+    assert checkpoint.newest_whole(tmp_path, pytest.fail) == 2
+    (tmp_path / 'checkpoint_2/manifest.json').write_text('[]')
+    with pytest.raises(ValueError, match='has only damaged checkpoints'):
+        checkpoint.newest_whole(tmp_path, reports.append)
+    assert 'set aside as checkpoint_2.damaged-2' in reports[2]
 
 
 # Refused

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import sys
+import tempfile
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ['XLA_FLAGS'] = ' '.join(
@@ -14,6 +15,10 @@ os.environ['XLA_FLAGS'] = ' '.join(
         '--xla_cpu_collective_call_terminate_timeout_seconds=600',
     ]
 )
+# What several tests and processes compile alike is compiled once.
+CACHE = pathlib.Path(tempfile.gettempdir(), f't5-haiku-tests-{os.getuid()}')
+os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(CACHE))
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.5')
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 

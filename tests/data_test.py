@@ -4,6 +4,9 @@ tests/golden/seqio_t5 was made by running SeqIO b898b9f and t5 e081111; masks ar
 their counts and their structure are compared.
 """
 
+import functools
+import gzip
+import itertools
 import json
 import os
 import pathlib
@@ -30,7 +33,8 @@ def batch_hash(batch):
 
 
 def documents_of(source):
-    return [document for block in range(source.num_blocks) for document in source.read(block)]
+    blocks = source.train
+    return [document for block in range(blocks.num_blocks) for document in blocks.read(block)]
 
 
 def make_config(**changes):
@@ -38,6 +42,10 @@ def make_config(**changes):
         {
             'task': 'span_corruption',
             'files': '',
+            'validation_files': '',
+            'text_field': 'text',
+            'on_bad_line': 'stop',
+            'max_bad_fraction': 0.01,
             'vocabulary': '',
             'num_pieces': 1000,
             'extra_ids': 100,
@@ -134,7 +142,7 @@ def test_extra_ids_count_down_from_the_end(model):
     plain = data.SentencePieceVocabulary(model, extra_ids=0)
     vocabulary = data.SentencePieceVocabulary(model)
     assert (plain.size, vocabulary.size, vocabulary.num_extra_ids) == (1000, 1100, 100)
-    assert plain.model == model and vocabulary.model != model
+    assert plain.model == vocabulary.model == model and plain.hash != vocabulary.hash
     text = 'the <extra_id_0> of a <extra_id_99> string <extra_id_1>s'
     [ids] = vocabulary.encode([text])
     assert (
@@ -147,10 +155,11 @@ def test_extra_ids_count_down_from_the_end(model):
 
 
 def test_baked_in_extra_ids_are_not_doubled(model):
-    baked = data.SentencePieceVocabulary(data.SentencePieceVocabulary(model).model)
+    own = data.SentencePieceVocabulary(model)
+    baked = data.SentencePieceVocabulary(own._processor.serialized_model_proto())
     assert (baked.size, baked.num_extra_ids) == (1100, 100)
     text = ['a <extra_id_5> b']
-    assert baked.encode(text) == data.SentencePieceVocabulary(model).encode(text)
+    assert baked.encode(text) == own.encode(text)
 
 
 def test_decode_undoes_encode(pydoc, vocabulary):
@@ -188,27 +197,26 @@ def test_find_vocabulary(tmp_path, pydoc, model):
     folder = tmp_path / 'published'
     folder.mkdir()
     (folder / 'spiece.model').write_bytes(model)
-    assert (
-        data.find_vocabulary(
-            make_config(vocabulary='bytes', extra_ids=0), str(workdir), pydoc, 384
-        ).size
-        == 259
+    byte = data.find_vocabulary(
+        make_config(vocabulary='bytes', extra_ids=0), str(workdir), pydoc, 384
     )
+    assert (byte.size, byte.model) == (259, b'')
 
     trained = data.find_vocabulary(make_config(), str(workdir), pydoc, 32128)
-    assert os.listdir(workdir) == ['vocabulary.model']
-    kept = (workdir / 'vocabulary.model').read_bytes()
-    assert trained.model == data.SentencePieceVocabulary(kept).model
-    assert data.find_vocabulary(make_config(), str(workdir), None, 32128).model == trained.model
+    assert not workdir.exists()
+    workdir.mkdir()
+    (workdir / 'vocabulary.model').write_bytes(trained.model)
+    kept = data.find_vocabulary(make_config(), str(workdir), None, 32128)
+    assert (kept.model, kept.hash) == (trained.model, trained.hash)
     with pytest.raises(ValueError, match='own.model.*is not .*vocabulary.model: use that'):
         data.find_vocabulary(make_config(vocabulary=str(model_file)), str(workdir), pydoc, 32128)
 
     for path in (model_file, folder):
-        found = data.find_vocabulary(
-            make_config(vocabulary=str(path)), str(tmp_path / path.stem), pydoc, 32128
-        )
-        assert found.model == data.SentencePieceVocabulary(model).model
-        assert (tmp_path / path.stem / 'vocabulary.model').read_bytes() == model
+        config = make_config(vocabulary=str(path))
+        found = data.find_vocabulary(config, str(tmp_path / path.stem), pydoc, 32128)
+        assert found.model == model and not (tmp_path / path.stem / 'vocabulary.model').exists()
+    hashes = {data.SentencePieceVocabulary(model, n).hash for n in (0, 100)}
+    assert len(hashes | {kept.hash, byte.hash, data.ByteVocabulary(100).hash}) == 5
 
 
 @pytest.mark.parametrize('content', [None, b'', b'no model', b'\n'])
@@ -352,6 +360,12 @@ def test_features_are_shifted_and_weighted(pydoc, vocabulary):
     'changes, message',
     [
         ({'task': 'span_coruption'}, 'use span_corruption'),
+        ({'files': __file__, 'text_field': ''}, "text_field='' names no field"),
+        ({'files': __file__, 'on_bad_line': 'ignore'}, "'ignore': must be 'stop' or 'skip'"),
+        ({'files': __file__, 'max_bad_fraction': 1.5}, 'max_bad_fraction=1.5: must be in'),
+        ({'files': __file__, 'validation_files': __file__}, 'none of them twice'),
+        ({'files': '', 'validation_files': __file__}, 'needs data.files'),
+        ({'files': __file__, 'validation_files': 'no/*'}, "validation_files: 'no/\\*' matches no"),
         ({'lengths.targets': 13}, 'lengths.targets=13: too short .*use 14'),
         ({'lengths.inputs': 2048, 'lengths.targets': 456}, '114 noise spans.*100 sentinels'),
         ({'noise_density': 15.0}, 'noise_density=15.0'),
@@ -364,7 +378,7 @@ def test_settings_that_do_not_fit_are_refused(pydoc, vocabulary, changes, messag
     with pytest.raises(ValueError, match=message):
         source = (
             data.open_source(config)
-            if config.files
+            if config.files or config.validation_files
             else data.in_memory('', documents_of(pydoc), 0.0)
         )
         data.Stream(source, 'validation', vocabulary, config, 2, 0)
@@ -437,7 +451,7 @@ def write_random_text(folder, random):
             if text.strip():
                 expected[f'{path}:{len(content)}'] = text.strip()
             content += text.encode() + random.choice([b'\n', b'\r\n', b'\n\n', b'\n \n'])
-        path.write_bytes(content.rstrip(b'\n') if random.integers(2) else content)
+        path.write_bytes((content.rstrip(b'\n') if random.integers(2) else content) or b'\n')
     return expected
 
 
@@ -483,11 +497,297 @@ def test_a_lane_goes_on_from_any_document(tmp_path, monkeypatch):
         assert list(source.documents('train', 2, 1, 2, 7, unit, index + 1)) == documents[i + 1 :]
 
 
-def test_bad_utf8_is_named_with_its_byte(tmp_path):
-    path = tmp_path / 'bad.txt'
-    path.write_bytes('gut\n  schön '.encode() + b'\xff\n')
-    with pytest.raises(ValueError, match='bad.txt: byte 13 is not UTF-8'):
-        epoch_documents(data.open_source(make_config(files=str(path))))
+def write_shards(folder, sizes, kind='.jsonl.gz', start=0):
+    """Files of `sizes` lines each, one of them blank; {name: text} of their documents."""
+    expected, number = {}, itertools.count(start)
+    for shard, size in enumerate(sizes):
+        path, content = folder / f'{shard:02}{kind}', b''
+        for line in range(size):
+            text, is_gzipped = f'document {next(number)} é', kind.endswith('.gz')
+            if line == 1:
+                content += b' \r\n'
+                continue
+            expected[f'{path}:{line + 1 if is_gzipped else len(content)}'] = text
+            record = json.dumps({'url': 'u', 'text': text}) if '.json' in kind else text
+            content += record.encode() + b'\n'
+        path.write_bytes(gzip.compress(content) if is_gzipped else content)
+    return expected
+
+
+@pytest.mark.parametrize('kind', ['.txt', '.jsonl', '.json', '.txt.gz', '.jsonl.gz', '.json.gz'])
+def test_every_kind_of_file_is_read(tmp_path, kind):
+    expected = write_shards(tmp_path, [7, 1, 30], kind)
+    source = data.open_source(make_config(files=f'{tmp_path}/*{kind}'))
+    assert source.corpus == 'files'
+    assert sorted(sum(epoch_documents(source), [])) == sorted(expected.items())
+
+
+def test_files_of_another_split(tmp_path, pydoc):
+    train, validation = tmp_path / 'train', tmp_path / 'validation'
+    train.mkdir()
+    validation.mkdir()
+    expected = {
+        'train': write_shards(train, [40, 9]),
+        'validation': write_shards(validation, [20], '.txt', start=30),  # some texts are in both
+    }
+    files = {'files': f'{train}/*.gz', 'validation_files': f'{validation}/*'}
+    source = data.open_source(make_config(**files))
+    for split, documents in expected.items():
+        found = sum(epoch_documents(source, splits=[split]), [])
+        assert sorted(found) == sorted(documents.items())
+    train_only = data.open_source(make_config(files=files['files']))
+    fingerprints = {source.fingerprint, train_only.fingerprint}
+    assert len(fingerprints) == 2
+    (validation / '00.txt').write_text('shorter')
+    assert data.open_source(make_config(**files)).fingerprint not in fingerprints
+
+
+def test_c4_without_files_is_pydoc_and_says_so(pydoc):
+    c4 = data.open_source(make_config(task='c4_v220_span_corruption'))
+    assert (pydoc.corpus, c4.corpus) == ('pydoc', 'pydoc instead of C4')
+    assert c4.fingerprint == pydoc.fingerprint
+
+
+def test_gzipped_and_plain_files_do_not_mix(tmp_path):
+    write_shards(tmp_path, [3], '.txt')
+    write_shards(tmp_path, [3], '.txt.gz')
+    with pytest.raises(ValueError, match='00.txt.gz is gzipped, .*00.txt is not: gzip all'):
+        data.open_source(make_config(files=f'{tmp_path}/*'))
+
+
+# Faults: a good file, and beside it one whose fourth line cannot be read.
+
+BAD_LINES = {
+    'json': [
+        (b'{"text": "cut', 'no JSON: Unterminated string starting at at character 10; mend it'),
+        (b'plain words', 'no JSON: Expecting value at character 1; mend it'),
+        (b'["text"]', """'["text"]' is no JSON object; write {"text": ...}"""),
+        (b'{"txt": "", "url": ""}', "no field 'text', its fields are: 'txt', 'url'; set data.text"),
+        (b'{}', "no field 'text', its fields are: none; set data.text_field"),
+        (b'{"text": 7}', "field 'text' is 7, no string; set data.text_field"),
+        (b'{"text": null}', "field 'text' is None, no string; set data.text_field"),
+        (b'{"text": "\\ud800"}', "field 'text' holds half a surrogate pair; mend it"),
+        (b'{"text": "\xff"}', 'byte 11 is not UTF-8; convert the file'),
+        (b'{"text": ' + b'[' * 100_000, 'JSON that is nested too deeply; mend it'),
+        (b'{"text": ' + b'1' * 5000 + b'}', 'Exceeds the limit'),
+    ],
+    'txt': [(b'sch\xf6n', 'byte 4 is not UTF-8; convert the file')],
+}
+GZIP_HEADER = gzip.compress(b'')[:10]
+BROKEN_GZIPS = {
+    'truncated': (lambda good, rest: good + gzip.compress(rest)[:-9], 'Compressed file ended'),
+    'no checksum': (lambda good, rest: good[:-8], 'Compressed file ended before'),
+    'crc': (lambda good, rest: good[:-8] + b'\1\2\3\4' + good[-4:], 'CRC check failed'),
+    'deflate': (lambda good, rest: good + GZIP_HEADER + b'\xff' * 99, 'Error -3 while decompress'),
+    'garbage': (lambda good, rest: good + b'garbage', 'Not a gzipped file'),
+}
+GOOD_LINES = {
+    'txt': [b'first', b'', b'third', b'fifth'],
+    'json': [b'{"text": "first"}', b'', b'{"text": "third"}', b'{"text": "fifth"}'],
+}
+FAULTS = [
+    *[(kind + gz, *bad) for kind in BAD_LINES for gz in ('', '.gz') for bad in BAD_LINES[kind]],
+    *[(f'{kind}.gz', *broken) for kind in BAD_LINES for broken in BROKEN_GZIPS.values()],
+]
+
+
+def check_fault(folder, kind, message, line, left):
+    """It stops the run, or is left out, told and counted once however often it is read."""
+    files = {'files': f'{folder}/*.{kind}', 'validation_fraction': 0.3}
+    message = f'line {line} of {folder}/bad.{kind}: {message}'
+    with pytest.raises(ValueError) as error:
+        epoch_documents(data.open_source(make_config(**files)))
+    assert str(error.value).startswith(f'data.on_bad_line=stop (skip leaves it out): {message}')
+    assert '\n' not in str(error.value)
+    source = data.open_source(make_config(**files, on_bad_line='skip'))
+    for epoch in range(2):
+        texts = [text for _, text in sum(epoch_documents(source, epoch, num_lanes=2), [])]
+        assert sorted(texts) == sorted([f'good {i}' for i in range(20)] + left)
+    messages, count = source.faults()
+    assert len(messages) == count == 1 and messages[0].startswith(message)
+    assert source.faults() == ([], 1)
+
+
+def write_good_file(folder, kind):
+    texts = [f'good {i}' for i in range(20)]
+    lines = [json.dumps({'text': text}) if 'json' in kind else text for text in texts]
+    write = gzip.open if kind.endswith('.gz') else open
+    with write(folder / f'good.{kind}', 'wb') as file:
+        file.write('\n'.join(lines).encode())
+
+
+@pytest.mark.parametrize('kind, bad, message', FAULTS)
+def test_a_bad_line_is_named_and_stops_or_is_left_out(tmp_path, kind, bad, message):
+    write_good_file(tmp_path, kind)
+    *good, last = GOOD_LINES[kind.removesuffix('.gz')]
+    good, left = b''.join(line + b'\n' for line in good), ['first', 'third']
+    if callable(bad):
+        content, message = bad(gzip.compress(good), last), f'broken gzip ({message}'
+    else:
+        content, left = good + bad + b'\n' + last + b'\n', [*left, 'fifth']
+        content = gzip.compress(content) if kind.endswith('.gz') else content
+    (tmp_path / f'bad.{kind}').write_bytes(content)
+    check_fault(tmp_path, kind, message, 4, left)
+
+
+@pytest.mark.parametrize(
+    'kind, content',
+    [(kind, b'') for kind in ('txt', 'json', 'txt.gz', 'json.gz')]
+    + [(kind, gzip.compress(b'', mtime=0)) for kind in ('txt.gz', 'json.gz')],
+)
+def test_an_empty_file_is_a_fault(tmp_path, kind, content):
+    write_good_file(tmp_path, kind)
+    (tmp_path / f'bad.{kind}').write_bytes(content)
+    check_fault(tmp_path, kind, 'the file is empty; copy it again, or remove it', 1, [])
+    (tmp_path / f'good.{kind}').unlink()
+    if not content:
+        with pytest.raises(ValueError, match='matches empty files only'):
+            data.open_source(make_config(files=f'{tmp_path}/*', on_bad_line='skip'))
+
+
+@pytest.mark.parametrize('size', [100, 70_000])
+def test_the_line_of_a_fault_far_inside_a_file(tmp_path, size, monkeypatch):
+    monkeypatch.setattr(data, 'MIN_BLOCKS', 64)
+    lines = [b'%d ' % i + b'x' * size for i in range(40)]
+    lines[33] = b'\xff'
+    (tmp_path / 'a.txt').write_bytes(b'\n'.join(lines))
+    with pytest.raises(ValueError, match='line 34 of .*a.txt: byte 1 is not UTF-8'):
+        epoch_documents(data.open_source(make_config(files=f'{tmp_path}/a.txt')))
+    whole = gzip.compress(b'\n'.join(lines[:33]))
+    half = whole[: len(whole) // 2]
+    (tmp_path / 'a.txt.gz').write_bytes(half)
+    line = zlib.decompressobj(31).decompress(half).count(b'\n') + 1
+    with pytest.raises(ValueError, match=f'line {line} of .*a.txt.gz: broken gzip'):
+        epoch_documents(data.open_source(make_config(files=f'{tmp_path}/a.txt.gz')))
+
+
+@pytest.mark.parametrize('kind', ['.jsonl', '.jsonl.gz'])
+@pytest.mark.parametrize(
+    'num_bad, fraction, allowed', [(10, 0.0, 10), (11, 0.001, 10), (30, 0.05, 30)]
+)
+def test_bad_lines_must_be_few(tmp_path, kind, num_bad, fraction, allowed):
+    lines = [b'{"text": "good"}'] * 2000
+    for i in range(num_bad):
+        lines[50 * i + 60] = b'{}'
+    content = b'\n'.join(lines)
+    path = tmp_path / f'a{kind}'
+    path.write_bytes(gzip.compress(content) if kind.endswith('.gz') else content)
+    config = make_config(files=str(path), on_bad_line='skip', max_bad_fraction=fraction)
+    source = data.open_source(config)
+    if num_bad > allowed:
+        rule = (
+            rf'11 bad lines among the [\d,]+ read, more than 10 \(data.max_bad_fraction={fraction}'
+        )
+        with pytest.raises(ValueError, match=rule + r', or 10\): .* line \d+ of .*: no field'):
+            epoch_documents(source, num_lanes=1, splits=['train'])
+    else:
+        for epoch in range(3):
+            epoch_documents(source, epoch, num_lanes=1)
+        messages, count = source.faults()
+        assert count == num_bad and len(messages) == 10  # the last ten are told
+        assert all('line' in message and 'no field' in message for message in messages)
+
+
+# Gzipped shards.
+
+
+@pytest.fixture
+def small_pools(monkeypatch):
+    monkeypatch.setattr(data, 'POOL_LINES', 60)
+    monkeypatch.setattr(data, 'MIN_POOL_LINES', 4)
+
+
+SHARD_SIZES = [40, 3, 1, 77, 250, 12, 0, 31, 18]
+
+
+@pytest.mark.parametrize(
+    'num_lanes, copies', [(1, 1), (1, 4), (2, 4), (4, 1), (8, 1), (9, 1), (10, 1), (15, 1), (40, 1)]
+)
+def test_every_line_of_shards_comes_once_per_epoch(tmp_path, small_pools, num_lanes, copies):
+    """Lanes that share shards, in whatever order they read, give what each gives alone."""
+    expected = write_shards(tmp_path, SHARD_SIZES * copies)  # in one round or several
+    config = make_config(files=f'{tmp_path}/*', validation_fraction=0.0, on_bad_line='skip')
+    source = data.open_source(config)
+    lanes, random, epochs = range(num_lanes), np.random.default_rng(num_lanes), 3
+    together = source.open('train', num_lanes, 5, dict.fromkeys(lanes, (0, 0)))
+    one_lane = functools.partial(map, together, range(epochs))  # epochs are opened one by one
+    reading = {
+        lane: itertools.chain.from_iterable(one_lane(itertools.repeat(lane))) for lane in lanes
+    }
+    found = {lane: [] for lane in lanes}
+    while reading:
+        lane = int(random.choice(list(reading)))
+        documents = list(itertools.islice(reading[lane], int(random.integers(1, 60))))
+        found[lane] += documents
+        if not documents:
+            del reading[lane]
+    orders = []
+    for epoch in range(epochs):
+        alone = [list(source.documents('train', epoch, lane, num_lanes, 5)) for lane in lanes]
+        orders.append([document[2:] for own in alone for document in own])
+        assert sorted(orders[-1]) == sorted(expected.items())
+        for lane in lanes:
+            own, found[lane] = found[lane][: len(alone[lane])], found[lane][len(alone[lane]) :]
+            assert own == alone[lane]
+    assert orders[0] != orders[1] != orders[2] and not any(found.values())
+
+
+def test_a_lane_of_shards_goes_on_from_any_document(tmp_path, small_pools):
+    write_shards(tmp_path, [40, 33, 77, 31, 58])
+    source = data.open_source(make_config(files=f'{tmp_path}/*'))
+    for lane, num_lanes in [(0, 1), (1, 2), (0, 8), (7, 8)]:
+        documents = list(source.documents('train', 2, lane, num_lanes, 7))
+        assert len({unit for unit, *_ in documents}) > 2
+        for i, (unit, index, *_) in enumerate(documents):
+            rest = source.documents('train', 2, lane, num_lanes, 7, unit, index + 1)
+            assert list(rest) == documents[i + 1 :]
+
+
+def test_a_pool_mixes_sixteen_shards(tmp_path):
+    write_shards(tmp_path, [50] * 20)
+    source = data.open_source(make_config(files=f'{tmp_path}/*', validation_fraction=0.0))
+    for num_lanes, num_open in [(1, 16), (2, 8), (5, 4), (20, 1)]:
+        documents = list(source.documents('train', 0, 0, num_lanes, 0))
+        first = {name.split(':')[0] for unit, _, name, _ in documents if unit == 0}
+        assert len(first) == num_open
+
+
+def test_nothing_waits_for_a_lane_that_is_through(tmp_path, small_pools):
+    write_shards(tmp_path, [40, 33, 77])
+    source = data.open_source(make_config(files=f'{tmp_path}/*'))
+    # As when resuming: lane 2 is in the next epoch, and lane 7 is another process's.
+    starts = dict.fromkeys(range(7), (0, 0)) | {2: (1, 0)}
+    reader = data.ShardReader(source.train, 8, 0, starts, keep=lambda *document: document)
+    for epoch in range(3):
+        lanes = [lane for lane in range(7) if epoch or lane != 2]
+        opened = [reader.pools(epoch, lane, 0) for lane in lanes]
+        for pools in opened:
+            next(pools)
+            waiting = sum(len(shard.waiting) for shard in reader.shared.values())
+            assert waiting < len(lanes)
+        assert not reader.shared  # all have come, so only who reads on holds a shard
+
+
+def test_lines_wait_for_few_and_not_for_ever():
+    """Where one member runs ahead, little is kept for the others; who falls far behind reads alone."""
+    num_read = itertools.count()
+
+    def open_lines():
+        return ((next(num_read), i) for i in range(100_000))
+
+    def document(line):  # every second one of member 3 is in the other split
+        return ('', '') if line[1] % 8 == 7 else ('name', str(line[1]))
+
+    shard = data.SharedShard(open_lines, document, 4, {0: 0, 1: 7, 3: 0}, 50)
+    fast, *slow = (shard.documents(member) for member in (0, 1, 3))
+    next(fast)
+    assert next(num_read) == 1  # nothing is read ahead
+    assert [int(text) for _, text in itertools.islice(fast, 1000)] == list(range(4, 4004, 4))
+    assert {i: len(lines) for i, lines in shard.waiting.items()} == {0: 0, 1: 50, 3: 99}
+    assert [int(text) for _, text in slow[0]] == list(range(1, 100_000, 4))[7:]
+    texts = [text for _, text in slow[1]]
+    assert texts == [document((0, i))[1] for i in range(3, 100_000, 4)]
+    assert [int(text) for _, text in fast] == list(range(4004, 100_000, 4))
 
 
 # The stream.
@@ -606,16 +906,38 @@ def text_source(tmp_path_factory, pydoc):
     return data.open_source(make_config(files=f'{folder}/*.txt', validation_fraction=0.1))
 
 
+def gzipped_source(folder, pydoc, sizes):
+    """Shards of prose; the lanes of the uneven ones drift apart."""
+    texts = iter(documents_of(pydoc))
+    for shard, size in enumerate(sizes):
+        records = [json.dumps({'text': text}) for _, text in itertools.islice(texts, size)]
+        (folder / f'{shard}.jsonl.gz').write_bytes(gzip.compress('\n'.join(records).encode()))
+    return data.open_source(make_config(files=f'{folder}/*', validation_fraction=0.1))
+
+
+@pytest.fixture(params=['text', 'few shards', 'as many shards', 'many shards'])
+def any_source(request, text_source, tmp_path, pydoc, small_pools):
+    sizes = {
+        'few shards': [50, 30, 20],
+        'as many shards': [60, 50, 40, 30],
+        'many shards': [9] * 21,
+    }
+    if request.param == 'text':
+        return text_source
+    return gzipped_source(tmp_path, pydoc, sizes[request.param])
+
+
 @pytest.mark.parametrize('num_epochs', [None, 2])
-def test_resuming_anywhere_gives_the_identical_remainder(text_source, vocabulary, num_epochs):
+def test_resuming_anywhere_gives_the_identical_remainder(any_source, vocabulary, num_epochs):
     def open_stream():
         return data.Stream(
-            text_source, 'train', vocabulary, make_config(), 4, 3, num_epochs=num_epochs
+            any_source, 'train', vocabulary, make_config(), 4, 3, num_epochs=num_epochs
         )
 
     stream, batches, positions = open_stream(), [], []
     while len(batches) < 150:
         positions.append(stream.position.copy())
+        assert positions[-1].dtype == np.int64 and positions[-1].nbytes <= 32 * 4
         try:
             batches.append(next(stream))
         except StopIteration:
@@ -640,8 +962,21 @@ class CountingVocabulary(data.SentencePieceVocabulary):
         return super().encode(texts)
 
 
-def test_any_number_of_processes_makes_the_same_batches_of_the_same_documents(pydoc, model):
-    expected, counts = None, []
+@pytest.mark.parametrize('kind', ['pydoc', 'jsonl', 'few shards', 'many shards'])
+def test_any_number_of_processes_makes_the_same_batches_of_the_same_documents(
+    pydoc, model, tmp_path, kind, monkeypatch
+):
+    monkeypatch.setattr(data, 'MIN_POOL_LINES', 16)
+    monkeypatch.setattr(data, 'POOL_LINES', 300)
+    source = pydoc
+    if kind == 'jsonl':
+        records = [json.dumps({'text': text}) for _, text in documents_of(pydoc)[:3000]]
+        (tmp_path / 'a.jsonl').write_text('\n'.join(records))
+        source = data.open_source(make_config(files=f'{tmp_path}/*'))
+    elif kind != 'pydoc':
+        sizes = [300, 100, 200] if kind == 'few shards' else [40] * 15
+        source = gzipped_source(tmp_path, pydoc, sizes)
+    expected, counts, parsed, epochs = None, [], [], []
     for num_processes in (1, 2, 4):
         size = 8 // num_processes
         shards = []
@@ -650,9 +985,11 @@ def test_any_number_of_processes_makes_the_same_batches_of_the_same_documents(py
                 CountingVocabulary(model),
                 range(process * size, (process + 1) * size),
             )
-            stream = data.Stream(pydoc, 'train', vocabulary, make_config(), 8, 0, rows)
-            vocabulary.count = 0
-            shards.append((vocabulary, take(stream, 30)))
+            stream = data.Stream(source, 'train', vocabulary, make_config(), 8, 0, rows)
+            vocabulary.count, source.bad_lines.num_read = 0, 0
+            shards.append((vocabulary, take(stream, 150)))
+            parsed.append((num_processes, source.bad_lines.num_read))
+            epochs.append(stream.position[:, 0].max())
         batches = [
             {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
             for parts in zip(*(batches for _, batches in shards), strict=True)
@@ -662,6 +999,44 @@ def test_any_number_of_processes_makes_the_same_batches_of_the_same_documents(py
             assert_equal_batches(ours, theirs)
         counts.append(sum(vocabulary.count for vocabulary, _ in shards))
     assert counts[0] == counts[1] == counts[2] > 0
+    # What waits for its lane is parsed, too.
+    sums = [sum(lines for n, lines in parsed if n == num_processes) for num_processes in (1, 2, 4)]
+    assert max(sums) <= 1.25 * min(sums)
+    assert kind == 'pydoc' or kind == 'jsonl' or max(epochs) > 0
+
+
+@pytest.mark.parametrize('num_processes', [1, 2])
+def test_a_process_decompresses_a_shard_once_per_epoch(
+    tmp_path, pydoc, vocabulary, small_pools, monkeypatch, num_processes
+):
+    monkeypatch.setattr(data, 'MIN_POOL_LINES', 100)  # so that nobody is left behind
+    source, opened = gzipped_source(tmp_path, pydoc, [600, 610, 620]), []
+    own_lanes = range(8 // num_processes)
+    place = ('train', vocabulary, make_config(), 8, 0, own_lanes)
+    stream, gzip_open = data.Stream(source, *place, num_epochs=3), gzip.open
+    monkeypatch.setattr(gzip, 'open', lambda path: opened.append(path) or gzip_open(path))
+    position = [stream.position.copy() for _ in stream]
+    if num_processes == 1:
+        assert sorted(opened) == sorted(source.train.paths * 3)
+    else:  # of 8 lanes that share 3 shards, any 4 neighbours have lines of two or three
+        assert 3 * 2 <= len(opened) <= 3 * 3
+    opened.clear()
+    stream.seek(position[len(position) // 2])
+    list(stream)
+    epochs = len(set(position[len(position) // 2][:, 0].tolist()) | {2})
+    assert len(opened) <= 3 * epochs
+
+
+def test_only_pools_are_read(tmp_path, pydoc, vocabulary, small_pools):
+    """Of many lines no more are parsed than the lanes' pools hold, nor kept than wait for their turn."""
+    for sizes in ([900] * 2, [400] * 6):
+        source = gzipped_source(tmp_path, pydoc, sizes)
+        place = ('train', vocabulary, make_config(), 4, 0)
+        stream = data.Stream(source, *place)
+        source.bad_lines.num_read = 0
+        next(stream)
+        # Groups of 128 documents, of which one in ten is in the other split, from pools of 15 lines.
+        assert 4 * 128 < source.bad_lines.num_read < 4 * 200
 
 
 def test_one_epoch_ends_lane_by_lane(vocabulary):
@@ -706,7 +1081,7 @@ def test_prefetch_passes_on_errors_and_the_end(tmp_path, vocabulary):
     path.write_bytes(b'good line\n' * 20 + b'\xff\n')
     source = data.open_source(make_config(files=str(path), validation_fraction=0.0))
     plain = data.Stream(source, 'train', vocabulary, make_config(), 1, 1, num_epochs=1)
-    with pytest.raises(ValueError, match='byte 200 is not UTF-8'):
+    with pytest.raises(ValueError, match='line 21 of .*: byte 1 is not UTF-8'):
         list(data.prefetch(plain))
     path.write_bytes(b'good line\n' * 20)
     source = data.open_source(make_config(files=str(path), validation_fraction=0.0))

@@ -125,3 +125,18 @@ def test_a_mesh_that_cannot_be_is_said_in_words(data, model, words):
 def test_every_parameter_has_one_row():
     with pytest.raises(ValueError, match="'encoder/bias' matches 0 rows"):
         partition.param_specs({'.+/kernel': None}, ['encoder/bias'])
+
+
+@pytest.mark.parametrize('data, model, num_microbatches', [(1, 1, 2), (1, 1, 8), (2, 2, 4)])
+def test_microbatches_give_the_gradients_of_the_whole_batch(data, model, num_microbatches):
+    """Dropout on, and divided by the tokens of the whole batch; the tolerance is that of float32 sums."""
+    config, found = small_config(data, model), {}
+    params = train.make_trainer(config).init().params
+    for count in (1, num_microbatches):
+        gradients = jax.jit(train.make_trainer(config, count).gradients)
+        found[count] = gradients(params, random_batch(0), np.arange(8), jax.random.key(1))
+    (grads, sums), (expected, expected_sums) = found[num_microbatches], found[1]
+    for name, x in expected.items():
+        assert_close(grads[name], x, 1e-6, name)
+    for name, x in expected_sums.items():
+        assert_close(sums[name], x, 1e-6, name)

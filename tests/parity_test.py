@@ -126,3 +126,30 @@ def test_six_adafactor_steps(golden, monkeypatch):
     for name, p0 in start.items():
         change = expected[f'target/{name}'] - p0
         assert_close(np.asarray(state.params[name]) - p0, change, 1e-2, name)
+
+
+def test_a_trained_checkpoint_has_the_layout_of_T5Xs(golden, tmp_path):
+    """After three steps from checkpoint_0 through the run's own saver: leaf by leaf as T5X's checkpoint_6,
+    inline arrays but for their values, specs but for the compressor."""
+    arrays = np.load(golden / 'golden.npz')
+    trainer = train.make_trainer(run_config(golden))
+    state = train.restore(trainer, golden / 'checkpoint_0')
+    for i in range(3):
+        state, _ = trainer.train_step(state, features(arrays, f'train_batch{i}'))
+    saver = checkpoint.Saver(tmp_path)
+    saver.save(3, optimizer.to_t5x(*state), {'config.json': b'{}'})
+    saver.wait()
+
+    def layout(directory):
+        index = checkpoint.read_index(directory)
+        specs = {path: leaf for path, leaf in index.items() if isinstance(leaf, dict)}
+        for leaf in specs.values():
+            leaf['metadata'].pop('compressor')
+        return {
+            path: specs.get(path) or (leaf.shape, leaf.dtype.name) for path, leaf in index.items()
+        }
+
+    expected = layout(golden / 'checkpoint_6')
+    assert len(expected) > 200 and layout(tmp_path / 'checkpoint_3') == expected
+    assert list(checkpoint.read_index(tmp_path / 'checkpoint_3')) == list(expected)
+    assert checkpoint.read_index(tmp_path / 'checkpoint_3')['state/step'] == 3
