@@ -65,11 +65,11 @@ class Signals:
         while received := self.incoming.recv(1):
             if self.number or not self.can_wait:
                 words = 'the last checkpoint stands' if self.can_wait else 'no step was taken'
-                print(f'\nmain.py: stopped at once, {words}', file=sys.stderr, flush=True)
+                print(f'main.py: stopped at once, {words}', file=sys.stderr, flush=True)
                 os._exit(128 + received[0])
             self.number = received[0]
             words = 'this step is finished and saved; once more to stop at once'
-            print(f'\nmain.py: stopping, {words}', file=sys.stderr, flush=True)
+            print(f'main.py: stopping, {words}', file=sys.stderr, flush=True)
 
 
 def parse(argv: list[str]) -> ConfigDict:

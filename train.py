@@ -94,13 +94,14 @@ def prepare(config: Any, workdir: str | Path) -> Run:
         settings = json.loads(config.to_json()) | {'corpus': source.corpus}
         settings['data_fingerprint'] = source.fingerprint
         settings['vocabulary_hash'] = vocabulary.hash
-        if checkpoint.newest(workdir) is not None:
-            compare_settings(workdir, settings)
+        step = checkpoint.newest_whole(workdir, say)
+        directory, interval = workdir / f'checkpoint_{step}', list[dict]()
+        if step is not None:
+            compare_settings(directory, settings)
         rows = partition.own_rows(mesh, batch_size)
         place = (vocabulary, config.data, batch_size, config.seed, rows)
         stream = data.Stream(source, 'train', *place)
         validation = data.Stream(source, 'validation', *place, num_epochs=1)
-        step, interval = checkpoint.newest_whole(workdir, say), []
         say(introduction(config, mesh, source, vocabulary))
         if step is not None and step >= config.train.steps:
             counts = []  # nothing is left to compile for
@@ -111,7 +112,6 @@ def prepare(config: Any, workdir: str | Path) -> Run:
         if step is None:
             state = trainer.init()
         else:
-            directory = workdir / f'checkpoint_{step}'
             state = restore(trainer, directory)
             stream.seek(np.load(directory / 'data_position.npy')[rows])
             interval = json.loads((directory / 'interval.json').read_bytes())
@@ -147,14 +147,17 @@ def lock_workdir(workdir: Path) -> IO:
     return file
 
 
-def compare_settings(workdir: Path, settings: dict) -> None:
-    """Raises ValueError that lists what may not change when a run goes on, and has changed."""
-    old = checkpoint.flatten(json.loads((workdir / 'config.json').read_text()))
+def compare_settings(directory: Path, settings: dict) -> None:
+    """Raises ValueError that lists what may not change when a run goes on from a checkpoint, and has."""
+    if not (directory / 'config.json').is_file():
+        words = f'{directory} is not of a run of this program, which cannot go on from it'
+        raise ValueError(f'{words}: move it away, or name another --workdir')
+    old = checkpoint.flatten(json.loads((directory / 'config.json').read_text()))
     new = checkpoint.flatten(settings)
     names = sorted(name for name in old | new if old.get(name) != new.get(name))
     names = [name for name in names if not name.startswith(MAY_CHANGE)]
     if changes := [f'{name}: {old.get(name)!r} -> {new.get(name)!r}' for name in names]:
-        words = f'{workdir} holds a run with other settings ({"; ".join(changes)})'
+        words = f'{directory.parent} holds a run with other settings ({"; ".join(changes)})'
         raise ValueError(f'{words}: go on with those, or name another --workdir')
 
 
@@ -337,7 +340,8 @@ def take_steps(
     batches = data.prefetch(run.stream)
     positions: list[np.ndarray] = []  # in the data, of the steps that nobody has looked at
     first, last, signal = int(state.step), config.train.steps, 0
-    before_clock, clock, waited, spoke = len(interval), time.perf_counter(), 0.0, -math.inf
+    before_clock, clock, waited = len(interval), time.perf_counter(), 0.0
+    seconds, spoke = math.inf, -math.inf  # that a step takes; when the last line was printed
     for step in range(first + 1, last + 1):
         saver.check()
         asked = time.perf_counter()
@@ -350,12 +354,14 @@ def take_steps(
         log, save_now, evaluate_now = (
             step % config[name].every_steps == 0 or step == last for name in ('log', 'save', 'eval')
         )
+        # While this step runs the next one is prepared and queued, no more; nor that where steps are slow,
+        # so that whoever stops the run waits for one step only.
+        wait = log or save_now or evaluate_now or seconds > 1
+        jax.block_until_ready(interval[-1:] if wait else interval[-2:-1])
+        seconds = time.perf_counter() - asked
         speak = log or time.perf_counter() - spoke > report.seconds_between_lines
-        # Two steps at most are under way, so that whoever stops the run waits for no more.
-        look = speak or save_now or evaluate_now
-        jax.block_until_ready(interval[-1:] if look else interval[-2:-1])
         signal = agree(step, stop())
-        if look or signal:
+        if speak or save_now or evaluate_now or signal:
             interval = jax.tree.map(float, jax.device_get(interval))
             check_finite(run, step, interval, positions)
             positions.clear()
@@ -363,9 +369,9 @@ def take_steps(
             for text in untold:
                 report.line(f'Left out, {num_bad:,} so far: {text}')
         if speak:
-            num_steps, seconds = len(interval) - before_clock, time.perf_counter() - clock
             values = evaluate.summarize(interval, config)
-            values |= interval_metrics(config, interval, num_steps, seconds, waited)
+            timed = (len(interval) - before_clock, time.perf_counter() - clock, waited)
+            values |= interval_metrics(config, interval, *timed)
             report.line(progress(step, last, values), live=True)
             spoke = time.perf_counter()
         if log:
@@ -436,9 +442,11 @@ def restore(trainer: Trainer, directory: Path) -> TrainState:
 
 def replace_file(file: Path, content: bytes) -> None:
     """All or nothing: whoever reads the file finds the old content or the new one."""
-    unfinished = file.with_suffix('.tmp')
-    unfinished.write_bytes(content)
-    unfinished.replace(file)
+    with file.with_suffix('.tmp').open('wb') as unfinished:
+        unfinished.write(content)
+        unfinished.flush()
+        os.fsync(unfinished.fileno())
+    file.with_suffix('.tmp').replace(file)
 
 
 def model_info(trainer: Trainer) -> str:
@@ -475,8 +483,8 @@ class Reporter:
         self.corpus, self.seconds_between_lines = corpus, 1 if self.terminal else 60
         file = workdir / 'metrics.jsonl'
         if not self.silent:  # what came after the checkpoint will come again, the same
-            lines = file.read_text().splitlines() if file.exists() else []
-            kept = [x for x in lines if x.endswith('}') and json.loads(x)['step'] <= first_step]
+            lines = file.read_text(errors='replace').splitlines() if file.exists() else []
+            kept = [x for x in lines if step_of(x) <= first_step]
             replace_file(file, ''.join(line + '\n' for line in kept).encode())
             self.file = file.open('a', buffering=1)
 
@@ -486,6 +494,7 @@ class Reporter:
             return
         line = {'step': step, 'run': name, 'corpus': self.corpus} | values
         self.file.write(json.dumps(line) + '\n')
+        os.fsync(self.file.fileno())
         if name not in self.writers:
             self.writers[name] = tensorboard.summary.Writer(str(self.workdir / name))
         for tag, value in values.items():
@@ -497,6 +506,14 @@ class Reporter:
         if not self.silent:
             start, end = ('\r', '\x1b[K' if live else '\x1b[K\n') if self.terminal else ('', '\n')
             print(f'{start}{text}', end=end, flush=True)
+
+
+def step_of(line: str) -> float:
+    """Of a line of metrics.jsonl; infinite where a crash has cut the line."""
+    try:
+        return json.loads(line)['step']
+    except (ValueError, TypeError, KeyError):
+        return math.inf
 
 
 def interval_metrics(

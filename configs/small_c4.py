@@ -9,7 +9,7 @@ t5x/examples/t5/t5_1_1/examples/small_c4_pretrain.gin is this with a batch of 25
 --config.train.batch_size=256 --config.train.steps=10000.
 
 Hardware and time: a batch is 13.6 TFLOPs forward and backward, the run 1.4e18: under four hours on a GPU
-that does 100 TFLOP/s of them, about four months on two laptop cores, where it is there to be looked at.
+that does 100 TFLOP/s of them, over a hundred days on two laptop cores, where it is there to be looked at.
 
 The number to expect: 10.9 nats per token at the start, log(32128) + 1/2. For the end none is published for
 small; nanoT5 (its README) reached 1.953 on C4's validation split with T5 1.1 base, batch 128, 65,536 steps,

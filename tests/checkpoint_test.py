@@ -646,6 +646,7 @@ FILES = {
     '.zarray': 'target.*/.zarray',
     'config': 'config.json',
     'position': 'data_position.npy',
+    'interval': 'interval.json',
     'manifest': 'manifest.json',
 }
 
@@ -697,6 +698,7 @@ def test_200_faults(tmp_path):
         np.save(tmp_path / 'position.npy', np.full((8, 4), step))
         files = {'config.json': b'{"train": {"steps": %d}}' % step}
         files['data_position.npy'] = (tmp_path / 'position.npy').read_bytes()
+        files['interval.json'] = b'[{"loss": %d}]' % step
         checkpoint.save(tmp_path / 'saved', step, sharded(tree, mesh(4, 2)), files)
     workdir, directory = tmp_path / 'run', tmp_path / 'run/checkpoint_5'
     original = contents(tmp_path / 'saved/checkpoint_5')

@@ -17,6 +17,7 @@ import pytest
 from end_to_end_test import ROOT, assert_same_run, corpus, metrics_of, run, small_config, state_of
 
 import checkpoint
+import data
 import train
 
 assert corpus  # a fixture
@@ -179,6 +180,22 @@ def test_a_damaged_newest_checkpoint_is_set_aside(corpus, tmp_path, capsys):
     assert 'checkpoint_3 is damaged: manifest.json is missing' in capsys.readouterr().out
 
 
+def test_a_checkpoint_of_another_program_in_the_workdir(corpus, tmp_path):
+    shutil.copytree(ROOT / 'tests/golden/t5x_t5_1_1_tiny/checkpoint_6', tmp_path / 'checkpoint_6')
+    with pytest.raises(ValueError, match='checkpoint_6 is not of a run of this program'):
+        train.prepare(small_config(corpus), tmp_path)
+
+
+def test_metrics_that_a_crash_has_cut_are_written_again(corpus, tmp_path):
+    run(small_config(corpus), tmp_path / 'whole')
+    shutil.copytree(tmp_path / 'whole', tmp_path / 'cut')
+    shutil.rmtree(tmp_path / 'cut/checkpoint_6')
+    with (tmp_path / 'cut/metrics.jsonl').open('ab') as file:
+        file.write(b'{"step": 4, "run": "train", "loss": 5.\0\0\n[1]\n{"step": 5')
+    run(small_config(corpus), tmp_path / 'cut')
+    assert_same_run(tmp_path / 'cut', tmp_path / 'whole', 6)
+
+
 def test_an_error_in_the_background_surfaces_within_a_step(corpus, tmp_path, monkeypatch):
     config = small_config(corpus, steps=500)
     config.eval.every_steps = 500
@@ -291,18 +308,49 @@ def write_shards(folder, num_lines):
             for i in range(shard, num_lines, 8):
                 text = f'document {i} ' + ' '.join(rng.choice(words, rng.integers(10, 500)))
                 file.write(json.dumps({'url': f'http://{i}', 'text': text}) + '\n')
+    return f'{folder}/*.json.gz'
+
+
+@pytest.fixture(scope='module')
+def large_corpus(tmp_path_factory):
+    return write_shards(tmp_path_factory.mktemp('large') / 'shards', 200_000)
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_corpus(tmp_path):
+def test_memory_does_not_grow_with_the_corpus(large_corpus, tmp_path):
     """200,000 lines of JSON in 8 gzipped shards against 2,000: at most 1 GB more."""
-    peaks = {}
-    for num_lines in (2_000, 200_000):
-        write_shards(tmp_path / str(num_lines), num_lines)
-        files = f'{tmp_path}/{num_lines}/*.json.gz'
-        peaks[num_lines] = peak_gib(files, tmp_path / f'run{num_lines}')
-    print(f'peak memory, GiB: {peaks}')
-    assert peaks[200_000] - peaks[2_000] < 1
+    small = peak_gib(write_shards(tmp_path / 'small', 2_000), tmp_path / 'run2k')
+    large = peak_gib(large_corpus, tmp_path / 'run200k')
+    print(f'peak memory: {large:.2f} GiB, of the small corpus {small:.2f}')
+    assert large - small < 1
+
+
+@pytest.mark.slow
+def test_every_document_of_a_large_corpus_comes_once_wherever_it_was_stopped(large_corpus):
+    """128 lanes, all killed in the middle of a shard and continued from their places."""
+    config = small_config(large_corpus).data
+    config.validation_fraction = 0.0
+    rng, names = random.Random(0), []
+    starts = {lane: (0, 0, 0) for lane in range(128)}
+    for stop in (True, False):
+        source = data.open_source(config)
+        units = {lane: start[:2] for lane, start in starts.items()}
+        documents = source.open('train', 128, 0, units)
+        lanes = {lane: documents(0, lane, *start[1:]) for lane, start in starts.items()}
+        left = {lane: rng.randrange(1, 1500) if stop else 10**9 for lane in lanes}
+        while lanes:
+            for lane in list(lanes):
+                document = next(lanes[lane], None) if left[lane] else None
+                if document is None:
+                    del lanes[lane]
+                    continue
+                unit, index, name, text = document
+                assert text.startswith('document ')
+                names.append(name)
+                starts[lane] = (0, unit, index + 1)
+                left[lane] -= 1
+        assert not stop or 50_000 < len(names) < 150_000
+    assert len(names) == len(set(names)) == 200_000
 
 
 def test_config_json_has_what_resuming_compares(corpus, tmp_path):
