@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent import futures
 from pathlib import Path
+from typing import Any
 
 import google_crc32c
 import jax
@@ -30,13 +31,15 @@ import numpy as np
 import tensorstore as ts
 from jax.experimental import multihost_utils
 
+import convert
+
 VERSION = 3  # before it, bfloat16 arrays were stored as uint16
 CHUNK_BYTES = 64 * 2**20
 ARRAYS_IN_FLIGHT = 8  # threads; bounds the host memory that restoring takes
 MANIFEST = 'manifest.json'
 OURS = (MANIFEST, 'config.json', 'data_position.npy')  # none of them in a checkpoint of T5X
 PATIENCE_SECONDS = 600  # without a new file, until other processes are given up
-NATIVE = "the native layout is read, not Orbax or Mesh-TF: save with T5X's use_orbax=False"
+NATIVE = "Orbax is not read: save with T5X's use_orbax=False"
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -140,26 +143,39 @@ def restore(
     directory: Path,
     wanted: Callable[[str], bool] = lambda path: True,
     shardings: Mapping[str, jax.sharding.Sharding] = {},
+    dtype: str | None = None,
 ) -> dict[str, jax.Array | np.ndarray]:
-    """Reads the leaves of a `checkpoint_STEP` whose path is `wanted`, in their stored dtypes. A path in
-    `shardings` gives a jax.Array, of which a process reads only its part; others numpy."""
+    """Reads the leaves of a checkpoint, in any format of `read_index`, whose path is `wanted`, parameters
+    cast to `dtype` if there is one. A path in `shardings` gives a jax.Array, of which a process reads only
+    its part (of a foreign checkpoint all, one array after the other); others give numpy."""
     index = {path: leaf for path, leaf in read_index(directory).items() if wanted(path)}
 
     def read(path):
         leaf, sharding = index[path], shardings.get(path)
-        array = _open_array(directory, path, leaf) if isinstance(leaf, dict) else ts.array(leaf)
+        if isinstance(leaf, dict):
+            array = _open_array(directory, path, leaf)
+        else:
+            array = ts.array(leaf.read() if hasattr(leaf, 'read') else leaf)
+        if dtype and path.startswith('target/'):
+            array = ts.cast(array, ts.dtype(dtype))
         if sharding is None:
             return array.read().result()
         parts = sharding.addressable_devices_indices_map(array.shape).values()
         reads = {str(part): array[part].read() for part in parts}  # once for all its replicas
         return jax.make_array_from_callback(array.shape, sharding, lambda i: reads[str(i)].result())
 
-    with futures.ThreadPoolExecutor(ARRAYS_IN_FLIGHT) as pool:
+    is_foreign = any(hasattr(leaf, 'read') for leaf in index.values())
+    with futures.ThreadPoolExecutor(1 if is_foreign else ARRAYS_IN_FLIGHT) as pool:
         return dict(zip(index, pool.map(read, index), strict=True))
 
 
-def read_index(directory: Path) -> dict[str, np.ndarray | dict]:
-    """{path: the array if it is stored inline, else its TensorStore spec}; no nil leaves."""
+def read_index(directory: str | Path) -> dict[str, Any]:
+    """{path: leaf} of T5X's native layout, a Mesh-TF checkpoint (its prefix or folder) or a Hugging Face
+    folder. A leaf is an array if it is small; a TensorStore spec; or has `shape` and `read()`."""
+    if prefix := convert.mesh_tf_prefix(directory):
+        return dict(convert.mesh_tf_index(prefix))
+    if convert.is_hugging_face(directory):
+        return dict(convert.hugging_face_index(directory, convert.hugging_face_config(directory)))
     file = Path(directory) / 'checkpoint'
     if not file.is_file():
         raise ValueError(f'{file} is missing: name a workdir or a checkpoint_STEP folder; {NATIVE}')
@@ -177,7 +193,8 @@ def verify(directory: Path) -> bool:
     """True if every file is as it was saved; False if nobody knows, as T5X saves no checksums. ValueError
     names up to ten damaged files. Every process calls it and reads its share."""
     directory = Path(directory).absolute()
-    if not any((directory / name).exists() for name in OURS):
+    is_ours = any((directory / name).exists() for name in OURS)
+    if not is_ours or convert.mesh_tf_prefix(directory) or convert.is_hugging_face(directory):
         return False
     faults, sums = [], {}
     try:

@@ -4,10 +4,12 @@ Source: T5X t5x/models.py, t5x/trainer.py (train-eval).
 """
 
 import copy
+import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import checkpoint
+import convert
 import data
+import decode
 import loss
 import model
 import partition
@@ -29,19 +33,39 @@ FEATURES = (*SEQUENCES, 'encoder_segment_ids', 'decoder_segment_ids')  # what th
 
 
 class T5:
-    """A checkpoint that runs: `.config`, `.params` (T5X's tree), `.logits(batch)`."""
+    """A checkpoint that runs: `.config`, `.params` (T5X's tree), `.logits`, `.score`, `.generate`. Inputs and
+    targets are texts, which get an EOS, or lists of ids, which are taken as they are."""
 
-    def __init__(self, config: model.T5Config, arrays: Mapping[str, Any], mesh: Mesh):
-        self.config, self.mesh, self.arrays = config, mesh, arrays
+    def __init__(
+        self, config: model.T5Config, arrays: Mapping[str, Any], mesh: Mesh, vocabulary: Any = None
+    ):
+        self.config, self.mesh, self.arrays, self.vocabulary = config, mesh, arrays, vocabulary
         self.params = checkpoint.unflatten(arrays)
         specs = partition.param_specs(model.PARAMETER_SPECS, arrays)
 
         def device_logits(params, batch):
             return model.apply(lambda: model.logits(config, batch), params)
 
-        in_specs, out_specs = (specs, partition.BATCH), P('data', None, 'model')
-        sharded = jax.shard_map(device_logits, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-        self._logits = jax.jit(sharded)
+        def device_scores(params, batch):
+            logits_bTv, targets_bT = device_logits(params, batch), batch['decoder_target_tokens']
+            nats_bT, _ = loss.cross_entropy(logits_bTv, targets_bT)
+            return -(nats_bT * (targets_bT > 0)).sum(axis=-1)
+
+        def device_tokens(params, inputs_bM, prompt_bT):
+            start = lambda: model.start_decoding(config, inputs_bM, prompt_bT.shape[1])  # noqa: E731
+
+            def step(tokens_b, cache):
+                return model.apply(lambda: model.decode_step(config, tokens_b, cache), params)
+
+            return decode.greedy(step, model.apply(start, params), prompt_bT, data.EOS_ID)
+
+        def sharded(f, num_inputs, out_specs):
+            in_specs = (specs, *[partition.BATCH] * num_inputs)
+            return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+
+        self._logits = sharded(device_logits, 1, P('data', None, 'model'))
+        self._scores = sharded(device_scores, 1, partition.BATCH)
+        self._tokens = sharded(device_tokens, 2, partition.BATCH)
 
     def logits(self, batch: Mapping[str, Any]) -> jax.Array:
         """Teacher-forced logits, float32 [batch, target length, vocab], of T5X's features (int32
@@ -53,34 +77,151 @@ class T5:
             partition.check_divides(f'{name}: batch size', x.shape[0], 'data', self.mesh)
         return self._logits(self.arrays, features)
 
+    def score(self, inputs: Sequence, targets: Sequence) -> np.ndarray:
+        """The log-likelihood of each target given its input, in nats, float32 [examples]. (T5X's score_batch
+        without length normalization.)"""
+        inputs_bM, targets_bT = self._ids(inputs), self._ids(targets)
+        if len(inputs) != len(targets):
+            raise ValueError(f'{len(inputs)} inputs for {len(targets)} targets: give one for each')
+        shifted_bT = np.pad(targets_bT[:, :-1], ((0, 0), (1, 0)))
+        batch = dict(zip(SEQUENCES, (inputs_bM, shifted_bT, targets_bT), strict=True))
+        return np.asarray(self._scores(self.arrays, batch))[: len(inputs)]
 
-def load(path: str | Path, config: model.T5Config | None = None, mesh: Mesh | None = None) -> T5:
-    """Opens a workdir (its newest checkpoint) or a T5X checkpoint directory, parameters only. Sizes come
-    from `config`, else from the checkpoint's config.json, else from its shapes. On one device if no mesh."""
+    def generate(self, inputs: Sequence, max_length: int = 128) -> list:
+        """What the model answers, greedily, in at most `max_length` tokens: texts for texts, else lists of
+        ids without EOS."""
+        inputs_bM = self._ids(inputs)
+        prompt_bT = np.zeros((len(inputs_bM), max_length), np.int32)
+        tokens_bT = np.asarray(self._tokens(self.arrays, inputs_bM, prompt_bT))[: len(inputs)]
+        if isinstance(inputs[0], str):
+            return [self.vocabulary.decode(tokens_T) for tokens_T in tokens_bT]
+        return [[int(i) for i in tokens_T if i > data.EOS_ID] for tokens_T in tokens_bT]
+
+    def _ids(self, examples: Sequence) -> np.ndarray:
+        """int32 [rows, length]: padded to rows that divide by 'data' and to a length of which there are few,
+        because each is compiled."""
+        if not len(examples) or isinstance(examples, str):
+            raise ValueError(f'{examples!r} is no list of texts or of ids: give one or more')
+        if isinstance(examples[0], str):
+            if self.vocabulary is None:
+                raise ValueError('this checkpoint brings no vocabulary: load(..., vocabulary=PATH)')
+            examples = [[*ids, data.EOS_ID] for ids in self.vocabulary.encode(list(examples))]
+        most, num_rows = max(map(len, examples)), self.mesh.shape['data']
+        ids = np.zeros((-(-len(examples) // num_rows) * num_rows, -(-most // 32) * 32), np.int32)
+        for row, example in zip(ids, examples, strict=False):
+            row[: len(example)] = example
+        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
+            words = f'ids from {ids.min()} to {ids.max()}'
+            raise ValueError(f'{words}: model.vocab_size={self.config.vocab_size} has no such rows')
+        return ids
+
+
+def load(
+    path: str | Path,
+    vocabulary: str | Path | None = None,
+    config: model.T5Config | None = None,
+    mesh: Mesh | None = None,
+) -> T5:
+    """Opens a workdir (its newest checkpoint), a T5X checkpoint directory, a Mesh-TF checkpoint (its prefix
+    or folder) or a Hugging Face folder; parameters only, in float32, on one device if no mesh. Sizes come
+    from `config`, else from the checkpoint's own config, else from its shapes; the vocabulary ('bytes', a
+    SentencePiece model or its folder) from the workdir or the folder, else there is none."""
+    directory, config = find_checkpoint(path, config)
+    mesh = mesh or partition.make_mesh(1, 1, jax.devices()[:1])
+    model.check_mesh(config, mesh)
+    specs = partition.param_specs(model.PARAMETER_SPECS, model.shapes(config))
+    placed = {f'target/{p}': x for p, x in partition.shardings(mesh, specs).items()}
+    arrays = checkpoint.restore(directory, placed.__contains__, placed, 'float32')
+    arrays = {path.removeprefix('target/'): x for path, x in arrays.items()}
+    return T5(config, arrays, mesh, find_vocabulary(directory, vocabulary))
+
+
+def find_checkpoint(
+    path: str | Path, config: model.T5Config | None = None
+) -> tuple[Path, model.T5Config]:
+    """Where the checkpoint of `load` lies, and its config. Raises ValueError unless it is whole and its
+    parameters are those of the config."""
     step = checkpoint.newest(Path(path))
     directory = Path(path) if step is None else Path(path, f'checkpoint_{step}')
     checkpoint.verify(directory)
-    index = checkpoint.read_index(directory)
-    found = {p: leaf for p, leaf in checkpoint.shapes(index).items() if p.startswith('target/')}
-    if config is None and (directory / 'config.json').is_file():
-        config = model.T5Config(**json.loads((directory / 'config.json').read_text())['model'])
+    found = checkpoint.shapes(checkpoint.read_index(directory))
+    found = {p: shape for p, shape in found.items() if p.startswith('target/')}
+    if config is None and convert.is_hugging_face(directory):
+        config = convert.hugging_face_config(directory)
+    elif config is None and (settings := read_settings(directory)):
+        config = model.T5Config(**settings['model'])
     config = config or config_from_shapes({p.removeprefix('target/'): x for p, x in found.items()})
-    mesh = mesh or partition.make_mesh(1, 1, jax.devices()[:1])
-    model.check_mesh(config, mesh)
-    expected = model.shapes(config)
-    checkpoint.compare({f'target/{p}': shape for p, shape in expected.items()}, found)
-    specs = partition.param_specs(model.PARAMETER_SPECS, expected)
-    placed = {f'target/{p}': x for p, x in partition.shardings(mesh, specs).items()}
-    arrays = checkpoint.restore(directory, placed.__contains__, placed)
-    return T5(config, {p: arrays[f'target/{p}'] for p in expected}, mesh)
+    expected = {f'target/{p}': shape for p, shape in model.shapes(config).items()}
+    checkpoint.compare(expected, found)
+    return directory, config
+
+
+def read_settings(directory: Path) -> dict[str, Any]:
+    """config.json of a checkpoint of ours; {} where there is none."""
+    file = directory / 'config.json'
+    settings = json.loads(file.read_text()) if file.is_file() else {}
+    return settings if isinstance(settings.get('model'), dict) else {}
+
+
+def find_vocabulary(directory: Path, name: str | Path | None = None) -> Any:
+    """The one that `name` names ('bytes', a SentencePiece model or its folder), else the one beside a
+    checkpoint, else None."""
+    settings = read_settings(directory).get('data', {'extra_ids': 100, 'vocabulary': ''})
+    if 'bytes' in (name, not name and settings['vocabulary']):
+        return data.ByteVocabulary()
+    places = [name] if name else [directory / 'spiece.model', directory.parent / 'vocabulary.model']
+    places += [Path(name, end) for end in ('spiece.model', 'sentencepiece.model') if name]
+    for file in filter(os.path.isfile, places):
+        return data.SentencePieceVocabulary(Path(file).read_bytes(), settings['extra_ids'])
+    if name:
+        raise ValueError(
+            f"vocabulary={str(name)!r}: no file, nor a folder with spiece.model, nor 'bytes'"
+        )
+    return None
+
+
+class StoredParameters(Mapping):
+    """{path: array} of a checkpoint, in its dtypes, each read when it is asked for."""
+
+    def __init__(self, directory: Path, paths: Iterable[str]):
+        self.directory, self.paths = directory, list(paths)
+
+    def __getitem__(self, path: str) -> Any:
+        return checkpoint.restore(self.directory, f'target/{path}'.__eq__)[f'target/{path}']
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.paths)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+
+def convert_checkpoint(source: str | Path, target: str | Path, form: str) -> Path:
+    """Writes what `load` would open at `source` to the folder `target`, in its dtypes: 't5x' with whatever
+    optimizer state there is, as `target`/checkpoint_STEP, or 'hf', parameters alone. Returns its path."""
+    directory, config = find_checkpoint(source)
+    vocabulary = find_vocabulary(directory)
+    pieces = vocabulary.model if vocabulary else b''
+    if form == 'hf':
+        arrays = StoredParameters(directory, model.shapes(config))
+        convert.write_hugging_face(target, config, arrays, pieces or None)
+        return Path(target)
+    tree = {'state/step': np.int32(0)} | checkpoint.restore(directory)
+    files = {'config.json': json.dumps({'model': dataclasses.asdict(config)}).encode()}
+    written = checkpoint.save(Path(target), int(tree['state/step']), tree, files)
+    if pieces:
+        Path(target, 'vocabulary.model').write_bytes(pieces)
+    return written
 
 
 def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> model.T5Config:
     """T5Config of a parameter tree; what shapes cannot tell (gelu or silu, dtype) is T5 1.1's."""
     layers = [name.split('/')[0] for name in shapes if name.endswith('/mlp/wo/kernel')]
+    per_layer = 'encoder/layers_0/relpos_bias/rel_embedding' in shapes
+    bias = f'encoder/{"layers_0/" if per_layer else ""}relpos_bias/rel_embedding'
     try:
         vocab_size, emb_dim = shapes['token_embedder/embedding']
-        num_heads, _ = shapes['encoder/relpos_bias/rel_embedding']
+        num_heads, _ = shapes[bias]
         mlp_dim, _ = shapes['encoder/layers_0/mlp/wo/kernel']
         joined, _ = shapes['encoder/layers_0/attention/out/kernel']
     except KeyError as missing:
@@ -88,9 +229,11 @@ def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> model.T5Config:
     activations = ('gelu', 'linear') if 'encoder/layers_0/mlp/wi_0/kernel' in shapes else ('relu',)
     depths = (layers.count('encoder'), layers.count('decoder'))
     sizes = (emb_dim, num_heads, *depths, joined // num_heads, mlp_dim)
-    tied = 'decoder/logits_dense/kernel' not in shapes
     return model.T5Config(
-        vocab_size, 'float32', *sizes, mlp_activations=activations, logits_via_embedding=tied
+        *(vocab_size, 'float32', *sizes),
+        mlp_activations=activations,
+        logits_via_embedding='decoder/logits_dense/kernel' not in shapes,
+        relpos_bias_per_layer=per_layer,
     )
 
 

@@ -1,6 +1,7 @@
 """The command line: flags, the config, and which of the program's jobs to do.
 
     python main.py --config=configs/NAME.py[:ARG] [--workdir=DIR] [--config.KEY=VALUE ...]
+    python main.py --mode=convert --from=CHECKPOINT --to=FOLDER [--format=t5x|hf]
 
 Every setting, with its unit and default, is in configs/base.py. Exit status: 0 done, 1 failed,
 2 bad arguments or configuration (one line), 130 and 143 after SIGINT and SIGTERM: the step is finished
@@ -13,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -21,7 +23,10 @@ FLAGS = flags.FLAGS
 WHAT = 'A file of settings; --config.KEY=VALUE changes one of them.'
 config_flags.DEFINE_config_file('config', None, WHAT, lock_config=True)
 flags.DEFINE_string('workdir', None, 'Where the run leaves everything; runs/NAME if not given.')
-flags.DEFINE_enum('mode', 'train', ['train'], 'What to do.')
+flags.DEFINE_enum('mode', 'train', ['train', 'convert'], 'What to do.')
+flags.DEFINE_string('from', None, 'The checkpoint to convert: of T5X, Mesh-TF or Hugging Face.')
+flags.DEFINE_string('to', None, 'The folder to write it to.')
+flags.DEFINE_enum('format', 't5x', ['t5x', 'hf'], 'The format to write.')
 
 
 def main(argv: list[str]) -> int:
@@ -31,6 +36,12 @@ def main(argv: list[str]) -> int:
     signals = Signals()
     try:
         config = parse(argv)
+        if FLAGS.mode == 'convert':
+            import evaluate
+
+            source: Any = FLAGS['from'].value
+            print(evaluate.convert_checkpoint(source, FLAGS.to, FLAGS.format))
+            return 0
         import train  # after the flags, so that a wrong one is said before JAX starts
 
         name = pathlib.Path(config_flags.get_config_filename(FLAGS['config'])).stem
@@ -83,6 +94,10 @@ def parse(argv: list[str]) -> ConfigDict:
         raise ValueError(str(error).strip().splitlines()[-1]) from error
     if rest:
         raise ValueError(f'{rest[0]!r} is no flag: write --config=FILE --config.KEY=VALUE')
+    if FLAGS.mode == 'convert':
+        if not (FLAGS['from'].value and FLAGS.to):
+            raise ValueError('--mode=convert needs --from=CHECKPOINT and --to=FOLDER')
+        return FLAGS.config
     if not isinstance(FLAGS.config, ConfigDict):
         file = FLAGS['config'].value and config_flags.get_config_filename(FLAGS['config'])
         raise ValueError(f'--config={file}: no such file; try --config=configs/tiny.py')

@@ -32,7 +32,7 @@ import partition
 # for its local shape, so a row that disagrees fails by path.
 PARAMETER_SPECS = {
     r'token_embedder/embedding': P('model', None),  # [vocab, embed]
-    r'(encoder|decoder)/relpos_bias/rel_embedding': P('model', None),  # [heads, buckets]
+    r'.+/relpos_bias/rel_embedding': P('model', None),  # [heads, buckets]
     r'.+/(query|key|value)/kernel': P(None, 'model'),  # [embed, heads * head size]
     r'.+/out/kernel': P('model', None),  # [heads * head size, embed]
     r'.+/mlp/wi(_\d)?/kernel': P(None, 'model'),  # [embed, mlp]
@@ -67,6 +67,7 @@ class T5Config:
     dropout_rate: float = 0.1
     logits_via_embedding: bool = False  # True: tied, the logits rescaled by 1/sqrt(emb_dim)
     float32_attention_logits: bool = False
+    relpos_bias_per_layer: bool = False  # umT5: each layer has a table; else one for a whole stack
 
     def __post_init__(self):
         object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))  # JSON has lists
@@ -131,7 +132,48 @@ def logits(
     x_bTD = embed(c, table_vD, batch['decoder_input_tokens'])
     mask_b1TT = attention_mask(segments_bT, segments_bT, causal=True)
     mask_b1TM = attention_mask(segments_bT, segments_bM)
-    return decoder('decoder', c, x_bTD, encoded_bMD, mask_b1TT, mask_b1TM, table_vD, dropout)
+    masks = (mask_b1TT, mask_b1TM)
+    logits_bTv, _ = decoder('decoder', c, x_bTD, *masks, table_vD, dropout, encoded_bMD)
+    return logits_bTv
+
+
+class Cache(NamedTuple):
+    """What decoding remembers, for each layer of the decoder keys and values [b, M, h, K]. Differs from T5X,
+    which computes those of the inputs again at each step."""
+
+    length: jax.Array  # int32: how many tokens have been read, and so where the next one goes
+    targets: tuple  # (keys, values) of those tokens, with room for more
+    inputs: tuple  # (keys, values) of the encoded inputs
+    mask_b11M: jax.Array  # which of the inputs are not padding
+
+
+def start_decoding(config: T5Config, inputs_bM: jax.Array, max_length: int) -> Cache:
+    """Encodes `inputs`, int32 ids padded with 0, and makes room for `max_length` decoder input tokens, which
+    is how many steps may follow: one more would overwrite the last."""
+    c, mask_bM = config, inputs_bM > 0
+    x_bMD = embed(c, embedding_table('token_embedder', c), inputs_bM)
+    mask_b1MM = attention_mask(mask_bM, mask_bM)
+    encoded_bMD = encoder('encoder', c, x_bMD, mask_b1MM, Dropout(0.0, None))
+    inputs = []
+    with hk.name_scope('decoder'):
+        for i in range(c.num_decoder_layers):
+            with hk.name_scope(f'layers_{i}/encoder_decoder_attention'):
+                inputs.append((heads('key', c, encoded_bMD), heads('value', c, encoded_bMD)))
+    room = (len(inputs_bM), max_length, partition.split(c.num_heads, 'model'), c.head_dim)
+    zeros_bMhK = lax.pcast(jnp.zeros(room, c.dtype), ('data', 'model'), to='varying')
+    targets = ((zeros_bMhK, zeros_bMhK),) * c.num_decoder_layers
+    return Cache(jnp.int32(0), targets, tuple(inputs), mask_bM[:, None, None])
+
+
+def decode_step(config: T5Config, tokens_b: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    """Reads the next decoder input token of each row, int32, the first being BOS, 0. Returns float32
+    logits_bv of the one to follow, what `logits` has at that position, and the cache that has it read."""
+    c, table_vD = config, embedding_table('token_embedder', config)
+    x_b1D = embed(c, table_vD, tokens_b[:, None])
+    seen_M = jnp.arange(cache.targets[0][0].shape[1]) <= cache.length
+    masks, dropout = (seen_M[None, None, None], cache.mask_b11M), Dropout(0.0, None)
+    logits_b1v, targets = decoder('decoder', c, x_b1D, *masks, table_vD, dropout, cache=cache)
+    return logits_b1v[:, 0], cache._replace(length=cache.length + 1, targets=targets)
 
 
 def attention_mask(segments_bT, segments_bM, causal: bool = False) -> jax.Array:
@@ -163,9 +205,9 @@ def scoped(f: Callable) -> Callable:
     """f(name, ...): a part of the model, its parameters below `name` as in a Haiku module."""
 
     @functools.wraps(f)
-    def named(name, *args):
+    def named(name, *args, **kwargs):
         with hk.name_scope(name):
-            return f(*args)
+            return f(*args, **kwargs)
 
     return named
 
@@ -173,68 +215,90 @@ def scoped(f: Callable) -> Callable:
 @scoped
 def encoder(c, x_bTD, mask_b1TT, dropout):
     """Embedded tokens to encoded_bTD."""
-    x_bTD = layers(c, x_bTD, mask_b1TT, dropout)
+    x_bTD, _ = layers(c, x_bTD, mask_b1TT, dropout)
     # The one place where T5X's dropout mask is not shared along the length.
     return dropout(rms_norm('encoder_norm', c, x_bTD), x_bTD.shape[1:])
 
 
 @scoped
-def decoder(c, x_bTD, encoded_bMD, mask_b1TT, mask_b1TM, table_vD, dropout):
-    """Embedded shifted targets and encoded inputs to float32 logits_bTv."""
-    x_bTD = layers(c, x_bTD, mask_b1TT, dropout, encoded_bMD, mask_b1TM)
+def decoder(c, x_bTD, mask_b1TT, mask_b1TM, table_vD, dropout, encoded_bMD=None, cache=None):
+    """Embedded shifted targets, and encoded inputs or a cache, to float32 logits_bTv; and as `layers`."""
+    x_bTD, keys_values = layers(c, x_bTD, mask_b1TT, dropout, mask_b1TM, encoded_bMD, cache)
     x_bTD = dropout(rms_norm('decoder_norm', c, x_bTD), (1, c.emb_dim))
     x_bTD = x_bTD.astype(jnp.float32)  # logits are a float32 island, whatever the compute dtype
     if c.logits_via_embedding:
-        return jnp.einsum('bTD,vD->bTv', x_bTD, table_vD) / jnp.sqrt(c.emb_dim)
+        return jnp.einsum('bTD,vD->bTv', x_bTD, table_vD) / jnp.sqrt(c.emb_dim), keys_values
     shape = (c.emb_dim, partition.split(c.vocab_size, 'model'))
     logits_Dv = kernel('logits_dense', shape, 'truncated_normal', 'float32')
-    return jnp.einsum('bTD,Dv->bTv', x_bTD, logits_Dv)
+    return jnp.einsum('bTD,Dv->bTv', x_bTD, logits_Dv), keys_values
 
 
-def layers(c, x_bTD, mask_b1TT, dropout, encoded_bMD=None, mask_b1TM=None):
-    """The layers of the encoder or, given what was encoded, of the decoder: pre-norm, one relative position
-    table for all, cross attention without one."""
-    is_decoder, length = encoded_bMD is not None, x_bTD.shape[1]
+def layers(c, x_bTD, mask_b1TM, dropout, cross_mask_b1TM=None, encoded_bMD=None, cache=None):
+    """The layers of the encoder or, given a cross attention mask, of the decoder: pre-norm; relative positions
+    count in self attention only. With a cache, x goes on after what was read, and cross attention has its
+    keys and values from there. Returns also self attention's (keys, values) of every layer."""
+    is_decoder = cross_mask_b1TM is not None
     name = 'self_attention' if is_decoder else 'attention'
     x_bTD = dropout(x_bTD, (1, c.emb_dim))
-    relpos_1hTT = relative_position_bias('relpos_bias', c, length, length, not is_decoder)
+    start = 0 if cache is None else cache.length
+    positions = (start + jnp.arange(x_bTD.shape[1]), jnp.arange(mask_b1TM.shape[-1]))
+    bias = functools.partial(relative_position_bias, 'relpos_bias', c, *positions, not is_decoder)
+    shared_1hTM = None if c.relpos_bias_per_layer else bias()
+    keys_values = []
     for i in range(c.num_decoder_layers if is_decoder else c.num_encoder_layers):
         with hk.name_scope(f'layers_{i}'):
+            relpos_1hTM = bias() if c.relpos_bias_per_layer else shared_1hTM
             y_bTD = rms_norm(f'pre_{name}_layer_norm', c, x_bTD)
-            y_bTD = attention(name, c, y_bTD, y_bTD, mask_b1TT, relpos_1hTT, dropout)
+            with hk.name_scope(name):
+                q_bThK = heads('query', c, y_bTD)
+                k_bMhK, v_bMhK = heads('key', c, y_bTD), heads('value', c, y_bTD)
+                if cache is not None:
+                    keys_bMhK, values_bMhK = cache.targets[i]
+                    k_bMhK = lax.dynamic_update_slice_in_dim(keys_bMhK, k_bMhK, start, axis=1)
+                    v_bMhK = lax.dynamic_update_slice_in_dim(values_bMhK, v_bMhK, start, axis=1)
+                keys_values.append((k_bMhK, v_bMhK))
+                y_bTD = attention(c, q_bThK, k_bMhK, v_bMhK, mask_b1TM, relpos_1hTM, dropout)
             x_bTD = x_bTD + dropout(y_bTD, (1, c.emb_dim))
             if is_decoder:
                 y_bTD = rms_norm('pre_cross_attention_layer_norm', c, x_bTD)
-                cross = (y_bTD, encoded_bMD, mask_b1TM, None, dropout)
-                y_bTD = attention('encoder_decoder_attention', c, *cross)
+                with hk.name_scope('encoder_decoder_attention'):
+                    q_bThK = heads('query', c, y_bTD)
+                    if cache is None:
+                        k_bMhK, v_bMhK = (
+                            heads('key', c, encoded_bMD),
+                            heads('value', c, encoded_bMD),
+                        )
+                    else:
+                        k_bMhK, v_bMhK = cache.inputs[i]
+                    y_bTD = attention(c, q_bThK, k_bMhK, v_bMhK, cross_mask_b1TM, None, dropout)
                 x_bTD = x_bTD + dropout(y_bTD, (1, c.emb_dim))
             y_bTD = mlp('mlp', c, rms_norm('pre_mlp_layer_norm', c, x_bTD), dropout)
             x_bTD = x_bTD + dropout(y_bTD, (1, c.emb_dim))
-    return x_bTD
+    return x_bTD, tuple(keys_values)
 
 
-@scoped
-def attention(c, x_bTD, y_bMD, mask_b1TM, relpos_1hTM, dropout):
-    """Queries from `x`, keys and values from `y`; no biases, and no 1/sqrt(head_dim), which T5 folds into
-    the query initializer. Heads are split over 'model'. `relpos` is None in cross attention."""
+def heads(name, c, x_bTD):
+    """The queries, keys or values of this device's heads: bThK. There is no 1/sqrt(head_dim) in T5's
+    attention: the query's initial values have it."""
     num_heads = partition.split(c.num_heads, 'model')
-    joined, apart = (c.emb_dim, num_heads * c.head_dim), (c.emb_dim, num_heads, c.head_dim)
     root = jnp.sqrt(c.head_dim).astype(c.dtype).astype(jnp.float32)  # rounded as T5X does
-    wq_DhK = kernel('query', joined, 'normal', c.dtype, root).reshape(apart)
-    wk_DhK = kernel('key', joined, 'normal', c.dtype).reshape(apart)
-    wv_DhK = kernel('value', joined, 'normal', c.dtype).reshape(apart)
-    wo_hKD = kernel('out', joined[::-1], 'normal', c.dtype).reshape(*apart[1:], c.emb_dim)
-    q_bThK = jnp.einsum('bTD,DhK->bThK', x_bTD, wq_DhK)
-    k_bMhK = jnp.einsum('bMD,DhK->bMhK', y_bMD, wk_DhK)
-    v_bMhK = jnp.einsum('bMD,DhK->bMhK', y_bMD, wv_DhK)
+    shape, divisor = (c.emb_dim, num_heads * c.head_dim), root if name == 'query' else 1.0
+    w_DhK = kernel(name, shape, 'normal', c.dtype, divisor).reshape(-1, num_heads, c.head_dim)
+    return jnp.einsum('bTD,DhK->bThK', x_bTD, w_DhK)
+
+
+def attention(c, q_bThK, k_bMhK, v_bMhK, mask_b1TM, relpos_1hTM, dropout):
+    """Attention and its output projection, no biases; `relpos` is None in cross attention."""
     if c.float32_attention_logits:
         q_bThK, k_bMhK = q_bThK.astype(jnp.float32), k_bMhK.astype(jnp.float32)
     logits_bhTM = jnp.einsum('bThK,bMhK->bhTM', q_bThK, k_bMhK)
     bias = jnp.where(mask_b1TM, 0.0, -1e10).astype(c.dtype)
     bias = bias if relpos_1hTM is None else bias + relpos_1hTM
     probs_bhTM = jax.nn.softmax(logits_bhTM + bias.astype(logits_bhTM.dtype)).astype(c.dtype)
-    probs_bhTM = dropout(probs_bhTM, (c.num_heads, 1, y_bMD.shape[1]), split_dim=1)
+    probs_bhTM = dropout(probs_bhTM, (c.num_heads, 1, probs_bhTM.shape[-1]), split_dim=1)
     out_bThK = jnp.einsum('bhTM,bMhK->bThK', probs_bhTM, v_bMhK)
+    shape = (math.prod(out_bThK.shape[2:]), c.emb_dim)
+    wo_hKD = kernel('out', shape, 'normal', c.dtype).reshape(*out_bThK.shape[2:], c.emb_dim)
     partial_bTD = jnp.einsum('bThK,hKD->bTD', out_bThK, wo_hKD)
     return lax.psum(partial_bTD, 'model')  # the sum that the split heads are owed
 
@@ -270,13 +334,12 @@ def embed(c, table_vD, tokens_bT):
 
 
 @scoped
-def relative_position_bias(c, query_length, key_length, bidirectional):
-    """What each head adds to its attention logits for memory_position - query_position: [1, h, T, M]."""
+def relative_position_bias(c, query_T, key_M, bidirectional):
+    """What each head adds to its attention logits for memory position - query position: [1, h, T, M]."""
     shape = (partition.split(c.num_heads, 'model'), NUM_BUCKETS)
     init = hk.initializers.VarianceScaling(1.0, 'fan_avg', 'uniform')
     table_hR = hk.get_parameter('rel_embedding', shape, jnp.float32, init).astype(c.dtype)
-    relative_TM = jnp.arange(key_length)[None, :] - jnp.arange(query_length)[:, None]
-    bucket_TM = relative_position_bucket(relative_TM, bidirectional)
+    bucket_TM = relative_position_bucket(key_M[None, :] - query_T[:, None], bidirectional)
     # A product with one-hot rows, not a lookup: its gradient is a matmul, not a scatter of length^2
     # updates into 32 places.
     one_hot_TMR = jax.nn.one_hot(bucket_TM, NUM_BUCKETS, dtype=c.dtype)

@@ -26,6 +26,7 @@ def get_config() -> ConfigDict:
     model.dropout_rate = 0.0
     model.logits_via_embedding = False  # True ties input and output embeddings (T5 1.0)
     model.float32_attention_logits = False
+    model.relpos_bias_per_layer = False  # True in umT5
 
     config.data = data = ConfigDict()
     data.task = (

@@ -849,7 +849,7 @@ def test_versions_refused(tmp_path, version):
         (
             'checkpoint',
             b'model_checkpoint_path: "model.ckpt-0"\n',
-            'no T5X index .*not Orbax or Mesh-TF',
+            'model.ckpt-0.index is missing: name the prefix',
         ),
         ('checkpoint', b'', 'no T5X index'),
         ('checkpoint', b'\x83\x01', 'no T5X index'),

@@ -1,7 +1,11 @@
 """What the model is, apart from T5X's numbers: buckets, masks, causality, initial values, names."""
 
 import ast
+import dataclasses
+import functools
+import importlib
 import json
+import math
 import pathlib
 import re
 
@@ -12,6 +16,7 @@ import numpy as np
 import pytest
 from mesh_test import random_batch, small_config
 
+import data
 import model
 import partition
 import train
@@ -175,17 +180,110 @@ def test_parameter_tree_is_T5Xs():
         assert {path: list(shape) for path, shape in shapes.items()} == pinned[name]
 
 
-def count(**settings):
-    shapes = model.shapes(model.T5Config(**base.get_config().model.to_dict() | settings))
-    return sum(int(np.prod(shape)) for shape in shapes.values())
+# Of every released size; the numbers are from T5X's gins, layer by layer (UL2: from its model card).
+COUNTS = {
+    't5:small': 60_506_624,
+    't5:base': 222_903_552,
+    't5:large': 737_668_096,
+    't5:3b': 2_851_598_336,
+    't5:11b': 11_307_321_344,
+    't5_1_1:small': 76_961_152,
+    't5_1_1:base': 247_577_856,
+    't5_1_1:large': 783_150_080,
+    't5_1_1:xl': 2_849_757_184,
+    't5_1_1:xxl': 11_135_332_352,
+    't5_1_1_lm:small': 76_961_152,
+    't5_1_1_lm:base': 247_577_856,
+    't5_1_1_lm:large': 783_150_080,
+    't5_1_1_lm:xl': 2_849_757_184,
+    't5_1_1_lm:xxl': 11_135_332_352,
+    'flan_t5:small': 76_961_152,
+    'flan_t5:base': 247_577_856,
+    'flan_t5:large': 783_150_080,
+    'flan_t5:xl': 2_849_757_184,
+    'flan_t5:xxl': 11_135_332_352,
+    't0:3b': 2_849_757_184,
+    't0:11b': 11_135_332_352,
+    'mt5:small': 300_176_768,
+    'mt5:base': 582_401_280,
+    'mt5:large': 1_229_581_312,
+    'mt5:xl': 3_742_619_648,
+    'mt5:xxl': 12_921_057_280,
+    'byt5:small': 299_637_760,
+    'byt5:base': 581_653_248,
+    'byt5:large': 1_228_183_552,
+    'byt5:xl': 3_737_801_728,
+    'byt5:xxl': 12_906_899_328,
+    'umt5:small': 306_601_984,
+    'umt5:base': 592_043_520,
+    'umt5:large': 1_242_449_920,
+    'umt5:xl': 3_768_356_864,
+    'umt5:xxl': 12_972_531_712,
+    'ul2:20b': 19_591_209_984,
+    'ul2:flan': 19_591_209_984,
+}
 
 
-def test_parameter_counts_of_published_sizes():
-    assert count() == 76_961_152  # T5 1.1 small
-    t5_small = dict(num_heads=8, num_encoder_layers=6, num_decoder_layers=6, mlp_dim=2048)
-    assert count(**t5_small, mlp_activations=('relu',), logits_via_embedding=True) == 60_506_624
-    byt5_small = dict(vocab_size=384, emb_dim=1472, mlp_dim=3584)
-    assert count(**byt5_small, num_encoder_layers=12, num_decoder_layers=4) == 299_637_760
+@functools.cache
+def num_parameters(config):
+    return sum(math.prod(shape) for shape in model.shapes(config).values())
+
+
+def released(name):
+    family, size = name.split(':')
+    return importlib.import_module(f'configs.{family}').get_config(size)
+
+
+@pytest.mark.parametrize('name', COUNTS)
+def test_parameter_counts_of_released_models(name):
+    config = released(name)
+    t5_config = dataclasses.replace(model.T5Config(**config.model), dropout_rate=0.0)
+    assert num_parameters(t5_config) == COUNTS[name]  # many families have the shapes of another
+    assert config.model.dtype == 'bfloat16'
+    if (
+        config.data.task in data.TASKS
+    ):  # inputs and targets are what span corruption makes of a piece
+        settings, lengths = config.data, config.data.lengths
+        vocabulary = data.ByteVocabulary(settings.extra_ids)
+        raw_length, _ = data.span_corruption_sizes(settings, vocabulary)
+        known = {(512, 114): 568, (1024, 229): 1137, (1024, 189): 1193}
+        assert raw_length == known[lengths.inputs, lengths.targets]
+        assert config.loss.loss_normalizing_factor in (
+            str(config.train.batch_size * lengths.targets),
+            'NUM_REAL_TARGET_TOKENS',
+        )
+
+
+def test_every_size_is_counted_and_an_unknown_one_is_said_in_words():
+    for family in {name.split(':')[0] for name in COUNTS}:
+        with pytest.raises(ValueError, match='use one of') as error:
+            released(f'{family}:huge')
+        sizes = str(error.value).split('use one of ')[1].split(', ')
+        assert {name for name in COUNTS if name.startswith(f'{family}:')} == {
+            f'{family}:{size}' for size in sizes
+        }
+
+
+def test_each_layer_of_umt5_has_its_relative_positions():
+    """The tree of t5x/examples/scalable_t5 with scan_layers=False, and its numbers: layers that have equal
+    tables are layers that share one; others are not."""
+    shared = model_config(num_decoder_layers=2)
+    apart = dataclasses.replace(shared, relpos_bias_per_layer=True)
+    params = jax.jit(lambda: model.init(apart, jax.random.key(0)))()
+    tables = {path: x for path, x in params.items() if 'relpos_bias' in path}
+    assert {path: x.shape for path, x in tables.items()} == {
+        'encoder/layers_0/relpos_bias/rel_embedding': (8, 32),
+        'decoder/layers_0/relpos_bias/rel_embedding': (8, 32),
+        'decoder/layers_1/relpos_bias/rel_embedding': (8, 32),
+    }
+    first = {path: x for path, x in tables.items() if 'layers_0' in path}
+    rest = {path: x for path, x in params.items() if path not in tables}
+    merged = rest | {path.replace('layers_0/', ''): x for path, x in first.items()}
+    batch, name = random_batch(0), 'decoder/layers_1/relpos_bias/rel_embedding'
+    expected = apply_logits(shared)(merged, batch)
+    equal = params | {name: params[name.replace('layers_1', 'layers_0')]}
+    np.testing.assert_allclose(apply_logits(apart)(equal, batch), expected, atol=1e-5)
+    assert np.abs(apply_logits(apart)(params, batch) - expected).max() > 1e-3
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
@@ -242,18 +340,20 @@ def test_einsum_letters_are_the_suffixes():
             for parent in parents:
                 assert parent.targets[0].id.rsplit('_', 1)[1] == result, ast.unparse(parent)
             checked += 1
-    assert checked >= 11
+    assert checked >= 9
 
 
 IMPORTS = {
-    'main': {'train'},
+    'main': {'evaluate', 'train'},
     'train': {'checkpoint', 'data', 'evaluate', 'loss', 'model', 'optimizer', 'partition'},
-    'evaluate': {'checkpoint', 'data', 'loss', 'model', 'partition'},
+    'evaluate': {'checkpoint', 'convert', 'data', 'decode', 'loss', 'model', 'partition'},
     'model': {'partition'},
     'loss': set(),
+    'decode': set(),
     'optimizer': set(),
     'data': set(),
-    'checkpoint': set(),
+    'checkpoint': {'convert'},
+    'convert': {'model'},
     'partition': set(),
 }
 FORBIDDEN = {'tensorflow', 'torch', 'flax', 'gin', 'seqio', 't5', 't5x', 'clu'}

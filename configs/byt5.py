@@ -1,0 +1,34 @@
+"""ByT5 as released: `--config=configs/byt5.py:SIZE` with small, base, large, xl or xxl.
+
+    python main.py --config=configs/byt5.py:base --config.data.files=GLOB
+
+Reproduces: the pretraining of Xue et al. 2022, on bytes: spans of 20, three encoder layers to one decoder
+layer, and sentinels that are the highest bytes. Fine-tune with dropout 0.1 and the same divisor of the loss.
+T5X: t5x/examples/t5/byt5/SIZE.gin with t5x/configs/runs/pretrain.gin.
+Checkpoints: gs://t5-data/pretrained_models/t5x/byt5_SIZE/checkpoint_1000000.
+Checked here: names, shapes and number of parameters.
+"""
+
+from configs import base
+
+SIZES = {
+    'small': dict(emb_dim=1472, num_heads=6, mlp_dim=3584),
+    'base': dict(emb_dim=1536, num_heads=12, mlp_dim=3968),
+    'large': dict(emb_dim=1536, num_heads=16, mlp_dim=3840),
+    'xl': dict(emb_dim=2560, num_heads=32, mlp_dim=6720),
+    'xxl': dict(emb_dim=4672, num_heads=64, mlp_dim=12352),
+}
+DECODER_LAYERS = {'small': 4, 'base': 6, 'large': 12, 'xl': 12, 'xxl': 12}
+
+
+def get_config(size: str = 'base'):
+    if size not in SIZES:
+        raise ValueError(f'configs/byt5.py:{size}: use one of {", ".join(SIZES)}')
+    config, layers = base.get_config(), DECODER_LAYERS[size]
+    config.model.update(SIZES[size], dtype='bfloat16', vocab_size=384)
+    config.model.update(num_encoder_layers=3 * layers, num_decoder_layers=layers)
+    config.data.update(vocabulary='bytes', extra_ids=0, mean_noise_span_length=20.0)
+    config.data.lengths.update(inputs=1024, targets=189)
+    config.train.update(steps=1_000_000, batch_size=1024)
+    config.loss.loss_normalizing_factor = '193536'  # 1024 * 189
+    return config

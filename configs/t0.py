@@ -1,0 +1,25 @@
+"""T0: `--config=configs/t0.py:SIZE` with 3b or 11b.
+
+Reproduces: the multitask prompted training of Sanh et al. 2022 (bigscience-workshop/t-zero), 12,200 steps
+from LM-adapted T5 1.1 xl or xxl; T0+ and T0++ differ in --config.data.task=t0+_train or t0++_train.
+T5X: the model is t5x/examples/t5/t5_1_1/{xl,xxl}.gin; T0 was trained with Mesh-TF, which divides the loss by
+batch times target length.
+Checkpoints: on Hugging Face, bigscience/{T0_3B, T0, T0p, T0pp}.
+Vocabulary: gs://t5-data/vocabs/cc_all.32000/sentencepiece.model.
+Checked here: names, shapes and number of parameters.
+"""
+
+from configs import t5_1_1_lm
+
+SIZES = {'3b': 'xl', '11b': 'xxl'}
+
+
+def get_config(size: str = '3b'):
+    if size not in SIZES:
+        raise ValueError(f'configs/t0.py:{size}: use one of {", ".join(SIZES)}')
+    config = t5_1_1_lm.get_config(SIZES[size])
+    config.model.dropout_rate = 0.1
+    config.data.task = 't0_train'
+    config.train.steps = 1_112_200
+    config.learning_rate.update(factors='constant', base_learning_rate=0.001)
+    return config

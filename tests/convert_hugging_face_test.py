@@ -1,0 +1,463 @@
+"""Hugging Face folders: transformers' own numbers, there and back to the bit, and folders not to be trusted.
+
+golden/hf_t5_1_1: a random T5 1.1 that transformers 4.57.6 saved, and its logits in float32 on a CPU.
+Tolerances are max|a-b| <= tol * max|b|, 1e-4 for logits: float32 sums in another order.
+With transformers and torch installed, the tests at the end compare with what these compute themselves.
+"""
+
+import json
+import os
+import pathlib
+import struct
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import checkpoint
+import convert
+import evaluate
+import model
+import partition
+
+GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'hf_t5_1_1'
+LOGITS_TOLERANCE = 1e-4
+SIZES = {
+    **{'vocab_size': 96, 'emb_dim': 16, 'num_heads': 2, 'head_dim': 6, 'mlp_dim': 24},
+    **{'num_encoder_layers': 3, 'num_decoder_layers': 2},
+}
+GATED = {'mlp_activations': ('gelu', 'linear')}
+CONFIGS = {
+    't5_1_0': (model.T5Config(**SIZES, logits_via_embedding=True), 't5'),
+    't5_1_1': (model.T5Config(**SIZES, **GATED, dropout_rate=0.0), 't5'),
+    'mt5': (model.T5Config(**SIZES, **GATED), 'mt5'),
+    'umt5': (model.T5Config(**SIZES, **GATED, relpos_bias_per_layer=True), 'umt5'),
+    'ul2': (model.T5Config(**SIZES, mlp_activations=('silu', 'linear')), 't5'),
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def exported(request, tmp_path):
+    """(config, arrays, the folder that we wrote of them)."""
+    config, model_type = CONFIGS[request.param]
+    arrays = random_arrays(config)
+    convert.write_hugging_face(tmp_path / 'hf', config, arrays, model_type=model_type)
+    return config, arrays, tmp_path / 'hf'
+
+
+def random_arrays(config, dtype='float32'):
+    """Of a size that keeps logits near one and every term of them in play."""
+    rng, arrays = np.random.default_rng(0), {}
+    for path, shape in model.shapes(config).items():
+        x = rng.standard_normal(shape) / (np.sqrt(shape[0]) if path.endswith('kernel') else 1)
+        arrays[path] = jnp.asarray(1 + 0.3 * x if path.endswith('scale') else x, dtype)
+    return arrays
+
+
+def load(folder):
+    """As evaluate.load opens a checkpoint: config, headers, shapes compared, then the arrays."""
+    config = convert.hugging_face_config(folder)
+    index = convert.hugging_face_index(folder, config)
+    expected = {f'target/{path}': shape for path, shape in model.shapes(config).items()}
+    checkpoint.compare(expected, {path: entry.shape for path, entry in index.items()})
+    arrays = {path: entry.read() for path, entry in index.items()}
+    arrays = {path.removeprefix('target/'): jnp.asarray(x) for path, x in arrays.items()}
+    return evaluate.T5(config, arrays, partition.make_mesh(1, 1, jax.devices()[:1]))
+
+
+def assert_same_bits(found, expected):
+    assert found.keys() == expected.keys()
+    for path, x in expected.items():
+        assert found[path].dtype == x.dtype and found[path].shape == x.shape, path
+        assert np.asarray(found[path]).tobytes() == np.asarray(x).tobytes(), path
+
+
+def assert_same_logits(found, expected, weights):
+    found, expected = np.asarray(found)[weights > 0], np.asarray(expected)[weights > 0]
+    error, scale = np.abs(found - expected).max(), np.abs(expected).max()
+    assert error <= LOGITS_TOLERANCE * scale, f'{error:.3g} > {LOGITS_TOLERANCE} * {scale:.3g}'
+
+
+def edit_json(file, **changes):
+    """Changes some keys; None removes one."""
+    content = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: x for key, x in content.items() if x is not None}))
+
+
+def edit_arrays(folder, **changes):
+    """Changes some arrays, '__' in a name standing for '.'; None removes one."""
+    changes = {name.replace('__', '.'): x for name, x in changes.items()}
+    arrays = load_file(folder / 'model.safetensors') | changes
+    arrays = {name: x for name, x in arrays.items() if x is not None}
+    save_file(arrays, folder / 'model.safetensors', {'format': 'pt'})
+
+
+def test_transformers_logits():
+    golden, t5 = np.load(GOLDEN / 'golden.npz'), load(GOLDEN)
+    batch = {name.split('/')[1]: golden[name] for name in golden if name.startswith('batch/')}
+    settings = json.loads((GOLDEN / 'config.json').read_text())
+    assert (t5.config.emb_dim, t5.config.mlp_dim, t5.config.head_dim) == (32, 64, 8)
+    assert t5.config.mlp_activations == ('gelu', 'linear') and not t5.config.logits_via_embedding
+    assert t5.config.dropout_rate == settings['dropout_rate']
+    assert_same_logits(t5.logits(batch), golden['logits'], batch['decoder_loss_weights'])
+
+
+def test_what_transformers_wrote_we_write(tmp_path):
+    t5 = load(GOLDEN)
+    convert.write_hugging_face(tmp_path / 'hf', t5.config, t5.arrays)
+    found, expected = (load_file(f / 'model.safetensors') for f in (tmp_path / 'hf', GOLDEN))
+    assert_same_bits(found, expected)
+    ours, theirs = (json.loads((f / 'config.json').read_text()) for f in (tmp_path / 'hf', GOLDEN))
+    assert ours.items() <= theirs.items()
+
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_names_are_the_models(name):
+    config, _ = CONFIGS[name]
+    names = convert.hugging_face_names(config)
+    assert names.keys() == model.shapes(config).keys()
+    assert len(set(names.values())) == len(names)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('shard_bytes', [5 * 10**9, 10_000])
+@pytest.mark.parametrize('name', CONFIGS)
+def test_there_and_back(tmp_path, name, shard_bytes, dtype):
+    config, model_type = CONFIGS[name]
+    arrays, folder = random_arrays(config, dtype), tmp_path / 'new' / 'hf'
+    convert.write_hugging_face(folder, config, arrays, b'pieces', shard_bytes, model_type)
+    assert convert.is_hugging_face(folder)
+    assert (folder / 'spiece.model').read_bytes() == b'pieces'
+    t5 = load(folder)
+    assert t5.config == config
+    assert_same_bits(t5.arrays, arrays)
+    assert os.listdir(tmp_path / 'new') == ['hf']
+    files = sorted(folder.glob('*.safetensors'))
+    if shard_bytes == 10_000:
+        assert len(files) >= 3 and files[1].name == f'model-00002-of-{len(files):05}.safetensors'
+        index = json.loads((folder / 'model.safetensors.index.json').read_text())
+        assert index['metadata']['total_size'] == sum(x.nbytes for x in arrays.values())
+        for file in files:
+            shard = load_file(file)
+            assert len(shard) == 1 or sum(x.nbytes for x in shard.values()) <= shard_bytes
+            assert {x for x, f in index['weight_map'].items() if f == file.name} == shard.keys()
+    else:
+        assert [file.name for file in files] == ['model.safetensors']
+
+
+def test_lazy_arrays_are_asked_for_once(tmp_path):
+    config, _ = CONFIGS['t5_1_0']
+    arrays, asked = random_arrays(config), []
+
+    class Lazy(dict):
+        def __getitem__(self, path):
+            asked.append(path)
+            return super().__getitem__(path)
+
+    convert.write_hugging_face(tmp_path / 'hf', config, Lazy(arrays), shard_bytes=10_000)
+    assert sorted(asked) == sorted(arrays)
+
+
+def test_a_config_without_what_old_folders_lack(tmp_path):
+    config, _ = CONFIGS['t5_1_0']
+    config = model.T5Config(**{**SIZES, 'num_decoder_layers': 3}, logits_via_embedding=True)
+    folder = tmp_path / 'hf'
+    convert.write_hugging_face(folder, config, random_arrays(config))
+    lacks = ('feed_forward_proj', 'dense_act_fn', 'is_gated_act', 'num_decoder_layers')
+    lacks += ('relative_attention_max_distance', 'tie_word_embeddings')
+    edit_json(folder / 'config.json', **dict.fromkeys(lacks))
+    assert convert.hugging_face_config(folder) == config
+
+
+def test_copies_of_the_token_table(tmp_path):
+    config = model.T5Config(**{**SIZES, 'vocab_size': 5000}, logits_via_embedding=True)
+    arrays, folder = random_arrays(config), tmp_path / 'hf'
+    convert.write_hugging_face(folder, config, arrays)
+    table = np.array(arrays['token_embedder/embedding'])
+    unused = {convert.UNUSED.replace('.', '__'): np.zeros([32, 2], np.float32)}
+    edit_arrays(folder, encoder__embed_tokens__weight=table, lm_head__weight=table, **unused)
+    assert_same_bits(load(folder).arrays, arrays)
+    edit_arrays(folder, shared__weight=None)  # any of the names will do
+    assert_same_bits(load(folder).arrays, arrays)
+    table[-1, -1] += 1
+    edit_arrays(folder, decoder__embed_tokens__weight=table)
+    with pytest.raises(ValueError, match='decoder.embed_tokens.weight is not encoder.embed'):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    'lm_head, settings, expected',
+    [
+        (None, {}, 'tied'),
+        ('equal', {}, 'tied'),
+        ('own', {}, 'untied'),  # arrays are believed before the config
+        ('own', {'tie_word_embeddings': True}, 'untied'),
+        ('own', {'tie_word_embeddings': True, 'model_type': 'mt5'}, 'untied'),
+        ('own', {'tie_word_embeddings': True, 'scale_decoder_outputs': False}, 'untied'),
+        ('own', {'scale_decoder_outputs': True}, 'not the token table'),
+        ('equal', {'tie_word_embeddings': False}, 'untied'),
+        (None, {'tie_word_embeddings': True, 'scale_decoder_outputs': False}, 'untied'),
+        (
+            None,
+            {'tie_word_embeddings': True, 'model_type': 'mt5'},
+            'rescaled by transformers 4 but not by 5',
+        ),
+    ],
+)
+def test_which_logits_are_tied(tmp_path, lm_head, settings, expected):
+    """Both versions of transformers compute like this, or the arrays say what their config no longer can."""
+    config, _ = CONFIGS['t5_1_0']
+    arrays, folder = random_arrays(config), tmp_path / 'hf'
+    convert.write_hugging_face(folder, config, arrays)
+    edit_json(folder / 'config.json', **{'tie_word_embeddings': None, **settings})
+    table = np.asarray(arrays['token_embedder/embedding'])
+    edit_arrays(folder, lm_head__weight={None: None, 'equal': table, 'own': table * 2}[lm_head])
+    if expected not in ('tied', 'untied'):
+        with pytest.raises(ValueError, match=expected):
+            load(folder)
+        return
+    t5 = load(folder)
+    assert t5.config.logits_via_embedding == (expected == 'tied')
+    if expected == 'untied':
+        table = table * 2 if lm_head == 'own' else table
+        np.testing.assert_array_equal(t5.arrays['decoder/logits_dense/kernel'], table.T)
+
+
+@pytest.mark.parametrize(
+    'settings, words',
+    [
+        ({'model_type': 'longt5'}, 'model_type=longt5: only t5, mt5, umt5'),
+        ({'model_type': ['t5']}, 'only t5, mt5, umt5'),
+        ({'feed_forward_proj': ['relu']}, 'config.json: unhashable'),
+        ({'feed_forward_proj': 'gated-tanh'}, 'feed_forward_proj=gated-tanh'),
+        ({'dense_act_fn': 'gelu'}, 'dense_act_fn=gelu'),
+        ({'layer_norm_epsilon': 1e-5}, 'layer_norm_epsilon=1e-05: only 1e-06'),
+        ({'relative_attention_num_buckets': 64}, 'only 32'),
+        ({'decoder_start_token_id': 2}, 'only 0'),
+        ({'d_model': None}, 'd_model=None: must be an integer from 1 to 384'),
+        ({'d_model': '32'}, 'd_model=32: must be an integer'),
+        ({'d_kv': 0}, 'd_kv=0: must be an integer from 1'),
+        ({'dropout_rate': 'high'}, 'config.json: .*str'),
+        ({'num_layers': 10**12}, 'num_layers=1000000000000: must be an integer from 1 to 384'),
+        ({'d_ff': 10**30}, 'the most that its arrays allow'),
+        ({'vocab_size': 384.0}, 'must be an integer'),
+        ({'num_layers': 3}, 'encoder.block.2.layer.0.SelfAttention.k.weight is missing'),
+        ({'num_decoder_layers': 1}, r'decoder.block.1.* is unknown.* and 4 more'),
+        ({'model_type': 'umt5'}, 'block.1.layer.0.SelfAttention.relative_attention_bias'),
+        ({'d_ff': 128}, r'mlp/wi_0/kernel is \(32, 64\), not \(32, 128\)'),
+    ],
+)
+def test_configs_that_are_refused(tmp_path, settings, words):
+    copy_golden(tmp_path)
+    edit_json(tmp_path / 'config.json', **settings)
+    with pytest.raises(ValueError, match=words):
+        load(tmp_path)
+
+
+def copy_golden(folder):
+    for name in ('config.json', 'model.safetensors'):
+        (folder / name).write_bytes((GOLDEN / name).read_bytes())
+
+
+def header(content, data=b''):
+    content = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return struct.pack('<Q', len(content)) + content + data
+
+
+def described(**changes):
+    described = {'dtype': 'F32', 'shape': [2], 'data_offsets': [0, 8]}
+    return {'shared.weight': described | changes}
+
+
+HOSTILE = {
+    'empty': (b'', 'cannot be read'),
+    'not safetensors': (b'PK\x03\x04' * 99, 'cannot be read'),
+    'endless header': (struct.pack('<Q', 2**62) + b'{}', 'cannot be read'),
+    'torn': ((GOLDEN / 'model.safetensors').read_bytes()[:-1], 'cannot be read'),
+    'longer': ((GOLDEN / 'model.safetensors').read_bytes() + b'x', 'cannot be read'),
+    'huge': (header(described(shape=[2**40, 2**40]), b'\0' * 8), 'cannot be read'),
+    'bigger than its file': (header(described(data_offsets=[0, 80]), b'\0' * 8), 'cannot be read'),
+    'bigger than its bytes': (header(described(shape=[3]), b'\0' * 8), 'cannot be read'),
+    'integers': (
+        header(described(dtype='I32'), b'\0' * 8),
+        'shared.weight is there twice, empty or I32',
+    ),
+    'no rows': (header(described(shape=[], data_offsets=[0, 4]), b'\0' * 4), 'from 1 to 2'),
+    'no columns': (header(described(shape=[2**62, 0], data_offsets=[0, 0])), 'empty'),
+    'no table': (header({'x': described()['shared.weight']}, b'\0' * 8), 'no shared.weight'),
+    'nothing': (header({}), 'no shared.weight'),
+}
+
+
+@pytest.mark.parametrize('name', HOSTILE)
+def test_files_that_are_refused(tmp_path, name):
+    content, words = HOSTILE[name]
+    copy_golden(tmp_path)
+    (tmp_path / 'model.safetensors').write_bytes(content)
+    edit_json(tmp_path / 'config.json', num_layers=1, num_decoder_layers=1)
+    with pytest.raises(ValueError, match=words):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    'index, words',
+    [
+        ({'weight_map': {'shared.weight': '../model.safetensors'}}, 'do not trust'),
+        ({'weight_map': {'shared.weight': '/etc/passwd'}}, 'do not trust'),
+        ({'weight_map': {'shared.weight': 'pytorch_model.bin'}}, 'do not trust'),
+        ({'weight_map': {'shared.weight': {'a': 1}}}, 'do not trust'),
+        ({'weight_map': {'shared.weight': 'more.safetensors'}}, 'more.safetensors is missing'),
+        ({'weight_map': {'a': 'a.safetensors', 'b': 'b.safetensors'}}, 'there twice'),
+        ({'weight_map': []}, 'has no weight_map'),
+        ({'weight_map': {}}, 'no shared.weight'),
+        ({}, 'has no weight_map'),
+        ([], 'holds no JSON object'),
+        (b'{', 'cannot be read'),
+        (b'[' * 100_000, 'cannot be read'),
+    ],
+)
+def test_indices_that_are_refused(tmp_path, index, words):
+    folder = tmp_path / 'hf'
+    folder.mkdir()
+    copy_golden(tmp_path)
+    for name in ('a.safetensors', 'b.safetensors'):
+        (folder / name).write_bytes((GOLDEN / 'model.safetensors').read_bytes())
+    content = index if isinstance(index, bytes) else json.dumps(index).encode()
+    (folder / 'model.safetensors.index.json').write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        load(folder)
+
+
+def test_a_shard_that_is_lost_is_named(tmp_path):
+    config, _ = CONFIGS['t5_1_0']
+    folder = tmp_path / 'hf'
+    convert.write_hugging_face(folder, config, random_arrays(config), shard_bytes=10_000)
+    lost = next(folder.glob('model-00002-*'))
+    lost.unlink()
+    with pytest.raises(ValueError, match=f'{lost} is missing'):
+        load(folder)
+
+
+def test_pickles_are_not_opened(tmp_path):
+    (tmp_path / 'pytorch_model.bin').write_bytes(b'cos\nsystem\n(S"false"\ntR.')
+    assert convert.is_hugging_face(tmp_path)
+    with pytest.raises(ValueError, match='pickle.*save_pretrained'):
+        convert.hugging_face_config(tmp_path)
+    (tmp_path / 'pytorch_model.bin').unlink()
+    (tmp_path / 'config.json').write_text('{}')  # a workdir has one, too
+    assert not convert.is_hugging_face(tmp_path)
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    config, _ = CONFIGS['t5_1_0']
+    arrays, folder = random_arrays(config), tmp_path / 'hf'
+
+    class Failing(dict):
+        def __getitem__(self, path):
+            if 'decoder/layers_1' in path:
+                raise OSError('the disk is gone')
+            return super().__getitem__(path)
+
+    with pytest.raises(OSError, match='the disk is gone'):
+        convert.write_hugging_face(folder, config, Failing(arrays), shard_bytes=10_000)
+    assert os.listdir(tmp_path) == []
+    convert.write_hugging_face(folder, config, arrays)
+    with pytest.raises(ValueError, match='exists: remove it'):
+        convert.write_hugging_face(folder, config, arrays)
+    assert_same_bits(load(folder).arrays, arrays)
+
+
+def test_models_that_transformers_has_not(tmp_path):
+    def refuses(words, config, model_type=None, **changes):
+        arrays = {**random_arrays(config), **changes}
+        arrays = {path: x for path, x in arrays.items() if x is not None}
+        with pytest.raises(ValueError, match=words):
+            folder = tmp_path / 'hf'
+            convert.write_hugging_face(folder, config, arrays, model_type=model_type)
+        assert os.listdir(tmp_path) == []
+
+    t5_1_0, t5_1_1, umt5 = (CONFIGS[name][0] for name in ('t5_1_0', 't5_1_1', 'umt5'))
+    refuses('transformers has only', model.T5Config(**SIZES, mlp_activations=('relu', 'linear')))
+    refuses('use umt5 where it is true', umt5, 't5')
+    refuses('use umt5 where it is true', t5_1_1, 'umt5')
+    refuses('use umt5 where it is true', t5_1_1, 'longt5')
+    refuses("use 't5'", t5_1_0, 'mt5')
+    embedding = {'token_embedder/embedding': jnp.zeros([8, 16])}
+    refuses(r'shape \(8, 16\), the config asks for \(96, 16\)', t5_1_0, **embedding)
+    refuses('token_embedder/embedding is missing', t5_1_0, **{'token_embedder/embedding': None})
+    refuses('more is unknown', t5_1_0, more=jnp.zeros([1]))
+
+
+# What transformers itself computes: `pip install -e '.[peers]'` runs these.
+
+
+@pytest.fixture
+def transformers():
+    pytest.importorskip('torch')
+    return pytest.importorskip('transformers')
+
+
+def token_batch(config, rows=3, inputs=13, targets=7):
+    """Rows of several lengths, T5X's features."""
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(2, [inputs, targets], size=[rows, 2], endpoint=True)
+    tokens = [rng.integers(2, config.vocab_size, [rows, n], np.int32) for n in (inputs, targets)]
+    encoder, decoder = (
+        np.where(np.arange(x.shape[1])[None] < lengths[:, i, None], x, 0)
+        for i, x in enumerate(tokens)
+    )
+    shifted = np.pad(decoder, [(0, 0), (1, 0)])[:, :-1]
+    names = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
+    return dict(zip(names, (encoder, shifted, decoder), strict=True))
+
+
+def their_logits(transformers, module, config, batch):
+    import torch
+
+    inputs = torch.tensor(batch['encoder_input_tokens']).long()
+    shifted = torch.tensor(batch['decoder_input_tokens']).long()
+    with torch.no_grad():
+        mask = (inputs > 0).long()
+        logits = module.eval()(inputs, attention_mask=mask, decoder_input_ids=shifted).logits
+    is_5 = not transformers.__version__.startswith('4.')
+    if is_5 and config.relpos_bias_per_layer and not config.logits_via_embedding:
+        # transformers 5 rescales umT5's logits though the released ones are untied, as 4 and T5X do not.
+        return logits.numpy() * config.emb_dim**0.5
+    return logits.numpy()
+
+
+def test_transformers_computes_what_we_do(exported, transformers, tmp_path):
+    config, arrays, folder = exported
+    module = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder)
+    ours, batch = load(folder), token_batch(config)
+    theirs = their_logits(transformers, module, config, batch)
+    assert_same_logits(ours.logits(batch), theirs, batch['decoder_target_tokens'])
+    module.save_pretrained(tmp_path / 'again', max_shard_size='30KB')
+    assert (tmp_path / 'again' / 'model.safetensors.index.json').exists()
+    again = load(tmp_path / 'again')
+    assert again.config == config
+    assert_same_bits(again.arrays, arrays)
+
+
+@pytest.mark.parametrize('name', ['T5', 'T5 untied', 'MT5 untied', 'UMT5', 'UMT5 untied'])
+def test_we_compute_what_transformers_does(transformers, tmp_path, name):
+    """Weights and settings all from transformers; its version 5 ties whatever is new, so untie it here."""
+    import torch
+
+    torch.manual_seed(0)
+    kind, is_untied = name.split()[0], name.endswith('untied')
+    sizes = {'vocab_size': 96, 'd_model': 16, 'num_heads': 2, 'd_kv': 6, 'd_ff': 24}
+    settings = {'num_layers': 3, 'num_decoder_layers': 2, 'tie_word_embeddings': not is_untied}
+    forward = {} if name == 'T5' else {'feed_forward_proj': 'gated-gelu'}
+    settings = getattr(transformers, f'{kind}Config')(**sizes, **settings, **forward)
+    module = getattr(transformers, f'{kind}ForConditionalGeneration')(settings)
+    if is_untied:
+        module.lm_head.weight = torch.nn.Parameter(torch.randn(96, 16) / 4)
+    module.save_pretrained(tmp_path)
+    t5 = load(tmp_path)
+    assert t5.config.logits_via_embedding != is_untied
+    batch = token_batch(t5.config)
+    theirs = their_logits(transformers, module, t5.config, batch)
+    assert_same_logits(t5.logits(batch), theirs, batch['decoder_target_tokens'])

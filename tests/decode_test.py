@@ -1,0 +1,277 @@
+"""Decoding: T5X's tokens; the cache changes nothing; the same tokens on every mesh.
+
+golden/t5x_* and golden/seqio_t5/decoding.*: made by running google-research/t5x at cc342d4.
+"""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from mesh_test import random_batch, small_config
+from parity_test import assert_close, features
+from parity_test import golden as golden  # a fixture
+
+import data
+import decode
+import evaluate
+import loss
+import model
+import partition
+
+HERE = pathlib.Path(__file__).parent / 'golden'
+FORWARD = pathlib.Path(__file__).resolve().parents[2] / 'shared/testdata/seqio_t5/t5x_small_forward'
+MESHES = [(1, 1), (4, 2), (2, 4)]
+
+
+def sharded(f, config, mesh, out_specs=partition.BATCH):
+    """f(params, *arrays of rows), a function for one device's part, on whole arrays."""
+    specs = partition.param_specs(model.PARAMETER_SPECS, model.shapes(config))
+
+    def on_mesh(params, *rows):
+        in_specs = (specs, *[partition.BATCH] * len(rows))
+        return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(params, *rows)
+
+    return jax.jit(on_mesh)
+
+
+def generator(config, mesh, eos_id=data.EOS_ID):
+    """(params, inputs_bM, prompt_bT) -> greedy tokens_bT."""
+
+    def device_generate(params, inputs_bM, prompt_bT):
+        start = lambda: model.start_decoding(config, inputs_bM, prompt_bT.shape[1])  # noqa: E731
+
+        def step(tokens_b, cache):
+            return model.apply(lambda: model.decode_step(config, tokens_b, cache), params)
+
+        return decode.greedy(step, model.apply(start, params), prompt_bT, eos_id)
+
+    return sharded(device_generate, config, mesh)
+
+
+def stepwise_logits(config, mesh):
+    """(params, inputs_bM, tokens_bT) -> logits_bTv of decoding one forced token after the other."""
+
+    def device_logits(params, inputs_bM, tokens_bT):
+        start = lambda: model.start_decoding(config, inputs_bM, tokens_bT.shape[1])  # noqa: E731
+
+        def step(cache, tokens_b):
+            step = lambda: model.decode_step(config, tokens_b, cache)  # noqa: E731
+            return model.apply(step, params)[::-1]
+
+        logits_Tbv = jax.lax.scan(step, model.apply(start, params), tokens_bT.T)[1]
+        return logits_Tbv.swapaxes(0, 1)
+
+    return sharded(device_logits, config, mesh, P('data', None, 'model'))
+
+
+def make_mesh(data_size, model_size):
+    return partition.make_mesh(data_size, model_size, jax.devices()[: data_size * model_size])
+
+
+@pytest.fixture(autouse=True)
+def highest_precision():
+    with jax.default_matmul_precision('highest'):
+        yield
+
+
+def test_greedy_tokens_are_T5Xs(golden):
+    arrays, t5 = np.load(golden / 'golden.npz'), evaluate.load(golden / 'checkpoint_0')
+    expected = arrays['greedy_decodes']
+    inputs = features(arrays, 'batch')['encoder_input_tokens']
+    for data_size, model_size in [(1, 1), (2, 4)]:
+        mesh = make_mesh(data_size, model_size)
+        params = jax.tree.map(np.asarray, t5.arrays)
+        found = generator(t5.config, mesh)(params, inputs, np.zeros_like(expected))
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_scores_are_T5Xs(golden):
+    """Log-likelihoods of the targets in nats, summed over each example."""
+    arrays, t5 = np.load(golden / 'golden.npz'), evaluate.load(golden / 'checkpoint_0')
+
+    def device_scores(params, batch):
+        logits_bTv = model.apply(lambda: model.logits(t5.config, batch), params)
+        nats_bT, _ = loss.cross_entropy(logits_bTv, batch['decoder_target_tokens'])
+        return -(nats_bT * batch['decoder_loss_weights']).sum(axis=-1)
+
+    scores = sharded(device_scores, t5.config, t5.mesh)(t5.arrays, features(arrays, 'batch'))
+    assert_close(scores, arrays['score_batch'], 1e-5)
+
+
+CASES = json.loads((HERE / 'seqio_t5/decoding.json').read_text())['cases']
+GREEDY = [
+    case['case']
+    for case in CASES
+    if case['kind'] == 'temperature_sample'
+    and (case['kwargs'].get('temperature') == 0 or case['kwargs'].get('topk') == 1)
+    and not {'initial_index', 'max_decode_steps'} & set(case['kwargs'])
+]
+
+
+@pytest.mark.parametrize('data_size, model_size', [(1, 1), (2, 2)])
+def test_any_step_will_do_and_prompts_are_kept(data_size, model_size):
+    """A recurrent network decoded by T5X's temperature_sample, at temperature 0 or from the top 1."""
+    arrays = np.load(HERE / 'seqio_t5/decoding.npz')
+    mesh = make_mesh(data_size, model_size)
+    assert len(GREEDY) == 8
+    for case in GREEDY:
+        E, W, b, acc, inputs, decodes = (
+            arrays[f'{case}_{name}'] for name in ('E', 'W', 'b', 'acc0', 'inputs', 'decodes')
+        )
+
+        def step(tokens_b, acc_bD, E=E, W=W, b=b):
+            acc_bD = acc_bD / 2 + jnp.asarray(E)[tokens_b]
+            logits_bV = jnp.tanh(acc_bD) @ W + b[None]
+            return partition.own_slice(logits_bV, 'model', 1), acc_bD
+
+        def device_greedy(acc_bD, prompt_bT, step=step):
+            return decode.greedy(step, acc_bD, prompt_bT)
+
+        prompt = np.pad(inputs[:, 1:], ((0, 0), (0, 1)))  # T5X's begins with BOS
+        specs = (partition.BATCH, partition.BATCH)
+        f = jax.shard_map(device_greedy, mesh=mesh, in_specs=specs, out_specs=partition.BATCH)
+        np.testing.assert_array_equal(jax.jit(f)(acc, prompt), decodes[:, -1], case)
+
+
+def test_the_lowest_id_wins_among_equals():
+    logits = np.zeros([4, 16], np.float32)
+    logits[0, [3, 9]] = logits[1, [9, 15]] = logits[2, 12] = 1.0
+    mesh = make_mesh(2, 4)
+    specs = P('data', 'model')
+    f = jax.shard_map(decode.most_likely, mesh=mesh, in_specs=specs, out_specs=partition.BATCH)
+    np.testing.assert_array_equal(jax.jit(f)(logits), [3, 9, 12, 0])
+
+
+VARIANTS = {
+    't5_1_1': {},
+    't5': {'mlp_activations': ('relu',), 'logits_via_embedding': True},
+    'umt5': {'relpos_bias_per_layer': True, 'float32_attention_logits': True},
+}
+
+
+def variant(name):
+    sizes = {'num_encoder_layers': 2, 'num_decoder_layers': 3}
+    config = model.T5Config(**small_config(1, 1, **sizes).model.to_dict() | VARIANTS[name])
+    params = jax.jit(lambda: model.init(config, jax.random.key(0)))()
+    # So that attention is sharp, and what a token says does not drown what the layers make of it.
+    factors = {'query/kernel': 3.0, 'token_embedder/embedding': 0.1}
+    for path in params:
+        params[path] *= next((x for end, x in factors.items() if path.endswith(end)), 1.0)
+    return config, jax.tree.map(np.asarray, params)
+
+
+def long_batch():
+    """With targets beyond the last bucket of relative positions, which begins at 113."""
+    targets = np.random.default_rng(1).integers(2, 384, (8, 140), np.int32)
+    shifted = np.pad(targets[:, :-1], ((0, 0), (1, 0)))
+    return random_batch(1) | {'decoder_target_tokens': targets, 'decoder_input_tokens': shifted}
+
+
+def teacher_forced(config):
+    def device_logits(params, batch):
+        return model.apply(lambda: model.logits(config, batch), params)
+
+    return sharded(device_logits, config, make_mesh(1, 1), P('data', None, 'model'))
+
+
+@pytest.mark.parametrize('name', VARIANTS)
+def test_cached_equals_uncached(name):
+    (config, params), batch = variant(name), long_batch()
+    expected = teacher_forced(config)(params, batch)
+    tokens = (batch['encoder_input_tokens'], batch['decoder_input_tokens'])
+    for shape in MESHES:
+        assert_close(stepwise_logits(config, make_mesh(*shape))(params, *tokens), expected, 1e-5)
+
+
+def test_the_cache_adds_no_error_to_bfloat16():
+    (config, params), batch = variant('t5_1_1'), long_batch()
+    exact = teacher_forced(config)(params, batch)
+    config = dataclasses.replace(config, dtype='bfloat16')
+    tokens = (batch['encoder_input_tokens'], batch['decoder_input_tokens'])
+    found = (
+        teacher_forced(config)(params, batch),
+        stepwise_logits(config, make_mesh(1, 1))(params, *tokens),
+    )
+    uncached, cached = (float(jnp.sqrt(jnp.mean((x - exact) ** 2))) for x in found)
+    assert 0 < cached < 1.2 * uncached
+
+
+@pytest.mark.parametrize('name', VARIANTS)
+def test_same_tokens_on_every_mesh(name):
+    config, params = variant(name)
+    inputs, prompt = random_batch(2)['encoder_input_tokens'], np.zeros([8, 20], np.int32)
+    found = [
+        np.asarray(generator(config, make_mesh(*shape))(params, inputs, prompt)) for shape in MESHES
+    ]
+    assert len(np.unique(found[0])) > 10  # not one token again and again
+    for tokens in found[1:]:
+        np.testing.assert_array_equal(tokens, found[0])
+
+
+def test_rows_end_at_eos_each_for_itself():
+    """EOS is kept, 0 follows it, and what other rows do or how much room there is changes nothing."""
+    config, params = variant('t5_1_1')
+    inputs, prompt = random_batch(3)['encoder_input_tokens'], np.zeros([8, 20], np.int32)
+    endless = np.asarray(generator(config, make_mesh(1, 1), -1)(params, inputs, prompt))
+    eos_id = int(endless[0, 6])  # say the seventh token of row 0 were EOS
+    expected = endless.copy()
+    for row in expected:
+        if eos_id in row:
+            row[list(row).index(eos_id) + 1 :] = 0
+    generate = generator(config, make_mesh(4, 2), eos_id)
+    np.testing.assert_array_equal(generate(params, inputs, prompt), expected)
+    np.testing.assert_array_equal(generate(params, inputs, prompt[:, :9]), expected[:, :9])
+
+
+def test_causality_of_the_cache():
+    """Logits at a position do not depend on later tokens, nor on what the room for them holds."""
+    config, params = variant('t5_1_1')
+    batch, mesh = random_batch(4), make_mesh(1, 1)
+    tokens = batch['decoder_input_tokens']
+    changed = np.where(np.arange(16)[None] < 9, tokens, 383 - tokens)
+    logits = stepwise_logits(config, mesh)
+    first, second = (
+        np.asarray(logits(params, batch['encoder_input_tokens'], x)) for x in (tokens, changed)
+    )
+    np.testing.assert_array_equal(first[:, :9], second[:, :9])
+    assert (np.abs(first[:, 9:] - second[:, 9:]).max(axis=(0, 2)) > 0).all()
+
+
+@pytest.mark.parametrize('name', ['t5_1_0_tiny', 't5_1_1_tiny'])
+def test_a_second_oracle_of_tiny_models(name):
+    """Logits, packed logits, loss and greedy tokens; one encoder row has padding inside on purpose."""
+    if not FORWARD.exists():
+        pytest.skip(f'{FORWARD.name} is not in this checkout; golden/t5x_* have its like')
+    settings = json.loads((FORWARD / f'{name}.json').read_text())['config']
+    config, mesh = model.T5Config(**settings), make_mesh(1, 1)
+    params = dict(np.load(FORWARD / f'{name}_params.npz'))
+    arrays = dict(np.load(FORWARD / f'{name}_golden.npz'))
+    batch = {
+        n: x for n, x in arrays.items() if n.endswith('_tokens') and n[:6] in ('encode', 'decode')
+    }
+    packed = {n.removeprefix('packed_'): x for n, x in arrays.items() if n.startswith('packed_')}
+    expected_packed = packed.pop('logits')
+
+    def device_logits(params, batch):
+        return model.apply(lambda: model.logits(config, batch), params)
+
+    logits = sharded(device_logits, config, mesh, P('data', None, 'model'))
+    assert_close(logits(params, batch), arrays['logits'], 1e-5)
+    assert_close(logits(params, packed), expected_packed, 1e-5)
+
+    def device_nats(params, batch):
+        nats_bT, _ = loss.cross_entropy(
+            device_logits(params, batch), batch['decoder_target_tokens']
+        )
+        return nats_bT * (batch['decoder_target_tokens'] > 0)
+
+    nats = sharded(device_nats, config, mesh)(params, batch)
+    assert_close(nats.sum(), arrays['loss_sum'], 1e-5)
+    prompt = np.zeros_like(arrays['greedy_tokens'])
+    found = generator(config, mesh, eos_id=-1)(params, batch['encoder_input_tokens'], prompt)
+    np.testing.assert_array_equal(found, arrays['greedy_tokens'])
