@@ -81,26 +81,26 @@ def kill_at_random(program, workdir, inside_saving, rng):
     return bool(list(workdir.glob('checkpoint_*.tmp-*')))
 
 
-def kill_often(program, folder, num_kills, num_inside):
-    rng, inside, lives = random.Random(0), 0, 0
+def kill_often(corpus, folder, num_kills, num_inside, steps):
+    program, rng, inside, lives = Program(folder, corpus, steps), random.Random(0), 0, 0
     while lives < num_kills or inside < num_inside:
         inside += kill_at_random(program, folder / 'killed', inside < num_inside, rng)
         lives += 1
     program.finish(folder / 'killed')
     program.finish(folder / 'whole')
-    assert_same_run(folder / 'killed', folder / 'whole', 600)
+    assert_same_run(folder / 'killed', folder / 'whole', steps)
     assert not list((folder / 'killed').glob('*tmp*'))
 
 
 def test_killed_and_continued_is_the_run_never_killed(corpus, tmp_path):
     """Parameters, slots, places in the data, batch hashes and metrics, to the bit."""
-    kill_often(Program(tmp_path, corpus), tmp_path, 4, 2)
+    kill_often(corpus, tmp_path, num_kills=4, num_inside=2, steps=600)
 
 
 @pytest.mark.slow
 def test_killed_twenty_times(corpus, tmp_path):
     """About two minutes; ten times while it saves."""
-    kill_often(Program(tmp_path, corpus), tmp_path, 20, 10)
+    kill_often(corpus, tmp_path, num_kills=20, num_inside=10, steps=2000)
 
 
 @pytest.mark.parametrize('number, status', [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -110,7 +110,7 @@ def test_a_signal_saves_the_step_and_the_run_goes_on(corpus, tmp_path, number, s
     process = program.start(tmp_path / 'run')
     wait_for(process, 'step 1/')
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == status and 'stopping, this step is finished and saved' in err
     [step] = checkpoint.steps(tmp_path / 'run')
     assert f'Stopped after step {step:,}, which is saved' in out and step < 600 and step % 100
@@ -127,7 +127,7 @@ def test_a_second_signal_ends_at_once(corpus, tmp_path):
     process.send_signal(signal.SIGTERM)
     time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 143 and 'stopped at once, the last checkpoint stands' in err
 
 
@@ -135,7 +135,7 @@ def test_a_signal_before_the_first_step_ends_at_once(corpus, tmp_path):
     process = Program(tmp_path, corpus).start(tmp_path / 'run')
     wait_for(process, 'From scratch')
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 130 and 'stopped at once, no step was taken' in err
     assert not checkpoint.steps(tmp_path / 'run')
 
