@@ -144,11 +144,14 @@ def restore(
     wanted: Callable[[str], bool] = lambda path: True,
     shardings: Mapping[str, jax.sharding.Sharding] = {},
     dtype: str | None = None,
+    index: Mapping[str, Any] | None = None,
 ) -> dict[str, jax.Array | np.ndarray]:
     """Reads the leaves of a checkpoint, in any format of `read_index`, whose path is `wanted`, parameters
     cast to `dtype` if there is one. A path in `shardings` gives a jax.Array, of which a process reads only
-    its part (of a foreign checkpoint all, one array after the other); others give numpy."""
-    index = {path: leaf for path, leaf in read_index(directory).items() if wanted(path)}
+    its part (of a foreign checkpoint all, one array after the other); others give numpy. `index`: of
+    read_index, where it has been read."""
+    index = read_index(directory) if index is None else index
+    index = {path: leaf for path, leaf in index.items() if wanted(path)}
 
     def read(path):
         leaf, sharding = index[path], shardings.get(path)

@@ -61,12 +61,7 @@ IN_BLOCK = {  # behind encoder/block_NNN/, and in T5X behind encoder/layers_N/
 MATRICES = {'q': 'query', 'k': 'key', 'v': 'value', 'o': 'out'}
 SLOTS = {'v': 'v', 'vr': 'v_row', 'vc': 'v_col'}
 
-TENSORFLOW_DTYPES = {
-    1: np.float32,
-    3: np.int32,
-    9: np.int64,
-    14: ml_dtypes.bfloat16,
-}  # TensorFlow's numbers
+TENSORFLOW_DTYPES = {1: np.float32, 3: np.int32, 9: np.int64, 14: ml_dtypes.bfloat16}
 PLAIN, SNAPPY = 0, 1
 TRAILER_BYTES, FOOTER_BYTES, MAGIC = 5, 48, 0xDB4775248B80FB57.to_bytes(8, 'little')
 INDEX_BYTES = 2**22  # at most; the 1,500 variables of T5 11B take some 70 KB
@@ -211,10 +206,8 @@ def _read_entry_proto(prefix, name, fields, num_shards):
     if not shard < num_shards:
         raise ValueError(f'{name} is in shard {shard} of {num_shards}')
     dims = _read_message(_last(fields, 2, b'')).get(2, [])
-    shape, dtype = (
-        tuple(_last(_read_message(dim), 1) for dim in dims),
-        np.dtype(TENSORFLOW_DTYPES[number]),
-    )
+    shape = tuple(_last(_read_message(dim), 1) for dim in dims)
+    dtype = np.dtype(TENSORFLOW_DTYPES[number])
     if len(shape) > 8 or min(shape, default=1) < 1 or math.prod(shape) * dtype.itemsize != size:
         raise ValueError(f'{name} has shape {shape[:8]} and {size} bytes')
     file = Path(f'{prefix}.data-{shard:05d}-of-{num_shards:05d}')
@@ -508,8 +501,8 @@ def _is_tied(settings: Mapping[str, Any], found: Mapping[str, SafetensorsEntry])
 
 
 def hugging_face_index(folder: str | Path, config: model.T5Config) -> dict[str, SafetensorsEntry]:
-    """{'target/' + our path: SafetensorsEntry} of a folder, nothing read but headers and the copies of the token
-    table. ValueError lists up to ten names that are missing or unknown; shapes are the caller's to compare."""
+    """{'target/' + our path: entry} of a folder, nothing read but headers and the copies of the token table.
+    ValueError lists up to ten names that are missing or unknown; shapes are the caller's to compare."""
     names, found = hugging_face_names(config), _find_arrays(Path(folder))
     if config.logits_via_embedding and found['lm_head.weight'] == found['shared.weight']:
         del found['lm_head.weight']
@@ -523,8 +516,8 @@ def hugging_face_index(folder: str | Path, config: model.T5Config) -> dict[str, 
 
 
 def _find_arrays(folder: Path) -> dict[str, SafetensorsEntry]:
-    """{Hugging Face's name: SafetensorsEntry} from the files' headers. The token table is there once, shared.weight;
-    lm_head.weight is that same SafetensorsEntry where it is absent or holds the same."""
+    """{Hugging Face's name: entry} from the files' headers. The token table is there once, shared.weight;
+    lm_head.weight is that same entry where it is absent or holds the same."""
     if (folder / WEIGHTS).is_file():  # first, as transformers has it
         files = [WEIGHTS]
     elif (folder / WEIGHTS_INDEX).is_file():

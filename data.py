@@ -705,11 +705,10 @@ def find_vocabulary(
         return ByteVocabulary(config.extra_ids).within(max_size)
     kept = pathlib.Path(workdir, 'vocabulary.model')
     name = config.vocabulary or str(kept)
-    files = [pathlib.Path(name, end) for end in ('', 'spiece.model', 'sentencepiece.model')]
-    if found := [file for file in files if file.is_file()]:
-        model = found[0].read_bytes()
+    if file := vocabulary_file(name):
+        model = file.read_bytes()
     elif config.vocabulary:
-        raise ValueError(f'data.vocabulary={name!r}: no file, nor a folder with {files[1].name}')
+        raise ValueError(f'data.vocabulary={name!r}: no file, nor a folder with spiece.model')
     else:
         documents = source.documents('train', 0, 0, 1, seed=0)  # from all over the corpus
         model = train_vocabulary((text for *_, text in documents), config.num_pieces)
@@ -719,6 +718,12 @@ def find_vocabulary(
         return SentencePieceVocabulary(model, config.extra_ids).within(max_size)
     except ValueError as error:
         raise ValueError(f'data.vocabulary={name!r}: {error}') from None
+
+
+def vocabulary_file(name: str | pathlib.Path) -> pathlib.Path | None:
+    """The SentencePiece model that `name` is or, if it is a folder, holds."""
+    files = [pathlib.Path(name, end) for end in ('', 'spiece.model', 'sentencepiece.model')]
+    return next((file for file in files if file.is_file()), None)
 
 
 def train_vocabulary(texts: Iterable[str], num_pieces: int) -> bytes:

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+import partition
+
 
 def greedy(step: Callable, cache: Any, prompt_bT: jax.Array, eos_id: int = 1) -> jax.Array:
     """The likeliest token again and again: int32 [b, T], 0 after a row's EOS. Rows begin with the tokens of
@@ -25,7 +27,7 @@ def greedy(step: Callable, cache: Any, prompt_bT: jax.Array, eos_id: int = 1) ->
         i, running_b, tokens_b, output_bT, cache = state
         logits_bv, cache = step(tokens_b, cache)
         forced_b = prompt_bT[:, i]
-        tokens_b = jnp.where(forced_b > 0, forced_b, most_likely(logits_bv))
+        tokens_b = jnp.where(forced_b > 0, forced_b, partition.argmax(logits_bv, 'model'))
         tokens_b = jnp.where(running_b, tokens_b, 0)
         running_b &= (tokens_b != eos_id) | (forced_b > 0)
         return i + 1, running_b, tokens_b, output_bT.at[:, i].set(tokens_b), cache
@@ -34,11 +36,3 @@ def greedy(step: Callable, cache: Any, prompt_bT: jax.Array, eos_id: int = 1) ->
     bos_b = output_bT[:, 0]
     state = (jnp.int32(0), bos_b == 0, bos_b, output_bT, cache)
     return lax.while_loop(is_running, body, state)[3]
-
-
-def most_likely(logits_bv: jax.Array) -> jax.Array:
-    """The id of the largest logit, the lowest among equals; int32 [b], whole over 'model'."""
-    v, max_b = logits_bv.shape[-1], logits_bv.max(axis=-1)
-    id_b = logits_bv.argmax(axis=-1) + lax.axis_index('model') * v
-    winner_b = jnp.where(max_b == lax.pmax(max_b, 'model'), id_b, lax.psum(v, 'model'))
-    return lax.pmin(winner_b, 'model')

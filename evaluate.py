@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,25 +125,26 @@ def load(
     or folder) or a Hugging Face folder; parameters only, in float32, on one device if no mesh. Sizes come
     from `config`, else from the checkpoint's own config, else from its shapes; the vocabulary ('bytes', a
     SentencePiece model or its folder) from the workdir or the folder, else there is none."""
-    directory, config = find_checkpoint(path, config)
+    directory, config, index = find_checkpoint(path, config)
     mesh = mesh or partition.make_mesh(1, 1, jax.devices()[:1])
     model.check_mesh(config, mesh)
     specs = partition.param_specs(model.PARAMETER_SPECS, model.shapes(config))
     placed = {f'target/{p}': x for p, x in partition.shardings(mesh, specs).items()}
-    arrays = checkpoint.restore(directory, placed.__contains__, placed, 'float32')
+    arrays = checkpoint.restore(directory, placed.__contains__, placed, 'float32', index)
     arrays = {path.removeprefix('target/'): x for path, x in arrays.items()}
     return T5(config, arrays, mesh, find_vocabulary(directory, vocabulary))
 
 
 def find_checkpoint(
     path: str | Path, config: model.T5Config | None = None
-) -> tuple[Path, model.T5Config]:
-    """Where the checkpoint of `load` lies, and its config. Raises ValueError unless it is whole and its
-    parameters are those of the config."""
+) -> tuple[Path, model.T5Config, dict[str, Any]]:
+    """Where the checkpoint of `load` lies, its config and its index. Raises ValueError unless it is whole and
+    its parameters are those of the config."""
     step = checkpoint.newest(Path(path))
     directory = Path(path) if step is None else Path(path, f'checkpoint_{step}')
     checkpoint.verify(directory)
-    found = checkpoint.shapes(checkpoint.read_index(directory))
+    index = checkpoint.read_index(directory)
+    found = checkpoint.shapes(index)
     found = {p: shape for p, shape in found.items() if p.startswith('target/')}
     if config is None and convert.is_hugging_face(directory):
         config = convert.hugging_face_config(directory)
@@ -153,7 +153,7 @@ def find_checkpoint(
     config = config or config_from_shapes({p.removeprefix('target/'): x for p, x in found.items()})
     expected = {f'target/{p}': shape for p, shape in model.shapes(config).items()}
     checkpoint.compare(expected, found)
-    return directory, config
+    return directory, config, index
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
@@ -169,10 +169,9 @@ def find_vocabulary(directory: Path, name: str | Path | None = None) -> Any:
     settings = read_settings(directory).get('data', {'extra_ids': 100, 'vocabulary': ''})
     if 'bytes' in (name, not name and settings['vocabulary']):
         return data.ByteVocabulary()
-    places = [name] if name else [directory / 'spiece.model', directory.parent / 'vocabulary.model']
-    places += [Path(name, end) for end in ('spiece.model', 'sentencepiece.model') if name]
-    for file in filter(os.path.isfile, places):
-        return data.SentencePieceVocabulary(Path(file).read_bytes(), settings['extra_ids'])
+    names = [name] if name else [directory / 'spiece.model', directory.parent / 'vocabulary.model']
+    for file in filter(None, map(data.vocabulary_file, names)):
+        return data.SentencePieceVocabulary(file.read_bytes(), settings['extra_ids'])
     if name:
         raise ValueError(
             f"vocabulary={str(name)!r}: no file, nor a folder with spiece.model, nor 'bytes'"
@@ -183,11 +182,12 @@ def find_vocabulary(directory: Path, name: str | Path | None = None) -> Any:
 class StoredParameters(Mapping):
     """{path: array} of a checkpoint, in its dtypes, each read when it is asked for."""
 
-    def __init__(self, directory: Path, paths: Iterable[str]):
-        self.directory, self.paths = directory, list(paths)
+    def __init__(self, directory: Path, paths: Iterable[str], index: Mapping[str, Any]):
+        self.directory, self.paths, self.index = directory, list(paths), index
 
     def __getitem__(self, path: str) -> Any:
-        return checkpoint.restore(self.directory, f'target/{path}'.__eq__)[f'target/{path}']
+        name = f'target/{path}'
+        return checkpoint.restore(self.directory, name.__eq__, index=self.index)[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.paths)
@@ -199,14 +199,14 @@ class StoredParameters(Mapping):
 def convert_checkpoint(source: str | Path, target: str | Path, form: str) -> Path:
     """Writes what `load` would open at `source` to the folder `target`, in its dtypes: 't5x' with whatever
     optimizer state there is, as `target`/checkpoint_STEP, or 'hf', parameters alone. Returns its path."""
-    directory, config = find_checkpoint(source)
+    directory, config, index = find_checkpoint(source)
     vocabulary = find_vocabulary(directory)
     pieces = vocabulary.model if vocabulary else b''
     if form == 'hf':
-        arrays = StoredParameters(directory, model.shapes(config))
+        arrays = StoredParameters(directory, model.shapes(config), index)
         convert.write_hugging_face(target, config, arrays, pieces or None)
         return Path(target)
-    tree = {'state/step': np.int32(0)} | checkpoint.restore(directory)
+    tree = {'state/step': np.int32(0)} | checkpoint.restore(directory, index=index)
     files = {'config.json': json.dumps({'model': dataclasses.asdict(config)}).encode()}
     written = checkpoint.save(Path(target), int(tree['state/step']), tree, files)
     if pieces:

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+import partition
+
 NORMALIZERS = ('NUM_REAL_TARGET_TOKENS', 'NUM_TOTAL_TARGET_TOKENS', 'AVERAGE_PER_SEQUENCE')
 
 
@@ -41,11 +43,7 @@ def cross_entropy(
 
 def is_correct(logits_bTv: jax.Array, targets_bT: jax.Array) -> jax.Array:
     """Whether the largest logit, the lowest id among equals, is the target's; bool [b, T]."""
-    v, logits_bTv = logits_bTv.shape[-1], lax.stop_gradient(logits_bTv)
-    max_bT = logits_bTv.max(axis=-1)
-    id_bT = logits_bTv.argmax(axis=-1) + lax.axis_index('model') * v
-    winner_bT = jnp.where(max_bT == lax.pmax(max_bT, 'model'), id_bT, lax.psum(v, 'model'))
-    return lax.pmin(winner_bT, 'model') == targets_bT
+    return partition.argmax(lax.stop_gradient(logits_bTv), 'model') == targets_bT
 
 
 def parse_normalizing_factor(value: str) -> float | str:

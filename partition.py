@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
@@ -52,6 +53,15 @@ def own_slice(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """This device's part of a whole array: `x` cut along `dim` over the mesh axis."""
     n = split(x.shape[dim], axis)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * n, n, dim)
+
+
+def argmax(x: jax.Array, axis: str) -> jax.Array:
+    """The index in the whole last dimension, which is split over `axis`, of its largest value, the lowest
+    among equals; int32 [...], whole."""
+    n, max_value = x.shape[-1], x.max(axis=-1)
+    index = x.argmax(axis=-1) + lax.axis_index(axis) * n
+    winner = jnp.where(max_value == lax.pmax(max_value, axis), index, lax.psum(n, axis))
+    return lax.pmin(winner, axis)
 
 
 def one_device(f: Callable) -> Callable:

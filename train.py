@@ -74,7 +74,6 @@ class Run(NamedTuple):
     mesh: Mesh
     train_step: Any  # compiled; None where the run is finished
     source: data.Source
-    vocabulary: data.Vocabulary
     stream: data.Stream
     evaluation: evaluate.Evaluation
     state: TrainState
@@ -108,7 +107,7 @@ def prepare(config: Any, workdir: str | Path) -> Run:
         else:
             start = f'Going on after step {step:,}' if step else 'From scratch'
             say(f'{start}; compiling, then a line every {config.log.every_steps} steps.')
-        trainer, train_step, num_microbatches = compile_step(config, counts)
+        trainer, train_step, num_microbatches = compile_step(config, mesh, counts)
         if step is None:
             state = trainer.init()
         else:
@@ -125,7 +124,7 @@ def prepare(config: Any, workdir: str | Path) -> Run:
         lock.close()
         raise
     evaluation = evaluate.Evaluation(config, mesh, stream, validation, num_microbatches)
-    parts = (config, workdir, lock, mesh, train_step, source, vocabulary, stream, evaluation)
+    parts = (config, workdir, lock, mesh, train_step, source, stream, evaluation)
     return Run(*parts, state, interval)
 
 
@@ -171,12 +170,14 @@ def microbatch_counts(config: Any, mesh: Mesh) -> list[int]:
     return counts if asked == 'auto' else counts[counts.index(int(asked)) :]
 
 
-def compile_step(config: Any, counts: list[int]) -> tuple[Trainer, Callable | None, int]:
+def compile_step(
+    config: Any, mesh: Mesh, counts: list[int]
+) -> tuple[Trainer, Callable | None, int]:
     """The step in the first of `counts` microbatches that fits into memory. ValueError where none does, and
     where the one asked for does not: it names the smallest that does."""
     if not counts:
         return make_trainer(config), None, 1
-    asked, limit = config.train.num_microbatches, memory_limit(make_trainer(config).mesh)
+    asked, limit = config.train.num_microbatches, memory_limit(mesh)
     tried, needs = 0, list[float]()  # bytes, of each count that was compiled
     for n in counts:
         # At best memory shrinks with the rows: what cannot fit is not compiled.

@@ -238,7 +238,9 @@ def test_microbatches_to_fit_the_memory(corpus, tmp_path, monkeypatch, capsys):
     config, needs = small_config(corpus), {}
     for n in (2, 4):
         config.train.num_microbatches = str(n)
-        trainer, step, taken = train.compile_step(config, train.microbatch_counts(config, MESH))
+        trainer, step, taken = train.compile_step(
+            config, MESH, train.microbatch_counts(config, MESH)
+        )
         needs[taken] = train.memory_need(step, trainer)
     assert needs[2] > needs[4]
     monkeypatch.setattr(train, 'memory_limit', lambda mesh: (needs[2] + needs[4]) / 2)
