@@ -1,4 +1,5 @@
-"""Foreign checkpoints as T5X's tree: Mesh-TensorFlow's, read; Hugging Face folders, read and written.
+"""Foreign checkpoints as T5X's tree: Mesh-TensorFlow's, read; Hugging Face folders, read and written; and
+what opening any of them takes, wherever it lies.
 
     model.ckpt-1000000.index                sorted table: name -> dtype, shape, place, checksum
     model.ckpt-1000000.data-00001-of-00002  arrays one behind the other, little-endian, C order
@@ -13,6 +14,8 @@ t5x/checkpoint_importer.py; TensorFlow core/util/tensor_bundle, core/protobuf/te
 doc/table_format.md; Snappy format_description.txt; transformers (4.57, 5.23) models/{t5,mt5,umt5}.
 """
 
+import functools
+import importlib
 import json
 import math
 import os
@@ -30,6 +33,88 @@ import safetensors
 import safetensors.numpy
 
 import model
+
+
+def to_path(name: str | Path) -> Any:
+    """A path on a disk, absolute, or one of gs:// and s3://, which has pathlib's methods."""
+    match = re.match('(gs|s3)://', str(name))
+    if not match:
+        return Path(name).absolute()
+    client, extra = {'gs': ('gcsfs', 'gcs'), 's3': ('s3fs', 's3')}[match[1]]
+    os.environ['EPATH_USE_TF'] = 'false'  # else epath imports TensorFlow where that is installed
+    try:
+        importlib.import_module(client)
+        return importlib.import_module('etils.epath').Path(name)
+    except ImportError as error:
+        raise ValueError(f"{name} needs {client}: pip install -e '.[{extra}]'") from error
+
+
+def to_kvstore(folder: Any) -> dict[str, str]:
+    """What TensorStore calls a folder of `to_path`."""
+    if isinstance(folder, Path):
+        return {'driver': 'file', 'path': f'{folder}/'}
+    scheme, _, place = str(folder).partition('://')
+    bucket, _, path = place.partition('/')
+    kvstore = {'driver': {'gs': 'gcs', 's3': 's3'}[scheme], 'bucket': bucket, 'path': f'{path}/'}
+    endpoint = os.environ.get('AWS_ENDPOINT_URL')  # not Amazon's S3 but one that speaks like it
+    return kvstore | ({'endpoint': endpoint} if endpoint and scheme == 's3' else {})
+
+
+def file_size(file: Any) -> int:
+    """Bytes of a file of `to_path`."""
+    stat = file.stat()
+    return stat.st_size if isinstance(file, Path) else stat.length
+
+
+def read_leaf(leaf: Any) -> Any:
+    """The array that a leaf of a checkpoint's index is or, if it is large, reads."""
+    return leaf.read() if hasattr(leaf, 'read') else leaf
+
+
+# umT5 in T5X (t5x/examples/scalable_t5): one array has a parameter of all layers, which are its axis 1, and
+# heads have an axis of their own.
+
+
+@dataclass(frozen=True, eq=False)
+class LayerEntry:
+    """One layer of a stacked array, shaped as in our tree."""
+
+    stack: Any
+    layer: int
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.stack.dtype
+
+    def read(self) -> np.ndarray:
+        x = _read_stack(self.stack) if hasattr(self.stack, 'read') else self.stack
+        return x[:, self.layer].reshape(self.shape)
+
+
+@functools.lru_cache(1)  # chunks hold all layers, and an index has an array's layers in a row
+def _read_stack(stack):
+    return stack.read()
+
+
+def unstack(index: Mapping[str, Any]) -> dict[str, Any]:
+    """The `index` of a T5X checkpoint with each layer's parameters apart, if they are stacked; then without the
+    optimizer's state, which was factored over all layers at once."""
+    layers = {}
+    for path, leaf in index.items():
+        if match := re.fullmatch(r'target/(encoder|decoder)/\1/(.+)', path):
+            stack, name = match.groups()
+            first, num_layers, *rest = leaf.shape
+            if name.endswith('out/kernel'):
+                shape = (first * rest[0], *rest[1:])  # [heads, head size, embed]
+            else:
+                shape = (first, math.prod(rest))[: 1 + len(rest)]  # [embed, heads, head size]
+            for i in range(num_layers):
+                layers[f'target/{stack}/layers_{i}/{name}'] = LayerEntry(leaf, i, shape)
+    stacked = re.compile(r'target/(encoder|decoder)/\1/.+|state/param_states/.+')
+    others = {path: x for path, x in index.items() if not layers or not stacked.fullmatch(path)}
+    return others | layers
+
 
 # Mesh-TensorFlow: TensorBundle checkpoints.
 
@@ -75,7 +160,7 @@ class BundleEntry:
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    file: Path
+    file: Any
     offset: int
     size: int
     crc32c: int
@@ -85,9 +170,9 @@ class BundleEntry:
         if not self.file.is_file():
             raise ValueError(f'{self.file}, with {self.name}, is missing: copy all .data files')
         end = self.offset + self.size
+        if end > (size := file_size(self.file)):
+            raise ValueError(f'{self.file} ends at {size}, {self.name} at {end}: copy it again')
         with self.file.open('rb') as stream:
-            if end > (size := os.fstat(stream.fileno()).st_size):
-                raise ValueError(f'{self.file} ends at {size}, {self.name} at {end}: copy it again')
             content = np.empty(self.size, np.uint8)
             stream.seek(self.offset)
             stream.readinto(content.data)
@@ -96,11 +181,11 @@ class BundleEntry:
         return content.view(self.dtype).reshape(self.shape)
 
 
-def mesh_tf_prefix(path: str | Path) -> Path | None:
+def mesh_tf_prefix(path: Any) -> Any:
     """`path` if it is a prefix as `.../model.ckpt-1000000`; of a folder the one that its `checkpoint`
     names, else its only one; None if this is no Mesh-TF checkpoint."""
-    path = Path(path)
-    if Path(f'{path}.index').is_file():
+    path = to_path(path)
+    if path.with_name(f'{path.name}.index').is_file():
         return path
     pointer, indices = path / 'checkpoint', sorted(path.glob('*.index'))
     if pointer.is_file():  # T5X's file of this name is no text
@@ -115,7 +200,7 @@ def mesh_tf_prefix(path: str | Path) -> Path | None:
     return indices[0].with_suffix('') if indices else None
 
 
-def mesh_tf_index(prefix: Path) -> dict[str, BundleEntry | np.ndarray]:
+def mesh_tf_index(prefix: Any) -> dict[str, BundleEntry | np.ndarray]:
     """{T5X's path: where its array lies}, the array itself where it is small: `state/step`, int32, and T5X's
     placeholders, float32 zeros [1], for the slots that a parameter's `v`, or `v_row` and `v_col`, lack."""
     index: dict[str, BundleEntry | np.ndarray] = {}
@@ -154,9 +239,9 @@ def mesh_tf_index(prefix: Path) -> dict[str, BundleEntry | np.ndarray]:
     return index
 
 
-def read_bundle_index(prefix: Path) -> dict[str, BundleEntry]:
+def read_bundle_index(prefix: Any) -> dict[str, BundleEntry]:
     """{variable: BundleEntry} of `PREFIX.index`. No .data file is opened."""
-    file = Path(f'{prefix}.index')
+    file = prefix.with_name(f'{prefix.name}.index')
     if not file.is_file():
         raise ValueError(f'{file} is missing: name the prefix of the .index and .data files')
     with file.open('rb') as stream:
@@ -210,7 +295,7 @@ def _read_entry_proto(prefix, name, fields, num_shards):
     dtype = np.dtype(TENSORFLOW_DTYPES[number])
     if len(shape) > 8 or min(shape, default=1) < 1 or math.prod(shape) * dtype.itemsize != size:
         raise ValueError(f'{name} has shape {shape[:8]} and {size} bytes')
-    file = Path(f'{prefix}.data-{shard:05d}-of-{num_shards:05d}')
+    file = prefix.with_name(f'{prefix.name}.data-{shard:05d}-of-{num_shards:05d}')
     return BundleEntry(name, shape, dtype, file, offset, size, crc32c)
 
 
@@ -378,7 +463,12 @@ FIXED = {  # what model.py and data.py leave no choice about
     'eos_token_id': 1,
     'decoder_start_token_id': 0,
 }
-SAFETENSORS_DTYPES = ('F64', 'F32', 'BF16', 'F16')
+SAFETENSORS_DTYPES = {
+    'F64': np.dtype(np.float64),
+    'F32': np.dtype(np.float32),
+    'BF16': np.dtype(ml_dtypes.bfloat16),
+    'F16': np.dtype(np.float16),
+}
 # Names of the token table; a folder has one of them or equal copies.
 TOKEN_TABLES = ('shared.weight', 'encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
 # Stored in old folders, read by no model.
@@ -433,27 +523,50 @@ class SafetensorsEntry(NamedTuple):
     file: Path
     name: str
     shape: tuple[int, ...]
+    dtype: np.dtype
     transposed: bool = False
 
     def read(self) -> np.ndarray:
-        """The array in its stored dtype, as our tree has it (a transposed one is a view)."""
+        """The array in its stored dtype, as our tree has it."""
         with safetensors.safe_open(self.file, framework='numpy') as file:
             x = file.get_tensor(self.name)
-        return x.T if self.transposed else x
+        return _transpose(x) if self.transposed else x
+
+
+def _transpose(x: np.ndarray) -> np.ndarray:
+    """A copy, in strips: numpy itself goes through memory five times slower."""
+    y = np.empty(x.shape[::-1], x.dtype)
+    for i in range(0, len(x), 16):
+        y[:, i : i + 16] = x[i : i + 16].T
+    return y
 
 
 def is_hugging_face(folder: str | Path) -> bool:
     names = (WEIGHTS, WEIGHTS_INDEX, *OTHER_WEIGHTS)
-    return any(Path(folder, name).is_file() for name in names)
+    return any((to_path(folder) / name).is_file() for name in names)
 
 
-def hugging_face_config(folder: str | Path) -> model.T5Config:
-    """T5Config of a folder, to compute in float32. ValueError for what is no T5 of ours."""
-    found, settings = _find_arrays(Path(folder)), _read_json(Path(folder, 'config.json'))
+def hugging_face_index(folder: str | Path) -> tuple[model.T5Config, dict[str, SafetensorsEntry]]:
+    """The config of a folder, to compute in float32, and {'target/' + our path: entry}; nothing is read but
+    headers and the copies of the token table. ValueError for what is no T5 of ours, or lists up to ten names
+    that are missing or unknown; shapes are the caller's to compare."""
+    if not isinstance(folder := to_path(folder), Path):
+        raise ValueError(f'{folder}: safetensors are read from a disk only: copy the folder')
+    found, settings = _find_arrays(folder), _read_json(folder / 'config.json')
     try:
-        return _config(settings, found)
+        config = _config(settings, found)
     except (ValueError, TypeError) as error:
         raise ValueError(f'{folder}/config.json: {error}') from error
+    if config.logits_via_embedding and found['lm_head.weight'] == found['shared.weight']:
+        del found['lm_head.weight']
+    names = hugging_face_names(config)
+    _check_names(set(names.values()), set(found), f'{folder} is of another model than its config')
+    index = {}
+    for path, name in names.items():
+        entry, transposed = found[name], is_transposed(path)
+        shape = entry.shape[::-1] if transposed else entry.shape
+        index[f'target/{path}'] = entry._replace(shape=shape, transposed=transposed)
+    return config, index
 
 
 def _config(settings: dict[str, Any], found: Mapping[str, SafetensorsEntry]) -> model.T5Config:
@@ -500,21 +613,6 @@ def _is_tied(settings: Mapping[str, Any], found: Mapping[str, SafetensorsEntry])
     return bool(is_rescaled)
 
 
-def hugging_face_index(folder: str | Path, config: model.T5Config) -> dict[str, SafetensorsEntry]:
-    """{'target/' + our path: entry} of a folder, nothing read but headers and the copies of the token table.
-    ValueError lists up to ten names that are missing or unknown; shapes are the caller's to compare."""
-    names, found = hugging_face_names(config), _find_arrays(Path(folder))
-    if config.logits_via_embedding and found['lm_head.weight'] == found['shared.weight']:
-        del found['lm_head.weight']
-    _check_names(set(names.values()), set(found), f'{folder} is of another model than its config')
-    index = {}
-    for path, name in names.items():
-        entry, transposed = found[name], is_transposed(path)
-        shape = entry.shape[::-1] if transposed else entry.shape
-        index[f'target/{path}'] = entry._replace(shape=shape, transposed=transposed)
-    return index
-
-
 def _find_arrays(folder: Path) -> dict[str, SafetensorsEntry]:
     """{Hugging Face's name: entry} from the files' headers. The token table is there once, shared.weight;
     lm_head.weight is that same entry where it is absent or holds the same."""
@@ -546,7 +644,7 @@ def _find_arrays(folder: Path) -> dict[str, SafetensorsEntry]:
                         raise ValueError(
                             f'{words}: use once and one of {", ".join(SAFETENSORS_DTYPES)}'
                         )
-                    found[name] = SafetensorsEntry(file, name, shape)
+                    found[name] = SafetensorsEntry(file, name, shape, SAFETENSORS_DTYPES[dtype])
         except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise ValueError(f'{file} cannot be read ({error})') from error
     found.pop(UNUSED, None)
@@ -593,8 +691,8 @@ def write_hugging_face(
     shard_bytes: int = 5 * 10**9,
     model_type: str | None = None,
 ) -> None:
-    """Writes a new folder that transformers opens: all or nothing. `arrays`: {our path: array}, each asked
-    for once, in its dtype; at most `shard_bytes` (or one array) are in memory. `vocabulary_model` becomes
+    """Writes a new folder that transformers opens: all or nothing. `arrays`: {our path: array, or a leaf of an
+    index, then read once}; at most `shard_bytes` (or one array) are in memory. `vocabulary_model` becomes
     spiece.model. Source: transformers modeling_utils.py save_pretrained."""
     folder = Path(folder)
     if folder.exists():
@@ -661,14 +759,14 @@ def _shards(
     names, shapes = hugging_face_names(config), model.shapes(config)
     _check_names(set(names), set(arrays), 'the parameters are not those of the config')
     shard: dict[str, np.ndarray] = {}
-    for path, name in names.items():
-        x = np.asarray(arrays[path])
+    for path in arrays:
+        x = np.asarray(read_leaf(arrays[path]))
         if x.shape != shapes[path]:
             raise ValueError(f'{path} has shape {x.shape}, the config asks for {shapes[path]}')
         if shard and sum(y.nbytes for y in shard.values()) + x.nbytes > shard_bytes:
             yield shard
             shard = {}
-        shard[name] = np.ascontiguousarray(x.T if is_transposed(path) else x)
+        shard[names[path]] = _transpose(x) if is_transposed(path) else np.ascontiguousarray(x)
     yield shard
 
 

@@ -695,34 +695,39 @@ class Vocabulary:
 
 
 def find_vocabulary(
-    config, workdir: str | pathlib.Path, source: Source, max_size: int
+    config, workdir: str | pathlib.Path, source: Source, max_size: int, model: bytes = b''
 ) -> Vocabulary:
-    """What `config.vocabulary` names ('bytes', a SentencePiece model or its folder), else the workdir's,
-    else one trained on a sample of `source`. The caller keeps its `model` as workdir/vocabulary.model. Raises
-    ValueError where that is another one, and where a model is missing, unreadable or has more than `max_size`
-    ids."""
+    """What `config.vocabulary` names ('bytes', a SentencePiece model or its folder), else `model`, else the
+    workdir's, else one trained on a sample of `source`. The caller keeps its `model` as
+    workdir/vocabulary.model. Raises ValueError where that is another one, and where a model is missing,
+    unreadable or has more than `max_size` ids."""
     if config.vocabulary == 'bytes':
         return ByteVocabulary(config.extra_ids).within(max_size)
     kept = pathlib.Path(workdir, 'vocabulary.model')
-    name = config.vocabulary or str(kept)
-    if file := vocabulary_file(name):
+    name = f'data.vocabulary={config.vocabulary!r}'
+    if config.vocabulary:
+        if not (file := vocabulary_file(config.vocabulary)):
+            raise ValueError(f'{name}: no file, nor a folder with spiece.model')
         model = file.read_bytes()
-    elif config.vocabulary:
-        raise ValueError(f'data.vocabulary={name!r}: no file, nor a folder with spiece.model')
+    elif model:
+        name = 'the vocabulary of restore.path'
+    elif kept.exists():
+        name, model = str(kept), kept.read_bytes()
     else:
         documents = source.documents('train', 0, 0, 1, seed=0)  # from all over the corpus
         model = train_vocabulary((text for *_, text in documents), config.num_pieces)
     if kept.exists() and model != kept.read_bytes():
-        raise ValueError(f'data.vocabulary={name!r} is not {kept}: use that, or another workdir')
+        raise ValueError(f'{name} is not {kept}: use that, or another workdir')
     try:
         return SentencePieceVocabulary(model, config.extra_ids).within(max_size)
     except ValueError as error:
-        raise ValueError(f'data.vocabulary={name!r}: {error}') from None
+        raise ValueError(f'{name}: {error}') from None
 
 
-def vocabulary_file(name: str | pathlib.Path) -> pathlib.Path | None:
-    """The SentencePiece model that `name` is or, if it is a folder, holds."""
-    files = [pathlib.Path(name, end) for end in ('', 'spiece.model', 'sentencepiece.model')]
+def vocabulary_file(name):
+    """The SentencePiece model that `name`, a string or path, is or, if it is a folder, holds; else None."""
+    path = pathlib.Path(name) if isinstance(name, str) else name
+    files = [path, path / 'spiece.model', path / 'sentencepiece.model']
     return next((file for file in files if file.is_file()), None)
 
 

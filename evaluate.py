@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,57 +120,72 @@ def load(
     vocabulary: str | Path | None = None,
     config: model.T5Config | None = None,
     mesh: Mesh | None = None,
+    dtype: str = 'float32',
 ) -> T5:
     """Opens a workdir (its newest checkpoint), a T5X checkpoint directory, a Mesh-TF checkpoint (its prefix
-    or folder) or a Hugging Face folder; parameters only, in float32, on one device if no mesh. Sizes come
+    or folder) or a Hugging Face folder; parameters only, in `dtype`, on one device if no mesh. Sizes come
     from `config`, else from the checkpoint's own config, else from its shapes; the vocabulary ('bytes', a
     SentencePiece model or its folder) from the workdir or the folder, else there is none."""
-    directory, config, index = find_checkpoint(path, config)
+    directory, config, index = open_model(path, config)
     mesh = mesh or partition.make_mesh(1, 1, jax.devices()[:1])
     model.check_mesh(config, mesh)
     specs = partition.param_specs(model.PARAMETER_SPECS, model.shapes(config))
     placed = {f'target/{p}': x for p, x in partition.shardings(mesh, specs).items()}
-    arrays = checkpoint.restore(directory, placed.__contains__, placed, 'float32', index)
+    arrays = checkpoint.restore(
+        {path: index[path] for path in index if path in placed}, placed, dtype
+    )
     arrays = {path.removeprefix('target/'): x for path, x in arrays.items()}
     return T5(config, arrays, mesh, find_vocabulary(directory, vocabulary))
 
 
-def find_checkpoint(
+def open_model(
     path: str | Path, config: model.T5Config | None = None
-) -> tuple[Path, model.T5Config, dict[str, Any]]:
-    """Where the checkpoint of `load` lies, its config and its index. Raises ValueError unless it is whole and
-    its parameters are those of the config."""
-    step = checkpoint.newest(Path(path))
-    directory = Path(path) if step is None else Path(path, f'checkpoint_{step}')
-    checkpoint.verify(directory)
-    index = checkpoint.read_index(directory)
-    found = checkpoint.shapes(index)
-    found = {p: shape for p, shape in found.items() if p.startswith('target/')}
-    if config is None and convert.is_hugging_face(directory):
-        config = convert.hugging_face_config(directory)
-    elif config is None and (settings := read_settings(directory)):
-        config = model.T5Config(**settings['model'])
-    config = config or config_from_shapes({p.removeprefix('target/'): x for p, x in found.items()})
-    expected = {f'target/{p}': shape for p, shape in model.shapes(config).items()}
-    checkpoint.compare(expected, found)
+) -> tuple[Any, model.T5Config, dict[str, Any]]:
+    """Where the checkpoint of `load` lies, its config and its index. ValueError unless the checkpoint is whole
+    and its parameters are those of the config."""
+    directory, index, own_config = find_checkpoint(path)
+    shapes = checkpoint.shapes(index)
+    shapes = {p.removeprefix('target/'): x for p, x in shapes.items() if p.startswith('target/')}
+    config = config or own_config or config_from_shapes(shapes)
+    try:
+        checkpoint.compare(model.shapes(config), shapes)
+    except ValueError as error:
+        raise ValueError(f'{directory}: {error}') from None
     return directory, config, index
 
 
-def read_settings(directory: Path) -> dict[str, Any]:
+def find_checkpoint(path: str | Path) -> tuple[Any, dict[str, Any], model.T5Config | None]:
+    """Where the checkpoint of `load` lies, its index, and the config beside it if there is one. ValueError
+    where it is damaged."""
+    step, directory = checkpoint.newest(path), convert.to_path(path)
+    if step is not None:
+        directory /= f'checkpoint_{step}'
+    checkpoint.verify(directory)
+    if convert.is_hugging_face(directory):
+        config, entries = convert.hugging_face_index(directory)
+        return directory, dict(entries), config
+    index, settings = checkpoint.read_index(directory), read_settings(directory)
+    try:
+        return directory, index, model.T5Config(**settings['model']) if settings else None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f'{directory}/config.json: {error}') from error
+
+
+def read_settings(directory: Any) -> dict[str, Any]:
     """config.json of a checkpoint of ours; {} where there is none."""
     file = directory / 'config.json'
     settings = json.loads(file.read_text()) if file.is_file() else {}
     return settings if isinstance(settings.get('model'), dict) else {}
 
 
-def find_vocabulary(directory: Path, name: str | Path | None = None) -> Any:
+def find_vocabulary(directory: Any, name: str | Path | None = None) -> Any:
     """The one that `name` names ('bytes', a SentencePiece model or its folder), else the one beside a
     checkpoint, else None."""
     settings = read_settings(directory).get('data', {'extra_ids': 100, 'vocabulary': ''})
     if 'bytes' in (name, not name and settings['vocabulary']):
         return data.ByteVocabulary()
     names = [name] if name else [directory / 'spiece.model', directory.parent / 'vocabulary.model']
-    for file in filter(None, map(data.vocabulary_file, names)):
+    for file in filter(None, map(data.vocabulary_file, map(convert.to_path, names))):
         return data.SentencePieceVocabulary(file.read_bytes(), settings['extra_ids'])
     if name:
         raise ValueError(
@@ -179,34 +194,18 @@ def find_vocabulary(directory: Path, name: str | Path | None = None) -> Any:
     return None
 
 
-class StoredParameters(Mapping):
-    """{path: array} of a checkpoint, in its dtypes, each read when it is asked for."""
-
-    def __init__(self, directory: Path, paths: Iterable[str], index: Mapping[str, Any]):
-        self.directory, self.paths, self.index = directory, list(paths), index
-
-    def __getitem__(self, path: str) -> Any:
-        name = f'target/{path}'
-        return checkpoint.restore(self.directory, name.__eq__, index=self.index)[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.paths)
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-
 def convert_checkpoint(source: str | Path, target: str | Path, form: str) -> Path:
     """Writes what `load` would open at `source` to the folder `target`, in its dtypes: 't5x' with whatever
-    optimizer state there is, as `target`/checkpoint_STEP, or 'hf', parameters alone. Returns its path."""
-    directory, config, index = find_checkpoint(source)
+    optimizer state there is, as `target`/checkpoint_STEP, or 'hf', parameters alone. Returns its path. Arrays
+    are read as they are written."""
+    directory, config, index = open_model(source)
     vocabulary = find_vocabulary(directory)
     pieces = vocabulary.model if vocabulary else b''
     if form == 'hf':
-        arrays = StoredParameters(directory, model.shapes(config), index)
+        arrays = {p.removeprefix('target/'): x for p, x in index.items() if p.startswith('target/')}
         convert.write_hugging_face(target, config, arrays, pieces or None)
         return Path(target)
-    tree = {'state/step': np.int32(0)} | checkpoint.restore(directory, index=index)
+    tree = {'state/step': np.int32(0)} | index
     files = {'config.json': json.dumps({'model': dataclasses.asdict(config)}).encode()}
     written = checkpoint.save(Path(target), int(tree['state/step']), tree, files)
     if pieces:

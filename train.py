@@ -10,11 +10,12 @@ import io
 import json
 import math
 import os
+import re
 import socket
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -29,6 +30,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import checkpoint
+import convert
 import data
 import evaluate
 import loss
@@ -45,6 +47,10 @@ MAY_CHANGE = (
 COUNTS = ('train.steps', 'train.batch_size', 'eval.steps', 'learning_rate.warmup_steps')
 PERIODS = ('eval.every_steps', 'save.every_steps', 'log.every_steps')
 LEAST = dict.fromkeys((*COUNTS, *PERIODS), 1) | {'save.keep': 0, 'save.keep_every': 0}
+SOME_OF = {
+    'save.dtype': ('float32', 'bfloat16'),
+    'restore.dtype': ('float32', 'bfloat16', 'float16', ''),
+}
 MEMORY_FRACTION = 0.9  # that a step may need; the rest is left to data, program and system
 STEPS_PER_AGREEMENT = 10  # of many processes, on whether one was asked to stop
 
@@ -84,19 +90,25 @@ def prepare(config: Any, workdir: str | Path) -> Run:
     """All that comes before the first step; the newest whole checkpoint is restored if there is one.
     ValueError, in words, for settings that cannot be or that an old run in `workdir` forbids."""
     workdir, batch_size = Path(workdir), config.train.batch_size
-    mesh = make_trainer(config).mesh
+    trainer = make_trainer(config)
+    mesh = trainer.mesh
     counts = microbatch_counts(config, mesh)
     source = data.open_source(config.data)
     lock = lock_workdir(workdir)
     try:
-        vocabulary = data.find_vocabulary(config.data, workdir, source, config.model.vocab_size)
+        step = checkpoint.newest_whole(workdir, say)
+        directory = workdir / f'checkpoint_{step}'
+        leaves, own_vocabulary, start = dict[str, Any](), b'', f'Going on after step {step}'
+        if step is None:
+            leaves, own_vocabulary, start = choose_initial(config, trainer)
+        where = (workdir, source, config.model.vocab_size, own_vocabulary)
+        vocabulary = data.find_vocabulary(config.data, *where)
         settings = json.loads(config.to_json()) | {'corpus': source.corpus}
         settings['data_fingerprint'] = source.fingerprint
         settings['vocabulary_hash'] = vocabulary.hash
-        step = checkpoint.newest_whole(workdir, say)
-        directory, interval = workdir / f'checkpoint_{step}', list[dict]()
         if step is not None:
             compare_settings(directory, settings)
+            leaves = checkpoint.choose(checkpoint.read_index(directory), state_shapes(trainer))
         rows = partition.own_rows(mesh, batch_size)
         place = (vocabulary, config.data, batch_size, config.seed, rows)
         stream = data.Stream(source, 'train', *place)
@@ -105,13 +117,11 @@ def prepare(config: Any, workdir: str | Path) -> Run:
         if step is not None and step >= config.train.steps:
             counts = []  # nothing is left to compile for
         else:
-            start = f'Going on after step {step:,}' if step else 'From scratch'
             say(f'{start}; compiling, then a line every {config.log.every_steps} steps.')
         trainer, train_step, num_microbatches = compile_step(config, mesh, counts)
-        if step is None:
-            state = trainer.init()
-        else:
-            state = restore(trainer, directory)
+        dtype = config.restore.dtype if step is None else ''
+        state, interval = restore(trainer, leaves, dtype), list[dict]()
+        if step is not None:
             stream.seek(np.load(directory / 'data_position.npy')[rows])
             interval = json.loads((directory / 'interval.json').read_bytes())
         settings['train']['num_microbatches'] = str(num_microbatches)
@@ -250,6 +260,10 @@ def make_trainer(config: Any, num_microbatches: int = 1) -> Trainer:
         group, name = key.split('.')
         if config[group][name] < least:
             raise ValueError(f'{key}={config[group][name]}: must be at least {least}')
+    for key, values in SOME_OF.items():
+        group, name = key.split('.')
+        if config[group][name] not in values:
+            raise ValueError(f'{key}={config[group][name]!r}: must be one of {values}')
     c = model.T5Config(**config.model)
     mesh = partition.make_mesh(**config.mesh)
     model.check_mesh(c, mesh)
@@ -321,7 +335,8 @@ def train(run: Run, stop: Callable[[], int] = lambda: 0) -> int:
             )
             say(outlook(run))
             return 0
-        saver = checkpoint.Saver(run.workdir, run.config.save.keep, run.config.save.keep_every)
+        c = run.config.save
+        saver = checkpoint.Saver(run.workdir, c.keep, c.keep_every, c.dtype)
         try:
             step, signal = take_steps(run, report, saver, stop)
         finally:
@@ -427,18 +442,65 @@ def save(
     saver.save(int(state.step), optimizer.to_t5x(*state), files)
 
 
-def restore(trainer: Trainer, directory: Path) -> TrainState:
-    """The state in a checkpoint, each array where the trainer wants it; one that is split is read in
-    parts, each straight to its device."""
-    like = jax.eval_shape(trainer.init)
-    expected = checkpoint.shapes(optimizer.to_t5x(*like))
-    checkpoint.compare(expected, checkpoint.shapes(checkpoint.read_index(directory)))
-    specs = optimizer.to_t5x(*trainer.specs)
+def choose_initial(config: Any, trainer: Trainer) -> tuple[dict[str, Any], bytes, str]:
+    """Where a new run starts: leaves of the index of `restore.path`, its vocabulary, and words that say so.
+    Step and optimizer state come along, as in T5X, where the checkpoint has them and `restore.only` does not
+    leave them out. ValueError where they do not fit."""
+    path, only = config.restore.path, config.restore.only
+    if not path:
+        return {}, b'', 'From scratch'
+    directory, index, _ = evaluate.find_checkpoint(path)
+    expected = state_shapes(trainer)
+    if not any(name.startswith('state/param_states/') for name in index):  # nor then the step
+        expected = {name: x for name, x in expected.items() if name.startswith('target/')}
+        index = {name: leaf for name, leaf in index.items() if name.startswith('target/')}
+    try:
+        leaves = checkpoint.choose(index, expected, only, config.restore.strict)
+    except re.error as error:
+        raise ValueError(f'restore.only={only!r} is no regular expression: {error}') from error
+    except ValueError as error:
+        words = 'restore.only leaves some out, restore.strict=False whatever only one of them has'
+        raise ValueError(f'restore.path={path}: {error}: {words}') from error
+    step = int(convert.read_leaf(leaves.get('state/step', 0)))
+    if step >= config.train.steps:
+        words = "set more train.steps, or restore.only='target/.*', which starts at step 0"
+        raise ValueError(
+            f'restore.path={path} has taken {step:,} of {config.train.steps:,}: {words}'
+        )
+    vocabulary = evaluate.find_vocabulary(directory)
+    if not config.data.vocabulary and not (vocabulary and vocabulary.model):
+        words = 'no SentencePiece model, and a new one would have other words for its embeddings'
+        raise ValueError(f'restore.path={path} brings {words}: name its own with data.vocabulary')
+    parameters, wanted = (
+        {x for x in tree if x.startswith('target/')} for tree in (leaves, expected)
+    )
+    optimizer_state = 'with the' if leaves.keys() - parameters else 'without any'
+    start = f'From step {step:,} of {directory}, {optimizer_state} optimizer state'
+    for words, names in (('initial', wanted - parameters), ('not used', index.keys() - leaves)):
+        if listed := sorted(name for name in names if name.startswith('target/')):
+            more = f' and {len(listed) - 10} more' if len(listed) > 10 else ''
+            start += f'; {words}: {", ".join(listed[:10])}{more}'
+    return leaves, vocabulary.model if vocabulary else b'', start
+
+
+def restore(trainer: Trainer, leaves: Mapping[str, Any], dtype: str = '') -> TrainState:
+    """The state that `leaves` of a checkpoint's index hold, initial where they hold nothing; each array where
+    the trainer wants it, and one that is split is read in parts, each straight to its device."""
+    like, specs = jax.eval_shape(trainer.init), optimizer.to_t5x(*trainer.specs)
     # Not the step: every count in the state is a copy of it, to be donated.
     split = {path: x for path, x in specs.items() if isinstance(x, P) and path != 'state/step'}
-    arrays = checkpoint.restore(directory, shardings=partition.shardings(trainer.mesh, split))
+    arrays = checkpoint.restore(leaves, partition.shardings(trainer.mesh, split), dtype)
+    if state_shapes(trainer).keys() - arrays.keys():
+        initial = optimizer.to_t5x(*trainer.init())
+        arrays = initial | {'state/step': np.asarray(initial['state/step'])} | arrays
     state = TrainState(*optimizer.from_t5x(arrays, like.opt_state))
+    state = jax.tree.map(lambda x, y: x.astype(y.dtype), state, like)
     return jax.device_put(state, partition.shardings(trainer.mesh, trainer.specs))
+
+
+def state_shapes(trainer: Trainer) -> checkpoint.Shapes:
+    """{T5X's path: shape} of all that a checkpoint of this run holds."""
+    return checkpoint.shapes(optimizer.to_t5x(*jax.eval_shape(trainer.init)))
 
 
 def replace_file(file: Path, content: bytes) -> None:

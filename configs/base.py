@@ -86,6 +86,13 @@ def get_config() -> ConfigDict:
     save.every_steps = 1000  # the last step is always saved
     save.keep = 0  # newest checkpoints; 0: all
     save.keep_every = 0  # steps whose checkpoint is never deleted; 0: none
+    save.dtype = 'float32'  # of the parameters; bfloat16 halves them, and going on starts from them
+
+    config.restore = restore = ConfigDict()  # what a new run starts from; one that goes on does not
+    restore.path = ''  # whatever evaluate.load opens; '' for initial parameters
+    restore.only = '.*'  # pattern for whole paths: 'target/.*' is the parameters, at step 0
+    restore.strict = True  # False: what only one of the two has is left as it is, and listed
+    restore.dtype = 'float32'  # to which parameters are rounded; bfloat16, float16; '': as stored
 
     config.mesh = ConfigDict({'data': -1, 'model': 1})  # devices on each axis; -1: what is left
     return config.lock()

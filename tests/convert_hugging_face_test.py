@@ -58,8 +58,7 @@ def random_arrays(config, dtype='float32'):
 
 def load(folder):
     """As evaluate.load opens a checkpoint: config, headers, shapes compared, then the arrays."""
-    config = convert.hugging_face_config(folder)
-    index = convert.hugging_face_index(folder, config)
+    config, index = convert.hugging_face_index(folder)
     expected = {f'target/{path}': shape for path, shape in model.shapes(config).items()}
     checkpoint.compare(expected, {path: entry.shape for path, entry in index.items()})
     arrays = {path: entry.read() for path, entry in index.items()}
@@ -168,7 +167,7 @@ def test_a_config_without_what_old_folders_lack(tmp_path):
     lacks = ('feed_forward_proj', 'dense_act_fn', 'is_gated_act', 'num_decoder_layers')
     lacks += ('relative_attention_max_distance', 'tie_word_embeddings')
     edit_json(folder / 'config.json', **dict.fromkeys(lacks))
-    assert convert.hugging_face_config(folder) == config
+    assert convert.hugging_face_index(folder)[0] == config
 
 
 def test_copies_of_the_token_table(tmp_path):
@@ -344,7 +343,7 @@ def test_pickles_are_not_opened(tmp_path):
     (tmp_path / 'pytorch_model.bin').write_bytes(b'cos\nsystem\n(S"false"\ntR.')
     assert convert.is_hugging_face(tmp_path)
     with pytest.raises(ValueError, match='pickle.*save_pretrained'):
-        convert.hugging_face_config(tmp_path)
+        convert.hugging_face_index(tmp_path)
     (tmp_path / 'pytorch_model.bin').unlink()
     (tmp_path / 'config.json').write_text('{}')  # a workdir has one, too
     assert not convert.is_hugging_face(tmp_path)

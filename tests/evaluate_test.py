@@ -3,13 +3,17 @@
 golden/: made by running T5X, TensorFlow's Saver and transformers; its READMEs say how.
 """
 
+import dataclasses
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
 
+import checkpoint_test
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from parity_test import assert_close, features
@@ -19,6 +23,7 @@ import checkpoint
 import convert
 import data
 import evaluate
+import model
 import partition
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -89,6 +94,74 @@ def test_what_cannot_be_asked_is_said_in_words():
         evaluate.load(T5X, vocabulary='nowhere')
     text = evaluate.load(T5X, vocabulary='bytes').generate(['hello', 'there'], max_length=4)
     assert len(text) == 2 and all(isinstance(answer, str) for answer in text)
+
+
+def stack(params, config):
+    """T5X's scalable_t5 tree of umT5 (t5x/examples/scalable_t5): layers on axis 1, heads apart."""
+    stacked = {}
+    for path, x in params.items():
+        if match := re.fullmatch(r'(encoder|decoder)/layers_0/(.+)', path):
+            layers = [
+                params[f'{match[1]}/layers_{i}/{match[2]}']
+                for i in range(config.num_encoder_layers)
+            ]
+            if re.search('(query|key|value)/kernel', path):
+                layers = [x.reshape(config.emb_dim, config.num_heads, -1) for x in layers]
+            elif path.endswith('out/kernel'):
+                layers = [x.reshape(config.num_heads, -1, config.emb_dim) for x in layers]
+            stacked[f'{match[1]}/{match[1]}/{match[2]}'] = np.stack(layers, axis=1)
+        elif '/layers_' not in path:
+            stacked[path] = x
+    return stacked
+
+
+@pytest.mark.parametrize('inline', [False, True])
+def test_stacked_layers_of_umt5(tmp_path, inline, monkeypatch):
+    config = model.T5Config(384, emb_dim=24, num_heads=4, head_dim=8, num_encoder_layers=3)
+    config = dataclasses.replace(config, num_decoder_layers=3, relpos_bias_per_layer=True)
+    config = dataclasses.replace(config, mlp_dim=48, mlp_activations=('gelu', 'linear'))
+    params = {path: np.asarray(x) for path, x in model.init(config, jax.random.key(0)).items()}
+    stacked = stack(params, config)
+    assert stacked['decoder/decoder/self_attention/out/kernel'].shape == (4, 3, 8, 24)
+    assert stacked['encoder/encoder/relpos_bias/rel_embedding'].shape == (4, 3, 32)
+    assert stacked['encoder/encoder/mlp/wo/kernel'].shape == (48, 3, 24)
+    assert stacked['decoder/decoder/pre_mlp_layer_norm/scale'].shape == (24, 3)
+    tree = {f'target/{path}': x for path, x in stacked.items()} | {'state/step': np.int32(9)}
+    tree['state/param_states/encoder/encoder/mlp/wo/kernel/v_row'] = np.ones([24, 3], np.float32)
+    directory = checkpoint.save(tmp_path, 9, tree)
+    if inline:  # as T5X writes what has no axes
+        leaves = {path: checkpoint_test.extension(1, x) for path, x in tree.items()}
+        shutil.rmtree(directory)
+        checkpoint_test.write_index(directory, checkpoint.unflatten(leaves))
+    reads, read = [], checkpoint.ZarrEntry.read
+    monkeypatch.setattr(checkpoint.ZarrEntry, 'read', lambda x: reads.append(x) or read(x))
+    restored = checkpoint.restore(directory)
+    assert restored.pop('state/step') == 9
+    assert restored.keys() == {f'target/{path}' for path in params}
+    for path, x in params.items():
+        np.testing.assert_array_equal(restored[f'target/{path}'], x, err_msg=path)
+    num_stacks = sum(
+        f'/{stack}/{stack}/' in f'/{p}' for p in stacked for stack in ('encoder', 'decoder')
+    )
+    assert len(reads) == (0 if inline else num_stacks)  # each once
+    t5 = evaluate.load(directory, mesh=partition.make_mesh(2, 2, jax.devices()[:4]))
+    assert t5.config == config
+    del reads[:]
+    evaluate.convert_checkpoint(directory, tmp_path / 'hf', 'hf')
+    evaluate.convert_checkpoint(directory, tmp_path / 'apart', 't5x')
+    assert len(reads) in (0, 2 * (num_stacks + 4))  # and what is not stacked
+    assert json.loads((tmp_path / 'hf/config.json').read_text())['model_type'] == 'umt5'
+    for path, x in checkpoint.restore(tmp_path / 'hf').items():
+        np.testing.assert_array_equal(x, params[path.removeprefix('target/')], err_msg=path)
+
+
+def test_half_the_memory():
+    t5, whole = evaluate.load(T5X, dtype='bfloat16'), evaluate.load(T5X)
+    assert {x.dtype for x in t5.arrays.values()} == {jnp.bfloat16.dtype}
+    batch = features(np.load(T5X.parent / 'golden.npz'), 'batch')
+    logits = t5.logits(batch)
+    assert logits.dtype == jnp.float32
+    assert_close(logits, whole.logits(batch), 2e-2)  # eight bits of mantissa
 
 
 def assert_same_bits(found, expected):

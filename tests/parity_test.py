@@ -110,7 +110,7 @@ def test_six_adafactor_steps(golden, monkeypatch):
     monkeypatch.setitem(model.ACTIVATIONS, 'relu', lambda x: jnp.where(x > 1e-6, x, 0.0))
     arrays = np.load(golden / 'golden.npz')
     trainer = train.make_trainer(run_config(golden))
-    state = train.restore(trainer, golden / 'checkpoint_0')
+    state = train.restore(trainer, checkpoint.read_index(golden / 'checkpoint_0'))
     start = {name: np.asarray(x) for name, x in state.params.items()}
     losses = []
     for i in range(6):
@@ -133,7 +133,7 @@ def test_a_trained_checkpoint_has_the_layout_of_T5Xs(golden, tmp_path):
     inline arrays but for their values, specs but for the compressor."""
     arrays = np.load(golden / 'golden.npz')
     trainer = train.make_trainer(run_config(golden))
-    state = train.restore(trainer, golden / 'checkpoint_0')
+    state = train.restore(trainer, checkpoint.read_index(golden / 'checkpoint_0'))
     for i in range(3):
         state, _ = trainer.train_step(state, features(arrays, f'train_batch{i}'))
     saver = checkpoint.Saver(tmp_path)

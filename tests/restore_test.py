@@ -1,0 +1,212 @@
+"""A new run starts from a checkpoint: whole or in part, of any format, on any mesh."""
+
+import re
+import shutil
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from end_to_end_test import ROOT, corpus, run, small_config, state_of
+
+import checkpoint
+import optimizer
+import train
+
+assert corpus  # a fixture
+
+GOLDEN = ROOT / 'tests/golden'
+T5X = GOLDEN / 't5x_t5_1_1_tiny/checkpoint_6'  # after six steps, with Adafactor's slots
+MESH_TF = GOLDEN / 'mtf_t5_1_1'  # after 1,000,000, weights in bfloat16
+HUGGING_FACE = GOLDEN / 'hf_t5_1_1'  # parameters alone
+
+
+def tiny_config(path, corpus, steps=8, vocabulary='bytes', **restore):
+    """Of the golden models' sizes."""
+    config = small_config(corpus, steps)
+    sizes = dict(vocab_size=384, emb_dim=32, num_heads=4, head_dim=8, mlp_dim=64)
+    config.model.update(**sizes, num_encoder_layers=2, num_decoder_layers=2)
+    config.data.vocabulary = vocabulary
+    config.restore.update(path=str(path), **restore)
+    return config
+
+
+def start(config, workdir):
+    """The state with which a run begins, as a checkpoint would have it."""
+    prepared = train.prepare(config, workdir)
+    prepared.lock.close()
+    return jax.device_get(optimizer.to_t5x(*prepared.state))
+
+
+def initial(config, workdir):
+    config.restore.path = ''
+    return start(config, workdir)
+
+
+def assert_equal(found, expected, paths=None):
+    for path in expected if paths is None else paths:
+        np.testing.assert_array_equal(found[path], expected[path], err_msg=path)
+
+
+def is_parameter(path):
+    return path.startswith('target/')
+
+
+@pytest.mark.parametrize('mesh_shape', [(1, 1), (2, 2)])
+def test_everything_of_T5X(corpus, tmp_path, capsys, mesh_shape):
+    config = tiny_config(T5X, corpus)
+    config.mesh.data, config.mesh.model = mesh_shape
+    expected = checkpoint.restore(T5X)
+    found = start(config, tmp_path)
+    assert found.keys() == expected.keys() and found['state/step'] == 6
+    assert_equal(found, expected)
+    words = capsys.readouterr().out
+    assert f'From step 6 of {T5X}, with the optimizer state; compiling' in words
+    run(config, tmp_path)
+    assert state_of(tmp_path, 8)['state/step'] == 8
+    assert 'step 7/8' in capsys.readouterr().out
+
+
+def test_everything_of_mesh_tf(corpus, tmp_path):
+    arrays = np.load(MESH_TF / 'golden.npz')
+    found = start(tiny_config(MESH_TF, corpus, 1_000_001), tmp_path)
+    names = [name for name in arrays if name.startswith('imported/')]
+    assert len(names) == len(found)
+    for name in names:
+        x = found[name.removeprefix('imported/')]
+        np.testing.assert_array_equal(x, arrays[name].astype(x.dtype), err_msg=name)
+
+
+def test_parameters_alone(corpus, tmp_path, capsys):
+    """Hugging Face has no more; of the others the pattern takes no more. The rest is as in any new run."""
+    for path, only in [(HUGGING_FACE, '.*'), (T5X, 'target/.*')]:
+        config = tiny_config(path, corpus, only=only)
+        found, expected = start(config, tmp_path / path.name), checkpoint.restore(path)
+        assert_equal(found, expected, filter(is_parameter, expected))
+        assert 'From step 0' in (words := capsys.readouterr().out), words
+        assert 'without any optimizer state; compiling' in words
+        fresh = initial(config, tmp_path / f'{path.name} fresh')
+        assert_equal(found, fresh, [name for name in fresh if not is_parameter(name)])
+        assert (
+            fresh['target/token_embedder/embedding'] != found['target/token_embedder/embedding']
+        ).any()
+
+
+def test_another_vocabulary_size(corpus, tmp_path):
+    config = tiny_config(T5X, corpus)
+    config.model.vocab_size = 512
+    message = 'target/token_embedder/embedding is (384, 32), not (512, 32)'
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        start(config, tmp_path / 'run')
+    assert 'target/decoder/logits_dense/kernel is (32, 384), not (32, 512)' in str(error.value)
+    assert 'restore.only leaves some out' in str(error.value) and '\n' not in str(error.value)
+    assert [file.name for file in (tmp_path / 'run').iterdir()] == ['lock']
+    config.restore.only = '(?!.*(embedding|logits_dense)).*'
+    found, expected = start(config, tmp_path / 'run'), checkpoint.restore(T5X)
+    taken = [path for path in expected if 'embedding/' not in path and 'logits' not in path]
+    taken = [path for path in taken if not re.search('embedding|logits_dense', path)]
+    assert_equal(found, expected, taken)
+    fresh = initial(config, tmp_path / 'fresh')
+    assert_equal(found, fresh, fresh.keys() - taken)
+    assert found['target/token_embedder/embedding'].shape == (512, 32)
+
+
+@pytest.mark.parametrize('depth, words', [(1, 'not there'), (3, 'is missing, not')])
+def test_another_depth(corpus, tmp_path, capsys, depth, words):
+    """What is missing and what is too much is listed, or left as it is and listed."""
+    config = tiny_config(T5X, corpus)
+    config.model.num_decoder_layers = depth
+    layer, kernel = f'target/decoder/layers_{min(depth, 2)}', 'encoder_decoder_attention/key/kernel'
+    with pytest.raises(ValueError, match=words) as error:
+        start(config, tmp_path / 'run')
+    assert 'decoder/layers_' in str(error.value) and ' more: restore.only' in str(error.value)
+    capsys.readouterr()
+    config.restore.strict = False
+    found, expected = start(config, tmp_path / 'run'), checkpoint.restore(T5X)
+    printed = capsys.readouterr().out
+    assert f'{"not used" if depth == 1 else "initial"}: {layer}/{kernel}' in printed, printed
+    assert ' and 4 more; compiling' in printed
+    fresh = initial(config, tmp_path / 'fresh')
+    assert_equal(found, expected, found.keys() & expected.keys())
+    assert_equal(found, fresh, found.keys() - expected.keys())
+
+
+def test_dtypes(corpus, tmp_path):
+    config = tiny_config(T5X, corpus, dtype='bfloat16')
+    config.save.dtype = 'bfloat16'
+    expected = checkpoint.restore(T5X)
+    found = start(config, tmp_path)
+    for path, x in expected.items():
+        rounded = x.astype(ml_dtypes.bfloat16) if is_parameter(path) else x
+        np.testing.assert_array_equal(found[path], rounded.astype(x.dtype), err_msg=path)
+        assert found[path].dtype == x.dtype
+    run(config, tmp_path)
+    saved = state_of(tmp_path, 8)
+    assert {saved[path].dtype for path in saved if is_parameter(path)} == {
+        np.dtype(ml_dtypes.bfloat16)
+    }
+    assert {saved[path].dtype for path in saved if path.endswith('/v')} == {np.dtype(np.float32)}
+    config.train.steps = 10
+    run(config, tmp_path)
+    assert state_of(tmp_path, 10)['state/step'] == 10
+
+
+def test_the_vocabulary_comes_along(corpus, tmp_path, capsys):
+    """From another run of this program; its embeddings mean nothing with other pieces."""
+    first = run(small_config(corpus, 3), tmp_path / 'first')
+    other = tmp_path / 'other.txt'
+    other.write_text('\n'.join(f'quite another text, line {i}' for i in range(300)))
+    config = small_config(str(other), 6)
+    config.restore.path = str(first)
+    second = run(config, tmp_path / 'second')
+    model = 'vocabulary.model'
+    assert (second / model).read_bytes() == (first / model).read_bytes()
+    stale = run(small_config(str(other), 1), tmp_path / 'stale')  # has trained one
+    shutil.rmtree(stale / 'checkpoint_1')
+    with pytest.raises(ValueError, match='vocabulary of restore.path is not .*stale/vocabulary'):
+        train.prepare(config, stale)
+    with pytest.raises(ValueError, match='name its own with data.vocabulary'):
+        train.prepare(tiny_config(T5X, str(other), vocabulary=''), stale)
+
+
+def test_going_on_asks_no_more_for_the_checkpoint(corpus, tmp_path):
+    """A run that began from one and was stopped is the run that was not, to the bit."""
+    source = tmp_path / 'checkpoint'
+    shutil.copytree(T5X, source)
+    config = tiny_config(source, corpus, 12, dtype='bfloat16')  # rounded once, not once more
+    run(config, tmp_path / 'whole')
+    config.train.steps = 9
+    run(config, tmp_path / 'stopped')
+    shutil.rmtree(source)
+    config.train.steps = 12
+    run(config, tmp_path / 'stopped')
+    assert state_of(tmp_path / 'stopped', 12).keys() == state_of(tmp_path / 'whole', 12).keys()
+    found, expected = (state_of(tmp_path / name, 12) for name in ('stopped', 'whole'))
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    'change, words',
+    [
+        ({'path': 'nowhere'}, 'nowhere/checkpoint is missing: name a workdir'),
+        ({'only': '('}, "restore.only='(' is no regular expression: missing )"),
+        (
+            {'only': 'encoder/.*'},
+            "'encoder/.*' matches none of its 261 paths, which are like 'target/tok",
+        ),
+        ({'dtype': 'float8'}, "restore.dtype='float8': must be one of"),
+    ],
+)
+def test_what_is_refused(corpus, tmp_path, change, words):
+    config = tiny_config(T5X, corpus)
+    config.restore.update(change)
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        train.prepare(config, tmp_path)
+    assert '\n' not in str(error.value)
+    assert {file.name for file in tmp_path.iterdir()} <= {'lock'}
+
+
+def test_steps_count_from_the_first_ever(corpus, tmp_path):
+    message = "has taken 6 of 6: set more train.steps, or restore.only='target/.*'"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train.prepare(tiny_config(T5X, corpus, steps=6), tmp_path)
