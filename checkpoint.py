@@ -190,7 +190,9 @@ def read_index(path: str | Path) -> dict[str, Any]:
     unpack_map = functools.partial(_unpack_map, directory)
     hooks: dict = {'object_hook': unpack_map, 'ext_hook': _unpack_extension}
     try:
-        top = dict(msgpack.unpackb(file.read_bytes(), strict_map_key=False, **hooks))
+        top = dict(
+            msgpack.unpackb(convert.own_file(file).read_bytes(), strict_map_key=False, **hooks)
+        )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f'{file} is no T5X index ({error}); {NATIVE}') from error
     if (version := top.get('version', 0)) not in (2, VERSION) or 'optimizer' not in top:

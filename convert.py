@@ -66,6 +66,21 @@ def file_size(file: Any) -> int:
     return stat.st_size if isinstance(file, Path) else stat.length
 
 
+def own_file(file: Any) -> Any:
+    """`file`, if it is one and in its folder, links followed: where a link leads, a stranger may not choose.
+    (Hugging Face's cache links from a model's snapshots to its blobs.)"""
+    if not file.is_file():
+        raise ValueError(f'{file} is missing: bring all files of the checkpoint')
+    if isinstance(file, Path):
+        root, place = file.parent.resolve(), file.resolve()
+        if not place.is_relative_to(
+            root.parent.parent if root.parent.name == 'snapshots' else root
+        ):
+            words = 'do not trust it, or load it from there'
+            raise ValueError(f'{file} links to {place}, outside of its folder: {words}')
+    return file
+
+
 def read_leaf(leaf: Any) -> Any:
     """The array that a leaf of a checkpoint's index is or, if it is large, reads."""
     return leaf.read() if hasattr(leaf, 'read') else leaf
@@ -167,10 +182,8 @@ class BundleEntry:
 
     def read(self) -> np.ndarray:
         """The array in its stored dtype, read into the memory that it keeps."""
-        if not self.file.is_file():
-            raise ValueError(f'{self.file}, with {self.name}, is missing: copy all .data files')
         end = self.offset + self.size
-        if end > (size := file_size(self.file)):
+        if end > (size := file_size(own_file(self.file))):
             raise ValueError(f'{self.file} ends at {size}, {self.name} at {end}: copy it again')
         with self.file.open('rb') as stream:
             content = np.empty(self.size, np.uint8)
@@ -189,7 +202,7 @@ def mesh_tf_prefix(path: Any) -> Any:
         return path
     pointer, indices = path / 'checkpoint', sorted(path.glob('*.index'))
     if pointer.is_file():  # T5X's file of this name is no text
-        with pointer.open('rb') as stream:
+        with own_file(pointer).open('rb') as stream:
             # Of a path only the last part: it is where the files once were, and a stranger's word.
             pattern = rb'model_checkpoint_path: *"(?:[^"]*/)?([^"/]+)"'
             match = re.match(pattern, stream.read(4096))
@@ -242,9 +255,7 @@ def mesh_tf_index(prefix: Any) -> dict[str, BundleEntry | np.ndarray]:
 def read_bundle_index(prefix: Any) -> dict[str, BundleEntry]:
     """{variable: BundleEntry} of `PREFIX.index`. No .data file is opened."""
     file = prefix.with_name(f'{prefix.name}.index')
-    if not file.is_file():
-        raise ValueError(f'{file} is missing: name the prefix of the .index and .data files')
-    with file.open('rb') as stream:
+    with own_file(file).open('rb') as stream:
         content = stream.read(INDEX_BYTES + 1)
     try:
         if len(content) > INDEX_BYTES:
@@ -552,7 +563,7 @@ def hugging_face_index(folder: str | Path) -> tuple[model.T5Config, dict[str, Sa
     that are missing or unknown; shapes are the caller's to compare."""
     if not isinstance(folder := to_path(folder), Path):
         raise ValueError(f'{folder}: safetensors are read from a disk only: copy the folder')
-    found, settings = _find_arrays(folder), _read_json(folder / 'config.json')
+    found, settings = _find_arrays(folder), read_json(folder / 'config.json')
     try:
         config = _config(settings, found)
     except (ValueError, TypeError) as error:
@@ -619,7 +630,7 @@ def _find_arrays(folder: Path) -> dict[str, SafetensorsEntry]:
     if (folder / WEIGHTS).is_file():  # first, as transformers has it
         files = [WEIGHTS]
     elif (folder / WEIGHTS_INDEX).is_file():
-        weight_map = _read_json(folder / WEIGHTS_INDEX).get('weight_map')
+        weight_map = read_json(folder / WEIGHTS_INDEX).get('weight_map')
         if not isinstance(weight_map, dict):
             raise ValueError(f'{folder / WEIGHTS_INDEX} has no weight_map: copy the folder again')
         files = sorted({str(name) for name in weight_map.values()})
@@ -631,9 +642,7 @@ def _find_arrays(folder: Path) -> dict[str, SafetensorsEntry]:
         words = f'{folder} has no {WEIGHTS}, and formats that can run code (pickle) are not read'
         raise ValueError(f'{words}: {remedy}')
     found: dict[str, SafetensorsEntry] = {}
-    for file in [folder / name for name in files]:
-        if not file.is_file():
-            raise ValueError(f'{file} is missing: copy the folder again')
+    for file in [own_file(folder / name) for name in files]:
         try:
             with safetensors.safe_open(file, framework='numpy') as arrays:
                 for name in arrays.keys():
@@ -673,9 +682,9 @@ def _are_equal(a: SafetensorsEntry, b: SafetensorsEntry) -> bool:
         return all(np.array_equal(x[block], y[block]) for block in blocks)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(own_file(file).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f'{file} cannot be read ({error}): copy the folder again') from error
     if not isinstance(content, dict):

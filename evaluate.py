@@ -174,19 +174,21 @@ def find_checkpoint(path: str | Path) -> tuple[Any, dict[str, Any], model.T5Conf
 def read_settings(directory: Any) -> dict[str, Any]:
     """config.json of a checkpoint of ours; {} where there is none."""
     file = directory / 'config.json'
-    settings = json.loads(file.read_text()) if file.is_file() else {}
-    return settings if isinstance(settings.get('model'), dict) else {}
+    settings = convert.read_json(file) if file.is_file() else {}
+    is_ours = all(isinstance(settings.get(name, {}), dict) for name in ('model', 'data'))
+    return settings if is_ours and 'model' in settings else {}
 
 
 def find_vocabulary(directory: Any, name: str | Path | None = None) -> Any:
     """The one that `name` names ('bytes', a SentencePiece model or its folder), else the one beside a
     checkpoint, else None."""
-    settings = read_settings(directory).get('data', {'extra_ids': 100, 'vocabulary': ''})
+    settings = {'extra_ids': 100, 'vocabulary': ''} | read_settings(directory).get('data', {})
     if 'bytes' in (name, not name and settings['vocabulary']):
         return data.ByteVocabulary()
     names = [name] if name else [directory / 'spiece.model', directory.parent / 'vocabulary.model']
     for file in filter(None, map(data.vocabulary_file, map(convert.to_path, names))):
-        return data.SentencePieceVocabulary(file.read_bytes(), settings['extra_ids'])
+        content = file.read_bytes() if name else convert.own_file(file).read_bytes()
+        return data.SentencePieceVocabulary(content, settings['extra_ids'])
     if name:
         raise ValueError(
             f"vocabulary={str(name)!r}: no file, nor a folder with spiece.model, nor 'bytes'"

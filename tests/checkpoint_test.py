@@ -945,7 +945,7 @@ def test_versions_refused(tmp_path, version):
         (
             'checkpoint',
             b'model_checkpoint_path: "model.ckpt-0"\n',
-            'model.ckpt-0.index is missing: name the prefix',
+            'model.ckpt-0.index is missing: bring all files',
         ),
         ('checkpoint', b'', 'no T5X index'),
         ('checkpoint', b'\x83\x01', 'no T5X index'),

@@ -329,6 +329,23 @@ def test_indices_that_are_refused(tmp_path, index, words):
         load(folder)
 
 
+@pytest.mark.parametrize('name', ['model.safetensors', 'config.json'])
+def test_a_link_never_leaves_its_folder(tmp_path, name):
+    """But Hugging Face's own cache, which consists of links, opens."""
+    folder, blobs = tmp_path / 'model/snapshots/0123', tmp_path / 'model/blobs'
+    folder.mkdir(parents=True)
+    blobs.mkdir()
+    copy_golden(folder)
+    (folder / name).rename(blobs / 'abc')
+    (folder / name).symlink_to('../../blobs/abc')
+    assert load(folder)
+    (blobs / 'abc').rename(tmp_path / 'secret')
+    (folder / name).unlink()
+    (folder / name).symlink_to('../../../secret')
+    with pytest.raises(ValueError, match=f'{folder / name} links to {tmp_path}/secret, outside'):
+        load(folder)
+
+
 def test_a_shard_that_is_lost_is_named(tmp_path):
     config, _ = CONFIGS['t5_1_0']
     folder = tmp_path / 'hf'

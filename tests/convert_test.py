@@ -88,7 +88,7 @@ def test_tiny_checkpoint_of_t5x_lacks_its_weights_and_says_so():
     for name in entries:
         assert name in listing or name == 'global_step' or name.endswith('_slot_v'), name
     with pytest.raises(
-        ValueError, match=r'ckpt-0\.data-00001-of-00002, with shared/embedding, is missing'
+        ValueError, match=r'ckpt-0\.data-00001-of-00002 is missing: bring all files'
     ):
         entries['shared/embedding'].read()
 
@@ -380,6 +380,21 @@ def test_a_pointer_never_leaves_its_folder(tmp_path):
         (tmp_path / 'checkpoint').write_text(f'model_checkpoint_path: "{target}"\n')
         prefix = convert.mesh_tf_prefix(tmp_path)
         assert prefix is None or prefix.parent == tmp_path
+
+
+@pytest.mark.parametrize('name', ['index', 'data-00001-of-00003', 'checkpoint'])
+def test_a_link_never_leaves_its_folder(tmp_path, name):
+    folder = tmp_path / 'checkpoint'
+    shutil.copytree(GOLDEN, folder)
+    file = folder / ('checkpoint' if name == 'checkpoint' else f'model.ckpt-1000000.{name}')
+    file.rename(tmp_path / 'elsewhere')
+    file.symlink_to('../elsewhere')
+    with pytest.raises(ValueError, match=f'{file} links to {tmp_path}/elsewhere, outside'):
+        read_all(convert.mesh_tf_prefix(folder))
+    (tmp_path / 'elsewhere').rename(folder / 'beside')
+    file.unlink()
+    file.symlink_to('beside')
+    assert read_all(convert.mesh_tf_prefix(folder))
 
 
 def test_a_checkpoint_of_t5x_is_not_taken_for_one(tmp_path):
