@@ -791,6 +791,28 @@ def test_200_faults(tmp_path):
     assert seen == every - {('.zarray', 'stale')}  # which is the same in every step
 
 
+def test_200_faults_of_gzipped_arrays(tmp_path):
+    """T5X's own checkpoints have no other checksums than those of gzip."""
+    golden, rng, seen = GOLDEN / 't5x_t5_1_1_tiny/checkpoint_6', random.Random(2), []
+    expected = checkpoint.restore(golden)
+    shutil.copytree(golden, tmp_path / 'checkpoint_6')
+    chunks = sorted((tmp_path / 'checkpoint_6').glob('*/[0-9]*'))
+    while len(seen) < 200:
+        file, fault = rng.choice(chunks), rng.choice([flip, truncate, delete, zero])
+        content = file.read_bytes()
+        fault(rng, file, None, None)
+        path = file.parent.name.replace('.', '/')
+        leaf = {path: checkpoint.read_index(tmp_path / 'checkpoint_6')[path]}
+        if not file.exists() or file.read_bytes()[10:] != content[10:]:  # before: time, system
+            with pytest.raises(ValueError, match=file.parent.name):
+                checkpoint.restore(leaf)
+            seen.append(fault)
+        elif file.read_bytes()[:4] == content[:4]:  # of what gzip has no checksum nothing depends
+            assert_same(checkpoint.restore(leaf), {path: expected[path]})
+        file.write_bytes(content)
+    assert set(seen) == {flip, truncate, delete, zero}
+
+
 def test_a_checkpoint_under_a_wrong_name(tmp_path):
     directory = checkpoint.save(tmp_path, 3, {'state/step': np.int32(3)}, {'config.json': b'{}'})
     shutil.copytree(directory, tmp_path / 'copy')
