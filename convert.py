@@ -34,19 +34,39 @@ import safetensors.numpy
 
 import model
 
+CLIENTS = {'gs': ('gcsfs', 'gcs'), 's3': ('s3fs', 's3')}  # of a scheme: its package, our extra
+
 
 def to_path(name: str | Path) -> Any:
     """A path on a disk, absolute, or one of gs:// and s3://, which has pathlib's methods."""
-    match = re.match('(gs|s3)://', str(name))
-    if not match:
-        return Path(name).absolute()
-    client, extra = {'gs': ('gcsfs', 'gcs'), 's3': ('s3fs', 's3')}[match[1]]
+    scheme = str(name).partition('://')[0]
+    if scheme not in CLIENTS:
+        return disk_path(name).absolute()
+    client, extra = CLIENTS[scheme]
     os.environ['EPATH_USE_TF'] = 'false'  # else epath imports TensorFlow where that is installed
+    # Else gcsfs looks for credentials at every call, for seconds, and s3fs reads 50 MiB ahead.
+    os.environ.setdefault('GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT', 'false')
+    os.environ.setdefault('FSSPEC_S3_DEFAULT_CACHE_TYPE', 'none')
     try:
         importlib.import_module(client)
-        return importlib.import_module('etils.epath').Path(name)
+        path = importlib.import_module('etils.epath').Path(name)
     except ImportError as error:
         raise ValueError(f"{name} needs {client}: pip install -e '.[{extra}]'") from error
+    try:
+        is_bucket = str(path.parent).endswith('/')
+        list((path if is_bucket else path.parent).iterdir())  # which answers what is asked later
+    except Exception as error:  # each client has its own
+        words = ' '.join(f'{type(error).__name__}: {error}'.split())
+        raise ValueError(f'{name} cannot be listed ({words}): mend name or rights') from error
+    return path
+
+
+def disk_path(name: str | Path) -> Path:
+    """A path to write to, which none in a bucket is: those have neither renaming nor locks."""
+    if '://' in str(name):
+        words = 'write to a disk and copy from there, gs:// and s3:// are read only'
+        raise ValueError(f'{name}: {words}')
+    return Path(name)
 
 
 def to_kvstore(folder: Any) -> dict[str, str]:

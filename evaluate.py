@@ -185,33 +185,32 @@ def find_vocabulary(directory: Any, name: str | Path | None = None) -> Any:
     settings = {'extra_ids': 100, 'vocabulary': ''} | read_settings(directory).get('data', {})
     if 'bytes' in (name, not name and settings['vocabulary']):
         return data.ByteVocabulary()
-    names = [name] if name else [directory / 'spiece.model', directory.parent / 'vocabulary.model']
-    for file in filter(None, map(data.vocabulary_file, map(convert.to_path, names))):
-        content = file.read_bytes() if name else convert.own_file(file).read_bytes()
-        return data.SentencePieceVocabulary(content, settings['extra_ids'])
-    if name:
-        raise ValueError(
-            f"vocabulary={str(name)!r}: no file, nor a folder with spiece.model, nor 'bytes'"
-        )
-    return None
+    if name and not (file := data.vocabulary_file(convert.to_path(name))):
+        words = "no file, nor a folder with spiece.model, nor 'bytes'"
+        raise ValueError(f'vocabulary={str(name)!r}: {words}')
+    if not name:
+        beside = [directory / 'spiece.model', directory.parent / 'vocabulary.model']
+        file = next((convert.own_file(file) for file in beside if file.is_file()), None)
+    return data.SentencePieceVocabulary(file.read_bytes(), settings['extra_ids']) if file else None
 
 
 def convert_checkpoint(source: str | Path, target: str | Path, form: str) -> Path:
     """Writes what `load` would open at `source` to the folder `target`, in its dtypes: 't5x' with whatever
     optimizer state there is, as `target`/checkpoint_STEP, or 'hf', parameters alone. Returns its path. Arrays
     are read as they are written."""
+    target = convert.disk_path(target)
     directory, config, index = open_model(source)
     vocabulary = find_vocabulary(directory)
     pieces = vocabulary.model if vocabulary else b''
     if form == 'hf':
         arrays = {p.removeprefix('target/'): x for p, x in index.items() if p.startswith('target/')}
         convert.write_hugging_face(target, config, arrays, pieces or None)
-        return Path(target)
+        return target
     tree = {'state/step': np.int32(0)} | index
     files = {'config.json': json.dumps({'model': dataclasses.asdict(config)}).encode()}
-    written = checkpoint.save(Path(target), int(tree['state/step']), tree, files)
+    written = checkpoint.save(target, int(tree['state/step']), tree, files)
     if pieces:
-        Path(target, 'vocabulary.model').write_bytes(pieces)
+        (target / 'vocabulary.model').write_bytes(pieces)
     return written
 
 

@@ -89,7 +89,7 @@ class Run(NamedTuple):
 def prepare(config: Any, workdir: str | Path) -> Run:
     """All that comes before the first step; the newest whole checkpoint is restored if there is one.
     ValueError, in words, for settings that cannot be or that an old run in `workdir` forbids."""
-    workdir, batch_size = Path(workdir), config.train.batch_size
+    workdir, batch_size = convert.disk_path(workdir), config.train.batch_size
     trainer = make_trainer(config)
     mesh = trainer.mesh
     counts = microbatch_counts(config, mesh)

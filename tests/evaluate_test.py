@@ -218,6 +218,8 @@ def test_the_command(tmp_path):
         ([f'--from={T5X}', f'--to={tmp_path}/hf', '--format=hf'], 'hf exists'),
         ([f'--from={tmp_path}/nothing', f'--to={tmp_path}/x'], 'name a workdir or a checkpoint'),
         ([f'--from={T5X}', f'--to={tmp_path}/x', '--format=bin'], 'should be one of'),
+        ([f'--from={T5X}', '--to=gs://bucket/x'], 'gs://bucket/x: write to a disk'),
+        ([f'--from=http://{T5X}', f'--to={tmp_path}/x'], 'gs:// and s3:// are read only'),
     ]:
         result = main(*arguments)
         assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr

@@ -1,0 +1,190 @@
+"""Checkpoints in buckets: the real clients of gs:// and s3:// read the goldens from a store on loopback.
+
+The store answers what readers ask in Google's JSON API and in S3's path style: contents, sizes, lists.
+"""
+
+import collections
+import http.server
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import urllib.parse
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import evaluate
+
+ROOT = Path(__file__).resolve().parents[1]
+GOLDEN = ROOT / 'tests/golden'
+T5X, MESH_TF = 't5x_t5_1_1_tiny', 'mtf_t5_1_1/model.ckpt-1000000'
+CLIENTS = {'gs': 'gcsfs', 's3': 's3fs'}
+LOAD = """
+import sys
+import numpy as np
+import evaluate
+
+folder, *urls = sys.argv[1:]
+for i, url in enumerate(urls):
+    try:
+        np.savez(f'{folder}/{i}.npz', **evaluate.load(url).arrays)
+    except Exception as error:
+        print(f'{type(error).__name__}: {error}')
+"""
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = 'HTTP/1.1'  # the clients keep their connections
+
+    def do_GET(self):
+        url = urllib.parse.urlsplit(self.path)
+        query = dict(urllib.parse.parse_qsl(url.query))
+        google = re.fullmatch(r'(?:/download)?/storage/v1/b/([^/]+)/o/?(.*)', url.path)
+        bucket, key = (google or re.fullmatch(r'/([^/]+)/?(.*)', url.path)).groups()
+        folder, key = self.server.folder / bucket, urllib.parse.unquote(key)
+        file = folder / key
+        if not key and folder.is_dir():
+            self.answer(200, self.listing(folder, query, google))
+        elif bucket == 'private':  # as the real ones answer who has no right
+            self.answer(401 if google else 403, b'<Error><Code>AccessDenied</Code></Error>')
+        elif not file.is_file():
+            code = 'NoSuchKey' if folder.is_dir() else 'NoSuchBucket'
+            self.answer(404, f'<Error><Code>{code}</Code></Error>'.encode())
+        elif google and 'alt' not in query:
+            self.answer(200, json.dumps(describe(folder, key)).encode())
+        else:
+            self.send(file, self.headers.get('Range'))
+
+    do_HEAD = do_GET
+
+    def send(self, file, part):
+        content = file.read_bytes()
+        first, last = re.fullmatch(r'bytes=(\d+)-(\d*)', part or 'bytes=0-').groups()
+        body = content[int(first) : int(last or len(content)) + 1]
+        if part:
+            place = f'bytes {first}-{int(first) + len(body) - 1}/{len(content)}'
+            self.answer(206, body, content_range=place, etag='"one"')
+        else:
+            self.answer(200, body, etag='"one"')
+        if self.command == 'GET':
+            self.server.sent[str(file.relative_to(self.server.folder))] += len(body)
+
+    def listing(self, folder, query, google):
+        """The keys that begin with `prefix`; with a `delimiter` only those without it in the rest, and the
+        others as folders."""
+        prefix, delimiter = query.get('prefix', ''), query.get('delimiter', '\0')
+        files = (folder / prefix.rpartition('/')[0]).rglob('*')
+        keys = (file.relative_to(folder).as_posix() for file in files if file.is_file())
+        rests = sorted(key.removeprefix(prefix) for key in keys if key.startswith(prefix))
+        items = [describe(folder, prefix + rest) for rest in rests if delimiter not in rest]
+        folders = {prefix + rest.split(delimiter)[0] + '/' for rest in rests if delimiter in rest}
+        if google:
+            return json.dumps({'items': items, 'prefixes': sorted(folders)}).encode()
+        tags = [f'<CommonPrefixes><Prefix>{name}</Prefix></CommonPrefixes>' for name in folders]
+        for item in items:
+            tags += [f'<Contents><Key>{item["name"]}</Key><Size>{item["size"]}</Size></Contents>']
+        return f'<ListBucketResult>{"".join(tags)}</ListBucketResult>'.encode()
+
+    def answer(self, status, content, **headers):
+        self.send_response(status)
+        for name, value in {**headers, 'content_length': len(content)}.items():
+            self.send_header(name.replace('_', '-'), str(value))
+        self.end_headers()
+        if self.command == 'GET':
+            self.wfile.write(content)
+
+    def log_message(self, *args):
+        pass
+
+
+def describe(folder, key):
+    return {'bucket': folder.name, 'name': key, 'size': (folder / key).stat().st_size}
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Serves each folder of `folder` as a bucket, at first 'golden'; `sent` counts {BUCKET/KEY: bytes}."""
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+    server.folder, server.sent = tmp_path / 'buckets', collections.Counter()
+    server.folder.mkdir()
+    (server.folder / 'golden').symlink_to(GOLDEN)
+    threading.Thread(target=server.serve_forever).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def run(code, *arguments, store=None):
+    """What `code` prints in a process that knows no store but ours, and nobody's credentials."""
+    others = ('AWS_', 'FSSPEC_', 'GCSFS_', 'GOOGLE_')
+    environment = {name: x for name, x in os.environ.items() if not name.startswith(others)}
+    environment |= {'XLA_FLAGS': '', 'JAX_PLATFORMS': 'cpu'}
+    if store:
+        url = f'http://127.0.0.1:{store.server_port}'
+        environment |= {
+            'STORAGE_EMULATOR_HOST': url,  # gcsfs
+            'FSSPEC_GS_TOKEN': 'anon',
+            'TENSORSTORE_GCS_HTTP_URL': url,
+            'GOOGLE_AUTH_TOKEN_FOR_TESTING': 'ours',  # else TensorStore looks for a cloud around it
+            'AWS_ENDPOINT_URL': url,
+            'AWS_ACCESS_KEY_ID': 'ours',
+            'AWS_SECRET_ACCESS_KEY': 'ours',
+        }
+    process = subprocess.run(
+        [sys.executable, '-c', code, *map(str, arguments)], cwd=ROOT, env=environment,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+@pytest.mark.parametrize('scheme', CLIENTS)
+def test_parameters_come_out_of_a_bucket_as_from_a_disk(scheme, store, tmp_path):
+    pytest.importorskip(CLIENTS[scheme], reason=f'{CLIENTS[scheme]} is not installed')
+    names = [f'{T5X}/checkpoint_6', T5X, MESH_TF]  # the second leads to its newest, the first
+    assert run(LOAD, tmp_path, *[f'{scheme}://golden/{name}' for name in names], store=store) == ''
+    for i, name in enumerate(names):
+        expected, found = evaluate.load(GOLDEN / name).arrays, np.load(tmp_path / f'{i}.npz')
+        assert set(found) == set(expected)
+        for path, x in expected.items():
+            assert found[path].dtype == x.dtype and found[path].shape == x.shape, path
+            assert found[path].tobytes() == np.asarray(x).tobytes(), path
+    # What is needed came from the store, once for each load, and nothing else did.
+    sent = {key.removeprefix('golden/'): size for key, size in store.sent.items()}
+    chunks = [*(GOLDEN / T5X / 'checkpoint_6').glob('target.*/[0-9]*')]
+    assert len(chunks) == 52
+    for file in chunks:
+        assert sent[str(file.relative_to(GOLDEN))] == 2 * file.stat().st_size, file
+    assert not [key for key in sent if '/state.' in key or key.startswith(f'{T5X}/checkpoint_0')]
+    shard = f'{MESH_TF}.data-00001-of-00003'  # of the parameters; the next is Adafactor's
+    assert sent[shard] == (GOLDEN / shard).stat().st_size
+    assert f'{MESH_TF}.data-00002-of-00003' not in sent
+
+
+@pytest.mark.parametrize('scheme', CLIENTS)
+def test_what_a_bucket_lacks_or_refuses_is_named_in_a_line(scheme, store, tmp_path):
+    pytest.importorskip(CLIENTS[scheme], reason=f'{CLIENTS[scheme]} is not installed')
+    half = store.folder / 'half/checkpoint_6'
+    shutil.copytree(GOLDEN / T5X / 'checkpoint_6', half)
+    (half / 'target.token_embedder.embedding/0.0').unlink()
+    expected = {  # URL: what begins the line
+        'golden/none': 'golden/none/checkpoint is missing',
+        'half': 'half/checkpoint_6/target.token_embedder.embedding',
+        'none/checkpoint_6': 'none/checkpoint_6',
+        'private/checkpoint_6': 'private/checkpoint_6',
+    }
+    printed = run(LOAD, tmp_path, *[f'{scheme}://{url}' for url in expected], store=store)
+    for line, words in zip(printed.splitlines(), expected.values(), strict=True):
+        assert line.startswith(f'ValueError: {scheme}://{words}'), line
+
+
+@pytest.mark.parametrize('scheme, extra', [('gs', 'gcs'), ('s3', 's3')])
+def test_a_client_that_is_not_installed_is_named_with_its_remedy(scheme, extra, tmp_path):
+    hide = f'import sys\nsys.modules[{CLIENTS[scheme]!r}] = None\n'
+    (line,) = run(hide + LOAD, tmp_path, f'{scheme}://bucket/x').splitlines()
+    assert line.startswith('ValueError: ') and f"pip install -e '.[{extra}]'" in line
