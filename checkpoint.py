@@ -185,14 +185,15 @@ def read_index(path: str | Path) -> dict[str, Any]:
     if convert.is_hugging_face(directory):
         return dict(convert.hugging_face_index(directory)[1])
     file = directory / 'checkpoint'
+    for other in ('_METADATA', '_CHECKPOINT_METADATA', 'checkpoint_*/_CHECKPOINT_METADATA'):
+        for found in directory.glob(other):
+            raise ValueError(f'{found.parent} has the layout of Orbax: {NATIVE}')
     if not file.is_file():
-        raise ValueError(f'{file} is missing: name a workdir or a checkpoint_STEP folder; {NATIVE}')
-    unpack_map = functools.partial(_unpack_map, directory)
-    hooks: dict = {'object_hook': unpack_map, 'ext_hook': _unpack_extension}
+        raise ValueError(f'{file} is missing: name a workdir or a checkpoint_STEP folder')
+    hooks: dict = {'object_hook': functools.partial(_unpack_map, directory)}
+    hooks |= {'ext_hook': _unpack_extension, 'strict_map_key': False}
     try:
-        top = dict(
-            msgpack.unpackb(convert.own_file(file).read_bytes(), strict_map_key=False, **hooks)
-        )
+        top = dict(msgpack.unpackb(convert.own_file(file).read_bytes(), **hooks))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f'{file} is no T5X index ({error}); {NATIVE}') from error
     if (version := top.get('version', 0)) not in (2, VERSION) or 'optimizer' not in top:
@@ -228,13 +229,14 @@ class ZarrEntry:
         if (drivers := (spec['driver'], kvstore.get('driver'))) not in DRIVERS:
             raise ValueError(f'{name} has drivers {drivers}, not zarr and file: save it to a disk')
         root, folder = self.directory, self.directory / name
-        files = [*folder.iterdir()] if folder.is_dir() else []
-        places = [folder, *files]
-        if isinstance(root, Path):  # a disk has links and devices
-            root, places = root.resolve(), [place.resolve() for place in places]
-            places += [Path('/') for file in files if not file.is_file()]
-        if '..' in folder.parts or not all(place.is_relative_to(root) for place in places):
-            raise ValueError(f'{name} lies outside of {root}: do not trust this checkpoint')
+        is_own = '..' not in folder.parts and folder.is_relative_to(root)
+        files = [*folder.iterdir()] if is_own and folder.is_dir() else []
+        if isinstance(root, Path):  # a disk has links, and devices that never end
+            is_own &= all(file.is_file() for file in files)
+            root, places = root.resolve(), [place.resolve() for place in (folder, *files)]
+            is_own &= all(place.is_relative_to(root) for place in places)
+        if not is_own:
+            raise ValueError(f'{name} is not all files in {root}: do not trust this checkpoint')
         if folder / '.zarray' not in files:
             raise ValueError(f'{folder}/.zarray is missing: copy the checkpoint again')
         # A lost chunk must not be read as zeros.

@@ -206,11 +206,14 @@ def convert_checkpoint(source: str | Path, target: str | Path, form: str) -> Pat
         arrays = {p.removeprefix('target/'): x for p, x in index.items() if p.startswith('target/')}
         convert.write_hugging_face(target, config, arrays, pieces or None)
         return target
+    kept = target / 'vocabulary.model'
+    if (target / 'lock').exists() or (kept.exists() and kept.read_bytes() != pieces):
+        raise ValueError(f"{target} is a run's, or has another vocabulary: name another folder")
     tree = {'state/step': np.int32(0)} | index
     files = {'config.json': json.dumps({'model': dataclasses.asdict(config)}).encode()}
-    written = checkpoint.save(target, int(tree['state/step']), tree, files)
+    written = checkpoint.save(target, int(convert.read_leaf(tree['state/step'])), tree, files)
     if pieces:
-        (target / 'vocabulary.model').write_bytes(pieces)
+        kept.write_bytes(pieces)
     return written
 
 

@@ -872,7 +872,7 @@ def test_paths_that_lead_outside(tmp_path, path):
     directory = write_index(tmp_path / 'checkpoint_1', {'target': {'a': leaf}})
     write_zarr(directory / 'target.a', np.ones(3, np.float32))
     (directory / 'link').symlink_to(tmp_path / 'secret')
-    with pytest.raises(ValueError, match='outside of .*do not trust this checkpoint'):
+    with pytest.raises(ValueError, match='is not all files in .*: do not trust this checkpoint'):
         checkpoint.restore(directory)
 
 
@@ -880,7 +880,7 @@ def test_chunk_that_links_outside(tmp_path):
     directory = checkpoint.save(tmp_path, 1, {'target/a': np.ones(3, np.float32)})
     (directory / 'target.a/0').rename(tmp_path / 'secret')
     (directory / 'target.a/0').symlink_to(tmp_path / 'secret')
-    with pytest.raises(ValueError, match='outside of .*do not trust this checkpoint'):
+    with pytest.raises(ValueError, match='is not all files in .*: do not trust this checkpoint'):
         checkpoint.restore(directory)
 
 
@@ -888,7 +888,7 @@ def test_a_folder_in_place_of_a_chunk(tmp_path):
     directory = checkpoint.save(tmp_path, 1, {'target/a': np.ones(3, np.float32)})
     (directory / 'target.a/0').rename(directory / 'target.a/1')
     (directory / 'target.a/0').mkdir()
-    with pytest.raises(ValueError, match='outside of .*do not trust this checkpoint'):
+    with pytest.raises(ValueError, match='is not all files in .*: do not trust this checkpoint'):
         checkpoint.restore(directory)
 
 
@@ -958,7 +958,9 @@ def test_versions_refused(tmp_path, version):
 @pytest.mark.parametrize(
     'name, content, message',
     [
-        ('_METADATA', b'{}', 'missing.*use_orbax=False'),
+        ('_METADATA', b'{}', 'has the layout of Orbax: .*use_orbax=False'),
+        ('_CHECKPOINT_METADATA', b'{}', 'has the layout of Orbax: .*use_orbax=False'),
+        ('checkpoint_7/_CHECKPOINT_METADATA', b'{}', 'checkpoint_7 has the layout of Orbax'),
         (
             'checkpoint',
             msgpack.packb({'a': 'PLACEHOLDER://a'}),

@@ -234,4 +234,8 @@ def test_the_vocabulary_goes_along(tmp_path):
     evaluate.convert_checkpoint(tmp_path / 'hf', tmp_path / 'ours', 't5x')
     t5 = evaluate.load(tmp_path / 'ours')
     assert t5.vocabulary.model == pieces
+    before = sorted(tmp_path.rglob('*'))
+    with pytest.raises(ValueError, match='has another vocabulary: name another folder'):
+        evaluate.convert_checkpoint(T5X, tmp_path / 'ours', 't5x')
+    assert sorted(tmp_path.rglob('*')) == before
     assert isinstance(t5.generate(['some text'], max_length=3)[0], str)
