@@ -356,7 +356,8 @@ def choose(
 
 def compare(expected: Shapes, found: Shapes) -> None:
     """Raises ValueError unless the shapes of a checkpoint, `found`, are the model's, both ways."""
-    names = sorted(path for path in expected | found if expected.get(path) != found.get(path))
+    names = [path for path in expected | found if expected.get(path) != found.get(path)]
+    names.sort(key=lambda path: (not path.startswith('target/'), path))  # parameters first
     words = [f'{p} is {found.get(p, "missing")}, not {expected.get(p, "there")}' for p in names]
     if words:
         more = f' and {len(words) - 10} more' if len(words) > 10 else ''

@@ -487,12 +487,19 @@ def restore(trainer: Trainer, leaves: Mapping[str, Any], dtype: str = '') -> Tra
     """The state that `leaves` of a checkpoint's index hold, initial where they hold nothing; each array where
     the trainer wants it, and one that is split is read in parts, each straight to its device."""
     like, specs = jax.eval_shape(trainer.init), optimizer.to_t5x(*trainer.specs)
-    # Not the step: every count in the state is a copy of it, to be donated.
-    split = {path: x for path, x in specs.items() if isinstance(x, P) and path != 'state/step'}
-    arrays = checkpoint.restore(leaves, partition.shardings(trainer.mesh, split), dtype)
-    if state_shapes(trainer).keys() - arrays.keys():
-        initial = optimizer.to_t5x(*trainer.init())
-        arrays = initial | {'state/step': np.asarray(initial['state/step'])} | arrays
+    specs = {path: spec if isinstance(spec, P) else P() for path, spec in specs.items()}
+    places = partition.shardings(trainer.mesh, specs)
+    split = {path: place for path, place in places.items() if place.spec != P()}
+    arrays = checkpoint.restore(leaves, split, dtype)
+    missing = {path: places[path] for path in places if path not in arrays}
+
+    def initial():  # of which XLA computes no more than these
+        tree = optimizer.to_t5x(*trainer.init())
+        return {path: tree[path] for path in missing}
+
+    arrays |= jax.jit(initial, out_shardings=missing)()
+    # Every count in the state is a copy of the step, to be donated.
+    arrays['state/step'] = np.asarray(arrays['state/step'])
     state = TrainState(*optimizer.from_t5x(arrays, like.opt_state))
     state = jax.tree.map(lambda x, y: x.astype(y.dtype), state, like)
     return jax.device_put(state, partition.shardings(trainer.mesh, trainer.specs))
