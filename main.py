@@ -94,6 +94,10 @@ def parse(argv: list[str]) -> ConfigDict:
         raise ValueError(str(error).strip().splitlines()[-1]) from error
     if rest:
         raise ValueError(f'{rest[0]!r} is no flag: write --config=FILE --config.KEY=VALUE')
+    if '://' in (FLAGS.workdir or ''):
+        raise ValueError(
+            f'--workdir={FLAGS.workdir}: name a folder on a disk, buckets are read only'
+        )
     if FLAGS.mode == 'convert':
         if not (FLAGS['from'].value and FLAGS.to):
             raise ValueError('--mode=convert needs --from=CHECKPOINT and --to=FOLDER')

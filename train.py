@@ -30,7 +30,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import checkpoint
-import convert
 import data
 import evaluate
 import loss
@@ -89,7 +88,7 @@ class Run(NamedTuple):
 def prepare(config: Any, workdir: str | Path) -> Run:
     """All that comes before the first step; the newest whole checkpoint is restored if there is one.
     ValueError, in words, for settings that cannot be or that an old run in `workdir` forbids."""
-    workdir, batch_size = convert.disk_path(workdir), config.train.batch_size
+    workdir, batch_size = Path(workdir), config.train.batch_size
     trainer = make_trainer(config)
     mesh = trainer.mesh
     counts = microbatch_counts(config, mesh)
@@ -461,7 +460,8 @@ def choose_initial(config: Any, trainer: Trainer) -> tuple[dict[str, Any], bytes
     except ValueError as error:
         words = 'restore.only leaves some out, restore.strict=False whatever only one of them has'
         raise ValueError(f'restore.path={path}: {error}: {words}') from error
-    step = int(convert.read_leaf(leaves.get('state/step', 0)))
+    taken = checkpoint.restore({x: leaves[x] for x in leaves if x == 'state/step'})
+    step = int(taken.get('state/step', 0))
     if step >= config.train.steps:
         words = "set more train.steps, or restore.only='target/.*', which starts at step 0"
         raise ValueError(

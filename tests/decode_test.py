@@ -245,11 +245,12 @@ def test_causality_of_the_cache():
 
 @pytest.mark.parametrize('name', ['t5_1_0_tiny', 't5_1_1_tiny'])
 def test_a_second_oracle_of_tiny_models(name):
-    """Logits, packed logits, loss and greedy tokens; one encoder row has padding inside on purpose."""
+    """Logits, packed or not, encoder output, loss, gradients, greedy tokens; one encoder row has padding inside on purpose."""
     if not FORWARD.exists():
         pytest.skip(f'{FORWARD.name} is not in this checkout; golden/t5x_* have its like')
-    settings = json.loads((FORWARD / f'{name}.json').read_text())['config']
-    config, mesh = model.T5Config(**settings), make_mesh(1, 1)
+    facts = json.loads((FORWARD / f'{name}.json').read_text())
+    config, norms = model.T5Config(**facts['config']), facts['grad_l2_norms']
+    mesh = make_mesh(1, 1)
     params = dict(np.load(FORWARD / f'{name}_params.npz'))
     arrays = dict(np.load(FORWARD / f'{name}_golden.npz'))
     batch = {
@@ -273,6 +274,33 @@ def test_a_second_oracle_of_tiny_models(name):
 
     nats = sharded(device_nats, config, mesh)(params, batch)
     assert_close(nats.sum(), arrays['loss_sum'], 1e-5)
+
+    def device_encoded(params, tokens_bM):
+        segments_bM = (tokens_bM > 0).astype(int)
+        mask_b1MM = model.attention_mask(segments_bM, segments_bM)
+        dropout = model.Dropout(config.dropout_rate, None)
+
+        def encoded():
+            x_bMD = model.embed(config, model.embedding_table('token_embedder', config), tokens_bM)
+            return model.encoder('encoder', config, x_bMD, mask_b1MM, dropout)
+
+        return model.apply(encoded, params)
+
+    encoded = sharded(device_encoded, config, mesh)(params, batch['encoder_input_tokens'])
+    assert_close(encoded, arrays['encoder_output'], 1e-5)
+
+    specs = partition.param_specs(model.PARAMETER_SPECS, params)
+
+    def device_gradients(params, batch):
+        params = partition.per_device(params, specs)
+        grads = jax.grad(lambda params: device_nats(params, batch).sum())(params)
+        return partition.sum_gradients(grads, specs)
+
+    gradients = sharded(device_gradients, config, mesh, specs)(params, batch)
+    found = {path: np.linalg.norm(x) for path, x in gradients.items()}
+    assert found.keys() == norms.keys()
+    for path, norm in norms.items():
+        assert found[path] == pytest.approx(norm, rel=1e-5), path
     prompt = np.zeros_like(arrays['greedy_tokens'])
     found = generator(config, mesh, eos_id=-1)(params, batch['encoder_input_tokens'], prompt)
     np.testing.assert_array_equal(found, arrays['greedy_tokens'])
