@@ -93,9 +93,8 @@ def own_file(file: Any) -> Any:
         raise ValueError(f'{file} is missing: bring all files of the checkpoint')
     if isinstance(file, Path):
         root, place = file.parent.resolve(), file.resolve()
-        if not place.is_relative_to(
-            root.parent.parent if root.parent.name == 'snapshots' else root
-        ):
+        root = root.parent.parent if root.parent.name == 'snapshots' else root
+        if not place.is_relative_to(root):
             words = 'do not trust it, or load it from there'
             raise ValueError(f'{file} links to {place}, outside of its folder: {words}')
     return file

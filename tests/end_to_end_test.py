@@ -129,12 +129,21 @@ import end_to_end_test, pathlib, partition, numpy as np
 large = 2**40 + int(sys.argv[4])  # as the units of gzipped shards are
 assert partition.from_processes(np.array([[large]])).tolist() == [[[2**40]], [[2**40 + 1]]]
 config = end_to_end_test.small_config(sys.argv[5], data_axis=2, model_axis=2)
-end_to_end_test.run(config, pathlib.Path(sys.argv[6]))
+first = end_to_end_test.run(config, pathlib.Path(sys.argv[6], 'first'))
+end_to_end_test.run(end_to_end_test.second_config(config, first), first.parent / 'second')
 """
 
 
+def second_config(config, first):
+    """From the run `first`, all but some slots."""
+    config.restore.update(path=str(first), only='(?!.*encoder_norm/scale/v).*')
+    config.train.steps = 9
+    return config
+
+
 def test_two_processes_train_as_one_does(corpus, whole, tmp_path):
-    """Two processes of two devices each, data split between them: losses, bar, checkpoint, position."""
+    """Two processes of two devices each, data split between them: losses, bar, checkpoint, position; and a
+    second run that starts from the first."""
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))
         address = f'127.0.0.1:{free.getsockname()[1]}'
@@ -148,13 +157,18 @@ def test_two_processes_train_as_one_does(corpus, whole, tmp_path):
     ]  # fmt: skip
     errors = [process.communicate(timeout=300)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], errors
-    for found, expected in zip(metrics_of(tmp_path), metrics_of(whole), strict=True):
-        assert (found['step'], found['run']) == (expected['step'], expected['run'])
-        for name in ('loss', 'nats_per_text_token', 'unigram_nats_per_text_token'):
-            if name in expected:
-                assert found[name] == pytest.approx(expected[name], rel=1e-5), name
-    positions = [np.load(w / 'checkpoint_6' / 'data_position.npy') for w in (tmp_path, whole)]
-    np.testing.assert_array_equal(*positions)
+    second = run(second_config(small_config(corpus), tmp_path / 'first'), tmp_path / 'alone')
+    for two, one in [(tmp_path / 'first', whole), (tmp_path / 'second', second)]:
+        for found, expected in zip(metrics_of(two), metrics_of(one), strict=True):
+            assert (found['step'], found['run']) == (expected['step'], expected['run'])
+            for name in ('loss', 'nats_per_text_token', 'unigram_nats_per_text_token'):
+                if name in expected:
+                    assert found[name] == pytest.approx(expected[name], rel=1e-5), name
+        positions = [
+            np.load(w / f'checkpoint_{max(checkpoint.steps(w))}/data_position.npy')
+            for w in (two, one)
+        ]
+        np.testing.assert_array_equal(*positions)
 
 
 def test_what_a_run_leaves(whole):
