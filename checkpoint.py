@@ -43,6 +43,8 @@ OURS = (MANIFEST, 'config.json', 'data_position.npy')  # none of them in a check
 PATIENCE_SECONDS = 600  # without a new file, until other processes are given up
 GZIP_RATIO = 1032  # at most, of what a file holds to its size
 DRIVERS = [('zarr', driver) for driver in ('file', 'gfile', 'gcs')]  # of T5X's specs
+# What a damaged or hostile msgpack may lead to, by its types, sizes or depth.
+DAMAGE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 NATIVE = "Orbax is not read: save with T5X's use_orbax=False"
 Shapes = dict[str, tuple[int, ...]]
 
@@ -194,12 +196,12 @@ def read_index(path: str | Path) -> dict[str, Any]:
     hooks |= {'ext_hook': _unpack_extension, 'strict_map_key': False}
     try:
         top = dict(msgpack.unpackb(convert.own_file(file).read_bytes(), **hooks))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        leaves = {path: x for path, x in flatten(top.get('optimizer', {})).items() if x is not None}
+        leaves = {path: x if hasattr(x, 'shape') else np.asarray(x) for path, x in leaves.items()}
+    except DAMAGE as error:
         raise ValueError(f'{file} is no T5X index ({error}); {NATIVE}') from error
-    if (version := top.get('version', 0)) not in (2, VERSION) or 'optimizer' not in top:
+    if (version := top.get('version', 0)) not in (2, VERSION):
         raise ValueError(f'{file} has version {version}, not 2 or {VERSION}; {NATIVE}')
-    leaves = {path: x for path, x in flatten(top['optimizer']).items() if x is not None}
-    leaves = {path: x if hasattr(x, 'shape') else np.asarray(x) for path, x in leaves.items()}
     return convert.unstack(leaves)
 
 

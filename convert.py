@@ -108,6 +108,8 @@ def read_leaf(leaf: Any) -> Any:
 # umT5 in T5X (t5x/examples/scalable_t5): one array has a parameter of all layers, which are its axis 1, and
 # heads have an axis of their own.
 
+MAX_LAYERS = 1000  # a few bytes could claim any number
+
 
 @dataclass(frozen=True, eq=False)
 class LayerEntry:
@@ -138,9 +140,11 @@ def unstack(index: Mapping[str, Any]) -> dict[str, Any]:
     for path, leaf in index.items():
         if match := re.fullmatch(r'target/(encoder|decoder)/\1/(.+)', path):
             stack, name = match.groups()
+            if len(leaf.shape) < 2 or leaf.shape[1] > MAX_LAYERS:
+                raise ValueError(f'{path} of shape {leaf.shape} is no stack of {MAX_LAYERS} layers')
             first, num_layers, *rest = leaf.shape
             if name.endswith('out/kernel'):
-                shape = (first * rest[0], *rest[1:])  # [heads, head size, embed]
+                shape = (first * math.prod(rest[:-1]), *rest[-1:])  # [heads, head size, embed]
             else:
                 shape = (first, math.prod(rest))[: 1 + len(rest)]  # [embed, heads, head size]
             for i in range(num_layers):

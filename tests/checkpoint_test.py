@@ -985,6 +985,31 @@ def test_other_layouts_are_recognized(tmp_path, name, content, message):
     assert '\n' not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    'tree, words',
+    [
+        (b'\x81\xa1a' * 1100 + b'\x80', 'no T5X index'),
+        ({'a': msgpack.ExtType(1, msgpack.packb(([2**63], 'float32', b'')))}, 'dimension exceeded'),
+        ({'a': msgpack.ExtType(1, msgpack.packb(([2**62, 4], 'float32', b'')))}, 'no T5X index'),
+        ({'a': msgpack.ExtType(1, msgpack.packb(([1], {'x': 1}, b'1234')))}, 'no T5X index'),
+        ({'a': msgpack.ExtType(5, b'')}, 'msgpack extension 5'),
+        ({'a': {'__msgpack_chunked_array__': True, 'shape': 5, 'chunks': {}}}, 'no T5X index'),
+        ({'a': {'__msgpack_chunked_array__': True, 'shape': {'0': 2**63}, 'chunks': {}}}, 'no T5X'),
+        ({'target': {'encoder': {'encoder': {'x': spec('x', [3, 10**9])}}}}, 'no stack of'),
+        ({'target': {'encoder': {'encoder': {'x': spec('x', [3])}}}}, 'no stack of'),
+        (5, 'no T5X index'),
+    ],
+)
+def test_indices_made_to_harm(tmp_path, tree, words):
+    directory = tmp_path / 'checkpoint_1'
+    directory.mkdir()
+    packed = tree if isinstance(tree, bytes) else msgpack.packb(tree)
+    (directory / 'checkpoint').write_bytes(b'\x82\xa7version\x03\xa9optimizer' + packed)
+    with pytest.raises(ValueError, match=words) as error:
+        checkpoint.read_index(directory)
+    assert len(str(error.value)) < 1000
+
+
 @pytest.mark.parametrize('dtype', ['O', 'no_such_type', 'float32'])
 def test_index_with_bad_array(tmp_path, dtype):
     leaf = msgpack.ExtType(1, msgpack.packb(((2,), dtype, b'12345678901234567890')))
