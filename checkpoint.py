@@ -179,20 +179,20 @@ def restore(
 
 
 def read_index(path: str | Path) -> dict[str, Any]:
-    """{path: leaf} of T5X's native layout, a Mesh-TF checkpoint (its prefix or folder) or a Hugging Face
+    """{path: leaf} of T5X's native layout (a folder, or a file alone), a Mesh-TF checkpoint (its prefix or folder) or a Hugging Face
     folder. A leaf is an array if it is small, else it has `shape`, `dtype` and `read()`."""
     directory = convert.to_path(path)
     if prefix := convert.mesh_tf_prefix(directory):
         return dict(convert.mesh_tf_index(prefix))
     if convert.is_hugging_face(directory):
         return dict(convert.hugging_face_index(directory)[1])
-    file = directory / 'checkpoint'
+    file = directory if directory.is_file() else directory / 'checkpoint'
     for other in ('_METADATA', '_CHECKPOINT_METADATA', 'checkpoint_*/_CHECKPOINT_METADATA'):
         for found in directory.glob(other):
             raise ValueError(f'{found.parent} has the layout of Orbax: {NATIVE}')
     if not file.is_file():
         raise ValueError(f'{file} is missing: name a workdir or a checkpoint_STEP folder')
-    hooks: dict = {'object_hook': functools.partial(_unpack_map, directory)}
+    hooks: dict = {'object_hook': functools.partial(_unpack_map, file.parent)}
     hooks |= {'ext_hook': _unpack_extension, 'strict_map_key': False}
     try:
         top = dict(msgpack.unpackb(convert.own_file(file).read_bytes(), **hooks))

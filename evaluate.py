@@ -160,6 +160,8 @@ def find_checkpoint(path: str | Path) -> tuple[Any, dict[str, Any], model.T5Conf
     step, directory = checkpoint.newest(path), convert.to_path(path)
     if step is not None:
         directory /= f'checkpoint_{step}'
+    elif directory.name == 'checkpoint' and directory.is_file():
+        directory = directory.parent
     checkpoint.verify(directory)
     if convert.is_hugging_face(directory):
         config, entries = convert.hugging_face_index(directory)

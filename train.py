@@ -448,11 +448,14 @@ def choose_initial(config: Any, trainer: Trainer) -> tuple[dict[str, Any], bytes
     path, only = config.restore.path, config.restore.only
     if not path:
         return {}, b'', 'From scratch'
+
+    def parameters(tree):
+        return {name: x for name, x in tree.items() if name.startswith('target/')}
+
     directory, index, _ = evaluate.find_checkpoint(path)
-    expected = state_shapes(trainer)
-    if not any(name.startswith('state/param_states/') for name in index):  # nor then the step
-        expected = {name: x for name, x in expected.items() if name.startswith('target/')}
-        index = {name: leaf for name, leaf in index.items() if name.startswith('target/')}
+    expected, is_slot = state_shapes(trainer), re.compile('state/param_states/.+').fullmatch
+    if not any(map(is_slot, index)):  # nor then the step
+        expected, index = parameters(expected), parameters(index)
     try:
         leaves = checkpoint.choose(index, expected, only, config.restore.strict)
     except re.error as error:
@@ -461,23 +464,18 @@ def choose_initial(config: Any, trainer: Trainer) -> tuple[dict[str, Any], bytes
         words = 'restore.only leaves some out, restore.strict=False whatever only one of them has'
         raise ValueError(f'restore.path={path}: {error}: {words}') from error
     taken = checkpoint.restore({x: leaves[x] for x in leaves if x == 'state/step'})
-    step = int(taken.get('state/step', 0))
-    if step >= config.train.steps:
+    step, steps = int(taken.get('state/step', 0)), config.train.steps
+    if step >= steps:
         words = "set more train.steps, or restore.only='target/.*', which starts at step 0"
-        raise ValueError(
-            f'restore.path={path} has taken {step:,} of {config.train.steps:,}: {words}'
-        )
+        raise ValueError(f'restore.path={path} has taken {step:,} of {steps:,}: {words}')
     vocabulary = evaluate.find_vocabulary(directory)
     if not config.data.vocabulary and not (vocabulary and vocabulary.model):
         words = 'no SentencePiece model, and a new one would have other words for its embeddings'
         raise ValueError(f'restore.path={path} brings {words}: name its own with data.vocabulary')
-    parameters, wanted = (
-        {x for x in tree if x.startswith('target/')} for tree in (leaves, expected)
-    )
-    optimizer_state = 'with the' if leaves.keys() - parameters else 'without any'
-    start = f'From step {step:,} of {directory}, {optimizer_state} optimizer state'
-    for words, names in (('initial', wanted - parameters), ('not used', index.keys() - leaves)):
-        if listed := sorted(name for name in names if name.startswith('target/')):
+    slots = 'with the' if any(map(is_slot, leaves)) else 'without any'
+    start = f'From step {step:,} of {directory}, {slots} optimizer state'
+    for words, tree in (('initial', expected), ('not used', index)):
+        if listed := sorted(parameters(tree).keys() - leaves):
             more = f' and {len(listed) - 10} more' if len(listed) > 10 else ''
             start += f'; {words}: {", ".join(listed[:10])}{more}'
     return leaves, vocabulary.model if vocabulary else b'', start

@@ -155,6 +155,23 @@ def test_stacked_layers_of_umt5(tmp_path, inline, monkeypatch):
         np.testing.assert_array_equal(x, params[path.removeprefix('target/')], err_msg=path)
 
 
+def test_a_file_alone(tmp_path):
+    """T5X's index with all arrays in it, whatever its name; and the index of a folder."""
+    arrays = checkpoint.restore(T5X)
+    leaves = {path: checkpoint_test.extension(1, x) for path, x in arrays.items()}
+    checkpoint_test.write_index(tmp_path, checkpoint.unflatten(leaves))
+    (tmp_path / 'checkpoint').rename(tmp_path / 'test_t5_tiny.checkpoint_0')
+    expected = evaluate.load(T5X).arrays
+    for path in (tmp_path / 'test_t5_tiny.checkpoint_0', T5X / 'checkpoint'):
+        found = evaluate.load(path).arrays
+        assert found.keys() == expected.keys()
+        for name, x in expected.items():
+            np.testing.assert_array_equal(found[name], x, err_msg=name)
+    assert evaluate.load(MESH_TF / 'checkpoint').config.emb_dim == 32
+    with pytest.raises(ValueError, match='model.safetensors is no T5X index'):
+        evaluate.load(HUGGING_FACE / 'model.safetensors')
+
+
 def test_half_the_memory():
     t5, whole = evaluate.load(T5X, dtype='bfloat16'), evaluate.load(T5X)
     assert {x.dtype for x in t5.arrays.values()} == {jnp.bfloat16.dtype}
