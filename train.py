@@ -327,7 +327,8 @@ def train(run: Run, stop: Callable[[], int] = lambda: 0) -> int:
     logged interval later, when a loss or an update is not finite, ValueError for bad data, OSError for a
     disk that does not take a checkpoint."""
     with run.lock:
-        report = Reporter(run.workdir, int(run.state.step), run.source.corpus)
+        saved = checkpoint.newest(run.workdir) or 0  # a checkpoint elsewhere has no metrics here
+        report = Reporter(run.workdir, saved, run.source.corpus)
         if run.train_step is None:
             say(
                 f'Step {run.state.step:,} of {run.config.train.steps:,} is taken: this run is finished.'

@@ -7,7 +7,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from end_to_end_test import ROOT, corpus, run, small_config, state_of
+from end_to_end_test import ROOT, corpus, metrics_of, run, small_config, state_of
 
 import checkpoint
 import optimizer
@@ -62,9 +62,11 @@ def test_everything_of_T5X(corpus, tmp_path, capsys, mesh_shape):
     assert_equal(found, expected)
     words = capsys.readouterr().out
     assert f'From step 6 of {T5X}, with the optimizer state; compiling' in words
+    (tmp_path / 'metrics.jsonl').write_text('{"step": 2}\n')  # of a run that never saved
     run(config, tmp_path)
     assert state_of(tmp_path, 8)['state/step'] == 8
     assert 'step 7/8' in capsys.readouterr().out
+    assert metrics_of(tmp_path)[0]['step'] == 7
 
 
 def test_everything_of_mesh_tf(corpus, tmp_path):
