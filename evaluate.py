@@ -166,25 +166,26 @@ def find_checkpoint(path: str | Path) -> tuple[Any, dict[str, Any], model.T5Conf
     if convert.is_hugging_face(directory):
         config, entries = convert.hugging_face_index(directory)
         return directory, dict(entries), config
-    index, settings = checkpoint.read_index(directory), read_settings(directory)
+    index, sizes = checkpoint.read_index(directory), read_settings(directory).get('model')
     try:
-        return directory, index, model.T5Config(**settings['model']) if settings else None
+        return directory, index, model.T5Config(**sizes) if sizes else None
     except (ValueError, TypeError) as error:
         raise ValueError(f'{directory}/config.json: {error}') from error
 
 
 def read_settings(directory: Any) -> dict[str, Any]:
-    """config.json of a checkpoint of ours; {} where there is none."""
+    """config.json of a checkpoint of ours; where there is none only what its vocabulary is then."""
     file = directory / 'config.json'
     settings = convert.read_json(file) if file.is_file() else {}
     is_ours = all(isinstance(settings.get(name, {}), dict) for name in ('model', 'data'))
-    return settings if is_ours and 'model' in settings else {}
+    settings = settings if is_ours and 'model' in settings else {}
+    return settings | {'data': {'extra_ids': 100, 'vocabulary': ''} | settings.get('data', {})}
 
 
 def find_vocabulary(directory: Any, name: str | Path | None = None) -> Any:
     """The one that `name` names ('bytes', a SentencePiece model or its folder), else the one beside a
     checkpoint, else None."""
-    settings = {'extra_ids': 100, 'vocabulary': ''} | read_settings(directory).get('data', {})
+    settings = read_settings(directory)['data']
     if 'bytes' in (name, not name and settings['vocabulary']):
         return data.ByteVocabulary()
     if name and not (file := data.vocabulary_file(convert.to_path(name))):
@@ -212,7 +213,8 @@ def convert_checkpoint(source: str | Path, target: str | Path, form: str) -> Pat
     if (target / 'lock').exists() or (kept.exists() and kept.read_bytes() != pieces):
         raise ValueError(f"{target} is a run's, or has another vocabulary: name another folder")
     tree = {'state/step': np.int32(0)} | index
-    files = {'config.json': json.dumps({'model': dataclasses.asdict(config)}).encode()}
+    own = {name: read_settings(directory)['data'][name] for name in ('extra_ids', 'vocabulary')}
+    files = {'config.json': json.dumps({'model': dataclasses.asdict(config), 'data': own}).encode()}
     written = checkpoint.save(target, int(convert.read_leaf(tree['state/step'])), tree, files)
     if pieces:
         kept.write_bytes(pieces)

@@ -252,6 +252,11 @@ def test_the_vocabulary_goes_along(tmp_path):
     evaluate.convert_checkpoint(tmp_path / 'hf', tmp_path / 'ours', 't5x')
     t5 = evaluate.load(tmp_path / 'ours')
     assert t5.vocabulary.model == pieces
+    own = {'model': dataclasses.asdict(t5.config), 'data': {'vocabulary': 'bytes'}}
+    files = {'config.json': json.dumps(own).encode()}
+    checkpoint.save(tmp_path / 'bytes', 6, checkpoint.restore(HUGGING_FACE), files)
+    evaluate.convert_checkpoint(tmp_path / 'bytes', tmp_path / 'of bytes', 't5x')
+    assert isinstance(evaluate.load(tmp_path / 'of bytes').vocabulary, data.ByteVocabulary)
     before = sorted(tmp_path.rglob('*'))
     with pytest.raises(ValueError, match='has another vocabulary: name another folder'):
         evaluate.convert_checkpoint(T5X, tmp_path / 'ours', 't5x')
