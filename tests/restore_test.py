@@ -31,16 +31,17 @@ def tiny_config(path, corpus, steps=8, vocabulary='bytes', **restore):
     return config
 
 
-def start(config, workdir):
-    """The state with which a run begins, as a checkpoint would have it."""
-    prepared = train.prepare(config, workdir)
-    prepared.lock.close()
-    return jax.device_get(optimizer.to_t5x(*prepared.state))
+def start(config):
+    """The state with which a run begins, as a checkpoint would have it, and what the run says of it."""
+    trainer = train.make_trainer(config)
+    leaves, _, words = train.choose_initial(config, trainer)
+    state = train.restore(trainer, leaves, config.restore.dtype)
+    return jax.device_get(optimizer.to_t5x(*state)), words
 
 
-def initial(config, workdir):
+def initial(config):
     config.restore.path = ''
-    return start(config, workdir)
+    return start(config)[0]
 
 
 def assert_equal(found, expected, paths=None):
@@ -57,21 +58,21 @@ def test_everything_of_T5X(corpus, tmp_path, capsys, mesh_shape):
     config = tiny_config(T5X, corpus)
     config.mesh.data, config.mesh.model = mesh_shape
     expected = checkpoint.restore(T5X)
-    found = start(config, tmp_path)
+    found, words = start(config)
     assert found.keys() == expected.keys() and found['state/step'] == 6
     assert_equal(found, expected)
-    words = capsys.readouterr().out
-    assert f'From step 6 of {T5X}, with the optimizer state; compiling' in words
+    assert words == f'From step 6 of {T5X}, with the optimizer state'
     (tmp_path / 'metrics.jsonl').write_text('{"step": 2}\n')  # of a run that never saved
     run(config, tmp_path)
     assert state_of(tmp_path, 8)['state/step'] == 8
-    assert 'step 7/8' in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f'{words}; compiling' in printed and 'step 7/8' in printed
     assert metrics_of(tmp_path)[0]['step'] == 7
 
 
-def test_everything_of_mesh_tf(corpus, tmp_path):
+def test_everything_of_mesh_tf(corpus):
     arrays = np.load(MESH_TF / 'golden.npz')
-    found = start(tiny_config(MESH_TF, corpus, 1_000_001), tmp_path)
+    found, _ = start(tiny_config(MESH_TF, corpus, 1_000_001))
     names = [name for name in arrays if name.startswith('imported/')]
     assert len(names) == len(found)
     for name in names:
@@ -79,19 +80,16 @@ def test_everything_of_mesh_tf(corpus, tmp_path):
         np.testing.assert_array_equal(x, arrays[name].astype(x.dtype), err_msg=name)
 
 
-def test_parameters_alone(corpus, tmp_path, capsys):
+def test_parameters_alone(corpus):
     """Hugging Face has no more; of the others the pattern takes no more. The rest is as in any new run."""
     for path, only in [(HUGGING_FACE, '.*'), (T5X, 'target/.*')]:
         config = tiny_config(path, corpus, only=only)
-        found, expected = start(config, tmp_path / path.name), checkpoint.restore(path)
+        (found, words), expected = start(config), checkpoint.restore(path)
         assert_equal(found, expected, filter(is_parameter, expected))
-        assert 'From step 0' in (words := capsys.readouterr().out), words
-        assert 'without any optimizer state; compiling' in words
-        fresh = initial(config, tmp_path / f'{path.name} fresh')
+        assert words == f'From step 0 of {path}, without any optimizer state'
+        fresh, table = initial(config), 'target/token_embedder/embedding'
         assert_equal(found, fresh, [name for name in fresh if not is_parameter(name)])
-        assert (
-            fresh['target/token_embedder/embedding'] != found['target/token_embedder/embedding']
-        ).any()
+        assert (fresh[table] != found[table]).any()
 
 
 def test_another_vocabulary_size(corpus, tmp_path):
@@ -99,36 +97,33 @@ def test_another_vocabulary_size(corpus, tmp_path):
     config.model.vocab_size = 512
     message = 'target/token_embedder/embedding is (384, 32), not (512, 32)'
     with pytest.raises(ValueError, match=re.escape(message)) as error:
-        start(config, tmp_path / 'run')
+        train.prepare(config, tmp_path / 'run')
     assert 'target/decoder/logits_dense/kernel is (32, 384), not (32, 512)' in str(error.value)
     assert 'restore.only leaves some out' in str(error.value) and '\n' not in str(error.value)
     assert [file.name for file in (tmp_path / 'run').iterdir()] == ['lock']
     config.restore.only = '(?!.*(embedding|logits_dense)).*'
-    found, expected = start(config, tmp_path / 'run'), checkpoint.restore(T5X)
-    taken = [path for path in expected if 'embedding/' not in path and 'logits' not in path]
-    taken = [path for path in taken if not re.search('embedding|logits_dense', path)]
+    (found, _), expected = start(config), checkpoint.restore(T5X)
+    taken = [path for path in expected if not re.search('embedding|logits_dense', path)]
     assert_equal(found, expected, taken)
-    fresh = initial(config, tmp_path / 'fresh')
+    fresh = initial(config)
     assert_equal(found, fresh, fresh.keys() - taken)
     assert found['target/token_embedder/embedding'].shape == (512, 32)
 
 
 @pytest.mark.parametrize('depth, words', [(1, 'not there'), (3, 'is missing, not')])
-def test_another_depth(corpus, tmp_path, capsys, depth, words):
+def test_another_depth(corpus, depth, words):
     """What is missing and what is too much is listed, or left as it is and listed."""
     config = tiny_config(T5X, corpus)
     config.model.num_decoder_layers = depth
     layer, kernel = f'target/decoder/layers_{min(depth, 2)}', 'encoder_decoder_attention/key/kernel'
     with pytest.raises(ValueError, match=words) as error:
-        start(config, tmp_path / 'run')
+        start(config)
     assert 'decoder/layers_' in str(error.value) and ' more: restore.only' in str(error.value)
-    capsys.readouterr()
     config.restore.strict = False
-    found, expected = start(config, tmp_path / 'run'), checkpoint.restore(T5X)
-    printed = capsys.readouterr().out
-    assert f'{"not used" if depth == 1 else "initial"}: {layer}/{kernel}' in printed, printed
-    assert ' and 4 more; compiling' in printed
-    fresh = initial(config, tmp_path / 'fresh')
+    (found, said), expected = start(config), checkpoint.restore(T5X)
+    assert f'{"not used" if depth == 1 else "initial"}: {layer}/{kernel}' in said, said
+    assert said.endswith(' and 4 more')
+    fresh = initial(config)
     assert_equal(found, expected, found.keys() & expected.keys())
     assert_equal(found, fresh, found.keys() - expected.keys())
 
@@ -137,7 +132,7 @@ def test_dtypes(corpus, tmp_path):
     config = tiny_config(T5X, corpus, dtype='bfloat16')
     config.save.dtype = 'bfloat16'
     expected = checkpoint.restore(T5X)
-    found = start(config, tmp_path)
+    found, _ = start(config)
     for path, x in expected.items():
         rounded = x.astype(ml_dtypes.bfloat16) if is_parameter(path) else x
         np.testing.assert_array_equal(found[path], rounded.astype(x.dtype), err_msg=path)
