@@ -179,8 +179,9 @@ def restore(
 
 
 def read_index(path: str | Path) -> dict[str, Any]:
-    """{path: leaf} of T5X's native layout (a folder, or a file alone), a Mesh-TF checkpoint (its prefix or folder) or a Hugging Face
-    folder. A leaf is an array if it is small, else it has `shape`, `dtype` and `read()`."""
+    """{path: leaf} of T5X's native layout (a folder, or a file alone), a Mesh-TF checkpoint (its prefix or
+    folder) or a Hugging Face folder. A leaf is an array if it is small, else it has `shape`, `dtype` and
+    `read()`."""
     directory = convert.to_path(path)
     if prefix := convert.mesh_tf_prefix(directory):
         return dict(convert.mesh_tf_index(prefix))
@@ -336,6 +337,11 @@ def newest(workdir: str | Path) -> int | None:
 def shapes(tree: Mapping) -> Shapes:
     """{path: shape} of a flat tree, or of what `read_index` returns."""
     return {path: tuple(np.shape(leaf)) for path, leaf in tree.items()}
+
+
+def parameters(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """{parameter's own path: leaf} of a flat tree."""
+    return {p.removeprefix('target/'): x for p, x in tree.items() if p.startswith('target/')}
 
 
 def choose(

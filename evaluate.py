@@ -134,8 +134,7 @@ def load(
     arrays = checkpoint.restore(
         {path: index[path] for path in index if path in placed}, placed, dtype
     )
-    arrays = {path.removeprefix('target/'): x for path, x in arrays.items()}
-    return T5(config, arrays, mesh, find_vocabulary(directory, vocabulary))
+    return T5(config, checkpoint.parameters(arrays), mesh, find_vocabulary(directory, vocabulary))
 
 
 def open_model(
@@ -144,8 +143,7 @@ def open_model(
     """Where the checkpoint of `load` lies, its config and its index. ValueError unless the checkpoint is whole
     and its parameters are those of the config."""
     directory, index, own_config = find_checkpoint(path)
-    shapes = checkpoint.shapes(index)
-    shapes = {p.removeprefix('target/'): x for p, x in shapes.items() if p.startswith('target/')}
+    shapes = checkpoint.shapes(checkpoint.parameters(index))
     config = config or own_config or config_from_shapes(shapes)
     try:
         checkpoint.compare(model.shapes(config), shapes)
@@ -206,7 +204,7 @@ def convert_checkpoint(source: str | Path, target: str | Path, form: str) -> Pat
     vocabulary = find_vocabulary(directory)
     pieces = vocabulary.model if vocabulary else b''
     if form == 'hf':
-        arrays = {p.removeprefix('target/'): x for p, x in index.items() if p.startswith('target/')}
+        arrays = checkpoint.parameters(index)
         convert.write_hugging_face(target, config, arrays, pieces or None)
         return target
     kept = target / 'vocabulary.model'

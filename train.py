@@ -97,9 +97,10 @@ def prepare(config: Any, workdir: str | Path) -> Run:
     try:
         step = checkpoint.newest_whole(workdir, say)
         directory = workdir / f'checkpoint_{step}'
-        leaves, own_vocabulary, start = dict[str, Any](), b'', f'Going on after step {step}'
         if step is None:
             leaves, own_vocabulary, start = choose_initial(config, trainer)
+        else:
+            own_vocabulary, start = b'', f'Going on after step {step:,}'
         where = (workdir, source, config.model.vocab_size, own_vocabulary)
         vocabulary = data.find_vocabulary(config.data, *where)
         settings = json.loads(config.to_json()) | {'corpus': source.corpus}
