@@ -34,6 +34,7 @@ import tensorstore as ts
 from jax.experimental import multihost_utils
 
 import convert
+import paths
 
 VERSION = 3  # in 2 bfloat16 arrays lay as uint16; else they are alike
 CHUNK_BYTES = 64 * 2**20
@@ -182,7 +183,7 @@ def read_index(path: str | Path) -> dict[str, Any]:
     """{path: leaf} of T5X's native layout (a folder, or a file alone), a Mesh-TF checkpoint (its prefix or
     folder) or a Hugging Face folder. A leaf is an array if it is small, else it has `shape`, `dtype` and
     `read()`."""
-    directory = convert.to_path(path)
+    directory = paths.to_path(path)
     if prefix := convert.mesh_tf_prefix(directory):
         return dict(convert.mesh_tf_index(prefix))
     if convert.is_hugging_face(directory):
@@ -196,7 +197,7 @@ def read_index(path: str | Path) -> dict[str, Any]:
     hooks: dict = {'object_hook': functools.partial(_unpack_map, file.parent)}
     hooks |= {'ext_hook': _unpack_extension, 'strict_map_key': False}
     try:
-        top = dict(msgpack.unpackb(convert.own_file(file).read_bytes(), **hooks))
+        top = dict(msgpack.unpackb(paths.own_file(file).read_bytes(), **hooks))
         leaves = {path: x for path, x in flatten(top.get('optimizer', {})).items() if x is not None}
         leaves = {path: x if hasattr(x, 'shape') else np.asarray(x) for path, x in leaves.items()}
     except DAMAGE as error:
@@ -244,14 +245,14 @@ class ZarrEntry:
             raise ValueError(f'{folder}/.zarray is missing: copy the checkpoint again')
         # A lost chunk must not be read as zeros.
         here = {'driver': 'zarr', 'fill_missing_data_reads': False}
-        array = ts.open({**here, 'kvstore': convert.to_kvstore(folder)}).result()
+        array = ts.open({**here, 'kvstore': paths.to_kvstore(folder)}).result()
         if array.shape != self.shape:
             raise ValueError(f'{folder} has shape {array.shape}, its index {self.shape}: copy both')
         if array.dtype == ts.uint16:
             raise ValueError(f'{folder} holds uint16, which T5X refuses too: use its bfloat16')
         chunks: Any = array.chunk_layout.write_chunk.shape or ()  # None for a scalar
         need = math.prod(-(-n // c) * c for n, c in zip(array.shape, chunks, strict=True))
-        held = sum(convert.file_size(file) for file in files if file.name != '.zarray')
+        held = sum(paths.file_size(file) for file in files if file.name != '.zarray')
         if need * int(array.dtype.numpy_dtype.itemsize) > held * GZIP_RATIO:
             words = f'{held} bytes cannot hold {array.shape}, or chunks are missing'
             raise ValueError(f'{folder}: {words}: copy the checkpoint again')
@@ -261,7 +262,7 @@ class ZarrEntry:
 def verify(directory: Path) -> bool:
     """True if every file is as it was saved; False if nobody knows, as T5X saves no checksums. ValueError
     names up to ten damaged files. Every process calls it and reads its share."""
-    directory = convert.to_path(directory)
+    directory = paths.to_path(directory)
     is_ours = any((directory / name).exists() for name in OURS)
     if not is_ours or convert.mesh_tf_prefix(directory) or convert.is_hugging_face(directory):
         return False
@@ -326,7 +327,7 @@ def newest_whole(workdir: Path, report: Callable[[str], None] = print) -> int | 
 
 def steps(workdir: str | Path) -> list[int]:
     """Steps of the checkpoints in `workdir`, ascending; a half one has no index or another name."""
-    indices = convert.to_path(workdir).glob('checkpoint_*/checkpoint')
+    indices = paths.to_path(workdir).glob('checkpoint_*/checkpoint')
     return _numbers(index.parent for index in indices)
 
 

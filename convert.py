@@ -1,5 +1,4 @@
-"""Foreign checkpoints as T5X's tree: Mesh-TensorFlow's, read; Hugging Face folders, read and written; and
-what opening any of them takes, wherever it lies.
+"""Foreign checkpoints as T5X's tree: Mesh-TensorFlow's, read; Hugging Face folders, read and written.
 
     model.ckpt-1000000.index                sorted table: name -> dtype, shape, place, checksum
     model.ckpt-1000000.data-00001-of-00002  arrays one behind the other, little-endian, C order
@@ -15,7 +14,6 @@ doc/table_format.md; Snappy format_description.txt; transformers (4.57, 5.23) mo
 """
 
 import functools
-import importlib
 import json
 import math
 import os
@@ -33,71 +31,7 @@ import safetensors
 import safetensors.numpy
 
 import model
-
-CLIENTS = {'gs': ('gcsfs', 'gcs'), 's3': ('s3fs', 's3')}  # of a scheme: its package, our extra
-
-
-def to_path(name: str | Path) -> Any:
-    """A path on a disk, absolute, or one of gs:// and s3://, which has pathlib's methods."""
-    scheme = str(name).partition('://')[0]
-    if scheme not in CLIENTS:
-        return disk_path(name).absolute()
-    client, extra = CLIENTS[scheme]
-    os.environ['EPATH_USE_TF'] = 'false'  # else epath imports TensorFlow where that is installed
-    # Else gcsfs looks for credentials at every call, for seconds, and s3fs reads 50 MiB ahead.
-    os.environ.setdefault('GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT', 'false')
-    os.environ.setdefault('FSSPEC_S3_DEFAULT_CACHE_TYPE', 'none')
-    try:
-        importlib.import_module(client)
-        path = importlib.import_module('etils.epath').Path(name)
-    except ImportError as error:
-        raise ValueError(f"{name} needs {client}: pip install -e '.[{extra}]'") from error
-    try:
-        is_bucket = str(path.parent).endswith('/')
-        list((path if is_bucket else path.parent).iterdir())  # which answers what is asked later
-    except Exception as error:  # each client has its own
-        words = ' '.join(f'{type(error).__name__}: {error}'.split())
-        raise ValueError(f'{name} cannot be listed ({words}): mend name or rights') from error
-    return path
-
-
-def disk_path(name: str | Path) -> Path:
-    """A path to write to, which none in a bucket is: those have neither renaming nor locks."""
-    if '://' in str(name):
-        words = 'write to a disk and copy from there, gs:// and s3:// are read only'
-        raise ValueError(f'{name}: {words}')
-    return Path(name)
-
-
-def to_kvstore(folder: Any) -> dict[str, str]:
-    """What TensorStore calls a folder of `to_path`."""
-    if isinstance(folder, Path):
-        return {'driver': 'file', 'path': f'{folder}/'}
-    scheme, _, place = str(folder).partition('://')
-    bucket, _, path = place.partition('/')
-    kvstore = {'driver': {'gs': 'gcs', 's3': 's3'}[scheme], 'bucket': bucket, 'path': f'{path}/'}
-    endpoint = os.environ.get('AWS_ENDPOINT_URL')  # not Amazon's S3 but one that speaks like it
-    return kvstore | ({'endpoint': endpoint} if endpoint and scheme == 's3' else {})
-
-
-def file_size(file: Any) -> int:
-    """Bytes of a file of `to_path`."""
-    stat = file.stat()
-    return stat.st_size if isinstance(file, Path) else stat.length
-
-
-def own_file(file: Any) -> Any:
-    """`file`, if it is one and in its folder, links followed: where a link leads, a stranger may not choose.
-    (Hugging Face's cache links from a model's snapshots to its blobs.)"""
-    if not file.is_file():
-        raise ValueError(f'{file} is missing: bring all files of the checkpoint')
-    if isinstance(file, Path):
-        root, place = file.parent.resolve(), file.resolve()
-        root = root.parent.parent if root.parent.name == 'snapshots' else root
-        if not place.is_relative_to(root):
-            words = 'do not trust it, or load it from there'
-            raise ValueError(f'{file} links to {place}, outside of its folder: {words}')
-    return file
+import paths
 
 
 def read_leaf(leaf: Any) -> Any:
@@ -206,7 +140,7 @@ class BundleEntry:
     def read(self) -> np.ndarray:
         """The array in its stored dtype, read into the memory that it keeps."""
         end = self.offset + self.size
-        if end > (size := file_size(own_file(self.file))):
+        if end > (size := paths.file_size(paths.own_file(self.file))):
             raise ValueError(f'{self.file} ends at {size}, {self.name} at {end}: copy it again')
         with self.file.open('rb') as stream:
             content = np.empty(self.size, np.uint8)
@@ -220,12 +154,12 @@ class BundleEntry:
 def mesh_tf_prefix(path: Any) -> Any:
     """`path` if it is a prefix as `.../model.ckpt-1000000`; of a folder the one that its `checkpoint`
     names, else its only one; None if this is no Mesh-TF checkpoint."""
-    path = to_path(path)
+    path = paths.to_path(path)
     if path.with_name(f'{path.name}.index').is_file():
         return path
     pointer, indices = path / 'checkpoint', sorted(path.glob('*.index'))
     if pointer.is_file():  # T5X's file of this name is no text
-        with own_file(pointer).open('rb') as stream:
+        with paths.own_file(pointer).open('rb') as stream:
             # Of a path only the last part: it is where the files once were, and a stranger's word.
             pattern = rb'model_checkpoint_path: *"(?:[^"]*/)?([^"/]+)"'
             match = re.match(pattern, stream.read(4096))
@@ -278,7 +212,7 @@ def mesh_tf_index(prefix: Any) -> dict[str, BundleEntry | np.ndarray]:
 def read_bundle_index(prefix: Any) -> dict[str, BundleEntry]:
     """{variable: BundleEntry} of `PREFIX.index`. No .data file is opened."""
     file = prefix.with_name(f'{prefix.name}.index')
-    with own_file(file).open('rb') as stream:
+    with paths.own_file(file).open('rb') as stream:
         content = stream.read(INDEX_BYTES + 1)
     try:
         if len(content) > INDEX_BYTES:
@@ -577,14 +511,14 @@ def _transpose(x: np.ndarray) -> np.ndarray:
 
 def is_hugging_face(folder: str | Path) -> bool:
     names = (WEIGHTS, WEIGHTS_INDEX, *OTHER_WEIGHTS)
-    return any((to_path(folder) / name).is_file() for name in names)
+    return any((paths.to_path(folder) / name).is_file() for name in names)
 
 
 def hugging_face_index(folder: str | Path) -> tuple[model.T5Config, dict[str, SafetensorsEntry]]:
     """The config of a folder, to compute in float32, and {'target/' + our path: entry}; nothing is read but
     headers and the copies of the token table. ValueError for what is no T5 of ours, or lists up to ten names
     that are missing or unknown; shapes are the caller's to compare."""
-    if not isinstance(folder := to_path(folder), Path):
+    if not isinstance(folder := paths.to_path(folder), Path):
         raise ValueError(f'{folder}: safetensors are read from a disk only: copy the folder')
     found, settings = _find_arrays(folder), read_json(folder / 'config.json')
     try:
@@ -665,7 +599,7 @@ def _find_arrays(folder: Path) -> dict[str, SafetensorsEntry]:
         words = f'{folder} has no {WEIGHTS}, and formats that can run code (pickle) are not read'
         raise ValueError(f'{words}: {remedy}')
     found: dict[str, SafetensorsEntry] = {}
-    for file in [own_file(folder / name) for name in files]:
+    for file in [paths.own_file(folder / name) for name in files]:
         try:
             with safetensors.safe_open(file, framework='numpy') as arrays:
                 for name in arrays.keys():
@@ -707,7 +641,7 @@ def _are_equal(a: SafetensorsEntry, b: SafetensorsEntry) -> bool:
 
 def read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(own_file(file).read_bytes())
+        content = json.loads(paths.own_file(file).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f'{file} cannot be read ({error}): copy the folder again') from error
     if not isinstance(content, dict):

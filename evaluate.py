@@ -26,6 +26,7 @@ import decode
 import loss
 import model
 import partition
+import paths
 
 SEQUENCES = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
 FEATURES = (*SEQUENCES, 'encoder_segment_ids', 'decoder_segment_ids')  # what the model reads
@@ -155,7 +156,7 @@ def open_model(
 def find_checkpoint(path: str | Path) -> tuple[Any, dict[str, Any], model.T5Config | None]:
     """Where the checkpoint of `load` lies, its index, and the config beside it if there is one. ValueError
     where it is damaged."""
-    step, directory = checkpoint.newest(path), convert.to_path(path)
+    step, directory = checkpoint.newest(path), paths.to_path(path)
     if step is not None:
         directory /= f'checkpoint_{step}'
     elif directory.name == 'checkpoint' and directory.is_file():
@@ -186,12 +187,12 @@ def find_vocabulary(directory: Any, name: str | Path | None = None) -> Any:
     settings = read_settings(directory)['data']
     if 'bytes' in (name, not name and settings['vocabulary']):
         return data.ByteVocabulary()
-    if name and not (file := data.vocabulary_file(convert.to_path(name))):
+    if name and not (file := data.vocabulary_file(paths.to_path(name))):
         words = "no file, nor a folder with spiece.model, nor 'bytes'"
         raise ValueError(f'vocabulary={str(name)!r}: {words}')
     if not name:
         beside = [directory / 'spiece.model', directory.parent / 'vocabulary.model']
-        file = next((convert.own_file(file) for file in beside if file.is_file()), None)
+        file = next((paths.own_file(file) for file in beside if file.is_file()), None)
     return data.SentencePieceVocabulary(file.read_bytes(), settings['extra_ids']) if file else None
 
 
@@ -199,7 +200,7 @@ def convert_checkpoint(source: str | Path, target: str | Path, form: str) -> Pat
     """Writes what `load` would open at `source` to the folder `target`, in its dtypes: 't5x' with whatever
     optimizer state there is, as `target`/checkpoint_STEP, or 'hf', parameters alone. Returns its path. Arrays
     are read as they are written."""
-    target = convert.disk_path(target)
+    target = paths.disk_path(target)
     directory, config, index = open_model(source)
     vocabulary = find_vocabulary(directory)
     pieces = vocabulary.model if vocabulary else b''

@@ -237,7 +237,7 @@ def test_the_command(tmp_path):
         ([f'--from={T5X}', f'--to={tmp_path}/x', '--format=bin'], 'should be one of'),
         ([f'--from={T5X}', '--to=gs://bucket/x'], 'gs://bucket/x: write to a disk'),
         (['--workdir=gs://bucket/x'], '--workdir=gs://bucket/x: name a folder on a disk'),
-        ([f'--from=http://{T5X}', f'--to={tmp_path}/x'], 'gs:// and s3:// are read only'),
+        ([f'--from=http://{T5X}', f'--to={tmp_path}/x'], 'gs:// and s3:// are read: download'),
     ]:
         result = main(*arguments)
         assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr

@@ -1,0 +1,145 @@
+"""Paths that a user gives: on a disk, or in a bucket (gs://, s3://).
+
+Every flag, setting and argument that takes a path goes through `to_path` or `disk_path` once, so that `..`, `~`,
+links, spaces and a trailing slash mean the same everywhere. Imports nothing of ours.
+"""
+
+import errno
+import importlib
+import os
+import posixpath
+from pathlib import Path
+from typing import Any
+
+# For the scheme of a bucket: the package that reads it, and our extra that installs the package.
+CLIENTS = {'gs': ('gcsfs', 'gcs'), 's3': ('s3fs', 's3')}
+LFS_HEADER = b'version https://git-lfs.github.com/spec/'
+
+
+def to_path(name: str | os.PathLike) -> Any:
+    """Return an absolute path on a disk, or a path of gs:// or s3:// with pathlib's methods.
+
+    Raises ValueError for what is no path, for other schemes, for a home folder that does not exist, and for a
+    path that the system cannot follow (a loop of links, no permission, a name that is too long).
+    """
+    scheme, separator, _ = _text(name).partition('://')
+    if not separator:
+        return disk_path(name)
+    if scheme not in CLIENTS:
+        raise ValueError(
+            f'{name}: only paths on a disk, gs:// and s3:// are read: download it, and name the copy'
+        )
+    return _bucket_path(_text(name), scheme)
+
+
+def disk_path(name: str | os.PathLike) -> Path:
+    """Return an absolute path on a disk, free of `~` and `..`: TensorStore refuses those.
+
+    A link in front of a `..` is followed first, as the system does. Raises ValueError as `to_path`, and for
+    buckets, which know neither renaming nor locks.
+    """
+    text = _text(name)
+    if '://' in text:
+        raise ValueError(
+            f'{text}: write to a disk and copy from there, gs:// and s3:// are read only'
+        )
+    path = Path(os.path.expanduser(text)).absolute()
+    if text.startswith('~') and not os.path.isabs(os.path.expanduser(text)):
+        raise ValueError(
+            f'{text}: there is no such home folder: write ./{text} for a name that begins with ~'
+        )
+    if '..' in path.parts:
+        end = len(path.parts) - path.parts[::-1].index('..')
+        path = Path(os.path.realpath(Path(*path.parts[:end])), *path.parts[end:])
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise ValueError(
+                f'{text} cannot be opened ({error.strerror}): correct the name, its links or its permissions'
+            ) from error
+    return path
+
+
+def to_kvstore(folder: Any) -> dict[str, str]:
+    """Return TensorStore's name of a folder of `to_path`."""
+    if isinstance(folder, Path):
+        return {'driver': 'file', 'path': f'{folder}/'}
+    scheme, _, place = str(folder).partition('://')
+    bucket, _, path = place.partition('/')
+    kvstore = {'driver': {'gs': 'gcs', 's3': 's3'}[scheme], 'bucket': bucket, 'path': f'{path}/'}
+    endpoint = os.environ.get('AWS_ENDPOINT_URL')  # a store that is not Amazon's but speaks S3
+    if endpoint and scheme == 's3':
+        kvstore['endpoint'] = endpoint
+    return kvstore
+
+
+def file_size(file: Any) -> int:
+    """Return the number of bytes of a file of `to_path`."""
+    stat = file.stat()
+    return stat.st_size if isinstance(file, Path) else stat.length
+
+
+def own_file(file: Any) -> Any:
+    """Return `file` if it exists and lies in its own folder after links are followed.
+
+    A stranger's checkpoint must not choose which file is read. (Hugging Face's cache links from a model's
+    snapshots to its blobs.) Raises ValueError, also for a pointer of git-lfs in place of the file.
+    """
+    if not file.is_file():
+        raise ValueError(f'{file} is missing: bring all files of the checkpoint')
+    if isinstance(file, Path):
+        root = file.parent.resolve()
+        target = file.resolve()
+        if root.parent.name == 'snapshots':
+            root = root.parent.parent
+        if not target.is_relative_to(root):
+            raise ValueError(
+                f'{file} links to {target}, outside of its folder: do not trust it, or load it from there'
+            )
+        check_not_lfs(file)
+    return file
+
+
+def check_not_lfs(file: Path) -> None:
+    """Raise ValueError if `file` is the pointer that git leaves where git-lfs is not installed."""
+    with file.open('rb') as stream:
+        header = stream.read(len(LFS_HEADER))
+    if header == LFS_HEADER:
+        raise ValueError(
+            f'{file} is a pointer of git-lfs, not the file itself: run `git lfs pull` in its repository'
+        )
+
+
+def _text(name: str | os.PathLike) -> str:
+    if not isinstance(name, str | os.PathLike) or isinstance(os.fspath(name), bytes):
+        raise ValueError(f'{name!r} is no path: give a string or a pathlib.Path')
+    text = os.fspath(name)
+    if not text.strip() or '\0' in text:
+        raise ValueError(f'{text!r} is no path: name a file or a folder')
+    return text
+
+
+def _bucket_path(name: str, scheme: str) -> Any:
+    client, extra = CLIENTS[scheme]
+    bucket, slash, key = name.removeprefix(f'{scheme}://').partition('/')
+    if slash:
+        name = f'{scheme}://{bucket}{posixpath.normpath("/" + key).rstrip("/")}'
+    os.environ['EPATH_USE_TF'] = 'false'  # else epath imports TensorFlow if that is installed
+    # Without these, gcsfs looks for credentials for seconds at every call, and s3fs reads 50 MiB ahead.
+    os.environ.setdefault('GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT', 'false')
+    os.environ.setdefault('FSSPEC_S3_DEFAULT_CACHE_TYPE', 'none')
+    try:
+        importlib.import_module(client)
+        path = importlib.import_module('etils.epath').Path(name)
+    except ImportError as error:
+        raise ValueError(f"{name} needs {client}: pip install -e '.[{extra}]'") from error
+    try:
+        is_bucket = str(path.parent).endswith('/')
+        list((path if is_bucket else path.parent).iterdir())  # the clients remember this listing
+    except Exception as error:  # each client has its own exceptions
+        cause = ' '.join(f'{type(error).__name__}: {error}'.split())
+        raise ValueError(
+            f'{name} cannot be listed ({cause}): correct its name or rights'
+        ) from error
+    return path
