@@ -8,7 +8,8 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ import paths
 
 SEQUENCES = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
 FEATURES = (*SEQUENCES, 'encoder_segment_ids', 'decoder_segment_ids')  # what the model reads
+UNIGRAM_TOKENS = 1_000_000  # positions of training targets that the unigram baseline counts
 
 
 class T5:
@@ -244,7 +246,7 @@ def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> model.T5Config:
 
 
 class Evaluation:
-    """A model's losses on the validation split, on the same batches every time, and the bar to clear.
+    """A model's losses on the validation split, on the same batches every time, and the unigram baseline.
     Differs from T5X: the first `eval.steps` batches of one pass; T5X repeats a small split."""
 
     def __init__(
@@ -283,16 +285,26 @@ class Evaluation:
         in_specs = (specs, partition.BATCH)
         self.sums = jax.jit(jax.shard_map(device_sums, mesh=mesh, in_specs=in_specs, out_specs=P()))
 
-    def __call__(self, params: Mapping[str, jax.Array]) -> dict[str, float]:
-        """T5X's metrics, and nats per token of text and of all targets beside their unigram bars."""
-        steps = [self.sums(params, partition.place_rows(self.mesh, b)) for b in self.batches]
+    def __call__(
+        self, params: Mapping[str, jax.Array], stop: Callable[[int], int] = lambda count: 0
+    ) -> dict[str, float] | None:
+        """Return T5X's metrics, and nats per token of text and of all targets beside their unigram baselines.
+
+        `stop` is called with the number of batches so far, alike in all processes. None where it gives anything
+        but 0: the evaluation ended there.
+        """
+        steps = []
+        for count, batch in enumerate(self.batches, start=1):
+            steps.append(self.sums(params, partition.place_rows(self.mesh, batch)))
+            jax.block_until_ready(steps[-2:-1])  # one batch is queued while another is computed
+            if stop(count):
+                return None
         steps = jax.device_get(steps)
         total = {name: sum(float(sums[name]) for sums in steps) for name in steps[0]}
-        return summarize(steps, self.config) | {
-            'nats_per_text_token': total['text_nats'] / total['text_tokens'],
-            'nats_per_target_token': total['target_nats'] / total['decoder_tokens'],
-            **self.unigram_bars,
-        }
+        values = summarize(steps, self.config)
+        values['nats_per_text_token'] = total['text_nats'] / total['text_tokens']
+        values['nats_per_target_token'] = total['target_nats'] / total['decoder_tokens']
+        return values | self.unigram_baselines
 
     @functools.cached_property
     def batches(self) -> list[dict[str, np.ndarray]]:
@@ -305,28 +317,35 @@ class Evaluation:
         return batches + [empty] * (most - len(batches))
 
     @functools.cached_property
-    def unigram_bars(self) -> dict[str, float]:
-        """What token frequencies alone would pay: the cross entropy of the validation targets under the
-        unigram of the training targets, those of the run's first batches up to a million tokens, each
-        counted once more than it occurred."""
-        counts = np.zeros([2, self.config.model.vocab_size], np.int64)  # of training, of validation
-        training = copy.copy(self.training)
-        training.seek(np.zeros_like(training.position))
-        for batch in itertools.islice(training, self.config.train.steps):
-            np.add.at(counts[0], batch['decoder_target_tokens'], 1)
-            if counts[0, 1:].sum() >= 1e6:
-                break
-        for batch in self.batches:
-            np.add.at(counts[1], batch['decoder_target_tokens'], 1)
-        counts = partition.from_processes(counts).sum(axis=0)
+    def unigram_baselines(self) -> dict[str, float]:
+        """The cross entropy of the validation targets under the unigram of the training targets, in nats: what
+        token frequencies alone would pay.
 
-        def bar(first: int, stop: int | None) -> float:
-            q, p = counts[0, first:stop] + 1, counts[1, first:stop]
+        Counted are the first UNIGRAM_TOKENS positions of the training targets, or their first epoch if that is
+        shorter, whatever the number of steps; each token once more than it occurs.
+        """
+        training_counts = np.zeros(self.config.model.vocab_size, np.int64)
+        validation_counts = np.zeros_like(training_counts)
+        training = copy.copy(self.training)
+        training.num_epochs = 1
+        training.seek(np.zeros_like(training.position))
+        positions_per_batch = self.config.train.batch_size * self.config.data.lengths.targets
+        num_batches = math.ceil(UNIGRAM_TOKENS / positions_per_batch)
+        for batch in itertools.islice(training, num_batches):
+            np.add.at(training_counts, batch['decoder_target_tokens'], 1)
+        for batch in self.batches:
+            np.add.at(validation_counts, batch['decoder_target_tokens'], 1)
+        counts = np.stack([training_counts, validation_counts])
+        training_counts, validation_counts = partition.from_processes(counts).sum(axis=0)
+
+        def baseline(first: int, stop: int | None) -> float:
+            q = training_counts[first:stop] + 1
+            p = validation_counts[first:stop]
             return float(-(p * np.log(q / q.sum())).sum() / p.sum())
 
         return {
-            'unigram_nats_per_text_token': bar(data.EOS_ID + 1, self.first_sentinel),
-            'unigram_nats_per_target_token': bar(data.EOS_ID, None),
+            'unigram_nats_per_text_token': baseline(data.EOS_ID + 1, self.first_sentinel),
+            'unigram_nats_per_target_token': baseline(data.EOS_ID, None),
         }
 
 

@@ -52,10 +52,10 @@ def parse_normalizing_factor(value: str) -> float | str:
         number = float(value or 1)
     except ValueError:
         number = 0.0
-    if value.upper() not in NORMALIZERS and not number > 0:
+    if value.upper() not in NORMALIZERS and not 1e-30 <= number <= 1e30:
         names = ', '.join(NORMALIZERS)
         raise ValueError(
-            f"loss.loss_normalizing_factor={value!r}: use '' (the sum), a positive number, or {names}"
+            f"loss.loss_normalizing_factor={value!r}: use '' (the sum), a positive, finite number, or {names}"
         )
     return number or value.upper()
 

@@ -23,14 +23,23 @@ BATCH = P('data')  # arrays of rows
 def make_mesh(data: int = -1, model: int = 1, devices: list | None = None) -> Mesh:
     """A mesh of `data` x `model` devices; -1 for one of the two takes what is left."""
     devices = jax.devices() if devices is None else devices
-    sizes, known = f'mesh.data={data}, mesh.model={model}', max(data, model)
+    sizes = f'mesh.data={data}, mesh.model={model}'
+    known = max(data, model)
     if min(data, model) < -1 or 0 in (data, model) or known == -1:
         raise ValueError(f'{sizes}: each must be a positive count, and at most one may be -1')
+    on_a_cpu = (
+        'on a CPU, the environment variable XLA_FLAGS=--xla_force_host_platform_device_count='
+        f'{known if -1 in (data, model) else data * model} makes as many'
+    )
     if -1 in (data, model) and len(devices) % known:
-        raise ValueError(f'{sizes}: {known} must divide the number of devices, {len(devices)}')
+        raise ValueError(
+            f'{sizes}: {known} must divide the number of devices, {len(devices)}; {on_a_cpu}'
+        )
     data, model = (size if size != -1 else len(devices) // known for size in (data, model))
     if data * model > len(devices):
-        raise ValueError(f'{sizes}: the product must be at most the {len(devices)} devices')
+        raise ValueError(
+            f'{sizes}: the product must be at most the {len(devices)} devices; {on_a_cpu}'
+        )
     auto = (AxisType.Auto, AxisType.Auto)
     return jax.make_mesh((data, model), ('data', 'model'), auto, devices=devices[: data * model])
 

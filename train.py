@@ -5,18 +5,18 @@ are local math with collectives; `jax.grad` gives each device's own gradients an
 'data'; outside, optax updates global arrays. Source: T5X t5x/train.py, t5x/trainer.py.
 """
 
-import fcntl
+import contextlib
 import io
 import json
 import math
 import os
 import re
-import socket
-import sys
+import shlex
+import signal
+import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tensorboard.summary
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -36,22 +35,27 @@ import loss
 import model
 import optimizer
 import partition
+import paths
+import settings
+import workdir
 
-# When a run is continued. What files and vocabulary hold is compared by its hash, wherever it lies.
+# Settings that may change when a run goes on. Files and vocabulary may move: their contents are compared.
 MAY_CHANGE = (
-    *('train/steps', 'train/num_microbatches', 'mesh/', 'log/', 'save/', 'eval/'),
-    *('data/files', 'data/validation_files', 'data/vocabulary'),
-    *('data/on_bad_line', 'data/max_bad_fraction'),
+    'train/steps',
+    'train/num_microbatches',
+    'mesh/',
+    'log/',
+    'save/',
+    'eval/',
+    'data/files',
+    'data/validation_files',
+    'data/vocabulary',
+    'data/on_bad_line',
+    'data/max_bad_fraction',
 )
-COUNTS = ('train.steps', 'train.batch_size', 'eval.steps', 'learning_rate.warmup_steps')
-PERIODS = ('eval.every_steps', 'save.every_steps', 'log.every_steps')
-LEAST = dict.fromkeys((*COUNTS, *PERIODS), 1) | {'save.keep': 0, 'save.keep_every': 0}
-SOME_OF = {
-    'save.dtype': ('float32', 'bfloat16'),
-    'restore.dtype': ('float32', 'bfloat16', 'float16', ''),
-}
 MEMORY_FRACTION = 0.9  # that a step may need; the rest is left to data, program and system
 STEPS_PER_AGREEMENT = 10  # of many processes, on whether one was asked to stop
+MAX_COLUMNS = 79  # of a line of progress
 
 
 class TrainState(NamedTuple):
@@ -75,120 +79,227 @@ class Run(NamedTuple):
 
     config: Any
     workdir: Path
+    console: workdir.Console
     lock: IO  # while it is open, nobody else uses the workdir
     mesh: Mesh
     train_step: Any  # compiled; None where the run is finished
     source: data.Source
     stream: data.Stream
+    vocabulary: data.Vocabulary
     evaluation: evaluate.Evaluation
+    evaluation_is_due: bool  # of the step it goes on from, where a signal ended it
+    first_step: int  # steps taken before
     state: TrainState
     interval: list[dict]  # the metrics of the steps since the last logged one
 
 
-def prepare(config: Any, workdir: str | Path) -> Run:
-    """All that comes before the first step; the newest whole checkpoint is restored if there is one.
-    ValueError, in words, for settings that cannot be or that an old run in `workdir` forbids."""
-    workdir, batch_size = Path(workdir), config.train.batch_size
+class Start(NamedTuple):
+    """What a run starts from."""
+
+    step: int
+    is_resumed: bool  # from a checkpoint in its own workdir
+    leaves: dict[str, Any]  # of the index of a checkpoint; what is missing is initialized
+    vocabulary_model: bytes  # the checkpoint's own; b'' if it has none
+    description: str
+
+
+def prepare(config: Any, folder: str | Path) -> Run:
+    """Return a run in the workdir `folder`, all that comes before its first step done.
+
+    The newest valid checkpoint in the workdir is restored if there is one. Raises ValueError or OSError, before
+    anything is compiled, for settings that cannot be or that an old run forbids, and for a workdir that is not
+    a run of ours or cannot hold checkpoints.
+    """
+    settings.check(config)
+    folder = paths.disk_path(folder)
+    workdir.check_is_run(folder)
+    console = workdir.Console()
     trainer = make_trainer(config)
-    mesh = trainer.mesh
-    counts = microbatch_counts(config, mesh)
-    source = data.open_source(config.data)
-    lock = lock_workdir(workdir)
+    microbatch_counts(config, trainer.mesh)
+    with console.working('Reading the text'):
+        source = data.open_source(config.data)
+    lock = workdir.lock(folder)
     try:
-        step = checkpoint.newest_whole(workdir, say)
-        directory = workdir / f'checkpoint_{step}'
-        if step is None:
-            leaves, own_vocabulary, start = choose_initial(config, trainer)
-        else:
-            own_vocabulary, start = b'', f'Going on after step {step:,}'
-        where = (workdir, source, config.model.vocab_size, own_vocabulary)
-        vocabulary = data.find_vocabulary(config.data, *where)
-        settings = json.loads(config.to_json()) | {'corpus': source.corpus}
-        settings['data_fingerprint'] = source.fingerprint
-        settings['vocabulary_hash'] = vocabulary.hash
-        if step is not None:
-            compare_settings(directory, settings)
-            leaves = checkpoint.choose(checkpoint.read_index(directory), state_shapes(trainer))
-        rows = partition.own_rows(mesh, batch_size)
-        place = (vocabulary, config.data, batch_size, config.seed, rows)
-        stream = data.Stream(source, 'train', *place)
-        validation = data.Stream(source, 'validation', *place, num_epochs=1)
-        say(introduction(config, mesh, source, vocabulary))
-        if step is not None and step >= config.train.steps:
-            counts = []  # nothing is left to compile for
-        else:
-            say(f'{start}; compiling, then a line every {config.log.every_steps} steps.')
-        trainer, train_step, num_microbatches = compile_step(config, mesh, counts)
-        dtype = config.restore.dtype if step is None else ''
-        state, interval = restore(trainer, leaves, dtype), list[dict]()
-        if step is not None:
-            stream.seek(np.load(directory / 'data_position.npy')[rows])
-            interval = json.loads((directory / 'interval.json').read_bytes())
-        settings['train']['num_microbatches'] = str(num_microbatches)
-        if jax.process_index() == 0:
-            if vocabulary.model:
-                replace_file(workdir / 'vocabulary.model', vocabulary.model)
-            replace_file(workdir / 'config.json', json.dumps(settings, indent=1).encode())
-            replace_file(workdir / 'model-info.txt', model_info(trainer).encode())
+        return prepare_locked(config, folder, console, trainer, source, lock)
     except BaseException:
         lock.close()
         raise
-    evaluation = evaluate.Evaluation(config, mesh, stream, validation, num_microbatches)
-    parts = (config, workdir, lock, mesh, train_step, source, stream, evaluation)
-    return Run(*parts, state, interval)
 
 
-def lock_workdir(workdir: Path) -> IO:
-    """Keeps `workdir` for this run until the file is closed or the process ends, however it ends. ValueError
-    names the run that has it."""
-    workdir.mkdir(parents=True, exist_ok=True)
-    file = (workdir / 'lock').open('a+')
+def prepare_locked(
+    config: Any,
+    folder: Path,
+    console: workdir.Console,
+    trainer: Trainer,
+    source: data.Source,
+    lock: IO,
+) -> Run:
+    """The part of `prepare` that reads and writes in the workdir."""
+    mesh = trainer.mesh
+    with console.working('Verifying the newest checkpoint'):
+        start = find_start(config, folder, trainer, console)
+    with console.working('Making the vocabulary'):
+        vocabulary = data.find_vocabulary(
+            config.data, folder, source, config.model.vocab_size, start.vocabulary_model
+        )
+    resolved = json.loads(config.to_json())
+    resolved['corpus'] = source.corpus
+    resolved['data_fingerprint'] = source.fingerprint
+    resolved['vocabulary_hash'] = vocabulary.hash
+    if start.is_resumed:
+        compare_settings(folder / f'checkpoint_{start.step}', resolved)
+    rows = partition.own_rows(mesh, config.train.batch_size)
+    with console.working('Opening the text'):
+        stream = data.Stream(
+            source, 'train', vocabulary, config.data, config.train.batch_size, config.seed, rows
+        )
+        validation = data.Stream(
+            source,
+            'validation',
+            vocabulary,
+            config.data,
+            config.train.batch_size,
+            config.seed,
+            rows,
+            num_epochs=1,
+        )
+    for line in introduction(config, mesh, source, vocabulary):
+        console.line(line)
+
+    is_finished = start.is_resumed and start.step >= config.train.steps
+    if is_finished:
+        train_step, num_microbatches = None, 1
+    else:
+        check_step_offset(config, start)
+        workdir.check_saving(folder, state_bytes(trainer))
+        console.line(
+            f'{start.description}; compiling, then a line every {config.log.every_steps} steps.'
+        )
+        began = time.monotonic()
+        with console.working('Compiling'):
+            counts = microbatch_counts(config, mesh)
+            trainer, train_step, num_microbatches = compile_step(config, mesh, counts, console)
+        console.line(f'Compiled in {time.monotonic() - began:.1f} s.')
+    with console.working('Restoring' if start.leaves else 'Initializing'):
+        dtype = '' if start.is_resumed else config.restore.dtype
+        state = restore(trainer, start.leaves, dtype)
+    interval: list[dict] = []
+    evaluation_is_due = False
+    if start.is_resumed:
+        directory = folder / f'checkpoint_{start.step}'
+        stream.seek(np.load(directory / 'data_position.npy')[rows])
+        interval = json.loads((directory / 'interval.json').read_bytes())
+        evaluation_is_due = lacks_evaluation(config, folder, start.step)
+
+    resolved['train']['num_microbatches'] = str(num_microbatches)
     if jax.process_index() == 0:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            words = f'{workdir} is in use by {file.read()}'
-            raise ValueError(f'{words}: stop that run, or name another --workdir') from None
-        file.truncate(0)
-        file.write(f'process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}')
-        file.flush()
-    return file
+        # First, because it marks the folder as a run of this program.
+        workdir.replace_file(folder / 'config.json', json.dumps(resolved, indent=1).encode())
+        if vocabulary.model:
+            workdir.replace_file(folder / 'vocabulary.model', vocabulary.model)
+        shapes = optimizer.to_t5x(*jax.eval_shape(trainer.init))
+        info = workdir.model_info(shapes, optimizer.to_t5x(*trainer.specs))
+        workdir.replace_file(folder / 'model-info.txt', info.encode())
+    return Run(
+        config=config,
+        workdir=folder,
+        console=console,
+        lock=lock,
+        mesh=mesh,
+        train_step=train_step,
+        source=source,
+        stream=stream,
+        vocabulary=vocabulary,
+        evaluation=evaluate.Evaluation(config, mesh, stream, validation, num_microbatches),
+        evaluation_is_due=evaluation_is_due,
+        first_step=start.step,
+        state=state,
+        interval=interval,
+    )
 
 
-def compare_settings(directory: Path, settings: dict) -> None:
-    """Raises ValueError that lists what may not change when a run goes on from a checkpoint, and has."""
-    if not (directory / 'config.json').is_file():
-        words = f'{directory} is not of a run of this program, which cannot go on from it'
-        raise ValueError(f'{words}: move it away, or name another --workdir')
-    old = checkpoint.flatten(json.loads((directory / 'config.json').read_text()))
-    new = checkpoint.flatten(settings)
-    names = sorted(name for name in old | new if old.get(name) != new.get(name))
-    names = [name for name in names if not name.startswith(MAY_CHANGE)]
-    if changes := [f'{name}: {old.get(name)!r} -> {new.get(name)!r}' for name in names]:
-        words = f'{directory.parent} holds a run with other settings ({"; ".join(changes)})'
-        raise ValueError(f'{words}: go on with those, or name another --workdir')
+def find_start(config: Any, folder: Path, trainer: Trainer, console: workdir.Console) -> Start:
+    """Return the newest valid checkpoint of the workdir, else what a new run starts from."""
+    step = checkpoint.newest_whole(folder, console.line)
+    if step is None:
+        workdir.check_never_saved(folder)
+        return choose_initial(config, trainer)
+    directory = folder / f'checkpoint_{step}'
+    if not workdir.is_own_config(directory / 'config.json'):
+        raise ValueError(
+            f'{directory} is not of a run of this program, which cannot go on from it: move it away, or name '
+            'another --workdir'
+        )
+    kept = directory / 'vocabulary.model'
+    return Start(
+        step=step,
+        is_resumed=True,
+        leaves=checkpoint.choose(checkpoint.read_index(directory), state_shapes(trainer)),
+        vocabulary_model=kept.read_bytes() if kept.is_file() else b'',
+        description=f'Going on after step {step:,}',
+    )
+
+
+def compare_settings(directory: Path, resolved: Mapping) -> None:
+    """Raise ValueError that lists what may not change when a run goes on from a checkpoint, and has."""
+    old = json.loads((directory / 'config.json').read_text())
+    changes = workdir.compare_settings(old, resolved, MAY_CHANGE)
+    if changes:
+        raise ValueError(
+            f'{directory.parent} holds a run with other settings ({"; ".join(changes)}): go on with those, or '
+            'name another --workdir'
+        )
+
+
+def lacks_evaluation(config: Any, folder: Path, step: int) -> bool:
+    """Return whether the evaluation that was due after `step` is missing: a signal ended it."""
+    lines = workdir.read_metrics(folder)
+    was_made = any(line['step'] == step and line['run'] != 'train' for line in lines)
+    is_missing = is_due(config.eval, step, config.train.steps) and not was_made
+    return bool(partition.from_processes(np.array([is_missing]))[0, 0])
+
+
+def check_step_offset(config: Any, start: Start) -> None:
+    """Raise ValueError where Adafactor's decay would begin after the first step: T5X's formula has no value."""
+    if config.optimizer.step_offset > start.step:
+        raise ValueError(
+            f'optimizer.step_offset={config.optimizer.step_offset} lies after step {start.step}, where the run '
+            f'starts: use {start.step} or less'
+        )
 
 
 def microbatch_counts(config: Any, mesh: Mesh) -> list[int]:
-    """The numbers of microbatches to try, ascending; where one is asked for, it comes first."""
-    asked, rows = config.train.num_microbatches, config.train.batch_size // mesh.shape['data']
+    """Return the numbers of microbatches to try, ascending; where one is asked for, it comes first."""
+    asked = config.train.num_microbatches
+    rows = config.train.batch_size // mesh.shape['data']
     counts = [n for n in range(1, rows + 1) if rows % n == 0]
-    if asked != 'auto' and asked not in map(str, counts):
-        words = f'train.num_microbatches={asked!r} does not divide the {rows} rows of a device'
-        raise ValueError(f"{words}; use 'auto' or one of {', '.join(map(str, counts))}")
-    return counts if asked == 'auto' else counts[counts.index(int(asked)) :]
+    if asked == 'auto':
+        return counts
+    if asked not in map(str, counts):
+        raise ValueError(
+            f'train.num_microbatches={asked!r} does not divide the {rows} rows of a device; '
+            f"use 'auto' or one of {', '.join(map(str, counts))}"
+        )
+    return counts[counts.index(int(asked)) :]
 
 
 def compile_step(
-    config: Any, mesh: Mesh, counts: list[int]
-) -> tuple[Trainer, Callable | None, int]:
-    """The step in the first of `counts` microbatches that fits into memory. ValueError where none does, and
-    where the one asked for does not: it names the smallest that does."""
-    if not counts:
-        return make_trainer(config), None, 1
-    asked, limit = config.train.num_microbatches, memory_limit(mesh)
-    tried, needs = 0, list[float]()  # bytes, of each count that was compiled
+    config: Any, mesh: Mesh, counts: list[int], console: workdir.Console
+) -> tuple[Trainer, Callable, int]:
+    """Return the step in the first of `counts` microbatches that fits into memory.
+
+    Raises ValueError where none does, and where the one asked for does not: it names the smallest that does.
+    """
+    asked = config.train.num_microbatches
+    limit = memory_limit(mesh)
+    least = state_bytes(make_trainer(config)) / mesh.size
+    if least > limit:
+        raise ValueError(
+            f'parameters and optimizer state take {least / 2**30:,.1f} GiB of a device, which has '
+            f'{limit / 2**30:,.1f}: use more devices or a smaller model'
+        )
+    tried = 0
+    needs: list[float] = []  # bytes, of each count that was compiled
     for n in counts:
         # At best memory shrinks with the rows: what cannot fit is not compiled.
         if needs and 0.95 * needs[-1] * tried / n > limit:
@@ -198,43 +309,57 @@ def compile_step(
         needs.append(memory_need(train_step, trainer))
         if needs[-1] <= limit:
             break
-    words = f'a step in {counts[0]} microbatch(es) needs {needs[0] / 2**30:.1f} GiB of memory, and '
-    words += f'{limit / 2**30:.1f} are to be had'
+    comparison = (
+        f'a step in {counts[0]} microbatch(es) needs {needs[0] / 2**30:.1f} GiB of memory, and '
+        f'{limit / 2**30:.1f} are available'
+    )
     if needs[-1] > limit:
         raise ValueError(
-            f'{words}; nor do {tried} fit: use more devices or a smaller train.batch_size'
+            f'{comparison}; nor do {tried} fit: use more devices or a smaller train.batch_size'
         )
     if len(needs) > 1 and asked != 'auto':
-        raise ValueError(f'train.num_microbatches={asked}: {words}; use {tried}, or auto')
+        raise ValueError(f'train.num_microbatches={asked}: {comparison}; use {tried}, or auto')
     if len(needs) > 1:
-        say(f'train.num_microbatches=auto: {words}; so it takes {tried}, to the same gradients.')
+        console.line(
+            f'train.num_microbatches=auto: {comparison}; so it takes {tried}, to the same gradients.'
+        )
     return trainer, train_step, tried
 
 
 def step_shapes(config: Any, trainer: Trainer) -> tuple[TrainState, dict]:
-    """What a step takes, as shapes with their places on the mesh."""
-    like = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)  # noqa: E731
-    places = partition.shardings(trainer.mesh, (trainer.specs, partition.BATCH))
-    state = jax.tree.map(like, jax.eval_shape(trainer.init), places[0])
-    names = (*evaluate.SEQUENCES, 'decoder_loss_weights')
-    lengths = dict.fromkeys(names, config.data.lengths.targets)
-    lengths |= {'encoder_input_tokens': config.data.lengths.inputs}
-    rows = {name: np.empty((config.train.batch_size, n), np.int32) for name, n in lengths.items()}
-    return state, {name: like(x, places[1]) for name, x in rows.items()}
+    """Return what a step takes, as shapes with their shardings."""
+    state_shardings, batch_sharding = partition.shardings(
+        trainer.mesh, (trainer.specs, partition.BATCH)
+    )
+
+    def shape_of(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    state = jax.tree.map(shape_of, jax.eval_shape(trainer.init), state_shardings)
+    lengths = dict.fromkeys(
+        (*evaluate.SEQUENCES, 'decoder_loss_weights'), config.data.lengths.targets
+    )
+    lengths['encoder_input_tokens'] = config.data.lengths.inputs
+    batch = {}
+    for name, length in lengths.items():
+        shape = (config.train.batch_size, length)
+        batch[name] = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding)
+    return state, batch
+
+
+def state_bytes(trainer: Trainer) -> int:
+    """Return the bytes of parameters and optimizer state, which are those of a checkpoint."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(trainer.init)))
 
 
 def memory_need(train_step: Any, trainer: Trainer) -> float:
-    """Bytes that a compiled step takes of a device, or of the machine where its memory is the devices'."""
+    """Return the bytes that a compiled step takes of a device, on a CPU of the machine, which has one memory."""
     analysis = train_step.memory_analysis()
     need = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
     need += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    if (
-        trainer.mesh.devices.flat[0].platform == 'cpu'
-    ):  # and there the copy that is being saved, too
-        state = jax.tree.leaves(jax.eval_shape(trainer.init))
-        need = need * len(trainer.mesh.local_devices) + sum(
-            x.size * x.dtype.itemsize for x in state
-        )
+    if trainer.mesh.devices.flat[0].platform == 'cpu':
+        need *= len(trainer.mesh.local_devices)
+        need += state_bytes(trainer)  # the copy that is being saved
     return need
 
 
@@ -256,14 +381,7 @@ def make_trainer(config: Any, num_microbatches: int = 1) -> Trainer:
     In microbatches a step has the gradients of its whole batch: they are divided by the weights of all
     rows, and each row keeps its own dropout. Differs from T5X, which divides each microbatch by its own
     weights and drops the same places in all of them."""
-    for key, least in LEAST.items():
-        group, name = key.split('.')
-        if config[group][name] < least:
-            raise ValueError(f'{key}={config[group][name]}: must be at least {least}')
-    for key, values in SOME_OF.items():
-        group, name = key.split('.')
-        if config[group][name] not in values:
-            raise ValueError(f'{key}={config[group][name]!r}: must be one of {values}')
+    settings.check(config)
     c = model.T5Config(**config.model)
     mesh = partition.make_mesh(**config.mesh)
     model.check_mesh(c, mesh)
@@ -322,165 +440,310 @@ def make_trainer(config: Any, num_microbatches: int = 1) -> Trainer:
     return Trainer(mesh, specs, jit_init, gradients, jit_step)
 
 
-def train(run: Run, stop: Callable[[], int] = lambda: 0) -> int:
-    """Steps until config.train.steps, or until `stop` gives the number of a signal, which is returned; logs,
-    evaluates and saves on the way, and says what came of it. Raises FloatingPointError, at most one
-    logged interval later, when a loss or an update is not finite, ValueError for bad data, OSError for a
-    disk that does not take a checkpoint."""
-    with run.lock:
+class StopRequest:
+    """Whether the run was asked to stop. Of many processes each may have heard its own signal; all agree."""
+
+    def __init__(self, ask: Callable[[], int]):
+        self.ask = ask
+        self.signal = 0  # the number of the signal that all processes agreed on
+
+    def agree(self, count: int) -> int:
+        """Return `signal`. Every process calls it with the same counts, and many of them rarely talk."""
+        if jax.process_count() == 1:
+            self.signal = self.signal or self.ask()
+        elif count % STEPS_PER_AGREEMENT == 0:
+            signals = partition.from_processes(np.array([self.signal or self.ask()]))
+            self.signal = int(signals.max())
+        return self.signal
+
+
+class Clock:
+    """The time that the steps since the last logged one took, without evaluating and saving."""
+
+    def __init__(self):
+        self.restart()
+
+    def restart(self) -> None:
+        self.num_steps = 0
+        self.data_wait_seconds = 0.0
+        self._start = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._start
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - began
+
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.data_wait_seconds += time.perf_counter() - began
+
+
+def train(run: Run, stop: Callable[[], int] | None = None) -> int:
+    """Take the steps up to config.train.steps; log, evaluate and save on the way, and say what came of it.
+
+    Ends early when `stop` gives the number of a signal, which is returned after the step is saved. Without
+    `stop` (in a notebook) an interrupt does that. Raises FloatingPointError, at most one logged interval later,
+    when a loss or an update is not finite, ValueError for bad data, OSError for a disk that does not take a
+    checkpoint.
+    """
+    with run.lock, contextlib.ExitStack() as stack:
+        if stop is None:
+            stop = stack.enter_context(remember_interrupt())
+        stop_request = StopRequest(stop)
         saved = checkpoint.newest(run.workdir) or 0  # a checkpoint elsewhere has no metrics here
-        report = Reporter(run.workdir, saved, run.source.corpus)
+        metrics = workdir.Metrics(run.workdir, saved, run.source.corpus)
         if run.train_step is None:
-            say(
-                f'Step {run.state.step:,} of {run.config.train.steps:,} is taken: this run is finished.'
+            step = int(run.state.step)
+            if run.evaluation_is_due:
+                evaluate_step(run, metrics, step, run.state, stop_request)
+            run.console.line(
+                f'Step {step:,} of {run.config.train.steps:,} is taken: this run is finished.'
             )
-            say(outlook(run))
-            return 0
-        c = run.config.save
-        saver = checkpoint.Saver(run.workdir, c.keep, c.keep_every, c.dtype)
-        try:
-            step, signal = take_steps(run, report, saver, stop)
-        finally:
+        else:
+            step = train_and_save(run, metrics, stop_request)
+        if stop_request.signal:
+            run.console.line(
+                f'Stopped after step {step:,}, which is saved: the same command goes on from there.'
+            )
+        else:
+            run.console.line(next_command(run))
+    return stop_request.signal
+
+
+@contextlib.contextmanager
+def remember_interrupt() -> Iterator[Callable[[], int]]:
+    """Give a function that returns SIGINT once it was received, else 0. A second one raises KeyboardInterrupt.
+
+    A handler that the program has set itself stays; then the function returns 0.
+    """
+    received: list[int] = []
+    default = signal.default_int_handler
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not default:
+        yield lambda: 0
+        return
+
+    def remember(number: int, frame: Any) -> None:
+        received.append(number)
+        signal.signal(signal.SIGINT, default)
+        print('Stopping: this step is finished and saved. Interrupt once more to stop at once.')
+
+    signal.signal(signal.SIGINT, remember)
+    try:
+        yield lambda: received[0] if received else 0
+    finally:
+        signal.signal(signal.SIGINT, default)
+
+
+def train_and_save(run: Run, metrics: workdir.Metrics, stop_request: StopRequest) -> int:
+    """Take the steps; return the last one when all that was saved is on the disk."""
+    saver = checkpoint.Saver(
+        run.workdir, run.config.save.keep, run.config.save.keep_every, run.config.save.dtype
+    )
+    try:
+        return take_steps(run, metrics, saver, stop_request)
+    finally:
+        with run.console.working('Saving'):
             saver.wait()
-        stopped = (
-            f'Stopped after step {step:,}, which is saved: the same command goes on from there.'
-        )
-        report.line(stopped if signal else outlook(run))
-    return signal
 
 
 def take_steps(
-    run: Run, report: 'Reporter', saver: checkpoint.Saver, stop: Callable
-) -> tuple[int, int]:
-    """The loop of `train`. Returns the last step taken and the signal that ended it, or 0."""
-    config, state, interval = run.config, run.state, run.interval
+    run: Run, metrics: workdir.Metrics, saver: checkpoint.Saver, stop_request: StopRequest
+) -> int:
+    """The loop of `train`. Return the last step taken."""
+    config = run.config
+    state = run.state
+    interval = run.interval
     batches = data.prefetch(run.stream)
-    positions: list[np.ndarray] = []  # in the data, of the steps that nobody has looked at
-    first, last, signal = int(state.step), config.train.steps, 0
-    before_clock, clock, waited = len(interval), time.perf_counter(), 0.0
-    seconds, spoke = math.inf, -math.inf  # that a step takes; when the last line was printed
+    positions: list[np.ndarray] = []  # in the data, of the steps whose metrics nobody has looked at
+    clock = Clock()
+    seconds_per_step = math.inf
+    first = run.first_step
+    last = config.train.steps
+    if run.evaluation_is_due:
+        with clock.paused():
+            evaluate_step(run, metrics, first, state, stop_request)
+        if stop_request.signal:
+            return first
     for step in range(first + 1, last + 1):
         saver.check()
-        asked = time.perf_counter()
-        batch, before, after = next(batches)
-        waited += time.perf_counter() - asked
-        state, metrics = run.train_step(state, partition.place_rows(run.mesh, batch))
-        crc32 = zlib.crc32(b''.join(x.tobytes() for x in batch.values()))
-        interval.append(metrics | {'batch_crc32': crc32})
+        began = time.perf_counter()
+        with clock.waiting_for_data():
+            batch, before, after = next(batches)
+        state, step_metrics = run.train_step(state, partition.place_rows(run.mesh, batch))
+        content = b''.join(x.tobytes() for x in batch.values())
+        interval.append({**step_metrics, 'batch_crc32': zlib.crc32(content)})
         positions.append(before)
-        log, save_now, evaluate_now = (
-            step % config[name].every_steps == 0 or step == last for name in ('log', 'save', 'eval')
-        )
+        clock.num_steps += 1
+        log_now = is_due(config.log, step, last)
+        save_now = is_due(config.save, step, last)
+        evaluate_now = is_due(config.eval, step, last)
         # While this step runs the next one is prepared and queued, no more; nor that where steps are slow,
         # so that whoever stops the run waits for one step only.
-        wait = log or save_now or evaluate_now or seconds > 1
-        jax.block_until_ready(interval[-1:] if wait else interval[-2:-1])
-        seconds = time.perf_counter() - asked
-        speak = log or time.perf_counter() - spoke > report.seconds_between_lines
-        signal = agree(step, stop())
-        if speak or save_now or evaluate_now or signal:
+        if log_now or save_now or evaluate_now or seconds_per_step > 1:
+            jax.block_until_ready(interval[-1])
+        elif len(interval) > 1:
+            jax.block_until_ready(interval[-2])
+        seconds_per_step = time.perf_counter() - began
+        show_now = log_now or run.console.is_due() or step == first + 1
+        stop_request.agree(step)
+        if show_now or save_now or evaluate_now or stop_request.signal:
             interval = jax.tree.map(float, jax.device_get(interval))
             check_finite(run, step, interval, positions)
             positions.clear()
-            untold, num_bad = run.source.faults()
-            for text in untold:
-                report.line(f'Left out, {num_bad:,} so far: {text}')
-        if speak:
+            report_faults(run)
+        if show_now:
             values = evaluate.summarize(interval, config)
-            timed = (len(interval) - before_clock, time.perf_counter() - clock, waited)
-            values |= interval_metrics(config, interval, *timed)
-            report.line(progress(step, last, values), live=True)
-            spoke = time.perf_counter()
-        if log:
-            report.metrics('train', step, values)
+            values |= interval_metrics(config, interval, clock)
+            show = run.console.line if log_now else run.console.live
+            show(progress(step, last, values))
+        if log_now:
+            metrics.write('train', step, values)
             interval = []
-            before_clock, clock, waited = 0, time.perf_counter(), 0.0
-        paused = time.perf_counter()
-        if evaluate_now:
-            values = run.evaluation(state.params)
-            report.metrics(f'training_eval/{config.data.task}', step, values)
-            report.line(f'Step {step:,}: {learned(values)}')
-        if save_now or signal:  # last: what goes on from here lacks nothing of what came before
-            save(run, saver, state, after, interval)
-        clock += time.perf_counter() - paused
-        if signal:
+            clock.restart()
+        with clock.paused():
+            if evaluate_now and not stop_request.signal:
+                evaluate_step(run, metrics, step, state, stop_request)
+            if save_now or stop_request.signal:
+                # Last: what goes on from here lacks nothing of what came before.
+                save(run, saver, state, after, interval)
+        if stop_request.signal:
             break
-    return step, signal
+    return step
 
 
-def agree(step: int, signal: int) -> int:
-    """What `signal` is for all processes; each may have heard its own."""
-    if jax.process_count() == 1:
-        return signal
-    if step % STEPS_PER_AGREEMENT:
-        return 0
-    return int(partition.from_processes(np.array([signal])).max())
+def is_due(periods: Any, step: int, last: int) -> bool:
+    """Return whether `step` is one of `every_steps`, or the last one."""
+    return step % periods.every_steps == 0 or step == last
+
+
+def evaluate_step(
+    run: Run, metrics: workdir.Metrics, step: int, state: TrainState, stop_request: StopRequest
+) -> None:
+    """Evaluate after `step`. A signal ends it without a result; the run that goes on makes up for it."""
+    with run.console.working(f'Evaluating step {step:,}'):
+        values = run.evaluation(state.params, stop_request.agree)
+    if values is not None:
+        metrics.write(f'training_eval/{run.config.data.task}', step, values)
+        run.console.line(f'Step {step:,}: {compare_with_baseline(values)}')
+
+
+def report_faults(run: Run) -> None:
+    """Print the lines of the corpus that were left out since the last call."""
+    new_faults, num_faults = run.source.faults()
+    for text in new_faults:
+        run.console.line(f'Left out, {num_faults:,} so far: {text}')
 
 
 def check_finite(run: Run, step: int, interval: list[dict], positions: list[np.ndarray]) -> None:
-    """Raises FloatingPointError for the first of the last steps, up to `step`, that was not finite."""
+    """Raise FloatingPointError for the first of the last steps, up to `step`, that was not finite."""
     for ago in reversed(range(len(positions))):
-        metrics, position = interval[-1 - ago], positions[-1 - ago]
-        if not metrics['finite']:
-            documents = '; '.join(run.stream.describe(position))
-            raise FloatingPointError(
-                f'step {step - ago}: loss {metrics["loss"]:.6g}, gradient norm '
-                f'{metrics["gradient_norm"]:.6g}, not finite. The run stops; {run.workdir} keeps the '
-                f'checkpoints before it. Try a smaller learning rate. Documents: {documents}'
-            )
+        metrics = interval[-1 - ago]
+        if metrics['finite']:
+            continue
+        saved = checkpoint.steps(run.workdir)
+        kept = f'keeps checkpoint_{saved[-1]}' if saved else 'has no checkpoint yet'
+        remedy = 'Try a smaller learning_rate.base_learning_rate, or a longer warm-up.'
+        is_first = step - ago == run.first_step + 1
+        if is_first and not math.isfinite(metrics['loss']):
+            remedy = 'No update was made yet: look at restore.path and model.dtype.'
+        documents = '; '.join(run.stream.describe(positions[-1 - ago]))
+        raise FloatingPointError(
+            f'step {step - ago}: loss {metrics["loss"]:.6g}, gradient norm {metrics["gradient_norm"]:.6g}, not '
+            f'finite. The run stops; {run.workdir} {kept}. {remedy} Documents: {documents}'
+        )
 
 
 def save(
     run: Run, saver: checkpoint.Saver, state: TrainState, position: np.ndarray, interval: list[dict]
 ) -> None:
-    """A checkpoint with the settings, the place in the data and the unfinished interval beside it."""
+    """Save a checkpoint with settings, vocabulary, position in the data and unfinished interval beside it."""
     rows = np.zeros((run.config.train.batch_size, position.shape[1]), np.int64)
     rows[run.stream.rows] = position
-    np.save(position_file := io.BytesIO(), partition.from_processes(rows).max(axis=0))
-    files = {'config.json': (run.workdir / 'config.json').read_bytes()}
-    files['data_position.npy'] = position_file.getvalue()
-    files['interval.json'] = json.dumps(interval).encode()
+    position_file = io.BytesIO()
+    np.save(position_file, partition.from_processes(rows).max(axis=0))
+    files = {
+        'config.json': (run.workdir / 'config.json').read_bytes(),
+        'data_position.npy': position_file.getvalue(),
+        'interval.json': json.dumps(interval).encode(),
+    }
+    if run.vocabulary.model:
+        files['vocabulary.model'] = run.vocabulary.model
     saver.save(int(state.step), optimizer.to_t5x(*state), files)
 
 
-def choose_initial(config: Any, trainer: Trainer) -> tuple[dict[str, Any], bytes, str]:
-    """Where a new run starts: leaves of the index of `restore.path`, its vocabulary, and words that say so.
+def choose_initial(config: Any, trainer: Trainer) -> Start:
+    """Return what a new run starts from: leaves of the index of `restore.path`, and its vocabulary.
+
     Step and optimizer state come along, as in T5X, where the checkpoint has them and `restore.only` does not
-    leave them out. ValueError where they do not fit."""
-    path, only = config.restore.path, config.restore.only
+    leave them out. Raises ValueError where they do not fit.
+    """
+    path = config.restore.path
     if not path:
-        return {}, b'', 'From scratch'
-
-    def parameters(tree):
-        return {name: x for name, x in tree.items() if name.startswith('target/')}
-
+        return Start(
+            step=0, is_resumed=False, leaves={}, vocabulary_model=b'', description='From scratch'
+        )
     directory, index, _ = evaluate.find_checkpoint(path)
-    expected, is_slot = state_shapes(trainer), re.compile('state/param_states/.+').fullmatch
+    expected = state_shapes(trainer)
     if not any(map(is_slot, index)):  # nor then the step
-        expected, index = parameters(expected), parameters(index)
+        expected = only_parameters(expected)
+        index = only_parameters(index)
     try:
-        leaves = checkpoint.choose(index, expected, only, config.restore.strict)
+        leaves = checkpoint.choose(index, expected, config.restore.only, config.restore.strict)
     except re.error as error:
-        raise ValueError(f'restore.only={only!r} is no regular expression: {error}') from error
+        raise ValueError(
+            f'restore.only={config.restore.only!r} is no regular expression: {error}'
+        ) from error
     except ValueError as error:
-        words = 'restore.only leaves some out, restore.strict=False whatever only one of them has'
-        raise ValueError(f'restore.path={path}: {error}: {words}') from error
+        raise ValueError(
+            f'restore.path={path}: {error}: restore.only leaves some out, restore.strict=False whatever only one '
+            'of them has'
+        ) from error
     taken = checkpoint.restore({x: leaves[x] for x in leaves if x == 'state/step'})
-    step, steps = int(taken.get('state/step', 0)), config.train.steps
-    if step >= steps:
-        words = "set more train.steps, or restore.only='target/.*', which starts at step 0"
-        raise ValueError(f'restore.path={path} has taken {step:,} of {steps:,}: {words}')
+    step = int(taken.get('state/step', 0))
+    if step >= config.train.steps:
+        raise ValueError(
+            f'restore.path={path} has taken {step:,} of {config.train.steps:,}: set more train.steps, or '
+            "restore.only='target/.*', which starts at step 0"
+        )
     vocabulary = evaluate.find_vocabulary(directory)
-    if not config.data.vocabulary and not (vocabulary and vocabulary.model):
-        words = 'no SentencePiece model, and a new one would have other words for its embeddings'
-        raise ValueError(f'restore.path={path} brings {words}: name its own with data.vocabulary')
+    model_file = vocabulary.model if vocabulary else b''
+    if not config.data.vocabulary and not model_file:
+        raise ValueError(
+            f'restore.path={path} brings no SentencePiece model, and a new one would have other pieces for its '
+            'embeddings: name its own with data.vocabulary'
+        )
     slots = 'with the' if any(map(is_slot, leaves)) else 'without any'
-    start = f'From step {step:,} of {directory}, {slots} optimizer state'
-    for words, tree in (('initial', expected), ('not used', index)):
-        if listed := sorted(parameters(tree).keys() - leaves):
+    description = f'From step {step:,} of {directory}, {slots} optimizer state'
+    for label, tree in (('initial', expected), ('not used', index)):
+        listed = sorted(only_parameters(tree).keys() - leaves)
+        if listed:
             more = f' and {len(listed) - 10} more' if len(listed) > 10 else ''
-            start += f'; {words}: {", ".join(listed[:10])}{more}'
-    return leaves, vocabulary.model if vocabulary else b'', start
+            description += f'; {label}: {", ".join(listed[:10])}{more}'
+    return Start(
+        step=step,
+        is_resumed=False,
+        leaves=leaves,
+        vocabulary_model=model_file,
+        description=description,
+    )
+
+
+def is_slot(path: str) -> bool:
+    """Return whether a path of T5X's tree is of the optimizer's state of a parameter."""
+    return path.startswith('state/param_states/')
+
+
+def only_parameters(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a flat tree, under the same paths."""
+    return {path: x for path, x in tree.items() if path.startswith('target/')}
 
 
 def restore(trainer: Trainer, leaves: Mapping[str, Any], dtype: str = '') -> TrainState:
@@ -510,151 +773,98 @@ def state_shapes(trainer: Trainer) -> checkpoint.Shapes:
     return checkpoint.shapes(optimizer.to_t5x(*jax.eval_shape(trainer.init)))
 
 
-def replace_file(file: Path, content: bytes) -> None:
-    """All or nothing: whoever reads the file finds the old content or the new one."""
-    with file.with_suffix('.tmp').open('wb') as unfinished:
-        unfinished.write(content)
-        unfinished.flush()
-        os.fsync(unfinished.fileno())
-    file.with_suffix('.tmp').replace(file)
+def interval_metrics(config: Any, interval: list[dict], clock: Clock) -> dict:
+    """Return what only training has, under T5X's tags: learning rate, gradient, a hash of the batches, speed.
 
-
-def model_info(trainer: Trainer) -> str:
-    """T5X's model-info.txt: each array of parameters and optimizer state, and how it is split."""
-
-    def line(path: str, x: Any, spec: Any) -> str:
-        spec = tuple(spec) if isinstance(spec, P) else ()
-        return f'Variable {path:<80} size {x.size:<12} shape {x.shape!s:<40} partition spec {spec}'
-
-    shapes = optimizer.to_t5x(*jax.eval_shape(trainer.init))
-    specs = optimizer.to_t5x(*trainer.specs)
-    lines = {
-        path: line(path.split('/', 1)[1], shapes[path], specs[path]) for path in sorted(shapes)
-    }
-    params = [path for path in lines if path.startswith('target/')]
-    total = f'Total number of parameters: {sum(shapes[path].size for path in params)}'
-    state = [text for path, text in lines.items() if path not in params]
-    return '\n'.join([*(lines[path] for path in params), total, '', *state, ''])
-
-
-def say(text: str) -> None:
-    """Prints, of many processes in the first."""
-    if jax.process_index() == 0:
-        print(text, flush=True)
-
-
-class Reporter:
-    """Where a run speaks: the terminal, metrics.jsonl, TensorBoard. Of many processes the first does. Every
-    number of a run passes `metrics`: to send them elsewhere (Weights & Biases), do it there."""
-
-    def __init__(self, workdir: Path, first_step: int, corpus: str):
-        self.workdir, self.writers = workdir, dict[str, tensorboard.summary.Writer]()
-        self.silent, self.terminal = jax.process_index() != 0, sys.stdout.isatty()
-        self.corpus, self.seconds_between_lines = corpus, 1 if self.terminal else 60
-        file = workdir / 'metrics.jsonl'
-        if not self.silent:  # what came after the checkpoint will come again, the same
-            lines = file.read_text(errors='replace').splitlines() if file.exists() else []
-            kept = [x for x in lines if step_of(x) <= first_step]
-            replace_file(file, ''.join(line + '\n' for line in kept).encode())
-            self.file = file.open('a', buffering=1)
-
-    def metrics(self, name: str, step: int, values: dict[str, float]) -> None:
-        """`name`: 'train', 'training_eval/TASK'; `values`: T5X's tags -> numbers."""
-        if self.silent:
-            return
-        line = {'step': step, 'run': name, 'corpus': self.corpus} | values
-        self.file.write(json.dumps(line) + '\n')
-        os.fsync(self.file.fileno())
-        if name not in self.writers:
-            self.writers[name] = tensorboard.summary.Writer(str(self.workdir / name))
-        for tag, value in values.items():
-            self.writers[name].add_scalar(tag, value, step)
-        self.writers[name].flush()
-
-    def line(self, text: str, live: bool = False) -> None:
-        """Prints; on a terminal a live line is overwritten by what comes after it."""
-        if not self.silent:
-            start, end = ('\r', '\x1b[K' if live else '\x1b[K\n') if self.terminal else ('', '\n')
-            print(f'{start}{text}', end=end, flush=True)
-
-
-def step_of(line: str) -> float:
-    """Of a line of metrics.jsonl; infinite where a crash has cut the line."""
-    try:
-        return json.loads(line)['step']
-    except (ValueError, TypeError, KeyError):
-        return math.inf
-
-
-def interval_metrics(
-    config: Any, interval: list[dict], num_steps: int, seconds: float, waited: float
-) -> dict:
-    """What only training has, under T5X's tags: learning rate, gradient, a hash of the batches, and the speed
-    (tokens of padding too) of the last `num_steps`, those that this process took."""
+    The speed is of the steps that this process took; tokens of padding count.
+    """
     column = {name: np.array([metrics[name] for metrics in interval]) for name in interval[0]}
-    rows_per_second = num_steps * config.train.batch_size / seconds
+    steps_per_second = clock.num_steps / clock.seconds
+    rows_per_second = steps_per_second * config.train.batch_size
     lengths = config.data.lengths
     return {
         'learning_rate': float(column['learning_rate'].mean()),
         'learning_rate/current': float(column['learning_rate'][-1]),
         'weight_gradient_norm': float(column['gradient_norm'].mean()),
         'batch_crc32': zlib.crc32(column['batch_crc32'].tobytes()),
-        'timing/steps_per_second': num_steps / seconds,
+        'timing/steps_per_second': steps_per_second,
         'timing/seqs_per_second': rows_per_second,
         'timing/target_tokens_per_second': rows_per_second * lengths.targets,
         'timing/tokens_per_second': rows_per_second * (lengths.inputs + lengths.targets),
-        'timing/data_wait_seconds': waited,
+        'timing/data_wait_seconds': clock.data_wait_seconds,
     }
 
 
-def progress(step: int, last: int, values: dict[str, float]) -> str:
-    time_left = timedelta(seconds=round((last - step) / values['timing/steps_per_second']))
-    left = f'{time_left.days} days' if time_left.days > 1 else time_left
-    loss_, accuracy = values['nats_per_token'], values['accuracy']
-    rate, speed = values['learning_rate/current'], values['timing/tokens_per_second']
-    return (  # 80 columns: a live line must not wrap
-        f'step {step}/{last} loss {loss_:.3f} accuracy {accuracy:.3f} lr {rate:.3g} '
-        f'{speed:,.0f} tokens/s {left} left'
+def progress(step: int, last: int, values: Mapping[str, float]) -> str:
+    """Return a line that fits into 80 columns: one that wraps cannot be overwritten."""
+    time_left = format_seconds((last - step) / values['timing/steps_per_second'])
+    begin = f'step {step}/{last} loss {values["nats_per_token"]:.3f}'
+    accuracy = f' accuracy {values["accuracy"]:.3f}'
+    end = (
+        f' lr {values["learning_rate/current"]:.3g} {values["timing/tokens_per_second"]:,.0f} tokens/s '
+        f'{time_left} left'
     )
+    if len(begin + accuracy + end) > MAX_COLUMNS:
+        accuracy = ''
+    return begin + accuracy + end
 
 
-def introduction(config: Any, mesh: Mesh, source: data.Source, vocabulary: Any) -> str:
-    shapes = model.shapes(model.T5Config(**config.model)).values()
-    size = f'{sum(math.prod(shape) for shape in shapes):,} parameters'
-    where = f'{mesh.size} {mesh.devices.flat[0].platform} device(s), {dict(mesh.shape)}'
-    banner = ''
+def format_seconds(seconds: float) -> str:
+    """Return 'H:MM:SS', or days and hours."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f'{days}d {hours}h'
+    return f'{hours}:{minutes:02}:{seconds:02}'
+
+
+def introduction(
+    config: Any, mesh: Mesh, source: data.Source, vocabulary: data.Vocabulary
+) -> list[str]:
+    """Return the first lines of a run: its model, devices and data."""
+    lines = []
     if source.corpus == 'pydoc instead of C4':
-        banner = (
-            f'{"!" * 80}\n'
-            '!!!  THIS IS NOT C4. data.files is empty, so the run learns from the English in this\n'
-            "!!!  Python's own documentation, 2 MB of it: enough to see that everything works,\n"
-            '!!!  useless as a model. C4: --config.data.files=/path/to/c4-train.*.json.gz (README.md).\n'
-            f'{"!" * 80}\n'
-        )
+        lines = [
+            '!' * 80,
+            '!!!  THIS IS NOT C4. data.files is empty, so the run learns from the English in this',
+            "!!!  Python's own documentation, 2 MB of it: enough to see that everything works,",
+            '!!!  useless as a model. C4: --config.data.files=/path/to/c4-train.*.json.gz (README.md).',
+            '!' * 80,
+        ]
+    shapes = model.shapes(model.T5Config(**config.model)).values()
+    num_parameters = sum(math.prod(shape) for shape in shapes)
+    platform = mesh.devices.flat[0].platform
+    return [
+        *lines,
+        f'T5 with {num_parameters:,} parameters in {config.model.dtype} on {mesh.size} {platform} device(s), '
+        f'{dict(mesh.shape)}.',
+        f'Text: {source.description}; vocabulary: {vocabulary.size:,} pieces.',
+    ]
+
+
+def compare_with_baseline(values: Mapping[str, float]) -> str:
+    """Return the validation loss beside what a model of token frequencies alone would have."""
+    own = values['nats_per_text_token']
+    baseline = values['unigram_nats_per_text_token']
+    side = 'below' if own < baseline else 'ABOVE'
     return (
-        f'{banner}T5 with {size} in {config.model.dtype} on {where}.\n'
-        f'Text: {source.description}; vocabulary: {vocabulary.size:,} pieces.'
+        f'validation loss {own:.3f} nats per text token, {abs(baseline - own):.3f} {side} the unigram baseline '
+        f'of {baseline:.3f} (sentinels and all: {values["nats_per_target_token"]:.3f}, baseline '
+        f'{values["unigram_nats_per_target_token"]:.3f})'
     )
 
 
-def learned(values: dict[str, float]) -> str:
-    own, bar = values['nats_per_text_token'], values['unigram_nats_per_text_token']
-    both = (values['nats_per_target_token'], values['unigram_nats_per_target_token'])
-    return (
-        f'validation loss {own:.3f} nats per text token, {abs(bar - own):.3f} '
-        f'{"below" if own < bar else "ABOVE"} the {bar:.3f} of knowing only how frequent each token is '
-        '(sentinels and all: {:.3f}, bar {:.3f})'.format(*both)
-    )
-
-
-def outlook(run: Run) -> str:
-    files = f'--config.data.files=/path/to/*.txt --workdir={run.workdir}-mine'
-    after = f'the same command with {files} learns from your text, one document a line.'
+def next_command(run: Run) -> str:
+    """Return where the results are and a command to try next, quoted for a shell."""
+    folder = run.workdir
+    if folder.is_relative_to(Path.cwd()):
+        folder = folder.relative_to(Path.cwd())
+    results = f"{folder}: T5X checkpoints, metrics.jsonl, TensorBoard's events, the vocabulary."
     if run.config.data.files:
-        after = (
-            f'tensorboard --logdir={run.workdir} shows the curves; --config.train.steps goes on.'
-        )
-    return (
-        f"Everything is in {run.workdir}: T5X checkpoints, metrics.jsonl, TensorBoard's events, the "
-        f'vocabulary.\nNext: {after}'
-    )
+        tensorboard = shlex.join(['tensorboard', f'--logdir={folder}'])
+        after = f'{tensorboard} shows the curves; --config.train.steps goes on.'
+    else:
+        flags = shlex.join(['--config.data.files=/path/to/*.txt', f'--workdir={folder}-mine'])
+        after = f'the same command with {flags} learns from your text, one document a line.'
+    return f'Everything is in {results}\nNext: {after}'

@@ -1,0 +1,171 @@
+"""What the settings of configs/base.py may be: names, types, ranges. And their list for `--help`.
+
+Checked before anything is imported, compiled or written. What depends on two settings, on files or on devices is
+checked by the module that uses it. Imports no jax.
+"""
+
+import inspect
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from configs import base
+
+INT32_MAX = 2**31 - 1  # steps and token ids are int32
+LARGEST_FLOAT = 1e30  # float32 has no much larger ones
+
+
+class Range(NamedTuple):
+    """The numbers from `low` to `high`, both included unless they are in `without`."""
+
+    low: float
+    high: float
+    without: tuple[float, ...] = ()
+
+    def holds(self, value: float) -> bool:
+        """Return whether `value` is in the range; nan and infinities are in none."""
+        is_inside = math.isfinite(value) and self.low <= value <= self.high
+        return is_inside and value not in self.without
+
+    def __str__(self) -> str:
+        low = 'above' if self.low in self.without else 'at least'
+        high = 'below' if self.high in self.without else 'at most'
+        if self.without == (0,):
+            return f'{self.low}, or at least 1 and at most {self.high:,}'
+        if self.high == LARGEST_FLOAT:
+            return f'{low} {self.low:g} and finite'
+        return f'{low} {self.low:,} and {high} {self.high:,}'
+
+
+STEPS = Range(1, INT32_MAX)
+STEPS_OR_NONE = Range(0, INT32_MAX)
+SIZE = Range(1, 2**20)
+LAYERS = Range(1, 1000)
+NOT_NEGATIVE = Range(0, LARGEST_FLOAT)
+FRACTION = Range(0, 1)
+DEVICES = Range(-1, 2**20, without=(0,))
+
+# Every number of configs/base.py.
+RANGES = {
+    'seed': Range(0, 2**32 - 1),
+    'model.vocab_size': Range(1, 2**24),
+    'model.emb_dim': SIZE,
+    'model.num_heads': SIZE,
+    'model.num_encoder_layers': LAYERS,
+    'model.num_decoder_layers': LAYERS,
+    'model.head_dim': SIZE,
+    'model.mlp_dim': SIZE,
+    'model.dropout_rate': Range(0, 1, without=(1,)),
+    'data.max_bad_fraction': FRACTION,
+    'data.num_pieces': Range(1, 2**24),
+    'data.extra_ids': Range(0, 2**16),
+    'data.lengths.inputs': SIZE,
+    'data.lengths.targets': SIZE,
+    'data.noise_density': Range(0, 1, without=(0, 1)),
+    'data.mean_noise_span_length': Range(1, 2**20),
+    'data.validation_fraction': Range(0, 1, without=(1,)),
+    'loss.z_loss': NOT_NEGATIVE,
+    'loss.label_smoothing': Range(0, 1, without=(1,)),
+    'optimizer.decay_rate': FRACTION,
+    'optimizer.step_offset': STEPS_OR_NONE,
+    'optimizer.clipping_threshold': NOT_NEGATIVE,
+    'optimizer.beta1': Range(0, 1, without=(1,)),
+    'optimizer.weight_decay_rate': FRACTION,
+    'optimizer.global_norm_clip_threshold': NOT_NEGATIVE,
+    'learning_rate.base_learning_rate': NOT_NEGATIVE,
+    'learning_rate.warmup_steps': STEPS,
+    'learning_rate.decay_factor': NOT_NEGATIVE,
+    'learning_rate.steps_per_decay': STEPS,
+    'learning_rate.steps_per_cycle': STEPS,
+    'learning_rate.step_offset': STEPS_OR_NONE,
+    'learning_rate.min_learning_rate': NOT_NEGATIVE,
+    'train.steps': STEPS,
+    'train.batch_size': SIZE,
+    'eval.every_steps': STEPS,
+    'eval.steps': STEPS,
+    'log.every_steps': STEPS,
+    'save.every_steps': STEPS,
+    'save.keep': STEPS_OR_NONE,
+    'save.keep_every': STEPS_OR_NONE,
+    'mesh.data': DEVICES,
+    'mesh.model': DEVICES,
+}
+
+# Strings that are one of a few. (data.task and learning_rate.factors are checked where their names are known.)
+CHOICES = {
+    'model.dtype': ('float32', 'bfloat16'),
+    'data.on_bad_line': ('stop', 'skip'),
+    'save.dtype': ('float32', 'bfloat16'),
+    'restore.dtype': ('float32', 'bfloat16', 'float16', ''),
+}
+
+
+def check(config: Any) -> None:
+    """Raise ValueError unless `config` has the settings of configs/base.py, with values that they may have."""
+    if not isinstance(config, ConfigDict):
+        raise ValueError(
+            f'the config is a {type(config).__name__}, not a ConfigDict: start from configs/base.py as '
+            'configs/tiny.py does'
+        )
+    found: dict[str, Any] = dict(leaves(config))
+    defaults: dict[str, Any] = dict(leaves(base.get_config()))
+    for key in found:
+        if key not in defaults:
+            raise ValueError(
+                f'{key} is no setting: remove it, or add it to configs/base.py with a default'
+            )
+    for key, default in defaults.items():
+        if key not in found:
+            raise ValueError(
+                f'{key} is missing from the config: start from get_config() of configs/base.py'
+            )
+        check_value(key, found[key], default)
+
+
+def check_value(key: str, value: Any, default: Any) -> None:
+    """Raise ValueError unless `value` has the type of `default` and is one that setting `key` may have."""
+    types = {float: (int, float), tuple: (tuple, list)}.get(type(default), (type(default),))
+    if not isinstance(value, types) or isinstance(value, bool) != isinstance(default, bool):
+        raise ValueError(
+            f'{key}={value!r} is a {type(value).__name__}: it must be a {type(default).__name__}, '
+            f'as {default!r} is'
+        )
+    if key in RANGES and not RANGES[key].holds(value):
+        raise ValueError(f'{key}={value}: must be {RANGES[key]}; the default is {default!r}')
+    if key in CHOICES and value not in CHOICES[key]:
+        choices = ', '.join(repr(choice) for choice in CHOICES[key])
+        raise ValueError(f'{key}={value!r}: must be one of {choices}')
+
+
+def leaves(config: Any, prefix: str = '') -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) of every setting, the key with dots as on the command line."""
+    for name, value in config.items():
+        if isinstance(value, ConfigDict):
+            yield from leaves(value, f'{prefix}{name}.')
+        else:
+            yield f'{prefix}{name}', value
+
+
+def describe() -> str:
+    """Return every setting of configs/base.py with its default, its comment and its range."""
+    lines = ['Settings, with the defaults of configs/base.py:']
+    comment: list[str] = []
+    for line in inspect.getsource(base.get_config).splitlines():
+        line = line.strip()
+        setting = re.fullmatch(r'config\.([\w.]+) = (.+)', line)
+        if line.startswith('# '):
+            comment.append(line.removeprefix('# '))
+        elif setting:
+            key, default = setting.groups()
+            if default == 'ConfigDict()':
+                lines += ['', *comment]
+            else:
+                lines.append(f'  --config.{key}={default}')
+                lines += [f'      {text}' for text in comment]
+            if key in RANGES:
+                lines.append(f'      ({RANGES[key]})')
+            comment = []
+    return '\n'.join(lines)
