@@ -127,8 +127,7 @@ def check(config: Any) -> None:
 
 def check_value(key: str, value: Any, default: Any) -> None:
     """Raise ValueError unless `value` has the type of `default` and is one that setting `key` may have."""
-    types = {float: (int, float), tuple: (tuple, list)}.get(type(default), (type(default),))
-    if not isinstance(value, types) or isinstance(value, bool) != isinstance(default, bool):
+    if not has_type_of(default, value):
         raise ValueError(
             f'{key}={value!r} is a {type(value).__name__}: it must be a {type(default).__name__}, '
             f'as {default!r} is'
@@ -138,6 +137,17 @@ def check_value(key: str, value: Any, default: Any) -> None:
     if key in CHOICES and value not in CHOICES[key]:
         choices = ', '.join(repr(choice) for choice in CHOICES[key])
         raise ValueError(f'{key}={value!r}: must be one of {choices}')
+
+
+def has_type_of(default: Any, value: Any) -> bool:
+    """Return whether `value` may replace `default`: an int is a float, a list is a tuple, a bool is no number."""
+    if isinstance(default, bool) or isinstance(value, bool):
+        return type(value) is type(default)
+    if isinstance(default, float):
+        return isinstance(value, int | float)
+    if isinstance(default, tuple):
+        return isinstance(value, tuple | list)
+    return isinstance(value, type(default))
 
 
 def leaves(config: Any, prefix: str = '') -> Iterator[tuple[str, Any]]:

@@ -148,6 +148,7 @@ def prepare_locked(
     resolved['vocabulary_hash'] = vocabulary.hash
     if start.is_resumed:
         compare_settings(folder / f'checkpoint_{start.step}', resolved)
+        checkpoint.choose(start.leaves, state_shapes(trainer))
     rows = partition.own_rows(mesh, config.train.batch_size)
     with console.working('Opening the text'):
         stream = data.Stream(
@@ -234,7 +235,7 @@ def find_start(config: Any, folder: Path, trainer: Trainer, console: workdir.Con
     return Start(
         step=step,
         is_resumed=True,
-        leaves=checkpoint.choose(checkpoint.read_index(directory), state_shapes(trainer)),
+        leaves=checkpoint.read_index(directory),
         vocabulary_model=kept.read_bytes() if kept.is_file() else b'',
         description=f'Going on after step {step:,}',
     )
