@@ -95,6 +95,8 @@ def is_own_config(file: Path) -> bool:
 
 def is_own_lock(file: Path) -> bool:
     """Return whether `file` is a lock that a run has left, or an empty file."""
+    if not file.is_file():
+        return False
     with file.open('rb') as stream:
         content = stream.read(len(LOCK_TEXT))
     return content in (b'', LOCK_TEXT.encode())

@@ -1,0 +1,340 @@
+"""What a user may get wrong on the command line: a row for each input, its exit status and its message.
+
+Every row runs main.py in a process and a folder of its own. A refused input prints one line and writes nothing.
+"""
+
+import json
+import pathlib
+import re
+from typing import NamedTuple
+
+import pytest
+from command_line import ROOT, CommandLine
+from end_to_end_test import corpus
+
+import settings
+from configs import base
+
+assert corpus  # a fixture
+TINY = f'--config={ROOT}/configs/tiny.py'
+
+
+class Row(NamedTuple):
+    """An input, and what the program says of it. `{dir}` is the row's folder, `{root}` the checkout."""
+
+    arguments: list[str]
+    message: str  # a part of the one line on stderr
+    files: dict[str, str] = {}  # name in the folder -> content; a name that ends with / is a folder
+    status: int = 2
+
+
+@pytest.fixture(scope='module')
+def command_line(tmp_path_factory):
+    command = CommandLine(tmp_path_factory.mktemp('command'))
+    yield command
+    command.close()
+
+
+def write(folder: pathlib.Path, files: dict[str, str]) -> None:
+    for name, content in files.items():
+        path = folder / name
+        if name.endswith('/'):
+            path.mkdir(parents=True, exist_ok=True)
+        elif content.startswith('-> '):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.symlink_to(content.removeprefix('-> '))
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+
+
+def contents(folder: pathlib.Path) -> dict[str, bytes | None]:
+    """Every file with its content and every folder, but the caches of Python and a lock of ours."""
+    found = {}
+    for path in sorted(folder.rglob('*')):
+        content = path.read_bytes() if path.is_file() else None
+        is_own_lock = path.name == 'lock' and content is not None and b'process' in content
+        if '__pycache__' not in path.parts and not is_own_lock:
+            found[str(path.relative_to(folder))] = content
+    return found
+
+
+def check(row: Row, command_line: CommandLine, folder: pathlib.Path, workdir: bool = True) -> None:
+    """Run the row, and assert what it must say and what it must leave alone."""
+    write(folder, row.files)
+    before = contents(folder)
+    arguments = [
+        argument.replace('{dir}', str(folder)).replace('{root}', str(ROOT))
+        for argument in row.arguments
+    ]
+    result = command_line(*arguments, cwd=folder)
+    assert result.status == row.status, result
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith('main.py: '), result.stderr
+    message = row.message.replace('{dir}', str(folder)).replace('{root}', str(ROOT))
+    assert message in lines[0], lines[0]
+    after = contents(folder)
+    after = {name: after[name] for name in after if after[name] is not None or name in before}
+    assert after == before
+
+
+def rows(table: dict[str, Row]):
+    return pytest.mark.parametrize('row', table.values(), ids=table.keys())
+
+
+# Numbers and names of settings.
+
+
+def out_of_range() -> list[tuple[str, str]]:
+    """(setting, value) just outside of every range, and what is no number."""
+    found = []
+    for key, limits in settings.RANGES.items():
+        default = dict(settings.leaves(base.get_config()))[key]
+        values: list = [limits.low - 1, *limits.without]
+        if limits.high != settings.LARGEST_FLOAT:
+            values.append(limits.high + 1)
+        if isinstance(default, float):
+            values += ['nan', 'inf', '-inf']
+        else:
+            values += [10**30, -(10**30)]
+        found += [(key, str(value)) for value in values]
+    return found
+
+
+@pytest.mark.parametrize('key, value', out_of_range())
+def test_a_number_out_of_its_range(command_line, tmp_path, key, value):
+    row = Row(
+        [TINY, f'--config.{key}={value}'],
+        message=f'{key}={float(value) if "." in value else value}',
+    )
+    check(row._replace(message=f'{key}='), command_line, tmp_path)
+
+
+def test_every_number_has_a_range():
+    """And every string that is one of a few its choices; no row is of a setting that is gone."""
+    found = dict(settings.leaves(base.get_config()))
+    numbers = {key for key, x in found.items() if type(x) in (int, float)}
+    assert numbers == set(settings.RANGES)
+    assert set(settings.CHOICES) <= set(found)
+    for key, default in found.items():
+        settings.check_value(key, default, default)
+
+
+def test_help_lists_every_setting(command_line, tmp_path):
+    result = command_line('--help', cwd=tmp_path)
+    assert result.status == 0
+    for key, _ in settings.leaves(base.get_config()):
+        [line] = re.findall(rf'^  --config\.{re.escape(key)}=.+\n      (.+)$', result.stdout, re.M)
+        assert line.strip()
+    assert '--workdir' in result.stdout and '--mode' in result.stdout
+
+
+CONFIG = 'from configs import base\n\ndef get_config():\n    config = base.get_config()\n'
+CONFIGS = {
+    'missing': Row(['--config=mine.py'], 'mine.py: no such file; try --config=configs/tiny.py'),
+    'no suffix': Row(['--config=mine'], 'try --config=mine.py', {'mine.py': CONFIG}),
+    'empty name': Row(['--config='], 'no Python file'),
+    'no config': Row(['--workdir=x'], '--config is missing'),
+    'folder': Row(['--config={dir}'], 'no Python file'),
+    'readme': Row(['--config={root}/README.md'], 'no Python file'),
+    'home': Row(['--config=~/nothing.py'], 'nothing.py: no such file'),
+    'typo': Row(
+        ['--config=mine.py'],
+        'mine.py, line 5: AttributeError: Key "stepz" does not exist',
+        {'mine.py': CONFIG + '    config.train.stepz = 3\n    return config\n'},
+    ),
+    'wrong type': Row(
+        ['--config=mine.py'],
+        'mine.py, line 5: TypeError: Could not override',
+        {'mine.py': CONFIG + '    config.train.steps = "many"\n    return config\n'},
+    ),
+    'syntax': Row(
+        ['--config=mine.py'],
+        'mine.py, line 2: ',
+        {'mine.py': 'import os\ndef get_config(:\n'},
+    ),
+    'indentation': Row(
+        ['--config=mine.py'],
+        'mine.py, line 2: ',
+        {'mine.py': 'def get_config():\nreturn 1\n'},
+    ),
+    'import': Row(
+        ['--config=mine.py'],
+        'mine.py, line 1: ModuleNotFoundError: No module named',
+        {'mine.py': 'import not_there\n'},
+    ),
+    'own error': Row(
+        ['--config=mine.py'],
+        'mine.py, line 2: ZeroDivisionError',
+        {'mine.py': 'def get_config():\n    return 1 / 0\n'},
+    ),
+    'error in another file': Row(
+        ['--config=mine.py'],
+        'helper.py, line 1: NameError',
+        {
+            'mine.py': 'import sys\nsys.path.insert(0, "{dir}")\nimport helper\n',
+            'helper.py': 'undefined\n',
+        },
+    ),
+    'no get_config': Row(['--config=mine.py'], 'no function get_config', {'mine.py': 'x = 1\n'}),
+    'empty file': Row(['--config=mine.py'], 'no function get_config', {'mine.py': ''}),
+    'null bytes': Row(['--config=mine.py'], 'mine.py, line 1: ', {'mine.py': '\0\0'}),
+    'dict': Row(
+        ['--config=mine.py'],
+        'is a dict, not a ConfigDict',
+        {'mine.py': 'def get_config():\n    return {"a": 1}\n'},
+    ),
+    'number': Row(
+        ['--config=mine.py'],
+        'is a int, not a ConfigDict',
+        {'mine.py': 'def get_config():\n    return 3\n'},
+    ),
+    'another config': Row(
+        ['--config=mine.py'],
+        'lr is no setting: remove it',
+        {
+            'mine.py': 'from ml_collections import ConfigDict\n\ndef get_config():\n'
+            '    return ConfigDict({"lr": 1})\n'
+        },
+    ),
+    'half a config': Row(
+        ['--config=mine.py'],
+        'model.vocab_size is missing',
+        {
+            'mine.py': 'from ml_collections import ConfigDict\n\ndef get_config():\n'
+            '    return ConfigDict({"seed": 1})\n'
+        },
+    ),
+    'key added': Row(
+        ['--config=mine.py'],
+        'train.momentum is no setting',
+        {
+            'mine.py': CONFIG
+            + '    with config.unlocked():\n        config.train.momentum = 1\n    return config\n'
+        },
+    ),
+    'size': Row(['--config={root}/configs/t5.py:huge'], 'configs/t5.py:huge: use one of small, base'),
+    'argument': Row([f'{TINY}:foo'], 'takes 0 positional arguments but 1 was given: write --config='),
+    'typo of a setting': Row([TINY, '--config.train.stepz=3'], 'Did you mean "steps"'),
+    'typo of a group': Row([TINY, '--config.trian.steps=3'], 'Did you mean "train"'),
+    'group': Row([TINY, '--config.train=3'], '--config.train=3'),
+    'no value': Row([TINY, '--config.train.steps'], 'Missing value'),
+    'text for a number': Row([TINY, '--config.train.steps=many'], "invalid literal for int() with base 10: 'many'"),
+    'fraction for a count': Row([TINY, '--config.train.steps=1.5'], "invalid literal for int() with base 10: '1.5'"),
+    'text for a bool': Row([TINY, '--config.restore.strict=maybe'], 'restore.strict'),
+    'dtype': Row([TINY, '--config.model.dtype=float64'], "model.dtype='float64': must be one of 'float32'"),
+    'save dtype': Row([TINY, '--config.save.dtype=int8'], "save.dtype='int8': must be one of"),
+    'restore dtype': Row([TINY, '--config.restore.dtype=int8'], "restore.dtype='int8': must be one of"),
+    'on_bad_line': Row([TINY, '--config.data.on_bad_line=ignore'], "data.on_bad_line='ignore': must be one of"),
+}  # fmt: skip
+FLAGS = {
+    'typo': Row(['--confg=x'], 'Did you mean: config'),
+    'word': Row([TINY, 'train'], "'train' is no flag"),
+    'mode': Row([TINY, '--mode=trian'], '<train|convert>'),
+    'format': Row(['--mode=convert', '--from=x', '--to=y', '--format=bin'], '<t5x|hf>'),
+    'from without convert': Row([TINY, '--from=x'], '--from is not for --mode=train'),
+    'to without convert': Row([TINY, '--to=x'], '--to is not for --mode=train'),
+    'workdir in convert': Row(['--mode=convert', '--from=x', '--to=y', '--workdir=z'], '--workdir is not for'),
+    'convert without to': Row(['--mode=convert', '--from=x'], 'needs --from=CHECKPOINT and --to=FOLDER'),
+    'convert without from': Row(['--mode=convert', '--to=x'], 'needs --from=CHECKPOINT and --to=FOLDER'),
+}  # fmt: skip
+
+
+@rows(CONFIGS)
+def test_a_config_that_is_none(command_line, tmp_path, row):
+    files = {name: text.replace('{dir}', str(tmp_path)) for name, text in row.files.items()}
+    check(row._replace(files=files), command_line, tmp_path)
+
+
+@rows(FLAGS)
+def test_a_flag(command_line, tmp_path, row):
+    check(row, command_line, tmp_path)
+
+
+TRAINER = {
+    'factors': Row([TINY, '--config.learning_rate.factors=constnt'], "'constnt' is none of"),
+    'no factors': Row([TINY, '--config.learning_rate.factors='], "'' is none of"),
+    'normalizing factor': Row([TINY, '--config.loss.loss_normalizing_factor=SUM'], 'a positive, finite number'),
+    'infinite factor': Row([TINY, '--config.loss.loss_normalizing_factor=inf'], 'a positive, finite number'),
+    'factor that is nan': Row([TINY, '--config.loss.loss_normalizing_factor=nan'], 'a positive, finite number'),
+    'negative factor': Row([TINY, '--config.loss.loss_normalizing_factor=-1'], 'a positive, finite number'),
+    'activations': Row([TINY, "--config.model.mlp_activations=('tanh',)"], 'mlp_activations'),
+    'no activations': Row([TINY, '--config.model.mlp_activations=()'], 'mlp_activations'),
+    'heads': Row(
+        [TINY, '--config.model.num_heads=5', '--config.mesh.model=2'],
+        'XLA_FLAGS=--xla_force_host_platform_device_count=2',
+    ),
+    'mesh': Row(
+        [TINY, '--config.mesh.data=4', '--config.mesh.model=2'],
+        'the product must be at most the 1 devices; on a CPU, the environment variable '
+        'XLA_FLAGS=--xla_force_host_platform_device_count=8 makes as many',
+    ),
+    'mesh of nothing': Row([TINY, '--config.mesh.data=-1', '--config.mesh.model=-1'], 'at most one may be -1'),
+    'microbatches': Row([TINY, '--config.train.num_microbatches=3'], "use 'auto' or one of 1, 2, 4, 8, 16"),
+    'microbatches 0': Row([TINY, '--config.train.num_microbatches=0'], "use 'auto' or one of 1, 2, 4, 8, 16"),
+    'microbatches as a word': Row([TINY, '--config.train.num_microbatches=few'], "use 'auto' or one of"),
+    'task': Row([TINY, '--config.data.task=glue'], "data.task='glue' is unknown"),
+    'step offset': Row(
+        [TINY, '--config.optimizer.step_offset=5', '--config.data.vocabulary=bytes'],
+        'optimizer.step_offset=5 lies after step 0, where the run starts: use 0',
+    ),
+    'a model larger than the memory': Row(
+        [TINY, '--config.model.mlp_dim=1048576', '--config.model.emb_dim=65536', '--config.data.vocabulary=bytes'],
+        'GB',
+    ),
+}  # fmt: skip
+
+
+@rows(TRAINER)
+def test_settings_that_do_not_fit_together(command_line, tmp_path, row):
+    check(row, command_line, tmp_path)
+
+
+# The workdir.
+
+OURS = json.dumps({'data_fingerprint': 'x', 'model': {}, 'train': {'steps': 1}})
+NOT_A_RUN = '{dir}/run is not a run of this program; name another --workdir'
+HUGGING_FACE = json.dumps({'model_type': 't5', 'd_model': 8})
+WORKDIRS = {
+    'config.json': Row([TINY, '--workdir=run'], NOT_A_RUN, {'run/config.json': '{"a": 1}'}),
+    'config.json of nothing': Row([TINY, '--workdir=run'], NOT_A_RUN, {'run/config.json': ''}),
+    'config.json that is a list': Row([TINY, '--workdir=run'], NOT_A_RUN, {'run/config.json': '[1]'}),
+    'config.json that is a folder': Row([TINY, '--workdir=run'], NOT_A_RUN, {'run/config.json/': ''}),
+    'hugging face': Row(
+        [TINY, '--workdir=run'],
+        NOT_A_RUN,
+        {'run/config.json': HUGGING_FACE, 'run/model.safetensors': 'x'},
+    ),
+    'hugging face weights': Row([TINY, '--workdir=run'], NOT_A_RUN, {'run/model.safetensors': 'x'}),
+    'mesh tensorflow': Row([TINY, '--workdir=run'], NOT_A_RUN, {'run/model.ckpt-5.index': 'x'}),
+    'a t5x checkpoint': Row([TINY, '--workdir=run'], NOT_A_RUN, {'run/checkpoint': 'x'}),
+    'metrics': Row([TINY, '--workdir=run'], NOT_A_RUN, {'run/metrics.jsonl': '{"mine": 1}\n'}),
+    'model-info': Row([TINY, '--workdir=run'], NOT_A_RUN, {'run/model-info.txt': 'mine'}),
+    'lock': Row([TINY, '--workdir=run'], NOT_A_RUN, {'run/lock': 'mine'}),
+    'lock folder': Row([TINY, '--workdir=run'], NOT_A_RUN, {'run/lock/': ''}),
+    'vocabulary': Row([TINY, '--workdir=run'], NOT_A_RUN, {'run/vocabulary.model': 'mine'}),
+    'train': Row([TINY, '--workdir=run'], NOT_A_RUN, {'run/train/data.txt': 'mine'}),
+    'backup of a checkpoint': Row([TINY, '--workdir=run'], NOT_A_RUN, {'run/checkpoint_5.tmp-backup/x': 'y'}),
+    'a checkpoint': Row([TINY, '--workdir=run'], NOT_A_RUN, {'run/checkpoint_5/config.json': '{}'}),
+    'an empty checkpoint': Row([TINY, '--workdir=run'], NOT_A_RUN, {'run/checkpoint_5/': ''}),
+    'link': Row(
+        [TINY, '--workdir=link'],
+        '{dir}/link is not a run of this program; name another --workdir',
+        {'run/config.json': HUGGING_FACE, 'link': '-> run'},
+    ),
+    'file': Row([TINY, '--workdir=run'], '{dir}/run is a file, not a folder', {'run': 'mine'}),
+    'below a file': Row([TINY, '--workdir=run/x'], '{dir}/run is a file, not a folder', {'run': 'mine'}),
+    'root': Row([TINY, '--workdir=/'], '/ is not a run of this program'),
+    'checkout': Row([TINY, '--workdir={root}'], '{root} is not a run of this program'),
+    'empty': Row([TINY, '--workdir='], "'' is no path"),
+    'loop': Row([TINY, '--workdir=a/x'], 'links', {'a': '-> b', 'b': '-> a'}),
+    'bucket': Row([TINY, '--workdir=gs://bucket/x'], '--workdir=gs://bucket/x: name a folder on a disk'),
+    'address': Row([TINY, '--workdir=http://host/x'], '--workdir=http://host/x: name a folder on a disk'),
+    'nobody': Row([TINY, '--workdir=~nobody-here/x'], 'no such home folder'),
+    'long name': Row([TINY, f'--workdir={"x" * 300}'], 'too long'),
+}  # fmt: skip
+
+
+@rows(WORKDIRS)
+def test_a_workdir_that_is_not_ours(command_line, tmp_path, row):
+    check(row, command_line, tmp_path)
