@@ -294,9 +294,16 @@ class Console:
 
     def _print(self, text: str) -> None:
         self._last_line = time.monotonic()
-        if not self.is_silent:
-            with self._lock:
+        if self.is_silent:
+            return
+        with self._lock:
+            try:
                 print(text, end='', flush=True)
+            except (
+                OSError
+            ):  # the terminal or the pipe is closed: the run is worth more than its lines
+                self.is_silent = True
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def model_info(shapes: Mapping[str, Any], specs: Mapping[str, Any]) -> str:
