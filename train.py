@@ -138,7 +138,7 @@ def prepare_locked(
     mesh = trainer.mesh
     with console.working('Verifying the newest checkpoint'):
         start = find_start(config, folder, trainer, console)
-    with console.working('Making the vocabulary'):
+    with console.working('Preparing the vocabulary'):
         vocabulary = data.find_vocabulary(
             config.data, folder, source, config.model.vocab_size, start.vocabulary_model
         )
@@ -494,6 +494,8 @@ def train(run: Run, stop: Callable[[], int] | None = None) -> int:
     when a loss or an update is not finite, ValueError for bad data, OSError for a disk that does not take a
     checkpoint.
     """
+    if run.lock.closed:
+        raise ValueError(f'the run in {run.workdir} has ended: prepare it once more to go on')
     with run.lock, contextlib.ExitStack() as stack:
         if stop is None:
             stop = stack.enter_context(remember_interrupt())

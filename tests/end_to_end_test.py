@@ -257,9 +257,28 @@ def test_a_loss_that_is_not_finite_stops_the_run(corpus, tmp_path):
     words = str(stopped.value)
     step = int(re.match(r'step (\d+): ', words)[1])
     assert 'made_up.txt:' in words and 'not finite' in words
+    saved = checkpoint.steps(tmp_path)
+    kept = f'keeps checkpoint_{saved[-1]}' if saved else 'has no checkpoint yet'
+    assert kept in words
+    assert 'Try a smaller learning_rate.base_learning_rate' in words
     assert all(saved < step for saved in checkpoint.steps(tmp_path))
     for saved in checkpoint.steps(tmp_path):
         assert all(np.isfinite(x).all() for x in state_of(tmp_path, saved).values())
+
+
+def test_parameters_that_are_not_finite_are_named_as_such(corpus, whole, tmp_path):
+    """No learning rate mends a checkpoint that is restored."""
+    tree = state_of(whole, 3)
+    tree['target/encoder/encoder_norm/scale'] = np.full(16, np.nan, np.float32)
+    checkpoint.save(tmp_path / 'broken', 3, tree)
+    config = small_config(corpus)
+    config.restore.path = str(tmp_path / 'broken')
+    config.data.vocabulary = str(whole / 'vocabulary.model')
+    with pytest.raises(
+        FloatingPointError, match='has no checkpoint yet. No update was made yet'
+    ) as stopped:
+        run(config, tmp_path / 'run')
+    assert 'learning_rate' not in str(stopped.value)
 
 
 def snapshot(workdir):

@@ -204,6 +204,11 @@ def test_prepared_twice_in_one_process(corpus, finished):
     with pytest.raises(ValueError, match='this process has prepared it before'):
         train.prepare(config, finished)
     train.train(first)
+    with pytest.raises(ValueError, match='has ended: prepare it once more'):
+        train.train(first)
+    for name in (None, '', 3):
+        with pytest.raises(ValueError, match='is no path'):
+            train.prepare(config, name)
 
 
 def test_a_vocabulary_that_is_gone_is_that_of_the_checkpoint(corpus, finished, tmp_path):
