@@ -149,21 +149,9 @@ def prepare_locked(
     if start.is_resumed:
         compare_settings(folder / f'checkpoint_{start.step}', resolved)
         checkpoint.choose(start.leaves, state_shapes(trainer))
-    rows = partition.own_rows(mesh, config.train.batch_size)
     with console.working('Opening the text'):
-        stream = data.Stream(
-            source, 'train', vocabulary, config.data, config.train.batch_size, config.seed, rows
-        )
-        validation = data.Stream(
-            source,
-            'validation',
-            vocabulary,
-            config.data,
-            config.train.batch_size,
-            config.seed,
-            rows,
-            num_epochs=1,
-        )
+        stream = open_stream(config, mesh, source, vocabulary, 'train')
+        validation = open_stream(config, mesh, source, vocabulary, 'validation')
     for line in introduction(config, mesh, source, vocabulary):
         console.line(line)
 
@@ -188,19 +176,13 @@ def prepare_locked(
     evaluation_is_due = False
     if start.is_resumed:
         directory = folder / f'checkpoint_{start.step}'
-        stream.seek(np.load(directory / 'data_position.npy')[rows])
+        stream.seek(np.load(directory / 'data_position.npy')[stream.rows])
         interval = json.loads((directory / 'interval.json').read_bytes())
         evaluation_is_due = lacks_evaluation(config, folder, start.step)
 
     resolved['train']['num_microbatches'] = str(num_microbatches)
     if jax.process_index() == 0:
-        # First, because it marks the folder as a run of this program.
-        workdir.replace_file(folder / 'config.json', json.dumps(resolved, indent=1).encode())
-        if vocabulary.model:
-            workdir.replace_file(folder / 'vocabulary.model', vocabulary.model)
-        shapes = optimizer.to_t5x(*jax.eval_shape(trainer.init))
-        info = workdir.model_info(shapes, optimizer.to_t5x(*trainer.specs))
-        workdir.replace_file(folder / 'model-info.txt', info.encode())
+        write_run_files(folder, resolved, vocabulary, trainer)
     return Run(
         config=config,
         workdir=folder,
@@ -219,6 +201,35 @@ def prepare_locked(
     )
 
 
+def open_stream(
+    config: Any, mesh: Mesh, source: data.Source, vocabulary: data.Vocabulary, split: str
+) -> data.Stream:
+    """Return this process's rows of the batches of a split: training without end, validation once."""
+    return data.Stream(
+        source,
+        split,
+        vocabulary,
+        config.data,
+        batch_size=config.train.batch_size,
+        seed=config.seed,
+        rows=partition.own_rows(mesh, config.train.batch_size),
+        num_epochs=1 if split == 'validation' else None,
+    )
+
+
+def write_run_files(
+    folder: Path, resolved: Mapping, vocabulary: data.Vocabulary, trainer: Trainer
+) -> None:
+    """Write what a run leaves in its workdir before its first step."""
+    # First, because it marks the folder as a run of this program.
+    workdir.replace_file(folder / 'config.json', json.dumps(resolved, indent=1).encode())
+    if vocabulary.model:
+        workdir.replace_file(folder / 'vocabulary.model', vocabulary.model)
+    shapes = optimizer.to_t5x(*jax.eval_shape(trainer.init))
+    info = workdir.model_info(shapes, optimizer.to_t5x(*trainer.specs))
+    workdir.replace_file(folder / 'model-info.txt', info.encode())
+
+
 def find_start(config: Any, folder: Path, trainer: Trainer, console: workdir.Console) -> Start:
     """Return the newest valid checkpoint of the workdir, else what a new run starts from."""
     step = checkpoint.newest_whole(folder, console.line)
@@ -231,12 +242,14 @@ def find_start(config: Any, folder: Path, trainer: Trainer, console: workdir.Con
             f'{directory} is not of a run of this program, which cannot go on from it: move it away, or name '
             'another --workdir'
         )
-    kept = directory / 'vocabulary.model'
+    vocabulary_model = b''
+    if not (folder / 'vocabulary.model').exists() and (directory / 'vocabulary.model').exists():
+        vocabulary_model = (directory / 'vocabulary.model').read_bytes()
     return Start(
         step=step,
         is_resumed=True,
         leaves=checkpoint.read_index(directory),
-        vocabulary_model=kept.read_bytes() if kept.is_file() else b'',
+        vocabulary_model=vocabulary_model,
         description=f'Going on after step {step:,}',
     )
 
