@@ -273,15 +273,6 @@ TRAINER = {
     'microbatches': Row([TINY, '--config.train.num_microbatches=3'], "use 'auto' or one of 1, 2, 4, 8, 16"),
     'microbatches 0': Row([TINY, '--config.train.num_microbatches=0'], "use 'auto' or one of 1, 2, 4, 8, 16"),
     'microbatches as a word': Row([TINY, '--config.train.num_microbatches=few'], "use 'auto' or one of"),
-    'task': Row([TINY, '--config.data.task=glue'], "data.task='glue' is unknown"),
-    'step offset': Row(
-        [TINY, '--config.optimizer.step_offset=5', '--config.data.vocabulary=bytes'],
-        'optimizer.step_offset=5 lies after step 0, where the run starts: use 0',
-    ),
-    'a model larger than the memory': Row(
-        [TINY, '--config.model.mlp_dim=1048576', '--config.model.emb_dim=65536', '--config.data.vocabulary=bytes'],
-        'GB',
-    ),
 }  # fmt: skip
 
 
@@ -337,4 +328,119 @@ WORKDIRS = {
 
 @rows(WORKDIRS)
 def test_a_workdir_that_is_not_ours(command_line, tmp_path, row):
+    check(row, command_line, tmp_path)
+
+
+# Text, vocabularies and tasks.
+
+LINES = ''.join(
+    f'the {word} of the lake and the {word} of the hill\n' for word in 'abcdefghij' * 20
+)
+JSON_LINES = ''.join(json.dumps({'text': line}) + '\n' for line in LINES.splitlines())
+LFS = 'version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n'
+
+
+def of_text(*flags: str, message: str, **files: str) -> Row:
+    """A run on text.txt, unless a flag names another file."""
+    named = {name.replace('__', '.').replace('_in_', '/'): text for name, text in files.items()}
+    defaults = [TINY, '--config.data.files=text.txt', '--config.data.vocabulary=bytes']
+    return Row([*defaults, *flags], message, {'text.txt': LINES, **named})
+
+
+FILES = '--config.data.files'
+VALIDATION = '--config.data.validation_files'
+VOCABULARY = '--config.data.vocabulary'
+TEXTS = {
+    'commas': of_text(f'{FILES}=,,', message='data.files'),
+    'blank': of_text(f'{FILES}= , ', message='data.files'),
+    'nothing': of_text(f'{FILES}=nowhere/*.txt', message="'nowhere/*.txt' matches no file"),
+    'one of two': of_text(f'{FILES}=text.txt,nowhere.txt', message="'nowhere.txt' matches no file"),
+    'folder': of_text(f'{FILES}=sub', message='sub', sub_in_x__txt=LINES),
+    'address': of_text(f'{FILES}=http://host/x.txt', message='http://host/x.txt'),
+    'bucket': of_text(f'{FILES}=gs://bucket/x.txt', message='gs://bucket/x.txt'),
+    'home': of_text(f'{FILES}=~nobody-here/x.txt', message='~nobody-here'),
+    'empty': of_text(f'{FILES}=none.txt', message='matches empty files only', none__txt=''),
+    'blank lines': of_text(f'{FILES}=blank.txt', message='no document is in', blank__txt='\n \n\n'),
+    'pointer': of_text(f'{FILES}=x.txt', message='git lfs pull', x__txt=LFS),
+    'loop': of_text(f'{FILES}=a.txt', message='a.txt', a__txt='-> b.txt', b__txt='-> a.txt'),
+    'dangling': of_text(f'{FILES}=a.txt', message='a.txt', a__txt='-> nothing.txt'),
+    'half gzipped': of_text(f'{FILES}=*', message='gzip all files, or none', a__gz='x'),
+    'no gzip': of_text(f'{FILES}=a.gz', message='broken gzip', a__gz=LINES),
+    'no json': of_text(f'{FILES}=a.jsonl', message='line 1 of', a__jsonl='the lake\n' * 50),
+    'JSONL': of_text(f'{FILES}=a.JSONL', message='line 1 of', a__JSONL='the lake\n' * 50),
+    'ndjson': of_text(f'{FILES}=a.ndjson', message='line 1 of', a__ndjson='the lake\n' * 50),
+    'no field': of_text(f'{FILES}=a.json', message="no field 'text'", a__json='{"body": "x"}\n' * 9),
+    'no text field': of_text('--config.data.text_field=', message="data.text_field=''"),
+    'validation alone': of_text(f'{FILES}=', f'{VALIDATION}=text.txt', message='needs data.files'),
+    'validation again': of_text(f'{VALIDATION}=text.txt', message='text.txt'),
+    'validation by dot': of_text(f'{VALIDATION}=./text.txt', message='text.txt'),
+    'validation by link': of_text(f'{VALIDATION}=link.txt', message='text.txt', link__txt='-> text.txt'),
+    'validation copied': of_text(f'{VALIDATION}=copy.txt', message='copy.txt', copy__txt=LINES),
+    'validation empty': of_text(f'{VALIDATION}=none.txt', message='data.validation_files', none__txt=''),
+    'validation blank': of_text(f'{VALIDATION}=none.txt', message='data.validation_files', none__txt='\n \n'),
+    'fraction of nothing': of_text('--config.data.validation_fraction=0', message='data.validation_fraction=0'),
+    'inputs of 1': of_text('--config.data.lengths.inputs=1', message='data.lengths.inputs=1'),
+    'inputs of 2': of_text('--config.data.lengths.inputs=2', message='data.lengths.inputs=2'),
+    'targets of 1': of_text('--config.data.lengths.targets=1', message='data.lengths.targets=1'),
+    'sentinels': of_text(
+        f'{VOCABULARY}=', '--config.data.num_pieces=40', '--config.data.extra_ids=0', message='extra_ids=0'
+    ),
+    'few sentinels': of_text(
+        f'{VOCABULARY}=', '--config.data.num_pieces=40', '--config.data.extra_ids=2', message='sentinels'
+    ),
+    'pieces': of_text(f'{VOCABULARY}=', '--config.data.num_pieces=5', message='data.num_pieces=5'),
+    'task': of_text('--config.data.task=glue', message="data.task='glue' is unknown"),
+    'no vocabulary': of_text(f'{VOCABULARY}=nowhere', message="data.vocabulary='nowhere'"),
+    'vocabulary of text': of_text(f'{VOCABULARY}=text.txt', message='no SentencePiece model'),
+    'folder without': of_text(f'{VOCABULARY}=sub', message="data.vocabulary='sub'", sub_in_x__txt='x'),
+    'vocabulary address': of_text(f'{VOCABULARY}=http://host/x', message='http://host/x'),
+    'vocabulary pointer': of_text(f'{VOCABULARY}=spiece.model', message='git lfs pull', spiece__model=LFS),
+    'vocabulary too large': of_text('--config.model.vocab_size=128', message='too small for 359 pieces; use 384'),
+    'step offset': of_text('--config.optimizer.step_offset=5', message='step_offset=5 lies after step 0, where the run starts: use 0'),
+    'larger than memory': of_text(
+        '--config.model.mlp_dim=1048576', '--config.model.emb_dim=65536', message='free space, a checkpoint takes'
+    ),
+    'restore nothing': of_text('--config.restore.path=nowhere', message='nowhere'),
+    'restore text': of_text('--config.restore.path=text.txt', message='text.txt'),
+    'restore address': of_text('--config.restore.path=http://host/x', message='http://host/x'),
+}  # fmt: skip
+
+
+@rows(TEXTS)
+def test_text_and_vocabulary(command_line, tmp_path, row):
+    check(row, command_line, tmp_path)
+
+
+# Checkpoints.
+
+
+def of_conversion(source: str, message: str, target: str = 'out', **files: str) -> Row:
+    named = {name.replace('__', '.').replace('_in_', '/'): text for name, text in files.items()}
+    return Row(['--mode=convert', f'--from={source}', f'--to={target}'], message, named)
+
+
+GOLDEN = str(ROOT / 'tests/golden/t5x_t5_1_1_tiny/checkpoint_6')
+T5 = json.dumps({'model_type': 't5'})
+CONVERSIONS = {
+    'missing': of_conversion('nowhere', 'nowhere'),
+    'empty folder': Row(['--mode=convert', '--from=sub', '--to=out'], 'sub', {'sub/': ''}),
+    'text': of_conversion('a.txt', 'a.txt', a__txt='hello'),
+    'address': of_conversion('http://host/x', 'http://host/x'),
+    'root': of_conversion('/', '/'),
+    'loop': of_conversion('a', 'a cannot be opened', a='-> b', b='-> a'),
+    'no weights': of_conversion('hf', 'hf', hf_in_config__json=T5),
+    'weights of flax': of_conversion('hf', 'flax_model.msgpack', hf_in_config__json=T5, **{'hf_in_flax_model__msgpack': 'x'}),
+    'weights of torch': of_conversion('hf', 'pytorch_model.bin', hf_in_config__json=T5, **{'hf_in_pytorch_model__bin': 'x'}),
+    'pointer': of_conversion('hf', 'git lfs pull', hf_in_config__json=T5, **{'hf_in_model__safetensors': LFS}),
+    'bert': of_conversion('hf', 'bert', hf_in_config__json='{"model_type": "bert"}', **{'hf_in_model__safetensors': 'x'}),
+    'to a file': of_conversion(GOLDEN, 'a.txt', target='a.txt', a__txt='mine'),
+    'to below a file': of_conversion(GOLDEN, 'a.txt', target='a.txt/x', a__txt='mine'),
+    'to a bucket': of_conversion(GOLDEN, 'gs://bucket/x: write to a disk', target='gs://bucket/x'),
+    'to a full folder': of_conversion(GOLDEN, 'sub', target='sub', sub_in_x__txt='mine'),
+    'to itself': of_conversion(GOLDEN, 'checkpoint_6', target=GOLDEN),
+}  # fmt: skip
+
+
+@rows(CONVERSIONS)
+def test_a_conversion(command_line, tmp_path, row):
     check(row, command_line, tmp_path)
