@@ -168,7 +168,7 @@ def test_a_file_alone(tmp_path):
         for name, x in expected.items():
             np.testing.assert_array_equal(found[name], x, err_msg=name)
     assert evaluate.load(MESH_TF / 'checkpoint').config.emb_dim == 32
-    with pytest.raises(ValueError, match='model.safetensors is no T5X index'):
+    with pytest.raises(ValueError, match='model.safetensors is one file of a checkpoint: name its folder'):
         evaluate.load(HUGGING_FACE / 'model.safetensors')
 
 
@@ -233,7 +233,7 @@ def test_the_command(tmp_path):
     for arguments, words in [
         ([f'--from={T5X}'], 'needs --from=CHECKPOINT and --to=FOLDER'),
         ([f'--from={T5X}', f'--to={tmp_path}/hf', '--format=hf'], 'hf exists'),
-        ([f'--from={tmp_path}/nothing', f'--to={tmp_path}/x'], 'name a workdir or a checkpoint'),
+        ([f'--from={tmp_path}/nothing', f'--to={tmp_path}/x'], 'name a workdir, a checkpoint'),
         ([f'--from={T5X}', f'--to={tmp_path}/x', '--format=bin'], 'should be one of'),
         ([f'--from={T5X}', '--to=gs://bucket/x'], 'gs://bucket/x: write to a disk'),
         (['--workdir=gs://bucket/x'], '--workdir=gs://bucket/x: name a folder on a disk'),
