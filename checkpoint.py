@@ -237,7 +237,7 @@ def read_index(path: str | Path) -> dict[str, Any]:
 
 def _nothing_there(directory):
     """Why a place has no checkpoint, and what to name, in one line."""
-    missing = f'{directory}/checkpoint is missing: name {FORMS}'
+    missing = f'{directory / "checkpoint"} is missing: name {FORMS}'
     if not isinstance(directory, Path):
         return missing
     if directory.is_symlink() and not directory.exists():

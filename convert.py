@@ -657,7 +657,7 @@ def _find_arrays(folder: Path) -> dict[str, SafetensorsEntry]:
                         )
                     found[name] = SafetensorsEntry(file, name, shape, SAFETENSORS_DTYPES[dtype])
         except (OSError, ValueError, safetensors.SafetensorError) as error:
-            raise ValueError(f'{file} cannot be read ({error})') from error
+            raise ValueError(f'{file} cannot be read ({error}): copy it again') from error
     found.pop(UNUSED, None)
     tables = [found.pop(name) for name in TOKEN_TABLES if name in found]
     if not tables:

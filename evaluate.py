@@ -132,8 +132,8 @@ class T5:
             expected = (arrays[SEQUENCES[0]].shape[0], *arrays[like].shape[1:])
             if x.shape != expected:
                 raise ValueError(
-                    f'{name} has shape {list(x.shape)} beside a {like} of {list(arrays[like].shape)}: '
-                    f'must be {list(expected)}'
+                    f'{name} has shape {list(x.shape)}: must be {list(expected)}, with the rows of '
+                    f'{SEQUENCES[0]} and the length of {like}'
                 )
             partition.check_divides(f'{name}: batch size', x.shape[0], 'data', self.mesh)
             if not isinstance(x, jax.core.Tracer):  # whose numbers nobody knows yet
@@ -169,6 +169,11 @@ class T5:
         """Return the ids of each text, EOS at the end."""
         if self.vocabulary is None:
             raise ValueError('this checkpoint brings no vocabulary: load(..., vocabulary=PATH)')
+        for text in texts:
+            if re.search('[\ud800-\udfff]', text):
+                raise ValueError(
+                    f'{_shortened(text)} has half a character (a surrogate): give text of Unicode'
+                )
         return [[*ids, data.EOS_ID] for ids in self.vocabulary.encode(texts)]
 
     def _example(self, name: str, example: Any) -> np.ndarray:
@@ -225,7 +230,7 @@ def load(
     ('bytes', a SentencePiece model, or a folder that has one, such as a run or a checkpoint) from the checkpoint
     or its run, else there is none. Raises ValueError, in one line, for what cannot be opened.
     """
-    if not isinstance(dtype, str):
+    if not isinstance(dtype, str | None):
         dtype = _dtype_name(dtype)  # jnp.bfloat16
     if dtype not in DTYPES:
         raise ValueError(f'dtype={dtype!r}: must be one of {", ".join(map(repr, DTYPES))}')
@@ -303,13 +308,13 @@ def find_vocabulary(directory: Any, name: str | Path | None = None) -> Any:
     settings = read_settings(directory)['data']
     if name == 'bytes':
         return data.ByteVocabulary()
-    file = None
+    file: Any = None
     if name:
         place = paths.to_path(name)
         if read_settings(place)['data']['vocabulary'] == 'bytes':
             return data.ByteVocabulary()
-        file = data.vocabulary_file(place) or vocabulary_file(place)
-        if file is None:
+        file = place if paths.is_file(place) else place.is_dir() and vocabulary_file(place)
+        if not file:
             raise ValueError(
                 f"vocabulary={str(name)!r}: no file, nor a folder with {' or '.join(VOCABULARIES)}, nor 'bytes'"
             )
@@ -350,7 +355,7 @@ def convert_checkpoint(source: str | Path, target: str | Path, form: str) -> Pat
     convert.check_new(target)
     place = paths.to_path(source)
     if isinstance(place, Path) and target.resolve().is_relative_to(place.resolve()):
-        raise ValueError(f'{target} lies in {place}, which is read: name a folder elsewhere')
+        raise ValueError(f'{target} is or lies in {place}, which is read: name a folder elsewhere')
     directory, config, index = open_model(place)
     vocabulary = find_vocabulary(directory)
     pieces = vocabulary.model if vocabulary else b''
@@ -396,7 +401,7 @@ def _write_t5x(
             if isinstance(cause, ValueError):
                 raise cause from None
             raise OSError(f'{final} is not written ({cause}): see to the disk') from error
-        if pieces and not kept.exists():
+        if pieces and not names:  # checkpoints of others must not find it
             (whole / kept.name).write_bytes(pieces)
             (whole / kept.name).rename(kept)
     return final
