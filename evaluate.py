@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,13 +29,13 @@ import model
 import partition
 import paths
 
-SEQUENCES = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
 SEGMENTS = ('encoder_segment_ids', 'decoder_segment_ids')
-FEATURES = (*SEQUENCES, *SEGMENTS)  # what the model reads
 UNREAD = ('decoder_loss_weights', 'encoder_positions', 'decoder_positions')  # T5X's other features
 VOCABULARIES = ('vocabulary.model', 'spiece.model', 'sentencepiece.model')  # names of its file
 DTYPES = ('float32', 'bfloat16', 'float16', '')  # of restored parameters; '' is as stored
 MAX_LENGTH = 2**15  # of an answer; a larger cache of keys and values fits no device
+SEQUENCES = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
+FEATURES = (*SEQUENCES, 'encoder_segment_ids', 'decoder_segment_ids')  # what the model reads
 
 
 class T5:
@@ -170,10 +169,12 @@ class T5:
         if self.vocabulary is None:
             raise ValueError('this checkpoint brings no vocabulary: load(..., vocabulary=PATH)')
         for text in texts:
-            if re.search('[\ud800-\udfff]', text):
+            try:
+                text.encode()
+            except UnicodeEncodeError:
                 raise ValueError(
                     f'{_shortened(text)} has half a character (a surrogate): give text of Unicode'
-                )
+                ) from None
         return [[*ids, data.EOS_ID] for ids in self.vocabulary.encode(texts)]
 
     def _example(self, name: str, example: Any) -> np.ndarray:
@@ -336,7 +337,7 @@ def vocabulary_file(directory: Any) -> Any:
     """Return the SentencePiece model in the folder of a checkpoint or a run, else in the run's of a checkpoint,
     else in that of a Mesh-TF prefix; None where there is none."""
     folders = [directory]
-    if re.fullmatch(r'checkpoint_\d.*', directory.name) or not directory.is_dir():
+    if directory.name.startswith('checkpoint_') or not directory.is_dir():
         folders.append(directory.parent)
     files = [folder / name for folder in folders for name in VOCABULARIES]
     return next((file for file in files if paths.is_file(file)), None)

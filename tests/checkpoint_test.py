@@ -1,5 +1,6 @@
 """T5X's own checkpoints read and rewritten leaf by leaf; meshes, processes, damage, crashes, strangers."""
 
+import errno
 import gzip
 import json
 import os
@@ -958,6 +959,18 @@ def test_what_may_not_be_read_is_not_damaged(tmp_path, closed):
     assert sorted(os.listdir(tmp_path)) == ['checkpoint_1', 'checkpoint_2']
     (directory / closed).chmod(0o755)
     assert checkpoint.newest_whole(tmp_path, pytest.fail) == 2
+
+
+def test_a_disk_that_fails_is_no_damage(tmp_path, monkeypatch):
+    def fail(file):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
+
+    directory = checkpoint.save(tmp_path, 2, {'target/a': np.ones(3, np.float32)})
+    monkeypatch.setattr(checkpoint, '_checksum', fail)
+    words = f'{directory} cannot be read (checkpoint: Input/output error; target.a/.zarray: Input'
+    with pytest.raises(checkpoint.Unreadable, match=re.escape(words)):
+        checkpoint.newest_whole(tmp_path)
+    assert os.listdir(tmp_path) == ['checkpoint_2']
 
 
 def test_a_workdir_that_may_not_be_listed_is_not_empty(tmp_path):

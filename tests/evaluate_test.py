@@ -394,7 +394,7 @@ ODD = "a b, größe 文 #?%&'[]"
 
 def some_arrays(path):
     """{path: array} of a few parameters, as `load` finds them."""
-    _, _, index = evaluate.open_model(path)
+    _, index, _ = evaluate.find_checkpoint(path)
     names = (
         'token_embedder/embedding',
         'decoder/layers_1/mlp/wo/kernel',
