@@ -135,9 +135,14 @@ class T5:
                     f'{SEQUENCES[0]} and the length of {like}'
                 )
             partition.check_divides(f'{name}: batch size', x.shape[0], 'data', self.mesh)
-            if not isinstance(x, jax.core.Tracer):  # whose numbers nobody knows yet
-                limit = 2**31 if name in SEGMENTS else self.config.vocab_size
-                self._check_ids(name, np.asarray(x), limit)
+            if isinstance(x, jax.core.Tracer):  # whose numbers nobody knows yet
+                continue
+            if name not in SEGMENTS:
+                self._check_ids(name, np.asarray(x))
+            elif int(x.min()) < 0 or int(x.max()) >= 2**31:
+                raise ValueError(
+                    f'{name} has {x.min()} to {x.max()}: must be int32, 1 or more, and 0 for padding'
+                )
         return {name: jnp.asarray(x, jnp.int32) for name, x in arrays.items()}
 
     def _ids(self, name: str, examples: Sequence) -> np.ndarray:
@@ -160,7 +165,7 @@ class T5:
         most, num_rows = max(map(len, encoded)), self.mesh.shape['data']
         ids = np.zeros((-(-len(encoded) // num_rows) * num_rows, -(-most // 32) * 32), np.int32)
         for i, example in enumerate(encoded):
-            self._check_ids(f'{name}[{i}]', np.asarray(example), self.config.vocab_size)
+            self._check_ids(f'{name}[{i}]', np.asarray(example))
             ids[i, : len(example)] = example
         return ids
 
@@ -191,13 +196,14 @@ class T5:
             )
         return ids
 
-    def _check_ids(self, name: str, ids: np.ndarray, limit: int) -> None:
-        """Raise ValueError for ids that are not in [0, limit)."""
+    def _check_ids(self, name: str, ids: np.ndarray) -> None:
+        """Raise ValueError for ids that the model has no embeddings of."""
+        vocab_size = self.config.vocab_size
         for i in (int(ids.min()), int(ids.max())):
-            if not 0 <= i < limit:
+            if not 0 <= i < vocab_size:
                 raise ValueError(
-                    f'{name} has id {i}: model.vocab_size={self.config.vocab_size} has no such rows, '
-                    f'only 0 to {limit - 1}: give ids of its own vocabulary'
+                    f'{name} has id {i}: model.vocab_size={vocab_size} has no such rows, only 0 to '
+                    f'{vocab_size - 1}: use its own vocabulary'
                 )
 
 
@@ -229,7 +235,8 @@ def load(
 
     Sizes come from `config`, else from the checkpoint's own config, else from its shapes; the vocabulary
     ('bytes', a SentencePiece model, or a folder that has one, such as a run or a checkpoint) from the checkpoint
-    or its run, else there is none. Raises ValueError, in one line, for what cannot be opened.
+    or its run, else there is none. Raises ValueError, in one line, for what is no checkpoint of these, and OSError
+    for files that may not be read.
     """
     if not isinstance(dtype, str | None):
         dtype = _dtype_name(dtype)  # jnp.bfloat16
@@ -330,7 +337,7 @@ def find_vocabulary(directory: Any, name: str | Path | None = None) -> Any:
     try:
         return data.SentencePieceVocabulary(file.read_bytes(), settings['extra_ids'])
     except ValueError as error:
-        raise ValueError(f'{file}: {error}: name another with vocabulary=PATH') from None
+        raise ValueError(f'{file}: {error}: name another vocabulary') from None
 
 
 def vocabulary_file(directory: Any) -> Any:

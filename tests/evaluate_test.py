@@ -197,6 +197,10 @@ SEGMENTS = {name: np.ones([2, 4], np.int32) for name in evaluate.SEGMENTS}
             SEGMENTS | {evaluate.SEGMENTS[0]: np.ones([2, 5], int)},
             'has shape [2, 5]: must be [2, 4]',
         ),
+        (
+            SEGMENTS | {evaluate.SEGMENTS[1]: np.full([2, 4], -1)},
+            'decoder_segment_ids has -1 to -1: must be int32, 1 or more, and 0 for padding',
+        ),
         ({evaluate.SEGMENTS[0]: np.ones([2, 4], int)}, 'has only one of encoder_segment_ids, dec'),
         ({'encoder_segments': 1}, "the batch has 'encoder_segments': the features are"),
     ],
@@ -616,7 +620,8 @@ def main(*arguments):
 
 
 def test_the_command(tmp_path):
-    result = main(f'--from={T5X}', f'--to={tmp_path}/hf', '--format=hf')
+    relative = os.path.join('tests', '..', os.path.relpath(T5X, ROOT))  # to where it starts
+    result = main(f'--from={relative}', f'--to={tmp_path}/x/../hf', '--format=hf')
     assert result.returncode == 0 and result.stdout.strip() == f'{tmp_path}/hf', result.stderr
     assert json.loads((tmp_path / 'hf/config.json').read_text())['d_model'] == 32
     for arguments, words in [
