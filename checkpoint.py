@@ -76,6 +76,7 @@ class Saver:
             raise ValueError(f'keep={keep}, keep_every={keep_every}: must be at least 0')
         self.workdir, self.keep, self.keep_every = paths.disk_path(workdir), keep, keep_every
         self.dtype = dtype
+        paths.to_kvstore(self.workdir)  # refuses at once a name that TensorStore cannot open
         self._pool = futures.ThreadPoolExecutor(ARRAYS_IN_FLIGHT)
         self._saving: futures.Future | None = None
         # Names the tmp folder alike in all processes, and another in every save.
@@ -583,7 +584,7 @@ def _copy_shards(array, dtype):
 def _write_array(directory, spec, shards):
     """Writes `shards`; {file: (bytes, crc32c)} of their chunks, and of .zarray in the first process."""
     folder, metadata = spec['kvstore']['path'], spec['metadata']
-    kvstore = {'driver': 'file', 'path': f'{directory}/{folder}'}
+    kvstore = paths.to_kvstore(directory / folder)
     store = ts.open({**spec, 'kvstore': kvstore}, create=True, open=True).result()
     for write in [store[index].write(convert.read_leaf(data)) for index, data in shards]:
         write.result()

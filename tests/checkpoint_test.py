@@ -765,6 +765,11 @@ def test_deleting_that_stops_half_way(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ['checkpoint_2']
 
 
+def test_a_name_that_is_not_utf_8(tmp_path):
+    with pytest.raises(ValueError, match='is not UTF-8, and TensorStore opens no other names'):
+        checkpoint.Saver(tmp_path / os.fsdecode(b'latin-\xe9'))
+
+
 def test_keep_is_not_negative(tmp_path):
     with pytest.raises(ValueError, match='keep=-1, keep_every=0: must be at least 0'):
         checkpoint.Saver(tmp_path, keep=-1)
