@@ -23,8 +23,8 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent import futures
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 import google_crc32c
 import jax
@@ -47,7 +47,20 @@ DRIVERS = [('zarr', driver) for driver in ('file', 'gfile', 'gcs')]  # of T5X's 
 # What a damaged or hostile msgpack may lead to, by its types, sizes or depth.
 DAMAGE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 NATIVE = "Orbax is not read: save with T5X's use_orbax=False"
+FORMS = 'a workdir, a checkpoint_STEP folder, a Mesh-TensorFlow prefix or a Hugging Face folder'
+RUN_FILES = ('lock', 'metrics.jsonl', 'model-info.txt')  # of a workdir
+# What `Saver` calls a folder that is not whole; users have backups of other names.
+UNFINISHED = re.compile(r'checkpoint_[0-9]+\.tmp-([0-9]+|deleted)')
+POINTER_BYTES = 200  # of git-lfs, at most
 Shapes = dict[str, tuple[int, ...]]
+
+
+class Damaged(ValueError):
+    """A checkpoint of ours of which some files are not as they were saved."""
+
+
+class Unreadable(OSError):
+    """A checkpoint of which the system does not let this process read some files: it may be whole."""
 
 
 class Saver:
@@ -56,18 +69,22 @@ class Saver:
     (0: no such) nor one that holds T5X's marker file PINNED. Parameters are saved in `dtype`, '' for
     theirs."""
 
-    def __init__(self, workdir: Path, keep: int = 0, keep_every: int = 0, dtype: str = '') -> None:
+    def __init__(
+        self, workdir: str | Path, keep: int = 0, keep_every: int = 0, dtype: str = ''
+    ) -> None:
         if min(keep, keep_every) < 0:
             raise ValueError(f'keep={keep}, keep_every={keep_every}: must be at least 0')
-        self.workdir, self.keep, self.keep_every = Path(workdir).absolute(), keep, keep_every
+        self.workdir, self.keep, self.keep_every = paths.disk_path(workdir), keep, keep_every
         self.dtype = dtype
+        paths.to_kvstore(self.workdir)  # refuses at once a name that TensorStore cannot open
         self._pool = futures.ThreadPoolExecutor(ARRAYS_IN_FLIGHT)
         self._saving: futures.Future | None = None
         # Names the tmp folder alike in all processes, and another in every save.
         self._stamp = int(multihost_utils.broadcast_one_to_all(np.int32(time.time())))
         if jax.process_index() == 0:
-            for stale in self.workdir.glob('checkpoint_*.tmp-*'):
-                shutil.rmtree(stale)
+            for stale in self.workdir.glob('checkpoint_*.tmp-*/'):
+                if UNFINISHED.fullmatch(stale.name) and not stale.is_symlink():
+                    shutil.rmtree(stale)
         multihost_utils.sync_global_devices(f'{self.workdir} is clean')
 
     def save(self, step: int, tree: Mapping, files: Mapping[str, bytes] = {}) -> None:
@@ -144,12 +161,15 @@ class Saver:
                 shutil.rmtree(doomed)
 
 
-def save(workdir: Path, step: int, tree: Mapping, files: Mapping[str, bytes] = {}) -> Path:
+def save(workdir: str | Path, step: int, tree: Mapping, files: Mapping[str, bytes] = {}) -> Path:
     """Writes `workdir/checkpoint_STEP`: the flat `tree`, and `files` beside it; all or nothing. Every
     process calls it with the same paths and writes the shards it owns. OSError if the disk refuses."""
     saver = Saver(workdir)
-    saver.save(step, tree, files)
-    saver.wait()
+    try:
+        saver.save(step, tree, files)
+        saver.wait()
+    finally:  # after an error other threads may still write
+        saver._pool.shutdown(cancel_futures=True)
     return saver.workdir / f'checkpoint_{step}'
 
 
@@ -188,23 +208,50 @@ def read_index(path: str | Path) -> dict[str, Any]:
         return dict(convert.mesh_tf_index(prefix))
     if convert.is_hugging_face(directory):
         return dict(convert.hugging_face_index(directory)[1])
-    file = directory if directory.is_file() else directory / 'checkpoint'
+    is_alone = paths.is_file(directory)
+    file = directory if is_alone else directory / 'checkpoint'
+    if is_alone:
+        convert.check_not_weights(file)
     for other in ('_METADATA', '_CHECKPOINT_METADATA', 'checkpoint_*/_CHECKPOINT_METADATA'):
         for found in directory.glob(other):
             raise ValueError(f'{found.parent} has the layout of Orbax: {NATIVE}')
-    if not file.is_file():
-        raise ValueError(f'{file} is missing: name a workdir or a checkpoint_STEP folder')
+    if not paths.is_file(file):
+        raise ValueError(_nothing_there(directory))
     hooks: dict = {'object_hook': functools.partial(_unpack_map, file.parent)}
     hooks |= {'ext_hook': _unpack_extension, 'strict_map_key': False}
+    content = paths.own_file(file).read_bytes()
     try:
-        top = dict(msgpack.unpackb(paths.own_file(file).read_bytes(), **hooks))
+        top = dict(msgpack.unpackb(content, **hooks))
         leaves = {path: x for path, x in flatten(top.get('optimizer', {})).items() if x is not None}
         leaves = {path: x if hasattr(x, 'shape') else np.asarray(x) for path, x in leaves.items()}
     except DAMAGE as error:
-        raise ValueError(f'{file} is no T5X index ({error}); {NATIVE}') from error
+        folder = file.parent
+        if is_alone and ((folder / 'checkpoint').is_file() or convert.is_hugging_face(folder)):
+            rule = f'it is one file of a checkpoint: name its folder, {folder}'
+        else:
+            rule = f'name {FORMS}; {NATIVE}'
+        raise ValueError(f'{file} is no T5X index ({error}): {rule}') from error
     if (version := top.get('version', 0)) not in (2, VERSION):
         raise ValueError(f'{file} has version {version}, not 2 or {VERSION}; {NATIVE}')
     return convert.unstack(leaves)
+
+
+def _nothing_there(directory):
+    """Why a place has no checkpoint, and what to name, in one line."""
+    missing = f'{directory / "checkpoint"} is missing: name {FORMS}'
+    if not isinstance(directory, Path):
+        return missing
+    if directory.is_symlink() and not directory.exists():
+        return f'{missing}, not a link to {os.readlink(directory)}, which does not exist'
+    if not directory.exists():
+        return f'{missing}, not {directory}, which does not exist'
+    names = sorted(file.name for file in _listed(directory))
+    if any(name in RUN_FILES for name in names):
+        return (
+            f'{directory} has no checkpoint yet: wait until its run has saved one, or name {FORMS}'
+        )
+    holds = f'holds {", ".join(names[:5])}{", …" if len(names) > 5 else ""}'
+    return f'{missing}, not {directory}, which {holds if names else "is empty"}'
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,15 +273,16 @@ class ZarrEntry:
         return self.open().read().result()
 
     def open(self) -> ts.TensorStore:
-        """Believes nothing that a stranger's spec says but the shape, which it checks: T5X puts the folder
-        beside the index wherever it was, and only .zarray is right about chunks and compressor."""
+        """Believes nothing that a stranger's spec says but shape and dtype, which it checks: T5X puts the
+        folder beside the index wherever it was, and only .zarray is right about chunks and compressor."""
         spec, kvstore = self.spec, self.spec['kvstore']
         name = str(kvstore.get('path') or spec.get('path'))  # in old ones it is not the kvstore's
         if (drivers := (spec['driver'], kvstore.get('driver'))) not in DRIVERS:
             raise ValueError(f'{name} has drivers {drivers}, not zarr and file: save it to a disk')
         root, folder = self.directory, self.directory / name
-        is_own = '..' not in folder.parts and folder.is_relative_to(root)
-        files = [*folder.iterdir()] if is_own and folder.is_dir() else []
+        # The caller's own part of the path may hold anything.
+        is_own = '..' not in PurePosixPath(name).parts and folder.is_relative_to(root)
+        files = _listed(folder) if is_own and folder.is_dir() else []
         if isinstance(root, Path):  # a disk has links, and devices that never end
             is_own &= all(file.is_file() for file in files)
             root, places = root.resolve(), [place.resolve() for place in (folder, *files)]
@@ -243,6 +291,10 @@ class ZarrEntry:
             raise ValueError(f'{name} is not all files in {root}: do not trust this checkpoint')
         if folder / '.zarray' not in files:
             raise ValueError(f'{folder}/.zarray is missing: copy the checkpoint again')
+        sizes = {file: paths.file_size(file) for file in files}
+        for file, size in sizes.items():
+            if size < POINTER_BYTES and isinstance(file, Path):
+                paths.check_not_lfs(file)
         # A lost chunk must not be read as zeros.
         here = {'driver': 'zarr', 'fill_missing_data_reads': False}
         array = ts.open({**here, 'kvstore': paths.to_kvstore(folder)}).result()
@@ -250,23 +302,64 @@ class ZarrEntry:
             raise ValueError(f'{folder} has shape {array.shape}, its index {self.shape}: copy both')
         if array.dtype == ts.uint16:
             raise ValueError(f'{folder} holds uint16, which T5X refuses too: use its bfloat16')
+        dtype = spec.get('dtype', array.dtype.name)  # old ones have none
+        if array.dtype.name != dtype:
+            raise ValueError(
+                f'{folder} holds {array.dtype.name}, its index says {dtype}: copy both'
+            )
         chunks: Any = array.chunk_layout.write_chunk.shape or ()  # None for a scalar
         need = math.prod(-(-n // c) * c for n, c in zip(array.shape, chunks, strict=True))
-        held = sum(paths.file_size(file) for file in files if file.name != '.zarray')
+        held = sum(size for file, size in sizes.items() if file.name != '.zarray')
         if need * int(array.dtype.numpy_dtype.itemsize) > held * GZIP_RATIO:
             words = f'{held} bytes cannot hold {array.shape}, or chunks are missing'
             raise ValueError(f'{folder}: {words}: copy the checkpoint again')
         return array
 
 
-def verify(directory: Path) -> bool:
-    """True if every file is as it was saved; False if nobody knows, as T5X saves no checksums. ValueError
-    names up to ten damaged files. Every process calls it and reads its share."""
-    directory = paths.to_path(directory)
-    is_ours = any((directory / name).exists() for name in OURS)
+class Fault(NamedTuple):
+    """What is wrong with a checkpoint, in one line. `kind`: damaged, unreadable, refused, or unknown where
+    there are no checksums."""
+
+    kind: str
+    words: str
+
+
+def verify(directory: str | Path) -> bool:
+    """Return True if every file is as it was saved, False if nobody knows, as T5X saves no checksums.
+
+    Raises Damaged, which names up to ten files; Unreadable where the system refuses to read some; ValueError for
+    what is not to be trusted. Every process calls it and reads its share, and all return or raise alike.
+    """
+    try:
+        faults = _faults(paths.to_path(directory))
+    except ValueError as error:
+        faults = [Fault('refused', str(error))]
+    except OSError as error:
+        faults = [Fault('unreadable', _reason(error, str(directory)))]
+    words: dict[str, list[str]] = {}
+    for fault in _from_all_processes(faults):
+        words.setdefault(fault.kind, []).append(fault.words)
+    if 'refused' in words:
+        raise ValueError(words['refused'][0])
+    if 'unreadable' in words:
+        listed = '; '.join(words['unreadable'][:10])
+        remedy = 'it may be whole, so it stays as it is: correct its permissions or its disk'
+        raise Unreadable(f'{directory} cannot be read ({listed}): {remedy}')
+    if 'damaged' in words:
+        raise Damaged(
+            f'{directory} is damaged: {"; ".join(words["damaged"][:10])}: use an older one'
+        )
+    return 'unknown' not in words
+
+
+def _faults(directory):
+    """The faults of this process's share of the files. Raises ValueError and OSError for those of the whole."""
+    has_index = paths.is_file(directory / 'checkpoint')
+    is_ours = any(paths.is_file(directory / name) for name in OURS)
+    if not has_index and not _numbers([directory]):  # a config.json alone makes no checkpoint
+        is_ours = paths.is_file(directory / MANIFEST)
     if not is_ours or convert.mesh_tf_prefix(directory) or convert.is_hugging_face(directory):
-        return False
-    faults, sums = [], {}
+        return [Fault('unknown', '')]
     try:
         content = (directory / MANIFEST).read_bytes()
         step, sums = (json.loads(content)[name] for name in ('step', 'files'))
@@ -275,46 +368,74 @@ def verify(directory: Path) -> bool:
         if _numbers([directory]) not in ([], [step]):
             raise ValueError(f'of step {step}')
     except FileNotFoundError:
-        faults = [f'{MANIFEST} is missing']
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        faults = [f'{MANIFEST} is damaged ({error})']
+        return [Fault('damaged', f'{MANIFEST} is missing')]
+    except (IsADirectoryError, ValueError, TypeError, KeyError) as error:
+        return [Fault('damaged', f'{MANIFEST} is damaged ({error})')]
 
-    def fault(name):
-        if not (directory / name).is_file():  # a stranger might name a device, which never ends
-            return f'{name} is missing'
+    def find_fault(name):
         try:
+            if not paths.is_file(
+                directory / name
+            ):  # a stranger might name a device, which never ends
+                return Fault('damaged', f'{name} is missing')
             size, crc32c = _checksum(directory / name)
+            if size < POINTER_BYTES and size != sums[name][0]:
+                paths.check_not_lfs(directory / name)
+        except ValueError as error:
+            return Fault('refused', str(error))
         except OSError as error:
-            return f'{name} cannot be read ({error.strerror})'
+            return Fault('unreadable', _reason(error, directory))
         if size != sums[name][0]:
-            return f'{name} has {size} bytes, not {sums[name][0]}'
-        return f'{name} has changed' if crc32c != sums[name][1] else None
+            return Fault('damaged', f'{name} has {size} bytes, not {sums[name][0]}')
+        return Fault('damaged', f'{name} has changed') if crc32c != sums[name][1] else None
 
     own = sorted(sums)[jax.process_index() :: jax.process_count()]
     with futures.ThreadPoolExecutor(ARRAYS_IN_FLIGHT) as pool:
-        faults += filter(None, pool.map(fault, own))
-    text = '\n'.join(faults).encode()[:4095].ljust(4096, b'\n')
-    texts = multihost_utils.process_allgather(np.frombuffer(text, np.uint8)).tobytes()
-    faults = list(filter(None, texts.decode(errors='replace').split('\n')))
-    if not faults and (stored := read_index(directory).get('state/step', step)) != step:
-        faults = [f'checkpoint holds step {stored}']
-    if faults:
-        raise ValueError(f'{directory} is damaged: {"; ".join(faults[:10])}: use an older one')
-    return True
+        faults = [fault for fault in pool.map(find_fault, own) if fault]
+    if 'checkpoint' in own and not faults:
+        stored = read_index(directory).get('state/step', step)
+        if stored != step:
+            faults = [Fault('damaged', f'checkpoint holds step {stored}')]
+    return faults
 
 
-def newest_whole(workdir: Path, report: Callable[[str], None] = print) -> int | None:
-    """The newest step that verifies; None if `workdir` has no checkpoint. A damaged one is reported and
-    renamed `checkpoint_STEP.damaged-N`; ValueError if no other is left. Every process calls it."""
-    workdir = Path(workdir).absolute()
-    for step in reversed(_numbers(workdir.glob('checkpoint_*/'))):
+def _from_all_processes(faults):
+    """The first ten faults of each process, the same list in all."""
+    if jax.process_count() == 1:
+        return faults
+    lines = [f'{fault.kind} {" ".join(fault.words.split())[:6000]}' for fault in faults[:10]]
+    padded = '\n'.join(lines).encode(errors='replace').ljust(2**16, b'\n')
+    texts = multihost_utils.process_allgather(np.frombuffer(padded, np.uint8)[: 2**16]).tobytes()
+    found = filter(None, texts.decode(errors='replace').split('\n'))
+    return [Fault(*line.split(' ', maxsplit=1)) for line in found]
+
+
+def _reason(error, directory):
+    """An OSError in words: the file, seen from `directory`, and what the system says."""
+    cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+    if not cause.filename:
+        return str(error)
+    file = Path(cause.filename)
+    if file.is_relative_to(directory):
+        file = file.relative_to(directory)
+    return f'{file}: {cause.strerror}'
+
+
+def newest_whole(workdir: str | Path, report: Callable[[str], None] = print) -> int | None:
+    """Return the newest step that verifies; None if `workdir` has no checkpoint.
+
+    A damaged one is reported and renamed `checkpoint_STEP.damaged-N`; ValueError if no other is left. One that
+    cannot be read may be whole: it stays, and the OSError goes to the caller. Every process calls it.
+    """
+    workdir = paths.disk_path(workdir)
+    for step in reversed(_numbers(folder for folder in _listed(workdir) if folder.is_dir())):
         directory = workdir / f'checkpoint_{step}'
         names = (Path(f'{directory}.damaged-{n}') for n in itertools.count(1))
         aside = next(name for name in names if not name.exists())
         try:
             verify(directory)
             return step
-        except ValueError as error:
+        except Damaged as error:
             report(f'{error}. It is set aside as {aside.name}.')
         if jax.process_index() == 0:
             directory.rename(aside)
@@ -327,8 +448,23 @@ def newest_whole(workdir: Path, report: Callable[[str], None] = print) -> int | 
 
 def steps(workdir: str | Path) -> list[int]:
     """Steps of the checkpoints in `workdir`, ascending; a half one has no index or another name."""
-    indices = paths.to_path(workdir).glob('checkpoint_*/checkpoint')
-    return _numbers(index.parent for index in indices)
+    place = paths.to_path(workdir)
+    if not isinstance(place, Path):
+        return _numbers(index.parent for index in place.glob('checkpoint_*/checkpoint'))
+    folders = [folder for folder in _listed(place) if _numbers([folder])]
+    return _numbers(folder for folder in folders if paths.is_file(folder / 'checkpoint'))
+
+
+def _listed(workdir):
+    """What is in a folder on a disk, nothing where there is none. Raises OSError if it may not be listed."""
+    try:
+        return list(workdir.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise Unreadable(
+            f'{workdir} cannot be listed ({error.strerror}): correct its permissions or its disk'
+        ) from error
 
 
 def newest(workdir: str | Path) -> int | None:
@@ -448,7 +584,7 @@ def _copy_shards(array, dtype):
 def _write_array(directory, spec, shards):
     """Writes `shards`; {file: (bytes, crc32c)} of their chunks, and of .zarray in the first process."""
     folder, metadata = spec['kvstore']['path'], spec['metadata']
-    kvstore = {'driver': 'file', 'path': f'{directory}/{folder}'}
+    kvstore = paths.to_kvstore(directory / folder)
     store = ts.open({**spec, 'kvstore': kvstore}, create=True, open=True).result()
     for write in [store[index].write(convert.read_leaf(data)) for index, data in shards]:
         write.result()
@@ -484,7 +620,8 @@ def _checksum(file):
 
 
 def _numbers(folders):
-    matches = (re.fullmatch(r'checkpoint_(\d+)', folder.name) for folder in folders)
+    """The steps in names as T5X writes them, ascending: no zeros in front, no other digits than ours."""
+    matches = (re.fullmatch('checkpoint_(0|[1-9][0-9]*)', folder.name) for folder in folders)
     return sorted(int(match[1]) for match in matches if match)
 
 

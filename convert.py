@@ -13,6 +13,7 @@ t5x/checkpoint_importer.py; TensorFlow core/util/tensor_bundle, core/protobuf/te
 doc/table_format.md; Snappy format_description.txt; transformers (4.57, 5.23) models/{t5,mt5,umt5}.
 """
 
+import contextlib
 import functools
 import json
 import math
@@ -152,13 +153,16 @@ class BundleEntry:
 
 
 def mesh_tf_prefix(path: Any) -> Any:
-    """`path` if it is a prefix as `.../model.ckpt-1000000`; of a folder the one that its `checkpoint`
-    names, else its only one; None if this is no Mesh-TF checkpoint."""
+    """`path` if it is a prefix as `.../model.ckpt-1000000`; the prefix of one of a checkpoint's files; of a
+    folder the one that its `checkpoint` names, else its only one; None if this is no Mesh-TF checkpoint."""
     path = paths.to_path(path)
-    if path.with_name(f'{path.name}.index').is_file():
+    if path.name and paths.is_file(path.with_name(f'{path.name}.index')):
         return path
+    if part := re.fullmatch(r'(.+)\.(index|meta|data-\d{5}-of-\d{5})', path.name):
+        if paths.is_file(path.with_name(f'{part[1]}.index')):
+            return path.with_name(part[1])
     pointer, indices = path / 'checkpoint', sorted(path.glob('*.index'))
-    if pointer.is_file():  # T5X's file of this name is no text
+    if paths.is_file(pointer):  # T5X's file of this name is no text
         with paths.own_file(pointer).open('rb') as stream:
             # Of a path only the last part: it is where the files once were, and a stranger's word.
             pattern = rb'model_checkpoint_path: *"(?:[^"]*/)?([^"/]+)"'
@@ -402,7 +406,14 @@ def _masked_crc32c(content):
 # Hugging Face. torch's Linear keeps a kernel transposed; token table and norms are alike.
 
 WEIGHTS, WEIGHTS_INDEX = 'model.safetensors', 'model.safetensors.index.json'
-OTHER_WEIGHTS = ('pytorch_model.bin', 'pytorch_model.bin.index.json', 'tf_model.h5')
+# Weights that are not read: how to save them as safetensors.
+REMEDY = 'load it with transformers, if you trust it, and save_pretrained it as safetensors'
+OTHER_WEIGHTS = {
+    'pytorch_model.bin': f'a pickle can run code: {REMEDY}',
+    'pytorch_model.bin.index.json': f'pickles can run code: {REMEDY}',
+    'flax_model.msgpack': f'only safetensors are read: {REMEDY} (from_flax=True)',
+    'tf_model.h5': f'only safetensors are read: {REMEDY} (from_tf=True)',
+}
 ARCHITECTURES = {
     't5': 'T5ForConditionalGeneration',
     'mt5': 'MT5ForConditionalGeneration',
@@ -510,8 +521,28 @@ def _transpose(x: np.ndarray) -> np.ndarray:
 
 
 def is_hugging_face(folder: str | Path) -> bool:
-    names = (WEIGHTS, WEIGHTS_INDEX, *OTHER_WEIGHTS)
-    return any((paths.to_path(folder) / name).is_file() for name in names)
+    """Whether the folder has weights under one of transformers' names, or a config.json with a model_type."""
+    place = paths.to_path(folder)
+    if any(paths.is_file(place / name) for name in (WEIGHTS, WEIGHTS_INDEX, *OTHER_WEIGHTS)):
+        return True
+    if not paths.is_file(place / 'config.json'):
+        return False
+    content = paths.own_file(place / 'config.json').read_bytes()
+    try:
+        settings = json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(settings, dict) and 'model_type' in settings
+
+
+def check_not_weights(file: Any) -> None:
+    """Raise ValueError for a file of weights, which is not a checkpoint without the config beside it."""
+    if file.name in OTHER_WEIGHTS:
+        raise ValueError(f'{file} is not read: {OTHER_WEIGHTS[file.name]}')
+    if file.suffix == '.safetensors':
+        raise ValueError(
+            f'{file} is one file of a checkpoint: name its folder, {file.parent}, with config.json'
+        )
 
 
 def hugging_face_index(folder: str | Path) -> tuple[model.T5Config, dict[str, SafetensorsEntry]]:
@@ -520,6 +551,8 @@ def hugging_face_index(folder: str | Path) -> tuple[model.T5Config, dict[str, Sa
     that are missing or unknown; shapes are the caller's to compare."""
     if not isinstance(folder := paths.to_path(folder), Path):
         raise ValueError(f'{folder}: safetensors are read from a disk only: copy the folder')
+    if paths.is_file(folder / 'config.json'):
+        _check_model_type(folder)  # first: other models have other arrays
     found, settings = _find_arrays(folder), read_json(folder / 'config.json')
     try:
         config = _config(settings, found)
@@ -537,10 +570,17 @@ def hugging_face_index(folder: str | Path) -> tuple[model.T5Config, dict[str, Sa
     return config, index
 
 
+def _check_model_type(folder: Path) -> None:
+    model_type = read_json(folder / 'config.json').get('model_type')
+    if str(model_type) not in ARCHITECTURES:
+        known = ', '.join(ARCHITECTURES)
+        raise ValueError(
+            f'{folder}/config.json: model_type={model_type}: only {known} are read: bring one of these'
+        )
+
+
 def _config(settings: dict[str, Any], found: Mapping[str, SafetensorsEntry]) -> model.T5Config:
-    model_type = str(settings.get('model_type'))
-    if model_type not in ARCHITECTURES:
-        raise ValueError(f'model_type={model_type}: only {", ".join(ARCHITECTURES)} are read')
+    model_type = str(settings['model_type'])
     for name, value in FIXED.items():
         if settings.get(name) not in (None, value):
             raise ValueError(f'{name}={settings[name]}: only {value} is supported')
@@ -595,9 +635,14 @@ def _find_arrays(folder: Path) -> dict[str, SafetensorsEntry]:
             words = f'{folder / WEIGHTS_INDEX} names {outside[0]!r}, no safetensors file beside it'
             raise ValueError(f'{words}: do not trust this folder')
     else:
-        remedy = 'load it with transformers, if you trust it, and save_pretrained it as safetensors'
-        words = f'{folder} has no {WEIGHTS}, and formats that can run code (pickle) are not read'
-        raise ValueError(f'{words}: {remedy}')
+        others = [name for name in OTHER_WEIGHTS if paths.is_file(folder / name)]
+        if others:
+            raise ValueError(
+                f'{folder} has no {WEIGHTS} but {others[0]}: {OTHER_WEIGHTS[others[0]]}'
+            )
+        raise ValueError(
+            f'{folder} has a config.json but no weights: copy {WEIGHTS} (or its parts and their index) into it'
+        )
     found: dict[str, SafetensorsEntry] = {}
     for file in [paths.own_file(folder / name) for name in files]:
         try:
@@ -612,7 +657,7 @@ def _find_arrays(folder: Path) -> dict[str, SafetensorsEntry]:
                         )
                     found[name] = SafetensorsEntry(file, name, shape, SAFETENSORS_DTYPES[dtype])
         except (OSError, ValueError, safetensors.SafetensorError) as error:
-            raise ValueError(f'{file} cannot be read ({error})') from error
+            raise ValueError(f'{file} cannot be read ({error}): copy it again') from error
     found.pop(UNUSED, None)
     tables = [found.pop(name) for name in TOKEN_TABLES if name in found]
     if not tables:
@@ -640,9 +685,10 @@ def _are_equal(a: SafetensorsEntry, b: SafetensorsEntry) -> bool:
 
 
 def read_json(file: Path) -> dict[str, Any]:
+    file = paths.own_file(file)
     try:
-        content = json.loads(paths.own_file(file).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        content = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise ValueError(f'{file} cannot be read ({error}): copy the folder again') from error
     if not isinstance(content, dict):
         raise ValueError(f'{file} holds no JSON object: copy the folder again')
@@ -660,14 +706,12 @@ def write_hugging_face(
     """Writes a new folder that transformers opens: all or nothing. `arrays`: {our path: array, or a leaf of an
     index, then read once}; at most `shard_bytes` (or one array) are in memory. `vocabulary_model` becomes
     spiece.model. Source: transformers modeling_utils.py save_pretrained."""
-    folder = Path(folder)
+    folder = paths.disk_path(folder)
+    check_new(folder)
     if folder.exists():
         raise ValueError(f'{folder} exists: remove it or name another folder')
     settings = _settings(config, model_type)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f'{folder.name}.tmp-') as tmp:
-        whole = Path(tmp, 'whole')
-        whole.mkdir()
+    with unfinished(folder) as whole:
         _write_json(whole / 'config.json', settings)
         if vocabulary_model is not None:
             (whole / 'spiece.model').write_bytes(vocabulary_model)
@@ -687,6 +731,38 @@ def write_hugging_face(
             index = {'metadata': {'total_size': total_size}, 'weight_map': weight_map}
             _write_json(whole / WEIGHTS_INDEX, index)
         whole.rename(folder)
+
+
+def check_new(folder: Path) -> None:
+    """Raise ValueError where no folder can be made, nor written into: at, below or behind what is none."""
+    for place in (folder, *folder.parents):
+        if place.is_symlink() and not place.exists():
+            raise ValueError(
+                f'{folder} cannot be written: {place} is a link to nothing: remove it or name another folder'
+            )
+        if place.exists() and not place.is_dir():
+            raise ValueError(f'{folder} cannot be written: {place} is a file: name another folder')
+
+
+@contextlib.contextmanager
+def unfinished(folder: Path) -> Iterator[Path]:
+    """Yield a new folder on the disk of `folder`, to be renamed to it when all is written.
+
+    At the end what is left of it is removed and, after an error, every folder that was made for it.
+    """
+    made = [parent for parent in folder.parents if not parent.exists()]
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        prefix = f'{folder.name[:50]}.tmp-'
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix) as tmp:
+            whole = Path(tmp, 'whole')  # which, unlike `tmp`, everybody may read
+            whole.mkdir()
+            yield whole
+    except BaseException:
+        for parent in made:
+            with contextlib.suppress(OSError):  # such as somebody else's files in it
+                parent.rmdir()
+        raise
 
 
 def _settings(config: model.T5Config, model_type: str | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import errno
 import importlib
 import os
 import posixpath
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ def to_path(name: str | os.PathLike) -> Any:
     scheme, separator, _ = _text(name).partition('://')
     if not separator:
         return disk_path(name)
+    if scheme == 'file':
+        raise ValueError(f'{name}: paths on a disk are written without file://: write /path/to/it')
     if scheme not in CLIENTS:
         raise ValueError(
             f'{name}: only paths on a disk, gs:// and s3:// are read: download it, and name the copy'
@@ -64,6 +67,12 @@ def disk_path(name: str | os.PathLike) -> Path:
 def to_kvstore(folder: Any) -> dict[str, str]:
     """Return TensorStore's name of a folder of `to_path`."""
     if isinstance(folder, Path):
+        try:
+            str(folder).encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f'{str(folder)!r} is not UTF-8, and TensorStore opens no other names: rename the folder'
+            ) from None
         return {'driver': 'file', 'path': f'{folder}/'}
     scheme, _, place = str(folder).partition('://')
     bucket, _, path = place.partition('/')
@@ -74,19 +83,35 @@ def to_kvstore(folder: Any) -> dict[str, str]:
     return kvstore
 
 
+def is_file(file: Any) -> bool:
+    """Return whether this path of `to_path` is a file.
+
+    Raises OSError where the system does not let us look: what cannot be seen is not missing.
+    """
+    if not isinstance(file, Path):
+        return file.is_file()
+    try:
+        return stat.S_ISREG(file.stat().st_mode)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
+            return False
+        raise _unreadable(file, error) from error
+
+
 def file_size(file: Any) -> int:
     """Return the number of bytes of a file of `to_path`."""
-    stat = file.stat()
-    return stat.st_size if isinstance(file, Path) else stat.length
+    status = file.stat()
+    return status.st_size if isinstance(file, Path) else status.length
 
 
 def own_file(file: Any) -> Any:
     """Return `file` if it exists and lies in its own folder after links are followed.
 
     A stranger's checkpoint must not choose which file is read. (Hugging Face's cache links from a model's
-    snapshots to its blobs.) Raises ValueError, also for a pointer of git-lfs in place of the file.
+    snapshots to its blobs.) Raises ValueError, also for a pointer of git-lfs in place of the file, and OSError
+    for a file that the system does not let us read.
     """
-    if not file.is_file():
+    if not is_file(file):
         raise ValueError(f'{file} is missing: bring all files of the checkpoint')
     if isinstance(file, Path):
         root = file.parent.resolve()
@@ -103,19 +128,32 @@ def own_file(file: Any) -> Any:
 
 def check_not_lfs(file: Path) -> None:
     """Raise ValueError if `file` is the pointer that git leaves where git-lfs is not installed."""
-    with file.open('rb') as stream:
-        header = stream.read(len(LFS_HEADER))
+    try:
+        with file.open('rb') as stream:
+            header = stream.read(len(LFS_HEADER))
+    except OSError as error:
+        raise _unreadable(file, error) from error
     if header == LFS_HEADER:
         raise ValueError(
             f'{file} is a pointer of git-lfs, not the file itself: run `git lfs pull` in its repository'
         )
 
 
+def _unreadable(file: Path, error: OSError) -> OSError:
+    return type(error)(
+        f'{file} cannot be read ({error.strerror}): correct its permissions or its disk'
+    )
+
+
 def _text(name: str | os.PathLike) -> str:
     if not isinstance(name, str | os.PathLike) or isinstance(os.fspath(name), bytes):
         raise ValueError(f'{name!r} is no path: give a string or a pathlib.Path')
     text = os.fspath(name)
-    if not text.strip() or '\0' in text:
+    try:
+        is_name = text.strip() and b'\0' not in os.fsencode(text)
+    except UnicodeEncodeError:
+        is_name = False
+    if not is_name:
         raise ValueError(f'{text!r} is no path: name a file or a folder')
     return text
 

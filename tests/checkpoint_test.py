@@ -1,5 +1,6 @@
 """T5X's own checkpoints read and rewritten leaf by leaf; meshes, processes, damage, crashes, strangers."""
 
+import errno
 import gzip
 import json
 import os
@@ -24,6 +25,7 @@ import pytest
 import tensorstore as ts
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from paths_test import another_user
 
 import checkpoint
 
@@ -355,7 +357,7 @@ def test_a_shard_of_many_chunks(tmp_path, monkeypatch):
 
 
 TWO_PROCESSES = """
-import json, shutil, sys, time
+import contextlib, json, shutil, sys, time
 import jax, numpy as np, pytest
 from pathlib import Path
 sys.path[:0] = sys.argv[1:3]
@@ -406,6 +408,21 @@ reports = []
 assert checkpoint.newest_whole(workdir, reports.append) == 3
 assert len(reports) == 1 and all(f'{name} has 0 bytes' in reports[0] for name in damaged), reports
 
+# What only one process may not read is known to both, and stays.
+sums = json.loads((workdir / 'checkpoint_3/manifest.json').read_text())['files']
+closed = workdir / 'checkpoint_3' / sorted(sums)[1]
+if jax.process_index() == 0:
+    closed.chmod(0)
+multihost_utils.sync_global_devices('closed')
+with checkpoint_test.another_user() if jax.process_index() == 1 else contextlib.nullcontext():
+    with pytest.raises(checkpoint.Unreadable, match=f'{sorted(sums)[1]}: Permission denied'):
+        checkpoint.newest_whole(workdir, reports.append)
+multihost_utils.sync_global_devices('seen')
+if jax.process_index() == 0:
+    closed.chmod(0o644)
+multihost_utils.sync_global_devices('open')
+assert checkpoint.newest_whole(workdir, reports.append) == 3 and len(reports) == 1
+
 # A process that does not finish its part: the other gives up.
 checkpoint.PATIENCE_SECONDS = 1
 commit = checkpoint.Saver._commit
@@ -435,6 +452,7 @@ print('done')
 
 
 def test_two_processes_save_one_process_restores(tmp_path):
+    open_to_all(tmp_path)
     with socket.socket() as probe:
         probe.bind(('127.0.0.1', 0))
         address = f'127.0.0.1:{probe.getsockname()[1]}'
@@ -469,6 +487,12 @@ def test_two_processes_save_one_process_restores(tmp_path):
     assert sorted(os.listdir(tmp_path / 'run')) == left
 
 
+def open_to_all(folder):
+    """Lets other users into a folder of pytest's."""
+    for parent in (folder, *folder.parents[:2]):
+        parent.chmod(0o755)
+
+
 # Whole or not at all
 
 
@@ -495,6 +519,59 @@ def test_steps_are_the_whole_ones(tmp_path):
     assert checkpoint.steps(tmp_path) == [9, 10] and checkpoint.newest(tmp_path) == 10
     checkpoint.save(tmp_path, 13, {'state/step': np.int32(13)})
     assert not (tmp_path / 'checkpoint_11.tmp-1700000000').exists()
+
+
+def test_only_names_as_a_saver_makes_them_are_deleted(tmp_path):
+    backups = ['checkpoint_5.tmp-backup', 'checkpoint_x.tmp-1', 'checkpoint_5.tmp-1.old', 'tmp-1']
+    ours = ['checkpoint_5.tmp-1700000000', 'checkpoint_12.tmp-deleted']
+    for name in (*backups, *ours):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / 'file').write_text('')
+    (tmp_path / 'checkpoint_6.tmp-7').write_text('a file of mine')
+    (tmp_path / 'checkpoint_7.tmp-7').symlink_to('checkpoint_5.tmp-backup')
+    left = {*backups, 'checkpoint_6.tmp-7', 'checkpoint_7.tmp-7'}
+    checkpoint.Saver(tmp_path)
+    assert set(os.listdir(tmp_path)) == left
+    assert (tmp_path / 'checkpoint_5.tmp-backup/file').exists()
+
+
+def test_names_with_leading_zeros_are_no_steps(tmp_path):
+    directory = checkpoint.save(tmp_path, 7, {'state/step': np.int32(7)})
+    for name in ('checkpoint_007', 'checkpoint_٨'):
+        shutil.copytree(directory, tmp_path / name)
+    assert checkpoint.steps(tmp_path) == [7] and checkpoint.newest_whole(tmp_path) == 7
+    shutil.rmtree(directory)
+    assert checkpoint.steps(tmp_path) == [] and checkpoint.newest_whole(tmp_path) is None
+    assert checkpoint.verify(tmp_path / 'checkpoint_007')
+    assert checkpoint.restore(tmp_path / 'checkpoint_007')['state/step'] == 7
+
+
+@pytest.mark.parametrize(
+    'name', ['{}', '../{}', 'sub/../../{}', '~/{}', 'link', 'link/../{}', '{}/']
+)
+@pytest.mark.parametrize('workdir', ["a b, größe 文 #?%&'[]*"])
+def test_any_name_of_a_workdir(tmp_path, monkeypatch, name, workdir):
+    name = name.format(workdir)
+    (tmp_path / 'here/sub').mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / 'here')
+    monkeypatch.setenv('HOME', str(tmp_path))
+    home = tmp_path if name.startswith(('..', '~', 'sub', 'link')) else tmp_path / 'here'
+    (tmp_path / workdir).mkdir()
+    (tmp_path / 'here/link').symlink_to(tmp_path / workdir)
+    tree = {'target/a': np.ones((2, 3), np.float32), 'state/step': np.int32(3)}
+    saver = checkpoint.Saver(name, keep=1)
+    for step in (2, 3):
+        saver.save(step, {**tree, 'state/step': np.int32(step)})
+        saver.wait()
+    assert os.listdir(home / workdir) == ['checkpoint_3']
+    assert checkpoint.newest(name) == checkpoint.newest_whole(name, pytest.fail) == 3
+    directory = os.path.join(name, 'checkpoint_3')
+    assert checkpoint.verify(directory)
+    assert_same(checkpoint.restore(directory), tree)
+    (home / workdir / 'checkpoint_3/checkpoint').write_bytes(b'')
+    with pytest.raises(ValueError, match='has only damaged checkpoints'):
+        checkpoint.newest_whole(name, lambda words: None)
+    assert os.listdir(home / workdir) == ['checkpoint_3.damaged-1']
 
 
 SAVE_FOREVER = """
@@ -688,6 +765,11 @@ def test_deleting_that_stops_half_way(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ['checkpoint_2']
 
 
+def test_a_name_that_is_not_utf_8(tmp_path):
+    with pytest.raises(ValueError, match='is not UTF-8, and TensorStore opens no other names'):
+        checkpoint.Saver(tmp_path / os.fsdecode(b'latin-\xe9'))
+
+
 def test_keep_is_not_negative(tmp_path):
     with pytest.raises(ValueError, match='keep=-1, keep_every=0: must be at least 0'):
         checkpoint.Saver(tmp_path, keep=-1)
@@ -859,6 +941,71 @@ def test_no_run_starts_from_scratch_over_damage(tmp_path):
     assert 'set aside as checkpoint_2.damaged-2' in reports[2]
 
 
+@pytest.mark.parametrize(
+    'closed', ['manifest.json', 'config.json', 'checkpoint', 'target.a', 'target.a/0.0', '.']
+)
+def test_what_may_not_be_read_is_not_damaged(tmp_path, closed):
+    open_to_all(tmp_path)
+    tree = {'target/a': np.ones((2, 3), np.float32), 'state/step': np.int32(2)}
+    directory = checkpoint.save(tmp_path, 2, tree, {'config.json': b'{}'})
+    checkpoint.save(tmp_path, 1, {'state/step': np.int32(1)})
+    (directory / closed).chmod(0)
+    words = (
+        'checkpoint_2 cannot be read .*Permission denied.*: it may be whole, so it stays as it is'
+    )
+    with another_user():
+        for check in (checkpoint.verify, lambda path: checkpoint.newest_whole(path.parent)):
+            with pytest.raises(checkpoint.Unreadable, match=words) as error:
+                check(directory)
+            assert '\n' not in str(error.value) and str(directory) in str(error.value)
+        if closed in ('checkpoint', 'target.a', 'target.a/0.0', '.'):
+            with pytest.raises((OSError, ValueError), match='(?i)permission.denied'):
+                checkpoint.restore(directory)
+    assert sorted(os.listdir(tmp_path)) == ['checkpoint_1', 'checkpoint_2']
+    (directory / closed).chmod(0o755)
+    assert checkpoint.newest_whole(tmp_path, pytest.fail) == 2
+
+
+def test_a_disk_that_fails_is_no_damage(tmp_path, monkeypatch):
+    def fail(file):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
+
+    directory = checkpoint.save(tmp_path, 2, {'target/a': np.ones(3, np.float32)})
+    monkeypatch.setattr(checkpoint, '_checksum', fail)
+    words = f'{directory} cannot be read (checkpoint: Input/output error; target.a/.zarray: Input'
+    with pytest.raises(checkpoint.Unreadable, match=re.escape(words)):
+        checkpoint.newest_whole(tmp_path)
+    assert os.listdir(tmp_path) == ['checkpoint_2']
+
+
+def test_a_workdir_that_may_not_be_listed_is_not_empty(tmp_path):
+    open_to_all(tmp_path)
+    checkpoint.save(tmp_path / 'run', 2, {'state/step': np.int32(2)})
+    (tmp_path / 'run').chmod(0o311)
+    with another_user():
+        for find in (checkpoint.newest, checkpoint.newest_whole, checkpoint.steps):
+            with pytest.raises(OSError, match='run cannot be listed .Permission denied.: correct'):
+                find(tmp_path / 'run')
+
+
+def test_pointers_of_git_lfs_are_not_damage(tmp_path):
+    pointer = b'version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n'
+    tree = {'target/a': np.ones((20, 30), np.float32), 'state/step': np.int32(2)}
+    directory = checkpoint.save(tmp_path, 2, tree)
+    for name in ('target.a/0.0', 'target.a/.zarray', 'checkpoint'):
+        content = (directory / name).read_bytes()
+        (directory / name).write_bytes(pointer)
+        for read in (
+            checkpoint.verify,
+            checkpoint.restore,
+            lambda x: checkpoint.newest_whole(x.parent),
+        ):
+            with pytest.raises(ValueError, match=f'{name} is a pointer of git-lfs.*git lfs pull'):
+                read(directory)
+        (directory / name).write_bytes(content)
+    assert checkpoint.newest_whole(tmp_path, pytest.fail) == 2
+
+
 # Refused
 
 
@@ -927,6 +1074,8 @@ def test_zeros_compress_as_well_as_anything(tmp_path):
         ),
         ({'driver': 'n5'}, "drivers ('n5', 'file')"),
         ({'metadata': {'shape': [4]}}, 'shape (3,), its index (4,)'),
+        ({'dtype': 'bfloat16'}, 'target.a holds float32, its index says bfloat16: copy both'),
+        ({'dtype': ['float32']}, "its index says ['float32']"),
         ({'metadata': {'shape': [-3]}}, 'no T5X index (target.a/ has shape (-3,))'),
         ({'metadata': {'shape': ['3']}}, 'no T5X index'),
         ({'metadata': {}}, 'no T5X index'),
@@ -939,6 +1088,14 @@ def test_specs_refused(tmp_path, change, message):
     write_zarr(directory / 'target.a', np.ones(3, np.float32))
     with pytest.raises(ValueError, match=re.escape(message)):
         checkpoint.restore(directory)
+
+
+def test_old_specs_without_a_dtype(tmp_path):
+    leaf = spec('target.a/', [3])
+    del leaf['dtype']
+    directory = write_index(tmp_path / 'checkpoint_1', {'target': {'a': leaf}})
+    write_zarr(directory / 'target.a', np.ones(3, ml_dtypes.bfloat16))
+    assert checkpoint.restore(directory)['target/a'].dtype == ml_dtypes.bfloat16
 
 
 def test_bfloat16_of_version_2_is_refused_as_by_T5X(tmp_path):
@@ -974,7 +1131,8 @@ def test_versions_refused(tmp_path, version):
         ('checkpoint', b'', 'no T5X index'),
         ('checkpoint', b'\x83\x01', 'no T5X index'),
         ('checkpoint', b'\x05', 'no T5X index'),
-        ('config.json', b'{}', 'checkpoint is missing'),
+        ('config.json', b'{}', 'checkpoint is missing.* which holds config.json'),
+        ('lock', b'', 'has no checkpoint yet: wait until its run has saved one'),
     ],
 )
 def test_other_layouts_are_recognized(tmp_path, name, content, message):
@@ -1053,3 +1211,21 @@ def test_flatten_and_unflatten():
     nested = {'a': {'b': 1, 'c': {'d': 2}}, 'e': 3}
     flat = {'a/b': 1, 'a/c/d': 2, 'e': 3}
     assert checkpoint.flatten(nested) == flat and checkpoint.unflatten(flat) == nested
+
+
+def test_the_patterns_of_the_readme():
+    """Each takes what the text says: all parameters; all but the vocabulary's arrays, with their slots."""
+    patterns = re.findall(r"restore\.only='([^']+)'", (ROOT / 'README.md').read_text())
+    index = checkpoint.read_index(GOLDEN / 't5x_t5_1_1_tiny/checkpoint_6')
+    expected = checkpoint.shapes(index)
+    parameters = {path for path in index if path.startswith('target/')}
+    ends = ('token_embedder/embedding', 'decoder/logits_dense/kernel')
+    vocabulary = {f'target/{end}' for end in ends}
+    vocabulary |= {
+        f'state/param_states/{end}/{slot}' for end in ends for slot in ('m', 'v', 'v_row', 'v_col')
+    }
+    assert vocabulary < index.keys() and len(parameters) == 52
+    others = index.keys() - vocabulary
+    assert 'target/encoder/relpos_bias/rel_embedding' in others
+    taken = [checkpoint.choose(index, expected, pattern).keys() for pattern in patterns]
+    assert taken == [parameters, others]
