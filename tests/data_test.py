@@ -6,6 +6,7 @@ their counts and their structure are compared.
 
 import functools
 import gzip
+import io
 import itertools
 import json
 import os
@@ -363,7 +364,7 @@ def test_features_are_shifted_and_weighted(pydoc, vocabulary):
         ({'files': __file__, 'text_field': ''}, "text_field='' names no field"),
         ({'files': __file__, 'on_bad_line': 'ignore'}, "'ignore': must be 'stop' or 'skip'"),
         ({'files': __file__, 'max_bad_fraction': 1.5}, 'max_bad_fraction=1.5: must be in'),
-        ({'files': __file__, 'validation_files': __file__}, 'none of them twice'),
+        ({'files': __file__, 'validation_files': __file__}, 'a file is for one split'),
         ({'files': '', 'validation_files': __file__}, 'needs data.files'),
         ({'files': __file__, 'validation_files': 'no/*'}, "validation_files: 'no/\\*' matches no"),
         ({'lengths.targets': 13}, 'lengths.targets=13: too short .*use 14'),
@@ -688,6 +689,135 @@ def test_bad_lines_must_be_few(tmp_path, kind, num_bad, fraction, allowed):
         assert all('line' in message and 'no field' in message for message in messages)
 
 
+# Long lines.
+
+
+def write_long_and_short_lines(path, random):
+    """Lines of 0 to 300 bytes, one of exactly 64: with and without spaces, of one byte and more."""
+    alphabets = ['ab ', 'é😀', 'aé日😀 ', 'xyz', 'a\u3000\x0b\t\r ']
+    content = b''
+    for size in [*random.choice([0, 1, 5, 30, 63, 65, 130, 300], 8), 64]:
+        letters = list(alphabets[random.integers(len(alphabets))])
+        line = ''.join(random.choice(letters, size)).encode()[:size]
+        if size == 64:
+            line = b'b' * 63  # with its newline exactly the limit
+        content += line + [b'\n', b'\r\n', b'\n\n'][random.integers(3)]
+    if random.integers(2):
+        content = content.rstrip(b'\n')
+    path.write_bytes(content)
+    return content
+
+
+@pytest.mark.parametrize('cut_bytes', [1, 7, 1000])
+@pytest.mark.parametrize('block_bytes', [1, 3, 5, 16, 32])
+def test_every_byte_of_long_lines_comes_once(tmp_path, monkeypatch, block_bytes, cut_bytes):
+    monkeypatch.setattr(data, 'MAX_LINE_BYTES', 64)
+    monkeypatch.setattr(data, 'CUT_BYTES', cut_bytes)
+    monkeypatch.setattr(data, 'MAX_BLOCK_BYTES', block_bytes)
+    monkeypatch.setattr(data, 'MIN_BLOCKS', 1)
+    random = np.random.default_rng(block_bytes)
+    for trial in range(15):
+        path = tmp_path / f'{trial}.txt'
+        content = write_long_and_short_lines(path, random)
+        blocks = data.blocks_of_bytes([str(path)], lambda path, offset, line: (offset, line))
+        parts = [part for block in range(blocks.num_blocks) for part in blocks.read(block)]
+        assert b''.join(line for _, line in parts) == content
+        assert [offset for offset, _ in parts] == np.cumsum(
+            [0] + [len(line) for _, line in parts][:-1]
+        ).tolist()
+        assert all(len(line) <= 64 for _, line in parts)
+        short = {line for line in content.splitlines(keepends=True) if len(line) <= 64}
+        if b'\r' not in content and b'\x0b' not in content:
+            assert short <= {line for _, line in parts}  # they are not cut
+
+
+def test_a_long_line_is_cut_between_words_and_characters(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, 'MAX_LINE_BYTES', 64)
+    monkeypatch.setattr(data, 'CUT_BYTES', 16)
+    monkeypatch.setattr(data, 'MIN_BLOCKS', 8)
+    words = ' '.join(f'word{i}' for i in range(200))
+    characters = ''.join(map(chr, range(0x3041, 0x3041 + 500)))
+    for kind, text in (('words', words), ('characters', characters)):
+        for name in (f'{kind}.txt', f'{kind}.txt.gz'):
+            path = tmp_path / name
+            open_file = gzip.open if name.endswith('.gz') else open
+            with open_file(path, 'wb') as file:
+                file.write(f'first\n{text}\nlast'.encode())
+            source = data.open_source(make_config(files=str(path), validation_fraction=0.2))
+            found = sum(epoch_documents(source), [])
+            texts = sorted(text for _, text in found)
+            assert len(texts) > 20 and 'first' in texts and 'last' in texts
+            texts.remove('first')
+            texts.remove('last')
+            if kind == 'words':
+                assert sorted(' '.join(texts).split()) == sorted(words.split())
+            else:
+                assert sorted(''.join(texts)) == sorted(text)
+            splits = [epoch_documents(source, splits=[split]) for split in ('train', 'validation')]
+            assert all(any(lanes) for lanes in splits) and all(splits[0])
+            if name.endswith('.gz'):
+                assert {name.rsplit(':')[-1] for name, _ in found} == {'1', '2', '3'}
+
+
+def test_a_fault_after_a_long_line_has_its_line_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, 'MAX_LINE_BYTES', 64)
+    monkeypatch.setattr(data, 'CUT_BYTES', 16)
+    content = b'a b ' * 100 + b'\n' + b'c ' * 100 + b'\xff ' + b'd ' * 100 + b'\nlast\n'
+    (tmp_path / 'a.txt').write_bytes(content)
+    (tmp_path / 'b.txt.gz').write_bytes(gzip.compress(content))
+    (tmp_path / 'c.txt.gz').write_bytes(gzip.compress(content.replace(b'\xff', b'e'))[:-8])
+    for name, message in [
+        ('a.txt', 'line 2 of .*a.txt: byte .* is not UTF-8'),
+        ('b.txt.gz', 'line 2 of .*b.txt.gz: byte .* is not UTF-8'),
+        ('c.txt.gz', 'line 4 of .*c.txt.gz: broken gzip'),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            epoch_documents(data.open_source(make_config(files=f'{tmp_path}/{name}')))
+
+
+class CountingFile(io.FileIO):
+    num_bytes = 0
+
+    def readinto(self, buffer):
+        count = super().readinto(buffer)
+        CountingFile.num_bytes += count
+        return count
+
+
+@pytest.mark.parametrize('kind', ['txt', 'jsonl'])
+def test_a_long_line_is_read_once(tmp_path, monkeypatch, kind):
+    """Reading is bounded by what a block has and MAX_LINE_BYTES around it: it is not quadratic."""
+    monkeypatch.setattr(data, 'MAX_LINE_BYTES', 1 << 16)
+    monkeypatch.setattr(data, 'MAX_BLOCK_BYTES', 1 << 14)
+    monkeypatch.setattr(data, 'MIN_BLOCKS', 1)
+    monkeypatch.setattr(CountingFile, 'num_bytes', 0)
+    monkeypatch.setattr(
+        data, 'open', lambda path, mode: io.BufferedReader(CountingFile(path)), raising=False
+    )
+    text = 'some words ' * 200_000
+    path = tmp_path / f'a.{kind}'
+    path.write_text(json.dumps({'text': text}) if kind == 'jsonl' else text)
+    source = data.open_source(make_config(files=str(path), validation_fraction=0.0))
+    documents = sum(epoch_documents(source, splits=['train']), [])
+    assert ' '.join(text for _, text in sorted(documents, key=offset_of)).split() == text.split()
+    assert CountingFile.num_bytes < 12 * path.stat().st_size
+
+
+def offset_of(document):
+    return int(document[0].rsplit(':')[-1])
+
+
+def test_a_file_of_one_long_line_trains(tmp_path, vocabulary):
+    """As text8: both splits have documents, and every lane."""
+    path = tmp_path / 'a.txt'
+    path.write_text(' '.join(f'the word of number {i}' for i in range(100_000)))
+    config = make_config(files=str(path))
+    source = data.open_source(config)
+    data.Stream(source, 'validation', vocabulary, config, 4, 0)
+    batch = next(data.Stream(source, 'train', vocabulary, config, 8, 0))
+    assert batch['decoder_loss_weights'].any(axis=1).all()
+
+
 # Gzipped shards.
 
 
@@ -935,14 +1065,14 @@ def test_resuming_anywhere_gives_the_identical_remainder(any_source, vocabulary,
         )
 
     stream, batches, positions = open_stream(), [], []
-    while len(batches) < 150:
+    while len(batches) < 200:
         positions.append(stream.position.copy())
         assert positions[-1].dtype == np.int64 and positions[-1].nbytes <= 32 * 4
         try:
             batches.append(next(stream))
         except StopIteration:
             break
-    assert positions[-1][:, 0].min() >= 1 and (num_epochs is None) == (len(batches) == 150)
+    assert positions[-1][:, 0].min() >= 1 and (num_epochs is None) == (len(batches) == 200)
     resumed = open_stream()
     for i, position in list(enumerate(positions))[::7]:
         resumed.seek(position)
