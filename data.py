@@ -214,7 +214,7 @@ def span_corruption_sizes(config, vocabulary) -> tuple[int, int]:
     if vocabulary.num_sentinels == 0:
         raise ValueError(
             'data.extra_ids=0: span corruption marks its spans with sentinels, and this vocabulary '
-            f'has none: use {num_spans} or more, as T5 100'
+            f'has none: use {num_spans} or more (T5 has 100)'
         )
     if vocabulary.num_sentinels < num_spans:
         raise ValueError(
@@ -402,7 +402,7 @@ def open_source(config) -> Source:
     if not 0 <= config.validation_fraction <= 1:
         raise ValueError(
             f'data.validation_fraction={config.validation_fraction}: must lie in [0, 1]: '
-            'T5 in Haiku has 0.01'
+            'use 0.01 for a document in a hundred'
         )
     bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction)
     names = find_files('data.files', config.files, bad_lines)
