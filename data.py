@@ -1177,6 +1177,7 @@ def train_vocabulary(texts: Iterable[str], num_pieces: int) -> bytes:
     def lines():  # the trainer drops long ones, so they are cut
         left = SAMPLE_CHARACTERS
         for text in texts:
+            text = text[:SAMPLE_CHARACTERS]
             yield from (text[i : i + 1000] for i in range(0, len(text), 1000))
             if (left := left - len(text)) <= 0:
                 return
