@@ -286,6 +286,12 @@ def test_training_uses_long_lines_and_gives_fewer_pieces_for_a_small_corpus():
         data.train_vocabulary([], 100)
 
 
+def test_training_reads_the_beginning_of_a_long_document(monkeypatch):
+    monkeypatch.setattr(data, 'SAMPLE_CHARACTERS', 3000)
+    text = 'some words ' * 300
+    assert data.train_vocabulary([text + 'z' * 5000], 20) == data.train_vocabulary([text], 20)
+
+
 def test_find_vocabulary(tmp_path, pydoc, model):
     model_file, workdir = tmp_path / 'own.model', tmp_path / 'run'
     model_file.write_bytes(model)
@@ -521,9 +527,9 @@ def test_settings_that_do_not_fit_are_refused(pydoc, vocabulary, changes, messag
         data.Stream(source, 'validation', vocabulary, config, 2, 0)
 
 
-@pytest.mark.parametrize('density', [0.01, 0.15, 0.3, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize('density', [0.01, 0.15, 0.5, 0.99])
 @pytest.mark.parametrize('mean', [1.0, 3.0, 20.0])
-@pytest.mark.parametrize('length', [3, 4, 5, 8, 13])
+@pytest.mark.parametrize('length', [3, 4, 8])
 def test_short_rows_train_and_evaluate(pydoc, vocabulary, density, mean, length):
     """From three tokens on, with the shortest targets allowed: every full row has text to predict."""
     lengths = {'lengths.inputs': length, 'lengths.targets': 2}
