@@ -22,14 +22,18 @@ import json
 import math
 import os
 import pathlib
+import re
 import sysconfig
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Self
+from typing import IO, Any, NamedTuple, Self
 
 import numpy as np
 import sentencepiece
+from absl import logging
+
+import paths
 
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
 TASKS = ('span_corruption', 'c4_v220_span_corruption')
@@ -38,6 +42,13 @@ MAX_BLOCK_BYTES, MIN_BLOCKS, BLOCKS_PER_POOL = 1 << 16, 4096, 8  # a lane holds 
 # Of gzipped shards: lines in all pools together, in one pool at least; shards open at least.
 POOL_LINES, MIN_POOL_LINES, MIN_OPEN_SHARDS = 100_000, 256, 16
 SAMPLE_CHARACTERS = 10_000_000  # that a vocabulary is trained on
+MAX_PIECES = 1_000_000  # of a vocabulary that is trained: SentencePiece considers no more
+MAX_EXTRA_IDS = 100_000
+MIN_LENGTH, MAX_LENGTH = 3, 1 << 20  # of inputs and targets: at least a token, a sentinel and EOS
+# A longer line of plain text is cut into documents of at most CUT_BYTES.
+MAX_LINE_BYTES, CUT_BYTES = 1 << 20, 1 << 11
+# Of a file's digest: a file up to DIGEST_WHOLE_BYTES counts whole, else DIGEST_BLOCKS blocks of it.
+DIGEST_WHOLE_BYTES, DIGEST_BLOCKS, DIGEST_BLOCK_BYTES = 1 << 20, 16, 1 << 12
 
 
 class Stream:
@@ -58,12 +69,7 @@ class Stream:
         self.rows = range(batch_size) if rows is None else rows
         self.raw_length, num_spans = span_corruption_sizes(config, vocabulary)
         self.first_sentinel = vocabulary.size - num_spans  # <extra_id_0> is the last id
-        documents = source.open(split, batch_size, seed, dict.fromkeys(range(batch_size), (0, 0)))
-        texts = (text for lane in range(batch_size) for *_, text in documents(0, lane))
-        if not any(vocabulary.encode([text])[0] for text in texts):
-            fraction = f'data.validation_fraction={config.validation_fraction}'
-            words = f'no document is in split {split!r} of {source.description} at {fraction}'
-            raise ValueError(f'{words}; change it or the files')
+        self._check_not_empty()
         self.seek(np.zeros((len(self.rows), 4), np.int64))
 
     def seek(self, position: np.ndarray) -> None:
@@ -94,6 +100,25 @@ class Stream:
             'decoder_target_tokens': targets,
             'decoder_loss_weights': (targets != PAD_ID).astype(np.int32),
         }
+
+    def _check_not_empty(self) -> None:
+        lanes = range(self.batch_size)
+        if self.source.may_hold(self.split):
+            starts = dict.fromkeys(lanes, (0, 0))
+            documents = self.source.open(self.split, self.batch_size, self.seed, starts)
+            texts = (text for lane in lanes for *_, text in documents(0, lane))
+            if any(self.vocabulary.encode([text])[0] for text in texts):
+                return
+        if self.split == 'validation' and self.source.validation is not None:
+            raise ValueError(
+                f'data.validation_files={self.config.validation_files!r} holds no document: '
+                "name files with text, or '' to validate on a part of data.files"
+            )
+        raise ValueError(
+            f'no document is in split {self.split!r} of {self.source.description} at '
+            f'data.validation_fraction={self.source.validation_fraction}: both splits need '
+            'documents: change the fraction, or name more files'
+        )
 
     def _open_lanes(self, position: np.ndarray) -> list[Iterator[tuple]]:
         starts = dict(zip(self.rows, np.asarray(position).tolist(), strict=True))
@@ -159,18 +184,43 @@ def span_corruption_sizes(config, vocabulary) -> tuple[int, int]:
     """(number of ids that fill `lengths.inputs` once corrupted, noise spans in them); ValueError where the
     settings do not fit together."""
     density, mean, lengths = config.noise_density, config.mean_noise_span_length, config.lengths
-    if not (0 < density < 1 <= mean):
-        given = f'data.noise_density={density}, data.mean_noise_span_length={mean}'
-        raise ValueError(f'{given}: the first must lie in (0, 1), the second be 1 or more')
+    noise = f'data.noise_density={density}, data.mean_noise_span_length={mean}'
+    if not (0 < density < 1 <= mean < math.inf):
+        raise ValueError(
+            f'{noise}: the first must lie in (0, 1), the second be 1 or more and finite: '
+            'T5 has 0.15 and 3'
+        )
+    for name in ('inputs', 'targets'):
+        if lengths[name] > MAX_LENGTH:
+            raise ValueError(
+                f'data.lengths.{name}={lengths[name]} is too long: use {MAX_LENGTH:,} or less'
+            )
+    if lengths.inputs < MIN_LENGTH:
+        raise ValueError(
+            f'data.lengths.inputs={lengths.inputs} is too short: a row holds a token, a sentinel '
+            f'and EOS: use {MIN_LENGTH} or more'
+        )
     raw_length, targets = random_spans_helper(lengths.inputs, density, mean)
+    targets = max(targets, MIN_LENGTH)
+    if raw_length >= MAX_LENGTH:
+        raise ValueError(
+            f'{noise}: data.lengths.inputs={lengths.inputs} would hold {MAX_LENGTH:,} tokens or more '
+            'before the corruption: lower the density'
+        )
     if lengths.targets < targets:
         given = f'data.lengths.targets={lengths.targets}'
         raise ValueError(f'{given}: too short for the inputs; use {targets} or more')
     _, num_spans = num_noise_tokens_and_spans(raw_length, density, mean)
-    # ByT5 has no extra ids: its sentinels count down from the top bytes, rare in UTF-8.
-    if 0 < vocabulary.num_extra_ids < num_spans:
-        limit = f'{num_spans} noise spans for {vocabulary.num_extra_ids} sentinels'
-        raise ValueError(f'data.lengths.inputs={lengths.inputs} gives {limit}; use shorter inputs')
+    if vocabulary.num_sentinels == 0:
+        raise ValueError(
+            'data.extra_ids=0: span corruption marks its spans with sentinels, and this vocabulary '
+            f'has none: use {num_spans} or more (T5 has 100)'
+        )
+    if vocabulary.num_sentinels < num_spans:
+        raise ValueError(
+            f'data.lengths.inputs={lengths.inputs} gives {num_spans} noise spans for '
+            f'{vocabulary.num_sentinels} sentinels: use shorter inputs or longer spans'
+        )
     return raw_length, num_spans
 
 
@@ -187,7 +237,7 @@ def random_spans_helper(
         return inputs, num_noise + num_spans * extra_targets + 1
 
     raw_length = inputs_length - 1
-    while corrupted_lengths(raw_length + 1)[0] <= inputs_length:
+    while raw_length < MAX_LENGTH and corrupted_lengths(raw_length + 1)[0] <= inputs_length:
         raw_length += 1
     inputs, targets = corrupted_lengths(raw_length)
     shorter = int(noise_density == 0.5 and targets > inputs)
@@ -263,6 +313,19 @@ def append_eos_after_trim(tokens: np.ndarray, length: int | None = None) -> np.n
 # Sources: a part is files that are read alike; `part.open` gives pools of documents, lane by lane.
 
 
+class FileRecord(NamedTuple):
+    """A file of a corpus. The digest, of `content_digest`, says what it holds, whatever its name."""
+
+    split: str  # 'train' or 'validation'
+    path: str
+    num_bytes: int
+    digest: str
+
+    @property
+    def content(self) -> tuple[str, int, str]:
+        return self.split, self.num_bytes, self.digest
+
+
 @dataclasses.dataclass(frozen=True)
 class Source:
     """A corpus. Where `validation` is None, the hash of a document's text says which split it is in."""
@@ -274,6 +337,18 @@ class Source:
     bad_lines: 'BadLines'
     train: 'Blocks | Shards'
     validation: 'Blocks | Shards | None' = None
+    files: tuple[FileRecord, ...] = ()  # in the order in which they are read
+
+    def files_as_json(self) -> list[dict[str, Any]]:
+        """Return `files` as `describe_changes` and JSON take them."""
+        return [file._asdict() for file in self.files]
+
+    def may_hold(self, split: str) -> bool:
+        """Return False where the settings alone say that `split` has no document."""
+        if self.validation is not None:
+            return True
+        empty_at = 0.0 if split == 'validation' else 1.0
+        return self.validation_fraction != empty_at
 
     def open(self, split: str, num_lanes: int, seed: int, starts: dict) -> Callable:
         """-> documents(epoch, lane, unit, index), which yields (unit, index, name, text) from a pool of the
@@ -316,55 +391,262 @@ class Source:
 
 
 def open_source(config) -> Source:
-    """The files of `config.files` (globs, comma-separated), else the prose of this Python. Raises ValueError
-    for settings that do not fit together and, unless it may skip them, for empty files."""
+    """Open the files of `config.files` (globs, comma-separated), else the prose of this Python.
+
+    Files are read in the order of their digests, so that names and folders change nothing. Raises ValueError
+    for settings that do not fit together, for files that cannot be read and, unless it may skip them, for
+    empty files.
+    """
     if not config.text_field:
         raise ValueError("data.text_field='' names no field; C4's is 'text'")
+    if not 0 <= config.validation_fraction <= 1:
+        raise ValueError(
+            f'data.validation_fraction={config.validation_fraction}: must lie in [0, 1]: '
+            'use 0.01 for a document in a hundred'
+        )
     bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction)
-    train, validation = (
-        find_files(f'data.{name}', config[name], bad_lines)
-        for name in ('files', 'validation_files')
-    )
-    if validation and (not train or set(train) & set(validation)):
-        rule = 'needs data.files besides, and none of them twice'
-        raise ValueError(f'data.validation_files={config.validation_files!r} {rule}')
-    if not train:
+    names = find_files('data.files', config.files, bad_lines)
+    validation_names = find_files('data.validation_files', config.validation_files, bad_lines)
+    if validation_names and not names:
+        raise ValueError(
+            f'data.validation_files={config.validation_files!r} needs data.files besides: name both'
+        )
+    if not names:
         what, c4 = "this Python's documentation", config.task.startswith('c4')
         source = in_memory(what, pydoc_documents(), config.validation_fraction)
         return dataclasses.replace(source, corpus='pydoc instead of C4' if c4 else 'pydoc')
-    parts = [train, validation] if validation else [train]
-    content: list[list] = []
-    for paths in parts:
-        sizes = [os.path.getsize(path) for path in paths]
-        content += [[os.path.basename(path) for path in paths], sizes]
+    train = read_records('data.files', 'train', names)
+    validation = read_records('data.validation_files', 'validation', validation_names)
+    check_disjoint(train, validation)
+    warn_of_json_in_text(names + validation_names)
+
+    def documents_of(records: list[FileRecord]) -> 'Blocks | Shards':
+        return text_files([record.path for record in records], config.text_field, bad_lines)
+
+    num_bytes = sum(record.num_bytes for record in train)
     return Source(
-        f'{len(train):,} text file(s), {sum(content[1]):,} bytes',
-        'files',
-        digest(content),
-        config.validation_fraction,
-        bad_lines,
-        *(text_files(paths, config.text_field, bad_lines) for paths in parts),
+        description=f'{len(train):,} text file(s), {num_bytes:,} bytes',
+        corpus='files',
+        fingerprint=digest([record.content for record in train + validation]),
+        validation_fraction=config.validation_fraction,
+        bad_lines=bad_lines,
+        train=documents_of(train),
+        validation=documents_of(validation) if validation else None,
+        files=tuple(train + validation),
     )
 
 
+def describe_changes(old: list[dict] | None, new: list[dict]) -> str:
+    """Say in one line how the corpus of a run differs from today's, and what to do.
+
+    `old` and `new` are what `Source.files_as_json` gave then and gives now: without entries for the
+    documentation of Python. None: the run kept no list.
+    """
+    if old is None:
+        return (
+            'the corpus is another one, and the run kept no list of its files: name the files it '
+            'began with, or another --workdir'
+        )
+    if not old and not new:
+        return (
+            "the run learned from another Python's documentation: use that Python, or name "
+            'another --workdir'
+        )
+    if not old:
+        return (
+            "the run learned from this Python's documentation, not from files: set data.files='', "
+            'or name another --workdir'
+        )
+    then, now = ([FileRecord(**record) for record in records] for records in (old, new))
+    missing = without(then, now)
+    added = without(now, then)
+    changed = [file for file in missing if (file.split, file.path) in {f[:2] for f in added}]
+    paths_changed = {file[:2] for file in changed}
+    kinds = [('changed', file) for file in changed]
+    kinds += [('missing', file) for file in missing if file[:2] not in paths_changed]
+    kinds += [('new', file) for file in added if file[:2] not in paths_changed]
+    if not kinds:
+        return 'the files hold what they held'
+    told = ', '.join(f'{file.path} ({kind})' for kind, file in kinds[:10])
+    more = f' and {len(kinds) - 10:,} more' if len(kinds) > 10 else ''
+    return (
+        f"the files do not hold what the run's held: {told}{more}: restore those files, or name "
+        'another --workdir'
+    )
+
+
+def without(files: list[FileRecord], others: list[FileRecord]) -> list[FileRecord]:
+    """Return those of `files` whose content is not in `others`, as often as it is there."""
+    left = collections.Counter(file.content for file in others)
+    only = []
+    for file in files:
+        if left[file.content]:
+            left[file.content] -= 1
+        else:
+            only.append(file)
+    return only
+
+
+# Files: a user's names become records, ordered by what the files hold.
+
+
 def find_files(key: str, patterns: str, bad_lines: 'BadLines') -> list[str]:
-    paths: set[str] = set()
-    for pattern in filter(None, patterns.split(',')):
-        found = {path for path in glob.glob(pattern.strip()) if os.path.isfile(path)}
-        if not found:
-            raise ValueError(f'{key}: {pattern.strip()!r} matches no file; correct it')
-        paths |= found
-    empty = {path for path in paths if os.path.getsize(path) == 0}
+    """Return the paths that `patterns` names, sorted, without empty files."""
+    if patterns == '':
+        return []
+    names = [name.strip() for name in patterns.split(',')]
+    if os.path.isfile(patterns):  # a name may hold a comma
+        names = [patterns]
+    names = [name for name in names if name]
+    if not names:
+        raise ValueError(f"{key}={patterns!r} names no file: name one, or set it to ''")
+    found = {path for name in names for path in matching_files(key, name)}
+    empty = {path for path in found if os.path.getsize(path) == 0}
+    if found == empty:
+        raise ValueError(f'{key}={patterns!r} matches empty files only; correct it')
     for path in sorted(empty):
         bad_lines.add(path, 0, EMPTY)
-    if paths and paths == empty:
-        raise ValueError(f'{key}={patterns!r} matches empty files only; correct it')
-    return sorted(paths - empty)
+    return sorted(found - empty)
+
+
+def matching_files(key: str, name: str) -> list[str]:
+    """Return the absolute paths of the files that `name`, a path or a glob, stands for."""
+    if '://' in name:
+        raise ValueError(
+            f'{key}: {name!r} is not on a disk, and data is read from disks only: download it, and '
+            'name the copy'
+        )
+    path = disk_path(key, name)
+    if path.is_dir():
+        raise ValueError(f'{key}: {name!r} is a folder: name its files: {path}/*.txt')
+    # What exists is taken literally, so that [1] in the name of a file or folder is no glob.
+    literal = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    rest = path.relative_to(literal).parts
+    matches = glob.glob(os.path.join(glob.escape(str(literal)), *rest))
+    files = [match for match in matches if not os.path.isdir(match)]
+    if not files:
+        raise ValueError(f'{key}: {name!r} matches no file; correct it')
+    for file in files:
+        if not disk_path(key, file).is_file():
+            raise ValueError(
+                f'{key}: {file} is a link to nothing, or no regular file: restore it, copy it to a '
+                'file, or leave it out'
+            )
+    return files
+
+
+def disk_path(key: str, name: str) -> pathlib.Path:
+    try:
+        return paths.disk_path(name)
+    except ValueError as error:
+        raise ValueError(f'{key}: {error}') from error
+
+
+def read_records(key: str, split: str, names: list[str]) -> list[FileRecord]:
+    """Return the records of files, in the order in which they are read."""
+
+    def record(path: str) -> FileRecord:
+        try:
+            paths.check_not_lfs(pathlib.Path(path))
+            num_bytes = os.path.getsize(path)
+            return FileRecord(
+                split=split, path=path, num_bytes=num_bytes, digest=content_digest(path, num_bytes)
+            )
+        except OSError as error:
+            raise ValueError(
+                f'{key}: {path} cannot be read ({error.strerror}): correct its permissions, or '
+                'leave it out'
+            ) from error
+        except ValueError as error:
+            raise ValueError(f'{key}: {error}') from None
+
+    with concurrent.futures.ThreadPoolExecutor(max_workers=16) as threads:
+        records = list(threads.map(record, names))
+    return sorted(records, key=lambda record: (record.num_bytes, record.digest))
+
+
+def content_digest(path: str, num_bytes: int) -> str:
+    """Return a hash of a file's kind (text or JSON Lines), size and content.
+
+    Of a file above 1 MiB sixteen evenly spaced blocks of 4 KiB count, the first and the last among them, so
+    that terabytes open in seconds. A change of the same size between them is not seen, but of a gzipped file,
+    whose last bytes are the checksum of all.
+    """
+    starts = [0]
+    length = num_bytes
+    if num_bytes > DIGEST_WHOLE_BYTES:
+        length = DIGEST_BLOCK_BYTES
+        last = num_bytes - length
+        starts = [i * last // (DIGEST_BLOCKS - 1) for i in range(DIGEST_BLOCKS)]
+    content = hashlib.blake2b(f'{is_json(path)} {num_bytes}'.encode(), digest_size=16)
+    with open(path, 'rb') as file:
+        for start in starts:
+            file.seek(start)
+            content.update(file.read(length))
+    return content.hexdigest()
+
+
+def check_disjoint(train: list[FileRecord], validation: list[FileRecord]) -> None:
+    """Raise ValueError if a file of `train` is in `validation`, too: under any name, or a copy of it."""
+    in_train: dict[tuple, FileRecord] = {}
+    for file in train:
+        in_train[identity(file)] = file
+        in_train[file.num_bytes, file.digest] = file
+    for file in validation:
+        same = in_train.get(identity(file)) or in_train.get((file.num_bytes, file.digest))
+        if same:
+            raise ValueError(
+                f'{same.path} of data.files and {file.path} of data.validation_files hold the '
+                'same: a file is for one split: leave one of them out'
+            )
+
+
+def identity(file: FileRecord) -> tuple[str, int, int]:
+    stat = os.stat(file.path)
+    return 'inode', stat.st_dev, stat.st_ino
+
+
+def warn_of_json_in_text(names: list[str]) -> None:
+    """Warn of each file of JSON Lines that is read as plain text because of its name."""
+    names = [name for name in names if not is_json(name)]
+    with concurrent.futures.ThreadPoolExecutor(max_workers=16) as threads:
+        for name, looks_like_json in zip(names, threads.map(begins_with_json, names), strict=True):
+            if looks_like_json:
+                logging.warning(
+                    '%s is read as plain text, but its lines are JSON objects: rename it to .jsonl '
+                    'to read a field of them',
+                    name,
+                )
+
+
+def begins_with_json(path: str) -> bool:
+    """Return whether the first lines, twenty at most, are JSON objects."""
+    num_lines = 0
+    open_file = gzip.open if is_gzipped(path) else open
+    try:
+        with open_file(path, 'rb') as file:
+            while num_lines < 20 and (line := file.readline(MAX_LINE_BYTES)):
+                if line.strip():
+                    num_lines += 1
+                    if not isinstance(json.loads(line), dict):
+                        return False
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError):
+        return False
+    return num_lines > 0
+
+
+def is_gzipped(path: str) -> bool:
+    return path.lower().endswith('.gz')
+
+
+def is_json(path: str) -> bool:
+    """Return whether the file holds JSON Lines, by its name."""
+    return path.lower().removesuffix('.gz').endswith(('.json', '.jsonl', '.ndjson'))
 
 
 def text_files(paths: list[str], text_field: str, bad_lines: 'BadLines') -> 'Blocks | Shards':
     """A document per line, names are path:offset; in a gzipped file path:line."""
-    gzipped = [path for path in paths if path.endswith('.gz')]
+    gzipped = [path for path in paths if is_gzipped(path)]
     if gzipped and len(gzipped) < len(paths):
         one = next(path for path in paths if path not in gzipped)
         raise ValueError(f'{gzipped[0]} is gzipped, {one} is not: gzip all files, or none')
@@ -372,9 +654,8 @@ def text_files(paths: list[str], text_field: str, bad_lines: 'BadLines') -> 'Blo
     def parse(path: str, place: int, line: bytes) -> tuple[str, str]:
         """(name, text); '' where the line holds no document."""
         bad_lines.num_read += 1
-        is_json = path.removesuffix('.gz').endswith(('.json', '.jsonl'))
         try:
-            return f'{path}:{place}', line_text(line, text_field if is_json else None)
+            return f'{path}:{place}', line_text(line, text_field if is_json(path) else None)
         except ValueError as error:
             bad_lines.add(path, place, str(error))
             return f'{path}:{place}', ''
@@ -452,7 +733,7 @@ class BadLines:
 
     @staticmethod
     def describe(path: str, place: int, why: str) -> str:
-        if path.endswith('.gz'):
+        if is_gzipped(path):
             line = max(place, 1)  # an empty file has none
         else:  # counted only now: that reads the file up to the place
             with open(path, 'rb') as file:
@@ -496,24 +777,146 @@ def in_memory(what: str, documents: list[tuple[str, str]], validation_fraction: 
 
 
 def blocks_of_bytes(paths: list[str], parse: Callable) -> Blocks:
-    """A line is in the block where it starts."""
+    """A line is in the block where it starts; of a long line of plain text a block has its part."""
     sizes = [os.path.getsize(path) for path in paths]
-    block_bytes = min(max(sum(sizes) // MIN_BLOCKS, 1), MAX_BLOCK_BYTES)
+    block_bytes = min(max(sum(sizes) // MIN_BLOCKS, 1), MAX_BLOCK_BYTES, MAX_LINE_BYTES // 2)
     first_blocks = np.cumsum([0] + [-(-size // block_bytes) for size in sizes])
+    readers = [
+        whole_lines if is_json(path) else LineCutter(size, block_bytes).lines
+        for path, size in zip(paths, sizes, strict=True)
+    ]
 
     def read(block: int) -> list[tuple[str, str]]:
         file_index = int(np.searchsorted(first_blocks, block, side='right')) - 1
         path, start = paths[file_index], (block - int(first_blocks[file_index])) * block_bytes
-        documents = []
         with open(path, 'rb') as file:
-            if start:
-                file.seek(start - 1)
-                file.readline()  # ends a line that began in an earlier block
-            while (offset := file.tell()) < start + block_bytes and (line := file.readline()):
-                documents.append(parse(path, offset, line))
-        return documents
+            lines = readers[file_index](file, start, start + block_bytes)
+            return [parse(path, offset, line) for offset, line in lines]
 
     return Blocks(int(first_blocks[-1]), read)
+
+
+def whole_lines(file: IO[bytes], start: int, end: int) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, line) of the lines that start in [start, end)."""
+    offset = start
+    if start:
+        file.seek(start - 1)
+        skipped = file.readline(end - start)  # ends a line that began in an earlier block
+        offset = start - 1 + len(skipped) if skipped.endswith(b'\n') else end
+    while offset < end and (line := file.readline()):
+        yield offset, line
+        offset += len(line)
+
+
+class LineCutter:
+    """Reads blocks of a file of plain text, and cuts its long lines: of more than MAX_LINE_BYTES, newline
+    included.
+
+    A long line is cut at the ends of the blocks, and each block's part again, every CUT_BYTES. Whether a line is
+    long and where it is cut depends on the file alone: blocks agree, and have every byte once.
+    """
+
+    def __init__(self, num_bytes: int, block_bytes: int):
+        self.num_bytes, self.block_bytes = num_bytes, block_bytes
+        self.in_long_line = np.zeros(num_bytes // block_bytes + 2, bool)  # blocks, as far as seen
+
+    def lines(self, file: IO[bytes], start: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """Yield (offset, line) of the short lines that start in [start, end), and of the parts there of long
+        lines."""
+        offset, is_long = start, False
+        file.seek(max(start - 1, 0))
+        if start and file.read(1) != b'\n':
+            end_of_line = self.end_of_short_line(file, start)
+            is_long = end_of_line is None
+            offset = self.cut_at(file, start) if end_of_line is None else end_of_line
+        file.seek(offset)
+        while offset < end:
+            line = file.readline(end - offset if is_long else MAX_LINE_BYTES + 1)
+            if not line:
+                return
+            if len(line) > MAX_LINE_BYTES:
+                is_long = True
+                self.remember(offset, offset + len(line))
+            if not is_long:
+                yield offset, line
+                offset += len(line)
+                continue
+            line = line[: end - offset]
+            goes_on = not line.endswith(b'\n') and end < self.num_bytes
+            if goes_on:
+                line = line[: self.cut_at(file, end) - offset]
+            for part in cut(line):
+                yield offset, part
+                offset += len(part)
+            if goes_on:
+                return
+            is_long = False
+            file.seek(offset)
+
+    def end_of_short_line(self, file: IO[bytes], place: int) -> int | None:
+        """Return where the line ends that goes on at `place`, where a block starts; None if it is long."""
+        if self.in_long_line[place // self.block_bytes]:
+            return None
+        for look_back in (1 << 12, 1 << 16, MAX_LINE_BYTES):
+            width = min(look_back, place, MAX_LINE_BYTES)
+            file.seek(place - width)
+            newline = file.read(width).rfind(b'\n')
+            if newline >= 0 or width == place:
+                break
+        else:
+            self.remember(place - MAX_LINE_BYTES, place + 1)
+            return None
+        start = place - width + newline + 1
+        file.seek(start)
+        line = file.readline(MAX_LINE_BYTES + 1)
+        if len(line) > MAX_LINE_BYTES:
+            self.remember(start, start + len(line))
+            return None
+        return start + len(line)
+
+    def remember(self, start: int, end: int) -> None:
+        """Note that all of [start, end) is of one long line."""
+        self.in_long_line[start // self.block_bytes + 1 : (end - 1) // self.block_bytes + 1] = True
+
+    def cut_at(self, file: IO[bytes], place: int) -> int:
+        """Return where the long line is cut that goes on at `place`, the end of a block: in that block, in the
+        line."""
+        file.seek(place - self.block_bytes)
+        before = file.read(self.block_bytes)
+        line = before[before.rfind(b'\n') + 1 :]
+        return place - len(line) + cut_before(line + file.read(1), len(line))
+
+
+def cut(line: bytes) -> Iterator[bytes]:
+    """Yield the parts of a long line, at most CUT_BYTES each."""
+    start = 0
+    while len(line) - start > CUT_BYTES:
+        window = line[start : start + CUT_BYTES + 1]
+        length = cut_before(window, CUT_BYTES) or CUT_BYTES
+        yield window[:length]
+        start += length
+    if start < len(line):
+        yield line[start:]
+
+
+def cut_stream(file: IO[bytes] | gzip.GzipFile, line: bytes) -> Iterator[bytes]:
+    """Yield the parts of a long line that begins with `line` and goes on in `file`."""
+    while not line.endswith(b'\n') and (more := file.readline(MAX_LINE_BYTES)):
+        *parts, line = cut(line)
+        yield from parts
+        line += more
+    yield from cut(line)
+
+
+def cut_before(line: bytes, limit: int) -> int:
+    """Return the place of a cut at `limit` or before: after a space, else before the character there."""
+    spaces = [line.rfind(space, 0, limit) for space in (b' ', b'\t', b'\r', b'\v', b'\f')]
+    if max(spaces) >= 0:
+        return max(spaces) + 1
+    place = limit
+    while place > max(limit - 3, 0) and line[place] & 0xC0 == 0x80:  # inside of a character
+        place -= 1
+    return place if line[place] >= 0xC0 else limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -534,16 +937,22 @@ class Shards:
         return ShardReader(self, num_lanes, seed, starts, keep).pools
 
     def lines(self, path: str) -> Iterator[tuple[str, int, bytes]]:
-        """(path, number, line) of each line that can be read."""
-        number = 0
+        """(path, number, line) of each line that can be read; of a long one each of its parts."""
+        number = 1
+        limit = -1 if is_json(path) else MAX_LINE_BYTES + 1
         try:
             with gzip.open(path) as file:
-                for number, line in enumerate(file, 1):
-                    yield path, number, line
+                while line := file.readline(limit):
+                    if limit < 0 or len(line) < limit:
+                        yield path, number, line
+                    else:
+                        for part in cut_stream(file, line):
+                            yield path, number, part
+                    number += 1
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            self.bad_lines.add(path, number + 1, f'broken gzip ({error}); copy the file again')
+            self.bad_lines.add(path, number, f'broken gzip ({error}); copy the file again')
             return
-        if number == 0:
+        if number == 1:
             self.bad_lines.add(path, 0, EMPTY)
 
 
@@ -686,6 +1095,11 @@ class Vocabulary:
     def hash(self) -> str:
         return digest([self.model, self.num_extra_ids])
 
+    @property
+    def num_sentinels(self) -> int:
+        """How many noise spans span corruption can mark."""
+        return self.num_extra_ids
+
     def within(self, max_size: int) -> Self:
         """Itself; raises ValueError where it has more than `max_size` ids."""
         if self.size > max_size:
@@ -706,9 +1120,7 @@ def find_vocabulary(
     kept = pathlib.Path(workdir, 'vocabulary.model')
     name = f'data.vocabulary={config.vocabulary!r}'
     if config.vocabulary:
-        if not (file := vocabulary_file(config.vocabulary)):
-            raise ValueError(f'{name}: no file, nor a folder with spiece.model')
-        model = file.read_bytes()
+        model = read_vocabulary(name, config.vocabulary)
     elif model:
         name = 'the vocabulary of restore.path'
     elif kept.exists():
@@ -724,10 +1136,37 @@ def find_vocabulary(
         raise ValueError(f'{name}: {error}') from None
 
 
-def vocabulary_file(name):
-    """The SentencePiece model that `name`, a string or path, is or, if it is a folder, holds; else None."""
-    path = pathlib.Path(name) if isinstance(name, str) else name
-    files = [path, path / 'spiece.model', path / 'sentencepiece.model']
+def read_vocabulary(key: str, name: str) -> bytes:
+    """Return the SentencePiece model that `name` stands for. Raises ValueError that begins with `key`."""
+    try:
+        file = vocabulary_file(name)
+        if file:
+            paths.check_not_lfs(file)
+            return file.read_bytes()
+    except ValueError as error:
+        raise ValueError(f'{key}: {error}') from None
+    except OSError as error:
+        raise ValueError(
+            f'{key} cannot be read ({error.strerror}): correct its permissions, or name another'
+        ) from error
+    raise ValueError(
+        f'{key}: no file, nor a folder with {", ".join(VOCABULARY_NAMES)}: name a SentencePiece '
+        "model, the folder of a run or model, or 'bytes'"
+    )
+
+
+VOCABULARY_NAMES = ('vocabulary.model', 'spiece.model', 'sentencepiece.model')
+
+
+def vocabulary_file(name: Any) -> Any:
+    """Return the SentencePiece model that `name`, a string or path, is or holds; else None.
+
+    A folder may be that of a run, of a published model, or `checkpoint_STEP` in a run's.
+    """
+    path = paths.to_path(name) if isinstance(name, str) else name
+    files = [path, *(path / own for own in VOCABULARY_NAMES)]
+    if re.fullmatch(r'checkpoint_\d+', path.name):
+        files.append(path.parent / 'vocabulary.model')
     return next((file for file in files if file.is_file()), None)
 
 
@@ -738,10 +1177,15 @@ def train_vocabulary(texts: Iterable[str], num_pieces: int) -> bytes:
     def lines():  # the trainer drops long ones, so they are cut
         left = SAMPLE_CHARACTERS
         for text in texts:
+            text = text[:SAMPLE_CHARACTERS]
             yield from (text[i : i + 1000] for i in range(0, len(text), 1000))
             if (left := left - len(text)) <= 0:
                 return
 
+    if not 1 <= num_pieces <= MAX_PIECES:
+        raise ValueError(
+            f'data.num_pieces={num_pieces}: must lie in [1, {MAX_PIECES:,}]: T5 has 32,000'
+        )
     model = io.BytesIO()
     options: dict = {'vocab_size': num_pieces, 'hard_vocab_limit': False, 'model_type': 'unigram'}
     options |= {'pad_id': PAD_ID, 'eos_id': EOS_ID, 'unk_id': UNK_ID, 'bos_id': -1}
@@ -752,18 +1196,48 @@ def train_vocabulary(texts: Iterable[str], num_pieces: int) -> bytes:
             sentence_iterator=lines(), model_writer=model, **options
         )
     except RuntimeError as error:
-        raise ValueError(f'data.num_pieces={num_pieces} does not fit the corpus: {error}') from None
+        raise ValueError(training_fault(num_pieces, str(error))) from error
     return model.getvalue()
+
+
+def training_fault(num_pieces: int, words: str) -> str:
+    """Say what is wrong, given the words of SentencePiece."""
+    given = f'data.num_pieces={num_pieces}'
+    sizes = re.search(r'smaller than required_chars\. (\d+) vs (\d+)', words)
+    if sizes:
+        return (
+            f'{given}: a piece for each character of the corpus, pad, EOS and unknown are '
+            f'{sizes[2]}: use {sizes[2]} or more'
+        )
+    if 'sentences_.empty()' in words or 'all_chars_count' in words:
+        return f'{given}: the corpus has no text to train a vocabulary on: name files with text'
+    if 'insert_id' in words:
+        return f'{given}: pad, EOS and unknown are pieces, too: use 4 or more, as T5 32,000'
+    return f'{given} does not fit the corpus: {" ".join(words.split())}: use another number'
+
+
+def checked_extra_ids(extra_ids: int) -> int:
+    if not 0 <= extra_ids <= MAX_EXTRA_IDS:
+        raise ValueError(
+            f'data.extra_ids={extra_ids}: must lie in [0, {MAX_EXTRA_IDS:,}]: T5 has 100, ByT5 0'
+        )
+    return extra_ids
 
 
 class ByteVocabulary(Vocabulary):
     """Byte b of the UTF-8 text is id b + 3 (ByT5)."""
 
     def __init__(self, extra_ids: int = 0):
-        self.num_extra_ids, self.size = extra_ids, 3 + 256 + extra_ids
+        self.num_extra_ids = checked_extra_ids(extra_ids)
+        self.size = 3 + 256 + extra_ids
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        """ids of each text, without EOS."""
+    @property
+    def num_sentinels(self) -> int:
+        """ByT5 has no extra ids: its sentinels count down from the top bytes, of no ASCII character."""
+        return self.num_extra_ids or 128
+
+    def encode(self, texts: list[str], glued_sentinels: bool = False) -> list[list[int]]:
+        """ids of each text, without EOS; as in SeqIO no text is a sentinel, glued or not."""
         return [[byte + 3 for byte in text.encode()] for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -777,6 +1251,7 @@ class SentencePieceVocabulary(Vocabulary):
     that brings its own (mT5's, cc_all.32000.100extra) gets no others."""
 
     def __init__(self, model: bytes, extra_ids: int = 100):
+        checked_extra_ids(extra_ids)
         try:
             processor = sentencepiece.SentencePieceProcessor(model_proto=model or b'empty')
         except RuntimeError:
@@ -789,20 +1264,37 @@ class SentencePieceVocabulary(Vocabulary):
         self.num_extra_ids = sum('<extra_id_' in piece for piece in pieces)
         if self.num_extra_ids == 0:
             self.num_extra_ids = extra_ids
-            for i in reversed(range(extra_ids)):  # more fields of the model's protocol buffer
-                text = f'▁<extra_id_{i}>'.encode()
-                piece = b'\x0a' + bytes([len(text)]) + text + b'\x18\x04'  # 3: 4, user-defined
-                model += b'\x0a' + bytes([len(piece)]) + piece
-            processor.load_from_serialized_proto(model)
+            pieces = [f'▁<extra_id_{i}>' for i in reversed(range(extra_ids))]
+            processor.load_from_serialized_proto(model + user_defined_pieces(pieces))
+        self._sentinels = {piece[1:] for piece in pieces if piece.startswith('▁<extra_id_')}
         self._processor, self.size = processor, processor.vocab_size()
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        return self._processor.encode(texts)  # without EOS
+    def encode(self, texts: list[str], glued_sentinels: bool = False) -> list[list[int]]:
+        """ids of each text, without EOS, as SeqIO gives them: `<extra_id_0>` is a sentinel where a word may
+        begin. With `glued_sentinels` one in or after a word is a sentinel, too, and a word begins after it,
+        as in transformers.
+        """
+        if glued_sentinels:
+            texts = [re.sub(r'(?<=\S)<extra_id_\d+>', self._set_apart, text) for text in texts]
+        return self._processor.encode(texts)
+
+    def _set_apart(self, match: re.Match) -> str:
+        return f' {match[0]} ' if match[0] in self._sentinels else match[0]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text before the first EOS; an id beyond the vocabulary is unknown."""
         ids = itertools.takewhile(lambda i: i != EOS_ID, map(int, ids))
         return self._processor.decode([i if i < self.size else UNK_ID for i in ids])
+
+
+def user_defined_pieces(pieces: list[str]) -> bytes:
+    """Return fields of a SentencePiece model's protocol buffer, which are appended to it."""
+    fields = []
+    for piece in pieces:
+        text = piece.encode()
+        field = b'\x0a' + bytes([len(text)]) + text + b'\x18\x04'  # 3: 4, user-defined
+        fields.append(b'\x0a' + bytes([len(field)]) + field)
+    return b''.join(fields)
 
 
 def random_bits(shape: tuple[int, ...], *key: int | str) -> np.ndarray:

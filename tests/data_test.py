@@ -4,12 +4,16 @@ tests/golden/seqio_t5 was made by running SeqIO b898b9f and t5 e081111; masks ar
 their counts and their structure are compared.
 """
 
+import dataclasses
 import functools
 import gzip
+import io
 import itertools
 import json
 import os
 import pathlib
+import re
+import shutil
 import sys
 import threading
 import zlib
@@ -105,6 +109,9 @@ def sentinels_of(vocabulary):
     return {(vocabulary.size - 1 - i) for i in range(100)}
 
 
+LFS_POINTER = b'version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n'
+
+
 # Vocabularies.
 
 
@@ -162,6 +169,94 @@ def test_baked_in_extra_ids_are_not_doubled(model):
     assert baked.encode(text) == own.encode(text)
 
 
+# What SeqIO (seqio-nightly, encode and encode_tf) makes of a text, and what transformers 4.57.6 (T5TokenizerFast
+# and T5Tokenizer) and 5.23.0 make of it by default; S0 stands for <extra_id_0>. None: each letter is a piece.
+SENTINELS_IN_TEXT = [
+    ('a <extra_id_0> b', '▁a S0 ▁b', '▁a S0 ▁b'),
+    ('a <extra_id_0>', '▁a S0', '▁a S0'),
+    ('<extra_id_0> <extra_id_1> b', 'S0 S1 ▁b', 'S0 S1 ▁b'),
+    ('\n<extra_id_0>\nb', 'S0 ▁b', 'S0 ▁b'),
+    # Glued to what comes before: a sentinel for transformers alone.
+    ('a<extra_id_0>', None, '▁a S0'),
+    ('a<extra_id_0> b', None, '▁a S0 ▁b'),
+    ('a<extra_id_0>b', None, '▁a S0 ▁b'),
+    ('a<extra_id_0>, b', None, '▁a S0 ▁ , ▁b'),
+    ('<extra_id_0><extra_id_1>', None, 'S0 S1'),
+    ('a<extra_id_0><extra_id_1>b', None, '▁a S0 S1 ▁b'),
+    ('a<extra_id_0> <extra_id_1> b', None, '▁a S0 S1 ▁b'),
+    # Glued to what comes after alone: for transformers a word begins there, for SeqIO not.
+    ('a <extra_id_0>b', '▁a S0 b', '▁a S0 ▁b'),
+    ('<extra_id_0>b', 'S0 b', 'S0 ▁b'),
+    ('a <extra_id_0>, b', '▁a S0 , ▁b', '▁a S0 ▁ , ▁b'),
+    # No sentinels.
+    ('a<extra_id_100>b', None, None),
+    ('a<extra_id_00>b', None, None),
+    ('a<EXTRA_ID_0>b', None, None),
+]
+
+
+def pieces_of(vocabulary, ids):
+    pieces = [vocabulary._processor.id_to_piece(i) for i in ids]
+    return ' '.join(piece.replace('▁<extra_id_', 'S').removesuffix('>') for piece in pieces)
+
+
+@pytest.mark.parametrize('text, in_seqio, in_transformers', SENTINELS_IN_TEXT)
+def test_sentinels_glued_to_a_word(vocabulary, text, in_seqio, in_transformers):
+    """Alone SeqIO counts where it finds the sentinel, with glued_sentinels transformers where SeqIO does not."""
+    [ids] = vocabulary.encode([text])
+    [glued] = vocabulary.encode([text], glued_sentinels=True)
+    if in_seqio is None:
+        assert '<' in pieces_of(vocabulary, ids)
+    else:
+        assert pieces_of(vocabulary, ids) == in_seqio and glued == ids
+    if in_seqio is None and in_transformers is not None:
+        assert pieces_of(vocabulary, glued) == in_transformers
+        spaced = ' '.join(text.replace('<', ' <').replace('>', '> ').split())
+        assert vocabulary.decode(glued) == spaced and vocabulary.encode([spaced]) == [glued]
+    if in_transformers is None:
+        assert glued == ids and vocabulary.decode(ids) == text
+
+
+def random_texts_with_sentinels(pydoc, count=300):
+    """(text, whether each sentinel that SeqIO finds has a space, a sentinel or nothing after it)."""
+    random = np.random.default_rng(0)
+    words = ' '.join(text for _, text in documents_of(pydoc)[:50] if text.isascii()).split()
+    words = [word for word in words if '<' not in word]
+    for _ in range(count):
+        sentinels = [f'<extra_id_{i}>' for i in random.integers(0, 100, 4)]
+        parts = list(random.choice([*random.choice(words, 8), *sentinels], 10))
+        yield ''.join(part + ' ' * int(random.integers(0, 3)) for part in parts)
+
+
+def test_texts_are_encoded_as_seqio_does(pydoc, model, vocabulary, tmp_path):
+    seqio = pytest.importorskip('seqio', reason='SeqIO is not installed: pip install seqio-nightly')
+    (tmp_path / 'spiece.model').write_bytes(model)
+    theirs = seqio.SentencePieceVocabulary(str(tmp_path / 'spiece.model'), extra_ids=100)
+    texts = [text for text, *_ in SENTINELS_IN_TEXT] + [*random_texts_with_sentinels(pydoc)]
+    assert vocabulary.encode(texts) == [list(map(int, theirs.encode(text))) for text in texts]
+
+
+def test_glued_sentinels_are_those_of_transformers(pydoc, model, vocabulary, tmp_path):
+    reason = "transformers is not installed: pip install -e '.[peers]'"
+    transformers = pytest.importorskip('transformers', reason=reason)
+    (tmp_path / 'spiece.model').write_bytes(model)
+    theirs = transformers.T5TokenizerFast.from_pretrained(tmp_path)
+    texts = [text for text, *_ in SENTINELS_IN_TEXT] + [*random_texts_with_sentinels(pydoc)]
+    num_compared = 0
+    for text, ids in zip(texts, vocabulary.encode(texts, glued_sentinels=True), strict=True):
+        if not re.search(r'(^|\s)<extra_id_\d\d?>[^\s<]', text):  # there SeqIO counts
+            assert theirs(text, add_special_tokens=False).input_ids == ids, text
+            num_compared += 1
+    assert num_compared > 100
+
+
+def test_bytes_know_no_sentinels_in_text():
+    vocabulary = data.ByteVocabulary(100)
+    text = 'a<extra_id_0> <extra_id_1>'
+    assert vocabulary.encode([text]) == vocabulary.encode([text], glued_sentinels=True)
+    assert vocabulary.decode(vocabulary.encode([text])[0]) == text
+
+
 def test_decode_undoes_encode(pydoc, vocabulary):
     texts = [text for _, text in documents_of(pydoc)[:200] if text.isascii()]
     for text, ids in zip(texts, vocabulary.encode(texts), strict=True):
@@ -191,6 +286,12 @@ def test_training_uses_long_lines_and_gives_fewer_pieces_for_a_small_corpus():
         data.train_vocabulary([], 100)
 
 
+def test_training_reads_the_beginning_of_a_long_document(monkeypatch):
+    monkeypatch.setattr(data, 'SAMPLE_CHARACTERS', 3000)
+    text = 'some words ' * 300
+    assert data.train_vocabulary([text + 'z' * 5000], 20) == data.train_vocabulary([text], 20)
+
+
 def test_find_vocabulary(tmp_path, pydoc, model):
     model_file, workdir = tmp_path / 'own.model', tmp_path / 'run'
     model_file.write_bytes(model)
@@ -217,6 +318,48 @@ def test_find_vocabulary(tmp_path, pydoc, model):
         assert found.model == model and not (tmp_path / path.stem / 'vocabulary.model').exists()
     hashes = {data.SentencePieceVocabulary(model, n).hash for n in (0, 100)}
     assert len(hashes | {kept.hash, byte.hash, data.ByteVocabulary(100).hash}) == 5
+
+
+def test_the_folders_that_hold_a_vocabulary(tmp_path, model, monkeypatch):
+    """A run's, a checkpoint's in it, a published model's; the nearest file counts."""
+    monkeypatch.setenv('HOME', str(tmp_path))
+    run, lone = tmp_path / 'run', tmp_path / 'checkpoint_3'
+    (run / 'checkpoint_800').mkdir(parents=True)
+    lone.mkdir()
+    (run / 'other').mkdir()
+    (run / 'vocabulary.model').write_bytes(model)
+    for name in (f'{run}', f'{run}/', f'{run}/checkpoint_800', '~/run', f'{run}/other/..'):
+        config = make_config(vocabulary=name)
+        assert data.find_vocabulary(config, tmp_path / 'new', None, 32128).model == model
+        assert data.vocabulary_file(name).read_bytes() == model
+    for folder in (lone, run / 'other', tmp_path / 'nowhere'):
+        assert data.vocabulary_file(folder) is None
+        with pytest.raises(ValueError, match='vocabulary.model, spiece.model, sentencepiece.model'):
+            data.find_vocabulary(make_config(vocabulary=str(folder)), tmp_path / 'n', None, 32128)
+    (lone / 'vocabulary.model').write_bytes(model)
+    assert data.vocabulary_file(lone) == lone / 'vocabulary.model'
+    for name in ('spiece.model', 'sentencepiece.model'):
+        folder = tmp_path / name.split('.')[0]
+        folder.mkdir()
+        (folder / name).write_bytes(model)
+        assert data.vocabulary_file(folder) == folder / name
+
+
+@pytest.mark.parametrize(
+    'name, message',
+    [
+        ('http://a.b/spiece.model', 'only paths on a disk, gs:// and s3:// are read'),
+        ('{}/loop.model', 'cannot be opened .Too many levels of symbolic links'),
+        ('{}/lfs.model', 'lfs.model is a pointer of git-lfs'),
+        ('  ', 'is no path'),
+    ],
+)
+def test_names_of_vocabularies_that_cannot_be_read(tmp_path, name, message):
+    (tmp_path / 'loop.model').symlink_to('loop.model')
+    (tmp_path / 'lfs.model').write_bytes(LFS_POINTER)
+    config = make_config(vocabulary=name.replace('{}', str(tmp_path)))
+    with pytest.raises(ValueError, match=f'^data.vocabulary=.*: .*{message}'):
+        data.find_vocabulary(config, tmp_path / 'run', None, 32128)
 
 
 @pytest.mark.parametrize('content', [None, b'', b'no model', b'\n'])
@@ -363,7 +506,7 @@ def test_features_are_shifted_and_weighted(pydoc, vocabulary):
         ({'files': __file__, 'text_field': ''}, "text_field='' names no field"),
         ({'files': __file__, 'on_bad_line': 'ignore'}, "'ignore': must be 'stop' or 'skip'"),
         ({'files': __file__, 'max_bad_fraction': 1.5}, 'max_bad_fraction=1.5: must be in'),
-        ({'files': __file__, 'validation_files': __file__}, 'none of them twice'),
+        ({'files': __file__, 'validation_files': __file__}, 'a file is for one split'),
         ({'files': '', 'validation_files': __file__}, 'needs data.files'),
         ({'files': __file__, 'validation_files': 'no/*'}, "validation_files: 'no/\\*' matches no"),
         ({'lengths.targets': 13}, 'lengths.targets=13: too short .*use 14'),
@@ -382,6 +525,110 @@ def test_settings_that_do_not_fit_are_refused(pydoc, vocabulary, changes, messag
             else data.in_memory('', documents_of(pydoc), 0.0)
         )
         data.Stream(source, 'validation', vocabulary, config, 2, 0)
+
+
+@pytest.mark.parametrize('density', [0.01, 0.15, 0.5, 0.99])
+@pytest.mark.parametrize('mean', [1.0, 3.0, 20.0])
+@pytest.mark.parametrize('length', [3, 4, 8])
+def test_short_rows_train_and_evaluate(pydoc, vocabulary, density, mean, length):
+    """From three tokens on, with the shortest targets allowed: every full row has text to predict."""
+    lengths = {'lengths.inputs': length, 'lengths.targets': 2}
+    noise = {'noise_density': density, 'mean_noise_span_length': mean}
+    with pytest.raises(ValueError, match='too short for the inputs; use') as error:
+        data.span_corruption_sizes(make_config(**lengths, **noise), vocabulary)
+    lengths['lengths.targets'] = int(str(error.value).split('use ')[1].split()[0])
+    config = make_config(**lengths, **noise)
+    for split in ('train', 'validation'):
+        stream = data.Stream(pydoc, split, vocabulary, config, 2, 0)
+        for batch in take(stream, 3):
+            targets = batch['decoder_target_tokens']
+            assert np.all(targets[:, 0] == vocabulary.size - 1)
+            is_text = (targets > data.EOS_ID) & (targets < stream.first_sentinel)
+            assert is_text.any()
+            assert np.all((targets == data.EOS_ID).sum(axis=1) == 1)
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        ({'lengths.inputs': -1}, 'lengths.inputs=-1 is too short: .*: use 3 or more'),
+        ({'lengths.inputs': 0}, 'lengths.inputs=0 is too short: .*: use 3 or more'),
+        ({'lengths.inputs': 2}, 'lengths.inputs=2 is too short: .*: use 3 or more'),
+        ({'lengths.inputs': 10**12}, 'lengths.inputs=1000000000000 is too long: use 1,048,576'),
+        ({'lengths.targets': -1}, 'lengths.targets=-1: too short for the inputs; use 14'),
+        ({'lengths.targets': 0}, 'lengths.targets=0: too short for the inputs; use 14'),
+        ({'lengths.targets': 10**12}, 'lengths.targets=1000000000000 is too long: use 1,048,576'),
+        ({'noise_density': 0.0}, r'noise_density=0.0, .*must lie in \(0, 1\)'),
+        ({'noise_density': 1.0}, r'noise_density=1.0, .*must lie in \(0, 1\)'),
+        ({'noise_density': float('nan')}, r'noise_density=nan, .*must lie in \(0, 1\)'),
+        ({'noise_density': float('inf')}, r'noise_density=inf, .*must lie in \(0, 1\)'),
+        ({'mean_noise_span_length': 0.5}, 'span_length=0.5: .* be 1 or more and finite'),
+        ({'mean_noise_span_length': float('nan')}, 'span_length=nan: .* be 1 or more and finite'),
+        ({'mean_noise_span_length': float('inf')}, 'span_length=inf: .* be 1 or more and finite'),
+        (
+            {'noise_density': 1 - 1e-12, 'mean_noise_span_length': 1e12},
+            'would hold 1,048,576 tokens or more before the corruption: lower the density',
+        ),
+        ({'validation_fraction': 0.0}, 'validation_fraction=0.0: both splits need documents'),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(pydoc, vocabulary, changes, message):
+    source = dataclasses.replace(
+        pydoc, validation_fraction=changes.get('validation_fraction', 0.01)
+    )
+    with pytest.raises(ValueError, match=message) as error:
+        data.Stream(source, 'validation', vocabulary, make_config(**changes), 2, 0)
+    assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('fraction', [-1.0, 2.0, float('nan'), float('inf')])
+def test_fractions_that_cannot_be_are_refused(fraction):
+    with pytest.raises(ValueError, match='data.validation_fraction=.*: must lie in'):
+        data.open_source(make_config(validation_fraction=fraction))
+    with pytest.raises(ValueError, match='data.max_bad_fraction=.*: must be in'):
+        data.open_source(make_config(max_bad_fraction=fraction))
+
+
+def test_all_documents_for_validation_leave_none_to_train_on(pydoc, vocabulary):
+    source = dataclasses.replace(pydoc, validation_fraction=1.0)
+    with pytest.raises(ValueError, match="no document is in split 'train' .*=1.0: both splits"):
+        data.Stream(source, 'train', vocabulary, make_config(), 2, 0)
+
+
+def test_sentinels_are_enough_or_the_settings_refused(pydoc, model):
+    for extra_ids in (-1, 10**9):
+        for name in ('', 'bytes'):
+            config = make_config(extra_ids=extra_ids, vocabulary=name)
+            with pytest.raises(ValueError, match=r'data.extra_ids=.*: must lie in \[0, 100,000\]'):
+                data.find_vocabulary(config, 'nowhere', pydoc, 32128, model)
+    plain = data.SentencePieceVocabulary(model, extra_ids=0)
+    with pytest.raises(ValueError, match='data.extra_ids=0: .* this vocabulary has none: use 3'):
+        data.Stream(pydoc, 'train', plain, make_config(), 2, 0)
+    few = data.SentencePieceVocabulary(model, extra_ids=2)
+    with pytest.raises(ValueError, match='3 noise spans for 2 sentinels: use shorter inputs'):
+        data.Stream(pydoc, 'train', few, make_config(), 2, 0)
+    data.Stream(pydoc, 'train', data.SentencePieceVocabulary(model, 3), make_config(), 2, 0)
+    long_rows = make_config(**{'lengths.inputs': 4096, 'lengths.targets': 1000})
+    with pytest.raises(ValueError, match='227 noise spans for 128 sentinels'):  # ASCII's bytes
+        data.Stream(pydoc, 'train', data.ByteVocabulary(), long_rows, 2, 0)
+
+
+@pytest.mark.parametrize(
+    'num_pieces, texts, message',
+    [
+        (-1, ['some letters'], r'num_pieces=-1: must lie in \[1, 1,000,000\]'),
+        (0, ['some letters'], r'num_pieces=0: must lie in \[1, 1,000,000\]'),
+        (10**12, ['some letters'], r'num_pieces=1000000000000: must lie in \[1, 1,000,000\]'),
+        (1, ['some letters'], 'num_pieces=1: pad, EOS and unknown are pieces, too: use 4 or more'),
+        (4, ['some letters'], 'num_pieces=4: a piece for each character.* are 11: use 11 or more'),
+        (50, [], 'num_pieces=50: the corpus has no text to train a vocabulary on'),
+        (50, ['  '], 'num_pieces=50: the corpus has no text to train a vocabulary on'),
+    ],
+)
+def test_a_vocabulary_that_cannot_be_trained_says_why(num_pieces, texts, message):
+    with pytest.raises(ValueError, match=message) as error:
+        data.train_vocabulary(texts, num_pieces)
+    assert '\n' not in str(error.value)
 
 
 def test_byte_vocabulary_may_have_more_spans_than_it_has_extra_ids(pydoc):
@@ -688,6 +935,388 @@ def test_bad_lines_must_be_few(tmp_path, kind, num_bad, fraction, allowed):
         assert all('line' in message and 'no field' in message for message in messages)
 
 
+# The names of files.
+
+
+@pytest.mark.parametrize(
+    'name',
+    [
+        'plain.txt',
+        './plain.txt',
+        'folder/../plain.txt',
+        '~/plain.txt',
+        'plain.txt/',
+        ' plain.txt ',
+        'with space é日.txt',
+        'a, comma.txt',
+        'link.txt',
+        'set[1].txt',
+        'folder[1]/*.txt',
+        'fold*/inside.txt',
+        '*ain.txt, ,plain.txt',
+    ],
+)
+def test_names_of_files(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv('HOME', str(tmp_path))
+    (tmp_path / 'folder').mkdir()
+    (tmp_path / 'folder[1]').mkdir()
+    for path in ('plain.txt', 'with space é日.txt', 'a, comma.txt', 'set[1].txt', 'set1.txt'):
+        (tmp_path / path).write_text(path)
+    (tmp_path / 'folder[1]/inside.txt').write_text('plain.txt')
+    (tmp_path / 'folder/other.txt').write_text('other')
+    (tmp_path / 'link.txt').symlink_to('plain.txt')
+    source = data.open_source(make_config(files=name))
+    [file] = source.files
+    assert file.split == 'train' and os.path.isabs(file.path) and '..' not in file.path
+    text = name if ' ' in name.strip() and '*' not in name or '[1].' in name else 'plain.txt'
+    assert [text for _, text in documents_of(source)] == [text.strip()]
+
+
+@pytest.mark.parametrize('key', ['files', 'validation_files'])
+@pytest.mark.parametrize(
+    'name, message',
+    [
+        (',,', "=',,' names no file: name one, or set it to ''"),
+        (' , ', "=' , ' names no file: name one, or set it to ''"),
+        ('  ', "='  ' names no file: name one, or set it to ''"),
+        ('http://a.b/c.txt', ": 'http://a.b/c.txt' is not on a disk"),
+        ('gs://a/b*.txt', ": 'gs://a/b*.txt' is not on a disk"),
+        ('{}/folder', ": '{}/folder' is a folder: name its files: {}/folder/*.txt"),
+        ('{}/folder/', ": '{}/folder/' is a folder: name its files: {}/folder/*.txt"),
+        ('{}/fold*', ": '{}/fold*' matches no file; correct it"),
+        ('{}/loop.txt', ': {}/loop.txt cannot be opened (Too many levels of symbolic links)'),
+        ('{}/loop*', ': {}/loop.txt cannot be opened (Too many levels of symbolic links)'),
+        ('{}/gone*', ': {}/gone.txt is a link to nothing, or no regular file: restore it'),
+        ('{}/gone.txt', ': {}/gone.txt is a link to nothing, or no regular file: restore it'),
+        ('/dev/null', ': /dev/null is a link to nothing, or no regular file: restore it'),
+        ('{}/lfs.txt', ': {}/lfs.txt is a pointer of git-lfs, not the file itself: run `git lfs'),
+        ('~nobody-here/a.txt', ': ~nobody-here/a.txt: there is no such home folder'),
+        ('{}/empty*', "='{}/empty*' matches empty files only"),
+        ('{}/secret.txt', ': {}/secret.txt cannot be read (Permission denied): correct its'),
+        ('a\0b', ": 'a\\x00b' is no path"),
+        ('a' * 5000, 'cannot be opened (File name too long)'),
+    ],
+)
+def test_names_that_cannot_be_read_are_refused(tmp_path, monkeypatch, key, name, message):
+    (tmp_path / 'folder').mkdir()
+    (tmp_path / 'loop.txt').symlink_to('loop.txt')
+    (tmp_path / 'gone.txt').symlink_to('nowhere')
+    (tmp_path / 'lfs.txt').write_bytes(LFS_POINTER)
+    (tmp_path / 'empty.txt').write_bytes(b'')
+    (tmp_path / 'good.txt').write_text('good')
+    (tmp_path / 'secret.txt').write_text('secret')
+    check_not_lfs = data.paths.check_not_lfs
+
+    def refuse(path):  # for root, who may read everything
+        if path.name == 'secret.txt':
+            raise PermissionError(13, 'Permission denied')
+        check_not_lfs(path)
+
+    monkeypatch.setattr(data.paths, 'check_not_lfs', refuse)
+    files = {'files': f'{tmp_path}/good.txt', key: name.replace('{}', str(tmp_path))}
+    with pytest.raises(ValueError) as error:
+        data.open_source(make_config(**files))
+    words = str(error.value)
+    assert words.startswith(f'data.{key}') and '\n' not in words
+    assert message.replace('{}', str(tmp_path)) in words
+
+
+@pytest.mark.parametrize('content', [b' \n\n \r\n', '\u3000\n'.encode()])
+def test_validation_files_without_a_document_are_named(tmp_path, vocabulary, content):
+    (tmp_path / 'train.txt').write_text('some words\n' * 20)
+    (tmp_path / 'blank.txt').write_bytes(content)
+    config = make_config(files=f'{tmp_path}/train.txt', validation_files=f'{tmp_path}/blank.txt')
+    source = data.open_source(config)
+    with pytest.raises(ValueError, match='data.validation_files=.*blank.txt.* holds no document'):
+        data.Stream(source, 'validation', vocabulary, config, 2, 0)
+
+
+@pytest.mark.parametrize('name', ['a.JSONL', 'a.Json', 'a.ndjson', 'a.NDJSON.gz', 'a.json.GZ'])
+def test_extensions_in_any_case(tmp_path, name):
+    content = b'{"text": "first"}\n{"text": "second"}\n{}\n'
+    is_gzipped = name.lower().endswith('gz')
+    (tmp_path / name).write_bytes(gzip.compress(content) if is_gzipped else content)
+    config = make_config(files=f'{tmp_path}/*', on_bad_line='skip')
+    source = data.open_source(config)
+    found = sum(epoch_documents(source), [])
+    assert sorted(text for _, text in found) == ['first', 'second']
+    assert 'line 3 of' in source.faults()[0][0]
+
+
+@pytest.mark.parametrize(
+    'content, is_told',
+    [
+        (b'\n{"text": "a"}\n\n{"text": "b"}', True),
+        (b'{}\n' * 20 + b'words\n', True),
+        (b'{"text": "a"}\nwords\n', False),
+        (b'words\n{"text": "a"}\n', False),
+        (b'[1]\n2\n', False),
+        (b'\n \n', False),
+        (b'{"text": "\xff"}\n', False),
+        (b'{"a": ' * 100_000, False),
+    ],
+)
+@pytest.mark.parametrize('name', ['a.txt', 'a.txt.gz'])
+def test_json_in_a_text_file_is_told(tmp_path, caplog, content, is_told, name):
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content) if name.endswith('gz') else content)
+    with caplog.at_level('WARNING'):
+        data.open_source(make_config(files=str(path)))
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == is_told * [
+        f'{path} is read as plain text, but its lines are JSON objects: rename it to .jsonl to read '
+        'a field of them'
+    ]
+
+
+def test_a_file_is_of_one_split_whatever_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'folder').mkdir()
+    (tmp_path / 'a.txt').write_text('some words')
+    (tmp_path / 'soft.txt').symlink_to('a.txt')
+    os.link(tmp_path / 'a.txt', tmp_path / 'hard.jsonl')
+    shutil.copy(tmp_path / 'a.txt', tmp_path / 'copy.txt')
+    for name in ('./a.txt', 'folder/../a.txt', 'soft.txt', 'hard.jsonl', 'copy.txt'):
+        with pytest.raises(ValueError, match=rf'a.txt of data.files and .*{name[-5:]} of data.val'):
+            data.open_source(make_config(files='a.txt', validation_files=name))
+
+
+# What files hold, not their names, makes a corpus.
+
+
+def write_corpus(folder, changes=None):
+    folder.mkdir(parents=True)
+    for i in range(4):
+        (folder / f'{i}.txt').write_text('\n'.join(f'line {i} {j}' for j in range(200 - i)))
+    for name, text in (changes or {}).items():
+        (folder / name).write_text(text)
+    return data.open_source(make_config(files=f'{folder}/*.txt', validation_fraction=0.1))
+
+
+def test_moved_and_renamed_files_are_the_same_corpus(tmp_path):
+    old = write_corpus(tmp_path / 'old')
+    new_folder = tmp_path / 'new'
+    new_folder.mkdir()
+    for i, name in enumerate(['z', 'b', 'y', 'a']):
+        shutil.copy(tmp_path / f'old/{i}.txt', new_folder / f'{name}.txt')
+    files = ','.join(f'{new_folder}/{name}.txt' for name in 'azby')
+    new = data.open_source(make_config(files=files, validation_fraction=0.1))
+    assert new.fingerprint == old.fingerprint and len(old.fingerprint) == 32
+    assert [file.content for file in new.files] == [file.content for file in old.files]
+    streams = [
+        data.Stream(source, 'train', data.ByteVocabulary(), make_config(), 4, 0)
+        for source in (old, new)
+    ]
+    for _ in range(20):
+        assert_equal_batches(*map(next, streams))
+    assert data.describe_changes(old.files_as_json(), new.files_as_json()) == (
+        'the files hold what they held'
+    )
+
+
+def test_a_file_of_equal_name_and_size_and_other_content_is_named(tmp_path):
+    old = write_corpus(tmp_path / 'run')
+    kept = json.loads(json.dumps(old.files_as_json()))
+    path = tmp_path / 'run/2.txt'
+    path.write_text(path.read_text().replace('line 2 7', 'line 2 8', 1))
+    new = data.open_source(make_config(files=f'{tmp_path}/run/*.txt'))
+    assert new.fingerprint != old.fingerprint
+    assert data.describe_changes(kept, new.files_as_json()) == (
+        f"the files do not hold what the run's held: {path} (changed): restore those files, or "
+        'name another --workdir'
+    )
+
+
+def test_changes_of_files_are_described(tmp_path):
+    old = write_corpus(tmp_path / 'a')
+    (tmp_path / 'a/0.txt').rename(tmp_path / 'moved.txt')
+    (tmp_path / 'a/1.txt').unlink()
+    (tmp_path / 'a/3.txt').write_text('changed')
+    (tmp_path / 'a/4.txt').write_text('new')
+    files = f'{tmp_path}/a/*.txt,{tmp_path}/moved.txt'
+    new = data.open_source(make_config(files=files))
+    words = data.describe_changes(old.files_as_json(), new.files_as_json())
+    assert f'{tmp_path}/a/3.txt (changed), {tmp_path}/a/1.txt (missing), ' in words
+    assert f'{tmp_path}/a/4.txt (new): restore those files' in words and 'moved' not in words
+    many = [{'split': 'train', 'path': f'{i}', 'num_bytes': i, 'digest': ''} for i in range(1234)]
+    words = data.describe_changes(many, old.files_as_json())
+    assert words.count('(missing)') == 10 and ' and 1,228 more: restore' in words
+    twice = data.describe_changes(many[:3], many[:3] + many[2:3])
+    assert ' 2 (new): restore' in twice
+
+
+def test_changes_of_pydoc_are_described(pydoc, tmp_path):
+    files = write_corpus(tmp_path / 'a').files_as_json()
+    assert pydoc.files_as_json() == []
+    assert "another Python's documentation: use that Python" in data.describe_changes([], [])
+    assert "from this Python's documentation, not from files" in data.describe_changes([], files)
+    assert '0.txt (missing)' in data.describe_changes(files, [])
+    assert 'kept no list of its files' in data.describe_changes(None, files)
+
+
+def test_a_file_moved_to_the_other_split_is_a_change(tmp_path):
+    write_corpus(tmp_path / 'a')
+    names = [f'{tmp_path}/a/{i}.txt' for i in range(4)]
+    fingerprints = set()
+    for i in range(4):
+        train = ','.join(names[:i] + names[i + 1 :])
+        config = make_config(files=train, validation_files=names[i])
+        fingerprints.add(data.open_source(config).fingerprint)
+    assert len(fingerprints) == 4
+
+
+def test_large_files_are_sampled(tmp_path):
+    path = tmp_path / 'a.txt'
+    size = 3_000_001
+    content = bytearray(os.urandom(size))
+    digests = set()
+    seen = [0, 4095, size - 4096, size - 1, (size - 4096) // 15, 14 * (size - 4096) // 15 + 4095]
+    for place in (None, *seen):
+        changed = bytearray(content)
+        if place is not None:
+            changed[place] ^= 1
+        path.write_bytes(changed)
+        digests.add(data.content_digest(str(path), size))
+    assert len(digests) == 1 + len(seen)
+    path.write_bytes(content[: size - 1])
+    assert data.content_digest(str(path), size - 1) not in digests
+    path.write_bytes(content[: 1 << 20])
+    whole = data.content_digest(str(path), 1 << 20)
+    content[500_000] ^= 1
+    path.write_bytes(content[: 1 << 20])
+    assert data.content_digest(str(path), 1 << 20) != whole
+
+
+# Long lines.
+
+
+def write_long_and_short_lines(path, random):
+    """Lines of 0 to 300 bytes, one of exactly 64: with and without spaces, of one byte and more."""
+    alphabets = ['ab ', 'é😀', 'aé日😀 ', 'xyz', 'a\u3000\x0b\t\r ']
+    content = b''
+    for size in [*random.choice([0, 1, 5, 30, 63, 65, 130, 300], 8), 64]:
+        letters = list(alphabets[random.integers(len(alphabets))])
+        line = ''.join(random.choice(letters, size)).encode()[:size]
+        if size == 64:
+            line = b'b' * 63  # with its newline exactly the limit
+        content += line + [b'\n', b'\r\n', b'\n\n'][random.integers(3)]
+    if random.integers(2):
+        content = content.rstrip(b'\n')
+    path.write_bytes(content)
+    return content
+
+
+@pytest.mark.parametrize('cut_bytes', [1, 7, 1000])
+@pytest.mark.parametrize('block_bytes', [1, 3, 5, 16, 32])
+def test_every_byte_of_long_lines_comes_once(tmp_path, monkeypatch, block_bytes, cut_bytes):
+    monkeypatch.setattr(data, 'MAX_LINE_BYTES', 64)
+    monkeypatch.setattr(data, 'CUT_BYTES', cut_bytes)
+    monkeypatch.setattr(data, 'MAX_BLOCK_BYTES', block_bytes)
+    monkeypatch.setattr(data, 'MIN_BLOCKS', 1)
+    random = np.random.default_rng(block_bytes)
+    for trial in range(15):
+        path = tmp_path / f'{trial}.txt'
+        content = write_long_and_short_lines(path, random)
+        blocks = data.blocks_of_bytes([str(path)], lambda path, offset, line: (offset, line))
+        parts = [part for block in range(blocks.num_blocks) for part in blocks.read(block)]
+        assert b''.join(line for _, line in parts) == content
+        assert [offset for offset, _ in parts] == np.cumsum(
+            [0] + [len(line) for _, line in parts][:-1]
+        ).tolist()
+        assert all(len(line) <= 64 for _, line in parts)
+        short = {line for line in content.splitlines(keepends=True) if len(line) <= 64}
+        if b'\r' not in content and b'\x0b' not in content:
+            assert short <= {line for _, line in parts}  # they are not cut
+
+
+def test_a_long_line_is_cut_between_words_and_characters(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, 'MAX_LINE_BYTES', 64)
+    monkeypatch.setattr(data, 'CUT_BYTES', 16)
+    monkeypatch.setattr(data, 'MIN_BLOCKS', 8)
+    words = ' '.join(f'word{i}' for i in range(200))
+    characters = ''.join(map(chr, range(0x3041, 0x3041 + 500)))
+    for kind, text in (('words', words), ('characters', characters)):
+        for name in (f'{kind}.txt', f'{kind}.txt.gz'):
+            path = tmp_path / name
+            open_file = gzip.open if name.endswith('.gz') else open
+            with open_file(path, 'wb') as file:
+                file.write(f'first\n{text}\nlast'.encode())
+            source = data.open_source(make_config(files=str(path), validation_fraction=0.2))
+            found = sum(epoch_documents(source), [])
+            texts = sorted(text for _, text in found)
+            assert len(texts) > 20 and 'first' in texts and 'last' in texts
+            texts.remove('first')
+            texts.remove('last')
+            if kind == 'words':
+                assert sorted(' '.join(texts).split()) == sorted(words.split())
+            else:
+                assert sorted(''.join(texts)) == sorted(text)
+            splits = [epoch_documents(source, splits=[split]) for split in ('train', 'validation')]
+            assert all(any(lanes) for lanes in splits) and all(splits[0])
+            if name.endswith('.gz'):
+                assert {name.rsplit(':')[-1] for name, _ in found} == {'1', '2', '3'}
+
+
+def test_a_fault_after_a_long_line_has_its_line_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, 'MAX_LINE_BYTES', 64)
+    monkeypatch.setattr(data, 'CUT_BYTES', 16)
+    content = b'a b ' * 100 + b'\n' + b'c ' * 100 + b'\xff ' + b'd ' * 100 + b'\nlast\n'
+    (tmp_path / 'a.txt').write_bytes(content)
+    (tmp_path / 'b.txt.gz').write_bytes(gzip.compress(content))
+    (tmp_path / 'c.txt.gz').write_bytes(gzip.compress(content.replace(b'\xff', b'e'))[:-8])
+    for name, message in [
+        ('a.txt', 'line 2 of .*a.txt: byte .* is not UTF-8'),
+        ('b.txt.gz', 'line 2 of .*b.txt.gz: byte .* is not UTF-8'),
+        ('c.txt.gz', 'line 4 of .*c.txt.gz: broken gzip'),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            epoch_documents(data.open_source(make_config(files=f'{tmp_path}/{name}')))
+
+
+class CountingFile(io.FileIO):
+    num_bytes = 0
+
+    def readinto(self, buffer):
+        count = super().readinto(buffer)
+        CountingFile.num_bytes += count
+        return count
+
+
+@pytest.mark.parametrize('kind', ['txt', 'jsonl'])
+def test_a_long_line_is_read_once(tmp_path, monkeypatch, kind):
+    """Reading is bounded by what a block has and MAX_LINE_BYTES around it: it is not quadratic."""
+    monkeypatch.setattr(data, 'MAX_LINE_BYTES', 1 << 16)
+    monkeypatch.setattr(data, 'MAX_BLOCK_BYTES', 1 << 14)
+    monkeypatch.setattr(data, 'MIN_BLOCKS', 1)
+    monkeypatch.setattr(CountingFile, 'num_bytes', 0)
+    monkeypatch.setattr(
+        data, 'open', lambda path, mode: io.BufferedReader(CountingFile(path)), raising=False
+    )
+    text = 'some words ' * 200_000
+    path = tmp_path / f'a.{kind}'
+    path.write_text(json.dumps({'text': text}) if kind == 'jsonl' else text)
+    source = data.open_source(make_config(files=str(path), validation_fraction=0.0))
+    documents = sum(epoch_documents(source, splits=['train']), [])
+    assert ' '.join(text for _, text in sorted(documents, key=offset_of)).split() == text.split()
+    assert CountingFile.num_bytes < 12 * path.stat().st_size
+
+
+def offset_of(document):
+    return int(document[0].rsplit(':')[-1])
+
+
+def test_a_file_of_one_long_line_trains(tmp_path, vocabulary):
+    """As text8: both splits have documents, and every lane."""
+    path = tmp_path / 'a.txt'
+    path.write_text(' '.join(f'the word of number {i}' for i in range(100_000)))
+    config = make_config(files=str(path))
+    source = data.open_source(config)
+    data.Stream(source, 'validation', vocabulary, config, 4, 0)
+    batch = next(data.Stream(source, 'train', vocabulary, config, 8, 0))
+    assert batch['decoder_loss_weights'].any(axis=1).all()
+
+
 # Gzipped shards.
 
 
@@ -935,14 +1564,14 @@ def test_resuming_anywhere_gives_the_identical_remainder(any_source, vocabulary,
         )
 
     stream, batches, positions = open_stream(), [], []
-    while len(batches) < 150:
+    while len(batches) < 200:
         positions.append(stream.position.copy())
         assert positions[-1].dtype == np.int64 and positions[-1].nbytes <= 32 * 4
         try:
             batches.append(next(stream))
         except StopIteration:
             break
-    assert positions[-1][:, 0].min() >= 1 and (num_epochs is None) == (len(batches) == 150)
+    assert positions[-1][:, 0].min() >= 1 and (num_epochs is None) == (len(batches) == 200)
     resumed = open_stream()
     for i, position in list(enumerate(positions))[::7]:
         resumed.seek(position)
