@@ -442,7 +442,7 @@ def newest_whole(workdir: str | Path, report: Callable[[str], None] = print) -> 
         multihost_utils.sync_global_devices(f'{directory} is set aside')
     if damaged := sorted(workdir.glob('checkpoint_*.damaged-*')):
         words = f'{workdir} has only damaged checkpoints, the last {damaged[-1].name}'
-        raise ValueError(f'{words}: mend one and name it checkpoint_STEP, or use another workdir')
+        raise ValueError(f'{words}: repair one and name it checkpoint_STEP, or use another workdir')
     return None
 
 

@@ -183,7 +183,7 @@ def mesh_tf_index(prefix: Any) -> dict[str, BundleEntry | np.ndarray]:
         if name == 'global_step':
             step = entry.read()
             if step.shape or step.dtype.kind != 'i' or not 0 <= step < 2**31:
-                raise ValueError(f'{prefix} has global_step {step}, not an int32: mend it')
+                raise ValueError(f'{prefix} has global_step {step}, not an int32: correct it')
             index['state/step'] = step.astype(np.int32)
         elif (path := _t5x_path(name)) and path not in index:
             index[path] = entry
@@ -200,7 +200,7 @@ def mesh_tf_index(prefix: Any) -> dict[str, BundleEntry | np.ndarray]:
         slots = {slot for slot in SLOTS.values() if f'{state}/{slot}' in index}
         if slots not in (set(), {'v'}, {'v_row', 'v_col'}):
             words = f'{prefix}: {parameter} has only {slots}'
-            raise ValueError(f'{words}, not v, or v_row and v_col: mend it')
+            raise ValueError(f'{words}, not v, or v_row and v_col: correct it')
         rows, *columns = index[parameter].shape or (0,)
         # Differs from T5X's importer. Mesh-TF's vr is the mean over the first of the largest dimensions,
         # T5X's v_row that over the last: the same of [512, 1024], each other's of a square matrix. The

@@ -62,8 +62,7 @@ class Stream:
     def __init__(
         self, source, split, vocabulary, config, batch_size, seed, rows=None, num_epochs=None
     ):
-        if config.task not in TASKS:
-            raise ValueError(f'data.task={config.task!r} is unknown; use {", ".join(TASKS)}')
+        check_task(config.task)
         self.source, self.split, self.vocabulary, self.config = source, split, vocabulary, config
         self.batch_size, self.seed, self.num_epochs = batch_size, seed, num_epochs
         self.rows = range(batch_size) if rows is None else rows
@@ -160,6 +159,12 @@ class Stream:
         # each permutes the pieces of its group.
         order = permutation(len(examples), 'pieces', *key)
         return [(examples[i], functools.partial(names, int(i))) for i in order]
+
+
+def check_task(name: str) -> None:
+    """Raise ValueError unless there is a task of this name."""
+    if name not in TASKS:
+        raise ValueError(f'data.task={name!r} is unknown; use {", ".join(TASKS)}')
 
 
 def prefetch(stream: Stream, depth: int = 2) -> Iterator[tuple]:
@@ -683,11 +688,11 @@ def line_text(line: bytes, field: str | None) -> str:
     except UnicodeDecodeError as error:
         raise ValueError(f'byte {error.start + 1} is not UTF-8; convert the file') from None
     except UnicodeEncodeError:  # JSON can write half a surrogate pair, as \ud800
-        raise ValueError(f'field {field!r} holds half a surrogate pair; mend it') from None
+        raise ValueError(f'field {field!r} holds half a surrogate pair; correct it') from None
     except json.JSONDecodeError as error:
-        raise ValueError(f'no JSON: {error.msg} at character {error.pos + 1}; mend it') from None
+        raise ValueError(f'no JSON: {error.msg} at character {error.pos + 1}; correct it') from None
     except RecursionError:
-        raise ValueError('JSON that is nested too deeply; mend it') from None
+        raise ValueError('JSON that is nested too deeply; correct it') from None
 
 
 EMPTY = 'the file is empty; copy it again, or remove it'
@@ -723,7 +728,7 @@ class BadLines:
                 found = f'{len(self.places):,} bad lines among the {self.num_read:,} read'
                 rule = f'more than {bound:,.0f} (data.max_bad_fraction={self.max_fraction}, or 10)'
                 last = self.describe(path, place, why)
-                raise ValueError(f'{found}, {rule}: mend the files; the last is {last}')
+                raise ValueError(f'{found}, {rule}: correct the files; the last is {last}')
 
     def take(self) -> tuple[list[str], int]:
         with self.lock:

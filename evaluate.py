@@ -182,7 +182,7 @@ class T5:
                 raise ValueError(
                     f'{_shortened(text)} has half a character (a surrogate): give text of Unicode'
                 ) from None
-        return [[*ids, data.EOS_ID] for ids in self.vocabulary.encode(texts)]
+        return [[*ids, data.EOS_ID] for ids in self.vocabulary.encode(texts, glued_sentinels=True)]
 
     def _example(self, name: str, example: Any) -> np.ndarray:
         """Return one example that is given as ids."""

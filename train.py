@@ -116,6 +116,7 @@ def prepare(config: Any, folder: str | Path) -> Run:
     console = workdir.Console()
     trainer = make_trainer(config)
     microbatch_counts(config, trainer.mesh)
+    data.check_task(config.data.task)
     with console.working('Reading the text'):
         source = data.open_source(config.data)
     lock = workdir.lock(folder)
@@ -147,7 +148,7 @@ def prepare_locked(
     resolved['data_fingerprint'] = source.fingerprint
     resolved['vocabulary_hash'] = vocabulary.hash
     if start.is_resumed:
-        compare_settings(folder / f'checkpoint_{start.step}', resolved)
+        compare_settings(folder / f'checkpoint_{start.step}', resolved, source)
         checkpoint.choose(start.leaves, state_shapes(trainer))
     with console.working('Opening the text'):
         stream = open_stream(config, mesh, source, vocabulary, 'train')
@@ -254,15 +255,25 @@ def find_start(config: Any, folder: Path, trainer: Trainer, console: workdir.Con
     )
 
 
-def compare_settings(directory: Path, resolved: Mapping) -> None:
-    """Raise ValueError that lists what may not change when a run goes on from a checkpoint, and has."""
+def compare_settings(directory: Path, resolved: Mapping, source: data.Source) -> None:
+    """Raise ValueError that lists what may not change when a run goes on from a checkpoint, and has.
+
+    `resolved`: the content of config.json today. Of files the content counts, not the name.
+    """
     old = json.loads((directory / 'config.json').read_text())
-    changes = workdir.compare_settings(old, resolved, MAY_CHANGE)
+    other_text = old['data_fingerprint'] != resolved['data_fingerprint']
+    text = ('data_fingerprint', 'corpus') if other_text else ()
+    changes = workdir.compare_settings(old, resolved, MAY_CHANGE + text)
     if changes:
         raise ValueError(
             f'{directory.parent} holds a run with other settings ({"; ".join(changes)}): go on with those, or '
             'name another --workdir'
         )
+    if other_text:
+        file = directory / 'data_files.json'
+        old_files = json.loads(file.read_bytes()) if file.exists() else None
+        changes_of_text = data.describe_changes(old_files, source.files_as_json())
+        raise ValueError(f'{directory.parent} holds a run on other text: {changes_of_text}')
 
 
 def lacks_evaluation(config: Any, folder: Path, step: int) -> bool:
@@ -687,6 +698,7 @@ def save(
     np.save(position_file, partition.from_processes(rows).max(axis=0))
     files = {
         'config.json': (run.workdir / 'config.json').read_bytes(),
+        'data_files.json': json.dumps(run.source.files_as_json()).encode(),
         'data_position.npy': position_file.getvalue(),
         'interval.json': json.dumps(interval).encode(),
     }

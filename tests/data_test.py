@@ -806,16 +806,16 @@ def test_gzipped_and_plain_files_do_not_mix(tmp_path):
 
 BAD_LINES = {
     'json': [
-        (b'{"text": "cut', 'no JSON: Unterminated string starting at at character 10; mend it'),
-        (b'plain words', 'no JSON: Expecting value at character 1; mend it'),
+        (b'{"text": "cut', 'no JSON: Unterminated string starting at at character 10; correct it'),
+        (b'plain words', 'no JSON: Expecting value at character 1; correct it'),
         (b'["text"]', """'["text"]' is no JSON object; write {"text": ...}"""),
         (b'{"txt": "", "url": ""}', "no field 'text', its fields are: 'txt', 'url'; set data.text"),
         (b'{}', "no field 'text', its fields are: none; set data.text_field"),
         (b'{"text": 7}', "field 'text' is 7, no string; set data.text_field"),
         (b'{"text": null}', "field 'text' is None, no string; set data.text_field"),
-        (b'{"text": "\\ud800"}', "field 'text' holds half a surrogate pair; mend it"),
+        (b'{"text": "\\ud800"}', "field 'text' holds half a surrogate pair; correct it"),
         (b'{"text": "\xff"}', 'byte 11 is not UTF-8; convert the file'),
-        (b'{"text": ' + b'[' * 100_000, 'JSON that is nested too deeply; mend it'),
+        (b'{"text": ' + b'[' * 100_000, 'JSON that is nested too deeply; correct it'),
         (b'{"text": ' + b'1' * 5000 + b'}', 'Exceeds the limit'),
     ],
     'txt': [(b'sch\xf6n', 'byte 4 is not UTF-8; convert the file')],

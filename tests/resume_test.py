@@ -229,7 +229,9 @@ def test_a_corpus_may_move_and_a_vocabulary_may_not_change(corpus, tmp_path):
         train.prepare(config, tmp_path / 'run')
     with open(moved, 'a') as file:
         file.write('one line more\n')
-    with pytest.raises(ValueError, match='data_fingerprint: '):
+    with pytest.raises(
+        ValueError, match=r'other text: .*made_up.txt \(new\).*: restore those files'
+    ):
         train.prepare(small_config(str(moved)), tmp_path / 'run')
 
 
