@@ -9,6 +9,7 @@ import functools
 import itertools
 import json
 import math
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -453,32 +454,18 @@ class Evaluation:
         num_microbatches: int = 1,
     ):
         self.config, self.mesh, self.training, self.validation = config, mesh, training, validation
+        self.batches: list[dict[str, np.ndarray]] = []
+        self._are_read = False
         self.first_sentinel = validation.first_sentinel
-        c, factor = model.T5Config(**config.model), config.loss.loss_normalizing_factor
-        normalizing_factor = loss.parse_normalizing_factor(factor)
-        specs = partition.param_specs(model.PARAMETER_SPECS, model.shapes(c))
-
-        def device_sums(params, batch):
-            """loss.weighted_sums, and nats (no z-loss, no smoothing) of all targets and of those that
-            are text: no sentinel, EOS or padding; each summed over the global batch."""
-            weights_bT, divisor = loss.weights_and_divisor(batch, normalizing_factor)
-
-            def part_sums(part):
-                batch, weights_bT = part
-                logits_bTv = model.apply(lambda: model.logits(c, batch), params)
-                sums = loss.weighted_sums(logits_bTv, batch, weights_bT, divisor, config.loss)
-                targets_bT = batch['decoder_target_tokens']
-                nats_bT, _ = loss.cross_entropy(logits_bTv, targets_bT)
-                text_bT = (targets_bT > data.EOS_ID) & (targets_bT < self.first_sentinel)
-                sums['target_nats'] = (nats_bT * (targets_bT > 0)).sum()
-                sums['text_nats'], sums['text_tokens'] = (nats_bT * text_bT).sum(), text_bT.sum()
-                return sums
-
-            sums = lax.map(part_sums, partition.cut_rows((batch, weights_bT), num_microbatches))
-            return lax.psum(jax.tree.map(lambda x: x.sum(axis=0), sums), 'data')
-
-        in_specs = (specs, partition.BATCH)
-        self.sums = jax.jit(jax.shard_map(device_sums, mesh=mesh, in_specs=in_specs, out_specs=P()))
+        self.sums = make_sums(
+            model.T5Config(**config.model),
+            mesh,
+            z_loss=config.loss.z_loss,
+            label_smoothing=config.loss.label_smoothing,
+            normalizing_factor=loss.parse_normalizing_factor(config.loss.loss_normalizing_factor),
+            first_sentinel=self.first_sentinel,
+            num_microbatches=num_microbatches,
+        )
 
     def __call__(
         self, params: Mapping[str, jax.Array], stop: Callable[[int], int] = lambda count: 0
@@ -488,6 +475,8 @@ class Evaluation:
         `stop` is called with the number of batches so far, alike in all processes. None where it gives anything
         but 0: the evaluation ended there.
         """
+        if not self._read_batches(stop):
+            return None
         steps = []
         for count, batch in enumerate(self.batches, start=1):
             steps.append(self.sums(params, partition.place_rows(self.mesh, batch)))
@@ -501,15 +490,26 @@ class Evaluation:
         values['nats_per_target_token'] = total['target_nats'] / total['decoder_tokens']
         return values | self.unigram_baselines
 
-    @functools.cached_property
-    def batches(self) -> list[dict[str, np.ndarray]]:
-        """This process's rows. Made when first asked for: a small split of a large corpus takes a while."""
-        batches = list(itertools.islice(self.validation, self.config.eval.steps))
+    def _read_batches(self, stop: Callable[[int], int]) -> bool:
+        """Read this process's rows, once: a small split of a large corpus takes a while.
+
+        Return False where `stop` ended it; several processes read at their own pace and do not ask.
+        """
+        if self._are_read:
+            return True
+        for batch in self.validation:
+            self.batches.append(batch)
+            if len(self.batches) == self.config.eval.steps:
+                break
+            if jax.process_count() == 1 and stop(0):
+                return False
         del self.validation  # and with it the documents that its lanes hold
         # Lanes end apart, but all processes must take the same number of steps.
-        most = int(partition.from_processes(np.array([len(batches)])).max())
-        empty = {name: np.zeros_like(x) for name, x in batches[0].items()}
-        return batches + [empty] * (most - len(batches))
+        most = int(partition.from_processes(np.array([len(self.batches)])).max())
+        empty = {name: np.zeros_like(x) for name, x in self.batches[0].items()}
+        self.batches += [empty] * (most - len(self.batches))
+        self._are_read = True
+        return True
 
     @functools.cached_property
     def unigram_baselines(self) -> dict[str, float]:
@@ -542,6 +542,52 @@ class Evaluation:
             'unigram_nats_per_text_token': baseline(data.EOS_ID + 1, self.first_sentinel),
             'unigram_nats_per_target_token': baseline(data.EOS_ID, None),
         }
+
+
+@functools.lru_cache(maxsize=16)
+def make_sums(
+    config: model.T5Config,
+    mesh: Mesh,
+    z_loss: float,
+    label_smoothing: float,
+    normalizing_factor: float | str,
+    first_sentinel: int,
+    num_microbatches: int,
+) -> Callable:
+    """Return a compiled function (params, batch) -> loss.weighted_sums of the global batch, and nats (no z-loss,
+    no smoothing) of all targets and of those that are text: no sentinel, EOS or padding.
+
+    Kept: two runs in one process with the same model compile it once.
+    """
+    specs = partition.param_specs(model.PARAMETER_SPECS, model.shapes(config))
+    settings = types.SimpleNamespace(z_loss=z_loss, label_smoothing=label_smoothing)
+
+    def device_sums(params, batch):
+        weights_bT, divisor = loss.weights_and_divisor(batch, normalizing_factor)
+
+        def part_sums(part):
+            batch, weights_bT = part
+            logits_bTv = model.apply(lambda: model.logits(config, batch), params)
+            sums = loss.weighted_sums(logits_bTv, batch, weights_bT, divisor, settings)
+            targets_bT = batch['decoder_target_tokens']
+            nats_bT, _ = loss.cross_entropy(logits_bTv, targets_bT)
+            text_bT = (targets_bT > data.EOS_ID) & (targets_bT < first_sentinel)
+            sums['target_nats'] = (nats_bT * (targets_bT > 0)).sum()
+            sums['text_nats'] = (nats_bT * text_bT).sum()
+            sums['text_tokens'] = text_bT.sum()
+            return sums
+
+        sums = lax.map(part_sums, partition.cut_rows((batch, weights_bT), num_microbatches))
+        return lax.psum(jax.tree.map(lambda x: x.sum(axis=0), sums), 'data')
+
+    return jax.jit(
+        jax.shard_map(
+            device_sums,
+            mesh=mesh,
+            in_specs=(specs, partition.BATCH),
+            out_specs=P(),
+        )
+    )
 
 
 def summarize(steps: list, config: Any) -> dict[str, float]:

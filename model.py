@@ -95,6 +95,12 @@ def init(config: T5Config, key: jax.Array) -> dict[str, jax.Array]:
 
 def shapes(config: T5Config) -> dict[str, tuple[int, ...]]:
     """The whole shape of each parameter, {path: shape}; nothing is computed."""
+    return dict(_shapes(config))
+
+
+@functools.lru_cache(maxsize=16)
+def _shapes(config: T5Config) -> dict[str, tuple[int, ...]]:
+    """Kept, because many ask and tracing a large model takes seconds."""
     tree = jax.eval_shape(lambda: init(config, jax.random.key(0)))
     return {path: x.shape for path, x in tree.items()}
 

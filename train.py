@@ -68,6 +68,7 @@ class Trainer(NamedTuple):
     """The traced parts of a run, made from its config alone."""
 
     mesh: Mesh
+    shapes: Any  # TrainState of jax.ShapeDtypeStructs
     specs: Any  # TrainState of PartitionSpecs
     init: Callable  # () -> TrainState
     gradients: Callable  # (params, batch, rows, key) -> (gradients, loss.weighted_sums)
@@ -226,7 +227,7 @@ def write_run_files(
     workdir.replace_file(folder / 'config.json', json.dumps(resolved, indent=1).encode())
     if vocabulary.model:
         workdir.replace_file(folder / 'vocabulary.model', vocabulary.model)
-    shapes = optimizer.to_t5x(*jax.eval_shape(trainer.init))
+    shapes = optimizer.to_t5x(*trainer.shapes)
     info = workdir.model_info(shapes, optimizer.to_t5x(*trainer.specs))
     workdir.replace_file(folder / 'model-info.txt', info.encode())
 
@@ -360,7 +361,7 @@ def step_shapes(config: Any, trainer: Trainer) -> tuple[TrainState, dict]:
     def shape_of(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    state = jax.tree.map(shape_of, jax.eval_shape(trainer.init), state_shardings)
+    state = jax.tree.map(shape_of, trainer.shapes, state_shardings)
     lengths = dict.fromkeys(
         (*evaluate.SEQUENCES, 'decoder_loss_weights'), config.data.lengths.targets
     )
@@ -374,7 +375,7 @@ def step_shapes(config: Any, trainer: Trainer) -> tuple[TrainState, dict]:
 
 def state_bytes(trainer: Trainer) -> int:
     """Return the bytes of parameters and optimizer state, which are those of a checkpoint."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(trainer.init)))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(trainer.shapes))
 
 
 def memory_need(train_step: Any, trainer: Trainer) -> float:
@@ -420,9 +421,14 @@ def make_trainer(config: Any, num_microbatches: int = 1) -> Trainer:
         params = model.init(c, init_key)
         return TrainState(jnp.int32(0), params, tx.init(params))
 
-    shapes = jax.eval_shape(init)
-    param_specs = partition.param_specs(model.PARAMETER_SPECS, list(shapes.params))
-    opt_specs = optimizer.state_specs(shapes.opt_state, shapes.params, param_specs)
+    params = {
+        path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in model.shapes(c).items()
+    }
+    opt_state = jax.eval_shape(tx.init, params)
+    step: Any = jax.ShapeDtypeStruct((), jnp.int32)
+    shapes = TrainState(step, params, opt_state)  # type: ignore[arg-type]
+    param_specs = partition.param_specs(model.PARAMETER_SPECS, params)
+    opt_specs = optimizer.state_specs(opt_state, params, param_specs)
     specs: Any = TrainState(P(), param_specs, opt_specs)  # type: ignore[arg-type]
 
     def device_gradients(params, batch, rows_b, key):
@@ -462,7 +468,14 @@ def make_trainer(config: Any, num_microbatches: int = 1) -> Trainer:
     placed = partition.shardings(mesh, (specs, P()))
     jit_init = jax.jit(init, out_shardings=placed[0])
     jit_step = jax.jit(train_step, out_shardings=placed, donate_argnums=0)
-    return Trainer(mesh, specs, jit_init, gradients, jit_step)
+    return Trainer(
+        mesh=mesh,
+        shapes=shapes,
+        specs=specs,
+        init=jit_init,
+        gradients=gradients,
+        train_step=jit_step,
+    )
 
 
 class StopRequest:
@@ -777,7 +790,9 @@ def only_parameters(tree: Mapping[str, Any]) -> dict[str, Any]:
 def restore(trainer: Trainer, leaves: Mapping[str, Any], dtype: str = '') -> TrainState:
     """The state that `leaves` of a checkpoint's index hold, initial where they hold nothing; each array where
     the trainer wants it, and one that is split is read in parts, each straight to its device."""
-    like, specs = jax.eval_shape(trainer.init), optimizer.to_t5x(*trainer.specs)
+    if not leaves:
+        return trainer.init()
+    like, specs = trainer.shapes, optimizer.to_t5x(*trainer.specs)
     specs = {path: spec if isinstance(spec, P) else P() for path, spec in specs.items()}
     places = partition.shardings(trainer.mesh, specs)
     split = {path: place for path, place in places.items() if place.spec != P()}
@@ -788,7 +803,8 @@ def restore(trainer: Trainer, leaves: Mapping[str, Any], dtype: str = '') -> Tra
         tree = optimizer.to_t5x(*trainer.init())
         return {path: tree[path] for path in missing}
 
-    arrays |= jax.jit(initial, out_shardings=missing)()
+    if missing:
+        arrays |= jax.jit(initial, out_shardings=missing)()
     # Every count in the state is a copy of the step, to be donated.
     arrays['state/step'] = np.asarray(arrays['state/step'])
     state = TrainState(*optimizer.from_t5x(arrays, like.opt_state))
@@ -798,7 +814,7 @@ def restore(trainer: Trainer, leaves: Mapping[str, Any], dtype: str = '') -> Tra
 
 def state_shapes(trainer: Trainer) -> checkpoint.Shapes:
     """{T5X's path: shape} of all that a checkpoint of this run holds."""
-    return checkpoint.shapes(optimizer.to_t5x(*jax.eval_shape(trainer.init)))
+    return checkpoint.shapes(optimizer.to_t5x(*trainer.shapes))
 
 
 def interval_metrics(config: Any, interval: list[dict], clock: Clock) -> dict:

@@ -25,3 +25,48 @@ sys.path.insert(0, str(ROOT))
 import jax  # noqa: E402
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+import functools  # noqa: E402
+import json  # noqa: E402
+
+import pytest  # noqa: E402
+
+import settings  # noqa: E402
+import train  # noqa: E402
+
+# The settings that a step is made of. Runs that differ in others share the compiled step.
+TRACED = ('seed', 'model', 'loss', 'optimizer', 'learning_rate', 'mesh')
+
+
+def traced_settings(config):
+    found = json.loads(config.to_json())
+    kept = {name: found[name] for name in TRACED}
+    kept['rows'] = (found['train']['batch_size'], found['train']['num_microbatches'])
+    kept['lengths'] = found['data']['lengths']
+    return json.dumps(kept, sort_keys=True)
+
+
+@pytest.fixture(scope='session', autouse=True)
+def steps_are_compiled_once():
+    """Tracing and compiling a step takes seconds, and most tests of a run take the same one."""
+    trainers, steps = {}, {}
+    make_trainer, compile_step = train.make_trainer, train.compile_step
+
+    @functools.wraps(make_trainer)
+    def make_trainer_once(config, num_microbatches=1):
+        settings.check(config)
+        key = (traced_settings(config), num_microbatches)
+        if key not in trainers:
+            trainers[key] = make_trainer(config, num_microbatches)
+        return trainers[key]
+
+    @functools.wraps(compile_step)
+    def compile_step_once(config, mesh, counts, console):
+        key = (traced_settings(config), mesh, tuple(counts), train.memory_limit(mesh))
+        if key not in steps:
+            steps[key] = compile_step(config, mesh, counts, console)
+        return steps[key]
+
+    train.make_trainer, train.compile_step = make_trainer_once, compile_step_once
+    yield
+    train.make_trainer, train.compile_step = make_trainer, compile_step

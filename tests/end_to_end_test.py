@@ -330,32 +330,6 @@ def test_the_command_of_the_readme(tmp_path):
     assert checkpoint.steps(tmp_path) == [8]
 
 
-@pytest.mark.parametrize('arguments, words', [
-    (['--config=configs/tiny.py', '--config.train.stepz=3'], 'Did you mean "steps"'),
-    (['--config=configs/tiny.py', '--config.trian.steps=3'], 'Did you mean "train"'),
-    (['--config=BAD'], 'Did you mean "steps"'),
-    (['--confg=configs/tiny.py'], 'Did you mean: config'),
-    (['--config=configs/tinny.py'], 'no such file'),
-    ([], '--config=None'),
-    (['--config=configs/tiny.py', 'train'], "'train' is no flag"),
-    (['--config=configs/tiny.py', '--config.train.steps=many'], "invalid literal for int() with base 10: 'many'"),
-    (['--config=configs/tiny.py', '--config.train.steps=0'], 'train.steps=0: must be at least 1'),
-    (['--config=configs/tiny.py', '--config.model.num_heads=5', '--config.mesh.model=2'], 'mesh.model=2'),
-    (['--config=configs/tiny.py', '--config.data.files=nowhere/*.txt'], "'nowhere/*.txt' matches no file"),
-    (['--config=configs/tiny.py', '--config.learning_rate.factors=constnt'], "'constnt' is none of"),
-    (['--config=configs/tiny.py', '--config.model.vocab_size=128'], 'too small for 4100 pieces; use 4224'),
-])  # fmt: skip
-def test_bad_settings_exit_2_with_one_line(tmp_path, arguments, words):
-    bad = tmp_path / 'bad.py'
-    bad.write_text('from configs import base\n\ndef get_config():\n'
-                   '    config = base.get_config()\n    config.train.stpes = 3\n    return config\n')  # fmt: skip
-    arguments = [argument.replace('BAD', str(bad)) for argument in arguments]
-    result = main(*arguments, f'--workdir={tmp_path / "run"}')
-    assert result.returncode == 2, result.stderr
-    assert words in result.stderr and len(result.stderr.splitlines()) == 1
-    assert not result.stdout
-
-
 def test_a_bad_line_that_training_comes_to_exits_1(corpus, tmp_path):
     """Found while training, not before, and skipped if that is asked for; named each time."""
     lines = [json.dumps({'text': line}) for line in open(corpus)]
@@ -370,12 +344,6 @@ def test_a_bad_line_that_training_comes_to_exits_1(corpus, tmp_path):
     result = main(*command, '--config.data.on_bad_line=skip')
     assert result.returncode == 0, result.stderr
     assert f'Left out, 1 so far: line 201 of {bad}: ' in result.stdout
-
-
-def test_help_says_how(tmp_path):
-    result = main('--help')
-    assert result.returncode == 0
-    assert '--config=configs/NAME.py' in result.stdout and '--workdir' in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,8 @@ def test_help_lists_every_setting(command_line, tmp_path):
     for key, _ in settings.leaves(base.get_config()):
         [line] = re.findall(rf'^  --config\.{re.escape(key)}=.+\n      (.+)$', result.stdout, re.M)
         assert line.strip()
-    assert '--workdir' in result.stdout and '--mode' in result.stdout
+    for words in ('--config=configs/NAME.py', '--workdir', '--mode'):
+        assert words in result.stdout
 
 
 CONFIG = 'from configs import base\n\ndef get_config():\n    config = base.get_config()\n'
@@ -444,3 +445,19 @@ CONVERSIONS = {
 @rows(CONVERSIONS)
 def test_a_conversion(command_line, tmp_path, row):
     check(row, command_line, tmp_path)
+
+
+NAMES = ['mine.py', './mine.py', '../{here}/mine.py', '~/mine.py', 'my configs/ü.py', 'link.py']
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_a_config_by_every_name(command_line, tmp_path, name):
+    """It is found and read: its own steps are what the message is about."""
+    text = CONFIG + '    config.train.steps = 0\n    return config\n'
+    (tmp_path / 'my configs').mkdir()
+    for file in ('mine.py', 'my configs/ü.py'):
+        (tmp_path / file).write_text(text)
+    (tmp_path / 'link.py').symlink_to('mine.py')
+    name = name.replace('{here}', tmp_path.name)
+    result = command_line(f'--config={name}', cwd=tmp_path, HOME=str(tmp_path))
+    assert result.status == 2 and result.stderr.startswith('main.py: train.steps=0: must be')

@@ -43,6 +43,9 @@ class PathLike:
     def __init__(self, name):
         self.name = name
 
+    def __repr__(self):
+        return f'PathLike({self.name!r})'
+
     def __fspath__(self):
         return self.name
 

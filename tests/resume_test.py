@@ -19,6 +19,7 @@ from end_to_end_test import ROOT, assert_same_run, corpus, metrics_of, run, smal
 import checkpoint
 import data
 import train
+import workdir
 
 assert corpus  # a fixture
 
@@ -94,7 +95,7 @@ def kill_often(corpus, folder, num_kills, num_inside, steps):
 
 def test_killed_and_continued_is_the_run_never_killed(corpus, tmp_path):
     """Parameters, slots, places in the data, batch hashes and metrics, to the bit."""
-    kill_often(corpus, tmp_path, num_kills=4, num_inside=2, steps=600)
+    kill_often(corpus, tmp_path, num_kills=2, num_inside=1, steps=400)
 
 
 @pytest.mark.slow
@@ -103,8 +104,17 @@ def test_killed_twenty_times(corpus, tmp_path):
     kill_often(corpus, tmp_path, num_kills=20, num_inside=10, steps=2000)
 
 
+@pytest.fixture(scope='module')
+def never_stopped(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp('never_stopped')
+    Program(folder, corpus, periods=(100, 600, 300)).finish(folder / 'whole')
+    return folder / 'whole'
+
+
 @pytest.mark.parametrize('number, status', [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_the_step_and_the_run_goes_on(corpus, tmp_path, number, status):
+def test_a_signal_saves_the_step_and_the_run_goes_on(
+    corpus, never_stopped, tmp_path, number, status
+):
     """Stopped in the middle of what is logged together: not even a metric is lost."""
     program = Program(tmp_path, corpus, periods=(100, 600, 300))
     process = program.start(tmp_path / 'run')
@@ -115,8 +125,7 @@ def test_a_signal_saves_the_step_and_the_run_goes_on(corpus, tmp_path, number, s
     [step] = checkpoint.steps(tmp_path / 'run')
     assert f'Stopped after step {step:,}, which is saved' in out and step < 600 and step % 100
     assert f'Going on after step {step:,}' in program.finish(tmp_path / 'run')
-    program.finish(tmp_path / 'whole')
-    assert_same_run(tmp_path / 'run', tmp_path / 'whole', 600)
+    assert_same_run(tmp_path / 'run', never_stopped, 600)
 
 
 def test_a_second_signal_ends_at_once(corpus, tmp_path):
@@ -182,7 +191,10 @@ def test_a_damaged_newest_checkpoint_is_set_aside(corpus, tmp_path, capsys):
 
 def test_a_checkpoint_of_another_program_in_the_workdir(corpus, tmp_path):
     shutil.copytree(ROOT / 'tests/golden/t5x_t5_1_1_tiny/checkpoint_6', tmp_path / 'checkpoint_6')
-    with pytest.raises(ValueError, match='checkpoint_6 is not of a run of this program'):
+    with pytest.raises(
+        ValueError,
+        match='is not a run of this program; name another --workdir .checkpoint_6 is in it',
+    ):
         train.prepare(small_config(corpus), tmp_path)
 
 
@@ -241,7 +253,7 @@ def test_microbatches_to_fit_the_memory(corpus, tmp_path, monkeypatch, capsys):
     for n in (2, 4):
         config.train.num_microbatches = str(n)
         trainer, step, taken = train.compile_step(
-            config, MESH, train.microbatch_counts(config, MESH)
+            config, MESH, train.microbatch_counts(config, MESH), workdir.Console()
         )
         needs[taken] = train.memory_need(step, trainer)
     assert needs[2] > needs[4]
