@@ -25,7 +25,7 @@ import pytest
 import tensorstore as ts
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from paths_test import another_user
+from permissions import another_user
 
 import checkpoint
 
@@ -451,8 +451,8 @@ print('done')
 """
 
 
-def test_two_processes_save_one_process_restores(tmp_path):
-    open_to_all(tmp_path)
+def test_two_processes_save_one_process_restores(open_path):
+    tmp_path = open_path
     with socket.socket() as probe:
         probe.bind(('127.0.0.1', 0))
         address = f'127.0.0.1:{probe.getsockname()[1]}'
@@ -485,12 +485,6 @@ def test_two_processes_save_one_process_restores(tmp_path):
     assert_same(checkpoint.restore(tmp_path / 'run/checkpoint_6'), more)
     left = ['checkpoint_3', 'checkpoint_4.damaged-1', 'checkpoint_6']
     assert sorted(os.listdir(tmp_path / 'run')) == left
-
-
-def open_to_all(folder):
-    """Lets other users into a folder of pytest's."""
-    for parent in (folder, *folder.parents[:2]):
-        parent.chmod(0o755)
 
 
 # Whole or not at all
@@ -944,8 +938,8 @@ def test_no_run_starts_from_scratch_over_damage(tmp_path):
 @pytest.mark.parametrize(
     'closed', ['manifest.json', 'config.json', 'checkpoint', 'target.a', 'target.a/0.0', '.']
 )
-def test_what_may_not_be_read_is_not_damaged(tmp_path, closed):
-    open_to_all(tmp_path)
+def test_what_may_not_be_read_is_not_damaged(open_path, closed):
+    tmp_path = open_path
     tree = {'target/a': np.ones((2, 3), np.float32), 'state/step': np.int32(2)}
     directory = checkpoint.save(tmp_path, 2, tree, {'config.json': b'{}'})
     checkpoint.save(tmp_path, 1, {'state/step': np.int32(1)})
@@ -978,8 +972,8 @@ def test_a_disk_that_fails_is_no_damage(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ['checkpoint_2']
 
 
-def test_a_workdir_that_may_not_be_listed_is_not_empty(tmp_path):
-    open_to_all(tmp_path)
+def test_a_workdir_that_may_not_be_listed_is_not_empty(open_path):
+    tmp_path = open_path
     checkpoint.save(tmp_path / 'run', 2, {'state/step': np.int32(2)})
     (tmp_path / 'run').chmod(0o311)
     with another_user():

@@ -20,7 +20,7 @@ CACHE = pathlib.Path(tempfile.gettempdir(), f't5-haiku-tests-{os.getuid()}')
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(CACHE))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.5')
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
 
 import jax  # noqa: E402
 
@@ -29,6 +29,7 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 import functools  # noqa: E402
 import json  # noqa: E402
 
+import permissions  # noqa: E402
 import pytest  # noqa: E402
 
 import settings  # noqa: E402
@@ -70,3 +71,10 @@ def steps_are_compiled_once():
     train.make_trainer, train.compile_step = make_trainer_once, compile_step_once
     yield
     train.make_trainer, train.compile_step = make_trainer, compile_step
+
+
+@pytest.fixture
+def open_path():
+    """As tmp_path, but other users may enter it."""
+    with permissions.open_folder() as folder:
+        yield folder

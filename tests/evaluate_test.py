@@ -630,7 +630,6 @@ def test_the_command(tmp_path):
         ([f'--from={tmp_path}/nothing', f'--to={tmp_path}/x'], 'name a workdir, a checkpoint'),
         ([f'--from={T5X}', f'--to={tmp_path}/x', '--format=bin'], 'should be one of'),
         ([f'--from={T5X}', '--to=gs://bucket/x'], 'gs://bucket/x: write to a disk'),
-        (['--workdir=gs://bucket/x'], '--workdir=gs://bucket/x: name a folder on a disk'),
         ([f'--from=http://{T5X}', f'--to={tmp_path}/x'], 'gs:// and s3:// are read: download'),
     ]:
         result = main(*arguments)

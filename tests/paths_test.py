@@ -1,11 +1,11 @@
 """What users write for a path: every form means the same everywhere, or is refused in one line."""
 
-import contextlib
 import os
 import re
 from pathlib import Path
 
 import pytest
+from permissions import another_user
 
 import paths
 
@@ -24,19 +24,6 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('HOME', str(tmp_path / 'home'))
     return tmp_path
-
-
-@contextlib.contextmanager
-def another_user():
-    """Lets permissions count, which they do not for root."""
-    is_root = os.geteuid() == 0
-    if is_root:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        if is_root:
-            os.seteuid(0)
 
 
 class PathLike:
@@ -132,13 +119,15 @@ def test_schemes_have_their_remedies():
         paths.disk_path('gs://b/x')
 
 
-def test_what_cannot_be_seen_is_not_missing(here):
+def test_what_cannot_be_seen_is_not_missing(open_path):
+    here = open_path
+    (here / 'real').mkdir()
+    (here / 'file').write_text('content')
+    (here / 'dangling').symlink_to('nothing')
+    (here / 'loop').symlink_to('loop')
     (here / 'real/file').write_text('content')
     (here / 'real').chmod(0o700)
     (here / 'file').chmod(0)
-    here.chmod(0o755)
-    for folder in here.parents[:2]:  # pytest's, which only their owner may enter
-        folder.chmod(0o755)
     assert paths.own_file(here / 'real/file')
     with another_user():
         assert paths.is_file(here / 'file') and not paths.is_file(here / 'nothing')

@@ -1,5 +1,6 @@
 """A new run starts from a checkpoint: whole or in part, of any format, on any mesh."""
 
+import json
 import re
 import shutil
 
@@ -34,9 +35,9 @@ def tiny_config(path, corpus, steps=8, vocabulary='bytes', **restore):
 def start(config):
     """The state with which a run begins, as a checkpoint would have it, and what the run says of it."""
     trainer = train.make_trainer(config)
-    leaves, _, words = train.choose_initial(config, trainer)
-    state = train.restore(trainer, leaves, config.restore.dtype)
-    return jax.device_get(optimizer.to_t5x(*state)), words
+    begin = train.choose_initial(config, trainer)
+    state = train.restore(trainer, begin.leaves, config.restore.dtype)
+    return jax.device_get(optimizer.to_t5x(*state)), begin.description
 
 
 def initial(config):
@@ -62,7 +63,10 @@ def test_everything_of_T5X(corpus, tmp_path, capsys, mesh_shape):
     assert found.keys() == expected.keys() and found['state/step'] == 6
     assert_equal(found, expected)
     assert words == f'From step 6 of {T5X}, with the optimizer state'
-    (tmp_path / 'metrics.jsonl').write_text('{"step": 2}\n')  # of a run that never saved
+    # Of a run that never saved.
+    (tmp_path / 'metrics.jsonl').write_text('{"step": 2, "run": "train"}\n')
+    marker = json.loads(config.to_json()) | {'data_fingerprint': ''}
+    (tmp_path / 'config.json').write_text(json.dumps(marker))
     run(config, tmp_path)
     assert state_of(tmp_path, 8)['state/step'] == 8
     printed = capsys.readouterr().out
@@ -160,6 +164,7 @@ def test_the_vocabulary_comes_along(corpus, tmp_path, capsys):
     assert (second / model).read_bytes() == (first / model).read_bytes()
     stale = run(small_config(str(other), 1), tmp_path / 'stale')  # has trained one
     shutil.rmtree(stale / 'checkpoint_1')
+    (stale / 'metrics.jsonl').unlink()
     with pytest.raises(ValueError, match='vocabulary of restore.path is not .*stale/vocabulary'):
         train.prepare(config, stale)
     with pytest.raises(ValueError, match='name its own with data.vocabulary'):

@@ -1,16 +1,13 @@
 """The folder of a run: whose it is, whether it can hold checkpoints, what is printed."""
 
-import contextlib
 import json
 import os
-import pathlib
 import pty
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 
@@ -18,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 from end_to_end_test import ROOT, assert_same_run, corpus, metrics_of, run, small_config
+from permissions import another_user
 
 import checkpoint
 import evaluate
@@ -34,19 +32,6 @@ def finished(corpus, tmp_path_factory):
     config = small_config(corpus, steps=3)
     config.save.every_steps = 2
     return run(config, tmp_path_factory.mktemp('finished') / 'run')
-
-
-@contextlib.contextmanager
-def without_root():
-    """Root may read and write everything: be somebody else."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
 
 
 FOLDERS = {
@@ -103,22 +88,22 @@ def test_the_next_command_can_be_pasted(corpus, tmp_path, monkeypatch, capsys):
     assert "tensorboard '--logdir=my runs/x' shows the curves" in capsys.readouterr().out
 
 
-def test_a_folder_that_cannot_be_written_is_reported_before_the_first_step(corpus, monkeypatch):
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name, 'run')
-        folder.mkdir()
-        text = shutil.copy(corpus, name)
-        os.chmod(text, 0o644)
-        os.chmod(name, 0o755)
-        os.chmod(folder, 0o555)
-        monkeypatch.setattr(train, 'compile_step', None)  # what comes next
-        with pytest.raises(OSError, match='ermission denied.*run/lock'), without_root():
-            train.prepare(small_config(text), folder)
-        (folder / 'lock').touch()
-        (folder / 'lock').chmod(0o666)
-        with pytest.raises(OSError, match='cannot hold checkpoints .*ermission'), without_root():
-            workdir.check_saving(folder, num_bytes=1)
-        os.chmod(folder, 0o755)
+def test_a_folder_that_cannot_be_written_is_reported_before_the_first_step(
+    corpus, open_path, monkeypatch
+):
+    folder = open_path / 'run'
+    folder.mkdir()
+    text = shutil.copy(corpus, open_path)
+    os.chmod(text, 0o644)
+    os.chmod(folder, 0o555)
+    monkeypatch.setattr(train, 'compile_step', None)  # what comes next
+    with pytest.raises(OSError, match='ermission denied.*run/lock'), another_user():
+        train.prepare(small_config(text), folder)
+    (folder / 'lock').touch()
+    (folder / 'lock').chmod(0o666)
+    with pytest.raises(OSError, match='cannot hold checkpoints .*ermission'), another_user():
+        workdir.check_saving(folder, num_bytes=1)
+    os.chmod(folder, 0o755)
 
 
 FULL = """
