@@ -14,7 +14,7 @@ setup(
     ],
     extras_require={
         'test': ['mypy>=1.11', 'pytest>=8', 'pytest-xdist>=3.5', 'ruff>=0.9'],
-        'peers': ['torch>=2.6', 'transformers>=4.57'],  # tests compare with them
+        'peers': ['torch>=2.6', 'transformers>=4.57', 'seqio-nightly'],  # tests compare with them
         'tf': ['tensorflow-cpu>=2.20'],  # one test writes a checkpoint with it
         **{'gcs': ['etils[epath-gcs]>=1.12'], 's3': ['etils[epath-s3]>=1.12']},  # gs://, s3://
         **{'cuda': ['jax[cuda12]'], 'tpu': ['jax[tpu]']},

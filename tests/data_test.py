@@ -229,7 +229,7 @@ def random_texts_with_sentinels(pydoc, count=300):
 
 
 def test_texts_are_encoded_as_seqio_does(pydoc, model, vocabulary, tmp_path):
-    seqio = pytest.importorskip('seqio', reason='SeqIO is not installed: pip install seqio-nightly')
+    seqio = pytest.importorskip('seqio', reason="SeqIO is not installed: pip install -e '.[peers]'")
     (tmp_path / 'spiece.model').write_bytes(model)
     theirs = seqio.SentencePieceVocabulary(str(tmp_path / 'spiece.model'), extra_ids=100)
     texts = [text for text, *_ in SENTINELS_IN_TEXT] + [*random_texts_with_sentinels(pydoc)]

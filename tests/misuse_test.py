@@ -200,7 +200,7 @@ CONFIGS = {
     ),
     'half a config': Row(
         ['--config=mine.py'],
-        'model.vocab_size is missing',
+        ' is missing from the config: start from get_config() of configs/base.py',
         {
             'mine.py': 'from ml_collections import ConfigDict\n\ndef get_config():\n'
             '    return ConfigDict({"seed": 1})\n'

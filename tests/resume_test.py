@@ -266,7 +266,13 @@ def test_microbatches_to_fit_the_memory(corpus, tmp_path, monkeypatch, capsys):
     run(config, tmp_path)
     assert 'takes 4' in capsys.readouterr().out
     assert json.loads((tmp_path / 'config.json').read_text())['train']['num_microbatches'] == '4'
-    monkeypatch.setattr(train, 'memory_limit', lambda mesh: 1)
+    state = train.state_bytes(train.make_trainer(config))
+    monkeypatch.setattr(train, 'memory_limit', lambda mesh: state - 1)
+    with pytest.raises(
+        ValueError, match='optimizer state take .*: use more devices or a smaller model'
+    ):
+        train.prepare(config, tmp_path / 'other')
+    monkeypatch.setattr(train, 'memory_limit', lambda mesh: state + 1)
     with pytest.raises(ValueError, match='use more devices or a smaller train.batch_size'):
         train.prepare(config, tmp_path / 'other')
     for asked in ('3', '0', 'many'):
