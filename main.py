@@ -176,13 +176,17 @@ def expand_home(argument: str) -> str:
 
 
 def config_file(argv: list[str]) -> str | None:
-    """Return the file that `--config=FILE[:ARG]` or `--config FILE[:ARG]` names last."""
-    file = None
+    """Return the file that `--config=FILE[:ARG]` or `--config FILE[:ARG]` names. ValueError for two of them."""
+    files = []
     for argument, following in zip(argv, [*argv[1:], ''], strict=True):
         name, separator, value = argument.partition('=')
         if name in ('--config', '-config'):
-            file = value if separator else following
-    return file.partition(':')[0] if file is not None else None
+            files.append(value if separator else following)
+    if len(files) > 1:
+        raise ValueError(
+            f'--config is given {len(files)} times ({", ".join(files)}): give one file'
+        )
+    return files[0].partition(':')[0] if files else None
 
 
 def check_config_file(file: str) -> None:

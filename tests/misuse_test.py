@@ -230,6 +230,7 @@ CONFIGS = {
 }  # fmt: skip
 FLAGS = {
     'typo': Row(['--confg=x'], 'Did you mean: config'),
+    'two configs': Row([TINY, TINY, '--config.seed=1'], '--config is given 2 times'),
     'word': Row([TINY, 'train'], "'train' is no flag"),
     'mode': Row([TINY, '--mode=trian'], '<train|convert>'),
     'format': Row(['--mode=convert', '--from=x', '--to=y', '--format=bin'], '<t5x|hf>'),
