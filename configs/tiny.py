@@ -2,7 +2,7 @@
 
     python main.py --config=configs/tiny.py
 
-Two cores, about two minutes. Mirrors no published run: it shows within a cup of tea that everything
+Two cores, two to six minutes. Mirrors no published run: it shows within a cup of tea that everything
 works, on real English text that every machine with Python has.
 """
 
