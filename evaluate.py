@@ -33,7 +33,6 @@ import paths
 
 SEGMENTS = ('encoder_segment_ids', 'decoder_segment_ids')
 UNREAD = ('decoder_loss_weights', 'encoder_positions', 'decoder_positions')  # T5X's other features
-VOCABULARIES = ('vocabulary.model', 'spiece.model', 'sentencepiece.model')  # names of its file
 DTYPES = ('float32', 'bfloat16', 'float16', '')  # of restored parameters; '' is as stored
 MAX_LENGTH = 2**15  # of an answer; a larger cache of keys and values fits no device
 SEQUENCES = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
@@ -327,7 +326,7 @@ def find_vocabulary(directory: Any, name: str | Path | None = None) -> Any:
         file = place if paths.is_file(place) else place.is_dir() and vocabulary_file(place)
         if not file:
             raise ValueError(
-                f"vocabulary={str(name)!r}: no file, nor a folder with {' or '.join(VOCABULARIES)}, nor 'bytes'"
+                f"vocabulary={str(name)!r}: no file, nor a folder with {' or '.join(data.VOCABULARY_NAMES)}, nor 'bytes'"
             )
         if isinstance(file, Path):
             paths.check_not_lfs(file)  # a link of the user's own may lead anywhere
@@ -349,7 +348,7 @@ def vocabulary_file(directory: Any) -> Any:
     folders = [directory]
     if directory.name.startswith('checkpoint_') or not directory.is_dir():
         folders.append(directory.parent)
-    files = [folder / name for folder in folders for name in VOCABULARIES]
+    files = [folder / name for folder in folders for name in data.VOCABULARY_NAMES]
     return next((file for file in files if paths.is_file(file)), None)
 
 

@@ -116,13 +116,13 @@ def prepare(config: Any, folder: str | Path) -> Run:
     workdir.check_is_run(folder)
     console = workdir.Console()
     trainer = make_trainer(config)
-    microbatch_counts(config, trainer.mesh)
+    counts = microbatch_counts(config, trainer.mesh)
     data.check_task(config.data.task)
     with console.working('Reading the text'):
         source = data.open_source(config.data)
     lock = workdir.lock(folder)
     try:
-        return prepare_locked(config, folder, console, trainer, source, lock)
+        return prepare_locked(config, folder, console, trainer, counts, source, lock)
     except BaseException:
         lock.close()
         raise
@@ -133,6 +133,7 @@ def prepare_locked(
     folder: Path,
     console: workdir.Console,
     trainer: Trainer,
+    counts: list[int],
     source: data.Source,
     lock: IO,
 ) -> Run:
@@ -166,9 +167,9 @@ def prepare_locked(
         console.line(
             f'{start.description}; compiling, then a line every {config.log.every_steps} steps.'
         )
+        check_state_fits(trainer)
         began = time.monotonic()
         with console.working('Compiling'):
-            counts = microbatch_counts(config, mesh)
             trainer, train_step, num_microbatches = compile_step(config, mesh, counts, console)
         console.line(f'Compiled in {time.monotonic() - began:.1f} s.')
     with console.working('Restoring' if start.leaves else 'Initializing'):
@@ -318,12 +319,6 @@ def compile_step(
     """
     asked = config.train.num_microbatches
     limit = memory_limit(mesh)
-    least = state_bytes(make_trainer(config)) / mesh.size
-    if least > limit:
-        raise ValueError(
-            f'parameters and optimizer state take {least / 2**30:,.1f} GiB of a device, which has '
-            f'{limit / 2**30:,.1f}: use more devices or a smaller model'
-        )
     tried = 0
     needs: list[float] = []  # bytes, of each count that was compiled
     for n in counts:
@@ -350,6 +345,17 @@ def compile_step(
             f'train.num_microbatches=auto: {comparison}; so it takes {tried}, to the same gradients.'
         )
     return trainer, train_step, tried
+
+
+def check_state_fits(trainer: Trainer) -> None:
+    """Raise ValueError where parameters and optimizer state alone are larger than the memory: no step is tried."""
+    limit = memory_limit(trainer.mesh)
+    need = state_bytes(trainer) / trainer.mesh.size
+    if need > limit:
+        raise ValueError(
+            f'parameters and optimizer state take {need / 2**30:,.1f} GiB of a device, which has '
+            f'{limit / 2**30:,.1f}: use more devices or a smaller model'
+        )
 
 
 def step_shapes(config: Any, trainer: Trainer) -> tuple[TrainState, dict]:
