@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import google_crc32c
 import jax
@@ -33,7 +33,6 @@ import numpy as np
 import tensorstore as ts
 from jax.experimental import multihost_utils
 
-import convert
 import paths
 
 VERSION = 3  # in 2 bfloat16 arrays lay as uint16; else they are alike
@@ -53,6 +52,27 @@ RUN_FILES = ('lock', 'metrics.jsonl', 'model-info.txt')  # of a workdir
 UNFINISHED = re.compile(r'checkpoint_[0-9]+\.tmp-([0-9]+|deleted)')
 POINTER_BYTES = 200  # of git-lfs, at most
 Shapes = dict[str, tuple[int, ...]]
+
+
+class LazyArray(Protocol):
+    """A large array of a checkpoint's index, which is read later."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    def read(self) -> np.ndarray:
+        """Return the whole array in its stored dtype."""
+        ...
+
+
+def read_leaf(leaf: Any) -> Any:
+    """Return the array that a leaf of a checkpoint's index is, or reads."""
+    if isinstance(leaf, np.ndarray | np.generic | jax.Array):
+        return leaf
+    return leaf.read()
 
 
 class Damaged(ValueError):
@@ -105,7 +125,9 @@ class Saver:
         copies = list(self._pool.map(_copy_shards, [tree[path] for path in specs], dtypes))
         # All is queued now: even an interpreter that exits does it first. What has yet to be read comes one
         # array after the other, for the memory's sake.
-        is_read = not any(hasattr(leaf, 'read') for leaf in tree.values())
+        is_read = all(
+            isinstance(leaf, np.ndarray | np.generic | jax.Array) for leaf in tree.values()
+        )
         write: Any = self._pool.map if is_read else map
         written = write(_write_array, itertools.repeat(tmp), specs.values(), copies)
         files = {**files, 'checkpoint': packed}
@@ -185,7 +207,7 @@ def restore(
 
     def read(path):
         leaf, sharding = index[path], shardings.get(path)
-        array = leaf.open() if isinstance(leaf, ZarrEntry) else ts.array(convert.read_leaf(leaf))
+        array = leaf.open() if isinstance(leaf, ZarrEntry) else ts.array(read_leaf(leaf))
         if dtype and path.startswith('target/'):
             array = ts.cast(array, ts.dtype(dtype))
         if sharding is None:
@@ -204,14 +226,8 @@ def read_index(path: str | Path) -> dict[str, Any]:
     folder) or a Hugging Face folder. A leaf is an array if it is small, else it has `shape`, `dtype` and
     `read()`."""
     directory = paths.to_path(path)
-    if prefix := convert.mesh_tf_prefix(directory):
-        return dict(convert.mesh_tf_index(prefix))
-    if convert.is_hugging_face(directory):
-        return dict(convert.hugging_face_index(directory)[1])
     is_alone = paths.is_file(directory)
     file = directory if is_alone else directory / 'checkpoint'
-    if is_alone:
-        convert.check_not_weights(file)
     for other in ('_METADATA', '_CHECKPOINT_METADATA', 'checkpoint_*/_CHECKPOINT_METADATA'):
         for found in directory.glob(other):
             raise ValueError(f'{found.parent} has the layout of Orbax: {NATIVE}')
@@ -226,14 +242,14 @@ def read_index(path: str | Path) -> dict[str, Any]:
         leaves = {path: x if hasattr(x, 'shape') else np.asarray(x) for path, x in leaves.items()}
     except DAMAGE as error:
         folder = file.parent
-        if is_alone and ((folder / 'checkpoint').is_file() or convert.is_hugging_face(folder)):
+        if is_alone and ((folder / 'checkpoint').is_file()):
             rule = f'it is one file of a checkpoint: name its folder, {folder}'
         else:
             rule = f'name {FORMS}; {NATIVE}'
         raise ValueError(f'{file} is no T5X index ({error}): {rule}') from error
     if (version := top.get('version', 0)) not in (2, VERSION):
         raise ValueError(f'{file} has version {version}, not 2 or {VERSION}; {NATIVE}')
-    return convert.unstack(leaves)
+    return leaves
 
 
 def _nothing_there(directory):
@@ -358,7 +374,7 @@ def _faults(directory):
     is_ours = any(paths.is_file(directory / name) for name in OURS)
     if not has_index and not _numbers([directory]):  # a config.json alone makes no checkpoint
         is_ours = paths.is_file(directory / MANIFEST)
-    if not is_ours or convert.mesh_tf_prefix(directory) or convert.is_hugging_face(directory):
+    if not is_ours:
         return [Fault('unknown', '')]
     try:
         content = (directory / MANIFEST).read_bytes()
@@ -546,7 +562,7 @@ def _index_leaf(path, array, dtype):
     is_parameter = path.startswith('target/')
     is_small = np.shape(array) in ((), (1,)) or path.endswith(('/v_row', '/v_col'))
     if is_small and not is_parameter:
-        array = convert.read_leaf(array)
+        array = read_leaf(array)
         if isinstance(array, jax.Array):  # whole, though it may be split over processes
             array = multihost_utils.process_allgather(array, tiled=True)
         content = (array.shape, array.dtype.name, np.asarray(array).tobytes())
@@ -577,7 +593,9 @@ def _copy_shards(array, dtype):
         shards = [s for s in array.addressable_shards if s.replica_id == 0]
         return [(s.index, np.array(s.data, dtype)) for s in shards]
     whole = (slice(None),) * len(array.shape)
-    copy = array if hasattr(array, 'read') else np.array(array, dtype)
+    copy = (
+        np.array(array, dtype) if isinstance(array, np.ndarray | np.generic | jax.Array) else array
+    )
     return [(whole, copy)] if jax.process_index() == 0 else []
 
 
@@ -586,7 +604,7 @@ def _write_array(directory, spec, shards):
     folder, metadata = spec['kvstore']['path'], spec['metadata']
     kvstore = paths.to_kvstore(directory / folder)
     store = ts.open({**spec, 'kvstore': kvstore}, create=True, open=True).result()
-    for write in [store[index].write(convert.read_leaf(data)) for index, data in shards]:
+    for write in [store[index].write(read_leaf(data)) for index, data in shards]:
         write.result()
     names = ['.zarray'] if jax.process_index() == 0 else []
     for index, _ in shards:

@@ -55,10 +55,10 @@ def main(argv: list[str]) -> int:
     try:
         config = parse(argv)
         if FLAGS.mode == 'convert':
-            import evaluate
+            import convert
 
             source: Any = FLAGS['from'].value
-            print(evaluate.convert_checkpoint(source, FLAGS.to, FLAGS.format))
+            print(convert.convert_checkpoint(source, FLAGS.to, FLAGS.format))
             return 0
         import train  # after the flags, so that a wrong one is reported before JAX starts
 

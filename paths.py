@@ -4,11 +4,15 @@ Every flag, setting and argument that takes a path goes through `to_path` or `di
 links, spaces and a trailing slash mean the same everywhere. Imports nothing of ours.
 """
 
+import contextlib
 import errno
 import importlib
+import json
 import os
 import posixpath
 import stat
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +185,56 @@ def _bucket_path(name: str, scheme: str) -> Any:
             f'{name} cannot be listed ({cause}): correct its name or rights'
         ) from error
     return path
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    file = own_file(file)
+    try:
+        content = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f'{file} cannot be read ({error}): copy the folder again') from error
+    if not isinstance(content, dict):
+        raise ValueError(f'{file} holds no JSON object: copy the folder again')
+    return content
+
+
+def check_new(folder: Path) -> None:
+    """Raise ValueError where no folder can be made, nor written into: at, below or behind what is none."""
+    for place in (folder, *folder.parents):
+        if place.is_symlink() and not place.exists():
+            raise ValueError(
+                f'{folder} cannot be written: {place} is a link to nothing: remove it or name another folder'
+            )
+        if place.exists() and not place.is_dir():
+            raise ValueError(f'{folder} cannot be written: {place} is a file: name another folder')
+
+
+@contextlib.contextmanager
+def unfinished(folder: Path) -> Iterator[Path]:
+    """Yield a new folder on the disk of `folder`, to be renamed to it when all is written.
+
+    At the end what is left of it is removed and, after an error, every folder that was made for it.
+    """
+    made = [parent for parent in folder.parents if not parent.exists()]
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        prefix = f'{folder.name[:50]}.tmp-'
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix) as tmp:
+            whole = Path(tmp, 'whole')  # which, unlike `tmp`, everybody may read
+            whole.mkdir()
+            yield whole
+    except BaseException:
+        for parent in made:
+            with contextlib.suppress(OSError):  # such as somebody else's files in it
+                parent.rmdir()
+        raise
+
+
+def replace_file(file: Path, content: bytes) -> None:
+    """Write all of `file` or nothing: a reader finds the old content or the new one, even after a crash."""
+    unfinished = file.with_name(f'.{file.name}.unfinished')
+    with unfinished.open('wb') as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    unfinished.replace(file)

@@ -13,7 +13,7 @@ setup(
         *('tensorstore>=0.1.71', 'google-crc32c>=1.5', 'ml-dtypes>=0.5', 'safetensors>=0.4.3'),
     ],
     extras_require={
-        'test': ['mypy>=1.11', 'pytest>=8', 'pytest-xdist>=3.5', 'ruff>=0.9'],
+        'test': ['chex>=0.1.90', 'mypy>=1.11', 'pytest>=8', 'pytest-xdist>=3.5', 'ruff>=0.9'],
         'peers': ['torch>=2.6', 'transformers>=4.57', 'seqio-nightly'],  # tests compare with them
         'tf': ['tensorflow-cpu>=2.20'],  # one test writes a checkpoint with it
         **{'gcs': ['etils[epath-gcs]>=1.12'], 's3': ['etils[epath-s3]>=1.12']},  # gs://, s3://

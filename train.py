@@ -29,6 +29,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import checkpoint
+import convert
 import data
 import evaluate
 import loss
@@ -37,7 +38,9 @@ import optimizer
 import partition
 import paths
 import settings
+import sources
 import workdir
+from vocabulary import Vocabulary, find_vocabulary, find_vocabulary_of_run
 
 # Settings that may change when a run goes on. Files and vocabulary may move: their contents are compared.
 MAY_CHANGE = (
@@ -84,9 +87,9 @@ class Run(NamedTuple):
     lock: IO  # while it is open, nobody else uses the workdir
     mesh: Mesh
     train_step: Any  # compiled; None where the run is finished
-    source: data.Source
+    source: sources.Source
     stream: data.Stream
-    vocabulary: data.Vocabulary
+    vocabulary: Vocabulary
     evaluation: evaluate.Evaluation
     evaluation_is_due: bool  # of the step it goes on from, where a signal ended it
     first_step: int  # steps taken before
@@ -119,7 +122,7 @@ def prepare(config: Any, folder: str | Path) -> Run:
     counts = microbatch_counts(config, trainer.mesh)
     data.check_task(config.data.task)
     with console.working('Reading the text'):
-        source = data.open_source(config.data)
+        source = sources.open_source(config.data)
     lock = workdir.lock(folder)
     try:
         return prepare_locked(config, folder, console, trainer, counts, source, lock)
@@ -134,7 +137,7 @@ def prepare_locked(
     console: workdir.Console,
     trainer: Trainer,
     counts: list[int],
-    source: data.Source,
+    source: sources.Source,
     lock: IO,
 ) -> Run:
     """The part of `prepare` that reads and writes in the workdir."""
@@ -142,7 +145,7 @@ def prepare_locked(
     with console.working('Verifying the newest checkpoint'):
         start = find_start(config, folder, trainer, console)
     with console.working('Preparing the vocabulary'):
-        vocabulary = data.find_vocabulary(
+        vocabulary = find_vocabulary_of_run(
             config.data, folder, source, config.model.vocab_size, start.vocabulary_model
         )
     resolved = json.loads(config.to_json())
@@ -205,7 +208,7 @@ def prepare_locked(
 
 
 def open_stream(
-    config: Any, mesh: Mesh, source: data.Source, vocabulary: data.Vocabulary, split: str
+    config: Any, mesh: Mesh, source: sources.Source, vocabulary: Vocabulary, split: str
 ) -> data.Stream:
     """Return this process's rows of the batches of a split: training without end, validation once."""
     return data.Stream(
@@ -221,16 +224,16 @@ def open_stream(
 
 
 def write_run_files(
-    folder: Path, resolved: Mapping, vocabulary: data.Vocabulary, trainer: Trainer
+    folder: Path, resolved: Mapping, vocabulary: Vocabulary, trainer: Trainer
 ) -> None:
     """Write what a run leaves in its workdir before its first step."""
     # First, because it marks the folder as a run of this program.
-    workdir.replace_file(folder / 'config.json', json.dumps(resolved, indent=1).encode())
+    paths.replace_file(folder / 'config.json', json.dumps(resolved, indent=1).encode())
     if vocabulary.model:
-        workdir.replace_file(folder / 'vocabulary.model', vocabulary.model)
+        paths.replace_file(folder / 'vocabulary.model', vocabulary.model)
     shapes = optimizer.to_t5x(*trainer.shapes)
     info = workdir.model_info(shapes, optimizer.to_t5x(*trainer.specs))
-    workdir.replace_file(folder / 'model-info.txt', info.encode())
+    paths.replace_file(folder / 'model-info.txt', info.encode())
 
 
 def find_start(config: Any, folder: Path, trainer: Trainer, console: workdir.Console) -> Start:
@@ -257,7 +260,7 @@ def find_start(config: Any, folder: Path, trainer: Trainer, console: workdir.Con
     )
 
 
-def compare_settings(directory: Path, resolved: Mapping, source: data.Source) -> None:
+def compare_settings(directory: Path, resolved: Mapping, source: sources.Source) -> None:
     """Raise ValueError that lists what may not change when a run goes on from a checkpoint, and has.
 
     `resolved`: the content of config.json today. Of files the content counts, not the name.
@@ -274,7 +277,7 @@ def compare_settings(directory: Path, resolved: Mapping, source: data.Source) ->
     if other_text:
         file = directory / 'data_files.json'
         old_files = json.loads(file.read_bytes()) if file.exists() else None
-        changes_of_text = data.describe_changes(old_files, source.files_as_json())
+        changes_of_text = sources.describe_changes(old_files, source.files_as_json())
         raise ValueError(f'{directory.parent} holds a run on other text: {changes_of_text}')
 
 
@@ -369,7 +372,8 @@ def step_shapes(config: Any, trainer: Trainer) -> tuple[TrainState, dict]:
 
     state = jax.tree.map(shape_of, trainer.shapes, state_shardings)
     lengths = dict.fromkeys(
-        (*evaluate.SEQUENCES, 'decoder_loss_weights'), config.data.lengths.targets
+        ('decoder_input_tokens', 'decoder_target_tokens', 'decoder_loss_weights'),
+        config.data.lengths.targets,
     )
     lengths['encoder_input_tokens'] = config.data.lengths.inputs
     batch = {}
@@ -737,7 +741,7 @@ def choose_initial(config: Any, trainer: Trainer) -> Start:
         return Start(
             step=0, is_resumed=False, leaves={}, vocabulary_model=b'', description='From scratch'
         )
-    directory, index, _ = evaluate.find_checkpoint(path)
+    directory, index, _ = convert.find_checkpoint(path)
     expected = state_shapes(trainer)
     if not any(map(is_slot, index)):  # nor then the step
         expected = only_parameters(expected)
@@ -760,7 +764,7 @@ def choose_initial(config: Any, trainer: Trainer) -> Start:
             f'restore.path={path} has taken {step:,} of {config.train.steps:,}: set more train.steps, or '
             "restore.only='target/.*', which starts at step 0"
         )
-    vocabulary = evaluate.find_vocabulary(directory)
+    vocabulary = find_vocabulary(directory)
     model_file = vocabulary.model if vocabulary else b''
     if not config.data.vocabulary and not model_file:
         raise ValueError(
@@ -870,7 +874,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def introduction(
-    config: Any, mesh: Mesh, source: data.Source, vocabulary: data.Vocabulary
+    config: Any, mesh: Mesh, source: sources.Source, vocabulary: Vocabulary
 ) -> list[str]:
     """Return the first lines of a run: its model, devices and data."""
     lines = []

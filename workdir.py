@@ -31,6 +31,7 @@ import tensorboard.summary
 from jax.experimental import multihost_utils
 
 import checkpoint
+import paths
 
 # What a run writes into its workdir. A folder that holds one of these is a run of ours, or is left alone.
 NAMES = (
@@ -192,16 +193,6 @@ def compare_settings(old: Mapping, new: Mapping, may_change: tuple[str, ...]) ->
     return changes
 
 
-def replace_file(file: Path, content: bytes) -> None:
-    """Write all of `file` or nothing: a reader finds the old content or the new one, even after a crash."""
-    unfinished = file.with_name(f'.{file.name}.unfinished')
-    with unfinished.open('wb') as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    unfinished.replace(file)
-
-
 def read_metrics(workdir: Path) -> list[dict]:
     """Return the lines of metrics.jsonl, without those that a crash has cut."""
     file = workdir / 'metrics.jsonl'
@@ -229,7 +220,7 @@ class Metrics:
             return
         kept = [line for line in read_metrics(workdir) if line['step'] <= first_step]
         file = workdir / 'metrics.jsonl'
-        replace_file(file, ''.join(json.dumps(line) + '\n' for line in kept).encode())
+        paths.replace_file(file, ''.join(json.dumps(line) + '\n' for line in kept).encode())
         self.file = file.open('a', buffering=1)
 
     def write(self, name: str, step: int, values: Mapping[str, float]) -> None:

@@ -35,7 +35,8 @@ from ml_collections import config_flags
 
 import checkpoint
 import convert
-import evaluate
+import hugging_face
+import infer
 import model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,7 +91,7 @@ def peak_bytes() -> int:
 def load(source: Path, parameters: Mapping) -> tuple[float, int]:
     """(seconds, peak) of opening it. ValueError unless all arrays are those that were written."""
     start = time.perf_counter()
-    arrays = jax.block_until_ready(evaluate.load(source).arrays)
+    arrays = jax.block_until_ready(infer.load(source).arrays)
     seconds = time.perf_counter() - start
     for x in arrays.values():
         x.sum().block_until_ready()
@@ -104,7 +105,7 @@ def load(source: Path, parameters: Mapping) -> tuple[float, int]:
 def convert_to(form: str, source: Path, target: Path) -> tuple[float, int]:
     """(seconds, peak)."""
     start = time.perf_counter()
-    evaluate.convert_checkpoint(source, target, form)
+    convert.convert_checkpoint(source, target, form)
     return time.perf_counter() - start, peak_bytes()
 
 
@@ -132,7 +133,7 @@ def write_mesh_tf(folder: Path, config: model.T5Config, parameters: Mapping) -> 
     from convert_test import masked, proto, table  # its `bundle` holds all in memory
 
     folder.mkdir()
-    prefix, names = folder / 'model.ckpt-0', convert.hugging_face_names(config)
+    prefix, names = folder / 'model.ckpt-0', hugging_face.parameter_names(config)
     entries = {b'': proto((1, NUM_SHARDS), (3, proto((1, 1))))}
     for i, (path, parameter) in enumerate(parameters.items()):
         x, shard = parameter.read(), i % NUM_SHARDS
@@ -158,7 +159,7 @@ def mesh_tf_name(name: str) -> str:
 FORMATS: dict[str, Callable] = {
     't5x': write_t5x,
     'mesh_tf': write_mesh_tf,
-    'hf': convert.write_hugging_face,
+    'hf': hugging_face.write,
 }
 
 

@@ -23,6 +23,8 @@ import numpy as np
 import pytest
 
 import data
+import sources
+import vocabulary as vocabularies
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'seqio_t5'
 ORACLES = pathlib.Path(__file__).parents[1].parent / 'shared' / 'testdata' / 'seqio_t5'
@@ -65,17 +67,17 @@ def make_config(**changes):
 
 @pytest.fixture(scope='session')
 def pydoc():
-    return data.open_source(make_config())
+    return sources.open_source(make_config())
 
 
 @pytest.fixture(scope='session')
 def model(pydoc):
-    return data.train_vocabulary([text for _, text in documents_of(pydoc)[::10]], 1000)
+    return vocabularies.train_vocabulary([text for _, text in documents_of(pydoc)[::10]], 1000)
 
 
 @pytest.fixture(scope='session')
 def vocabulary(model):
-    return data.SentencePieceVocabulary(model)
+    return vocabularies.SentencePieceVocabulary(model)
 
 
 @pytest.fixture(scope='session')
@@ -100,8 +102,8 @@ def uncorrupt(inputs, targets, sentinels):
 
 
 def without_eos(row):
-    tokens = [int(token) for token in row if token != data.PAD_ID]
-    assert tokens[-1] == data.EOS_ID and data.EOS_ID not in tokens[:-1]
+    tokens = [int(token) for token in row if token != vocabularies.PAD_ID]
+    assert tokens[-1] == vocabularies.EOS_ID and vocabularies.EOS_ID not in tokens[:-1]
     return tokens[:-1]
 
 
@@ -117,7 +119,7 @@ LFS_POINTER = b'version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7
 
 def check_vocabulary_case(vocabulary, case):
     assert vocabulary.size == case['vocab_size']
-    assert (data.PAD_ID, data.EOS_ID, data.UNK_ID) == (
+    assert (vocabularies.PAD_ID, vocabularies.EOS_ID, vocabularies.UNK_ID) == (
         case['pad_id'],
         case['eos_id'],
         case['unk_id'],
@@ -134,7 +136,7 @@ def test_sentencepiece_vocabulary_matches_seqio(oracle_vocabulary):
     assert len(cases) == 3
     for case in cases:
         check_vocabulary_case(
-            data.SentencePieceVocabulary(oracle_vocabulary, case['extra_ids']), case
+            vocabularies.SentencePieceVocabulary(oracle_vocabulary, case['extra_ids']), case
         )
 
 
@@ -142,12 +144,12 @@ def test_byte_vocabulary_matches_seqio():
     cases = [case for case in golden('vocab') if case['vocab'] == 'byte']
     assert len(cases) == 2
     for case in cases:
-        check_vocabulary_case(data.ByteVocabulary(case['extra_ids']), case)
+        check_vocabulary_case(vocabularies.ByteVocabulary(case['extra_ids']), case)
 
 
 def test_extra_ids_count_down_from_the_end(model):
-    plain = data.SentencePieceVocabulary(model, extra_ids=0)
-    vocabulary = data.SentencePieceVocabulary(model)
+    plain = vocabularies.SentencePieceVocabulary(model, extra_ids=0)
+    vocabulary = vocabularies.SentencePieceVocabulary(model)
     assert (plain.size, vocabulary.size, vocabulary.num_extra_ids) == (1000, 1100, 100)
     assert plain.model == vocabulary.model == model and plain.hash != vocabulary.hash
     text = 'the <extra_id_0> of a <extra_id_99> string <extra_id_1>s'
@@ -162,8 +164,8 @@ def test_extra_ids_count_down_from_the_end(model):
 
 
 def test_baked_in_extra_ids_are_not_doubled(model):
-    own = data.SentencePieceVocabulary(model)
-    baked = data.SentencePieceVocabulary(own._processor.serialized_model_proto())
+    own = vocabularies.SentencePieceVocabulary(model)
+    baked = vocabularies.SentencePieceVocabulary(own._processor.serialized_model_proto())
     assert (baked.size, baked.num_extra_ids) == (1100, 100)
     text = ['a <extra_id_5> b']
     assert baked.encode(text) == own.encode(text)
@@ -251,7 +253,7 @@ def test_glued_sentinels_are_those_of_transformers(pydoc, model, vocabulary, tmp
 
 
 def test_bytes_know_no_sentinels_in_text():
-    vocabulary = data.ByteVocabulary(100)
+    vocabulary = vocabularies.ByteVocabulary(100)
     text = 'a<extra_id_0> <extra_id_1>'
     assert vocabulary.encode([text]) == vocabulary.encode([text], glued_sentinels=True)
     assert vocabulary.decode(vocabulary.encode([text])[0]) == text
@@ -260,8 +262,10 @@ def test_bytes_know_no_sentinels_in_text():
 def test_decode_undoes_encode(pydoc, vocabulary):
     texts = [text for _, text in documents_of(pydoc)[:200] if text.isascii()]
     for text, ids in zip(texts, vocabulary.encode(texts), strict=True):
-        assert data.UNK_ID in ids or vocabulary.decode(ids + [data.EOS_ID, 5]) == text
-    byte = data.ByteVocabulary()
+        assert (
+            vocabularies.UNK_ID in ids or vocabulary.decode(ids + [vocabularies.EOS_ID, 5]) == text
+        )
+    byte = vocabularies.ByteVocabulary()
     assert [byte.decode(ids) for ids in byte.encode(texts)] == texts
 
 
@@ -270,26 +274,30 @@ def test_training_gives_the_same_model_on_any_number_of_cores(pydoc, model):
     cores = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(cores)})
-        assert data.train_vocabulary(texts, 1000) == model
+        assert vocabularies.train_vocabulary(texts, 1000) == model
     finally:
         os.sched_setaffinity(0, cores)
 
 
 def test_training_uses_long_lines_and_gives_fewer_pieces_for_a_small_corpus():
     long_line = ' '.join(['walking', 'talking', 'singing', 'bringing'] * 1000 + ['XYZ'] * 1000)
-    vocabulary = data.SentencePieceVocabulary(data.train_vocabulary([long_line], 32000), 0)
+    vocabulary = vocabularies.SentencePieceVocabulary(
+        vocabularies.train_vocabulary([long_line], 32000), 0
+    )
     assert 10 < vocabulary.size < 100
-    assert data.UNK_ID not in vocabulary.encode([long_line])[0]
+    assert vocabularies.UNK_ID not in vocabulary.encode([long_line])[0]
     with pytest.raises(ValueError, match='num_pieces=3'):
-        data.train_vocabulary(['some letters'], 3)
+        vocabularies.train_vocabulary(['some letters'], 3)
     with pytest.raises(ValueError, match='num_pieces=100'):
-        data.train_vocabulary([], 100)
+        vocabularies.train_vocabulary([], 100)
 
 
 def test_training_reads_the_beginning_of_a_long_document(monkeypatch):
-    monkeypatch.setattr(data, 'SAMPLE_CHARACTERS', 3000)
+    monkeypatch.setattr(vocabularies, 'SAMPLE_CHARACTERS', 3000)
     text = 'some words ' * 300
-    assert data.train_vocabulary([text + 'z' * 5000], 20) == data.train_vocabulary([text], 20)
+    assert vocabularies.train_vocabulary([text + 'z' * 5000], 20) == vocabularies.train_vocabulary(
+        [text], 20
+    )
 
 
 def test_find_vocabulary(tmp_path, pydoc, model):
@@ -298,26 +306,28 @@ def test_find_vocabulary(tmp_path, pydoc, model):
     folder = tmp_path / 'published'
     folder.mkdir()
     (folder / 'spiece.model').write_bytes(model)
-    byte = data.find_vocabulary(
+    byte = vocabularies.find_vocabulary_of_run(
         make_config(vocabulary='bytes', extra_ids=0), str(workdir), pydoc, 384
     )
     assert (byte.size, byte.model) == (259, b'')
 
-    trained = data.find_vocabulary(make_config(), str(workdir), pydoc, 32128)
+    trained = vocabularies.find_vocabulary_of_run(make_config(), str(workdir), pydoc, 32128)
     assert not workdir.exists()
     workdir.mkdir()
     (workdir / 'vocabulary.model').write_bytes(trained.model)
-    kept = data.find_vocabulary(make_config(), str(workdir), None, 32128)
+    kept = vocabularies.find_vocabulary_of_run(make_config(), str(workdir), None, 32128)
     assert (kept.model, kept.hash) == (trained.model, trained.hash)
     with pytest.raises(ValueError, match='own.model.*is not .*vocabulary.model: use that'):
-        data.find_vocabulary(make_config(vocabulary=str(model_file)), str(workdir), pydoc, 32128)
+        vocabularies.find_vocabulary_of_run(
+            make_config(vocabulary=str(model_file)), str(workdir), pydoc, 32128
+        )
 
     for path in (model_file, folder):
         config = make_config(vocabulary=str(path))
-        found = data.find_vocabulary(config, str(tmp_path / path.stem), pydoc, 32128)
+        found = vocabularies.find_vocabulary_of_run(config, str(tmp_path / path.stem), pydoc, 32128)
         assert found.model == model and not (tmp_path / path.stem / 'vocabulary.model').exists()
-    hashes = {data.SentencePieceVocabulary(model, n).hash for n in (0, 100)}
-    assert len(hashes | {kept.hash, byte.hash, data.ByteVocabulary(100).hash}) == 5
+    hashes = {vocabularies.SentencePieceVocabulary(model, n).hash for n in (0, 100)}
+    assert len(hashes | {kept.hash, byte.hash, vocabularies.ByteVocabulary(100).hash}) == 5
 
 
 def test_the_folders_that_hold_a_vocabulary(tmp_path, model, monkeypatch):
@@ -330,19 +340,24 @@ def test_the_folders_that_hold_a_vocabulary(tmp_path, model, monkeypatch):
     (run / 'vocabulary.model').write_bytes(model)
     for name in (f'{run}', f'{run}/', f'{run}/checkpoint_800', '~/run', f'{run}/other/..'):
         config = make_config(vocabulary=name)
-        assert data.find_vocabulary(config, tmp_path / 'new', None, 32128).model == model
-        assert data.vocabulary_file(name).read_bytes() == model
+        assert (
+            vocabularies.find_vocabulary_of_run(config, tmp_path / 'new', None, 32128).model
+            == model
+        )
+        assert vocabularies.named_vocabulary_file(name).read_bytes() == model
     for folder in (lone, run / 'other', tmp_path / 'nowhere'):
-        assert data.vocabulary_file(folder) is None
+        assert vocabularies.named_vocabulary_file(folder) is None
         with pytest.raises(ValueError, match='vocabulary.model, spiece.model, sentencepiece.model'):
-            data.find_vocabulary(make_config(vocabulary=str(folder)), tmp_path / 'n', None, 32128)
+            vocabularies.find_vocabulary_of_run(
+                make_config(vocabulary=str(folder)), tmp_path / 'n', None, 32128
+            )
     (lone / 'vocabulary.model').write_bytes(model)
-    assert data.vocabulary_file(lone) == lone / 'vocabulary.model'
+    assert vocabularies.named_vocabulary_file(lone) == lone / 'vocabulary.model'
     for name in ('spiece.model', 'sentencepiece.model'):
         folder = tmp_path / name.split('.')[0]
         folder.mkdir()
         (folder / name).write_bytes(model)
-        assert data.vocabulary_file(folder) == folder / name
+        assert vocabularies.named_vocabulary_file(folder) == folder / name
 
 
 @pytest.mark.parametrize(
@@ -359,7 +374,7 @@ def test_names_of_vocabularies_that_cannot_be_read(tmp_path, name, message):
     (tmp_path / 'lfs.model').write_bytes(LFS_POINTER)
     config = make_config(vocabulary=name.replace('{}', str(tmp_path)))
     with pytest.raises(ValueError, match=f'^data.vocabulary=.*: .*{message}'):
-        data.find_vocabulary(config, tmp_path / 'run', None, 32128)
+        vocabularies.find_vocabulary_of_run(config, tmp_path / 'run', None, 32128)
 
 
 @pytest.mark.parametrize('content', [None, b'', b'no model', b'\n'])
@@ -368,7 +383,9 @@ def test_a_vocabulary_that_cannot_be_read_is_named(tmp_path, content):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ValueError, match='broken.model'):
-        data.find_vocabulary(make_config(vocabulary=str(path)), str(tmp_path / 'run'), None, 32128)
+        vocabularies.find_vocabulary_of_run(
+            make_config(vocabulary=str(path)), str(tmp_path / 'run'), None, 32128
+        )
     assert not (tmp_path / 'run').exists()
 
 
@@ -469,7 +486,7 @@ def test_select_random_chunk_takes_aligned_chunks():
 def test_corrupted_rows_match_seqio(oracle_vocabulary):
     """Counts of rows and their lengths are SeqIO's, and both sides un-corrupt to the same ids."""
     case = golden('span_corruption_e2e')
-    vocabulary = data.SentencePieceVocabulary(oracle_vocabulary)
+    vocabulary = vocabularies.SentencePieceVocabulary(oracle_vocabulary)
     assert vocabulary.size == case['vocab_size']
     assert vocabulary.encode(case['docs']) == case['tokenized']
     config = make_config(**{'lengths.inputs': 32, 'lengths.targets': 16})
@@ -492,7 +509,7 @@ def test_features_are_shifted_and_weighted(pydoc, vocabulary):
         assert all(array.dtype == np.int32 for array in batch.values())
         assert batch['encoder_input_tokens'].shape == (4, 70)
         for row, targets in enumerate(batch['decoder_target_tokens'].tolist()):
-            length = targets.index(data.EOS_ID) + 1
+            length = targets.index(vocabularies.EOS_ID) + 1
             assert not any(targets[length:]) and len(targets) == 40
             assert batch['decoder_input_tokens'][row].tolist() == [0, *targets[:-1]]
             weights = batch['decoder_loss_weights'][row].tolist()
@@ -520,9 +537,9 @@ def test_settings_that_do_not_fit_are_refused(pydoc, vocabulary, changes, messag
     config = make_config(**changes)
     with pytest.raises(ValueError, match=message):
         source = (
-            data.open_source(config)
+            sources.open_source(config)
             if config.files or config.validation_files
-            else data.in_memory('', documents_of(pydoc), 0.0)
+            else sources.in_memory('', documents_of(pydoc), 0.0)
         )
         data.Stream(source, 'validation', vocabulary, config, 2, 0)
 
@@ -543,9 +560,9 @@ def test_short_rows_train_and_evaluate(pydoc, vocabulary, density, mean, length)
         for batch in take(stream, 3):
             targets = batch['decoder_target_tokens']
             assert np.all(targets[:, 0] == vocabulary.size - 1)
-            is_text = (targets > data.EOS_ID) & (targets < stream.first_sentinel)
+            is_text = (targets > vocabularies.EOS_ID) & (targets < stream.first_sentinel)
             assert is_text.any()
-            assert np.all((targets == data.EOS_ID).sum(axis=1) == 1)
+            assert np.all((targets == vocabularies.EOS_ID).sum(axis=1) == 1)
 
 
 @pytest.mark.parametrize(
@@ -584,9 +601,9 @@ def test_sizes_that_cannot_be_are_refused(pydoc, vocabulary, changes, message):
 @pytest.mark.parametrize('fraction', [-1.0, 2.0, float('nan'), float('inf')])
 def test_fractions_that_cannot_be_are_refused(fraction):
     with pytest.raises(ValueError, match='data.validation_fraction=.*: must lie in'):
-        data.open_source(make_config(validation_fraction=fraction))
+        sources.open_source(make_config(validation_fraction=fraction))
     with pytest.raises(ValueError, match='data.max_bad_fraction=.*: must be in'):
-        data.open_source(make_config(max_bad_fraction=fraction))
+        sources.open_source(make_config(max_bad_fraction=fraction))
 
 
 def test_all_documents_for_validation_leave_none_to_train_on(pydoc, vocabulary):
@@ -600,17 +617,17 @@ def test_sentinels_are_enough_or_the_settings_refused(pydoc, model):
         for name in ('', 'bytes'):
             config = make_config(extra_ids=extra_ids, vocabulary=name)
             with pytest.raises(ValueError, match=r'data.extra_ids=.*: must lie in \[0, 100,000\]'):
-                data.find_vocabulary(config, 'nowhere', pydoc, 32128, model)
-    plain = data.SentencePieceVocabulary(model, extra_ids=0)
+                vocabularies.find_vocabulary_of_run(config, 'nowhere', pydoc, 32128, model)
+    plain = vocabularies.SentencePieceVocabulary(model, extra_ids=0)
     with pytest.raises(ValueError, match='data.extra_ids=0: .* this vocabulary has none: use 3'):
         data.Stream(pydoc, 'train', plain, make_config(), 2, 0)
-    few = data.SentencePieceVocabulary(model, extra_ids=2)
+    few = vocabularies.SentencePieceVocabulary(model, extra_ids=2)
     with pytest.raises(ValueError, match='3 noise spans for 2 sentinels: use shorter inputs'):
         data.Stream(pydoc, 'train', few, make_config(), 2, 0)
-    data.Stream(pydoc, 'train', data.SentencePieceVocabulary(model, 3), make_config(), 2, 0)
+    data.Stream(pydoc, 'train', vocabularies.SentencePieceVocabulary(model, 3), make_config(), 2, 0)
     long_rows = make_config(**{'lengths.inputs': 4096, 'lengths.targets': 1000})
     with pytest.raises(ValueError, match='227 noise spans for 128 sentinels'):  # ASCII's bytes
-        data.Stream(pydoc, 'train', data.ByteVocabulary(), long_rows, 2, 0)
+        data.Stream(pydoc, 'train', vocabularies.ByteVocabulary(), long_rows, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -627,13 +644,13 @@ def test_sentinels_are_enough_or_the_settings_refused(pydoc, model):
 )
 def test_a_vocabulary_that_cannot_be_trained_says_why(num_pieces, texts, message):
     with pytest.raises(ValueError, match=message) as error:
-        data.train_vocabulary(texts, num_pieces)
+        vocabularies.train_vocabulary(texts, num_pieces)
     assert '\n' not in str(error.value)
 
 
 def test_byte_vocabulary_may_have_more_spans_than_it_has_extra_ids(pydoc):
     config = make_config(vocabulary='bytes', extra_ids=0)
-    vocabulary = data.find_vocabulary(config, '', pydoc, 384)
+    vocabulary = vocabularies.find_vocabulary_of_run(config, '', pydoc, 384)
     batch = next(data.Stream(pydoc, 'train', vocabulary, config, 2, 0))
     assert batch['decoder_target_tokens'][:, 0].tolist() == [258, 258]
 
@@ -657,16 +674,16 @@ def test_pydoc_is_two_megabytes_of_distinct_prose(pydoc):
     letters = sum(c.isalpha() or c == ' ' for text in texts for c in text)
     assert letters > 0.85 * size
     assert 'json.decoder.decode' in dict(documents_of(pydoc))
-    again = data.open_source(make_config())
+    again = sources.open_source(make_config())
     assert documents_of(again) == documents_of(pydoc) and again.fingerprint == pydoc.fingerprint
-    assert data.in_memory('', documents_of(pydoc)[:-1], 0.01).fingerprint != pydoc.fingerprint
+    assert sources.in_memory('', documents_of(pydoc)[:-1], 0.01).fingerprint != pydoc.fingerprint
 
 
 def test_pydoc_without_help_topics(monkeypatch):
     """Some distributions leave pydoc_data out, the package and all."""
     monkeypatch.setitem(sys.modules, 'pydoc_data', None)
     monkeypatch.delitem(sys.modules, 'pydoc_data.topics', raising=False)
-    names = [name for name, _ in data.pydoc_documents()]
+    names = [name for name, _ in sources.pydoc_documents()]
     assert len(names) > 5000 and not any(name.startswith('topics.') for name in names)
 
 
@@ -683,7 +700,7 @@ def test_splits_are_disjoint_and_sized_as_asked(pydoc):
     )
     assert not train & validation
     assert 0.005 < len(validation) / len(train) < 0.015
-    twice = data.in_memory('', [('a', 'same text'), ('b', 'same text')], 0.5)
+    twice = sources.in_memory('', [('a', 'same text'), ('b', 'same text')], 0.5)
     assert [] in epoch_documents(twice, num_lanes=1)
 
 
@@ -704,14 +721,14 @@ def write_random_text(folder, random):
 
 @pytest.mark.parametrize('block_bytes', [1, 3, 16, 1000])
 def test_every_line_of_random_files_comes_once_per_epoch(tmp_path, monkeypatch, block_bytes):
-    monkeypatch.setattr(data, 'MAX_BLOCK_BYTES', block_bytes)
-    monkeypatch.setattr(data, 'MIN_BLOCKS', 1)
+    monkeypatch.setattr(sources, 'MAX_BLOCK_BYTES', block_bytes)
+    monkeypatch.setattr(sources, 'MIN_BLOCKS', 1)
     random = np.random.default_rng(block_bytes)
     for trial in range(12):
         folder = tmp_path / str(trial)
         folder.mkdir()
         expected = write_random_text(folder, random)
-        source = data.open_source(make_config(files=f'{folder}/*.txt', validation_fraction=0.3))
+        source = sources.open_source(make_config(files=f'{folder}/*.txt', validation_fraction=0.3))
         found = sum(epoch_documents(source, epoch=trial), [])
         assert sorted(found) == sorted(expected.items())
 
@@ -721,22 +738,22 @@ def test_text_files_are_found_once_and_shuffled_over_lanes(tmp_path):
     for part in range(3):
         (tmp_path / f'{part}.txt').write_text('\n'.join(lines[part::3]))
     files = f'{tmp_path}/0.txt, {tmp_path}/*.txt'
-    source = data.open_source(make_config(files=files, validation_fraction=0.1))
+    source = sources.open_source(make_config(files=files, validation_fraction=0.1))
     lanes = epoch_documents(source, num_lanes=8, splits=['train'])
     assert all(200 < len(lane) < 500 for lane in lanes)
     other = epoch_documents(source, num_lanes=8, splits=['train'], epoch=1)
     assert sorted(sum(lanes, [])) == sorted(sum(other, [])) and lanes != other
     validation = sum(epoch_documents(source, splits=['validation']), [])
     assert sorted(text for _, text in sum(lanes, []) + validation) == sorted(lines)
-    assert source.fingerprint == data.open_source(make_config(files=files)).fingerprint
+    assert source.fingerprint == sources.open_source(make_config(files=files)).fingerprint
     (tmp_path / '2.txt').write_text('shorter')
-    assert source.fingerprint != data.open_source(make_config(files=files)).fingerprint
+    assert source.fingerprint != sources.open_source(make_config(files=files)).fingerprint
 
 
 def test_a_lane_goes_on_from_any_document(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, 'MIN_BLOCKS', 64)
+    monkeypatch.setattr(sources, 'MIN_BLOCKS', 64)
     (tmp_path / 'a.txt').write_text('\n'.join(f'line number {i}' for i in range(300)))
-    source = data.open_source(make_config(files=str(tmp_path / 'a.txt')))
+    source = sources.open_source(make_config(files=str(tmp_path / 'a.txt')))
     documents = list(source.documents('train', 2, 1, 2, 7))
     assert len({unit for unit, *_ in documents}) > 2
     for i, (unit, index, *_) in enumerate(documents):
@@ -764,7 +781,7 @@ def write_shards(folder, sizes, kind='.jsonl.gz', start=0):
 @pytest.mark.parametrize('kind', ['.txt', '.jsonl', '.json', '.txt.gz', '.jsonl.gz', '.json.gz'])
 def test_every_kind_of_file_is_read(tmp_path, kind):
     expected = write_shards(tmp_path, [7, 1, 30], kind)
-    source = data.open_source(make_config(files=f'{tmp_path}/*{kind}'))
+    source = sources.open_source(make_config(files=f'{tmp_path}/*{kind}'))
     assert source.corpus == 'files'
     assert sorted(sum(epoch_documents(source), [])) == sorted(expected.items())
 
@@ -778,19 +795,19 @@ def test_files_of_another_split(tmp_path, pydoc):
         'validation': write_shards(validation, [20], '.txt', start=30),  # some texts are in both
     }
     files = {'files': f'{train}/*.gz', 'validation_files': f'{validation}/*'}
-    source = data.open_source(make_config(**files))
+    source = sources.open_source(make_config(**files))
     for split, documents in expected.items():
         found = sum(epoch_documents(source, splits=[split]), [])
         assert sorted(found) == sorted(documents.items())
-    train_only = data.open_source(make_config(files=files['files']))
+    train_only = sources.open_source(make_config(files=files['files']))
     fingerprints = {source.fingerprint, train_only.fingerprint}
     assert len(fingerprints) == 2
     (validation / '00.txt').write_text('shorter')
-    assert data.open_source(make_config(**files)).fingerprint not in fingerprints
+    assert sources.open_source(make_config(**files)).fingerprint not in fingerprints
 
 
 def test_c4_without_files_is_pydoc_and_says_so(pydoc):
-    c4 = data.open_source(make_config(task='c4_v220_span_corruption'))
+    c4 = sources.open_source(make_config(task='c4_v220_span_corruption'))
     assert (pydoc.corpus, c4.corpus) == ('pydoc', 'pydoc instead of C4')
     assert c4.fingerprint == pydoc.fingerprint
 
@@ -799,7 +816,7 @@ def test_gzipped_and_plain_files_do_not_mix(tmp_path):
     write_shards(tmp_path, [3], '.txt')
     write_shards(tmp_path, [3], '.txt.gz')
     with pytest.raises(ValueError, match='00.txt.gz is gzipped, .*00.txt is not: gzip all'):
-        data.open_source(make_config(files=f'{tmp_path}/*'))
+        sources.open_source(make_config(files=f'{tmp_path}/*'))
 
 
 # Faults: a good file, and beside it one whose fourth line cannot be read.
@@ -843,10 +860,10 @@ def check_fault(folder, kind, message, line, left):
     files = {'files': f'{folder}/*.{kind}', 'validation_fraction': 0.3}
     message = f'line {line} of {folder}/bad.{kind}: {message}'
     with pytest.raises(ValueError) as error:
-        epoch_documents(data.open_source(make_config(**files)))
+        epoch_documents(sources.open_source(make_config(**files)))
     assert str(error.value).startswith(f'data.on_bad_line=stop (skip leaves it out): {message}')
     assert '\n' not in str(error.value)
-    source = data.open_source(make_config(**files, on_bad_line='skip'))
+    source = sources.open_source(make_config(**files, on_bad_line='skip'))
     for epoch in range(2):
         texts = [text for _, text in sum(epoch_documents(source, epoch, num_lanes=2), [])]
         assert sorted(texts) == sorted([f'good {i}' for i in range(20)] + left)
@@ -889,23 +906,23 @@ def test_an_empty_file_is_a_fault(tmp_path, kind, content):
     (tmp_path / f'good.{kind}').unlink()
     if not content:
         with pytest.raises(ValueError, match='matches empty files only'):
-            data.open_source(make_config(files=f'{tmp_path}/*', on_bad_line='skip'))
+            sources.open_source(make_config(files=f'{tmp_path}/*', on_bad_line='skip'))
 
 
 @pytest.mark.parametrize('size', [100, 70_000])
 def test_the_line_of_a_fault_far_inside_a_file(tmp_path, size, monkeypatch):
-    monkeypatch.setattr(data, 'MIN_BLOCKS', 64)
+    monkeypatch.setattr(sources, 'MIN_BLOCKS', 64)
     lines = [b'%d ' % i + b'x' * size for i in range(40)]
     lines[33] = b'\xff'
     (tmp_path / 'a.txt').write_bytes(b'\n'.join(lines))
     with pytest.raises(ValueError, match='line 34 of .*a.txt: byte 1 is not UTF-8'):
-        epoch_documents(data.open_source(make_config(files=f'{tmp_path}/a.txt')))
+        epoch_documents(sources.open_source(make_config(files=f'{tmp_path}/a.txt')))
     whole = gzip.compress(b'\n'.join(lines[:33]))
     half = whole[: len(whole) // 2]
     (tmp_path / 'a.txt.gz').write_bytes(half)
     line = zlib.decompressobj(31).decompress(half).count(b'\n') + 1
     with pytest.raises(ValueError, match=f'line {line} of .*a.txt.gz: broken gzip'):
-        epoch_documents(data.open_source(make_config(files=f'{tmp_path}/a.txt.gz')))
+        epoch_documents(sources.open_source(make_config(files=f'{tmp_path}/a.txt.gz')))
 
 
 @pytest.mark.parametrize('kind', ['.jsonl', '.jsonl.gz'])
@@ -920,7 +937,7 @@ def test_bad_lines_must_be_few(tmp_path, kind, num_bad, fraction, allowed):
     path = tmp_path / f'a{kind}'
     path.write_bytes(gzip.compress(content) if kind.endswith('.gz') else content)
     config = make_config(files=str(path), on_bad_line='skip', max_bad_fraction=fraction)
-    source = data.open_source(config)
+    source = sources.open_source(config)
     if num_bad > allowed:
         rule = (
             rf'11 bad lines among the [\d,]+ read, more than 10 \(data.max_bad_fraction={fraction}'
@@ -966,7 +983,7 @@ def test_names_of_files(tmp_path, monkeypatch, name):
     (tmp_path / 'folder[1]/inside.txt').write_text('plain.txt')
     (tmp_path / 'folder/other.txt').write_text('other')
     (tmp_path / 'link.txt').symlink_to('plain.txt')
-    source = data.open_source(make_config(files=name))
+    source = sources.open_source(make_config(files=name))
     [file] = source.files
     assert file.split == 'train' and os.path.isabs(file.path) and '..' not in file.path
     text = name if ' ' in name.strip() and '*' not in name or '[1].' in name else 'plain.txt'
@@ -1006,17 +1023,17 @@ def test_names_that_cannot_be_read_are_refused(tmp_path, monkeypatch, key, name,
     (tmp_path / 'empty.txt').write_bytes(b'')
     (tmp_path / 'good.txt').write_text('good')
     (tmp_path / 'secret.txt').write_text('secret')
-    check_not_lfs = data.paths.check_not_lfs
+    check_not_lfs = sources.paths.check_not_lfs
 
     def refuse(path):  # for root, who may read everything
         if path.name == 'secret.txt':
             raise PermissionError(13, 'Permission denied')
         check_not_lfs(path)
 
-    monkeypatch.setattr(data.paths, 'check_not_lfs', refuse)
+    monkeypatch.setattr(sources.paths, 'check_not_lfs', refuse)
     files = {'files': f'{tmp_path}/good.txt', key: name.replace('{}', str(tmp_path))}
     with pytest.raises(ValueError) as error:
-        data.open_source(make_config(**files))
+        sources.open_source(make_config(**files))
     words = str(error.value)
     assert words.startswith(f'data.{key}') and '\n' not in words
     assert message.replace('{}', str(tmp_path)) in words
@@ -1027,7 +1044,7 @@ def test_validation_files_without_a_document_are_named(tmp_path, vocabulary, con
     (tmp_path / 'train.txt').write_text('some words\n' * 20)
     (tmp_path / 'blank.txt').write_bytes(content)
     config = make_config(files=f'{tmp_path}/train.txt', validation_files=f'{tmp_path}/blank.txt')
-    source = data.open_source(config)
+    source = sources.open_source(config)
     with pytest.raises(ValueError, match='data.validation_files=.*blank.txt.* holds no document'):
         data.Stream(source, 'validation', vocabulary, config, 2, 0)
 
@@ -1038,7 +1055,7 @@ def test_extensions_in_any_case(tmp_path, name):
     is_gzipped = name.lower().endswith('gz')
     (tmp_path / name).write_bytes(gzip.compress(content) if is_gzipped else content)
     config = make_config(files=f'{tmp_path}/*', on_bad_line='skip')
-    source = data.open_source(config)
+    source = sources.open_source(config)
     found = sum(epoch_documents(source), [])
     assert sorted(text for _, text in found) == ['first', 'second']
     assert 'line 3 of' in source.faults()[0][0]
@@ -1062,7 +1079,7 @@ def test_json_in_a_text_file_is_told(tmp_path, caplog, content, is_told, name):
     path = tmp_path / name
     path.write_bytes(gzip.compress(content) if name.endswith('gz') else content)
     with caplog.at_level('WARNING'):
-        data.open_source(make_config(files=str(path)))
+        sources.open_source(make_config(files=str(path)))
     messages = [record.getMessage() for record in caplog.records]
     assert messages == is_told * [
         f'{path} is read as plain text, but its lines are JSON objects: rename it to .jsonl to read '
@@ -1079,7 +1096,7 @@ def test_a_file_is_of_one_split_whatever_its_name(tmp_path, monkeypatch):
     shutil.copy(tmp_path / 'a.txt', tmp_path / 'copy.txt')
     for name in ('./a.txt', 'folder/../a.txt', 'soft.txt', 'hard.jsonl', 'copy.txt'):
         with pytest.raises(ValueError, match=rf'a.txt of data.files and .*{name[-5:]} of data.val'):
-            data.open_source(make_config(files='a.txt', validation_files=name))
+            sources.open_source(make_config(files='a.txt', validation_files=name))
 
 
 # What files hold, not their names, makes a corpus.
@@ -1091,7 +1108,7 @@ def write_corpus(folder, changes=None):
         (folder / f'{i}.txt').write_text('\n'.join(f'line {i} {j}' for j in range(200 - i)))
     for name, text in (changes or {}).items():
         (folder / name).write_text(text)
-    return data.open_source(make_config(files=f'{folder}/*.txt', validation_fraction=0.1))
+    return sources.open_source(make_config(files=f'{folder}/*.txt', validation_fraction=0.1))
 
 
 def test_moved_and_renamed_files_are_the_same_corpus(tmp_path):
@@ -1101,16 +1118,16 @@ def test_moved_and_renamed_files_are_the_same_corpus(tmp_path):
     for i, name in enumerate(['z', 'b', 'y', 'a']):
         shutil.copy(tmp_path / f'old/{i}.txt', new_folder / f'{name}.txt')
     files = ','.join(f'{new_folder}/{name}.txt' for name in 'azby')
-    new = data.open_source(make_config(files=files, validation_fraction=0.1))
+    new = sources.open_source(make_config(files=files, validation_fraction=0.1))
     assert new.fingerprint == old.fingerprint and len(old.fingerprint) == 32
     assert [file.content for file in new.files] == [file.content for file in old.files]
     streams = [
-        data.Stream(source, 'train', data.ByteVocabulary(), make_config(), 4, 0)
+        data.Stream(source, 'train', vocabularies.ByteVocabulary(), make_config(), 4, 0)
         for source in (old, new)
     ]
     for _ in range(20):
         assert_equal_batches(*map(next, streams))
-    assert data.describe_changes(old.files_as_json(), new.files_as_json()) == (
+    assert sources.describe_changes(old.files_as_json(), new.files_as_json()) == (
         'the files hold what they held'
     )
 
@@ -1120,9 +1137,9 @@ def test_a_file_of_equal_name_and_size_and_other_content_is_named(tmp_path):
     kept = json.loads(json.dumps(old.files_as_json()))
     path = tmp_path / 'run/2.txt'
     path.write_text(path.read_text().replace('line 2 7', 'line 2 8', 1))
-    new = data.open_source(make_config(files=f'{tmp_path}/run/*.txt'))
+    new = sources.open_source(make_config(files=f'{tmp_path}/run/*.txt'))
     assert new.fingerprint != old.fingerprint
-    assert data.describe_changes(kept, new.files_as_json()) == (
+    assert sources.describe_changes(kept, new.files_as_json()) == (
         f"the files do not hold what the run's held: {path} (changed): restore those files, or "
         'name another --workdir'
     )
@@ -1135,24 +1152,24 @@ def test_changes_of_files_are_described(tmp_path):
     (tmp_path / 'a/3.txt').write_text('changed')
     (tmp_path / 'a/4.txt').write_text('new')
     files = f'{tmp_path}/a/*.txt,{tmp_path}/moved.txt'
-    new = data.open_source(make_config(files=files))
-    words = data.describe_changes(old.files_as_json(), new.files_as_json())
+    new = sources.open_source(make_config(files=files))
+    words = sources.describe_changes(old.files_as_json(), new.files_as_json())
     assert f'{tmp_path}/a/3.txt (changed), {tmp_path}/a/1.txt (missing), ' in words
     assert f'{tmp_path}/a/4.txt (new): restore those files' in words and 'moved' not in words
     many = [{'split': 'train', 'path': f'{i}', 'num_bytes': i, 'digest': ''} for i in range(1234)]
-    words = data.describe_changes(many, old.files_as_json())
+    words = sources.describe_changes(many, old.files_as_json())
     assert words.count('(missing)') == 10 and ' and 1,228 more: restore' in words
-    twice = data.describe_changes(many[:3], many[:3] + many[2:3])
+    twice = sources.describe_changes(many[:3], many[:3] + many[2:3])
     assert ' 2 (new): restore' in twice
 
 
 def test_changes_of_pydoc_are_described(pydoc, tmp_path):
     files = write_corpus(tmp_path / 'a').files_as_json()
     assert pydoc.files_as_json() == []
-    assert "another Python's documentation: use that Python" in data.describe_changes([], [])
-    assert "from this Python's documentation, not from files" in data.describe_changes([], files)
-    assert '0.txt (missing)' in data.describe_changes(files, [])
-    assert 'kept no list of its files' in data.describe_changes(None, files)
+    assert "another Python's documentation: use that Python" in sources.describe_changes([], [])
+    assert "from this Python's documentation, not from files" in sources.describe_changes([], files)
+    assert '0.txt (missing)' in sources.describe_changes(files, [])
+    assert 'kept no list of its files' in sources.describe_changes(None, files)
 
 
 def test_a_file_moved_to_the_other_split_is_a_change(tmp_path):
@@ -1162,7 +1179,7 @@ def test_a_file_moved_to_the_other_split_is_a_change(tmp_path):
     for i in range(4):
         train = ','.join(names[:i] + names[i + 1 :])
         config = make_config(files=train, validation_files=names[i])
-        fingerprints.add(data.open_source(config).fingerprint)
+        fingerprints.add(sources.open_source(config).fingerprint)
     assert len(fingerprints) == 4
 
 
@@ -1177,15 +1194,15 @@ def test_large_files_are_sampled(tmp_path):
         if place is not None:
             changed[place] ^= 1
         path.write_bytes(changed)
-        digests.add(data.content_digest(str(path), size))
+        digests.add(sources.content_digest(str(path), size))
     assert len(digests) == 1 + len(seen)
     path.write_bytes(content[: size - 1])
-    assert data.content_digest(str(path), size - 1) not in digests
+    assert sources.content_digest(str(path), size - 1) not in digests
     path.write_bytes(content[: 1 << 20])
-    whole = data.content_digest(str(path), 1 << 20)
+    whole = sources.content_digest(str(path), 1 << 20)
     content[500_000] ^= 1
     path.write_bytes(content[: 1 << 20])
-    assert data.content_digest(str(path), 1 << 20) != whole
+    assert sources.content_digest(str(path), 1 << 20) != whole
 
 
 # Long lines.
@@ -1210,15 +1227,15 @@ def write_long_and_short_lines(path, random):
 @pytest.mark.parametrize('cut_bytes', [1, 7, 1000])
 @pytest.mark.parametrize('block_bytes', [1, 3, 5, 16, 32])
 def test_every_byte_of_long_lines_comes_once(tmp_path, monkeypatch, block_bytes, cut_bytes):
-    monkeypatch.setattr(data, 'MAX_LINE_BYTES', 64)
-    monkeypatch.setattr(data, 'CUT_BYTES', cut_bytes)
-    monkeypatch.setattr(data, 'MAX_BLOCK_BYTES', block_bytes)
-    monkeypatch.setattr(data, 'MIN_BLOCKS', 1)
+    monkeypatch.setattr(sources, 'MAX_LINE_BYTES', 64)
+    monkeypatch.setattr(sources, 'CUT_BYTES', cut_bytes)
+    monkeypatch.setattr(sources, 'MAX_BLOCK_BYTES', block_bytes)
+    monkeypatch.setattr(sources, 'MIN_BLOCKS', 1)
     random = np.random.default_rng(block_bytes)
     for trial in range(15):
         path = tmp_path / f'{trial}.txt'
         content = write_long_and_short_lines(path, random)
-        blocks = data.blocks_of_bytes([str(path)], lambda path, offset, line: (offset, line))
+        blocks = sources.blocks_of_bytes([str(path)], lambda path, offset, line: (offset, line))
         parts = [part for block in range(blocks.num_blocks) for part in blocks.read(block)]
         assert b''.join(line for _, line in parts) == content
         assert [offset for offset, _ in parts] == np.cumsum(
@@ -1231,9 +1248,9 @@ def test_every_byte_of_long_lines_comes_once(tmp_path, monkeypatch, block_bytes,
 
 
 def test_a_long_line_is_cut_between_words_and_characters(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, 'MAX_LINE_BYTES', 64)
-    monkeypatch.setattr(data, 'CUT_BYTES', 16)
-    monkeypatch.setattr(data, 'MIN_BLOCKS', 8)
+    monkeypatch.setattr(sources, 'MAX_LINE_BYTES', 64)
+    monkeypatch.setattr(sources, 'CUT_BYTES', 16)
+    monkeypatch.setattr(sources, 'MIN_BLOCKS', 8)
     words = ' '.join(f'word{i}' for i in range(200))
     characters = ''.join(map(chr, range(0x3041, 0x3041 + 500)))
     for kind, text in (('words', words), ('characters', characters)):
@@ -1242,7 +1259,7 @@ def test_a_long_line_is_cut_between_words_and_characters(tmp_path, monkeypatch):
             open_file = gzip.open if name.endswith('.gz') else open
             with open_file(path, 'wb') as file:
                 file.write(f'first\n{text}\nlast'.encode())
-            source = data.open_source(make_config(files=str(path), validation_fraction=0.2))
+            source = sources.open_source(make_config(files=str(path), validation_fraction=0.2))
             found = sum(epoch_documents(source), [])
             texts = sorted(text for _, text in found)
             assert len(texts) > 20 and 'first' in texts and 'last' in texts
@@ -1259,8 +1276,8 @@ def test_a_long_line_is_cut_between_words_and_characters(tmp_path, monkeypatch):
 
 
 def test_a_fault_after_a_long_line_has_its_line_number(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, 'MAX_LINE_BYTES', 64)
-    monkeypatch.setattr(data, 'CUT_BYTES', 16)
+    monkeypatch.setattr(sources, 'MAX_LINE_BYTES', 64)
+    monkeypatch.setattr(sources, 'CUT_BYTES', 16)
     content = b'a b ' * 100 + b'\n' + b'c ' * 100 + b'\xff ' + b'd ' * 100 + b'\nlast\n'
     (tmp_path / 'a.txt').write_bytes(content)
     (tmp_path / 'b.txt.gz').write_bytes(gzip.compress(content))
@@ -1271,7 +1288,7 @@ def test_a_fault_after_a_long_line_has_its_line_number(tmp_path, monkeypatch):
         ('c.txt.gz', 'line 4 of .*c.txt.gz: broken gzip'),
     ]:
         with pytest.raises(ValueError, match=message):
-            epoch_documents(data.open_source(make_config(files=f'{tmp_path}/{name}')))
+            epoch_documents(sources.open_source(make_config(files=f'{tmp_path}/{name}')))
 
 
 class CountingFile(io.FileIO):
@@ -1286,9 +1303,9 @@ class CountingFile(io.FileIO):
 @pytest.mark.parametrize('kind', ['txt', 'jsonl'])
 def test_a_long_line_is_read_once(tmp_path, monkeypatch, kind):
     """Reading is bounded by what a block has and MAX_LINE_BYTES around it: it is not quadratic."""
-    monkeypatch.setattr(data, 'MAX_LINE_BYTES', 1 << 16)
-    monkeypatch.setattr(data, 'MAX_BLOCK_BYTES', 1 << 14)
-    monkeypatch.setattr(data, 'MIN_BLOCKS', 1)
+    monkeypatch.setattr(sources, 'MAX_LINE_BYTES', 1 << 16)
+    monkeypatch.setattr(sources, 'MAX_BLOCK_BYTES', 1 << 14)
+    monkeypatch.setattr(sources, 'MIN_BLOCKS', 1)
     monkeypatch.setattr(CountingFile, 'num_bytes', 0)
     monkeypatch.setattr(
         data, 'open', lambda path, mode: io.BufferedReader(CountingFile(path)), raising=False
@@ -1296,7 +1313,7 @@ def test_a_long_line_is_read_once(tmp_path, monkeypatch, kind):
     text = 'some words ' * 200_000
     path = tmp_path / f'a.{kind}'
     path.write_text(json.dumps({'text': text}) if kind == 'jsonl' else text)
-    source = data.open_source(make_config(files=str(path), validation_fraction=0.0))
+    source = sources.open_source(make_config(files=str(path), validation_fraction=0.0))
     documents = sum(epoch_documents(source, splits=['train']), [])
     assert ' '.join(text for _, text in sorted(documents, key=offset_of)).split() == text.split()
     assert CountingFile.num_bytes < 12 * path.stat().st_size
@@ -1311,7 +1328,7 @@ def test_a_file_of_one_long_line_trains(tmp_path, vocabulary):
     path = tmp_path / 'a.txt'
     path.write_text(' '.join(f'the word of number {i}' for i in range(100_000)))
     config = make_config(files=str(path))
-    source = data.open_source(config)
+    source = sources.open_source(config)
     data.Stream(source, 'validation', vocabulary, config, 4, 0)
     batch = next(data.Stream(source, 'train', vocabulary, config, 8, 0))
     assert batch['decoder_loss_weights'].any(axis=1).all()
@@ -1322,8 +1339,8 @@ def test_a_file_of_one_long_line_trains(tmp_path, vocabulary):
 
 @pytest.fixture
 def small_pools(monkeypatch):
-    monkeypatch.setattr(data, 'POOL_LINES', 60)
-    monkeypatch.setattr(data, 'MIN_POOL_LINES', 4)
+    monkeypatch.setattr(sources, 'POOL_LINES', 60)
+    monkeypatch.setattr(sources, 'MIN_POOL_LINES', 4)
 
 
 SHARD_SIZES = [40, 3, 1, 77, 250, 12, 0, 31, 18]
@@ -1336,7 +1353,7 @@ def test_every_line_of_shards_comes_once_per_epoch(tmp_path, small_pools, num_la
     """Lanes that share shards, in whatever order they read, give what each gives alone."""
     expected = write_shards(tmp_path, SHARD_SIZES * copies)  # in one round or several
     config = make_config(files=f'{tmp_path}/*', validation_fraction=0.0, on_bad_line='skip')
-    source = data.open_source(config)
+    source = sources.open_source(config)
     lanes, random, epochs = range(num_lanes), np.random.default_rng(num_lanes), 3
     together = source.open('train', num_lanes, 5, dict.fromkeys(lanes, (0, 0)))
     one_lane = functools.partial(map, together, range(epochs))  # epochs are opened one by one
@@ -1363,7 +1380,7 @@ def test_every_line_of_shards_comes_once_per_epoch(tmp_path, small_pools, num_la
 
 def test_a_lane_of_shards_goes_on_from_any_document(tmp_path, small_pools):
     write_shards(tmp_path, [40, 33, 77, 31, 58])
-    source = data.open_source(make_config(files=f'{tmp_path}/*'))
+    source = sources.open_source(make_config(files=f'{tmp_path}/*'))
     for lane, num_lanes in [(0, 1), (1, 2), (0, 8), (7, 8)]:
         documents = list(source.documents('train', 2, lane, num_lanes, 7))
         assert len({unit for unit, *_ in documents}) > 2
@@ -1374,7 +1391,7 @@ def test_a_lane_of_shards_goes_on_from_any_document(tmp_path, small_pools):
 
 def test_a_pool_mixes_sixteen_shards(tmp_path):
     write_shards(tmp_path, [50] * 20)
-    source = data.open_source(make_config(files=f'{tmp_path}/*', validation_fraction=0.0))
+    source = sources.open_source(make_config(files=f'{tmp_path}/*', validation_fraction=0.0))
     for num_lanes, num_open in [(1, 16), (2, 8), (5, 4), (20, 1)]:
         documents = list(source.documents('train', 0, 0, num_lanes, 0))
         first = {name.split(':')[0] for unit, _, name, _ in documents if unit == 0}
@@ -1383,10 +1400,10 @@ def test_a_pool_mixes_sixteen_shards(tmp_path):
 
 def test_nothing_waits_for_a_lane_that_is_through(tmp_path, small_pools):
     write_shards(tmp_path, [40, 33, 77])
-    source = data.open_source(make_config(files=f'{tmp_path}/*'))
+    source = sources.open_source(make_config(files=f'{tmp_path}/*'))
     # As when resuming: lane 2 is in the next epoch, and lane 7 is another process's.
     starts = dict.fromkeys(range(7), (0, 0)) | {2: (1, 0)}
-    reader = data.ShardReader(source.train, 8, 0, starts, keep=lambda *document: document)
+    reader = sources.ShardReader(source.train, 8, 0, starts, keep=lambda *document: document)
     for epoch in range(3):
         lanes = [lane for lane in range(7) if epoch or lane != 2]
         opened = [reader.pools(epoch, lane, 0) for lane in lanes]
@@ -1407,7 +1424,7 @@ def test_lines_wait_for_few_and_not_for_ever():
     def document(line):  # every second one of member 3 is in the other split
         return ('', '') if line[1] % 8 == 7 else ('name', str(line[1]))
 
-    shard = data.SharedShard(open_lines, document, 4, {0: 0, 1: 7, 3: 0}, 50)
+    shard = sources.SharedShard(open_lines, document, 4, {0: 0, 1: 7, 3: 0}, 50)
     fast, *slow = (shard.documents(member) for member in (0, 1, 3))
     next(fast)
     assert next(num_read) == 1  # nothing is read ahead
@@ -1437,7 +1454,7 @@ def long_and_short_documents():
     """Documents of one byte to exactly the 65,536 ids of a whole chunk, in bytes."""
     random = np.random.default_rng(0)
     sizes = [1, 2, 65536, 5000, 30000] + [int(n) for n in random.integers(1, 400, 600)]
-    return data.in_memory(
+    return sources.in_memory(
         '',
         [
             (f'document {i}', bytes(random.integers(97, 123, n, np.uint8)).decode())
@@ -1456,7 +1473,7 @@ def test_no_token_is_lost_or_doubled_in_an_epoch(
     source, vocabulary = pydoc, vocabulary
     if kind == 'long and short':
         # The top bytes are its sentinels, as in ByT5; the texts have none of them.
-        source, vocabulary = long_and_short_documents, data.ByteVocabulary()
+        source, vocabulary = long_and_short_documents, vocabularies.ByteVocabulary()
     expected, names = {}, {}
     for lane in range(3):
         documents = list(source.documents('train', 0, lane, 3, 5))
@@ -1508,8 +1525,8 @@ def test_stream_is_a_function_of_the_seed(pydoc, vocabulary):
 def test_first_batch_is_the_same_on_every_machine():
     """Pins the stream: numpy, Python and the machine have no part in it."""
     texts = [f'document {i} is about the number {i * i}' for i in range(300)]
-    source = data.in_memory('', [(str(i), text) for i, text in enumerate(texts)], 0.1)
-    batch = next(data.Stream(source, 'train', data.ByteVocabulary(), make_config(), 4, 0))
+    source = sources.in_memory('', [(str(i), text) for i, text in enumerate(texts)], 0.1)
+    batch = next(data.Stream(source, 'train', vocabularies.ByteVocabulary(), make_config(), 4, 0))
     assert batch_hash(batch) == FIRST_BATCH_HASH
 
 
@@ -1517,7 +1534,7 @@ FIRST_BATCH_HASH = 3602360344
 
 
 def test_epochs_differ(vocabulary, pydoc):
-    small = data.in_memory('', documents_of(pydoc)[:40], 0.1)
+    small = sources.in_memory('', documents_of(pydoc)[:40], 0.1)
     stream = data.Stream(small, 'train', vocabulary, make_config(), 2, 0)
     epochs = {}
     while stream.position[:, 0].min() < 3:
@@ -1532,7 +1549,7 @@ def text_source(tmp_path_factory, pydoc):
     for part in range(4):
         texts = [text for _, text in documents_of(pydoc)[part * 40 : part * 40 + 40]]
         (folder / f'{part}.txt').write_text('\n'.join(texts))
-    return data.open_source(make_config(files=f'{folder}/*.txt', validation_fraction=0.1))
+    return sources.open_source(make_config(files=f'{folder}/*.txt', validation_fraction=0.1))
 
 
 def gzipped_source(folder, pydoc, sizes):
@@ -1541,7 +1558,7 @@ def gzipped_source(folder, pydoc, sizes):
     for shard, size in enumerate(sizes):
         records = [json.dumps({'text': text}) for _, text in itertools.islice(texts, size)]
         (folder / f'{shard}.jsonl.gz').write_bytes(gzip.compress('\n'.join(records).encode()))
-    return data.open_source(make_config(files=f'{folder}/*', validation_fraction=0.1))
+    return sources.open_source(make_config(files=f'{folder}/*', validation_fraction=0.1))
 
 
 @pytest.fixture(params=['text', 'few shards', 'as many shards', 'many shards'])
@@ -1583,7 +1600,7 @@ def test_resuming_anywhere_gives_the_identical_remainder(any_source, vocabulary,
         assert next(resumed, None) is None
 
 
-class CountingVocabulary(data.SentencePieceVocabulary):
+class CountingVocabulary(vocabularies.SentencePieceVocabulary):
     count = 0
 
     def encode(self, texts):
@@ -1595,13 +1612,13 @@ class CountingVocabulary(data.SentencePieceVocabulary):
 def test_any_number_of_processes_makes_the_same_batches_of_the_same_documents(
     pydoc, model, tmp_path, kind, monkeypatch
 ):
-    monkeypatch.setattr(data, 'MIN_POOL_LINES', 16)
-    monkeypatch.setattr(data, 'POOL_LINES', 300)
+    monkeypatch.setattr(sources, 'MIN_POOL_LINES', 16)
+    monkeypatch.setattr(sources, 'POOL_LINES', 300)
     source = pydoc
     if kind == 'jsonl':
         records = [json.dumps({'text': text}) for _, text in documents_of(pydoc)[:3000]]
         (tmp_path / 'a.jsonl').write_text('\n'.join(records))
-        source = data.open_source(make_config(files=f'{tmp_path}/*'))
+        source = sources.open_source(make_config(files=f'{tmp_path}/*'))
     elif kind != 'pydoc':
         sizes = [300, 100, 200] if kind == 'few shards' else [40] * 15
         source = gzipped_source(tmp_path, pydoc, sizes)
@@ -1638,7 +1655,7 @@ def test_any_number_of_processes_makes_the_same_batches_of_the_same_documents(
 def test_a_process_decompresses_a_shard_once_per_epoch(
     tmp_path, pydoc, vocabulary, small_pools, monkeypatch, num_processes
 ):
-    monkeypatch.setattr(data, 'MIN_POOL_LINES', 100)  # so that nobody is left behind
+    monkeypatch.setattr(sources, 'MIN_POOL_LINES', 100)  # so that nobody is left behind
     source, opened = gzipped_source(tmp_path, pydoc, [600, 610, 620]), []
     own_lanes = range(8 // num_processes)
     place = ('train', vocabulary, make_config(), 8, 0, own_lanes)
@@ -1670,7 +1687,7 @@ def test_only_pools_are_read(tmp_path, pydoc, vocabulary, small_pools):
 
 def test_one_epoch_ends_lane_by_lane(vocabulary):
     texts = ['word ' * 2000] + [f'few words {i}' for i in range(5)]
-    source = data.in_memory('', [(str(i), text) for i, text in enumerate(texts)], 0.0)
+    source = sources.in_memory('', [(str(i), text) for i, text in enumerate(texts)], 0.0)
     stream = data.Stream(source, 'train', vocabulary, make_config(), 3, 0, num_epochs=1)
     batches = list(stream)
     is_padding = [[not row.any() for row in batch['decoder_loss_weights']] for batch in batches]
@@ -1680,7 +1697,7 @@ def test_one_epoch_ends_lane_by_lane(vocabulary):
 
 
 def test_lanes_without_documents_wait_for_their_epoch(vocabulary):
-    source = data.in_memory('', [('only', 'the only document')], 0.0)
+    source = sources.in_memory('', [('only', 'the only document')], 0.0)
     epochs = [epoch_documents(source, epoch, num_lanes=4, splits=['train']) for epoch in range(4)]
     assert all(any(lane) for lane in zip(*epochs, strict=True))
     stream = data.Stream(source, 'train', vocabulary, make_config(), 4, 0)
@@ -1708,12 +1725,12 @@ def test_prefetch_gives_the_plain_stream(pydoc, vocabulary):
 def test_prefetch_passes_on_errors_and_the_end(tmp_path, vocabulary):
     path = tmp_path / 'bad.txt'
     path.write_bytes(b'good line\n' * 20 + b'\xff\n')
-    source = data.open_source(make_config(files=str(path), validation_fraction=0.0))
+    source = sources.open_source(make_config(files=str(path), validation_fraction=0.0))
     plain = data.Stream(source, 'train', vocabulary, make_config(), 1, 1, num_epochs=1)
     with pytest.raises(ValueError, match='line 21 of .*: byte 1 is not UTF-8'):
         list(data.prefetch(plain))
     path.write_bytes(b'good line\n' * 20)
-    source = data.open_source(make_config(files=str(path), validation_fraction=0.0))
+    source = sources.open_source(make_config(files=str(path), validation_fraction=0.0))
     stream = data.Stream(source, 'train', vocabulary, make_config(), 1, 1, num_epochs=1)
     assert len(list(data.prefetch(stream))) == len(
         list(data.Stream(source, 'train', vocabulary, make_config(), 1, 1, num_epochs=1))

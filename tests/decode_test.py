@@ -16,12 +16,12 @@ from mesh_test import random_batch, small_config
 from parity_test import assert_close, features
 from parity_test import golden as golden  # a fixture
 
-import data
 import decode
-import evaluate
+import infer
 import loss
 import model
 import partition
+import vocabulary as vocabularies
 
 HERE = pathlib.Path(__file__).parent / 'golden'
 FORWARD = pathlib.Path(__file__).resolve().parents[2] / 'shared/testdata/seqio_t5/t5x_small_forward'
@@ -39,7 +39,7 @@ def sharded(f, config, mesh, out_specs=partition.BATCH):
     return jax.jit(on_mesh)
 
 
-def generator(config, mesh, eos_id=data.EOS_ID):
+def generator(config, mesh, eos_id=vocabularies.EOS_ID):
     """(params, inputs_bM, prompt_bT) -> greedy tokens_bT."""
 
     def device_generate(params, inputs_bM, prompt_bT):
@@ -80,7 +80,7 @@ def highest_precision():
 
 
 def test_greedy_tokens_are_T5Xs(golden):
-    arrays, t5 = np.load(golden / 'golden.npz'), evaluate.load(golden / 'checkpoint_0')
+    arrays, t5 = np.load(golden / 'golden.npz'), infer.load(golden / 'checkpoint_0')
     expected = arrays['greedy_decodes']
     inputs = features(arrays, 'batch')['encoder_input_tokens']
     for data_size, model_size in [(1, 1), (2, 4)]:
@@ -92,7 +92,7 @@ def test_greedy_tokens_are_T5Xs(golden):
 
 def test_scores_are_T5Xs(golden):
     """Log-likelihoods of the targets in nats, summed over each example."""
-    arrays, t5 = np.load(golden / 'golden.npz'), evaluate.load(golden / 'checkpoint_0')
+    arrays, t5 = np.load(golden / 'golden.npz'), infer.load(golden / 'checkpoint_0')
 
     def device_scores(params, batch):
         logits_bTv = model.apply(lambda: model.logits(t5.config, batch), params)

@@ -15,8 +15,10 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 import checkpoint
 import data
-import evaluate
+import infer
+import sources
 import train
+import vocabulary as vocabularies
 from configs import base, tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -196,16 +198,16 @@ def test_what_a_run_leaves(whole):
 
 
 def test_load_a_workdir_and_compute_its_validation_loss(corpus, whole):
-    """evaluate.load's logits, summed up by numpy, give the loss that the run reported."""
-    t5 = evaluate.load(whole)
+    """infer.load's logits, summed up by numpy, give the loss that the run reported."""
+    t5 = infer.load(whole)
     assert t5.config.dropout_rate == 0.1 and t5.config.emb_dim == 16
     query = t5.params['encoder']['layers_0']['attention']['query']['kernel']
     np.testing.assert_array_equal(
         query, state_of(whole, 6)['target/encoder/layers_0/attention/query/kernel']
     )
     config = small_config(corpus).data
-    vocabulary = data.find_vocabulary(config, str(whole), None, 384)
-    source = data.open_source(config)
+    vocabulary = vocabularies.find_vocabulary_of_run(config, str(whole), None, 384)
+    source = sources.open_source(config)
     stream = data.Stream(source, 'validation', vocabulary, config, 4, seed=0, num_epochs=1)
     nats, counts, text_nats, text_count = 0.0, 0, 0.0, 0
     for _, batch in zip(range(20), stream, strict=False):
@@ -231,8 +233,8 @@ def test_the_baseline_is_the_cross_entropy_of_the_unigram(corpus, whole):
     """Of the whole training split, though the run has seen six batches of it."""
     config = small_config(corpus).data
     vocabulary, source = (
-        data.find_vocabulary(config, str(whole), None, 384),
-        data.open_source(config),
+        vocabularies.find_vocabulary_of_run(config, str(whole), None, 384),
+        sources.open_source(config),
     )
     counts = {}
     for split, num in (('train', 10**6), ('validation', 20)):

@@ -20,6 +20,7 @@ import data
 import model
 import partition
 import train
+import vocabulary as vocabularies
 from configs import base
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -244,7 +245,7 @@ def test_parameter_counts_of_released_models(name):
         config.data.task in data.TASKS
     ):  # inputs and targets are what span corruption makes of a piece
         settings, lengths = config.data, config.data.lengths
-        vocabulary = data.ByteVocabulary(settings.extra_ids)
+        vocabulary = vocabularies.ByteVocabulary(settings.extra_ids)
         raw_length, _ = data.span_corruption_sizes(settings, vocabulary)
         known = {(512, 114): 568, (1024, 229): 1137, (1024, 189): 1193}
         assert raw_length == known[lengths.inputs, lengths.targets]

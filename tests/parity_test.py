@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import checkpoint
-import evaluate
+import infer
 import model
 import optimizer
 import train
@@ -71,7 +71,7 @@ def highest_precision():
 
 def test_logits(golden):
     arrays = np.load(golden / 'golden.npz')
-    t5 = evaluate.load(golden / 'checkpoint_0')
+    t5 = infer.load(golden / 'checkpoint_0')
     settings = json.loads((golden / 'config.json').read_text())
     for name in (
         'vocab_size',
@@ -89,7 +89,7 @@ def test_logits(golden):
 def test_loss_and_metrics(golden):
     arrays = np.load(golden / 'golden.npz')
     trainer = train.make_trainer(run_config(golden))
-    params = evaluate.load(golden / 'checkpoint_0').arrays
+    params = infer.load(golden / 'checkpoint_0').arrays
     gradients = jax.jit(trainer.gradients)
     rows, key = np.arange(8), jax.random.key(0)
     _, sums = gradients(params, features(arrays, 'batch'), rows, key)

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import evaluate
+import infer
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / 'tests/golden'
@@ -32,7 +32,7 @@ import evaluate
 folder, *urls = sys.argv[1:]
 for i, url in enumerate(urls):
     try:
-        np.savez(f'{folder}/{i}.npz', **evaluate.load(url).arrays)
+        np.savez(f'{folder}/{i}.npz', **infer.load(url).arrays)
     except Exception as error:
         print(f'{type(error).__name__}: {error}')
 """
@@ -149,7 +149,7 @@ def test_parameters_come_out_of_a_bucket_as_from_a_disk(scheme, store, tmp_path)
     names = [f'{T5X}/checkpoint_6', T5X, MESH_TF]  # the second leads to its newest, the first
     assert run(LOAD, tmp_path, *[f'{scheme}://golden/{name}' for name in names], store=store) == ''
     for i, name in enumerate(names):
-        expected, found = evaluate.load(GOLDEN / name).arrays, np.load(tmp_path / f'{i}.npz')
+        expected, found = infer.load(GOLDEN / name).arrays, np.load(tmp_path / f'{i}.npz')
         assert set(found) == set(expected)
         for path, x in expected.items():
             assert found[path].dtype == x.dtype and found[path].shape == x.shape, path

@@ -17,7 +17,7 @@ import pytest
 from end_to_end_test import ROOT, assert_same_run, corpus, metrics_of, run, small_config, state_of
 
 import checkpoint
-import data
+import sources
 import train
 import workdir
 
@@ -355,7 +355,7 @@ def test_every_document_of_a_large_corpus_comes_once_wherever_it_was_stopped(lar
     rng, names = random.Random(0), []
     starts = {lane: (0, 0, 0) for lane in range(128)}
     for stop in (True, False):
-        source = data.open_source(config)
+        source = sources.open_source(config)
         units = {lane: start[:2] for lane, start in starts.items()}
         documents = source.open('train', 128, 0, units)
         lanes = {lane: documents(0, lane, *start[1:]) for lane, start in starts.items()}

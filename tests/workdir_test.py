@@ -18,7 +18,7 @@ from end_to_end_test import ROOT, assert_same_run, corpus, metrics_of, run, smal
 from permissions import another_user
 
 import checkpoint
-import evaluate
+import infer
 import paths
 import train
 import workdir
@@ -79,7 +79,7 @@ def test_a_run_in_a_parent_folder(corpus, tmp_path, monkeypatch):
     config.train.steps = 7
     run(config, 'third')
     assert checkpoint.steps('third') == [7]
-    assert evaluate.load('../here/third').vocabulary.model
+    assert infer.load('../here/third').vocabulary.model
 
 
 def test_the_next_command_can_be_pasted(corpus, tmp_path, monkeypatch, capsys):
@@ -204,7 +204,7 @@ def test_a_vocabulary_that_is_gone_is_that_of_the_checkpoint(corpus, finished, t
         finished / 'vocabulary.model'
     ).read_bytes()
     copied = shutil.copytree(tmp_path / 'run/checkpoint_4', tmp_path / 'alone')
-    assert evaluate.load(copied).vocabulary.size == 241
+    assert infer.load(copied).vocabulary.size == 241
 
 
 # Signals.

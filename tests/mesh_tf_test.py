@@ -19,8 +19,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import convert
-import evaluate
+import infer
+import mesh_tf
 import model
 import optimizer
 import partition
@@ -32,8 +32,8 @@ MTF_TINY = ROOT.parent / 'shared/testdata/t5x/mtf_tiny_t5'  # of google-research
 
 
 def read_all(prefix):
-    index = convert.mesh_tf_index(prefix)
-    is_entry = lambda leaf: isinstance(leaf, convert.BundleEntry)  # noqa: E731
+    index = mesh_tf.read_index(prefix)
+    is_entry = lambda leaf: isinstance(leaf, mesh_tf.BundleEntry)  # noqa: E731
     return {p: x.read() if is_entry(x) else x for p, x in index.items()}
 
 
@@ -52,7 +52,7 @@ def test_golden_is_what_the_importer_of_t5x_makes_of_it_and_gives_its_logits():
     golden = np.load(GOLDEN / 'golden.npz')
     names = [name for name in golden.files if name.startswith('imported/')]
     expected = {name.removeprefix('imported/'): golden[name] for name in names}
-    found = read_all(convert.mesh_tf_prefix(GOLDEN))
+    found = read_all(mesh_tf.find_prefix(GOLDEN))
     weights = {path for path in found if path.startswith('target/')}
     assert len(found) == 261 and {found[path].dtype.name for path in weights} == {'bfloat16'}
     assert_same(
@@ -61,7 +61,7 @@ def test_golden_is_what_the_importer_of_t5x_makes_of_it_and_gives_its_logits():
     config = model.T5Config(**json.loads((GOLDEN / 'config.json').read_text()))
     params = {p.removeprefix('target/'): found[p].astype(np.float32) for p in weights}
     assert {path: x.shape for path, x in params.items()} == model.shapes(config)
-    t5 = evaluate.T5(config, params, partition.make_mesh(1, 1, jax.devices()[:1]))
+    t5 = infer.T5(config, params, partition.make_mesh(1, 1, jax.devices()[:1]))
     batch = {n.split('/')[1]: golden[n] for n in golden.files if n.startswith('batch/')}
     error = np.abs(t5.logits(batch) - golden['logits']).max()
     assert error <= 1e-5 * np.abs(golden['logits']).max()
@@ -71,11 +71,11 @@ def test_tiny_checkpoint_of_t5x_lacks_its_weights_and_says_so():
     """Its index is compressed. The model's sizes are those that T5X's test of this file set."""
     if not MTF_TINY.exists():
         pytest.skip(f'{MTF_TINY} is not there; the tables that we write are compressed, too')
-    prefix = convert.mesh_tf_prefix(MTF_TINY)
-    entries = convert.read_bundle_index(prefix)
+    prefix = mesh_tf.find_prefix(MTF_TINY)
+    entries = mesh_tf.read_bundle_index(prefix)
     assert len(entries) == 105 and entries['global_step'].read() == np.int64(0)
     assert sum(entry.size for entry in entries.values()) == 13_077_504 + 8
-    index = convert.mesh_tf_index(prefix)
+    index = mesh_tf.read_index(prefix)
     assert len(index) == 1 + 52 * 5 and index['state/step'] == np.int32(0)
     sizes = model.T5Config(
         32128, 'float32', 32, 2, 2, 2, 64, 64, mlp_activations=('gelu', 'linear')
@@ -242,7 +242,7 @@ def mesh_tf_variables():
 def test_a_bundle_of_ours_comes_back(tmp_path, compress):
     arrays = mesh_tf_variables() | {f'x{i}': np.arange(1 + i % 3, dtype='i4') for i in range(150)}
     prefix = bundle(tmp_path / 'model.ckpt-7', arrays, compress=compress)
-    entries = convert.read_bundle_index(prefix)
+    entries = mesh_tf.read_bundle_index(prefix)
     assert list(entries) == sorted(arrays)
     assert_same({name: entry.read() for name, entry in entries.items()}, arrays)
 
@@ -292,7 +292,7 @@ def test_factored_slots_are_those_of_our_optimizer(tmp_path):
         arrays[f'{name}_slot_vc'] = np.mean(grad**2, 1 - first)
     found = read_all(bundle(tmp_path / 'model.ckpt-1', arrays))
     for path in params:
-        ours = '/'.join(convert.MATRICES.get(part, part) for part in path.split('/'))
+        ours = '/'.join(mesh_tf.MATRICES.get(part, part) for part in path.split('/'))
         for slot in ('v_row', 'v_col'):
             a = found[f'state/param_states/{ours}/{slot}']
             b = np.asarray(expected[f'state/param_states/{path}/{slot}'])
@@ -352,33 +352,33 @@ def test_names_that_the_golden_checkpoint_lacks(tmp_path, arrays, paths):
 def test_what_has_no_place_in_t5x_is_named(tmp_path, arrays, message):
     prefix = bundle(tmp_path / 'model.ckpt-1', arrays)
     with pytest.raises(ValueError, match=message):
-        convert.mesh_tf_index(prefix)
+        mesh_tf.read_index(prefix)
 
 
 # Which files are meant.
 
 
 def test_a_folder_or_prefix_leads_to_the_checkpoint(tmp_path):
-    assert convert.mesh_tf_prefix(tmp_path) is None
+    assert mesh_tf.find_prefix(tmp_path) is None
     first = bundle(tmp_path / 'model.ckpt-1', {'a': X})
-    assert convert.mesh_tf_prefix(tmp_path) == convert.mesh_tf_prefix(str(first)) == first
+    assert mesh_tf.find_prefix(tmp_path) == mesh_tf.find_prefix(str(first)) == first
     bundle(tmp_path / 'model.ckpt-2', {'a': X})
     with pytest.raises(ValueError, match=r'2 checkpoints \(model.ckpt-1, model.ckpt-2\): name one'):
-        convert.mesh_tf_prefix(tmp_path)
+        mesh_tf.find_prefix(tmp_path)
     (tmp_path / 'checkpoint').write_text('model_checkpoint_path: "model.ckpt-1"\n')
-    assert convert.mesh_tf_prefix(tmp_path) == first
-    assert convert.mesh_tf_prefix(tmp_path / 'model.ckpt-3') is None
+    assert mesh_tf.find_prefix(tmp_path) == first
+    assert mesh_tf.find_prefix(tmp_path / 'model.ckpt-3') is None
     with pytest.raises(ValueError, match='model.ckpt-3.index is missing'):
-        convert.read_bundle_index(tmp_path / 'model.ckpt-3')
+        mesh_tf.read_bundle_index(tmp_path / 'model.ckpt-3')
 
 
 def test_a_pointer_never_leaves_its_folder(tmp_path):
     for target in ('/etc/passwd', '../../etc/passwd', 'gs://t5/x/passwd'):
         (tmp_path / 'checkpoint').write_text(f'model_checkpoint_path: "{target}"\n')
-        assert convert.mesh_tf_prefix(tmp_path) == tmp_path / 'passwd'
+        assert mesh_tf.find_prefix(tmp_path) == tmp_path / 'passwd'
     for target in ('', '..', '/', 'a/'):
         (tmp_path / 'checkpoint').write_text(f'model_checkpoint_path: "{target}"\n')
-        prefix = convert.mesh_tf_prefix(tmp_path)
+        prefix = mesh_tf.find_prefix(tmp_path)
         assert prefix is None or prefix.parent == tmp_path
 
 
@@ -390,18 +390,18 @@ def test_a_link_never_leaves_its_folder(tmp_path, name):
     file.rename(tmp_path / 'elsewhere')
     file.symlink_to('../elsewhere')
     with pytest.raises(ValueError, match=f'{file} links to {tmp_path}/elsewhere, outside'):
-        read_all(convert.mesh_tf_prefix(folder))
+        read_all(mesh_tf.find_prefix(folder))
     (tmp_path / 'elsewhere').rename(folder / 'beside')
     file.unlink()
     file.symlink_to('beside')
-    assert read_all(convert.mesh_tf_prefix(folder))
+    assert read_all(mesh_tf.find_prefix(folder))
 
 
 def test_a_checkpoint_of_t5x_is_not_taken_for_one(tmp_path):
     """T5X's data iterator leaves a bundle of its own in there."""
     shutil.copy(ROOT / 'tests/golden/t5x_t5_1_1_tiny/checkpoint_0/checkpoint', tmp_path)
     bundle(tmp_path / 'train_ds-00000-of-00001', {'a': X})
-    assert convert.mesh_tf_prefix(tmp_path) is None
+    assert mesh_tf.find_prefix(tmp_path) is None
 
 
 # Damage.
@@ -440,7 +440,7 @@ def test_every_one_of_200_random_faults_is_detected(tmp_path, of):
     else:
         whole.mkdir()
         bundle(whole / 'model.ckpt-7', mesh_tf_variables())
-    prefix = convert.mesh_tf_prefix(whole)
+    prefix = mesh_tf.find_prefix(whole)
     read_all(prefix)
     while found < 200:
         shutil.rmtree(tmp_path / 'copy', ignore_errors=True)
@@ -498,7 +498,7 @@ def test_an_entry_that_lies_is_refused(tmp_path, lie, message):
     entry = lambda name, fields: fields | lie  # noqa: E731
     prefix = bundle(tmp_path / 'model.ckpt-1', {'a': X}, entry=entry)
     with pytest.raises(ValueError, match=f'model.ckpt-1.index cannot be read.*{message}|{message}'):
-        convert.read_bundle_index(prefix)
+        mesh_tf.read_bundle_index(prefix)
 
 
 @pytest.mark.parametrize('lie', [{4: 1}, {4: 2**62}, {4: 2**64 - 8}])
@@ -511,7 +511,7 @@ def test_an_array_beyond_its_file_takes_no_memory(tmp_path, lie):
     with pytest.raises(
         ValueError, match=r'data-00000-of-00003 ends at 24, a at \d+: copy it again'
     ):
-        convert.read_bundle_index(prefix)['a'].read()
+        mesh_tf.read_bundle_index(prefix)['a'].read()
 
 
 @pytest.mark.parametrize(
@@ -539,7 +539,7 @@ def test_an_array_beyond_its_file_takes_no_memory(tmp_path, lie):
 def test_a_table_that_lies_is_refused(tmp_path, content, message):
     (tmp_path / 'x.index').write_bytes(content)
     with pytest.raises(ValueError, match=f'x.index cannot be read.*{message}.*copy it again'):
-        convert.read_bundle_index(tmp_path / 'x')
+        mesh_tf.read_bundle_index(tmp_path / 'x')
 
 
 @pytest.mark.parametrize(
@@ -570,16 +570,16 @@ def test_snappy_by_hand(content, expected):
     content = bytes.fromhex(content)
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
-            convert._decompress_snappy(content)
+            mesh_tf._decompress_snappy(content)
     else:
         literal = bytes(i % 256 for i in range(257))
         expected = literal + literal[:11] if expected is None else expected
-        assert convert._decompress_snappy(content) == expected
+        assert mesh_tf._decompress_snappy(content) == expected
 
 
 def test_arrays_take_no_memory_but_their_own(tmp_path):
     x = np.zeros(2**23, np.float32)
-    entry = convert.read_bundle_index(bundle(tmp_path / 'model.ckpt-1', {'a': x}))['a']
+    entry = mesh_tf.read_bundle_index(bundle(tmp_path / 'model.ckpt-1', {'a': x}))['a']
     tracemalloc.start()
     found = entry.read()
     _, peak = tracemalloc.get_traced_memory()
@@ -589,16 +589,16 @@ def test_arrays_take_no_memory_but_their_own(tmp_path):
 
 def test_a_file_that_never_ends_is_not_opened(tmp_path):
     prefix = bundle(tmp_path / 'model.ckpt-1', {'a': X})
-    entry = convert.read_bundle_index(prefix)['a']
+    entry = mesh_tf.read_bundle_index(prefix)['a']
     entry.file.unlink()
     os.mkfifo(entry.file)
     with pytest.raises(ValueError, match='is missing'):
         entry.read()
     Path(f'{prefix}.index').unlink()
     os.mkfifo(f'{prefix}.index')
-    assert convert.mesh_tf_prefix(prefix) is None
+    assert mesh_tf.find_prefix(prefix) is None
     with pytest.raises(ValueError, match='is missing'):
-        convert.read_bundle_index(prefix)
+        mesh_tf.read_bundle_index(prefix)
 
 
 def test_nonsense_under_right_checksums_ends_in_a_value_error(tmp_path):
@@ -614,7 +614,7 @@ def test_nonsense_under_right_checksums_ends_in_a_value_error(tmp_path):
     for _ in range(200):
         prefix = bundle(tmp_path / 'x', arrays, compress=(0,), change=change)
         try:
-            for entry in convert.read_bundle_index(prefix).values():
+            for entry in mesh_tf.read_bundle_index(prefix).values():
                 entry.read()
         except ValueError:
             refused += 1
@@ -635,8 +635,8 @@ def test_what_tensorflow_saves_we_read_and_what_we_write_it_reads(tmp_path):
         with v1.Session(config=v1.ConfigProto(device_count={'CPU': 3})) as session:
             session.run(v1.global_variables_initializer())
             saver.save(session, str(prefix), latest_filename='checkpoint')
-    assert convert.mesh_tf_prefix(tmp_path) == prefix
-    entries = convert.read_bundle_index(prefix)
+    assert mesh_tf.find_prefix(tmp_path) == prefix
+    entries = mesh_tf.read_bundle_index(prefix)
     assert len({entry.file for entry in entries.values()}) == 3
     assert_same({name: entry.read() for name, entry in entries.items()}, arrays)
     ours = bundle(tmp_path / 'ours', arrays)

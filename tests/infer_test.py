@@ -22,10 +22,11 @@ from parity_test import golden as golden  # a fixture
 
 import checkpoint
 import convert
-import data
-import evaluate
+import hugging_face
+import infer
 import model
 import partition
+import vocabulary as vocabularies
 
 ROOT = pathlib.Path(__file__).parents[1]
 GOLDEN = ROOT / 'tests/golden'
@@ -47,13 +48,13 @@ def ids_of(rows):
 @pytest.mark.parametrize('mesh_shape', [(1, 1), (2, 2)])
 def test_mesh_tf(path, mesh_shape):
     mesh = partition.make_mesh(*mesh_shape, jax.devices()[: mesh_shape[0] * mesh_shape[1]])
-    t5, arrays = evaluate.load(path, mesh=mesh), np.load(MESH_TF / 'golden.npz')
+    t5, arrays = infer.load(path, mesh=mesh), np.load(MESH_TF / 'golden.npz')
     assert_close(t5.logits(features(arrays, 'batch')), arrays['logits'], 1e-5)
     assert t5.config.mlp_activations == ('gelu', 'linear') and t5.vocabulary is None
 
 
 def test_hugging_face():
-    t5, arrays = evaluate.load(HUGGING_FACE), np.load(HUGGING_FACE / 'golden.npz')
+    t5, arrays = infer.load(HUGGING_FACE), np.load(HUGGING_FACE / 'golden.npz')
     batch = features(arrays, 'batch')
     seen = batch['decoder_loss_weights'] > 0
     assert_close(np.asarray(t5.logits(batch))[seen], arrays['logits'][seen], 1e-4)
@@ -67,7 +68,7 @@ def test_hugging_face():
 @pytest.mark.parametrize('mesh_shape', [(1, 1), (4, 2)])
 def test_scores_and_greedy_answers_are_T5Xs(golden, mesh_shape):
     mesh = partition.make_mesh(*mesh_shape, jax.devices()[: mesh_shape[0] * mesh_shape[1]])
-    arrays, t5 = np.load(golden / 'golden.npz'), evaluate.load(golden / 'checkpoint_0', mesh=mesh)
+    arrays, t5 = np.load(golden / 'golden.npz'), infer.load(golden / 'checkpoint_0', mesh=mesh)
     batch = features(arrays, 'batch')
     inputs, targets = (
         ids_of(batch[f'{name}_tokens']) for name in ('encoder_input', 'decoder_target')
@@ -81,7 +82,7 @@ def test_scores_and_greedy_answers_are_T5Xs(golden, mesh_shape):
 
 @pytest.fixture(scope='module')
 def t5():
-    return evaluate.load(T5X, vocabulary='bytes')
+    return infer.load(T5X, vocabulary='bytes')
 
 
 NO_LIST = 'is no list of texts or of ids: give one or more'
@@ -163,13 +164,13 @@ def test_the_rest_of_a_question(t5):
     assert t5.generate([[5], [6]], np.int64(2)) == t5.generate(np.array([[5, 0], [6, 0]]), 2)
     with pytest.raises(ValueError, match='1 inputs for 2 targets'):
         t5.score([[5]], [[5], [6]])
-    without = evaluate.T5(t5.config, t5.arrays, t5.mesh)
+    without = infer.T5(t5.config, t5.arrays, t5.mesh)
     with pytest.raises(ValueError, match='brings no vocabulary: load.*vocabulary=PATH'):
         without.generate(['a text'])
 
 
-INPUTS, SHIFTED, TARGETS = evaluate.SEQUENCES
-SEGMENTS = {name: np.ones([2, 4], np.int32) for name in evaluate.SEGMENTS}
+INPUTS, SHIFTED, TARGETS = infer.SEQUENCES
+SEGMENTS = {name: np.ones([2, 4], np.int32) for name in infer.SEGMENTS}
 
 
 @pytest.mark.parametrize(
@@ -187,27 +188,27 @@ SEGMENTS = {name: np.ones([2, 4], np.int32) for name in evaluate.SEGMENTS}
         ({TARGETS: jnp.full([2, 4], 384)}, f'{TARGETS} has id 384'),
         ({INPUTS: np.ones(4, int)}, f'{INPUTS} is int64 [4]: must be integers [batch, length]'),
         ({INPUTS: np.ones([2, 0], int)}, f'{INPUTS} is int64 [2, 0]: must be'),
-        ({name: np.ones([0, 4], int) for name in evaluate.SEQUENCES}, 'int64 [0, 4]: must be'),
+        ({name: np.ones([0, 4], int) for name in infer.SEQUENCES}, 'int64 [0, 4]: must be'),
         ({INPUTS: np.ones([2, 4])}, f'{INPUTS} is float64 [2, 4]: must be integers'),
         ({INPUTS: [[1], [2, 3]]}, f'{INPUTS} is object []'),
         ({INPUTS: 'text'}, f'{INPUTS} is <U4 []'),
         ({INPUTS: np.ones([3, 4], int)}, f'{SHIFTED} has shape [2, 4]: must be [3, 4], with the'),
         ({SHIFTED: np.ones([2, 5], int)}, f'{TARGETS} has shape [2, 4]: must be [2, 5], with the'),
         (
-            SEGMENTS | {evaluate.SEGMENTS[0]: np.ones([2, 5], int)},
+            SEGMENTS | {infer.SEGMENTS[0]: np.ones([2, 5], int)},
             'has shape [2, 5]: must be [2, 4]',
         ),
         (
-            SEGMENTS | {evaluate.SEGMENTS[1]: np.full([2, 4], -1)},
+            SEGMENTS | {infer.SEGMENTS[1]: np.full([2, 4], -1)},
             'decoder_segment_ids has -1 to -1: must be int32, 1 or more, and 0 for padding',
         ),
-        ({evaluate.SEGMENTS[0]: np.ones([2, 4], int)}, 'has only one of encoder_segment_ids, dec'),
+        ({infer.SEGMENTS[0]: np.ones([2, 4], int)}, 'has only one of encoder_segment_ids, dec'),
         ({'encoder_segments': 1}, "the batch has 'encoder_segments': the features are"),
     ],
     ids=lambda value: ', '.join(value) if isinstance(value, dict) else '',
 )
 def test_batches(t5, changes, words):
-    batch = {name: np.full([2, 4], 5, np.int32) for name in evaluate.SEQUENCES} | changes
+    batch = {name: np.full([2, 4], 5, np.int32) for name in infer.SEQUENCES} | changes
     if words is None:
         assert t5.logits(batch).shape == (2, 4, 384)
         return
@@ -221,7 +222,7 @@ def test_batches_that_are_none(t5):
         t5.logits({'x': 1})
     with pytest.raises(ValueError, match='a list is no batch: give a dict of T5X features'):
         t5.logits([1])
-    batch = {name: np.full([2, 4], 5, np.int32) for name in evaluate.SEQUENCES}
+    batch = {name: np.full([2, 4], 5, np.int32) for name in infer.SEQUENCES}
     assert jax.jit(t5.logits)(batch).shape == (2, 4, 384)  # inside of another function, too
 
 
@@ -246,15 +247,15 @@ def test_what_load_refuses(argument, value, words):
     if argument == 'mesh' and isinstance(value, dict):
         value = jax.make_mesh(tuple(value.values()), tuple(value))
     with pytest.raises(ValueError, match=re.escape(words)) as error:
-        evaluate.load(T5X, **{argument: value})
+        infer.load(T5X, **{argument: value})
     assert '\n' not in str(error.value)
 
 
 def test_dtypes_of_load():
     for dtype, expected in [('', 'float32'), (jnp.bfloat16, 'bfloat16'), ('float16', 'float16')]:
-        found = evaluate.load(T5X, dtype=dtype).arrays.values()
+        found = infer.load(T5X, dtype=dtype).arrays.values()
         assert {x.dtype.name for x in found} == {expected}
-    stored = {x.dtype.name for x in evaluate.load(MESH_TF, dtype='').arrays.values()}
+    stored = {x.dtype.name for x in infer.load(MESH_TF, dtype='').arrays.values()}
     assert stored == {'bfloat16'}
 
 
@@ -306,11 +307,11 @@ def test_stacked_layers_of_umt5(tmp_path, inline, monkeypatch):
         f'/{stack}/{stack}/' in f'/{p}' for p in stacked for stack in ('encoder', 'decoder')
     )
     assert len(reads) == (0 if inline else num_stacks)  # each once
-    t5 = evaluate.load(directory, mesh=partition.make_mesh(2, 2, jax.devices()[:4]))
+    t5 = infer.load(directory, mesh=partition.make_mesh(2, 2, jax.devices()[:4]))
     assert t5.config == config
     del reads[:]
-    evaluate.convert_checkpoint(directory, tmp_path / 'hf', 'hf')
-    evaluate.convert_checkpoint(directory, tmp_path / 'apart', 't5x')
+    convert.convert_checkpoint(directory, tmp_path / 'hf', 'hf')
+    convert.convert_checkpoint(directory, tmp_path / 'apart', 't5x')
     assert len(reads) in (0, 2 * (num_stacks + 4))  # and what is not stacked
     assert json.loads((tmp_path / 'hf/config.json').read_text())['model_type'] == 'umt5'
     for path, x in checkpoint.restore(tmp_path / 'hf').items():
@@ -323,21 +324,21 @@ def test_a_file_alone(tmp_path):
     leaves = {path: checkpoint_test.extension(1, x) for path, x in arrays.items()}
     checkpoint_test.write_index(tmp_path, checkpoint.unflatten(leaves))
     (tmp_path / 'checkpoint').rename(tmp_path / 'test_t5_tiny.checkpoint_0')
-    expected = evaluate.load(T5X).arrays
+    expected = infer.load(T5X).arrays
     for path in (tmp_path / 'test_t5_tiny.checkpoint_0', T5X / 'checkpoint'):
-        found = evaluate.load(path).arrays
+        found = infer.load(path).arrays
         assert found.keys() == expected.keys()
         for name, x in expected.items():
             np.testing.assert_array_equal(found[name], x, err_msg=name)
-    assert evaluate.load(MESH_TF / 'checkpoint').config.emb_dim == 32
+    assert infer.load(MESH_TF / 'checkpoint').config.emb_dim == 32
     with pytest.raises(
         ValueError, match='model.safetensors is one file of a checkpoint: name its folder'
     ):
-        evaluate.load(HUGGING_FACE / 'model.safetensors')
+        infer.load(HUGGING_FACE / 'model.safetensors')
 
 
 def test_half_the_memory():
-    t5, whole = evaluate.load(T5X, dtype='bfloat16'), evaluate.load(T5X)
+    t5, whole = infer.load(T5X, dtype='bfloat16'), infer.load(T5X)
     assert {x.dtype for x in t5.arrays.values()} == {jnp.bfloat16.dtype}
     batch = features(np.load(T5X.parent / 'golden.npz'), 'batch')
     logits = t5.logits(batch)
@@ -353,18 +354,18 @@ def assert_same_bits(found, expected):
 
 
 def test_t5x_to_ours_to_t5x(golden, tmp_path):
-    first = evaluate.convert_checkpoint(golden / 'checkpoint_6', tmp_path / 'a', 't5x')
+    first = convert.convert_checkpoint(golden / 'checkpoint_6', tmp_path / 'a', 't5x')
     assert first.name == 'checkpoint_6' and checkpoint.verify(first)
     assert_same_bits(first, golden / 'checkpoint_6')
-    second = evaluate.convert_checkpoint(tmp_path / 'a', tmp_path / 'b', 't5x')
+    second = convert.convert_checkpoint(tmp_path / 'a', tmp_path / 'b', 't5x')
     assert_same_bits(second, golden / 'checkpoint_6')
 
 
 @pytest.mark.parametrize('source', [T5X, MESH_TF, HUGGING_FACE], ids=lambda path: path.name)
 def test_through_hugging_face_and_back(source, tmp_path):
-    evaluate.convert_checkpoint(source, tmp_path / 'hf', 'hf')
-    assert convert.is_hugging_face(tmp_path / 'hf')
-    evaluate.convert_checkpoint(tmp_path / 'hf', tmp_path / 'back', 't5x')
+    convert.convert_checkpoint(source, tmp_path / 'hf', 'hf')
+    assert hugging_face.is_folder(tmp_path / 'hf')
+    convert.convert_checkpoint(tmp_path / 'hf', tmp_path / 'back', 't5x')
     found, expected = checkpoint.restore(tmp_path / 'hf'), checkpoint.restore(source)
     back = checkpoint.restore(next((tmp_path / 'back').glob('checkpoint_*')))
     for path, x in expected.items():
@@ -372,11 +373,11 @@ def test_through_hugging_face_and_back(source, tmp_path):
             for other in (found, back):
                 assert (other[path].dtype, other[path].tobytes()) == (x.dtype, x.tobytes()), path
     assert back['state/step'] == 0  # Hugging Face keeps none
-    assert evaluate.load(tmp_path / 'hf').config == evaluate.load(tmp_path / 'back').config
+    assert infer.load(tmp_path / 'hf').config == infer.load(tmp_path / 'back').config
 
 
 def test_mesh_tf_keeps_its_optimizer_state(tmp_path):
-    written = evaluate.convert_checkpoint(MESH_TF, tmp_path, 't5x')
+    written = convert.convert_checkpoint(MESH_TF, tmp_path, 't5x')
     arrays, found = np.load(MESH_TF / 'golden.npz'), checkpoint.restore(written)
     assert written.name == 'checkpoint_1000000' and found['state/step'] == 1_000_000
     for name in arrays:
@@ -398,7 +399,7 @@ ODD = "a b, größe 文 #?%&'[]"
 
 def some_arrays(path):
     """{path: array} of a few parameters, as `load` finds them."""
-    _, index, _ = evaluate.find_checkpoint(path)
+    _, index, _ = convert.find_checkpoint(path)
     names = (
         'token_embedder/embedding',
         'decoder/layers_1/mlp/wo/kernel',
@@ -420,7 +421,7 @@ def test_every_form_of_a_path_opens(source, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT / 'tests')
     relative = os.path.join('..', 'tests', os.path.relpath(SOURCES[source]))
     assert_same_arrays(some_arrays(relative), expected)
-    loaded = evaluate.load(relative).arrays
+    loaded = infer.load(relative).arrays
     assert_same_arrays({path: loaded[path.removeprefix('target/')] for path in expected}, expected)
     here = tmp_path / ODD / 'here'
     (here / 'sub').mkdir(parents=True)
@@ -452,7 +453,7 @@ def test_every_form_of_a_path_converts(form, tmp_path, monkeypatch):
     assert source.startswith('..')
     expected = some_arrays(HUGGING_FACE)
     for to in ('../here/sub/../out', 'link/../linked/', '~/home', f'new/{ODD}'):
-        written = evaluate.convert_checkpoint(source, to, form)
+        written = convert.convert_checkpoint(source, to, form)
         assert written.is_relative_to(here) and '..' not in written.parts
         assert_same_arrays(some_arrays(to), expected)
     assert sorted(os.listdir(here)) == ['home', 'link', 'linked', 'new', 'out', 'sub']
@@ -519,7 +520,7 @@ PICKLE = 'pickle can run code: load it with transformers, if you trust it, and s
 )
 def test_what_is_no_checkpoint(places, name, words):
     path = name if '://' in name else places / name
-    for ask in (evaluate.load, lambda path: evaluate.convert_checkpoint(path, places / 'x', 't5x')):
+    for ask in (infer.load, lambda path: convert.convert_checkpoint(path, places / 'x', 't5x')):
         with pytest.raises(ValueError, match=re.escape(words)) as error:
             ask(path)
         assert '\n' not in str(error.value)
@@ -528,21 +529,21 @@ def test_what_is_no_checkpoint(places, name, words):
 
 def test_the_root_is_no_checkpoint(tmp_path):
     with pytest.raises(ValueError, match=f'^/checkpoint is missing: {FORM}, not /, which holds '):
-        evaluate.load('/')
+        infer.load('/')
     with pytest.raises(ValueError, match='is or lies in /, which is read'):
-        evaluate.convert_checkpoint('/', tmp_path / 'x', 't5x')
+        convert.convert_checkpoint('/', tmp_path / 'x', 't5x')
 
 
 def test_a_file_of_a_checkpoint_of_ours(tmp_path):
-    written = evaluate.convert_checkpoint(T5X, tmp_path / 'x', 't5x')
+    written = convert.convert_checkpoint(T5X, tmp_path / 'x', 't5x')
     for name in ('manifest.json', 'config.json'):
         with pytest.raises(ValueError, match=f'it is one file of a checkpoint: name .*{written}$'):
-            evaluate.load(written / name)
+            infer.load(written / name)
 
 
 @pytest.mark.parametrize('name', ['index', 'data-00000-of-00003', 'data-00002-of-00003'])
 def test_a_file_of_a_mesh_tf_checkpoint_names_it(name):
-    assert evaluate.open_model(MESH_TF / f'model.ckpt-1000000.{name}')[1].emb_dim == 32
+    assert convert.open_model(MESH_TF / f'model.ckpt-1000000.{name}')[1].emb_dim == 32
 
 
 @pytest.mark.parametrize(
@@ -564,10 +565,10 @@ def test_pointers_of_git_lfs(places, name):
     file.write_text('version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n')
     try:
         with pytest.raises(ValueError, match=f'{name} is a pointer of git-lfs.*run `git lfs pull`'):
-            evaluate.load(places / name.split('/')[0])
+            infer.load(places / name.split('/')[0])
         if name.endswith('spiece.model'):
             with pytest.raises(ValueError, match=f'{name} is a pointer of git-lfs'):
-                evaluate.load(T5X, vocabulary=places / 'hf')
+                infer.load(T5X, vocabulary=places / 'hf')
     finally:
         file.unlink()
         if content is not None:
@@ -593,7 +594,7 @@ def test_pointers_of_git_lfs(places, name):
 def test_folders_that_are_not_written_to(places, to, words, form):
     before = sorted(places.rglob('*'))
     with pytest.raises(ValueError, match=words) as error:
-        evaluate.convert_checkpoint(places / 't5x', places / to, form)
+        convert.convert_checkpoint(places / 't5x', places / to, form)
     assert '\n' not in str(error.value) and sorted(places.rglob('*')) == before
 
 
@@ -605,13 +606,13 @@ def test_converting_is_all_or_nothing(tmp_path, form):
     chunk.write_bytes(content[:-20])
     for to in ('to', 'new/folders/to'):
         with pytest.raises(ValueError, match='target.token_embedder.embedding'):
-            evaluate.convert_checkpoint(tmp_path / 'from', tmp_path / to, form)
+            convert.convert_checkpoint(tmp_path / 'from', tmp_path / to, form)
         assert os.listdir(tmp_path) == ['from']
     chunk.write_bytes(content)
-    written = evaluate.convert_checkpoint(tmp_path / 'from', tmp_path / 'new/folders/to', form)
+    written = convert.convert_checkpoint(tmp_path / 'from', tmp_path / 'new/folders/to', form)
     assert os.listdir(tmp_path / 'new/folders') == ['to']
     with pytest.raises(ValueError, match=f'{written} exists: remove it or name another folder'):
-        evaluate.convert_checkpoint(tmp_path / 'from', tmp_path / 'new/folders/to', form)
+        convert.convert_checkpoint(tmp_path / 'from', tmp_path / 'new/folders/to', form)
 
 
 def main(*arguments):
@@ -641,30 +642,30 @@ def test_the_command(tmp_path):
 @pytest.fixture(scope='module')
 def pieces():
     texts = [f'the {i} words of a text, {i * i}' for i in range(500)]
-    return data.train_vocabulary(texts, 60)
+    return vocabularies.train_vocabulary(texts, 60)
 
 
 def test_the_vocabulary_goes_along(tmp_path, pieces, caplog):
     shutil.copytree(HUGGING_FACE, tmp_path / 'hf')
     (tmp_path / 'hf/spiece.model').write_bytes(pieces)
-    written = evaluate.convert_checkpoint(tmp_path / 'hf', tmp_path / 'ours', 't5x')
+    written = convert.convert_checkpoint(tmp_path / 'hf', tmp_path / 'ours', 't5x')
     assert (written / 'vocabulary.model').read_bytes() == pieces
     assert 'vocabulary.model' in json.loads((written / 'manifest.json').read_text())['files']
-    t5 = evaluate.load(tmp_path / 'ours')
+    t5 = infer.load(tmp_path / 'ours')
     assert t5.vocabulary.model == pieces
     shutil.copytree(written, tmp_path / 'alone')
     for path in (written, tmp_path / 'alone', written / 'checkpoint'):
-        assert evaluate.find_vocabulary(evaluate.find_checkpoint(path)[0]).model == pieces
-    assert evaluate.load(tmp_path / 'alone').vocabulary.model == pieces
+        assert vocabularies.find_vocabulary(convert.find_checkpoint(path)[0]).model == pieces
+    assert infer.load(tmp_path / 'alone').vocabulary.model == pieces
     own = {'model': dataclasses.asdict(t5.config), 'data': {'vocabulary': 'bytes'}}
     files = {'config.json': json.dumps(own).encode()}
     checkpoint.save(tmp_path / 'bytes', 6, checkpoint.restore(HUGGING_FACE), files)
-    evaluate.convert_checkpoint(tmp_path / 'bytes', tmp_path / 'of bytes', 't5x')
-    assert isinstance(evaluate.load(tmp_path / 'of bytes').vocabulary, data.ByteVocabulary)
+    convert.convert_checkpoint(tmp_path / 'bytes', tmp_path / 'of bytes', 't5x')
+    assert isinstance(infer.load(tmp_path / 'of bytes').vocabulary, vocabularies.ByteVocabulary)
     assert not caplog.messages
     before = sorted(tmp_path.rglob('*'))
     with pytest.raises(ValueError, match='has another vocabulary: name another folder'):
-        evaluate.convert_checkpoint(T5X, tmp_path / 'ours', 't5x')
+        convert.convert_checkpoint(T5X, tmp_path / 'ours', 't5x')
     assert sorted(tmp_path.rglob('*')) == before
     assert isinstance(t5.generate(['some text'], max_length=3)[0], str)
 
@@ -675,10 +676,10 @@ def test_where_a_vocabulary_is_found(tmp_path, pieces):
         name: pieces + b'\x0a\x07\x0a\x05' + name.encode()[:5] for name in 'run__ other'.split()
     }
     folder = shutil.copytree(T5X, tmp_path / 'run/checkpoint_6')
-    assert evaluate.find_vocabulary(folder) is None
+    assert vocabularies.find_vocabulary(folder) is None
 
     def found(path, vocabulary=None):
-        return evaluate.find_vocabulary(evaluate.find_checkpoint(path)[0], vocabulary).model
+        return vocabularies.find_vocabulary(convert.find_checkpoint(path)[0], vocabulary).model
 
     (tmp_path / 'run/vocabulary.model').write_bytes(others['run__'])
     for path in (folder, folder.parent, folder / 'checkpoint'):
@@ -690,7 +691,7 @@ def test_where_a_vocabulary_is_found(tmp_path, pieces):
         assert found(folder) == (folder / name).read_bytes()
         assert found(T5X, folder) == (folder / name).read_bytes()
     copied = shutil.copytree(HUGGING_FACE, tmp_path / 'run/hf')  # which is not of that run
-    assert evaluate.find_vocabulary(copied) is None
+    assert vocabularies.find_vocabulary(copied) is None
     mesh_tf = shutil.copytree(MESH_TF, tmp_path / 'run/mtf')
     (mesh_tf / 'sentencepiece.model').write_bytes(pieces)
     assert found(mesh_tf) == found(mesh_tf / 'model.ckpt-1000000') == pieces
@@ -698,14 +699,14 @@ def test_where_a_vocabulary_is_found(tmp_path, pieces):
     (tmp_path / 'of bytes').mkdir()
     (tmp_path / 'of bytes/config.json').write_text(json.dumps(own))
     for name in ('bytes', tmp_path / 'of bytes'):
-        assert isinstance(evaluate.find_vocabulary(T5X, name), data.ByteVocabulary)
+        assert isinstance(vocabularies.find_vocabulary(T5X, name), vocabularies.ByteVocabulary)
     with pytest.raises(ValueError, match='no file, nor a folder'):
-        evaluate.find_vocabulary(T5X, folder / 'nothing')  # though there is one beside
+        vocabularies.find_vocabulary(T5X, folder / 'nothing')  # though there is one beside
 
 
 def test_what_has_no_vocabulary_is_said(tmp_path, caplog):
     for form in ('t5x', 'hf'):
-        written = evaluate.convert_checkpoint(T5X, tmp_path / form, form)
+        written = convert.convert_checkpoint(T5X, tmp_path / form, form)
         assert caplog.messages == [
             f'{T5X} brings no vocabulary file, so {written} has none: '
             'pass vocabulary=... to load it, or copy spiece.model into it'
@@ -717,7 +718,7 @@ def test_no_vocabulary_for_checkpoints_that_had_none(tmp_path, pieces):
     shutil.copytree(T5X, tmp_path / 'out/checkpoint_6')
     shutil.copytree(HUGGING_FACE, tmp_path / 'hf')
     (tmp_path / 'hf/spiece.model').write_bytes(pieces)
-    evaluate.convert_checkpoint(tmp_path / 'hf', tmp_path / 'out', 't5x')
+    convert.convert_checkpoint(tmp_path / 'hf', tmp_path / 'out', 't5x')
     assert sorted(os.listdir(tmp_path / 'out')) == ['checkpoint_0', 'checkpoint_6']
-    assert evaluate.find_vocabulary(tmp_path / 'out/checkpoint_0').model == pieces
-    assert evaluate.find_vocabulary(tmp_path / 'out/checkpoint_6') is None
+    assert vocabularies.find_vocabulary(tmp_path / 'out/checkpoint_0').model == pieces
+    assert vocabularies.find_vocabulary(tmp_path / 'out/checkpoint_6') is None

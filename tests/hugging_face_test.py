@@ -17,8 +17,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import checkpoint
-import convert
-import evaluate
+import hugging_face
+import infer
 import model
 import partition
 
@@ -43,7 +43,7 @@ def exported(request, tmp_path):
     """(config, arrays, the folder that we wrote of them)."""
     config, model_type = CONFIGS[request.param]
     arrays = random_arrays(config)
-    convert.write_hugging_face(tmp_path / 'hf', config, arrays, model_type=model_type)
+    hugging_face.write(tmp_path / 'hf', config, arrays, model_type=model_type)
     return config, arrays, tmp_path / 'hf'
 
 
@@ -57,13 +57,13 @@ def random_arrays(config, dtype='float32'):
 
 
 def load(folder):
-    """As evaluate.load opens a checkpoint: config, headers, shapes compared, then the arrays."""
-    config, index = convert.hugging_face_index(folder)
+    """As infer.load opens a checkpoint: config, headers, shapes compared, then the arrays."""
+    config, index = hugging_face.read_index(folder)
     expected = {f'target/{path}': shape for path, shape in model.shapes(config).items()}
     checkpoint.compare(expected, {path: entry.shape for path, entry in index.items()})
     arrays = {path: entry.read() for path, entry in index.items()}
     arrays = {path.removeprefix('target/'): jnp.asarray(x) for path, x in arrays.items()}
-    return evaluate.T5(config, arrays, partition.make_mesh(1, 1, jax.devices()[:1]))
+    return infer.T5(config, arrays, partition.make_mesh(1, 1, jax.devices()[:1]))
 
 
 def assert_same_bits(found, expected):
@@ -105,7 +105,7 @@ def test_transformers_logits():
 
 def test_what_transformers_wrote_we_write(tmp_path):
     t5 = load(GOLDEN)
-    convert.write_hugging_face(tmp_path / 'hf', t5.config, t5.arrays)
+    hugging_face.write(tmp_path / 'hf', t5.config, t5.arrays)
     found, expected = (load_file(f / 'model.safetensors') for f in (tmp_path / 'hf', GOLDEN))
     assert_same_bits(found, expected)
     ours, theirs = (json.loads((f / 'config.json').read_text()) for f in (tmp_path / 'hf', GOLDEN))
@@ -115,7 +115,7 @@ def test_what_transformers_wrote_we_write(tmp_path):
 @pytest.mark.parametrize('name', CONFIGS)
 def test_names_are_the_models(name):
     config, _ = CONFIGS[name]
-    names = convert.hugging_face_names(config)
+    names = hugging_face.parameter_names(config)
     assert names.keys() == model.shapes(config).keys()
     assert len(set(names.values())) == len(names)
 
@@ -126,8 +126,8 @@ def test_names_are_the_models(name):
 def test_there_and_back(tmp_path, name, shard_bytes, dtype):
     config, model_type = CONFIGS[name]
     arrays, folder = random_arrays(config, dtype), tmp_path / 'new' / 'hf'
-    convert.write_hugging_face(folder, config, arrays, b'pieces', shard_bytes, model_type)
-    assert convert.is_hugging_face(folder)
+    hugging_face.write(folder, config, arrays, b'pieces', shard_bytes, model_type)
+    assert hugging_face.is_folder(folder)
     assert (folder / 'spiece.model').read_bytes() == b'pieces'
     t5 = load(folder)
     assert t5.config == config
@@ -155,7 +155,7 @@ def test_lazy_arrays_are_asked_for_once(tmp_path):
             asked.append(path)
             return super().__getitem__(path)
 
-    convert.write_hugging_face(tmp_path / 'hf', config, Lazy(arrays), shard_bytes=10_000)
+    hugging_face.write(tmp_path / 'hf', config, Lazy(arrays), shard_bytes=10_000)
     assert sorted(asked) == sorted(arrays)
 
 
@@ -163,19 +163,19 @@ def test_a_config_without_what_old_folders_lack(tmp_path):
     config, _ = CONFIGS['t5_1_0']
     config = model.T5Config(**{**SIZES, 'num_decoder_layers': 3}, logits_via_embedding=True)
     folder = tmp_path / 'hf'
-    convert.write_hugging_face(folder, config, random_arrays(config))
+    hugging_face.write(folder, config, random_arrays(config))
     lacks = ('feed_forward_proj', 'dense_act_fn', 'is_gated_act', 'num_decoder_layers')
     lacks += ('relative_attention_max_distance', 'tie_word_embeddings')
     edit_json(folder / 'config.json', **dict.fromkeys(lacks))
-    assert convert.hugging_face_index(folder)[0] == config
+    assert hugging_face.read_index(folder)[0] == config
 
 
 def test_copies_of_the_token_table(tmp_path):
     config = model.T5Config(**{**SIZES, 'vocab_size': 5000}, logits_via_embedding=True)
     arrays, folder = random_arrays(config), tmp_path / 'hf'
-    convert.write_hugging_face(folder, config, arrays)
+    hugging_face.write(folder, config, arrays)
     table = np.array(arrays['token_embedder/embedding'])
-    unused = {convert.UNUSED.replace('.', '__'): np.zeros([32, 2], np.float32)}
+    unused = {hugging_face.UNUSED.replace('.', '__'): np.zeros([32, 2], np.float32)}
     edit_arrays(folder, encoder__embed_tokens__weight=table, lm_head__weight=table, **unused)
     assert_same_bits(load(folder).arrays, arrays)
     edit_arrays(folder, shared__weight=None)  # any of the names will do
@@ -209,7 +209,7 @@ def test_which_logits_are_tied(tmp_path, lm_head, settings, expected):
     """Both versions of transformers compute like this, or the arrays say what their config no longer can."""
     config, _ = CONFIGS['t5_1_0']
     arrays, folder = random_arrays(config), tmp_path / 'hf'
-    convert.write_hugging_face(folder, config, arrays)
+    hugging_face.write(folder, config, arrays)
     edit_json(folder / 'config.json', **{'tie_word_embeddings': None, **settings})
     table = np.asarray(arrays['token_embedder/embedding'])
     edit_arrays(folder, lm_head__weight={None: None, 'equal': table, 'own': table * 2}[lm_head])
@@ -349,7 +349,7 @@ def test_a_link_never_leaves_its_folder(tmp_path, name):
 def test_a_shard_that_is_lost_is_named(tmp_path):
     config, _ = CONFIGS['t5_1_0']
     folder = tmp_path / 'hf'
-    convert.write_hugging_face(folder, config, random_arrays(config), shard_bytes=10_000)
+    hugging_face.write(folder, config, random_arrays(config), shard_bytes=10_000)
     lost = next(folder.glob('model-00002-*'))
     lost.unlink()
     with pytest.raises(ValueError, match=f'{lost} is missing'):
@@ -358,12 +358,12 @@ def test_a_shard_that_is_lost_is_named(tmp_path):
 
 def test_pickles_are_not_opened(tmp_path):
     (tmp_path / 'pytorch_model.bin').write_bytes(b'cos\nsystem\n(S"false"\ntR.')
-    assert convert.is_hugging_face(tmp_path)
+    assert hugging_face.is_folder(tmp_path)
     with pytest.raises(ValueError, match='pickle.*save_pretrained'):
-        convert.hugging_face_index(tmp_path)
+        hugging_face.read_index(tmp_path)
     (tmp_path / 'pytorch_model.bin').unlink()
     (tmp_path / 'config.json').write_text('{}')  # a workdir has one, too
-    assert not convert.is_hugging_face(tmp_path)
+    assert not hugging_face.is_folder(tmp_path)
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
@@ -377,11 +377,11 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
             return super().__getitem__(path)
 
     with pytest.raises(OSError, match='the disk is gone'):
-        convert.write_hugging_face(folder, config, Failing(arrays), shard_bytes=10_000)
+        hugging_face.write(folder, config, Failing(arrays), shard_bytes=10_000)
     assert os.listdir(tmp_path) == []
-    convert.write_hugging_face(folder, config, arrays)
+    hugging_face.write(folder, config, arrays)
     with pytest.raises(ValueError, match='exists: remove it'):
-        convert.write_hugging_face(folder, config, arrays)
+        hugging_face.write(folder, config, arrays)
     assert_same_bits(load(folder).arrays, arrays)
 
 
@@ -391,7 +391,7 @@ def test_models_that_transformers_has_not(tmp_path):
         arrays = {path: x for path, x in arrays.items() if x is not None}
         with pytest.raises(ValueError, match=words):
             folder = tmp_path / 'hf'
-            convert.write_hugging_face(folder, config, arrays, model_type=model_type)
+            hugging_face.write(folder, config, arrays, model_type=model_type)
         assert os.listdir(tmp_path) == []
 
     t5_1_0, t5_1_1, umt5 = (CONFIGS[name][0] for name in ('t5_1_0', 't5_1_1', 'umt5'))
