@@ -1,86 +1,116 @@
-"""From documents to batches: span corruption, and a stream that resumes.
+"""From documents to batches: objectives, and a stream that resumes.
 
-    documents -> ids -> groups of 128 documents -> pieces of 568 ids -> {'inputs', 'targets'} -> batch
+    documents -> ids -> groups of 128 documents -> rows of raw ids -> an objective -> examples -> batch
 
-Host side only: numpy, no devices. Row r of every batch is lane r, and each lane owns a disjoint part of
-every epoch, so a process parses and tokenizes what its own rows need. All randomness is a function of the
-seed and of a place in the stream, so a place is all that resuming needs.
+The host does all of this with numpy. Row r of every batch is lane r. Each lane reads its own part of every epoch, so a
+process parses and tokenizes only what its own rows need. All randomness is a function of the seed and of a position in
+the data, so a position is all that resuming needs. Imports no jax.
 """
 
 import collections
 import concurrent.futures
-import functools
 import itertools
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from sources import permutation, random_bits
-from vocabulary import EOS_ID, PAD_ID
+from sources import Document, Share, Source, permutation, random_bits
+from vocabulary import EOS_ID, PAD_ID, Vocabulary
 
-TASKS = ('span_corruption', 'c4_v220_span_corruption')
-DOCUMENTS_PER_GROUP, MAX_DOCUMENT_TOKENS = 128, 65536  # as in t5/data/preprocessors.py
-MIN_LENGTH, MAX_LENGTH = 3, 1 << 20  # of inputs and targets: at least a token, a sentinel and EOS
+DOCUMENTS_PER_GROUP = 128  # that are concatenated, as in t5/data/preprocessors.py
+MAX_DOCUMENT_TOKENS = 65536  # of a longer document one chunk is taken, as there
+NUM_TASKS = 1  # on the second axis of a position, which is for mixtures
+
+
+class Position(NamedTuple):
+    """Where a lane is: example number `given` of the group of documents that begins at `offset` in `pool`."""
+
+    epoch: int = 0
+    pool: int = 0
+    offset: int = 0
+    given: int = 0
+
+
+class Example(NamedTuple):
+    """The ids of one row of a batch, without padding. Both end with EOS."""
+
+    inputs: np.ndarray
+    targets: np.ndarray
 
 
 class Stream:
-    """Iterator of batches: this process's `rows` of them, a dict of int32 arrays [rows, length].
+    """Iterator of batches: dicts of int32 arrays [rows, length] under T5X's names, for `rows` of the global batch.
 
-    `position` is int64 [rows, 4]: the epoch, unit and index where a row's current group of documents
-    begins, and how many of its pieces were given out. After `num_epochs` a row is padding, and when all
-    are, the stream ends. Raises ValueError for settings that do not fit together.
+    After `num_epochs` a row is padding. When all rows are, the stream ends. Raises ValueError for settings that do
+    not fit together and for a split without a document.
     """
 
     def __init__(
-        self, source, split, vocabulary, config, batch_size, seed, rows=None, num_epochs=None
+        self,
+        source: Source,
+        split: str,
+        vocabulary: Vocabulary,
+        config: Any,
+        batch_size: int,
+        seed: int,
+        rows: range | None = None,
+        num_epochs: int | None = None,
     ):
         check_task(config.task)
-        self.source, self.split, self.vocabulary, self.config = source, split, vocabulary, config
-        self.batch_size, self.seed, self.num_epochs = batch_size, seed, num_epochs
+        self.source = source
+        self.split = split
+        self.vocabulary = vocabulary
+        self.config = config
+        self.batch_size = batch_size
+        self.seed = seed
         self.rows = range(batch_size) if rows is None else rows
-        self.raw_length, num_spans = span_corruption_sizes(config, vocabulary)
-        self.first_sentinel = vocabulary.size - num_spans  # <extra_id_0> is the last id
+        self.num_epochs = num_epochs
+        self.objective = OBJECTIVES[config.task](config, vocabulary)
+        self.first_sentinel = vocabulary.size - self.objective.num_sentinels
         self._check_not_empty()
-        self.seek(np.zeros((len(self.rows), 4), np.int64))
+        self.seek(np.zeros((len(self.rows), NUM_TASKS, len(Position._fields)), np.int64))
+
+    @property
+    def position(self) -> np.ndarray:
+        """The position of the next batch: int64 [rows, tasks, fields of Position]; there is one task."""
+        return np.array([[lane.position] for lane in self._lanes], np.int64)
 
     def seek(self, position: np.ndarray) -> None:
-        """Goes to where `position` was read off."""
-        self.position, self._lanes = np.array(position, np.int64), self._open_lanes(position)
+        """Go to a position. The position of an older run, [rows, fields], has no axis of tasks."""
+        self._lanes = self._open_lanes(position)
 
     def describe(self, position: np.ndarray) -> list[str]:
-        """The names of the documents in each row of the batch that starts at `position`."""
-        examples = [next(lane, (None, list, None)) for lane in self._open_lanes(position)]
-        return [', '.join(names()) for _, names, _ in examples]
+        """Return the names of the documents in each row of the batch at `position`."""
+        lanes = self._open_lanes(position)
+        return [', '.join(lane.next_document_names()) for lane in lanes]
 
     def __iter__(self) -> 'Stream':
         return self
 
     def __next__(self) -> dict[str, np.ndarray]:
-        """SeqIO's EncDecFeatureConverter, unpacked."""
-        inputs = np.zeros((len(self.rows), self.config.lengths.inputs), np.int32)
-        targets = np.zeros((len(self.rows), self.config.lengths.targets), np.int32)
+        lengths = self.config.lengths
+        inputs = np.zeros((len(self.rows), lengths.inputs), np.int32)
+        targets = np.zeros((len(self.rows), lengths.targets), np.int32)
         for row, lane in enumerate(self._lanes):
-            example, _, self.position[row] = next(lane, (([], []), list, self.position[row]))
-            for array, ids in zip((inputs, targets), example, strict=True):
-                array[row, : len(ids)] = ids
+            example = next(lane, None)
+            if example is not None:
+                inputs[row, : len(example.inputs)] = example.inputs
+                targets[row, : len(example.targets)] = example.targets
         if not inputs.any():
             raise StopIteration
-        return {
-            'encoder_input_tokens': inputs,
-            'decoder_input_tokens': np.pad(targets[:, :-1], ((0, 0), (1, 0))),  # T5's BOS is 0
-            'decoder_target_tokens': targets,
-            'decoder_loss_weights': (targets != PAD_ID).astype(np.int32),
-        }
+        return to_features(inputs, targets)
+
+    def _open_lanes(self, position: np.ndarray) -> list['Lane']:
+        tasks = np.reshape(position, (len(self.rows), NUM_TASKS, len(Position._fields)))
+        lanes = []
+        for row, fields in zip(self.rows, tasks[:, 0].tolist(), strict=True):
+            lanes.append(Lane(self, row, Position(*fields)))
+        return lanes
 
     def _check_not_empty(self) -> None:
-        lanes = range(self.batch_size)
-        if self.source.may_hold(self.split):
-            starts = dict.fromkeys(lanes, (0, 0))
-            documents = self.source.open(self.split, self.batch_size, self.seed, starts)
-            texts = (text for lane in lanes for *_, text in documents(0, lane))
-            if any(self.vocabulary.encode([text])[0] for text in texts):
-                return
+        if self.source.may_hold(self.split) and self._has_text():
+            return
         if self.split == 'validation' and self.source.validation is not None:
             raise ValueError(
                 f'data.validation_files={self.config.validation_files!r} holds no document: '
@@ -92,138 +122,134 @@ class Stream:
             'documents: change the fraction, or name more files'
         )
 
-    def _open_lanes(self, position: np.ndarray) -> list[Iterator[tuple]]:
-        starts = dict(zip(self.rows, np.asarray(position).tolist(), strict=True))
-        units = {lane: (epoch, unit) for lane, (epoch, unit, _, _) in starts.items()}
-        documents = self.source.open(self.split, self.batch_size, self.seed, units)
-        return [self._examples(documents, *start) for start in starts.items()]
+    def _has_text(self) -> bool:
+        """Return whether a document of the first epoch has an id."""
+        for lane in range(self.batch_size):
+            share = Share(seed=self.seed, epoch=0, lane=lane, num_lanes=self.batch_size)
+            for document in self.source.documents(self.split, share):
+                text = document.record.fields[self.config.text_field]
+                if self.vocabulary.encode([text])[0]:
+                    return True
+        return False
 
-    def _examples(self, documents: Callable, lane: int, start: list[int]) -> Iterator[tuple]:
-        """Yields ((inputs, targets), names(), position after it), from `start` on."""
-        epoch, unit, index, piece = start
-        while self.num_epochs is None or epoch < self.num_epochs:
-            own = documents(epoch, lane, unit, index)
-            while group := list(itertools.islice(own, DOCUMENTS_PER_GROUP)):
-                examples = self._group_examples(group, self.seed, epoch, lane, unit, index)
-                after = [(epoch, unit, index, given + 1) for given in range(len(examples))]
-                unit, index = group[-1][0], group[-1][1] + 1
-                after[-1:] = [(epoch, unit, index, 0)]
-                yield from [(*e, a) for e, a in zip(examples, after, strict=False)][piece:]
-                piece = 0
-            epoch, unit, index = epoch + 1, 0, 0
 
-    def _group_examples(self, group: list[tuple], *key: int) -> list[tuple]:
-        """((inputs, targets), names() of the documents) of each piece, in the stream's order."""
-        encoded = self.vocabulary.encode([text for *_, text in group])
-        encoded = [select_random_chunk(ids, i, *key) for i, ids in enumerate(encoded)]
-        tokens = np.array(list(itertools.chain(*encoded)), np.int32)
-        examples: list[tuple] = []
-        for pieces in split_tokens(tokens, self.raw_length):
-            corrupted = span_corruption(pieces, self.config, self.vocabulary.size, *key)
-            examples += zip(*corrupted, strict=True)
-        ends = np.cumsum([len(ids) for ids in encoded])
+class Lane:
+    """Iterator of the examples of one row of the batch. `position` is the position of the next example."""
 
-        def names(i: int) -> list[str]:
-            places = np.arange(i * self.raw_length, min((i + 1) * self.raw_length, ends[-1]))
-            inside = np.unique(np.searchsorted(ends, places, side='right'))
-            return list(dict.fromkeys(group[k][2] for k in inside))
+    def __init__(self, stream: Stream, row: int, position: Position):
+        self.position = position
+        self._stream = stream
+        self._row = row
+        self._documents = self._open_epoch(position)
+        self._group = Group(end=position)
+        self._given = 0  # examples of the group
 
+    def __iter__(self) -> 'Lane':
+        return self
+
+    def __next__(self) -> Example:
+        self._go_to_example()
+        example = self._group.examples[self._given]
+        self._given += 1
+        if self._given < len(self._group.examples):
+            self.position = self._group.start._replace(given=self._given)
+        else:
+            self.position = self._group.end
+        return example
+
+    def next_document_names(self) -> list[str]:
+        """Return the names of the documents that the next example is made of; none after the last example."""
+        try:
+            self._go_to_example()
+        except StopIteration:
+            return []
+        return self._group.document_names(self._given)
+
+    def _go_to_example(self) -> None:
+        """Read groups until one has an example that is not given. Raise StopIteration after the last epoch."""
+        while self._given >= len(self._group.examples):
+            self._group = self._read_group(self._group.end)
+            self._given = self._group.start.given
+
+    def _read_group(self, start: Position) -> 'Group':
+        documents = list(itertools.islice(self._documents, DOCUMENTS_PER_GROUP))
+        while not documents:
+            start = Position(epoch=start.epoch + 1)
+            if self._is_past_the_end(start):
+                raise StopIteration
+            self._documents = self._open_epoch(start)
+            documents = list(itertools.islice(self._documents, DOCUMENTS_PER_GROUP))
+        return self._make_group(documents, start)
+
+    def _open_epoch(self, position: Position) -> Iterator[Document]:
+        """Return the documents of the epoch of `position`, from there on."""
+        if self._is_past_the_end(position):
+            return iter(())
+        share = Share(
+            seed=self._stream.seed,
+            epoch=position.epoch,
+            lane=self._row,
+            num_lanes=self._stream.batch_size,
+        )
+        return self._stream.source.documents(
+            self._stream.split, share, pool=position.pool, offset=position.offset
+        )
+
+    def _is_past_the_end(self, position: Position) -> bool:
+        num_epochs = self._stream.num_epochs
+        return num_epochs is not None and position.epoch >= num_epochs
+
+    def _make_group(self, documents: list[Document], start: Position) -> 'Group':
+        """Concatenate the ids of the documents, cut them into rows of raw ids, and make examples of these."""
+        objective = self._stream.objective
+        key = (self._stream.seed, start.epoch, self._row, start.pool, start.offset)
+        texts = [document.record.fields[self._stream.config.text_field] for document in documents]
+        chunks = []
+        for i, ids in enumerate(self._stream.vocabulary.encode(texts)):
+            chunks.append(select_random_chunk(ids, i, *key))
+        tokens = np.array(list(itertools.chain.from_iterable(chunks)), np.int32)
+        examples = []
+        for raw_ids in split_tokens(tokens, objective.raw_length):
+            examples += objective(raw_ids, *key)
         # Differs from T5X, which shuffles in a buffer of 1,000 examples: lanes read far apart, and
-        # each permutes the pieces of its group.
+        # each shuffles the examples of its group.
         order = permutation(len(examples), 'pieces', *key)
-        return [(examples[i], functools.partial(names, int(i))) for i in order]
-
-
-def check_task(name: str) -> None:
-    """Raise ValueError unless there is a task of this name."""
-    if name not in TASKS:
-        raise ValueError(f'data.task={name!r} is unknown; use {", ".join(TASKS)}')
-
-
-def prefetch(stream: Stream, depth: int = 2) -> Iterator[tuple]:
-    """Yields (batch, position before it, position after it), made ahead in a thread. An error in the
-    thread is raised where its batch would have come."""
-
-    def step():
-        before = stream.position.copy()
-        return next(stream, None), before, stream.position.copy()
-
-    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
-        ahead = collections.deque(thread.submit(step) for _ in range(depth))
-        while (item := ahead.popleft().result())[0] is not None:
-            ahead.append(thread.submit(step))
-            yield item
-
-
-# Span corruption: T5 (Raffel et al. 2020) §3.1.4; t5/data/preprocessors.py `span_corruption`.
-
-
-def span_corruption_sizes(config, vocabulary) -> tuple[int, int]:
-    """(number of ids that fill `lengths.inputs` once corrupted, noise spans in them); ValueError where the
-    settings do not fit together."""
-    density, mean, lengths = config.noise_density, config.mean_noise_span_length, config.lengths
-    noise = f'data.noise_density={density}, data.mean_noise_span_length={mean}'
-    if not (0 < density < 1 <= mean < math.inf):
-        raise ValueError(
-            f'{noise}: the first must lie in (0, 1), the second be 1 or more and finite: '
-            'T5 has 0.15 and 3'
+        last = documents[-1]
+        return Group(
+            start=start,
+            end=Position(epoch=start.epoch, pool=last.pool, offset=last.offset + 1),
+            examples=[examples[i] for i in order],
+            row_of_example=order,
+            row_length=objective.raw_length,
+            names=[document.record.name for document in documents],
+            ends=np.cumsum([len(chunk) for chunk in chunks]),
         )
-    for name in ('inputs', 'targets'):
-        if lengths[name] > MAX_LENGTH:
-            raise ValueError(
-                f'data.lengths.{name}={lengths[name]} is too long: use {MAX_LENGTH:,} or less'
-            )
-    if lengths.inputs < MIN_LENGTH:
-        raise ValueError(
-            f'data.lengths.inputs={lengths.inputs} is too short: a row holds a token, a sentinel '
-            f'and EOS: use {MIN_LENGTH} or more'
-        )
-    raw_length, targets = random_spans_helper(lengths.inputs, density, mean)
-    targets = max(targets, MIN_LENGTH)
-    if raw_length >= MAX_LENGTH:
-        raise ValueError(
-            f'{noise}: data.lengths.inputs={lengths.inputs} would hold {MAX_LENGTH:,} tokens or more '
-            'before the corruption: lower the density'
-        )
-    if lengths.targets < targets:
-        given = f'data.lengths.targets={lengths.targets}'
-        raise ValueError(f'{given}: too short for the inputs; use {targets} or more')
-    _, num_spans = num_noise_tokens_and_spans(raw_length, density, mean)
-    if vocabulary.num_sentinels == 0:
-        raise ValueError(
-            'data.extra_ids=0: span corruption marks its spans with sentinels, and this vocabulary '
-            f'has none: use {num_spans} or more (T5 has 100)'
-        )
-    if vocabulary.num_sentinels < num_spans:
-        raise ValueError(
-            f'data.lengths.inputs={lengths.inputs} gives {num_spans} noise spans for '
-            f'{vocabulary.num_sentinels} sentinels: use shorter inputs or longer spans'
-        )
-    return raw_length, num_spans
 
 
-def random_spans_helper(
-    inputs_length: int, noise_density: float, mean_length: float, extra_inputs=1, extra_targets=1
-) -> tuple[int, int]:
-    """(number of raw ids, targets length) for inputs of `inputs_length`; EOS counts in both. `extra_*`:
-    tokens that stand for a span."""
+class Group(NamedTuple):
+    """The examples of DOCUMENTS_PER_GROUP documents, or of the last ones of an epoch, as a lane gives them."""
 
-    def corrupted_lengths(raw_length: int) -> tuple[int, int]:
-        num_noise = round(raw_length * noise_density)
-        num_spans = round(num_noise / mean_length)
-        inputs = raw_length - num_noise + num_spans * extra_inputs + 1
-        return inputs, num_noise + num_spans * extra_targets + 1
+    end: Position  # where the next group begins
+    start: Position = Position()
+    examples: Sequence[Example] = ()
+    # Which row of the concatenated ids each example is made of, and the ids in such a row.
+    row_of_example: Sequence[int] | np.ndarray = ()
+    row_length: int = 0
+    # The name of each document, and where it ends in the concatenated ids.
+    names: Sequence[str] = ()
+    ends: Sequence[int] | np.ndarray = ()
 
-    raw_length = inputs_length - 1
-    while raw_length < MAX_LENGTH and corrupted_lengths(raw_length + 1)[0] <= inputs_length:
-        raw_length += 1
-    inputs, targets = corrupted_lengths(raw_length)
-    shorter = int(noise_density == 0.5 and targets > inputs)
-    return raw_length - shorter, targets - shorter
+    def document_names(self, i: int) -> list[str]:
+        """Return the names of the documents that have ids in example `i`."""
+        begin = self.row_of_example[i] * self.row_length
+        end = min(begin + self.row_length, self.ends[-1])
+        documents = np.searchsorted(self.ends, np.arange(begin, end), side='right')
+        names = [self.names[k] for k in np.unique(documents)]
+        return list(dict.fromkeys(names))  # the parts of a long line have one name
 
 
 def select_random_chunk(ids: list[int], *key: int) -> list[int]:
-    """One aligned chunk of a long document; the last, short one is as likely as the others."""
+    """Return one aligned chunk of a long document; the last, short one is as likely as the others."""
     num_chunks = -(-len(ids) // MAX_DOCUMENT_TOKENS)
     if num_chunks <= 1:
         return ids
@@ -232,57 +258,244 @@ def select_random_chunk(ids: list[int], *key: int) -> list[int]:
 
 
 def split_tokens(tokens: np.ndarray, length: int) -> list[np.ndarray]:
-    """[n] -> the full pieces [n // length, length] and the rest [1, n % length], unless empty."""
+    """Cut ids [n] into rows: the full ones [n // length, length], then the rest [1, n % length]; neither is empty."""
     full = len(tokens) // length * length
-    pieces = [tokens[:full].reshape(-1, length), tokens[None, full:]]
-    return [rows for rows in pieces if rows.size]
+    full_rows = tokens[:full].reshape(-1, length)
+    last_row = tokens[None, full:]
+    return [rows for rows in (full_rows, last_row) if rows.size]
 
 
-def span_corruption(tokens: np.ndarray, config, vocabulary_size: int, *key: int):
-    """Pieces [rows, length] -> inputs and targets [rows, ...], with EOS."""
-    density, mean = config.noise_density, config.mean_noise_span_length
-    mask = random_spans_noise_mask(tokens.shape, density, mean, *key)
-    inputs = noise_span_to_unique_sentinel(tokens, mask, vocabulary_size)
-    targets = noise_span_to_unique_sentinel(tokens, ~mask, vocabulary_size)
-    inputs = append_eos_after_trim(inputs, config.lengths.inputs)
-    return inputs, append_eos_after_trim(targets, config.lengths.targets)
+def to_features(inputs: np.ndarray, targets: np.ndarray) -> dict[str, np.ndarray]:
+    """Return a batch under T5X's names, as SeqIO's EncDecFeatureConverter does for rows that are not packed."""
+    return {
+        'encoder_input_tokens': inputs,
+        'decoder_input_tokens': np.pad(targets[:, :-1], ((0, 0), (1, 0))),  # T5's BOS is 0
+        'decoder_target_tokens': targets,
+        'decoder_loss_weights': (targets != PAD_ID).astype(np.int32),
+    }
 
 
-def random_spans_noise_mask(shape: tuple[int, int], density: float, mean: float, *key: int):
-    """bool [rows, length]: non-noise and noise by turns; equally many of each in every row."""
-    rows, length = shape[0], max(shape[1], 2)  # a single token is not noise
-    num_noise, num_spans = num_noise_tokens_and_spans(length, density, mean)
-    noise = random_segments(rows, num_noise, num_spans, 'noise', length, *key)
-    nonnoise = random_segments(rows, length - num_noise, num_spans, 'nonnoise', length, *key)
-    ends = np.cumsum(np.stack([nonnoise, noise], axis=2).reshape(rows, -1), axis=1)
-    is_start = np.zeros((rows, length), np.int8)
+def feature_lengths(lengths) -> dict[str, int]:
+    """Return the length of each feature of a batch of `Stream`; `lengths`: config.data.lengths."""
+    return {
+        'encoder_input_tokens': lengths.inputs,
+        'decoder_input_tokens': lengths.targets,
+        'decoder_target_tokens': lengths.targets,
+        'decoder_loss_weights': lengths.targets,
+    }
+
+
+def training_texts(source: Source, config: Any) -> Iterator[str]:
+    """Yield the texts of an epoch from all over the corpus: what a vocabulary is trained on."""
+    share = Share(seed=0, epoch=0, lane=0, num_lanes=1)
+    for document in source.documents('train', share):
+        yield document.record.fields[config.text_field]
+
+
+class PrefetchedBatch(NamedTuple):
+    """A batch, and the stream's positions before and after it."""
+
+    features: dict[str, np.ndarray]
+    before: np.ndarray
+    after: np.ndarray
+
+
+def prefetch(stream: Stream, depth: int = 2) -> Iterator[PrefetchedBatch]:
+    """Yield the batches of a stream, made ahead in a thread.
+
+    An error in the thread is raised where its batch would have come.
+    """
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
+        ahead = collections.deque(thread.submit(next_batch, stream) for _ in range(depth))
+        while True:
+            batch = ahead.popleft().result()
+            if batch is None:
+                return
+            ahead.append(thread.submit(next_batch, stream))
+            yield batch
+
+
+def next_batch(stream: Stream) -> PrefetchedBatch | None:
+    """Return the next batch, None at the end of the stream."""
+    before = stream.position
+    features = next(stream, None)
+    if features is None:
+        return None
+    return PrefetchedBatch(features, before, after=stream.position)
+
+
+# Objectives: from raw ids to examples.
+
+
+class Objective(Protocol):
+    """Makes examples of raw ids. A new objective is a class like this one and a row in OBJECTIVES."""
+
+    raw_length: int  # ids that fill a row of the batch
+    num_sentinels: int  # ids at the end of the vocabulary that mark its spans
+
+    def __init__(self, config: Any, vocabulary: Vocabulary):
+        """`config`: config.data. Raise ValueError for settings that do not fit the objective."""
+
+    def __call__(self, raw_ids: np.ndarray, *key: int) -> list[Example]:
+        """Make an example of each row of int32 [rows, raw_length or less]. `key` is that of its randomness."""
+
+
+class SpanCorruption:
+    """Replaces spans of noise by sentinels. The targets are the spans, each after its sentinel.
+
+    Source: T5 (Raffel et al. 2020) §3.1.4; t5/data/preprocessors.py `span_corruption`.
+    """
+
+    def __init__(self, config: Any, vocabulary: Vocabulary):
+        self.noise_density = config.noise_density
+        self.mean_span_length = config.mean_noise_span_length
+        self.lengths = config.lengths
+        self.vocabulary_size = vocabulary.size
+        if self.lengths.inputs < MIN_LENGTH:
+            raise ValueError(
+                f'data.lengths.inputs={self.lengths.inputs} is too short: a row holds a token, a '
+                f'sentinel and EOS: use {MIN_LENGTH} or more'
+            )
+        self.raw_length, targets_length = random_spans_helper(
+            self.lengths.inputs, self.noise_density, self.mean_span_length
+        )
+        _, self.num_sentinels = num_noise_tokens_and_spans(
+            self.raw_length, self.noise_density, self.mean_span_length
+        )
+        self._check_lengths(max(targets_length, MIN_LENGTH))
+        self._check_sentinels(vocabulary)
+
+    def __call__(self, raw_ids: np.ndarray, *key: int) -> list[Example]:
+        mask = random_spans_noise_mask(
+            raw_ids.shape, self.noise_density, self.mean_span_length, *key
+        )
+        inputs = noise_span_to_unique_sentinel(raw_ids, mask, self.vocabulary_size)
+        targets = noise_span_to_unique_sentinel(raw_ids, ~mask, self.vocabulary_size)
+        inputs = append_eos_after_trim(inputs, self.lengths.inputs)
+        targets = append_eos_after_trim(targets, self.lengths.targets)
+        return [Example(*rows) for rows in zip(inputs, targets, strict=True)]
+
+    def _check_lengths(self, targets_length: int) -> None:
+        if self.raw_length >= MAX_RAW_LENGTH:
+            raise ValueError(
+                f'data.noise_density={self.noise_density}, '
+                f'data.mean_noise_span_length={self.mean_span_length}: '
+                f'data.lengths.inputs={self.lengths.inputs} would hold {MAX_RAW_LENGTH:,} tokens or '
+                'more before the corruption: lower the density'
+            )
+        if self.lengths.targets < targets_length:
+            raise ValueError(
+                f'data.lengths.targets={self.lengths.targets}: too short for the inputs; use '
+                f'{targets_length} or more'
+            )
+
+    def _check_sentinels(self, vocabulary: Vocabulary) -> None:
+        if vocabulary.num_sentinels == 0:
+            raise ValueError(
+                'data.extra_ids=0: span corruption marks its spans with sentinels, and this vocabulary '
+                f'has none: use {self.num_sentinels} or more (T5 has 100)'
+            )
+        if vocabulary.num_sentinels < self.num_sentinels:
+            raise ValueError(
+                f'data.lengths.inputs={self.lengths.inputs} gives {self.num_sentinels} noise spans for '
+                f'{vocabulary.num_sentinels} sentinels: use shorter inputs or longer spans'
+            )
+
+
+# Every value of data.task.
+OBJECTIVES: dict[str, type[Objective]] = {
+    'span_corruption': SpanCorruption,
+    'c4_v220_span_corruption': SpanCorruption,
+}
+
+
+def check_task(name: str) -> None:
+    """Raise ValueError unless there is a task of this name."""
+    if name not in OBJECTIVES:
+        raise ValueError(f'data.task={name!r} is unknown: use {", ".join(OBJECTIVES)}')
+
+
+# The parts of span corruption, under the names of t5/data/preprocessors.py.
+
+MIN_LENGTH = 3  # of inputs and targets: a token, a sentinel and EOS
+MAX_RAW_LENGTH = 1 << 20
+
+
+def random_spans_helper(
+    inputs_length: int,
+    noise_density: float,
+    mean_length: float,
+    extra_inputs: int = 1,
+    extra_targets: int = 1,
+) -> tuple[int, int]:
+    """Return (number of raw ids, targets length) for inputs of `inputs_length`. EOS counts in both lengths.
+
+    `extra_inputs` and `extra_targets` are the tokens that mark a span.
+    """
+
+    def corrupted_lengths(raw_length: int) -> tuple[int, int]:
+        num_noise = round(raw_length * noise_density)
+        num_spans = round(num_noise / mean_length)
+        inputs = raw_length - num_noise + num_spans * extra_inputs + 1
+        targets = num_noise + num_spans * extra_targets + 1
+        return inputs, targets
+
+    raw_length = inputs_length - 1
+    while raw_length < MAX_RAW_LENGTH and corrupted_lengths(raw_length + 1)[0] <= inputs_length:
+        raw_length += 1
+    inputs, targets = corrupted_lengths(raw_length)
+    if noise_density == 0.5 and targets > inputs:
+        raw_length -= 1
+        targets -= 1
+    return raw_length, targets
+
+
+def random_spans_noise_mask(
+    shape: tuple[int, int], density: float, mean_length: float, *key: int
+) -> np.ndarray:
+    """Return bool [rows, length]: spans of non-noise and noise in turn, equally many of each in every row."""
+    num_rows = shape[0]
+    length = max(shape[1], 2)  # a single token is not noise
+    num_noise, num_spans = num_noise_tokens_and_spans(length, density, mean_length)
+    noise = random_segments(num_rows, num_noise, num_spans, 'noise', length, *key)
+    nonnoise = random_segments(num_rows, length - num_noise, num_spans, 'nonnoise', length, *key)
+    ends = np.cumsum(np.stack([nonnoise, noise], axis=2).reshape(num_rows, -1), axis=1)
+    is_start = np.zeros((num_rows, length), np.int8)
     np.put_along_axis(is_start, ends[:, :-1], 1, axis=1)
-    return (np.cumsum(is_start, axis=1) % 2 == 1)[:, : shape[1]]
+    is_noise = np.cumsum(is_start, axis=1) % 2 == 1
+    return is_noise[:, : shape[1]]
 
 
-def num_noise_tokens_and_spans(length: int, density: float, mean: float) -> tuple[int, int]:
+def num_noise_tokens_and_spans(length: int, density: float, mean_length: float) -> tuple[int, int]:
+    """Return how many of `length` tokens are noise, and in how many spans."""
     num_noise = int(np.round(np.float32(length) * np.float32(density)))  # T5 rounds in float32
     num_noise = min(max(num_noise, 1), length - 1)
-    num_spans = max(round(num_noise / mean), 1)
+    num_spans = max(round(num_noise / mean_length), 1)
     # Differs from T5X, which fails where too few tokens are left to keep the spans apart.
     return num_noise, min(num_spans, length - num_noise)
 
 
-def random_segments(rows: int, num_items: int, num_segments: int, *key: int | str) -> np.ndarray:
-    """Segment lengths [rows, num_segments], 1 or more, uniform over all ways to cut `num_items`."""
-    places = np.argsort(random_bits((rows, num_items - 1), *key), axis=1, kind='stable')
-    cuts = np.sort(places[:, : num_segments - 1], axis=1) + 1
+def random_segments(
+    num_rows: int, num_items: int, num_segments: int, *key: int | str
+) -> np.ndarray:
+    """Return segment lengths [rows, num_segments], each 1 or more, uniform over all ways to cut `num_items`."""
+    order = np.argsort(random_bits((num_rows, num_items - 1), *key), axis=1, kind='stable')
+    cuts = np.sort(order[:, : num_segments - 1], axis=1) + 1
     return np.diff(cuts, axis=1, prepend=0, append=num_items)
 
 
-def noise_span_to_unique_sentinel(tokens: np.ndarray, mask: np.ndarray, size: int) -> np.ndarray:
-    """The i-th masked span of a row becomes the i-th last of `size` ids; rows shrink equally."""
+def noise_span_to_unique_sentinel(
+    tokens: np.ndarray, mask: np.ndarray, vocabulary_size: int
+) -> np.ndarray:
+    """Replace the i-th masked span of each row by the i-th last id. All rows must shrink equally."""
     is_first = mask.copy()
     is_first[:, 1:] &= ~mask[:, :-1]
-    sentinels = size - np.cumsum(is_first, axis=1, dtype=np.int32)
+    sentinels = vocabulary_size - np.cumsum(is_first, axis=1, dtype=np.int32)
     return np.where(is_first, sentinels, tokens)[is_first | ~mask].reshape(len(tokens), -1)
 
 
 def append_eos_after_trim(tokens: np.ndarray, length: int | None = None) -> np.ndarray:
-    trimmed = tokens if length is None else tokens[:, : length - 1]
-    return np.pad(trimmed, ((0, 0), (0, 1)), constant_values=EOS_ID)
+    """Append EOS to each row, which is cut first so that it has `length` ids at most."""
+    if length is not None:
+        tokens = tokens[:, : length - 1]
+    return np.pad(tokens, ((0, 0), (0, 1)), constant_values=EOS_ID)

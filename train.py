@@ -40,7 +40,7 @@ import paths
 import settings
 import sources
 import workdir
-from vocabulary import Vocabulary, find_vocabulary, find_vocabulary_of_run
+from vocabulary import Vocabulary, find_or_train_vocabulary, find_vocabulary
 
 # Settings that may change when a run goes on. Files and vocabulary may move: their contents are compared.
 MAY_CHANGE = (
@@ -145,8 +145,12 @@ def prepare_locked(
     with console.working('Verifying the newest checkpoint'):
         start = find_start(config, folder, trainer, console)
     with console.working('Preparing the vocabulary'):
-        vocabulary = find_vocabulary_of_run(
-            config.data, folder, source, config.model.vocab_size, start.vocabulary_model
+        vocabulary = find_or_train_vocabulary(
+            config.data,
+            folder,
+            texts=data.training_texts(source, config.data),
+            max_size=config.model.vocab_size,
+            model=start.vocabulary_model,
         )
     resolved = json.loads(config.to_json())
     resolved['corpus'] = source.corpus
@@ -715,7 +719,7 @@ def save(
     run: Run, saver: checkpoint.Saver, state: TrainState, position: np.ndarray, interval: list[dict]
 ) -> None:
     """Save a checkpoint with settings, vocabulary, position in the data and unfinished interval beside it."""
-    rows = np.zeros((run.config.train.batch_size, position.shape[1]), np.int64)
+    rows = np.zeros((run.config.train.batch_size, *position.shape[1:]), np.int64)
     rows[run.stream.rows] = position
     position_file = io.BytesIO()
     np.save(position_file, partition.from_processes(rows).max(axis=0))
