@@ -29,11 +29,14 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 import functools  # noqa: E402
 import json  # noqa: E402
 
+import corpora  # noqa: E402
 import permissions  # noqa: E402
 import pytest  # noqa: E402
 
 import settings  # noqa: E402
+import sources  # noqa: E402
 import train  # noqa: E402
+import vocabulary as vocabularies  # noqa: E402
 
 # The settings that a step is made of. Runs that differ in others share the compiled step.
 TRACED = ('seed', 'model', 'loss', 'optimizer', 'learning_rate', 'mesh')
@@ -78,3 +81,21 @@ def open_path():
     """As tmp_path, but other users may enter it."""
     with permissions.open_folder() as folder:
         yield folder
+
+
+@pytest.fixture(scope='session')
+def pydoc():
+    """This Python's documentation: reading it takes seconds."""
+    return sources.open_source(corpora.make_config())
+
+
+@pytest.fixture(scope='session')
+def pydoc_model(pydoc):
+    """A SentencePiece model of 1,000 pieces, trained on a part of it."""
+    texts = [text for _, text in corpora.documents_of(pydoc)[::10]]
+    return vocabularies.train_vocabulary(texts, 1000)
+
+
+@pytest.fixture(scope='session')
+def vocabulary(pydoc_model):
+    return vocabularies.SentencePieceVocabulary(pydoc_model)

@@ -1,0 +1,84 @@
+"""Settings and small corpora for the tests of data, sources and vocabularies."""
+
+import gzip
+import itertools
+import json
+
+import settings
+import sources
+from configs import base
+
+LFS_POINTER = b'version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n'
+
+
+def make_config(**changes):
+    """config.data with short rows."""
+    config = base.get_config().data
+    config.num_pieces = 1000
+    config.lengths.inputs = 64
+    config.lengths.targets = 14
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+def check_settings(config):
+    """Check what `settings.check` does of config.data."""
+    defaults = dict(settings.leaves(base.get_config()))
+    for key, value in settings.leaves(config, 'data.'):
+        settings.check_value(key, value, defaults[key])
+
+
+def source_of(documents, validation_fraction=0.0):
+    """A source of (name, text) pairs in memory."""
+    records = [sources.Record(name, {'text': text}) for name, text in documents]
+    return sources.in_memory(
+        records, name='', corpus='memory', validation_fraction=validation_fraction
+    )
+
+
+def documents_of(source):
+    """(name, text) of every document of a source that can be read in any order."""
+    found = []
+    for block in range(source.train.num_blocks):
+        for record in source.train.read(block):
+            if record is not None:
+                found.append((record.name, record.fields['text']))
+    return found
+
+
+def lane_documents(source, split, epoch, lane, num_lanes, seed, pool=0, offset=0):
+    """(pool, offset, name, text) of the documents of one lane."""
+    share = sources.Share(seed=seed, epoch=epoch, lane=lane, num_lanes=num_lanes)
+    for document in source.documents(split, share, pool, offset):
+        name, fields = document.record
+        yield document.pool, document.offset, name, fields['text']
+
+
+def epoch_documents(source, epoch=0, num_lanes=3, splits=('train', 'validation'), seed=0):
+    """(name, text) of the documents of each lane of each split."""
+    lanes = []
+    for split in splits:
+        for lane in range(num_lanes):
+            documents = lane_documents(source, split, epoch, lane, num_lanes, seed)
+            lanes.append([(name, text) for *_, name, text in documents])
+    return lanes
+
+
+def write_shards(folder, sizes, kind='.jsonl.gz', start=0):
+    """Write files of `sizes` lines each, one of them blank; return {name: text} of their documents."""
+    expected = {}
+    number = itertools.count(start)
+    is_gzipped = kind.endswith('.gz')
+    for shard, size in enumerate(sizes):
+        path = folder / f'{shard:02}{kind}'
+        content = b''
+        for line in range(size):
+            text = f'document {next(number)} é'
+            if line == 1:
+                content += b' \r\n'
+                continue
+            expected[f'{path}:{line + 1 if is_gzipped else len(content)}'] = text
+            record = json.dumps({'url': 'u', 'text': text}) if '.json' in kind else text
+            content += record.encode() + b'\n'
+        path.write_bytes(gzip.compress(content) if is_gzipped else content)
+    return expected
