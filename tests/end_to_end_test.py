@@ -206,7 +206,7 @@ def test_load_a_workdir_and_compute_its_validation_loss(corpus, whole):
         query, state_of(whole, 6)['target/encoder/layers_0/attention/query/kernel']
     )
     config = small_config(corpus).data
-    vocabulary = vocabularies.find_vocabulary_of_run(config, str(whole), None, 384)
+    vocabulary = vocabularies.find_or_train_vocabulary(config, str(whole), None, 384)
     source = sources.open_source(config)
     stream = data.Stream(source, 'validation', vocabulary, config, 4, seed=0, num_epochs=1)
     nats, counts, text_nats, text_count = 0.0, 0, 0.0, 0
@@ -233,7 +233,7 @@ def test_the_baseline_is_the_cross_entropy_of_the_unigram(corpus, whole):
     """Of the whole training split, though the run has seen six batches of it."""
     config = small_config(corpus).data
     vocabulary, source = (
-        vocabularies.find_vocabulary_of_run(config, str(whole), None, 384),
+        vocabularies.find_or_train_vocabulary(config, str(whole), None, 384),
         sources.open_source(config),
     )
     counts = {}

@@ -242,11 +242,11 @@ def test_parameter_counts_of_released_models(name):
     assert num_parameters(t5_config) == COUNTS[name]  # many families have the shapes of another
     assert config.model.dtype == 'bfloat16'
     if (
-        config.data.task in data.TASKS
+        config.data.task in data.OBJECTIVES
     ):  # inputs and targets are what span corruption makes of a piece
         settings, lengths = config.data, config.data.lengths
         vocabulary = vocabularies.ByteVocabulary(settings.extra_ids)
-        raw_length, _ = data.span_corruption_sizes(settings, vocabulary)
+        raw_length = data.OBJECTIVES[config.data.task](settings, vocabulary).raw_length
         known = {(512, 114): 568, (1024, 229): 1137, (1024, 189): 1193}
         assert raw_length == known[lengths.inputs, lengths.targets]
         assert config.loss.loss_normalizing_factor in (

@@ -352,13 +352,15 @@ def test_every_document_of_a_large_corpus_comes_once_wherever_it_was_stopped(lar
     """128 lanes, all killed in the middle of a shard and continued from their places."""
     config = small_config(large_corpus).data
     config.validation_fraction = 0.0
-    rng, names = random.Random(0), []
-    starts = {lane: (0, 0, 0) for lane in range(128)}
+    rng = random.Random(0)
+    names = []
+    starts = {lane: (0, 0) for lane in range(128)}
     for stop in (True, False):
         source = sources.open_source(config)
-        units = {lane: start[:2] for lane, start in starts.items()}
-        documents = source.open('train', 128, 0, units)
-        lanes = {lane: documents(0, lane, *start[1:]) for lane, start in starts.items()}
+        lanes = {}
+        for lane, (pool, offset) in starts.items():
+            share = sources.Share(seed=0, epoch=0, lane=lane, num_lanes=128)
+            lanes[lane] = source.documents('train', share, pool, offset)
         left = {lane: rng.randrange(1, 1500) if stop else 10**9 for lane in lanes}
         while lanes:
             for lane in list(lanes):
@@ -366,10 +368,9 @@ def test_every_document_of_a_large_corpus_comes_once_wherever_it_was_stopped(lar
                 if document is None:
                     del lanes[lane]
                     continue
-                unit, index, name, text = document
-                assert text.startswith('document ')
-                names.append(name)
-                starts[lane] = (0, unit, index + 1)
+                assert document.record.fields['text'].startswith('document ')
+                names.append(document.record.name)
+                starts[lane] = (document.pool, document.offset + 1)
                 left[lane] -= 1
         assert not stop or 50_000 < len(names) < 150_000
     assert len(names) == len(set(names)) == 200_000
