@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 from permissions import another_user
 
 import checkpoint
+import convert
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / 'tests/golden'  # written by google-research/t5x, commit cc342d4
@@ -287,7 +288,7 @@ def example_tree():
     rng = np.random.default_rng(0)
     return {
         'target/embedding': rng.standard_normal((24, 16), np.float32),
-        'target/half': rng.standard_normal((3, 8), np.float32).astype(ml_dtypes.bfloat16),
+        'target/half': rng.standard_normal((4, 8), np.float32).astype(ml_dtypes.bfloat16),
         'target/ids': rng.integers(0, 2**31 - 1, 8, np.int32),
         'target/temperature': np.float32(0.5),
         'target/scale': np.float32([np.nan]),  # a parameter of shape (1,) is no placeholder
@@ -405,7 +406,7 @@ if jax.process_index() == 0:
         (workdir / 'checkpoint_4' / name).write_bytes(b'')
 multihost_utils.sync_global_devices('damaged')
 reports = []
-assert checkpoint.newest_whole(workdir, reports.append) == 3
+assert checkpoint.newest_valid(workdir, reports.append) == 3
 assert len(reports) == 1 and all(f'{name} has 0 bytes' in reports[0] for name in damaged), reports
 
 # What only one process may not read is known to both, and stays.
@@ -416,15 +417,15 @@ if jax.process_index() == 0:
 multihost_utils.sync_global_devices('closed')
 with checkpoint_test.another_user() if jax.process_index() == 1 else contextlib.nullcontext():
     with pytest.raises(checkpoint.Unreadable, match=f'{sorted(sums)[1]}: Permission denied'):
-        checkpoint.newest_whole(workdir, reports.append)
+        checkpoint.newest_valid(workdir, reports.append)
 multihost_utils.sync_global_devices('seen')
 if jax.process_index() == 0:
     closed.chmod(0o644)
 multihost_utils.sync_global_devices('open')
-assert checkpoint.newest_whole(workdir, reports.append) == 3 and len(reports) == 1
+assert checkpoint.newest_valid(workdir, reports.append) == 3 and len(reports) == 1
 
 # A process that does not finish its part: the other gives up.
-checkpoint.PATIENCE_SECONDS = 1
+checkpoint.TIMEOUT_SECONDS = 1
 commit = checkpoint.Saver._commit
 for step, dead, lost in [(5, 1, 'part-1'), (6, 0, 'checkpoint_6')]:
     checkpoint.Saver._commit = commit if jax.process_index() != dead else lambda *_: None
@@ -435,7 +436,7 @@ for step, dead, lost in [(5, 1, 'part-1'), (6, 0, 'checkpoint_6')]:
         with pytest.raises(OSError, match=f'{lost} is not there and nothing new came for 1 s'):
             saver.wait()
     multihost_utils.sync_global_devices(f'{step} is given up')
-    assert checkpoint.newest_whole(workdir, reports.append) == 3
+    assert checkpoint.newest_valid(workdir, reports.append) == 3
 
 # The same step once more: what the first attempt left is not taken for a part of the second.
 checkpoint.Saver._commit, write_array = commit, checkpoint._write_array
@@ -445,7 +446,7 @@ def late(*args):
 checkpoint._write_array = late
 saver.save(6, {path: x + 1 for path, x in tree.items()} | {'state/step': np.int32(6)})
 saver.wait()
-assert checkpoint.newest_whole(workdir, reports.append) == 6
+assert checkpoint.newest_valid(workdir, reports.append) == 6
 checkpoint.Saver(workdir)
 print('done')
 """
@@ -533,9 +534,9 @@ def test_names_with_leading_zeros_are_no_steps(tmp_path):
     directory = checkpoint.save(tmp_path, 7, {'state/step': np.int32(7)})
     for name in ('checkpoint_007', 'checkpoint_٨'):
         shutil.copytree(directory, tmp_path / name)
-    assert checkpoint.steps(tmp_path) == [7] and checkpoint.newest_whole(tmp_path) == 7
+    assert checkpoint.steps(tmp_path) == [7] and checkpoint.newest_valid(tmp_path) == 7
     shutil.rmtree(directory)
-    assert checkpoint.steps(tmp_path) == [] and checkpoint.newest_whole(tmp_path) is None
+    assert checkpoint.steps(tmp_path) == [] and checkpoint.newest_valid(tmp_path) is None
     assert checkpoint.verify(tmp_path / 'checkpoint_007')
     assert checkpoint.restore(tmp_path / 'checkpoint_007')['state/step'] == 7
 
@@ -558,13 +559,13 @@ def test_any_name_of_a_workdir(tmp_path, monkeypatch, name, workdir):
         saver.save(step, {**tree, 'state/step': np.int32(step)})
         saver.wait()
     assert os.listdir(home / workdir) == ['checkpoint_3']
-    assert checkpoint.newest(name) == checkpoint.newest_whole(name, pytest.fail) == 3
+    assert checkpoint.newest(name) == checkpoint.newest_valid(name, pytest.fail) == 3
     directory = os.path.join(name, 'checkpoint_3')
     assert checkpoint.verify(directory)
     assert_same(checkpoint.restore(directory), tree)
     (home / workdir / 'checkpoint_3/checkpoint').write_bytes(b'')
     with pytest.raises(ValueError, match='has only damaged checkpoints'):
-        checkpoint.newest_whole(name, lambda words: None)
+        checkpoint.newest_valid(name, lambda words: None)
     assert os.listdir(home / workdir) == ['checkpoint_3.damaged-1']
 
 
@@ -572,7 +573,7 @@ SAVE_FOREVER = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import checkpoint, numpy as np
-step = checkpoint.newest_whole(sys.argv[2]) or 0
+step = checkpoint.newest_valid(sys.argv[2]) or 0
 saver = checkpoint.Saver(sys.argv[2], keep=2)
 while True:
     step += 1
@@ -679,19 +680,22 @@ def raised_by_check(saver):
 def test_a_disk_that_refuses(tmp_path, num_numbers):
     """A limit on the size of files is as real as a full disk: hit by the index or by a chunk."""
     saver = checkpoint.Saver(tmp_path)
-    tree = {'target/a': np.ones(num_numbers, np.float32), 'state/v_row': np.ones(2**16)}
+    tree = {
+        'target/a': np.ones(num_numbers, np.float32),
+        'state/param_states/a/v_row': np.ones(2**16),
+    }
     saver.save(1, tree)
     saver.wait()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
     try:
         saver.save(2, tree)
-        with pytest.raises(OSError, match='checkpoint_2 is not saved .*File too large.*are whole'):
+        with pytest.raises(OSError, match='checkpoint_2 is not saved .*File too large.*are valid'):
             raised_by_check(saver)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     saver.wait()  # an error is raised once
-    assert checkpoint.newest_whole(tmp_path, pytest.fail) == 1
+    assert checkpoint.newest_valid(tmp_path, pytest.fail) == 1
     assert_same(checkpoint.restore(tmp_path / 'checkpoint_1'), tree)
     saver.save(2, tree)
     saver.wait()
@@ -836,7 +840,7 @@ def test_200_faults(tmp_path):
     while num_faults < 200:
         shutil.rmtree(workdir, ignore_errors=True)
         shutil.copytree(tmp_path / 'saved', workdir)
-        assert num_faults or checkpoint.newest_whole(workdir, pytest.fail) == 5
+        assert num_faults or checkpoint.newest_valid(workdir, pytest.fail) == 5
         kind = rng.choice(list(FILES))
         file = rng.choice(sorted(directory.glob(FILES[kind])))
         fault = rng.choice([flip, truncate, delete, zero, swap, stale])
@@ -855,7 +859,7 @@ def test_200_faults(tmp_path):
         with pytest.raises(ValueError) as error:
             checkpoint.verify(directory)
         reports = []
-        assert checkpoint.newest_whole(workdir, reports.append) == 3
+        assert checkpoint.newest_valid(workdir, reports.append) == 3
         assert reports == [f'{error.value}. It is set aside as checkpoint_5.damaged-1.']
         assert all(name in reports[0] for name in changed), (changed, reports)
         assert checkpoint.steps(workdir) == [3]
@@ -918,20 +922,20 @@ def test_at_most_ten_files_are_named(tmp_path):
 
 
 def test_no_run_starts_from_scratch_over_damage(tmp_path):
-    assert checkpoint.newest_whole(tmp_path / 'nowhere') is None
+    assert checkpoint.newest_valid(tmp_path / 'nowhere') is None
     for step in (1, 2):
         directory = checkpoint.save(tmp_path, step, {'state/step': np.int32(step)})
         (directory / 'checkpoint').unlink()
     reports = []
     for _ in range(2):  # nor when it is started once more
         with pytest.raises(ValueError, match='has only damaged checkpoints'):
-            checkpoint.newest_whole(tmp_path, reports.append)
+            checkpoint.newest_valid(tmp_path, reports.append)
     assert len(reports) == 2 and 'checkpoint_2 is damaged: checkpoint is missing' in reports[0]
     checkpoint.save(tmp_path, 2, {'state/step': np.int32(2)})
-    assert checkpoint.newest_whole(tmp_path, pytest.fail) == 2
+    assert checkpoint.newest_valid(tmp_path, pytest.fail) == 2
     (tmp_path / 'checkpoint_2/manifest.json').write_text('[]')
     with pytest.raises(ValueError, match='has only damaged checkpoints'):
-        checkpoint.newest_whole(tmp_path, reports.append)
+        checkpoint.newest_valid(tmp_path, reports.append)
     assert 'set aside as checkpoint_2.damaged-2' in reports[2]
 
 
@@ -945,10 +949,10 @@ def test_what_may_not_be_read_is_not_damaged(open_path, closed):
     checkpoint.save(tmp_path, 1, {'state/step': np.int32(1)})
     (directory / closed).chmod(0)
     words = (
-        'checkpoint_2 cannot be read .*Permission denied.*: it may be whole, so it stays as it is'
+        'checkpoint_2 cannot be read .*Permission denied.*; it may be valid, so it stays as it is'
     )
     with another_user():
-        for check in (checkpoint.verify, lambda path: checkpoint.newest_whole(path.parent)):
+        for check in (checkpoint.verify, lambda path: checkpoint.newest_valid(path.parent)):
             with pytest.raises(checkpoint.Unreadable, match=words) as error:
                 check(directory)
             assert '\n' not in str(error.value) and str(directory) in str(error.value)
@@ -957,7 +961,7 @@ def test_what_may_not_be_read_is_not_damaged(open_path, closed):
                 checkpoint.restore(directory)
     assert sorted(os.listdir(tmp_path)) == ['checkpoint_1', 'checkpoint_2']
     (directory / closed).chmod(0o755)
-    assert checkpoint.newest_whole(tmp_path, pytest.fail) == 2
+    assert checkpoint.newest_valid(tmp_path, pytest.fail) == 2
 
 
 def test_a_disk_that_fails_is_no_damage(tmp_path, monkeypatch):
@@ -968,7 +972,7 @@ def test_a_disk_that_fails_is_no_damage(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, '_checksum', fail)
     words = f'{directory} cannot be read (checkpoint: Input/output error; target.a/.zarray: Input'
     with pytest.raises(checkpoint.Unreadable, match=re.escape(words)):
-        checkpoint.newest_whole(tmp_path)
+        checkpoint.newest_valid(tmp_path)
     assert os.listdir(tmp_path) == ['checkpoint_2']
 
 
@@ -977,7 +981,7 @@ def test_a_workdir_that_may_not_be_listed_is_not_empty(open_path):
     checkpoint.save(tmp_path / 'run', 2, {'state/step': np.int32(2)})
     (tmp_path / 'run').chmod(0o311)
     with another_user():
-        for find in (checkpoint.newest, checkpoint.newest_whole, checkpoint.steps):
+        for find in (checkpoint.newest, checkpoint.newest_valid, checkpoint.steps):
             with pytest.raises(OSError, match='run cannot be listed .Permission denied.: correct'):
                 find(tmp_path / 'run')
 
@@ -992,12 +996,12 @@ def test_pointers_of_git_lfs_are_not_damage(tmp_path):
         for read in (
             checkpoint.verify,
             checkpoint.restore,
-            lambda x: checkpoint.newest_whole(x.parent),
+            lambda x: checkpoint.newest_valid(x.parent),
         ):
             with pytest.raises(ValueError, match=f'{name} is a pointer of git-lfs.*git lfs pull'):
                 read(directory)
         (directory / name).write_bytes(content)
-    assert checkpoint.newest_whole(tmp_path, pytest.fail) == 2
+    assert checkpoint.newest_valid(tmp_path, pytest.fail) == 2
 
 
 # Refused
@@ -1133,7 +1137,7 @@ def test_other_layouts_are_recognized(tmp_path, name, content, message):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message) as error:
-        checkpoint.restore(tmp_path)
+        convert.read_index(tmp_path)
     assert '\n' not in str(error.value)
 
 
@@ -1158,7 +1162,7 @@ def test_indices_made_to_harm(tmp_path, tree, words):
     packed = tree if isinstance(tree, bytes) else msgpack.packb(tree)
     (directory / 'checkpoint').write_bytes(b'\x82\xa7version\x03\xa9optimizer' + packed)
     with pytest.raises(ValueError, match=words) as error:
-        checkpoint.read_index(directory)
+        convert.read_index(directory)
     assert len(str(error.value)) < 1000
 
 

@@ -27,7 +27,7 @@ CLIENTS = {'gs': 'gcsfs', 's3': 's3fs'}
 LOAD = """
 import sys
 import numpy as np
-import evaluate
+import infer
 
 folder, *urls = sys.argv[1:]
 for i, url in enumerate(urls):
