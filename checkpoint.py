@@ -14,6 +14,7 @@ which no reader opens, and rename this folder when everything is on the disk. A 
 Source: T5X t5x/checkpoints.py, t5x/checkpoint_utils.py; Flax flax/serialization.py for msgpack's extensions.
 """
 
+import collections
 import enum
 import functools
 import itertools
@@ -651,10 +652,17 @@ def _unpack_map(directory: Any, node: dict) -> Any:
 
 
 def _join_chunks(node: dict) -> np.ndarray:
-    """Return an array over 1 GiB, which Flax splits. Its lists are maps {'0': first, '1': second, ...}."""
-    shape = [node['shape'][str(i)] for i in range(len(node['shape']))]
-    chunks = [node['chunks'][str(i)] for i in range(len(node['chunks']))]
+    """Return an array of more than 1 GiB, which Flax splits.
+
+    Its lists are maps {'0': first, '1': second, ...}.
+    """
+    shape = _list_of_map(node['shape'])
+    chunks = _list_of_map(node['chunks'])
     return np.concatenate(chunks).reshape(shape)
+
+
+def _list_of_map(items: dict) -> list[Any]:
+    return [items[str(i)] for i in range(len(items))]
 
 
 def _unpack_extension(code: int, payload: bytes) -> np.ndarray:
@@ -789,7 +797,7 @@ def verify(directory: str | Path) -> bool:
     Raises Damaged, which names up to ten files; Unreadable where the system refuses to read some; ValueError
     for what is not to be trusted. Every process calls it and reads its share; all return or raise alike.
     """
-    messages: dict[FaultKind, list[str]] = {kind: [] for kind in FaultKind}
+    messages: dict[FaultKind, list[str]] = collections.defaultdict(list)
     for fault in _from_all_processes(_find_faults(paths.to_path(directory))):
         messages[fault.kind].append(fault.message)
     refused = messages[FaultKind.REFUSED]
@@ -987,18 +995,16 @@ def choose(
     Raises ValueError for paths in `expected` that have another shape and, if `strict`, for matching paths
     that only `index` or only `expected` has. Without `strict` these are left out.
     """
-    matches = re.compile(pattern).fullmatch
-    found = {path: leaf for path, leaf in index.items() if matches(path)}
-    known = {path: shape for path, shape in expected.items() if matches(path)}
+    found = _matching(index, pattern)
+    known = _matching(expected, pattern)
     if not found:
         raise ValueError(
             f'{pattern!r} matches none of its {len(index)} paths, which are like '
             f'{max(index, default="")!r}'
         )
     if not strict:
-        common = found.keys() & known.keys()
-        found = {path: found[path] for path in found if path in common}
-        known = {path: known[path] for path in known if path in common}
+        found = {path: leaf for path, leaf in found.items() if path in known}
+        known = {path: known[path] for path in found}
     compare(known, shapes(found))
     return found
 
@@ -1015,6 +1021,10 @@ def compare(expected: Shapes, found: Shapes) -> None:
         raise ValueError(
             f'checkpoint of another model: {settings.first_ten(differences, separator="; ")}'
         )
+
+
+def _matching(tree: Mapping[str, Any], pattern: str) -> dict[str, Any]:
+    return {path: leaf for path, leaf in tree.items() if re.fullmatch(pattern, path)}
 
 
 def flatten(tree: Mapping, prefix: str = '') -> dict:
