@@ -46,7 +46,6 @@ CHUNK_BYTES = 64 * 2**20
 ARRAYS_IN_FLIGHT = 8  # threads; bounds the host memory that restoring takes
 TIMEOUT_SECONDS = 600  # without a new file, before a save gives up the other processes
 MANIFEST = 'manifest.json'
-OWN_FILES = (MANIFEST, 'config.json', 'data_position.npy')  # T5X writes none of them
 RUN_FILES = ('lock', 'metrics.jsonl', 'model-info.txt')  # of a workdir
 # A temporary folder of `Saver`. Users have backups with other names.
 UNFINISHED = re.compile(r'checkpoint_[0-9]+\.tmp-([0-9]+|deleted)')
@@ -284,6 +283,7 @@ def _is_packed(path: str, tree: Mapping[str, Any]) -> bool:
 
 
 def _pack_array(leaf: Any) -> msgpack.ExtType:
+    """Return an array as Flax packs it: shape, dtype and bytes."""
     array = read_leaf(leaf)
     if isinstance(array, jax.Array):  # it may be split over processes
         array = multihost_utils.process_allgather(array, tiled=True)
@@ -418,6 +418,7 @@ def _await(files: Sequence[Path], directory: Path) -> None:
 
 
 def _sync(path: Path) -> None:
+    """Wait until a file or a folder's list of files is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
@@ -608,14 +609,14 @@ class ZarrEntry:
 
 def _restore_leaf(leaf: Any, sharding: jax.sharding.Sharding | None, dtype: str) -> Any:
     """Return a leaf as a numpy array, or as a jax.Array where there is a sharding."""
-    is_zarr = isinstance(leaf, ZarrEntry)
-    array = leaf.open() if is_zarr else ts.array(read_leaf(leaf))
+    if isinstance(leaf, ZarrEntry):
+        array = leaf.open()
+        result_of = leaf.result_of
+    else:
+        array = ts.array(read_leaf(leaf))
+        result_of = ts.Future.result
     if dtype:
         array = ts.cast(array, ts.dtype(dtype))
-
-    def result_of(future):
-        return leaf.result_of(future) if is_zarr else future.result()
-
     if sharding is None:
         return result_of(array.read())
     reads: dict[str, ts.Future] = {}  # one for all replicas of a shard
@@ -677,6 +678,7 @@ def _unpack_extension(code: int, payload: bytes) -> np.ndarray:
 
 
 def _check_not_orbax(folder: Any) -> None:
+    """Raise ValueError for T5X's other layout."""
     for pattern in (
         '_METADATA',
         '_CHECKPOINT_METADATA',
@@ -781,6 +783,7 @@ def _list_folder(folder: Any) -> list[Any]:
 
 
 def _unused_name(prefix: str) -> Path:
+    """Return the first path of `prefix` and a number, from 1, that does not exist."""
     for number in itertools.count(1):
         path = Path(f'{prefix}{number}')
         if not path.exists():
@@ -816,6 +819,8 @@ def verify(directory: str | Path) -> bool:
 
 
 class FaultKind(enum.Enum):
+    """What a fault means for the checkpoint."""
+
     NO_CHECKSUMS = enum.auto()  # T5X saves none
     DAMAGED = enum.auto()
     UNREADABLE = enum.auto()
@@ -830,6 +835,8 @@ class Fault(NamedTuple):
 
 
 class Manifest(NamedTuple):
+    """The content of manifest.json: the checksum of every other file by its name."""
+
     step: int
     checksums: dict[str, Checksum]
 
@@ -859,10 +866,15 @@ def _find_faults(directory: Any) -> list[Fault]:
 
 
 def _should_have_manifest(directory: Any) -> bool:
-    """Return whether this program, not T5X, has saved the checkpoint."""
+    """Return whether this program has saved the checkpoint, not T5X or another program."""
+    if paths.is_file(directory / MANIFEST):
+        return True
     if not paths.is_file(directory / 'checkpoint') and _step_of(directory) is None:
-        return paths.is_file(directory / MANIFEST)  # other folders have a config.json, too
-    return any(paths.is_file(directory / name) for name in OWN_FILES)
+        return False  # a workdir without checkpoints, which has a config.json, too
+    if paths.is_file(directory / 'data_position.npy'):
+        return True
+    config = directory / 'config.json'
+    return paths.is_file(config) and 'model' in paths.read_json(config)  # other formats have none
 
 
 def _find_fault(directory: Any, name: str, saved: Checksum) -> Fault | None:
@@ -895,7 +907,7 @@ def _check_step(directory: Any, step: int) -> None:
 
 
 def _read_manifest(directory: Any) -> Manifest:
-    """Raises Damaged unless the manifest is as it was saved, and of this checkpoint."""
+    """Return the manifest. Raises Damaged unless it is as it was saved, and of this checkpoint."""
     try:
         content = (directory / MANIFEST).read_bytes()
         manifest = _unpack_manifest(content)
@@ -909,6 +921,7 @@ def _read_manifest(directory: Any) -> Manifest:
 
 
 def _unpack_manifest(content: bytes) -> Manifest:
+    """Undo `_pack_manifest`. Raises one of UNPACK_ERRORS for any other content."""
     top = json.loads(content)
     checksums = {}
     for name, (num_bytes, crc32c) in top['files'].items():
@@ -926,6 +939,7 @@ def _pack_manifest(step: int, checksums: Mapping[str, Checksum]) -> bytes:
 
 
 def _checksum(file: Any) -> Checksum:
+    """Return the checksum of a file, which is read in blocks."""
     checksum = google_crc32c.Checksum()
     size = 0
     with file.open('rb') as stream:
@@ -1024,6 +1038,7 @@ def compare(expected: Shapes, found: Shapes) -> None:
 
 
 def _matching(tree: Mapping[str, Any], pattern: str) -> dict[str, Any]:
+    """Return the part of a flat tree whose whole paths match `pattern`."""
     return {path: leaf for path, leaf in tree.items() if re.fullmatch(pattern, path)}
 
 

@@ -956,6 +956,27 @@ def test_a_checkpoint_under_a_wrong_name(tmp_path):
         checkpoint.verify(directory)
 
 
+@pytest.mark.parametrize(
+    'files',
+    [
+        {'config.json': '{"model_type": "t5"}', 'model.safetensors': ''},
+        {'config.json': '{"emb_dim": 32}', 'checkpoint': 'model_checkpoint_path: "model.ckpt-5"'},
+    ],
+    ids=['Hugging Face', 'Mesh-TensorFlow'],
+)
+def test_other_formats_under_a_name_of_ours_are_not_damaged(tmp_path, files):
+    directory = tmp_path / 'checkpoint_5'
+    directory.mkdir()
+    for name, content in files.items():
+        (directory / name).write_text(content)
+    assert checkpoint.verify(directory) is False
+    assert checkpoint.newest_valid(tmp_path, pytest.fail) == 5
+    # One of ours that has lost its manifest is damaged.
+    (directory / 'config.json').write_text('{"model": {}}')
+    with pytest.raises(checkpoint.Damaged, match='manifest.json is missing'):
+        checkpoint.verify(directory)
+
+
 def test_a_file_that_never_ends(tmp_path):
     directory = checkpoint.save(tmp_path, 1, {'target/a': np.ones(3)})
     (directory / 'target.a/0').unlink()
