@@ -609,6 +609,7 @@ class ZarrEntry:
 
 def _restore_leaf(leaf: Any, sharding: jax.sharding.Sharding | None, dtype: str) -> Any:
     """Return a leaf as a numpy array, or as a jax.Array where there is a sharding."""
+    result_of: Callable[[Any], Any]
     if isinstance(leaf, ZarrEntry):
         array = leaf.open()
         result_of = leaf.result_of
