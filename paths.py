@@ -1,4 +1,4 @@
-"""Paths that a user gives: on a disk, or in a bucket (gs://, s3://).
+"""Paths that a user gives, on a disk or in a bucket (gs://, s3://): names, safe reading, atomic writing.
 
 Every flag, setting and argument that takes a path goes through `to_path` or `disk_path` once, so that `..`, `~`,
 links, spaces and a trailing slash mean the same everywhere. Imports nothing of ours.
@@ -14,50 +14,67 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-# For the scheme of a bucket: the package that reads it, and our extra that installs the package.
-CLIENTS = {'gs': ('gcsfs', 'gcs'), 's3': ('s3fs', 's3')}
+
+class Store(NamedTuple):
+    """What reads the buckets of a scheme."""
+
+    client: str  # a package
+    extra: str  # of setup.py, which installs the package
+    driver: str  # of TensorStore
+
+
+STORES = {
+    'gs': Store(client='gcsfs', extra='gcs', driver='gcs'),
+    's3': Store(client='s3fs', extra='s3', driver='s3'),
+}
 LFS_HEADER = b'version https://git-lfs.github.com/spec/'
+
+
+# Names.
 
 
 def to_path(name: str | os.PathLike) -> Any:
     """Return an absolute path on a disk, or a path of gs:// or s3:// with pathlib's methods.
 
-    Raises ValueError for what is no path, for other schemes, for a home folder that does not exist, and for a
-    path that the system cannot follow (a loop of links, no permission, a name that is too long).
+    Raises ValueError for a value that is no path, for other schemes, for a home folder that does not exist,
+    and for a path that the system cannot follow (a loop of links, no permission, a name that is too long).
     """
-    scheme, separator, _ = _text(name).partition('://')
+    text = _text(name)
+    scheme, separator, _ = text.partition('://')
     if not separator:
-        return disk_path(name)
+        return disk_path(text)
     if scheme == 'file':
-        raise ValueError(f'{name}: paths on a disk are written without file://: write /path/to/it')
-    if scheme not in CLIENTS:
+        raise ValueError(f'{text}: paths on a disk are written without file://: write /path/to/it')
+    if scheme not in STORES:
         raise ValueError(
-            f'{name}: only paths on a disk, gs:// and s3:// are read: download it, and name the copy'
+            f'{text}: only paths on a disk, gs:// and s3:// are read: download it, and name the copy'
         )
-    return _bucket_path(_text(name), scheme)
+    return _bucket_path(text, scheme)
 
 
 def disk_path(name: str | os.PathLike) -> Path:
-    """Return an absolute path on a disk, free of `~` and `..`: TensorStore refuses those.
+    """Return an absolute path on a disk, without `~` and `..`, which TensorStore refuses.
 
-    A link in front of a `..` is followed first, as the system does. Raises ValueError as `to_path`, and for
-    buckets, which know neither renaming nor locks.
+    A link in front of a `..` is followed first, as the system does. Raises ValueError as `to_path` does, and
+    for buckets, which have neither renaming nor locks.
     """
     text = _text(name)
     if '://' in text:
         raise ValueError(
             f'{text}: write to a disk and copy from there, gs:// and s3:// are read only'
         )
-    path = Path(os.path.expanduser(text)).absolute()
-    if text.startswith('~') and not os.path.isabs(os.path.expanduser(text)):
+    expanded = os.path.expanduser(text)
+    path = Path(expanded).absolute()
+    if text.startswith('~') and not os.path.isabs(expanded):
         raise ValueError(
             f'{text}: there is no such home folder: write ./{text} for a name that begins with ~'
         )
     if '..' in path.parts:
-        end = len(path.parts) - path.parts[::-1].index('..')
-        path = Path(os.path.realpath(Path(*path.parts[:end])), *path.parts[end:])
+        after_last = len(path.parts) - path.parts[::-1].index('..')
+        resolved = os.path.realpath(Path(*path.parts[:after_last]))
+        path = Path(resolved, *path.parts[after_last:])
     try:
         path.stat()
     except OSError as error:
@@ -69,7 +86,7 @@ def disk_path(name: str | os.PathLike) -> Path:
 
 
 def to_kvstore(folder: Any) -> dict[str, str]:
-    """Return TensorStore's name of a folder of `to_path`."""
+    """Return the TensorStore spec of a folder, which is a path of `to_path`."""
     if isinstance(folder, Path):
         try:
             str(folder).encode()
@@ -78,19 +95,66 @@ def to_kvstore(folder: Any) -> dict[str, str]:
                 f'{str(folder)!r} is not UTF-8, and TensorStore opens no other names: rename the folder'
             ) from None
         return {'driver': 'file', 'path': f'{folder}/'}
-    scheme, _, place = str(folder).partition('://')
-    bucket, _, path = place.partition('/')
-    kvstore = {'driver': {'gs': 'gcs', 's3': 's3'}[scheme], 'bucket': bucket, 'path': f'{path}/'}
-    endpoint = os.environ.get('AWS_ENDPOINT_URL')  # a store that is not Amazon's but speaks S3
+    scheme, _, location = str(folder).partition('://')
+    bucket, _, path = location.partition('/')
+    kvstore = {
+        'driver': STORES[scheme].driver,
+        'bucket': bucket,
+        'path': f'{path}/',
+    }
+    endpoint = os.environ.get('AWS_ENDPOINT_URL')  # an S3 store that is not Amazon's
     if endpoint and scheme == 's3':
         kvstore['endpoint'] = endpoint
     return kvstore
 
 
-def is_file(file: Any) -> bool:
-    """Return whether this path of `to_path` is a file.
+def _text(name: str | os.PathLike) -> str:
+    if not isinstance(name, str | os.PathLike) or isinstance(os.fspath(name), bytes):
+        raise ValueError(f'{name!r} is no path: give a string or a pathlib.Path')
+    text = os.fspath(name)
+    try:
+        is_name = text.strip() and b'\0' not in os.fsencode(text)
+    except UnicodeEncodeError:
+        is_name = False
+    if not is_name:
+        raise ValueError(f'{text!r} is no path: name a file or a folder')
+    return text
 
-    Raises OSError where the system does not let us look: what cannot be seen is not missing.
+
+def _bucket_path(name: str, scheme: str) -> Any:
+    store = STORES[scheme]
+    bucket, slash, key = name.removeprefix(f'{scheme}://').partition('/')
+    if slash:
+        name = f'{scheme}://{bucket}{posixpath.normpath("/" + key).rstrip("/")}'
+    os.environ['EPATH_USE_TF'] = 'false'  # else epath imports TensorFlow if that is installed
+    # Without these, gcsfs looks for credentials for seconds at every call, and s3fs reads 50 MiB ahead.
+    os.environ.setdefault('GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT', 'false')
+    os.environ.setdefault('FSSPEC_S3_DEFAULT_CACHE_TYPE', 'none')
+    try:
+        importlib.import_module(store.client)
+        path = importlib.import_module('etils.epath').Path(name)
+    except ImportError as error:
+        raise ValueError(
+            f"{name} needs {store.client}: pip install -e '.[{store.extra}]'"
+        ) from error
+    try:
+        is_bucket = str(path.parent).endswith('/')
+        list((path if is_bucket else path.parent).iterdir())  # the clients remember this listing
+    except Exception as error:  # each client has its own exceptions
+        cause = ' '.join(f'{type(error).__name__}: {error}'.split())
+        raise ValueError(
+            f'{name} cannot be listed ({cause}): correct its name or rights'
+        ) from error
+    return path
+
+
+# Reading.
+
+
+def is_file(file: Any) -> bool:
+    """Return whether a path of `to_path` is a file.
+
+    Raises OSError where the system does not let this process look: such a file is not missing.
     """
     if not isinstance(file, Path):
         return file.is_file()
@@ -105,22 +169,23 @@ def is_file(file: Any) -> bool:
 def file_size(file: Any) -> int:
     """Return the number of bytes of a file of `to_path`."""
     status = file.stat()
-    return status.st_size if isinstance(file, Path) else status.length
+    if isinstance(file, Path):
+        return status.st_size
+    return status.length
 
 
 def own_file(file: Any) -> Any:
     """Return `file` if it exists and lies in its own folder after links are followed.
 
-    A stranger's checkpoint must not choose which file is read. (Hugging Face's cache links from a model's
-    snapshots to its blobs.) Raises ValueError, also for a pointer of git-lfs in place of the file, and OSError
-    for a file that the system does not let us read.
+    A link in a foreign checkpoint must not choose which file is read. Raises ValueError, also for a pointer of
+    git-lfs in place of the file, and OSError for a file that the system does not let this process read.
     """
     if not is_file(file):
         raise ValueError(f'{file} is missing: bring all files of the checkpoint')
     if isinstance(file, Path):
         root = file.parent.resolve()
         target = file.resolve()
-        if root.parent.name == 'snapshots':
+        if root.parent.name == 'snapshots':  # Hugging Face's cache links from there to its blobs
             root = root.parent.parent
         if not target.is_relative_to(root):
             raise ValueError(
@@ -143,51 +208,8 @@ def check_not_lfs(file: Path) -> None:
         )
 
 
-def _unreadable(file: Path, error: OSError) -> OSError:
-    return type(error)(
-        f'{file} cannot be read ({error.strerror}): correct its permissions or its disk'
-    )
-
-
-def _text(name: str | os.PathLike) -> str:
-    if not isinstance(name, str | os.PathLike) or isinstance(os.fspath(name), bytes):
-        raise ValueError(f'{name!r} is no path: give a string or a pathlib.Path')
-    text = os.fspath(name)
-    try:
-        is_name = text.strip() and b'\0' not in os.fsencode(text)
-    except UnicodeEncodeError:
-        is_name = False
-    if not is_name:
-        raise ValueError(f'{text!r} is no path: name a file or a folder')
-    return text
-
-
-def _bucket_path(name: str, scheme: str) -> Any:
-    client, extra = CLIENTS[scheme]
-    bucket, slash, key = name.removeprefix(f'{scheme}://').partition('/')
-    if slash:
-        name = f'{scheme}://{bucket}{posixpath.normpath("/" + key).rstrip("/")}'
-    os.environ['EPATH_USE_TF'] = 'false'  # else epath imports TensorFlow if that is installed
-    # Without these, gcsfs looks for credentials for seconds at every call, and s3fs reads 50 MiB ahead.
-    os.environ.setdefault('GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT', 'false')
-    os.environ.setdefault('FSSPEC_S3_DEFAULT_CACHE_TYPE', 'none')
-    try:
-        importlib.import_module(client)
-        path = importlib.import_module('etils.epath').Path(name)
-    except ImportError as error:
-        raise ValueError(f"{name} needs {client}: pip install -e '.[{extra}]'") from error
-    try:
-        is_bucket = str(path.parent).endswith('/')
-        list((path if is_bucket else path.parent).iterdir())  # the clients remember this listing
-    except Exception as error:  # each client has its own exceptions
-        cause = ' '.join(f'{type(error).__name__}: {error}'.split())
-        raise ValueError(
-            f'{name} cannot be listed ({cause}): correct its name or rights'
-        ) from error
-    return path
-
-
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Any) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises ValueError for other content, and as `own_file` does."""
     file = own_file(file)
     try:
         content = json.loads(file.read_bytes())
@@ -198,43 +220,61 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
+def _unreadable(file: Path, error: OSError) -> OSError:
+    return type(error)(
+        f'{file} cannot be read ({error.strerror}): correct its permissions or its disk'
+    )
+
+
+# Writing, which leaves all of the new or all of the old.
+
+
 def check_new(folder: Path) -> None:
-    """Raise ValueError where no folder can be made, nor written into: at, below or behind what is none."""
-    for place in (folder, *folder.parents):
-        if place.is_symlink() and not place.exists():
+    """Raise ValueError where the system cannot make `folder`: a file or a link to nothing is in its way."""
+    for path in (folder, *folder.parents):
+        if path.is_symlink() and not path.exists():
             raise ValueError(
-                f'{folder} cannot be written: {place} is a link to nothing: remove it or name another folder'
+                f'{folder} cannot be written: {path} is a link to nothing: remove it or name another folder'
             )
-        if place.exists() and not place.is_dir():
-            raise ValueError(f'{folder} cannot be written: {place} is a file: name another folder')
+    file = blocking_file(folder)
+    if file is not None:
+        raise ValueError(f'{folder} cannot be written: {file} is a file: name another folder')
+
+
+def blocking_file(folder: Path) -> Path | None:
+    """Return `folder` or the parent of it that exists and is no folder; None if all are folders."""
+    for path in (folder, *folder.parents):
+        if path.exists() and not path.is_dir():
+            return path
+    return None
 
 
 @contextlib.contextmanager
 def unfinished(folder: Path) -> Iterator[Path]:
-    """Yield a new folder on the disk of `folder`, to be renamed to it when all is written.
+    """Yield a new folder on the disk of `folder`, which the caller fills and renames to `folder`.
 
-    At the end what is left of it is removed and, after an error, every folder that was made for it.
+    At the end, removes the new folder if it is still there and, after an error, the parents made for it.
     """
-    made = [parent for parent in folder.parents if not parent.exists()]
+    missing = [parent for parent in folder.parents if not parent.exists()]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         prefix = f'{folder.name[:50]}.tmp-'
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix) as tmp:
-            whole = Path(tmp, 'whole')  # which, unlike `tmp`, everybody may read
-            whole.mkdir()
-            yield whole
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix) as private:
+            new = Path(private, 'new')  # unlike `private`, with the permissions that the user set
+            new.mkdir()
+            yield new
     except BaseException:
-        for parent in made:
-            with contextlib.suppress(OSError):  # such as somebody else's files in it
+        for parent in missing:
+            with contextlib.suppress(OSError):  # others may have put files into it
                 parent.rmdir()
         raise
 
 
 def replace_file(file: Path, content: bytes) -> None:
-    """Write all of `file` or nothing: a reader finds the old content or the new one, even after a crash."""
-    unfinished = file.with_name(f'.{file.name}.unfinished')
-    with unfinished.open('wb') as stream:
+    """Write `file` at once: a reader finds the old content or the new content, even after a crash."""
+    new = file.with_name(f'.{file.name}.unfinished')
+    with new.open('wb') as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
-    unfinished.replace(file)
+    new.replace(file)

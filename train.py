@@ -242,7 +242,7 @@ def write_run_files(
 
 def find_start(config: Any, folder: Path, trainer: Trainer, console: workdir.Console) -> Start:
     """Return the newest valid checkpoint of the workdir, else what a new run starts from."""
-    step = checkpoint.newest_whole(folder, console.line)
+    step = checkpoint.newest_valid(folder, console.line)
     if step is None:
         workdir.check_never_saved(folder)
         return choose_initial(config, trainer)

@@ -15,6 +15,7 @@ import threading
 import urllib.parse
 from pathlib import Path
 
+import chex
 import numpy as np
 import pytest
 
@@ -22,12 +23,23 @@ import infer
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / 'tests/golden'
-T5X, MESH_TF = 't5x_t5_1_1_tiny', 'mtf_t5_1_1/model.ckpt-1000000'
-CLIENTS = {'gs': 'gcsfs', 's3': 's3fs'}
+T5X = 't5x_t5_1_1_tiny'
+MESH_TF = 'mtf_t5_1_1/model.ckpt-1000000'
+VALID = [f'{T5X}/checkpoint_6', T5X, MESH_TF]  # the second leads to its newest, the first
+REFUSED = {  # URL: how its message begins
+    'golden/none': 'golden/none/checkpoint is missing',
+    'half': 'half/checkpoint_6/target.token_embedder.embedding',
+    'none/checkpoint_6': 'none/checkpoint_6',
+    'private/checkpoint_6': 'private/checkpoint_6',
+}
+CLIENTS = {
+    'gs': 'gcsfs',
+    's3': 's3fs',
+}
 LOAD = """
 import sys
 import numpy as np
-import evaluate
+import infer
 
 folder, *urls = sys.argv[1:]
 for i, url in enumerate(urls):
@@ -110,52 +122,66 @@ def describe(folder, key):
 def store(tmp_path):
     """Serves each folder of `folder` as a bucket, at first 'golden'; `sent` counts {BUCKET/KEY: bytes}."""
     server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
-    server.folder, server.sent = tmp_path / 'buckets', collections.Counter()
+    server.folder = tmp_path / 'buckets'
+    server.sent = collections.Counter()
     server.folder.mkdir()
     (server.folder / 'golden').symlink_to(GOLDEN)
-    threading.Thread(target=server.serve_forever).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,)).start()
     yield server
     server.shutdown()
     server.server_close()
 
 
-def run(code, *arguments, store=None):
-    """What `code` prints in a process that knows no store but ours, and nobody's credentials."""
+def load_in_another_process(folder, urls, store):
+    """Return the messages that LOAD prints in a process that knows no store but ours, and no credentials."""
     others = ('AWS_', 'FSSPEC_', 'GCSFS_', 'GOOGLE_')
     environment = {name: x for name, x in os.environ.items() if not name.startswith(others)}
-    environment |= {'XLA_FLAGS': '', 'JAX_PLATFORMS': 'cpu'}
-    if store:
-        url = f'http://127.0.0.1:{store.server_port}'
-        environment |= {
-            'STORAGE_EMULATOR_HOST': url,  # gcsfs
-            'FSSPEC_GS_TOKEN': 'anon',
-            'TENSORSTORE_GCS_HTTP_URL': url,
-            'GOOGLE_AUTH_TOKEN_FOR_TESTING': 'ours',  # else TensorStore looks for a cloud around it
-            'AWS_ENDPOINT_URL': url,
-            'AWS_ACCESS_KEY_ID': 'ours',
-            'AWS_SECRET_ACCESS_KEY': 'ours',
-        }
+    url = f'http://127.0.0.1:{store.server_port}'
+    environment |= {
+        'XLA_FLAGS': '',
+        'JAX_PLATFORMS': 'cpu',
+        'STORAGE_EMULATOR_HOST': url,  # gcsfs
+        'FSSPEC_GS_TOKEN': 'anon',
+        'TENSORSTORE_GCS_HTTP_URL': url,
+        'GOOGLE_AUTH_TOKEN_FOR_TESTING': 'ours',  # else TensorStore looks for a cloud around it
+        'AWS_ENDPOINT_URL': url,
+        'AWS_ACCESS_KEY_ID': 'ours',
+        'AWS_SECRET_ACCESS_KEY': 'ours',
+    }
     process = subprocess.run(
-        [sys.executable, '-c', code, *map(str, arguments)], cwd=ROOT, env=environment,
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [sys.executable, '-c', LOAD, str(folder), *urls],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert process.returncode == 0, process.stderr
-    return process.stdout
+    return process.stdout.splitlines()
 
 
 @pytest.mark.parametrize('scheme', CLIENTS)
-def test_parameters_come_out_of_a_bucket_as_from_a_disk(scheme, store, tmp_path):
+def test_a_bucket_is_read_as_a_disk_is(scheme, store, tmp_path):
+    """Parameters come out alike; what a bucket lacks or refuses is named in a line. In one process."""
     pytest.importorskip(CLIENTS[scheme], reason=f'{CLIENTS[scheme]} is not installed')
-    names = [f'{T5X}/checkpoint_6', T5X, MESH_TF]  # the second leads to its newest, the first
-    assert run(LOAD, tmp_path, *[f'{scheme}://golden/{name}' for name in names], store=store) == ''
-    for i, name in enumerate(names):
-        expected, found = infer.load(GOLDEN / name).arrays, np.load(tmp_path / f'{i}.npz')
-        assert set(found) == set(expected)
+    half = store.folder / 'half/checkpoint_6'
+    shutil.copytree(GOLDEN / T5X / 'checkpoint_6', half)
+    (half / 'target.token_embedder.embedding/0.0').unlink()
+    urls = [f'{scheme}://golden/{name}' for name in VALID]
+    urls += [f'{scheme}://{name}' for name in REFUSED]
+    messages = load_in_another_process(tmp_path, urls, store)
+
+    for i, name in enumerate(VALID):
+        found = dict(np.load(tmp_path / f'{i}.npz'))
+        expected = infer.load(GOLDEN / name).arrays
+        chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
         for path, x in expected.items():
-            assert found[path].dtype == x.dtype and found[path].shape == x.shape, path
             assert found[path].tobytes() == np.asarray(x).tobytes(), path
     # What is needed came from the store, once for each load, and nothing else did.
-    sent = {key.removeprefix('golden/'): size for key, size in store.sent.items()}
+    sent = {}
+    for key, size in store.sent.items():
+        if key.startswith('golden/'):
+            sent[key.removeprefix('golden/')] = size
     chunks = [*(GOLDEN / T5X / 'checkpoint_6').glob('target.*/[0-9]*')]
     assert len(chunks) == 52
     for file in chunks:
@@ -165,26 +191,14 @@ def test_parameters_come_out_of_a_bucket_as_from_a_disk(scheme, store, tmp_path)
     assert sent[shard] == (GOLDEN / shard).stat().st_size
     assert f'{MESH_TF}.data-00002-of-00003' not in sent
 
-
-@pytest.mark.parametrize('scheme', CLIENTS)
-def test_what_a_bucket_lacks_or_refuses_is_named_in_a_line(scheme, store, tmp_path):
-    pytest.importorskip(CLIENTS[scheme], reason=f'{CLIENTS[scheme]} is not installed')
-    half = store.folder / 'half/checkpoint_6'
-    shutil.copytree(GOLDEN / T5X / 'checkpoint_6', half)
-    (half / 'target.token_embedder.embedding/0.0').unlink()
-    expected = {  # URL: what begins the line
-        'golden/none': 'golden/none/checkpoint is missing',
-        'half': 'half/checkpoint_6/target.token_embedder.embedding',
-        'none/checkpoint_6': 'none/checkpoint_6',
-        'private/checkpoint_6': 'private/checkpoint_6',
-    }
-    printed = run(LOAD, tmp_path, *[f'{scheme}://{url}' for url in expected], store=store)
-    for line, words in zip(printed.splitlines(), expected.values(), strict=True):
-        assert line.startswith(f'ValueError: {scheme}://{words}'), line
+    for message, beginning in zip(messages, REFUSED.values(), strict=True):
+        assert message.startswith(f'ValueError: {scheme}://{beginning}'), message
 
 
 @pytest.mark.parametrize('scheme, extra', [('gs', 'gcs'), ('s3', 's3')])
-def test_a_client_that_is_not_installed_is_named_with_its_remedy(scheme, extra, tmp_path):
-    hide = f'import sys\nsys.modules[{CLIENTS[scheme]!r}] = None\n'
-    (line,) = run(hide + LOAD, tmp_path, f'{scheme}://bucket/x').splitlines()
-    assert line.startswith('ValueError: ') and f"pip install -e '.[{extra}]'" in line
+def test_a_client_that_is_not_installed_is_named_with_its_remedy(scheme, extra, monkeypatch):
+    monkeypatch.setattr(os, 'environ', dict(os.environ))
+    monkeypatch.setitem(sys.modules, CLIENTS[scheme], None)
+    with pytest.raises(ValueError) as error:
+        infer.load(f'{scheme}://bucket/x')
+    assert f"pip install -e '.[{extra}]'" in str(error.value) and '\n' not in str(error.value)
