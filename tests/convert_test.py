@@ -206,6 +206,36 @@ def some_arrays(path):
     return checkpoint.restore({f'target/{name}': leaves[f'target/{name}'] for name in names})
 
 
+FORMATS = {
+    'T5X': convert.Format.T5X,
+    'T5X workdir': convert.Format.T5X,
+    'Mesh-TF folder': convert.Format.MESH_TF,
+    'Mesh-TF prefix': convert.Format.MESH_TF,
+    'Hugging Face': convert.Format.HUGGING_FACE,
+}
+
+
+@pytest.mark.parametrize('source', SOURCES)
+def test_formats_are_detected(source):
+    assert convert.detect_format(SOURCES[source]) is FORMATS[source]
+    assert convert.open_checkpoint(SOURCES[source]).format is FORMATS[source]
+
+
+@pytest.mark.parametrize('name', ['_METADATA', '_CHECKPOINT_METADATA'])
+@pytest.mark.parametrize('folder', ['.', 'checkpoint_7'])
+def test_orbax_is_recognized(tmp_path, folder, name):
+    directory = tmp_path / 'run' / folder
+    directory.mkdir(parents=True)
+    (directory / name).write_text('{}')
+    message = f'{directory} has the layout of Orbax: Orbax is not read: .*use_orbax=False$'
+    for ask in (convert.detect_format, convert.open_checkpoint, infer.load):
+        with pytest.raises(ValueError, match=message):
+            ask(directory)
+    if folder == 'checkpoint_7' and name == '_CHECKPOINT_METADATA':
+        with pytest.raises(ValueError, match=message):
+            convert.detect_format(tmp_path / 'run')
+
+
 @pytest.mark.parametrize('source', SOURCES)
 def test_every_form_of_a_path_opens(source, tmp_path, monkeypatch):
     """Relative to the checkout; through links; in a folder with an odd name."""

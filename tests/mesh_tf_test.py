@@ -9,16 +9,21 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import tracemalloc
 from pathlib import Path
 
+import chex
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from small_models import assert_close, golden_batch, t5_config
 from tensor_bundle import bundle, proto, table
 
+import checkpoint
+import convert
 import infer
 import mesh_tf
 import model
@@ -33,60 +38,73 @@ MTF_TINY = ROOT.parent / 'shared/testdata/t5x/mtf_tiny_t5'  # of google-research
 
 def read_all(prefix):
     index = mesh_tf.read_index(prefix)
-    is_entry = lambda leaf: isinstance(leaf, mesh_tf.BundleEntry)  # noqa: E731
-    return {p: x.read() if is_entry(x) else x for p, x in index.items()}
+    return {path: checkpoint.read_leaf(leaf) for path, leaf in index.items()}
+
+
+def read_bundle(prefix):
+    entries = mesh_tf.read_bundle_index(prefix)
+    return {name: entry.read() for name, entry in entries.items()}
 
 
 def assert_same(found, expected):
     """Bit for bit, with dtypes and shapes."""
-    assert found.keys() == expected.keys()
-    for name, x in expected.items():
-        assert (found[name].dtype, found[name].shape) == (x.dtype, x.shape), name
-        assert found[name].tobytes() == x.tobytes(), name
+    chex.assert_trees_all_equal(found, expected, strict=True)
 
 
-# Theirs.
+# Checkpoints of TensorFlow and of Mesh-TF.
 
 
 def test_golden_is_what_the_importer_of_t5x_makes_of_it_and_gives_its_logits():
     golden = np.load(GOLDEN / 'golden.npz')
-    names = [name for name in golden.files if name.startswith('imported/')]
-    expected = {name.removeprefix('imported/'): golden[name] for name in names}
+    expected = {}
+    for name in golden.files:
+        if name.startswith('imported/'):
+            expected[name.removeprefix('imported/')] = golden[name]
     found = read_all(mesh_tf.find_prefix(GOLDEN))
-    weights = {path for path in found if path.startswith('target/')}
-    assert len(found) == 261 and {found[path].dtype.name for path in weights} == {'bfloat16'}
-    assert_same(
-        {p: x.astype(np.float32) if p in weights else x for p, x in found.items()}, expected
-    )
-    config = model.T5Config(**json.loads((GOLDEN / 'config.json').read_text()))
-    params = {p.removeprefix('target/'): found[p].astype(np.float32) for p in weights}
-    assert {path: x.shape for path, x in params.items()} == model.shapes(config)
+    params = checkpoint.parameters(found)
+    assert {x.dtype.name for x in params.values()} == {'bfloat16'}
+    params = {path: x.astype(np.float32) for path, x in params.items()}
+    assert_same(found | {f'target/{path}': x for path, x in params.items()}, expected)
+    config = t5_config(**json.loads((GOLDEN / 'config.json').read_text()))
+    assert checkpoint.shapes(params) == model.shapes(config)
     t5 = infer.T5(config, params, partition.make_mesh(1, 1, jax.devices()[:1]))
-    batch = {n.split('/')[1]: golden[n] for n in golden.files if n.startswith('batch/')}
-    error = np.abs(t5.logits(batch) - golden['logits']).max()
-    assert error <= 1e-5 * np.abs(golden['logits']).max()
+    assert_close(t5.logits(golden_batch(golden, 'batch')), golden['logits'], 1e-5)
+
+
+def listed_variables(text):
+    """{name: (size, shape)} of Mesh-TF's model-info.txt."""
+    variables = {}
+    pattern = r'Variable (\S+) +size (\d+) .*Shape\[(.*)\]'
+    for name, size, dims in re.findall(pattern, text):
+        shape = tuple(int(dim.split('=')[1]) for dim in dims.split(', '))
+        variables[name] = (int(size), shape)
+    return variables
 
 
 def test_tiny_checkpoint_of_t5x_lacks_its_weights_and_says_so():
-    """Its index is compressed. The model's sizes are those that T5X's test of this file set."""
+    """Its index is compressed. model-info.txt beside it has the names and sizes."""
     if not MTF_TINY.exists():
         pytest.skip(f'{MTF_TINY} is not there; the tables that we write are compressed, too')
     prefix = mesh_tf.find_prefix(MTF_TINY)
     entries = mesh_tf.read_bundle_index(prefix)
-    assert len(entries) == 105 and entries['global_step'].read() == np.int64(0)
-    assert sum(entry.size for entry in entries.values()) == 13_077_504 + 8
+    listed = listed_variables((MTF_TINY / 'model-info.txt').read_text())
+    assert entries.keys() == {'global_step', *listed, *(f'{name}_slot_v' for name in listed)}
+    assert entries['global_step'].read() == np.int64(0)
+    for name, (size, shape) in listed.items():
+        weight = entries[name]
+        slot = entries[f'{name}_slot_v']
+        assert (weight.shape, weight.dtype, weight.size) == (shape, ml_dtypes.bfloat16, 2 * size)
+        assert (slot.shape, slot.dtype, slot.size) == (shape, np.float32, 4 * size)
     index = mesh_tf.read_index(prefix)
-    assert len(index) == 1 + 52 * 5 and index['state/step'] == np.int32(0)
-    sizes = model.T5Config(
-        32128, 'float32', 32, 2, 2, 2, 64, 64, mlp_activations=('gelu', 'linear')
-    )
-    for path, shape in model.shapes(sizes).items():
-        weight, slot = index[f'target/{path}'], index[f'state/param_states/{path}/v']
-        assert (weight.shape, weight.dtype) == (shape, ml_dtypes.bfloat16)
+    assert len(index) == 1 + 5 * len(listed)  # the step; each parameter and its four slots
+    assert index['state/step'] == np.int32(0)
+    shapes = checkpoint.shapes(checkpoint.parameters(index))
+    config = convert.config_from_shapes(shapes)
+    assert shapes == model.shapes(config)
+    for path, shape in shapes.items():
+        assert index[f'target/{path}'].dtype == ml_dtypes.bfloat16
+        slot = index[f'state/param_states/{path}/v']
         assert (slot.shape, slot.dtype) == (shape, np.float32)
-    listing = (MTF_TINY / 'model-info.txt').read_text()
-    for name in entries:
-        assert name in listing or name == 'global_step' or name.endswith('_slot_v'), name
     with pytest.raises(
         ValueError, match=r'ckpt-0\.data-00001-of-00002 is missing: bring all files'
     ):
@@ -96,32 +114,61 @@ def test_tiny_checkpoint_of_t5x_lacks_its_weights_and_says_so():
 # Bundles of our own writer.
 
 
-def mesh_tf_variables():
-    """T5 1.1 of one layer: {Mesh-TF's name: bfloat16 weight}, with all of Mesh-TF's slots and a step."""
-    d, h, k, f, v = 6, 2, 3, 8, 10
-    shapes = {'shared/embedding': (v, d), 'decoder/logits/kernel': (d, v)}
-    for tower, attentions in (('encoder', ['Self']), ('decoder', ['Self', 'EncDec'])):
-        shapes[f'{tower}/final_layer_norm/scale'] = (d,)
-        here = f'{tower}/block_000/layer_000/SelfAttention/relative_attention_bias'
-        shapes[here] = (h, 32)
+CONFIG = t5_config(
+    vocab_size=10,
+    dtype='float32',
+    emb_dim=6,
+    num_heads=2,
+    num_encoder_layers=1,
+    num_decoder_layers=1,
+    head_dim=3,  # with two heads the attention's kernels are square
+    mlp_dim=8,
+    mlp_activations=('gelu', 'linear'),
+    logits_via_embedding=False,
+    relpos_bias_per_layer=False,
+)
+
+
+def variable_shapes():
+    """{Mesh-TF's name: shape} of the parameters of CONFIG."""
+    emb_dim = CONFIG.emb_dim
+    shapes = {
+        'shared/embedding': (CONFIG.vocab_size, emb_dim),
+        'decoder/logits/kernel': (emb_dim, CONFIG.vocab_size),
+    }
+    for stack, attentions in (('encoder', ['Self']), ('decoder', ['Self', 'EncDec'])):
+        block = f'{stack}/block_000'
+        shapes[f'{stack}/final_layer_norm/scale'] = (emb_dim,)
+        bias = f'{block}/layer_000/SelfAttention/relative_attention_bias'
+        shapes[bias] = (CONFIG.num_heads, model.NUM_BUCKETS)
         for i, kind in enumerate(attentions):
-            shapes[f'{tower}/block_000/layer_{i:03d}/rms_norm/scale'] = (d,)
+            shapes[f'{block}/layer_{i:03d}/rms_norm/scale'] = (emb_dim,)
             for letter in 'qkvo':
-                here = f'{tower}/block_000/layer_{i:03d}/{kind}Attention/{letter}'
-                shapes[here] = (d, h * k)  # square
-        here = f'{tower}/block_000/layer_{len(attentions):03d}'
-        shapes[f'{here}/layer_norm/scale'] = (d,)
-        for name, shape in (('wi_0', (d, f)), ('wi_1', (d, f)), ('wo', (f, d))):
-            shapes[f'{here}/DenseReluDense/{name}/kernel'] = shape
+                joined_heads_dim = CONFIG.num_heads * CONFIG.head_dim
+                name = f'{block}/layer_{i:03d}/{kind}Attention/{letter}'
+                shapes[name] = (emb_dim, joined_heads_dim)
+        mlp = f'{block}/layer_{len(attentions):03d}'
+        shapes[f'{mlp}/layer_norm/scale'] = (emb_dim,)
+        shapes[f'{mlp}/DenseReluDense/wi_0/kernel'] = (emb_dim, CONFIG.mlp_dim)
+        shapes[f'{mlp}/DenseReluDense/wi_1/kernel'] = (emb_dim, CONFIG.mlp_dim)
+        shapes[f'{mlp}/DenseReluDense/wo/kernel'] = (CONFIG.mlp_dim, emb_dim)
+    return shapes
+
+
+def mesh_tf_variables():
+    """{Mesh-TF's name: bfloat16 weight} of CONFIG, with all of Mesh-TF's slots and a step."""
     rng = np.random.default_rng(0)
-    draw = lambda shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+
+    def draw(shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
     arrays = {'global_step': np.array(1_000_000)}
-    for name, shape in shapes.items():
+    for name, shape in variable_shapes().items():
         arrays[name] = draw(shape).astype(ml_dtypes.bfloat16)
         if len(shape) == 1 or 'bias' in name:
             arrays[f'{name}_slot_v'] = draw(shape)
         else:  # mesh_tensorflow/optimize.py: vr lacks the first of the largest dimensions, vc the other
-            largest = max(range(2), key=lambda axis: (shape[axis], -axis))
+            largest = int(np.argmax(shape))
             arrays[f'{name}_slot_vr'] = draw(shape[1 - largest])
             arrays[f'{name}_slot_vc'] = draw(shape[largest])
     return arrays
@@ -131,19 +178,17 @@ def mesh_tf_variables():
 def test_a_bundle_of_ours_comes_back(tmp_path, compress):
     arrays = mesh_tf_variables() | {f'x{i}': np.arange(1 + i % 3, dtype='i4') for i in range(150)}
     prefix = bundle(tmp_path / 'model.ckpt-7', arrays, compress=compress)
-    entries = mesh_tf.read_bundle_index(prefix)
-    assert list(entries) == sorted(arrays)
-    assert_same({name: entry.read() for name, entry in entries.items()}, arrays)
+    found = read_bundle(prefix)
+    assert list(found) == sorted(arrays)
+    assert_same(found, arrays)
 
 
 def test_variables_get_the_names_of_t5x(tmp_path):
     arrays = mesh_tf_variables()
     found = read_all(bundle(tmp_path / 'model.ckpt-1000000', arrays))
-    config = model.T5Config(10, 'float32', 6, 2, 1, 1, 3, 8, mlp_activations=('gelu', 'linear'))
-    weights = {path: x for path, x in found.items() if path.startswith('target/')}
-    expected = {f'target/{path}': shape for path, shape in model.shapes(config).items()}
-    assert {path: x.shape for path, x in weights.items()} == expected
-    assert len(found) == 1 + 5 * len(weights)  # four slots each
+    params = checkpoint.parameters(found)
+    assert checkpoint.shapes(params) == model.shapes(CONFIG)
+    assert len(found) == 1 + 5 * len(params)  # four slots each
     assert (found['state/step'].dtype, found['state/step'].shape) == (np.int32, ())
     assert found['state/step'] == 1_000_000
     block = 'decoder/block_000/layer_001/EncDecAttention/'
@@ -165,27 +210,28 @@ def test_variables_get_the_names_of_t5x(tmp_path):
 
 def test_factored_slots_are_those_of_our_optimizer(tmp_path):
     """Means of the same squared gradients, of the dimensions that Mesh-TF and ours reduce."""
-    rng, names = np.random.default_rng(1), {'q': (128, 128), 'k': (128, 160), 'v': (160, 128)}
-    config = base.get_config().optimizer
-    params = {f'encoder/layers_0/attention/{n}/kernel': np.ones(x, 'f4') for n, x in names.items()}
-    grads = {path: rng.standard_normal(x.shape).astype(np.float32) for path, x in params.items()}
-    adafactor = optimizer.make_optimizer(config, lambda step: 0.1)
-    _, state = adafactor.update(grads, adafactor.init(params), params)
+    rng = np.random.default_rng(1)
+    grads = {}
+    shapes = {'q': (128, 128), 'k': (128, 160), 'v': (160, 128)}
+    for letter, shape in shapes.items():
+        path = f'encoder/layers_0/attention/{mesh_tf.ATTENTION_KERNELS[letter]}/kernel'
+        grads[path] = rng.standard_normal(shape).astype(np.float32)
+    params = jax.tree.map(np.ones_like, grads)
+    adafactor = optimizer.make_optimizer(base.get_config().optimizer, lambda step: 0.1)
+    _, state = jax.jit(adafactor.update)(grads, adafactor.init(params), params)
     expected = optimizer.to_t5x(1, params, state)
     arrays = {}
-    for path, grad in grads.items():
-        name = f'encoder/block_000/layer_000/SelfAttention/{path.split("/")[3]}'
+    for letter, grad in zip(shapes, grads.values(), strict=True):
+        name = f'encoder/block_000/layer_000/SelfAttention/{letter}'
         first = int(np.argmax(grad.shape))  # the first of the largest: axis 0 of a square
         arrays[name] = grad
         arrays[f'{name}_slot_vr'] = np.mean(grad**2, first)
         arrays[f'{name}_slot_vc'] = np.mean(grad**2, 1 - first)
     found = read_all(bundle(tmp_path / 'model.ckpt-1', arrays))
-    for path in params:
-        ours = '/'.join(mesh_tf.ATTENTION_KERNELS.get(part, part) for part in path.split('/'))
+    for path in grads:
         for slot in ('v_row', 'v_col'):
-            a = found[f'state/param_states/{ours}/{slot}']
-            b = np.asarray(expected[f'state/param_states/{path}/{slot}'])
-            assert a.shape == b.shape and np.abs(a - b).max() <= 1e-6 * b.max(), (path, slot)
+            name = f'state/param_states/{path}/{slot}'
+            assert_close(found[name], expected[name], 1e-6)
 
 
 X = np.ones((2, 3), np.float32)
@@ -530,7 +576,7 @@ def test_what_tensorflow_saves_we_read_and_what_we_write_it_reads(tmp_path):
     assert mesh_tf.find_prefix(tmp_path) == prefix
     entries = mesh_tf.read_bundle_index(prefix)
     assert len({entry.file for entry in entries.values()}) == 3
-    assert_same({name: entry.read() for name, entry in entries.items()}, arrays)
+    assert_same(read_bundle(prefix), arrays)
     ours = bundle(tmp_path / 'ours', arrays)
     reader = tf.train.load_checkpoint(str(ours))
     assert_same({name: np.asarray(reader.get_tensor(name)) for name in arrays}, arrays)
