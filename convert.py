@@ -1,9 +1,10 @@
-"""Checkpoints of any format: which one is this, open it, write it as another.
+"""Checkpoints of any format: detect which one it is, open it, write it as another.
 
 Source: T5X t5x/checkpoints.py; t5x/examples/scalable_t5 for stacked layers.
 """
 
 import dataclasses
+import enum
 import functools
 import json
 import math
@@ -11,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
@@ -21,154 +22,272 @@ import hugging_face
 import mesh_tf
 import model
 import paths
-from vocabulary import find_vocabulary, read_settings
+from vocabulary import ByteVocabulary, find_vocabulary, read_settings
 
 
-def open_model(
-    path: str | Path, config: model.T5Config | None = None
-) -> tuple[Any, model.T5Config, dict[str, Any]]:
-    """Where the checkpoint of `load` lies, its config and its index. ValueError unless the checkpoint is whole
-    and its parameters are those of the config."""
-    directory, index, own_config = find_checkpoint(path)
-    shapes = checkpoint.shapes(checkpoint.parameters(index))
-    config = config or own_config or config_from_shapes(shapes)
+class Format(enum.Enum):
+    """The formats that are read. Those that are written have the names of `--format`."""
+
+    T5X = 't5x'
+    MESH_TF = 'mesh_tf'
+    HUGGING_FACE = 'hf'
+
+
+class OpenedCheckpoint(NamedTuple):
+    """A checkpoint whose large arrays are not read yet.
+
+    `directory` is its folder, or its prefix if the user named that of a Mesh-TF checkpoint. `leaves` is
+    {T5X's path: leaf}; a leaf is an array if it is small, else a `checkpoint.LazyArray`. `config` is the one
+    beside the arrays, None where there is none.
+    """
+
+    directory: Any
+    format: Format
+    leaves: dict[str, Any]
+    config: model.T5Config | None
+
+
+class OpenedModel(NamedTuple):
+    """An opened checkpoint whose parameters are those of `config`."""
+
+    directory: Any
+    leaves: dict[str, Any]
+    config: model.T5Config
+
+
+def detect_format(path: str | Path) -> Format:
+    """Return the format of the checkpoint that `path` names. Every reader asks this function only.
+
+    T5X's is the format of all that is no other: `checkpoint.read_index` says what such a path lacks. Raises
+    ValueError for formats that are recognized but not read (Orbax, pickles and other weights of transformers),
+    and for one file of a Hugging Face folder.
+    """
+    directory = paths.to_path(path)
+    if checkpoint.newest(directory) is not None:
+        return Format.T5X
+    if paths.is_file(directory):
+        hugging_face.check_not_part(directory)
+    if hugging_face.is_folder(directory):
+        return Format.HUGGING_FACE
+    if mesh_tf.find_prefix(directory) is not None:
+        return Format.MESH_TF
+    for name in ('_METADATA', '_CHECKPOINT_METADATA', 'checkpoint_*/_CHECKPOINT_METADATA'):
+        for file in directory.glob(name):
+            raise ValueError(
+                f"{file.parent} has the layout of Orbax: Orbax is not read: save with T5X's use_orbax=False"
+            )
+    return Format.T5X
+
+
+def open_model(path: str | Path, config: model.T5Config | None = None) -> OpenedModel:
+    """Open the checkpoint that `path` names as a model of `config`.
+
+    Without `config` the checkpoint's own counts, else the one that its shapes tell. Raises ValueError unless
+    the checkpoint is valid and its parameters are those of the config.
+    """
+    opened = open_checkpoint(path)
+    shapes = checkpoint.shapes(checkpoint.parameters(opened.leaves))
+    config = config or opened.config or config_from_shapes(shapes)
     try:
         checkpoint.compare(model.shapes(config), shapes)
     except ValueError as error:
-        raise ValueError(f'{directory}: {error}') from None
-    return directory, config, index
+        raise ValueError(f'{opened.directory}: {error}') from None
+    return OpenedModel(directory=opened.directory, leaves=opened.leaves, config=config)
 
 
-def find_checkpoint(path: str | Path) -> tuple[Any, dict[str, Any], model.T5Config | None]:
-    """Where the checkpoint of `load` lies, its index, and the config beside it if there is one. ValueError
-    where it is damaged."""
+def open_checkpoint(path: str | Path) -> OpenedCheckpoint:
+    """Open a workdir (its newest checkpoint), a checkpoint of any format, or T5X's index file in one.
+
+    Raises ValueError for what is no checkpoint, and for a checkpoint of ours that is damaged.
+    """
     directory = paths.to_path(path)
     step = checkpoint.newest(directory)
     if step is not None:
         directory /= f'checkpoint_{step}'
     elif directory.name == 'checkpoint' and paths.is_file(directory):
         directory = directory.parent
-    checkpoint.verify(directory)
-    if hugging_face.is_folder(directory):
-        config, entries = hugging_face.read_index(directory)
-        return directory, dict(entries), config
-    index, sizes = read_index(directory), read_settings(directory).get('model')
+    detected = detect_format(directory)
+    if detected is Format.HUGGING_FACE:
+        folder = hugging_face.read_index(directory)
+        return OpenedCheckpoint(directory, detected, dict(folder.entries), folder.config)
+    if detected is Format.T5X:
+        checkpoint.verify(directory)
+    return OpenedCheckpoint(
+        directory=directory,
+        format=detected,
+        leaves=_read_index(directory, detected),
+        config=_config_beside(directory),
+    )
+
+
+def read_index(path: str | Path) -> dict[str, Any]:
+    """Return {T5X's path: leaf} of a checkpoint of any format, as `OpenedCheckpoint.leaves` has it.
+
+    Unlike `open_checkpoint` it does not look for the newest checkpoint of a workdir, and verifies nothing.
+    """
+    directory = paths.to_path(path)
+    return _read_index(directory, detect_format(directory))
+
+
+def _read_index(directory: Any, detected: Format) -> dict[str, Any]:
+    if detected is Format.HUGGING_FACE:
+        return dict(hugging_face.read_index(directory).entries)
+    if detected is Format.MESH_TF:
+        return dict(mesh_tf.read_index(mesh_tf.find_prefix(directory)))
+    return unstack(checkpoint.read_index(directory))
+
+
+def _config_beside(directory: Any) -> model.T5Config | None:
+    """Return the config in a checkpoint of ours; None where there is none."""
+    settings = read_settings(directory).get('model')
+    if not settings:
+        return None
+    # Checkpoints from before umT5 was supported do not have this setting.
+    settings = {'relpos_bias_per_layer': False, **settings}
     try:
-        return directory, index, model.T5Config(**sizes) if sizes else None
+        return model.T5Config(**settings)
     except (ValueError, TypeError) as error:
         raise ValueError(f'{directory}/config.json: {error}') from error
 
 
-def read_index(path: str | Path) -> dict[str, Any]:
-    """{path: leaf} of a checkpoint of any format. A leaf is an array if it is small, else it has `shape`,
-    `dtype` and `read()`."""
-    directory = paths.to_path(path)
-    if prefix := mesh_tf.find_prefix(directory):
-        return dict(mesh_tf.read_index(prefix))
-    if hugging_face.is_folder(directory):
-        return dict(hugging_face.read_index(directory)[1])
-    if paths.is_file(directory):
-        hugging_face.check_not_weights(directory)
-    return unstack(checkpoint.read_index(directory))
-
-
-def convert_checkpoint(source: str | Path, target: str | Path, form: str) -> Path:
-    """Write what `load` would open at `source` to the folder `target`, in its dtypes; return its path.
-
-    `form` is 't5x', with whatever optimizer state there is, as `target`/checkpoint_STEP, or 'hf', parameters
-    alone. Arrays are read as they are written. All or nothing: an error leaves `target` as it was. Raises
-    ValueError for a target that has other files or lies in the source, and warns where there is no vocabulary.
-    """
-    if form not in ('t5x', 'hf'):
-        raise ValueError(f"format={form!r}: must be 't5x' or 'hf'")
-    target = paths.disk_path(target)
-    paths.check_new(target)
-    place = paths.to_path(source)
-    if isinstance(place, Path) and target.resolve().is_relative_to(place.resolve()):
-        raise ValueError(f'{target} is or lies in {place}, which is read: name a folder elsewhere')
-    directory, config, index = open_model(place)
-    vocabulary = find_vocabulary(directory)
-    pieces = vocabulary.model if vocabulary else b''
-    if form == 'hf':
-        arrays = checkpoint.parameters(index)
-        hugging_face.write(target, config, arrays, pieces or None)
-        written = target
-    else:
-        written = _write_t5x(target, directory, config, index, pieces)
-    if not pieces and (form == 'hf' or not vocabulary):
-        logging.warning(
-            '%s brings no vocabulary file, so %s has none: pass vocabulary=... to load it, '
-            'or copy spiece.model into it',
-            *(directory, written),
-        )
-    return written
-
-
-def _write_t5x(
-    target: Path, directory: Any, config: model.T5Config, index: Mapping[str, Any], pieces: bytes
-) -> Path:
-    """Write `index` as `target`/checkpoint_STEP, with the vocabulary in it and beside it."""
-    tree = {'state/step': np.int32(0), **index}
-    step = int(checkpoint.read_leaf(tree['state/step']))
-    final, kept = target / f'checkpoint_{step}', target / 'vocabulary.model'
-    if (target / 'lock').exists() or (kept.exists() and kept.read_bytes() != pieces):
-        raise ValueError(f"{target} is a run's, or has another vocabulary: name another folder")
-    names = sorted(file.name for file in target.iterdir()) if target.exists() else []
-    if others := [x for x in names if x != kept.name and not x.startswith('checkpoint_')]:
-        raise ValueError(f'{target} holds {others[0]}: name a new folder, or one of checkpoints')
-    if final.exists():
-        raise ValueError(f'{final} exists: remove it or name another folder')
-    own = {name: read_settings(directory)['data'][name] for name in ('extra_ids', 'vocabulary')}
-    settings = {'model': dataclasses.asdict(config), 'data': own}
-    files = {'config.json': json.dumps(settings).encode()}
-    if pieces:
-        files['vocabulary.model'] = pieces
-    with paths.unfinished(final) as whole:
-        try:
-            checkpoint.save(whole, step, tree, files).rename(final)
-        except OSError as error:  # the folder that it names is gone soon
-            cause = error.__cause__ or error
-            if isinstance(cause, ValueError):
-                raise cause from None
-            raise OSError(f'{final} is not written ({cause}): see to the disk') from error
-        if pieces and not names:  # checkpoints of others must not find it
-            (whole / kept.name).write_bytes(pieces)
-            (whole / kept.name).rename(kept)
-    return final
-
-
 def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> model.T5Config:
-    """T5Config of a parameter tree; what shapes cannot tell (gelu or silu, dtype) is T5 1.1's."""
-    layers = [name.split('/')[0] for name in shapes if name.endswith('/mlp/wo/kernel')]
-    per_layer = 'encoder/layers_0/relpos_bias/rel_embedding' in shapes
-    bias = f'encoder/{"layers_0/" if per_layer else ""}relpos_bias/rel_embedding'
+    """Return the T5Config of a parameter tree. What shapes cannot tell (gelu or silu, dtype) is T5 1.1's."""
+    is_per_layer = 'encoder/layers_0/relpos_bias/rel_embedding' in shapes
+    bias = 'encoder/relpos_bias/rel_embedding'
+    if is_per_layer:
+        bias = 'encoder/layers_0/relpos_bias/rel_embedding'
+    activations: tuple[str, ...] = ('relu',)
+    if 'encoder/layers_0/mlp/wi_0/kernel' in shapes:
+        activations = ('gelu', 'linear')
     try:
         vocab_size, emb_dim = shapes['token_embedder/embedding']
         num_heads, _ = shapes[bias]
         mlp_dim, _ = shapes['encoder/layers_0/mlp/wo/kernel']
-        joined, _ = shapes['encoder/layers_0/attention/out/kernel']
+        joined_heads_dim, _ = shapes['encoder/layers_0/attention/out/kernel']
     except KeyError as missing:
         raise ValueError(f'not a T5 of T5X: the checkpoint has no parameter {missing}') from None
-    activations = ('gelu', 'linear') if 'encoder/layers_0/mlp/wi_0/kernel' in shapes else ('relu',)
-    depths = (layers.count('encoder'), layers.count('decoder'))
-    sizes = (emb_dim, num_heads, *depths, joined // num_heads, mlp_dim)
     return model.T5Config(
-        *(vocab_size, 'float32', *sizes),
+        vocab_size=vocab_size,
+        dtype='float32',
+        emb_dim=emb_dim,
+        num_heads=num_heads,
+        num_encoder_layers=_count_layers(shapes, 'encoder'),
+        num_decoder_layers=_count_layers(shapes, 'decoder'),
+        head_dim=joined_heads_dim // num_heads,
+        mlp_dim=mlp_dim,
         mlp_activations=activations,
+        dropout_rate=0.1,
         logits_via_embedding='decoder/logits_dense/kernel' not in shapes,
-        relpos_bias_per_layer=per_layer,
+        float32_attention_logits=False,
+        relpos_bias_per_layer=is_per_layer,
     )
+
+
+def _count_layers(shapes: Mapping[str, tuple[int, ...]], stack: str) -> int:
+    return sum(bool(re.fullmatch(rf'{stack}/layers_\d+/mlp/wo/kernel', path)) for path in shapes)
+
+
+# Writing.
+
+
+def convert_checkpoint(source: str | Path, target: str | Path, form: str) -> Path:
+    """Write the checkpoint that `infer.load` would open at `source` to the folder `target`; return its path.
+
+    `form` is 't5x', with whatever optimizer state there is, as `target`/checkpoint_STEP, or 'hf', parameters
+    only. Arrays keep their dtypes and are read as they are written. All or nothing: an error leaves `target` as
+    it was. Raises ValueError for a target that has other files or lies in the source, and warns where there is no
+    vocabulary.
+    """
+    if form not in (Format.T5X.value, Format.HUGGING_FACE.value):
+        raise ValueError(f"format={form!r}: must be 't5x' or 'hf'")
+    target = paths.disk_path(target)
+    paths.check_new(target)
+    source_path = paths.to_path(source)
+    if isinstance(source_path, Path) and target.resolve().is_relative_to(source_path.resolve()):
+        raise ValueError(
+            f'{target} is or lies in {source_path}, which is read: name a folder elsewhere'
+        )
+    opened = open_model(source_path)
+    vocabulary = find_vocabulary(opened.directory)
+    vocabulary_model = vocabulary.model if vocabulary else b''
+    if Format(form) is Format.HUGGING_FACE:
+        parameters = checkpoint.parameters(opened.leaves)
+        hugging_face.write(target, opened.config, parameters, vocabulary_model or None)
+        written = target
+        brings_vocabulary = bool(vocabulary_model)
+    else:
+        written = _write_t5x(target, opened, vocabulary_model)
+        # config.json has what a vocabulary of bytes needs.
+        brings_vocabulary = bool(vocabulary_model) or isinstance(vocabulary, ByteVocabulary)
+    if not brings_vocabulary:
+        logging.warning(
+            '%s brings no vocabulary file, so %s has none: pass vocabulary=... to load it, '
+            'or copy spiece.model into it',
+            opened.directory,
+            written,
+        )
+    return written
+
+
+def _write_t5x(target: Path, opened: OpenedModel, vocabulary_model: bytes) -> Path:
+    """Write `target`/checkpoint_STEP, with the vocabulary in it, and beside it in a new folder."""
+    tree = {'state/step': np.int32(0), **opened.leaves}
+    step = int(checkpoint.read_leaf(tree['state/step']))
+    final = target / f'checkpoint_{step}'
+    run_vocabulary = target / 'vocabulary.model'
+    _check_t5x_target(target, final, run_vocabulary, vocabulary_model)
+    is_new = not target.exists() or not any(target.iterdir())
+    data_settings = read_settings(opened.directory)['data']
+    settings = {
+        'model': dataclasses.asdict(opened.config),
+        'data': {name: data_settings[name] for name in ('extra_ids', 'vocabulary')},
+    }
+    files = {'config.json': json.dumps(settings).encode()}
+    if vocabulary_model:
+        files['vocabulary.model'] = vocabulary_model
+    with paths.unfinished(final) as unfinished:
+        try:
+            checkpoint.save(unfinished, step, tree, files).rename(final)
+        except OSError as error:  # it names the unfinished folder, which is removed now
+            cause = error.__cause__ or error
+            if isinstance(cause, ValueError):
+                raise cause from None
+            raise OSError(f'{final} is not written ({cause}): see to the disk') from error
+        if vocabulary_model and is_new:  # other checkpoints must not find it
+            (unfinished / 'vocabulary.model').write_bytes(vocabulary_model)
+            (unfinished / 'vocabulary.model').rename(run_vocabulary)
+    return final
+
+
+def _check_t5x_target(
+    target: Path, final: Path, run_vocabulary: Path, vocabulary_model: bytes
+) -> None:
+    """Raise ValueError unless `target` is new, or a folder of checkpoints that lacks `final`."""
+    has_other_vocabulary = (
+        run_vocabulary.exists() and run_vocabulary.read_bytes() != vocabulary_model
+    )
+    if (target / 'lock').exists() or has_other_vocabulary:
+        raise ValueError(f"{target} is a run's, or has another vocabulary: name another folder")
+    if target.exists():
+        for file in sorted(target.iterdir()):
+            if file != run_vocabulary and not file.name.startswith('checkpoint_'):
+                raise ValueError(
+                    f'{target} holds {file.name}: name a new folder, or one of checkpoints'
+                )
+    if final.exists():
+        raise ValueError(f'{final} exists: remove it or name another folder')
 
 
 # umT5 in T5X (t5x/examples/scalable_t5): one array has a parameter of all layers, which are its axis 1, and
 # heads have an axis of their own.
 
+STACKED_PARAMETER = re.compile(r'target/(encoder|decoder)/\1/(.+)')
 MAX_LAYERS = 1000  # a few bytes could claim any number
 
 
 @dataclass(frozen=True, eq=False)
 class LayerEntry:
-    """One layer of a stacked array, shaped as in our tree."""
+    """One layer of a stacked array, with its shape in our tree: a `checkpoint.LazyArray`."""
 
     stack: Any
     layer: int
@@ -179,31 +298,55 @@ class LayerEntry:
         return self.stack.dtype
 
     def read(self) -> np.ndarray:
-        x = self.stack if isinstance(self.stack, np.ndarray) else _read_stack(self.stack)
-        return x[:, self.layer].reshape(self.shape)
+        """Return the layer in its stored dtype."""
+        return _read_stack(self.stack)[:, self.layer].reshape(self.shape)
 
 
-@functools.lru_cache(1)  # chunks hold all layers, and an index has an array's layers in a row
-def _read_stack(stack):
+def _read_stack(stack: Any) -> np.ndarray:
+    if isinstance(stack, np.ndarray):
+        return stack
+    return _read_once(stack)
+
+
+@functools.lru_cache(maxsize=1)
+def _read_once(stack: checkpoint.LazyArray) -> np.ndarray:
+    """Read an array once for all its layers, which follow each other in an index."""
     return stack.read()
 
 
-def unstack(index: Mapping[str, Any]) -> dict[str, Any]:
-    """The `index` of a T5X checkpoint with each layer's parameters apart, if they are stacked; then without the
-    optimizer's state, which was factored over all layers at once."""
-    layers = {}
+def unstack(index: dict[str, Any]) -> dict[str, Any]:
+    """Return `index` of a T5X checkpoint with one leaf a layer and parameter, if its layers are stacked.
+
+    Then it has no optimizer state, which was factored over all layers at once.
+    """
+    layers: dict[str, LayerEntry] = {}
+    others: dict[str, Any] = {}
     for path, leaf in index.items():
-        if match := re.fullmatch(r'target/(encoder|decoder)/\1/(.+)', path):
+        match = STACKED_PARAMETER.fullmatch(path)
+        if match:
             stack, name = match.groups()
-            if len(leaf.shape) < 2 or leaf.shape[1] > MAX_LAYERS:
-                raise ValueError(f'{path} of shape {leaf.shape} is no stack of {MAX_LAYERS} layers')
-            first, num_layers, *rest = leaf.shape
-            if name.endswith('out/kernel'):
-                shape = (first * math.prod(rest[:-1]), *rest[-1:])  # [heads, head size, embed]
-            else:
-                shape = (first, math.prod(rest))[: 1 + len(rest)]  # [embed, heads, head size]
-            for i in range(num_layers):
-                layers[f'target/{stack}/layers_{i}/{name}'] = LayerEntry(leaf, i, shape)
-    stacked = re.compile(r'target/(encoder|decoder)/\1/.+|state/param_states/.+')
-    others = {path: x for path, x in index.items() if not layers or not stacked.fullmatch(path)}
+            for i, entry in enumerate(_layers_of(path, leaf)):
+                layers[f'target/{stack}/layers_{i}/{name}'] = entry
+        elif not path.startswith('state/param_states/'):
+            others[path] = leaf
+    if not layers:
+        return index
     return others | layers
+
+
+def _layers_of(path: str, leaf: Any) -> list[LayerEntry]:
+    """Return the layers of a stacked array [first dimension, layers, the other dimensions]."""
+    if len(leaf.shape) < 2 or leaf.shape[1] > MAX_LAYERS:
+        raise ValueError(
+            f'{path} has shape {leaf.shape}: axis 1 must be of at most {MAX_LAYERS} layers: '
+            'do not trust this checkpoint'
+        )
+    first, num_layers, *rest = leaf.shape
+    shape: tuple[int, ...]
+    if path.endswith('out/kernel'):  # [heads, layers, head size, embed]
+        shape = (first * math.prod(rest[:-1]), *rest[-1:])
+    elif rest:  # [embed, layers, heads, head size], [embed, layers, mlp]
+        shape = (first, math.prod(rest))
+    else:  # [embed, layers]
+        shape = (first,)
+    return [LayerEntry(leaf, layer, shape) for layer in range(num_layers)]

@@ -1,35 +1,38 @@
-"""Mesh-TensorFlow's checkpoints (TensorBundle) as T5X's tree; read with numpy alone.
+"""Mesh-TensorFlow's checkpoints (TensorBundle) as T5X's tree, read with numpy alone.
 
-    model.ckpt-1000000.index                sorted table: name -> dtype, shape, place, checksum
+    model.ckpt-1000000.index                sorted table: name -> dtype, shape, position, checksum
     model.ckpt-1000000.data-00001-of-00002  arrays one behind the other, little-endian, C order
     checkpoint                              text that names the newest prefix
 
-No TensorFlow, no pickle. Any file may be damaged or hostile: sizes are checked before they are used, and only
-files of the checkpoint's own folder are opened. Source: T5X t5x/checkpoint_importer.py; TensorFlow
-core/util/tensor_bundle, core/protobuf/tensor_bundle.proto; LevelDB doc/table_format.md; Snappy
-format_description.txt.
+This module needs no TensorFlow and unpickles nothing. Any file may be damaged or hostile: sizes are checked
+before they are used, and only files in the checkpoint's own folder are opened. Source: T5X
+t5x/checkpoint_importer.py; TensorFlow core/util/tensor_bundle, core/protobuf/tensor_bundle.proto; LevelDB
+doc/table_format.md; Snappy format_description.txt.
 """
 
 import math
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import google_crc32c
 import ml_dtypes
 import numpy as np
 
 import paths
+from settings import first_ten
 
+# Mesh-TF's names (regular expressions, matched whole) and T5X's paths.
 NORM = '(?:rms|layer)_norm/scale'
-OUTSIDE = {
+NAMES_OUTSIDE_BLOCKS = {
     'shared/embedding': 'token_embedder/embedding',
     '(encoder|decoder)/embedding': r'\1/token_embedder/embedding',
     '(encoder|decoder)/(?:rms|final_layer)_norm/scale': r'\1/\1_norm/scale',
     'decoder/logits/kernel': 'decoder/logits_dense/kernel',
 }
-IN_BLOCK = {  # behind encoder/block_NNN/, and in T5X behind encoder/layers_N/
+NAMES_IN_BLOCK = {  # what follows encoder/block_NNN/, and in T5X follows encoder/layers_N/
     'encoder': {
         'layer_000/SelfAttention/relative_attention_bias': 'relpos_bias/rel_embedding',
         'layer_000/SelfAttention/([qkvo])': r'attention/\1/kernel',
@@ -47,19 +50,25 @@ IN_BLOCK = {  # behind encoder/block_NNN/, and in T5X behind encoder/layers_N/
         f'layer_002/{NORM}': 'pre_mlp_layer_norm/scale',
     },
 }
-MATRICES = {'q': 'query', 'k': 'key', 'v': 'value', 'o': 'out'}
-SLOTS = {'v': 'v', 'vr': 'v_row', 'vc': 'v_col'}
+ATTENTION_KERNELS = {'q': 'query', 'k': 'key', 'v': 'value', 'o': 'out'}
+SLOTS = {'v': 'v', 'vr': 'v_row', 'vc': 'v_col'}  # of Adafactor, Mesh-TF's name and T5X's
 
 TENSORFLOW_DTYPES = {1: np.float32, 3: np.int32, 9: np.int64, 14: ml_dtypes.bfloat16}
-PLAIN, SNAPPY = 0, 1
-TRAILER_BYTES, FOOTER_BYTES, MAGIC = 5, 48, 0xDB4775248B80FB57.to_bytes(8, 'little')
-INDEX_BYTES = 2**22  # at most; the 1,500 variables of T5 11B take some 70 KB
-NAME_BYTES = 1000  # at most; names share prefixes, so that a small file could claim huge ones
+MAX_DIMS = 8  # of an array
+MAX_INDEX_BYTES = 2**22  # the 1,500 variables of T5 11B take some 70 KB
+MAX_NAME_BYTES = 1000  # names share prefixes, so a small file could claim huge ones
+
+# A LevelDB table: blocks, each with a trailer (compression, checksum), and a footer that ends with the magic.
+UNCOMPRESSED = 0
+SNAPPY = 1
+TRAILER_BYTES = 5
+FOOTER_BYTES = 48
+MAGIC = 0xDB4775248B80FB57.to_bytes(8, 'little')
 
 
 @dataclass(frozen=True)
 class BundleEntry:
-    """An array and where it lies. `crc32c` is masked, as TensorFlow stores it."""
+    """An array in a .data file: a `checkpoint.LazyArray`. `crc32c` is masked, as TensorFlow stores it."""
 
     name: str
     shape: tuple[int, ...]
@@ -70,12 +79,18 @@ class BundleEntry:
     crc32c: int
 
     def read(self) -> np.ndarray:
-        """The array in its stored dtype, read into the memory that it keeps."""
+        """Return the array in its stored dtype. Takes no memory beyond the array's own.
+
+        Raises ValueError where the file is too short or the checksum is another.
+        """
         end = self.offset + self.size
-        if end > (size := paths.file_size(paths.own_file(self.file))):
-            raise ValueError(f'{self.file} ends at {size}, {self.name} at {end}: copy it again')
+        file_size = paths.file_size(paths.own_file(self.file))
+        if end > file_size:
+            raise ValueError(
+                f'{self.file} has {file_size} bytes, but {self.name} ends at byte {end}: copy it again'
+            )
+        content = np.empty(self.size, np.uint8)
         with self.file.open('rb') as stream:
-            content = np.empty(self.size, np.uint8)
             stream.seek(self.offset)
             stream.readinto(content.data)
         if _masked_crc32c(content) != self.crc32c:
@@ -84,251 +99,409 @@ class BundleEntry:
 
 
 def find_prefix(path: Any) -> Any:
-    """`path` if it is a prefix as `.../model.ckpt-1000000`; the prefix of one of a checkpoint's files; of a
-    folder the one that its `checkpoint` names, else its only one; None if this is no Mesh-TF checkpoint."""
+    """Return the prefix of the Mesh-TF checkpoint that `path` names; None where it names none.
+
+    `path` is a prefix such as `.../model.ckpt-1000000`, one of the checkpoint's files, or a folder, which means
+    the prefix that its file `checkpoint` names, else its only one. Raises ValueError for a folder with several
+    checkpoints of which none is named.
+    """
     path = paths.to_path(path)
-    if path.name and paths.is_file(path.with_name(f'{path.name}.index')):
+    if path.name and paths.is_file(_index_file(path)):
         return path
-    if part := re.fullmatch(r'(.+)\.(index|meta|data-\d{5}-of-\d{5})', path.name):
-        if paths.is_file(path.with_name(f'{part[1]}.index')):
-            return path.with_name(part[1])
-    pointer, indices = path / 'checkpoint', sorted(path.glob('*.index'))
-    if paths.is_file(pointer):  # T5X's file of this name is no text
-        with paths.own_file(pointer).open('rb') as stream:
-            # Of a path only the last part: it is where the files once were, and a stranger's word.
-            pattern = rb'model_checkpoint_path: *"(?:[^"]*/)?([^"/]+)"'
-            match = re.match(pattern, stream.read(4096))
-        return path / os.fsdecode(match[1]) if match else None
+    match = re.fullmatch(r'(.+)\.(index|meta|data-\d{5}-of-\d{5})', path.name)
+    if match and paths.is_file(path.with_name(f'{match[1]}.index')):
+        return path.with_name(match[1])
+    if paths.is_file(path / 'checkpoint'):
+        return _named_prefix(path)
+    indices = sorted(path.glob('*.index'))
     if len(indices) > 1:
-        names = ', '.join(index.stem for index in indices[:10])
+        names = first_ten([index.stem for index in indices])
         raise ValueError(f'{path} has {len(indices)} checkpoints ({names}): name one of them')
-    return indices[0].with_suffix('') if indices else None
+    if not indices:
+        return None
+    return indices[0].with_suffix('')
+
+
+def _named_prefix(folder: Any) -> Any:
+    """Return the prefix that the file `checkpoint` names; None where it is T5X's file of this name."""
+    with paths.own_file(folder / 'checkpoint').open('rb') as stream:
+        content = stream.read(4096)
+    # Only the last part of the path counts: the others say where the files once were, and may be hostile.
+    match = re.match(rb'model_checkpoint_path: *"(?:[^"]*/)?([^"/]+)"', content)
+    if not match:
+        return None
+    return folder / os.fsdecode(match[1])
+
+
+def _index_file(prefix: Any) -> Any:
+    return prefix.with_name(f'{prefix.name}.index')
 
 
 def read_index(prefix: Any) -> dict[str, BundleEntry | np.ndarray]:
-    """{T5X's path: where its array lies}, the array itself where it is small: `state/step`, int32, and T5X's
-    placeholders, float32 zeros [1], for the slots that a parameter's `v`, or `v_row` and `v_col`, lack."""
+    """Return {T5X's path: leaf} of the checkpoint `prefix`. No parameter is read.
+
+    Small leaves are arrays: `state/step`, int32, and T5X's placeholders, float32 zeros of shape [1], for the
+    slots that a parameter lacks because it has `v`, or `v_row` and `v_col`. Raises ValueError for variables that
+    no T5 1.0 or 1.1 has.
+    """
     index: dict[str, BundleEntry | np.ndarray] = {}
     unknown = []
     for name, entry in read_bundle_index(prefix).items():
+        path = _t5x_path(name)
         if name == 'global_step':
-            step = entry.read()
-            if step.shape or step.dtype.kind != 'i' or not 0 <= step < 2**31:
-                raise ValueError(f'{prefix} has global_step {step}, not an int32: correct it')
-            index['state/step'] = step.astype(np.int32)
-        elif (path := _t5x_path(name)) and path not in index:
-            index[path] = entry
-        else:
+            index['state/step'] = _read_step(prefix, entry)
+        elif path is None or path in index:
             unknown.append(name)
+        else:
+            index[path] = entry
     if unknown:
-        words = f'{prefix}: T5 1.0 and 1.1 have no place for {len(unknown)} variables'
-        raise ValueError(f'{words} ({", ".join(unknown[:10])}): bring one of these models')
-    biases = [path for path in index if '/relpos_bias/' in path]
-    if all('/layers_0/' in path for path in biases):  # shared by all layers
-        index |= {path.replace('/layers_0', ''): index.pop(path) for path in biases}
-    for parameter in [path for path in index if path.startswith('target/')]:
-        state = parameter.replace('target', 'state/param_states', 1)
-        slots = {slot for slot in SLOTS.values() if f'{state}/{slot}' in index}
-        if slots not in (set(), {'v'}, {'v_row', 'v_col'}):
-            words = f'{prefix}: {parameter} has only {slots}'
-            raise ValueError(f'{words}, not v, or v_row and v_col: correct it')
-        rows, *columns = index[parameter].shape or (0,)
-        # Differs from T5X's importer. Mesh-TF's vr is the mean over the first of the largest dimensions,
-        # T5X's v_row that over the last: the same of [512, 1024], each other's of a square matrix. The
-        # importer copies vr to v_row and so gives square matrices rows for columns.
-        if slots == {'v_row', 'v_col'} and [rows] == columns:
-            row, column = f'{state}/v_row', f'{state}/v_col'
-            index[row], index[column] = index[column], index[row]
-        missing = {'m', 'v', 'v_row', 'v_col'} - slots if slots else set()
-        index |= {f'{state}/{slot}': np.zeros(1, np.float32) for slot in missing}
+        raise ValueError(
+            f'{prefix} has {len(unknown)} variables that T5 1.0 and 1.1 lack ({first_ten(unknown)}): '
+            'only these models are read'
+        )
+    index = _with_shared_biases(index)
+    parameters = [path for path in index if path.startswith('target/')]
+    for path in parameters:
+        _complete_slots(prefix, index, path)
     return index
 
 
-def read_bundle_index(prefix: Any) -> dict[str, BundleEntry]:
-    """{variable: BundleEntry} of `PREFIX.index`. No .data file is opened."""
-    file = prefix.with_name(f'{prefix.name}.index')
-    with paths.own_file(file).open('rb') as stream:
-        content = stream.read(INDEX_BYTES + 1)
-    try:
-        if len(content) > INDEX_BYTES:
-            raise ValueError(f'more than {INDEX_BYTES} bytes')
-        table = _read_table(content)
-        header = _read_message(table.pop(b''))
-        num_shards = _last(header, 1)
-        if _last(header, 2) != 0:
-            raise ValueError('it is big-endian')
-        entries = {}
-        for key, value in table.items():
-            name = key.decode('ascii')
-            entries[name] = _read_entry_proto(prefix, name, _read_message(value), num_shards)
-    except (ValueError, IndexError, KeyError, TypeError) as error:
-        raise ValueError(f'{file} cannot be read ({error}): copy it again') from error
-    return entries
-
-
-def _t5x_path(name):
-    stem, mark, slot = name.partition('_slot_')
-    if mark and slot not in SLOTS:
+def _t5x_path(name: str) -> str | None:
+    """Return T5X's path of a variable of Mesh-TF; None where T5X has no such parameter or slot."""
+    parameter, is_slot, slot = name.partition('_slot_')
+    if is_slot and slot not in SLOTS:
         return None
-    rules, folder = OUTSIDE, ''
-    if match := re.fullmatch(r'(encoder|decoder)/block_(\d{3})/(.+)', stem):
-        tower, block, stem = match.groups()
-        rules, folder = IN_BLOCK[tower], f'{tower}/layers_{int(block)}/'
-    for pattern, template in rules.items():
-        if match := re.fullmatch(pattern, stem):
-            parts = (folder + match.expand(template)).split('/')
-            path = '/'.join(MATRICES.get(part, part) for part in parts)
-            return f'state/param_states/{path}/{SLOTS[slot]}' if mark else f'target/{path}'
+    path = _t5x_parameter(parameter)
+    if path is None:
+        return None
+    if is_slot:
+        return f'state/param_states/{path}/{SLOTS[slot]}'
+    return f'target/{path}'
+
+
+def _t5x_parameter(name: str) -> str | None:
+    """Return T5X's path of a parameter, such as encoder/layers_0/attention/query/kernel."""
+    patterns = NAMES_OUTSIDE_BLOCKS
+    folder = ''
+    in_block = re.fullmatch(r'(encoder|decoder)/block_(\d{3})/(.+)', name)
+    if in_block:
+        stack, block, name = in_block.groups()
+        patterns = NAMES_IN_BLOCK[stack]
+        folder = f'{stack}/layers_{int(block)}/'
+    for pattern, template in patterns.items():
+        match = re.fullmatch(pattern, name)
+        if match:
+            parts = match.expand(template).split('/')
+            return folder + '/'.join(ATTENTION_KERNELS.get(part, part) for part in parts)
     return None
 
 
-def _read_entry_proto(prefix, name, fields, num_shards):
-    """BundleEntryProto: 1 dtype, 2 shape, 3 shard, 4 offset, 5 size, 6 crc32c, 7 slices."""
-    number, shard, offset, size, crc32c = (_last(fields, n) for n in (1, 3, 4, 5, 6))
-    if number not in TENSORFLOW_DTYPES:
+def _read_step(prefix: Any, entry: BundleEntry) -> np.ndarray:
+    step = entry.read()
+    if step.shape or step.dtype.kind != 'i' or not 0 <= step < 2**31:
+        raise ValueError(f'{prefix} has global_step {step}: it must be an int32: correct it')
+    return step.astype(np.int32)
+
+
+def _with_shared_biases(
+    index: dict[str, BundleEntry | np.ndarray],
+) -> dict[str, BundleEntry | np.ndarray]:
+    """Return `index` with the relative position bias as the stack's, where only its first layer has one."""
+    biases = [path for path in index if '/relpos_bias/' in path]
+    for path in biases:
+        if '/layers_0/' not in path:
+            return index
+    for path in biases:
+        index[path.replace('/layers_0', '')] = index.pop(path)
+    return index
+
+
+def _complete_slots(prefix: Any, index: dict[str, BundleEntry | np.ndarray], path: str) -> None:
+    """Add to `index` the slots of T5X that the parameter lacks, if it has any slot."""
+    state = path.replace('target', 'state/param_states', 1)
+    found = [slot for slot in ('v', 'v_row', 'v_col') if f'{state}/{slot}' in index]
+    if not found:
+        return
+    if found not in (['v'], ['v_row', 'v_col']):
         raise ValueError(
-            f'{name} has dtype {number} of TensorFlow, not one of {list(TENSORFLOW_DTYPES)}'
+            f'{prefix}: {path} has only the slots {", ".join(found)}: Adafactor has v, or v_row and v_col: '
+            'copy the checkpoint again'
+        )
+    # Differs from T5X's importer. Mesh-TF's vr is the mean over the first of the largest dimensions,
+    # T5X's v_row the mean over the last: the same for [512, 1024], each other's for a square matrix. The
+    # importer copies vr to v_row, and so gives square matrices rows for columns.
+    if found == ['v_row', 'v_col'] and _is_square(index[path].shape):
+        row = index[f'{state}/v_row']
+        index[f'{state}/v_row'] = index[f'{state}/v_col']
+        index[f'{state}/v_col'] = row
+    for slot in ('m', 'v', 'v_row', 'v_col'):
+        index.setdefault(f'{state}/{slot}', np.zeros(1, np.float32))
+
+
+def _is_square(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and shape[0] == shape[1]
+
+
+# TensorBundle: a table of protocol buffers.
+
+
+def read_bundle_index(prefix: Any) -> dict[str, BundleEntry]:
+    """Return {variable: BundleEntry} of `PREFIX.index`. No .data file is opened.
+
+    Raises ValueError, which names the file, where it is damaged.
+    """
+    file = _index_file(prefix)
+    with paths.own_file(file).open('rb') as stream:
+        content = stream.read(MAX_INDEX_BYTES + 1)
+    try:
+        return _read_entries(prefix, content)
+    except ValueError as error:
+        raise ValueError(f'{file} cannot be read ({error}): copy it again') from error
+
+
+def _read_entries(prefix: Any, content: bytes) -> dict[str, BundleEntry]:
+    """Read the .index file. Its first key is empty: BundleHeaderProto, 1 num_shards, 2 endianness."""
+    if len(content) > MAX_INDEX_BYTES:
+        raise ValueError(f'it has more than {MAX_INDEX_BYTES} bytes')
+    table = _read_table(content)
+    if b'' not in table:
+        raise ValueError('it has no header')
+    header = _read_message(table.pop(b''))
+    num_shards = _field(header, 1, default=0)
+    if _field(header, 2, default=0) != 0:
+        raise ValueError('it is big-endian')
+    entries = {}
+    for key, value in table.items():
+        name = key.decode('ascii')
+        entries[name] = _read_entry(prefix, name, _read_message(value), num_shards)
+    return entries
+
+
+def _read_entry(prefix: Any, name: str, fields: dict[int, list], num_shards: int) -> BundleEntry:
+    """Read BundleEntryProto: 1 dtype, 2 shape, 3 shard, 4 offset, 5 size, 6 crc32c, 7 slices."""
+    dtype_number = _field(fields, 1, default=0)
+    shard = _field(fields, 3, default=0)
+    offset = _field(fields, 4, default=0)
+    size = _field(fields, 5, default=0)
+    crc32c = _field(fields, 6, default=0)
+    if dtype_number not in TENSORFLOW_DTYPES:
+        raise ValueError(
+            f"{name} has TensorFlow's dtype {dtype_number}, not one of {list(TENSORFLOW_DTYPES)}"
         )
     if 7 in fields:
         raise ValueError(f'{name} is partitioned into slices')
-    if not shard < num_shards:
+    if shard >= num_shards:
         raise ValueError(f'{name} is in shard {shard} of {num_shards}')
-    dims = _read_message(_last(fields, 2, b'')).get(2, [])
-    shape = tuple(_last(_read_message(dim), 1) for dim in dims)
-    dtype = np.dtype(TENSORFLOW_DTYPES[number])
-    if len(shape) > 8 or min(shape, default=1) < 1 or math.prod(shape) * dtype.itemsize != size:
-        raise ValueError(f'{name} has shape {shape[:8]} and {size} bytes')
+    dtype = np.dtype(TENSORFLOW_DTYPES[dtype_number])
+    shape = _read_shape(_field(fields, 2, default=b''))
+    if len(shape) > MAX_DIMS or 0 in shape or math.prod(shape) * dtype.itemsize != size:
+        raise ValueError(f'{name} has shape {shape[:MAX_DIMS]} and {size} bytes')
     file = prefix.with_name(f'{prefix.name}.data-{shard:05d}-of-{num_shards:05d}')
-    return BundleEntry(name, shape, dtype, file, offset, size, crc32c)
+    return BundleEntry(
+        name=name,
+        shape=shape,
+        dtype=dtype,
+        file=file,
+        offset=offset,
+        size=size,
+        crc32c=crc32c,
+    )
 
 
-def _read_table(content):
-    """{key: value} of a LevelDB table. Each byte is under a checksum or has only one right value."""
-    end = len(content) - FOOTER_BYTES
-    if end < 0 or content[-len(MAGIC) :] != MAGIC:
-        raise ValueError('it does not end with the magic of a TensorFlow index')
-    (*meta, index_at, index_size), padding_at = _read_varints(content, end, 4)
-    if any(content[padding_at : -len(MAGIC)]):
-        raise ValueError('bytes in the padding of its footer')
-    index = [value for _, value in _read_block(content, index_at, index_size)]
-    blocks = [*(_read_varints(value, 0, 2)[0] for value in index), meta]
-    at = 0
-    for start, size in [*blocks, (index_at, index_size)]:
-        if start != at:
-            raise ValueError(f'no block begins at byte {at}')
-        at = start + size + TRAILER_BYTES
-    if at != end:
-        raise ValueError(f'no block ends at byte {end}')
-    table = {}
-    for start, size in blocks:
-        for key, value in _read_block(content, start, size):
-            if table and key <= next(reversed(table)):
-                raise ValueError(f'{key!r} is out of order')
-            table[key] = value
-    return table
+def _read_shape(content: bytes) -> tuple[int, ...]:
+    """Read TensorShapeProto: 2 dimensions, each a message with 1 size."""
+    shape = []
+    for dim in _read_message(content).get(2, []):
+        if not isinstance(dim, bytes):
+            raise ValueError(f'a dimension is {dim!r}')
+        shape.append(_field(_read_message(dim), 1, default=0))
+    return tuple(shape)
 
 
-def _read_block(content, start, size):
-    """Yields (key, value). A key stores how many bytes it shares with the one before it, and the rest."""
-    end = start + size
-    stored, kind, crc32c = content[start:end], content[end], content[end + 1 : end + TRAILER_BYTES]
-    if _masked_crc32c(content[start : end + 1]) != int.from_bytes(crc32c, 'little'):
-        raise ValueError(f'the block at byte {start} has changed (crc32c)')
-    if kind not in (PLAIN, SNAPPY):
-        raise ValueError(f'the block at byte {start} has compression {kind}')
-    block = stored if kind == PLAIN else _decompress_snappy(stored)
-    num_restarts = int.from_bytes(block[-4:], 'little')  # where a search may start: not needed here
-    entries, _ = _take(block, 0, len(block) - 4 * (num_restarts + 1))
-    key, at = b'', 0
-    while at < len(entries):
-        (shared, unshared, length), at = _read_varints(entries, at, 3)
-        if shared > len(key) or shared + unshared > NAME_BYTES:
-            raise ValueError(f'a name of {shared} + {unshared} bytes behind {key!r}')
-        rest, at = _take(entries, at, unshared)
-        value, at = _take(entries, at, length)
-        key = key[:shared] + rest
-        yield key, value
-
-
-def _decompress_snappy(content):
-    """Literals, and copies of what is `offset` bytes back, which run into themselves when longer."""
-    [size], at = _read_varints(content, 0, 1)
-    output = bytearray()
-    while at < len(content):
-        tag, at = content[at], at + 1
-        kind, length = tag & 3, (tag >> 2) + 1
-        if kind == 0:
-            if length > 60:  # then it is in the next one to four bytes
-                extra, at = _take(content, at, length - 60)
-                length = int.from_bytes(extra, 'little') + 1
-            literal, at = _take(content, at, length)
-            output += literal
-            continue
-        extra, at = _take(content, at, (1, 2, 4)[kind - 1])
-        offset = int.from_bytes(extra, 'little')
-        if kind == 1:
-            length, offset = (tag >> 2 & 7) + 4, offset | tag >> 5 << 8
-        if not 0 < offset <= len(output):
-            raise ValueError(f'Snappy copies from {offset} bytes back at {len(output)}')
-        start = len(output) - offset
-        period = output[start : start + length]
-        output += (period * -(-length // offset))[:length]
-    if len(output) != size:
-        raise ValueError(f'Snappy yields {len(output)} bytes, not {size}')
-    return bytes(output)
-
-
-def _read_message(content):
-    """A protobuf message as {field: values in order}: int, or bytes for what has a length."""
-    fields = {}
-    at = 0
-    while at < len(content):
-        [tag], at = _read_varints(content, at, 1)
-        if tag & 7 == 0:
-            [value], at = _read_varints(content, at, 1)
-        elif tag & 7 == 2:
-            [length], at = _read_varints(content, at, 1)
-            value, at = _take(content, at, length)
-        elif tag & 7 == 5:
-            value, at = _take(content, at, 4)
-            value = int.from_bytes(value, 'little')
+def _read_message(content: bytes) -> dict[int, list]:
+    """Return a protobuf message as {field number: its values in order}, int, or bytes if it has a length."""
+    fields: dict[int, list] = {}
+    cursor = Cursor(content)
+    while not cursor.is_at_end():
+        tag = cursor.varint()
+        wire_type = tag & 7
+        value: int | bytes
+        if wire_type == 0:
+            value = cursor.varint()
+        elif wire_type == 2:
+            value = cursor.take(cursor.varint())
+        elif wire_type == 5:
+            value = int.from_bytes(cursor.take(4), 'little')
         else:
-            raise ValueError(f'protobuf wire type {tag & 7}')
+            raise ValueError(f'protobuf wire type {wire_type}')
         fields.setdefault(tag >> 3, []).append(value)
     return fields
 
 
-def _last(fields, number, default=0):
-    """The field's value, of the type of `default`: what is zero or empty is not stored."""
+def _field(fields: dict[int, list], number: int, default: Any) -> Any:
+    """Return the last value of a field; `default`, whose type it must have, where it is not stored."""
     value = fields.get(number, [default])[-1]
     if type(value) is not type(default):
         raise ValueError(f'field {number} is {value!r}')
     return value
 
 
-def _read_varints(content, at, count):
-    """(`count` unsigned integers of 64 bits, where they end): 7 bits a byte, the lowest first."""
-    numbers = []
-    for _ in range(count):
+# LevelDB's table.
+
+
+class Block(NamedTuple):
+    """Where a block lies in the file, without its trailer."""
+
+    start: int
+    size: int
+
+
+def _read_table(content: bytes) -> dict[bytes, bytes]:
+    """Return {key: value} of a LevelDB table. Each byte is under a checksum or has only one valid value."""
+    footer_start = len(content) - FOOTER_BYTES
+    if footer_start < 0 or not content.endswith(MAGIC):
+        raise ValueError('it does not end with the magic of a TensorFlow index')
+    footer = Cursor(content, footer_start)
+    metaindex = Block(start=footer.varint(), size=footer.varint())
+    index = Block(start=footer.varint(), size=footer.varint())
+    if any(content[footer.position : -len(MAGIC)]):
+        raise ValueError('the padding of its footer is not zero')
+    blocks = []
+    for _, value in _read_block(content, index):
+        handle = Cursor(value)
+        blocks.append(Block(start=handle.varint(), size=handle.varint()))
+    blocks.append(metaindex)
+    _check_contiguous([*blocks, index], footer_start)
+    table: dict[bytes, bytes] = {}
+    last_key = b''
+    for block in blocks:
+        for key, value in _read_block(content, block):
+            if table and key <= last_key:
+                raise ValueError(f'{key!r} is out of order')
+            table[key] = value
+            last_key = key
+    return table
+
+
+def _check_contiguous(blocks: list[Block], end: int) -> None:
+    """Raise ValueError unless the blocks fill the file up to `end`: no byte is without a checksum."""
+    position = 0
+    for block in blocks:
+        if block.start != position:
+            raise ValueError(f'no block begins at byte {position}')
+        position = block.start + block.size + TRAILER_BYTES
+    if position != end:
+        raise ValueError(f'no block ends at byte {end}')
+
+
+def _read_block(content: bytes, block: Block) -> Iterator[tuple[bytes, bytes]]:
+    """Yield (key, value). A key stores how many bytes it shares with the key before it, and the rest."""
+    cursor = Cursor(content, block.start)
+    stored = cursor.take(block.size)
+    compression = cursor.take(1)
+    crc32c = int.from_bytes(cursor.take(4), 'little')
+    if _masked_crc32c(stored + compression) != crc32c:
+        raise ValueError(f'the block at byte {block.start} has changed (crc32c)')
+    if compression[0] == UNCOMPRESSED:
+        body = stored
+    elif compression[0] == SNAPPY:
+        body = _decompress_snappy(stored)
+    else:
+        raise ValueError(f'the block at byte {block.start} has compression {compression[0]}')
+    # Behind the entries are positions where a search may start, and their number; we read all in order.
+    num_restarts = int.from_bytes(body[-4:], 'little')
+    entries = Cursor(Cursor(body).take(len(body) - 4 * (num_restarts + 1)))
+    key = b''
+    while not entries.is_at_end():
+        num_shared = entries.varint()
+        num_unshared = entries.varint()
+        value_size = entries.varint()
+        if num_shared > len(key) or num_shared + num_unshared > MAX_NAME_BYTES:
+            raise ValueError(f'a name of {num_shared} + {num_unshared} bytes follows {key!r}')
+        key = key[:num_shared] + entries.take(num_unshared)
+        value = entries.take(value_size)
+        yield key, value
+
+
+def _decompress_snappy(content: bytes) -> bytes:
+    """Return what Snappy compressed: literals, and copies of bytes that came before."""
+    cursor = Cursor(content)
+    size = cursor.varint()
+    output = bytearray()
+    while not cursor.is_at_end():
+        [tag] = cursor.take(1)
+        kind = tag & 3
+        if kind == 0:
+            output += _snappy_literal(cursor, tag)
+        else:
+            length, offset = _snappy_copy(cursor, tag)
+            if not 0 < offset <= len(output):
+                raise ValueError(
+                    f'Snappy copies from {offset} bytes back at byte {len(output)} of its output'
+                )
+            start = len(output) - offset
+            source = output[start : start + length]
+            # A copy that is longer than its distance repeats what it has just written.
+            num_repeats = -(-length // offset)
+            output += (source * num_repeats)[:length]
+    if len(output) != size:
+        raise ValueError(f'Snappy yields {len(output)} bytes, not {size}')
+    return bytes(output)
+
+
+def _snappy_literal(cursor: 'Cursor', tag: int) -> bytes:
+    length = (tag >> 2) + 1
+    if length > 60:  # then the next one to four bytes have the length
+        length = int.from_bytes(cursor.take(length - 60), 'little') + 1
+    return cursor.take(length)
+
+
+def _snappy_copy(cursor: 'Cursor', tag: int) -> tuple[int, int]:
+    """Return (length, offset) of a copy, whose offset has 11, 16 or 32 bits."""
+    kind = tag & 3
+    if kind == 1:
+        offset = (tag >> 5 << 8) | int.from_bytes(cursor.take(1), 'little')
+        return (tag >> 2 & 7) + 4, offset
+    num_bytes = {2: 2, 3: 4}[kind]
+    offset = int.from_bytes(cursor.take(num_bytes), 'little')
+    return (tag >> 2) + 1, offset
+
+
+class Cursor:
+    """A position in bytes that are read in order. Raises ValueError where they end too early."""
+
+    def __init__(self, content: bytes, position: int = 0):
+        self.content = content
+        self.position = position
+
+    def is_at_end(self) -> bool:
+        return self.position >= len(self.content)
+
+    def take(self, length: int) -> bytes:
+        """Return the next `length` bytes."""
+        if not 0 <= length <= len(self.content) - self.position:
+            raise ValueError(
+                f'{length} bytes should follow byte {self.position} of {len(self.content)}'
+            )
+        start = self.position
+        self.position += length
+        return self.content[start : self.position]
+
+    def varint(self) -> int:
+        """Return the next unsigned integer of 64 bits, stored as 7 bits a byte, the lowest first."""
         number = 0
         for shift in range(0, 64, 7):
-            byte, at = content[at], at + 1
+            [byte] = self.take(1)
             number |= (byte & 127) << shift
             if byte < 128:
                 break
-        if byte >= 128 or (byte == 0 and shift) or number >= 2**64:
-            raise ValueError(f'no integer ends at byte {at}')
-        numbers.append(number)
-    return numbers, at
+        is_padded = byte == 0 and shift > 0  # a shorter form exists
+        if byte >= 128 or is_padded or number >= 2**64:
+            raise ValueError(f'no integer ends at byte {self.position}')
+        return number
 
 
-def _take(content, at, length):
-    if not 0 <= length <= len(content) - at:
-        raise ValueError(f'{length} bytes wanted at byte {at} of {len(content)}')
-    return content[at : at + length], at + length
-
-
-def _masked_crc32c(content):
-    """TensorFlow and LevelDB rotate a checksum and add a constant, as data may hold checksums itself."""
+def _masked_crc32c(content: Any) -> int:
+    """Return the checksum, rotated and shifted by a constant, because data may hold checksums itself."""
     crc32c = google_crc32c.value(content)
     return ((crc32c >> 15 | crc32c << 17) + 0xA282EAD8) % 2**32

@@ -745,7 +745,8 @@ def choose_initial(config: Any, trainer: Trainer) -> Start:
         return Start(
             step=0, is_resumed=False, leaves={}, vocabulary_model=b'', description='From scratch'
         )
-    directory, index, _ = convert.find_checkpoint(path)
+    opened = convert.open_checkpoint(path)
+    index = opened.leaves
     expected = state_shapes(trainer)
     if not any(map(is_slot, index)):  # nor then the step
         expected = only_parameters(expected)
@@ -768,7 +769,7 @@ def choose_initial(config: Any, trainer: Trainer) -> Start:
             f'restore.path={path} has taken {step:,} of {config.train.steps:,}: set more train.steps, or '
             "restore.only='target/.*', which starts at step 0"
         )
-    vocabulary = find_vocabulary(directory)
+    vocabulary = find_vocabulary(opened.directory)
     model_file = vocabulary.model if vocabulary else b''
     if not config.data.vocabulary and not model_file:
         raise ValueError(
@@ -776,7 +777,7 @@ def choose_initial(config: Any, trainer: Trainer) -> Start:
             'embeddings: name its own with data.vocabulary'
         )
     slots = 'with the' if any(map(is_slot, leaves)) else 'without any'
-    description = f'From step {step:,} of {directory}, {slots} optimizer state'
+    description = f'From step {step:,} of {opened.directory}, {slots} optimizer state'
     for label, tree in (('initial', expected), ('not used', index)):
         listed = sorted(only_parameters(tree).keys() - leaves)
         if listed:

@@ -130,7 +130,7 @@ def write_t5x(folder: Path, config: model.T5Config, parameters: Mapping) -> None
 def write_mesh_tf(folder: Path, config: model.T5Config, parameters: Mapping) -> None:
     """Parameter i goes to shard i % NUM_SHARDS."""
     sys.path.insert(0, str(ROOT / 'tests'))
-    from convert_test import masked, proto, table  # its `bundle` holds all in memory
+    from tensor_bundle import masked, proto, table  # its `bundle` holds all in memory
 
     folder.mkdir()
     prefix, names = folder / 'model.ckpt-0', hugging_face.parameter_names(config)

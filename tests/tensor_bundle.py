@@ -1,0 +1,118 @@
+"""Writes TensorBundles, Mesh-TF's checkpoints; shares nothing with the reader in mesh_tf.py."""
+
+import itertools
+import os
+from pathlib import Path
+
+import google_crc32c
+
+
+def varint(number):
+    low, high = number % 128, number // 128
+    return bytes([low | 128]) + varint(high) if high else bytes([low])
+
+
+def proto(*fields):
+    """(number, value): int as varint, bytes with their length, ('fixed32', int)."""
+    content = b''
+    for number, value in fields:
+        if isinstance(value, bytes):
+            content += varint(number << 3 | 2) + varint(len(value)) + value
+        elif isinstance(value, tuple):
+            content += varint(number << 3 | 5) + value[1].to_bytes(4, 'little')
+        else:
+            content += varint(number << 3) + varint(value)
+    return content
+
+
+def masked(content):
+    crc32c = google_crc32c.value(content)
+    rotated = (crc32c >> 15) | (crc32c << 17) & 0xFFFFFFFF
+    return (rotated + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def snappy(content):
+    """Compresses with every element of the format: literals of both sorts, copies of all three."""
+    output, at, literal = varint(len(content)), 0, b''
+
+    def flush():
+        n = len(literal)
+        if n == 0:
+            return b''
+        head = (
+            bytes([(n - 1) << 2]) if n <= 60 else bytes([61 << 2]) + (n - 1).to_bytes(2, 'little')
+        )
+        return head + literal
+
+    for kind in itertools.cycle((1, 2, 3)):
+        if at >= len(content):
+            return output + flush()
+        longest = {1: 11, 2: 64, 3: 64}[kind]
+        best = (0, 0)
+        for start in range(max(0, at - (2047 if kind == 1 else 5000)), at):
+            n = 0
+            while n < longest and at + n < len(content) and content[start + n] == content[at + n]:
+                n += 1
+            best = max(best, (n, at - start))
+        n, offset = best
+        if n < 4:
+            literal += content[at : at + 1]
+            at += 1
+            continue
+        output, literal = output + flush(), b''
+        if kind == 1:
+            output += bytes([offset >> 8 << 5 | (n - 4) << 2 | 1, offset & 255])
+        else:
+            output += bytes([(n - 1) << 2 | kind]) + offset.to_bytes(2 * kind - 2, 'little')
+        at += n
+
+
+def block(pairs, interval=4):
+    content, restarts, last = b'', [], b''
+    for i, (key, value) in enumerate(pairs):
+        shared = len(os.path.commonprefix([last, key])) if i % interval else 0
+        if i % interval == 0:
+            restarts.append(len(content))
+        rest, last = key[shared:], key
+        content += varint(shared) + varint(len(rest)) + varint(len(value)) + rest + value
+    numbers = [*(restarts or [0]), len(restarts or [0])]
+    return content + b''.join(n.to_bytes(4, 'little') for n in numbers)
+
+
+def table(pairs, compress=(0, 1), pairs_a_block=6, change=lambda content: content, gap=b''):
+    """A LevelDB table whose blocks are plain (0) and compressed (1) in turn; `change` is done to them."""
+    content, handles, kinds = gap, [], itertools.cycle(compress)
+
+    def add(entries):
+        nonlocal content
+        kind, body = next(kinds), change(block(entries))
+        body = (snappy(body) if kind else body) + bytes([kind])
+        handle = varint(len(content)) + varint(len(body) - 1)
+        content += body + masked(body).to_bytes(4, 'little')
+        return handle
+
+    for i in range(0, len(pairs), pairs_a_block):
+        part = pairs[i : i + pairs_a_block]
+        handles.append((part[-1][0], add(part)))
+    footer = add([]) + add(handles)
+    return content + footer.ljust(40, b'\0') + bytes.fromhex('57fb808b247547db')
+
+
+DTYPES = {'float32': 1, 'int32': 3, 'int64': 9, 'bfloat16': 14}
+
+
+def bundle(prefix, arrays, num_shards=3, entry=lambda name, fields: fields, header=(), **options):
+    """Writes it: array i into shard i % num_shards. `entry` may lie about (field, value) of an array."""
+    shards, pairs = [b''] * num_shards, {b'': proto((1, num_shards), (3, proto((1, 1))), *header)}
+    for i, (name, x) in enumerate(arrays.items()):
+        shard, content = i % num_shards, x.tobytes()
+        shape = proto(*((2, proto((1, n))) for n in x.shape))
+        fields = {1: DTYPES[x.dtype.name], 2: shape, 3: shard, 4: len(shards[shard])}
+        fields |= {5: len(content), 6: ('fixed32', masked(content))}
+        shards[shard] += content
+        fields = {n: value for n, value in entry(name, fields).items() if value != 0}
+        pairs[name.encode()] = proto(*fields.items())
+    for i, content in enumerate(shards):
+        Path(f'{prefix}.data-{i:05d}-of-{num_shards:05d}').write_bytes(content)
+    Path(f'{prefix}.index').write_bytes(table(sorted(pairs.items()), **options))
+    return Path(prefix)
