@@ -140,6 +140,16 @@ def check_task(name: str) -> None:
         raise ValueError(f'data.task={name!r} is unknown; use {", ".join(TASKS)}')
 
 
+def feature_lengths(lengths) -> dict[str, int]:
+    """Return the length of each feature of a batch of `Stream`; `lengths`: config.data.lengths."""
+    return {
+        'encoder_input_tokens': lengths.inputs,
+        'decoder_input_tokens': lengths.targets,
+        'decoder_target_tokens': lengths.targets,
+        'decoder_loss_weights': lengths.targets,
+    }
+
+
 def prefetch(stream: Stream, depth: int = 2) -> Iterator[tuple]:
     """Yields (batch, position before it, position after it), made ahead in a thread. An error in the
     thread is raised where its batch would have come."""
