@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+import settings
 from sources import Document, Share, Source, permutation, random_bits
 from vocabulary import EOS_ID, PAD_ID, Vocabulary
 
@@ -57,7 +58,7 @@ class Stream:
         rows: range | None = None,
         num_epochs: int | None = None,
     ):
-        check_task(config.task)
+        settings.check_task(config.task, OBJECTIVES)
         self.source = source
         self.split = split
         self.vocabulary = vocabulary
@@ -407,12 +408,6 @@ OBJECTIVES: dict[str, type[Objective]] = {
     'span_corruption': SpanCorruption,
     'c4_v220_span_corruption': SpanCorruption,
 }
-
-
-def check_task(name: str) -> None:
-    """Raise ValueError unless there is a task of this name."""
-    if name not in OBJECTIVES:
-        raise ValueError(f'data.task={name!r} is unknown: use {", ".join(OBJECTIVES)}')
 
 
 # The parts of span corruption, under the names of t5/data/preprocessors.py.

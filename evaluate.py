@@ -7,7 +7,6 @@ import copy
 import functools
 import itertools
 import math
-import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from ml_collections import FrozenConfigDict
 
 import data
 import loss
@@ -24,11 +24,14 @@ import partition
 from vocabulary import EOS_ID
 
 UNIGRAM_TOKENS = 1_000_000  # positions of training targets that the unigram baseline counts
+Sums = dict[str, jax.Array]  # loss.weighted_sums of a batch, and the sums of `text_sums`
 
 
 class Evaluation:
     """A model's losses on the validation split, on the same batches every time, and the unigram baseline.
-    Differs from T5X: the first `eval.steps` batches of one pass; T5X repeats a small split."""
+
+    Differs from T5X: takes the first `eval.steps` batches of one pass. T5X repeats a small split.
+    """
 
     def __init__(
         self,
@@ -38,16 +41,17 @@ class Evaluation:
         validation: data.Stream,
         num_microbatches: int = 1,
     ):
-        self.config, self.mesh, self.training, self.validation = config, mesh, training, validation
-        self.batches: list[dict[str, np.ndarray]] = []
-        self._are_read = False
+        self.config = config
+        self.mesh = mesh
+        self.training = training
+        self.validation = validation
         self.first_sentinel = validation.first_sentinel
-        self.sums = make_sums(
-            model.T5Config(**config.model),
-            mesh,
-            z_loss=config.loss.z_loss,
-            label_smoothing=config.loss.label_smoothing,
-            normalizing_factor=loss.parse_normalizing_factor(config.loss.loss_normalizing_factor),
+        self.batches: list[dict[str, np.ndarray]] = []  # this process's rows
+        self.batches_are_read = False
+        self.compute_sums = make_sums(
+            config=model.T5Config(**config.model),
+            mesh=mesh,
+            loss_config=FrozenConfigDict(config.loss),
             first_sentinel=self.first_sentinel,
             num_microbatches=num_microbatches,
         )
@@ -57,30 +61,31 @@ class Evaluation:
     ) -> dict[str, float] | None:
         """Return T5X's metrics, and nats per token of text and of all targets beside their unigram baselines.
 
-        `stop` is called with the number of batches so far, alike in all processes. None where it gives anything
-        but 0: the evaluation ended there.
+        `stop` is called with the number of batches so far. All processes must get the same answer. Where it is not 0
+        the evaluation ends and returns None.
         """
-        if not self._read_batches(stop):
+        if not self.read_batches(stop):
             return None
-        steps = []
+        steps: list[Sums] = []
         for count, batch in enumerate(self.batches, start=1):
-            steps.append(self.sums(params, partition.place_rows(self.mesh, batch)))
-            jax.block_until_ready(steps[-2:-1])  # one batch is queued while another is computed
+            steps.append(self.compute_sums(params, partition.place_rows(self.mesh, batch)))
+            if count > 1:
+                jax.block_until_ready(steps[-2])  # one batch is queued while another is computed
             if stop(count):
                 return None
         steps = jax.device_get(steps)
-        total = {name: sum(float(sums[name]) for sums in steps) for name in steps[0]}
+        total = add_steps(steps)
         values = summarize(steps, self.config)
         values['nats_per_text_token'] = total['text_nats'] / total['text_tokens']
         values['nats_per_target_token'] = total['target_nats'] / total['decoder_tokens']
         return values | self.unigram_baselines
 
-    def _read_batches(self, stop: Callable[[int], int]) -> bool:
-        """Read this process's rows, once: a small split of a large corpus takes a while.
+    def read_batches(self, stop: Callable[[int], int]) -> bool:
+        """Read the batches if they are not read yet: a small split of a large corpus takes a while.
 
-        Return False where `stop` ended it; several processes read at their own pace and do not ask.
+        Returns False where `stop` ended the reading. Several processes read at different speeds and do not call it.
         """
-        if self._are_read:
+        if self.batches_are_read:
             return True
         for batch in self.validation:
             self.batches.append(batch)
@@ -88,82 +93,84 @@ class Evaluation:
                 break
             if jax.process_count() == 1 and stop(0):
                 return False
-        del self.validation  # and with it the documents that its lanes hold
-        # Lanes end apart, but all processes must take the same number of steps.
-        most = int(partition.from_processes(np.array([len(self.batches)])).max())
-        empty = {name: np.zeros_like(x) for name, x in self.batches[0].items()}
-        self.batches += [empty] * (most - len(self.batches))
-        self._are_read = True
+        del self.validation  # frees the documents that its lanes hold
+        # The rows of some processes may end first, but all processes must take the same number of steps.
+        num_batches = int(partition.from_processes(np.array([len(self.batches)])).max())
+        padding = {name: np.zeros_like(x) for name, x in self.batches[0].items()}
+        while len(self.batches) < num_batches:
+            self.batches.append(padding)
+        self.batches_are_read = True
         return True
 
     @functools.cached_property
     def unigram_baselines(self) -> dict[str, float]:
-        """The cross entropy of the validation targets under the unigram of the training targets, in nats: what
-        token frequencies alone would pay.
+        """The cross entropy, in nats, of the validation targets under the unigram of the training targets.
 
-        Counted are the first UNIGRAM_TOKENS positions of the training targets, or their first epoch if that is
-        shorter, whatever the number of steps; each token once more than it occurs.
+        A model that knows nothing but token frequencies has this loss. Counts are of the first UNIGRAM_TOKENS
+        positions of the training targets, or of their first epoch if that is shorter, whatever the number of steps.
+        Each token counts once more than it occurs.
         """
-        training_counts = np.zeros(self.config.model.vocab_size, np.int64)
-        validation_counts = np.zeros_like(training_counts)
         training = copy.copy(self.training)
         training.num_epochs = 1
         training.seek(np.zeros_like(training.position))
         positions_per_batch = self.config.train.batch_size * self.config.data.lengths.targets
         num_batches = math.ceil(UNIGRAM_TOKENS / positions_per_batch)
+
+        vocab_size = self.config.model.vocab_size
+        own_counts = np.zeros((2, vocab_size), np.int64)
         for batch in itertools.islice(training, num_batches):
-            np.add.at(training_counts, batch['decoder_target_tokens'], 1)
+            np.add.at(own_counts[0], batch['decoder_target_tokens'], 1)
         for batch in self.batches:
-            np.add.at(validation_counts, batch['decoder_target_tokens'], 1)
-        counts = np.stack([training_counts, validation_counts])
-        training_counts, validation_counts = partition.from_processes(counts).sum(axis=0)
+            np.add.at(own_counts[1], batch['decoder_target_tokens'], 1)
+        training_counts, validation_counts = partition.from_processes(own_counts).sum(axis=0)
 
-        def baseline(first: int, stop: int | None) -> float:
-            q = training_counts[first:stop] + 1
-            p = validation_counts[first:stop]
-            return float(-(p * np.log(q / q.sum())).sum() / p.sum())
-
+        text = slice(EOS_ID + 1, self.first_sentinel)
+        targets = slice(EOS_ID, None)
         return {
-            'unigram_nats_per_text_token': baseline(EOS_ID + 1, self.first_sentinel),
-            'unigram_nats_per_target_token': baseline(EOS_ID, None),
+            'unigram_nats_per_text_token': unigram_nats(
+                training_counts[text], validation_counts[text]
+            ),
+            'unigram_nats_per_target_token': unigram_nats(
+                training_counts[targets], validation_counts[targets]
+            ),
         }
+
+
+def unigram_nats(training_counts: np.ndarray, validation_counts: np.ndarray) -> float:
+    """Return the cross entropy per token of the validation counts under the training counts plus one."""
+    q = training_counts + 1
+    nats = -(validation_counts * np.log(q / q.sum())).sum()
+    return float(nats / validation_counts.sum())
 
 
 @functools.lru_cache(maxsize=16)
 def make_sums(
     config: model.T5Config,
     mesh: Mesh,
-    z_loss: float,
-    label_smoothing: float,
-    normalizing_factor: float | str,
+    loss_config: FrozenConfigDict,
     first_sentinel: int,
     num_microbatches: int,
-) -> Callable:
-    """Return a compiled function (params, batch) -> loss.weighted_sums of the global batch, and nats (no z-loss,
-    no smoothing) of all targets and of those that are text: no sentinel, EOS or padding.
+) -> Callable[[Mapping[str, jax.Array], Mapping[str, jax.Array]], Sums]:
+    """Return a compiled function (params, batch) -> sums over the global batch.
 
-    Kept: two runs in one process with the same model compile it once.
+    It is cached: two runs of the same model in one process compile it once.
     """
     specs = partition.param_specs(model.PARAMETER_SPECS, model.shapes(config))
-    settings = types.SimpleNamespace(z_loss=z_loss, label_smoothing=label_smoothing)
+    normalizing_factor = loss.parse_normalizing_factor(loss_config.loss_normalizing_factor)
 
     def device_sums(params, batch):
         weights_bT, divisor = loss.weights_and_divisor(batch, normalizing_factor)
 
-        def part_sums(part):
-            batch, weights_bT = part
+        def microbatch_sums(microbatch):
+            batch, weights_bT = microbatch
             logits_bTv = model.apply(lambda: model.logits(config, batch), params)
-            sums = loss.weighted_sums(logits_bTv, batch, weights_bT, divisor, settings)
-            targets_bT = batch['decoder_target_tokens']
-            nats_bT, _ = loss.cross_entropy(logits_bTv, targets_bT)
-            text_bT = (targets_bT > EOS_ID) & (targets_bT < first_sentinel)
-            sums['target_nats'] = (nats_bT * (targets_bT > 0)).sum()
-            sums['text_nats'] = (nats_bT * text_bT).sum()
-            sums['text_tokens'] = text_bT.sum()
-            return sums
+            sums = loss.weighted_sums(logits_bTv, batch, weights_bT, divisor, loss_config)
+            return sums | text_sums(logits_bTv, batch['decoder_target_tokens'], first_sentinel)
 
-        sums = lax.map(part_sums, partition.cut_rows((batch, weights_bT), num_microbatches))
-        return lax.psum(jax.tree.map(lambda x: x.sum(axis=0), sums), 'data')
+        microbatches = partition.cut_rows((batch, weights_bT), num_microbatches)
+        sums = lax.map(microbatch_sums, microbatches)
+        sums = jax.tree.map(lambda x: x.sum(axis=0), sums)
+        return lax.psum(sums, 'data')
 
     return jax.jit(
         jax.shard_map(
@@ -175,24 +182,51 @@ def make_sums(
     )
 
 
-def summarize(steps: list, config: Any) -> dict[str, float]:
-    """T5X's metrics (t5x/models.py) from each step's sums, and 'nats_per_token': the cross entropy
-    without z-loss, whatever the normalization."""
-    sums = {name: sum(float(s[name]) for s in steps) for name in steps[0]}
-    rows, lengths = len(steps) * config.train.batch_size, config.data.lengths
-    inputs, targets = rows * lengths.inputs, rows * lengths.targets  # positions, padding included
-    weights, tokens = max(sums['weights'], 1e-9), sums['encoder_tokens'] + sums['decoder_tokens']
+def text_sums(logits_bTv: jax.Array, targets_bT: jax.Array, first_sentinel: int) -> Sums:
+    """Return this device's sums of nats, without z-loss and smoothing, over all targets and over text alone.
+
+    Text is every target but sentinels, EOS and padding.
+    """
+    nats_bT, _ = loss.cross_entropy(logits_bTv, targets_bT)
+    text_bT = (targets_bT > EOS_ID) & (targets_bT < first_sentinel)
+    return {
+        'target_nats': (nats_bT * (targets_bT > 0)).sum(),
+        'text_nats': (nats_bT * text_bT).sum(),
+        'text_tokens': text_bT.sum(),
+    }
+
+
+def add_steps(steps: list[Any]) -> dict[str, float]:
+    """Return the total of each sum over the steps."""
+    total = {}
+    for name in steps[0]:
+        total[name] = sum(float(sums[name]) for sums in steps)
+    return total
+
+
+def summarize(steps: list[Any], config: Any) -> dict[str, float]:
+    """Return T5X's metrics (t5x/models.py) of the sums of some steps.
+
+    'nats_per_token' is the cross entropy without z-loss, whatever the normalization.
+    """
+    total = add_steps(steps)
+    num_rows = len(steps) * config.train.batch_size
+    # Positions, padding included.
+    inputs = num_rows * config.data.lengths.inputs
+    targets = num_rows * config.data.lengths.targets
+    weights = max(total['weights'], 1e-9)
+    tokens = total['encoder_tokens'] + total['decoder_tokens']
     metrics = {
-        'nats_per_token': sums['nats'] / weights,
-        'accuracy': sums['correct'] / weights,
-        'loss_per_nonpadding_target_token': sums['loss'] / weights,
-        'non_padding_fraction/loss_weights': sums['weights'] / targets,
-        'non_padding_fraction/encoder_input_tokens': sums['encoder_tokens'] / inputs,
-        'non_padding_fraction/decoder_target_tokens': sums['decoder_tokens'] / targets,
+        'nats_per_token': total['nats'] / weights,
+        'accuracy': total['correct'] / weights,
+        'loss_per_nonpadding_target_token': total['loss'] / weights,
+        'non_padding_fraction/loss_weights': total['weights'] / targets,
+        'non_padding_fraction/encoder_input_tokens': total['encoder_tokens'] / inputs,
+        'non_padding_fraction/decoder_target_tokens': total['decoder_tokens'] / targets,
         'non_padding_fraction/overall': tokens / (inputs + targets),
     }
-    sums['cross_ent_loss'] = sums['loss'] - sums['z_loss']
+    total['cross_ent_loss'] = total['loss'] - total['z_loss']
     for name in ('loss', 'z_loss', 'cross_ent_loss'):
-        metrics |= {name: sums[name] / len(steps)}
-        metrics |= {f'{name}_per_all_target_tokens': sums[name] / targets}
+        metrics[name] = total[name] / len(steps)
+        metrics[f'{name}_per_all_target_tokens'] = total[name] / targets
     return metrics

@@ -1,11 +1,11 @@
-"""The command line: flags, the config, and which of the program's jobs to do.
+"""The command line: parse the flags, read the config, and do what --mode asks for.
 
     python main.py --config=configs/NAME.py[:ARG] [--workdir=DIR] [--config.KEY=VALUE ...]
     python main.py --mode=convert --from=CHECKPOINT --to=FOLDER [--format=t5x|hf]
 
-Exit status: 0 done, 1 failed, 2 bad arguments or configuration (one line), 129, 130 and 143 after SIGHUP, SIGINT
-and SIGTERM: the step is finished and saved, and the same command goes on. A second signal ends the process at
-once.
+Exit status: 0 done; 1 failed; 2 bad arguments or configuration (one line on stderr); 129, 130 and 143 after SIGHUP,
+SIGINT and SIGTERM. After a signal the run finishes and saves its step, and the same command goes on from there. A
+second signal ends the process at once.
 """
 
 import contextlib
@@ -28,26 +28,27 @@ FLAGS = flags.FLAGS
 config_flags.DEFINE_config_file(
     'config',
     default=None,
-    help_string='A file of settings; --config.KEY=VALUE changes one of them.',
+    help_string='A config file; --config.KEY=VALUE changes one of its settings.',
     lock_config=True,
 )
-flags.DEFINE_string(
-    'workdir', default=None, help='Where the run leaves everything; runs/NAME if not given.'
-)
+flags.DEFINE_string('workdir', default=None, help='The folder of the run; runs/NAME if not given.')
 flags.DEFINE_enum('mode', default='train', enum_values=['train', 'convert'], help='What to do.')
 flags.DEFINE_string(
-    'from', default=None, help='The checkpoint to convert: of T5X, Mesh-TF or Hugging Face.'
+    'from', default=None, help='The checkpoint to convert: T5X, Mesh-TF or Hugging Face.'
 )
 flags.DEFINE_string('to', default=None, help='The folder to write it to.')
 flags.DEFINE_enum('format', default='t5x', enum_values=['t5x', 'hf'], help='The format to write.')
 # The flags of each mode besides --mode.
-MODE_FLAGS = {'train': ('config', 'workdir'), 'convert': ('from', 'to', 'format')}
+MODE_FLAGS = {
+    'train': ('config', 'workdir'),
+    'convert': ('from', 'to', 'format'),
+}
 CONFIGS = pathlib.Path(settings.base.__file__).resolve().parent
 HELP = {'--help', '-help', '-h', '--helpshort', '--helpfull', '-?'}
 
 
 def main(argv: list[str]) -> int:
-    """Do what the flags in `argv` ask for; return the exit status."""
+    """Do what the flags in `argv` ask for. Return the exit status."""
     if HELP & set(argv[1:]):
         print(__doc__, FLAGS.main_module_help(), settings.describe(), sep='\n')
         return 0
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> int:
             source: Any = FLAGS['from'].value
             print(convert.convert_checkpoint(source, FLAGS.to, FLAGS.format))
             return 0
-        import train  # after the flags, so that a wrong one is reported before JAX starts
+        import train  # imported late: a wrong flag is reported before JAX starts
 
         run = train.prepare(config, workdir_of_run())
     except (ValueError, OSError) as error:
@@ -72,15 +73,17 @@ def main(argv: list[str]) -> int:
     except (FloatingPointError, ValueError, OSError) as error:  # the loss, the data, the disk
         print(f'main.py: {one_line(error)}', file=sys.stderr)
         return 1
-    return 128 + number if number else 0
+    if number:
+        return 128 + number
+    return 0
 
 
 class Signals:
-    """SIGHUP, SIGINT and SIGTERM.
+    """A listener for SIGHUP, SIGINT and SIGTERM.
 
-    The first is kept as `number`, for who asks between two steps; a second ends the process at once, and so does
-    the first while there is nothing to finish (`can_wait` is False). A thread listens, because a handler of
-    Python's would have to wait for XLA, which may compile for minutes. nohup's SIGHUP stays ignored.
+    `number` is the first signal, which the loop asks for between two steps. A second signal ends the process at once,
+    and so does the first while there is nothing to save (`can_wait` is False). A thread listens, because a handler in
+    Python would have to wait for XLA, which may compile for minutes. SIGHUP stays ignored below nohup.
     """
 
     def __init__(self):
@@ -92,17 +95,20 @@ class Signals:
         for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue
-            # Without a handler the descriptor would not hear of it.
-            signal.signal(number, lambda *_: None)
+            # Without a handler nothing is written to the descriptor.
+            signal.signal(number, ignore)
         threading.Thread(target=self.listen, daemon=True).start()
 
     def listen(self) -> None:
-        while received := self.incoming.recv(1):
-            if self.number or not self.can_wait:
-                outcome = 'the last checkpoint stands' if self.can_wait else 'no step was taken'
-                self.report(f'main.py: stopped at once, {outcome}')
-                os._exit(128 + received[0])
-            self.number = received[0]
+        while True:
+            [number] = self.incoming.recv(1)
+            if not self.can_wait:
+                self.report('main.py: stopped at once, no step was taken')
+                os._exit(128 + number)
+            if self.number:
+                self.report('main.py: stopped at once, the last checkpoint stands')
+                os._exit(128 + number)
+            self.number = number
             self.report(
                 'main.py: stopping, this step is finished and saved; once more to stop at once'
             )
@@ -114,39 +120,23 @@ class Signals:
             print(text, file=sys.stderr, flush=True)
 
 
-def parse(argv: list[str]) -> ConfigDict | None:
-    """Return the locked, checked config, None for a mode without one.
+def ignore(number: int, frame: Any) -> None:
+    """Handle a signal by doing nothing: Signals reads it from the descriptor."""
 
-    Raises ValueError, in one line, for whatever is wrong with a flag or with the file of settings.
+
+def parse(argv: list[str]) -> ConfigDict | None:
+    """Return the locked, checked config, or None for a mode without one.
+
+    Raises ValueError with a message of one line for whatever is wrong with a flag or with the config file.
     """
     argv = [expand_home(argument) for argument in argv]
     file = config_file(argv)
     if file is not None:
         check_config_file(file)
-    try:
-        rest = FLAGS(argv)[1:]
-    except flags.Error as error:
-        cause: BaseException | None = error
-        while cause is not None:  # absl hides what a file of settings raised
-            if user_frames(cause):
-                raise ValueError(explain(cause, file)) from error
-            cause = cause.__context__
-        text = str(error).strip().splitlines()[-1]
-        if 'get_config()' in text:
-            text = (
-                f'{text.removeprefix("TypeError: ")}: write --config={file}, with :ARG or without'
-            )
-        raise ValueError(text) from error
-    except Exception as error:  # the file is a program of the user's: anything may happen
-        raise ValueError(explain(error, file)) from error
-    if rest:
-        raise ValueError(f'{rest[0]!r} is no flag: write --config=FILE --config.KEY=VALUE')
-    for mode, names in MODE_FLAGS.items():
-        for name in names:
-            if mode != FLAGS.mode and FLAGS[name].present:
-                raise ValueError(f'--{name} is not for --mode={FLAGS.mode}: it needs --mode={mode}')
+    parse_flags(argv, file)
+    check_flags_of_mode()
     if FLAGS.mode == 'convert':
-        if not (FLAGS['from'].value and FLAGS.to):
+        if not FLAGS['from'].value or not FLAGS.to:
             raise ValueError('--mode=convert needs --from=CHECKPOINT and --to=FOLDER')
         return None
     if file is None:
@@ -159,8 +149,28 @@ def parse(argv: list[str]) -> ConfigDict | None:
     return FLAGS.config
 
 
+def parse_flags(argv: list[str], file: str | None) -> None:
+    """Set FLAGS from `argv`, which loads the config `file`. Raises ValueError as `parse` does."""
+    try:
+        rest = FLAGS(argv)[1:]
+    except flags.Error as error:
+        raise ValueError(explain_flag(error, file)) from error
+    except Exception as error:  # the config file is a program of the user's: it may raise anything
+        raise ValueError(explain_config(error, file)) from error
+    if rest:
+        raise ValueError(f'{rest[0]!r} is no flag: write --config=FILE --config.KEY=VALUE')
+
+
+def check_flags_of_mode() -> None:
+    """Raise ValueError for a flag that belongs to another mode."""
+    for mode, names in MODE_FLAGS.items():
+        for name in names:
+            if mode != FLAGS.mode and FLAGS[name].present:
+                raise ValueError(f'--{name} is not for --mode={FLAGS.mode}: it needs --mode={mode}')
+
+
 def workdir_of_run() -> str:
-    """Return --workdir, or runs/NAME for a config file NAME.py."""
+    """Return --workdir, else runs/NAME for a config file NAME.py."""
     if FLAGS.workdir is not None:
         return FLAGS.workdir
     name = pathlib.Path(config_flags.get_config_filename(FLAGS['config'])).stem
@@ -168,7 +178,7 @@ def workdir_of_run() -> str:
 
 
 def expand_home(argument: str) -> str:
-    """Return `--config=~/mine.py` with the home folder; the shell expands `~` only at the start of a word."""
+    """Return the argument `--config=~/FILE` with the home folder: a shell expands `~` only where a word begins."""
     name, separator, value = argument.partition('=')
     if name in ('--config', '-config') and value.startswith('~'):
         return name + separator + os.path.expanduser(value)
@@ -176,21 +186,24 @@ def expand_home(argument: str) -> str:
 
 
 def config_file(argv: list[str]) -> str | None:
-    """Return the file that `--config=FILE[:ARG]` or `--config FILE[:ARG]` names. ValueError for two of them."""
+    """Return FILE of `--config=FILE[:ARG]` or `--config FILE[:ARG]`, else None. Raises ValueError for two of them."""
     files = []
     for argument, following in zip(argv, [*argv[1:], ''], strict=True):
-        name, separator, value = argument.partition('=')
-        if name in ('--config', '-config'):
-            files.append(value if separator else following)
+        if argument in ('--config', '-config'):
+            files.append(following)
+        elif argument.startswith(('--config=', '-config=')):
+            files.append(argument.partition('=')[2])
+    if not files:
+        return None
     if len(files) > 1:
         raise ValueError(
             f'--config is given {len(files)} times ({", ".join(files)}): give one file'
         )
-    return files[0].partition(':')[0] if files else None
+    return files[0].partition(':')[0]
 
 
 def check_config_file(file: str) -> None:
-    """Raise ValueError unless `file` is there and looks like Python."""
+    """Raise ValueError unless `file` exists and is named like a Python file."""
     path = pathlib.Path(file)
     if path.is_file() and path.suffix == '.py':
         return
@@ -202,29 +215,49 @@ def check_config_file(file: str) -> None:
     raise ValueError(f'--config={file} is no Python file with a function get_config; {remedy}')
 
 
-def explain(error: BaseException, file: str | None) -> str:
-    """Return one line about an error in the user's file of settings, or in the name of a setting."""
+def explain_flag(error: flags.Error, file: str | None) -> str:
+    """Return one line about an error that absl reports."""
+    cause: BaseException | None = error
+    while cause is not None:  # an error in the config file is further down the chain
+        if user_frames(cause):
+            return explain_config(cause, file)
+        cause = cause.__context__
+    text = str(error).strip().splitlines()[-1]
+    if 'get_config()' in text:
+        return f'{text.removeprefix("TypeError: ")}: write --config={file}, with :ARG or without'
+    return text
+
+
+def explain_config(error: BaseException, file: str | None) -> str:
+    """Return one line about an error in the user's config file, or in the name of a setting."""
     if isinstance(error, SyntaxError):
         return f'{error.filename or file}, line {error.lineno or 1}: {error.msg}'
-    cause: Any = error
-    while isinstance(
-        cause, BaseException
-    ):  # ml_collections wraps a KeyError into an AttributeError
-        text = str(cause)
-        cause = cause.args[0] if cause.args else text
-    text = ' '.join(str(cause).split()) if isinstance(cause, str) else text
+    text = innermost_message(error)
     frames = user_frames(error)
-    if frames and pathlib.Path(frames[-1].filename).resolve().parent == CONFIGS:
-        return text  # a config of ours has said what is wrong
-    if frames:
-        return f'{frames[-1].filename}, line {frames[-1].lineno}: {type(error).__name__}: {text}'
-    if 'get_config' in text:
-        return f'--config={file} has no function get_config: start as configs/tiny.py does'
-    return f'no such setting: {text}'
+    if not frames:
+        if 'get_config' in text:
+            return f'--config={file} has no function get_config: start as configs/tiny.py does'
+        return f'no such setting: {text}'
+    last = frames[-1]
+    if pathlib.Path(last.filename).resolve().parent == CONFIGS:
+        return text  # one of our configs refuses its argument
+    return f'{last.filename}, line {last.lineno}: {type(error).__name__}: {text}'
+
+
+def innermost_message(error: BaseException) -> str:
+    """Return the message of an error, or of the error that it wraps as its argument (ml_collections does that)."""
+    if not error.args:
+        return one_line(error)
+    [argument, *_] = error.args
+    if isinstance(argument, BaseException):
+        return innermost_message(argument)
+    if isinstance(argument, str):
+        return ' '.join(argument.split())
+    return str(error)
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the lines of a traceback that are in files of settings: neither here nor in a library."""
+    """Return the frames of a traceback that are in config files: neither in this file nor in a library."""
     libraries = [sysconfig.get_path(name) for name in ('stdlib', 'purelib', 'platlib')]
     frames = []
     for frame in traceback.extract_tb(error.__traceback__):
@@ -234,7 +267,7 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     return frames
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """Return the message of `error` without line breaks."""
     return ' '.join(str(error).split())
 

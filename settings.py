@@ -1,13 +1,13 @@
-"""What the settings of configs/base.py may be: names, types, ranges. And their list for `--help`.
+"""The values that the settings of configs/base.py may have: names, types, ranges, choices; and the list for `--help`.
 
-Checked before anything is imported, compiled or written. What depends on two settings, on files or on devices is
-checked by the module that uses it. Imports no jax.
+`check` runs before JAX is imported and before anything is compiled or written. A rule about two settings, about
+files or about devices belongs to the module that uses them. Imports no jax.
 """
 
 import inspect
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
@@ -48,7 +48,7 @@ NOT_NEGATIVE = Range(0, LARGEST_FLOAT)
 FRACTION = Range(0, 1)
 DEVICES = Range(-1, 2**20, without=(0,))
 
-# Every number of configs/base.py.
+# The range of every number of configs/base.py.
 RANGES = {
     'seed': Range(0, 2**32 - 1),
     'model.vocab_size': Range(1, 2**24),
@@ -94,7 +94,8 @@ RANGES = {
     'mesh.model': DEVICES,
 }
 
-# Strings that are one of a few. (data.task and learning_rate.factors are checked where their names are known.)
+# The strings that a setting may be, where they are few. (data.task, learning_rate.factors and model.mlp_activations
+# are checked by the modules that define their names.)
 CHOICES = {
     'model.dtype': ('float32', 'bfloat16'),
     'data.on_bad_line': ('stop', 'skip'),
@@ -102,9 +103,22 @@ CHOICES = {
     'restore.dtype': ('float32', 'bfloat16', 'float16', ''),
 }
 
+# Settings that are a whole number or 'auto'. The module that uses one checks the number.
+INTEGER_OR_AUTO = ('train.num_microbatches',)
+
+# The tasks that a config names but that nothing here provides yet, and the capability that each one waits for.
+WAITING_TASKS = {
+    'c4_v220_prefix_lm': 'LM adaptation waits for prefix language modelling, a second objective',
+    't0_train': "T0's mixture waits for tasks by name (the P3 cache)",
+    't0+_train': "T0+'s mixture waits for tasks by name (the P3 cache)",
+    't0++_train': "T0++'s mixture waits for tasks by name (the P3 cache)",
+    'flan': "Flan's mixture waits for tasks by name (the Flan collection)",
+    'ul2': "UL2's mixture of denoisers waits for mixtures of objectives",
+}
+
 
 def check(config: Any) -> None:
-    """Raise ValueError unless `config` has the settings of configs/base.py, with values that they may have."""
+    """Raise ValueError unless `config` has exactly the settings of configs/base.py, each with a valid value."""
     if not isinstance(config, ConfigDict):
         raise ValueError(
             f'the config is a {type(config).__name__}, not a ConfigDict: start from configs/base.py as '
@@ -126,7 +140,11 @@ def check(config: Any) -> None:
 
 
 def check_value(key: str, value: Any, default: Any) -> None:
-    """Raise ValueError unless `value` has the type of `default` and is one that setting `key` may have."""
+    """Raise ValueError unless `value` is valid for setting `key`, whose default is `default`."""
+    if key in INTEGER_OR_AUTO:
+        if value != 'auto' and not has_type_of(0, value):
+            raise ValueError(f"{key}={value!r}: must be a whole number or 'auto'")
+        return
     if not has_type_of(default, value):
         raise ValueError(
             f'{key}={value!r} is a {type(value).__name__}: it must be a {type(default).__name__}, '
@@ -140,7 +158,10 @@ def check_value(key: str, value: Any, default: Any) -> None:
 
 
 def has_type_of(default: Any, value: Any) -> bool:
-    """Return whether `value` may replace `default`: an int is a float, a list is a tuple, a bool is no number."""
+    """Return whether `value` has the type of `default`.
+
+    An int is accepted for a float and a list for a tuple. A bool is no number.
+    """
     if isinstance(default, bool) or isinstance(value, bool):
         return type(value) is type(default)
     if isinstance(default, float):
@@ -148,6 +169,17 @@ def has_type_of(default: Any, value: Any) -> bool:
     if isinstance(default, tuple):
         return isinstance(value, tuple | list)
     return isinstance(value, type(default))
+
+
+def check_task(name: str, available: Collection[str]) -> None:
+    """Raise ValueError unless data.task `name` is among the `available` ones; say what a known one waits for."""
+    if name in available:
+        return
+    if name in WAITING_TASKS:
+        raise ValueError(
+            f'data.task={name!r} is not available yet: {WAITING_TASKS[name]}; use {", ".join(available)}'
+        )
+    raise ValueError(f'data.task={name!r} is unknown: use {", ".join(available)}')
 
 
 def leaves(config: Any, prefix: str = '') -> Iterator[tuple[str, Any]]:
@@ -160,25 +192,33 @@ def leaves(config: Any, prefix: str = '') -> Iterator[tuple[str, Any]]:
 
 
 def describe() -> str:
-    """Return every setting of configs/base.py with its default, its comment and its range."""
+    """Return every setting of configs/base.py with its default, its comment and its range.
+
+    The comment above each line `config.KEY = DEFAULT` is read from the source of configs/base.py.
+    """
+    defaults = dict(leaves(base.get_config()))
     lines = ['Settings, with the defaults of configs/base.py:']
     comment: list[str] = []
     for line in inspect.getsource(base.get_config).splitlines():
         line = line.strip()
-        setting = re.fullmatch(r'config\.([\w.]+) = (.+)', line)
+        setting = re.match(r'config\.([\w.]+) = ', line)
         if line.startswith('# '):
             comment.append(line.removeprefix('# '))
         elif setting:
-            key, default = setting.groups()
-            if default == 'ConfigDict()':
-                lines += ['', *comment]
-            else:
-                lines.append(f'  --config.{key}={default}')
-                lines += [f'      {text}' for text in comment]
-            if key in RANGES:
-                lines.append(f'      ({RANGES[key]})')
+            lines += describe_setting(setting[1], comment, defaults)
             comment = []
     return '\n'.join(lines)
+
+
+def describe_setting(key: str, comment: list[str], defaults: dict[str, Any]) -> list[str]:
+    """Return the lines of `describe` about one setting, or about the group of settings `key`."""
+    if key not in defaults:
+        return ['', *comment]
+    lines = [f'  --config.{key}={defaults[key]!r}']
+    lines += [f'      {text}' for text in comment]
+    if key in RANGES:
+        lines.append(f'      ({RANGES[key]})')
+    return lines
 
 
 def first_ten(items: list[str], separator: str = ', ') -> str:

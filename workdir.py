@@ -6,9 +6,9 @@
     vocabulary.model   the SentencePiece model
     metrics.jsonl      a line per logged step and per evaluation
     train/ ...         the same numbers as TensorBoard events
-    checkpoint_STEP/   checkpoint.py
+    checkpoint_STEP/   a checkpoint (checkpoint.py)
 
-Of several processes the first one writes and prints.
+With several processes, the first one writes and prints.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import fcntl
 import json
 import math
 import os
+import shlex
 import shutil
 import socket
 import sys
@@ -29,11 +30,15 @@ import jax
 import numpy as np
 import tensorboard.summary
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, PartitionSpec
 
 import checkpoint
+import partition
 import paths
+import sources
+from configs import base
 
-# What a run writes into its workdir. A folder that holds one of these is a run of ours, or is left alone.
+# The files that a run writes into its workdir. A run that finds one in a folder that is no run refuses the folder.
 NAMES = (
     'lock',
     'config.json',
@@ -43,19 +48,34 @@ NAMES = (
     'train',
     'training_eval',
     'checkpoint_*',
-    # Checkpoints of other programs. A run among their files would be taken for one.
+    # Checkpoints of other programs: infer.load could not tell whether the folder is a run or such a checkpoint.
     'checkpoint',
     '*.safetensors',
     '*.ckpt-*',
 )
+# The settings that may change when a run goes on. Of files and vocabularies the contents are compared instead.
+MAY_CHANGE = (
+    'train/steps',
+    'train/num_microbatches',
+    'mesh/',
+    'log/',
+    'save/',
+    'eval/',
+    'data/files',
+    'data/validation_files',
+    'data/vocabulary',
+    'data/on_bad_line',
+    'data/max_bad_fraction',
+)
 LOCK_TEXT = 'process '  # the first word of our lock
 SECONDS_BETWEEN_LINES = 60  # of progress where the output is no terminal
+MAX_COLUMNS = 79  # of a line of progress
 
 
 def check_is_run(workdir: Path) -> None:
     """Raise ValueError unless `workdir` is a run of this program, or holds nothing that a run would write.
 
-    Nothing is written. A folder with other files is fine: a run never touches those.
+    Other files may be in it: a run does not touch them. Writes nothing.
     """
     for parent in (workdir, *workdir.parents):
         if parent.exists() and not parent.is_dir():
@@ -78,7 +98,7 @@ def check_is_run(workdir: Path) -> None:
 
 
 def is_run(workdir: Path) -> bool:
-    """Return whether this program has written `workdir`: its config.json, or else those of its checkpoints."""
+    """Return whether config.json in `workdir`, or else that of one of its checkpoints, is this program's."""
     files = [workdir / 'config.json']
     if not files[0].exists():
         files = sorted(workdir.glob('checkpoint_*/config.json'))
@@ -86,7 +106,7 @@ def is_run(workdir: Path) -> bool:
 
 
 def is_own_config(file: Path) -> bool:
-    """Return whether `file` is the config.json of a run."""
+    """Return whether `file` is a config.json that a run of this program has written."""
     try:
         settings = json.loads(file.read_bytes())
     except (ValueError, RecursionError, FileNotFoundError, IsADirectoryError):
@@ -104,9 +124,9 @@ def is_own_lock(file: Path) -> bool:
 
 
 def lock(workdir: Path) -> IO:
-    """Make `workdir` and keep it for this run until the returned file is closed or the process ends.
+    """Make `workdir` and lock it until the returned file is closed or the process ends.
 
-    Raises ValueError that names the process which has it.
+    Raises ValueError, which names the process that holds the lock.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     file = (workdir / 'lock').open('a+')
@@ -132,10 +152,10 @@ def lock(workdir: Path) -> IO:
 
 
 def check_saving(workdir: Path, num_bytes: int) -> None:
-    """Save a small array in `workdir` and read it back as checkpoints are, and see to the room on the disk.
+    """Raise OSError where `workdir` cannot hold a checkpoint of `num_bytes`.
 
-    Raises OSError where a checkpoint of `num_bytes` would be lost for a missing permission, a name that
-    TensorStore refuses or a full disk. Every process calls it.
+    Saves a small array as checkpoints are saved and reads it back, which finds missing permissions, names that
+    TensorStore refuses and full disks. Every process calls it.
     """
     folder = workdir / '.saving'
     values = np.arange(8, dtype=np.float32)
@@ -164,7 +184,7 @@ def check_saving(workdir: Path, num_bytes: int) -> None:
 
 
 def check_never_saved(workdir: Path) -> None:
-    """Raise ValueError where a run without checkpoints had some: starting anew would erase its metrics."""
+    """Raise ValueError where `workdir` has lost its checkpoints: a new start would erase its metrics."""
     if not is_own_config(workdir / 'config.json'):
         return
     if list(workdir.glob('checkpoint_*.tmp-*')):
@@ -182,9 +202,37 @@ def check_never_saved(workdir: Path) -> None:
         )
 
 
-def compare_settings(old: Mapping, new: Mapping, may_change: tuple[str, ...]) -> list[str]:
-    """Return 'name: old -> new' for each setting that changed, except those that `may_change` begin."""
-    old = checkpoint.flatten(old)
+def compare_settings(directory: Path, settings: Mapping, source: sources.Source) -> None:
+    """Raise ValueError, which lists the changes, where a run may not go on from a checkpoint with `settings`.
+
+    `settings`: the content of config.json today. Of the text the contents count, not the names of the files.
+    """
+    workdir = directory.parent
+    old = json.loads((directory / 'config.json').read_text())
+    is_other_text = old['data_fingerprint'] != settings['data_fingerprint']
+    may_change: tuple[str, ...] = MAY_CHANGE
+    if is_other_text:
+        may_change += ('data_fingerprint', 'corpus')
+    changes = changed_settings(old, settings, may_change)
+    if changes:
+        raise ValueError(
+            f'{workdir} holds a run with other settings ({"; ".join(changes)}): go on with those, or '
+            'name another --workdir'
+        )
+    if is_other_text:
+        file = directory / 'data_files.json'
+        old_files = json.loads(file.read_bytes()) if file.exists() else None
+        changes_of_text = sources.describe_changes(old_files, source.files_as_json())
+        raise ValueError(f'{workdir} holds a run on other text: {changes_of_text}')
+
+
+def changed_settings(old: Mapping, new: Mapping, may_change: tuple[str, ...]) -> list[str]:
+    """Return 'name: old -> new' for each setting that changed, except those whose names `may_change` begin.
+
+    A setting that is missing in `old` did not exist yet: the run had its default.
+    """
+    defaults = checkpoint.flatten(json.loads(base.get_config().to_json()))
+    old = defaults | checkpoint.flatten(old)
     new = checkpoint.flatten(new)
     changes = []
     for name in sorted(old | new):
@@ -208,23 +256,34 @@ def read_metrics(workdir: Path) -> list[dict]:
 
 
 class Metrics:
-    """metrics.jsonl and TensorBoard. Every number of a run passes `write`: to send them elsewhere (Weights &
-    Biases), do it there."""
+    """metrics.jsonl and TensorBoard.
+
+    `write` receives every number of a run: to send them elsewhere (Weights & Biases), add a line there.
+    """
 
     def __init__(self, workdir: Path, first_step: int, corpus: str):
-        """Lines after `first_step` are dropped: the steps will be taken again, with the same numbers."""
+        """Drop the lines after `first_step`: those steps are taken again, with the same numbers."""
         self.workdir = workdir
         self.corpus = corpus
         self.writers: dict[str, tensorboard.summary.Writer] = {}
+        self.evaluated_steps: set[int] = set()
         if jax.process_index() > 0:
             return
         kept = [line for line in read_metrics(workdir) if line['step'] <= first_step]
+        for line in kept:
+            if line['run'] != 'train':
+                self.evaluated_steps.add(line['step'])
         file = workdir / 'metrics.jsonl'
         paths.replace_file(file, ''.join(json.dumps(line) + '\n' for line in kept).encode())
         self.file = file.open('a', buffering=1)
 
+    def has_evaluation(self, step: int) -> bool:
+        """Return whether the evaluation after `step` was written. All processes agree on the first one's answer."""
+        is_written = np.array([step in self.evaluated_steps])
+        return bool(partition.from_processes(is_written)[0, 0])
+
     def write(self, name: str, step: int, values: Mapping[str, float]) -> None:
-        """`name`: 'train' or 'training_eval/TASK'; `values`: T5X's tags -> numbers."""
+        """Write the numbers of one step. `name`: 'train' or 'training_eval/TASK'; `values`: {T5X's tag: number}."""
         if jax.process_index() > 0:
             return
         line = {'step': step, 'run': name, 'corpus': self.corpus, **values}
@@ -238,35 +297,39 @@ class Metrics:
 
 
 class Console:
-    """What a run prints: lines that stay and, on a terminal, one live line below them."""
+    """The output of a run: lines that stay and, on a terminal, one live line below them."""
 
     def __init__(self):
         self.is_silent = jax.process_index() > 0
         self.is_terminal = sys.stdout.isatty()
-        # How often something that changes is worth a line.
-        self.seconds_between_lines = 1 if self.is_terminal else SECONDS_BETWEEN_LINES
+        self.seconds_between_lines = SECONDS_BETWEEN_LINES
+        if self.is_terminal:
+            self.seconds_between_lines = 1
         self._last_line = time.monotonic()
         self._lock = threading.Lock()
 
     def line(self, text: str) -> None:
         """Print a line that stays."""
-        start, end = ('\r', '\x1b[K\n') if self.is_terminal else ('', '\n')
-        self._print(f'{start}{text}{end}')
+        if self.is_terminal:
+            self._print(f'\r{text}\x1b[K\n')
+        else:
+            self._print(f'{text}\n')
 
     def live(self, text: str) -> None:
-        """Show a line that the next one overwrites; where the output is no terminal, print it."""
+        """Show a line that the next one overwrites. Print it where the output is no terminal."""
         if not self.is_terminal:
-            return self.line(text)
+            self.line(text)
+            return
         width = shutil.get_terminal_size().columns - 1  # a line that wraps cannot be overwritten
         self._print(f'\r{text[:width]}\x1b[K')
 
     def is_due(self) -> bool:
-        """Return whether nothing was printed for `seconds_between_lines`."""
+        """Return whether the last output is more than `seconds_between_lines` ago."""
         return time.monotonic() - self._last_line > self.seconds_between_lines
 
     @contextlib.contextmanager
     def working(self, text: str) -> Iterator[None]:
-        """While the body runs, show `text` and the seconds since it began, whenever a line is due."""
+        """Show `text` and the seconds since the body began, whenever a line is due."""
         start = time.monotonic()
         done = threading.Event()
 
@@ -290,30 +353,107 @@ class Console:
         with self._lock:
             try:
                 print(text, end='', flush=True)
-            except (
-                OSError
-            ):  # the terminal or the pipe is closed: the run is worth more than its lines
+            except OSError:
+                # The terminal or the pipe is closed. The run goes on without output.
                 self.is_silent = True
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def introduction(
+    num_parameters: int,
+    dtype: str,
+    mesh: Mesh,
+    source: sources.Source,
+    vocabulary_size: int,
+) -> list[str]:
+    """Return the first lines of a run: its model, devices and data."""
+    lines = []
+    if source.corpus == 'pydoc instead of C4':
+        lines = [
+            '!' * 80,
+            '!!!  THIS IS NOT C4. data.files is empty, so the run learns from the English in this',
+            "!!!  Python's own documentation, 2 MB of it: enough to see that everything works,",
+            '!!!  useless as a model. C4: --config.data.files=/path/to/c4-train.*.json.gz (README.md).',
+            '!' * 80,
+        ]
+    platform = mesh.devices.flat[0].platform
+    return [
+        *lines,
+        f'T5 with {num_parameters:,} parameters in {dtype} on {mesh.size} {platform} device(s), '
+        f'{dict(mesh.shape)}.',
+        f'Text: {source.description}; vocabulary: {vocabulary_size:,} pieces.',
+    ]
+
+
+def progress(step: int, last: int, values: Mapping[str, float]) -> str:
+    """Return a line that fits into 80 columns: a line that wraps cannot be overwritten."""
+    time_left = format_seconds((last - step) / values['timing/steps_per_second'])
+    begin = f'step {step}/{last} loss {values["nats_per_token"]:.3f}'
+    accuracy = f' accuracy {values["accuracy"]:.3f}'
+    end = (
+        f' lr {values["learning_rate/current"]:.3g} {values["timing/tokens_per_second"]:,.0f} tokens/s '
+        f'{time_left} left'
+    )
+    if len(begin + accuracy + end) > MAX_COLUMNS:
+        accuracy = ''
+    return begin + accuracy + end
+
+
+def format_seconds(seconds: float) -> str:
+    """Return 'H:MM:SS', or days and hours."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f'{days}d {hours}h'
+    return f'{hours}:{minutes:02}:{seconds:02}'
+
+
+def compare_with_baseline(values: Mapping[str, float]) -> str:
+    """Return the validation loss beside the loss of a model that knows token frequencies alone."""
+    own = values['nats_per_text_token']
+    baseline = values['unigram_nats_per_text_token']
+    side = 'below' if own < baseline else 'ABOVE'
+    return (
+        f'validation loss {own:.3f} nats per text token, {abs(baseline - own):.3f} {side} the unigram baseline '
+        f'of {baseline:.3f} (sentinels and all: {values["nats_per_target_token"]:.3f}, baseline '
+        f'{values["unigram_nats_per_target_token"]:.3f})'
+    )
+
+
+def next_command(workdir: Path, files: str) -> str:
+    """Return where the results are and a command to try next, quoted for a shell.
+
+    `files`: the setting data.files.
+    """
+    if workdir.is_relative_to(Path.cwd()):
+        workdir = workdir.relative_to(Path.cwd())
+    results = f"{workdir}: T5X checkpoints, metrics.jsonl, TensorBoard's events, the vocabulary."
+    if files:
+        tensorboard = shlex.join(['tensorboard', f'--logdir={workdir}'])
+        after = f'{tensorboard} shows the curves; --config.train.steps goes on.'
+    else:
+        flags = shlex.join(['--config.data.files=/path/to/*.txt', f'--workdir={workdir}-mine'])
+        after = f'the same command with {flags} learns from your text, one document a line.'
+    return f'Everything is in {results}\nNext: {after}'
 
 
 def model_info(shapes: Mapping[str, Any], specs: Mapping[str, Any]) -> str:
     """Return T5X's model-info.txt: each array of parameters and optimizer state, and its partition spec.
 
-    `shapes` and `specs`: {path of a T5X checkpoint: jax.ShapeDtypeStruct, PartitionSpec or None}.
+    `shapes`: {path of a T5X checkpoint: jax.ShapeDtypeStruct}; `specs`: {path: PartitionSpec or None}.
     """
-
-    def describe(path: str) -> str:
-        name = path.split('/', 1)[1]
-        x = shapes[path]
-        spec = specs[path]
-        spec = tuple(spec) if isinstance(spec, jax.sharding.PartitionSpec) else ()
-        return f'Variable {name:<80} size {x.size:<12} shape {x.shape!s:<40} partition spec {spec}'
-
     params = [path for path in sorted(shapes) if path.startswith('target/')]
     state = [path for path in sorted(shapes) if not path.startswith('target/')]
     num_params = sum(math.prod(shapes[path].shape) for path in params)
-    lines = [describe(path) for path in params]
+    lines = [describe_array(path, shapes[path], specs[path]) for path in params]
     lines += [f'Total number of parameters: {num_params}', '']
-    lines += [describe(path) for path in state]
+    lines += [describe_array(path, shapes[path], specs[path]) for path in state]
     return '\n'.join(lines) + '\n'
+
+
+def describe_array(path: str, x: Any, spec: Any) -> str:
+    """Return a line of model-info.txt."""
+    _, name = path.split('/', 1)
+    axes = tuple(spec) if isinstance(spec, PartitionSpec) else ()
+    return f'Variable {name:<80} size {x.size:<12} shape {x.shape!s:<40} partition spec {axes}'

@@ -2,13 +2,14 @@
 
     python main.py --config=configs/mt5.py:base --config.data.vocabulary=FILE --config.data.files=GLOB
 
-Reproduces: the pretraining of Xue et al. 2021, span corruption on mC4, whose languages the files must have
-in the wished shares. Fine-tune with dropout 0.1 and the same divisor of the loss.
+Reproduces: the pretraining of Xue et al. 2021, span corruption on mC4. The files must hold the languages in the
+shares that you want. To fine-tune, use dropout 0.1 and the same divisor of the loss.
 T5X: t5x/examples/t5/mt5/SIZE.gin with t5x/configs/runs/pretrain.gin.
-Checkpoints: gs://t5-data/pretrained_models/t5x/mt5_SIZE/checkpoint_1000000, and LM-adapted
+Checkpoints: gs://t5-data/pretrained_models/t5x/mt5_SIZE/checkpoint_1000000 and, LM-adapted,
 mt5_lm_adapted/SIZE/checkpoint_1100000.
-Vocabulary: gs://t5-data/vocabs/mc4.250000.100extra/sentencepiece.model, which has the sentinels in it.
-Checked here: names, shapes and number of parameters.
+Vocabulary: gs://t5-data/vocabs/mc4.250000.100extra/sentencepiece.model, which includes the sentinels.
+Hardware and time: a run takes a pod of TPUs; tests check names, shapes and number of parameters.
+Number to expect: none is published for the loss.
 """
 
 from configs import t5_1_1
@@ -18,8 +19,11 @@ def get_config(size: str = 'base'):
     config = t5_1_1.get_config(size)
     config.model.vocab_size = 250112
     config.data.task = 'span_corruption'
-    config.data.update(num_pieces=250_100, extra_ids=0)
-    config.data.lengths.update(inputs=1024, targets=229)
+    config.data.num_pieces = 250_100
+    config.data.extra_ids = 0
+    config.data.lengths.inputs = 1024
+    config.data.lengths.targets = 229
     config.train.batch_size = 1024
-    config.loss.loss_normalizing_factor = '234496'  # 1024 * 229
+    # Batch size times target length: 1024 * 229.
+    config.loss.loss_normalizing_factor = '234496'
     return config

@@ -1,17 +1,24 @@
 """T0: `--config=configs/t0.py:SIZE` with 3b or 11b.
 
-Reproduces: the multitask prompted training of Sanh et al. 2022 (bigscience-workshop/t-zero), 12,200 steps
-from LM-adapted T5 1.1 xl or xxl; T0+ and T0++ differ in --config.data.task=t0+_train or t0++_train.
-T5X: the model is t5x/examples/t5/t5_1_1/{xl,xxl}.gin; T0 was trained with Mesh-TF, which divides the loss by
-batch times target length.
+    python main.py --config=configs/t0.py:3b --config.data.task=span_corruption --config.restore.path=CHECKPOINT
+
+Waits for tasks by name: data.task='t0_train' is refused until the P3 cache can be read, so name another task.
+Reproduces: the multitask prompted training of Sanh et al. 2022 (bigscience-workshop/t-zero), 12,200 steps from
+LM-adapted T5 1.1 xl or xxl. T0+ and T0++ differ in --config.data.task=t0+_train and t0++_train.
+T5X: the model is t5x/examples/t5/t5_1_1/{xl,xxl}.gin. T0 was trained with Mesh-TF, which divides the loss by
+batch size times target length.
 Checkpoints: on Hugging Face, bigscience/{T0_3B, T0, T0p, T0pp}.
 Vocabulary: gs://t5-data/vocabs/cc_all.32000/sentencepiece.model.
-Checked here: names, shapes and number of parameters.
+Hardware and time: a run takes a pod of TPUs; tests check names, shapes and number of parameters.
+Number to expect: none is published for the loss.
 """
 
 from configs import t5_1_1_lm
 
-SIZES = {'3b': 'xl', '11b': 'xxl'}
+SIZES = {
+    '3b': 'xl',
+    '11b': 'xxl',
+}
 
 
 def get_config(size: str = '3b'):
@@ -21,5 +28,6 @@ def get_config(size: str = '3b'):
     config.model.dropout_rate = 0.1
     config.data.task = 't0_train'
     config.train.steps = 1_112_200
-    config.learning_rate.update(factors='constant', base_learning_rate=0.001)
+    config.learning_rate.factors = 'constant'
+    config.learning_rate.base_learning_rate = 0.001
     return config

@@ -2,14 +2,14 @@
 
     python main.py --config=configs/t5_1_1.py:base --config.data.vocabulary=FILE --config.data.files=GLOB
 
-Reproduces: the pretraining of the released models, span corruption on C4 alone with a batch of 2,048 and
-without dropout (fine-tune with 0.1). Gated gelu, embeddings not tied.
-T5X: t5x/examples/t5/t5_1_1/SIZE.gin with t5x/configs/runs/pretrain.gin. A loss divided by batch times
-target length is what the checkpoints were trained with: keep that for fine-tuning.
+Reproduces: the pretraining of the released models: gated gelu, embeddings that are not tied, span corruption on C4
+alone with a batch of 2,048 and without dropout. To fine-tune, use dropout 0.1.
+T5X: t5x/examples/t5/t5_1_1/SIZE.gin with t5x/configs/runs/pretrain.gin. The released checkpoints were trained with a
+loss divided by batch size times target length: keep that to fine-tune them.
 Checkpoints: gs://t5-data/pretrained_models/t5x/t5_1_1_SIZE/checkpoint_1000000.
 Vocabulary: gs://t5-data/vocabs/cc_all.32000/sentencepiece.model.
-Checked here: names, shapes and number of parameters; a run takes a pod of TPUs. configs/small_c4.py is a
-shorter one, with numbers to expect.
+Hardware and time: a run takes a pod of TPUs; tests check names, shapes and number of parameters.
+Number to expect: see configs/small_c4.py, which is a shorter run.
 """
 
 from configs import base
@@ -21,16 +21,26 @@ SIZES = {
     'xl': dict(emb_dim=2048, num_heads=32, mlp_dim=5120),
     'xxl': dict(emb_dim=4096, num_heads=64, mlp_dim=10240),
 }
-LAYERS = {'small': 8, 'base': 12, 'large': 24, 'xl': 24, 'xxl': 24}
+LAYERS = {
+    'small': 8,
+    'base': 12,
+    'large': 24,
+    'xl': 24,
+    'xxl': 24,
+}
 
 
 def get_config(size: str = 'base'):
     if size not in SIZES:
         raise ValueError(f'size {size!r}: use one of {", ".join(SIZES)}')
     config = base.get_config()
-    config.model.update(SIZES[size], dtype='bfloat16')
-    config.model.update(num_encoder_layers=LAYERS[size], num_decoder_layers=LAYERS[size])
+    config.model.update(SIZES[size])
+    config.model.dtype = 'bfloat16'
+    config.model.num_encoder_layers = LAYERS[size]
+    config.model.num_decoder_layers = LAYERS[size]
     config.data.task = 'c4_v220_span_corruption'
-    config.train.update(steps=1_000_000, batch_size=2048)
-    config.loss.loss_normalizing_factor = '233472'  # 2048 * 114
+    config.train.steps = 1_000_000
+    config.train.batch_size = 2048
+    # Batch size times target length: 2048 * 114.
+    config.loss.loss_normalizing_factor = '233472'
     return config

@@ -1,29 +1,47 @@
-"""UL2 20B, and Flan-UL2: `--config=configs/ul2.py` and `--config=configs/ul2.py:flan`.
+"""UL2 20B and Flan-UL2: `--config=configs/ul2.py` and `--config=configs/ul2.py:flan`.
 
-The models of Tay et al. 2022 (google-research/ul2), to fine-tune or to infer with. The mixture of denoisers
-that they were trained on and Flan's data are not among the tasks here: name your own with
---config.data.task. Batch and lengths are the model card's.
-T5X: the model's gin, gs://scenic-bucket/ul2/ul220b/config.gin, is not in the repository; the sizes are those
-of the model cards, T5 1.1's shape with silu for gelu.
+    python main.py --config=configs/ul2.py --config.data.task=span_corruption --config.restore.path=CHECKPOINT
+
+Waits for mixtures: data.task='ul2' is refused until objectives can be mixed, 'flan' until the Flan collection can
+be read, so name another task.
+Reproduces: the models of Tay et al. 2022 (google-research/ul2), to fine-tune or to infer with. Batch and lengths are
+the model card's.
+T5X: the model's gin, gs://scenic-bucket/ul2/ul220b/config.gin, is not in the repository. The sizes are those of the
+model cards: the shape of T5 1.1 with silu in place of gelu.
 Checkpoints: gs://scenic-bucket/ul2/ul220b/checkpoint_{1870000,2050000,2650000}, and
 gs://scenic-bucket/ul2/flan-ul220b-v3 at step 2283000.
 Vocabulary: gs://t5-data/vocabs/cc_all.32000/sentencepiece.model.
-Checked here: names, shapes and number of parameters.
+Hardware and time: a run takes a pod of TPUs; tests check names, shapes and number of parameters.
+Number to expect: none is published for the loss.
 """
 
 from configs import base
 
-STEPS = {'20b': 2_650_000, 'flan': 2_283_000}
+STEPS = {
+    '20b': 2_650_000,
+    'flan': 2_283_000,
+}
+TASKS = {
+    '20b': 'ul2',
+    'flan': 'flan',
+}
 
 
 def get_config(version: str = '20b'):
     if version not in STEPS:
         raise ValueError(f'configs/ul2.py:{version}: use one of {", ".join(STEPS)}')
     config = base.get_config()
-    config.model.update(emb_dim=4096, num_heads=16, head_dim=256, mlp_dim=16384, dtype='bfloat16')
-    config.model.update(num_encoder_layers=32, num_decoder_layers=32)
+    config.model.dtype = 'bfloat16'
+    config.model.emb_dim = 4096
+    config.model.num_heads = 16
+    config.model.num_encoder_layers = 32
+    config.model.num_decoder_layers = 32
+    config.model.head_dim = 256
+    config.model.mlp_dim = 16384
     config.model.mlp_activations = ('silu', 'linear')
-    config.data.task = ''
-    config.data.lengths.update(inputs=512, targets=512)
-    config.train.update(steps=STEPS[version], batch_size=1024)
+    config.data.task = TASKS[version]
+    config.data.lengths.inputs = 512
+    config.data.lengths.targets = 512
+    config.train.steps = STEPS[version]
+    config.train.batch_size = 1024
     return config

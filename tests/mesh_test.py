@@ -14,6 +14,7 @@ import train
 from configs import base
 
 STEPS = 3
+gradients = jax.jit(train.gradients, static_argnums=0)
 
 
 def small_config(data, model, **model_settings):
@@ -54,14 +55,14 @@ def random_batch(seed, vocab_size=384):
 def run(config):
     """Gradients of the first step, then losses and parameters after STEPS steps."""
     trainer = train.make_trainer(config)
-    state = trainer.init()
+    state = train.jit_init(trainer)()
     start = {name: np.asarray(x) for name, x in state.params.items()}
     batches = [random_batch(i, config.model.vocab_size) for i in range(STEPS)]
-    grads, _ = jax.jit(trainer.gradients)(state.params, batches[0], np.arange(8), jax.random.key(1))
+    grads, _ = gradients(trainer, state.params, batches[0], np.arange(8), jax.random.key(1))
     grads = jax.tree.map(np.asarray, grads)
     losses = []
     for batch in batches:
-        state, metrics = trainer.train_step(state, batch)
+        state, metrics = train.jit_step(trainer)(state, batch)
         losses.append(float(metrics['loss']))
     return start, grads, losses, jax.tree.map(np.asarray, optimizer.to_t5x(*state))
 
@@ -96,11 +97,11 @@ def test_sizes_that_are_no_powers_of_two(data, model):
 def test_dropout_is_on_and_differs_between_rows_steps_and_seeds():
     config = small_config(1, 1)
     trainer = train.make_trainer(config)
-    params = trainer.init().params
+    params = train.jit_init(trainer)().params
     batch = {name: np.repeat(x[:1], 8, axis=0) for name, x in random_batch(0).items()}
 
     def loss(rows, seed):
-        _, sums = jax.jit(trainer.gradients)(params, batch, rows, jax.random.key(seed))
+        _, sums = gradients(trainer, params, batch, rows, jax.random.key(seed))
         return float(sums['loss'])
 
     rows = np.arange(8)
@@ -133,10 +134,10 @@ def test_microbatches_give_the_gradients_of_the_whole_batch(data, model, num_mic
     ones, which differs between batch sizes, is itself about 1e-6 of some gradients."""
     sizes = dict(emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32)
     config, found = small_config(data, model, **sizes), {}
-    params = train.make_trainer(config).init().params
+    params = train.jit_init(train.make_trainer(config))().params
     for count in (1, num_microbatches):
-        gradients = jax.jit(train.make_trainer(config, count).gradients)
-        found[count] = gradients(params, random_batch(0), np.arange(8), jax.random.key(1))
+        trainer = train.make_trainer(config, count)
+        found[count] = gradients(trainer, params, random_batch(0), np.arange(8), jax.random.key(1))
     (grads, sums), (expected, expected_sums) = found[num_microbatches], found[1]
     for name, x in expected.items():
         assert_close(grads[name], x, 1e-6, name)

@@ -1,4 +1,4 @@
-"""What a user may get wrong on the command line: a row for each input, its exit status and its message.
+"""Wrong input on the command line: a row for each input, with its exit status and its message.
 
 Every row runs main.py in a process and a folder of its own. A refused input prints one line and writes nothing.
 """
@@ -9,30 +9,21 @@ import re
 from typing import NamedTuple
 
 import pytest
-from command_line import ROOT, CommandLine
-from end_to_end_test import corpus
+from command_line import ROOT
 
 import settings
 from configs import base
 
-assert corpus  # a fixture
 TINY = f'--config={ROOT}/configs/tiny.py'
 
 
 class Row(NamedTuple):
-    """An input, and what the program says of it. `{dir}` is the row's folder, `{root}` the checkout."""
+    """An input and the message about it. `{dir}` stands for the row's folder, `{root}` for the checkout."""
 
     arguments: list[str]
     message: str  # a part of the one line on stderr
     files: dict[str, str] = {}  # name in the folder -> content; a name that ends with / is a folder
     status: int = 2
-
-
-@pytest.fixture(scope='module')
-def command_line(tmp_path_factory):
-    command = CommandLine(tmp_path_factory.mktemp('command'))
-    yield command
-    command.close()
 
 
 def write(folder: pathlib.Path, files: dict[str, str]) -> None:
@@ -49,7 +40,7 @@ def write(folder: pathlib.Path, files: dict[str, str]) -> None:
 
 
 def contents(folder: pathlib.Path) -> dict[str, bytes | None]:
-    """Every file with its content and every folder, but the caches of Python and a lock of ours."""
+    """Return every file with its content and every folder, without Python's caches and a run's lock."""
     found = {}
     for path in sorted(folder.rglob('*')):
         content = path.read_bytes() if path.is_file() else None
@@ -59,8 +50,8 @@ def contents(folder: pathlib.Path) -> dict[str, bytes | None]:
     return found
 
 
-def check(row: Row, command_line: CommandLine, folder: pathlib.Path, workdir: bool = True) -> None:
-    """Run the row, and assert what it must say and what it must leave alone."""
+def check(row: Row, command_line, folder: pathlib.Path) -> None:
+    """Run the row. Assert its status and message, and that it changes no file."""
     write(folder, row.files)
     before = contents(folder)
     arguments = [
@@ -86,7 +77,7 @@ def rows(table: dict[str, Row]):
 
 
 def out_of_range() -> list[tuple[str, str]]:
-    """(setting, value) just outside of every range, and what is no number."""
+    """Return (setting, value) just outside of every range, and values that are no finite number."""
     found = []
     for key, limits in settings.RANGES.items():
         default = dict(settings.leaves(base.get_config()))[key]
@@ -103,19 +94,17 @@ def out_of_range() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize('key, value', out_of_range())
 def test_a_number_out_of_its_range(command_line, tmp_path, key, value):
-    row = Row(
-        [TINY, f'--config.{key}={value}'],
-        message=f'{key}={float(value) if "." in value else value}',
-    )
-    check(row._replace(message=f'{key}='), command_line, tmp_path)
+    row = Row([TINY, f'--config.{key}={value}'], message=f'{key}=')
+    check(row, command_line, tmp_path)
 
 
 def test_every_number_has_a_range():
-    """And every string that is one of a few its choices; no row is of a setting that is gone."""
+    """Every table of settings.py names settings that exist, and their defaults are valid."""
     found = dict(settings.leaves(base.get_config()))
     numbers = {key for key, x in found.items() if type(x) in (int, float)}
     assert numbers == set(settings.RANGES)
     assert set(settings.CHOICES) <= set(found)
+    assert set(settings.INTEGER_OR_AUTO) <= set(found)
     for key, default in found.items():
         settings.check_value(key, default, default)
 
@@ -274,7 +263,14 @@ TRAINER = {
     'mesh of nothing': Row([TINY, '--config.mesh.data=-1', '--config.mesh.model=-1'], 'at most one may be -1'),
     'microbatches': Row([TINY, '--config.train.num_microbatches=3'], "use 'auto' or one of 1, 2, 4, 8, 16"),
     'microbatches 0': Row([TINY, '--config.train.num_microbatches=0'], "use 'auto' or one of 1, 2, 4, 8, 16"),
-    'microbatches as a word': Row([TINY, '--config.train.num_microbatches=few'], "use 'auto' or one of"),
+    'microbatches as a word': Row(
+        [TINY, '--config.train.num_microbatches=few'],
+        "train.num_microbatches='few': must be a whole number or 'auto'",
+    ),
+    'microbatches as a fraction': Row(
+        [TINY, '--config.train.num_microbatches=1.5'],
+        "train.num_microbatches=1.5: must be a whole number or 'auto'",
+    ),
 }  # fmt: skip
 
 
@@ -391,7 +387,16 @@ TEXTS = {
         f'{VOCABULARY}=', '--config.data.num_pieces=40', '--config.data.extra_ids=2', message='sentinels'
     ),
     'pieces': of_text(f'{VOCABULARY}=', '--config.data.num_pieces=5', message='data.num_pieces=5'),
-    'task': of_text('--config.data.task=glue', message="data.task='glue' is unknown"),
+    'task': of_text('--config.data.task=glue', message="data.task='glue' is unknown: use span_corruption"),
+    'waiting task': of_text(
+        '--config.data.task=t0_train',
+        message="data.task='t0_train' is not available yet: T0's mixture waits for tasks by name (the P3 cache); "
+        'use span_corruption, c4_v220_span_corruption',
+    ),
+    'waiting config': Row(
+        ['--config={root}/configs/ul2.py', '--workdir=run'],
+        "data.task='ul2' is not available yet: UL2's mixture of denoisers waits for mixtures of objectives; use span",
+    ),
     'no vocabulary': of_text(f'{VOCABULARY}=nowhere', message="data.vocabulary='nowhere'"),
     'vocabulary of text': of_text(f'{VOCABULARY}=text.txt', message='no SentencePiece model'),
     'folder without': of_text(f'{VOCABULARY}=sub', message="data.vocabulary='sub'", sub_in_x__txt='x'),
@@ -453,7 +458,7 @@ NAMES = ['mine.py', './mine.py', '../{here}/mine.py', '~/mine.py', 'my configs/Ã
 
 @pytest.mark.parametrize('name', NAMES)
 def test_a_config_by_every_name(command_line, tmp_path, name):
-    """It is found and read: its own steps are what the message is about."""
+    """The file is found and read: the message is about its own number of steps."""
     text = CONFIG + '    config.train.steps = 0\n    return config\n'
     (tmp_path / 'my configs').mkdir()
     for file in ('mine.py', 'my configs/Ã¼.py'):

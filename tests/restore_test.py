@@ -8,13 +8,11 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from end_to_end_test import ROOT, corpus, metrics_of, run, small_config, state_of
+from runs import ROOT, metrics_of, run, small_config, state_of
 
 import checkpoint
 import optimizer
 import train
-
-assert corpus  # a fixture
 
 GOLDEN = ROOT / 'tests/golden'
 T5X = GOLDEN / 't5x_t5_1_1_tiny/checkpoint_6'  # after six steps, with Adafactor's slots

@@ -1,0 +1,117 @@
+"""Small runs for tests: their text, their config, and what they leave behind."""
+
+import json
+import os
+import pathlib
+
+import chex
+import numpy as np
+
+import checkpoint
+import train
+from configs import base
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+# The environment of a process that is a user's, with one device.
+ENVIRONMENT = os.environ | {'XLA_FLAGS': '', 'JAX_PLATFORMS': 'cpu', 'PYTHONUNBUFFERED': '1'}
+
+
+def write_corpus(folder):
+    """Write 400 lines of invented words, a few thousand tokens. Return the file's path."""
+    rng = np.random.default_rng(0)
+    words = [''.join(rng.choice(list('aeioulnrst'), rng.integers(2, 8))) for _ in range(120)]
+    lines = [' '.join(rng.choice(words, rng.integers(10, 30))) for _ in range(400)]
+    path = folder / 'made_up.txt'
+    path.write_text('\n'.join(lines) + '\n')
+    return str(path)
+
+
+def small_config(corpus, steps=6, data_axis=1, model_axis=1):
+    config = base.get_config()
+    config.model.vocab_size = 384
+    config.model.emb_dim = 16
+    config.model.num_heads = 2
+    config.model.head_dim = 8
+    config.model.mlp_dim = 32
+    config.model.num_encoder_layers = 1
+    config.model.num_decoder_layers = 1
+    config.model.dropout_rate = 0.1
+    config.data.files = corpus
+    config.data.num_pieces = 200
+    config.data.validation_fraction = 0.1
+    config.data.lengths.inputs = 32
+    config.data.lengths.targets = 10
+    config.learning_rate.factors = 'constant'
+    config.learning_rate.base_learning_rate = 0.01
+    config.train.steps = steps
+    config.train.batch_size = 4
+    config.log.every_steps = 1
+    config.save.every_steps = 3
+    config.eval.every_steps = 3
+    config.mesh.data = data_axis
+    config.mesh.model = model_axis
+    return config
+
+
+def run(config, workdir):
+    """Train in `workdir`. Return it."""
+    train.train(train.prepare(config, workdir))
+    return workdir
+
+
+def metrics_of(workdir):
+    """Return the lines of metrics.jsonl without what depends on the clock."""
+    lines = []
+    for text in (workdir / 'metrics.jsonl').read_text().splitlines():
+        line = json.loads(text)
+        lines.append({k: v for k, v in line.items() if not k.startswith('timing/')})
+    return lines
+
+
+def state_of(workdir, step):
+    return checkpoint.restore(workdir / f'checkpoint_{step}')
+
+
+def position_of(workdir, step):
+    return np.load(workdir / f'checkpoint_{step}' / 'data_position.npy')
+
+
+def assert_same_run(found, expected, step):
+    """Assert that two workdirs have the same metrics, state and position in the data, bit for bit."""
+    assert metrics_of(found) == metrics_of(expected)
+    chex.assert_trees_all_equal(state_of(found, step), state_of(expected, step))
+    np.testing.assert_array_equal(position_of(found, step), position_of(expected, step))
+
+
+CONFIG = """
+import sys
+sys.path.insert(0, {tests!r})
+from runs import small_config
+
+def get_config():
+    config = small_config({corpus!r})
+    config.train.steps = {steps}
+    config.log.every_steps = {log}
+    config.save.every_steps = {save}
+    config.eval.every_steps = {evaluate}
+    return config
+"""
+
+
+class Program:
+    """Arguments of main.py for the config of `small_config`."""
+
+    def __init__(self, folder, corpus, steps, log, save, evaluate):
+        self.config = folder / 'small.py'
+        text = CONFIG.format(
+            tests=str(ROOT / 'tests'),
+            corpus=corpus,
+            steps=steps,
+            log=log,
+            save=save,
+            evaluate=evaluate,
+        )
+        self.config.write_text(text)
+
+    def arguments(self, workdir):
+        return [f'--config={self.config}', f'--workdir={workdir}']
