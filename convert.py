@@ -599,6 +599,8 @@ def _config(settings: dict[str, Any], found: Mapping[str, SafetensorsEntry]) -> 
         raise ValueError(f'{words}: only {", ".join(FEED_FORWARDS)} are read')
     return model.T5Config(
         **{ours: settings[theirs] for theirs, ours in SIZES.items()},
+        dtype='float32',
+        float32_attention_logits=False,
         dropout_rate=settings.get('dropout_rate', 0.1),
         mlp_activations=activations,
         logits_via_embedding=_is_tied(settings, found),

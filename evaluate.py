@@ -9,7 +9,6 @@ import functools
 import itertools
 import json
 import math
-import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ import loss
 import model
 import partition
 import paths
+from configs import base
 
 SEGMENTS = ('encoder_segment_ids', 'decoder_segment_ids')
 UNREAD = ('decoder_loss_weights', 'encoder_positions', 'decoder_positions')  # T5X's other features
@@ -71,7 +71,7 @@ class T5:
             in_specs = (specs, *[partition.BATCH] * num_inputs)
             return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
 
-        self._logits = sharded(device_logits, 1, P('data', None, 'model'))
+        self._logits = sharded(device_logits, 1, P(partition.BATCH_AXES, None, 'model'))
         self._scores = sharded(device_scores, 1, partition.BATCH)
         self._tokens = sharded(device_tokens, 2, partition.BATCH)
 
@@ -136,7 +136,9 @@ class T5:
                     f'{name} has shape {list(x.shape)}: must be {list(expected)}, with the rows of '
                     f'{SEQUENCES[0]} and the length of {like}'
                 )
-            partition.check_divides(f'{name}: batch size', x.shape[0], 'data', self.mesh)
+            partition.check_divides(
+                f'{name}: batch size', x.shape[0], partition.BATCH_AXES, self.mesh
+            )
             if isinstance(x, jax.core.Tracer):  # whose numbers nobody knows yet
                 continue
             if name not in SEGMENTS:
@@ -164,7 +166,8 @@ class T5:
             raise ValueError(f'{name}[{i}] is a text, {name}[{j}] is not: give either texts or ids')
         else:
             encoded = [self._example(f'{name}[{i}]', x) for i, x in enumerate(examples)]
-        most, num_rows = max(map(len, encoded)), self.mesh.shape['data']
+        most = max(map(len, encoded))
+        num_rows = partition.axes_size(self.mesh, partition.BATCH_AXES)
         ids = np.zeros((-(-len(encoded) // num_rows) * num_rows, -(-most // 32) * 32), np.int32)
         for i, example in enumerate(encoded):
             self._check_ids(f'{name}[{i}]', np.asarray(example))
@@ -246,7 +249,7 @@ def load(
         raise ValueError(f'dtype={dtype!r}: must be one of {", ".join(map(repr, DTYPES))}')
     if mesh is None:
         mesh = partition.make_mesh(1, 1, jax.devices()[:1])
-    if not isinstance(mesh, Mesh) or set(mesh.axis_names) != {'data', 'model'}:
+    if not isinstance(mesh, Mesh) or set(mesh.axis_names) != set(partition.MESH_AXES):
         raise ValueError(
             f"mesh={_shortened(mesh)}: must have the axes 'data' and 'model': use partition.make_mesh(4, 2)"
         )
@@ -298,7 +301,10 @@ def find_checkpoint(path: str | Path) -> tuple[Any, dict[str, Any], model.T5Conf
         return directory, dict(entries), config
     index, sizes = checkpoint.read_index(directory), read_settings(directory).get('model')
     try:
-        return directory, index, model.T5Config(**sizes) if sizes else None
+        if not sizes:
+            return directory, index, None
+        # What the config.json of an older version lacks has its default.
+        return directory, index, model.T5Config(**(base.get_config().model.to_dict() | sizes))
     except (ValueError, TypeError) as error:
         raise ValueError(f'{directory}/config.json: {error}') from error
 
@@ -430,12 +436,19 @@ def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> model.T5Config:
     except KeyError as missing:
         raise ValueError(f'not a T5 of T5X: the checkpoint has no parameter {missing}') from None
     activations = ('gelu', 'linear') if 'encoder/layers_0/mlp/wi_0/kernel' in shapes else ('relu',)
-    depths = (layers.count('encoder'), layers.count('decoder'))
-    sizes = (emb_dim, num_heads, *depths, joined // num_heads, mlp_dim)
     return model.T5Config(
-        *(vocab_size, 'float32', *sizes),
+        vocab_size=vocab_size,
+        dtype='float32',
+        emb_dim=emb_dim,
+        num_heads=num_heads,
+        num_encoder_layers=layers.count('encoder'),
+        num_decoder_layers=layers.count('decoder'),
+        head_dim=joined // num_heads,
+        mlp_dim=mlp_dim,
         mlp_activations=activations,
+        dropout_rate=0.1,
         logits_via_embedding='decoder/logits_dense/kernel' not in shapes,
+        float32_attention_logits=False,
         relpos_bias_per_layer=per_layer,
     )
 
@@ -559,7 +572,6 @@ def make_sums(
     Kept: two runs in one process with the same model compile it once.
     """
     specs = partition.param_specs(model.PARAMETER_SPECS, model.shapes(config))
-    settings = types.SimpleNamespace(z_loss=z_loss, label_smoothing=label_smoothing)
 
     def device_sums(params, batch):
         weights_bT, divisor = loss.weights_and_divisor(batch, normalizing_factor)
@@ -567,7 +579,9 @@ def make_sums(
         def part_sums(part):
             batch, weights_bT = part
             logits_bTv = model.apply(lambda: model.logits(config, batch), params)
-            sums = loss.weighted_sums(logits_bTv, batch, weights_bT, divisor, settings)
+            sums = loss.weighted_sums(
+                logits_bTv, batch, weights_bT, divisor, z_loss, label_smoothing
+            )
             targets_bT = batch['decoder_target_tokens']
             nats_bT, _ = loss.cross_entropy(logits_bTv, targets_bT)
             text_bT = (targets_bT > data.EOS_ID) & (targets_bT < first_sentinel)
@@ -577,7 +591,7 @@ def make_sums(
             return sums
 
         sums = lax.map(part_sums, partition.cut_rows((batch, weights_bT), num_microbatches))
-        return lax.psum(jax.tree.map(lambda x: x.sum(axis=0), sums), 'data')
+        return lax.psum(jax.tree.map(lambda x: x.sum(axis=0), sums), partition.BATCH_AXES)
 
     return jax.jit(
         jax.shard_map(

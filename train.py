@@ -298,7 +298,7 @@ def check_step_offset(config: Any, start: Start) -> None:
 def microbatch_counts(config: Any, mesh: Mesh) -> list[int]:
     """Return the numbers of microbatches to try, ascending; where one is asked for, it comes first."""
     asked = config.train.num_microbatches
-    rows = config.train.batch_size // mesh.shape['data']
+    rows = config.train.batch_size // partition.axes_size(mesh, partition.BATCH_AXES)
     counts = [n for n in range(1, rows + 1) if rows % n == 0]
     if asked == 'auto':
         return counts
@@ -417,7 +417,7 @@ def make_trainer(config: Any, num_microbatches: int = 1) -> Trainer:
     c = model.T5Config(**config.model)
     mesh = partition.make_mesh(**config.mesh)
     model.check_mesh(c, mesh)
-    partition.check_divides('train.batch_size', config.train.batch_size, 'data', mesh)
+    partition.check_divides('train.batch_size', config.train.batch_size, partition.BATCH_AXES, mesh)
     normalizing_factor = loss.parse_normalizing_factor(config.loss.loss_normalizing_factor)
     schedule = optimizer.make_schedule(config.learning_rate)
     tx = optimizer.make_optimizer(config.optimizer, schedule)
@@ -446,7 +446,14 @@ def make_trainer(config: Any, num_microbatches: int = 1) -> Trainer:
 
             def device_loss(params):
                 logits_bTv = model.apply(lambda: model.logits(c, batch, rows_b), params, key)
-                sums = loss.weighted_sums(logits_bTv, batch, weights_bT, divisor, config.loss)
+                sums = loss.weighted_sums(
+                    logits_bTv,
+                    batch,
+                    weights_bT,
+                    divisor,
+                    z_loss=config.loss.z_loss,
+                    label_smoothing=config.loss.label_smoothing,
+                )
                 return sums['loss'], sums
 
             grads, sums = jax.grad(device_loss, has_aux=True)(params)
@@ -455,7 +462,7 @@ def make_trainer(config: Any, num_microbatches: int = 1) -> Trainer:
         parts = partition.cut_rows((batch, weights_bT, rows_b), num_microbatches)
         grads, sums = lax.scan(add_gradients, jax.tree.map(jnp.zeros_like, params), parts)
         sums = jax.tree.map(lambda x: x.sum(axis=0), sums)
-        return partition.sum_gradients(grads, param_specs), lax.psum(sums, 'data')
+        return partition.sum_gradients(grads, param_specs), lax.psum(sums, partition.BATCH_AXES)
 
     specs_in, specs_out = (param_specs, partition.BATCH, partition.BATCH, P()), (param_specs, P())
     gradients = jax.shard_map(device_gradients, mesh=mesh, in_specs=specs_in, out_specs=specs_out)
