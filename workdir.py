@@ -31,6 +31,7 @@ import tensorboard.summary
 from jax.experimental import multihost_utils
 
 import checkpoint
+from configs import base
 
 # What a run writes into its workdir. A folder that holds one of these is a run of ours, or is left alone.
 NAMES = (
@@ -182,8 +183,12 @@ def check_never_saved(workdir: Path) -> None:
 
 
 def compare_settings(old: Mapping, new: Mapping, may_change: tuple[str, ...]) -> list[str]:
-    """Return 'name: old -> new' for each setting that changed, except those that `may_change` begin."""
-    old = checkpoint.flatten(old)
+    """Return 'name: old -> new' for each setting that changed, except those that `may_change` begin.
+
+    A setting that `old`, of an older version, lacks has its default.
+    """
+    defaults = json.loads(base.get_config().to_json())
+    old = checkpoint.flatten(defaults) | checkpoint.flatten(old)
     new = checkpoint.flatten(new)
     changes = []
     for name in sorted(old | new):

@@ -85,8 +85,10 @@ def get_config() -> ConfigDict:
     # '' (sum over tokens), a number, NUM_REAL_TARGET_TOKENS, NUM_TOTAL_TARGET_TOKENS or AVERAGE_PER_SEQUENCE.
     config.loss.loss_normalizing_factor = ''
 
-    # Adafactor.
+    # The optimizer. What follows is Adafactor's, but for the clip of the gradient and adamw.
     config.optimizer = ConfigDict()
+    # adafactor, or adamw.
+    config.optimizer.name = 'adafactor'
     # Exponent of the decay of second moments: 1 - step^-decay_rate.
     config.optimizer.decay_rate = 0.8
     # Step at which that decay begins anew.
@@ -101,8 +103,16 @@ def get_config() -> ConfigDict:
     config.optimizer.beta1 = 0.0
     # Fraction of a parameter that decays per step, not times the learning rate; 0 for none.
     config.optimizer.weight_decay_rate = 0.0
-    # Largest norm of the whole gradient; 0 for none.
+    # Largest norm of the whole gradient; 0 for none. Of any optimizer.
     config.optimizer.global_norm_clip_threshold = 0.0
+    # AdamW.
+    config.optimizer.adamw = ConfigDict()
+    # Decay of the first moments.
+    config.optimizer.adamw.beta1 = 0.9
+    # Decay of the second moments.
+    config.optimizer.adamw.beta2 = 0.999
+    # Fraction of a parameter that decays per step, times the learning rate; 0 for none.
+    config.optimizer.adamw.weight_decay = 0.0001
 
     # The learning rate: T5X's product of factors.
     config.learning_rate = ConfigDict()

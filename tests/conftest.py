@@ -73,6 +73,22 @@ def steps_are_compiled_once():
     train.make_trainer, train.compile_step = make_trainer, compile_step
 
 
+@pytest.fixture(params=['t5x_t5_1_1_tiny', 't5x_t5_1_0_tiny', 't5x_factored'])
+def golden(request):
+    """A folder of T5X's own numbers: config.json, golden.npz, checkpoint_0 and checkpoint_6."""
+    shared = ROOT.parent / 'shared' / 'testdata' / 'golden'
+    for folder in (ROOT / 'tests' / 'golden' / request.param, shared / request.param):
+        if folder.exists():
+            return folder
+    pytest.skip(f'{request.param} (10 MB) is not in this checkout; optimizer_test.py has its like')
+
+
+@pytest.fixture
+def highest_precision():
+    with jax.default_matmul_precision('highest'):
+        yield
+
+
 @pytest.fixture
 def open_path():
     """As tmp_path, but other users may enter it."""

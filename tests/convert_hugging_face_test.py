@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from small_models import t5_config
 
 import checkpoint
 import convert
@@ -27,14 +28,15 @@ LOGITS_TOLERANCE = 1e-4
 SIZES = {
     **{'vocab_size': 96, 'emb_dim': 16, 'num_heads': 2, 'head_dim': 6, 'mlp_dim': 24},
     **{'num_encoder_layers': 3, 'num_decoder_layers': 2},
+    **{'mlp_activations': ('relu',), 'dropout_rate': 0.1},
 }
 GATED = {'mlp_activations': ('gelu', 'linear')}
 CONFIGS = {
-    't5_1_0': (model.T5Config(**SIZES, logits_via_embedding=True), 't5'),
-    't5_1_1': (model.T5Config(**SIZES, **GATED, dropout_rate=0.0), 't5'),
-    'mt5': (model.T5Config(**SIZES, **GATED), 'mt5'),
-    'umt5': (model.T5Config(**SIZES, **GATED, relpos_bias_per_layer=True), 'umt5'),
-    'ul2': (model.T5Config(**SIZES, mlp_activations=('silu', 'linear')), 't5'),
+    't5_1_0': (t5_config(**SIZES, logits_via_embedding=True), 't5'),
+    't5_1_1': (t5_config(**(SIZES | GATED | {'dropout_rate': 0.0})), 't5'),
+    'mt5': (t5_config(**(SIZES | GATED)), 'mt5'),
+    'umt5': (t5_config(**(SIZES | GATED), relpos_bias_per_layer=True), 'umt5'),
+    'ul2': (t5_config(**(SIZES | {'mlp_activations': ('silu', 'linear')})), 't5'),
 }
 
 
@@ -161,7 +163,7 @@ def test_lazy_arrays_are_asked_for_once(tmp_path):
 
 def test_a_config_without_what_old_folders_lack(tmp_path):
     config, _ = CONFIGS['t5_1_0']
-    config = model.T5Config(**{**SIZES, 'num_decoder_layers': 3}, logits_via_embedding=True)
+    config = t5_config(**{**SIZES, 'num_decoder_layers': 3}, logits_via_embedding=True)
     folder = tmp_path / 'hf'
     convert.write_hugging_face(folder, config, random_arrays(config))
     lacks = ('feed_forward_proj', 'dense_act_fn', 'is_gated_act', 'num_decoder_layers')
@@ -171,7 +173,7 @@ def test_a_config_without_what_old_folders_lack(tmp_path):
 
 
 def test_copies_of_the_token_table(tmp_path):
-    config = model.T5Config(**{**SIZES, 'vocab_size': 5000}, logits_via_embedding=True)
+    config = t5_config(**{**SIZES, 'vocab_size': 5000}, logits_via_embedding=True)
     arrays, folder = random_arrays(config), tmp_path / 'hf'
     convert.write_hugging_face(folder, config, arrays)
     table = np.array(arrays['token_embedder/embedding'])
@@ -395,7 +397,7 @@ def test_models_that_transformers_has_not(tmp_path):
         assert os.listdir(tmp_path) == []
 
     t5_1_0, t5_1_1, umt5 = (CONFIGS[name][0] for name in ('t5_1_0', 't5_1_1', 'umt5'))
-    refuses('transformers has only', model.T5Config(**SIZES, mlp_activations=('relu', 'linear')))
+    refuses('transformers has only', t5_config(**(SIZES | {'mlp_activations': ('relu', 'linear')})))
     refuses('use umt5 where it is true', umt5, 't5')
     refuses('use umt5 where it is true', t5_1_1, 'umt5')
     refuses('use umt5 where it is true', t5_1_1, 'longt5')

@@ -18,6 +18,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from small_models import t5_config
 
 import convert
 import evaluate
@@ -58,7 +59,7 @@ def test_golden_is_what_the_importer_of_t5x_makes_of_it_and_gives_its_logits():
     assert_same(
         {p: x.astype(np.float32) if p in weights else x for p, x in found.items()}, expected
     )
-    config = model.T5Config(**json.loads((GOLDEN / 'config.json').read_text()))
+    config = t5_config(**json.loads((GOLDEN / 'config.json').read_text()))
     params = {p.removeprefix('target/'): found[p].astype(np.float32) for p in weights}
     assert {path: x.shape for path, x in params.items()} == model.shapes(config)
     t5 = evaluate.T5(config, params, partition.make_mesh(1, 1, jax.devices()[:1]))
@@ -77,8 +78,14 @@ def test_tiny_checkpoint_of_t5x_lacks_its_weights_and_says_so():
     assert sum(entry.size for entry in entries.values()) == 13_077_504 + 8
     index = convert.mesh_tf_index(prefix)
     assert len(index) == 1 + 52 * 5 and index['state/step'] == np.int32(0)
-    sizes = model.T5Config(
-        32128, 'float32', 32, 2, 2, 2, 64, 64, mlp_activations=('gelu', 'linear')
+    sizes = t5_config(
+        vocab_size=32128,
+        emb_dim=32,
+        num_heads=2,
+        num_encoder_layers=2,
+        num_decoder_layers=2,
+        head_dim=64,
+        mlp_dim=64,
     )
     for path, shape in model.shapes(sizes).items():
         weight, slot = index[f'target/{path}'], index[f'state/param_states/{path}/v']
@@ -250,7 +257,15 @@ def test_a_bundle_of_ours_comes_back(tmp_path, compress):
 def test_variables_get_the_names_of_t5x(tmp_path):
     arrays = mesh_tf_variables()
     found = read_all(bundle(tmp_path / 'model.ckpt-1000000', arrays))
-    config = model.T5Config(10, 'float32', 6, 2, 1, 1, 3, 8, mlp_activations=('gelu', 'linear'))
+    config = t5_config(
+        vocab_size=10,
+        emb_dim=6,
+        num_heads=2,
+        num_encoder_layers=1,
+        num_decoder_layers=1,
+        head_dim=3,
+        mlp_dim=8,
+    )
     weights = {path: x for path, x in found.items() if path.startswith('target/')}
     expected = {f'target/{path}': shape for path, shape in model.shapes(config).items()}
     assert {path: x.shape for path, x in weights.items()} == expected

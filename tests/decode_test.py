@@ -12,9 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from mesh_test import random_batch, small_config
-from parity_test import assert_close, features
-from parity_test import golden as golden  # a fixture
+from small_models import assert_close, golden_batch, random_batch, run_config, t5_config
 
 import data
 import decode
@@ -26,6 +24,7 @@ import partition
 HERE = pathlib.Path(__file__).parent / 'golden'
 FORWARD = pathlib.Path(__file__).resolve().parents[2] / 'shared/testdata/seqio_t5/t5x_small_forward'
 MESHES = [(1, 1), (4, 2), (2, 4)]
+pytestmark = pytest.mark.usefixtures('highest_precision')
 
 
 def sharded(f, config, mesh, out_specs=partition.BATCH):
@@ -73,16 +72,10 @@ def make_mesh(data_size, model_size):
     return partition.make_mesh(data_size, model_size, jax.devices()[: data_size * model_size])
 
 
-@pytest.fixture(autouse=True)
-def highest_precision():
-    with jax.default_matmul_precision('highest'):
-        yield
-
-
 def test_greedy_tokens_are_T5Xs(golden):
     arrays, t5 = np.load(golden / 'golden.npz'), evaluate.load(golden / 'checkpoint_0')
     expected = arrays['greedy_decodes']
-    inputs = features(arrays, 'batch')['encoder_input_tokens']
+    inputs = golden_batch(arrays, 'batch')['encoder_input_tokens']
     for data_size, model_size in [(1, 1), (2, 4)]:
         mesh = make_mesh(data_size, model_size)
         params = jax.tree.map(np.asarray, t5.arrays)
@@ -99,7 +92,7 @@ def test_scores_are_T5Xs(golden):
         nats_bT, _ = loss.cross_entropy(logits_bTv, batch['decoder_target_tokens'])
         return -(nats_bT * batch['decoder_loss_weights']).sum(axis=-1)
 
-    scores = sharded(device_scores, t5.config, t5.mesh)(t5.arrays, features(arrays, 'batch'))
+    scores = sharded(device_scores, t5.config, t5.mesh)(t5.arrays, golden_batch(arrays, 'batch'))
     assert_close(scores, arrays['score_batch'], 1e-5)
 
 
@@ -157,7 +150,7 @@ VARIANTS = {
 
 def variant(name):
     sizes = {'num_encoder_layers': 2, 'num_decoder_layers': 3}
-    config = model.T5Config(**small_config(1, 1, **sizes).model.to_dict() | VARIANTS[name])
+    config = t5_config(**run_config(1, 1, **(sizes | VARIANTS[name])).model)
     params = jax.jit(lambda: model.init(config, jax.random.key(0)))()
     # So that attention is sharp, and what a token says does not drown what the layers make of it.
     factors = {'query/kernel': 3.0, 'token_embedder/embedding': 0.1}
@@ -249,7 +242,7 @@ def test_a_second_oracle_of_tiny_models(name):
     if not FORWARD.exists():
         pytest.skip(f'{FORWARD.name} is not in this checkout; golden/t5x_* have its like')
     facts = json.loads((FORWARD / f'{name}.json').read_text())
-    config, norms = model.T5Config(**facts['config']), facts['grad_l2_norms']
+    config, norms = t5_config(**facts['config']), facts['grad_l2_norms']
     mesh = make_mesh(1, 1)
     params = dict(np.load(FORWARD / f'{name}_params.npz'))
     arrays = dict(np.load(FORWARD / f'{name}_golden.npz'))
@@ -278,11 +271,10 @@ def test_a_second_oracle_of_tiny_models(name):
     def device_encoded(params, tokens_bM):
         segments_bM = (tokens_bM > 0).astype(int)
         mask_b1MM = model.attention_mask(segments_bM, segments_bM)
-        dropout = model.Dropout(config.dropout_rate, None)
 
         def encoded():
-            x_bMD = model.embed(config, model.embedding_table('token_embedder', config), tokens_bM)
-            return model.encoder('encoder', config, x_bMD, mask_b1MM, dropout)
+            x_bMD = model.Embedder(config, name='token_embedder')(tokens_bM)
+            return model.Encoder(config, name='encoder')(x_bMD, mask_b1MM, rows_b=None)
 
         return model.apply(encoded, params)
 

@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from parity_test import assert_close, features
-from parity_test import golden as golden  # a fixture
+from small_models import assert_close, golden_batch, t5_config
 
 import checkpoint
 import convert
@@ -48,13 +47,13 @@ def ids_of(rows):
 def test_mesh_tf(path, mesh_shape):
     mesh = partition.make_mesh(*mesh_shape, jax.devices()[: mesh_shape[0] * mesh_shape[1]])
     t5, arrays = evaluate.load(path, mesh=mesh), np.load(MESH_TF / 'golden.npz')
-    assert_close(t5.logits(features(arrays, 'batch')), arrays['logits'], 1e-5)
+    assert_close(t5.logits(golden_batch(arrays, 'batch')), arrays['logits'], 1e-5)
     assert t5.config.mlp_activations == ('gelu', 'linear') and t5.vocabulary is None
 
 
 def test_hugging_face():
     t5, arrays = evaluate.load(HUGGING_FACE), np.load(HUGGING_FACE / 'golden.npz')
-    batch = features(arrays, 'batch')
+    batch = golden_batch(arrays, 'batch')
     seen = batch['decoder_loss_weights'] > 0
     assert_close(np.asarray(t5.logits(batch))[seen], arrays['logits'][seen], 1e-4)
     expected = arrays['greedy'][:, 1:]
@@ -68,7 +67,7 @@ def test_hugging_face():
 def test_scores_and_greedy_answers_are_T5Xs(golden, mesh_shape):
     mesh = partition.make_mesh(*mesh_shape, jax.devices()[: mesh_shape[0] * mesh_shape[1]])
     arrays, t5 = np.load(golden / 'golden.npz'), evaluate.load(golden / 'checkpoint_0', mesh=mesh)
-    batch = features(arrays, 'batch')
+    batch = golden_batch(arrays, 'batch')
     inputs, targets = (
         ids_of(batch[f'{name}_tokens']) for name in ('encoder_input', 'decoder_target')
     )
@@ -234,7 +233,7 @@ def test_batches_that_are_none(t5):
         ),
         ('mesh', (2, 2), "mesh=(2, 2): must have the axes 'data' and 'model': use partition"),
         ('mesh', {'data': 8}, "must have the axes 'data' and 'model'"),
-        ('mesh', {'data': 1, 'model': 8}, 'model.num_heads=4 cannot be split over model=8'),
+        ('mesh', {'data': 1, 'model': 8}, 'model.num_heads=4 cannot be split over mesh.model=8'),
         ('vocabulary', 'nowhere', "vocabulary='nowhere': no file, nor a folder with vocabulary.mo"),
         ('vocabulary', T5X, f"vocabulary='{T5X}': no file, nor a folder with"),
         ('vocabulary', __file__, f'{__file__}: no SentencePiece model: name another'),
@@ -279,9 +278,17 @@ def stack(params, config):
 
 @pytest.mark.parametrize('inline', [False, True])
 def test_stacked_layers_of_umt5(tmp_path, inline, monkeypatch):
-    config = model.T5Config(384, emb_dim=24, num_heads=4, head_dim=8, num_encoder_layers=3)
-    config = dataclasses.replace(config, num_decoder_layers=3, relpos_bias_per_layer=True)
-    config = dataclasses.replace(config, mlp_dim=48, mlp_activations=('gelu', 'linear'))
+    config = t5_config(
+        vocab_size=384,
+        emb_dim=24,
+        num_heads=4,
+        head_dim=8,
+        num_encoder_layers=3,
+        num_decoder_layers=3,
+        mlp_dim=48,
+        mlp_activations=('gelu', 'linear'),
+        relpos_bias_per_layer=True,
+    )
     params = {path: np.asarray(x) for path, x in model.init(config, jax.random.key(0)).items()}
     stacked = stack(params, config)
     assert stacked['decoder/decoder/self_attention/out/kernel'].shape == (4, 3, 8, 24)
@@ -339,7 +346,7 @@ def test_a_file_alone(tmp_path):
 def test_half_the_memory():
     t5, whole = evaluate.load(T5X, dtype='bfloat16'), evaluate.load(T5X)
     assert {x.dtype for x in t5.arrays.values()} == {jnp.bfloat16.dtype}
-    batch = features(np.load(T5X.parent / 'golden.npz'), 'batch')
+    batch = golden_batch(np.load(T5X.parent / 'golden.npz'), 'batch')
     logits = t5.logits(batch)
     assert logits.dtype == jnp.float32
     assert_close(logits, whole.logits(batch), 2e-2)  # eight bits of mantissa

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mesh_test import random_batch, small_config
+from small_models import random_batch, run_config, t5_config
 
 import data
 import model
@@ -26,7 +26,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def model_config(**settings):
-    return model.T5Config(**small_config(1, 1, **settings).model)
+    return t5_config(**run_config(1, 1, **settings).model)
 
 
 def apply_logits(config):
@@ -77,19 +77,22 @@ def test_causality_by_gradients(tiny):
     def logit_sums(offset_bTD):
         """Sums of logits per position, with `offset` added to the decoder's embedded inputs."""
 
-        def shifted(c, table_vD, tokens_bT):
-            x_bTD = original(c, table_vD, tokens_bT)
-            return x_bTD + offset_bTD if tokens_bT is batch['decoder_input_tokens'] else x_bTD
+        def add_offset(embed, args, kwargs, context):
+            x_bTD = embed(*args, **kwargs)
+            is_decoders = args and args[0] is batch['decoder_input_tokens']
+            if isinstance(context.module, model.Embedder) and is_decoders:
+                return x_bTD + offset_bTD
+            return x_bTD
 
-        original, model.embed = model.embed, shifted
-        try:
-            logits = model.apply(lambda: model.logits(config, batch), params)
-        finally:
-            model.embed = original
+        def shifted_logits():
+            with hk.intercept_methods(add_offset):
+                return model.logits(config, batch)
+
+        logits = model.apply(shifted_logits, params)
         return (logits * jnp.arange(1.0, 385.0)[None, None]).sum((0, 2))
 
     length = batch['decoder_input_tokens'].shape[1]
-    jacobian = partition.one_device(jax.jacobian(logit_sums))(
+    jacobian = jax.jit(partition.one_device(jax.jacobian(logit_sums)))(
         jnp.zeros([1, length, config.emb_dim])
     )
     depends = np.abs(np.asarray(jacobian)).max((1, 3)) > 0  # [logits at, input at]
@@ -126,8 +129,9 @@ def test_neighbours_in_a_packed_row_and_padding_change_nothing(tiny):
 
 def test_dropout_is_off_without_rows_and_its_expectation_is_the_identity(tiny):
     x = jnp.ones([64, 50, 40])
-    dropout = model.Dropout(0.3, jnp.arange(64))
-    drop = hk.transform(lambda shape: dropout(x, shape))
+    drop = hk.transform(
+        lambda shape: model.dropout(x, rate=0.3, rows_b=jnp.arange(64), mask_shape=shape)
+    )
     for shape in ((1, 40), (50, 40), (50, 1)):
         y = np.asarray(drop.apply({}, jax.random.key(0), shape))
         assert set(np.unique(y)) == {0, np.float32(1 / np.float32(0.7))}
@@ -176,7 +180,7 @@ def test_parameter_tree_is_T5Xs():
     """tests/golden/parameters.json: from the shapes of T5X's own checkpoints (see its 'made_by')."""
     pinned = json.loads((ROOT / 'tests/golden/parameters.json').read_text())
     for name, settings in pinned['configs'].items():
-        shapes = model.shapes(model.T5Config(**settings))
+        shapes = model.shapes(t5_config(**settings))
         assert {path: list(shape) for path, shape in shapes.items()} == pinned[name]
 
 
@@ -319,7 +323,7 @@ def test_a_model_that_cannot_be_is_said_in_words(settings, words):
 def test_a_table_that_disagrees_fails_by_path(monkeypatch):
     pattern = r'.+/mlp/wo/kernel'
     monkeypatch.setitem(model.PARAMETER_SPECS, pattern, jax.sharding.PartitionSpec(None, 'model'))
-    trainer = train.make_trainer(small_config(1, 2))
+    trainer = train.make_trainer(run_config(1, 2))
     with pytest.raises(ValueError, match='mlp/wo'):
         trainer.train_step(trainer.init(), random_batch(0))
 

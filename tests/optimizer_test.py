@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from ml_collections import ConfigDict
-from parity_test import assert_close
+from small_models import assert_close
 
 import optimizer
 from configs import base
@@ -85,12 +85,13 @@ def test_adafactor_is_its_formula(settings):
         found = optax.apply_updates(found, updates)
     expected, slots = numpy_adafactor(params, grads, config, 0.05, steps)
     arrays = optimizer.to_t5x(jnp.int32(steps), found, state)
-    assert len(arrays) == 1 + len(params) * (1 + len(optimizer.SLOTS))
+    assert len(arrays) == 1 + len(params) * (1 + len(optimizer.T5X_SLOTS))
     for k in params:
-        assert_close(found[k], expected[k], 1e-5, k)
-        for name in optimizer.SLOTS:
+        assert_close({k: found[k]}, {k: expected[k]}, 1e-5)
+        for name in optimizer.T5X_SLOTS:
             want = slots[k].get(name, np.zeros(1))  # T5X keeps [1] zeros for a slot without use
-            assert_close(arrays[f'state/param_states/{k}/{name}'], want, 1e-5, f'{k}/{name}')
+            path = f'state/param_states/{k}/{name}'
+            assert_close({path: arrays[path]}, {path: want}, 1e-5)
 
     # There and back: a fresh state takes on T5X's arrays, counts included, and goes on the same.
     *_, again = optimizer.from_t5x(arrays, jax.eval_shape(tx.init, params))

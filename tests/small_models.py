@@ -1,0 +1,83 @@
+"""Small models and batches for several tests, and how their numbers are compared."""
+
+import chex
+import jax
+import numpy as np
+
+import model
+from configs import base
+
+
+def t5_config(**settings):
+    """A T5Config of configs/base.py's values, but for `settings`."""
+    return model.T5Config(**(base.get_config().model.to_dict() | settings))
+
+
+def run_config(mesh_data, mesh_model, **model_settings):
+    """Matrices of 128 x 128 and more, so that Adafactor factors them.
+
+    Where it does not, its first update is the gradient's sign: an element that is zero but for
+    rounding would differ between any two meshes.
+    """
+    config = base.get_config()
+    config.model.update(
+        vocab_size=384,
+        emb_dim=128,
+        num_heads=8,
+        num_encoder_layers=1,
+        num_decoder_layers=1,
+        head_dim=16,
+        mlp_dim=128,
+        dropout_rate=0.1,
+    )
+    config.model.update(model_settings)
+    config.loss.label_smoothing = 0.1
+    config.loss.loss_normalizing_factor = 'NUM_REAL_TARGET_TOKENS'
+    config.learning_rate.update(factors='constant', base_learning_rate=0.01)
+    config.train.batch_size = 8
+    config.mesh.update(data=mesh_data, model=mesh_model)
+    return config
+
+
+def random_batch(seed, vocab_size=384):
+    """Eight rows of T5X's features, padded to random lengths."""
+    rng = np.random.default_rng(seed)
+    lengths = {'encoder_input_tokens': 24, 'decoder_target_tokens': 16}
+    batch = {name: rng.integers(2, vocab_size, (8, n), np.int32) for name, n in lengths.items()}
+    for x in batch.values():
+        x[np.arange(x.shape[1]) >= rng.integers(4, x.shape[1] + 1, (8, 1))] = 0
+    targets = batch['decoder_target_tokens']
+    batch['decoder_input_tokens'] = np.pad(targets[:, :-1], ((0, 0), (1, 0)))
+    batch['decoder_loss_weights'] = (targets > 0).astype(np.int32)
+    return batch
+
+
+def golden_batch(arrays, prefix):
+    """The features that golden.npz has as PREFIX/NAME."""
+    batch = {}
+    for name in arrays:
+        if name.startswith(f'{prefix}/'):
+            batch[name.split('/')[1]] = arrays[name].astype(np.int32)
+    return batch
+
+
+def assert_close(found, expected, tolerance):
+    """Assert max|found - expected| <= tolerance * max|expected| for each array of two trees."""
+
+    def error_and_scale(x, y):
+        x = np.asarray(x, np.float64)
+        y = np.asarray(y, np.float64)
+        return np.abs(x - y).max(), np.abs(y).max()
+
+    def is_close(x, y):
+        error, scale = error_and_scale(x, y)
+        return error <= tolerance * scale
+
+    def message(x, y):
+        error, scale = error_and_scale(x, y)
+        return f'the largest error is {error:.3g}, more than {tolerance} * {scale:.3g}'
+
+    found = jax.tree.map(np.asarray, found)
+    expected = jax.tree.map(np.asarray, expected)
+    chex.assert_trees_all_equal_shapes(found, expected)
+    chex.assert_trees_all_equal_comparator(is_close, message, found, expected)
