@@ -128,7 +128,8 @@ def state_specs(opt_state: Any, params: Mapping[str, Any], specs: Mapping[str, P
 def to_t5x(step: Any, params: Mapping[str, Any], opt_state: Any) -> dict[str, Any]:
     """Return a training state as a flat tree of T5X's paths, 'target/PARAM' and 'state/...'.
 
-    The arrays of the state of any optax optimizer are in it, under the paths of `state_paths`.
+    The arrays of the state of any optax optimizer are in it, under the paths of `state_paths`. (But a
+    random key, which optax.add_noise has, cannot be saved.)
     """
     tree = {STEP: step}
     for path, x in params.items():

@@ -4,6 +4,7 @@ golden/t5x_* and golden/seqio_t5/decoding.*: made by running google-research/t5x
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 
@@ -38,6 +39,7 @@ def sharded(f, config, mesh, out_specs=partition.BATCH):
     return jax.jit(on_mesh)
 
 
+@functools.cache
 def generator(config, mesh, eos_id=data.EOS_ID):
     """(params, inputs_bM, prompt_bT) -> greedy tokens_bT."""
 
@@ -52,6 +54,7 @@ def generator(config, mesh, eos_id=data.EOS_ID):
     return sharded(device_generate, config, mesh)
 
 
+@functools.cache
 def stepwise_logits(config, mesh):
     """(params, inputs_bM, tokens_bT) -> logits_bTv of decoding one forced token after the other."""
 
@@ -148,8 +151,9 @@ VARIANTS = {
 }
 
 
+@functools.cache
 def variant(name):
-    sizes = {'num_encoder_layers': 2, 'num_decoder_layers': 3}
+    sizes = {'num_encoder_layers': 1, 'num_decoder_layers': 2}
     config = t5_config(**run_config(1, 1, **(sizes | VARIANTS[name])).model)
     params = jax.jit(lambda: model.init(config, jax.random.key(0)))()
     # So that attention is sharp, and what a token says does not drown what the layers make of it.
@@ -166,6 +170,7 @@ def long_batch():
     return random_batch(1) | {'decoder_target_tokens': targets, 'decoder_input_tokens': shifted}
 
 
+@functools.cache
 def teacher_forced(config):
     def device_logits(params, batch):
         return model.apply(lambda: model.logits(config, batch), params)
@@ -173,13 +178,22 @@ def teacher_forced(config):
     return sharded(device_logits, config, make_mesh(1, 1), P('data', None, 'model'))
 
 
-@pytest.mark.parametrize('name', VARIANTS)
-def test_cached_equals_uncached(name):
-    (config, params), batch = variant(name), long_batch()
+# Each model on one device, and one of them on another mesh; the slow suite has all.
+FAST = [('t5_1_1', (1, 1)), ('t5', (1, 1)), ('umt5', (1, 1)), ('t5', (2, 4))]
+CACHED = [
+    pytest.param(name, shape, marks=() if (name, shape) in FAST else pytest.mark.slow)
+    for name in VARIANTS
+    for shape in MESHES
+]
+
+
+@pytest.mark.parametrize('name, shape', CACHED)
+def test_cached_equals_uncached(name, shape):
+    config, params = variant(name)
+    batch = long_batch()
     expected = teacher_forced(config)(params, batch)
     tokens = (batch['encoder_input_tokens'], batch['decoder_input_tokens'])
-    for shape in MESHES:
-        assert_close(stepwise_logits(config, make_mesh(*shape))(params, *tokens), expected, 1e-5)
+    assert_close(stepwise_logits(config, make_mesh(*shape))(params, *tokens), expected, 1e-5)
 
 
 def test_the_cache_adds_no_error_to_bfloat16():
@@ -195,7 +209,11 @@ def test_the_cache_adds_no_error_to_bfloat16():
     assert 0 < cached < 1.2 * uncached
 
 
-@pytest.mark.parametrize('name', VARIANTS)
+@pytest.mark.parametrize('name', [
+    't5_1_1',
+    pytest.param('t5', marks=pytest.mark.slow),
+    pytest.param('umt5', marks=pytest.mark.slow),
+])  # fmt: skip
 def test_same_tokens_on_every_mesh(name):
     config, params = variant(name)
     inputs, prompt = random_batch(2)['encoder_input_tokens'], np.zeros([8, 20], np.int32)

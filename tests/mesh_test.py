@@ -6,6 +6,7 @@ Tolerances are max|a-b| <= 1e-5 * max|b| per array: the order of sums differs be
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from small_models import assert_close, random_batch, run_config
 
 import optimizer
@@ -43,7 +44,10 @@ def single():
     return run(run_config(1, 1))
 
 
-@pytest.mark.parametrize('data, model', [(8, 1), (4, 2), (2, 4)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize('data, model', [(8, 1), pytest.param(4, 2, marks=SLOW), (2, 4)])
 def test_same_on_every_mesh(single, data, model):
     assert_same(run(run_config(data, model)), single)
 
@@ -51,7 +55,7 @@ def test_same_on_every_mesh(single, data, model):
 SIX_HEADS = dict(num_heads=6, head_dim=24, mlp_dim=96, logits_via_embedding=True)
 
 
-@pytest.mark.parametrize('data, model', [(1, 2), (2, 3)])
+@pytest.mark.parametrize('data, model', [pytest.param(1, 2, marks=SLOW), (2, 3)])
 def test_sizes_that_are_no_powers_of_two(data, model):
     assert_same(run(run_config(data, model, **SIX_HEADS)), run(run_config(1, 1, **SIX_HEADS)))
 
@@ -85,12 +89,22 @@ def test_a_mesh_that_cannot_be_is_said_in_words(data, model, words):
         train.make_trainer(run_config(data, model))
 
 
+def test_a_spec_may_split_over_several_axes():
+    assert partition.splits_over(P(None, ('data', 'model')), 'data')
+    assert partition.splits_over(P('data'), 'data')
+    assert not partition.splits_over(P('model', None), 'data')
+    assert partition.replicated_batch_axes(P(None, ('data', 'model'))) == ()
+    assert partition.replicated_batch_axes(P('model')) == partition.BATCH_AXES
+
+
 def test_every_parameter_has_one_row():
     with pytest.raises(ValueError, match="'encoder/bias' matches 0 rows"):
         partition.param_specs({'.+/kernel': None}, ['encoder/bias'])
 
 
-@pytest.mark.parametrize('data, model, num_microbatches', [(1, 1, 2), (1, 1, 8), (2, 2, 4)])
+@pytest.mark.parametrize(
+    'data, model, num_microbatches', [(1, 1, 8), pytest.param(1, 1, 2, marks=SLOW), (2, 2, 4)]
+)
 def test_microbatches_give_the_gradients_of_the_whole_batch(data, model, num_microbatches):
     """Dropout on, and divided by the tokens of the whole batch. Small matrices: the float32 rounding of large
     ones, which differs between batch sizes, is itself about 1e-6 of some gradients."""

@@ -233,6 +233,23 @@ def num_parameters(config):
     return sum(math.prod(shape) for shape in model.shapes(config).values())
 
 
+@functools.cache
+def num_parameters_by_depth(config):
+    """The parameters of a deep model, from those of models with one or two layers in a stack."""
+
+    def with_depths(encoder, decoder):
+        shallow = {'num_encoder_layers': encoder, 'num_decoder_layers': decoder}
+        return num_parameters(dataclasses.replace(config, **shallow))
+
+    per_encoder_layer = with_depths(2, 1) - with_depths(1, 1)
+    per_decoder_layer = with_depths(1, 2) - with_depths(1, 1)
+    return (
+        with_depths(1, 1)
+        + (config.num_encoder_layers - 1) * per_encoder_layer
+        + (config.num_decoder_layers - 1) * per_decoder_layer
+    )
+
+
 def released(name):
     family, size = name.split(':')
     return importlib.import_module(f'configs.{family}').get_config(size)
@@ -241,8 +258,9 @@ def released(name):
 @pytest.mark.parametrize('name', COUNTS)
 def test_parameter_counts_of_released_models(name):
     config = released(name)
-    t5_config = dataclasses.replace(model.T5Config(**config.model), dropout_rate=0.0)
-    assert num_parameters(t5_config) == COUNTS[name]  # many families have the shapes of another
+    # Many families have the shapes of another.
+    sizes = dataclasses.replace(model.T5Config(**config.model), dropout_rate=0.0)
+    assert num_parameters_by_depth(sizes) == COUNTS[name]
     assert config.model.dtype == 'bfloat16'
     if (
         config.data.task in data.TASKS
@@ -256,6 +274,13 @@ def test_parameter_counts_of_released_models(name):
             str(config.train.batch_size * lengths.targets),
             'NUM_REAL_TARGET_TOKENS',
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', COUNTS)
+def test_parameter_counts_of_whole_released_models(name):
+    sizes = dataclasses.replace(model.T5Config(**released(name).model), dropout_rate=0.0)
+    assert num_parameters(sizes) == COUNTS[name]
 
 
 def test_every_size_is_counted_and_an_unknown_one_is_said_in_words():
@@ -290,22 +315,39 @@ def test_each_layer_of_umt5_has_its_relative_positions():
     assert np.abs(apply_logits(apart)(params, batch) - expected).max() > 1e-3
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_one_step_of_t5_1_1_small(dtype):
+SHALLOW = {
+    'vocab_size': 1000,
+    'emb_dim': 128,
+    'num_heads': 4,
+    'head_dim': 32,
+    'mlp_dim': 128,
+    'num_encoder_layers': 1,
+    'num_decoder_layers': 1,
+}
+
+
+@pytest.mark.parametrize('sizes, dtype', [
+    pytest.param(SHALLOW, 'bfloat16', id='shallow-bfloat16'),
+    pytest.param({}, 'float32', id='small-float32', marks=pytest.mark.slow),
+    pytest.param({}, 'bfloat16', id='small-bfloat16', marks=pytest.mark.slow),
+])  # fmt: skip
+def test_one_step_of_t5_1_1(sizes, dtype):
     config = base.get_config()
+    config.model.update(sizes)
     config.model.dtype = dtype
+    vocab_size = config.model.vocab_size
     config.train.batch_size = 2
     config.mesh.update(data=1, model=1)
     trainer = train.make_trainer(config)
     rng, state = np.random.default_rng(0), trainer.init()
     lengths = dict(encoder_input_tokens=512, decoder_input_tokens=114, decoder_target_tokens=114)
-    batch = {name: rng.integers(2, 32100, (2, n), np.int32) for name, n in lengths.items()}
+    batch = {name: rng.integers(2, vocab_size, (2, n), np.int32) for name, n in lengths.items()}
     batch['decoder_loss_weights'] = np.ones((2, 114), np.int32)
     state, metrics = trainer.train_step(state, batch)
     assert all(x.dtype == jnp.float32 for x in state.params.values())
     assert metrics['finite'] and metrics['weights'] == 228
-    # Untrained, logits have variance one: log(32128) + 1/2, but for the noise of 228 tokens.
-    assert abs(metrics['nats'] / 228 - (np.log(32128) + 0.5)) < 0.5
+    # Untrained, logits have variance one: log(vocab_size) + 1/2, but for the noise of 228 tokens.
+    assert abs(metrics['nats'] / 228 - (np.log(vocab_size) + 0.5)) < 0.5
 
 
 @pytest.mark.parametrize('settings, words', [
