@@ -170,7 +170,7 @@ def make_sums(
         microbatches = partition.cut_rows((batch, weights_bT), num_microbatches)
         sums = lax.map(microbatch_sums, microbatches)
         sums = jax.tree.map(lambda x: x.sum(axis=0), sums)
-        return lax.psum(sums, 'data')
+        return lax.psum(sums, partition.BATCH_AXES)
 
     return jax.jit(
         jax.shard_map(

@@ -59,7 +59,7 @@ def load(
     dtype = _checked_dtype(dtype)
     if mesh is None:
         mesh = partition.make_mesh(1, 1, jax.devices()[:1])
-    if not isinstance(mesh, Mesh) or set(mesh.axis_names) != {'data', 'model'}:
+    if not isinstance(mesh, Mesh) or set(mesh.axis_names) != set(partition.MESH_AXES):
         raise ValueError(
             f"mesh={_shortened(mesh)}: must have the axes 'data' and 'model': use partition.make_mesh(4, 2)"
         )
@@ -97,7 +97,9 @@ class T5:
         self.params = checkpoint.unflatten(arrays)
         self.mesh = mesh
         self.vocabulary = vocabulary
-        self._logits = self._compile(_logits, num_inputs=1, out_specs=P('data', None, 'model'))
+        self._logits = self._compile(
+            _logits, num_inputs=1, out_specs=P(partition.BATCH_AXES, None, 'model')
+        )
         self._scores = self._compile(_scores, num_inputs=1, out_specs=partition.BATCH)
         self._tokens = self._compile(_tokens, num_inputs=2, out_specs=partition.BATCH)
 
@@ -170,7 +172,9 @@ class T5:
                     f'{name} is {x.dtype} {list(x.shape)}: must be integers [batch, length], each 1 or more'
                 )
             _check_shape(name, arrays)
-            partition.check_divides(f'{name}: batch size', x.shape[0], 'data', self.mesh)
+            partition.check_divides(
+                f'{name}: batch size', x.shape[0], partition.BATCH_AXES, self.mesh
+            )
             if not isinstance(x, jax.core.Tracer):  # inside of another function values are unknown
                 self._check_values(name, np.asarray(x))
             features[name] = jnp.asarray(x, jnp.int32)
@@ -197,7 +201,7 @@ class T5:
             )
         else:
             encoded = [_to_ids(f'{name}[{i}]', example) for i, example in enumerate(examples)]
-        num_rows = _round_up(len(encoded), self.mesh.shape['data'])
+        num_rows = _round_up(len(encoded), partition.axes_size(self.mesh, partition.BATCH_AXES))
         length = _round_up(max(map(len, encoded)), LENGTH_MULTIPLE)
         ids = np.zeros((num_rows, length), np.int32)
         for i, example in enumerate(encoded):

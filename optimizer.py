@@ -1,10 +1,12 @@
-"""Adafactor as T5 has it, T5X's learning-rate schedules, and T5X's names for a training state.
+"""Optimizers, T5X's learning-rate schedules, and T5X's names for a training state.
 
-Plain optax on global arrays: it runs outside `shard_map`, where a mean over a parameter is the mean over all
-of it. optax's Adafactor follows T5X's as long as parameters are T5X's unstacked one- and two-dimensional
-arrays, which ours are. Source: T5X t5x/adafactor.py, t5x/utils.py; Shazeer & Stern 2018 (Adafactor).
+Plain optax on global arrays: it runs outside `shard_map`, where a mean over a parameter is the mean
+over all of it. optax's Adafactor equals T5X's as long as parameters are T5X's unstacked one- and
+two-dimensional arrays, which ours are. Source: T5X t5x/adafactor.py, t5x/utils.py; Shazeer & Stern
+2018 (Adafactor); Loshchilov & Hutter 2019 (AdamW).
 """
 
+import collections
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,15 +17,27 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-# T5X's slots of a parameter and optax's names for them. T5X keeps all four, [1] zeros for an unused one.
-SLOTS = {'m': 'ema', 'v': 'v', 'v_col': 'v_col', 'v_row': 'v_row'}
+STEP = 'state/step'
+# The slots that T5X's Adafactor keeps for each parameter. One that is unused is [1] zeros.
+T5X_SLOTS = ('m', 'v', 'v_col', 'v_row')
+T5X_NAMES = {'ema': 'm'}  # of slots that have another name in optax
 
 
 def make_optimizer(config: Any, learning_rate: Callable) -> optax.GradientTransformation:
-    """Adafactor with T5X's hyper-parameters (0 is off); its minimum of 128 to factor and its epsilons 1e-30
-    and 1e-3 are optax's defaults too. It comes after a clip of the global norm, if there is one."""
-    clip = config.global_norm_clip_threshold
-    adafactor = optax.adafactor(
+    """Return the optimizer `config.name`, after a clip of the global norm if there is one."""
+    optimizer = OPTIMIZERS[config.name](config, learning_rate)
+    if config.global_norm_clip_threshold:
+        clip = optax.clip_by_global_norm(config.global_norm_clip_threshold)
+        return optax.chain(clip, optimizer)
+    return optimizer
+
+
+def adafactor(config: Any, learning_rate: Callable) -> optax.GradientTransformation:
+    """Return Adafactor with T5X's hyper-parameters; 0 turns one off.
+
+    T5X's minimum of 128 to factor a dimension and its epsilons 1e-30 and 1e-3 are optax's defaults.
+    """
+    return optax.adafactor(
         learning_rate,
         decay_rate=config.decay_rate,
         decay_offset=config.step_offset,
@@ -33,15 +47,54 @@ def make_optimizer(config: Any, learning_rate: Callable) -> optax.GradientTransf
         weight_decay_rate=config.weight_decay_rate or None,
         factored=config.factored,
     )
-    return optax.chain(optax.clip_by_global_norm(clip), adafactor) if clip else adafactor
+
+
+def adamw(config: Any, learning_rate: Callable) -> optax.GradientTransformation:
+    """Return AdamW. It decays every parameter, the scales of norms too."""
+    return optax.adamw(
+        learning_rate,
+        b1=config.adamw.beta1,
+        b2=config.adamw.beta2,
+        weight_decay=config.adamw.weight_decay,
+    )
+
+
+# The choices of `optimizer.name`, which settings.py lists too.
+OPTIMIZERS = {
+    'adafactor': adafactor,
+    'adamw': adamw,
+}
 
 
 def make_schedule(config: Any) -> Callable:
-    """T5X's product of factors: step (before it is incremented) -> learning rate, float32; never below
-    min_learning_rate, not even at step 0 of a warm-up. ValueError names a factor that T5X does not have."""
-    base, warmup = config.base_learning_rate, float(config.warmup_steps)
-    decay, cycle = config.decay_factor, config.steps_per_cycle
-    known = {
+    """Return T5X's product of factors: step (before it is incremented) -> learning rate, float32.
+
+    The rate is never below min_learning_rate, not even at step 0 of a warm-up. Raises ValueError
+    for a factor that T5X does not have.
+    """
+    factors = schedule_factors(config)
+    names = [name.strip() for name in config.factors.split('*')]
+    for name in names:
+        if name not in factors:
+            raise ValueError(
+                f'learning_rate.factors={config.factors!r}: {name!r} is none of {", ".join(factors)}'
+            )
+
+    def schedule(step):
+        t = jnp.maximum(0, step - config.step_offset).astype(jnp.float32)
+        rate = math.prod(factors[name](t) for name in names)
+        return jnp.maximum(rate, config.min_learning_rate).astype(jnp.float32)
+
+    return schedule
+
+
+def schedule_factors(config: Any) -> dict[str, Callable]:
+    """Return T5X's factors, {name: function of the float32 step t}."""
+    base = config.base_learning_rate
+    warmup = float(config.warmup_steps)
+    decay = config.decay_factor
+    cycle = config.steps_per_cycle
+    return {
         'constant': lambda t: base,
         'linear_warmup': lambda t: jnp.minimum(1.0, t / warmup),
         'linear_decay': lambda t: base * jnp.minimum(t / warmup, 1.0 + decay * (warmup - t)),
@@ -52,47 +105,143 @@ def make_schedule(config: Any) -> Callable:
             0.5 * (1.0 + jnp.cos(jnp.pi * (jnp.maximum(0.0, t - warmup) / cycle % 1.0)))
         ),
     }
-    names = [name.strip() for name in config.factors.split('*')]
-    if unknown := [name for name in names if name not in known]:
-        words = f'{unknown[0]!r} is none of {", ".join(known)}'
-        raise ValueError(f'learning_rate.factors={config.factors!r}: {words}')
-
-    def schedule(step):
-        t = jnp.maximum(0, step - config.step_offset).astype(jnp.float32)
-        rate = math.prod(known[name](t) for name in names)
-        return jnp.maximum(rate, config.min_learning_rate).astype(jnp.float32)
-
-    return schedule
 
 
 def state_specs(opt_state: Any, params: Mapping[str, Any], specs: Mapping[str, P]) -> Any:
-    """PartitionSpecs for `opt_state`: a slot of its parameter's shape is split like it, others whole."""
+    """Return PartitionSpecs for `opt_state`.
 
-    def spec(keys, x):
-        path = next((key.key for key in keys if isinstance(key, jax.tree_util.DictKey)), None)
-        return specs[path] if path is not None and x.shape == params[path].shape else P()
+    An array that belongs to a parameter and has its shape is split like it; others are not split.
+    """
+
+    def spec(keys: tuple, x: Any) -> P:
+        index = parameter_index(keys, params)
+        if index is None:
+            return P()
+        path = keys[index].key
+        if x.shape != params[path].shape:
+            return P()
+        return specs[path]
 
     return jax.tree_util.tree_map_with_path(spec, opt_state)
 
 
 def to_t5x(step: Any, params: Mapping[str, Any], opt_state: Any) -> dict[str, Any]:
-    """A training state under the paths of a T5X checkpoint, 'target/PARAM' and 'state/...'."""
-    tree = {'state/step': step} | {f'target/{path}': x for path, x in params.items()}
-    for slot, name in SLOTS.items():
-        arrays = optax.tree_utils.tree_get(opt_state, name)
+    """Return a training state as a flat tree of T5X's paths, 'target/PARAM' and 'state/...'.
+
+    The arrays of the state of any optax optimizer are in it, under the paths of `state_paths`. (But a
+    random key, which optax.add_noise has, cannot be saved.)
+    """
+    tree = {STEP: step}
+    for path, x in params.items():
+        tree[f'target/{path}'] = x
+    paths = state_paths(opt_state, params)
+    for path, x in zip(paths, jax.tree.leaves(opt_state), strict=True):
+        if path != STEP:
+            tree[path] = x
+    if any(is_factored_slot(path) for path in paths):  # Adafactor
         for path in params:
-            array = arrays[path] if arrays else np.zeros([1], np.float32)
-            tree[f'state/param_states/{path}/{slot}'] = array
+            for slot in T5X_SLOTS:
+                tree.setdefault(f'state/param_states/{path}/{slot}', np.zeros([1], np.float32))
     return tree
 
 
 def from_t5x(tree: Mapping[str, Any], opt_state: Any) -> tuple[Any, dict[str, Any], Any]:
-    """(step, params, optimizer state), the last in the structure of `opt_state`: undoes to_t5x."""
-    step = tree['state/step']
-    params = {p.removeprefix('target/'): x for p, x in tree.items() if p.startswith('target/')}
-    slots = {
-        name: {path: tree[f'state/param_states/{path}/{slot}'] for path in params}
-        for slot, name in SLOTS.items()
-        if optax.tree_utils.tree_get(opt_state, name) is not None
-    }
-    return step, params, optax.tree_utils.tree_set(opt_state, count=step, **slots)
+    """Return (step, params, optimizer state), the inverse of `to_t5x`.
+
+    The optimizer state has the structure of `opt_state`, whose leaves are not read.
+    """
+    params = {}
+    for path, x in tree.items():
+        if path.startswith('target/'):
+            params[path.removeprefix('target/')] = x
+    leaves = [tree[path] for path in state_paths(opt_state, params)]
+    structure = jax.tree.structure(opt_state)
+    return tree[STEP], params, jax.tree.unflatten(structure, leaves)
+
+
+def state_paths(opt_state: Any, params: Mapping[str, Any]) -> list[str]:
+    """Return the path in T5X's tree of each leaf of the state of an optax optimizer.
+
+    An array of a parameter is 'state/param_states/PARAM/SLOT'. SLOT is T5X's name for a slot of
+    Adafactor, else optax's, such as 'mu'. Other leaves are 'state/optimizer/NAME', NAME being
+    optax's fields and labels. Where a path occurs again, the second one ends in '_1', and so on.
+
+    Two kinds of counts are copies of the step; they have its path and are not stored again:
+      - every count, where Adafactor's slots are all that there is besides: T5X stores none;
+      - the count of a learning-rate schedule that no other transformation wraps, so that a run that
+        takes over a step but no optimizer state has the learning rate of that step.
+    """
+    keys_of_leaves = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(opt_state)]
+    keys_of_schedules = schedule_counts(opt_state)
+    has_t5x_state = all(is_t5x_leaf(keys, params) for keys in keys_of_leaves)
+    occurrences: collections.Counter[str] = collections.Counter()
+    paths = []
+    for keys in keys_of_leaves:
+        is_count = parameter_index(keys, params) is None
+        if is_count and (has_t5x_state or keys in keys_of_schedules):
+            paths.append(STEP)
+            continue
+        path = leaf_path(keys, params)
+        number = occurrences[path]
+        occurrences[path] += 1
+        if number:
+            path = f'{path}_{number}'
+        paths.append(path)
+    return paths
+
+
+def is_factored_slot(path: str) -> bool:
+    """Return whether a path of T5X's tree is a factor of Adafactor's second moments.
+
+    T5X packs such vectors, like all arrays of one number, whole into its index.
+    """
+    return path.startswith('state/param_states/') and path.endswith(('/v_row', '/v_col'))
+
+
+def is_t5x_leaf(keys: tuple, params: Mapping[str, Any]) -> bool:
+    """Return whether the leaf at `keys` is a slot of T5X's Adafactor, or a count."""
+    if parameter_index(keys, params) is None:
+        return field_names(keys)[-1:] == ['count']
+    return leaf_path(keys, params).rsplit('/', 1)[1] in T5X_SLOTS
+
+
+def schedule_counts(opt_state: Any) -> list[tuple]:
+    """Return the keys of the counts of learning-rate schedules that nothing but `chain` holds."""
+
+    def is_schedule(x: Any) -> bool:
+        return isinstance(x, optax.ScaleByScheduleState)
+
+    found = []
+    for keys, x in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_schedule):
+        if is_schedule(x) and not field_names(keys):
+            found.append((*keys, jax.tree_util.GetAttrKey('count')))
+    return found
+
+
+def leaf_path(keys: tuple, params: Mapping[str, Any]) -> str:
+    """Return the path in T5X's tree of the leaf at `keys`, before it is numbered."""
+    index = parameter_index(keys, params)
+    if index is None:
+        return '/'.join(['state/optimizer', *field_names(keys)])
+    names = field_names(keys[:index])[-1:] or ['value']
+    slot = T5X_NAMES.get(names[0], names[0])
+    return '/'.join(['state/param_states', keys[index].key, slot, *field_names(keys[index + 1 :])])
+
+
+def parameter_index(keys: tuple, params: Mapping[str, Any]) -> int | None:
+    """Return where in `keys` the path of a parameter stands; None where there is none."""
+    for i, key in enumerate(keys):
+        if isinstance(key, jax.tree_util.DictKey) and key.key in params:
+            return i
+    return None
+
+
+def field_names(keys: tuple) -> list[str]:
+    """Return the names of the fields and labels in `keys`, without positions in tuples and lists."""
+    names = []
+    for key in keys:
+        if isinstance(key, jax.tree_util.GetAttrKey):
+            names.append(key.name)
+        if isinstance(key, jax.tree_util.DictKey):
+            names.append(str(key.key))
+    return names

@@ -1,12 +1,13 @@
-"""The mesh, and what it takes to write collectives by hand.
+"""The mesh, and the helpers for collectives that are written by hand.
 
-Two axes: rows of the batch are split over 'data'; heads, MLP and vocabulary over 'model'. Inside
-`jax.shard_map` all is one device's part, and a collective stands beside the math it completes: `lax.psum`,
-`lax.pmax`, `lax.axis_index` as JAX has them. Here are the few helpers that remove a trap.
+The rows of a batch are split over BATCH_AXES; heads, MLP width and vocabulary are split over
+'model'. Inside `jax.shard_map` every array is one device's part, and a collective stands beside the
+math that it completes: `lax.psum`, `lax.pmax` and `lax.axis_index` as JAX has them. This file names
+the axes of the mesh; each helper removes a trap.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -17,119 +18,194 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-BATCH = P('data')  # arrays of rows
+MESH_AXES = ('data', 'model')
+BATCH_AXES = ('data',)  # they split the rows of a batch; a sum over rows is due over all of them
+BATCH = P(BATCH_AXES)  # the spec of an array of rows
 
 
 def make_mesh(data: int = -1, model: int = 1, devices: list | None = None) -> Mesh:
-    """A mesh of `data` x `model` devices; -1 for one of the two takes what is left."""
-    devices = jax.devices() if devices is None else devices
+    """Return a mesh of `data` x `model` devices; -1 takes the devices that are left."""
+    if devices is None:
+        devices = jax.devices()
     sizes = f'mesh.data={data}, mesh.model={model}'
     known = max(data, model)
     if min(data, model) < -1 or 0 in (data, model) or known == -1:
         raise ValueError(f'{sizes}: each must be a positive count, and at most one may be -1')
+    num_wanted = data * model
+    if num_wanted < 0:
+        num_wanted = known
     on_a_cpu = (
         'on a CPU, the environment variable XLA_FLAGS=--xla_force_host_platform_device_count='
-        f'{known if -1 in (data, model) else data * model} makes as many'
+        f'{num_wanted} makes as many'
     )
     if -1 in (data, model) and len(devices) % known:
         raise ValueError(
             f'{sizes}: {known} must divide the number of devices, {len(devices)}; {on_a_cpu}'
         )
-    data, model = (size if size != -1 else len(devices) // known for size in (data, model))
+    if data == -1:
+        data = len(devices) // known
+    if model == -1:
+        model = len(devices) // known
     if data * model > len(devices):
         raise ValueError(
             f'{sizes}: the product must be at most the {len(devices)} devices; {on_a_cpu}'
         )
-    auto = (AxisType.Auto, AxisType.Auto)
-    return jax.make_mesh((data, model), ('data', 'model'), auto, devices=devices[: data * model])
+    return jax.make_mesh(
+        axis_shapes=(data, model),
+        axis_names=MESH_AXES,
+        axis_types=(AxisType.Auto,) * len(MESH_AXES),
+        devices=devices[: data * model],
+    )
 
 
-def check_divides(name: str, n: int, axis: str, mesh: Mesh) -> None:
-    """Raises ValueError, in words, unless `n` things called `name` split evenly over `axis`."""
-    if n % mesh.shape[axis]:
-        fits = ', '.join(str(k) for k in range(1, n + 1) if n % k == 0)
-        fits = ' or '.join(fits.rsplit(', ', 1))
-        raise ValueError(f'{name}={n} cannot be split over {axis}={mesh.shape[axis]}; use {fits}')
+def axes_size(mesh: Mesh, axes: Iterable[str]) -> int:
+    """Return the number of parts that `axes` together split a dimension into."""
+    count = 1
+    for axis in axes:
+        count *= mesh.shape[axis]
+    return count
+
+
+def check_divides(name: str, n: int, axes: tuple[str, ...], mesh: Mesh) -> None:
+    """Raise ValueError unless `n`, the value of `name`, divides by the size of the mesh axes."""
+    count = axes_size(mesh, axes)
+    if n % count:
+        over = ' * '.join(f'mesh.{axis}' for axis in axes)
+        divisors = [str(k) for k in range(1, n + 1) if n % k == 0]
+        choices = divisors[0]
+        if len(divisors) > 1:
+            choices = f'{", ".join(divisors[:-1])} or {divisors[-1]}'
+        raise ValueError(f'{name}={n} cannot be split over {over}={count}: use {choices}')
 
 
 def split(n: int, axis: str) -> int:
-    """This device's count out of `n`; only inside a function that has `axis` bound."""
+    """Return this device's count out of `n`; only inside a function that has `axis` bound."""
     assert n % lax.psum(1, axis) == 0  # check_divides has run before anything is traced
     return n // lax.psum(1, axis)
 
 
 def own_slice(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """This device's part of a whole array: `x` cut along `dim` over the mesh axis."""
+    """Return this device's part of a whole array: `x` split along `dim` over the mesh axis."""
     n = split(x.shape[dim], axis)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * n, n, dim)
 
 
 def argmax(x: jax.Array, axis: str) -> jax.Array:
-    """The index in the whole last dimension, which is split over `axis`, of its largest value, the lowest
-    among equals; int32 [...], whole."""
-    n, max_value = x.shape[-1], x.max(axis=-1)
+    """Return the index of the largest value in the last dimension, which is split over `axis`.
+
+    The index counts in the whole dimension; of equal values the lowest index wins. int32 [...], the
+    same on every device of `axis`.
+    """
+    n = x.shape[-1]
+    max_value = x.max(axis=-1)
     index = x.argmax(axis=-1) + lax.axis_index(axis) * n
     winner = jnp.where(max_value == lax.pmax(max_value, axis), index, lax.psum(n, axis))
     return lax.pmin(winner, axis)
 
 
 def one_device(f: Callable) -> Callable:
-    """`f` with both axes bound to size one, to be called outside a mesh. Initialization goes through it,
-    under `jax.jit(..., out_shardings=...)`: local shapes are whole, and bits the same on every mesh."""
+    """Return `f` with every mesh axis bound to size one, to be called outside a mesh.
 
-    def bound(*args):
-        over_data = jax.vmap(f, in_axes=None, axis_size=1, axis_name='data')
-        over_both = jax.vmap(over_data, in_axes=None, axis_size=1, axis_name='model')
-        return jax.tree.map(lambda x: x[0, 0], over_both(*args))
+    Initialization goes through it, under `jax.jit(..., out_shardings=...)`: local shapes are then
+    whole shapes, and a seed gives the same bits on every mesh.
+    """
+    bound = f
+    for axis in MESH_AXES:
+        bound = jax.vmap(bound, in_axes=None, axis_size=1, axis_name=axis)
 
-    return bound
+    def unbatched(*args):
+        return jax.tree.map(lambda x: x[(0,) * len(MESH_AXES)], bound(*args))
+
+    return unbatched
 
 
-def param_specs(table: Mapping[str, P], paths: Any) -> dict[str, P]:
-    """The row of `table` for each path; every path must match exactly one pattern, whole."""
-    rows = {path: [p for p in table if re.fullmatch(p, path)] for path in paths}
-    for path, patterns in rows.items():
+def param_specs(table: Mapping[str, P], paths: Iterable[str]) -> dict[str, P]:
+    """Return {path: spec} from a table of {regular expression: spec}.
+
+    Raises ValueError for a path that does not match, as a whole, exactly one pattern.
+    """
+    specs = {}
+    for path in paths:
+        patterns = [pattern for pattern in table if re.fullmatch(pattern, path)]
         if len(patterns) != 1:
-            raise ValueError(f'parameter {path!r} matches {len(patterns)} rows: {patterns}')
-    return {path: table[patterns[0]] for path, patterns in rows.items()}
+            raise ValueError(
+                f'parameter {path!r} matches {len(patterns)} rows of the table of specs, {patterns}: '
+                'it must match exactly one, so add or correct a row'
+            )
+        specs[path] = table[patterns[0]]
+    return specs
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:
+    """Return a tree of NamedShardings for a tree of specs."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def own_rows(mesh: Mesh, batch_size: int) -> range:
-    """The rows of a global batch that this process feeds to its devices."""
-    parts = NamedSharding(mesh, BATCH).addressable_devices_indices_map((batch_size,)).values()
-    rows = np.concatenate([np.arange(batch_size)[part] for part in parts])
+    """Return the rows of a global batch that this process feeds to its devices."""
+    indices = NamedSharding(mesh, BATCH).addressable_devices_indices_map((batch_size,))
+    rows = np.concatenate([np.arange(batch_size)[index] for index in indices.values()])
     return range(rows.min(), rows.max() + 1)
 
 
 def place_rows(mesh: Mesh, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """This process's rows of each feature as global arrays, split over 'data'."""
-    place = NamedSharding(mesh, BATCH)
-    return {k: jax.make_array_from_process_local_data(place, x) for k, x in batch.items()}
+    """Return global arrays, split over BATCH_AXES, of the rows that each process has."""
+    sharding = NamedSharding(mesh, BATCH)
+    return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in batch.items()}
 
 
 def from_processes(x: np.ndarray) -> np.ndarray:
-    """What every process has as `x`, stacked: [processes, ...]. It goes as bytes: jax would cut 64 bits."""
+    """Return the arrays that all processes pass as `x`, stacked: [processes, ...].
+
+    They travel as bytes, because JAX would cut 64-bit numbers.
+    """
     content = np.frombuffer(x.tobytes(), np.uint8)
     gathered = np.asarray(multihost_utils.process_allgather(content, tiled=True))
     return gathered.reshape(-1, x.nbytes).view(x.dtype).reshape(-1, *x.shape)
 
 
 def cut_rows(tree: Any, num_parts: int) -> Any:
-    """This device's rows in parts: [b, ...] -> [num_parts, b / num_parts, ...]."""
+    """Return this device's rows in equal parts: [b, ...] -> [num_parts, b / num_parts, ...]."""
     return jax.tree.map(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), tree)
 
 
 def per_device(params: Any, specs: Any) -> Any:
-    """Marks what every 'data' device holds alike as that device's own, before `jax.grad`: gradients then
-    stay the device's, and `sum_gradients` is one visible line, not hidden in every use's transpose."""
-    mark = lambda x, spec: x if 'data' in spec else lax.pcast(x, 'data', to='varying')  # noqa: E731
+    """Mark what is alike on all devices of a batch axis as each device's own, before `jax.grad`.
+
+    The gradients then stay the device's own, and `sum_gradients` is one visible line. Without the
+    mark, JAX hides a sum in the transpose of every use.
+    """
+
+    def mark(x: jax.Array, spec: P) -> jax.Array:
+        axes = replicated_batch_axes(spec)
+        if not axes:
+            return x
+        return lax.pcast(x, axes, to='varying')
+
     return jax.tree.map(mark, params, specs)
 
 
 def sum_gradients(grads: Any, specs: Any) -> Any:
-    """The gradients of the global loss: each device's own, summed over 'data'."""
-    return jax.tree.map(lambda g, spec: g if 'data' in spec else lax.psum(g, 'data'), grads, specs)
+    """Return the gradients of the global loss: each device's own, summed over the batch axes."""
+
+    def total(grad: jax.Array, spec: P) -> jax.Array:
+        axes = replicated_batch_axes(spec)
+        if not axes:
+            return grad
+        return lax.psum(grad, axes)
+
+    return jax.tree.map(total, grads, specs)
+
+
+def replicated_batch_axes(spec: P) -> tuple[str, ...]:
+    """Return the batch axes over which `spec` splits nothing: their devices hold the same values."""
+    return tuple(axis for axis in BATCH_AXES if not splits_over(spec, axis))
+
+
+def splits_over(spec: P, axis: str) -> bool:
+    """Return whether `spec` splits a dimension over `axis`, alone or together with other axes."""
+    for entry in spec:  # a name, a tuple of names, or None
+        axes = entry if isinstance(entry, tuple) else (entry,)
+        if axis in axes:
+            return True
+    return False

@@ -75,6 +75,9 @@ RANGES = {
     'optimizer.beta1': Range(0, 1, without=(1,)),
     'optimizer.weight_decay_rate': FRACTION,
     'optimizer.global_norm_clip_threshold': NOT_NEGATIVE,
+    'optimizer.adamw.beta1': Range(0, 1, without=(1,)),
+    'optimizer.adamw.beta2': Range(0, 1, without=(1,)),
+    'optimizer.adamw.weight_decay': FRACTION,
     'learning_rate.base_learning_rate': NOT_NEGATIVE,
     'learning_rate.warmup_steps': STEPS,
     'learning_rate.decay_factor': NOT_NEGATIVE,
@@ -99,6 +102,7 @@ RANGES = {
 CHOICES = {
     'model.dtype': ('float32', 'bfloat16'),
     'data.on_bad_line': ('stop', 'skip'),
+    'optimizer.name': ('adafactor', 'adamw'),
     'save.dtype': ('float32', 'bfloat16'),
     'restore.dtype': ('float32', 'bfloat16', 'float16', ''),
 }

@@ -109,7 +109,9 @@ def device_gradients(trainer, params, batch, rows_b, key):
     microbatches = partition.cut_rows((batch, weights_bT, rows_b), trainer.num_microbatches)
     grads, sums = lax.scan(add_gradients, zeros, microbatches)
     sums = jax.tree.map(lambda x: x.sum(axis=0), sums)
-    return partition.sum_gradients(grads, trainer.specs.params), lax.psum(sums, 'data')
+    return partition.sum_gradients(grads, trainer.specs.params), lax.psum(
+        sums, partition.BATCH_AXES
+    )
 
 
 def init(trainer: 'Trainer') -> TrainState:
@@ -182,7 +184,9 @@ def make_trainer(config: Any, num_microbatches: int = 1) -> Trainer:
         num_microbatches=num_microbatches,
     )
     model.check_mesh(trainer.model_config, trainer.mesh)
-    partition.check_divides('train.batch_size', trainer.batch_size, 'data', trainer.mesh)
+    partition.check_divides(
+        'train.batch_size', trainer.batch_size, partition.BATCH_AXES, trainer.mesh
+    )
     # These names are parsed when they are first used: parse them now.
     _ = trainer.normalizing_factor
     _ = trainer.schedule
@@ -567,7 +571,7 @@ def prepare(config: Any, folder: str | Path) -> Run:
     workdir.check_is_run(folder)
     console = workdir.Console()
     trainer = make_trainer(config)
-    rows_per_device = trainer.batch_size // trainer.mesh.shape['data']
+    rows_per_device = trainer.batch_size // partition.axes_size(trainer.mesh, partition.BATCH_AXES)
     counts = plan.microbatch_counts(config.train.num_microbatches, rows_per_device)
     with console.working('Reading the text'):
         source = sources.open_source(config.data)

@@ -87,8 +87,10 @@ def get_config() -> ConfigDict:
     # AVERAGE_PER_SEQUENCE.
     config.loss.loss_normalizing_factor = ''
 
-    # Adafactor.
+    # The optimizer. What follows is Adafactor's, but for the clip of the gradient and adamw.
     config.optimizer = ConfigDict()
+    # adafactor, or adamw.
+    config.optimizer.name = 'adafactor'
     # Exponent of the decay of second moments: 1 - step^-decay_rate.
     config.optimizer.decay_rate = 0.8
     # Step from which that decay counts.
@@ -103,8 +105,16 @@ def get_config() -> ConfigDict:
     config.optimizer.beta1 = 0.0
     # Fraction of each parameter that decays per step, not multiplied by the learning rate. 0 for none.
     config.optimizer.weight_decay_rate = 0.0
-    # Largest norm of the whole gradient. 0 for no limit.
+    # Largest norm of the whole gradient; 0 for none. Of any optimizer.
     config.optimizer.global_norm_clip_threshold = 0.0
+    # AdamW.
+    config.optimizer.adamw = ConfigDict()
+    # Decay of the first moments.
+    config.optimizer.adamw.beta1 = 0.9
+    # Decay of the second moments.
+    config.optimizer.adamw.beta2 = 0.999
+    # Fraction of a parameter that decays per step, times the learning rate; 0 for none.
+    config.optimizer.adamw.weight_decay = 0.0001
 
     # The learning rate: a product of factors, as in T5X.
     config.learning_rate = ConfigDict()

@@ -4,6 +4,7 @@ golden/t5x_* and golden/seqio_t5/decoding.*: made by running google-research/t5x
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 
@@ -12,9 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from mesh_test import random_batch, small_config
-from parity_test import assert_close, features
-from parity_test import golden as golden  # a fixture
+from small_models import assert_close, golden_batch, random_batch, run_config, t5_config
 
 import decode
 import infer
@@ -26,6 +25,7 @@ import vocabulary as vocabularies
 HERE = pathlib.Path(__file__).parent / 'golden'
 FORWARD = pathlib.Path(__file__).resolve().parents[2] / 'shared/testdata/seqio_t5/t5x_small_forward'
 MESHES = [(1, 1), (4, 2), (2, 4)]
+pytestmark = pytest.mark.usefixtures('highest_precision')
 
 
 def sharded(f, config, mesh, out_specs=partition.BATCH):
@@ -39,6 +39,7 @@ def sharded(f, config, mesh, out_specs=partition.BATCH):
     return jax.jit(on_mesh)
 
 
+@functools.cache
 def generator(config, mesh, eos_id=vocabularies.EOS_ID):
     """(params, inputs_bM, prompt_bT) -> greedy tokens_bT."""
 
@@ -53,6 +54,7 @@ def generator(config, mesh, eos_id=vocabularies.EOS_ID):
     return sharded(device_generate, config, mesh)
 
 
+@functools.cache
 def stepwise_logits(config, mesh):
     """(params, inputs_bM, tokens_bT) -> logits_bTv of decoding one forced token after the other."""
 
@@ -73,16 +75,10 @@ def make_mesh(data_size, model_size):
     return partition.make_mesh(data_size, model_size, jax.devices()[: data_size * model_size])
 
 
-@pytest.fixture(autouse=True)
-def highest_precision():
-    with jax.default_matmul_precision('highest'):
-        yield
-
-
 def test_greedy_tokens_are_T5Xs(golden):
     arrays, t5 = np.load(golden / 'golden.npz'), infer.load(golden / 'checkpoint_0')
     expected = arrays['greedy_decodes']
-    inputs = features(arrays, 'batch')['encoder_input_tokens']
+    inputs = golden_batch(arrays, 'batch')['encoder_input_tokens']
     for data_size, model_size in [(1, 1), (2, 4)]:
         mesh = make_mesh(data_size, model_size)
         params = jax.tree.map(np.asarray, t5.arrays)
@@ -99,7 +95,7 @@ def test_scores_are_T5Xs(golden):
         nats_bT, _ = loss.cross_entropy(logits_bTv, batch['decoder_target_tokens'])
         return -(nats_bT * batch['decoder_loss_weights']).sum(axis=-1)
 
-    scores = sharded(device_scores, t5.config, t5.mesh)(t5.arrays, features(arrays, 'batch'))
+    scores = sharded(device_scores, t5.config, t5.mesh)(t5.arrays, golden_batch(arrays, 'batch'))
     assert_close(scores, arrays['score_batch'], 1e-5)
 
 
@@ -155,9 +151,10 @@ VARIANTS = {
 }
 
 
+@functools.cache
 def variant(name):
-    sizes = {'num_encoder_layers': 2, 'num_decoder_layers': 3}
-    config = model.T5Config(**small_config(1, 1, **sizes).model.to_dict() | VARIANTS[name])
+    sizes = {'num_encoder_layers': 1, 'num_decoder_layers': 2}
+    config = t5_config(**run_config(1, 1, **(sizes | VARIANTS[name])).model)
     params = jax.jit(lambda: model.init(config, jax.random.key(0)))()
     # So that attention is sharp, and what a token says does not drown what the layers make of it.
     factors = {'query/kernel': 3.0, 'token_embedder/embedding': 0.1}
@@ -173,6 +170,7 @@ def long_batch():
     return random_batch(1) | {'decoder_target_tokens': targets, 'decoder_input_tokens': shifted}
 
 
+@functools.cache
 def teacher_forced(config):
     def device_logits(params, batch):
         return model.apply(lambda: model.logits(config, batch), params)
@@ -180,13 +178,22 @@ def teacher_forced(config):
     return sharded(device_logits, config, make_mesh(1, 1), P('data', None, 'model'))
 
 
-@pytest.mark.parametrize('name', VARIANTS)
-def test_cached_equals_uncached(name):
-    (config, params), batch = variant(name), long_batch()
+# Each model on one device, and one of them on another mesh; the slow suite has all.
+FAST = [('t5_1_1', (1, 1)), ('t5', (1, 1)), ('umt5', (1, 1)), ('t5', (2, 4))]
+CACHED = [
+    pytest.param(name, shape, marks=() if (name, shape) in FAST else pytest.mark.slow)
+    for name in VARIANTS
+    for shape in MESHES
+]
+
+
+@pytest.mark.parametrize('name, shape', CACHED)
+def test_cached_equals_uncached(name, shape):
+    config, params = variant(name)
+    batch = long_batch()
     expected = teacher_forced(config)(params, batch)
     tokens = (batch['encoder_input_tokens'], batch['decoder_input_tokens'])
-    for shape in MESHES:
-        assert_close(stepwise_logits(config, make_mesh(*shape))(params, *tokens), expected, 1e-5)
+    assert_close(stepwise_logits(config, make_mesh(*shape))(params, *tokens), expected, 1e-5)
 
 
 def test_the_cache_adds_no_error_to_bfloat16():
@@ -202,7 +209,11 @@ def test_the_cache_adds_no_error_to_bfloat16():
     assert 0 < cached < 1.2 * uncached
 
 
-@pytest.mark.parametrize('name', VARIANTS)
+@pytest.mark.parametrize('name', [
+    't5_1_1',
+    pytest.param('t5', marks=pytest.mark.slow),
+    pytest.param('umt5', marks=pytest.mark.slow),
+])  # fmt: skip
 def test_same_tokens_on_every_mesh(name):
     config, params = variant(name)
     inputs, prompt = random_batch(2)['encoder_input_tokens'], np.zeros([8, 20], np.int32)
@@ -249,7 +260,7 @@ def test_a_second_oracle_of_tiny_models(name):
     if not FORWARD.exists():
         pytest.skip(f'{FORWARD.name} is not in this checkout; golden/t5x_* have its like')
     facts = json.loads((FORWARD / f'{name}.json').read_text())
-    config, norms = model.T5Config(**facts['config']), facts['grad_l2_norms']
+    config, norms = t5_config(**facts['config']), facts['grad_l2_norms']
     mesh = make_mesh(1, 1)
     params = dict(np.load(FORWARD / f'{name}_params.npz'))
     arrays = dict(np.load(FORWARD / f'{name}_golden.npz'))
@@ -278,11 +289,10 @@ def test_a_second_oracle_of_tiny_models(name):
     def device_encoded(params, tokens_bM):
         segments_bM = (tokens_bM > 0).astype(int)
         mask_b1MM = model.attention_mask(segments_bM, segments_bM)
-        dropout = model.Dropout(config.dropout_rate, None)
 
         def encoded():
-            x_bMD = model.embed(config, model.embedding_table('token_embedder', config), tokens_bM)
-            return model.encoder('encoder', config, x_bMD, mask_b1MM, dropout)
+            x_bMD = model.Embedder(config, name='token_embedder')(tokens_bM)
+            return model.Encoder(config, name='encoder')(x_bMD, mask_b1MM, rows_b=None)
 
         return model.apply(encoded, params)
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mesh_test import random_batch, small_config
+from small_models import random_batch, run_config, t5_config
 
 import data
 import model
@@ -27,7 +27,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def model_config(**settings):
-    return model.T5Config(**small_config(1, 1, **settings).model)
+    return t5_config(**run_config(1, 1, **settings).model)
 
 
 def apply_logits(config):
@@ -78,19 +78,22 @@ def test_causality_by_gradients(tiny):
     def logit_sums(offset_bTD):
         """Sums of logits per position, with `offset` added to the decoder's embedded inputs."""
 
-        def shifted(c, table_vD, tokens_bT):
-            x_bTD = original(c, table_vD, tokens_bT)
-            return x_bTD + offset_bTD if tokens_bT is batch['decoder_input_tokens'] else x_bTD
+        def add_offset(embed, args, kwargs, context):
+            x_bTD = embed(*args, **kwargs)
+            is_decoders = args and args[0] is batch['decoder_input_tokens']
+            if isinstance(context.module, model.Embedder) and is_decoders:
+                return x_bTD + offset_bTD
+            return x_bTD
 
-        original, model.embed = model.embed, shifted
-        try:
-            logits = model.apply(lambda: model.logits(config, batch), params)
-        finally:
-            model.embed = original
+        def shifted_logits():
+            with hk.intercept_methods(add_offset):
+                return model.logits(config, batch)
+
+        logits = model.apply(shifted_logits, params)
         return (logits * jnp.arange(1.0, 385.0)[None, None]).sum((0, 2))
 
     length = batch['decoder_input_tokens'].shape[1]
-    jacobian = partition.one_device(jax.jacobian(logit_sums))(
+    jacobian = jax.jit(partition.one_device(jax.jacobian(logit_sums)))(
         jnp.zeros([1, length, config.emb_dim])
     )
     depends = np.abs(np.asarray(jacobian)).max((1, 3)) > 0  # [logits at, input at]
@@ -127,8 +130,9 @@ def test_neighbours_in_a_packed_row_and_padding_change_nothing(tiny):
 
 def test_dropout_is_off_without_rows_and_its_expectation_is_the_identity(tiny):
     x = jnp.ones([64, 50, 40])
-    dropout = model.Dropout(0.3, jnp.arange(64))
-    drop = hk.transform(lambda shape: dropout(x, shape))
+    drop = hk.transform(
+        lambda shape: model.dropout(x, rate=0.3, rows_b=jnp.arange(64), mask_shape=shape)
+    )
     for shape in ((1, 40), (50, 40), (50, 1)):
         y = np.asarray(drop.apply({}, jax.random.key(0), shape))
         assert set(np.unique(y)) == {0, np.float32(1 / np.float32(0.7))}
@@ -177,7 +181,7 @@ def test_parameter_tree_is_T5Xs():
     """tests/golden/parameters.json: from the shapes of T5X's own checkpoints (see its 'made_by')."""
     pinned = json.loads((ROOT / 'tests/golden/parameters.json').read_text())
     for name, settings in pinned['configs'].items():
-        shapes = model.shapes(model.T5Config(**settings))
+        shapes = model.shapes(t5_config(**settings))
         assert {path: list(shape) for path, shape in shapes.items()} == pinned[name]
 
 
@@ -230,6 +234,23 @@ def num_parameters(config):
     return sum(math.prod(shape) for shape in model.shapes(config).values())
 
 
+@functools.cache
+def num_parameters_by_depth(config):
+    """The parameters of a deep model, from those of models with one or two layers in a stack."""
+
+    def with_depths(encoder, decoder):
+        shallow = {'num_encoder_layers': encoder, 'num_decoder_layers': decoder}
+        return num_parameters(dataclasses.replace(config, **shallow))
+
+    per_encoder_layer = with_depths(2, 1) - with_depths(1, 1)
+    per_decoder_layer = with_depths(1, 2) - with_depths(1, 1)
+    return (
+        with_depths(1, 1)
+        + (config.num_encoder_layers - 1) * per_encoder_layer
+        + (config.num_decoder_layers - 1) * per_decoder_layer
+    )
+
+
 def released(name):
     family, size = name.split(':')
     return importlib.import_module(f'configs.{family}').get_config(size)
@@ -238,8 +259,9 @@ def released(name):
 @pytest.mark.parametrize('name', COUNTS)
 def test_parameter_counts_of_released_models(name):
     config = released(name)
-    t5_config = dataclasses.replace(model.T5Config(**config.model), dropout_rate=0.0)
-    assert num_parameters(t5_config) == COUNTS[name]  # many families have the shapes of another
+    # Many families have the shapes of another.
+    sizes = dataclasses.replace(model.T5Config(**config.model), dropout_rate=0.0)
+    assert num_parameters_by_depth(sizes) == COUNTS[name]
     assert config.model.dtype == 'bfloat16'
     if (
         config.data.task in data.OBJECTIVES
@@ -253,6 +275,13 @@ def test_parameter_counts_of_released_models(name):
             str(config.train.batch_size * lengths.targets),
             'NUM_REAL_TARGET_TOKENS',
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', COUNTS)
+def test_parameter_counts_of_whole_released_models(name):
+    sizes = dataclasses.replace(model.T5Config(**released(name).model), dropout_rate=0.0)
+    assert num_parameters(sizes) == COUNTS[name]
 
 
 def test_every_size_is_counted_and_an_unknown_one_is_said_in_words():
@@ -287,22 +316,39 @@ def test_each_layer_of_umt5_has_its_relative_positions():
     assert np.abs(apply_logits(apart)(params, batch) - expected).max() > 1e-3
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_one_step_of_t5_1_1_small(dtype):
+SHALLOW = {
+    'vocab_size': 1000,
+    'emb_dim': 128,
+    'num_heads': 4,
+    'head_dim': 32,
+    'mlp_dim': 128,
+    'num_encoder_layers': 1,
+    'num_decoder_layers': 1,
+}
+
+
+@pytest.mark.parametrize('sizes, dtype', [
+    pytest.param(SHALLOW, 'bfloat16', id='shallow-bfloat16'),
+    pytest.param({}, 'float32', id='small-float32', marks=pytest.mark.slow),
+    pytest.param({}, 'bfloat16', id='small-bfloat16', marks=pytest.mark.slow),
+])  # fmt: skip
+def test_one_step_of_t5_1_1(sizes, dtype):
     config = base.get_config()
+    config.model.update(sizes)
     config.model.dtype = dtype
+    vocab_size = config.model.vocab_size
     config.train.batch_size = 2
     config.mesh.update(data=1, model=1)
     trainer = train.make_trainer(config)
     rng, state = np.random.default_rng(0), train.jit_init(trainer)()
     lengths = dict(encoder_input_tokens=512, decoder_input_tokens=114, decoder_target_tokens=114)
-    batch = {name: rng.integers(2, 32100, (2, n), np.int32) for name, n in lengths.items()}
+    batch = {name: rng.integers(2, vocab_size, (2, n), np.int32) for name, n in lengths.items()}
     batch['decoder_loss_weights'] = np.ones((2, 114), np.int32)
     state, metrics = train.jit_step(trainer)(state, batch)
     assert all(x.dtype == jnp.float32 for x in state.params.values())
     assert metrics['finite'] and metrics['weights'] == 228
-    # Untrained, logits have variance one: log(32128) + 1/2, but for the noise of 228 tokens.
-    assert abs(metrics['nats'] / 228 - (np.log(32128) + 0.5)) < 0.5
+    # Untrained, logits have variance one: log(vocab_size) + 1/2, but for the noise of 228 tokens.
+    assert abs(metrics['nats'] / 228 - (np.log(vocab_size) + 0.5)) < 0.5
 
 
 @pytest.mark.parametrize('settings, words', [
@@ -320,7 +366,7 @@ def test_a_model_that_cannot_be_is_said_in_words(settings, words):
 def test_a_table_that_disagrees_fails_by_path(monkeypatch):
     pattern = r'.+/mlp/wo/kernel'
     monkeypatch.setitem(model.PARAMETER_SPECS, pattern, jax.sharding.PartitionSpec(None, 'model'))
-    config = small_config(1, 2)
+    config = run_config(1, 2)
     config.seed = 17  # no other test has compiled this trainer
     trainer = train.make_trainer(config)
     with pytest.raises(ValueError, match='mlp/wo'):

@@ -3,20 +3,24 @@
 The formulas: t5x/adafactor.py; the cases: t5x/adafactor_test.py and t5x/utils.py.
 """
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
-from parity_test import assert_close
+from small_models import assert_close
 
+import checkpoint
 import optimizer
+import settings
 from configs import base
 
 
-def adafactor_config(**settings):
-    return ConfigDict(base.get_config().optimizer.to_dict() | settings)
+def optimizer_config(**changes):
+    return ConfigDict(base.get_config().optimizer.to_dict() | changes)
 
 
 def numpy_adafactor(params, grads, config, learning_rate, steps=1):
@@ -66,7 +70,7 @@ def numpy_adafactor(params, grads, config, learning_rate, steps=1):
     {'step_offset': -3},
 ], ids=str)  # fmt: skip
 def test_adafactor_is_its_formula(settings):
-    config, steps, rng = adafactor_config(**settings), 4, np.random.default_rng(0)
+    config, steps, rng = optimizer_config(**settings), 4, np.random.default_rng(0)
     shapes = {'square': (128, 128), 'tall': (300, 130), 'wide': (130, 300), 'small': (127, 200)}
     shapes |= {'scale': (64,), 'zero': (5, 3)}
     params = {k: rng.normal(size=s).astype(np.float32) for k, s in shapes.items()}
@@ -85,12 +89,13 @@ def test_adafactor_is_its_formula(settings):
         found = optax.apply_updates(found, updates)
     expected, slots = numpy_adafactor(params, grads, config, 0.05, steps)
     arrays = optimizer.to_t5x(jnp.int32(steps), found, state)
-    assert len(arrays) == 1 + len(params) * (1 + len(optimizer.SLOTS))
+    assert len(arrays) == 1 + len(params) * (1 + len(optimizer.T5X_SLOTS))
     for k in params:
-        assert_close(found[k], expected[k], 1e-5, k)
-        for name in optimizer.SLOTS:
+        assert_close({k: found[k]}, {k: expected[k]}, 1e-5)
+        for name in optimizer.T5X_SLOTS:
             want = slots[k].get(name, np.zeros(1))  # T5X keeps [1] zeros for a slot without use
-            assert_close(arrays[f'state/param_states/{k}/{name}'], want, 1e-5, f'{k}/{name}')
+            path = f'state/param_states/{k}/{name}'
+            assert_close({path: arrays[path]}, {path: want}, 1e-5)
 
     # There and back: a fresh state takes on T5X's arrays, counts included, and goes on the same.
     *_, again = optimizer.from_t5x(arrays, jax.eval_shape(tx.init, params))
@@ -147,3 +152,176 @@ def test_schedules(step, settings, expected):
 def test_an_unknown_factor_is_named():
     with pytest.raises(ValueError, match="'rsqrt' is none of constant, linear_warmup"):
         rate(0, factors='constant * rsqrt')
+
+
+@pytest.fixture
+def params():
+    """A parameter that Adafactor factors, one that it does not, and a vector; under T5X's paths."""
+    rng = np.random.default_rng(0)
+    shapes = {
+        'encoder/layers_0/mlp/wi/kernel': (128, 130),
+        'encoder/relpos_bias/rel_embedding': (4, 32),
+        'encoder/encoder_norm/scale': (128,),
+    }
+    return {path: rng.normal(size=shape).astype(np.float32) for path, shape in shapes.items()}
+
+
+def train_state(tx, params, steps):
+    """Parameters and optimizer state after `steps` updates with gradients that depend on both."""
+    state = tx.init(params)
+    for step in range(steps):
+        params, state = updated(tx, params, state, step)
+    return params, state
+
+
+def updated(tx, params, state, step):
+    grads = jax.tree.map(lambda x: jnp.sin(3 * x + step), params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def schedule(step):
+    return 0.01 / (step + 1)
+
+
+def labels(params):
+    return {path: 'norm' if path.endswith('scale') else 'matrix' for path in params}
+
+
+FOREIGN = {
+    'lion': lambda: optax.lion(schedule),
+    'sgd with two momenta': lambda: optax.chain(
+        optax.trace(0.9), optax.trace(0.5, nesterov=True), optax.scale(-0.01)
+    ),
+    'masked adam after a clip': lambda: optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.masked(optax.adam(schedule), lambda params: {p: 'scale' not in p for p in params}),
+    ),
+    'injected hyper-parameters': lambda: optax.inject_hyperparams(optax.adamw)(schedule),
+    'every second step': lambda: optax.MultiSteps(
+        optax.adafactor(schedule, momentum=0.9), every_k_schedule=2
+    ).gradient_transformation(),
+    'labels': lambda: optax.multi_transform(
+        {'norm': optax.sgd(0.01, momentum=0.9), 'matrix': optax.adam(schedule)}, labels
+    ),
+    'averaged updates': lambda: optax.chain(optax.adam(schedule), optax.ema(0.9)),
+}
+OURS = {
+    'adafactor': {},
+    'adafactor with momentum': {'beta1': 0.9},
+    'adafactor after a clip': {'global_norm_clip_threshold': 1.0},
+    'adafactor with all': {'beta1': 0.9, 'global_norm_clip_threshold': 1.0, 'factored': False},
+    'adamw': {'name': 'adamw'},
+    'adamw after a clip': {'name': 'adamw', 'global_norm_clip_threshold': 1.0},
+}
+
+
+@pytest.mark.parametrize('name', [*OURS, *FOREIGN])
+def test_any_optimizer_goes_on_from_a_checkpoint(name, params, tmp_path):
+    """Three steps, saved and restored, then two more, are five steps, bit for bit."""
+    if name in OURS:
+        tx = optimizer.make_optimizer(optimizer_config(**OURS[name]), schedule)
+    else:
+        tx = FOREIGN[name]()
+    expected = train_state(tx, params, 5)
+    saved = train_state(tx, params, 3)
+    saver = checkpoint.Saver(tmp_path)
+    saver.save(3, optimizer.to_t5x(jnp.int32(3), *saved), {})
+    saver.wait()
+    tree = checkpoint.restore(tmp_path / 'checkpoint_3')
+    step, *found = optimizer.from_t5x(tree, jax.eval_shape(tx.init, params))
+    assert step == 3
+    chex.assert_trees_all_equal(tuple(found), saved)
+    chex.assert_trees_all_equal_dtypes(tuple(found), saved)
+    for step in (3, 4):
+        found = updated(tx, *found, step)
+    chex.assert_trees_all_equal(found, expected)
+
+
+def state_names(tx, params):
+    """The paths of the optimizer's state, a parameter's below 'PARAM'."""
+    tree = optimizer.to_t5x(jnp.int32(0), params, tx.init(params))
+    names = set()
+    for path in tree:
+        if not path.startswith('target/'):
+            for parameter in params:
+                path = path.replace(parameter, 'PARAM')
+            names.add(path)
+    return names
+
+
+def slots(*names):
+    return {f'state/param_states/PARAM/{name}' for name in names}
+
+
+def test_names_of_the_state(params):
+    adafactor = {'state/step'} | slots('m', 'v', 'v_col', 'v_row')
+    for changes in ({}, {'beta1': 0.9}, {'global_norm_clip_threshold': 1.0}):
+        tx = optimizer.make_optimizer(optimizer_config(**changes), schedule)
+        assert state_names(tx, params) == adafactor
+    adamw = optimizer.make_optimizer(optimizer_config(name='adamw'), schedule)
+    adam_count = 'state/optimizer/count'
+    assert state_names(adamw, params) == {'state/step', adam_count} | slots('mu', 'nu')
+    momenta = FOREIGN['sgd with two momenta']()
+    assert state_names(momenta, params) == {'state/step'} | slots('trace', 'trace_1')
+    every_second = {'state/step'} | slots('m', 'v', 'v_col', 'v_row', 'acc_grads')
+    for name in ('mini_step', 'gradient_step', 'inner_opt_state/count'):
+        every_second.add(f'state/optimizer/{name}')
+    for number in (1, 2):
+        every_second.add(f'state/optimizer/inner_opt_state/count_{number}')
+    assert state_names(FOREIGN['every second step'](), params) == every_second
+
+
+def test_a_schedule_follows_a_step_that_comes_without_optimizer_state(params):
+    """As for Adafactor in T5X. The bias correction of Adam begins anew with its moments."""
+    tx = optimizer.make_optimizer(optimizer_config(name='adamw'), schedule)
+    tree = optimizer.to_t5x(jnp.int32(1000), params, tx.init(params))
+    _, _, state = optimizer.from_t5x(tree, tx.init(params))
+    counts = optax.tree_utils.tree_get_all_with_path(state, 'count')
+    assert sorted(int(count) for _, count in counts) == [0, 1000]
+
+
+@pytest.mark.parametrize('name', [*OURS, *FOREIGN])
+def test_slots_are_split_like_their_parameters(name, params):
+    if name in OURS:
+        tx = optimizer.make_optimizer(optimizer_config(**OURS[name]), schedule)
+    else:
+        tx = FOREIGN[name]()
+    split = {
+        'encoder/layers_0/mlp/wi/kernel': P(None, 'model'),
+        'encoder/relpos_bias/rel_embedding': P('model', None),
+        'encoder/encoder_norm/scale': P(None),
+    }
+    opt_state = jax.eval_shape(tx.init, params)
+    specs = optimizer.state_specs(opt_state, params, split)
+    chex.assert_trees_all_equal_structs(specs, opt_state)
+    arrays = optimizer.to_t5x(jnp.int32(0), params, tx.init(params))
+    num_split = 0
+    for path, spec in optimizer.to_t5x(P(), split, specs).items():
+        parameter = next((p for p in params if f'param_states/{p}/' in path), None)
+        if parameter and arrays[path].shape == params[parameter].shape:
+            assert spec == split[parameter], path
+            num_split += 1
+        elif path.startswith('state/') and isinstance(spec, P):
+            assert spec == P(), path
+    assert num_split >= 2
+
+
+def test_the_choices_of_an_optimizer_are_those_of_the_settings():
+    assert set(settings.CHOICES['optimizer.name']) == set(optimizer.OPTIMIZERS)
+
+
+def test_adamw_is_its_formula(params):
+    config = optimizer_config(name='adamw')
+    beta1, beta2, decay = config.adamw.beta1, config.adamw.beta2, config.adamw.weight_decay
+    found, _ = train_state(optimizer.make_optimizer(config, schedule), params, 3)
+    for path, x in params.items():
+        p = x.astype(np.float64)
+        m = v = 0.0
+        for step in range(3):
+            g = np.sin(3 * p + step)
+            m = beta1 * m + (1 - beta1) * g
+            v = beta2 * v + (1 - beta2) * g**2
+            u = m / (1 - beta1 ** (step + 1)) / (np.sqrt(v / (1 - beta2 ** (step + 1))) + 1e-8)
+            p = p - schedule(step) * (u + decay * p)
+        assert_close({path: found[path]}, {path: p}, 1e-5)

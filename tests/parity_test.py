@@ -6,12 +6,12 @@ max|a-b| <= tol * max|b| per array; an independent float32 forward was within 2e
 """
 
 import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_models import assert_close, golden_batch
 
 import checkpoint
 import infer
@@ -20,32 +20,10 @@ import optimizer
 import train
 from configs import base
 
-HERE = pathlib.Path(__file__).parent / 'golden'
-SHARED = pathlib.Path(__file__).resolve().parents[2] / 'shared' / 'testdata' / 'golden'
-MODELS = ('t5x_t5_1_1_tiny', 't5x_t5_1_0_tiny', 't5x_factored')
+pytestmark = pytest.mark.usefixtures('highest_precision')
 
 
-@pytest.fixture(params=MODELS)
-def golden(request):
-    for folder in (HERE / request.param, SHARED / request.param):
-        if folder.exists():
-            return folder
-    pytest.skip(f'{request.param} (10 MB) is not in this checkout; optimizer_test.py has its like')
-
-
-def features(arrays, prefix):
-    batch = {n.split('/')[1]: arrays[n] for n in arrays if n.startswith(prefix + '/')}
-    return {name: x.astype(np.int32) for name, x in batch.items()}
-
-
-def assert_close(found, expected, tolerance, name=''):
-    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
-    assert found.shape == expected.shape, name
-    error, scale = np.abs(found - expected).max(), np.abs(expected).max()
-    assert error <= tolerance * scale, f'{name}: {error:.3g} > {tolerance} * {scale:.3g}'
-
-
-def run_config(golden):
+def golden_config(golden):
     """Our config for the run that golden/config.json describes."""
     settings = json.loads((golden / 'config.json').read_text())
     config = base.get_config()
@@ -63,12 +41,6 @@ def run_config(golden):
     return config
 
 
-@pytest.fixture(autouse=True)
-def highest_precision():
-    with jax.default_matmul_precision('highest'):
-        yield
-
-
 def test_logits(golden):
     arrays = np.load(golden / 'golden.npz')
     t5 = infer.load(golden / 'checkpoint_0')
@@ -82,24 +54,24 @@ def test_logits(golden):
     ):
         assert getattr(t5.config, name) == settings[name]
     assert t5.config.mlp_activations == tuple(settings['mlp_activations'])
-    assert_close(t5.logits(features(arrays, 'batch')), arrays['logits'], 1e-5)
-    assert_close(t5.logits(features(arrays, 'packed')), arrays['packed_logits'], 1e-5)
+    assert_close(t5.logits(golden_batch(arrays, 'batch')), arrays['logits'], 1e-5)
+    assert_close(t5.logits(golden_batch(arrays, 'packed')), arrays['packed_logits'], 1e-5)
 
 
 def test_loss_and_metrics(golden):
     arrays = np.load(golden / 'golden.npz')
-    trainer = train.make_trainer(run_config(golden))
+    trainer = train.make_trainer(golden_config(golden))
     params = infer.load(golden / 'checkpoint_0').arrays
     gradients = jax.jit(train.gradients, static_argnums=0)
     rows, key = np.arange(8), jax.random.key(0)
-    _, sums = gradients(trainer, params, features(arrays, 'batch'), rows, key)
+    _, sums = gradients(trainer, params, golden_batch(arrays, 'batch'), rows, key)
     assert_close(sums['loss'], arrays['loss'], 1e-5)
     if arrays['z_loss'] == 0:
         assert sums['z_loss'] == 0
     else:
         assert_close(sums['z_loss'], arrays['z_loss'], 1e-5)
     assert_close(sums['correct'] / sums['weights'], arrays['accuracy'], 1e-5)
-    _, packed = gradients(trainer, params, features(arrays, 'packed'), rows, key)
+    _, packed = gradients(trainer, params, golden_batch(arrays, 'packed'), rows, key)
     assert_close(packed['loss'], arrays['packed_loss'], 1e-5)
 
 
@@ -109,33 +81,32 @@ def test_six_adafactor_steps(golden, monkeypatch):
     # the kink the gradient is another one. So the kink is moved where no input is near it.
     monkeypatch.setitem(model.ACTIVATIONS, 'relu', lambda x: jnp.where(x > 1e-6, x, 0.0))
     arrays = np.load(golden / 'golden.npz')
-    trainer = train.make_trainer(run_config(golden))
+    trainer = train.make_trainer(golden_config(golden))
     state = train.restore(trainer, checkpoint.read_index(golden / 'checkpoint_0'))
     start = {name: np.asarray(x) for name, x in state.params.items()}
     losses = []
     for i in range(6):
-        state, metrics = train.jit_step(trainer)(state, features(arrays, f'train_batch{i}'))
+        state, metrics = train.jit_step(trainer)(state, golden_batch(arrays, f'train_batch{i}'))
         losses.append(float(metrics['loss']))
     np.testing.assert_allclose(losses, arrays['train_losses'], rtol=1e-5)
 
     expected = checkpoint.restore(golden / 'checkpoint_6')
     found = optimizer.to_t5x(*state)
     assert sorted(found) == sorted(expected)
-    for name in expected:
-        assert_close(found[name], expected[name], 1e-4, name)
+    assert_close(found, expected, 1e-4)
     for name, p0 in start.items():
         change = expected[f'target/{name}'] - p0
-        assert_close(np.asarray(state.params[name]) - p0, change, 1e-2, name)
+        assert_close({name: np.asarray(state.params[name]) - p0}, {name: change}, 1e-2)
 
 
 def test_a_trained_checkpoint_has_the_layout_of_T5Xs(golden, tmp_path):
     """After three steps from checkpoint_0 through the run's own saver: leaf by leaf as T5X's checkpoint_6,
     inline arrays but for their values, specs but for the compressor."""
     arrays = np.load(golden / 'golden.npz')
-    trainer = train.make_trainer(run_config(golden))
+    trainer = train.make_trainer(golden_config(golden))
     state = train.restore(trainer, checkpoint.read_index(golden / 'checkpoint_0'))
     for i in range(3):
-        state, _ = train.jit_step(trainer)(state, features(arrays, f'train_batch{i}'))
+        state, _ = train.jit_step(trainer)(state, golden_batch(arrays, f'train_batch{i}'))
     saver = checkpoint.Saver(tmp_path)
     saver.save(3, optimizer.to_t5x(*state), {'config.json': b'{}'})
     saver.wait()
