@@ -269,8 +269,8 @@ def _make_index(tree: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 def _is_packed(path: str, tree: Mapping[str, Any]) -> bool:
     """Return whether T5X has this array in its index, because it gives it no logical axes.
 
-    These are the step, placeholders of shape [1], and an optimizer's slots that are not shaped like their
-    parameter, such as Adafactor's vectors of a factored second moment.
+    These are the step, placeholders of shape [1], and vectors of the optimizer that are not shaped like
+    their parameter, such as those of Adafactor's factored second moments.
     """
     if is_parameter(path):
         return False
@@ -279,7 +279,7 @@ def _is_packed(path: str, tree: Mapping[str, Any]) -> bool:
         return True
     owner, _, _ = path.removeprefix(SLOT_PREFIX).rpartition('/')
     parameter = tree.get(f'{PARAMETER_PREFIX}{owner}')
-    return parameter is not None and np.shape(parameter) != shape
+    return parameter is not None and len(shape) == 1 and np.shape(parameter) != shape
 
 
 def _pack_array(leaf: Any) -> msgpack.ExtType:

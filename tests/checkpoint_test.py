@@ -313,7 +313,7 @@ def example_tree():
     rng = np.random.default_rng(0)
     return {
         'target/embedding': rng.standard_normal((24, 16), np.float32),
-        'target/half': rng.standard_normal((4, 8), np.float32).astype(ml_dtypes.bfloat16),
+        'target/half': rng.standard_normal((3, 8), np.float32).astype(ml_dtypes.bfloat16),
         'target/ids': rng.integers(0, 2**31 - 1, 8, np.int32),
         'target/temperature': np.float32(0.5),
         'target/scale': np.float32([np.nan]),  # a parameter of shape (1,) is no placeholder

@@ -164,3 +164,66 @@ def test_names_for_tensorstore(here):
     assert paths.to_kvstore(here) == {'driver': 'file', 'path': f'{here}/'}
     with pytest.raises(ValueError, match='is not UTF-8, and TensorStore opens no other names'):
         paths.to_kvstore(here / os.fsdecode(b'latin-\xe9'))
+
+
+def test_a_folder_that_cannot_be_made(here):
+    for name in ('new', 'real', 'real/sub/new', 'link/new'):
+        paths.check_new(here / name)
+        assert paths.blocking_file(here / name) is None
+    for name in ('file', 'file/below/it'):
+        assert paths.blocking_file(here / name) == here / 'file'
+        with pytest.raises(ValueError, match='/file is a file: name another folder'):
+            paths.check_new(here / name)
+    with pytest.raises(
+        ValueError, match='/dangling is a link to nothing: remove it or name another'
+    ):
+        paths.check_new(here / 'dangling/new')
+
+
+def test_a_new_folder_appears_at_once_or_not_at_all(here):
+    final = here / 'a/b/final'
+    with pytest.raises(OSError, match='disk full'):
+        with paths.unfinished(final) as new:
+            (new / 'file').write_text('half')
+            raise OSError('disk full')
+    assert not (here / 'a').exists()
+    with paths.unfinished(final) as new:
+        (new / 'file').write_text('all')
+        assert not final.exists()
+        new.rename(final)
+    assert [path.name for path in (here / 'a/b').iterdir()] == ['final']
+    assert (final / 'file').read_text() == 'all'
+
+
+def test_a_file_is_replaced_at_once_or_not_at_all(here, monkeypatch):
+    paths.replace_file(here / 'file', b'new')
+    assert (here / 'file').read_bytes() == b'new'
+    names = sorted(os.listdir(here))
+
+    def fail(descriptor):
+        raise OSError('disk full')
+
+    monkeypatch.setattr(os, 'fsync', fail)
+    with pytest.raises(OSError, match='disk full'):
+        paths.replace_file(here / 'file', b'newer')
+    monkeypatch.undo()
+    assert (here / 'file').read_bytes() == b'new'
+    paths.replace_file(here / 'file', b'newest')  # what the first attempt left is no hindrance
+    assert (here / 'file').read_bytes() == b'newest' and sorted(os.listdir(here)) == names
+
+
+@pytest.mark.parametrize(
+    'content, message',
+    [
+        (b'{', 'cannot be read .*: copy the folder again'),
+        (b'[' * 100_000, 'cannot be read .*: copy the folder again'),
+        (b'[]', 'holds no JSON object: copy the folder again'),
+    ],
+    ids=['torn', 'deep', 'list'],
+)
+def test_json_of_others(here, content, message):
+    (here / 'config.json').write_bytes(b'{"a": 1}')
+    assert paths.read_json(here / 'config.json') == {'a': 1}
+    (here / 'config.json').write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        paths.read_json(here / 'config.json')
