@@ -1,10 +1,12 @@
 """From documents to batches: objectives, and a stream that resumes.
 
-    documents -> ids -> groups of 128 documents -> rows of raw ids -> an objective -> examples -> batch
+    documents -> ids -> groups of 128 documents -> rows of raw ids -> an objective -> examples ->
+    batch
 
-The host does all of this with numpy. Row r of every batch is lane r. Each lane reads its own part of every epoch, so a
-process parses and tokenizes only what its own rows need. All randomness is a function of the seed and of a position in
-the data, so a position is all that resuming needs. Imports no jax.
+The host does all of this with numpy. Row r of every batch is lane r. Each lane reads its own part
+of every epoch, so a process parses and tokenizes only what its own rows need. All randomness is a
+function of the seed and of a position in the data, so a position is all that resuming needs.
+Imports no jax.
 """
 
 import collections
@@ -25,7 +27,7 @@ NUM_TASKS = 1  # on the second axis of a position, which is for mixtures
 
 
 class Position(NamedTuple):
-    """Where a lane is: example number `given` of the group of documents that begins at `offset` in `pool`."""
+    """Where a lane is: at example `given` of the group that begins at `offset` in `pool`."""
 
     epoch: int = 0
     pool: int = 0
@@ -41,10 +43,10 @@ class Example(NamedTuple):
 
 
 class Stream:
-    """Iterator of batches: dicts of int32 arrays [rows, length] under T5X's names, for `rows` of the global batch.
+    """Iterator of batches: int32 [rows, length] under T5X's names, for `rows` of the global batch.
 
-    After `num_epochs` a row is padding. When all rows are, the stream ends. Raises ValueError for settings that do
-    not fit together and for a split without a document.
+    After `num_epochs` a row is padding. When all rows are, the stream ends. Raises ValueError for
+    settings that do not fit together and for a split without a document.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Stream:
 
     @property
     def position(self) -> np.ndarray:
-        """The position of the next batch: int64 [rows, tasks, fields of Position]; there is one task."""
+        """The position of the next batch: int64 [rows, 1 task, fields of Position]."""
         return np.array([[lane.position] for lane in self._lanes], np.int64)
 
     def seek(self, position: np.ndarray) -> None:
@@ -135,7 +137,7 @@ class Stream:
 
 
 class Lane:
-    """Iterator of the examples of one row of the batch. `position` is the position of the next example."""
+    """Iterator of the examples of one row of the batch. `position` is that of the next one."""
 
     def __init__(self, stream: Stream, row: int, position: Position):
         self.position = position
@@ -159,7 +161,7 @@ class Lane:
         return example
 
     def next_document_names(self) -> list[str]:
-        """Return the names of the documents that the next example is made of; none after the last example."""
+        """Return the names of the documents in the next example; none after the last example."""
         try:
             self._go_to_example()
         except StopIteration:
@@ -167,7 +169,7 @@ class Lane:
         return self._group.document_names(self._given)
 
     def _go_to_example(self) -> None:
-        """Read groups until one has an example that is not given. Raise StopIteration after the last epoch."""
+        """Read groups until one has an example left. Raise StopIteration after the last epoch."""
         while self._given >= len(self._group.examples):
             self._group = self._read_group(self._group.end)
             self._given = self._group.start.given
@@ -201,7 +203,7 @@ class Lane:
         return num_epochs is not None and position.epoch >= num_epochs
 
     def _make_group(self, documents: list[Document], start: Position) -> 'Group':
-        """Concatenate the ids of the documents, cut them into rows of raw ids, and make examples of these."""
+        """Concatenate the ids of the documents, cut them into rows, and make examples of these."""
         objective = self._stream.objective
         key = (self._stream.seed, start.epoch, self._row, start.pool, start.offset)
         texts = [document.record.fields[self._stream.config.text_field] for document in documents]
@@ -228,7 +230,7 @@ class Lane:
 
 
 class Group(NamedTuple):
-    """The examples of DOCUMENTS_PER_GROUP documents, or of the last ones of an epoch, as a lane gives them."""
+    """The examples of up to DOCUMENTS_PER_GROUP documents, in the order of a lane."""
 
     end: Position  # where the next group begins
     start: Position = Position()
@@ -250,7 +252,7 @@ class Group(NamedTuple):
 
 
 def select_random_chunk(ids: list[int], *key: int) -> list[int]:
-    """Return one aligned chunk of a long document; the last, short one is as likely as the others."""
+    """Return one aligned chunk of a long document; the last, short one is as likely as others."""
     num_chunks = -(-len(ids) // MAX_DOCUMENT_TOKENS)
     if num_chunks <= 1:
         return ids
@@ -259,7 +261,7 @@ def select_random_chunk(ids: list[int], *key: int) -> list[int]:
 
 
 def split_tokens(tokens: np.ndarray, length: int) -> list[np.ndarray]:
-    """Cut ids [n] into rows: the full ones [n // length, length], then the rest [1, n % length]; neither is empty."""
+    """Cut ids [n] into full rows [n // length, length] and a rest [1, n % length]; no empty ones."""
     full = len(tokens) // length * length
     full_rows = tokens[:full].reshape(-1, length)
     last_row = tokens[None, full:]
@@ -267,7 +269,7 @@ def split_tokens(tokens: np.ndarray, length: int) -> list[np.ndarray]:
 
 
 def to_features(inputs: np.ndarray, targets: np.ndarray) -> dict[str, np.ndarray]:
-    """Return a batch under T5X's names, as SeqIO's EncDecFeatureConverter does for rows that are not packed."""
+    """Return a batch under T5X's names, as SeqIO's EncDecFeatureConverter does without packing."""
     return {
         'encoder_input_tokens': inputs,
         'decoder_input_tokens': np.pad(targets[:, :-1], ((0, 0), (1, 0))),  # T5's BOS is 0
@@ -329,7 +331,7 @@ def next_batch(stream: Stream) -> PrefetchedBatch | None:
 
 
 class Objective(Protocol):
-    """Makes examples of raw ids. A new objective is a class like this one and a row in OBJECTIVES."""
+    """Makes examples of raw ids. A new objective is such a class and a row in OBJECTIVES."""
 
     raw_length: int  # ids that fill a row of the batch
     num_sentinels: int  # ids at the end of the vocabulary that mark its spans
@@ -338,7 +340,7 @@ class Objective(Protocol):
         """`config`: config.data. Raise ValueError for settings that do not fit the objective."""
 
     def __call__(self, raw_ids: np.ndarray, *key: int) -> list[Example]:
-        """Make an example of each row of int32 [rows, raw_length or less]. `key` is that of its randomness."""
+        """Make an example of each row of int32 [rows, raw_length or less], random by `key`."""
 
 
 class SpanCorruption:
@@ -381,8 +383,8 @@ class SpanCorruption:
             raise ValueError(
                 f'data.noise_density={self.noise_density}, '
                 f'data.mean_noise_span_length={self.mean_span_length}: '
-                f'data.lengths.inputs={self.lengths.inputs} would hold {MAX_RAW_LENGTH:,} tokens or '
-                'more before the corruption: lower the density'
+                f'data.lengths.inputs={self.lengths.inputs} would hold {MAX_RAW_LENGTH:,} tokens '
+                'or more before the corruption: lower the density'
             )
         if self.lengths.targets < targets_length:
             raise ValueError(
@@ -393,13 +395,13 @@ class SpanCorruption:
     def _check_sentinels(self, vocabulary: Vocabulary) -> None:
         if vocabulary.num_sentinels == 0:
             raise ValueError(
-                'data.extra_ids=0: span corruption marks its spans with sentinels, and this vocabulary '
-                f'has none: use {self.num_sentinels} or more (T5 has 100)'
+                'data.extra_ids=0: span corruption marks its spans with sentinels, and this '
+                f'vocabulary has none: use {self.num_sentinels} or more (T5 has 100)'
             )
         if vocabulary.num_sentinels < self.num_sentinels:
             raise ValueError(
-                f'data.lengths.inputs={self.lengths.inputs} gives {self.num_sentinels} noise spans for '
-                f'{vocabulary.num_sentinels} sentinels: use shorter inputs or longer spans'
+                f'data.lengths.inputs={self.lengths.inputs} gives {self.num_sentinels} noise spans '
+                f'for {vocabulary.num_sentinels} sentinels: use shorter inputs or longer spans'
             )
 
 
@@ -423,7 +425,7 @@ def random_spans_helper(
     extra_inputs: int = 1,
     extra_targets: int = 1,
 ) -> tuple[int, int]:
-    """Return (number of raw ids, targets length) for inputs of `inputs_length`. EOS counts in both lengths.
+    """Return (number of raw ids, targets length) for inputs of `inputs_length`, EOS included.
 
     `extra_inputs` and `extra_targets` are the tokens that mark a span.
     """
@@ -448,7 +450,7 @@ def random_spans_helper(
 def random_spans_noise_mask(
     shape: tuple[int, int], density: float, mean_length: float, *key: int
 ) -> np.ndarray:
-    """Return bool [rows, length]: spans of non-noise and noise in turn, equally many of each in every row."""
+    """Return bool [rows, length]: spans of non-noise and noise in turn, as many in every row."""
     num_rows = shape[0]
     length = max(shape[1], 2)  # a single token is not noise
     num_noise, num_spans = num_noise_tokens_and_spans(length, density, mean_length)
@@ -473,7 +475,7 @@ def num_noise_tokens_and_spans(length: int, density: float, mean_length: float) 
 def random_segments(
     num_rows: int, num_items: int, num_segments: int, *key: int | str
 ) -> np.ndarray:
-    """Return segment lengths [rows, num_segments], each 1 or more, uniform over all ways to cut `num_items`."""
+    """Return segment lengths [rows, num_segments], uniform over all ways to cut `num_items`."""
     order = np.argsort(random_bits((num_rows, num_items - 1), *key), axis=1, kind='stable')
     cuts = np.sort(order[:, : num_segments - 1], axis=1) + 1
     return np.diff(cuts, axis=1, prepend=0, append=num_items)
@@ -482,7 +484,7 @@ def random_segments(
 def noise_span_to_unique_sentinel(
     tokens: np.ndarray, mask: np.ndarray, vocabulary_size: int
 ) -> np.ndarray:
-    """Replace the i-th masked span of each row by the i-th last id. All rows must shrink equally."""
+    """Replace the i-th masked span of each row by the i-th last id; rows must shrink equally."""
     is_first = mask.copy()
     is_first[:, 1:] &= ~mask[:, :-1]
     sentinels = vocabulary_size - np.cumsum(is_first, axis=1, dtype=np.int32)

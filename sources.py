@@ -1,6 +1,7 @@
-"""Sources of records: files of text and JSON Lines, plain or gzipped, and this Python's documentation.
+"""Sources of records: text and JSON Lines, plain or gzipped, and this Python's documentation.
 
-A source shuffles its records and divides each epoch among the lanes of the batch. It knows no tokens. Imports no jax.
+A source shuffles its records and divides each epoch among the lanes of the batch. It knows no
+tokens. Imports no jax.
 """
 
 import ast
@@ -56,7 +57,7 @@ EMPTY_FILE = 'the file is empty; copy it again, or remove it'
 
 
 class Record(NamedTuple):
-    """A document as it is stored: its name (path:offset, in a gzipped file path:line) and its fields."""
+    """A stored document: its name (path:offset, in a gzipped file path:line) and its fields."""
 
     name: str
     fields: dict[str, str]
@@ -74,13 +75,14 @@ class Share(NamedTuple):
     def slot(self) -> int:
         """The index of this part among the parts of the epoch.
 
-        It changes every epoch, so that each lane gets text where there is less of it than there are lanes.
+        It changes every epoch, so that each lane gets text where there is less of it than there are
+        lanes.
         """
         return (self.lane + self.epoch) % self.num_lanes
 
 
 class Document(NamedTuple):
-    """A record and where a lane reads it: in which pool, and at which offset in the shuffled pool."""
+    """A record and where a lane reads it: a pool, and an offset in the shuffled pool."""
 
     pool: int
     offset: int
@@ -88,7 +90,7 @@ class Document(NamedTuple):
 
 
 class FileRecord(NamedTuple):
-    """A file of a corpus. `digest`, of `content_digest`, identifies what it holds, whatever its name."""
+    """A file of a corpus. `digest` identifies what it holds, whatever its name."""
 
     split: str  # 'train' or 'validation'
     path: str
@@ -102,7 +104,7 @@ class FileRecord(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A corpus. Without files for validation, a hash of each record decides which split the record is in."""
+    """A corpus. Without files for validation, a hash of each record decides on its split."""
 
     description: str
     corpus: str  # 'files', 'pydoc' or 'pydoc instead of C4'
@@ -146,7 +148,7 @@ class Source:
         return self.validation_fraction != 1
 
     def faults(self) -> tuple[list[str], int]:
-        """Return descriptions of the lines left out since the last call, at most ten, and the number of all."""
+        """Return the lines left out since the last call, at most ten, and the number of all."""
         return self.bad_lines.take()
 
     def files_as_json(self) -> list[dict[str, Any]]:
@@ -157,9 +159,9 @@ class Source:
 def open_source(config) -> Source:
     """Open the files of `config.files` (globs, comma-separated), else the prose of this Python.
 
-    Files are read in the order of their digests, so that names and folders change nothing. Raises ValueError
-    for settings that do not fit together, for files that cannot be read and, unless bad lines are skipped, for
-    empty files.
+    Files are read in the order of their digests, so that names and folders change nothing. Raises
+    ValueError for settings that do not fit together, for files that cannot be read and, unless bad
+    lines are skipped, for empty files.
     """
     if not config.text_field:
         raise ValueError("data.text_field='' names no field: name one, C4's is 'text'")
@@ -227,8 +229,8 @@ def in_memory(records: list[Record], name: str, corpus: str, validation_fraction
 def describe_changes(old: list[dict] | None, new: list[dict]) -> str:
     """Describe in one line how the corpus of a run differs from today's, with the remedy.
 
-    `old` and `new` are what `Source.files_as_json` returned then and returns now: empty for the documentation of
-    Python. None: the run kept no list.
+    `old` and `new` are what `Source.files_as_json` returned then and returns now: empty for the
+    documentation of Python. None: the run kept no list.
     """
     if old is None:
         return (
@@ -272,7 +274,7 @@ def describe_changes(old: list[dict] | None, new: list[dict]) -> str:
 
 
 def without(files: list[FileRecord], others: list[FileRecord]) -> list[FileRecord]:
-    """Return those of `files` whose content is not in `others`; content that is there twice is taken out twice."""
+    """Return those of `files` whose content is not in `others`, counting equal content."""
     remaining = collections.Counter(file.content for file in others)
     only = []
     for file in files:
@@ -377,9 +379,9 @@ def read_file_record(key: str, split: str, path: str) -> FileRecord:
 def content_digest(path: str, num_bytes: int) -> str:
     """Return a hash of a file's kind (text or JSON Lines), size and content.
 
-    Of a file above 1 MiB, sixteen evenly spaced blocks of 4 KiB count, the first and the last among them, so that
-    terabytes open in seconds. A change of the same size between these blocks goes unnoticed, except in a gzipped
-    file, whose last bytes are a checksum of all.
+    Of a file above 1 MiB, sixteen evenly spaced blocks of 4 KiB count, the first and the last among
+    them, so that terabytes open in seconds. A change of the same size between these blocks goes
+    unnoticed, except in a gzipped file, whose last bytes are a checksum of all.
     """
     starts = [0]
     length = num_bytes
@@ -396,7 +398,7 @@ def content_digest(path: str, num_bytes: int) -> str:
 
 
 def check_disjoint(train: list[FileRecord], validation: list[FileRecord]) -> None:
-    """Raise ValueError if a file is in both splits: the same file under any name, or a copy of it."""
+    """Raise ValueError if a file, under any name, or a copy of it is in both splits."""
     in_train: dict[tuple, FileRecord] = {}
     for file in train:
         in_train[identity(file)] = file
@@ -479,14 +481,14 @@ def open_files(files: list[FileRecord], parser: 'LineParser') -> 'Blocks | Gzipp
 
 
 class LineParser:
-    """Makes a record of a line: of a JSON object the field `text_field`, of plain text the line itself."""
+    """Makes a record of a line: the field `text_field` of a JSON object, or the line itself."""
 
     def __init__(self, text_field: str, bad_lines: 'BadLines'):
         self.text_field = text_field
         self.bad_lines = bad_lines
 
     def __call__(self, path: str, position: int, line: bytes) -> Record | None:
-        """Return the record of a line, or None for a line that is blank or, if they are skipped, bad.
+        """Return the record of a line; None for a blank line and for a bad one that is skipped.
 
         `position` is the offset of the line in bytes, in a gzipped file the number of the line.
         """
@@ -508,7 +510,7 @@ class LineParser:
 
 
 def json_field(line: str, field: str) -> str:
-    """Return a field of the JSON object on a line. Raises ValueError that describes what is wrong with the line."""
+    """Return a field of the JSON object on a line. Raises ValueError for what is wrong with it."""
     try:
         content = json.loads(line)
     except json.JSONDecodeError as error:
@@ -533,8 +535,8 @@ def json_field(line: str, field: str) -> str:
 class BadLines:
     """The lines that cannot be read.
 
-    With action 'stop' the first one raises. With 'skip' they are left out and each is counted once, as long as
-    they are few. Threads may share it.
+    With action 'stop' the first one raises. With 'skip' they are left out and each is counted once,
+    as long as they are few. Threads may share it.
     """
 
     def __init__(self, action: str, max_fraction: float):
@@ -567,7 +569,7 @@ class BadLines:
                 )
 
     def take(self) -> tuple[list[str], int]:
-        """Return descriptions of the lines added since the last call, at most ten, and the number of all."""
+        """Return the lines since the last call, at most ten, described, and the number of all."""
         with self._lock:
             unreported = list(self._unreported)
             num_found = len(self._found)
@@ -581,7 +583,7 @@ class BadLine(NamedTuple):
     reason: str
 
     def describe(self) -> str:
-        """Return one line of text. Finding the number of a line in a plain file reads the file up to there."""
+        """Return one line of text. To number the line, a plain file is read up to there."""
         number = max(self.position, 1)  # an empty file has no line
         if not is_gzipped(self.path):
             number = 1 + count_newlines(self.path, self.position)
@@ -606,7 +608,8 @@ def count_newlines(path: str, num_bytes: int) -> int:
 class Blocks:
     """Records in `num_blocks` blocks, each of which `read` returns.
 
-    An epoch permutes the blocks and deals them out to the lanes. A lane reads pools of BLOCKS_PER_POOL blocks.
+    An epoch permutes the blocks and deals them out to the lanes. A lane reads pools of
+    BLOCKS_PER_POOL blocks.
     """
 
     num_blocks: int
@@ -620,8 +623,8 @@ class Blocks:
     ) -> Iterator[tuple[int, list[Record | None]]]:
         """Yield (number, records) of the pools of a lane, from number `first` on.
 
-        None stands for a line without a record and for a record that `keep` refuses, so that an offset in a
-        pool means the same line in every split.
+        None stands for a line without a record and for a record that `keep` refuses, so that an
+        offset in a pool means the same line in every split.
         """
         order = epoch_order(self.num_blocks, share.seed, share.epoch)
         blocks = order[share.slot :: share.num_lanes].tolist()
@@ -703,10 +706,11 @@ def lines_that_start_in(file: IO[bytes], start: int, end: int) -> Iterator[tuple
 
 
 class TextReader:
-    """Reads blocks of one file of plain text, and cuts its long lines: of more than MAX_LINE_BYTES with newline.
+    """Reads blocks of one file of plain text, and cuts lines of more than MAX_LINE_BYTES.
 
-    A long line is cut at the ends of blocks, and the part in each block again every CUT_BYTES. Whether a line is
-    long and where it is cut depends on the file alone. So blocks agree, and have every byte once.
+    A long line is cut at the ends of blocks, and the part in each block again every CUT_BYTES.
+    Whether a line is long and where it is cut depends on the file alone. So blocks agree, and have
+    every byte once.
     """
 
     def __init__(self, num_bytes: int, block_bytes: int):
@@ -716,7 +720,7 @@ class TextReader:
         self.begins_in_long_line = np.zeros(num_bytes // block_bytes + 2, bool)
 
     def lines(self, file: IO[bytes], start: int, end: int) -> Iterator[tuple[int, bytes]]:
-        """Yield (offset, line) of a block [start, end): its short lines, and the parts in it of long lines."""
+        """Yield (offset, line) of short lines of a block [start, end) and of parts of long ones."""
         offset = start
         if begins_inside_line(file, start):
             line_end = self.end_of_short_line(file, start)
@@ -746,7 +750,7 @@ class TextReader:
             offset += len(line)
 
     def end_of_short_line(self, file: IO[bytes], position: int) -> int | None:
-        """Return the end of the line that byte `position`, the first of a block, is in; None if that is long."""
+        """Return where the line at a block's first byte `position` ends; None if it is long."""
         if self.begins_in_long_line[position // self.block_bytes]:
             return None
         start = start_of_line(file, position)
@@ -767,7 +771,7 @@ class TextReader:
         self.begins_in_long_line[first_block : last_block + 1] = True
 
     def part_of_long_line(self, file: IO[bytes], offset: int, end: int) -> bytes:
-        """Return the bytes of a long line from `offset` to its end, or to its cut at `end`, the end of a block."""
+        """Return a long line from `offset` to its end or its cut at `end`, the block's end."""
         file.seek(offset)
         line = file.readline(end - offset)
         if line.endswith(b'\n') or end >= self.num_bytes:
@@ -775,7 +779,7 @@ class TextReader:
         return line[: self.cut_at(file, end) - offset]
 
     def cut_at(self, file: IO[bytes], end: int) -> int:
-        """Return where a long line is cut that goes on at `end`, the end of a block: in that block."""
+        """Return where in a block that ends at `end` the long line is cut that goes on there."""
         file.seek(end - self.block_bytes)
         block = file.read(self.block_bytes)
         line = block[block.rfind(b'\n') + 1 :]
@@ -791,7 +795,7 @@ def begins_inside_line(file: IO[bytes], position: int) -> bool:
 
 
 def start_of_line(file: IO[bytes], position: int) -> int | None:
-    """Return the start of the line that goes on at `position`; None if it lies more than MAX_LINE_BYTES before."""
+    """Return the start of the line that goes on at `position`; None if too far before."""
     for look_back in (1 << 12, 1 << 16, MAX_LINE_BYTES):
         width = min(look_back, position, MAX_LINE_BYTES)
         file.seek(position - width)
@@ -816,7 +820,7 @@ def cut(line: bytes) -> Iterator[bytes]:
 
 
 def cut_before(line: bytes, limit: int) -> int:
-    """Return where to cut a line, `limit` at most: after the last space, else before the character at `limit`."""
+    """Return where to cut a line, `limit` at most: after the last space, else a character."""
     last_space = max(line.rfind(space, 0, limit) for space in (b' ', b'\t', b'\r', b'\v', b'\f'))
     if last_space >= 0:
         return last_space + 1
@@ -834,9 +838,10 @@ def cut_before(line: bytes, limit: int) -> int:
 class GzippedFiles:
     """Gzipped files, each a shard.
 
-    An epoch permutes the shards and deals them out to the lanes. A lane reads rounds of some shards, interleaved
-    line by line, in pools of equally many lines. Where shards are fewer than lanes, lanes that are neighbours
-    share a shard line by line: each of them decompresses all of it and skips the lines of the others.
+    An epoch permutes the shards and deals them out to the lanes. A lane reads rounds of some
+    shards, interleaved line by line, in pools of equally many lines. Where shards are fewer than
+    lanes, lanes that are neighbours share a shard line by line: each of them decompresses all of it
+    and skips the lines of the others.
 
     The pools of round r are numbered from r * POOLS_PER_ROUND on.
     """
@@ -893,7 +898,7 @@ class GzippedFiles:
         return interleave([self.lines(self.names[shard]) for shard in shards])
 
     def lines(self, name: str) -> Iterator[tuple[str, int, bytes]]:
-        """Yield (name, number, line) of the lines of a shard that can be read; of a long line each part."""
+        """Yield (name, number, line) of the lines of a shard; of a long line each part."""
         number = 1
         limit = MAX_LINE_BYTES + 1
         if is_json(name):
@@ -943,7 +948,7 @@ def cut_while_reading(file: IO[bytes] | gzip.GzipFile, line: bytes) -> Iterator[
 
 
 def pydoc_documents() -> list[tuple[str, str]]:
-    """Return (name, text) of the English that comes with every Python: docstrings and help topics."""
+    """Return (name, text) of the English that comes with Python: docstrings and help topics."""
     names: dict[str, str] = {}  # text -> name; equal texts count once
     root = pathlib.Path(sysconfig.get_path('stdlib'))
     excluded = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'}
@@ -962,7 +967,7 @@ def pydoc_documents() -> list[tuple[str, str]]:
 
 
 def docstrings(path: pathlib.Path, parts: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of each docstring in a Python file; `parts` are those of the module's name."""
+    """Yield (name, text) of each docstring in a Python file; `parts` are of the module's name."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
@@ -975,7 +980,7 @@ def docstrings(path: pathlib.Path, parts: tuple[str, ...]) -> Iterator[tuple[str
                 yield name, ' '.join(text.split())
 
 
-# Randomness: a function of the seed and of the position in the data, so that a position is all that resuming needs.
+# Randomness: a function of the seed and of the position in the data, which resuming needs alone.
 
 
 def random_bits(shape: tuple[int, ...], *key: int | str) -> np.ndarray:
@@ -994,7 +999,7 @@ def permutation(length: int, *key: int | str) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)
 def epoch_order(num_blocks: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the random order of all blocks in an epoch. It is kept, because every lane asks for it."""
+    """Return the random order of all blocks in an epoch; kept, because every lane asks for it."""
     return permutation(num_blocks, 'epoch', seed, epoch)
 
 

@@ -74,16 +74,17 @@ class ByteVocabulary(Vocabulary):
     def num_sentinels(self) -> int:
         """How many spans can be marked.
 
-        Without extra ids, as in ByT5, the sentinels are the top bytes, which are in no ASCII character.
+        Without extra ids, as in ByT5, the sentinels are the top bytes, which are in no ASCII
+        character.
         """
         return self.num_extra_ids or 128
 
     def encode(self, texts: list[str], glued_sentinels: bool = False) -> list[list[int]]:
-        """Return the ids of each text, without EOS. As in SeqIO no text is a sentinel, glued or not."""
+        """Return the ids of each text, without EOS. As in SeqIO no text is a sentinel."""
         return [[byte + 3 for byte in text.encode()] for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text before the first EOS, without ids that are no bytes and bytes that are no text."""
+        """Return the text before the first EOS, without what is no byte or no character."""
         text_bytes = bytes(i - 3 for i in before_eos(ids) if 3 <= i < 259)
         return text_bytes.decode(errors='ignore')
 
@@ -91,8 +92,9 @@ class ByteVocabulary(Vocabulary):
 class SentencePieceVocabulary(Vocabulary):
     """A SentencePiece model, and after its pieces `extra_ids` sentinels, in reverse as in SeqIO.
 
-    A model that has sentinels of its own (mT5's, cc_all.32000.100extra) gets no others. Raises ValueError for bytes
-    that are no such model, and for a model whose pad, EOS and unknown have other ids than T5's.
+    A model that has sentinels of its own (mT5's, cc_all.32000.100extra) gets no others. Raises
+    ValueError for bytes that are no such model, and for a model whose pad, EOS and unknown have
+    other ids than T5's.
     """
 
     def __init__(self, model: bytes, extra_ids: int = DEFAULT_EXTRA_IDS):
@@ -119,8 +121,8 @@ class SentencePieceVocabulary(Vocabulary):
     def encode(self, texts: list[str], glued_sentinels: bool = False) -> list[list[int]]:
         """Return the ids of each text, without EOS.
 
-        As in SeqIO `<extra_id_0>` is a sentinel where a word may begin. With `glued_sentinels` one in or after a
-        word is a sentinel, too, and a word begins after it, as in transformers.
+        As in SeqIO `<extra_id_0>` is a sentinel where a word may begin. With `glued_sentinels` one
+        in or after a word is a sentinel, too, and a word begins after it, as in transformers.
         """
         if glued_sentinels:
             texts = [re.sub(r'(?<=\S)<extra_id_\d+>', self._set_apart, text) for text in texts]
@@ -149,7 +151,7 @@ def before_eos(ids: Iterable[int]) -> Iterator[int]:
 
 
 def add_pieces(model: bytes, pieces: list[str]) -> bytes:
-    """Return a SentencePiece model with more pieces, which are never cut in two and never merged with others."""
+    """Return a SentencePiece model with more pieces, which text is never cut across."""
     proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
     for piece in pieces:
         proto.pieces.add(piece=piece, type=proto.SentencePiece.USER_DEFINED)
@@ -264,7 +266,7 @@ def has_byte_vocabulary(folder: Any) -> bool:
 
 
 def read_settings(folder: Any) -> dict[str, Any]:
-    """Return config.json of a checkpoint or run of ours; of another folder only the defaults for its vocabulary."""
+    """Return config.json of a checkpoint or run of ours; else defaults for the vocabulary."""
     file = folder / 'config.json'
     content: dict[str, Any] = {}
     if paths.is_file(file):

@@ -65,7 +65,7 @@ def epoch_documents(source, epoch=0, num_lanes=3, splits=('train', 'validation')
 
 
 def write_shards(folder, sizes, kind='.jsonl.gz', start=0):
-    """Write files of `sizes` lines each, one of them blank; return {name: text} of their documents."""
+    """Write files of `sizes` lines, the second one blank; return {name: text} of the documents."""
     expected = {}
     number = itertools.count(start)
     is_gzipped = kind.endswith('.gz')

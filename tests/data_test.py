@@ -193,7 +193,7 @@ def test_corrupted_rows_match_seqio(oracle_model):
 
 
 def test_features_are_shifted_and_weighted(pydoc, vocabulary):
-    """SeqIO's rule for rows that are not packed: the shifted input keeps the EOS after the last target."""
+    """SeqIO's rule without packing: the shifted input keeps the EOS after the last target."""
     config = make_config(**{'lengths.inputs': 70, 'lengths.targets': 40})
     for batch in take(data.Stream(pydoc, 'train', vocabulary, config, 4, 0), 5):
         assert all(array.dtype == np.int32 for array in batch.values())
@@ -240,7 +240,7 @@ def test_settings_that_do_not_fit_are_refused(pydoc, vocabulary, changes, messag
 @pytest.mark.parametrize('mean', [1.0, 3.0, 20.0])
 @pytest.mark.parametrize('length', [3, 4, 8])
 def test_short_rows_train_and_evaluate(pydoc, vocabulary, density, mean, length):
-    """From three tokens on, with the shortest targets allowed: every full row has text to predict."""
+    """From three tokens on, with the shortest targets allowed, a full row has text to predict."""
     lengths = {'lengths.inputs': length, 'lengths.targets': 2}
     noise = {'noise_density': density, 'mean_noise_span_length': mean}
     with pytest.raises(ValueError, match='too short for the inputs; use') as error:
@@ -600,13 +600,13 @@ def test_any_number_of_processes_makes_the_same_batches_of_the_same_documents(
 
 
 def test_only_pools_are_read(tmp_path, pydoc, vocabulary, small_pools):
-    """Of many lines no more are parsed than the lanes' pools hold, whether lanes share shards or not."""
+    """No more lines are parsed than the lanes' pools hold, with and without shared shards."""
     for sizes in ([900] * 2, [400] * 6):
         source = gzipped_source(tmp_path, pydoc, sizes)
         stream = data.Stream(source, 'train', vocabulary, make_config(), 4, 0)
         source.bad_lines.num_read = 0
         next(stream)
-        # Groups of 128 documents, of which one in ten is in the other split, from pools of 15 lines.
+        # Groups of 128 documents, one in ten is in the other split, from pools of 15 lines.
         assert 4 * 128 < source.bad_lines.num_read < 4 * 200
 
 

@@ -1,4 +1,4 @@
-"""Sources: every line once per epoch, from files of every kind; faults, names and changes of files."""
+"""Sources: every line once per epoch, from files of every kind; faults, names and changes."""
 
 import gzip
 import io

@@ -1,4 +1,7 @@
-"""Vocabularies: against SeqIO's numbers (tests/golden/seqio_t5: SeqIO b898b9f, t5 e081111) and transformers' rules."""
+"""Vocabularies, against SeqIO's numbers and transformers' rules.
+
+tests/golden/seqio_t5 was made by running SeqIO b898b9f and t5 e081111.
+"""
 
 import json
 import os
@@ -82,8 +85,9 @@ def test_baked_in_extra_ids_are_not_doubled(pydoc_model):
     assert baked.encode(text) == own.encode(text)
 
 
-# What SeqIO (seqio-nightly, encode and encode_tf) makes of a text, and what transformers 4.57.6 (T5TokenizerFast
-# and T5Tokenizer) and 5.23.0 make of it by default; S0 stands for <extra_id_0>. None: each letter is a piece.
+# What SeqIO (seqio-nightly, encode and encode_tf) makes of a text, and what transformers 4.57.6
+# (T5TokenizerFast and T5Tokenizer) and 5.23.0 make of it by default; S0 stands for <extra_id_0>.
+# None: each letter is a piece.
 SENTINELS_IN_TEXT = [
     ('a <extra_id_0> b', '▁a S0 ▁b', '▁a S0 ▁b'),
     ('a <extra_id_0>', '▁a S0', '▁a S0'),
@@ -115,7 +119,7 @@ def pieces_of(vocabulary, ids):
 
 @pytest.mark.parametrize('text, in_seqio, in_transformers', SENTINELS_IN_TEXT)
 def test_sentinels_glued_to_a_word(vocabulary, text, in_seqio, in_transformers):
-    """Alone SeqIO counts where it finds the sentinel, with glued_sentinels transformers where SeqIO does not."""
+    """SeqIO counts where it finds the sentinel; with glued_sentinels transformers elsewhere."""
     [ids] = vocabulary.encode([text])
     [glued] = vocabulary.encode([text], glued_sentinels=True)
     if in_seqio is None:
@@ -131,7 +135,7 @@ def test_sentinels_glued_to_a_word(vocabulary, text, in_seqio, in_transformers):
 
 
 def random_texts_with_sentinels(pydoc, count=300):
-    """(text, whether each sentinel that SeqIO finds has a space, a sentinel or nothing after it)."""
+    """Texts of words and sentinels with no, one or two spaces between them."""
     random = np.random.default_rng(0)
     words = ' '.join(text for _, text in documents_of(pydoc)[:50] if text.isascii()).split()
     words = [word for word in words if '<' not in word]
