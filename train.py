@@ -96,8 +96,9 @@ def device_gradients(trainer, params, batch, rows_b, key):
 
     def microbatch_loss(params, microbatch):
         batch, weights_bT, rows_b = microbatch
-        apply_model = lambda: model.logits(trainer.model_config, batch, rows_b)  # noqa: E731
-        logits_bTv = model.apply(apply_model, params, key)
+        logits_bTv = model.apply(
+            lambda: model.logits(trainer.model_config, batch, rows_b), params, key
+        )
         sums = loss.weighted_sums(logits_bTv, batch, weights_bT, divisor, trainer.loss_config)
         return sums['loss'], sums
 

@@ -133,6 +133,12 @@ class Process:
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
+    def wait_until_open(self) -> None:
+        """Wait until the process has opened its stdout; stderr is opened after that."""
+        while not self.stderr.exists():
+            assert self.poll() is None
+            time.sleep(0.003)
+
     def wait_for(self, pattern: str) -> str:
         """Return the first new line of stdout that begins with a regular expression."""
         while True:

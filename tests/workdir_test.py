@@ -4,9 +4,9 @@ import json
 import os
 import pty
 import re
+import resource
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -14,16 +14,14 @@ import time
 import jax
 import numpy as np
 import pytest
-from end_to_end_test import ROOT, assert_same_run, corpus, metrics_of, run, small_config
 from permissions import another_user
+from runs import Program, assert_same_run, metrics_of, run, small_config
 
 import checkpoint
 import infer
 import paths
 import train
 import workdir
-
-assert corpus  # a fixture
 
 
 @pytest.fixture(scope='module')
@@ -96,7 +94,7 @@ def test_a_folder_that_cannot_be_written_is_reported_before_the_first_step(
     text = shutil.copy(corpus, open_path)
     os.chmod(text, 0o644)
     os.chmod(folder, 0o555)
-    monkeypatch.setattr(train, 'compile_step', None)  # what comes next
+    monkeypatch.setattr(train, 'compile_step', None)  # comes after the check
     with pytest.raises(OSError, match='ermission denied.*run/lock'), another_user():
         train.prepare(small_config(text), folder)
     (folder / 'lock').touch()
@@ -106,27 +104,18 @@ def test_a_folder_that_cannot_be_written_is_reported_before_the_first_step(
     os.chmod(folder, 0o755)
 
 
-FULL = """
-import resource, sys
-sys.path.insert(0, sys.argv[1])
-import pathlib, jax, workdir
-jax.devices()
-resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))  # as a full disk, for whole files
-workdir.check_saving(pathlib.Path(sys.argv[2]), 1)
-"""
-
-
 def test_a_full_disk_is_reported_before_the_first_step(tmp_path):
     with pytest.raises(OSError, match=r'has .* GB of free space, a checkpoint takes 1000000000\.0'):
         workdir.check_saving(tmp_path, num_bytes=10**18)
-    result = subprocess.run(
-        [sys.executable, '-c', FULL, ROOT, tmp_path],
-        capture_output=True,
-        text=True,
-        env=os.environ | {'XLA_FLAGS': '', 'JAX_PLATFORMS': 'cpu'},
-    )
-    error = result.stderr.splitlines()[-1]
-    assert f'{tmp_path} cannot hold checkpoints' in error and 'name another --workdir' in error
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))  # as a full disk, for whole files
+    try:
+        with pytest.raises(OSError) as refused:
+            workdir.check_saving(tmp_path, num_bytes=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f'{tmp_path} cannot hold checkpoints' in str(refused.value)
+    assert 'name another --workdir' in str(refused.value)
 
 
 def test_a_run_whose_checkpoints_are_gone_is_not_started_anew(corpus, finished, tmp_path):
@@ -209,68 +198,27 @@ def test_a_vocabulary_that_is_gone_is_that_of_the_checkpoint(corpus, finished, t
 
 # Signals.
 
-PROGRAM = """
-import sys
-sys.path[:0] = {path!r}
-from end_to_end_test import small_config
 
-def get_config():
-    config = small_config({corpus!r}, steps={steps})
-    config.eval.steps = 500
-    config.data.validation_fraction = 0.5
-    config.train.batch_size = 1
-    config.eval.every_steps, config.save.every_steps, config.log.every_steps = {periods}
-    return config
-"""
-
-
-def program(folder, corpus, steps, periods):
-    file = folder / 'small.py'
-    path = [str(ROOT), str(ROOT / 'tests')]
-    file.write_text(PROGRAM.format(path=path, corpus=corpus, steps=steps, periods=periods))
-    return [sys.executable, str(ROOT / 'main.py'), f'--config={file}', f'--workdir={folder}/run']
-
-
-ENVIRONMENT = os.environ | {'XLA_FLAGS': '', 'JAX_PLATFORMS': 'cpu', 'PYTHONUNBUFFERED': '1'}
-
-
-def read_until(process, pattern):
-    for line in process.stdout:
-        if re.search(pattern, line):
-            return line
-    raise AssertionError(process.stderr.read())
-
-
-def test_hangup_saves_and_nohup_goes_on(corpus, tmp_path):
-    command = program(tmp_path, corpus, steps=10**6, periods=(10**6, 10**6, 10))
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
-    )
-    read_until(process, '^step 10/')
+def test_hangup_saves_and_nohup_goes_on(command_line, corpus, tmp_path):
+    program = Program(tmp_path, corpus, steps=10**6, log=10, save=10**6, evaluate=10**6)
+    arguments = program.arguments(tmp_path / 'run')
+    process = command_line.start(*arguments)
+    process.wait_for('step 10/')
     process.send_signal(signal.SIGHUP)
-    _, error = process.communicate(timeout=100)
-    assert process.returncode == 129, error
+    result = process.wait()
+    assert result.status == 129, result.stderr
     [step] = checkpoint.steps(tmp_path / 'run')
-    process = subprocess.Popen(
-        ['nohup', *command],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-    )
-    read_until(process, f'Going on after step {step:,}')
-    read_until(process, '^step .*0/')
+    process = command_line.start(*arguments, ignores_hangup=True)
+    process.wait_for(f'Going on after step {step:,}')
+    process.wait_for('step .*0/')
     process.send_signal(signal.SIGHUP)  # as a terminal does that is closed
-    read_until(process, '^step .*0/')
+    process.wait_for('step .*0/')
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=100)
-    assert process.returncode == 143
+    assert process.wait().status == 143
 
 
-def test_a_signal_ends_an_evaluation_which_is_made_up_for(corpus, tmp_path):
+def test_a_signal_ends_an_evaluation_and_the_next_run_repeats_it(corpus, uninterrupted, tmp_path):
     config = small_config(corpus, steps=6)
-    run(config, tmp_path / 'whole')
     interrupted = train.prepare(config, tmp_path / 'run')
     calls = []
 
@@ -282,7 +230,7 @@ def test_a_signal_ends_an_evaluation_which_is_made_up_for(corpus, tmp_path):
     assert checkpoint.steps(tmp_path / 'run') == [3]
     assert [line['run'] for line in metrics_of(tmp_path / 'run')] == ['train'] * 3
     train.train(train.prepare(config, tmp_path / 'run'))
-    assert_same_run(tmp_path / 'run', tmp_path / 'whole', 6)
+    assert_same_run(tmp_path / 'run', uninterrupted, 6)
     # And after the last step, when nothing else is left to do.
     interrupted = train.prepare(config, tmp_path / 'last')
 
@@ -295,7 +243,7 @@ def test_a_signal_ends_an_evaluation_which_is_made_up_for(corpus, tmp_path):
     assert checkpoint.steps(tmp_path / 'last') == [3, 6]
     for _ in range(2):
         train.train(train.prepare(config, tmp_path / 'last'))
-        assert_same_run(tmp_path / 'last', tmp_path / 'whole', 6)
+        assert_same_run(tmp_path / 'last', uninterrupted, 6)
 
 
 def test_an_interrupted_notebook_cell_saves(corpus, tmp_path):
@@ -326,34 +274,31 @@ def test_an_interrupted_notebook_cell_saves(corpus, tmp_path):
 # The terminal.
 
 
-def on_a_terminal(command, seconds):
-    """What a command prints on a terminal of 80 columns, as (time, text), and its exit status."""
-    own, other = pty.openpty()
-    process = subprocess.Popen(
-        command, stdin=other, stdout=other, stderr=other, env=ENVIRONMENT, close_fds=True
-    )
-    os.close(other)
-    printed = []
+def read_terminal(file, process, seconds):
+    """Return what a process prints on a terminal until it ends."""
+    printed = ''
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
-            text = os.read(own, 65536)
-        except OSError:  # Linux, when the process is gone
+            text = os.read(file, 65536)
+        except OSError:  # Linux, when the process has ended
             break
         if not text:
             break
-        printed.append((time.monotonic(), text.decode()))
+        printed += text.decode()
+    return printed
+
+
+def test_a_terminal_keeps_logged_lines_and_shows_one_live_line(command_line, corpus, tmp_path):
+    program = Program(tmp_path, corpus, steps=400, log=100, save=60_000, evaluate=60_000)
+    own, other = pty.openpty()
+    process = command_line.start(*program.arguments(tmp_path / 'run'), stdout=os.ttyname(other))
+    process.wait_until_open()
+    os.close(other)
+    text = read_terminal(own, process, seconds=100)
     os.close(own)
-    return printed, process.wait(timeout=10)
-
-
-def test_a_terminal_keeps_logged_lines_and_shows_one_live_line(corpus, tmp_path):
-    command = program(tmp_path, corpus, steps=60_000, periods=(60_000, 60_000, 20_000))
-    printed, status = on_a_terminal(
-        [*command, '--config.train.steps=400', '--config.log.every_steps=100'], 100
-    )
-    assert status == 0, printed
-    text = ''.join(text for _, text in printed)
+    result = process.wait()
+    assert result.status == 0, result.stderr
     lines = text.replace('\x1b[K', '').split('\r\n')
     kept = [line.split('\r')[-1] for line in lines]
     steps = [int(match[1]) for line in kept if (match := re.match(r'step (\d+)/', line))]
@@ -375,22 +320,39 @@ def test_progress_fits_into_80_columns(seconds_left, words):
         'timing/tokens_per_second': 1_234_567.8,
         'timing/steps_per_second': 50_000 / max(seconds_left, 1e-9),
     }
-    line = train.progress(50_000, 100_000, values)
+    line = workdir.progress(50_000, 100_000, values)
     assert len(line) < 80 and line.startswith('step 50000/100000 loss 10.895')
     assert line.endswith(f'{words} left') and '1,234,568 tokens/s' in line
 
 
-def test_a_console_that_is_gone_does_not_end_the_run(corpus, tmp_path):
+def test_a_console_that_is_gone_does_not_end_the_run(command_line, corpus, tmp_path):
     """As `| head -1` and a closed terminal do."""
-    command = program(tmp_path, corpus, steps=200, periods=(200, 200, 10))
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
-    )
-    process.stdout.readline()
-    process.stdout.close()
-    error = process.stderr.read()
-    assert process.wait(timeout=100) == 0, error
+    program = Program(tmp_path, corpus, steps=200, log=10, save=200, evaluate=200)
+    pipe = tmp_path / 'pipe'
+    os.mkfifo(pipe)
+    process = command_line.start(*program.arguments(tmp_path / 'run'), stdout=pipe)
+    with pipe.open() as lines:
+        lines.readline()
+    result = process.wait()
+    assert result.status == 0, result.stderr
     assert checkpoint.steps(tmp_path / 'run') == [200]
+
+
+def test_a_setting_that_an_older_run_lacks_counts_as_its_default(corpus, uninterrupted, tmp_path):
+    """A setting that was added after the run began: the run goes on with the default, and with nothing else."""
+    shutil.copytree(uninterrupted, tmp_path / 'run')
+    for file in (tmp_path / 'run').glob('**/config.json'):
+        settings = json.loads(file.read_text())
+        del settings['optimizer']['weight_decay_rate']
+        file.write_text(json.dumps(settings))
+    config = small_config(corpus, steps=6)
+    config.optimizer.weight_decay_rate = 0.01
+    with pytest.raises(ValueError, match='optimizer/weight_decay_rate: 0.0 -> 0.01'):
+        train.prepare(config, tmp_path / 'run')
+    config.optimizer.weight_decay_rate = 0.0
+    train.train(train.prepare(config, tmp_path / 'run'))
+    for file in (tmp_path / 'run').glob('config.json'):
+        assert json.loads(file.read_text())['optimizer']['weight_decay_rate'] == 0.0
 
 
 def test_config_json_marks_a_run(finished):

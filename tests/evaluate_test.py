@@ -1,0 +1,69 @@
+"""The numbers of an evaluation, computed once more from the logits and the counts of tokens."""
+
+import numpy as np
+import pytest
+from runs import metrics_of, small_config, state_of
+
+import data
+import infer
+import sources
+import vocabulary as vocabularies
+
+
+def open_stream(config, workdir, split):
+    vocabulary = vocabularies.find_vocabulary_of_run(config, workdir, None, 384)
+    source = sources.open_source(config)
+    return data.Stream(source, split, vocabulary, config, 4, seed=0, num_epochs=1), vocabulary
+
+
+def test_load_a_workdir_and_compute_its_validation_loss(corpus, uninterrupted):
+    """infer.load's logits, summed up by numpy, give the loss that the run reported."""
+    t5 = infer.load(uninterrupted)
+    assert t5.config.dropout_rate == 0.1
+    assert t5.config.emb_dim == 16
+    query = t5.params['encoder']['layers_0']['attention']['query']['kernel']
+    np.testing.assert_array_equal(
+        query, state_of(uninterrupted, 6)['target/encoder/layers_0/attention/query/kernel']
+    )
+    stream, vocabulary = open_stream(small_config(corpus).data, uninterrupted, 'validation')
+    nats = 0.0
+    counts = 0
+    text_nats = 0.0
+    text_count = 0
+    for _, batch in zip(range(20), stream, strict=False):
+        logits = np.asarray(t5.logits(batch), np.float64)
+        log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        targets = batch['decoder_target_tokens']
+        token_nats = -np.take_along_axis(log_p, targets[..., None], -1)[..., 0]
+        is_text = (targets > 1) & (targets < vocabulary.size - 2)  # a row has 2 sentinels
+        num_sentinels = (targets >= vocabulary.size - 2).sum(axis=1)
+        assert num_sentinels.max() == 2
+        assert targets.max() < vocabulary.size
+        nats += token_nats[targets > 0].sum()
+        counts += (targets > 0).sum()
+        text_nats += token_nats[is_text].sum()
+        text_count += is_text.sum()
+    reported = metrics_of(uninterrupted)[-1]
+    assert reported['nats_per_target_token'] == pytest.approx(nats / counts, rel=1e-5)
+    assert reported['nats_per_text_token'] == pytest.approx(text_nats / text_count, rel=1e-5)
+    assert reported['cross_ent_loss_per_all_target_tokens'] == pytest.approx(
+        nats / (reported['non_padding_fraction/loss_weights'] ** -1 * counts), rel=1e-5
+    )
+
+
+def test_the_baseline_is_the_cross_entropy_of_the_unigram(corpus, uninterrupted):
+    """Of the whole training split, though the run has seen six batches of it."""
+    config = small_config(corpus).data
+    counts = {}
+    for split, num_batches in (('train', 10**6), ('validation', 20)):
+        stream, vocabulary = open_stream(config, uninterrupted, split)
+        tokens = []
+        for _, batch in zip(range(num_batches), stream, strict=False):
+            tokens.append(batch['decoder_target_tokens'].ravel())
+        counts[split] = np.bincount(np.concatenate(tokens), minlength=384)
+    for name, low, high in (('text', 2, vocabulary.size - 2), ('target', 1, 384)):
+        p = counts['validation'][low:high]
+        q = counts['train'][low:high] + 1
+        baseline = -(p * np.log(q / q.sum())).sum() / p.sum()
+        key = f'unigram_nats_per_{name}_token'
+        assert metrics_of(uninterrupted)[-1][key] == pytest.approx(baseline, rel=1e-12)

@@ -1,0 +1,116 @@
+"""Settings and configs: every config builds, and runs by name or says which capability it waits for."""
+
+import importlib
+import pathlib
+
+import pytest
+from runs import ROOT
+
+import data
+import settings
+import train
+from configs import base
+
+ARGUMENTS = {
+    'base': [''],
+    'byt5': ['small', 'base', 'large', 'xl', 'xxl'],
+    'flan_t5': ['small', 'base', 'large', 'xl', 'xxl'],
+    'mt5': ['small', 'base', 'large', 'xl', 'xxl'],
+    'small_c4': ['', 'test'],
+    't0': ['3b', '11b'],
+    't5': ['small', 'base', 'large', '3b', '11b'],
+    't5_1_1': ['small', 'base', 'large', 'xl', 'xxl'],
+    't5_1_1_lm': ['small', 'base', 'large', 'xl', 'xxl'],
+    'tiny': [''],
+    'ul2': ['20b', 'flan'],
+    'umt5': ['small', 'base', 'large', 'xl', 'xxl'],
+}
+WAITING = ('flan_t5', 't0', 't5_1_1_lm', 'ul2')
+
+
+def module_of(name):
+    return importlib.import_module(f'configs.{name}')
+
+
+def config_of(name, argument):
+    if argument:
+        return module_of(name).get_config(argument)
+    return module_of(name).get_config()
+
+
+def test_every_config_is_tested():
+    files = {file.stem for file in (ROOT / 'configs').glob('*.py')}
+    assert files - {'__init__'} == set(ARGUMENTS)
+
+
+@pytest.mark.parametrize('name', ARGUMENTS)
+def test_every_config_runs_by_name_or_says_what_it_waits_for(name, tmp_path):
+    for argument in ARGUMENTS[name]:
+        config = config_of(name, argument)
+        settings.check(config)
+        if name not in WAITING:
+            settings.check_task(config.data.task, data.TASKS)
+            continue
+        with pytest.raises(ValueError) as refused:
+            train.prepare(config, tmp_path / 'run')
+        message = str(refused.value)
+        assert f'data.task={config.data.task!r} is not available yet: ' in message
+        assert ' waits for ' in message
+        assert message.endswith('; use span_corruption, c4_v220_span_corruption')
+        assert not (tmp_path / 'run').exists()
+        assert '\nWaits for ' in module_of(name).__doc__
+
+
+@pytest.mark.parametrize('name', ARGUMENTS)
+def test_every_config_has_a_model_that_can_be_split(name):
+    """Names, shapes and partition specs of the default size; nothing is computed."""
+    trainer = train.make_trainer(module_of(name).get_config())
+    assert trainer.specs.params.keys() == trainer.shapes.params.keys()
+
+
+@pytest.mark.parametrize('name', sorted(set(ARGUMENTS) - {'base', 'tiny'}))
+def test_an_argument_that_does_not_exist(name):
+    with pytest.raises(ValueError, match='use '):
+        module_of(name).get_config('huge')
+
+
+@pytest.mark.parametrize('value', ['auto', 1, 4])
+def test_a_whole_number_or_auto(value):
+    config = base.get_config()
+    config.train.num_microbatches = value
+    settings.check(config)
+
+
+@pytest.mark.parametrize('value', ['4', 'many', 1.5, True, None, (1,)])
+def test_neither_a_whole_number_nor_auto(value):
+    config = base.get_config()
+    config.train.num_microbatches = value
+    with pytest.raises(ValueError, match="must be a whole number or 'auto'"):
+        settings.check(config)
+
+
+def test_whole_numbers_and_auto_on_the_command_line(command_line, tmp_path):
+    """4 divides the 16 rows of a batch, so the next check refuses: nothing is compiled."""
+    for value, is_valid in (('4', True), ('auto', True), ('5', False)):
+        result = command_line(
+            f'--config={ROOT}/configs/tiny.py',
+            f'--config.train.num_microbatches={value}',
+            '--config.data.files=nothing.txt',
+            cwd=tmp_path,
+        )
+        assert result.status == 2
+        assert ('matches no file' in result.stderr) == is_valid
+        assert ("use 'auto' or one of 1, 2, 4, 8, 16" in result.stderr) != is_valid
+
+
+def test_ten_items_at_most():
+    items = [str(i) for i in range(12)]
+    assert settings.first_ten(items[:2]) == '0, 1'
+    assert settings.first_ten(items[:10], '; ') == '0; 1; 2; 3; 4; 5; 6; 7; 8; 9'
+    assert settings.first_ten(items) == '0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more'
+
+
+def test_no_other_list_of_dtypes():
+    """settings.CHOICES has the dtypes of configs/base.py; the run's modules have no copy."""
+    for name in ('train', 'plan', 'workdir', 'evaluate', 'main'):
+        assert 'float16' not in pathlib.Path(ROOT / f'{name}.py').read_text()
