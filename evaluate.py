@@ -164,7 +164,14 @@ def make_sums(
         def microbatch_sums(microbatch):
             batch, weights_bT = microbatch
             logits_bTv = model.apply(lambda: model.logits(config, batch), params)
-            sums = loss.weighted_sums(logits_bTv, batch, weights_bT, divisor, loss_config)
+            sums = loss.weighted_sums(
+                logits_bTv,
+                batch,
+                weights_bT,
+                divisor,
+                z_loss=loss_config.z_loss,
+                label_smoothing=loss_config.label_smoothing,
+            )
             return sums | text_sums(logits_bTv, batch['decoder_target_tokens'], first_sentinel)
 
         microbatches = partition.cut_rows((batch, weights_bT), num_microbatches)

@@ -99,7 +99,14 @@ def device_gradients(trainer, params, batch, rows_b, key):
         logits_bTv = model.apply(
             lambda: model.logits(trainer.model_config, batch, rows_b), params, key
         )
-        sums = loss.weighted_sums(logits_bTv, batch, weights_bT, divisor, trainer.loss_config)
+        sums = loss.weighted_sums(
+            logits_bTv,
+            batch,
+            weights_bT,
+            divisor,
+            z_loss=trainer.loss_config.z_loss,
+            label_smoothing=trainer.loss_config.label_smoothing,
+        )
         return sums['loss'], sums
 
     def add_gradients(total, microbatch):
@@ -110,9 +117,8 @@ def device_gradients(trainer, params, batch, rows_b, key):
     microbatches = partition.cut_rows((batch, weights_bT, rows_b), trainer.num_microbatches)
     grads, sums = lax.scan(add_gradients, zeros, microbatches)
     sums = jax.tree.map(lambda x: x.sum(axis=0), sums)
-    return partition.sum_gradients(grads, trainer.specs.params), lax.psum(
-        sums, partition.BATCH_AXES
-    )
+    grads = partition.sum_gradients(grads, trainer.specs.params)
+    return grads, lax.psum(sums, partition.BATCH_AXES)
 
 
 def init(trainer: 'Trainer') -> TrainState:

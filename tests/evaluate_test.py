@@ -11,7 +11,7 @@ import vocabulary as vocabularies
 
 
 def open_stream(config, workdir, split):
-    vocabulary = vocabularies.find_vocabulary_of_run(config, workdir, None, 384)
+    vocabulary = vocabularies.find_or_train_vocabulary(config, workdir, None, 384)
     source = sources.open_source(config)
     return data.Stream(source, split, vocabulary, config, 4, seed=0, num_epochs=1), vocabulary
 
