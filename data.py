@@ -137,7 +137,10 @@ class Stream:
 
 
 class Lane:
-    """Iterator of the examples of one row of the batch. `position` is that of the next one."""
+    """Iterator of the examples of one row of the batch. `position` is that of the next one.
+
+    It reads its own part of every epoch, in groups of documents.
+    """
 
     def __init__(self, stream: Stream, row: int, position: Position):
         self.position = position
@@ -215,7 +218,7 @@ class Lane:
         for raw_ids in split_tokens(tokens, objective.raw_length):
             examples += objective(raw_ids, *key)
         # Differs from T5X, which shuffles in a buffer of 1,000 examples: lanes read far apart, and
-        # each shuffles the examples of its group.
+        # each shuffles the examples of its group. (The key's words make the order: keep them.)
         order = permutation(len(examples), 'pieces', *key)
         last = documents[-1]
         return Group(
