@@ -338,7 +338,7 @@ def _layers_of(path: str, leaf: Any) -> list[LayerEntry]:
     """Return the layers of a stacked array [first dimension, layers, the other dimensions]."""
     if len(leaf.shape) < 2 or leaf.shape[1] > MAX_LAYERS:
         raise ValueError(
-            f'{path} has shape {leaf.shape}: axis 1 must be of at most {MAX_LAYERS} layers: '
+            f'{path} has shape {leaf.shape}: it is no stack of 1 to {MAX_LAYERS} layers on axis 1: '
             'do not trust this checkpoint'
         )
     first, num_layers, *rest = leaf.shape

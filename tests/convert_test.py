@@ -122,7 +122,7 @@ def test_stacked_layers_of_umt5(tmp_path, inline, monkeypatch):
 
 def test_a_stack_of_too_many_layers_is_refused():
     leaf = np.zeros([1, 10**6], np.float32)
-    with pytest.raises(ValueError, match='encoder/x has shape .* axis 1 must be of at most 1000'):
+    with pytest.raises(ValueError, match='encoder/x has shape .* no stack of 1 to 1000 layers'):
         convert.unstack({'target/encoder/encoder/x': leaf})
 
 
@@ -349,6 +349,12 @@ def test_what_is_no_checkpoint(places, name, words):
             ask(path)
         assert '\n' not in str(error.value)
     assert not (places / 'x').exists()
+
+
+def test_a_pointer_to_a_mesh_tf_checkpoint_that_is_missing(tmp_path):
+    (tmp_path / 'checkpoint').write_text('model_checkpoint_path: "model.ckpt-0"\n')
+    with pytest.raises(ValueError, match='model.ckpt-0.index is missing: bring all files'):
+        convert.open_checkpoint(tmp_path)
 
 
 def test_the_root_is_no_checkpoint(tmp_path):
