@@ -469,7 +469,6 @@ def read_index(path: str | Path) -> dict[str, Any]:
     else:
         folder = location
         file = location / 'checkpoint'
-        _check_not_orbax(folder)
     if not paths.is_file(file):
         raise ValueError(_describe_missing(folder))
     content = paths.own_file(file).read_bytes()
@@ -676,17 +675,6 @@ def _unpack_extension(code: int, payload: bytes) -> np.ndarray:
         raise ValueError(f'msgpack extension {code}')
     shape, dtype, content = msgpack.unpackb(payload)
     return np.frombuffer(content, dtype).reshape(shape)  # jax registers 'bfloat16' with numpy
-
-
-def _check_not_orbax(folder: Any) -> None:
-    """Raise ValueError for T5X's other layout."""
-    for pattern in (
-        '_METADATA',
-        '_CHECKPOINT_METADATA',
-        'checkpoint_*/_CHECKPOINT_METADATA',
-    ):
-        for file in folder.glob(pattern):
-            raise ValueError(f'{file.parent} has the layout of Orbax: {ORBAX_REMEDY}')
 
 
 def _describe_missing(folder: Any) -> str:

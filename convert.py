@@ -73,16 +73,14 @@ def detect_format(path: str | Path) -> Format:
         return Format.MESH_TF
     for name in ('_METADATA', '_CHECKPOINT_METADATA', 'checkpoint_*/_CHECKPOINT_METADATA'):
         for file in directory.glob(name):
-            raise ValueError(
-                f"{file.parent} has the layout of Orbax: Orbax is not read: save with T5X's use_orbax=False"
-            )
+            raise ValueError(f'{file.parent} has the layout of Orbax: {checkpoint.ORBAX_REMEDY}')
     return Format.T5X
 
 
 def open_model(path: str | Path, config: model.T5Config | None = None) -> OpenedModel:
     """Open the checkpoint that `path` names as a model of `config`.
 
-    Without `config` the checkpoint's own counts, else the one that its shapes tell. Raises ValueError unless
+    Without `config`, takes the checkpoint's own config, or else derives one from the shapes. Raises ValueError unless
     the checkpoint is valid and its parameters are those of the config.
     """
     opened = open_checkpoint(path)

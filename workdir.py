@@ -77,9 +77,9 @@ def check_is_run(workdir: Path) -> None:
 
     Other files may be in it: a run does not touch them. Writes nothing.
     """
-    for parent in (workdir, *workdir.parents):
-        if parent.exists() and not parent.is_dir():
-            raise ValueError(f'{parent} is a file, not a folder: name another --workdir')
+    file = paths.blocking_file(workdir)
+    if file is not None:
+        raise ValueError(f'{file} is a file, not a folder: name another --workdir')
     if workdir == Path(workdir.root) or workdir == Path(__file__).parent:
         raise ValueError(
             f'{workdir} is not a run of this program; name another --workdir, for example '
