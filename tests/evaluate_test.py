@@ -287,6 +287,7 @@ def test_stacked_layers_of_umt5(tmp_path, inline, monkeypatch):
         num_decoder_layers=3,
         mlp_dim=48,
         mlp_activations=('gelu', 'linear'),
+        dropout_rate=0.1,
         relpos_bias_per_layer=True,
     )
     params = {path: np.asarray(x) for path, x in model.init(config, jax.random.key(0)).items()}
