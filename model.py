@@ -301,7 +301,7 @@ class Decoder(hk.Module):
 
     @hk.name_like('__call__')
     def start(self, encoded_bMD, max_length):
-        """Return each layer's LayerCache before the first step, with room for `max_length` tokens."""
+        """Return each layer's cache before the first step, with room for `max_length` tokens."""
         c = self.config
         layers = []
         for i in range(c.num_decoder_layers):

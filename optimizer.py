@@ -77,7 +77,8 @@ def make_schedule(config: Any) -> Callable:
     for name in names:
         if name not in factors:
             raise ValueError(
-                f'learning_rate.factors={config.factors!r}: {name!r} is none of {", ".join(factors)}'
+                f'learning_rate.factors={config.factors!r}: {name!r} is none of '
+                f'{", ".join(factors)}'
             )
 
     def schedule(step):
@@ -128,8 +129,8 @@ def state_specs(opt_state: Any, params: Mapping[str, Any], specs: Mapping[str, P
 def to_t5x(step: Any, params: Mapping[str, Any], opt_state: Any) -> dict[str, Any]:
     """Return a training state as a flat tree of T5X's paths, 'target/PARAM' and 'state/...'.
 
-    The arrays of the state of any optax optimizer are in it, under the paths of `state_paths`. (But a
-    random key, which optax.add_noise has, cannot be saved.)
+    The arrays of the state of any optax optimizer are in it, under the paths of `state_paths`. (But
+    a random key, which optax.add_noise has, cannot be saved.)
     """
     tree = {STEP: step}
     for path, x in params.items():
@@ -237,7 +238,7 @@ def parameter_index(keys: tuple, params: Mapping[str, Any]) -> int | None:
 
 
 def field_names(keys: tuple) -> list[str]:
-    """Return the names of the fields and labels in `keys`, without positions in tuples and lists."""
+    """Return the names of the fields and labels in `keys`, not positions in tuples and lists."""
     names = []
     for key in keys:
         if isinstance(key, jax.tree_util.GetAttrKey):

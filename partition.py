@@ -129,8 +129,8 @@ def param_specs(table: Mapping[str, P], paths: Iterable[str]) -> dict[str, P]:
         patterns = [pattern for pattern in table if re.fullmatch(pattern, path)]
         if len(patterns) != 1:
             raise ValueError(
-                f'parameter {path!r} matches {len(patterns)} rows of the table of specs, {patterns}: '
-                'it must match exactly one, so add or correct a row'
+                f'parameter {path!r} matches {len(patterns)} rows of the table of specs, '
+                f'{patterns}: it must match exactly one, so add or correct a row'
             )
         specs[path] = table[patterns[0]]
     return specs
@@ -198,7 +198,7 @@ def sum_gradients(grads: Any, specs: Any) -> Any:
 
 
 def replicated_batch_axes(spec: P) -> tuple[str, ...]:
-    """Return the batch axes over which `spec` splits nothing: their devices hold the same values."""
+    """Return the batch axes over which `spec` splits nothing: their devices hold equal values."""
     return tuple(axis for axis in BATCH_AXES if not splits_over(spec, axis))
 
 

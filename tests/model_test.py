@@ -9,12 +9,13 @@ import math
 import pathlib
 import re
 
+import chex
 import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_models import random_batch, run_config, t5_config
+from small_models import assert_close, random_batch, run_config, t5_config
 
 import data
 import model
@@ -183,6 +184,29 @@ def test_parameter_tree_is_T5Xs():
     for name, settings in pinned['configs'].items():
         shapes = model.shapes(t5_config(**settings))
         assert {path: list(shape) for path, shape in shapes.items()} == pinned[name]
+
+
+def test_a_layer_can_be_wrapped_in_remat(monkeypatch):
+    """Initial values, dropout and gradients stay the same."""
+    config = model_config(emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32)
+    batch = random_batch(0)
+    key = jax.random.key(0)
+
+    def loss(params):
+        logits = model.apply(lambda: model.logits(config, batch, jnp.arange(8)), params, key)
+        return (logits**2).mean()
+
+    def params_and_gradients():
+        params = jax.jit(lambda: model.init(config, key))()
+        return params, jax.jit(partition.one_device(jax.grad(loss)))(params)
+
+    params, grads = params_and_gradients()
+    layer_class = model.EncoderLayer
+    monkeypatch.setattr(model, 'EncoderLayer', lambda c, name: hk.remat(layer_class(c, name)))
+    assert 'remat' in str(jax.make_jaxpr(partition.one_device(loss))(params))
+    remat_params, remat_grads = params_and_gradients()
+    chex.assert_trees_all_equal(remat_params, params)
+    assert_close(remat_grads, grads, 1e-5)
 
 
 # Of every released size; the numbers are from T5X's gins, layer by layer (UL2: from its model card).

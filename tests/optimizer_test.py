@@ -3,6 +3,8 @@
 The formulas: t5x/adafactor.py; the cases: t5x/adafactor_test.py and t5x/utils.py.
 """
 
+import json
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -11,11 +13,13 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
-from small_models import assert_close
+from small_models import assert_close, random_batch, run_config
 
 import checkpoint
 import optimizer
 import settings
+import train
+import workdir
 from configs import base
 
 
@@ -325,3 +329,32 @@ def test_adamw_is_its_formula(params):
             u = m / (1 - beta1 ** (step + 1)) / (np.sqrt(v / (1 - beta2 ** (step + 1))) + 1e-8)
             p = p - schedule(step) * (u + decay * p)
         assert_close({path: found[path]}, {path: p}, 1e-5)
+
+
+def test_a_run_with_adamw_goes_on_bit_for_bit(tmp_path):
+    sizes = {'emb_dim': 16, 'num_heads': 2, 'head_dim': 8, 'mlp_dim': 32}
+    config = run_config(2, 2, **sizes)
+    config.optimizer.name = 'adamw'
+    trainer = train.make_trainer(config)
+    states = [trainer.init()]
+    for i in range(4):
+        state = jax.tree.map(jnp.copy, states[-1])  # the step takes over its arrays
+        states.append(trainer.train_step(state, random_batch(i))[0])
+    saver = checkpoint.Saver(tmp_path)
+    saver.save(2, optimizer.to_t5x(*states[2]), {})
+    saver.wait()
+    state = train.restore(trainer, checkpoint.read_index(tmp_path / 'checkpoint_2'))
+    chex.assert_trees_all_equal(state, states[2])
+    for i in (2, 3):
+        state, _ = trainer.train_step(state, random_batch(i))
+    chex.assert_trees_all_equal(state, states[4])
+
+
+def test_a_run_that_an_older_version_began_has_the_default_of_a_new_setting():
+    resolved = json.loads(base.get_config().to_json())
+    old = json.loads(base.get_config().to_json())
+    del old['optimizer']['name'], old['optimizer']['adamw']
+    assert workdir.compare_settings(old, resolved, ()) == []
+    resolved['optimizer']['name'] = 'adamw'
+    changes = workdir.compare_settings(old, resolved, ())
+    assert changes == ["optimizer/name: 'adafactor' -> 'adamw'"]
