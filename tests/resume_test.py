@@ -88,10 +88,29 @@ def test_a_signal_saves_the_step_and_the_run_goes_on(command_line, corpus, tmp_p
 
 
 def test_a_second_signal_ends_at_once(command_line, corpus, tmp_path):
+    """Both arrive during one step, because the process is paused when they are sent."""
     program = Program(tmp_path, corpus, steps=100_000, log=4, save=100_000, evaluate=100_000)
     process = command_line.start(*program.arguments(tmp_path / 'run'))
     process.wait_for('step 1/')
-    process.send_signal(signal.SIGINT)
+    for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
+        process.send_signal(number)
+    result = process.wait()
+    assert result.status in (130, 143)
+    assert 'stopped at once, the last checkpoint stands' in result.stderr
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_a_slow_step_at_once(command_line, corpus, tmp_path):
+    program = Program(tmp_path, corpus, steps=600, log=4, save=6, evaluate=150)
+    process = command_line.start(
+        *program.arguments(tmp_path / 'run'),
+        '--config.model.emb_dim=512',
+        '--config.model.mlp_dim=16384',
+        '--config.train.batch_size=64',
+    )
+    process.wait_for('step 1/')
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     result = process.wait()
     assert result.status == 143

@@ -22,6 +22,7 @@ import infer
 import paths
 import train
 import workdir
+from configs import base
 
 
 @pytest.fixture(scope='module')
@@ -338,21 +339,33 @@ def test_a_console_that_is_gone_does_not_end_the_run(command_line, corpus, tmp_p
     assert checkpoint.steps(tmp_path / 'run') == [200]
 
 
-def test_a_setting_that_an_older_run_lacks_counts_as_its_default(corpus, uninterrupted, tmp_path):
-    """A setting that was added after the run began: the run goes on with the default, and with nothing else."""
+def test_a_setting_that_an_older_run_lacks_counts_as_its_default(
+    corpus, uninterrupted, tmp_path, monkeypatch
+):
+    """A setting that is new since the run began: the run goes on with its default, and with nothing else."""
     shutil.copytree(uninterrupted, tmp_path / 'run')
-    for file in (tmp_path / 'run').glob('**/config.json'):
-        settings = json.loads(file.read_text())
-        del settings['optimizer']['weight_decay_rate']
-        file.write_text(json.dumps(settings))
-    config = small_config(corpus, steps=6)
-    config.optimizer.weight_decay_rate = 0.01
-    with pytest.raises(ValueError, match='optimizer/weight_decay_rate: 0.0 -> 0.01'):
+    get_config = base.get_config
+
+    def get_newer_config():
+        config = get_config()
+        with config.unlocked():
+            config.optimizer.name = 'adafactor'
+        return config
+
+    monkeypatch.setattr(base, 'get_config', get_newer_config)
+    config = small_config(corpus)
+    config.optimizer.name = 'adamw'
+    with pytest.raises(ValueError, match="[(]optimizer/name: 'adafactor' -> 'adamw'[)]: go on"):
         train.prepare(config, tmp_path / 'run')
-    config.optimizer.weight_decay_rate = 0.0
+    config.optimizer.name = 'adafactor'
     train.train(train.prepare(config, tmp_path / 'run'))
-    for file in (tmp_path / 'run').glob('config.json'):
-        assert json.loads(file.read_text())['optimizer']['weight_decay_rate'] == 0.0
+    settings = json.loads((tmp_path / 'run/config.json').read_text())
+    assert settings['optimizer']['name'] == 'adafactor'
+
+
+def test_a_setting_that_no_longer_exists_is_a_change():
+    changes = workdir.changed_settings({'optimizer': {'momentum': 0.5}}, {}, may_change=())
+    assert 'optimizer/momentum: 0.5 -> None' in changes
 
 
 def test_config_json_marks_a_run(finished):
