@@ -18,7 +18,7 @@ def compiled_bytes(trainer):
 
 
 def test_microbatches_to_fit_the_memory(corpus, tmp_path, monkeypatch, capsys):
-    """A number that does not fit is refused and the error names the smallest that fits; auto takes that."""
+    """A number that does not fit is refused with the smallest that fits; auto takes that."""
     config = small_config(corpus, steps=1)
     config.train.batch_size = 2
     needs = {n: compiled_bytes(train.make_trainer(config, n)) for n in (1, 2)}

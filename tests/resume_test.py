@@ -24,7 +24,10 @@ def is_saving(workdir):
 
 
 def kill_at_random(process, workdir, inside_saving, rng):
-    """Kill a run some moments after its first step, while it saves if asked. Return whether it was saving."""
+    """Kill a run some moments after its first step, while it saves if asked.
+
+    Return whether it was saving.
+    """
     process.wait_for('step ')
     time.sleep(rng.uniform(0, 0.3))
     while inside_saving and not is_saving(workdir):
@@ -35,7 +38,10 @@ def kill_at_random(process, workdir, inside_saving, rng):
 
 
 def kill_often(command_line, corpus, folder, num_kills, num_inside, steps):
-    """Kill a run at random, some times while it saves, and continue it each time; compare with a run never killed."""
+    """Kill a run at random and continue it, some times while it saves.
+
+    Compare it with a run that was never killed.
+    """
     program = Program(folder, corpus, steps=steps, log=4, save=6, evaluate=150)
     arguments = program.arguments(folder / 'killed')
     rng = random.Random(0)

@@ -1,4 +1,4 @@
-"""Settings and configs: every config builds, and runs by name or says which capability it waits for."""
+"""Settings and configs: every config runs by name or says what it waits for."""
 
 import importlib
 import pathlib

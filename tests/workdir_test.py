@@ -49,7 +49,10 @@ FOLDERS = {
 
 @pytest.mark.parametrize('name', FOLDERS.values(), ids=FOLDERS.keys())
 def test_every_name_of_a_folder_takes_checkpoints(tmp_path, monkeypatch, name):
-    """TensorStore refuses '..': every name is made whole once, and then it is the folder that the shell means."""
+    """Every name is resolved once to the folder that the shell means.
+
+    TensorStore refuses names with '..'.
+    """
     (tmp_path / 'far/target').mkdir(parents=True)
     (tmp_path / 'here').mkdir()
     (tmp_path / 'here/link').symlink_to(tmp_path / 'far/target')
@@ -248,7 +251,7 @@ def test_a_signal_ends_an_evaluation_and_the_next_run_repeats_it(corpus, uninter
 
 
 def test_an_interrupted_notebook_cell_saves(corpus, tmp_path):
-    """Without handlers of main.py: SIGINT, as a notebook sends it, while `train` runs in the main thread."""
+    """A notebook sends SIGINT, without main.py's handlers, while `train` runs in the main thread."""
     config = small_config(corpus, steps=10**6)
     config.eval.every_steps = config.save.every_steps = 10**6
     prepared = train.prepare(config, tmp_path)
@@ -342,7 +345,7 @@ def test_a_console_that_is_gone_does_not_end_the_run(command_line, corpus, tmp_p
 def test_a_setting_that_an_older_run_lacks_counts_as_its_default(
     corpus, uninterrupted, tmp_path, monkeypatch
 ):
-    """A setting that is new since the run began: the run goes on with its default, and with nothing else."""
+    """A setting is newer than the run: it goes on with the default and with nothing else."""
     shutil.copytree(uninterrupted, tmp_path / 'run')
     get_config = base.get_config
 
