@@ -528,7 +528,7 @@ def save(
 
     That is the settings, the vocabulary, the position in the data and the unfinished interval.
     """
-    rows = np.zeros((run.config.train.batch_size, position.shape[1]), np.int64)
+    rows = np.zeros((run.config.train.batch_size, *position.shape[1:]), np.int64)
     rows[run.stream.rows] = position
     position_file = io.BytesIO()
     np.save(position_file, partition.from_processes(rows).max(axis=0))
