@@ -28,7 +28,7 @@ Sums = dict[str, jax.Array]  # loss.weighted_sums of a batch, and the sums of `t
 
 
 class Evaluation:
-    """A model's losses on the validation split, on the same batches every time, and the unigram baseline.
+    """A model's losses on fixed batches of the validation split, and the unigram baseline.
 
     Differs from T5X: takes the first `eval.steps` batches of one pass. T5X repeats a small split.
     """
@@ -59,10 +59,11 @@ class Evaluation:
     def __call__(
         self, params: Mapping[str, jax.Array], stop: Callable[[int], int] = lambda count: 0
     ) -> dict[str, float] | None:
-        """Return T5X's metrics, and nats per token of text and of all targets beside their unigram baselines.
+        """Return T5X's metrics, and nats per token beside their unigram baselines.
 
-        `stop` is called with the number of batches so far. All processes must get the same answer. Where it is not 0
-        the evaluation ends and returns None.
+        The nats are those of text and of all targets. `stop` is called with the number of batches
+        so far. All processes must get the same answer. Where it is not 0 the evaluation ends and
+        returns None.
         """
         if not self.read_batches(stop):
             return None
@@ -83,7 +84,8 @@ class Evaluation:
     def read_batches(self, stop: Callable[[int], int]) -> bool:
         """Read the batches if they are not read yet: a small split of a large corpus takes a while.
 
-        Returns False where `stop` ended the reading. Several processes read at different speeds and do not call it.
+        Returns False where `stop` ended the reading. Several processes read at different speeds and
+        do not call it.
         """
         if self.batches_are_read:
             return True
@@ -94,7 +96,8 @@ class Evaluation:
             if jax.process_count() == 1 and stop(0):
                 return False
         del self.validation  # frees the documents that its lanes hold
-        # The rows of some processes may end first, but all processes must take the same number of steps.
+        # The rows of some processes may end first, but all processes must take the same number of
+        # steps.
         num_batches = int(partition.from_processes(np.array([len(self.batches)])).max())
         padding = {name: np.zeros_like(x) for name, x in self.batches[0].items()}
         while len(self.batches) < num_batches:
@@ -104,11 +107,11 @@ class Evaluation:
 
     @functools.cached_property
     def unigram_baselines(self) -> dict[str, float]:
-        """The cross entropy, in nats, of the validation targets under the unigram of the training targets.
+        """The cross entropy in nats of validation targets under the unigram of training targets.
 
-        A model that knows nothing but token frequencies has this loss. Counts are of the first UNIGRAM_TOKENS
-        positions of the training targets, or of their first epoch if that is shorter, whatever the number of steps.
-        Each token counts once more than it occurs.
+        A model that knows nothing but token frequencies has this loss. Counts are of the first
+        UNIGRAM_TOKENS positions of the training targets, or of their first epoch if that is
+        shorter, whatever the number of steps. Each token counts once more than it occurs.
         """
         training = copy.copy(self.training)
         training.num_epochs = 1
@@ -137,7 +140,7 @@ class Evaluation:
 
 
 def unigram_nats(training_counts: np.ndarray, validation_counts: np.ndarray) -> float:
-    """Return the cross entropy per token of the validation counts under the training counts plus one."""
+    """Return the cross entropy per token of validation counts under training counts plus one."""
     q = training_counts + 1
     nats = -(validation_counts * np.log(q / q.sum())).sum()
     return float(nats / validation_counts.sum())
@@ -190,9 +193,9 @@ def make_sums(
 
 
 def text_sums(logits_bTv: jax.Array, targets_bT: jax.Array, first_sentinel: int) -> Sums:
-    """Return this device's sums of nats, without z-loss and smoothing, over all targets and over text alone.
+    """Return this device's sums of nats over all targets and over text alone.
 
-    Text is every target but sentinels, EOS and padding.
+    The nats are without z-loss and smoothing. Text is every target but sentinels, EOS and padding.
     """
     nats_bT, _ = loss.cross_entropy(logits_bTv, targets_bT)
     text_bT = (targets_bT > EOS_ID) & (targets_bT < first_sentinel)

@@ -3,9 +3,9 @@
     python main.py --config=configs/NAME.py[:ARG] [--workdir=DIR] [--config.KEY=VALUE ...]
     python main.py --mode=convert --from=CHECKPOINT --to=FOLDER [--format=t5x|hf]
 
-Exit status: 0 done; 1 failed; 2 bad arguments or configuration (one line on stderr); 129, 130 and 143 after SIGHUP,
-SIGINT and SIGTERM. After a signal the run finishes and saves its step, and the same command goes on from there. A
-second signal ends the process at once.
+Exit status: 0 done; 1 failed; 2 bad arguments or configuration (one line on stderr); 129, 130 and
+143 after SIGHUP, SIGINT and SIGTERM. After a signal the run finishes and saves its step, and the
+same command goes on from there. A second signal ends the process at once.
 """
 
 import contextlib
@@ -81,9 +81,10 @@ def main(argv: list[str]) -> int:
 class Signals:
     """A listener for SIGHUP, SIGINT and SIGTERM.
 
-    `number` is the first signal, which the loop asks for between two steps. A second signal ends the process at once,
-    and so does the first while there is nothing to save (`can_wait` is False). A thread listens, because a handler in
-    Python would have to wait for XLA, which may compile for minutes. SIGHUP stays ignored below nohup.
+    `number` is the first signal, which the loop asks for between two steps. A second signal ends
+    the process at once, and so does the first while there is nothing to save (`can_wait` is False).
+    A thread listens, because a handler in Python would have to wait for XLA, which may compile for
+    minutes. SIGHUP stays ignored below nohup.
     """
 
     def __init__(self):
@@ -127,7 +128,8 @@ def ignore(number: int, frame: Any) -> None:
 def parse(argv: list[str]) -> ConfigDict | None:
     """Return the locked, checked config, or None for a mode without one.
 
-    Raises ValueError with a message of one line for whatever is wrong with a flag or with the config file.
+    Raises ValueError with a message of one line for whatever is wrong with a flag or with the
+    config file.
     """
     argv = [expand_home(argument) for argument in argv]
     file = config_file(argv)
@@ -178,7 +180,10 @@ def workdir_of_run() -> str:
 
 
 def expand_home(argument: str) -> str:
-    """Return the argument `--config=~/FILE` with the home folder: a shell expands `~` only where a word begins."""
+    """Return the argument `--config=~/FILE` with the home folder.
+
+    A shell expands `~` only where a word begins.
+    """
     name, separator, value = argument.partition('=')
     if name in ('--config', '-config') and value.startswith('~'):
         return name + separator + os.path.expanduser(value)
@@ -186,7 +191,10 @@ def expand_home(argument: str) -> str:
 
 
 def config_file(argv: list[str]) -> str | None:
-    """Return FILE of `--config=FILE[:ARG]` or `--config FILE[:ARG]`, else None. Raises ValueError for two of them."""
+    """Return FILE of `--config=FILE[:ARG]` or `--config FILE[:ARG]`, else None.
+
+    Raises ValueError for two of them.
+    """
     files = []
     for argument, following in zip(argv, [*argv[1:], ''], strict=True):
         if argument in ('--config', '-config'):
@@ -245,7 +253,10 @@ def explain_config(error: BaseException, file: str | None) -> str:
 
 
 def innermost_message(error: BaseException) -> str:
-    """Return the message of an error, or of the error that it wraps as its argument (ml_collections does that)."""
+    """Return the message of an error, or of the error that it wraps as its argument.
+
+    ml_collections wraps errors so.
+    """
     if not error.args:
         return one_line(error)
     [argument, *_] = error.args
@@ -257,7 +268,10 @@ def innermost_message(error: BaseException) -> str:
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of a traceback that are in config files: neither in this file nor in a library."""
+    """Return the frames of a traceback that are neither in this file nor in a library.
+
+    They are in config files.
+    """
     libraries = [sysconfig.get_path(name) for name in ('stdlib', 'purelib', 'platlib')]
     frames = []
     for frame in traceback.extract_tb(error.__traceback__):

@@ -1,6 +1,7 @@
 """Compiling a step ahead of time: whether it fits into memory, and in how many microbatches.
 
-Nothing is run here. What is compiled is an argument: a function from a number of microbatches to a compiled step.
+Nothing is run here. What is compiled is an argument: a function from a number of microbatches to a
+compiled step.
 """
 
 import math
@@ -42,8 +43,8 @@ class Plan(NamedTuple):
 def microbatch_counts(requested: int | str, num_rows: int) -> list[int]:
     """Return the numbers of microbatches to try, ascending, from `requested` on.
 
-    `num_rows`: the rows of a batch on one device, which the microbatches divide. Raises ValueError where `requested`,
-    a number or 'auto', does not divide them.
+    `num_rows`: the rows of a batch on one device, which the microbatches divide. Raises ValueError
+    where `requested`, a number or 'auto', does not divide them.
     """
     counts = [n for n in range(1, num_rows + 1) if num_rows % n == 0]
     if requested == 'auto':
@@ -65,8 +66,8 @@ def fit_step(
 ) -> Plan:
     """Compile the step in the first of `counts` microbatches with which it fits into memory.
 
-    Raises ValueError where it fits with none. Where it does not fit with the `requested` number, the error names the
-    smallest number that fits.
+    Raises ValueError where it fits with none. Where it does not fit with the `requested` number,
+    the error names the smallest number that fits.
     """
     limit = memory_limit(mesh)
     attempts: list[Attempt] = []
@@ -99,7 +100,10 @@ def fit_step(
 
 
 def least_bytes(attempt: Attempt, num_microbatches: int) -> float:
-    """Return the least memory that a step in more microbatches can need: at best all of it shrinks with the rows."""
+    """Return the least memory that a step in more microbatches can need.
+
+    At best all of it shrinks with the rows.
+    """
     return 0.95 * attempt.num_bytes * attempt.num_microbatches / num_microbatches
 
 
@@ -155,9 +159,10 @@ def step_bytes(step: jax.stages.Compiled, mesh: Mesh, state_bytes: int) -> float
 
 
 def memory_limit(mesh: Mesh) -> float:
-    """Return the bytes that a step may take: of one device or, on a CPU, of the machine that all devices share.
+    """Return the bytes that a step may take.
 
-    Of several processes the smallest limit counts, so that all decide alike.
+    They are those of one device or, on a CPU, those of the machine, which all devices share. Of
+    several processes the smallest limit counts, so that all decide alike.
     """
     limits: list[float] = []
     if is_on_cpu(mesh):

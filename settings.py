@@ -1,7 +1,7 @@
-"""The values that the settings of configs/base.py may have: names, types, ranges, choices; and the list for `--help`.
+"""The values that the settings of configs/base.py may have, and their list for `--help`.
 
-`check` runs before JAX is imported and before anything is compiled or written. A rule about two settings, about
-files or about devices belongs to the module that uses them. Imports no jax.
+`check` runs before JAX is imported and before anything is compiled or written. A rule about two
+settings, about files or about devices belongs to the module that uses them. Imports no jax.
 """
 
 import inspect
@@ -97,8 +97,8 @@ RANGES = {
     'mesh.model': DEVICES,
 }
 
-# The strings that a setting may be, where they are few. (data.task, learning_rate.factors and model.mlp_activations
-# are checked by the modules that define their names.)
+# The strings that a setting may be, where they are few. (data.task, learning_rate.factors and
+# model.mlp_activations are checked by the modules that define their names.)
 CHOICES = {
     'model.dtype': ('float32', 'bfloat16'),
     'data.on_bad_line': ('stop', 'skip'),
@@ -110,7 +110,8 @@ CHOICES = {
 # Settings that are a whole number or 'auto'. The module that uses one checks the number.
 INTEGER_OR_AUTO = ('train.num_microbatches',)
 
-# The tasks that a config names but that nothing here provides yet, and the capability that each one waits for.
+# The tasks that a config names but that nothing here provides yet, and the capability that each one
+# waits for.
 WAITING_TASKS = {
     'c4_v220_prefix_lm': 'LM adaptation waits for prefix language modelling, a second objective',
     't0_train': "T0's mixture waits for tasks by name (the P3 cache)",
@@ -122,7 +123,7 @@ WAITING_TASKS = {
 
 
 def check(config: Any) -> None:
-    """Raise ValueError unless `config` has exactly the settings of configs/base.py, each with a valid value."""
+    """Raise ValueError unless `config` has the settings of configs/base.py with valid values."""
     if not isinstance(config, ConfigDict):
         raise ValueError(
             f'the config is a {type(config).__name__}, not a ConfigDict: start from configs/base.py as '
@@ -176,7 +177,10 @@ def has_type_of(default: Any, value: Any) -> bool:
 
 
 def check_task(name: str, available: Collection[str]) -> None:
-    """Raise ValueError unless data.task `name` is among the `available` ones; say what a known one waits for."""
+    """Raise ValueError unless data.task `name` is one of the `available` tasks.
+
+    The error says what a task of WAITING_TASKS waits for.
+    """
     if name in available:
         return
     if name in WAITING_TASKS:

@@ -1,8 +1,9 @@
 """The training run: the step, the loop around it, and what a run starts from.
 
-One step: `jax.shard_map` hands each device its rows of the batch and its slices of the parameters; the model and the
-loss are local math with collectives; `jax.grad` gives each device's own gradients and one line sums them over 'data';
-outside, optax updates global arrays. Source: T5X t5x/train.py, t5x/trainer.py.
+One step: `jax.shard_map` hands each device its rows of the batch and its slices of the parameters;
+the model and the loss are local math with collectives; `jax.grad` gives each device's own gradients
+and one line sums them over 'data'; outside, optax updates global arrays. Source: T5X t5x/train.py,
+t5x/trainer.py.
 """
 
 import contextlib
@@ -73,7 +74,10 @@ def train_step(trainer: 'Trainer', state: TrainState, batch: Mapping) -> tuple[T
 def gradients(
     trainer: 'Trainer', params: Mapping, batch: Mapping, rows: jax.Array, key: jax.Array
 ) -> tuple[dict, dict]:
-    """Return the gradients of the batch's loss, and its loss.weighted_sums. `rows` and `key` determine the dropout."""
+    """Return the gradients of the batch's loss, and its loss.weighted_sums.
+
+    `rows` and `key` determine the dropout.
+    """
     specs = trainer.specs.params
     sharded_gradients = jax.shard_map(
         functools.partial(device_gradients, trainer),
@@ -85,11 +89,11 @@ def gradients(
 
 
 def device_gradients(trainer, params, batch, rows_b, key):
-    """Return one device's part of `gradients`, from its rows of the batch and its slices of the parameters.
+    """Return one device's part of `gradients`, from its rows and its slices of the parameters.
 
-    In microbatches a step has the gradients of its whole batch: they are divided by the weights of all rows, and each
-    row keeps its own dropout. Differs from T5X, which divides each microbatch by its own weights and repeats the same
-    dropout in all of them.
+    In microbatches a step has the gradients of its whole batch: they are divided by the weights of
+    all rows, and each row keeps its own dropout. Differs from T5X, which divides each microbatch by
+    its own weights and repeats the same dropout in all of them.
     """
     weights_bT, divisor = loss.weights_and_divisor(batch, trainer.normalizing_factor)
     params = partition.per_device(params, trainer.specs.params)
@@ -132,7 +136,8 @@ def init(trainer: 'Trainer') -> TrainState:
 class Trainer:
     """Everything that the program of a step depends on; `make_trainer` makes it from a config.
 
-    It is compared by value, so that runs with the same settings in one process share the compiled programs below.
+    It is compared by value, so that runs with the same settings in one process share the compiled
+    programs below.
     """
 
     model_config: model.T5Config
@@ -177,7 +182,10 @@ class Trainer:
 
 
 def make_trainer(config: Any, num_microbatches: int = 1) -> Trainer:
-    """Return the trainer of a config. Raises ValueError for settings that are invalid or that do not fit together."""
+    """Return the trainer of a config.
+
+    Raises ValueError for settings that are invalid or that do not fit together.
+    """
     settings.check(config)
     trainer = Trainer(
         model_config=model.T5Config(**config.model),
@@ -209,7 +217,10 @@ def jit_init(trainer: Trainer) -> Callable[[], TrainState]:
 
 @functools.lru_cache(maxsize=16)
 def jit_step(trainer: Trainer) -> jax.stages.Wrapped:
-    """Return `train_step` as a compiled function (state, batch) -> (state, metrics), which donates the state."""
+    """Return `train_step` as a compiled function (state, batch) -> (state, metrics).
+
+    It donates the state.
+    """
     shardings = partition.shardings(trainer.mesh, (trainer.specs, P()))
     step = functools.partial(train_step, trainer)
     return jax.jit(step, out_shardings=shardings, donate_argnums=0)
@@ -252,11 +263,12 @@ class Run(NamedTuple):
 
 
 def train(run: Run, stop: Callable[[], int] | None = None) -> int:
-    """Take the steps up to config.train.steps; log, evaluate and save on the way; print how it ended.
+    """Take the steps up to config.train.steps. Log, evaluate and save on the way.
 
-    Ends early when `stop` returns the number of a signal: the step is saved and the number returned. Without `stop`
-    (in a notebook) an interrupt does that. Raises FloatingPointError, at most one logged interval later, when a loss
-    or an update is not finite; ValueError for bad data; OSError for a disk that does not take a checkpoint.
+    Ends early when `stop` returns the number of a signal: the step is saved and the number
+    returned. Without `stop` (in a notebook) an interrupt does that. Raises FloatingPointError, at
+    most one logged interval later, when a loss or an update is not finite; ValueError for bad data;
+    OSError for a disk that does not take a checkpoint.
     """
     if run.lock.closed:
         raise ValueError(f'the run in {run.workdir} has ended: prepare it once more to go on')
@@ -278,7 +290,7 @@ def train(run: Run, stop: Callable[[], int] | None = None) -> int:
 
 
 def finish(run: Run, stop_request: 'StopRequest') -> int:
-    """Make up for the last evaluation of a run that has taken all its steps. Return the last step."""
+    """Repeat the last evaluation of a finished run if a signal ended it. Return the last step."""
     step = int(run.state.step)
     if run.evaluation_is_due:
         evaluate_step(run, step, run.state, stop_request)
@@ -324,8 +336,8 @@ def take_steps(run: Run, saver: checkpoint.Saver, stop_request: 'StopRequest') -
                 batch, before, after = next(batches)
             state, step_metrics = run.train_step(state, partition.place_rows(run.mesh, batch))
             interval.add(step_metrics, batch, before)
-            # While a step runs, the next one is prepared and queued, but no more; and not even that where steps are
-            # slow, so that a request to stop waits for one step only.
+            # While a step runs, the next one is prepared and queued, but no more; and not even that
+            # where steps are slow, so that a request to stop waits for one step only.
             is_slow = clock.seconds_of_last_step > 1
             interval.wait(all_steps=log_now or save_now or evaluate_now or is_slow)
         stop_request.agree(step)
@@ -354,14 +366,20 @@ def is_due(step: int, every: int, last: int) -> bool:
 
 
 class StopRequest:
-    """Whether the run was asked to stop. Several processes may receive signals at different times; all agree."""
+    """Whether the run was asked to stop.
+
+    Several processes may receive signals at different times; all agree.
+    """
 
     def __init__(self, ask: Callable[[], int]):
         self.ask = ask
         self.signal = 0  # the number of the signal that all processes agreed on
 
     def agree(self, count: int) -> int:
-        """Return `signal`. Every process calls it with the same counts; at multiples of ten they ask each other."""
+        """Return `signal`.
+
+        Every process calls it with the same counts; at multiples of ten they ask each other.
+        """
         if jax.process_count() == 1:
             self.signal = self.signal or self.ask()
         elif count % STEPS_PER_AGREEMENT == 0:
@@ -432,7 +450,10 @@ class Interval:
 
 
 def check_finite(run: Run, step: int, interval: Interval) -> None:
-    """Raise FloatingPointError for the first step since the last call, up to `step`, that was not finite."""
+    """Raise FloatingPointError for the first step since the last call that was not finite.
+
+    `step` is the last step of the interval.
+    """
     for ago in reversed(range(len(interval.positions))):
         metrics = interval.metrics[-1 - ago]
         if metrics['finite']:
@@ -461,7 +482,10 @@ def report_faults(run: Run) -> None:
 
 
 def report_progress(run: Run, step: int, interval: Interval, clock: Clock, log_now: bool) -> None:
-    """Show the metrics of the interval. Write them to metrics.jsonl and TensorBoard if they are to be logged."""
+    """Show the metrics of the interval.
+
+    Write them to metrics.jsonl and TensorBoard if they are to be logged.
+    """
     values = evaluate.summarize(interval.metrics, run.config)
     values |= interval_metrics(run.config, interval.metrics, clock)
     text = workdir.progress(step, run.config.train.steps, values)
@@ -473,9 +497,10 @@ def report_progress(run: Run, step: int, interval: Interval, clock: Clock, log_n
 
 
 def interval_metrics(config: Any, interval: list[dict], clock: Clock) -> dict[str, float]:
-    """Return what only training has, under T5X's tags: learning rate, gradient, a hash of the batches, speed.
+    """Return the metrics that only training has, under T5X's tags.
 
-    The speed is of the steps that this process took. Tokens include padding.
+    These are the learning rate, the norm of the gradient, a hash of the batches, and the speed. The
+    speed is of the steps that this process took. Tokens include padding.
     """
     column = {name: np.array([metrics[name] for metrics in interval]) for name in interval[0]}
     steps_per_second = clock.num_steps / clock.seconds
@@ -495,7 +520,10 @@ def interval_metrics(config: Any, interval: list[dict], clock: Clock) -> dict[st
 
 
 def evaluate_step(run: Run, step: int, state: TrainState, stop_request: StopRequest) -> None:
-    """Evaluate after `step`. A signal ends the evaluation without a result; the run that goes on repeats it."""
+    """Evaluate after `step`.
+
+    A signal ends the evaluation without a result; the run that goes on repeats it.
+    """
     with run.console.working(f'Evaluating step {step:,}'):
         values = run.evaluation(state.params, stop_request.agree)
     if values is not None:
@@ -506,7 +534,10 @@ def evaluate_step(run: Run, step: int, state: TrainState, stop_request: StopRequ
 def save(
     run: Run, saver: checkpoint.Saver, state: TrainState, position: np.ndarray, interval: list[dict]
 ) -> None:
-    """Save a checkpoint with settings, vocabulary, position in the data and unfinished interval beside it."""
+    """Save a checkpoint, and beside it what a run needs to go on.
+
+    That is the settings, the vocabulary, the position in the data and the unfinished interval.
+    """
     rows = np.zeros((run.config.train.batch_size, *position.shape[1:]), np.int64)
     rows[run.stream.rows] = position
     position_file = io.BytesIO()
@@ -524,9 +555,10 @@ def save(
 
 @contextlib.contextmanager
 def remember_interrupt() -> Iterator[Callable[[], int]]:
-    """Give a function that returns SIGINT once it was received, else 0. A second one raises KeyboardInterrupt.
+    """Give a function that returns SIGINT once it was received, else 0.
 
-    A handler that the program has set itself stays in place; then the function returns 0.
+    A second one raises KeyboardInterrupt. A handler that the program has set itself stays in place;
+    then the function returns 0.
     """
     received = [0]
     default = signal.default_int_handler
@@ -568,9 +600,9 @@ class Start(NamedTuple):
 def prepare(config: Any, folder: str | Path) -> Run:
     """Return a run in the workdir `folder`, ready for its first step.
 
-    Restores the newest valid checkpoint in the workdir if there is one. Raises ValueError or OSError, before anything
-    is compiled, for invalid settings, for settings that differ from an old run's, and for a workdir that is not a run
-    of this program or cannot hold checkpoints.
+    Restores the newest valid checkpoint in the workdir if there is one. Raises ValueError or
+    OSError, before anything is compiled, for invalid settings, for settings that differ from an old
+    run's, and for a workdir that is not a run of this program or cannot hold checkpoints.
     """
     settings.check(config)
     settings.check_task(config.data.task, data.OBJECTIVES)
@@ -660,7 +692,7 @@ def resolved_settings(config: Any, source: sources.Source, vocabulary: Vocabular
 def open_stream(
     config: Any, mesh: Mesh, source: sources.Source, vocabulary: Vocabulary, split: str
 ) -> data.Stream:
-    """Return this process's rows of the batches of a split: training without end, validation once."""
+    """Return this process's rows of a split's batches: training without end, validation once."""
     return data.Stream(
         source,
         split,
@@ -700,7 +732,11 @@ def compile_unless_finished(
     start: Start,
     console: workdir.Console,
 ) -> plan.Plan:
-    """Compile the step if the run has steps to take, and if it fits into memory and a checkpoint on the disk."""
+    """Compile the step, unless the run has taken all its steps.
+
+    Raises ValueError or OSError where the step does not fit into memory or a checkpoint on the
+    disk.
+    """
     if start.is_resumed and start.step >= config.train.steps:
         return plan.Plan(step=None, num_microbatches=1, note='')
     check_step_offset(config, start)
@@ -730,7 +766,10 @@ def compile_unless_finished(
 
 
 def check_step_offset(config: Any, start: Start) -> None:
-    """Raise ValueError where Adafactor's decay would begin after the first step: T5X's formula has no value there."""
+    """Raise ValueError where Adafactor's decay would begin after the first step.
+
+    T5X's formula has no value there.
+    """
     if config.optimizer.step_offset > start.step:
         raise ValueError(
             f'optimizer.step_offset={config.optimizer.step_offset} lies after step {start.step}, where the run '
@@ -752,14 +791,17 @@ def write_run_files(
 
 
 def resume_data(directory: Path, stream: data.Stream) -> list[dict]:
-    """Move the stream to where a checkpoint was saved. Return the metrics of the unfinished interval."""
+    """Move the stream to where a checkpoint was saved.
+
+    Return the metrics of the unfinished interval.
+    """
     positions = np.load(directory / 'data_position.npy')
     stream.seek(positions[stream.rows])
     return json.loads((directory / 'interval.json').read_bytes())
 
 
 def lacks_evaluation(config: Any, metrics: workdir.Metrics, step: int) -> bool:
-    """Return whether the evaluation that was due after `step` is missing, because a signal ended it."""
+    """Return whether a signal ended the evaluation that was due after `step`."""
     was_due = is_due(step, config.eval.every_steps, config.train.steps)
     return was_due and not metrics.has_evaluation(step)
 
@@ -794,8 +836,8 @@ def find_start(config: Any, folder: Path, trainer: Trainer, console: workdir.Con
 def choose_initial(config: Any, trainer: Trainer) -> Start:
     """Return what a new run starts from: leaves of the index of `restore.path`, and its vocabulary.
 
-    Step and optimizer state come along, as in T5X, where the checkpoint has them and `restore.only` does not leave
-    them out. Raises ValueError where the checkpoint does not fit the model.
+    Step and optimizer state come along, as in T5X, where the checkpoint has them and `restore.only`
+    does not leave them out. Raises ValueError where the checkpoint does not fit the model.
     """
     path = config.restore.path
     if not path:
@@ -805,7 +847,9 @@ def choose_initial(config: Any, trainer: Trainer) -> Start:
     opened = convert.open_checkpoint(path)
     index = opened.leaves
     expected = state_shapes(trainer)
-    if not any(is_slot(name) for name in index):  # then the step does not come along either
+    if not any(
+        is_optimizer_state(name) for name in index
+    ):  # then the step does not come along either
         expected = only_parameters(expected)
         index = only_parameters(index)
     leaves = choose_leaves(config.restore, index, expected)
@@ -836,7 +880,10 @@ def choose_initial(config: Any, trainer: Trainer) -> Start:
 def choose_leaves(
     config: Any, index: Mapping[str, Any], expected: checkpoint.Shapes
 ) -> dict[str, Any]:
-    """Return the leaves of a checkpoint's index that config.restore asks for. Raises ValueError if they do not fit."""
+    """Return the leaves of a checkpoint's index that config.restore asks for.
+
+    Raises ValueError if they do not fit.
+    """
     try:
         return checkpoint.choose(index, expected, config.only, config.strict)
     except re.error as error:
@@ -853,9 +900,9 @@ def choose_leaves(
 def describe_initial(
     step: int, directory: Any, leaves: Mapping, index: Mapping, expected: Mapping
 ) -> str:
-    """Return what a new run takes from a checkpoint, and which parameters only one of the two has."""
+    """Return what a new run takes from a checkpoint, and what only one of the two has."""
     slots = 'without any'
-    if any(is_slot(path) for path in leaves):
+    if any(is_optimizer_state(path) for path in leaves):
         slots = 'with the'
     description = f'From step {step:,} of {directory}, {slots} optimizer state'
     for label, tree in (('initial', expected), ('not used', index)):
@@ -865,8 +912,8 @@ def describe_initial(
     return description
 
 
-def is_slot(path: str) -> bool:
-    """Return whether a path of T5X's tree is a slot of the optimizer: its state of one parameter."""
+def is_optimizer_state(path: str) -> bool:
+    """Return whether a path of T5X's tree is the optimizer's state of one parameter."""
     return path.startswith('state/param_states/')
 
 
@@ -893,7 +940,7 @@ def restore_start(
 
 
 def restore(trainer: Trainer, leaves: Mapping[str, Any], dtype: str = '') -> TrainState:
-    """Return the state that `leaves` of a checkpoint's index hold, with initial values for what they lack.
+    """Return the state in `leaves` of a checkpoint's index, with initial values for the rest.
 
     Each process reads only its part of an array that is split, each part straight to its device.
     """
@@ -909,8 +956,8 @@ def restore(trainer: Trainer, leaves: Mapping[str, Any], dtype: str = '') -> Tra
     missing = {path: shardings[path] for path in shardings if path not in arrays}
     if missing:
         arrays |= initial_arrays(trainer, missing)
-    # Every count in the optimizer's state is a copy of the step. NumPy's array makes each of them a buffer of its own,
-    # which a step can be given.
+    # Every count in the optimizer's state is a copy of the step. NumPy's array makes each of them a
+    # buffer of its own, which a step can be given.
     arrays['state/step'] = np.asarray(arrays['state/step'])
     state = TrainState(*optimizer.from_t5x(arrays, trainer.shapes.opt_state))
     state = jax.tree.map(lambda x, like: x.astype(like.dtype), state, trainer.shapes)

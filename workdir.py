@@ -38,7 +38,8 @@ import paths
 import sources
 from configs import base
 
-# The files that a run writes into its workdir. A run that finds one in a folder that is no run refuses the folder.
+# The files that a run writes into its workdir. A run that finds one in a folder that is no run
+# refuses the folder.
 NAMES = (
     'lock',
     'config.json',
@@ -48,12 +49,14 @@ NAMES = (
     'train',
     'training_eval',
     'checkpoint_*',
-    # Checkpoints of other programs: infer.load could not tell whether the folder is a run or such a checkpoint.
+    # Checkpoints of other programs: infer.load could not tell whether the folder is a run or such a
+    # checkpoint.
     'checkpoint',
     '*.safetensors',
     '*.ckpt-*',
 )
-# The settings that may change when a run goes on. Of files and vocabularies the contents are compared instead.
+# The settings that may change when a run goes on. Of files and vocabularies the contents are
+# compared instead.
 MAY_CHANGE = (
     'train/steps',
     'train/num_microbatches',
@@ -73,7 +76,7 @@ MAX_COLUMNS = 79  # of a line of progress
 
 
 def check_is_run(workdir: Path) -> None:
-    """Raise ValueError unless `workdir` is a run of this program, or holds nothing that a run would write.
+    """Raise ValueError unless `workdir` is a run, or holds nothing that a run would write.
 
     Other files may be in it: a run does not touch them. Writes nothing.
     """
@@ -98,7 +101,10 @@ def check_is_run(workdir: Path) -> None:
 
 
 def is_run(workdir: Path) -> bool:
-    """Return whether config.json in `workdir`, or else that of one of its checkpoints, is this program's."""
+    """Return whether `workdir` is a run of this program.
+
+    Its config.json says so, or else that of one of its checkpoints.
+    """
     files = [workdir / 'config.json']
     if not files[0].exists():
         files = sorted(workdir.glob('checkpoint_*/config.json'))
@@ -154,8 +160,8 @@ def lock(workdir: Path) -> IO:
 def check_saving(workdir: Path, num_bytes: int) -> None:
     """Raise OSError where `workdir` cannot hold a checkpoint of `num_bytes`.
 
-    Saves a small array as checkpoints are saved and reads it back, which finds missing permissions, names that
-    TensorStore refuses and full disks. Every process calls it.
+    Saves a small array as checkpoints are saved and reads it back, which finds missing permissions,
+    names that TensorStore refuses and full disks. Every process calls it.
     """
     folder = workdir / '.saving'
     values = np.arange(8, dtype=np.float32)
@@ -184,7 +190,10 @@ def check_saving(workdir: Path, num_bytes: int) -> None:
 
 
 def check_never_saved(workdir: Path) -> None:
-    """Raise ValueError where `workdir` has lost its checkpoints: a new start would erase its metrics."""
+    """Raise ValueError where `workdir` has lost its checkpoints.
+
+    A new start would erase its metrics.
+    """
     if not is_own_config(workdir / 'config.json'):
         return
     if list(workdir.glob('checkpoint_*.tmp-*')):
@@ -203,9 +212,10 @@ def check_never_saved(workdir: Path) -> None:
 
 
 def compare_settings(directory: Path, settings: Mapping, source: sources.Source) -> None:
-    """Raise ValueError, which lists the changes, where a run may not go on from a checkpoint with `settings`.
+    """Raise ValueError where a run may not go on from a checkpoint with `settings`.
 
-    `settings`: the content of config.json today. Of the text the contents count, not the names of the files.
+    The error lists the changes. `settings`: the content of config.json today. Of the text the
+    contents count, not the names of the files.
     """
     workdir = directory.parent
     old = json.loads((directory / 'config.json').read_text())
@@ -227,9 +237,10 @@ def compare_settings(directory: Path, settings: Mapping, source: sources.Source)
 
 
 def changed_settings(old: Mapping, new: Mapping, may_change: tuple[str, ...]) -> list[str]:
-    """Return 'name: old -> new' for each setting that changed, except those whose names `may_change` begin.
+    """Return 'name: old -> new' for each setting that changed and may not change.
 
-    A setting that is missing in `old` did not exist yet: the run had its default.
+    A setting may change if its name begins with one of `may_change`. A setting that is missing in
+    `old` did not exist yet: the run had its default.
     """
     defaults = checkpoint.flatten(json.loads(base.get_config().to_json()))
     old = defaults | checkpoint.flatten(old)
@@ -258,7 +269,8 @@ def read_metrics(workdir: Path) -> list[dict]:
 class Metrics:
     """metrics.jsonl and TensorBoard.
 
-    `write` receives every number of a run: to send them elsewhere (Weights & Biases), add a line there.
+    `write` receives every number of a run: to send them elsewhere (Weights & Biases), add a line
+    there.
     """
 
     def __init__(self, workdir: Path, first_step: int, corpus: str):
@@ -278,12 +290,18 @@ class Metrics:
         self.file = file.open('a', buffering=1)
 
     def has_evaluation(self, step: int) -> bool:
-        """Return whether the evaluation after `step` was written. All processes agree on the first one's answer."""
+        """Return whether the evaluation after `step` was written.
+
+        All processes agree on the first one's answer.
+        """
         is_written = np.array([step in self.evaluated_steps])
         return bool(partition.from_processes(is_written)[0, 0])
 
     def write(self, name: str, step: int, values: Mapping[str, float]) -> None:
-        """Write the numbers of one step. `name`: 'train' or 'training_eval/TASK'; `values`: {T5X's tag: number}."""
+        """Write the numbers of one step.
+
+        `name`: 'train' or 'training_eval/TASK'; `values`: {T5X's tag: number}.
+        """
         if jax.process_index() > 0:
             return
         line = {'step': step, 'run': name, 'corpus': self.corpus, **values}
@@ -439,9 +457,10 @@ def next_command(workdir: Path, files: str) -> str:
 
 
 def model_info(shapes: Mapping[str, Any], specs: Mapping[str, Any]) -> str:
-    """Return T5X's model-info.txt: each array of parameters and optimizer state, and its partition spec.
+    """Return T5X's model-info.txt: every array of the state, and its partition spec.
 
-    `shapes`: {path of a T5X checkpoint: jax.ShapeDtypeStruct}; `specs`: {path: PartitionSpec or None}.
+    `shapes`: {path of a T5X checkpoint: jax.ShapeDtypeStruct}; `specs`: {path: PartitionSpec or
+    None}.
     """
     params = [path for path in sorted(shapes) if path.startswith('target/')]
     state = [path for path in sorted(shapes) if not path.startswith('target/')]

@@ -2,14 +2,15 @@
 
     python benchmarks/restore_memory.py [--config=configs/t5_1_1.py:xl] [--folder=DIR] [--convert]
 
-Writes random float32 parameters of the config's sizes to DIR, as T5X (with our checksums), as Mesh-TF and as Hugging
-Face, one after the other. Opens each in a new process on one CPU device and compares all arrays with what was written.
-Prints the size of the parameters and the memory of a process that only imports; then a line per format: seconds, peak
-resident memory (which includes pages of mapped files) and its ratio to the size; last the rate of plain reading. Files
-are dropped from the page cache before they are read.
+Writes random float32 parameters of the config's sizes to DIR, as T5X (with our checksums), as
+Mesh-TF and as Hugging Face, one after the other. Opens each in a new process on one CPU device and
+compares all arrays with what was written. Prints the size of the parameters and the memory of a
+process that only imports; then a line per format: seconds, peak resident memory (which includes
+pages of mapped files) and its ratio to the size; last the rate of plain reading. Files are dropped
+from the page cache before they are read.
 
-The number to expect: a ratio of at most 1.3 to load t5_1_1.py:xl. (In smaller models the imports weigh more.) That
-takes 12 GB of disk, with --convert 23.
+The number to expect: a ratio of at most 1.3 to load t5_1_1.py:xl. (In smaller models the imports
+weigh more.) That takes 12 GB of disk, with --convert 23.
 """
 
 import os
@@ -100,8 +101,8 @@ def report(text: str, measurement: Measurement, size: int) -> None:
 def in_new_process(function: Callable, *arguments):
     """Return the function's result.
 
-    On Linux the peak of a process begins with the memory of the process that started it. So this process stays small,
-    and even writing happens in another one.
+    On Linux the peak of a process begins with the memory of the process that started it. So this
+    process stays small, and even writing happens in another one.
     """
     with futures.ProcessPoolExecutor(1, get_context('spawn')) as pool:
         return pool.submit(function, *arguments).result()
@@ -135,7 +136,10 @@ def convert_to(target_format: str, source: Path, target: Path) -> Measurement:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A random array that is made when it is read, so that it can be written like a leaf of a checkpoint's index."""
+    """A random array that is made when it is read.
+
+    So it can be written like a leaf of a checkpoint's index.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -156,7 +160,10 @@ def write_t5x(folder: Path, config: model.T5Config, parameters: Mapping[str, Par
 def write_mesh_tf(
     folder: Path, config: model.T5Config, parameters: Mapping[str, Parameter]
 ) -> None:
-    """Write a checkpoint of Mesh-TF, one array after the other. Parameter i goes to shard i % NUM_SHARDS."""
+    """Write a checkpoint of Mesh-TF, one array after the other.
+
+    Parameter i goes to shard i % NUM_SHARDS.
+    """
     sys.path.insert(0, str(ROOT / 'tests'))
     from tensor_bundle import masked, proto, table  # its `bundle` holds all arrays in memory
 
@@ -185,7 +192,10 @@ def write_mesh_tf(
 
 
 def mesh_tf_name(name: str) -> str:
-    """Return Mesh-TF's name for one of Hugging Face, such as encoder.block.0.layer.1.DenseReluDense.wo.weight."""
+    """Return Mesh-TF's name for a parameter of Hugging Face.
+
+    For example, encoder.block.0.layer.1.DenseReluDense.wo.weight.
+    """
     name = name.removesuffix('.weight')
     if name == 'shared':
         return 'shared/embedding'

@@ -1,7 +1,8 @@
-"""Every setting, once, with its unit and its default. The other configs start from here and change values.
+"""Every setting, once, with its unit and its default.
 
-The defaults are T5X's pretraining run (t5x/configs/runs/pretrain.gin) of T5 1.1 small. settings.py has the values
-that each setting may have; `python main.py --help` prints all settings.
+The other configs start from here and change values. The defaults are T5X's pretraining run
+(t5x/configs/runs/pretrain.gin) of T5 1.1 small. settings.py has the values that each setting may
+have; `python main.py --help` prints all settings.
 """
 
 from ml_collections import ConfigDict, FieldReference
@@ -46,9 +47,9 @@ def get_config() -> ConfigDict:
     config.data = ConfigDict()
     # The task: span_corruption, or c4_v220_span_corruption, which also warns if the text is not C4.
     config.data.task = 'span_corruption'
-    # Files for training: globs, separated by commas. Each line is a document: a JSON object in files named .json,
-    # .jsonl or .ndjson, plain text in others. Files may be gzipped (.gz). '' reads the English of this Python's
-    # own documentation (pydoc).
+    # Files for training: globs, separated by commas. Each line is a document: a JSON object in
+    # files named .json, .jsonl or .ndjson, plain text in others. Files may be gzipped (.gz). ''
+    # reads the English of this Python's own documentation (pydoc).
     config.data.files = ''
     # Files for validation, in the same form. '' holds out validation_fraction of data.files.
     config.data.validation_files = ''
@@ -58,7 +59,8 @@ def get_config() -> ConfigDict:
     config.data.on_bad_line = 'stop'
     # Largest fraction of the lines that may be skipped.
     config.data.max_bad_fraction = 0.01
-    # A SentencePiece model, a folder that holds one (a run or a checkpoint), or bytes. '' trains a model.
+    # A SentencePiece model, a folder that holds one (a run or a checkpoint), or bytes. '' trains a
+    # model.
     config.data.vocabulary = ''
     # Pieces of a trained vocabulary, without the sentinels.
     config.data.num_pieces = 32000
@@ -83,8 +85,8 @@ def get_config() -> ConfigDict:
     config.loss.z_loss = 1e-4
     # Probability that is spread over all tokens but the target.
     config.loss.label_smoothing = 0.0
-    # Divisor of the summed loss: '' (no division), a number, NUM_REAL_TARGET_TOKENS, NUM_TOTAL_TARGET_TOKENS or
-    # AVERAGE_PER_SEQUENCE.
+    # Divisor of the summed loss: '' (no division), a number, NUM_REAL_TARGET_TOKENS,
+    # NUM_TOTAL_TARGET_TOKENS or AVERAGE_PER_SEQUENCE.
     config.loss.loss_normalizing_factor = ''
 
     # The optimizer. What follows is Adafactor's, but for the clip of the gradient and adamw.
@@ -103,7 +105,8 @@ def get_config() -> ConfigDict:
     config.optimizer.factored = True
     # Decay of the momentum. 0 for no momentum.
     config.optimizer.beta1 = 0.0
-    # Fraction of each parameter that decays per step, not multiplied by the learning rate. 0 for none.
+    # Fraction of each parameter that decays per step, not multiplied by the learning rate. 0 for
+    # none.
     config.optimizer.weight_decay_rate = 0.0
     # Largest norm of the whole gradient; 0 for none. Of any optimizer.
     config.optimizer.global_norm_clip_threshold = 0.0
@@ -118,7 +121,8 @@ def get_config() -> ConfigDict:
 
     # The learning rate: a product of factors, as in T5X.
     config.learning_rate = ConfigDict()
-    # Any of constant, linear_warmup, linear_decay, rsqrt_decay, rsqrt_normalized_decay, decay_every, cosine_decay.
+    # Any of constant, linear_warmup, linear_decay, rsqrt_decay, rsqrt_normalized_decay,
+    # decay_every, cosine_decay.
     config.learning_rate.factors = 'constant * rsqrt_decay'
     # Value of the factor constant.
     config.learning_rate.base_learning_rate = 1.0
@@ -167,15 +171,19 @@ def get_config() -> ConfigDict:
     # Dtype of saved parameters: float32 or bfloat16. A run that goes on restores these.
     config.save.dtype = 'float32'
 
-    # The checkpoint that a new run starts from. A run that goes on restores its own newest checkpoint.
+    # The checkpoint that a new run starts from. A run that goes on restores its own newest
+    # checkpoint.
     config.restore = ConfigDict()
     # Any checkpoint that infer.load opens. '' for initial parameters.
     config.restore.path = ''
-    # Regular expression of the paths to restore. 'target/.*' restores the parameters alone and starts at step 0.
+    # Regular expression of the paths to restore. 'target/.*' restores the parameters alone and
+    # starts at step 0.
     config.restore.only = '.*'
-    # False restores what the model and the checkpoint share, and lists the rest. True demands equal trees.
+    # False restores what the model and the checkpoint share, and lists the rest. True demands equal
+    # trees.
     config.restore.strict = True
-    # Dtype that restored parameters are rounded to: float32, bfloat16, float16, or '' for the stored dtype.
+    # Dtype that restored parameters are rounded to: float32, bfloat16, float16, or '' for the
+    # stored dtype.
     config.restore.dtype = 'float32'
 
     # Devices per axis of the mesh. -1 takes the remaining devices.

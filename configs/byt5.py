@@ -2,9 +2,9 @@
 
     python main.py --config=configs/byt5.py:base --config.data.files=GLOB
 
-Reproduces: the pretraining of Xue et al. 2022 on bytes. Noise spans have 20 bytes, there are three encoder layers
-per decoder layer, and the highest bytes are the sentinels. To fine-tune, use dropout 0.1 and the same divisor of the
-loss.
+Reproduces: the pretraining of Xue et al. 2022 on bytes. Noise spans have 20 bytes, there are three
+encoder layers per decoder layer, and the highest bytes are the sentinels. To fine-tune, use dropout
+0.1 and the same divisor of the loss.
 T5X: t5x/examples/t5/byt5/SIZE.gin with t5x/configs/runs/pretrain.gin.
 Checkpoints: gs://t5-data/pretrained_models/t5x/byt5_SIZE/checkpoint_1000000.
 Hardware and time: a run takes a pod of TPUs; tests check names, shapes and number of parameters.

@@ -2,12 +2,13 @@
 
     python main.py --config=configs/flan_t5.py:base --config.data.task=span_corruption --config.restore.path=CHECKPOINT
 
-Waits for tasks by name: data.task='flan' is refused until the Flan collection can be read, so name another task.
-Reproduces: the models of Chung et al. 2022, LM-adapted T5 1.1 after instruction tuning, to fine-tune further or to
-infer with. Batch, learning rate and dropout are the paper's.
+Waits for tasks by name: data.task='flan' is refused until the Flan collection can be read, so name
+another task.
+Reproduces: the models of Chung et al. 2022, LM-adapted T5 1.1 after instruction tuning, to
+fine-tune further or to infer with. Batch, learning rate and dropout are the paper's.
 T5X: the model is t5x/examples/t5/t5_1_1/SIZE.gin. The gin of the run is not published.
-Checkpoints: gs://t5-data/pretrained_models/t5x/flan_t5_{small/checkpoint_1198000, base/checkpoint_1184000,
-large/checkpoint_1164000, xl/checkpoint_1138000, xxl/checkpoint_1114000}.
+Checkpoints: gs://t5-data/pretrained_models/t5x/flan_t5_{small/checkpoint_1198000,
+base/checkpoint_1184000, large/checkpoint_1164000, xl/checkpoint_1138000, xxl/checkpoint_1114000}.
 Vocabulary: gs://t5-data/vocabs/cc_all.32000/sentencepiece.model.
 Hardware and time: a run takes a pod of TPUs; tests check names, shapes and number of parameters.
 Number to expect: none is published for the loss.

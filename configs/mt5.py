@@ -2,12 +2,14 @@
 
     python main.py --config=configs/mt5.py:base --config.data.vocabulary=FILE --config.data.files=GLOB
 
-Reproduces: the pretraining of Xue et al. 2021, span corruption on mC4. The files must hold the languages in the
-shares that you want. To fine-tune, use dropout 0.1 and the same divisor of the loss.
+Reproduces: the pretraining of Xue et al. 2021, span corruption on mC4. The files must hold the
+languages in the shares that you want. To fine-tune, use dropout 0.1 and the same divisor of the
+loss.
 T5X: t5x/examples/t5/mt5/SIZE.gin with t5x/configs/runs/pretrain.gin.
 Checkpoints: gs://t5-data/pretrained_models/t5x/mt5_SIZE/checkpoint_1000000 and, LM-adapted,
 mt5_lm_adapted/SIZE/checkpoint_1100000.
-Vocabulary: gs://t5-data/vocabs/mc4.250000.100extra/sentencepiece.model, which includes the sentinels.
+Vocabulary: gs://t5-data/vocabs/mc4.250000.100extra/sentencepiece.model, which includes the
+sentinels.
 Hardware and time: a run takes a pod of TPUs; tests check names, shapes and number of parameters.
 Number to expect: none is published for the loss.
 """

@@ -2,18 +2,19 @@
 
     python main.py --config=configs/small_c4.py --config.data.files='/path/to/c4/en/c4-train.*.json.gz'
 
-Reproduces: T5X's pretraining run, t5x/configs/runs/pretrain.gin (batch 128, Adafactor, rsqrt schedule with
-10,000 warm-up steps, z-loss 1e-4, evaluation and saving every 1,000 steps), with the model of
-t5x/examples/t5/t5_1_1/small.gin on c4_v220_span_corruption, 512 and 114 tokens, dropout 0.0.
-t5x/examples/t5/t5_1_1/examples/small_c4_pretrain.gin is the same with a batch of 256 for 10,000 steps:
---config.train.batch_size=256 --config.train.steps=10000.
+Reproduces: T5X's pretraining run, t5x/configs/runs/pretrain.gin (batch 128, Adafactor, rsqrt
+schedule with 10,000 warm-up steps, z-loss 1e-4, evaluation and saving every 1,000 steps), with the
+model of t5x/examples/t5/t5_1_1/small.gin on c4_v220_span_corruption, 512 and 114 tokens, dropout
+0.0. t5x/examples/t5/t5_1_1/examples/small_c4_pretrain.gin is the same with a batch of 256 for
+10,000 steps: --config.train.batch_size=256 --config.train.steps=10000.
 
-Hardware and time: a batch takes 13.6 TFLOPs forward and backward, the whole run 1.4e18 FLOPs. That is less than four
-hours on a GPU that sustains 100 TFLOP/s, and more than a hundred days on two laptop cores.
+Hardware and time: a batch takes 13.6 TFLOPs forward and backward, the whole run 1.4e18 FLOPs. That
+is less than four hours on a GPU that sustains 100 TFLOP/s, and more than a hundred days on two
+laptop cores.
 
-Number to expect: 10.9 nats per token at the start, log(32128) + 1/2. No final loss is published for small. nanoT5
-(its README) reached 1.953 on C4's validation split with T5 1.1 base, batch 128 and 65,536 steps, where the setting
-of the original gave 1.942; small stays above that.
+Number to expect: 10.9 nats per token at the start, log(32128) + 1/2. No final loss is published for
+small. nanoT5 (its README) reached 1.953 on C4's validation split with T5 1.1 base, batch 128 and
+65,536 steps, where the setting of the original gave 1.942; small stays above that.
 """
 
 from configs import base

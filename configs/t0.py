@@ -2,11 +2,13 @@
 
     python main.py --config=configs/t0.py:3b --config.data.task=span_corruption --config.restore.path=CHECKPOINT
 
-Waits for tasks by name: data.task='t0_train' is refused until the P3 cache can be read, so name another task.
-Reproduces: the multitask prompted training of Sanh et al. 2022 (bigscience-workshop/t-zero), 12,200 steps from
-LM-adapted T5 1.1 xl or xxl. T0+ and T0++ differ in --config.data.task=t0+_train and t0++_train.
-T5X: the model is t5x/examples/t5/t5_1_1/{xl,xxl}.gin. T0 was trained with Mesh-TF, which divides the loss by
-batch size times target length.
+Waits for tasks by name: data.task='t0_train' is refused until the P3 cache can be read, so name
+another task.
+Reproduces: the multitask prompted training of Sanh et al. 2022 (bigscience-workshop/t-zero), 12,200
+steps from LM-adapted T5 1.1 xl or xxl. T0+ and T0++ differ in --config.data.task=t0+_train and
+t0++_train.
+T5X: the model is t5x/examples/t5/t5_1_1/{xl,xxl}.gin. T0 was trained with Mesh-TF, which divides
+the loss by batch size times target length.
 Checkpoints: on Hugging Face, bigscience/{T0_3B, T0, T0p, T0pp}.
 Vocabulary: gs://t5-data/vocabs/cc_all.32000/sentencepiece.model.
 Hardware and time: a run takes a pod of TPUs; tests check names, shapes and number of parameters.

@@ -2,12 +2,14 @@
 
     python main.py --config=configs/t5.py:base --config.data.vocabulary=FILE --config.data.files=GLOB
 
-Reproduces: the models of Raffel et al. 2020, relu and tied embeddings, and the span corruption part of their
-pretraining with a batch of 2,048. (The released models also saw the downstream tasks, in a mixture.)
-T5X: t5x/examples/t5/t5_1_0/{small,base,large,3B,11B}.gin. The released checkpoints were trained with a loss divided
-by batch size times target length (t5x/docs/usage/finetune.md): keep that to fine-tune them.
-Checkpoints: gs://t5-data/pretrained_models/t5x/t5_{small/checkpoint_1000000, base/checkpoint_999900,
-large/checkpoint_1000700, 3B/checkpoint_1000000, 11B/checkpoint_1000000}.
+Reproduces: the models of Raffel et al. 2020, relu and tied embeddings, and the span corruption part
+of their pretraining with a batch of 2,048. (The released models also saw the downstream tasks, in a
+mixture.)
+T5X: t5x/examples/t5/t5_1_0/{small,base,large,3B,11B}.gin. The released checkpoints were trained
+with a loss divided by batch size times target length (t5x/docs/usage/finetune.md): keep that to
+fine-tune them.
+Checkpoints: gs://t5-data/pretrained_models/t5x/t5_{small/checkpoint_1000000,
+base/checkpoint_999900, large/checkpoint_1000700, 3B/checkpoint_1000000, 11B/checkpoint_1000000}.
 Vocabulary: gs://t5-data/vocabs/cc_all.32000/sentencepiece.model.
 Hardware and time: a run takes a pod of TPUs; tests check names, shapes and number of parameters.
 Number to expect: none is published for the loss of span corruption alone.

@@ -2,10 +2,11 @@
 
     python main.py --config=configs/t5_1_1_lm.py:base --config.data.task=span_corruption --config.restore.path=CHECKPOINT
 
-Waits for the prefix LM objective: data.task='c4_v220_prefix_lm' is refused until then, so name another task.
-Reproduces: the 100,000 steps of prefix language modelling after T5 1.1's pretraining (Lester et al. 2021). T0,
-Flan-T5 and prompt tuning start from these models. The batch is that of t5x issue 1198; the divisor of the loss is
-Mesh-TF's, batch size times target length.
+Waits for the prefix LM objective: data.task='c4_v220_prefix_lm' is refused until then, so name
+another task.
+Reproduces: the 100,000 steps of prefix language modelling after T5 1.1's pretraining (Lester et al.
+2021). T0, Flan-T5 and prompt tuning start from these models. The batch is that of t5x issue 1198;
+the divisor of the loss is Mesh-TF's, batch size times target length.
 T5X: the model is t5x/examples/t5/t5_1_1/SIZE.gin. The gin of the run is not published.
 Checkpoints: gs://t5-data/pretrained_models/t5x/t5_1_1_lm100k_SIZE/checkpoint_1100000.
 Vocabulary: gs://t5-data/vocabs/cc_all.32000/sentencepiece.model.

@@ -2,8 +2,8 @@
 
     python main.py --config=configs/tiny.py
 
-Reproduces: no published run. It shows in a few minutes that everything works, on real English text that every
-machine with Python has.
+Reproduces: no published run. It shows in a few minutes that everything works, on real English text
+that every machine with Python has.
 T5X: the model has the shape of t5x/examples/t5/t5_1_1/small.gin, with smaller sizes.
 Hardware and time: two CPU cores, two to six minutes.
 Number to expect: a validation loss at least 0.4 nats per text token below the unigram baseline.

@@ -2,12 +2,12 @@
 
     python main.py --config=configs/ul2.py --config.data.task=span_corruption --config.restore.path=CHECKPOINT
 
-Waits for mixtures: data.task='ul2' is refused until objectives can be mixed, 'flan' until the Flan collection can
-be read, so name another task.
-Reproduces: the models of Tay et al. 2022 (google-research/ul2), to fine-tune or to infer with. Batch and lengths are
-the model card's.
-T5X: the model's gin, gs://scenic-bucket/ul2/ul220b/config.gin, is not in the repository. The sizes are those of the
-model cards: the shape of T5 1.1 with silu in place of gelu.
+Waits for mixtures: data.task='ul2' is refused until objectives can be mixed, 'flan' until the Flan
+collection can be read, so name another task.
+Reproduces: the models of Tay et al. 2022 (google-research/ul2), to fine-tune or to infer with.
+Batch and lengths are the model card's.
+T5X: the model's gin, gs://scenic-bucket/ul2/ul220b/config.gin, is not in the repository. The sizes
+are those of the model cards: the shape of T5 1.1 with silu in place of gelu.
 Checkpoints: gs://scenic-bucket/ul2/ul220b/checkpoint_{1870000,2050000,2650000}, and
 gs://scenic-bucket/ul2/flan-ul220b-v3 at step 2283000.
 Vocabulary: gs://t5-data/vocabs/cc_all.32000/sentencepiece.model.

@@ -2,12 +2,13 @@
 
     python main.py --config=configs/umt5.py:base --config.data.vocabulary=FILE --config.data.files=GLOB
 
-Reproduces: the pretraining of Chung et al. 2023, span corruption on mC4. The files must hold the languages in UniMax
-shares. Each layer has its own table of relative positions. To fine-tune, use dropout 0.1, 512 and 512 tokens, batch
-64 and a constant rate of 5e-4 (t5x/examples/scalable_t5/umt5/runs/finetuning_common.gin).
+Reproduces: the pretraining of Chung et al. 2023, span corruption on mC4. The files must hold the
+languages in UniMax shares. Each layer has its own table of relative positions. To fine-tune, use
+dropout 0.1, 512 and 512 tokens, batch 64 and a constant rate of 5e-4
+(t5x/examples/scalable_t5/umt5/runs/finetuning_common.gin).
 T5X: t5x/examples/scalable_t5/umt5/pretrain_SIZE.gin and runs/pretraining_common.gin.
-Checkpoints: gs://t5-data/pretrained_models/t5x/umt5/SIZE/checkpoint_1000000 for small, base, xl and xxl. Each array
-holds the stacked parameters of all layers.
+Checkpoints: gs://t5-data/pretrained_models/t5x/umt5/SIZE/checkpoint_1000000 for small, base, xl and
+xxl. Each array holds the stacked parameters of all layers.
 Vocabulary: gs://t5-data/vocabs/umt5.256000/sentencepiece.model, to which 300 sentinels are added.
 Hardware and time: a run takes a pod of TPUs; tests check names, shapes and number of parameters.
 Number to expect: none is published for the loss.

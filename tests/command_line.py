@@ -1,7 +1,7 @@
 """main.py as a command: a server imports the program once and forks a process for every command.
 
-Starting Python and importing JAX takes seconds, a fork milliseconds. Each command has its own process, process group,
-folder, environment, standard output and exit status, as from a shell.
+Starting Python and importing JAX takes seconds, a fork milliseconds. Each command has its own
+process, process group, folder, environment, standard output and exit status, as from a shell.
 """
 
 import json
@@ -89,7 +89,10 @@ class CommandLine:
     def start(
         self, *arguments, cwd=ROOT, stdout=None, ignores_hangup=False, **environment
     ) -> 'Process':
-        """Start a command. `stdout`: a file, pipe or terminal to open; `ignores_hangup`: as below nohup."""
+        """Start a command.
+
+        `stdout`: a file, pipe or terminal to open; `ignores_hangup`: as below nohup.
+        """
         self.num_commands += 1
         stdout = stdout or self.folder / f'stdout-{self.num_commands}'
         stderr = self.folder / f'stderr-{self.num_commands}'

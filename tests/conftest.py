@@ -1,4 +1,4 @@
-"""The environment of the tests, eight host devices and explicit broadcasts, and their shared fixtures."""
+"""The environment of the tests (eight host devices, explicit broadcasts) and their fixtures."""
 
 import os
 import pathlib
@@ -44,7 +44,10 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def uninterrupted(corpus, tmp_path_factory):
-    """The workdir of a finished run of runs.small_config: 6 steps, checkpoints 3 and 6. Tests only read it."""
+    """The workdir of a finished run of runs.small_config: 6 steps, checkpoints 3 and 6.
+
+    Tests only read it.
+    """
     folder = tmp_path_factory.mktemp('uninterrupted') / 'run'
     return runs.run(runs.small_config(corpus), folder)
 

@@ -37,7 +37,7 @@ RUNS = ('train', 'training_eval/span_corruption')
 
 
 def first_batch_crc(config, workdir):
-    """Return what metrics.jsonl has as batch_crc32 when a step is logged alone, for the first batch."""
+    """Return the batch_crc32 of the first step in metrics.jsonl, when it is logged alone."""
     vocabulary = vocabularies.find_or_train_vocabulary(config.data, workdir, None, 384)
     mesh = train.make_trainer(config).mesh
     source = sources.open_source(config.data)
@@ -112,7 +112,10 @@ if goes_on:
 
 
 def train_in_two_processes(corpus, folder, data_axis, model_axis, steps, goes_on):
-    """Train in two processes that share the mesh, in `folder`/first and, if it goes on, `folder`/second."""
+    """Train in two processes that share the mesh.
+
+    The workdirs are `folder`/first and, if it goes on, `folder`/second.
+    """
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))
         address = f'127.0.0.1:{free.getsockname()[1]}'
@@ -135,7 +138,10 @@ def train_in_two_processes(corpus, folder, data_axis, model_axis, steps, goes_on
 
 
 def assert_close_runs(found, expected, step):
-    """Assert that two workdirs have the same steps, losses to float tolerance, and position in the data."""
+    """Assert that two workdirs have the same steps, losses and position in the data.
+
+    Losses are equal to float tolerance.
+    """
     for line, expected_line in zip(metrics_of(found), metrics_of(expected), strict=True):
         assert (line['step'], line['run']) == (expected_line['step'], expected_line['run'])
         for name in ('loss', 'nats_per_text_token', 'unigram_nats_per_text_token'):
@@ -153,7 +159,7 @@ def test_two_processes_train_as_one_does(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_of_two_devices_train_and_restore(corpus, uninterrupted, tmp_path):
-    """Half a minute: six steps, then a second run that starts from the first, without some slots."""
+    """Six steps, then a second run that starts from the first, without some slots."""
     train_in_two_processes(corpus, tmp_path, data_axis=2, model_axis=2, steps=6, goes_on=True)
     config = small_config(corpus, steps=9)
     config.restore.path = str(tmp_path / 'first')

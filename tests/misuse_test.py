@@ -1,6 +1,7 @@
 """Wrong input on the command line: a row for each input, with its exit status and its message.
 
-Every row runs main.py in a process and a folder of its own. A refused input prints one line and writes nothing.
+Every row runs main.py in a process and a folder of its own. A refused input prints one line and
+writes nothing.
 """
 
 import json
@@ -18,7 +19,10 @@ TINY = f'--config={ROOT}/configs/tiny.py'
 
 
 class Row(NamedTuple):
-    """An input and the message about it. `{dir}` stands for the row's folder, `{root}` for the checkout."""
+    """An input and the message about it.
+
+    `{dir}` stands for the row's folder, `{root}` for the checkout.
+    """
 
     arguments: list[str]
     message: str  # a part of the one line on stderr
@@ -40,7 +44,7 @@ def write(folder: pathlib.Path, files: dict[str, str]) -> None:
 
 
 def contents(folder: pathlib.Path) -> dict[str, bytes | None]:
-    """Return every file with its content and every folder, without Python's caches and a run's lock."""
+    """Return every file with its content and every folder, without caches and a run's lock."""
     found = {}
     for path in sorted(folder.rglob('*')):
         content = path.read_bytes() if path.is_file() else None

@@ -1,10 +1,12 @@
 """A step is compiled ahead of time in as few microbatches as fit into memory."""
 
 import json
+import types
 
 import pytest
 from runs import run, small_config
 
+import partition
 import plan
 import train
 
@@ -16,23 +18,78 @@ def compiled_bytes(trainer):
 
 
 def test_microbatches_to_fit_the_memory(corpus, tmp_path, monkeypatch, capsys):
-    """A number that does not fit is refused and the error names the smallest that fits; auto takes that."""
-    config = small_config(corpus)
-    needs = {n: compiled_bytes(train.make_trainer(config, n)) for n in (2, 4)}
-    assert needs[2] > needs[4]
-    monkeypatch.setattr(plan, 'memory_limit', lambda mesh: (needs[2] + needs[4]) / 2)
-    config.train.num_microbatches = 2
-    with pytest.raises(ValueError, match='num_microbatches=2: a step .* GiB .*; use 4, or auto'):
+    """A number that does not fit is refused with the smallest that fits; auto takes that."""
+    config = small_config(corpus, steps=1)
+    config.train.batch_size = 2
+    needs = {n: compiled_bytes(train.make_trainer(config, n)) for n in (1, 2)}
+    assert needs[1] > needs[2]
+    monkeypatch.setattr(plan, 'memory_limit', lambda mesh: (needs[1] + needs[2]) / 2)
+    config.train.num_microbatches = 1
+    with pytest.raises(ValueError, match='num_microbatches=1: a step .* GiB .*; use 2, or auto'):
         train.prepare(config, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ['lock']
     config.train.num_microbatches = 'auto'
     run(config, tmp_path)
-    assert 'takes 4' in capsys.readouterr().out
-    assert json.loads((tmp_path / 'config.json').read_text())['train']['num_microbatches'] == 4
+    assert 'takes 2' in capsys.readouterr().out
+    assert json.loads((tmp_path / 'config.json').read_text())['train']['num_microbatches'] == 2
+
+
+class FakeStep:
+    """A compiled step that needs some bytes."""
+
+    def __init__(self, num_bytes):
+        self.num_bytes = num_bytes
+
+    def memory_analysis(self):
+        return types.SimpleNamespace(
+            argument_size_in_bytes=10,
+            temp_size_in_bytes=self.num_bytes - 10,
+            output_size_in_bytes=7,
+            alias_size_in_bytes=7,
+        )
+
+
+def fit(num_bytes, limit, monkeypatch, requested='auto', counts=(1, 2, 4, 8)):
+    """Return the plan for steps that need {count: bytes}, and the counts that were compiled."""
+    compiled = []
+
+    def compile_step(n):
+        compiled.append(n)
+        return FakeStep(num_bytes[n])
+
+    monkeypatch.setattr(plan, 'memory_limit', lambda mesh: limit)
+    mesh = partition.make_mesh(1, 1)
+    planned = plan.fit_step(compile_step, list(counts), requested, mesh, state_bytes=0)
+    return planned, compiled
+
+
+def test_the_first_number_of_microbatches_that_fits(monkeypatch):
+    planned, compiled = fit({1: 100, 2: 60, 4: 40}, limit=50, monkeypatch=monkeypatch)
+    assert planned.num_microbatches == 4
+    assert planned.step.num_bytes == 40
+    assert 'so it takes 4' in planned.note
+    assert compiled == [1, 2, 4]
+    planned, compiled = fit({1: 100}, limit=100, monkeypatch=monkeypatch)
+    assert (planned.num_microbatches, planned.note, compiled) == (1, '', [1])
+
+
+def test_what_cannot_fit_is_not_compiled(monkeypatch):
+    """Half of the rows need at least about half of the memory."""
+    planned, compiled = fit({1: 1000, 8: 100}, limit=120, monkeypatch=monkeypatch)
+    assert planned.num_microbatches == 8
+    assert compiled == [1, 8]
+
+
+def test_a_requested_number_that_does_not_fit(monkeypatch):
+    with pytest.raises(ValueError, match='num_microbatches=2: a step in 2 .*; use 4, or auto'):
+        fit({2: 60, 4: 40}, 50, monkeypatch, requested=2, counts=[2, 4])
+    with pytest.raises(ValueError, match='4 do not fit either: use more devices or a smaller'):
+        fit({2: 60, 4: 55}, 50, monkeypatch, requested=2, counts=[2, 4])
 
 
 def test_a_model_that_does_not_fit(corpus, tmp_path, monkeypatch):
     config = small_config(corpus)
+    config.train.batch_size = 2
     state_bytes = plan.num_state_bytes(train.make_trainer(config).shapes)
     monkeypatch.setattr(plan, 'memory_limit', lambda mesh: state_bytes - 1)
     with pytest.raises(

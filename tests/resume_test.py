@@ -24,7 +24,10 @@ def is_saving(workdir):
 
 
 def kill_at_random(process, workdir, inside_saving, rng):
-    """Kill a run some moments after its first step, while it saves if asked. Return whether it was saving."""
+    """Kill a run some moments after its first step, while it saves if asked.
+
+    Return whether it was saving.
+    """
     process.wait_for('step ')
     time.sleep(rng.uniform(0, 0.3))
     while inside_saving and not is_saving(workdir):
@@ -35,7 +38,10 @@ def kill_at_random(process, workdir, inside_saving, rng):
 
 
 def kill_often(command_line, corpus, folder, num_kills, num_inside, steps):
-    """Kill a run at random, some times while it saves, and continue it each time; compare with a run never killed."""
+    """Kill a run at random and continue it, some times while it saves.
+
+    Compare it with a run that was never killed.
+    """
     program = Program(folder, corpus, steps=steps, log=4, save=6, evaluate=150)
     arguments = program.arguments(folder / 'killed')
     rng = random.Random(0)
@@ -88,10 +94,29 @@ def test_a_signal_saves_the_step_and_the_run_goes_on(command_line, corpus, tmp_p
 
 
 def test_a_second_signal_ends_at_once(command_line, corpus, tmp_path):
+    """Both arrive during one step, because the process is paused when they are sent."""
     program = Program(tmp_path, corpus, steps=100_000, log=4, save=100_000, evaluate=100_000)
     process = command_line.start(*program.arguments(tmp_path / 'run'))
     process.wait_for('step 1/')
-    process.send_signal(signal.SIGINT)
+    for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
+        process.send_signal(number)
+    result = process.wait()
+    assert result.status in (130, 143)
+    assert 'stopped at once, the last checkpoint stands' in result.stderr
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_a_slow_step_at_once(command_line, corpus, tmp_path):
+    program = Program(tmp_path, corpus, steps=600, log=4, save=6, evaluate=150)
+    process = command_line.start(
+        *program.arguments(tmp_path / 'run'),
+        '--config.model.emb_dim=512',
+        '--config.model.mlp_dim=16384',
+        '--config.train.batch_size=64',
+    )
+    process.wait_for('step 1/')
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     result = process.wait()
     assert result.status == 143

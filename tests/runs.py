@@ -77,7 +77,7 @@ def position_of(workdir, step):
 
 
 def assert_same_run(found, expected, step):
-    """Assert that two workdirs have the same metrics, state and position in the data, bit for bit."""
+    """Assert that two workdirs have the same metrics, state and position, bit for bit."""
     assert metrics_of(found) == metrics_of(expected)
     chex.assert_trees_all_equal(state_of(found, step), state_of(expected, step))
     np.testing.assert_array_equal(position_of(found, step), position_of(expected, step))

@@ -10,7 +10,7 @@ import train
 
 
 def test_trainers_are_compared_by_value():
-    """Runs with the same settings share the compiled step; the text of a run does not matter to it."""
+    """Runs with the same settings share the compiled step, whatever their text."""
     trainer = train.make_trainer(small_config('a.txt'))
     same = train.make_trainer(small_config('b.txt', steps=9))
     assert trainer == same

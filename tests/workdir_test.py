@@ -22,6 +22,7 @@ import infer
 import paths
 import train
 import workdir
+from configs import base
 
 
 @pytest.fixture(scope='module')
@@ -48,7 +49,10 @@ FOLDERS = {
 
 @pytest.mark.parametrize('name', FOLDERS.values(), ids=FOLDERS.keys())
 def test_every_name_of_a_folder_takes_checkpoints(tmp_path, monkeypatch, name):
-    """TensorStore refuses '..': every name is made whole once, and then it is the folder that the shell means."""
+    """Every name is resolved once to the folder that the shell means.
+
+    TensorStore refuses names with '..'.
+    """
     (tmp_path / 'far/target').mkdir(parents=True)
     (tmp_path / 'here').mkdir()
     (tmp_path / 'here/link').symlink_to(tmp_path / 'far/target')
@@ -247,7 +251,7 @@ def test_a_signal_ends_an_evaluation_and_the_next_run_repeats_it(corpus, uninter
 
 
 def test_an_interrupted_notebook_cell_saves(corpus, tmp_path):
-    """Without handlers of main.py: SIGINT, as a notebook sends it, while `train` runs in the main thread."""
+    """A notebook sends SIGINT, without main.py's handlers, while `train` runs in the main thread."""
     config = small_config(corpus, steps=10**6)
     config.eval.every_steps = config.save.every_steps = 10**6
     prepared = train.prepare(config, tmp_path)
@@ -338,21 +342,33 @@ def test_a_console_that_is_gone_does_not_end_the_run(command_line, corpus, tmp_p
     assert checkpoint.steps(tmp_path / 'run') == [200]
 
 
-def test_a_setting_that_an_older_run_lacks_counts_as_its_default(corpus, uninterrupted, tmp_path):
-    """A setting that was added after the run began: the run goes on with the default, and with nothing else."""
+def test_a_setting_that_an_older_run_lacks_counts_as_its_default(
+    corpus, uninterrupted, tmp_path, monkeypatch
+):
+    """A setting is newer than the run: it goes on with the default and with nothing else."""
     shutil.copytree(uninterrupted, tmp_path / 'run')
-    for file in (tmp_path / 'run').glob('**/config.json'):
-        settings = json.loads(file.read_text())
-        del settings['optimizer']['weight_decay_rate']
-        file.write_text(json.dumps(settings))
-    config = small_config(corpus, steps=6)
-    config.optimizer.weight_decay_rate = 0.01
-    with pytest.raises(ValueError, match='optimizer/weight_decay_rate: 0.0 -> 0.01'):
+    get_config = base.get_config
+
+    def get_newer_config():
+        config = get_config()
+        with config.unlocked():
+            config.optimizer.name = 'adafactor'
+        return config
+
+    monkeypatch.setattr(base, 'get_config', get_newer_config)
+    config = small_config(corpus)
+    config.optimizer.name = 'adamw'
+    with pytest.raises(ValueError, match="[(]optimizer/name: 'adafactor' -> 'adamw'[)]: go on"):
         train.prepare(config, tmp_path / 'run')
-    config.optimizer.weight_decay_rate = 0.0
+    config.optimizer.name = 'adafactor'
     train.train(train.prepare(config, tmp_path / 'run'))
-    for file in (tmp_path / 'run').glob('config.json'):
-        assert json.loads(file.read_text())['optimizer']['weight_decay_rate'] == 0.0
+    settings = json.loads((tmp_path / 'run/config.json').read_text())
+    assert settings['optimizer']['name'] == 'adafactor'
+
+
+def test_a_setting_that_no_longer_exists_is_a_change():
+    changes = workdir.changed_settings({'optimizer': {'momentum': 0.5}}, {}, may_change=())
+    assert 'optimizer/momentum: 0.5 -> None' in changes
 
 
 def test_config_json_marks_a_run(finished):
