@@ -221,7 +221,9 @@ def named_vocabulary(
         if has_byte_vocabulary(path):
             return ByteVocabulary(byte_extra_ids)
         file = None
-        if paths.is_file(path) or path.is_dir():
+        if paths.is_file(path):
+            file = path
+        elif path.is_dir():
             file = model_file(path)
         if file is None:
             raise ValueError(
@@ -235,20 +237,19 @@ def named_vocabulary(
         raise ValueError(f'{setting}={str(name)!r}: {error}') from None
 
 
-def model_file(path: Any) -> Any:
-    """Return the SentencePiece model that a path is or has, else None.
+def model_file(folder: Any) -> Any:
+    """Return the SentencePiece model in the folder of a checkpoint or run, else None.
 
-    A folder has one in it; that of a checkpoint, or a Mesh-TF prefix, also beside it.
+    The model of a checkpoint may also be in the folder above, and that of a Mesh-TF prefix or of an
+    index alone is beside it.
     """
-    if paths.is_file(path):
-        return path
-    folders = [path]
-    if path.name.startswith('checkpoint_') or not path.is_dir():
-        folders.append(path.parent)
-    for folder in folders:
+    folders = [folder]
+    if folder.name.startswith('checkpoint_') or not folder.is_dir():
+        folders.append(folder.parent)
+    for candidate in folders:
         for name in VOCABULARY_NAMES:
-            if paths.is_file(folder / name):
-                return folder / name
+            if paths.is_file(candidate / name):
+                return candidate / name
     return None
 
 

@@ -249,7 +249,7 @@ def test_batches_that_are_none(t5):
         ),
         ('mesh', (2, 2), "mesh=(2, 2): must have the axes 'data' and 'model': use partition"),
         ('mesh', {'data': 8}, "must have the axes 'data' and 'model'"),
-        ('mesh', {'data': 1, 'model': 8}, 'model.num_heads=4 cannot be split over model=8'),
+        ('mesh', {'data': 1, 'model': 8}, 'model.num_heads=4 cannot be split over mesh.model=8'),
         ('vocabulary', 'nowhere', "vocabulary='nowhere': no file, nor a folder with vocabulary.mo"),
         ('vocabulary', T5X, f"vocabulary='{T5X}': no file, nor a folder with"),
         ('vocabulary', __file__, f'{__file__}: no SentencePiece model: name another'),

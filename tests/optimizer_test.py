@@ -336,17 +336,17 @@ def test_a_run_with_adamw_goes_on_bit_for_bit(tmp_path):
     config = run_config(2, 2, **sizes)
     config.optimizer.name = 'adamw'
     trainer = train.make_trainer(config)
-    states = [trainer.init()]
+    states = [train.jit_init(trainer)()]
     for i in range(4):
         state = jax.tree.map(jnp.copy, states[-1])  # the step takes over its arrays
-        states.append(trainer.train_step(state, random_batch(i))[0])
+        states.append(train.jit_step(trainer)(state, random_batch(i))[0])
     saver = checkpoint.Saver(tmp_path)
     saver.save(2, optimizer.to_t5x(*states[2]), {})
     saver.wait()
     state = train.restore(trainer, checkpoint.read_index(tmp_path / 'checkpoint_2'))
     chex.assert_trees_all_equal(state, states[2])
     for i in (2, 3):
-        state, _ = trainer.train_step(state, random_batch(i))
+        state, _ = train.jit_step(trainer)(state, random_batch(i))
     chex.assert_trees_all_equal(state, states[4])
 
 
@@ -354,7 +354,7 @@ def test_a_run_that_an_older_version_began_has_the_default_of_a_new_setting():
     resolved = json.loads(base.get_config().to_json())
     old = json.loads(base.get_config().to_json())
     del old['optimizer']['name'], old['optimizer']['adamw']
-    assert workdir.compare_settings(old, resolved, ()) == []
+    assert workdir.changed_settings(old, resolved, ()) == []
     resolved['optimizer']['name'] = 'adamw'
-    changes = workdir.compare_settings(old, resolved, ())
+    changes = workdir.changed_settings(old, resolved, ())
     assert changes == ["optimizer/name: 'adafactor' -> 'adamw'"]
