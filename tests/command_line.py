@@ -13,6 +13,8 @@ import sys
 import time
 from typing import NamedTuple
 
+from runs import ENVIRONMENT
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 SERVER = """
@@ -79,7 +81,7 @@ class CommandLine:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {'XLA_FLAGS': '', 'JAX_PLATFORMS': 'cpu'},
+            env=ENVIRONMENT,
         )
 
     def __call__(self, *arguments, cwd=ROOT, **environment) -> Result:

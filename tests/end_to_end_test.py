@@ -127,7 +127,7 @@ def train_in_two_processes(corpus, folder, data_axis, model_axis, steps, goes_on
         arguments = [ROOT, ROOT / 'tests', address, str(i), corpus, folder, settings]
         process = subprocess.Popen(
             [sys.executable, '-c', ONE_OF_TWO, *arguments],
-            env=ENVIRONMENT | {'XLA_FLAGS': flags},
+            env=ENVIRONMENT | {'XLA_FLAGS': f'{ENVIRONMENT["XLA_FLAGS"]} {flags}'},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -150,6 +150,7 @@ def assert_close_runs(found, expected, step):
     np.testing.assert_array_equal(position_of(found, step), position_of(expected, step))
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does(corpus, tmp_path):
     """Two processes of one device each: losses, baseline, checkpoint, position."""
     train_in_two_processes(corpus, tmp_path, data_axis=2, model_axis=1, steps=3, goes_on=False)

@@ -186,6 +186,7 @@ def test_parameter_tree_is_T5Xs():
         assert {path: list(shape) for path, shape in shapes.items()} == pinned[name]
 
 
+@pytest.mark.slow
 def test_a_layer_can_be_wrapped_in_remat(monkeypatch):
     """Initial values, dropout and gradients stay the same."""
     config = model_config(emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32)

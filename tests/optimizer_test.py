@@ -331,6 +331,7 @@ def test_adamw_is_its_formula(params):
         assert_close({path: found[path]}, {path: p}, 1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_with_adamw_goes_on_bit_for_bit(tmp_path):
     sizes = {'emb_dim': 16, 'num_heads': 2, 'head_dim': 8, 'mlp_dim': 32}
     config = run_config(2, 2, **sizes)

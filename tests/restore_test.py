@@ -64,7 +64,8 @@ def test_everything_of_T5X(corpus, mesh_shape):
     assert description == f'From step 6 of {T5X}, with the optimizer state'
 
 
-@pytest.mark.parametrize('mesh_shape', [(1, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('mesh_shape', [(1, 1), (2, 2)])
 def test_a_run_that_never_saved_begins_with_everything_of_T5X(corpus, tmp_path, capsys, mesh_shape):
     config = tiny_config(T5X, corpus)
     config.mesh.data, config.mesh.model = mesh_shape
@@ -132,7 +133,7 @@ def test_another_depth_is_refused(corpus, depth, message):
 
 
 @pytest.mark.parametrize(
-    'depth, label', [pytest.param(1, 'not used', marks=pytest.mark.slow), (3, 'initial')]
+    'depth, label', [(1, 'not used'), pytest.param(3, 'initial', marks=pytest.mark.slow)]
 )
 def test_another_depth_where_it_is_not_strict(corpus, depth, label):
     """What is missing and what is too much is left as it is, and listed."""

@@ -58,6 +58,7 @@ def kill_often(command_line, corpus, folder, num_kills, num_inside, steps):
     assert not list((folder / 'killed').glob('*tmp*'))
 
 
+@pytest.mark.slow
 def test_killed_and_continued_is_the_run_never_killed(command_line, corpus, tmp_path):
     """Parameters, slots, position in the data, batch hashes and metrics, to the bit."""
     kill_often(command_line, corpus, tmp_path, num_kills=1, num_inside=1, steps=300)
@@ -69,6 +70,7 @@ def test_killed_twenty_times(command_line, corpus, tmp_path):
     kill_often(command_line, corpus, tmp_path, num_kills=20, num_inside=10, steps=2000)
 
 
+@pytest.mark.slow
 def test_a_signal_saves_the_step_and_the_run_goes_on(command_line, corpus, tmp_path):
     """Stopped twice in the middle of what is logged together: not even a metric is lost."""
     program = Program(tmp_path, corpus, steps=600, log=100, save=600, evaluate=300)

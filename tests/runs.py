@@ -13,7 +13,12 @@ from configs import base
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # The environment of a process that is a user's, with one device.
-ENVIRONMENT = os.environ | {'XLA_FLAGS': '', 'JAX_PLATFORMS': 'cpu', 'PYTHONUNBUFFERED': '1'}
+FLAGS = [flag for flag in os.environ['XLA_FLAGS'].split() if 'device_count' not in flag]
+ENVIRONMENT = os.environ | {
+    'XLA_FLAGS': ' '.join(FLAGS),
+    'JAX_PLATFORMS': 'cpu',
+    'PYTHONUNBUFFERED': '1',
+}
 
 
 def write_corpus(folder):
