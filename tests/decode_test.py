@@ -254,7 +254,9 @@ def test_causality_of_the_cache():
     assert (np.abs(first[:, 9:] - second[:, 9:]).max(axis=(0, 2)) > 0).all()
 
 
-@pytest.mark.parametrize('name', ['t5_1_0_tiny', 't5_1_1_tiny'])
+@pytest.mark.parametrize(
+    'name', [pytest.param('t5_1_0_tiny', marks=pytest.mark.slow), 't5_1_1_tiny']
+)
 def test_a_second_oracle_of_tiny_models(name):
     """Logits, packed or not, encoder output, loss, gradients, greedy tokens; one encoder row has padding inside on purpose."""
     if not FORWARD.exists():

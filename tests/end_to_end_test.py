@@ -10,6 +10,7 @@ import sys
 import zlib
 
 import chex
+import corpora
 import jax
 import numpy as np
 import pytest
@@ -377,8 +378,10 @@ def test_a_bad_line_that_training_comes_to_exits_1(corpus, command_line, tmp_pat
     assert f'Left out, 1 so far: line 201 of {bad}: ' in result.stdout
 
 
-def test_c4_without_c4_says_so_everywhere(tmp_path, capsys, monkeypatch):
+def test_c4_without_c4_says_so_everywhere(pydoc, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(evaluate, 'UNIGRAM_TOKENS', 1000)
+    documents = corpora.documents_of(pydoc)[::10]  # the whole takes seconds to read
+    monkeypatch.setattr(sources, 'pydoc_documents', lambda: documents)
     config = small_config('', steps=1)
     config.data.task = 'c4_v220_span_corruption'
     config.data.vocabulary = 'bytes'

@@ -60,7 +60,9 @@ def single():
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize('data, model', [(8, 1), pytest.param(4, 2, marks=SLOW), (2, 4)])
+@pytest.mark.parametrize(
+    'data, model', [pytest.param(8, 1, marks=SLOW), pytest.param(4, 2, marks=SLOW), (2, 4)]
+)
 def test_same_on_every_mesh(single, data, model):
     assert_same(run(run_config(data, model)), single)
 

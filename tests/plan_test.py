@@ -21,6 +21,7 @@ def test_microbatches_to_fit_the_memory(corpus, tmp_path, monkeypatch, capsys):
     """A number that does not fit is refused with the smallest that fits; auto takes that."""
     config = small_config(corpus, steps=1)
     config.train.batch_size = 2
+    config.model.dropout_rate = 0.0  # compiles twice as fast
     needs = {n: compiled_bytes(train.make_trainer(config, n)) for n in (1, 2)}
     assert needs[1] > needs[2]
     monkeypatch.setattr(plan, 'memory_limit', lambda mesh: (needs[1] + needs[2]) / 2)
