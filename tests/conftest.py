@@ -63,7 +63,10 @@ def command_line(tmp_path_factory):
     command.close()
 
 
-@pytest.fixture(params=['t5x_t5_1_1_tiny', 't5x_t5_1_0_tiny', 't5x_factored'])
+FACTORED = pytest.param('t5x_factored', marks=pytest.mark.slow)
+
+
+@pytest.fixture(params=['t5x_t5_1_1_tiny', 't5x_t5_1_0_tiny', FACTORED])
 def golden(request):
     """A folder of T5X's own numbers: config.json, golden.npz, checkpoint_0 and checkpoint_6."""
     shared = ROOT.parent / 'shared' / 'testdata' / 'golden'

@@ -179,7 +179,7 @@ def teacher_forced(config):
 
 
 # Each model on one device, and one of them on another mesh; the slow suite has all.
-FAST = [('t5_1_1', (1, 1)), ('t5', (1, 1)), ('umt5', (1, 1)), ('t5', (2, 4))]
+FAST = [('t5_1_1', (1, 1)), ('umt5', (1, 1)), ('t5', (2, 4))]
 CACHED = [
     pytest.param(name, shape, marks=() if (name, shape) in FAST else pytest.mark.slow)
     for name in VARIANTS
@@ -254,9 +254,8 @@ def test_causality_of_the_cache():
     assert (np.abs(first[:, 9:] - second[:, 9:]).max(axis=(0, 2)) > 0).all()
 
 
-@pytest.mark.parametrize(
-    'name', [pytest.param('t5_1_0_tiny', marks=pytest.mark.slow), 't5_1_1_tiny']
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['t5_1_0_tiny', 't5_1_1_tiny'])
 def test_a_second_oracle_of_tiny_models(name):
     """Logits, packed or not, encoder output, loss, gradients, greedy tokens; one encoder row has padding inside on purpose."""
     if not FORWARD.exists():

@@ -74,6 +74,7 @@ def test_a_continued_run_is_the_uninterrupted_run(corpus, uninterrupted, tmp_pat
     assert_same_run(tmp_path, uninterrupted, 6)
 
 
+@pytest.mark.slow
 def test_another_mesh_goes_on_with_the_same_batches(corpus, tmp_path):
     """Three steps on eight devices, three on one, three on eight, against nine on one."""
     run(small_config(corpus, steps=9), tmp_path / 'expected')

@@ -147,7 +147,10 @@ def test_dropout_is_off_without_rows_and_its_expectation_is_the_identity(tiny):
     np.testing.assert_array_equal(apply(params, batch), apply(params, batch, jax.random.key(1)))
 
 
-@pytest.mark.parametrize('settings', [{}, {'dtype': 'bfloat16', 'head_dim': 128}], ids=str)
+WIDE_BFLOAT16 = pytest.param({'dtype': 'bfloat16', 'head_dim': 128}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize('settings', [{}, WIDE_BFLOAT16], ids=str)
 def test_initial_values_have_the_deviations_of_T5X(settings):
     sizes = dict(vocab_size=2048, emb_dim=256, num_heads=8, head_dim=32, mlp_dim=512)
     config = model_config(**sizes | settings)
@@ -353,7 +356,7 @@ SHALLOW = {
 
 
 @pytest.mark.parametrize('sizes, dtype', [
-    pytest.param(SHALLOW, 'bfloat16', id='shallow-bfloat16'),
+    pytest.param(SHALLOW, 'bfloat16', id='shallow-bfloat16', marks=pytest.mark.slow),
     pytest.param({}, 'float32', id='small-float32', marks=pytest.mark.slow),
     pytest.param({}, 'bfloat16', id='small-bfloat16', marks=pytest.mark.slow),
 ])  # fmt: skip

@@ -17,6 +17,7 @@ def compiled_bytes(trainer):
     return plan.step_bytes(train.compile_step(trainer), trainer.mesh, state_bytes)
 
 
+@pytest.mark.slow
 def test_microbatches_to_fit_the_memory(corpus, tmp_path, monkeypatch, capsys):
     """A number that does not fit is refused with the smallest that fits; auto takes that."""
     config = small_config(corpus, steps=1)

@@ -329,6 +329,7 @@ def test_progress_fits_into_80_columns(seconds_left, words):
     assert line.endswith(f'{words} left') and '1,234,568 tokens/s' in line
 
 
+@pytest.mark.slow
 def test_a_console_that_is_gone_does_not_end_the_run(command_line, corpus, tmp_path):
     """As `| head -1` and a closed terminal do."""
     program = Program(tmp_path, corpus, steps=200, log=10, save=200, evaluate=200)
