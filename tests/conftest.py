@@ -8,14 +8,14 @@ import tempfile
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ['XLA_FLAGS'] = ' '.join(
     [
-        os.environ.get('XLA_FLAGS', ''),
-        '--xla_force_host_platform_device_count=8',
         # Compiling takes most of the time of the tests: this makes it three times as fast.
         '--xla_backend_optimization_level=0',
         '--xla_cpu_use_fusion_emitters=false',
         # Eight devices on two cores: a collective may wait long for its slowest device.
         '--xla_cpu_collective_call_warn_stuck_timeout_seconds=120',
         '--xla_cpu_collective_call_terminate_timeout_seconds=600',
+        os.environ.get('XLA_FLAGS', ''),  # of two equal flags the last one counts
+        '--xla_force_host_platform_device_count=8',
     ]
 )
 # Programs that several tests and processes share are compiled once.

@@ -469,6 +469,7 @@ def their_logits(transformers, module, config, batch):
     return logits.numpy()
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize('name', CONFIGS)
 def test_transformers_computes_what_we_do(name, transformers, tmp_path):
     config = CONFIGS[name]
@@ -487,6 +488,7 @@ def test_transformers_computes_what_we_do(name, transformers, tmp_path):
     assert_same_bits(again.arrays, arrays)
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize('name', ['T5', 'T5 untied', 'MT5', 'MT5 untied', 'UMT5', 'UMT5 untied'])
 def test_we_compute_what_transformers_does(transformers, tmp_path, name):
     """Weights and settings all from transformers; its version 5 ties whatever is new, so untie it here."""

@@ -563,6 +563,7 @@ def test_nonsense_under_right_checksums_ends_in_a_value_error(tmp_path):
 # TensorFlow itself, where it is installed.
 
 
+@pytest.mark.peers
 def test_what_tensorflow_saves_we_read_and_what_we_write_it_reads(tmp_path):
     tf = pytest.importorskip('tensorflow', reason='needs TensorFlow; golden/mtf_t5_1_1 is its work')
     v1, arrays, prefix = tf.compat.v1, mesh_tf_variables(), tmp_path / 'model.ckpt-1000000'

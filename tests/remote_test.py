@@ -160,6 +160,7 @@ def load_in_another_process(folder, urls, store):
     return process.stdout.splitlines()
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize('scheme', CLIENTS)
 def test_a_bucket_is_read_as_a_disk_is(scheme, store, tmp_path):
     """Parameters come out alike; what a bucket lacks or refuses is named in a line. In one process."""

@@ -145,6 +145,7 @@ def random_texts_with_sentinels(pydoc, count=300):
         yield ''.join(part + ' ' * int(random.integers(0, 3)) for part in parts)
 
 
+@pytest.mark.peers
 def test_texts_are_encoded_as_seqio_does(pydoc, pydoc_model, vocabulary, tmp_path):
     seqio = pytest.importorskip('seqio', reason="SeqIO is not installed: pip install -e '.[peers]'")
     (tmp_path / 'spiece.model').write_bytes(pydoc_model)
@@ -153,6 +154,7 @@ def test_texts_are_encoded_as_seqio_does(pydoc, pydoc_model, vocabulary, tmp_pat
     assert vocabulary.encode(texts) == [list(map(int, theirs.encode(text))) for text in texts]
 
 
+@pytest.mark.peers
 def test_glued_sentinels_are_those_of_transformers(pydoc, pydoc_model, vocabulary, tmp_path):
     reason = "transformers is not installed: pip install -e '.[peers]'"
     transformers = pytest.importorskip('transformers', reason=reason)
