@@ -53,8 +53,8 @@ SIZES = {
 FIXED_SETTINGS = {
     'is_encoder_decoder': True,
     'layer_norm_epsilon': 1e-6,
-    'relative_attention_num_buckets': model.NUM_BUCKETS,
-    'relative_attention_max_distance': model.MAX_DISTANCE,
+    'relative_attention_num_buckets': 32,
+    'relative_attention_max_distance': 128,
     'pad_token_id': 0,
     'eos_token_id': 1,
     'decoder_start_token_id': 0,

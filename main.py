@@ -282,8 +282,20 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of `error` without line breaks."""
-    return ' '.join(str(error).split())
+    """Return the message of `error` without line breaks.
+
+    A ValueError of a library is most often a fault in the code of a fork: where our code called it
+    is added.
+    """
+    text = ' '.join(str(error).split())
+    own = None
+    for frame in traceback.extract_tb(error.__traceback__):
+        is_own = pathlib.Path(frame.filename).parent == pathlib.Path(__file__).parent
+        if is_own:
+            own = frame
+    if isinstance(error, ValueError) and own is not None and not is_own:
+        text += f' ({own.filename}, line {own.lineno})'
+    return text
 
 
 if __name__ == '__main__':

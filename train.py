@@ -132,7 +132,7 @@ def init(trainer: 'Trainer') -> TrainState:
     return TrainState(jnp.int32(0), params, trainer.tx.init(params))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)  # JAX prints it in front of its messages
 class Trainer:
     """Everything that the program of a step depends on; `make_trainer` makes it from a config.
 

@@ -434,7 +434,7 @@ def compare_with_baseline(values: Mapping[str, float]) -> str:
     side = 'below' if own < baseline else 'ABOVE'
     return (
         f'validation loss {own:.3f} nats per text token, {abs(baseline - own):.3f} {side} the unigram baseline '
-        f'of {baseline:.3f} (sentinels and all: {values["nats_per_target_token"]:.3f}, baseline '
+        f'of {baseline:.3f} (all target tokens: {values["nats_per_target_token"]:.3f}, baseline '
         f'{values["unigram_nats_per_target_token"]:.3f})'
     )
 

@@ -56,7 +56,7 @@ def test_every_config_runs_by_name_or_says_what_it_waits_for(name, tmp_path):
         message = str(refused.value)
         assert f'data.task={config.data.task!r} is not available yet: ' in message
         assert ' waits for ' in message
-        assert message.endswith('; use span_corruption, c4_v220_span_corruption')
+        assert message.endswith(f'; use {", ".join(data.OBJECTIVES)}')
         assert not (tmp_path / 'run').exists()
         assert '\nWaits for ' in module_of(name).__doc__
 
