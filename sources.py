@@ -39,9 +39,8 @@ BLOCKS_PER_POOL = 8
 POOL_LINES = 100_000  # in the pools of all lanes together
 MIN_POOL_LINES = 256  # in the pool of one lane
 MIN_OPEN_SHARDS = 16  # by all lanes together
-POOLS_PER_ROUND = (
-    1 << 32
-)  # numbers set aside for the pools of a round of shards, far more than there are
+# Numbers set aside for the pools of a round of shards, far more than there are.
+POOLS_PER_ROUND = 1 << 32
 
 # A longer line of plain text is cut into documents of at most CUT_BYTES.
 MAX_LINE_BYTES = 1 << 20
