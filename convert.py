@@ -22,6 +22,7 @@ import hugging_face
 import mesh_tf
 import model
 import paths
+from configs import base
 from vocabulary import ByteVocabulary, find_vocabulary, read_settings
 
 
@@ -140,8 +141,8 @@ def _config_beside(directory: Any) -> model.T5Config | None:
     settings = read_settings(directory).get('model')
     if not settings:
         return None
-    # Checkpoints from before umT5 was supported do not have this setting.
-    settings = {'relpos_bias_per_layer': False, **settings}
+    # A setting that did not exist when the checkpoint was written has its default.
+    settings = base.get_config().model.to_dict() | settings
     try:
         return model.T5Config(**settings)
     except (ValueError, TypeError) as error:
