@@ -92,6 +92,7 @@ def test_a_requested_number_that_does_not_fit(monkeypatch):
 def test_a_model_that_does_not_fit(corpus, tmp_path, monkeypatch):
     config = small_config(corpus)
     config.train.batch_size = 2
+    config.model.dropout_rate = 0.0  # compiles twice as fast
     state_bytes = plan.num_state_bytes(train.make_trainer(config).shapes)
     monkeypatch.setattr(plan, 'memory_limit', lambda mesh: state_bytes - 1)
     with pytest.raises(
