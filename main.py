@@ -288,13 +288,11 @@ def one_line(error: BaseException) -> str:
     is added.
     """
     text = ' '.join(str(error).split())
-    own = None
-    for frame in traceback.extract_tb(error.__traceback__):
-        is_own = pathlib.Path(frame.filename).parent == pathlib.Path(__file__).parent
-        if is_own:
-            own = frame
-    if isinstance(error, ValueError) and own is not None and not is_own:
-        text += f' ({own.filename}, line {own.lineno})'
+    folder = pathlib.Path(__file__).parent
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if pathlib.Path(frame.filename).parent == folder]
+    if isinstance(error, ValueError) and own and own[-1] is not frames[-1]:
+        text += f' ({own[-1].filename}, line {own[-1].lineno})'
     return text
 
 

@@ -728,11 +728,10 @@ class TextReader:
             else:
                 offset = self.cut_at(file, start)
                 line = self.part_of_long_line(file, offset, end)
-                for part in cut(line):
-                    yield offset, part
-                    offset += len(part)
+                yield from parts_with_offsets(offset, line)
                 if not line.endswith(b'\n'):
                     return
+                offset += len(line)
         file.seek(offset)
         while offset < end:
             line = file.readline(MAX_LINE_BYTES + 1)
@@ -741,9 +740,7 @@ class TextReader:
             if len(line) > MAX_LINE_BYTES:
                 self.remember_long_line(offset, offset + len(line))
                 line = self.part_of_long_line(file, offset, end)
-                for part in cut(line):
-                    yield offset, part
-                    offset += len(part)
+                yield from parts_with_offsets(offset, line)
                 return
             yield offset, line
             offset += len(line)
@@ -804,6 +801,13 @@ def start_of_line(file: IO[bytes], position: int) -> int | None:
         if width == position:
             return 0
     return None
+
+
+def parts_with_offsets(offset: int, line: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, part) of the parts of a long line that begins at `offset`."""
+    for part in cut(line):
+        yield offset, part
+        offset += len(part)
 
 
 def cut(line: bytes) -> Iterator[bytes]:

@@ -847,9 +847,8 @@ def choose_initial(config: Any, trainer: Trainer) -> Start:
     opened = convert.open_checkpoint(path)
     index = opened.leaves
     expected = state_shapes(trainer)
-    if not any(
-        is_optimizer_state(name) for name in index
-    ):  # then the step does not come along either
+    # Without optimizer state the step does not come along either.
+    if not any(is_optimizer_state(name) for name in index):
         expected = only_parameters(expected)
         index = only_parameters(index)
     leaves = choose_leaves(config.restore, index, expected)
@@ -914,12 +913,12 @@ def describe_initial(
 
 def is_optimizer_state(path: str) -> bool:
     """Return whether a path of T5X's tree is the optimizer's state of one parameter."""
-    return path.startswith('state/param_states/')
+    return path.startswith(checkpoint.SLOT_PREFIX)
 
 
 def only_parameters(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters of a flat tree, under the same paths."""
-    return {path: x for path, x in tree.items() if path.startswith('target/')}
+    return {path: x for path, x in tree.items() if checkpoint.is_parameter(path)}
 
 
 def state_shapes(trainer: Trainer) -> checkpoint.Shapes:
@@ -956,7 +955,7 @@ def restore(trainer: Trainer, leaves: Mapping[str, Any], dtype: str = '') -> Tra
     missing = {path: shardings[path] for path in shardings if path not in arrays}
     if missing:
         arrays |= initial_arrays(trainer, missing)
-    # Every count in the optimizer's state is a copy of the step. NumPy's array makes each of them a
+    # Counts in the optimizer's state may be copies of the step. NumPy's array makes each of them a
     # buffer of its own, which a step can be given.
     arrays['state/step'] = np.asarray(arrays['state/step'])
     state = TrainState(*optimizer.from_t5x(arrays, trainer.shapes.opt_state))

@@ -169,10 +169,11 @@ def find_vocabulary(folder: Any, name: str | Path | None = None) -> Vocabulary |
     Raises ValueError for a name without a vocabulary and for a file that is no SentencePiece model
     of T5's kind, and OSError for files that may not be read.
     """
-    extra_ids = read_settings(folder)['data']['extra_ids']
+    data_settings = read_settings(folder)['data']
+    extra_ids = data_settings['extra_ids']
     if name:
         return named_vocabulary('vocabulary', name, extra_ids, byte_extra_ids=0)
-    if has_byte_vocabulary(folder):
+    if data_settings['vocabulary'] == 'bytes':
         return ByteVocabulary()
     file = model_file(folder)
     if file is None:
@@ -218,7 +219,7 @@ def named_vocabulary(
         return ByteVocabulary(byte_extra_ids)
     try:
         path = paths.to_path(name)
-        if has_byte_vocabulary(path):
+        if read_settings(path)['data']['vocabulary'] == 'bytes':
             return ByteVocabulary(byte_extra_ids)
         file = None
         if paths.is_file(path):
@@ -259,11 +260,6 @@ def read_model(file: Any, extra_ids: int) -> SentencePieceVocabulary:
         return SentencePieceVocabulary(file.read_bytes(), extra_ids)
     except ValueError as error:
         raise ValueError(f'{file}: {error}: name another vocabulary') from None
-
-
-def has_byte_vocabulary(folder: Any) -> bool:
-    """Return whether a folder is that of a checkpoint or run of ours on bytes."""
-    return read_settings(folder)['data']['vocabulary'] == 'bytes'
 
 
 def read_settings(folder: Any) -> dict[str, Any]:

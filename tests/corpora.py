@@ -82,3 +82,13 @@ def write_shards(folder, sizes, kind='.jsonl.gz', start=0):
             content += record.encode() + b'\n'
         path.write_bytes(gzip.compress(content) if is_gzipped else content)
     return expected
+
+
+def write_corpus(folder, changes=None):
+    """Write four files of text, and `changes` of them as {name: text}. Return their source."""
+    folder.mkdir(parents=True)
+    for i in range(4):
+        (folder / f'{i}.txt').write_text('\n'.join(f'line {i} {j}' for j in range(200 - i)))
+    for name, text in (changes or {}).items():
+        (folder / name).write_text(text)
+    return sources.open_source(make_config(files=f'{folder}/*.txt', validation_fraction=0.1))

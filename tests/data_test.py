@@ -25,6 +25,7 @@ from corpora import (
     lane_documents,
     make_config,
     source_of,
+    write_corpus,
 )
 
 import data
@@ -328,15 +329,6 @@ def test_validation_files_without_a_document_are_named(tmp_path, vocabulary, con
     source = sources.open_source(config)
     with pytest.raises(ValueError, match='data.validation_files=.*blank.txt.* holds no document'):
         data.Stream(source, 'validation', vocabulary, config, 2, 0)
-
-
-def write_corpus(folder, changes=None):
-    folder.mkdir(parents=True)
-    for i in range(4):
-        (folder / f'{i}.txt').write_text('\n'.join(f'line {i} {j}' for j in range(200 - i)))
-    for name, text in (changes or {}).items():
-        (folder / name).write_text(text)
-    return sources.open_source(make_config(files=f'{folder}/*.txt', validation_fraction=0.1))
 
 
 def test_moved_and_renamed_files_are_the_same_corpus(tmp_path):

@@ -19,6 +19,7 @@ from corpora import (
     lane_documents,
     make_config,
     source_of,
+    write_corpus,
     write_shards,
 )
 
@@ -473,15 +474,6 @@ def test_a_file_is_of_one_split_whatever_its_name(tmp_path, monkeypatch):
     for name in ('./a.txt', 'folder/../a.txt', 'soft.txt', 'hard.jsonl', 'copy.txt'):
         with pytest.raises(ValueError, match=rf'a.txt of data.files and .*{name[-5:]} of data.val'):
             sources.open_source(make_config(files='a.txt', validation_files=name))
-
-
-def write_corpus(folder, changes=None):
-    folder.mkdir(parents=True)
-    for i in range(4):
-        (folder / f'{i}.txt').write_text('\n'.join(f'line {i} {j}' for j in range(200 - i)))
-    for name, text in (changes or {}).items():
-        (folder / name).write_text(text)
-    return sources.open_source(make_config(files=f'{folder}/*.txt', validation_fraction=0.1))
 
 
 def test_a_file_of_equal_name_and_size_and_other_content_is_named(tmp_path):
