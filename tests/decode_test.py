@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from small_models import assert_close, golden_batch, random_batch, run_config, t5_config
+from small_models import assert_close, golden_batch, random_batch, random_params, run_config, t5_config
 
 import decode
 import infer
@@ -155,12 +155,12 @@ VARIANTS = {
 def variant(name):
     sizes = {'num_encoder_layers': 1, 'num_decoder_layers': 2}
     config = t5_config(**run_config(1, 1, **(sizes | VARIANTS[name])).model)
-    params = jax.jit(lambda: model.init(config, jax.random.key(0)))()
+    params = random_params(config)
     # So that attention is sharp, and what a token says does not drown what the layers make of it.
     factors = {'query/kernel': 3.0, 'token_embedder/embedding': 0.1}
     for path in params:
         params[path] *= next((x for end, x in factors.items() if path.endswith(end)), 1.0)
-    return config, jax.tree.map(np.asarray, params)
+    return config, params
 
 
 def long_batch():

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_models import assert_close, random_batch, run_config, t5_config
+from small_models import assert_close, random_batch, random_params, run_config, t5_config
 
 import data
 import model
@@ -43,7 +43,7 @@ def apply_logits(config):
 @pytest.fixture(scope='module')
 def tiny():
     config = model_config()
-    return config, jax.jit(lambda: model.init(config, jax.random.key(0)))(), apply_logits(config)
+    return config, random_params(config), apply_logits(config)
 
 
 # Inclusive distances at which each bucket begins (T5X's and Mesh-TF's formulas agree on them).
@@ -328,7 +328,7 @@ def test_each_layer_of_umt5_has_its_relative_positions():
     tables are layers that share one; others are not."""
     shared = model_config(num_decoder_layers=2)
     apart = dataclasses.replace(shared, relpos_bias_per_layer=True)
-    params = jax.jit(lambda: model.init(apart, jax.random.key(0)))()
+    params = random_params(apart)
     tables = {path: x for path, x in params.items() if 'relpos_bias' in path}
     assert {path: x.shape for path, x in tables.items()} == {
         'encoder/layers_0/relpos_bias/rel_embedding': (8, 32),

@@ -39,6 +39,21 @@ def run_config(mesh_data, mesh_model, **model_settings):
     return config
 
 
+def random_params(config):
+    """Parameters whose values matter to no test: these need no compiling, `model.init` does."""
+    rng = np.random.default_rng(0)
+    params = {}
+    for path, shape in model.shapes(config).items():
+        if path.endswith('scale'):
+            params[path] = np.ones(shape, np.float32)
+            continue
+        std = 1.0 if path.endswith('embedding') else shape[0] ** -0.5
+        if path.endswith('query/kernel'):
+            std *= config.head_dim**-0.5
+        params[path] = rng.normal(0, std, shape).astype(np.float32)
+    return params
+
+
 def random_batch(seed, vocab_size=384):
     """Eight rows of T5X's features, padded to random lengths."""
     rng = np.random.default_rng(seed)
