@@ -1,5 +1,7 @@
 """The environment of the tests (eight host devices, explicit broadcasts) and their fixtures."""
 
+import fcntl
+import json
 import os
 import pathlib
 import sys
@@ -40,19 +42,37 @@ import vocabulary as vocabularies  # noqa: E402
 
 
 @pytest.fixture(scope='session')
-def corpus(tmp_path_factory):
-    """A file of 400 lines of invented words, a few thousand tokens."""
-    return runs.write_corpus(tmp_path_factory.mktemp('corpus'))
+def make_once(tmp_path_factory):
+    """A function (name, make) -> folder, which `make(folder)` fills for all workers of pytest-xdist."""
+    root = tmp_path_factory.getbasetemp()
+    if 'PYTEST_XDIST_WORKER' in os.environ:
+        root = root.parent
+
+    def make_once(name, make):
+        folder = root / name
+        with (root / f'{name}.lock').open('w') as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                folder.mkdir()
+                make(folder)
+        return folder
+
+    return make_once
 
 
 @pytest.fixture(scope='session')
-def uninterrupted(corpus, tmp_path_factory):
+def corpus(make_once):
+    """A file of 400 lines of invented words, a few thousand tokens."""
+    return str(make_once('corpus', runs.write_corpus) / 'made_up.txt')
+
+
+@pytest.fixture(scope='session')
+def uninterrupted(corpus, make_once):
     """The workdir of a finished run of runs.small_config: 6 steps, checkpoints 3 and 6.
 
     Tests only read it.
     """
-    folder = tmp_path_factory.mktemp('uninterrupted') / 'run'
-    return runs.run(runs.small_config(corpus), folder)
+    return make_once('uninterrupted', lambda folder: runs.run(runs.small_config(corpus), folder))
 
 
 @pytest.fixture(scope='session')
@@ -90,16 +110,27 @@ def open_path():
 
 
 @pytest.fixture(scope='session')
-def pydoc():
+def pydoc(make_once):
     """This Python's documentation: reading it takes seconds."""
-    return sources.open_source(corpora.make_config())
+
+    def write_documents(folder):
+        (folder / 'documents.json').write_text(json.dumps(sources.pydoc_documents()))
+
+    documents = json.loads((make_once('pydoc', write_documents) / 'documents.json').read_text())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, 'pydoc_documents', lambda: documents)
+        return sources.open_source(corpora.make_config())
 
 
 @pytest.fixture(scope='session')
-def pydoc_model(pydoc):
+def pydoc_model(pydoc, make_once):
     """A SentencePiece model of 1,000 pieces, trained on a part of it."""
-    texts = [text for _, text in corpora.documents_of(pydoc)[::10]]
-    return vocabularies.train_vocabulary(texts, 1000)
+
+    def write_model(folder):
+        texts = [text for _, text in corpora.documents_of(pydoc)[::10]]
+        (folder / 'pydoc.model').write_bytes(vocabularies.train_vocabulary(texts, 1000))
+
+    return (make_once('pydoc_model', write_model) / 'pydoc.model').read_bytes()
 
 
 @pytest.fixture(scope='session')

@@ -84,7 +84,7 @@ def write_shards(folder, sizes, kind='.jsonl.gz', start=0):
     return expected
 
 
-def write_corpus(folder, changes=None):
+def write_text_files(folder, changes=None):
     """Write four files of text, and `changes` of them as {name: text}. Return their source."""
     folder.mkdir(parents=True)
     for i in range(4):

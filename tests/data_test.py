@@ -25,7 +25,7 @@ from corpora import (
     lane_documents,
     make_config,
     source_of,
-    write_corpus,
+    write_text_files,
 )
 
 import data
@@ -332,7 +332,7 @@ def test_validation_files_without_a_document_are_named(tmp_path, vocabulary, con
 
 
 def test_moved_and_renamed_files_are_the_same_corpus(tmp_path):
-    old = write_corpus(tmp_path / 'old')
+    old = write_text_files(tmp_path / 'old')
     new_folder = tmp_path / 'new'
     new_folder.mkdir()
     for i, name in enumerate(['z', 'b', 'y', 'a']):

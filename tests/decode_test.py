@@ -13,7 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from small_models import assert_close, golden_batch, random_batch, random_params, run_config, t5_config
+from small_models import (
+    assert_close,
+    golden_batch,
+    random_batch,
+    random_params,
+    run_config,
+    t5_config,
+)
 
 import decode
 import infer

@@ -42,7 +42,7 @@ def kill_often(command_line, corpus, folder, num_kills, num_inside, steps):
 
     Compare it with a run that was never killed.
     """
-    program = Program(folder, corpus, steps=steps, log=4, save=6, evaluate=150)
+    program = Program(folder, corpus, steps=steps, log=4, save=6, evaluate=150, dropout_rate=0.1)
     arguments = program.arguments(folder / 'killed')
     rng = random.Random(0)
     kills = 0
@@ -73,7 +73,9 @@ def test_killed_twenty_times(command_line, corpus, tmp_path):
 @pytest.mark.slow
 def test_a_signal_saves_the_step_and_the_run_goes_on(command_line, corpus, tmp_path):
     """Stopped twice in the middle of what is logged together: not even a metric is lost."""
-    program = Program(tmp_path, corpus, steps=600, log=100, save=600, evaluate=300)
+    program = Program(
+        tmp_path, corpus, steps=600, log=100, save=600, evaluate=300, dropout_rate=0.1
+    )
     arguments = program.arguments(tmp_path / 'run')
     step = 0
     for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):

@@ -19,8 +19,8 @@ from corpora import (
     lane_documents,
     make_config,
     source_of,
-    write_corpus,
     write_shards,
+    write_text_files,
 )
 
 import sources
@@ -477,7 +477,7 @@ def test_a_file_is_of_one_split_whatever_its_name(tmp_path, monkeypatch):
 
 
 def test_a_file_of_equal_name_and_size_and_other_content_is_named(tmp_path):
-    old = write_corpus(tmp_path / 'run')
+    old = write_text_files(tmp_path / 'run')
     kept = json.loads(json.dumps(old.files_as_json()))
     path = tmp_path / 'run/2.txt'
     path.write_text(path.read_text().replace('line 2 7', 'line 2 8', 1))
@@ -490,7 +490,7 @@ def test_a_file_of_equal_name_and_size_and_other_content_is_named(tmp_path):
 
 
 def test_changes_of_files_are_described(tmp_path):
-    old = write_corpus(tmp_path / 'a')
+    old = write_text_files(tmp_path / 'a')
     (tmp_path / 'a/0.txt').rename(tmp_path / 'moved.txt')
     (tmp_path / 'a/1.txt').unlink()
     (tmp_path / 'a/3.txt').write_text('changed')
@@ -508,7 +508,7 @@ def test_changes_of_files_are_described(tmp_path):
 
 
 def test_changes_of_pydoc_are_described(pydoc, tmp_path):
-    files = write_corpus(tmp_path / 'a').files_as_json()
+    files = write_text_files(tmp_path / 'a').files_as_json()
     assert pydoc.files_as_json() == []
     assert "another Python's documentation: use that Python" in sources.describe_changes([], [])
     assert "from this Python's documentation, not from files" in sources.describe_changes([], files)
@@ -517,7 +517,7 @@ def test_changes_of_pydoc_are_described(pydoc, tmp_path):
 
 
 def test_a_file_moved_to_the_other_split_is_a_change(tmp_path):
-    write_corpus(tmp_path / 'a')
+    write_text_files(tmp_path / 'a')
     names = [f'{tmp_path}/a/{i}.txt' for i in range(4)]
     fingerprints = set()
     for i in range(4):
