@@ -975,12 +975,22 @@ def docstrings(path: pathlib.Path, parts: tuple[str, ...]) -> Iterator[tuple[str
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
         return
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node, clean=False)
             if text:
                 name = '.'.join([*parts, getattr(node, 'name', '')]).rstrip('.')
                 yield name, ' '.join(text.split())
+
+
+def statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield a module and its statements, breadth first, without their expressions."""
+    nodes: collections.deque[ast.AST] = collections.deque([tree])
+    while nodes:
+        node = nodes.popleft()
+        yield node
+        for field in ('body', 'handlers', 'orelse', 'finalbody', 'cases'):
+            nodes.extend(getattr(node, field, []))
 
 
 # Randomness: a function of the seed and of the position in the data, which resuming needs alone.
