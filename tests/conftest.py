@@ -41,6 +41,11 @@ import sources  # noqa: E402
 import vocabulary as vocabularies  # noqa: E402
 
 
+def pytest_collection_modifyitems(items):
+    """Begin with the tests that train runs.small_config: one worker compiles it, for all of them."""
+    items.sort(key=lambda item: 'corpus' not in item.fixturenames)
+
+
 @pytest.fixture(scope='session')
 def make_once(tmp_path_factory):
     """A function (name, make) -> folder, which `make(folder)` fills for all workers of pytest-xdist."""

@@ -77,6 +77,7 @@ def test_same_gradients_on_every_mesh(data, model_axis):
     assert_close(gradients_of(run_config(data, model_axis)), gradients_of(run_config(1, 1)), 1e-5)
 
 
+SMALL = dict(emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32)
 SIX_HEADS = dict(num_heads=6, head_dim=24, mlp_dim=96, logits_via_embedding=True)
 
 
@@ -87,7 +88,7 @@ def test_sizes_that_are_no_powers_of_two(data, model_axis):
 
 
 def test_dropout_is_on_and_differs_between_rows_steps_and_seeds():
-    config = run_config(1, 1)
+    config = run_config(1, 1, **SMALL)
     trainer = train.make_trainer(config)
     params = random_params(model.T5Config(**config.model))
     batch = {name: np.repeat(x[:1], 8, axis=0) for name, x in random_batch(0).items()}
@@ -133,10 +134,12 @@ def test_every_parameter_has_one_row():
     [pytest.param(1, 1, 8, marks=SLOW), (1, 1, 2), pytest.param(2, 2, 4, marks=SLOW)],
 )
 def test_microbatches_give_the_gradients_of_the_whole_batch(data, model_axis, num_microbatches):
-    """Dropout on, and divided by the tokens of the whole batch. Small matrices: the float32 rounding of large
-    ones, which differs between batch sizes, is itself about 1e-6 of some gradients."""
-    sizes = dict(emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32)
-    config, found = run_config(data, model_axis, **sizes), {}
+    """Dropout on, and divided by the tokens of the whole batch.
+
+    Small matrices: the float32 rounding of large ones, which differs between batch sizes, is itself
+    about 1e-6 of some gradients.
+    """
+    config, found = run_config(data, model_axis, **SMALL), {}
     params = random_params(model.T5Config(**config.model))
     for count in (1, num_microbatches):
         trainer = train.make_trainer(config, count)

@@ -264,19 +264,17 @@ def num_parameters(config):
 
 @functools.cache
 def num_parameters_by_depth(config):
-    """The parameters of a deep model, from those of models with one or two layers in a stack."""
-
-    def with_depths(encoder, decoder):
-        shallow = {'num_encoder_layers': encoder, 'num_decoder_layers': decoder}
-        return num_parameters(dataclasses.replace(config, **shallow))
-
-    per_encoder_layer = with_depths(2, 1) - with_depths(1, 1)
-    per_decoder_layer = with_depths(1, 2) - with_depths(1, 1)
-    return (
-        with_depths(1, 1)
-        + (config.num_encoder_layers - 1) * per_encoder_layer
-        + (config.num_decoder_layers - 1) * per_decoder_layer
-    )
+    """The parameters of a deep model, from those of a model with one layer in each stack."""
+    shallow = dataclasses.replace(config, num_encoder_layers=1, num_decoder_layers=1)
+    depths = {
+        'encoder/layers_0/': config.num_encoder_layers,
+        'decoder/layers_0/': config.num_decoder_layers,
+    }
+    total = 0
+    for path, shape in model.shapes(shallow).items():
+        depth = next((n for layer, n in depths.items() if path.startswith(layer)), 1)
+        total += depth * math.prod(shape)
+    return total
 
 
 def released(name):

@@ -203,6 +203,7 @@ def test_a_vocabulary_that_is_gone_is_that_of_the_checkpoint(corpus, finished, t
 # Signals.
 
 
+@pytest.mark.slow
 def test_hangup_saves_and_nohup_goes_on(command_line, corpus, tmp_path):
     program = Program(tmp_path, corpus, steps=10**6, log=10, save=10**6, evaluate=10**6)
     arguments = program.arguments(tmp_path / 'run')
@@ -293,6 +294,7 @@ def read_terminal(file, process, seconds):
     return printed
 
 
+@pytest.mark.slow
 def test_a_terminal_keeps_logged_lines_and_shows_one_live_line(command_line, corpus, tmp_path):
     program = Program(tmp_path, corpus, steps=400, log=100, save=60_000, evaluate=60_000)
     own, other = pty.openpty()
