@@ -43,7 +43,16 @@ MODELS = {
 }
 
 
-@pytest.fixture(params=[f'{name}/checkpoint_{step}' for name in MODELS for step in (0, 6)])
+@pytest.fixture(
+    params=[
+        't5x_t5_1_1_tiny/checkpoint_0',
+        't5x_t5_1_1_tiny/checkpoint_6',
+        't5x_t5_1_0_tiny/checkpoint_0',
+        't5x_t5_1_0_tiny/checkpoint_6',
+        pytest.param('t5x_factored/checkpoint_0', marks=pytest.mark.slow),
+        't5x_factored/checkpoint_6',
+    ]
+)
 def golden(request):
     name, step = request.param.split('/')
     if not MODELS[name].exists():
@@ -109,15 +118,6 @@ def spec(path, shape, driver='file', dtype='float32'):
 def write_zarr(folder, array):
     store = {'driver': 'zarr', 'kvstore': {'driver': 'file', 'path': f'{folder}/'}}
     ts.open(store, create=True, shape=array.shape, dtype=array.dtype).result().write(array).result()
-
-
-def test_imports_no_model_and_no_other_format():
-    others = ('haiku', 'model', 'convert', 'mesh_tf', 'hugging_face', 'optimizer', 'train')
-    script = f'import sys, checkpoint; print([x for x in {others} if x in sys.modules])'
-    output = subprocess.run(
-        [sys.executable, '-c', script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert output.stdout == '[]\n'
 
 
 # T5X's checkpoints
@@ -609,7 +609,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize('num_moments', [5, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('num_moments', [3, pytest.param(40, marks=pytest.mark.slow)])
 def test_killed_at_any_moment(tmp_path, num_moments):
     """Only the newest valid checkpoint is promised, and it is never a damaged one."""
     random_seconds = random.Random(0)

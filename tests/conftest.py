@@ -13,6 +13,7 @@ os.environ['XLA_FLAGS'] = ' '.join(
         # Compiling takes most of the time of the tests: this makes it three times as fast.
         '--xla_backend_optimization_level=0',
         '--xla_cpu_use_fusion_emitters=false',
+        '--xla_cpu_parallel_codegen_split_count=1',
         # Eight devices on two cores: a collective may wait long for its slowest device.
         '--xla_cpu_collective_call_warn_stuck_timeout_seconds=120',
         '--xla_cpu_collective_call_terminate_timeout_seconds=600',
@@ -43,7 +44,7 @@ import vocabulary as vocabularies  # noqa: E402
 
 def pytest_collection_modifyitems(items):
     """Begin with the tests that train runs.small_config: one worker compiles it, for all of them."""
-    items.sort(key=lambda item: 'corpus' not in item.fixturenames)
+    items.sort(key=lambda item: not hasattr(item.module, 'small_config'))
 
 
 @pytest.fixture(scope='session')

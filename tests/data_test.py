@@ -391,7 +391,7 @@ def test_no_token_is_lost_or_doubled_in_an_epoch(
 ):
     """Every group's examples un-corrupt to its concatenated documents, cut; describe names them."""
     config = make_config(**{'lengths.inputs': 256, 'lengths.targets': 58})
-    source = pydoc
+    source = source_of(documents_of(pydoc)[::5], 0.1)
     if kind == 'long and short':
         # The top bytes are its sentinels, as in ByT5; the texts have none of them.
         source = long_and_short_documents

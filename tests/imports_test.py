@@ -84,7 +84,7 @@ def test_only_the_run_knows_training():
 @pytest.mark.parametrize(
     'modules, absent',
     [
-        ('checkpoint', 'haiku model convert mesh_tf hugging_face'),
+        ('checkpoint', 'haiku model convert mesh_tf hugging_face optimizer train'),
         ('data, sources, vocabulary', 'jax'),
         ('main', 'jax tensorflow torch'),
     ],

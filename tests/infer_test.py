@@ -43,7 +43,7 @@ def ids_of(rows):
     return [[int(i) for i in row if i > 0] for row in rows]
 
 
-@pytest.mark.parametrize('mesh_shape', [(1, 1), (2, 2)])
+@pytest.mark.parametrize('mesh_shape', [pytest.param((1, 1), marks=pytest.mark.slow), (2, 2)])
 def test_mesh_tf(mesh_shape):
     t5 = infer.load(MESH_TF, mesh=make_mesh(mesh_shape))
     arrays = np.load(MESH_TF / 'golden.npz')
