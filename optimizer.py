@@ -24,7 +24,12 @@ T5X_NAMES = {'ema': 'm'}  # of slots that have another name in optax
 
 
 def make_optimizer(config: Any, learning_rate: Callable) -> optax.GradientTransformation:
-    """Return the optimizer `config.name`, after a clip of the global norm if there is one."""
+    """Return the optimizer `config.name`, after a clip of the global norm if there is one.
+
+    Raises ValueError for a name that is not in OPTIMIZERS.
+    """
+    if config.name not in OPTIMIZERS:
+        raise ValueError(f'optimizer.name={config.name!r}: must be one of {", ".join(OPTIMIZERS)}')
     optimizer = OPTIMIZERS[config.name](config, learning_rate)
     if config.global_norm_clip_threshold:
         clip = optax.clip_by_global_norm(config.global_norm_clip_threshold)
@@ -59,7 +64,7 @@ def adamw(config: Any, learning_rate: Callable) -> optax.GradientTransformation:
     )
 
 
-# The choices of `optimizer.name`, which settings.py lists too.
+# The choices of `optimizer.name`.
 OPTIMIZERS = {
     'adafactor': adafactor,
     'adamw': adamw,

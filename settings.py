@@ -31,6 +31,8 @@ class Range(NamedTuple):
         return is_inside and value not in self.without
 
     def __str__(self) -> str:
+        if self == FINITE:
+            return 'a finite number'
         low = 'above' if self.low in self.without else 'at least'
         high = 'below' if self.high in self.without else 'at most'
         if self.without == (0,):
@@ -48,7 +50,9 @@ NOT_NEGATIVE = Range(0, LARGEST_FLOAT)
 FRACTION = Range(0, 1)
 DEVICES = Range(-1, 2**20, without=(0,))
 
-# The range of every number of configs/base.py.
+FINITE = Range(-LARGEST_FLOAT, LARGEST_FLOAT)
+
+# The range of each number of configs/base.py; one that is not here may have any finite value.
 RANGES = {
     'seed': Range(0, 2**32 - 1),
     'model.vocab_size': Range(1, 2**24),
@@ -97,12 +101,11 @@ RANGES = {
     'mesh.model': DEVICES,
 }
 
-# The strings that a setting may be, where they are few. (data.task, learning_rate.factors and
-# model.mlp_activations are checked by the modules that define their names.)
+# The strings that a setting may be, where they are few. (data.task, optimizer.name,
+# learning_rate.factors and model.mlp_activations are checked by the modules that define their names.)
 CHOICES = {
     'model.dtype': ('float32', 'bfloat16'),
     'data.on_bad_line': ('stop', 'skip'),
-    'optimizer.name': ('adafactor', 'adamw'),
     'save.dtype': ('float32', 'bfloat16'),
     'restore.dtype': ('float32', 'bfloat16', 'float16', ''),
 }
@@ -155,8 +158,10 @@ def check_value(key: str, value: Any, default: Any) -> None:
             f'{key}={value!r} is a {type(value).__name__}: it must be a {type(default).__name__}, '
             f'as {default!r} is'
         )
-    if key in RANGES and not RANGES[key].holds(value):
-        raise ValueError(f'{key}={value}: must be {RANGES[key]}; the default is {default!r}')
+    if type(default) in (int, float):
+        limits = RANGES.get(key, FINITE)
+        if not limits.holds(value):
+            raise ValueError(f'{key}={value}: must be {limits}; the default is {default!r}')
     if key in CHOICES and value not in CHOICES[key]:
         choices = ', '.join(repr(choice) for choice in CHOICES[key])
         raise ValueError(f'{key}={value!r}: must be one of {choices}')

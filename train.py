@@ -432,9 +432,14 @@ class Interval:
         self.positions: list[np.ndarray] = []  # in the data, of the steps since the last `fetch`
 
     def add(self, metrics: Mapping, batch: Mapping[str, np.ndarray], position: np.ndarray) -> None:
-        """Add a step. `batch`: this process's rows; `position`: where in the data they begin."""
+        """Add a step. `batch`: this process's rows; `position`: where in the data they begin.
+
+        Steps of a checkpoint that has other metrics than this program are dropped.
+        """
         content = b''.join(x.tobytes() for x in batch.values())
-        self.metrics.append({**metrics, 'batch_crc32': zlib.crc32(content)})
+        step = {**metrics, 'batch_crc32': zlib.crc32(content)}
+        self.metrics = [other for other in self.metrics if other.keys() == step.keys()]
+        self.metrics.append(step)
         self.positions.append(position)
 
     def wait(self, all_steps: bool) -> None:

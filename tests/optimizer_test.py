@@ -17,7 +17,6 @@ from small_models import assert_close, random_batch, run_config
 
 import checkpoint
 import optimizer
-import settings
 import train
 import workdir
 from configs import base
@@ -309,10 +308,6 @@ def test_slots_are_split_like_their_parameters(name, params):
         elif path.startswith('state/') and isinstance(spec, P):
             assert spec == P(), path
     assert num_split >= 2
-
-
-def test_the_choices_of_an_optimizer_are_those_of_the_settings():
-    assert set(settings.CHOICES['optimizer.name']) == set(optimizer.OPTIMIZERS)
 
 
 def test_adamw_is_its_formula(params):

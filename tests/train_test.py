@@ -58,3 +58,11 @@ def test_an_interval_hashes_batches_and_becomes_floats():
     interval.fetch()
     assert [metrics['loss'] for metrics in interval.metrics] == [1.0, 2.0]
     assert all(type(x) is float for metrics in interval.metrics for x in metrics.values())
+
+
+def test_steps_with_other_metrics_leave_an_interval():
+    """A checkpoint from before a metric existed, or from before it was removed."""
+    for restored in ({'loss': 1.0}, {'loss': 1.0, 'entropy': 3.0, 'batch_crc32': 7.0}):
+        interval = train.Interval([restored])
+        interval.add({'loss': 2.0}, {'a': np.arange(2)}, position=np.zeros(4))
+        assert [metrics['loss'] for metrics in interval.metrics] == [2.0]
