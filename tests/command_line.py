@@ -33,8 +33,9 @@ def run(command):
         os.dup2(os.open(file, flags), number)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)
-    if command['ignores_hangup']:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # The tests themselves may run below nohup.
+    on_hangup = signal.SIG_IGN if command['ignores_hangup'] else signal.SIG_DFL
+    signal.signal(signal.SIGHUP, on_hangup)
     sys.argv = ['main.py', *command['arguments']]  # ml_collections looks there
     return main.main(sys.argv)
 
