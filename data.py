@@ -1,4 +1,4 @@
-"""From documents to batches: objectives, and a stream that resumes.
+"""From documents to batches: a stream that resumes.
 
     documents -> ids -> groups of 128 documents -> rows of raw ids -> an objective -> examples ->
     batch
@@ -13,13 +13,14 @@ import collections
 import concurrent.futures
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import settings
-from sources import Document, Share, Source, permutation, random_bits
-from vocabulary import EOS_ID, PAD_ID, Vocabulary
+from objectives import OBJECTIVES, Example
+from sources import Document, Share, Source, permutation
+from vocabulary import PAD_ID, Vocabulary
 
 DOCUMENTS_PER_GROUP = 128  # that are concatenated, as in t5/data/preprocessors.py
 MAX_DOCUMENT_TOKENS = 65536  # of a longer document one chunk is taken, as there
@@ -33,13 +34,6 @@ class Position(NamedTuple):
     pool: int = 0
     offset: int = 0
     given: int = 0
-
-
-class Example(NamedTuple):
-    """The ids of one row of a batch, without padding. Both end with EOS."""
-
-    inputs: np.ndarray
-    targets: np.ndarray
 
 
 class Stream:
@@ -328,174 +322,3 @@ def next_batch(stream: Stream) -> PrefetchedBatch | None:
     if features is None:
         return None
     return PrefetchedBatch(features, before, after=stream.position)
-
-
-# Objectives: from raw ids to examples.
-
-
-class Objective(Protocol):
-    """Makes examples of raw ids. A new objective is such a class and a row in OBJECTIVES."""
-
-    raw_length: int  # ids that fill a row of the batch
-    num_sentinels: int  # ids at the end of the vocabulary that mark its spans
-
-    def __init__(self, config: Any, vocabulary: Vocabulary):
-        """`config`: config.data. Raise ValueError for settings that do not fit the objective."""
-
-    def __call__(self, raw_ids: np.ndarray, *key: int) -> list[Example]:
-        """Make an example of each row of int32 [rows, raw_length or less], random by `key`."""
-
-
-class SpanCorruption:
-    """Replaces spans of noise by sentinels. The targets are the spans, each after its sentinel.
-
-    Source: T5 (Raffel et al. 2020) §3.1.4; t5/data/preprocessors.py `span_corruption`.
-    """
-
-    def __init__(self, config: Any, vocabulary: Vocabulary):
-        self.noise_density = config.noise_density
-        self.mean_span_length = config.mean_noise_span_length
-        self.lengths = config.lengths
-        self.vocabulary_size = vocabulary.size
-        if self.lengths.inputs < MIN_LENGTH:
-            raise ValueError(
-                f'data.lengths.inputs={self.lengths.inputs} is too short: a row holds a token, a '
-                f'sentinel and EOS: use {MIN_LENGTH} or more'
-            )
-        self.raw_length, targets_length = random_spans_helper(
-            self.lengths.inputs, self.noise_density, self.mean_span_length
-        )
-        _, self.num_sentinels = num_noise_tokens_and_spans(
-            self.raw_length, self.noise_density, self.mean_span_length
-        )
-        self._check_lengths(max(targets_length, MIN_LENGTH))
-        self._check_sentinels(vocabulary)
-
-    def __call__(self, raw_ids: np.ndarray, *key: int) -> list[Example]:
-        mask = random_spans_noise_mask(
-            raw_ids.shape, self.noise_density, self.mean_span_length, *key
-        )
-        inputs = noise_span_to_unique_sentinel(raw_ids, mask, self.vocabulary_size)
-        targets = noise_span_to_unique_sentinel(raw_ids, ~mask, self.vocabulary_size)
-        inputs = append_eos_after_trim(inputs, self.lengths.inputs)
-        targets = append_eos_after_trim(targets, self.lengths.targets)
-        return [Example(*rows) for rows in zip(inputs, targets, strict=True)]
-
-    def _check_lengths(self, targets_length: int) -> None:
-        if self.raw_length >= MAX_RAW_LENGTH:
-            raise ValueError(
-                f'data.noise_density={self.noise_density}, '
-                f'data.mean_noise_span_length={self.mean_span_length}: '
-                f'data.lengths.inputs={self.lengths.inputs} would hold {MAX_RAW_LENGTH:,} tokens '
-                'or more before the corruption: lower the density'
-            )
-        if self.lengths.targets < targets_length:
-            raise ValueError(
-                f'data.lengths.targets={self.lengths.targets}: too short for the inputs; use '
-                f'{targets_length} or more'
-            )
-
-    def _check_sentinels(self, vocabulary: Vocabulary) -> None:
-        if vocabulary.num_sentinels == 0:
-            raise ValueError(
-                'data.extra_ids=0: span corruption marks its spans with sentinels, and this '
-                f'vocabulary has none: use {self.num_sentinels} or more (T5 has 100)'
-            )
-        if vocabulary.num_sentinels < self.num_sentinels:
-            raise ValueError(
-                f'data.lengths.inputs={self.lengths.inputs} gives {self.num_sentinels} noise spans '
-                f'for {vocabulary.num_sentinels} sentinels: use shorter inputs or longer spans'
-            )
-
-
-# Every value of data.task.
-OBJECTIVES: dict[str, type[Objective]] = {
-    'span_corruption': SpanCorruption,
-    'c4_v220_span_corruption': SpanCorruption,
-}
-
-
-# The parts of span corruption, under the names of t5/data/preprocessors.py.
-
-MIN_LENGTH = 3  # of inputs and targets: a token, a sentinel and EOS
-MAX_RAW_LENGTH = 1 << 20
-
-
-def random_spans_helper(
-    inputs_length: int,
-    noise_density: float,
-    mean_length: float,
-    extra_inputs: int = 1,
-    extra_targets: int = 1,
-) -> tuple[int, int]:
-    """Return (number of raw ids, targets length) for inputs of `inputs_length`, EOS included.
-
-    `extra_inputs` and `extra_targets` are the tokens that mark a span.
-    """
-
-    def corrupted_lengths(raw_length: int) -> tuple[int, int]:
-        num_noise = round(raw_length * noise_density)
-        num_spans = round(num_noise / mean_length)
-        inputs = raw_length - num_noise + num_spans * extra_inputs + 1
-        targets = num_noise + num_spans * extra_targets + 1
-        return inputs, targets
-
-    raw_length = inputs_length - 1
-    while raw_length < MAX_RAW_LENGTH and corrupted_lengths(raw_length + 1)[0] <= inputs_length:
-        raw_length += 1
-    inputs, targets = corrupted_lengths(raw_length)
-    if noise_density == 0.5 and targets > inputs:
-        raw_length -= 1
-        targets -= 1
-    return raw_length, targets
-
-
-def random_spans_noise_mask(
-    shape: tuple[int, int], density: float, mean_length: float, *key: int
-) -> np.ndarray:
-    """Return bool [rows, length]: spans of non-noise and noise in turn, as many in every row."""
-    num_rows = shape[0]
-    length = max(shape[1], 2)  # a single token is not noise
-    num_noise, num_spans = num_noise_tokens_and_spans(length, density, mean_length)
-    noise = random_segments(num_rows, num_noise, num_spans, 'noise', length, *key)
-    nonnoise = random_segments(num_rows, length - num_noise, num_spans, 'nonnoise', length, *key)
-    ends = np.cumsum(np.stack([nonnoise, noise], axis=2).reshape(num_rows, -1), axis=1)
-    is_start = np.zeros((num_rows, length), np.int8)
-    np.put_along_axis(is_start, ends[:, :-1], 1, axis=1)
-    is_noise = np.cumsum(is_start, axis=1) % 2 == 1
-    return is_noise[:, : shape[1]]
-
-
-def num_noise_tokens_and_spans(length: int, density: float, mean_length: float) -> tuple[int, int]:
-    """Return how many of `length` tokens are noise, and in how many spans."""
-    num_noise = int(np.round(np.float32(length) * np.float32(density)))  # T5 rounds in float32
-    num_noise = min(max(num_noise, 1), length - 1)
-    num_spans = max(round(num_noise / mean_length), 1)
-    # Differs from T5X, which fails where too few tokens are left to keep the spans apart.
-    return num_noise, min(num_spans, length - num_noise)
-
-
-def random_segments(
-    num_rows: int, num_items: int, num_segments: int, *key: int | str
-) -> np.ndarray:
-    """Return segment lengths [rows, num_segments], uniform over all ways to cut `num_items`."""
-    order = np.argsort(random_bits((num_rows, num_items - 1), *key), axis=1, kind='stable')
-    cuts = np.sort(order[:, : num_segments - 1], axis=1) + 1
-    return np.diff(cuts, axis=1, prepend=0, append=num_items)
-
-
-def noise_span_to_unique_sentinel(
-    tokens: np.ndarray, mask: np.ndarray, vocabulary_size: int
-) -> np.ndarray:
-    """Replace the i-th masked span of each row by the i-th last id; rows must shrink equally."""
-    is_first = mask.copy()
-    is_first[:, 1:] &= ~mask[:, :-1]
-    sentinels = vocabulary_size - np.cumsum(is_first, axis=1, dtype=np.int32)
-    return np.where(is_first, sentinels, tokens)[is_first | ~mask].reshape(len(tokens), -1)
-
-
-def append_eos_after_trim(tokens: np.ndarray, length: int | None = None) -> np.ndarray:
-    """Append EOS to each row, which is cut first so that it has `length` ids at most."""
-    if length is not None:
-        tokens = tokens[:, : length - 1]
-    return np.pad(tokens, ((0, 0), (0, 1)), constant_values=EOS_ID)

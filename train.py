@@ -36,6 +36,7 @@ import data
 import evaluate
 import loss
 import model
+import objectives
 import optimizer
 import partition
 import paths
@@ -610,7 +611,7 @@ def prepare(config: Any, folder: str | Path) -> Run:
     run's, and for a workdir that is not a run of this program or cannot hold checkpoints.
     """
     settings.check(config)
-    settings.check_task(config.data.task, data.OBJECTIVES)
+    settings.check_task(config.data.task, objectives.OBJECTIVES)
     folder = paths.disk_path(folder)
     workdir.check_is_run(folder)
     console = workdir.Console()

@@ -29,6 +29,7 @@ from corpora import (
 )
 
 import data
+import objectives
 import sources
 import vocabulary as vocabularies
 
@@ -80,7 +81,7 @@ def sentinels_of(vocabulary):
 def test_random_spans_helper_matches_t5():
     for case in golden('random_spans_helper'):
         result = tuple(case.pop('result'))
-        assert data.random_spans_helper(*case.values()) == result, case
+        assert objectives.random_spans_helper(*case.values()) == result, case
 
 
 def count_spans(mask):
@@ -94,7 +95,7 @@ def test_noise_masks_have_t5s_counts_and_structure():
             case['noise_density'],
             case['mean_noise_span_length'],
         )
-        masks = data.random_spans_noise_mask((16, length), density, mean, length)
+        masks = objectives.random_spans_noise_mask((16, length), density, mean, length)
         assert masks.shape == (16, length) and masks.dtype == bool
         for mask in masks:
             assert mask.sum() == case['num_noise_tokens'][0]
@@ -103,14 +104,14 @@ def test_noise_masks_have_t5s_counts_and_structure():
 
 
 def test_noise_is_uniform_over_all_ways_to_cut():
-    lengths = data.random_segments(6000, 5, 3, 'test')  # 4 choose 2: six ways
+    lengths = objectives.random_segments(6000, 5, 3, 'test')  # 4 choose 2: six ways
     ways, counts = np.unique(lengths, axis=0, return_counts=True)
     assert len(ways) == 6 and np.all(ways.sum(axis=1) == 5) and np.all(ways >= 1)
     assert np.all(np.abs(counts - 1000) < 5 * np.sqrt(1000))
 
 
 def test_full_rows_have_exactly_15_percent_noise_in_spans_of_three():
-    masks = data.random_spans_noise_mask((200, 568), 0.15, 3.0, 1)
+    masks = objectives.random_spans_noise_mask((200, 568), 0.15, 3.0, 1)
     assert np.all(masks.sum(axis=1) == 85) and count_spans(masks) == 200 * 28
     assert len(np.unique(masks, axis=0)) == 200
     # Everywhere but at the ends a token is noise as often as any other.
@@ -119,7 +120,7 @@ def test_full_rows_have_exactly_15_percent_noise_in_spans_of_three():
 
 def test_masks_stay_possible_where_t5_fails():
     for length in range(1, 30):
-        mask = data.random_spans_noise_mask((2, length), 0.5, 1.0, length)
+        mask = objectives.random_spans_noise_mask((2, length), 0.5, 1.0, length)
         assert not mask[:, 0].any()
 
 
@@ -127,7 +128,7 @@ def test_unique_sentinels_match_t5():
     for case in golden('denoise_fns'):
         tokens, mask = np.array([case['tokens']], np.int32), np.array([case['noise_mask']])
         for key, spans in (('noise', mask), ('nonnoise', ~mask)):
-            found = data.noise_span_to_unique_sentinel(tokens, spans, case['vocab_size'])
+            found = objectives.noise_span_to_unique_sentinel(tokens, spans, case['vocab_size'])
             assert found[0].tolist() == case[f'{key}_span_to_unique_sentinel']
 
 
@@ -154,7 +155,10 @@ def test_append_eos_after_trim_matches_seqio():
                 if case[f'{key}_add_eos']:
                     length = (case['sequence_length'] or {}).get(key)
                     tokens = np.array([example[key]], np.int32)
-                    assert data.append_eos_after_trim(tokens, length)[0].tolist() == expected[key]
+                    assert (
+                        objectives.append_eos_after_trim(tokens, length)[0].tolist()
+                        == expected[key]
+                    )
 
 
 def test_select_random_chunk_takes_aligned_chunks():
@@ -177,7 +181,7 @@ def test_corrupted_rows_match_seqio(oracle_model):
     assert vocabulary.size == case['vocab_size']
     assert vocabulary.encode(case['docs']) == case['tokenized']
     config = make_config(lengths=case['sequence_length'])
-    objective = data.SpanCorruption(config, vocabulary)
+    objective = objectives.SpanCorruption(config, vocabulary)
     assert objective.raw_length == case['raw_tokens_length']
     tokens = np.array(sum(case['tokenized'], []), np.int32)
     examples = []
@@ -245,7 +249,7 @@ def test_short_rows_train_and_evaluate(pydoc, vocabulary, density, mean, length)
     lengths = {'lengths.inputs': length, 'lengths.targets': 2}
     noise = {'noise_density': density, 'mean_noise_span_length': mean}
     with pytest.raises(ValueError, match='too short for the inputs; use') as error:
-        data.SpanCorruption(make_config(**lengths, **noise), vocabulary)
+        objectives.SpanCorruption(make_config(**lengths, **noise), vocabulary)
     lengths['lengths.targets'] = int(str(error.value).split('use ')[1].split()[0])
     config = make_config(**lengths, **noise)
     for split in ('train', 'validation'):

@@ -12,13 +12,22 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 LAYERS = (
     ('paths', 'partition', 'settings'),
     ('model', 'vocabulary', 'sources', 'checkpoint', 'optimizer'),
-    ('loss', 'decode', 'data', 'mesh_tf', 'hugging_face'),
+    ('loss', 'decode', 'objectives', 'features', 'mesh_tf', 'hugging_face'),
+    ('data',),
     ('convert', 'workdir', 'plan'),
     ('infer', 'evaluate'),
     ('train',),
     ('main',),
 )
-HOST_SIDE = {'data', 'sources', 'vocabulary', 'paths', 'settings'}  # without jax
+HOST_SIDE = {  # without jax
+    'data',
+    'features',
+    'objectives',
+    'sources',
+    'vocabulary',
+    'paths',
+    'settings',
+}
 MATH = {'model', 'loss', 'decode', 'optimizer', 'partition'}  # without files and ConfigDict
 FOREIGN_FORMATS = {'mesh_tf', 'hugging_face', 'convert'}
 OTHER_FRAMEWORKS = {'tensorflow', 'torch', 'flax', 'gin', 'seqio', 't5', 't5x', 'clu'}

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from small_models import assert_close, random_batch, random_params, run_config, t5_config
 
-import data
 import model
+import objectives
 import partition
 import train
 import vocabulary as vocabularies
@@ -290,11 +290,11 @@ def test_parameter_counts_of_released_models(name):
     assert num_parameters_by_depth(sizes) == COUNTS[name]
     assert config.model.dtype == 'bfloat16'
     if (
-        config.data.task in data.OBJECTIVES
+        config.data.task in objectives.OBJECTIVES
     ):  # inputs and targets are what span corruption makes of a piece
         settings, lengths = config.data, config.data.lengths
         vocabulary = vocabularies.ByteVocabulary(settings.extra_ids)
-        raw_length = data.OBJECTIVES[config.data.task](settings, vocabulary).raw_length
+        raw_length = objectives.OBJECTIVES[config.data.task](settings, vocabulary).raw_length
         known = {(512, 114): 568, (1024, 229): 1137, (1024, 189): 1193}
         assert raw_length == known[lengths.inputs, lengths.targets]
         assert config.loss.loss_normalizing_factor in (

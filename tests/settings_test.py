@@ -6,7 +6,7 @@ import pathlib
 import pytest
 from runs import ROOT
 
-import data
+import objectives
 import settings
 import train
 from configs import base
@@ -49,14 +49,14 @@ def test_every_config_runs_by_name_or_says_what_it_waits_for(name, tmp_path):
         config = config_of(name, argument)
         settings.check(config)
         if name not in WAITING:
-            settings.check_task(config.data.task, data.OBJECTIVES)
+            settings.check_task(config.data.task, objectives.OBJECTIVES)
             continue
         with pytest.raises(ValueError) as refused:
             train.prepare(config, tmp_path / 'run')
         message = str(refused.value)
         assert f'data.task={config.data.task!r} is not available yet: ' in message
         assert ' waits for ' in message
-        assert message.endswith(f'; use {", ".join(data.OBJECTIVES)}')
+        assert message.endswith(f'; use {", ".join(objectives.OBJECTIVES)}')
         assert not (tmp_path / 'run').exists()
         assert '\nWaits for ' in module_of(name).__doc__
 
