@@ -19,11 +19,9 @@ import numpy as np
 
 import settings
 from objectives import OBJECTIVES, Example
-from sources import Document, Share, Source, permutation
+from sources import Document, Record, Share, Source, permutation
 from vocabulary import PAD_ID, Vocabulary
 
-DOCUMENTS_PER_GROUP = 128  # that are concatenated, as in t5/data/preprocessors.py
-MAX_DOCUMENT_TOKENS = 65536  # of a longer document one chunk is taken, as there
 NUM_TASKS = 1  # on the second axis of a position, which is for mixtures
 
 
@@ -97,6 +95,15 @@ class Stream:
         if not inputs.any():
             raise StopIteration
         return to_features(inputs, targets)
+
+    def tokenize(self, records: Sequence[Record]) -> list[dict[str, list[int]]]:
+        """Return {feature: ids without EOS} of each record, of the features of the objective."""
+        tokenized: list[dict[str, list[int]]] = [{} for _ in records]
+        for feature in self.objective.features:
+            texts = [record.fields[self.config.text_field] for record in records]
+            for record, ids in zip(tokenized, self.vocabulary.encode(texts), strict=True):
+                record[feature] = ids
+        return tokenized
 
     def _open_lanes(self, position: np.ndarray) -> list['Lane']:
         tasks = np.reshape(position, (len(self.rows), NUM_TASKS, len(Position._fields)))
@@ -172,13 +179,14 @@ class Lane:
             self._given = self._group.start.given
 
     def _read_group(self, start: Position) -> 'Group':
-        documents = list(itertools.islice(self._documents, DOCUMENTS_PER_GROUP))
+        group_size = self._stream.objective.records_per_group
+        documents = list(itertools.islice(self._documents, group_size))
         while not documents:
             start = Position(epoch=start.epoch + 1)
             if self._is_past_the_end(start):
                 raise StopIteration
             self._documents = self._open_epoch(start)
-            documents = list(itertools.islice(self._documents, DOCUMENTS_PER_GROUP))
+            documents = list(itertools.islice(self._documents, group_size))
         return self._make_group(documents, start)
 
     def _open_epoch(self, position: Position) -> Iterator[Document]:
@@ -200,17 +208,11 @@ class Lane:
         return num_epochs is not None and position.epoch >= num_epochs
 
     def _make_group(self, documents: list[Document], start: Position) -> 'Group':
-        """Concatenate the ids of the documents, cut them into rows, and make examples of these."""
-        objective = self._stream.objective
-        key = (self._stream.seed, start.epoch, self._row, start.pool, start.offset)
-        texts = [document.record.fields[self._stream.config.text_field] for document in documents]
-        chunks = []
-        for i, ids in enumerate(self._stream.vocabulary.encode(texts)):
-            chunks.append(select_random_chunk(ids, i, *key))
-        tokens = np.array(list(itertools.chain.from_iterable(chunks)), np.int32)
-        examples = []
-        for raw_ids in split_tokens(tokens, objective.raw_length):
-            examples += objective(raw_ids, *key)
+        """Tokenize the documents, and make examples of them in a random order."""
+        stream = self._stream
+        key = (stream.seed, start.epoch, self._row, start.pool, start.offset)
+        records = stream.tokenize([document.record for document in documents])
+        examples = stream.objective.examples(records, *key)
         # Differs from T5X, which shuffles in a buffer of 1,000 examples: lanes read far apart, and
         # each shuffles the examples of its group. (The key's words make the order: keep them.)
         order = permutation(len(examples), 'pieces', *key)
@@ -219,50 +221,22 @@ class Lane:
             start=start,
             end=Position(epoch=start.epoch, pool=last.pool, offset=last.offset + 1),
             examples=[examples[i] for i in order],
-            row_of_example=order,
-            row_length=objective.raw_length,
             names=[document.record.name for document in documents],
-            ends=np.cumsum([len(chunk) for chunk in chunks]),
         )
 
 
 class Group(NamedTuple):
-    """The examples of up to DOCUMENTS_PER_GROUP documents, in the order of a lane."""
+    """The examples of a few documents, in the order of a lane."""
 
     end: Position  # where the next group begins
     start: Position = Position()
     examples: Sequence[Example] = ()
-    # Which row of the concatenated ids each example is made of, and the ids in such a row.
-    row_of_example: Sequence[int] | np.ndarray = ()
-    row_length: int = 0
-    # The name of each document, and where it ends in the concatenated ids.
-    names: Sequence[str] = ()
-    ends: Sequence[int] | np.ndarray = ()
+    names: Sequence[str] = ()  # of the documents
 
     def document_names(self, i: int) -> list[str]:
         """Return the names of the documents that have ids in example `i`."""
-        begin = self.row_of_example[i] * self.row_length
-        end = min(begin + self.row_length, self.ends[-1])
-        documents = np.searchsorted(self.ends, np.arange(begin, end), side='right')
-        names = [self.names[k] for k in np.unique(documents)]
+        names = [self.names[k] for k in self.examples[i].records]
         return list(dict.fromkeys(names))  # the parts of a long line have one name
-
-
-def select_random_chunk(ids: list[int], *key: int) -> list[int]:
-    """Return one aligned chunk of a long document; the last, short one is as likely as others."""
-    num_chunks = -(-len(ids) // MAX_DOCUMENT_TOKENS)
-    if num_chunks <= 1:
-        return ids
-    start = int(permutation(num_chunks, 'chunk', *key)[0]) * MAX_DOCUMENT_TOKENS
-    return ids[start : start + MAX_DOCUMENT_TOKENS]
-
-
-def split_tokens(tokens: np.ndarray, length: int) -> list[np.ndarray]:
-    """Cut ids [n] into full rows [n // length, length] and a rest [1, n % length]; no empty ones."""
-    full = len(tokens) // length * length
-    full_rows = tokens[:full].reshape(-1, length)
-    last_row = tokens[None, full:]
-    return [rows for rows in (full_rows, last_row) if rows.size]
 
 
 def to_features(inputs: np.ndarray, targets: np.ndarray) -> dict[str, np.ndarray]:

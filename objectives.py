@@ -3,11 +3,13 @@
 All randomness is a function of a key: the seed and a position in the data. Imports no jax.
 """
 
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from sources import random_bits
+from sources import permutation, random_bits
 from vocabulary import EOS_ID, Vocabulary
 
 
@@ -16,22 +18,59 @@ class Example(NamedTuple):
 
     inputs: np.ndarray
     targets: np.ndarray
+    records: Sequence[int]  # the records of its group that it is made of
 
 
 class Objective(Protocol):
-    """Makes examples of raw ids. A new objective is such a class and a row in OBJECTIVES."""
+    """Makes examples of tokenized records. A new objective is such a class and a row in OBJECTIVES."""
 
-    raw_length: int  # ids that fill a row of the batch
+    features: tuple[str, ...]  # the texts of a record that it takes, tokenized
+    records_per_group: int  # records that it takes at once
     num_sentinels: int  # ids at the end of the vocabulary that mark its spans
 
     def __init__(self, config: Any, vocabulary: Vocabulary):
         """`config`: config.data. Raise ValueError for settings that do not fit the objective."""
 
-    def __call__(self, raw_ids: np.ndarray, *key: int) -> list[Example]:
-        """Make an example of each row of int32 [rows, raw_length or less], random by `key`."""
+    def examples(self, records: Sequence[Mapping[str, list[int]]], *key: int) -> list[Example]:
+        """Make examples of a group of records, {feature: ids without EOS}, random by `key`."""
 
 
-class SpanCorruption:
+class Denoising:
+    """Concatenates documents, cuts them into rows of raw ids, and makes an example of each row.
+
+    Source: t5/data/preprocessors.py `select_random_chunk`, `reduce_concat_tokens`, `split_tokens`.
+    """
+
+    features: tuple[str, ...] = ('targets',)
+    records_per_group = 128  # that are concatenated, as in t5/data/preprocessors.py
+    raw_length: int  # ids that fill a row of the batch
+
+    def corrupt(self, raw_ids: np.ndarray, *key: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return (inputs, targets) of each row of int32 [rows, raw_length or less]."""
+        raise NotImplementedError
+
+    def examples(self, records: Sequence[Mapping[str, list[int]]], *key: int) -> list[Example]:
+        chunks = []
+        indices = []  # of the record of each chunk
+        for i, record in enumerate(records):
+            if record['targets']:
+                chunks.append(select_random_chunk(record['targets'], i, *key))
+                indices.append(i)
+        tokens = np.array(list(itertools.chain.from_iterable(chunks)), np.int32)
+        rows = []
+        for raw_ids in split_tokens(tokens, self.raw_length):
+            rows += self.corrupt(raw_ids, *key)
+        ends = np.cumsum([len(chunk) for chunk in chunks])
+        begins = np.arange(len(rows)) * self.raw_length
+        first = np.searchsorted(ends, begins, side='right')
+        last = np.searchsorted(ends, begins + self.raw_length - 1, side='right')
+        examples = []
+        for (inputs, targets), i, j in zip(rows, first, last, strict=True):
+            examples.append(Example(inputs, targets, records=indices[i : j + 1]))
+        return examples
+
+
+class SpanCorruption(Denoising):
     """Replaces spans of noise by sentinels. The targets are the spans, each after its sentinel.
 
     Source: T5 (Raffel et al. 2020) §3.1.4; t5/data/preprocessors.py `span_corruption`.
@@ -56,7 +95,7 @@ class SpanCorruption:
         self._check_lengths(max(targets_length, MIN_LENGTH))
         self._check_sentinels(vocabulary)
 
-    def __call__(self, raw_ids: np.ndarray, *key: int) -> list[Example]:
+    def corrupt(self, raw_ids: np.ndarray, *key: int) -> list[tuple[np.ndarray, np.ndarray]]:
         mask = random_spans_noise_mask(
             raw_ids.shape, self.noise_density, self.mean_span_length, *key
         )
@@ -64,7 +103,7 @@ class SpanCorruption:
         targets = noise_span_to_unique_sentinel(raw_ids, ~mask, self.vocabulary_size)
         inputs = append_eos_after_trim(inputs, self.lengths.inputs)
         targets = append_eos_after_trim(targets, self.lengths.targets)
-        return [Example(*rows) for rows in zip(inputs, targets, strict=True)]
+        return list(zip(inputs, targets, strict=True))
 
     def _check_lengths(self, targets_length: int) -> None:
         if self.raw_length >= MAX_RAW_LENGTH:
@@ -100,10 +139,28 @@ OBJECTIVES: dict[str, type[Objective]] = {
 }
 
 
-# The parts of span corruption, under the names of t5/data/preprocessors.py.
+# The parts of the objectives, under the names of t5/data/preprocessors.py.
 
 MIN_LENGTH = 3  # of inputs and targets: a token, a sentinel and EOS
 MAX_RAW_LENGTH = 1 << 20
+MAX_DOCUMENT_TOKENS = 65536  # of a longer document one chunk is taken, as there
+
+
+def select_random_chunk(ids: list[int], *key: int) -> list[int]:
+    """Return one aligned chunk of a long document; the last, short one is as likely as others."""
+    num_chunks = -(-len(ids) // MAX_DOCUMENT_TOKENS)
+    if num_chunks <= 1:
+        return ids
+    start = int(permutation(num_chunks, 'chunk', *key)[0]) * MAX_DOCUMENT_TOKENS
+    return ids[start : start + MAX_DOCUMENT_TOKENS]
+
+
+def split_tokens(tokens: np.ndarray, length: int) -> list[np.ndarray]:
+    """Cut ids [n] into full rows [n // length, length] and a rest [1, n % length]; no empty ones."""
+    full = len(tokens) // length * length
+    full_rows = tokens[:full].reshape(-1, length)
+    last_row = tokens[None, full:]
+    return [rows for rows in (full_rows, last_row) if rows.size]
 
 
 def random_spans_helper(

@@ -138,7 +138,9 @@ def test_concatenating_and_splitting_match_seqio():
 
     def split(tokens):
         return [
-            row.tolist() for rows in data.split_tokens(np.array(tokens, int), 8) for row in rows
+            row.tolist()
+            for rows in objectives.split_tokens(np.array(tokens, int), 8)
+            for row in rows
         ]
 
     whole = [sum(documents[i : i + 3], []) for i in range(0, len(documents), 3)]
@@ -162,14 +164,14 @@ def test_append_eos_after_trim_matches_seqio():
 
 
 def test_select_random_chunk_takes_aligned_chunks():
-    ids = list(range(2 * data.MAX_DOCUMENT_TOKENS + 5))
+    ids = list(range(2 * objectives.MAX_DOCUMENT_TOKENS + 5))
     lengths, starts = set(), set()
     for i in range(30):
-        chunk = data.select_random_chunk(ids, i)
+        chunk = objectives.select_random_chunk(ids, i)
         starts.add(chunk[0])
         lengths.add(len(chunk))
     assert starts == {0, 65536, 131072} and lengths == {65536, 5}
-    assert data.select_random_chunk(ids[:65536], 0) == ids[:65536]
+    assert objectives.select_random_chunk(ids[:65536], 0) == ids[:65536]
 
 
 def test_corrupted_rows_match_seqio(oracle_model):
@@ -183,10 +185,7 @@ def test_corrupted_rows_match_seqio(oracle_model):
     config = make_config(lengths=case['sequence_length'])
     objective = objectives.SpanCorruption(config, vocabulary)
     assert objective.raw_length == case['raw_tokens_length']
-    tokens = np.array(sum(case['tokenized'], []), np.int32)
-    examples = []
-    for raw_ids in data.split_tokens(tokens, case['raw_tokens_length']):
-        examples += objective(raw_ids, 0)
+    examples = objective.examples([{'targets': ids} for ids in case['tokenized']], 0)
     sentinels = set(range(num_pieces, vocabulary.size))
     for ours, theirs in zip(examples, case['outputs'], strict=True):
         inputs = ours.inputs.tolist()
