@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import features
-from objectives import Example
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'seqio_t5'
 
@@ -99,18 +98,15 @@ def test_tight_packing_needs_fewer_rows():
 
 def test_an_example_without_inputs_keeps_the_segments_aligned():
     """SeqIO's numbers drift apart: its second example would have encoder segment 1."""
-    empty = np.zeros(0, np.int32)
-    row = [Example(empty, np.array([5, 1])), Example(np.array([7, 1]), np.array([6, 1]))]
-    batch = features.encoder_decoder(
-        [[e._asdict() for e in row]], {'inputs': 4, 'targets': 5}, True
-    )
+    row = [{'inputs': [], 'targets': [5, 1]}, {'inputs': [7, 1], 'targets': [6, 1]}]
+    batch = features.encoder_decoder([row], {'inputs': 4, 'targets': 5}, True)
     assert batch['encoder_segment_ids'].tolist() == [[2, 2, 0, 0]]
     assert batch['decoder_segment_ids'].tolist() == [[1, 1, 2, 2, 0]]
 
 
 def test_a_zero_inside_an_example_stays():
     """SeqIO cuts the example there."""
-    row = [{'inputs': np.array([4, 0, 5]), 'targets': np.array([6, 0, 1])}]
+    row = [{'inputs': [4, 0, 5], 'targets': [6, 0, 1]}]
     batch = features.encoder_decoder([row], {'inputs': 4, 'targets': 4}, True)
     assert batch['encoder_segment_ids'].tolist() == [[1, 1, 1, 0]]
     assert batch['decoder_loss_weights'].tolist() == [[1, 0, 1, 0]]
