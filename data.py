@@ -12,14 +12,13 @@ Imports no jax.
 import collections
 import concurrent.futures
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-import settings
-from objectives import OBJECTIVES, Example
-from sources import Document, Record, Share, Source, permutation
+from objectives import OBJECTIVES, Example, task_of
+from sources import Document, Record, Share, Source, Template, permutation, templates_of
 from vocabulary import PAD_ID, Vocabulary
 
 NUM_TASKS = 1  # on the second axis of a position, which is for mixtures
@@ -52,7 +51,7 @@ class Stream:
         rows: range | None = None,
         num_epochs: int | None = None,
     ):
-        settings.check_task(config.task, OBJECTIVES)
+        task = task_of(config)
         self.source = source
         self.split = split
         self.vocabulary = vocabulary
@@ -61,7 +60,8 @@ class Stream:
         self.seed = seed
         self.rows = range(batch_size) if rows is None else rows
         self.num_epochs = num_epochs
-        self.objective = OBJECTIVES[config.task](config, vocabulary)
+        self.templates = templates_of(config)
+        self.objective = OBJECTIVES[task](config, vocabulary)
         self.first_sentinel = vocabulary.size - self.objective.num_sentinels
         self._check_not_empty()
         self.seek(np.zeros((len(self.rows), NUM_TASKS, len(Position._fields)), np.int64))
@@ -100,7 +100,7 @@ class Stream:
         """Return {feature: ids without EOS} of each record, of the features of the objective."""
         tokenized: list[dict[str, list[int]]] = [{} for _ in records]
         for feature in self.objective.features:
-            texts = [record.fields[self.config.text_field] for record in records]
+            texts = [text_of(record, feature, self.config, self.templates) for record in records]
             for record, ids in zip(tokenized, self.vocabulary.encode(texts), strict=True):
                 record[feature] = ids
         return tokenized
@@ -131,8 +131,8 @@ class Stream:
         for lane in range(self.batch_size):
             share = Share(seed=self.seed, epoch=0, lane=lane, num_lanes=self.batch_size)
             for document in self.source.documents(self.split, share):
-                text = document.record.fields[self.config.text_field]
-                if self.vocabulary.encode([text])[0]:
+                [record] = self.tokenize([document.record])
+                if record['targets']:
                     return True
         return False
 
@@ -261,9 +261,18 @@ def feature_lengths(lengths) -> dict[str, int]:
 
 def training_texts(source: Source, config: Any) -> Iterator[str]:
     """Yield the texts of an epoch from all over the corpus: what a vocabulary is trained on."""
+    templates = templates_of(config)
     share = Share(seed=0, epoch=0, lane=0, num_lanes=1)
     for document in source.documents('train', share):
-        yield document.record.fields[config.text_field]
+        for feature in templates or ('targets',):
+            yield text_of(document.record, feature, config, templates)
+
+
+def text_of(record: Record, feature: str, config: Any, templates: Mapping[str, Template]) -> str:
+    """Return the text of a feature: a template's, or the one field of a document."""
+    if templates:
+        return templates[feature].fill(record.fields)
+    return record.fields[config.text_field]
 
 
 class PrefetchedBatch(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+import settings
 from sources import permutation, random_bits
 from vocabulary import EOS_ID, Vocabulary
 
@@ -132,11 +133,57 @@ class SpanCorruption(Denoising):
             )
 
 
+class TextToText:
+    """Each record is an example, its inputs and targets as they are, cut to the lengths of a row."""
+
+    features: tuple[str, ...] = ('inputs', 'targets')
+    records_per_group = 16  # that are tokenized at once
+    num_sentinels = 0
+
+    def __init__(self, config: Any, vocabulary: Vocabulary):
+        self.lengths = config.lengths
+
+    def examples(self, records: Sequence[Mapping[str, list[int]]], *key: int) -> list[Example]:
+        examples = []
+        for i, record in enumerate(records):
+            inputs = np.array([record['inputs']], np.int32)
+            targets = np.array([record['targets']], np.int32)
+            example = Example(
+                inputs=append_eos_after_trim(inputs, self.lengths.inputs)[0],
+                targets=append_eos_after_trim(targets, self.lengths.targets)[0],
+                records=[i],
+            )
+            examples.append(example)
+        return examples
+
+
 # Every value of data.task.
 OBJECTIVES: dict[str, type[Objective]] = {
     'span_corruption': SpanCorruption,
     'c4_v220_span_corruption': SpanCorruption,
+    'text_to_text': TextToText,
 }
+
+
+def task_of(config: Any) -> str:
+    """Return the task of config.data: templates make it text_to_text.
+
+    Raises ValueError for a task that does not exist or that templates contradict.
+    """
+    settings.check_task(config.task, OBJECTIVES)
+    if config.targets:
+        if config.task not in ('span_corruption', 'text_to_text'):
+            raise ValueError(
+                f'data.targets={config.targets!r} is text to text, and data.task={config.task!r} '
+                "is not: set data.task='text_to_text', or data.targets=''"
+            )
+        return 'text_to_text'
+    if config.task == 'text_to_text':
+        raise ValueError(
+            "data.task='text_to_text' needs data.inputs and data.targets: name the fields of a "
+            "record in them, as '{question}' and '{answer}'"
+        )
+    return config.task
 
 
 # The parts of the objectives, under the names of t5/data/preprocessors.py.

@@ -7,21 +7,24 @@ tokens. Imports no jax.
 import ast
 import collections
 import concurrent.futures
+import csv
 import dataclasses
 import functools
 import glob
 import gzip
 import hashlib
 import importlib
+import io
 import itertools
 import json
 import math
 import os
 import pathlib
+import string
 import sysconfig
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -52,6 +55,17 @@ DIGEST_BLOCKS = 16
 DIGEST_BLOCK_BYTES = 1 << 12
 
 NUM_THREADS = 16  # that open files when a source is opened
+# How files are read, by the last part of their names but .gz; others are plain text.
+KIND_OF_SUFFIX = {
+    '.json': 'json',
+    '.jsonl': 'json',
+    '.ndjson': 'json',
+    '.csv': 'csv',
+    '.tsv': 'tsv',
+}
+# How a digest names them. (The first two are those of runs that knew no other.)
+KIND_IN_DIGEST = {'text': False, 'json': True, 'csv': 'csv', 'tsv': 'tsv'}
+
 EMPTY_FILE = 'the file is empty; copy it again, or remove it'
 
 
@@ -178,7 +192,8 @@ def open_source(config) -> Source:
     check_disjoint(train, validation)
     warn_of_json_in_text(names + validation_names)
 
-    parser = LineParser(config.text_field, bad_lines)
+    parser = LineParser(config, bad_lines)
+    check_headers(names + validation_names, parser)
     validation_part = None
     if validation:
         validation_part = open_files(validation, parser)
@@ -388,7 +403,9 @@ def content_digest(path: str, num_bytes: int) -> str:
         length = DIGEST_BLOCK_BYTES
         last = num_bytes - length
         starts = [i * last // (DIGEST_BLOCKS - 1) for i in range(DIGEST_BLOCKS)]
-    content = hashlib.blake2b(f'{is_json(path)} {num_bytes}'.encode(), digest_size=16)
+    content = hashlib.blake2b(
+        f'{KIND_IN_DIGEST[kind_of(path)]} {num_bytes}'.encode(), digest_size=16
+    )
     with open(path, 'rb') as file:
         for start in starts:
             file.seek(start)
@@ -419,7 +436,7 @@ def identity(file: FileRecord) -> tuple[str, int, int]:
 
 def warn_of_json_in_text(names: list[str]) -> None:
     """Warn of each file of JSON Lines that is read as plain text because of its name."""
-    names = [name for name in names if not is_json(name)]
+    names = [name for name in names if kind_of(name) == 'text']
     with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
         for name, looks_like_json in zip(names, threads.map(begins_with_json, names), strict=True):
             if looks_like_json:
@@ -459,9 +476,10 @@ def is_gzipped(path: str) -> bool:
     return path.lower().endswith('.gz')
 
 
-def is_json(path: str) -> bool:
-    """Return whether the file holds JSON Lines, by its name."""
-    return path.lower().removesuffix('.gz').endswith(('.json', '.jsonl', '.ndjson'))
+def kind_of(path: str) -> str:
+    """Return 'json', 'csv', 'tsv' or 'text': how a file is read, by its name."""
+    suffix = os.path.splitext(path.lower().removesuffix('.gz'))[1]
+    return KIND_OF_SUFFIX.get(suffix, 'text')
 
 
 def open_files(files: list[FileRecord], parser: 'LineParser') -> 'Blocks | GzippedFiles':
@@ -480,11 +498,19 @@ def open_files(files: list[FileRecord], parser: 'LineParser') -> 'Blocks | Gzipp
 
 
 class LineParser:
-    """Makes a record of a line: the field `text_field` of a JSON object, or the line itself."""
+    """Makes a record of a line: some fields of a JSON object or of a row of a table, or the line.
 
-    def __init__(self, text_field: str, bad_lines: 'BadLines'):
-        self.text_field = text_field
+    A record without templates has one field, `config.text_field`.
+    """
+
+    def __init__(self, config, bad_lines: 'BadLines'):
+        self.text_field = config.text_field
+        self.templates = templates_of(config)
         self.bad_lines = bad_lines
+        self.fields: tuple[str, ...] = (config.text_field,)
+        if self.templates:
+            found = [field for template in self.templates.values() for field in template.fields]
+            self.fields = tuple(dict.fromkeys(found))
 
     def __call__(self, path: str, position: int, line: bytes) -> Record | None:
         """Return the record of a line; None for a blank line and for a bad one that is skipped.
@@ -493,9 +519,7 @@ class LineParser:
         """
         self.bad_lines.num_read += 1
         try:
-            text = line.decode().strip()
-            if text and is_json(path):
-                text = json_field(text, self.text_field).strip()
+            fields = self.fields_of(path, position, line.decode())
         except UnicodeDecodeError as error:
             reason = f'byte {error.start + 1} is not UTF-8; convert the file'
             self.bad_lines.add(path, position, reason)
@@ -503,13 +527,46 @@ class LineParser:
         except ValueError as error:
             self.bad_lines.add(path, position, str(error))
             return None
-        if not text:
+        if fields is None or not any(fields.values()):
             return None
-        return Record(name=f'{path}:{position}', fields={self.text_field: text})
+        return Record(name=f'{path}:{position}', fields=fields)
+
+    def fields_of(self, path: str, position: int, line: str) -> dict[str, str] | None:
+        """Return the fields of a line; None for a blank line and for the header of a table."""
+        kind = kind_of(path)
+        if not line.strip():
+            return None
+        if kind == 'json':
+            content = json_object(line.strip(), self.text_field)
+            return {field: self.json_text(content, field) for field in self.fields}
+        if kind == 'text':
+            return {field: line.strip() for field in self.fields}
+        if position == first_position(path):
+            return None
+        return self.fields_of_row(path, line)
+
+    def fields_of_row(self, path: str, line: str) -> dict[str, str]:
+        """Return the fields of a row of a table, which has a header."""
+        header = table_header(path)
+        row = table_row(line, kind_of(path))
+        if len(row) != len(header):
+            raise ValueError(
+                f'{len(row)} columns, and the header has {len(header)}; correct the row'
+            )
+        columns = dict(zip(header, row, strict=True))
+        return {field: columns[field].strip() for field in self.fields}
+
+    def json_text(self, content: dict, field: str) -> str:
+        """Return a field of a JSON object as text."""
+        if not self.templates:
+            return json_string(content, field, remedy='set data.text_field').strip()
+        if isinstance(content.get(field), int | float):  # as JSON writes it
+            return json.dumps(content[field])
+        return json_string(content, field, remedy='correct data.inputs and data.targets').strip()
 
 
-def json_field(line: str, field: str) -> str:
-    """Return a field of the JSON object on a line. Raises ValueError for what is wrong with it."""
+def json_object(line: str, field: str) -> dict:
+    """Return the JSON object on a line. Raises ValueError for what is wrong with it."""
     try:
         content = json.loads(line)
     except json.JSONDecodeError as error:
@@ -518,17 +575,133 @@ def json_field(line: str, field: str) -> str:
         raise ValueError('JSON that is nested too deeply; correct it') from None
     if not isinstance(content, dict):
         raise ValueError(f'{line!r:.40} is no JSON object; write {{"{field}": ...}}')
+    return content
+
+
+def json_string(content: dict, field: str, remedy: str) -> str:
+    """Return a field that is a string. Raises ValueError for any other."""
     if field not in content:
         names = ', '.join(repr(name) for name in list(content)[:10]) or 'none'
-        raise ValueError(f'no field {field!r}, its fields are: {names}; set data.text_field')
+        raise ValueError(f'no field {field!r}, its fields are: {names}; {remedy}')
     text = content[field]
     if not isinstance(text, str):
-        raise ValueError(f'field {field!r} is {text!r:.40}, no string; set data.text_field')
+        raise ValueError(f'field {field!r} is {text!r:.40}, no string; {remedy}')
     try:
         text.encode()
     except UnicodeEncodeError:  # JSON can write half a surrogate pair, as \ud800
         raise ValueError(f'field {field!r} holds half a surrogate pair; correct it') from None
     return text
+
+
+# Templates: texts with slots for the fields of a record.
+
+
+class Template:
+    """A text such as 'question: {question}'; '{{' and '}}' are braces."""
+
+    def __init__(self, key: str, text: str):
+        self.parts: list[tuple[str, str | None]] = []  # a literal, and the field after it
+        try:
+            for literal, field, spec, conversion in string.Formatter().parse(text):
+                if field == '' or spec or conversion:
+                    raise ValueError('a slot is {FIELD} and nothing else')
+                self.parts.append((literal, field))
+        except ValueError as error:
+            raise ValueError(f'{key}={text!r}: {error}; write {{{{ for a brace') from None
+        self.fields = [field for _, field in self.parts if field is not None]
+
+    def fill(self, fields: Mapping[str, str]) -> str:
+        """Return the text with the fields of a record in its slots."""
+        texts = []
+        for literal, field in self.parts:
+            texts.append(literal)
+            if field is not None:
+                texts.append(fields[field])
+        return ''.join(texts)
+
+
+def templates_of(config) -> dict[str, Template]:
+    """Return {feature: template} of `data.inputs` and `data.targets`; none if both are ''."""
+    if not config.targets:
+        if config.inputs:
+            raise ValueError(f'data.inputs={config.inputs!r} needs data.targets: name both')
+        return {}
+    templates = {
+        'inputs': Template('data.inputs', config.inputs),
+        'targets': Template('data.targets', config.targets),
+    }
+    if not templates['targets'].fields:
+        raise ValueError(
+            f'data.targets={config.targets!r} names no field, so all targets are the same: write '
+            "one as '{answer}'"
+        )
+    return templates
+
+
+def check_headers(names: list[str], parser: LineParser) -> None:
+    """Raise ValueError for a table without a column that the settings name."""
+    for name in names:
+        if kind_of(name) not in ('csv', 'tsv'):
+            continue
+        header = table_header(name)
+        for field in parser.fields:
+            if field not in header:
+                columns = settings.first_ten([repr(column) for column in header])
+                setting = 'data.inputs or data.targets' if parser.templates else 'data.text_field'
+                raise ValueError(
+                    f'{name} has no column {field!r}, it has {columns}: correct {setting}'
+                )
+
+
+# Tables: CSV and TSV, whose first row names the columns.
+
+
+@functools.lru_cache(maxsize=100_000)
+def table_header(path: str) -> list[str]:
+    """Return the names of the columns of a table."""
+    open_file: Callable = gzip.open if is_gzipped(path) else open
+    with open_file(path, 'rb') as file:
+        for _, line in whole_rows(numbered_lines(file), kind_of(path)):
+            return table_row(line.decode('utf-8-sig'), kind_of(path))
+    return []
+
+
+def table_row(line: str, kind: str) -> list[str]:
+    """Return the columns of a row. In CSV a field may be quoted, in TSV a quote is a character."""
+    row = line.removesuffix('\n').removesuffix('\r')
+    if kind == 'tsv':
+        return row.split('\t')
+    try:
+        return next(csv.reader(io.StringIO(row, newline=''), strict=True), [''])
+    except csv.Error as error:
+        raise ValueError(f'no CSV: {error}; correct the quotes') from None
+
+
+def first_position(path: str) -> int:
+    """Return the position of the first line: an offset, in a gzipped file a number."""
+    return 1 if is_gzipped(path) else 0
+
+
+def numbered_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yield (number, line) of the lines of a file, the first being 1."""
+    return enumerate(iter(file.readline, b''), start=1)
+
+
+def whole_rows(lines: Iterable[tuple[int, bytes]], kind: str) -> Iterator[tuple[int, bytes]]:
+    """Yield (position, row): in CSV, lines are joined where a quoted field holds a newline."""
+    if kind != 'csv':
+        yield from lines
+        return
+    row = b''
+    for position, line in lines:
+        if not row:
+            first = position
+        row += line
+        if row.count(b'"') % 2 == 0 or len(row) > MAX_LINE_BYTES:
+            yield first, row
+            row = b''
+    if row:
+        yield first, row
 
 
 class BadLines:
@@ -673,10 +846,13 @@ class PlainFiles(Blocks):
         self.num_blocks = int(self.first_blocks[-1])
         self.readers: list[Callable] = []
         for name, size in zip(names, sizes, strict=True):
-            if is_json(name):
-                self.readers.append(lines_that_start_in)
-            else:
+            kind = kind_of(name)
+            if kind == 'text':
                 self.readers.append(TextReader(size, self.block_bytes).lines)
+            elif kind == 'csv':
+                self.readers.append(CsvReader(name, size, self.block_bytes).lines)
+            else:
+                self.readers.append(lines_that_start_in)
 
     def read(self, block: int) -> list[Record | None]:
         file_index = int(np.searchsorted(self.first_blocks, block, side='right')) - 1
@@ -780,6 +956,47 @@ class TextReader:
         block = file.read(self.block_bytes)
         line = block[block.rfind(b'\n') + 1 :]
         return end - len(line) + cut_before(line + file.read(1), len(line))
+
+
+class CsvReader:
+    """Reads blocks of one CSV file, in which a quoted field may hold newlines.
+
+    The file is read once to know at which blocks a quotation is open.
+    """
+
+    def __init__(self, path: str, num_bytes: int, block_bytes: int):
+        self.block_bytes = block_bytes
+        num_quotes = np.zeros(-(-num_bytes // block_bytes) + 1, np.int64)
+        with open(path, 'rb') as file:
+            for block in range(1, len(num_quotes)):
+                num_quotes[block] = file.read(block_bytes).count(b'"')
+        self.begins_in_quotes = np.cumsum(num_quotes) % 2 == 1
+
+    def lines(self, file: IO[bytes], start: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """Yield (offset, row) of the rows that start in [start, end)."""
+        file.seek(start)
+        offset = start
+        in_quotes = bool(self.begins_in_quotes[start // self.block_bytes])
+        if in_quotes or begins_inside_line(file, start):
+            file.seek(start)
+            offset += len(self.rest_of_row(file, in_quotes))
+        file.seek(offset)
+        while offset < end:
+            row = self.rest_of_row(file, in_quotes=False)
+            if not row:
+                return
+            yield offset, row
+            offset += len(row)
+
+    def rest_of_row(self, file: IO[bytes], in_quotes: bool) -> bytes:
+        """Read to the end of a row: the first newline outside of quotes."""
+        row = b''
+        for line in iter(file.readline, b''):
+            row += line
+            in_quotes ^= line.count(b'"') % 2 == 1
+            if not in_quotes:
+                break
+        return row
 
 
 def begins_inside_line(file: IO[bytes], position: int) -> bool:
@@ -903,12 +1120,14 @@ class GzippedFiles:
     def lines(self, name: str) -> Iterator[tuple[str, int, bytes]]:
         """Yield (name, number, line) of the lines of a shard; of a long line each part."""
         number = 1
-        limit = MAX_LINE_BYTES + 1
-        if is_json(name):
-            limit = -1  # no line is cut
+        kind = kind_of(name)
+        limit = -1  # no line is cut
+        if kind == 'text':
+            limit = MAX_LINE_BYTES + 1
         try:
             with gzip.open(name) as file:
-                for line in iter(functools.partial(file.readline, limit), b''):
+                lines = enumerate(iter(functools.partial(file.readline, limit), b''), start=1)
+                for number, line in whole_rows(lines, kind):
                     if len(line) == limit:
                         for part in cut_while_reading(file, line):
                             yield name, number, part

@@ -533,7 +533,7 @@ def evaluate_step(run: Run, step: int, state: TrainState, stop_request: StopRequ
     with run.console.working(f'Evaluating step {step:,}'):
         values = run.evaluation(state.params, stop_request.agree)
     if values is not None:
-        run.metrics.write(f'training_eval/{run.config.data.task}', step, values)
+        run.metrics.write(f'training_eval/{objectives.task_of(run.config.data)}', step, values)
         run.console.line(f'Step {step:,}: {workdir.compare_with_baseline(values)}')
 
 
@@ -611,7 +611,7 @@ def prepare(config: Any, folder: str | Path) -> Run:
     run's, and for a workdir that is not a run of this program or cannot hold checkpoints.
     """
     settings.check(config)
-    settings.check_task(config.data.task, objectives.OBJECTIVES)
+    objectives.task_of(config.data)
     folder = paths.disk_path(folder)
     workdir.check_is_run(folder)
     console = workdir.Console()

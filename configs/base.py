@@ -55,6 +55,10 @@ def get_config() -> ConfigDict:
     config.data.validation_files = ''
     # Field of a JSON object that holds the document's text.
     config.data.text_field = 'text'
+    # Text to text: the inputs and targets of an example, with slots for fields of a record, as in
+    # 'question: {question} context: {context}' and '{answer}'. '' for data.task's own.
+    config.data.inputs = ''
+    config.data.targets = ''
     # What to do with a line that cannot be read: stop the run, or skip the line.
     config.data.on_bad_line = 'stop'
     # Largest fraction of the lines that may be skipped.

@@ -9,6 +9,7 @@ import gzip
 import itertools
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -661,3 +662,69 @@ def test_the_data_modules_import_no_jax():
     code = 'import sys, data, sources, vocabulary; assert "jax" not in sys.modules'
     root = pathlib.Path(data.__file__).parent
     subprocess.run([sys.executable, '-c', code], cwd=root, check=True)
+
+
+# Text to text.
+
+
+def qa_config(tmp_path, **changes):
+    rows = [{'q': f'what is {i}', 'a': f'it is {i}'} for i in range(100)]
+    rows[7]['q'] = 'long ' * 50
+    (tmp_path / 'qa.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    settings = {'vocabulary': 'bytes', 'validation_fraction': 0.1}
+    templates = {'inputs': 'question: {q}', 'targets': '{a}'} | settings
+    return make_config(files=f'{tmp_path}/qa.jsonl', **templates | changes), rows
+
+
+def test_text_to_text_gives_each_record_once_per_epoch(tmp_path):
+    """Inputs and targets as the templates say, cut to their lengths with EOS."""
+    config, rows = qa_config(tmp_path)
+    vocabulary = vocabularies.ByteVocabulary()
+    found = []
+    for split in ('train', 'validation'):
+        source = sources.open_source(config)
+        for batch in data.Stream(source, split, vocabulary, config, 3, 0, num_epochs=1):
+            for i in range(3):
+                inputs = batch['encoder_input_tokens'][i]
+                if inputs.any():
+                    texts = [without_eos(inputs), without_eos(batch['decoder_target_tokens'][i])]
+                    found.append(tuple(vocabulary.decode(ids) for ids in texts))
+    expected = [(f'question: {row["q"].strip()}'[:63], row['a']) for row in rows]
+    assert sorted(found) == sorted(expected)
+
+
+def test_text_to_text_resumes_anywhere(tmp_path):
+    config, _ = qa_config(tmp_path)
+    source = sources.open_source(config)
+    vocabulary = vocabularies.ByteVocabulary()
+    stream = data.Stream(source, 'train', vocabulary, config, 3, 0)
+    batches = []
+    positions = []
+    for _ in range(80):
+        positions.append(stream.position)
+        batches.append(next(stream))
+    for start in (0, 1, 17, 60):
+        resumed = data.Stream(source, 'train', vocabulary, config, 3, 0)
+        resumed.seek(positions[start])
+        for expected in batches[start : start + 5]:
+            chex.assert_trees_all_equal(next(resumed), expected)
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        ({'task': 'c4_v220_span_corruption'}, "data.targets='{a}' is text to text, and data.task="),
+        ({'task': 'text_to_text', 'inputs': '', 'targets': ''}, "'text_to_text' needs data.inputs"),
+        ({'task': 'nonsense'}, "data.task='nonsense' is unknown: use span_corruption, "),
+    ],
+)
+def test_tasks_that_contradict_the_templates_are_refused(tmp_path, changes, message):
+    config, _ = qa_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        objectives.task_of(config)
+
+
+def test_a_vocabulary_is_trained_on_what_the_templates_give(tmp_path):
+    config, _ = qa_config(tmp_path)
+    texts = set(data.training_texts(sources.open_source(config), config))
+    assert {'question: what is 3', 'it is 3'} <= texts

@@ -1,10 +1,12 @@
 """Sources: every line once per epoch, from files of every kind; faults, names and changes."""
 
+import csv
 import gzip
 import io
 import itertools
 import json
 import os
+import re
 import shutil
 import sys
 import zlib
@@ -720,3 +722,125 @@ def test_a_pool_mixes_sixteen_shards(tmp_path):
         documents = list(lane_documents(source, 'train', 0, 0, num_lanes, 0))
         first = {name.split(':')[0] for pool, _, name, _ in documents if pool == 0}
         assert len(first) == num_open
+
+
+# Tables and templates.
+
+ROWS = [
+    {
+        'question': f'what is {i}?',
+        'answer': ['one', 'a, b', 'say "so"', 'two\nlines', ''][i % 5],
+        'n': i,
+    }
+    for i in range(300)
+]
+QA = {'inputs': 'question: {question} n: {n}', 'targets': '{answer}'}
+
+
+def write_table(path, rows=ROWS, names=('n', 'question', 'answer')):
+    """Write rows as a user's tools do: csv.writer, or JSON Lines."""
+    open_file = gzip.open if path.name.endswith('.gz') else open
+    with open_file(path, 'wt', newline='', encoding='utf-8') as file:
+        if '.jsonl' in path.name:
+            file.writelines(json.dumps(row) + '\n' for row in rows)
+            return
+        if '.tsv' in path.name:
+            file.write('\t'.join(names) + '\n')
+            for row in rows:
+                file.write('\t'.join(str(row[name]).replace('\n', ' ') for name in names) + '\n')
+            return
+        writer = csv.DictWriter(file, names, lineterminator='\r\n')
+        writer.writeheader()
+        writer.writerows({name: row[name] for name in names} for row in rows)
+
+
+@pytest.mark.parametrize('suffix', ['.csv', '.tsv', '.jsonl', '.csv.gz', '.tsv.gz', '.jsonl.gz'])
+@pytest.mark.parametrize('min_blocks', [1, 4096])
+def test_tables_and_json_give_the_same_records(tmp_path, monkeypatch, suffix, min_blocks):
+    """Quoted commas, quotes and newlines; blocks that begin anywhere."""
+    monkeypatch.setattr(sources, 'MIN_BLOCKS', min_blocks)
+    write_table(tmp_path / f'a{suffix}')
+    write_table(tmp_path / f'b{suffix}', rows=ROWS[:1])
+    source = sources.open_source(make_config(files=f'{tmp_path}/*', validation_fraction=0.0, **QA))
+    found = []
+    for lane in range(3):
+        share = sources.Share(seed=0, epoch=0, lane=lane, num_lanes=3)
+        for document in source.documents('train', share):
+            assert set(document.record.fields) == {'question', 'answer', 'n'}
+            found.append(
+                tuple(document.record.fields[name] for name in ('n', 'question', 'answer'))
+            )
+    newline = ' ' if '.tsv' in suffix else '\n'
+    expected = [
+        (str(row['n']), row['question'], row['answer'].replace('\n', newline))
+        for row in [*ROWS, ROWS[0]]
+    ]
+    assert sorted(found) == sorted(expected)
+
+
+def test_a_table_may_hold_documents(tmp_path):
+    """Without templates a column is the text. A byte order mark is no part of a name."""
+    (tmp_path / 'a.csv').write_bytes(b'\xef\xbb\xbftext,n\r\nhello,1\r\n"a, b",2')
+    source = sources.open_source(make_config(files=f'{tmp_path}/a.csv', validation_fraction=0.0))
+    assert sorted(text for _, text in sum(epoch_documents(source), [])) == ['a, b', 'hello']
+
+
+@pytest.mark.parametrize(
+    'name, content, message',
+    [
+        ('a.csv', 'n,question,answer\n1,q\n', 'line 2 of .*a.csv: 2 columns, and the header has 3'),
+        (
+            'a.csv',
+            'n,question,answer\n1,q,"a\n2,q,b\n',
+            'line 2 of .*a.csv: no CSV: unexpected end',
+        ),
+        (
+            'a.csv',
+            'n,question,answer\n1,q,"a"b\n',
+            'line 2 of .*a.csv: no CSV: .*correct the quotes',
+        ),
+        (
+            'a.csv',
+            'n,question\n1,q\n',
+            "a.csv has no column 'answer', it has 'n', 'question': corr",
+        ),
+        ('a.tsv', '\n1\tq\ta\n', "a.tsv has no column 'question', it has '': correct data.inputs"),
+        (
+            'a.jsonl',
+            '{"n": 1, "question": "q"}\n',
+            "line 1 of .*: no field 'answer', its fields ar",
+        ),
+        ('a.jsonl', '{"n": null, "question": "q", "answer": "a"}', "field 'n' is None, no string"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    config = make_config(files=f'{tmp_path}/{name}', validation_fraction=0.0, **QA)
+    with pytest.raises(ValueError, match=message) as error:
+        list(epoch_documents(sources.open_source(config)))
+    assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        ({'inputs': '{question}'}, "data.inputs='{question}' needs data.targets: name both"),
+        ({'targets': 'yes'}, "data.targets='yes' names no field, so all targets are the same"),
+        (
+            {'targets': '{answer'},
+            "data.targets='{answer': expected '}' before end of string; write",
+        ),
+        ({'targets': '{}'}, "data.targets='{}': a slot is {FIELD} and nothing else"),
+        ({'targets': '{answer:d}'}, 'a slot is {FIELD} and nothing else'),
+        ({'targets': '{answer!r}'}, 'a slot is {FIELD} and nothing else'),
+    ],
+)
+def test_templates_that_cannot_be_are_refused(tmp_path, changes, message):
+    write_table(tmp_path / 'a.csv')
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sources.open_source(make_config(files=f'{tmp_path}/a.csv', **changes))
+
+
+def test_a_template_may_hold_braces():
+    template = sources.Template('data.inputs', '{{{a}}} {b c}{a}')
+    assert template.fill({'a': '{1}', 'b c': '2'}) == '{{1}} 2{1}'
