@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import features
 from objectives import OBJECTIVES, Example, task_of
 from sources import Document, Record, Share, Source, Template, permutation, templates_of
-from vocabulary import PAD_ID, Vocabulary
+from vocabulary import Vocabulary
 
 NUM_TASKS = 1  # on the second axis of a position, which is for mixtures
 
@@ -84,17 +85,16 @@ class Stream:
         return self
 
     def __next__(self) -> dict[str, np.ndarray]:
-        lengths = self.config.lengths
-        inputs = np.zeros((len(self.rows), lengths.inputs), np.int32)
-        targets = np.zeros((len(self.rows), lengths.targets), np.int32)
-        for row, lane in enumerate(self._lanes):
+        rows: list[list[dict[str, np.ndarray]]] = []
+        for lane in self._lanes:
             example = next(lane, None)
-            if example is not None:
-                inputs[row, : len(example.inputs)] = example.inputs
-                targets[row, : len(example.targets)] = example.targets
-        if not inputs.any():
+            if example is None:
+                rows.append([])
+            else:
+                rows.append([{'inputs': example.inputs, 'targets': example.targets}])
+        if not any(rows):
             raise StopIteration
-        return to_features(inputs, targets)
+        return features.encoder_decoder(rows, self.config.lengths, pack=False)
 
     def tokenize(self, records: Sequence[Record]) -> list[dict[str, list[int]]]:
         """Return {feature: ids without EOS} of each record, of the features of the objective."""
@@ -237,16 +237,6 @@ class Group(NamedTuple):
         """Return the names of the documents that have ids in example `i`."""
         names = [self.names[k] for k in self.examples[i].records]
         return list(dict.fromkeys(names))  # the parts of a long line have one name
-
-
-def to_features(inputs: np.ndarray, targets: np.ndarray) -> dict[str, np.ndarray]:
-    """Return a batch under T5X's names, as SeqIO's EncDecFeatureConverter does without packing."""
-    return {
-        'encoder_input_tokens': inputs,
-        'decoder_input_tokens': np.pad(targets[:, :-1], ((0, 0), (1, 0))),  # T5's BOS is 0
-        'decoder_target_tokens': targets,
-        'decoder_loss_weights': (targets != PAD_ID).astype(np.int32),
-    }
 
 
 def feature_lengths(lengths) -> dict[str, int]:

@@ -46,18 +46,21 @@ def get_config() -> ConfigDict:
     # Where examples come from.
     config.data = ConfigDict()
     # The task: span_corruption, or c4_v220_span_corruption, which also warns if the text is not C4.
+    # data.targets makes it text_to_text.
     config.data.task = 'span_corruption'
-    # Files for training: globs, separated by commas. Each line is a document: a JSON object in
-    # files named .json, .jsonl or .ndjson, plain text in others. Files may be gzipped (.gz). ''
-    # reads the English of this Python's own documentation (pydoc).
+    # Files for training: globs, separated by commas. Each line is a record: a JSON object in files
+    # named .json, .jsonl or .ndjson, a row in .csv and .tsv, whose first row names the columns, and
+    # plain text in others. Files may be gzipped (.gz). '' reads the English of this Python's own
+    # documentation (pydoc).
     config.data.files = ''
     # Files for validation, in the same form. '' holds out validation_fraction of data.files.
     config.data.validation_files = ''
-    # Field of a JSON object that holds the document's text.
+    # Field of a JSON object, or column of a table, that holds the text of a document.
     config.data.text_field = 'text'
-    # Text to text: the inputs and targets of an example, with slots for fields of a record, as in
-    # 'question: {question} context: {context}' and '{answer}'. '' for data.task's own.
+    # Text to text: the inputs of an example, with slots for fields of a record, as in
+    # 'question: {question} context: {context}'.
     config.data.inputs = ''
+    # Text to text: the targets, as in '{answer}'. '' trains data.task on documents.
     config.data.targets = ''
     # What to do with a line that cannot be read: stop the run, or skip the line.
     config.data.on_bad_line = 'stop'

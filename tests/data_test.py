@@ -151,17 +151,19 @@ def test_concatenating_and_splitting_match_seqio():
         assert [piece for tokens in groups for piece in split(tokens)] == expected
 
 
-def test_append_eos_after_trim_matches_seqio():
+@pytest.mark.parametrize('rule', ['append_eos', 'append_eos_after_trim'])
+def test_eos_is_appended_as_seqio_does(rule):
+    """To features with add_eos; without trimming they may become too long."""
     for case in golden('append_eos'):
-        for example, expected in zip(case['examples'], case['append_eos_after_trim'], strict=True):
+        lengths = case['sequence_length'] or {}
+        for example, expected in zip(case['examples'], case[rule], strict=True):
             for key in ('inputs', 'targets'):
+                found = example[key]
                 if case[f'{key}_add_eos']:
-                    length = (case['sequence_length'] or {}).get(key)
-                    tokens = np.array([example[key]], np.int32)
-                    assert (
-                        objectives.append_eos_after_trim(tokens, length)[0].tolist()
-                        == expected[key]
-                    )
+                    length = lengths.get(key) if rule == 'append_eos_after_trim' else None
+                    tokens = np.array([found], np.int32)
+                    found = objectives.append_eos_after_trim(tokens, length)[0].tolist()
+                assert found == expected[key]
 
 
 def test_select_random_chunk_takes_aligned_chunks():
