@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # From the bottom to the top. A file imports files of the rows above its own row only.
 LAYERS = (
     ('paths', 'partition', 'settings'),
-    ('model', 'vocabulary', 'sources', 'checkpoint', 'optimizer'),
+    ('model', 'vocabulary', 'sources', 'seqio_cache', 'checkpoint', 'optimizer'),
     ('loss', 'decode', 'objectives', 'features', 'mesh_tf', 'hugging_face'),
     ('data',),
     ('tasks',),
@@ -28,6 +28,7 @@ HOST_SIDE = {  # without jax
     'tasks',
     'vocabulary',
     'paths',
+    'seqio_cache',
     'settings',
 }
 MATH = {'model', 'loss', 'decode', 'optimizer', 'partition'}  # without files and ConfigDict

@@ -1,0 +1,293 @@
+"""SeqIO's task caches: TFRecord files of tf.train.Example, beside info and stats.
+
+    ROOT/TASK/COMPLETED                            empty, written last
+    ROOT/TASK/info.SPLIT.json                      dtype and shape of each feature, number of shards
+    ROOT/TASK/stats.SPLIT.json                     numbers of examples and tokens
+    ROOT/TASK/SPLIT.tfrecord-00000-of-00064 ...
+
+A colon in a task's name is a folder. Source: seqio/dataset_providers.py `_CachedDataProvider`,
+seqio/utils.py. Imports no jax and no TensorFlow.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import google_crc32c
+import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+MASK_DELTA = 0xA282EAD8  # of TFRecord's checksums
+HEADER_BYTES = 12  # of a record: its length, and the checksum of that
+FOOTER_BYTES = 4  # the checksum of the content
+TEXT = 'string'  # the dtype of bytes in info.json
+
+
+class FeatureInfo(NamedTuple):
+    """What info.json says of a feature: a numpy dtype or 'string', and a shape with None."""
+
+    dtype: str
+    shape: tuple[int | None, ...]
+
+
+class Split(NamedTuple):
+    """One split of a cached task. `files` are its shards, in order."""
+
+    features: dict[str, FeatureInfo]
+    stored_names: dict[str, str]  # feature -> its name in the files
+    files: list[Path]
+    num_examples: int | None  # None without stats
+
+
+def find(roots: Sequence[str | Path], task: str) -> Path | None:
+    """Return the folder of a task in the first of `roots` that holds it completely."""
+    for root in roots:
+        folder = Path(root, *task.split(':'))
+        if (folder / 'COMPLETED').is_file():
+            return folder
+    return None
+
+
+def splits(folder: Path) -> list[str]:
+    """Return the names of the splits of a cached task that hold examples."""
+    found = []
+    for file in sorted(folder.glob('info.*.json')):
+        if read_json(file):  # {} stands for a split without examples, as in P3
+            found.append(file.name.removeprefix('info.').removesuffix('.json'))
+    return found
+
+
+def open_split(folder: Path, split: str) -> Split:
+    """Return what a folder says of a split. Raises ValueError for a split that is not there."""
+    available = splits(folder)
+    if split not in available:
+        raise ValueError(
+            f'{folder} has no split {split!r}: use one of {", ".join(available) or "none"}'
+        )
+    info_file = folder / f'info.{split}.json'
+    info = read_json(info_file)
+    try:
+        num_shards = info['num_shards']
+        stored = {name: (x['dtype'], tuple(x['shape'])) for name, x in info['features'].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f'{info_file} lacks {error}: cache the task again') from None
+    features = {}
+    stored_names = {}
+    for stored_name, (dtype, shape) in stored.items():
+        name = stored_name
+        if name.endswith('_plaintext'):  # of old caches
+            name = name.removesuffix('_plaintext') + '_pretokenized'
+        if 'seqio_version' not in info and dtype == 'int64':
+            dtype = 'int32'
+        features[name] = FeatureInfo(dtype, shape)
+        stored_names[name] = stored_name
+    files = sorted(folder.glob(f'{split}.tfrecord-*-of-*{num_shards}'))
+    if len(files) != num_shards:
+        raise ValueError(
+            f'{folder}: split {split!r} has {len(files)} of {num_shards} files '
+            f'{split}.tfrecord-*: copy the folder again'
+        )
+    stats_file = folder / f'stats.{split}.json'
+    num_examples = None
+    if stats_file.is_file():
+        num_examples = read_json(stats_file).get('examples')
+    return Split(features, stored_names, files, num_examples)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a file of JSON."""
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f'{file} is no JSON ({error}): copy the folder again') from None
+    if not isinstance(content, dict):
+        raise ValueError(f'{file} holds no JSON object: copy the folder again')
+    return content
+
+
+def read_examples(split: Split) -> Iterator[dict[str, Any]]:
+    """Yield the examples of a split in the order of its files: {feature: value}.
+
+    A value is a str, a number, or an array of numbers, int32 [length] for ids; texts in a list.
+    Raises ValueError for a damaged record, with its file and offset.
+    """
+    for file in split.files:
+        for offset, content in read_records(file):
+            try:
+                yield decode(content, split)
+            except ValueError as error:
+                raise ValueError(f'{file}, record at byte {offset}: {error}') from None
+
+
+# Examples.
+
+
+def decode(content: bytes, split: Split) -> dict[str, Any]:
+    """Return the features of a serialized tf.train.Example."""
+    message = Example()
+    try:
+        message.ParseFromString(content)
+    except Exception as error:  # protobuf's own class depends on its version
+        raise ValueError(f'no tf.train.Example ({error}): copy the file again') from None
+    stored = message.features.feature
+    example = {}
+    for name, info in split.features.items():
+        stored_name = split.stored_names[name]
+        values = values_of(stored[stored_name]) if stored_name in stored else []
+        example[name] = shaped(name, values, info)
+    return example
+
+
+def values_of(feature) -> Sequence:
+    """Return the values of a tf.train.Feature, whichever list holds them."""
+    kind = feature.WhichOneof('kind')
+    return getattr(feature, kind).value if kind else []
+
+
+def shaped(name: str, values: Sequence, info: FeatureInfo) -> Any:
+    """Return the values of a feature with its dtype and shape."""
+    if info.dtype == TEXT:
+        texts = [text_of(value) for value in values]
+        if info.shape == ():
+            return only(name, texts)
+        return texts
+    array = np.array(values, np.dtype(info.dtype))
+    if info.shape == ():
+        return only(name, array.tolist())
+    sizes = [-1 if size is None else size for size in info.shape]
+    try:
+        return array.reshape(sizes)
+    except ValueError:
+        raise ValueError(
+            f'feature {name!r} has {len(values)} values, and its shape is {list(info.shape)}: cache '
+            'the task again'
+        ) from None
+
+
+def only(name: str, values: Sequence) -> Any:
+    """Return the single value of a scalar feature."""
+    if len(values) != 1:
+        raise ValueError(
+            f'feature {name!r} has {len(values)} values, not one: cache the task again'
+        )
+    return values[0]
+
+
+def text_of(value: bytes) -> str | bytes:
+    """Return bytes as text, if they are UTF-8."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value
+
+
+def encode(example: Mapping[str, Any]) -> bytes:
+    """Return a serialized tf.train.Example: arrays flattened, texts as UTF-8."""
+    message = Example()
+    for name, value in example.items():
+        feature = message.features.feature[name]
+        if isinstance(value, str | bytes):
+            value = [value]
+        if isinstance(value, list) and all(isinstance(x, str | bytes) for x in value):
+            feature.bytes_list.value.extend(x.encode() if isinstance(x, str) else x for x in value)
+            continue
+        array = np.asarray(value).ravel()
+        if array.dtype.kind == 'f':
+            feature.float_list.value.extend(array.tolist())
+        elif array.dtype.kind in 'iub':
+            feature.int64_list.value.extend(array.astype(np.int64).tolist())
+        else:
+            raise ValueError(f'feature {name!r} is {value!r:.40}: use numbers or texts')
+    return message.SerializeToString(deterministic=True)
+
+
+def make_example_class() -> type:
+    """Return the class of tf.train.Example (tensorflow/core/example/{example,feature}.proto)."""
+    file = descriptor_pb2.FileDescriptorProto(
+        name='example.proto', package='cache', syntax='proto3'
+    )
+    field_type = descriptor_pb2.FieldDescriptorProto
+
+    def add_field(message, name, number, kind, repeated=False, type_name=''):
+        field = message.field.add(name=name, number=number, type=kind)
+        field.label = field.LABEL_REPEATED if repeated else field.LABEL_OPTIONAL
+        if type_name:
+            field.type_name = f'.cache.{type_name}'
+        return field
+
+    lists = [
+        ('BytesList', field_type.TYPE_BYTES),
+        ('FloatList', field_type.TYPE_FLOAT),
+        ('Int64List', field_type.TYPE_INT64),
+    ]
+    for name, kind in lists:
+        add_field(file.message_type.add(name=name), 'value', 1, kind, repeated=True)
+    feature = file.message_type.add(name='Feature')
+    feature.oneof_decl.add(name='kind')
+    names = [('bytes_list', 'BytesList'), ('float_list', 'FloatList'), ('int64_list', 'Int64List')]
+    for number, (name, type_name) in enumerate(names, start=1):
+        field = add_field(feature, name, number, field_type.TYPE_MESSAGE, type_name=type_name)
+        field.oneof_index = 0
+    features = file.message_type.add(name='Features')
+    entry = features.nested_type.add(name='FeatureEntry')
+    entry.options.map_entry = True
+    add_field(entry, 'key', 1, field_type.TYPE_STRING)
+    add_field(entry, 'value', 2, field_type.TYPE_MESSAGE, type_name='Feature')
+    add_field(
+        features, 'feature', 1, field_type.TYPE_MESSAGE, True, type_name='Features.FeatureEntry'
+    )
+    example = file.message_type.add(name='Example')
+    add_field(example, 'features', 1, field_type.TYPE_MESSAGE, type_name='Features')
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName('cache.Example'))
+
+
+Example: Any = make_example_class()
+
+
+# TFRecord files: length (uint64), its checksum, content, its checksum; little-endian.
+
+
+def read_records(path: str | Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, content) of the records of a file. Raises ValueError for a damaged one."""
+    with open(path, 'rb') as file:
+        while True:
+            offset = file.tell()
+            content = read_record(file, path)
+            if content is None:
+                return
+            yield offset, content
+
+
+def read_record(file: IO[bytes], path: str | Path) -> bytes | None:
+    """Return the record at the position of `file`; None at its end."""
+    offset = file.tell()
+    header = file.read(HEADER_BYTES)
+    if not header:
+        return None
+    remedy = 'copy the file again'
+    if len(header) < HEADER_BYTES or checksum(header[:8]) != header[8:]:
+        raise ValueError(f'{path}: the record at byte {offset} has a damaged length: {remedy}')
+    length = int.from_bytes(header[:8], 'little')
+    if length > os.fstat(file.fileno()).st_size - file.tell() - FOOTER_BYTES:
+        raise ValueError(f'{path}: the record at byte {offset} is cut off: {remedy}')
+    content = file.read(length)
+    if checksum(content) != file.read(FOOTER_BYTES):
+        raise ValueError(f'{path}: the record at byte {offset} is damaged: {remedy}')
+    return content
+
+
+def write_record(file: IO[bytes], content: bytes) -> None:
+    """Append a record to a file."""
+    length = len(content).to_bytes(8, 'little')
+    file.write(length + checksum(length) + content + checksum(content))
+
+
+def checksum(content: bytes) -> bytes:
+    """Return TFRecord's masked CRC-32C, four bytes."""
+    crc = google_crc32c.value(content)
+    masked = ((crc >> 15 | crc << 17) + MASK_DELTA) % 2**32
+    return masked.to_bytes(4, 'little')
