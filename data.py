@@ -12,7 +12,7 @@ Imports no jax.
 import collections
 import concurrent.futures
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,16 +22,29 @@ from objectives import OBJECTIVES, Example, task_of
 from sources import Document, Record, Share, Source, Template, permutation, templates_of
 from vocabulary import Vocabulary
 
-NUM_TASKS = 1  # on the second axis of a position, which is for mixtures
+# A window is what a lane packs at a time: examples that fill so many rows, and no more than these.
+ROWS_PER_WINDOW = 64
+EXAMPLES_PER_WINDOW = 512
+
+NUM_TASKS = 1  # on the second axis of a position, before the window
 
 
 class Position(NamedTuple):
-    """Where a lane is: at example `given` of the group that begins at `offset` in `pool`."""
+    """Where a lane is in a task: at example `given` of the group that begins at `offset` in `pool`."""
 
     epoch: int = 0
     pool: int = 0
     offset: int = 0
     given: int = 0
+
+
+class WindowPosition(NamedTuple):
+    """Where a lane is: at row `given` of the window that begins with its example number `draw`."""
+
+    draw: int = 0
+    given: int = 0
+    unused: int = 0  # as many fields as Position has
+    reserved: int = 0
 
 
 class Stream:
@@ -64,37 +77,40 @@ class Stream:
         self.templates = templates_of(config)
         self.objective = OBJECTIVES[task](config, vocabulary)
         self.first_sentinel = vocabulary.size - self.objective.num_sentinels
+        self.pack_examples = PACKINGS[config.pack]
         self._check_not_empty()
-        self.seek(np.zeros((len(self.rows), NUM_TASKS, len(Position._fields)), np.int64))
+        self.seek(np.zeros((len(self.rows), NUM_TASKS + 1, len(Position._fields)), np.int64))
 
     @property
     def position(self) -> np.ndarray:
-        """The position of the next batch: int64 [rows, 1 task, fields of Position]."""
-        return np.array([[lane.position] for lane in self._lanes], np.int64)
+        """The position of the next batch: int64 [rows, tasks + 1, 4].
+
+        Fields of Position for each task, then those of WindowPosition.
+        """
+        return np.array([lane.position for lane in self._lanes], np.int64)
 
     def seek(self, position: np.ndarray) -> None:
-        """Go to a position. The position of an older run, [rows, fields], has no axis of tasks."""
+        """Go to a position. Those of older runs, [rows, 4] and [rows, 1, 4], have no window."""
+        if position.ndim == 2:
+            position = position[:, None]
+        if position.shape[1] == NUM_TASKS:
+            position = np.pad(position, ((0, 0), (0, 1), (0, 0)))
         self._lanes = self._open_lanes(position)
 
     def describe(self, position: np.ndarray) -> list[str]:
         """Return the names of the documents in each row of the batch at `position`."""
         lanes = self._open_lanes(position)
-        return [', '.join(lane.next_document_names()) for lane in lanes]
+        return [', '.join(lane.next_record_names()) for lane in lanes]
 
     def __iter__(self) -> 'Stream':
         return self
 
     def __next__(self) -> dict[str, np.ndarray]:
-        rows: list[list[dict[str, np.ndarray]]] = []
-        for lane in self._lanes:
-            example = next(lane, None)
-            if example is None:
-                rows.append([])
-            else:
-                rows.append([{'inputs': example.inputs, 'targets': example.targets}])
+        rows = [next(lane, []) for lane in self._lanes]
         if not any(rows):
             raise StopIteration
-        return features.encoder_decoder(rows, self.config.lengths, pack=False)
+        is_packed = self.pack_examples is not None
+        return features.encoder_decoder(rows, self.config.lengths, is_packed)
 
     def tokenize(self, records: Sequence[Record]) -> list[dict[str, list[int]]]:
         """Return {feature: ids without EOS} of each record, of the features of the objective."""
@@ -106,11 +122,7 @@ class Stream:
         return tokenized
 
     def _open_lanes(self, position: np.ndarray) -> list['Lane']:
-        tasks = np.reshape(position, (len(self.rows), NUM_TASKS, len(Position._fields)))
-        lanes = []
-        for row, fields in zip(self.rows, tasks[:, 0].tolist(), strict=True):
-            lanes.append(Lane(self, row, Position(*fields)))
-        return lanes
+        return [Lane(self, row, x) for row, x in zip(self.rows, position, strict=True)]
 
     def _check_not_empty(self) -> None:
         if self.source.may_hold(self.split) and self._has_text():
@@ -138,9 +150,86 @@ class Stream:
 
 
 class Lane:
-    """Iterator of the examples of one row of the batch. `position` is that of the next one.
+    """Iterator of the rows of one lane: the examples, {feature: ids}, that share a row of a batch.
 
-    It reads its own part of every epoch, in groups of documents.
+    `position` is that of the next row, int64 [tasks + 1, 4].
+    """
+
+    def __init__(self, stream: Stream, row: int, position: np.ndarray):
+        self.position = position.copy()
+        self._stream = stream
+        self._row = row
+        self._reader = ExampleReader(stream, row, Position(*position[0].tolist()))
+        self._window: list[list[Example]] = []  # rows
+        self._num_examples = 0  # of the window
+        self._given = 0  # rows of the window
+
+    def __iter__(self) -> 'Lane':
+        return self
+
+    def __next__(self) -> list[dict[str, np.ndarray]]:
+        self._go_to_row()
+        row = self._window[self._given]
+        self._given += 1
+        draw, *_ = self.position[-1]
+        if self._given < len(self._window):
+            self.position[-1] = WindowPosition(draw, self._given)
+        else:
+            self.position[0] = self._reader.position
+            self.position[-1] = WindowPosition(draw + self._num_examples)
+        return [{'inputs': example.inputs, 'targets': example.targets} for example in row]
+
+    def next_record_names(self) -> list[str]:
+        """Return the names of the records in the next row; none after the last row."""
+        try:
+            self._go_to_row()
+        except StopIteration:
+            return []
+        names = [name for example in self._window[self._given] for name in example.names]
+        return list(dict.fromkeys(names))
+
+    def _go_to_row(self) -> None:
+        """Read a window where all rows are given. Raise StopIteration after the last epoch."""
+        if self._given < len(self._window):
+            return
+        window = WindowPosition(*self.position[-1].tolist())
+        examples = list(self._read_window())
+        if not examples:
+            raise StopIteration
+        self._window = self._pack(examples, window.draw)
+        self._num_examples = len(examples)
+        self._given = window.given
+
+    def _read_window(self) -> Iterator[Example]:
+        """Yield the examples of the next window: one, if rows are not packed."""
+        num_rows = 0.0
+        for example in itertools.islice(self._reader, EXAMPLES_PER_WINDOW):
+            yield example
+            num_rows += max(self._sizes(example) / self._limits())
+            if self._stream.pack_examples is None or num_rows >= ROWS_PER_WINDOW:
+                return
+
+    def _pack(self, examples: list[Example], draw: int) -> list[list[Example]]:
+        """Return the rows of a window, packed and in a random order."""
+        if self._stream.pack_examples is None:
+            return [examples]
+        sizes = np.array([self._sizes(example) for example in examples])
+        rows = self._stream.pack_examples(sizes, self._limits())
+        order = permutation(len(rows), 'rows', self._stream.seed, self._row, draw)
+        return [[examples[i] for i in rows[k]] for k in order]
+
+    def _sizes(self, example: Example) -> np.ndarray:
+        return np.array([len(example.inputs), len(example.targets)])
+
+    def _limits(self) -> np.ndarray:
+        lengths = self._stream.config.lengths
+        return np.array([lengths.inputs, lengths.targets])
+
+
+class ExampleReader:
+    """Iterator of the examples of one lane in one task. `position` is that of the next one.
+
+    It reads its own part of every epoch, in groups of records.
     """
 
     def __init__(self, stream: Stream, row: int, position: Position):
@@ -151,7 +240,7 @@ class Lane:
         self._group = Group(end=position)
         self._given = 0  # examples of the group
 
-    def __iter__(self) -> 'Lane':
+    def __iter__(self) -> 'ExampleReader':
         return self
 
     def __next__(self) -> Example:
@@ -163,14 +252,6 @@ class Lane:
         else:
             self.position = self._group.end
         return example
-
-    def next_document_names(self) -> list[str]:
-        """Return the names of the documents in the next example; none after the last example."""
-        try:
-            self._go_to_example()
-        except StopIteration:
-            return []
-        return self._group.document_names(self._given)
 
     def _go_to_example(self) -> None:
         """Read groups until one has an example left. Raise StopIteration after the last epoch."""
@@ -212,7 +293,8 @@ class Lane:
         stream = self._stream
         key = (stream.seed, start.epoch, self._row, start.pool, start.offset)
         records = stream.tokenize([document.record for document in documents])
-        examples = stream.objective.examples(records, *key)
+        names = [document.record.name for document in documents]
+        examples = stream.objective.examples(names, records, *key)
         # Differs from T5X, which shuffles in a buffer of 1,000 examples: lanes read far apart, and
         # each shuffles the examples of its group. (The key's words make the order: keep them.)
         order = permutation(len(examples), 'pieces', *key)
@@ -221,7 +303,6 @@ class Lane:
             start=start,
             end=Position(epoch=start.epoch, pool=last.pool, offset=last.offset + 1),
             examples=[examples[i] for i in order],
-            names=[document.record.name for document in documents],
         )
 
 
@@ -231,22 +312,12 @@ class Group(NamedTuple):
     end: Position  # where the next group begins
     start: Position = Position()
     examples: Sequence[Example] = ()
-    names: Sequence[str] = ()  # of the documents
-
-    def document_names(self, i: int) -> list[str]:
-        """Return the names of the documents that have ids in example `i`."""
-        names = [self.names[k] for k in self.examples[i].records]
-        return list(dict.fromkeys(names))  # the parts of a long line have one name
 
 
-def feature_lengths(lengths) -> dict[str, int]:
-    """Return the length of each feature of a batch of `Stream`; `lengths`: config.data.lengths."""
-    return {
-        'encoder_input_tokens': lengths.inputs,
-        'decoder_input_tokens': lengths.targets,
-        'decoder_target_tokens': lengths.targets,
-        'decoder_loss_weights': lengths.targets,
-    }
+def feature_lengths(config: Any) -> dict[str, int]:
+    """Return the length of each feature of a training batch; `config`: config.data."""
+    empty = features.encoder_decoder([], config.lengths, PACKINGS[config.pack] is not None)
+    return {name: x.shape[1] for name, x in empty.items()}
 
 
 def training_texts(source: Source, config: Any) -> Iterator[str]:
@@ -263,6 +334,14 @@ def text_of(record: Record, feature: str, config: Any, templates: Mapping[str, T
     if templates:
         return templates[feature].fill(record.fields)
     return record.fields[config.text_field]
+
+
+# Every value of data.pack.
+PACKINGS: dict[str, Callable[[np.ndarray, np.ndarray], list[list[int]]] | None] = {
+    'no': None,
+    'greedily': features.pack_greedily,
+    'tightly': features.pack_tightly,
+}
 
 
 class PrefetchedBatch(NamedTuple):

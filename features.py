@@ -23,7 +23,7 @@ def trim(example: Features, lengths: Mapping[str, int]) -> dict[str, np.ndarray]
 # Packing: which examples share a row.
 
 
-def pack_greedily(sizes: np.ndarray, limits: Sequence[int]) -> list[list[int]]:
+def pack_greedily(sizes: np.ndarray, limits: np.ndarray) -> list[list[int]]:
     """Return the examples of each row, as SeqIO packs them: in order, with one open row.
 
     `sizes` [examples, features] are lengths, at most `limits` [features]. Rows never reach over
@@ -35,20 +35,20 @@ def pack_greedily(sizes: np.ndarray, limits: Sequence[int]) -> list[list[int]]:
     for i, size in enumerate(sizes):
         if i % group_size == 0 or (size > free).any():
             rows.append([])
-            free = np.array(limits)
+            free = limits
         rows[-1].append(i)
         free = free - size
     return rows
 
 
-def pack_tightly(sizes: np.ndarray, limits: Sequence[int]) -> list[list[int]]:
+def pack_tightly(sizes: np.ndarray, limits: np.ndarray) -> list[list[int]]:
     """Return the examples of each row: the longest first, each into the first row where it fits.
 
     `sizes` [examples, features] are lengths, at most `limits` [features]. Differs from T5X, which
     packs as `pack_greedily` does.
     """
-    filled = (sizes / np.array(limits)).max(axis=1, initial=0)
-    free = np.tile(np.array(limits), (len(sizes), 1))  # in every row that may come to be
+    filled = (sizes / limits).max(axis=1, initial=0)
+    free = np.tile(limits, (len(sizes), 1))  # in every row that may come to be
     rows: list[list[int]] = []
     for i in np.argsort(-filled, kind='stable').tolist():
         fits = (free[: len(rows) + 1] >= sizes[i]).all(axis=1)

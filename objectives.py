@@ -19,7 +19,7 @@ class Example(NamedTuple):
 
     inputs: np.ndarray
     targets: np.ndarray
-    records: Sequence[int]  # the records of its group that it is made of
+    names: Sequence[str]  # of the records that it is made of
 
 
 class Objective(Protocol):
@@ -32,8 +32,10 @@ class Objective(Protocol):
     def __init__(self, config: Any, vocabulary: Vocabulary):
         """`config`: config.data. Raise ValueError for settings that do not fit the objective."""
 
-    def examples(self, records: Sequence[Mapping[str, list[int]]], *key: int) -> list[Example]:
-        """Make examples of a group of records, {feature: ids without EOS}, random by `key`."""
+    def examples(
+        self, names: Sequence[str], records: Sequence[Mapping[str, list[int]]], *key: int
+    ) -> list[Example]:
+        """Make examples of a group of named records, {feature: ids without EOS}, random by `key`."""
 
 
 class Denoising:
@@ -50,13 +52,15 @@ class Denoising:
         """Return (inputs, targets) of each row of int32 [rows, raw_length or less]."""
         raise NotImplementedError
 
-    def examples(self, records: Sequence[Mapping[str, list[int]]], *key: int) -> list[Example]:
+    def examples(
+        self, names: Sequence[str], records: Sequence[Mapping[str, list[int]]], *key: int
+    ) -> list[Example]:
         chunks = []
-        indices = []  # of the record of each chunk
+        chunk_names = []
         for i, record in enumerate(records):
             if record['targets']:
                 chunks.append(select_random_chunk(record['targets'], i, *key))
-                indices.append(i)
+                chunk_names.append(names[i])
         tokens = np.array(list(itertools.chain.from_iterable(chunks)), np.int32)
         rows = []
         for raw_ids in split_tokens(tokens, self.raw_length):
@@ -67,7 +71,7 @@ class Denoising:
         last = np.searchsorted(ends, begins + self.raw_length - 1, side='right')
         examples = []
         for (inputs, targets), i, j in zip(rows, first, last, strict=True):
-            examples.append(Example(inputs, targets, records=indices[i : j + 1]))
+            examples.append(Example(inputs, targets, names=chunk_names[i : j + 1]))
         return examples
 
 
@@ -143,15 +147,17 @@ class TextToText:
     def __init__(self, config: Any, vocabulary: Vocabulary):
         self.lengths = config.lengths
 
-    def examples(self, records: Sequence[Mapping[str, list[int]]], *key: int) -> list[Example]:
+    def examples(
+        self, names: Sequence[str], records: Sequence[Mapping[str, list[int]]], *key: int
+    ) -> list[Example]:
         examples = []
-        for i, record in enumerate(records):
+        for name, record in zip(names, records, strict=True):
             inputs = np.array([record['inputs']], np.int32)
             targets = np.array([record['targets']], np.int32)
             example = Example(
                 inputs=append_eos_after_trim(inputs, self.lengths.inputs)[0],
                 targets=append_eos_after_trim(targets, self.lengths.targets)[0],
-                records=[i],
+                names=[name],
             )
             examples.append(example)
         return examples

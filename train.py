@@ -148,7 +148,7 @@ class Trainer:
     mesh: Mesh
     seed: int
     batch_size: int
-    lengths: FrozenConfigDict  # tokens of inputs and targets
+    feature_lengths: FrozenConfigDict  # of each feature of a batch
     num_microbatches: int
 
     @functools.cached_property
@@ -196,7 +196,7 @@ def make_trainer(config: Any, num_microbatches: int = 1) -> Trainer:
         mesh=partition.make_mesh(**config.mesh),
         seed=config.seed,
         batch_size=config.train.batch_size,
-        lengths=FrozenConfigDict(config.data.lengths),
+        feature_lengths=FrozenConfigDict(data.feature_lengths(config.data)),
         num_microbatches=num_microbatches,
     )
     model.check_mesh(trainer.model_config, trainer.mesh)
@@ -234,7 +234,7 @@ def compile_step(trainer: Trainer) -> jax.stages.Compiled:
         mesh=trainer.mesh,
         state=trainer.shapes,
         state_specs=trainer.specs,
-        feature_lengths=data.feature_lengths(trainer.lengths),
+        feature_lengths=trainer.feature_lengths,
         batch_size=trainer.batch_size,
     )
     return jit_step(trainer).lower(state, batch).compile()

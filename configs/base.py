@@ -79,6 +79,8 @@ def get_config() -> ConfigDict:
     config.data.lengths.inputs = 512
     # Tokens of the targets of each row.
     config.data.lengths.targets = 114
+    # Packing of examples that share a row in training: tightly, greedily (as SeqIO), or no.
+    config.data.pack = 'no'
     # Fraction of the tokens that span corruption replaces.
     config.data.noise_density = 0.15
     # Mean number of tokens of a noise span.

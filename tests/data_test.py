@@ -188,7 +188,8 @@ def test_corrupted_rows_match_seqio(oracle_model):
     config = make_config(lengths=case['sequence_length'])
     objective = objectives.SpanCorruption(config, vocabulary)
     assert objective.raw_length == case['raw_tokens_length']
-    examples = objective.examples([{'targets': ids} for ids in case['tokenized']], 0)
+    names = [str(i) for i in range(len(case['tokenized']))]
+    examples = objective.examples(names, [{'targets': ids} for ids in case['tokenized']], 0)
     sentinels = set(range(num_pieces, vocabulary.size))
     for ours, theirs in zip(examples, case['outputs'], strict=True):
         inputs = ours.inputs.tolist()
@@ -730,3 +731,73 @@ def test_a_vocabulary_is_trained_on_what_the_templates_give(tmp_path):
     config, _ = qa_config(tmp_path)
     texts = set(data.training_texts(sources.open_source(config), config))
     assert {'question: what is 3', 'it is 3'} <= texts
+
+
+def unpack(batch):
+    """(inputs, targets) without EOS of every example of a packed batch."""
+    found = []
+    for r in range(len(batch['encoder_input_tokens'])):
+        inputs, targets = (batch[f'{side}_segment_ids'][r] for side in ('encoder', 'decoder'))
+        for segment in range(1, targets.max() + 1):
+            ids = batch['encoder_input_tokens'][r][inputs == segment]
+            target_ids = batch['decoder_target_tokens'][r][targets == segment]
+            found.append((tuple(without_eos(ids)), tuple(without_eos(target_ids))))
+    return found
+
+
+@pytest.mark.parametrize('pack', ['greedily', 'tightly'])
+def test_packed_rows_have_every_example_once(tmp_path, monkeypatch, pack):
+    """The same examples as rows that are not packed, in fewer rows, several of them in a window."""
+    monkeypatch.setattr(data, 'ROWS_PER_WINDOW', 5)
+    config, _ = qa_config(tmp_path, **{'lengths.targets': 40})
+    vocabulary = vocabularies.ByteVocabulary()
+    source = sources.open_source(config)
+    expected = []
+    for batch in data.Stream(source, 'train', vocabulary, config, 3, 0, num_epochs=1):
+        for i in range(3):
+            inputs, targets = batch['encoder_input_tokens'][i], batch['decoder_target_tokens'][i]
+            if inputs.any():
+                expected.append((tuple(without_eos(inputs)), tuple(without_eos(targets))))
+    config.pack = pack
+    found = []
+    num_rows = 0
+    stream = data.Stream(source, 'train', vocabulary, config, 3, 0, num_epochs=1)
+    position = stream.position
+    for batch in stream:
+        assert batch.keys() == data.feature_lengths(config).keys()
+        examples = unpack(batch)
+        found += examples
+        num_rows += int(batch['encoder_input_tokens'].any(axis=1).sum())
+        names = sum((row.split(', ') for row in stream.describe(position) if row), [])
+        assert len(names) == len(examples)
+        position = stream.position
+    assert sorted(found) == sorted(expected)
+    assert num_rows < 0.6 * len(expected)
+
+
+@pytest.mark.parametrize('pack', ['greedily', 'tightly'])
+@pytest.mark.parametrize('kind', ['text to text', 'span corruption'])
+def test_a_packed_stream_resumes_anywhere_on_any_number_of_processes(
+    tmp_path, monkeypatch, pack, kind
+):
+    monkeypatch.setattr(data, 'ROWS_PER_WINDOW', 4)
+    config, _ = qa_config(tmp_path, **{'pack': pack, 'lengths.targets': 40})
+    if kind == 'span corruption':
+        config.inputs = config.targets = ''
+        config.text_field = 'q'
+    source = sources.open_source(config)
+    vocabulary = vocabularies.ByteVocabulary()
+    stream = data.Stream(source, 'train', vocabulary, config, 4, 0)
+    batches = []
+    positions = []
+    for _ in range(45):
+        positions.append(stream.position)
+        batches.append(next(stream))
+    for start, num_processes in [(0, 1), (1, 2), (17, 4), (30, 1)]:
+        size = 4 // num_processes
+        for process in range(num_processes):
+            own = range(process * size, (process + 1) * size)
+            resumed = data.Stream(source, 'train', vocabulary, config, 4, 0, rows=own)
+            resumed.seek(positions[start][own])
+            for expected in batches[start : start + 15]:
+                chex.assert_trees_all_equal(next(resumed), {n: x[own] for n, x in expected.items()})

@@ -31,7 +31,7 @@ def sizes_of(examples, lengths):
 def test_greedy_packing_is_seqios(case):
     lengths = case['feature_lengths']
     examples = [features.trim(arrays_of(example), lengths) for example in case['examples']]
-    limits = list(lengths.values())
+    limits = np.array(list(lengths.values()))
     rows = features.pack_greedily(sizes_of(examples, lengths), limits)
     found = []
     for name, length in lengths.items():
@@ -52,10 +52,10 @@ def test_features_are_seqios(case):
     lengths = case['task_feature_lengths']
     examples = [features.trim(arrays_of(example), lengths) for example in case['examples']]
     sizes = sizes_of(examples, lengths)
-    limits = list(lengths.values())
+    limits = np.array(list(lengths.values()))
     if case['converter'] == 'PrefixLMFeatureConverter':  # it packs what it has concatenated
         sizes = sizes.sum(axis=1, keepdims=True)
-        limits = [sum(limits)]
+        limits = limits.sum(keepdims=True)
     rows = [[i] for i in range(len(examples))]
     if case['pack']:
         rows = features.pack_greedily(sizes, limits)
@@ -79,7 +79,7 @@ def random_sizes(seed, count, limits):
 @pytest.mark.parametrize('pack', [features.pack_greedily, features.pack_tightly])
 @pytest.mark.parametrize('count', [0, 1, 2, 500])
 def test_packing_places_every_example_once_where_it_fits(pack, count):
-    limits = [40, 9]
+    limits = np.array([40, 9])
     sizes = random_sizes(count, count, limits) // 2 + 1
     rows = pack(sizes, limits)
     assert sorted(i for row in rows for i in row) == list(range(count))
@@ -88,7 +88,7 @@ def test_packing_places_every_example_once_where_it_fits(pack, count):
 
 
 def test_tight_packing_needs_fewer_rows():
-    limits = [512, 114]
+    limits = np.array([512, 114])
     sizes = random_sizes(1, 1000, limits) // 3 + 1
     least = -(-sizes.sum(axis=0) // limits).max()
     tight = len(features.pack_tightly(sizes, limits))
