@@ -77,7 +77,7 @@ class Stream:
         self.templates = templates_of(config)
         self.objective = OBJECTIVES[task](config, vocabulary)
         self.first_sentinel = vocabulary.size - self.objective.num_sentinels
-        self.pack_examples = PACKINGS[config.pack]
+        self.pack_examples = PACKINGS[config.pack] if split == 'train' else None
         self._check_not_empty()
         self.seek(np.zeros((len(self.rows), NUM_TASKS + 1, len(Position._fields)), np.int64))
 

@@ -383,6 +383,31 @@ def test_a_bad_line_that_training_comes_to_exits_1(corpus, command_line, tmp_pat
     assert f'Left out, 1 so far: line 201 of {bad}: ' in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_text_to_text_trains_and_resumes(tmp_path, capsys):
+    """Packed rows of a CSV of questions, evaluated without packing; stopped and continued."""
+    rows = [f'{i},"what is {i}, plus one?",{i + 1}' for i in range(300)]
+    (tmp_path / 'sums.csv').write_text('\n'.join(['n,question,answer', *rows]))
+    config = small_config(str(tmp_path / 'sums.csv'), steps=40)
+    config.data.inputs = 'question: {question}'
+    config.data.targets = '{answer}'
+    config.data.vocabulary = 'bytes'
+    config.data.pack = 'tightly'
+    config.data.lengths.inputs = 64
+    config.data.lengths.targets = 16
+    config.log.every_steps = config.save.every_steps = config.eval.every_steps = 20
+    run(config, tmp_path / 'whole')
+    config.train.steps = 20
+    run(config, tmp_path / 'parts')
+    config.train.steps = 40
+    run(config, tmp_path / 'parts')
+    assert_same_run(tmp_path / 'parts', tmp_path / 'whole', 40)
+    losses = [m['loss'] for m in metrics_of(tmp_path / 'whole') if m['run'] == 'train']
+    assert losses[-1] < losses[0]
+    evaluations = [m for m in metrics_of(tmp_path / 'whole') if m['run'] != 'train']
+    assert {m['run'] for m in evaluations} == {'training_eval/text_to_text'}
+
+
 def test_c4_without_c4_says_so_everywhere(pydoc, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(evaluate, 'UNIGRAM_TOKENS', 1000)
     documents = corpora.documents_of(pydoc)[::10]  # the whole takes seconds to read
