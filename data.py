@@ -19,8 +19,17 @@ import numpy as np
 
 import features
 from objectives import OBJECTIVES, Example, task_of
-from sources import Document, Record, Share, Source, Template, permutation, templates_of
-from vocabulary import Vocabulary
+from sources import (
+    CachedRecords,
+    Document,
+    Record,
+    Share,
+    Source,
+    Template,
+    permutation,
+    templates_of,
+)
+from vocabulary import EOS_ID, Vocabulary
 
 # A window is what a lane packs at a time: examples that fill so many rows, and no more than these.
 ROWS_PER_WINDOW = 64
@@ -78,6 +87,7 @@ class Stream:
         self.objective = OBJECTIVES[task](config, vocabulary)
         self.first_sentinel = vocabulary.size - self.objective.num_sentinels
         self.pack_examples = PACKINGS[config.pack] if split == 'train' else None
+        self._check_features()
         self._check_not_empty()
         self.seek(np.zeros((len(self.rows), NUM_TASKS + 1, len(Position._fields)), np.int64))
 
@@ -114,6 +124,8 @@ class Stream:
 
     def tokenize(self, records: Sequence[Record]) -> list[dict[str, list[int]]]:
         """Return {feature: ids without EOS} of each record, of the features of the objective."""
+        if self.source.is_tokenized:
+            return [self._cached_ids(record) for record in records]
         tokenized: list[dict[str, list[int]]] = [{} for _ in records]
         for feature in self.objective.features:
             texts = [text_of(record, feature, self.config, self.templates) for record in records]
@@ -121,8 +133,35 @@ class Stream:
                 record[feature] = ids
         return tokenized
 
+    def _cached_ids(self, record: Record) -> dict[str, list[int]]:
+        """Return the ids of a record of a task cache, without EOS at their ends."""
+        found = {}
+        for feature in self.objective.features:
+            ids = record.fields[feature].tolist()
+            if ids and not 0 <= min(ids) <= max(ids) < self.vocabulary.size:
+                raise ValueError(
+                    f'{record.name}: feature {feature!r} has ids from {min(ids)} to {max(ids)}, and '
+                    f'the vocabulary has {self.vocabulary.size}: name the one of the cache with '
+                    'data.vocabulary'
+                )
+            if ids and ids[-1] == EOS_ID:
+                ids.pop()
+            found[feature] = ids
+        return found
+
     def _open_lanes(self, position: np.ndarray) -> list['Lane']:
         return [Lane(self, row, x) for row, x in zip(self.rows, position, strict=True)]
+
+    def _check_features(self) -> None:
+        if not isinstance(self.source.train, CachedRecords):
+            return
+        found = self.source.train.split.features
+        for feature in self.objective.features:
+            if feature not in found:
+                raise ValueError(
+                    f'{self.source.description} have no feature {feature!r}, which '
+                    f'data.task={self.config.task!r} needs: cache it, or set data.use_cached=no'
+                )
 
     def _check_not_empty(self) -> None:
         if self.source.may_hold(self.split) and self._has_text():
@@ -322,6 +361,11 @@ def feature_lengths(config: Any) -> dict[str, int]:
 
 def training_texts(source: Source, config: Any) -> Iterator[str]:
     """Yield the texts of an epoch from all over the corpus: what a vocabulary is trained on."""
+    if source.is_tokenized:
+        raise ValueError(
+            "data.vocabulary='' would train a vocabulary, and the ids of a task cache have one: name "
+            'it with data.vocabulary'
+        )
     templates = templates_of(config)
     share = Share(seed=0, epoch=0, lane=0, num_lanes=1)
     for document in source.documents('train', share):

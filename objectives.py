@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 import settings
-from sources import permutation, random_bits
+from sources import find_cache, permutation, random_bits
 from vocabulary import EOS_ID, Vocabulary
 
 
@@ -172,10 +172,12 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 
 def task_of(config: Any) -> str:
-    """Return the task of config.data: templates make it text_to_text.
+    """Return the objective of config.data: templates and other cached tasks are text_to_text.
 
     Raises ValueError for a task that does not exist or that templates contradict.
     """
+    if config.task not in OBJECTIVES and find_cache(config):
+        return 'text_to_text'
     settings.check_task(config.task, OBJECTIVES)
     if config.targets:
         if config.task not in ('span_corruption', 'text_to_text'):
@@ -184,7 +186,7 @@ def task_of(config: Any) -> str:
                 "is not: set data.task='text_to_text', or data.targets=''"
             )
         return 'text_to_text'
-    if config.task == 'text_to_text':
+    if config.task == 'text_to_text' and not find_cache(config):
         raise ValueError(
             "data.task='text_to_text' needs data.inputs and data.targets: name the fields of a "
             "record in them, as '{question}' and '{answer}'"

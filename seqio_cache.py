@@ -107,6 +107,27 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
+def record_offsets(path: str | Path) -> np.ndarray:
+    """Return int64 [records]: where each record of a file begins. Reads their lengths alone."""
+    size = os.path.getsize(path)
+    offsets = []
+    offset = 0
+    with open(path, 'rb') as file:
+        while offset < size:
+            offsets.append(offset)
+            file.seek(offset)
+            length = read_length(file, path)
+            offset += HEADER_BYTES + length + FOOTER_BYTES
+    return np.array(offsets, np.int64)
+
+
+def read_example(path: str | Path, offset: int, split: Split) -> dict[str, Any]:
+    """Return the example at `offset` of a file of a split. Raises ValueError for a damaged one."""
+    with open(path, 'rb') as file:
+        file.seek(offset)
+        return decode(read_record(file, path) or b'', split)
+
+
 def read_examples(split: Split) -> Iterator[dict[str, Any]]:
     """Yield the examples of a split in the order of its files: {feature: value}.
 
@@ -265,19 +286,26 @@ def read_records(path: str | Path) -> Iterator[tuple[int, bytes]]:
 def read_record(file: IO[bytes], path: str | Path) -> bytes | None:
     """Return the record at the position of `file`; None at its end."""
     offset = file.tell()
-    header = file.read(HEADER_BYTES)
-    if not header:
+    if offset == os.fstat(file.fileno()).st_size:
         return None
-    remedy = 'copy the file again'
+    content = file.read(read_length(file, path))
+    if checksum(content) != file.read(FOOTER_BYTES):
+        raise ValueError(f'{path}: the record at byte {offset} is damaged: copy the file again')
+    return content
+
+
+def read_length(file: IO[bytes], path: str | Path) -> int:
+    """Return the length of the record at the position of `file`, which goes to its content."""
+    offset = file.tell()
+    header = file.read(HEADER_BYTES)
     if len(header) < HEADER_BYTES or checksum(header[:8]) != header[8:]:
-        raise ValueError(f'{path}: the record at byte {offset} has a damaged length: {remedy}')
+        raise ValueError(
+            f'{path}: the record at byte {offset} has a damaged length: copy the file again'
+        )
     length = int.from_bytes(header[:8], 'little')
     if length > os.fstat(file.fileno()).st_size - file.tell() - FOOTER_BYTES:
-        raise ValueError(f'{path}: the record at byte {offset} is cut off: {remedy}')
-    content = file.read(length)
-    if checksum(content) != file.read(FOOTER_BYTES):
-        raise ValueError(f'{path}: the record at byte {offset} is damaged: {remedy}')
-    return content
+        raise ValueError(f'{path}: the record at byte {offset} is cut off: copy the file again')
+    return length
 
 
 def write_record(file: IO[bytes], content: bytes) -> None:

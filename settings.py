@@ -106,6 +106,7 @@ RANGES = {
 CHOICES = {
     'model.dtype': ('float32', 'bfloat16'),
     'data.on_bad_line': ('stop', 'skip'),
+    'data.use_cached': ('auto', 'yes', 'no'),
     'data.pack': ('no', 'greedily', 'tightly'),
     'save.dtype': ('float32', 'bfloat16'),
     'restore.dtype': ('float32', 'bfloat16', 'float16', ''),

@@ -31,12 +31,15 @@ import numpy as np
 from absl import logging
 
 import paths
+import seqio_cache
 import settings
 
 # Plain files. A pool is what a lane holds in memory and shuffles.
 MAX_BLOCK_BYTES = 1 << 16
 MIN_BLOCKS = 4096  # of a corpus; a small one has smaller blocks
 BLOCKS_PER_POOL = 8
+
+MAX_CACHE_BLOCKS = 1 << 20  # of a task cache
 
 # Gzipped files.
 POOL_LINES = 100_000  # in the pools of all lanes together
@@ -70,10 +73,13 @@ EMPTY_FILE = 'the file is empty; copy it again, or remove it'
 
 
 class Record(NamedTuple):
-    """A stored document: its name (path:offset, in a gzipped file path:line) and its fields."""
+    """A stored record: its name (path:offset, in a gzipped file path:line) and its fields.
+
+    A field is a text, in a task cache an array of ids.
+    """
 
     name: str
-    fields: dict[str, str]
+    fields: dict[str, Any]
 
 
 class Share(NamedTuple):
@@ -127,6 +133,7 @@ class Source:
     train: 'Blocks | GzippedFiles'
     validation: 'Blocks | GzippedFiles | None' = None
     files: tuple[FileRecord, ...] = ()  # in the order in which they are read
+    is_tokenized: bool = False  # the fields are ids, under the names of features
 
     def documents(
         self, split: str, share: Share, pool: int = 0, offset: int = 0
@@ -148,8 +155,7 @@ class Source:
         """Return whether a record of the files of `split` is in it."""
         if self.validation is not None:
             return True
-        content = ''.join(record.fields.values()).encode()
-        is_validation = zlib.crc32(content) < self.validation_fraction * 2**32
+        is_validation = zlib.crc32(content_of(record)) < self.validation_fraction * 2**32
         return is_validation == (split == 'validation')
 
     def may_hold(self, split: str) -> bool:
@@ -169,6 +175,13 @@ class Source:
         return [file._asdict() for file in self.files]
 
 
+def content_of(record: Record) -> bytes:
+    """Return the fields of a record as bytes."""
+    return b''.join(
+        x.encode() if isinstance(x, str) else x.tobytes() for x in record.fields.values()
+    )
+
+
 def open_source(config) -> Source:
     """Open the files of `config.files` (globs, comma-separated), else the prose of this Python.
 
@@ -178,6 +191,9 @@ def open_source(config) -> Source:
     """
     if not config.text_field:
         raise ValueError("data.text_field='' names no field: name one, C4's is 'text'")
+    cache = find_cache(config)
+    if cache is not None:
+        return cached_source(config, cache)
     bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction)
     names = find_files('data.files', config.files, bad_lines)
     validation_names = find_files('data.validation_files', config.validation_files, bad_lines)
@@ -186,6 +202,8 @@ def open_source(config) -> Source:
             f'data.validation_files={config.validation_files!r} needs data.files besides: name both'
         )
     if not names:
+        if config.targets:
+            raise ValueError(f'data.targets={config.targets!r} needs records: name data.files')
         return pydoc_source(config)
     train = read_records('data.files', 'train', names)
     validation = read_records('data.validation_files', 'validation', validation_names)
@@ -207,6 +225,48 @@ def open_source(config) -> Source:
         train=open_files(train, parser),
         validation=validation_part,
         files=tuple(train + validation),
+    )
+
+
+def find_cache(config) -> pathlib.Path | None:
+    """Return the folder of the cache of `config.task`, if it is to be read.
+
+    Raises ValueError if there is none and `config.use_cached` is yes.
+    """
+    if config.use_cached == 'no':
+        return None
+    roots = [disk_path('data.cache_dirs', name) for name in split_names(config.cache_dirs)]
+    folder = seqio_cache.find(roots, config.task)
+    if folder is None and config.use_cached == 'yes':
+        raise ValueError(
+            f'data.use_cached=yes, and data.cache_dirs={config.cache_dirs!r} holds no complete cache '
+            f'of data.task={config.task!r}: name its root, or set data.use_cached=auto'
+        )
+    return folder
+
+
+def cached_source(config, folder: pathlib.Path) -> Source:
+    """Return the splits train and validation of a task cache as a source of ids."""
+    bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction)
+    parts = {}
+    files = []
+    for split in ('train', 'validation'):
+        if split == 'train' or split in seqio_cache.splits(folder):
+            opened = seqio_cache.open_split(folder, split)
+            names = [str(file) for file in opened.files if file.stat().st_size]
+            split_files = read_records('data.cache_dirs', split, names)
+            parts[split] = CachedRecords(opened, [file.path for file in split_files], bad_lines)
+            files += split_files
+    return Source(
+        description=f'{parts["train"].num_records:,} cached examples of {folder}',
+        corpus='cache',
+        fingerprint=digest([file.content for file in files]),
+        validation_fraction=config.validation_fraction,
+        bad_lines=bad_lines,
+        train=parts['train'],
+        validation=parts.get('validation'),
+        files=tuple(files),
+        is_tokenized=True,
     )
 
 
@@ -756,6 +816,8 @@ class BadLine(NamedTuple):
 
     def describe(self) -> str:
         """Return one line of text. To number the line, a plain file is read up to there."""
+        if '.tfrecord-' in self.path:
+            return f'the record at byte {self.position} of {self.path}: {self.reason}'
         number = max(self.position, 1)  # an empty file has no line
         if not is_gzipped(self.path):
             number = 1 + count_newlines(self.path, self.position)
@@ -827,6 +889,42 @@ class RecordsInMemory(Blocks):
 
     def read(self, block: int) -> list[Record | None]:
         return [self.records[block]]
+
+
+class CachedRecords(Blocks):
+    """Examples of a task cache, whose fields are ids. A block has one, or a few where they are many."""
+
+    def __init__(self, split: seqio_cache.Split, names: list[str], bad_lines: BadLines):
+        features: dict[str, seqio_cache.FeatureInfo] = {}
+        for name in ('inputs', 'targets'):
+            if name in split.features:
+                features[name] = split.features[name]
+        self.split = split._replace(features=features)
+        self.names = names
+        self.bad_lines = bad_lines
+        self.offsets = [seqio_cache.record_offsets(name) for name in names]
+        self.first_records = np.cumsum([0] + [len(offsets) for offsets in self.offsets])
+        self.num_records = int(self.first_records[-1])
+        self.records_per_block = max(-(-self.num_records // MAX_CACHE_BLOCKS), 1)
+        self.num_blocks = -(-self.num_records // self.records_per_block)
+
+    def read(self, block: int) -> list[Record | None]:
+        first = block * self.records_per_block
+        last = min(first + self.records_per_block, self.num_records)
+        return [self.read_record(i) for i in range(first, last)]
+
+    def read_record(self, i: int) -> Record | None:
+        """Return example number `i`; None for a bad one that is skipped."""
+        file_index = int(np.searchsorted(self.first_records, i, side='right')) - 1
+        name = self.names[file_index]
+        offset = int(self.offsets[file_index][i - self.first_records[file_index]])
+        self.bad_lines.num_read += 1
+        try:
+            fields = seqio_cache.read_example(name, offset, self.split)
+        except ValueError as error:
+            self.bad_lines.add(name, offset, str(error))
+            return None
+        return Record(f'{name}:{offset}', fields)
 
 
 class PlainFiles(Blocks):

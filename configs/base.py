@@ -48,6 +48,10 @@ def get_config() -> ConfigDict:
     # The task: span_corruption, or c4_v220_span_corruption, which also warns if the text is not C4.
     # data.targets makes it text_to_text.
     config.data.task = 'span_corruption'
+    # Folders of SeqIO task caches, separated by commas; data.task is looked for in them.
+    config.data.cache_dirs = ''
+    # Whether data.task is read from its cache: yes, no, or auto, if there is one.
+    config.data.use_cached = 'auto'
     # Files for training: globs, separated by commas. Each line is a record: a JSON object in files
     # named .json, .jsonl or .ndjson, a row in .csv and .tsv, whose first row names the columns, and
     # plain text in others. Files may be gzipped (.gz). '' reads the English of this Python's own

@@ -31,6 +31,7 @@ from corpora import (
 
 import data
 import objectives
+import seqio_cache
 import sources
 import vocabulary as vocabularies
 
@@ -801,3 +802,105 @@ def test_a_packed_stream_resumes_anywhere_on_any_number_of_processes(
             resumed.seek(positions[start][own])
             for expected in batches[start : start + 15]:
                 chex.assert_trees_all_equal(next(resumed), {n: x[own] for n, x in expected.items()})
+
+
+# Task caches.
+
+
+def write_task_cache(root, examples, split='train', features=('inputs', 'targets')):
+    """A cache of dicts of ids, in three shards, one of them empty where there are few."""
+    folder = root / 'my/task_v1'
+    folder.mkdir(parents=True, exist_ok=True)
+    info = {name: {'dtype': 'int32', 'shape': [None]} for name in features}
+    content = {'features': info, 'num_shards': 3, 'seqio_version': '0.0.20'}
+    (folder / f'info.{split}.json').write_text(json.dumps(content))
+    for shard in range(3):
+        with (folder / f'{split}.tfrecord-0000{shard}-of-00003').open('wb') as file:
+            for example in examples[shard::3]:
+                arrays = {name: np.array(example[name], np.int32) for name in features}
+                seqio_cache.write_record(file, seqio_cache.encode(arrays))
+    (folder / 'COMPLETED').touch()
+    return folder
+
+
+def cache_config(root, **changes):
+    settings = {'task': 'my:task_v1', 'cache_dirs': str(root), 'vocabulary': 'bytes'}
+    return make_config(**{'validation_fraction': 0.0} | settings | changes)
+
+
+CACHED = [{'inputs': [40 + i, 41, 42], 'targets': [50 + i, 60, 1][: 2 + i % 2]} for i in range(100)]
+
+
+def examples_of_cache(config, split='train', batch_size=4):
+    vocabulary = vocabularies.ByteVocabulary()
+    found = []
+    source = sources.open_source(config)
+    for batch in data.Stream(source, split, vocabulary, config, batch_size, 0, num_epochs=1):
+        for inputs, targets in zip(
+            batch['encoder_input_tokens'], batch['decoder_target_tokens'], strict=True
+        ):
+            if inputs.any():
+                found.append({'inputs': without_eos(inputs), 'targets': without_eos(targets)})
+    return sorted(found, key=str)
+
+
+def test_a_task_cache_is_read_as_ids(tmp_path):
+    """EOS is appended, unless the ids end with it."""
+    expected = [
+        {'inputs': x['inputs'], 'targets': [i for i in x['targets'] if i != 1]} for x in CACHED
+    ]
+    write_task_cache(tmp_path, CACHED)
+    write_task_cache(tmp_path, CACHED[:2], split='validation')
+    config = cache_config(f'{tmp_path / "nowhere"}, {tmp_path}')
+    assert examples_of_cache(config) == sorted(expected, key=str)
+    assert examples_of_cache(config, 'validation') == sorted(expected[:2], key=str)
+    description = sources.open_source(config).description
+    assert description == f'100 cached examples of {tmp_path}/my/task_v1'
+
+
+def test_span_corruption_reads_cached_targets(tmp_path):
+    folder = write_task_cache(tmp_path, [{'targets': [70] * 200}] * 5, features=('targets',))
+    folder.parent.rename(tmp_path / 'other')
+    (tmp_path / 'other/task_v1').rename(tmp_path / 'span_corruption')
+    config = cache_config(tmp_path, task='span_corruption')
+    # One of four lanes has two documents: rows of 70 ids, and a tail in each lane.
+    assert len(examples_of_cache(config)) == -(-400 // 70) + 3 * -(-200 // 70)
+    config.use_cached = 'no'
+    assert sources.open_source(config).corpus == 'pydoc'
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        (
+            {'use_cached': 'yes', 'task': 'other'},
+            'holds no complete cache of data.task=.other.: na',
+        ),
+        ({'task': 'other'}, "data.task='other' is unknown: use span_corruption"),
+    ],
+)
+def test_a_cache_that_is_missing_is_named(tmp_path, changes, message):
+    write_task_cache(tmp_path, CACHED)
+    with pytest.raises(ValueError, match=message):
+        objectives.task_of(cache_config(tmp_path, **changes))
+
+
+def test_cached_examples_that_do_not_fit_are_named(tmp_path):
+    folder = write_task_cache(tmp_path, CACHED[:30])
+    file = folder / 'train.tfrecord-00001-of-00003'
+    content = bytearray(file.read_bytes())
+    content[14] ^= 1  # in the content of the first record
+    file.write_bytes(content)
+    message = f'record at byte 0 of {file}: .* is damaged: copy the file again'
+    with pytest.raises(ValueError, match=message):
+        examples_of_cache(cache_config(tmp_path))
+    assert len(examples_of_cache(cache_config(tmp_path, on_bad_line='skip'))) == 29
+    write_task_cache(tmp_path, [{'inputs': [5], 'targets': [6, 400]}])
+    with pytest.raises(ValueError, match="'targets' has ids from 6 to 400, and the vocabulary has"):
+        examples_of_cache(cache_config(tmp_path))
+    write_task_cache(tmp_path, CACHED, features=('targets',))
+    with pytest.raises(ValueError, match="no feature 'inputs', which data.task='my:task_v1' needs"):
+        examples_of_cache(cache_config(tmp_path))
+    config = cache_config(tmp_path, vocabulary='')
+    with pytest.raises(ValueError, match='ids of a task cache have one: name it with data.vocab'):
+        list(data.training_texts(sources.open_source(config), config))

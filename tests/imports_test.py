@@ -11,7 +11,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # From the bottom to the top. A file imports files of the rows above its own row only.
 LAYERS = (
     ('paths', 'partition', 'settings'),
-    ('model', 'vocabulary', 'sources', 'seqio_cache', 'checkpoint', 'optimizer'),
+    ('model', 'vocabulary', 'seqio_cache', 'checkpoint', 'optimizer'),
+    ('sources',),
     ('loss', 'decode', 'objectives', 'features', 'mesh_tf', 'hugging_face'),
     ('data',),
     ('tasks',),
