@@ -302,7 +302,8 @@ class ExampleReader:
         group_size = self._stream.objective.records_per_group
         documents = list(itertools.islice(self._documents, group_size))
         while not documents:
-            start = Position(epoch=start.epoch + 1)
+            share = self._share(start.epoch + 1)
+            start = Position(self._stream.source.next_epoch(self._stream.split, share))
             if self._is_past_the_end(start):
                 raise StopIteration
             self._documents = self._open_epoch(start)
@@ -313,14 +314,20 @@ class ExampleReader:
         """Return the documents of the epoch of `position`, from there on."""
         if self._is_past_the_end(position):
             return iter(())
-        share = Share(
+        return self._stream.source.documents(
+            self._stream.split,
+            self._share(position.epoch),
+            pool=position.pool,
+            offset=position.offset,
+        )
+
+    def _share(self, epoch: int) -> Share:
+        """Return the part of an epoch that this lane reads."""
+        return Share(
             seed=self._stream.seed,
-            epoch=position.epoch,
+            epoch=epoch,
             lane=self._row,
             num_lanes=self._stream.batch_size,
-        )
-        return self._stream.source.documents(
-            self._stream.split, share, pool=position.pool, offset=position.offset
         )
 
     def _is_past_the_end(self, position: Position) -> bool:

@@ -151,6 +151,18 @@ class Source:
                     yield Document(pool=number, offset=i, record=record)
             offset = 0
 
+    def next_epoch(self, split: str, share: Share) -> int:
+        """Return the first epoch, from that of `share` on, in which its lane has a part.
+
+        Where there is less to read than there are lanes, a lane has none in most epochs.
+        """
+        part = self.train
+        if split == 'validation' and self.validation is not None:
+            part = self.validation
+        if isinstance(part, GzippedFiles) or share.slot < part.num_blocks:
+            return share.epoch
+        return share.epoch + share.num_lanes - share.slot
+
     def is_in_split(self, split: str, record: Record) -> bool:
         """Return whether a record of the files of `split` is in it."""
         if self.validation is not None:
@@ -1327,9 +1339,20 @@ def permutation(length: int, *key: int | str) -> np.ndarray:
     return np.argsort(random_bits((length,), *key), kind='stable')
 
 
-@functools.lru_cache(maxsize=4)
 def epoch_order(num_blocks: int, seed: int, epoch: int) -> np.ndarray:
     """Return the random order of all blocks in an epoch; kept, because every lane asks for it."""
+    if num_blocks <= 2 * MIN_BLOCKS:  # then lanes are in many epochs at the same time
+        return order_of_few(num_blocks, seed, epoch)
+    return order_of_many(num_blocks, seed, epoch)
+
+
+@functools.lru_cache(maxsize=256)
+def order_of_few(num_blocks: int, seed: int, epoch: int) -> np.ndarray:
+    return permutation(num_blocks, 'epoch', seed, epoch)
+
+
+@functools.lru_cache(maxsize=4)
+def order_of_many(num_blocks: int, seed: int, epoch: int) -> np.ndarray:
     return permutation(num_blocks, 'epoch', seed, epoch)
 
 

@@ -522,7 +522,7 @@ def test_resuming_anywhere_gives_the_identical_remainder(any_source, vocabulary,
     positions = []
     while len(batches) < 200:
         positions.append(stream.position)
-        assert positions[-1].dtype == np.int64 and positions[-1].shape == (4, 1, 4)
+        assert positions[-1].dtype == np.int64 and positions[-1].shape == (4, 2, 4)
         try:
             batches.append(next(stream))
         except StopIteration:
@@ -904,3 +904,20 @@ def test_cached_examples_that_do_not_fit_are_named(tmp_path):
     config = cache_config(tmp_path, vocabulary='')
     with pytest.raises(ValueError, match='ids of a task cache have one: name it with data.vocab'):
         list(data.training_texts(sources.open_source(config), config))
+
+
+def test_far_more_rows_than_documents_start_at_once(monkeypatch):
+    """A lane goes to the epoch in which it has a document, not through all epochs before."""
+    source = source_of([(str(i), f'document number {i}') for i in range(40)])
+    opened = []
+    documents = sources.Source.documents
+    monkeypatch.setattr(
+        sources.Source, 'documents', lambda *a, **k: opened.append(1) or documents(*a, **k)
+    )
+    vocabulary = vocabularies.ByteVocabulary()
+    stream = data.Stream(source, 'train', vocabulary, make_config(), 2000, 0)
+    batch = next(stream)
+    assert batch['encoder_input_tokens'].any(axis=1).all()
+    assert len(opened) < 2 * 2000 + 10
+    counts = np.unique(np.concatenate([stream.describe(stream.position)]), return_counts=True)[1]
+    assert len(counts) == 40 and counts.max() < 2 * counts.min()
