@@ -43,8 +43,17 @@ import vocabulary as vocabularies  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with the tests that train runs.small_config: one worker compiles it, for all of them."""
-    items.sort(key=lambda item: not hasattr(item.module, 'small_config'))
+    """Begin with the tests that take minutes, so that the other worker is not idle at the end.
+
+    Then come the files that train runs.small_config: one worker compiles it, for all of them.
+    """
+
+    def order(item):
+        slow = item.get_closest_marker('slow')
+        takes_minutes = slow is not None and slow.kwargs.get('takes_minutes', False)
+        return not takes_minutes, not hasattr(item.module, 'small_config')
+
+    items.sort(key=order)
 
 
 @pytest.fixture(scope='session')

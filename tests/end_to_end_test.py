@@ -349,7 +349,7 @@ def test_the_command_of_the_readme(tmp_path):
     assert checkpoint.steps(tmp_path) == [8]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(takes_minutes=True)
 def test_tiny_learns(tmp_path):
     """The whole of configs/tiny.py, about two minutes: 0.4 nats below the baseline on text."""
     result = main('--config=configs/tiny.py', f'--workdir={tmp_path}')
