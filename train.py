@@ -205,7 +205,7 @@ def make_trainer(config: Any, num_microbatches: int = 1) -> Trainer:
     )
     # These names are parsed when they are first used: parse them now.
     _ = trainer.normalizing_factor
-    _ = trainer.schedule
+    _ = trainer.tx  # and its schedule
     return trainer
 
 
