@@ -217,11 +217,8 @@ def test_the_cache_adds_no_error_to_bfloat16():
     assert 0 < cached < 1.2 * uncached
 
 
-@pytest.mark.parametrize('name', [
-    't5_1_1',
-    pytest.param('t5', marks=pytest.mark.slow),
-    pytest.param('umt5', marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize('name', VARIANTS)
 def test_same_tokens_on_every_mesh(name):
     config, params = variant(name)
     inputs, prompt = random_batch(2)['encoder_input_tokens'], np.zeros([8, 20], np.int32)
@@ -233,6 +230,7 @@ def test_same_tokens_on_every_mesh(name):
         np.testing.assert_array_equal(tokens, found[0])
 
 
+@pytest.mark.slow
 def test_rows_end_at_eos_each_for_itself():
     """EOS is kept, 0 follows it, and what other rows do or how much room there is changes nothing."""
     config, params = variant('t5_1_1')

@@ -208,6 +208,7 @@ def test_the_vocabulary_comes_along(corpus, tmp_path, capsys):
         train.prepare(tiny_config(T5X, str(other), vocabulary=''), stale)
 
 
+@pytest.mark.slow
 def test_going_on_asks_no_more_for_the_checkpoint(corpus, uninterrupted, tmp_path):
     """A run that began from one and was stopped is the run that was not, to the bit."""
     source = tmp_path / 'source'

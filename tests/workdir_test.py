@@ -222,6 +222,7 @@ def test_hangup_saves_and_nohup_goes_on(command_line, corpus, tmp_path):
     assert process.wait().status == 143
 
 
+@pytest.mark.slow
 def test_a_signal_ends_an_evaluation_and_the_next_run_repeats_it(corpus, uninterrupted, tmp_path):
     config = small_config(corpus, steps=6)
     interrupted = train.prepare(config, tmp_path / 'run')
