@@ -639,7 +639,8 @@ def test_killed_at_any_moment(tmp_path, num_moments):
             restored = checkpoint.restore(tmp_path / f'checkpoint_{step}')
             assert len(restored) == 13
             assert all((array == step).all() for array in restored.values())
-    assert num_torn > num_moments / 4
+    if num_moments >= 40:  # of few moments, none may be inside of a save
+        assert num_torn > num_moments / 4
     checkpoint.Saver(tmp_path)
     assert sorted(os.listdir(tmp_path)) == sorted(f'checkpoint_{step}' for step in steps)
 
