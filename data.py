@@ -74,7 +74,7 @@ class Stream:
         rows: range | None = None,
         num_epochs: int | None = None,
     ):
-        task = task_of(config)
+        self.task = task_of(config)
         self.source = source
         self.split = split
         self.vocabulary = vocabulary
@@ -84,7 +84,7 @@ class Stream:
         self.rows = range(batch_size) if rows is None else rows
         self.num_epochs = num_epochs
         self.templates = templates_of(config)
-        self.objective = OBJECTIVES[task](config, vocabulary)
+        self.objective = OBJECTIVES[self.task](config, vocabulary)
         self.first_sentinel = vocabulary.size - self.objective.num_sentinels
         self.pack_examples = PACKINGS[config.pack] if split == 'train' else None
         self._check_features()
@@ -244,8 +244,10 @@ class Lane:
         num_rows = 0.0
         for example in itertools.islice(self._reader, EXAMPLES_PER_WINDOW):
             yield example
+            if self._stream.pack_examples is None:
+                return
             num_rows += max(self._sizes(example) / self._limits())
-            if self._stream.pack_examples is None or num_rows >= ROWS_PER_WINDOW:
+            if num_rows >= ROWS_PER_WINDOW:
                 return
 
     def _pack(self, examples: list[Example], draw: int) -> list[list[Example]]:

@@ -94,19 +94,12 @@ def encoder_decoder(
 ) -> dict[str, np.ndarray]:
     """Return the features of T5: inputs for the encoder, targets for the decoder."""
     inputs = fill([[example['inputs'] for example in row] for row in rows], lengths['inputs'])
-    targets = fill([[example['targets'] for example in row] for row in rows], lengths['targets'])
-    batch = {
-        'encoder_input_tokens': inputs.ids,
-        'decoder_target_tokens': targets.ids,
-        'decoder_input_tokens': shift_right(targets, pack),
-        'decoder_loss_weights': is_token(targets.ids),
-    }
+    # The order of the features counts: batch_crc32 hashes them one after another.
+    batch = {'encoder_input_tokens': inputs.ids} | language_model(rows, lengths, pack)
     if pack:
         batch |= {
             'encoder_segment_ids': inputs.segment_ids,
-            'decoder_segment_ids': targets.segment_ids,
             'encoder_positions': inputs.positions,
-            'decoder_positions': targets.positions,
         }
     return batch
 
@@ -117,8 +110,8 @@ def language_model(
     """Return the features of a decoder alone: its targets."""
     targets = fill([[example['targets'] for example in row] for row in rows], lengths['targets'])
     batch = {
-        'decoder_target_tokens': targets.ids,
         'decoder_input_tokens': shift_right(targets, pack),
+        'decoder_target_tokens': targets.ids,
         'decoder_loss_weights': is_token(targets.ids),
     }
     if pack:

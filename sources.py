@@ -139,9 +139,7 @@ class Source:
         self, split: str, share: Share, pool: int = 0, offset: int = 0
     ) -> Iterator[Document]:
         """Yield the documents of one lane in one epoch, from `offset` in pool number `pool` on."""
-        part = self.train
-        if split == 'validation' and self.validation is not None:
-            part = self.validation
+        part = self.part_of(split)
         keep = functools.partial(self.is_in_split, split)
         for number, records in part.pools(share, first=pool, keep=keep):
             order = permutation(len(records), 'pool', share.seed, share.epoch, share.lane, number)
@@ -156,12 +154,16 @@ class Source:
 
         Where there is less to read than there are lanes, a lane has none in most epochs.
         """
-        part = self.train
-        if split == 'validation' and self.validation is not None:
-            part = self.validation
+        part = self.part_of(split)
         if isinstance(part, GzippedFiles) or share.slot < part.num_blocks:
             return share.epoch
         return share.epoch + share.num_lanes - share.slot
+
+    def part_of(self, split: str) -> 'Blocks | GzippedFiles':
+        """Return what holds the records of a split."""
+        if split == 'validation' and self.validation is not None:
+            return self.validation
+        return self.train
 
     def is_in_split(self, split: str, record: Record) -> bool:
         """Return whether a record of the files of `split` is in it."""

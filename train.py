@@ -533,7 +533,7 @@ def evaluate_step(run: Run, step: int, state: TrainState, stop_request: StopRequ
     with run.console.working(f'Evaluating step {step:,}'):
         values = run.evaluation(state.params, stop_request.agree)
     if values is not None:
-        run.metrics.write(f'training_eval/{objectives.task_of(run.config.data)}', step, values)
+        run.metrics.write(f'training_eval/{run.stream.task}', step, values)
         run.console.line(f'Step {step:,}: {workdir.compare_with_baseline(values)}')
 
 

@@ -206,6 +206,8 @@ def test_features_are_shifted_and_weighted(pydoc, vocabulary):
     config = make_config(**{'lengths.inputs': 70, 'lengths.targets': 40})
     for batch in take(data.Stream(pydoc, 'train', vocabulary, config, 4, 0), 5):
         assert all(array.dtype == np.int32 for array in batch.values())
+        names = 'encoder_input_tokens decoder_input_tokens decoder_target_tokens'.split()
+        assert list(batch) == [*names, 'decoder_loss_weights']  # the order of batch_crc32
         assert batch['encoder_input_tokens'].shape == (4, 70)
         for row, targets in enumerate(batch['decoder_target_tokens'].tolist()):
             length = targets.index(vocabularies.EOS_ID) + 1
@@ -671,6 +673,16 @@ def test_the_data_modules_import_no_jax():
 # Text to text.
 
 
+def take_with_positions(stream, count):
+    """The next batches of a stream, and the position of each."""
+    batches = []
+    positions = []
+    for _ in range(count):
+        positions.append(stream.position)
+        batches.append(next(stream))
+    return batches, positions
+
+
 def qa_config(tmp_path, **changes):
     rows = [{'q': f'what is {i}', 'a': f'it is {i}'} for i in range(100)]
     rows[7]['q'] = 'long ' * 50
@@ -702,11 +714,7 @@ def test_text_to_text_resumes_anywhere(tmp_path):
     source = sources.open_source(config)
     vocabulary = vocabularies.ByteVocabulary()
     stream = data.Stream(source, 'train', vocabulary, config, 3, 0)
-    batches = []
-    positions = []
-    for _ in range(80):
-        positions.append(stream.position)
-        batches.append(next(stream))
+    batches, positions = take_with_positions(stream, 80)
     for start in (0, 1, 17, 60):
         resumed = data.Stream(source, 'train', vocabulary, config, 3, 0)
         resumed.seek(positions[start])
@@ -789,11 +797,7 @@ def test_a_packed_stream_resumes_anywhere_on_any_number_of_processes(
     source = sources.open_source(config)
     vocabulary = vocabularies.ByteVocabulary()
     stream = data.Stream(source, 'train', vocabulary, config, 4, 0)
-    batches = []
-    positions = []
-    for _ in range(32):
-        positions.append(stream.position)
-        batches.append(next(stream))
+    batches, positions = take_with_positions(stream, 32)
     for start, num_processes in [(1, 2), (17, 4)]:
         size = 4 // num_processes
         for process in range(num_processes):
