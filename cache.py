@@ -383,6 +383,8 @@ def complete(folder: Path, jobs: Sequence[Job]) -> str:
             seqio_cache.write_info(folder, split, of_shards)
         (folder / 'COMPLETED').touch()
         shutil.rmtree(folder / PROGRESS, ignore_errors=True)
+        for unfinished in folder.glob('*.tmp-*'):  # of calls that were killed
+            unfinished.unlink(missing_ok=True)
     sizes = []
     for split in seqio_cache.splits(folder):
         opened = seqio_cache.open_split(folder, split)

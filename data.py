@@ -239,8 +239,14 @@ class TokenizedTask:
         return found
 
     def _check_features(self) -> None:
+        """Raise ValueError for a task cache with other features or of another vocabulary."""
         if not isinstance(self.source.train, CachedRecords):
             return
+        if self.source.vocabulary_hash not in (None, self.vocabulary.hash):
+            raise ValueError(
+                f'{self.source.description} have ids of another vocabulary: name the folder of the '
+                'cache, which has it, with data.vocabulary, or set data.use_cached=no'
+            )
         found = self.source.train.split.features
         for feature in self.objective.features:
             if feature not in found:

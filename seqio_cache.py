@@ -101,6 +101,14 @@ def open_split(folder: Path, split: str) -> Split:
     return Split(features, stored_names, files, num_examples)
 
 
+def vocabulary_hash(folder: Path) -> str | None:
+    """Return the hash of the vocabulary that made a cache, None for a cache of SeqIO."""
+    file = folder / ORIGIN
+    if not file.exists():
+        return None
+    return read_json(file)['vocabulary_hash']
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a file of JSON."""
     try:

@@ -136,6 +136,7 @@ class Source:
     validation: 'Blocks | GzippedFiles | None' = None
     files: tuple[FileRecord, ...] = ()  # in the order in which they are read
     is_tokenized: bool = False  # the fields are ids, under the names of features
+    vocabulary_hash: str | None = None  # of these ids, in a cache of this program
 
     def documents(
         self, split: str, share: Share, pool: int = 0, offset: int = 0
@@ -302,6 +303,7 @@ def cached_source(config, folder: pathlib.Path) -> Source:
         validation=parts.get('validation'),
         files=tuple(files),
         is_tokenized=True,
+        vocabulary_hash=seqio_cache.vocabulary_hash(folder),
     )
 
 

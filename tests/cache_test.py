@@ -1,0 +1,259 @@
+"""`--mode=cache`: its layout, its content, its parts, and what SeqIO reads in it."""
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from corpora import make_config
+
+import cache
+import data
+import main
+import seqio_cache
+import tasks
+import vocabulary as vocabularies
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+NUM_ROWS = 60
+MODULE = """
+from tasks import Mixture, Task, proportional
+
+TASKS = [
+    Task('my:sums', files='FOLDER/*.csv', inputs='add: {a} {b}', targets='{sum}'),
+    Task('text', files='FOLDER/text.txt', objective='span_corruption'),
+    Mixture('both', {'my:sums': proportional(), 'text': proportional()}),
+]
+"""
+
+
+def write_data(folder):
+    """Two tables and a text. Return {inputs: targets} of the tables, and the lines."""
+    expected = {}
+    for name, first in (('a', 0), ('b', NUM_ROWS // 2)):
+        rows = ['a,b,sum']
+        for i in range(first, first + NUM_ROWS // 2):
+            rows.append(f'{i},{i % 3},{i + i % 3}')
+            expected[f'add: {i} {i % 3}'] = str(i + i % 3)
+        (folder / f'{name}.csv').write_text('\n'.join(rows))
+    lines = [f'line {i}' + ' word' * i for i in range(20)]
+    (folder / 'text.txt').write_text('\n'.join(lines))
+    (folder / 'my_tasks.py').write_text(MODULE.replace('FOLDER', str(folder)))
+    return expected, lines
+
+
+def cache_config(folder, **changes):
+    settings = {
+        'module': str(folder / 'my_tasks.py'),
+        'task': 'both',
+        'cache_dirs': str(folder / 'caches'),
+        'vocabulary': 'bytes',
+        'extra_ids': 100,
+        'validation_fraction': 0.2,
+        'num_workers': 1,
+    }
+    return make_config(**settings | changes)
+
+
+def read(folder, split):
+    return list(seqio_cache.read_examples(seqio_cache.open_split(folder, split)))
+
+
+@pytest.fixture
+def expected(tmp_path):
+    return write_data(tmp_path)
+
+
+def test_a_cache_has_each_record_once_as_texts_and_ids(tmp_path, expected):
+    sums, lines = expected
+    messages = cache.cache(cache_config(tmp_path))
+    assert [message.split(':')[0] for message in messages] == [
+        'my',
+        'text is cached in ' + str(tmp_path / 'caches/text'),
+    ]
+    vocabulary = vocabularies.ByteVocabulary(100)
+    found = []
+    folder = tmp_path / 'caches/my/sums'
+    for split in ('train', 'validation'):
+        examples = read(folder, split)
+        stats = json.loads((folder / f'stats.{split}.json').read_text())
+        assert stats['examples'] == len(examples)
+        for feature in ('inputs', 'targets'):
+            lengths = [len(example[feature]) for example in examples]
+            assert stats[f'{feature}_tokens'] == sum(lengths)
+            assert stats[f'{feature}_max_tokens'] == max(lengths)
+            for example in examples:
+                [ids] = vocabulary.encode([example[f'{feature}_pretokenized']])
+                assert example[feature].tolist() == ids
+        found += [(x['inputs_pretokenized'], x['targets_pretokenized']) for x in examples]
+    assert sorted(found) == sorted(sums.items())
+    texts = [
+        x['targets_pretokenized']
+        for split in ('train', 'validation')
+        for x in read(tmp_path / 'caches/text', split)
+    ]
+    assert sorted(texts) == sorted(lines)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        'COMPLETED',
+        'cache.json',
+        'info.train.json',
+        'info.validation.json',
+        'stats.train.json',
+        'stats.validation.json',
+        'train.tfrecord-00000-of-00001',
+        'validation.tfrecord-00000-of-00001',
+    ]
+
+
+def test_a_mixture_is_read_from_its_caches(tmp_path, expected):
+    """Rates by size are known then; the same command uses the caches by itself."""
+    config = cache_config(tmp_path)
+    with pytest.raises(ValueError, match='rate by its number of examples, which is unknown: cache'):
+        tasks.open_mixture(config)
+    cache.cache(config)
+    mixture = tasks.open_mixture(config)
+    assert mixture.corpus == 'cache'
+    sizes = [task.source.train.num_records for task in mixture.tasks]
+    assert [task.rate for task in mixture.tasks] == pytest.approx(np.array(sizes) / sum(sizes))
+    stream = data.Stream(mixture, 'train', vocabularies.ByteVocabulary(100), config, 2, seed=0)
+    for _ in range(20):
+        next(stream)
+    assert (stream.counts[:, 0] > 0).all()
+    with pytest.raises(ValueError, match='ids of another vocabulary: name the folder of the cache'):
+        data.Stream(mixture, 'train', vocabularies.ByteVocabulary(), config, 2, seed=0)
+    assert 'my:sums is cached already, in ' in cache.cache(config)[0]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.rglob('*') if path.is_file()}
+
+
+def test_parts_and_processes_change_nothing(tmp_path, expected, monkeypatch):
+    monkeypatch.setattr(cache, 'BYTES_PER_SHARD', 100)
+    whole = cache_config(tmp_path, cache_dirs=str(tmp_path / 'whole'), num_workers=2)
+    cache.cache(whole)
+    parts = cache_config(tmp_path, cache_dirs=str(tmp_path / 'parts'))
+    for part in (3, 1):
+        for message in cache.cache(parts, part, 3):
+            assert 'files are still missing, those of other parts: the last part' in message
+    assert not (tmp_path / 'parts/text/COMPLETED').exists()
+    for message in cache.cache(parts, 2, 3):
+        assert 'is cached in' in message
+    assert contents(tmp_path / 'parts') == contents(tmp_path / 'whole')
+    assert len(contents(tmp_path / 'whole/text')) > 15
+
+
+def test_an_interrupted_cache_goes_on(tmp_path, expected, monkeypatch):
+    """Shards that are whole are not written again; others are; nothing else is left."""
+    monkeypatch.setattr(cache, 'BYTES_PER_SHARD', 100)
+    config = cache_config(tmp_path)
+    cache.cache(config, 1, 2)
+    folder = tmp_path / 'caches/text'
+    done = {file: file.stat().st_mtime_ns for file in folder.glob('*.tfrecord-*')}
+    (folder / 'train.tfrecord-00001-of-00016.tmp-1').write_bytes(b'half')
+    assert done
+    cache.cache(config)
+    assert {file: file.stat().st_mtime_ns for file in done} == done
+    assert not list(folder.glob('*.tmp-*'))
+    assert not (folder / '.progress').exists()
+
+
+def test_a_half_written_cache_is_not_read_and_not_mixed(tmp_path, expected, monkeypatch):
+    monkeypatch.setattr(cache, 'BYTES_PER_SHARD', 100)
+    config = cache_config(tmp_path, task='text')
+    cache.cache(config, 1, 2)
+    assert tasks.open_mixture(config).corpus == 'files'
+    config.use_cached = 'yes'
+    with pytest.raises(ValueError, match='holds no complete cache of data.task=.text.'):
+        tasks.open_mixture(config)
+    config.use_cached = 'auto'
+    (tmp_path / 'text.txt').write_text('another text')
+    with pytest.raises(ValueError, match=r'part of a cache of other data \(fingerprint changed\)'):
+        cache.cache(config)
+    config.vocabulary = ''
+    with pytest.raises(ValueError, match="data.vocabulary='': --mode=cache needs the vocabulary"):
+        cache.cache(config)
+    config.cache_dirs = ''
+    with pytest.raises(ValueError, match='needs a folder for the caches: name it with data.cache_'):
+        cache.cache(config)
+
+
+def test_a_bad_line_stops_the_cache_or_is_left_out(tmp_path, expected, capfd):
+    with (tmp_path / 'b.csv').open('a') as file:
+        file.write('\n1,2')
+    config = cache_config(tmp_path, task='my:sums')
+    with pytest.raises(ValueError, match=f'line 32 of {tmp_path}/b.csv: 2 columns, and the header'):
+        cache.cache(config)
+    config.on_bad_line = 'skip'
+    cache.cache(config)
+    assert f'Left out: line 32 of {tmp_path}/b.csv: 2 columns' in capfd.readouterr().out
+    assert sum(len(read(tmp_path / 'caches/my/sums', s)) for s in ('train', 'validation')) == 60
+
+
+@pytest.mark.parametrize('text', ['', '1', '0/2', '3/2', 'a/b', '1/0', '1/2/3', '-1/2'])
+def test_parts_that_cannot_be(text):
+    with pytest.raises(ValueError, match=f'--shard={text}: write i/n with i from 1 to n'):
+        main.parse_shard(text)
+
+
+def command(folder, *more):
+    config = cache_config(folder)
+    flags = [f'--config.data.{name}={config[name]}' for name in ('module', 'task', 'cache_dirs')]
+    program = [sys.executable, str(ROOT / 'main.py'), '--mode=cache']
+    return [*program, '--config=configs/tiny.py', '--config.data.vocabulary=bytes', *flags, *more]
+
+
+@pytest.mark.slow
+def test_a_killed_command_goes_on(tmp_path):
+    """The processes end with the command, and the same command makes the same cache."""
+    write_data(tmp_path)
+    lines = [f'line {i} ' + 'of many words ' * 20 for i in range(150_000)]
+    (tmp_path / 'text.txt').write_text('\n'.join(lines))
+    process = subprocess.Popen(command(tmp_path), cwd=ROOT, stderr=subprocess.DEVNULL)
+    folder = tmp_path / 'caches/text'
+    while not list(folder.glob('.progress/*')):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 143
+    assert not (folder / 'COMPLETED').exists()
+    first = next(folder.glob('.progress/*')).stem
+    written = (folder / first).stat().st_mtime_ns
+    subprocess.run(command(tmp_path), cwd=ROOT, check=True, capture_output=True)
+    assert (folder / first).stat().st_mtime_ns == written
+    found = [x['targets_pretokenized'] for s in ('train', 'validation') for x in read(folder, s)]
+    assert sorted(found) == sorted(line.strip() for line in lines)
+
+
+@pytest.mark.peers
+def test_seqio_reads_the_same_content(tmp_path, expected, monkeypatch):
+    seqio = pytest.importorskip('seqio', reason="SeqIO is not installed: pip install -e '.[peers]'")
+    cache.cache(cache_config(tmp_path))
+    features = {}
+    for name in ('inputs', 'targets'):
+        features[name] = seqio.Feature(seqio.ByteVocabulary(100), add_eos=False)
+    task = seqio.Task(
+        'my:sums',
+        source=seqio.FunctionDataSource(
+            lambda split, shuffle_files: None, splits=['train', 'validation']
+        ),
+        preprocessors=[seqio.CacheDatasetPlaceholder()],
+        output_features=features,
+    )
+    folder = tmp_path / 'caches/my/sums'
+    with monkeypatch.context() as patch:
+        patch.setattr(seqio.utils, '_GLOBAL_CACHE_DIRECTORIES', [str(tmp_path / 'caches')])
+        for split in ('train', 'validation'):
+            assert task.cache_dir == str(folder)
+            dataset = task.get_dataset(None, split=split, use_cached=True, shuffle=False)
+            found = []
+            for example in dataset.as_numpy_iterator():
+                found.append([example[name].tolist() for name in features])
+            ours = []
+            for example in read(folder, split):
+                ours.append([example[name].tolist() for name in features])
+            assert sorted(found) == sorted(ours)
+            assert task.get_cached_stats(split)['examples'] == len(ours)
