@@ -337,18 +337,16 @@ class Lane:
         is_packed = self._stream.pack_examples is not None
         max_rows = self._stream.rows_per_window()
         num_rows = 0.0
-        first_epoch = None
         for draw in range(first_draw, first_draw + EXAMPLES_PER_WINDOW):
             task = self._draws[draw]
-            epoch = self._readers[task].next_epoch()
-            if first_epoch is None:
-                first_epoch = epoch
-            if epoch is None or (self._stream.mixture.is_single and epoch != first_epoch):
+            example = next(self._readers[task], None)
+            if example is None:
                 return
-            example = next(self._readers[task])
             yield Drawn(task, example)
             num_rows += self._share_of_row(example)
             if not is_packed or num_rows >= max_rows:
+                return
+            if self._stream.mixture.is_single and self._readers[task].is_at_end_of_epoch():
                 return
 
     def _share_of_row(self, example: Example) -> float:
@@ -423,31 +421,30 @@ class ExampleReader:
             self.position = self._group.end
         return example
 
-    def next_epoch(self) -> int | None:
-        """Return the epoch of the next example; None after the last epoch."""
-        try:
-            self._go_to_example()
-        except StopIteration:
-            return None
-        return self._group.start.epoch
+    def is_at_end_of_epoch(self) -> bool:
+        """Return whether the epoch of the last example has no other."""
+        return not self._go_to_example_of_epoch()
 
     def _go_to_example(self) -> None:
         """Read groups until one has an example left. Raise StopIteration after the last epoch."""
-        while self._given >= len(self._group.examples):
-            self._group = self._read_group(self._group.end)
-            self._given = self._group.start.given
-
-    def _read_group(self, start: Position) -> 'Group':
-        group_size = self._task.objective.records_per_group
-        documents = list(itertools.islice(self._documents, group_size))
-        while not documents:
-            share = self._share(start.epoch + 1)
+        while not self._go_to_example_of_epoch():
+            share = self._share(self._group.end.epoch + 1)
             start = Position(self._task.source.next_epoch(self._stream.split, share))
             if self._is_past_the_end(start):
                 raise StopIteration
             self._documents = self._open_epoch(start)
+            self._group = Group(end=start)
+
+    def _go_to_example_of_epoch(self) -> bool:
+        """Read groups of this epoch until one has an example left. Return whether there is one."""
+        while self._given >= len(self._group.examples):
+            group_size = self._task.objective.records_per_group
             documents = list(itertools.islice(self._documents, group_size))
-        return self._make_group(documents, start)
+            if not documents:
+                return False
+            self._group = self._make_group(documents, start=self._group.end)
+            self._given = self._group.start.given
+        return True
 
     def _open_epoch(self, position: Position) -> Iterator[Document]:
         """Return the documents of the epoch of `position`, from there on."""

@@ -1394,8 +1394,26 @@ def random_bits(shape: tuple[int, ...], *key: int | str) -> np.ndarray:
 
     A key has the purpose first, then the seed and the position in the data.
     """
-    generator = np.random.Philox(key=int(digest(list(key)), base=16))
-    return generator.random_raw(math.prod(shape)).reshape(shape)
+    philox = random_generator.keyed(int(digest(list(key)), base=16))
+    return philox.random_raw(math.prod(shape)).reshape(shape)
+
+
+class RandomGenerator(threading.local):
+    """One Philox generator in each thread: to set its key is faster than to make another."""
+
+    def __init__(self):
+        self._philox = np.random.Philox(key=0)
+        self._state = self._philox.state  # before the first number
+
+    def keyed(self, key: int) -> np.random.Philox:
+        """Return the generator before its first number under a key of 128 bits."""
+        high, low = divmod(key, 1 << 64)
+        self._state['state']['key'][:] = (low, high)
+        self._philox.state = self._state
+        return self._philox
+
+
+random_generator = RandomGenerator()
 
 
 def permutation(length: int, *key: int | str) -> np.ndarray:
