@@ -1,10 +1,14 @@
-"""Checkpoints in buckets: the real clients of gs:// and s3:// read the goldens from a store on loopback.
+"""Checkpoints, data and vocabularies in buckets: the real clients of gs:// and s3:// read from a store on loopback.
 
 The store answers what readers ask in Google's JSON API and in S3's path style: contents, sizes, lists.
 """
 
 import collections
+import csv
+import gzip
 import http.server
+import importlib.util
+import io
 import json
 import os
 import re
@@ -16,10 +20,12 @@ import urllib.parse
 from pathlib import Path
 
 import chex
+import corpora
 import numpy as np
 import pytest
 
 import infer
+import sources
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / 'tests/golden'
@@ -50,6 +56,31 @@ for i, url in enumerate(urls):
 """
 
 
+READ = """
+import json
+import sys
+
+import corpora
+import sources
+import vocabulary
+
+sources.MAX_BLOCK_BYTES = 1 << 14
+sources.MIN_BLOCKS = 32  # a corpus of half a megabyte has blocks of that size
+sources.SEQUENTIAL_READ_AHEAD = 1 << 16
+for names in json.loads(sys.argv[1]):
+    try:
+        if names['files'].endswith('.model'):
+            print(json.dumps(vocabulary.named_vocabulary('data.vocabulary', names['files'], 100, 0).hash))
+            continue
+        source = sources.open_source(corpora.make_config(validation_fraction=0.0, **names))
+        documents = corpora.epoch_documents(source, splits=['train'])
+        texts = [[text for _, text in lane] for lane in documents]
+        print(json.dumps([source.fingerprint, texts]))
+    except (ValueError, OSError) as error:
+        print(json.dumps(f'{type(error).__name__}: {error}'))
+"""
+
+
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = 'HTTP/1.1'  # the clients keep their connections
 
@@ -60,7 +91,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         bucket, key = (google or re.fullmatch(r'/([^/]+)/?(.*)', url.path)).groups()
         folder, key = self.server.folder / bucket, urllib.parse.unquote(key)
         file = folder / key
-        if not key and folder.is_dir():
+        if self.server.failures[f'{bucket}/{key}'] > 0 and self.headers.get('Range'):
+            self.server.failures[f'{bucket}/{key}'] -= 1
+            self.answer(503, b'<Error><Code>SlowDown</Code></Error>')
+        elif not key and folder.is_dir():
             self.answer(200, self.listing(folder, query, google))
         elif bucket == 'private':  # as the real ones answer who has no right
             self.answer(401 if google else 403, b'<Error><Code>AccessDenied</Code></Error>')
@@ -103,6 +137,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return f'<ListBucketResult>{"".join(tags)}</ListBucketResult>'.encode()
 
     def answer(self, status, content, **headers):
+        if self.command == 'GET' and status in (200, 206):
+            self.server.num_answers += 1
         self.send_response(status)
         for name, value in {**headers, 'content_length': len(content)}.items():
             self.send_header(name.replace('_', '-'), str(value))
@@ -124,6 +160,8 @@ def store(tmp_path):
     server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
     server.folder = tmp_path / 'buckets'
     server.sent = collections.Counter()
+    server.num_answers = 0  # that are no errors
+    server.failures = collections.Counter()  # BUCKET/KEY: how many reads of it still fail
     server.folder.mkdir()
     (server.folder / 'golden').symlink_to(GOLDEN)
     threading.Thread(target=server.serve_forever, args=(0.01,)).start()
@@ -132,12 +170,13 @@ def store(tmp_path):
     server.server_close()
 
 
-def load_in_another_process(folder, urls, store):
-    """Return the messages that LOAD prints in a process that knows no store but ours, and no credentials."""
+def run_in_another_process(script, arguments, store):
+    """Return the lines that a script prints in a process that knows no store but ours, and no credentials."""
     others = ('AWS_', 'FSSPEC_', 'GCSFS_', 'GOOGLE_')
     environment = {name: x for name, x in os.environ.items() if not name.startswith(others)}
     url = f'http://127.0.0.1:{store.server_port}'
     environment |= {
+        'PYTHONPATH': f'{ROOT}:{ROOT}/tests:{os.environ.get("PYTHONPATH", "")}',
         'XLA_FLAGS': '',
         'JAX_PLATFORMS': 'cpu',
         'STORAGE_EMULATOR_HOST': url,  # gcsfs
@@ -149,7 +188,7 @@ def load_in_another_process(folder, urls, store):
         'AWS_SECRET_ACCESS_KEY': 'ours',
     }
     process = subprocess.run(
-        [sys.executable, '-c', LOAD, str(folder), *urls],
+        [sys.executable, '-c', script, *arguments],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -170,7 +209,7 @@ def test_a_bucket_is_read_as_a_disk_is(scheme, store, tmp_path):
     (half / 'target.token_embedder.embedding/0.0').unlink()
     urls = [f'{scheme}://golden/{name}' for name in VALID]
     urls += [f'{scheme}://{name}' for name in REFUSED]
-    messages = load_in_another_process(tmp_path, urls, store)
+    messages = run_in_another_process(LOAD, [str(tmp_path), *urls], store)
 
     for i, name in enumerate(VALID):
         found = dict(np.load(tmp_path / f'{i}.npz'))
@@ -196,10 +235,94 @@ def test_a_bucket_is_read_as_a_disk_is(scheme, store, tmp_path):
         assert message.startswith(f'ValueError: {scheme}://{beginning}'), message
 
 
+def write_corpora(folder):
+    """Write a corpus of each kind, half a megabyte or more, and return globs of them."""
+    random = np.random.default_rng(0)
+    texts = [f'{i} ' + 'é"x, ' * int(random.integers(200)) for i in range(1500)]
+    texts[700] = 'long line ' * 120_000  # is cut in plain text
+    rows = io.StringIO()
+    csv.writer(rows).writerows([['id', 'text'], *enumerate(texts[:600] + texts[800:])])
+    contents = {
+        'plain.txt': '\n'.join(texts),
+        'rows.csv': rows.getvalue(),
+        'rows.tsv': 'id\ttext\n' + ''.join(f'{i}\t{text}\n' for i, text in enumerate(texts)),
+        'lines.jsonl': ''.join(json.dumps({'text': text}) + '\n' for text in texts),
+        'small.txt': '\n'.join(texts[:20]),
+    }
+    for name, content in contents.items():
+        for part in ('one', 'two'):
+            content += f'\nof part {part}' if name.endswith('.txt') else ''
+            (folder / f'{part}-{name}').write_text(content)
+            (folder / f'{part}-{name}.gz').write_bytes(gzip.compress(content.encode()))
+    globs = [f'*-{name}{gz}' for name in contents for gz in ('', '.gz')]
+    if importlib.util.find_spec('pyarrow'):
+        parquet = importlib.import_module('pyarrow.parquet')
+        table = importlib.import_module('pyarrow').table({'id': range(1500), 'text': texts})
+        parquet.write_table(table, folder / 'a.parquet', row_group_size=400)
+        globs.append('*.parquet')
+    return globs
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize('scheme', CLIENTS)
+def test_data_in_a_bucket_gives_the_stream_that_it_gives_on_a_disk(scheme, store, pydoc_model):
+    """Text, tables, JSON Lines and Parquet, plain and gzipped, and vocabularies; what fails is named in a line."""
+    pytest.importorskip(CLIENTS[scheme], reason=f'{CLIENTS[scheme]} is not installed')
+    bucket = store.folder / 'data/c4/en'
+    bucket.mkdir(parents=True)
+    (bucket / 'sub').mkdir()
+    (bucket / 'sub/empty.txt').write_bytes(b'')
+    globs = write_corpora(bucket)
+    (bucket / 'sentencepiece.model').write_bytes(pydoc_model)
+    names = [f'data/c4/en/{name}' for name in [*globs, 'one-plain.txt', 'sentencepiece.model']]
+    names += [
+        'data/*/e[n]/../en/t*-small.txt',
+        'data/c4/en/one-small.txt,{}data/c4/en/two-small.txt',
+    ]
+    store.failures['data/c4/en/one-lines.jsonl.gz'] = 1  # the client tries again
+    cases = []
+    for name in names:
+        for root in (f'{scheme}://', f'{store.folder}/'):
+            cases.append({'files': root + name.replace('{}', root)})
+    lines = run_in_another_process(READ, [json.dumps(cases)], store)
+    assert len(lines) == len(cases)
+    for i, name in enumerate(names):
+        in_bucket, on_disk = lines[2 * i : 2 * i + 2]
+        assert 'Error: ' not in on_disk[:20], on_disk
+        assert in_bucket == on_disk, (name, in_bucket[:500])
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize('scheme', CLIENTS)
+def test_data_in_a_bucket_that_cannot_be_read(scheme, store):
+    pytest.importorskip(CLIENTS[scheme], reason=f'{CLIENTS[scheme]} is not installed')
+    (store.folder / 'data/sub').mkdir(parents=True)
+    (store.folder / 'data/a.txt').write_text('words')
+    (store.folder / 'data/empty.txt').write_bytes(b'')
+    messages = {
+        'none/*.txt': 'data.files: {}none.* cannot be listed .*: correct its name or rights',
+        'none/a.txt': 'data.files: {}none.* cannot be listed .*: correct its name or rights',
+        'private/a*.txt': 'data.files: {}private.* cannot be listed .*: correct its name or rights',
+        'data': r"data.files: '{}data' is a folder: name its files: {}data/\*.txt",
+        'data/b.txt': "data.files: '{}data/b.txt' matches no file; correct it",
+        'data/b*': "data.files: '{}data/b.' matches no file; correct it",
+        'data/nowhere/*': "data.files: '{}data/nowhere/.' matches no file; correct it",
+        'data/empty*': "data.files='{}data/empty.' matches empty files only: name files with text",
+    }
+    root = f'{scheme}://'
+    lines = run_in_another_process(
+        READ, [json.dumps([{'files': root + name} for name in messages])], store
+    )
+    for line, message in zip(lines, messages.values(), strict=True):
+        assert re.match(f'ValueError: {message.replace("{}", root)}', json.loads(line)), line
+
+
 @pytest.mark.parametrize('scheme, extra', [('gs', 'gcs'), ('s3', 's3')])
 def test_a_client_that_is_not_installed_is_named_with_its_remedy(scheme, extra, monkeypatch):
     monkeypatch.setattr(os, 'environ', dict(os.environ))
     monkeypatch.setitem(sys.modules, CLIENTS[scheme], None)
     with pytest.raises(ValueError) as error:
         infer.load(f'{scheme}://bucket/x')
+    with pytest.raises(ValueError, match='data.files: .*://bucket/x.txt needs .*: pip install'):
+        sources.open_source(corpora.make_config(files=f'{scheme}://bucket/x.txt'))
     assert f"pip install -e '.[{extra}]'" in str(error.value) and '\n' not in str(error.value)
