@@ -6,6 +6,7 @@ links, spaces and a trailing slash mean the same everywhere. Imports nothing of 
 
 import contextlib
 import errno
+import functools
 import glob
 import importlib
 import io
@@ -26,11 +27,12 @@ class Store(NamedTuple):
     client: str  # a package
     extra: str  # of setup.py, which installs the package
     driver: str  # of TensorStore
+    checksum: str  # what its listings call the checksum of a file
 
 
 STORES = {
-    'gs': Store(client='gcsfs', extra='gcs', driver='gcs'),
-    's3': Store(client='s3fs', extra='s3', driver='s3'),
+    'gs': Store(client='gcsfs', extra='gcs', driver='gcs', checksum='crc32c'),
+    's3': Store(client='s3fs', extra='s3', driver='s3', checksum='ETag'),
 }
 LFS_HEADER = b'version https://git-lfs.github.com/spec/'
 
@@ -295,10 +297,7 @@ class BucketFile(io.RawIOBase):
         try:
             self._part = self._client.cat_file(self.name, start=start, end=end)
         except Exception as error:  # each client has its own exceptions
-            raise ReadError(
-                f'{self.name} cannot be read ({_one_line(error)}): check the network and your '
-                'rights, and start again'
-            ) from error
+            raise _unread(self.name, error) from error
         if len(self._part) != end - start:
             raise ReadError(
                 f'{self.name} has no longer {self._size:,} bytes: restore it, and start again'
@@ -324,10 +323,42 @@ def is_file(file: Any) -> bool:
 def file_size(file: Any) -> int:
     """Return the number of bytes of a file of `to_path` or of `matching_files`."""
     if isinstance(file, str) and is_in_bucket(file):
-        return client_of(file).size(file)
+        return _status(file).num_bytes
     if isinstance(file, str | Path):
         return os.stat(file).st_size
     return file.stat().length
+
+
+def stored_checksum(name: str) -> str | None:
+    """Return the checksum that a bucket keeps of a file; None if it keeps none, and on a disk."""
+    if not is_in_bucket(name):
+        return None
+    return _status(name).checksum
+
+
+class Status(NamedTuple):
+    """What a bucket says of a file."""
+
+    num_bytes: int
+    checksum: str | None
+
+
+@functools.lru_cache(maxsize=1 << 17)
+def _status(name: str) -> Status:
+    """Return what a bucket says of a file: no request if it was listed. Raises ReadError."""
+    scheme = name.partition('://')[0]
+    try:
+        found = client_of(name).info(name)
+    except Exception as error:  # each client has its own exceptions
+        raise _unread(name, error) from error
+    return Status(found['size'], found.get(STORES[scheme].checksum))
+
+
+def _unread(name: str, error: Exception) -> ReadError:
+    return ReadError(
+        f'{name} cannot be read ({_one_line(error)}): check the network and your rights, and start '
+        'again'
+    )
 
 
 def own_file(file: Any) -> Any:
