@@ -82,6 +82,24 @@ for names in json.loads(sys.argv[1]):
         print(json.dumps(f'{type(error).__name__}: {error}'))
 """
 
+READ_WHAT_GOES_AWAY = """
+import os
+import sys
+
+import corpora
+import sources
+
+sources.MIN_BLOCKS = 1
+for file in sys.argv[2:]:
+    config = corpora.make_config(files=sys.argv[1] + os.path.basename(file), on_bad_line='skip')
+    source = sources.open_source(config)
+    os.remove(file)
+    try:
+        corpora.epoch_documents(source)
+    except OSError as error:
+        print(error)
+"""
+
 
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = 'HTTP/1.1'  # the clients keep their connections
@@ -357,6 +375,23 @@ def test_data_in_a_bucket_that_cannot_be_read(scheme, store):
     )
     for line, message in zip(lines, messages.values(), strict=True):
         assert re.match(f'ValueError: {message.replace("{}", root)}', json.loads(line)), line
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize('scheme', CLIENTS)
+def test_a_file_that_goes_away_stops_the_run(scheme, store):
+    """Whatever is done with bad lines: a network that fails is no bad line."""
+    pytest.importorskip(CLIENTS[scheme], reason=f'{CLIENTS[scheme]} is not installed')
+    (store.folder / 'data').mkdir()
+    files = [store.folder / 'data' / name for name in ('a.jsonl.gz', 'b.txt')]
+    text = json.dumps({'text': 'words'}) + '\n'
+    files[0].write_bytes(gzip.compress(text.encode() * 100))
+    files[1].write_text('words\n' * 50_000)
+    arguments = [f'{scheme}://data/', *map(str, files)]
+    lines = run_in_another_process(READ_WHAT_GOES_AWAY, arguments, store)
+    for line, file in zip(lines, files, strict=True):
+        assert line.startswith(f'{scheme}://data/{file.name} cannot be read (FileNotFoundError: ')
+        assert line.endswith('): check the network and your rights, and start again')
 
 
 @pytest.mark.parametrize('scheme, extra', [('gs', 'gcs'), ('s3', 's3')])
