@@ -1,7 +1,7 @@
 """Paths that a user gives, on a disk or in a bucket (gs://, s3://): names, safe reading, atomic writing.
 
-Every flag, setting and argument that takes a path goes through `to_path` or `disk_path` once, so that `..`, `~`,
-links, spaces and a trailing slash mean the same everywhere. Imports nothing of ours.
+Every flag, setting and argument that takes a path goes through `to_path`, `disk_path` or `matching_files` once, so
+that `..`, `~`, links, spaces and a trailing slash mean the same everywhere. Imports nothing of ours.
 """
 
 import contextlib
