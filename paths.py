@@ -1,15 +1,19 @@
 """Paths that a user gives, on a disk or in a bucket (gs://, s3://): names, safe reading, atomic writing.
 
-Every flag, setting and argument that takes a path goes through `to_path` or `disk_path` once, so that `..`, `~`,
-links, spaces and a trailing slash mean the same everywhere. Imports nothing of ours.
+Every flag, setting and argument that takes a path goes through `to_path`, `disk_path` or `matching_files` once, so
+that `..`, `~`, links, spaces and a trailing slash mean the same everywhere. Imports nothing of ours.
 """
 
 import contextlib
 import errno
+import functools
+import glob
 import importlib
+import io
 import json
 import os
 import posixpath
+import re
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -23,13 +27,17 @@ class Store(NamedTuple):
     client: str  # a package
     extra: str  # of setup.py, which installs the package
     driver: str  # of TensorStore
+    checksum: str  # what its listings call the checksum of a file
 
 
 STORES = {
-    'gs': Store(client='gcsfs', extra='gcs', driver='gcs'),
-    's3': Store(client='s3fs', extra='s3', driver='s3'),
+    'gs': Store(client='gcsfs', extra='gcs', driver='gcs', checksum='crc32c'),
+    's3': Store(client='s3fs', extra='s3', driver='s3', checksum='ETag'),
 }
 LFS_HEADER = b'version https://git-lfs.github.com/spec/'
+
+
+LOOK_BEHIND_BYTES = 1 << 12  # that are fetched before the position in a file of a bucket
 
 
 # Names.
@@ -42,16 +50,9 @@ def to_path(name: str | os.PathLike) -> Any:
     and for a path that the system cannot follow (a loop of links, no permission, a name that is too long).
     """
     text = _text(name)
-    scheme, separator, _ = text.partition('://')
-    if not separator:
+    if not is_in_bucket(text):
         return disk_path(text)
-    if scheme == 'file':
-        raise ValueError(f'{text}: paths on a disk are written without file://: write /path/to/it')
-    if scheme not in STORES:
-        raise ValueError(
-            f'{text}: only paths on a disk, gs:// and s3:// are read: download it, and name the copy'
-        )
-    return _bucket_path(text, scheme)
+    return _bucket_path(text)
 
 
 def disk_path(name: str | os.PathLike) -> Path:
@@ -83,6 +84,37 @@ def disk_path(name: str | os.PathLike) -> Path:
                 f'{text} cannot be opened ({error.strerror}): correct the name, its links or its permissions'
             ) from error
     return path
+
+
+def matching_files(name: str) -> list[str]:
+    """Return the files that `name`, a path or a glob, stands for: absolute paths, or URLs of a bucket.
+
+    Raises ValueError if there is none, for a folder, and as `to_path` does.
+    """
+    if is_in_bucket(name):
+        return _matching_objects(name)
+    path = disk_path(name)
+    if path.is_dir():
+        raise ValueError(f'{name!r} is a folder: name its files: {path}/*.txt')
+    # The part of a path that exists is taken literally, so that [1] in its name is no glob.
+    literal = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    rest = path.relative_to(literal).parts
+    matches = glob.glob(os.path.join(glob.escape(str(literal)), *rest))
+    files = [match for match in matches if not os.path.isdir(match)]
+    if not files:
+        raise ValueError(f'{name!r} matches no file; correct it')
+    for file in files:
+        if not disk_path(file).is_file():
+            raise ValueError(
+                f'{file} is a link to nothing, or no regular file: restore it, copy it to a '
+                'file, or leave it out'
+            )
+    return files
+
+
+def is_in_bucket(name: str) -> bool:
+    """Return whether a name is a URL; no absolute path on a disk has two slashes in it."""
+    return '://' in name
 
 
 def to_kvstore(folder: Any) -> dict[str, str]:
@@ -121,34 +153,156 @@ def _text(name: str | os.PathLike) -> str:
     return text
 
 
-def _bucket_path(name: str, scheme: str) -> Any:
-    store = STORES[scheme]
-    bucket, slash, key = name.removeprefix(f'{scheme}://').partition('/')
-    if slash:
-        name = f'{scheme}://{bucket}{posixpath.normpath("/" + key).rstrip("/")}'
-    os.environ['EPATH_USE_TF'] = 'false'  # else epath imports TensorFlow if that is installed
-    # Without these, gcsfs looks for credentials for seconds at every call, and s3fs reads 50 MiB ahead.
-    os.environ.setdefault('GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT', 'false')
-    os.environ.setdefault('FSSPEC_S3_DEFAULT_CACHE_TYPE', 'none')
-    try:
-        importlib.import_module(store.client)
-        path = importlib.import_module('etils.epath').Path(name)
-    except ImportError as error:
-        raise ValueError(
-            f"{name} needs {store.client}: pip install -e '.[{store.extra}]'"
-        ) from error
+def _bucket_path(name: str) -> Any:
+    client_of(name)
+    name = _normalized(name)
+    path = importlib.import_module('etils.epath').Path(name)
     try:
         is_bucket = str(path.parent).endswith('/')
         list((path if is_bucket else path.parent).iterdir())  # the clients remember this listing
     except Exception as error:  # each client has its own exceptions
-        cause = ' '.join(f'{type(error).__name__}: {error}'.split())
-        raise ValueError(
-            f'{name} cannot be listed ({cause}): correct its name or rights'
-        ) from error
+        raise _unlisted(name, error) from error
     return path
 
 
+def _normalized(name: str) -> str:
+    """Return the URL of a bucket without a `..` and a slash at its end."""
+    scheme, _, location = name.partition('://')
+    bucket, slash, key = location.partition('/')
+    if slash:
+        return f'{scheme}://{bucket}{posixpath.normpath("/" + key).rstrip("/")}'
+    return name
+
+
+def _matching_objects(pattern: str) -> list[str]:
+    client = client_of(pattern)
+    pattern = _normalized(pattern)
+    scheme = pattern.partition('://')[0]
+    try:
+        found = client.glob(pattern, detail=True)
+    except Exception as error:  # each client has its own exceptions
+        raise _unlisted(pattern, error) from error
+    files = [f'{scheme}://{key}' for key, status in found.items() if status['type'] == 'file']
+    if files:
+        return files
+    literal = re.split(r'[*?[]', pattern)[0]
+    if found and literal == pattern:
+        raise ValueError(f'{pattern!r} is a folder: name its files: {pattern}/*.txt')
+    _bucket_path(posixpath.dirname(literal))  # which may be the reason
+    raise ValueError(f'{pattern!r} matches no file; correct it')
+
+
+def _unlisted(name: str, error: Exception) -> ValueError:
+    return ValueError(f'{name} cannot be listed ({_one_line(error)}): correct its name or rights')
+
+
+def client_of(name: str) -> Any:
+    """Return what reads the bucket of a URL, a file system of fsspec.
+
+    Raises ValueError for other schemes than gs and s3, and if the client is not installed.
+    """
+    scheme = name.partition('://')[0]
+    if scheme == 'file':
+        raise ValueError(f'{name}: paths on a disk are written without file://: write /path/to/it')
+    if scheme not in STORES:
+        raise ValueError(
+            f'{name}: only paths on a disk, gs:// and s3:// are read: download it, and name the copy'
+        )
+    os.environ['EPATH_USE_TF'] = 'false'  # else epath imports TensorFlow if that is installed
+    # Without these, gcsfs looks for credentials for seconds at every call, and s3fs reads 50 MiB ahead.
+    os.environ.setdefault('GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT', 'false')
+    os.environ.setdefault('FSSPEC_S3_DEFAULT_CACHE_TYPE', 'none')
+    store = STORES[scheme]
+    try:
+        importlib.import_module(store.client)
+        importlib.import_module('etils.epath')
+        return importlib.import_module('fsspec').filesystem(scheme)
+    except ImportError as error:
+        raise ValueError(
+            f"{name} needs {store.client}: pip install -e '.[{store.extra}]'"
+        ) from error
+
+
+def _one_line(error: Exception) -> str:
+    return ' '.join(f'{type(error).__name__}: {error}'.split())
+
+
 # Reading.
+
+
+def open_file(name: str, read_ahead: int = 1 << 16) -> io.BufferedReader:
+    """Open a file for reading: an absolute path on a disk or a URL of a bucket.
+
+    A read from a bucket fetches `read_ahead` bytes at least. It raises ReadError.
+    """
+    if is_in_bucket(name):
+        return io.BufferedReader(BucketFile(name, read_ahead))
+    return open(name, 'rb')
+
+
+class ReadError(OSError):
+    """A bucket that does not answer. Damage to a file is another error."""
+
+
+class BucketFile(io.RawIOBase):
+    """A file in a bucket, of which a part is kept around the position.
+
+    The client tries again for a while when the network fails.
+    """
+
+    def __init__(self, name: str, read_ahead: int):
+        self.name = name
+        self._read_ahead = read_ahead
+        self._client = client_of(name)
+        self._size = file_size(name)
+        self._position = 0
+        self._part = b''
+        self._part_start = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        origins = {
+            os.SEEK_SET: 0,
+            os.SEEK_CUR: self._position,
+            os.SEEK_END: self._size,
+        }
+        self._position = origins[whence] + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill `buffer`, or less of it where the part or the file ends."""
+        if not 0 <= self._position - self._part_start < len(self._part):
+            self._fetch(len(buffer))
+        start = self._position - self._part_start
+        content = self._part[start : start + len(buffer)]
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
+
+    def _fetch(self, num_bytes: int) -> None:
+        """Keep the part of the file that begins a little before the position."""
+        start = max(self._position - LOOK_BEHIND_BYTES, 0)
+        end = min(self._position + max(num_bytes, self._read_ahead), self._size)
+        self._part = b''
+        if self._position >= end:
+            return
+        try:
+            self._part = self._client.cat_file(self.name, start=start, end=end)
+        except Exception as error:  # each client has its own exceptions
+            raise _unread(self.name, error) from error
+        if len(self._part) != end - start:
+            raise ReadError(
+                f'{self.name} has no longer {self._size:,} bytes: restore it, and start again'
+            )
+        self._part_start = start
 
 
 def is_file(file: Any) -> bool:
@@ -167,11 +321,44 @@ def is_file(file: Any) -> bool:
 
 
 def file_size(file: Any) -> int:
-    """Return the number of bytes of a file of `to_path`."""
-    status = file.stat()
-    if isinstance(file, Path):
-        return status.st_size
-    return status.length
+    """Return the number of bytes of a file of `to_path` or of `matching_files`."""
+    if isinstance(file, str) and is_in_bucket(file):
+        return _status(file).num_bytes
+    if isinstance(file, str | Path):
+        return os.stat(file).st_size
+    return file.stat().length
+
+
+def stored_checksum(name: str) -> str | None:
+    """Return the checksum that a bucket keeps of a file; None if it keeps none, and on a disk."""
+    if not is_in_bucket(name):
+        return None
+    return _status(name).checksum
+
+
+class Status(NamedTuple):
+    """What a bucket says of a file."""
+
+    num_bytes: int
+    checksum: str | None
+
+
+@functools.lru_cache(maxsize=1 << 17)
+def _status(name: str) -> Status:
+    """Return what a bucket says of a file: no request if it was listed. Raises ReadError."""
+    scheme = name.partition('://')[0]
+    try:
+        found = client_of(name).info(name)
+    except Exception as error:  # each client has its own exceptions
+        raise _unread(name, error) from error
+    return Status(found['size'], found.get(STORES[scheme].checksum))
+
+
+def _unread(name: str, error: Exception) -> ReadError:
+    return ReadError(
+        f'{name} cannot be read ({_one_line(error)}): check the network and your rights, and start '
+        'again'
+    )
 
 
 def own_file(file: Any) -> Any:

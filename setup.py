@@ -44,6 +44,8 @@ setup(
         # Paths of gs:// and s3://.
         'gcs': ['etils[epath-gcs]>=1.12'],
         's3': ['etils[epath-s3]>=1.12'],
+        # Data in Parquet files.
+        'parquet': ['pyarrow>=16'],
         # Accelerators.
         'cuda': ['jax[cuda12]'],
         'tpu': ['jax[tpu]'],

@@ -1,4 +1,4 @@
-"""Sources of records: text and JSON Lines, plain or gzipped, and this Python's documentation.
+"""Sources of records: text, JSON Lines, tables, Parquet, and this Python's documentation.
 
 A source shuffles its records and divides each epoch among the lanes of the batch. It knows no
 tokens. Imports no jax.
@@ -7,10 +7,10 @@ tokens. Imports no jax.
 import ast
 import collections
 import concurrent.futures
+import contextlib
 import csv
 import dataclasses
 import functools
-import glob
 import gzip
 import hashlib
 import importlib
@@ -24,12 +24,13 @@ import string
 import sysconfig
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 from absl import logging
 
+import parquet_source
 import paths
 import seqio_cache
 import settings
@@ -41,6 +42,9 @@ BLOCKS_PER_POOL = 8
 MAX_SMALL_BYTES = 1 << 22  # of a corpus whose lines are counted when it is opened
 
 MAX_CACHE_BLOCKS = 1 << 20  # of a task cache
+
+# Parquet. Lanes read from as many row groups at a time.
+WINDOW_BYTES = 128 << 20
 
 # Gzipped files.
 POOL_LINES = 100_000  # in the pools of all lanes together
@@ -59,6 +63,10 @@ MAX_BYTES_DIGESTED_WHOLE = 1 << 20
 DIGEST_BLOCKS = 16
 DIGEST_BLOCK_BYTES = 1 << 12
 
+# Files in buckets. A lane holds SEQUENTIAL_READ_AHEAD bytes of each gzipped shard that it reads.
+SEQUENTIAL_READ_AHEAD = 2 << 20
+LINE_READ_AHEAD = 1 << 14  # after a block, for the end of its last line
+
 NUM_THREADS = 16  # that open files when a source is opened
 # How files are read, by the last part of their names but .gz; others are plain text.
 KIND_OF_SUFFIX = {
@@ -67,15 +75,24 @@ KIND_OF_SUFFIX = {
     '.ndjson': 'json',
     '.csv': 'csv',
     '.tsv': 'tsv',
+    '.parquet': 'parquet',
 }
 # How a digest names them. (The first two are those of runs that knew no other.)
-KIND_IN_DIGEST = {'text': False, 'json': True, 'csv': 'csv', 'tsv': 'tsv'}
+KIND_IN_DIGEST = {
+    'text': False,
+    'json': True,
+    'csv': 'csv',
+    'tsv': 'tsv',
+    'parquet': 'parquet',
+}
 
 EMPTY_FILE = 'the file is empty; copy it again, or remove it'
 
 
 class Record(NamedTuple):
-    """A stored record: its name (path:offset, in a gzipped file path:line) and its fields.
+    """A stored record: its name and its fields.
+
+    The name is path:offset, in a gzipped file path:line, in Parquet path:row.
 
     A field is a text, in a task cache an array of ids.
     """
@@ -278,7 +295,14 @@ def find_cache(config, task: str) -> pathlib.Path | None:
 
 def cache_roots(config) -> list[pathlib.Path]:
     """Return the folders of data.cache_dirs."""
-    return [disk_path('data.cache_dirs', name) for name in split_names(config.cache_dirs)]
+    names = split_names(config.cache_dirs)
+    for name in names:
+        if paths.is_in_bucket(name):
+            raise ValueError(
+                f'data.cache_dirs: {name!r} is in a bucket, and the examples of a cache are read one '
+                'by one: copy it to a disk, and name the copy'
+            )
+    return [disk_path('data.cache_dirs', name) for name in names]
 
 
 def cached_source(config, folder: pathlib.Path) -> Source:
@@ -413,7 +437,7 @@ def find_files(key: str, patterns: str, bad_lines: 'BadLines') -> list[str]:
     found = set()
     for name in names:
         found.update(matching_files(key, name))
-    empty = {path for path in found if os.path.getsize(path) == 0}
+    empty = {path for path in found if paths.file_size(path) == 0}
     if found == empty:
         raise ValueError(f'{key}={patterns!r} matches empty files only: name files with text')
     for path in sorted(empty):
@@ -430,29 +454,11 @@ def split_names(patterns: str) -> list[str]:
 
 
 def matching_files(key: str, name: str) -> list[str]:
-    """Return the absolute paths of the files that `name`, a path or a glob, stands for."""
-    if '://' in name:
-        raise ValueError(
-            f'{key}: {name!r} is not on a disk, and data is read from disks only: download it, and '
-            'name the copy'
-        )
-    path = disk_path(key, name)
-    if path.is_dir():
-        raise ValueError(f'{key}: {name!r} is a folder: name its files: {path}/*.txt')
-    # The part of a path that exists is taken literally, so that [1] in its name is no glob.
-    literal = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
-    rest = path.relative_to(literal).parts
-    matches = glob.glob(os.path.join(glob.escape(str(literal)), *rest))
-    files = [match for match in matches if not os.path.isdir(match)]
-    if not files:
-        raise ValueError(f'{key}: {name!r} matches no file; correct it')
-    for file in files:
-        if not disk_path(key, file).is_file():
-            raise ValueError(
-                f'{key}: {file} is a link to nothing, or no regular file: restore it, copy it to a '
-                'file, or leave it out'
-            )
-    return files
+    """Return the names of the files that `name` stands for; errors name the setting `key`."""
+    try:
+        return paths.matching_files(name)
+    except ValueError as error:
+        raise ValueError(f'{key}: {error}') from error
 
 
 def disk_path(key: str, name: str) -> pathlib.Path:
@@ -474,21 +480,22 @@ def read_records(key: str, split: str, names: list[str]) -> list[FileRecord]:
 def read_file_record(key: str, split: str, path: str) -> FileRecord:
     """Return the record of one file."""
     try:
-        paths.check_not_lfs(pathlib.Path(path))
-        num_bytes = os.path.getsize(path)
+        if not paths.is_in_bucket(path):
+            paths.check_not_lfs(pathlib.Path(path))
+        num_bytes = paths.file_size(path)
         return FileRecord(
             split=split,
             path=path,
             num_bytes=num_bytes,
             digest=content_digest(path, num_bytes),
         )
+    except (ValueError, paths.ReadError) as error:
+        raise ValueError(f'{key}: {error}') from error
     except OSError as error:
         raise ValueError(
             f'{key}: {path} cannot be read ({error.strerror}): correct its permissions, or '
             'leave it out'
         ) from error
-    except ValueError as error:
-        raise ValueError(f'{key}: {error}') from None
 
 
 def content_digest(path: str, num_bytes: int) -> str:
@@ -497,17 +504,25 @@ def content_digest(path: str, num_bytes: int) -> str:
     Of a file above 1 MiB, sixteen evenly spaced blocks of 4 KiB count, the first and the last among
     them, so that terabytes open in seconds. A change of the same size between these blocks goes
     unnoticed, except in a gzipped file, whose last bytes are a checksum of all.
+
+    Of a file in a bucket the checksum counts that the bucket keeps of it: 16,000 reads of 1,024
+    files take a minute. So a run that began in a bucket goes on there, and not on a disk. (S3's
+    checksum also depends on the parts in which the file was uploaded.)
     """
+    content = hashlib.blake2b(
+        f'{KIND_IN_DIGEST[kind_of(path)]} {num_bytes}'.encode(), digest_size=16
+    )
+    checksum = paths.stored_checksum(path)
+    if checksum is not None:
+        content.update(checksum.encode())
+        return content.hexdigest()
     starts = [0]
     length = num_bytes
     if num_bytes > MAX_BYTES_DIGESTED_WHOLE:
         length = DIGEST_BLOCK_BYTES
         last = num_bytes - length
         starts = [i * last // (DIGEST_BLOCKS - 1) for i in range(DIGEST_BLOCKS)]
-    content = hashlib.blake2b(
-        f'{KIND_IN_DIGEST[kind_of(path)]} {num_bytes}'.encode(), digest_size=16
-    )
-    with open(path, 'rb') as file:
+    with paths.open_file(path, read_ahead=length) as file:
         for start in starts:
             file.seek(start)
             content.update(file.read(length))
@@ -529,8 +544,10 @@ def check_disjoint(train: list[FileRecord], validation: list[FileRecord]) -> Non
             )
 
 
-def identity(file: FileRecord) -> tuple[str, int, int]:
-    """Return what all names and links of a file on the disk share."""
+def identity(file: FileRecord) -> tuple:
+    """Return what all names and links of a file share."""
+    if paths.is_in_bucket(file.path):
+        return 'url', file.path
     stat = os.stat(file.path)
     return 'inode', stat.st_dev, stat.st_ino
 
@@ -550,12 +567,9 @@ def warn_of_json_in_text(names: list[str]) -> None:
 
 def begins_with_json(path: str) -> bool:
     """Return whether the first lines that are not blank, twenty at most, are JSON objects."""
-    open_file: Callable = open
-    if is_gzipped(path):
-        open_file = gzip.open
     num_lines = 0
     try:
-        with open_file(path, 'rb') as file:
+        with open_unzipped(path) as file:
             for line in bounded_lines(file):
                 if num_lines == 20:
                     break
@@ -563,9 +577,22 @@ def begins_with_json(path: str) -> bool:
                     num_lines += 1
                     if not isinstance(json.loads(line), dict):
                         return False
+    except paths.ReadError:
+        raise
     except (OSError, EOFError, zlib.error, ValueError, RecursionError):
         return False
     return num_lines > 0
+
+
+@contextlib.contextmanager
+def open_unzipped(path: str, read_ahead: int = MAX_BLOCK_BYTES) -> Iterator[Any]:
+    """Open a file for reading, its content if it is gzipped."""
+    with paths.open_file(path, read_ahead) as file:
+        if is_gzipped(path):
+            with gzip.open(file) as unzipped:
+                yield unzipped
+        else:
+            yield file
 
 
 def bounded_lines(file: IO[bytes]) -> Iterator[bytes]:
@@ -578,14 +605,28 @@ def is_gzipped(path: str) -> bool:
 
 
 def kind_of(path: str) -> str:
-    """Return 'json', 'csv', 'tsv' or 'text': how a file is read, by its name."""
+    """Return 'json', 'csv', 'tsv', 'parquet' or 'text': how a file is read, by its name."""
     suffix = os.path.splitext(path.lower().removesuffix('.gz'))[1]
     return KIND_OF_SUFFIX.get(suffix, 'text')
 
 
 def open_files(files: list[FileRecord], parser: 'LineParser') -> 'Blocks | GzippedFiles':
-    """Return the files as a part of a source. Each line is a record."""
+    """Return the files as a part of a source. Each line or row is a record."""
     names = [file.path for file in files]
+    parquet = [name for name in names if kind_of(name) == 'parquet']
+    if parquet:
+        for name in parquet:
+            if is_gzipped(name):
+                raise ValueError(
+                    f'{name} is gzipped, and the columns in a Parquet file are compressed one by '
+                    'one: gunzip it'
+                )
+        others = [name for name in names if kind_of(name) != 'parquet']
+        if others:
+            raise ValueError(
+                f'{parquet[0]} is Parquet, {others[0]} is not: name files of one of the two'
+            )
+        return ParquetFiles(names, parser)
     gzipped = [name for name in names if is_gzipped(name)]
     plain = [name for name in names if not is_gzipped(name)]
     if gzipped and plain:
@@ -632,9 +673,22 @@ class LineParser:
         except ValueError as error:
             self.bad_lines.add(path, position, str(error))
             return None
-        if fields is None or not any(fields.values()):
+        return record_of(path, position, fields)
+
+    def parse_row(self, path: str, number: int, values: dict[str, Any]) -> Record | None:
+        """Return the record of row `number` of a Parquet file, as for a JSON object."""
+        self.bad_lines.num_read += 1
+        try:
+            for field, value in values.items():
+                if isinstance(value, bytes):
+                    values[field] = utf8_text(field, value)
+            fields = values
+            if not self.whole_records:
+                fields = {field: self.json_text(values, field) for field in self.fields}
+        except ValueError as error:
+            self.bad_lines.add(path, number, str(error))
             return None
-        return Record(name=f'{path}:{position}', fields=fields)
+        return record_of(path, number, fields)
 
     def fields_of(self, path: str, position: int, line: str) -> dict[str, Any] | None:
         """Return the fields of a line; None for a blank line and for the header of a table."""
@@ -663,6 +717,16 @@ class LineParser:
         columns = dict(zip(header, row, strict=True))
         return {field: columns[field].strip() for field in self.fields or header}
 
+    def check_columns(self, path: str, columns: Collection[str]) -> None:
+        """Raise ValueError for a table without a column that the settings name."""
+        setting = 'data.inputs or data.targets' if self.templates else 'data.text_field'
+        for field in self.fields:
+            if field not in columns:
+                found = settings.first_ten([repr(column) for column in columns])
+                raise ValueError(
+                    f'{path} has no column {field!r}, it has {found}: correct {setting}'
+                )
+
     def json_text(self, content: dict, field: str) -> str:
         """Return a field of a JSON object as text."""
         if not self.templates:
@@ -670,6 +734,23 @@ class LineParser:
         if isinstance(content.get(field), int | float):  # as JSON writes it
             return json.dumps(content[field])
         return json_string(content, field, remedy='correct data.inputs and data.targets').strip()
+
+
+def record_of(path: str, position: int, fields: dict[str, str] | None) -> Record | None:
+    """Return a record; None if it has no text."""
+    if fields is None or not any(fields.values()):
+        return None
+    return Record(name=f'{path}:{position}', fields=fields)
+
+
+def utf8_text(field: str, value: bytes) -> str:
+    """Return the text of a field. Raises ValueError if it is not UTF-8."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f'byte {error.start + 1} of field {field!r} is not UTF-8; write the file again'
+        ) from None
 
 
 def json_object(line: str, field: str) -> dict:
@@ -750,14 +831,7 @@ def check_headers(names: list[str], parser: LineParser) -> None:
     for name in names:
         if kind_of(name) not in ('csv', 'tsv'):
             continue
-        header = table_header(name)
-        for field in parser.fields:
-            if field not in header:
-                columns = settings.first_ten([repr(column) for column in header])
-                setting = 'data.inputs or data.targets' if parser.templates else 'data.text_field'
-                raise ValueError(
-                    f'{name} has no column {field!r}, it has {columns}: correct {setting}'
-                )
+        parser.check_columns(name, table_header(name))
 
 
 # Tables: CSV and TSV, whose first row names the columns.
@@ -766,8 +840,7 @@ def check_headers(names: list[str], parser: LineParser) -> None:
 @functools.lru_cache(maxsize=100_000)
 def table_header(path: str) -> list[str]:
     """Return the names of the columns of a table."""
-    open_file: Callable = gzip.open if is_gzipped(path) else open
-    with open_file(path, 'rb') as file:
+    with open_unzipped(path) as file:
         for _, line in whole_rows(numbered_lines(file), kind_of(path)):
             return table_row(line.decode('utf-8-sig'), kind_of(path))
     return []
@@ -858,13 +931,15 @@ class BadLines:
 
 class BadLine(NamedTuple):
     path: str
-    position: int  # offset in bytes, in a gzipped file the number of the line
+    position: int  # offset in bytes, in a gzipped file the number of the line, in Parquet the row
     reason: str
 
     def describe(self) -> str:
         """Return one line of text. To number the line, a plain file is read up to there."""
         if '.tfrecord-' in self.path:
             return f'the record at byte {self.position} of {self.path}: {self.reason}'
+        if kind_of(self.path) == 'parquet':
+            return f'row {max(self.position, 1)} of {self.path}: {self.reason}'
         number = max(self.position, 1)  # an empty file has no line
         if not is_gzipped(self.path):
             number = 1 + count_newlines(self.path, self.position)
@@ -874,7 +949,7 @@ class BadLine(NamedTuple):
 def count_newlines(path: str, num_bytes: int) -> int:
     """Return how many newlines are in the first bytes of a file."""
     count = 0
-    with open(path, 'rb') as file:
+    with paths.open_file(path, SEQUENTIAL_READ_AHEAD) as file:
         while file.tell() < num_bytes:
             chunk = file.read(min(1 << 20, num_bytes - file.tell()))
             count += chunk.count(b'\n')
@@ -900,6 +975,14 @@ class Blocks:
         """Return the records of a block; None for a line that holds none."""
         raise NotImplementedError
 
+    def read_all(self, blocks: list[int]) -> Iterable[list[Record | None]]:
+        """Return the records of each of the blocks of a pool."""
+        return map(self.read, blocks)
+
+    def order(self, seed: int | str, epoch: int) -> np.ndarray:
+        """Return the random order of all blocks in an epoch."""
+        return epoch_order(self.num_blocks, seed, epoch)
+
     def pools(
         self, share: Share, first: int, keep: Callable[[Record], bool]
     ) -> Iterator[tuple[int, list[Record | None]]]:
@@ -908,12 +991,12 @@ class Blocks:
         None stands for a line without a record and for a record that `keep` refuses, so that an
         offset in a pool means the same line in every split.
         """
-        order = epoch_order(self.num_blocks, share.seed, share.epoch)
+        order = self.order(share.seed, share.epoch)
         blocks = order[share.slot :: share.num_lanes].tolist()
         for start in range(first * BLOCKS_PER_POOL, len(blocks), BLOCKS_PER_POOL):
             records: list[Record | None] = []
-            for block in blocks[start : start + BLOCKS_PER_POOL]:
-                records += blank_out(self.read(block), keep)
+            for found in self.read_all(blocks[start : start + BLOCKS_PER_POOL]):
+                records += blank_out(found, keep)
             yield start // BLOCKS_PER_POOL, records
 
 
@@ -976,21 +1059,108 @@ class CachedRecords(Blocks):
         return Record(f'{name}:{offset}', fields)
 
 
+class ParquetFiles(Blocks):
+    """Rows of Parquet files. A block is a run of rows of one row group.
+
+    A row group is decoded whole. So that lanes share what is decoded, an epoch goes through windows
+    of some row groups, in a random order, and permutes the blocks of a window.
+    """
+
+    def __init__(self, names: list[str], parser: LineParser):
+        self.parser = parser
+        self.bad_lines = parser.bad_lines
+        self.fields = parser.fields or parquet_source.columns_that_are_read(names[0])
+        self.groups = self.read_row_groups(names)
+        self.row_groups = parquet_source.RowGroups(self.fields)
+        num_rows = np.array([group.num_rows for group in self.groups], np.int64)
+        self.num_records = int(num_rows.sum())
+        self.num_bytes = np.array([group.num_bytes for group in self.groups], np.int64)
+        bytes_per_row = self.num_bytes.sum() / max(num_rows.sum(), 1)
+        rows_per_block = min(num_rows.sum() // MIN_BLOCKS, MAX_BLOCK_BYTES // max(bytes_per_row, 1))
+        self.rows_per_block = max(int(rows_per_block), 1)
+        self.blocks_per_group = -(-num_rows // self.rows_per_block)
+        self.first_blocks = np.cumsum([0, *self.blocks_per_group])  # [groups + 1]
+        self.num_blocks = int(self.first_blocks[-1])
+        self.order_in_windows = functools.lru_cache(maxsize=4)(self._order_in_windows)
+
+    def read_row_groups(self, names: list[str]) -> list[parquet_source.RowGroup]:
+        """Return the row groups of files, in the order of the files."""
+        with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
+            groups = list(threads.map(self.row_groups_of_file, names))
+        return list(itertools.chain.from_iterable(groups))
+
+    def row_groups_of_file(self, name: str) -> list[parquet_source.RowGroup]:
+        """Return the row groups of a file; none of a bad one that is skipped."""
+        try:
+            footer = parquet_source.read_footer(name, self.fields)
+        except parquet_source.DamagedFile as error:
+            self.bad_lines.add(name, 0, str(error))
+            return []
+        self.parser.check_columns(name, footer.columns)
+        for field in self.parser.fields:
+            kind = footer.columns[field]
+            if kind == 'number' and not self.parser.templates:
+                raise ValueError(f'{name}: column {field!r} has numbers: correct data.text_field')
+            if kind not in ('text', 'number'):
+                raise ValueError(
+                    f'{name}: column {field!r} is {kind}, and only texts and numbers are read: '
+                    'name another column, or write the file again with a text'
+                )
+        if not any(group.num_rows for group in footer.groups):
+            self.bad_lines.add(name, 0, EMPTY_FILE)
+        return footer.groups
+
+    def order(self, seed: int | str, epoch: int) -> np.ndarray:
+        """Return the random order of all blocks in an epoch."""
+        if self.num_bytes.sum() <= WINDOW_BYTES:
+            return epoch_order(self.num_blocks, seed, epoch)
+        return self.order_in_windows(seed, epoch)
+
+    def _order_in_windows(self, seed: int | str, epoch: int) -> np.ndarray:
+        group_order = permutation(len(self.groups), 'row groups', seed, epoch)
+        windows = np.zeros(len(self.groups), np.int64)
+        windows[group_order] = np.cumsum(self.num_bytes[group_order]) // WINDOW_BYTES
+        order = epoch_order(self.num_blocks, seed, epoch)
+        window_of_block = np.repeat(windows, self.blocks_per_group)
+        return order[np.argsort(window_of_block[order], kind='stable')]
+
+    def read(self, block: int) -> list[Record | None]:
+        index = int(np.searchsorted(self.first_blocks, block, side='right')) - 1
+        group = self.groups[index]
+        first = (block - int(self.first_blocks[index])) * self.rows_per_block
+        number = group.first_row + first
+        try:
+            rows = self.row_groups.rows(group, first, self.rows_per_block)
+        except parquet_source.DamagedFile as error:
+            self.bad_lines.add(group.path, group.first_row, str(error))
+            return []
+        return [self.parser.parse_row(group.path, number + i, row) for i, row in enumerate(rows)]
+
+
 class PlainFiles(Blocks):
     """Files that are not compressed. A line is in the block in which it starts.
 
     A line of plain text of more than MAX_LINE_BYTES is cut, and each block has the parts in it.
+    Blocks in a bucket are fetched at the same time; a corpus of small blocks is fetched at once,
+    and kept.
     """
 
     def __init__(self, names: list[str], parse: Callable[[str, int, bytes], Record | None]):
         self.names = names
         self.parse = parse
-        sizes = [os.path.getsize(name) for name in names]
+        sizes = [paths.file_size(name) for name in names]
         block_bytes = max(sum(sizes) // MIN_BLOCKS, 1)
         self.block_bytes = min(block_bytes, MAX_BLOCK_BYTES, MAX_LINE_BYTES // 2)
         blocks_per_file = [-(-size // self.block_bytes) for size in sizes]
         self.first_blocks = np.cumsum([0] + blocks_per_file)  # [files + 1]
         self.num_blocks = int(self.first_blocks[-1])
+        in_buckets = [name for name in names if paths.is_in_bucket(name)]
+        self.reads_buckets = bool(in_buckets)
+        self.contents: dict[str, bytes] = {}
+        if self.block_bytes < MAX_BLOCK_BYTES:
+            with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
+                contents = threads.map(read_file, in_buckets)
+                self.contents = dict(zip(in_buckets, contents, strict=True))
         # In a small corpus most blocks lie within a line: only those count in which one starts.
         self.blocks_with_lines: np.ndarray | None = None
         if sum(sizes) <= MAX_SMALL_BYTES:
@@ -1006,11 +1176,24 @@ class PlainFiles(Blocks):
             else:
                 self.readers.append(lines_that_start_in)
 
+    def open_file(self, name: str) -> IO[bytes]:
+        """Open a file for reading a block."""
+        if name in self.contents:
+            return io.BytesIO(self.contents[name])
+        return paths.open_file(name, read_ahead=self.block_bytes + LINE_READ_AHEAD)
+
+    def read_all(self, blocks: list[int]) -> Iterable[list[Record | None]]:
+        if self.contents or not self.reads_buckets:
+            return map(self.read, blocks)
+        with concurrent.futures.ThreadPoolExecutor(max_workers=len(blocks)) as threads:
+            return threads.map(self.read, blocks)
+
     def find_lines(self) -> np.ndarray:
         """Return the blocks in which a line starts, or which are a part of a line that is cut."""
         found = []
         for name, first_block in zip(self.names, self.first_blocks, strict=False):
-            content = np.fromfile(name, np.uint8)
+            with self.open_file(name) as file:
+                content = np.frombuffer(file.read(), np.uint8)
             starts = np.flatnonzero(content == NEWLINE) + 1
             starts = np.concatenate([[0], starts[starts < len(content)]])
             lengths = np.diff(starts, append=len(content))
@@ -1030,9 +1213,15 @@ class PlainFiles(Blocks):
         file_index = int(np.searchsorted(self.first_blocks, block, side='right')) - 1
         name = self.names[file_index]
         start = (block - int(self.first_blocks[file_index])) * self.block_bytes
-        with open(name, 'rb') as file:
+        with self.open_file(name) as file:
             lines = self.readers[file_index](file, start, start + self.block_bytes)
             return [self.parse(name, offset, line) for offset, line in lines]
+
+
+def read_file(name: str) -> bytes:
+    """Return the content of a file."""
+    with paths.open_file(name) as file:
+        return file.read(paths.file_size(name))
 
 
 def lines_that_start_in(file: IO[bytes], start: int, end: int) -> Iterator[tuple[int, bytes]]:
@@ -1139,7 +1328,7 @@ class CsvReader:
     def __init__(self, path: str, num_bytes: int, block_bytes: int):
         self.block_bytes = block_bytes
         num_quotes = np.zeros(-(-num_bytes // block_bytes) + 1, np.int64)
-        with open(path, 'rb') as file:
+        with paths.open_file(path, SEQUENTIAL_READ_AHEAD) as file:
             for block in range(1, len(num_quotes)):
                 num_quotes[block] = file.read(block_bytes).count(b'"')
         self.begins_in_quotes = np.cumsum(num_quotes) % 2 == 1
@@ -1299,7 +1488,7 @@ class GzippedFiles:
         if kind == 'text':
             limit = MAX_LINE_BYTES + 1
         try:
-            with gzip.open(name) as file:
+            with open_unzipped(name, SEQUENTIAL_READ_AHEAD) as file:
                 lines = enumerate(iter(functools.partial(file.readline, limit), b''), start=1)
                 for number, line in whole_rows(lines, kind):
                     if len(line) == limit:

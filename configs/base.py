@@ -57,9 +57,9 @@ def get_config() -> ConfigDict:
     # Whether data.task is read from its cache: yes, no, or auto, if there is one.
     config.data.use_cached = 'auto'
     # Files for training: globs, separated by commas. Each line is a record: a JSON object in files
-    # named .json, .jsonl or .ndjson, a row in .csv and .tsv, whose first row names the columns, and
-    # plain text in others. Files may be gzipped (.gz). '' reads the English of this Python's own
-    # documentation (pydoc).
+    # named .json, .jsonl or .ndjson, a row in .parquet and in .csv and .tsv, whose first row names
+    # the columns, and plain text in others. All but Parquet may be gzipped (.gz). Files may be in
+    # buckets (gs://, s3://). '' reads the English of this Python's own documentation (pydoc).
     config.data.files = ''
     # Files for validation, in the same form. '' holds out validation_fraction of data.files.
     config.data.validation_files = ''

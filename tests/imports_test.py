@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # From the bottom to the top. A file imports files of the rows above its own row only.
 LAYERS = (
     ('paths', 'partition', 'settings'),
-    ('model', 'vocabulary', 'seqio_cache', 'checkpoint', 'optimizer'),
+    ('model', 'vocabulary', 'seqio_cache', 'parquet_source', 'checkpoint', 'optimizer'),
     ('sources',),
     ('loss', 'decode', 'objectives', 'features', 'mesh_tf', 'hugging_face'),
     ('tasks',),
@@ -31,6 +31,7 @@ HOST_SIDE = {  # without jax
     'sources',
     'tasks',
     'vocabulary',
+    'parquet_source',
     'paths',
     'seqio_cache',
     'settings',

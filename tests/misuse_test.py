@@ -360,7 +360,6 @@ TEXTS = {
     'one of two': of_text(f'{FILES}=text.txt,nowhere.txt', message="'nowhere.txt' matches no file"),
     'folder': of_text(f'{FILES}=sub', message='sub', sub_in_x__txt=LINES),
     'address': of_text(f'{FILES}=http://host/x.txt', message='http://host/x.txt'),
-    'bucket': of_text(f'{FILES}=gs://bucket/x.txt', message='gs://bucket/x.txt'),
     'home': of_text(f'{FILES}=~nobody-here/x.txt', message='~nobody-here'),
     'empty': of_text(f'{FILES}=none.txt', message='matches empty files only', none__txt=''),
     'blank lines': of_text(f'{FILES}=blank.txt', message='no document is in', blank__txt='\n \n\n'),

@@ -386,8 +386,8 @@ def test_names_of_files(tmp_path, monkeypatch, name):
         (',,', "=',,' names no file: name one, or set it to ''"),
         (' , ', "=' , ' names no file: name one, or set it to ''"),
         ('  ', "='  ' names no file: name one, or set it to ''"),
-        ('http://a.b/c.txt', ": 'http://a.b/c.txt' is not on a disk"),
-        ('gs://a/b*.txt', ": 'gs://a/b*.txt' is not on a disk"),
+        ('http://a.b/*.txt', ': http://a.b/*.txt: only paths on a disk, gs:// and s3:// are read'),
+        ('file:///a.txt', ': file:///a.txt: paths on a disk are written without file://'),
         ('{}/folder', ": '{}/folder' is a folder: name its files: {}/folder/*.txt"),
         ('{}/folder/', ": '{}/folder/' is a folder: name its files: {}/folder/*.txt"),
         ('{}/fold*', ": '{}/fold*' matches no file; correct it"),
@@ -651,7 +651,7 @@ def test_a_long_line_is_read_once(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(sources, 'MIN_BLOCKS', 1)
     monkeypatch.setattr(CountingFile, 'num_bytes', 0)
     monkeypatch.setattr(
-        sources, 'open', lambda path, mode: io.BufferedReader(CountingFile(path)), raising=False
+        sources.paths, 'open_file', lambda path, *_, **__: io.BufferedReader(CountingFile(path))
     )
     text = 'some words ' * 200_000
     path = tmp_path / f'a.{kind}'
