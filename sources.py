@@ -1,4 +1,4 @@
-"""Sources of records: text and JSON Lines, plain or gzipped, and this Python's documentation.
+"""Sources of records: files of text, task caches, TFDS data sets, and this Python's documentation.
 
 A source shuffles its records and divides each epoch among the lanes of the batch. It knows no
 tokens. Imports no jax.
@@ -33,6 +33,7 @@ from absl import logging
 import paths
 import seqio_cache
 import settings
+import tfds_source
 
 # Plain files. A pool is what a lane holds in memory and shuffles.
 MAX_BLOCK_BYTES = 1 << 16
@@ -75,7 +76,8 @@ EMPTY_FILE = 'the file is empty; copy it again, or remove it'
 class Record(NamedTuple):
     """A stored record: its name (path:offset, in a gzipped file path:line) and its fields.
 
-    A field is a text, in a task cache an array of ids.
+    A field is a text, in a task cache an array of ids. Where no field is asked for, the fields of a
+    TFDS record are all its features, as Python's own types.
     """
 
     name: str
@@ -126,7 +128,7 @@ class Source:
     """A corpus. Without files for validation, a hash of each record decides on its split."""
 
     description: str
-    corpus: str  # 'files', 'pydoc' or 'pydoc instead of C4'
+    corpus: str  # 'files', 'cache', 'tfds', 'pydoc' or 'pydoc instead of C4'
     fingerprint: str  # a run may go on with a corpus of the same fingerprint only
     validation_fraction: float
     bad_lines: 'BadLines'
@@ -199,7 +201,7 @@ def content_of(record: Record) -> bytes:
 def open_source(config) -> Source:
     """Open the files of `config.files` (globs, comma-separated), else the prose of this Python.
 
-    Files are read in the order of their digests, so that names and folders change nothing. Raises
+    Before them come the task cache of `config.task` and the TFDS data set `config.tfds`. Files are read in the order of their digests, so that names and folders change nothing. Raises
     ValueError for settings that do not fit together, for files that cannot be read and, unless bad
     lines are skipped, for empty files.
     """
@@ -208,6 +210,9 @@ def open_source(config) -> Source:
     cache = find_cache(config)
     if cache is not None:
         return cached_source(config, cache)
+    folder = find_tfds(config)
+    if folder is not None:
+        return tfds_source_of(config, folder)
     bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction)
     names = find_files('data.files', config.files, bad_lines)
     validation_names = find_files('data.validation_files', config.validation_files, bad_lines)
@@ -282,6 +287,104 @@ def cached_source(config, folder: pathlib.Path) -> Source:
         files=tuple(files),
         is_tokenized=True,
     )
+
+
+def find_tfds(config) -> pathlib.Path | None:
+    """Return the folder of the TFDS data set `config.tfds`, if one is to be read.
+
+    Where the settings name no data, that of C4 is read if it is prepared: T5's version 2.2.0, else
+    the newest.
+    """
+    name = config.tfds
+    files = config.files or config.validation_files
+    if name and files:
+        raise ValueError(
+            f'data.tfds={name!r} and files, {files!r}, are two corpora: name one, and set data.tfds '
+            "or data.files and data.validation_files to ''"
+        )
+    if not name and not files and config.task == 'c4_v220_span_corruption':
+        name = prepared_c4(config)
+    if name:
+        try:
+            return tfds_source.find(tfds_root(config), name)
+        except ValueError as error:
+            raise ValueError(f'data.tfds={name!r}: {error}') from None
+    if config.train_split != 'train' or config.validation_split:
+        raise ValueError(
+            f'data.train_split={config.train_split!r}, '
+            f'data.validation_split={config.validation_split!r}: splits are of a TFDS data set: name '
+            "it with data.tfds, or set them to 'train' and ''"
+        )
+    return None
+
+
+def prepared_c4(config) -> str:
+    """Return the name of C4 as TFDS prepared it; '' if it is not there."""
+    folder = tfds_root(config) / 'c4/en'
+    if '2.2.0' in tfds_source.versions_of(folder):
+        return 'c4/en:2.2.0'
+    return 'c4/en' if folder.is_dir() else ''
+
+
+def tfds_root(config) -> pathlib.Path:
+    """Return the folder of TFDS data sets."""
+    return disk_path('data.tfds_dir', config.tfds_dir or tfds_source.default_root())
+
+
+def tfds_source_of(config, folder: pathlib.Path) -> Source:
+    """Return splits of a TFDS data set as a source of texts."""
+    bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction)
+    data_set = tfds_source.DataSet(folder)
+    fields = fields_named(config)
+    try:
+        decode = data_set.decoder(fields)
+    except ValueError as error:
+        setting = 'data.inputs or data.targets' if config.targets else 'data.text_field'
+        raise ValueError(f'{error}: correct {setting}') from None
+    splits = {'train': config.train_split}
+    if config.validation_split or data_set.num_records.get('validation'):
+        splits['validation'] = config.validation_split or 'validation'
+    parts = {}
+    files = []
+    for split, expression in splits.items():
+        try:
+            shards = data_set.open(expression)
+        except ValueError as error:
+            raise ValueError(f'data.{split}_split={expression!r}: {error}') from None
+        parts[split] = TfdsRecords(shards, decode, fields, bad_lines)
+        names = sorted({run.path for run in shards.runs})
+        files += read_records('data.tfds', split, names)
+    if 'validation' in parts:
+        check_runs_disjoint(splits, parts['train'].shards.runs, parts['validation'].shards.runs)
+    return Source(
+        description=f'{parts["train"].num_records:,} records of {data_set.name} in {folder}',
+        corpus='tfds',
+        fingerprint=digest([splits, [file.content for file in files]]),
+        validation_fraction=config.validation_fraction,
+        bad_lines=bad_lines,
+        train=parts['train'],
+        validation=parts.get('validation'),
+        files=tuple(files),
+    )
+
+
+def check_runs_disjoint(
+    splits: Mapping[str, str], train: list[tfds_source.Run], validation: list[tfds_source.Run]
+) -> None:
+    """Raise ValueError if a record of a TFDS data set is in both splits."""
+    runs_of_path = collections.defaultdict(list)
+    for run in train:
+        runs_of_path[run.path].append(run)
+    for run in validation:
+        for other in runs_of_path[run.path]:
+            start = max(run.first, other.first)
+            end = min(run.first + run.num_records, other.first + other.num_records)
+            if start < end:
+                raise ValueError(
+                    f'data.train_split={splits["train"]!r} and '
+                    f'data.validation_split={splits["validation"]!r} share {end - start:,} records '
+                    f"of {run.path}: name disjoint splits, as 'train[:99%]' and 'train[99%:]'"
+                )
 
 
 def pydoc_source(config) -> Source:
@@ -581,10 +684,7 @@ class LineParser:
         self.text_field = config.text_field
         self.templates = templates_of(config)
         self.bad_lines = bad_lines
-        self.fields: tuple[str, ...] = (config.text_field,)
-        if self.templates:
-            found = [field for template in self.templates.values() for field in template.fields]
-            self.fields = tuple(dict.fromkeys(found))
+        self.fields = fields_named(config)
 
     def __call__(self, path: str, position: int, line: bytes) -> Record | None:
         """Return the record of a line; None for a blank line and for a bad one that is skipped.
@@ -712,6 +812,15 @@ def templates_of(config) -> dict[str, Template]:
     return templates
 
 
+def fields_named(config) -> tuple[str, ...]:
+    """Return the fields of a record that the settings name."""
+    templates = templates_of(config)
+    if not templates:
+        return (config.text_field,)
+    found = [field for template in templates.values() for field in template.fields]
+    return tuple(dict.fromkeys(found))
+
+
 def check_headers(names: list[str], parser: LineParser) -> None:
     """Raise ValueError for a table without a column that the settings name."""
     for name in names:
@@ -830,6 +939,8 @@ class BadLine(NamedTuple):
 
     def describe(self) -> str:
         """Return one line of text. To number the line, a plain file is read up to there."""
+        if '.array_record-' in self.path:
+            return f'record {self.position} of {self.path}: {self.reason}'
         if '.tfrecord-' in self.path:
             return f'the record at byte {self.position} of {self.path}: {self.reason}'
         number = max(self.position, 1)  # an empty file has no line
@@ -939,6 +1050,43 @@ class CachedRecords(Blocks):
             self.bad_lines.add(name, offset, str(error))
             return None
         return Record(f'{name}:{offset}', fields)
+
+
+class TfdsRecords(Blocks):
+    """Records of a TFDS data set: `fields` of them as texts; if there are none, all features."""
+
+    def __init__(
+        self,
+        shards: tfds_source.Shards,
+        decode: Callable[[bytes], dict[str, Any]],
+        fields: tuple[str, ...],
+        bad_lines: BadLines,
+    ):
+        self.shards = shards
+        self.decode = decode
+        self.fields = fields
+        self.bad_lines = bad_lines
+        self.num_records = shards.num_records
+        self.num_blocks = shards.num_blocks
+
+    def read(self, block: int) -> list[Record | None]:
+        return [self.parse(stored) for stored in self.shards.read(block)]
+
+    def parse(self, stored: tfds_source.StoredRecord) -> Record | None:
+        """Return a stored record; None for a blank one and for a bad one that is skipped."""
+        self.bad_lines.num_read += 1
+        name = f'{stored.path}:{stored.position}'
+        try:
+            if stored.fault:
+                raise ValueError(stored.fault)
+            example = self.decode(stored.content)
+            if not self.fields:
+                return Record(name, example)
+            texts = {field: tfds_source.text_at(example, field) for field in self.fields}
+        except ValueError as error:
+            self.bad_lines.add(stored.path, stored.position, str(error))
+            return None
+        return Record(name, texts) if any(texts.values()) else None
 
 
 class PlainFiles(Blocks):

@@ -66,6 +66,7 @@ MAY_CHANGE = (
     'eval/',
     'data/files',
     'data/validation_files',
+    'data/tfds',
     'data/vocabulary',
     'data/on_bad_line',
     'data/max_bad_fraction',
@@ -389,9 +390,10 @@ def introduction(
     if source.corpus == 'pydoc instead of C4':
         lines = [
             '!' * 80,
-            '!!!  THIS IS NOT C4. data.files is empty, so the run learns from the English in this',
-            "!!!  Python's own documentation, 2 MB of it: enough to see that everything works,",
-            '!!!  useless as a model. C4: --config.data.files=/path/to/c4-train.*.json.gz (README.md).',
+            '!!!  THIS IS NOT C4. data.files is empty, and data.tfds_dir holds no prepared c4/en, so',
+            "!!!  the run learns from the English in this Python's own documentation, 2 MB of it:",
+            '!!!  enough to see that everything works, useless as a model.',
+            '!!!  C4: --config.data.files=/path/to/c4-train.*.json.gz (README.md).',
             '!' * 80,
         ]
     platform = mesh.devices.flat[0].platform
