@@ -27,13 +27,9 @@ SIZES = {'train': 103, 'validation': 20, 'test': 10}
 NUM_SHARDS = 4
 EXPRESSIONS = [
     'train',
-    'test',
     'train[:90%]',
-    'train[90%:]',
     'train[30:50]',
-    'train[-1:]',
     'train[25:26]',
-    'train[:1]',
     'train[1shard:3shard]',
     'train+test',
     'train[50:100]+test[5:]',
@@ -51,6 +47,7 @@ def example(split, i):
         'score': i / 4,
         'answers': {'text': [f'{j} of {i}' for j in range(i % 4)], 'start': list(range(i % 4))},
         'translation': {'de': f'{i} Wörter', 'en': f'{i} words'},
+        'words': [[f'w{j}'] * j for j in range(i % 3)],
         'raw': b'\xff\x00\x00\x00\x00' * (i % 5),
     }
 
@@ -197,12 +194,13 @@ def test_every_value_is_exact(root):
 def expected(split, i):
     """Record number i of a split as it is read: bytes are text if they are UTF-8."""
     fields = example(split, i)
+    del fields['words']
     if not fields['raw']:
         fields['raw'] = ''
     return fields
 
 
-@pytest.mark.parametrize('block_bytes', [1, 12, 300, 1 << 16])
+@pytest.mark.parametrize('block_bytes', [7, 300, 1 << 16])
 def test_blocks_of_any_size(root, block_bytes, monkeypatch):
     """Records that are longer than blocks, blocks without a record, one block for all."""
     reference = [record.fields for record in records_of(open_part(root))]
@@ -211,7 +209,7 @@ def test_blocks_of_any_size(root, block_bytes, monkeypatch):
     found = records_of(part)
     assert [record.fields for record in found] == reference
     assert len({record.name for record in found}) == SIZES['train']
-    if block_bytes == 1:
+    if block_bytes == 7:
         assert part.num_blocks >= SIZES['train']
 
 
@@ -475,7 +473,7 @@ def test_every_flipped_byte_is_found(own_root):
     used = [i for i, byte in enumerate(content) if byte or '.tfrecord' in shard.name]
     fields = ('text',)
     reference = [record.fields for record in records_of(open_part(own_root, fields=fields))]
-    for position in used[:: len(used) // 40]:
+    for position in used[:: len(used) // 12]:
         damage(shard, position)
         part = open_part(own_root, fields=fields)
         part.bad_lines = sources.BadLines('skip', max_fraction=0.0)
@@ -530,20 +528,20 @@ def test_bytes_are_no_text(root):
 # Without TensorFlow.
 
 READ_ALL = """
-import pathlib, sys
+import sys
 sys.path.insert(0, {tests!r})
 import corpora, sources
-config = corpora.make_config(tfds='made_up', tfds_dir={root!r}, inputs='{{label}}', targets='{{text}}')
-assert 'tensorflow_datasets' not in sys.modules
-part = sources.open_source(config).train
-records = [record for block in range(part.num_blocks) for record in part.read(block)]
-assert len(records) == 103
+for root in {roots!r}:
+    config = corpora.make_config(tfds='made_up', tfds_dir=root, inputs='{{label}}', targets='{{text}}')
+    part = sources.open_source(config).train
+    assert sum(len(part.read(block)) for block in range(part.num_blocks)) == 103
 print([name for name in sys.modules if name.split('.')[0] in ('tensorflow', 'jax', 'torch')])
 """
 
 
-def test_reading_imports_no_tensorflow(root):
-    program = READ_ALL.format(tests=str(ROOT / 'tests'), root=str(root))
+def test_reading_imports_no_tensorflow(roots):
+    tests = str(ROOT / 'tests')
+    program = READ_ALL.format(tests=tests, roots=[str(roots / name) for name in FORMATS])
     done = subprocess.run(
         [sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -552,17 +550,33 @@ def test_reading_imports_no_tensorflow(root):
 
 @pytest.mark.peers
 def test_what_tfds_writes_with_tensorflow(roots, tmp_path):
-    """Both formats, and a sequence of sequences, which TFDS writes with TensorFlow alone."""
+    """The same files as `copy_as_tfrecord`, and the same records in both formats."""
     pytest.importorskip('tensorflow')
     for file_format in FORMATS:
         prepare(tmp_path / file_format, file_format)
         for split in SIZES:
-            found = [
-                record.fields for record in records_of(open_part(tmp_path / file_format, split))
-            ]
-            reference = [
-                record.fields for record in records_of(open_part(roots / file_format, split))
-            ]
-            assert found == reference
+            found = records_of(open_part(tmp_path / file_format, split))
+            reference = records_of(open_part(roots / file_format, split))
+            assert [x.fields for x in found] == [x.fields for x in reference]
     for file in (roots / 'tfrecord/made_up/1.0.0').glob('*.tfrecord-*'):
         assert file.read_bytes() == (tmp_path / 'tfrecord/made_up/1.0.0' / file.name).read_bytes()
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize('file_format', FORMATS)
+def test_sequences_of_sequences(tmp_path, file_format):
+    """TFDS writes them with TensorFlow alone."""
+    pytest.importorskip('tensorflow')
+
+    def nested_features(tfds):
+        words = tfds.features.Sequence(tfds.features.Sequence(tfds.features.Text()))
+        return {'number': np.int64, 'words': words}
+
+    prepare(tmp_path, file_format, features_of=nested_features)
+    for record in records_of(open_part(tmp_path)):
+        i = record.fields['number'] - 2**40
+        assert record.fields['words'] == example('train', i)['words']
+    part = open_part(tmp_path, fields=('words/1/0',))
+    part.bad_lines = sources.BadLines('skip', max_fraction=1.0)
+    texts = [record.fields['words/1/0'] for record in records_of(part) if record]
+    assert texts == ['w1'] * len(range(2, 103, 3))
