@@ -435,8 +435,8 @@ def describe_changes(old: list[dict] | None, new: list[dict]) -> str:
         )
     if not old:
         return (
-            "the run learned from this Python's documentation, not from files: set data.files='', "
-            'or name another --workdir'
+            "the run learned from this Python's documentation, not from files: set data.files='' and "
+            "data.tfds='' (with data.tfds_dir=/nowhere if it holds C4), or name another --workdir"
         )
     old_files = [FileRecord(**record) for record in old]
     new_files = [FileRecord(**record) for record in new]
@@ -939,6 +939,8 @@ class BadLine(NamedTuple):
 
     def describe(self) -> str:
         """Return one line of text. To number the line, a plain file is read up to there."""
+        if self.reason.startswith(self.path):  # what read the record names it
+            return self.reason
         if '.array_record-' in self.path:
             return f'record {self.position} of {self.path}: {self.reason}'
         if '.tfrecord-' in self.path:

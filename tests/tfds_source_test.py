@@ -486,7 +486,7 @@ def test_every_flipped_byte_is_found(own_root):
         else:
             lines, count = part.bad_lines.take()
             assert count == len(lines) == len(reference) - len(found) <= 1
-            assert all(f'of {shard}: ' in line for line in lines)
+            assert all(line.count(str(shard)) == 1 for line in lines)
             assert count == 1 or '.array_record' in shard.name  # a byte that nothing depends on
             assert [fields for fields in reference if fields in found] == found
         shard.write_bytes(content)
@@ -497,7 +497,9 @@ def test_a_damaged_record_stops_the_run(own_root):
     damage(shard, 200)
     tfds_source.array_record_reader.cache_clear()
     source = sources.open_source(make_config(own_root))
-    with pytest.raises(ValueError, match=f'record .*{shard}.*: copy the file again') as error:
+    with pytest.raises(
+        ValueError, match=f'{shard}: .*: copy the file again|record .* of {shard}: it is damaged'
+    ) as error:
         records_of(source.train)
     assert '\n' not in str(error.value)
 
