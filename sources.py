@@ -357,7 +357,10 @@ def tfds_source_of(config, folder: pathlib.Path) -> Source:
     if 'validation' in parts:
         check_runs_disjoint(splits, parts['train'].shards.runs, parts['validation'].shards.runs)
     return Source(
-        description=f'{parts["train"].num_records:,} records of {data_set.name} in {folder}',
+        description=(
+            f'{parts["train"].num_records:,} records ({config.train_split}) of the TFDS data set '
+            f'{data_set.name} in {folder}'
+        ),
         corpus='tfds',
         fingerprint=digest([splits, [file.content for file in files]]),
         validation_fraction=config.validation_fraction,

@@ -202,7 +202,7 @@ class DataSet:
         return functools.partial(decode, features)
 
     def _check_fields(self, fields: Collection[str]) -> None:
-        ranks = {}
+        ranks = {}  # name -> number of dimensions
         for name, info in flat(self._features.get_tensor_info()):
             ranks[name] = len(info.shape)
         for field in fields:
@@ -282,15 +282,20 @@ def text_at(example: Mapping[str, Any], field: str) -> str:
 class Shards:
     """The records of some runs, in `num_blocks` blocks."""
 
-    num_blocks: int
-
-    def __init__(self, runs: list[Run]):
+    def __init__(self, runs: list[Run], blocks_per_run: list[int]):
         self.runs = runs
         self.num_records = sum(run.num_records for run in runs)
+        self.first_blocks = np.cumsum([0, *blocks_per_run])  # [runs + 1]
+        self.num_blocks = int(self.first_blocks[-1])
 
     def read(self, block: int) -> Iterator[StoredRecord]:
         """Yield the records of a block, those with a fault, too."""
         raise NotImplementedError
+
+    def locate(self, block: int) -> tuple[int, int]:
+        """Return the index of the run that a block is in, and the number of the block there."""
+        index = int(np.searchsorted(self.first_blocks, block, side='right')) - 1
+        return index, block - int(self.first_blocks[index])
 
 
 class TFRecordShards(Shards):
@@ -301,19 +306,19 @@ class TFRecordShards(Shards):
     """
 
     def __init__(self, runs: list[Run]):
-        super().__init__(runs)
         self.ranges = [byte_range(run) for run in runs]
-        sizes = [end - start for start, end in self.ranges]
-        self.block_bytes = block_size(sum(sizes), self.num_records)
-        blocks_per_run = [-(-size // self.block_bytes) for size in sizes]
-        self.first_blocks = np.cumsum([0] + blocks_per_run)  # [runs + 1]
-        self.num_blocks = int(self.first_blocks[-1])
+        num_bytes = sum(end - start for start, end in self.ranges)
+        self.block_bytes = block_size(num_bytes, sum(run.num_records for run in runs))
+        super().__init__(
+            runs,
+            blocks_per_run=[-(-(end - start) // self.block_bytes) for start, end in self.ranges],
+        )
 
     def read(self, block: int) -> Iterator[StoredRecord]:
-        index = int(np.searchsorted(self.first_blocks, block, side='right')) - 1
+        index, number = self.locate(block)
         path = self.runs[index].path
         run_start, run_end = self.ranges[index]
-        start = run_start + (block - int(self.first_blocks[index])) * self.block_bytes
+        start = run_start + number * self.block_bytes
         end = min(start + self.block_bytes, run_end)
         with open(path, 'rb') as file:
             offset: int | None = start
@@ -364,23 +369,23 @@ class ArrayRecordShards(Shards):
     """
 
     def __init__(self, runs: list[Run]):
-        super().__init__(runs)
         num_bytes = sum(os.path.getsize(run.path) for run in runs)
-        mean_bytes = num_bytes / sum(run.num_in_shard for run in runs)
-        total = int(mean_bytes * self.num_records)
-        self.records_per_block = int(block_size(total, self.num_records) / mean_bytes)
+        num_stored = sum(run.num_in_shard for run in runs)
+        num_records = sum(run.num_records for run in runs)
+        block_bytes = block_size(num_bytes * num_records // num_stored, num_records)
+        self.records_per_block = max(block_bytes * num_stored // num_bytes, 1)
         if len(runs) > NUM_READERS:
             largest = max(run.num_in_shard for run in runs)
             self.records_per_block = max(self.records_per_block, largest // BLOCKS_OF_LARGE_FILE)
-        self.records_per_block = max(self.records_per_block, 1)
-        blocks_per_run = [-(-run.num_records // self.records_per_block) for run in runs]
-        self.first_blocks = np.cumsum([0] + blocks_per_run)  # [runs + 1]
-        self.num_blocks = int(self.first_blocks[-1])
+        super().__init__(
+            runs,
+            blocks_per_run=[-(-run.num_records // self.records_per_block) for run in runs],
+        )
 
     def read(self, block: int) -> Iterator[StoredRecord]:
-        index = int(np.searchsorted(self.first_blocks, block, side='right')) - 1
+        index, number = self.locate(block)
         run = self.runs[index]
-        start = (block - int(self.first_blocks[index])) * self.records_per_block
+        start = number * self.records_per_block
         end = min(start + self.records_per_block, run.num_records)
         for i in range(run.first + start, run.first + end):
             try:
@@ -433,7 +438,7 @@ def block_size(num_bytes: int, num_records: int) -> int:
     return max(min(num_bytes // MIN_BLOCKS, MAX_BLOCK_BYTES), num_bytes // num_records, 1)
 
 
-SHARDS_OF_FORMAT: dict[str, type[Shards]] = {
+SHARDS_OF_FORMAT: dict[str, Callable[[list[Run]], Shards]] = {
     'array_record': ArrayRecordShards,
     'tfrecord': TFRecordShards,
 }
