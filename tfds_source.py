@@ -157,7 +157,6 @@ class DataSet:
                 f'{folder} is stored as {self.file_format}: prepare the data set again as '
                 f'{" or ".join(SHARDS_OF_FORMAT)}'
             )
-        self.folder = folder
 
     def open(self, expression: str) -> 'Shards':
         """Return the records of a split, or of slices of splits. Raises ValueError without any."""

@@ -441,15 +441,12 @@ def compare_with_baseline(values: Mapping[str, float]) -> str:
     )
 
 
-def next_command(workdir: Path, files: str) -> str:
-    """Return where the results are and a command to try next, quoted for a shell.
-
-    `files`: the setting data.files.
-    """
+def next_command(workdir: Path, corpus: str) -> str:
+    """Return where the results are and a command to try next, quoted for a shell."""
     if workdir.is_relative_to(Path.cwd()):
         workdir = workdir.relative_to(Path.cwd())
     results = f"{workdir}: T5X checkpoints, metrics.jsonl, TensorBoard's events, the vocabulary."
-    if files:
+    if not corpus.startswith('pydoc'):
         tensorboard = shlex.join(['tensorboard', f'--logdir={workdir}'])
         after = f'{tensorboard} shows the curves; --config.train.steps goes on.'
     else:
