@@ -9,6 +9,7 @@ setup(
     py_modules=[],
     install_requires=[
         'absl-py>=2.1',
+        'array_record>=0.5.1',
         'dm-haiku>=0.0.17',
         'google-crc32c>=1.5',
         'jax>=0.10',
@@ -21,6 +22,7 @@ setup(
         'safetensors>=0.4.3',
         'sentencepiece>=0.2.0',
         'tensorboard>=2.18',
+        'tensorflow-datasets>=4.9.10',  # older ones do not open a data set with protobuf 7
         'tensorstore>=0.1.71',
         'tqdm>=4.66',
     ],

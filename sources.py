@@ -1,4 +1,4 @@
-"""Sources of records: text, JSON Lines, tables, Parquet, and this Python's documentation.
+"""Sources of records: files of text and tables, task caches, TFDS data sets, pydoc.
 
 A source shuffles its records and divides each epoch among the lanes of the batch. It knows no
 tokens. Imports no jax.
@@ -34,6 +34,7 @@ import parquet_source
 import paths
 import seqio_cache
 import settings
+import tfds_source
 
 # Plain files. A pool is what a lane holds in memory and shuffles.
 MAX_BLOCK_BYTES = 1 << 16
@@ -94,7 +95,8 @@ class Record(NamedTuple):
 
     The name is path:offset, in a gzipped file path:line, in Parquet path:row.
 
-    A field is a text, in a task cache an array of ids.
+    A field is a text, in a task cache an array of ids. Where no field is asked for, the fields of a
+    TFDS record are all its features, as Python's own types.
     """
 
     name: str
@@ -145,7 +147,7 @@ class Source:
     """A corpus. Without files for validation, a hash of each record decides on its split."""
 
     description: str
-    corpus: str  # 'files', 'pydoc' or 'pydoc instead of C4'
+    corpus: str  # 'files', 'cache', 'tfds', 'pydoc' or 'pydoc instead of C4'
     fingerprint: str  # a run may go on with a corpus of the same fingerprint only
     validation_fraction: float
     bad_lines: 'BadLines'
@@ -215,19 +217,20 @@ def content_of(record: Record) -> bytes:
 
 
 def bytes_of(value: Any) -> bytes:
-    """Return a text, an array of ids, or another value of JSON as bytes."""
+    """Return a text, an array of ids, or another value of JSON or TFDS as bytes."""
     if isinstance(value, str):
         return value.encode()
     if isinstance(value, np.ndarray):
         return value.tobytes()
-    return json.dumps(value).encode()
+    return json.dumps(value, default=repr).encode()
 
 
 def open_source(config, whole_records: bool = False) -> Source:
     """Open the files of `config.files` (globs, comma-separated), else the prose of this Python.
 
-    A record has the fields that the settings name; with `whole_records` all of them, as they are
-    in JSON. Files are read in the order of their digests, so that names and folders change nothing. Raises
+    Before them come the task cache of `config.task` and the TFDS data set `config.tfds`. A record
+    has the fields that the settings name; with `whole_records` all of them, as they are in JSON.
+    Files are read in the order of their digests, so that names and folders change nothing. Raises
     ValueError for settings that do not fit together, for files that cannot be read and, unless bad
     lines are skipped, for empty files.
     """
@@ -236,6 +239,9 @@ def open_source(config, whole_records: bool = False) -> Source:
     cache = find_cache(config, config.task)
     if cache is not None:
         return cached_source(config, cache)
+    folder = find_tfds(config)
+    if folder is not None:
+        return tfds_source_of(config, folder, whole_records)
     bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction)
     names = find_files('data.files', config.files, bad_lines)
     validation_names = find_files('data.validation_files', config.validation_files, bad_lines)
@@ -247,7 +253,7 @@ def open_source(config, whole_records: bool = False) -> Source:
         if config.targets or whole_records:
             raise ValueError(
                 f'task {config.task!r} with inputs={config.inputs!r} and targets={config.targets!r} '
-                'needs records: name its files (data.files)'
+                'needs records: name its files or data set (data.files, data.tfds)'
             )
         return pydoc_source(config)
     train = read_records('data.files', 'train', names)
@@ -331,6 +337,107 @@ def cached_source(config, folder: pathlib.Path) -> Source:
     )
 
 
+def find_tfds(config) -> pathlib.Path | None:
+    """Return the folder of the TFDS data set `config.tfds`, if one is to be read.
+
+    Where the settings name no data, that of C4 is read if it is prepared: T5's version 2.2.0, else
+    the newest.
+    """
+    name = config.tfds
+    files = config.files or config.validation_files
+    if name and files:
+        raise ValueError(
+            f'data.tfds={name!r} and files, {files!r}, are two corpora: name one, and set data.tfds '
+            "or data.files and data.validation_files to ''"
+        )
+    if not name and not files and config.task == 'c4_v220_span_corruption':
+        name = prepared_c4(config)
+    if name:
+        try:
+            return tfds_source.find(tfds_root(config), name)
+        except ValueError as error:
+            raise ValueError(f'data.tfds={name!r}: {error}') from None
+    if config.train_split != 'train' or config.validation_split:
+        raise ValueError(
+            f'data.train_split={config.train_split!r}, '
+            f'data.validation_split={config.validation_split!r}: splits are of a TFDS data set: name '
+            "it with data.tfds, or set them to 'train' and ''"
+        )
+    return None
+
+
+def prepared_c4(config) -> str:
+    """Return the name of C4 as TFDS prepared it; '' if it is not there."""
+    folder = tfds_root(config) / 'c4/en'
+    if '2.2.0' in tfds_source.versions_of(folder):
+        return 'c4/en:2.2.0'
+    return 'c4/en' if folder.is_dir() else ''
+
+
+def tfds_root(config) -> pathlib.Path:
+    """Return the folder of TFDS data sets."""
+    return disk_path('data.tfds_dir', config.tfds_dir or tfds_source.default_root())
+
+
+def tfds_source_of(config, folder: pathlib.Path, whole_records: bool) -> Source:
+    """Return splits of a TFDS data set as a source of texts, or of whole records."""
+    bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction)
+    data_set = tfds_source.DataSet(folder)
+    fields = () if whole_records else fields_named(config)
+    try:
+        decode = data_set.decoder(fields)
+    except ValueError as error:
+        setting = 'data.inputs or data.targets' if config.targets else 'data.text_field'
+        raise ValueError(f'{error}: correct {setting}') from None
+    splits = {'train': config.train_split}
+    if config.validation_split or data_set.num_records.get('validation'):
+        splits['validation'] = config.validation_split or 'validation'
+    parts = {}
+    files = []
+    for split, expression in splits.items():
+        try:
+            shards = data_set.open(expression)
+        except ValueError as error:
+            raise ValueError(f'data.{split}_split={expression!r}: {error}') from None
+        parts[split] = TfdsRecords(shards, decode, fields, bad_lines)
+        names = sorted({run.path for run in shards.runs})
+        files += read_records('data.tfds', split, names)
+    if 'validation' in parts:
+        check_runs_disjoint(splits, parts['train'].shards.runs, parts['validation'].shards.runs)
+    return Source(
+        description=(
+            f'{parts["train"].num_records:,} records ({config.train_split}) of the TFDS data set '
+            f'{data_set.name} in {folder}'
+        ),
+        corpus='tfds',
+        fingerprint=digest([splits, [file.content for file in files]]),
+        validation_fraction=config.validation_fraction,
+        bad_lines=bad_lines,
+        train=parts['train'],
+        validation=parts.get('validation'),
+        files=tuple(files),
+    )
+
+
+def check_runs_disjoint(
+    splits: Mapping[str, str], train: list[tfds_source.Run], validation: list[tfds_source.Run]
+) -> None:
+    """Raise ValueError if a record of a TFDS data set is in both splits."""
+    runs_of_path = collections.defaultdict(list)
+    for run in train:
+        runs_of_path[run.path].append(run)
+    for run in validation:
+        for other in runs_of_path[run.path]:
+            start = max(run.first, other.first)
+            end = min(run.first + run.num_records, other.first + other.num_records)
+            if start < end:
+                raise ValueError(
+                    f'data.train_split={splits["train"]!r} and '
+                    f'data.validation_split={splits["validation"]!r} share {end - start:,} records '
+                    f"of {run.path}: name disjoint splits, as 'train[:99%]' and 'train[99%:]'"
+                )
+
+
 def pydoc_source(config) -> Source:
     """Return this Python's documentation as a source."""
     records = [Record(name, {config.text_field: text}) for name, text in pydoc_documents()]
@@ -379,8 +486,8 @@ def describe_changes(old: list[dict] | None, new: list[dict]) -> str:
         )
     if not old:
         return (
-            "the run learned from this Python's documentation, not from files: set data.files='', "
-            'or name another --workdir'
+            "the run learned from this Python's documentation, not from files: set data.files='' and "
+            "data.tfds='' (with data.tfds_dir=/nowhere if it holds C4), or name another --workdir"
         )
     old_files = [FileRecord(**record) for record in old]
     new_files = [FileRecord(**record) for record in new]
@@ -651,12 +758,7 @@ class LineParser:
         self.templates = templates_of(config)
         self.bad_lines = bad_lines
         self.whole_records = whole_records
-        self.fields: tuple[str, ...] = (config.text_field,)
-        if whole_records:
-            self.fields = ()
-        elif self.templates:
-            found = [field for template in self.templates.values() for field in template.fields]
-            self.fields = tuple(dict.fromkeys(found))
+        self.fields = () if whole_records else fields_named(config)
 
     def __call__(self, path: str, position: int, line: bytes) -> Record | None:
         """Return the record of a line; None for a blank line and for a bad one that is skipped.
@@ -826,6 +928,15 @@ def templates_of(config) -> dict[str, Template]:
     return templates
 
 
+def fields_named(config) -> tuple[str, ...]:
+    """Return the fields of a record that the settings name."""
+    templates = templates_of(config)
+    if not templates:
+        return (config.text_field,)
+    found = [field for template in templates.values() for field in template.fields]
+    return tuple(dict.fromkeys(found))
+
+
 def check_headers(names: list[str], parser: LineParser) -> None:
     """Raise ValueError for a table without a column that the settings name."""
     for name in names:
@@ -936,6 +1047,10 @@ class BadLine(NamedTuple):
 
     def describe(self) -> str:
         """Return one line of text. To number the line, a plain file is read up to there."""
+        if self.reason.startswith(self.path):  # what read the record names it
+            return self.reason
+        if '.array_record-' in self.path:
+            return f'record {self.position} of {self.path}: {self.reason}'
         if '.tfrecord-' in self.path:
             return f'the record at byte {self.position} of {self.path}: {self.reason}'
         if kind_of(self.path) == 'parquet':
@@ -1135,6 +1250,43 @@ class ParquetFiles(Blocks):
             self.bad_lines.add(group.path, group.first_row, str(error))
             return []
         return [self.parser.parse_row(group.path, number + i, row) for i, row in enumerate(rows)]
+
+
+class TfdsRecords(Blocks):
+    """Records of a TFDS data set: `fields` of them as texts; if there are none, all features."""
+
+    def __init__(
+        self,
+        shards: tfds_source.Shards,
+        decode: Callable[[bytes], dict[str, Any]],
+        fields: tuple[str, ...],
+        bad_lines: BadLines,
+    ):
+        self.shards = shards
+        self.decode = decode
+        self.fields = fields
+        self.bad_lines = bad_lines
+        self.num_records = shards.num_records
+        self.num_blocks = shards.num_blocks
+
+    def read(self, block: int) -> list[Record | None]:
+        return [self.parse(stored) for stored in self.shards.read(block)]
+
+    def parse(self, stored: tfds_source.StoredRecord) -> Record | None:
+        """Return a stored record; None for a blank one and for a bad one that is skipped."""
+        self.bad_lines.num_read += 1
+        name = f'{stored.path}:{stored.position}'
+        try:
+            if stored.fault:
+                raise ValueError(stored.fault)
+            example = self.decode(stored.content)
+            if not self.fields:
+                return Record(name, example)
+            texts = {field: tfds_source.text_at(example, field) for field in self.fields}
+        except ValueError as error:
+            self.bad_lines.add(stored.path, stored.position, str(error))
+            return None
+        return Record(name, texts) if any(texts.values()) else None
 
 
 class PlainFiles(Blocks):

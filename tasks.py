@@ -38,6 +38,9 @@ class Task:
     name: str
     files: str = ''
     validation_files: str = ''
+    tfds: str = ''
+    train_split: str = 'train'
+    validation_split: str = ''
     text_field: str = 'text'
     inputs: str = ''
     targets: str = ''
@@ -52,6 +55,9 @@ class Task:
         own.task = self.name
         own.files = self.files
         own.validation_files = self.validation_files
+        own.tfds = self.tfds
+        own.train_split = self.train_split
+        own.validation_split = self.validation_split
         own.text_field = self.text_field
         own.inputs = self.inputs
         own.targets = self.targets
@@ -236,44 +242,43 @@ def task_of_settings(name: str, config: Any, available: Sequence[str]) -> Task:
 
     `available`: the names that the message has where there is no such task.
     """
+    objective = name
     if config.targets:
-        return text_to_text_task(name, config)
-    if name in OBJECTIVES and name != 'text_to_text':
-        return Task(
-            name=name,
-            files=config.files,
-            validation_files=config.validation_files,
-            text_field=config.text_field,
-            objective=name,
-        )
-    if sources.find_cache(config, name) is not None:
-        return Task(name)
-    if name == 'text_to_text':
-        raise ValueError(
-            "data.task='text_to_text' needs data.inputs and data.targets: name the fields of a "
-            "record in them, as '{question}' and '{answer}'"
-        )
-    settings.check_task(name, available)
-    raise AssertionError(name)
+        objective = 'text_to_text'
+        name = name_of_templates(name, config)
+    elif name not in OBJECTIVES or name == 'text_to_text':
+        if sources.find_cache(config, name) is not None:
+            return Task(name)
+        if name == 'text_to_text':
+            raise ValueError(
+                "data.task='text_to_text' needs data.inputs and data.targets: name the fields of a "
+                "record in them, as '{question}' and '{answer}'"
+            )
+        settings.check_task(name, available)
+    return Task(
+        name=name,
+        files=config.files,
+        validation_files=config.validation_files,
+        tfds=config.tfds,
+        train_split=config.train_split,
+        validation_split=config.validation_split,
+        text_field=config.text_field,
+        inputs=config.inputs,
+        targets=config.targets,
+        objective=objective,
+    )
 
 
-def text_to_text_task(name: str, config: Any) -> Task:
-    """Return the task of data.inputs and data.targets. Its name is free, for its cache."""
+def name_of_templates(name: str, config: Any) -> str:
+    """Return the name of the task of data.inputs and data.targets. It is free, for its cache."""
     if name == 'span_corruption':  # the default
-        name = 'text_to_text'
+        return 'text_to_text'
     if name in OBJECTIVES and name != 'text_to_text':
         raise ValueError(
             f'data.targets={config.targets!r} is text to text, and data.task={name!r} is not: set '
             "data.task='text_to_text', or data.targets=''"
         )
-    return Task(
-        name=name,
-        files=config.files,
-        validation_files=config.validation_files,
-        text_field=config.text_field,
-        inputs=config.inputs,
-        targets=config.targets,
-    )
+    return name
 
 
 # The user's own file of tasks.

@@ -285,7 +285,7 @@ def train(run: Run, stop: Callable[[], int] | None = None) -> int:
                 f'Stopped after step {step:,}, which is saved: the same command goes on from there.'
             )
         else:
-            run.console.line(workdir.next_command(run.workdir, run.config.data.files))
+            run.console.line(workdir.next_command(run.workdir, run.stream.mixture.corpus))
     return stop_request.signal
 
 

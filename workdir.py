@@ -72,6 +72,7 @@ MAY_CHANGE = (
     'data/cache_dirs',
     'data/use_cached',
     'data/num_workers',
+    'data/tfds',
     'data/vocabulary',
     'data/on_bad_line',
     'data/max_bad_fraction',
@@ -398,9 +399,10 @@ def introduction(
     if mixture.corpus == 'pydoc instead of C4':
         lines = [
             '!' * 80,
-            '!!!  THIS IS NOT C4. data.files is empty, so the run learns from the English in this',
-            "!!!  Python's own documentation, 2 MB of it: enough to see that everything works,",
-            '!!!  useless as a model. C4: --config.data.files=/path/to/c4-train.*.json.gz (README.md).',
+            '!!!  THIS IS NOT C4. data.files is empty, and data.tfds_dir holds no prepared c4/en, so',
+            "!!!  the run learns from the English in this Python's own documentation, 2 MB of it:",
+            '!!!  enough to see that everything works, useless as a model.',
+            '!!!  C4: --config.data.files=/path/to/c4-train.*.json.gz (README.md).',
             '!' * 80,
         ]
     platform = mesh.devices.flat[0].platform
@@ -460,15 +462,12 @@ def compare_with_baseline(values: Mapping[str, float]) -> str:
     )
 
 
-def next_command(workdir: Path, files: str) -> str:
-    """Return where the results are and a command to try next, quoted for a shell.
-
-    `files`: the setting data.files.
-    """
+def next_command(workdir: Path, corpus: str) -> str:
+    """Return where the results are and a command to try next, quoted for a shell."""
     if workdir.is_relative_to(Path.cwd()):
         workdir = workdir.relative_to(Path.cwd())
     results = f"{workdir}: T5X checkpoints, metrics.jsonl, TensorBoard's events, the vocabulary."
-    if files:
+    if not corpus.startswith('pydoc'):
         tensorboard = shlex.join(['tensorboard', f'--logdir={workdir}'])
         after = f'{tensorboard} shows the curves; --config.train.steps goes on.'
     else:

@@ -63,10 +63,23 @@ def get_config() -> ConfigDict:
     config.data.files = ''
     # Files for validation, in the same form. '' holds out validation_fraction of data.files.
     config.data.validation_files = ''
-    # Field of a JSON object, or column of a table, that holds the text of a document.
+    # In place of files: a data set that TFDS prepared, NAME[/CONFIG][:VERSION] as in
+    # 'glue/cola:2.0.0', by default the newest version.
+    config.data.tfds = ''
+    # Folder of prepared TFDS data sets. '' is $TFDS_DATA_DIR, or ~/tensorflow_datasets.
+    config.data.tfds_dir = ''
+    # Split of data.tfds for training, as TFDS writes it: 'train', 'train[:90%]',
+    # 'train[100:200]+test'.
+    config.data.train_split = 'train'
+    # Split of data.tfds for validation. '' is the split validation or, if there is none, holds out
+    # validation_fraction of data.train_split.
+    config.data.validation_split = ''
+    # Field of a JSON object, column of a table, or feature of data.tfds that holds the text of a
+    # document.
     config.data.text_field = 'text'
     # Text to text: the inputs of an example, with slots for fields of a record, as in
-    # 'question: {question} context: {context}'.
+    # 'question: {question} context: {context}'. Of data.tfds, {answers/text/0} is the first text of
+    # a nested sequence, and the slot of a class label gives its number, not its name.
     config.data.inputs = ''
     # Text to text: the targets, as in '{answer}'. '' trains data.task on documents.
     config.data.targets = ''

@@ -12,6 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 LAYERS = (
     ('paths', 'partition', 'settings'),
     ('model', 'vocabulary', 'seqio_cache', 'parquet_source', 'checkpoint', 'optimizer'),
+    ('tfds_source',),
     ('sources',),
     ('loss', 'decode', 'objectives', 'features', 'mesh_tf', 'hugging_face'),
     ('tasks',),
@@ -35,6 +36,7 @@ HOST_SIDE = {  # without jax
     'paths',
     'seqio_cache',
     'settings',
+    'tfds_source',
 }
 MATH = {'model', 'loss', 'decode', 'optimizer', 'partition'}  # without files and ConfigDict
 FOREIGN_FORMATS = {'mesh_tf', 'hugging_face', 'convert'}
@@ -102,7 +104,7 @@ def test_only_the_run_knows_training():
     'modules, absent',
     [
         ('checkpoint', 'haiku model convert mesh_tf hugging_face optimizer train'),
-        ('data, sources, vocabulary', 'jax'),
+        ('data, sources, vocabulary', 'jax tensorflow_datasets'),
         ('main', 'jax tensorflow torch'),
     ],
 )
