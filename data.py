@@ -122,30 +122,30 @@ class Stream:
         is_packed = self.pack_examples is not None
         return features.encoder_decoder(rows, self.config.lengths, is_packed)
 
-    def tokenize(self, records: Sequence[Record]) -> list[dict[str, list[int]]]:
+    def tokenize(self, records: Sequence[Record]) -> list[dict[str, np.ndarray]]:
         """Return {feature: ids without EOS} of each record, of the features of the objective."""
         if self.source.is_tokenized:
             return [self._cached_ids(record) for record in records]
-        tokenized: list[dict[str, list[int]]] = [{} for _ in records]
+        tokenized: list[dict[str, np.ndarray]] = [{} for _ in records]
         for feature in self.objective.features:
             texts = [text_of(record, feature, self.config, self.templates) for record in records]
-            for record, ids in zip(tokenized, self.vocabulary.encode(texts), strict=True):
+            for record, ids in zip(tokenized, self.vocabulary.encode_as_arrays(texts), strict=True):
                 record[feature] = ids
         return tokenized
 
-    def _cached_ids(self, record: Record) -> dict[str, list[int]]:
+    def _cached_ids(self, record: Record) -> dict[str, np.ndarray]:
         """Return the ids of a record of a task cache, without EOS at their ends."""
         found = {}
         for feature in self.objective.features:
-            ids = record.fields[feature].tolist()
-            if ids and not 0 <= min(ids) <= max(ids) < self.vocabulary.size:
+            ids = record.fields[feature]
+            if ids.size and not 0 <= ids.min() <= ids.max() < self.vocabulary.size:
                 raise ValueError(
-                    f'{record.name}: feature {feature!r} has ids from {min(ids)} to {max(ids)}, and '
+                    f'{record.name}: feature {feature!r} has ids from {ids.min()} to {ids.max()}, and '
                     f'the vocabulary has {self.vocabulary.size}: name the one of the cache with '
                     'data.vocabulary'
                 )
-            if ids and ids[-1] == EOS_ID:
-                ids.pop()
+            if ids.size and ids[-1] == EOS_ID:
+                ids = ids[:-1]
             found[feature] = ids
         return found
 
@@ -183,7 +183,7 @@ class Stream:
             share = Share(seed=self.seed, epoch=0, lane=lane, num_lanes=self.batch_size)
             for document in self.source.documents(self.split, share):
                 [record] = self.tokenize([document.record])
-                if record['targets']:
+                if record['targets'].size:
                     return True
         return False
 

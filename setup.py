@@ -19,7 +19,7 @@ setup(
         'optax>=0.2.6',
         'protobuf>=7.36.1',  # older ones do not import the protobuf module of sentencepiece 0.2.3
         'safetensors>=0.4.3',
-        'sentencepiece>=0.2.0',
+        'sentencepiece>=0.2.3',  # the first that returns numpy arrays
         'tensorboard>=2.18',
         'tensorstore>=0.1.71',
     ],
