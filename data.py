@@ -1,41 +1,34 @@
-"""From documents to batches: a stream that resumes.
+"""From records to batches: a stream of one task or of a mixture, which resumes.
 
-    documents -> ids -> groups of 128 documents -> rows of raw ids -> an objective -> examples ->
-    batch
+    records -> texts -> ids -> an objective -> examples -> drawn by rate -> packed rows -> batch
 
 The host does all of this with numpy. Row r of every batch is lane r. Each lane reads its own part
-of every epoch, so a process parses and tokenizes only what its own rows need. All randomness is a
-function of the seed and of a position in the data, so a position is all that resuming needs.
-Imports no jax.
+of every epoch of every task, so a process parses and tokenizes only what its own rows need. All
+randomness is a function of the seed and of a position in the data, so a position is all that
+resuming needs. Imports no jax.
 """
 
-import collections
-import concurrent.futures
+import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import features
-from objectives import OBJECTIVES, Example, task_of
-from sources import (
-    CachedRecords,
-    Document,
-    Record,
-    Share,
-    Source,
-    Template,
-    permutation,
-    templates_of,
-)
+import sources
+from objectives import OBJECTIVES, Example
+from sources import CachedRecords, Document, Record, Share, permutation
+from tasks import OpenMixture, OpenTask
 from vocabulary import EOS_ID, Vocabulary
 
 # A window is what a lane packs at a time: examples that fill so many rows, and no more than these.
 ROWS_PER_WINDOW = 64
+MIN_ROWS_PER_WINDOW = 8
+ROWS_IN_ALL_WINDOWS = 1 << 16  # of all lanes together, where there are more than the least
 EXAMPLES_PER_WINDOW = 512
 
-NUM_TASKS = 1  # on the second axis of a position, before the window
+DRAWS_PER_BLOCK = 1024  # tasks that a lane draws at once
 
 
 class Position(NamedTuple):
@@ -52,20 +45,26 @@ class WindowPosition(NamedTuple):
 
     draw: int = 0
     given: int = 0
-    unused: int = 0  # as many fields as Position has
-    reserved: int = 0
+
+
+class Drawn(NamedTuple):
+    """An example, and the index of its task in the mixture."""
+
+    task: int
+    example: Example
 
 
 class Stream:
     """Iterator of batches: int32 [rows, length] under T5X's names, for `rows` of the global batch.
 
-    After `num_epochs` a row is padding. When all rows are, the stream ends. Raises ValueError for
-    settings that do not fit together and for a split without a document.
+    After `num_epochs` of a task a row is padding. When all rows are, the stream ends. A mixture has
+    no epochs: a task that ends begins its next one. Raises ValueError for settings that do not fit
+    together and for a split without a document.
     """
 
     def __init__(
         self,
-        source: Source,
+        mixture: OpenMixture,
         split: str,
         vocabulary: Vocabulary,
         config: Any,
@@ -74,22 +73,22 @@ class Stream:
         rows: range | None = None,
         num_epochs: int | None = None,
     ):
-        self.task = task_of(config)
-        self.source = source
+        self.mixture = mixture
         self.split = split
         self.vocabulary = vocabulary
         self.config = config
         self.batch_size = batch_size
         self.seed = seed
         self.rows = range(batch_size) if rows is None else rows
-        self.num_epochs = num_epochs
-        self.templates = templates_of(config)
-        self.objective = OBJECTIVES[self.task](config, vocabulary)
-        self.first_sentinel = vocabulary.size - self.objective.num_sentinels
+        self.num_epochs = num_epochs if mixture.is_single else None
+        self.tasks = [TokenizedTask(task, config, vocabulary) for task in mixture.tasks]
+        num_sentinels = max(task.objective.num_sentinels for task in self.tasks)
+        self.first_sentinel = vocabulary.size - num_sentinels
         self.pack_examples = PACKINGS[config.pack] if split == 'train' else None
-        self._check_features()
         self._check_not_empty()
-        self.seek(np.zeros((len(self.rows), NUM_TASKS + 1, len(Position._fields)), np.int64))
+        # Of each task, the examples given so far, and those that were cut: int64 [tasks, 2].
+        self.counts = np.zeros((len(self.tasks), 2), np.int64)
+        self.seek(np.zeros((len(self.rows), len(self.tasks) + 1, len(Position._fields)), np.int64))
 
     @property
     def position(self) -> np.ndarray:
@@ -103,12 +102,21 @@ class Stream:
         """Go to a position. Those of older runs, [rows, 4] and [rows, 1, 4], have no window."""
         if position.ndim == 2:
             position = position[:, None]
-        if position.shape[1] == NUM_TASKS:
+        if position.shape[1] == len(self.tasks):
             position = np.pad(position, ((0, 0), (0, 1), (0, 0)))
         self._lanes = self._open_lanes(position)
 
+    def first_epoch(self) -> 'Stream':
+        """Return a stream of the first epoch, the same rows; of a mixture, one without end."""
+        stream = copy.copy(self)
+        if self.mixture.is_single:
+            stream.num_epochs = 1
+        stream.counts = np.zeros_like(self.counts)
+        stream.seek(np.zeros_like(self.position))
+        return stream
+
     def describe(self, position: np.ndarray) -> list[str]:
-        """Return the names of the documents in each row of the batch at `position`."""
+        """Return the names of the records in each row of the batch at `position`."""
         lanes = self._open_lanes(position)
         return [', '.join(lane.next_record_names()) for lane in lanes]
 
@@ -119,19 +127,101 @@ class Stream:
         rows = [next(lane, []) for lane in self._lanes]
         if not any(rows):
             raise StopIteration
+        for drawn in itertools.chain.from_iterable(rows):
+            self.counts[drawn.task] += (1, drawn.example.is_trimmed)
+        examples = []
+        for row in rows:
+            examples.append([{'inputs': x.inputs, 'targets': x.targets} for _, x in row])
         is_packed = self.pack_examples is not None
-        return features.encoder_decoder(rows, self.config.lengths, is_packed)
+        return features.encoder_decoder(examples, self.config.lengths, is_packed)
 
-    def tokenize(self, records: Sequence[Record]) -> list[dict[str, np.ndarray]]:
-        """Return {feature: ids without EOS} of each record, of the features of the objective."""
+    def _open_lanes(self, position: np.ndarray) -> list['Lane']:
+        return [Lane(self, row, x) for row, x in zip(self.rows, position, strict=True)]
+
+    def seed_of(self, task: int) -> int | str:
+        """Return the seed of a task: in a mixture each has its own."""
+        if self.mixture.is_single:
+            return self.seed
+        return f'{self.seed} {self.tasks[task].name}'
+
+    def rows_per_window(self) -> int:
+        """Return how many rows a lane packs at a time: fewer where there are many lanes."""
+        share = max(ROWS_IN_ALL_WINDOWS // self.batch_size, MIN_ROWS_PER_WINDOW)
+        return min(share, ROWS_PER_WINDOW)
+
+    def _check_not_empty(self) -> None:
+        """Raise ValueError for a task without text in the split.
+
+        For validation it is enough that one task of a mixture has some.
+        """
+        without_text = [task for task in self.tasks if not self._has_text(task)]
+        if self.split == 'validation':
+            self.tasks = [task for task in self.tasks if task not in without_text]
+            if self.tasks:
+                return
+        for task in without_text:
+            task.raise_empty(self.split, self.config)
+
+    def _has_text(self, task: 'TokenizedTask') -> bool:
+        """Return whether an example of the first epoch has an id."""
+        if not task.source.may_hold(self.split):
+            return False
+        seed = self.seed_of(self.tasks.index(task))
+        for lane in range(self.batch_size):
+            share = Share(seed=seed, epoch=0, lane=lane, num_lanes=self.batch_size)
+            for document in task.source.documents(self.split, share):
+                for example in task.tokenize([document.record]):
+                    if example.ids['targets'].size:
+                        return True
+        return False
+
+
+class Tokenized(NamedTuple):
+    """One example: the name of its record, its texts, and their ids without EOS."""
+
+    name: str
+    texts: dict[str, str]  # none where the record has ids
+    ids: dict[str, np.ndarray]  # int32
+
+
+class TokenizedTask:
+    """A task whose records become ids: those of the features that its objective takes."""
+
+    def __init__(self, task: OpenTask, config: Any, vocabulary: Vocabulary):
+        self.name = task.name
+        self.task = task.task
+        self.source = task.source
+        self.rate = task.rate
+        self.vocabulary = vocabulary
+        self.objective = OBJECTIVES[task.task.objective](config, vocabulary)
+        self._check_features()
+
+    def tokenize(self, records: Sequence[Record]) -> list[Tokenized]:
+        """Return the examples of records: one of each, or as many as the task's function gives."""
         if self.source.is_tokenized:
-            return [self._cached_ids(record) for record in records]
-        tokenized: list[dict[str, np.ndarray]] = [{} for _ in records]
+            return [Tokenized(record.name, {}, self._cached_ids(record)) for record in records]
+        examples = []
+        for record in records:
+            for texts in self._texts(record):
+                examples.append(Tokenized(record.name, texts, ids={}))
         for feature in self.objective.features:
-            texts = [text_of(record, feature, self.config, self.templates) for record in records]
-            for record, ids in zip(tokenized, self.vocabulary.encode_as_arrays(texts), strict=True):
-                record[feature] = ids
-        return tokenized
+            texts_of_all = [example.texts.get(feature, '') for example in examples]
+            ids_of_all = self.vocabulary.encode_as_arrays(texts_of_all)
+            for example, ids in zip(examples, ids_of_all, strict=True):
+                example.ids[feature] = ids
+        return examples
+
+    def _texts(self, record: Record) -> list[dict[str, str]]:
+        """Return the texts of the examples of a record; none of a bad record that is skipped."""
+        if self.task.preprocess_fn is None:
+            return list(self.task.preprocess([record.fields]))
+        try:
+            return list(self.task.preprocess([record.fields]))
+        except Exception as error:  # a user's function may raise anything
+            path, _, position = record.name.rpartition(':')
+            reason = f'task {self.name!r}: {type(error).__name__}: {error}'
+            self.source.bad_lines.add(path, int(position), reason)
+            return []
 
     def _cached_ids(self, record: Record) -> dict[str, np.ndarray]:
         """Return the ids of a record of a task cache, without EOS at their ends."""
@@ -149,9 +239,6 @@ class Stream:
             found[feature] = ids
         return found
 
-    def _open_lanes(self, position: np.ndarray) -> list['Lane']:
-        return [Lane(self, row, x) for row, x in zip(self.rows, position, strict=True)]
-
     def _check_features(self) -> None:
         if not isinstance(self.source.train, CachedRecords):
             return
@@ -160,36 +247,32 @@ class Stream:
             if feature not in found:
                 raise ValueError(
                     f'{self.source.description} have no feature {feature!r}, which '
-                    f'data.task={self.config.task!r} needs: cache it, or set data.use_cached=no'
+                    f'data.task={self.name!r} needs: cache it, or set data.use_cached=no'
                 )
 
-    def _check_not_empty(self) -> None:
-        if self.source.may_hold(self.split) and self._has_text():
-            return
-        if self.split == 'validation' and self.source.validation is not None:
+    def raise_empty(self, split: str, config: Any) -> None:
+        """Raise ValueError because a split has no text."""
+        if split == 'validation' and self.source.validation is not None:
             raise ValueError(
-                f'data.validation_files={self.config.validation_files!r} holds no document: '
+                f'data.validation_files={self.task.validation_files!r} holds no document: '
                 "name files with text, or '' to validate on a part of data.files"
             )
         raise ValueError(
-            f'no document is in split {self.split!r} of {self.source.description} at '
+            f'no document is in split {split!r} of {self.source.description} at '
             f'data.validation_fraction={self.source.validation_fraction}: both splits need '
             'documents: change the fraction, or name more files'
         )
 
-    def _has_text(self) -> bool:
-        """Return whether a document of the first epoch has an id."""
-        for lane in range(self.batch_size):
-            share = Share(seed=self.seed, epoch=0, lane=lane, num_lanes=self.batch_size)
-            for document in self.source.documents(self.split, share):
-                [record] = self.tokenize([document.record])
-                if record['targets'].size:
-                    return True
-        return False
+
+class Window(NamedTuple):
+    """The rows that a lane packs at a time, and the number of the draw after it."""
+
+    rows: list[list[Drawn]]
+    end: int
 
 
 class Lane:
-    """Iterator of the rows of one lane: the examples, {feature: ids}, that share a row of a batch.
+    """Iterator of the rows of one lane: the examples that share a row of a batch.
 
     `position` is that of the next row, int64 [tasks + 1, 4].
     """
@@ -198,25 +281,28 @@ class Lane:
         self.position = position.copy()
         self._stream = stream
         self._row = row
-        self._reader = ExampleReader(stream, row, Position(*position[0].tolist()))
-        self._window: list[list[Example]] = []  # rows
-        self._num_examples = 0  # of the window
+        self._readers = []
+        for task in range(len(stream.tasks)):
+            start = Position(*position[task].tolist())
+            self._readers.append(ExampleReader(stream, task, row, start))
+        self._draws = Draws(stream, row)
+        self._window = Window(rows=[], end=0)
         self._given = 0  # rows of the window
 
     def __iter__(self) -> 'Lane':
         return self
 
-    def __next__(self) -> list[dict[str, np.ndarray]]:
+    def __next__(self) -> list[Drawn]:
         self._go_to_row()
-        row = self._window[self._given]
+        row = self._window.rows[self._given]
         self._given += 1
-        draw, *_ = self.position[-1]
-        if self._given < len(self._window):
-            self.position[-1] = WindowPosition(draw, self._given)
+        if self._given < len(self._window.rows):
+            self.position[-1, 1] = self._given
         else:
-            self.position[0] = self._reader.position
-            self.position[-1] = WindowPosition(draw + self._num_examples)
-        return [{'inputs': example.inputs, 'targets': example.targets} for example in row]
+            for drawn in itertools.chain.from_iterable(self._window.rows):
+                self.position[drawn.task] = self._readers[drawn.task].position
+            self.position[-1, :2] = WindowPosition(draw=self._window.end, given=0)
+        return row
 
     def next_record_names(self) -> list[str]:
         """Return the names of the records in the next row; none after the last row."""
@@ -224,47 +310,83 @@ class Lane:
             self._go_to_row()
         except StopIteration:
             return []
-        names = [name for example in self._window[self._given] for name in example.names]
+        names = [name for drawn in self._window.rows[self._given] for name in drawn.example.names]
         return list(dict.fromkeys(names))
 
     def _go_to_row(self) -> None:
         """Read a window where all rows are given. Raise StopIteration after the last epoch."""
-        if self._given < len(self._window):
+        if self._given < len(self._window.rows):
             return
-        window = WindowPosition(*self.position[-1].tolist())
-        examples = list(self._read_window())
+        draw, given = self.position[-1, :2].tolist()
+        examples = list(self._read_window(draw))
         if not examples:
             raise StopIteration
-        self._window = self._pack(examples, window.draw)
-        self._num_examples = len(examples)
-        self._given = window.given
+        self._window = Window(rows=self._pack(examples, draw), end=draw + len(examples))
+        self._given = given
 
-    def _read_window(self) -> Iterator[Example]:
-        """Yield the examples of the next window: one, if rows are not packed."""
+    def _read_window(self, first_draw: int) -> Iterator[Drawn]:
+        """Yield the examples of the next window: one, if rows are not packed.
+
+        A window of a single task ends with its epoch, so that few records start quickly.
+        """
+        is_packed = self._stream.pack_examples is not None
+        max_rows = self._stream.rows_per_window()
         num_rows = 0.0
-        for example in itertools.islice(self._reader, EXAMPLES_PER_WINDOW):
-            yield example
-            if self._stream.pack_examples is None:
+        first_epoch = None
+        for draw in range(first_draw, first_draw + EXAMPLES_PER_WINDOW):
+            task = self._draws[draw]
+            epoch = self._readers[task].next_epoch()
+            if first_epoch is None:
+                first_epoch = epoch
+            if epoch is None or (self._stream.mixture.is_single and epoch != first_epoch):
                 return
-            num_rows += max(self._sizes(example) / self._limits())
-            if num_rows >= ROWS_PER_WINDOW:
+            example = next(self._readers[task])
+            yield Drawn(task, example)
+            num_rows += self._share_of_row(example)
+            if not is_packed or num_rows >= max_rows:
                 return
 
-    def _pack(self, examples: list[Example], draw: int) -> list[list[Example]]:
+    def _share_of_row(self, example: Example) -> float:
+        lengths = self._stream.config.lengths
+        return max(len(example.inputs) / lengths.inputs, len(example.targets) / lengths.targets)
+
+    def _pack(self, examples: list[Drawn], draw: int) -> list[list[Drawn]]:
         """Return the rows of a window, packed and in a random order."""
         if self._stream.pack_examples is None:
             return [examples]
-        sizes = np.array([self._sizes(example) for example in examples])
-        rows = self._stream.pack_examples(sizes, self._limits())
+        lengths = self._stream.config.lengths
+        sizes = np.array([[len(x.inputs), len(x.targets)] for _, x in examples])
+        limits = np.array([lengths.inputs, lengths.targets])
+        rows = self._stream.pack_examples(sizes, limits)
         order = permutation(len(rows), 'rows', self._stream.seed, self._row, draw)
         return [[examples[i] for i in rows[k]] for k in order]
 
-    def _sizes(self, example: Example) -> np.ndarray:
-        return np.array([len(example.inputs), len(example.targets)])
 
-    def _limits(self) -> np.ndarray:
-        lengths = self._stream.config.lengths
-        return np.array([lengths.inputs, lengths.targets])
+class Draws:
+    """Which task each example of a lane comes from: draws[i] is that of example number i.
+
+    A function of the seed, the lane, i and the rates alone.
+    """
+
+    def __init__(self, stream: Stream, row: int):
+        self._stream = stream
+        self._row = row
+        rates = np.array([task.rate for task in stream.tasks])
+        self._ends = np.cumsum(rates / rates.sum())[:-1]  # of each task's part of [0, 1)
+        self._block: int | None = None
+        self._tasks: list[int] = []  # of the draws of the block
+
+    def __getitem__(self, draw: int) -> int:
+        if len(self._ends) == 0:
+            return 0
+        block, i = divmod(draw, DRAWS_PER_BLOCK)
+        if block != self._block:
+            bits = sources.random_bits(
+                (DRAWS_PER_BLOCK,), 'draws', self._stream.seed, self._row, block
+            )
+            self._tasks = np.searchsorted(self._ends, bits / 2**64, side='right').tolist()
+            self._block = block
+        return self._tasks[i]
 
 
 class ExampleReader:
@@ -273,9 +395,11 @@ class ExampleReader:
     It reads its own part of every epoch, in groups of records.
     """
 
-    def __init__(self, stream: Stream, row: int, position: Position):
+    def __init__(self, stream: Stream, task: int, row: int, position: Position):
         self.position = position
         self._stream = stream
+        self._task = stream.tasks[task]
+        self._seed = stream.seed_of(task)
         self._row = row
         self._documents = self._open_epoch(position)
         self._group = Group(end=position)
@@ -294,6 +418,14 @@ class ExampleReader:
             self.position = self._group.end
         return example
 
+    def next_epoch(self) -> int | None:
+        """Return the epoch of the next example; None after the last epoch."""
+        try:
+            self._go_to_example()
+        except StopIteration:
+            return None
+        return self._group.start.epoch
+
     def _go_to_example(self) -> None:
         """Read groups until one has an example left. Raise StopIteration after the last epoch."""
         while self._given >= len(self._group.examples):
@@ -301,11 +433,11 @@ class ExampleReader:
             self._given = self._group.start.given
 
     def _read_group(self, start: Position) -> 'Group':
-        group_size = self._stream.objective.records_per_group
+        group_size = self._task.objective.records_per_group
         documents = list(itertools.islice(self._documents, group_size))
         while not documents:
             share = self._share(start.epoch + 1)
-            start = Position(self._stream.source.next_epoch(self._stream.split, share))
+            start = Position(self._task.source.next_epoch(self._stream.split, share))
             if self._is_past_the_end(start):
                 raise StopIteration
             self._documents = self._open_epoch(start)
@@ -316,7 +448,7 @@ class ExampleReader:
         """Return the documents of the epoch of `position`, from there on."""
         if self._is_past_the_end(position):
             return iter(())
-        return self._stream.source.documents(
+        return self._task.source.documents(
             self._stream.split,
             self._share(position.epoch),
             pool=position.pool,
@@ -326,7 +458,7 @@ class ExampleReader:
     def _share(self, epoch: int) -> Share:
         """Return the part of an epoch that this lane reads."""
         return Share(
-            seed=self._stream.seed,
+            seed=self._seed,
             epoch=epoch,
             lane=self._row,
             num_lanes=self._stream.batch_size,
@@ -338,11 +470,11 @@ class ExampleReader:
 
     def _make_group(self, documents: list[Document], start: Position) -> 'Group':
         """Tokenize the documents, and make examples of them in a random order."""
-        stream = self._stream
-        key = (stream.seed, start.epoch, self._row, start.pool, start.offset)
-        records = stream.tokenize([document.record for document in documents])
-        names = [document.record.name for document in documents]
-        examples = stream.objective.examples(names, records, *key)
+        key = (self._seed, start.epoch, self._row, start.pool, start.offset)
+        tokenized = self._task.tokenize([document.record for document in documents])
+        names = [example.name for example in tokenized]
+        ids = [example.ids for example in tokenized]
+        examples = self._task.objective.examples(names, ids, *key)
         # Differs from T5X, which shuffles in a buffer of 1,000 examples: lanes read far apart, and
         # each shuffles the examples of its group. (The key's words make the order: keep them.)
         order = permutation(len(examples), 'pieces', *key)
@@ -368,25 +500,20 @@ def feature_lengths(config: Any) -> dict[str, int]:
     return {name: x.shape[1] for name, x in empty.items()}
 
 
-def training_texts(source: Source, config: Any) -> Iterator[str]:
-    """Yield the texts of an epoch from all over the corpus: what a vocabulary is trained on."""
-    if source.is_tokenized:
-        raise ValueError(
-            "data.vocabulary='' would train a vocabulary, and the ids of a task cache have one: name "
-            'it with data.vocabulary'
-        )
-    templates = templates_of(config)
+def training_texts(mixture: OpenMixture) -> Iterator[str]:
+    """Yield texts from all over the corpus, of all tasks in turn: a vocabulary is trained on them."""
     share = Share(seed=0, epoch=0, lane=0, num_lanes=1)
-    for document in source.documents('train', share):
-        for feature in templates or ('targets',):
-            yield text_of(document.record, feature, config, templates)
-
-
-def text_of(record: Record, feature: str, config: Any, templates: Mapping[str, Template]) -> str:
-    """Return the text of a feature: a template's, or the one field of a document."""
-    if templates:
-        return templates[feature].fill(record.fields)
-    return record.fields[config.text_field]
+    iterators = []
+    for task, source, _ in mixture.tasks:
+        if source.is_tokenized:
+            raise ValueError(
+                "data.vocabulary='' would train a vocabulary, and the ids of a task cache have one: "
+                'name it with data.vocabulary'
+            )
+        records = (document.record.fields for document in source.documents('train', share))
+        iterators.append(task.preprocess(records))
+    for example in sources.interleave(iterators):
+        yield from example.values()
 
 
 # Every value of data.pack.
@@ -395,35 +522,3 @@ PACKINGS: dict[str, Callable[[np.ndarray, np.ndarray], list[list[int]]] | None] 
     'greedily': features.pack_greedily,
     'tightly': features.pack_tightly,
 }
-
-
-class PrefetchedBatch(NamedTuple):
-    """A batch, and the stream's positions before and after it."""
-
-    features: dict[str, np.ndarray]
-    before: np.ndarray
-    after: np.ndarray
-
-
-def prefetch(stream: Stream, depth: int = 2) -> Iterator[PrefetchedBatch]:
-    """Yield the batches of a stream, made ahead in a thread.
-
-    An error in the thread is raised where its batch would have come.
-    """
-    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
-        ahead = collections.deque(thread.submit(next_batch, stream) for _ in range(depth))
-        while True:
-            batch = ahead.popleft().result()
-            if batch is None:
-                return
-            ahead.append(thread.submit(next_batch, stream))
-            yield batch
-
-
-def next_batch(stream: Stream) -> PrefetchedBatch | None:
-    """Return the next batch, None at the end of the stream."""
-    before = stream.position
-    features = next(stream, None)
-    if features is None:
-        return None
-    return PrefetchedBatch(features, before, after=stream.position)

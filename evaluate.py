@@ -3,7 +3,6 @@
 Source: T5X t5x/models.py, t5x/trainer.py (train-eval).
 """
 
-import copy
 import functools
 import itertools
 import math
@@ -113,15 +112,12 @@ class Evaluation:
         UNIGRAM_TOKENS positions of the training targets, or of their first epoch if that is
         shorter, whatever the number of steps. Each token counts once more than it occurs.
         """
-        training = copy.copy(self.training)
-        training.num_epochs = 1
-        training.seek(np.zeros_like(training.position))
         positions_per_batch = self.config.train.batch_size * self.config.data.lengths.targets
         num_batches = math.ceil(UNIGRAM_TOKENS / positions_per_batch)
 
         vocab_size = self.config.model.vocab_size
         own_counts = np.zeros((2, vocab_size), np.int64)
-        for batch in itertools.islice(training, num_batches):
+        for batch in itertools.islice(self.training.first_epoch(), num_batches):
             np.add.at(own_counts[0], batch['decoder_target_tokens'], 1)
         for batch in self.batches:
             np.add.at(own_counts[1], batch['decoder_target_tokens'], 1)

@@ -1,6 +1,7 @@
 """The command line: parse the flags, read the config, and do what --mode asks for.
 
     python main.py --config=configs/NAME.py[:ARG] [--workdir=DIR] [--config.KEY=VALUE ...]
+    python main.py --mode=cache --config=... --config.data.cache_dirs=DIR [--shard=i/n]
     python main.py --mode=convert --from=CHECKPOINT --to=FOLDER [--format=t5x|hf]
 
 Exit status: 0 done; 1 failed; 2 bad arguments or configuration (one line on stderr); 129, 130 and
@@ -32,16 +33,25 @@ config_flags.DEFINE_config_file(
     lock_config=True,
 )
 flags.DEFINE_string('workdir', default=None, help='The folder of the run; runs/NAME if not given.')
-flags.DEFINE_enum('mode', default='train', enum_values=['train', 'convert'], help='What to do.')
+flags.DEFINE_enum(
+    'mode', default='train', enum_values=['train', 'cache', 'convert'], help='What to do.'
+)
 flags.DEFINE_string(
     'from', default=None, help='The checkpoint to convert: T5X, Mesh-TF or Hugging Face.'
 )
 flags.DEFINE_string('to', default=None, help='The folder to write it to.')
 flags.DEFINE_enum('format', default='t5x', enum_values=['t5x', 'hf'], help='The format to write.')
-# The flags of each mode besides --mode.
-MODE_FLAGS = {
-    'train': ('config', 'workdir'),
-    'convert': ('from', 'to', 'format'),
+flags.DEFINE_string(
+    'shard', default='1/1', help='i/n caches part i of n, for n machines with the same command.'
+)
+# The modes that each flag besides --mode is for.
+MODES_OF_FLAG = {
+    'config': ('train', 'cache'),
+    'workdir': ('train',),
+    'shard': ('cache',),
+    'from': ('convert',),
+    'to': ('convert',),
+    'format': ('convert',),
 }
 CONFIGS = pathlib.Path(settings.base.__file__).resolve().parent
 HELP = {'--help', '-help', '-h', '--helpshort', '--helpfull', '-?'}
@@ -60,6 +70,14 @@ def main(argv: list[str]) -> int:
 
             source: Any = FLAGS['from'].value
             print(convert.convert_checkpoint(source, FLAGS.to, FLAGS.format))
+            return 0
+        if FLAGS.mode == 'cache':
+            import cache
+
+            part, num_parts = parse_shard(FLAGS.shard)
+            assert config is not None
+            for line in cache.cache(config.data, part, num_parts):
+                print(line)
             return 0
         import train  # imported late: a wrong flag is reported before JAX starts
 
@@ -165,10 +183,20 @@ def parse_flags(argv: list[str], file: str | None) -> None:
 
 def check_flags_of_mode() -> None:
     """Raise ValueError for a flag that belongs to another mode."""
-    for mode, names in MODE_FLAGS.items():
-        for name in names:
-            if mode != FLAGS.mode and FLAGS[name].present:
-                raise ValueError(f'--{name} is not for --mode={FLAGS.mode}: it needs --mode={mode}')
+    for name, modes in MODES_OF_FLAG.items():
+        if FLAGS[name].present and FLAGS.mode not in modes:
+            raise ValueError(
+                f'--{name} is not for --mode={FLAGS.mode}: it needs --mode={" or ".join(modes)}'
+            )
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """Return (i, n) of --shard=i/n, the first i being 1."""
+    part, separator, num_parts = text.partition('/')
+    if separator and part.isdecimal() and num_parts.isdecimal():
+        if 1 <= int(part) <= int(num_parts):
+            return int(part), int(num_parts)
+    raise ValueError(f'--shard={text}: write i/n with i from 1 to n, such as 1/8')
 
 
 def workdir_of_run() -> str:

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-import settings
-from sources import find_cache, permutation, random_bits
+from sources import permutation, random_bits
 from vocabulary import EOS_ID, Vocabulary
 
 
@@ -19,6 +18,7 @@ class Example(NamedTuple):
     inputs: np.ndarray
     targets: np.ndarray
     names: Sequence[str]  # of the records that it is made of
+    is_trimmed: bool = False  # its texts were longer than a row
 
 
 class Objective(Protocol):
@@ -32,7 +32,7 @@ class Objective(Protocol):
         """`config`: config.data. Raise ValueError for settings that do not fit the objective."""
 
     def examples(
-        self, names: Sequence[str], records: Sequence[Mapping[str, np.ndarray]], *key: int
+        self, names: Sequence[str], records: Sequence[Mapping[str, np.ndarray]], *key: int | str
     ) -> list[Example]:
         """Make examples of a group of named records, {feature: ids without EOS}, random by `key`."""
 
@@ -47,12 +47,12 @@ class Denoising:
     records_per_group = 128  # that are concatenated, as in t5/data/preprocessors.py
     raw_length: int  # ids that fill a row of the batch
 
-    def corrupt(self, raw_ids: np.ndarray, *key: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    def corrupt(self, raw_ids: np.ndarray, *key: int | str) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return (inputs, targets) of each row of int32 [rows, raw_length or less]."""
         raise NotImplementedError
 
     def examples(
-        self, names: Sequence[str], records: Sequence[Mapping[str, np.ndarray]], *key: int
+        self, names: Sequence[str], records: Sequence[Mapping[str, np.ndarray]], *key: int | str
     ) -> list[Example]:
         chunks = []
         chunk_names = []
@@ -99,7 +99,7 @@ class SpanCorruption(Denoising):
         self._check_lengths(max(targets_length, MIN_LENGTH))
         self._check_sentinels(vocabulary)
 
-    def corrupt(self, raw_ids: np.ndarray, *key: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    def corrupt(self, raw_ids: np.ndarray, *key: int | str) -> list[tuple[np.ndarray, np.ndarray]]:
         mask = random_spans_noise_mask(
             raw_ids.shape, self.noise_density, self.mean_span_length, *key
         )
@@ -147,16 +147,21 @@ class TextToText:
         self.lengths = config.lengths
 
     def examples(
-        self, names: Sequence[str], records: Sequence[Mapping[str, np.ndarray]], *key: int
+        self, names: Sequence[str], records: Sequence[Mapping[str, np.ndarray]], *key: int | str
     ) -> list[Example]:
+        max_inputs = self.lengths.inputs
+        max_targets = self.lengths.targets
         examples = []
         for name, record in zip(names, records, strict=True):
-            [inputs] = append_eos_after_trim(record['inputs'][None], self.lengths.inputs)
-            [targets] = append_eos_after_trim(record['targets'][None], self.lengths.targets)
+            [inputs] = append_eos_after_trim(record['inputs'][None], max_inputs)
+            [targets] = append_eos_after_trim(record['targets'][None], max_targets)
+            inputs_are_long = len(record['inputs']) >= max_inputs
+            targets_are_long = len(record['targets']) >= max_targets
             example = Example(
                 inputs=inputs,
                 targets=targets,
                 names=[name],
+                is_trimmed=inputs_are_long or targets_are_long,
             )
             examples.append(example)
         return examples
@@ -170,29 +175,6 @@ OBJECTIVES: dict[str, type[Objective]] = {
 }
 
 
-def task_of(config: Any) -> str:
-    """Return the objective of config.data: templates and other cached tasks are text_to_text.
-
-    Raises ValueError for a task that does not exist or that templates contradict.
-    """
-    if config.task not in OBJECTIVES and find_cache(config):
-        return 'text_to_text'
-    settings.check_task(config.task, OBJECTIVES)
-    if config.targets:
-        if config.task not in ('span_corruption', 'text_to_text'):
-            raise ValueError(
-                f'data.targets={config.targets!r} is text to text, and data.task={config.task!r} '
-                "is not: set data.task='text_to_text', or data.targets=''"
-            )
-        return 'text_to_text'
-    if config.task == 'text_to_text' and not find_cache(config):
-        raise ValueError(
-            "data.task='text_to_text' needs data.inputs and data.targets: name the fields of a "
-            "record in them, as '{question}' and '{answer}'"
-        )
-    return config.task
-
-
 # The parts of the objectives, under the names of t5/data/preprocessors.py.
 
 MIN_LENGTH = 3  # of inputs and targets: a token, a sentinel and EOS
@@ -200,7 +182,7 @@ MAX_RAW_LENGTH = 1 << 20
 MAX_DOCUMENT_TOKENS = 65536  # of a longer document one chunk is taken, as there
 
 
-def select_random_chunk(ids: np.ndarray, *key: int) -> np.ndarray:
+def select_random_chunk(ids: np.ndarray, *key: int | str) -> np.ndarray:
     """Return one aligned chunk of a long document; the last, short one is as likely as others."""
     num_chunks = -(-len(ids) // MAX_DOCUMENT_TOKENS)
     if num_chunks <= 1:
@@ -247,7 +229,7 @@ def random_spans_helper(
 
 
 def random_spans_noise_mask(
-    shape: tuple[int, int], density: float, mean_length: float, *key: int
+    shape: tuple[int, int], density: float, mean_length: float, *key: int | str
 ) -> np.ndarray:
     """Return bool [rows, length]: spans of non-noise and noise in turn, as many in every row."""
     num_rows = shape[0]

@@ -19,10 +19,15 @@ import google_crc32c
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
+import paths
+
 MASK_DELTA = 0xA282EAD8  # of TFRecord's checksums
 HEADER_BYTES = 12  # of a record: its length, and the checksum of that
 FOOTER_BYTES = 4  # the checksum of the content
 TEXT = 'string'  # the dtype of bytes in info.json
+FEATURES = ('inputs', 'targets')  # of the caches that this program writes
+ORIGIN = 'cache.json'  # what such a cache was made of
+SEQIO_VERSION = '0.0.20'  # whose layout it has
 
 
 class FeatureInfo(NamedTuple):
@@ -140,6 +145,31 @@ def read_examples(split: Split) -> Iterator[dict[str, Any]]:
                 yield decode(content, split)
             except ValueError as error:
                 raise ValueError(f'{file}, record at byte {offset}: {error}') from None
+
+
+def write_info(folder: Path, split: str, statistics: Sequence[Mapping[str, int]]) -> None:
+    """Write info and stats of a split from the statistics of its shards."""
+    total = {'examples': sum(shard['examples'] for shard in statistics)}
+    features = {}
+    for name in FEATURES:
+        total[f'{name}_tokens'] = sum(shard[f'{name}_tokens'] for shard in statistics)
+        total[f'{name}_max_tokens'] = max(shard[f'{name}_max_tokens'] for shard in statistics)
+        features[name] = {'dtype': 'int32', 'shape': [None]}
+        features[f'{name}_pretokenized'] = {'dtype': TEXT, 'shape': []}
+    info: dict[str, Any] = {
+        'features': features,
+        'num_shards': len(statistics),
+        'seqio_version': SEQIO_VERSION,
+    }
+    if total['examples'] == 0:
+        info = {}  # as SeqIO says of a split without examples
+    write_json(folder / f'stats.{split}.json', total)
+    write_json(folder / f'info.{split}.json', info)
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write an object as SeqIO does."""
+    paths.replace_file(file, json.dumps(content, indent=2, sort_keys=True).encode())
 
 
 # Examples.

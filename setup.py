@@ -22,6 +22,7 @@ setup(
         'sentencepiece>=0.2.3',  # the first that returns numpy arrays
         'tensorboard>=2.18',
         'tensorstore>=0.1.71',
+        'tqdm>=4.66',
     ],
     extras_require={
         # Tests.

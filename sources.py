@@ -38,6 +38,7 @@ import settings
 MAX_BLOCK_BYTES = 1 << 16
 MIN_BLOCKS = 4096  # of a corpus; a small one has smaller blocks
 BLOCKS_PER_POOL = 8
+MAX_SMALL_BYTES = 1 << 22  # of a corpus whose lines are counted when it is opened
 
 MAX_CACHE_BLOCKS = 1 << 20  # of a task cache
 
@@ -51,6 +52,7 @@ POOLS_PER_ROUND = 1 << 32
 # A longer line of plain text is cut into documents of at most CUT_BYTES.
 MAX_LINE_BYTES = 1 << 20
 CUT_BYTES = 1 << 11
+NEWLINE = ord('\n')
 
 # The digest of a file counts all of a small file, and some blocks of a larger one.
 MAX_BYTES_DIGESTED_WHOLE = 1 << 20
@@ -85,7 +87,7 @@ class Record(NamedTuple):
 class Share(NamedTuple):
     """The part of an epoch that one lane reads. Lane r fills row r of every batch."""
 
-    seed: int
+    seed: int | str
     epoch: int
     lane: int
     num_lanes: int
@@ -191,21 +193,29 @@ class Source:
 
 def content_of(record: Record) -> bytes:
     """Return the fields of a record as bytes."""
-    return b''.join(
-        x.encode() if isinstance(x, str) else x.tobytes() for x in record.fields.values()
-    )
+    return b''.join(map(bytes_of, record.fields.values()))
 
 
-def open_source(config) -> Source:
+def bytes_of(value: Any) -> bytes:
+    """Return a text, an array of ids, or another value of JSON as bytes."""
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    return json.dumps(value).encode()
+
+
+def open_source(config, whole_records: bool = False) -> Source:
     """Open the files of `config.files` (globs, comma-separated), else the prose of this Python.
 
-    Files are read in the order of their digests, so that names and folders change nothing. Raises
+    A record has the fields that the settings name; with `whole_records` all of them, as they are
+    in JSON. Files are read in the order of their digests, so that names and folders change nothing. Raises
     ValueError for settings that do not fit together, for files that cannot be read and, unless bad
     lines are skipped, for empty files.
     """
     if not config.text_field:
         raise ValueError("data.text_field='' names no field: name one, C4's is 'text'")
-    cache = find_cache(config)
+    cache = find_cache(config, config.task)
     if cache is not None:
         return cached_source(config, cache)
     bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction)
@@ -216,47 +226,58 @@ def open_source(config) -> Source:
             f'data.validation_files={config.validation_files!r} needs data.files besides: name both'
         )
     if not names:
-        if config.targets:
-            raise ValueError(f'data.targets={config.targets!r} needs records: name data.files')
+        if config.targets or whole_records:
+            raise ValueError(
+                f'task {config.task!r} with inputs={config.inputs!r} and targets={config.targets!r} '
+                'needs records: name its files (data.files)'
+            )
         return pydoc_source(config)
     train = read_records('data.files', 'train', names)
     validation = read_records('data.validation_files', 'validation', validation_names)
     check_disjoint(train, validation)
     warn_of_json_in_text(names + validation_names)
 
-    parser = LineParser(config, bad_lines)
+    parser = LineParser(config, bad_lines, whole_records)
     check_headers(names + validation_names, parser)
     validation_part = None
     if validation:
         validation_part = open_files(validation, parser)
     num_bytes = sum(record.num_bytes for record in train)
+    content: list[Any] = [record.content for record in train + validation]
+    train_part = open_files(train, parser)
+    if isinstance(train_part, PlainFiles) and train_part.blocks_with_lines is not None:
+        content.append('blocks with lines')  # earlier versions read all blocks, in another order
     return Source(
         description=f'{len(train):,} text file(s), {num_bytes:,} bytes',
         corpus='files',
-        fingerprint=digest([record.content for record in train + validation]),
+        fingerprint=digest(content),
         validation_fraction=config.validation_fraction,
         bad_lines=bad_lines,
-        train=open_files(train, parser),
+        train=train_part,
         validation=validation_part,
         files=tuple(train + validation),
     )
 
 
-def find_cache(config) -> pathlib.Path | None:
-    """Return the folder of the cache of `config.task`, if it is to be read.
+def find_cache(config, task: str) -> pathlib.Path | None:
+    """Return the folder of the cache of a task, if it is to be read.
 
     Raises ValueError if there is none and `config.use_cached` is yes.
     """
     if config.use_cached == 'no':
         return None
-    roots = [disk_path('data.cache_dirs', name) for name in split_names(config.cache_dirs)]
-    folder = seqio_cache.find(roots, config.task)
+    folder = seqio_cache.find(cache_roots(config), task)
     if folder is None and config.use_cached == 'yes':
         raise ValueError(
             f'data.use_cached=yes, and data.cache_dirs={config.cache_dirs!r} holds no complete cache '
-            f'of data.task={config.task!r}: name its root, or set data.use_cached=auto'
+            f'of data.task={task!r}: name its root, or set data.use_cached=auto'
         )
     return folder
+
+
+def cache_roots(config) -> list[pathlib.Path]:
+    """Return the folders of data.cache_dirs."""
+    return [disk_path('data.cache_dirs', name) for name in split_names(config.cache_dirs)]
 
 
 def cached_source(config, folder: pathlib.Path) -> Source:
@@ -353,7 +374,11 @@ def describe_changes(old: list[dict] | None, new: list[dict]) -> str:
         if (file.split, file.path) not in missing_names:
             new_names.append(f'{file.path} (new)')
     if not missing and not added:
-        return 'the files hold what they held'
+        return (
+            'the files hold what they held, so tasks or rates of data.module changed, or an earlier '
+            'version of this program read the files in another order: restore those, or name '
+            'another --workdir'
+        )
     changes = settings.first_ten(changed + gone + new_names)
     return (
         f"the files do not hold what the run's held: {changes}: restore those files, or name "
@@ -574,15 +599,19 @@ def open_files(files: list[FileRecord], parser: 'LineParser') -> 'Blocks | Gzipp
 class LineParser:
     """Makes a record of a line: some fields of a JSON object or of a row of a table, or the line.
 
-    A record without templates has one field, `config.text_field`.
+    A record without templates has one field, `config.text_field`; with `whole_records` it has all,
+    which a task's function reads.
     """
 
-    def __init__(self, config, bad_lines: 'BadLines'):
+    def __init__(self, config, bad_lines: 'BadLines', whole_records: bool = False):
         self.text_field = config.text_field
         self.templates = templates_of(config)
         self.bad_lines = bad_lines
+        self.whole_records = whole_records
         self.fields: tuple[str, ...] = (config.text_field,)
-        if self.templates:
+        if whole_records:
+            self.fields = ()
+        elif self.templates:
             found = [field for template in self.templates.values() for field in template.fields]
             self.fields = tuple(dict.fromkeys(found))
 
@@ -605,16 +634,18 @@ class LineParser:
             return None
         return Record(name=f'{path}:{position}', fields=fields)
 
-    def fields_of(self, path: str, position: int, line: str) -> dict[str, str] | None:
+    def fields_of(self, path: str, position: int, line: str) -> dict[str, Any] | None:
         """Return the fields of a line; None for a blank line and for the header of a table."""
         kind = kind_of(path)
         if not line.strip():
             return None
         if kind == 'json':
             content = json_object(line.strip(), self.text_field)
+            if self.whole_records:
+                return content
             return {field: self.json_text(content, field) for field in self.fields}
         if kind == 'text':
-            return {field: line.strip() for field in self.fields}
+            return dict.fromkeys(self.fields or (self.text_field,), line.strip())
         if position == first_position(path):
             return None
         return self.fields_of_row(path, line)
@@ -628,7 +659,7 @@ class LineParser:
                 f'{len(row)} columns, and the header has {len(header)}; correct the row'
             )
         columns = dict(zip(header, row, strict=True))
-        return {field: columns[field].strip() for field in self.fields}
+        return {field: columns[field].strip() for field in self.fields or header}
 
     def json_text(self, content: dict, field: str) -> str:
         """Return a field of a JSON object as text."""
@@ -861,6 +892,7 @@ class Blocks:
     """
 
     num_blocks: int
+    num_records: int | None = None  # where it is known without reading all of them
 
     def read(self, block: int) -> list[Record | None]:
         """Return the records of a block; None for a line that holds none."""
@@ -900,6 +932,7 @@ class RecordsInMemory(Blocks):
     def __init__(self, records: list[Record]):
         self.records = records
         self.num_blocks = len(records)
+        self.num_records = len(records)
 
     def read(self, block: int) -> list[Record | None]:
         return [self.records[block]]
@@ -918,7 +951,7 @@ class CachedRecords(Blocks):
         self.bad_lines = bad_lines
         self.offsets = [seqio_cache.record_offsets(name) for name in names]
         self.first_records = np.cumsum([0] + [len(offsets) for offsets in self.offsets])
-        self.num_records = int(self.first_records[-1])
+        self.num_records: int = int(self.first_records[-1])
         self.records_per_block = max(-(-self.num_records // MAX_CACHE_BLOCKS), 1)
         self.num_blocks = -(-self.num_records // self.records_per_block)
 
@@ -956,6 +989,11 @@ class PlainFiles(Blocks):
         blocks_per_file = [-(-size // self.block_bytes) for size in sizes]
         self.first_blocks = np.cumsum([0] + blocks_per_file)  # [files + 1]
         self.num_blocks = int(self.first_blocks[-1])
+        # In a small corpus most blocks lie within a line: only those count in which one starts.
+        self.blocks_with_lines: np.ndarray | None = None
+        if sum(sizes) <= MAX_SMALL_BYTES:
+            self.blocks_with_lines = self.find_lines()
+            self.num_blocks = len(self.blocks_with_lines)
         self.readers: list[Callable] = []
         for name, size in zip(names, sizes, strict=True):
             kind = kind_of(name)
@@ -966,7 +1004,27 @@ class PlainFiles(Blocks):
             else:
                 self.readers.append(lines_that_start_in)
 
+    def find_lines(self) -> np.ndarray:
+        """Return the blocks in which a line starts, or which are a part of a line that is cut."""
+        found = []
+        for name, first_block in zip(self.names, self.first_blocks, strict=False):
+            content = np.fromfile(name, np.uint8)
+            starts = np.flatnonzero(content == NEWLINE) + 1
+            starts = np.concatenate([[0], starts[starts < len(content)]])
+            lengths = np.diff(starts, append=len(content))
+            blocks = [starts // self.block_bytes]
+            for start, length in zip(starts, lengths, strict=True):
+                if length > MAX_LINE_BYTES:
+                    last = start + length - 1
+                    blocks.append(
+                        np.arange(start // self.block_bytes, last // self.block_bytes + 1)
+                    )
+            found.append(first_block + np.unique(np.concatenate(blocks)))
+        return np.concatenate(found)
+
     def read(self, block: int) -> list[Record | None]:
+        if self.blocks_with_lines is not None:
+            block = int(self.blocks_with_lines[block])
         file_index = int(np.searchsorted(self.first_blocks, block, side='right')) - 1
         name = self.names[file_index]
         start = (block - int(self.first_blocks[file_index])) * self.block_bytes
@@ -1178,6 +1236,8 @@ class GzippedFiles:
     The pools of round r are numbered from r * POOLS_PER_ROUND on.
     """
 
+    num_records = None  # nobody knows before reading all of them
+
     def __init__(self, names: list[str], parse: LineParser):
         self.names = names
         self.parse = parse
@@ -1341,7 +1401,7 @@ def permutation(length: int, *key: int | str) -> np.ndarray:
     return np.argsort(random_bits((length,), *key), kind='stable')
 
 
-def epoch_order(num_blocks: int, seed: int, epoch: int) -> np.ndarray:
+def epoch_order(num_blocks: int, seed: int | str, epoch: int) -> np.ndarray:
     """Return the random order of all blocks in an epoch; kept, because every lane asks for it."""
     if num_blocks <= 2 * MIN_BLOCKS:  # then lanes are in many epochs at the same time
         return order_of_few(num_blocks, seed, epoch)
@@ -1349,13 +1409,13 @@ def epoch_order(num_blocks: int, seed: int, epoch: int) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=256)
-def order_of_few(num_blocks: int, seed: int, epoch: int) -> np.ndarray:
+def order_of_few(num_blocks: int, seed: int | str, epoch: int) -> np.ndarray:
     return permutation(num_blocks, 'epoch', seed, epoch)
 
 
-@functools.lru_cache(maxsize=4)
-def order_of_many(num_blocks: int, seed: int, epoch: int) -> np.ndarray:
-    return permutation(num_blocks, 'epoch', seed, epoch)
+@functools.lru_cache(maxsize=128)  # a mixture has many tasks
+def order_of_many(num_blocks: int, seed: int | str, epoch: int) -> np.ndarray:
+    return permutation(num_blocks, 'epoch', seed, epoch).astype(np.uint32)
 
 
 def digest(content: list) -> str:

@@ -1,11 +1,91 @@
-"""Tasks by name, and mixtures of them: names with rates. Imports no jax."""
+"""Tasks by name, and mixtures of them: names with rates.
 
+A task says where its records come from and how each becomes texts. `find` looks a name up: in the
+user's own file (data.module), among the objectives, which read what config.data names, and among
+the task caches. Imports no jax.
+"""
+
+import copy
 import dataclasses
+import functools
+import importlib.util
 import math
-from collections.abc import Callable, Mapping
+import pathlib
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import paths
+import settings
+import sources
+from objectives import OBJECTIVES
+from sources import Source, Template
 
 # A number, or a function from the number of examples of a task.
 Rate = float | Callable[[int], float]
+PreprocessFn = Callable[[Mapping[str, Any]], Iterable[Mapping[str, str]]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Task:
+    """Where the records of a task come from, and how each becomes texts.
+
+    The fields from `files` to `targets` are the settings of that name in config.data. All others,
+    such as the lengths, are the config's.
+    """
+
+    name: str
+    files: str = ''
+    validation_files: str = ''
+    text_field: str = 'text'
+    inputs: str = ''
+    targets: str = ''
+    # From the fields of a record to its examples, each {'inputs': text, 'targets': text}: none, one
+    # or several. Instead of `inputs` and `targets`.
+    preprocess_fn: PreprocessFn | None = None
+    objective: str = 'text_to_text'  # a key of objectives.OBJECTIVES
+
+    def settings(self, config: Any) -> Any:
+        """Return config.data with the values of this task."""
+        own = copy.deepcopy(config)
+        own.task = self.name
+        own.files = self.files
+        own.validation_files = self.validation_files
+        own.text_field = self.text_field
+        own.inputs = self.inputs
+        own.targets = self.targets
+        return own
+
+    @functools.cached_property
+    def templates(self) -> dict[str, Template]:
+        """{feature: template} of `inputs` and `targets`."""
+        return sources.templates_of(self)
+
+    def preprocess(self, records: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
+        """Yield the examples of records, {feature: text}. Raises ValueError for one without text."""
+        for fields in records:
+            if self.preprocess_fn is not None:
+                for example in self.preprocess_fn(fields):
+                    check_texts(example)
+                    yield dict(example)
+            elif self.templates:
+                yield {name: template.fill(fields) for name, template in self.templates.items()}
+            else:
+                yield {'targets': fields[self.text_field]}
+
+
+def check_texts(example: Any) -> None:
+    """Raise ValueError unless a user's function gave an example."""
+    if not isinstance(example, Mapping) or 'targets' not in example:
+        raise ValueError(
+            f"preprocess_fn gave {example!r:.60}: give {{'inputs': ..., 'targets': ...}}"
+        )
+    for name in ('inputs', 'targets'):
+        if not isinstance(example.get(name, ''), str):
+            raise ValueError(
+                f'preprocess_fn gave {name!r} as {example[name]!r:.40}, no text: give a str'
+            )
 
 
 def proportional(
@@ -32,10 +112,24 @@ def proportional(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mixture:
-    """Tasks and mixtures with rates. Of a mixture within, the tasks share its rate."""
+    """Tasks and mixtures, or their names, with rates.
+
+    The tasks of a mixture within share its rate.
+    """
 
     name: str
-    members: Mapping['str | Mixture', Rate]
+    members: Mapping['str | Task | Mixture', Rate]
+
+    @property
+    def tasks(self) -> dict[str, Task]:
+        """The tasks, by name, of a mixture in which all names are looked up."""
+        found: dict[str, Task] = {}
+        for member in self.members:
+            if isinstance(member, Task):
+                found[member.name] = member
+            elif isinstance(member, Mixture):
+                found |= member.tasks
+        return found
 
     def rates(self, sizes: Mapping[str, int]) -> dict[str, float]:
         """Return the rate of each task, not normalized, the same task's rates summed.
@@ -49,8 +143,9 @@ class Mixture:
                 shares = member.shares(sizes)
                 weight = self.weight_of(member, rate)
             else:
-                shares = {member: 1.0}
-                weight = self.rate_of(member, rate, sizes)
+                name = member.name if isinstance(member, Task) else member
+                shares = {name: 1.0}
+                weight = self.rate_of(name, rate, sizes)
             for task, share in shares.items():
                 total[task] = total.get(task, 0.0) + weight * share
         if not total:
@@ -93,3 +188,244 @@ class Mixture:
                 'more'
             )
         return float(rate)
+
+
+# Looking names up.
+
+
+def find(config: Any) -> Task | Mixture:
+    """Return the task or mixture of config.data.task; all names in a mixture are looked up.
+
+    Raises ValueError for a name that does not exist, and for settings that contradict it.
+    """
+    return look_up(config.task, config)
+
+
+def look_up(name: str, config: Any, parents: tuple[str, ...] = ()) -> Task | Mixture:
+    """Return the task or mixture of a name, which is in the mixtures `parents`."""
+    own = own_tasks(config.module)
+    if name not in own:
+        return task_of_settings(name, config, available=[*OBJECTIVES, *own])
+    found = own[name]
+    if isinstance(found, Mixture):
+        return with_members(found, config, parents)
+    return found
+
+
+def with_members(mixture: Mixture, config: Any, parents: tuple[str, ...]) -> Mixture:
+    """Return a mixture with tasks and mixtures in place of their names."""
+    if mixture.name in parents:
+        raise ValueError(
+            f'mixture {mixture.name!r} is in itself ({" > ".join([*parents, mixture.name])}): leave '
+            'one of them out'
+        )
+    parents = (*parents, mixture.name)
+    members: dict[str | Task | Mixture, Rate] = {}
+    for member, rate in mixture.members.items():
+        if isinstance(member, str):
+            members[look_up(member, config, parents)] = rate
+        elif isinstance(member, Mixture):
+            members[with_members(member, config, parents)] = rate
+        else:
+            members[member] = rate
+    return Mixture(mixture.name, members)
+
+
+def task_of_settings(name: str, config: Any, available: Sequence[str]) -> Task:
+    """Return the task that the settings describe: templates, an objective, or a task cache.
+
+    `available`: the names that the message has where there is no such task.
+    """
+    if config.targets:
+        return text_to_text_task(name, config)
+    if name in OBJECTIVES and name != 'text_to_text':
+        return Task(
+            name=name,
+            files=config.files,
+            validation_files=config.validation_files,
+            text_field=config.text_field,
+            objective=name,
+        )
+    if sources.find_cache(config, name) is not None:
+        return Task(name)
+    if name == 'text_to_text':
+        raise ValueError(
+            "data.task='text_to_text' needs data.inputs and data.targets: name the fields of a "
+            "record in them, as '{question}' and '{answer}'"
+        )
+    settings.check_task(name, available)
+    raise AssertionError(name)
+
+
+def text_to_text_task(name: str, config: Any) -> Task:
+    """Return the task of data.inputs and data.targets. Its name is free, for its cache."""
+    if name == 'span_corruption':  # the default
+        name = 'text_to_text'
+    if name in OBJECTIVES and name != 'text_to_text':
+        raise ValueError(
+            f'data.targets={config.targets!r} is text to text, and data.task={name!r} is not: set '
+            "data.task='text_to_text', or data.targets=''"
+        )
+    return Task(
+        name=name,
+        files=config.files,
+        validation_files=config.validation_files,
+        text_field=config.text_field,
+        inputs=config.inputs,
+        targets=config.targets,
+    )
+
+
+# The user's own file of tasks.
+
+
+def own_tasks(module: str) -> dict[str, Task | Mixture]:
+    """Return {name: task or mixture} of the list TASKS in data.module; none if that is ''."""
+    if not module:
+        return {}
+    file = module_file(module)
+    found = getattr(load_module(file, file.stat().st_mtime_ns), 'TASKS', None)
+    if not isinstance(found, list | tuple):
+        raise ValueError(f'{file} has no list TASKS: write TASKS = [Task(...), Mixture(...)]')
+    named: dict[str, Task | Mixture] = {}
+    for entry in found:
+        if not isinstance(entry, Task | Mixture):
+            raise ValueError(f'{file}: TASKS has {entry!r:.40}: use tasks.Task and tasks.Mixture')
+        if entry.name in named or entry.name in OBJECTIVES:
+            raise ValueError(f'{file}: two tasks have the name {entry.name!r}: rename one')
+        if isinstance(entry, Task) and entry.objective not in OBJECTIVES:
+            raise ValueError(
+                f'{file}: task {entry.name!r} has objective={entry.objective!r}: use one of '
+                f'{", ".join(OBJECTIVES)}'
+            )
+        named[entry.name] = entry
+    return named
+
+
+def module_file(module: str) -> pathlib.Path:
+    """Return the file of data.module: a path, or a name in the current folder."""
+    file = paths.disk_path(module)
+    if not file.is_file() and file.suffix != '.py':
+        file = file.with_name(file.name + '.py')
+    if not file.is_file():
+        raise ValueError(f'data.module={module!r}: {file} is no file: name a Python file')
+    return file
+
+
+@functools.lru_cache(maxsize=4)
+def load_module(file: pathlib.Path, modified: int) -> ModuleType:
+    """Run a user's Python file, under a name that collides with no other. `modified`: its time."""
+    spec = importlib.util.spec_from_file_location('user_tasks', file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise ValueError(f'{error.filename}, line {error.lineno}: {error.msg}') from error
+    except Exception as error:  # a program of the user's may raise anything
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(
+            f'{line.filename}, line {line.lineno}: {type(error).__name__}: {error}'
+        ) from error
+    return module
+
+
+# Opening them.
+
+
+class OpenTask(NamedTuple):
+    """A task whose source is open. `rate` is its share of the mixture."""
+
+    task: Task
+    source: Source
+    rate: float
+
+    @property
+    def name(self) -> str:
+        return self.task.name
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenMixture:
+    """What config.data.task names, open: the tasks, sorted by name. A task is a mixture of one."""
+
+    name: str
+    tasks: tuple[OpenTask, ...]
+    fingerprint: str  # a run may go on with a mixture of the same fingerprint only
+
+    @property
+    def is_single(self) -> bool:
+        return len(self.tasks) == 1
+
+    @property
+    def corpus(self) -> str:
+        """What Source.corpus says of the tasks."""
+        return ', '.join(sorted({task.source.corpus for task in self.tasks}))
+
+    @property
+    def description(self) -> str:
+        """One line: the source of a task, or the rates of a mixture."""
+        if self.is_single:
+            return self.tasks[0].source.description
+        rates = [f'{task.name} {task.rate:.3g}' for task in self.tasks]
+        return f'mixture of {len(self.tasks)} tasks: {settings.first_ten(rates)}'
+
+    def files_as_json(self) -> list[dict[str, Any]]:
+        """Return the files of all tasks, as `sources.describe_changes` takes them."""
+        return [file for task in self.tasks for file in task.source.files_as_json()]
+
+    def faults(self) -> tuple[list[str], int]:
+        """Return the lines left out since the last call, and the number of all."""
+        descriptions = []
+        total = 0
+        for task in self.tasks:
+            new, count = task.source.faults()
+            descriptions += new
+            total += count
+        return descriptions, total
+
+
+def open_mixture(config: Any) -> OpenMixture:
+    """Open the sources of what config.data.task names.
+
+    Raises ValueError for names, rates and sources that are not valid.
+    """
+    found = find(config)
+    if isinstance(found, Task):
+        source = open_task(found, config)
+        tasks = [OpenTask(found, source, rate=1.0)]
+        if found.name not in own_tasks(config.module):  # config.json has its texts
+            return OpenMixture(found.name, tuple(tasks), source.fingerprint)
+    else:
+        tasks = open_tasks(found, config)
+    return OpenMixture(found.name, tuple(tasks), fingerprint_of(tasks))
+
+
+def open_tasks(mixture: Mixture, config: Any) -> list[OpenTask]:
+    """Open the sources of a mixture whose names are looked up. Tasks of rate 0 are left out."""
+    opened = {}
+    sizes = {}
+    for name, task in mixture.tasks.items():
+        opened[name] = open_task(task, config)
+        num_records = opened[name].train.num_records
+        if num_records is not None:
+            sizes[name] = num_records
+    tasks = []
+    for name, rate in sorted(mixture.shares(sizes).items()):
+        if rate > 0:
+            tasks.append(OpenTask(mixture.tasks[name], opened[name], rate))
+    return tasks
+
+
+def fingerprint_of(tasks: Sequence[OpenTask]) -> str:
+    """Return a hash of the texts and the rates of tasks; a function's code is not in it."""
+    content: list[Any] = []
+    for task, source, rate in tasks:
+        content.append([task.name, task.objective, task.inputs, task.targets])
+        content.append([source.fingerprint, round(rate, 12)])
+    return sources.digest(content)
+
+
+def open_task(task: Task, config: Any) -> Source:
+    """Open the source of a task."""
+    return sources.open_source(task.settings(config), whole_records=task.preprocess_fn is not None)

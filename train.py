@@ -36,13 +36,13 @@ import data
 import evaluate
 import loss
 import model
-import objectives
 import optimizer
 import partition
 import paths
 import plan
+import prefetch
 import settings
-import sources
+import tasks
 import workdir
 from vocabulary import Vocabulary, find_or_train_vocabulary, find_vocabulary
 
@@ -253,7 +253,6 @@ class Run(NamedTuple):
     lock: IO  # while it is open, no other process uses the workdir
     mesh: Mesh
     train_step: Any  # compiled; None where the run is finished
-    source: sources.Source
     stream: data.Stream
     vocabulary: Vocabulary
     evaluation: evaluate.Evaluation
@@ -319,24 +318,25 @@ def take_steps(run: Run, saver: checkpoint.Saver, stop_request: 'StopRequest') -
     config = run.config
     state = run.state
     interval = Interval(run.interval)
-    batches = data.prefetch(run.stream)
+    batches = Batches(run)
     clock = Clock()
-    last = config.train.steps
     step = run.first_step
     if run.evaluation_is_due:
         with clock.paused():
             evaluate_step(run, step, state, stop_request)
-    while step < last and not stop_request.signal:
+    while step < config.train.steps and not batches.have_ended and not stop_request.signal:
         step += 1
-        log_now = is_due(step, config.log.every_steps, last)
-        save_now = is_due(step, config.save.every_steps, last)
-        evaluate_now = is_due(step, config.eval.every_steps, last)
         saver.check()
         with clock.taking_step():
             with clock.waiting_for_data():
-                batch, before, after = next(batches)
-            state, step_metrics = run.train_step(state, partition.place_rows(run.mesh, batch))
-            interval.add(step_metrics, batch, before)
+                batch = batches.next()
+            is_last = step == config.train.steps or batches.have_ended
+            log_now = is_last or step % config.log.every_steps == 0
+            save_now = is_last or step % config.save.every_steps == 0
+            evaluate_now = is_last or step % config.eval.every_steps == 0
+            on_devices = partition.place_rows(run.mesh, batch.features)
+            state, step_metrics = run.train_step(state, on_devices)
+            interval.add(step_metrics, batch.features, batch.before)
             # While a step runs, the next one is prepared and queued, but no more; and not even that
             # where steps are slow, so that a request to stop waits for one step only.
             is_slow = clock.seconds_of_last_step > 1
@@ -346,9 +346,9 @@ def take_steps(run: Run, saver: checkpoint.Saver, stop_request: 'StopRequest') -
         if show_now or save_now or evaluate_now or stop_request.signal:
             interval.fetch()
             check_finite(run, step, interval)
-            report_faults(run)
+        report_faults(run, batch)
         if show_now:
-            report_progress(run, step, interval, clock, log_now)
+            report_progress(run, step, interval, clock, batch, log_now)
         if log_now:
             interval = Interval([])
             clock.restart()
@@ -357,13 +357,36 @@ def take_steps(run: Run, saver: checkpoint.Saver, stop_request: 'StopRequest') -
                 evaluate_step(run, step, state, stop_request)
             # The checkpoint comes last: a run that goes on from it has all that came before.
             if save_now or stop_request.signal:
-                save(run, saver, state, after, interval.metrics)
+                save(run, saver, state, batch, interval.metrics)
     return step
 
 
-def is_due(step: int, every: int, last: int) -> bool:
-    """Return whether `step` is a multiple of `every` or the last step."""
-    return step % every == 0 or step == last
+class Batches:
+    """The batches of a run, made ahead. With train.epochs all processes end after the same one."""
+
+    def __init__(self, run: Run):
+        self.have_ended = False
+        self._made = prefetch.batches(run.stream, run.config.data.num_workers)
+        self._may_end = run.config.train.epochs > 0
+        self._newest = prefetch.padding_before(run.stream, run.stream.rows)
+        self._following: prefetch.PrefetchedBatch | None = None
+        with run.console.working('Making the first batch'):
+            self._look_ahead()
+
+    def next(self) -> prefetch.PrefetchedBatch:
+        """Return the next batch, unless they have ended."""
+        self._newest = self._following or next(self._made)
+        self._following = None
+        if self._may_end:
+            self._look_ahead()
+        return self._newest
+
+    def _look_ahead(self) -> None:
+        """Get the batch that follows: padding where the rows of other processes go on longer."""
+        following = next(self._made, None)
+        is_there = np.array([following is not None])
+        self.have_ended = not partition.from_processes(is_there).any()
+        self._following = following or prefetch.padding_after(self._newest)
 
 
 class StopRequest:
@@ -480,26 +503,40 @@ def check_finite(run: Run, step: int, interval: Interval) -> None:
     interval.positions.clear()
 
 
-def report_faults(run: Run) -> None:
-    """Print the lines of the corpus that were left out since the last call."""
-    new_faults, num_faults = run.source.faults()
-    for text in new_faults:
-        run.console.line(f'Left out, {num_faults:,} so far: {text}')
+def report_faults(run: Run, batch: prefetch.PrefetchedBatch) -> None:
+    """Print the lines of the corpus that were left out while the batch was made."""
+    for text in batch.faults:
+        run.console.line(f'Left out, {batch.num_faults:,} so far: {text}')
 
 
-def report_progress(run: Run, step: int, interval: Interval, clock: Clock, log_now: bool) -> None:
-    """Show the metrics of the interval.
+def report_progress(
+    run: Run,
+    step: int,
+    interval: Interval,
+    clock: Clock,
+    batch: prefetch.PrefetchedBatch,
+    log_now: bool,
+) -> None:
+    """Show the metrics of the interval, whose last step took `batch`.
 
     Write them to metrics.jsonl and TensorBoard if they are to be logged.
     """
     values = evaluate.summarize(interval.metrics, run.config)
     values |= interval_metrics(run.config, interval.metrics, clock)
     text = workdir.progress(step, run.config.train.steps, values)
-    if log_now:
-        run.console.line(text)
-        run.metrics.write('train', step, values)
-    else:
+    if not log_now:
         run.console.live(text)
+        return
+    run.console.line(text)
+    counts = counts_of_all(run.stream, batch)
+    for task, (num_examples, num_trimmed) in counts.items():
+        values[f'data/{task}/examples'] = num_examples
+        values[f'data/{task}/trimmed'] = num_trimmed
+    run.metrics.write('train', step, values)
+    num_logged = step // run.config.log.every_steps
+    if num_logged.bit_count() == 1 or step == run.config.train.steps:  # 1, 2, 4, ...
+        for line in workdir.describe_trimming(counts):
+            run.console.line(line)
 
 
 def interval_metrics(config: Any, interval: list[dict], clock: Clock) -> dict[str, float]:
@@ -522,6 +559,7 @@ def interval_metrics(config: Any, interval: list[dict], clock: Clock) -> dict[st
         'timing/target_tokens_per_second': rows_per_second * lengths.targets,
         'timing/tokens_per_second': rows_per_second * (lengths.inputs + lengths.targets),
         'timing/data_wait_seconds': clock.data_wait_seconds,
+        'timing/data_wait_fraction': clock.data_wait_seconds / clock.seconds,
     }
 
 
@@ -533,30 +571,42 @@ def evaluate_step(run: Run, step: int, state: TrainState, stop_request: StopRequ
     with run.console.working(f'Evaluating step {step:,}'):
         values = run.evaluation(state.params, stop_request.agree)
     if values is not None:
-        run.metrics.write(f'training_eval/{run.stream.task}', step, values)
+        run.metrics.write(f'training_eval/{run.stream.mixture.name}', step, values)
         run.console.line(f'Step {step:,}: {workdir.compare_with_baseline(values)}')
 
 
 def save(
-    run: Run, saver: checkpoint.Saver, state: TrainState, position: np.ndarray, interval: list[dict]
+    run: Run,
+    saver: checkpoint.Saver,
+    state: TrainState,
+    batch: prefetch.PrefetchedBatch,
+    interval: list[dict],
 ) -> None:
-    """Save a checkpoint, and beside it what a run needs to go on.
+    """Save a checkpoint after `batch`, and beside it what a run needs to go on.
 
     That is the settings, the vocabulary, the position in the data and the unfinished interval.
     """
-    rows = np.zeros((run.config.train.batch_size, *position.shape[1:]), np.int64)
-    rows[run.stream.rows] = position
+    rows = np.zeros((run.config.train.batch_size, *batch.after.shape[1:]), np.int64)
+    rows[run.stream.rows] = batch.after
     position_file = io.BytesIO()
     np.save(position_file, partition.from_processes(rows).max(axis=0))
     files = {
         'config.json': (run.workdir / 'config.json').read_bytes(),
-        'data_files.json': json.dumps(run.source.files_as_json()).encode(),
+        'data_counts.json': json.dumps(counts_of_all(run.stream, batch)).encode(),
+        'data_files.json': json.dumps(run.stream.mixture.files_as_json()).encode(),
         'data_position.npy': position_file.getvalue(),
         'interval.json': json.dumps(interval).encode(),
     }
     if run.vocabulary.model:
         files['vocabulary.model'] = run.vocabulary.model
     saver.save(int(state.step), optimizer.to_t5x(*state), files)
+
+
+def counts_of_all(stream: data.Stream, batch: prefetch.PrefetchedBatch) -> dict[str, list[int]]:
+    """Return {task: [examples given, examples cut]} of all processes, up to `batch`."""
+    counts = partition.from_processes(batch.counts).sum(axis=0)
+    names = [task.name for task in stream.tasks]
+    return dict(zip(names, counts.tolist(), strict=True))
 
 
 @contextlib.contextmanager
@@ -611,7 +661,7 @@ def prepare(config: Any, folder: str | Path) -> Run:
     run's, and for a workdir that is not a run of this program or cannot hold checkpoints.
     """
     settings.check(config)
-    objectives.task_of(config.data)
+    tasks.find(config.data)
     folder = paths.disk_path(folder)
     workdir.check_is_run(folder)
     console = workdir.Console()
@@ -619,10 +669,15 @@ def prepare(config: Any, folder: str | Path) -> Run:
     rows_per_device = trainer.batch_size // partition.axes_size(trainer.mesh, partition.BATCH_AXES)
     counts = plan.microbatch_counts(config.train.num_microbatches, rows_per_device)
     with console.working('Reading the text'):
-        source = sources.open_source(config.data)
+        mixture = tasks.open_mixture(config.data)
+    if config.train.epochs and not mixture.is_single:
+        raise ValueError(
+            f'train.epochs={config.train.epochs}: data.task={config.data.task!r} is a mixture, whose tasks end at '
+            'different times: set train.epochs=0 and train.steps'
+        )
     lock = workdir.lock(folder)
     try:
-        return prepare_locked(config, folder, console, trainer, counts, source, lock)
+        return prepare_locked(config, folder, console, trainer, counts, mixture, lock)
     except BaseException:
         lock.close()
         raise
@@ -634,7 +689,7 @@ def prepare_locked(
     console: workdir.Console,
     trainer: Trainer,
     counts: list[int],
-    source: sources.Source,
+    mixture: tasks.OpenMixture,
     lock: IO,
 ) -> Run:
     """Do the part of `prepare` that reads and writes in the workdir."""
@@ -644,18 +699,18 @@ def prepare_locked(
         vocabulary = find_or_train_vocabulary(
             config.data,
             folder,
-            texts=data.training_texts(source, config.data),
+            texts=data.training_texts(mixture),
             max_size=config.model.vocab_size,
             model=start.vocabulary_model,
         )
-    resolved = resolved_settings(config, source, vocabulary)
+    resolved = resolved_settings(config, mixture, vocabulary)
     if start.is_resumed:
-        workdir.compare_settings(folder / f'checkpoint_{start.step}', resolved, source)
+        workdir.compare_settings(folder / f'checkpoint_{start.step}', resolved, mixture)
         checkpoint.choose(start.leaves, state_shapes(trainer))
     with console.working('Opening the text'):
-        stream = open_stream(config, trainer.mesh, source, vocabulary, 'train')
-        validation = open_stream(config, trainer.mesh, source, vocabulary, 'validation')
-    introduce(config, trainer, source, vocabulary, console)
+        stream = open_stream(config, trainer.mesh, mixture, vocabulary, 'train')
+        validation = open_stream(config, trainer.mesh, mixture, vocabulary, 'validation')
+    introduce(config, trainer, mixture, vocabulary, console)
     planned = compile_unless_finished(config, folder, trainer, counts, start, console)
     state = restore_start(config, trainer, start, console)
     interval: list[dict] = []
@@ -664,7 +719,7 @@ def prepare_locked(
     resolved['train']['num_microbatches'] = planned.num_microbatches
     if jax.process_index() == 0:
         write_run_files(folder, resolved, vocabulary, trainer)
-    metrics = workdir.Metrics(folder, start.num_logged_steps, source.corpus)
+    metrics = workdir.Metrics(folder, start.num_logged_steps, mixture.corpus)
     return Run(
         config=config,
         workdir=folder,
@@ -673,7 +728,6 @@ def prepare_locked(
         lock=lock,
         mesh=trainer.mesh,
         train_step=planned.step,
-        source=source,
         stream=stream,
         vocabulary=vocabulary,
         evaluation=evaluate.Evaluation(
@@ -686,35 +740,37 @@ def prepare_locked(
     )
 
 
-def resolved_settings(config: Any, source: sources.Source, vocabulary: Vocabulary) -> dict:
+def resolved_settings(
+    config: Any, mixture: tasks.OpenMixture, vocabulary: Vocabulary
+) -> dict[str, Any]:
     """Return the content of config.json: the settings, and what they stand for."""
     resolved = json.loads(config.to_json())
-    resolved['corpus'] = source.corpus
-    resolved['data_fingerprint'] = source.fingerprint
+    resolved['corpus'] = mixture.corpus
+    resolved['data_fingerprint'] = mixture.fingerprint
     resolved['vocabulary_hash'] = vocabulary.hash
     return resolved
 
 
 def open_stream(
-    config: Any, mesh: Mesh, source: sources.Source, vocabulary: Vocabulary, split: str
+    config: Any, mesh: Mesh, mixture: tasks.OpenMixture, vocabulary: Vocabulary, split: str
 ) -> data.Stream:
     """Return this process's rows of a split's batches: training without end, validation once."""
     return data.Stream(
-        source,
+        mixture,
         split,
         vocabulary,
         config.data,
         batch_size=config.train.batch_size,
         seed=config.seed,
         rows=partition.own_rows(mesh, config.train.batch_size),
-        num_epochs=1 if split == 'validation' else None,
+        num_epochs=1 if split == 'validation' else config.train.epochs or None,
     )
 
 
 def introduce(
     config: Any,
     trainer: Trainer,
-    source: sources.Source,
+    mixture: tasks.OpenMixture,
     vocabulary: Vocabulary,
     console: workdir.Console,
 ) -> None:
@@ -723,7 +779,7 @@ def introduce(
         num_parameters=sum(math.prod(x.shape) for x in trainer.shapes.params.values()),
         dtype=config.model.dtype,
         mesh=trainer.mesh,
-        source=source,
+        mixture=mixture,
         vocabulary_size=vocabulary.size,
     )
     for line in lines:
@@ -803,12 +859,16 @@ def resume_data(directory: Path, stream: data.Stream) -> list[dict]:
     """
     positions = np.load(directory / 'data_position.npy')
     stream.seek(positions[stream.rows])
+    file = directory / 'data_counts.json'
+    if file.exists() and jax.process_index() == 0:  # the counts of all processes are added
+        counts = json.loads(file.read_bytes())
+        stream.counts[:] = [counts[task.name] for task in stream.tasks]
     return json.loads((directory / 'interval.json').read_bytes())
 
 
 def lacks_evaluation(config: Any, metrics: workdir.Metrics, step: int) -> bool:
     """Return whether a signal ended the evaluation that was due after `step`."""
-    was_due = is_due(step, config.eval.every_steps, config.train.steps)
+    was_due = step % config.eval.every_steps == 0 or step == config.train.steps
     return was_due and not metrics.has_evaluation(step)
 
 

@@ -36,6 +36,7 @@ import checkpoint
 import partition
 import paths
 import sources
+import tasks
 from configs import base
 
 # The files that a run writes into its workdir. A run that finds one in a folder that is no run
@@ -59,6 +60,7 @@ NAMES = (
 # compared instead.
 MAY_CHANGE = (
     'train/steps',
+    'train/epochs',
     'train/num_microbatches',
     'mesh/',
     'log/',
@@ -66,13 +68,20 @@ MAY_CHANGE = (
     'eval/',
     'data/files',
     'data/validation_files',
+    'data/module',
+    'data/cache_dirs',
+    'data/use_cached',
+    'data/num_workers',
     'data/vocabulary',
     'data/on_bad_line',
     'data/max_bad_fraction',
 )
+# What runs did that are older than a setting, where that is not its default.
+BEFORE_THE_SETTING = {'data/pack': 'no'}
 LOCK_TEXT = 'process '  # the first word of our lock
 SECONDS_BETWEEN_LINES = 60  # of progress where the output is no terminal
 MAX_COLUMNS = 79  # of a line of progress
+MIN_DATA_WAIT = 0.05  # of the time, that a line of progress shows
 
 
 def check_is_run(workdir: Path) -> None:
@@ -211,7 +220,7 @@ def check_never_saved(workdir: Path) -> None:
         )
 
 
-def compare_settings(directory: Path, settings: Mapping, source: sources.Source) -> None:
+def compare_settings(directory: Path, settings: Mapping, mixture: tasks.OpenMixture) -> None:
     """Raise ValueError where a run may not go on from a checkpoint with `settings`.
 
     The error lists the changes. `settings`: the content of config.json today. Of the text the
@@ -232,7 +241,7 @@ def compare_settings(directory: Path, settings: Mapping, source: sources.Source)
     if is_other_text:
         file = directory / 'data_files.json'
         old_files = json.loads(file.read_bytes()) if file.exists() else None
-        changes_of_text = sources.describe_changes(old_files, source.files_as_json())
+        changes_of_text = sources.describe_changes(old_files, mixture.files_as_json())
         raise ValueError(f'{workdir} holds a run on other text: {changes_of_text}')
 
 
@@ -240,10 +249,10 @@ def changed_settings(old: Mapping, new: Mapping, may_change: tuple[str, ...]) ->
     """Return 'name: old -> new' for each setting that changed and may not change.
 
     A setting may change if its name begins with one of `may_change`. A setting that is missing in
-    `old` did not exist yet: the run had its default.
+    `old` did not exist yet.
     """
     defaults = checkpoint.flatten(json.loads(base.get_config().to_json()))
-    old = defaults | checkpoint.flatten(old)
+    old = defaults | BEFORE_THE_SETTING | checkpoint.flatten(old)
     new = checkpoint.flatten(new)
     changes = []
     for name in sorted(old | new):
@@ -381,12 +390,12 @@ def introduction(
     num_parameters: int,
     dtype: str,
     mesh: Mesh,
-    source: sources.Source,
+    mixture: tasks.OpenMixture,
     vocabulary_size: int,
 ) -> list[str]:
     """Return the first lines of a run: its model, devices and data."""
     lines = []
-    if source.corpus == 'pydoc instead of C4':
+    if mixture.corpus == 'pydoc instead of C4':
         lines = [
             '!' * 80,
             '!!!  THIS IS NOT C4. data.files is empty, so the run learns from the English in this',
@@ -399,7 +408,7 @@ def introduction(
         *lines,
         f'T5 with {num_parameters:,} parameters in {dtype} on {mesh.size} {platform} device(s), '
         f'{dict(mesh.shape)}.',
-        f'Text: {source.description}; vocabulary: {vocabulary_size:,} pieces.',
+        f'Text: {mixture.description}; vocabulary: {vocabulary_size:,} pieces.',
     ]
 
 
@@ -408,13 +417,25 @@ def progress(step: int, last: int, values: Mapping[str, float]) -> str:
     time_left = format_seconds((last - step) / values['timing/steps_per_second'])
     begin = f'step {step}/{last} loss {values["nats_per_token"]:.3f}'
     accuracy = f' accuracy {values["accuracy"]:.3f}'
-    end = (
-        f' lr {values["learning_rate/current"]:.3g} {values["timing/tokens_per_second"]:,.0f} tokens/s '
-        f'{time_left} left'
-    )
-    if len(begin + accuracy + end) > MAX_COLUMNS:
-        accuracy = ''
-    return begin + accuracy + end
+    learning_rate = f' lr {values["learning_rate/current"]:.3g}'
+    end = f' {values["timing/tokens_per_second"]:,.0f} tokens/s {time_left} left'
+    data_wait = values['timing/data_wait_fraction']
+    if data_wait >= MIN_DATA_WAIT:
+        end += f', data wait {data_wait:.0%}'
+    for details in (accuracy + learning_rate, learning_rate):
+        if len(begin + details + end) <= MAX_COLUMNS:
+            return begin + details + end
+    return begin + end
+
+
+def describe_trimming(counts: Mapping[str, list[int]]) -> Iterator[str]:
+    """Yield a line for each task, {name: [examples given, examples cut]}, that was longer than rows."""
+    for task, (num_examples, num_trimmed) in counts.items():
+        if num_trimmed:
+            yield (
+                f'{num_trimmed:,} of {num_examples:,} examples of {task} '
+                f'({num_trimmed / num_examples:.1%}) were cut to data.lengths.'
+            )
 
 
 def format_seconds(seconds: float) -> str:

@@ -46,8 +46,12 @@ def get_config() -> ConfigDict:
     # Where examples come from.
     config.data = ConfigDict()
     # The task: span_corruption, or c4_v220_span_corruption, which also warns if the text is not C4.
-    # data.targets makes it text_to_text.
+    # data.targets makes it text_to_text. Other names are those of task caches, and of tasks and
+    # mixtures in data.module.
     config.data.task = 'span_corruption'
+    # A Python file of your own, as a path or as its name in the current folder, with a list TASKS of
+    # tasks.Task and tasks.Mixture.
+    config.data.module = ''
     # Folders of SeqIO task caches, separated by commas; data.task is looked for in them.
     config.data.cache_dirs = ''
     # Whether data.task is read from its cache: yes, no, or auto, if there is one.
@@ -84,11 +88,14 @@ def get_config() -> ConfigDict:
     # Tokens of the targets of each row.
     config.data.lengths.targets = 114
     # Packing of examples that share a row in training: tightly, greedily (as SeqIO), or no.
-    config.data.pack = 'no'
+    config.data.pack = 'tightly'
     # Fraction of the tokens that span corruption replaces.
     config.data.noise_density = 0.15
     # Mean number of tokens of a noise span.
     config.data.mean_noise_span_length = 3.0
+    # Processes that make batches ahead of training, each some of the rows; the batches are the same.
+    # 0 makes them in a thread of the training process.
+    config.data.num_workers = 0
     # Fraction of the documents that is held out for validation, chosen by a hash of their text.
     config.data.validation_fraction = 0.01
 
@@ -156,6 +163,9 @@ def get_config() -> ConfigDict:
     config.train = ConfigDict()
     # Step at which the run ends.
     config.train.steps = 100_000
+    # Passes over the examples of a task, after which the run ends even before train.steps. 0 for no
+    # such end.
+    config.train.epochs = 0
     # Rows of the global batch, over all devices.
     config.train.batch_size = 128
     # Microbatches per step: a number, or auto for as few as fit into memory.

@@ -4,16 +4,19 @@ import gzip
 import itertools
 import json
 
+import data
 import settings
 import sources
+import tasks
 from configs import base
 
 LFS_POINTER = b'version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n'
 
 
 def make_config(**changes):
-    """config.data with short rows."""
+    """config.data with short rows, not packed."""
     config = base.get_config().data
+    config.pack = 'no'
     config.num_pieces = 1000
     config.lengths.inputs = 64
     config.lengths.targets = 14
@@ -33,6 +36,26 @@ def source_of(documents, validation_fraction=0.0):
     records = [sources.Record(name, {'text': text}) for name, text in documents]
     return sources.in_memory(
         records, name='', corpus='memory', validation_fraction=validation_fraction
+    )
+
+
+def mixture_of(source, config):
+    """The task of the settings as a mixture of one, with a source that is already open."""
+    task = tasks.find(config)
+    return tasks.OpenMixture(task.name, (tasks.OpenTask(task, source, 1.0),), source.fingerprint)
+
+
+def stream_of(source, split, vocabulary, config, batch_size, seed, rows=None, num_epochs=None):
+    """The stream of the task of the settings, with a source that is already open."""
+    return data.Stream(
+        mixture_of(source, config),
+        split,
+        vocabulary,
+        config,
+        batch_size=batch_size,
+        seed=seed,
+        rows=rows,
+        num_epochs=num_epochs,
     )
 
 

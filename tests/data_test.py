@@ -26,13 +26,16 @@ from corpora import (
     lane_documents,
     make_config,
     source_of,
+    stream_of,
     write_text_files,
 )
 
 import data
 import objectives
+import prefetch
 import seqio_cache
 import sources
+import tasks
 import vocabulary as vocabularies
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'seqio_t5'
@@ -204,7 +207,7 @@ def test_corrupted_rows_match_seqio(oracle_model):
 def test_features_are_shifted_and_weighted(pydoc, vocabulary):
     """SeqIO's rule without packing: the shifted input keeps the EOS after the last target."""
     config = make_config(**{'lengths.inputs': 70, 'lengths.targets': 40})
-    for batch in take(data.Stream(pydoc, 'train', vocabulary, config, 4, 0), 5):
+    for batch in take(stream_of(pydoc, 'train', vocabulary, config, 4, 0), 5):
         assert all(array.dtype == np.int32 for array in batch.values())
         names = 'encoder_input_tokens decoder_input_tokens decoder_target_tokens'.split()
         assert list(batch) == [*names, 'decoder_loss_weights']  # the order of batch_crc32
@@ -244,7 +247,7 @@ def test_settings_that_do_not_fit_are_refused(pydoc, vocabulary, changes, messag
         check_settings(config)
         if config.files or config.validation_files:
             source = sources.open_source(config)
-        data.Stream(source, 'validation', vocabulary, config, 2, 0)
+        stream_of(source, 'validation', vocabulary, config, 2, 0)
 
 
 @pytest.mark.parametrize('density', [0.01, 0.15, 0.5, 0.99])
@@ -259,7 +262,7 @@ def test_short_rows_train_and_evaluate(pydoc, vocabulary, density, mean, length)
     lengths['lengths.targets'] = int(str(error.value).split('use ')[1].split()[0])
     config = make_config(**lengths, **noise)
     for split in ('train', 'validation'):
-        stream = data.Stream(pydoc, split, vocabulary, config, 2, 0)
+        stream = stream_of(pydoc, split, vocabulary, config, 2, 0)
         for batch in take(stream, 3):
             targets = batch['decoder_target_tokens']
             assert np.all(targets[:, 0] == vocabulary.size - 1)
@@ -299,35 +302,35 @@ def test_sizes_that_cannot_be_are_refused(pydoc, vocabulary, changes, message):
     source = dataclasses.replace(pydoc, validation_fraction=config.validation_fraction)
     with pytest.raises(ValueError, match=message) as error:
         check_settings(config)
-        data.Stream(source, 'validation', vocabulary, config, 2, 0)
+        stream_of(source, 'validation', vocabulary, config, 2, 0)
     assert '\n' not in str(error.value)
 
 
 def test_all_documents_for_validation_leave_none_to_train_on(pydoc, vocabulary):
     source = dataclasses.replace(pydoc, validation_fraction=1.0)
     with pytest.raises(ValueError, match="no document is in split 'train' .*=1.0: both splits"):
-        data.Stream(source, 'train', vocabulary, make_config(), 2, 0)
+        stream_of(source, 'train', vocabulary, make_config(), 2, 0)
 
 
 def test_sentinels_are_enough_or_the_settings_refused(pydoc, pydoc_model):
     plain = vocabularies.SentencePieceVocabulary(pydoc_model, extra_ids=0)
     with pytest.raises(ValueError, match='data.extra_ids=0: .* this vocabulary has none: use 3'):
-        data.Stream(pydoc, 'train', plain, make_config(), 2, 0)
+        stream_of(pydoc, 'train', plain, make_config(), 2, 0)
     few = vocabularies.SentencePieceVocabulary(pydoc_model, extra_ids=2)
     with pytest.raises(ValueError, match='3 noise spans for 2 sentinels: use shorter inputs'):
-        data.Stream(pydoc, 'train', few, make_config(), 2, 0)
-    data.Stream(
+        stream_of(pydoc, 'train', few, make_config(), 2, 0)
+    stream_of(
         pydoc, 'train', vocabularies.SentencePieceVocabulary(pydoc_model, 3), make_config(), 2, 0
     )
     long_rows = make_config(**{'lengths.inputs': 4096, 'lengths.targets': 1000})
     with pytest.raises(ValueError, match='227 noise spans for 128 sentinels'):  # ASCII's bytes
-        data.Stream(pydoc, 'train', vocabularies.ByteVocabulary(), long_rows, 2, 0)
+        stream_of(pydoc, 'train', vocabularies.ByteVocabulary(), long_rows, 2, 0)
 
 
 def test_byte_vocabulary_may_have_more_spans_than_it_has_extra_ids(pydoc):
     config = make_config(vocabulary='bytes', extra_ids=0)
     vocabulary = vocabularies.find_or_train_vocabulary(config, '', [], 384)
-    batch = next(data.Stream(pydoc, 'train', vocabulary, config, 2, 0))
+    batch = next(stream_of(pydoc, 'train', vocabulary, config, 2, 0))
     assert batch['decoder_target_tokens'][:, 0].tolist() == [258, 258]
 
 
@@ -338,7 +341,7 @@ def test_validation_files_without_a_document_are_named(tmp_path, vocabulary, con
     config = make_config(files=f'{tmp_path}/train.txt', validation_files=f'{tmp_path}/blank.txt')
     source = sources.open_source(config)
     with pytest.raises(ValueError, match='data.validation_files=.*blank.txt.* holds no document'):
-        data.Stream(source, 'validation', vocabulary, config, 2, 0)
+        stream_of(source, 'validation', vocabulary, config, 2, 0)
 
 
 def test_moved_and_renamed_files_are_the_same_corpus(tmp_path):
@@ -352,14 +355,13 @@ def test_moved_and_renamed_files_are_the_same_corpus(tmp_path):
     assert new.fingerprint == old.fingerprint and len(old.fingerprint) == 32
     assert [file.content for file in new.files] == [file.content for file in old.files]
     streams = [
-        data.Stream(source, 'train', vocabularies.ByteVocabulary(), make_config(), 4, 0)
+        stream_of(source, 'train', vocabularies.ByteVocabulary(), make_config(), 4, 0)
         for source in (old, new)
     ]
     for _ in range(20):
         chex.assert_trees_all_equal(*[next(stream) for stream in streams])
-    assert sources.describe_changes(old.files_as_json(), new.files_as_json()) == (
-        'the files hold what they held'
-    )
+    changes = sources.describe_changes(old.files_as_json(), new.files_as_json())
+    assert changes.startswith('the files hold what they held, so tasks or rates of data.module ch')
 
 
 def test_a_file_of_one_long_line_trains(tmp_path, vocabulary):
@@ -368,8 +370,8 @@ def test_a_file_of_one_long_line_trains(tmp_path, vocabulary):
     path.write_text(' '.join(f'the word of number {i}' for i in range(100_000)))
     config = make_config(files=str(path))
     source = sources.open_source(config)
-    data.Stream(source, 'validation', vocabulary, config, 4, 0)
-    batch = next(data.Stream(source, 'train', vocabulary, config, 8, 0))
+    stream_of(source, 'validation', vocabulary, config, 4, 0)
+    batch = next(stream_of(source, 'train', vocabulary, config, 8, 0))
     assert batch['decoder_loss_weights'].any(axis=1).all()
 
 
@@ -426,7 +428,7 @@ def test_no_token_is_lost_or_doubled_in_an_epoch(
             pool, offset, *_ = group[-1]
             start = data.Position(epoch=0, pool=pool, offset=offset + 1)
 
-    stream = data.Stream(source, 'train', vocabulary, config, 3, 5, num_epochs=1)
+    stream = stream_of(source, 'train', vocabulary, config, 3, 5, num_epochs=1)
     sentinels = sentinels_of(vocabulary)
     found = {}
     position = stream.position
@@ -452,7 +454,7 @@ def test_stream_is_a_function_of_the_seed(pydoc, vocabulary):
     hashes = [
         [
             batch_hash(batch)
-            for batch in take(data.Stream(pydoc, 'train', vocabulary, config, 4, seed), 5)
+            for batch in take(stream_of(pydoc, 'train', vocabulary, config, 4, seed), 5)
         ]
         for seed in (0, 0, 1)
     ]
@@ -463,7 +465,7 @@ def test_first_batch_is_the_same_on_every_machine():
     """Pins the stream: numpy, Python and the machine have no part in it."""
     texts = [f'document {i} is about the number {i * i}' for i in range(300)]
     source = source_of([(str(i), text) for i, text in enumerate(texts)], 0.1)
-    batch = next(data.Stream(source, 'train', vocabularies.ByteVocabulary(), make_config(), 4, 0))
+    batch = next(stream_of(source, 'train', vocabularies.ByteVocabulary(), make_config(), 4, 0))
     assert batch_hash(batch) == FIRST_BATCH_HASH
 
 
@@ -472,7 +474,7 @@ FIRST_BATCH_HASH = 3602360344
 
 def test_epochs_differ(vocabulary, pydoc):
     small = source_of(documents_of(pydoc)[:40], 0.1)
-    stream = data.Stream(small, 'train', vocabulary, make_config(), 2, 0)
+    stream = stream_of(small, 'train', vocabulary, make_config(), 2, 0)
     epochs = {}
     while stream.position[:, 0, 0].min() < 3:
         epoch = int(stream.position[0, 0, 0])
@@ -515,7 +517,7 @@ def any_source(request, text_source, tmp_path, pydoc, small_pools):
 @pytest.mark.parametrize('num_epochs', [None, 2])
 def test_resuming_anywhere_gives_the_identical_remainder(any_source, vocabulary, num_epochs):
     def open_stream():
-        return data.Stream(
+        return stream_of(
             any_source, 'train', vocabulary, make_config(), 4, 3, num_epochs=num_epochs
         )
 
@@ -542,7 +544,7 @@ def test_resuming_anywhere_gives_the_identical_remainder(any_source, vocabulary,
 
 
 def test_a_position_of_an_older_run_has_no_axis_of_tasks(any_source, vocabulary):
-    stream = data.Stream(any_source, 'train', vocabulary, make_config(), 4, 3)
+    stream = stream_of(any_source, 'train', vocabulary, make_config(), 4, 3)
     take(stream, 20)
     position = stream.position
     expected = take(stream, 5)
@@ -584,7 +586,7 @@ def test_any_number_of_processes_makes_the_same_batches_of_the_same_documents(
         for process in range(num_processes):
             vocabulary = CountingVocabulary(pydoc_model)
             rows = range(process * size, (process + 1) * size)
-            stream = data.Stream(source, 'train', vocabulary, make_config(), 8, 0, rows)
+            stream = stream_of(source, 'train', vocabulary, make_config(), 8, 0, rows)
             vocabulary.count = 0
             source.bad_lines.num_read = 0
             batches_of_processes.append(take(stream, 150))
@@ -605,7 +607,7 @@ def test_only_pools_are_read(tmp_path, pydoc, vocabulary, small_pools):
     """No more lines are parsed than the lanes' pools hold, with and without shared shards."""
     for sizes in ([900] * 2, [400] * 6):
         source = gzipped_source(tmp_path, pydoc, sizes)
-        stream = data.Stream(source, 'train', vocabulary, make_config(), 4, 0)
+        stream = stream_of(source, 'train', vocabulary, make_config(), 4, 0)
         source.bad_lines.num_read = 0
         next(stream)
         # Groups of 128 documents, one in ten is in the other split, from pools of 15 lines.
@@ -615,7 +617,7 @@ def test_only_pools_are_read(tmp_path, pydoc, vocabulary, small_pools):
 def test_one_epoch_ends_lane_by_lane(vocabulary):
     texts = ['word ' * 2000] + [f'few words {i}' for i in range(5)]
     source = source_of([(str(i), text) for i, text in enumerate(texts)], 0.0)
-    stream = data.Stream(source, 'train', vocabulary, make_config(), 3, 0, num_epochs=1)
+    stream = stream_of(source, 'train', vocabulary, make_config(), 3, 0, num_epochs=1)
     batches = list(stream)
     is_padding = [[not row.any() for row in batch['decoder_loss_weights']] for batch in batches]
     assert [row.count(False) for row in is_padding][-1] == 1 and is_padding[0].count(False) > 1
@@ -627,7 +629,7 @@ def test_lanes_without_documents_wait_for_their_epoch(vocabulary):
     source = source_of([('only', 'the only document')], 0.0)
     epochs = [epoch_documents(source, epoch, num_lanes=4, splits=['train']) for epoch in range(4)]
     assert all(any(lane) for lane in zip(*epochs, strict=True))
-    stream = data.Stream(source, 'train', vocabulary, make_config(), 4, 0)
+    stream = stream_of(source, 'train', vocabulary, make_config(), 4, 0)
     for batch in take(stream, 3):
         assert batch['decoder_loss_weights'].any(axis=1).all()
     assert stream.describe(stream.position) == ['only'] * 4
@@ -635,32 +637,33 @@ def test_lanes_without_documents_wait_for_their_epoch(vocabulary):
 
 def test_prefetch_gives_the_plain_stream(pydoc, vocabulary):
     config = make_config()
-    plain = data.Stream(pydoc, 'train', vocabulary, config, 2, 0)
-    prefetch = data.prefetch(data.Stream(pydoc, 'train', vocabulary, config, 2, 0))
+    plain = stream_of(pydoc, 'train', vocabulary, config, 2, 0)
+    batches = prefetch.batches(stream_of(pydoc, 'train', vocabulary, config, 2, 0))
     num_threads = threading.active_count()  # the thread starts with the first `next`
     for _ in range(20):
         before = plain.position
         expected = next(plain)
-        batch, position_before, position_after = next(prefetch)
-        chex.assert_trees_all_equal(batch, expected)
-        np.testing.assert_array_equal(position_before, before)
-        np.testing.assert_array_equal(position_after, plain.position)
-    prefetch.close()
+        batch = next(batches)
+        chex.assert_trees_all_equal(batch.features, expected)
+        np.testing.assert_array_equal(batch.before, before)
+        np.testing.assert_array_equal(batch.after, plain.position)
+        np.testing.assert_array_equal(batch.counts, plain.counts)
+    batches.close()
     assert threading.active_count() == num_threads
 
 
 def test_prefetch_passes_on_errors_and_the_end(tmp_path, vocabulary):
     path = tmp_path / 'bad.txt'
-    path.write_bytes(b'good line\n' * 20 + b'\xff\n')
+    path.write_bytes(b'good line\n' * 200 + b'\xff\n')
     source = sources.open_source(make_config(files=str(path), validation_fraction=0.0))
-    plain = data.Stream(source, 'train', vocabulary, make_config(), 1, 1, num_epochs=1)
-    with pytest.raises(ValueError, match='line 21 of .*: byte 1 is not UTF-8'):
-        list(data.prefetch(plain))
+    plain = stream_of(source, 'train', vocabulary, make_config(), 1, 1, num_epochs=1)
+    with pytest.raises(ValueError, match='line 201 of .*: byte 1 is not UTF-8'):
+        list(prefetch.batches(plain))
     path.write_bytes(b'good line\n' * 20)
     source = sources.open_source(make_config(files=str(path), validation_fraction=0.0))
-    stream = data.Stream(source, 'train', vocabulary, make_config(), 1, 1, num_epochs=1)
-    assert len(list(data.prefetch(stream))) == len(
-        list(data.Stream(source, 'train', vocabulary, make_config(), 1, 1, num_epochs=1))
+    stream = stream_of(source, 'train', vocabulary, make_config(), 1, 1, num_epochs=1)
+    assert len(list(prefetch.batches(stream))) == len(
+        list(stream_of(source, 'train', vocabulary, make_config(), 1, 1, num_epochs=1))
     )
 
 
@@ -699,7 +702,7 @@ def test_text_to_text_gives_each_record_once_per_epoch(tmp_path):
     found = []
     for split in ('train', 'validation'):
         source = sources.open_source(config)
-        for batch in data.Stream(source, split, vocabulary, config, 3, 0, num_epochs=1):
+        for batch in stream_of(source, split, vocabulary, config, 3, 0, num_epochs=1):
             for i in range(3):
                 inputs = batch['encoder_input_tokens'][i]
                 if inputs.any():
@@ -713,10 +716,10 @@ def test_text_to_text_resumes_anywhere(tmp_path):
     config, _ = qa_config(tmp_path)
     source = sources.open_source(config)
     vocabulary = vocabularies.ByteVocabulary()
-    stream = data.Stream(source, 'train', vocabulary, config, 3, 0)
+    stream = stream_of(source, 'train', vocabulary, config, 3, 0)
     batches, positions = take_with_positions(stream, 80)
     for start in (0, 1, 17, 60):
-        resumed = data.Stream(source, 'train', vocabulary, config, 3, 0)
+        resumed = stream_of(source, 'train', vocabulary, config, 3, 0)
         resumed.seek(positions[start])
         for expected in batches[start : start + 5]:
             chex.assert_trees_all_equal(next(resumed), expected)
@@ -727,18 +730,21 @@ def test_text_to_text_resumes_anywhere(tmp_path):
     [
         ({'task': 'c4_v220_span_corruption'}, "data.targets='{a}' is text to text, and data.task="),
         ({'task': 'text_to_text', 'inputs': '', 'targets': ''}, "'text_to_text' needs data.inputs"),
-        ({'task': 'nonsense'}, "data.task='nonsense' is unknown: use span_corruption, "),
+        (
+            {'task': 'nonsense', 'inputs': '', 'targets': ''},
+            "data.task='nonsense' is unknown: use span_corruption, ",
+        ),
     ],
 )
 def test_tasks_that_contradict_the_templates_are_refused(tmp_path, changes, message):
     config, _ = qa_config(tmp_path, **changes)
     with pytest.raises(ValueError, match=re.escape(message)):
-        objectives.task_of(config)
+        tasks.find(config)
 
 
 def test_a_vocabulary_is_trained_on_what_the_templates_give(tmp_path):
     config, _ = qa_config(tmp_path)
-    texts = set(data.training_texts(sources.open_source(config), config))
+    texts = set(data.training_texts(tasks.open_mixture(config)))
     assert {'question: what is 3', 'it is 3'} <= texts
 
 
@@ -762,7 +768,7 @@ def test_packed_rows_have_every_example_once(tmp_path, monkeypatch, pack):
     vocabulary = vocabularies.ByteVocabulary()
     source = sources.open_source(config)
     expected = []
-    for batch in data.Stream(source, 'train', vocabulary, config, 3, 0, num_epochs=1):
+    for batch in stream_of(source, 'train', vocabulary, config, 3, 0, num_epochs=1):
         for i in range(3):
             inputs, targets = batch['encoder_input_tokens'][i], batch['decoder_target_tokens'][i]
             if inputs.any():
@@ -770,7 +776,7 @@ def test_packed_rows_have_every_example_once(tmp_path, monkeypatch, pack):
     config.pack = pack
     found = []
     num_rows = 0
-    stream = data.Stream(source, 'train', vocabulary, config, 3, 0, num_epochs=1)
+    stream = stream_of(source, 'train', vocabulary, config, 3, 0, num_epochs=1)
     position = stream.position
     for batch in stream:
         assert batch.keys() == data.feature_lengths(config).keys()
@@ -796,13 +802,13 @@ def test_a_packed_stream_resumes_anywhere_on_any_number_of_processes(
         config.text_field = 'q'
     source = sources.open_source(config)
     vocabulary = vocabularies.ByteVocabulary()
-    stream = data.Stream(source, 'train', vocabulary, config, 4, 0)
+    stream = stream_of(source, 'train', vocabulary, config, 4, 0)
     batches, positions = take_with_positions(stream, 32)
     for start, num_processes in [(1, 2), (17, 4)]:
         size = 4 // num_processes
         for process in range(num_processes):
             own = range(process * size, (process + 1) * size)
-            resumed = data.Stream(source, 'train', vocabulary, config, 4, 0, rows=own)
+            resumed = stream_of(source, 'train', vocabulary, config, 4, 0, rows=own)
             resumed.seek(positions[start][own])
             for expected in batches[start : start + 15]:
                 chex.assert_trees_all_equal(next(resumed), {n: x[own] for n, x in expected.items()})
@@ -839,7 +845,7 @@ def examples_of_cache(config, split='train', batch_size=4):
     vocabulary = vocabularies.ByteVocabulary()
     found = []
     source = sources.open_source(config)
-    for batch in data.Stream(source, split, vocabulary, config, batch_size, 0, num_epochs=1):
+    for batch in stream_of(source, split, vocabulary, config, batch_size, 0, num_epochs=1):
         for inputs, targets in zip(
             batch['encoder_input_tokens'], batch['decoder_target_tokens'], strict=True
         ):
@@ -888,7 +894,7 @@ def test_span_corruption_reads_cached_targets(tmp_path):
 def test_a_cache_that_is_missing_is_named(tmp_path, changes, message):
     write_task_cache(tmp_path, CACHED)
     with pytest.raises(ValueError, match=message):
-        objectives.task_of(cache_config(tmp_path, **changes))
+        tasks.find(cache_config(tmp_path, **changes))
 
 
 def test_cached_examples_that_do_not_fit_are_named(tmp_path):
@@ -909,7 +915,7 @@ def test_cached_examples_that_do_not_fit_are_named(tmp_path):
         examples_of_cache(cache_config(tmp_path))
     config = cache_config(tmp_path, vocabulary='')
     with pytest.raises(ValueError, match='ids of a task cache have one: name it with data.vocab'):
-        list(data.training_texts(sources.open_source(config), config))
+        list(data.training_texts(tasks.open_mixture(config)))
 
 
 def test_far_more_rows_than_documents_start_at_once(monkeypatch):
@@ -921,7 +927,7 @@ def test_far_more_rows_than_documents_start_at_once(monkeypatch):
         sources.Source, 'documents', lambda *a, **k: opened.append(1) or documents(*a, **k)
     )
     vocabulary = vocabularies.ByteVocabulary()
-    stream = data.Stream(source, 'train', vocabulary, make_config(), 500, 0)
+    stream = stream_of(source, 'train', vocabulary, make_config(), 500, 0)
     batch = next(stream)
     assert batch['encoder_input_tokens'].any(axis=1).all()
     assert len(opened) < 2 * 500 + 10

@@ -30,6 +30,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 import checkpoint
 import evaluate
 import sources
+import tasks
 import train
 import vocabulary as vocabularies
 from configs import tiny
@@ -41,8 +42,8 @@ def first_batch_crc(config, workdir):
     """Return the batch_crc32 of the first step in metrics.jsonl, when it is logged alone."""
     vocabulary = vocabularies.find_or_train_vocabulary(config.data, workdir, None, 384)
     mesh = train.make_trainer(config).mesh
-    source = sources.open_source(config.data)
-    batch = next(train.open_stream(config, mesh, source, vocabulary, 'train'))
+    mixture = tasks.open_mixture(config.data)
+    batch = next(train.open_stream(config, mesh, mixture, vocabulary, 'train'))
     crc = zlib.crc32(b''.join(x.tobytes() for x in batch.values()))
     return zlib.crc32(np.array([float(crc)]).tobytes())
 

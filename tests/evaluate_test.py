@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from corpora import stream_of
 from runs import metrics_of, small_config, state_of
 
-import data
 import infer
 import sources
 import vocabulary as vocabularies
@@ -13,7 +13,7 @@ import vocabulary as vocabularies
 def open_stream(config, workdir, split):
     vocabulary = vocabularies.find_or_train_vocabulary(config, workdir, None, 384)
     source = sources.open_source(config)
-    return data.Stream(source, split, vocabulary, config, 4, seed=0, num_epochs=1), vocabulary
+    return stream_of(source, split, vocabulary, config, 4, seed=0, num_epochs=1), vocabulary
 
 
 def test_load_a_workdir_and_compute_its_validation_loss(corpus, uninterrupted):

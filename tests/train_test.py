@@ -24,11 +24,6 @@ def test_trainers_are_compared_by_value():
         assert train.jit_step(trainer) is not train.jit_step(other)
 
 
-def test_what_is_due():
-    due = [step for step in range(1, 11) if train.is_due(step, 4, last=10)]
-    assert due == [4, 8, 10]
-
-
 def test_processes_agree_on_the_first_signal():
     signals = iter([0, 15, 2])
     request = train.StopRequest(lambda: next(signals))

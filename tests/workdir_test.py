@@ -325,11 +325,15 @@ def test_progress_fits_into_80_columns(seconds_left, words):
         'accuracy': 0.12345,
         'learning_rate/current': 1.23456e-5,
         'timing/tokens_per_second': 1_234_567.8,
+        'timing/data_wait_fraction': 0.0,
         'timing/steps_per_second': 50_000 / max(seconds_left, 1e-9),
     }
     line = workdir.progress(50_000, 100_000, values)
     assert len(line) < 80 and line.startswith('step 50000/100000 loss 10.895')
     assert line.endswith(f'{words} left') and '1,234,568 tokens/s' in line
+    values['timing/data_wait_fraction'] = 0.123
+    line = workdir.progress(50_000, 100_000, values)
+    assert len(line) < 80 and line.endswith(f'{words} left, data wait 12%')
 
 
 @pytest.mark.slow

@@ -1,0 +1,262 @@
+"""Batches made ahead of training: in a thread, or in processes that share the rows.
+
+Neither changes a batch: a process makes its rows as another host would. Imports no jax.
+"""
+
+import atexit
+import collections
+import concurrent.futures
+import contextlib
+import multiprocessing
+import signal
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import tasks
+from data import Stream, feature_lengths
+from vocabulary import Vocabulary
+
+DEPTH = 2  # batches that are made ahead
+
+
+class PrefetchedBatch(NamedTuple):
+    """A batch, and what a stream says around it."""
+
+    features: dict[str, np.ndarray]
+    before: np.ndarray  # the stream's positions
+    after: np.ndarray
+    counts: np.ndarray  # the stream's, int64 [tasks, 2]
+    faults: list[str]  # lines left out since the batch before, at most ten of each task
+    num_faults: int  # lines left out so far
+
+
+def batches(stream: Stream, num_workers: int = 0) -> Iterator[PrefetchedBatch]:
+    """Yield the batches of a stream from its position on, made ahead in a thread.
+
+    With `num_workers` processes each of them makes some of the rows, and the stream itself stays
+    where it is. An error there is raised where its batch would have come.
+    """
+    if num_workers == 0:
+        yield from ahead_in_thread(batches_of(stream))
+        return
+    workers = Workers(stream, num_workers)
+    try:
+        yield from ahead_in_thread(workers.batches())
+    finally:
+        workers.stop()
+
+
+def batches_of(stream: Stream) -> Iterator[PrefetchedBatch]:
+    """Yield the batches of a stream, with its positions and counts."""
+    while True:
+        before = stream.position
+        features = next(stream, None)
+        if features is None:
+            return
+        faults, num_faults = stream.mixture.faults()
+        yield PrefetchedBatch(
+            features=features,
+            before=before,
+            after=stream.position,
+            counts=stream.counts.copy(),
+            faults=faults,
+            num_faults=num_faults,
+        )
+
+
+def padding_before(stream: Stream, rows: range) -> PrefetchedBatch:
+    """Return `rows` of padding, as if they came before the next batch of a stream."""
+    features = {}
+    for name, length in feature_lengths(stream.config).items():
+        features[name] = np.zeros((len(rows), length), np.int32)
+    first = rows.start - stream.rows.start
+    position = stream.position[first : first + len(rows)]
+    return PrefetchedBatch(
+        features=features,
+        before=position,
+        after=position,
+        counts=np.zeros_like(stream.counts),
+        faults=[],
+        num_faults=0,
+    )
+
+
+def padding_after(batch: PrefetchedBatch) -> PrefetchedBatch:
+    """Return rows of padding that come after a batch, the last one of a stream."""
+    features = {name: np.zeros_like(x) for name, x in batch.features.items()}
+    return batch._replace(features=features, before=batch.after, faults=[])
+
+
+def ahead_in_thread(batches: Iterator[PrefetchedBatch]) -> Iterator[PrefetchedBatch]:
+    """Yield `batches`, which a thread makes ahead."""
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
+        ahead = collections.deque(thread.submit(next, batches, None) for _ in range(DEPTH))
+        while True:
+            batch = ahead.popleft().result()
+            if batch is None:
+                return
+            ahead.append(thread.submit(next, batches, None))
+            yield batch
+
+
+# Worker processes.
+
+
+class Work(NamedTuple):
+    """What a worker makes: the batches of a stream, `rows` of them, from `position` on."""
+
+    config: Any
+    fingerprint: str  # of the mixture
+    split: str
+    vocabulary: Vocabulary
+    batch_size: int
+    seed: int
+    rows: range
+    num_epochs: int | None
+    position: np.ndarray
+
+
+class Workers:
+    """Processes that make the batches of a stream, each some of its rows.
+
+    They read the data that `config.data` names, so the stream has to be one of that.
+    """
+
+    def __init__(self, stream: Stream, num_workers: int):
+        self.stream = stream
+        self.workers: list[Worker] = []
+        first, last = stream.rows.start, stream.rows.stop
+        bounds = np.linspace(first, last, min(num_workers, len(stream.rows)) + 1).astype(int)
+        for begin, end in zip(bounds.tolist(), bounds[1:].tolist(), strict=False):
+            self.workers.append(Worker(stream, range(begin, end)))
+        atexit.register(self.stop)
+
+    def batches(self) -> Iterator[PrefetchedBatch]:
+        """Yield batches with the rows of all workers, until the rows of all have ended."""
+        while True:
+            parts = [worker.receive() for worker in self.workers]
+            if all(worker.has_ended for worker in self.workers):
+                return
+            yield self.join(parts)
+
+    def join(self, parts: list[PrefetchedBatch]) -> PrefetchedBatch:
+        """Return a batch with the rows of `parts`."""
+        features = {}
+        for name in parts[0].features:
+            features[name] = np.concatenate([part.features[name] for part in parts])
+        faults, num_faults = self.stream.mixture.faults()
+        counts = self.stream.counts.copy()
+        for part in parts:
+            faults = faults + part.faults
+            num_faults += part.num_faults
+            counts += part.counts
+        return PrefetchedBatch(
+            features=features,
+            before=np.concatenate([part.before for part in parts]),
+            after=np.concatenate([part.after for part in parts]),
+            counts=counts,
+            faults=faults,
+            num_faults=num_faults,
+        )
+
+    def stop(self) -> None:
+        """End the processes, whatever they are doing."""
+        atexit.unregister(self.stop)
+        for worker in self.workers:
+            worker.stop()
+
+
+class Worker:
+    """A process that makes some rows of a stream. `newest` is what it sent last."""
+
+    def __init__(self, stream: Stream, rows: range):
+        self.rows = rows
+        self.newest = padding_before(stream, rows)
+        self.has_ended = False
+        work = Work(
+            config=stream.config,
+            fingerprint=stream.mixture.fingerprint,
+            split=stream.split,
+            vocabulary=stream.vocabulary,
+            batch_size=stream.batch_size,
+            seed=stream.seed,
+            rows=rows,
+            num_epochs=stream.num_epochs,
+            position=self.newest.after,
+        )
+        # A process that is forked would share the locks of this one's threads.
+        context = multiprocessing.get_context('spawn')
+        self.connection, workers_end = context.Pipe(duplex=False)
+        self.process = context.Process(target=make_batches, args=(work, workers_end), daemon=True)
+        self.process.start()
+        workers_end.close()
+
+    def receive(self) -> PrefetchedBatch:
+        """Return the next batch of these rows, padding after the last. Raise the worker's error."""
+        if not self.has_ended:
+            received = self.receive_from_process()
+            if received is not None:
+                self.newest = received
+                return received
+            self.has_ended = True
+        return padding_after(self.newest)
+
+    def receive_from_process(self) -> PrefetchedBatch | None:
+        try:
+            received = self.connection.recv()
+        except EOFError:
+            self.process.join()
+            raise RuntimeError(
+                f'the process that reads data for rows {self.rows.start} to {self.rows.stop - 1} '
+                f'ended with exit code {self.process.exitcode}: if the machine ran out of memory, '
+                'use fewer data.num_workers'
+            ) from None
+        if isinstance(received, Exception):
+            raise received
+        return received
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+def make_batches(work: Work, connection: Connection) -> None:
+    """Send batches until their end, or until nobody receives them. An error is sent, too."""
+    # Signals are for the run: it ends its workers.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            for batch in batches_of(open_stream(work)):
+                connection.send(batch)
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            connection.send(error)
+        else:
+            connection.send(None)
+
+
+def open_stream(work: Work) -> Stream:
+    """Return the stream of a worker."""
+    mixture = tasks.open_mixture(work.config)
+    if mixture.fingerprint != work.fingerprint:
+        raise ValueError(
+            f'the files of data.task={work.config.task!r} changed while the run began: start it again'
+        )
+    stream = Stream(
+        mixture,
+        work.split,
+        work.vocabulary,
+        work.config,
+        batch_size=work.batch_size,
+        seed=work.seed,
+        rows=work.rows,
+        num_epochs=work.num_epochs,
+    )
+    stream.seek(work.position)
+    return stream

@@ -1,0 +1,376 @@
+"""Tasks of a user's own, mixtures of them in the stream, and the processes that feed it."""
+
+import collections
+import itertools
+import json
+import os
+import re
+import signal
+import time
+import zlib
+
+import chex
+import numpy as np
+import pytest
+from corpora import make_config
+
+import data
+import prefetch
+import tasks
+import vocabulary as vocabularies
+
+MODULE = """
+from tasks import Mixture, Task, proportional
+
+
+def spell(record):
+    for word in record['words']:
+        yield {'inputs': f'spell: {word}', 'targets': ' '.join(word)}
+
+
+TASKS = [
+    Task('add', files='FOLDER/add.jsonl', inputs='add: {a} {b}', targets='{sum}'),
+    Task('spell', files='FOLDER/spell.jsonl', preprocess_fn=spell),
+    Task('text', files='FOLDER/text.txt', objective='span_corruption'),
+    Mixture('all', {'add': 1.0, 'spell': 2.0, 'text': 1.0}),
+    Mixture('more', {'all': 3.0, 'add': 1.0}),
+    Mixture('by_size', {'add': proportional(), 'spell': 1.0}),
+    Mixture('circle', {'circle': 1.0}),
+    Mixture('lost', {'nowhere': 1.0}),
+    Mixture('without', {'add': 0.0, 'spell': 1.0}),
+]
+"""
+NUM_SUMS, NUM_WORDS, NUM_LINES = 90, 40, 60
+
+
+def write_tasks(folder, module=MODULE):
+    """Write the files of three tasks, and the module that names them. Return the module's path."""
+    sums = [{'a': i, 'b': i % 7, 'sum': i + i % 7} for i in range(NUM_SUMS)]
+    words = [{'words': [f'word{i}', f'w{i}'][: i % 3]} for i in range(NUM_WORDS)]
+    (folder / 'add.jsonl').write_text('\n'.join(map(json.dumps, sums)))
+    (folder / 'spell.jsonl').write_text('\n'.join(map(json.dumps, words)))
+    lines = [f'this is line {i} of a text ' + 'and on ' * (i % 9) for i in range(NUM_LINES)]
+    (folder / 'text.txt').write_text('\n'.join(lines))
+    (folder / 'my_tasks.py').write_text(module.replace('FOLDER', str(folder)))
+    return str(folder / 'my_tasks.py')
+
+
+def mixture_config(folder, **changes):
+    settings = {'module': write_tasks(folder), 'task': 'all', 'vocabulary': 'bytes'}
+    settings |= {'validation_fraction': 0.1, 'lengths.targets': 24}
+    return make_config(**settings | changes)
+
+
+class CountingVocabulary(vocabularies.ByteVocabulary):
+    """Counts the texts that it encodes."""
+
+    num_texts = 0
+
+    def encode(self, texts, glued_sentinels=False):
+        self.num_texts += len(texts)
+        return super().encode(texts, glued_sentinels)
+
+
+def open_stream(config, split='train', batch_size=4, vocabulary=None, **options):
+    return data.Stream(
+        tasks.open_mixture(config),
+        split,
+        vocabulary or vocabularies.ByteVocabulary(),
+        config,
+        batch_size=batch_size,
+        seed=3,
+        **options,
+    )
+
+
+def examples_of(stream, batch):
+    """(inputs, targets) of the rows of a batch as texts; rows must not be packed."""
+    names = ('encoder_input_tokens', 'decoder_target_tokens')
+    for ids in zip(*(batch[name].tolist() for name in names), strict=True):
+        yield tuple(stream.vocabulary.decode(row) for row in ids)
+
+
+# A user's own tasks.
+
+
+def test_each_task_gives_each_record_once_per_epoch(tmp_path):
+    found = []
+    for task, split in itertools.product(('add', 'spell'), ('train', 'validation')):
+        config = mixture_config(tmp_path, task=task, pack='no')
+        stream = open_stream(config, split, num_epochs=1)
+        for batch in stream:
+            found += [example for example in examples_of(stream, batch) if any(example)]
+    expected = [(f'add: {i} {i % 7}', str(i + i % 7)) for i in range(NUM_SUMS)]
+    for i in range(NUM_WORDS):
+        for word in [f'word{i}', f'w{i}'][: i % 3]:
+            expected.append((f'spell: {word}', ' '.join(word)))
+    assert sorted(found) == sorted(expected)
+
+
+def test_a_module_is_found_by_its_name_in_the_current_folder(tmp_path, monkeypatch):
+    """Even one that has the name of a module of ours."""
+    config = mixture_config(tmp_path)
+    (tmp_path / 'tasks.py').write_text((tmp_path / 'my_tasks.py').read_text())
+    monkeypatch.chdir(tmp_path)
+    for name in ('tasks', 'tasks.py', './my_tasks', f'../{tmp_path.name}/tasks.py'):
+        config.module = name
+        assert [task.name for task in tasks.open_mixture(config).tasks] == ['add', 'spell', 'text']
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        (
+            {'task': 'nothing'},
+            "data.task='nothing' is unknown: use span_corruption, .*, add, spell",
+        ),
+        ({'task': 'lost'}, "data.task='nowhere' is unknown"),
+        ({'task': 'circle'}, r"mixture 'circle' is in itself \(circle > circle\): leave one of"),
+        ({'task': 'by_size'}, "'add' has a rate by its number of examples, which is unknown"),
+        ({'module': 'absent'}, "data.module='absent': .*absent.py is no file: name a Python file"),
+    ],
+)
+def test_names_that_lead_nowhere(tmp_path, changes, message):
+    config = mixture_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        tasks.open_mixture(config)
+
+
+@pytest.mark.parametrize(
+    'text, message',
+    [
+        ('TASKS = [', 'my_tasks.py, line 1: '),
+        ('import absent_module', 'my_tasks.py, line 1: ModuleNotFoundError: '),
+        ('def f():\n  return 1 / 0\nf()', 'my_tasks.py, line 2: ZeroDivisionError'),
+        ('', r'my_tasks.py has no list TASKS: write TASKS = \[Task'),
+        ('TASKS = {}', 'my_tasks.py has no list TASKS'),
+        ('TASKS = [1]', 'my_tasks.py: TASKS has 1: use tasks.Task and tasks.Mixture'),
+        (
+            "from tasks import Task\nTASKS = [Task('a'), Task('a')]",
+            "two tasks have the name 'a': rename one",
+        ),
+        ("from tasks import Task\nTASKS = [Task('text_to_text')]", "the name 'text_to_text'"),
+        (
+            "from tasks import Task\nTASKS = [Task('all', objective='magic')]",
+            "task 'all' has objective='magic': use one of span_corruption",
+        ),
+        (
+            "from tasks import Task\nTASKS = [Task('all', targets='{a}')]",
+            "task 'all' with inputs='' and targets='{a}' needs records: name its files",
+        ),
+    ],
+)
+def test_a_module_that_is_wrong_is_named(tmp_path, text, message):
+    config = mixture_config(tmp_path)
+    (tmp_path / 'my_tasks.py').write_text(text)
+    with pytest.raises(ValueError, match=message):
+        tasks.open_mixture(config)
+
+
+@pytest.mark.parametrize(
+    'body, reason',
+    [
+        ("return [{'targets': record['absent']}]", "task 'spell': KeyError: 'absent'"),
+        ("return [{'inputs': 'a'}]", "ValueError: preprocess_fn gave {'inputs': 'a'}: give"),
+        ("return [{'targets': 3}]", "preprocess_fn gave 'targets' as 3, no text: give a str"),
+        ("return 'text'", "preprocess_fn gave 't': give"),
+    ],
+)
+def test_a_function_that_fails_names_the_record(tmp_path, body, reason):
+    config = mixture_config(tmp_path, task='spell')
+    begin = MODULE.index('    for word')
+    end = MODULE.index('\n\n\nTASKS')
+    config.module = write_tasks(tmp_path, MODULE[:begin] + f'    {body}' + MODULE[end:])
+    with pytest.raises(ValueError, match=f'line [0-9]+ of {tmp_path}/spell.jsonl: .*{reason}'):
+        open_stream(config)
+
+
+# Mixtures.
+
+
+def test_tasks_are_drawn_by_their_rates(tmp_path):
+    config = mixture_config(tmp_path, task='more', pack='no')
+    stream = open_stream(config, batch_size=8)
+    shares = {task.name: task.rate for task in stream.mixture.tasks}
+    # A quarter, a half and a quarter of three of four parts, and one part more of the first.
+    assert shares == pytest.approx({'add': 0.4375, 'spell': 0.375, 'text': 0.1875})
+    found = collections.Counter()
+    for batch in itertools.islice(stream, 400):
+        for inputs, _ in examples_of(stream, batch):
+            found[inputs.split(':')[0] if ':' in inputs else 'text'] += 1
+    assert stream.counts[:, 0].tolist() == [found['add'], found['spell'], found['text']]
+    assert stream.counts.sum(axis=0)[0] == 3200
+    for name, share in shares.items():
+        assert found[name] / 3200 == pytest.approx(share, abs=0.03)
+
+
+def test_a_task_that_ends_begins_its_next_epoch(tmp_path):
+    """Each lane of a mixture gives what it gives of a task alone, in the same order."""
+    config = mixture_config(tmp_path, pack='no')
+    stream = open_stream(config, batch_size=2)
+    found = collections.Counter()
+    for batch in itertools.islice(stream, 2000):
+        found.update(
+            example for example in examples_of(stream, batch) if example[0].startswith('add: ')
+        )
+    counts = collections.Counter(found.values())
+    # 4,000 examples, a fourth of them of the 80 records of a task: 12 or so of each.
+    assert 70 <= len(found) < NUM_SUMS
+    assert max(counts) - min(counts) <= 2
+
+
+def test_a_task_of_rate_zero_is_not_in_the_stream(tmp_path):
+    config = mixture_config(tmp_path, task='without')
+    assert [task.name for task in tasks.open_mixture(config).tasks] == ['spell']
+
+
+def test_examples_that_are_cut_are_counted(tmp_path):
+    config = mixture_config(tmp_path, task='add', **{'lengths.targets': 3, 'pack': 'no'})
+    stream = open_stream(config, num_epochs=1)
+    targets = [targets for batch in stream for _, targets in examples_of(stream, batch)]
+    num_examples, num_trimmed = stream.counts[0].tolist()
+    assert num_examples == len([text for text in targets if text])
+    sums = [i + i % 7 for i in range(NUM_SUMS)]
+    held_out = NUM_SUMS - num_examples
+    assert num_trimmed <= len([x for x in sums if x > 99]) <= num_trimmed + held_out
+
+
+def test_the_fingerprint_knows_rates_and_texts(tmp_path):
+    def fingerprint(old='', new=''):
+        config.module = write_tasks(tmp_path, MODULE.replace(old, new))
+        os.utime(config.module, ns=(0, next(clock)))  # two versions in the same instant
+        return tasks.open_mixture(config).fingerprint
+
+    clock = itertools.count(10**18, 10**9)
+    config = mixture_config(tmp_path)
+    assert fingerprint() == fingerprint()
+    assert fingerprint() != fingerprint("'spell': 2.0", "'spell': 3.0")
+    assert fingerprint() != fingerprint('add: {a}', 'sum: {a}')
+
+
+# The same stream for any number of processes, resumed anywhere.
+
+QUICK = {'counts': (1, 4), 'stops': (0, 17)}
+SLOW = {'counts': (1, 2, 4, 8, 16), 'stops': (0, 1, 17, 100)}
+KINDS = {
+    'one task': {'task': 'add', 'pack': 'no'},
+    'mixture, packed': {'task': 'all', 'pack': 'tightly'},
+    'span corruption': {'task': 'text', 'pack': 'tightly'},
+}
+
+
+def streams_of(mixture, config, num_processes, start=None):
+    """The streams of all processes, from the position `start` on."""
+    size = 16 // num_processes
+    streams = []
+    for process in range(num_processes):
+        rows = range(process * size, (process + 1) * size)
+        vocabulary = CountingVocabulary()
+        stream = data.Stream(mixture, 'train', vocabulary, config, 16, seed=3, rows=rows)
+        if start is not None:
+            stream.seek(start[rows.start : rows.stop])
+        streams.append(stream)
+    return streams
+
+
+def run_streams(streams, num_batches):
+    """Hashes of the global batches, and the global position before each."""
+    hashes = []
+    positions = []
+    for _ in range(num_batches):
+        positions.append(np.concatenate([stream.position for stream in streams]))
+        batches = [next(stream) for stream in streams]
+        content = [np.concatenate([batch[name] for batch in batches]) for name in batches[0]]
+        hashes.append(zlib.crc32(b''.join(x.tobytes() for x in content)))
+    return hashes, positions
+
+
+@pytest.mark.parametrize('scale', [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('kind', KINDS)
+def test_any_number_of_processes_gives_the_same_batches_resumed_anywhere(
+    tmp_path, kind, scale, monkeypatch
+):
+    """As positions do not depend on processes, a stop on any number goes on on any other."""
+    monkeypatch.setattr(data, 'ROWS_PER_WINDOW', 4)
+    config = mixture_config(tmp_path, **KINDS[kind])
+    mixture = tasks.open_mixture(config)
+    num_batches = max(scale['stops']) + 3
+    expected = None
+    texts_of_one = 0
+    for num_processes in scale['counts']:
+        streams = streams_of(mixture, config, num_processes)
+        found, positions = run_streams(streams, num_batches)
+        num_texts = sum(stream.vocabulary.num_texts for stream in streams)
+        if expected is None:
+            expected, expected_positions, texts_of_one = found, positions, num_texts
+        assert found == expected
+        np.testing.assert_array_equal(positions, expected_positions)
+        assert num_texts <= 1.05 * texts_of_one
+        for stop in scale['stops']:
+            resumed = streams_of(mixture, config, num_processes, expected_positions[stop])
+            assert run_streams(resumed, 3)[0] == expected[stop : stop + 3]
+    assert len(set(expected)) == len(expected)
+
+
+# Worker processes.
+
+
+def test_worker_processes_give_the_same_batches(tmp_path):
+    config = mixture_config(tmp_path, pack='tightly')
+    plain = open_stream(config, batch_size=6, rows=range(1, 6))
+    for _ in range(3):
+        next(plain)
+    batches = prefetch.batches(plain, num_workers=2)
+    first = next(batches)
+    expected = open_stream(config, batch_size=6, rows=range(1, 6))
+    expected.seek(plain.position)
+    expected.counts[:] = plain.counts
+    for batch in itertools.chain([first], itertools.islice(batches, 20)):
+        np.testing.assert_array_equal(batch.before, expected.position)
+        chex.assert_trees_all_equal(batch.features, next(expected))
+        np.testing.assert_array_equal(batch.after, expected.position)
+        np.testing.assert_array_equal(batch.counts, expected.counts)
+    batches.close()
+
+
+def test_worker_processes_end_with_their_rows(tmp_path):
+    config = mixture_config(tmp_path, task='add', pack='no')
+    options = {'batch_size': 7, 'num_epochs': 1}
+    expected = list(open_stream(config, **options))
+    found = list(prefetch.batches(open_stream(config, **options), num_workers=3))
+    assert len(found) == len(expected)
+    for batch, features in zip(found, expected, strict=True):
+        chex.assert_trees_all_equal(batch.features, features)
+
+
+def test_errors_and_faults_of_worker_processes_arrive(tmp_path):
+    config = mixture_config(tmp_path, task='add')
+    stream = open_stream(config, batch_size=2)
+    with (tmp_path / 'add.jsonl').open('a') as file:
+        file.write('\nno json')
+    with pytest.raises(ValueError, match="the files of data.task='add' changed while the run beg"):
+        list(prefetch.batches(stream, num_workers=1))
+    config.on_bad_line = 'skip'
+    for batch in prefetch.batches(open_stream(config, batch_size=2), num_workers=2):
+        if batch.faults:
+            assert re.search('line 91 of .*add.jsonl: no JSON', batch.faults[0])
+            break
+    config.on_bad_line = 'stop'
+    with pytest.raises(ValueError, match='line 91 of .*add.jsonl: no JSON'):
+        list(prefetch.batches(open_stream(config, batch_size=2, num_epochs=1), num_workers=2))
+
+
+def test_a_worker_process_that_dies_is_reported(tmp_path):
+    stream = open_stream(mixture_config(tmp_path), batch_size=2)
+    workers = prefetch.Workers(stream, num_workers=2)
+    batches = workers.batches()
+    next(batches)
+    os.kill(workers.workers[1].process.pid, signal.SIGINT)  # a signal to the whole group
+    os.kill(workers.workers[1].process.pid, signal.SIGTERM)
+    next(batches)
+    os.kill(workers.workers[1].process.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match='rows 1 to 1 ended with exit code -9: if the machine'):
+        list(batches)
+    workers.stop()
+    time.sleep(0)
+    assert not any(worker.process.is_alive() for worker in workers.workers)
