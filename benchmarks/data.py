@@ -10,7 +10,7 @@ in SeqIO's layout. Then the contenders take turns, each in a new process on two 
         sentencepiece   encodes the documents in batches with two threads, and nothing else: the
                         limit
         seqio           c4_v220_span_corruption on TextLineDataSource, packed, as T5X reads it
-        ours            data.prefetch(data.Stream)
+        ours            prefetch.batches of a data.Stream, in a thread and in worker processes
     a mixture of ten cached tasks, packed, shuffled, its state saved every 50 batches
         seqio           use_cached, examples-proportional, a tf.train.Checkpoint of the iterator
         ours            the same mixture; the position of the stream
@@ -18,9 +18,9 @@ in SeqIO's layout. Then the contenders take turns, each in a new process on two 
 Prints a line per contender: corpus tokens per second of wall time and of CPU time, the medians of
 the rounds; the ratio to seqio; the seconds until the first batch; and the padding that packing
 leaves, as a share of the inputs and of the targets. Corpus tokens are ids that are neither padding
-nor EOS nor a sentinel, counted in the numpy batches. The clock starts when a stream is opened and
-its first batch is asked for, and stops at the last batch, so what a stream reads ahead at first
-counts.
+nor EOS nor a sentinel, counted in the numpy batches. Files are opened before the clock starts; it
+starts when the first batch is asked for, so the start of workers and all that a stream reads ahead
+count, and stops at the last batch.
 
 The number to expect: from raw text at least 3.5 times seqio and 70 % of sentencepiece, cached at
 least 10 times seqio.
@@ -48,8 +48,10 @@ import numpy as np
 from absl import app, flags
 
 import data
+import prefetch
 import seqio_cache
 import sources
+import tasks
 import vocabulary
 from configs import base
 
@@ -64,7 +66,12 @@ BATCH_SIZE = 128
 LENGTHS = {'inputs': 512, 'targets': 114}
 NUM_SHARDS = 16  # files of the corpus and of each cache
 NUM_TASKS = 10
+NUM_EPOCHS = 3  # of the corpus in ours, which is faster
 STEPS_PER_SAVE = 50
+MIXTURE = f"""
+from tasks import Mixture, proportional
+TASKS = [Mixture('mixture', {{f'task_{{i}}': proportional() for i in range({NUM_TASKS})}})]
+"""
 Batch = Mapping[str, np.ndarray]
 
 
@@ -104,19 +111,21 @@ def contenders() -> list[Contender]:
     found = [
         Contender('raw text', 'sentencepiece', measure_encoder),
         Contender('raw text', 'seqio', measured(seqio_text, None)),
-        Contender('raw text', 'ours', measured(our_text, None)),
-    ]
-    for pack in ('greedily', 'no'):
-        open_stream = functools.partial(our_text, pack=pack)
-        found.append(Contender('raw text', f'ours, pack={pack}', measured(open_stream, None)))
-    found += [
         Contender('cached mixture', 'seqio', measured(seqio_mixture, 100)),
-        Contender('cached mixture', 'ours', measured(our_mixture, 1000)),
     ]
+    for num_workers in (0, 2, 4):
+        name = f'ours, {num_workers} workers'
+        text = functools.partial(our_text, num_workers=num_workers)
+        mixture = functools.partial(our_mixture, num_workers=num_workers)
+        found.append(Contender('raw text', name, measured(text, None)))
+        found.append(Contender('cached mixture', name, measured(mixture, 640)))
     for pack in ('greedily', 'no'):
-        open_stream = functools.partial(our_mixture, pack=pack)
-        found.append(Contender('cached mixture', f'ours, pack={pack}', measured(open_stream, 1000)))
-    return found
+        name = f'ours, pack={pack}'
+        text = functools.partial(our_text, pack=pack)
+        mixture = functools.partial(our_mixture, pack=pack)
+        found.append(Contender('raw text', name, measured(text, None)))
+        found.append(Contender('cached mixture', name, measured(mixture, 640)))
+    return sorted(found, key=lambda contender: contender.part, reverse=True)
 
 
 def measured(
@@ -144,9 +153,10 @@ def report(found: Mapping[Contender, Sequence[Measurement]]) -> None:
             f'{median(rounds, "num_tokens", "cpu_seconds"):10,.0f} {first:10.1f} s '
             f'{rounds[0].inputs_padding:16.1%} {rounds[0].targets_padding:8.1%}'
         )
-    ours = rates.get(('raw text', 'ours'), np.nan)
     limit = rates.get(('raw text', 'sentencepiece'), np.nan)
-    print(f'raw text: ours is {ours / limit:.0%} of sentencepiece')
+    for (part, name), rate in rates.items():
+        if part == 'raw text' and name.startswith('ours'):
+            print(f'raw text, {name}: {rate / limit:.0%} of sentencepiece')
 
 
 def median(rounds: Sequence[Measurement], numerator: str, denominator: str) -> float:
@@ -229,47 +239,48 @@ def cpu_seconds() -> float:
 # Ours.
 
 
-def our_text(folder: Path, pack: str = 'tightly') -> Iterator[Batch]:
-    """Return the batches of one epoch of the corpus."""
-    config = our_config(folder, pack)
+def our_text(folder: Path, pack: str = 'tightly', num_workers: int = 0) -> Iterator[Batch]:
+    """Return the batches of some epochs of the corpus."""
+    config = our_config(pack)
     config.files = str(folder / 'corpus-*.txt')
-    stream = open_our_stream(config, num_epochs=1)
-    return (batch.features for batch in data.prefetch(stream))
+    stream = open_our_stream(folder, config, num_epochs=NUM_EPOCHS)
+    return (batch.features for batch in prefetch.batches(stream, num_workers))
 
 
-def our_mixture(folder: Path, pack: str = 'tightly') -> Iterator[Batch]:
+def our_mixture(folder: Path, pack: str = 'tightly', num_workers: int = 0) -> Iterator[Batch]:
     """Return the batches of the cached mixture, saving the position."""
-    config = our_config(folder, pack)
+    config = our_config(pack)
     config.cache_dirs = str(folder / 'caches')
-    config.use_cached = 'yes'
-    config.task = 'task_0'  # TODO: the mixture
-    batches = data.prefetch(open_our_stream(config, num_epochs=None))
+    config.module = str(folder / 'mixture.py')
+    config.task = 'mixture'
+    stream = open_our_stream(folder, config, num_epochs=None)
+    batches = prefetch.batches(stream, num_workers)
     return saving(batches, lambda batch: np.save(folder / 'position.npy', batch.after))
 
 
-def our_config(folder: Path, pack: str) -> Any:
+def our_config(pack: str) -> Any:
     """Return config.data."""
     config = base.get_config().data
-    config.vocabulary = str(folder / 'vocabulary.model')
     config.lengths.update(LENGTHS)
     config.pack = pack
     config.validation_fraction = 0.0
     return config
 
 
-def open_our_stream(config: Any, num_epochs: int | None) -> data.Stream:
+def open_our_stream(folder: Path, config: Any, num_epochs: int | None) -> data.Stream:
+    """Return the stream of all rows."""
     return data.Stream(
-        sources.open_source(config),
+        tasks.open_mixture(config),
         'train',
-        read_vocabulary(Path(config.vocabulary).parent),
+        read_vocabulary(folder),
         config,
-        BATCH_SIZE,
+        batch_size=BATCH_SIZE,
         seed=0,
         num_epochs=num_epochs,
     )
 
 
-def saving(batches: Iterator, save: Callable[[Any], None]) -> Iterator[Batch]:
+def saving(batches: Iterator, save: Callable[[Any], object]) -> Iterator[Batch]:
     """Yield the features of batches, and save the state of their iterator now and then."""
     for step, batch in enumerate(batches, start=1):
         if step % STEPS_PER_SAVE == 0:
@@ -395,6 +406,7 @@ def write_inputs(folder: Path, megabytes: int) -> None:
     (folder / 'vocabulary.model').write_bytes(model)
     for task in range(NUM_TASKS):
         write_cache(folder, task, sentences, rng)
+    (folder / 'mixture.py').write_text(MIXTURE)
 
 
 def make_text(sentences: Sequence[str], num_sentences: float, rng: np.random.Generator) -> str:
