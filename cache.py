@@ -179,8 +179,8 @@ class ShardWriter:
         content: dict[str, Any] = {}
         self._statistics['examples'] += 1
         for feature in seqio_cache.FEATURES:
-            ids = example.ids.get(feature, [])
-            content[feature] = np.array(ids, np.int32)
+            ids = example.ids.get(feature, np.zeros(0, np.int32))
+            content[feature] = ids
             content[f'{feature}_pretokenized'] = example.texts.get(feature, '')
             self._statistics[f'{feature}_tokens'] += len(ids)
             longest = max(self._statistics[f'{feature}_max_tokens'], len(ids))

@@ -171,7 +171,7 @@ class Stream:
             share = Share(seed=seed, epoch=0, lane=lane, num_lanes=self.batch_size)
             for document in task.source.documents(self.split, share):
                 for example in task.tokenize([document.record]):
-                    if example.ids['targets']:
+                    if example.ids['targets'].size:
                         return True
         return False
 
@@ -181,7 +181,7 @@ class Tokenized(NamedTuple):
 
     name: str
     texts: dict[str, str]  # none where the record has ids
-    ids: dict[str, list[int]]
+    ids: dict[str, np.ndarray]  # int32
 
 
 class TokenizedTask:
@@ -206,7 +206,8 @@ class TokenizedTask:
                 examples.append(Tokenized(record.name, texts, ids={}))
         for feature in self.objective.features:
             texts_of_all = [example.texts.get(feature, '') for example in examples]
-            for example, ids in zip(examples, self.vocabulary.encode(texts_of_all), strict=True):
+            ids_of_all = self.vocabulary.encode_as_arrays(texts_of_all)
+            for example, ids in zip(examples, ids_of_all, strict=True):
                 example.ids[feature] = ids
         return examples
 
@@ -222,19 +223,19 @@ class TokenizedTask:
             self.source.bad_lines.add(path, int(position), reason)
             return []
 
-    def _cached_ids(self, record: Record) -> dict[str, list[int]]:
+    def _cached_ids(self, record: Record) -> dict[str, np.ndarray]:
         """Return the ids of a record of a task cache, without EOS at their ends."""
         found = {}
         for feature in self.objective.features:
-            ids = record.fields[feature].tolist()
-            if ids and not 0 <= min(ids) <= max(ids) < self.vocabulary.size:
+            ids = record.fields[feature]
+            if ids.size and not 0 <= ids.min() <= ids.max() < self.vocabulary.size:
                 raise ValueError(
-                    f'{record.name}: feature {feature!r} has ids from {min(ids)} to {max(ids)}, and '
+                    f'{record.name}: feature {feature!r} has ids from {ids.min()} to {ids.max()}, and '
                     f'the vocabulary has {self.vocabulary.size}: name the one of the cache with '
                     'data.vocabulary'
                 )
-            if ids and ids[-1] == EOS_ID:
-                ids.pop()
+            if ids.size and ids[-1] == EOS_ID:
+                ids = ids[:-1]
             found[feature] = ids
         return found
 

@@ -74,15 +74,21 @@ def fill(rows: Sequence[Sequence[np.ndarray]], length: int) -> PackedRows:
     Differs from T5X where an example has no ids of this feature: its number is left out, so that
     the segments of inputs and targets stay aligned.
     """
+    examples: list[np.ndarray] = []
+    numbers: list[int] = []
+    for row in rows:
+        examples += row
+        numbers += range(1, len(row) + 1)
+    sizes = np.array([len(ids) for ids in examples], np.int64)
+    begins = np.cumsum(sizes) - sizes  # of the examples, one after another
+    row_sizes = np.array([sum(len(ids) for ids in row) for row in rows], np.int64)
+    is_filled = np.arange(length) < row_sizes[:, None]  # in the order of the examples
+
     packed = PackedRows(*np.zeros((3, len(rows), length), np.int32))
-    for r, examples in enumerate(rows):
-        begin = 0
-        for number, ids in enumerate(examples, start=1):
-            end = begin + len(ids)
-            packed.ids[r, begin:end] = ids
-            packed.segment_ids[r, begin:end] = number
-            packed.positions[r, begin:end] = np.arange(len(ids))
-            begin = end
+    if examples:
+        packed.ids[is_filled] = np.concatenate(examples)
+        packed.segment_ids[is_filled] = np.repeat(numbers, sizes)
+        packed.positions[is_filled] = np.arange(sizes.sum()) - np.repeat(begins, sizes)
     return packed
 
 

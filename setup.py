@@ -20,7 +20,7 @@ setup(
         'optax>=0.2.6',
         'protobuf>=7.36.1',  # older ones do not import the protobuf module of sentencepiece 0.2.3
         'safetensors>=0.4.3',
-        'sentencepiece>=0.2.0',
+        'sentencepiece>=0.2.3',  # the first that returns numpy arrays
         'tensorboard>=2.18',
         'tensorflow-datasets>=4.9.10',  # older ones do not open a data set with protobuf 7
         'tensorstore>=0.1.71',

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
@@ -46,6 +47,10 @@ class Vocabulary:
 
     def encode(self, texts: list[str], glued_sentinels: bool = False) -> list[list[int]]:
         """Return the ids of each text, without EOS."""
+        return [ids.tolist() for ids in self.encode_as_arrays(texts, glued_sentinels)]
+
+    def encode_as_arrays(self, texts: list[str], glued_sentinels: bool = False) -> list[np.ndarray]:
+        """Return the ids of each text, int32 without EOS, which may be read-only."""
         raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -79,9 +84,9 @@ class ByteVocabulary(Vocabulary):
         """
         return self.num_extra_ids or 128
 
-    def encode(self, texts: list[str], glued_sentinels: bool = False) -> list[list[int]]:
+    def encode_as_arrays(self, texts: list[str], glued_sentinels: bool = False) -> list[np.ndarray]:
         """Return the ids of each text, without EOS. As in SeqIO no text is a sentinel."""
-        return [[byte + 3 for byte in text.encode()] for text in texts]
+        return [np.frombuffer(text.encode(), np.uint8) + np.int32(3) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text before the first EOS, without what is no byte or no character."""
@@ -118,7 +123,7 @@ class SentencePieceVocabulary(Vocabulary):
         self._processor = processor
         self._sentinels = {piece[1:] for piece in pieces if piece.startswith('▁<extra_id_')}
 
-    def encode(self, texts: list[str], glued_sentinels: bool = False) -> list[list[int]]:
+    def encode_as_arrays(self, texts: list[str], glued_sentinels: bool = False) -> list[np.ndarray]:
         """Return the ids of each text, without EOS.
 
         As in SeqIO `<extra_id_0>` is a sentinel where a word may begin. With `glued_sentinels` one
@@ -126,7 +131,7 @@ class SentencePieceVocabulary(Vocabulary):
         """
         if glued_sentinels:
             texts = [re.sub(r'(?<=\S)<extra_id_\d+>', self._set_apart, text) for text in texts]
-        return self._processor.encode(texts)
+        return self._processor.encode(texts, return_type='numpy')
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text before the first EOS. An id beyond the vocabulary is unknown."""

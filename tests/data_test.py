@@ -555,9 +555,9 @@ def test_a_position_of_an_older_run_has_no_axis_of_tasks(any_source, vocabulary)
 class CountingVocabulary(vocabularies.SentencePieceVocabulary):
     count = 0
 
-    def encode(self, texts):
+    def encode_as_arrays(self, texts):
         self.count += len(texts)
-        return super().encode(texts)
+        return super().encode_as_arrays(texts)
 
 
 @pytest.mark.parametrize('kind', ['pydoc', 'jsonl', 'few shards', 'many shards'])

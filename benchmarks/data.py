@@ -1,0 +1,463 @@
+"""Our stream of batches against seqio + t5, from the same files and on the same two cores.
+
+    pip install -e '.[peers,tf]'
+    python benchmarks/data.py [--megabytes=100] [--rounds=3] [--folder=DIR] [--only=REGEX]
+
+Writes a corpus to DIR, trains a vocabulary of up to 32,000 pieces on it, and writes ten task caches
+in SeqIO's layout. Then the contenders take turns, each in a new process on two cores:
+
+    span corruption from raw text, 512/114, batches of 128, shuffled, whole epochs
+        sentencepiece   encodes the documents in batches with two threads, and nothing else: the
+                        limit
+        seqio           c4_v220_span_corruption on TextLineDataSource, packed, as T5X reads it
+        ours            prefetch.batches of a data.Stream, in a thread and in worker processes
+    a mixture of ten cached tasks, packed, shuffled, its state saved every 50 batches
+        seqio           use_cached, examples-proportional, a tf.train.Checkpoint of the iterator
+        ours            the same mixture; the position of the stream
+
+Prints a line per contender: corpus tokens per second of wall time and of CPU time, the medians of
+the rounds; the ratio to seqio; the seconds until the first batch; and the padding that packing
+leaves, as a share of the inputs and of the targets. Corpus tokens are ids that are neither padding
+nor EOS nor a sentinel, counted in the numpy batches. Files are opened before the clock starts; it
+starts when the first batch is asked for, so the start of workers and all that a stream reads ahead
+count, and stops at the last batch.
+
+The number to expect: from raw text at least 3.5 times seqio and 70 % of sentencepiece, cached at
+least 10 times seqio.
+"""
+
+import functools
+import itertools
+import json
+import os
+import re
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Before the folder of this file, so that `import data` is what is measured.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+from absl import app, flags
+
+import data
+import prefetch
+import seqio_cache
+import sources
+import tasks
+import vocabulary
+from configs import base
+
+FLAGS = flags.FLAGS
+flags.DEFINE_integer('megabytes', 100, 'Size of the corpus.')
+flags.DEFINE_integer('rounds', 3, 'How often each contender is measured.')
+flags.DEFINE_string('folder', None, "Where to write; the system's temporary folder if not given.")
+flags.DEFINE_string('only', '.*', 'Regular expression of the contenders that are measured.')
+
+NUM_CORES = 2
+BATCH_SIZE = 128
+LENGTHS = {'inputs': 512, 'targets': 114}
+NUM_SHARDS = 16  # files of the corpus and of each cache
+NUM_TASKS = 10
+NUM_EPOCHS = 3  # of the corpus in ours, which is faster
+STEPS_PER_SAVE = 50
+MIXTURE = f"""
+from tasks import Mixture, proportional
+TASKS = [Mixture('mixture', {{f'task_{{i}}': proportional() for i in range({NUM_TASKS})}})]
+"""
+Batch = Mapping[str, np.ndarray]
+
+
+class Measurement(NamedTuple):
+    """What one contender did in one round."""
+
+    num_tokens: int  # of the corpus
+    seconds: float
+    cpu_seconds: float  # of this process and its workers
+    first_seconds: float = 0.0  # until the first batch
+    inputs_padding: float = 0.0  # share of the positions
+    targets_padding: float = 0.0
+
+
+class Contender(NamedTuple):
+    """A way to make batches, and how many of them are measured; None: all of an epoch."""
+
+    part: str
+    name: str
+    measure: Callable[[Path], Measurement]
+
+
+def main(argv: list[str]) -> None:
+    with tempfile.TemporaryDirectory(dir=FLAGS.folder) as name:
+        folder = Path(name)
+        in_new_process(write_inputs, folder, FLAGS.megabytes)
+        chosen = [x for x in contenders() if re.search(FLAGS.only, f'{x.part}, {x.name}')]
+        found: dict[Contender, list[Measurement]] = {contender: [] for contender in chosen}
+        for _ in range(FLAGS.rounds):
+            for contender in chosen:
+                found[contender].append(in_new_process(contender.measure, folder))
+    report(found)
+
+
+def contenders() -> list[Contender]:
+    """Return all contenders, in the order in which they take turns."""
+    found = [
+        Contender('raw text', 'sentencepiece', measure_encoder),
+        Contender('raw text', 'seqio', measured(seqio_text, None)),
+        Contender('cached mixture', 'seqio', measured(seqio_mixture, 100)),
+    ]
+    for num_workers in (0, 2, 4):
+        name = f'ours, {num_workers} workers'
+        text = functools.partial(our_text, num_workers=num_workers)
+        mixture = functools.partial(our_mixture, num_workers=num_workers)
+        found.append(Contender('raw text', name, measured(text, None)))
+        found.append(Contender('cached mixture', name, measured(mixture, 640)))
+    for pack in ('greedily', 'no'):
+        name = f'ours, pack={pack}'
+        text = functools.partial(our_text, pack=pack)
+        mixture = functools.partial(our_mixture, pack=pack)
+        found.append(Contender('raw text', name, measured(text, None)))
+        found.append(Contender('cached mixture', name, measured(mixture, 640)))
+    return sorted(found, key=lambda contender: contender.part, reverse=True)
+
+
+def measured(
+    open_stream: Callable[[Path], Iterator[Batch]], num_batches: int | None
+) -> Callable[[Path], Measurement]:
+    """Return a function that measures a stream of batches, which a new process can be sent."""
+    return functools.partial(measure_stream, open_stream, num_batches)
+
+
+def report(found: Mapping[Contender, Sequence[Measurement]]) -> None:
+    """Print a line per contender."""
+    print(
+        f'{"":32} {"tokens/s":>10} {"x seqio":>8} {"per CPU s":>10} {"first batch":>12} '
+        f'{"padding: inputs":>16} {"targets":>8}'
+    )
+    rates = {}
+    for contender, rounds in found.items():
+        rates[contender.part, contender.name] = median(rounds, 'num_tokens', 'seconds')
+    for contender, rounds in found.items():
+        rate = rates[contender.part, contender.name]
+        ratio = rate / rates.get((contender.part, 'seqio'), np.nan)
+        first = np.median([x.first_seconds for x in rounds])
+        print(
+            f'{contender.part + ", " + contender.name:32} {rate:10,.0f} {ratio:8.2f} '
+            f'{median(rounds, "num_tokens", "cpu_seconds"):10,.0f} {first:10.1f} s '
+            f'{rounds[0].inputs_padding:16.1%} {rounds[0].targets_padding:8.1%}'
+        )
+    limit = rates.get(('raw text', 'sentencepiece'), np.nan)
+    for (part, name), rate in rates.items():
+        if part == 'raw text' and name.startswith('ours'):
+            print(f'raw text, {name}: {rate / limit:.0%} of sentencepiece')
+
+
+def median(rounds: Sequence[Measurement], numerator: str, denominator: str) -> float:
+    """Return the median of a rate over the rounds."""
+    return float(np.median([getattr(x, numerator) / getattr(x, denominator) for x in rounds]))
+
+
+def in_new_process(function: Callable, *arguments):
+    """Return the function's result. Its process and those that it starts have two cores."""
+    with futures.ProcessPoolExecutor(1, get_context('spawn'), initializer=take_cores) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def take_cores() -> None:
+    cores = sorted(os.sched_getaffinity(0))[:NUM_CORES]
+    os.sched_setaffinity(0, cores)
+
+
+# Measuring.
+
+
+def measure_stream(
+    open_stream: Callable[[Path], Iterator[Batch]], num_batches: int | None, folder: Path
+) -> Measurement:
+    """Count the corpus tokens in the first batches of a stream, and its seconds."""
+    first_sentinel = read_vocabulary(folder).size - vocabulary.DEFAULT_EXTRA_IDS
+    batches = open_stream(folder)
+    counts = np.zeros(5, np.int64)
+    cpu_start = cpu_seconds()
+    start = time.perf_counter()
+    for batch in itertools.islice(batches, num_batches):
+        if not counts.any():
+            first_seconds = time.perf_counter() - start
+        for i, name in enumerate(('encoder_input_tokens', 'decoder_target_tokens')):
+            ids = batch[name]
+            ids = ids[ids.any(axis=1)]  # without the rows of lanes that have ended
+            is_token = (ids > vocabulary.EOS_ID) & (ids < first_sentinel)
+            counts[0] += np.count_nonzero(is_token)
+            counts[1 + i] += np.count_nonzero(ids == vocabulary.PAD_ID)
+            counts[3 + i] += ids.size
+    seconds = time.perf_counter() - start
+    del batches  # its workers end, and their CPU time is counted
+    num_tokens, *padding = counts[:3].tolist()
+    return Measurement(
+        num_tokens=num_tokens,
+        seconds=seconds,
+        cpu_seconds=cpu_seconds() - cpu_start,
+        first_seconds=first_seconds,
+        inputs_padding=padding[0] / counts[3],
+        targets_padding=padding[1] / counts[4],
+    )
+
+
+def measure_encoder(folder: Path) -> Measurement:
+    """Encode the documents of the corpus as fast as SentencePiece does it."""
+    documents = []
+    for file in corpus_files(folder):
+        documents += file.read_text().splitlines()
+    # The sentinels are not in the model's file, nor in the text.
+    processor = read_vocabulary(folder)._processor
+    num_tokens = 0
+    cpu_start = cpu_seconds()
+    start = time.perf_counter()
+    for first in range(0, len(documents), 1000):
+        ids = processor.encode(documents[first : first + 1000], num_threads=NUM_CORES)
+        num_tokens += sum(map(len, ids))
+    seconds = time.perf_counter() - start
+    return Measurement(num_tokens, seconds, cpu_seconds() - cpu_start)
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of its children that have ended."""
+    seconds = 0.0
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        usage = resource.getrusage(who)
+        seconds += usage.ru_utime + usage.ru_stime
+    return seconds
+
+
+# Ours.
+
+
+def our_text(folder: Path, pack: str = 'tightly', num_workers: int = 0) -> Iterator[Batch]:
+    """Return the batches of some epochs of the corpus."""
+    config = our_config(pack)
+    config.files = str(folder / 'corpus-*.txt')
+    stream = open_our_stream(folder, config, num_epochs=NUM_EPOCHS)
+    return (batch.features for batch in prefetch.batches(stream, num_workers))
+
+
+def our_mixture(folder: Path, pack: str = 'tightly', num_workers: int = 0) -> Iterator[Batch]:
+    """Return the batches of the cached mixture, saving the position."""
+    config = our_config(pack)
+    config.cache_dirs = str(folder / 'caches')
+    config.module = str(folder / 'mixture.py')
+    config.task = 'mixture'
+    stream = open_our_stream(folder, config, num_epochs=None)
+    batches = prefetch.batches(stream, num_workers)
+    return saving(batches, lambda batch: np.save(folder / 'position.npy', batch.after))
+
+
+def our_config(pack: str) -> Any:
+    """Return config.data."""
+    config = base.get_config().data
+    config.lengths.update(LENGTHS)
+    config.pack = pack
+    config.validation_fraction = 0.0
+    return config
+
+
+def open_our_stream(folder: Path, config: Any, num_epochs: int | None) -> data.Stream:
+    """Return the stream of all rows."""
+    return data.Stream(
+        tasks.open_mixture(config),
+        'train',
+        read_vocabulary(folder),
+        config,
+        batch_size=BATCH_SIZE,
+        seed=0,
+        num_epochs=num_epochs,
+    )
+
+
+def saving(batches: Iterator, save: Callable[[Any], object]) -> Iterator[Batch]:
+    """Yield the features of batches, and save the state of their iterator now and then."""
+    for step, batch in enumerate(batches, start=1):
+        if step % STEPS_PER_SAVE == 0:
+            save(batch)
+        yield batch.features
+
+
+# SeqIO's, as T5X's runs configure it (t5x/configs/runs/pretrain.gin and finetune.gin).
+
+
+def seqio_text(folder: Path) -> Iterator[Batch]:
+    """Return the batches of one epoch of the corpus."""
+    import seqio
+    import t5.data.preprocessors
+
+    source = seqio.TextLineDataSource({'train': str(folder / 'corpus-*.txt')})
+    seqio.TaskRegistry.add(
+        'span_corruption',
+        source=source,
+        preprocessors=[
+            text_as_dict,
+            functools.partial(
+                seqio.preprocessors.rekey, key_map={'inputs': None, 'targets': 'text'}
+            ),
+            seqio.preprocessors.tokenize,
+            t5.data.preprocessors.span_corruption,
+            seqio.preprocessors.append_eos_after_trim,
+        ],
+        output_features=seqio_features(folder),
+    )
+    batches = seqio_batches('span_corruption', num_epochs=1)
+    return batches.as_numpy_iterator()
+
+
+def text_as_dict(lines: Any) -> Any:
+    """Return a tf.data set of {'text': line}."""
+    return lines.map(lambda line: {'text': line}, num_parallel_calls=-1)  # -1: autotuned
+
+
+def seqio_mixture(folder: Path) -> Iterator[Batch]:
+    """Return the batches of the cached mixture, saving the state of their iterator."""
+    import seqio
+    import tensorflow as tf
+
+    seqio.add_global_cache_dirs([str(folder / 'caches')])
+    names = [task.name for task in (folder / 'caches').iterdir()]
+    for name in names:
+        seqio.TaskRegistry.add(
+            name,
+            source=seqio.FunctionDataSource(no_dataset, splits=('train',)),
+            preprocessors=[
+                seqio.CacheDatasetPlaceholder(required=True),
+                seqio.preprocessors.append_eos_after_trim,
+            ],
+            output_features=seqio_features(folder),
+        )
+    seqio.MixtureRegistry.add('mixture', sorted(names), default_rate=seqio.mixing_rate_num_examples)
+    iterator = iter(seqio_batches('mixture', num_epochs=None, use_cached=True))
+    checkpoint = tf.train.Checkpoint(iterator=iterator)
+    batches = (NumpyBatch(batch) for batch in iterator)
+    return saving(batches, lambda batch: checkpoint.write(str(folder / 'iterator')))
+
+
+class NumpyBatch:
+    """A batch of tensors as one of arrays, where our PrefetchedBatch has its features."""
+
+    def __init__(self, batch: Mapping[str, Any]):
+        self.features = {name: x.numpy() for name, x in batch.items()}
+
+
+def no_dataset(split: str, shuffle_files: bool) -> Any:
+    """Stand for the source of a task that is read from its cache."""
+    raise NotImplementedError
+
+
+def seqio_features(folder: Path) -> dict[str, Any]:
+    import seqio
+
+    pieces = seqio.SentencePieceVocabulary(str(folder / 'vocabulary.model'), extra_ids=100)
+    return {
+        'inputs': seqio.Feature(pieces, add_eos=True, required=False),
+        'targets': seqio.Feature(pieces, add_eos=True),
+    }
+
+
+def seqio_batches(name: str, num_epochs: int | None, use_cached: bool = False) -> Any:
+    """Return the packed batches of a task or mixture as a tf.data set."""
+    import seqio
+    import tensorflow as tf
+
+    examples = seqio.get_dataset(
+        name,
+        task_feature_lengths=LENGTHS,
+        dataset_split='train',
+        shuffle=True,
+        num_epochs=num_epochs,
+        feature_converter=seqio.EncDecFeatureConverter(pack=True),
+        use_cached=use_cached,
+        seed=0,
+    )
+    return examples.batch(BATCH_SIZE, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
+
+
+# What the contenders read.
+
+
+def write_inputs(folder: Path, megabytes: int) -> None:
+    """Write a corpus, its vocabulary, and the task caches."""
+    sentences = []
+    for _, text in sources.pydoc_documents():
+        sentences += text.split('. ')
+    rng = np.random.default_rng(0)
+    size = 0
+    documents: list[str] = []
+    while size < megabytes * 1_000_000:
+        # About as many tokens as C4's documents have, from a few to thousands.
+        document = make_text(sentences, num_sentences=rng.lognormal(mean=3, sigma=1), rng=rng)
+        size += len(document) + 1
+        documents.append(document)
+    for shard, file in enumerate(corpus_files(folder)):
+        file.write_text('\n'.join(documents[shard::NUM_SHARDS]) + '\n')
+    model = vocabulary.train_vocabulary(documents, num_pieces=32_000)
+    (folder / 'vocabulary.model').write_bytes(model)
+    for task in range(NUM_TASKS):
+        write_cache(folder, task, sentences, rng)
+    (folder / 'mixture.py').write_text(MIXTURE)
+
+
+def make_text(sentences: Sequence[str], num_sentences: float, rng: np.random.Generator) -> str:
+    """Return a text of random sentences, at least one."""
+    chosen = rng.integers(len(sentences), size=int(num_sentences) + 1)
+    return '. '.join([sentences[i] for i in chosen])
+
+
+def corpus_files(folder: Path) -> list[Path]:
+    return [folder / f'corpus-{shard:02}.txt' for shard in range(NUM_SHARDS)]
+
+
+def read_vocabulary(folder: Path) -> vocabulary.SentencePieceVocabulary:
+    return vocabulary.SentencePieceVocabulary((folder / 'vocabulary.model').read_bytes())
+
+
+def write_cache(
+    folder: Path, task: int, sentences: Sequence[str], rng: np.random.Generator
+) -> None:
+    """Write the cache of a task as SeqIO does. Tasks differ in their sizes and lengths."""
+    pieces = read_vocabulary(folder)
+    cache = folder / 'caches' / f'task_{task}'
+    cache.mkdir(parents=True)
+    num_examples = 40_000 // (task + 1)
+    texts: dict[str, list[str]] = {'inputs': [], 'targets': []}
+    for _ in range(num_examples):
+        texts['inputs'].append(make_text(sentences, rng.lognormal(mean=task / 4), rng))
+        texts['targets'].append(make_text(sentences, 1 + task % 3, rng))
+    ids = {feature: pieces.encode(texts[feature]) for feature in texts}
+    for shard in range(NUM_SHARDS):
+        name = f'train.tfrecord-{shard:05}-of-{NUM_SHARDS:05}'
+        with (cache / name).open('wb') as file:
+            for i in range(shard, num_examples, NUM_SHARDS):
+                example: dict[str, Any] = {}
+                for feature in texts:
+                    example[feature] = np.array(ids[feature][i], np.int32)
+                    example[f'{feature}_pretokenized'] = texts[feature][i]
+                seqio_cache.write_record(file, seqio_cache.encode(example))
+    features = {}
+    for feature in texts:
+        features[feature] = {'dtype': 'int32', 'shape': [None]}
+        features[f'{feature}_pretokenized'] = {'dtype': 'string', 'shape': []}
+    info = {
+        'features': features,
+        'num_shards': NUM_SHARDS,
+        'seqio_version': '0.0.20',
+    }
+    (cache / 'info.train.json').write_text(json.dumps(info))
+    (cache / 'stats.train.json').write_text(json.dumps({'examples': num_examples}))
+    (cache / 'COMPLETED').touch()
+
+
+if __name__ == '__main__':
+    app.run(main)
