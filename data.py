@@ -184,6 +184,10 @@ class Tokenized(NamedTuple):
     ids: dict[str, np.ndarray]  # int32
 
 
+class BadRecord(ValueError):
+    """A record that has no texts or ids."""
+
+
 class TokenizedTask:
     """A task whose records become ids: those of the features that its objective takes."""
 
@@ -197,31 +201,46 @@ class TokenizedTask:
         self._check_features()
 
     def tokenize(self, records: Sequence[Record]) -> list[Tokenized]:
-        """Return the examples of records: one of each, or as many as the task's function gives."""
-        if self.source.is_tokenized:
-            return [Tokenized(record.name, {}, self._cached_ids(record)) for record in records]
+        """Return the examples of records: one of each, or as many as the task's function gives.
+
+        A bad record stops the run, or has none (data.on_bad_line).
+        """
         examples = []
         for record in records:
-            for texts in self._texts(record):
-                examples.append(Tokenized(record.name, texts, ids={}))
-        for feature in self.objective.features:
-            texts_of_all = [example.texts.get(feature, '') for example in examples]
-            ids_of_all = self.vocabulary.encode_as_arrays(texts_of_all)
-            for example, ids in zip(examples, ids_of_all, strict=True):
-                example.ids[feature] = ids
+            try:
+                if self.source.is_tokenized:
+                    examples.append(Tokenized(record.name, {}, self._cached_ids(record)))
+                else:
+                    for texts in self._texts(record):
+                        examples.append(Tokenized(record.name, texts, ids={}))
+            except BadRecord as error:
+                path, _, position = record.name.rpartition(':')
+                self.source.bad_lines.add(path, int(position), str(error))
+        if not self.source.is_tokenized:
+            self._encode(examples)
         return examples
 
+    def _encode(self, examples: list[Tokenized]) -> None:
+        """Add the ids of the texts of examples."""
+        for feature in self.objective.features:
+            texts = [example.texts.get(feature, '') for example in examples]
+            for example, ids in zip(examples, self.vocabulary.encode_as_arrays(texts), strict=True):
+                example.ids[feature] = ids
+
     def _texts(self, record: Record) -> list[dict[str, str]]:
-        """Return the texts of the examples of a record; none of a bad record that is skipped."""
-        if self.task.preprocess_fn is None:
-            return list(self.task.preprocess([record.fields]))
+        """Return the texts of the examples of a record. Raise BadRecord for one without."""
         try:
-            return list(self.task.preprocess([record.fields]))
-        except Exception as error:  # a user's function may raise anything
-            path, _, position = record.name.rpartition(':')
-            reason = f'task {self.name!r}: {type(error).__name__}: {error}'
-            self.source.bad_lines.add(path, int(position), reason)
-            return []
+            examples = list(self.task.preprocess([record.fields]))
+        except Exception as error:
+            if self.task.preprocess_fn is None:
+                raise
+            # A user's function may raise anything.
+            raise BadRecord(f'task {self.name!r}: {type(error).__name__}: {error}') from error
+        if 'inputs' in self.objective.features:
+            for texts in examples:
+                if not texts['targets']:
+                    raise BadRecord('its targets are empty; correct it')
+        return examples
 
     def _cached_ids(self, record: Record) -> dict[str, np.ndarray]:
         """Return the ids of a record of a task cache, without EOS at their ends."""
@@ -229,9 +248,9 @@ class TokenizedTask:
         for feature in self.objective.features:
             ids = record.fields[feature]
             if ids.size and not 0 <= ids.min() <= ids.max() < self.vocabulary.size:
-                raise ValueError(
-                    f'{record.name}: feature {feature!r} has ids from {ids.min()} to {ids.max()}, and '
-                    f'the vocabulary has {self.vocabulary.size}: name the one of the cache with '
+                raise BadRecord(
+                    f'feature {feature!r} has ids from {ids.min()} to {ids.max()}, and the '
+                    f'vocabulary has {self.vocabulary.size}: name the one of the cache with '
                     'data.vocabulary'
                 )
             if ids.size and ids[-1] == EOS_ID:
