@@ -149,6 +149,14 @@ class Stream:
         share = max(ROWS_IN_ALL_WINDOWS // self.batch_size, MIN_ROWS_PER_WINDOW)
         return min(share, ROWS_PER_WINDOW)
 
+    def num_lines_to_start(self) -> int:
+        """Return about how many lines all lanes read before the first batch."""
+        total = 0
+        for task in self.tasks:
+            num_records = self.batch_size * task.objective.records_per_group
+            total += task.source.num_lines_to_find(self.split, num_records)
+        return total
+
     def _check_not_empty(self) -> None:
         """Raise ValueError for a task without text in the split.
 
@@ -514,6 +522,43 @@ class Group(NamedTuple):
     end: Position  # where the next group begins
     start: Position = Position()
     examples: Sequence[Example] = ()
+
+
+class EvaluationBatch(NamedTuple):
+    """Features of rows that are not packed, and the examples in the first of them."""
+
+    features: dict[str, np.ndarray]
+    examples: list[Tokenized]
+
+
+def evaluation_batches(
+    task: TokenizedTask, split: str, config: Any, batch_size: int
+) -> Iterator[EvaluationBatch]:
+    """Yield every example of a text-to-text task once, in the order in which they are stored.
+
+    Examples keep their texts, whatever was cut from the rows. The last batch ends with rows of
+    padding, whose loss weights are 0.
+    """
+    examples: list[Tokenized] = []
+    for record in task.source.records(split):
+        examples += task.tokenize([record])
+        while len(examples) >= batch_size:
+            yield evaluation_batch(task, examples[:batch_size], config, batch_size)
+            examples = examples[batch_size:]
+    if examples:
+        yield evaluation_batch(task, examples, config, batch_size)
+
+
+def evaluation_batch(
+    task: TokenizedTask, examples: list[Tokenized], config: Any, batch_size: int
+) -> EvaluationBatch:
+    """Return a batch of examples, an example a row, with rows of padding up to `batch_size`."""
+    rows: list[list[dict[str, np.ndarray]]] = []
+    ids = [example.ids for example in examples]
+    for example in task.objective.examples([example.name for example in examples], ids):
+        rows.append([{'inputs': example.inputs, 'targets': example.targets}])
+    rows += [[]] * (batch_size - len(rows))
+    return EvaluationBatch(features.encoder_decoder(rows, config.lengths, pack=False), examples)
 
 
 def feature_lengths(config: Any) -> dict[str, int]:

@@ -57,6 +57,7 @@ POOLS_PER_ROUND = 1 << 32
 # A longer line of plain text is cut into documents of at most CUT_BYTES.
 MAX_LINE_BYTES = 1 << 20
 CUT_BYTES = 1 << 11
+BYTES_PER_LINE = 100  # at least, where nobody has counted the lines
 NEWLINE = ord('\n')
 
 # The digest of a file counts all of a small file, and some blocks of a larger one.
@@ -170,6 +171,22 @@ class Source:
                 if record is not None:
                     yield Document(pool=number, offset=i, record=record)
             offset = 0
+
+    def records(self, split: str) -> Iterator[Record]:
+        """Yield the records of a split once, in the order in which they are stored."""
+        for record in self.part_of(split).in_order():
+            if record is not None and self.is_in_split(split, record):
+                yield record
+
+    def num_lines_to_find(self, split: str, num_records: int) -> int:
+        """Return about how many lines are read to find so many records of a split."""
+        num_lines = self.train.num_records
+        if num_lines is None:
+            num_lines = sum(file.num_bytes for file in self.files) // BYTES_PER_LINE
+        if self.validation is not None:
+            return min(num_records, num_lines)
+        share = self.validation_fraction if split == 'validation' else 1 - self.validation_fraction
+        return min(math.ceil(num_records / share), num_lines)
 
     def next_epoch(self, split: str, share: Share) -> int:
         """Return the first epoch, from that of `share` on, in which its lane has a part.
@@ -1090,6 +1107,11 @@ class Blocks:
         """Return the records of a block; None for a line that holds none."""
         raise NotImplementedError
 
+    def in_order(self) -> Iterator[Record | None]:
+        """Yield the records of all blocks."""
+        for block in range(self.num_blocks):
+            yield from self.read(block)
+
     def read_all(self, blocks: list[int]) -> Iterable[list[Record | None]]:
         """Return the records of each of the blocks of a pool."""
         return map(self.read, blocks)
@@ -1604,6 +1626,11 @@ class GzippedFiles:
                 pool += 1
             round_number += 1
             pool = 0
+
+    def in_order(self) -> Iterator[Record | None]:
+        """Yield the records of all files."""
+        for name in self.names:
+            yield from itertools.starmap(self.parse, self.lines(name))
 
     def num_rounds(self, share: Share) -> int:
         """Return how many rounds of shards a lane reads in an epoch."""

@@ -46,6 +46,7 @@ import tasks
 import workdir
 from vocabulary import Vocabulary, find_or_train_vocabulary, find_vocabulary
 
+LINES_OF_A_SLOW_EVALUATION = 1_000_000  # that are read in about ten seconds or more
 STEPS_PER_AGREEMENT = 10  # between the times when several processes ask each other whether to stop
 
 
@@ -711,6 +712,13 @@ def prepare_locked(
         stream = open_stream(config, trainer.mesh, mixture, vocabulary, 'train')
         validation = open_stream(config, trainer.mesh, mixture, vocabulary, 'validation')
     introduce(config, trainer, mixture, vocabulary, console)
+    num_lines = validation.num_lines_to_start()
+    if num_lines > LINES_OF_A_SLOW_EVALUATION:
+        console.line(
+            f'The first evaluation reads about {num_lines:,} lines, because the share '
+            f'data.validation_fraction={config.data.validation_fraction} has to be found among all: '
+            'data.validation_files names a file of its own instead.'
+        )
     planned = compile_unless_finished(config, folder, trainer, counts, start, console)
     state = restore_start(config, trainer, start, console)
     interval: list[dict] = []

@@ -248,6 +248,56 @@ def test_the_fingerprint_knows_rates_and_texts(tmp_path):
     assert fingerprint() != fingerprint('add: {a}', 'sum: {a}')
 
 
+# Evaluation.
+
+
+@pytest.mark.parametrize('batch_size', [1, 4, 1000])
+@pytest.mark.parametrize('task', ['add', 'spell'])
+def test_evaluation_batches_have_every_example_once(tmp_path, task, batch_size):
+    """Not packed, in the order of the file, with whole texts; the last batch ends with padding."""
+    config = mixture_config(tmp_path, task=task, **{'lengths.inputs': 12})
+    stream = open_stream(config, 'validation')
+    [opened] = stream.tasks
+    vocabulary = stream.vocabulary
+    found = []
+    for batch in data.evaluation_batches(opened, 'validation', config, batch_size):
+        chex.assert_shape(batch.features['encoder_input_tokens'], (batch_size, 12))
+        has_weight = batch.features['decoder_loss_weights'].any(axis=1).tolist()
+        assert has_weight == [i < len(batch.examples) for i in range(batch_size)]
+        for example, row in zip(batch.examples, examples_of(stream, batch.features), strict=False):
+            assert row[1] == example.texts['targets']
+            ids = vocabulary.encode([example.texts['inputs']])[0][:11]
+            assert row[0] == vocabulary.decode(ids)
+            found.append(example)
+    every = [record.name for record in stream.tasks[0].source.records('validation')]
+    assert list(dict.fromkeys(example.name for example in found)) == [
+        name for name in every if name in {example.name for example in found}
+    ]
+    expected = collections.Counter()
+    for features in open_stream(config, 'validation', num_epochs=1):
+        expected.update(targets for _, targets in examples_of(stream, features) if targets)
+    assert collections.Counter(example.texts['targets'] for example in found) == expected
+
+
+def test_many_rows_over_few_records_start_quickly(tmp_path):
+    """The first batch tokenizes one record for each row, whatever the epochs that takes."""
+    config = mixture_config(tmp_path, task='text', pack='tightly')
+    vocabulary = CountingVocabulary()
+    stream = open_stream(config, batch_size=1000, vocabulary=vocabulary)
+    assert (next(stream)['decoder_loss_weights'].sum(axis=1) > 0).all()
+    assert vocabulary.num_texts <= 1.01 * 1000
+
+
+def test_a_small_share_for_validation_says_what_it_costs(tmp_path):
+    config = mixture_config(tmp_path, task='add', validation_fraction=0.1)
+    stream = open_stream(config, 'validation')
+    [task] = stream.tasks
+    assert task.source.num_lines_to_find('validation', 1) == 10
+    assert task.source.num_lines_to_find('train', 9) == 10
+    num_bytes = (tmp_path / 'add.jsonl').stat().st_size
+    assert stream.num_lines_to_start() == num_bytes // 100
+
+
 # The same stream for any number of processes, resumed anywhere.
 
 QUICK = {'counts': (1, 4), 'stops': (0, 17)}
