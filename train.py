@@ -325,6 +325,10 @@ def take_steps(run: Run, saver: checkpoint.Saver, stop_request: 'StopRequest') -
     if run.evaluation_is_due:
         with clock.paused():
             evaluate_step(run, step, state, stop_request)
+    if batches.have_ended:
+        run.console.line(
+            f'train.epochs={config.train.epochs} are over after step {step:,}: this run is finished.'
+        )
     while step < config.train.steps and not batches.have_ended and not stop_request.signal:
         step += 1
         saver.check()
