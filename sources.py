@@ -1107,6 +1107,10 @@ class Blocks:
         """Return the records of a block; None for a line that holds none."""
         raise NotImplementedError
 
+    def count_records(self) -> int | None:
+        """Return the number of records, None where counting would take reading all of them."""
+        return self.num_records
+
     def in_order(self) -> Iterator[Record | None]:
         """Yield the records of all blocks."""
         for block in range(self.num_blocks):
@@ -1362,6 +1366,17 @@ class PlainFiles(Blocks):
         with concurrent.futures.ThreadPoolExecutor(max_workers=len(blocks)) as threads:
             return threads.map(self.read, blocks)
 
+    def count_records(self) -> int | None:
+        """Return the number of lines that hold a record, by counting newlines."""
+        if self.reads_buckets:
+            return None
+        total = 0
+        for name in self.names:
+            num_lines = count_newlines(name, os.path.getsize(name)) + (not ends_with_newline(name))
+            has_header = kind_of(name) in ('csv', 'tsv')
+            total += num_lines - has_header
+        return total
+
     def find_lines(self) -> np.ndarray:
         """Return the blocks in which a line starts, or which are a part of a line that is cut."""
         found = []
@@ -1390,6 +1405,13 @@ class PlainFiles(Blocks):
         with self.open_file(name) as file:
             lines = self.readers[file_index](file, start, start + self.block_bytes)
             return [self.parse(name, offset, line) for offset, line in lines]
+
+
+def ends_with_newline(name: str) -> bool:
+    """Return whether the last byte of a file that is not empty ends a line."""
+    with open(name, 'rb') as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b'\n'
 
 
 def read_file(name: str) -> bytes:
@@ -1626,6 +1648,9 @@ class GzippedFiles:
                 pool += 1
             round_number += 1
             pool = 0
+
+    def count_records(self) -> None:
+        """Return None: to count the lines, all files would have to be decompressed."""
 
     def in_order(self) -> Iterator[Record | None]:
         """Yield the records of all files."""

@@ -1,6 +1,7 @@
 """Tasks of a user's own, mixtures of them in the stream, and the processes that feed it."""
 
 import collections
+import gzip
 import itertools
 import json
 import os
@@ -126,7 +127,6 @@ def test_a_module_is_found_by_its_name_in_the_current_folder(tmp_path, monkeypat
         ),
         ({'task': 'lost'}, "data.task='nowhere' is unknown"),
         ({'task': 'circle'}, r"mixture 'circle' is in itself \(circle > circle\): leave one of"),
-        ({'task': 'by_size'}, "'add' has a rate by its number of examples, which is unknown"),
         ({'module': 'absent'}, "data.module='absent': .*absent.py is no file: name a Python file"),
     ],
 )
@@ -217,6 +217,21 @@ def test_a_task_that_ends_begins_its_next_epoch(tmp_path):
     # 4,000 examples, a fourth of them of the 80 records of a task: 12 or so of each.
     assert 70 <= len(found) < NUM_SUMS
     assert max(counts) - min(counts) <= 2
+
+
+def test_rates_by_size_count_lines(tmp_path):
+    """Of plain files; gzipped ones would have to be decompressed."""
+    config = mixture_config(tmp_path, task='by_size')
+    shares = [task.rate for task in tasks.open_mixture(config).tasks]
+    assert shares == pytest.approx([NUM_SUMS / (NUM_SUMS + 1), 1 / (NUM_SUMS + 1)])
+    table = 'a,b,sum\n' + '1,2,3\n' * 7
+    (tmp_path / 'add.csv').write_text(table)
+    config.module = write_tasks(tmp_path, MODULE.replace('add.jsonl', 'add.csv'))
+    assert tasks.open_mixture(config).tasks[0].rate == pytest.approx(7 / 8)
+    (tmp_path / 'add.csv.gz').write_bytes(gzip.compress(table.encode()))
+    config.module = write_tasks(tmp_path, MODULE.replace('add.jsonl', 'add.csv.gz'))
+    with pytest.raises(ValueError, match="'add' has a rate by its number of examples, which is un"):
+        tasks.open_mixture(config)
 
 
 def test_a_task_of_rate_zero_is_not_in_the_stream(tmp_path):
