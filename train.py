@@ -715,14 +715,7 @@ def prepare_locked(
     with console.working('Opening the text'):
         stream = open_stream(config, trainer.mesh, mixture, vocabulary, 'train')
         validation = open_stream(config, trainer.mesh, mixture, vocabulary, 'validation')
-    introduce(config, trainer, mixture, vocabulary, console)
-    num_lines = validation.num_lines_to_start()
-    if num_lines > LINES_OF_A_SLOW_EVALUATION:
-        console.line(
-            f'The first evaluation reads about {num_lines:,} lines, because the share '
-            f'data.validation_fraction={config.data.validation_fraction} has to be found among all: '
-            'data.validation_files names a file of its own instead.'
-        )
+    introduce(config, trainer, validation, vocabulary, console)
     planned = compile_unless_finished(config, folder, trainer, counts, start, console)
     state = restore_start(config, trainer, start, console)
     interval: list[dict] = []
@@ -782,18 +775,25 @@ def open_stream(
 def introduce(
     config: Any,
     trainer: Trainer,
-    mixture: tasks.OpenMixture,
+    validation: data.Stream,
     vocabulary: Vocabulary,
     console: workdir.Console,
 ) -> None:
-    """Print the model, the devices and the data of a run."""
+    """Print the model, the devices and the data of a run, and what a slow evaluation costs."""
     lines = workdir.introduction(
         num_parameters=sum(math.prod(x.shape) for x in trainer.shapes.params.values()),
         dtype=config.model.dtype,
         mesh=trainer.mesh,
-        mixture=mixture,
+        mixture=validation.mixture,
         vocabulary_size=vocabulary.size,
     )
+    num_lines = validation.num_lines_to_start()
+    if num_lines > LINES_OF_A_SLOW_EVALUATION:
+        lines.append(
+            f'The first evaluation reads about {num_lines:,} lines, because the share '
+            f'data.validation_fraction={config.data.validation_fraction} has to be found among all: '
+            'data.validation_files names a file of its own instead.'
+        )
     for line in lines:
         console.line(line)
 
