@@ -153,15 +153,13 @@ class TextToText:
         max_targets = self.lengths.targets
         examples = []
         for name, record in zip(names, records, strict=True):
-            [inputs] = append_eos_after_trim(record['inputs'][None], max_inputs)
-            [targets] = append_eos_after_trim(record['targets'][None], max_targets)
-            inputs_are_long = len(record['inputs']) >= max_inputs
-            targets_are_long = len(record['targets']) >= max_targets
+            inputs = record['inputs']
+            targets = record['targets']
             example = Example(
-                inputs=inputs,
-                targets=targets,
+                inputs=append_eos_after_trim(inputs, max_inputs),
+                targets=append_eos_after_trim(targets, max_targets),
                 names=[name],
-                is_trimmed=inputs_are_long or targets_are_long,
+                is_trimmed=len(inputs) >= max_inputs or len(targets) >= max_targets,
             )
             examples.append(example)
         return examples
@@ -277,9 +275,11 @@ def noise_span_to_unique_sentinel(
 
 
 def append_eos_after_trim(tokens: np.ndarray, length: int | None = None) -> np.ndarray:
-    """Append EOS to each row, which is cut first so that it has `length` ids at most."""
+    """Append EOS to ids [..., n], which are cut first so that it is at `length` at most."""
     if length is not None:
-        tokens = tokens[:, : length - 1]
-    with_eos = np.full((len(tokens), tokens.shape[1] + 1), EOS_ID, np.int32)
-    with_eos[:, :-1] = tokens
+        tokens = tokens[..., : length - 1]
+    *rows, num_tokens = tokens.shape
+    with_eos = np.empty((*rows, num_tokens + 1), np.int32)
+    with_eos[..., :-1] = tokens
+    with_eos[..., -1] = EOS_ID
     return with_eos
