@@ -238,7 +238,7 @@ def random_spans_noise_mask(
     ends = np.cumsum(np.stack([nonnoise, noise], axis=2).reshape(num_rows, -1), axis=1)
     is_start = np.zeros((num_rows, length), np.int8)
     np.put_along_axis(is_start, ends[:, :-1], 1, axis=1)
-    is_noise = np.cumsum(is_start, axis=1) % 2 == 1
+    is_noise = np.bitwise_xor.accumulate(is_start, axis=1) == 1  # an odd number of starts
     return is_noise[:, : shape[1]]
 
 

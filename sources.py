@@ -714,6 +714,7 @@ def is_gzipped(path: str) -> bool:
     return path.lower().endswith('.gz')
 
 
+@functools.lru_cache(maxsize=100_000)  # it is asked for every line
 def kind_of(path: str) -> str:
     """Return 'json', 'csv', 'tsv', 'parquet' or 'text': how a file is read, by its name."""
     suffix = os.path.splitext(path.lower().removesuffix('.gz'))[1]
