@@ -149,6 +149,14 @@ class Stream:
         share = max(ROWS_IN_ALL_WINDOWS // self.batch_size, MIN_ROWS_PER_WINDOW)
         return min(share, ROWS_PER_WINDOW)
 
+    def num_lines_to_start(self) -> int:
+        """Return about how many lines all lanes read before the first batch."""
+        total = 0
+        for task in self.tasks:
+            num_records = self.batch_size * task.objective.records_per_group
+            total += task.source.num_lines_to_find(self.split, num_records)
+        return total
+
     def _check_not_empty(self) -> None:
         """Raise ValueError for a task without text in the split.
 
@@ -184,6 +192,10 @@ class Tokenized(NamedTuple):
     ids: dict[str, np.ndarray]  # int32
 
 
+class BadRecord(ValueError):
+    """A record that has no texts or ids."""
+
+
 class TokenizedTask:
     """A task whose records become ids: those of the features that its objective takes."""
 
@@ -197,31 +209,46 @@ class TokenizedTask:
         self._check_features()
 
     def tokenize(self, records: Sequence[Record]) -> list[Tokenized]:
-        """Return the examples of records: one of each, or as many as the task's function gives."""
-        if self.source.is_tokenized:
-            return [Tokenized(record.name, {}, self._cached_ids(record)) for record in records]
+        """Return the examples of records: one of each, or as many as the task's function gives.
+
+        A bad record stops the run, or has none (data.on_bad_line).
+        """
         examples = []
         for record in records:
-            for texts in self._texts(record):
-                examples.append(Tokenized(record.name, texts, ids={}))
-        for feature in self.objective.features:
-            texts_of_all = [example.texts.get(feature, '') for example in examples]
-            ids_of_all = self.vocabulary.encode_as_arrays(texts_of_all)
-            for example, ids in zip(examples, ids_of_all, strict=True):
-                example.ids[feature] = ids
+            try:
+                if self.source.is_tokenized:
+                    examples.append(Tokenized(record.name, {}, self._cached_ids(record)))
+                else:
+                    for texts in self._texts(record):
+                        examples.append(Tokenized(record.name, texts, ids={}))
+            except BadRecord as error:
+                path, _, position = record.name.rpartition(':')
+                self.source.bad_lines.add(path, int(position), str(error))
+        if not self.source.is_tokenized:
+            self._encode(examples)
         return examples
 
+    def _encode(self, examples: list[Tokenized]) -> None:
+        """Add the ids of the texts of examples."""
+        for feature in self.objective.features:
+            texts = [example.texts.get(feature, '') for example in examples]
+            for example, ids in zip(examples, self.vocabulary.encode_as_arrays(texts), strict=True):
+                example.ids[feature] = ids
+
     def _texts(self, record: Record) -> list[dict[str, str]]:
-        """Return the texts of the examples of a record; none of a bad record that is skipped."""
-        if self.task.preprocess_fn is None:
-            return list(self.task.preprocess([record.fields]))
+        """Return the texts of the examples of a record. Raise BadRecord for one without."""
         try:
-            return list(self.task.preprocess([record.fields]))
-        except Exception as error:  # a user's function may raise anything
-            path, _, position = record.name.rpartition(':')
-            reason = f'task {self.name!r}: {type(error).__name__}: {error}'
-            self.source.bad_lines.add(path, int(position), reason)
-            return []
+            examples = list(self.task.preprocess([record.fields]))
+        except Exception as error:
+            if self.task.preprocess_fn is None:
+                raise
+            # A user's function may raise anything.
+            raise BadRecord(f'task {self.name!r}: {type(error).__name__}: {error}') from error
+        if 'inputs' in self.objective.features:
+            for texts in examples:
+                if not texts['targets']:
+                    raise BadRecord('its targets are empty; correct it')
+        return examples
 
     def _cached_ids(self, record: Record) -> dict[str, np.ndarray]:
         """Return the ids of a record of a task cache, without EOS at their ends."""
@@ -229,9 +256,9 @@ class TokenizedTask:
         for feature in self.objective.features:
             ids = record.fields[feature]
             if ids.size and not 0 <= ids.min() <= ids.max() < self.vocabulary.size:
-                raise ValueError(
-                    f'{record.name}: feature {feature!r} has ids from {ids.min()} to {ids.max()}, and '
-                    f'the vocabulary has {self.vocabulary.size}: name the one of the cache with '
+                raise BadRecord(
+                    f'feature {feature!r} has ids from {ids.min()} to {ids.max()}, and the '
+                    f'vocabulary has {self.vocabulary.size}: name the one of the cache with '
                     'data.vocabulary'
                 )
             if ids.size and ids[-1] == EOS_ID:
@@ -496,6 +523,43 @@ class Group(NamedTuple):
     end: Position  # where the next group begins
     start: Position = Position()
     examples: Sequence[Example] = ()
+
+
+class EvaluationBatch(NamedTuple):
+    """Features of rows that are not packed, and the examples in the first of them."""
+
+    features: dict[str, np.ndarray]
+    examples: list[Tokenized]
+
+
+def evaluation_batches(
+    task: TokenizedTask, split: str, config: Any, batch_size: int
+) -> Iterator[EvaluationBatch]:
+    """Yield every example of a text-to-text task once, in the order in which they are stored.
+
+    Examples keep their texts, whatever was cut from the rows. The last batch ends with rows of
+    padding, whose loss weights are 0.
+    """
+    examples: list[Tokenized] = []
+    for record in task.source.records(split):
+        examples += task.tokenize([record])
+        while len(examples) >= batch_size:
+            yield evaluation_batch(task, examples[:batch_size], config, batch_size)
+            examples = examples[batch_size:]
+    if examples:
+        yield evaluation_batch(task, examples, config, batch_size)
+
+
+def evaluation_batch(
+    task: TokenizedTask, examples: list[Tokenized], config: Any, batch_size: int
+) -> EvaluationBatch:
+    """Return a batch of examples, an example a row, with rows of padding up to `batch_size`."""
+    rows: list[list[dict[str, np.ndarray]]] = []
+    ids = [example.ids for example in examples]
+    for example in task.objective.examples([example.name for example in examples], ids):
+        rows.append([{'inputs': example.inputs, 'targets': example.targets}])
+    rows += [[]] * (batch_size - len(rows))
+    return EvaluationBatch(features.encoder_decoder(rows, config.lengths, pack=False), examples)
 
 
 def feature_lengths(config: Any) -> dict[str, int]:

@@ -58,6 +58,7 @@ POOLS_PER_ROUND = 1 << 32
 # A longer line of plain text is cut into documents of at most CUT_BYTES.
 MAX_LINE_BYTES = 1 << 20
 CUT_BYTES = 1 << 11
+BYTES_PER_LINE = 100  # at least, where nobody has counted the lines
 NEWLINE = ord('\n')
 
 # The digest of a file counts all of a small file, and some blocks of a larger one.
@@ -171,6 +172,22 @@ class Source:
                 if record is not None:
                     yield Document(pool=number, offset=i, record=record)
             offset = 0
+
+    def records(self, split: str) -> Iterator[Record]:
+        """Yield the records of a split once, in the order in which they are stored."""
+        for record in self.part_of(split).in_order():
+            if record is not None and self.is_in_split(split, record):
+                yield record
+
+    def num_lines_to_find(self, split: str, num_records: int) -> int:
+        """Return about how many lines are read to find so many records of a split."""
+        num_lines = self.train.num_records
+        if num_lines is None:
+            num_lines = sum(file.num_bytes for file in self.files) // BYTES_PER_LINE
+        if self.validation is not None:
+            return min(num_records, num_lines)
+        share = self.validation_fraction if split == 'validation' else 1 - self.validation_fraction
+        return min(math.ceil(num_records / share), num_lines)
 
     def next_epoch(self, split: str, share: Share) -> int:
         """Return the first epoch, from that of `share` on, in which its lane has a part.
@@ -1094,6 +1111,15 @@ class Blocks:
         """Return the records of a block; None for a line that holds none."""
         raise NotImplementedError
 
+    def count_records(self) -> int | None:
+        """Return the number of records, None where counting would take reading all of them."""
+        return self.num_records
+
+    def in_order(self) -> Iterator[Record | None]:
+        """Yield the records of all blocks."""
+        for block in range(self.num_blocks):
+            yield from self.read(block)
+
     def read_all(self, blocks: list[int]) -> Iterable[list[Record | None]]:
         """Return the records of each of the blocks of a pool."""
         return map(self.read, blocks)
@@ -1345,6 +1371,17 @@ class PlainFiles(Blocks):
         with concurrent.futures.ThreadPoolExecutor(max_workers=len(blocks)) as threads:
             return threads.map(self.read, blocks)
 
+    def count_records(self) -> int | None:
+        """Return the number of lines that hold a record, by counting newlines."""
+        if self.reads_buckets:
+            return None
+        total = 0
+        for name in self.names:
+            num_lines = count_newlines(name, os.path.getsize(name)) + (not ends_with_newline(name))
+            has_header = kind_of(name) in ('csv', 'tsv')
+            total += num_lines - has_header
+        return total
+
     def find_lines(self) -> np.ndarray:
         """Return the blocks in which a line starts, or which are a part of a line that is cut."""
         found = []
@@ -1373,6 +1410,13 @@ class PlainFiles(Blocks):
         with self.open_file(name) as file:
             lines = self.readers[file_index](file, start, start + self.block_bytes)
             return [self.parse(name, offset, line) for offset, line in lines]
+
+
+def ends_with_newline(name: str) -> bool:
+    """Return whether the last byte of a file that is not empty ends a line."""
+    with open(name, 'rb') as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b'\n'
 
 
 def read_file(name: str) -> bytes:
@@ -1609,6 +1653,14 @@ class GzippedFiles:
                 pool += 1
             round_number += 1
             pool = 0
+
+    def count_records(self) -> None:
+        """Return None: to count the lines, all files would have to be decompressed."""
+
+    def in_order(self) -> Iterator[Record | None]:
+        """Yield the records of all files."""
+        for name in self.names:
+            yield from itertools.starmap(self.parse, self.lines(name))
 
     def num_rounds(self, share: Share) -> int:
         """Return how many rounds of shards a lane reads in an epoch."""

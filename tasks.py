@@ -137,6 +137,17 @@ class Mixture:
                 found |= member.tasks
         return found
 
+    @property
+    def tasks_by_size(self) -> set[str]:
+        """The names of the tasks whose rate depends on their number of examples."""
+        found = set()
+        for member, rate in self.members.items():
+            if isinstance(member, Mixture):
+                found |= member.tasks_by_size
+            elif callable(rate):
+                found.add(member if isinstance(member, str) else member.name)
+        return found
+
     def rates(self, sizes: Mapping[str, int]) -> dict[str, float]:
         """Return the rate of each task, not normalized, the same task's rates summed.
 
@@ -412,9 +423,10 @@ def open_tasks(mixture: Mixture, config: Any) -> list[OpenTask]:
     sizes = {}
     for name, task in mixture.tasks.items():
         opened[name] = open_task(task, config)
-        num_records = opened[name].train.num_records
-        if num_records is not None:
-            sizes[name] = num_records
+        if name in mixture.tasks_by_size:
+            num_records = opened[name].train.count_records()
+            if num_records is not None:
+                sizes[name] = num_records
     tasks = []
     for name, rate in sorted(mixture.shares(sizes).items()):
         if rate > 0:

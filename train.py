@@ -46,6 +46,7 @@ import tasks
 import workdir
 from vocabulary import Vocabulary, find_or_train_vocabulary, find_vocabulary
 
+LINES_OF_A_SLOW_EVALUATION = 1_000_000  # that are read in about ten seconds or more
 STEPS_PER_AGREEMENT = 10  # between the times when several processes ask each other whether to stop
 
 
@@ -324,6 +325,10 @@ def take_steps(run: Run, saver: checkpoint.Saver, stop_request: 'StopRequest') -
     if run.evaluation_is_due:
         with clock.paused():
             evaluate_step(run, step, state, stop_request)
+    if batches.have_ended:
+        run.console.line(
+            f'train.epochs={config.train.epochs} are over after step {step:,}: this run is finished.'
+        )
     while step < config.train.steps and not batches.have_ended and not stop_request.signal:
         step += 1
         saver.check()
@@ -711,6 +716,13 @@ def prepare_locked(
         stream = open_stream(config, trainer.mesh, mixture, vocabulary, 'train')
         validation = open_stream(config, trainer.mesh, mixture, vocabulary, 'validation')
     introduce(config, trainer, mixture, vocabulary, console)
+    num_lines = validation.num_lines_to_start()
+    if num_lines > LINES_OF_A_SLOW_EVALUATION:
+        console.line(
+            f'The first evaluation reads about {num_lines:,} lines, because the share '
+            f'data.validation_fraction={config.data.validation_fraction} has to be found among all: '
+            'data.validation_files names a file of its own instead.'
+        )
     planned = compile_unless_finished(config, folder, trainer, counts, start, console)
     state = restore_start(config, trainer, start, console)
     interval: list[dict] = []

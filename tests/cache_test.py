@@ -112,8 +112,6 @@ def test_a_cache_has_each_record_once_as_texts_and_ids(tmp_path, expected):
 def test_a_mixture_is_read_from_its_caches(tmp_path, expected):
     """Rates by size are known then; the same command uses the caches by itself."""
     config = cache_config(tmp_path)
-    with pytest.raises(ValueError, match='rate by its number of examples, which is unknown: cache'):
-        tasks.open_mixture(config)
     cache.cache(config)
     mixture = tasks.open_mixture(config)
     assert mixture.corpus == 'cache'

@@ -90,6 +90,103 @@ def test_another_mesh_goes_on_with_the_same_batches(corpus, tmp_path):
         assert found['loss'] == pytest.approx(expected['loss'], rel=1e-5)
 
 
+def short_corpus(folder):
+    """Write 30 lines, a few batches. Return the file."""
+    lines = [f'line {i} of a short text' + ' goes on' * (i % 7) for i in range(30)]
+    (folder / 'short.txt').write_text('\n'.join(lines))
+    return str(folder / 'short.txt')
+
+
+EPOCHS = {'train.epochs': 2, 'data.vocabulary': 'bytes', 'log.every_steps': 2}
+
+
+def test_a_run_ends_after_its_epochs(tmp_path, capsys):
+    """Every example is given as often as there are epochs, also where the run was stopped."""
+    config = small_config(short_corpus(tmp_path), steps=100_000)
+    config.update_from_flattened_dict(EPOCHS)
+    run(config, tmp_path / 'run')
+    lines = metrics_of(tmp_path / 'run')
+    last = lines[-1]['step']
+    assert last < 100 and lines[-1]['run'] == 'training_eval/span_corruption'
+    assert checkpoint.steps(tmp_path / 'run')[-1] == last
+    mixture = tasks.open_mixture(config.data)
+    vocabulary = vocabularies.ByteVocabulary(100)
+    stream = corpora.stream_of(
+        mixture.tasks[0].source, 'train', vocabulary, config.data, 4, 0, num_epochs=2
+    )
+    assert len(list(stream)) == last
+    examples = [line.get('data/span_corruption/examples') for line in lines]
+    assert max(filter(None, examples)) == stream.counts[0, 0]
+
+    stopped = train.prepare(config, tmp_path / 'stopped')
+    steps = iter([0, 0, 2])
+    assert train.train(stopped, stop=lambda: next(steps)) == 2
+    run(config, tmp_path / 'stopped')
+    assert_same_run(tmp_path / 'stopped', tmp_path / 'run', last)
+    capsys.readouterr()
+    run(config, tmp_path / 'run')
+    assert 'train.epochs=2 are over' in capsys.readouterr().out
+    assert metrics_of(tmp_path / 'run') == lines
+
+
+@pytest.mark.slow
+def test_two_processes_end_their_epochs_together(tmp_path):
+    corpus = short_corpus(tmp_path)
+    train_in_two_processes(
+        corpus, tmp_path, data_axis=2, model_axis=1, steps=1000, goes_on=False, changes=EPOCHS
+    )
+    config = small_config(corpus, steps=1000, data_axis=2)
+    config.update_from_flattened_dict(EPOCHS)
+    run(config, tmp_path / 'expected')
+    found = metrics_of(tmp_path / 'first')
+    expected = metrics_of(tmp_path / 'expected')
+    assert [line['step'] for line in found] == [line['step'] for line in expected]
+    name = 'data/span_corruption/examples'
+    assert [line.get(name) for line in found] == [line.get(name) for line in expected]
+
+
+def test_epochs_of_a_mixture_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, 'UNIGRAM_TOKENS', 1000)
+    (tmp_path / 'mine.py').write_text(
+        'from tasks import Mixture, Task\n'
+        f"a = Task('a', files={short_corpus(tmp_path)!r}, objective='span_corruption')\n"
+        "b = Task('b', files=a.files, objective='span_corruption')\n"
+        "TASKS = [a, b, Mixture('both', {'a': 1, 'b': 1})]\n"
+    )
+    config = small_config('')
+    config.data.files = ''
+    config.data.module = str(tmp_path / 'mine.py')
+    config.data.task = 'both'
+    config.train.epochs = 1
+    with pytest.raises(
+        ValueError, match="train.epochs=1: data.task='both' is a mixture, whose tas"
+    ):
+        train.prepare(config, tmp_path / 'run')
+    config.train.epochs = 0
+    config.data.vocabulary = 'bytes'
+    config.train.steps = 2
+    run(config, tmp_path / 'run')
+    [first, second, evaluation, *_] = metrics_of(tmp_path / 'run')
+    assert second['data/a/examples'] + second['data/b/examples'] >= 8
+    assert evaluation['run'] == 'training_eval/both'
+
+
+def test_trimmed_examples_are_counted_and_shown(tmp_path, capsys):
+    rows = [{'q': f'{i}', 'a': 'long ' * (i % 4)} for i in range(1, 60) if i % 4]
+    (tmp_path / 'qa.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    config = small_config(str(tmp_path / 'qa.jsonl'), steps=4)
+    config.data.vocabulary = 'bytes'
+    config.data.inputs = '{q}'
+    config.data.targets = '{a}'
+    run(config, tmp_path / 'run')
+    line = metrics_of(tmp_path / 'run')[-2]
+    trimmed = line['data/text_to_text/trimmed']
+    examples = line['data/text_to_text/examples']
+    assert 0 < trimmed < examples  # of lengths 5, 10 and 15, those above 9
+    shown = f'{trimmed:,.0f} of {examples:,.0f} examples of text_to_text '
+    assert shown in capsys.readouterr().out
+
+
 ONE_OF_TWO = """
 import json
 import pathlib
@@ -98,13 +195,14 @@ import jax
 sys.path[:0] = sys.argv[1:3]
 process = int(sys.argv[4])
 folder = pathlib.Path(sys.argv[6])
-data_axis, model_axis, steps, goes_on = json.loads(sys.argv[7])
+data_axis, model_axis, steps, goes_on, changes = json.loads(sys.argv[7])
 jax.config.update('jax_cpu_collectives_implementation', 'gloo')
 jax.distributed.initialize(sys.argv[3], 2, process, initialization_timeout=120)
 import partition, numpy as np, runs
 large = 2**40 + process  # as the units of gzipped shards are
 assert partition.from_processes(np.array([[large]])).tolist() == [[[2**40]], [[2**40 + 1]]]
 config = runs.small_config(sys.argv[5], steps, data_axis, model_axis)
+config.update_from_flattened_dict(changes)
 runs.run(config, folder / 'first')
 if goes_on:
     config.restore.path = str(folder / 'first')
@@ -114,7 +212,7 @@ if goes_on:
 """
 
 
-def train_in_two_processes(corpus, folder, data_axis, model_axis, steps, goes_on):
+def train_in_two_processes(corpus, folder, data_axis, model_axis, steps, goes_on, changes=None):
     """Train in two processes that share the mesh.
 
     The workdirs are `folder`/first and, if it goes on, `folder`/second.
@@ -124,7 +222,7 @@ def train_in_two_processes(corpus, folder, data_axis, model_axis, steps, goes_on
         address = f'127.0.0.1:{free.getsockname()[1]}'
     num_devices = data_axis * model_axis // 2
     flags = f'--xla_force_host_platform_device_count={num_devices}'
-    settings = json.dumps([data_axis, model_axis, steps, goes_on])
+    settings = json.dumps([data_axis, model_axis, steps, goes_on, changes or {}])
     processes = []
     for i in range(2):
         arguments = [ROOT, ROOT / 'tests', address, str(i), corpus, folder, settings]

@@ -1,6 +1,7 @@
 """Tasks of a user's own, mixtures of them in the stream, and the processes that feed it."""
 
 import collections
+import gzip
 import itertools
 import json
 import os
@@ -126,7 +127,6 @@ def test_a_module_is_found_by_its_name_in_the_current_folder(tmp_path, monkeypat
         ),
         ({'task': 'lost'}, "data.task='nowhere' is unknown"),
         ({'task': 'circle'}, r"mixture 'circle' is in itself \(circle > circle\): leave one of"),
-        ({'task': 'by_size'}, "'add' has a rate by its number of examples, which is unknown"),
         ({'module': 'absent'}, "data.module='absent': .*absent.py is no file: name a Python file"),
     ],
 )
@@ -219,6 +219,21 @@ def test_a_task_that_ends_begins_its_next_epoch(tmp_path):
     assert max(counts) - min(counts) <= 2
 
 
+def test_rates_by_size_count_lines(tmp_path):
+    """Of plain files; gzipped ones would have to be decompressed."""
+    config = mixture_config(tmp_path, task='by_size')
+    shares = [task.rate for task in tasks.open_mixture(config).tasks]
+    assert shares == pytest.approx([NUM_SUMS / (NUM_SUMS + 1), 1 / (NUM_SUMS + 1)])
+    table = 'a,b,sum\n' + '1,2,3\n' * 7
+    (tmp_path / 'add.csv').write_text(table)
+    config.module = write_tasks(tmp_path, MODULE.replace('add.jsonl', 'add.csv'))
+    assert tasks.open_mixture(config).tasks[0].rate == pytest.approx(7 / 8)
+    (tmp_path / 'add.csv.gz').write_bytes(gzip.compress(table.encode()))
+    config.module = write_tasks(tmp_path, MODULE.replace('add.jsonl', 'add.csv.gz'))
+    with pytest.raises(ValueError, match="'add' has a rate by its number of examples, which is un"):
+        tasks.open_mixture(config)
+
+
 def test_a_task_of_rate_zero_is_not_in_the_stream(tmp_path):
     config = mixture_config(tmp_path, task='without')
     assert [task.name for task in tasks.open_mixture(config).tasks] == ['spell']
@@ -246,6 +261,56 @@ def test_the_fingerprint_knows_rates_and_texts(tmp_path):
     assert fingerprint() == fingerprint()
     assert fingerprint() != fingerprint("'spell': 2.0", "'spell': 3.0")
     assert fingerprint() != fingerprint('add: {a}', 'sum: {a}')
+
+
+# Evaluation.
+
+
+@pytest.mark.parametrize('batch_size', [1, 4, 1000])
+@pytest.mark.parametrize('task', ['add', 'spell'])
+def test_evaluation_batches_have_every_example_once(tmp_path, task, batch_size):
+    """Not packed, in the order of the file, with whole texts; the last batch ends with padding."""
+    config = mixture_config(tmp_path, task=task, **{'lengths.inputs': 12})
+    stream = open_stream(config, 'validation')
+    [opened] = stream.tasks
+    vocabulary = stream.vocabulary
+    found = []
+    for batch in data.evaluation_batches(opened, 'validation', config, batch_size):
+        chex.assert_shape(batch.features['encoder_input_tokens'], (batch_size, 12))
+        has_weight = batch.features['decoder_loss_weights'].any(axis=1).tolist()
+        assert has_weight == [i < len(batch.examples) for i in range(batch_size)]
+        for example, row in zip(batch.examples, examples_of(stream, batch.features), strict=False):
+            assert row[1] == example.texts['targets']
+            ids = vocabulary.encode([example.texts['inputs']])[0][:11]
+            assert row[0] == vocabulary.decode(ids)
+            found.append(example)
+    every = [record.name for record in stream.tasks[0].source.records('validation')]
+    assert list(dict.fromkeys(example.name for example in found)) == [
+        name for name in every if name in {example.name for example in found}
+    ]
+    expected = collections.Counter()
+    for features in open_stream(config, 'validation', num_epochs=1):
+        expected.update(targets for _, targets in examples_of(stream, features) if targets)
+    assert collections.Counter(example.texts['targets'] for example in found) == expected
+
+
+def test_many_rows_over_few_records_start_quickly(tmp_path):
+    """The first batch tokenizes one record for each row, whatever the epochs that takes."""
+    config = mixture_config(tmp_path, task='text', pack='tightly')
+    vocabulary = CountingVocabulary()
+    stream = open_stream(config, batch_size=1000, vocabulary=vocabulary)
+    assert (next(stream)['decoder_loss_weights'].sum(axis=1) > 0).all()
+    assert vocabulary.num_texts <= 1.01 * 1000
+
+
+def test_a_small_share_for_validation_says_what_it_costs(tmp_path):
+    config = mixture_config(tmp_path, task='add', validation_fraction=0.1)
+    stream = open_stream(config, 'validation')
+    [task] = stream.tasks
+    assert task.source.num_lines_to_find('validation', 1) == 10
+    assert task.source.num_lines_to_find('train', 9) == 10
+    num_bytes = (tmp_path / 'add.jsonl').stat().st_size
+    assert stream.num_lines_to_start() == num_bytes // 100
 
 
 # The same stream for any number of processes, resumed anywhere.
