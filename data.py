@@ -314,6 +314,7 @@ class Lane:
         self.position = position.copy()
         self._stream = stream
         self._row = row
+        self._lengths = dict(stream.config.lengths)  # reading a ConfigDict takes long
         self._readers = []
         for task in range(len(stream.tasks)):
             start = Position(*position[task].tolist())
@@ -380,16 +381,16 @@ class Lane:
                 return
 
     def _share_of_row(self, example: Example) -> float:
-        lengths = self._stream.config.lengths
-        return max(len(example.inputs) / lengths.inputs, len(example.targets) / lengths.targets)
+        inputs = len(example.inputs) / self._lengths['inputs']
+        targets = len(example.targets) / self._lengths['targets']
+        return max(inputs, targets)
 
     def _pack(self, examples: list[Drawn], draw: int) -> list[list[Drawn]]:
         """Return the rows of a window, packed and in a random order."""
         if self._stream.pack_examples is None:
             return [examples]
-        lengths = self._stream.config.lengths
         sizes = np.array([[len(x.inputs), len(x.targets)] for _, x in examples])
-        limits = np.array([lengths.inputs, lengths.targets])
+        limits = np.array([self._lengths['inputs'], self._lengths['targets']])
         rows = self._stream.pack_examples(sizes, limits)
         order = permutation(len(rows), 'rows', self._stream.seed, self._row, draw)
         return [[examples[i] for i in rows[k]] for k in order]

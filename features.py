@@ -75,20 +75,21 @@ def fill(rows: Sequence[Sequence[np.ndarray]], length: int) -> PackedRows:
     the segments of inputs and targets stay aligned.
     """
     examples: list[np.ndarray] = []
-    numbers: list[int] = []
+    segments: list[int] = []
     for row in rows:
         examples += row
-        numbers += range(1, len(row) + 1)
-    sizes = np.array([len(ids) for ids in examples], np.int64)
-    begins = np.cumsum(sizes) - sizes  # of the examples, one after another
-    row_sizes = np.array([sum(len(ids) for ids in row) for row in rows], np.int64)
+        segments += range(1, len(row) + 1)
+    sizes = np.array([len(ids) for ids in examples], np.int32)
+    ends = np.cumsum(sizes, dtype=np.int32)  # of the examples, one after another
+    row_sizes = np.array([sum(len(ids) for ids in row) for row in rows], np.int32)
     is_filled = np.arange(length) < row_sizes[:, None]  # in the order of the examples
 
     packed = PackedRows(*np.zeros((3, len(rows), length), np.int32))
     if examples:
         packed.ids[is_filled] = np.concatenate(examples)
-        packed.segment_ids[is_filled] = np.repeat(numbers, sizes)
-        packed.positions[is_filled] = np.arange(sizes.sum()) - np.repeat(begins, sizes)
+        packed.segment_ids[is_filled] = np.repeat(np.array(segments, np.int32), sizes)
+        count = np.arange(ends[-1], dtype=np.int32)
+        packed.positions[is_filled] = count - np.repeat(ends - sizes, sizes)
     return packed
 
 

@@ -153,15 +153,13 @@ class TextToText:
         max_targets = self.lengths.targets
         examples = []
         for name, record in zip(names, records, strict=True):
-            [inputs] = append_eos_after_trim(record['inputs'][None], max_inputs)
-            [targets] = append_eos_after_trim(record['targets'][None], max_targets)
-            inputs_are_long = len(record['inputs']) >= max_inputs
-            targets_are_long = len(record['targets']) >= max_targets
+            inputs = record['inputs']
+            targets = record['targets']
             example = Example(
-                inputs=inputs,
-                targets=targets,
+                inputs=append_eos_after_trim(inputs, max_inputs),
+                targets=append_eos_after_trim(targets, max_targets),
                 names=[name],
-                is_trimmed=inputs_are_long or targets_are_long,
+                is_trimmed=len(inputs) >= max_inputs or len(targets) >= max_targets,
             )
             examples.append(example)
         return examples
@@ -240,7 +238,7 @@ def random_spans_noise_mask(
     ends = np.cumsum(np.stack([nonnoise, noise], axis=2).reshape(num_rows, -1), axis=1)
     is_start = np.zeros((num_rows, length), np.int8)
     np.put_along_axis(is_start, ends[:, :-1], 1, axis=1)
-    is_noise = np.cumsum(is_start, axis=1) % 2 == 1
+    is_noise = np.bitwise_xor.accumulate(is_start, axis=1) == 1  # an odd number of starts
     return is_noise[:, : shape[1]]
 
 
@@ -277,9 +275,11 @@ def noise_span_to_unique_sentinel(
 
 
 def append_eos_after_trim(tokens: np.ndarray, length: int | None = None) -> np.ndarray:
-    """Append EOS to each row, which is cut first so that it has `length` ids at most."""
+    """Append EOS to ids [..., n], which are cut first so that it is at `length` at most."""
     if length is not None:
-        tokens = tokens[:, : length - 1]
-    with_eos = np.full((len(tokens), tokens.shape[1] + 1), EOS_ID, np.int32)
-    with_eos[:, :-1] = tokens
+        tokens = tokens[..., : length - 1]
+    *rows, num_tokens = tokens.shape
+    with_eos = np.empty((*rows, num_tokens + 1), np.int32)
+    with_eos[..., :-1] = tokens
+    with_eos[..., -1] = EOS_ID
     return with_eos

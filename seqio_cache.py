@@ -137,7 +137,7 @@ def record_offsets(path: str | Path) -> np.ndarray:
 
 def read_example(path: str | Path, offset: int, split: Split) -> dict[str, Any]:
     """Return the example at `offset` of a file of a split. Raises ValueError for a damaged one."""
-    with open(path, 'rb') as file:
+    with open(path, 'rb', buffering=0) as file:
         file.seek(offset)
         return decode(read_record(file, path) or b'', split)
 
@@ -213,7 +213,9 @@ def shaped(name: str, values: Sequence, info: FeatureInfo) -> Any:
         if info.shape == ():
             return only(name, texts)
         return texts
-    array = np.array(values, np.dtype(info.dtype))
+    array = np.array(values, info.dtype)
+    if info.shape == (None,):
+        return array
     if info.shape == ():
         return only(name, array.tolist())
     sizes = [-1 if size is None else size for size in info.shape]
@@ -325,10 +327,15 @@ def read_records(path: str | Path) -> Iterator[tuple[int, bytes]]:
 def read_record(file: IO[bytes], path: str | Path) -> bytes | None:
     """Return the record at the position of `file`; None at its end."""
     offset = file.tell()
-    if offset == os.fstat(file.fileno()).st_size:
+    header = file.read(HEADER_BYTES)
+    if not header:
         return None
-    content = file.read(read_length(file, path))
-    if checksum(content) != file.read(FOOTER_BYTES):
+    length = length_in(header, path, offset)
+    content_and_footer = file.read(length + FOOTER_BYTES)
+    if len(content_and_footer) < length + FOOTER_BYTES:
+        raise ValueError(f'{path}: the record at byte {offset} is cut off: copy the file again')
+    content = content_and_footer[:length]
+    if checksum(content) != content_and_footer[length:]:
         raise ValueError(f'{path}: the record at byte {offset} is damaged: copy the file again')
     return content
 
@@ -353,15 +360,19 @@ def find_record(file: IO[bytes], start: int, end: int) -> int | None:
 def read_length(file: IO[bytes], path: str | Path) -> int:
     """Return the length of the record at the position of `file`, which goes to its content."""
     offset = file.tell()
-    header = file.read(HEADER_BYTES)
+    length = length_in(file.read(HEADER_BYTES), path, offset)
+    if length > os.fstat(file.fileno()).st_size - file.tell() - FOOTER_BYTES:
+        raise ValueError(f'{path}: the record at byte {offset} is cut off: copy the file again')
+    return length
+
+
+def length_in(header: bytes, path: str | Path, offset: int) -> int:
+    """Return the length in the header of a record, which begins at `offset`."""
     if len(header) < HEADER_BYTES or checksum(header[:8]) != header[8:]:
         raise ValueError(
             f'{path}: the record at byte {offset} has a damaged length: copy the file again'
         )
-    length = int.from_bytes(header[:8], 'little')
-    if length > os.fstat(file.fileno()).st_size - file.tell() - FOOTER_BYTES:
-        raise ValueError(f'{path}: the record at byte {offset} is cut off: copy the file again')
-    return length
+    return int.from_bytes(header[:8], 'little')
 
 
 def write_record(file: IO[bytes], content: bytes) -> None:

@@ -5,6 +5,7 @@ tokens. Imports no jax.
 """
 
 import ast
+import bisect
 import collections
 import concurrent.futures
 import contextlib
@@ -208,6 +209,8 @@ class Source:
         """Return whether a record of the files of `split` is in it."""
         if self.validation is not None:
             return True
+        if self.validation_fraction == 0:
+            return split == 'train'
         is_validation = zlib.crc32(content_of(record)) < self.validation_fraction * 2**32
         return is_validation == (split == 'validation')
 
@@ -728,6 +731,7 @@ def is_gzipped(path: str) -> bool:
     return path.lower().endswith('.gz')
 
 
+@functools.lru_cache(maxsize=100_000)  # it is asked for every line
 def kind_of(path: str) -> str:
     """Return 'json', 'csv', 'tsv', 'parquet' or 'text': how a file is read, by its name."""
     suffix = os.path.splitext(path.lower().removesuffix('.gz'))[1]
@@ -1176,8 +1180,9 @@ class CachedRecords(Blocks):
         self.names = names
         self.bad_lines = bad_lines
         self.offsets = [seqio_cache.record_offsets(name) for name in names]
-        self.first_records = np.cumsum([0] + [len(offsets) for offsets in self.offsets])
-        self.num_records: int = int(self.first_records[-1])
+        sizes = [len(offsets) for offsets in self.offsets]
+        self.first_records = [0, *itertools.accumulate(sizes)]  # [files + 1]
+        self.num_records: int = self.first_records[-1]
         self.records_per_block = max(-(-self.num_records // MAX_CACHE_BLOCKS), 1)
         self.num_blocks = -(-self.num_records // self.records_per_block)
 
@@ -1188,7 +1193,7 @@ class CachedRecords(Blocks):
 
     def read_record(self, i: int) -> Record | None:
         """Return example number `i`; None for a bad one that is skipped."""
-        file_index = int(np.searchsorted(self.first_records, i, side='right')) - 1
+        file_index = bisect.bisect(self.first_records, i) - 1
         name = self.names[file_index]
         offset = int(self.offsets[file_index][i - self.first_records[file_index]])
         self.bad_lines.num_read += 1
