@@ -38,6 +38,15 @@ class FeatureInfo(NamedTuple):
     shape: tuple[int | None, ...]
 
 
+class StoredRecord(NamedTuple):
+    """A record as it is stored, or the fault for which it cannot be read."""
+
+    path: str
+    position: int  # offset in bytes, in ArrayRecord the number of the record
+    content: bytes = b''
+    fault: str = ''
+
+
 class Split(NamedTuple):
     """One split of a cached task. `files` are its shards, in order."""
 
@@ -355,6 +364,36 @@ def find_record(file: IO[bytes], start: int, end: int) -> int | None:
             return start + high - 4
         high = window.find(HIGH_BYTES, high + 1)
     return None
+
+
+def records_in_range(
+    path: str, start: int, end: int, first: int, last: int
+) -> Iterator[StoredRecord]:
+    """Yield the records that begin in the bytes [start, end) of a file, without an index.
+
+    Records lie in the bytes [first, last), which begin with one. A damaged record is a fault; where
+    the one behind `end` has a damaged length it is, too, because the next range cannot find it.
+    """
+    with open(path, 'rb') as file:
+        offset: int | None = start
+        if start > first:
+            offset = find_record(file, start, end)
+        while offset is not None and offset < end:
+            file.seek(offset)
+            try:
+                content = read_record(file, path) or b''
+            except ValueError as error:
+                yield StoredRecord(path, offset, fault=str(error))
+                offset = find_record(file, offset + 1, end)
+            else:
+                yield StoredRecord(path, offset, content)
+                offset = file.tell()
+        if offset is not None and offset < last:
+            file.seek(offset)
+            try:
+                read_length(file, path)
+            except ValueError as error:
+                yield StoredRecord(path, offset, fault=str(error))
 
 
 def read_length(file: IO[bytes], path: str | Path) -> int:

@@ -31,6 +31,7 @@ setup(
         'test': [
             'chex>=0.1.90',
             'mypy>=1.11',
+            'pyarrow>=16',
             'pytest>=8',
             'pytest-xdist>=3.5',
             'ruff>=0.9',

@@ -43,7 +43,7 @@ MIN_BLOCKS = 4096  # of a corpus; a small one has smaller blocks
 BLOCKS_PER_POOL = 8
 MAX_SMALL_BYTES = 1 << 22  # of a corpus whose lines are counted when it is opened
 
-MAX_CACHE_BLOCKS = 1 << 20  # of a task cache
+MAX_INDEXED_BYTES = 1 << 28  # of a task cache whose examples are found when it is opened
 
 # Parquet. Lanes read from as many row groups at a time.
 WINDOW_BYTES = 128 << 20
@@ -341,10 +341,15 @@ def cached_source(config, folder: pathlib.Path) -> Source:
             opened = seqio_cache.open_split(folder, split)
             names = [str(file) for file in opened.files if file.stat().st_size]
             split_files = read_records('data.cache_dirs', split, names)
-            parts[split] = CachedRecords(opened, [file.path for file in split_files], bad_lines)
+            num_bytes = sum(file.num_bytes for file in split_files)
+            reader = LargeCache if num_bytes > MAX_INDEXED_BYTES else CachedRecords
+            parts[split] = reader(opened, [file.path for file in split_files], bad_lines)
             files += split_files
+    count = 'uncounted'  # without stats
+    if parts['train'].num_records is not None:
+        count = f'{parts["train"].num_records:,}'
     return Source(
-        description=f'{parts["train"].num_records:,} cached examples of {folder}',
+        description=f'{count} cached examples of {folder}',
         corpus='cache',
         fingerprint=digest([file.content for file in files]),
         validation_fraction=config.validation_fraction,
@@ -1169,7 +1174,7 @@ class RecordsInMemory(Blocks):
 
 
 class CachedRecords(Blocks):
-    """Examples of a task cache, whose fields are ids. A block has one, or a few where they are many."""
+    """Examples of a task cache, whose fields are ids. A block has one."""
 
     def __init__(self, split: seqio_cache.Split, names: list[str], bad_lines: BadLines):
         features: dict[str, seqio_cache.FeatureInfo] = {}
@@ -1179,30 +1184,66 @@ class CachedRecords(Blocks):
         self.split = split._replace(features=features)
         self.names = names
         self.bad_lines = bad_lines
-        self.offsets = [seqio_cache.record_offsets(name) for name in names]
+        self.open_blocks()
+
+    def open_blocks(self) -> None:
+        """Find where each example begins."""
+        self.offsets = [seqio_cache.record_offsets(name) for name in self.names]
         sizes = [len(offsets) for offsets in self.offsets]
         self.first_records = [0, *itertools.accumulate(sizes)]  # [files + 1]
-        self.num_records: int = self.first_records[-1]
-        self.records_per_block = max(-(-self.num_records // MAX_CACHE_BLOCKS), 1)
-        self.num_blocks = -(-self.num_records // self.records_per_block)
+        self.num_blocks = self.first_records[-1]
+        self.num_records = self.num_blocks
 
     def read(self, block: int) -> list[Record | None]:
-        first = block * self.records_per_block
-        last = min(first + self.records_per_block, self.num_records)
-        return [self.read_record(i) for i in range(first, last)]
-
-    def read_record(self, i: int) -> Record | None:
-        """Return example number `i`; None for a bad one that is skipped."""
-        file_index = bisect.bisect(self.first_records, i) - 1
+        file_index = bisect.bisect(self.first_records, block) - 1
         name = self.names[file_index]
-        offset = int(self.offsets[file_index][i - self.first_records[file_index]])
+        offset = int(self.offsets[file_index][block - self.first_records[file_index]])
         self.bad_lines.num_read += 1
         try:
             fields = seqio_cache.read_example(name, offset, self.split)
         except ValueError as error:
             self.bad_lines.add(name, offset, str(error))
+            return [None]
+        return [Record(f'{name}:{offset}', fields)]
+
+
+class LargeCache(CachedRecords):
+    """A task cache with too many examples to find all of them when it is opened.
+
+    A block has the examples that begin in a range of bytes.
+    """
+
+    def open_blocks(self) -> None:
+        self.num_records = self.split.num_examples
+        self.sizes = [os.path.getsize(name) for name in self.names]
+        blocks_per_file = [-(-size // MAX_BLOCK_BYTES) for size in self.sizes]
+        self.first_blocks = [0, *itertools.accumulate(blocks_per_file)]  # [files + 1]
+        self.num_blocks = self.first_blocks[-1]
+
+    def read(self, block: int) -> list[Record | None]:
+        file_index = bisect.bisect(self.first_blocks, block) - 1
+        size = self.sizes[file_index]
+        start = (block - self.first_blocks[file_index]) * MAX_BLOCK_BYTES
+        stored = seqio_cache.records_in_range(
+            self.names[file_index],
+            start=start,
+            end=min(start + MAX_BLOCK_BYTES, size),
+            first=0,
+            last=size,
+        )
+        return [self.parse(record) for record in stored]
+
+    def parse(self, stored: seqio_cache.StoredRecord) -> Record | None:
+        """Return a stored example; None for a bad one that is skipped."""
+        self.bad_lines.num_read += 1
+        try:
+            if stored.fault:
+                raise ValueError(stored.fault)
+            fields = seqio_cache.decode(stored.content, self.split)
+        except ValueError as error:
+            self.bad_lines.add(stored.path, stored.position, str(error))
             return None
-        return Record(f'{name}:{offset}', fields)
+        return Record(f'{stored.path}:{stored.position}', fields)
 
 
 class ParquetFiles(Blocks):
@@ -1303,7 +1344,7 @@ class TfdsRecords(Blocks):
     def read(self, block: int) -> list[Record | None]:
         return [self.parse(stored) for stored in self.shards.read(block)]
 
-    def parse(self, stored: tfds_source.StoredRecord) -> Record | None:
+    def parse(self, stored: seqio_cache.StoredRecord) -> Record | None:
         """Return a stored record; None for a blank one and for a bad one that is skipped."""
         self.bad_lines.num_read += 1
         name = f'{stored.path}:{stored.position}'

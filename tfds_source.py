@@ -17,7 +17,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,15 +33,6 @@ MIN_BLOCKS = 4096  # of a split; a small one has smaller blocks
 NUM_READERS = 128  # of ArrayRecord files that are kept open
 BLOCKS_OF_LARGE_FILE = 1024
 READER_OPTIONS = 'readahead_buffer_size:0,max_parallelism:0'  # for reading in any order
-
-
-class StoredRecord(NamedTuple):
-    """A record as it is stored, or the fault for which it cannot be read."""
-
-    path: str
-    position: int  # offset in bytes, in ArrayRecord the number of the record
-    content: bytes = b''
-    fault: str = ''
 
 
 class Run(NamedTuple):
@@ -287,7 +278,7 @@ class Shards:
         self.first_blocks = np.cumsum([0, *blocks_per_run])  # [runs + 1]
         self.num_blocks = int(self.first_blocks[-1])
 
-    def read(self, block: int) -> Iterator[StoredRecord]:
+    def read(self, block: int) -> Iterator[seqio_cache.StoredRecord]:
         """Yield the records of a block, those with a fault, too."""
         raise NotImplementedError
 
@@ -313,36 +304,13 @@ class TFRecordShards(Shards):
             blocks_per_run=[-(-(end - start) // self.block_bytes) for start, end in self.ranges],
         )
 
-    def read(self, block: int) -> Iterator[StoredRecord]:
+    def read(self, block: int) -> Iterator[seqio_cache.StoredRecord]:
         index, number = self.locate(block)
         path = self.runs[index].path
         run_start, run_end = self.ranges[index]
         start = run_start + number * self.block_bytes
         end = min(start + self.block_bytes, run_end)
-        with open(path, 'rb') as file:
-            offset: int | None = start
-            if start > run_start:
-                offset = seqio_cache.find_record(file, start, end)
-            while offset is not None and offset < end:
-                file.seek(offset)
-                try:
-                    content = seqio_cache.read_record(file, path) or b''
-                except ValueError as error:
-                    yield StoredRecord(path, offset, fault=str(error))
-                    offset = seqio_cache.find_record(file, offset + 1, end)
-                else:
-                    yield StoredRecord(path, offset, content)
-                    offset = file.tell()
-            if offset is not None and offset < run_end:
-                yield from self.fault_of_next(file, path, offset)
-
-    def fault_of_next(self, file: IO[bytes], path: str, offset: int) -> Iterator[StoredRecord]:
-        """Yield the next block's first record if its length is damaged: that block cannot find it."""
-        file.seek(offset)
-        try:
-            seqio_cache.read_length(file, path)
-        except ValueError as error:
-            yield StoredRecord(path, offset, fault=str(error))
+        return seqio_cache.records_in_range(path, start, end, run_start, run_end)
 
 
 def byte_range(run: Run) -> tuple[int, int]:
@@ -381,17 +349,17 @@ class ArrayRecordShards(Shards):
             blocks_per_run=[-(-run.num_records // self.records_per_block) for run in runs],
         )
 
-    def read(self, block: int) -> Iterator[StoredRecord]:
+    def read(self, block: int) -> Iterator[seqio_cache.StoredRecord]:
         index, number = self.locate(block)
         run = self.runs[index]
         start = number * self.records_per_block
         end = min(start + self.records_per_block, run.num_records)
         for i in range(run.first + start, run.first + end):
             try:
-                yield StoredRecord(run.path, i, read_array_record(run, i))
+                yield seqio_cache.StoredRecord(run.path, i, read_array_record(run, i))
             except RuntimeError as error:
                 fault = f'it is damaged ({first_line(error)}): copy the file again'
-                yield StoredRecord(run.path, i, fault=fault)
+                yield seqio_cache.StoredRecord(run.path, i, fault=fault)
 
 
 def read_array_record(run: Run, i: int) -> bytes:

@@ -868,6 +868,33 @@ def test_a_task_cache_is_read_as_ids(tmp_path):
     assert description == f'100 cached examples of {tmp_path}/my/task_v1'
 
 
+def test_a_large_cache_is_read_without_an_index(tmp_path, monkeypatch):
+    """In blocks of bytes: every example once, but for one whose bytes are damaged."""
+    examples = [
+        {'inputs': [70 + i % 9] * (i % 50), 'targets': [80, 70 + i % 9]} for i in range(300)
+    ]
+    folder = write_task_cache(tmp_path, examples)
+    config = cache_config(tmp_path, on_bad_line='skip')
+    expected = examples_of_cache(config)
+    monkeypatch.setattr(sources, 'MAX_INDEXED_BYTES', 0)
+    for block_bytes in (100, 1000, 1 << 16):
+        monkeypatch.setattr(sources, 'MAX_BLOCK_BYTES', block_bytes)
+        assert isinstance(sources.open_source(config).train, sources.LargeCache)
+        assert examples_of_cache(config) == expected
+    file = folder / 'train.tfrecord-00001-of-00003'
+    content = bytearray(file.read_bytes())
+    for position in (14, 3, len(content) - 1):  # content, length, the last footer
+        damaged = content.copy()
+        damaged[position] ^= 1
+        file.write_bytes(damaged)
+        for block_bytes in (100, 1 << 16):
+            monkeypatch.setattr(sources, 'MAX_BLOCK_BYTES', block_bytes)
+            source = sources.open_source(config)
+            assert len(examples_of_cache(config)) == len(expected) - 1
+            list(source.records('train'))
+            assert source.faults()[1] == 1
+
+
 def test_span_corruption_reads_cached_targets(tmp_path):
     folder = write_task_cache(tmp_path, [{'targets': [70] * 200}] * 5, features=('targets',))
     folder.parent.rename(tmp_path / 'other')
