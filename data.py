@@ -366,7 +366,9 @@ class Lane:
         is_packed = self._stream.pack_examples is not None
         max_rows = self._stream.rows_per_window()
         if first_draw == 0:
-            max_rows = 1 + self._row % max_rows  # so that lanes read at different times from then on
+            max_rows = (
+                1 + self._row % max_rows
+            )  # so that lanes read at different times from then on
         num_rows = 0.0
         for draw in range(first_draw, first_draw + EXAMPLES_PER_WINDOW):
             task = self._draws[draw]
