@@ -165,10 +165,10 @@ class ShardWriter:
     """Writes the examples of one shard of one split, and counts them as SeqIO's stats do."""
 
     def __init__(self, folder: Path, job: Job, split: str):
-        self._path = folder / file_name(job, split)
-        self._unfinished = self._path.with_name(f'{self._path.name}.tmp-{os.getpid()}')
+        path = str(folder / file_name(job, split))
         self._statistics_file = statistics_file(folder, job, split)
-        self._file: IO[bytes] = self._unfinished.open('wb')
+        self._files = [UnfinishedFile(name) for name in (path, *seqio_cache.ids_files(path))]
+        self._num_ids = 0
         self._statistics = {'examples': 0}
         for feature in seqio_cache.FEATURES:
             self._statistics[f'{feature}_tokens'] = 0
@@ -179,21 +179,40 @@ class ShardWriter:
         content: dict[str, Any] = {}
         self._statistics['examples'] += 1
         for feature in seqio_cache.FEATURES:
-            ids = example.ids.get(feature, np.zeros(0, np.int32))
-            content[feature] = ids
+            feature_ids = example.ids.get(feature, np.zeros(0, np.int32))
+            content[feature] = feature_ids
             content[f'{feature}_pretokenized'] = example.texts.get(feature, '')
-            self._statistics[f'{feature}_tokens'] += len(ids)
-            longest = max(self._statistics[f'{feature}_max_tokens'], len(ids))
+            self._statistics[f'{feature}_tokens'] += len(feature_ids)
+            longest = max(self._statistics[f'{feature}_max_tokens'], len(feature_ids))
             self._statistics[f'{feature}_max_tokens'] = longest
-        seqio_cache.write_record(self._file, seqio_cache.encode(content))
+        records, ids, index = self._files
+        seqio_cache.write_record(records.file, seqio_cache.encode(content))
+        entry = seqio_cache.write_ids(
+            ids.file, self._num_ids, inputs=content['inputs'], targets=content['targets']
+        )
+        self._num_ids += entry.num_inputs + entry.num_targets
+        index.file.write(np.array(entry, '<i8').tobytes())
 
     def finish(self) -> None:
-        """Give the file its name, and only then say that it is whole."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        os.replace(self._unfinished, self._path)
+        """Give the files their names, and only then say that they are whole."""
+        for unfinished in self._files:
+            unfinished.finish()
         paths.replace_file(self._statistics_file, json.dumps(self._statistics).encode())
+
+
+class UnfinishedFile:
+    """A file that gets its name when it is whole and on the disk."""
+
+    def __init__(self, path: str):
+        self._path = path
+        self._unfinished = f'{path}.tmp-{os.getpid()}'
+        self.file: IO[bytes] = open(self._unfinished, 'wb')
+
+    def finish(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        os.replace(self._unfinished, self._path)
 
 
 def write_shard(

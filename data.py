@@ -127,13 +127,20 @@ class Stream:
         rows = [next(lane, []) for lane in self._lanes]
         if not any(rows):
             raise StopIteration
-        for drawn in itertools.chain.from_iterable(rows):
-            self.counts[drawn.task] += (1, drawn.example.is_trimmed)
+        self._count(rows)
         examples = []
         for row in rows:
             examples.append([{'inputs': x.inputs, 'targets': x.targets} for _, x in row])
         is_packed = self.pack_examples is not None
         return features.encoder_decoder(examples, self.config.lengths, is_packed)
+
+    def _count(self, rows: list[list[Drawn]]) -> None:
+        """Add the examples of a batch to `counts`."""
+        drawn = list(itertools.chain.from_iterable(rows))
+        given = np.array([task for task, _ in drawn])
+        is_trimmed = np.array([example.is_trimmed for _, example in drawn])
+        self.counts[:, 0] += np.bincount(given, minlength=len(self.tasks))
+        self.counts[:, 1] += np.bincount(given[is_trimmed], minlength=len(self.tasks))
 
     def _open_lanes(self, position: np.ndarray) -> list['Lane']:
         return [Lane(self, row, x) for row, x in zip(self.rows, position, strict=True)]
@@ -206,6 +213,7 @@ class TokenizedTask:
         self.rate = task.rate
         self.vocabulary = vocabulary
         self.objective = OBJECTIVES[task.task.objective](config, vocabulary)
+        self.features = self.objective.features
         self._check_features()
 
     def tokenize(self, records: Sequence[Record]) -> list[Tokenized]:
@@ -213,20 +221,21 @@ class TokenizedTask:
 
         A bad record stops the run, or has none (data.on_bad_line).
         """
+        if self.source.is_tokenized:
+            return self._cached(records)
         examples = []
         for record in records:
             try:
-                if self.source.is_tokenized:
-                    examples.append(Tokenized(record.name, {}, self._cached_ids(record)))
-                else:
-                    for texts in self._texts(record):
-                        examples.append(Tokenized(record.name, texts, ids={}))
+                for texts in self._texts(record):
+                    examples.append(Tokenized(record.name, texts, ids={}))
             except BadRecord as error:
-                path, _, position = record.name.rpartition(':')
-                self.source.bad_lines.add(path, int(position), str(error))
-        if not self.source.is_tokenized:
-            self._encode(examples)
+                self._add_bad(record.name, str(error))
+        self._encode(examples)
         return examples
+
+    def _add_bad(self, name: str, reason: str) -> None:
+        path, _, position = name.rpartition(':')
+        self.source.bad_lines.add(path, int(position), reason)
 
     def _encode(self, examples: list[Tokenized]) -> None:
         """Add the ids of the texts of examples."""
@@ -250,21 +259,31 @@ class TokenizedTask:
                     raise BadRecord('its targets are empty; correct it')
         return examples
 
-    def _cached_ids(self, record: Record) -> dict[str, np.ndarray]:
-        """Return the ids of a record of a task cache, without EOS at their ends."""
-        found = {}
-        for feature in self.objective.features:
-            ids = record.fields[feature]
-            if ids.size and not 0 <= ids.min() <= ids.max() < self.vocabulary.size:
-                raise BadRecord(
-                    f'feature {feature!r} has ids from {ids.min()} to {ids.max()}, and the '
-                    f'vocabulary has {self.vocabulary.size}: name the one of the cache with '
-                    'data.vocabulary'
-                )
-            if ids.size and ids[-1] == EOS_ID:
-                ids = ids[:-1]
-            found[feature] = ids
-        return found
+    def _cached(self, records: Sequence[Record]) -> list[Tokenized]:
+        """Return the examples of a task cache, ids without EOS at their ends."""
+        examples = []
+        for record in records:
+            by_feature = {name: without_eos(record.fields[name]) for name in self.features}
+            examples.append(Tokenized(record.name, {}, by_feature))
+        if self._are_in_vocabulary(examples):
+            return examples
+        good = []
+        for example in examples:
+            if self._are_in_vocabulary([example]):
+                good.append(example)
+                continue
+            ids = np.concatenate(list(example.ids.values()))
+            reason = (
+                f'ids from {ids.min()} to {ids.max()}, and the vocabulary has '
+                f'{self.vocabulary.size}: name the one of the cache with data.vocabulary'
+            )
+            self._add_bad(example.name, reason)
+        return good
+
+    def _are_in_vocabulary(self, examples: Sequence[Tokenized]) -> bool:
+        arrays = [ids for example in examples for ids in example.ids.values()]
+        all_ids = np.concatenate([np.zeros(1, np.int32), *arrays])
+        return bool(all_ids.min() >= 0 and all_ids.max() < self.vocabulary.size)
 
     def _check_features(self) -> None:
         """Raise ValueError for a task cache with other features or of another vocabulary."""
@@ -295,6 +314,13 @@ class TokenizedTask:
             f'data.validation_fraction={self.source.validation_fraction}: both splits need '
             'documents: change the fraction, or name more files'
         )
+
+
+def without_eos(ids: np.ndarray) -> np.ndarray:
+    """Return ids without the EOS at their end, if there is one."""
+    if len(ids) and ids[-1] == EOS_ID:
+        return ids[:-1]
+    return ids
 
 
 class Window(NamedTuple):
@@ -333,8 +359,9 @@ class Lane:
         if self._given < len(self._window.rows):
             self.position[-1, 1] = self._given
         else:
-            for drawn in itertools.chain.from_iterable(self._window.rows):
-                self.position[drawn.task] = self._readers[drawn.task].position
+            drawn = itertools.chain.from_iterable(self._window.rows)
+            for task in {task for task, _ in drawn}:
+                self.position[task] = self._readers[task].position
             self.position[-1, :2] = WindowPosition(draw=self._window.end, given=0)
         return row
 

@@ -20,6 +20,7 @@ from data import Stream, feature_lengths
 from vocabulary import Vocabulary
 
 DEPTH = 2  # batches that are made ahead
+DEPTH_OF_WORKER = 8  # of a worker: its rows of some batches take longer than the other workers' do
 
 
 class PrefetchedBatch(NamedTuple):
@@ -90,10 +91,12 @@ def padding_after(batch: PrefetchedBatch) -> PrefetchedBatch:
     return batch._replace(features=features, before=batch.after, faults=[])
 
 
-def ahead_in_thread(batches: Iterator[PrefetchedBatch]) -> Iterator[PrefetchedBatch]:
+def ahead_in_thread(
+    batches: Iterator[PrefetchedBatch], depth: int = DEPTH
+) -> Iterator[PrefetchedBatch]:
     """Yield `batches`, which a thread makes ahead."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
-        ahead = collections.deque(thread.submit(next, batches, None) for _ in range(DEPTH))
+        ahead = collections.deque(thread.submit(next, batches, None) for _ in range(depth))
         while True:
             batch = ahead.popleft().result()
             if batch is None:
@@ -231,7 +234,7 @@ def make_batches(work: Work, connection: Connection) -> None:
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(BrokenPipeError):
         try:
-            for batch in batches_of(open_stream(work)):
+            for batch in ahead_in_thread(batches_of(open_stream(work)), DEPTH_OF_WORKER):
                 connection.send(batch)
         except BrokenPipeError:
             raise
@@ -243,6 +246,7 @@ def make_batches(work: Work, connection: Connection) -> None:
 
 def open_stream(work: Work) -> Stream:
     """Return the stream of a worker."""
+    work.vocabulary.num_threads = 1  # the other cores have workers of their own
     mixture = tasks.open_mixture(work.config)
     if mixture.fingerprint != work.fingerprint:
         raise ValueError(

@@ -5,6 +5,12 @@
     ROOT/TASK/stats.SPLIT.json                     numbers of examples and tokens
     ROOT/TASK/SPLIT.tfrecord-00000-of-00064 ...
 
+Caches of this program have the ids besides, in files of their own that SeqIO ignores and that need
+no parsing:
+
+    ROOT/TASK/SPLIT.ids-00000-of-00064 ...         int32, one example after another
+    ROOT/TASK/SPLIT.index-00000-of-00064 ...       int64 [examples, 4], an IndexEntry of each
+
 A colon in a task's name is a folder. Source: seqio/dataset_providers.py `_CachedDataProvider`,
 seqio/utils.py. Imports no jax and no TensorFlow.
 """
@@ -45,6 +51,23 @@ class StoredRecord(NamedTuple):
     position: int  # offset in bytes, in ArrayRecord the number of the record
     content: bytes = b''
     fault: str = ''
+
+
+class IndexEntry(NamedTuple):
+    """Where the ids of an example are: its inputs, and after them its targets."""
+
+    start: int  # number of the first one in the file of ids
+    num_inputs: int
+    num_targets: int
+    crc32c: int  # of all of them
+
+
+class Ids(NamedTuple):
+    """The ids of the examples of a shard, and where each example has its own."""
+
+    path: str
+    ids: np.ndarray  # int32, in the file
+    entries: np.ndarray  # int64 [examples, 4], in the file
 
 
 class Split(NamedTuple):
@@ -317,6 +340,51 @@ def make_example_class() -> type:
 
 
 Example: Any = make_example_class()
+
+
+# Ids in files of their own.
+
+
+def ids_files(path: str) -> tuple[str, str]:
+    """Return the names of the files of ids and index that belong to a TFRecord file."""
+    folder, name = os.path.split(path)
+    ids_name = name.replace('.tfrecord-', '.ids-')
+    index_name = name.replace('.tfrecord-', '.index-')
+    return os.path.join(folder, ids_name), os.path.join(folder, index_name)
+
+
+def write_ids(file: IO[bytes], start: int, inputs: np.ndarray, targets: np.ndarray) -> IndexEntry:
+    """Append the ids of an example, of which `start` are in the file. Return its entry."""
+    content = inputs.astype('<i4').tobytes() + targets.astype('<i4').tobytes()
+    file.write(content)
+    return IndexEntry(start, len(inputs), len(targets), google_crc32c.value(content))
+
+
+def open_ids(path: str) -> Ids:
+    """Open the ids that belong to a TFRecord file. Raises ValueError if they are cut off."""
+    ids_path, index_path = ids_files(path)
+    index_bytes = os.path.getsize(index_path)
+    if index_bytes == 0 or index_bytes % (8 * len(IndexEntry._fields)):
+        raise ValueError(f'{index_path} is cut off: cache the task again')
+    index = np.memmap(index_path, '<i8', mode='r').reshape(-1, len(IndexEntry._fields))
+    last = IndexEntry(*index[-1].tolist())
+    num_ids = last.start + last.num_inputs + last.num_targets
+    if os.path.getsize(ids_path) != 4 * num_ids:
+        raise ValueError(f'{ids_path} does not have {num_ids:,} ids: cache the task again')
+    ids = np.zeros(0, np.int32)
+    if num_ids:
+        ids = np.memmap(ids_path, '<i4', mode='r')
+    # A view as a plain array is faster to read.
+    return Ids(ids_path, ids.view(np.ndarray), index.view(np.ndarray))
+
+
+def read_ids(shard: Ids, i: int) -> dict[str, np.ndarray]:
+    """Return the ids of example `i` of a shard. Raises ValueError for damaged ones."""
+    start, num_inputs, num_targets, crc = shard.entries[i].tolist()
+    ids = shard.ids[start : start + num_inputs + num_targets]
+    if google_crc32c.value(ids.tobytes()) != crc:
+        raise ValueError(f'{shard.path}: example {i} is damaged: cache the task again')
+    return {'inputs': ids[:num_inputs], 'targets': ids[num_inputs:]}
 
 
 # TFRecord files: length (uint64), its checksum, content, its checksum; little-endian.

@@ -43,6 +43,7 @@ MIN_BLOCKS = 4096  # of a corpus; a small one has smaller blocks
 BLOCKS_PER_POOL = 8
 MAX_SMALL_BYTES = 1 << 22  # of a corpus whose lines are counted when it is opened
 
+MAX_CACHE_BLOCKS = 1 << 20  # of a task cache
 MAX_INDEXED_BYTES = 1 << 28  # of a task cache whose examples are found when it is opened
 
 # Parquet. Lanes read from as many row groups at a time.
@@ -341,9 +342,7 @@ def cached_source(config, folder: pathlib.Path) -> Source:
             opened = seqio_cache.open_split(folder, split)
             names = [str(file) for file in opened.files if file.stat().st_size]
             split_files = read_records('data.cache_dirs', split, names)
-            num_bytes = sum(file.num_bytes for file in split_files)
-            reader = LargeCache if num_bytes > MAX_INDEXED_BYTES else CachedRecords
-            parts[split] = reader(opened, [file.path for file in split_files], bad_lines)
+            parts[split] = open_cache(opened, split_files, bad_lines)
             files += split_files
     count = 'uncounted'  # without stats
     if parts['train'].num_records is not None:
@@ -360,6 +359,19 @@ def cached_source(config, folder: pathlib.Path) -> Source:
         is_tokenized=True,
         vocabulary_hash=seqio_cache.vocabulary_hash(folder),
     )
+
+
+def open_cache(
+    split: seqio_cache.Split, files: list[FileRecord], bad_lines: 'BadLines'
+) -> 'CachedRecords':
+    """Return a split of a task cache: from its ids, if they lie beside the records."""
+    names = [file.path for file in files]
+    reader: type[CachedRecords] = CachedRecords
+    if all(os.path.exists(file) for name in names for file in seqio_cache.ids_files(name)):
+        reader = CachedIds
+    elif sum(file.num_bytes for file in files) > MAX_INDEXED_BYTES:
+        reader = LargeCache
+    return reader(split, names, bad_lines)
 
 
 def find_tfds(config) -> pathlib.Path | None:
@@ -1075,7 +1087,7 @@ class BadLine(NamedTuple):
         """Return one line of text. To number the line, a plain file is read up to there."""
         if self.reason.startswith(self.path):  # what read the record names it
             return self.reason
-        if '.array_record-' in self.path:
+        if '.array_record-' in self.path or '.ids-' in self.path:
             return f'record {self.position} of {self.path}: {self.reason}'
         if '.tfrecord-' in self.path:
             return f'the record at byte {self.position} of {self.path}: {self.reason}'
@@ -1205,6 +1217,38 @@ class CachedRecords(Blocks):
             self.bad_lines.add(name, offset, str(error))
             return [None]
         return [Record(f'{name}:{offset}', fields)]
+
+
+class CachedIds(CachedRecords):
+    """A task cache of this program, from its files of ids.
+
+    A block has one example, or a few where they are many.
+    """
+
+    def open_blocks(self) -> None:
+        self.shards = [seqio_cache.open_ids(name) for name in self.names]
+        sizes = [len(shard.entries) for shard in self.shards]
+        self.first_records = [0, *itertools.accumulate(sizes)]  # [files + 1]
+        self.num_records: int = self.first_records[-1]
+        self.records_per_block = max(-(-self.num_records // MAX_CACHE_BLOCKS), 1)
+        self.num_blocks = -(-self.num_records // self.records_per_block)
+
+    def read(self, block: int) -> list[Record | None]:
+        first = block * self.records_per_block
+        last = min(first + self.records_per_block, self.num_records)
+        return [self.read_example(i) for i in range(first, last)]
+
+    def read_example(self, number: int) -> Record | None:
+        """Return an example; None for a bad one that is skipped."""
+        file_index = bisect.bisect(self.first_records, number) - 1
+        i = number - self.first_records[file_index]
+        shard = self.shards[file_index]
+        self.bad_lines.num_read += 1
+        try:
+            return Record(f'{shard.path}:{i}', seqio_cache.read_ids(shard, i))
+        except ValueError as error:
+            self.bad_lines.add(shard.path, i, str(error))
+            return None
 
 
 class LargeCache(CachedRecords):

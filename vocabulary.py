@@ -34,6 +34,7 @@ class Vocabulary:
     size: int
     num_extra_ids: int
     model = b''  # of SentencePiece, as it was found or trained
+    num_threads = -1  # that SentencePiece encodes with; -1 for all cores
 
     @property
     def hash(self) -> str:
@@ -131,7 +132,7 @@ class SentencePieceVocabulary(Vocabulary):
         """
         if glued_sentinels:
             texts = [re.sub(r'(?<=\S)<extra_id_\d+>', self._set_apart, text) for text in texts]
-        return self._processor.encode(texts, return_type='numpy')
+        return self._processor.encode(texts, return_type='numpy', num_threads=self.num_threads)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text before the first EOS. An id beyond the vocabulary is unknown."""

@@ -51,9 +51,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 from absl import app, flags
 
+import cache
 import data
 import prefetch
-import seqio_cache
 import sources
 import tasks
 import vocabulary
@@ -429,38 +429,26 @@ def read_vocabulary(folder: Path) -> vocabulary.SentencePieceVocabulary:
 def write_cache(
     folder: Path, task: int, sentences: Sequence[str], rng: np.random.Generator
 ) -> None:
-    """Write the cache of a task as SeqIO does. Tasks differ in their sizes and lengths."""
-    pieces = read_vocabulary(folder)
-    cache = folder / 'caches' / f'task_{task}'
-    cache.mkdir(parents=True)
+    """Cache a task, for SeqIO and for us. Tasks differ in their sizes and lengths."""
     num_examples = 40_000 // (task + 1)
-    texts: dict[str, list[str]] = {'inputs': [], 'targets': []}
+    lines = []
     for _ in range(num_examples):
-        texts['inputs'].append(make_text(sentences, rng.lognormal(mean=task / 4), rng))
+        inputs = make_text(sentences, rng.lognormal(mean=task / 4), rng)
         words = make_text(sentences, 1, rng).split()
-        texts['targets'].append(' '.join(words[: 2 + task % 4 * 4]))
-    ids = {feature: pieces.encode(texts[feature]) for feature in texts}
-    for shard in range(NUM_SHARDS):
-        name = f'train.tfrecord-{shard:05}-of-{NUM_SHARDS:05}'
-        with (cache / name).open('wb') as file:
-            for i in range(shard, num_examples, NUM_SHARDS):
-                example: dict[str, Any] = {}
-                for feature in texts:
-                    example[feature] = np.array(ids[feature][i], np.int32)
-                    example[f'{feature}_pretokenized'] = texts[feature][i]
-                seqio_cache.write_record(file, seqio_cache.encode(example))
-    features = {}
-    for feature in texts:
-        features[feature] = {'dtype': 'int32', 'shape': [None]}
-        features[f'{feature}_pretokenized'] = {'dtype': 'string', 'shape': []}
-    info = {
-        'features': features,
-        'num_shards': NUM_SHARDS,
-        'seqio_version': '0.0.20',
-    }
-    (cache / 'info.train.json').write_text(json.dumps(info))
-    (cache / 'stats.train.json').write_text(json.dumps({'examples': num_examples}))
-    (cache / 'COMPLETED').touch()
+        targets = ' '.join(words[: 2 + task % 4 * 4])
+        lines.append(json.dumps({'inputs': inputs, 'targets': targets}))
+    file = folder / f'task_{task}.jsonl'
+    file.write_text('\n'.join(lines))
+    config = our_config('no')
+    config.task = f'task_{task}'
+    config.files = str(file)
+    config.inputs = '{inputs}'
+    config.targets = '{targets}'
+    config.vocabulary = str(folder / 'vocabulary.model')
+    config.validation_fraction = 0.0
+    config.cache_dirs = str(folder / 'caches')
+    cache.BYTES_PER_SHARD = file.stat().st_size // NUM_SHARDS
+    cache.cache(config)
 
 
 if __name__ == '__main__':

@@ -1,12 +1,14 @@
 """`--mode=cache`: its layout, its content, its parts, and what SeqIO reads in it."""
 
 import json
+import os
 import pathlib
 import signal
 import subprocess
 import sys
 import time
 
+import chex
 import numpy as np
 import pytest
 from corpora import make_config
@@ -15,6 +17,7 @@ import cache
 import data
 import main
 import seqio_cache
+import sources
 import tasks
 import vocabulary as vocabularies
 
@@ -104,7 +107,11 @@ def test_a_cache_has_each_record_once_as_texts_and_ids(tmp_path, expected):
         'info.validation.json',
         'stats.train.json',
         'stats.validation.json',
+        'train.ids-00000-of-00001',
+        'train.index-00000-of-00001',
         'train.tfrecord-00000-of-00001',
+        'validation.ids-00000-of-00001',
+        'validation.index-00000-of-00001',
         'validation.tfrecord-00000-of-00001',
     ]
 
@@ -124,6 +131,43 @@ def test_a_mixture_is_read_from_its_caches(tmp_path, expected):
     with pytest.raises(ValueError, match='ids of another vocabulary: name the folder of the cache'):
         data.Stream(mixture, 'train', vocabularies.ByteVocabulary(), config, 2, seed=0)
     assert 'my:sums is cached already, in ' in cache.cache(config)[0]
+
+
+@pytest.mark.parametrize('examples_per_block', [1, 7])
+def test_ids_in_files_of_their_own_are_those_of_the_records(
+    tmp_path, expected, monkeypatch, examples_per_block
+):
+    """The same stream comes from both; damaged ids are bad records."""
+    monkeypatch.setattr(cache, 'BYTES_PER_SHARD', 100)
+    config = cache_config(tmp_path, on_bad_line='skip')
+    cache.cache(config)
+
+    def batches(reader):
+        mixture = tasks.open_mixture(config)
+        assert {type(task.source.train) for task in mixture.tasks} == {reader}
+        stream = data.Stream(mixture, 'train', vocabularies.ByteVocabulary(100), config, 2, seed=0)
+        return [next(stream) for _ in range(40)], mixture
+
+    found, mixture = batches(sources.CachedIds)
+    task = mixture.tasks[0].source
+    monkeypatch.setattr(sources, 'MAX_CACHE_BLOCKS', -(-NUM_ROWS // examples_per_block))
+    every = list(tasks.open_mixture(config).tasks[0].source.records('train'))
+    assert len(every) == task.train.num_records
+    damaged = max((tmp_path / 'caches/my/sums').glob('train.ids-*'), key=os.path.getsize)
+    content = bytearray(damaged.read_bytes())
+    content[1] ^= 1
+    damaged.write_bytes(content)
+    source = tasks.open_mixture(config).tasks[0].source
+    assert len(list(source.records('train'))) == len(every) - 1
+    assert source.faults()[0] == [f'{damaged}: example 0 is damaged: cache the task again']
+    damaged.write_bytes(content[:-4])
+    with pytest.raises(ValueError, match=f'{damaged} does not have .* ids: cache the task again'):
+        tasks.open_mixture(config)
+    for file in (tmp_path / 'caches').rglob('*.ids-*'):
+        file.unlink()
+    monkeypatch.setattr(sources, 'MAX_CACHE_BLOCKS', 1 << 20)
+    for features, others in zip(found, batches(sources.CachedRecords)[0], strict=True):
+        chex.assert_trees_all_equal(features, others)
 
 
 def contents(folder):

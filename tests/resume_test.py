@@ -97,6 +97,7 @@ def test_a_signal_saves_the_step_and_the_run_goes_on(command_line, corpus, tmp_p
     assert_same_run(tmp_path / 'run', tmp_path / 'expected', 600)
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(command_line, corpus, tmp_path):
     """Both arrive during one step, because the process is paused when they are sent."""
     program = Program(tmp_path, corpus, steps=100_000, log=4, save=100_000, evaluate=100_000)
