@@ -151,15 +151,17 @@ class TextToText:
     ) -> list[Example]:
         max_inputs = self.lengths.inputs
         max_targets = self.lengths.targets
+        all_inputs = append_eos_to_each([record['inputs'] for record in records], max_inputs)
+        all_targets = append_eos_to_each([record['targets'] for record in records], max_targets)
         examples = []
-        for name, record in zip(names, records, strict=True):
-            inputs = record['inputs']
-            targets = record['targets']
+        for i, record in enumerate(records):
+            inputs_are_long = len(record['inputs']) >= max_inputs
+            targets_are_long = len(record['targets']) >= max_targets
             example = Example(
-                inputs=append_eos_after_trim(inputs, max_inputs),
-                targets=append_eos_after_trim(targets, max_targets),
-                names=[name],
-                is_trimmed=len(inputs) >= max_inputs or len(targets) >= max_targets,
+                inputs=all_inputs[i],
+                targets=all_targets[i],
+                names=[names[i]],
+                is_trimmed=inputs_are_long or targets_are_long,
             )
             examples.append(example)
         return examples
@@ -175,6 +177,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 # The parts of the objectives, under the names of t5/data/preprocessors.py.
 
+EOS = np.array([EOS_ID], np.int32)
 MIN_LENGTH = 3  # of inputs and targets: a token, a sentinel and EOS
 MAX_RAW_LENGTH = 1 << 20
 MAX_DOCUMENT_TOKENS = 65536  # of a longer document one chunk is taken, as there
@@ -272,6 +275,21 @@ def noise_span_to_unique_sentinel(
     is_first[:, 1:] &= ~mask[:, :-1]
     sentinels = vocabulary_size - np.cumsum(is_first, axis=1, dtype=np.int32)
     return np.where(is_first, sentinels, tokens)[is_first | ~mask].reshape(len(tokens), -1)
+
+
+def append_eos_to_each(sequences: Sequence[np.ndarray], length: int) -> list[np.ndarray]:
+    """Append EOS to each of some ids [n], which are cut first so that it is at `length` at most."""
+    parts = []
+    for ids in sequences:
+        parts += [ids[: length - 1], EOS]
+    whole = np.concatenate([np.zeros(0, np.int32), *parts])
+    with_eos = []
+    begin = 0
+    for ids in sequences:
+        end = begin + min(len(ids), length - 1) + 1
+        with_eos.append(whole[begin:end])
+        begin = end
+    return with_eos
 
 
 def append_eos_after_trim(tokens: np.ndarray, length: int | None = None) -> np.ndarray:

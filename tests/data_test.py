@@ -167,6 +167,9 @@ def test_eos_is_appended_as_seqio_does(rule):
                     length = lengths.get(key) if rule == 'append_eos_after_trim' else None
                     tokens = np.array([found], np.int32)
                     found = objectives.append_eos_after_trim(tokens, length)[0].tolist()
+                    if length is not None:
+                        [other] = objectives.append_eos_to_each(list(tokens), length)
+                        assert other.tolist() == found
                 assert found == expected[key]
 
 
