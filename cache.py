@@ -6,15 +6,13 @@ to its name and its statistics are written to `.progress`. Whoever finds all of 
 the cache. Imports no jax.
 """
 
-import contextlib
 import itertools
 import json
 import multiprocessing
 import os
 import shutil
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -24,6 +22,7 @@ import tqdm
 
 import data
 import paths
+import prefetch
 import seqio_cache
 import sources
 import tasks
@@ -215,10 +214,8 @@ class UnfinishedFile:
         os.replace(self._unfinished, self._path)
 
 
-def write_shard(
-    task: data.TokenizedTask, job: Job, root: Path, report: Callable[[int], None]
-) -> None:
-    """Write the files of a shard. `report` is called with the number of new examples."""
+def write_shard(task: data.TokenizedTask, job: Job, root: Path) -> Iterator[int]:
+    """Write the files of a shard. Yield the number of new examples now and then."""
     folder = folder_of(root, job.task)
     writers = {split: ShardWriter(folder, job, split) for split in job.splits}
     records = records_of(task.source, job)
@@ -231,7 +228,7 @@ def write_shard(
             examples = task.tokenize(own)
             for example in examples:
                 writer.write(example)
-            report(len(examples))
+            yield len(examples)
     for writer in writers.values():
         writer.finish()
 
@@ -260,7 +257,6 @@ class Report(NamedTuple):
     num_examples: int  # since its last report
     num_shards: int
     faults: list[str]  # lines that were left out
-    error: Exception | None = None
 
 
 def run_jobs(config: Any, root: Path, jobs: Sequence[Job]) -> None:
@@ -294,12 +290,12 @@ def show_progress(connections: list[Connection], num_jobs: int) -> None:
             for connection in wait(connections):
                 assert isinstance(connection, Connection)
                 try:
-                    report: Report = connection.recv()
+                    report: Report | Exception = connection.recv()
                 except EOFError:
                     connections.remove(connection)
                     continue
-                if report.error is not None:
-                    raise report.error
+                if isinstance(report, Exception):
+                    raise report
                 for fault in report.faults:
                     bar.write(f'Left out: {fault}')
                 num_examples += report.num_examples
@@ -314,41 +310,28 @@ def show_progress(connections: list[Connection], num_jobs: int) -> None:
 
 
 def write_shards(config: Any, root: Path, jobs: Sequence[Job], connection: Connection) -> None:
-    """Write shards, and report; an error is reported, too."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the process that waits for this one ends it
-    with contextlib.suppress(BrokenPipeError):
-        try:
-            write_and_report(config, root, jobs, connection)
-        except BrokenPipeError:
-            raise
-        except Exception as error:
-            connection.send(Report(0, 0, [], error))
+    """Write shards, and send reports."""
+    prefetch.send_all(reports(config, root, jobs), connection)
 
 
-def write_and_report(config: Any, root: Path, jobs: Sequence[Job], connection: Connection) -> None:
-    """Write shards, and send a report every second."""
+def reports(config: Any, root: Path, jobs: Sequence[Job]) -> Iterator[Report]:
+    """Write shards. Yield a report every second, and after each shard."""
     vocabulary = vocabulary_of(config)
     found = tasks_of(tasks.find(config))
     opened: dict[str, data.TokenizedTask] = {}
-    num_examples = 0
     reported = time.monotonic()
     for job in jobs:
         if job.task not in opened:
             opened[job.task] = open_task(found[job.task], config, vocabulary)
         task = opened[job.task]
-
-        def report(count: int, task=task) -> None:
-            nonlocal num_examples, reported
+        num_examples = 0
+        for count in write_shard(task, job, root):
             num_examples += count
             if time.monotonic() - reported > SECONDS_BETWEEN_REPORTS:
-                connection.send(Report(num_examples, 0, task.source.faults()[0]))
+                yield Report(num_examples, 0, task.source.faults()[0])
                 num_examples = 0
                 reported = time.monotonic()
-
-        write_shard(task, job, root, report)
-        connection.send(Report(num_examples, 1, task.source.faults()[0]))
-        num_examples = 0
+        yield Report(num_examples, 1, task.source.faults()[0])
 
 
 # The folder of a task.

@@ -175,7 +175,7 @@ class Stream:
             if self.tasks:
                 return
         for task in without_text:
-            task.raise_empty(self.split, self.config)
+            task.raise_empty(self.split)
 
     def _has_text(self, task: 'TokenizedTask') -> bool:
         """Return whether an example of the first epoch has an id."""
@@ -213,7 +213,6 @@ class TokenizedTask:
         self.rate = task.rate
         self.vocabulary = vocabulary
         self.objective = OBJECTIVES[task.task.objective](config, vocabulary)
-        self.features = self.objective.features
         self._check_features()
 
     def tokenize(self, records: Sequence[Record]) -> list[Tokenized]:
@@ -261,9 +260,10 @@ class TokenizedTask:
 
     def _cached(self, records: Sequence[Record]) -> list[Tokenized]:
         """Return the examples of a task cache, ids without EOS at their ends."""
+        features_taken = self.objective.features
         examples = []
         for record in records:
-            by_feature = {name: without_eos(record.fields[name]) for name in self.features}
+            by_feature = {name: without_eos(record.fields[name]) for name in features_taken}
             examples.append(Tokenized(record.name, {}, by_feature))
         if self._are_in_vocabulary(examples):
             return examples
@@ -302,7 +302,7 @@ class TokenizedTask:
                     f'data.task={self.name!r} needs: cache it, or set data.use_cached=no'
                 )
 
-    def raise_empty(self, split: str, config: Any) -> None:
+    def raise_empty(self, split: str) -> None:
         """Raise ValueError because a split has no text."""
         if split == 'validation' and self.source.validation is not None:
             raise ValueError(

@@ -293,11 +293,10 @@ def append_eos_to_each(sequences: Sequence[np.ndarray], length: int) -> list[np.
 
 
 def append_eos_after_trim(tokens: np.ndarray, length: int | None = None) -> np.ndarray:
-    """Append EOS to ids [..., n], which are cut first so that it is at `length` at most."""
+    """Append EOS to each row, which is cut first so that it has `length` ids at most."""
     if length is not None:
-        tokens = tokens[..., : length - 1]
-    *rows, num_tokens = tokens.shape
-    with_eos = np.empty((*rows, num_tokens + 1), np.int32)
-    with_eos[..., :-1] = tokens
-    with_eos[..., -1] = EOS_ID
+        tokens = tokens[:, : length - 1]
+    num_rows, num_tokens = tokens.shape
+    with_eos = np.full((num_rows, num_tokens + 1), EOS_ID, np.int32)
+    with_eos[:, :-1] = tokens
     return with_eos

@@ -8,9 +8,10 @@ import collections
 import concurrent.futures
 import contextlib
 import gc
+import itertools
 import multiprocessing
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -229,22 +230,30 @@ class Worker:
 
 
 def make_batches(work: Work, connection: Connection) -> None:
-    """Send batches until their end, or until nobody receives them. An error is sent, too."""
-    # Signals are for the run: it ends its workers.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    """Send the batches of a worker, and None after the last."""
     # Records are in no cycles: looking for some as often as usual takes a fifth of the time.
     gc.set_threshold(100_000)
+    send_all(itertools.chain(batches_of_worker(work), [None]), connection)
+
+
+def send_all(messages: Iterable[Any], connection: Connection) -> None:
+    """Send messages from a process of its own until nobody receives them. An error is sent, too."""
+    # Signals are for the process that started this one: it ends it.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(BrokenPipeError):
         try:
-            for batch in ahead_in_thread(batches_of(open_stream(work)), DEPTH_OF_WORKER):
-                connection.send(batch)
+            for message in messages:
+                connection.send(message)
         except BrokenPipeError:
             raise
         except Exception as error:
             connection.send(error)
-        else:
-            connection.send(None)
+
+
+def batches_of_worker(work: Work) -> Iterator[PrefetchedBatch]:
+    """Yield the batches of a worker, made ahead."""
+    yield from ahead_in_thread(batches_of(open_stream(work)), DEPTH_OF_WORKER)
 
 
 def open_stream(work: Work) -> Stream:
