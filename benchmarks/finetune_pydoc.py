@@ -22,8 +22,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absl import app, flags
 
@@ -31,6 +30,7 @@ import metrics
 import tasks
 from configs import finetune_pydoc
 
+ROOT = Path(__file__).resolve().parents[1]
 FLAGS = flags.FLAGS
 flags.DEFINE_string('folder', 'runs/pretraining', 'The folder of the runs.')
 flags.DEFINE_integer('seeds', 3, 'Seeds of fine-tuning.')
