@@ -157,7 +157,8 @@ def get_config() -> ConfigDict:
     # none.
     config.optimizer.weight_decay_rate = 0.0
     # Regular expression of the paths of the parameters that are trained, as model-info.txt has them;
-    # the others are frozen: '(?!encoder/).+' freezes the encoder. '' trains all parameters, or with
+    # the others are frozen: '(?!encoder/).+' freezes the encoder, and 'decoder/.+' the embedding, too,
+    # which saves the whole backward pass of the encoder. '' trains all parameters, or with
     # model.lora_rank the adapters alone. Of any optimizer.
     config.optimizer.trainable = ''
     # Largest norm of the whole gradient; 0 for none. Of any optimizer.
