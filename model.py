@@ -532,9 +532,8 @@ class DecoderLayer(hk.Module):
             relpos_1h1S = relpos_bias(relative_1S)
         y_r1D = RMSNorm(c, name='pre_self_attention_layer_norm')(x_r1D)
         self_attention = Attention(c, name='self_attention', transposed=self.transposed)
-        q_r1hK = self_attention.queries(y_r1D)
-        targets = write_cache(cache.targets, self_attention.keys_values(y_r1D), position)
-        x_r1D = x_r1D + self_attention.attend_cache(q_r1hK, targets, mask_g1TS, relpos_1h1S)
+        y_r1D, targets = self_attention.step(y_r1D, cache.targets, position, mask_g1TS, relpos_1h1S)
+        x_r1D = x_r1D + y_r1D
         y_r1D = RMSNorm(c, name='pre_cross_attention_layer_norm')(x_r1D)
         cross_attention = Attention(c, name='encoder_decoder_attention', transposed=self.transposed)
         q_r1hK = cross_attention.queries(y_r1D)
@@ -573,6 +572,13 @@ class Attention(hk.Module):
         q_bThK = self.queries(x_bTD)
         keys_values = self.keys_values(memory_bMD)
         return self.attend(q_bThK, keys_values, mask_b1TM, relpos_1hTM, rows_b)
+
+    @hk.name_like('__call__')
+    def step(self, x_r1D, cache, position, mask_g1TS, relpos_1h1S):
+        """Return what self-attention reads at `position`, [r, 1, D], and the cache with x_r1D in it."""
+        q_r1hK = self.queries(x_r1D)
+        cache = write_cache(cache, self.keys_values(x_r1D), position)
+        return self.attend_cache(q_r1hK, cache, mask_g1TS, relpos_1h1S), cache
 
     @hk.name_like('__call__')
     def queries(self, x_bTD):
