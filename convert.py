@@ -21,6 +21,7 @@ import checkpoint
 import hugging_face
 import mesh_tf
 import model
+import own_model
 import paths
 from configs import base
 from vocabulary import ByteVocabulary, find_vocabulary, read_settings
@@ -38,8 +39,8 @@ class OpenedCheckpoint(NamedTuple):
     """A checkpoint whose large arrays are not read yet.
 
     `directory` is its folder, or its prefix if the user named that of a Mesh-TF checkpoint. `leaves` is
-    {T5X's path: leaf}; a leaf is an array if it is small, else a `checkpoint.LazyArray`. `config` is the one
-    beside the arrays, None where there is none.
+    {T5X's path: leaf}; a leaf is an array if it is small, else a `checkpoint.LazyArray`. `config` is that of a
+    Hugging Face folder, else None.
     """
 
     directory: Any
@@ -86,9 +87,12 @@ def open_model(path: str | Path, config: model.T5Config | None = None) -> Opened
     """
     opened = open_checkpoint(path)
     shapes = checkpoint.shapes(checkpoint.parameters(opened.leaves))
-    config = config or opened.config or config_from_shapes(shapes)
+    if config is None:
+        config = opened.config or _config_beside(opened.directory) or config_from_shapes(shapes)
+    elif own_model.recorded(opened.directory):
+        own_model.check_same(opened.directory, config, 'leave the config out')
     try:
-        checkpoint.compare(model.shapes(config), shapes)
+        checkpoint.compare(own_model.of(config).shapes(config), shapes)
     except ValueError as error:
         raise ValueError(f'{opened.directory}: {error}') from None
     return OpenedModel(directory=opened.directory, leaves=opened.leaves, config=config)
@@ -115,7 +119,7 @@ def open_checkpoint(path: str | Path) -> OpenedCheckpoint:
         directory=directory,
         format=detected,
         leaves=_read_index(directory, detected),
-        config=_config_beside(directory),
+        config=None,
     )
 
 
@@ -144,7 +148,7 @@ def _config_beside(directory: Any) -> model.T5Config | None:
     # A setting that did not exist when the checkpoint was written has its default.
     settings = base.get_config().model.to_dict() | settings
     try:
-        return model.T5Config(**settings)
+        return own_model.config_of_checkpoint(directory, settings)
     except (ValueError, TypeError) as error:
         raise ValueError(f'{directory}/config.json: {error}') from error
 
@@ -241,7 +245,10 @@ def _write_t5x(target: Path, opened: OpenedModel, vocabulary_model: bytes) -> Pa
         'model': dataclasses.asdict(opened.config),
         'data': {name: data_settings[name] for name in ('extra_ids', 'vocabulary')},
     }
-    files = {'config.json': json.dumps(settings).encode()}
+    files = {
+        'config.json': json.dumps(settings).encode(),
+        **own_model.record_of(opened.config),
+    }
     if vocabulary_model:
         files['vocabulary.model'] = vocabulary_model
     with paths.unfinished(final) as unfinished:

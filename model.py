@@ -61,6 +61,7 @@ ACTIVATIONS: dict[str, Callable] = {
     'linear': lambda x: x,
 }
 DTYPES = ('float32', 'bfloat16')
+MODULE = ''  # in a copy that a user's own file has changed (own_model.py): the path of that file
 NUM_BUCKETS = 32  # of relative positions, in every T5
 MAX_DISTANCE = 128  # from here on, relative positions share the last bucket
 
@@ -90,8 +91,14 @@ class T5Config:
     logits_via_embedding: bool  # True: tied, and the logits are divided by sqrt(emb_dim)
     float32_attention_logits: bool
     relpos_bias_per_layer: bool  # False: the layers of a stack share one table
+    module: str = ''  # the file of an own model; '' for this one
 
     def __post_init__(self):
+        if self.module != MODULE:
+            raise ValueError(
+                f'model.module={self.module!r}, and this T5Config is of {MODULE or "model.py"}: make the '
+                'config of an own model with own_model.make_config'
+            )
         object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))  # JSON has lists
         for field in dataclasses.fields(self):
             size = getattr(self, field.name)
@@ -698,6 +705,8 @@ class Embedder(hk.Module):
 
     def __init__(self, config: T5Config, name: str):
         super().__init__(name)
+        # An own model has another T5Config, and its functions are those of own_model.of(config).
+        assert isinstance(config, T5Config)
         self.config = config
 
     def __call__(self, tokens_bT):

@@ -38,6 +38,7 @@ import infer
 import loss
 import model
 import optimizer
+import own_model
 import partition
 import paths
 import plan
@@ -103,6 +104,7 @@ def device_gradients(trainer, params, batch, rows_b, key):
     """
     weights_bT, divisor = loss.weights_and_divisor(batch, trainer.normalizing_factor)
     params = partition.per_device(params, trainer.specs.params)
+    model = own_model.of(trainer.model_config)
 
     def microbatch_loss(params, microbatch):
         batch, weights_bT, rows_b = microbatch
@@ -134,6 +136,7 @@ def device_gradients(trainer, params, batch, rows_b, key):
 def init(trainer: 'Trainer') -> TrainState:
     """Return the state before the first step."""
     init_key, _ = jax.random.split(jax.random.key(trainer.seed))
+    model = own_model.of(trainer.model_config)
     params = model.init(trainer.model_config, init_key)
     return TrainState(jnp.int32(0), params, trainer.tx.init(params))
 
@@ -172,6 +175,7 @@ class Trainer:
     def shapes(self) -> Any:
         """The state as a TrainState of jax.ShapeDtypeStruct."""
         step = jax.ShapeDtypeStruct((), jnp.int32)
+        model = own_model.of(self.model_config)
         params = {}
         for path, shape in model.shapes(self.model_config).items():
             params[path] = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -182,6 +186,7 @@ class Trainer:
     def specs(self) -> Any:
         """How the state is split over the mesh, as a TrainState of PartitionSpec."""
         _, params, opt_state = self.shapes
+        model = own_model.of(self.model_config)
         param_specs = partition.param_specs(model.PARAMETER_SPECS, params)
         opt_specs = optimizer.state_specs(opt_state, params, param_specs)
         return TrainState(P(), param_specs, opt_specs)  # type: ignore[arg-type]
@@ -194,7 +199,7 @@ def make_trainer(config: Any, num_microbatches: int = 1) -> Trainer:
     """
     settings.check(config)
     trainer = Trainer(
-        model_config=model.T5Config(**config.model),
+        model_config=own_model.make_config(config.model),
         loss_config=FrozenConfigDict(config.loss),
         optimizer_config=FrozenConfigDict(config.optimizer),
         learning_rate_config=FrozenConfigDict(config.learning_rate),
@@ -656,6 +661,7 @@ def save(
         'data_files.json': json.dumps(run.stream.mixture.files_as_json()).encode(),
         'data_position.npy': position_file.getvalue(),
         'interval.json': json.dumps(interval).encode(),
+        **own_model.record_of(run.t5.config),
     }
     if run.vocabulary.model:
         files['vocabulary.model'] = run.vocabulary.model
@@ -782,7 +788,11 @@ def prepare_locked(
             model=start.vocabulary_model,
         )
     resolved = resolved_settings(config, mixture, vocabulary)
+    resolved['model']['module'] = trainer.model_config.module
     if start.is_resumed:
+        own_model.check_same(
+            folder / f'checkpoint_{start.step}', trainer.model_config, 'name another --workdir'
+        )
         workdir.compare_settings(folder / f'checkpoint_{start.step}', resolved, mixture)
         checkpoint.choose(start.leaves, state_shapes(trainer))
     with console.working('Opening the text'):
@@ -813,7 +823,12 @@ def prepare_locked(
         stream=stream,
         vocabulary=vocabulary,
         evaluations=evaluate.open_evaluations(
-            config, trainer.mesh, stream, validation, planned.num_microbatches
+            config,
+            trainer.model_config,
+            trainer.mesh,
+            stream,
+            validation,
+            planned.num_microbatches,
         ),
         task_metrics=task_metrics,
         t5=infer.T5(trainer.model_config, trainer.shapes.params, trainer.mesh, vocabulary),
@@ -868,6 +883,8 @@ def introduce(
         mixture=validation.mixture,
         vocabulary_size=vocabulary.size,
     )
+    if trainer.model_config.module:
+        lines.append(f'The model is model.py as {trainer.model_config.module} changes it.')
     lines += tasks.other_versions(validation.mixture)
     num_lines = validation.num_lines_to_start()
     if num_lines > LINES_OF_A_SLOW_EVALUATION:
@@ -999,6 +1016,12 @@ def choose_initial(config: Any, trainer: Trainer) -> Start:
             step=0, is_resumed=False, leaves={}, vocabulary_model=b'', description='From scratch'
         )
     opened = convert.open_checkpoint(path)
+    if config.restore.strict and own_model.recorded(opened.directory):
+        own_model.check_same(
+            opened.directory,
+            trainer.model_config,
+            'restore its parameters with restore.strict=False',
+        )
     index = opened.leaves
     expected = state_shapes(trainer)
     # Without optimizer state the step does not come along either.

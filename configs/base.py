@@ -42,6 +42,9 @@ def get_config() -> ConfigDict:
     config.model.float32_attention_logits = False
     # True gives each layer its own relative position bias (umT5).
     config.model.relpos_bias_per_layer = False
+    # A Python file of your own, as a path or as its name in the current folder, with a function
+    # change(model), which changes a copy of model.py: examples/squared_relu/squared_relu.py.
+    config.model.module = ''
 
     # Where examples come from.
     config.data = ConfigDict()
