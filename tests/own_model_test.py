@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import runpy
 import shutil
 
 import jax
@@ -17,6 +18,7 @@ import infer
 import model
 import own_model
 import partition
+import settings
 import train
 from configs import base
 
@@ -188,6 +190,14 @@ def check_answers(t5):
     log_probs_bT = np.take_along_axis(log_probs_bTV, answers_bT[:, :, None], axis=2)[:, :, 0]
     assert_close(scores_bn[:, 0], (log_probs_bT * is_token_bT).sum(axis=1), 1e-5)
     return batch
+
+
+def test_the_config_of_the_example():
+    config = runpy.run_path(str(EXAMPLE.with_name('tiny_squared_relu.py')))['get_config']()
+    settings.check(config)
+    found = own_model.make_config(config.model)
+    assert found.module == str(EXAMPLE)
+    assert found.mlp_activations == ('squared_relu',)
 
 
 def test_a_changed_file_is_another_model(tmp_path):

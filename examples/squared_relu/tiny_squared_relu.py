@@ -5,7 +5,7 @@
 Reproduces: no published run. It shows how a run has its own model, and its own settings, outside of
 the checkout's files. Evaluation, inference and the checkpoints are those of any run.
 Hardware and time: as configs/tiny.py.
-Number to expect: as configs/tiny.py.
+Number to expect: not measured.
 """
 
 import pathlib
