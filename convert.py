@@ -23,6 +23,7 @@ import checkpoint
 import hugging_face
 import mesh_tf
 import model
+import own_model
 import paths
 from configs import base
 from vocabulary import ByteVocabulary, find_vocabulary, read_settings
@@ -40,8 +41,8 @@ class OpenedCheckpoint(NamedTuple):
     """A checkpoint whose large arrays are not read yet.
 
     `directory` is its folder, or its prefix if the user named that of a Mesh-TF checkpoint. `leaves` is
-    {T5X's path: leaf}; a leaf is an array if it is small, else a `checkpoint.LazyArray`. `config` is the one
-    beside the arrays, None where there is none.
+    {T5X's path: leaf}; a leaf is an array if it is small, else a `checkpoint.LazyArray`. `config` is that of a
+    Hugging Face folder, else None.
     """
 
     directory: Any
@@ -88,10 +89,13 @@ def open_model(path: str | Path, config: model.T5Config | None = None) -> Opened
     """
     opened = open_checkpoint(path)
     shapes = checkpoint.shapes(checkpoint.parameters(opened.leaves))
-    config = config or opened.config or config_from_shapes(shapes)
+    if config is None:
+        config = opened.config or _config_beside(opened.directory) or config_from_shapes(shapes)
+    elif own_model.recorded(opened.directory):
+        own_model.check_same(opened.directory, config, 'leave the config out')
     config = model.without_adapters(config)  # they are merged
     try:
-        checkpoint.compare(model.shapes(config), shapes)
+        checkpoint.compare(own_model.of(config).shapes(config), shapes)
     except ValueError as error:
         raise ValueError(f'{opened.directory}: {error}') from None
     return OpenedModel(directory=opened.directory, leaves=opened.leaves, config=config)
@@ -119,7 +123,7 @@ def open_checkpoint(path: str | Path) -> OpenedCheckpoint:
         directory=directory,
         format=detected,
         leaves=_read_index(directory, detected),
-        config=_config_beside(directory),
+        config=None,
     )
     base = open_base(directory)
     if base is None:
@@ -152,7 +156,7 @@ def _config_beside(directory: Any) -> model.T5Config | None:
     # A setting that did not exist when the checkpoint was written has its default.
     settings = base.get_config().model.to_dict() | settings
     try:
-        return model.T5Config(**settings)
+        return own_model.config_of_checkpoint(directory, settings)
     except (ValueError, TypeError) as error:
         raise ValueError(f'{directory}/config.json: {error}') from error
 
@@ -275,13 +279,14 @@ def open_base(directory: Any, restore_path: str = '') -> OpenedCheckpoint | None
 
 def merge(adapters: OpenedCheckpoint, base: OpenedCheckpoint) -> OpenedCheckpoint:
     """Return the model of adapters and their base: its parameters and the step, without optimizer state."""
-    assert adapters.config is not None
+    config = _config_beside(adapters.directory)
+    assert config is not None
     parameters = checkpoint.parameters(base.leaves) | checkpoint.parameters(adapters.leaves)
-    merged = model.merge_adapters(parameters, functools.partial(MergedKernel, adapters.config))
+    merged = model.merge_adapters(parameters, functools.partial(MergedKernel, config))
     leaves = {'state/step': adapters.leaves['state/step']}
     for path, leaf in merged.items():
         leaves[f'{checkpoint.PARAMETER_PREFIX}{path}'] = leaf
-    return adapters._replace(leaves=leaves, config=model.without_adapters(adapters.config))
+    return adapters._replace(leaves=leaves, config=model.without_adapters(config))
 
 
 # Writing.
@@ -339,7 +344,10 @@ def _write_t5x(target: Path, opened: OpenedModel, vocabulary_model: bytes) -> Pa
         'model': dataclasses.asdict(opened.config),
         'data': {name: data_settings[name] for name in ('extra_ids', 'vocabulary')},
     }
-    files = {'config.json': json.dumps(settings).encode()}
+    files = {
+        'config.json': json.dumps(settings).encode(),
+        **own_model.record_of(opened.config),
+    }
     if vocabulary_model:
         files['vocabulary.model'] = vocabulary_model
     with paths.unfinished(final) as unfinished:

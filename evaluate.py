@@ -31,6 +31,7 @@ import infer
 import loss
 import mixtures
 import model
+import own_model
 import partition
 import paths
 import results
@@ -51,7 +52,12 @@ Sums = dict[str, jax.Array]  # loss.weighted_sums of a batch, and the sums of `t
 
 
 def open_evaluations(
-    config: Any, mesh: Mesh, training: data.Stream, validation: data.Stream, num_microbatches: int
+    config: Any,
+    model_config: model.T5Config,
+    mesh: Mesh,
+    training: data.Stream,
+    validation: data.Stream,
+    num_microbatches: int,
 ) -> list['Evaluation']:
     """Return the evaluation of a task, or of each task of a mixture that has text for validation.
 
@@ -61,7 +67,13 @@ def open_evaluations(
     evaluations = []
     for stream in validation.of_each_task():
         evaluation = Evaluation(
-            config, mesh, stream, unigram, validation.first_sentinel, num_microbatches
+            config,
+            model_config,
+            mesh,
+            stream,
+            unigram,
+            validation.first_sentinel,
+            num_microbatches,
         )
         evaluations.append(evaluation)
     return evaluations
@@ -98,6 +110,7 @@ class Evaluation:
     def __init__(
         self,
         config: Any,
+        model_config: model.T5Config,
         mesh: Mesh,
         validation: data.Stream,
         unigram: Unigram,
@@ -113,7 +126,7 @@ class Evaluation:
         self.batches: list[dict[str, np.ndarray]] = []  # this process's rows
         self.batches_are_read = False
         self.compute_sums = make_sums(
-            config=model.T5Config(**config.model),
+            config=model_config,
             mesh=mesh,
             loss_config=FrozenConfigDict(config.loss),
             first_sentinel=self.first_sentinel,
@@ -212,6 +225,7 @@ def make_sums(
 
     It is cached: two runs of the same model in one process compile it once.
     """
+    model = own_model.of(config)
     specs = partition.param_specs(model.PARAMETER_SPECS, model.shapes(config))
     normalizing_factor = loss.parse_normalizing_factor(loss_config.loss_normalizing_factor)
 

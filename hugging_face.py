@@ -467,6 +467,10 @@ def write(
 
 def _settings(config: model.T5Config, model_type: str | None) -> dict[str, Any]:
     """Return the content of config.json. Raises ValueError for a model that transformers does not have."""
+    if config.module:
+        raise ValueError(
+            f"model.module={config.module!r}: transformers has no such model: write T5X's layout with --format=t5x"
+        )
     is_umt5 = config.relpos_bias_per_layer
     if model_type is None:
         model_type = 'umt5' if is_umt5 else 't5'

@@ -24,6 +24,7 @@ import convert
 import decode
 import loss
 import model
+import own_model
 import partition
 import settings
 from vocabulary import EOS_ID, PAD_ID, find_vocabulary, read_settings
@@ -87,6 +88,7 @@ def load(
             f"mesh={_shortened(mesh)}: must have the axes 'data' and 'model': use partition.make_mesh(4, 2)"
         )
     opened = convert.open_model(path, config)
+    model = own_model.of(opened.config)
     model.check_mesh(opened.config, mesh)
     found = find_vocabulary(opened.directory, vocabulary)
     specs = partition.param_specs(model.PARAMETER_SPECS, model.shapes(opened.config))
@@ -136,8 +138,8 @@ class T5:
         )
         self._scores = self._compile(_scores, num_inputs=1, out_specs=partition.BATCH)
         self._generators: dict[Decoding, Callable] = {}
-        # Only on a CPU it is worth the memory.
-        self._is_transposed = mesh.devices.flat[0].platform == 'cpu'
+        # Only on a CPU it is worth the memory. An own model may read its kernels in other ways.
+        self._is_transposed = mesh.devices.flat[0].platform == 'cpu' and not config.module
         self._step_arrays: Mapping[str, Any] = {}
 
     def logits(self, batch: Mapping[str, Any]) -> jax.Array:
@@ -384,12 +386,14 @@ class T5:
     @functools.cached_property
     def _transpose(self) -> Callable:
         """Return parameters -> the decoder's arrays with the kernels of a step transposed."""
+        model = own_model.of(self.config)
         specs = model.step_specs(partition.param_specs(model.PARAMETER_SPECS, self.arrays))
         transpose = functools.partial(model.transpose_for_steps, self.config)
         return jax.jit(transpose, out_shardings=partition.shardings(self.mesh, specs))
 
     def _compile_generator(self, decoding: 'Decoding') -> Callable:
         """Return (parameters, parameters of steps, seed, arguments by rows) -> tokens, scores."""
+        model = own_model.of(self.config)
         specs = partition.param_specs(model.PARAMETER_SPECS, self.arrays)
         step_specs = model.step_specs(specs) if self._is_transposed else {}
         mapped = jax.shard_map(
@@ -402,6 +406,7 @@ class T5:
 
     def _compile(self, device_function: Callable, num_inputs: int, out_specs: P) -> Callable:
         """Return `device_function` on the mesh: (parameters, inputs split by rows) -> output."""
+        model = own_model.of(self.config)
         param_specs = partition.param_specs(model.PARAMETER_SPECS, self.arrays)
         input_specs = [partition.BATCH] * num_inputs
         mapped = jax.shard_map(
@@ -619,6 +624,7 @@ def before_padding(tokens_T: np.ndarray) -> list[int]:
 
 
 def _logits(config: model.T5Config, params: Mapping, batch: Mapping) -> jax.Array:
+    model = own_model.of(config)
     return model.apply(lambda: model.logits(config, batch), params)
 
 
@@ -641,6 +647,7 @@ def _generate(
     num_decodes = max(decoding.beam_size, decoding.num_return)
     is_beam_search = decoding.beam_size > 1
     inputs_bM = arguments['inputs_bM']
+    model = own_model.of(config)
     cache = model.apply(
         lambda: model.start_decoding(config, inputs_bM, 0, num_decodes, is_beam_search), params
     )

@@ -38,6 +38,7 @@ import data
 import infer
 import mixtures
 import model
+import own_model
 import partition
 import paths
 import settings
@@ -150,7 +151,7 @@ def prepare(request: Request, config: Any | None, changes: Mapping[str, Any]) ->
     count, else the defaults, with `changes`, {'data.task': value}. Raises ValueError and OSError.
     """
     check_request(request)
-    model_config = model.T5Config(**config.model) if config is not None else None
+    model_config = own_model.make_config(config.model) if config is not None else None
     opened = convert.open_model(request.checkpoint, model_config)
     vocabulary_name = changes.get('data.vocabulary', '')
     if config is None:
@@ -229,7 +230,9 @@ def changed_model(
             f'--config.{changed[0]} changes a setting of the model, and {opened.directory} has no settings: '
             'name a config file with --config'
         )
-    found = convert.open_model(opened.directory, model.T5Config(**config.model))
+    if 'model.module' not in changed:
+        config.model.module = opened.config.module  # where its file is now
+    found = convert.open_model(opened.directory, own_model.make_config(config.model))
     return found.config
 
 
@@ -869,10 +872,13 @@ def record_settings(job: Job, folder: Path) -> None:
 def settings_as_json(job: Job) -> dict[str, Any]:
     """Return everything that the results depend on."""
     request = job.request
+    model_settings = {'dtype': job.model_config.dtype}
+    for name, content in own_model.record_of(job.model_config).items():
+        model_settings[name] = hashlib.blake2b(content, digest_size=16).hexdigest()
     return {
         'checkpoint': {'path': str(job.directory), 'manifest': manifest_digest(job.directory)},
         'vocabulary': job.vocabulary.hash,
-        'model': {'dtype': job.model_config.dtype},
+        'model': model_settings,
         'restore': {'dtype': job.config.restore.dtype},
         'mode': job.mode,
         'decode': job.config.decode.to_dict(),

@@ -67,6 +67,7 @@ ACTIVATIONS: dict[str, Callable] = {
     'linear': lambda x: x,
 }
 DTYPES = ('float32', 'bfloat16')
+MODULE = ''  # in a copy that a user's own file has changed (own_model.py): the path of that file
 NUM_BUCKETS = 32  # of relative positions, in every T5
 MAX_DISTANCE = 128  # from here on, relative positions share the last bucket
 
@@ -99,8 +100,14 @@ class T5Config:
     lora_rank: int = 0  # of the adapters; 0: none
     lora_alpha: float = 16.0
     lora_targets: str = r'.+/(query|value)/kernel'  # the paths of the kernels that have adapters
+    module: str = ''  # the file of an own model; '' for this one
 
     def __post_init__(self):
+        if self.module != MODULE:
+            raise ValueError(
+                f'model.module={self.module!r}, and this T5Config is of {MODULE or "model.py"}: make the '
+                'config of an own model with own_model.make_config'
+            )
         object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))  # JSON has lists
         for field in dataclasses.fields(self):
             size = getattr(self, field.name)
@@ -585,9 +592,8 @@ class DecoderLayer(hk.Module):
             relpos_1h1S = relpos_bias(relative_1S)
         y_r1D = RMSNorm(c, name='pre_self_attention_layer_norm')(x_r1D)
         self_attention = Attention(c, name='self_attention', transposed=self.transposed)
-        q_r1hK = self_attention.queries(y_r1D)
-        targets = write_cache(cache.targets, self_attention.keys_values(y_r1D), position)
-        x_r1D = x_r1D + self_attention.attend_cache(q_r1hK, targets, mask_g1TS, relpos_1h1S)
+        y_r1D, targets = self_attention.step(y_r1D, cache.targets, position, mask_g1TS, relpos_1h1S)
+        x_r1D = x_r1D + y_r1D
         y_r1D = RMSNorm(c, name='pre_cross_attention_layer_norm')(x_r1D)
         cross_attention = Attention(c, name='encoder_decoder_attention', transposed=self.transposed)
         q_r1hK = cross_attention.queries(y_r1D)
@@ -626,6 +632,13 @@ class Attention(hk.Module):
         q_bThK = self.queries(x_bTD)
         keys_values = self.keys_values(memory_bMD)
         return self.attend(q_bThK, keys_values, mask_b1TM, relpos_1hTM, rows_b)
+
+    @hk.name_like('__call__')
+    def step(self, x_r1D, cache, position, mask_g1TS, relpos_1h1S):
+        """Return what self-attention reads at `position`, [r, 1, D], and the cache with x_r1D in it."""
+        q_r1hK = self.queries(x_r1D)
+        cache = write_cache(cache, self.keys_values(x_r1D), position)
+        return self.attend_cache(q_r1hK, cache, mask_g1TS, relpos_1h1S), cache
 
     @hk.name_like('__call__')
     def queries(self, x_bTD):
@@ -747,6 +760,8 @@ class Embedder(hk.Module):
 
     def __init__(self, config: T5Config, name: str):
         super().__init__(name)
+        # An own model has another T5Config, and its functions are those of own_model.of(config).
+        assert isinstance(config, T5Config)
         self.config = config
 
     def __call__(self, tokens_bT):

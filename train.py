@@ -38,6 +38,7 @@ import infer
 import loss
 import model
 import optimizer
+import own_model
 import partition
 import paths
 import plan
@@ -105,6 +106,7 @@ def device_gradients(trainer, params, batch, rows_b, key):
     weights_bT, divisor = loss.weights_and_divisor(batch, trainer.normalizing_factor)
     trained_specs = trainer.trained_of(trainer.specs.params)
     trained = partition.per_device(trainer.trained_of(params), trained_specs)
+    model = own_model.of(trainer.model_config)
 
     def microbatch_loss(trained, microbatch):
         batch, weights_bT, rows_b = microbatch
@@ -136,6 +138,7 @@ def device_gradients(trainer, params, batch, rows_b, key):
 def init(trainer: 'Trainer') -> TrainState:
     """Return the state before the first step."""
     init_key, _ = jax.random.split(jax.random.key(trainer.seed))
+    model = own_model.of(trainer.model_config)
     params = model.init(trainer.model_config, init_key)
     return TrainState(jnp.int32(0), params, trainer.tx.init(trainer.trained_of(params)))
 
@@ -173,6 +176,7 @@ class Trainer:
     @functools.cached_property
     def trained(self) -> tuple[str, ...]:
         """The paths of the parameters that are trained."""
+        model = own_model.of(self.model_config)
         pattern = self.optimizer_config.trainable or '.+'
         if self.model_config.lora_rank and not self.optimizer_config.trainable:
             pattern = model.ADAPTER
@@ -187,6 +191,7 @@ class Trainer:
         """The paths of the parameters that a run with adapters leaves to its base's checkpoint."""
         if not self.model_config.lora_rank:
             return frozenset()
+        model = own_model.of(self.model_config)
         base = model.shapes(model.without_adapters(self.model_config))
         return frozenset(base) - frozenset(self.trained)
 
@@ -194,6 +199,7 @@ class Trainer:
     def shapes(self) -> Any:
         """The state as a TrainState of jax.ShapeDtypeStruct."""
         step = jax.ShapeDtypeStruct((), jnp.int32)
+        model = own_model.of(self.model_config)
         params = {}
         for path, shape in model.shapes(self.model_config).items():
             params[path] = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -204,6 +210,7 @@ class Trainer:
     def specs(self) -> Any:
         """How the state is split over the mesh, as a TrainState of PartitionSpec."""
         _, params, opt_state = self.shapes
+        model = own_model.of(self.model_config)
         param_specs = partition.param_specs(model.PARAMETER_SPECS, params)
         opt_specs = optimizer.state_specs(opt_state, params, param_specs)
         return TrainState(P(), param_specs, opt_specs)  # type: ignore[arg-type]
@@ -216,7 +223,7 @@ def make_trainer(config: Any, num_microbatches: int = 1) -> Trainer:
     """
     settings.check(config)
     trainer = Trainer(
-        model_config=model.T5Config(**config.model),
+        model_config=own_model.make_config(config.model),
         loss_config=FrozenConfigDict(config.loss),
         optimizer_config=FrozenConfigDict(config.optimizer),
         learning_rate_config=FrozenConfigDict(config.learning_rate),
@@ -226,6 +233,7 @@ def make_trainer(config: Any, num_microbatches: int = 1) -> Trainer:
         feature_lengths=FrozenConfigDict(data.feature_lengths(config.data)),
         num_microbatches=num_microbatches,
     )
+    model = own_model.of(trainer.model_config)
     model.check_mesh(trainer.model_config, trainer.mesh)
     partition.check_divides(
         'train.batch_size', trainer.batch_size, partition.BATCH_AXES, trainer.mesh
@@ -664,7 +672,7 @@ def merged_parameters(config: Any, params: Mapping[str, jax.Array]) -> Mapping[s
     """Return the parameters without adapters, merged where there are some."""
     if not config.model.lora_rank:
         return params
-    merge = functools.partial(model.adapted_kernel, model.T5Config(**config.model))
+    merge = functools.partial(model.adapted_kernel, own_model.make_config(config.model))
     return model.merge_adapters(params, merge)
 
 
@@ -689,6 +697,7 @@ def save(
         'data_files.json': json.dumps(run.stream.mixture.files_as_json()).encode(),
         'data_position.npy': position_file.getvalue(),
         'interval.json': json.dumps(interval).encode(),
+        **own_model.record_of(run.t5.config),
     }
     if run.vocabulary.model:
         files['vocabulary.model'] = run.vocabulary.model
@@ -824,7 +833,11 @@ def prepare_locked(
             model=start.vocabulary_model,
         )
     resolved = resolved_settings(config, mixture, vocabulary, start)
+    resolved['model']['module'] = trainer.model_config.module
     if start.is_resumed:
+        own_model.check_same(
+            folder / f'checkpoint_{start.step}', trainer.model_config, 'name another --workdir'
+        )
         workdir.compare_settings(folder / f'checkpoint_{start.step}', resolved, mixture)
         checkpoint.choose(start.leaves, state_shapes(trainer))
     with console.working('Opening the text'):
@@ -855,7 +868,12 @@ def prepare_locked(
         stream=stream,
         vocabulary=vocabulary,
         evaluations=evaluate.open_evaluations(
-            config, trainer.mesh, stream, validation, planned.num_microbatches
+            config,
+            trainer.model_config,
+            trainer.mesh,
+            stream,
+            validation,
+            planned.num_microbatches,
         ),
         task_metrics=task_metrics,
         t5=make_t5(config, trainer, vocabulary),
@@ -927,6 +945,8 @@ def introduce(
         mixture=validation.mixture,
         vocabulary_size=vocabulary.size,
     )
+    if trainer.model_config.module:
+        lines.append(f'The model is model.py as {trainer.model_config.module} changes it.')
     lines += tasks.other_versions(validation.mixture)
     num_lines = validation.num_lines_to_start()
     if num_lines > LINES_OF_A_SLOW_EVALUATION:
@@ -1073,6 +1093,12 @@ def choose_initial(config: Any, trainer: Trainer) -> Start:
             description='From scratch',
         )
     opened = convert.open_checkpoint(config.restore.path)
+    if config.restore.strict and own_model.recorded(opened.directory):
+        own_model.check_same(
+            opened.directory,
+            trainer.model_config,
+            'restore its parameters with restore.strict=False',
+        )
     index = without_frozen_state(opened.leaves, trainer)
     num_frozen = len(opened.leaves) - len(index)
     expected = state_shapes(trainer)

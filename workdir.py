@@ -60,8 +60,8 @@ NAMES = (
     '*.safetensors',
     '*.ckpt-*',
 )
-# The settings that may change when a run goes on. Of files and vocabularies the contents are
-# compared instead.
+# The settings that may change when a run goes on. Of files, vocabularies and the own model the
+# contents are compared instead.
 MAY_CHANGE = (
     'train/steps',
     'train/relative_steps',
@@ -73,6 +73,7 @@ MAY_CHANGE = (
     'eval/',
     'infer_eval/',
     'decode/',
+    'model/module',
     'data/files',
     'data/validation_files',
     'data/module',

@@ -51,6 +51,9 @@ def get_config() -> ConfigDict:
     # Regular expression of the paths of the kernels that have adapters. The default is that of Hu et
     # al. 2021; '.+/kernel' takes all.
     config.model.lora_targets = '.+/(query|value)/kernel'
+    # A Python file of your own, as a path or as its name in the current folder, with a function
+    # change(model), which changes a copy of model.py: examples/squared_relu/squared_relu.py.
+    config.model.module = ''
 
     # Where examples come from.
     config.data = ConfigDict()

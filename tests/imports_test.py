@@ -19,7 +19,7 @@ LAYERS = (
     ('loss', 'decode', 'objectives', 'features', 'mesh_tf', 'hugging_face'),
     ('mixtures',),
     ('own_tasks', 'task_listing', 'tasks_mt5', 'tasks_t0'),
-    ('promptsource',),
+    ('promptsource', 'own_model'),
     ('tasks',),
     ('data',),
     ('prefetch',),

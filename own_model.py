@@ -1,0 +1,173 @@
+"""A user's own model (model.module): a Python file that changes a copy of model.py.
+
+    def change(model):
+        model.ACTIVATIONS['squared_relu'] = lambda x: jax.nn.relu(x) ** 2
+
+`change` sets names of model.py: tables, functions, modules. Each own model is a copy of its own, and
+model.py stays as it is, so that models do not mix in a process. A checkpoint records the file,
+without which its parameters have no meaning.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import model
+import own_tasks
+import paths
+
+RECORD = 'own_model.py'  # in a checkpoint: the file that the run had; no code is run from there
+
+
+class OwnModel(NamedTuple):
+    """A copy of model.py, and the user's file that changed it."""
+
+    module: ModuleType
+    content: bytes
+
+
+# By the class T5Config, of which each copy has its own.
+MODELS = {model.T5Config: OwnModel(model, content=b'')}
+
+
+def of(config: model.T5Config) -> ModuleType:
+    """Return the module that computes a model: model.py, or the copy that config.module changed."""
+    return MODELS[type(config)].module
+
+
+def make_config(settings: Mapping[str, Any]) -> model.T5Config:
+    """Return the T5Config of the settings of config.model; its `module` is an absolute path.
+
+    Raises ValueError for settings that are invalid, and in one line for whatever is wrong with the
+    file of model.module.
+    """
+    if not settings['module']:
+        return model.T5Config(**settings)
+    file = own_tasks.module_file('model.module', settings['module'])
+    return config_of(file, file.read_bytes(), settings)
+
+
+def config_of(file: Path, content: bytes, settings: Mapping[str, Any]) -> model.T5Config:
+    """Return the T5Config of the own model in a file that has this content."""
+    changed = changed_copy(file, content)
+    return changed.T5Config(**{**settings, 'module': str(file)})
+
+
+@functools.cache
+def changed_copy(file: Path, content: bytes) -> ModuleType:
+    """Return a copy of model.py that the function `change` in a user's file has changed."""
+    user_module = own_tasks.load_module(file, content)
+    for name, value in vars(user_module).items():
+        if value is model or getattr(value, '__module__', None) == model.__name__:
+            raise ValueError(
+                f'{file} imports {name} of model.py, which stays as it is: take it from the argument of '
+                'change(model), the copy that is yours'
+            )
+    change = getattr(user_module, 'change', None)
+    if not callable(change):
+        raise ValueError(
+            f'{file} has no function change(model): write one, as examples/squared_relu/squared_relu.py '
+            'does'
+        )
+    copy = copy_of_model(f'model_of_{file.stem}')
+    copy.MODULE = str(file)
+    config_class = copy.T5Config
+    with own_tasks.in_one_line(file):
+        change(copy)
+    for name in vars(copy):
+        if name not in vars(model) and not name.startswith('__'):
+            raise ValueError(
+                f'{file} sets model.{name}, which nothing in model.py uses: correct the name, or '
+                'keep it out of `model`'
+            )
+    if copy.T5Config is not config_class:
+        raise ValueError(
+            f'{file} sets model.T5Config, whose fields are the settings of configs/base.py: keep '
+            'constants of your model in your file'
+        )
+    MODELS[config_class] = OwnModel(copy, content)
+    return copy
+
+
+def copy_of_model(name: str) -> Any:
+    """Return model.py as a new module, which shares nothing that can be changed with `model`."""
+    spec = importlib.util.spec_from_file_location(name, model.__file__)
+    assert spec is not None and spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
+
+
+# In checkpoints.
+
+
+def record_of(config: model.T5Config) -> dict[str, bytes]:
+    """Return {name: content} of the file that a checkpoint of an own model has; {} for model.py's."""
+    if not config.module:
+        return {}
+    return {RECORD: MODELS[type(config)].content}
+
+
+def recorded(directory: Any) -> bytes:
+    """Return the file of the own model that a checkpoint was saved with; b'' if it had none."""
+    if not paths.is_file(directory / RECORD):
+        return b''
+    return paths.own_file(directory / RECORD).read_bytes()
+
+
+def check_same(directory: Any, config: model.T5Config, otherwise: str) -> None:
+    """Raise ValueError unless `config` has the own model that a checkpoint was saved with, or both none.
+
+    `otherwise`: what to do to use another one.
+    """
+    old = recorded(directory)
+    if MODELS[type(config)].content == old:
+        return
+    if not old:
+        raise ValueError(
+            f'model.module={config.module!r}, and {directory} was saved without it: leave it out, or '
+            f'{otherwise}'
+        )
+    raise ValueError(
+        f'model.module={config.module!r} is not the own model of {directory}: set it to a copy of '
+        f'{directory / RECORD}, or {otherwise}'
+    )
+
+
+def config_of_checkpoint(directory: Any, settings: Mapping[str, Any]) -> model.T5Config:
+    """Return the T5Config that a checkpoint was saved with; `settings` are those of its config.json.
+
+    The file of an own model is looked for where it was, then by its name in the current folder. Its
+    content must be the recorded one. A file in the folder of the checkpoint or of its run may be a
+    stranger's: it is never run. Raises ValueError.
+    """
+    if not settings['module']:
+        return model.T5Config(**settings)
+    content = recorded(directory)
+    if not content:
+        raise ValueError(
+            f'model.module={settings["module"]!r}, and {directory / RECORD} is missing: bring all files '
+            'of the checkpoint'
+        )
+    then = Path(settings['module'])
+    now = Path.cwd() / then.name
+    for file in (then, now):
+        if file.is_file() and file.read_bytes() == content and not is_in_run(file, directory):
+            return config_of(file, content, settings)
+    raise ValueError(
+        f'model.module={settings["module"]!r} is gone, was changed, or is in the folder of the run, '
+        f'from which no code is run: look at {directory / RECORD}, and copy it to {now}'
+    )
+
+
+def is_in_run(file: Path, directory: Any) -> bool:
+    """Return whether `file` is in the folder of a checkpoint, or in that of its run."""
+    if not isinstance(directory, Path):
+        return False  # in a bucket
+    run = directory
+    if directory.name.startswith('checkpoint_'):
+        run = directory.parent
+    return file.resolve().is_relative_to(run.resolve())
