@@ -6,7 +6,7 @@ for (const figure of document.querySelectorAll('figure')) {
   const output = figure.querySelector('output');
   const lastValues = [...output.childNodes];
   const linear = figure.querySelector('svg.linear');
-  const curves = [...linear.querySelectorAll('path.curve')].map((path) => ({
+  const curves = [...linear.querySelectorAll('path.curve:not(.dashed)')].map((path) => ({
     name: path.dataset.name,
     steps: path.dataset.steps.split(' ').map(Number),
     values: path.dataset.values.split(' ').map(Number),
@@ -17,7 +17,7 @@ for (const figure of document.querySelectorAll('figure')) {
 }
 
 function followPointer(svg, curves, output, lastValues) {
-  const paths = [...svg.querySelectorAll('path.curve')];
+  const paths = [...svg.querySelectorAll('path.curve:not(.dashed)')];
   const places = paths.map((path) =>
     [...path.getAttribute('d').matchAll(/[ML]([-\d.]+) ([-\d.]+)/g)].map((match) => ({
       x: Number(match[1]),

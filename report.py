@@ -130,7 +130,7 @@ def read_runs(names: Sequence[str]) -> list[Run]:
         raise ValueError(
             f'--runs has {len(names)} runs: a page can show {MAX_RUNS}, write several reports'
         )
-    folders = []
+    folders: list[Path] = []
     for name in names:
         if paths.is_in_bucket(name):
             raise ValueError(
@@ -330,8 +330,9 @@ def describe_time(run: Run) -> str:
         before = step
     if not seconds:
         return ''
-    minutes = round(seconds / 60)
-    return f'{minutes // 60}:{minutes % 60:02} h'
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f'{hours}:{minutes:02}:{seconds:02}'
 
 
 def add_legend(main: Element, runs: Sequence[Run]) -> None:
@@ -407,7 +408,7 @@ def make_figure(section: str, runs: Sequence[Run], name: str, metric: Metric) ->
     """Return the figure of a metric in the lines of metrics.jsonl with a name."""
     series = [values_of(run, name, metric.tag) for run in runs]
     figure = figure_of(section, runs, metric, series)
-    if metric.baseline:
+    if metric.baseline and figure.curves:
         series = [values_of(run, name, metric.baseline) for run in runs]
         baselines = figure_of(section, runs, metric, series)
         for curve in baselines.curves:
@@ -480,6 +481,11 @@ def add_figure(grid: Element, figure: Figure, most_points: int) -> None:
     element.append(chart.draw(figure.title, curves, figure.from_zero))
     if figure.section != 'Task metrics' and chart.can_be_logarithmic(curves):
         element.append(chart.draw(figure.title, curves, is_logarithmic=True))
+    add_last_values(element, [curve for curve in curves if not curve.is_dashed])
+
+
+def add_last_values(element: Element, curves: Sequence[Curve]) -> None:
+    """Add a line of text. The script shows other values in its place."""
     output = add(element, 'output')
     last_step = max(curve.points[-1].step for curve in curves)
     add(output, 'span', f'step {last_step:,}')
@@ -744,7 +750,9 @@ def make_settings(runs: Sequence[Run], scale: float) -> Element:
     else:
         title = 'Settings that differ'
     add(section, 'h2', title)
-    keys = {key: None for of_run in of_all for key in of_run}  # in the order of config.json
+    keys: dict[str, None] = {}  # in the order of config.json
+    for of_run in of_all:
+        keys |= dict.fromkeys(of_run)
     different = [key for key in keys if has_differences(key, of_all)]
     if not different:
         add(section, 'p', 'None.')

@@ -170,6 +170,13 @@ def test_values_that_are_not_finite(tmp_path, value):
     assert ['qa/f1', f'{value:.3f}', '5', f'{value:.3f}'] in page.rows()
 
 
+def test_a_validation_loss_that_is_not_finite(tmp_path):
+    """Its baseline alone is no figure."""
+    page = make_page(write_run(tmp_path / 'run', 2, validation={'qa': [math.nan]}))
+    assert not page.curves('Validation loss')
+    assert ['qa, validation loss', 'nan'] in page.rows()
+
+
 def test_results_without_a_run(tmp_path):
     """What --mode=evaluate leaves in a folder of its own."""
     write_results(tmp_path / 'only', 'qa', 1000, [QA], f1=71.5)
