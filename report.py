@@ -64,7 +64,7 @@ class Metric(NamedTuple):
 
 TRAINING = (
     Metric('nats_per_token', 'Training loss', 'nats per target token'),
-    Metric('accuracy', 'Training accuracy', 'fraction of the target tokens', from_zero=True),
+    Metric('accuracy', 'Training accuracy', 'of target tokens', from_zero=True),
     Metric('learning_rate/current', 'Learning rate', from_zero=True),
     Metric('weight_gradient_norm', 'Norm of the gradient'),
     Metric(
