@@ -6,6 +6,7 @@
     python main.py --mode=infer --checkpoint=PATH --output_dir=DIR [--input=FILE] [--shard=i/n]
     python main.py --mode=cache --config=... --config.data.cache_dirs=DIR [--shard=i/n]
     python main.py --mode=convert --from=CHECKPOINT --to=FOLDER [--format=t5x|hf]
+    python main.py --mode=report --runs=RUN[,RUN...] [--output_dir=DIR]
 
 Exit status: 0 done; 1 failed; 2 bad arguments or configuration (one line on stderr); 129, 130 and
 143 after SIGHUP, SIGINT and SIGTERM. After a signal the run finishes and saves its step, and the
@@ -39,9 +40,10 @@ flags.DEFINE_string('workdir', default=None, help='The folder of the run; runs/N
 flags.DEFINE_enum(
     'mode',
     default='train',
-    enum_values=['train', 'evaluate', 'infer', 'cache', 'convert'],
+    enum_values=['train', 'evaluate', 'infer', 'cache', 'convert', 'report'],
     help='What to do.',
 )
+flags.DEFINE_list('runs', default=[], help='The runs to report on, separated by commas.')
 flags.DEFINE_string(
     'from', default=None, help='The checkpoint to convert: T5X, Mesh-TF or Hugging Face.'
 )
@@ -56,7 +58,8 @@ flags.DEFINE_string(
 flags.DEFINE_string(
     'output_dir',
     default='',
-    help='The folder of the results; if not given, standard output, or the run that is evaluated.',
+    help='The folder of the results; if not given, standard output, or the run that is evaluated or '
+    'reported first.',
 )
 flags.DEFINE_string(
     'input',
@@ -95,7 +98,7 @@ MODES_OF_FLAG = {
     'workdir': ('train',),
     'shard': ('infer', 'cache'),
     'checkpoint': ('evaluate', 'infer'),
-    'output_dir': ('evaluate', 'infer'),
+    'output_dir': ('evaluate', 'infer', 'report'),
     'split': ('evaluate', 'infer'),
     'step': ('evaluate',),
     'watch': ('evaluate',),
@@ -105,6 +108,7 @@ MODES_OF_FLAG = {
     'fields': ('infer',),
     'output_ids': ('infer',),
     'trim': ('infer',),
+    'runs': ('report',),
     'from': ('convert',),
     'to': ('convert',),
     'format': ('convert',),
@@ -126,6 +130,11 @@ def main(argv: list[str]) -> int:
 
             source: Any = FLAGS['from'].value
             print(convert.convert_checkpoint(source, FLAGS.to, FLAGS.format))
+            return 0
+        if FLAGS.mode == 'report':
+            import report
+
+            print(report.write(FLAGS.runs, FLAGS.output_dir))
             return 0
         if FLAGS.mode == 'cache':
             import cache
@@ -282,6 +291,8 @@ def parse(argv: list[str]) -> ConfigDict | None:
     if FLAGS.mode == 'convert':
         if not FLAGS['from'].value or not FLAGS.to:
             raise ValueError('--mode=convert needs --from=CHECKPOINT and --to=FOLDER')
+        return None
+    if FLAGS.mode == 'report':
         return None
     if file is None:
         raise ValueError('--config is missing: try --config=configs/tiny.py')

@@ -407,6 +407,22 @@ def read_json(file: Any) -> dict[str, Any]:
     return content
 
 
+def read_json_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the JSON objects on the lines of a file, without lines that a crash has cut.
+
+    There are none in a file that does not exist.
+    """
+    if not file.exists():
+        return []
+    objects = []
+    for text in file.read_text(errors='replace').splitlines():
+        with contextlib.suppress(ValueError):
+            value = json.loads(text)
+            if isinstance(value, dict):
+                objects.append(value)
+    return objects
+
+
 def _unreadable(file: Path, error: OSError) -> OSError:
     return type(error)(
         f'{file} cannot be read ({error.strerror}): correct its permissions or its disk'

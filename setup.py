@@ -44,6 +44,8 @@ setup(
             'torch>=2.6',
             'transformers>=4.57',
         ],
+        # Tests open the page of --mode=report with it, in a Chromium that it does not bring.
+        'browser': ['playwright>=1.65'],
         # One test writes a checkpoint with it.
         'tf': ['tensorflow-cpu>=2.20'],
         # Paths of gs:// and s3://.

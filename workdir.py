@@ -274,16 +274,8 @@ def changed_settings(old: Mapping, new: Mapping, may_change: tuple[str, ...]) ->
 
 def read_metrics(workdir: Path) -> list[dict]:
     """Return the lines of metrics.jsonl, without those that a crash has cut."""
-    file = workdir / 'metrics.jsonl'
-    if not file.exists():
-        return []
-    lines = []
-    for text in file.read_text(errors='replace').splitlines():
-        with contextlib.suppress(ValueError):
-            line = json.loads(text)
-            if isinstance(line, dict) and {'step', 'run'} <= line.keys():
-                lines.append(line)
-    return lines
+    lines = paths.read_json_lines(workdir / 'metrics.jsonl')
+    return [line for line in lines if {'step', 'run'} <= line.keys()]
 
 
 class Events:

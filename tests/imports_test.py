@@ -10,9 +10,9 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # From the bottom to the top. A file imports files of the rows above its own row only.
 LAYERS = (
-    ('paths', 'partition', 'settings', 'metrics', 'preprocessors'),
+    ('paths', 'partition', 'settings', 'metrics', 'preprocessors', 'chart'),
     ('postprocessors', 'results'),
-    ('model', 'vocabulary', 'seqio_cache', 'parquet_source', 'checkpoint', 'optimizer'),
+    ('model', 'vocabulary', 'seqio_cache', 'parquet_source', 'checkpoint', 'optimizer', 'report'),
     ('tfds_source',),
     ('sources',),
     ('denoising',),
@@ -32,6 +32,7 @@ LAYERS = (
 )
 HOST_SIDE = {  # without jax
     'cache',
+    'chart',
     'data',
     'denoising',
     'features',
@@ -43,6 +44,7 @@ HOST_SIDE = {  # without jax
     'prefetch',
     'preprocessors',
     'promptsource',
+    'report',
     'results',
     'sources',
     'task_listing',

@@ -225,7 +225,7 @@ FLAGS = {
     'typo': Row(['--confg=x'], 'Did you mean: config'),
     'two configs': Row([TINY, TINY, '--config.seed=1'], '--config is given 2 times'),
     'word': Row([TINY, 'train'], "'train' is no flag"),
-    'mode': Row([TINY, '--mode=trian'], '<train|evaluate|infer|cache|convert>'),
+    'mode': Row([TINY, '--mode=trian'], '<train|evaluate|infer|cache|convert|report>'),
     'format': Row(['--mode=convert', '--from=x', '--to=y', '--format=bin'], '<t5x|hf>'),
     'from without convert': Row([TINY, '--from=x'], '--from is not for --mode=train'),
     'to without convert': Row([TINY, '--to=x'], '--to is not for --mode=train'),

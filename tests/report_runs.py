@@ -1,0 +1,87 @@
+"""Folders as runs leave them, for tests of the report: metrics, settings and results, no model."""
+
+import json
+
+import results
+from configs import base
+from results import Example
+
+QA = Example(
+    inputs=[5, 6, 1],
+    inputs_text='capital of France?',
+    targets=[7, 1],
+    targets_text='Paris',
+    target='Paris',
+    output='Paris',
+    prediction='Paris',
+)
+
+
+def curve_line(step, corpus='made up', **others):
+    """A line of metrics.jsonl about a step of training."""
+    return {
+        'step': step,
+        'run': 'train',
+        'corpus': corpus,
+        'nats_per_token': 3 + 2 / step + step % 7 / 100,
+        'accuracy': 0.1,
+        'learning_rate/current': 0.01 / step,
+        'weight_gradient_norm': 3.0,
+        'batch_crc32': 123456789,
+        'timing/steps_per_second': 2.0,
+        'timing/tokens_per_second': 1000.0 + step,
+        'timing/data_wait_fraction': 0.0,
+        'data/made_up/examples': step,
+        **others,
+    }
+
+
+def write_run(
+    folder,
+    num_steps,
+    of_steps=None,
+    first_step=0,
+    changes=None,
+    validation=None,
+    corpus='made up',
+    **others,
+):
+    """Write a run. Return its folder.
+
+    `changes`: of nested settings; `validation`: {task: its losses, the last one of the last step};
+    `others`: metrics of all lines.
+    """
+    folder.mkdir(parents=True)
+    last = first_step + num_steps
+    settings = json.loads(base.get_config().to_json())
+    settings['train']['steps'] = of_steps or last
+    for name, value in (changes or {}).items():
+        if isinstance(value, dict):
+            settings[name] |= value
+        else:
+            settings[name] = value
+    settings |= {'corpus': corpus, 'data_fingerprint': 'f', 'vocabulary_hash': 'v'}
+    (folder / 'config.json').write_text(json.dumps(settings))
+    (folder / 'model-info.txt').write_text('Total number of parameters: 1234567\n\n')
+    lines = []
+    for step in range(first_step + 1, last + 1):
+        lines.append(curve_line(step, corpus=corpus, **others))
+    for task, losses in (validation or {}).items():
+        for i, loss in enumerate(losses):
+            line = {
+                'step': last - len(losses) + 1 + i,
+                'run': f'training_eval/{task}',
+                'corpus': corpus,
+                'nats_per_text_token': loss,
+                'unigram_nats_per_text_token': 6.5,
+            }
+            lines.append(line)
+    (folder / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    return folder
+
+
+def write_results(folder, task, step, examples, **values):
+    """Write the results of a task as an evaluation does."""
+    kept = results.Results(folder)
+    kept.write(task, step, values, examples, settings='hash')
+    kept.write_table()

@@ -1,0 +1,465 @@
+"""`--mode=report`: what the page shows of runs, finished or not; its size; the text of users in it."""
+
+import html.parser
+import json
+import math
+import re
+import shutil
+
+import pytest
+from report_runs import QA, curve_line, write_results, write_run
+
+import chart
+import paths
+import report
+from chart import Curve, Point
+
+VOID = {'meta', 'link', 'input'}
+
+
+class Page(html.parser.HTMLParser):
+    """The elements of a page: (tag, attributes, own text), and the script and style apart."""
+
+    def __init__(self, file):
+        super().__init__()
+        self.source = file.read_text()
+        self.elements = []
+        self.open = []
+        self.feed(self.source)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        element = [tag, dict(attributes), '']
+        self.elements.append(element)
+        if tag not in VOID:
+            self.open.append(element)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, data):
+        if self.open:
+            self.open[-1][2] += data
+
+    def texts(self, tag, css=''):
+        found = []
+        for name, attributes, text in self.elements:
+            if name == tag and css in (attributes.get('class') or '').split(' ') + ['']:
+                found.append(text)
+        return found
+
+    def curves(self, title):
+        """The attributes of the linear curves of a figure."""
+        found = []
+        is_there = False
+        for tag, attributes, text in self.elements:
+            if tag == 'figcaption':
+                is_there = text == f'{title} '
+            if tag == 'path' and is_there and 'data-steps' in attributes:
+                found.append(attributes)
+        return found
+
+    def values(self, title):
+        """{name of a curve: {step: value}} of a figure."""
+        found = {}
+        for curve in self.curves(title):
+            steps = map(int, curve['data-steps'].split())
+            values = map(float, curve['data-values'].split())
+            found[curve['data-name']] = dict(zip(steps, values, strict=True))
+        return found
+
+    def rows(self):
+        """The cells of all tables, as texts."""
+        rows = []
+        for tag, _, text in self.elements:
+            if tag == 'tr':
+                rows.append([])
+            if tag in ('th', 'td', 'code') and rows and text:
+                rows[-1].append(text)
+            if tag == 'footer':
+                break
+        return rows
+
+
+def make_page(*runs, output_dir=''):
+    return Page(report.write([str(run) for run in runs], str(output_dir)))
+
+
+def test_a_real_run(uninterrupted, tmp_path, command_line):
+    result = command_line('--mode=report', f'--runs={uninterrupted}', f'--output_dir={tmp_path}/x')
+    assert result.status == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == f'{tmp_path}/x/report.html'
+    page = Page(tmp_path / 'x' / 'report.html')
+    lines = paths.read_json_lines(uninterrupted / 'metrics.jsonl')
+    logged = [line for line in lines if line['run'] == 'train']
+    evaluated = [line for line in lines if line['run'] == 'training_eval/span_corruption']
+    expected = {
+        'Training loss': ('nats_per_token', logged),
+        'Learning rate': ('learning_rate/current', logged),
+        'Throughput': ('timing/tokens_per_second', logged),
+        'Validation loss': ('nats_per_text_token', evaluated),
+        'z_loss': ('z_loss', logged),
+    }
+    for title, (tag, of_lines) in expected.items():
+        found = page.values(title)[uninterrupted.name]
+        assert found == pytest.approx({line['step']: line[tag] for line in of_lines}, rel=1e-4)
+    baselines = page.values('Validation loss')[f'{uninterrupted.name}, unigram']
+    assert set(baselines) == {3, 6}
+    last = f'{evaluated[-1]["nats_per_text_token"]:.3f}'
+    [row] = [row for row in page.rows() if row[0] == 'span_corruption, validation loss']
+    assert row[-1] == last
+    assert ['model.vocab_size', '384', '32128'] in page.rows()
+    assert not page.texts('article')
+    assert len(page.source.encode()) < 200_000
+
+
+def test_a_report_lies_in_its_run(tmp_path, command_line):
+    write_run(tmp_path / 'a', num_steps=3)
+    result = command_line('--mode=report', '--runs=a', cwd=tmp_path)
+    assert (result.status, result.stdout) == (0, f'{tmp_path}/a/report.html\n')
+    files = {file.name for file in (tmp_path / 'a').iterdir()}
+    assert files == {'config.json', 'metrics.jsonl', 'model-info.txt', 'report.html'}
+
+
+# Runs that have ended, and runs that have not.
+
+
+def test_a_run_that_was_killed(tmp_path):
+    run = write_run(tmp_path / 'run', num_steps=40, of_steps=100)
+    with (run / 'metrics.jsonl').open('a') as file:
+        file.write('{"step": 41, "run": "train", "nats_per_t')
+    page = make_page(run)
+    assert list(page.values('Training loss')['run']) == list(range(1, 41))
+    assert any('40 of 100' in row for row in page.rows())
+
+
+def test_a_run_of_one_step(tmp_path):
+    page = make_page(write_run(tmp_path / 'run', num_steps=1))
+    assert page.values('Training loss') == {'run': {1: 5.01}}
+    [curve] = page.curves('Training loss')
+    assert re.fullmatch(r'M[\d.]+ [\d.]+', curve['d'])
+    dots = page.texts('circle', 'dot')
+    assert len(dots) == len(page.texts('path', 'curve')) > 0
+
+
+def test_a_run_that_began_at_a_checkpoint_elsewhere(tmp_path):
+    run = write_run(tmp_path / 'run', num_steps=50, first_step=1_000_000)
+    page = make_page(run)
+    assert min(page.values('Training loss')['run']) == 1_000_001
+    assert {'1.00001M', '1.00005M'} <= set(page.texts('text', 'x'))
+
+
+def test_a_step_that_is_there_twice_counts_once(tmp_path):
+    run = write_run(tmp_path / 'run', num_steps=3)
+    with (run / 'metrics.jsonl').open('a') as file:
+        file.write(json.dumps(curve_line(2) | {'nats_per_token': 9.0}) + '\n')
+    assert make_page(run).values('Training loss')['run'][2] == 9.0
+
+
+@pytest.mark.parametrize('value', [math.nan, math.inf])
+def test_values_that_are_not_finite(tmp_path, value):
+    run = write_run(tmp_path / 'run', num_steps=5)
+    with (run / 'metrics.jsonl').open('a') as file:
+        file.write(json.dumps(curve_line(6) | {'nats_per_token': value}) + '\n')
+    write_results(run, 'qa', 5, [QA], f1=value, em=50.0)
+    page = make_page(run)
+    assert list(page.values('Training loss')['run']) == [1, 2, 3, 4, 5]
+    assert '1 values are not finite' in page.texts('small')[0]
+    assert not page.curves('qa/f1')
+    assert ['qa/f1', f'{value:.3f}', '5', f'{value:.3f}'] in page.rows()
+
+
+def test_a_validation_loss_that_is_not_finite(tmp_path):
+    """Its baseline alone is no figure."""
+    page = make_page(write_run(tmp_path / 'run', 2, validation={'qa': [math.nan]}))
+    assert not page.curves('Validation loss')
+    assert ['qa, validation loss', 'nan'] in page.rows()
+
+
+def test_results_without_a_run(tmp_path):
+    """What --mode=evaluate leaves in a folder of its own."""
+    write_results(tmp_path / 'only', 'qa', 1000, [QA], f1=71.5)
+    page = make_page(tmp_path / 'only')
+    assert page.values('qa/f1') == {'only': {1000: 71.5}}
+    assert not page.curves('Training loss')
+    assert ['qa/f1', '71.500', '1,000', '71.500'] in page.rows()
+
+
+def test_the_metrics_of_a_fork_are_there(tmp_path):
+    run = write_run(tmp_path / 'run', num_steps=4, novelty=0.5)
+    assert make_page(run).values('novelty') == {'run': {1: 0.5, 2: 0.5, 3: 0.5, 4: 0.5}}
+
+
+# Several runs and tasks.
+
+
+def test_two_runs_side_by_side(tmp_path):
+    a = write_run(tmp_path / 'runs' / 'a', num_steps=4, changes={'seed': 1})
+    b = write_run(tmp_path / 'other' / 'b', num_steps=2, changes={'train': {'batch_size': 64}})
+    for run, f1, answer in ((a, 40.0, 'Rome'), (b, 60.0, 'Paris')):
+        write_results(run, 'qa', 100, [QA._replace(output='Lyon', prediction='Lyon')], f1=99.0)
+        write_results(run, 'qa', 200, [QA._replace(output=answer, prediction=answer)], f1=f1)
+    page = make_page(a, b, output_dir=tmp_path)
+    assert list(page.values('Training loss')) == ['runs/a', 'other/b']
+    rows = page.rows()
+    assert ['seed', '1', '0', '0'] in rows
+    assert ['train.batch_size', '128', '64', '128'] in rows
+    assert not any(row[0] == 'model.emb_dim' for row in rows)
+    assert ['qa/f1', '99.000', '100', '40.000', '99.000', '100', '60.000'] in rows
+    assert page.texts('dt') == ['input', 'target', 'runs/a', 'other/b']
+    assert page.texts('dd') == ['capital of France?', 'Paris', 'Rome', 'Paris']
+    assert page.texts('dd', 'differs') == ['Rome']
+    assert page.texts('dd', 'same') == ['Paris']
+    assert 'show1' in page.source and 'runs/a, other/b' == page.texts('h1')[0]
+
+
+def test_the_best_of_several_runs_is_bold(tmp_path):
+    runs = []
+    for name, loss, f1 in (('a', 3.0, 50.0), ('b', 2.0, 40.0), ('c', 4.0, 50.0)):
+        run = write_run(tmp_path / name, num_steps=2, validation={'qa': [loss + 1, loss]})
+        write_results(run, 'qa', 2, [QA], f1=f1)
+        runs.append(run)
+    page = make_page(*runs, output_dir=tmp_path)
+    assert page.texts('td', 'best') == ['2.000', '50.000', '50.000']
+
+
+def test_three_tasks(tmp_path):
+    run = write_run(tmp_path / 'run', 4, validation={'x': [3.0, 2.5], 'y': [4.0, 3.5], 'z': [2.0]})
+    for task in ('x', 'y', 'z'):
+        write_results(run, task, 4, [QA], accuracy=50.0)
+    page = make_page(run)
+    for task in ('x', 'y', 'z'):
+        assert page.curves(f'Validation loss, {task}')
+        assert page.curves(f'{task}/accuracy')
+    assert [text.split(',')[0] for text in page.texts('summary')][-3:] == ['x', 'y', 'z']
+
+
+def test_average_and_best_steps_are_those_of_t5(tmp_path):
+    """F1 and accuracy of MRPC share the step with their best mean."""
+    for step, f1, accuracy in ((1, 90.0, 10.0), (2, 60.0, 60.0)):
+        write_results(tmp_path / 'run', 'glue_mrpc_v002', step, [QA], f1=f1, accuracy=accuracy)
+    rows = make_page(tmp_path / 'run').rows()
+    assert ['MRPC (F1)', '60.000', '2', '60.000'] in rows
+    assert ['MRPC (accuracy)', '60.000', '2', '60.000'] in rows
+
+
+# Predictions.
+
+
+def test_a_sample_of_the_predictions(tmp_path):
+    examples = []
+    for i in range(500):
+        examples.append(QA._replace(inputs_text=f'question {i}', output=f'answer {i}'))
+    runs = [write_run(tmp_path / name, num_steps=1) for name in 'ab']
+    for run in runs:
+        write_results(run, 'qa', 7, examples, f1=0.0)
+    page = make_page(*runs, output_dir=tmp_path)
+    assert 'qa, step 7: 60 of 500 examples' in page.texts('summary')
+    texts = page.texts('dd')
+    assert len(page.texts('article')) == 60 and len(texts) == 60 * 4
+    numbers = [int(text.split()[1]) for text in texts[::4]]
+    assert numbers == sorted(set(numbers)) and numbers[-1] > 400
+    for i, number in enumerate(numbers):
+        assert texts[4 * i + 2 : 4 * i + 4] == [f'answer {number}'] * 2
+
+
+def test_scores_and_examples_without_text(tmp_path):
+    cached = QA._replace(inputs_text='', output=None, prediction=None, score=-1.25)
+    write_results(tmp_path / 'run', 'rank', 3, [cached], accuracy=50.0)
+    page = make_page(tmp_path / 'run')
+    assert page.texts('dd') == ['ids [5, 6, 1]', 'Paris', 'score -1.25']
+
+
+def test_one_of_several_targets(tmp_path):
+    squad = QA._replace(target=['Paris', 'in Paris'], prediction='in Paris', output='in Paris')
+    write_results(tmp_path / 'run', 'squad', 3, [squad], f1=100.0)
+    assert make_page(tmp_path / 'run').texts('dd', 'same') == ['in Paris']
+
+
+def test_an_empty_file_of_predictions(tmp_path):
+    write_results(tmp_path / 'run', 'qa', 3, [], f1=0.0)
+    assert not make_page(tmp_path / 'run').texts('article')
+
+
+# Text of users.
+
+EVIL = [
+    '</script><script>alert(1)</script>',
+    '<img src=x onerror=alert(1)>',
+    '"><svg onload=alert(1)>',
+    "' onmouseover='alert(1)",
+    '<!-- ]]> &lt;b&gt; &amp;',
+    '  two\nlines\tand größe 文 \u2028 \U0001f600',
+]
+
+
+@pytest.mark.parametrize('text', EVIL)
+def test_text_of_users_is_text(tmp_path, text):
+    plain = make_page(write_run(tmp_path / 'plain', num_steps=2, novelty=0.5))
+    tags = {tag for tag, _, _ in plain.elements} | {'article', 'details', 'form', 'dl', 'dt', 'dd'}
+    name = text.replace('/', '_').replace(',', '_')[:40]
+    run = write_run(
+        tmp_path / name, num_steps=2, changes={'data': {'files': text}}, corpus=text, **{text: 0.5}
+    )
+    example = QA._replace(inputs_text=text, targets_text=text, output=text, prediction=text)
+    write_results(run, name, 2, [example], **{text: 1.0})
+    page = make_page(run)
+    assert {tag for tag, _, _ in page.elements} <= tags
+    assert not any(key.startswith('on') for _, attributes, _ in page.elements for key in attributes)
+    assert page.texts('dd') == [text] * 3
+    assert page.texts('h1') == [name]
+    assert text in page.texts('td', 'value')
+    assert json.dumps(text, ensure_ascii=False) in page.texts('td', 'value')
+    assert page.values(text) and page.values(f'{name}/{text}')
+
+
+def test_text_that_is_not_unicode(tmp_path):
+    write_results(tmp_path / 'run', 'qa', 3, [QA._replace(output='a \ud800 b')], f1=0.0)
+    assert make_page(tmp_path / 'run').texts('dd')[-1] == 'a ? b'
+
+
+def test_the_page_stands_alone(tmp_path):
+    page = make_page(write_run(tmp_path / 'run', num_steps=2))
+    for tag, attributes, _ in page.elements:
+        assert not {'src', 'xlink:href', 'srcset', 'action'} & set(attributes)
+        assert tag not in ('iframe', 'object', 'embed', 'base')
+    assert [x[1]['href'] for x in page.elements if x[0] == 'link'] == ['data:,']
+    [style] = page.texts('style')
+    assert 'url(' not in style and '@import' not in style
+    for name in ('report.css', 'report.js'):
+        assert '</' not in (report.HERE / name).read_text()
+
+
+# Size.
+
+
+def test_many_steps_and_long_predictions_fit(tmp_path):
+    runs = []
+    for name in 'abc':
+        run = write_run(tmp_path / name, num_steps=3000)
+        for task in range(10):
+            long = QA._replace(inputs_text='文' * 3000, output='"<&' * 500)
+            write_results(run, f'task_{task}', 2, [long] * 40, f1=1.0, em=2.0)
+        runs.append(run)
+    page = make_page(*runs, output_dir=tmp_path)
+    assert len(page.source.encode()) <= 2_000_000
+    values = page.values('Training loss')
+    assert set(values) == {'a', 'b', 'c'}
+    lines = paths.read_json_lines(runs[0] / 'metrics.jsonl')
+    losses = [line['nats_per_token'] for line in lines]
+    assert max(values['a'].values()) == pytest.approx(max(losses), rel=1e-4)
+    assert min(values['a'].values()) == pytest.approx(min(losses), rel=1e-4)
+    assert {1, 3000} <= set(values['a'])
+    assert any('characters more' in text for text in page.texts('dd'))
+
+
+def test_figures_over_the_limit_are_counted(tmp_path):
+    run = write_run(tmp_path / 'run', num_steps=2, **{f'metric_{i}': 1.0 for i in range(300)})
+    page = make_page(run)
+    num_figures = len(page.texts('figcaption'))
+    [note] = [text for text in page.texts('p') if 'more curves' in text]
+    assert int(note.split()[0]) == 307 - num_figures and num_figures == report.MOST_FIGURES
+
+
+@pytest.mark.parametrize('num_points', [1, 2, 4, 5, 11, 600, 601, 9973])
+@pytest.mark.parametrize('most', [4, 5, 10, 600])
+def test_thinning(num_points, most):
+    points = [Point(7 * i, math.sin(i * i) + i / 1000) for i in range(num_points)]
+    thinned = chart.thin(points, most)
+    assert len(thinned) <= max(most, 0) or len(points) <= most
+    assert thinned == sorted(set(thinned)) and set(thinned) <= set(points)
+    for choose in (min, max):
+        extreme = choose(points, key=lambda point: point.value)
+        assert extreme in thinned
+    assert thinned[0] == points[0] and thinned[-1] == points[-1]
+    if num_points > most >= 10:
+        assert len(thinned) > most / 2
+
+
+# Figures.
+
+SERIES = {
+    'one': [1.0],
+    'zero': [0.0],
+    'constant': [3.0, 3.0],
+    'negative': [-5.0, -1.0],
+    'tiny': [1e-12, 3e-12],
+    'huge': [1e30, 2.0],
+    'close': [1.0, 1.0 + 1e-9],
+    'across zero': [-1.0, 0.0, 1.0],
+    'decades': [1e-6, 1.0, 1e6],
+    'short': [5.9, 7.2],
+}
+
+
+@pytest.mark.parametrize('is_logarithmic', [False, True])
+@pytest.mark.parametrize('name', SERIES)
+def test_a_curve_lies_within_its_axes(name, is_logarithmic):
+    points = [Point(i + 1, x) for i, x in enumerate(SERIES[name])]
+    curve = Curve('a', css_class='run0', points=points)
+    if is_logarithmic and not chart.can_be_logarithmic([curve]):
+        return
+    svg = chart.draw('x', [curve], is_logarithmic=is_logarithmic)
+    [path] = [x for x in svg if x.get('class').startswith('curve')]
+    places = re.findall(r'[ML]([-\d.]+) ([-\d.]+)', path.get('d'))
+    assert len(places) == len(points)
+    xs = [float(x) for x, _ in places]
+    assert xs == sorted(xs) and chart.LEFT <= xs[0] and xs[-1] <= chart.RIGHT
+    ys = [float(y) for _, y in places]
+    assert chart.TOP <= min(ys) and max(ys) <= chart.BOTTOM
+    by_value = sorted(zip(SERIES[name], ys, strict=True))
+    assert [y for _, y in by_value] == sorted(ys, reverse=True)
+    assert len(set(ys)) > 1 or name in ('one', 'zero', 'constant', 'close')
+    for css in ('x', 'y'):
+        labels = [x.text for x in svg if x.get('class') == css]
+        assert 1 <= len(labels) <= 8 and len(labels) == len(set(labels)), labels
+
+
+def test_ticks():
+    assert chart.linear_ticks(0.0, 1200.0) == [0, 200, 400, 600, 800, 1000, 1200]
+    assert chart.linear_ticks(4.7, 7.3) == [5, 5.5, 6, 6.5, 7]
+    assert chart.logarithmic_ticks(1, 1200) == [1, 10, 100, 1000]
+    assert chart.logarithmic_ticks(3, 60) == [5, 10, 20, 50]
+    texts = [chart.format_tick(x) for x in (0, 0.05, 1200, 20_000, 1.5e6, 2e-5, -3)]
+    assert texts == ['0', '0.05', '1,200', '20k', '1.5M', '2e-5', '-3']
+
+
+# Bad input.
+
+
+def test_bad_input(tmp_path, command_line):
+    runs = {name: write_run(tmp_path / 'runs' / name, num_steps=1) for name in 'abcdefghi'}
+    (tmp_path / 'empty').mkdir()
+    (tmp_path / 'file').write_text('')
+    shutil.copytree(runs['a'], tmp_path / 'no steps')
+    (tmp_path / 'no steps' / 'metrics.jsonl').write_text('')
+    many = ','.join(f'runs/{name}' for name in runs)
+    rows = {
+        '': 'name it with --runs=RUN',
+        'none': '--runs=none: there is no such folder: name the folder of a run',
+        'file': '--runs=file: there is no such folder',
+        'empty': '--runs=empty: the folder has neither metrics nor results: name the folder of a run',
+        'no steps': 'after its first logged step (log.every_steps)',
+        'runs': 'name the runs in it: --runs=runs/a,runs/b,runs/c',
+        'runs/a,runs/b/../a': '/runs/a twice: name each run once',
+        'gs://bucket/run': 'copy the run without its checkpoints, and name the copy',
+        many: '--runs has 9 runs: a page can show 8, write several reports',
+    }
+    for names, message in rows.items():
+        result = command_line('--mode=report', f'--runs={names}', cwd=tmp_path)
+        assert result.status == 2 and not result.stdout
+        assert len(result.stderr.splitlines()) == 1 and message in result.stderr, result.stderr
+    flags = {
+        ('--mode=report', '--runs=runs/a', '--output_dir=file/x'): 'name another folder',
+        (
+            '--mode=report',
+            '--runs=runs/a',
+            '--output_dir=/proc/x',
+        ): 'name another folder with --out',
+        ('--mode=report', '--runs=runs/a', '--workdir=x'): '--workdir is not for --mode=report',
+        ('--runs=runs/a', '--config=x.py'): 'x.py',
+    }
+    for arguments, message in flags.items():
+        result = command_line(*arguments, cwd=tmp_path)
+        assert result.status == 2 and message in result.stderr, result.stderr
