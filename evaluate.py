@@ -315,7 +315,7 @@ def check_best_metric(
 ) -> None:
     """Raise ValueError unless one of the evaluations of a run gives `save.best_metric`.
 
-    The names of task metrics are those of the targets taken as answers.
+    The names of task metrics are those of the targets, taken as answers.
     """
     available = []
     for stream in validation.of_each_task():
@@ -324,7 +324,7 @@ def check_best_metric(
     for task in evaluated_tasks:
         run = f'{results.FOLDER}/{task.name}'
         if not metric.startswith(f'{run}/'):
-            available.append(f'{run}/...')
+            available.append(f'{run}/METRIC')
             continue
         answers = [example.targets_text for example in task.examples]
         scores = [0.0] * len(task.examples)

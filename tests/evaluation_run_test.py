@@ -255,8 +255,8 @@ def test_the_best_step_by_a_task_metric(evaluated, compiled, tmp_path, capsys):
     'metric, nearest',
     [
         ('inference_eval/qa/f2', 'inference_eval/qa/f1'),
-        ('inference_eval/ranks/accuracy', 'inference_eval/rank/...'),
-        ('training_eval/rank/accuracy ', 'training_eval/rank/accuracy'),
+        ('inference_eval/ranks/accuracy', 'inference_eval/rank/METRIC'),
+        ('training_eval/rank/accuracy', 'training_eval/qa/accuracy'),
     ],
 )
 def test_a_task_metric_that_is_not_computed(evaluated, tmp_path, metric, nearest):

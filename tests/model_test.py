@@ -164,6 +164,7 @@ def test_dropout_is_at_the_places_of_T5X(monkeypatch):
     decoder_layer = [(h, 1, t), of_position, (h, 1, m), of_position, (1, f), of_position]
     expected = [of_position, *2 * encoder_layer, (m, d)]
     expected += [of_position, *decoder_layer, of_position]
+    params = random_params(config)
     found = []
     dropout = model.dropout
 
@@ -174,7 +175,7 @@ def test_dropout_is_at_the_places_of_T5X(monkeypatch):
 
     monkeypatch.setattr(model, 'dropout', record)
     logits = apply_logits(config)
-    jax.eval_shape(logits, random_params(config), batch, jax.random.key(0), np.arange(8))
+    jax.eval_shape(logits, params, batch, jax.random.key(0), np.arange(8))
     assert found == expected
 
 
