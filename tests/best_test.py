@@ -285,6 +285,30 @@ def test_what_is_used_of_a_run_is_the_average(corpus, expected, tmp_path):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('is_restored', [False, True])
+def test_the_average_is_split_like_its_parameter(corpus, expected, tmp_path, is_restored):
+    config = best_config(corpus)
+    config.mesh.update(data=2, model=2)
+    config.train.steps = 1
+    if is_restored:
+        config.restore.path = str(expected)
+        config.restore.only = 'target/.*'
+    started = train.prepare(config, tmp_path)
+    params = started.state.params
+    average = train.optimizer.averaged({}, started.state.opt_state)
+    assert average.keys() == params.keys()
+    for path, x in params.items():
+        assert average[path].sharding == x.sharding, path
+    initial = jax.tree.map(np.asarray, dict(params))
+    train.train(started)
+    state = state_of(tmp_path, 1)
+    for path, x in initial.items():
+        mean = 0.5 * x + 0.5 * state[f'target/{path}']
+        found = state[f'state/param_states/{path}/ema_params']
+        np.testing.assert_allclose(found, mean, rtol=1e-6, atol=1e-7)
+
+
 def test_what_is_converted_and_answers_is_the_average(expected, tmp_path):
     best_step = best.best_step(expected, checkpoint.steps(expected))
     written = convert.convert_checkpoint(expected, tmp_path / 'out', 't5x', step='best')
