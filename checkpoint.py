@@ -109,13 +109,19 @@ class Checksum(NamedTuple):
 class Saver:
     """Saves checkpoints into a workdir while the training steps go on.
 
-    Every process makes one and calls it alike. After each save it deletes all checkpoints but the newest
-    `keep` (0 keeps all), except the multiples of `keep_every` (0 is none) and those with T5X's marker file
-    PINNED. It saves parameters in `dtype`, or in their own dtype where that is ''.
+    Every process makes one and calls it alike. After each save it deletes all checkpoints but the `keep`
+    (0 keeps all) of the highest rank, which are the newest unless `rank` says otherwise, and the newest.
+    Those of rank -inf are not among the former. The multiples of `keep_every` (0 is none) and those with
+    T5X's marker file PINNED stay. It saves parameters in `dtype`, or in their own dtype where that is ''.
     """
 
     def __init__(
-        self, workdir: str | Path, keep: int = 0, keep_every: int = 0, dtype: str = ''
+        self,
+        workdir: str | Path,
+        keep: int = 0,
+        keep_every: int = 0,
+        dtype: str = '',
+        rank: Callable[[int], float] = float,
     ) -> None:
         if keep < 0 or keep_every < 0:
             raise ValueError(
@@ -125,6 +131,7 @@ class Saver:
         self.keep = keep
         self.keep_every = keep_every
         self.dtype = dtype
+        self.rank = rank  # of a step
         paths.to_kvstore(self.workdir)  # raises early for a name that TensorStore cannot open
         self._pool = futures.ThreadPoolExecutor(ARRAYS_IN_FLIGHT)
         self._saving: futures.Future | None = None
@@ -214,13 +221,19 @@ class Saver:
                 f'{final} is not saved ({error}); the checkpoints before it are valid: correct the '
                 'disk and start again'
             ) from error
-        self._prune()
+        self.prune()
 
-    def _prune(self) -> None:
-        """Delete the checkpoints that `keep` and `keep_every` do not keep."""
-        if not self.keep:
+    def prune(self) -> None:
+        """Delete the checkpoints that are not kept, which only the first process does."""
+        if not self.keep or jax.process_index() > 0:
             return
-        for step in steps(self.workdir)[: -self.keep]:
+        found = steps(self.workdir)
+        ranked = [step for step in found if self.rank(step) > -math.inf]
+        ranked.sort(key=self.rank, reverse=True)  # of equal ones the first stays in front
+        kept = ranked[: self.keep] + found[-1:]
+        for step in found:
+            if step in kept:
+                continue
             directory = self.workdir / f'checkpoint_{step}'
             if self.keep_every and step % self.keep_every == 0:
                 continue

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,13 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
+import best
 import checkpoint
 import hugging_face
 import mesh_tf
 import model
+import optimizer
 import own_model
 import paths
 from configs import base
+from settings import first_ten
 from vocabulary import ByteVocabulary, find_vocabulary, read_settings
 
 
@@ -81,13 +84,15 @@ def detect_format(path: str | Path) -> Format:
     return Format.T5X
 
 
-def open_model(path: str | Path, config: model.T5Config | None = None) -> OpenedModel:
-    """Open the checkpoint that `path` names as a model of `config`.
+def open_model(
+    path: str | Path, config: model.T5Config | None = None, step: str = ''
+) -> OpenedModel:
+    """Open the checkpoint that `path` and `step` name, as in `open_checkpoint`, as a model of `config`.
 
     Without `config`, takes the checkpoint's own config, or else derives one from the shapes. Raises ValueError unless
     the checkpoint is valid and its parameters are those of the config.
     """
-    opened = open_checkpoint(path)
+    opened = open_checkpoint(path, step)
     shapes = checkpoint.shapes(checkpoint.parameters(opened.leaves))
     if config is None:
         config = opened.config or _config_beside(opened.directory) or config_from_shapes(shapes)
@@ -101,16 +106,22 @@ def open_model(path: str | Path, config: model.T5Config | None = None) -> Opened
     return OpenedModel(directory=opened.directory, leaves=opened.leaves, config=config)
 
 
-def open_checkpoint(path: str | Path) -> OpenedCheckpoint:
-    """Open a workdir (its newest checkpoint), a checkpoint of any format, or T5X's index file in one.
+def open_checkpoint(path: str | Path, step: str = '') -> OpenedCheckpoint:
+    """Open a workdir, a checkpoint of any format, or T5X's index file in one.
 
-    Adapters are opened with their base and merged. Raises ValueError for what is no checkpoint, and for a
-    checkpoint of ours that is damaged.
+    `step` names the checkpoint of a workdir: 'best', a number, or 'last', which is the default. Adapters are
+    opened with their base and merged. Raises ValueError for what is no checkpoint, and for a checkpoint of ours
+    that is damaged.
     """
     directory = paths.to_path(path)
-    step = checkpoint.newest(directory)
-    if step is not None:
-        directory /= f'checkpoint_{step}'
+    steps = checkpoint.steps(directory)
+    if steps:
+        directory /= f'checkpoint_{find_step(directory, step, steps)}'
+    elif step:
+        raise ValueError(
+            f'step={step}: {path} is no run with checkpoint_STEP folders: name the folder of a run, or '
+            'leave step out'
+        )
     elif directory.name == 'checkpoint' and paths.is_file(directory):
         directory = directory.parent
     detected = detect_format(directory)
@@ -131,6 +142,21 @@ def open_checkpoint(path: str | Path) -> OpenedCheckpoint:
     return merge(opened, base)
 
 
+def find_step(run: Any, step: str, steps: Sequence[int]) -> int:
+    """Return the one of the steps of a run that `step` names, as in `open_checkpoint`."""
+    if step in ('', 'last'):
+        return steps[-1]
+    if step == 'best':
+        return best.best_step(run, steps)
+    for number in steps:
+        if step == str(number):
+            return number
+    raise ValueError(
+        f'step={step}: {run} has no such checkpoint, but those of '
+        f'{first_ten([str(number) for number in steps])}: name one of these, last or best'
+    )
+
+
 def read_index(path: str | Path) -> dict[str, Any]:
     """Return {T5X's path: leaf} of a checkpoint of any format, as `OpenedCheckpoint.leaves` has it.
 
@@ -145,7 +171,19 @@ def _read_index(directory: Any, detected: Format) -> dict[str, Any]:
         return dict(hugging_face.read_index(directory).entries)
     if detected is Format.MESH_TF:
         return dict(mesh_tf.read_index(mesh_tf.find_prefix(directory)))
-    return unstack(checkpoint.read_index(directory))
+    return use_averages(unstack(checkpoint.read_index(directory)))
+
+
+def use_averages(index: dict[str, Any]) -> dict[str, Any]:
+    """Return `index` with the moving averages of parameters, where it has them, in their place.
+
+    A run with `optimizer.ema_decay` saves them. Its raw parameters are those of `checkpoint.read_index`.
+    """
+    averages = optimizer.average_paths(index)
+    used = {path: leaf for path, leaf in index.items() if path not in averages}
+    for path, parameter in averages.items():
+        used[parameter] = index[path]
+    return used
 
 
 def _config_beside(directory: Any) -> model.T5Config | None:
@@ -292,7 +330,7 @@ def merge(adapters: OpenedCheckpoint, base: OpenedCheckpoint) -> OpenedCheckpoin
 # Writing.
 
 
-def convert_checkpoint(source: str | Path, target: str | Path, form: str) -> Path:
+def convert_checkpoint(source: str | Path, target: str | Path, form: str, step: str = '') -> Path:
     """Write the checkpoint that `infer.load` would open at `source` to the folder `target`; return its path.
 
     `form` is 't5x', with whatever optimizer state there is, as `target`/checkpoint_STEP, or 'hf', parameters
@@ -309,7 +347,7 @@ def convert_checkpoint(source: str | Path, target: str | Path, form: str) -> Pat
         raise ValueError(
             f'{target} is or lies in {source_path}, which is read: name a folder elsewhere'
         )
-    opened = open_model(source_path)
+    opened = open_model(source_path, step=step)
     vocabulary = find_vocabulary(opened.directory)
     vocabulary_model = vocabulary.model if vocabulary else b''
     if Format(form) is Format.HUGGING_FACE:

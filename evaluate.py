@@ -10,7 +10,6 @@ Source: T5X t5x/models.py, t5x/trainer.py (train-eval), t5x/eval.py; SeqIO seqio
 import functools
 import inspect
 import itertools
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from ml_collections import FrozenConfigDict
 
+import best
 import checkpoint
 import convert
 import data
@@ -39,6 +39,7 @@ import settings
 import sources
 import tasks
 import workdir
+from configs import base
 from mixtures import MetricFn, Mixture, OpenTask, Task
 from objectives import OBJECTIVES
 from preprocessors import UNKNOWN, text_of
@@ -308,6 +309,42 @@ def summarize(steps: list[Any], config: Any) -> dict[str, float]:
         metrics[name] = total[name] / len(steps)
         metrics[f'{name}_per_all_target_tokens'] = total[name] / targets
     return metrics
+
+
+def validation_tags() -> list[str]:
+    """Return the names of the metrics that an `Evaluation` returns."""
+    names = ('loss', 'z_loss', 'nats', 'weights', 'correct', 'encoder_tokens', 'decoder_tokens')
+    sums = dict.fromkeys(names, 0.0)
+    return [
+        *summarize([sums], base.get_config()),
+        'nats_per_text_token',
+        'nats_per_target_token',
+        'unigram_nats_per_text_token',
+        'unigram_nats_per_target_token',
+    ]
+
+
+def check_best_metric(
+    metric: str, validation: data.Stream, evaluated_tasks: Sequence['EvaluatedTask']
+) -> None:
+    """Raise ValueError unless one of the evaluations of a run gives `save.best_metric`.
+
+    The names of task metrics are those of the targets, taken as answers.
+    """
+    available = []
+    for stream in validation.of_each_task():
+        for tag in validation_tags():
+            available.append(best.metric_name(f'training_eval/{stream.mixture.name}', tag))
+    for task in evaluated_tasks:
+        run = f'{results.FOLDER}/{task.name}'
+        if not metric.startswith(f'{run}/'):
+            available.append(f'{run}/METRIC')
+            continue
+        answers = [example.targets_text for example in task.examples]
+        scores = [0.0] * len(task.examples)
+        for name in compute_metrics(task, answers, scores).values:
+            available.append(best.metric_name(run, name))
+    best.check_metric(metric, available)
 
 
 # Task metrics.
@@ -662,8 +699,8 @@ class CheckpointEvaluation:
     """Task metrics of one checkpoint, of some steps of a run, or of each new one.
 
     `path` is a run, or a checkpoint that `infer.load` opens; the results go to `output_dir`, by
-    default the run. `step` is 'last', 'all', or numbers separated by commas. With `watch` all steps
-    are evaluated, and each new one as it appears, until the last one of the run. What is there is
+    default the run. `step` is 'last', 'best', 'all', or numbers separated by commas. With `watch` all
+    steps are evaluated, and each new one as it appears, until the last one of the run. What is there is
     not computed again. Raises ValueError or OSError, before anything is compiled, for what cannot be
     evaluated.
     """
@@ -735,7 +772,7 @@ class CheckpointEvaluation:
                     if directory.exists():
                         raise
                     self.console.line(f'{directory} was deleted before it was evaluated.')
-            if max(seen, default=0) >= last_step(run):
+            if max(seen, default=0) >= best.last_step(run):
                 return
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
@@ -808,13 +845,15 @@ def chosen_steps(folder: Any, text: str, available: Sequence[int]) -> list[int]:
         return [available[-1]]
     if text.lower() == 'all':
         return list(available)
+    if text.lower() == 'best':
+        return [best.best_step(folder, available)]
     names = [name.strip() for name in text.split(',')]
     unknown = [name for name in names if name not in map(str, available)]
     if unknown:
         raise ValueError(
             f'--step={text}: {folder} has no checkpoint_{unknown[0]}, but those of '
-            f'{settings.first_ten([str(step) for step in available])}: name some of these, last or '
-            'all'
+            f'{settings.first_ten([str(step) for step in available])}: name some of these, last, best '
+            'or all'
         )
     return sorted({int(name) for name in names})
 
@@ -870,11 +909,3 @@ def step_of(path: Any) -> int:
     if 'state/step' not in leaves:
         return 0
     return int(checkpoint.restore({'state/step': leaves['state/step']})['state/step'])
-
-
-def last_step(run: Path) -> float:
-    """Return the step at which a run ends, infinity while nobody knows."""
-    try:
-        return json.loads((run / 'config.json').read_bytes())['train']['steps']
-    except (OSError, ValueError, KeyError):
-        return math.inf

@@ -66,18 +66,20 @@ def load(
     config: model.T5Config | None = None,
     mesh: Mesh | None = None,
     dtype: str = 'float32',
+    step: int | str = '',
 ) -> 'T5':
     """Open a checkpoint as a model.
 
     `path` is a workdir (its newest checkpoint), a T5X checkpoint directory, a Mesh-TF checkpoint (its prefix or
     folder) or a Hugging Face folder, on a disk or in a bucket.
+    `step` names another checkpoint of a workdir: a number, or 'best', by its `save.best_metric`.
     `vocabulary` is 'bytes', a SentencePiece model, or a folder that has one, such as a run or a checkpoint; else
     the checkpoint's or its run's counts, if there is one.
     `config` has the sizes; else the checkpoint's own config counts, else its shapes.
     `mesh` has the axes 'data' and 'model'; else one device has all.
     `dtype` is that of the parameters: 'float32', 'bfloat16', 'float16', or '' for the stored one.
 
-    Only parameters are read. Raises ValueError, in one line, for what is no such checkpoint and for arguments
+    Only parameters are read: their moving average, where a run has computed one (`optimizer.ema_decay`). Raises ValueError, in one line, for what is no such checkpoint and for arguments
     that do not fit it, and OSError for files that may not be read.
     """
     dtype = _checked_dtype(dtype)
@@ -87,7 +89,7 @@ def load(
         raise ValueError(
             f"mesh={_shortened(mesh)}: must have the axes 'data' and 'model': use partition.make_mesh(4, 2)"
         )
-    opened = convert.open_model(path, config)
+    opened = convert.open_model(path, config, str(step))
     model = own_model.of(opened.config)
     model.check_mesh(opened.config, mesh)
     found = find_vocabulary(opened.directory, vocabulary)

@@ -73,6 +73,7 @@ class Request(NamedTuple):
     """What the flags ask for, beside the config."""
 
     checkpoint: str
+    step: str = ''  # of a run; its newest if not given
     output_dir: str = ''  # '' writes to standard output
     input: str = ''  # a file; '' takes the split of a task
     text: str | None = None  # in place of both
@@ -152,7 +153,7 @@ def prepare(request: Request, config: Any | None, changes: Mapping[str, Any]) ->
     """
     check_request(request)
     model_config = own_model.make_config(config.model) if config is not None else None
-    opened = convert.open_model(request.checkpoint, model_config)
+    opened = convert.open_model(request.checkpoint, model_config, request.step)
     vocabulary_name = changes.get('data.vocabulary', '')
     if config is None:
         config = settings_of(opened.directory, changes)

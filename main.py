@@ -75,7 +75,8 @@ flags.DEFINE_string(
 flags.DEFINE_string(
     'step',
     default='',
-    help='Which checkpoints of a run: last, which is the default, all, or numbers, as in 1000,2000.',
+    help='Which checkpoint of a run: last, which is the default, best, or a number; to evaluate also all, or '
+    'several, as in 1000,2000.',
 )
 flags.DEFINE_bool(
     'watch',
@@ -100,7 +101,7 @@ MODES_OF_FLAG = {
     'checkpoint': ('evaluate', 'infer'),
     'output_dir': ('evaluate', 'infer', 'report'),
     'split': ('evaluate', 'infer'),
-    'step': ('evaluate',),
+    'step': ('evaluate', 'infer', 'convert'),
     'watch': ('evaluate',),
     'input': ('infer',),
     'text': ('infer',),
@@ -129,7 +130,7 @@ def main(argv: list[str]) -> int:
             import convert
 
             source: Any = FLAGS['from'].value
-            print(convert.convert_checkpoint(source, FLAGS.to, FLAGS.format))
+            print(convert.convert_checkpoint(source, FLAGS.to, FLAGS.format, FLAGS.step))
             return 0
         if FLAGS.mode == 'report':
             import report
@@ -198,6 +199,7 @@ def infer(config: ConfigDict | None, signals: 'Signals') -> int:
     part, num_parts = parse_shard(FLAGS.shard)
     request = infer_mode.Request(
         checkpoint=FLAGS.checkpoint,
+        step=FLAGS.step,
         output_dir=FLAGS.output_dir,
         input=FLAGS.input,
         text=FLAGS.text,

@@ -3,14 +3,14 @@
 Plain optax on global arrays: it runs outside `shard_map`, where a mean over a parameter is the mean
 over all of it. optax's Adafactor equals T5X's as long as parameters are T5X's unstacked one- and
 two-dimensional arrays, which ours are. Source: T5X t5x/adafactor.py, t5x/utils.py; Shazeer & Stern
-2018 (Adafactor); Loshchilov & Hutter 2019 (AdamW).
+2018 (Adafactor); Loshchilov & Hutter 2019 (AdamW); Polyak & Juditsky 1992 (averages of parameters).
 """
 
 import collections
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,19 +22,23 @@ STEP = 'state/step'
 # The slots that T5X's Adafactor keeps for each parameter. One that is unused is [1] zeros.
 T5X_SLOTS = ('m', 'v', 'v_col', 'v_row')
 T5X_NAMES = {'ema': 'm'}  # of slots that have another name in optax
+AVERAGE_SLOT = 'ema_params'  # of `average_parameters`
 
 
 def make_optimizer(config: Any, learning_rate: Callable) -> optax.GradientTransformation:
     """Return the optimizer `config.name`, after a clip of the global norm if there is one.
 
-    Raises ValueError for a name that is not in OPTIMIZERS.
+    Behind them comes the moving average of the parameters, if there is one. Raises ValueError for a
+    name that is not in OPTIMIZERS.
     """
     if config.name not in OPTIMIZERS:
         raise ValueError(f'optimizer.name={config.name!r}: must be one of {", ".join(OPTIMIZERS)}')
     optimizer = OPTIMIZERS[config.name](config, learning_rate)
     if config.global_norm_clip_threshold:
         clip = optax.clip_by_global_norm(config.global_norm_clip_threshold)
-        return optax.chain(clip, optimizer)
+        optimizer = optax.chain(clip, optimizer)
+    if config.ema_decay:
+        optimizer = optax.chain(optimizer, average_parameters(config.ema_decay))
     return optimizer
 
 
@@ -70,6 +74,53 @@ OPTIMIZERS = {
     'adafactor': adafactor,
     'adamw': adamw,
 }
+
+
+class ParameterAverage(NamedTuple):
+    """The state of `average_parameters`. The field has the name AVERAGE_SLOT."""
+
+    ema_params: dict[str, jax.Array]  # {T5X's path: the parameter's moving average}
+
+
+def average_parameters(decay: float) -> optax.GradientTransformation:
+    """Return a transformation that leaves updates as they are and averages the new parameters.
+
+    average = decay * average + (1 - decay) * parameter, from the initial parameters and so without
+    a correction of the bias, as in TensorFlow's tf.train.ExponentialMovingAverage and in timm's
+    ModelEma. It comes last in a chain, where updates are what the parameters are given.
+    """
+
+    def init(params):
+        return ParameterAverage(params)
+
+    def update(updates, state, params):
+        new_params = optax.apply_updates(params, updates)
+        average = optax.incremental_update(new_params, state.ema_params, step_size=1 - decay)
+        return updates, ParameterAverage(average)
+
+    return optax.GradientTransformation(init, update)
+
+
+def averaged(params: Mapping[str, Any], opt_state: Any) -> Mapping[str, Any]:
+    """Return the parameters, and in place of those that have a moving average the average."""
+
+    def is_average(x: Any) -> bool:
+        return isinstance(x, ParameterAverage)
+
+    for x in jax.tree.leaves(opt_state, is_leaf=is_average):
+        if is_average(x):
+            return {**params, **x.ema_params}
+    return params
+
+
+def average_paths(tree: Mapping[str, Any]) -> dict[str, str]:
+    """Return {path of a moving average: path of its parameter} in a flat tree of T5X's paths."""
+    found = {}
+    for path in tree:
+        owner, _, slot = path.removeprefix('state/param_states/').rpartition('/')
+        if slot == AVERAGE_SLOT and f'target/{owner}' in tree:
+            found[path] = f'target/{owner}'
+    return found
 
 
 def make_schedule(config: Any) -> Callable:
@@ -196,7 +247,8 @@ def state_paths(opt_state: Any, params: Mapping[str, Any]) -> list[str]:
     optax's fields and labels. Where a path occurs again, the second one ends in '_1', and so on.
 
     Two kinds of counts are copies of the step; they have its path and are not stored again:
-      - every count, where Adafactor's slots are all that there is besides: T5X stores none;
+      - every count, where Adafactor's slots are all that there is besides, and averages of the
+        parameters: T5X stores none;
       - the count of a learning-rate schedule that no other transformation wraps, so that a run that
         takes over a step but no optimizer state has the learning rate of that step.
     """
@@ -228,10 +280,10 @@ def is_factored_slot(path: str) -> bool:
 
 
 def is_t5x_leaf(keys: tuple, params: Mapping[str, Any]) -> bool:
-    """Return whether the leaf at `keys` is a slot of T5X's Adafactor, or a count."""
+    """Return whether the leaf at `keys` is a slot of T5X's Adafactor, an average, or a count."""
     if parameter_index(keys, params) is None:
         return field_names(keys)[-1:] == ['count']
-    return leaf_path(keys, params).rsplit('/', 1)[1] in T5X_SLOTS
+    return leaf_path(keys, params).rsplit('/', 1)[1] in (*T5X_SLOTS, AVERAGE_SLOT)
 
 
 def schedule_counts(opt_state: Any) -> list[tuple]:

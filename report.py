@@ -30,6 +30,7 @@ import chart
 import paths
 import results
 import settings
+from best import read_metrics
 from chart import Curve, Point
 from configs import base
 
@@ -182,12 +183,6 @@ def read_run(name: str, folder: Path) -> Run:
         settings=found,
         num_parameters=read_num_parameters(folder / 'model-info.txt'),
     )
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl."""
-    lines = paths.read_json_lines(folder / 'metrics.jsonl')
-    return [line for line in lines if {'step', 'run'} <= line.keys()]
 
 
 def read_num_parameters(file: Path) -> str:

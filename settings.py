@@ -82,6 +82,7 @@ RANGES = {
     'optimizer.beta1': Range(0, 1, without=(1,)),
     'optimizer.weight_decay_rate': FRACTION,
     'optimizer.global_norm_clip_threshold': NOT_NEGATIVE,
+    'optimizer.ema_decay': Range(0, 1, without=(1,)),
     'optimizer.adamw.beta1': Range(0, 1, without=(1,)),
     'optimizer.adamw.beta2': Range(0, 1, without=(1,)),
     'optimizer.adamw.weight_decay': FRACTION,
@@ -95,6 +96,7 @@ RANGES = {
     'train.steps': STEPS,
     'train.relative_steps': STEPS_OR_NONE,
     'train.epochs': STEPS_OR_NONE,
+    'train.early_stopping': STEPS_OR_NONE,
     'train.batch_size': SIZE,
     'eval.every_steps': STEPS,
     'eval.steps': STEPS,
@@ -127,6 +129,7 @@ CHOICES = {
     'data.concatenate': ('auto', 'yes', 'no'),
     'data.pack': ('no', 'greedily', 'tightly'),
     'infer_eval.split': ('train', 'validation', 'test'),
+    'save.best_is': ('higher', 'lower', ''),
     'save.dtype': ('float32', 'bfloat16'),
     'restore.dtype': ('float32', 'bfloat16', 'float16', ''),
 }

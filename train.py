@@ -30,6 +30,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from ml_collections import FrozenConfigDict
 
+import best
 import checkpoint
 import convert
 import data
@@ -325,31 +326,75 @@ def train(run: Run, stop: Callable[[], int] | None = None) -> int:
                 f'Stopped after step {step:,}, which is saved: the same command goes on from there.'
             )
         else:
+            report_best(run)
             run.console.line(workdir.next_command(run.workdir, run.stream.mixture.corpus))
     return stop_request.signal
 
 
 def finish(run: Run, stop_request: 'StopRequest') -> int:
-    """Repeat the last evaluation of a finished run if a signal ended it. Return the last step."""
+    """Do what a signal or a kill has left out at the end of a finished run. Return the last step."""
     step = int(run.state.step)
     evaluate_step(run, step, run.state, run.missing_evaluations, stop_request)
-    run.console.line(f'Step {step:,} of {run.config.train.steps:,} is taken: this run is finished.')
+    open_saver(run).prune()
+    if step < run.config.train.steps:
+        run.console.line(describe_early_stop(run, step))
+    else:
+        run.console.line(
+            f'Step {step:,} of {run.config.train.steps:,} is taken: this run is finished.'
+        )
     return step
 
 
 def train_and_save(run: Run, stop_request: 'StopRequest') -> int:
     """Take the steps. Return the last one when all that was saved is on the disk."""
-    saver = checkpoint.Saver(
-        run.workdir,
-        keep=run.config.save.keep,
-        keep_every=run.config.save.keep_every,
-        dtype=run.config.save.dtype,
-    )
+    saver = open_saver(run)
     try:
-        return take_steps(run, saver, stop_request)
+        step = take_steps(run, saver, stop_request)
     finally:
         with run.console.working('Saving'):
             saver.wait()
+    saver.prune()  # after an evaluation that came later than the checkpoint
+    return step
+
+
+def open_saver(run: Run) -> checkpoint.Saver:
+    """Return what saves the checkpoints of a run and deletes those that `save.keep` does not keep.
+
+    Differs from T5X's SaveBestCheckpointer, which by default keeps those without a value, too: here
+    a run that was stopped between two evaluations leaves what it leaves without the stop.
+    """
+    save = run.config.save
+    rank: Callable[[int], float] = float  # the newest are kept
+
+    def rank_by_metric(step: int) -> float:
+        return history(run).rank(step)
+
+    if save.best_metric:
+        rank = rank_by_metric
+    return checkpoint.Saver(
+        run.workdir,
+        keep=save.keep,
+        keep_every=save.keep_every,
+        dtype=save.dtype,
+        rank=rank,
+    )
+
+
+def history(run: Run) -> best.History:
+    """Return the values of `save.best_metric` so far. Only the first process has them."""
+    save = run.config.save
+    return best.history(save.best_metric, save.best_is, run.metrics.evaluations)
+
+
+def report_best(run: Run) -> None:
+    """Print the best one of the checkpoints that are kept."""
+    found = history(run)
+    step = found.best_of(checkpoint.steps(run.workdir))
+    if step is not None:
+        run.console.line(
+            f'The best step is {step:,}, with {found.metric} {found.values[step]:.6g}: '
+            f'checkpoint_{step}, which --step=best opens.'
+        )
 
 
 def take_steps(run: Run, saver: checkpoint.Saver, stop_request: 'StopRequest') -> int:
@@ -365,11 +410,14 @@ def take_steps(run: Run, saver: checkpoint.Saver, stop_request: 'StopRequest') -
         missing = run.metrics.missing(due_evaluations(run, step, is_last=True), step)
     with clock.paused():
         evaluate_step(run, step, state, missing, stop_request)
+        stops_early = bool(missing) and stop_early(run, step, state, stop_request)
     if batches.have_ended:
         run.console.line(
             f'train.epochs={config.train.epochs} are over after step {step:,}: this run is finished.'
         )
-    while step < config.train.steps and not batches.have_ended and not stop_request.signal:
+    while step < config.train.steps and not (
+        batches.have_ended or stops_early or stop_request.signal
+    ):
         step += 1
         saver.check()
         with clock.taking_step():
@@ -399,8 +447,9 @@ def take_steps(run: Run, saver: checkpoint.Saver, stop_request: 'StopRequest') -
             clock.restart()
         with clock.paused():
             evaluate_step(run, step, state, evaluate_now, stop_request)
+            stops_early = bool(evaluate_now) and stop_early(run, step, state, stop_request)
             # The checkpoint comes last: a run that goes on from it has all that came before.
-            if save_now or stop_request.signal:
+            if save_now or stops_early or stop_request.signal:
                 save(run, saver, state, batch, interval.metrics)
     return step
 
@@ -618,6 +667,32 @@ def due_evaluations(run: Run, step: int, is_last: bool) -> list[str]:
     return names
 
 
+def stop_early(run: Run, step: int, state: TrainState, stop_request: StopRequest) -> bool:
+    """Return whether train.early_stopping ends the run after `step`, which has been evaluated.
+
+    If it does, do the evaluations that only a last step has. All processes agree on the first one's
+    answer.
+    """
+    early_stopping = run.config.train.early_stopping
+    if not early_stopping or stop_request.signal:
+        return False
+    ends = np.array([history(run).ends(early_stopping)])
+    if not partition.from_processes(ends)[0].item():
+        return False
+    missing = run.metrics.missing(due_evaluations(run, step, is_last=True), step)
+    evaluate_step(run, step, state, missing, stop_request)
+    run.console.line(describe_early_stop(run, step))
+    return True
+
+
+def describe_early_stop(run: Run, step: int) -> str:
+    """Return why a run ended before its last step."""
+    return (
+        f'Step {step:,}: train.early_stopping={run.config.train.early_stopping} evaluations without '
+        f'a better {run.config.save.best_metric}: this run is finished.'
+    )
+
+
 def task_run(task: evaluate.EvaluatedTask) -> str:
     """Return the name under which the metrics of a task are written."""
     return f'{results.FOLDER}/{task.name}'
@@ -628,24 +703,26 @@ def evaluate_step(
 ) -> None:
     """Do the evaluations of these names after `step`.
 
-    A signal ends an evaluation without a result; the run that goes on repeats it.
+    They are of the moving average of the parameters, if there is one. A signal ends an evaluation
+    without a result; the run that goes on repeats it.
     """
+    params = optimizer.averaged(state.params, state.opt_state)
     for evaluation in run.evaluations:
         if evaluation.name not in names or stop_request.signal:
             continue
         with run.console.working(f'Evaluating step {step:,}'):
-            values = evaluation(state.params, stop_request.agree)
+            values = evaluation(params, stop_request.agree)
         if values is not None:
             run.metrics.write(evaluation.name, step, values)
             of_task = ''
             if len(run.evaluations) > 1:
                 of_task = f', {evaluation.name.partition("/")[2]}'
             run.console.line(f'Step {step:,}{of_task}: {workdir.compare_with_baseline(values)}')
-    compute_task_metrics(run, step, state, names, stop_request)
+    compute_task_metrics(run, step, params, names, stop_request)
 
 
 def compute_task_metrics(
-    run: Run, step: int, state: TrainState, names: Sequence[str], stop_request: StopRequest
+    run: Run, step: int, params: Mapping, names: Sequence[str], stop_request: StopRequest
 ) -> None:
     """Compute and write the task metrics of these names."""
     due = [task for task in run.task_metrics.tasks if task_run(task) in names]
@@ -653,7 +730,7 @@ def compute_task_metrics(
         return
     kept = results.Results(run.workdir)
     values = {}
-    run.t5.set_parameters(merged_parameters(run.config, state.params))
+    run.t5.set_parameters(merged_parameters(run.config, params))
     for task in due:
         with run.console.working(f'Evaluating {task.name}, step {step:,}'):
             found = run.task_metrics(run.t5, task, functools.partial(stop_request.agree, step))
@@ -772,6 +849,7 @@ def prepare(config: Any, folder: str | Path) -> Run:
     run's, and for a workdir that is not a run of this program or cannot hold checkpoints.
     """
     settings.check(config)
+    best.check_settings(config)
     tasks.find(config.data)
     folder = paths.disk_path(folder)
     workdir.check_is_run(folder)
@@ -848,7 +926,12 @@ def prepare_locked(
         task_metrics = evaluate.TaskMetrics(
             config, config.infer_eval.split, vocabulary, evaluated_tasks, console.line
         )
-    planned = compile_unless_finished(config, folder, trainer, counts, start, console)
+    if config.save.best_metric:
+        evaluate.check_best_metric(config.save.best_metric, validation, task_metrics.tasks)
+    has_stopped_early = stopped_early(config, folder, start)
+    planned = compile_unless_finished(
+        config, folder, trainer, counts, start, has_stopped_early, console
+    )
     state = restore_start(config, trainer, start, console)
     interval: list[dict] = []
     if start.is_resumed:
@@ -885,7 +968,8 @@ def prepare_locked(
     )
     if not start.is_resumed:
         return run
-    due = due_evaluations(run, start.step, is_last=start.step == config.train.steps)
+    is_last = start.step == config.train.steps or has_stopped_early
+    due = due_evaluations(run, start.step, is_last)
     return run._replace(missing_evaluations=metrics.missing(due, start.step))
 
 
@@ -959,12 +1043,21 @@ def introduce(
         console.line(line)
 
 
+def stopped_early(config: Any, folder: Path, start: Start) -> bool:
+    """Return whether train.early_stopping has ended the run after its newest checkpoint."""
+    lines = best.read_metrics(folder)
+    evaluations = [line for line in lines if line['step'] <= start.num_logged_steps]
+    found = best.history(config.save.best_metric, config.save.best_is, evaluations)
+    return found.ends(config.train.early_stopping)
+
+
 def compile_unless_finished(
     config: Any,
     folder: Path,
     trainer: Trainer,
     counts: list[int],
     start: Start,
+    has_stopped_early: bool,
     console: workdir.Console,
 ) -> plan.Plan:
     """Compile the step, unless the run has taken all its steps.
@@ -972,7 +1065,7 @@ def compile_unless_finished(
     Raises ValueError or OSError where the step does not fit into memory or a checkpoint on the
     disk.
     """
-    if start.is_resumed and start.step >= config.train.steps:
+    if has_stopped_early or (start.is_resumed and start.step >= config.train.steps):
         return plan.Plan(step=None, num_microbatches=1, note='')
     check_step_offset(config, start)
     state_bytes = plan.num_state_bytes(trainer.shapes)
@@ -1102,6 +1195,9 @@ def choose_initial(config: Any, trainer: Trainer) -> Start:
     index = without_frozen_state(opened.leaves, trainer)
     num_frozen = len(opened.leaves) - len(index)
     expected = state_shapes(trainer)
+    # Averages begin with the parameters that a run starts from.
+    for average in optimizer.average_paths(expected):
+        del expected[average]
     # Without optimizer state the step does not come along either.
     if has_adapters or not any(is_optimizer_state(name) for name in index):
         expected = only_parameters(expected)
@@ -1279,9 +1375,16 @@ def restore(trainer: Trainer, leaves: Mapping[str, Any], dtype: str = '') -> Tra
         shardings[path] = partition.shardings(trainer.mesh, spec)
     split = {path: sharding for path, sharding in shardings.items() if sharding.spec != P()}
     arrays = checkpoint.restore(leaves, split, dtype)
-    missing = {path: shardings[path] for path in shardings if path not in arrays}
+    averages = optimizer.average_paths(shardings)
+    missing = {}
+    for path, sharding in shardings.items():
+        if path not in arrays and path not in averages:
+            missing[path] = sharding
     if missing:
         arrays |= initial_arrays(trainer, missing)
+    for average, parameter in averages.items():
+        if average not in arrays:
+            arrays[average] = arrays[parameter].copy()
     # Counts in the optimizer's state may be copies of the step. NumPy's array makes each of them a
     # buffer of its own, which a step can be given.
     arrays['state/step'] = np.asarray(arrays['state/step'])

@@ -38,6 +38,7 @@ import checkpoint
 import partition
 import paths
 import sources
+from best import read_metrics
 from configs import base
 from mixtures import OpenMixture
 
@@ -66,6 +67,7 @@ MAY_CHANGE = (
     'train/steps',
     'train/relative_steps',
     'train/epochs',
+    'train/early_stopping',
     'train/num_microbatches',
     'mesh/',
     'log/',
@@ -272,12 +274,6 @@ def changed_settings(old: Mapping, new: Mapping, may_change: tuple[str, ...]) ->
     return changes
 
 
-def read_metrics(workdir: Path) -> list[dict]:
-    """Return the lines of metrics.jsonl, without those that a crash has cut."""
-    lines = paths.read_json_lines(workdir / 'metrics.jsonl')
-    return [line for line in lines if {'step', 'run'} <= line.keys()]
-
-
 class Events:
     """TensorBoard's events, in a folder of their own for each name."""
 
@@ -305,13 +301,11 @@ class Metrics:
         """Drop the lines after `first_step`: those steps are taken again, with the same numbers."""
         self.corpus = corpus
         self.events = Events(workdir)
-        self.evaluated: set[tuple[int, str]] = set()  # steps and names
+        self.evaluations: list[dict] = []  # the lines of evaluations; the first process has them
         if jax.process_index() > 0:
             return
         kept = [line for line in read_metrics(workdir) if line['step'] <= first_step]
-        for line in kept:
-            if line['run'] != 'train':
-                self.evaluated.add((line['step'], line['run']))
+        self.evaluations = [line for line in kept if line['run'] != 'train']
         file = workdir / 'metrics.jsonl'
         paths.replace_file(file, ''.join(json.dumps(line) + '\n' for line in kept).encode())
         self.file = file.open('a', buffering=1)
@@ -323,7 +317,8 @@ class Metrics:
         """
         if not names:
             return []
-        is_written = [(step, name) in self.evaluated for name in names]
+        written = [line['run'] for line in self.evaluations if line['step'] == step]
+        is_written = [name in written for name in names]
         [of_first, *_] = partition.from_processes(np.array(is_written, bool))
         return [name for name, x in zip(names, of_first, strict=True) if not x]
 
@@ -338,6 +333,8 @@ class Metrics:
         line = {'step': step, 'run': name, 'corpus': self.corpus, **values}
         self.file.write(json.dumps(line) + '\n')
         os.fsync(self.file.fileno())
+        if name != 'train':
+            self.evaluations.append(line)
         self.events.write(name, step, values)
 
 

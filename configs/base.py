@@ -140,7 +140,8 @@ def get_config() -> ConfigDict:
     # NUM_TOTAL_TARGET_TOKENS or AVERAGE_PER_SEQUENCE.
     config.loss.loss_normalizing_factor = ''
 
-    # The optimizer. What follows is Adafactor's, but for trainable, the clip of the gradient and adamw.
+    # The optimizer. What follows is Adafactor's, but for trainable, the clip of the gradient, the
+    # average of the parameters and adamw.
     config.optimizer = ConfigDict()
     # adafactor, or adamw.
     config.optimizer.name = 'adafactor'
@@ -166,6 +167,9 @@ def get_config() -> ConfigDict:
     config.optimizer.trainable = ''
     # Largest norm of the whole gradient; 0 for none. Of any optimizer.
     config.optimizer.global_norm_clip_threshold = 0.0
+    # Decay of an exponential moving average of the parameters, such as 0.999. Validation losses, task
+    # metrics and infer.load use the average. 0 for none. Of any optimizer.
+    config.optimizer.ema_decay = 0.0
     # AdamW.
     config.optimizer.adamw = ConfigDict()
     # Decay of the first moments.
@@ -205,6 +209,8 @@ def get_config() -> ConfigDict:
     # Passes over the examples of a task, after which the run ends even before train.steps. 0 for no
     # such end.
     config.train.epochs = 0
+    # Evaluations without a better save.best_metric after which the run ends. 0 for no such end.
+    config.train.early_stopping = 0
     # Rows of the global batch, over all devices.
     config.train.batch_size = 128
     # Microbatches per step: a number, or auto for as few as fit into memory.
@@ -264,8 +270,14 @@ def get_config() -> ConfigDict:
     config.save = ConfigDict()
     # Steps between checkpoints. The last step is always saved.
     config.save.every_steps = 1000
-    # Number of checkpoints that are kept, the newest ones. 0 for all.
+    # Number of checkpoints that are kept: the newest ones, or with best_metric the best ones, and the
+    # newest in any case. 0 for all.
     config.save.keep = 0
+    # The metric that tells which checkpoint is the best, as in metrics.jsonl: RUN/NAME, such as
+    # training_eval/TASK/loss or inference_eval/TASK/accuracy. '' for none.
+    config.save.best_metric = ''
+    # Which values of it are better: higher or lower.
+    config.save.best_is = ''
     # Checkpoints at multiples of this step are never deleted. 0 for no such multiple.
     config.save.keep_every = 0
     # Dtype of saved parameters: float32 or bfloat16. A run that goes on restores these.

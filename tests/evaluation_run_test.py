@@ -227,6 +227,47 @@ def test_some_examples_of_another_split(evaluated, compiled, tmp_path):
     assert (tmp_path / 'results.csv').read_text().startswith('step,qa-train/em,')
 
 
+def best_config(evaluated, metric):
+    config = make_config(evaluated)
+    config.save.best_metric = metric
+    config.save.best_is = 'higher'
+    return config
+
+
+def test_the_best_step_by_a_task_metric(evaluated, compiled, tmp_path, capsys):
+    metric = 'inference_eval/rank/accuracy'
+    workdir = shutil.copytree(evaluated / 'run', tmp_path / 'run')
+    values = results.Results(workdir).scores()['rank/accuracy']
+    best_step = max(sorted(values), key=values.get)
+    run(best_config(evaluated, metric), workdir)
+    text = f'The best step is {best_step}, with {metric} {values[best_step]:.6g}: checkpoint_'
+    assert text in capsys.readouterr().out
+    config = best_config(evaluated, metric)
+    config.infer_eval.task = 'qa'
+    evaluation = evaluate.CheckpointEvaluation(config, str(workdir), str(tmp_path / 'o'), 'best')
+    evaluation.t5 = compiled
+    evaluation.run()
+    name = f'inference_eval/qa-{best_step:06}.jsonl'
+    assert files_of(tmp_path / 'o')[name] == files_of(workdir)[name]
+
+
+@pytest.mark.parametrize(
+    'metric, nearest',
+    [
+        ('inference_eval/qa/f2', 'inference_eval/qa/f1'),
+        ('inference_eval/ranks/accuracy', 'inference_eval/rank/METRIC'),
+        ('training_eval/rank/accuracy', 'training_eval/qa/accuracy'),
+    ],
+)
+def test_a_task_metric_that_is_not_computed(evaluated, tmp_path, metric, nearest):
+    config = best_config(evaluated, metric)
+    message = f'save.best_metric={metric!r} is none of the metrics of this run: name one of '
+    with pytest.raises(ValueError, match=f'^{message}.*{nearest}') as error:
+        train.prepare(config, tmp_path)
+    assert '\n' not in str(error.value)
+    assert not (tmp_path / 'metrics.jsonl').exists()
+
+
 def test_only_what_a_metric_needs_is_computed(evaluated, compiled, monkeypatch):
     """The rank of choices needs scores and no answers."""
     monkeypatch.setattr(compiled, 'generate_tokens', None)

@@ -12,6 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 LAYERS = (
     ('paths', 'partition', 'settings', 'metrics', 'preprocessors', 'chart'),
     ('postprocessors', 'results'),
+    ('best',),
     ('model', 'vocabulary', 'seqio_cache', 'parquet_source', 'checkpoint', 'optimizer', 'report'),
     ('tfds_source',),
     ('sources',),
@@ -31,6 +32,7 @@ LAYERS = (
     ('main',),
 )
 HOST_SIDE = {  # without jax
+    'best',
     'cache',
     'chart',
     'data',

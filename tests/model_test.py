@@ -152,6 +152,33 @@ def test_dropout_is_off_without_rows_and_its_expectation_is_the_identity(tiny):
     np.testing.assert_array_equal(apply(params, batch), apply(params, batch, jax.random.key(1)))
 
 
+def test_dropout_is_at_the_places_of_T5X(monkeypatch):
+    """The mask of each, from t5x/examples/t5/network.py and layers.py: 1 where positions share it."""
+    config = model_config(dropout_rate=0.3, num_encoder_layers=2)
+    d, f, h = config.emb_dim, config.mlp_dim, config.num_heads
+    batch = random_batch(0)
+    m = batch['encoder_input_tokens'].shape[1]
+    t = batch['decoder_target_tokens'].shape[1]
+    of_position = (1, d)
+    encoder_layer = [(h, 1, m), of_position, (1, f), of_position]
+    decoder_layer = [(h, 1, t), of_position, (h, 1, m), of_position, (1, f), of_position]
+    expected = [of_position, *2 * encoder_layer, (m, d)]
+    expected += [of_position, *decoder_layer, of_position]
+    params = random_params(config)
+    found = []
+    dropout = model.dropout
+
+    def record(x, rate, rows_b, mask_shape, split_dim=None):
+        assert rate == 0.3
+        found.append(mask_shape)
+        return dropout(x, rate, rows_b, mask_shape, split_dim)
+
+    monkeypatch.setattr(model, 'dropout', record)
+    logits = apply_logits(config)
+    jax.eval_shape(logits, params, batch, jax.random.key(0), np.arange(8))
+    assert found == expected
+
+
 WIDE_BFLOAT16 = pytest.param({'dtype': 'bfloat16', 'head_dim': 128}, marks=pytest.mark.slow)
 
 

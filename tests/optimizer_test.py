@@ -152,6 +152,55 @@ def test_schedules(step, settings, expected):
     assert rate(step, **settings) == pytest.approx(expected, rel=1e-6)
 
 
+def t5x_rate(step, config):
+    """The learning rate of t5x/utils.py create_learning_rate_scheduler, in float64."""
+    t = max(0, step - config.step_offset)
+    warmup = config.warmup_steps
+    rate = 1.0
+    for name in config.factors.split(' * '):
+        if name == 'constant':
+            rate *= config.base_learning_rate
+        elif name == 'linear_warmup':
+            rate *= min(1.0, t / warmup)
+        elif name == 'linear_decay':
+            slope = 1.0 + config.decay_factor * (warmup - t)
+            rate *= config.base_learning_rate * min(t / warmup, slope)
+        elif name == 'rsqrt_decay':
+            rate /= max(t, warmup) ** 0.5
+        elif name == 'rsqrt_normalized_decay':
+            rate *= warmup**0.5 / max(t, warmup) ** 0.5
+        elif name == 'decay_every':
+            rate *= config.decay_factor ** (t // config.steps_per_decay)
+        elif name == 'cosine_decay':
+            progress = max(0.0, (t - warmup) / config.steps_per_cycle)
+            rate *= max(0.0, 0.5 * (1.0 + np.cos(np.pi * (progress % 1.0))))
+    return max(rate, config.min_learning_rate)
+
+
+FACTORS = optimizer.schedule_factors(base.get_config().learning_rate)
+
+
+@pytest.mark.parametrize(
+    'factors',
+    [*FACTORS, 'constant * linear_warmup * rsqrt_decay', 'constant * linear_warmup * cosine_decay'],
+)
+def test_a_schedule_is_the_formula_of_T5X(factors):
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        config = ConfigDict(base.get_config().learning_rate.to_dict())
+        config.factors = factors
+        config.base_learning_rate = float(rng.uniform(0.1, 2.0))
+        config.warmup_steps = int(rng.integers(1, 50))
+        config.decay_factor = float(rng.uniform(0.001, 0.1))
+        config.steps_per_decay = int(rng.integers(1, 40))
+        config.steps_per_cycle = int(rng.integers(20, 90))
+        config.step_offset = int(rng.integers(0, 9))
+        steps = np.arange(120)
+        found = optimizer.make_schedule(config)(jnp.asarray(steps))
+        expected = [t5x_rate(int(step), config) for step in steps]
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+
+
 def test_an_unknown_factor_is_named():
     with pytest.raises(ValueError, match="'rsqrt' is none of constant, linear_warmup"):
         rate(0, factors='constant * rsqrt')
@@ -216,6 +265,8 @@ OURS = {
     'adafactor with all': {'beta1': 0.9, 'global_norm_clip_threshold': 1.0, 'factored': False},
     'adamw': {'name': 'adamw'},
     'adamw after a clip': {'name': 'adamw', 'global_norm_clip_threshold': 1.0},
+    'adafactor with an average': {'ema_decay': 0.9, 'global_norm_clip_threshold': 1.0},
+    'adamw with an average': {'name': 'adamw', 'ema_decay': 0.9},
 }
 
 
@@ -262,6 +313,8 @@ def test_names_of_the_state(params):
     for changes in ({}, {'beta1': 0.9}, {'global_norm_clip_threshold': 1.0}):
         tx = optimizer.make_optimizer(optimizer_config(**changes), schedule)
         assert state_names(tx, params) == adafactor
+    tx = optimizer.make_optimizer(optimizer_config(ema_decay=0.9), schedule)
+    assert state_names(tx, params) == adafactor | slots('ema_params')  # T5X finds all of its own
     adamw = optimizer.make_optimizer(optimizer_config(name='adamw'), schedule)
     adam_count = 'state/optimizer/count'
     assert state_names(adamw, params) == {'state/step', adam_count} | slots('mu', 'nu')
@@ -310,9 +363,11 @@ def test_slots_are_split_like_their_parameters(name, params):
     assert num_split >= 2
 
 
-def test_adamw_is_its_formula(params):
+@pytest.mark.parametrize('beta1, beta2, decay', [(0.9, 0.999, 0.0001), (0.7, 0.9, 0.5)])
+def test_adamw_is_its_formula(params, beta1, beta2, decay):
+    """The second case has a decay and betas that the tolerance can tell from none and from others."""
     config = optimizer_config(name='adamw')
-    beta1, beta2, decay = config.adamw.beta1, config.adamw.beta2, config.adamw.weight_decay
+    config.adamw.update(beta1=beta1, beta2=beta2, weight_decay=decay)
     found, _ = train_state(optimizer.make_optimizer(config, schedule), params, 3)
     for path, x in params.items():
         p = x.astype(np.float64)
@@ -324,6 +379,30 @@ def test_adamw_is_its_formula(params):
             u = m / (1 - beta1 ** (step + 1)) / (np.sqrt(v / (1 - beta2 ** (step + 1))) + 1e-8)
             p = p - schedule(step) * (u + decay * p)
         assert_close({path: found[path]}, {path: p}, 1e-5)
+
+
+@pytest.mark.parametrize('name', ['adafactor', 'adamw'])
+@pytest.mark.parametrize('decay', [0.5, 0.999])
+def test_the_average_of_parameters_is_its_formula(params, name, decay):
+    """tf.train.ExponentialMovingAverage: from the initial parameters, without a correction."""
+    without = optimizer.make_optimizer(optimizer_config(name=name), schedule)
+    averaging = optimizer.make_optimizer(optimizer_config(name=name, ema_decay=decay), schedule)
+    expected = {path: x.astype(np.float64) for path, x in params.items()}
+    for step in range(1, 5):
+        raw, _ = train_state(without, params, step)
+        found, state = train_state(averaging, params, step)
+        chex.assert_trees_all_equal(found, raw)  # the updates are the same
+        for path, x in raw.items():
+            expected[path] = decay * expected[path] + (1 - decay) * np.asarray(x, np.float64)
+        average = optimizer.averaged(found, state)
+        assert_close(dict(average), expected, 1e-6)
+    assert optimizer.averaged(params, without.init(params)) is params
+
+
+def test_an_average_belongs_to_its_parameter():
+    tree = {'target/a/b': 1, 'state/param_states/a/b/ema_params': 2, 'state/param_states/a/b/v': 3}
+    expected = {'state/param_states/a/b/ema_params': 'target/a/b'}
+    assert optimizer.average_paths(tree | {'state/param_states/c/ema_params': 4}) == expected
 
 
 @pytest.mark.slow
