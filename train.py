@@ -534,7 +534,8 @@ def report_progress(
     """
     values = evaluate.summarize(interval.metrics, run.config)
     values |= interval_metrics(run.config, interval.metrics, clock)
-    text = workdir.progress(step, run.config.train.steps, values)
+    last = None if run.config.train.epochs else run.config.train.steps
+    text = workdir.progress(step, last, values)
     if not log_now:
         run.console.live(text)
         return
@@ -998,7 +999,10 @@ def choose_initial(config: Any, trainer: Trainer) -> Start:
         return Start(
             step=0, is_resumed=False, leaves={}, vocabulary_model=b'', description='From scratch'
         )
-    opened = convert.open_checkpoint(path)
+    try:
+        opened = convert.open_checkpoint(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(f'restore.path={path}: {error}') from error
     index = opened.leaves
     expected = state_shapes(trainer)
     # Without optimizer state the step does not come along either.

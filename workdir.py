@@ -75,6 +75,7 @@ MAY_CHANGE = (
     'decode/',
     'data/files',
     'data/validation_files',
+    'data/metrics',
     'data/module',
     'data/cache_dirs',
     'data/use_cached',
@@ -436,13 +437,21 @@ def introduction(
     ]
 
 
-def progress(step: int, last: int, values: Mapping[str, float]) -> str:
-    """Return a line that fits into 80 columns: a line that wraps cannot be overwritten."""
-    time_left = format_seconds((last - step) / values['timing/steps_per_second'])
-    begin = f'step {step}/{last} loss {values["nats_per_token"]:.3f}'
+def progress(step: int, last: int | None, values: Mapping[str, float]) -> str:
+    """Return a line that fits into 80 columns: a line that wraps cannot be overwritten.
+
+    `last` is the last step, None of a run that ends after so many epochs.
+    """
+    loss = f'loss {values["nats_per_token"]:.3f}'
+    begin = f'step {step} {loss}'
+    time_left = ''
+    if last is not None:
+        begin = f'step {step}/{last} {loss}'
+        seconds_left = (last - step) / values['timing/steps_per_second']
+        time_left = f' {format_seconds(seconds_left)} left'
     accuracy = f' accuracy {values["accuracy"]:.3f}'
     learning_rate = f' lr {values["learning_rate/current"]:.3g}'
-    end = f' {values["timing/tokens_per_second"]:,.0f} tokens/s {time_left} left'
+    end = f' {values["timing/tokens_per_second"]:,.0f} tokens/s{time_left}'
     data_wait = values['timing/data_wait_fraction']
     if data_wait >= MIN_DATA_WAIT:
         end += f', data wait {data_wait:.0%}'
