@@ -292,7 +292,9 @@ def train(run: Run, stop: Callable[[], int] | None = None) -> int:
                 f'Stopped after step {step:,}, which is saved: the same command goes on from there.'
             )
         else:
-            run.console.line(workdir.next_command(run.workdir, run.stream.mixture.corpus))
+            run.console.line(
+                workdir.next_command(run.workdir, run.stream.mixture, run.config.train)
+            )
     return stop_request.signal
 
 

@@ -40,6 +40,7 @@ import paths
 import sources
 from configs import base
 from mixtures import OpenMixture
+from objectives import OBJECTIVES
 
 # The files that a run writes into its workdir. A run that finds one in a folder that is no run
 # refuses the folder.
@@ -493,14 +494,21 @@ def compare_with_baseline(values: Mapping[str, float]) -> str:
     )
 
 
-def next_command(workdir: Path, corpus: str) -> str:
-    """Return where the results are and a command to try next, quoted for a shell."""
+def next_command(workdir: Path, mixture: OpenMixture, train_config: Any) -> str:
+    """Return where the results are and commands to try next, quoted for a shell."""
     if workdir.is_relative_to(Path.cwd()):
         workdir = workdir.relative_to(Path.cwd())
     results = f"{workdir}: T5X checkpoints, metrics.jsonl, TensorBoard's events, the vocabulary."
-    if not corpus.startswith('pydoc'):
+    if not mixture.corpus.startswith('pydoc'):
+        last_step = 'steps'
+        for name in ('relative_steps', 'epochs'):
+            if train_config[name]:
+                last_step = name
         tensorboard = shlex.join(['tensorboard', f'--logdir={workdir}'])
-        after = f'{tensorboard} shows the curves; --config.train.steps goes on.'
+        after = f'{tensorboard} shows the curves; --config.train.{last_step} goes on.'
+        if all('inputs' in OBJECTIVES[task.task.objective].features for task in mixture.tasks):
+            infer = shlex.join(['python', 'main.py', '--mode=infer', f'--checkpoint={workdir}'])
+            after = f"{infer} --text='...' answers; {after}"
     else:
         flags = shlex.join(['--config.data.files=/path/to/*.txt', f'--workdir={workdir}-mine'])
         after = f'the same command with {flags} learns from your text, one document a line.'

@@ -14,6 +14,7 @@ import recipe_data
 import runs
 
 import evaluate
+import metrics
 import plan
 import tasks
 import train
@@ -68,15 +69,17 @@ def qa_config(folder):
     return config_of('qa_csv', files=f'{folder}/train.csv', validation_files=f'{folder}/dev.csv')
 
 
-def test_questions_of_a_csv(tmp_path, uninterrupted):
+def test_questions_of_a_csv(tmp_path, uninterrupted, capsys):
     """Three epochs, and exact match and F1 as JSON. An empty answer is an answer."""
     config = qa_config(tmp_path)
     [row, *_] = run_recipe(config, uninterrupted, tmp_path / 'run')
+    [next_commands] = [x for x in capsys.readouterr().out.splitlines() if x.startswith('Next: ')]
+    assert f"--mode=infer --checkpoint={tmp_path}/run --text='...' answers; " in next_commands
+    assert next_commands.endswith('--config.train.epochs goes on.')
     columns = ['em', 'em_with_answer', 'em_without_answer', 'f1', 'f1_with_answer']
     assert list(row) == ['step', *[f'text_to_text/{name}' for name in columns]]
-    metrics = runs.metrics_of(tmp_path / 'run')
-    counts = [line.get('data/text_to_text/examples') for line in metrics if line['run'] == 'train']
-    assert max(counts) == 3 * 12
+    lines = [line for line in runs.metrics_of(tmp_path / 'run') if line['run'] == 'train']
+    assert max(line['data/text_to_text/examples'] for line in lines) == 3 * 12
     folder = tmp_path / 'run' / 'inference_eval'
     [scores] = (folder / 'text_to_text-metrics.jsonl').read_text().splitlines()
     assert json.loads(scores).keys() == {'step', 'settings', *columns}
@@ -120,6 +123,16 @@ def test_metrics_that_are_none(changes, message):
         config.update(task='text_to_text', inputs='{a}', targets='{b}')
     with pytest.raises(ValueError, match=message):
         tasks.find(config)
+
+
+def test_a_cached_task_has_metrics_too(tmp_path):
+    example = recipe_data.p3_example('Where is Ada?', 'Oslo', choices=['Oslo'])
+    recipe_data.write_split(tmp_path / 'qa', 'train', [example])
+    (tmp_path / 'qa' / 'COMPLETED').touch()
+    config = config_of('squad', task='qa', cache_dirs=str(tmp_path), metrics='squad, rouge').data
+    assert tasks.find(config).metric_fns == [tasks.squad_of_one_answer, metrics.rouge]
+    questions = {'targets': ['Oslo', ''], 'predictions': ['in Oslo', '']}
+    assert tasks.squad_of_one_answer(**questions)['f1'] == pytest.approx(100 * (2 / 3 + 1) / 2)
 
 
 # The others.
