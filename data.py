@@ -233,6 +233,7 @@ class TokenizedTask:
         self.source = task.source
         self.rate = task.rate
         self.vocabulary = vocabulary
+        self.allow_empty_targets = config.allow_empty_targets
         self.objective = OBJECTIVES[task.task.objective](config, vocabulary)
         self._check_features()
 
@@ -279,8 +280,11 @@ class TokenizedTask:
             raise BadRecord(reason) from error
         if 'inputs' in self.objective.features:
             for texts in examples:
-                if not texts['targets']:
-                    raise BadRecord('its targets are empty; correct it')
+                if not texts['targets'] and not self.allow_empty_targets:
+                    raise BadRecord(
+                        'its targets are empty; correct it, or set data.allow_empty_targets=True if '
+                        'no answer is an answer'
+                    )
         return examples
 
     def _cached(self, records: Sequence[Record]) -> list[Tokenized]:

@@ -433,6 +433,7 @@ def settings_of_task(config: Any, name: str) -> Any:
     own.text_field = 'text'
     own.inputs = ''
     own.targets = ''
+    own.metrics = ''
     return own
 
 
@@ -544,6 +545,13 @@ def read_task(opened: OpenTask, config: Any, split: str, vocabulary: Vocabulary)
     """Read the examples of a split of a task, at most infer_eval.num_examples."""
     tokenized_task = data.TokenizedTask(opened, config.data, vocabulary)
     limit = config.infer_eval.num_examples or None
+    depends_on = [
+        [split, limit, opened.source.fingerprint, vocabulary.hash],
+        sorted(settings.leaves(config.decode)),
+        sorted(config.data.lengths.items()),
+    ]
+    if config.data.metrics:
+        depends_on.append([config.data.metrics])
     examples = []
     num_trimmed = 0
     for example, is_trimmed in itertools.islice(read_examples(tokenized_task, split), limit):
@@ -558,13 +566,7 @@ def read_task(opened: OpenTask, config: Any, split: str, vocabulary: Vocabulary)
         name=name,
         examples=examples,
         num_trimmed=num_trimmed,
-        settings=sources.digest(
-            [
-                [split, limit, opened.source.fingerprint, vocabulary.hash],
-                sorted(settings.leaves(config.decode)),
-                sorted(config.data.lengths.items()),
-            ]
-        ),
+        settings=sources.digest(depends_on),
     )
 
 

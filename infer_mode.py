@@ -383,27 +383,28 @@ def features_of(
 
 
 class FileExamples:
-    """The lines of a file: JSON objects, or texts that are inputs.
+    """The lines of a file: JSON objects, rows of a table, or texts that are inputs.
 
-    The inputs and targets of a JSON object are those of data.inputs and data.targets, if they are
-    set, else its fields of that name. Standard input is JSON Lines if its first character is '{'.
+    The inputs and targets of an object or row are those of data.inputs and data.targets, if they
+    are set, else its fields of that name. Standard input is JSON Lines if its first character is
+    '{'.
     """
 
     def __init__(self, request: Request, config: Any, vocabulary: Vocabulary):
         self.path = request.input
         self.title = request.input
-        self.is_json = sources.kind_of(self.path) == 'json'
+        self.kind = sources.kind_of(self.path)
         self.name = Path(self.path.removesuffix('.gz')).stem
         if self.path == STANDARD_INPUT:
             self.title = 'standard input'
             self.name = 'stdin'
             self.spooled = spooled_standard_input()  # as long as it is open
             self.path = self.spooled.name
-            self.is_json = first_byte(self.path) == b'{'
-        elif sources.kind_of(self.path) not in ('json', 'text'):
+            self.kind = 'json' if first_byte(self.path) == b'{' else 'text'
+        elif self.kind == 'parquet':
             raise ValueError(
-                f'--input={self.path}: only text and JSON Lines (.jsonl, .json, .ndjson, each also gzipped) '
-                'are read: convert it'
+                f'--input={self.path}: only text, JSON Lines (.jsonl, .json, .ndjson), CSV and TSV, each also '
+                'gzipped, are read: convert it'
             )
         else:
             [self.path, *others] = paths.matching_files(self.path)
@@ -411,7 +412,7 @@ class FileExamples:
                 raise ValueError(
                     f'--input={request.input} stands for {len(others) + 1} files: name one'
                 )
-        if request.score and not self.is_json:
+        if request.score and self.kind == 'text':
             raise ValueError(
                 f'--score needs targets, and {self.title} is plain text: write JSON Lines, each with the '
                 "fields 'inputs' and 'targets'"
@@ -426,7 +427,9 @@ class FileExamples:
         self.vocabulary = vocabulary
 
     def __iter__(self) -> Iterator[Item]:
-        lines = numbered_lines(self.path, self.title)
+        lines = numbered_lines(self.path, self.title, self.kind)
+        if self.kind in ('csv', 'tsv'):
+            self.columns = self.row_of(*next(lines))
         while group := list(itertools.islice(lines, RECORDS_AT_ONCE)):
             yield from self.items(group)
 
@@ -458,12 +461,31 @@ class FileExamples:
         title = f'line {number} of {self.title}'
         if not line.strip():
             raise ValueError(f'{title} is empty: remove it, each line is an example')
-        if not self.is_json:
+        if self.kind == 'text':
             return {'inputs': line}
+        if self.kind != 'json':
+            return self.fields_of_row(number, line)
         try:
             return sources.json_object(line.strip(), 'inputs')
         except ValueError as error:
             raise ValueError(f'{title}: {error}') from None
+
+    def fields_of_row(self, number: int, line: str) -> dict[str, str]:
+        """Return the columns of a row of a table."""
+        row = self.row_of(number, line)
+        if len(row) != len(self.columns):
+            raise ValueError(
+                f'line {number} of {self.title}: {len(row)} columns, and the header has '
+                f'{len(self.columns)}: correct the row'
+            )
+        return dict(zip(self.columns, row, strict=True))
+
+    def row_of(self, number: int, line: str) -> list[str]:
+        """Return the texts of a row of a table."""
+        try:
+            return [text.strip() for text in sources.table_row(line, self.kind)]
+        except ValueError as error:
+            raise ValueError(f'line {number} of {self.title}: {error}') from None
 
     def texts_of(self, number: int, fields: Mapping[str, Any]) -> dict[str, str]:
         """Return the inputs of a line and, if it has them, its targets."""
@@ -482,7 +504,7 @@ class FileExamples:
     def filled(self, name: str, fields: Mapping[str, Any]) -> str:
         """Return the inputs or targets of a line. Numbers are written as JSON writes them."""
         template = self.templates[name]
-        if not self.is_json:
+        if self.kind == 'text':
             template = sources.Template(name, f'{{{name}}}')
         values = {}
         for field in template.fields:
@@ -526,12 +548,15 @@ def encode_text(text: str, vocabulary: Vocabulary, length: int, trim: bool) -> l
     return [*ids[: length - 1], EOS_ID]
 
 
-def numbered_lines(path: str, title: str) -> Iterator[tuple[int, str]]:
-    """Yield (number, line) of a file, which may be gzipped. Raises ValueError for what is no text."""
+def numbered_lines(path: str, title: str, kind: str) -> Iterator[tuple[int, str]]:
+    """Yield (number, line) of a file, which may be gzipped. Raises ValueError for what is no text.
+
+    A row of CSV is one line, whatever newlines its quoted fields hold.
+    """
     number = 0
     try:
         with sources.open_unzipped(path, sources.SEQUENTIAL_READ_AHEAD) as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in sources.whole_rows(sources.numbered_lines(file), kind):
                 encoding = 'utf-8-sig' if number == 1 else 'utf-8'
                 yield number, line.decode(encoding).removesuffix('\n').removesuffix('\r')
     except UnicodeDecodeError as error:

@@ -64,7 +64,7 @@ flags.DEFINE_string(
 flags.DEFINE_string(
     'input',
     default='',
-    help='A file of text or JSON Lines, or - for standard input; if not given, data.task.',
+    help='A file of text, JSON Lines, CSV or TSV, or - for standard input; if not given, data.task.',
 )
 flags.DEFINE_string('text', default=None, help='One text: its answer is printed.')
 flags.DEFINE_string(

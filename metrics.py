@@ -246,6 +246,35 @@ def squad(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> Value
     return answer_scores(targets, predictions, normalize_squad)
 
 
+def squad_v2(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> Values:
+    """Return {'em', 'f1'} of SQuAD 2.0, where some questions have no answer.
+
+    `targets`: the answers of each question, [''] for one without. There an empty prediction is right
+    and any other wrong. With questions of both kinds, 'em_with_answer', 'f1_with_answer' and
+    'em_without_answer' are of each kind alone. Source: SQuAD's evaluate-v2.0.py, where these are
+    'exact', 'f1', 'HasAns_exact', 'HasAns_f1' and 'NoAns_exact'.
+    """
+    check_answers(targets, predictions)
+    exact_matches = []
+    f1 = []
+    for answers, prediction in zip(targets, predictions, strict=True):
+        words = normalize_squad(prediction).split()
+        words_of_answers = [normalize_squad(answer).split() for answer in answers]
+        # An answer without a word, as 'the', counts only where there is no other.
+        words_of_answers = list(filter(None, words_of_answers)) or [[]]
+        is_exact = words in words_of_answers
+        overlaps = [overlap_f1(answer_words, words) for answer_words in words_of_answers]
+        exact_matches.append(is_exact)
+        f1.append(max(float(is_exact), *overlaps))
+    values = {'em': mean_percent(exact_matches), 'f1': mean_percent(f1)}
+    has_answer = np.array([any(answers) for answers in targets])
+    if has_answer.any() and not has_answer.all():
+        values['em_with_answer'] = mean_percent(np.array(exact_matches)[has_answer])
+        values['f1_with_answer'] = mean_percent(np.array(f1)[has_answer])
+        values['em_without_answer'] = mean_percent(np.array(exact_matches)[~has_answer])
+    return values
+
+
 def trivia_qa(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> Values:
     """Return {'em', 'f1'} as `squad`, with TriviaQA's normalization: punctuation becomes a space."""
     return answer_scores(targets, predictions, normalize_trivia_qa)
@@ -853,7 +882,7 @@ def f_measure(num_common: float, num_targets: float, num_predictions: float) -> 
     return 2 * float(num_common) / float(num_targets + num_predictions)
 
 
-def mean_percent(values: Sequence[float]) -> float:
+def mean_percent(values: Sequence[float] | np.ndarray) -> float:
     """Return 100 times the mean."""
     return 100 * float(np.mean(values))
 

@@ -120,7 +120,7 @@ RANGES = {
     'mesh.model': DEVICES,
 }
 
-# The strings that a setting may be, where they are few. (data.task, optimizer.name,
+# The strings that a setting may be, where they are few. (data.task, data.metrics, optimizer.name,
 # learning_rate.factors and model.mlp_activations are checked by the modules that define their names.)
 CHOICES = {
     'model.dtype': ('float32', 'bfloat16'),

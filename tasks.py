@@ -620,6 +620,22 @@ LISTED = GROUPS | {
 }
 
 
+# Metrics of targets that are texts, under the names of data.metrics.
+
+
+def squad_of_one_answer(targets: Sequence[str], predictions: Sequence[str]) -> metrics.Values:
+    """Return `metrics.squad_v2` of questions with one answer, '' for none."""
+    return metrics.squad_v2([[target] for target in targets], predictions)
+
+
+TEXT_METRICS: dict[str, MetricFn] = {
+    'accuracy': metrics.accuracy,
+    'bleu': metrics.bleu,
+    'rouge': metrics.rouge,
+    'squad': squad_of_one_answer,
+}
+
+
 # Looking names up.
 
 
@@ -694,6 +710,8 @@ def look_up(name: str, config: Any, parents: tuple[str, ...] = ()) -> Task | Mix
     found = own_tasks(config.module).get(name) or TABLE.get(name)
     if found is None:
         return task_of_settings(name, config)
+    if config.metrics and not parents:
+        raise no_metrics(name, config)
     if isinstance(found, Mixture):
         return with_members(found, config, parents)
     if config.targets and not parents:
@@ -780,13 +798,15 @@ def task_of_settings(name: str, config: Any) -> Task:
             raise contradiction(name, config)
     elif not takes_documents(name):
         if sources.find_cache(config, name) is not None:
-            return Task(name)
+            return Task(name, metric_fns=metrics_of(config))
         if name in OBJECTIVES:
             raise ValueError(
                 f'data.task={name!r} needs data.inputs and data.targets: name the fields of a record '
                 "in them, as '{question}' and '{answer}'"
             )
         raise ValueError(why_unknown(name, config))
+    elif config.metrics:
+        raise no_metrics(name, config)
     return Task(
         name=name,
         files=config.files,
@@ -798,6 +818,29 @@ def task_of_settings(name: str, config: Any) -> Task:
         inputs=config.inputs,
         targets=config.targets,
         objective=objective,
+        metric_fns=metrics_of(config),
+    )
+
+
+def metrics_of(config: Any) -> list[MetricFn]:
+    """Return the metrics that data.metrics names."""
+    found = []
+    for name in filter(None, config.metrics.split(',')):
+        if name.strip() not in TEXT_METRICS:
+            raise ValueError(
+                f'data.metrics={config.metrics!r}: {name.strip()!r} is none: use some of '
+                f'{", ".join(TEXT_METRICS)}, or write a task with metric_fns in a file of your own '
+                '(data.module)'
+            )
+        found.append(TEXT_METRICS[name.strip()])
+    return found
+
+
+def no_metrics(name: str, config: Any) -> ValueError:
+    """Return the error that data.metrics are named beside a task that has its own, or no targets."""
+    return ValueError(
+        f'data.metrics={config.metrics!r} are for the texts of data.targets, and data.task={name!r} is '
+        "not of these texts: set data.metrics=''"
     )
 
 

@@ -327,7 +327,9 @@ def train(run: Run, stop: Callable[[], int] | None = None) -> int:
             )
         else:
             report_best(run)
-            run.console.line(workdir.next_command(run.workdir, run.stream.mixture.corpus))
+            run.console.line(
+                workdir.next_command(run.workdir, run.stream.mixture, run.config.train)
+            )
     return stop_request.signal
 
 
@@ -616,7 +618,8 @@ def report_progress(
     """
     values = evaluate.summarize(interval.metrics, run.config)
     values |= interval_metrics(run.config, interval.metrics, clock)
-    text = workdir.progress(step, run.config.train.steps, values)
+    last = None if run.config.train.epochs else run.config.train.steps
+    text = workdir.progress(step, last, values)
     if not log_now:
         run.console.live(text)
         return
@@ -1185,7 +1188,10 @@ def choose_initial(config: Any, trainer: Trainer) -> Start:
             vocabulary_model=b'',
             description='From scratch',
         )
-    opened = convert.open_checkpoint(config.restore.path)
+    try:
+        opened = convert.open_checkpoint(config.restore.path)
+    except (ValueError, OSError) as error:
+        raise ValueError(f'restore.path={config.restore.path}: {error}') from error
     if config.restore.strict and own_model.recorded(opened.directory):
         own_model.check_same(
             opened.directory,

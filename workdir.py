@@ -41,6 +41,7 @@ import sources
 from best import read_metrics
 from configs import base
 from mixtures import OpenMixture
+from objectives import OBJECTIVES
 
 # The files that a run writes into its workdir. A run that finds one in a folder that is no run
 # refuses the folder.
@@ -78,6 +79,7 @@ MAY_CHANGE = (
     'model/module',
     'data/files',
     'data/validation_files',
+    'data/metrics',
     'data/module',
     'data/cache_dirs',
     'data/use_cached',
@@ -432,13 +434,21 @@ def introduction(
     ]
 
 
-def progress(step: int, last: int, values: Mapping[str, float]) -> str:
-    """Return a line that fits into 80 columns: a line that wraps cannot be overwritten."""
-    time_left = format_seconds((last - step) / values['timing/steps_per_second'])
-    begin = f'step {step}/{last} loss {values["nats_per_token"]:.3f}'
+def progress(step: int, last: int | None, values: Mapping[str, float]) -> str:
+    """Return a line that fits into 80 columns: a line that wraps cannot be overwritten.
+
+    `last` is the last step, None of a run that ends after so many epochs.
+    """
+    loss = f'loss {values["nats_per_token"]:.3f}'
+    begin = f'step {step} {loss}'
+    time_left = ''
+    if last is not None:
+        begin = f'step {step}/{last} {loss}'
+        seconds_left = (last - step) / values['timing/steps_per_second']
+        time_left = f' {format_seconds(seconds_left)} left'
     accuracy = f' accuracy {values["accuracy"]:.3f}'
     learning_rate = f' lr {values["learning_rate/current"]:.3g}'
-    end = f' {values["timing/tokens_per_second"]:,.0f} tokens/s {time_left} left'
+    end = f' {values["timing/tokens_per_second"]:,.0f} tokens/s{time_left}'
     data_wait = values['timing/data_wait_fraction']
     if data_wait >= MIN_DATA_WAIT:
         end += f', data wait {data_wait:.0%}'
@@ -480,14 +490,21 @@ def compare_with_baseline(values: Mapping[str, float]) -> str:
     )
 
 
-def next_command(workdir: Path, corpus: str) -> str:
-    """Return where the results are and a command to try next, quoted for a shell."""
+def next_command(workdir: Path, mixture: OpenMixture, train_config: Any) -> str:
+    """Return where the results are and commands to try next, quoted for a shell."""
     if workdir.is_relative_to(Path.cwd()):
         workdir = workdir.relative_to(Path.cwd())
     results = f"{workdir}: T5X checkpoints, metrics.jsonl, TensorBoard's events, the vocabulary."
-    if not corpus.startswith('pydoc'):
+    if not mixture.corpus.startswith('pydoc'):
+        last_step = 'steps'
+        for name in ('relative_steps', 'epochs'):
+            if train_config[name]:
+                last_step = name
         tensorboard = shlex.join(['tensorboard', f'--logdir={workdir}'])
-        after = f'{tensorboard} shows the curves; --config.train.steps goes on.'
+        after = f'{tensorboard} shows the curves; --config.train.{last_step} goes on.'
+        if all('inputs' in OBJECTIVES[task.task.objective].features for task in mixture.tasks):
+            infer = shlex.join(['python', 'main.py', '--mode=infer', f'--checkpoint={workdir}'])
+            after = f"{infer} --text='...' answers; {after}"
     else:
         flags = shlex.join(['--config.data.files=/path/to/*.txt', f'--workdir={workdir}-mine'])
         after = f'the same command with {flags} learns from your text, one document a line.'

@@ -98,6 +98,13 @@ def get_config() -> ConfigDict:
     config.data.inputs = ''
     # Text to text: the targets, as in '{answer}'. '' trains data.task on documents.
     config.data.targets = ''
+    # Task metrics of data.targets, separated by commas: accuracy (the whole text is right), bleu,
+    # rouge, and squad (exact match and F1 of words; an empty answer is right where the targets are
+    # empty, as in SQuAD 2.0). infer_eval.every_steps or --mode=evaluate computes them.
+    config.data.metrics = ''
+    # True accepts empty targets, as of a question without an answer: such targets are EOS alone.
+    # False takes a record with empty targets for a bad line.
+    config.data.allow_empty_targets = False
     # What to do with a line that cannot be read: stop the run, or skip the line.
     config.data.on_bad_line = 'stop'
     # Largest fraction of the lines that may be skipped.

@@ -6,6 +6,8 @@
 Reproduces: t5x/configs/runs/finetune.gin: a constant learning rate of 0.001, dropout 0.1, batches of
 128 packed rows, evaluation every 1,000 steps and a checkpoint every 5,000. MODEL is t5, t5_1_1,
 t5_1_1_lm, flan_t5, mt5, byt5 or umt5.
+The recipes wmt, glue, superglue, squad, cnn_dailymail and qa_csv are this run with a task and its
+lengths.
 Steps: 20,000 beyond those of the checkpoint. T5X counts them from the first step of pretraining:
 --config.train.relative_steps=0 --config.train.steps=1020000.
 The divisor of the loss is that of the model's pretraining, batch size times target length, as T5X's
@@ -48,4 +50,5 @@ def get_config(model: str = 't5_1_1:base'):
     config.train.relative_steps = 20_000
     config.train.batch_size = 128
     config.save.every_steps = 5000
+    config.restore.path = 'CHECKPOINT'  # the command line names it; '' is from scratch
     return config

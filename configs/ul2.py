@@ -12,7 +12,7 @@ the paper's appendix 9.2.
 Checkpoints: gs://scenic-bucket/ul2/ul220b/checkpoint_{1870000,2050000,2650000}, and
 gs://scenic-bucket/ul2/flan-ul220b-v3 at step 2283000.
 Vocabulary: gs://t5-data/vocabs/cc_all.32000/sentencepiece.model.
-Hardware and time: a run takes a pod of TPUs; tests check names, shapes and number of parameters.
+Hardware and time: 1.7e23 FLOPs, 230,000 hours of a GPU that sustains 200 TFLOP/s.
 Number to expect: none is published for the loss.
 """
 

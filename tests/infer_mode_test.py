@@ -220,6 +220,23 @@ def test_forms_of_input(tmp_path, loaded, monkeypatch, capsys, form):
     assert [line['inputs'] for line in found] == [{'inputs_pretokenized': x} for x in lines]
 
 
+@pytest.mark.parametrize('name', ['in.csv', 'in.csv.gz', 'in.tsv'])
+def test_rows_of_a_table_are_inputs(tmp_path, loaded, capsys, name):
+    """The targets may be missing. In CSV a quoted field may hold commas and newlines."""
+    content = '\ufeffq,c\r\n"who, ""she""?", first\r\n"a\nb",ß\r\n'
+    expected = ['who, "she"?|first', 'a\nb|ß']
+    if name.endswith('.tsv'):
+        content = 'q\tc\n"who\t first \nb\tß'
+        expected = ['"who|first', 'b|ß']
+    content = content.encode()
+    file = tmp_path / name
+    file.write_bytes(gzip.compress(content) if name.endswith('.gz') else content)
+    changes = CHANGES | {'data.inputs': '{q}|{c}', 'data.targets': '{answer}'}
+    do(changes, input=str(file))
+    found = [json.loads(line)['inputs'] for line in capsys.readouterr().out.splitlines()]
+    assert found == [{'inputs_pretokenized': text} for text in expected]
+
+
 def write_tasks(folder):
     for name, first in (('a', 0), ('b', 5)):
         rows = [f'{i},{"x" * i}z' for i in range(first, first + 5)]
@@ -428,7 +445,14 @@ BAD_LINES = {
         'a' * 32,
         'the inputs in line 1 of {file} have 33 tokens, EOS included, more than data.',
     ),
-    'i.csv': ('a', 'only text and JSON Lines (.jsonl, .json, .ndjson, each also gzipped) are read'),
+    'i.parquet': ('a', 'only text, JSON Lines (.jsonl, .json, .ndjson), CSV and TSV, each also'),
+    'j.csv': ('a,b\n1', 'line 2 of {file}: 1 columns, and the header has 2: correct the row'),
+    'k.csv': ('"a\n1', 'line 1 of {file}: no CSV: '),
+    'l.tsv': (
+        'a\tb\n1\t2',
+        "line 2 of {file}: no field 'inputs', its fields are: 'a', 'b'; add it",
+    ),
+    'm.csv': ('a,b\n', 'has no example: name a split or a file with some'),
     'j.txt.gz': (gzip.compress(b'a\n' * 99)[:-9], '{file} is broken gzip'),
     'k.txt.gz': (b'no gzip', '{file} is broken gzip'),
     '*.none': (None, 'matches no file; correct it'),

@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import pathlib
+import types
 
 import numpy as np
 import pytest
@@ -86,6 +87,7 @@ def test_the_oracles_have_every_metric():
         'fixed_choice_metrics',
         'variable_choice_accuracy',
     }
+    named.add('squad_v2')  # golden/squad_v2.json
     assert public - helpers <= named
     makers = {'mean_multiclass_f1', 'mean_group_metric_all_match', 'deduplicate_squad'}
     assert makers <= named
@@ -207,6 +209,54 @@ def test_squad_of_unpadded_and_unicode_text():
     assert metrics.squad([['An Évian', 'x']], ['évian']) == {'em': 100.0, 'f1': 100.0}
     assert metrics.squad([['the']], ['']) == {'em': 100.0, 'f1': 0.0}
     assert metrics.coqa_f1([['the']], ['a']) == {'f1': 100.0}
+
+
+SQUAD_V2 = oracle('squad_v2.json')
+
+
+def squad_v2_of(cases):
+    answers = [case['answers'] for case in cases]
+    return metrics.squad_v2(answers, [case['prediction'] for case in cases])
+
+
+@pytest.mark.parametrize('case', SQUAD_V2['cases'], ids=lambda case: case['prediction'])
+def test_squad_v2_of_one_question(case):
+    """golden/squad_v2.json: hand-made cases, scored by transformers 4.57.6 (squad_metrics.py).
+
+    That is SQuAD's evaluate-v2.0.py, which has a list without answers where we have [''].
+    """
+    found = squad_v2_of([case])
+    assert found == pytest.approx({'em': 100 * case['exact'], 'f1': 100 * case['f1']})
+
+
+def test_squad_v2_of_questions_with_and_without_answers():
+    totals = SQUAD_V2['totals']
+    assert len(SQUAD_V2['cases']) == totals['total'] == 50
+    expected = {
+        'em': totals['exact'],
+        'f1': totals['f1'],
+        'em_with_answer': totals['HasAns_exact'],
+        'f1_with_answer': totals['HasAns_f1'],
+        'em_without_answer': totals['NoAns_exact'],
+    }
+    assert squad_v2_of(SQUAD_V2['cases']) == pytest.approx(expected)
+    one_kind = [case for case in SQUAD_V2['cases'] if case['answers'] == ['']]
+    assert len(one_kind) == totals['NoAns_total']
+    expected = {'em': totals['NoAns_exact'], 'f1': totals['NoAns_f1']}
+    assert squad_v2_of(one_kind) == pytest.approx(expected)
+
+
+@pytest.mark.peers
+def test_squad_v2_against_the_original():
+    squad_metrics = pytest.importorskip(
+        'transformers.data.metrics.squad_metrics',
+        reason='needs transformers 4: transformers 5 has no squad_metrics',
+    )
+    for case in SQUAD_V2['cases']:
+        given = [{'text': answer} for answer in case['answers'] if answer]
+        question = types.SimpleNamespace(qas_id='q', answers=given)
+        exact, f1 = squad_metrics.get_raw_scores([question], {'q': case['prediction']})
+        assert (exact['q'], f1['q']) == (case['exact'], case['f1'])
 
 
 def test_trivia_qa_parts_words_at_punctuation():

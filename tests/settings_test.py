@@ -14,6 +14,7 @@ from configs import base
 ARGUMENTS = {
     'base': [''],
     'byt5': ['small', 'base', 'large', 'xl', 'xxl'],
+    'cnn_dailymail': ['', 't5_1_1:large'],
     'finetune': [
         '',
         't5:small',
@@ -25,16 +26,23 @@ ARGUMENTS = {
         'umt5',
     ],
     'finetune_pydoc': [''],
+    'flan_jsonl': ['', 'small'],
     'flan_t5': ['small', 'base', 'large', 'xl', 'xxl'],
+    'glue': ['', 't5:base'],
     'mt5': ['small', 'base', 'large', 'xl', 'xxl'],
+    'qa_csv': ['', 'tiny', 't5:small'],
     'small_c4': ['', 'test'],
-    't0': ['3b', '11b'],
+    'squad': ['', 't5_1_1:base'],
+    'superglue': ['', 't5:11b'],
+    't0': ['3b', '11b', '11b:64'],
     't5': ['small', 'base', 'large', '3b', '11b'],
     't5_1_1': ['small', 'base', 'large', 'xl', 'xxl'],
     't5_1_1_lm': ['small', 'base', 'large', 'xl', 'xxl'],
     'tiny': [''],
     'ul2': ['20b', 'flan'],
     'umt5': ['small', 'base', 'large', 'xl', 'xxl'],
+    'wmt': ['', 't5_1_1:small'],
+    'wmt_from_scratch': ['', 'small'],
 }
 
 

@@ -334,6 +334,8 @@ def test_progress_fits_into_80_columns(seconds_left, words):
     values['timing/data_wait_fraction'] = 0.123
     line = workdir.progress(50_000, 100_000, values)
     assert len(line) < 80 and line.endswith(f'{words} left, data wait 12%')
+    line = workdir.progress(50_000, None, values)  # of a run that ends after its epochs
+    assert line.startswith('step 50000 loss 10.895') and line.endswith('tokens/s, data wait 12%')
 
 
 @pytest.mark.slow

@@ -1,0 +1,311 @@
+"""The recipes of configs/, with a tiny model on data shaped like their own, up to results.csv.
+
+Their full-size steps are traced by shape alone.
+"""
+
+import csv
+import functools
+import importlib
+import json
+
+import jax
+import pytest
+import recipe_data
+import runs
+
+import evaluate
+import metrics
+import plan
+import tasks
+import train
+from configs import t0
+
+
+def config_of(recipe, **data_of_recipe):
+    """The config of 'NAME' or 'NAME:ARGUMENT', with a model and lengths that compile in a second."""
+    name, _, argument = recipe.partition(':')
+    get_config = importlib.import_module(f'configs.{name}').get_config
+    config = get_config(argument) if argument else get_config()
+    small = runs.small_config('')
+    config.model = small.model
+    config.mesh = small.mesh
+    config.data.update(data_of_recipe)
+    config.data.lengths.inputs = 64
+    config.data.lengths.targets = 16
+    config.train.batch_size = 4
+    config.train.num_microbatches = 'auto'
+    config.log.every_steps = 1
+    config.decode.max_length = 4
+    config.infer_eval.batch_size = 16
+    return config
+
+
+def run_recipe(config, checkpoint, workdir):
+    """Take two steps, or the epochs, from `checkpoint`. Return results.csv's rows as dictionaries.
+
+    `checkpoint` is the fixture `uninterrupted`, which has taken six steps, or None for none.
+    """
+    if checkpoint is None:
+        config.restore.path = ''
+        config.train.steps = 2
+    else:
+        config.restore.path = str(checkpoint)
+        config.train.steps = 8
+    if config.train.relative_steps and not config.train.epochs:
+        config.train.relative_steps = 2
+    runs.run(config, workdir)
+    if not config.infer_eval.every_steps:
+        return []
+    with (workdir / 'results.csv').open() as file:
+        return list(csv.DictReader(file))
+
+
+# From a CSV.
+
+
+def qa_config(folder):
+    recipe_data.write_questions(folder / 'train.csv')
+    recipe_data.write_questions(folder / 'dev.csv', num_rows=3)
+    return config_of('qa_csv', files=f'{folder}/train.csv', validation_files=f'{folder}/dev.csv')
+
+
+def test_questions_of_a_csv(tmp_path, uninterrupted, capsys):
+    """Three epochs, and exact match and F1 as JSON. An empty answer is an answer."""
+    config = qa_config(tmp_path)
+    [row, *_] = run_recipe(config, uninterrupted, tmp_path / 'run')
+    [next_commands] = [x for x in capsys.readouterr().out.splitlines() if x.startswith('Next: ')]
+    assert f"--mode=infer --checkpoint={tmp_path}/run --text='...' answers; " in next_commands
+    assert next_commands.endswith('--config.train.epochs goes on.')
+    columns = ['em', 'em_with_answer', 'em_without_answer', 'f1', 'f1_with_answer']
+    assert list(row) == ['step', *[f'text_to_text/{name}' for name in columns]]
+    lines = [line for line in runs.metrics_of(tmp_path / 'run') if line['run'] == 'train']
+    assert max(line['data/text_to_text/examples'] for line in lines) == 3 * 12
+    folder = tmp_path / 'run' / 'inference_eval'
+    [scores] = (folder / 'text_to_text-metrics.jsonl').read_text().splitlines()
+    assert json.loads(scores).keys() == {'step', 'settings', *columns}
+    [examples] = folder.glob('text_to_text-0*.jsonl')
+    lines = [json.loads(line) for line in examples.read_text().splitlines()]
+    assert [line['target'] for line in lines] == recipe_data.ANSWERS
+    expected = '{question}\n{context}'.format(**recipe_data.QUESTIONS[0])
+    assert lines[0]['input']['inputs_pretokenized'] == expected
+
+
+def test_empty_answers_are_refused_where_nobody_expects_them(tmp_path, uninterrupted):
+    config = qa_config(tmp_path)
+    config.data.allow_empty_targets = False
+    message = 'its targets are empty; correct it, or set data.allow_empty_targets=True if no answer'
+    with pytest.raises(ValueError, match=message):
+        run_recipe(config, uninterrupted, tmp_path / 'run')
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        (
+            {'metrics': 'em'},
+            "data.metrics='em': 'em' is none: use some of accuracy, bleu, rouge, squad",
+        ),
+        (
+            {'metrics': 'squad', 'task': 'squad_v010'},
+            "data.metrics='squad' are for the texts of dat",
+        ),
+        (
+            {'metrics': 'rouge', 'task': 'lm'},
+            "data.task='lm' is not of these texts: set data.metric",
+        ),
+        ({'metrics': 'rouge', 'task': 'all_equal'}, "data.task='all_equal' is not of these texts"),
+    ],
+)
+def test_metrics_that_are_none(changes, message):
+    config = config_of('squad').data
+    config.update(changes)
+    if changes['metrics'] == 'em':
+        config.update(task='text_to_text', inputs='{a}', targets='{b}')
+    with pytest.raises(ValueError, match=message):
+        tasks.find(config)
+
+
+def test_a_cached_task_has_metrics_too(tmp_path):
+    example = recipe_data.p3_example('Where is Ada?', 'Oslo', choices=['Oslo'])
+    recipe_data.write_split(tmp_path / 'qa', 'train', [example])
+    (tmp_path / 'qa' / 'COMPLETED').touch()
+    config = config_of('squad', task='qa', cache_dirs=str(tmp_path), metrics='squad, rouge').data
+    assert tasks.find(config).metric_fns == [tasks.squad_of_one_answer, metrics.rouge]
+    questions = {'targets': ['Oslo', ''], 'predictions': ['in Oslo', '']}
+    assert tasks.squad_of_one_answer(**questions)['f1'] == pytest.approx(100 * (2 / 3 + 1) / 2)
+
+
+# The others.
+
+TFDS_RECIPES = {
+    'wmt': 'WMT T2T En-De',
+    'wmt_from_scratch': 'WMT T2T En-De',
+    'glue': 'STSB (Pearson)',
+    'squad': 'SQuAD (EM)',
+    'cnn_dailymail': 'CNN/DM (ROUGE-1)',
+    'superglue': 'Average SuperGLUE Score',
+}
+
+
+@pytest.fixture(scope='module')
+def tfds_dir(make_once):
+    names = ['wmt_t2t_ende_v003', 'squad_v010_allanswers', 'cnn_dailymail_v002']
+    for mixture in ('glue_v002_proportional', 'super_glue_v102_proportional'):
+        names += list(tasks.get(mixture).tasks)
+    return make_once('recipes', lambda folder: recipe_data.prepare_tfds(folder, names))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('recipe', TFDS_RECIPES)
+def test_a_recipe_on_tfds(recipe, tfds_dir, uninterrupted, tmp_path):
+    config = config_of(recipe, tfds_dir=str(tfds_dir))
+    checkpoint = uninterrupted
+    if recipe == 'wmt_from_scratch':
+        checkpoint = None
+        config.data.vocabulary = str(uninterrupted)
+    [row, *_] = run_recipe(config, checkpoint, tmp_path / 'run')
+    assert row['step'] == ('8' if checkpoint else '2')
+    assert row[TFDS_RECIPES[recipe]]
+
+
+@pytest.mark.slow
+def test_the_average_of_glue(tfds_dir, uninterrupted, tmp_path):
+    """The second command of glue.py, and T5's average: a mean over groups of their means."""
+    config = config_of('glue', tfds_dir=str(tfds_dir))
+    config.infer_eval.task = 'glue_v002_proportional'
+    evaluate.CheckpointEvaluation(config, str(uninterrupted), str(tmp_path)).run()
+    with (tmp_path / 'results.csv').open() as file:
+        [row, *_] = csv.DictReader(file)
+    groups = [
+        ['CoLA'],
+        ['SST-2'],
+        ['MRPC (F1)', 'MRPC (accuracy)'],
+        ['STSB (Pearson)', 'STSB (Spearman)'],
+        ['QQP (F1)', 'QQP (accuracy)'],
+        ['MNLIm', 'MNLImm'],
+        ['QNLI'],
+        ['GLUE RTE'],
+    ]
+    means = [sum(float(row[name]) for name in group) / len(group) for group in groups]
+    assert row['Average GLUE Score'] == pytest.approx(f'{sum(means) / 8:.3f}')
+
+
+@pytest.mark.slow
+def test_t0_on_p3(uninterrupted, tmp_path):
+    """All 313 tasks of the mixture, and the 116 that are ranked, at a chosen step and split."""
+    names = [*tasks.get('t0_train').tasks, *tasks.get('t0_eval_score_eval').tasks]
+    recipe_data.write_p3(tmp_path / 'P3', names)
+    config = config_of('t0', cache_dirs=str(tmp_path / 'P3'))
+    run_recipe(config, uninterrupted, tmp_path / 'run')
+    evaluate.CheckpointEvaluation(config, str(tmp_path / 'run'), step='8', split='validation').run()
+    with (tmp_path / 'run' / 'results.csv').open() as file:
+        [row, *_] = csv.DictReader(file)
+    assert row['step'] == '8'
+    assert 'super_glue_copa_best_option_score_eval/accuracy' in row
+    assert len({name.partition('/')[0] for name in row} - {'step'}) == 116
+
+
+@pytest.mark.slow
+def test_flan_on_json_lines(uninterrupted, tmp_path):
+    rows = [{'inputs': f'Add 1 to {i}.', 'targets': str(i + 1)} for i in range(12)]
+    recipe_data.write_json_lines(tmp_path / 'train.jsonl', rows)
+    config = config_of('flan_jsonl', files=f'{tmp_path}/train.jsonl', validation_fraction=0.3)
+    [row, *_] = run_recipe(config, uninterrupted, tmp_path / 'run')
+    assert row.keys() >= {'text_to_text/accuracy', 'text_to_text/rouge1'}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('recipe', ['t5_1_1_lm', 'ul2', 't5_1_1'])
+def test_a_recipe_on_documents(recipe, corpus, uninterrupted, tmp_path):
+    """These have no task metrics: the validation loss is their result."""
+    config = config_of(recipe, files=corpus, validation_fraction=0.1)
+    config.data.lengths.targets = 64
+    checkpoint = uninterrupted if recipe == 't5_1_1_lm' else None
+    if checkpoint is None:
+        config.data.vocabulary = 'bytes'  # the modes of UL2 begin with [
+    run_recipe(config, checkpoint, tmp_path / 'run')
+    last = runs.metrics_of(tmp_path / 'run')[-1]
+    assert last['step'] == (8 if checkpoint else 2) and last['run'].startswith('training_eval/')
+    assert last['nats_per_text_token'] > 0
+
+
+# T0's batches in tokens.
+
+
+@pytest.mark.parametrize('replicas, expected', [('1', 512), ('64', 8), ('512', 1)])
+def test_the_tokens_of_t0(replicas, expected):
+    """t-zero's 2^20 tokens in rows of 1,024 for the longer side, 2,048 in a replica's microbatch."""
+    config = t0.get_config(f'11b:{replicas}')
+    assert config.train.batch_size == 1024
+    assert config.train.num_microbatches == expected
+    rows_of_replica = config.train.batch_size // int(replicas)
+    assert rows_of_replica / expected * max(config.data.lengths.values()) == 2048
+    assert expected in plan.microbatch_counts(expected, rows_of_replica)
+    assert config.infer_eval.batch_size * 1024 == 262_144
+    assert t0.get_config('3b').train.num_microbatches == 'auto'
+
+
+@pytest.mark.parametrize('replicas', ['3', '1024', '0', 'x', '-1'])
+def test_replicas_that_cannot_share_the_batch(replicas):
+    with pytest.raises(ValueError, match=f't0.py: {replicas} replicas cannot share 512 microbatch'):
+        t0.get_config(f'3b:{replicas}')
+
+
+# Full size, by shape.
+
+RECIPES = [
+    'wmt',
+    'wmt_from_scratch',
+    'glue',
+    'superglue',
+    'squad',
+    'cnn_dailymail',
+    'qa_csv',
+    'qa_csv:tiny',
+    't0:11b',
+    'flan_jsonl',
+    't5_1_1_lm',
+    'ul2',
+]
+
+
+def step_shapes(config):
+    """Trace a training step. Return the state before and after it, as shapes."""
+    config.train.num_microbatches = 1
+    trainer = train.make_trainer(config)
+    state, batch = plan.step_shapes(
+        mesh=trainer.mesh,
+        state=trainer.shapes,
+        state_specs=trainer.specs,
+        feature_lengths=trainer.feature_lengths,
+        batch_size=trainer.batch_size,
+    )
+    after, _ = jax.eval_shape(functools.partial(train.train_step, trainer), state, batch)
+    return trainer.shapes, after
+
+
+def full_size(recipe):
+    name, _, argument = recipe.partition(':')
+    get_config = importlib.import_module(f'configs.{name}').get_config
+    config = get_config(argument) if argument else get_config()
+    config.mesh.model = 2
+    return config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('recipe', RECIPES)
+def test_a_step_of_full_size(recipe):
+    before, after = step_shapes(full_size(recipe))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), before
+    )
+
+
+@pytest.mark.parametrize('recipe', ['qa_csv', 't0:11b'])
+def test_a_step_of_full_width(recipe):
+    """One layer of the model."""
+    config = full_size(recipe)
+    config.model.num_encoder_layers = 1
+    config.model.num_decoder_layers = 1
+    before, after = step_shapes(config)
+    assert after.params.keys() == before.params.keys()
