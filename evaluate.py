@@ -39,7 +39,7 @@ import sources
 import tasks
 import workdir
 from mixtures import MetricFn, Mixture, OpenTask, Task
-from objectives import OBJECTIVES
+from objectives import takes_inputs
 from preprocessors import UNKNOWN, text_of
 from vocabulary import EOS_ID, Vocabulary, find_vocabulary, named_vocabulary
 
@@ -389,7 +389,7 @@ def open_members(mixture: Mixture, config: Any, split: str) -> list[OpenTask]:
     """Open the sources of the tasks of a mixture that have metrics and the split."""
     opened = []
     for task in mixture.tasks.values():
-        if task.metric_fns and takes_inputs(task):
+        if task.metric_fns and takes_inputs(task.objective):
             source = mixtures.open_task(task, config)
             if source.may_hold(split):
                 opened.append(OpenTask(task, source, rate=1.0))
@@ -408,16 +408,11 @@ def check_metrics(task: Task) -> None:
             f"task {task.name!r} has no metrics: evaluate one that 'python tasks.py' lists with "
             'some, or give it metric_fns in a file of your own (data.module)'
         )
-    if not takes_inputs(task):
+    if not takes_inputs(task.objective):
         raise ValueError(
             f'task {task.name!r} has documents (objective {task.objective!r}): metrics need inputs '
             'and targets: evaluate a task from text to text'
         )
-
-
-def takes_inputs(task: Task) -> bool:
-    """Return whether a task is from text to text."""
-    return 'inputs' in OBJECTIVES[task.objective].features
 
 
 def check_split(task: OpenTask, split: str) -> None:

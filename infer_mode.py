@@ -18,7 +18,6 @@ import gzip
 import hashlib
 import itertools
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -31,7 +30,6 @@ import numpy as np
 import tqdm
 from ml_collections import ConfigDict
 
-import cache
 import checkpoint
 import convert
 import data
@@ -45,7 +43,8 @@ import sources
 import tasks
 import workdir
 from configs import base
-from objectives import OBJECTIVES
+from objectives import takes_inputs
+from results import json_default
 from vocabulary import (
     EOS_ID,
     ByteVocabulary,
@@ -285,7 +284,7 @@ def survey(examples: Examples, request: Request) -> Survey:
         if request.score and item.targets is not None:
             digest.update(b' targets ' + item.targets.tobytes())
         written = selected(item.fields, request.fields)
-        digest.update(json.dumps(written, default=as_json).encode())
+        digest.update(json.dumps(written, default=json_default).encode())
     if num_examples == 0:
         raise ValueError(f'{examples.name} has no example: name a split or a file with some')
     return Survey(num_examples, num_trimmed, digest.hexdigest())
@@ -299,8 +298,8 @@ def examples_of(request: Request, config: Any, vocabulary: Vocabulary) -> Iterat
     if request.input:
         yield FileExamples(request, config, vocabulary)
         return
-    for name, task in cache.tasks_of(tasks.find(config)).items():
-        if 'inputs' not in OBJECTIVES[task.objective].features:
+    for name, task in mixtures.tasks_of(tasks.find(config)).items():
+        if not takes_inputs(task.objective):
             raise ValueError(
                 f'data.task={name!r} has no inputs to answer: name a text-to-text task with '
                 '--config.data.task, a file with --input, or a text with --text'
@@ -722,16 +721,7 @@ def selected(fields: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 def as_line(content: Mapping[str, Any]) -> str:
     """Return a line of JSON Lines."""
-    return json.dumps(content, default=as_json) + '\n'
-
-
-def as_json(value: Any) -> Any:
-    """Return a value of TFDS or numpy as one of JSON."""
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    if isinstance(value, bytes):
-        return value.decode(errors='replace')
-    return str(value)
+    return json.dumps(content, default=json_default) + '\n'
 
 
 # The output folder.
@@ -763,7 +753,7 @@ class Results:
 
     def finish(self, num_chunks: int) -> None:
         """Put the chunks together, and only then say that the shard is whole."""
-        with replacing(self.file, self.file.name) as file:
+        with paths.replacing(self.file) as file:
             for number in range(num_chunks):
                 with self.chunk(number).open('rb') as chunk:
                     shutil.copyfileobj(chunk, file)
@@ -782,7 +772,7 @@ class Results:
         if not self.merged.exists():
             with contextlib.ExitStack() as stack:
                 parts = [stack.enter_context(file.open('rb')) for file in files]
-                merged = stack.enter_context(replacing(self.merged, self.file.name))
+                merged = stack.enter_context(paths.replacing(self.merged, self.file.name))
                 for line in interleaved(parts):
                     merged.write(line)
         return f'The results are in {self.merged}'
@@ -800,17 +790,6 @@ def interleaved(files: Iterable[IO[bytes]]) -> Iterator[bytes]:
         if not line:
             return
         yield line
-
-
-@contextlib.contextmanager
-def replacing(file: Path, unique: str) -> Iterator[IO[bytes]]:
-    """Yield a file to write, which then takes the place of `file`. No two processes have the same."""
-    unfinished = file.with_name(f'.{unique}.unfinished-{file.name}')
-    with unfinished.open('wb') as stream:
-        yield stream
-        stream.flush()
-        os.fsync(stream.fileno())
-    unfinished.replace(file)
 
 
 @contextlib.contextmanager
@@ -862,8 +841,7 @@ def record_settings(job: Job, folder: Path) -> None:
     file = folder / SETTINGS
     if not file.exists():
         content = json.dumps(settings_as_json(job), indent=1).encode()
-        with replacing(file, f'{job.request.shard}-of-{job.request.num_shards}') as stream:
-            stream.write(content)
+        paths.replace_file(file, content, f'{job.request.shard}-of-{job.request.num_shards}')
 
 
 def settings_as_json(job: Job) -> dict[str, Any]:
