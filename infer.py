@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
 
 import checkpoint
 import convert
@@ -26,6 +27,7 @@ import loss
 import model
 import partition
 import settings
+from configs import base
 from vocabulary import EOS_ID, PAD_ID, find_vocabulary, read_settings
 
 # T5X's features, int32 [batch, length].
@@ -38,6 +40,7 @@ MAX_LENGTH = 2**15  # of an answer; no device holds a larger cache of keys and v
 LENGTH_MULTIPLE = 32  # lengths are padded to a multiple, because each length is compiled
 SHORTEST_ROOM = 64  # tokens of an answer that the smallest program has room for; others double it
 MAX_INPUT_LENGTH = 512  # of a text, in tokens, where the checkpoint does not say: T5's
+RUN_SETTINGS = ('model.', 'data.', 'decode.', 'infer_eval.')  # that a run's checkpoint is used with
 EXAMPLES_PER_CHUNK = 4096  # that `predict_all` and `score_all` sort by length at a time
 
 
@@ -103,6 +106,22 @@ def input_length_of(directory: Any) -> int:
     """Return data.lengths.inputs of the run that saved a checkpoint, else T5's."""
     lengths = read_settings(directory)['data'].get('lengths', {})
     return lengths.get('inputs', MAX_INPUT_LENGTH)
+
+
+def settings_of(directory: Any, changes: Mapping[str, Any]) -> ConfigDict:
+    """Return the settings of the run that saved a checkpoint, else the defaults, with `changes`.
+
+    `changes`: {'data.task': value}. The mesh and all that concerns training are not the run's. Nor
+    is data.vocabulary, which the checkpoint brings.
+    """
+    config = base.get_config()
+    stored = checkpoint.flatten(read_settings(directory))
+    for key, _ in settings.leaves(config):
+        name = key.replace('.', '/')
+        if key.startswith(RUN_SETTINGS) and key != 'data.vocabulary' and name in stored:
+            config.update_from_flattened_dict({key: stored[name]})
+    config.update_from_flattened_dict(dict(changes))
+    return config
 
 
 class T5:

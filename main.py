@@ -158,15 +158,15 @@ def main(argv: list[str]) -> int:
 
 def evaluate(config: ConfigDict | None) -> int:
     """Evaluate checkpoints. Return the exit status. Raises ValueError and OSError for bad input."""
-    import evaluate
-    import infer_mode
+    import evaluate_mode
+    import infer
     import paths
 
     if config is None:
         changes = config_flags.get_override_values(FLAGS['config'])
-        config = infer_mode.settings_of(paths.to_path(FLAGS.checkpoint), changes)
+        config = infer.settings_of(paths.to_path(FLAGS.checkpoint), changes)
         settings.check(config)
-    evaluation = evaluate.CheckpointEvaluation(
+    evaluation = evaluate_mode.CheckpointEvaluation(
         config,
         FLAGS.checkpoint,
         output_dir=FLAGS.output_dir,

@@ -35,6 +35,7 @@ import convert
 import data
 import evaluate
 import infer
+import infer_eval
 import loss
 import model
 import optimizer
@@ -261,7 +262,7 @@ class Run(NamedTuple):
     stream: data.Stream
     vocabulary: Vocabulary
     evaluations: list[evaluate.Evaluation]
-    task_metrics: evaluate.TaskMetrics  # of no task where infer_eval.every_steps=0
+    task_metrics: infer_eval.TaskMetrics  # of no task where infer_eval.every_steps=0
     t5: infer.T5  # the model that answers for them, which is given the parameters of a step
     missing_evaluations: list[str]  # after first_step, because a signal ended them
     first_step: int  # the steps that were taken before
@@ -585,7 +586,7 @@ def due_evaluations(run: Run, step: int, is_last: bool) -> list[str]:
     return names
 
 
-def task_run(task: evaluate.EvaluatedTask) -> str:
+def task_run(task: infer_eval.EvaluatedTask) -> str:
     """Return the name under which the metrics of a task are written."""
     return f'{results.FOLDER}/{task.name}'
 
@@ -628,7 +629,7 @@ def compute_task_metrics(
             break
         kept.write(task.name, step, found.values, found.examples, task.settings)
         kept.write_table()
-        run.metrics.write(task_run(task), step, evaluate.events_of(found.values))
+        run.metrics.write(task_run(task), step, infer_eval.events_of(found.values))
         values[task.name] = found.values
     run.t5.set_parameters({})
     if values:
@@ -732,7 +733,7 @@ def prepare(config: Any, folder: str | Path) -> Run:
         mixture = tasks.open_mixture(config.data)
         evaluated_tasks = []
         if config.infer_eval.every_steps:
-            evaluated_tasks = evaluate.open_tasks(config, config.infer_eval.split)
+            evaluated_tasks = infer_eval.open_tasks(config, config.infer_eval.split)
     check_mixture(config, mixture)
     lock = workdir.lock(folder)
     try:
@@ -790,7 +791,7 @@ def prepare_locked(
         validation = open_stream(config, trainer.mesh, mixture, vocabulary, 'validation')
     introduce(config, trainer, validation, vocabulary, console)
     with console.working('Reading the examples of task metrics'):
-        task_metrics = evaluate.TaskMetrics(
+        task_metrics = infer_eval.TaskMetrics(
             config, config.infer_eval.split, vocabulary, evaluated_tasks, console.line
         )
     planned = compile_unless_finished(config, folder, trainer, counts, start, console)

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 import infer
+import infer_input
 import infer_mode
 import vocabulary as vocabularies
 
@@ -213,7 +214,7 @@ def test_forms_of_input(tmp_path, loaded, monkeypatch, capsys, form):
     name = str(file)
     if form.startswith('stdin'):
         name = '-'
-        stdin = types.SimpleNamespace(buffer=io.BytesIO(content))
+        stdin = types.SimpleNamespace(buffer=io.BufferedReader(io.BytesIO(content)))
         monkeypatch.setattr(sys, 'stdin', stdin)
     do(changes, input=name)
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -459,7 +460,7 @@ def test_a_long_text_is_cut_where_that_is_asked_for(tmp_path, loaded, capsys):
     ):
         do(text='a' * 99)
     vocabulary = vocabularies.ByteVocabulary()
-    assert infer_mode.encode_text('aaa', vocabulary, length=3, trim=True) == [100, 100, 1]
+    assert infer_input.encode_text('aaa', vocabulary, length=3, trim=True) == [100, 100, 1]
 
 
 @pytest.mark.parametrize(
@@ -501,7 +502,7 @@ def test_a_long_text_is_cut_where_that_is_asked_for(tmp_path, loaded, capsys):
         (
             {'text': 'a'},
             {'data.vocabulary': ''},
-            'has no vocabulary: name one with --config.data.voc',
+            'has no vocabulary: texts need the one that it was trained with: name it with --config',
         ),
         (
             {'text': 'a'},
