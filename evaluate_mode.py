@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
 import checkpoint
 import convert
 import infer
@@ -59,7 +62,8 @@ class CheckpointEvaluation:
         if self.split not in splits:
             raise ValueError(f'--split={split}: must be one of {", ".join(splits)}')
         self.console = workdir.Console()
-        self.chosen = choose(path, step, watch)
+        chosen = choose(path, step, watch)
+        self.chosen = chosen._replace(steps=of_first_process(chosen.steps))
         self.folder = output_folder(self.chosen, output_dir)
         self.mesh = partition.make_mesh(**config.mesh)
         self.t5: infer.T5 | None = None  # compiled once for all steps
@@ -85,7 +89,8 @@ class CheckpointEvaluation:
 
     def run(self) -> None:
         """Evaluate the checkpoints. Raises ValueError or OSError for one that cannot be opened."""
-        self.results.write_table()  # a kill may have come before it
+        if jax.process_index() == 0:
+            self.results.write_table()  # a kill may have come before it
         if not self.chosen.is_run:
             path = self.chosen.folder
             self.evaluate(path, step_of(path))
@@ -97,48 +102,74 @@ class CheckpointEvaluation:
         self.console.line(f'Results are in {self.results.table_file} and {self.results.folder}.')
 
     def evaluate_as_they_appear(self) -> None:
+        """Evaluate the checkpoints of a run until there are those of its last step."""
         run = self.chosen.folder
-        seen: set[int] = set()
+        evaluated: set[int] = set()
+        newest = 0
         while True:
-            for step in checkpoint.steps(run):
-                directory = run / f'checkpoint_{step}'
-                if step in seen:
-                    continue
-                seen.add(step)
-                try:
-                    self.evaluate(directory, step)
-                except (ValueError, OSError):
-                    if directory.exists():
-                        raise
-                    self.console.line(f'{directory} was deleted before it was evaluated.')
-            if max(seen, default=0) >= last_step(run):
+            steps = of_first_process(checkpoint.steps(run))
+            for step in steps:
+                if step not in evaluated and self.evaluate_if_there(run, step):
+                    evaluated.add(step)
+                newest = max(newest, step)
+            has_ended = newest >= last_step(run) and evaluated.issuperset(steps)
+            if partition.from_first_process(np.array(has_ended)):
                 return
             time.sleep(SECONDS_BETWEEN_LOOKS)
+
+    def evaluate_if_there(self, run: Path, step: int) -> bool:
+        """Evaluate a checkpoint that training may delete meanwhile. Return whether it was there."""
+        directory = run / f'checkpoint_{step}'
+        try:
+            self.evaluate(directory, step)
+        except (ValueError, OSError):
+            if partition.from_processes(np.array(directory.exists())).all():
+                raise
+            self.console.line(f'{directory} was deleted before it was evaluated.')
+            return False
+        return True
 
     def evaluate(self, path: Any, step: int) -> None:
         """Evaluate a checkpoint on each task that has no results of it."""
         values = {}
         for task in self.task_metrics.tasks:
             identity = self.settings_of(task, path)
-            if self.results.has(task.name, step, identity):
+            is_evaluated = self.results.has(task.name, step, identity)
+            if partition.from_first_process(np.array(is_evaluated)):
                 self.console.line(f'Step {step:,}: {task.name} is evaluated already.')
                 continue
             with self.console.working(f'Evaluating {task.name}, step {step:,}'):
                 found = self.task_metrics(self.load(path), task)
             assert found is not None
-            self.events.write(task.name, step, infer_eval.events_of(found.values))
-            self.results.write(task.name, step, found.values, found.examples, identity)
-            self.results.write_table()
+            if jax.process_index() == 0:
+                self.events.write(task.name, step, infer_eval.events_of(found.values))
+                self.results.write(task.name, step, found.values, found.examples, identity)
+                self.results.write_table()
             values[task.name] = found.values
         if values:
             self.console.line(results.describe(step, self.split, values))
 
     def load(self, path: Any) -> infer.T5:
-        """Return the model with the parameters of a checkpoint."""
+        """Return the model with the parameters of a checkpoint.
+
+        Raises ValueError or OSError in all processes where one of them cannot read it.
+        """
         if self.t5 is not None and path == self.loaded_path:
             return self.t5
-        loaded = infer.load(path, mesh=self.mesh)
-        check_rows(self.vocabulary, path, loaded.config.vocab_size)
+        error: ValueError | OSError | None = None
+        try:
+            loaded = infer.load(path, mesh=self.mesh)
+            check_rows(self.vocabulary, path, loaded.config.vocab_size)
+        except (ValueError, OSError) as caught:
+            error = caught
+        num_failed = partition.from_processes(np.array(error is not None)).sum()
+        if error is not None:
+            raise error
+        if num_failed:
+            raise OSError(
+                f'{num_failed} of {jax.process_count()} processes cannot read {path}: put it on a '
+                'disk that all of them see'
+            )
         self.loaded_path = path
         if self.t5 is None or self.t5.config != loaded.config:
             self.t5 = loaded
@@ -216,6 +247,16 @@ def output_folder(chosen: Chosen, output_dir: str) -> Path:
     return folder
 
 
+def of_first_process(steps: Sequence[int]) -> list[int]:
+    """Return the steps that the first process has found: training may save one meanwhile."""
+    num_steps = int(partition.from_first_process(np.array(len(steps))))
+    if num_steps == 0:
+        return []
+    same_number = np.zeros(num_steps, np.int64)
+    same_number[: len(steps)] = steps[:num_steps]
+    return partition.from_first_process(same_number).tolist()
+
+
 def step_of(path: Any) -> int:
     """Return the step of a checkpoint; 0 for one that does not say it, such as Hugging Face's."""
     leaves = convert.open_checkpoint(path).leaves
@@ -225,8 +266,9 @@ def step_of(path: Any) -> int:
 
 
 def last_step(run: Path) -> float:
-    """Return the step at which a run ends, infinity while nobody knows."""
+    """Return the step at which a run ends or has ended, infinity while nobody knows."""
     try:
-        return json.loads((run / 'config.json').read_bytes())['train']['steps']
+        content = json.loads((run / 'config.json').read_bytes())
+        return content.get(workdir.LAST_STEP, content['train']['steps'])
     except (OSError, ValueError, KeyError):
         return math.inf

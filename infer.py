@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
@@ -149,10 +149,14 @@ class T5:
         self.mesh = mesh
         self.vocabulary = vocabulary
         self.max_input_length = MAX_INPUT_LENGTH
-        self._logits = self._compile(
-            _logits, num_inputs=1, out_specs=P(partition.BATCH_AXES, None, 'model')
+        self._logits = jax.jit(
+            self._on_mesh(_logits, out_specs=P(partition.BATCH_AXES, None, 'model'))
         )
-        self._scores = self._compile(_scores, num_inputs=1, out_specs=partition.BATCH)
+        # Each process has all scores and answers.
+        self._everywhere = NamedSharding(mesh, P())
+        self._scores = jax.jit(
+            self._on_mesh(_scores, out_specs=partition.BATCH), out_shardings=self._everywhere
+        )
         self._generators: dict[Decoding, Callable] = {}
         # Only on a CPU it is worth the memory.
         self._is_transposed = mesh.devices.flat[0].platform == 'cpu'
@@ -190,7 +194,7 @@ class T5:
             'decoder_input_tokens': np.pad(targets_bT[:, :-1], ((0, 0), (1, 0))),
             'decoder_target_tokens': targets_bT,
         }
-        scores_b = np.asarray(self._scores(self.arrays, batch))
+        scores_b = np.asarray(self._scores(self.arrays, partition.place_batch(self.mesh, batch)))
         return scores_b[: len(inputs)]  # without the padding rows
 
     def score_choices(
@@ -218,7 +222,7 @@ class T5:
             'decoder_input_tokens': np.pad(targets_rT[:, :-1], ((0, 0), (1, 0))),
             'decoder_target_tokens': targets_rT,
         }
-        scores_r = np.asarray(self._scores(self.arrays, batch))
+        scores_r = np.asarray(self._scores(self.arrays, partition.place_batch(self.mesh, batch)))
         found = []
         for i, of_input in enumerate(choices):
             first = i * num_choices
@@ -351,9 +355,8 @@ class T5:
         if decoding not in self._generators:
             self._generators[decoding] = self._compile_generator(decoding)
         generator = self._generators[decoding]
-        tokens_bnT, scores_bn = generator(
-            self.arrays, self._step_arrays, np.uint32(seed), arguments
-        )
+        placed = partition.place_batch(self.mesh, arguments)
+        tokens_bnT, scores_bn = generator(self.arrays, self._step_arrays, np.uint32(seed), placed)
         return np.asarray(tokens_bnT)[:, ::-1], np.asarray(scores_bn)[:, ::-1]
 
     def _within_length(self, inputs: Sequence, trim: bool) -> Sequence:
@@ -416,19 +419,17 @@ class T5:
             in_specs=(specs, step_specs, P(), partition.BATCH),
             out_specs=partition.BATCH,
         )
-        return jax.jit(mapped)
+        return jax.jit(mapped, out_shardings=self._everywhere)
 
-    def _compile(self, device_function: Callable, num_inputs: int, out_specs: P) -> Callable:
-        """Return `device_function` on the mesh: (parameters, inputs split by rows) -> output."""
+    def _on_mesh(self, device_function: Callable, out_specs: P) -> Callable:
+        """Return `device_function` on the mesh: (parameters, batch split by rows) -> output."""
         param_specs = partition.param_specs(model.PARAMETER_SPECS, self.arrays)
-        input_specs = [partition.BATCH] * num_inputs
-        mapped = jax.shard_map(
+        return jax.shard_map(
             functools.partial(device_function, self.config),
             mesh=self.mesh,
-            in_specs=(param_specs, *input_specs),
+            in_specs=(param_specs, partition.BATCH),
             out_specs=out_specs,
         )
-        return jax.jit(mapped)
 
     def _features(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Return the features that the model reads, int32. Raises ValueError where they do not fit together."""

@@ -4,17 +4,18 @@ Training computes them on the way ("inference_eval"), and `--mode=evaluate` of c
 (evaluate_mode.py). Source: SeqIO seqio/evaluation.py.
 """
 
+import hashlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 import data
 import infer
 import mixtures
+import partition
 import results
 import settings
 import sources
@@ -82,11 +83,6 @@ def open_tasks(config: Any, split: str) -> list[OpenTask]:
 
 def check_settings(config: Any) -> None:
     """Raise ValueError for settings that task metrics cannot be computed with."""
-    if jax.process_count() > 1:
-        raise ValueError(
-            f'{jax.process_count()} processes: task metrics are computed by one process: set '
-            'infer_eval.every_steps=0 in training, and run --mode=evaluate in one process'
-        )
     if config.decode.num_return > 1:
         raise ValueError(
             f'decode.num_return={config.decode.num_return}: an evaluation takes one answer per '
@@ -133,7 +129,8 @@ def check_metrics(task: Task) -> None:
     if not task.metric_fns:
         raise ValueError(
             f"task {task.name!r} has no metrics: evaluate one that 'python tasks.py' lists with "
-            'some, or give it metric_fns in a file of your own (data.module)'
+            'some (infer_eval.task), or give it metric_fns in a file of your own (data.module); '
+            'training without them: infer_eval.every_steps=0'
         )
     if not takes_inputs(task.objective):
         raise ValueError(
@@ -178,12 +175,17 @@ class TaskMetrics:
             report(line)
 
     def __call__(
-        self, t5: infer.T5, task: EvaluatedTask, stop: Callable[[], int] = lambda: 0
+        self, t5: infer.T5, task: EvaluatedTask, stop: Callable[[int], int] = lambda count: 0
     ) -> TaskResults | None:
-        """Return the results of a task, None where `stop`, called after each batch, is not 0."""
+        """Return the results of a task.
+
+        `stop` is called with the number of batches so far. All processes must get the same answer.
+        Where it is not 0 the evaluation ends and returns None.
+        """
+        num_batches = itertools.count(start=1)
 
         def progress(num_examples: int) -> None:
-            if stop():
+            if stop(next(num_batches)):
                 raise Stopped
 
         answers = None
@@ -221,6 +223,10 @@ def read_task(opened: OpenTask, config: Any, split: str, vocabulary: Vocabulary)
         examples.append(example)
         num_trimmed += is_trimmed
     check_targets(opened.name, split, examples)
+    digest = hashlib.blake2b()
+    for example in examples:
+        digest.update(example.inputs.tobytes() + example.targets.tobytes())
+    partition.check_alike(f'the examples of {opened.name}', digest.digest())
     name = opened.name
     if split != 'validation':
         name += f'-{split}'

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import jax
 import numpy as np
 import tqdm
 
@@ -114,7 +115,9 @@ def prepare(request: Request, config: Any | None, changes: Mapping[str, Any]) ->
     parts = []
     if request.text is None:
         for examples in examples_of(request, config.data, vocabulary):
-            parts.append(read(examples, request))
+            part = read(examples, request)
+            partition.check_alike(f'the examples of {part.name}', part.digest.encode())
+            parts.append(part)
     else:
         infer_input.encode_text(request.text, vocabulary, config.data.lengths.inputs, request.trim)
     job = Job(request, config, opened.directory, model_config, vocabulary, parts)
@@ -141,6 +144,11 @@ def check_request(request: Request) -> None:
         )
     if request.split not in ('', *SPLITS):
         raise ValueError(f'--split={request.split}: must be one of {", ".join(SPLITS)}')
+    if request.input == infer_input.STANDARD_INPUT and jax.process_count() > 1:
+        raise ValueError(
+            f'--input=- in {jax.process_count()} processes: each reads all examples, and only one has '
+            'standard input: name a file with --input'
+        )
     if request.num_shards > 1:
         shard = f'--shard={request.shard}/{request.num_shards}'
         if not request.output_dir:
@@ -223,7 +231,10 @@ def read(examples: infer_input.Examples, request: Request) -> Part:
 
 
 def infer_all(job: Job) -> list[str]:
-    """Do a job: write its results, or print them. Return what to say at the end."""
+    """Do a job: write its results, or print them. Return what to say at the end.
+
+    All processes compute, each some rows of a batch; the first one writes and prints.
+    """
     if job.request.text is not None:
         print_answers(job, job.request.text)
         return []
@@ -232,10 +243,13 @@ def infer_all(job: Job) -> list[str]:
         counts = {part.name: [part.num_examples, part.num_trimmed]}
         messages += workdir.describe_trimming(counts)
         messages += [f'Left out: {fault}' for fault in part.faults]
-    if not job.request.output_dir:
+    if job.request.output_dir:
+        messages += write_results(job, paths.disk_path(job.request.output_dir))
+    else:
         print_lines(job)
-        return messages
-    return messages + write_results(job, paths.disk_path(job.request.output_dir))
+    if jax.process_index() > 0:
+        return []
+    return messages
 
 
 def print_answers(job: Job, text: str) -> None:
@@ -246,6 +260,8 @@ def print_answers(job: Job, text: str) -> None:
     )
     options = infer.decoding_options(config.decode)
     [answer] = infer.predict_all(load(job), [infer.Example(ids)], batch_size=1, options=options)
+    if jax.process_index() > 0:
+        return
     for tokens, score in zip(answer.tokens, answer.scores, strict=True):
         if config.decode.return_scores:
             print(f'{score:.6g} nats:', file=sys.stderr, flush=True)
@@ -259,25 +275,34 @@ def print_lines(job: Job) -> None:
         with progress_bar(part.name, part.num_examples) as bar:
             for chunk in chunks(part.spool):
                 for line in lines_of(job, t5, chunk, bar.update):
-                    sys.stdout.write(line)
+                    if jax.process_index() == 0:
+                        sys.stdout.write(line)
                 sys.stdout.flush()
 
 
 def write_results(job: Job, folder: Path) -> list[str]:
     """Write what is not there yet. Return what to print."""
     messages = []
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder, job.request):
-        record_settings(job, folder)
+    with contextlib.ExitStack() as stack:
+        if jax.process_index() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(folder, job.request))
+            record_settings(job, folder)
         t5 = None
         for part in job.parts:
             results = Results(folder, part.name, job)
-            if not results.completed.exists():
+            if not is_there(results.completed):
                 if t5 is None:
                     t5 = load(job)
                 write_shard(job, t5, part, results)
-            messages.append(results.merge())
+            if jax.process_index() == 0:
+                messages.append(results.merge())
     return messages
+
+
+def is_there(file: Path) -> bool:
+    """Return whether a file exists: the first process, which writes, decides for all."""
+    return bool(partition.from_first_process(np.array(file.exists())))
 
 
 def load(job: Job) -> infer.T5:
@@ -292,18 +317,22 @@ def load(job: Job) -> infer.T5:
 
 def write_shard(job: Job, t5: infer.T5, part: Part, results: 'Results') -> None:
     """Write the chunks of a shard that are not there yet, and put them together."""
-    results.make_folder()
+    is_first = jax.process_index() == 0
+    if is_first:
+        results.make_folder()
     num_chunks = 0
     with progress_bar(part.name, len(part.spool)) as bar:
         for chunk in chunks(part.spool):
-            if results.chunk(num_chunks).exists():
+            if is_there(results.chunk(num_chunks)):
                 bar.initial += len(chunk)
                 bar.update(len(chunk))
             else:
                 lines = ''.join(lines_of(job, t5, chunk, bar.update))
-                paths.replace_file(results.chunk(num_chunks), lines.encode())
+                if is_first:
+                    paths.replace_file(results.chunk(num_chunks), lines.encode())
             num_chunks += 1
-    results.finish(num_chunks)
+    if is_first:
+        results.finish(num_chunks)
 
 
 def chunks(spool: infer_input.Spool) -> Iterator[list[tuple[int, Item]]]:
@@ -316,7 +345,13 @@ def chunks(spool: infer_input.Spool) -> Iterator[list[tuple[int, Item]]]:
 def progress_bar(name: str, total: int) -> tqdm.tqdm:
     """Return a bar on stderr that shows examples and the time left."""
     mininterval = 1.0 if sys.stderr.isatty() else 30.0
-    return tqdm.tqdm(total=total, unit=' examples', desc=name, mininterval=mininterval)
+    return tqdm.tqdm(
+        total=total,
+        unit=' examples',
+        desc=name,
+        mininterval=mininterval,
+        disable=jax.process_index() > 0,
+    )
 
 
 def lines_of(

@@ -370,6 +370,8 @@ def take_steps(run: Run, saver: checkpoint.Saver, stop_request: 'StopRequest') -
             # The checkpoint comes last: a run that goes on from it has all that came before.
             if save_now or stop_request.signal:
                 save(run, saver, state, batch, interval.metrics)
+    if batches.have_ended:
+        workdir.record_end(run.workdir, step)
     return step
 
 
@@ -624,11 +626,12 @@ def compute_task_metrics(
     run.t5.set_parameters(state.params)
     for task in due:
         with run.console.working(f'Evaluating {task.name}, step {step:,}'):
-            found = run.task_metrics(run.t5, task, functools.partial(stop_request.agree, step))
+            found = run.task_metrics(run.t5, task, stop_request.agree)
         if found is None:
             break
-        kept.write(task.name, step, found.values, found.examples, task.settings)
-        kept.write_table()
+        if jax.process_index() == 0:
+            kept.write(task.name, step, found.values, found.examples, task.settings)
+            kept.write_table()
         run.metrics.write(task_run(task), step, infer_eval.events_of(found.values))
         values[task.name] = found.values
     run.t5.set_parameters({})

@@ -87,6 +87,7 @@ MAY_CHANGE = (
 # What runs did that are older than a setting, where that is not its default.
 BEFORE_THE_SETTING = {'data/pack': 'no'}
 LOCK_TEXT = 'process '  # the first word of our lock
+LAST_STEP = 'last_step'  # the key in config.json of the step at which train.epochs ended a run
 SECONDS_BETWEEN_LINES = 60  # of progress where the output is no terminal
 MAX_COLUMNS = 79  # of a line of progress
 MIN_DATA_WAIT = 0.05  # of the time, that a line of progress shows
@@ -269,6 +270,19 @@ def changed_settings(old: Mapping, new: Mapping, may_change: tuple[str, ...]) ->
     return changes
 
 
+def record_end(workdir: Path, step: int) -> None:
+    """Write into config.json that the run has ended at a step before train.steps.
+
+    A run that goes on writes config.json anew.
+    """
+    if jax.process_index() > 0:
+        return
+    file = workdir / 'config.json'
+    content = json.loads(file.read_bytes())
+    content[LAST_STEP] = step
+    paths.replace_file(file, json.dumps(content, indent=1).encode())
+
+
 def read_metrics(workdir: Path) -> list[dict]:
     """Return the lines of metrics.jsonl, without those that a crash has cut."""
     file = workdir / 'metrics.jsonl'
@@ -329,7 +343,7 @@ class Metrics:
         if not names:
             return []
         is_written = [(step, name) in self.evaluated for name in names]
-        [of_first, *_] = partition.from_processes(np.array(is_written, bool))
+        of_first = partition.from_first_process(np.array(is_written, bool))
         return [name for name, x in zip(names, of_first, strict=True) if not x]
 
     def write(self, name: str, step: int, values: Mapping[str, float]) -> None:

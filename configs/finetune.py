@@ -4,8 +4,9 @@
       --config.restore.path=CHECKPOINT --config.data.vocabulary=FILE
 
 Reproduces: t5x/configs/runs/finetune.gin: a constant learning rate of 0.001, dropout 0.1, batches of
-128 packed rows, evaluation every 1,000 steps and a checkpoint every 5,000. MODEL is t5, t5_1_1,
-t5_1_1_lm, flan_t5, mt5, byt5 or umt5.
+128 packed rows, validation losses and task metrics every 1,000 steps and a checkpoint every 5,000.
+MODEL is t5, t5_1_1, t5_1_1_lm, flan_t5, mt5, byt5 or umt5. A task of your own without metrics:
+--config.infer_eval.every_steps=0.
 Steps: 20,000 beyond those of the checkpoint. T5X counts them from the first step of pretraining:
 --config.train.relative_steps=0 --config.train.steps=1020000.
 The divisor of the loss is that of the model's pretraining, batch size times target length, as T5X's
@@ -47,5 +48,8 @@ def get_config(model: str = 't5_1_1:base'):
     config.learning_rate.base_learning_rate = 0.001
     config.train.relative_steps = 20_000
     config.train.batch_size = 128
+    config.eval.every_steps = 1000
+    config.infer_eval.every_steps = 1000
+    config.infer_eval.batch_size = 128
     config.save.every_steps = 5000
     return config

@@ -5,8 +5,8 @@ import shutil
 
 import numpy as np
 import pytest
-from questions import write_task
-from runs import ROOT, metrics_of, run, small_config
+from questions import make_config, write_task
+from runs import ROOT, metrics_of, run
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 import evaluate_mode
@@ -17,19 +17,7 @@ import paths
 import results
 import tasks
 import train
-
-
-def make_config(folder):
-    config = small_config('')
-    config.data.files = ''
-    config.data.module = f'{folder}/mine.py'
-    config.data.task = 'qa'
-    config.data.vocabulary = 'bytes'
-    config.infer_eval.every_steps = 3
-    config.infer_eval.task = 'all'
-    config.infer_eval.batch_size = 16
-    config.decode.max_length = 7
-    return config
+import workdir
 
 
 @pytest.fixture(scope='module')
@@ -215,6 +203,20 @@ def test_each_new_checkpoint_is_evaluated_as_it_appears(evaluated, compiled, tmp
     assert (workdir / name).read_text() == (evaluated / 'run' / name).read_text()
 
 
+def test_a_watch_ends_where_the_run_has_ended_early(evaluated, compiled, tmp_path, monkeypatch):
+    """As with train.epochs."""
+    folder = tmp_path / 'run'
+    shutil.copytree(evaluated / 'run', folder)
+    content = json.loads((folder / 'config.json').read_text())
+    content['train']['steps'] = 1000
+    (folder / 'config.json').write_text(json.dumps(content))
+    monkeypatch.setattr(evaluate_mode.time, 'sleep', lambda seconds: workdir.record_end(folder, 6))
+    evaluation = evaluate_mode.CheckpointEvaluation(make_config(evaluated), str(folder), watch=True)
+    evaluation.run()
+    assert evaluate_mode.last_step(folder) == 6
+    assert json.loads((folder / 'config.json').read_text()) == content | {'last_step': 6}
+
+
 def test_some_examples_of_another_split(evaluated, compiled, tmp_path):
     config = make_config(evaluated)
     config.infer_eval.task = 'qa'
@@ -273,12 +275,6 @@ def test_bad_input_is_refused_in_one_line(evaluated, changes, flags, message):
     with pytest.raises((ValueError, OSError), match=message) as error:
         evaluate_mode.CheckpointEvaluation(config, str(path), **flags)
     assert '\n' not in str(error.value)
-
-
-def test_several_processes_are_refused(evaluated, monkeypatch):
-    monkeypatch.setattr(infer_eval.jax, 'process_count', lambda: 2)
-    with pytest.raises(ValueError, match='2 processes: task metrics are computed by one process: '):
-        infer_eval.open_tasks(make_config(evaluated), 'validation')
 
 
 def test_training_refuses_tasks_that_cannot_be_evaluated(evaluated, tmp_path):
