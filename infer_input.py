@@ -60,7 +60,14 @@ class Spool:
         self.num_examples = 0
 
     def add(self, number: int, item: Item) -> None:
-        pickle.dump((number, item), self.file)
+        """Raises OSError where the disk is full."""
+        try:
+            pickle.dump((number, item), self.file)
+        except OSError as error:
+            raise OSError(
+                f'{tempfile.gettempdir()} cannot hold the tokenized examples ({error.strerror}): name a '
+                'larger folder with the environment variable TMPDIR'
+            ) from error
         self.num_examples += 1
 
     def __len__(self) -> int:
@@ -170,7 +177,8 @@ class FileExamples:
         if path == STANDARD_INPUT:
             self.title = 'standard input'
             self.name = 'stdin'
-            self.is_json = sys.stdin.buffer.peek(1)[:1] == b'{'
+            standard_input: Any = sys.stdin.buffer
+            self.is_json = standard_input.peek(1)[:1] == b'{'
         elif sources.kind_of(path) not in ('json', 'text'):
             raise ValueError(
                 f'--input={path}: only text and JSON Lines (.jsonl, .json, .ndjson, each also gzipped) '

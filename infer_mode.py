@@ -324,7 +324,8 @@ def write_shard(job: Job, t5: infer.T5, part: Part, results: 'Results') -> None:
     with progress_bar(part.name, len(part.spool)) as bar:
         for chunk in chunks(part.spool):
             if is_there(results.chunk(num_chunks)):
-                bar.initial += len(chunk)
+                if is_first:
+                    bar.initial += len(chunk)  # they count for no speed
                 bar.update(len(chunk))
             else:
                 lines = ''.join(lines_of(job, t5, chunk, bar.update))

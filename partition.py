@@ -214,7 +214,7 @@ def place_rows(mesh: Mesh, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Arr
 def place_batch(mesh: Mesh, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """Return global arrays, split over BATCH_AXES, of a batch that each process has whole."""
     sharding = NamedSharding(mesh, BATCH)
-    placed = {}
+    placed: dict[str, jax.Array] = {}
     for name, x in batch.items():
         placed[name] = jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
     return placed

@@ -71,7 +71,12 @@ def in_two_processes(folder):
             text=True,
         )
         processes.append(process)
-    outputs = [process.communicate(timeout=300) for process in processes]
+    outputs = []
+    for process in processes:
+        output, errors = process.communicate(timeout=300)
+        lines = output.splitlines(keepends=True)
+        output = ''.join(line for line in lines if not line.startswith('[Gloo]'))
+        outputs.append((output, errors))
     assert [process.returncode for process in processes] == [0, 0], outputs
     return outputs
 
