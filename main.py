@@ -408,7 +408,7 @@ def explain_config(error: BaseException, file: str | None) -> str:
     if not frames:
         if 'get_config' in text:
             return f'--config={file} has no function get_config: start as configs/tiny.py does'
-        return f'no such setting: {text}'
+        return f'no such setting: {text}: --help lists all'
     last = frames[-1]
     if pathlib.Path(last.filename).resolve().parent == CONFIGS:
         return text  # one of our configs refuses its argument
