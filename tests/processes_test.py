@@ -88,7 +88,7 @@ def files_of(folder):
         if file.name.startswith('events.') or not file.is_file():
             continue
         content = file.read_bytes()
-        if file.suffix == '.jsonl':
+        if '.jsonl' in file.name:
             content = [json.loads(line) for line in content.splitlines()]
             for line in content:
                 line.pop('score', None)
