@@ -66,7 +66,7 @@ def write_examples(folder):
 
 
 def make_config(folder, data_axis, model_axis, pack, num_microbatches):
-    config = small_config('', steps=300, data_axis=data_axis, model_axis=model_axis)
+    config = small_config('', steps=200, data_axis=data_axis, model_axis=model_axis)
     config.model.emb_dim = 64
     config.model.mlp_dim = 128
     config.model.dropout_rate = 0.0
@@ -80,10 +80,10 @@ def make_config(folder, data_axis, model_axis, pack, num_microbatches):
     config.learning_rate.base_learning_rate = 0.02
     config.train.batch_size = 32
     config.train.num_microbatches = num_microbatches
-    config.log.every_steps = 100
-    config.save.every_steps = 300
-    config.eval.every_steps = 300
-    config.infer_eval.every_steps = 300
+    config.log.every_steps = 50
+    config.save.every_steps = 200
+    config.eval.every_steps = 200
+    config.infer_eval.every_steps = 200
     config.infer_eval.task = 'recall,rank'
     config.infer_eval.split = 'train'
     config.decode.max_length = 8
@@ -104,7 +104,7 @@ def test_64_examples_are_learned(tmp_path, data_axis, model_axis, pack, num_micr
     rows = write_examples(tmp_path)
     config = make_config(tmp_path, data_axis, model_axis, pack, num_microbatches)
     workdir = run(config, tmp_path / 'run')
-    perfect = {'recall-train/sequence_accuracy': {300: 100.0}, 'rank-train/accuracy': {300: 100.0}}
+    perfect = {'recall-train/sequence_accuracy': {200: 100.0}, 'rank-train/accuracy': {200: 100.0}}
     assert results.Results(workdir).scores() == perfect
 
     config.decode.beam_size = 4
