@@ -6,6 +6,7 @@ Source: T5X t5x/checkpoints.py; t5x/examples/scalable_t5 for stacked layers.
 import dataclasses
 import enum
 import functools
+import hashlib
 import json
 import math
 import re
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
@@ -87,6 +89,7 @@ def open_model(path: str | Path, config: model.T5Config | None = None) -> Opened
     opened = open_checkpoint(path)
     shapes = checkpoint.shapes(checkpoint.parameters(opened.leaves))
     config = config or opened.config or config_from_shapes(shapes)
+    config = model.without_adapters(config)  # they are merged
     try:
         checkpoint.compare(model.shapes(config), shapes)
     except ValueError as error:
@@ -97,7 +100,8 @@ def open_model(path: str | Path, config: model.T5Config | None = None) -> Opened
 def open_checkpoint(path: str | Path) -> OpenedCheckpoint:
     """Open a workdir (its newest checkpoint), a checkpoint of any format, or T5X's index file in one.
 
-    Raises ValueError for what is no checkpoint, and for a checkpoint of ours that is damaged.
+    Adapters are opened with their base and merged. Raises ValueError for what is no checkpoint, and for a
+    checkpoint of ours that is damaged.
     """
     directory = paths.to_path(path)
     step = checkpoint.newest(directory)
@@ -111,12 +115,16 @@ def open_checkpoint(path: str | Path) -> OpenedCheckpoint:
         return OpenedCheckpoint(directory, detected, dict(folder.entries), folder.config)
     if detected is Format.T5X:
         checkpoint.verify(directory)
-    return OpenedCheckpoint(
+    opened = OpenedCheckpoint(
         directory=directory,
         format=detected,
         leaves=_read_index(directory, detected),
         config=_config_beside(directory),
     )
+    base = open_base(directory)
+    if base is None:
+        return opened
+    return merge(opened, base)
 
 
 def read_index(path: str | Path) -> dict[str, Any]:
@@ -184,6 +192,96 @@ def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> model.T5Config:
 
 def _count_layers(shapes: Mapping[str, tuple[int, ...]], stack: str) -> int:
     return sum(bool(re.fullmatch(rf'{stack}/layers_\d+/mlp/wo/kernel', path)) for path in shapes)
+
+
+# Adapters (LoRA): a checkpoint that holds the trained parameters alone, and names the one that has the others.
+
+# The fingerprint of a base has the values of these arrays, which training changes first of all: to read all arrays
+# would take as long as restoring them.
+FINGERPRINTED = r'target/(.+_norm/scale|(encoder|decoder)/layers_0/.+)'
+
+
+@dataclass(frozen=True, eq=False)
+class MergedKernel:
+    """A kernel of the base with its adapters: a `checkpoint.LazyArray`."""
+
+    config: model.T5Config
+    kernel: Any
+    lora_a: Any
+    lora_b: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.kernel.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype('float32')
+
+    def read(self) -> np.ndarray:
+        """Return what model.Kernel computes with, float32."""
+        arrays = []
+        for leaf in (self.kernel, self.lora_a, self.lora_b):
+            arrays.append(jnp.asarray(checkpoint.read_leaf(leaf), jnp.float32))
+        kernel, lora_a, lora_b = arrays
+        return np.asarray(model.adapted_kernel(self.config, kernel, lora_a, lora_b))
+
+
+def describe_base(base: OpenedCheckpoint) -> dict[str, str]:
+    """Return what config.json has of the checkpoint that adapters belong to: where it is, and a fingerprint.
+
+    Raises ValueError for one that holds adapters itself.
+    """
+    if any(isinstance(leaf, MergedKernel) for leaf in base.leaves.values()):
+        raise ValueError(
+            f'{base.directory} holds adapters, which are no base for others: merge it with --mode=convert '
+            f'--from={base.directory} --to=FOLDER, and name that folder'
+        )
+    fingerprint = hashlib.blake2b(digest_size=16)
+    for path, leaf in sorted(base.leaves.items()):
+        if checkpoint.is_parameter(path):
+            fingerprint.update(f'{path} {tuple(leaf.shape)}'.encode())
+        if re.fullmatch(FINGERPRINTED, path):
+            fingerprint.update(np.asarray(checkpoint.read_leaf(leaf), np.float32).tobytes())
+    return {'directory': str(base.directory), 'fingerprint': fingerprint.hexdigest()}
+
+
+def open_base(directory: Any, restore_path: str = '') -> OpenedCheckpoint | None:
+    """Open the checkpoint that the adapters in `directory` belong to; None where it holds none.
+
+    It is where the run found it, or at `restore_path` if that is another path than the run's. Raises ValueError
+    unless it is there, with the parameters that it had.
+    """
+    settings = read_settings(directory)
+    if 'base' not in settings:
+        return None
+    path = settings['base']['directory']
+    if restore_path and restore_path != settings['restore']['path']:
+        path = restore_path
+    try:
+        base = open_checkpoint(path)
+    except ValueError as error:
+        raise ValueError(
+            f'{directory} holds adapters of {path}, which cannot be opened ({error}): put it back there, or a link '
+            'to it'
+        ) from error
+    if describe_base(base)['fingerprint'] != settings['base']['fingerprint']:
+        raise ValueError(
+            f'{directory} holds adapters of another model than {base.directory} has now: put the checkpoint back '
+            f'that restore.path={settings["restore"]["path"]!r} named when its run began'
+        )
+    return base
+
+
+def merge(adapters: OpenedCheckpoint, base: OpenedCheckpoint) -> OpenedCheckpoint:
+    """Return the model of adapters and their base: its parameters and the step, without optimizer state."""
+    assert adapters.config is not None
+    parameters = checkpoint.parameters(base.leaves) | checkpoint.parameters(adapters.leaves)
+    merged = model.merge_adapters(parameters, functools.partial(MergedKernel, adapters.config))
+    leaves = {'state/step': adapters.leaves['state/step']}
+    for path, leaf in merged.items():
+        leaves[f'{checkpoint.PARAMETER_PREFIX}{path}'] = leaf
+    return adapters._replace(leaves=leaves, config=model.without_adapters(adapters.config))
 
 
 # Writing.

@@ -169,11 +169,10 @@ def beam_search(
     by default T. It ends when no beam can become better than its finished sequences. `grow`: see
     `sample`. This is T5X's beam_search.
     """
-    num_rows, length = prompt_bT.shape
+    length = prompt_bT.shape[1]
     if lengths_b is None:
         lengths_b = jnp.full_like(prompt_bT[:, 0], length)
     longest_penalty_b = brevity_penalty(alpha, lengths_b + 1)  # T5X counts BOS here
-    in_prompt_c = jnp.where(jnp.arange(2 * num_beams) == 0, 0.0, MASKED)
 
     def is_running(state: BeamState) -> jax.Array:
         best_possible_b = state.live_log_probs_bn[:, -1] / longest_penalty_b
@@ -182,42 +181,42 @@ def beam_search(
 
     def next_state(state: BeamState) -> BeamState:
         logits_rv, cache = step(state.tokens_bn.reshape(-1), state.cache)
-        log_probs_bc, parents_bc, tokens_bc = best_candidates(state.live_log_probs_bn, logits_rv)
-        forced_b1 = prompt_bT[:, state.position][:, None]
-        tokens_bc = jnp.where(forced_b1 > 0, forced_b1, tokens_bc)
-        log_probs_bc = jnp.where(forced_b1 > 0, in_prompt_c[None], log_probs_bc)
+        log_probs_bc, parents_bc, tokens_bc = best_candidates(
+            state.live_log_probs_bn, logits_rv, forced_b=prompt_bT[:, state.position]
+        )
         candidates_bcT = pick(state.live_bnT, parents_bc)
         candidates_bcT = candidates_bcT.at[:, :, state.position].set(tokens_bc)
 
         is_finished_bc = tokens_bc == eos_id
         live_log_probs_bc = log_probs_bc + jnp.where(is_finished_bc, MASKED, 0.0)
         live_log_probs_bn, live_bn = best_last(live_log_probs_bc, num_beams)
-        parents_bn = pick(parents_bc, live_bn)
 
         scores_bc = log_probs_bc / brevity_penalty(alpha, state.position + 1)
         scores_bc = scores_bc + jnp.where(is_finished_bc, 0.0, MASKED)
-        all_scores = jnp.concatenate([state.finished_scores_bn, scores_bc], axis=1)
-        finished_scores_bn, finished_bn = best_last(all_scores, num_beams)
-        all_finished = jnp.concatenate([state.finished_bnT, candidates_bcT], axis=1)
+        finished_bnT, finished_scores_bn = best_finished(state, candidates_bcT, scores_bc)
 
-        running_b1 = is_running(state)[:, None]
-        running_b11 = running_b1[:, :, None]
-        live_bnT = pick(candidates_bcT, live_bn)
-        finished_bnT = pick(all_finished, finished_bn)
+        running_b = is_running(state)
         return BeamState(
             position=state.position + 1,
             tokens_bn=pick(tokens_bc, live_bn),
-            live_bnT=jnp.where(running_b11, live_bnT, state.live_bnT),
-            live_log_probs_bn=jnp.where(running_b1, live_log_probs_bn, state.live_log_probs_bn),
-            finished_bnT=jnp.where(running_b11, finished_bnT, state.finished_bnT),
-            finished_scores_bn=jnp.where(running_b1, finished_scores_bn, state.finished_scores_bn),
-            cache=reorder(cache, parents_bn),
+            live_bnT=where(running_b, pick(candidates_bcT, live_bn), state.live_bnT),
+            live_log_probs_bn=where(running_b, live_log_probs_bn, state.live_log_probs_bn),
+            finished_bnT=where(running_b, finished_bnT, state.finished_bnT),
+            finished_scores_bn=where(running_b, finished_scores_bn, state.finished_scores_bn),
+            cache=reorder(cache, pick(parents_bc, live_bn)),
         )
 
+    start = start_beams(prompt_bT, num_beams, cache)
+    return best_sequences(run(next_state, is_running, start, length, grow))
+
+
+def start_beams(prompt_bT: jax.Array, num_beams: int, cache: Any) -> BeamState:
+    """Return the beams before the first step. All but the first one are masked: they are equal."""
+    num_rows, length = prompt_bT.shape
     bos_bn = jnp.zeros_like(prompt_bT, shape=(num_rows, num_beams))
     zeros_bnT = jnp.zeros_like(prompt_bT, shape=(num_rows, num_beams, length))
     masked_bn = bos_bn.astype(jnp.float32) + MASKED
-    start = BeamState(
+    return BeamState(
         position=jnp.int32(0),
         tokens_bn=bos_bn,
         live_bnT=zeros_bnT,
@@ -226,7 +225,21 @@ def beam_search(
         finished_scores_bn=masked_bn,
         cache=cache,
     )
-    state = run(next_state, is_running, start, length, grow)
+
+
+def best_finished(
+    state: BeamState, candidates_bcT: jax.Array, scores_bc: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the best of the finished sequences and the candidates, and their scores."""
+    num_beams = state.tokens_bn.shape[1]
+    all_scores = jnp.concatenate([state.finished_scores_bn, scores_bc], axis=1)
+    scores_bn, best_bn = best_last(all_scores, num_beams)
+    all_finished = jnp.concatenate([state.finished_bnT, candidates_bcT], axis=1)
+    return pick(all_finished, best_bn), scores_bn
+
+
+def best_sequences(state: BeamState) -> tuple[jax.Array, jax.Array]:
+    """Return the finished sequences and their scores; where there is none, those of the beams."""
     any_finished_b1 = (state.finished_scores_bn > MASKED).any(axis=1)[:, None]
     sequences_bnT = jnp.where(any_finished_b1[..., None], state.finished_bnT, state.live_bnT)
     scores_bn = jnp.where(any_finished_b1, state.finished_scores_bn, state.live_log_probs_bn)
@@ -267,28 +280,41 @@ def brevity_penalty(alpha: float, length: jax.Array) -> jax.Array:
 
 
 def best_candidates(
-    log_probs_bn: jax.Array, logits_rv: jax.Array
+    log_probs_bn: jax.Array, logits_rv: jax.Array, forced_b: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the 2 * n best continuations of an example's beams, the best first.
 
     They are log_probs_bc of the sequences, parents_bc, the beams that they continue, and tokens_bc.
+    Where `forced`, the token of a prompt, is not 0, it is the only continuation, of one beam.
     """
     num_examples, num_beams = log_probs_bn.shape
-    best_rk, tokens_rk = partition.top_k(logits_rv, 2 * num_beams, 'model')
+    num_candidates = 2 * num_beams
+    best_rk, tokens_rk = partition.top_k(logits_rv, num_candidates, 'model')
     best_rk = (
         best_rk - partition.logsumexp(logits_rv, 'model')[:, None] + log_probs_bn.reshape(-1, 1)
     )
     num_best = best_rk.shape[1]  # less than 2 * n where the vocabulary is small
     best = best_rk.reshape(num_examples, num_beams * num_best)
     tokens = tokens_rk.reshape(num_examples, num_beams * num_best)
-    log_probs_bc, index_bc = lax.top_k(best, 2 * num_beams)
-    return log_probs_bc, index_bc // num_best, pick(tokens, index_bc)
+    log_probs_bc, index_bc = lax.top_k(best, num_candidates)
+    tokens_bc = pick(tokens, index_bc)
+    forced_b1 = forced_b[:, None]
+    in_prompt_1c = jnp.where(jnp.arange(num_candidates) == 0, 0.0, MASKED)[None]
+    log_probs_bc = jnp.where(forced_b1 > 0, in_prompt_1c, log_probs_bc)
+    tokens_bc = jnp.where(forced_b1 > 0, forced_b1, tokens_bc)
+    return log_probs_bc, index_bc // num_best, tokens_bc
 
 
 def best_last(scores: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
     """Return the `num` best scores of each example, the best last, and where they are."""
     best, index = lax.top_k(scores, num)
     return best[:, ::-1], index[:, ::-1]
+
+
+def where(condition_b: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return the examples of x [b, ...] where the condition holds, those of y elsewhere."""
+    condition = condition_b.reshape(-1, *[1] * (x.ndim - 1))
+    return jnp.where(condition, x, y)
 
 
 def pick(x: jax.Array, index_bn: jax.Array) -> jax.Array:

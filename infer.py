@@ -34,6 +34,7 @@ from vocabulary import EOS_ID, PAD_ID, find_vocabulary, read_settings
 SEQUENCES = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
 SEGMENTS = ('encoder_segment_ids', 'decoder_segment_ids')
 FEATURES = (*SEQUENCES, *SEGMENTS)
+HUGGING_FACE_PADDING = -100  # of labels, which its loss leaves out
 IGNORED_FEATURES = ('decoder_loss_weights', 'encoder_positions', 'decoder_positions')
 
 MAX_LENGTH = 2**15  # of an answer; no device holds a larger cache of keys and values
@@ -518,6 +519,11 @@ class T5:
     def _check_ids(self, name: str, ids: np.ndarray) -> None:
         """Raise ValueError for ids that the model has no embedding of."""
         vocab_size = self.config.vocab_size
+        if (ids == HUGGING_FACE_PADDING).any():
+            raise ValueError(
+                f'{name} has {HUGGING_FACE_PADDING}, with which Hugging Face pads labels: padding is 0 here: '
+                f'give np.where(labels == {HUGGING_FACE_PADDING}, 0, labels)'
+            )
         for i in (int(ids.min()), int(ids.max())):
             if not 0 <= i < vocab_size:
                 raise ValueError(
@@ -821,6 +827,12 @@ def _check_names(batch: Mapping[str, Any]) -> None:
     """Raise ValueError unless a batch has the features that it needs, and no unknown one."""
     if not isinstance(batch, Mapping):
         raise ValueError(f'a {type(batch).__name__} is no batch: give a dict of T5X features')
+    if 'labels' in batch:
+        raise ValueError(
+            "the batch has 'labels', as Hugging Face's have: the features are T5X's: give "
+            'encoder_input_tokens=input_ids, decoder_target_tokens=np.where(labels == -100, 0, labels), and as '
+            'decoder_input_tokens these targets moved right by one, a 0 in front'
+        )
     missing = [name for name in SEQUENCES if name not in batch]
     if missing:
         raise ValueError(f'the batch has {sorted(map(str, batch))}: it needs {", ".join(missing)}')

@@ -21,7 +21,7 @@ have T5X's paths and shapes. Parameters are float32. `rows_b`, where a module ta
 rows within the global batch and turns dropout on; None turns it off.
 
 Source: T5X t5x/examples/t5/{network,layers}.py; Raffel et al. 2020 (T5) §2.1; Shazeer 2020 (gated
-MLPs).
+MLPs); Hu et al. 2021 (LoRA).
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
@@ -52,7 +52,13 @@ PARAMETER_SPECS = {
     r'.+/mlp/wo/kernel': P('model', None),  # [mlp, embed]
     r'decoder/logits_dense/kernel': P(None, 'model'),  # [embed, vocab]
     r'.+_norm/scale': P(None),  # [embed]
+    # The adapters of a kernel are split like its rows and its columns.
+    r'.+/(query|key|value|wi(_\d)?|logits_dense)/lora_a': P(None, None),  # [rows, rank]
+    r'.+/(query|key|value|wi(_\d)?|logits_dense)/lora_b': P(None, 'model'),  # [rank, columns]
+    r'.+/(out|wo)/lora_a': P('model', None),  # [rows, rank]
+    r'.+/(out|wo)/lora_b': P(None, None),  # [rank, columns]
 }
+ADAPTER = r'.+/lora_[ab]'  # the paths of adapters
 ACTIVATIONS: dict[str, Callable] = {
     'relu': jax.nn.relu,
     'gelu': lambda x: jax.nn.gelu(x, approximate=True),  # the tanh form, as in Flax and Mesh-TF
@@ -90,13 +96,17 @@ class T5Config:
     logits_via_embedding: bool  # True: tied, and the logits are divided by sqrt(emb_dim)
     float32_attention_logits: bool
     relpos_bias_per_layer: bool  # False: the layers of a stack share one table
+    lora_rank: int = 0  # of the adapters; 0: none
+    lora_alpha: float = 16.0
+    lora_targets: str = r'.+/(query|value)/kernel'  # the paths of the kernels that have adapters
 
     def __post_init__(self):
         object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))  # JSON has lists
         for field in dataclasses.fields(self):
             size = getattr(self, field.name)
-            if field.type is int and size < 1:
-                raise ValueError(f'model.{field.name}={size}: must be at least 1')
+            smallest = 0 if field.name == 'lora_rank' else 1
+            if field.type is int and size < smallest:
+                raise ValueError(f'model.{field.name}={size}: must be at least {smallest}')
         if self.dtype not in DTYPES:
             raise ValueError(f"model.dtype={self.dtype!r}: use 'float32' or 'bfloat16'")
         if not self.mlp_activations or not set(self.mlp_activations) <= set(ACTIVATIONS):
@@ -105,6 +115,13 @@ class T5Config:
             )
         if not 0 <= self.dropout_rate < 1:
             raise ValueError(f'model.dropout_rate={self.dropout_rate}: must lie in [0, 1)')
+        try:
+            re.compile(self.lora_targets)
+        except re.error as error:
+            raise ValueError(
+                f'model.lora_targets={self.lora_targets!r} is no regular expression ({error}): write '
+                "one of the paths of kernels, such as '.+/(query|value)/kernel'"
+            ) from error
 
 
 def init(config: T5Config, key: jax.Array) -> dict[str, jax.Array]:
@@ -148,6 +165,42 @@ def check_mesh(config: T5Config, mesh: Mesh) -> None:
     """Raise ValueError unless the mesh splits heads, MLP width and vocabulary evenly."""
     for name in ('num_heads', 'mlp_dim', 'vocab_size'):
         partition.check_divides(f'model.{name}', getattr(config, name), ('model',), mesh)
+
+
+def check_adapters(config: T5Config) -> None:
+    """Raise ValueError where adapters are asked for and no kernel has one."""
+    paths = shapes(config)
+    if config.lora_rank and not any(re.fullmatch(ADAPTER, path) for path in paths):
+        kernels = [path for path in paths if path.endswith('/kernel')]
+        raise ValueError(
+            f'model.lora_targets={config.lora_targets!r} matches none of the {len(kernels)} kernels: '
+            f'it must match the whole path of one or more, such as {kernels[0]!r}'
+        )
+
+
+def without_adapters(config: T5Config) -> T5Config:
+    """Return the config of the base, which is also that of the merged model."""
+    return dataclasses.replace(config, lora_rank=0)
+
+
+def merge_adapters(params: Mapping[str, Any], merge: Callable) -> dict[str, Any]:
+    """Return the parameters without adapters: a kernel that has some is `merge(kernel, a, b)`."""
+    merged = {}
+    for path, x in params.items():
+        scope, name = path.rsplit('/', 1)
+        if name == 'kernel' and f'{scope}/lora_a' in params:
+            merged[path] = merge(x, params[f'{scope}/lora_a'], params[f'{scope}/lora_b'])
+        elif not re.fullmatch(ADAPTER, path):
+            merged[path] = x
+    return merged
+
+
+def adapted_kernel(
+    config: T5Config, kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array
+) -> jax.Array:
+    """Return a kernel with its adapters: Hu et al. 2021 (LoRA) §4.1, float32."""
+    product = jnp.matmul(lora_a, lora_b, precision='highest')
+    return kernel + config.lora_alpha / config.lora_rank * product
 
 
 def logits(
@@ -472,7 +525,7 @@ class Decoder(hk.Module):
             return logits_bTv / jnp.sqrt(c.emb_dim)
         shape = (c.emb_dim, partition.split(c.vocab_size, 'model'))
         kernel = Kernel(
-            shape, TRUNCATED_NORMAL, 'float32', name='logits_dense', transposed=self.transposed
+            c, shape, TRUNCATED_NORMAL, 'float32', name='logits_dense', transposed=self.transposed
         )
         if self.transposed:
             return multiply_transposed(kernel(), x_bTD)
@@ -594,7 +647,7 @@ class Attention(hk.Module):
         c = self.config
         num_heads = partition.split(c.num_heads, 'model')
         shape = (c.emb_dim, num_heads * c.head_dim)
-        kernel = Kernel(shape, initializer, c.dtype, name=name, transposed=self.transposed)()
+        kernel = Kernel(c, shape, initializer, c.dtype, name=name, transposed=self.transposed)()
         if self.transposed:
             return multiply_transposed(kernel, x_bTD).reshape(-1, 1, num_heads, c.head_dim)
         kernel_DhK = kernel.reshape(c.emb_dim, num_heads, c.head_dim)
@@ -644,7 +697,7 @@ class Attention(hk.Module):
         c = self.config
         num_heads = partition.split(c.num_heads, 'model')
         shape = (num_heads * c.head_dim, c.emb_dim)
-        out = Kernel(shape, NORMAL, c.dtype, name='out', transposed=self.transposed)()
+        out = Kernel(c, shape, NORMAL, c.dtype, name='out', transposed=self.transposed)()
         if self.transposed:
             partial_bTD = multiply_transposed(out, heads_bThK.reshape(-1, 1, shape[0]))
         else:
@@ -668,7 +721,9 @@ class Mlp(hk.Module):
         for i, activation in enumerate(c.mlp_activations):
             name = 'wi' if len(c.mlp_activations) == 1 else f'wi_{i}'
             shape = (c.emb_dim, width)
-            wi = Kernel(shape, TRUNCATED_NORMAL, c.dtype, name=name, transposed=self.transposed)()
+            wi = Kernel(
+                c, shape, TRUNCATED_NORMAL, c.dtype, name=name, transposed=self.transposed
+            )()
             if self.transposed:
                 gate_bTf = multiply_transposed(wi, x_bTD)
             else:
@@ -678,7 +733,7 @@ class Mlp(hk.Module):
         hidden_bTf = math.prod(gates)
         hidden_bTf = dropout(hidden_bTf, c.dropout_rate, rows_b, (1, c.mlp_dim), split_dim=2)
         shape = (width, c.emb_dim)
-        wo = Kernel(shape, TRUNCATED_NORMAL, c.dtype, name='wo', transposed=self.transposed)()
+        wo = Kernel(c, shape, TRUNCATED_NORMAL, c.dtype, name='wo', transposed=self.transposed)()
         if self.transposed:
             partial_bTD = multiply_transposed(wo, hidden_bTf)
         else:
@@ -777,11 +832,13 @@ class RMSNorm(hk.Module):
 class Kernel(hk.Module):
     """A float32 matrix, cast to `dtype`; its product stands beside the collective that it needs.
 
-    `transposed`: the tree has the transposed one of `transpose_for_steps`, and so it is returned.
+    It has adapters if `config.lora_targets` matches its path. `transposed`: the tree has the
+    transposed one of `transpose_for_steps`, and so it is returned.
     """
 
     def __init__(
         self,
+        config: T5Config,
         shape: tuple[int, int],
         initializer: Callable,
         dtype: str,
@@ -789,6 +846,7 @@ class Kernel(hk.Module):
         transposed: bool = False,
     ):
         super().__init__(name)
+        self.config = config
         self.shape = shape
         self.initializer = initializer
         self.dtype = dtype
@@ -797,7 +855,13 @@ class Kernel(hk.Module):
     def __call__(self):
         if self.transposed:
             return hk.get_parameter('kernel', self.shape[::-1], self.dtype)
+        c = self.config
+        rows, columns = self.shape
         kernel = hk.get_parameter('kernel', self.shape, jnp.float32, self.initializer)
+        if c.lora_rank and re.fullmatch(c.lora_targets, f'{self.module_name}/kernel'):
+            lora_a = hk.get_parameter('lora_a', (rows, c.lora_rank), jnp.float32, NORMAL)
+            lora_b = hk.get_parameter('lora_b', (c.lora_rank, columns), jnp.float32, jnp.zeros)
+            kernel = adapted_kernel(c, kernel, lora_a, lora_b)
         return kernel.astype(self.dtype)
 
 

@@ -8,7 +8,8 @@ two-dimensional arrays, which ours are. Source: T5X t5x/adafactor.py, t5x/utils.
 
 import collections
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -113,6 +114,26 @@ def schedule_factors(config: Any) -> dict[str, Callable]:
     }
 
 
+def trained_paths(pattern: str, paths: Collection[str]) -> tuple[str, ...]:
+    """Return those of the parameters' `paths` that `pattern`, optimizer.trainable, matches whole.
+
+    Raises ValueError if there is none.
+    """
+    try:
+        trained = tuple(path for path in paths if re.fullmatch(pattern, path))
+    except re.error as error:
+        raise ValueError(
+            f'optimizer.trainable={pattern!r} is no regular expression ({error}): write one of the '
+            "paths in model-info.txt, such as 'decoder/.+'"
+        ) from error
+    if not trained:
+        raise ValueError(
+            f'optimizer.trainable={pattern!r} matches none of the {len(paths)} parameters: it must '
+            f'match the whole path of one or more, such as {min(paths)!r}'
+        )
+    return trained
+
+
 def state_specs(opt_state: Any, params: Mapping[str, Any], specs: Mapping[str, P]) -> Any:
     """Return PartitionSpecs for `opt_state`.
 
@@ -135,7 +156,8 @@ def to_t5x(step: Any, params: Mapping[str, Any], opt_state: Any) -> dict[str, An
     """Return a training state as a flat tree of T5X's paths, 'target/PARAM' and 'state/...'.
 
     The arrays of the state of any optax optimizer are in it, under the paths of `state_paths`. (But
-    a random key, which optax.add_noise has, cannot be saved.)
+    a random key, which optax.add_noise has, cannot be saved.) The optimizer may have state of some
+    parameters only: the others are frozen.
     """
     tree = {STEP: step}
     for path, x in params.items():
@@ -144,10 +166,11 @@ def to_t5x(step: Any, params: Mapping[str, Any], opt_state: Any) -> dict[str, An
     for path, x in zip(paths, jax.tree.leaves(opt_state), strict=True):
         if path != STEP:
             tree[path] = x
-    if any(is_factored_slot(path) for path in paths):  # Adafactor
-        for path in params:
+    for path in paths:
+        if is_factored_slot(path):  # of Adafactor
+            owner, _, _ = path.rpartition('/')
             for slot in T5X_SLOTS:
-                tree.setdefault(f'state/param_states/{path}/{slot}', np.zeros([1], np.float32))
+                tree.setdefault(f'{owner}/{slot}', np.zeros([1], np.float32))
     return tree
 
 

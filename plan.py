@@ -142,6 +142,11 @@ def step_shapes(
     return state, batch
 
 
+def num_elements(tree: Any) -> int:
+    """Return the number of elements of all arrays."""
+    return sum(x.size for x in jax.tree.leaves(tree))
+
+
 def num_state_bytes(state: Any) -> int:
     """Return the bytes of a training state, which are also those of its checkpoint."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))

@@ -63,6 +63,8 @@ RANGES = {
     'model.head_dim': SIZE,
     'model.mlp_dim': SIZE,
     'model.dropout_rate': Range(0, 1, without=(1,)),
+    'model.lora_rank': Range(0, 2**20),
+    'model.lora_alpha': Range(1e-6, LARGEST_FLOAT),
     'data.max_bad_fraction': FRACTION,
     'data.num_pieces': Range(1, 1_000_000),
     'data.extra_ids': Range(0, 100_000),

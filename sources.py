@@ -300,19 +300,29 @@ def open_source(config, whole_records: bool = False, test_split: str = '') -> So
     bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction)
     names = find_files('data.files', config.files, bad_lines)
     validation_names = find_files('data.validation_files', config.validation_files, bad_lines)
-    has_train_split = config.train_split != NO_SPLIT
-    if validation_names and not names and has_train_split:
+    if names or validation_names:
+        return files_source(config, names, validation_names, bad_lines, whole_records)
+    is_of_pydoc = config.task.startswith('pydoc_')
+    if config.targets or (whole_records and not is_of_pydoc):
+        raise ValueError(
+            f'task {config.task!r} with inputs={config.inputs!r} and targets={config.targets!r} '
+            'needs records: name its files or data set (data.files, data.tfds)'
+        )
+    return pydoc_source(config)
+
+
+def files_source(
+    config,
+    names: list[str],
+    validation_names: list[str],
+    bad_lines: 'BadLines',
+    whole_records: bool,
+) -> Source:
+    """Open files for training and files for validation; either may be none."""
+    if not names and config.train_split != NO_SPLIT:
         raise ValueError(
             f'data.validation_files={config.validation_files!r} needs data.files besides: name both'
         )
-    if not names and not validation_names:
-        is_of_pydoc = config.task.startswith('pydoc_')
-        if config.targets or (whole_records and not is_of_pydoc):
-            raise ValueError(
-                f'task {config.task!r} with inputs={config.inputs!r} and targets={config.targets!r} '
-                'needs records: name its files or data set (data.files, data.tfds)'
-            )
-        return pydoc_source(config)
     train = read_records('data.files', 'train', names)
     validation = read_records('data.validation_files', 'validation', validation_names)
     check_disjoint(train, validation)

@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -70,8 +70,9 @@ def train_step(trainer: 'Trainer', state: TrainState, batch: Mapping) -> tuple[T
     _, dropout_key = jax.random.split(jax.random.key(trainer.seed))
     key = jax.random.fold_in(dropout_key, state.step)
     grads, metrics = gradients(trainer, state.params, batch, rows, key)
-    updates, opt_state = trainer.tx.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+    trained = trainer.trained_of(state.params)
+    updates, opt_state = trainer.tx.update(grads, state.opt_state, trained)
+    params = state.params | optax.apply_updates(trained, updates)
     metrics['learning_rate'] = trainer.schedule(state.step)
     metrics['gradient_norm'] = optax.tree.norm(grads)
     metrics['finite'] = jnp.isfinite(metrics['loss'] + optax.tree.norm(updates))
@@ -81,7 +82,7 @@ def train_step(trainer: 'Trainer', state: TrainState, batch: Mapping) -> tuple[T
 def gradients(
     trainer: 'Trainer', params: Mapping, batch: Mapping, rows: jax.Array, key: jax.Array
 ) -> tuple[dict, dict]:
-    """Return the gradients of the batch's loss, and its loss.weighted_sums.
+    """Return the gradients of the batch's loss by the trained parameters, and its loss.weighted_sums.
 
     `rows` and `key` determine the dropout.
     """
@@ -90,7 +91,7 @@ def gradients(
         functools.partial(device_gradients, trainer),
         mesh=trainer.mesh,
         in_specs=(specs, partition.BATCH, partition.BATCH, P()),
-        out_specs=(specs, P()),
+        out_specs=(trainer.trained_of(specs), P()),
     )
     return sharded_gradients(params, batch, rows, key)
 
@@ -103,12 +104,13 @@ def device_gradients(trainer, params, batch, rows_b, key):
     its own weights and repeats the same dropout in all of them.
     """
     weights_bT, divisor = loss.weights_and_divisor(batch, trainer.normalizing_factor)
-    params = partition.per_device(params, trainer.specs.params)
+    trained_specs = trainer.trained_of(trainer.specs.params)
+    trained = partition.per_device(trainer.trained_of(params), trained_specs)
 
-    def microbatch_loss(params, microbatch):
+    def microbatch_loss(trained, microbatch):
         batch, weights_bT, rows_b = microbatch
         logits_bTv = model.apply(
-            lambda: model.logits(trainer.model_config, batch, rows_b), params, key
+            lambda: model.logits(trainer.model_config, batch, rows_b), params | trained, key
         )
         sums = loss.weighted_sums(
             logits_bTv,
@@ -121,14 +123,14 @@ def device_gradients(trainer, params, batch, rows_b, key):
         return sums['loss'], sums
 
     def add_gradients(total, microbatch):
-        grads, sums = jax.grad(microbatch_loss, has_aux=True)(params, microbatch)
+        grads, sums = jax.grad(microbatch_loss, has_aux=True)(trained, microbatch)
         return jax.tree.map(jnp.add, total, grads), sums
 
-    zeros = jax.tree.map(jnp.zeros_like, params)
+    zeros = jax.tree.map(jnp.zeros_like, trained)
     microbatches = partition.cut_rows((batch, weights_bT, rows_b), trainer.num_microbatches)
     grads, sums = lax.scan(add_gradients, zeros, microbatches)
     sums = jax.tree.map(lambda x: x.sum(axis=0), sums)
-    grads = partition.sum_gradients(grads, trainer.specs.params)
+    grads = partition.sum_gradients(grads, trained_specs)
     return grads, lax.psum(sums, partition.BATCH_AXES)
 
 
@@ -136,7 +138,7 @@ def init(trainer: 'Trainer') -> TrainState:
     """Return the state before the first step."""
     init_key, _ = jax.random.split(jax.random.key(trainer.seed))
     params = model.init(trainer.model_config, init_key)
-    return TrainState(jnp.int32(0), params, trainer.tx.init(params))
+    return TrainState(jnp.int32(0), params, trainer.tx.init(trainer.trained_of(params)))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)  # JAX prints it in front of its messages
@@ -170,13 +172,33 @@ class Trainer:
         return optimizer.make_optimizer(self.optimizer_config, self.schedule)
 
     @functools.cached_property
+    def trained(self) -> tuple[str, ...]:
+        """The paths of the parameters that are trained."""
+        pattern = self.optimizer_config.trainable or '.+'
+        if self.model_config.lora_rank and not self.optimizer_config.trainable:
+            pattern = model.ADAPTER
+        return optimizer.trained_paths(pattern, model.shapes(self.model_config))
+
+    def trained_of(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what `tree`, {path of a parameter: leaf}, has of the trained parameters."""
+        return {path: tree[path] for path in self.trained}
+
+    @functools.cached_property
+    def unsaved(self) -> frozenset[str]:
+        """The paths of the parameters that a run with adapters leaves to its base's checkpoint."""
+        if not self.model_config.lora_rank:
+            return frozenset()
+        base = model.shapes(model.without_adapters(self.model_config))
+        return frozenset(base) - frozenset(self.trained)
+
+    @functools.cached_property
     def shapes(self) -> Any:
         """The state as a TrainState of jax.ShapeDtypeStruct."""
         step = jax.ShapeDtypeStruct((), jnp.int32)
         params = {}
         for path, shape in model.shapes(self.model_config).items():
             params[path] = jax.ShapeDtypeStruct(shape, jnp.float32)
-        opt_state = jax.eval_shape(self.tx.init, params)
+        opt_state = jax.eval_shape(self.tx.init, self.trained_of(params))
         return TrainState(step, params, opt_state)  # type: ignore[arg-type]
 
     @functools.cached_property
@@ -212,6 +234,8 @@ def make_trainer(config: Any, num_microbatches: int = 1) -> Trainer:
     # These names are parsed when they are first used: parse them now.
     _ = trainer.normalizing_factor
     _ = trainer.tx  # and its schedule
+    model.check_adapters(trainer.model_config)
+    _ = trainer.trained
     return trainer
 
 
@@ -266,6 +290,7 @@ class Run(NamedTuple):
     t5: infer.T5  # the model that answers for them, which is given the parameters of a step
     missing_evaluations: list[str]  # after first_step, because a signal ended them
     first_step: int  # the steps that were taken before
+    unsaved: frozenset[str]  # the parameters that checkpoints do not hold
     state: TrainState
     interval: list[dict]  # the metrics of the steps since the last logged one
 
@@ -623,7 +648,7 @@ def compute_task_metrics(
         return
     kept = results.Results(run.workdir)
     values = {}
-    run.t5.set_parameters(state.params)
+    run.t5.set_parameters(merged_parameters(run.config, state.params))
     for task in due:
         with run.console.working(f'Evaluating {task.name}, step {step:,}'):
             found = run.task_metrics(run.t5, task, stop_request.agree)
@@ -637,6 +662,14 @@ def compute_task_metrics(
     run.t5.set_parameters({})
     if values:
         run.console.line(results.describe(step, run.task_metrics.split, values))
+
+
+def merged_parameters(config: Any, params: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+    """Return the parameters without adapters, merged where there are some."""
+    if not config.model.lora_rank:
+        return params
+    merge = functools.partial(model.adapted_kernel, model.T5Config(**config.model))
+    return model.merge_adapters(params, merge)
 
 
 def save(
@@ -663,7 +696,15 @@ def save(
     }
     if run.vocabulary.model:
         files['vocabulary.model'] = run.vocabulary.model
-    saver.save(int(state.step), optimizer.to_t5x(*state), files)
+    saver.save(int(state.step), saved_tree(run.unsaved, state), files)
+
+
+def saved_tree(unsaved: Collection[str], state: TrainState) -> dict[str, Any]:
+    """Return a state as a checkpoint holds it, without the parameters `unsaved`."""
+    tree = optimizer.to_t5x(*state)
+    for path in unsaved:
+        del tree[f'{checkpoint.PARAMETER_PREFIX}{path}']
+    return tree
 
 
 def counts_of_all(stream: data.Stream, batch: prefetch.PrefetchedBatch) -> dict[str, list[int]]:
@@ -708,6 +749,7 @@ class Start(NamedTuple):
     step: int
     is_resumed: bool  # from a checkpoint in its own workdir
     leaves: dict[str, Any]  # of a checkpoint's index; what is missing there gets its initial value
+    base: dict[str, str]  # of adapters: convert.describe_base of the checkpoint they belong to
     vocabulary_model: bytes  # the checkpoint's own; b'' if it has none
     description: str
 
@@ -785,7 +827,7 @@ def prepare_locked(
             max_size=config.model.vocab_size,
             model=start.vocabulary_model,
         )
-    resolved = resolved_settings(config, mixture, vocabulary)
+    resolved = resolved_settings(config, mixture, vocabulary, start)
     if start.is_resumed:
         workdir.compare_settings(folder / f'checkpoint_{start.step}', resolved, mixture)
         checkpoint.choose(start.leaves, state_shapes(trainer))
@@ -820,9 +862,10 @@ def prepare_locked(
             config, trainer.mesh, stream, validation, planned.num_microbatches
         ),
         task_metrics=task_metrics,
-        t5=infer.T5(trainer.model_config, trainer.shapes.params, trainer.mesh, vocabulary),
+        t5=make_t5(config, trainer, vocabulary),
         missing_evaluations=[],
         first_step=start.step,
+        unsaved=trainer.unsaved,
         state=state,
         interval=interval,
     )
@@ -832,12 +875,27 @@ def prepare_locked(
     return run._replace(missing_evaluations=metrics.missing(due, start.step))
 
 
-def resolved_settings(config: Any, mixture: OpenMixture, vocabulary: Vocabulary) -> dict[str, Any]:
+def make_t5(config: Any, trainer: Trainer, vocabulary: Vocabulary) -> infer.T5:
+    """Return the model that answers for task metrics, which has no parameters yet."""
+    merge = functools.partial(merged_parameters, config)
+    return infer.T5(
+        model.without_adapters(trainer.model_config),
+        jax.eval_shape(merge, trainer.shapes.params),
+        trainer.mesh,
+        vocabulary,
+    )
+
+
+def resolved_settings(
+    config: Any, mixture: OpenMixture, vocabulary: Vocabulary, start: Start
+) -> dict[str, Any]:
     """Return the content of config.json: the settings, and what they stand for."""
     resolved = json.loads(config.to_json())
     resolved['corpus'] = mixture.corpus
     resolved['data_fingerprint'] = mixture.fingerprint
     resolved['vocabulary_hash'] = vocabulary.hash
+    if start.base:
+        resolved['base'] = start.base
     return resolved
 
 
@@ -866,7 +924,8 @@ def introduce(
 ) -> None:
     """Print the model, the devices and the data of a run, and what a slow evaluation costs."""
     lines = workdir.introduction(
-        num_parameters=sum(math.prod(x.shape) for x in trainer.shapes.params.values()),
+        num_parameters=plan.num_elements(trainer.shapes.params),
+        num_trained=plan.num_elements(trainer.trained_of(trainer.shapes.params)),
         dtype=config.model.dtype,
         mesh=trainer.mesh,
         mixture=validation.mixture,
@@ -901,7 +960,7 @@ def compile_unless_finished(
         return plan.Plan(step=None, num_microbatches=1, note='')
     check_step_offset(config, start)
     state_bytes = plan.num_state_bytes(trainer.shapes)
-    workdir.check_saving(folder, state_bytes)
+    workdir.check_saving(folder, plan.num_state_bytes(saved_tree(trainer.unsaved, trainer.shapes)))
     console.line(
         f'{start.description}; compiling, then a line every {config.log.every_steps} steps.'
     )
@@ -946,7 +1005,7 @@ def write_run_files(
     if vocabulary.model:
         paths.replace_file(folder / 'vocabulary.model', vocabulary.model)
     shapes = optimizer.to_t5x(*trainer.shapes)
-    info = workdir.model_info(shapes, optimizer.to_t5x(*trainer.specs))
+    info = workdir.model_info(shapes, optimizer.to_t5x(*trainer.specs), trainer.trained)
     paths.replace_file(folder / 'model-info.txt', info.encode())
 
 
@@ -982,10 +1041,17 @@ def find_start(config: Any, folder: Path, trainer: Trainer, console: workdir.Con
     vocabulary_model = b''
     if not (folder / 'vocabulary.model').exists() and (directory / 'vocabulary.model').exists():
         vocabulary_model = (directory / 'vocabulary.model').read_bytes()
+    leaves = checkpoint.read_index(directory)
+    base = {}
+    opened = convert.open_base(directory, config.restore.path)
+    if opened is not None:
+        leaves = only_parameters(opened.leaves) | leaves
+        base = convert.describe_base(opened)
     return Start(
         step=step,
         is_resumed=True,
-        leaves=checkpoint.read_index(directory),
+        leaves=leaves,
+        base=base,
         vocabulary_model=vocabulary_model,
         description=f'Going on after step {step:,}',
     )
@@ -995,43 +1061,101 @@ def choose_initial(config: Any, trainer: Trainer) -> Start:
     """Return what a new run starts from: leaves of the index of `restore.path`, and its vocabulary.
 
     Step and optimizer state come along, as in T5X, where the checkpoint has them and `restore.only`
-    does not leave them out. Raises ValueError where the checkpoint does not fit the model.
+    does not leave them out. Adapters start at step 0. Raises ValueError where the checkpoint does
+    not fit the model.
     """
-    path = config.restore.path
-    if not path:
+    has_adapters = config.model.lora_rank > 0
+    if has_adapters:
+        check_base_settings(config)
+    if not config.restore.path:
         return Start(
-            step=0, is_resumed=False, leaves={}, vocabulary_model=b'', description='From scratch'
+            step=0,
+            is_resumed=False,
+            leaves={},
+            base={},
+            vocabulary_model=b'',
+            description='From scratch',
         )
-    opened = convert.open_checkpoint(path)
-    index = opened.leaves
+    opened = convert.open_checkpoint(config.restore.path)
+    index = without_frozen_state(opened.leaves, trainer)
+    num_frozen = len(opened.leaves) - len(index)
     expected = state_shapes(trainer)
     # Without optimizer state the step does not come along either.
-    if not any(is_optimizer_state(name) for name in index):
+    if has_adapters or not any(is_optimizer_state(name) for name in index):
         expected = only_parameters(expected)
         index = only_parameters(index)
+    expected = {name: x for name, x in expected.items() if not re.fullmatch(model.ADAPTER, name)}
     leaves = choose_leaves(config.restore, index, expected)
-    step = 0
-    if 'state/step' in leaves:
-        step = int(checkpoint.restore({'state/step': leaves['state/step']})['state/step'])
-    if step >= config.train.steps and not config.train.relative_steps:
+    if has_adapters and not leaves.keys() == index.keys() == expected.keys():
         raise ValueError(
-            f'restore.path={path} has taken {step:,} of {config.train.steps:,}: set more train.steps, or '
-            "train.relative_steps, or restore.only='target/.*', which starts at step 0"
+            f'restore.only={config.restore.only!r}, restore.strict={config.restore.strict}: adapters '
+            f'(model.lora_rank={config.model.lora_rank}) need all parameters of their base, and no others: set '
+            "restore.only='target/.*' and restore.strict=True"
         )
-    vocabulary = find_vocabulary(opened.directory)
-    vocabulary_model = b'' if vocabulary is None else vocabulary.model
-    if not config.data.vocabulary and not vocabulary_model:
-        raise ValueError(
-            f'restore.path={path} brings no SentencePiece model, and a new one would have other pieces for its '
-            'embeddings: name its own with data.vocabulary'
+    step = restored_step(config, leaves)
+    description = describe_initial(step, opened.directory, leaves, index, expected)
+    if num_frozen:
+        description += (
+            f'; not used: {num_frozen:,} arrays of the optimizer state of frozen parameters'
         )
     return Start(
         step=step,
         is_resumed=False,
         leaves=leaves,
-        vocabulary_model=vocabulary_model,
-        description=describe_initial(step, opened.directory, leaves, index, expected),
+        base=convert.describe_base(opened) if has_adapters else {},
+        vocabulary_model=own_vocabulary(config, opened.directory),
+        description=description,
     )
+
+
+def restored_step(config: Any, leaves: Mapping[str, Any]) -> int:
+    """Return the step of a checkpoint, 0 where it comes without. Raises ValueError for the last one."""
+    if 'state/step' not in leaves:
+        return 0
+    step = int(checkpoint.restore({'state/step': leaves['state/step']})['state/step'])
+    if step >= config.train.steps and not config.train.relative_steps:
+        raise ValueError(
+            f'restore.path={config.restore.path} has taken {step:,} of {config.train.steps:,}: set more train.steps, '
+            "or train.relative_steps, or restore.only='target/.*', which starts at step 0"
+        )
+    return step
+
+
+def own_vocabulary(config: Any, directory: Any) -> bytes:
+    """Return the SentencePiece model of a checkpoint. Raises ValueError if a run would make a new one."""
+    vocabulary = find_vocabulary(directory)
+    vocabulary_model = b'' if vocabulary is None else vocabulary.model
+    if not config.data.vocabulary and not vocabulary_model:
+        raise ValueError(
+            f'restore.path={config.restore.path} brings no SentencePiece model, and a new one would have other pieces '
+            'for its embeddings: name its own with data.vocabulary'
+        )
+    return vocabulary_model
+
+
+def check_base_settings(config: Any) -> None:
+    """Raise ValueError unless adapters can be trained on the checkpoint that config.restore names."""
+    if not config.restore.path:
+        raise ValueError(
+            f"model.lora_rank={config.model.lora_rank} with restore.path='': adapters change a trained model: name "
+            'its checkpoint with restore.path, or set model.lora_rank=0'
+        )
+    if config.restore.dtype not in ('float32', ''):
+        raise ValueError(
+            f'restore.dtype={config.restore.dtype!r} with model.lora_rank={config.model.lora_rank}: adapters are '
+            "merged into their base as it is stored: set restore.dtype='float32'"
+        )
+
+
+def without_frozen_state(index: Mapping[str, Any], trainer: Trainer) -> dict[str, Any]:
+    """Return the leaves of a checkpoint's index but the optimizer state of frozen parameters."""
+    kept = {}
+    for path, leaf in index.items():
+        parameter, _, _ = path.removeprefix(checkpoint.SLOT_PREFIX).rpartition('/')
+        is_frozen = parameter in trainer.shapes.params and parameter not in trainer.trained
+        if not is_optimizer_state(path) or not is_frozen:
+            kept[path] = leaf
+    return kept
 
 
 def with_last_step(config: Any, folder: Path, start: Start) -> Any:

@@ -24,7 +24,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -239,6 +239,8 @@ def compare_settings(directory: Path, settings: Mapping, mixture: OpenMixture) -
     old = json.loads((directory / 'config.json').read_text())
     is_other_text = old['data_fingerprint'] != settings['data_fingerprint']
     may_change: tuple[str, ...] = MAY_CHANGE
+    if 'base' in settings:  # of adapters: its content counts, which base/fingerprint stands for
+        may_change += ('restore/path', 'base/directory')
     if is_other_text:
         may_change += ('data_fingerprint', 'corpus')
     changes = changed_settings(old, settings, may_change)
@@ -425,6 +427,7 @@ class Console:
 
 def introduction(
     num_parameters: int,
+    num_trained: int,
     dtype: str,
     mesh: Mesh,
     mixture: OpenMixture,
@@ -442,9 +445,12 @@ def introduction(
             '!' * 80,
         ]
     platform = mesh.devices.flat[0].platform
+    trained = ''
+    if num_trained < num_parameters:
+        trained = f' ({num_trained:,} of them trained)'
     return [
         *lines,
-        f'T5 with {num_parameters:,} parameters in {dtype} on {mesh.size} {platform} device(s), '
+        f'T5 with {num_parameters:,} parameters{trained} in {dtype} on {mesh.size} {platform} device(s), '
         f'{dict(mesh.shape)}.',
         f'Text: {mixture.description}; vocabulary: {vocabulary_size:,} pieces.',
     ]
@@ -512,17 +518,29 @@ def next_command(workdir: Path, corpus: str) -> str:
     return f'Everything is in {results}\nNext: {after}'
 
 
-def model_info(shapes: Mapping[str, Any], specs: Mapping[str, Any]) -> str:
+def model_info(
+    shapes: Mapping[str, Any], specs: Mapping[str, Any], trained: Collection[str]
+) -> str:
     """Return T5X's model-info.txt: every array of the state, and its partition spec.
 
     `shapes`: {path of a T5X checkpoint: jax.ShapeDtypeStruct}; `specs`: {path: PartitionSpec or
-    None}.
+    None}; `trained`: the paths of parameters. Where some are frozen, it marks and counts them.
     """
     params = [path for path in sorted(shapes) if path.startswith('target/')]
     state = [path for path in sorted(shapes) if not path.startswith('target/')]
     num_params = sum(math.prod(shapes[path].shape) for path in params)
-    lines = [describe_array(path, shapes[path], specs[path]) for path in params]
-    lines += [f'Total number of parameters: {num_params}', '']
+    lines = []
+    num_trained = 0
+    for path in params:
+        mark = ' frozen'
+        if path.removeprefix('target/') in trained:
+            mark = ''
+            num_trained += math.prod(shapes[path].shape)
+        lines.append(describe_array(path, shapes[path], specs[path]) + mark)
+    lines.append(f'Total number of parameters: {num_params}')
+    if num_trained < num_params:
+        lines.append(f'Number of trained parameters: {num_trained}')
+    lines.append('')
     lines += [describe_array(path, shapes[path], specs[path]) for path in state]
     return '\n'.join(lines) + '\n'
 

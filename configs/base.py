@@ -42,6 +42,15 @@ def get_config() -> ConfigDict:
     config.model.float32_attention_logits = False
     # True gives each layer its own relative position bias (umT5).
     config.model.relpos_bias_per_layer = False
+    # Rank of LoRA's adapters, which are trained in place of the kernels of restore.path; 0 for none.
+    # A checkpoint then holds them alone. Of Adafactor set optimizer.multiply_by_parameter_scale=False,
+    # because adapters begin at 0, or take adamw.
+    config.model.lora_rank = 0
+    # Scale of the adapters: a kernel is kernel + lora_alpha / lora_rank * lora_a @ lora_b.
+    config.model.lora_alpha = 16.0
+    # Regular expression of the paths of the kernels that have adapters. The default is that of Hu et
+    # al. 2021; '.+/kernel' takes all.
+    config.model.lora_targets = '.+/(query|value)/kernel'
 
     # Where examples come from.
     config.data = ConfigDict()
@@ -128,7 +137,7 @@ def get_config() -> ConfigDict:
     # NUM_TOTAL_TARGET_TOKENS or AVERAGE_PER_SEQUENCE.
     config.loss.loss_normalizing_factor = ''
 
-    # The optimizer. What follows is Adafactor's, but for the clip of the gradient and adamw.
+    # The optimizer. What follows is Adafactor's, but for trainable, the clip of the gradient and adamw.
     config.optimizer = ConfigDict()
     # adafactor, or adamw.
     config.optimizer.name = 'adafactor'
@@ -147,6 +156,11 @@ def get_config() -> ConfigDict:
     # Fraction of each parameter that decays per step, not multiplied by the learning rate. 0 for
     # none.
     config.optimizer.weight_decay_rate = 0.0
+    # Regular expression of the paths of the parameters that are trained, as model-info.txt has them;
+    # the others are frozen: '(?!encoder/).+' freezes the encoder, and 'decoder/.+' the embedding, too,
+    # which saves the whole backward pass of the encoder. '' trains all parameters, or with
+    # model.lora_rank the adapters alone. Of any optimizer.
+    config.optimizer.trainable = ''
     # Largest norm of the whole gradient; 0 for none. Of any optimizer.
     config.optimizer.global_norm_clip_threshold = 0.0
     # AdamW.

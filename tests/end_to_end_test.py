@@ -101,6 +101,7 @@ def short_corpus(folder):
 EPOCHS = {'train.epochs': 2, 'data.vocabulary': 'bytes', 'log.every_steps': 2}
 
 
+@pytest.mark.slow
 def test_a_run_ends_after_its_epochs(tmp_path, capsys):
     """Every example is given as often as there are epochs, also where the run was stopped."""
     config = small_config(short_corpus(tmp_path), steps=100_000)
@@ -337,6 +338,7 @@ def test_config_json_and_model_info(uninterrupted):
     assert re.search(r'Variable param_states/.*/v_row ', text)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run(corpus, tmp_path):
     config = small_config(corpus, steps=40)
     config.model.dropout_rate = 0.0  # compiles twice as fast
@@ -402,26 +404,6 @@ def assert_lines_of_a_run(lines, workdir, first_line, logged_steps, last):
     assert re.match(rf'Step {last}: validation loss \d+\.\d+ nats per text token', lines[-3])
     assert str(workdir) in lines[-2]
     assert lines[-1].startswith('Next: ')
-
-
-def test_a_command_from_its_first_line_to_its_last(corpus, command_line, tmp_path):
-    """And the same command when the run is finished."""
-    program = Program(tmp_path, corpus, steps=8, log=4, save=8, evaluate=8)
-    workdir = tmp_path / 'run'
-    first = command_line(*program.arguments(workdir))
-    assert first.status == 0, first.stderr
-    assert_lines_of_a_run(
-        first.stdout.splitlines(),
-        workdir,
-        first_line=r'T5 with 18,672 parameters in float32 on 1 cpu device',
-        logged_steps=[1, 4, 8],  # the first one at once
-        last=8,
-    )
-    assert checkpoint.steps(workdir) == [8]
-    again = command_line(*program.arguments(workdir))
-    assert again.status == 0
-    assert 'this run is finished' in again.stdout
-    assert checkpoint.steps(workdir) == [8]
 
 
 def main(*arguments):

@@ -5,6 +5,8 @@ Tolerances are max|a-b| <= tol * max|b|, 1e-4 for logits: float32 sums in anothe
 With transformers and torch installed, the tests at the end compare with what these compute themselves.
 """
 
+import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -19,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 from small_models import assert_close, golden_batch
 
 import checkpoint
+import convert
 import hugging_face
 import infer
 import model
@@ -486,6 +489,22 @@ def test_transformers_computes_what_we_do(name, transformers, tmp_path):
     again = load(tmp_path / 'again')
     assert again.config == config
     assert_same_bits(again.arrays, arrays)
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize('name', CONFIGS)
+def test_transformers_computes_a_model_with_adapters(name, transformers, tmp_path):
+    """Written with merged kernels, it is what we compute with the adapters beside them."""
+    config = dataclasses.replace(CONFIGS[name], lora_rank=3, lora_targets='.+/kernel')
+    arrays = random_arrays(config)
+    ours = infer.T5(config, arrays, partition.make_mesh(1, 1, jax.devices()[:1]))
+    merge = functools.partial(convert.MergedKernel, config)
+    merged = model.merge_adapters(arrays, merge)
+    hugging_face.write(tmp_path / 'hf', CONFIGS[name], merged, model_type=MODEL_TYPES[name])
+    module = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / 'hf')
+    batch = token_batch(config)
+    theirs = their_logits(transformers, module, config, batch)
+    assert_same_logits(ours.logits(batch), theirs, batch['decoder_target_tokens'])
 
 
 @pytest.mark.peers

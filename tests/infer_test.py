@@ -283,6 +283,7 @@ NO_ROWS = 'model.vocab_size=384 has no such rows, only 0 to 383'
         (['a', [5]], '[0] is a text, inputs[1] is not: give either texts or ids'),
         ([[5], 'a'], '[1] is a text, inputs[0] is not'),
         ([[5], [-1]], f'[1] has id -1: {NO_ROWS}'),
+        ([[5], [6, -100]], '[1] has -100, with which Hugging Face pads labels: padding is 0 here'),
         ([[384]], f'[0] has id 384: {NO_ROWS}'),
         ([[2**31]], f'has id 2147483648: {NO_ROWS}'),
         ([np.array([2**32 + 5])], f'has id 4294967301: {NO_ROWS}'),
@@ -344,6 +345,10 @@ SEGMENTS = {name: np.ones([2, 4], np.int32) for name in infer.SEGMENTS}
         ({INPUTS: np.full([2, 4], 2**32 + 5)}, 'has id 4294967301'),
         ({SHIFTED: np.full([2, 4], -1)}, f'{SHIFTED} has id -1: {NO_ROWS}'),
         ({TARGETS: jnp.full([2, 4], 384)}, f'{TARGETS} has id 384'),
+        (
+            {TARGETS: np.array([[5, 6, 1, 1], [5, 1, -100, -100]])},
+            f'{TARGETS} has -100, with which Hugging Face pads labels: padding is 0 here: give np.where(',
+        ),
         ({INPUTS: np.ones(4, int)}, f'{INPUTS} is int64 [4]: must be integers [batch, length]'),
         ({INPUTS: np.ones([2, 0], int)}, f'{INPUTS} is int64 [2, 0]: must be'),
         ({name: np.ones([0, 4], int) for name in infer.SEQUENCES}, 'int64 [0, 4]: must be'),
@@ -373,6 +378,22 @@ def test_batches(t5, changes, words):
     with pytest.raises(ValueError, match=re.escape(words)) as error:
         t5.logits(batch)
     assert '\n' not in str(error.value)
+
+
+def test_a_batch_of_hugging_face(t5):
+    """The messages say how to make T5X's features of it."""
+    input_ids = np.array([[5, 6, 1, 0], [7, 1, 0, 0]])
+    labels = np.array([[8, 1, -100], [9, 10, 1]])
+    for batch in ({'input_ids': input_ids, 'labels': labels}, {'labels': labels}):
+        with pytest.raises(ValueError, match="the batch has 'labels', as Hugging Face's") as error:
+            t5.logits(batch)
+        assert 'encoder_input_tokens=input_ids, decoder_target_tokens=np.where(' in str(error.value)
+    targets = np.where(labels == -100, 0, labels)
+    shifted = np.pad(targets, ((0, 0), (1, 0)))[:, :-1]
+    logits = t5.logits({INPUTS: input_ids, SHIFTED: shifted, TARGETS: targets})
+    log_probs = np.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
+    expected = np.where(labels == -100, 0, log_probs).sum(axis=-1)
+    np.testing.assert_allclose(t5.score(input_ids, targets), expected, rtol=1e-5)
 
 
 def test_batches_that_are_none(t5):

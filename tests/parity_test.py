@@ -58,6 +58,7 @@ def test_logits(golden):
     assert_close(t5.logits(golden_batch(arrays, 'packed')), arrays['packed_logits'], 1e-5)
 
 
+@ONE_GOLDEN_MODEL
 def test_loss_and_metrics(golden):
     arrays = np.load(golden / 'golden.npz')
     trainer = train.make_trainer(golden_config(golden))

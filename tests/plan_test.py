@@ -89,6 +89,7 @@ def test_a_requested_number_that_does_not_fit(monkeypatch):
         fit({2: 60, 4: 55}, 50, monkeypatch, requested=2, counts=[2, 4])
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit(corpus, tmp_path, monkeypatch):
     config = small_config(corpus)
     config.train.batch_size = 2

@@ -1,0 +1,345 @@
+"""LoRA: adapters are trained and saved alone, and a model with merged adapters is the trained one."""
+
+import json
+import re
+import shutil
+
+import chex
+import jax
+import numpy as np
+import pytest
+from questions import write_task
+from runs import ROOT, assert_same_run, metrics_of, run, small_config, state_of
+from small_models import assert_close, random_batch, random_params, run_config, t5_config
+
+import checkpoint
+import convert
+import evaluate
+import infer
+import model
+import partition
+import train
+
+T5X = ROOT / 'tests/golden/t5x_t5_1_1_tiny/checkpoint_6'
+ALL_KERNELS = '.+/kernel'
+SIZES = dict(vocab_size=64, emb_dim=16, num_heads=4, head_dim=4, mlp_dim=16)
+MOST_TARGETS = r'.+/(query|value|out|wi_0|wo)/kernel'
+
+gradients = jax.jit(train.gradients, static_argnums=0)
+
+
+def step_config(mesh_data=1, mesh_model=1, rank=2, targets=ALL_KERNELS):
+    config = run_config(mesh_data, mesh_model, **SIZES)
+    # Random adapters are then small beside their kernels.
+    config.model.update(lora_rank=rank, lora_alpha=0.2, lora_targets=targets)
+    config.optimizer.multiply_by_parameter_scale = False
+    return config
+
+
+# The model.
+
+
+def test_the_kernels_that_match_have_adapters():
+    sizes = SIZES | {'num_encoder_layers': 2, 'num_decoder_layers': 1}
+    base = t5_config(**sizes)
+    config = t5_config(**sizes, lora_rank=3)
+    found = model.shapes(config)
+    adapters = found.keys() - model.shapes(base).keys()
+    kernels = {path.rsplit('/', 1)[0] for path in adapters}
+    assert {kernel.rsplit('/', 1)[1] for kernel in kernels} == {'query', 'value'}
+    # Of every attention: one in a layer of the encoder, two in one of the decoder.
+    assert len(kernels) == 2 * (base.num_encoder_layers + 2 * base.num_decoder_layers)
+    for kernel in kernels:
+        rows, columns = found[f'{kernel}/kernel']
+        assert found[f'{kernel}/lora_a'] == (rows, 3)
+        assert found[f'{kernel}/lora_b'] == (3, columns)
+    assert model.without_adapters(config) == base
+    every = model.shapes(t5_config(**sizes, lora_rank=3, lora_targets=ALL_KERNELS))
+    assert sum(path.endswith('/lora_a') for path in every) == sum(
+        path.endswith('/kernel') for path in every
+    )
+    partition.param_specs(model.PARAMETER_SPECS, every)  # raises for a path without a row
+
+
+@pytest.mark.slow
+def test_the_initial_model_is_the_base():
+    trainer = train.make_trainer(step_config())
+    params = train.jit_init(trainer)().params
+    config = trainer.model_config
+    for path, x in params.items():
+        if path.endswith('/lora_a'):
+            assert np.std(x) > 0
+        if path.endswith('/lora_b'):
+            assert not np.any(x)
+    merged = train.merged_parameters(step_config(), params)
+    base = {path: params[path] for path in model.shapes(model.without_adapters(config))}
+    chex.assert_trees_all_equal(merged, base)
+
+
+def gradients_of(config):
+    """Gradients of parameters of which none is zero."""
+    config.model.dropout_rate = 0.0  # it compiles faster
+    trainer = train.make_trainer(config)
+    params = random_params(trainer.model_config)
+    batch = random_batch(0, SIZES['vocab_size'])
+    return gradients(trainer, params, batch, np.arange(8), jax.random.key(1))
+
+
+@pytest.mark.slow
+def test_same_gradients_on_a_mesh():
+    found = gradients_of(step_config(2, 4))
+    expected = gradients_of(step_config(1, 1))
+    assert_close(found, expected, 1e-5)
+    grads, _ = found
+    assert all(re.fullmatch(model.ADAPTER, path) for path in grads)
+    assert all(np.any(x) for x in grads.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('data, model_axis', [(8, 1), (4, 2), (2, 4)])
+def test_same_losses_on_every_mesh(data, model_axis):
+    found = {}
+    for mesh_shape in ((1, 1), (data, model_axis)):
+        trainer = train.make_trainer(step_config(*mesh_shape))
+        state = train.jit_init(trainer)()
+        losses = []
+        for i in range(5):
+            state, metrics = train.jit_step(trainer)(state, random_batch(i, SIZES['vocab_size']))
+            losses.append(float(metrics['loss']))
+        found[mesh_shape] = losses
+    np.testing.assert_allclose(found[(data, model_axis)], found[(1, 1)], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_step_changes_adapters_alone():
+    trainer = train.make_trainer(step_config(targets=MOST_TARGETS))
+    state = train.jit_init(trainer)()
+    before = jax.tree.map(np.asarray, state.params)
+    for i in range(2):
+        state, _ = train.jit_step(trainer)(state, random_batch(i, SIZES['vocab_size']))
+    for path, x in state.params.items():
+        is_adapter = re.fullmatch(model.ADAPTER, path) is not None
+        assert np.array_equal(x, before[path]) != is_adapter, path
+
+
+# Settings that do not fit.
+
+
+@pytest.mark.parametrize('settings, message', [
+    ({'lora_targets': '('}, "model.lora_targets='(' is no regular expression"),
+    ({'lora_targets': 'query'}, "model.lora_targets='query' matches none of the 19 kernels: it must"),
+    ({'lora_targets': '.+_norm/scale'}, 'match the whole path of one or more, such as'),
+    ({'lora_rank': -1}, 'model.lora_rank=-1: must be at least 0'),
+    ({'lora_alpha': 0.0}, 'model.lora_alpha=0.0: must be at least 1e-06'),
+])  # fmt: skip
+def test_adapters_that_cannot_be(settings, message):
+    config = step_config()
+    config.model.update(settings)
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        train.make_trainer(config)
+    assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('settings, message', [
+    ({'path': ''}, "model.lora_rank=2 with restore.path='': adapters change a trained model: name its"),
+    ({'dtype': 'bfloat16'}, "restore.dtype='bfloat16' with model.lora_rank=2: adapters are merged"),
+    ({'only': 'target/(?!decoder/decoder_norm).+'}, "restore.only='target/(?!decoder/decoder_norm).+'"),
+    ({'only': 'target/encoder/.+', 'strict': False}, "set restore.only='target/.*' and restore.strict"),
+])  # fmt: skip
+def test_a_base_that_cannot_be(corpus, uninterrupted, settings, message):
+    config = lora_config(corpus, uninterrupted)
+    config.restore.update(settings)
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        train.choose_initial(config, train.make_trainer(config))
+    assert '\n' not in str(error.value)
+
+
+# Runs.
+
+
+def lora_config(corpus, base, steps=6):
+    config = small_config(corpus, steps, data_axis=2, model_axis=2)
+    config.model.update(lora_rank=2, lora_targets=MOST_TARGETS, dropout_rate=0.0)
+    config.optimizer.name = 'adamw'
+    config.restore.path = str(base)
+    return config
+
+
+@pytest.fixture(scope='module')
+def lora(corpus, uninterrupted, make_once):
+    """A finished run of 6 steps on the newest checkpoint of `uninterrupted`."""
+    return make_once('lora', lambda folder: run(lora_config(corpus, uninterrupted), folder))
+
+
+@pytest.fixture(scope='module')
+def merged(lora):
+    return infer.load(lora)
+
+
+def test_a_checkpoint_has_adapters_alone(lora, uninterrupted):
+    found = state_of(lora, 6)
+    assert found['state/step'] == 6  # it starts at 0
+    for path in found.keys() - {'state/step'}:
+        if not path.startswith('state/optimizer/'):
+            assert re.search('/lora_[ab]', path), path
+    settings = json.loads((lora / 'checkpoint_6/config.json').read_text())
+    assert settings['base']['directory'] == str(uninterrupted / 'checkpoint_6')
+    losses = [line['loss'] for line in metrics_of(lora) if line['run'] == 'train']
+    assert losses[-1] < losses[0]
+
+
+def test_train_all_is_train_some_restore_and_go_on(corpus, uninterrupted, lora, tmp_path):
+    run(lora_config(corpus, uninterrupted, steps=3), tmp_path)
+    run(lora_config(corpus, uninterrupted, steps=6), tmp_path)
+    assert_same_run(tmp_path, lora, 6)
+
+
+def test_merged_is_unmerged(merged, lora, uninterrupted):
+    """The model with its adapters beside the kernels computes the same."""
+    base = infer.load(uninterrupted)
+    settings = json.loads((lora / 'checkpoint_6/config.json').read_text())['model']
+    params = base.arrays | checkpoint.parameters(state_of(lora, 6))
+    unmerged = infer.T5(model.T5Config(**settings), params, base.mesh)
+    batch = random_batch(0, base.config.vocab_size)
+    expected = np.asarray(unmerged.logits(batch))
+    assert_close(merged.logits(batch), expected, 1e-6)
+    difference = np.abs(base.logits(batch) - expected).max()
+    assert difference > 1e-3 * np.abs(expected).max()
+    assert model.shapes(merged.config) == model.shapes(base.config)
+    assert merged.vocabulary.model == base.vocabulary.model
+
+
+@pytest.mark.parametrize('form', ['t5x', 'hf'])
+def test_converted_is_merged(merged, lora, tmp_path, form):
+    convert.convert_checkpoint(lora, tmp_path / 'converted', form)
+    found = infer.load(tmp_path / 'converted')
+    chex.assert_trees_all_equal(found.arrays, merged.arrays)
+    assert model.shapes(found.config) == model.shapes(merged.config)
+
+
+def test_a_run_may_start_from_adapters(merged, lora, corpus):
+    """From the merged parameters, without optimizer state, at step 0."""
+    config = small_config(corpus)
+    config.restore.path = str(lora)
+    trainer = train.make_trainer(config)
+    begin = train.choose_initial(config, trainer)
+    state = train.restore(trainer, begin.leaves, config.restore.dtype)
+    chex.assert_trees_all_equal(state.params, dict(merged.arrays))
+    assert begin.description == f'From step 0 of {lora}/checkpoint_6, without any optimizer state'
+    assert not begin.base
+
+
+def test_adapters_are_no_base(corpus, lora):
+    config = lora_config(corpus, lora)
+    with pytest.raises(
+        ValueError, match='checkpoint_6 holds adapters.*: merge it with --mode=conv'
+    ):
+        train.choose_initial(config, train.make_trainer(config))
+
+
+@pytest.fixture
+def moved(lora, uninterrupted, tmp_path):
+    """A copy of the run whose base was where `base` is no more."""
+    shutil.copytree(uninterrupted, tmp_path / 'moved')
+    shutil.copytree(lora, tmp_path / 'lora')
+    shutil.rmtree(tmp_path / 'lora/checkpoint_3')
+    for file in (tmp_path / 'lora/config.json', tmp_path / 'lora/checkpoint_6/config.json'):
+        text = file.read_text().replace(str(uninterrupted), str(tmp_path / 'base'))
+        file.write_text(text)
+    [manifest] = tmp_path.glob('lora/checkpoint_6/manifest.json')
+    checksums = json.loads(manifest.read_text())['files'] | {
+        'config.json': checkpoint._checksum(file)
+    }
+    manifest.write_bytes(checkpoint._pack_manifest(6, checksums))
+    return tmp_path
+
+
+def test_a_base_that_has_moved(merged, corpus, moved):
+    message = (
+        f'{moved}/lora/checkpoint_6 holds adapters of {moved}/base/checkpoint_6, which cannot be'
+    )
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        infer.load(moved / 'lora')
+    assert str(error.value).endswith('put it back there, or a link to it')
+    (moved / 'base').symlink_to(moved / 'moved')
+    chex.assert_trees_all_equal(infer.load(moved / 'lora').arrays, merged.arrays)
+    (moved / 'base').unlink()
+    config = lora_config(corpus, moved / 'moved', steps=6)  # a run that goes on takes another path
+    train.prepare(config, moved / 'lora').lock.close()
+    settings = json.loads((moved / 'lora/config.json').read_text())
+    assert settings['base']['directory'] == f'{moved}/moved/checkpoint_6'
+
+
+def test_another_base_is_refused(corpus, moved):
+    config = lora_config(corpus, moved / 'moved/checkpoint_3')
+    with pytest.raises(ValueError, match='holds adapters of another model than .*checkpoint_3 has'):
+        train.prepare(config, moved / 'lora')
+    (moved / 'base').mkdir()
+    (moved / 'base/checkpoint_6').symlink_to(T5X)
+    with pytest.raises(ValueError, match='put the checkpoint back that restore.path=') as error:
+        infer.load(moved / 'lora')
+    assert '\n' not in str(error.value)
+
+
+def test_a_run_does_not_take_up_or_drop_adapters(corpus, uninterrupted, lora):
+    with pytest.raises(ValueError, match='model/lora_rank: 2 -> 0'):
+        train.prepare(small_config(corpus), lora)
+    with pytest.raises(ValueError, match='model/lora_rank: 0 -> 2'):
+        train.prepare(lora_config(corpus, uninterrupted), uninterrupted)
+
+
+def test_a_config_json_without_these_settings(uninterrupted, tmp_path):
+    """As runs wrote it before LoRA."""
+    shutil.copytree(uninterrupted / 'checkpoint_6', tmp_path / 'checkpoint_6')
+    file = tmp_path / 'checkpoint_6/config.json'
+    settings = json.loads(file.read_text())
+    for name in ('lora_rank', 'lora_alpha', 'lora_targets'):
+        del settings['model'][name]
+    del settings['optimizer']['trainable']
+    file.write_text(json.dumps(settings))
+    (tmp_path / 'checkpoint_6/manifest.json').unlink()
+    (tmp_path / 'checkpoint_6/data_position.npy').unlink()
+    assert convert._config_beside(tmp_path / 'checkpoint_6').lora_rank == 0
+
+
+# The programs.
+
+
+@pytest.mark.slow
+def test_the_command_line_answers_with_merged_adapters(command_line, lora, merged, tmp_path):
+    text = 'sentence of words'
+    [expected] = merged.generate([text], max_length=5)
+    arguments = [f'--text={text}', '--config.decode.max_length=5']
+    result = command_line('--mode=infer', f'--checkpoint={lora}', *arguments)
+    assert result.status == 0, result.stderr
+    assert result.stdout == f'{expected}\n'
+
+
+def task_config(folder, **model_settings):
+    config = small_config('')
+    config.data.files = ''
+    config.data.module = f'{folder}/mine.py'
+    config.data.task = 'qa'
+    config.data.vocabulary = 'bytes'
+    config.model.update(model_settings)
+    return config
+
+
+@pytest.mark.slow
+def test_evaluated_in_training_is_evaluated_afterwards(tmp_path):
+    """The run merges its adapters for each evaluation, --mode=evaluate when it opens them."""
+    write_task(tmp_path)
+    run(task_config(tmp_path), tmp_path / 'base')
+    config = task_config(tmp_path, lora_rank=2, lora_targets=ALL_KERNELS)
+    config.optimizer.name = 'adamw'
+    config.learning_rate.base_learning_rate = 0.1
+    config.restore.path = str(tmp_path / 'base')
+    config.infer_eval.every_steps = 3
+    config.decode.max_length = 7
+    run(config, tmp_path / 'run')
+    evaluate.CheckpointEvaluation(
+        config, str(tmp_path / 'run'), str(tmp_path / 'again'), 'all'
+    ).run()
+    for name in ('inference_eval/qa-000003.jsonl', 'inference_eval/qa-000006.jsonl', 'results.csv'):
+        found = (tmp_path / 'again' / name).read_bytes()
+        assert found == (tmp_path / 'run' / name).read_bytes(), name
