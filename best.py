@@ -7,7 +7,6 @@ t5x/trainer.py EarlyStoppingAction. Imports no jax.
 """
 
 import difflib
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -109,19 +108,6 @@ def best_step(folder: Any, steps: Sequence[int]) -> int:
             f'name one of them, {names}'
         )
     return best
-
-
-def last_step(folder: Any) -> float:
-    """Return the step at which a run ends, infinity while nobody knows."""
-    try:
-        stored = json.loads((folder / 'config.json').read_bytes())['train']
-        last = stored['steps']
-    except (OSError, ValueError, KeyError):
-        return math.inf
-    found = history_of(folder)
-    if found.ends(stored.get('early_stopping', 0)):
-        return min(last, max(found.values))
-    return last
 
 
 # Settings.

@@ -6,6 +6,7 @@ to its name and its statistics are written to `.progress`. Whoever finds all of 
 the cache. Imports no jax.
 """
 
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -27,7 +28,7 @@ import prefetch
 import seqio_cache
 import sources
 import tasks
-from mixtures import Mixture, Task
+from mixtures import Task
 from vocabulary import Vocabulary, named_vocabulary
 
 BYTES_PER_SHARD = 1 << 24  # of text
@@ -59,7 +60,7 @@ def cache(config: Any, part: int = 1, num_parts: int = 1) -> list[str]:
     root = sources.cache_roots(config)[0]
     messages = []
     opened = []
-    for name, task in tasks_of(tasks.find(config)).items():
+    for name, task in mixtures.tasks_of(tasks.find(config)).items():
         if seqio_cache.find([root], name):
             messages.append(f'{name} is cached already, in {folder_of(root, name)}.')
         else:
@@ -94,13 +95,6 @@ def vocabulary_of(config: Any) -> Vocabulary:
     return named_vocabulary(
         'data.vocabulary', config.vocabulary, config.extra_ids, byte_extra_ids=config.extra_ids
     )
-
-
-def tasks_of(found: Task | Mixture) -> dict[str, Task]:
-    """Return the tasks that a name stands for, by name."""
-    if isinstance(found, Task):
-        return {found.name: found}
-    return found.tasks
 
 
 def open_task(task: Task, config: Any, vocabulary: Vocabulary) -> data.TokenizedTask:
@@ -168,7 +162,11 @@ class ShardWriter:
     def __init__(self, folder: Path, job: Job, split: str):
         path = str(folder / file_name(job, split))
         self._statistics_file = statistics_file(folder, job, split)
-        self._files = [UnfinishedFile(name) for name in (path, *seqio_cache.ids_files(path))]
+        self._unfinished = contextlib.ExitStack()  # its end gives the files their names
+        self._files: list[IO[bytes]] = []
+        for name in (path, *seqio_cache.ids_files(path)):
+            file = paths.replacing(Path(name), writer=f'-{os.getpid()}')
+            self._files.append(self._unfinished.enter_context(file))
         self._num_ids = 0
         self._statistics = {'examples': 0}
         for feature in seqio_cache.FEATURES:
@@ -187,33 +185,17 @@ class ShardWriter:
             longest = max(self._statistics[f'{feature}_max_tokens'], len(feature_ids))
             self._statistics[f'{feature}_max_tokens'] = longest
         records, ids, index = self._files
-        seqio_cache.write_record(records.file, seqio_cache.encode(content))
+        seqio_cache.write_record(records, seqio_cache.encode(content))
         entry = seqio_cache.write_ids(
-            ids.file, self._num_ids, inputs=content['inputs'], targets=content['targets']
+            ids, self._num_ids, inputs=content['inputs'], targets=content['targets']
         )
         self._num_ids += entry.num_inputs + entry.num_targets
-        index.file.write(np.array(entry, '<i8').tobytes())
+        index.write(np.array(entry, '<i8').tobytes())
 
     def finish(self) -> None:
         """Give the files their names, and only then say that they are whole."""
-        for unfinished in self._files:
-            unfinished.finish()
+        self._unfinished.close()
         paths.replace_file(self._statistics_file, json.dumps(self._statistics).encode())
-
-
-class UnfinishedFile:
-    """A file that gets its name when it is whole and on the disk."""
-
-    def __init__(self, path: str):
-        self._path = path
-        self._unfinished = f'{path}.tmp-{os.getpid()}'
-        self.file: IO[bytes] = open(self._unfinished, 'wb')
-
-    def finish(self) -> None:
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
-        os.replace(self._unfinished, self._path)
 
 
 def write_shard(task: data.TokenizedTask, job: Job, root: Path) -> Iterator[int]:
@@ -319,7 +301,7 @@ def write_shards(config: Any, root: Path, jobs: Sequence[Job], connection: Conne
 def reports(config: Any, root: Path, jobs: Sequence[Job]) -> Iterator[Report]:
     """Write shards. Yield a report every second, and after each shard."""
     vocabulary = vocabulary_of(config)
-    found = tasks_of(tasks.find(config))
+    found = mixtures.tasks_of(tasks.find(config))
     opened: dict[str, data.TokenizedTask] = {}
     reported = time.monotonic()
     for job in jobs:
@@ -387,7 +369,7 @@ def complete(folder: Path, jobs: Sequence[Job]) -> str:
             seqio_cache.write_info(folder, split, of_shards)
         (folder / 'COMPLETED').touch()
         shutil.rmtree(folder / PROGRESS, ignore_errors=True)
-        for unfinished in folder.glob('*.tmp-*'):  # of calls that were killed
+        for unfinished in folder.glob('.*.unfinished*'):  # of calls that were killed
             unfinished.unlink(missing_ok=True)
     sizes = []
     for split in seqio_cache.splits(folder):

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
 
 import checkpoint
 import convert
@@ -27,6 +28,7 @@ import model
 import own_model
 import partition
 import settings
+from configs import base
 from vocabulary import EOS_ID, PAD_ID, find_vocabulary, read_settings
 
 # T5X's features, int32 [batch, length].
@@ -40,6 +42,7 @@ MAX_LENGTH = 2**15  # of an answer; no device holds a larger cache of keys and v
 LENGTH_MULTIPLE = 32  # lengths are padded to a multiple, because each length is compiled
 SHORTEST_ROOM = 64  # tokens of an answer that the smallest program has room for; others double it
 MAX_INPUT_LENGTH = 512  # of a text, in tokens, where the checkpoint does not say: T5's
+RUN_SETTINGS = ('model.', 'data.', 'decode.', 'infer_eval.')  # that a run's checkpoint is used with
 EXAMPLES_PER_CHUNK = 4096  # that `predict_all` and `score_all` sort by length at a time
 
 
@@ -110,6 +113,22 @@ def input_length_of(directory: Any) -> int:
     return lengths.get('inputs', MAX_INPUT_LENGTH)
 
 
+def settings_of(directory: Any, changes: Mapping[str, Any]) -> ConfigDict:
+    """Return the settings of the run that saved a checkpoint, else the defaults, with `changes`.
+
+    `changes`: {'data.task': value}. The mesh and all that concerns training are not the run's. Nor
+    is data.vocabulary, which the checkpoint brings.
+    """
+    config = base.get_config()
+    stored = checkpoint.flatten(read_settings(directory))
+    for key, _ in settings.leaves(config):
+        name = key.replace('.', '/')
+        if key.startswith(RUN_SETTINGS) and key != 'data.vocabulary' and name in stored:
+            config.update_from_flattened_dict({key: stored[name]})
+    config.update_from_flattened_dict(dict(changes))
+    return config
+
+
 class T5:
     """A checkpoint that one can call. `load` makes it.
 
@@ -135,10 +154,14 @@ class T5:
         self.mesh = mesh
         self.vocabulary = vocabulary
         self.max_input_length = MAX_INPUT_LENGTH
-        self._logits = self._compile(
-            _logits, num_inputs=1, out_specs=P(partition.BATCH_AXES, None, 'model')
+        self._logits = jax.jit(
+            self._on_mesh(_logits, out_specs=P(partition.BATCH_AXES, None, 'model'))
         )
-        self._scores = self._compile(_scores, num_inputs=1, out_specs=partition.BATCH)
+        # Each process has all scores and answers.
+        self._everywhere = NamedSharding(mesh, P())
+        self._scores = jax.jit(
+            self._on_mesh(_scores, out_specs=partition.BATCH), out_shardings=self._everywhere
+        )
         self._generators: dict[Decoding, Callable] = {}
         # Only on a CPU it is worth the memory. An own model may read its kernels in other ways.
         self._is_transposed = mesh.devices.flat[0].platform == 'cpu' and not config.module
@@ -176,7 +199,7 @@ class T5:
             'decoder_input_tokens': np.pad(targets_bT[:, :-1], ((0, 0), (1, 0))),
             'decoder_target_tokens': targets_bT,
         }
-        scores_b = np.asarray(self._scores(self.arrays, batch))
+        scores_b = np.asarray(self._scores(self.arrays, partition.place_batch(self.mesh, batch)))
         return scores_b[: len(inputs)]  # without the padding rows
 
     def score_choices(
@@ -204,7 +227,7 @@ class T5:
             'decoder_input_tokens': np.pad(targets_rT[:, :-1], ((0, 0), (1, 0))),
             'decoder_target_tokens': targets_rT,
         }
-        scores_r = np.asarray(self._scores(self.arrays, batch))
+        scores_r = np.asarray(self._scores(self.arrays, partition.place_batch(self.mesh, batch)))
         found = []
         for i, of_input in enumerate(choices):
             first = i * num_choices
@@ -337,9 +360,8 @@ class T5:
         if decoding not in self._generators:
             self._generators[decoding] = self._compile_generator(decoding)
         generator = self._generators[decoding]
-        tokens_bnT, scores_bn = generator(
-            self.arrays, self._step_arrays, np.uint32(seed), arguments
-        )
+        placed = partition.place_batch(self.mesh, arguments)
+        tokens_bnT, scores_bn = generator(self.arrays, self._step_arrays, np.uint32(seed), placed)
         return np.asarray(tokens_bnT)[:, ::-1], np.asarray(scores_bn)[:, ::-1]
 
     def _within_length(self, inputs: Sequence, trim: bool) -> Sequence:
@@ -404,20 +426,18 @@ class T5:
             in_specs=(specs, step_specs, P(), partition.BATCH),
             out_specs=partition.BATCH,
         )
-        return jax.jit(mapped)
+        return jax.jit(mapped, out_shardings=self._everywhere)
 
-    def _compile(self, device_function: Callable, num_inputs: int, out_specs: P) -> Callable:
-        """Return `device_function` on the mesh: (parameters, inputs split by rows) -> output."""
+    def _on_mesh(self, device_function: Callable, out_specs: P) -> Callable:
+        """Return `device_function` on the mesh: (parameters, batch split by rows) -> output."""
         model = own_model.of(self.config)
         param_specs = partition.param_specs(model.PARAMETER_SPECS, self.arrays)
-        input_specs = [partition.BATCH] * num_inputs
-        mapped = jax.shard_map(
+        return jax.shard_map(
             functools.partial(device_function, self.config),
             mesh=self.mesh,
-            in_specs=(param_specs, *input_specs),
+            in_specs=(param_specs, partition.BATCH),
             out_specs=out_specs,
         )
-        return jax.jit(mapped)
 
     def _features(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Return the features that the model reads, int32. Raises ValueError where they do not fit together."""

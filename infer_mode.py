@@ -14,59 +14,35 @@ Source: T5X t5x/infer.py.
 
 import contextlib
 import fcntl
-import gzip
 import hashlib
 import itertools
 import json
-import os
 import shutil
 import sys
-import tempfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
+import jax
 import numpy as np
 import tqdm
-from ml_collections import ConfigDict
 
-import cache
 import checkpoint
 import convert
-import data
 import infer
-import mixtures
+import infer_input
 import model
 import own_model
 import partition
 import paths
 import settings
-import sources
-import tasks
 import workdir
-from configs import base
-from objectives import OBJECTIVES
-from vocabulary import (
-    EOS_ID,
-    ByteVocabulary,
-    Vocabulary,
-    find_vocabulary,
-    named_vocabulary,
-    read_settings,
-)
+from infer_input import PRETOKENIZED, Item
+from results import json_default
+from vocabulary import Vocabulary, check_rows, read_settings, vocabulary_of_checkpoint
 
 SETTINGS = 'infer.json'
-RUN_SETTINGS = (
-    'model.',
-    'data.',
-    'decode.',
-    'infer_eval.',
-)  # those that a run's checkpoint is used with
-RECORDS_AT_ONCE = 128  # that are tokenized
 SPLITS = ('train', 'validation', 'test')
-STANDARD_INPUT = '-'
-PRETOKENIZED = '_pretokenized'  # T5X's name of a text is that of its ids with this at its end
 
 
 class Request(NamedTuple):
@@ -86,40 +62,15 @@ class Request(NamedTuple):
     num_shards: int = 1
 
 
-class Item(NamedTuple):
-    """An example, and what may be written of it: T5X's features by name, and its other fields."""
-
-    fields: dict[str, Any]
-    inputs: np.ndarray  # ids, EOS included
-    targets: np.ndarray | None
-    is_trimmed: bool
-
-
-class Examples(Protocol):
-    """Examples that can be read again and again, in the same order."""
-
-    name: str
-
-    def __iter__(self) -> Iterator[Item]: ...
-
-    def faults(self) -> list[str]:
-        """Return descriptions of records that were left out since the last call."""
-        ...
-
-
-class Survey(NamedTuple):
-    """What one reading of all examples finds."""
-
-    num_examples: int
-    num_trimmed: int
-    digest: str  # of what is predicted and written
-
-
 class Part(NamedTuple):
     """The examples of one task, and what is known of them."""
 
-    examples: Examples
-    survey: Survey
+    name: str
+    spool: infer_input.Spool  # those of the shard
+    num_examples: int  # of all shards
+    num_trimmed: int
+    digest: str  # of what is predicted and written
+    faults: list[str]  # records that were left out
 
 
 class Job(NamedTuple):
@@ -154,24 +105,23 @@ def prepare(request: Request, config: Any | None, changes: Mapping[str, Any]) ->
     check_request(request)
     model_config = own_model.make_config(config.model) if config is not None else None
     opened = convert.open_model(request.checkpoint, model_config, request.step)
-    vocabulary_name = changes.get('data.vocabulary', '')
     if config is None:
-        config = settings_of(opened.directory, changes)
+        config = infer.settings_of(opened.directory, changes)
         model_config = changed_model(opened, config, changes)
     else:
-        vocabulary_name = config.data.vocabulary
         model_config = opened.config
     settings.check(config)
-    vocabulary = vocabulary_of(
-        opened.directory, vocabulary_name, config.data, model_config.vocab_size
-    )
+    vocabulary = vocabulary_of_checkpoint(opened.directory, config.data)
+    check_rows(vocabulary, opened.directory, model_config.vocab_size)
     check_decoding(config.decode, model_config)
     parts = []
     if request.text is None:
         for examples in examples_of(request, config.data, vocabulary):
-            parts.append(Part(examples, survey(examples, request)))
+            part = read(examples, request)
+            partition.check_alike(f'the examples of {part.name}', part.digest.encode())
+            parts.append(part)
     else:
-        encode_text(request.text, vocabulary, config.data.lengths.inputs, request.trim)
+        infer_input.encode_text(request.text, vocabulary, config.data.lengths.inputs, request.trim)
     job = Job(request, config, opened.directory, model_config, vocabulary, parts)
     if request.output_dir:
         check_output(job)
@@ -196,27 +146,17 @@ def check_request(request: Request) -> None:
         )
     if request.split not in ('', *SPLITS):
         raise ValueError(f'--split={request.split}: must be one of {", ".join(SPLITS)}')
+    if request.input == infer_input.STANDARD_INPUT and jax.process_count() > 1:
+        raise ValueError(
+            f'--input=- in {jax.process_count()} processes: each reads all examples, and only one has '
+            'standard input: name a file with --input'
+        )
     if request.num_shards > 1:
         shard = f'--shard={request.shard}/{request.num_shards}'
         if not request.output_dir:
             raise ValueError(f'{shard} needs a folder for the results of all: name --output_dir')
-        if request.input == STANDARD_INPUT:
+        if request.input == infer_input.STANDARD_INPUT:
             raise ValueError(f'{shard} needs a file that each shard reads: name it with --input')
-
-
-def settings_of(directory: Any, changes: Mapping[str, Any]) -> ConfigDict:
-    """Return the settings of the run that saved a checkpoint, else the defaults, with `changes`.
-
-    The mesh and all that concerns training are not the run's.
-    """
-    config = base.get_config()
-    stored = checkpoint.flatten(read_settings(directory))
-    for key, _ in settings.leaves(config):
-        name = key.replace('.', '/')
-        if key.startswith(RUN_SETTINGS) and name in stored:
-            config.update_from_flattened_dict({key: stored[name]})
-    config.update_from_flattened_dict(dict(changes))
-    return config
 
 
 def changed_model(
@@ -237,36 +177,6 @@ def changed_model(
     return found.config
 
 
-def vocabulary_of(directory: Any, name: str, config: Any, vocab_size: int) -> Vocabulary:
-    """Return the vocabulary that `name` names, else the checkpoint's; `config`: config.data.
-
-    Raises ValueError for none, and for one that is not the checkpoint's.
-    """
-    own = find_vocabulary(directory)
-    if isinstance(own, ByteVocabulary):
-        name = name or 'bytes'
-    found = own
-    if name:
-        found = named_vocabulary(
-            'data.vocabulary', name, config.extra_ids, byte_extra_ids=config.extra_ids
-        )
-    if found is None:
-        raise ValueError(
-            f'{directory} has no vocabulary: name one with --config.data.vocabulary: a SentencePiece '
-            'model, a folder that holds one, or bytes'
-        )
-    if own is not None and own.model != found.model:
-        raise ValueError(
-            f'data.vocabulary={name!r} is not the vocabulary of {directory}: leave it out'
-        )
-    if found.size > vocab_size:
-        raise ValueError(
-            f'the vocabulary has {found.size:,} ids, and {directory} has {vocab_size:,} rows for '
-            'them: name the vocabulary it was trained with (--config.data.vocabulary)'
-        )
-    return found
-
-
 def check_decoding(config: Any, model_config: model.T5Config) -> None:
     """Raise ValueError for options of decoding that do not fit together."""
     infer.Decoding.of_settings(config)
@@ -277,337 +187,85 @@ def check_decoding(config: Any, model_config: model.T5Config) -> None:
         )
 
 
-def survey(examples: Examples, request: Request) -> Survey:
-    """Read all examples once: what is wrong with one of them is found before anything is computed."""
+def examples_of(
+    request: Request, config: Any, vocabulary: Vocabulary
+) -> Iterable[infer_input.Examples]:
+    """Return the examples of a file, or of each task of a mixture; `config`: config.data."""
+    if not request.input:
+        return infer_input.examples_of_tasks(config, vocabulary, request.split or 'test')
+    examples = infer_input.FileExamples(
+        request.input,
+        config,
+        vocabulary,
+        needs_targets=request.score,
+        trim=request.trim,
+    )
+    return [examples]
+
+
+def read(examples: infer_input.Examples, request: Request) -> Part:
+    """Read all examples: what is wrong with one of them is found before anything is computed."""
+    spool = infer_input.Spool()
     digest = hashlib.blake2b(digest_size=16)
     num_examples = 0
     num_trimmed = 0
     for item in examples:
+        if num_examples % request.num_shards == request.shard - 1:
+            spool.add(num_examples, item)
         num_examples += 1
         num_trimmed += item.is_trimmed
         digest.update(item.inputs.tobytes())
         if request.score and item.targets is not None:
             digest.update(b' targets ' + item.targets.tobytes())
         written = selected(item.fields, request.fields)
-        digest.update(json.dumps(written, default=as_json).encode())
+        digest.update(json.dumps(written, default=json_default).encode())
     if num_examples == 0:
         raise ValueError(f'{examples.name} has no example: name a split or a file with some')
-    return Survey(num_examples, num_trimmed, digest.hexdigest())
-
-
-# Where examples come from.
-
-
-def examples_of(request: Request, config: Any, vocabulary: Vocabulary) -> Iterator[Examples]:
-    """Yield the examples of a file, or of each task of a mixture; `config`: config.data."""
-    if request.input:
-        yield FileExamples(request, config, vocabulary)
-        return
-    for name, task in cache.tasks_of(tasks.find(config)).items():
-        if 'inputs' not in OBJECTIVES[task.objective].features:
-            raise ValueError(
-                f'data.task={name!r} has no inputs to answer: name a text-to-text task with '
-                '--config.data.task, a file with --input, or a text with --text'
-            )
-        opened = mixtures.OpenTask(task, mixtures.open_task(task, config), rate=1.0)
-        tokenized = data.TokenizedTask(opened, config, vocabulary)
-        yield TaskExamples(tokenized, request.split or 'test')
-
-
-class TaskExamples:
-    """The examples of a split of a task, cut as in training."""
-
-    def __init__(self, task: data.TokenizedTask, split: str):
-        self.name = task.name
-        self.task = task
-        self.split = split
-
-    def __iter__(self) -> Iterator[Item]:
-        source = self.task.source
-        records = source.records(self.split, whole=True)
-        if source.is_tokenized:
-            for record in records:
-                texts = texts_of(record.fields, suffix=PRETOKENIZED)
-                yield from self.items(self.task.tokenize([record]), record.fields, texts)
-            return
-        while group := list(itertools.islice(records, RECORDS_AT_ONCE)):
-            for tokenized in self.task.tokenize(group):
-                yield from self.items([tokenized], tokenized.texts, texts_of(tokenized.texts))
-
-    def faults(self) -> list[str]:
-        return self.task.source.faults()[0]
-
-    def items(
-        self,
-        examples: Sequence[data.Tokenized],
-        fields: Mapping[str, Any],
-        texts: Mapping[str, str],
-    ) -> Iterator[Item]:
-        """Yield an example cut to its row; none where it is bad or the objective drops it."""
-        names = [example.name for example in examples]
-        ids = [example.ids for example in examples]
-        for made in self.task.objective.examples(names, ids):
-            yield Item(
-                fields=features_of(fields, texts, made.inputs, made.targets),
-                inputs=made.inputs,
-                targets=made.targets,
-                is_trimmed=made.is_trimmed,
-            )
-
-
-def texts_of(fields: Mapping[str, Any], suffix: str = '') -> dict[str, str]:
-    """Return {'inputs': text, 'targets': text}, those of them that an example has."""
-    texts = {}
-    for name in ('inputs', 'targets'):
-        if name + suffix in fields:
-            texts[name] = fields[name + suffix]
-    return texts
-
-
-def features_of(
-    fields: Mapping[str, Any],
-    texts: Mapping[str, str],
-    inputs: np.ndarray,
-    targets: np.ndarray | None,
-) -> dict[str, Any]:
-    """Return the features of an example by T5X's names: ids, texts, and the other fields."""
-    found: dict[str, Any] = {}
-    for name, ids in (('inputs', inputs), ('targets', targets)):
-        if ids is not None:
-            found[name] = ids
-        if name in texts:
-            found[name + PRETOKENIZED] = texts[name]
-    for name, value in fields.items():
-        found.setdefault(name, value)
-    return found
-
-
-class FileExamples:
-    """The lines of a file: JSON objects, rows of a table, or texts that are inputs.
-
-    The inputs and targets of an object or row are those of data.inputs and data.targets, if they
-    are set, else its fields of that name. Standard input is JSON Lines if its first character is
-    '{'.
-    """
-
-    def __init__(self, request: Request, config: Any, vocabulary: Vocabulary):
-        self.path = request.input
-        self.title = request.input
-        self.kind = sources.kind_of(self.path)
-        self.name = Path(self.path.removesuffix('.gz')).stem
-        if self.path == STANDARD_INPUT:
-            self.title = 'standard input'
-            self.name = 'stdin'
-            self.spooled = spooled_standard_input()  # as long as it is open
-            self.path = self.spooled.name
-            self.kind = 'json' if first_byte(self.path) == b'{' else 'text'
-        elif self.kind == 'parquet':
-            raise ValueError(
-                f'--input={self.path}: only text, JSON Lines (.jsonl, .json, .ndjson), CSV and TSV, each also '
-                'gzipped, are read: convert it'
-            )
-        else:
-            [self.path, *others] = paths.matching_files(self.path)
-            if others:
-                raise ValueError(
-                    f'--input={request.input} stands for {len(others) + 1} files: name one'
-                )
-        if request.score and self.kind == 'text':
-            raise ValueError(
-                f'--score needs targets, and {self.title} is plain text: write JSON Lines, each with the '
-                "fields 'inputs' and 'targets'"
-            )
-        self.templates = {
-            'inputs': sources.Template('data.inputs', config.inputs or '{inputs}'),
-            'targets': sources.Template('data.targets', config.targets or '{targets}'),
-        }
-        self.needs_targets = request.score
-        self.trim = request.trim
-        self.lengths = dict(config.lengths)
-        self.vocabulary = vocabulary
-
-    def __iter__(self) -> Iterator[Item]:
-        lines = numbered_lines(self.path, self.title, self.kind)
-        if self.kind in ('csv', 'tsv'):
-            self.columns = self.row_of(*next(lines))
-        while group := list(itertools.islice(lines, RECORDS_AT_ONCE)):
-            yield from self.items(group)
-
-    def faults(self) -> list[str]:
-        return []  # a line that cannot be read stops the job
-
-    def items(self, lines: Sequence[tuple[int, str]]) -> Iterator[Item]:
-        """Yield the examples of some lines."""
-        fields = [self.fields_of(number, line) for number, line in lines]
-        texts = []
-        for i, (number, _) in enumerate(lines):
-            texts.append(self.texts_of(number, fields[i]))
-        ids = {}
-        for name in ('inputs', 'targets'):
-            of_name = [of_line.get(name, '') for of_line in texts]
-            ids[name] = self.vocabulary.encode_as_arrays(of_name, glued_sentinels=True)
-        for i, (number, _) in enumerate(lines):
-            inputs = self.ended('inputs', ids['inputs'][i], number)
-            is_trimmed = len(inputs) <= len(ids['inputs'][i])
-            targets = None
-            if 'targets' in texts[i]:
-                targets = self.ended('targets', ids['targets'][i], number)
-                is_trimmed |= len(targets) <= len(ids['targets'][i])
-            features = features_of(fields[i], texts[i], inputs, targets)
-            yield Item(features, inputs, targets, is_trimmed)
-
-    def fields_of(self, number: int, line: str) -> dict[str, Any]:
-        """Return the fields of a line."""
-        title = f'line {number} of {self.title}'
-        if not line.strip():
-            raise ValueError(f'{title} is empty: remove it, each line is an example')
-        if self.kind == 'text':
-            return {'inputs': line}
-        if self.kind != 'json':
-            return self.fields_of_row(number, line)
-        try:
-            return sources.json_object(line.strip(), 'inputs')
-        except ValueError as error:
-            raise ValueError(f'{title}: {error}') from None
-
-    def fields_of_row(self, number: int, line: str) -> dict[str, str]:
-        """Return the columns of a row of a table."""
-        row = self.row_of(number, line)
-        if len(row) != len(self.columns):
-            raise ValueError(
-                f'line {number} of {self.title}: {len(row)} columns, and the header has '
-                f'{len(self.columns)}: correct the row'
-            )
-        return dict(zip(self.columns, row, strict=True))
-
-    def row_of(self, number: int, line: str) -> list[str]:
-        """Return the texts of a row of a table."""
-        try:
-            return [text.strip() for text in sources.table_row(line, self.kind)]
-        except ValueError as error:
-            raise ValueError(f'line {number} of {self.title}: {error}') from None
-
-    def texts_of(self, number: int, fields: Mapping[str, Any]) -> dict[str, str]:
-        """Return the inputs of a line and, if it has them, its targets."""
-        texts = {}
-        try:
-            texts['inputs'] = self.filled('inputs', fields)
-            is_text = []
-            for field in self.templates['targets'].fields:
-                is_text.append(isinstance(fields.get(field), str | int | float))
-            if self.needs_targets or all(is_text):
-                texts['targets'] = self.filled('targets', fields)
-        except ValueError as error:
-            raise ValueError(f'line {number} of {self.title}: {error}') from None
-        return texts
-
-    def filled(self, name: str, fields: Mapping[str, Any]) -> str:
-        """Return the inputs or targets of a line. Numbers are written as JSON writes them."""
-        template = self.templates[name]
-        if self.kind == 'text':
-            template = sources.Template(name, f'{{{name}}}')
-        values = {}
-        for field in template.fields:
-            value = fields.get(field)
-            if isinstance(value, int | float):
-                values[field] = json.dumps(value)
-                continue
-            values[field] = sources.json_string(
-                dict(fields), field, remedy=f'add it, or name others with --config.data.{name}'
-            )
-        return template.fill(values)
-
-    def ended(self, name: str, ids: np.ndarray, number: int) -> np.ndarray:
-        """Return ids with EOS at their end. Those that are too long are cut if the user says so."""
-        length = self.lengths[name]
-        if len(ids) >= length:
-            if not self.trim:
-                title = f'the {name} in line {number} of {self.title}'
-                raise too_long(title, len(ids) + 1, name, length)
-            ids = ids[: length - 1]
-        return np.append(ids, np.int32(EOS_ID)).astype(np.int32)
-
-
-def too_long(title: str, num_tokens: int, name: str, length: int) -> ValueError:
-    """Return the error that a text has more tokens than its row."""
-    return ValueError(
-        f'{title} have {num_tokens} tokens, EOS included, more than data.lengths.{name}={length}: shorten them, '
-        f'cut them with --trim, or set --config.data.lengths.{name}={num_tokens}'
+    return Part(
+        name=examples.name,
+        spool=spool,
+        num_examples=num_examples,
+        num_trimmed=num_trimmed,
+        digest=digest.hexdigest(),
+        faults=examples.faults(),
     )
-
-
-def encode_text(text: str, vocabulary: Vocabulary, length: int, trim: bool) -> list[int]:
-    """Return the ids of --text, EOS included. Raises ValueError for one that is too long."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError('--text is not UTF-8: write it in UTF-8') from None
-    [ids] = vocabulary.encode([text], glued_sentinels=True)
-    if len(ids) >= length and not trim:
-        raise too_long('the words of --text', len(ids) + 1, 'inputs', length)
-    return [*ids[: length - 1], EOS_ID]
-
-
-def numbered_lines(path: str, title: str, kind: str) -> Iterator[tuple[int, str]]:
-    """Yield (number, line) of a file, which may be gzipped. Raises ValueError for what is no text.
-
-    A row of CSV is one line, whatever newlines its quoted fields hold.
-    """
-    number = 0
-    try:
-        with sources.open_unzipped(path, sources.SEQUENTIAL_READ_AHEAD) as file:
-            for number, line in sources.whole_rows(sources.numbered_lines(file), kind):
-                encoding = 'utf-8-sig' if number == 1 else 'utf-8'
-                yield number, line.decode(encoding).removesuffix('\n').removesuffix('\r')
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f'line {number} of {title}: byte {error.start + 1} is not UTF-8: convert the file'
-        ) from None
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f'{title} is broken gzip ({error}): copy it again') from None
-    if number == 0:
-        raise ValueError(f'{title} is empty: write a line for each example')
-
-
-def spooled_standard_input() -> Any:
-    """Return a temporary file that holds standard input, which is read twice."""
-    file = tempfile.NamedTemporaryFile(prefix='standard-input-')  # noqa: SIM115
-    shutil.copyfileobj(sys.stdin.buffer, file)
-    file.flush()
-    return file
-
-
-def first_byte(path: str) -> bytes:
-    """Return the first byte of a file, b'' if it is empty."""
-    with open(path, 'rb') as file:
-        return file.read(1)
 
 
 # From a job to lines.
 
 
 def infer_all(job: Job) -> list[str]:
-    """Do a job: write its results, or print them. Return what to say at the end."""
+    """Do a job: write its results, or print them. Return what to say at the end.
+
+    All processes compute, each some rows of a batch; the first one writes and prints.
+    """
     if job.request.text is not None:
         print_answers(job, job.request.text)
         return []
     messages: list[str] = []
     for part in job.parts:
-        counts = {part.examples.name: [part.survey.num_examples, part.survey.num_trimmed]}
+        counts = {part.name: [part.num_examples, part.num_trimmed]}
         messages += workdir.describe_trimming(counts)
-        messages += [f'Left out: {fault}' for fault in part.examples.faults()]
-    if not job.request.output_dir:
+        messages += [f'Left out: {fault}' for fault in part.faults]
+    if job.request.output_dir:
+        messages += write_results(job, paths.disk_path(job.request.output_dir))
+    else:
         print_lines(job)
-        return messages
-    return messages + write_results(job, paths.disk_path(job.request.output_dir))
+    if jax.process_index() > 0:
+        return []
+    return messages
 
 
 def print_answers(job: Job, text: str) -> None:
     """Print the answers to a text, one a line; their scores go to stderr."""
     config = job.config
-    ids = encode_text(text, job.vocabulary, config.data.lengths.inputs, job.request.trim)
+    ids = infer_input.encode_text(
+        text, job.vocabulary, config.data.lengths.inputs, job.request.trim
+    )
     options = infer.decoding_options(config.decode)
     [answer] = infer.predict_all(load(job), [infer.Example(ids)], batch_size=1, options=options)
+    if jax.process_index() > 0:
+        return
     for tokens, score in zip(answer.tokens, answer.scores, strict=True):
         if config.decode.return_scores:
             print(f'{score:.6g} nats:', file=sys.stderr, flush=True)
@@ -618,29 +276,37 @@ def print_lines(job: Job) -> None:
     """Print the line of each example."""
     t5 = load(job)
     for part in job.parts:
-        items = enumerate(part.examples)
-        with progress_bar(part.examples.name, part.survey.num_examples) as bar:
-            for chunk in chunks(items):
+        with progress_bar(part.name, part.num_examples) as bar:
+            for chunk in chunks(part.spool):
                 for line in lines_of(job, t5, chunk, bar.update):
-                    sys.stdout.write(line)
+                    if jax.process_index() == 0:
+                        sys.stdout.write(line)
                 sys.stdout.flush()
 
 
 def write_results(job: Job, folder: Path) -> list[str]:
     """Write what is not there yet. Return what to print."""
     messages = []
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder, job.request):
-        record_settings(job, folder)
+    with contextlib.ExitStack() as stack:
+        if jax.process_index() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(folder, job.request))
+            record_settings(job, folder)
         t5 = None
         for part in job.parts:
-            results = Results(folder, part.examples.name, job)
-            if not results.completed.exists():
+            results = Results(folder, part.name, job)
+            if not is_there(results.completed):
                 if t5 is None:
                     t5 = load(job)
                 write_shard(job, t5, part, results)
-            messages.append(results.merge())
+            if jax.process_index() == 0:
+                messages.append(results.merge())
     return messages
+
+
+def is_there(file: Path) -> bool:
+    """Return whether a file exists: the first process, which writes, decides for all."""
+    return bool(partition.from_first_process(np.array(file.exists())))
 
 
 def load(job: Job) -> infer.T5:
@@ -655,26 +321,28 @@ def load(job: Job) -> infer.T5:
 
 def write_shard(job: Job, t5: infer.T5, part: Part, results: 'Results') -> None:
     """Write the chunks of a shard that are not there yet, and put them together."""
-    request = job.request
-    first = request.shard - 1
-    items = itertools.islice(enumerate(part.examples), first, None, request.num_shards)
-    num_own = len(range(first, part.survey.num_examples, request.num_shards))
-    results.make_folder()
+    is_first = jax.process_index() == 0
+    if is_first:
+        results.make_folder()
     num_chunks = 0
-    with progress_bar(part.examples.name, num_own) as bar:
-        for chunk in chunks(items):
-            if results.chunk(num_chunks).exists():
-                bar.initial += len(chunk)
+    with progress_bar(part.name, len(part.spool)) as bar:
+        for chunk in chunks(part.spool):
+            if is_there(results.chunk(num_chunks)):
+                if is_first:
+                    bar.initial += len(chunk)  # they count for no speed
                 bar.update(len(chunk))
             else:
                 lines = ''.join(lines_of(job, t5, chunk, bar.update))
-                paths.replace_file(results.chunk(num_chunks), lines.encode())
+                if is_first:
+                    paths.replace_file(results.chunk(num_chunks), lines.encode())
             num_chunks += 1
-    results.finish(num_chunks)
+    if is_first:
+        results.finish(num_chunks)
 
 
-def chunks(items: Iterator[tuple[int, Item]]) -> Iterator[list[tuple[int, Item]]]:
+def chunks(spool: infer_input.Spool) -> Iterator[list[tuple[int, Item]]]:
     """Yield lists of items, each with its number, of the size that is sorted by length."""
+    items = iter(spool)
     while chunk := list(itertools.islice(items, infer.EXAMPLES_PER_CHUNK)):
         yield chunk
 
@@ -682,7 +350,13 @@ def chunks(items: Iterator[tuple[int, Item]]) -> Iterator[list[tuple[int, Item]]
 def progress_bar(name: str, total: int) -> tqdm.tqdm:
     """Return a bar on stderr that shows examples and the time left."""
     mininterval = 1.0 if sys.stderr.isatty() else 30.0
-    return tqdm.tqdm(total=total, unit=' examples', desc=name, mininterval=mininterval)
+    return tqdm.tqdm(
+        total=total,
+        unit=' examples',
+        desc=name,
+        mininterval=mininterval,
+        disable=jax.process_index() > 0,
+    )
 
 
 def lines_of(
@@ -751,16 +425,7 @@ def selected(fields: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 def as_line(content: Mapping[str, Any]) -> str:
     """Return a line of JSON Lines."""
-    return json.dumps(content, default=as_json) + '\n'
-
-
-def as_json(value: Any) -> Any:
-    """Return a value of TFDS or numpy as one of JSON."""
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    if isinstance(value, bytes):
-        return value.decode(errors='replace')
-    return str(value)
+    return json.dumps(content, default=json_default) + '\n'
 
 
 # The output folder.
@@ -792,7 +457,7 @@ class Results:
 
     def finish(self, num_chunks: int) -> None:
         """Put the chunks together, and only then say that the shard is whole."""
-        with replacing(self.file, self.file.name) as file:
+        with paths.replacing(self.file) as file:
             for number in range(num_chunks):
                 with self.chunk(number).open('rb') as chunk:
                     shutil.copyfileobj(chunk, file)
@@ -811,7 +476,7 @@ class Results:
         if not self.merged.exists():
             with contextlib.ExitStack() as stack:
                 parts = [stack.enter_context(file.open('rb')) for file in files]
-                merged = stack.enter_context(replacing(self.merged, self.file.name))
+                merged = stack.enter_context(paths.replacing(self.merged, self.file.name))
                 for line in interleaved(parts):
                     merged.write(line)
         return f'The results are in {self.merged}'
@@ -829,17 +494,6 @@ def interleaved(files: Iterable[IO[bytes]]) -> Iterator[bytes]:
         if not line:
             return
         yield line
-
-
-@contextlib.contextmanager
-def replacing(file: Path, unique: str) -> Iterator[IO[bytes]]:
-    """Yield a file to write, which then takes the place of `file`. No two processes have the same."""
-    unfinished = file.with_name(f'.{unique}.unfinished-{file.name}')
-    with unfinished.open('wb') as stream:
-        yield stream
-        stream.flush()
-        os.fsync(stream.fileno())
-    unfinished.replace(file)
 
 
 @contextlib.contextmanager
@@ -865,7 +519,7 @@ def check_output(job: Job) -> None:
     file = folder / SETTINGS
     if not file.exists():
         for part in job.parts:
-            results = Results(folder, part.examples.name, job)
+            results = Results(folder, part.name, job)
             for path in (results.merged, results.file):
                 if path.exists():
                     raise ValueError(
@@ -891,8 +545,7 @@ def record_settings(job: Job, folder: Path) -> None:
     file = folder / SETTINGS
     if not file.exists():
         content = json.dumps(settings_as_json(job), indent=1).encode()
-        with replacing(file, f'{job.request.shard}-of-{job.request.num_shards}') as stream:
-            stream.write(content)
+        paths.replace_file(file, content, f'{job.request.shard}-of-{job.request.num_shards}')
 
 
 def settings_as_json(job: Job) -> dict[str, Any]:
@@ -911,7 +564,7 @@ def settings_as_json(job: Job) -> dict[str, Any]:
         'fields': list(request.fields),
         'output_ids': request.output_ids,
         'num_shards': request.num_shards,
-        'examples': {part.examples.name: part.survey.digest for part in job.parts},
+        'examples': {part.name: part.digest for part in job.parts},
     }
 
 

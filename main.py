@@ -168,15 +168,15 @@ def main(argv: list[str]) -> int:
 
 def evaluate(config: ConfigDict | None) -> int:
     """Evaluate checkpoints. Return the exit status. Raises ValueError and OSError for bad input."""
-    import evaluate
-    import infer_mode
+    import evaluate_mode
+    import infer
     import paths
 
     if config is None:
         changes = config_flags.get_override_values(FLAGS['config'])
-        config = infer_mode.settings_of(paths.to_path(FLAGS.checkpoint), changes)
+        config = infer.settings_of(paths.to_path(FLAGS.checkpoint), changes)
         settings.check(config)
-    evaluation = evaluate.CheckpointEvaluation(
+    evaluation = evaluate_mode.CheckpointEvaluation(
         config,
         FLAGS.checkpoint,
         output_dir=FLAGS.output_dir,
@@ -421,7 +421,7 @@ def explain_config(error: BaseException, file: str | None) -> str:
     if not frames:
         if 'get_config' in text:
             return f'--config={file} has no function get_config: start as configs/tiny.py does'
-        return f'no such setting: {text}'
+        return f'no such setting: {text}: --help lists all'
     last = frames[-1]
     if pathlib.Path(last.filename).resolve().parent == CONFIGS:
         return text  # one of our configs refuses its argument

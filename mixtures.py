@@ -113,6 +113,29 @@ ONLY_TRAIN = Splits(validation=NO_SPLIT, test=NO_SPLIT)
 ONLY_TEST = Splits(train=NO_SPLIT, validation=NO_SPLIT)
 
 
+def supervised(
+    name: str,
+    tfds: str,
+    preprocess_fn: PreprocessFn,
+    metric_fns: Sequence[MetricFn] = (),
+    postprocess_fn: PostprocessFn | None = None,
+    splits: Splits = ALL_SPLITS,
+    objective: str = 'text_to_text',
+) -> Task:
+    """Return a task on some splits of a data set."""
+    return Task(
+        name,
+        tfds=tfds,
+        train_split=splits.train,
+        validation_split=splits.validation,
+        test_split=splits.test,
+        preprocess_fn=preprocess_fn,
+        objective=objective,
+        postprocess_fn=postprocess_fn,
+        metric_fns=metric_fns,
+    )
+
+
 def check_texts(example: Any) -> None:
     """Raise ValueError unless a user's function gave an example."""
     if not isinstance(example, Mapping) or 'targets' not in example:
@@ -292,6 +315,13 @@ class OpenMixture:
             descriptions += new
             total += count
         return descriptions, total
+
+
+def tasks_of(found: Task | Mixture) -> dict[str, Task]:
+    """Return the tasks that a name stands for, by name."""
+    if isinstance(found, Task):
+        return {found.name: found}
+    return found.tasks
 
 
 def open_sources(found: Task | Mixture, config: Any) -> OpenMixture:

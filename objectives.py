@@ -690,3 +690,8 @@ OBJECTIVES: dict[str, type[Objective]] = {
     'pack_prefix_lm_encoder_decoder': PackPrefixLm,
     'ul2': Ul2,
 }
+
+
+def takes_inputs(objective: str) -> bool:
+    """Return whether an objective is from text to text."""
+    return 'inputs' in OBJECTIVES[objective].features

@@ -211,6 +211,15 @@ def place_rows(mesh: Mesh, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Arr
     return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in batch.items()}
 
 
+def place_batch(mesh: Mesh, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """Return global arrays, split over BATCH_AXES, of a batch that each process has whole."""
+    sharding = NamedSharding(mesh, BATCH)
+    placed: dict[str, jax.Array] = {}
+    for name, x in batch.items():
+        placed[name] = jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+    return placed
+
+
 def from_processes(x: np.ndarray) -> np.ndarray:
     """Return the arrays that all processes pass as `x`, stacked: [processes, ...].
 
@@ -219,6 +228,21 @@ def from_processes(x: np.ndarray) -> np.ndarray:
     content = np.frombuffer(x.tobytes(), np.uint8)
     gathered = np.asarray(multihost_utils.process_allgather(content, tiled=True))
     return gathered.reshape(-1, x.nbytes).view(x.dtype).reshape(-1, *x.shape)
+
+
+def from_first_process(x: np.ndarray) -> np.ndarray:
+    """Return the `x` of the first process, which decides for all; they have equal shapes."""
+    return from_processes(x)[0]
+
+
+def check_alike(name: str, digest: bytes) -> None:
+    """Raise ValueError unless all processes have the same digest of what `name` says."""
+    digests = from_processes(np.frombuffer(digest, np.uint8))
+    if (digests != digests[0]).any():
+        raise ValueError(
+            f'{name} differ between the {len(digests)} processes: each must read the same: put them '
+            'on a disk that all of them see'
+        )
 
 
 def cut_rows(tree: Any, num_parts: int) -> Any:

@@ -18,7 +18,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 
 class Store(NamedTuple):
@@ -473,11 +473,22 @@ def unfinished(folder: Path) -> Iterator[Path]:
         raise
 
 
-def replace_file(file: Path, content: bytes) -> None:
-    """Write `file` at once: a reader finds the old content or the new content, even after a crash."""
-    new = file.with_name(f'.{file.name}.unfinished')
-    with new.open('wb') as stream:
-        stream.write(content)
+@contextlib.contextmanager
+def replacing(file: Path, writer: str = '') -> Iterator[IO[bytes]]:
+    """Yield a file to write, which then takes the place of `file` at once.
+
+    A reader finds the old content or the new content, even after a crash. `writer` differs between
+    processes that write the same file.
+    """
+    unfinished = file.with_name(f'.{file.name}.unfinished{writer}')
+    with unfinished.open('wb') as stream:
+        yield stream
         stream.flush()
         os.fsync(stream.fileno())
-    new.replace(file)
+    unfinished.replace(file)
+
+
+def replace_file(file: Path, content: bytes, writer: str = '') -> None:
+    """Write `file` as `replacing` does."""
+    with replacing(file, writer) as stream:
+        stream.write(content)

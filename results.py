@@ -277,9 +277,11 @@ def file_name(name: str) -> str:
 
 
 def json_default(value: Any) -> Any:
-    """Return a value of NumPy as JSON takes it, and anything else as its text."""
+    """Return a value of NumPy or TFDS as JSON takes it, and anything else as its text."""
     if hasattr(value, 'tolist'):
         return value.tolist()
+    if isinstance(value, bytes):
+        return value.decode(errors='replace')
     return str(value)
 
 

@@ -43,8 +43,9 @@ from mixtures import (
     Splits,
     Task,
     proportional,
+    supervised,
 )
-from objectives import OBJECTIVES
+from objectives import OBJECTIVES, takes_inputs
 from own_tasks import own_tasks
 from sources import NO_SPLIT
 
@@ -94,29 +95,6 @@ REFUSED = {
 
 
 # From texts to texts. The splits of a row are those of T5: of its data set, or slices of them.
-
-
-def supervised(
-    name: str,
-    tfds: str,
-    preprocess_fn: PreprocessFn,
-    metric_fns: Sequence[MetricFn] = (),
-    postprocess_fn: PostprocessFn | None = None,
-    splits: Splits = ALL_SPLITS,
-    objective: str = 'text_to_text',
-) -> Task:
-    """Return a task on some splits of a data set."""
-    return Task(
-        name,
-        tfds=tfds,
-        train_split=splits.train,
-        validation_split=splits.validation,
-        test_split=splits.test,
-        preprocess_fn=preprocess_fn,
-        objective=objective,
-        postprocess_fn=postprocess_fn,
-        metric_fns=metric_fns,
-    )
 
 
 # GLUE and SuperGLUE. Inputs are 'PREFIX FIELD: text FIELD: text', targets the name of a class.
@@ -846,7 +824,7 @@ def no_metrics(name: str, config: Any) -> ValueError:
 
 def takes_documents(objective: str) -> bool:
     """Return whether an objective makes examples of documents, which the settings name."""
-    return objective in OBJECTIVES and 'inputs' not in OBJECTIVES[objective].features
+    return objective in OBJECTIVES and not takes_inputs(objective)
 
 
 def contradiction(name: str, config: Any) -> ValueError:

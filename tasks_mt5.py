@@ -34,19 +34,17 @@ import metrics
 import postprocessors
 import preprocessors
 from mixtures import (
-    ALL_SPLITS,
     NO_TEST,
     NO_TRAIN,
     ONLY_TEST,
     ONLY_TRAIN,
-    MetricFn,
     Mixture,
-    PostprocessFn,
     PreprocessFn,
     Rate,
     Splits,
     Task,
     proportional,
+    supervised,
 )
 from preprocessors import text_of, texts_of
 from sources import NO_SPLIT
@@ -102,27 +100,6 @@ def tasks(t5: Mapping[str, Row]) -> list[Row]:
     return [*rows, dataclasses.replace(cnn_dailymail, tfds='cnn_dailymail:3.1.0')]
 
 
-def task(
-    name: str,
-    tfds: str,
-    splits: Splits,
-    preprocess_fn: PreprocessFn,
-    metric_fns: Sequence[MetricFn],
-    postprocess_fn: PostprocessFn | None = None,
-) -> Task:
-    """Return a row."""
-    return Task(
-        name,
-        tfds=tfds,
-        train_split=splits.train,
-        validation_split=splits.validation,
-        test_split=splits.test,
-        preprocess_fn=preprocess_fn,
-        metric_fns=metric_fns,
-        postprocess_fn=postprocess_fn,
-    )
-
-
 def equal(name: str, *groups: Iterable[Task]) -> Mixture:
     """Return a mixture of tasks of equal rates."""
     rates: dict[str | Task | Mixture, Rate] = {}
@@ -171,7 +148,9 @@ def xnli(prefix: str) -> list[Row]:
     """Return XNLI. MNLI is its English training set."""
 
     def row(name: str, tfds: str, splits: Splits, preprocess_fn: PreprocessFn) -> Task:
-        return task(f'{prefix}_xnli_{name}', tfds, splits, preprocess_fn, [metrics.accuracy])
+        return supervised(
+            f'{prefix}_xnli_{name}', tfds, preprocess_fn, [metrics.accuracy], splits=splits
+        )
 
     def process(languages: Sequence[str]) -> PreprocessFn:
         return functools.partial(process_xnli, languages=languages)
@@ -201,7 +180,7 @@ def pawsx(prefix: str) -> list[Row]:
     )
 
     def row(name: str, tfds: str, splits: Splits) -> Task:
-        return task(f'{prefix}_{name}', tfds, splits, paws, [metrics.accuracy], class_id)
+        return supervised(f'{prefix}_{name}', tfds, paws, [metrics.accuracy], class_id, splits)
 
     data_sets = {language: f'paws_x_wiki/{language}:1.0.0' for language in PAWSX}
     english = row('paws', data_sets['en'], ONLY_TRAIN)
@@ -231,7 +210,7 @@ def pawsx(prefix: str) -> list[Row]:
 
 def questions(name: str, tfds: str, splits: Splits) -> Task:
     """Return a row of questions with several right answers."""
-    return task(name, tfds, splits, squad, [metrics.squad], postprocessors.qa)
+    return supervised(name, tfds, squad, [metrics.squad], postprocessors.qa, splits)
 
 
 def tydiqa(prefix: str) -> list[Row]:
@@ -299,7 +278,7 @@ def ner(prefix: str) -> list[Row]:
     """Return WikiAnn."""
 
     def row(name: str, tfds: str, splits: Splits) -> Task:
-        return task(f'{prefix}_ner_{name}', tfds, splits, wikiann, [metrics.span_f1])
+        return supervised(f'{prefix}_ner_{name}', tfds, wikiann, [metrics.span_f1], splits=splits)
 
     trained = {}
     evaluated = []
@@ -322,10 +301,9 @@ def summaries(prefix: str) -> list[Row]:
     summarize = functools.partial(
         preprocessors.summarize, article_key='document', summary_key='target'
     )
-    xsum = task(
+    xsum = supervised(
         f'{prefix}_gem_xsum',
         'gem/xsum:1.0.1',
-        ALL_SPLITS,
         summarize,
         [metrics.bleu, functools.partial(metrics.rouge, score_keys=XSUM_SCORES)],
     )
@@ -333,7 +311,7 @@ def summaries(prefix: str) -> list[Row]:
     for language in WIKILINGUA:
         name = f'{prefix}_wikilingua.{language}'
         tfds = f'gem/wiki_lingua_{language}_en:1.0.1'
-        wikilingua.append(task(name, tfds, ALL_SPLITS, source_to_target, [metrics.rouge]))
+        wikilingua.append(supervised(name, tfds, source_to_target, [metrics.rouge]))
     return [xsum, *wikilingua, equal(f'{prefix}_wikilingua', wikilingua)]
 
 

@@ -36,6 +36,7 @@ import convert
 import data
 import evaluate
 import infer
+import infer_eval
 import loss
 import model
 import optimizer
@@ -294,7 +295,7 @@ class Run(NamedTuple):
     stream: data.Stream
     vocabulary: Vocabulary
     evaluations: list[evaluate.Evaluation]
-    task_metrics: evaluate.TaskMetrics  # of no task where infer_eval.every_steps=0
+    task_metrics: infer_eval.TaskMetrics  # of no task where infer_eval.every_steps=0
     t5: infer.T5  # the model that answers for them, which is given the parameters of a step
     missing_evaluations: list[str]  # after first_step, because a signal ended them
     first_step: int  # the steps that were taken before
@@ -339,6 +340,7 @@ def finish(run: Run, stop_request: 'StopRequest') -> int:
     evaluate_step(run, step, run.state, run.missing_evaluations, stop_request)
     open_saver(run).prune()
     if step < run.config.train.steps:
+        workdir.record_end(run.workdir, step)
         run.console.line(describe_early_stop(run, step))
     else:
         run.console.line(
@@ -453,6 +455,8 @@ def take_steps(run: Run, saver: checkpoint.Saver, stop_request: 'StopRequest') -
             # The checkpoint comes last: a run that goes on from it has all that came before.
             if save_now or stops_early or stop_request.signal:
                 save(run, saver, state, batch, interval.metrics)
+    if batches.have_ended or stops_early:
+        workdir.record_end(run.workdir, step)
     return step
 
 
@@ -696,7 +700,7 @@ def describe_early_stop(run: Run, step: int) -> str:
     )
 
 
-def task_run(task: evaluate.EvaluatedTask) -> str:
+def task_run(task: infer_eval.EvaluatedTask) -> str:
     """Return the name under which the metrics of a task are written."""
     return f'{results.FOLDER}/{task.name}'
 
@@ -736,12 +740,13 @@ def compute_task_metrics(
     run.t5.set_parameters(merged_parameters(run.config, params))
     for task in due:
         with run.console.working(f'Evaluating {task.name}, step {step:,}'):
-            found = run.task_metrics(run.t5, task, functools.partial(stop_request.agree, step))
+            found = run.task_metrics(run.t5, task, stop_request.agree)
         if found is None:
             break
-        kept.write(task.name, step, found.values, found.examples, task.settings)
-        kept.write_table()
-        run.metrics.write(task_run(task), step, evaluate.events_of(found.values))
+        if jax.process_index() == 0:
+            kept.write(task.name, step, found.values, found.examples, task.settings)
+            kept.write_table()
+        run.metrics.write(task_run(task), step, infer_eval.events_of(found.values))
         values[task.name] = found.values
     run.t5.set_parameters({})
     if values:
@@ -864,7 +869,7 @@ def prepare(config: Any, folder: str | Path) -> Run:
         mixture = tasks.open_mixture(config.data)
         evaluated_tasks = []
         if config.infer_eval.every_steps:
-            evaluated_tasks = evaluate.open_tasks(config, config.infer_eval.split)
+            evaluated_tasks = infer_eval.open_tasks(config, config.infer_eval.split)
     check_mixture(config, mixture)
     lock = workdir.lock(folder)
     try:
@@ -926,11 +931,11 @@ def prepare_locked(
         validation = open_stream(config, trainer.mesh, mixture, vocabulary, 'validation')
     introduce(config, trainer, validation, vocabulary, console)
     with console.working('Reading the examples of task metrics'):
-        task_metrics = evaluate.TaskMetrics(
+        task_metrics = infer_eval.TaskMetrics(
             config, config.infer_eval.split, vocabulary, evaluated_tasks, console.line
         )
     if config.save.best_metric:
-        evaluate.check_best_metric(config.save.best_metric, validation, task_metrics.tasks)
+        infer_eval.check_best_metric(config.save.best_metric, validation, task_metrics.tasks)
     has_stopped_early = stopped_early(config, folder, start)
     planned = compile_unless_finished(
         config, folder, trainer, counts, start, has_stopped_early, console

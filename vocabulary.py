@@ -187,6 +187,42 @@ def find_vocabulary(folder: Any, name: str | Path | None = None) -> Vocabulary |
     return read_model(paths.own_file(file), extra_ids)
 
 
+def vocabulary_of_checkpoint(directory: Any, config: Any) -> Vocabulary:
+    """Return the vocabulary that `config.vocabulary` names, else that of a checkpoint or run.
+
+    `config`: config.data. Raises ValueError for none, and for one that is not the checkpoint's.
+    """
+    own = find_vocabulary(directory)
+    name = config.vocabulary
+    if isinstance(own, ByteVocabulary):
+        name = name or 'bytes'  # with as many sentinels as the settings say
+    found = own
+    if name:
+        found = named_vocabulary(
+            'data.vocabulary', name, config.extra_ids, byte_extra_ids=config.extra_ids
+        )
+    if found is None:
+        raise ValueError(
+            f'{directory} has no vocabulary: texts need the one that it was trained with: name it with '
+            '--config.data.vocabulary: a SentencePiece model, a folder that holds one, or bytes'
+        )
+    if own is not None and own.model != found.model:
+        raise ValueError(
+            f'data.vocabulary={name!r} ({found.size:,} ids) is not the vocabulary of {directory} '
+            f'({own.size:,} ids): leave it out, which takes that one'
+        )
+    return found
+
+
+def check_rows(vocabulary: Vocabulary, directory: Any, num_rows: int) -> None:
+    """Raise ValueError where a checkpoint has fewer rows of embeddings than a vocabulary has ids."""
+    if vocabulary.size > num_rows:
+        raise ValueError(
+            f'the vocabulary has {vocabulary.size:,} ids, and {directory} has {num_rows:,} rows for '
+            'them: name the vocabulary it was trained with (--config.data.vocabulary)'
+        )
+
+
 def find_or_train_vocabulary(
     config: Any, workdir: str | Path, texts: Iterable[str], max_size: int, model: bytes = b''
 ) -> Vocabulary:

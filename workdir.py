@@ -92,6 +92,9 @@ MAY_CHANGE = (
 # What runs did that are older than a setting, where that is not its default.
 BEFORE_THE_SETTING = {'data/pack': 'no'}
 LOCK_TEXT = 'process '  # the first word of our lock
+LAST_STEP = (
+    'last_step'  # the key in config.json of the step at which a run ended before train.steps
+)
 SECONDS_BETWEEN_LINES = 60  # of progress where the output is no terminal
 MAX_COLUMNS = 79  # of a line of progress
 MIN_DATA_WAIT = 0.05  # of the time, that a line of progress shows
@@ -276,6 +279,19 @@ def changed_settings(old: Mapping, new: Mapping, may_change: tuple[str, ...]) ->
     return changes
 
 
+def record_end(workdir: Path, step: int) -> None:
+    """Write into config.json that the run has ended at a step before train.steps.
+
+    A run that goes on writes config.json anew.
+    """
+    if jax.process_index() > 0:
+        return
+    file = workdir / 'config.json'
+    content = json.loads(file.read_bytes())
+    content[LAST_STEP] = step
+    paths.replace_file(file, json.dumps(content, indent=1).encode())
+
+
 class Events:
     """TensorBoard's events, in a folder of their own for each name."""
 
@@ -321,7 +337,7 @@ class Metrics:
             return []
         written = [line['run'] for line in self.evaluations if line['step'] == step]
         is_written = [name in written for name in names]
-        [of_first, *_] = partition.from_processes(np.array(is_written, bool))
+        of_first = partition.from_first_process(np.array(is_written, bool))
         return [name for name, x in zip(names, of_first, strict=True) if not x]
 
     def write(self, name: str, step: int, values: Mapping[str, float]) -> None:

@@ -4,8 +4,9 @@
       --config.restore.path=CHECKPOINT --config.data.vocabulary=FILE
 
 Reproduces: t5x/configs/runs/finetune.gin: a constant learning rate of 0.001, dropout 0.1, batches of
-128 packed rows, evaluation every 1,000 steps and a checkpoint every 5,000. MODEL is t5, t5_1_1,
-t5_1_1_lm, flan_t5, mt5, byt5 or umt5.
+128 packed rows, validation losses and task metrics every 1,000 steps and a checkpoint every 5,000.
+MODEL is t5, t5_1_1, t5_1_1_lm, flan_t5, mt5, byt5 or umt5. A task of your own without metrics:
+--config.infer_eval.every_steps=0.
 The recipes wmt, glue, superglue, squad, cnn_dailymail and qa_csv are this run with a task and its
 lengths.
 Steps: 20,000 beyond those of the checkpoint. T5X counts them from the first step of pretraining:
@@ -49,6 +50,9 @@ def get_config(model: str = 't5_1_1:base'):
     config.learning_rate.base_learning_rate = 0.001
     config.train.relative_steps = 20_000
     config.train.batch_size = 128
+    config.eval.every_steps = 1000
+    config.infer_eval.every_steps = 1000
+    config.infer_eval.batch_size = 128
     config.save.every_steps = 5000
     config.restore.path = 'CHECKPOINT'  # the command line names it; '' is from scratch
     return config

@@ -13,7 +13,7 @@ from runs import metrics_of, run, small_config, state_of
 import best
 import checkpoint
 import convert
-import evaluate
+import evaluate_mode
 import infer
 import infer_mode
 import train
@@ -158,7 +158,7 @@ def test_a_run_ends_early_and_keeps_its_best(corpus, expected, tmp_path, capsys)
     line = f'The best step is {best_step}, with {LOSS} {losses[best_step]:.6g}: checkpoint_'
     assert f'{line}{best_step}, which --step=best opens.' in text
     assert_same(tmp_path / 'run', expected)
-    assert best.last_step(expected) == last
+    assert evaluate_mode.last_step(expected) == last
     assert evaluate.choose(str(expected), 'best', watch=False).steps == [best_step]
     found = infer.load(expected, step='best')
     of_best = infer.load(expected / f'checkpoint_{best_step}')

@@ -197,11 +197,11 @@ def test_an_interrupted_cache_goes_on(tmp_path, expected, monkeypatch):
     cache.cache(config, 1, 2)
     folder = tmp_path / 'caches/text'
     done = {file: file.stat().st_mtime_ns for file in folder.glob('*.tfrecord-*')}
-    (folder / 'train.tfrecord-00001-of-00016.tmp-1').write_bytes(b'half')
+    (folder / '.train.tfrecord-00001-of-00016.unfinished-1').write_bytes(b'half')
     assert done
     cache.cache(config)
     assert {file: file.stat().st_mtime_ns for file in done} == done
-    assert not list(folder.glob('*.tmp-*'))
+    assert not list(folder.glob('.*.unfinished*'))
     assert not (folder / '.progress').exists()
 
 

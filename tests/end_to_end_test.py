@@ -29,6 +29,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 import checkpoint
 import evaluate
+import evaluate_mode
 import sources
 import tasks
 import train
@@ -110,6 +111,7 @@ def test_a_run_ends_after_its_epochs(tmp_path, capsys):
     last = lines[-1]['step']
     assert last < 100 and lines[-1]['run'] == 'training_eval/span_corruption'
     assert checkpoint.steps(tmp_path / 'run')[-1] == last
+    assert evaluate_mode.last_step(tmp_path / 'run') == last  # where --watch ends
     mixture = tasks.open_mixture(config.data)
     vocabulary = vocabularies.ByteVocabulary(100)
     stream = corpora.stream_of(

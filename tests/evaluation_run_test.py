@@ -5,30 +5,19 @@ import shutil
 
 import numpy as np
 import pytest
-from questions import write_task
-from runs import ROOT, metrics_of, run, small_config
+from questions import make_config, write_task
+from runs import ROOT, metrics_of, run
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-import evaluate
+import evaluate_mode
 import infer
+import infer_eval
 import metrics
 import paths
 import results
 import tasks
 import train
-
-
-def make_config(folder):
-    config = small_config('')
-    config.data.files = ''
-    config.data.module = f'{folder}/mine.py'
-    config.data.task = 'qa'
-    config.data.vocabulary = 'bytes'
-    config.infer_eval.every_steps = 3
-    config.infer_eval.task = 'all'
-    config.infer_eval.batch_size = 16
-    config.decode.max_length = 7
-    return config
+import workdir
 
 
 @pytest.fixture(scope='module')
@@ -61,7 +50,7 @@ def open_evaluation(evaluated, compiled, output_dir, step='all', **changes):
     """A CheckpointEvaluation of the run in `evaluated` on one device."""
     config = make_config(evaluated)
     config.update_from_flattened_dict(changes)
-    evaluation = evaluate.CheckpointEvaluation(
+    evaluation = evaluate_mode.CheckpointEvaluation(
         config, str(evaluated / 'run'), str(output_dir), step
     )
     evaluation.t5 = compiled
@@ -155,7 +144,7 @@ def test_a_checkpoint_has_the_results_of_its_run(evaluated, compiled, tmp_path, 
         assert found[f'inference_eval/{name}'] == of_run[f'inference_eval/{name}']
     assert found['results.csv'] == of_run['results.csv']
     capsys.readouterr()
-    evaluate.CheckpointEvaluation(make_config(evaluated), str(evaluated / 'run')).run()
+    evaluate_mode.CheckpointEvaluation(make_config(evaluated), str(evaluated / 'run')).run()
     assert 'Step 6: rank is evaluated already' in capsys.readouterr().out
     assert files_of(evaluated / 'run') == of_run
 
@@ -202,10 +191,10 @@ def test_each_new_checkpoint_is_evaluated_as_it_appears(evaluated, compiled, tmp
         sleeps.append(sorted(file.name for file in (workdir / 'inference_eval').glob('*.jsonl')))
         (tmp_path / 'later').rename(workdir / 'checkpoint_6')
 
-    monkeypatch.setattr(evaluate.time, 'sleep', sleep)
+    monkeypatch.setattr(evaluate_mode.time, 'sleep', sleep)
     config = make_config(evaluated)
     config.infer_eval.task = 'qa'
-    evaluation = evaluate.CheckpointEvaluation(config, str(workdir), watch=True)
+    evaluation = evaluate_mode.CheckpointEvaluation(config, str(workdir), watch=True)
     evaluation.t5 = compiled
     evaluation.run()
     assert sleeps == [['qa-000003.jsonl', 'qa-metrics.jsonl']]
@@ -214,11 +203,25 @@ def test_each_new_checkpoint_is_evaluated_as_it_appears(evaluated, compiled, tmp
     assert (workdir / name).read_text() == (evaluated / 'run' / name).read_text()
 
 
+def test_a_watch_ends_where_the_run_has_ended_early(evaluated, compiled, tmp_path, monkeypatch):
+    """As with train.epochs."""
+    folder = tmp_path / 'run'
+    shutil.copytree(evaluated / 'run', folder)
+    content = json.loads((folder / 'config.json').read_text())
+    content['train']['steps'] = 1000
+    (folder / 'config.json').write_text(json.dumps(content))
+    monkeypatch.setattr(evaluate_mode.time, 'sleep', lambda seconds: workdir.record_end(folder, 6))
+    evaluation = evaluate_mode.CheckpointEvaluation(make_config(evaluated), str(folder), watch=True)
+    evaluation.run()
+    assert evaluate_mode.last_step(folder) == 6
+    assert json.loads((folder / 'config.json').read_text()) == content | {'last_step': 6}
+
+
 def test_some_examples_of_another_split(evaluated, compiled, tmp_path):
     config = make_config(evaluated)
     config.infer_eval.task = 'qa'
     config.infer_eval.num_examples = 3
-    evaluation = evaluate.CheckpointEvaluation(
+    evaluation = evaluate_mode.CheckpointEvaluation(
         config, str(evaluated / 'run' / 'checkpoint_3'), str(tmp_path), split='train'
     )
     evaluation.t5 = compiled
@@ -244,7 +247,9 @@ def test_the_best_step_by_a_task_metric(evaluated, compiled, tmp_path, capsys):
     assert text in capsys.readouterr().out
     config = best_config(evaluated, metric)
     config.infer_eval.task = 'qa'
-    evaluation = evaluate.CheckpointEvaluation(config, str(workdir), str(tmp_path / 'o'), 'best')
+    evaluation = evaluate_mode.CheckpointEvaluation(
+        config, str(workdir), str(tmp_path / 'o'), 'best'
+    )
     evaluation.t5 = compiled
     evaluation.run()
     name = f'inference_eval/qa-{best_step:06}.jsonl'
@@ -278,10 +283,10 @@ def test_only_what_a_metric_needs_is_computed(evaluated, compiled, monkeypatch):
     config.infer_eval.task = 'rank'
     config.infer_eval.batch_size = 1
     config.infer_eval.num_examples = 1
-    opened = evaluate.open_tasks(config, 'validation')
-    found = evaluate.TaskMetrics(config, 'validation', compiled.vocabulary, opened, print)
+    opened = infer_eval.open_tasks(config, 'validation')
+    found = infer_eval.TaskMetrics(config, 'validation', compiled.vocabulary, opened, print)
     assert found(compiled, found.tasks[0]).values == {'accuracy': 100.0}
-    assert found(compiled, found.tasks[0], stop=lambda: 15) is None
+    assert found(compiled, found.tasks[0], stop=lambda count: 14 + count) is None
 
 
 BAD = [
@@ -311,14 +316,8 @@ def test_bad_input_is_refused_in_one_line(evaluated, changes, flags, message):
     flags = dict(flags)
     path = evaluated / 'run' / flags.pop('path', '')
     with pytest.raises((ValueError, OSError), match=message) as error:
-        evaluate.CheckpointEvaluation(config, str(path), **flags)
+        evaluate_mode.CheckpointEvaluation(config, str(path), **flags)
     assert '\n' not in str(error.value)
-
-
-def test_several_processes_are_refused(evaluated, monkeypatch):
-    monkeypatch.setattr(evaluate.jax, 'process_count', lambda: 2)
-    with pytest.raises(ValueError, match='2 processes: task metrics are computed by one process: '):
-        evaluate.open_tasks(make_config(evaluated), 'validation')
 
 
 def test_training_refuses_tasks_that_cannot_be_evaluated(evaluated, tmp_path):
@@ -328,27 +327,27 @@ def test_training_refuses_tasks_that_cannot_be_evaluated(evaluated, tmp_path):
         train.prepare(config, tmp_path / 'run')
     assert not (tmp_path / 'run').exists()
     config.infer_eval.every_steps = 0
-    evaluate.check_settings(config)
+    infer_eval.check_settings(config)
 
 
 def test_another_vocabulary_and_a_folder_without_one(evaluated, tmp_path, uninterrupted):
     config = make_config(evaluated)
     with pytest.raises(ValueError, match="data.vocabulary='bytes' .* is not the vocabulary of"):
-        evaluate.CheckpointEvaluation(config, str(uninterrupted))
+        evaluate_mode.CheckpointEvaluation(config, str(uninterrupted))
     golden = ROOT / 'tests' / 'golden' / 't5x_t5_1_1_tiny'
     with pytest.raises(ValueError, match='is in no run of this program, .* name a folder with'):
-        evaluate.CheckpointEvaluation(config, str(golden / 'checkpoint_6'))
+        evaluate_mode.CheckpointEvaluation(config, str(golden / 'checkpoint_6'))
     config.data.vocabulary = ''
-    with pytest.raises(ValueError, match='brings no vocabulary: tasks need the one that it was'):
-        evaluate.CheckpointEvaluation(config, str(golden / 'checkpoint_6'), str(tmp_path))
+    with pytest.raises(ValueError, match='has no vocabulary: texts need the one that it was'):
+        evaluate_mode.CheckpointEvaluation(config, str(golden / 'checkpoint_6'), str(tmp_path))
 
 
 def test_records_of_the_settings_are_those_of_data_task_alone(evaluated):
     config = make_config(evaluated).data
     config.files = 'mine.jsonl'
     config.validation_split = 'test'
-    assert evaluate.settings_of_task(config, 'qa') is config
-    other = evaluate.settings_of_task(config, 'rank')
+    assert infer_eval.settings_of_task(config, 'qa') is config
+    other = infer_eval.settings_of_task(config, 'rank')
     assert (other.task, other.files, other.validation_split) == ('rank', '', '')
     assert tasks.find(other).files.endswith('train.jsonl')
 

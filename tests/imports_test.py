@@ -24,10 +24,11 @@ LAYERS = (
     ('tasks',),
     ('data',),
     ('prefetch',),
-    ('cache',),
+    ('cache', 'infer_input'),
     ('convert', 'workdir', 'plan'),
     ('infer',),
-    ('evaluate', 'infer_mode'),
+    ('infer_eval', 'evaluate', 'infer_mode'),
+    ('evaluate_mode',),
     ('train',),
     ('main',),
 )
@@ -38,6 +39,7 @@ HOST_SIDE = {  # without jax
     'data',
     'denoising',
     'features',
+    'infer_input',
     'metrics',
     'mixtures',
     'objectives',
@@ -118,7 +120,7 @@ def test_checkpoint_knows_no_other_format_and_no_model():
 def test_only_the_run_knows_training():
     for name in OURS - {'main', 'train'}:
         assert 'train' not in imports_of(name), name
-    for name in ('infer', 'evaluate'):
+    for name in ('infer', 'evaluate', 'infer_eval'):
         assert 'optimizer' not in imports_of(name), name
 
 

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 import infer
+import infer_input
 import infer_mode
 import vocabulary as vocabularies
 
@@ -170,6 +171,31 @@ def test_answers_are_those_of_generate_and_in_the_order_of_the_lines(
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == found
 
 
+def test_examples_are_tokenized_once(tmp_path, loaded, monkeypatch):
+    """What is wrong with one of them is found before anything is computed, and yet."""
+    file, content = write_examples(tmp_path)
+    tokenized = []
+    encode = vocabularies.ByteVocabulary.encode_as_arrays
+
+    def counted(self, texts, **options):
+        tokenized.extend(texts)
+        return encode(self, texts, **options)
+
+    monkeypatch.setattr(vocabularies.ByteVocabulary, 'encode_as_arrays', counted)
+    do(input=str(file), score=True, output_dir=str(tmp_path / 'out'))
+    expected = [example[name] for name in ('inputs', 'targets') for example in content]
+    assert tokenized == expected
+
+
+def test_a_full_disk_of_temporary_files(tmp_path, monkeypatch):
+    file, _ = write_examples(tmp_path)
+    spool = infer_input.Spool()
+    spool.file = open('/dev/full', 'wb', buffering=0)  # noqa: SIM115
+    monkeypatch.setattr(infer_input, 'Spool', lambda: spool)
+    with pytest.raises(OSError, match='cannot hold the tokenized examples .No space left on dev'):
+        do(input=str(file))
+
+
 def test_several_answers_are_lists():
     vocabulary = vocabularies.ByteVocabulary()
     answer = infer.Answer(tokens=[[100, 1], [101]], scores=[-1.0, -2.0])
@@ -213,7 +239,7 @@ def test_forms_of_input(tmp_path, loaded, monkeypatch, capsys, form):
     name = str(file)
     if form.startswith('stdin'):
         name = '-'
-        stdin = types.SimpleNamespace(buffer=io.BytesIO(content))
+        stdin = types.SimpleNamespace(buffer=io.BufferedReader(io.BytesIO(content)))
         monkeypatch.setattr(sys, 'stdin', stdin)
     do(changes, input=name)
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -483,7 +509,7 @@ def test_a_long_text_is_cut_where_that_is_asked_for(tmp_path, loaded, capsys):
     ):
         do(text='a' * 99)
     vocabulary = vocabularies.ByteVocabulary()
-    assert infer_mode.encode_text('aaa', vocabulary, length=3, trim=True) == [100, 100, 1]
+    assert infer_input.encode_text('aaa', vocabulary, length=3, trim=True) == [100, 100, 1]
 
 
 @pytest.mark.parametrize(
@@ -525,7 +551,7 @@ def test_a_long_text_is_cut_where_that_is_asked_for(tmp_path, loaded, capsys):
         (
             {'text': 'a'},
             {'data.vocabulary': ''},
-            'has no vocabulary: name one with --config.data.voc',
+            'has no vocabulary: texts need the one that it was trained with: name it with --config',
         ),
         (
             {'text': 'a'},
@@ -562,7 +588,9 @@ def test_another_vocabulary_is_refused(tmp_path, uninterrupted):
     checkpoint = tmp_path / 'checkpoint_6'
     shutil.copytree(T5X, checkpoint)
     (checkpoint / 'spiece.model').write_bytes(vocabularies.train_vocabulary(['abc def'] * 9, 12))
-    with pytest.raises(ValueError, match="='bytes' is not the vocabulary of .*: leave it out"):
+    with pytest.raises(
+        ValueError, match="='bytes' .359 ids. is not the vocabulary of .*: leave it"
+    ):
         do(CHANGES, checkpoint=checkpoint, text='a')
 
 

@@ -14,7 +14,7 @@ from small_models import assert_close, random_batch, random_params, run_config, 
 
 import checkpoint
 import convert
-import evaluate
+import evaluate_mode
 import infer
 import model
 import partition
@@ -337,7 +337,7 @@ def test_evaluated_in_training_is_evaluated_afterwards(tmp_path):
     config.infer_eval.every_steps = 3
     config.decode.max_length = 7
     run(config, tmp_path / 'run')
-    evaluate.CheckpointEvaluation(
+    evaluate_mode.CheckpointEvaluation(
         config, str(tmp_path / 'run'), str(tmp_path / 'again'), 'all'
     ).run()
     for name in ('inference_eval/qa-000003.jsonl', 'inference_eval/qa-000006.jsonl', 'results.csv'):

@@ -2,6 +2,8 @@
 
 import json
 
+from runs import small_config
+
 MODULE = """
 import functools
 import metrics
@@ -63,3 +65,17 @@ def write_task(folder):
             rows.append(row | {'a': choices[n % len(choices)]})
         (folder / f'{name}.jsonl').write_text('\n'.join(map(json.dumps, rows)))
     (folder / 'mine.py').write_text(MODULE.format(folder=str(folder)))
+
+
+def make_config(folder):
+    """Return the config of a small run on `qa` with task metrics of all."""
+    config = small_config('')
+    config.data.files = ''
+    config.data.module = f'{folder}/mine.py'
+    config.data.task = 'qa'
+    config.data.vocabulary = 'bytes'
+    config.infer_eval.every_steps = 3
+    config.infer_eval.task = 'all'
+    config.infer_eval.batch_size = 16
+    config.decode.max_length = 7
+    return config

@@ -13,7 +13,7 @@ import pytest
 import recipe_data
 import runs
 
-import evaluate
+import evaluate_mode
 import metrics
 import plan
 import tasks
@@ -173,7 +173,7 @@ def test_the_average_of_glue(tfds_dir, uninterrupted, tmp_path):
     """The second command of glue.py, and T5's average: a mean over groups of their means."""
     config = config_of('glue', tfds_dir=str(tfds_dir))
     config.infer_eval.task = 'glue_v002_proportional'
-    evaluate.CheckpointEvaluation(config, str(uninterrupted), str(tmp_path)).run()
+    evaluate_mode.CheckpointEvaluation(config, str(uninterrupted), str(tmp_path)).run()
     with (tmp_path / 'results.csv').open() as file:
         [row, *_] = csv.DictReader(file)
     groups = [
@@ -197,7 +197,9 @@ def test_t0_on_p3(uninterrupted, tmp_path):
     recipe_data.write_p3(tmp_path / 'P3', names)
     config = config_of('t0', cache_dirs=str(tmp_path / 'P3'))
     run_recipe(config, uninterrupted, tmp_path / 'run')
-    evaluate.CheckpointEvaluation(config, str(tmp_path / 'run'), step='8', split='validation').run()
+    evaluate_mode.CheckpointEvaluation(
+        config, str(tmp_path / 'run'), step='8', split='validation'
+    ).run()
     with (tmp_path / 'run' / 'results.csv').open() as file:
         [row, *_] = csv.DictReader(file)
     assert row['step'] == '8'
