@@ -13,6 +13,7 @@ from runs import metrics_of, run, small_config, state_of
 import best
 import checkpoint
 import convert
+import evaluate
 import evaluate_mode
 import infer
 import infer_mode
@@ -159,7 +160,7 @@ def test_a_run_ends_early_and_keeps_its_best(corpus, expected, tmp_path, capsys)
     assert f'{line}{best_step}, which --step=best opens.' in text
     assert_same(tmp_path / 'run', expected)
     assert evaluate_mode.last_step(expected) == last
-    assert evaluate.choose(str(expected), 'best', watch=False).steps == [best_step]
+    assert evaluate_mode.choose(str(expected), 'best', watch=False).steps == [best_step]
     found = infer.load(expected, step='best')
     of_best = infer.load(expected / f'checkpoint_{best_step}')
     chex.assert_trees_all_equal(found.arrays, of_best.arrays)
@@ -382,7 +383,7 @@ def test_a_run_without_a_best_step(uninterrupted, expected):
     with pytest.raises(ValueError, match='step=best: .* has no save.best_metric.*steps, 3, 6$'):
         infer.load(uninterrupted, step='best')
     with pytest.raises(ValueError, match='step=best: .* has no save.best_metric'):
-        evaluate.choose(str(uninterrupted), 'best', watch=False)
+        evaluate_mode.choose(str(uninterrupted), 'best', watch=False)
     with pytest.raises(
         ValueError, match='step=4: .* has no such checkpoint, but those of 3, 6: na'
     ):
