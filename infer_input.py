@@ -60,7 +60,7 @@ class Spool:
         self.num_examples = 0
 
     def add(self, number: int, item: Item) -> None:
-        """Raises OSError where the disk is full."""
+        """Append an example. Raises OSError where the disk is full."""
         try:
             pickle.dump((number, item), self.file)
         except OSError as error:
