@@ -212,13 +212,6 @@ def kill(corpus, folder, place, number):
             run(best_config(corpus), folder)
 
 
-def test_killed_between_its_last_evaluation_and_its_saving(corpus, expected, tmp_path):
-    """The evaluation is the one that ends the run."""
-    kill(corpus, tmp_path, 'between evaluation and saving', max(losses_of(expected)))
-    run(best_config(corpus), tmp_path)
-    assert_same(tmp_path, expected)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('place', PLACES)
 def test_killed_anywhere_and_started_again(corpus, expected, tmp_path, place):
