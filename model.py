@@ -526,18 +526,15 @@ class Decoder(hk.Module):
         if c.logits_via_embedding:
             table_vD = self.embedder.table()
             if self.transposed:
-                logits_bTv = multiply_transposed(table_vD, x_bTD)
+                logits_bTv = multiply_transposed(table_vD, x_bTD[:, 0])[:, None]
             else:
                 logits_bTv = jnp.einsum('bTD,vD->bTv', x_bTD, table_vD)
             return logits_bTv / jnp.sqrt(c.emb_dim)
         shape = (c.emb_dim, partition.split(c.vocab_size, 'model'))
-        kernel = Kernel(
+        logits_dense = Kernel(
             c, shape, TRUNCATED_NORMAL, 'float32', name='logits_dense', transposed=self.transposed
         )
-        if self.transposed:
-            return multiply_transposed(kernel(), x_bTD)
-        logits_Dv = kernel()
-        return jnp.einsum('bTD,Dv->bTv', x_bTD, logits_Dv)
+        return logits_dense('bTD,Dv->bTv', x_bTD)
 
 
 class DecoderLayer(hk.Module):
@@ -660,11 +657,8 @@ class Attention(hk.Module):
         c = self.config
         num_heads = partition.split(c.num_heads, 'model')
         shape = (c.emb_dim, num_heads * c.head_dim)
-        kernel = Kernel(c, shape, initializer, c.dtype, name=name, transposed=self.transposed)()
-        if self.transposed:
-            return multiply_transposed(kernel, x_bTD).reshape(-1, 1, num_heads, c.head_dim)
-        kernel_DhK = kernel.reshape(c.emb_dim, num_heads, c.head_dim)
-        return jnp.einsum('bTD,DhK->bThK', x_bTD, kernel_DhK)
+        kernel = Kernel(c, shape, initializer, c.dtype, name=name, transposed=self.transposed)
+        return kernel('bTD,DhK->bThK', x_bTD, columns=(num_heads, c.head_dim))
 
     @hk.name_like('__call__')
     def attend(self, q_bThK, keys_values, mask_b1TM, relpos_1hTM=None, rows_b=None):
@@ -675,10 +669,7 @@ class Attention(hk.Module):
             q_bThK = q_bThK.astype(jnp.float32)
             k_bMhK = k_bMhK.astype(jnp.float32)
         logits_bhTM = jnp.einsum('bThK,bMhK->bhTM', q_bThK, k_bMhK)
-        bias = jnp.where(mask_b1TM, 0.0, -1e10).astype(c.dtype)
-        if relpos_1hTM is not None:
-            bias = bias + relpos_1hTM
-        probs_bhTM = jax.nn.softmax(logits_bhTM + bias.astype(logits_bhTM.dtype)).astype(c.dtype)
+        probs_bhTM = self.probabilities(logits_bhTM, mask_b1TM, relpos_1hTM)
         mask_shape = (c.num_heads, 1, probs_bhTM.shape[-1])
         probs_bhTM = dropout(probs_bhTM, c.dropout_rate, rows_b, mask_shape, split_dim=1)
         return self.out(jnp.einsum('bhTM,bMhK->bThK', probs_bhTM, v_bMhK))
@@ -697,12 +688,17 @@ class Attention(hk.Module):
             q_gThK = q_gThK.astype(jnp.float32)
             k_ghKS = k_ghKS.astype(jnp.float32)
         logits_ghTS = jnp.einsum('gThK,ghKS->ghTS', q_gThK, k_ghKS)
-        bias = jnp.where(mask_g1TS, 0.0, -1e10).astype(c.dtype)
-        if relpos_1h1S is not None:
-            bias = bias + relpos_1h1S
-        probs_ghTS = jax.nn.softmax(logits_ghTS + bias.astype(logits_ghTS.dtype)).astype(c.dtype)
+        probs_ghTS = self.probabilities(logits_ghTS, mask_g1TS, relpos_1h1S)
         heads_gThK = jnp.einsum('ghTS,ghKS->gThK', probs_ghTS, v_ghKS)
         return self.out(heads_gThK.reshape(q_r1hK.shape))
+
+    def probabilities(self, logits_bhTM, mask_b1TM, relpos_1hTM):
+        """Return probs_bhTM, how much of each position that it sees a query reads."""
+        dtype = self.config.dtype
+        bias = jnp.where(mask_b1TM, 0.0, -1e10).astype(dtype)
+        if relpos_1hTM is not None:
+            bias = bias + relpos_1hTM
+        return jax.nn.softmax(logits_bhTM + bias.astype(logits_bhTM.dtype)).astype(dtype)
 
     @hk.name_like('__call__')
     def out(self, heads_bThK):
@@ -710,12 +706,8 @@ class Attention(hk.Module):
         c = self.config
         num_heads = partition.split(c.num_heads, 'model')
         shape = (num_heads * c.head_dim, c.emb_dim)
-        out = Kernel(c, shape, NORMAL, c.dtype, name='out', transposed=self.transposed)()
-        if self.transposed:
-            partial_bTD = multiply_transposed(out, heads_bThK.reshape(-1, 1, shape[0]))
-        else:
-            out_hKD = out.reshape(num_heads, c.head_dim, c.emb_dim)
-            partial_bTD = jnp.einsum('bThK,hKD->bTD', heads_bThK, out_hKD)
+        out = Kernel(c, shape, NORMAL, c.dtype, name='out', transposed=self.transposed)
+        partial_bTD = out('bThK,hKD->bTD', heads_bThK)
         return lax.psum(partial_bTD, 'model')  # the sum over the split heads
 
 
@@ -734,24 +726,14 @@ class Mlp(hk.Module):
         for i, activation in enumerate(c.mlp_activations):
             name = 'wi' if len(c.mlp_activations) == 1 else f'wi_{i}'
             shape = (c.emb_dim, width)
-            wi = Kernel(
-                c, shape, TRUNCATED_NORMAL, c.dtype, name=name, transposed=self.transposed
-            )()
-            if self.transposed:
-                gate_bTf = multiply_transposed(wi, x_bTD)
-            else:
-                wi_Df = wi
-                gate_bTf = jnp.einsum('bTD,Df->bTf', x_bTD, wi_Df)
+            wi = Kernel(c, shape, TRUNCATED_NORMAL, c.dtype, name=name, transposed=self.transposed)
+            gate_bTf = wi('bTD,Df->bTf', x_bTD)
             gates.append(ACTIVATIONS[activation](gate_bTf))
         hidden_bTf = math.prod(gates)
         hidden_bTf = dropout(hidden_bTf, c.dropout_rate, rows_b, (1, c.mlp_dim), split_dim=2)
         shape = (width, c.emb_dim)
-        wo = Kernel(c, shape, TRUNCATED_NORMAL, c.dtype, name='wo', transposed=self.transposed)()
-        if self.transposed:
-            partial_bTD = multiply_transposed(wo, hidden_bTf)
-        else:
-            wo_fD = wo
-            partial_bTD = jnp.einsum('bTf,fD->bTD', hidden_bTf, wo_fD)
+        wo = Kernel(c, shape, TRUNCATED_NORMAL, c.dtype, name='wo', transposed=self.transposed)
+        partial_bTD = wo('bTf,fD->bTD', hidden_bTf)
         return lax.psum(partial_bTD, 'model')  # the sum over the split width
 
 
@@ -845,10 +827,10 @@ class RMSNorm(hk.Module):
 
 
 class Kernel(hk.Module):
-    """A float32 matrix, cast to `dtype`; its product stands beside the collective that it needs.
+    """The product with a float32 matrix, cast to `dtype`.
 
-    It has adapters if `config.lora_targets` matches its path. `transposed`: the tree has the
-    transposed one of `transpose_for_steps`, and so it is returned.
+    The caller completes a sum over split rows. The matrix has adapters if `config.lora_targets`
+    matches its path. `transposed`: the tree has the transposed matrix of `transpose_for_steps`.
     """
 
     def __init__(
@@ -867,9 +849,21 @@ class Kernel(hk.Module):
         self.dtype = dtype
         self.transposed = transposed
 
-    def __call__(self):
+    def __call__(self, equation, x, columns=(-1,)):
+        """Return einsum(equation, x, matrix), [b, T, *columns], for x of [b, T, *rows].
+
+        `columns`: the shape in which the equation has them.
+        """
         if self.transposed:
-            return hk.get_parameter('kernel', self.shape[::-1], self.dtype)
+            kernel = hk.get_parameter('kernel', self.shape[::-1], self.dtype)
+            y = multiply_transposed(kernel, x.reshape(len(x), -1))
+            return y.reshape(*x.shape[:2], *columns)
+        kernel = self.kernel().astype(self.dtype)
+        return jnp.einsum(equation, x, kernel.reshape(*x.shape[2:], *columns))
+
+    @hk.name_like('__call__')
+    def kernel(self):
+        """Return the float32 matrix, changed by its adapters if it has some."""
         c = self.config
         rows, columns = self.shape
         kernel = hk.get_parameter('kernel', self.shape, jnp.float32, self.initializer)
@@ -877,14 +871,14 @@ class Kernel(hk.Module):
             lora_a = hk.get_parameter('lora_a', (rows, c.lora_rank), jnp.float32, NORMAL)
             lora_b = hk.get_parameter('lora_b', (c.lora_rank, columns), jnp.float32, jnp.zeros)
             kernel = adapted_kernel(c, kernel, lora_a, lora_b)
-        return kernel.astype(self.dtype)
+        return kernel
 
 
-def multiply_transposed(kernel_FD: jax.Array, x_b1D: jax.Array) -> jax.Array:
-    """Return x @ kernel.T, [b, 1, F], as kernel @ x.T, the form that is fast on a CPU."""
-    y_Fb = kernel_FD @ x_b1D[:, 0].T
+def multiply_transposed(kernel_FD: jax.Array, x_bD: jax.Array) -> jax.Array:
+    """Return x @ kernel.T, [b, F], as kernel @ x.T, the form that is fast on a CPU."""
+    y_Fb = kernel_FD @ x_bD.T
     # Without the barrier, XLA would turn it into the slow form again.
-    return lax.optimization_barrier(y_Fb).T[:, None]
+    return lax.optimization_barrier(y_Fb).T
 
 
 def dropout(

@@ -40,7 +40,7 @@ TOKENS_PER_EVALUATION_BATCH = 2**18
 def get_config(model: str = '3b'):
     size, _, replicas = model.partition(':')
     if size not in SIZES:
-        raise ValueError(f'configs/t0.py:{model}: use one of {", ".join(SIZES)}, as 3b or 3b:64')
+        raise ValueError(f'configs/t0.py:{model}: use one of {", ".join(SIZES)}')
     config = t5_1_1_lm.get_config(SIZES[size])
     config.train.batch_size = num_rows(TOKENS_PER_BATCH, config.data.lengths)
     if replicas:
