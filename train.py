@@ -911,42 +911,23 @@ def prepare_locked(
         start = find_start(config, folder, trainer, console)
     config = with_last_step(config, folder, start)
     with console.working('Preparing the vocabulary'):
-        vocabulary = find_or_train_vocabulary(
-            config.data,
-            folder,
-            texts=data.training_texts(mixture),
-            max_size=config.model.vocab_size,
-            model=start.vocabulary_model,
-        )
-    resolved = resolved_settings(config, mixture, vocabulary, start)
-    resolved['model']['module'] = trainer.model_config.module
+        vocabulary = prepare_vocabulary(config, folder, mixture, start)
+    resolved = resolved_settings(config, trainer, mixture, vocabulary, start)
     if start.is_resumed:
-        own_model.check_same(
-            folder / f'checkpoint_{start.step}', trainer.model_config, 'name another --workdir'
-        )
-        workdir.compare_settings(folder / f'checkpoint_{start.step}', resolved, mixture)
-        checkpoint.choose(start.leaves, state_shapes(trainer))
+        check_resumed(folder, trainer, mixture, resolved, start)
     with console.working('Opening the text'):
         stream = open_stream(config, trainer.mesh, mixture, vocabulary, 'train')
         validation = open_stream(config, trainer.mesh, mixture, vocabulary, 'validation')
     introduce(config, trainer, validation, vocabulary, console)
-    with console.working('Reading the examples of task metrics'):
-        task_metrics = infer_eval.TaskMetrics(
-            config, config.infer_eval.split, vocabulary, evaluated_tasks, console.line
-        )
-    if config.save.best_metric:
-        infer_eval.check_best_metric(config.save.best_metric, validation, task_metrics.tasks)
+    task_metrics = open_task_metrics(config, vocabulary, evaluated_tasks, validation, console)
     has_stopped_early = stopped_early(config, folder, start)
     planned = compile_unless_finished(
         config, folder, trainer, counts, start, has_stopped_early, console
     )
     state = restore_start(config, trainer, start, console)
-    interval: list[dict] = []
-    if start.is_resumed:
-        interval = resume_data(folder / f'checkpoint_{start.step}', stream)
+    interval = resume_data(folder, start, stream)
     resolved['train']['num_microbatches'] = planned.num_microbatches
-    if jax.process_index() == 0:
-        write_run_files(folder, resolved, vocabulary, trainer)
+    write_run_files(folder, resolved, vocabulary, trainer)
     metrics = workdir.Metrics(folder, start.num_logged_steps, mixture.corpus)
     run = Run(
         config=config,
@@ -959,12 +940,7 @@ def prepare_locked(
         stream=stream,
         vocabulary=vocabulary,
         evaluations=evaluate.open_evaluations(
-            config,
-            trainer.model_config,
-            trainer.mesh,
-            stream,
-            validation,
-            planned.num_microbatches,
+            config, trainer.model_config, trainer.mesh, stream, validation, planned.num_microbatches
         ),
         task_metrics=task_metrics,
         t5=make_t5(config, trainer, vocabulary),
@@ -981,6 +957,44 @@ def prepare_locked(
     return run._replace(missing_evaluations=metrics.missing(due, start.step))
 
 
+def prepare_vocabulary(config: Any, folder: Path, mixture: OpenMixture, start: Start) -> Vocabulary:
+    """Return the vocabulary of the run, of what it starts from, or a new one."""
+    return find_or_train_vocabulary(
+        config.data,
+        folder,
+        texts=data.training_texts(mixture),
+        max_size=config.model.vocab_size,
+        model=start.vocabulary_model,
+    )
+
+
+def check_resumed(
+    folder: Path, trainer: Trainer, mixture: OpenMixture, resolved: Mapping, start: Start
+) -> None:
+    """Raise ValueError unless a run with these settings can go on from its checkpoint."""
+    directory = folder / f'checkpoint_{start.step}'
+    own_model.check_same(directory, trainer.model_config, 'name another --workdir')
+    workdir.compare_settings(directory, resolved, mixture)
+    checkpoint.choose(start.leaves, state_shapes(trainer))
+
+
+def open_task_metrics(
+    config: Any,
+    vocabulary: Vocabulary,
+    opened: Sequence[OpenTask],
+    validation: data.Stream,
+    console: workdir.Console,
+) -> infer_eval.TaskMetrics:
+    """Read the examples of task metrics. Raises ValueError if nothing gives `save.best_metric`."""
+    with console.working('Reading the examples of task metrics'):
+        task_metrics = infer_eval.TaskMetrics(
+            config, config.infer_eval.split, vocabulary, opened, console.line
+        )
+    if config.save.best_metric:
+        infer_eval.check_best_metric(config.save.best_metric, validation, task_metrics.tasks)
+    return task_metrics
+
+
 def make_t5(config: Any, trainer: Trainer, vocabulary: Vocabulary) -> infer.T5:
     """Return the model that answers for task metrics, which has no parameters yet."""
     merge = functools.partial(merged_parameters, config)
@@ -993,10 +1007,11 @@ def make_t5(config: Any, trainer: Trainer, vocabulary: Vocabulary) -> infer.T5:
 
 
 def resolved_settings(
-    config: Any, mixture: OpenMixture, vocabulary: Vocabulary, start: Start
+    config: Any, trainer: Trainer, mixture: OpenMixture, vocabulary: Vocabulary, start: Start
 ) -> dict[str, Any]:
     """Return the content of config.json: the settings, and what they stand for."""
     resolved = json.loads(config.to_json())
+    resolved['model']['module'] = trainer.model_config.module
     resolved['corpus'] = mixture.corpus
     resolved['data_fingerprint'] = mixture.fingerprint
     resolved['vocabulary_hash'] = vocabulary.hash
@@ -1116,7 +1131,9 @@ def check_step_offset(config: Any, start: Start) -> None:
 def write_run_files(
     folder: Path, resolved: Mapping, vocabulary: Vocabulary, trainer: Trainer
 ) -> None:
-    """Write what a run leaves in its workdir before its first step."""
+    """Write what a run leaves in its workdir before its first step; the first process does."""
+    if jax.process_index() > 0:
+        return
     # config.json comes first: it marks the folder as a run of this program.
     paths.replace_file(folder / 'config.json', json.dumps(resolved, indent=1).encode())
     if vocabulary.model:
@@ -1126,11 +1143,11 @@ def write_run_files(
     paths.replace_file(folder / 'model-info.txt', info.encode())
 
 
-def resume_data(directory: Path, stream: data.Stream) -> list[dict]:
-    """Move the stream to where a checkpoint was saved.
-
-    Return the metrics of the unfinished interval.
-    """
+def resume_data(folder: Path, start: Start, stream: data.Stream) -> list[dict]:
+    """Move the stream to where the run goes on. Return the metrics of the unfinished interval."""
+    if not start.is_resumed:
+        return []
+    directory = folder / f'checkpoint_{start.step}'
     positions = np.load(directory / 'data_position.npy')
     stream.seek(positions[stream.rows])
     file = directory / 'data_counts.json'
@@ -1193,16 +1210,7 @@ def choose_initial(config: Any, trainer: Trainer) -> Start:
             vocabulary_model=b'',
             description='From scratch',
         )
-    try:
-        opened = convert.open_checkpoint(config.restore.path)
-    except (ValueError, OSError) as error:
-        raise ValueError(f'restore.path={config.restore.path}: {error}') from error
-    if config.restore.strict and own_model.recorded(opened.directory):
-        own_model.check_same(
-            opened.directory,
-            trainer.model_config,
-            'restore its parameters with restore.strict=False',
-        )
+    opened = open_initial(config.restore, trainer)
     index = without_frozen_state(opened.leaves, trainer)
     num_frozen = len(opened.leaves) - len(index)
     expected = state_shapes(trainer)
@@ -1235,6 +1243,21 @@ def choose_initial(config: Any, trainer: Trainer) -> Start:
         vocabulary_model=own_vocabulary(config, opened.directory),
         description=description,
     )
+
+
+def open_initial(config: Any, trainer: Trainer) -> convert.OpenedCheckpoint:
+    """Open the checkpoint `config.path`. Raises ValueError for what is none, or of another own model."""
+    try:
+        opened = convert.open_checkpoint(config.path)
+    except (ValueError, OSError) as error:
+        raise ValueError(f'restore.path={config.path}: {error}') from error
+    if config.strict and own_model.recorded(opened.directory):
+        own_model.check_same(
+            opened.directory,
+            trainer.model_config,
+            'restore its parameters with restore.strict=False',
+        )
+    return opened
 
 
 def restored_step(config: Any, leaves: Mapping[str, Any]) -> int:

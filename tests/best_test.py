@@ -138,6 +138,7 @@ def assert_same(found, expected):
     assert not list(found.glob('*tmp*'))
 
 
+@pytest.mark.slow
 def test_a_run_ends_early_and_keeps_its_best(corpus, expected, tmp_path, capsys):
     losses = losses_of(expected)
     last = max(losses)
@@ -236,6 +237,7 @@ def stop_at(corpus, folder, number):
     assert train.train(train.prepare(best_config(corpus), folder), stop) == 15
 
 
+@pytest.mark.slow
 def test_stopped_in_its_last_evaluation_and_started_again(corpus, expected, tmp_path):
     """The checkpoint is there before the evaluation that ends the run."""
     stop_at(corpus, tmp_path, 3 * max(losses_of(expected)))
@@ -256,6 +258,7 @@ def test_stopped_anywhere_and_started_again(corpus, expected, tmp_path):
 # The average of the parameters.
 
 
+@pytest.mark.slow
 def test_what_is_used_of_a_run_is_the_average(corpus, expected, tmp_path):
     last = max(losses_of(expected))
     average = infer.load(expected).arrays
@@ -304,6 +307,7 @@ def test_the_average_is_split_like_its_parameter(corpus, expected, tmp_path, is_
         np.testing.assert_allclose(found, mean, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_what_is_converted_and_answers_is_the_average(expected, tmp_path):
     best_step = best.best_step(expected, checkpoint.steps(expected))
     written = convert.convert_checkpoint(expected, tmp_path / 'out', 't5x', step='best')
@@ -372,6 +376,7 @@ def test_a_metric_that_no_evaluation_gives(corpus, uninterrupted, tmp_path):
     assert set(evaluate.validation_tags()) == line.keys() - {'step', 'run', 'corpus'}
 
 
+@pytest.mark.slow
 def test_a_run_without_a_best_step(uninterrupted, expected):
     with pytest.raises(ValueError, match='step=best: .* has no save.best_metric.*steps, 3, 6$'):
         infer.load(uninterrupted, step='best')

@@ -352,6 +352,7 @@ def test_records_of_the_settings_are_those_of_data_task_alone(evaluated):
     assert tasks.find(other).files.endswith('train.jsonl')
 
 
+@pytest.mark.slow
 def test_the_choices_of_an_input_are_scored_as_if_alone(compiled):
     inputs = ['é', 'two words', 'x' * 40]
     choices = [['a'], ['b', 'longer than b', ''], ['c', 'd' * 40]]

@@ -166,6 +166,7 @@ def test_prompts_scores_and_lengths(untrained):
         t5.generate(inputs, 4, prompts=prompts)
 
 
+@pytest.mark.slow
 def test_samples(untrained):
     """They depend on the seed, on the temperature of their input, and not on their neighbours."""
     t5, inputs = untrained, two_inputs()
@@ -483,6 +484,7 @@ def test_batches_are_sorted_by_length_and_results_are_in_order(monkeypatch, num_
             assert len(following[0].inputs) <= shortest + 64  # the lengths compiled for are coarse
 
 
+@pytest.mark.slow
 def test_many_examples_are_answered_as_few(t5, monkeypatch):
     """What is drawn depends on the number of an example, not on its batch."""
     monkeypatch.setattr(infer, 'EXAMPLES_PER_CHUNK', 6)

@@ -188,6 +188,7 @@ def test_a_checkpoint_has_adapters_alone(lora, uninterrupted):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_train_all_is_train_some_restore_and_go_on(corpus, uninterrupted, lora, tmp_path):
     run(lora_config(corpus, uninterrupted, steps=3), tmp_path)
     run(lora_config(corpus, uninterrupted, steps=6), tmp_path)

@@ -69,6 +69,7 @@ def qa_config(folder):
     return config_of('qa_csv', files=f'{folder}/train.csv', validation_files=f'{folder}/dev.csv')
 
 
+@pytest.mark.slow
 def test_questions_of_a_csv(tmp_path, uninterrupted, capsys):
     """Three epochs, and exact match and F1 as JSON. An empty answer is an answer."""
     config = qa_config(tmp_path)

@@ -110,6 +110,7 @@ def decoder_config(corpus, steps=6):
     return config
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_all_parameters_and_the_state_of_the_trained_ones(frozen_encoder):
     first, last = state_of(frozen_encoder, 3), state_of(frozen_encoder, 6)
     changed = {path for path in first if not np.array_equal(first[path], last[path])}
@@ -122,6 +123,7 @@ def test_a_checkpoint_has_all_parameters_and_the_state_of_the_trained_ones(froze
     )
 
 
+@pytest.mark.slow
 def test_model_info_marks_and_counts(frozen_encoder, capsys):
     sizes = {path: x.size for path, x in parameters_of(state_of(frozen_encoder, 6)).items()}
     num_trained = sum(size for path, size in sizes.items() if path.startswith('decoder/layers_'))
@@ -133,6 +135,7 @@ def test_model_info_marks_and_counts(frozen_encoder, capsys):
         assert line.endswith(' frozen') == (not path.startswith('decoder/layers_'))
 
 
+@pytest.mark.slow
 def test_train_all_is_train_some_restore_and_go_on(corpus, frozen_encoder, tmp_path):
     run(decoder_config(corpus, steps=3), tmp_path)
     run(decoder_config(corpus, steps=6), tmp_path)
@@ -145,6 +148,7 @@ def test_train_all_is_train_some_restore_and_go_on(corpus, frozen_encoder, tmp_p
         train.prepare(changed, tmp_path)
 
 
+@pytest.mark.slow
 def test_of_a_checkpoint_of_T5X_the_matching_slots_are_taken(corpus):
     config = small_config(corpus, steps=8)
     config.model.update(vocab_size=384, emb_dim=32, num_heads=4, head_dim=8, mlp_dim=64)
