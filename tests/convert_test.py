@@ -452,6 +452,7 @@ def main(tmp_path_factory):
     command_line.close()
 
 
+@pytest.mark.slow
 def test_the_command(main, tmp_path):
     relative = os.path.join('tests', '..', os.path.relpath(T5X, ROOT))  # to where it starts
     result = main(f'--from={relative}', f'--to={tmp_path}/x/../hf', '--format=hf')

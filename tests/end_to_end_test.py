@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from runs import (
     ENVIRONMENT,
+    OPTIMIZED,
     ROOT,
     Program,
     assert_same_run,
@@ -408,7 +409,7 @@ def assert_lines_of_a_run(lines, workdir, first_line, logged_steps, last):
 
 def main(*arguments):
     command = [sys.executable, 'main.py', *arguments]
-    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    return subprocess.run(command, cwd=ROOT, env=OPTIMIZED, capture_output=True, text=True)
 
 
 @pytest.mark.slow

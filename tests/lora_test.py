@@ -176,6 +176,7 @@ def merged(lora):
     return infer.load(lora)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_adapters_alone(lora, uninterrupted):
     found = state_of(lora, 6)
     assert found['state/step'] == 6  # it starts at 0
@@ -195,6 +196,7 @@ def test_train_all_is_train_some_restore_and_go_on(corpus, uninterrupted, lora, 
     assert_same_run(tmp_path, lora, 6)
 
 
+@pytest.mark.slow
 def test_merged_is_unmerged(merged, lora, uninterrupted):
     """The model with its adapters beside the kernels computes the same."""
     base = infer.load(uninterrupted)
@@ -211,6 +213,7 @@ def test_merged_is_unmerged(merged, lora, uninterrupted):
 
 
 @pytest.mark.parametrize('form', ['t5x', 'hf'])
+@pytest.mark.slow
 def test_converted_is_merged(merged, lora, tmp_path, form):
     convert.convert_checkpoint(lora, tmp_path / 'converted', form)
     found = infer.load(tmp_path / 'converted')
@@ -218,6 +221,7 @@ def test_converted_is_merged(merged, lora, tmp_path, form):
     assert model.shapes(found.config) == model.shapes(merged.config)
 
 
+@pytest.mark.slow
 def test_a_run_may_start_from_adapters(merged, lora, corpus):
     """From the merged parameters, without optimizer state, at step 0."""
     config = small_config(corpus)
@@ -230,6 +234,7 @@ def test_a_run_may_start_from_adapters(merged, lora, corpus):
     assert not begin.base
 
 
+@pytest.mark.slow
 def test_adapters_are_no_base(corpus, lora):
     config = lora_config(corpus, lora)
     with pytest.raises(
@@ -255,6 +260,7 @@ def moved(lora, uninterrupted, tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_base_that_has_moved(merged, corpus, moved):
     message = (
         f'{moved}/lora/checkpoint_6 holds adapters of {moved}/base/checkpoint_6, which cannot be'
@@ -271,6 +277,7 @@ def test_a_base_that_has_moved(merged, corpus, moved):
     assert settings['base']['directory'] == f'{moved}/moved/checkpoint_6'
 
 
+@pytest.mark.slow
 def test_another_base_is_refused(corpus, moved):
     config = lora_config(corpus, moved / 'moved/checkpoint_3')
     with pytest.raises(ValueError, match='holds adapters of another model than .*checkpoint_3 has'):
@@ -282,6 +289,7 @@ def test_another_base_is_refused(corpus, moved):
     assert '\n' not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_run_does_not_take_up_or_drop_adapters(corpus, uninterrupted, lora):
     with pytest.raises(ValueError, match='model/lora_rank: 2 -> 0'):
         train.prepare(small_config(corpus), lora)

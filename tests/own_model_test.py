@@ -227,6 +227,7 @@ def test_the_example_trains_on_every_mesh(corpus, trained, tmp_path):
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_example_is_loaded_and_decodes(trained):
     t5 = infer.load(trained / 'run', mesh=make_mesh(2, 2))
     assert t5.config.module == str(trained / 'files/own.py')
@@ -234,6 +235,7 @@ def test_the_example_is_loaded_and_decodes(trained):
 
 
 @pytest.mark.parametrize('num_taken', [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_run_goes_on(corpus, trained, tmp_path, num_taken):
     """Also where its file has another name; the steps are those of a run that was not stopped."""
     workdir = shutil.copytree(trained / 'run', tmp_path / 'run')
@@ -255,6 +257,7 @@ def refusal_of_prepare(config, workdir):
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_own_model_alone(corpus, trained, uninterrupted, tmp_path):
     recorded = trained / 'run/checkpoint_2/own_model.py'
     remedy = f'set it to a copy of {recorded}, or name another --workdir'
@@ -278,6 +281,7 @@ def test_a_run_goes_on_with_its_own_model_alone(corpus, trained, uninterrupted, 
     )
 
 
+@pytest.mark.slow
 def test_another_run_starts_from_its_parameters(corpus, trained, tmp_path):
     config = example_config(corpus)
     config.restore.update(path=str(trained / 'run'), only='target/.*')
@@ -297,6 +301,7 @@ def test_another_run_starts_from_its_parameters(corpus, trained, tmp_path):
 # Finding the file of a checkpoint.
 
 
+@pytest.mark.slow
 def test_a_file_that_is_gone_or_changed(trained, tmp_path, monkeypatch):
     folder = shutil.copytree(trained, tmp_path / 'copy')
     elsewhere = tmp_path / 'elsewhere'
@@ -322,6 +327,7 @@ def test_a_file_that_is_gone_or_changed(trained, tmp_path, monkeypatch):
     assert infer.load(folder / 'run').config.module == str(elsewhere / 'own.py')
 
 
+@pytest.mark.slow
 def test_no_code_of_a_checkpoint_is_run(trained, tmp_path, monkeypatch):
     """A folder from the network may name a file that it brings."""
     folder = shutil.copytree(trained / 'run', tmp_path / 'run')
@@ -347,6 +353,7 @@ def rewrite(file, content):
     (file.parent / checkpoint.MANIFEST).write_bytes(packed)
 
 
+@pytest.mark.slow
 def test_conversions(trained, tmp_path):
     with pytest.raises(ValueError, match=r'own.py.: transformers has no such model'):
         convert.convert_checkpoint(trained / 'run', tmp_path / 'hf', 'hf')
@@ -355,6 +362,7 @@ def test_conversions(trained, tmp_path):
     assert infer.load(written).config == infer.load(trained / 'run').config
 
 
+@pytest.mark.slow
 def test_a_config_without_the_own_model(trained):
     config = t5_config(**SIZES | {'mlp_dim': 32})
     with pytest.raises(ValueError, match="model.module='' is not the own model of .*own_model.py"):

@@ -304,7 +304,7 @@ def test_a_step_of_full_size(recipe):
     )
 
 
-@pytest.mark.parametrize('recipe', ['qa_csv', 't0:11b'])
+@pytest.mark.parametrize('recipe', ['t0:11b'])
 def test_a_step_of_full_width(recipe):
     """One layer of the model."""
     config = full_size(recipe)
