@@ -404,7 +404,10 @@ def gzipped_source(folder, pydoc, sizes):
     return sources.open_source(make_config(files=f'{folder}/*', validation_fraction=0.1))
 
 
-@pytest.fixture(params=['text', 'few shards', 'as many shards', 'many shards'])
+AS_MANY_SHARDS = pytest.param('as many shards', marks=pytest.mark.slow)
+
+
+@pytest.fixture(params=['text', 'few shards', AS_MANY_SHARDS, 'many shards'])
 def any_source(request, text_source, tmp_path, pydoc, small_pools):
     sizes = {
         'few shards': [50, 30, 20],

@@ -270,7 +270,14 @@ OURS = {
 }
 
 
-@pytest.mark.parametrize('name', [*OURS, *FOREIGN])
+QUICK = ('adafactor', 'adamw', 'adamw with an average', 'lion', 'labels')
+OPTIMIZERS = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+    for name in (*OURS, *FOREIGN)
+]
+
+
+@pytest.mark.parametrize('name', OPTIMIZERS)
 def test_any_optimizer_goes_on_from_a_checkpoint(name, params, tmp_path):
     """Three steps, saved and restored, then two more, are five steps, bit for bit."""
     if name in OURS:
