@@ -441,11 +441,14 @@ def test_the_command_of_the_readme(tmp_path):
 
 @pytest.mark.slow(takes_minutes=True)
 def test_tiny_learns(tmp_path):
-    """The whole of configs/tiny.py, about two minutes: 0.4 nats below the baseline on text."""
-    result = main('--config=configs/tiny.py', f'--workdir={tmp_path}')
+    """Two thirds of configs/tiny.py are enough: 0.4 nats below the baseline on text."""
+    steps = tiny.get_config().train.steps * 2 // 3
+    result = main(
+        '--config=configs/tiny.py', f'--workdir={tmp_path}', f'--config.train.steps={steps}'
+    )
     assert result.returncode == 0, result.stderr
     last = metrics_of(tmp_path)[-1]
-    assert last['step'] == tiny.get_config().train.steps
+    assert last['step'] == steps
     assert last['unigram_nats_per_text_token'] - last['nats_per_text_token'] >= 0.4
 
 

@@ -388,7 +388,6 @@ SHALLOW = {
 
 @pytest.mark.parametrize('sizes, dtype', [
     pytest.param(SHALLOW, 'bfloat16', id='shallow-bfloat16', marks=pytest.mark.slow),
-    pytest.param({}, 'bfloat16', id='small-bfloat16', marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_one_step_of_t5_1_1(sizes, dtype):
     config = base.get_config()
