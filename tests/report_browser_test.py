@@ -12,7 +12,6 @@ from runs import run, small_config
 
 import report
 
-playwright = pytest.importorskip('playwright.sync_api')
 pytestmark = pytest.mark.browser
 PHONE = {'width': 360, 'height': 740}
 DESKTOP = {'width': 1280, 'height': 900}
@@ -45,6 +44,7 @@ CURVES = """
 
 @pytest.fixture(scope='module')
 def chromium():
+    playwright = pytest.importorskip('playwright.sync_api')
     program = shutil.which('chromium') or shutil.which('google-chrome')
     if program is None:
         pytest.skip('no Chromium on the path')
