@@ -469,6 +469,13 @@ def restore(
         return dict(zip(index, arrays, strict=True))
 
 
+def saved_step(leaves: Mapping[str, Any]) -> int:
+    """Return the step of a checkpoint; 0 for one that does not say it, such as Hugging Face's."""
+    if 'state/step' not in leaves:
+        return 0
+    return int(restore({'state/step': leaves['state/step']})['state/step'])
+
+
 def read_index(path: str | Path) -> dict[str, Any]:
     """Return {path: leaf} of a checkpoint in T5X's native layout: its folder, or an index alone.
 

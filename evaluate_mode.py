@@ -94,7 +94,7 @@ class CheckpointEvaluation:
             self.results.write_table()  # a kill may have come before it
         if not self.chosen.is_run:
             path = self.chosen.folder
-            self.evaluate(path, step_of(path))
+            self.evaluate(path, checkpoint.saved_step(convert.open_checkpoint(path).leaves))
         elif not self.watch:
             for step in self.chosen.steps:
                 self.evaluate(self.chosen.folder / f'checkpoint_{step}', step)
@@ -258,14 +258,6 @@ def of_first_process(steps: Sequence[int]) -> list[int]:
     same_number = np.zeros(num_steps, np.int64)
     same_number[: len(steps)] = steps[:num_steps]
     return partition.from_first_process(same_number).tolist()
-
-
-def step_of(path: Any) -> int:
-    """Return the step of a checkpoint; 0 for one that does not say it, such as Hugging Face's."""
-    leaves = convert.open_checkpoint(path).leaves
-    if 'state/step' not in leaves:
-        return 0
-    return int(checkpoint.restore({'state/step': leaves['state/step']})['state/step'])
 
 
 def last_step(run: Path) -> float:

@@ -51,7 +51,7 @@ import tasks
 import workdir
 from mixtures import OpenMixture, OpenTask
 from sources import NO_SPLIT
-from vocabulary import Vocabulary, find_or_train_vocabulary, find_vocabulary
+from vocabulary import Vocabulary, find_or_train_vocabulary, find_vocabulary, read_settings
 
 LINES_OF_A_SLOW_EVALUATION = 1_000_000  # that are read in about ten seconds or more
 STEPS_PER_AGREEMENT = 10  # between the times when several processes ask each other whether to stop
@@ -1180,7 +1180,8 @@ def find_start(config: Any, folder: Path, trainer: Trainer, console: workdir.Con
     opened = convert.open_base(directory, config.restore.path)
     if opened is not None:
         leaves = only_parameters(opened.leaves) | leaves
-        base = convert.describe_base(opened)
+        # Its fingerprint is the one that open_base has compared.
+        base = read_settings(directory)['base'] | {'directory': str(opened.directory)}
     return Start(
         step=step,
         is_resumed=True,
@@ -1262,9 +1263,7 @@ def open_initial(config: Any, trainer: Trainer) -> convert.OpenedCheckpoint:
 
 def restored_step(config: Any, leaves: Mapping[str, Any]) -> int:
     """Return the step of a checkpoint, 0 where it comes without. Raises ValueError for the last one."""
-    if 'state/step' not in leaves:
-        return 0
-    step = int(checkpoint.restore({'state/step': leaves['state/step']})['state/step'])
+    step = checkpoint.saved_step(leaves)
     if step >= config.train.steps and not config.train.relative_steps:
         raise ValueError(
             f'restore.path={config.restore.path} has taken {step:,} of {config.train.steps:,}: set more train.steps, '
