@@ -284,6 +284,7 @@ class T5:
             num_return=num_return,
             alpha=alpha,
             seed=seed,
+            return_scores=return_scores,
             prompts=prompts,
         )
         answers = []
@@ -291,10 +292,11 @@ class T5:
             answers.append([self._answer(tokens_T, inputs[0]) for tokens_T in tokens_nT])
         if num_return == 1:
             answers = [of_example[0] for of_example in answers]
+        if scores is None:
+            return answers
+        if num_return == 1:
             scores = scores[:, 0]
-        if return_scores:
-            return answers, scores
-        return answers
+        return answers, scores
 
     def generate_tokens(
         self,
@@ -308,16 +310,18 @@ class T5:
         num_return: int = 1,
         alpha: float = 0.6,
         seed: int = 0,
+        return_scores: bool = True,
         prompts: Sequence | None = None,
         numbers: Sequence[int] | None = None,
         num_rows: int = 0,
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the tokens of the answers that `generate` gives, and their scores.
 
-        Tokens are int32 [examples, num_return, length], with EOS and 0 after it; scores are float32
-        [examples, num_return]. What is drawn for an input depends on the seed and on its number:
-        `numbers` are those of the inputs, by default 0, 1, 2 ... The batch has at least `num_rows`
-        rows, so that batches of that size and less share a program.
+        Tokens are int32 [examples, num_return, length], with EOS and 0 after it. Scores are float32
+        [examples, num_return]; without `return_scores` they are None, which is a little faster. What
+        is drawn for an input depends on the seed and on its number: `numbers` are those of the
+        inputs, by default 0, 1, 2 ... The batch has at least `num_rows` rows, so that batches of that
+        size and less share a program.
         """
         length = _checked_length(max_length)
         temperatures = _checked_temperatures(temperature)
@@ -328,6 +332,7 @@ class T5:
             top_p=top_p,
             num_return=num_return,
             alpha=alpha,
+            return_scores=return_scores,
         )
         if top_k > self.config.vocab_size:
             raise ValueError(
@@ -349,11 +354,14 @@ class T5:
         }
         tokens_bnT, scores_bn = self._decode(decoding, seed, arguments)
         # Without the padding rows.
-        return tokens_bnT[: len(inputs), :num_return], scores_bn[: len(inputs), :num_return]
+        tokens_bnT = tokens_bnT[: len(inputs), :num_return]
+        if scores_bn is None:
+            return tokens_bnT, None
+        return tokens_bnT, scores_bn[: len(inputs), :num_return]
 
     def _decode(
         self, decoding: 'Decoding', seed: int, arguments: Mapping[str, np.ndarray]
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> tuple[np.ndarray, np.ndarray | None]:
         """Run the program of `decoding`. Return tokens_bnT and scores_bn, the best first."""
         if self._is_transposed and not self._step_arrays:
             self._step_arrays = self._transpose(self.arrays)
@@ -362,7 +370,9 @@ class T5:
         generator = self._generators[decoding]
         placed = partition.place_batch(self.mesh, arguments)
         tokens_bnT, scores_bn = generator(self.arrays, self._step_arrays, np.uint32(seed), placed)
-        return np.asarray(tokens_bnT)[:, ::-1], np.asarray(scores_bn)[:, ::-1]
+        if scores_bn is not None:
+            scores_bn = np.asarray(scores_bn)[:, ::-1]
+        return np.asarray(tokens_bnT)[:, ::-1], scores_bn
 
     def _within_length(self, inputs: Sequence, trim: bool) -> Sequence:
         """Return texts as ids, each of at most `max_input_length`; anything else as it is."""
@@ -551,7 +561,10 @@ class Example(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The answers to an example, the best first: their ids, with EOS if they have one, and scores."""
+    """The answers to an example, the best first: their ids, with EOS if they have one, and scores.
+
+    `scores` is empty where the options of decoding have return_scores=False.
+    """
 
     tokens: list[list[int]]
     scores: list[float]
@@ -580,10 +593,10 @@ def predict_all(
             num_rows=num_rows,
             **options,
         )
-        for tokens_nT, scores_n in zip(tokens_bnT, scores_bn, strict=True):
+        for i, tokens_nT in enumerate(tokens_bnT):
             yield Answer(
                 tokens=[before_padding(tokens_T) for tokens_T in tokens_nT],
-                scores=scores_n.tolist(),
+                scores=[] if scores_bn is None else scores_bn[i].tolist(),
             )
 
     return in_batches(predict, examples, batch_size, progress)
@@ -664,8 +677,8 @@ def _generate(
     step_params: Mapping,
     seed: jax.Array,
     arguments: Mapping,
-) -> tuple[jax.Array, jax.Array]:
-    """Return tokens_bnT and scores_bn, the best last."""
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return tokens_bnT and scores_bn, the best last; without `return_scores` None for scores."""
     num_decodes = max(decoding.beam_size, decoding.num_return)
     is_beam_search = decoding.beam_size > 1
     inputs_bM = arguments['inputs_bM']
@@ -681,7 +694,7 @@ def _generate(
         return model.apply(lambda: model.decode_step(config, tokens_r, cache), params)
 
     if is_beam_search:
-        return decode.beam_search(
+        tokens_bnT, scores_bn = decode.beam_search(
             step,
             model.reorder_beams,
             cache,
@@ -692,6 +705,7 @@ def _generate(
             eos_id=EOS_ID,
             grow=model.grow_cache,
         )
+        return tokens_bnT, scores_bn if decoding.return_scores else None
     rows = {name: jnp.repeat(x, num_decodes, axis=0) for name, x in arguments.items()}
     choose: decode.Choose = decode.most_likely
     if decoding.is_random:
@@ -714,9 +728,13 @@ def _generate(
         eos_id=EOS_ID,
         grow=model.grow_cache,
     )
-    scores_bn, order_bn = decode.best_last(scores_r.reshape(-1, num_decodes), num_decodes)
-    tokens_bnT = tokens_rT.reshape(*scores_bn.shape, tokens_rT.shape[1])
-    return decode.pick(tokens_bnT, order_bn), scores_bn
+    tokens_bnT = tokens_rT.reshape(-1, num_decodes, tokens_rT.shape[1])
+    scores_bn = scores_r.reshape(-1, num_decodes)
+    if num_decodes > 1:
+        scores_bn, order_bn = decode.best_last(scores_bn, num_decodes)
+        tokens_bnT = decode.pick(tokens_bnT, order_bn)
+    # XLA leaves scores that are not returned out of all steps.
+    return tokens_bnT, scores_bn if decoding.return_scores else None
 
 
 # What users give.
@@ -732,6 +750,7 @@ class Decoding:
     top_p: float
     num_return: int
     alpha: float
+    return_scores: bool
 
     @classmethod
     def of_settings(cls, config: Any) -> 'Decoding':
@@ -743,6 +762,7 @@ class Decoding:
             top_p=config.top_p,
             num_return=config.num_return,
             alpha=config.alpha,
+            return_scores=config.return_scores,
         )
 
     def __post_init__(self):
@@ -788,7 +808,6 @@ def decoding_options(config: Any) -> dict[str, Any]:
     """Return the arguments of `T5.generate_tokens` that config.decode sets."""
     options = config.to_dict()
     del options['batch_size']
-    del options['return_scores']
     return options
 
 

@@ -266,9 +266,9 @@ def print_answers(job: Job, text: str) -> None:
     [answer] = infer.predict_all(load(job), [infer.Example(ids)], batch_size=1, options=options)
     if jax.process_index() > 0:
         return
-    for tokens, score in zip(answer.tokens, answer.scores, strict=True):
+    for i, tokens in enumerate(answer.tokens):
         if config.decode.return_scores:
-            print(f'{score:.6g} nats:', file=sys.stderr, flush=True)
+            print(f'{answer.scores[i]:.6g} nats:', file=sys.stderr, flush=True)
         print(job.vocabulary.decode(tokens), flush=True)
 
 
@@ -394,6 +394,7 @@ def prediction(
     if len(texts) == 1:
         [texts] = texts
         [tokens] = tokens
+    if len(scores) == 1:
         [scores] = scores
     line = {'prediction': texts}
     if output_ids:

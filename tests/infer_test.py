@@ -154,6 +154,10 @@ def test_prompts_scores_and_lengths(untrained):
     assert_close(scores, t5.score(inputs, answers), 1e-5)
     assert t5.generate(inputs, 7) == [answer[:7] for answer in answers]
     assert t5.generate(inputs[1:], 12) == answers[1:]  # the neighbour changes nothing
+    options = {'max_length': 7, 'return_scores': False}
+    [without_scores] = infer.predict_all(t5, [infer.Example(inputs[0])], 2, options)
+    assert without_scores.tokens == [answers[0][:7]]
+    assert without_scores.scores == []
     prompts = [answers[0][:3], [*answers[1][:4], 77]]
     found, prompted_scores = t5.generate(inputs, 12, prompts=prompts, return_scores=True)
     assert found[0] == answers[0]
