@@ -511,19 +511,20 @@ def next_command(workdir: Path, mixture: OpenMixture, train_config: Any) -> str:
     if workdir.is_relative_to(Path.cwd()):
         workdir = workdir.relative_to(Path.cwd())
     results = f"{workdir}: T5X checkpoints, metrics.jsonl, TensorBoard's events, the vocabulary."
-    if not mixture.corpus.startswith('pydoc'):
+    has_inputs = all('inputs' in OBJECTIVES[task.task.objective].features for task in mixture.tasks)
+    if mixture.corpus.startswith('pydoc') and not has_inputs:
+        flags = shlex.join(['--config.data.files=/path/to/*.txt', f'--workdir={workdir}-mine'])
+        after = f'the same command with {flags} learns from your text, one document a line.'
+    else:
         last_step = 'steps'
         for name in ('relative_steps', 'epochs'):
             if train_config[name]:
                 last_step = name
         tensorboard = shlex.join(['tensorboard', f'--logdir={workdir}'])
         after = f'{tensorboard} shows the curves; --config.train.{last_step} goes on.'
-        if all('inputs' in OBJECTIVES[task.task.objective].features for task in mixture.tasks):
+        if has_inputs:
             infer = shlex.join(['python', 'main.py', '--mode=infer', f'--checkpoint={workdir}'])
             after = f"{infer} --text='...' answers; {after}"
-    else:
-        flags = shlex.join(['--config.data.files=/path/to/*.txt', f'--workdir={workdir}-mine'])
-        after = f'the same command with {flags} learns from your text, one document a line.'
     return f'Everything is in {results}\nNext: {after}'
 
 
