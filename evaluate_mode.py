@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+import best
 import checkpoint
 import convert
 import infer
@@ -211,11 +212,22 @@ def choose(path: str, step: str, watch: bool) -> Chosen:
 
 
 def chosen_steps(folder: Any, text: str, available: Sequence[int]) -> list[int]:
-    """Return the steps that --step names: all, or some as `convert.find_step` has them, with commas."""
-    if text == 'all':
+    """Return the steps that --step names."""
+    if text.lower() == 'last':
+        return [available[-1]]
+    if text.lower() == 'all':
         return list(available)
+    if text.lower() == 'best':
+        return [best.best_step(folder, available)]
     names = [name.strip() for name in text.split(',')]
-    return sorted({convert.find_step(folder, name, available) for name in names})
+    unknown = [name for name in names if name not in map(str, available)]
+    if unknown:
+        raise ValueError(
+            f'--step={text}: {folder} has no checkpoint_{unknown[0]}, but those of '
+            f'{settings.first_ten([str(step) for step in available])}: name some of these, last, best '
+            'or all'
+        )
+    return sorted({int(name) for name in names})
 
 
 def output_folder(chosen: Chosen, output_dir: str) -> Path:

@@ -352,12 +352,9 @@ class T5:
             'temperature_b': _temperatures_of_rows(temperatures, len(inputs), len(row_b)),
             'example_b': example_b,
         }
-        tokens_bnT, scores_bn = self._decode(decoding, seed, arguments)
+        decoded = self._decode(decoding, seed, arguments)
         # Without the padding rows.
-        tokens_bnT = tokens_bnT[: len(inputs), :num_return]
-        if scores_bn is None:
-            return tokens_bnT, None
-        return tokens_bnT, scores_bn[: len(inputs), :num_return]
+        return jax.tree.map(lambda x: x[: len(inputs), :num_return], decoded)
 
     def _decode(
         self, decoding: 'Decoding', seed: int, arguments: Mapping[str, np.ndarray]
@@ -369,10 +366,8 @@ class T5:
             self._generators[decoding] = self._compile_generator(decoding)
         generator = self._generators[decoding]
         placed = partition.place_batch(self.mesh, arguments)
-        tokens_bnT, scores_bn = generator(self.arrays, self._step_arrays, np.uint32(seed), placed)
-        if scores_bn is not None:
-            scores_bn = np.asarray(scores_bn)[:, ::-1]
-        return np.asarray(tokens_bnT)[:, ::-1], scores_bn
+        decoded = generator(self.arrays, self._step_arrays, np.uint32(seed), placed)
+        return jax.tree.map(lambda x: np.asarray(x)[:, ::-1], decoded)
 
     def _within_length(self, inputs: Sequence, trim: bool) -> Sequence:
         """Return texts as ids, each of at most `max_input_length`; anything else as it is."""
@@ -709,16 +704,7 @@ def _generate(
     rows = {name: jnp.repeat(x, num_decodes, axis=0) for name, x in arguments.items()}
     choose: decode.Choose = decode.most_likely
     if decoding.is_random:
-        decode_r = jnp.arange(len(rows['example_b'])) % num_decodes
-        fold_in = jax.vmap(jax.random.fold_in)
-        keys_b = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), rows['example_b'])
-        choose = decode.random_tokens(
-            fold_in(keys_b, decode_r),
-            rows['temperature_b'],
-            top_k=decoding.top_k,
-            top_p=decoding.top_p,
-            rescale_log_probs=False,
-        )
+        choose = _random_choice(decoding, seed, rows, num_decodes)
     tokens_rT, scores_r = decode.sample(
         step,
         cache,
@@ -735,6 +721,22 @@ def _generate(
         tokens_bnT = decode.pick(tokens_bnT, order_bn)
     # XLA leaves scores that are not returned out of all steps.
     return tokens_bnT, scores_bn if decoding.return_scores else None
+
+
+def _random_choice(
+    decoding: 'Decoding', seed: jax.Array, rows: Mapping, num_decodes: int
+) -> decode.Choose:
+    """Return the function that draws tokens, with a key for each row: of its example and decode."""
+    decode_r = jnp.arange(len(rows['example_b'])) % num_decodes
+    fold_in = jax.vmap(jax.random.fold_in)
+    keys_b = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), rows['example_b'])
+    return decode.random_tokens(
+        fold_in(keys_b, decode_r),
+        rows['temperature_b'],
+        top_k=decoding.top_k,
+        top_p=decoding.top_p,
+        rescale_log_probs=False,
+    )
 
 
 # What users give.
