@@ -144,12 +144,8 @@ class Evaluation:
         """
         if self.batches_are_read:
             return True
-        for batch in self.validation:
-            self.batches.append(batch)
-            if len(self.batches) == self.config.eval.steps:
-                break
-            if jax.process_count() == 1 and stop(0):
-                return False
+        if not partition.in_all(lambda: self.read_own_batches(stop)):
+            return False
         del self.validation  # frees the documents that its lanes hold
         # The rows of some processes may end first, but all processes must take the same number of
         # steps.
@@ -160,6 +156,16 @@ class Evaluation:
         self.batches_are_read = True
         return True
 
+    def read_own_batches(self, stop: Callable[[int], int]) -> bool:
+        """Read this process's rows. Return False where `stop` ended it."""
+        for batch in self.validation:
+            self.batches.append(batch)
+            if len(self.batches) == self.config.eval.steps:
+                break
+            if jax.process_count() == 1 and stop(0):
+                return False
+        return True
+
     @functools.cached_property
     def unigram_baselines(self) -> dict[str, float]:
         """The cross entropy in nats of validation targets under the unigram of training targets.
@@ -167,7 +173,8 @@ class Evaluation:
         A model that knows nothing but token frequencies has this loss. Each token counts once more
         than it occurs.
         """
-        own_counts = np.stack([self.unigram.own_counts, np.zeros_like(self.unigram.own_counts)])
+        training_counts = partition.in_all(lambda: self.unigram.own_counts)
+        own_counts = np.stack([training_counts, np.zeros_like(training_counts)])
         for batch in self.batches:
             np.add.at(own_counts[1], batch['decoder_target_tokens'], 1)
         training_counts, validation_counts = partition.from_processes(own_counts).sum(axis=0)

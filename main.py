@@ -159,7 +159,8 @@ def main(argv: list[str]) -> int:
         signals.can_wait = True
         number = train.train(run, lambda: signals.number)
     except (FloatingPointError, ValueError, OSError) as error:  # the loss, the data, the disk
-        print(f'main.py: {one_line(error)}', file=sys.stderr)
+        for text in (one_line(error), *getattr(error, '__notes__', ())):
+            print(f'main.py: {text}', file=sys.stderr)
         return 1
     if number:
         return 128 + number

@@ -8,7 +8,7 @@ the axes of the mesh; each helper removes a trap.
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ MESH_AXES = ('data', 'model')
 BATCH_AXES = ('data',)  # they split the rows of a batch; a sum over rows is due over all of them
 BATCH = P(BATCH_AXES)  # the spec of an array of rows
 TOP_K_BLOCK = 128  # values that top_k looks at together
+T = TypeVar('T')
 
 
 def make_mesh(data: int = -1, model: int = 1, devices: list | None = None) -> Mesh:
@@ -233,6 +234,28 @@ def from_processes(x: np.ndarray) -> np.ndarray:
 def from_first_process(x: np.ndarray) -> np.ndarray:
     """Return the `x` of the first process, which decides for all; they have equal shapes."""
     return from_processes(x)[0]
+
+
+class ProcessFailed(OSError):
+    """Another process has ended with an error."""
+
+
+def in_all(read: Callable[[], T]) -> T:
+    """Return what `read` returns, which each process does for itself.
+
+    Where it raises an error, that process raises it and all others ProcessFailed.
+    """
+    error = None
+    try:
+        result = read()
+    except Exception as raised:
+        error = raised
+    failed = from_processes(np.array([error is not None]))
+    if error is not None:
+        raise error
+    if failed.any():
+        raise ProcessFailed(f'process {failed.argmax()} ended with an error: correct what it says')
+    return result
 
 
 def check_alike(name: str, digest: bytes) -> None:

@@ -219,7 +219,7 @@ class Worker:
             received = self.connection.recv()
         except EOFError:
             self.process.join()
-            raise RuntimeError(
+            raise ChildProcessError(
                 f'the process that reads data for rows {self.rows.start} to {self.rows.stop - 1} '
                 f'ended with exit code {self.process.exitcode}: if the machine ran out of memory, '
                 'use fewer data.num_workers'

@@ -310,7 +310,8 @@ def train(run: Run, stop: Callable[[], int] | None = None) -> int:
     Ends early when `stop` returns the number of a signal: the step is saved and the number
     returned. Without `stop` (in a notebook) an interrupt does that. Raises FloatingPointError, at
     most one logged interval later, when a loss or an update is not finite; ValueError for bad data;
-    OSError for a disk that does not take a checkpoint.
+    OSError for a disk that does not take a checkpoint. Any error but the first is raised after the
+    steps before it are saved; if that fails, a note of the error says so.
     """
     if run.lock.closed:
         raise ValueError(f'the run in {run.workdir} has ended: prepare it once more to go on')
@@ -352,13 +353,49 @@ def finish(run: Run, stop_request: 'StopRequest') -> int:
 def train_and_save(run: Run, stop_request: 'StopRequest') -> int:
     """Take the steps. Return the last one when all that was saved is on the disk."""
     saver = open_saver(run)
+    progress = Progress(run)
     try:
-        step = take_steps(run, saver, stop_request)
-    finally:
+        take_steps(run, saver, progress, stop_request)
         with run.console.working('Saving'):
             saver.wait()
+    except Exception as error:
+        save_before_error(run, saver, progress, error)
+        raise
+    except BaseException:  # a second interrupt
+        saver.wait()
+        raise
     saver.prune()  # after an evaluation that came later than the checkpoint
-    return step
+    return progress.step
+
+
+def save_before_error(
+    run: Run, saver: checkpoint.Saver, progress: 'Progress', error: Exception
+) -> None:
+    """Save the last step, if it is not saved yet and its state is valid, so that `error` loses none.
+
+    All processes save the same step, or none does. If saving fails, a note of `error` says why.
+    """
+    try:
+        with run.console.working('Saving'):
+            saver.wait()
+            if not agree_to_save(progress.unsaved_step(run.workdir)):
+                return
+            save(run, saver, progress)
+            saver.wait()
+    except Exception as second:
+        error.add_note(f'Step {progress.step:,} could not be saved, too: {second}')
+        return
+    run.console.line(
+        f'Step {progress.step:,} is saved before the error: the same command goes on from there.'
+    )
+
+
+def agree_to_save(step: int | None) -> bool:
+    """Return whether all processes can save `step`. Each calls it after its error."""
+    while not partition.from_processes(np.array([True])).all():
+        pass  # the others ask before their next step, and come here
+    steps = partition.from_processes(np.array([-1 if step is None else step]))
+    return step is not None and bool((steps == step).all())
 
 
 def open_saver(run: Run) -> checkpoint.Saver:
@@ -401,11 +438,11 @@ def report_best(run: Run) -> None:
         )
 
 
-def take_steps(run: Run, saver: checkpoint.Saver, stop_request: 'StopRequest') -> int:
-    """Take the steps of a run until it ends or is stopped. Return the last one taken."""
+def take_steps(
+    run: Run, saver: checkpoint.Saver, progress: 'Progress', stop_request: 'StopRequest'
+) -> None:
+    """Take the steps of a run until it ends or is stopped; `progress` follows."""
     config = run.config
-    state = run.state
-    interval = Interval(run.interval)
     batches = Batches(run)
     clock = Clock()
     step = run.first_step
@@ -413,8 +450,8 @@ def take_steps(run: Run, saver: checkpoint.Saver, stop_request: 'StopRequest') -
     if batches.have_ended:
         missing = run.metrics.missing(due_evaluations(run, step, is_last=True), step)
     with clock.paused():
-        evaluate_step(run, step, state, missing, stop_request)
-        stops_early = bool(missing) and stop_early(run, step, state, stop_request)
+        evaluate_step(run, step, progress.state, missing, stop_request)
+        stops_early = bool(missing) and stop_early(run, step, progress.state, stop_request)
     if batches.have_ended:
         run.console.line(
             f'train.epochs={config.train.epochs} are over after step {step:,}: this run is finished.'
@@ -422,18 +459,17 @@ def take_steps(run: Run, saver: checkpoint.Saver, stop_request: 'StopRequest') -
     while step < config.train.steps and not (
         batches.have_ended or stops_early or stop_request.signal
     ):
-        step += 1
         saver.check()
         with clock.taking_step():
             with clock.waiting_for_data():
                 batch = batches.next()
+            progress.take_step(run, batch)
+            step = progress.step
+            interval = progress.interval
             is_last = step == config.train.steps or batches.have_ended
             log_now = is_last or step % config.log.every_steps == 0
             save_now = is_last or step % config.save.every_steps == 0
             evaluate_now = due_evaluations(run, step, is_last)
-            on_devices = partition.place_rows(run.mesh, batch.features)
-            state, step_metrics = run.train_step(state, on_devices)
-            interval.add(step_metrics, batch.features, batch.before)
             # While a step runs, the next one is prepared and queued, but no more; and not even that
             # where steps are slow, so that a request to stop waits for one step only.
             is_slow = clock.seconds_of_last_step > 1
@@ -447,21 +483,55 @@ def take_steps(run: Run, saver: checkpoint.Saver, stop_request: 'StopRequest') -
         if show_now:
             report_progress(run, step, interval, clock, batch, log_now)
         if log_now:
-            interval = Interval([])
+            progress.interval = Interval([])
             clock.restart()
         with clock.paused():
-            evaluate_step(run, step, state, evaluate_now, stop_request)
-            stops_early = bool(evaluate_now) and stop_early(run, step, state, stop_request)
+            evaluate_step(run, step, progress.state, evaluate_now, stop_request)
+            stops_early = bool(evaluate_now) and stop_early(run, step, progress.state, stop_request)
             # The checkpoint comes last: a run that goes on from it has all that came before.
             if save_now or stops_early or stop_request.signal:
-                save(run, saver, state, batch, interval.metrics)
+                save(run, saver, progress)
     if batches.have_ended or stops_early:
         workdir.record_end(run.workdir, step)
-    return step
+
+
+class Progress:
+    """How far a run has come: what its next step begins from, and what a checkpoint holds."""
+
+    def __init__(self, run: Run):
+        self.step = run.first_step  # the last one taken
+        self.state = run.state
+        self.batch: prefetch.PrefetchedBatch | None = None  # that the last step took
+        self.interval = Interval(run.interval)
+
+    def take_step(self, run: Run, batch: prefetch.PrefetchedBatch) -> None:
+        on_devices = partition.place_rows(run.mesh, batch.features)
+        self.state, metrics = run.train_step(self.state, on_devices)
+        self.step += 1
+        self.batch = batch
+        self.interval.add(metrics, batch.features, batch.before)
+
+    def unsaved_step(self, folder: Path) -> int | None:
+        """Return the last step if it can be saved and `folder` does not have it yet.
+
+        It cannot be saved if its state is not finite, or was donated to a step that failed.
+        """
+        if self.batch is None or self.step in checkpoint.steps(folder):
+            return None
+        if any(x.is_deleted() for x in jax.tree.leaves(self.state)):
+            return None
+        self.interval.fetch()
+        if self.interval.first_not_finite() is not None:
+            return None
+        return self.step
 
 
 class Batches:
-    """The batches of a run, made ahead. With train.epochs all processes end after the same one."""
+    """The batches of a run, made ahead.
+
+    All processes have the same number of them: with train.epochs they end together, and where one
+    process fails, none goes on.
+    """
 
     def __init__(self, run: Run):
         self.have_ended = False
@@ -470,22 +540,23 @@ class Batches:
         self._newest = prefetch.padding_before(run.stream, run.stream.rows)
         self._following: prefetch.PrefetchedBatch | None = None
         with run.console.working('Making the first batch'):
-            self._look_ahead()
+            self._following = self._receive()
 
     def next(self) -> prefetch.PrefetchedBatch:
-        """Return the next batch, unless they have ended."""
-        self._newest = self._following or next(self._made)
+        """Return the next batch, unless they have ended. Raise the error of its making."""
+        self._newest = self._following or self._receive()
         self._following = None
         if self._may_end:
-            self._look_ahead()
+            self._following = self._receive()
         return self._newest
 
-    def _look_ahead(self) -> None:
-        """Get the batch that follows: padding where the rows of other processes go on longer."""
-        following = next(self._made, None)
-        is_there = np.array([following is not None])
-        self.have_ended = not partition.from_processes(is_there).any()
-        self._following = following or prefetch.padding_after(self._newest)
+    def _receive(self) -> prefetch.PrefetchedBatch:
+        """Return the batch that follows: padding where the rows of other processes go on longer."""
+        following = partition.in_all(lambda: next(self._made, None))
+        if self._may_end:
+            is_there = np.array([following is not None])
+            self.have_ended = not partition.from_processes(is_there).any()
+        return following or prefetch.padding_after(self._newest)
 
 
 class StopRequest:
@@ -576,30 +647,42 @@ class Interval:
         """Copy the metrics to the host, as floats."""
         self.metrics = jax.tree.map(float, jax.device_get(self.metrics))
 
+    def first_not_finite(self) -> int | None:
+        """Return how many steps ago the first one was that is not finite, of those with positions."""
+        for ago in reversed(range(len(self.positions))):
+            if not self.metrics[-1 - ago]['finite']:
+                return ago
+        return None
+
 
 def check_finite(run: Run, step: int, interval: Interval) -> None:
     """Raise FloatingPointError for the first step since the last call that was not finite.
 
     `step` is the last step of the interval.
     """
-    for ago in reversed(range(len(interval.positions))):
-        metrics = interval.metrics[-1 - ago]
-        if metrics['finite']:
-            continue
-        saved = checkpoint.steps(run.workdir)
-        kept = 'has no checkpoint yet'
-        if saved:
-            kept = f'keeps checkpoint_{saved[-1]}'
-        remedy = 'Try a smaller learning_rate.base_learning_rate, or a longer warm-up.'
-        is_first = step - ago == run.first_step + 1
-        if is_first and not math.isfinite(metrics['loss']):
-            remedy = 'No update was made yet: look at restore.path and model.dtype.'
-        documents = '; '.join(run.stream.describe(interval.positions[-1 - ago]))
-        raise FloatingPointError(
-            f'step {step - ago}: loss {metrics["loss"]:.6g}, gradient norm {metrics["gradient_norm"]:.6g}, not '
-            f'finite. The run stops; {run.workdir} {kept}. {remedy} Documents: {documents}'
-        )
-    interval.positions.clear()
+    ago = interval.first_not_finite()
+    if ago is None:
+        interval.positions.clear()
+        return
+    metrics = interval.metrics[-1 - ago]
+    what = 'the update'
+    for name in ('gradient_norm', 'loss'):
+        if not math.isfinite(metrics[name]):
+            what = f'the {name.replace("_", " ")}'
+    saved = checkpoint.steps(run.workdir)
+    kept = 'has no checkpoint yet'
+    if saved:
+        kept = f'keeps checkpoint_{saved[-1]}'
+    remedy = 'Try a smaller learning_rate.base_learning_rate, or a longer warm-up.'
+    is_first = step - ago == run.first_step + 1
+    if is_first and what == 'the loss':
+        remedy = 'No update was made yet: look at restore.path and model.dtype.'
+    documents = '; '.join(run.stream.describe(interval.positions[-1 - ago]))
+    raise FloatingPointError(
+        f'step {step - ago}: {what} is not finite (loss {metrics["loss"]:.6g}, gradient norm '
+        f'{metrics["gradient_norm"]:.6g}). The run stops; {run.workdir} {kept}. {remedy} Documents: '
+        f'{documents}'
+    )
 
 
 def report_faults(run: Run, batch: prefetch.PrefetchedBatch) -> None:
@@ -761,17 +844,13 @@ def merged_parameters(config: Any, params: Mapping[str, jax.Array]) -> Mapping[s
     return model.merge_adapters(params, merge)
 
 
-def save(
-    run: Run,
-    saver: checkpoint.Saver,
-    state: TrainState,
-    batch: prefetch.PrefetchedBatch,
-    interval: list[dict],
-) -> None:
-    """Save a checkpoint after `batch`, and beside it what a run needs to go on.
+def save(run: Run, saver: checkpoint.Saver, progress: Progress) -> None:
+    """Save a checkpoint after the last step, and beside it what a run needs to go on.
 
     That is the settings, the vocabulary, the position in the data and the unfinished interval.
     """
+    batch = progress.batch
+    assert batch is not None
     rows = np.zeros((run.config.train.batch_size, *batch.after.shape[1:]), np.int64)
     rows[run.stream.rows] = batch.after
     position_file = io.BytesIO()
@@ -781,12 +860,12 @@ def save(
         'data_counts.json': json.dumps(counts_of_all(run.stream, batch)).encode(),
         'data_files.json': json.dumps(run.stream.mixture.files_as_json()).encode(),
         'data_position.npy': position_file.getvalue(),
-        'interval.json': json.dumps(interval).encode(),
+        'interval.json': json.dumps(progress.interval.metrics).encode(),
         **own_model.record_of(run.t5.config),
     }
     if run.vocabulary.model:
         files['vocabulary.model'] = run.vocabulary.model
-    saver.save(int(state.step), saved_tree(run.unsaved, state), files)
+    saver.save(progress.step, saved_tree(run.unsaved, progress.state), files)
 
 
 def saved_tree(unsaved: Collection[str], state: TrainState) -> dict[str, Any]:

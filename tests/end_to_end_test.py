@@ -19,9 +19,9 @@ from runs import (
     OPTIMIZED,
     ROOT,
     Program,
+    assert_close_runs,
     assert_same_run,
     metrics_of,
-    position_of,
     run,
     small_config,
     state_of,
@@ -248,19 +248,6 @@ def train_in_two_processes(corpus, folder, data_axis, model_axis, steps, goes_on
     assert [process.returncode for process in processes] == [0, 0], errors
 
 
-def assert_close_runs(found, expected, step):
-    """Assert that two workdirs have the same steps, losses and position in the data.
-
-    Losses are equal to float tolerance.
-    """
-    for line, expected_line in zip(metrics_of(found), metrics_of(expected), strict=True):
-        assert (line['step'], line['run']) == (expected_line['step'], expected_line['run'])
-        for name in ('loss', 'nats_per_text_token', 'unigram_nats_per_text_token'):
-            if name in expected_line:
-                assert line[name] == pytest.approx(expected_line[name], rel=1e-5), name
-    np.testing.assert_array_equal(position_of(found, step), position_of(expected, step))
-
-
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(corpus, tmp_path):
     """Two processes of one device each: losses, baseline, checkpoint, position."""
@@ -464,28 +451,28 @@ def test_tiny_learns(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_bad_line_that_training_comes_to_exits_1(corpus, command_line, tmp_path, capsys):
-    """Found while training, not before; skipped if that is asked for; named each time."""
+def test_a_bad_line_that_training_comes_to_exits_1(corpus, command_line, tmp_path):
+    """Found while training, not before. The steps before it are saved, and its remedies work."""
     lines = [json.dumps({'text': line}) for line in pathlib.Path(corpus).read_text().splitlines()]
     bad = tmp_path / 'bad.jsonl'
     bad.write_text('\n'.join([*lines[:200], '{"text": ', *lines[200:]]))
     program = Program(tmp_path, str(bad), steps=100, log=100, save=100, evaluate=100)
-    result = command_line(
-        *program.arguments(tmp_path / 'run'),
-        '--config.data.vocabulary=bytes',
-        f'--config.data.validation_files={corpus}',
-    )
+    data = ['--config.data.vocabulary=bytes', f'--config.data.validation_files={corpus}']
+    result = command_line(*program.arguments(tmp_path / 'run'), *data)
     assert result.status == 1, result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert f'line 201 of {bad}: ' in result.stderr
     assert 'skip leaves it out' in result.stderr
-    config = small_config(str(bad), steps=100)
-    config.data.vocabulary = 'bytes'
-    config.data.validation_files = corpus
-    config.data.on_bad_line = 'skip'
-    config.save.every_steps = config.eval.every_steps = 100
-    run(config, tmp_path / 'skipped')
-    assert f'Left out, 1 so far: line 201 of {bad}: ' in capsys.readouterr().out
+    [step] = checkpoint.steps(tmp_path / 'run')
+    assert 0 < step < 100
+    assert f'Step {step} is saved before the error' in result.stdout
+    for name in ('run', 'skipped'):
+        result = command_line(
+            *program.arguments(tmp_path / name), *data, '--config.data.on_bad_line=skip'
+        )
+        assert result.status == 0, result.stderr
+        assert f'Left out, 1 so far: line 201 of {bad}: ' in result.stdout
+    assert_same_run(tmp_path / 'run', tmp_path / 'skipped', 100)
 
 
 @pytest.mark.slow

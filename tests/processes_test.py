@@ -6,13 +6,16 @@ import subprocess
 import sys
 
 import numpy as np
+import own_task
 import pytest
 from questions import make_config, write_task
-from runs import ENVIRONMENT, ROOT, metrics_of, run
+from runs import ENVIRONMENT, ROOT, assert_close_runs, metrics_of, run
 
+import checkpoint
 import evaluate_mode
 import infer
 import infer_mode
+import objectives
 import partition
 
 MESH = {'mesh.data': 2, 'mesh.model': 1}
@@ -55,8 +58,8 @@ def infer_into(output_dir, checkpoint, request):
     print(*messages, sep='\n', file=sys.stderr)
 
 
-def in_two_processes(folder):
-    """Run PROGRAM. Return the standard output and the errors of both processes."""
+def in_two_processes(folder, program=PROGRAM, statuses=(0, 0), **environment):
+    """Run a program. Return the standard output and the errors of both processes."""
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))
         address = f'127.0.0.1:{free.getsockname()[1]}'
@@ -64,8 +67,8 @@ def in_two_processes(folder):
     processes = []
     for i in range(2):
         process = subprocess.Popen(
-            [sys.executable, '-c', PROGRAM, ROOT, ROOT / 'tests', address, str(i), folder],
-            env=ENVIRONMENT | {'XLA_FLAGS': flags},
+            [sys.executable, '-c', program, ROOT, ROOT / 'tests', address, str(i), folder],
+            env=ENVIRONMENT | {'XLA_FLAGS': flags} | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -77,7 +80,11 @@ def in_two_processes(folder):
         lines = output.splitlines(keepends=True)
         output = ''.join(line for line in lines if not line.startswith('[Gloo]'))
         outputs.append((output, errors))
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    found = tuple(process.returncode for process in processes)
+    if statuses is None:
+        assert 0 not in found, outputs
+    else:
+        assert found == statuses, outputs
     return outputs
 
 
@@ -198,3 +205,72 @@ def test_standard_input_in_two_processes_is_refused(monkeypatch):
     monkeypatch.setattr(infer_mode.jax, 'process_count', lambda: 2)
     with pytest.raises(ValueError, match='--input=- in 2 processes: each reads all examples, and'):
         infer_mode.check_request(infer_mode.Request('runs/a', input='-'))
+
+
+# An error after unsaved steps. The arguments are those of PROGRAM.
+FAILING = """
+import json
+import os
+import pathlib
+import sys
+sys.path[:0] = sys.argv[1:3]
+import jax
+address, process, folder = sys.argv[3], int(sys.argv[4]), pathlib.Path(sys.argv[5])
+jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+jax.distributed.initialize(
+    address, 2, process, initialization_timeout=120, heartbeat_timeout_seconds=20
+)
+import checkpoint, objectives, own_task, processes_test, runs, train
+if os.environ['FAIL'] == 'metric of one' and process == 1:
+    os.environ['FAIL'] = 'metric'
+if os.environ['FAIL'] == 'save' and process == 1:
+    train.save = own_task.fail
+objectives.TextToText.records_per_group = 4
+config = own_task.config(folder)
+config.update_from_flattened_dict(processes_test.MESH)
+if os.environ['FAIL'] == 'save':
+    config.save.every_steps = 2
+config.data.on_bad_line = os.environ.get('ON_BAD_LINE', 'stop')
+config.data.max_bad_fraction = 0.1
+if 'line' in os.environ['FAIL']:
+    config.infer_eval.every_steps = 0  # it reads all lines before the first step
+try:
+    runs.run(config, folder / 'run')
+except Exception as error:
+    print(type(error).__name__, error, *getattr(error, '__notes__', ()), file=sys.stderr)
+    sys.exit(1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('place', ['line', 'line of validation', 'metric', 'metric of one'])
+def test_two_processes_save_the_same_step_before_an_error(place, tmp_path, monkeypatch):
+    """A line that one of them reads, and a metric."""
+    own_task.write(tmp_path)
+    file = tmp_path / ('dev.jsonl' if place == 'line of validation' else 'qa.jsonl')
+    if 'line' in place:
+        own_task.insert_bad_line(file, 5 if place == 'line of validation' else 50)
+    outputs = in_two_processes(tmp_path, FAILING, statuses=(1, 1), FAIL=place)
+    assert 'is saved before the error' in outputs[0][0]
+    [step] = checkpoint.steps(tmp_path / 'run')
+    reasons = [errors for _, errors in outputs if file.name in errors or 'no examples' in errors]
+    others = [errors for _, errors in outputs if 'ProcessFailed' in errors]
+    assert (len(reasons), len(others)) == ((2, 0) if place == 'metric' else (1, 1))
+    remedied = place if 'line' in place else ''
+    in_two_processes(tmp_path, FAILING, FAIL=remedied, ON_BAD_LINE='skip')
+    monkeypatch.setattr(objectives.TextToText, 'records_per_group', 4)
+    config = own_task.config(tmp_path)
+    config.data.on_bad_line = 'skip'
+    config.data.max_bad_fraction = 0.1
+    if 'line' in place:
+        config.infer_eval.every_steps = 0
+    expected = run(config, tmp_path / 'expected')
+    assert_close_runs(tmp_path / 'run', expected, config.train.steps)
+
+
+@pytest.mark.slow
+def test_processes_that_cannot_agree_do_not_save(tmp_path):
+    """One of them fails where the others are within a save."""
+    own_task.write(tmp_path)
+    in_two_processes(tmp_path, FAILING, statuses=None, FAIL='save')
+    assert not checkpoint.steps(tmp_path / 'run')

@@ -11,10 +11,14 @@ import sys
 import time
 
 import numpy as np
+import own_task
 import pytest
 from runs import ENVIRONMENT, ROOT, Program, assert_same_run, run, small_config
 
 import checkpoint
+import evaluate
+import objectives
+import results
 import sources
 import train
 
@@ -191,9 +195,6 @@ def test_an_error_in_the_background_surfaces_within_a_step(corpus, tmp_path, mon
     prepared = train.prepare(config, tmp_path)
     taken = []
 
-    def full(*_, **__):
-        raise OSError(28, 'No space left on device')
-
     def step(*arguments):
         taken.append(time.perf_counter())
         return prepared.train_step(*arguments)
@@ -302,3 +303,104 @@ def test_every_document_of_a_large_corpus_comes_once_wherever_it_was_stopped(lar
                 left[lane] -= 1
         assert not stop or 50_000 < len(names) < 150_000
     assert len(names) == len(set(names)) == 200_000
+
+
+# An error after unsaved steps.
+
+
+@pytest.mark.parametrize('place', ['metric', 'postprocessor', 'evaluation', 'disk of results'])
+def test_an_error_in_an_evaluation_loses_no_step(place, tmp_path, monkeypatch, capsys):
+    own_task.write(tmp_path)
+    config = own_task.config(tmp_path)
+    with monkeypatch.context() as patch:
+        prepared = train.prepare(config, tmp_path / 'run')
+        if place == 'evaluation':
+            patch.setattr(evaluate.Evaluation, '__call__', own_task.fail)
+        elif place == 'disk of results':
+            patch.setattr(results.Results, 'write', own_task.fail)
+        patch.setenv('FAIL', place)
+        with pytest.raises((ValueError, KeyError)):
+            train.train(prepared)
+    assert checkpoint.steps(tmp_path / 'run') == [4]
+    assert 'Step 4 is saved before the error' in capsys.readouterr().out
+    run(config, tmp_path / 'run')
+    run(config, tmp_path / 'expected')
+    assert_same_run(tmp_path / 'run', tmp_path / 'expected', 20)
+    for name in ('results.csv', 'inference_eval/own-000004.jsonl'):
+        found = (tmp_path / 'run' / name).read_bytes()
+        assert found == (tmp_path / 'expected' / name).read_bytes()
+
+
+@pytest.mark.parametrize('place', ['own preprocessor', 'line', 'last line'])
+def test_a_bad_record_loses_no_step(place, tmp_path, monkeypatch):
+    """Those after it are the steps of a run that leaves it out from the beginning."""
+    own_task.write(tmp_path)
+    config = own_task.config(tmp_path)
+    config.infer_eval.every_steps = 0
+    monkeypatch.setattr(objectives.TextToText, 'records_per_group', 4)
+    if place == 'own preprocessor':
+        monkeypatch.setenv('FAIL', 'preprocessor')
+    else:
+        own_task.insert_bad_line(tmp_path / 'qa.jsonl', 50 if place == 'line' else 60)
+    with pytest.raises(ValueError, match='skip leaves it out'):
+        run(config, tmp_path / 'run')
+    [step] = checkpoint.steps(tmp_path / 'run')
+    assert 0 < step < 20
+    config.data.on_bad_line = 'skip'
+    config.data.max_bad_fraction = 0.1
+    run(config, tmp_path / 'run')
+    run(config, tmp_path / 'expected')
+    assert_same_run(tmp_path / 'run', tmp_path / 'expected', 20)
+
+
+def test_both_errors_are_told_where_the_disk_is_full_too(tmp_path, monkeypatch):
+    own_task.write(tmp_path)
+    config = own_task.config(tmp_path)
+    prepared = train.prepare(config, tmp_path / 'run')
+    monkeypatch.setenv('FAIL', 'metric')
+    monkeypatch.setattr(checkpoint, '_write_array', full)
+    with pytest.raises(ValueError, match='no examples') as failed:
+        train.train(prepared)
+    [note] = failed.value.__notes__
+    assert 'Step 4 could not be saved' in note and 'No space left' in note
+    assert not checkpoint.steps(tmp_path / 'run')
+
+
+def full(*_, **__):
+    raise OSError(28, 'No space left on device')
+
+
+@pytest.mark.parametrize('place', ['step', 'not finite'])
+def test_a_state_that_is_not_whole_is_not_saved(place, tmp_path, monkeypatch):
+    """A step has consumed it, or a step before the error was not finite and not looked at."""
+    own_task.write(tmp_path)
+    config = own_task.config(tmp_path)
+    config.log.every_steps = config.eval.every_steps = config.infer_eval.every_steps = 100
+    prepared = train.prepare(config, tmp_path / 'run')
+    num_steps = 0
+
+    def step(state, batch):
+        nonlocal num_steps
+        num_steps += 1
+        state, metrics = prepared.train_step(state, batch)
+        if num_steps == 3:
+            if place == 'step':
+                raise RuntimeError('out of memory')
+            metrics['finite'] = np.bool_(False)
+        return state, metrics
+
+    monkeypatch.setattr(train, 'report_faults', fail_at_fourth_call())
+    with pytest.raises(RuntimeError):
+        train.train(prepared._replace(train_step=step))
+    assert not checkpoint.steps(tmp_path / 'run')
+
+
+def fail_at_fourth_call():
+    calls = []
+
+    def fail(*_):
+        calls.append(None)
+        if len(calls) == 4:
+            raise RuntimeError('a fault of the host')
+
+    return fail

@@ -6,6 +6,7 @@ import pathlib
 
 import chex
 import numpy as np
+import pytest
 
 import checkpoint
 import train
@@ -87,6 +88,19 @@ def assert_same_run(found, expected, step):
     """Assert that two workdirs have the same metrics, state and position, bit for bit."""
     assert metrics_of(found) == metrics_of(expected)
     chex.assert_trees_all_equal(state_of(found, step), state_of(expected, step))
+    np.testing.assert_array_equal(position_of(found, step), position_of(expected, step))
+
+
+def assert_close_runs(found, expected, step):
+    """Assert that two workdirs have the same steps, losses and position in the data.
+
+    Losses are equal to float tolerance.
+    """
+    for line, expected_line in zip(metrics_of(found), metrics_of(expected), strict=True):
+        assert (line['step'], line['run']) == (expected_line['step'], expected_line['run'])
+        for name in ('loss', 'nats_per_text_token', 'unigram_nats_per_text_token'):
+            if name in expected_line:
+                assert line[name] == pytest.approx(expected_line[name], rel=1e-5), name
     np.testing.assert_array_equal(position_of(found, step), position_of(expected, step))
 
 
