@@ -13,6 +13,7 @@ import chex
 import corpora
 import jax
 import numpy as np
+import own_task
 import pytest
 from runs import (
     ENVIRONMENT,
@@ -451,27 +452,33 @@ def test_tiny_learns(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_bad_line_that_training_comes_to_exits_1(corpus, command_line, tmp_path):
-    """Found while training, not before. The steps before it are saved, and its remedies work."""
-    lines = [json.dumps({'text': line}) for line in pathlib.Path(corpus).read_text().splitlines()]
-    bad = tmp_path / 'bad.jsonl'
-    bad.write_text('\n'.join([*lines[:200], '{"text": ', *lines[200:]]))
-    program = Program(tmp_path, str(bad), steps=100, log=100, save=100, evaluate=100)
-    data = ['--config.data.vocabulary=bytes', f'--config.data.validation_files={corpus}']
-    result = command_line(*program.arguments(tmp_path / 'run'), *data)
+def test_a_bad_line_that_training_comes_to_exits_1(command_line, tmp_path):
+    """Found while training, not before. The steps before it are saved, and its remedy works."""
+    own_task.write(tmp_path, num_rows=400)
+    own_task.insert_bad_line(tmp_path / 'qa.jsonl', 300)
+    program = Program(tmp_path, '', steps=100, log=100, save=100, evaluate=100)
+    data = {
+        'vocabulary': 'bytes',
+        'pack': 'no',
+        'files': tmp_path / 'qa.jsonl',
+        'validation_files': tmp_path / 'dev.jsonl',
+        'inputs': '{q}',
+        'targets': '{a}',
+    }
+    flags = [f'--config.data.{name}={value}' for name, value in data.items()]
+    result = command_line(*program.arguments(tmp_path / 'run'), *flags)
     assert result.status == 1, result.stderr
     assert len(result.stderr.splitlines()) == 1
-    assert f'line 201 of {bad}: ' in result.stderr
+    assert f'line 301 of {tmp_path}/qa.jsonl: ' in result.stderr
     assert 'skip leaves it out' in result.stderr
     [step] = checkpoint.steps(tmp_path / 'run')
     assert 0 < step < 100
     assert f'Step {step} is saved before the error' in result.stdout
     for name in ('run', 'skipped'):
-        result = command_line(
-            *program.arguments(tmp_path / name), *data, '--config.data.on_bad_line=skip'
-        )
+        skip = '--config.data.on_bad_line=skip'
+        result = command_line(*program.arguments(tmp_path / name), *flags, skip)
         assert result.status == 0, result.stderr
-        assert f'Left out, 1 so far: line 201 of {bad}: ' in result.stdout
+        assert f'Left out, 1 so far: line 301 of {tmp_path}/qa.jsonl: ' in result.stdout
     assert_same_run(tmp_path / 'run', tmp_path / 'skipped', 100)
 
 

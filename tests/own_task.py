@@ -39,9 +39,9 @@ TASKS = [
 """
 
 
-def write(folder):
+def write(folder, num_rows=60):
     """Write the task and its records into a folder."""
-    rows = [json.dumps({'q': f'{i}', 'a': 'yes' * (1 + i % 3)}) for i in range(60)]
+    rows = [json.dumps({'q': f'{i}', 'a': 'yes' * (1 + i % 3)}) for i in range(num_rows)]
     (folder / 'qa.jsonl').write_text('\n'.join(rows))
     (folder / 'dev.jsonl').write_text('\n'.join(reversed(rows[20:29])))
     (folder / 'own.py').write_text(OWN_TASK)
