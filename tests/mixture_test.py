@@ -432,7 +432,9 @@ def test_a_worker_process_that_dies_is_reported(tmp_path):
     os.kill(workers.workers[1].process.pid, signal.SIGTERM)
     next(batches)
     os.kill(workers.workers[1].process.pid, signal.SIGKILL)
-    with pytest.raises(ChildProcessError, match='rows 1 to 1 ended with exit code -9: if the machine'):
+    with pytest.raises(
+        ChildProcessError, match='rows 1 to 1 ended with exit code -9: if the machine'
+    ):
         list(batches)
     workers.stop()
     time.sleep(0)

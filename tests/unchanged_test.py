@@ -1,0 +1,212 @@
+"""What a reader of old runs relies on: the batches of each kind of source and the programs of a step.
+
+tests/golden/unchanged.json has their hashes. `python tests/unchanged_test.py` writes it anew, which
+says that old runs do not go on with the same batches or losses.
+"""
+
+import gzip
+import hashlib
+import json
+import pathlib
+import sys
+
+if __name__ == '__main__':
+    import conftest  # noqa: F401  sets the environment before JAX starts
+
+import corpora
+import jax
+import numpy as np
+import pytest
+import runs
+import small_models
+import tfds_source_test
+
+import cache
+import data
+import infer
+import partition
+import plan
+import tasks
+import train
+import vocabulary as vocabularies
+
+FILE = pathlib.Path(__file__).parent / 'golden' / 'unchanged.json'
+NUM_BATCHES = 20
+BATCH_SIZE = 4
+TEMPLATE = {'inputs': 'q: {question}', 'targets': '{answer}'}
+# What is read, of each kind of source, beside the settings that all have.
+SOURCES = {
+    'text': {'files': 'words.txt'},
+    'gzipped text': {'files': 'words.txt.gz'},
+    'several files': {'files': 'words.txt,more.txt,qa.jsonl', 'pack': 'tightly'},
+    'json': {'files': 'qa.jsonl', **TEMPLATE},
+    'gzipped json': {'files': 'qa.jsonl.gz', **TEMPLATE},
+    'csv': {'files': 'qa.csv', **TEMPLATE},
+    'csv, packed tightly': {'files': 'qa.csv', 'pack': 'tightly', **TEMPLATE},
+    'csv, packed greedily': {'files': 'qa.csv', 'pack': 'greedily', **TEMPLATE},
+    'tsv': {'files': 'qa.tsv', **TEMPLATE},
+    'parquet': {'files': 'qa.parquet', **TEMPLATE},
+    'array_record': {'tfds': 'made_up', 'inputs': '{number}', 'targets': '{text}'},
+    'tfrecord': {'tfds': 'made_up', 'inputs': '{number}', 'targets': '{text}'},
+    'cache': {'task': 'qa', 'cache_dirs': 'caches'},
+    'ul2': {'task': 'ul2', 'files': 'words.txt', 'lengths.targets': 64},
+    'prefix_lm': {'task': 'prefix_lm', 'files': 'words.txt', 'pack': 'tightly'},
+    'own mixture': {'task': 'both', 'module': 'own.py', 'pack': 'tightly'},
+}
+OWN_TASKS = """
+from tasks import Mixture, Task, proportional
+
+TASKS = [
+    Task('qa', files='FOLDER/qa.csv', inputs='q: {question}', targets='{answer}'),
+    Task('words', files='FOLDER/words.txt', objective='span_corruption'),
+    Mixture('both', {'qa': proportional(maximum=100), 'words': 30}),
+]
+"""
+
+
+def write_files(folder):
+    """Write a file of each kind with the same records."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rng = np.random.default_rng(0)
+    words = [''.join(rng.choice(list('aeioulnrst'), rng.integers(2, 8))) for _ in range(120)]
+    lines = [' '.join(rng.choice(words, rng.integers(3, 40))) for _ in range(500)]
+    (folder / 'words.txt').write_text('\n'.join(lines))
+    (folder / 'more.txt').write_text('\n'.join(lines[::-3]) + '\n')
+    (folder / 'words.txt.gz').write_bytes(gzip.compress('\n'.join(lines).encode()))
+    rows = []
+    for i, line in enumerate(lines[:200]):
+        rows.append({'question': f'{i}, "{line[:20]}"', 'answer': line[-30:], 'text': line})
+    text = '\n'.join(json.dumps(row) for row in rows)
+    (folder / 'qa.jsonl').write_text(text)
+    (folder / 'qa.jsonl.gz').write_bytes(gzip.compress(text.encode()))
+    table = ['question,answer']
+    for row in rows:
+        quoted = row['question'].replace('"', '""')
+        table.append(f'"{quoted}",{row["answer"]}')
+    (folder / 'qa.csv').write_text('\n'.join(table))
+    table = [f'{row["question"]}\t{row["answer"]}' for row in rows]
+    (folder / 'qa.tsv').write_text('\n'.join(['question\tanswer', *table]))
+    columns = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(columns, folder / 'qa.parquet', row_group_size=30)
+    (folder / 'own.py').write_text(OWN_TASKS.replace('FOLDER', str(folder)))
+    config = settings_of({'task': 'qa', 'module': 'own.py'}, folder)
+    config.cache_dirs = str(folder / 'caches')
+    config.num_workers = 1
+    for _ in cache.cache(config, 1, 1):
+        pass
+
+
+def settings_of(changes, folder):
+    """config.data of a source whose files lie in a folder."""
+    changes = dict(changes)
+    for name in ('files', 'module', 'cache_dirs'):
+        if name in changes:
+            paths = [f'{folder}/{file}' for file in changes[name].split(',')]
+            changes[name] = ','.join(paths)
+    return corpora.make_config(vocabulary='bytes', validation_fraction=0.1, **changes)
+
+
+def hash_batches(name, folder, tfds_roots):
+    """Return a hash of the batches of a source and of the positions behind them."""
+    config = settings_of(SOURCES[name], folder)
+    if config.tfds:
+        config.tfds_dir = str(tfds_roots / name)
+    vocabulary = vocabularies.ByteVocabulary(config.extra_ids)
+    digest = hashlib.blake2b(digest_size=16)
+    for split in ('train', 'validation'):
+        stream = data.Stream(
+            tasks.open_mixture(config), split, vocabulary, config, batch_size=BATCH_SIZE, seed=1
+        )
+        for _ in range(NUM_BATCHES):
+            batch = next(stream)
+            for feature in sorted(batch):
+                digest.update(feature.encode() + batch[feature].tobytes())
+            digest.update(stream.position.tobytes())
+    return digest.hexdigest()
+
+
+roots = tfds_source_test.roots  # a fixture
+
+
+@pytest.fixture(scope='module')
+def folder(make_once):
+    return make_once('unchanged', write_files)
+
+
+@pytest.fixture(scope='module')
+def expected():
+    return json.loads(FILE.read_text())
+
+
+@pytest.mark.parametrize('name', SOURCES)
+def test_batches(name, folder, roots, expected):
+    assert hash_batches(name, folder, roots) == expected['batches'][name]
+
+
+MESHES = {'one device': (1, 1), 'eight devices': (4, 2)}
+
+
+def hash_text(text):
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def lower_step(name):
+    """Return the program of a train step, before XLA compiles it."""
+    data_axis, model_axis = MESHES[name]
+    config = runs.small_config('', data_axis=data_axis, model_axis=model_axis)
+    trainer = train.make_trainer(config, num_microbatches=1)
+    state, batch = plan.step_shapes(
+        mesh=trainer.mesh,
+        state=trainer.shapes,
+        state_specs=trainer.specs,
+        feature_lengths=trainer.feature_lengths,
+        batch_size=trainer.batch_size,
+    )
+    return train.jit_step(trainer).lower(state, batch).as_text()
+
+
+def lower_logits():
+    sizes = {'vocab_size': 384, 'emb_dim': 16, 'num_heads': 2, 'head_dim': 8, 'mlp_dim': 32}
+    layers = {'num_encoder_layers': 1, 'num_decoder_layers': 1}
+    config = small_models.t5_config(**sizes, **layers)
+    t5 = infer.T5(config, small_models.random_params(config), partition.make_mesh(data=1))
+    batch = small_models.random_batch(seed=0)
+    return jax.jit(t5.logits).lower(batch).as_text()
+
+
+@pytest.mark.parametrize('name', MESHES)
+def test_the_program_of_a_step(name, expected):
+    if jax.__version__ != expected['jax']:
+        pytest.skip(f'the hashes are of JAX {expected["jax"]}')
+    assert hash_text(lower_step(name)) == expected['steps'][name]
+
+
+def test_the_program_of_logits(expected):
+    if jax.__version__ != expected['jax']:
+        pytest.skip(f'the hashes are of JAX {expected["jax"]}')
+    assert hash_text(lower_logits()) == expected['logits']
+
+
+def write_hashes():
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        tfds_source_test.roots.__wrapped__(lambda name, make: make(folder / name))
+        write_files(folder)
+        batches = {}
+        for source in SOURCES:
+            batches[source] = hash_batches(source, folder, folder / 'tfds')
+    hashes = {
+        'jax': jax.__version__,
+        'batches': batches,
+        'steps': {mesh: hash_text(lower_step(mesh)) for mesh in MESHES},
+        'logits': hash_text(lower_logits()),
+    }
+    FILE.write_text(json.dumps(hashes, indent=1) + '\n')
+
+
+if __name__ == '__main__':
+    sys.exit(write_hashes())
