@@ -472,7 +472,7 @@ BAD_LINES = {
         'the inputs in line 1 of {file} have 33 tokens, EOS included, more than data.',
     ),
     'i.parquet': ('a', 'only text, JSON Lines (.jsonl, .json, .ndjson), CSV and TSV, each also'),
-    'j.csv': ('a,b\n1', 'line 2 of {file}: 1 columns, and the header has 2: correct the row'),
+    'j.csv': ('a,b\n1', 'line 2 of {file}: 1 columns, and the header has 2; correct the row'),
     'k.csv': ('"a\n1', 'line 1 of {file}: no CSV: '),
     'l.tsv': (
         'a\tb\n1\t2',
@@ -480,7 +480,7 @@ BAD_LINES = {
     ),
     'm.csv': ('a,b\n', 'has no example: name a split or a file with some'),
     'j.txt.gz': (gzip.compress(b'a\n' * 99)[:-9], '{file} is broken gzip'),
-    'k.txt.gz': (b'no gzip', '{file} is broken gzip'),
+    'k.txt.gz': (b'no gzip', '{file} is not gzipped, and its name ends in .gz'),
     '*.none': (None, 'matches no file; correct it'),
 }
 
