@@ -348,13 +348,7 @@ class TokenizedTask:
                 f'data.validation_files={self.task.validation_files!r} holds no document: '
                 "name files with text, or '' to validate on a part of data.files"
             )
-        other = 'validation' if split == 'train' else 'train'
-        if source.validation is not None or next(source.records(other), None) is None:
-            files = settings.first_ten([file.path for file in source.files])
-            raise ValueError(
-                f'no document is in {source.description} ({files}): name files with lines of text, or '
-                'with rows below the header'
-            )
+        source.check_not_empty(split)
         raise ValueError(
             f'no document is in split {split!r} of {source.description} at '
             f'data.validation_fraction={source.validation_fraction}: both splits need '

@@ -174,7 +174,6 @@ class FileExamples:
         self.path = path
         self.title = path
         self.kind = config.kind or sources.kind_of(path)
-        self.name = Path(path.removesuffix('.gz')).stem
         if self.kind == 'parquet':
             raise ValueError(
                 f'--input={path}: only text, JSON Lines (.jsonl, .json, .ndjson), CSV and TSV, each also '
@@ -191,6 +190,7 @@ class FileExamples:
             [self.path, *others] = paths.matching_files(path)
             if others:
                 raise ValueError(f'--input={path} stands for {len(others) + 1} files: name one')
+            self.name = Path(self.path.removesuffix('.gz')).stem
             head = sources.read_head(self.path)
         sources.check_head(self.title, self.kind, head)
         self.text_field = config.text_field if config.inputs else 'inputs'  # of a line of text
@@ -222,6 +222,12 @@ class FileExamples:
         if self.kind in ('csv', 'tsv'):
             _, line = next(lines)
             self.header = sources.header_of(line, self.kind, self.title)
+            sources.check_columns(
+                self.title,
+                self.header,
+                self.templates['inputs'].fields,
+                remedy='add it, or name others with --config.data.inputs',
+            )
         while group := list(itertools.islice(lines, RECORDS_AT_ONCE)):
             yield from self.items(group)
 
@@ -258,9 +264,12 @@ class FileExamples:
         try:
             if self.kind == 'jsonl':
                 return sources.json_object(line.strip(), 'inputs')
-            return sources.fields_of_row(line, self.kind, self.header)
+            fields = sources.fields_of_row(line, self.kind, self.header)
         except ValueError as error:
             raise ValueError(f'{title}: {error}') from None
+        if not any(fields.values()):
+            raise ValueError(f'{title} is empty: remove it, each row is an example')
+        return fields
 
     def texts_of(self, number: int, fields: Mapping[str, Any]) -> dict[str, str]:
         """Return the inputs of a line and, if it has them, its targets."""

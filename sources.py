@@ -103,7 +103,7 @@ GZIP = b'\x1f\x8b'
 PARQUET = b'PAR1'
 # What files begin with that are no text, what they are, and what to do with them.
 FORMATS = {
-    GZIP: ('gzipped', 'add .gz to its name'),
+    GZIP: ('gzipped', 'gunzip it, or add .gz to its name'),
     PARQUET: ('Parquet', "let its name end in .parquet, or set data.kind='parquet'"),
     b'PK\x03\x04': (
         'a zip archive, as .xlsx is',
@@ -116,8 +116,9 @@ FORMATS = {
     b'\x28\xb5\x2f\xfd': ('compressed by zstd', 'decompress it, or gzip it'),
     b'ARROW1': ('Arrow', 'write it as Parquet'),
     b'SQLite format 3': ('an SQLite database', 'export the table as CSV'),
-    b'\xff\xfe': ('UTF-16', 'convert it to UTF-8'),
-    b'\xfe\xff': ('UTF-16', 'convert it to UTF-8'),
+    b'\xff\xfe': ('UTF-16 or UTF-32', 'convert it to UTF-8'),
+    paths.LFS_HEADER: ('a pointer of git-lfs', 'run `git lfs pull` in its repository'),
+    b'\xfe\xff': ('UTF-16 or UTF-32', 'convert it to UTF-8'),
 }
 
 
@@ -274,6 +275,19 @@ class Source:
         if split == 'validation':
             return self.validation_fraction != 0
         return self.validation_fraction != 1
+
+    def check_not_empty(self, split: str) -> None:
+        """Raise ValueError if there is no document where those of `split` come from."""
+        for other in ('train', 'validation'):
+            is_same_part = self.part_of(other) is self.part_of(split)
+            if is_same_part and next(self.records(other), None) is not None:
+                return
+        part = self.part_of(split)
+        files = [file.path for file in self.files if self.part_of(file.split) is part]
+        raise ValueError(
+            f'no document is in {settings.first_ten(files)}: name files with lines of text, or with rows '
+            'below the header'
+        )
 
     def faults(self) -> tuple[list[str], int]:
         """Return the lines left out since the last call, at most ten, and the number of all."""
@@ -779,6 +793,8 @@ def read_file_record(key: str, split: str, path: str) -> FileRecord:
     except (ValueError, paths.ReadError) as error:
         raise ValueError(f'{key}: {error}') from error
     except OSError as error:
+        if error.strerror is None:  # `paths` says what is wrong
+            raise ValueError(f'{key}: {error}') from error
         raise ValueError(
             f'{key}: {path} cannot be read ({error.strerror}): correct its permissions, or '
             'leave it out'
@@ -884,6 +900,10 @@ def read_head(path: str) -> bytes:
                 f'{path} is not gzipped, and its name ends in .gz: remove .gz from the name, or copy the '
                 'file again'
             ) from None
+    except PermissionError as error:
+        raise ValueError(
+            f'{path} cannot be read ({error.strerror}): correct its permissions'
+        ) from error
     return head
 
 
@@ -1062,13 +1082,7 @@ class LineParser:
     def check_columns(self, path: str, columns: Collection[str]) -> None:
         """Raise ValueError for a table without a column that the settings name."""
         setting = 'data.inputs or data.targets' if self.templates else 'data.text_field'
-        for field in self.fields:
-            if field not in columns:
-                found = settings.first_ten([repr(column) for column in columns])
-                remedy = f'correct {setting}'
-                if len(columns) == 1 and any(mark in found for mark in (';', '|', ',', r'\t')):
-                    remedy += ", or separate the columns by commas (by tabs with data.kind='tsv')"
-                raise ValueError(f'{path} has no column {field!r}, it has {found}: {remedy}')
+        check_columns(path, columns, self.fields, remedy=f'correct {setting}')
 
     def json_text(self, content: dict, field: str) -> str:
         """Return a field of a JSON object as text."""
@@ -1230,6 +1244,16 @@ def check_names(names: list[str], title: str) -> None:
         )
 
 
+def check_columns(title: str, columns: Collection[str], fields: Iterable[str], remedy: str) -> None:
+    """Raise ValueError for a table that has not all of `fields`."""
+    for field in fields:
+        if field not in columns:
+            found = settings.first_ten([repr(column) for column in columns])
+            if len(columns) == 1 and any(mark in found for mark in (';', '|', ',', r'\t')):
+                remedy += ", or separate the columns by commas (data.kind='csv') or tabs ('tsv')"
+            raise ValueError(f'{title} has no column {field!r}, it has {found}: {remedy}')
+
+
 def table_row(line: str, kind: str) -> list[str]:
     """Return the columns of a row. In CSV a field may be quoted, in TSV a quote is a character."""
     row = line.removesuffix('\n').removesuffix('\r')
@@ -1237,9 +1261,17 @@ def table_row(line: str, kind: str) -> list[str]:
         columns = row.split('\t')
     else:
         try:
-            columns = next(csv.reader(io.StringIO(row, newline=''), strict=True), [''])
+            rows = list(
+                csv.reader(io.StringIO(row, newline=''), skipinitialspace=True, strict=True)
+            )
         except csv.Error as error:
             raise ValueError(f'no CSV: {error}; correct the quotes') from None
+        if len(rows) > 1:
+            raise ValueError(
+                'no CSV: a field that is not quoted holds a quote or a carriage return (CR); quote the '
+                'field, and double the quotes in it'
+            )
+        columns = rows[0] if rows else ['']
     return [column.strip() for column in columns]
 
 
@@ -1686,6 +1718,7 @@ class PlainFiles(Blocks):
         self.names = names
         self.parse = parse
         sizes = [paths.file_size(name) for name in names]
+        self.sizes = sizes
         block_bytes = max(sum(sizes) // MIN_BLOCKS, 1)
         self.block_bytes = min(block_bytes, MAX_BLOCK_BYTES, MAX_LINE_BYTES // 2)
         blocks_per_file = [-(-size // self.block_bytes) for size in sizes]
@@ -1762,6 +1795,11 @@ class PlainFiles(Blocks):
         name = self.names[file_index]
         start = (block - int(self.first_blocks[file_index])) * self.block_bytes
         with self.open_file(name) as file:
+            if file.seek(0, os.SEEK_END) < self.sizes[file_index]:
+                raise ValueError(
+                    f'{name} has no longer {self.sizes[file_index]:,} bytes: restore it, and start again'
+                )
+            file.seek(start)
             lines = self.readers[file_index](file, start, start + self.block_bytes)
             return [self.parse(name, offset, line) for offset, line in lines]
 

@@ -7,7 +7,8 @@ import json
 import zipfile
 
 import pytest
-from corpora import epoch_documents, make_config
+from corpora import LFS_POINTER, epoch_documents, make_config
+from permissions import another_user, open_folder
 
 import cache
 import data
@@ -102,6 +103,9 @@ ODD = {
     'latin.csv.gz': ('frage,antwört\n'.encode('latin-1'), 'line 1 of {file}: byte 11 is not UTF-8', ''),
     'semicolons.csv': (TABLE.replace(',', ';'), "'question;answer'", ''),
     'tabs.csv': (TABLE.replace(',', '\t'), r"'question\tanswer'", ''),
+    'quote.csv': (TABLE + 'q,a 5" pipe\nq,a\n', 'line 42 of {file}: no CSV: a field that is not', ''),
+    'quote.csv.gz': (TABLE + 'q,a 5" pipe\nq,a\n', 'line 42 of {file}: no CSV: a field that is not', ''),
+    'return.csv': (TABLE + 'q,a\rq,a\n', 'line 42 of {file}: no CSV: a field that is not quoted', ''),
     'mac.csv': (TABLE.replace('\n', '\r'), '{file} has line ends of old Macs', ''),
     'mac.jsonl': ('\r'.join(map(json.dumps, JSON)), '{file} has line ends of old Macs', ''),
     'indented.json': (json.dumps(JSON[0], indent=1), '{file} is JSON over many lines', ''),
@@ -113,10 +117,11 @@ ODD = {
     'a.xlsx': (zipped(TABLE), '{file} is a zip archive, as .xlsx is, not text', ''),
     'a.jsonl': (zipped(TABLE), '{file} is a zip archive, as .xlsx is, not jsonl', ''),
     'a.csv': (b'PAR1' + bytes(99), '{file} is Parquet, not csv', ''),
-    'gzipped.csv': (gzip.compress(TABLE.encode()), '{file} is gzipped, not csv: add .gz', ''),
-    'gzipped.data': (gzip.compress(TABLE.encode()), '{file} is gzipped, not tsv: add .gz', 'tsv'),
+    'gzipped.csv': (gzip.compress(TABLE.encode()), '{file} is gzipped, not csv: gunzip it', ''),
+    'gzipped.data': (gzip.compress(TABLE.encode()), '{file} is gzipped, not tsv: gunzip it', 'tsv'),
+    'pointer.jsonl': (LFS_POINTER, 'git lfs pull', ''),
     'a.pdf': (b'%PDF-1.7\n', '{file} is PDF, not text', ''),
-    'utf-16.csv': (TABLE.encode('utf-16'), '{file} is UTF-16, not csv', ''),
+    'utf-16.csv': (TABLE.encode('utf-16'), '{file} is UTF-16 or UTF-32, not csv', ''),
     'utf-16le.tsv': (TABLE.encode('utf-16-le'), '{file} holds zero bytes', ''),
     'utf-16be.jsonl': (json.dumps(JSON[0]).encode('utf-16-be'), '{file} holds zero bytes', ''),
 }  # fmt: skip
@@ -153,6 +158,7 @@ EVEN = {
     'bom.jsonl': ('\ufeff' + '\n'.join(map(json.dumps, JSON)), '', PAIRS),
     'bom.jsonl.gz': ('\ufeff' + '\n'.join(map(json.dumps, JSON)), '', PAIRS),
     'spaces.csv': (TABLE.replace(',', ' , '), '', PAIRS),
+    'spaces before quotes.csv': (TABLE.replace('a5', ' "a5"'), '', PAIRS),
     'no names.csv': (TABLE.replace('\n', ',,\n'), '', PAIRS),
     'long.csv': (TABLE + f'long,"{LONG}"\n', '', sorted([*PAIRS, ('long', LONG)])),
     'long.csv.gz': (TABLE + f'long,"{LONG}"\n', '', sorted([*PAIRS, ('long', LONG)])),
@@ -286,3 +292,31 @@ def test_columns_of_one_name_in_parquet(tmp_path):
     pyarrow.parquet.write_table(pa.table({'text': ['a']}), tmp_path / 'a.data')
     source = sources.open_source(make_config(files=str(tmp_path / 'a.data'), kind='parquet'))
     assert len(list(source.records('train'))) == 1
+
+
+@pytest.mark.parametrize('read', READERS)
+@pytest.mark.parametrize('name', ['a.csv', 'a.jsonl.gz'])
+def test_a_file_that_one_may_not_read(name, read):
+    with open_folder() as folder:
+        path = write(folder, name, TABLE)
+        path.chmod(0)
+        message = rf'{path} cannot be read \(Permission denied\): correct its permissions'
+        with another_user(), pytest.raises(ValueError, match=message):
+            read(path, **QA)
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path):
+    path = write(tmp_path, 'a.txt', 'some words\n' * 100)
+    source = sources.open_source(make_config(files=str(path)))
+    path.write_text('some words\n' * 99)
+    with pytest.raises(ValueError, match=f'{path} has no longer 1,100 bytes: restore it'):
+        epoch_documents(source)
+
+
+@pytest.mark.parametrize('name', ['a.csv', 'a.tsv.gz', 'a.txt'])
+def test_no_cache_of_nothing(tmp_path, name):
+    path = write(tmp_path, name, '\n' if name == 'a.txt' else 'text\n')
+    config = make_config(files=str(path), vocabulary='bytes', cache_dirs=str(tmp_path / 'caches'))
+    with pytest.raises(ValueError, match=f'no document is in .*{path}'):
+        cache.cache(config)
+    assert not (tmp_path / 'caches').exists()
