@@ -263,6 +263,18 @@ def test_rows_of_a_table_are_inputs(tmp_path, loaded, capsys, name):
     assert found == [{'inputs_pretokenized': text} for text in expected]
 
 
+def test_the_kind_of_input_is_not_that_of_the_files_of_the_run(
+    tmp_path, loaded, capsys, monkeypatch
+):
+    monkeypatch.setattr(infer, 'read_settings', lambda directory: {'data': {'kind': 'csv'}})
+    (tmp_path / 'a.jsonl').write_text('{"inputs": "one"}')
+    (tmp_path / 'a.data').write_text('inputs\none\n')
+    for name, changes in (('a.jsonl', {}), ('a.data', {'data.kind': 'csv'})):
+        do(CHANGES | changes, input=str(tmp_path / name))
+        [line] = capsys.readouterr().out.splitlines()
+        assert json.loads(line)['inputs'] == {'inputs_pretokenized': 'one'}
+
+
 def write_tasks(folder):
     for name, first in (('a', 0), ('b', 5)):
         rows = [f'{i},{"x" * i}z' for i in range(first, first + 5)]

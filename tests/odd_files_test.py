@@ -101,7 +101,7 @@ ODD = {
     'blank.csv': ('\n' + TABLE, 'line 1 of {file} is empty', ''),
     'latin.csv': ('frage,antwört\n'.encode('latin-1'), 'line 1 of {file}: byte 11 is not UTF-8', ''),
     'latin.csv.gz': ('frage,antwört\n'.encode('latin-1'), 'line 1 of {file}: byte 11 is not UTF-8', ''),
-    'semicolons.csv': (TABLE.replace(',', ';'), "'question;answer'", ''),
+    'semicolons.csv': (TABLE.replace(',', ';'), 'separate the columns by commas', ''),
     'tabs.csv': (TABLE.replace(',', '\t'), r"'question\tanswer'", ''),
     'quote.csv': (TABLE + 'q,a 5" pipe\nq,a\n', 'line 42 of {file}: no CSV: a field that is not', ''),
     'quote.csv.gz': (TABLE + 'q,a 5" pipe\nq,a\n', 'line 42 of {file}: no CSV: a field that is not', ''),
