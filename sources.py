@@ -62,7 +62,7 @@ MAX_LINE_BYTES = 1 << 20
 CUT_BYTES = 1 << 11
 # A longer row of CSV has a quote that nobody closed.
 MAX_ROW_BYTES = 1 << 24
-csv.field_size_limit(MAX_ROW_BYTES)
+csv.field_size_limit(2**31 - 1)
 BYTES_PER_LINE = 100  # at least, where nobody has counted the lines
 NEWLINE = ord('\n')
 
@@ -105,10 +105,8 @@ PARQUET = b'PAR1'
 FORMATS = {
     GZIP: ('gzipped', 'gunzip it, or add .gz to its name'),
     PARQUET: ('Parquet', "let its name end in .parquet, or set data.kind='parquet'"),
-    b'PK\x03\x04': (
-        'a zip archive, as .xlsx is',
-        'unzip it, or save the spreadsheet as CSV',
-    ),
+    paths.LFS_HEADER: ('a pointer of git-lfs', 'run `git lfs pull` in its repository'),
+    b'PK\x03\x04': ('a zip archive, as .xlsx is', 'unzip it, or save the spreadsheet as CSV'),
     b'\xd0\xcf\x11\xe0': ('an old Office document', 'save it as CSV or as text'),
     b'%PDF-': ('PDF', 'convert it to text'),
     b'BZh91AY': ('compressed by bzip2', 'decompress it, or gzip it'),
@@ -117,7 +115,6 @@ FORMATS = {
     b'ARROW1': ('Arrow', 'write it as Parquet'),
     b'SQLite format 3': ('an SQLite database', 'export the table as CSV'),
     b'\xff\xfe': ('UTF-16 or UTF-32', 'convert it to UTF-8'),
-    paths.LFS_HEADER: ('a pointer of git-lfs', 'run `git lfs pull` in its repository'),
     b'\xfe\xff': ('UTF-16 or UTF-32', 'convert it to UTF-8'),
 }
 
@@ -277,12 +274,11 @@ class Source:
         return self.validation_fraction != 1
 
     def check_not_empty(self, split: str) -> None:
-        """Raise ValueError if there is no document where those of `split` come from."""
-        for other in ('train', 'validation'):
-            is_same_part = self.part_of(other) is self.part_of(split)
-            if is_same_part and next(self.records(other), None) is not None:
-                return
+        """Raise ValueError if there is no document in the files that hold those of `split`."""
         part = self.part_of(split)
+        for other in ('train', 'validation'):
+            if self.part_of(other) is part and next(self.records(other), None) is not None:
+                return
         files = [file.path for file in self.files if self.part_of(file.split) is part]
         raise ValueError(
             f'no document is in {settings.first_ten(files)}: name files with lines of text, or with rows '
@@ -978,7 +974,7 @@ def open_files(files: list[FileRecord], parser: 'LineParser') -> 'Blocks | Gzipp
                     f'{name} is gzipped, and the columns in a Parquet file are compressed one by '
                     'one: gunzip it'
                 )
-        others = [name for name in names if name not in parquet]
+        others = [name for name in names if parser.kind_of(name) != 'parquet']
         if others:
             raise ValueError(
                 f'{parquet[0]} is Parquet, {others[0]} is not: name files of one of the two'
@@ -1022,7 +1018,7 @@ class LineParser:
         """
         self.bad_lines.num_read += 1
         try:
-            is_first = position == first_position(path)
+            is_first = position < 2 and position == first_position(path)
             fields = self.fields_of(
                 path, is_first, line.decode('utf-8-sig' if is_first else 'utf-8')
             )
