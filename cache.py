@@ -65,6 +65,11 @@ def cache(config: Any, part: int = 1, num_parts: int = 1) -> list[str]:
             messages.append(f'{name} is cached already, in {folder_of(root, name)}.')
         else:
             opened.append(open_task(task, config, vocabulary))
+            source = opened[-1].source
+            if task.train_split != sources.NO_SPLIT:
+                source.check_not_empty('train')
+            if source.validation is not None:
+                source.check_not_empty('validation')
     jobs = []
     for opened_task in opened:
         prepare_folder(folder_of(root, opened_task.name), opened_task, vocabulary)

@@ -336,20 +336,22 @@ class TokenizedTask:
 
     def raise_empty(self, split: str) -> None:
         """Raise ValueError because a split has no text."""
+        source = self.source
         if split == 'validation' and self.task.validation_split == NO_SPLIT:
             raise ValueError(
                 f'task {self.name!r} has no split for validation: name records for it, as in '
                 "data.validation_split='test', or as in data.train_split='train[:90%]' and "
                 "data.validation_split='train[90%:]'"
             )
-        if split == 'validation' and self.source.validation is not None:
+        if split == 'validation' and source.validation is not None:
             raise ValueError(
                 f'data.validation_files={self.task.validation_files!r} holds no document: '
                 "name files with text, or '' to validate on a part of data.files"
             )
+        source.check_not_empty(split)
         raise ValueError(
-            f'no document is in split {split!r} of {self.source.description} at '
-            f'data.validation_fraction={self.source.validation_fraction}: both splits need '
+            f'no document is in split {split!r} of {source.description} at '
+            f'data.validation_fraction={source.validation_fraction}: both splits need '
             'documents: change the fraction, or name more files'
         )
 

@@ -101,6 +101,7 @@ def settings_of_task(config: Any, name: str) -> Any:
     own.task = name
     own.files = ''
     own.validation_files = ''
+    own.kind = ''
     own.tfds = ''
     own.train_split = 'train'
     own.validation_split = ''

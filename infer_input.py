@@ -173,31 +173,45 @@ class FileExamples:
     ):
         self.path = path
         self.title = path
-        self.kind = sources.kind_of(path)
-        self.name = Path(path.removesuffix('.gz')).stem
-        if path == STANDARD_INPUT:
-            self.title = 'standard input'
-            self.name = 'stdin'
-            standard_input: Any = sys.stdin.buffer
-            self.kind = 'json' if standard_input.peek(1)[:1] == b'{' else 'text'
-        elif self.kind == 'parquet':
+        self.kind = config.kind or sources.kind_of(path)
+        if self.kind == 'parquet':
             raise ValueError(
                 f'--input={path}: only text, JSON Lines (.jsonl, .json, .ndjson), CSV and TSV, each also '
                 'gzipped, are read: convert it'
             )
+        if path == STANDARD_INPUT:
+            self.title = 'standard input'
+            self.name = 'stdin'
+            standard_input: Any = sys.stdin.buffer
+            head = standard_input.peek(1)
+            if head[:1] == b'{':
+                self.kind = config.kind or 'jsonl'
         else:
             [self.path, *others] = paths.matching_files(path)
             if others:
                 raise ValueError(f'--input={path} stands for {len(others) + 1} files: name one')
+            self.name = Path(self.path.removesuffix('.gz')).stem
+            head = sources.read_head(self.path)
+        sources.check_head(self.title, self.kind, head)
+        self.text_field = config.text_field if config.inputs else 'inputs'  # of a line of text
+        self.templates = {
+            'inputs': sources.Template('data.inputs', config.inputs or '{inputs}'),
+            'targets': sources.Template('data.targets', config.targets or '{targets}'),
+        }
+        for field in self.templates['inputs'].fields:
+            if self.kind == 'text' and field != self.text_field:
+                raise sources.no_field_of_text(
+                    self.title,
+                    field,
+                    self.text_field,
+                    kind=config.kind,
+                    remedy="set data.inputs='' if each line is the inputs",
+                )
         if needs_targets and self.kind == 'text':
             raise ValueError(
                 f'--score needs targets, and {self.title} is plain text: write JSON Lines, each with the '
                 "fields 'inputs' and 'targets'"
             )
-        self.templates = {
-            'inputs': sources.Template('data.inputs', config.inputs or '{inputs}'),
-            'targets': sources.Template('data.targets', config.targets or '{targets}'),
-        }
         self.needs_targets = needs_targets
         self.trim = trim
         self.lengths = dict(config.lengths)
@@ -206,7 +220,14 @@ class FileExamples:
     def __iter__(self) -> Iterator[Item]:
         lines = numbered_lines(self.path, self.title, self.kind)
         if self.kind in ('csv', 'tsv'):
-            self.columns = self.row_of(*next(lines))
+            _, line = next(lines)
+            self.header = sources.header_of(line, self.kind, self.title)
+            sources.check_columns(
+                self.title,
+                self.header,
+                self.templates['inputs'].fields,
+                remedy='add it, or name others with --config.data.inputs',
+            )
         while group := list(itertools.islice(lines, RECORDS_AT_ONCE)):
             yield from self.items(group)
 
@@ -239,30 +260,16 @@ class FileExamples:
         if not line.strip():
             raise ValueError(f'{title} is empty: remove it, each line is an example')
         if self.kind == 'text':
-            return {'inputs': line}
-        if self.kind != 'json':
-            return self.fields_of_row(number, line)
+            return {self.text_field: line}
         try:
-            return sources.json_object(line.strip(), 'inputs')
+            if self.kind == 'jsonl':
+                return sources.json_object(line.strip(), 'inputs')
+            fields = sources.fields_of_row(line, self.kind, self.header)
         except ValueError as error:
             raise ValueError(f'{title}: {error}') from None
-
-    def fields_of_row(self, number: int, line: str) -> dict[str, str]:
-        """Return the columns of a row of a table."""
-        row = self.row_of(number, line)
-        if len(row) != len(self.columns):
-            raise ValueError(
-                f'line {number} of {self.title}: {len(row)} columns, and the header has '
-                f'{len(self.columns)}: correct the row'
-            )
-        return dict(zip(self.columns, row, strict=True))
-
-    def row_of(self, number: int, line: str) -> list[str]:
-        """Return the texts of a row of a table."""
-        try:
-            return [text.strip() for text in sources.table_row(line, self.kind)]
-        except ValueError as error:
-            raise ValueError(f'line {number} of {self.title}: {error}') from None
+        if not any(fields.values()):
+            raise ValueError(f'{title} is empty: remove it, each row is an example')
+        return fields
 
     def texts_of(self, number: int, fields: Mapping[str, Any]) -> dict[str, str]:
         """Return the inputs of a line and, if it has them, its targets."""
@@ -281,8 +288,6 @@ class FileExamples:
     def filled(self, name: str, fields: Mapping[str, Any]) -> str:
         """Return the inputs or targets of a line. Numbers are written as JSON writes them."""
         template = self.templates[name]
-        if self.kind == 'text':
-            template = sources.Template(name, f'{{{name}}}')
         values = {}
         for field in template.fields:
             value = fields.get(field)

@@ -107,6 +107,8 @@ def prepare(request: Request, config: Any | None, changes: Mapping[str, Any]) ->
     opened = convert.open_model(request.checkpoint, model_config, request.step)
     if config is None:
         config = infer.settings_of(opened.directory, changes)
+        if request.input:  # data.kind of a run is said of its own files
+            config.data.kind = changes.get('data.kind', '')
         model_config = changed_model(opened, config, changes)
     else:
         model_config = opened.config

@@ -64,7 +64,8 @@ flags.DEFINE_string(
 flags.DEFINE_string(
     'input',
     default='',
-    help='A file of text, JSON Lines, CSV or TSV, or - for standard input; if not given, data.task.',
+    help='A file of text, JSON Lines, CSV or TSV, by its name or data.kind, or - for standard input; if not '
+    'given, data.task.',
 )
 flags.DEFINE_string('text', default=None, help='One text: its answer is printed.')
 flags.DEFINE_string(

@@ -37,6 +37,7 @@ class Task:
     name: str
     files: str = ''
     validation_files: str = ''
+    kind: str = ''
     tfds: str = ''
     train_split: str = 'train'
     validation_split: str = ''
@@ -61,6 +62,7 @@ class Task:
         own.task = self.name
         own.files = self.files
         own.validation_files = self.validation_files
+        own.kind = self.kind
         own.tfds = self.tfds
         own.train_split = self.train_split
         own.validation_split = self.validation_split

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import paths
+import settings
 from mixtures import Mixture, Task
 from objectives import OBJECTIVES
 
@@ -30,6 +31,11 @@ def own_tasks(module: str) -> dict[str, Task | Mixture]:
             raise ValueError(
                 f'{file}: task {entry.name!r} has objective={entry.objective!r}: use one of '
                 f'{", ".join(OBJECTIVES)}'
+            )
+        if isinstance(entry, Task) and entry.kind not in settings.CHOICES['data.kind']:
+            raise ValueError(
+                f'{file}: task {entry.name!r} has kind={entry.kind!r}: use one of '
+                f'{", ".join(map(repr, settings.CHOICES["data.kind"]))}'
             )
         named[entry.name] = entry
     return named

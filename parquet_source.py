@@ -32,6 +32,7 @@ class RowGroup(NamedTuple):
 class Footer(NamedTuple):
     """What the footer of a file says: {column: 'text', 'number' or another type}, row groups."""
 
+    names: list[str]  # of the columns
     columns: dict[str, str]
     groups: list[RowGroup]
 
@@ -50,7 +51,7 @@ def read_footer(path: str, columns: Sequence[str]) -> Footer:
         file = pyarrow.parquet.ParquetFile(stream)
         types = {field.name: kind_of_type(field.type) for field in file.schema_arrow}
         groups = list(row_groups(path, file.metadata, columns))
-    return Footer(types, groups)
+    return Footer(file.schema_arrow.names, types, groups)
 
 
 def columns_that_are_read(path: str) -> tuple[str, ...]:

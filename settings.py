@@ -124,6 +124,7 @@ RANGES = {
 # learning_rate.factors and model.mlp_activations are checked by the modules that define their names.)
 CHOICES = {
     'model.dtype': ('float32', 'bfloat16'),
+    'data.kind': ('', 'text', 'jsonl', 'csv', 'tsv', 'parquet'),
     'data.on_bad_line': ('stop', 'skip'),
     'data.use_cached': ('auto', 'yes', 'no'),
     'data.concatenate': ('auto', 'yes', 'no'),

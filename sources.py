@@ -60,6 +60,9 @@ POOLS_PER_ROUND = 1 << 32
 # A longer line of plain text is cut into documents of at most CUT_BYTES.
 MAX_LINE_BYTES = 1 << 20
 CUT_BYTES = 1 << 11
+# A longer row of CSV has a quote that nobody closed.
+MAX_ROW_BYTES = 1 << 24
+csv.field_size_limit(2**31 - 1)
 BYTES_PER_LINE = 100  # at least, where nobody has counted the lines
 NEWLINE = ord('\n')
 
@@ -75,9 +78,9 @@ LINE_READ_AHEAD = 1 << 14  # after a block, for the end of its last line
 NUM_THREADS = 16  # that open files when a source is opened
 # How files are read, by the last part of their names but .gz; others are plain text.
 KIND_OF_SUFFIX = {
-    '.json': 'json',
-    '.jsonl': 'json',
-    '.ndjson': 'json',
+    '.json': 'jsonl',
+    '.jsonl': 'jsonl',
+    '.ndjson': 'jsonl',
     '.csv': 'csv',
     '.tsv': 'tsv',
     '.parquet': 'parquet',
@@ -85,7 +88,7 @@ KIND_OF_SUFFIX = {
 # How a digest names them. (The first two are those of runs that knew no other.)
 KIND_IN_DIGEST = {
     'text': False,
-    'json': True,
+    'jsonl': True,
     'csv': 'csv',
     'tsv': 'tsv',
     'parquet': 'parquet',
@@ -94,6 +97,26 @@ KIND_IN_DIGEST = {
 NO_SPLIT = 'none'  # in place of the name of a split: a task has no such records
 
 EMPTY_FILE = 'the file is empty; copy it again, or remove it'
+
+HEAD_BYTES = 1 << 16  # of a file, which tell what it holds
+GZIP = b'\x1f\x8b'
+PARQUET = b'PAR1'
+# What files begin with that are no text, what they are, and what to do with them.
+FORMATS = {
+    GZIP: ('gzipped', 'gunzip it, or add .gz to its name'),
+    PARQUET: ('Parquet', "let its name end in .parquet, or set data.kind='parquet'"),
+    paths.LFS_HEADER: ('a pointer of git-lfs', 'run `git lfs pull` in its repository'),
+    b'PK\x03\x04': ('a zip archive, as .xlsx is', 'unzip it, or save the spreadsheet as CSV'),
+    b'\xd0\xcf\x11\xe0': ('an old Office document', 'save it as CSV or as text'),
+    b'%PDF-': ('PDF', 'convert it to text'),
+    b'BZh91AY': ('compressed by bzip2', 'decompress it, or gzip it'),
+    b'\xfd7zXZ': ('compressed by xz', 'decompress it, or gzip it'),
+    b'\x28\xb5\x2f\xfd': ('compressed by zstd', 'decompress it, or gzip it'),
+    b'ARROW1': ('Arrow', 'write it as Parquet'),
+    b'SQLite format 3': ('an SQLite database', 'export the table as CSV'),
+    b'\xff\xfe': ('UTF-16 or UTF-32', 'convert it to UTF-8'),
+    b'\xfe\xff': ('UTF-16 or UTF-32', 'convert it to UTF-8'),
+}
 
 
 class Record(NamedTuple):
@@ -250,6 +273,18 @@ class Source:
             return self.validation_fraction != 0
         return self.validation_fraction != 1
 
+    def check_not_empty(self, split: str) -> None:
+        """Raise ValueError if there is no document in the files that hold those of `split`."""
+        part = self.part_of(split)
+        for other in ('train', 'validation'):
+            if self.part_of(other) is part and next(self.records(other), None) is not None:
+                return
+        files = [file.path for file in self.files if self.part_of(file.split) is part]
+        raise ValueError(
+            f'no document is in {settings.first_ten(files)}: name files with lines of text, or with rows '
+            'below the header'
+        )
+
     def faults(self) -> tuple[list[str], int]:
         """Return the lines left out since the last call, at most ten, and the number of all."""
         return self.bad_lines.take()
@@ -297,11 +332,15 @@ def open_source(config, whole_records: bool = False, test_split: str = '') -> So
     folders = find_tfds(config)
     if folders:
         return tfds_source_of(config, folders, whole_records, test_split)
-    bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction)
+    bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction, config.kind)
     names = find_files('data.files', config.files, bad_lines)
     validation_names = find_files('data.validation_files', config.validation_files, bad_lines)
     if names or validation_names:
         return files_source(config, names, validation_names, bad_lines, whole_records)
+    if config.kind:
+        raise ValueError(
+            f"data.kind={config.kind!r} is of files: name them with data.files, or set data.kind=''"
+        )
     is_of_pydoc = config.task.startswith('pydoc_')
     if config.targets or (whole_records and not is_of_pydoc):
         raise ValueError(
@@ -326,10 +365,8 @@ def files_source(
     train = read_records('data.files', 'train', names)
     validation = read_records('data.validation_files', 'validation', validation_names)
     check_disjoint(train, validation)
-    warn_of_json_in_text(names + validation_names)
-
     parser = LineParser(config, bad_lines, whole_records)
-    check_headers(names + validation_names, parser)
+    check_files(names + validation_names, parser)
     validation_part = None
     if validation:
         validation_part = open_files(validation, parser)
@@ -340,6 +377,8 @@ def files_source(
         train_part = open_files(train, parser)
     if isinstance(train_part, PlainFiles) and train_part.blocks_with_lines is not None:
         content.append('blocks with lines')  # earlier versions read all blocks, in another order
+    if config.kind:
+        content.append(f'kind {config.kind}')
     return Source(
         description=f'{len(train or validation):,} text file(s), {num_bytes:,} bytes',
         corpus='files',
@@ -750,6 +789,8 @@ def read_file_record(key: str, split: str, path: str) -> FileRecord:
     except (ValueError, paths.ReadError) as error:
         raise ValueError(f'{key}: {error}') from error
     except OSError as error:
+        if error.strerror is None:  # `paths` says what is wrong
+            raise ValueError(f'{key}: {error}') from error
         raise ValueError(
             f'{key}: {path} cannot be read ({error.strerror}): correct its permissions, or '
             'leave it out'
@@ -810,36 +851,94 @@ def identity(file: FileRecord) -> tuple:
     return 'inode', stat.st_dev, stat.st_ino
 
 
-def warn_of_json_in_text(names: list[str]) -> None:
-    """Warn of each file of JSON Lines that is read as plain text because of its name."""
-    names = [name for name in names if kind_of(name) == 'text']
+# What files hold, whatever their names say.
+
+
+def check_files(names: list[str], parser: 'LineParser') -> None:
+    """Raise ValueError for a file that is not of its kind or has not the fields that are named."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
-        for name, looks_like_json in zip(names, threads.map(begins_with_json, names), strict=True):
-            if looks_like_json:
-                logging.warning(
-                    '%s is read as plain text, but its lines are JSON objects: rename it to .jsonl '
-                    'to read a field of them',
-                    name,
-                )
+        for _ in threads.map(functools.partial(check_file, parser), names):
+            pass
 
 
-def begins_with_json(path: str) -> bool:
-    """Return whether the first lines that are not blank, twenty at most, are JSON objects."""
-    num_lines = 0
+def check_file(parser: 'LineParser', path: str) -> None:
+    """Raise ValueError as `check_files` does. Warn of JSON Lines that are read as plain text."""
+    kind = parser.kind_of(path)
+    head = read_head(path)
+    check_head(path, kind, head)
+    if kind == 'text':
+        parser.check_text(path)
+        if begins_with_json(head):
+            logging.warning(
+                '%s is read as plain text, but its lines are JSON objects: rename it to .jsonl, or '
+                "set data.kind='jsonl', to read a field of them",
+                path,
+            )
+    elif kind in ('csv', 'tsv') and head:
+        parser.check_columns(path, table_header(path, kind))
+
+
+def read_head(path: str) -> bytes:
+    """Return the first bytes of a file, unzipped; of broken gzip those before the damage."""
+    head = b''
     try:
         with open_unzipped(path) as file:
-            for line in bounded_lines(file):
-                if num_lines == 20:
+            while len(head) < HEAD_BYTES:
+                part = file.read1(HEAD_BYTES - len(head))
+                if not part:
                     break
-                if line.strip():
-                    num_lines += 1
-                    if not isinstance(json.loads(line), dict):
-                        return False
-    except paths.ReadError:
-        raise
-    except (OSError, EOFError, zlib.error, ValueError, RecursionError):
-        return False
-    return num_lines > 0
+                head += part
+    except (EOFError, zlib.error):
+        pass
+    except gzip.BadGzipFile:
+        if not head:
+            raise ValueError(
+                f'{path} is not gzipped, and its name ends in .gz: remove .gz from the name, or copy the '
+                'file again'
+            ) from None
+    except PermissionError as error:
+        raise ValueError(
+            f'{path} cannot be read ({error.strerror}): correct its permissions'
+        ) from error
+    return head
+
+
+def check_head(title: str, kind: str, head: bytes) -> None:
+    """Raise ValueError if a file that begins with `head` is not read as what it is."""
+    for start, (what, remedy) in FORMATS.items():
+        if head.startswith(start) and not (kind == 'parquet' and start == PARQUET):
+            raise ValueError(f'{title} is {what}, not {kind}: {remedy}')
+    if kind == 'parquet':
+        return
+    if head.count(b'\0') > len(head) / 4:
+        raise ValueError(
+            f'{title} holds zero bytes, as UTF-16 and binary files do: text must be UTF-8: convert it'
+        )
+    if b'\r' in head.strip() and b'\n' not in head:
+        raise ValueError(
+            f'{title} has line ends of old Macs (CR): lines end with LF or CR LF: convert it, as `tr '
+            "'\\r' '\\n'` does"
+        )
+    if kind == 'jsonl' and re.match(rb'(\xef\xbb\xbf)?\s*(\[\s*\{|[\[{][ \t\r]*\n)', head):
+        raise ValueError(
+            f'{title} is JSON over many lines or in a list: a record is one object on one line: write '
+            'it again, as `jq -c .` does, or `jq -c .[]` of a list'
+        )
+
+
+def begins_with_json(head: bytes) -> bool:
+    """Return whether the first lines that are not blank, twenty at most, are JSON objects."""
+    lines = head.splitlines(keepends=True)
+    if len(head) == HEAD_BYTES:
+        lines = lines[:-1]  # the last one is cut
+    lines = [line for line in lines if line.strip()][:20]
+    for line in lines:
+        try:
+            if not isinstance(json.loads(line), dict):
+                return False
+        except (ValueError, RecursionError):
+            return False
+    return bool(lines)
 
 
 @contextlib.contextmanager
@@ -853,18 +952,13 @@ def open_unzipped(path: str, read_ahead: int = MAX_BLOCK_BYTES) -> Iterator[Any]
             yield file
 
 
-def bounded_lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a file, those of more than MAX_LINE_BYTES in parts."""
-    return iter(functools.partial(file.readline, MAX_LINE_BYTES), b'')
-
-
 def is_gzipped(path: str) -> bool:
     return path.lower().endswith('.gz')
 
 
 @functools.lru_cache(maxsize=100_000)  # it is asked for every line
 def kind_of(path: str) -> str:
-    """Return 'json', 'csv', 'tsv', 'parquet' or 'text': how a file is read, by its name."""
+    """Return 'jsonl', 'csv', 'tsv', 'parquet' or 'text': how a file is read, by its name."""
     suffix = os.path.splitext(path.lower().removesuffix('.gz'))[1]
     return KIND_OF_SUFFIX.get(suffix, 'text')
 
@@ -872,7 +966,7 @@ def kind_of(path: str) -> str:
 def open_files(files: list[FileRecord], parser: 'LineParser') -> 'Blocks | GzippedFiles':
     """Return the files as a part of a source. Each line or row is a record."""
     names = [file.path for file in files]
-    parquet = [name for name in names if kind_of(name) == 'parquet']
+    parquet = [name for name in names if parser.kind_of(name) == 'parquet']
     if parquet:
         for name in parquet:
             if is_gzipped(name):
@@ -880,7 +974,7 @@ def open_files(files: list[FileRecord], parser: 'LineParser') -> 'Blocks | Gzipp
                     f'{name} is gzipped, and the columns in a Parquet file are compressed one by '
                     'one: gunzip it'
                 )
-        others = [name for name in names if kind_of(name) != 'parquet']
+        others = [name for name in names if parser.kind_of(name) != 'parquet']
         if others:
             raise ValueError(
                 f'{parquet[0]} is Parquet, {others[0]} is not: name files of one of the two'
@@ -906,11 +1000,16 @@ class LineParser:
     """
 
     def __init__(self, config, bad_lines: 'BadLines', whole_records: bool = False):
+        self.kind = config.kind
         self.text_field = config.text_field
         self.templates = templates_of(config)
         self.bad_lines = bad_lines
         self.whole_records = whole_records
         self.fields = () if whole_records else fields_named(config)
+
+    def kind_of(self, path: str) -> str:
+        """Return how a file is read: as data.kind, or by its name if that is ''."""
+        return self.kind or kind_of(path)
 
     def __call__(self, path: str, position: int, line: bytes) -> Record | None:
         """Return the record of a line; None for a blank line and for a bad one that is skipped.
@@ -919,7 +1018,10 @@ class LineParser:
         """
         self.bad_lines.num_read += 1
         try:
-            fields = self.fields_of(path, position, line.decode())
+            is_first = position < 2 and position == first_position(path)
+            fields = self.fields_of(
+                path, is_first, line.decode('utf-8-sig' if is_first else 'utf-8')
+            )
         except UnicodeDecodeError as error:
             reason = f'byte {error.start + 1} is not UTF-8; convert the file'
             self.bad_lines.add(path, position, reason)
@@ -944,42 +1046,39 @@ class LineParser:
             return None
         return record_of(path, number, fields)
 
-    def fields_of(self, path: str, position: int, line: str) -> dict[str, Any] | None:
+    def fields_of(self, path: str, is_first: bool, line: str) -> dict[str, Any] | None:
         """Return the fields of a line; None for a blank line and for the header of a table."""
-        kind = kind_of(path)
+        kind = self.kind_of(path)
         if not line.strip():
             return None
-        if kind == 'json':
+        if kind == 'jsonl':
             content = json_object(line.strip(), self.text_field)
             if self.whole_records:
                 return content
             return {field: self.json_text(content, field) for field in self.fields}
         if kind == 'text':
-            return dict.fromkeys(self.fields or (self.text_field,), line.strip())
-        if position == first_position(path):
+            return {self.text_field: line.strip()}
+        if is_first:
             return None
-        return self.fields_of_row(path, line)
+        columns = fields_of_row(line, kind, table_header(path, kind))
+        return {field: columns[field] for field in self.fields or columns}
 
-    def fields_of_row(self, path: str, line: str) -> dict[str, str]:
-        """Return the fields of a row of a table, which has a header."""
-        header = table_header(path)
-        row = table_row(line, kind_of(path))
-        if len(row) != len(header):
-            raise ValueError(
-                f'{len(row)} columns, and the header has {len(header)}; correct the row'
-            )
-        columns = dict(zip(header, row, strict=True))
-        return {field: columns[field].strip() for field in self.fields or header}
+    def check_text(self, path: str) -> None:
+        """Raise ValueError if the settings name fields that a line of text has not."""
+        for field in self.fields:
+            if field != self.text_field:
+                raise no_field_of_text(
+                    path,
+                    field,
+                    self.text_field,
+                    kind=self.kind,
+                    remedy='correct data.inputs and data.targets',
+                )
 
     def check_columns(self, path: str, columns: Collection[str]) -> None:
         """Raise ValueError for a table without a column that the settings name."""
         setting = 'data.inputs or data.targets' if self.templates else 'data.text_field'
-        for field in self.fields:
-            if field not in columns:
-                found = settings.first_ten([repr(column) for column in columns])
-                raise ValueError(
-                    f'{path} has no column {field!r}, it has {found}: correct {setting}'
-                )
+        check_columns(path, columns, self.fields, remedy=f'correct {setting}')
 
     def json_text(self, content: dict, field: str) -> str:
         """Return a field of a JSON object as text."""
@@ -988,6 +1087,16 @@ class LineParser:
         if isinstance(content.get(field), int | float):  # as JSON writes it
             return json.dumps(content[field])
         return json_string(content, field, remedy='correct data.inputs and data.targets').strip()
+
+
+def no_field_of_text(title: str, field: str, text_field: str, kind: str, remedy: str) -> ValueError:
+    """Return the error that a template names a field that a line of text has not."""
+    reason = f'data.kind={kind!r}' if kind else 'neither its name nor data.kind says otherwise'
+    return ValueError(
+        f'{title} is read as lines of text ({reason}), and a template names the field {field!r}: a line '
+        f"of text has the field {text_field!r} alone: set data.kind to what the file is ('csv', 'tsv', "
+        f"'jsonl' or 'parquet'), or {remedy}"
+    )
 
 
 def record_of(path: str, position: int, fields: dict[str, str] | None) -> Record | None:
@@ -1089,35 +1198,85 @@ def fields_named(config) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def check_headers(names: list[str], parser: LineParser) -> None:
-    """Raise ValueError for a table without a column that the settings name."""
-    for name in names:
-        if kind_of(name) not in ('csv', 'tsv'):
-            continue
-        parser.check_columns(name, table_header(name))
-
-
 # Tables: CSV and TSV, whose first row names the columns.
 
 
 @functools.lru_cache(maxsize=100_000)
-def table_header(path: str) -> list[str]:
+def table_header(path: str, kind: str) -> list[str]:
     """Return the names of the columns of a table."""
     with open_unzipped(path) as file:
-        for _, line in whole_rows(numbered_lines(file), kind_of(path)):
-            return table_row(line.decode('utf-8-sig'), kind_of(path))
+        for _, line in whole_rows(numbered_lines(file), kind):
+            try:
+                return header_of(line.decode('utf-8-sig'), kind, title=path)
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f'line 1 of {path}: byte {error.start + 1} is not UTF-8: convert the file'
+                ) from None
     return []
+
+
+def header_of(line: str, kind: str, title: str) -> list[str]:
+    """Return the names of the columns in the first line of a table; those without a name are ''."""
+    try:
+        names = table_row(line, kind)
+    except ValueError as error:
+        raise ValueError(f'line 1 of {title}: {error}') from None
+    if not any(names):
+        raise ValueError(
+            f'line 1 of {title} is empty: the first row names the columns: write their names there'
+        )
+    check_names(names, f'line 1 of {title}')
+    return names
+
+
+def check_names(names: list[str], title: str) -> None:
+    """Raise ValueError if two columns have the same name; a template cannot name those of ''."""
+    counts = collections.Counter(filter(None, names))
+    repeated = [repr(name) for name, count in counts.items() if count > 1]
+    if repeated:
+        raise ValueError(
+            f'{title} has more than one column {settings.first_ten(repeated)}: each name stands for one '
+            'column: rename or remove the others'
+        )
+
+
+def check_columns(title: str, columns: Collection[str], fields: Iterable[str], remedy: str) -> None:
+    """Raise ValueError for a table that has not all of `fields`."""
+    for field in fields:
+        if field not in columns:
+            found = settings.first_ten([repr(column) for column in columns])
+            if len(columns) == 1 and any(mark in found for mark in (';', '|', ',', r'\t')):
+                remedy += ", or separate the columns by commas (data.kind='csv') or tabs ('tsv')"
+            raise ValueError(f'{title} has no column {field!r}, it has {found}: {remedy}')
 
 
 def table_row(line: str, kind: str) -> list[str]:
     """Return the columns of a row. In CSV a field may be quoted, in TSV a quote is a character."""
     row = line.removesuffix('\n').removesuffix('\r')
     if kind == 'tsv':
-        return row.split('\t')
-    try:
-        return next(csv.reader(io.StringIO(row, newline=''), strict=True), [''])
-    except csv.Error as error:
-        raise ValueError(f'no CSV: {error}; correct the quotes') from None
+        columns = row.split('\t')
+    else:
+        try:
+            rows = list(
+                csv.reader(io.StringIO(row, newline=''), skipinitialspace=True, strict=True)
+            )
+        except csv.Error as error:
+            raise ValueError(f'no CSV: {error}; correct the quotes') from None
+        if len(rows) > 1:
+            raise ValueError(
+                'no CSV: a field that is not quoted holds a quote or a carriage return (CR); quote the '
+                'field, and double the quotes in it'
+            )
+        columns = rows[0] if rows else ['']
+    return [column.strip() for column in columns]
+
+
+def fields_of_row(line: str, kind: str, header: list[str]) -> dict[str, str]:
+    """Return the columns of a row by name."""
+    row = table_row(line, kind)
+    if len(row) != len(header):
+        raise ValueError(f'{len(row)} columns, and the header has {len(header)}; correct the row')
+    return dict(zip(header, row, strict=True))
 
 
 def first_position(path: str) -> int:
@@ -1131,20 +1290,29 @@ def numbered_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def whole_rows(lines: Iterable[tuple[int, bytes]], kind: str) -> Iterator[tuple[int, bytes]]:
-    """Yield (position, row): in CSV, lines are joined where a quoted field holds a newline."""
+    """Yield (position, row): in CSV, lines are joined where a quoted field holds a newline.
+
+    A row of more than MAX_ROW_BYTES ends there: one of its quotes is not closed.
+    """
     if kind != 'csv':
         yield from lines
         return
-    row = b''
+    row: list[bytes] = []
+    num_bytes = 0
+    in_quotes = False
     for position, line in lines:
         if not row:
             first = position
-        row += line
-        if row.count(b'"') % 2 == 0 or len(row) > MAX_LINE_BYTES:
-            yield first, row
-            row = b''
+            num_bytes = 0
+        row.append(line)
+        num_bytes += len(line)
+        in_quotes ^= line.count(b'"') % 2 == 1
+        if not in_quotes or num_bytes > MAX_ROW_BYTES:
+            yield first, b''.join(row)
+            row = []
+            in_quotes = False
     if row:
-        yield first, row
+        yield first, b''.join(row)
 
 
 class BadLines:
@@ -1154,9 +1322,10 @@ class BadLines:
     as long as they are few. Threads may share it.
     """
 
-    def __init__(self, action: str, max_fraction: float):
+    def __init__(self, action: str, max_fraction: float, kind: str = ''):
         self.action = action
         self.max_fraction = max_fraction
+        self.kind = kind  # of the files; '' for by their names
         self.num_read = 0  # lines, roughly: two threads may lose one
         self._found: set[tuple[str, int]] = set()
         self._unreported: collections.deque[BadLine] = collections.deque(maxlen=10)
@@ -1167,7 +1336,7 @@ class BadLines:
 
         `position` is the offset of the line in bytes, in a gzipped file the number of the line.
         """
-        line = BadLine(path, position, reason)
+        line = BadLine(path, position, reason, self.kind or kind_of(path))
         if self.action == 'stop':
             raise ValueError(f'data.on_bad_line=stop (skip leaves it out): {line.describe()}')
         with self._lock:
@@ -1196,6 +1365,7 @@ class BadLine(NamedTuple):
     path: str
     position: int  # offset in bytes, in a gzipped file the number of the line, in Parquet the row
     reason: str
+    kind: str  # of the file
 
     def describe(self) -> str:
         """Return one line of text. To number the line, a plain file is read up to there."""
@@ -1205,7 +1375,7 @@ class BadLine(NamedTuple):
             return f'record {self.position} of {self.path}: {self.reason}'
         if '.tfrecord-' in self.path:
             return f'the record at byte {self.position} of {self.path}: {self.reason}'
-        if kind_of(self.path) == 'parquet':
+        if self.kind == 'parquet':
             return f'row {max(self.position, 1)} of {self.path}: {self.reason}'
         number = max(self.position, 1)  # an empty file has no line
         if not is_gzipped(self.path):
@@ -1453,6 +1623,7 @@ class ParquetFiles(Blocks):
         except parquet_source.DamagedFile as error:
             self.bad_lines.add(name, 0, str(error))
             return []
+        check_names(footer.names, name)
         self.parser.check_columns(name, footer.columns)
         for field in self.parser.fields:
             kind = footer.columns[field]
@@ -1539,10 +1710,11 @@ class PlainFiles(Blocks):
     and kept.
     """
 
-    def __init__(self, names: list[str], parse: Callable[[str, int, bytes], Record | None]):
+    def __init__(self, names: list[str], parse: LineParser):
         self.names = names
         self.parse = parse
         sizes = [paths.file_size(name) for name in names]
+        self.sizes = sizes
         block_bytes = max(sum(sizes) // MIN_BLOCKS, 1)
         self.block_bytes = min(block_bytes, MAX_BLOCK_BYTES, MAX_LINE_BYTES // 2)
         blocks_per_file = [-(-size // self.block_bytes) for size in sizes]
@@ -1562,7 +1734,7 @@ class PlainFiles(Blocks):
             self.num_blocks = len(self.blocks_with_lines)
         self.readers: list[Callable] = []
         for name, size in zip(names, sizes, strict=True):
-            kind = kind_of(name)
+            kind = parse.kind_of(name)
             if kind == 'text':
                 self.readers.append(TextReader(size, self.block_bytes).lines)
             elif kind == 'csv':
@@ -1589,7 +1761,7 @@ class PlainFiles(Blocks):
         total = 0
         for name in self.names:
             num_lines = count_newlines(name, os.path.getsize(name)) + (not ends_with_newline(name))
-            has_header = kind_of(name) in ('csv', 'tsv')
+            has_header = self.parse.kind_of(name) in ('csv', 'tsv')
             total += num_lines - has_header
         return total
 
@@ -1619,6 +1791,11 @@ class PlainFiles(Blocks):
         name = self.names[file_index]
         start = (block - int(self.first_blocks[file_index])) * self.block_bytes
         with self.open_file(name) as file:
+            if file.seek(0, os.SEEK_END) < self.sizes[file_index]:
+                raise ValueError(
+                    f'{name} has no longer {self.sizes[file_index]:,} bytes: restore it, and start again'
+                )
+            file.seek(start)
             lines = self.readers[file_index](file, start, start + self.block_bytes)
             return [self.parse(name, offset, line) for offset, line in lines]
 
@@ -1734,42 +1911,38 @@ class TextReader:
 class CsvReader:
     """Reads blocks of one CSV file, in which a quoted field may hold newlines.
 
-    The file is read once to know at which blocks a quotation is open.
+    The file is read once to know where the first row of each block starts.
     """
 
     def __init__(self, path: str, num_bytes: int, block_bytes: int):
         self.block_bytes = block_bytes
-        num_quotes = np.zeros(-(-num_bytes // block_bytes) + 1, np.int64)
+        self.first_rows = np.zeros(-(-num_bytes // block_bytes), np.int64)
         with paths.open_file(path, SEQUENTIAL_READ_AHEAD) as file:
-            for block in range(1, len(num_quotes)):
-                num_quotes[block] = file.read(block_bytes).count(b'"')
-        self.begins_in_quotes = np.cumsum(num_quotes) % 2 == 1
+            is_row_start = True
+            in_quotes = False
+            for block in range(len(self.first_rows)):
+                content = file.read(block_bytes)
+                start = 0
+                while not is_row_start and start < len(content):
+                    end = content.find(b'\n', start) + 1 or len(content)
+                    in_quotes ^= content.count(b'"', start, end) % 2 == 1
+                    is_row_start = not in_quotes and content[end - 1] == NEWLINE
+                    start = end
+                self.first_rows[block] = block * block_bytes + start
+                in_quotes ^= content.count(b'"', start) % 2 == 1
+                is_row_start = not in_quotes and content.endswith(b'\n')
 
     def lines(self, file: IO[bytes], start: int, end: int) -> Iterator[tuple[int, bytes]]:
         """Yield (offset, row) of the rows that start in [start, end)."""
-        file.seek(start)
-        offset = start
-        in_quotes = bool(self.begins_in_quotes[start // self.block_bytes])
-        if in_quotes or begins_inside_line(file, start):
-            file.seek(start)
-            offset += len(self.rest_of_row(file, in_quotes))
+        offset = int(self.first_rows[start // self.block_bytes])
         file.seek(offset)
+        rows = whole_rows(numbered_lines(file), 'csv')
         while offset < end:
-            row = self.rest_of_row(file, in_quotes=False)
+            _, row = next(rows, (0, b''))
             if not row:
                 return
             yield offset, row
             offset += len(row)
-
-    def rest_of_row(self, file: IO[bytes], in_quotes: bool) -> bytes:
-        """Read to the end of a row: the first newline outside of quotes."""
-        row = b''
-        for line in iter(file.readline, b''):
-            row += line
-            in_quotes ^= line.count(b'"') % 2 == 1
-            if not in_quotes:
-                break
-        return row
 
 
 def begins_inside_line(file: IO[bytes], position: int) -> bool:
@@ -1903,7 +2076,7 @@ class GzippedFiles:
     def lines(self, name: str) -> Iterator[tuple[str, int, bytes]]:
         """Yield (name, number, line) of the lines of a shard; of a long line each part."""
         number = 1
-        kind = kind_of(name)
+        kind = self.parse.kind_of(name)
         limit = -1  # no line is cut
         if kind == 'text':
             limit = MAX_LINE_BYTES + 1

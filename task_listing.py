@@ -29,6 +29,7 @@ SETTINGS = {
     'cache_dirs': 'folders of task caches, separated by commas',
     'files': "records of one task, in place of its data set: JSON lines with TFDS's fields",
     'validation_files': 'the same for the split validation',
+    'kind': 'how these files are read: text, jsonl, csv, tsv or parquet; else by their names',
     'tfds': 'another data set or version, NAME/CONFIG:VERSION',
 }
 SPLITS = ('train', 'validation', 'test')

@@ -740,6 +740,8 @@ def configured(found: Task | Mixture, config: Any) -> Task | Mixture:
             changes['tfds'] = prepared
         elif task.name.startswith('c4_'):
             changes['tfds'] = ''
+    if config.kind:
+        changes['kind'] = config.kind
     if config.train_split != 'train' and task.train_split != NO_SPLIT:
         changes['train_split'] = config.train_split
     if config.validation_split:
@@ -789,6 +791,7 @@ def task_of_settings(name: str, config: Any) -> Task:
         name=name,
         files=config.files,
         validation_files=config.validation_files,
+        kind=config.kind,
         tfds=config.tfds,
         train_split=config.train_split,
         validation_split=config.validation_split,

@@ -263,6 +263,18 @@ def test_rows_of_a_table_are_inputs(tmp_path, loaded, capsys, name):
     assert found == [{'inputs_pretokenized': text} for text in expected]
 
 
+def test_the_kind_of_input_is_not_that_of_the_files_of_the_run(
+    tmp_path, loaded, capsys, monkeypatch
+):
+    monkeypatch.setattr(infer, 'read_settings', lambda directory: {'data': {'kind': 'csv'}})
+    (tmp_path / 'a.jsonl').write_text('{"inputs": "one"}')
+    (tmp_path / 'a.data').write_text('inputs\none\n')
+    for name, changes in (('a.jsonl', {}), ('a.data', {'data.kind': 'csv'})):
+        do(CHANGES | changes, input=str(tmp_path / name))
+        [line] = capsys.readouterr().out.splitlines()
+        assert json.loads(line)['inputs'] == {'inputs_pretokenized': 'one'}
+
+
 def write_tasks(folder):
     for name, first in (('a', 0), ('b', 5)):
         rows = [f'{i},{"x" * i}z' for i in range(first, first + 5)]
@@ -472,15 +484,15 @@ BAD_LINES = {
         'the inputs in line 1 of {file} have 33 tokens, EOS included, more than data.',
     ),
     'i.parquet': ('a', 'only text, JSON Lines (.jsonl, .json, .ndjson), CSV and TSV, each also'),
-    'j.csv': ('a,b\n1', 'line 2 of {file}: 1 columns, and the header has 2: correct the row'),
+    'j.csv': ('inputs,b\n1', 'line 2 of {file}: 1 columns, and the header has 2; correct the row'),
     'k.csv': ('"a\n1', 'line 1 of {file}: no CSV: '),
     'l.tsv': (
         'a\tb\n1\t2',
-        "line 2 of {file}: no field 'inputs', its fields are: 'a', 'b'; add it",
+        "{file} has no column 'inputs', it has 'a', 'b': add it, or name others",
     ),
-    'm.csv': ('a,b\n', 'has no example: name a split or a file with some'),
+    'm.csv': ('inputs,b\n', 'has no example: name a split or a file with some'),
     'j.txt.gz': (gzip.compress(b'a\n' * 99)[:-9], '{file} is broken gzip'),
-    'k.txt.gz': (b'no gzip', '{file} is broken gzip'),
+    'k.txt.gz': (b'no gzip', '{file} is not gzipped, and its name ends in .gz'),
     '*.none': (None, 'matches no file; correct it'),
 }
 

@@ -361,6 +361,13 @@ def of_text(*flags: str, message: str, **files: str) -> Row:
 FILES = '--config.data.files'
 VALIDATION = '--config.data.validation_files'
 VOCABULARY = '--config.data.vocabulary'
+QUESTIONS = 'question,answer\n' + 'what is it?,it is this\n' * 50
+QA = ['--config.data.inputs={question}', '--config.data.targets={answer}']
+INFER = [
+    '--mode=infer',
+    '--checkpoint={root}/tests/golden/t5x_t5_1_1_tiny/checkpoint_6',
+    f'{VOCABULARY}=bytes',
+]
 TEXTS = {
     'commas': of_text(f'{FILES}=,,', message='data.files'),
     'blank': of_text(f'{FILES}= , ', message='data.files'),
@@ -374,11 +381,28 @@ TEXTS = {
     'pointer': of_text(f'{FILES}=x.txt', message='git lfs pull', x__txt=LFS),
     'loop': of_text(f'{FILES}=a.txt', message='a.txt', a__txt='-> b.txt', b__txt='-> a.txt'),
     'dangling': of_text(f'{FILES}=a.txt', message='a.txt', a__txt='-> nothing.txt'),
-    'half gzipped': of_text(f'{FILES}=*', message='gzip all files, or none', a__gz='x'),
-    'no gzip': of_text(f'{FILES}=a.gz', message='broken gzip', a__gz=LINES),
+    'half gzipped': of_text(f'{FILES}=*', message='a.gz', a__gz='x'),
+    'no gzip': of_text(f'{FILES}=a.gz', message='a.gz is not gzipped', a__gz=LINES),
     'no json': of_text(f'{FILES}=a.jsonl', message='a.jsonl: no JSON', a__jsonl='the lake\n' * 50),
     'JSONL': of_text(f'{FILES}=a.JSONL', message='a.JSONL: no JSON', a__JSONL='the lake\n' * 50),
     'ndjson': of_text(f'{FILES}=a.ndjson', message='a.ndjson: no JSON', a__ndjson='the lake\n' * 50),
+    'table as text': of_text(f'{FILES}=a.csv.txt', *QA, message='data.kind', a__csv__txt=QUESTIONS),
+    'table as text in a cache': of_text(
+        f'{FILES}=a.data', *QA, '--mode=cache', '--config.data.cache_dirs=out', message='data.kind', a__data=QUESTIONS
+    ),
+    'table as text in inference': Row(
+        [*INFER, *QA, '--input=a.data'], 'a.data is read as lines of text', {'a.data': QUESTIONS}
+    ),
+    'kind': of_text('--config.data.kind=xls', message="data.kind='xls': must be one of"),
+    'kind of nothing': of_text(f'{FILES}=', '--config.data.kind=csv', message="data.kind='csv' is of files"),
+    'columns of one name': of_text(
+        f'{FILES}=a.csv', *QA, message="a.csv has more than one column 'answer'", a__csv='question,answer,answer\n'
+    ),
+    'columns of one name in inference': Row(
+        [*INFER, *QA, '--input=a.csv'], "a.csv has more than one column 'answer'", {'a.csv': 'question,answer,answer\n'}
+    ),
+    'only a header': of_text(f'{FILES}=a.csv', *QA, message='no document is in {dir}/a.csv', a__csv='question,answer\n'),
+    'indented JSON': of_text(f'{FILES}=a.json', message='a.json is JSON over many lines', a__json='{\n "text": "x"\n}\n'),
     'no field': of_text(f'{FILES}=a.json', message="no field 'text'", a__json='{"body": "x"}\n' * 9),
     'no text field': of_text('--config.data.text_field=', message="data.text_field=''"),
     'validation alone': of_text(f'{FILES}=', f'{VALIDATION}=text.txt', message='needs data.files'),

@@ -1,5 +1,6 @@
 """Parquet: every row once per epoch, from row groups of every size; types, damage and bounds."""
 
+import gzip
 import itertools
 import json
 import sys
@@ -218,7 +219,7 @@ def test_kinds_that_do_not_mix(tmp_path):
         make_config(files=f'{tmp_path}/a.*', validation_files=f'{tmp_path}/b.txt')
     )
     assert sorted(texts_of(source)) == ['a', 'b']
-    (tmp_path / 'c.parquet.gz').write_bytes((tmp_path / 'a.parquet').read_bytes())
+    (tmp_path / 'c.parquet.gz').write_bytes(gzip.compress((tmp_path / 'a.parquet').read_bytes()))
     with pytest.raises(ValueError, match='c.parquet.gz is gzipped, and the columns .*: gunzip it'):
         sources.open_source(make_config(files=f'{tmp_path}/c*'))
 

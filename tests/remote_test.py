@@ -326,10 +326,11 @@ def test_data_in_a_bucket_gives_the_stream_that_it_gives_on_a_disk(scheme, store
             continue
         assert isinstance(in_bucket, list) and isinstance(on_disk, list), (in_bucket, on_disk)
         assert in_bucket[1] == on_disk[1], name
-    # A block is fetched with a little around it, and a gzipped file once for each lane that reads it.
+    # A block is fetched with a little around it, a gzipped file once for each lane that reads it, and the
+    # beginning of each file once more.
     assert store.failures['data/c4/en/one-lines.jsonl.gz'] == 0
     for name in ('one-lines.jsonl', 'one-lines.jsonl.gz'):
-        assert store.sent[f'data/c4/en/{name}'] < 3 * (bucket / name).stat().st_size, name
+        assert store.sent[f'data/c4/en/{name}'] <= 3 * (bucket / name).stat().st_size, name
 
 
 @pytest.mark.peers

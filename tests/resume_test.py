@@ -227,6 +227,14 @@ def test_a_corpus_may_move_and_a_vocabulary_may_not_change(corpus, tmp_path):
         train.prepare(small_config(str(moved)), tmp_path / 'run')
 
 
+def test_files_are_read_as_before(corpus, uninterrupted, tmp_path):
+    shutil.copytree(uninterrupted, tmp_path / 'run')
+    config = small_config(corpus, steps=9)
+    config.data.kind = 'text'
+    with pytest.raises(ValueError, match="other settings .*data/kind: '' -> 'text'"):
+        train.prepare(config, tmp_path / 'run')
+
+
 PEAK = """
 import json, pathlib, resource, sys
 sys.path[:0] = sys.argv[1:3]

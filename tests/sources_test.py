@@ -476,8 +476,8 @@ def test_json_in_a_text_file_is_told(tmp_path, caplog, content, is_told, name):
         sources.open_source(make_config(files=str(path)))
     messages = [record.getMessage() for record in caplog.records]
     assert messages == is_told * [
-        f'{path} is read as plain text, but its lines are JSON objects: rename it to .jsonl to read '
-        'a field of them'
+        f'{path} is read as plain text, but its lines are JSON objects: rename it to .jsonl, or set '
+        "data.kind='jsonl', to read a field of them"
     ]
 
 
@@ -582,6 +582,15 @@ def write_long_and_short_lines(path, random):
     return content
 
 
+class OffsetsAndLines:
+    """In place of a LineParser."""
+
+    kind_of = staticmethod(sources.kind_of)
+
+    def __call__(self, path, offset, line):
+        return offset, line
+
+
 @pytest.mark.parametrize('cut_bytes', [1, 7, 1000])
 @pytest.mark.parametrize('block_bytes', [1, 3, 5, 16, 32])
 def test_every_byte_of_long_lines_comes_once(tmp_path, monkeypatch, block_bytes, cut_bytes):
@@ -593,7 +602,7 @@ def test_every_byte_of_long_lines_comes_once(tmp_path, monkeypatch, block_bytes,
     for trial in range(15):
         path = tmp_path / f'{trial}.txt'
         content = write_long_and_short_lines(path, random)
-        blocks = sources.PlainFiles([str(path)], lambda path, offset, line: (offset, line))
+        blocks = sources.PlainFiles([str(path)], OffsetsAndLines())
         parts = [part for block in range(blocks.num_blocks) for part in blocks.read(block)]
         assert b''.join(line for _, line in parts) == content
         assert [offset for offset, _ in parts] == np.cumsum(
@@ -819,7 +828,7 @@ def test_a_table_may_hold_documents(tmp_path):
             'n,question\n1,q\n',
             "a.csv has no column 'answer', it has 'n', 'question': corr",
         ),
-        ('a.tsv', '\n1\tq\ta\n', "a.tsv has no column 'question', it has '': correct data.inputs"),
+        ('a.tsv', '\n1\tq\ta\n', 'line 1 of .*a.tsv is empty: the first row names the columns'),
         (
             'a.jsonl',
             '{"n": 1, "question": "q"}\n',

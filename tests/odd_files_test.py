@@ -1,0 +1,323 @@
+"""Files that are not what their names say: one table, through training, --mode=cache and --input."""
+
+import csv
+import gzip
+import io
+import json
+import zipfile
+
+import pytest
+from corpora import LFS_POINTER, epoch_documents, make_config
+from permissions import another_user, open_folder
+
+import cache
+import data
+import infer_input
+import sources
+import tasks
+import vocabulary as vocabularies
+
+QA = {'inputs': '{question}', 'targets': '{answer}'}
+TABLE = 'question,answer\n' + ''.join(f'q{i},a{i}\n' for i in range(40))
+JSON = [{'question': f'q{i}', 'answer': f'a{i}'} for i in range(40)]
+PAIRS = sorted((f'q{i}', f'a{i}') for i in range(40))
+
+
+def zipped(content):
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, 'w') as archive:
+        archive.writestr('a.csv', content)
+    return file.getvalue()
+
+
+def train(path, **settings):
+    """The (question, answer) pairs that training reads."""
+    config = make_config(files=str(path), vocabulary='bytes', validation_fraction=0.0, **settings)
+    source = tasks.open_mixture(config).tasks[0].source
+    fields = [record.fields for record in source.records('train')]
+    assert len(sum(epoch_documents_of(source), [])) == len(fields)
+    return sorted((each['question'], each['answer']) for each in fields)
+
+
+def epoch_documents_of(source):
+    lanes = []
+    for lane in range(3):
+        share = sources.Share(seed=0, epoch=0, lane=lane, num_lanes=3)
+        lanes.append(list(source.documents('train', share)))
+    return lanes
+
+
+def write_cache(path, **settings):
+    """The pairs that --mode=cache writes."""
+    config = make_config(
+        files=str(path),
+        vocabulary='bytes',
+        validation_fraction=0.0,
+        cache_dirs=str(path.parent / 'caches'),
+        num_workers=1,
+        **settings,
+    )
+    cache.vocabulary_of(config)
+    task = cache.open_task(
+        tasks.find(config), cache.raw_settings(config), cache.vocabulary_of(config)
+    )
+    pairs = []
+    for job in cache.jobs_of(task):
+        records = [record for _, record in cache.records_of(task.source, job)]
+        for example in task.tokenize(records):
+            pairs.append((example.texts['inputs'], example.texts['targets']))
+    return sorted(pairs)
+
+
+def infer(path, **settings):
+    """The pairs that --mode=infer reads of --input."""
+    config = make_config(**settings)
+    config.lengths.inputs = config.lengths.targets = 1 << 20
+    examples = infer_input.FileExamples(
+        str(path), config, vocabularies.ByteVocabulary(), needs_targets=True, trim=False
+    )
+    pairs = []
+    for item in examples:
+        pairs.append((item.fields['inputs_pretokenized'], item.fields['targets_pretokenized']))
+    return sorted(pairs)
+
+
+READERS = [train, write_cache, infer]
+
+# Of each file its content, a part of the message, and data.kind.
+ODD = {
+    'my.csv.txt': (TABLE, "a template names the field 'question'", ''),
+    'data.json.1': (json.dumps(JSON[0]), "a template names the field 'question'", ''),
+    'qa.data': (TABLE, 'neither its name nor data.kind says otherwise', ''),
+    'qa.csv': (TABLE, "data.kind='text'", 'text'),
+    'twice.csv': ('question,answer,question\na,b,c\n', "more than one column 'question'", ''),
+    'spaces.csv': ('question,answer,question \na,b,c\n', "more than one column 'question'", ''),
+    'twice.tsv': ('question\tanswer\tn\tn\na\tb\tc\td\n', "line 1 of {file} has more than one column 'n'", ''),
+    'twice.csv.gz': ('n,n,question,answer\n1,2,a,b\n', "line 1 of {file} has more than one column 'n'", ''),
+    'header.csv': ('question,"answer\na,b\n' * 99, 'line 1 of {file}: no CSV', ''),
+    'header.csv.gz': ('question,"answer\na,b\n' * 99, 'line 1 of {file}: no CSV', ''),
+    'row.csv': (TABLE + 'q,"a\n' + 'q,a\n' * 99, 'line 42 of {file}: no CSV', ''),
+    'row.csv.gz': (TABLE + 'q,"a\n' + 'q,a\n' * 99, 'line 42 of {file}: no CSV', ''),
+    'blank.csv': ('\n' + TABLE, 'line 1 of {file} is empty', ''),
+    'latin.csv': ('frage,antwört\n'.encode('latin-1'), 'line 1 of {file}: byte 11 is not UTF-8', ''),
+    'latin.csv.gz': ('frage,antwört\n'.encode('latin-1'), 'line 1 of {file}: byte 11 is not UTF-8', ''),
+    'semicolons.csv': (TABLE.replace(',', ';'), 'separate the columns by commas', ''),
+    'tabs.csv': (TABLE.replace(',', '\t'), r"'question\tanswer'", ''),
+    'quote.csv': (TABLE + 'q,a 5" pipe\nq,a\n', 'line 42 of {file}: no CSV: a field that is not', ''),
+    'quote.csv.gz': (TABLE + 'q,a 5" pipe\nq,a\n', 'line 42 of {file}: no CSV: a field that is not', ''),
+    'return.csv': (TABLE + 'q,a\rq,a\n', 'line 42 of {file}: no CSV: a field that is not quoted', ''),
+    'mac.csv': (TABLE.replace('\n', '\r'), '{file} has line ends of old Macs', ''),
+    'mac.jsonl': ('\r'.join(map(json.dumps, JSON)), '{file} has line ends of old Macs', ''),
+    'indented.json': (json.dumps(JSON[0], indent=1), '{file} is JSON over many lines', ''),
+    'indented.json.gz': (json.dumps(JSON[0], indent=1), '{file} is JSON over many lines', ''),
+    'windows.json': (json.dumps(JSON, indent=4).replace('\n', '\r\n'), '{file} is JSON over many lines', ''),
+    'bom.json': ('\ufeff' + json.dumps(JSON, indent=4), '{file} is JSON over many lines', ''),
+    'list.jsonl': (json.dumps(JSON), '{file} is JSON over many lines', ''),
+    'list.data': (json.dumps(JSON), '{file} is JSON over many lines', 'jsonl'),
+    'a.xlsx': (zipped(TABLE), '{file} is a zip archive, as .xlsx is, not text', ''),
+    'a.jsonl': (zipped(TABLE), '{file} is a zip archive, as .xlsx is, not jsonl', ''),
+    'a.csv': (b'PAR1' + bytes(99), '{file} is Parquet, not csv', ''),
+    'gzipped.csv': (gzip.compress(TABLE.encode()), '{file} is gzipped, not csv: gunzip it', ''),
+    'gzipped.data': (gzip.compress(TABLE.encode()), '{file} is gzipped, not tsv: gunzip it', 'tsv'),
+    'pointer.jsonl': (LFS_POINTER, 'git lfs pull', ''),
+    'a.pdf': (b'%PDF-1.7\n', '{file} is PDF, not text', ''),
+    'utf-16.csv': (TABLE.encode('utf-16'), '{file} is UTF-16 or UTF-32, not csv', ''),
+    'utf-16le.tsv': (TABLE.encode('utf-16-le'), '{file} holds zero bytes', ''),
+    'utf-16be.jsonl': (json.dumps(JSON[0]).encode('utf-16-be'), '{file} holds zero bytes', ''),
+}  # fmt: skip
+
+
+def write(folder, name, content):
+    """Write a file, gzipped if its name says so. Return its path."""
+    if isinstance(content, str):
+        content = content.encode()
+    path = folder / name
+    path.write_bytes(gzip.compress(content) if name.endswith('.gz') else content)
+    return path
+
+
+@pytest.mark.parametrize('read', READERS)
+@pytest.mark.parametrize('name', ODD)
+def test_a_file_that_is_not_what_its_name_says(tmp_path, name, read):
+    content, message, kind = ODD[name]
+    path = write(tmp_path, name, content)
+    with pytest.raises(ValueError) as error:
+        read(path, kind=kind, **QA)
+    text = str(error.value)
+    assert str(path) in text and message.replace('{file}', str(path)) in text and '\n' not in text
+
+
+LONG = 'x' * 1_000_000
+EVEN = {
+    'qa.data': (TABLE, 'csv', PAIRS),
+    'qa.txt.gz': (TABLE, 'csv', PAIRS),
+    'qa.csv': (TABLE.replace(',', '\t'), 'tsv', PAIRS),
+    'qa.1': ('\n'.join(map(json.dumps, JSON)), 'jsonl', PAIRS),
+    'windows.csv': (TABLE.replace('\n', '\r\n').removesuffix('\r\n'), '', PAIRS),
+    'bom.csv': ('\ufeff' + TABLE, '', PAIRS),
+    'bom.jsonl': ('\ufeff' + '\n'.join(map(json.dumps, JSON)), '', PAIRS),
+    'bom.jsonl.gz': ('\ufeff' + '\n'.join(map(json.dumps, JSON)), '', PAIRS),
+    'spaces.csv': (TABLE.replace(',', ' , '), '', PAIRS),
+    'spaces before quotes.csv': (TABLE.replace('a5', ' "a5"'), '', PAIRS),
+    'no names.csv': (TABLE.replace('\n', ',,\n'), '', PAIRS),
+    'long.csv': (TABLE + f'long,"{LONG}"\n', '', sorted([*PAIRS, ('long', LONG)])),
+    'long.csv.gz': (TABLE + f'long,"{LONG}"\n', '', sorted([*PAIRS, ('long', LONG)])),
+    'long.tsv': (TABLE.replace(',', '\t') + f'long\t{LONG}', '', sorted([*PAIRS, ('long', LONG)])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('read', READERS)
+@pytest.mark.parametrize('name', EVEN)
+def test_a_file_whose_form_is_odd_is_read(tmp_path, name, read):
+    content, kind, expected = EVEN[name]
+    assert read(write(tmp_path, name, content), kind=kind, **QA) == expected
+
+
+@pytest.mark.parametrize('read', READERS)
+@pytest.mark.parametrize('name', ['a.csv', 'a.csv.gz'])
+@pytest.mark.parametrize('line', [1, 2])
+def test_an_unclosed_quote_in_a_large_file(tmp_path, name, read, line):
+    """Eight megabytes: a reader that begins at every line anew takes hours."""
+    lines = [b'question,answer\n', *([b'some words,an answer\n'] * 400_000)]
+    lines[line - 1] = lines[line - 1].replace(b',', b',"')
+    path = write(tmp_path, name, b''.join(lines))
+    with pytest.raises(ValueError, match=f'line {line} of {path}: no CSV: unexpected end of data'):
+        read(path, **QA)
+
+
+def test_rows_around_an_unclosed_quote(tmp_path, monkeypatch):
+    """Whatever the blocks, a row that is too long is one bad row."""
+    monkeypatch.setattr(sources, 'MAX_ROW_BYTES', 100)
+    rows = [f'q{i},a{i}' for i in range(60)]
+    rows[20] = 'q20,"a20'
+    path = write(tmp_path, 'a.csv', '\n'.join(['question,answer', *rows]))
+    for block_bytes in (1, 7, 64):
+        monkeypatch.setattr(sources, 'MAX_BLOCK_BYTES', block_bytes)
+        config = make_config(files=str(path), on_bad_line='skip', validation_fraction=0.0, **QA)
+        source = sources.open_source(config)
+        found = [record.fields['question'] for record in source.records('train')]
+        assert found == [f'q{i}' for i in range(20)]
+        [fault], count = source.faults()
+        assert count == 1 and f'line 22 of {path}: no CSV: unexpected end of data' in fault
+
+
+def test_the_rows_of_random_blocks(tmp_path, monkeypatch):
+    """Each row is in one block, however the quotes and line ends lie in the blocks."""
+    rows = []
+    for i in range(200):
+        rows.append([f'q{i}', ['a', 'b\nc', '"', '\n\n', 'd,"\n"'][i % 5] + f'{i}'])
+    file = io.StringIO()
+    csv.writer(file, lineterminator='\n').writerows([['question', 'answer'], *rows])
+    path = write(tmp_path, 'a.csv', file.getvalue())
+    for block_bytes in (1, 2, 3, 5, 64, 10_000):
+        monkeypatch.setattr(sources, 'MAX_BLOCK_BYTES', block_bytes)
+        monkeypatch.setattr(sources, 'MIN_BLOCKS', 1)
+        expected = sorted((question, answer.strip()) for question, answer in rows)
+        assert train(path, **QA) == expected
+
+
+@pytest.mark.parametrize('name', ['a.csv', 'a.csv.gz', 'a.txt', 'a.parquet'])
+def test_a_file_without_a_record_is_told(tmp_path, name):
+    """It is no matter of data.validation_fraction."""
+    content = '\n \n' if name == 'a.txt' else 'text\n'
+    path = write(tmp_path, name, content)
+    if name == 'a.parquet':
+        pa = pytest.importorskip('pyarrow')
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pa.table({'text': pa.array([' '])}), path)
+    config = make_config(files=str(path), vocabulary='bytes', validation_fraction=0.1)
+    with pytest.raises(ValueError, match=f'no document is in .*{path}') as error:
+        data.Stream(
+            tasks.open_mixture(config),
+            'train',
+            vocabularies.ByteVocabulary(),
+            config,
+            batch_size=2,
+            seed=0,
+        )
+    assert 'validation_fraction' not in str(error.value)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    for name in ('a.txt', 'a.txt.gz'):
+        path = write(tmp_path, name, '\ufefffirst\nsecond\n')
+        source = sources.open_source(make_config(files=str(path), validation_fraction=0.0))
+        assert sorted(text for _, text in sum(epoch_documents(source), [])) == ['first', 'second']
+
+
+def test_a_template_over_text_may_name_the_text(tmp_path):
+    path = write(tmp_path, 'a.txt', 'one\ntwo\n')
+    config = make_config(inputs='say: {text}', targets='{text}')
+    examples = infer_input.FileExamples(
+        str(path), config, vocabularies.ByteVocabulary(), needs_targets=False, trim=False
+    )
+    found = [item.fields['inputs_pretokenized'] for item in examples]
+    assert found == ['say: one', 'say: two']
+    source = sources.open_source(
+        make_config(files=str(path), inputs='say: {text}', targets='{text}')
+    )
+    assert [record.fields for record in source.records('train')] == [
+        {'text': 'one'},
+        {'text': 'two'},
+    ]
+
+
+def test_own_tasks_have_a_kind(tmp_path):
+    path = write(tmp_path, 'qa.data', TABLE)
+    module = tmp_path / 'own.py'
+    row = "Task('qa', files={!r}, inputs='{{question}}', targets='{{answer}}', kind={!r})"
+    for kind, message in (('', 'is read as lines of text'), ('xls', "kind='xls': use one of ''")):
+        module.write_text(f'from tasks import Task\nTASKS = [{row.format(str(path), kind)}]\n')
+        with pytest.raises(ValueError, match=message):
+            tasks.open_mixture(make_config(task='qa', module=str(module)))
+    module.write_text(f'from tasks import Task\nTASKS = [{row.format(str(path), "csv")}]\n')
+    opened = tasks.open_mixture(make_config(task='qa', module=str(module)))
+    assert len(list(opened.tasks[0].source.records('train'))) > 30
+
+
+def test_a_kind_without_files_is_refused():
+    with pytest.raises(ValueError, match="data.kind='csv' is of files"):
+        sources.open_source(make_config(kind='csv'))
+
+
+def test_columns_of_one_name_in_parquet(tmp_path):
+    pa = pytest.importorskip('pyarrow')
+    import pyarrow.parquet
+
+    table = pa.Table.from_arrays([pa.array(['a']), pa.array(['b'])], names=['text', 'text'])
+    path = tmp_path / 'a.parquet'
+    pyarrow.parquet.write_table(table, path)
+    with pytest.raises(ValueError, match=f"{path} has more than one column 'text'"):
+        sources.open_source(make_config(files=str(path)))
+    pyarrow.parquet.write_table(pa.table({'text': ['a']}), tmp_path / 'a.data')
+    source = sources.open_source(make_config(files=str(tmp_path / 'a.data'), kind='parquet'))
+    assert len(list(source.records('train'))) == 1
+
+
+@pytest.mark.parametrize('read', READERS)
+@pytest.mark.parametrize('name', ['a.csv', 'a.jsonl.gz'])
+def test_a_file_that_one_may_not_read(name, read):
+    with open_folder() as folder:
+        path = write(folder, name, TABLE)
+        path.chmod(0)
+        message = rf'{path} cannot be read \(Permission denied\): correct its permissions'
+        with another_user(), pytest.raises(ValueError, match=message):
+            read(path, **QA)
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path):
+    path = write(tmp_path, 'a.txt', 'some words\n' * 100)
+    source = sources.open_source(make_config(files=str(path)))
+    path.write_text('some words\n' * 99)
+    with pytest.raises(ValueError, match=f'{path} has no longer 1,100 bytes: restore it'):
+        epoch_documents(source)
+
+
+@pytest.mark.parametrize('name', ['a.csv', 'a.tsv.gz', 'a.txt'])
+def test_no_cache_of_nothing(tmp_path, name):
+    path = write(tmp_path, name, '\n' if name == 'a.txt' else 'text\n')
+    config = make_config(files=str(path), vocabulary='bytes', cache_dirs=str(tmp_path / 'caches'))
+    with pytest.raises(ValueError, match=f'no document is in .*{path}'):
+        cache.cache(config)
+    assert not (tmp_path / 'caches').exists()
