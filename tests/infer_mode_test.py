@@ -142,9 +142,12 @@ def test_the_lines_are_T5Xs(tmp_path, monkeypatch, name):
     merged = tmp_path / f'out/task-{mode}.jsonl'
     found = lines_of(merged)
     assert found == lines_of(ORACLE / name)
+    # The oracle was given examples with the fields of spec.json. SeqIO's tokenize writes each text in
+    # front of its ids.
+    order = ['inputs_pretokenized', 'inputs', 'targets_pretokenized', 'targets', 'idx']
     for line, expected in zip(found, lines_of(ORACLE / name), strict=True):
-        assert list(line) == list(expected)  # the order of the keys
-        assert list(line['inputs']) == list(expected['inputs'])
+        assert list(line) == list(expected)
+        assert list(line['inputs']) == sorted(expected['inputs'], key=order.index)
     assert contents(tmp_path / 'out').keys() == {
         'infer.json',
         merged.name,
@@ -194,6 +197,27 @@ def test_a_full_disk_of_temporary_files(tmp_path, monkeypatch):
     monkeypatch.setattr(infer_input, 'Spool', lambda: spool)
     with pytest.raises(OSError, match='cannot hold the tokenized examples .No space left on dev'):
         do(input=str(file))
+
+
+def test_fields_keep_their_order_and_numbers_their_kind(tmp_path, loaded, capsys):
+    """Other fields stay where they are; whole numbers are written as such."""
+    (tmp_path / 'a.jsonl').write_text(
+        '{"idx": 3, "inputs": "ab", "weight": 1.0, "targets": "c", "tags": [1, {"x": 2}], "n": null}'
+    )
+    do(input=str(tmp_path / 'a.jsonl'), fields=('all',), score=True)
+    line = capsys.readouterr().out
+    assert line.startswith(
+        '{"inputs": {"idx": 3, "inputs_pretokenized": "ab", "inputs": [100, 101, 1], "weight": 1.0, '
+        '"targets_pretokenized": "c", "targets": [102, 1], "tags": [1, {"x": 2}], "n": null}, "score": '
+    )
+
+
+def test_texts_that_are_made_of_fields_follow_them(tmp_path, loaded, capsys):
+    (tmp_path / 'a.csv').write_text('q,n\nab,1\n')
+    changes = CHANGES | {'data.inputs': '{q}', 'data.targets': '{n}'}
+    do(changes, input=str(tmp_path / 'a.csv'), fields=('all',))
+    names = list(json.loads(capsys.readouterr().out)['inputs'])
+    assert names == ['q', 'n', 'inputs_pretokenized', 'inputs', 'targets_pretokenized', 'targets']
 
 
 def test_several_answers_are_lists():
