@@ -66,6 +66,8 @@ class CheckpointEvaluation:
         chosen = choose(path, step, watch)
         self.chosen = chosen._replace(steps=of_first_process(chosen.steps))
         self.folder = output_folder(self.chosen, output_dir)
+        self.results = results.Results(self.folder)
+        self.results.scores()  # raises ValueError for a file that is damaged
         self.mesh = partition.make_mesh(**config.mesh)
         self.t5: infer.T5 | None = None  # compiled once for all steps
         self.loaded_path: Any = None  # of the checkpoint whose parameters it has
@@ -79,7 +81,6 @@ class CheckpointEvaluation:
                 opened,
                 self.console.line,
             )
-        self.results = results.Results(self.folder)
         self.events = workdir.Events(self.folder / results.FOLDER)
 
     def first_checkpoint(self) -> Any:
