@@ -294,6 +294,7 @@ def write_results(job: Job, folder: Path) -> list[str]:
     messages = []
     with contextlib.ExitStack() as stack:
         if jax.process_index() == 0:
+            stack.enter_context(paths.writing(folder))
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(folder, job.request))
             record_settings(job, folder)
@@ -568,6 +569,8 @@ def check_output(job: Job) -> None:
     """Raise ValueError for an output folder that holds results of other settings, or other files."""
     folder = paths.disk_path(job.request.output_dir)
     paths.check_new(folder)
+    if jax.process_index() == 0:
+        paths.check_writable(folder)
     file = folder / SETTINGS
     if not file.exists():
         for part in job.parts:

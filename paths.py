@@ -440,6 +440,31 @@ def check_new(folder: Path) -> None:
         raise ValueError(f'{folder} cannot be written: {file} is a file: name another folder')
 
 
+def check_writable(folder: Path) -> None:
+    """Raise ValueError where this process may not make `folder` or write into it."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(existing, os.W_OK | os.X_OK, effective_ids=True):
+        raise ValueError(
+            f'{folder} cannot be written: {existing} is read-only for you: correct its permissions, or name '
+            'another folder with --output_dir'
+        )
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Let an OSError of the system name `folder`, that of --output_dir, and a remedy."""
+    try:
+        yield
+    except OSError as error:
+        is_elsewhere = not Path(str(error.filename or folder)).is_relative_to(folder)
+        if error.strerror is None or is_elsewhere:
+            raise
+        raise OSError(
+            f'{folder} cannot be written ({error.strerror}): free space on its disk, correct its '
+            'permissions, or name another folder with --output_dir'
+        ) from error
+
+
 def blocking_file(folder: Path) -> Path | None:
     """Return `folder` or the parent of it that exists and is no folder; None if all are folders."""
     for path in (folder, *folder.parents):

@@ -107,16 +107,13 @@ def write(names: Sequence[str], output_dir: str = '') -> Path:
     if output_dir:
         folder = paths.disk_path(output_dir)
     paths.check_new(folder)
+    paths.check_writable(folder)
     command = shlex.join(['python', 'main.py', '--mode=report', f'--runs={",".join(names)}'])
     content = render(runs, command)
     file = folder / FILE
-    try:
+    with paths.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         paths.replace_file(file, content)
-    except OSError as error:
-        raise OSError(
-            f'{file} cannot be written ({error.strerror}): name another folder with --output_dir'
-        ) from error
     return file
 
 

@@ -1,10 +1,13 @@
 """Task metrics in training and of checkpoints: the numbers, the files, kills and bad input."""
 
+import errno
 import json
+import os
 import shutil
 
 import numpy as np
 import pytest
+from permissions import another_user
 from questions import make_config, write_task
 from report_runs import DAMAGED_LINES, damage_line
 from runs import ROOT, metrics_of, run
@@ -366,6 +369,33 @@ def test_damaged_files_on_the_command_line(evaluated, command_line, tmp_path):
     result = command_line(*arguments, '--config.infer_eval.task=rank')
     assert result.status == 0, result.stderr
     assert (run / 'results.csv').read_text().startswith('step,rank/accuracy')
+
+
+def test_a_folder_that_may_not_be_written_is_named(evaluated, open_path):
+    (open_path / 'there').mkdir(mode=0o555)
+    chosen = evaluate_mode.Chosen(evaluated / 'run', is_run=True, steps=[6])
+    for name in ('there', 'there/new/below'):
+        with pytest.raises(ValueError) as error, another_user():
+            evaluate_mode.output_folder(chosen, str(open_path / name))
+        assert f'{open_path / name} cannot be written' in str(error.value)
+        assert '--output_dir' in str(error.value)
+
+
+def test_a_full_disk_is_named(evaluated, compiled, tmp_path, monkeypatch):
+    def fail(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    evaluation = open_evaluation(
+        evaluated, compiled, tmp_path / 'out', 'last', **{'infer_eval.task': 'rank'}
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(os, 'fsync', fail)
+        with pytest.raises(OSError) as error:
+            evaluation.run()
+    assert f'{tmp_path / "out"} cannot be written (No space left' in str(error.value)
+    assert '--output_dir' in str(error.value)
+    evaluation.run()
+    assert (tmp_path / 'out/results.csv').exists()
 
 
 def test_training_refuses_tasks_that_cannot_be_evaluated(evaluated, tmp_path):

@@ -6,8 +6,10 @@ infer.py writes of them.
 
 import contextlib
 import dataclasses
+import errno
 import gzip
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -20,6 +22,7 @@ import types
 
 import numpy as np
 import pytest
+from permissions import another_user
 
 import infer
 import infer_input
@@ -643,6 +646,48 @@ def test_a_shard_is_written_by_one_process(tmp_path, loaded):
             ValueError, match=r'shard 1/1 of .* is being written by another process'
         ):
             do(**request)
+
+
+@pytest.mark.parametrize('name', ['there', 'there/new/below'])
+def test_a_folder_that_may_not_be_written_is_named_before_the_model_is_read(open_path, name):
+    shutil.copytree(T5X, open_path / 'checkpoint_6')
+    (open_path / 'a.txt').write_text('a')
+    (open_path / 'there').mkdir(mode=0o555)
+    request = {'input': str(open_path / 'a.txt'), 'output_dir': str(open_path / name)}
+    with pytest.raises(ValueError) as error, another_user():
+        do(checkpoint=open_path / 'checkpoint_6', **request)
+    assert f'{open_path / name} cannot be written' in str(error.value)
+    assert '--output_dir' in str(error.value)
+
+
+def test_a_full_disk_is_named_and_the_same_command_goes_on(tmp_path, loaded, monkeypatch):
+    """At any write."""
+    file, _ = write_examples(tmp_path, num_examples=12)
+    monkeypatch.setattr(infer, 'EXAMPLES_PER_CHUNK', 8)
+    request = {'input': str(file), 'score': True}
+    do(**request, output_dir=str(tmp_path / 'whole'))
+    folder = tmp_path / 'out'
+    fsync = os.fsync
+    num_failures = 0
+    for num_writes in range(20):
+        writes = itertools.count()
+
+        def write(descriptor, writes=writes, num_writes=num_writes):
+            if next(writes) >= num_writes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            fsync(descriptor)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, 'fsync', write)
+            try:
+                do(**request, output_dir=str(folder))
+                break
+            except OSError as error:
+                assert f'{folder} cannot be written (No space left' in str(error)
+                assert '--output_dir' in str(error)
+        num_failures += 1
+    assert num_failures > 1
+    assert contents(folder).items() >= contents(tmp_path / 'whole').items()
 
 
 BAD_LINES = {

@@ -1,12 +1,15 @@
 """`--mode=report`: what the page shows of runs, finished or not; its size; the text of users in it."""
 
+import errno
 import html.parser
 import json
 import math
+import os
 import re
 import shutil
 
 import pytest
+from permissions import another_user
 from report_runs import DAMAGED_LINES, QA, curve_line, damage_line, write_results, write_run
 
 import best
@@ -498,6 +501,26 @@ def test_a_damaged_file_on_the_command_line(tmp_path, command_line):
     assert result.status == 2
     assert f'main.py: line 3 of {run}/metrics.jsonl' in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_folder_that_may_not_be_written_is_named(open_path, monkeypatch):
+    run = write_run(open_path / 'run', num_steps=1)
+    run.chmod(0o555)
+    (open_path / 'full').mkdir()
+    for output_dir in ('', run / 'new'):
+        with pytest.raises(ValueError) as error, another_user():
+            report.write([str(run)], str(output_dir))
+        assert f'{output_dir or run} cannot be written' in str(error.value)
+        assert '--output_dir' in str(error.value)
+
+    def fail(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, 'fsync', fail)
+    with pytest.raises(OSError) as error:
+        report.write([str(run)], str(open_path / 'full'))
+    assert f'{open_path / "full"} cannot be written (No space left' in str(error.value)
+    assert '--output_dir' in str(error.value)
 
 
 def test_bad_input(tmp_path, command_line):
