@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 from report_runs import DAMAGED_LINES, damage_line, write_results
-from runs import ENVIRONMENT, ROOT, Program, assert_same_run, run, small_config
+from runs import ENVIRONMENT, ROOT, Program, assert_same_run, run, small_config, stop_after
 
 import checkpoint
 import sources
@@ -212,12 +212,6 @@ def test_metrics_that_are_lost_are_said(corpus, uninterrupted, tmp_path, capsys,
     else:
         [line] = lines
         assert lost in line
-
-
-def stop_after(num_steps, config, workdir):
-    """Take some steps, and be stopped by a signal."""
-    counts = iter(range(1, num_steps + 1))
-    train.train(train.prepare(config, workdir), lambda: 2 * (next(counts) == num_steps))
 
 
 def test_steps_that_are_not_logged_yet_are_not_lost(corpus, uninterrupted, tmp_path, capsys):
