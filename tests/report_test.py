@@ -420,6 +420,22 @@ def test_a_curve_lies_within_its_axes(name, is_logarithmic):
         assert 1 <= len(labels) <= 8 and len(labels) == len(set(labels)), labels
 
 
+@pytest.mark.parametrize('is_logarithmic', [False, True])
+@pytest.mark.parametrize(
+    'first, last',
+    [(1, 9_500), (1, 100), (1, 524_288), (1_000_000, 1_000_050), (1_000_000, 1_000_300), (5, 5)],
+)
+def test_the_labels_of_steps_lie_within_the_figure(first, last, is_logarithmic):
+    """A digit of a wide font, DejaVu Sans, has 0.64 of the size of report.css. Labels are centered."""
+    curve = Curve('a', css_class='run0', points=[Point(first, 1.0), Point(last, 2.0)])
+    svg = chart.draw('x', [curve], is_logarithmic=is_logarithmic)
+    labels = [x for x in svg if x.get('class') == 'x']
+    assert labels
+    for label in labels:
+        half = 0.64 * 10.5 * len(label.text) / 2
+        assert half <= float(label.get('x')) <= chart.WIDTH - half, label.text
+
+
 def test_ticks():
     assert chart.linear_ticks(0.0, 1200.0) == [0, 200, 400, 600, 800, 1000, 1200]
     assert chart.linear_ticks(4.7, 7.3) == [5, 5.5, 6, 6.5, 7]
