@@ -72,30 +72,41 @@ def test_the_baseline_is_the_cross_entropy_of_the_unigram(corpus, uninterrupted)
         assert metrics_of(uninterrupted)[-1][key] == pytest.approx(baseline, rel=1e-12)
 
 
+CACHED = (train.jit_step, train.compile_step, evaluate.make_sums, evaluate.sum_names)
+
+
 @pytest.fixture
 def fresh_programs():
     """Programs of loss.weighted_sums as it is now, which no other test shares."""
-    cached = (train.jit_step, train.compile_step, evaluate.make_sums, evaluate.sum_names)
-    for function in cached:
+    for function in CACHED:
         function.cache_clear()
     yield
-    for function in cached:
+    for function in CACHED:
         function.cache_clear()
 
 
+weighted_sums = loss.weighted_sums
+
+
+def weighted_sums_with_entropy(*arguments, **options):
+    """As a fork's loss.weighted_sums. The weights are the third argument."""
+    return weighted_sums(*arguments, **options) | {'entropy': 2 * arguments[2].sum()}
+
+
+def test_the_name_of_a_sum_that_a_fork_adds(monkeypatch):
+    monkeypatch.setattr(loss, 'weighted_sums', weighted_sums_with_entropy)
+    monkeypatch.setattr(evaluate, 'sum_names', evaluate.sum_names.__wrapped__)
+    assert 'entropy' in evaluate.validation_tags()
+
+
+@pytest.mark.slow
 def test_a_sum_that_a_fork_adds(corpus, tmp_path, monkeypatch, fresh_programs, capsys):
     """It is logged, per weighted target, and may tell the best step. A run goes on from before it."""
     config = small_config(corpus, steps=3)
     config.log.every_steps = 2
     stop_after(1, config, tmp_path)
-    weighted_sums = loss.weighted_sums
-
-    def with_entropy(logits_bTv, batch, weights_bT, *arguments, **options):
-        sums = weighted_sums(logits_bTv, batch, weights_bT, *arguments, **options)
-        return sums | {'entropy': 2 * weights_bT.sum()}
-
-    monkeypatch.setattr(loss, 'weighted_sums', with_entropy)
-    for function in (train.jit_step, train.compile_step, evaluate.make_sums, evaluate.sum_names):
+    monkeypatch.setattr(loss, 'weighted_sums', weighted_sums_with_entropy)
+    for function in CACHED:
         function.cache_clear()
     config.save.best_metric = 'training_eval/span_corruption/entropy'
     config.save.best_is = 'lower'
