@@ -75,20 +75,27 @@ def metric_name(run: str, tag: str) -> str:
 
 
 def read_metrics(folder: Any) -> list[dict]:
-    """Return the lines of a run's metrics.jsonl, without those that a crash has cut."""
-    lines = paths.read_json_lines(folder / 'metrics.jsonl')
-    return [line for line in lines if {'step', 'run'} <= line.keys()]
+    """Return the lines of a run's metrics.jsonl. Raises ValueError for one that is damaged."""
+    file = folder / 'metrics.jsonl'
+    return results.read_metrics(file, texts=('run', 'corpus'), may_be_cut=True)
 
 
 # A run in its folder.
 
 
+def read_settings(folder: Any) -> dict[str, Any]:
+    """Return a run's config.json, {} where there is none. Raises ValueError for a damaged one."""
+    file = folder / 'config.json'
+    if not paths.is_file(file):
+        return {}
+    content = paths.read_json(file)
+    settings.check_stored(content, file)
+    return content
+
+
 def history_of(folder: Any) -> History:
     """Return the history of the run in a folder."""
-    stored = {}
-    if paths.is_file(folder / 'config.json'):
-        stored = paths.read_json(folder / 'config.json')
-    saving = base.get_config().save.to_dict() | stored.get('save', {})
+    saving = base.get_config().save.to_dict() | read_settings(folder).get('save', {})
     return history(saving['best_metric'], saving['best_is'], read_metrics(folder))
 
 

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 WIDTH = 380
 HEIGHT = 220
 LEFT = 48
-RIGHT = 372
+RIGHT = 356  # the last label of the steps, such as '1.00005M', reaches beyond it
 TOP = 10
 BOTTOM = 194
 MOST_DOTS = 20  # Curves of up to so many points show each of them.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import FrozenConfigDict
 
 import data
+import features
 import loss
 import model
 import own_model
@@ -26,6 +28,8 @@ from configs import base
 from vocabulary import EOS_ID
 
 UNIGRAM_TOKENS = 1_000_000  # positions of training targets that the unigram baseline counts
+# The sums of loss.weighted_sums that `summarize` knows.
+T5X_SUMS = ('loss', 'z_loss', 'nats', 'weights', 'correct', 'encoder_tokens', 'decoder_tokens')
 Sums = dict[str, jax.Array]  # loss.weighted_sums of a batch, and the sums of `text_sums`
 
 
@@ -270,7 +274,8 @@ def add_steps(steps: list[Any]) -> dict[str, float]:
 def summarize(steps: list[Any], config: Any) -> dict[str, float]:
     """Return T5X's metrics (t5x/models.py) of the sums of some steps.
 
-    'nats_per_token' is the cross entropy without z-loss, whatever the normalization.
+    'nats_per_token' is the cross entropy without z-loss, whatever the normalization. A sum that is
+    not T5X's is divided by the weights, as 'accuracy' is.
     """
     total = add_steps(steps)
     num_rows = len(steps) * config.train.batch_size
@@ -279,7 +284,8 @@ def summarize(steps: list[Any], config: Any) -> dict[str, float]:
     targets = num_rows * config.data.lengths.targets
     weights = max(total['weights'], 1e-9)
     tokens = total['encoder_tokens'] + total['decoder_tokens']
-    metrics = {
+    metrics = {name: total[name] / weights for name in sum_names() if name not in T5X_SUMS}
+    metrics |= {
         'nats_per_token': total['nats'] / weights,
         'accuracy': total['correct'] / weights,
         'loss_per_nonpadding_target_token': total['loss'] / weights,
@@ -295,10 +301,23 @@ def summarize(steps: list[Any], config: Any) -> dict[str, float]:
     return metrics
 
 
+@functools.cache
+def sum_names() -> list[str]:
+    """Return the names of loss.weighted_sums, which is traced: a fork may add some."""
+    batch = features.encoder_decoder([[]], {'inputs': 1, 'targets': 1}, pack=True)
+
+    def sums(logits_bTv):
+        weights_bT, divisor = loss.weights_and_divisor(batch, normalizing_factor=1.0)
+        return loss.weighted_sums(
+            logits_bTv, batch, weights_bT, divisor, z_loss=0.0, label_smoothing=0.0
+        )
+
+    return list(jax.eval_shape(partition.one_device(sums), jnp.zeros((1, 1, 128))))
+
+
 def validation_tags() -> list[str]:
     """Return the names of the metrics that an `Evaluation` returns."""
-    names = ('loss', 'z_loss', 'nats', 'weights', 'correct', 'encoder_tokens', 'decoder_tokens')
-    sums = dict.fromkeys(names, 0.0)
+    sums = dict.fromkeys(sum_names(), 0.0)
     return [
         *summarize([sums], base.get_config()),
         'nats_per_text_token',

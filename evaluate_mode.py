@@ -66,6 +66,8 @@ class CheckpointEvaluation:
         chosen = choose(path, step, watch)
         self.chosen = chosen._replace(steps=of_first_process(chosen.steps))
         self.folder = output_folder(self.chosen, output_dir)
+        self.results = results.Results(self.folder)
+        self.results.scores()  # raises ValueError for a file that is damaged
         self.mesh = partition.make_mesh(**config.mesh)
         self.t5: infer.T5 | None = None  # compiled once for all steps
         self.loaded_path: Any = None  # of the checkpoint whose parameters it has
@@ -79,7 +81,6 @@ class CheckpointEvaluation:
                 opened,
                 self.console.line,
             )
-        self.results = results.Results(self.folder)
         self.events = workdir.Events(self.folder / results.FOLDER)
 
     def first_checkpoint(self) -> Any:
@@ -91,7 +92,8 @@ class CheckpointEvaluation:
     def run(self) -> None:
         """Evaluate the checkpoints. Raises ValueError or OSError for one that cannot be opened."""
         if jax.process_index() == 0:
-            self.results.write_table()  # a kill may have come before it
+            with paths.writing(self.folder):
+                self.results.write_table()  # a kill may have come before it
         if not self.chosen.is_run:
             path = self.chosen.folder
             self.evaluate(path, checkpoint.saved_step(convert.open_checkpoint(path).leaves))
@@ -143,9 +145,10 @@ class CheckpointEvaluation:
                 found = self.task_metrics(self.load(path), task)
             assert found is not None
             if jax.process_index() == 0:
-                self.events.write(task.name, step, infer_eval.events_of(found.values))
-                self.results.write(task.name, step, found.values, found.examples, identity)
-                self.results.write_table()
+                with paths.writing(self.folder):
+                    self.events.write(task.name, step, infer_eval.events_of(found.values))
+                    self.results.write(task.name, step, found.values, found.examples, identity)
+                    self.results.write_table()
             values[task.name] = found.values
         if values:
             self.console.line(results.describe(step, self.split, values))
@@ -247,6 +250,8 @@ def output_folder(chosen: Chosen, output_dir: str) -> Path:
     file = paths.blocking_file(folder)
     if file is not None:
         raise ValueError(f'--output_dir={folder}: {file} is a file: name a folder')
+    if jax.process_index() == 0:
+        paths.check_writable(folder)
     return folder
 
 

@@ -268,7 +268,7 @@ class T5:
         have at least this probability; 0 keeps all. The same `seed` gives the same answers.
         `num_return` above 1 gives a list of so many answers for each input, the best first: of the
         beams, or as many samples.
-        `prompts` has a text or ids for each input that its answers begin with.
+        `prompts` has a text or ids for each input that its answers begin with, None for one without.
         `return_scores` gives a pair (answers, scores): float32 [examples] or [examples,
         num_return], the log-likelihood of each answer in nats as `score` has it, without that of
         its prompt; of a beam search, divided by the penalty.
@@ -401,6 +401,10 @@ class T5:
         prompt_bT = np.zeros((num_rows, room), np.int32)
         if prompts is None:
             return prompt_bT
+        if isinstance(prompts, list | tuple):
+            has_texts = any(isinstance(prompt, str) for prompt in prompts)
+            nothing: Any = '' if has_texts else []
+            prompts = [nothing if prompt is None else prompt for prompt in prompts]
         ids = self._ids('prompts', prompts, add_eos=False)
         if len(prompts) != num_inputs:
             raise ValueError(f'{len(prompts)} prompts for {num_inputs} inputs: give one for each')
@@ -499,6 +503,12 @@ class T5:
         length = round_up(max(map(len, encoded)), LENGTH_MULTIPLE)
         ids = np.zeros((num_rows, length), np.int32)
         for i, example in enumerate(encoded):
+            if not np.any(example):
+                if not add_eos:
+                    continue  # an empty prompt
+                raise ValueError(
+                    f'{name}[{i}]={_shortened(examples[i])} has no ids but padding: give one or more, 1 is EOS'
+                )
             self._check_ids(f'{name}[{i}]', np.asarray(example))
             ids[i, : len(example)] = example
         return ids
@@ -919,10 +929,6 @@ def _to_ids(name: str, example: Any) -> np.ndarray:
     if ids.ndim != 1 or (ids.size and not is_integer):
         raise ValueError(
             f'{name}={_shortened(example)} is neither a text nor a list of ids: give one of them'
-        )
-    if not ids.any():
-        raise ValueError(
-            f'{name}={_shortened(example)} has no ids but padding: give one or more, 1 is EOS'
         )
     return ids
 

@@ -105,8 +105,7 @@ class TaskExamples:
         records = source.records(self.split, whole=True)
         if source.is_tokenized:
             for record in records:
-                texts = texts_of(record.fields, suffix=PRETOKENIZED)
-                yield from self.items(self.task.tokenize([record]), record.fields, texts)
+                yield from self.items(self.task.tokenize([record]), record.fields, texts={})
             return
         while group := list(itertools.islice(records, RECORDS_AT_ONCE)):
             for tokenized in self.task.tokenize(group):
@@ -133,13 +132,9 @@ class TaskExamples:
             )
 
 
-def texts_of(fields: Mapping[str, Any], suffix: str = '') -> dict[str, str]:
+def texts_of(fields: Mapping[str, Any]) -> dict[str, str]:
     """Return {'inputs': text, 'targets': text}, those of them that an example has."""
-    texts = {}
-    for name in ('inputs', 'targets'):
-        if name + suffix in fields:
-            texts[name] = fields[name + suffix]
-    return texts
+    return {name: fields[name] for name in ('inputs', 'targets') if name in fields}
 
 
 def features_of(
@@ -148,15 +143,21 @@ def features_of(
     inputs: np.ndarray,
     targets: np.ndarray | None,
 ) -> dict[str, Any]:
-    """Return the features of an example by T5X's names: ids, texts, and the other fields."""
+    """Return the fields of an example in SeqIO's order: in place of a text, the text and its ids.
+
+    Source: seqio/preprocessors.py tokenize.
+    """
+    ids = {'inputs': inputs}
+    if targets is not None:
+        ids['targets'] = targets
     found: dict[str, Any] = {}
-    for name, ids in (('inputs', inputs), ('targets', targets)):
-        if ids is not None:
-            found[name] = ids
+    for name in dict.fromkeys([*fields, *ids]):
         if name in texts:
             found[name + PRETOKENIZED] = texts[name]
-    for name, value in fields.items():
-        found.setdefault(name, value)
+        if name in ids:
+            found[name] = ids[name]
+        else:
+            found.setdefault(name, fields[name])
     return found
 
 

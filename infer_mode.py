@@ -1,7 +1,7 @@
 """`--mode=infer`: predict or score a task's split, a file or one text, as JSON Lines in T5X's form.
 
-Examples are written in chunks. A finished chunk is renamed to its name, so a job that was killed
-goes on after it. Shard i of n takes every n-th example; the last shard to end merges the results.
+Examples are written in chunks, so a job that was killed goes on after the last complete one. Shard i
+of n takes every n-th example; the last shard to end merges the results.
 
     infer.json                           the settings; results of others are refused
     tmp-TASK-SSSSS-of-NNNNN/             the chunks of a shard, until it ends
@@ -9,7 +9,11 @@ goes on after it. Shard i of n takes every n-th example; the last shard to end m
     TASK-MODE.jsonl-SSSSS-of-NNNNN.COMPLETED
     TASK-MODE.jsonl                      the lines of all shards, in the order of the examples
 
-Source: T5X t5x/infer.py.
+FILE.COMPLETED, of a shard or chunk, has the size and checksum of FILE. Where the two differ, that
+shard or chunk is made anew.
+
+Source: T5X t5x/infer.py. Differs from T5X: its .COMPLETED are empty, and lines that are cut or
+changed go into its results; here a whole number is written as one, not as 0.0.
 """
 
 import contextlib
@@ -23,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import google_crc32c
 import jax
 import numpy as np
 import tqdm
@@ -291,24 +296,20 @@ def write_results(job: Job, folder: Path) -> list[str]:
     messages = []
     with contextlib.ExitStack() as stack:
         if jax.process_index() == 0:
+            stack.enter_context(paths.writing(folder))
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(folder, job.request))
             record_settings(job, folder)
         t5 = None
         for part in job.parts:
             results = Results(folder, part.name, job)
-            if not is_there(results.completed):
+            if not results.is_complete(results.file):
                 if t5 is None:
                     t5 = load(job)
                 write_shard(job, t5, part, results)
             if jax.process_index() == 0:
                 messages.append(results.merge())
     return messages
-
-
-def is_there(file: Path) -> bool:
-    """Return whether a file exists: the first process, which writes, decides for all."""
-    return bool(partition.from_first_process(np.array(file.exists())))
 
 
 def load(job: Job) -> infer.T5:
@@ -325,11 +326,11 @@ def write_shard(job: Job, t5: infer.T5, part: Part, results: 'Results') -> None:
     """Write the chunks of a shard that are not there yet, and put them together."""
     is_first = jax.process_index() == 0
     if is_first:
-        results.make_folder()
+        results.start()
     num_chunks = 0
     with progress_bar(part.name, len(part.spool)) as bar:
         for chunk in chunks(part.spool):
-            if is_there(results.chunk(num_chunks)):
+            if results.is_complete(results.chunk(num_chunks)):
                 if is_first:
                     bar.initial += len(chunk)  # they count for no speed
                 bar.update(len(chunk))
@@ -337,6 +338,7 @@ def write_shard(job: Job, t5: infer.T5, part: Part, results: 'Results') -> None:
                 lines = ''.join(lines_of(job, t5, chunk, bar.update))
                 if is_first:
                     paths.replace_file(results.chunk(num_chunks), lines.encode())
+                    results.complete(results.chunk(num_chunks))
             num_chunks += 1
     if is_first:
         results.finish(num_chunks)
@@ -442,7 +444,8 @@ class Results:
         self.num_shards = job.request.num_shards
         self.merged = folder / f'{task}-{job.mode}.jsonl'
         self.file = self.of_shard(job.request.shard)
-        self.completed = completed(self.file)
+        content = json.dumps(settings_as_json(job), sort_keys=True).encode()
+        self.settings = hashlib.blake2b(content, digest_size=16).hexdigest()
         suffix = self.file.name.removeprefix(f'{self.merged.name}-')
         self.chunks = folder / f'tmp-{task}-{suffix}'
 
@@ -452,41 +455,90 @@ class Results:
         return self.merged.with_name(name)
 
     def chunk(self, number: int) -> Path:
-        """Return the file of a chunk, which exists when the chunk is finished."""
+        """Return the file of a chunk."""
         return self.chunks / f'{self.file.name}-chunk{number:05}'
 
-    def make_folder(self) -> None:
+    def complete(self, file: Path) -> None:
+        """Mark a shard or chunk as complete."""
+        paths.replace_file(mark_of(file), json.dumps(self.summary(file)).encode())
+
+    def summary(self, file: Path) -> dict[str, Any]:
+        """Return what marks a shard or chunk as complete: whose it is, its size and checksum."""
+        checksum = google_crc32c.Checksum()
+        num_examples = 0
+        num_bytes = 0
+        with file.open('rb') as lines:
+            for line in lines:
+                checksum.update(line)
+                num_examples += 1
+                num_bytes += len(line)
+        return {
+            'file': file.name,
+            'settings': self.settings,
+            'examples': num_examples,
+            'bytes': num_bytes,
+            'crc32c': int.from_bytes(checksum.digest()),
+        }
+
+    def is_unchanged(self, file: Path) -> bool:
+        """Return whether a shard or chunk is what was marked as complete."""
+        try:
+            return json.loads(mark_of(file).read_bytes()) == self.summary(file)
+        except (FileNotFoundError, ValueError, RecursionError):
+            return False
+
+    def is_complete(self, file: Path) -> bool:
+        """Return whether a shard or chunk is complete. Say so where it was and has changed.
+
+        The first process, which writes, decides for all.
+        """
+        found = False
+        if jax.process_index() == 0 and mark_of(file).exists():
+            found = self.is_unchanged(file)
+            if not found:
+                text = f'{file} has changed since it was completed: it is made anew.'
+                tqdm.tqdm.write(text, file=sys.stderr)
+        return bool(partition.from_first_process(np.array(found)))
+
+    def start(self) -> None:
+        """Prepare for the chunks of a shard that is not complete, or no longer."""
+        mark_of(self.file).unlink(missing_ok=True)
         self.chunks.mkdir(exist_ok=True)
 
     def finish(self, num_chunks: int) -> None:
-        """Put the chunks together, and only then say that the shard is whole."""
+        """Put the chunks together."""
         with paths.replacing(self.file) as file:
             for number in range(num_chunks):
                 with self.chunk(number).open('rb') as chunk:
                     shutil.copyfileobj(chunk, file)
-        self.completed.touch()
+        self.complete(self.file)
 
     def merge(self) -> str:
-        """Merge the shards if all are whole. Return what to print."""
+        """Merge the shards if all are complete. Return what to print."""
         shutil.rmtree(self.chunks, ignore_errors=True)
         files = [self.of_shard(shard) for shard in range(1, self.num_shards + 1)]
-        missing = [file for file in files if not completed(file).exists()]
+        missing = [file for file in files if not mark_of(file).exists()]
         if missing:
             return (
                 f'{self.file} is written; {len(missing)} of {self.num_shards} shards are missing: the last '
                 'one to end merges them.'
             )
-        if not self.merged.exists():
-            with contextlib.ExitStack() as stack:
-                parts = [stack.enter_context(file.open('rb')) for file in files]
-                merged = stack.enter_context(paths.replacing(self.merged, self.file.name))
-                for line in interleaved(parts):
-                    merged.write(line)
+        for shard, file in enumerate(files, start=1):
+            if not self.is_unchanged(file):
+                raise ValueError(
+                    f'{file} has changed since it was completed: only complete shards are merged: make it '
+                    f'anew, with the same command and --shard={shard}/{self.num_shards}'
+                )
+        with contextlib.ExitStack() as stack:
+            parts = [stack.enter_context(file.open('rb')) for file in files]
+            merged = stack.enter_context(paths.replacing(self.merged, self.file.name))
+            for line in interleaved(parts):
+                merged.write(line)
         return f'The results are in {self.merged}'
 
 
-def completed(file: Path) -> Path:
-    """Return the file that says that `file` is whole."""
+def mark_of(file: Path) -> Path:
+    """Return the file that says that `file` is complete."""
     return file.with_name(f'{file.name}.COMPLETED')
 
 
@@ -519,6 +571,8 @@ def check_output(job: Job) -> None:
     """Raise ValueError for an output folder that holds results of other settings, or other files."""
     folder = paths.disk_path(job.request.output_dir)
     paths.check_new(folder)
+    if jax.process_index() == 0:
+        paths.check_writable(folder)
     file = folder / SETTINGS
     if not file.exists():
         for part in job.parts:

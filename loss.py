@@ -26,7 +26,8 @@ def weighted_sums(
     """Return this device's share of the sums that T5X's metrics are made of.
 
     'loss' is what training minimizes. `batch` has T5X's features; `weights_bT` and `divisor` are
-    those of `weights_and_divisor`.
+    those of `weights_and_divisor`. Another sum that is added here is logged under its name, divided
+    by 'weights'.
     """
     targets_bT = batch['decoder_target_tokens']
     loss_bT, z_loss_bT = cross_entropy(logits_bTv, targets_bT, z_loss, label_smoothing)

@@ -34,6 +34,7 @@ STORES = {
     'gs': Store(client='gcsfs', extra='gcs', driver='gcs', checksum='crc32c'),
     's3': Store(client='s3fs', extra='s3', driver='s3', checksum='ETag'),
 }
+RESTORE_LINE = 'restore the file from a copy, or remove this line'
 LFS_HEADER = b'version https://git-lfs.github.com/spec/'
 
 
@@ -401,26 +402,21 @@ def read_json(file: Any) -> dict[str, Any]:
     try:
         content = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f'{file} cannot be read ({error}): copy the folder again') from error
+        raise ValueError(f'{file} cannot be read ({error}): restore it from a copy') from error
     if not isinstance(content, dict):
-        raise ValueError(f'{file} holds no JSON object: copy the folder again')
+        raise ValueError(f'{file} holds no JSON object: restore it from a copy')
     return content
 
 
-def read_json_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects on the lines of a file, without lines that a crash has cut.
-
-    There are none in a file that does not exist.
-    """
-    if not file.exists():
-        return []
-    objects = []
-    for text in file.read_text(errors='replace').splitlines():
-        with contextlib.suppress(ValueError):
-            value = json.loads(text)
-            if isinstance(value, dict):
-                objects.append(value)
-    return objects
+def json_object(content: bytes, title: str) -> dict[str, Any]:
+    """Return the JSON object on a line. Raises ValueError, which names the line by its title."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f'{title} is damaged ({error}): {RESTORE_LINE}') from None
+    if not isinstance(value, dict):
+        raise ValueError(f'{title} is damaged (no JSON object): {RESTORE_LINE}')
+    return value
 
 
 def _unreadable(file: Path, error: OSError) -> OSError:
@@ -442,6 +438,31 @@ def check_new(folder: Path) -> None:
     file = blocking_file(folder)
     if file is not None:
         raise ValueError(f'{folder} cannot be written: {file} is a file: name another folder')
+
+
+def check_writable(folder: Path) -> None:
+    """Raise ValueError where this process may not make `folder` or write into it."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(existing, os.W_OK | os.X_OK, effective_ids=True):
+        raise ValueError(
+            f'{folder} cannot be written: {existing} is read-only for you: correct its permissions, or name '
+            'another folder with --output_dir'
+        )
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Let an OSError of the system name `folder`, that of --output_dir, and a remedy."""
+    try:
+        yield
+    except OSError as error:
+        is_elsewhere = not Path(str(error.filename or folder)).is_relative_to(folder)
+        if error.strerror is None or is_elsewhere:
+            raise
+        raise OSError(
+            f'{folder} cannot be written ({error.strerror}): free space on its disk, correct its '
+            'permissions, or name another folder with --output_dir'
+        ) from error
 
 
 def blocking_file(folder: Path) -> Path | None:

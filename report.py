@@ -30,7 +30,7 @@ import chart
 import paths
 import results
 import settings
-from best import read_metrics
+from best import read_metrics, read_settings
 from chart import Curve, Point
 from configs import base
 
@@ -107,16 +107,13 @@ def write(names: Sequence[str], output_dir: str = '') -> Path:
     if output_dir:
         folder = paths.disk_path(output_dir)
     paths.check_new(folder)
+    paths.check_writable(folder)
     command = shlex.join(['python', 'main.py', '--mode=report', f'--runs={",".join(names)}'])
     content = render(runs, command)
     file = folder / FILE
-    try:
+    with paths.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         paths.replace_file(file, content)
-    except OSError as error:
-        raise OSError(
-            f'{file} cannot be written ({error.strerror}): name another folder with --output_dir'
-        ) from error
     return file
 
 
@@ -167,12 +164,9 @@ def read_run(name: str, folder: Path) -> Run:
     for line in read_metrics(folder):
         of_name = metrics.setdefault(line['run'], {})
         for tag, value in line.items():
-            if isinstance(value, int | float) and tag != 'step':
+            if tag not in ('step', 'run', 'corpus'):
                 of_name.setdefault(tag, {})[line['step']] = value
-        corpora.add(str(line.get('corpus', '')))
-    found: dict[str, Any] = {}
-    if (folder / 'config.json').exists():
-        found = dict(settings.leaves(ConfigDict(paths.read_json(folder / 'config.json'))))
+        corpora.add(line['corpus'])
     scores = results.Results(folder).scores()
     return Run(
         name=name,
@@ -180,7 +174,7 @@ def read_run(name: str, folder: Path) -> Run:
         metrics=metrics,
         corpora=corpora,
         scores=scores | results.averages(scores),
-        settings=found,
+        settings=dict(settings.leaves(ConfigDict(read_settings(folder)))),
         num_parameters=read_num_parameters(folder / 'model-info.txt'),
     )
 
@@ -667,7 +661,7 @@ def sample(of_task: Sequence[Predictions], most: int) -> dict[Example, dict[int,
             for number, text in enumerate(stream):
                 if number not in chosen:
                     continue
-                line = json.loads(text)
+                line = read_prediction(text, f'line {number + 1} of {predictions.file}')
                 fields = line['input']
                 example = Example(
                     number=number,
@@ -676,6 +670,25 @@ def sample(of_task: Sequence[Predictions], most: int) -> dict[Example, dict[int,
                 )
                 found.setdefault(example, {})[predictions.run] = line
     return dict(sorted(found.items()))
+
+
+def read_prediction(text: bytes, title: str) -> dict[str, Any]:
+    """Return a line of TASK-STEP.jsonl. Raises ValueError, which has its title, for a damaged one."""
+    line = paths.json_object(text, title)
+    try:
+        fields = line['input']
+        has_texts = (
+            type(fields['inputs_pretokenized']) is type(fields['targets_pretokenized']) is str
+        )
+        has_answer = type(line.get('score')) is float
+        if 'output' in line:
+            has_answer = type(line['output']) is str and 'prediction' in line
+        is_whole = has_texts and has_answer and 'target' in line
+    except (KeyError, TypeError):
+        is_whole = False
+    if not is_whole:
+        raise ValueError(f'{title} is damaged (no input, target and answer): {paths.RESTORE_LINE}')
+    return line
 
 
 def add_filters(details: Element) -> None:

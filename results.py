@@ -2,6 +2,7 @@
 
     inference_eval/TASK-STEP.jsonl      a line per example: input, target, output, prediction, score
     inference_eval/TASK-metrics.jsonl   a line per step: {"step": 1000, "accuracy": 71.5}
+    inference_eval/TASK-settings.json   {step: a hash of its line and of what the numbers depend on}
     results.csv                         T5's table: a row per step, a column per metric
 
 The first two are as SeqIO's loggers write them. The table is made from the second ones anew after
@@ -11,6 +12,7 @@ Imports no jax.
 
 import csv
 import functools
+import hashlib
 import io
 import json
 import math
@@ -22,7 +24,6 @@ import paths
 
 FOLDER = 'inference_eval'
 METRICS_SUFFIX = '-metrics.jsonl'
-SETTINGS = 'settings'  # the key of a line that has the hash of what its numbers depend on
 
 Scores = Mapping[str, Mapping[int, float]]  # {'TASK/METRIC': {step: value}}
 
@@ -215,9 +216,10 @@ class Results:
 
     def has(self, name: str, step: int, settings: str) -> bool:
         """Return whether there are results of a task at a step, with the same settings."""
+        hashes = self.hashes(name)
         for line in self.lines(name):
             if line['step'] == step:
-                return line[SETTINGS] == settings
+                return hashes.get(str(step)) == hash_of(line, settings)
         return False
 
     def write(
@@ -237,11 +239,14 @@ class Results:
         for example in examples:
             content += json.dumps(example_as_json(example), default=json_default) + '\n'
         paths.replace_file(self.folder / f'{file_name(name)}-{step:06}.jsonl', content.encode())
+        new_line = {'step': step, **values}
         lines = [line for line in self.lines(name) if line['step'] != step]
-        lines.append({'step': step, **values, SETTINGS: settings})
+        lines.append(new_line)
         lines.sort(key=lambda line: line['step'])
         content = ''.join(json.dumps(line) + '\n' for line in lines)
         paths.replace_file(self.metrics_file(name), content.encode())
+        hashes = self.hashes(name) | {str(step): hash_of(new_line, settings)}
+        paths.replace_file(self.settings_file(name), json.dumps(hashes, indent=1).encode())
 
     def write_table(self) -> None:
         """Write results.csv, if there are results."""
@@ -256,19 +261,80 @@ class Results:
             name = file.name.removesuffix(METRICS_SUFFIX)
             for line in self.lines(name):
                 for metric, value in line.items():
-                    if metric not in ('step', SETTINGS):
+                    if metric != 'step':
                         found.setdefault(f'{name}/{metric}', {})[line['step']] = value
         return found
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """Return the lines of TASK-metrics.jsonl."""
-        file = self.metrics_file(name)
+        """Return the lines of TASK-metrics.jsonl. Raises ValueError for one that is damaged."""
+        return read_metrics(self.metrics_file(name))
+
+    def hashes(self, name: str) -> dict[str, str]:
+        """Return {step: hash} of TASK-settings.json."""
+        file = self.settings_file(name)
         if not file.exists():
-            return []
-        return [json.loads(text) for text in file.read_text().splitlines()]
+            return {}
+        return paths.read_json(file)
 
     def metrics_file(self, name: str) -> Path:
         return self.folder / f'{file_name(name)}{METRICS_SUFFIX}'
+
+    def settings_file(self, name: str) -> Path:
+        return self.folder / f'{file_name(name)}-settings.json'
+
+
+def hash_of(line: Mapping[str, float], settings: str) -> str:
+    """Return what tells whether the numbers of a line are those of `settings`."""
+    content = json.dumps([line, settings]).encode()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def read_metrics(
+    file: Any, texts: Sequence[str] = (), may_be_cut: bool = False
+) -> list[dict[str, Any]]:
+    """Return the lines of a file of metrics: each has a step, numbers, and texts under these names.
+
+    There are none in a file that does not exist. A last line that is cut is left out where a killed
+    process may have left it so. Raises ValueError for any other line that is damaged.
+    """
+    if not paths.is_file(file):
+        return []
+    contents = file.read_bytes().split(b'\n')
+    if may_be_cut and not is_json(contents[-1]):
+        contents.pop()
+    lines = []
+    for number, content in enumerate(contents, start=1):
+        if content.strip():
+            lines.append(read_line(content, f'line {number} of {file}', texts))
+    return lines
+
+
+def is_json(content: bytes) -> bool:
+    try:
+        json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def read_line(content: bytes, title: str, texts: Sequence[str]) -> dict[str, Any]:
+    """Return a line of a file of metrics. Raises ValueError, which has its title, for a damaged one."""
+    line = paths.json_object(content, title)
+    for name in ('step', *texts, *line):
+        value = line.get(name)
+        kind: tuple[type, ...] = (int, float)
+        rule = 'a number'
+        if name in texts:
+            kind = (str,)
+            rule = 'a text'
+        elif name == 'step':
+            kind = (int,)
+            rule = 'a whole number'
+        if type(value) not in kind:
+            raise ValueError(
+                f'{title}: {name!r} is {json.dumps(value)[:60]}: must be {rule}: {paths.RESTORE_LINE}'
+            )
+    return line
 
 
 def file_name(name: str) -> str:

@@ -7,7 +7,7 @@ settings, about files or about devices belongs to the module that uses them. Imp
 import inspect
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
@@ -179,6 +179,29 @@ def check_value(key: str, value: Any, default: Any) -> None:
     if key in CHOICES and value not in CHOICES[key]:
         choices = ', '.join(repr(choice) for choice in CHOICES[key])
         raise ValueError(f'{key}={value!r}: must be one of {choices}')
+
+
+def check_stored(stored: Mapping[str, Any], file: Any) -> None:
+    """Raise ValueError for a setting in the config.json of a run that has not its type.
+
+    Settings that are newer than the run are missing there, and it has other keys.
+    """
+    check_types(stored, base.get_config(), str(file), group='')
+
+
+def check_types(stored: Mapping[str, Any], defaults: ConfigDict, file: str, group: str) -> None:
+    """Do the part of `check_stored` for a group of settings."""
+    for name, default in defaults.items():
+        key = group + name
+        if name not in stored or key in INTEGER_OR_AUTO:
+            continue
+        value = stored[name]
+        if isinstance(default, ConfigDict) and isinstance(value, dict):
+            check_types(value, default, file, group=f'{key}.')
+        elif not has_type_of(default, value):
+            raise ValueError(
+                f'{file} has {key}={value!r}: must be a {type(default).__name__}: restore it from a copy'
+            )
 
 
 def has_type_of(default: Any, value: Any) -> bool:

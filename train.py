@@ -994,6 +994,7 @@ def prepare_locked(
     resolved = resolved_settings(config, trainer, mixture, vocabulary, start)
     if start.is_resumed:
         check_resumed(folder, trainer, mixture, resolved, start)
+    results.Results(folder).scores()  # raises ValueError for a file that is damaged
     with console.working('Opening the text'):
         stream = open_stream(config, trainer.mesh, mixture, vocabulary, 'train')
         validation = open_stream(config, trainer.mesh, mixture, vocabulary, 'validation')
@@ -1005,6 +1006,7 @@ def prepare_locked(
     )
     state = restore_start(config, trainer, start, console)
     interval = resume_data(folder, start, stream)
+    report_lost_metrics(config, folder, start, interval, console)
     resolved['train']['num_microbatches'] = planned.num_microbatches
     write_run_files(folder, resolved, vocabulary, trainer)
     metrics = workdir.Metrics(folder, start.num_logged_steps, mixture.corpus)
@@ -1234,6 +1236,26 @@ def resume_data(folder: Path, start: Start, stream: data.Stream) -> list[dict]:
         counts = json.loads(file.read_bytes())
         stream.counts[:] = [counts[task.name] for task in stream.tasks]
     return json.loads((directory / 'interval.json').read_bytes())
+
+
+def report_lost_metrics(
+    config: Any, folder: Path, start: Start, interval: list[dict], console: workdir.Console
+) -> None:
+    """Say so where metrics.jsonl is gone, or ends before the steps that were logged."""
+    if not start.is_resumed:
+        return
+    file = folder / 'metrics.jsonl'
+    logged = [line['step'] for line in best.read_metrics(folder) if line['run'] == 'train']
+    if config.restore.path and file.exists() and not logged:
+        return  # the steps may all be in the unfinished interval
+    every_steps = read_settings(folder / f'checkpoint_{start.step}')['log']['every_steps']
+    expected = min(start.step // every_steps * every_steps, start.step - len(interval))
+    last = max(logged, default=0)
+    if last < expected:
+        console.line(
+            f'{file} has no lines of the steps {last + 1:,} to {expected:,}: it is gone or cut. The run '
+            'goes on without them.'
+        )
 
 
 # What a run starts from.

@@ -310,15 +310,14 @@ def read_settings(folder: Any) -> dict[str, Any]:
     content: dict[str, Any] = {}
     if paths.is_file(file):
         content = paths.read_json(file)
-    data = content.get('data', {})
-    is_ours = isinstance(content.get('model'), dict) and isinstance(data, dict)
+    if 'model' not in content:  # other formats have none
+        content = {}
+    settings.check_stored(content, file)
     defaults = {
         'extra_ids': DEFAULT_EXTRA_IDS,
         'vocabulary': '',
     }
-    if not is_ours:
-        return {'data': defaults}
-    return {**content, 'data': {**defaults, **data}}
+    return {**content, 'data': {**defaults, **content.get('data', {})}}
 
 
 # Training a vocabulary.

@@ -38,7 +38,7 @@ import checkpoint
 import partition
 import paths
 import sources
-from best import read_metrics
+from best import read_metrics, read_settings
 from configs import base
 from mixtures import OpenMixture
 from objectives import OBJECTIVES
@@ -128,12 +128,16 @@ def check_is_run(workdir: Path) -> None:
 def is_run(workdir: Path) -> bool:
     """Return whether `workdir` is a run of this program.
 
-    Its config.json says so, or else that of one of its checkpoints.
+    Its config.json says so, or else that of one of its checkpoints. Raises ValueError where the
+    checkpoints are of this program and config.json is damaged.
     """
-    files = [workdir / 'config.json']
-    if not files[0].exists():
-        files = sorted(workdir.glob('checkpoint_*/config.json'))
-    return any(is_own_config(file) for file in files)
+    file = workdir / 'config.json'
+    copies = [copy for copy in workdir.glob('checkpoint_*/config.json') if is_own_config(copy)]
+    if not file.exists():
+        return bool(copies)
+    if copies:
+        read_settings(workdir)
+    return is_own_config(file)
 
 
 def is_own_config(file: Path) -> bool:
@@ -223,9 +227,9 @@ def check_never_saved(workdir: Path) -> None:
         return
     if list(workdir.glob('checkpoint_*.tmp-*')):
         return  # the first save was interrupted
-    settings = json.loads((workdir / 'config.json').read_bytes())
-    last = settings['train']['steps']
-    first_save = min(settings['save']['every_steps'], last)
+    stored = read_settings(workdir)
+    last = stored['train']['steps']
+    first_save = min(stored['save']['every_steps'], last)
     lines = read_metrics(workdir)
     num_steps = max((line['step'] for line in lines), default=0)
     is_finished = any(line['step'] == last and line['run'] != 'train' for line in lines)

@@ -64,8 +64,8 @@ def test_the_history_is_that_of_a_loop(best_is):
 def test_the_values_are_those_of_metrics_jsonl(tmp_path):
     lines = [
         {'step': 3, 'run': 'training_eval/a', 'loss': 2.0, 'corpus': 'c'},
-        {'step': 3, 'run': 'inference_eval/a/b', 'eval/loss': 7.0},
-        {'step': 6, 'run': 'training_eval/a', 'loss': 1.0, 'accuracy': 0.5},
+        {'step': 3, 'run': 'inference_eval/a/b', 'eval/loss': 7.0, 'corpus': 'c'},
+        {'step': 6, 'run': 'training_eval/a', 'loss': 1.0, 'accuracy': 0.5, 'corpus': 'c'},
     ]
     assert best.history('training_eval/a/loss', 'lower', lines).values == {3: 2.0, 6: 1.0}
     assert best.history('inference_eval/a/b/loss', 'lower', lines).values == {3: 7.0}

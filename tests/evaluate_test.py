@@ -3,10 +3,13 @@
 import numpy as np
 import pytest
 from corpora import stream_of
-from runs import metrics_of, small_config, state_of
+from runs import metrics_of, run, small_config, state_of, stop_after
 
+import evaluate
 import infer
+import loss
 import sources
+import train
 import vocabulary as vocabularies
 
 
@@ -67,3 +70,55 @@ def test_the_baseline_is_the_cross_entropy_of_the_unigram(corpus, uninterrupted)
         baseline = -(p * np.log(q / q.sum())).sum() / p.sum()
         key = f'unigram_nats_per_{name}_token'
         assert metrics_of(uninterrupted)[-1][key] == pytest.approx(baseline, rel=1e-12)
+
+
+CACHED = (train.jit_step, train.compile_step, evaluate.make_sums, evaluate.sum_names)
+
+
+@pytest.fixture
+def fresh_programs():
+    """Programs of loss.weighted_sums as it is now, which no other test shares."""
+    for function in CACHED:
+        function.cache_clear()
+    yield
+    for function in CACHED:
+        function.cache_clear()
+
+
+weighted_sums = loss.weighted_sums
+
+
+def weighted_sums_with_entropy(*arguments, **options):
+    """As a fork's loss.weighted_sums. The weights are the third argument."""
+    return weighted_sums(*arguments, **options) | {'entropy': 2 * arguments[2].sum()}
+
+
+def test_the_name_of_a_sum_that_a_fork_adds(monkeypatch):
+    monkeypatch.setattr(loss, 'weighted_sums', weighted_sums_with_entropy)
+    monkeypatch.setattr(evaluate, 'sum_names', evaluate.sum_names.__wrapped__)
+    assert 'entropy' in evaluate.validation_tags()
+
+
+@pytest.mark.slow
+def test_a_sum_that_a_fork_adds(corpus, tmp_path, monkeypatch, fresh_programs, capsys):
+    """It is logged, per weighted target, and may tell the best step. A run goes on from before it."""
+    config = small_config(corpus, steps=3)
+    config.log.every_steps = 2
+    stop_after(1, config, tmp_path)
+    monkeypatch.setattr(loss, 'weighted_sums', weighted_sums_with_entropy)
+    for function in CACHED:
+        function.cache_clear()
+    config.save.best_metric = 'training_eval/span_corruption/entropy'
+    config.save.best_is = 'lower'
+    run(config, tmp_path)
+    lines = metrics_of(tmp_path)
+    assert [(line['step'], line['run']) for line in lines] == [
+        (2, 'train'),
+        (3, 'train'),
+        (3, 'training_eval/span_corruption'),
+    ]
+    for line in lines:
+        assert line['entropy'] == pytest.approx(2)
+    assert 'The best step is 3, with training_eval/span_corruption/entropy 2:' in (
+        capsys.readouterr().out
+    )

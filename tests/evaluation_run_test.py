@@ -1,11 +1,15 @@
 """Task metrics in training and of checkpoints: the numbers, the files, kills and bad input."""
 
+import errno
 import json
+import os
 import shutil
 
 import numpy as np
 import pytest
+from permissions import another_user
 from questions import make_config, write_task
+from report_runs import DAMAGED_LINES, damage_line
 from runs import ROOT, metrics_of, run
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
@@ -109,6 +113,7 @@ def test_what_task_metrics_leave_in_a_workdir(evaluated):
     names = ('qa', 'rank', 'rank_by_length')
     files = {f'{name}{end}' for name in names for end in ('', '-000003.jsonl', '-000006.jsonl')}
     files |= {f'{name}-metrics.jsonl' for name in names}
+    files |= {f'{name}-settings.json' for name in names}
     assert {file.name for file in (workdir / 'inference_eval').iterdir()} == files
     table = (workdir / 'results.csv').read_text().splitlines()
     header = 'step,qa/em,qa/f1,rank/accuracy,rank_by_length/accuracy'
@@ -169,7 +174,7 @@ def test_killed_anywhere_and_started_again_gives_the_same_files(
     open_evaluation(evaluated, compiled, tmp_path / 'never', 'last', **task).run()
     expected = files_of(tmp_path / 'never')
     total = num_writes
-    assert total == 6  # examples, metrics and table of two tasks
+    assert total == 8  # examples, metrics, settings and table of two tasks
     for dies_at in range(1, total + 1):
         num_writes = 0
         folder = tmp_path / str(dies_at)
@@ -318,6 +323,79 @@ def test_bad_input_is_refused_in_one_line(evaluated, changes, flags, message):
     with pytest.raises((ValueError, OSError), match=message) as error:
         evaluate_mode.CheckpointEvaluation(config, str(path), **flags)
     assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    'name, text, step',
+    [
+        *[
+            ('inference_eval/qa-metrics.jsonl', x, 'last')
+            for x in DAMAGED_LINES['inference_eval/qa-metrics.jsonl']
+        ],
+        *[('metrics.jsonl', x, 'best') for x in DAMAGED_LINES['metrics.jsonl'][:5]],
+    ],
+    ids=lambda text: text[:30],
+)
+def test_a_damaged_line_is_named(evaluated, tmp_path, name, text, step):
+    shutil.copytree(evaluated / 'run', tmp_path / 'run')
+    damage_line(tmp_path / 'run' / name, 2, text)
+    before = files_of(tmp_path / 'run')
+    with pytest.raises(ValueError) as error:
+        evaluate_mode.CheckpointEvaluation(make_config(evaluated), str(tmp_path / 'run'), step=step)
+    assert f'line 2 of {tmp_path / "run" / name}' in str(error.value)
+    assert 'restore the file from a copy' in str(error.value)
+    assert files_of(tmp_path / 'run') == before
+
+
+def test_damaged_files_on_the_command_line(evaluated, command_line, tmp_path):
+    run = shutil.copytree(evaluated / 'run', tmp_path / 'run')
+    good = (run / 'config.json').read_text()
+    arguments = ['--mode=evaluate', f'--checkpoint={run}']
+    odd = json.loads(good)
+    odd['decode']['beam_size'] = 'one'
+    for text in (good[:99], '[1]', json.dumps(odd)):
+        (run / 'config.json').write_text(text)
+        result = command_line(*arguments)
+        assert result.status == 2
+        assert f'{run}/config.json' in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+    (run / 'config.json').write_text(good)
+    damage_line(run / 'inference_eval/qa-metrics.jsonl', 1, '{"step": 3, "f1": "5"}')
+    result = command_line(*arguments)
+    assert result.status == 2
+    assert f'line 1 of {run}/inference_eval/qa-metrics.jsonl' in result.stderr
+    (run / 'inference_eval/qa-metrics.jsonl').unlink()
+    (run / 'results.csv').write_text('odd')
+    result = command_line(*arguments, '--config.infer_eval.task=rank')
+    assert result.status == 0, result.stderr
+    assert (run / 'results.csv').read_text().startswith('step,rank/accuracy')
+
+
+def test_a_folder_that_may_not_be_written_is_named(evaluated, open_path):
+    (open_path / 'there').mkdir(mode=0o555)
+    chosen = evaluate_mode.Chosen(evaluated / 'run', is_run=True, steps=[6])
+    for name in ('there', 'there/new/below'):
+        with pytest.raises(ValueError) as error, another_user():
+            evaluate_mode.output_folder(chosen, str(open_path / name))
+        assert f'{open_path / name} cannot be written' in str(error.value)
+        assert '--output_dir' in str(error.value)
+
+
+def test_a_full_disk_is_named(evaluated, compiled, tmp_path, monkeypatch):
+    def fail(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    evaluation = open_evaluation(
+        evaluated, compiled, tmp_path / 'out', 'last', **{'infer_eval.task': 'rank'}
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(os, 'fsync', fail)
+        with pytest.raises(OSError) as error:
+            evaluation.run()
+    assert f'{tmp_path / "out"} cannot be written (No space left' in str(error.value)
+    assert '--output_dir' in str(error.value)
+    evaluation.run()
+    assert (tmp_path / 'out/results.csv').exists()
 
 
 def test_training_refuses_tasks_that_cannot_be_evaluated(evaluated, tmp_path):

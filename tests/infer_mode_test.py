@@ -6,8 +6,10 @@ infer.py writes of them.
 
 import contextlib
 import dataclasses
+import errno
 import gzip
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -20,6 +22,7 @@ import types
 
 import numpy as np
 import pytest
+from permissions import another_user
 
 import infer
 import infer_input
@@ -142,9 +145,12 @@ def test_the_lines_are_T5Xs(tmp_path, monkeypatch, name):
     merged = tmp_path / f'out/task-{mode}.jsonl'
     found = lines_of(merged)
     assert found == lines_of(ORACLE / name)
+    # The oracle was given examples with the fields of spec.json. SeqIO's tokenize writes each text in
+    # front of its ids.
+    order = ['inputs_pretokenized', 'inputs', 'targets_pretokenized', 'targets', 'idx']
     for line, expected in zip(found, lines_of(ORACLE / name), strict=True):
-        assert list(line) == list(expected)  # the order of the keys
-        assert list(line['inputs']) == list(expected['inputs'])
+        assert list(line) == list(expected)
+        assert list(line['inputs']) == sorted(expected['inputs'], key=order.index)
     assert contents(tmp_path / 'out').keys() == {
         'infer.json',
         merged.name,
@@ -194,6 +200,27 @@ def test_a_full_disk_of_temporary_files(tmp_path, monkeypatch):
     monkeypatch.setattr(infer_input, 'Spool', lambda: spool)
     with pytest.raises(OSError, match='cannot hold the tokenized examples .No space left on dev'):
         do(input=str(file))
+
+
+def test_fields_keep_their_order_and_numbers_their_kind(tmp_path, loaded, capsys):
+    """Other fields stay where they are; whole numbers are written as such."""
+    (tmp_path / 'a.jsonl').write_text(
+        '{"idx": 3, "inputs": "ab", "weight": 1.0, "targets": "c", "tags": [1, {"x": 2}], "n": null}'
+    )
+    do(input=str(tmp_path / 'a.jsonl'), fields=('all',), score=True)
+    line = capsys.readouterr().out
+    assert line.startswith(
+        '{"inputs": {"idx": 3, "inputs_pretokenized": "ab", "inputs": [100, 101, 1], "weight": 1.0, '
+        '"targets_pretokenized": "c", "targets": [102, 1], "tags": [1, {"x": 2}], "n": null}, "score": '
+    )
+
+
+def test_texts_that_are_made_of_fields_follow_them(tmp_path, loaded, capsys):
+    (tmp_path / 'a.csv').write_text('q,n\nab,1\n')
+    changes = CHANGES | {'data.inputs': '{q}', 'data.targets': '{n}'}
+    do(changes, input=str(tmp_path / 'a.csv'), fields=('all',))
+    names = list(json.loads(capsys.readouterr().out)['inputs'])
+    assert names == ['q', 'n', 'inputs_pretokenized', 'inputs', 'targets_pretokenized', 'targets']
 
 
 def test_several_answers_are_lists():
@@ -355,27 +382,189 @@ def test_a_kill_at_any_change_of_a_file_changes_nothing(tmp_path, loaded, monkey
 
 
 def test_finished_chunks_are_not_computed_again(tmp_path, loaded, monkeypatch):
-    monkeypatch.setattr(infer, 'EXAMPLES_PER_CHUNK', 8)
     file, _ = write_examples(tmp_path)
     request = {'input': str(file), 'score': True, 'output_dir': str(tmp_path / 'out')}
-    computed = []
-    score_all = infer.score_all
-
-    def counted(t5, examples, *arguments):
-        if len(computed) == 2:
-            raise Killed
-        computed.append([example.number for example in examples])
-        return score_all(t5, examples, *arguments)
-
-    monkeypatch.setattr(infer, 'score_all', counted)
-    with pytest.raises(Killed):
-        do(**request)
-    assert computed == [list(range(8)), list(range(8, 16))]
-    computed.clear()
+    computed = do_until(2, monkeypatch, **request)
     do(**request)
     assert computed == [list(range(16, 20))]
     do(**request)
     assert len(computed) == 1
+
+
+def cut_at_a_line_end(file):
+    file.write_bytes(b''.join(file.read_bytes().splitlines(keepends=True)[:-1]))
+
+
+def flip_a_bit(file):
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b'word', b'wore', 1))
+    assert file.read_bytes() != content
+
+
+def empty(file):
+    file.write_bytes(b'')
+
+
+def cut_the_mark(file):
+    mark = infer_mode.mark_of(file)
+    mark.write_bytes(mark.read_bytes()[:-9])
+
+
+def empty_the_mark(file):
+    empty(infer_mode.mark_of(file))
+
+
+def replace_the_mark_by_a_list(file):
+    infer_mode.mark_of(file).write_text('[1]')
+
+
+def copy_from_another_run(file):
+    """A shard or chunk with its mark, of the same name."""
+    for stale in (file, infer_mode.mark_of(file)):
+        out = next(folder for folder in file.parents if folder.name == 'out')
+        [other] = (out.parent / 'another').rglob(stale.name)
+        shutil.copy(other, stale)
+
+
+DAMAGES = [
+    cut_at_a_line_end,
+    flip_a_bit,
+    empty,
+    pathlib.Path.unlink,
+    cut_the_mark,
+    empty_the_mark,
+    replace_the_mark_by_a_list,
+    copy_from_another_run,
+]
+
+
+def do_until(num_chunks, monkeypatch, **request):
+    """Let the process die after so many chunks. Return a list that grows by each chunk after that."""
+    computed = []
+    score_all = infer.score_all
+
+    def counted(t5, examples, *arguments):
+        if len(computed) == num_chunks and is_dying:
+            raise Killed
+        computed.append([example.number for example in examples])
+        return score_all(t5, examples, *arguments)
+
+    monkeypatch.setattr(infer, 'EXAMPLES_PER_CHUNK', 8)
+    monkeypatch.setattr(infer, 'score_all', counted)
+    is_dying = True
+    with pytest.raises(Killed):
+        do(**request)
+    is_dying = False
+    computed.clear()
+    return computed
+
+
+def write_another_run(folder, monkeypatch, **request):
+    """Write the results of other answers, and a chunk of them that a killed process has left."""
+    with monkeypatch.context() as patch:
+        do_until(1, patch, **request, fields=('idx',), output_dir=str(folder))
+    [chunk] = folder.glob('tmp-*/*-chunk00000')
+    kept = {path: path.read_bytes() for path in (chunk, infer_mode.mark_of(chunk))}
+    do(**request, fields=('idx',), output_dir=str(folder))
+    chunk.parent.mkdir()
+    for path, content in kept.items():
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize('damage', DAMAGES)
+def test_a_damaged_chunk_is_computed_again(tmp_path, loaded, monkeypatch, capsys, damage):
+    file, _ = write_examples(tmp_path)
+    request = {'input': str(file), 'score': True}
+    do(**request, output_dir=str(tmp_path / 'whole'))
+    write_another_run(tmp_path / 'another', monkeypatch, **request)
+    request['output_dir'] = str(tmp_path / 'out')
+    computed = do_until(2, monkeypatch, **request)
+    [chunk] = (tmp_path / 'out').glob('tmp-*/*-chunk00000')
+    damage(chunk)
+    capsys.readouterr()
+    do(**request)
+    assert computed == [list(range(8)), list(range(16, 20))]
+    assert f'{chunk} has changed' in capsys.readouterr().err
+    assert contents(tmp_path / 'out') == contents(tmp_path / 'whole')
+
+
+@pytest.mark.parametrize('damage', DAMAGES)
+def test_a_damaged_shard_is_made_anew(tmp_path, loaded, monkeypatch, capsys, damage):
+    """Also where its results were merged before: those of a damaged file are merged anew."""
+    file, _ = write_examples(tmp_path)
+    request = {'input': str(file), 'score': True}
+    write_another_run(tmp_path / 'another', monkeypatch, **request)
+    request['output_dir'] = str(tmp_path / 'out')
+    do(**request)
+    expected = contents(tmp_path / 'out')
+    shard = tmp_path / 'out/questions-score.jsonl-00000-of-00001'
+    damage(shard)
+    capsys.readouterr()
+    do(**request)
+    assert f'{shard} has changed' in capsys.readouterr().err
+    assert contents(tmp_path / 'out') == expected
+    flip_a_bit(tmp_path / 'out/questions-score.jsonl')
+    do(**request)
+    assert capsys.readouterr().err.count('has changed') == 0
+    assert contents(tmp_path / 'out') == expected
+
+
+@pytest.mark.parametrize('damage', DAMAGES[:-1])
+def test_a_damaged_shard_of_another_command_is_not_merged(tmp_path, loaded, damage):
+    file, _ = write_examples(tmp_path)
+    folder = tmp_path / 'out'
+    request = {'input': str(file), 'score': True, 'output_dir': str(folder), 'num_shards': 3}
+    for shard in (2, 3):
+        do(**request, shard=shard)
+    damaged = folder / 'questions-score.jsonl-00001-of-00003'
+    good = {path.name: path.read_bytes() for path in folder.glob(f'{damaged.name}*')}
+    damage(damaged)
+    with pytest.raises(ValueError) as error:
+        do(**request, shard=1)
+    assert str(damaged) in str(error.value)
+    assert '--shard=2/3' in str(error.value)
+    assert not (folder / 'questions-score.jsonl').exists()
+    messages = do(**request, shard=2)
+    assert messages == [f'The results are in {folder / "questions-score.jsonl"}']
+    assert good.items() <= contents(folder).items()
+
+
+def test_the_shard_of_another_is_no_shard_of_ones_own(tmp_path, loaded):
+    """A copy under another name, with its mark."""
+    file, _ = write_examples(tmp_path)
+    folder = tmp_path / 'out'
+    request = {'input': str(file), 'score': True, 'output_dir': str(folder), 'num_shards': 2}
+    for shard in (1, 2):
+        do(**request, shard=shard)
+    expected = contents(folder)
+    for end in ('', '.COMPLETED'):
+        name = f'questions-score.jsonl-0000{{}}-of-00002{end}'
+        shutil.copy(folder / name.format(0), folder / name.format(1))
+    with pytest.raises(ValueError, match='00001-of-00002 has changed .*--shard=2/2'):
+        do(**request, shard=1)
+    for shard in (2, 1):
+        do(**request, shard=shard)
+    assert contents(folder) == expected
+
+
+def test_a_shard_that_is_lost_on_the_command_line(tmp_path, loaded, command_line):
+    file, _ = write_examples(tmp_path, num_examples=4)
+    folder = tmp_path / 'out'
+    for shard in (1, 2):
+        do(input=str(file), output_dir=str(folder), num_shards=2, shard=shard)
+    lost = folder / 'questions-predict.jsonl-00000-of-00002'
+    lost.unlink()
+    result = command_line(
+        '--mode=infer',
+        f'--checkpoint={T5X}',
+        f'--input={file}',
+        f'--output_dir={folder}',
+        '--shard=2/2',
+        *[f'--config.{name}={value}' for name, value in CHANGES.items()],
+    )
+    assert result.status == 1
+    assert str(lost) in result.stderr and '--shard=1/2' in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize('num_shards', [3, 30])
@@ -469,6 +658,48 @@ def test_a_shard_is_written_by_one_process(tmp_path, loaded):
             ValueError, match=r'shard 1/1 of .* is being written by another process'
         ):
             do(**request)
+
+
+@pytest.mark.parametrize('name', ['there', 'there/new/below'])
+def test_a_folder_that_may_not_be_written_is_named_before_the_model_is_read(open_path, name):
+    shutil.copytree(T5X, open_path / 'checkpoint_6')
+    (open_path / 'a.txt').write_text('a')
+    (open_path / 'there').mkdir(mode=0o555)
+    request = {'input': str(open_path / 'a.txt'), 'output_dir': str(open_path / name)}
+    with pytest.raises(ValueError) as error, another_user():
+        do(checkpoint=open_path / 'checkpoint_6', **request)
+    assert f'{open_path / name} cannot be written' in str(error.value)
+    assert '--output_dir' in str(error.value)
+
+
+def test_a_full_disk_is_named_and_the_same_command_goes_on(tmp_path, loaded, monkeypatch):
+    """At any write."""
+    file, _ = write_examples(tmp_path, num_examples=12)
+    monkeypatch.setattr(infer, 'EXAMPLES_PER_CHUNK', 8)
+    request = {'input': str(file), 'score': True}
+    do(**request, output_dir=str(tmp_path / 'whole'))
+    folder = tmp_path / 'out'
+    fsync = os.fsync
+    num_failures = 0
+    for num_writes in range(20):
+        writes = itertools.count()
+
+        def write(descriptor, writes=writes, num_writes=num_writes):
+            if next(writes) >= num_writes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            fsync(descriptor)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, 'fsync', write)
+            try:
+                do(**request, output_dir=str(folder))
+                break
+            except OSError as error:
+                assert f'{folder} cannot be written (No space left' in str(error)
+                assert '--output_dir' in str(error)
+        num_failures += 1
+    assert num_failures > 1
+    assert contents(folder).items() >= contents(tmp_path / 'whole').items()
 
 
 BAD_LINES = {

@@ -17,6 +17,7 @@ from small_models import ONE_GOLDEN_MODEL, assert_close, golden_batch
 import decode
 import infer
 import partition
+import vocabulary as vocabularies
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden'
 MESH_TF = GOLDEN / 'mtf_t5_1_1'
@@ -168,6 +169,28 @@ def test_prompts_scores_and_lengths(untrained):
         t5.generate(inputs, 12, prompts=prompts[:1])
     with pytest.raises(ValueError, match='max_length=4: must be at least 5, the tokens of the lon'):
         t5.generate(inputs, 4, prompts=prompts)
+
+
+@pytest.mark.parametrize('nothing', [None, []])
+def test_an_input_without_a_prompt_beside_one_that_has_one(untrained, nothing):
+    t5, inputs = untrained, two_inputs()
+    answers, scores = t5.generate(inputs, 12, return_scores=True)
+    prompt = [*answers[0][:4], 77]
+    whole, whole_scores = t5.generate(inputs, 12, prompts=[prompt, [77]], return_scores=True)
+    found, found_scores = t5.generate(inputs, 12, prompts=[prompt, nothing], return_scores=True)
+    assert found == [whole[0], answers[1]]
+    assert_close(found_scores, np.stack([whole_scores[0], scores[1]]), 1e-6)
+    assert t5.generate(inputs, 12, prompts=[nothing, nothing]) == answers
+
+
+@pytest.mark.parametrize('nothing', [None, ''])
+def test_texts_as_prompts_of_some_inputs(untrained, monkeypatch, nothing):
+    t5, inputs = untrained, two_inputs()
+    monkeypatch.setattr(t5, 'vocabulary', vocabularies.ByteVocabulary())
+    answers = t5.generate(inputs, 12)
+    found = t5.generate(inputs, 12, prompts=[nothing, 'ab'])
+    assert found[0] == answers[0]
+    assert found[1][:2] == [100, 101]
 
 
 @pytest.mark.slow

@@ -215,9 +215,9 @@ def test_a_file_is_replaced_at_once_or_not_at_all(here, monkeypatch):
 @pytest.mark.parametrize(
     'content, message',
     [
-        (b'{', 'cannot be read .*: copy the folder again'),
-        (b'[' * 100_000, 'cannot be read .*: copy the folder again'),
-        (b'[]', 'holds no JSON object: copy the folder again'),
+        (b'{', 'cannot be read .*: restore it from a copy'),
+        (b'[' * 100_000, 'cannot be read .*: restore it from a copy'),
+        (b'[]', 'holds no JSON object: restore it from a copy'),
     ],
     ids=['torn', 'deep', 'list'],
 )

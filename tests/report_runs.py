@@ -85,3 +85,40 @@ def write_results(folder, task, step, examples, **values):
     kept = results.Results(folder)
     kept.write(task, step, values, examples, settings='hash')
     kept.write_table()
+
+
+# Lines of files of a run that no run writes, and that no kill leaves.
+METRICS = '"step": 2, "run": "train", "corpus": "c", "nats_per_token": '
+DAMAGED_LINES = {
+    'metrics.jsonl': [
+        '{"step": 2, "ru',
+        '[1]',
+        'null',
+        f'{{{METRICS}[1.0]}}',
+        f'{{{METRICS}"3.1"}}',
+        f'{{{METRICS}null}}',
+        f'{{{METRICS}true}}',
+        '{"run": "train", "corpus": "c"}',
+        '{"step": 2.5, "run": "train", "corpus": "c"}',
+        '{"step": 2, "run": 5, "corpus": "c"}',
+        '{"step": 2, "run": "train", "corpus": null}',
+        '\0' * 9,
+        '[' * 100_000,
+    ],
+    'inference_eval/qa-metrics.jsonl': [
+        '{"step": 2, "f1": 5',
+        '7',
+        '{"step": 2, "f1": "5"}',
+        '{"step": 2, "f1": {"a": 1}}',
+        '{"step": "2", "f1": 5.0}',
+        '{"f1": 5.0}',
+        '\udcff',
+    ],
+}
+
+
+def damage_line(file, number, text):
+    """Put `text` in place of a line of a file, the first one being 1."""
+    lines = file.read_bytes().splitlines(keepends=True)
+    lines[number - 1] = text.encode(errors='surrogateescape') + b'\n'
+    file.write_bytes(b''.join(lines))

@@ -1,17 +1,21 @@
 """`--mode=report`: what the page shows of runs, finished or not; its size; the text of users in it."""
 
+import errno
 import html.parser
 import json
 import math
+import os
 import re
 import shutil
 
 import pytest
-from report_runs import QA, curve_line, write_results, write_run
+from permissions import another_user
+from report_runs import DAMAGED_LINES, QA, curve_line, damage_line, write_results, write_run
 
+import best
 import chart
-import paths
 import report
+import results
 from chart import Curve, Point
 
 VOID = {'meta', 'link', 'input'}
@@ -91,7 +95,7 @@ def test_a_real_run(uninterrupted, tmp_path, command_line):
     assert result.status == 0, result.stderr
     assert result.stdout.splitlines()[-1] == f'{tmp_path}/x/report.html'
     page = Page(tmp_path / 'x' / 'report.html')
-    lines = paths.read_json_lines(uninterrupted / 'metrics.jsonl')
+    lines = best.read_metrics(uninterrupted)
     logged = [line for line in lines if line['run'] == 'train']
     evaluated = [line for line in lines if line['run'] == 'training_eval/span_corruption']
     expected = {
@@ -346,7 +350,7 @@ def test_many_steps_and_long_predictions_fit(tmp_path):
     assert len(page.source.encode()) <= 2_000_000
     values = page.values('Training loss')
     assert set(values) == {'a', 'b', 'c'}
-    lines = paths.read_json_lines(runs[0] / 'metrics.jsonl')
+    lines = best.read_metrics(runs[0])
     losses = [line['nats_per_token'] for line in lines]
     assert max(values['a'].values()) == pytest.approx(max(losses), rel=1e-4)
     assert min(values['a'].values()) == pytest.approx(min(losses), rel=1e-4)
@@ -416,6 +420,22 @@ def test_a_curve_lies_within_its_axes(name, is_logarithmic):
         assert 1 <= len(labels) <= 8 and len(labels) == len(set(labels)), labels
 
 
+@pytest.mark.parametrize('is_logarithmic', [False, True])
+@pytest.mark.parametrize(
+    'first, last',
+    [(1, 9_500), (1, 100), (1, 524_288), (1_000_000, 1_000_050), (1_000_000, 1_000_300), (5, 5)],
+)
+def test_the_labels_of_steps_lie_within_the_figure(first, last, is_logarithmic):
+    """A digit of a wide font, DejaVu Sans, has 0.64 of the size of report.css. Labels are centered."""
+    curve = Curve('a', css_class='run0', points=[Point(first, 1.0), Point(last, 2.0)])
+    svg = chart.draw('x', [curve], is_logarithmic=is_logarithmic)
+    labels = [x for x in svg if x.get('class') == 'x']
+    assert labels
+    for label in labels:
+        half = 0.64 * 10.5 * len(label.text) / 2
+        assert half <= float(label.get('x')) <= chart.WIDTH - half, label.text
+
+
 def test_ticks():
     assert chart.linear_ticks(0.0, 1200.0) == [0, 200, 400, 600, 800, 1000, 1200]
     assert chart.linear_ticks(4.7, 7.3) == [5, 5.5, 6, 6.5, 7]
@@ -426,6 +446,97 @@ def test_ticks():
 
 
 # Bad input.
+
+
+PREDICTIONS = {
+    'inference_eval/qa-000003.jsonl': [
+        '{"input": {"inputs_pretokeni',
+        '{}',
+        '{"input": 5, "target": "a", "output": "b", "prediction": "b"}',
+        json.dumps(
+            {
+                'input': results.example_as_json(QA)['input'],
+                'target': 'a',
+                'output': 5,
+                'prediction': 5,
+            }
+        ),
+        json.dumps({'input': results.example_as_json(QA)['input'], 'target': 'a', 'score': 'b'}),
+        json.dumps(
+            {'input': results.example_as_json(QA)['input'], 'output': 'b', 'prediction': 'b'}
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    'name, text',
+    [(name, x) for name, texts in (DAMAGED_LINES | PREDICTIONS).items() for x in texts],
+    ids=lambda text: text[:50],
+)
+def test_a_damaged_line_is_named(tmp_path, name, text):
+    run = write_run(tmp_path / 'run', num_steps=3)
+    for step in (1, 2, 3):
+        write_results(run, 'qa', step, [QA, QA], f1=5.0)
+    damage_line(run / name, 2, text)
+    with pytest.raises(ValueError) as error:
+        report.write([str(run)])
+    assert f'line 2 of {run / name}' in str(error.value)
+    assert 'restore the file from a copy' in str(error.value)
+    assert '\n' not in str(error.value)
+    assert not (run / 'report.html').exists()
+
+
+@pytest.mark.parametrize(
+    'text',
+    [
+        '{"train": {"steps": 5',
+        '',
+        '[1]',
+        '{"train": 5}',
+        '{"train": {"steps": null}}',
+        '{"train": {"steps": "5"}}',
+        '{"train": {"steps": [5]}}',
+        '{"train": {"steps": {"a": 5}}}',
+        '{"train": {"steps": 3}, "save": [5]}',
+    ],
+)
+def test_damaged_settings_are_named(tmp_path, text):
+    run = write_run(tmp_path / 'run', num_steps=2)
+    (run / 'config.json').write_text(text)
+    with pytest.raises(ValueError) as error:
+        make_page(run)
+    assert str(run / 'config.json') in str(error.value)
+    assert '\n' not in str(error.value)
+
+
+def test_a_damaged_file_on_the_command_line(tmp_path, command_line):
+    run = write_run(tmp_path / 'run', num_steps=3)
+    damage_line(run / 'metrics.jsonl', 3, '{"step": 3')
+    result = command_line('--mode=report', '--runs=run', cwd=tmp_path)
+    assert result.status == 2
+    assert f'main.py: line 3 of {run}/metrics.jsonl' in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_folder_that_may_not_be_written_is_named(open_path, monkeypatch):
+    run = write_run(open_path / 'run', num_steps=1)
+    run.chmod(0o555)
+    (open_path / 'full').mkdir()
+    for output_dir in ('', run / 'new'):
+        with pytest.raises(ValueError) as error, another_user():
+            report.write([str(run)], str(output_dir))
+        assert f'{output_dir or run} cannot be written' in str(error.value)
+        assert '--output_dir' in str(error.value)
+
+    def fail(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, 'fsync', fail)
+    with pytest.raises(OSError) as error:
+        report.write([str(run)], str(open_path / 'full'))
+    assert f'{open_path / "full"} cannot be written (No space left' in str(error.value)
+    assert '--output_dir' in str(error.value)
 
 
 def test_bad_input(tmp_path, command_line):

@@ -13,7 +13,8 @@ import time
 import numpy as np
 import own_task
 import pytest
-from runs import ENVIRONMENT, ROOT, Program, assert_same_run, run, small_config
+from report_runs import DAMAGED_LINES, damage_line, write_results
+from runs import ENVIRONMENT, ROOT, Program, assert_same_run, run, small_config, stop_after
 
 import checkpoint
 import evaluate
@@ -184,9 +185,82 @@ def test_metrics_that_a_crash_has_cut_are_written_again(corpus, uninterrupted, t
     shutil.copytree(uninterrupted, tmp_path / 'cut')
     shutil.rmtree(tmp_path / 'cut/checkpoint_6')
     with (tmp_path / 'cut/metrics.jsonl').open('ab') as file:
-        file.write(b'{"step": 4, "run": "train", "loss": 5.\0\0\n[1]\n{"step": 5')
+        file.write(b'{"step": 4, "run": "train", "loss": 5.\0\0')
     run(small_config(corpus), tmp_path / 'cut')
     assert_same_run(tmp_path / 'cut', uninterrupted, 6)
+
+
+def cut_to(file, num_lines):
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b''.join(lines[:num_lines]))
+
+
+@pytest.mark.parametrize(
+    'lose, lost',
+    [
+        (lambda file: file.unlink(), 'the steps 1 to 6'),
+        (lambda file: file.write_bytes(b''), 'the steps 1 to 6'),
+        (lambda file: cut_to(file, 2), 'the steps 3 to 6'),
+        (lambda file: file.write_bytes(file.read_bytes()[:2000]), 'the steps 2 to 6'),
+        (lambda file: None, None),
+    ],
+    ids=['gone', 'empty', 'cut', 'cut in a line', 'all there'],
+)
+def test_metrics_that_are_lost_are_said(corpus, uninterrupted, tmp_path, capsys, lose, lost):
+    shutil.copytree(uninterrupted, tmp_path / 'run')
+    lose(tmp_path / 'run/metrics.jsonl')
+    run(small_config(corpus), tmp_path / 'run')
+    lines = [line for line in capsys.readouterr().out.splitlines() if 'metrics.jsonl has' in line]
+    if lost is None:
+        assert not lines
+    else:
+        [line] = lines
+        assert lost in line
+
+
+def test_steps_that_are_not_logged_yet_are_not_lost(corpus, uninterrupted, tmp_path, capsys):
+    """In a run that began at a step that is logged, and in one whose period has changed."""
+    config = small_config(corpus, steps=9)
+    config.restore.path = str(uninterrupted)
+    config.log.every_steps = 3
+    stop_after(2, config, tmp_path / 'began elsewhere')
+    train.prepare(config, tmp_path / 'began elsewhere').lock.close()
+    config.restore.path = ''
+    config.log.every_steps = 9
+    stop_after(2, config, tmp_path / 'changed')
+    config.log.every_steps = 2
+    stop_after(1, config, tmp_path / 'changed')
+    train.prepare(config, tmp_path / 'changed').lock.close()
+    out = capsys.readouterr().out
+    assert 'Stopped after step 8' in out and 'Stopped after step 3' in out
+    assert 'metrics.jsonl has' not in out
+
+
+@pytest.mark.parametrize(
+    'name, text',
+    [(name, texts[i]) for name, texts in DAMAGED_LINES.items() for i in (0, 1, 3)],
+    ids=lambda text: text[:30],
+)
+def test_a_damaged_line_is_named(corpus, uninterrupted, tmp_path, name, text):
+    shutil.copytree(uninterrupted, tmp_path / 'run')
+    for step in (1, 2, 3):
+        write_results(tmp_path / 'run', 'qa', step, [], f1=5.0)
+    damage_line(tmp_path / 'run' / name, 2, text)
+    before = (tmp_path / 'run/metrics.jsonl').read_bytes()
+    with pytest.raises(ValueError) as error:
+        train.prepare(small_config(corpus, steps=9), tmp_path / 'run')
+    assert f'line 2 of {tmp_path / "run" / name}' in str(error.value)
+    assert (tmp_path / 'run/metrics.jsonl').read_bytes() == before
+
+
+@pytest.mark.parametrize('text', ['{"model": ', '', '[1]'])
+def test_damaged_settings_of_a_run_are_named(corpus, uninterrupted, tmp_path, text):
+    shutil.copytree(uninterrupted, tmp_path / 'run')
+    (tmp_path / 'run/config.json').write_text(text)
+    with pytest.raises(ValueError) as error:
+        train.prepare(small_config(corpus), tmp_path / 'run')
+    assert f'{tmp_path / "run/config.json"} ' in str(error.value)
+    assert 'restore it from a copy' in str(error.value)
 
 
 def test_an_error_in_the_background_surfaces_within_a_step(corpus, tmp_path, monkeypatch):

@@ -67,6 +67,12 @@ def run(config, workdir):
     return workdir
 
 
+def stop_after(num_steps, config, workdir):
+    """Take some steps, and be stopped by a signal."""
+    counts = iter(range(1, num_steps + 1))
+    train.train(train.prepare(config, workdir), lambda: 2 * (next(counts) == num_steps))
+
+
 def metrics_of(workdir):
     """Return the lines of metrics.jsonl without what depends on the clock."""
     lines = []
