@@ -14,6 +14,7 @@ same command goes on from there. A second signal ends the process at once.
 """
 
 import contextlib
+import errno
 import os
 import pathlib
 import signal
@@ -27,6 +28,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+import paths
 import settings
 
 FLAGS = flags.FLAGS
@@ -114,6 +116,13 @@ MODES_OF_FLAG = {
     'to': ('convert',),
     'format': ('convert',),
 }
+# What to do about errors of the system, where correcting the name does not help.
+REMEDIES = {
+    errno.ENOSPC: 'free some space, or name a folder on another disk',
+    errno.EDQUOT: 'free some space, or name a folder on another disk',
+    errno.EFBIG: 'name a folder on a disk that takes larger files',
+    errno.EIO: 'check the disk, or name a folder on another one',
+}
 CONFIGS = pathlib.Path(settings.base.__file__).resolve().parent
 HELP = {'--help', '-help', '-h', '--helpshort', '--helpfull', '-?'}
 
@@ -170,7 +179,6 @@ def evaluate(config: ConfigDict | None) -> int:
     """Evaluate checkpoints. Return the exit status. Raises ValueError and OSError for bad input."""
     import evaluate_mode
     import infer
-    import paths
 
     if config is None:
         changes = config_flags.get_override_values(FLAGS['config'])
@@ -387,10 +395,11 @@ def needs_no_config(argv: list[str]) -> bool:
 
 
 def check_config_file(file: str) -> None:
-    """Raise ValueError unless `file` exists and is named like a Python file."""
+    """Raise ValueError unless `file` exists and is named like a Python file, OSError if it is locked."""
     path = pathlib.Path(file)
     if path.is_file() and path.suffix == '.py':
-        return
+        with path.open():  # raises OSError for a file that may not be read
+            return
     remedy = 'try --config=configs/tiny.py'
     if pathlib.Path(f'{file}.py').is_file():
         remedy = f'try --config={file}.py'
@@ -463,7 +472,9 @@ def one_line(error: BaseException) -> str:
     A ValueError of a library is most often a fault in the code of a fork: where our code called it
     is added.
     """
-    text = ' '.join(str(error).split())
+    text = ' '.join(paths.reason(error).split())
+    if isinstance(error, OSError) and error.errno:  # of the system, not one of our own messages
+        text += f': {REMEDIES.get(error.errno, "correct its name or permissions, or name another")}'
     folder = pathlib.Path(__file__).parent
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if pathlib.Path(frame.filename).parent == folder]

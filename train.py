@@ -1096,7 +1096,7 @@ def compile_unless_finished(
     console.line(
         f'{start.description}; compiling, then a line every {config.log.every_steps} steps.'
     )
-    plan.check_state_fits(trainer.mesh, state_bytes)
+    plan.check_state_fits(trainer.mesh, trainer.shapes, trainer.specs)
 
     def compile_with(num_microbatches: int) -> jax.stages.Compiled:
         return compile_step(dataclasses.replace(trainer, num_microbatches=num_microbatches))

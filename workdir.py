@@ -202,9 +202,10 @@ def check_saving(workdir: Path, num_bytes: int) -> None:
         if jax.process_index() == 0:
             shutil.rmtree(folder)
     except (OSError, ValueError) as error:
+        cause = error.__cause__ or error
         raise OSError(
-            f'{workdir} cannot hold checkpoints ({error}): correct its permissions, name or disk, or name '
-            'another --workdir'
+            f'{workdir} cannot hold checkpoints ({paths.reason(cause)}): correct its permissions, name or disk, or '
+            'name another --workdir'
         ) from error
     free = shutil.disk_usage(workdir).free
     if free < num_bytes:

@@ -40,7 +40,7 @@ def write(folder: pathlib.Path, files: dict[str, str]) -> None:
             path.symlink_to(content.removeprefix('-> '))
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content)
+            path.write_text(content, errors='surrogateescape')
 
 
 def contents(folder: pathlib.Path) -> dict[str, bytes | None]:
@@ -128,6 +128,13 @@ CONFIGS = {
     'missing': Row(['--config=mine.py'], 'mine.py: no such file; try --config=configs/tiny.py'),
     'no suffix': Row(['--config=mine'], 'try --config=mine.py', {'mine.py': CONFIG}),
     'empty name': Row(['--config='], 'no Python file'),
+    'long name': Row([f'--config={"x" * 300}.py'], 'File name too long: correct its name'),
+    'NUL in a path': Row(
+        ['--config=mine.py'],
+        'is no path: name a file or a folder',
+        {'mine.py': CONFIG + '    config.data.files = "a\\0b.txt"\n    return config\n'},
+    ),
+    'not UTF-8': Row(['--config=mine.py'], 'mine.py, line 1: ', {'mine.py': '\udcff\udcfe'}),
     'no config': Row(['--workdir=x'], '--config is missing'),
     'folder': Row(['--config={dir}'], 'no Python file'),
     'readme': Row(['--config={root}/README.md'], 'no Python file'),
@@ -295,6 +302,7 @@ def test_settings_that_do_not_fit_together(command_line, tmp_path, row):
 # The workdir.
 
 OURS = json.dumps({'data_fingerprint': 'x', 'model': {}, 'train': {'steps': 1}})
+FEW = '--config.data.vocabulary=bytes'
 NOT_A_RUN = '{dir}/run is not a run of this program; name another --workdir'
 HUGGING_FACE = json.dumps({'model_type': 't5', 'd_model': 8})
 WORKDIRS = {
@@ -334,6 +342,9 @@ WORKDIRS = {
     'address': Row([TINY, '--workdir=http://host/x'], '--workdir=http://host/x: name a folder on a disk'),
     'nobody': Row([TINY, '--workdir=~nobody-here/x'], 'no such home folder'),
     'long name': Row([TINY, f'--workdir={"x" * 300}'], 'too long'),
+    'long name in a folder': Row([TINY, f'--workdir=new/{"x" * 300}'], 'too long'),
+    'no permission': Row([TINY, '--workdir=/proc/run', FEW], '/proc/run: No such file or directory: correct its'),
+    'folder in place of its lock': Row([TINY, '--workdir=run', FEW], '{dir}/run/lock: Is a directory: ', {'run/config.json': OURS, 'run/lock/': ''}),
 }  # fmt: skip
 
 
@@ -434,6 +445,27 @@ def test_text_and_vocabulary(command_line, tmp_path, row):
     check(row, command_line, tmp_path)
 
 
+# Caches.
+
+
+def of_cache(folder: str, message: str) -> Row:
+    flags = ['--mode=cache', TINY, f'{FILES}=text.txt', f'{VOCABULARY}=bytes']
+    return Row([*flags, f'--config.data.cache_dirs={folder}'], message, {'text.txt': LINES})
+
+
+CACHES = {
+    'nowhere': of_cache('', 'name it with data.cache_dirs'),
+    'no permission': of_cache('/proc/x', '/proc/x: No such file or directory: correct its name or permissions'),
+    'file': of_cache('text.txt', '{dir}/text.txt/'),
+    'long name': of_cache('x' * 300, 'data.cache_dirs: xxx'),
+}  # fmt: skip
+
+
+@rows(CACHES)
+def test_a_cache(command_line, tmp_path, row):
+    check(row, command_line, tmp_path)
+
+
 # Checkpoints.
 
 
@@ -460,6 +492,8 @@ CONVERSIONS = {
     'to below a file': of_conversion(GOLDEN, 'a.txt', target='a.txt/x', a__txt='mine'),
     'to a bucket': of_conversion(GOLDEN, 'gs://bucket/x: write to a disk', target='gs://bucket/x'),
     'to a full folder': of_conversion(GOLDEN, 'sub', target='sub', sub_in_x__txt='mine'),
+    'to where nobody may write': of_conversion(GOLDEN, '/proc/x: No such file or directory: ', target='/proc/x'),
+    'to a long name': of_conversion(GOLDEN, 'File name too long: ', target=f'new/{"x" * 300}'),
     'to itself': of_conversion(GOLDEN, 'checkpoint_6', target=GOLDEN),
 }  # fmt: skip
 
