@@ -23,6 +23,7 @@ import sys
 import sysconfig
 import threading
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
@@ -330,9 +331,11 @@ def check_flags_of_mode() -> None:
     """Raise ValueError for a flag that belongs to another mode."""
     for name, modes in MODES_OF_FLAG.items():
         if FLAGS[name].present and FLAGS.mode not in modes:
-            raise ValueError(
-                f'--{name} is not for --mode={FLAGS.mode}: it needs --mode={" or ".join(modes)}'
-            )
+            raise ValueError(not_of_mode(name, FLAGS.mode, modes))
+
+
+def not_of_mode(flag: str, mode: str, modes: Sequence[str]) -> str:
+    return f'--{flag} is not for --mode={mode}: it needs --mode={" or ".join(modes)}'
 
 
 def parse_shard(text: str) -> tuple[int, int]:
@@ -416,9 +419,32 @@ def explain_flag(error: flags.Error, file: str | None) -> str:
             return explain_config(cause, file)
         cause = cause.__context__
     text = str(error).strip().splitlines()[-1]
+    if isinstance(error, flags.UnrecognizedFlagError) and error.flagname.startswith('config.'):
+        if FLAGS['mode'].value not in MODES_OF_FLAG['config']:
+            return not_of_mode(error.flagname, FLAGS['mode'].value, MODES_OF_FLAG['config'])
+        return f'--{error.flagname} needs --config=FILE, whose setting it changes: try --config=configs/tiny.py'
     if 'get_config()' in text:
         return f'{text.removeprefix("TypeError: ")}: write --config={file}, with :ARG or without'
+    is_value = isinstance(error, flags.IllegalFlagValueError)
+    if is_value and not str(error).startswith('flag --config='):
+        return explain_value(error)
     return text
+
+
+def explain_value(error: flags.Error) -> str:
+    """Return one line about the value of a flag or setting, whose type absl says in Python's words."""
+    given, _, reason = str(error).removeprefix('flag ').rpartition(f': {error.__context__}')
+    given = ' '.join(f'{given}{reason}'.split())
+    name = given.partition('=')[0].removeprefix('--')
+    setting = name.removeprefix('config.')
+    if setting == name:
+        if FLAGS[name].boolean:
+            return f'{given}: must be true or false'
+        return f'{given}: {error.__context__}'
+    defaults = dict(settings.leaves(settings.base.get_config()))
+    if setting in defaults:
+        return f'{given}: {settings.kind_of(defaults[setting])}'
+    return f'{given}: {setting} is a group of settings: set one of them, --{name}.NAME=VALUE'
 
 
 def explain_config(error: BaseException, file: str | None) -> str:
@@ -430,6 +456,7 @@ def explain_config(error: BaseException, file: str | None) -> str:
     if not frames:
         if 'get_config' in text:
             return f'--config={file} has no function get_config: start as configs/tiny.py does'
+        text = text.rpartition('Attempting to lookup: ')[2]
         return f'no such setting: {text}: --help lists all'
     last = frames[-1]
     if pathlib.Path(last.filename).resolve().parent == CONFIGS:

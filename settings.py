@@ -134,6 +134,15 @@ CHOICES = {
     'restore.dtype': ('float32', 'bfloat16', 'float16', ''),
 }
 
+# What a value of a type is, in messages.
+KINDS = {
+    bool: 'true or false',
+    int: 'a whole number',
+    float: 'a number',
+    str: 'text',
+    tuple: 'texts in parentheses',
+}
+
 # Settings that are a whole number or 'auto'. The module that uses one checks the number.
 INTEGER_OR_AUTO = ('train.num_microbatches',)
 
@@ -167,10 +176,7 @@ def check_value(key: str, value: Any, default: Any) -> None:
             raise ValueError(f"{key}={value!r}: must be a whole number or 'auto'")
         return
     if not has_type_of(default, value):
-        raise ValueError(
-            f'{key}={value!r} is a {type(value).__name__}: it must be a {type(default).__name__}, '
-            f'as {default!r} is'
-        )
+        raise ValueError(f'{key}={value!r}: {kind_of(default)}')
     if type(default) in (int, float):
         limits = RANGES.get(key, FINITE)
         if not limits.holds(value):
@@ -178,6 +184,11 @@ def check_value(key: str, value: Any, default: Any) -> None:
     if key in CHOICES and value not in CHOICES[key]:
         choices = ', '.join(repr(choice) for choice in CHOICES[key])
         raise ValueError(f'{key}={value!r}: must be one of {choices}')
+
+
+def kind_of(default: Any) -> str:
+    """Return what the values of a setting must be, for a message about one that is not."""
+    return f'must be {KINDS[type(default)]}, such as {default!r}'
 
 
 def has_type_of(default: Any, value: Any) -> bool:
