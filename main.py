@@ -420,8 +420,9 @@ def explain_flag(error: flags.Error, file: str | None) -> str:
         cause = cause.__context__
     text = str(error).strip().splitlines()[-1]
     if isinstance(error, flags.UnrecognizedFlagError) and error.flagname.startswith('config.'):
-        if FLAGS['mode'].value not in MODES_OF_FLAG['config']:
-            return not_of_mode(error.flagname, FLAGS['mode'].value, MODES_OF_FLAG['config'])
+        mode: Any = FLAGS['mode'].value
+        if mode not in MODES_OF_FLAG['config']:
+            return not_of_mode(error.flagname, mode, MODES_OF_FLAG['config'])
         return f'--{error.flagname} needs --config=FILE, whose setting it changes: try --config=configs/tiny.py'
     if 'get_config()' in text:
         return f'{text.removeprefix("TypeError: ")}: write --config={file}, with :ARG or without'

@@ -329,9 +329,23 @@ def train(run: Run, stop: Callable[[], int] | None = None) -> int:
         else:
             report_best(run)
             run.console.line(
-                workdir.next_command(run.workdir, run.stream.mixture, run.config.train)
+                workdir.next_command(run.workdir, run.stream.mixture, what_goes_on(run, step))
             )
     return stop_request.signal
+
+
+def what_goes_on(run: Run, step: int) -> str:
+    """Return the settings with which a run that has ended after `step` goes on."""
+    limits = run.config.train
+    flags = []
+    if step == limits.steps:
+        name = 'relative_steps' if limits.relative_steps else 'steps'
+        flags.append(f'a larger --config.train.{name}')
+    if history(run).ends(limits.early_stopping):
+        flags.append('--config.train.early_stopping=0')
+    if not flags:
+        flags.append('a larger --config.train.epochs')
+    return ' with '.join(flags)
 
 
 def finish(run: Run, stop_request: 'StopRequest') -> int:
