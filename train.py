@@ -1287,10 +1287,15 @@ def restored_step(config: Any, leaves: Mapping[str, Any]) -> int:
 
 
 def own_vocabulary(config: Any, directory: Any) -> bytes:
-    """Return the SentencePiece model of a checkpoint. Raises ValueError if a run would make a new one."""
+    """Return the SentencePiece model of a checkpoint, b'' where data.vocabulary names one in its place.
+
+    Raises ValueError if a run would make a new one.
+    """
+    if config.data.vocabulary:
+        return b''
     vocabulary = find_vocabulary(directory)
     vocabulary_model = b'' if vocabulary is None else vocabulary.model
-    if not config.data.vocabulary and not vocabulary_model:
+    if not vocabulary_model:
         raise ValueError(
             f'restore.path={config.restore.path} brings no SentencePiece model, and a new one would have other pieces '
             'for its embeddings: name its own with data.vocabulary'

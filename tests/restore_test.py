@@ -249,6 +249,37 @@ def test_what_is_refused(corpus, tmp_path, change, words):
     assert {file.name for file in tmp_path.iterdir()} <= {'lock'}
 
 
+@pytest.mark.parametrize('content', [b'', b'damaged'])
+def test_a_vocabulary_that_is_damaged(corpus, tmp_path, monkeypatch, content):
+    """What the message proposes works: to name the vocabulary once that file is removed."""
+    shutil.copytree(HUGGING_FACE, tmp_path / 'hf')
+    damaged = tmp_path / 'hf/spiece.model'
+    damaged.write_bytes(content)
+    config = tiny_config(tmp_path / 'hf', corpus, vocabulary='')
+    with pytest.raises(ValueError, match='hf/spiece.model: .*: copy it again, or remove it and na'):
+        train.prepare(config, tmp_path / 'run')
+    damaged.unlink()
+    with pytest.raises(ValueError, match='brings no SentencePiece model.*name its own with'):
+        train.prepare(config, tmp_path / 'run')
+    config.data.vocabulary = 'bytes'
+    monkeypatch.setattr(train, 'compile_step', None)  # it is reached
+    with pytest.raises(TypeError):
+        train.prepare(config, tmp_path / 'run')
+
+
+@pytest.mark.parametrize('content', [b'', b'damaged'])
+def test_a_vocabulary_of_a_run_that_is_damaged(corpus, uninterrupted, tmp_path, content):
+    shutil.copytree(uninterrupted, tmp_path / 'run')
+    damaged = tmp_path / 'run/vocabulary.model'
+    expected = damaged.read_bytes()
+    damaged.write_bytes(content)
+    with pytest.raises(ValueError, match='run/vocabulary.model: .*: remove it: the run takes'):
+        train.prepare(small_config(corpus), tmp_path / 'run')
+    damaged.unlink()
+    train.prepare(small_config(corpus), tmp_path / 'run').lock.close()
+    assert damaged.read_bytes() == expected
+
+
 def test_steps_count_from_the_first_ever(corpus, tmp_path):
     message = "has taken 6 of 6: set more train.steps, or train.relative_steps, or restore.only='"
     with pytest.raises(ValueError, match=re.escape(message)):
