@@ -117,7 +117,8 @@ MODES_OF_FLAG = {
     'to': ('convert',),
     'format': ('convert',),
 }
-# What to do about errors of the system, where correcting the name does not help.
+# What to do about errors of the system.
+NAME_REMEDY = 'correct its name or permissions, or name another'
 REMEDIES = {
     errno.ENOSPC: 'free some space, or name a folder on another disk',
     errno.EDQUOT: 'free some space, or name a folder on another disk',
@@ -312,6 +313,8 @@ def parse(argv: list[str]) -> ConfigDict | None:
             f'--workdir={FLAGS.workdir}: name a folder on a disk, buckets are read only'
         )
     settings.check(FLAGS.config)
+    if FLAGS.mode == 'train':
+        settings.check_effects(FLAGS.config, config_flags.get_override_values(FLAGS['config']))
     return FLAGS.config
 
 
@@ -502,7 +505,7 @@ def one_line(error: BaseException) -> str:
     """
     text = ' '.join(paths.reason(error).split())
     if isinstance(error, OSError) and error.errno:  # of the system, not one of our own messages
-        text += f': {REMEDIES.get(error.errno, "correct its name or permissions, or name another")}'
+        text += f': {REMEDIES.get(error.errno, NAME_REMEDY)}'
     folder = pathlib.Path(__file__).parent
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if pathlib.Path(frame.filename).parent == folder]

@@ -7,7 +7,7 @@ settings, about files or about devices belongs to the module that uses them. Imp
 import inspect
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
@@ -134,6 +134,47 @@ CHOICES = {
     'restore.dtype': ('float32', 'bfloat16', 'float16', ''),
 }
 
+
+class Needs(NamedTuple):
+    """Settings that act only with another one."""
+
+    setting: str
+    value: Any  # that it must have; None for any but '', 0 and False
+    dependents: tuple[str, ...]
+
+
+# A dependent that is given on the command line without the other one is refused: it has no effect.
+NEEDS = (
+    Needs('model.lora_rank', None, ('model.lora_alpha', 'model.lora_targets')),
+    Needs('data.targets', '', ('data.text_field',)),
+    Needs('data.on_bad_line', 'skip', ('data.max_bad_fraction',)),
+    Needs(
+        'optimizer.name',
+        'adafactor',
+        (
+            'optimizer.decay_rate',
+            'optimizer.step_offset',
+            'optimizer.multiply_by_parameter_scale',
+            'optimizer.clipping_threshold',
+            'optimizer.factored',
+            'optimizer.beta1',
+            'optimizer.weight_decay_rate',
+        ),
+    ),
+    Needs(
+        'optimizer.name',
+        'adamw',
+        (
+            'optimizer.adamw.beta1',
+            'optimizer.adamw.beta2',
+            'optimizer.adamw.weight_decay',
+        ),
+    ),
+    Needs('infer_eval.every_steps', None, ('infer_eval.task', 'infer_eval.num_examples')),
+    Needs('save.best_metric', None, ('save.best_is',)),
+    Needs('restore.path', None, ('restore.only', 'restore.strict', 'restore.dtype')),
+)
+
 # What a value of a type is, in messages.
 KINDS = {
     bool: 'true or false',
@@ -184,6 +225,23 @@ def check_value(key: str, value: Any, default: Any) -> None:
     if key in CHOICES and value not in CHOICES[key]:
         choices = ', '.join(repr(choice) for choice in CHOICES[key])
         raise ValueError(f'{key}={value!r}: must be one of {choices}')
+
+
+def check_effects(config: Any, given: Collection[str]) -> None:
+    """Raise ValueError where one of the settings `given` on the command line has no effect."""
+    found: dict[str, Any] = dict(leaves(config))
+    defaults: dict[str, Any] = dict(leaves(base.get_config()))
+    for setting, value, dependents in NEEDS:
+        needed = setting
+        acts = bool(found[setting])
+        if value is not None:
+            needed = f'{setting}={value!r}'
+            acts = found[setting] == value
+        for key in dependents:
+            if key in given and not acts and found[key] != defaults[key]:
+                raise ValueError(
+                    f'{key}={found[key]!r} has no effect without {needed}: set that, too, or leave this out'
+                )
 
 
 def kind_of(default: Any) -> str:

@@ -47,10 +47,10 @@ import plan
 import prefetch
 import results
 import settings
+import sources
 import tasks
 import workdir
 from mixtures import OpenMixture, OpenTask
-from sources import NO_SPLIT
 from vocabulary import Vocabulary, find_or_train_vocabulary, find_vocabulary, read_settings
 
 LINES_OF_A_SLOW_EVALUATION = 1_000_000  # that are read in about ten seconds or more
@@ -903,7 +903,7 @@ def check_mixture(config: Any, mixture: OpenMixture) -> None:
             'different times: set train.epochs=0 and train.steps'
         )
     for task in mixture.tasks:
-        if task.task.train_split == NO_SPLIT:
+        if task.task.train_split == sources.NO_SPLIT:
             raise ValueError(
                 f'data.task={task.name!r} has no split for training, it is for evaluation alone: name a '
                 "task that 'python tasks.py' lists with a t"
@@ -1069,6 +1069,12 @@ def introduce(
     if trainer.model_config.module:
         lines.append(f'The model is model.py as {trainer.model_config.module} changes it.')
     lines += tasks.other_versions(validation.mixture)
+    names = [task.name for task in validation.mixture.tasks]
+    if config.data.cache_dirs and not any(sources.find_cache(config.data, x) for x in names):
+        lines.append(
+            f'data.cache_dirs={config.data.cache_dirs!r} has no effect: it holds no complete cache of '
+            f'data.task={config.data.task!r}.'
+        )
     num_lines = validation.num_lines_to_start()
     if num_lines > LINES_OF_A_SLOW_EVALUATION:
         lines.append(

@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import pytest
 from command_line import ROOT
+from permissions import another_user
 
+import main
 import settings
 from configs import base
 
@@ -245,6 +247,10 @@ CONFIGS = {
         "data.vocabulary=None: must be text, such as ''",
         {'mine.py': CONFIG + '    config.data.vocabulary = None\n    return config\n'},
     ),
+    'best_is alone': Row([TINY, '--config.save.best_is=lower'], "save.best_is='lower' has no effect without save.best_metric: "),
+    'task of no metrics': Row([TINY, '--config.infer_eval.task=x'], "infer_eval.task='x' has no effect without infer_eval.every_"),
+    'adamw of adafactor': Row([TINY, '--config.optimizer.adamw.weight_decay=0.1'], "without optimizer.name='adamw': set that, too"),
+    'only of nothing': Row([TINY, '--config.restore.only=target/.*'], "restore.only='target/.*' has no effect without restore.path"),
     'dtype': Row([TINY, '--config.model.dtype=float64'], "model.dtype='float64': must be one of 'float32'"),
     'save dtype': Row([TINY, '--config.save.dtype=int8'], "save.dtype='int8': must be one of"),
     'restore dtype': Row([TINY, '--config.restore.dtype=int8'], "restore.dtype='int8': must be one of"),
@@ -268,6 +274,16 @@ FLAGS = {
 def test_a_config_that_is_none(command_line, tmp_path, row):
     files = {name: text.replace('{dir}', str(tmp_path)) for name, text in row.files.items()}
     check(row._replace(files=files), command_line, tmp_path)
+
+
+def test_a_config_that_may_not_be_read(open_path):
+    """It is no file without get_config, and no setting is missing."""
+    file = open_path / 'mine.py'
+    file.write_text(CONFIG)
+    file.chmod(0)
+    with another_user(), pytest.raises(OSError) as refused:
+        main.parse(['main.py', f'--config={file}'])
+    assert main.one_line(refused.value) == f'{file}: Permission denied: {main.NAME_REMEDY}'
 
 
 @rows(FLAGS)
@@ -446,6 +462,8 @@ TEXTS = {
         [TINY, '--config.data.task=glue_sst2_v002', '--config.data.tfds_dir={dir}', '--workdir=run'],
         "data.task='glue_sst2_v002': data.tfds='glue/sst2:1.0.0': {dir} holds no such data set, its data sets are: none: ",
     ),
+    'no caches': of_text('--config.data.cache_dirs=nowhere', message="data.cache_dirs='nowhere': {dir}/nowhere is no folder"),
+    'caches in a file': of_text('--config.data.cache_dirs=text.txt', message='{dir}/text.txt is no folder'),
     'no vocabulary': of_text(f'{VOCABULARY}=nowhere', message="data.vocabulary='nowhere'"),
     'vocabulary of text': of_text(f'{VOCABULARY}=text.txt', message='no SentencePiece model'),
     'folder without': of_text(f'{VOCABULARY}=sub', message="data.vocabulary='sub'", sub_in_x__txt='x'),

@@ -83,6 +83,15 @@ def test_a_run_in_a_parent_folder(corpus, tmp_path, monkeypatch):
     assert infer.load('../here/third').vocabulary.model
 
 
+def test_caches_without_the_task_are_named_first(corpus, tmp_path, monkeypatch, capsys):
+    config = small_config(corpus)
+    config.data.cache_dirs = str(tmp_path)
+    monkeypatch.setattr(train, 'compile_step', None)  # comes after
+    with pytest.raises(TypeError):
+        train.prepare(config, tmp_path / 'run')
+    assert f"data.cache_dirs='{tmp_path}' has no effect: it holds" in capsys.readouterr().out
+
+
 def test_the_next_command_can_be_pasted(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run(small_config(corpus, steps=1), 'my runs/x')
