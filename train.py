@@ -1371,10 +1371,11 @@ def choose_leaves(
             f'restore.only={config.only!r} is no regular expression: {error}'
         ) from error
     except ValueError as error:
-        raise ValueError(
-            f'restore.path={config.path}: {error}: restore.only leaves some out, restore.strict=False whatever only '
-            'one of them has'
-        ) from error
+        remedy = "leave those out with restore.only, as '(?!.*mlp).*' does all MLPs"
+        with contextlib.suppress(ValueError):
+            checkpoint.choose(index, expected, config.only, strict=False)
+            remedy += ', or whatever only one of them has with restore.strict=False'
+        raise ValueError(f'restore.path={config.path}: {error}: {remedy}') from error
 
 
 def describe_initial(

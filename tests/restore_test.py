@@ -148,7 +148,7 @@ def test_another_depth_is_refused(corpus, depth, message):
     with pytest.raises(ValueError, match=message) as error:
         start(config)
     assert 'decoder/layers_' in str(error.value)
-    assert ' more: restore.only' in str(error.value)
+    assert ' more: leave those out with restore.only' in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -247,6 +247,29 @@ def test_what_is_refused(corpus, tmp_path, change, words):
         train.prepare(config, tmp_path)
     assert '\n' not in str(error.value)
     assert {file.name for file in tmp_path.iterdir()} <= {'lock'}
+
+
+def test_another_model_and_what_restores_the_rest(corpus):
+    """The message names restore.strict=False where that helps: not for other shapes."""
+
+    def choose(config):
+        return train.choose_initial(config, train.make_trainer(config))
+
+    config = tiny_config(T5X, corpus)
+    config.model.num_decoder_layers = 3
+    with pytest.raises(
+        ValueError, match='leave those out with restore.only.*restore.strict=False$'
+    ):
+        choose(config)
+    config.restore.strict = False
+    choose(config)
+    config = tiny_config(T5X, corpus)
+    config.model.mlp_dim = 32
+    for config.restore.strict in (True, False):
+        with pytest.raises(ValueError, match='leave those out with restore.only.*all MLPs$'):
+            choose(config)
+    config.restore.only = '(?!.*mlp).*'
+    choose(config)
 
 
 @pytest.mark.parametrize('content', [b'', b'damaged'])
