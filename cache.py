@@ -162,16 +162,18 @@ def is_done(root: Path, job: Job) -> bool:
 
 
 class ShardWriter:
-    """Writes the examples of one shard of one split, and counts them as SeqIO's stats do."""
+    """Writes the examples of one shard of one split, and counts them as SeqIO's stats do.
 
-    def __init__(self, folder: Path, job: Job, split: str):
+    The end of `unfinished` gives the files their names.
+    """
+
+    def __init__(self, folder: Path, job: Job, split: str, unfinished: contextlib.ExitStack):
         path = str(folder / file_name(job, split))
         self._statistics_file = statistics_file(folder, job, split)
-        self._unfinished = contextlib.ExitStack()  # its end gives the files their names
         self._files: list[IO[bytes]] = []
         for name in (path, *seqio_cache.ids_files(path)):
             file = paths.replacing(Path(name), writer=f'-{os.getpid()}')
-            self._files.append(self._unfinished.enter_context(file))
+            self._files.append(unfinished.enter_context(file))
         self._num_ids = 0
         self._statistics = {'examples': 0}
         for feature in seqio_cache.FEATURES:
@@ -198,26 +200,26 @@ class ShardWriter:
         index.write(np.array(entry, '<i8').tobytes())
 
     def finish(self) -> None:
-        """Give the files their names, and only then say that they are whole."""
-        self._unfinished.close()
+        """Say that the files, which have their names by now, are whole."""
         paths.replace_file(self._statistics_file, json.dumps(self._statistics).encode())
 
 
 def write_shard(task: data.TokenizedTask, job: Job, root: Path) -> Iterator[int]:
     """Write the files of a shard. Yield the number of new examples now and then."""
     folder = folder_of(root, job.task)
-    writers = {split: ShardWriter(folder, job, split) for split in job.splits}
     records = records_of(task.source, job)
-    while True:
-        group = list(itertools.islice(records, RECORDS_AT_ONCE))
-        if not group:
-            break
-        for split, writer in writers.items():
-            own = [record for record_split, record in group if record_split == split]
-            examples = task.tokenize(own)
-            for example in examples:
-                writer.write(example)
-            yield len(examples)
+    with contextlib.ExitStack() as unfinished:
+        writers = {split: ShardWriter(folder, job, split, unfinished) for split in job.splits}
+        while True:
+            group = list(itertools.islice(records, RECORDS_AT_ONCE))
+            if not group:
+                break
+            for split, writer in writers.items():
+                own = [record for record_split, record in group if record_split == split]
+                examples = task.tokenize(own)
+                for example in examples:
+                    writer.write(example)
+                yield len(examples)
     for writer in writers.values():
         writer.finish()
 

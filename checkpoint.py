@@ -218,7 +218,7 @@ class Saver:
             _sync(final.parent)
         except Exception as error:
             raise OSError(
-                f'{final} is not saved ({error}); the checkpoints before it are valid: correct the '
+                f'{final} is not saved ({paths.reason(error)}); the checkpoints before it are valid: correct the '
                 'disk and start again'
             ) from error
         self.prune()
@@ -367,10 +367,12 @@ def _write_array(
     """Write `shards`; return the checksums of the files that this process has written."""
     folder = spec['kvstore']['path']
     kvstore = paths.to_kvstore(directory / folder)
-    store = ts.open({**spec, 'kvstore': kvstore}, create=True, open=True).result()
+    with paths.writing(directory / folder):
+        store = ts.open({**spec, 'kvstore': kvstore}, create=True, open=True).result()
     writes = [store[shard.index].write(read_leaf(shard.data)) for shard in shards]
-    for write in writes:
-        write.result()
+    with paths.writing(directory / folder):
+        for write in writes:
+            write.result()
     names = []
     if jax.process_index() == 0:
         names.append('.zarray')

@@ -392,10 +392,10 @@ def _write_t5x(target: Path, opened: OpenedModel, vocabulary_model: bytes) -> Pa
         try:
             checkpoint.save(unfinished, step, tree, files).rename(final)
         except OSError as error:  # it names the unfinished folder, which is removed now
-            cause = error.__cause__ or error
-            if isinstance(cause, ValueError):
+            cause = error.__cause__
+            if isinstance(cause, ValueError | OSError):
                 raise cause from None
-            raise OSError(f'{final} is not written ({cause}): see to the disk') from error
+            raise
         if vocabulary_model and is_new:  # other checkpoints must not find it
             (unfinished / 'vocabulary.model').write_bytes(vocabulary_model)
             (unfinished / 'vocabulary.model').rename(run_vocabulary)

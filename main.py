@@ -14,6 +14,7 @@ same command goes on from there. A second signal ends the process at once.
 """
 
 import contextlib
+import errno
 import os
 import pathlib
 import signal
@@ -22,11 +23,13 @@ import sys
 import sysconfig
 import threading
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+import paths
 import settings
 
 FLAGS = flags.FLAGS
@@ -115,6 +118,14 @@ MODES_OF_FLAG = {
     'to': ('convert',),
     'format': ('convert',),
 }
+# What to do about errors of the system.
+NAME_REMEDY = 'correct its name or permissions, or name another'
+REMEDIES = {
+    errno.ENOSPC: 'free some space, or name a folder on another disk',
+    errno.EDQUOT: 'free some space, or name a folder on another disk',
+    errno.EFBIG: 'name a folder on a disk that takes larger files',
+    errno.EIO: 'check the disk, or name a folder on another one',
+}
 CONFIGS = pathlib.Path(settings.base.__file__).resolve().parent
 HELP = {'--help', '-help', '-h', '--helpshort', '--helpfull', '-?'}
 
@@ -172,7 +183,6 @@ def evaluate(config: ConfigDict | None) -> int:
     """Evaluate checkpoints. Return the exit status. Raises ValueError and OSError for bad input."""
     import evaluate_mode
     import infer
-    import paths
 
     if config is None:
         changes = config_flags.get_override_values(FLAGS['config'])
@@ -305,6 +315,8 @@ def parse(argv: list[str]) -> ConfigDict | None:
             f'--workdir={FLAGS.workdir}: name a folder on a disk, buckets are read only'
         )
     settings.check(FLAGS.config)
+    if FLAGS.mode == 'train':
+        settings.check_effects(FLAGS.config, config_flags.get_override_values(FLAGS['config']))
     return FLAGS.config
 
 
@@ -324,9 +336,11 @@ def check_flags_of_mode() -> None:
     """Raise ValueError for a flag that belongs to another mode."""
     for name, modes in MODES_OF_FLAG.items():
         if FLAGS[name].present and FLAGS.mode not in modes:
-            raise ValueError(
-                f'--{name} is not for --mode={FLAGS.mode}: it needs --mode={" or ".join(modes)}'
-            )
+            raise ValueError(not_of_mode(name, FLAGS.mode, modes))
+
+
+def not_of_mode(flag: str, mode: str, modes: Sequence[str]) -> str:
+    return f'--{flag} is not for --mode={mode}: it needs --mode={" or ".join(modes)}'
 
 
 def parse_shard(text: str) -> tuple[int, int]:
@@ -389,10 +403,11 @@ def needs_no_config(argv: list[str]) -> bool:
 
 
 def check_config_file(file: str) -> None:
-    """Raise ValueError unless `file` exists and is named like a Python file."""
+    """Raise ValueError unless `file` exists and is named like a Python file, OSError if it is locked."""
     path = pathlib.Path(file)
     if path.is_file() and path.suffix == '.py':
-        return
+        with path.open():  # raises OSError for a file that may not be read
+            return
     remedy = 'try --config=configs/tiny.py'
     if pathlib.Path(f'{file}.py').is_file():
         remedy = f'try --config={file}.py'
@@ -409,9 +424,33 @@ def explain_flag(error: flags.Error, file: str | None) -> str:
             return explain_config(cause, file)
         cause = cause.__context__
     text = str(error).strip().splitlines()[-1]
+    if isinstance(error, flags.UnrecognizedFlagError) and error.flagname.startswith('config.'):
+        mode: Any = FLAGS['mode'].value
+        if mode not in MODES_OF_FLAG['config']:
+            return not_of_mode(error.flagname, mode, MODES_OF_FLAG['config'])
+        return f'--{error.flagname} needs --config=FILE, whose setting it changes: try --config=configs/tiny.py'
     if 'get_config()' in text:
         return f'{text.removeprefix("TypeError: ")}: write --config={file}, with :ARG or without'
+    is_value = isinstance(error, flags.IllegalFlagValueError)
+    if is_value and not str(error).startswith('flag --config='):
+        return explain_value(error)
     return text
+
+
+def explain_value(error: flags.Error) -> str:
+    """Return one line about the value of a flag or setting, whose type absl says in Python's words."""
+    given, _, reason = str(error).removeprefix('flag ').rpartition(f': {error.__context__}')
+    given = ' '.join(f'{given}{reason}'.split())
+    name = given.partition('=')[0].removeprefix('--')
+    setting = name.removeprefix('config.')
+    if setting == name:
+        if FLAGS[name].boolean:
+            return f'{given}: must be true or false'
+        return f'{given}: {error.__context__}'
+    defaults = dict(settings.leaves(settings.base.get_config()))
+    if setting in defaults:
+        return f'{given}: {settings.kind_of(defaults[setting])}'
+    return f'{given}: {setting} is a group of settings: set one of them, --{name}.NAME=VALUE'
 
 
 def explain_config(error: BaseException, file: str | None) -> str:
@@ -423,6 +462,7 @@ def explain_config(error: BaseException, file: str | None) -> str:
     if not frames:
         if 'get_config' in text:
             return f'--config={file} has no function get_config: start as configs/tiny.py does'
+        text = text.rpartition('Attempting to lookup: ')[2]
         return f'no such setting: {text}: --help lists all'
     last = frames[-1]
     if pathlib.Path(last.filename).resolve().parent == CONFIGS:
@@ -465,7 +505,9 @@ def one_line(error: BaseException) -> str:
     A ValueError of a library is most often a fault in the code of a fork: where our code called it
     is added.
     """
-    text = ' '.join(str(error).split())
+    text = ' '.join(paths.reason(error).split())
+    if isinstance(error, OSError) and error.errno:  # of the system, not one of our own messages
+        text += f': {REMEDIES.get(error.errno, NAME_REMEDY)}'
     folder = pathlib.Path(__file__).parent
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if pathlib.Path(frame.filename).parent == folder]

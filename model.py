@@ -118,7 +118,8 @@ class T5Config:
             raise ValueError(f"model.dtype={self.dtype!r}: use 'float32' or 'bfloat16'")
         if not self.mlp_activations or not set(self.mlp_activations) <= set(ACTIVATIONS):
             raise ValueError(
-                f'model.mlp_activations={self.mlp_activations}: use some of {", ".join(ACTIVATIONS)}'
+                f'model.mlp_activations={self.mlp_activations}: use some of {", ".join(ACTIVATIONS)}, as in '
+                "('gelu', 'linear')"
             )
         if not 0 <= self.dropout_rate < 1:
             raise ValueError(f'model.dropout_rate={self.dropout_rate}: must lie in [0, 1)')

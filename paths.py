@@ -425,6 +425,15 @@ def _unreadable(file: Path, error: OSError) -> OSError:
     )
 
 
+def reason(error: BaseException) -> str:
+    """Return the file of an error and what the system says of it; the text of an error of our own."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    if not error.filename:
+        return error.strerror
+    return f'{error.filename}: {error.strerror}'
+
+
 # Writing, which leaves all of the new or all of the old.
 
 
@@ -474,6 +483,36 @@ def blocking_file(folder: Path) -> Path | None:
 
 
 @contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise the OSError of the system whose number is in the text of a library's error.
+
+    TensorStore and safetensors have errors of their own.
+    """
+    try:
+        yield
+    except Exception as error:
+        found = re.search(r"os error (\d+)|os_error_code='(\d+)'", str(error))
+        if found is None:
+            raise
+        number = int(found[1] or found[2])
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+@contextlib.contextmanager
+def naming(path: Path, unfinished: Path) -> Iterator[None]:
+    """Make an error of the system name `path`, not an unfinished one that begins like `unfinished`.
+
+    An error of writing, as on a full disk, names no file of its own.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno and str(error.filename or unfinished).startswith(str(unfinished)):
+            error.filename = str(path)
+        raise
+
+
+@contextlib.contextmanager
 def unfinished(folder: Path) -> Iterator[Path]:
     """Yield a new folder on the disk of `folder`, which the caller fills and renames to `folder`.
 
@@ -483,7 +522,10 @@ def unfinished(folder: Path) -> Iterator[Path]:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         prefix = f'{folder.name[:50]}.tmp-'
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix) as private:
+        with (
+            naming(folder, folder.parent / prefix),
+            tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix) as private,
+        ):
             new = Path(private, 'new')  # unlike `private`, with the permissions that the user set
             new.mkdir()
             yield new
@@ -502,11 +544,12 @@ def replacing(file: Path, writer: str = '') -> Iterator[IO[bytes]]:
     processes that write the same file.
     """
     unfinished = file.with_name(f'.{file.name}.unfinished{writer}')
-    with unfinished.open('wb') as stream:
-        yield stream
-        stream.flush()
-        os.fsync(stream.fileno())
-    unfinished.replace(file)
+    with naming(file, unfinished):
+        with unfinished.open('wb') as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        unfinished.replace(file)
 
 
 def replace_file(file: Path, content: bytes, writer: str = '') -> None:

@@ -107,14 +107,16 @@ def least_bytes(attempt: Attempt, num_microbatches: int) -> float:
     return 0.95 * attempt.num_bytes * attempt.num_microbatches / num_microbatches
 
 
-def check_state_fits(mesh: Mesh, state_bytes: int) -> None:
+def check_state_fits(mesh: Mesh, state: Any, state_specs: Any) -> None:
     """Raise ValueError where parameters and optimizer state alone do not fit into memory."""
     limit = memory_limit(mesh)
-    need = state_bytes / mesh.size
+    need = device_bytes(mesh, state, state_specs)
+    if is_on_cpu(mesh):
+        need *= len(mesh.local_devices)
     if need > limit:
         raise ValueError(
-            f'parameters and optimizer state take {need / 2**30:,.1f} GiB of a device, which has '
-            f'{limit / 2**30:,.1f}: use more devices or a smaller model'
+            f'parameters and optimizer state take {need / 2**30:,.1f} GiB of memory, and '
+            f'{limit / 2**30:,.1f} are available: use more devices for mesh.model or a smaller model'
         )
 
 
@@ -150,6 +152,16 @@ def num_elements(tree: Any) -> int:
 def num_state_bytes(state: Any) -> int:
     """Return the bytes of a training state, which are also those of its checkpoint."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+
+
+def device_bytes(mesh: Mesh, state: Any, state_specs: Any) -> int:
+    """Return the bytes that each device holds of a state, of whose arrays some are split."""
+
+    def num_bytes(x: Any, sharding: Any) -> int:
+        return math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+    of_arrays = jax.tree.map(num_bytes, state, partition.shardings(mesh, state_specs))
+    return sum(jax.tree.leaves(of_arrays))
 
 
 def step_bytes(step: jax.stages.Compiled, mesh: Mesh, state_bytes: int) -> float:

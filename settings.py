@@ -7,7 +7,7 @@ settings, about files or about devices belongs to the module that uses them. Imp
 import inspect
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
@@ -135,6 +135,56 @@ CHOICES = {
     'restore.dtype': ('float32', 'bfloat16', 'float16', ''),
 }
 
+
+class Needs(NamedTuple):
+    """Settings that act only with another one."""
+
+    setting: str
+    value: Any  # that it must have; None for any but '', 0 and False
+    dependents: tuple[str, ...]
+
+
+# A dependent that is given on the command line without the other one is refused: it has no effect.
+NEEDS = (
+    Needs('model.lora_rank', None, ('model.lora_alpha', 'model.lora_targets')),
+    Needs('data.targets', '', ('data.text_field',)),
+    Needs('data.on_bad_line', 'skip', ('data.max_bad_fraction',)),
+    Needs(
+        'optimizer.name',
+        'adafactor',
+        (
+            'optimizer.decay_rate',
+            'optimizer.step_offset',
+            'optimizer.multiply_by_parameter_scale',
+            'optimizer.clipping_threshold',
+            'optimizer.factored',
+            'optimizer.beta1',
+            'optimizer.weight_decay_rate',
+        ),
+    ),
+    Needs(
+        'optimizer.name',
+        'adamw',
+        (
+            'optimizer.adamw.beta1',
+            'optimizer.adamw.beta2',
+            'optimizer.adamw.weight_decay',
+        ),
+    ),
+    Needs('infer_eval.every_steps', None, ('infer_eval.task', 'infer_eval.num_examples')),
+    Needs('save.best_metric', None, ('save.best_is',)),
+    Needs('restore.path', None, ('restore.only', 'restore.strict', 'restore.dtype')),
+)
+
+# What a value of a type is, in messages.
+KINDS = {
+    bool: 'true or false',
+    int: 'a whole number',
+    float: 'a number',
+    str: 'text',
+    tuple: 'texts in parentheses',
+}
+
 # Settings that are a whole number or 'auto'. The module that uses one checks the number.
 INTEGER_OR_AUTO = ('train.num_microbatches',)
 
@@ -168,10 +218,7 @@ def check_value(key: str, value: Any, default: Any) -> None:
             raise ValueError(f"{key}={value!r}: must be a whole number or 'auto'")
         return
     if not has_type_of(default, value):
-        raise ValueError(
-            f'{key}={value!r} is a {type(value).__name__}: it must be a {type(default).__name__}, '
-            f'as {default!r} is'
-        )
+        raise ValueError(f'{key}={value!r}: {kind_of(default)}')
     if type(default) in (int, float):
         limits = RANGES.get(key, FINITE)
         if not limits.holds(value):
@@ -200,8 +247,30 @@ def check_types(stored: Mapping[str, Any], defaults: ConfigDict, file: str, grou
             check_types(value, default, file, group=f'{key}.')
         elif not has_type_of(default, value):
             raise ValueError(
-                f'{file} has {key}={value!r}: must be a {type(default).__name__}: restore it from a copy'
+                f'{file} has {key}={value!r}: {kind_of(default)}: restore it from a copy'
             )
+
+
+def check_effects(config: Any, given: Collection[str]) -> None:
+    """Raise ValueError where one of the settings `given` on the command line has no effect."""
+    found: dict[str, Any] = dict(leaves(config))
+    defaults: dict[str, Any] = dict(leaves(base.get_config()))
+    for setting, value, dependents in NEEDS:
+        needed = setting
+        acts = bool(found[setting])
+        if value is not None:
+            needed = f'{setting}={value!r}'
+            acts = found[setting] == value
+        for key in dependents:
+            if key in given and not acts and found[key] != defaults[key]:
+                raise ValueError(
+                    f'{key}={found[key]!r} has no effect without {needed}: set that, too, or leave this out'
+                )
+
+
+def kind_of(default: Any) -> str:
+    """Return what the values of a setting must be, for a message about one that is not."""
+    return f'must be {KINDS[type(default)]}, such as {default!r}'
 
 
 def has_type_of(default: Any, value: Any) -> bool:

@@ -394,11 +394,17 @@ def files_source(
 def find_cache(config, task: str) -> pathlib.Path | None:
     """Return the folder of the cache of a task, if it is to be read.
 
-    Raises ValueError if there is none and `config.use_cached` is yes.
+    Raises ValueError if there is none and `config.use_cached` is yes, and where no root is a folder.
     """
     if config.use_cached == 'no':
         return None
-    folder = seqio_cache.find(cache_roots(config), task)
+    roots = cache_roots(config)
+    if roots and not any(root.is_dir() for root in roots):
+        raise ValueError(
+            f'data.cache_dirs={config.cache_dirs!r}: {roots[0]} is no folder: correct it, or make it '
+            'with --mode=cache'
+        )
+    folder = seqio_cache.find(roots, task)
     if folder is None and config.use_cached == 'yes':
         raise ValueError(
             f'data.use_cached=yes, and data.cache_dirs={config.cache_dirs!r} holds no complete cache '

@@ -18,7 +18,7 @@ import settings
 from configs import base
 from mixtures import MetricFn, Mixture, Task
 from objectives import OBJECTIVES
-from sources import NO_SPLIT, Record, Source
+from sources import NO_SPLIT, Record, Source, find_cache
 from vocabulary import EOS_ID, Vocabulary, named_vocabulary
 
 WIDTH = 100
@@ -49,6 +49,7 @@ def main(groups: Mapping[str, Sequence[Task | Mixture]], find: Callable[[Any], A
     for setting in SETTINGS:
         config[setting] = getattr(flags, setting)
     try:
+        find_cache(config, flags.name)  # raises ValueError for --cache_dirs
         found = find(config)
     except ValueError as error:
         print(f'tasks.py: {error}', file=sys.stderr)
@@ -173,14 +174,17 @@ def describe_mixture(mixture: Mixture, config: Any) -> Iterator[str]:
     opened: dict[str, Source] = {}
     problems: dict[str, str] = {}
     sizes: dict[str, int] = {}
+    unknown = set(mixture.tasks_by_size)
     for name, task in mixture.tasks.items():
         try:
             opened[name] = mixtures.open_task(task, config)
         except ValueError as error:
             problems[name] = str(error)
-        else:
-            sizes[name] = opened[name].train.count_records() or 0
-    unknown = mixture.tasks_by_size & problems.keys()
+            continue
+        num_records = opened[name].train.count_records()
+        if num_records is not None:
+            sizes[name] = num_records
+            unknown.discard(name)
     rates = mixture.rates(sizes | dict.fromkeys(unknown, 1))
     total = sum(rates.values())
     yield f'{mixture.name}, a mixture of {len(rates)} tasks'
@@ -190,6 +194,8 @@ def describe_mixture(mixture: Mixture, config: Any) -> Iterator[str]:
         state = f'does not open ({source_of(mixture.tasks[name])})'
         if name in opened:
             state = opened[name].description
+            if name in unknown:
+                state += ' (its number of examples is unknown: cache the task)'
         yield f'{rate_text:>12} {share:>8}  {name}: {state}'
     if problems:
         raise ValueError(settings.first_ten(list(problems.values()), separator='\n'))

@@ -47,10 +47,10 @@ import plan
 import prefetch
 import results
 import settings
+import sources
 import tasks
 import workdir
 from mixtures import OpenMixture, OpenTask
-from sources import NO_SPLIT
 from vocabulary import Vocabulary, find_or_train_vocabulary, find_vocabulary, read_settings
 
 LINES_OF_A_SLOW_EVALUATION = 1_000_000  # that are read in about ten seconds or more
@@ -330,9 +330,23 @@ def train(run: Run, stop: Callable[[], int] | None = None) -> int:
         else:
             report_best(run)
             run.console.line(
-                workdir.next_command(run.workdir, run.stream.mixture, run.config.train)
+                workdir.next_command(run.workdir, run.stream.mixture, what_goes_on(run, step))
             )
     return stop_request.signal
+
+
+def what_goes_on(run: Run, step: int) -> str:
+    """Return the settings with which a run that has ended after `step` goes on."""
+    limits = run.config.train
+    flags = []
+    if step == limits.steps:
+        name = 'relative_steps' if limits.relative_steps else 'steps'
+        flags.append(f'a larger --config.train.{name}')
+    if history(run).ends(limits.early_stopping):
+        flags.append('--config.train.early_stopping=0')
+    if not flags:
+        flags.append('a larger --config.train.epochs')
+    return ' with '.join(flags)
 
 
 def finish(run: Run, stop_request: 'StopRequest') -> int:
@@ -968,7 +982,7 @@ def check_mixture(config: Any, mixture: OpenMixture) -> None:
             'different times: set train.epochs=0 and train.steps'
         )
     for task in mixture.tasks:
-        if task.task.train_split == NO_SPLIT:
+        if task.task.train_split == sources.NO_SPLIT:
             raise ValueError(
                 f'data.task={task.name!r} has no split for training, it is for evaluation alone: name a '
                 "task that 'python tasks.py' lists with a t"
@@ -1136,6 +1150,12 @@ def introduce(
     if trainer.model_config.module:
         lines.append(f'The model is model.py as {trainer.model_config.module} changes it.')
     lines += tasks.other_versions(validation.mixture)
+    names = [task.name for task in validation.mixture.tasks]
+    if config.data.cache_dirs and not any(sources.find_cache(config.data, x) for x in names):
+        lines.append(
+            f'data.cache_dirs={config.data.cache_dirs!r} has no effect: it holds no complete cache of '
+            f'data.task={config.data.task!r}.'
+        )
     num_lines = validation.num_lines_to_start()
     if num_lines > LINES_OF_A_SLOW_EVALUATION:
         lines.append(
@@ -1177,7 +1197,7 @@ def compile_unless_finished(
     console.line(
         f'{start.description}; compiling, then a line every {config.log.every_steps} steps.'
     )
-    plan.check_state_fits(trainer.mesh, state_bytes)
+    plan.check_state_fits(trainer.mesh, trainer.shapes, trainer.specs)
 
     def compile_with(num_microbatches: int) -> jax.stages.Compiled:
         return compile_step(dataclasses.replace(trainer, num_microbatches=num_microbatches))
@@ -1374,10 +1394,15 @@ def restored_step(config: Any, leaves: Mapping[str, Any]) -> int:
 
 
 def own_vocabulary(config: Any, directory: Any) -> bytes:
-    """Return the SentencePiece model of a checkpoint. Raises ValueError if a run would make a new one."""
+    """Return the SentencePiece model of a checkpoint, b'' where data.vocabulary names one in its place.
+
+    Raises ValueError if a run would make a new one.
+    """
+    if config.data.vocabulary:
+        return b''
     vocabulary = find_vocabulary(directory)
     vocabulary_model = b'' if vocabulary is None else vocabulary.model
-    if not config.data.vocabulary and not vocabulary_model:
+    if not vocabulary_model:
         raise ValueError(
             f'restore.path={config.restore.path} brings no SentencePiece model, and a new one would have other pieces '
             'for its embeddings: name its own with data.vocabulary'
@@ -1447,10 +1472,11 @@ def choose_leaves(
             f'restore.only={config.only!r} is no regular expression: {error}'
         ) from error
     except ValueError as error:
-        raise ValueError(
-            f'restore.path={config.path}: {error}: restore.only leaves some out, restore.strict=False whatever only '
-            'one of them has'
-        ) from error
+        remedy = "leave those out with restore.only, as '(?!.*mlp).*' does all MLPs"
+        with contextlib.suppress(ValueError):
+            checkpoint.choose(index, expected, config.only, strict=False)
+            remedy += ', or whatever only one of them has with restore.strict=False'
+        raise ValueError(f'restore.path={config.path}: {error}: {remedy}') from error
 
 
 def describe_initial(

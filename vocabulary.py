@@ -184,7 +184,8 @@ def find_vocabulary(folder: Any, name: str | Path | None = None) -> Vocabulary |
     file = model_file(folder)
     if file is None:
         return None
-    return read_model(paths.own_file(file), extra_ids)
+    remedy = 'copy it again, or remove it and name the vocabulary of the model with data.vocabulary'
+    return read_model(paths.own_file(file), extra_ids, remedy)
 
 
 def vocabulary_of_checkpoint(directory: Any, config: Any) -> Vocabulary:
@@ -235,20 +236,23 @@ def find_or_train_vocabulary(
     """
     kept = Path(workdir, 'vocabulary.model')
     origin = f'data.vocabulary={config.vocabulary!r}'
+    remedy = 'leave it out'
     if config.vocabulary:
         vocabulary = named_vocabulary(
             'data.vocabulary', config.vocabulary, config.extra_ids, byte_extra_ids=config.extra_ids
         )
     elif model:
         origin = 'the vocabulary of restore.path'
+        remedy = 'remove that file'
         vocabulary = SentencePieceVocabulary(model, config.extra_ids)
     elif kept.exists():
-        vocabulary = read_model(kept, config.extra_ids)
+        remedy = 'remove it: the run takes the one of its newest checkpoint, or makes it again'
+        vocabulary = read_model(kept, config.extra_ids, remedy)
     else:
         model = train_vocabulary(texts, config.num_pieces)
         vocabulary = SentencePieceVocabulary(model, config.extra_ids)
     if vocabulary.model and kept.exists() and vocabulary.model != kept.read_bytes():
-        raise ValueError(f'{origin} is not {kept}: use that, or another workdir')
+        raise ValueError(f'{origin} is not {kept}: {remedy}, or name another --workdir')
     vocabulary.check_size(max_size)
     return vocabulary
 
@@ -275,7 +279,7 @@ def named_vocabulary(
             )
         if isinstance(file, Path):
             paths.check_not_lfs(file)  # a link of the user's own may lead anywhere
-        return read_model(file, extra_ids)
+        return read_model(file, extra_ids, remedy='name another vocabulary')
     except ValueError as error:
         raise ValueError(f'{setting}={str(name)!r}: {error}') from None
 
@@ -296,12 +300,12 @@ def model_file(folder: Any) -> Any:
     return None
 
 
-def read_model(file: Any, extra_ids: int) -> SentencePieceVocabulary:
-    """Return the vocabulary of a SentencePiece model's file."""
+def read_model(file: Any, extra_ids: int, remedy: str) -> SentencePieceVocabulary:
+    """Return the vocabulary of a SentencePiece model's file. Errors end with `remedy`."""
     try:
         return SentencePieceVocabulary(file.read_bytes(), extra_ids)
     except ValueError as error:
-        raise ValueError(f'{file}: {error}: name another vocabulary') from None
+        raise ValueError(f'{file}: {error}: {remedy}') from None
 
 
 def read_settings(folder: Any) -> dict[str, Any]:

@@ -206,9 +206,10 @@ def check_saving(workdir: Path, num_bytes: int) -> None:
         if jax.process_index() == 0:
             shutil.rmtree(folder)
     except (OSError, ValueError) as error:
+        cause = error.__cause__ or error
         raise OSError(
-            f'{workdir} cannot hold checkpoints ({error}): correct its permissions, name or disk, or name '
-            'another --workdir'
+            f'{workdir} cannot hold checkpoints ({paths.reason(cause)}): correct its permissions, name or disk, or '
+            'name another --workdir'
         ) from error
     free = shutil.disk_usage(workdir).free
     if free < num_bytes:
@@ -510,8 +511,11 @@ def compare_with_baseline(values: Mapping[str, float]) -> str:
     )
 
 
-def next_command(workdir: Path, mixture: OpenMixture, train_config: Any) -> str:
-    """Return where the results are and commands to try next, quoted for a shell."""
+def next_command(workdir: Path, mixture: OpenMixture, what_goes_on: str) -> str:
+    """Return where the results are and commands to try next, quoted for a shell.
+
+    `what_goes_on`: the settings with which the run goes on.
+    """
     if workdir.is_relative_to(Path.cwd()):
         workdir = workdir.relative_to(Path.cwd())
     results = f"{workdir}: T5X checkpoints, metrics.jsonl, TensorBoard's events, the vocabulary."
@@ -520,12 +524,8 @@ def next_command(workdir: Path, mixture: OpenMixture, train_config: Any) -> str:
         flags = shlex.join(['--config.data.files=/path/to/*.txt', f'--workdir={workdir}-mine'])
         after = f'the same command with {flags} learns from your text, one document a line.'
     else:
-        last_step = 'steps'
-        for name in ('relative_steps', 'epochs'):
-            if train_config[name]:
-                last_step = name
         tensorboard = shlex.join(['tensorboard', f'--logdir={workdir}'])
-        after = f'{tensorboard} shows the curves; --config.train.{last_step} goes on.'
+        after = f'{tensorboard} shows the curves; {what_goes_on} goes on.'
         if has_inputs:
             infer = shlex.join(['python', 'main.py', '--mode=infer', f'--checkpoint={workdir}'])
             after = f"{infer} --text='...' answers; {after}"

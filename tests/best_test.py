@@ -159,6 +159,7 @@ def test_a_run_ends_early_and_keeps_its_best(corpus, expected, tmp_path, capsys)
     ) in text
     line = f'The best step is {best_step}, with {LOSS} {losses[best_step]:.6g}: checkpoint_'
     assert f'{line}{best_step}, which --step=best opens.' in text
+    assert text.endswith('; --config.train.early_stopping=0 goes on.\n')
     assert_same(tmp_path / 'run', expected)
     assert evaluate_mode.last_step(expected) == last
     assert evaluate_mode.choose(str(expected), 'best', watch=False).steps == [best_step]
@@ -169,7 +170,7 @@ def test_a_run_ends_early_and_keeps_its_best(corpus, expected, tmp_path, capsys)
 
 
 @pytest.mark.slow
-def test_more_patience_goes_on(corpus, expected, tmp_path):
+def test_more_patience_goes_on(corpus, expected, tmp_path, capsys):
     """The history goes on, too: the evaluations before count."""
     shutil.copytree(expected, tmp_path / 'run')
     config = best_config(corpus)
@@ -179,6 +180,10 @@ def test_more_patience_goes_on(corpus, expected, tmp_path):
     assert len(found) > len(losses_of(expected))
     whole = run(config, tmp_path / 'whole')
     assert_same(tmp_path / 'run', whole)
+    config.train.early_stopping = 0
+    run(config, tmp_path / 'run')
+    assert max(losses_of(tmp_path / 'run')) == config.train.steps
+    assert capsys.readouterr().out.endswith('; a larger --config.train.steps goes on.\n')
 
 
 class Killed(Exception):

@@ -12,6 +12,7 @@ import chex
 import numpy as np
 import pytest
 from corpora import make_config
+from permissions import full_disk
 
 import cache
 import data
@@ -235,6 +236,18 @@ def test_a_bad_line_stops_the_cache_or_is_left_out(tmp_path, expected, capfd):
     cache.cache(config)
     assert f'Left out: line 32 of {tmp_path}/b.csv: 2 columns' in capfd.readouterr().out
     assert sum(len(read(tmp_path / 'caches/my/sums', s)) for s in ('train', 'validation')) == 60
+
+
+def test_a_full_disk(tmp_path, expected, capfd):
+    """The error of a process that writes shards names the file, and the processes print nothing."""
+    with full_disk(1000), pytest.raises(OSError) as refused:
+        cache.cache(cache_config(tmp_path, task='text'))
+    message = main.one_line(refused.value)
+    assert f'{tmp_path}/caches/text/' in message and 'File too large: ' in message
+    assert 'unfinished' not in message and 'rrno' not in message
+    assert 'Traceback' not in capfd.readouterr().err
+    cache.cache(cache_config(tmp_path, task='text'))
+    assert len(read(tmp_path / 'caches/text', 'train')) > 0
 
 
 @pytest.mark.parametrize('text', ['', '1', '0/2', '3/2', 'a/b', '1/0', '1/2/3', '-1/2'])

@@ -27,7 +27,7 @@ import pytest
 import tensorstore as ts
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from permissions import another_user
+from permissions import another_user, full_disk
 
 import checkpoint
 import convert
@@ -716,14 +716,10 @@ def test_a_disk_that_refuses(tmp_path, num_numbers):
     }
     saver.save(1, tree)
     saver.wait()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
-    try:
+    with full_disk(2**16):
         saver.save(2, tree)
         with pytest.raises(OSError, match='checkpoint_2 is not saved .*File too large.*are valid'):
             raised_by_check(saver)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     saver.wait()  # an error is raised once
     assert checkpoint.newest_valid(tmp_path, pytest.fail) == 1
     assert_same(checkpoint.restore(tmp_path / 'checkpoint_1'), tree)

@@ -16,6 +16,7 @@ import msgpack
 import numpy as np
 import pytest
 from command_line import CommandLine
+from permissions import full_disk
 from small_models import t5_config
 
 import checkpoint
@@ -25,6 +26,7 @@ import infer
 import model
 import partition
 import vocabulary as vocabularies
+from main import one_line
 
 ROOT = pathlib.Path(__file__).parents[1]
 GOLDEN = ROOT / 'tests/golden'
@@ -443,6 +445,17 @@ def test_converting_is_all_or_nothing(tmp_path, form):
     assert os.listdir(tmp_path / 'new/folders') == ['to']
     with pytest.raises(ValueError, match=f'{written} exists: remove it or name another folder'):
         convert.convert_checkpoint(tmp_path / 'from', tmp_path / 'new/folders/to', form)
+
+
+@pytest.mark.parametrize('form', ['t5x', 'hf'])
+def test_a_full_disk(tmp_path, form):
+    """The error names the folder that the user gave, not the unfinished one."""
+    with full_disk(1000), pytest.raises(OSError) as refused:
+        convert.convert_checkpoint(T5X, tmp_path / 'new/out', form)
+    message = one_line(refused.value)
+    assert f'{tmp_path}/new/out' in message and 'File too large' in message
+    assert 'tmp-' not in message and 'rrno' not in message and len(message) < 300
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.fixture(scope='module')

@@ -131,7 +131,9 @@ def test_a_run_ends_after_its_epochs(tmp_path, capsys):
     without_evaluation = ''.join(json.dumps(line) + '\n' for line in lines[:-1])
     (tmp_path / 'run' / 'metrics.jsonl').write_text(without_evaluation)  # a signal ended it
     run(config, tmp_path / 'run')
-    assert 'train.epochs=2 are over' in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert 'train.epochs=2 are over' in text
+    assert text.endswith('; a larger --config.train.epochs goes on.\n')
     assert metrics_of(tmp_path / 'run') == lines
 
 

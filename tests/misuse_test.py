@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import pytest
 from command_line import ROOT
+from permissions import another_user
 
+import main
 import settings
 from configs import base
 
@@ -40,7 +42,7 @@ def write(folder: pathlib.Path, files: dict[str, str]) -> None:
             path.symlink_to(content.removeprefix('-> '))
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content)
+            path.write_text(content, errors='surrogateescape')
 
 
 def contents(folder: pathlib.Path) -> dict[str, bytes | None]:
@@ -128,6 +130,13 @@ CONFIGS = {
     'missing': Row(['--config=mine.py'], 'mine.py: no such file; try --config=configs/tiny.py'),
     'no suffix': Row(['--config=mine'], 'try --config=mine.py', {'mine.py': CONFIG}),
     'empty name': Row(['--config='], 'no Python file'),
+    'long name': Row([f'--config={"x" * 300}.py'], 'File name too long: correct its name'),
+    'NUL in a path': Row(
+        ['--config=mine.py'],
+        'is no path: name a file or a folder',
+        {'mine.py': CONFIG + '    config.data.files = "a\\0b.txt"\n    return config\n'},
+    ),
+    'not UTF-8': Row(['--config=mine.py'], 'mine.py, line 1: ', {'mine.py': '\udcff\udcfe'}),
     'no config': Row(['--workdir=x'], '--config is missing'),
     'folder': Row(['--config={dir}'], 'no Python file'),
     'readme': Row(['--config={root}/README.md'], 'no Python file'),
@@ -211,11 +220,37 @@ CONFIGS = {
     'argument': Row([f'{TINY}:foo'], 'takes 0 positional arguments but 1 was given: write --config='),
     'typo of a setting': Row([TINY, '--config.train.stepz=3'], 'Did you mean "steps"'),
     'typo of a group': Row([TINY, '--config.trian.steps=3'], 'Did you mean "train"'),
-    'group': Row([TINY, '--config.train=3'], '--config.train=3'),
+    'group': Row([TINY, '--config.train=3'], '--config.train=3: train is a group of settings'),
+    'group in a group': Row([TINY, '--config.data.lengths=3'], 'set one of them, --config.data.lengths.NAME=VALUE'),
     'no value': Row([TINY, '--config.train.steps'], 'Missing value'),
-    'text for a number': Row([TINY, '--config.train.steps=many'], "invalid literal for int() with base 10: 'many'"),
-    'fraction for a count': Row([TINY, '--config.train.steps=1.5'], "invalid literal for int() with base 10: '1.5'"),
-    'text for a bool': Row([TINY, '--config.restore.strict=maybe'], 'restore.strict'),
+    'setting below a setting': Row([TINY, '--config.train.steps.x=3'], 'no such setting: train.steps.x: --help'),
+    'setting without a config': Row(['--config.x=1'], '--config.x needs --config=FILE'),
+    'setting without a config, after a flag': Row(['--workdir=x', '--config.train.steps', '3'], 'steps needs --config=FILE'),
+    'setting of a mode without': Row(
+        ['--mode=convert', '--from=x', '--to=y', '--config.train.steps=1'], '--config.train.steps is not for --mode=convert'
+    ),
+    'text for a number': Row([TINY, '--config.train.steps=many'], '--config.train.steps=many: must be a whole number, such as'),
+    'fraction for a count': Row([TINY, '--config.train.steps=1.5'], '--config.train.steps=1.5: must be a whole number'),
+    'power of ten': Row([TINY, '--config.train.steps=1e3'], '--config.train.steps=1e3: must be a whole number'),
+    'nothing for a number': Row([TINY, '--config.train.steps='], '--config.train.steps=: must be a whole number'),
+    'colons for a number': Row([TINY, '--config.seed=1: 2:'], '--config.seed=1: 2:: must be a whole number'),
+    'lines for a number': Row([TINY, '--config.seed=1\n2'], '--config.seed=1 2: must be a whole number'),
+    'comma in a number': Row([TINY, '--config.model.dropout_rate=0,1'], '--config.model.dropout_rate=0,1: must be a number, such'),
+    'text for a bool': Row([TINY, '--config.restore.strict=maybe'], '--config.restore.strict=maybe: must be true or false'),
+    'yes for a bool': Row([TINY, '--config.optimizer.factored=yes'], '--config.optimizer.factored=yes: must be true or false'),
+    'text for a flag': Row(['--mode=evaluate', '--checkpoint=x', '--watch=perhaps'], '--watch=perhaps: must be true or false'),
+    'setting of evaluate': Row(
+        ['--mode=infer', '--checkpoint=x', '--config.decode.beam_size=two'], '--config.decode.beam_size=two: must be a whole'
+    ),
+    'type in a config': Row(
+        ['--config=mine.py'],
+        "data.vocabulary=None: must be text, such as ''",
+        {'mine.py': CONFIG + '    config.data.vocabulary = None\n    return config\n'},
+    ),
+    'best_is alone': Row([TINY, '--config.save.best_is=lower'], "save.best_is='lower' has no effect without save.best_metric: "),
+    'task of no metrics': Row([TINY, '--config.infer_eval.task=x'], "infer_eval.task='x' has no effect without infer_eval.every_"),
+    'adamw of adafactor': Row([TINY, '--config.optimizer.adamw.weight_decay=0.1'], "without optimizer.name='adamw': set that, too"),
+    'only of nothing': Row([TINY, '--config.restore.only=target/.*'], "restore.only='target/.*' has no effect without restore.path"),
     'dtype': Row([TINY, '--config.model.dtype=float64'], "model.dtype='float64': must be one of 'float32'"),
     'save dtype': Row([TINY, '--config.save.dtype=int8'], "save.dtype='int8': must be one of"),
     'restore dtype': Row([TINY, '--config.restore.dtype=int8'], "restore.dtype='int8': must be one of"),
@@ -239,6 +274,16 @@ FLAGS = {
 def test_a_config_that_is_none(command_line, tmp_path, row):
     files = {name: text.replace('{dir}', str(tmp_path)) for name, text in row.files.items()}
     check(row._replace(files=files), command_line, tmp_path)
+
+
+def test_a_config_that_may_not_be_read(open_path):
+    """It is no file without get_config, and no setting is missing."""
+    file = open_path / 'mine.py'
+    file.write_text(CONFIG)
+    file.chmod(0)
+    with another_user(), pytest.raises(OSError) as refused:
+        main.parse(['main.py', f'--config={file}'])
+    assert main.one_line(refused.value) == f'{file}: Permission denied: {main.NAME_REMEDY}'
 
 
 @rows(FLAGS)
@@ -295,6 +340,7 @@ def test_settings_that_do_not_fit_together(command_line, tmp_path, row):
 # The workdir.
 
 OURS = json.dumps({'data_fingerprint': 'x', 'model': {}, 'train': {'steps': 1}})
+FEW = '--config.data.vocabulary=bytes'
 NOT_A_RUN = '{dir}/run is not a run of this program; name another --workdir'
 HUGGING_FACE = json.dumps({'model_type': 't5', 'd_model': 8})
 WORKDIRS = {
@@ -334,6 +380,9 @@ WORKDIRS = {
     'address': Row([TINY, '--workdir=http://host/x'], '--workdir=http://host/x: name a folder on a disk'),
     'nobody': Row([TINY, '--workdir=~nobody-here/x'], 'no such home folder'),
     'long name': Row([TINY, f'--workdir={"x" * 300}'], 'too long'),
+    'long name in a folder': Row([TINY, f'--workdir=new/{"x" * 300}'], 'too long'),
+    'no permission': Row([TINY, '--workdir=/proc/run', FEW], '/proc/run: No such file or directory: correct its'),
+    'folder in place of its lock': Row([TINY, '--workdir=run', FEW], '{dir}/run/lock: Is a directory: ', {'run/config.json': OURS, 'run/lock/': ''}),
 }  # fmt: skip
 
 
@@ -437,6 +486,8 @@ TEXTS = {
         [TINY, '--config.data.task=glue_sst2_v002', '--config.data.tfds_dir={dir}', '--workdir=run'],
         "data.task='glue_sst2_v002': data.tfds='glue/sst2:1.0.0': {dir} holds no such data set, its data sets are: none: ",
     ),
+    'no caches': of_text('--config.data.cache_dirs=nowhere', message="data.cache_dirs='nowhere': {dir}/nowhere is no folder"),
+    'caches in a file': of_text('--config.data.cache_dirs=text.txt', message='{dir}/text.txt is no folder'),
     'no vocabulary': of_text(f'{VOCABULARY}=nowhere', message="data.vocabulary='nowhere'"),
     'vocabulary of text': of_text(f'{VOCABULARY}=text.txt', message='no SentencePiece model'),
     'folder without': of_text(f'{VOCABULARY}=sub', message="data.vocabulary='sub'", sub_in_x__txt='x'),
@@ -455,6 +506,27 @@ TEXTS = {
 
 @rows(TEXTS)
 def test_text_and_vocabulary(command_line, tmp_path, row):
+    check(row, command_line, tmp_path)
+
+
+# Caches.
+
+
+def of_cache(folder: str, message: str) -> Row:
+    flags = ['--mode=cache', TINY, f'{FILES}=text.txt', f'{VOCABULARY}=bytes']
+    return Row([*flags, f'--config.data.cache_dirs={folder}'], message, {'text.txt': LINES})
+
+
+CACHES = {
+    'nowhere': of_cache('', 'name it with data.cache_dirs'),
+    'no permission': of_cache('/proc/x', '/proc/x: No such file or directory: correct its name or permissions'),
+    'file': of_cache('text.txt', '{dir}/text.txt/'),
+    'long name': of_cache('x' * 300, 'data.cache_dirs: xxx'),
+}  # fmt: skip
+
+
+@rows(CACHES)
+def test_a_cache(command_line, tmp_path, row):
     check(row, command_line, tmp_path)
 
 
@@ -484,6 +556,8 @@ CONVERSIONS = {
     'to below a file': of_conversion(GOLDEN, 'a.txt', target='a.txt/x', a__txt='mine'),
     'to a bucket': of_conversion(GOLDEN, 'gs://bucket/x: write to a disk', target='gs://bucket/x'),
     'to a full folder': of_conversion(GOLDEN, 'sub', target='sub', sub_in_x__txt='mine'),
+    'to where nobody may write': of_conversion(GOLDEN, '/proc/x: No such file or directory: ', target='/proc/x'),
+    'to a long name': of_conversion(GOLDEN, 'File name too long: ', target=f'new/{"x" * 300}'),
     'to itself': of_conversion(GOLDEN, 'checkpoint_6', target=GOLDEN),
 }  # fmt: skip
 

@@ -1,8 +1,9 @@
-"""Another user, and folders that another user may enter: root, which CI is, may read and write everything."""
+"""Disks that refuse: another user's folders (root, which CI is, may read and write everything), and full ones."""
 
 import contextlib
 import os
 import pathlib
+import resource
 import tempfile
 
 
@@ -25,3 +26,14 @@ def open_folder():
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         os.chmod(name, 0o755)
         yield pathlib.Path(name)
+
+
+@contextlib.contextmanager
+def full_disk(num_bytes):
+    """Refuses to write more than `num_bytes` of any file, here and in processes that start."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

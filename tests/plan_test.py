@@ -3,12 +3,15 @@
 import json
 import types
 
+import jax
+import numpy as np
 import pytest
 from runs import run, small_config
 
 import partition
 import plan
 import train
+from configs import base
 
 
 def compiled_bytes(trainer):
@@ -97,12 +100,34 @@ def test_a_model_that_does_not_fit(corpus, tmp_path, monkeypatch):
     state_bytes = plan.num_state_bytes(train.make_trainer(config).shapes)
     monkeypatch.setattr(plan, 'memory_limit', lambda mesh: state_bytes - 1)
     with pytest.raises(
-        ValueError, match='optimizer state take .*: use more devices or a smaller model'
+        ValueError,
+        match='optimizer state take .*: use more devices for mesh.model or a smaller model',
     ):
         train.prepare(config, tmp_path)
     monkeypatch.setattr(plan, 'memory_limit', lambda mesh: state_bytes + 1)
     with pytest.raises(ValueError, match='use more devices or a smaller train.batch_size'):
         train.prepare(config, tmp_path)
+
+
+@pytest.mark.parametrize('mesh_data, mesh_model', [(4, 1), (1, 4), (2, 2)])
+def test_the_state_of_one_device(monkeypatch, mesh_data, mesh_model):
+    """What is not split over 'model' is whole on every device: the sum of the arrays that it has."""
+    config = base.get_config()
+    config.model.update(num_heads=4, num_encoder_layers=1, num_decoder_layers=1)
+    config.mesh.update(data=mesh_data, model=mesh_model)
+    trainer = train.make_trainer(config)
+    shardings = partition.shardings(trainer.mesh, trainer.specs)
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), trainer.shapes)
+    state = jax.device_put(zeros, shardings)
+    num_bytes = 0
+    for x in jax.tree.leaves(state):
+        num_bytes += x.addressable_shards[0].data.nbytes
+    monkeypatch.setattr(plan, 'is_on_cpu', lambda mesh: False)  # as if each had a memory of its own
+    monkeypatch.setattr(plan, 'memory_limit', lambda mesh: num_bytes)
+    plan.check_state_fits(trainer.mesh, trainer.shapes, trainer.specs)
+    monkeypatch.setattr(plan, 'memory_limit', lambda mesh: num_bytes - 1)
+    with pytest.raises(ValueError, match='optimizer state take'):
+        plan.check_state_fits(trainer.mesh, trainer.shapes, trainer.specs)
 
 
 @pytest.mark.parametrize('requested', [3, 0, 8])

@@ -148,7 +148,7 @@ def test_another_depth_is_refused(corpus, depth, message):
     with pytest.raises(ValueError, match=message) as error:
         start(config)
     assert 'decoder/layers_' in str(error.value)
-    assert ' more: restore.only' in str(error.value)
+    assert ' more: leave those out with restore.only' in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -247,6 +247,60 @@ def test_what_is_refused(corpus, tmp_path, change, words):
         train.prepare(config, tmp_path)
     assert '\n' not in str(error.value)
     assert {file.name for file in tmp_path.iterdir()} <= {'lock'}
+
+
+def test_another_model_and_what_restores_the_rest(corpus):
+    """The message names restore.strict=False where that helps: not for other shapes."""
+
+    def choose(config):
+        return train.choose_initial(config, train.make_trainer(config))
+
+    config = tiny_config(T5X, corpus)
+    config.model.num_decoder_layers = 3
+    with pytest.raises(
+        ValueError, match='leave those out with restore.only.*restore.strict=False$'
+    ):
+        choose(config)
+    config.restore.strict = False
+    choose(config)
+    config = tiny_config(T5X, corpus)
+    config.model.mlp_dim = 32
+    for config.restore.strict in (True, False):
+        with pytest.raises(ValueError, match='leave those out with restore.only.*all MLPs$'):
+            choose(config)
+    config.restore.only = '(?!.*mlp).*'
+    choose(config)
+
+
+@pytest.mark.parametrize('content', [b'', b'damaged'])
+def test_a_vocabulary_that_is_damaged(corpus, tmp_path, monkeypatch, content):
+    """What the message proposes works: to name the vocabulary once that file is removed."""
+    shutil.copytree(HUGGING_FACE, tmp_path / 'hf')
+    damaged = tmp_path / 'hf/spiece.model'
+    damaged.write_bytes(content)
+    config = tiny_config(tmp_path / 'hf', corpus, vocabulary='')
+    with pytest.raises(ValueError, match='hf/spiece.model: .*: copy it again, or remove it and na'):
+        train.prepare(config, tmp_path / 'run')
+    damaged.unlink()
+    with pytest.raises(ValueError, match='brings no SentencePiece model.*name its own with'):
+        train.prepare(config, tmp_path / 'run')
+    config.data.vocabulary = 'bytes'
+    monkeypatch.setattr(train, 'compile_step', None)  # it is reached
+    with pytest.raises(TypeError):
+        train.prepare(config, tmp_path / 'run')
+
+
+@pytest.mark.parametrize('content', [b'', b'damaged'])
+def test_a_vocabulary_of_a_run_that_is_damaged(corpus, uninterrupted, tmp_path, content):
+    shutil.copytree(uninterrupted, tmp_path / 'run')
+    damaged = tmp_path / 'run/vocabulary.model'
+    expected = damaged.read_bytes()
+    damaged.write_bytes(content)
+    with pytest.raises(ValueError, match='run/vocabulary.model: .*: remove it: the run takes'):
+        train.prepare(small_config(corpus), tmp_path / 'run')
+    damaged.unlink()
+    train.prepare(small_config(corpus), tmp_path / 'run').lock.close()
+    assert damaged.read_bytes() == expected
 
 
 def test_steps_count_from_the_first_ever(corpus, tmp_path):

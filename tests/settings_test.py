@@ -70,6 +70,36 @@ def test_every_config_names_a_task(name):
         assert 'Waits for' not in module_of(name).__doc__
 
 
+def changed(key, default):
+    """Return a valid value of a setting that is not its default."""
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, str):
+        return next(x for x in settings.CHOICES.get(key, ['something']) if x != default)
+    return default + 1
+
+
+@pytest.mark.parametrize('setting, value, dependents', settings.NEEDS)
+def test_a_setting_that_acts_only_with_another(setting, value, dependents):
+    defaults = dict(settings.leaves(base.get_config()))
+    needed = value
+    if value is None:
+        needed = changed(setting, defaults[setting])
+    other = defaults[setting]
+    if other == needed:
+        other = 'adamw'  # any other value
+    for key in dependents:
+        config = base.get_config()
+        config.update_from_flattened_dict({setting: other, key: changed(key, defaults[key])})
+        settings.check_effects(config, given=[setting])  # a config file may set what does not act
+        with pytest.raises(ValueError, match=f'^{key}=.* has no effect without {setting}'):
+            settings.check_effects(config, given=[setting, key])
+        config.update_from_flattened_dict({setting: needed})
+        settings.check_effects(config, given=[setting, key])
+        config.update_from_flattened_dict({setting: other, key: defaults[key]})
+        settings.check_effects(config, given=[setting, key])
+
+
 @pytest.mark.parametrize('name', ARGUMENTS)
 def test_every_config_has_a_model_that_can_be_split(name):
     """Names, shapes and partition specs of one layer of the default size; nothing is computed."""

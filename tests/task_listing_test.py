@@ -1,5 +1,6 @@
 """`python tasks.py`: lists, mixtures and examples."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -66,6 +67,28 @@ def test_a_mixture_says_what_to_put_where(run, tmp_path):
     assert "prepare it there with 'tfds build glue/cola'" in done.stderr
 
 
+def test_a_mixture_of_unknown_size(run, tmp_path):
+    """Gzipped lines are not counted: the rate is unknown, and the line says why."""
+    with gzip.open(tmp_path / 'b.txt.gz', 'wt') as file:
+        file.write('one line of text\n')
+    (tmp_path / 'a.txt').write_text('one line of text\nanother line\n')
+    (tmp_path / 'mine.py').write_text(
+        'from tasks import Mixture, Task, proportional\n'
+        f"a = Task('a', files='{tmp_path}/a.txt', objective='span_corruption')\n"
+        f"b = Task('b', files='{tmp_path}/b.txt.gz', objective='span_corruption')\n"
+        "TASKS = [a, b, Mixture('both', {'a': proportional(), 'b': proportional()}),\n"
+        "         Mixture('one', {'b': proportional()})]\n"
+    )
+    done = run('both', '--module=mine', cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, '')
+    _, a, b = done.stdout.splitlines()
+    assert a.split()[:2] == ['2', 'a:'] and 'unknown' not in a
+    assert b.split()[:3] == ['by', 'size', 'b:'] and 'number of examples is unknown: cache' in b
+    done = run('one', '--module=mine', cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, '')
+    assert 'by size' in done.stdout
+
+
 @pytest.mark.parametrize('vocabulary', ['', 'bytes'])
 def test_examples_of_a_task(run, tmp_path, vocabulary):
     (tmp_path / 'cola.jsonl').write_text((json.dumps(COLA) + '\n') * 5)
@@ -103,6 +126,7 @@ def test_examples_of_documents_and_of_a_user(run, tmp_path):
             1,
             "prepare it there with 'tfds build glue/cola'",
         ),
+        (['t0_train', '--cache_dirs=/nowhere'], 2, "='/nowhere': /nowhere is no folder: correct"),
         (['en_mix', '--files=x'], 2, "data.files='x' are the records of one task"),
         (['glue_cola_v002', '--split=dev'], 2, 'invalid choice'),
         (['glue_cola_v002', '--examples=-1'], 2, '--examples=-1: must be 0 or more'),
@@ -112,4 +136,5 @@ def test_what_is_wrong_is_named(run, arguments, status, message):
     done = run(*arguments)
     assert done.returncode == status
     assert message in done.stderr
+    assert done.stderr.count('tasks.py: ') == 1 or 'usage' in done.stderr
     assert 'Traceback' not in done.stderr

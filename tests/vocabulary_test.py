@@ -238,7 +238,7 @@ def test_the_vocabulary_of_a_run(tmp_path, pydoc_model):
     (workdir / 'vocabulary.model').write_bytes(trained.model)
     kept = find(str(workdir), texts=None)
     assert (kept.model, kept.hash) == (trained.model, trained.hash)
-    with pytest.raises(ValueError, match='own.model.*is not .*vocabulary.model: use that'):
+    with pytest.raises(ValueError, match='own.model.*is not .*vocabulary.model: leave it out'):
         find(workdir, vocabulary=str(own_model))
 
     for path in (own_model, folder):

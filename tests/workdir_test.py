@@ -4,7 +4,6 @@ import json
 import os
 import pty
 import re
-import resource
 import shutil
 import signal
 import sys
@@ -14,7 +13,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from permissions import another_user
+from permissions import another_user, full_disk
 from runs import Program, assert_same_run, metrics_of, run, small_config
 
 import checkpoint
@@ -84,6 +83,15 @@ def test_a_run_in_a_parent_folder(corpus, tmp_path, monkeypatch):
     assert infer.load('../here/third').vocabulary.model
 
 
+def test_caches_without_the_task_are_named_first(corpus, tmp_path, monkeypatch, capsys):
+    config = small_config(corpus)
+    config.data.cache_dirs = str(tmp_path)
+    monkeypatch.setattr(train, 'compile_step', None)  # comes after
+    with pytest.raises(TypeError):
+        train.prepare(config, tmp_path / 'run')
+    assert f"data.cache_dirs='{tmp_path}' has no effect: it holds" in capsys.readouterr().out
+
+
 def test_the_next_command_can_be_pasted(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run(small_config(corpus, steps=1), 'my runs/x')
@@ -111,13 +119,8 @@ def test_a_folder_that_cannot_be_written_is_reported_before_the_first_step(
 def test_a_full_disk_is_reported_before_the_first_step(tmp_path):
     with pytest.raises(OSError, match=r'has .* GB of free space, a checkpoint takes 1000000000\.0'):
         workdir.check_saving(tmp_path, num_bytes=10**18)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))  # as a full disk, for whole files
-    try:
-        with pytest.raises(OSError) as refused:
-            workdir.check_saving(tmp_path, num_bytes=1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_disk(16), pytest.raises(OSError) as refused:
+        workdir.check_saving(tmp_path, num_bytes=1)
     assert f'{tmp_path} cannot hold checkpoints' in str(refused.value)
     assert 'name another --workdir' in str(refused.value)
 
