@@ -367,10 +367,10 @@ def _write_array(
     """Write `shards`; return the checksums of the files that this process has written."""
     folder = spec['kvstore']['path']
     kvstore = paths.to_kvstore(directory / folder)
-    with paths.writing(directory / folder):
+    with paths.library_errors(directory / folder):
         store = ts.open({**spec, 'kvstore': kvstore}, create=True, open=True).result()
     writes = [store[shard.index].write(read_leaf(shard.data)) for shard in shards]
-    with paths.writing(directory / folder):
+    with paths.library_errors(directory / folder):
         for write in writes:
             write.result()
     names = []

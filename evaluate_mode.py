@@ -92,7 +92,7 @@ class CheckpointEvaluation:
     def run(self) -> None:
         """Evaluate the checkpoints. Raises ValueError or OSError for one that cannot be opened."""
         if jax.process_index() == 0:
-            with paths.writing(self.folder):
+            with paths.writing_results(self.folder):
                 self.results.write_table()  # a kill may have come before it
         if not self.chosen.is_run:
             path = self.chosen.folder
@@ -145,7 +145,7 @@ class CheckpointEvaluation:
                 found = self.task_metrics(self.load(path), task)
             assert found is not None
             if jax.process_index() == 0:
-                with paths.writing(self.folder):
+                with paths.writing_results(self.folder):
                     self.events.write(task.name, step, infer_eval.events_of(found.values))
                     self.results.write(task.name, step, found.values, found.examples, identity)
                     self.results.write_table()

@@ -521,7 +521,7 @@ def _write_weights(
     total_size = 0
     for shard in _shards(config, arrays, shard_bytes):
         file = folder / f'{len(files)}.safetensors'  # until the number of files is known
-        with paths.writing(file):
+        with paths.library_errors(file):
             safetensors.numpy.save_file(shard, file, {'format': 'pt'})
         files.append(file)
         names_of_files.append(list(shard))

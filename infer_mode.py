@@ -296,7 +296,7 @@ def write_results(job: Job, folder: Path) -> list[str]:
     messages = []
     with contextlib.ExitStack() as stack:
         if jax.process_index() == 0:
-            stack.enter_context(paths.writing(folder))
+            stack.enter_context(paths.writing_results(folder))
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(folder, job.request))
             record_settings(job, folder)

@@ -460,7 +460,7 @@ def check_writable(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def writing_results(folder: Path) -> Iterator[None]:
     """Let an OSError of the system name `folder`, that of --output_dir, and a remedy."""
     try:
         yield
@@ -483,7 +483,7 @@ def blocking_file(folder: Path) -> Path | None:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def library_errors(path: Path) -> Iterator[None]:
     """Raise the OSError of the system whose number is in the text of a library's error.
 
     TensorStore and safetensors have errors of their own.

@@ -111,7 +111,7 @@ def write(names: Sequence[str], output_dir: str = '') -> Path:
     command = shlex.join(['python', 'main.py', '--mode=report', f'--runs={",".join(names)}'])
     content = render(runs, command)
     file = folder / FILE
-    with paths.writing(folder):
+    with paths.writing_results(folder):
         folder.mkdir(parents=True, exist_ok=True)
         paths.replace_file(file, content)
     return file
