@@ -803,14 +803,14 @@ def _unused_name(prefix: str) -> Path:
 # Verification.
 
 
-def verify(directory: str | Path) -> bool:
+def verify(directory: str | Path, ignored: str = '') -> bool:
     """Return True if every file is as it was saved; False if there are no checksums, as in T5X.
 
-    Raises Damaged, which names up to ten files; Unreadable where the system refuses to read some; ValueError
+    Files whose whole names match `ignored` are not read. Raises Damaged, which names up to ten files; Unreadable where the system refuses to read some; ValueError
     for what is not to be trusted. Every process calls it and reads its share; all return or raise alike.
     """
     messages: dict[FaultKind, list[str]] = collections.defaultdict(list)
-    for fault in _from_all_processes(_find_faults(paths.to_path(directory))):
+    for fault in _from_all_processes(_find_faults(paths.to_path(directory), ignored)):
         messages[fault.kind].append(fault.message)
     refused = messages[FaultKind.REFUSED]
     unreadable = '; '.join(messages[FaultKind.UNREADABLE][:10])
@@ -850,13 +850,14 @@ class Manifest(NamedTuple):
     checksums: dict[str, Checksum]
 
 
-def _find_faults(directory: Any) -> list[Fault]:
+def _find_faults(directory: Any, ignored: str) -> list[Fault]:
     """Return the faults of the checkpoint as a whole, or else of this process's share of the files."""
     try:
         if not _should_have_manifest(directory):
             return [Fault(FaultKind.NO_CHECKSUMS, '')]
         manifest = _read_manifest(directory)
-        own_files = sorted(manifest.checksums)[jax.process_index() :: jax.process_count()]
+        files = [name for name in sorted(manifest.checksums) if not re.fullmatch(ignored, name)]
+        own_files = files[jax.process_index() :: jax.process_count()]
 
         def find_fault(name):
             return _find_fault(directory, name, manifest.checksums[name])
