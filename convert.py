@@ -110,7 +110,7 @@ def open_model(
         own_model.check_same(opened.directory, config, 'leave the config out')
     config = model.without_adapters(config)  # they are merged
     if is_encoder(opened.leaves):
-        config = dataclasses.replace(config, num_decoder_layers=0)
+        config = dataclasses.replace(config, num_decoder_layers=0, logits_via_embedding=True)
     try:
         checkpoint.compare(own_model.of(config).shapes(config), shapes)
     except ValueError as error:

@@ -311,7 +311,10 @@ HOSTILE = {
         header(described(dtype='I32'), b'\0' * 8),
         'shared.weight is there twice, empty or I32',
     ),
-    'no rows': (header(described(shape=[], data_offsets=[0, 4]), b'\0' * 4), 'must be an integer from 1 to 1,'),
+    'no rows': (
+        header(described(shape=[], data_offsets=[0, 4]), b'\0' * 4),
+        'must be an integer from 1 to 1,',
+    ),
     'no columns': (header(described(shape=[2**62, 0], data_offsets=[0, 0])), 'empty'),
     'no table': (header({'x': described()['shared.weight']}, b'\0' * 8), 'no shared.weight'),
     'nothing': (header({}), 'no shared.weight'),
