@@ -105,7 +105,14 @@ def open_model(
         config = opened.config or _config_beside(opened.directory)
         if config is None:
             config = config_from_shapes(shapes)
-            warn_of_activation(opened.directory, config)
+            if len(config.mlp_activations) > 1:
+                logging.warning(
+                    '%s has no config, and its arrays do not tell the activation: mlp_activations=%s is assumed: name '
+                    "another with config=dataclasses.replace(t5.config, mlp_activations=('silu', 'linear')), or "
+                    'with --config=FILE',
+                    opened.directory,
+                    config.mlp_activations,
+                )
     elif own_model.recorded(opened.directory):
         own_model.check_same(opened.directory, config, 'leave the config out')
     config = model.without_adapters(config)  # they are merged
@@ -266,18 +273,6 @@ def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> model.T5Config:
         float32_attention_logits=False,
         relpos_bias_per_layer=is_per_layer,
     )
-
-
-def warn_of_activation(directory: Any, config: model.T5Config) -> None:
-    """Say which activation a gated MLP is computed with, where nothing tells it."""
-    if len(config.mlp_activations) > 1:
-        logging.warning(
-            '%s has no config, and its arrays do not tell the activation: mlp_activations=%s is '
-            "assumed: name another with config=dataclasses.replace(t5.config, mlp_activations=('silu', "
-            "'linear')), or a config file with --config",
-            directory,
-            config.mlp_activations,
-        )
 
 
 def _count_layers(shapes: Mapping[str, tuple[int, ...]], stack: str) -> int:
