@@ -42,9 +42,8 @@ class Format(enum.Enum):
 
 # What a checkpoint is opened for: a model that decodes, its encoder alone, or whatever it holds.
 PARTS = ('whole', 'encoder', '')
-DECODER = (
-    r'(target|state[./]param_states)[./]decoder[./].+'  # of paths, and of files by their names
-)
+# The paths of a decoder's arrays, and the names of their files.
+DECODER = r'(target|state[./]param_states)[./]decoder[./].+'
 
 
 class OpenedCheckpoint(NamedTuple):

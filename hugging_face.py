@@ -251,8 +251,9 @@ def read_index(folder: str | Path, is_encoder: bool = False) -> Folder:
     """Return the config of a folder and its arrays, of which only headers and copies of the token table are read.
 
     Of an encoder alone, which `is_encoder` asks for where there is a decoder, too, the config has no decoder layers.
-    A single safetensors file has its sizes in its shapes. Raises ValueError for a model that we do not have, for files that are damaged or not to be trusted, and for
-    names that are missing or unknown, of which it lists ten. The caller compares shapes.
+    A single safetensors file has its sizes in its shapes. Raises ValueError for a model that we do not have, for files
+    that are damaged or not to be trusted, and for names that are missing or unknown, of which it lists ten. The caller
+    compares shapes.
     """
     folder = paths.to_path(folder)
     if not isinstance(folder, Path):

@@ -479,9 +479,10 @@ def write_encodings(job: Job, folder: Path) -> list[str]:
     messages = []
     for part in job.parts:
         files = encoding_files(job, part, folder)
-        spooled = chunks(part.spool, EXAMPLES_PER_FILE[job.request.pool])
+        own_files = [file for file, shard in files.items() if shard == job.request.shard]
+        own_chunks = chunks(part.spool, EXAMPLES_PER_FILE[job.request.pool])
         with progress_bar(part.name, len(part.spool)) as bar:
-            for file, chunk in zip(files.of_shard, spooled, strict=True):
+            for file, chunk in zip(own_files, own_chunks, strict=True):
                 if is_there(file):
                     if is_first:
                         bar.initial += len(chunk)  # they count for no speed
@@ -492,37 +493,27 @@ def write_encodings(job: Job, folder: Path) -> list[str]:
                 arrays = encodings_of(job, t5, chunk, bar.update)
                 if is_first:
                     paths.replace_file(file, safetensors.numpy.save(arrays))
-        num_missing = sum(not file.exists() for file in files.all)
+        num_missing = sum(not file.exists() for file in files)
         message = f'The encodings of {part.name} are in {folder}'
         if num_missing:
-            message += (
-                f'; {num_missing} of {len(files.all)} files are missing, those of other shards'
-            )
+            message += f'; {num_missing} of {len(files)} files are missing, those of other shards'
         messages.append(message)
     return messages
 
 
-class EncodingFiles(NamedTuple):
-    """The files of a task's encodings, of all shards and of this one."""
-
-    all: list[Path]
-    of_shard: list[Path]
-
-
-def encoding_files(job: Job, part: Part, folder: Path) -> EncodingFiles:
-    """Return the files of a task's encodings, whether they are there or not."""
+def encoding_files(job: Job, part: Part, folder: Path) -> dict[Path, int]:
+    """Return {file: its shard} of a task's encodings of all shards, whether they are there or not."""
+    num_shards = job.request.num_shards
     shard_of_file = []
-    for shard in range(job.request.num_shards):
-        num_examples = len(range(shard, part.num_examples, job.request.num_shards))
+    for shard in range(1, num_shards + 1):
+        num_examples = len(range(shard - 1, part.num_examples, num_shards))
         num_files = math.ceil(num_examples / EXAMPLES_PER_FILE[job.request.pool])
         shard_of_file += [shard] * num_files
     task = part.name.replace('/', '_')
-    files = EncodingFiles(all=[], of_shard=[])
+    files = {}
     for number, shard in enumerate(shard_of_file):
         name = f'{task}-encodings-{number:05}-of-{len(shard_of_file):05}.safetensors'
-        files.all.append(folder / name)
-        if shard == job.request.shard - 1:
-            files.of_shard.append(folder / name)
+        files[folder / name] = shard
     return files
 
 
@@ -629,10 +620,7 @@ def check_output(job: Job) -> None:
     if not file.exists():
         for part in job.parts:
             results = Results(folder, part.name, job)
-            written = [results.merged, results.file]
-            if job.request.encode:
-                written = encoding_files(job, part, folder).all
-            for path in written:
+            for path in (results.merged, results.file, *encoding_files(job, part, folder)):
                 if path.exists():
                     raise ValueError(
                         f'{path} is there, and {SETTINGS} beside it is not: name another --output_dir'

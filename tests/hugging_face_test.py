@@ -517,6 +517,18 @@ def test_a_single_file(tmp_path, caplog, monkeypatch):
     assert not caplog.messages
 
 
+@pytest.mark.parametrize('name', ['t5_1_0', 'umt5'])
+def test_a_single_file_of_a_whole_model(tmp_path, name):
+    write_encoder(tmp_path, name)
+    expected = load(tmp_path / 'whole')
+    file = (tmp_path / 'whole/model.safetensors').rename(tmp_path / 'model.safetensors')
+    t5 = infer.load(file)
+    assert t5.config == expected.config
+    assert_same_bits(t5.arrays, expected.arrays)
+    golden = np.load(ENCODER_GOLDEN)[name]
+    assert_same_encodings(file, golden, encoder_batch(), part='encoder')
+
+
 @pytest.mark.parametrize(
     'changes, words',
     [
