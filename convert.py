@@ -40,6 +40,12 @@ class Format(enum.Enum):
     HUGGING_FACE = 'hf'
 
 
+# What a checkpoint is opened for: a model that decodes, its encoder alone, or whatever it holds.
+PARTS = ('whole', 'encoder', '')
+# The paths of a decoder's arrays, and the names of their files.
+DECODER = r'(target|state[./]param_states)[./]decoder[./].+'
+
+
 class OpenedCheckpoint(NamedTuple):
     """A checkpoint whose large arrays are not read yet.
 
@@ -74,7 +80,7 @@ def detect_format(path: str | Path) -> Format:
         return Format.T5X
     if paths.is_file(directory):
         hugging_face.check_not_part(directory)
-    if hugging_face.is_folder(directory):
+    if hugging_face.is_folder(directory) or hugging_face.is_single_file(directory):
         return Format.HUGGING_FACE
     if mesh_tf.find_prefix(directory) is not None:
         return Format.MESH_TF
@@ -85,20 +91,32 @@ def detect_format(path: str | Path) -> Format:
 
 
 def open_model(
-    path: str | Path, config: model.T5Config | None = None, step: str = ''
+    path: str | Path, config: model.T5Config | None = None, step: str = '', part: str = 'whole'
 ) -> OpenedModel:
-    """Open the checkpoint that `path` and `step` name, as in `open_checkpoint`, as a model of `config`.
+    """Open the checkpoint that `path`, `step` and `part` name, as in `open_checkpoint`, as a model of `config`.
 
-    Without `config`, takes the checkpoint's own config, or else derives one from the shapes. Raises ValueError unless
-    the checkpoint is valid and its parameters are those of the config.
+    Without `config`, takes the checkpoint's own config, or else derives one from the shapes. That of an encoder alone
+    has no decoder layers. Raises ValueError unless the checkpoint is valid and its parameters are those of the config.
     """
-    opened = open_checkpoint(path, step)
+    opened = open_checkpoint(path, step, part)
     shapes = checkpoint.shapes(checkpoint.parameters(opened.leaves))
     if config is None:
-        config = opened.config or _config_beside(opened.directory) or config_from_shapes(shapes)
+        config = opened.config or _config_beside(opened.directory)
+        if config is None:
+            config = config_from_shapes(shapes)
+            if len(config.mlp_activations) > 1:
+                logging.warning(
+                    '%s has no config, and its arrays do not tell the activation: mlp_activations=%s is assumed: name '
+                    "another with config=dataclasses.replace(t5.config, mlp_activations=('silu', 'linear')), or "
+                    'with --config=FILE',
+                    opened.directory,
+                    config.mlp_activations,
+                )
     elif own_model.recorded(opened.directory):
         own_model.check_same(opened.directory, config, 'leave the config out')
     config = model.without_adapters(config)  # they are merged
+    if is_encoder(opened.leaves):
+        config = dataclasses.replace(config, num_decoder_layers=0, logits_via_embedding=True)
     try:
         checkpoint.compare(own_model.of(config).shapes(config), shapes)
     except ValueError as error:
@@ -106,13 +124,36 @@ def open_model(
     return OpenedModel(directory=opened.directory, leaves=opened.leaves, config=config)
 
 
-def open_checkpoint(path: str | Path, step: str = '') -> OpenedCheckpoint:
+def open_checkpoint(path: str | Path, step: str = '', part: str = 'whole') -> OpenedCheckpoint:
     """Open a workdir, a checkpoint of any format, or T5X's index file in one.
 
     `step` names the checkpoint of a workdir: 'best', a number, or 'last', which is the default. Adapters are
-    opened with their base and merged. Raises ValueError for what is no checkpoint, and for a checkpoint of ours
-    that is damaged.
+    opened with their base and merged. `part` is one of PARTS: of 'encoder' no file of the decoder is read. Raises
+    ValueError for what is no checkpoint, for a checkpoint of ours that is damaged, and for an encoder alone where
+    the whole model is asked for.
     """
+    opened = _open_checkpoint(path, step, part)
+    if part == 'whole' and is_encoder(opened.leaves):
+        raise ValueError(
+            f'{opened.directory} is an encoder alone: only infer.load, --mode=infer --encode and, with '
+            'restore.strict=False, training take it: name a checkpoint that has a decoder'
+        )
+    if part != 'encoder':
+        return opened
+    leaves = {}
+    for name, leaf in opened.leaves.items():
+        if not re.fullmatch(DECODER, name):
+            leaves[name] = leaf
+    return opened._replace(leaves=leaves)
+
+
+def is_encoder(leaves: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint has the parameters of an encoder, and none of a decoder."""
+    stacks = {path.split('/')[0] for path in checkpoint.parameters(leaves)}
+    return 'encoder' in stacks and 'decoder' not in stacks
+
+
+def _open_checkpoint(path: str | Path, step: str, part: str) -> OpenedCheckpoint:
     directory = paths.to_path(path)
     steps = checkpoint.steps(directory)
     if steps:
@@ -126,10 +167,11 @@ def open_checkpoint(path: str | Path, step: str = '') -> OpenedCheckpoint:
         directory = directory.parent
     detected = detect_format(directory)
     if detected is Format.HUGGING_FACE:
-        folder = hugging_face.read_index(directory)
-        return OpenedCheckpoint(directory, detected, dict(folder.entries), folder.config)
+        folder = hugging_face.read_index(directory, is_encoder=part == 'encoder')
+        config = None if hugging_face.is_single_file(directory) else folder.config
+        return OpenedCheckpoint(directory, detected, dict(folder.entries), config)
     if detected is Format.T5X:
-        checkpoint.verify(directory)
+        checkpoint.verify(directory, ignored=DECODER if part == 'encoder' else '')
     opened = OpenedCheckpoint(
         directory=directory,
         format=detected,

@@ -51,7 +51,6 @@ SIZES = {
 }
 # config.json: settings that model.py and data.py support with one value only.
 FIXED_SETTINGS = {
-    'is_encoder_decoder': True,
     'layer_norm_epsilon': 1e-6,
     'relative_attention_num_buckets': 32,
     'relative_attention_max_distance': 128,
@@ -115,12 +114,14 @@ DTYPES = {
 def parameter_names(config: model.T5Config) -> dict[str, str]:
     """Return {our path: Hugging Face's name} of every parameter."""
     names = {'token_embedder/embedding': TOKEN_TABLE}
-    depths = {'encoder': config.num_encoder_layers, 'decoder': config.num_decoder_layers}
+    depths = {'encoder': config.num_encoder_layers}
+    if config.num_decoder_layers:
+        depths['decoder'] = config.num_decoder_layers
     for stack, depth in depths.items():
         names[f'{stack}/{stack}_norm/scale'] = f'{stack}.final_layer_norm.weight'
         for i in range(depth):
             names |= _layer_names(config, stack, i)
-    if not config.logits_via_embedding:
+    if config.num_decoder_layers and not config.logits_via_embedding:
         names['decoder/logits_dense/kernel'] = LM_HEAD
     return names
 
@@ -196,6 +197,18 @@ class StoredArrays(NamedTuple):
     entries: dict[str, SafetensorsEntry]
     has_own_lm_head: bool
 
+    @property
+    def has_decoder(self) -> bool:
+        return any(name.startswith('decoder.') for name in self.entries)
+
+    def without_decoder(self) -> 'StoredArrays':
+        """Return the arrays of the encoder, and the token table."""
+        entries = {}
+        for name, entry in self.entries.items():
+            if not name.startswith('decoder.') and name != LM_HEAD:
+                entries[name] = entry
+        return StoredArrays(entries, has_own_lm_head=False)
+
 
 def is_folder(folder: Any) -> bool:
     """Return whether this path of `paths.to_path` is a folder of transformers.
@@ -215,25 +228,32 @@ def is_folder(folder: Any) -> bool:
     return isinstance(settings, dict) and 'model_type' in settings
 
 
+def is_single_file(file: Any) -> bool:
+    """Return whether `file` has all weights of a model, and no config.json beside it."""
+    if file.suffix != '.safetensors' or not paths.is_file(file):
+        return False
+    return not paths.is_file(file.parent / 'config.json')
+
+
 def check_not_part(file: Any) -> None:
     """Raise ValueError if `file` is a part of a folder of transformers: users name the folder."""
     if file.name in OTHER_WEIGHTS:
         raise ValueError(f'{file} is not read: {OTHER_WEIGHTS[file.name]}')
-    if file.suffix == '.safetensors':
-        raise ValueError(
-            f'{file} is one file of a checkpoint: name its folder, {file.parent}, with config.json'
-        )
-    if file.suffix in ('.json', '.model') and is_folder(file.parent):
+    if is_single_file(file):
+        return
+    if file.suffix in ('.json', '.model', '.safetensors') and is_folder(file.parent):
         raise ValueError(
             f'{file} is no checkpoint, it is one file of a checkpoint: name its folder, {file.parent}'
         )
 
 
-def read_index(folder: str | Path) -> Folder:
+def read_index(folder: str | Path, is_encoder: bool = False) -> Folder:
     """Return the config of a folder and its arrays, of which only headers and copies of the token table are read.
 
-    Raises ValueError for a model that we do not have, for files that are damaged or not to be trusted, and for
-    names that are missing or unknown, of which it lists ten. The caller compares shapes.
+    Of an encoder alone, which `is_encoder` asks for where there is a decoder, too, the config has no decoder layers.
+    A single safetensors file has its sizes in its shapes. Raises ValueError for a model that we do not have, for files
+    that are damaged or not to be trusted, and for names that are missing or unknown, of which it lists ten. The caller
+    compares shapes.
     """
     folder = paths.to_path(folder)
     if not isinstance(folder, Path):
@@ -244,15 +264,20 @@ def read_index(folder: str | Path) -> Folder:
         settings = paths.read_json(config_file)
         _check_model_type(config_file, settings)  # first: other models have other arrays
     arrays = _read_headers(folder)
+    if is_single_file(folder):
+        config_file = folder
+        settings = _settings_of_shapes(folder, arrays)
     if not settings:
         raise ValueError(f'{config_file} is missing: bring all files of the checkpoint')
+    if is_encoder or not settings.get('is_encoder_decoder', True) or not arrays.has_decoder:
+        arrays = arrays.without_decoder()
     try:
         config = _config(settings, arrays)
     except (ValueError, TypeError) as error:
         raise ValueError(f'{config_file}: {error}') from error
     stored = dict(arrays.entries)
     if config.logits_via_embedding:
-        del stored[LM_HEAD]
+        stored.pop(LM_HEAD, None)
     names = parameter_names(config)
     _check_names(
         expected=set(names.values()),
@@ -283,18 +308,55 @@ def _config(settings: Mapping[str, Any], arrays: StoredArrays) -> model.T5Config
         if settings.get(name) not in (None, value):
             raise ValueError(f'{name}={settings[name]}: only {value} is supported')
     sizes: dict[str, Any] = {ours: settings.get(theirs) for theirs, ours in SIZES.items()}
-    if sizes['num_decoder_layers'] is None:
+    if sizes['num_decoder_layers'] is None or not arrays.has_decoder:
         sizes['num_decoder_layers'] = sizes['num_encoder_layers']
     _check_sizes(sizes, arrays)
+    if not arrays.has_decoder:
+        sizes['num_decoder_layers'] = 0
     return model.T5Config(
         **sizes,
         dtype='float32',
         mlp_activations=_mlp_activations(settings),
         dropout_rate=settings.get('dropout_rate', 0.1),
-        logits_via_embedding=_is_tied(settings, arrays.has_own_lm_head),
+        logits_via_embedding=not arrays.has_decoder or _is_tied(settings, arrays.has_own_lm_head),
         float32_attention_logits=False,
         relpos_bias_per_layer=settings['model_type'] == 'umt5',
     )
+
+
+def _settings_of_shapes(file: Path, arrays: StoredArrays) -> dict[str, Any]:
+    """Return what a config.json would say of a single file. Raises ValueError for one that holds no T5."""
+    layer = 'encoder.block.0.layer'
+    names = {
+        'table': TOKEN_TABLE,
+        'bias': f'{layer}.0.SelfAttention.relative_attention_bias.weight',
+        'out': f'{layer}.0.SelfAttention.o.weight',
+        'wo': f'{layer}.1.DenseReluDense.wo.weight',
+    }
+    shapes = {}
+    for key, name in names.items():
+        if name not in arrays.entries or len(arrays.entries[name].shape) != 2:
+            raise ValueError(f'{file} has no matrix {name}: it holds no T5')
+        shapes[key] = arrays.entries[name].shape
+    num_heads = shapes['bias'][1]
+    is_gated = f'{layer}.1.DenseReluDense.wi_0.weight' in arrays.entries
+    is_umt5 = names['bias'].replace('block.0', 'block.1') in arrays.entries
+    return {
+        'model_type': 'umt5' if is_umt5 else 't5',
+        'vocab_size': shapes['table'][0],
+        'd_model': shapes['table'][1],
+        'num_heads': num_heads,
+        'd_kv': shapes['out'][1] // num_heads,
+        'd_ff': shapes['wo'][1],
+        'num_layers': _count_layers(arrays, 'encoder'),
+        'num_decoder_layers': _count_layers(arrays, 'decoder'),
+        'feed_forward_proj': 'gated-gelu' if is_gated else 'relu',
+    }
+
+
+def _count_layers(arrays: StoredArrays, stack: str) -> int:
+    pattern = rf'{stack}\.block\.\d+\.layer\.0\.layer_norm\.weight'
+    return sum(bool(re.fullmatch(pattern, name)) for name in arrays.entries)
 
 
 def _check_sizes(sizes: Mapping[str, Any], arrays: StoredArrays) -> None:
@@ -378,6 +440,9 @@ def _read_headers(folder: Path) -> StoredArrays:
 
 def _weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a folder. Raises ValueError where it has others, or none."""
+    if is_single_file(folder):
+        paths.check_not_lfs(folder)  # a link of the user's own may lead anywhere
+        return [folder]
     if paths.is_file(folder / WEIGHTS):  # first, as transformers has it
         return [paths.own_file(folder / WEIGHTS)]
     if paths.is_file(folder / WEIGHTS_INDEX):
@@ -495,6 +560,7 @@ def _settings(config: model.T5Config, model_type: str | None) -> dict[str, Any]:
         'dense_act_fn': FEED_FORWARDS[name].dense_act_fn,
         'is_gated_act': len(config.mlp_activations) > 1,
         'tie_word_embeddings': config.logits_via_embedding,
+        'is_encoder_decoder': True,
         **FIXED_SETTINGS,
     }
 

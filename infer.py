@@ -1,9 +1,9 @@
-"""A checkpoint as a model that one can call: `load`, `logits`, `score`, `generate`.
+"""A checkpoint as a model that one can call: `load`, `logits`, `score`, `generate`, `encode`.
 
     t5 = infer.load('runs/small')
     t5.generate(['The <extra_id_0> walks in <extra_id_1> park.'])
 
-`predict_all` and `score_all` take any number of examples. Source: T5X t5x/models.py.
+`predict_all`, `score_all` and `encode_all` take any number of examples. Source: T5X t5x/models.py.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ LENGTH_MULTIPLE = 32  # lengths are padded to a multiple, because each length is
 SHORTEST_ROOM = 64  # tokens of an answer that the smallest program has room for; others double it
 MAX_INPUT_LENGTH = 512  # of a text, in tokens, where the checkpoint does not say: T5's
 RUN_SETTINGS = ('model.', 'data.', 'decode.', 'infer_eval.')  # that a run's checkpoint is used with
-EXAMPLES_PER_CHUNK = 4096  # that `predict_all` and `score_all` sort by length at a time
+EXAMPLES_PER_CHUNK = 4096  # that `in_batches` sorts by length at a time
 
 
 def _round_up(n: int, multiple: int) -> int:
@@ -70,17 +70,20 @@ def load(
     mesh: Mesh | None = None,
     dtype: str = 'float32',
     step: int | str = '',
+    part: str = '',
 ) -> 'T5':
     """Open a checkpoint as a model.
 
     `path` is a workdir (its newest checkpoint), a T5X checkpoint directory, a Mesh-TF checkpoint (its prefix or
-    folder) or a Hugging Face folder, on a disk or in a bucket.
+    folder) or a Hugging Face folder, on a disk or in a bucket; also of an encoder alone, which may be a single
+    safetensors file with Hugging Face's names.
     `step` names another checkpoint of a workdir: a number, or 'best', by its `save.best_metric`.
     `vocabulary` is 'bytes', a SentencePiece model, or a folder that has one, such as a run or a checkpoint; else
     the checkpoint's or its run's counts, if there is one.
     `config` has the sizes; else the checkpoint's own config counts, else its shapes.
     `mesh` has the axes 'data' and 'model'; else one device has all.
     `dtype` is that of the parameters: 'float32', 'bfloat16', 'float16', or '' for the stored one.
+    `part` 'encoder' opens the encoder alone: of the decoder nothing is read. 'whole' refuses an encoder.
 
     Only parameters are read: their moving average, where a run has computed one (`optimizer.ema_decay`). Raises ValueError, in one line, for what is no such checkpoint and for arguments
     that do not fit it, and OSError for files that may not be read.
@@ -92,7 +95,11 @@ def load(
         raise ValueError(
             f"mesh={_shortened(mesh)}: must have the axes 'data' and 'model': use partition.make_mesh(4, 2)"
         )
-    opened = convert.open_model(path, config, str(step))
+    if part not in convert.PARTS:
+        raise ValueError(
+            f"part={_shortened(part)}: must be 'encoder', 'whole', or '' for what the checkpoint has"
+        )
+    opened = convert.open_model(path, config, str(step), part)
     model = own_model.of(opened.config)
     model.check_mesh(opened.config, mesh)
     found = find_vocabulary(opened.directory, vocabulary)
@@ -162,6 +169,9 @@ class T5:
         self._scores = jax.jit(
             self._on_mesh(_scores, out_specs=partition.BATCH), out_shardings=self._everywhere
         )
+        self._encodings = jax.jit(
+            self._on_mesh(_encodings, out_specs=partition.BATCH), out_shardings=self._everywhere
+        )
         self._generators: dict[Decoding, Callable] = {}
         # Only on a CPU it is worth the memory. An own model may read its kernels in other ways.
         self._is_transposed = mesh.devices.flat[0].platform == 'cpu' and not config.module
@@ -173,6 +183,7 @@ class T5:
         `batch` has T5X's features as integers [batch, length]: `SEQUENCES`, and `SEGMENTS` if it is packed. Its
         size must divide by the mesh's 'data'. Raises ValueError for features that do not fit together.
         """
+        self._check_decoder()
         return self._logits(self.arrays, self._features(batch))
 
     def score(self, inputs: Sequence, targets: Sequence) -> np.ndarray:
@@ -190,6 +201,7 @@ class T5:
         round_up: Callable[[int, int], int] = _round_up,
     ) -> np.ndarray:
         """Return what `score` does, of a batch of at least `num_rows`."""
+        self._check_decoder()
         inputs_bM = self._ids('inputs', inputs, num_rows=num_rows, round_up=round_up)
         targets_bT = self._ids('targets', targets, num_rows=num_rows, round_up=round_up)
         if len(inputs) != len(targets):
@@ -210,6 +222,7 @@ class T5:
         They are those of `score`: nats, float32 [choices] for each input. The batch has at least
         `num_rows` inputs, so that batches of that size and less share a program.
         """
+        self._check_decoder()
         if len(inputs) != len(choices) or not all(map(len, choices)):
             raise ValueError(
                 f'{len(inputs)} inputs and the choices of {len(choices)}: give each input one or more'
@@ -233,6 +246,32 @@ class T5:
             first = i * num_choices
             found.append(scores_r[first : first + len(of_input)])
         return found
+
+    def encode(
+        self, inputs: Sequence, *, trim: bool = False, batch_size: int = 32
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the encoder's outputs of any number of inputs, in their order, and their mask.
+
+        Outputs are float32 [examples, length, emb_dim], for the tokens with EOS, and 0 where the mask, bool
+        [examples, length], is False: for padding. `batch_size` inputs of similar lengths are encoded at a time. A
+        text of more than `max_input_length` tokens is refused; `trim` cuts it.
+        """
+        encoded = self._id_lists('inputs', self._within_length(inputs, trim))
+        lengths = [len(ids) for ids in encoded]
+        mask_bM = np.zeros((len(encoded), max(lengths)), bool)
+        outputs_bMD = np.zeros((*mask_bM.shape, self.config.emb_dim), np.float32)
+        examples = [Example(ids) for ids in encoded]
+        for i, outputs_MD in enumerate(encode_all(self, examples, batch_size)):
+            mask_bM[i, : lengths[i]] = np.asarray(encoded[i]) > 0
+            outputs_bMD[i, : lengths[i]] = outputs_MD
+        return outputs_bMD, mask_bM
+
+    def _check_decoder(self) -> None:
+        if self.config.num_decoder_layers == 0:
+            raise ValueError(
+                'this model is an encoder alone: it has no decoder to generate, score or compute logits with: call '
+                "encode, or load a whole checkpoint, without part='encoder'"
+            )
 
     def set_parameters(self, arrays: Mapping[str, Any]) -> None:
         """Take other parameters of the same shapes, for which nothing is compiled again."""
@@ -274,6 +313,7 @@ class T5:
         its prompt; of a beam search, divided by the penalty.
         A text of more than `max_input_length` tokens is refused; `trim` cuts it.
         """
+        self._check_decoder()
         answers_per_example, scores = self.generate_tokens(
             self._within_length(inputs, trim),
             max_length,
@@ -323,6 +363,7 @@ class T5:
         inputs, by default 0, 1, 2 ... The batch has at least `num_rows` rows, so that batches of that
         size and less share a program.
         """
+        self._check_decoder()
         length = _checked_length(max_length)
         temperatures = _checked_temperatures(temperature)
         decoding = Decoding(
@@ -480,6 +521,17 @@ class T5:
         The rows divide by the mesh's 'data', the length by LENGTH_MULTIPLE: `round_up(n, multiple)`
         says how many there are.
         """
+        encoded = self._id_lists(name, examples, add_eos)
+        num_rows = max(len(encoded), num_rows)
+        num_rows = round_up(num_rows, partition.axes_size(self.mesh, partition.BATCH_AXES))
+        length = round_up(max(map(len, encoded)), LENGTH_MULTIPLE)
+        ids = np.zeros((num_rows, length), np.int32)
+        for i, example in enumerate(encoded):
+            ids[i, : len(example)] = example
+        return ids
+
+    def _id_lists(self, name: str, examples: Sequence, add_eos: bool = True) -> list[Any]:
+        """Return the ids of each example. Raises ValueError for what is no list of texts or of ids."""
         is_list = isinstance(examples, list | tuple | np.ndarray | jax.Array)
         if not is_list or not getattr(examples, 'ndim', 1) or not len(examples):
             raise ValueError(
@@ -498,20 +550,14 @@ class T5:
             )
         else:
             encoded = [_to_ids(f'{name}[{i}]', example) for i, example in enumerate(examples)]
-        num_rows = max(len(encoded), num_rows)
-        num_rows = round_up(num_rows, partition.axes_size(self.mesh, partition.BATCH_AXES))
-        length = round_up(max(map(len, encoded)), LENGTH_MULTIPLE)
-        ids = np.zeros((num_rows, length), np.int32)
-        for i, example in enumerate(encoded):
-            if not np.any(example):
-                if not add_eos:
-                    continue  # an empty prompt
+        for i, ids in enumerate(encoded):
+            if np.any(ids):
+                self._check_ids(f'{name}[{i}]', np.asarray(ids))
+            elif add_eos:  # a prompt may be empty
                 raise ValueError(
                     f'{name}[{i}]={_shortened(examples[i])} has no ids but padding: give one or more, 1 is EOS'
                 )
-            self._check_ids(f'{name}[{i}]', np.asarray(example))
-            ids[i, : len(example)] = example
-        return ids
+        return encoded
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text, EOS at the end."""
@@ -623,6 +669,36 @@ def score_all(
     return in_batches(score, examples, batch_size, progress)
 
 
+def encode_all(
+    t5: T5,
+    examples: Iterable[Example],
+    batch_size: int,
+    pool: str = 'none',
+    progress: Callable[[int], Any] = lambda count: None,
+) -> Iterator[np.ndarray]:
+    """Yield the encoder's outputs of the inputs of examples, in their order: float32 [tokens, emb_dim].
+
+    `pool='mean'` yields their mean over the tokens that are not padding, EOS included, [emb_dim].
+    """
+
+    def encode(batch: Sequence[Example], num_rows: int) -> Iterator[np.ndarray]:
+        inputs_bM = t5._ids(
+            'inputs',
+            [example.inputs for example in batch],
+            num_rows=num_rows,
+            round_up=_next_size,
+        )
+        placed = partition.place_batch(t5.mesh, {'encoder_input_tokens': inputs_bM})
+        encoded_bMD = np.asarray(t5._encodings(t5.arrays, placed))
+        for i, example in enumerate(batch):
+            if pool == 'mean':
+                yield encoded_bMD[i, inputs_bM[i] > 0].mean(axis=0)
+            else:
+                yield encoded_bMD[i, : len(example.inputs)].copy()  # without the padding
+
+    return in_batches(encode, examples, batch_size, progress)
+
+
 def in_batches(
     compute: Callable[[Sequence[Example], int], Iterable[Result]],
     examples: Iterable[Example],
@@ -673,6 +749,13 @@ def _scores(config: model.T5Config, params: Mapping, batch: Mapping) -> jax.Arra
     targets_bT = batch['decoder_target_tokens']
     nats_bT, _ = loss.cross_entropy(logits_bTv, targets_bT)
     return -(nats_bT * (targets_bT > 0)).sum(axis=-1)
+
+
+def _encodings(config: model.T5Config, params: Mapping, batch: Mapping) -> jax.Array:
+    model = own_model.of(config)
+    inputs_bM = batch['encoder_input_tokens']
+    encoded_bMD = model.apply(lambda: model.encode(config, inputs_bM), params)
+    return jnp.where(inputs_bM[..., None] > 0, encoded_bMD.astype(jnp.float32), 0)
 
 
 def _generate(

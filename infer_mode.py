@@ -1,4 +1,6 @@
-"""`--mode=infer`: predict or score a task's split, a file or one text, as JSON Lines in T5X's form.
+"""`--mode=infer`: predict, score or encode a task's split or a file, or answer one text.
+
+Predictions and scores are JSON Lines in T5X's form.
 
 Examples are written in chunks, so a job that was killed goes on after the last complete one. Shard i
 of n takes every n-th example; the last shard to end merges the results.
@@ -9,8 +11,20 @@ of n takes every n-th example; the last shard to end merges the results.
     TASK-MODE.jsonl-SSSSS-of-NNNNN.COMPLETED
     TASK-MODE.jsonl                      the lines of all shards, in the order of the examples
 
-FILE.COMPLETED, of a shard or chunk, has the size and checksum of FILE. Where the two differ, that
-shard or chunk is made anew.
+Encodings (`--encode`) are the encoder's outputs, float32; of the checkpoint no decoder is read.
+Each chunk is a file that stays, and all files are numbered through the shards, one shard after
+the other:
+
+    TASK-encodings-CCCCC-of-NNNNN.safetensors
+        indices     int64 [n]: the number of each example in the file or split, from 0
+        embeddings  --pool=mean: [n, emb_dim], the mean of an example's tokens, EOS included, as in
+                    Sentence-T5, without its projection and normalization
+                    --pool=none: [sum of lengths, emb_dim], the tokens of one example after the
+                    other, EOS included, without padding
+        lengths     --pool=none alone: int32 [n], the number of tokens of each example
+
+FILE.COMPLETED, of a shard, a chunk or a file of encodings, has the size and checksum of FILE. Where
+the two differ, FILE is made anew.
 
 Source: T5X t5x/infer.py. Differs from T5X: its .COMPLETED are empty, and lines that are cut or
 changed go into its results; here a whole number is written as one, not as 0.0.
@@ -21,6 +35,7 @@ import fcntl
 import hashlib
 import itertools
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +45,7 @@ from typing import IO, Any, NamedTuple
 import google_crc32c
 import jax
 import numpy as np
+import safetensors.numpy
 import tqdm
 
 import checkpoint
@@ -48,6 +64,8 @@ from vocabulary import Vocabulary, check_rows, read_settings, vocabulary_of_chec
 
 SETTINGS = 'infer.json'
 SPLITS = ('train', 'validation', 'test')
+# Whose encodings are in one file, which is made in memory: by --pool.
+EXAMPLES_PER_FILE = {'none': 256, 'mean': infer.EXAMPLES_PER_CHUNK}
 
 
 class Request(NamedTuple):
@@ -60,11 +78,18 @@ class Request(NamedTuple):
     text: str | None = None  # in place of both
     split: str = ''  # 'test' if not given
     score: bool = False
+    encode: bool = False
+    pool: str = 'none'  # of encodings; 'mean' for one vector of each example
     fields: tuple[str, ...] = ()  # of the examples that lines have beside the texts; 'all' for all
     output_ids: bool = False
     trim: bool = False
     shard: int = 1
     num_shards: int = 1
+
+    @property
+    def part(self) -> str:
+        """Return which part of the checkpoint is opened, one of `convert.PARTS`."""
+        return 'encoder' if self.encode else 'whole'
 
 
 class Part(NamedTuple):
@@ -93,6 +118,8 @@ class Job(NamedTuple):
         """T5X's name of what is computed, which is in the names of files."""
         if self.request.score:
             return 'score'
+        if self.request.encode:
+            return f'encode_{self.request.pool}'
         if self.config.decode.return_scores:
             return 'predict_with_aux'
         return 'predict'
@@ -109,12 +136,12 @@ def prepare(request: Request, config: Any | None, changes: Mapping[str, Any]) ->
     """
     check_request(request)
     model_config = own_model.make_config(config.model) if config is not None else None
-    opened = convert.open_model(request.checkpoint, model_config, request.step)
+    opened = convert.open_model(request.checkpoint, model_config, request.step, request.part)
     if config is None:
         config = infer.settings_of(opened.directory, changes)
         if request.input:  # data.kind of a run is said of its own files
             config.data.kind = changes.get('data.kind', '')
-        model_config = changed_model(opened, config, changes)
+        model_config = changed_model(opened, config, changes, request.part)
     else:
         model_config = opened.config
     settings.check(config)
@@ -142,11 +169,21 @@ def check_request(request: Request) -> None:
     if request.text is not None:
         if not request.text.strip():
             raise ValueError("--text='' has no text: write one, as in --text='translate ...'")
-        for name in ('output_dir', 'input', 'score', 'fields', 'output_ids'):
+        for name in ('output_dir', 'input', 'score', 'encode', 'fields', 'output_ids'):
             if getattr(request, name):
                 raise ValueError(
                     f'--{name} is not for --text, which prints one answer: leave one of them out'
                 )
+    if request.encode:
+        for name in ('score', 'fields', 'output_ids'):
+            if getattr(request, name):
+                raise ValueError(
+                    f'--{name} is not for --encode, which writes arrays: leave one of them out'
+                )
+        if not request.output_dir:
+            raise ValueError('--encode needs a folder for its arrays: name --output_dir')
+    elif request.pool != 'none':
+        raise ValueError(f'--pool={request.pool} is of encodings: add --encode, or leave it out')
     if request.split and (request.input or request.text is not None):
         raise ValueError(
             f'--split={request.split} is of a task, and --input or --text is given: leave one of them out'
@@ -167,7 +204,7 @@ def check_request(request: Request) -> None:
 
 
 def changed_model(
-    opened: convert.OpenedModel, config: Any, changes: Mapping[str, Any]
+    opened: convert.OpenedModel, config: Any, changes: Mapping[str, Any], part: str
 ) -> model.T5Config:
     """Return the model of a checkpoint with the changes that the command line makes."""
     changed = [key for key in changes if key.startswith('model.')]
@@ -180,7 +217,7 @@ def changed_model(
         )
     if 'model.module' not in changed:
         config.model.module = opened.config.module  # where its file is now
-    found = convert.open_model(opened.directory, own_model.make_config(config.model))
+    found = convert.open_model(opened.directory, own_model.make_config(config.model), part=part)
     return found.config
 
 
@@ -300,6 +337,8 @@ def write_results(job: Job, folder: Path) -> list[str]:
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(folder, job.request))
             record_settings(job, folder)
+        if job.request.encode:
+            return write_encodings(job, folder)
         t5 = None
         for part in job.parts:
             results = Results(folder, part.name, job)
@@ -319,6 +358,7 @@ def load(job: Job) -> infer.T5:
         config=job.model_config,
         mesh=partition.make_mesh(**job.config.mesh),
         dtype=job.config.restore.dtype,
+        part=job.request.part,
     )
 
 
@@ -344,10 +384,10 @@ def write_shard(job: Job, t5: infer.T5, part: Part, results: 'Results') -> None:
         results.finish(num_chunks)
 
 
-def chunks(spool: infer_input.Spool) -> Iterator[list[tuple[int, Item]]]:
+def chunks(spool: infer_input.Spool, size: int = 0) -> Iterator[list[tuple[int, Item]]]:
     """Yield lists of items, each with its number, of the size that is sorted by length."""
     items = iter(spool)
-    while chunk := list(itertools.islice(items, infer.EXAMPLES_PER_CHUNK)):
+    while chunk := list(itertools.islice(items, size or infer.EXAMPLES_PER_CHUNK)):
         yield chunk
 
 
@@ -436,6 +476,67 @@ def as_line(content: Mapping[str, Any]) -> str:
 # The output folder.
 
 
+def write_encodings(job: Job, folder: Path) -> list[str]:
+    """Write the files of encodings that are not there yet. Return what to print."""
+    t5 = None
+    is_first = jax.process_index() == 0
+    messages = []
+    for part in job.parts:
+        files = encoding_files(job, part, folder)
+        results = Results(folder, part.name, job)
+        own_files = [file for file, shard in files.items() if shard == job.request.shard]
+        own_chunks = chunks(part.spool, EXAMPLES_PER_FILE[job.request.pool])
+        with progress_bar(part.name, len(part.spool)) as bar:
+            for file, chunk in zip(own_files, own_chunks, strict=True):
+                if results.is_complete(file):
+                    if is_first:
+                        bar.initial += len(chunk)  # they count for no speed
+                    bar.update(len(chunk))
+                    continue
+                if t5 is None:
+                    t5 = load(job)
+                arrays = encodings_of(job, t5, chunk, bar.update)
+                if is_first:
+                    paths.replace_file(file, safetensors.numpy.save(arrays))
+                    results.complete(file)
+        num_missing = sum(not mark_of(file).exists() for file in files)
+        message = f'The encodings of {part.name} are in {folder}'
+        if num_missing:
+            message += f'; {num_missing} of {len(files)} files are missing, those of other shards'
+        messages.append(message)
+    return messages
+
+
+def encoding_files(job: Job, part: Part, folder: Path) -> dict[Path, int]:
+    """Return {file: its shard} of a task's encodings of all shards, whether they are there or not."""
+    num_shards = job.request.num_shards
+    shard_of_file = []
+    for shard in range(1, num_shards + 1):
+        num_examples = len(range(shard - 1, part.num_examples, num_shards))
+        num_files = math.ceil(num_examples / EXAMPLES_PER_FILE[job.request.pool])
+        shard_of_file += [shard] * num_files
+    task = part.name.replace('/', '_')
+    files = {}
+    for number, shard in enumerate(shard_of_file):
+        name = f'{task}-encodings-{number:05}-of-{len(shard_of_file):05}.safetensors'
+        files[folder / name] = shard
+    return files
+
+
+def encodings_of(
+    job: Job, t5: infer.T5, chunk: Sequence[tuple[int, Item]], progress: Callable[[int], Any]
+) -> dict[str, np.ndarray]:
+    """Return the arrays of a file, as the head of this file has them."""
+    pool = job.request.pool
+    examples = [infer.Example(item.inputs, number=number) for number, item in chunk]
+    encoded = list(infer.encode_all(t5, examples, job.config.decode.batch_size, pool, progress))
+    arrays = {'indices': np.array([example.number for example in examples], np.int64)}
+    if pool == 'mean':
+        return arrays | {'embeddings': np.stack(encoded)}
+    arrays['lengths'] = np.array([len(of_example) for of_example in encoded], np.int32)
+    return arrays | {'embeddings': np.concatenate(encoded)}
+
+
 class Results:
     """The files of one task's results, of one shard."""
 
@@ -459,23 +560,23 @@ class Results:
         return self.chunks / f'{self.file.name}-chunk{number:05}'
 
     def complete(self, file: Path) -> None:
-        """Mark a shard or chunk as complete."""
+        """Mark a shard, a chunk or a file of encodings as complete."""
         paths.replace_file(mark_of(file), json.dumps(self.summary(file)).encode())
 
     def summary(self, file: Path) -> dict[str, Any]:
         """Return what marks a shard or chunk as complete: whose it is, its size and checksum."""
         checksum = google_crc32c.Checksum()
-        num_examples = 0
+        num_lines = 0
         num_bytes = 0
         with file.open('rb') as lines:
             for line in lines:
                 checksum.update(line)
-                num_examples += 1
+                num_lines += 1
                 num_bytes += len(line)
         return {
             'file': file.name,
             'settings': self.settings,
-            'examples': num_examples,
+            'lines': num_lines,
             'bytes': num_bytes,
             'crc32c': int.from_bytes(checksum.digest()),
         }
@@ -577,7 +678,7 @@ def check_output(job: Job) -> None:
     if not file.exists():
         for part in job.parts:
             results = Results(folder, part.name, job)
-            for path in (results.merged, results.file):
+            for path in (results.merged, results.file, *encoding_files(job, part, folder)):
                 if path.exists():
                     raise ValueError(
                         f'{path} is there, and {SETTINGS} beside it is not: name another --output_dir'

@@ -4,6 +4,7 @@
     python main.py --mode=evaluate --checkpoint=RUN [--step=all] [--split=test] [--watch]
     python main.py --mode=infer --checkpoint=PATH --text='...' [--config.KEY=VALUE ...]
     python main.py --mode=infer --checkpoint=PATH --output_dir=DIR [--input=FILE] [--shard=i/n]
+    python main.py --mode=infer --checkpoint=PATH --output_dir=DIR --encode [--pool=mean]
     python main.py --mode=cache --config=... --config.data.cache_dirs=DIR [--shard=i/n]
     python main.py --mode=convert --from=CHECKPOINT --to=FOLDER [--format=t5x|hf]
     python main.py --mode=report --runs=RUN[,RUN...] [--output_dir=DIR]
@@ -88,6 +89,17 @@ flags.DEFINE_bool(
     help='Evaluate every checkpoint of a run, and each new one as it appears.',
 )
 flags.DEFINE_bool('score', default=False, help='Score the targets in place of predicting them.')
+flags.DEFINE_bool(
+    'encode',
+    default=False,
+    help="Write the encoder's outputs in place of predicting, as safetensors.",
+)
+flags.DEFINE_enum(
+    'pool',
+    default='none',
+    enum_values=['none', 'mean'],
+    help='What --encode writes of an example: a vector for each token, or their mean, EOS included.',
+)
 flags.DEFINE_list(
     'fields',
     default=[],
@@ -110,6 +122,8 @@ MODES_OF_FLAG = {
     'input': ('infer',),
     'text': ('infer',),
     'score': ('infer',),
+    'encode': ('infer',),
+    'pool': ('infer',),
     'fields': ('infer',),
     'output_ids': ('infer',),
     'trim': ('infer',),
@@ -205,7 +219,7 @@ def evaluate(config: ConfigDict | None) -> int:
 
 
 def infer(config: ConfigDict | None, signals: 'Signals') -> int:
-    """Predict or score. Return the exit status. Raises ValueError and OSError as `prepare` does."""
+    """Predict, score or encode. Return the exit status. Raises ValueError and OSError as `prepare` does."""
     import infer_mode
 
     part, num_parts = parse_shard(FLAGS.shard)
@@ -217,6 +231,8 @@ def infer(config: ConfigDict | None, signals: 'Signals') -> int:
         text=FLAGS.text,
         split=FLAGS.split,
         score=FLAGS.score,
+        encode=FLAGS.encode,
+        pool=FLAGS.pool,
         fields=tuple(FLAGS.fields),
         output_ids=FLAGS.output_ids,
         trim=FLAGS.trim,

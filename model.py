@@ -89,7 +89,7 @@ class T5Config:
     emb_dim: int
     num_heads: int
     num_encoder_layers: int
-    num_decoder_layers: int
+    num_decoder_layers: int  # 0: an encoder alone
     head_dim: int
     mlp_dim: int
     mlp_activations: tuple[str, ...]  # their outputs are multiplied
@@ -111,7 +111,7 @@ class T5Config:
         object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))  # JSON has lists
         for field in dataclasses.fields(self):
             size = getattr(self, field.name)
-            smallest = 0 if field.name == 'lora_rank' else 1
+            smallest = 0 if field.name in ('lora_rank', 'num_decoder_layers') else 1
             if field.type is int and size < smallest:
                 raise ValueError(f'model.{field.name}={size}: must be at least {smallest}')
         if self.dtype not in DTYPES:
@@ -144,6 +144,8 @@ def init(config: T5Config, key: jax.Array) -> dict[str, jax.Array]:
         'decoder_target_tokens': tokens_11,
     }
     transformed = hk.transform(lambda: logits(config, batch))
+    if config.num_decoder_layers == 0:
+        transformed = hk.transform(lambda: encode(config, tokens_11))
     tree = partition.one_device(transformed.init)(key)
     return {f'{scope}/{name}': x for scope, leaves in tree.items() for name, x in leaves.items()}
 
@@ -244,6 +246,18 @@ def logits(
     )
 
 
+def encode(config: T5Config, inputs_bM: jax.Array, embedder: 'Embedder | None' = None) -> jax.Array:
+    """Return encoded_bMD of `inputs`, int32 ids padded with 0, in the dtype of the computation.
+
+    `embedder` is that of the decoder, where there is one.
+    """
+    mask_bM = inputs_bM > 0
+    embedder = embedder or Embedder(config, name='token_embedder')
+    return Encoder(config, name='encoder')(
+        embedder(inputs_bM), mask_b1TT=attention_mask(mask_bM, mask_bM), rows_b=None
+    )
+
+
 class KeysValues(NamedTuple):
     """What attention reads."""
 
@@ -295,17 +309,14 @@ def start_decoding(
     As many steps may follow. One more would overwrite the last token; `grow_cache` makes more room.
     `num_decodes` rows decode each example. Those of a beam search may be reordered.
     """
-    mask_bM = inputs_bM > 0
     embedder = Embedder(config, name='token_embedder')
-    encoded_bMD = Encoder(config, name='encoder')(
-        embedder(inputs_bM), mask_b1TT=attention_mask(mask_bM, mask_bM), rows_b=None
-    )
+    encoded_bMD = encode(config, inputs_bM, embedder)
     num_beams = num_decodes if is_beam_search else 1
     num_groups = len(inputs_bM) * num_decodes // num_beams
     layers = Decoder(config, embedder, name='decoder').start(encoded_bMD, num_groups)
     cache = Cache(
         length=jnp.int32(0),
-        mask_b11M=mask_bM[:, None, None],
+        mask_b11M=(inputs_bM > 0)[:, None, None],
         writers_gnM=jnp.zeros_like(inputs_bM, shape=(num_groups, num_beams, 0)),
         layers=layers,
     )

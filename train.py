@@ -1370,7 +1370,7 @@ def choose_initial(config: Any, trainer: Trainer) -> Start:
 def open_initial(config: Any, trainer: Trainer) -> convert.OpenedCheckpoint:
     """Open the checkpoint `config.path`. Raises ValueError for what is none, or of another own model."""
     try:
-        opened = convert.open_checkpoint(config.path)
+        opened = convert.open_checkpoint(config.path, part='whole' if config.strict else '')
     except (ValueError, OSError) as error:
         raise ValueError(f'restore.path={config.path}: {error}') from error
     if config.strict and own_model.recorded(opened.directory):

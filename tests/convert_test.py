@@ -137,7 +137,8 @@ def test_a_file_alone(tmp_path):
         chex.assert_trees_all_equal(infer.load(path).arrays, expected)
     assert infer.load(MESH_TF / 'checkpoint').config.emb_dim == 32
     with pytest.raises(
-        ValueError, match='model.safetensors is one file of a checkpoint: name its folder'
+        ValueError,
+        match='model.safetensors is no checkpoint, it is one file of a checkpoint: name its folder',
     ):
         infer.load(HUGGING_FACE / 'model.safetensors')
 
@@ -554,14 +555,24 @@ def test_where_a_vocabulary_is_found(tmp_path, pieces):
         vocabularies.find_vocabulary(T5X, folder / 'nothing')  # though there is one beside
 
 
-def test_what_has_no_vocabulary_is_said(tmp_path, caplog):
+def test_what_is_assumed_or_missing_is_said(tmp_path, caplog):
+    """The activation of a gated MLP, where there is no config, and the vocabulary."""
     for form in ('t5x', 'hf'):
         written = convert.convert_checkpoint(T5X, tmp_path / form, form)
-        assert caplog.messages == [
+        activation, vocabulary = caplog.messages
+        assert f'{T5X} has no config' in activation
+        assert (
+            "mlp_activations=('gelu', 'linear') is assumed: name another with config=" in activation
+        )
+        assert vocabulary == (
             f'{T5X} brings no vocabulary file, so {written} has none: '
             'pass vocabulary=... to load it, or copy spiece.model into it'
-        ]
+        )
         caplog.clear()
+        infer.load(written)
+        infer.load(T5X, config=infer.load(written).config)
+        infer.load(HUGGING_FACE)
+        assert not caplog.messages
 
 
 def test_no_vocabulary_for_checkpoints_that_had_none(tmp_path, pieces):

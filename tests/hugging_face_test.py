@@ -1,6 +1,8 @@
 """Hugging Face folders: transformers' own numbers, there and back to the bit, and folders not to be trusted.
 
 golden/hf_t5_1_1: a random T5 1.1 that transformers 4.57.6 saved, and its logits in float32 on a CPU.
+golden/hf_encoder.npz: what its encoders compute with `random_arrays` and `encoder_batch`, written by
+PYTHONPATH=tests:. python -c 'import hugging_face_test; hugging_face_test.write_encoder_golden()'.
 Tolerances are max|a-b| <= tol * max|b|, 1e-4 for logits: float32 sums in another order.
 With transformers and torch installed, the tests at the end compare with what these compute themselves.
 """
@@ -29,6 +31,8 @@ import partition
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'hf_t5_1_1'
 LOGITS_TOLERANCE = 1e-4
+ENCODER_GOLDEN = GOLDEN.parent / 'hf_encoder.npz'
+ENCODER_TOLERANCE = 1e-5
 SIZES = {
     'vocab_size': 96,
     'dtype': 'float32',
@@ -307,7 +311,10 @@ HOSTILE = {
         header(described(dtype='I32'), b'\0' * 8),
         'shared.weight is there twice, empty or I32',
     ),
-    'no rows': (header(described(shape=[], data_offsets=[0, 4]), b'\0' * 4), 'from 1 to 2'),
+    'no rows': (
+        header(described(shape=[], data_offsets=[0, 4]), b'\0' * 4),
+        'must be an integer from 1 to 1,',
+    ),
     'no columns': (header(described(shape=[2**62, 0], data_offsets=[0, 0])), 'empty'),
     'no table': (header({'x': described()['shared.weight']}, b'\0' * 8), 'no shared.weight'),
     'nothing': (header({}), 'no shared.weight'),
@@ -434,6 +441,166 @@ def test_models_that_transformers_has_not(tmp_path):
     refuses('more is unknown', t5_1_0, more=jnp.zeros([1]))
 
 
+# Encoders alone.
+
+
+def encoder_batch():
+    """Ids of three rows, two of them padded."""
+    ids = np.random.default_rng(2).integers(2, 96, [3, 11])
+    return np.where(np.arange(11)[None] < np.array([[11], [7], [1]]), ids, 0)
+
+
+def assert_same_encodings(path, expected, inputs, **options):
+    t5 = infer.load(path, **options)
+    assert not [name for name in t5.arrays if name.startswith('decoder')]
+    outputs, mask = t5.encode(inputs)
+    np.testing.assert_array_equal(mask, inputs > 0)
+    assert outputs.dtype == np.float32 and not outputs[~mask].any()
+    assert_close(outputs[mask], expected[mask], ENCODER_TOLERANCE)
+    return t5
+
+
+def write_encoder(folder, name, dtype='float32'):
+    """Write a folder of a whole model, and what transformers writes of its encoder: `single` is its file."""
+    config = CONFIGS[name]
+    arrays = random_arrays(config, dtype)
+    hugging_face.write(folder / 'whole', config, arrays, model_type=MODEL_TYPES[name])
+    stored = load_file(folder / 'whole/model.safetensors')
+    stored = {x: stored[x] for x in stored if x.startswith(('encoder.', 'shared.'))}
+    (folder / 'encoder').mkdir()
+    save_file(stored, folder / 'encoder/model.safetensors', {'format': 'pt'})
+    config_json = json.loads((folder / 'whole/config.json').read_text())
+    model_class = config_json['architectures'][0].replace(
+        'ForConditionalGeneration', 'EncoderModel'
+    )
+    # UMT5EncoderModel leaves is_encoder_decoder true.
+    config_json |= {'architectures': [model_class], 'is_encoder_decoder': name == 'umt5'}
+    (folder / 'encoder/config.json').write_text(json.dumps(config_json))
+    (folder / 'single').mkdir()
+    save_file(stored, folder / 'single/t5_fp32.safetensors')
+
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_encoders_of_transformers(tmp_path, name):
+    """A folder of an encoder, the encoder of a whole folder, and a single file."""
+    write_encoder(tmp_path, name)
+    expected = np.load(ENCODER_GOLDEN)[name]
+    inputs = encoder_batch()
+    encoder = dataclasses.replace(CONFIGS[name], num_decoder_layers=0, logits_via_embedding=True)
+    assert assert_same_encodings(tmp_path / 'encoder', expected, inputs).config == encoder
+    assert_same_encodings(tmp_path / 'whole', expected, inputs, part='encoder')
+    config = None
+    if name == 'ul2':  # which shapes do not tell
+        config = encoder
+    t5 = assert_same_encodings(
+        tmp_path / 'single/t5_fp32.safetensors', expected, inputs, config=config
+    )
+    encoder = dataclasses.replace(encoder, dropout_rate=0.1)
+    assert dataclasses.replace(t5.config, dropout_rate=0.1) == encoder
+
+
+def test_a_single_file(tmp_path, caplog, monkeypatch):
+    """By a relative path, in half precision. What is assumed of the activation is said, where it may be wrong."""
+    write_encoder(tmp_path, 't5_1_1', 'float16')
+    write_encoder(tmp_path / 'ungated', 't5_1_0')
+    monkeypatch.chdir(tmp_path / 'single')
+    t5 = infer.load('t5_fp32.safetensors')
+    assert {x.dtype.name for x in t5.arrays.values()} == {'float32'}
+    [message] = caplog.messages
+    assert 't5_fp32.safetensors has no config' in message
+    assert "mlp_activations=('gelu', 'linear')" in message and 'config=' in message
+    caplog.clear()
+    silu = dataclasses.replace(t5.config, mlp_activations=('silu', 'linear'))
+    other = infer.load('t5_fp32.safetensors', config=silu)
+    assert np.abs(other.encode([[5, 6, 1]])[0] - t5.encode([[5, 6, 1]])[0]).max() > 1e-3
+    infer.load(tmp_path / 'ungated/single/t5_fp32.safetensors')
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize('name', ['t5_1_0', 'umt5'])
+def test_a_single_file_of_a_whole_model(tmp_path, name):
+    write_encoder(tmp_path, name)
+    expected = load(tmp_path / 'whole')
+    file = (tmp_path / 'whole/model.safetensors').rename(tmp_path / 'model.safetensors')
+    t5 = infer.load(file)
+    assert t5.config == expected.config
+    assert_same_bits(t5.arrays, expected.arrays)
+    golden = np.load(ENCODER_GOLDEN)[name]
+    assert_same_encodings(file, golden, encoder_batch(), part='encoder')
+
+
+@pytest.mark.parametrize(
+    'changes, words',
+    [
+        ({'shared__weight': None}, 'no shared.weight: it holds no T5'),
+        (
+            {'encoder__block__0__layer__0__SelfAttention__relative_attention_bias__weight': None},
+            'relative_attention_bias.weight: it holds no T5',
+        ),
+        ({'encoder__block__1__layer__1__DenseReluDense__wo__weight': None}, 'wo.weight is missing'),
+        ({'spiece_model': np.zeros([9], np.uint8)}, 'spiece_model is there twice, empty or U8'),
+        ({'scale': np.zeros([9], np.float32)}, 'scale is unknown'),
+    ],
+)
+def test_single_files_that_are_refused(tmp_path, changes, words):
+    write_encoder(tmp_path, 't5_1_1')
+    file = (tmp_path / 'single/t5_fp32.safetensors').rename(tmp_path / 'single/model.safetensors')
+    edit_arrays(tmp_path / 'single', **changes)
+    with pytest.raises(ValueError, match=words) as error:
+        infer.load(file)
+    assert str(file) in str(error.value) and '\n' not in str(error.value)
+
+
+def test_the_encoder_of_an_mt5_whose_logits_are_in_doubt(tmp_path):
+    """transformers 5 saves all mt5 as tied, which its encoder does not depend on."""
+    write_encoder(tmp_path, 'mt5')
+    edit_json(tmp_path / 'whole/config.json', tie_word_embeddings=True)
+    edit_arrays(tmp_path / 'whole', lm_head__weight=None)
+    expected = np.load(ENCODER_GOLDEN)['mt5']
+    assert_same_encodings(tmp_path / 'whole', expected, encoder_batch(), part='encoder')
+
+
+# Families whose folders look otherwise.
+
+
+def test_a_folder_like_madlads(tmp_path):
+    """The token table only under its name in the decoder, or in both stacks, and an lm_head of its own."""
+    config = CONFIGS['t5_1_1']
+    arrays = random_arrays(config)
+    folder = tmp_path / 'hf'
+    hugging_face.write(folder, config, arrays)
+    table = np.array(arrays['token_embedder/embedding'])
+    edit_arrays(folder, shared__weight=None, decoder__embed_tokens__weight=table)
+    edit_json(folder / 'config.json', tie_word_embeddings=False)
+    assert_same_bits(load(folder).arrays, arrays)
+    edit_arrays(folder, encoder__embed_tokens__weight=table)
+    t5 = load(folder)
+    assert_same_bits(t5.arrays, arrays)
+    assert not t5.config.logits_via_embedding
+    expected = np.load(ENCODER_GOLDEN)['t5_1_1']
+    assert_same_encodings(folder, expected, encoder_batch(), part='encoder')
+
+
+def test_a_folder_like_chronoss(tmp_path):
+    """4,096 ids that stand for numbers, tied embeddings, no text vocabulary: ids in, ids out."""
+    config = model.T5Config(**T5_1_0 | {'vocab_size': 4096})
+    folder = tmp_path / 'hf'
+    hugging_face.write(folder, config, random_arrays(config))
+    edit_json(folder / 'config.json', chronos_config={'n_tokens': 4096, 'pad_token_id': 0})
+    t5 = infer.load(folder)
+    assert t5.config == config and t5.vocabulary is None
+    inputs = [[4095, 2048, 1], [7, 1]]
+    answers = t5.generate(inputs, max_length=4)
+    assert all(0 <= i < 4096 for answer in answers for i in answer)
+    assert t5.score(inputs, inputs).shape == (2,)
+    outputs, mask = t5.encode(inputs)
+    assert outputs.shape == (2, 3, 16) and mask.sum() == 5
+    for ask in (t5.generate, t5.encode, lambda texts: t5.score(texts, [[5]])):
+        with pytest.raises(ValueError, match='brings no vocabulary: .*vocabulary=PATH') as error:
+            ask(['a text'])
+        assert '\n' not in str(error.value)
+
+
 # What transformers itself computes: `pip install -e '.[peers]'` runs these.
 
 
@@ -544,3 +711,76 @@ def test_we_compute_what_transformers_does(transformers, tmp_path, name):
     batch = token_batch(t5.config)
     theirs = their_logits(transformers, module, t5.config, batch)
     assert_same_logits(t5.logits(batch), theirs, batch['decoder_target_tokens'])
+
+
+def their_encodings(transformers, folder, inputs):
+    import torch
+
+    settings = json.loads((folder / 'config.json').read_text())
+    [model_class] = settings['architectures']
+    model_class = model_class.replace('ForConditionalGeneration', 'EncoderModel')
+    module = getattr(transformers, model_class).from_pretrained(folder).eval()
+    ids = torch.tensor(inputs).long()
+    with torch.no_grad():
+        return module(ids, attention_mask=(ids > 0).long()).last_hidden_state.numpy()
+
+
+def write_encoder_golden():
+    import tempfile
+
+    import transformers
+
+    outputs = {}
+    for name in CONFIGS:
+        with tempfile.TemporaryDirectory() as folder:
+            write_encoder(pathlib.Path(folder), name)
+            encoder = pathlib.Path(folder, 'encoder')
+            outputs[name] = their_encodings(transformers, encoder, encoder_batch())
+    np.savez(ENCODER_GOLDEN, **outputs)
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize('name', CONFIGS)
+def test_transformers_encodes_what_we_do(name, transformers, tmp_path):
+    """From the same folders, with padding and without."""
+    write_encoder(tmp_path, name)
+    for inputs in (encoder_batch(), encoder_batch()[:1]):
+        expected = their_encodings(transformers, tmp_path / 'encoder', inputs)
+        assert_same_encodings(tmp_path / 'encoder', expected, inputs)
+        assert_same_encodings(tmp_path / 'whole', expected, inputs, part='encoder')
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize('form', ['encoder', 'whole', 'single'])
+@pytest.mark.parametrize('kind', ['T5', 'T5 gated', 'MT5', 'UMT5'])
+def test_we_encode_what_transformers_does(transformers, tmp_path, kind, form):
+    """Weights and settings all from transformers."""
+    import torch
+
+    torch.manual_seed(0)
+    kind, *is_gated = kind.split()
+    settings = {
+        'vocab_size': 96,
+        'd_model': 16,
+        'num_heads': 2,
+        'd_kv': 6,
+        'd_ff': 24,
+        'num_layers': 3,
+        'num_decoder_layers': 2,
+    }
+    if is_gated:
+        settings['feed_forward_proj'] = 'gated-gelu'
+    config = getattr(transformers, f'{kind}Config')(**settings)
+    model_class = 'ForConditionalGeneration' if form == 'whole' else 'EncoderModel'
+    module = getattr(transformers, f'{kind}{model_class}')(config)
+    for parameter in module.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    module.save_pretrained(tmp_path / 'hf')
+    path = tmp_path / 'hf'
+    if form == 'single':
+        path = tmp_path / 't5.safetensors'
+        path.write_bytes((tmp_path / 'hf/model.safetensors').read_bytes())
+    part = 'encoder' if form == 'whole' else ''
+    for inputs in (encoder_batch(), encoder_batch()[:1]):
+        expected = their_encodings(transformers, tmp_path / 'hf', inputs)
+        assert_same_encodings(path, expected, inputs, part=part)

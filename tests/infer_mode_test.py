@@ -23,7 +23,11 @@ import types
 import numpy as np
 import pytest
 from permissions import another_user
+from safetensors.numpy import load_file
+from small_models import assert_close
 
+import checkpoint as checkpoints
+import convert
 import infer
 import infer_input
 import infer_mode
@@ -78,6 +82,12 @@ def write_examples(folder, num_examples=20):
     file = folder / 'questions.jsonl'
     file.write_text('\n'.join(json.dumps(example) for example in content))
     return file, content
+
+
+def write_encoder(folder):
+    """Write an encoder alone, in T5X's layout. Return its folder."""
+    opened = convert.open_checkpoint(T5X, part='encoder')
+    return checkpoints.save(folder, 6, opened.leaves)
 
 
 def do(changes=CHANGES, checkpoint=T5X, **request):
@@ -396,9 +406,9 @@ def cut_at_a_line_end(file):
 
 
 def flip_a_bit(file):
-    content = file.read_bytes()
-    file.write_bytes(content.replace(b'word', b'wore', 1))
-    assert file.read_bytes() != content
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
 
 
 def empty(file):
@@ -563,8 +573,8 @@ def test_a_shard_that_is_lost_on_the_command_line(tmp_path, loaded, command_line
         *[f'--config.{name}={value}' for name, value in CHANGES.items()],
     )
     assert result.status == 1
-    assert str(lost) in result.stderr and '--shard=1/2' in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    [line] = [x for x in result.stderr.splitlines() if not x.startswith('WARNING')]
+    assert str(lost) in line and '--shard=1/2' in line
 
 
 @pytest.mark.parametrize('num_shards', [3, 30])
@@ -624,6 +634,101 @@ def test_a_killed_command_goes_on(tmp_path):
     assert contents(folder) == contents(whole)
 
 
+# Encodings.
+
+
+@pytest.mark.parametrize('num_shards', [1, 3, 30])
+@pytest.mark.parametrize('pool', ['none', 'mean'])
+def test_encodings(tmp_path, loaded, t5, monkeypatch, pool, num_shards):
+    """Of all shards together they are those of `T5.encode`, each with the number of its example."""
+    monkeypatch.setitem(infer_mode.EXAMPLES_PER_FILE, pool, 3)
+    file, content = write_examples(tmp_path)
+    folder = tmp_path / 'out'
+    request = {'input': str(file), 'encode': True, 'pool': pool, 'output_dir': str(folder)}
+    for shard in range(num_shards, 0, -1):
+        [message] = do(**request, shard=shard, num_shards=num_shards)
+        assert str(folder) in message
+        assert ('files are missing' in message) == (shard > 1)
+    files = sorted(folder.glob('*.safetensors'))
+    assert [file.name for file in files] == [
+        f'questions-encodings-{i:05}-of-{len(files):05}.safetensors' for i in range(len(files))
+    ]
+    assert len(files) == {1: 7, 3: 8, 30: 20}[num_shards]
+    outputs, mask = t5.encode([example['inputs'] for example in content])
+    numbers = []
+    for file in files:
+        arrays = load_file(file)
+        assert arrays['embeddings'].dtype == np.float32
+        indices = arrays['indices'].tolist()
+        numbers += indices
+        if pool == 'mean':
+            expected = np.stack([outputs[i, mask[i]].mean(axis=0) for i in indices])
+        else:
+            np.testing.assert_array_equal(arrays['lengths'], mask[indices].sum(axis=1))
+            expected = np.concatenate([outputs[i, mask[i]] for i in indices])
+        assert_close(arrays['embeddings'], expected, 1e-5)
+    shards = [list(range(shard, 20, num_shards)) for shard in range(min(num_shards, 20))]
+    assert numbers == [number for shard in shards for number in shard]
+
+
+def test_encodings_after_a_kill(tmp_path, loaded, monkeypatch):
+    """At any change of a file; finished files are not computed again."""
+    monkeypatch.setitem(infer_mode.EXAMPLES_PER_FILE, 'none', 8)
+    file, _ = write_examples(tmp_path)
+    request = {'input': str(file), 'encode': True}
+    do(**request, output_dir=str(tmp_path / 'whole'))
+    expected = contents(tmp_path / 'whole')
+    encode_all = infer.encode_all
+    num_kills = 0
+    for step in range(1, 1000):
+        folder = tmp_path / f'killed{step}'
+        with monkeypatch.context() as patch:
+            kill_at(step, patch)
+            with contextlib.suppress(Killed):
+                do(**request, output_dir=str(folder))
+                break
+        num_kills += 1
+        finished = len(list(folder.glob('*.safetensors.COMPLETED')))
+        computed = []
+
+        def counted(t5, examples, *arguments, computed=computed):
+            computed.append(examples)
+            return encode_all(t5, examples, *arguments)
+
+        monkeypatch.setattr(infer, 'encode_all', counted)
+        do(**request, output_dir=str(folder))
+        assert len(computed) == 3 - finished
+        assert contents(folder) == expected
+    assert num_kills > 6
+
+
+@pytest.mark.parametrize('damage', DAMAGES)
+def test_damaged_encodings_are_made_anew(tmp_path, loaded, monkeypatch, capsys, damage):
+    monkeypatch.setitem(infer_mode.EXAMPLES_PER_FILE, 'mean', 8)
+    examples, _ = write_examples(tmp_path)
+    request = {'input': str(examples), 'encode': True, 'pool': 'mean'}
+    rounded = CHANGES | {'restore.dtype': 'bfloat16'}
+    do(rounded, **request, output_dir=str(tmp_path / 'another'))
+    request['output_dir'] = str(tmp_path / 'out')
+    do(**request)
+    expected = contents(tmp_path / 'out')
+    file = tmp_path / 'out/questions-encodings-00001-of-00003.safetensors'
+    damage(file)
+    capsys.readouterr()
+    do(**request)
+    assert f'{file} has changed' in capsys.readouterr().err
+    assert contents(tmp_path / 'out') == expected
+
+
+def test_encodings_of_a_mixture(tmp_path, loaded):
+    changes = CHANGES | write_tasks(tmp_path) | {'data.task': 'both'}
+    folder = tmp_path / 'out'
+    do(changes, output_dir=str(folder), split='validation', encode=True, pool='mean')
+    for name in ('sums', 'sums2'):
+        arrays = load_file(folder / f'{name}-encodings-00000-of-00001.safetensors')
+        assert arrays['indices'].tolist() == list(range(5))
+
+
 # What is refused, before anything is written.
 
 
@@ -636,6 +741,7 @@ def test_results_of_other_settings_are_not_mixed(tmp_path, loaded):
     for changes, more, message in [
         ({'decode.beam_size': 2}, {}, 'decode/beam_size: 1 -> 2'),
         ({}, {'score': True}, "mode: 'predict' -> 'score'"),
+        ({}, {'encode': True}, "mode: 'predict' -> 'encode_none'"),
         ({}, {'shard': 1, 'num_shards': 2}, 'num_shards: 1 -> 2'),
         ({}, {'checkpoint': GOLDEN / 't5x_t5_1_1_tiny/checkpoint_0'}, 'checkpoint/path: '),
     ]:
@@ -761,6 +867,19 @@ def test_a_long_text_is_cut_where_that_is_asked_for(tmp_path, loaded, capsys):
         ({'text': 'a', 'input': 'b'}, {}, '--input is not for --text, which prints one answer'),
         ({'text': ' '}, {}, "--text='' has no text: write one"),
         ({'split': 'test', 'input': 'TEXT'}, {}, '--split=test is of a task, and --input or --te'),
+        ({'text': 'a', 'encode': True}, {}, '--encode is not for --text'),
+        ({'input': 'TEXT', 'encode': True}, {}, '--encode needs a folder for its arrays'),
+        *(
+            (
+                {'input': 'TEXT', 'encode': True, name: value, 'output_dir': 'x'},
+                {},
+                f'--{name} is not',
+            )
+            for name, value in (('score', True), ('fields', ('all',)), ('output_ids', True))
+        ),
+        ({'input': 'TEXT', 'pool': 'mean'}, {}, '--pool=mean is of encodings: add --encode'),
+        ({'checkpoint': 'ENCODER', 'text': 'a'}, {}, 'is an encoder alone'),
+        ({'checkpoint': 'ENCODER', 'input': 'QUESTIONS', 'score': True}, {}, 'is an encoder alone'),
         ({'split': 'tset'}, {}, '--split=tset: must be one of train, validation, test'),
         ({'num_shards': 2}, {}, '--shard=1/2 needs a folder for the results of all'),
         (
@@ -816,6 +935,8 @@ def test_what_is_refused(tmp_path, request_changes, changes, message):
     (tmp_path / 'a.txt').write_text('a')
     files = {'QUESTIONS': str(questions), 'TEXT': str(tmp_path / 'a.txt')}
     request = {'checkpoint': T5X, 'output_dir': '', **request_changes}
+    if request['checkpoint'] == 'ENCODER':
+        request['checkpoint'] = write_encoder(tmp_path / 'encoder')
     request['input'] = files.get(request.get('input', ''), request.get('input', ''))
     with pytest.raises(ValueError) as error:
         do(CHANGES | write_tasks(tmp_path) | changes, **request)
@@ -858,6 +979,51 @@ def test_one_text_on_the_command_line(command_line, uninterrupted):
     assert 'more than data.lengths.inputs=32: shorten them, cut them with --trim' in long.stderr
 
 
+def test_encoding_on_the_command_line(command_line, tmp_path):
+    """Of a checkpoint that has no decoder."""
+    encoder = write_encoder(tmp_path)
+    (tmp_path / 'in.txt').write_text('one\ntwo words\n')
+    result = command_line(
+        '--mode=infer',
+        f'--checkpoint={encoder}',
+        f'--input={tmp_path}/in.txt',
+        f'--output_dir={tmp_path}/out',
+        '--encode',
+        '--pool=mean',
+        '--config.data.vocabulary=bytes',
+    )
+    assert result.status == 0, result.stderr
+    found = load_file(tmp_path / 'out/in-encodings-00000-of-00001.safetensors')
+    outputs, mask = infer.load(T5X, vocabulary='bytes').encode(['one', 'two words'])
+    for i in range(2):
+        assert_close(found['embeddings'][i], outputs[i, mask[i]].mean(axis=0), 1e-5)
+
+
+@pytest.mark.parametrize(
+    'arguments',
+    [
+        ['--mode=infer', '--checkpoint={encoder}', '--text=a'],
+        ['--mode=evaluate', '--checkpoint={encoder}', '--config.data.task=x'],
+        ['--mode=convert', '--from={encoder}', '--to={folder}/to'],
+        [
+            '--config=configs/tiny.py',
+            '--workdir={folder}/run',
+            '--config.restore.path={encoder}',
+            '--config.data.files={folder}/text.txt',
+        ],
+    ],
+    ids=['infer', 'evaluate', 'convert', 'train'],
+)
+def test_what_needs_a_decoder(command_line, tmp_path, arguments):
+    (tmp_path / 'text.txt').write_text('some words of a text\n' * 100)
+    names = {'encoder': write_encoder(tmp_path), 'folder': tmp_path}
+    result = command_line(*[argument.format(**names) for argument in arguments])
+    assert result.status == 2, result.stderr
+    assert 'is an encoder alone' in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / 'to').exists()
+
+
 @pytest.mark.parametrize(
     'arguments, message',
     [
@@ -865,6 +1031,9 @@ def test_one_text_on_the_command_line(command_line, uninterrupted):
         (['--mode=infer', '--config.decode.beams=2'], 'no such setting: '),
         (['--mode=infer', '--workdir=x'], '--workdir is not for --mode=infer'),
         (['--mode=infer', f'--checkpoint={T5X}', '--shard=3/2'], '--shard=3/2: write i/n with i'),
+        (['--mode=infer', f'--checkpoint={T5X}', '--encode', '--pool=max'], '<none|mean>'),
+        (['--config=configs/tiny.py', '--encode'], '--encode is not for --mode=train'),
+        (['--mode=evaluate', f'--checkpoint={T5X}', '--pool=mean'], '--pool is not for --mode=ev'),
         (
             ['--config=configs/tiny.py', '--text=a'],
             '--text is not for --mode=train: it needs --mode',

@@ -1,11 +1,14 @@
-"""The public API: logits, scores and greedy answers are the originals', from every format and on every mesh.
+"""The public API: logits, scores, encodings and greedy answers are the originals', from every format and on every mesh.
 
 golden/: made by running T5X, TensorFlow's Saver and transformers; its READMEs say how.
 """
 
+import dataclasses
+import functools
 import os
 import pathlib
 import re
+import shutil
 
 import chex
 import jax
@@ -14,8 +17,13 @@ import numpy as np
 import pytest
 from small_models import ONE_GOLDEN_MODEL, assert_close, golden_batch
 
+import checkpoint
+import convert
 import decode
+import hugging_face
 import infer
+import mesh_tf
+import model
 import partition
 import vocabulary as vocabularies
 
@@ -326,6 +334,7 @@ def test_what_may_be_asked(t5, examples, expected):
         kinds = {'text': str, 'ids': list}
         assert [type(answer) for answer in answers] == [kinds[kind] for kind in expected]
         assert t5.score(examples, examples).shape == (len(expected),)
+        assert t5.encode(examples)[0].shape[0] == len(expected)
         return
     name = '' if expected.startswith(('is ', 'has ')) else 'inputs'
     words = re.escape(name + expected).replace('inputs', 'INPUTS', 1)
@@ -333,9 +342,141 @@ def test_what_may_be_asked(t5, examples, expected):
         (lambda: t5.generate(examples), 'inputs'),
         (lambda: t5.score(examples, [[5]]), 'inputs'),
         (lambda: t5.score([[5]], examples), 'targets'),
+        (lambda: t5.encode(examples), 'inputs'),
     ]:
         pattern = words.replace('INPUTS', argument).replace(r'inputs\[', rf'{argument}\[')
         with pytest.raises(ValueError, match=pattern) as error:
+            ask()
+        assert '\n' not in str(error.value)
+
+
+# The encoder.
+
+
+def encoder_outputs(t5, ids):
+    """What the decoder of the whole model reads of a batch, whose parts are not packed."""
+    batch = dict.fromkeys(infer.SEQUENCES, jnp.asarray(ids))
+
+    f = functools.partial(model.apply, lambda: model.logits(t5.config, batch), t5.arrays)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.Decoder, '__call__', lambda self, x, encoded_bMD, **_: encoded_bMD)
+        return np.asarray(jax.jit(partition.one_device(f))())
+
+
+@pytest.mark.parametrize('path', [T5X, MESH_TF, HUGGING_FACE], ids=['t5x', 'mesh_tf', 'hf'])
+def test_the_encoder_of_every_format(path):
+    """It has the outputs of the whole model's encoder."""
+    whole = infer.load(path)
+    t5 = infer.load(path, part='encoder', mesh=make_mesh((2, 2)))
+    without = {'num_decoder_layers': 0, 'logits_via_embedding': True}
+    assert t5.config == dataclasses.replace(whole.config, **without)
+    kept = {name: x for name, x in whole.arrays.items() if not name.startswith('decoder/')}
+    chex.assert_trees_all_equal(t5.arrays, kept)
+    ids = np.random.default_rng(0).integers(2, 90, [5, 32])
+    ids[1, 7:] = 0
+    expected = encoder_outputs(whole, ids)
+    for model_ in (t5, whole):
+        outputs, mask = model_.encode(ids)
+        np.testing.assert_array_equal(mask, ids > 0)
+        assert_close(outputs[mask], expected[mask], 1e-5)
+        assert not outputs[~mask].any()
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The names of the arrays that are read of Mesh-TF and Hugging Face."""
+    names = []
+    for entry in (mesh_tf.BundleEntry, hugging_face.SafetensorsEntry):
+        read = entry.read
+        monkeypatch.setattr(
+            entry, 'read', lambda self, read=read: names.append(self.name) or read(self)
+        )
+    return names
+
+
+@pytest.mark.parametrize('path', [MESH_TF, HUGGING_FACE], ids=['mesh_tf', 'hf'])
+def test_of_an_encoder_no_array_of_the_decoder_is_read(path, reads):
+    t5 = infer.load(path, part='encoder')
+    num_read = len([name for name in reads if name != 'global_step'])
+    assert num_read == len(t5.arrays)
+    assert not [name for name in reads if name.startswith(('decoder', 'lm_head'))]
+
+
+@pytest.mark.parametrize('ours', [False, True])
+def test_of_an_encoder_no_file_of_the_decoder_is_read(tmp_path, ours):
+    """In T5X's layout, with checksums and without, where the encoder's still count."""
+    run = tmp_path / 'run'
+    if ours:
+        convert.convert_checkpoint(T5X, run, 't5x')
+    else:
+        shutil.copytree(T5X, run / 'checkpoint_6')
+    expected = infer.load(T5X, part='encoder').arrays
+    deleted = list((run / 'checkpoint_6').glob('*.decoder.*'))
+    assert len(deleted) > 20
+    for folder in deleted:
+        if folder.is_dir():
+            shutil.rmtree(folder)
+        else:
+            folder.unlink()
+    chex.assert_trees_all_equal(infer.load(run, part='encoder').arrays, expected)
+    with pytest.raises(ValueError, match='decoder'):
+        infer.load(run)
+    chunk = run / 'checkpoint_6/target.encoder.encoder_norm.scale/0'
+    chunk.write_bytes(chunk.read_bytes()[:-1] + b'x')
+    with pytest.raises(ValueError, match='target.encoder.encoder_norm.scale'):
+        infer.load(run, part='encoder')
+
+
+def test_a_checkpoint_of_an_encoder_alone(tmp_path):
+    """In T5X's layout it needs no `part`."""
+    t5 = infer.load(T5X, part='encoder')
+    tree = {f'target/{path}': x for path, x in t5.arrays.items()} | {'state/step': np.int32(3)}
+    checkpoint.save(tmp_path, 3, tree)
+    found = infer.load(tmp_path)
+    assert found.config == t5.config
+    chex.assert_trees_all_equal(found.arrays, t5.arrays)
+    infer.load(tmp_path, part='encoder')
+    with pytest.raises(ValueError, match='checkpoint_3 is an encoder alone'):
+        infer.load(tmp_path, part='whole')
+
+
+def test_any_number_of_inputs_are_encoded_in_their_order(t5):
+    """As each alone. The length is that of the longest."""
+    inputs = [[*range(5, 5 + n % 50), 1] for n in range(75)]
+    outputs, mask = t5.encode(inputs, batch_size=8)
+    assert outputs.shape == (75, 50, t5.config.emb_dim) and mask.shape == (75, 50)
+    assert mask.sum(axis=1).tolist() == [len(ids) for ids in inputs]
+    for i in (0, 33, 74):
+        alone, _ = t5.encode([inputs[i]])
+        assert_close(outputs[i, : len(inputs[i])], alone[0], 1e-5)
+
+
+def test_texts_are_encoded_as_they_are_answered(t5):
+    """With EOS, glued sentinels as everywhere, and cut only where that is asked for."""
+    outputs, mask = t5.encode(['ab', 'a', ''])
+    ids = [[97 + 3, 98 + 3, 1], [97 + 3, 1], [1]]
+    expected, expected_mask = t5.encode(ids)
+    np.testing.assert_array_equal(mask, expected_mask)
+    np.testing.assert_array_equal(outputs, expected)
+    with pytest.raises(ValueError, match=r'inputs\[0\] has 513 tokens.*trim=True'):
+        t5.encode(['a' * 512])
+    outputs, _ = t5.encode(['a' * 512], trim=True)
+    assert outputs.shape[1] == 512
+
+
+def test_an_encoder_alone_does_nothing_else():
+    t5 = infer.load(T5X, part='encoder', vocabulary='bytes')
+    batch = {name: np.full([2, 4], 5, np.int32) for name in infer.SEQUENCES}
+    for ask in (
+        lambda: t5.generate(['a text']),
+        lambda: t5.generate_tokens([[5]]),
+        lambda: t5.score(['a'], ['b']),
+        lambda: t5.score_choices([[5]], [[[6], [7]]]),
+        lambda: t5.logits(batch),
+        lambda: next(infer.predict_all(t5, [infer.Example([5])], 1, {})),
+        lambda: next(infer.score_all(t5, [infer.Example([5], [6])], 1)),
+    ):
+        with pytest.raises(ValueError, match="encoder alone.*part='encoder'") as error:
             ask()
         assert '\n' not in str(error.value)
 
@@ -443,6 +584,8 @@ def test_batches_that_are_none(t5):
         ('mesh', (2, 2), "mesh=(2, 2): must have the axes 'data' and 'model': use partition"),
         ('mesh', {'data': 8}, "must have the axes 'data' and 'model'"),
         ('mesh', {'data': 1, 'model': 8}, 'model.num_heads=4 cannot be split over mesh.model=8'),
+        ('part', 'decoder', "part='decoder': must be 'encoder', 'whole', or ''"),
+        ('part', None, 'part=None: must be'),
         ('vocabulary', 'nowhere', "vocabulary='nowhere': no file, nor a folder with vocabulary.mo"),
         ('vocabulary', T5X, f"vocabulary='{T5X}': no file, nor a folder with"),
         ('vocabulary', __file__, f'{__file__}: no SentencePiece model: name another'),

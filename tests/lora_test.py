@@ -210,6 +210,8 @@ def test_merged_is_unmerged(merged, lora, uninterrupted):
     assert difference > 1e-3 * np.abs(expected).max()
     assert model.shapes(merged.config) == model.shapes(base.config)
     assert merged.vocabulary.model == base.vocabulary.model
+    encoder = {path: x for path, x in merged.arrays.items() if not path.startswith('decoder/')}
+    chex.assert_trees_all_equal(infer.load(lora, part='encoder').arrays, encoder)
 
 
 @pytest.mark.parametrize('form', ['t5x', 'hf'])

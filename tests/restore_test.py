@@ -120,6 +120,22 @@ def test_parameters_alone(corpus, uninterrupted):
     assert (fresh[table] != found[table]).any()
 
 
+def test_an_encoder_alone(corpus, tmp_path):
+    """Without restore.strict it is taken, and the decoder is as in any new run."""
+    encoder = convert.open_checkpoint(T5X, part='encoder').leaves
+    path = checkpoint.save(tmp_path, 6, encoder)
+    with pytest.raises(
+        ValueError, match='restore.path=.* is an encoder alone.*restore.strict=False'
+    ):
+        start(tiny_config(path, corpus))
+    config = tiny_config(path, corpus, only='target/.*', strict=False)
+    found, _ = start(config)
+    taken = [name for name in encoder if is_parameter(name)]
+    assert_equal(found, checkpoint.restore(path), taken)
+    fresh = initial(config)
+    assert_equal(found, fresh, fresh.keys() - taken)
+
+
 @pytest.mark.slow
 def test_another_vocabulary_size(corpus, uninterrupted, tmp_path):
     config = small_config_from(uninterrupted, corpus)
