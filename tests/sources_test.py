@@ -593,7 +593,8 @@ def test_every_byte_of_long_lines_comes_once(tmp_path, monkeypatch, block_bytes,
     for trial in range(15):
         path = tmp_path / f'{trial}.txt'
         content = write_long_and_short_lines(path, random)
-        blocks = sources.PlainFiles([str(path)], lambda path, offset, line: (offset, line))
+        file = sources.FileRecord('train', str(path), len(content), digest='')
+        blocks = sources.PlainFiles([file], lambda path, offset, line: (offset, line))
         parts = [part for block in range(blocks.num_blocks) for part in blocks.read(block)]
         assert b''.join(line for _, line in parts) == content
         assert [offset for offset, _ in parts] == np.cumsum(
