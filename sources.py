@@ -155,7 +155,8 @@ class FileRecord(NamedTuple):
     num_bytes: int
     digest: str
     samples: Sequence[int] = ()  # hashes of the parts that `sampled_ranges` returns
-    # What beside its size tells how a run cuts it into blocks, as it was when the run began.
+    # What beside its size tells how it was cut into blocks when the run began: PlainFiles.find_lines,
+    # or (rows, bytes) of Parquet's row groups. '' where that is nothing.
     layout: Any = None
     changes: Sequence[FileChange] = ()  # since then
 
@@ -284,7 +285,7 @@ class Source:
         return self.validation_fraction != 1
 
     def going_on(self, old: Sequence[FileRecord], step: int) -> 'Source | None':
-        """Return the source cut as in a run whose files were `old` at `step`.
+        """Return the source cut as in a run whose files were `old` up to `step`.
 
         None unless it has files of the same number and names.
         """
@@ -791,7 +792,7 @@ def change_between(old: FileRecord, new: FileRecord, step: int) -> FileChange:
     samples = list(zip(sampled_ranges(old.num_bytes), old.samples, strict=bool(old.samples)))
     begin = 0
     end = old.num_bytes
-    with paths.open_file(new.path, read_ahead=DIGEST_BLOCK_BYTES) as file:
+    with paths.open_file(new.path) as file:
         for (start, length), sample in samples:
             if hash_at(file, start, length) != sample:
                 break
@@ -888,21 +889,16 @@ def read_file_record(key: str, split: str, path: str) -> FileRecord:
         ) from error
 
 
-class Digest(NamedTuple):
-    whole: str
-    samples: tuple[int, ...]  # of the parts that `sampled_ranges` returns; none of a bucket's file
-
-
-def content_digest(path: str, num_bytes: int) -> Digest:
-    """Return a hash of a file's kind (text or JSON Lines), size and content, and of its parts.
+def content_digest(path: str, num_bytes: int) -> tuple[str, tuple[int, ...]]:
+    """Return a hash of a file's kind (text or JSON Lines), size and content, and FileRecord.samples.
 
     Of a file above 1 MiB, sixteen evenly spaced blocks of 4 KiB count, the first and the last among
     them, so that terabytes open in seconds. A change of the same size between these blocks goes
     unnoticed, except in a gzipped file, whose last bytes are a checksum of all.
 
-    Of a file in a bucket the checksum counts that the bucket keeps of it: 16,000 reads of 1,024
-    files take a minute. So a run that began in a bucket goes on there, and not on a disk. (S3's
-    checksum also depends on the parts in which the file was uploaded.)
+    Of a file in a bucket the checksum counts that the bucket keeps of it, and there are no samples:
+    16,000 reads of 1,024 files take a minute. So a run that began in a bucket goes on there, and not
+    on a disk. (S3's checksum also depends on the parts in which the file was uploaded.)
     """
     content = hashlib.blake2b(
         f'{KIND_IN_DIGEST[kind_of(path)]} {num_bytes}'.encode(), digest_size=16
@@ -910,7 +906,7 @@ def content_digest(path: str, num_bytes: int) -> Digest:
     checksum = paths.stored_checksum(path)
     if checksum is not None:
         content.update(checksum.encode())
-        return Digest(content.hexdigest(), samples=())
+        return content.hexdigest(), ()
     samples = []
     with paths.open_file(path) as file:
         for start, length in sampled_ranges(num_bytes):
@@ -918,7 +914,7 @@ def content_digest(path: str, num_bytes: int) -> Digest:
             part = file.read(length)
             content.update(part)
             samples.append(zlib.crc32(part))
-    return Digest(content.hexdigest(), tuple(samples))
+    return content.hexdigest(), tuple(samples)
 
 
 def sampled_ranges(num_bytes: int) -> list[tuple[int, int]]:
@@ -1314,8 +1310,8 @@ class BadLines:
         line = BadLine(path, position, reason)
         if self.action == 'stop':
             raise ValueError(
-                f'data.on_bad_line=stop (skip leaves it out): {line.describe()}; a run goes on with '
-                'corrected files with data.allow_changed_files=True'
+                f'data.on_bad_line=stop (skip leaves it out): {line.describe()}; after a '
+                'correction a run goes on with data.allow_changed_files=True'
             )
         with self._lock:
             if (path, position) in self._found:

@@ -3,16 +3,20 @@
 import collections
 import gzip
 import json
+import pathlib
+import shutil
 
 import numpy as np
 import pytest
 from corpora import make_config
-from runs import Program, metrics_of
+from runs import Program, metrics_of, position_of, small_config
 
+import checkpoint
 import data
 import prefetch
 import sources
 import tasks
+import train
 import vocabulary as vocabularies
 
 NUM_FILES = 4
@@ -26,10 +30,9 @@ def write_file(path, texts):
     kind = path.name.partition('.')[2]
     if kind == 'parquet':
         pyarrow = pytest.importorskip('pyarrow')
-        import pyarrow.parquet
-
+        parquet = pytest.importorskip('pyarrow.parquet')
         table = pyarrow.table({'text': texts})
-        pyarrow.parquet.write_table(table, path, row_group_size=-(-len(texts) // 5))
+        parquet.write_table(table, path, row_group_size=-(-len(texts) // 5))
         return
     lines = texts
     if kind.startswith('jsonl'):
@@ -59,13 +62,13 @@ def config_of(files, **changes):
     return config
 
 
-def open_stream(config, mixture=None, num_epochs=1):
+def open_stream(config, mixture=None, num_epochs=1, batch_size=3):
     return data.Stream(
         mixture or tasks.open_mixture(config),
         'train',
         vocabularies.ByteVocabulary(),
         config,
-        batch_size=3,
+        batch_size=batch_size,
         seed=0,
         num_epochs=num_epochs,
     )
@@ -215,9 +218,8 @@ def test_parquet_keeps_its_number_of_row_groups(tmp_path):
     stream = open_stream(config)
     correct(tmp_path, 'parquet', with_lines)
     path = tmp_path / f'{CHANGED}.parquet'
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.parquet.read_table(path), path)
+    parquet = pytest.importorskip('pyarrow.parquet')
+    parquet.write_table(parquet.read_table(path), path)
     with pytest.raises(ValueError, match=f'{path} has 1 row groups and had 5 .*row_group_size'):
         go_on(config, stream)
 
@@ -317,3 +319,103 @@ def test_files_of_other_names_or_numbers_are_not_those_of_the_run(tmp_path):
     config = config_of(write_files(moved, 'txt'))
     correct(moved, 'txt', one_line)
     assert mixture_of_today(config, stream) is not None
+
+
+def num_good_batches(files):
+    """Return how many batches of a run come before a bad line."""
+    num_batches = 0
+    try:
+        stream = open_stream(config_of(files, pack='no'), batch_size=4, num_epochs=None)
+        while num_batches < 40:
+            next(stream)
+            num_batches += 1
+    except ValueError:
+        pass
+    return num_batches
+
+
+def write_bad_files(folder, corpus, kind):
+    """Write the corpus in 80 files, one with a bad line. Return their glob, path and good text."""
+    folder.mkdir()
+    files = f'{folder}/*.{kind}'
+    texts = pathlib.Path(corpus).read_text().splitlines()
+    for file in range(80):
+        write_file(folder / f'{file}.{kind}', texts[file::80])
+    for path in sorted(folder.iterdir()):
+        content = path.read_bytes()
+        good = gzip.decompress(content) if kind.endswith('.gz') else content
+        lines = good.split(b'\n')
+        lines[3] = b'\xff"no, ' + lines[3][:-2]
+        bad = b'\n'.join(lines)
+        path.write_bytes(gzip.compress(bad) if kind.endswith('.gz') else bad)
+        if 8 < num_good_batches(files) < 40:
+            return files, path, content
+        path.write_bytes(content)
+    raise AssertionError('no file is read late')
+
+
+def test_a_corrected_corpus_needs_the_setting(corpus, uninterrupted, tmp_path):
+    """Also where its folder was moved; files that are missing or new stay refused."""
+    shutil.copytree(uninterrupted, tmp_path / 'run')
+    moved = pathlib.Path(shutil.copy(corpus, tmp_path))
+    moved.write_text(moved.read_text() + 'one line more\n')
+    config = small_config(str(moved))
+    with pytest.raises(ValueError, match=rf'{moved} \(changed\).*data.allow_changed_files=True'):
+        train.prepare(config, tmp_path / 'run')
+    config.data.allow_changed_files = True
+    prepared = train.prepare(config, tmp_path / 'run')
+    prepared.lock.close()
+    [file] = prepared.stream.mixture.files
+    assert [change.step for change in file.changes] == [6]
+    config.data.files = str(shutil.copy(moved, tmp_path / 'other.txt'))
+    with pytest.raises(ValueError, match=r'made_up.txt \(missing\), .*other.txt \(new\)'):
+        train.prepare(config, tmp_path / 'run')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', ['jsonl', 'txt', 'csv', 'txt.gz'])
+def test_a_run_goes_on_after_its_bad_line_was_corrected(corpus, command_line, tmp_path, kind):
+    files, path, good = write_bad_files(tmp_path / 'text', corpus, kind)
+    program = Program(tmp_path, files, steps=40, log=1, save=1, evaluate=40)
+    workdir = tmp_path / 'run'
+    arguments = [
+        *program.arguments(workdir),
+        '--config.data.vocabulary=bytes',
+        '--config.data.targets={text}',
+        '--config.data.pack=no',
+        f'--config.data.validation_files={corpus}',
+    ]
+    allowed = '--config.data.allow_changed_files=True'
+    result = command_line(*arguments)
+    assert result.status == 1
+    assert str(path) in result.stderr and 'data.allow_changed_files' in result.stderr
+    step = checkpoint.steps(workdir)[-1]
+    assert 2 < step < 39
+
+    path.write_bytes(good)
+    result = command_line(*arguments)
+    assert result.status == 2
+    assert 'data.allow_changed_files=True' in result.stderr
+    extra = path.with_name(f'extra.{kind}')
+    extra.write_bytes(good + good)
+    result = command_line(*arguments, allowed)
+    assert result.status == 2
+    assert f'{extra} (new)' in result.stderr
+    extra.unlink()
+
+    shutil.copytree(workdir, tmp_path / 'stopped')
+    result = command_line(*arguments, allowed)
+    assert result.status == 0, result.stderr
+    assert f'Changed since step {step:,}: {path}.' in result.stdout
+    files = json.loads((workdir / 'checkpoint_40/data_files.json').read_bytes())
+    assert [file['changes'][0][0] for file in files if file['changes']] == [step]
+
+    arguments[1] = f'--workdir={tmp_path / "stopped"}'
+    for num_steps, argument in ((step + 1, allowed), (40, '--config.data.num_workers=2')):
+        result = command_line(*arguments, f'--config.train.steps={num_steps}', argument)
+        assert result.status == 0, result.stderr
+    assert 'Changed' not in result.stdout
+    np.testing.assert_array_equal(position_of(tmp_path / 'stopped', 40), position_of(workdir, 40))
+    found = [line for line in metrics_of(tmp_path / 'stopped') if line['run'] == 'train']
+    expected = [line for line in metrics_of(workdir) if line['run'] == 'train']
+    assert found == expected and len(found) == 40
