@@ -296,8 +296,13 @@ class Source:
             return self
         if self.parser is None:
             return None
-        train, validation = open_parts(files, self.parser)
-        return dataclasses.replace(self, train=train, validation=validation, files=tuple(files))
+        parts = open_parts(files, self.parser)
+        return dataclasses.replace(
+            self,
+            train=parts.get('train', self.train),
+            validation=parts.get('validation'),
+            files=tuple(files),
+        )
 
     def faults(self) -> tuple[list[str], int]:
         """Return the lines left out since the last call, at most ten, and the number of all."""
@@ -380,35 +385,29 @@ def files_source(
     parser = LineParser(config, bad_lines, whole_records)
     check_headers(names + validation_names, parser)
     num_bytes = sum(record.num_bytes for record in train or validation)
-    train_part, validation_part = open_parts(train + validation, parser)
-    files = [*train_part.files]
-    if validation_part is not None:
-        files += validation_part.files
+    parts = open_parts(train + validation, parser)
+    files = [file for part in parts.values() for file in part.files]
     return Source(
         description=f'{len(train or validation):,} text file(s), {num_bytes:,} bytes',
         corpus='files',
         fingerprint=fingerprint_of_files(files),
         validation_fraction=config.validation_fraction,
         bad_lines=bad_lines,
-        train=train_part,
-        validation=validation_part,
+        train=parts.get('train', RecordsInMemory([])),
+        validation=parts.get('validation'),
         files=tuple(files),
         parser=parser,
     )
 
 
-def open_parts(
-    files: list[FileRecord], parser: 'LineParser'
-) -> 'tuple[Blocks | GzippedFiles, Blocks | GzippedFiles | None]':
-    """Return the parts of a source for training and for validation; the latter may be missing."""
-    train = [file for file in files if file.split == 'train']
-    validation = [file for file in files if file.split == 'validation']
-    train_part: Blocks | GzippedFiles = RecordsInMemory([])
-    if train:
-        train_part = open_files(train, parser)
-    if validation:
-        return train_part, open_files(validation, parser)
-    return train_part, None
+def open_parts(files: list[FileRecord], parser: 'LineParser') -> 'dict[str, Blocks | GzippedFiles]':
+    """Return {split: its part of a source}, without a split that has no files."""
+    parts = {}
+    for split in ('train', 'validation'):
+        own = [file for file in files if file.split == split]
+        if own:
+            parts[split] = open_files(own, parser)
+    return parts
 
 
 def fingerprint_of_files(files: Sequence[FileRecord]) -> str:
