@@ -99,13 +99,19 @@ class Stream:
         """
         return np.array([lane.position for lane in self._lanes], np.int64)
 
-    def seek(self, position: np.ndarray) -> None:
-        """Go to a position. Those of older runs, [rows, 4] and [rows, 1, 4], have no window."""
+    def seek(self, position: np.ndarray, step: int | None = None) -> None:
+        """Go to a position. Those of older runs, [rows, 4] and [rows, 1, 4], have no window.
+
+        Where text that a lane was reading changed at `step`, the lane begins to read it anew.
+        """
         if position.ndim == 2:
             position = position[:, None]
         if position.shape[1] == len(self.tasks):
             position = np.pad(position, ((0, 0), (0, 1), (0, 0)))
         self._lanes = self._open_lanes(position)
+        if step is not None and any(file.is_changed_at(step) for file in self.mixture.files):
+            position = np.array([lane.position_before_changes(step) for lane in self._lanes])
+            self._lanes = self._open_lanes(position)
 
     def first_epoch(self) -> 'Stream':
         """Return a stream of the first epoch, the same rows; of a mixture, one without end."""
@@ -414,6 +420,20 @@ class Lane:
         names = [name for drawn in self._window.rows[self._given] for name in drawn.example.names]
         return list(dict.fromkeys(names))
 
+    def position_before_changes(self, step: int) -> np.ndarray:
+        """Return the position, before the text that changed at `step` and is being read.
+
+        That is the start of the pools that hold it, and of the window that has rows from them.
+        """
+        before = self.position.copy()
+        if self.position[-1, 1]:
+            self.next_record_names()  # reads the window
+        for task, reader in enumerate(self._readers):
+            if reader.reads_change(Position(*self.position[task].tolist()), step):
+                before[task] = Position(*before[task, :2])
+                before[-1, 1] = 0
+        return before
+
     def _go_to_row(self) -> None:
         """Read a window where all rows are given. Raise StopIteration after the last epoch."""
         if self._given < len(self._window.rows):
@@ -423,7 +443,7 @@ class Lane:
         if not examples:
             raise StopIteration
         self._window = Window(rows=self._pack(examples, draw), end=draw + len(examples))
-        self._given = given
+        self._given = min(given, len(self._window.rows) - 1)  # of corrected text rows may be fewer
 
     def _read_window(self, first_draw: int) -> Iterator[Drawn]:
         """Yield the examples of the next window: one, if rows are not packed.
@@ -524,6 +544,17 @@ class ExampleReader:
     def is_at_end_of_epoch(self) -> bool:
         """Return whether the epoch of the last example has no other."""
         return not self._go_to_example_of_epoch()
+
+    def reads_change(self, start: Position, step: int) -> bool:
+        """Return whether text changed at `step` from the pool of `start` on, as far as it was read."""
+        part = self._task.source.part_of(self._stream.split)
+        if not any(file.is_changed_at(step) for file in part.files):
+            return False
+        if start.given:
+            self._go_to_example_of_epoch()  # reads the group
+        end = self._group.end
+        share = self._share(start.epoch)
+        return end.epoch != start.epoch or part.are_changed(share, start.pool, end.pool, step)
 
     def _go_to_example(self) -> None:
         """Read groups until one has an example left. Raise StopIteration after the last epoch."""

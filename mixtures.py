@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import settings
 import sources
 from preprocessors import text_of
-from sources import NO_SPLIT, Source, Template
+from sources import NO_SPLIT, FileRecord, Source, Template
 
 # A number, or a function from the number of examples of a task.
 Rate = float | Callable[[int], float]
@@ -304,9 +304,40 @@ class OpenMixture:
         rates = [f'{task.name} {task.rate:.3g}' for task in self.tasks]
         return f'mixture of {len(self.tasks)} tasks: {settings.first_ten(rates)}'
 
+    @property
+    def files(self) -> list[FileRecord]:
+        """The files of all tasks."""
+        return [file for task in self.tasks for file in task.source.files]
+
     def files_as_json(self) -> list[dict[str, Any]]:
         """Return the files of all tasks, as `sources.describe_changes` takes them."""
         return [file for task in self.tasks for file in task.source.files_as_json()]
+
+    def going_on(
+        self, old: Sequence[FileRecord], fingerprint: str, step: int
+    ) -> 'OpenMixture | None':
+        """Return the mixture with its files cut as in a run whose `files` were `old` at `step`.
+
+        `fingerprint`: of that run. None unless at most the text in its files has changed.
+        """
+        tasks = []
+        tasks_then = []
+        first = 0
+        for task in self.tasks:
+            own = old[first : first + len(task.source.files)]
+            first += len(own)
+            source = task.source.going_on(own, step)
+            if source is None:
+                return None
+            tasks.append(task._replace(source=source))
+            if source.parser is not None:
+                then = sources.fingerprint_of_files(own, source.parser)
+                source = dataclasses.replace(source, fingerprint=then)
+            tasks_then.append(task._replace(source=source))
+        is_same = fingerprint in (fingerprint_of(tasks_then), tasks_then[0].source.fingerprint)
+        if first < len(old) or not is_same:
+            return None
+        return dataclasses.replace(self, tasks=tuple(tasks))
 
     def faults(self) -> tuple[list[str], int]:
         """Return the lines left out since the last call, and the number of all."""

@@ -18,6 +18,7 @@ import numpy as np
 
 import tasks
 from data import Stream, feature_lengths
+from sources import FileRecord
 from vocabulary import Vocabulary
 
 DEPTH = 2  # batches that are made ahead
@@ -114,6 +115,7 @@ class Work(NamedTuple):
 
     config: Any
     fingerprint: str  # of the mixture
+    files: list[FileRecord]  # of the mixture
     split: str
     vocabulary: Vocabulary
     batch_size: int
@@ -194,6 +196,7 @@ class Worker:
         work = Work(
             config=stream.config,
             fingerprint=stream.mixture.fingerprint,
+            files=stream.mixture.files,
             split=stream.split,
             vocabulary=stream.vocabulary,
             batch_size=stream.batch_size,
@@ -272,8 +275,9 @@ def batches_of_worker(connection: Connection) -> Iterator[PrefetchedBatch]:
 def open_stream(work: Work) -> Stream:
     """Return the stream of a worker."""
     work.vocabulary.num_threads = 1  # the other cores have workers of their own
-    mixture = tasks.open_mixture(work.config)
-    if mixture.fingerprint != work.fingerprint:
+    opened = tasks.open_mixture(work.config)
+    mixture = opened.going_on(work.files, opened.fingerprint, step=0)
+    if mixture is None or opened.fingerprint != work.fingerprint:
         raise ValueError(
             f'the files of data.task={work.config.task!r} changed while the run began: start it again'
         )

@@ -26,7 +26,7 @@ import string
 import sysconfig
 import threading
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -159,6 +159,17 @@ class Document(NamedTuple):
     record: Record
 
 
+class FileChange(NamedTuple):
+    """A correction of a file: the text at the offsets `before` lay at `after` from a step on.
+
+    Both are [0, begin, end, size]: only the text between begin and end is another one.
+    """
+
+    step: int
+    before: Sequence[int]
+    after: Sequence[int]
+
+
 class FileRecord(NamedTuple):
     """A file of a corpus. `digest` identifies what it holds, whatever its name."""
 
@@ -166,10 +177,32 @@ class FileRecord(NamedTuple):
     path: str
     num_bytes: int
     digest: str
+    samples: Sequence[int] = ()  # hashes of the parts that `sampled_ranges` returns
+    # What beside its size tells how it was cut into blocks when the run began: PlainFiles.find_lines,
+    # or (rows, bytes) of Parquet's row groups. '' where that is nothing.
+    layout: Any = None
+    changes: Sequence[FileChange] = ()  # since then
 
     @property
     def content(self) -> tuple[str, int, str]:
         return self.split, self.num_bytes, self.digest
+
+    @property
+    def name(self) -> tuple[str, str]:
+        return self.split, self.path
+
+    @property
+    def base_name(self) -> tuple[str, str]:
+        return self.split, os.path.basename(self.path)
+
+    @property
+    def first_num_bytes(self) -> int:
+        """Its size when the run began."""
+        return self.changes[0].before[-1] if self.changes else self.num_bytes
+
+    def is_changed_at(self, step: int) -> bool:
+        """Return whether its text is another one from `step` on."""
+        return bool(self.changes) and self.changes[-1].step == step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +218,7 @@ class Source:
     validation: 'Blocks | GzippedFiles | None' = None
     open_test: 'Callable[[], Blocks] | None' = None  # training needs no such files
     files: tuple[FileRecord, ...] = ()  # in the order in which they are read
+    parser: 'LineParser | None' = None  # of data.files
     is_tokenized: bool = False  # the fields are ids, under the names of features
     vocabulary_hash: str | None = None  # of these ids, in a cache of this program
 
@@ -285,6 +319,26 @@ class Source:
             'below the header'
         )
 
+    def going_on(self, old: Sequence[FileRecord], step: int) -> 'Source | None':
+        """Return the source cut as in a run whose files were `old` up to `step`.
+
+        None unless it has files of the same number and names.
+        """
+        files = follow(old, self.files, step)
+        if files is None:
+            return None
+        if not any(file.changes for file in files):
+            return self
+        if self.parser is None:
+            return None
+        parts = open_parts(files, self.parser)
+        return dataclasses.replace(
+            self,
+            train=parts.get('train', self.train),
+            validation=parts.get('validation'),
+            files=tuple(files),
+        )
+
     def faults(self) -> tuple[list[str], int]:
         """Return the lines left out since the last call, at most ten, and the number of all."""
         return self.bad_lines.take()
@@ -367,28 +421,45 @@ def files_source(
     check_disjoint(train, validation)
     parser = LineParser(config, bad_lines, whole_records)
     check_files(names + validation_names, parser)
-    validation_part = None
-    if validation:
-        validation_part = open_files(validation, parser)
     num_bytes = sum(record.num_bytes for record in train or validation)
-    content: list[Any] = [record.content for record in train + validation]
-    train_part: Blocks | GzippedFiles = RecordsInMemory([])
-    if train:
-        train_part = open_files(train, parser)
-    if isinstance(train_part, PlainFiles) and train_part.blocks_with_lines is not None:
-        content.append('blocks with lines')  # earlier versions read all blocks, in another order
-    if config.kind:
-        content.append(f'kind {config.kind}')
+    parts = open_parts(train + validation, parser)
+    files = [file for part in parts.values() for file in part.files]
     return Source(
         description=f'{len(train or validation):,} text file(s), {num_bytes:,} bytes',
         corpus='files',
-        fingerprint=digest(content),
+        fingerprint=fingerprint_of_files(files, parser),
         validation_fraction=config.validation_fraction,
         bad_lines=bad_lines,
-        train=train_part,
-        validation=validation_part,
-        files=tuple(train + validation),
+        train=parts.get('train', RecordsInMemory([])),
+        validation=parts.get('validation'),
+        files=tuple(files),
+        parser=parser,
     )
+
+
+def open_parts(files: list[FileRecord], parser: 'LineParser') -> 'dict[str, Blocks | GzippedFiles]':
+    """Return {split: its part of a source}, without a split that has no files."""
+    parts = {}
+    for split in ('train', 'validation'):
+        own = [file for file in files if file.split == split]
+        if own:
+            parts[split] = open_files(own, parser)
+    return parts
+
+
+def fingerprint_of_files(files: Sequence[FileRecord], parser: 'LineParser') -> str:
+    """Return the fingerprint of a source of files."""
+    content: list[Any] = sorted(file.content for file in files)
+    train = [file for file in files if file.split == 'train']
+    num_bytes = sum(file.num_bytes for file in train)
+    is_plain = (
+        train and not is_gzipped(train[0].path) and parser.kind_of(train[0].path) != 'parquet'
+    )
+    if is_plain and num_bytes <= MAX_SMALL_BYTES:
+        content.append('blocks with lines')  # earlier versions read all blocks, in another order
+    if parser.kind:
+        content.append(f'kind {parser.kind}')
+    return digest(content)
 
 
 def find_cache(config, task: str) -> pathlib.Path | None:
@@ -685,23 +756,23 @@ def describe_changes(old: list[dict] | None, new: list[dict]) -> str:
             "the run learned from this Python's documentation, not from files: set data.files='' and "
             "data.tfds='' (with data.tfds_dir=/nowhere if it holds C4), or name another --workdir"
         )
-    old_files = [FileRecord(**record) for record in old]
-    new_files = [FileRecord(**record) for record in new]
+    old_files = [file_from_json(record) for record in old]
+    new_files = [file_from_json(record) for record in new]
     missing = without(old_files, new_files)
     added = without(new_files, old_files)
-    missing_names = {(file.split, file.path) for file in missing}
-    added_names = {(file.split, file.path) for file in added}
+    missing_names = {file.base_name for file in missing}
+    added_names = {file.base_name for file in added}
     changed = []
-    gone = []
-    for file in missing:
-        if (file.split, file.path) in added_names:
-            changed.append(f'{file.path} (changed)')
-        else:
-            gone.append(f'{file.path} (missing)')
     new_names = []
     for file in added:
-        if (file.split, file.path) not in missing_names:
+        if file.base_name in missing_names:
+            changed.append(f'{file.path} (changed)')
+        else:
             new_names.append(f'{file.path} (new)')
+    gone = []
+    for file in missing:
+        if file.base_name not in added_names:
+            gone.append(f'{file.path} (missing)')
     if not missing and not added:
         return (
             'the files hold what they held, so tasks or rates of data.module changed, or an earlier '
@@ -709,9 +780,11 @@ def describe_changes(old: list[dict] | None, new: list[dict]) -> str:
             'another --workdir'
         )
     changes = settings.first_ten(changed + gone + new_names)
+    remedy = 'restore those files'
+    if not gone and not new_names:
+        remedy += ', go on with what they hold today (data.allow_changed_files=True)'
     return (
-        f"the files do not hold what the run's held: {changes}: restore those files, or name "
-        'another --workdir'
+        f"the files do not hold what the run's held: {changes}: {remedy}, or name another --workdir"
     )
 
 
@@ -725,6 +798,71 @@ def without(files: list[FileRecord], others: list[FileRecord]) -> list[FileRecor
         else:
             only.append(file)
     return only
+
+
+def follow(
+    old: Sequence[FileRecord], new: Sequence[FileRecord], step: int
+) -> list[FileRecord] | None:
+    """Return the files of a run as they are today, in the order in which the run reads them.
+
+    A file is found by its content, else by its path or base name: then it changed at `step`. None
+    unless each of `old` is one of `new`.
+    """
+    found: dict[int, FileRecord] = {}
+    remaining = list(new)
+    for attribute in ('content', 'name', 'base_name'):
+        waiting = collections.defaultdict(list)
+        for file in remaining:
+            waiting[getattr(file, attribute)].append(file)
+        for i, file in enumerate(old):
+            same = waiting[getattr(file, attribute)]
+            if i not in found and same:
+                found[i] = same.pop(0)
+        remaining = list(itertools.chain.from_iterable(waiting.values()))
+    if remaining or len(found) < len(old):
+        return None
+    followed = []
+    for i, file in enumerate(old):
+        changes = file.changes
+        if found[i].content != file.content:
+            if file.layout is None:  # the run began with an earlier version
+                return None
+            changes = [*changes, change_between(file, found[i], step)]
+        followed.append(found[i]._replace(layout=file.layout, changes=changes))
+    return followed
+
+
+def change_between(old: FileRecord, new: FileRecord, step: int) -> FileChange:
+    """Return where the text of a file changed, as far as `old.samples` tell."""
+    shift = new.num_bytes - old.num_bytes
+    samples = list(zip(sampled_ranges(old.num_bytes), old.samples, strict=bool(old.samples)))
+    begin = 0
+    end = old.num_bytes
+    with paths.open_file(new.path) as file:
+        for (start, length), sample in samples:
+            if hash_at(file, start, length) != sample:
+                break
+            begin = start + length
+        for (start, length), sample in reversed(samples):
+            if start + shift < 0 or hash_at(file, start + shift, length) != sample:
+                break
+            end = start
+        begin = start_of_line(file, begin) or 0
+    end = max(end, begin, begin - shift)  # the two parts that are the same do not overlap
+    before = (0, begin, end, old.num_bytes)
+    return FileChange(step, before, after=(0, begin, end + shift, new.num_bytes))
+
+
+def hash_at(file: IO[bytes], start: int, length: int) -> int:
+    """Return a hash of a part of a file, as FileRecord.samples has it."""
+    file.seek(start)
+    return zlib.crc32(file.read(length))
+
+
+def file_from_json(content: Mapping[str, Any]) -> FileRecord:
+    """Return one of the files that `Source.files_as_json` returned."""
+    file = FileRecord(**content)
+    return file._replace(changes=[FileChange(*change) for change in file.changes])
 
 
 # From the names that a user gives to files, ordered by their content.
@@ -786,12 +924,8 @@ def read_file_record(key: str, split: str, path: str) -> FileRecord:
         if not paths.is_in_bucket(path):
             paths.check_not_lfs(pathlib.Path(path))
         num_bytes = paths.file_size(path)
-        return FileRecord(
-            split=split,
-            path=path,
-            num_bytes=num_bytes,
-            digest=content_digest(path, num_bytes),
-        )
+        content, samples = content_digest(path, num_bytes)
+        return FileRecord(split, path, num_bytes, digest=content, samples=samples)
     except (ValueError, paths.ReadError) as error:
         raise ValueError(f'{key}: {error}') from error
     except OSError as error:
@@ -803,16 +937,16 @@ def read_file_record(key: str, split: str, path: str) -> FileRecord:
         ) from error
 
 
-def content_digest(path: str, num_bytes: int) -> str:
-    """Return a hash of a file's kind (text or JSON Lines), size and content.
+def content_digest(path: str, num_bytes: int) -> tuple[str, tuple[int, ...]]:
+    """Return a hash of a file's kind (text or JSON Lines), size and content, and FileRecord.samples.
 
     Of a file above 1 MiB, sixteen evenly spaced blocks of 4 KiB count, the first and the last among
     them, so that terabytes open in seconds. A change of the same size between these blocks goes
     unnoticed, except in a gzipped file, whose last bytes are a checksum of all.
 
-    Of a file in a bucket the checksum counts that the bucket keeps of it: 16,000 reads of 1,024
-    files take a minute. So a run that began in a bucket goes on there, and not on a disk. (S3's
-    checksum also depends on the parts in which the file was uploaded.)
+    Of a file in a bucket the checksum counts that the bucket keeps of it, and there are no samples:
+    16,000 reads of 1,024 files take a minute. So a run that began in a bucket goes on there, and not
+    on a disk. (S3's checksum also depends on the parts in which the file was uploaded.)
     """
     content = hashlib.blake2b(
         f'{KIND_IN_DIGEST[kind_of(path)]} {num_bytes}'.encode(), digest_size=16
@@ -820,18 +954,25 @@ def content_digest(path: str, num_bytes: int) -> str:
     checksum = paths.stored_checksum(path)
     if checksum is not None:
         content.update(checksum.encode())
-        return content.hexdigest()
-    starts = [0]
-    length = num_bytes
-    if num_bytes > MAX_BYTES_DIGESTED_WHOLE:
-        length = DIGEST_BLOCK_BYTES
-        last = num_bytes - length
-        starts = [i * last // (DIGEST_BLOCKS - 1) for i in range(DIGEST_BLOCKS)]
-    with paths.open_file(path, read_ahead=length) as file:
-        for start in starts:
+        return content.hexdigest(), ()
+    samples = []
+    with paths.open_file(path) as file:
+        for start, length in sampled_ranges(num_bytes):
             file.seek(start)
-            content.update(file.read(length))
-    return content.hexdigest()
+            part = file.read(length)
+            content.update(part)
+            samples.append(zlib.crc32(part))
+    return content.hexdigest(), tuple(samples)
+
+
+def sampled_ranges(num_bytes: int) -> list[tuple[int, int]]:
+    """Return (start, length) of sixteen parts of a file: all of a small one, blocks of others."""
+    if num_bytes <= MAX_BYTES_DIGESTED_WHOLE:
+        bounds = [i * num_bytes // DIGEST_BLOCKS for i in range(DIGEST_BLOCKS + 1)]
+        return [(start, end - start) for start, end in itertools.pairwise(bounds)]
+    last = num_bytes - DIGEST_BLOCK_BYTES
+    starts = [i * last // (DIGEST_BLOCKS - 1) for i in range(DIGEST_BLOCKS)]
+    return [(start, DIGEST_BLOCK_BYTES) for start in starts]
 
 
 def check_disjoint(train: list[FileRecord], validation: list[FileRecord]) -> None:
@@ -985,14 +1126,14 @@ def open_files(files: list[FileRecord], parser: 'LineParser') -> 'Blocks | Gzipp
             raise ValueError(
                 f'{parquet[0]} is Parquet, {others[0]} is not: name files of one of the two'
             )
-        return ParquetFiles(names, parser)
+        return ParquetFiles(files, parser)
     gzipped = [name for name in names if is_gzipped(name)]
     plain = [name for name in names if not is_gzipped(name)]
     if gzipped and plain:
         raise ValueError(f'{gzipped[0]} is gzipped, {plain[0]} is not: gzip all files, or none')
     if gzipped:
-        return GzippedFiles(names, parser)
-    return PlainFiles(names, parser)
+        return GzippedFiles(files, parser)
+    return PlainFiles(files, parser)
 
 
 # Lines.
@@ -1344,7 +1485,10 @@ class BadLines:
         """
         line = BadLine(path, position, reason, self.kind or kind_of(path))
         if self.action == 'stop':
-            raise ValueError(f'data.on_bad_line=stop (skip leaves it out): {line.describe()}')
+            raise ValueError(
+                f'data.on_bad_line=stop (skip leaves it out): {line.describe()}; after a '
+                'correction a run goes on with data.allow_changed_files=True'
+            )
         with self._lock:
             if (path, position) in self._found:
                 return
@@ -1413,6 +1557,7 @@ class Blocks:
 
     num_blocks: int
     num_records: int | None = None  # where it is known without reading all of them
+    files: Sequence[FileRecord] = ()  # of data.files
 
     def read(self, block: int) -> list[Record | None]:
         """Return the records of a block; None for a line that holds none."""
@@ -1434,6 +1579,16 @@ class Blocks:
     def order(self, seed: int | str, epoch: int) -> np.ndarray:
         """Return the random order of all blocks in an epoch."""
         return epoch_order(self.num_blocks, seed, epoch)
+
+    def is_changed(self, block: int, step: int) -> bool:
+        """Return whether the text of a block is another one from `step` on."""
+        raise NotImplementedError
+
+    def are_changed(self, share: Share, first: int, last: int, step: int) -> bool:
+        """Return whether a pool of a lane, from number `first` to `last`, changed at `step`."""
+        blocks = self.order(share.seed, share.epoch)[share.slot :: share.num_lanes]
+        own = blocks[first * BLOCKS_PER_POOL : (last + 1) * BLOCKS_PER_POOL]
+        return any(self.is_changed(block, step) for block in own.tolist())
 
     def pools(
         self, share: Share, first: int, keep: Callable[[Record], bool]
@@ -1599,15 +1754,25 @@ class ParquetFiles(Blocks):
     of some row groups, in a random order, and permutes the blocks of a window.
     """
 
-    def __init__(self, names: list[str], parser: LineParser):
+    def __init__(self, files: list[FileRecord], parser: LineParser):
         self.parser = parser
         self.bad_lines = parser.bad_lines
-        self.fields = parser.fields or parquet_source.columns_that_are_read(names[0])
-        self.groups = self.read_row_groups(names)
+        self.fields = parser.fields or parquet_source.columns_that_are_read(files[0].path)
+        self.files = []
+        self.groups: list[parquet_source.RowGroup] = []
+        for file, groups in zip(files, self.read_row_groups(files), strict=True):
+            layout = [(group.num_rows, group.num_bytes) for group in groups]
+            if file.layout is not None and len(file.layout) != len(layout):
+                raise ValueError(
+                    f'{file.path} has {len(layout)} row groups and had {len(file.layout)} when the '
+                    'run began: write it again with as many (row_group_size of pandas and pyarrow)'
+                )
+            self.files.append(file._replace(layout=file.layout or layout))
+            self.groups += groups
         self.row_groups = parquet_source.RowGroups(self.fields)
-        num_rows = np.array([group.num_rows for group in self.groups], np.int64)
+        sizes = [size for file in self.files for size in file.layout]
+        num_rows, self.num_bytes = np.array(sizes, np.int64).reshape(-1, 2).T
         self.num_records = int(num_rows.sum())
-        self.num_bytes = np.array([group.num_bytes for group in self.groups], np.int64)
         bytes_per_row = self.num_bytes.sum() / max(num_rows.sum(), 1)
         rows_per_block = min(num_rows.sum() // MIN_BLOCKS, MAX_BLOCK_BYTES // max(bytes_per_row, 1))
         self.rows_per_block = max(int(rows_per_block), 1)
@@ -1616,11 +1781,10 @@ class ParquetFiles(Blocks):
         self.num_blocks = int(self.first_blocks[-1])
         self.order_in_windows = functools.lru_cache(maxsize=4)(self._order_in_windows)
 
-    def read_row_groups(self, names: list[str]) -> list[parquet_source.RowGroup]:
-        """Return the row groups of files, in the order of the files."""
+    def read_row_groups(self, files: list[FileRecord]) -> list[list[parquet_source.RowGroup]]:
+        """Return the row groups of each file."""
         with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
-            groups = list(threads.map(self.row_groups_of_file, names))
-        return list(itertools.chain.from_iterable(groups))
+            return list(threads.map(self.row_groups_of_file, [file.path for file in files]))
 
     def row_groups_of_file(self, name: str) -> list[parquet_source.RowGroup]:
         """Return the row groups of a file; none of a bad one that is skipped."""
@@ -1658,13 +1822,20 @@ class ParquetFiles(Blocks):
         window_of_block = np.repeat(windows, self.blocks_per_group)
         return order[np.argsort(window_of_block[order], kind='stable')]
 
+    def is_changed(self, block: int, step: int) -> bool:
+        path = self.groups[int(np.searchsorted(self.first_blocks, block, side='right')) - 1].path
+        return any(file.path == path and file.is_changed_at(step) for file in self.files)
+
     def read(self, block: int) -> list[Record | None]:
         index = int(np.searchsorted(self.first_blocks, block, side='right')) - 1
         group = self.groups[index]
         first = (block - int(self.first_blocks[index])) * self.rows_per_block
         number = group.first_row + first
+        num_rows = self.rows_per_block
+        if block + 1 == self.first_blocks[index + 1]:  # the last of the group
+            num_rows = max(group.num_rows - first, 0)
         try:
-            rows = self.row_groups.rows(group, first, self.rows_per_block)
+            rows = self.row_groups.rows(group, first, num_rows)
         except parquet_source.DamagedFile as error:
             self.bad_lines.add(group.path, group.first_row, str(error))
             return []
@@ -1711,21 +1882,19 @@ class TfdsRecords(Blocks):
 class PlainFiles(Blocks):
     """Files that are not compressed. A line is in the block in which it starts.
 
+    A file that changed is cut at the same places of its text, into as many blocks as before.
     A line of plain text of more than MAX_LINE_BYTES is cut, and each block has the parts in it.
     Blocks in a bucket are fetched at the same time; a corpus of small blocks is fetched at once,
     and kept.
     """
 
-    def __init__(self, names: list[str], parse: LineParser):
+    def __init__(self, files: list[FileRecord], parse: LineParser):
+        names = [file.path for file in files]
         self.names = names
         self.parse = parse
-        sizes = [paths.file_size(name) for name in names]
-        self.sizes = sizes
+        sizes = [file.first_num_bytes for file in files]
         block_bytes = max(sum(sizes) // MIN_BLOCKS, 1)
         self.block_bytes = min(block_bytes, MAX_BLOCK_BYTES, MAX_LINE_BYTES // 2)
-        blocks_per_file = [-(-size // self.block_bytes) for size in sizes]
-        self.first_blocks = np.cumsum([0] + blocks_per_file)  # [files + 1]
-        self.num_blocks = int(self.first_blocks[-1])
         in_buckets = [name for name in names if paths.is_in_bucket(name)]
         self.reads_buckets = bool(in_buckets)
         self.contents: dict[str, bytes] = {}
@@ -1733,20 +1902,37 @@ class PlainFiles(Blocks):
             with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
                 contents = threads.map(read_file, in_buckets)
                 self.contents = dict(zip(in_buckets, contents, strict=True))
-        # In a small corpus most blocks lie within a line: only those count in which one starts.
-        self.blocks_with_lines: np.ndarray | None = None
-        if sum(sizes) <= MAX_SMALL_BYTES:
-            self.blocks_with_lines = self.find_lines()
-            self.num_blocks = len(self.blocks_with_lines)
+        self.files = []
+        self.starts: list[Sequence[int]] = []  # of the blocks of each file
         self.readers: list[Callable] = []
-        for name, size in zip(names, sizes, strict=True):
-            kind = parse.kind_of(name)
+        for file in files:
+            # In a small corpus most blocks lie within a line: only those count in which one starts.
+            layout = file.layout
+            if layout is None:
+                layout = self.find_lines(file.path) if sum(sizes) <= MAX_SMALL_BYTES else ''
+            self.files.append(file._replace(layout=layout))
+            starts = self.starts_of(self.files[-1])
+            self.starts.append(starts)
+            kind = parse.kind_of(file.path)
             if kind == 'text':
-                self.readers.append(TextReader(size, self.block_bytes).lines)
+                self.readers.append(TextReader(file.num_bytes, starts).lines)
             elif kind == 'csv':
-                self.readers.append(CsvReader(name, size, self.block_bytes).lines)
+                self.readers.append(CsvReader(file.path, starts, file.num_bytes).lines)
             else:
                 self.readers.append(lines_that_start_in)
+        self.first_blocks = np.cumsum([0, *map(len, self.starts)])  # [files + 1]
+        self.num_blocks = int(self.first_blocks[-1])
+
+    def starts_of(self, file: FileRecord) -> Sequence[int]:
+        """Return where the blocks of a file start."""
+        starts: Any = range(0, file.first_num_bytes, self.block_bytes)
+        if file.layout:
+            bits = np.frombuffer(bytes.fromhex(file.layout), np.uint8)
+            starts = np.flatnonzero(np.unpackbits(bits)) * self.block_bytes
+        for change in file.changes:
+            starts = np.interp(starts, change.before, change.after).astype(np.int64)
+            starts[0] = 0
+        return starts
 
     def open_file(self, name: str) -> IO[bytes]:
         """Open a file for reading a block."""
@@ -1771,38 +1957,55 @@ class PlainFiles(Blocks):
             total += num_lines - has_header
         return total
 
-    def find_lines(self) -> np.ndarray:
-        """Return the blocks in which a line starts, or which are a part of a line that is cut."""
-        found = []
-        for name, first_block in zip(self.names, self.first_blocks, strict=False):
-            with self.open_file(name) as file:
-                content = np.frombuffer(file.read(), np.uint8)
-            starts = np.flatnonzero(content == NEWLINE) + 1
-            starts = np.concatenate([[0], starts[starts < len(content)]])
-            lengths = np.diff(starts, append=len(content))
-            blocks = [starts // self.block_bytes]
-            for start, length in zip(starts, lengths, strict=True):
-                if length > MAX_LINE_BYTES:
-                    last = start + length - 1
-                    blocks.append(
-                        np.arange(start // self.block_bytes, last // self.block_bytes + 1)
-                    )
-            found.append(first_block + np.unique(np.concatenate(blocks)))
-        return np.concatenate(found)
+    def find_lines(self, name: str) -> str:
+        """Return the blocks of a file in which a line starts or a line that is cut goes on.
+
+        They are bits, written in hexadecimal digits.
+        """
+        with self.open_file(name) as file:
+            content = np.frombuffer(file.read(), np.uint8)
+        starts = np.flatnonzero(content == NEWLINE) + 1
+        starts = np.concatenate([[0], starts[starts < len(content)]])
+        lengths = np.diff(starts, append=len(content))
+        is_found = np.zeros(-(-len(content) // self.block_bytes), bool)
+        is_found[starts // self.block_bytes] = True
+        for start, length in zip(starts, lengths, strict=True):
+            if length > MAX_LINE_BYTES:
+                last = start + length - 1
+                is_found[start // self.block_bytes : last // self.block_bytes + 1] = True
+        return np.packbits(is_found).tobytes().hex()
+
+    def bounds_of(self, block: int) -> tuple[int, int, int]:
+        """Return the index of the file of a block, and where in the file it starts and ends."""
+        file_index = int(np.searchsorted(self.first_blocks, block, side='right')) - 1
+        starts = self.starts[file_index]
+        i = block - int(self.first_blocks[file_index])
+        end = self.files[file_index].num_bytes
+        if i + 1 < len(starts):
+            end = int(starts[i + 1])
+        return file_index, int(starts[i]), end
+
+    def is_changed(self, block: int, step: int) -> bool:
+        file_index, start, end = self.bounds_of(block)
+        file = self.files[file_index]
+        if not file.is_changed_at(step):
+            return False
+        _, change_begin, change_end, _ = file.changes[-1].after
+        return start <= change_end and end >= change_begin
 
     def read(self, block: int) -> list[Record | None]:
-        if self.blocks_with_lines is not None:
-            block = int(self.blocks_with_lines[block])
-        file_index = int(np.searchsorted(self.first_blocks, block, side='right')) - 1
+        file_index, start, end = self.bounds_of(block)
+        if start == end:  # a correction has left nothing of it
+            return []
         name = self.names[file_index]
-        start = (block - int(self.first_blocks[file_index])) * self.block_bytes
         with self.open_file(name) as file:
-            if file.seek(0, os.SEEK_END) < self.sizes[file_index]:
+            num_bytes = self.files[file_index].num_bytes
+            if file.seek(0, os.SEEK_END) < num_bytes:
                 raise ValueError(
-                    f'{name} has no longer {self.sizes[file_index]:,} bytes: restore it, and start again'
+                    f'{name} has no longer {num_bytes:,} bytes: restore it, and start again'
                 )
             file.seek(start)
-            lines = self.readers[file_index](file, start, start + self.block_bytes)
+            lines = self.readers[file_index](file, start, end)
             return [self.parse(name, offset, line) for offset, line in lines]
 
 
@@ -1844,11 +2047,11 @@ class TextReader:
     every byte once.
     """
 
-    def __init__(self, num_bytes: int, block_bytes: int):
+    def __init__(self, num_bytes: int, starts: Sequence[int]):
         self.num_bytes = num_bytes
-        self.block_bytes = block_bytes
+        self.starts = starts  # of the blocks
         # Whether a block begins inside a long line, as far as lines have been read.
-        self.begins_in_long_line = np.zeros(num_bytes // block_bytes + 2, bool)
+        self.begins_in_long_line = np.zeros(len(starts), bool)
 
     def lines(self, file: IO[bytes], start: int, end: int) -> Iterator[tuple[int, bytes]]:
         """Yield (offset, line) of short lines of a block [start, end) and of parts of long ones."""
@@ -1879,7 +2082,7 @@ class TextReader:
 
     def end_of_short_line(self, file: IO[bytes], position: int) -> int | None:
         """Return where the line at a block's first byte `position` ends; None if it is long."""
-        if self.begins_in_long_line[position // self.block_bytes]:
+        if self.begins_in_long_line[bisect.bisect_left(self.starts, position)]:
             return None
         start = start_of_line(file, position)
         if start is None:
@@ -1894,9 +2097,9 @@ class TextReader:
 
     def remember_long_line(self, start: int, end: int) -> None:
         """Note that all of [start, end) is in one long line."""
-        first_block = start // self.block_bytes + 1
-        last_block = (end - 1) // self.block_bytes
-        self.begins_in_long_line[first_block : last_block + 1] = True
+        first_block = bisect.bisect_right(self.starts, start)
+        end_block = bisect.bisect_left(self.starts, end)
+        self.begins_in_long_line[first_block:end_block] = True
 
     def part_of_long_line(self, file: IO[bytes], offset: int, end: int) -> bytes:
         """Return a long line from `offset` to its end or its cut at `end`, the block's end."""
@@ -1908,8 +2111,9 @@ class TextReader:
 
     def cut_at(self, file: IO[bytes], end: int) -> int:
         """Return where in a block that ends at `end` the long line is cut that goes on there."""
-        file.seek(end - self.block_bytes)
-        block = file.read(self.block_bytes)
+        start = self.starts[bisect.bisect_left(self.starts, end) - 1]
+        file.seek(start)
+        block = file.read(end - start)
         line = block[block.rfind(b'\n') + 1 :]
         return end - len(line) + cut_before(line + file.read(1), len(line))
 
@@ -1920,27 +2124,28 @@ class CsvReader:
     The file is read once to know where the first row of each block starts.
     """
 
-    def __init__(self, path: str, num_bytes: int, block_bytes: int):
-        self.block_bytes = block_bytes
-        self.first_rows = np.zeros(-(-num_bytes // block_bytes), np.int64)
+    def __init__(self, path: str, starts: Sequence[int], num_bytes: int):
+        self.first_rows: dict[int, int] = {}  # {start of a block: that of the first row in it}
         with paths.open_file(path, SEQUENTIAL_READ_AHEAD) as file:
             is_row_start = True
             in_quotes = False
-            for block in range(len(self.first_rows)):
-                content = file.read(block_bytes)
+            for first, last in zip(starts, [*starts[1:], num_bytes], strict=True):
+                if first == last:  # a correction has left nothing of the block
+                    continue
+                content = file.read(last - first)
                 start = 0
                 while not is_row_start and start < len(content):
                     end = content.find(b'\n', start) + 1 or len(content)
                     in_quotes ^= content.count(b'"', start, end) % 2 == 1
                     is_row_start = not in_quotes and content[end - 1] == NEWLINE
                     start = end
-                self.first_rows[block] = block * block_bytes + start
+                self.first_rows[int(first)] = int(first) + start
                 in_quotes ^= content.count(b'"', start) % 2 == 1
                 is_row_start = not in_quotes and content.endswith(b'\n')
 
     def lines(self, file: IO[bytes], start: int, end: int) -> Iterator[tuple[int, bytes]]:
         """Yield (offset, row) of the rows that start in [start, end)."""
-        offset = int(self.first_rows[start // self.block_bytes])
+        offset = self.first_rows[start]
         file.seek(offset)
         rows = whole_rows(numbered_lines(file), 'csv')
         while offset < end:
@@ -2020,8 +2225,9 @@ class GzippedFiles:
 
     num_records = None  # nobody knows before reading all of them
 
-    def __init__(self, names: list[str], parse: LineParser):
-        self.names = names
+    def __init__(self, files: list[FileRecord], parse: LineParser):
+        self.files = [file._replace(layout='') for file in files]
+        self.names = [file.path for file in files]
         self.parse = parse
         self.bad_lines = parse.bad_lines
 
@@ -2052,6 +2258,13 @@ class GzippedFiles:
         for name in self.names:
             yield from itertools.starmap(self.parse, self.lines(name))
 
+    def are_changed(self, share: Share, first: int, last: int, step: int) -> bool:
+        """Return whether a pool of a lane, from number `first` to `last`, may have changed."""
+        shards = []
+        for round_number in range(first // POOLS_PER_ROUND, last // POOLS_PER_ROUND + 1):
+            shards += self.shards_of_round(share, round_number)
+        return any(self.files[shard].is_changed_at(step) for shard in shards)
+
     def num_rounds(self, share: Share) -> int:
         """Return how many rounds of shards a lane reads in an epoch."""
         if len(self.names) < share.num_lanes:
@@ -2063,21 +2276,24 @@ class GzippedFiles:
         """Yield (name, number, line) of the lines that a lane reads in one round."""
         num_shards = len(self.names)
         num_lanes = share.num_lanes
-        order = epoch_order(num_shards, share.seed, share.epoch)
+        shards = self.shards_of_round(share, round_number)
+        lines = [self.lines(self.names[shard]) for shard in shards]
         if num_shards < num_lanes:
-            shard = share.slot * num_shards // num_lanes
-            first_slot = -(-shard * num_lanes // num_shards)
-            next_shards_slot = -(-(shard + 1) * num_lanes // num_shards)
-            return itertools.islice(
-                self.lines(self.names[order[shard]]),
-                share.slot - first_slot,
-                None,
-                next_shards_slot - first_slot,
-            )
-        num_open = shards_per_round(num_lanes)
-        own = order[share.slot :: num_lanes]
-        shards = own[round_number * num_open : (round_number + 1) * num_open]
-        return interleave([self.lines(self.names[shard]) for shard in shards])
+            index = share.slot * num_shards // num_lanes
+            first_slot = -(-index * num_lanes // num_shards)
+            next_shards_slot = -(-(index + 1) * num_lanes // num_shards)
+            num_sharing = next_shards_slot - first_slot
+            return itertools.islice(lines[0], share.slot - first_slot, None, num_sharing)
+        return interleave(lines)
+
+    def shards_of_round(self, share: Share, round_number: int) -> list[int]:
+        """Return the shards that a lane reads in one round."""
+        order = epoch_order(len(self.names), share.seed, share.epoch)
+        if len(self.names) < share.num_lanes:
+            return [order[share.slot * len(self.names) // share.num_lanes]]
+        num_open = shards_per_round(share.num_lanes)
+        own = order[share.slot :: share.num_lanes]
+        return own[round_number * num_open : (round_number + 1) * num_open].tolist()
 
     def lines(self, name: str) -> Iterator[tuple[str, int, bytes]]:
         """Yield (name, number, line) of the lines of a shard; of a long line each part."""

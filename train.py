@@ -1007,7 +1007,10 @@ def prepare_locked(
         vocabulary = prepare_vocabulary(config, folder, mixture, start)
     resolved = resolved_settings(config, trainer, mixture, vocabulary, start)
     if start.is_resumed:
-        check_resumed(folder, trainer, mixture, resolved, start)
+        mixture = check_resumed(folder, trainer, mixture, resolved, start)
+        changed = [file.path for file in mixture.files if file.is_changed_at(start.step)]
+        if changed:
+            console.line(f'Changed since step {start.step:,}: {settings.first_ten(changed)}.')
     results.Results(folder).scores()  # raises ValueError for a file that is damaged
     with console.working('Opening the text'):
         stream = open_stream(config, trainer.mesh, mixture, vocabulary, 'train')
@@ -1065,12 +1068,16 @@ def prepare_vocabulary(config: Any, folder: Path, mixture: OpenMixture, start: S
 
 def check_resumed(
     folder: Path, trainer: Trainer, mixture: OpenMixture, resolved: Mapping, start: Start
-) -> None:
-    """Raise ValueError unless a run with these settings can go on from its checkpoint."""
+) -> OpenMixture:
+    """Return the mixture as the run goes on with it.
+
+    Raises ValueError unless a run with these settings can go on from its checkpoint.
+    """
     directory = folder / f'checkpoint_{start.step}'
     own_model.check_same(directory, trainer.model_config, 'name another --workdir')
-    workdir.compare_settings(directory, resolved, mixture)
+    going_on = workdir.compare_settings(directory, resolved, mixture, start.step)
     checkpoint.choose(start.leaves, state_shapes(trainer))
+    return going_on
 
 
 def open_task_metrics(
@@ -1250,7 +1257,7 @@ def resume_data(folder: Path, start: Start, stream: data.Stream) -> list[dict]:
         return []
     directory = folder / f'checkpoint_{start.step}'
     positions = np.load(directory / 'data_position.npy')
-    stream.seek(positions[stream.rows])
+    stream.seek(positions[stream.rows], step=start.step)
     file = directory / 'data_counts.json'
     if file.exists() and jax.process_index() == 0:  # the counts of all processes are added
         counts = json.loads(file.read_bytes())

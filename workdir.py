@@ -84,6 +84,7 @@ MAY_CHANGE = (
     'data/cache_dirs',
     'data/use_cached',
     'data/num_workers',
+    'data/allow_changed_files',
     'data/tfds',
     'data/vocabulary',
     'data/on_bad_line',
@@ -241,11 +242,13 @@ def check_never_saved(workdir: Path) -> None:
         )
 
 
-def compare_settings(directory: Path, settings: Mapping, mixture: OpenMixture) -> None:
-    """Raise ValueError where a run may not go on from a checkpoint with `settings`.
+def compare_settings(
+    directory: Path, settings: Mapping, mixture: OpenMixture, step: int
+) -> OpenMixture:
+    """Return the mixture as a run that goes on from the checkpoint of a step reads it.
 
-    The error lists the changes. `settings`: the content of config.json today. Of the text the
-    contents count, not the names of the files.
+    Raises ValueError where it may not go on with `settings`, the content of config.json today. The
+    error lists the changes. Of the text the contents count, not the names of the files.
     """
     workdir = directory.parent
     old = json.loads((directory / 'config.json').read_text())
@@ -261,11 +264,24 @@ def compare_settings(directory: Path, settings: Mapping, mixture: OpenMixture) -
             f'{workdir} holds a run with other settings ({"; ".join(changes)}): go on with those, or '
             'name another --workdir'
         )
+    file = directory / 'data_files.json'
+    old_files = json.loads(file.read_bytes()) if file.exists() else None
+    may_differ = settings['data']['allow_changed_files']
+    if old_files is not None and (may_differ or not is_other_text):
+        files = [sources.file_from_json(record) for record in old_files]
+        going_on = mixture.going_on(files, old['data_fingerprint'], step)
+        if going_on is not None:
+            return going_on
     if is_other_text:
-        file = directory / 'data_files.json'
-        old_files = json.loads(file.read_bytes()) if file.exists() else None
         changes_of_text = sources.describe_changes(old_files, mixture.files_as_json())
-        raise ValueError(f'{workdir} holds a run on other text: {changes_of_text}')
+        rule = ''
+        if may_differ:
+            rule = (
+                ', and data.allow_changed_files=True takes corrected text in files of the same number '
+                'and names'
+            )
+        raise ValueError(f'{workdir} holds a run on other text{rule}: {changes_of_text}')
+    return mixture
 
 
 def changed_settings(old: Mapping, new: Mapping, may_change: tuple[str, ...]) -> list[str]:

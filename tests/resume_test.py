@@ -296,7 +296,7 @@ def test_a_corpus_may_move_and_a_vocabulary_may_not_change(corpus, tmp_path):
     with open(moved, 'a') as file:
         file.write('one line more\n')
     with pytest.raises(
-        ValueError, match=r'other text: .*made_up.txt \(new\).*: restore those files'
+        ValueError, match=r'other text: .*made_up.txt \(changed\).*: restore those files'
     ):
         train.prepare(small_config(str(moved)), tmp_path / 'run')
 
