@@ -294,7 +294,7 @@ def show_progress(connections: list[Connection], num_jobs: int) -> None:
                 bar.set_postfix_str(f'{num_examples:,} examples', refresh=False)
                 bar.update(report.num_shards)
     if num_done < num_jobs:
-        raise RuntimeError(
+        raise ChildProcessError(
             f'a process that wrote shards died ({num_jobs - num_done} of {num_jobs} shards are missing): if the '
             'machine ran out of memory, use fewer data.num_workers; the same command goes on'
         )
