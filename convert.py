@@ -61,11 +61,15 @@ class OpenedCheckpoint(NamedTuple):
 
 
 class OpenedModel(NamedTuple):
-    """An opened checkpoint whose parameters are those of `config`."""
+    """An opened checkpoint whose parameters are those of `config`.
+
+    `note` says in one line what is assumed of it; '' for nothing. It is for users whose command is not refused.
+    """
 
     directory: Any
     leaves: dict[str, Any]
     config: model.T5Config
+    note: str
 
 
 def detect_format(path: str | Path) -> Format:
@@ -99,18 +103,17 @@ def open_model(
     has no decoder layers. Raises ValueError unless the checkpoint is valid and its parameters are those of the config.
     """
     opened = open_checkpoint(path, step, part)
+    note = ''
     shapes = checkpoint.shapes(checkpoint.parameters(opened.leaves))
     if config is None:
         config = opened.config or _config_beside(opened.directory)
         if config is None:
             config = config_from_shapes(shapes)
             if len(config.mlp_activations) > 1:
-                logging.warning(
-                    '%s has no config, and its arrays do not tell the activation: mlp_activations=%s is assumed: name '
-                    "another with config=dataclasses.replace(t5.config, mlp_activations=('silu', 'linear')), or "
-                    'with --config=FILE',
-                    opened.directory,
-                    config.mlp_activations,
+                note = (
+                    f'{opened.directory} has no config, and its arrays do not tell the activation: '
+                    f'mlp_activations={config.mlp_activations} is assumed: name another with '
+                    "config=dataclasses.replace(t5.config, mlp_activations=('silu', 'linear')), or with --config=FILE"
                 )
     elif own_model.recorded(opened.directory):
         own_model.check_same(opened.directory, config, 'leave the config out')
@@ -121,7 +124,7 @@ def open_model(
         checkpoint.compare(own_model.of(config).shapes(config), shapes)
     except ValueError as error:
         raise ValueError(f'{opened.directory}: {error}') from None
-    return OpenedModel(directory=opened.directory, leaves=opened.leaves, config=config)
+    return OpenedModel(opened.directory, opened.leaves, config, note)
 
 
 def open_checkpoint(path: str | Path, step: str = '', part: str = 'whole') -> OpenedCheckpoint:
@@ -401,6 +404,8 @@ def convert_checkpoint(source: str | Path, target: str | Path, form: str, step: 
         written = _write_t5x(target, opened, vocabulary_model)
         # config.json has what a vocabulary of bytes needs.
         brings_vocabulary = bool(vocabulary_model) or isinstance(vocabulary, ByteVocabulary)
+    if opened.note:
+        logging.warning(opened.note)
     if not brings_vocabulary:
         logging.warning(
             '%s brings no vocabulary file, so %s has none: pass vocabulary=... to load it, '

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
@@ -111,6 +112,8 @@ def load(
     arrays = checkpoint.restore(leaves, shardings, dtype)
     t5 = T5(opened.config, checkpoint.parameters(arrays), mesh, found)
     t5.max_input_length = input_length_of(opened.directory)
+    if opened.note:
+        logging.warning(opened.note)
     return t5
 
 

@@ -47,6 +47,7 @@ import jax
 import numpy as np
 import safetensors.numpy
 import tqdm
+from absl import logging
 
 import checkpoint
 import convert
@@ -159,6 +160,8 @@ def prepare(request: Request, config: Any | None, changes: Mapping[str, Any]) ->
     job = Job(request, config, opened.directory, model_config, vocabulary, parts)
     if request.output_dir:
         check_output(job)
+    if opened.note:
+        logging.warning(opened.note)
     return job
 
 

@@ -186,7 +186,7 @@ def test_t5x_sample_without_zarray():
         'state/param_states/step': (),
         'state/step': (),
     }
-    with pytest.raises(ValueError, match=r'state.param_states.bias/.zarray is missing: copy'):
+    with pytest.raises(ValueError, match=r'state.param_states.kernel/.zarray is missing: copy'):
         checkpoint.restore(directory)
 
 
