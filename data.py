@@ -21,6 +21,7 @@ import sources
 from mixtures import OpenMixture, OpenTask
 from objectives import OBJECTIVES, Example
 from sources import NO_SPLIT, CachedRecords, Document, Record, Share, permutation
+from user_code import UserError
 from vocabulary import EOS_ID, Vocabulary
 
 # A window is what a lane packs at a time: examples that fill so many rows, and no more than these.
@@ -269,12 +270,9 @@ class TokenizedTask:
         """Return the texts of the examples of a record. Raise BadRecord for one without."""
         try:
             examples = list(self.task.preprocess([record.fields]))
-        except Exception as error:
-            if self.task.preprocess_fn is None:
-                raise
-            # A user's function may raise anything.
-            reason = f'task {self.name!r}: {type(error).__name__}: {error}'
-            if isinstance(error, KeyError):
+        except UserError as error:
+            reason = str(error)
+            if isinstance(error.__cause__, KeyError):
                 names = settings.first_ten([repr(name) for name in record.fields])
                 reason += f', and the fields of the record are {names}'
             raise BadRecord(reason) from error

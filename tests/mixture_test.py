@@ -149,11 +149,7 @@ def test_names_that_lead_nowhere(tmp_path, changes, message):
         ("from tasks import Task\nTASKS = [Task('text_to_text')]", "the name 'text_to_text'"),
         (
             "from tasks import Task\nTASKS = [Task('all', objective='magic')]",
-            "task 'all' has objective='magic': use one of span_corruption",
-        ),
-        (
-            "from tasks import Task\nTASKS = [Task('all', targets='{a}')]",
-            "task 'all' with inputs='' and targets='{a}' needs records: name its files",
+            "line 2: ValueError: objective='magic' of task 'all': use one of span_corruption",
         ),
     ],
 )
@@ -167,7 +163,11 @@ def test_a_module_that_is_wrong_is_named(tmp_path, text, message):
 @pytest.mark.parametrize(
     'body, reason',
     [
-        ("return [{'targets': record['absent']}]", "task 'spell': KeyError: 'absent'"),
+        ("return [{'targets': record['absent']}]", "my_tasks.py, line 6: KeyError: 'absent', and"),
+        ('return None', 'my_tasks.py, line 5: ValueError: preprocess_fn gave None: give a list'),
+        ("return {'targets': 'a'}", "preprocess_fn gave {'targets': 'a'}: give a list"),
+        ("yield {'targets': 'a'}; 1 / 0", 'my_tasks.py, line 6: ZeroDivisionError'),
+        ("raise SystemExit('no')", 'my_tasks.py, line 6: SystemExit: no'),
         ("return [{'inputs': 'a'}]", "ValueError: preprocess_fn gave {'inputs': 'a'}: give"),
         ("return [{'targets': 3}]", "preprocess_fn gave 'targets' as 3, no text: give a str"),
         ("return 'text'", "preprocess_fn gave 't': give"),

@@ -388,7 +388,7 @@ BAD_FILES = {
     ),
     'arguments': (
         'def change():\n    pass\n',
-        '{file}: TypeError: change() takes 0 positional arguments',
+        '{file}, line 1: TypeError: change() takes 0 positional arguments',
     ),
     'import of the model': (
         'import model as m\ndef change(model):\n    m.NUM_BUCKETS = 16\n',
