@@ -10,7 +10,7 @@ resuming needs. Imports no jax.
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 import features
 import settings
 import sources
-from mixtures import OpenMixture, OpenTask
+from mixtures import OpenMixture, OpenTask, Task
 from objectives import OBJECTIVES, Example
 from sources import NO_SPLIT, CachedRecords, Document, Record, Share, permutation
 from user_code import UserError
@@ -251,13 +251,9 @@ class TokenizedTask:
                 for texts in self._texts(record):
                     examples.append(Tokenized(record.name, texts, ids={}))
             except BadRecord as error:
-                self._add_bad(record.name, str(error))
+                add_bad(self.source, record.name, str(error))
         self._encode(examples)
         return examples
-
-    def _add_bad(self, name: str, reason: str) -> None:
-        path, _, position = name.rpartition(':')
-        self.source.bad_lines.add(path, int(position), reason)
 
     def _encode(self, examples: list[Tokenized]) -> None:
         """Add the ids of the texts of examples."""
@@ -304,7 +300,7 @@ class TokenizedTask:
                 f'ids from {ids.min()} to {ids.max()}, and the vocabulary has '
                 f'{self.vocabulary.size}: name the one of the cache with data.vocabulary'
             )
-            self._add_bad(example.name, reason)
+            add_bad(self.source, example.name, reason)
         return good
 
     def _are_in_vocabulary(self, examples: Sequence[Tokenized]) -> bool:
@@ -648,12 +644,29 @@ def training_texts(mixture: OpenMixture) -> Iterator[str]:
                 "data.vocabulary='' would train a vocabulary, and the ids of a task cache have one: "
                 'name it with data.vocabulary'
             )
-        records = (document.record.fields for document in source.documents('train', share))
-        iterators.append(task.preprocess(records))
+        records = (document.record for document in source.documents('train', share))
+        iterators.append(good_examples(task, source, records))
     for example in sources.interleave(iterators):
         for feature in ('inputs', 'targets'):
             if example.get(feature):
                 yield example[feature]
+
+
+def good_examples(
+    task: Task, source: sources.Source, records: Iterable[Record]
+) -> Iterator[dict[str, Any]]:
+    """Yield the examples of records, but of those on which the task's function fails."""
+    for record in records:
+        try:
+            yield from task.preprocess([record.fields])
+        except UserError as error:
+            add_bad(source, record.name, str(error))
+
+
+def add_bad(source: sources.Source, name: str, reason: str) -> None:
+    """Count a bad record. Raises ValueError where that stops the run (data.on_bad_line)."""
+    path, _, position = name.rpartition(':')
+    source.bad_lines.add(path, int(position), reason)
 
 
 # Every value of data.pack.

@@ -151,6 +151,22 @@ def test_names_that_lead_nowhere(tmp_path, changes, message):
             "from tasks import Task\nTASKS = [Task('all', objective='magic')]",
             "line 2: ValueError: objective='magic' of task 'all': use one of span_corruption",
         ),
+        (
+            "from tasks import Task\nTASKS = [Task('all')]",
+            "task 'all' needs records: name its files",
+        ),
+        (
+            "from tasks import Task\nTASKS = [Task('all', objective='span_corruption')]",
+            "task 'all' needs records",
+        ),
+        (
+            "from tasks import Task\nTASKS = [Task('all', preprocess_fn=lambda record: [record])]",
+            "task 'all' needs records",
+        ),
+        (
+            "from tasks import Mixture, Task\nTASKS = [Mixture('all', {Task('c4_mine'): 1})]",
+            "task 'c4_mine' needs records",
+        ),
     ],
 )
 def test_a_module_that_is_wrong_is_named(tmp_path, text, message):
@@ -180,6 +196,27 @@ def test_a_function_that_fails_names_the_record(tmp_path, body, reason):
     config.module = write_tasks(tmp_path, MODULE[:begin] + f'    {body}' + MODULE[end:])
     with pytest.raises(ValueError, match=f'line [0-9]+ of {tmp_path}/spell.jsonl: .*{reason}'):
         open_stream(config)
+
+
+def test_a_task_takes_the_records_of_the_settings(tmp_path):
+    config = mixture_config(tmp_path, task='bare', files=f'{tmp_path}/add.jsonl')
+    (tmp_path / 'my_tasks.py').write_text(
+        "from tasks import Task\nTASKS = [Task('bare', inputs='{a}', targets='{b}')]\n"
+    )
+    assert tasks.open_mixture(config).corpus == 'files'
+
+
+def test_a_vocabulary_is_trained_without_the_records_on_which_a_function_fails(tmp_path):
+    text = MODULE.replace(
+        '        yield', "        if word == 'w2':\n            1 / 0\n        yield"
+    )
+    config = mixture_config(tmp_path, task='spell', on_bad_line='skip', max_bad_fraction=0.5)
+    config.module = write_tasks(tmp_path, text)
+    mixture = tasks.open_mixture(config)
+    texts = set(data.training_texts(mixture))
+    assert 'spell: w5' in texts and 'spell: w2' not in texts
+    descriptions, num_bad = mixture.faults()
+    assert num_bad == 1 and 'my_tasks.py, line 8: ZeroDivisionError' in descriptions[0]
 
 
 # Mixtures.
