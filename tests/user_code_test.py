@@ -4,11 +4,13 @@ import json
 import math
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 from command_line import ROOT
+from runs import Program
 
 import mixtures
 import tasks
@@ -270,3 +272,109 @@ def test_the_list_of_tasks(tmp_path):
     assert last.startswith(f"tasks.py: task 'x': {file}, line {line}: TypeError"), done.stderr
     assert frames
     check_frames('\n'.join(frames), file)
+
+
+RUN = """
+import os
+
+
+def question(record):
+    if os.environ.get('FAILS') == 'preprocess_fn' and record['q'] == 'is 7?':
+        fail(0)
+    return [{'inputs': record['q'], 'targets': record['a']}]
+
+
+def answer(text, example, is_target):
+    if os.environ.get('FAILS') == 'postprocess_fn' and not is_target:
+        raise SystemExit(0)
+    return text
+
+
+def exact(targets, predictions):
+    if os.environ.get('FAILS') == 'metric':
+        fail(0)
+    return {'exact': float('nan')}
+
+
+TASKS = [
+    Task(
+        'x', files='x.jsonl', preprocess_fn=question, postprocess_fn=answer, metric_fns=[exact]
+    ),
+]
+"""
+
+
+@pytest.fixture(scope='module')
+def finished(command_line, make_once):
+    """The folder of a run of 2 steps with task metrics, which are nan."""
+
+    def train_it(folder):
+        (folder / 'own.py').write_text(START + RUN)
+        rows = [json.dumps({'q': f'is {i}?', 'a': 'no'}) for i in range(60)]
+        (folder / 'x.jsonl').write_text('\n'.join(rows))
+        result = command_line(*training(folder), cwd=folder)
+        assert result.status == 0, result
+
+    return make_once('user_code', train_it)
+
+
+def training(folder, **settings):
+    """The arguments of a run in `folder`."""
+    program = Program(folder, corpus='', steps=2, log=1, save=2, evaluate=2)
+    settings = {
+        'data.module': 'own.py',
+        'data.task': 'x',
+        'data.vocabulary': 'bytes',
+        'infer_eval.every_steps': 2,
+        'decode.max_length': 4,
+    } | settings
+    flags = [f'--config.{name}={value}' for name, value in settings.items()]
+    return [*program.arguments('run'), *flags]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'fails, settings, words',
+    [
+        ('metric', {}, 'ZeroDivisionError'),
+        ('postprocess_fn', {}, 'SystemExit: 0'),
+        ('preprocess_fn', {'train.steps': 40}, 'x.jsonl'),
+        ('preprocess_fn', {'train.steps': 40, 'data.num_workers': 2}, 'x.jsonl'),
+    ],
+)
+def test_a_function_that_fails_while_training(
+    command_line, finished, tmp_path, fails, settings, words
+):
+    for name in ('own.py', 'x.jsonl'):
+        shutil.copy(finished / name, tmp_path / name)
+    result = command_line(*training(tmp_path, **settings), cwd=tmp_path, FAILS=fails)
+    check_result(result, 1, tmp_path / 'own.py', line_of(fails), words)
+
+
+def line_of(fails):
+    """The last line of the user's that is in the traceback."""
+    failing = 'raise SystemExit' if fails == 'postprocess_fn' else 'return 1 / value'
+    lines = (START + RUN).splitlines()
+    return 1 + [failing in line for line in lines].index(True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('mode', ['evaluate', 'infer', 'cache'])
+def test_a_function_that_fails_in_another_mode(command_line, finished, tmp_path, mode):
+    fails = 'metric' if mode == 'evaluate' else 'preprocess_fn'
+    if mode == 'cache':
+        arguments = [*training(tmp_path)[:1], f'--config.data.cache_dirs={tmp_path}/cache']
+        for name in ('module=own.py', 'task=x', 'vocabulary=bytes', 'num_workers=1'):
+            arguments.append(f'--config.data.{name}')
+    else:
+        arguments = [
+            f'--checkpoint={finished}/run',
+            f'--output_dir={tmp_path}/out',
+            '--split=train',
+        ]
+    result = command_line(f'--mode={mode}', *arguments, cwd=finished, FAILS=fails)
+    lines = result.stderr.splitlines()
+    first = [line.startswith('  File') for line in lines].index(True)  # after the progress
+    status = 1 if mode == 'evaluate' else 2
+    rest = result._replace(stderr='\n'.join(lines[first:]))
+    check_result(rest, status, finished / 'own.py', line_of(fails), 'ZeroDivisionError')
