@@ -117,7 +117,7 @@ def open_model(
                 )
     elif own_model.recorded(opened.directory):
         own_model.check_same(opened.directory, config, 'leave the config out')
-    config = model.without_adapters(config)  # they are merged
+    config = own_model.of(config).without_adapters(config)  # they are merged
     if is_encoder(opened.leaves):
         config = dataclasses.replace(config, num_decoder_layers=0, logits_via_embedding=True)
     try:
@@ -311,6 +311,7 @@ class MergedKernel:
         for leaf in (self.kernel, self.lora_a, self.lora_b):
             arrays.append(jnp.asarray(checkpoint.read_leaf(leaf), jnp.float32))
         kernel, lora_a, lora_b = arrays
+        model = own_model.of(self.config)
         return np.asarray(model.adapted_kernel(self.config, kernel, lora_a, lora_b))
 
 
@@ -365,6 +366,7 @@ def merge(adapters: OpenedCheckpoint, base: OpenedCheckpoint) -> OpenedCheckpoin
     config = _config_beside(adapters.directory)
     assert config is not None
     parameters = checkpoint.parameters(base.leaves) | checkpoint.parameters(adapters.leaves)
+    model = own_model.of(config)
     merged = model.merge_adapters(parameters, functools.partial(MergedKernel, config))
     leaves = {'state/step': adapters.leaves['state/step']}
     for path, leaf in merged.items():

@@ -10,7 +10,7 @@ resuming needs. Imports no jax.
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,9 +18,10 @@ import numpy as np
 import features
 import settings
 import sources
-from mixtures import OpenMixture, OpenTask
+from mixtures import OpenMixture, OpenTask, Task
 from objectives import OBJECTIVES, Example
 from sources import NO_SPLIT, CachedRecords, Document, Record, Share, permutation
+from user_code import UserError
 from vocabulary import EOS_ID, Vocabulary
 
 # A window is what a lane packs at a time: examples that fill so many rows, and no more than these.
@@ -256,13 +257,9 @@ class TokenizedTask:
                 for texts in self._texts(record):
                     examples.append(Tokenized(record.name, texts, ids={}))
             except BadRecord as error:
-                self._add_bad(record.name, str(error))
+                add_bad(self.source, record.name, str(error))
         self._encode(examples)
         return examples
-
-    def _add_bad(self, name: str, reason: str) -> None:
-        path, _, position = name.rpartition(':')
-        self.source.bad_lines.add(path, int(position), reason)
 
     def _encode(self, examples: list[Tokenized]) -> None:
         """Add the ids of the texts of examples."""
@@ -275,12 +272,9 @@ class TokenizedTask:
         """Return the texts of the examples of a record. Raise BadRecord for one without."""
         try:
             examples = list(self.task.preprocess([record.fields]))
-        except Exception as error:
-            if self.task.preprocess_fn is None:
-                raise
-            # A user's function may raise anything.
-            reason = f'task {self.name!r}: {type(error).__name__}: {error}'
-            if isinstance(error, KeyError):
+        except UserError as error:
+            reason = str(error)
+            if isinstance(error.__cause__, KeyError):
                 names = settings.first_ten([repr(name) for name in record.fields])
                 reason += f', and the fields of the record are {names}'
             raise BadRecord(reason) from error
@@ -312,7 +306,7 @@ class TokenizedTask:
                 f'ids from {ids.min()} to {ids.max()}, and the vocabulary has '
                 f'{self.vocabulary.size}: name the one of the cache with data.vocabulary'
             )
-            self._add_bad(example.name, reason)
+            add_bad(self.source, example.name, reason)
         return good
 
     def _are_in_vocabulary(self, examples: Sequence[Tokenized]) -> bool:
@@ -683,12 +677,29 @@ def training_texts(mixture: OpenMixture) -> Iterator[str]:
                 "data.vocabulary='' would train a vocabulary, and the ids of a task cache have one: "
                 'name it with data.vocabulary'
             )
-        records = (document.record.fields for document in source.documents('train', share))
-        iterators.append(task.preprocess(records))
+        records = (document.record for document in source.documents('train', share))
+        iterators.append(good_examples(task, source, records))
     for example in sources.interleave(iterators):
         for feature in ('inputs', 'targets'):
             if example.get(feature):
                 yield example[feature]
+
+
+def good_examples(
+    task: Task, source: sources.Source, records: Iterable[Record]
+) -> Iterator[dict[str, Any]]:
+    """Yield the examples of records, but of those on which the task's function fails."""
+    for record in records:
+        try:
+            yield from task.preprocess([record.fields])
+        except UserError as error:
+            add_bad(source, record.name, str(error))
+
+
+def add_bad(source: sources.Source, name: str, reason: str) -> None:
+    """Count a bad record. Raises ValueError where that stops the run (data.on_bad_line)."""
+    path, _, position = name.rpartition(':')
+    source.bad_lines.add(path, int(position), reason)
 
 
 # Every value of data.pack.

@@ -239,14 +239,13 @@ def make_sums(
         sums = jax.tree.map(lambda x: x.sum(axis=0), sums)
         return lax.psum(sums, partition.BATCH_AXES)
 
-    return jax.jit(
-        jax.shard_map(
-            device_sums,
-            mesh=mesh,
-            in_specs=(specs, partition.BATCH),
-            out_specs=P(),
-        )
+    sums = jax.shard_map(
+        device_sums,
+        mesh=mesh,
+        in_specs=(specs, partition.BATCH),
+        out_specs=P(),
     )
+    return jax.jit(own_model.traced(config, sums))
 
 
 def text_sums(logits_bTv: jax.Array, targets_bT: jax.Array, first_sentinel: int) -> Sums:

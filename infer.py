@@ -479,18 +479,19 @@ class T5:
             in_specs=(specs, step_specs, P(), partition.BATCH),
             out_specs=partition.BATCH,
         )
-        return jax.jit(mapped, out_shardings=self._everywhere)
+        return jax.jit(own_model.traced(self.config, mapped), out_shardings=self._everywhere)
 
     def _on_mesh(self, device_function: Callable, out_specs: P) -> Callable:
         """Return `device_function` on the mesh: (parameters, batch split by rows) -> output."""
         model = own_model.of(self.config)
         param_specs = partition.param_specs(model.PARAMETER_SPECS, self.arrays)
-        return jax.shard_map(
+        mapped = jax.shard_map(
             functools.partial(device_function, self.config),
             mesh=self.mesh,
             in_specs=(param_specs, partition.BATCH),
             out_specs=out_specs,
         )
+        return own_model.traced(self.config, mapped)
 
     def _features(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Return the features that the model reads, int32. Raises ValueError where they do not fit together."""

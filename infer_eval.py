@@ -326,23 +326,18 @@ def score(
 def compute_metrics(
     task: EvaluatedTask, answers: Sequence[str] | None, scores: Sequence[float] | None
 ) -> TaskResults:
-    """Return the metrics of a task. Raises ValueError, which names the task, where one fails."""
-    try:
-        targets = []
-        for example in task.examples:
-            targets.append(
-                task.task.postprocess(example.targets_text, example.fields, is_target=True)
-            )
-        predictions = []
-        for example, answer in zip(task.examples, answers or [], strict=False):
-            predictions.append(task.task.postprocess(answer, example.fields, is_target=False))
-        values: dict[str, float] = {}
-        for metric_fn in task.task.metric_fns:
-            outputs = scores if takes_scores(metric_fn) else predictions
-            assert outputs is not None
-            values |= metric_fn(targets, outputs)
-    except Exception as error:  # postprocessors and metrics may be the user's
-        raise ValueError(f'task {task.name!r}: {type(error).__name__}: {error}') from error
+    """Return the metrics of a task. Raises UserError, which names the task, where one fails."""
+    targets = []
+    for example in task.examples:
+        targets.append(task.task.postprocess(example.targets_text, example.fields, is_target=True))
+    predictions = []
+    for example, answer in zip(task.examples, answers or [], strict=False):
+        predictions.append(task.task.postprocess(answer, example.fields, is_target=False))
+    values: dict[str, float] = {}
+    for metric_fn in task.task.metric_fns:
+        outputs = scores if takes_scores(metric_fn) else predictions
+        assert outputs is not None
+        values |= task.task.metric(metric_fn, targets, outputs)
     lines = []
     for i, example in enumerate(task.examples):
         line = results.Example(
@@ -356,7 +351,7 @@ def compute_metrics(
             score=None if scores is None else scores[i],
         )
         lines.append(line)
-    return TaskResults({name: float(value) for name, value in values.items()}, lines)
+    return TaskResults(values, lines)
 
 
 def events_of(values: Mapping[str, float]) -> dict[str, float]:

@@ -32,6 +32,7 @@ from ml_collections import ConfigDict, config_flags
 
 import paths
 import settings
+import user_code
 
 FLAGS = flags.FLAGS
 config_flags.DEFINE_config_file(
@@ -179,14 +180,13 @@ def main(argv: list[str]) -> int:
 
         run = train.prepare(config, workdir_of_run())
     except (ValueError, OSError) as error:
-        print(f'main.py: {one_line(error)}', file=sys.stderr)
+        report_error(error)
         return 2
     try:
         signals.can_wait = True
         number = train.train(run, lambda: signals.number)
     except (FloatingPointError, ValueError, OSError) as error:  # the loss, the data, the disk
-        for text in (one_line(error), *getattr(error, '__notes__', ())):
-            print(f'main.py: {text}', file=sys.stderr)
+        report_error(error)
         return 1
     if number:
         return 128 + number
@@ -213,7 +213,7 @@ def evaluate(config: ConfigDict | None) -> int:
     try:
         evaluation.run()
     except (ValueError, OSError) as error:
-        print(f'main.py: {one_line(error)}', file=sys.stderr)
+        report_error(error)
         return 1
     return 0
 
@@ -246,7 +246,7 @@ def infer(config: ConfigDict | None, signals: 'Signals') -> int:
         for message in infer_mode.infer_all(job):
             print(message, file=sys.stderr)
     except (ValueError, OSError) as error:
-        print(f'main.py: {one_line(error)}', file=sys.stderr)
+        report_error(error)
         return 1
     return 0
 
@@ -513,6 +513,13 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
         if not is_library and not frame.filename.startswith('<') and frame.filename != __file__:
             frames.append(frame)
     return frames
+
+
+def report_error(error: BaseException) -> None:
+    """Print an error and its notes, a line each, below the traceback of the user's own code if that failed."""
+    print(user_code.frames_of(error), end='', file=sys.stderr)
+    for text in (one_line(error), *getattr(error, '__notes__', ())):
+        print(f'main.py: {text}', file=sys.stderr)
 
 
 def one_line(error: BaseException) -> str:

@@ -6,14 +6,20 @@ tasks.py has the tasks by name. Imports no jax.
 import copy
 import dataclasses
 import functools
+import inspect
 import math
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import settings
 import sources
+import user_code
+from objectives import OBJECTIVES
 from preprocessors import text_of
 from sources import NO_SPLIT, FileRecord, Source, Template
+
+MAX_NAME_BYTES = 200  # of a task; a file's name has room for more words
 
 # A number, or a function from the number of examples of a task.
 Rate = float | Callable[[int], float]
@@ -56,6 +62,47 @@ class Task:
     postprocess_fn: PostprocessFn | None = None
     metric_fns: Sequence[MetricFn] = ()
 
+    def __post_init__(self):
+        check_name(self.name)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is str and not isinstance(value, str):
+                raise ValueError(
+                    f'{field.name}={value!r:.60} of task {self.name!r}: must be a text'
+                )
+        if self.objective not in OBJECTIVES:
+            raise ValueError(
+                f'objective={self.objective!r} of task {self.name!r}: use one of '
+                f'{", ".join(OBJECTIVES)}'
+            )
+        if self.kind not in settings.CHOICES['data.kind']:
+            raise ValueError(
+                f'kind={self.kind!r} of task {self.name!r}: use one of '
+                f'{", ".join(map(repr, settings.CHOICES["data.kind"]))}'
+            )
+        if not isinstance(self.metric_fns, list | tuple):
+            raise ValueError(
+                f'metric_fns={self.metric_fns!r:.60} of task {self.name!r}: must be a list of functions'
+            )
+        if self.preprocess_fn is not None:
+            self.check_takes('preprocess_fn', self.preprocess_fn, ['record'])
+        if self.postprocess_fn is not None:
+            self.check_takes(
+                'postprocess_fn', self.postprocess_fn, ['text', 'example', 'is_target']
+            )
+        for metric_fn in self.metric_fns:
+            self.check_takes('metric_fns', metric_fn, ['targets', 'predictions'])
+
+    def check_takes(self, field: str, function: Any, arguments: Sequence[str]) -> None:
+        """Raise ValueError unless a function can be called with these arguments, in this order."""
+        signature = f'{field} of task {self.name!r} takes ({", ".join(arguments)})'
+        if not callable(function):
+            raise ValueError(f'{field}={function!r:.60}: {signature}: give a function')
+        try:
+            inspect.signature(function).bind(*arguments)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f'{field}={function!r:.60}: {signature}: {error}') from None
+
     def settings(self, config: Any) -> Any:
         """Return config.data with the values of this task."""
         own = copy.deepcopy(config)
@@ -79,25 +126,55 @@ class Task:
     def preprocess(self, records: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yield the examples of records, {'inputs': text, 'targets': text, ...}.
 
-        Raises ValueError for an example without text.
+        Raises UserError where `preprocess_fn` fails or gives an example without text.
         """
         for fields in records:
             if self.preprocess_fn is not None:
-                for example in self.preprocess_fn(fields):
-                    check_texts(example)
-                    yield dict(example)
+                yield from self.preprocess_one(self.preprocess_fn, fields)
             elif self.templates:
                 yield {name: template.fill(fields) for name, template in self.templates.items()}
             else:
                 yield {'inputs': '', 'targets': text_of(fields[self.text_field])}
 
+    def preprocess_one(
+        self, preprocess_fn: PreprocessFn, fields: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Return the examples of a record."""
+        with user_code.running(preprocess_fn, self.name):
+            given = preprocess_fn(fields)
+            if isinstance(given, Mapping) or not isinstance(given, Iterable):
+                raise ValueError(
+                    f'preprocess_fn gave {given!r:.60}: give a list of examples, or yield them'
+                )
+            examples = []
+            for example in given:
+                check_texts(example)
+                examples.append(dict(example))
+            return examples
+
     def postprocess(
         self, text: str, example: Mapping[str, Any] | None = None, is_target: bool = False
     ) -> Any:
-        """Return what the metrics compare, of targets or of a text that the model predicts."""
+        """Return what the metrics compare, of targets or of a text that the model predicts.
+
+        Raises UserError where `postprocess_fn` fails.
+        """
         if self.postprocess_fn is None:
             return text
-        return self.postprocess_fn(text, example, is_target)
+        with user_code.running(self.postprocess_fn, self.name):
+            return self.postprocess_fn(text, example, is_target)
+
+    def metric(
+        self, metric_fn: MetricFn, targets: Sequence[Any], outputs: Sequence[Any]
+    ) -> dict[str, float]:
+        """Return the values of one of `metric_fns`. `outputs`: predictions or scores.
+
+        Raises UserError where it fails or gives no numbers; nan is one.
+        """
+        with user_code.running(metric_fn, self.name):
+            given = metric_fn(targets, outputs)
+            check_values(given)
+            return {name: float(value) for name, value in given.items()}
 
 
 class Splits(NamedTuple):
@@ -151,6 +228,33 @@ def check_texts(example: Any) -> None:
             )
 
 
+def check_values(given: Any) -> None:
+    """Raise ValueError unless a user's metric gave numbers by name."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"a metric gave {given!r:.60}: give {{'name': number}}")
+    for name, value in given.items():
+        is_number = hasattr(value, '__float__') and getattr(value, 'ndim', 0) == 0
+        if not isinstance(name, str) or not is_number:
+            raise ValueError(
+                f"a metric gave {name!r:.60} as {value!r:.40}: give {{'name': number}}"
+            )
+
+
+def check_name(name: Any) -> None:
+    """Raise ValueError for the name of a task or mixture after which no file can be named.
+
+    A colon in it is a folder.
+    """
+    is_text = isinstance(name, str) and name.isprintable() and name == name.strip()
+    if is_text and not set(name) & set('/\\,') and len(name.encode()) <= MAX_NAME_BYTES:
+        if all(part and not part.startswith('.') for part in name.split(':')):
+            return
+    raise ValueError(
+        f'name={name!r:.60}: files are named after a task or mixture: use a text of at most '
+        f'{MAX_NAME_BYTES} bytes without / \\ and comma that does not begin with a dot'
+    )
+
+
 def proportional(
     maximum: float | None = None, temperature: float = 1.0, scale: float = 1.0
 ) -> Callable[[int], float]:
@@ -182,6 +286,20 @@ class Mixture:
 
     name: str
     members: Mapping[Any, Rate]  # of str, Task or Mixture
+
+    def __post_init__(self):
+        check_name(self.name)
+        if not isinstance(self.members, Mapping):
+            raise ValueError(
+                f'mixture {self.name!r} has members={self.members!r:.60}: give {{task: rate}}'
+            )
+        for member, rate in self.members.items():
+            if not isinstance(member, str | Task | Mixture):
+                raise ValueError(
+                    f'mixture {self.name!r} has the member {member!r:.60}: use names, Task and Mixture'
+                )
+            if not callable(rate):
+                self.checked(repr(getattr(member, 'name', member)), rate)
 
     @property
     def tasks(self) -> dict[str, Task]:
@@ -252,13 +370,14 @@ class Mixture:
                 f'mixture {self.name!r}: {task!r} has a rate by its number of examples, which is '
                 'unknown: cache the task, or give it a number'
             )
-        return self.checked(repr(task), rate(sizes[task]))
+        with user_code.running(rate, task):
+            return self.checked(repr(task), rate(sizes[task]))
 
     def checked(self, member: str, rate: float) -> float:
         """Return `rate`, or raise ValueError."""
-        if not (math.isfinite(rate) and rate >= 0):
+        if not (isinstance(rate, numbers.Real) and math.isfinite(rate) and rate >= 0):
             raise ValueError(
-                f'mixture {self.name!r}: the rate of {member} is {rate}: use a finite number, 0 or '
+                f'mixture {self.name!r}: the rate of {member} is {rate!r}: use a finite number, 0 or '
                 'more'
             )
         return float(rate)

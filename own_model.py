@@ -10,14 +10,19 @@ without which its parameters have no meaning.
 
 import functools
 import importlib.util
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 import model
-import own_tasks
+import partition
 import paths
+import user_code
 
 RECORD = 'own_model.py'  # in a checkpoint: the file that the run had; no code is run from there
 
@@ -41,25 +46,28 @@ def of(config: model.T5Config) -> ModuleType:
 def make_config(settings: Mapping[str, Any]) -> model.T5Config:
     """Return the T5Config of the settings of config.model; its `module` is an absolute path.
 
-    Raises ValueError for settings that are invalid, and in one line for whatever is wrong with the
-    file of model.module.
+    Raises ValueError for settings that are invalid, and UserError for whatever is wrong with the file
+    of model.module.
     """
     if not settings['module']:
         return model.T5Config(**settings)
-    file = own_tasks.module_file('model.module', settings['module'])
+    file = user_code.module_file('model.module', settings['module'])
     return config_of(file, file.read_bytes(), settings)
 
 
 def config_of(file: Path, content: bytes, settings: Mapping[str, Any]) -> model.T5Config:
     """Return the T5Config of the own model in a file that has this content."""
     changed = changed_copy(file, content)
-    return changed.T5Config(**{**settings, 'module': str(file)})
+    with user_code.running(file):
+        config = changed.T5Config(**{**settings, 'module': str(file)})
+        partition.param_specs(changed.PARAMETER_SPECS, changed.shapes(config))
+    return config
 
 
 @functools.cache
 def changed_copy(file: Path, content: bytes) -> ModuleType:
     """Return a copy of model.py that the function `change` in a user's file has changed."""
-    user_module = own_tasks.load_module(file, content)
+    user_module = user_code.load_module(file, content)
     for name, value in vars(user_module).items():
         if value is model or getattr(value, '__module__', None) == model.__name__:
             raise ValueError(
@@ -75,8 +83,11 @@ def changed_copy(file: Path, content: bytes) -> ModuleType:
     copy = copy_of_model(f'model_of_{file.stem}')
     copy.MODULE = str(file)
     config_class = copy.T5Config
-    with own_tasks.in_one_line(file):
+    with user_code.running(change):
         change(copy)
+        for name, activation in copy.ACTIVATIONS.items():
+            if callable(activation):
+                copy.ACTIVATIONS[name] = giving_arrays(activation)
     for name in vars(copy):
         if name not in vars(model) and not name.startswith('__'):
             raise ValueError(
@@ -88,8 +99,40 @@ def changed_copy(file: Path, content: bytes) -> ModuleType:
             f'{file} sets model.T5Config, whose fields are the settings of configs/base.py: keep '
             'constants of your model in your file'
         )
+    for name, value in vars(copy).items():
+        if inspect.isfunction(value) and value.__module__ in (copy.__name__, user_module.__name__):
+            setattr(copy, name, naming(file, value))
     MODELS[config_class] = OwnModel(copy, content)
     return copy
+
+
+def naming(file: Path, function: Callable) -> Callable:
+    """Return a function that raises UserError where the code of an own model fails."""
+
+    @functools.wraps(function)
+    def named(*arguments: Any, **keywords: Any) -> Any:
+        with user_code.running(file):
+            return function(*arguments, **keywords)
+
+    return named
+
+
+def traced(config: model.T5Config, function: Callable) -> Callable:
+    """Return a function that is traced with a model; where an own model fails it names its file."""
+    if not config.module:
+        return function
+    return naming(Path(config.module), function)
+
+
+def giving_arrays(activation: Callable) -> Callable:
+    """Return an activation that names its line where what it gives is no array."""
+
+    @functools.wraps(activation)
+    def checked(*arguments: Any) -> jax.Array:
+        with user_code.running(activation):
+            return jnp.asarray(activation(*arguments))
+
+    return checked
 
 
 def copy_of_model(name: str) -> Any:

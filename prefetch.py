@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import tasks
+import user_code
 from data import Stream, feature_lengths
 from sources import FileRecord
 from vocabulary import Vocabulary
@@ -254,6 +255,9 @@ def send_all(messages: Iterable[Any], connection: Connection) -> None:
             if not is_received(message, connection):
                 return
     except Exception as error:
+        frames = user_code.frames_of(error)
+        if frames:  # the error behind this one is not sent
+            error = user_code.UserError(str(error), frames)
         is_received(error, connection)
 
 

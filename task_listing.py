@@ -15,6 +15,7 @@ import numpy as np
 
 import mixtures
 import settings
+import user_code
 from configs import base
 from mixtures import MetricFn, Mixture, Task
 from objectives import OBJECTIVES
@@ -52,7 +53,7 @@ def main(groups: Mapping[str, Sequence[Task | Mixture]], find: Callable[[Any], A
         find_cache(config, flags.name)  # raises ValueError for --cache_dirs
         found = find(config)
     except ValueError as error:
-        print(f'tasks.py: {error}', file=sys.stderr)
+        print(f'{user_code.frames_of(error)}tasks.py: {error}', file=sys.stderr)
         return 2
     try:
         if isinstance(found, Mixture):
@@ -62,7 +63,7 @@ def main(groups: Mapping[str, Sequence[Task | Mixture]], find: Callable[[Any], A
         for line in lines:
             print(line)
     except ValueError as error:
-        print(f'tasks.py: {error}', file=sys.stderr)
+        print(f'{user_code.frames_of(error)}tasks.py: {error}', file=sys.stderr)
         return 1
     return 0
 
@@ -151,7 +152,7 @@ def name_of_metric(metric_fn: MetricFn) -> str:
     """Return the name of a metric, or of the function that made it."""
     if isinstance(metric_fn, functools.partial):
         metric_fn = metric_fn.func
-    return metric_fn.__qualname__.partition('.')[0]
+    return getattr(metric_fn, '__qualname__', type(metric_fn).__name__).partition('.')[0]
 
 
 def lines_of_mixture(mixture: Mixture, widths: Widths) -> list[str]:

@@ -748,7 +748,24 @@ def configured(found: Task | Mixture, config: Any) -> Task | Mixture:
         changes['validation_split'] = config.validation_split
     if config.text_field != 'text':
         changes['text_field'] = config.text_field
-    return dataclasses.replace(task, **changes)
+    changed = dataclasses.replace(task, **changes)
+    if task is not TABLE.get(task.name) and task.name not in OBJECTIVES:
+        check_records_named(changed, config)
+    return changed
+
+
+def check_records_named(task: Task, config: Any) -> None:
+    """Raise ValueError for a task that is not ours and names no records.
+
+    Without records an objective and the rows of TABLE read Python's documentation.
+    """
+    if task.files or task.validation_files or task.tfds or task.cache:
+        return
+    if sources.find_cache(config, task.name) is None:
+        raise ValueError(
+            f'task {task.name!r} needs records: name its files or data set, as files or tfds of the Task '
+            'in data.module, or with data.files or data.tfds'
+        )
 
 
 def records_in_files(task: Task, config: Any) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def gradients(
         in_specs=(specs, partition.BATCH, partition.BATCH, P()),
         out_specs=(trainer.trained_of(specs), P()),
     )
-    return sharded_gradients(params, batch, rows, key)
+    return own_model.traced(trainer.model_config, sharded_gradients)(params, batch, rows, key)
 
 
 def device_gradients(trainer, params, batch, rows_b, key):
@@ -296,6 +296,7 @@ class Run(NamedTuple):
     vocabulary: Vocabulary
     evaluations: list[evaluate.Evaluation]
     task_metrics: infer_eval.TaskMetrics  # of no task where infer_eval.every_steps=0
+    model_config: model.T5Config
     t5: infer.T5  # the model that answers for them, which is given the parameters of a step
     missing_evaluations: list[str]  # after first_step, because a signal ended them
     first_step: int  # the steps that were taken before
@@ -834,7 +835,7 @@ def compute_task_metrics(
         return
     kept = results.Results(run.workdir)
     values = {}
-    run.t5.set_parameters(merged_parameters(run.config, params))
+    run.t5.set_parameters(merged_parameters(run.model_config, params))
     for task in due:
         with run.console.working(f'Evaluating {task.name}, step {step:,}'):
             found = run.task_metrics(run.t5, task, stop_request.agree)
@@ -850,12 +851,14 @@ def compute_task_metrics(
         run.console.line(results.describe(step, run.task_metrics.split, values))
 
 
-def merged_parameters(config: Any, params: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+def merged_parameters(
+    config: model.T5Config, params: Mapping[str, jax.Array]
+) -> Mapping[str, jax.Array]:
     """Return the parameters without adapters, merged where there are some."""
-    if not config.model.lora_rank:
+    if not config.lora_rank:
         return params
-    merge = functools.partial(model.adapted_kernel, own_model.make_config(config.model))
-    return model.merge_adapters(params, merge)
+    model = own_model.of(config)
+    return model.merge_adapters(params, functools.partial(model.adapted_kernel, config))
 
 
 def save(run: Run, saver: checkpoint.Saver, progress: Progress) -> None:
@@ -1041,7 +1044,8 @@ def prepare_locked(
             config, trainer.model_config, trainer.mesh, stream, validation, planned.num_microbatches
         ),
         task_metrics=task_metrics,
-        t5=make_t5(config, trainer, vocabulary),
+        model_config=trainer.model_config,
+        t5=make_t5(trainer, vocabulary),
         missing_evaluations=[],
         first_step=start.step,
         unsaved=trainer.unsaved,
@@ -1097,9 +1101,10 @@ def open_task_metrics(
     return task_metrics
 
 
-def make_t5(config: Any, trainer: Trainer, vocabulary: Vocabulary) -> infer.T5:
+def make_t5(trainer: Trainer, vocabulary: Vocabulary) -> infer.T5:
     """Return the model that answers for task metrics, which has no parameters yet."""
-    merge = functools.partial(merged_parameters, config)
+    merge = functools.partial(merged_parameters, trainer.model_config)
+    model = own_model.of(trainer.model_config)
     return infer.T5(
         model.without_adapters(trainer.model_config),
         jax.eval_shape(merge, trainer.shapes.params),
@@ -1350,7 +1355,8 @@ def choose_initial(config: Any, trainer: Trainer) -> Start:
     if has_adapters or not any(is_optimizer_state(name) for name in index):
         expected = only_parameters(expected)
         index = only_parameters(index)
-    expected = {name: x for name, x in expected.items() if not re.fullmatch(model.ADAPTER, name)}
+    adapter = own_model.of(trainer.model_config).ADAPTER
+    expected = {name: x for name, x in expected.items() if not re.fullmatch(adapter, name)}
     leaves = choose_leaves(config.restore, index, expected)
     if has_adapters and not leaves.keys() == index.keys() == expected.keys():
         raise ValueError(

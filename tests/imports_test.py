@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # From the bottom to the top. A file imports files of the rows above its own row only.
 LAYERS = (
     ('paths', 'partition', 'settings', 'metrics', 'preprocessors', 'chart'),
-    ('postprocessors', 'results'),
+    ('postprocessors', 'results', 'user_code'),
     ('best',),
     ('model', 'vocabulary', 'seqio_cache', 'parquet_source', 'checkpoint', 'optimizer', 'report'),
     ('tfds_source',),
@@ -62,6 +62,7 @@ HOST_SIDE = {  # without jax
     'seqio_cache',
     'settings',
     'tfds_source',
+    'user_code',
 }
 MATH = {'model', 'loss', 'decode', 'optimizer', 'partition'}  # without files and ConfigDict
 FOREIGN_FORMATS = {'mesh_tf', 'hugging_face', 'convert'}

@@ -71,7 +71,7 @@ def test_the_initial_model_is_the_base():
             assert np.std(x) > 0
         if path.endswith('/lora_b'):
             assert not np.any(x)
-    merged = train.merged_parameters(step_config(), params)
+    merged = train.merged_parameters(config, params)
     base = {path: params[path] for path in model.shapes(model.without_adapters(config))}
     chex.assert_trees_all_equal(merged, base)
 

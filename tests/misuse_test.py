@@ -304,11 +304,6 @@ TRAINER = {
     'no own model': Row(
         [TINY, '--config.model.module=mine'], "model.module='mine': {dir}/mine.py is no file: name a"
     ),
-    'own model': Row(
-        [TINY, '--config.model.module=mine.py'],
-        '{dir}/mine.py, line 2: ZeroDivisionError: division by zero',
-        {'mine.py': 'def change(model):\n    1 / 0\n'},
-    ),
     'heads': Row(
         [TINY, '--config.model.num_heads=5', '--config.mesh.model=2'],
         'XLA_FLAGS=--xla_force_host_platform_device_count=2',

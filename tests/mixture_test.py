@@ -149,11 +149,23 @@ def test_names_that_lead_nowhere(tmp_path, changes, message):
         ("from tasks import Task\nTASKS = [Task('text_to_text')]", "the name 'text_to_text'"),
         (
             "from tasks import Task\nTASKS = [Task('all', objective='magic')]",
-            "task 'all' has objective='magic': use one of span_corruption",
+            "line 2: ValueError: objective='magic' of task 'all': use one of span_corruption",
         ),
         (
-            "from tasks import Task\nTASKS = [Task('all', targets='{a}')]",
-            "task 'all' with inputs='' and targets='{a}' needs records: name its files",
+            "from tasks import Task\nTASKS = [Task('all')]",
+            "task 'all' needs records: name its files",
+        ),
+        (
+            "from tasks import Task\nTASKS = [Task('all', objective='span_corruption')]",
+            "task 'all' needs records",
+        ),
+        (
+            "from tasks import Task\nTASKS = [Task('all', preprocess_fn=lambda record: [record])]",
+            "task 'all' needs records",
+        ),
+        (
+            "from tasks import Mixture, Task\nTASKS = [Mixture('all', {Task('c4_mine'): 1})]",
+            "task 'c4_mine' needs records",
         ),
     ],
 )
@@ -167,7 +179,11 @@ def test_a_module_that_is_wrong_is_named(tmp_path, text, message):
 @pytest.mark.parametrize(
     'body, reason',
     [
-        ("return [{'targets': record['absent']}]", "task 'spell': KeyError: 'absent'"),
+        ("return [{'targets': record['absent']}]", "my_tasks.py, line 6: KeyError: 'absent', and"),
+        ('return None', 'my_tasks.py, line 5: ValueError: preprocess_fn gave None: give a list'),
+        ("return {'targets': 'a'}", "preprocess_fn gave {'targets': 'a'}: give a list"),
+        ("yield {'targets': 'a'}; 1 / 0", 'my_tasks.py, line 6: ZeroDivisionError'),
+        ("raise SystemExit('no')", 'my_tasks.py, line 6: SystemExit: no'),
         ("return [{'inputs': 'a'}]", "ValueError: preprocess_fn gave {'inputs': 'a'}: give"),
         ("return [{'targets': 3}]", "preprocess_fn gave 'targets' as 3, no text: give a str"),
         ("return 'text'", "preprocess_fn gave 't': give"),
@@ -180,6 +196,27 @@ def test_a_function_that_fails_names_the_record(tmp_path, body, reason):
     config.module = write_tasks(tmp_path, MODULE[:begin] + f'    {body}' + MODULE[end:])
     with pytest.raises(ValueError, match=f'line [0-9]+ of {tmp_path}/spell.jsonl: .*{reason}'):
         open_stream(config)
+
+
+def test_a_task_takes_the_records_of_the_settings(tmp_path):
+    config = mixture_config(tmp_path, task='bare', files=f'{tmp_path}/add.jsonl')
+    (tmp_path / 'my_tasks.py').write_text(
+        "from tasks import Task\nTASKS = [Task('bare', inputs='{a}', targets='{b}')]\n"
+    )
+    assert tasks.open_mixture(config).corpus == 'files'
+
+
+def test_a_vocabulary_is_trained_without_the_records_on_which_a_function_fails(tmp_path):
+    text = MODULE.replace(
+        '        yield', "        if word == 'w2':\n            1 / 0\n        yield"
+    )
+    config = mixture_config(tmp_path, task='spell', on_bad_line='skip', max_bad_fraction=0.5)
+    config.module = write_tasks(tmp_path, text)
+    mixture = tasks.open_mixture(config)
+    texts = set(data.training_texts(mixture))
+    assert 'spell: w5' in texts and 'spell: w2' not in texts
+    descriptions, num_bad = mixture.faults()
+    assert num_bad == 1 and 'my_tasks.py, line 8: ZeroDivisionError' in descriptions[0]
 
 
 # Mixtures.

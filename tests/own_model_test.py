@@ -9,11 +9,13 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import questions
 from runs import ROOT, metrics_of, run, small_config, state_of
 from small_models import assert_close, random_batch, random_params, t5_config
 
 import checkpoint
 import convert
+import evaluate_mode
 import infer
 import model
 import own_model
@@ -213,6 +215,83 @@ def test_a_changed_file_is_another_model(tmp_path):
     assert model.shapes(t5_config(**SIZES))[bias] == (2, 32)
 
 
+# Adapters that are merged by a rule of the user's own.
+
+ADAPTERS = """
+import jax.numpy as jnp
+
+
+def change(model):
+    def adapted_kernel(config, kernel, lora_a, lora_b):
+        return kernel * (1 + config.lora_alpha * jnp.tanh(lora_a @ lora_b))
+
+    model.adapted_kernel = adapted_kernel
+"""
+
+
+def with_adapters(config):
+    """The parameters of a model whose adapters all count."""
+    rng = np.random.default_rng(0)
+    params = {}
+    for path, shape in own_model.of(config).shapes(config).items():
+        params[path] = rng.normal(0, 0.5, shape).astype(np.float32)
+    return params
+
+
+def test_merged_is_unmerged(tmp_path):
+    file = tmp_path / 'own.py'
+    file.write_text(ADAPTERS)
+    config = own_config(file, lora_rank=2, lora_alpha=1.0, lora_targets='.+/kernel')
+    params = with_adapters(config)
+    batch = random_batch(seed=0)
+    expected = np.asarray(infer.T5(config, params, make_mesh(1, 1)).logits(batch))
+    base = own_model.of(config).without_adapters(config)
+    merged = infer.T5(base, train.merged_parameters(config, params), make_mesh(1, 1))
+    assert_close(merged.logits(batch), expected, 1e-5)
+    plain = {path: params[path] for path in own_model.of(base).shapes(base)}
+    difference = np.abs(infer.T5(base, plain, make_mesh(1, 1)).logits(batch) - expected).max()
+    assert difference > 1e-2 * np.abs(expected).max()
+
+
+@pytest.mark.slow
+def test_adapters_of_a_run_are_merged_everywhere(tmp_path):
+    """By infer.load, for the task metrics in training and afterwards, and by a conversion."""
+    questions.write_task(tmp_path)
+    file = tmp_path / 'own.py'
+    file.write_text(ADAPTERS)
+    config = questions.make_config(tmp_path)
+    config.infer_eval.task = 'rank'
+    config.infer_eval.every_steps = 0
+    config.model.dropout_rate = 0.0
+    run(config, tmp_path / 'base')
+    config.infer_eval.every_steps = 6
+    config.restore.path = str(tmp_path / 'base')
+    config.model.update(module=str(file), lora_rank=2, lora_alpha=1.0, lora_targets='.+/kernel')
+    config.optimizer.name = 'adamw'
+    config.learning_rate.base_learning_rate = 0.1
+    run(config, tmp_path / 'run')
+    base = infer.load(tmp_path / 'base')
+    params = base.arrays | checkpoint.parameters(state_of(tmp_path / 'run', 6))
+    unmerged = infer.T5(own_model.make_config(config.model), params, base.mesh, base.vocabulary)
+    batch = random_batch(seed=0)
+    expected = unmerged.logits(batch)
+    assert np.abs(base.logits(batch) - expected).max() > 1e-2 * np.abs(expected).max()
+    assert_close(infer.load(tmp_path / 'run').logits(batch), expected, 1e-5)
+    convert.convert_checkpoint(tmp_path / 'run', tmp_path / 'converted', 't5x')
+    assert_close(infer.load(tmp_path / 'converted').logits(batch), expected, 1e-5)
+    evaluate_mode.CheckpointEvaluation(config, str(tmp_path / 'run'), str(tmp_path / 'again')).run()
+    for folder in ('run', 'again'):
+        lines = (tmp_path / folder / 'inference_eval/rank-000006.jsonl').read_text().splitlines()
+        examples = [json.loads(line) for line in lines]
+        scores = []
+        for example in examples:
+            inputs = [example['input']['inputs']]
+            [[score]] = unmerged.score_choices(inputs, [[example['input']['targets']]])
+            scores.append(score)
+        assert len(scores) > 5
+        np.testing.assert_allclose([x['score'] for x in examples], scores, rtol=1e-5)
+
+
 # The run of the example.
 
 
@@ -388,7 +467,7 @@ BAD_FILES = {
     ),
     'arguments': (
         'def change():\n    pass\n',
-        '{file}: TypeError: change() takes 0 positional arguments',
+        '{file}, line 1: TypeError: change() takes 0 positional arguments',
     ),
     'import of the model': (
         'import model as m\ndef change(model):\n    m.NUM_BUCKETS = 16\n',

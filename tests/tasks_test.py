@@ -350,10 +350,9 @@ def test_a_line_without_a_field_is_named(tmp_path):
     config = make_config(task='glue_cola_v002', files=f'{tmp_path}/x.jsonl', vocabulary='bytes')
     message = "x.jsonl.*task 'glue_cola_v002': KeyError: 'sentence', and the fields of the record are 'text', 'label'"
     with pytest.raises(ValueError, match=message):
-        stream = data.Stream(
+        data.Stream(
             tasks.open_mixture(config), 'train', vocabularies.ByteVocabulary(), config, 2, seed=0
         )
-        next(stream)
 
 
 @pytest.mark.parametrize('name', ['dpr_v001_simple', 'super_glue_wsc_v102_simple_train'])

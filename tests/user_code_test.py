@@ -1,0 +1,380 @@
+"""A user's own tasks and models that fail: one line names their line, below it alone of the traceback."""
+
+import json
+import math
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from command_line import ROOT
+from runs import Program
+
+import mixtures
+import tasks
+import user_code
+
+START = """
+import sys
+from tasks import Mixture, Task, proportional
+
+
+class Stop(BaseException):
+    pass
+
+
+def fail(value):
+    return 1 / value
+
+
+def metric(targets, predictions):
+    return {'exact': 1.0}
+
+
+"""
+# What follows START, in which `!` marks the line that is named, and words of the message.
+LOADING = {
+    'number as name': ("TASKS = [Task(3, files='x')]  # !", 'name=3'),
+    'empty name': ("TASKS = [Task('', files='x')]  # !", "name=''"),
+    'name above': ("TASKS = [\n    Task('../x', files='x'),  # !\n]", "name='../x'"),
+    'name below': ("TASKS = [Task('x/y', files='x')]  # !", "name='x/y'"),
+    'hidden part': ("TASKS = [Task('x:..', files='x')]  # !", "name='x:..'"),
+    'two names': ("TASKS = [Task('x,y', files='x')]  # !", "name='x,y'"),
+    'lines in a name': ("TASKS = [Task('x\\ny', files='x')]  # !", "name='x\\ny'"),
+    'long name': ("TASKS = [Task('x' * 201, files='x')]  # !", "name='xxx"),
+    'name of a mixture': ("TASKS = [Mixture('x/y', {'a': 1})]  # !", "name='x/y'"),
+    'files': ("TASKS = [Task('x', files=['x'])]  # !", "files=['x'] of task 'x'"),
+    'objective': ("TASKS = [Mixture('m', {Task('x', objective='y'): 1})]  # !", "objective='y'"),
+    'metrics': ("TASKS = [Task('x', metric_fns='bleu')]  # !", "metric_fns='bleu'"),
+    'metric': ("TASKS = [Task('x', metric_fns=[metric, 'bleu'])]  # !", "metric_fns='bleu'"),
+    'arguments of a metric': (
+        "TASKS = [Task('x', metric_fns=[lambda x: {}])]  # !",
+        'takes (targets, predictions)',
+    ),
+    'preprocess_fn': ("TASKS = [Task('x', preprocess_fn={})]  # !", 'preprocess_fn={}'),
+    'arguments of preprocess_fn': (
+        "TASKS = [Task('x', preprocess_fn=lambda: [])]  # !",
+        'takes (record)',
+    ),
+    'arguments of postprocess_fn': (
+        "TASKS = [Task('x', postprocess_fn=str.strip)]  # !",
+        'takes (text, example, is_target)',
+    ),
+    'text as rate': ("TASKS = [Mixture('m', {'x': 'much'})]  # !", "the rate of 'x' is 'much'"),
+    'negative rate': ("TASKS = [Mixture('m', {'x': -1})]  # !", "the rate of 'x' is -1"),
+    'no rate': ("TASKS = [Mixture('m', {'x': None})]  # !", "the rate of 'x' is None"),
+    'list of members': ("TASKS = [Mixture('m', ['x'])]  # !", "members=['x']"),
+    'number as member': ("TASKS = [Mixture('m', {3: 1.0})]  # !", 'member 3'),
+    'maximum': ("TASKS = [Mixture('m', {'x': proportional(maximum=-1)})]  # !", 'maximum=-1'),
+    'exit': ('sys.exit()  # !', 'SystemExit'),
+    'exit with a message': ("raise SystemExit('no\\nway')  # !", 'SystemExit: no way'),
+    'base exception': ('raise Stop  # !', 'Stop'),
+    'in a loop': ('for i in [2, 1, 0]:\n    1 / i  # !', 'ZeroDivisionError'),
+    'syntax': ('TASKS = [  # !', "'[' was never closed"),
+    'syntax of a text': ("x = eval('1 +')  # !", 'SyntaxError'),
+    'indentation': ('if 1:\nTASKS = []  # !', 'expected an indented block'),
+    'name that is none': ('TASKS = [task]  # !', 'NameError'),
+}
+
+
+def write(folder, text, start=START):
+    """Write START and `text`. Return the file, and the number of the line that `!` marks."""
+    file = folder / 'own.py'
+    file.write_text(start + text + '\n')
+    [line] = [i for i, text in enumerate(file.read_text().splitlines(), start=1) if '# !' in text]
+    return file, line
+
+
+def check_error(error, file, line, words):
+    assert f'{file}, line {line}: ' in str(error) and words in str(error), error
+    assert '\n' not in str(error)
+    check_frames(error.frames, file)
+
+
+def check_frames(frames, file):
+    """Assert that a traceback has lines of the user's file alone."""
+    assert set(re.findall('File "(.+)", line', frames)) <= {str(file)}
+
+
+@pytest.mark.parametrize('text, words', LOADING.values(), ids=LOADING)
+def test_loading(tmp_path, text, words):
+    file, line = write(tmp_path, text)
+    with pytest.raises(user_code.UserError) as error:
+        tasks.get('x', module=str(file))
+    check_error(error.value, file, line, words)
+    assert f'"{file}", line {line}' in error.value.frames
+
+
+def test_every_frame_of_the_user(tmp_path):
+    """Also of a file that is imported, and none of the library between two of them."""
+    (tmp_path / 'helper_of_a_user.py').write_text('def fail():\n    return 1 / 0\n')
+    text = f'sys.path.append({str(tmp_path)!r})\nimport helper_of_a_user, functools\n'
+    text += 'functools.reduce(lambda x, y: helper_of_a_user.fail(), [1, 2])  # !\n'
+    file, line = write(tmp_path, text)
+    with pytest.raises(user_code.UserError) as error:
+        tasks.get('x', module=str(file))
+    helper = tmp_path / 'helper_of_a_user.py'
+    assert f'{helper}, line 2: ZeroDivisionError: division by zero' == str(error.value)
+    found = re.findall('File "(.+)", line ([0-9]+)', error.value.frames)
+    assert found == [(str(file), str(line)), (str(file), str(line)), (str(helper), '2')]
+    sent = pickle.loads(pickle.dumps(error.value))
+    assert (str(sent), sent.frames) == (str(error.value), error.value.frames)
+
+
+def test_a_file_beside_ours(tmp_path, monkeypatch):
+    """A user may keep it in the checkout."""
+    monkeypatch.setattr(user_code, 'PROGRAM', tmp_path)
+    file, line = write(tmp_path, 'x = fail(0)  # !')
+    with pytest.raises(user_code.UserError) as error:
+        tasks.get('x', module=str(file))
+    assert f'{file}, line 11: ZeroDivisionError' in str(error.value)
+    assert len(re.findall('File "', error.value.frames)) == 2 and line != 11
+
+
+# Functions of tasks, called.
+
+
+def preprocess(task):
+    return list(task.preprocess([{'n': n} for n in (3, 2, 1, 0)]))
+
+
+def evaluate(task):
+    targets = [task.postprocess('a', {}, is_target=True)]
+    return task.metric(task.metric_fns[0], targets, targets)
+
+
+# The function `f` of a task.
+CALLING = {
+    'no list': (preprocess, 'def f(fields):  # !\n    pass', 'preprocess_fn gave None'),
+    'a number': (preprocess, 'def f(fields): return 3  # !', 'preprocess_fn gave 3'),
+    'a dict': (preprocess, "def f(fields): return {'targets': 'a'}  # !", 'give a list'),
+    'no mappings': (preprocess, 'def f(fields):  # !\n    yield 3', 'preprocess_fn gave 3'),
+    'record 4': (preprocess, "def f(x):\n    yield {'targets': str(1 / x['n'])}  # !", 'ZeroDiv'),
+    'exit': (preprocess, 'def f(fields):\n    sys.exit(3)  # !', 'SystemExit: 3'),
+    'postprocess': (evaluate, 'def f(text, example, is_target):\n    fail(int(text))  # !', 'int'),
+    'metric': (evaluate, 'def f(targets, predictions):\n    return [][1]  # !', 'IndexError'),
+    'one number': (evaluate, 'def f(targets, predictions): return 1.0  # !', 'gave 1.0'),
+    'nothing': (evaluate, 'def f(targets, predictions): pass  # !', 'gave None'),
+    'lists': (evaluate, "def f(targets, predictions): return {'a': [1]}  # !", "'a' as [1]"),
+    'texts': (evaluate, "def f(targets, predictions): return {'a': '1'}  # !", "'a' as '1'"),
+    'none': (evaluate, "def f(targets, predictions): return {'a': None}  # !", "'a' as None"),
+    'name': (evaluate, 'def f(targets, predictions): return {1: 2.0}  # !', '1 as 2.0'),
+    'generator': (evaluate, 'def f(targets, predictions):  # !\n    yield 1', 'gave <generator'),
+    'object': (
+        evaluate,
+        'class F:\n    def __call__(self, targets, predictions):  # !\n        pass\nf = F()',
+        'gave None',
+    ),
+}
+
+
+@pytest.mark.parametrize('call, text, words', CALLING.values(), ids=CALLING)
+def test_calling(tmp_path, call, text, words):
+    fields = 'preprocess_fn=f' if call is preprocess else 'metric_fns=[f]'
+    if 'example' in text:
+        fields = 'postprocess_fn=f, metric_fns=[metric]'
+    file, line = write(tmp_path, f"{text}\nTASKS = [Task('x', files='x', {fields})]")
+    task = tasks.get('x', module=str(file))
+    with pytest.raises(user_code.UserError, match="^task 'x': ") as error:
+        call(task)
+    check_error(error.value, file, line, words)
+
+
+def test_a_metric_may_give_nan():
+    """As those of T5 do, of targets that are all the same."""
+    task = mixtures.Task('x', metric_fns=[lambda targets, predictions: {'a': math.nan, 'b': 1}])
+    values = evaluate(task)
+    assert math.isnan(values['a']) and values['b'] == 1.0
+
+
+def test_a_rate_by_size_that_fails(tmp_path):
+    text = "TASKS = [Mixture('m', {'x': lambda n: n / 0})]  # !"
+    file, line = write(tmp_path, text)
+    mixture = tasks.own_tasks(str(file))['m']
+    with pytest.raises(user_code.UserError) as error:
+        mixture.rates({'x': 3})
+    check_error(error.value, file, line, 'ZeroDivisionError')
+
+
+# On the command line.
+
+MODEL = """
+import jax.numpy as jnp
+
+
+def change(model):
+    class Mlp(model.Mlp):
+        def __call__(self, x_bTD, rows_b=None):
+            return x_bTD @ jnp.ones((3, 5))  # !
+
+    model.Mlp = Mlp
+"""
+BAD = 'TASKS = [Task(3)]  # !'
+MODES = {
+    'train': ['--config=TINY', '--config.data.task=x'],
+    'cache': [
+        '--config=TINY',
+        '--config.data.task=x',
+        '--mode=cache',
+        '--config.data.cache_dirs=c',
+    ],
+    'infer': ['--mode=infer', '--checkpoint=GOLDEN', '--output_dir=out', '--config.data.task=x'],
+    'evaluate': ['--mode=evaluate', '--checkpoint=GOLDEN', '--output_dir=out'],
+}
+
+
+def check_result(result, status, file, line, words=''):
+    assert result.status == status, result
+    *frames, last = result.stderr.splitlines()
+    assert last.startswith('main.py: ') and f'{file}, line {line}: ' in last and words in last, (
+        result
+    )
+    assert frames and not any(frame.startswith('Traceback') for frame in frames), result
+    check_frames('\n'.join(frames), file)
+
+
+@pytest.mark.parametrize('mode', MODES)
+def test_a_file_of_tasks_that_does_not_load(command_line, tmp_path, mode):
+    file, line = write(tmp_path, BAD)
+    flags = []
+    for flag in MODES[mode]:
+        flag = flag.replace('TINY', f'{ROOT}/configs/tiny.py')
+        flags.append(flag.replace('GOLDEN', f'{ROOT}/tests/golden/t5x_t5_1_1_tiny/checkpoint_6'))
+    result = command_line(
+        *flags, '--config.data.module=own.py', '--config.data.vocabulary=bytes', cwd=tmp_path
+    )
+    check_result(result, 2, file, line, 'name=3')
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ['own.py']
+    assert not (tmp_path / 'out').exists()
+
+
+def test_an_own_model_that_does_not_fit(command_line, tmp_path):
+    """JAX's error in one line, before anything is written."""
+    file, line = write(tmp_path, MODEL, start='')
+    result = command_line(
+        f'--config={ROOT}/configs/tiny.py', '--config.model.module=own.py', cwd=tmp_path
+    )
+    check_result(result, 2, file, line, 'TypeError: dot_general requires')
+    assert not (tmp_path / 'runs').exists()
+
+
+def test_the_list_of_tasks(tmp_path):
+    text = "def f(x):\n    return [{'targets': x['text'] + 1}]  # !\n"
+    text += "TASKS = [Task('x', files='x.jsonl', preprocess_fn=f, metric_fns=[metric])]"
+    file, line = write(tmp_path, text)
+    (tmp_path / 'x.jsonl').write_text(json.dumps({'text': 'a'}))
+    command = [sys.executable, str(ROOT / 'tasks.py'), 'x', '--module=own.py', '--examples=1']
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1, done
+    *frames, last = done.stderr.splitlines()
+    assert last.startswith(f"tasks.py: task 'x': {file}, line {line}: TypeError"), done.stderr
+    assert frames
+    check_frames('\n'.join(frames), file)
+
+
+RUN = """
+import os
+
+
+def question(record):
+    if os.environ.get('FAILS') == 'preprocess_fn' and record['q'] == 'is 7?':
+        fail(0)
+    return [{'inputs': record['q'], 'targets': record['a']}]
+
+
+def answer(text, example, is_target):
+    if os.environ.get('FAILS') == 'postprocess_fn' and not is_target:
+        raise SystemExit(0)
+    return text
+
+
+def exact(targets, predictions):
+    if os.environ.get('FAILS') == 'metric':
+        fail(0)
+    return {'exact': float('nan')}
+
+
+TASKS = [
+    Task(
+        'x', files='x.jsonl', preprocess_fn=question, postprocess_fn=answer, metric_fns=[exact]
+    ),
+]
+"""
+
+
+@pytest.fixture(scope='module')
+def finished(command_line, make_once):
+    """The folder of a run of 2 steps with task metrics, which are nan."""
+
+    def train_it(folder):
+        (folder / 'own.py').write_text(START + RUN)
+        rows = [json.dumps({'q': f'is {i}?', 'a': 'no'}) for i in range(60)]
+        (folder / 'x.jsonl').write_text('\n'.join(rows))
+        result = command_line(*training(folder), cwd=folder)
+        assert result.status == 0, result
+
+    return make_once('user_code', train_it)
+
+
+def training(folder, **settings):
+    """The arguments of a run in `folder`."""
+    program = Program(folder, corpus='', steps=2, log=1, save=2, evaluate=2)
+    settings = {
+        'data.module': 'own.py',
+        'data.task': 'x',
+        'data.vocabulary': 'bytes',
+        'infer_eval.every_steps': 2,
+        'decode.max_length': 4,
+    } | settings
+    flags = [f'--config.{name}={value}' for name, value in settings.items()]
+    return [*program.arguments('run'), *flags]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'fails, settings, words',
+    [
+        ('metric', {}, 'ZeroDivisionError'),
+        ('postprocess_fn', {}, 'SystemExit: 0'),
+        ('preprocess_fn', {'train.steps': 40}, 'x.jsonl'),
+        ('preprocess_fn', {'train.steps': 40, 'data.num_workers': 2}, 'x.jsonl'),
+    ],
+)
+def test_a_function_that_fails_while_training(
+    command_line, finished, tmp_path, fails, settings, words
+):
+    for name in ('own.py', 'x.jsonl'):
+        shutil.copy(finished / name, tmp_path / name)
+    result = command_line(*training(tmp_path, **settings), cwd=tmp_path, FAILS=fails)
+    check_result(result, 1, tmp_path / 'own.py', line_of(fails), words)
+
+
+def line_of(fails):
+    """The last line of the user's that is in the traceback."""
+    failing = 'raise SystemExit' if fails == 'postprocess_fn' else 'return 1 / value'
+    lines = (START + RUN).splitlines()
+    return 1 + [failing in line for line in lines].index(True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('mode', ['evaluate', 'infer', 'cache'])
+def test_a_function_that_fails_in_another_mode(command_line, finished, tmp_path, mode):
+    fails = 'metric' if mode == 'evaluate' else 'preprocess_fn'
+    if mode == 'cache':
+        arguments = [*training(tmp_path)[:1], f'--config.data.cache_dirs={tmp_path}/cache']
+        for name in ('module=own.py', 'task=x', 'vocabulary=bytes', 'num_workers=1'):
+            arguments.append(f'--config.data.{name}')
+    else:
+        arguments = [
+            f'--checkpoint={finished}/run',
+            f'--output_dir={tmp_path}/out',
+            '--split=train',
+        ]
+    result = command_line(f'--mode={mode}', *arguments, cwd=finished, FAILS=fails)
+    lines = result.stderr.splitlines()
+    first = [line.startswith('  File') for line in lines].index(True)  # after the progress
+    status = 1 if mode == 'evaluate' else 2
+    rest = result._replace(stderr='\n'.join(lines[first:]))
+    check_result(rest, status, finished / 'own.py', line_of(fails), 'ZeroDivisionError')
