@@ -516,10 +516,14 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def report_error(error: BaseException) -> None:
-    """Print an error and its notes, a line each, below the traceback of the user's own code if that failed."""
-    print(user_code.frames_of(error), end='', file=sys.stderr)
-    for text in (one_line(error), *getattr(error, '__notes__', ())):
-        print(f'main.py: {text}', file=sys.stderr)
+    """Print an error in one line, below the traceback of the user's own code if that failed.
+
+    Where saving failed after it, that is a second line (train.save_before_error).
+    """
+    print(f'{user_code.frames_of(error)}main.py: {one_line(error)}', file=sys.stderr)
+    for note in getattr(error, '__notes__', ()):
+        if 'JAX_TRACEBACK_FILTERING' not in note:  # JAX's note on a traceback
+            print(f'main.py: {note}', file=sys.stderr)
 
 
 def one_line(error: BaseException) -> str:

@@ -246,9 +246,10 @@ def check_types(stored: Mapping[str, Any], defaults: ConfigDict, file: str, grou
         if isinstance(default, ConfigDict) and isinstance(value, dict):
             check_types(value, default, file, group=f'{key}.')
         elif not has_type_of(default, value):
-            raise ValueError(
-                f'{file} has {key}={value!r}: {kind_of(default)}: restore it from a copy'
-            )
+            rule = 'must be a group of settings'
+            if not isinstance(default, ConfigDict):
+                rule = kind_of(default)
+            raise ValueError(f'{file} has {key}={value!r}: {rule}: restore it from a copy')
 
 
 def check_effects(config: Any, given: Collection[str]) -> None:

@@ -314,6 +314,8 @@ class Source:
             if self.part_of(other) is part and next(self.records(other), None) is not None:
                 return
         files = [file.path for file in self.files if self.part_of(file.split) is part]
+        if not files:  # the records of a split are in no file of their own
+            return
         raise ValueError(
             f'no document is in {settings.first_ten(files)}: name files with lines of text, or with rows '
             'below the header'

@@ -267,7 +267,10 @@ def test_own_tasks_have_a_kind(tmp_path):
     path = write(tmp_path, 'qa.data', TABLE)
     module = tmp_path / 'own.py'
     row = "Task('qa', files={!r}, inputs='{{question}}', targets='{{answer}}', kind={!r})"
-    for kind, message in (('', 'is read as lines of text'), ('xls', "kind='xls': use one of ''")):
+    for kind, message in (
+        ('', 'is read as lines of text'),
+        ('xls', "kind='xls' of task 'qa': use one of ''"),
+    ):
         module.write_text(f'from tasks import Task\nTASKS = [{row.format(str(path), kind)}]\n')
         with pytest.raises(ValueError, match=message):
             tasks.open_mixture(make_config(task='qa', module=str(module)))

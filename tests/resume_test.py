@@ -390,7 +390,15 @@ def test_every_document_of_a_large_corpus_comes_once_wherever_it_was_stopped(lar
 # An error after unsaved steps.
 
 
-@pytest.mark.parametrize('place', ['metric', 'postprocessor', 'evaluation', 'disk of results'])
+@pytest.mark.parametrize(
+    'place',
+    [
+        'metric',
+        'disk of results',
+        pytest.param('postprocessor', marks=pytest.mark.slow),
+        pytest.param('evaluation', marks=pytest.mark.slow),
+    ],
+)
 def test_an_error_in_an_evaluation_loses_no_step(place, tmp_path, monkeypatch, capsys):
     own_task.write(tmp_path)
     config = own_task.config(tmp_path)
