@@ -495,10 +495,11 @@ def take_steps(
             interval.fetch()
             check_finite(run, step, interval)
         report_faults(run, batch)
+        if log_now:
+            progress.interval = Interval([])
         if show_now:
             report_progress(run, step, interval, clock, batch, log_now)
         if log_now:
-            progress.interval = Interval([])
             clock.restart()
         with clock.paused():
             evaluate_step(run, step, progress.state, evaluate_now, stop_request)

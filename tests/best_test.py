@@ -186,8 +186,8 @@ def test_more_patience_goes_on(corpus, expected, tmp_path, capsys):
     assert capsys.readouterr().out.endswith('; a larger --config.train.steps goes on.\n')
 
 
-class Killed(Exception):
-    pass
+class Killed(BaseException):
+    """Nothing is saved after it, as after SIGKILL."""
 
 
 def die_at(monkeypatch, owner, name, number):

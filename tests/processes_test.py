@@ -138,7 +138,7 @@ def kill_after_two_chunks(monkeypatch, folder, checkpoint, request):
         patch.setattr(infer, 'score_all', counted)
         with pytest.raises(Killed):
             infer_into(folder, checkpoint, request)
-    assert len(list(folder.glob('tmp-*/*-chunk*'))) == 2
+    assert len(list(folder.glob('tmp-*/*-chunk*.COMPLETED'))) == 2
 
 
 @pytest.mark.slow

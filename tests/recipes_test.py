@@ -83,7 +83,7 @@ def test_questions_of_a_csv(tmp_path, uninterrupted, capsys):
     assert max(line['data/text_to_text/examples'] for line in lines) == 3 * 12
     folder = tmp_path / 'run' / 'inference_eval'
     [scores] = (folder / 'text_to_text-metrics.jsonl').read_text().splitlines()
-    assert json.loads(scores).keys() == {'step', 'settings', *columns}
+    assert json.loads(scores).keys() == {'step', *columns}
     [examples] = folder.glob('text_to_text-0*.jsonl')
     lines = [json.loads(line) for line in examples.read_text().splitlines()]
     assert [line['target'] for line in lines] == recipe_data.ANSWERS

@@ -76,7 +76,7 @@ def test_everything_of_T5X(corpus, mesh_shape):
 def test_a_run_that_never_saved_begins_with_everything_of_T5X(corpus, tmp_path, capsys, mesh_shape):
     config = tiny_config(T5X, corpus)
     config.mesh.data, config.mesh.model = mesh_shape
-    (tmp_path / 'metrics.jsonl').write_text('{"step": 2, "run": "train"}\n')
+    (tmp_path / 'metrics.jsonl').write_text('{"step": 2, "run": "train", "corpus": "files"}\n')
     marker = json.loads(config.to_json()) | {'data_fingerprint': ''}
     (tmp_path / 'config.json').write_text(json.dumps(marker))
     run(config, tmp_path)
@@ -144,7 +144,7 @@ def test_another_vocabulary_size(corpus, uninterrupted, tmp_path):
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         train.prepare(config, tmp_path / 'run')
     assert 'target/decoder/logits_dense/kernel is (16, 384), not (16, 512)' in str(error.value)
-    assert 'restore.only leaves some out' in str(error.value) and '\n' not in str(error.value)
+    assert 'restore.only' in str(error.value) and '\n' not in str(error.value)
     assert [file.name for file in (tmp_path / 'run').iterdir()] == ['lock']
     config.restore.only = '(?!.*(embedding|logits_dense)).*'
     found, _ = start(config)
