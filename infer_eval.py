@@ -337,7 +337,12 @@ def compute_metrics(
     for metric_fn in task.task.metric_fns:
         outputs = scores if takes_scores(metric_fn) else predictions
         assert outputs is not None
-        values |= task.task.metric(metric_fn, targets, outputs)
+        for name, value in task.task.metric(metric_fn, list(targets), list(outputs)).items():
+            if name in values:
+                raise ValueError(
+                    f'task {task.name!r}: two metrics give {name!r}: give each of them a name of its own'
+                )
+            values[name] = value
     lines = []
     for i, example in enumerate(task.examples):
         line = results.Example(

@@ -600,7 +600,7 @@ class Results:
         if jax.process_index() == 0 and mark_of(file).exists():
             found = self.is_unchanged(file)
             if not found:
-                text = f'{file} has changed since it was completed: it is made anew.'
+                text = f'{file} has changed or is gone since it was completed: it is made anew.'
                 tqdm.tqdm.write(text, file=sys.stderr)
         return bool(partition.from_first_process(np.array(found)))
 
@@ -630,7 +630,7 @@ class Results:
         for shard, file in enumerate(files, start=1):
             if not self.is_unchanged(file):
                 raise ValueError(
-                    f'{file} has changed since it was completed: only complete shards are merged: make it '
+                    f'{file} has changed or is gone since it was completed: only complete shards are merged: make it '
                     f'anew, with the same command and --shard={shard}/{self.num_shards}'
                 )
         with contextlib.ExitStack() as stack:

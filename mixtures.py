@@ -86,6 +86,11 @@ class Task:
             )
         if self.preprocess_fn is not None:
             self.check_takes('preprocess_fn', self.preprocess_fn, ['record'])
+            if self.inputs or self.targets:
+                raise ValueError(
+                    f'task {self.name!r} has preprocess_fn and templates (inputs, targets): leave one out'
+                )
+        _ = self.templates  # raises ValueError for what is no template
         if self.postprocess_fn is not None:
             self.check_takes(
                 'postprocess_fn', self.postprocess_fn, ['text', 'example', 'is_target']
@@ -251,7 +256,8 @@ def check_name(name: Any) -> None:
             return
     raise ValueError(
         f'name={name!r:.60}: files are named after a task or mixture: use a text of at most '
-        f'{MAX_NAME_BYTES} bytes without / \\ and comma that does not begin with a dot'
+        f'{MAX_NAME_BYTES} bytes without / \\ comma and control characters, without spaces around it, '
+        'that does not begin with a dot'
     )
 
 
@@ -265,8 +271,10 @@ def proportional(
     """
     settings = {'maximum': maximum, 'temperature': temperature, 'scale': scale}
     for name, value in settings.items():
-        if value is not None and not value > 0:
-            raise ValueError(f'{name}={value}: must be above 0')
+        if value is None and name == 'maximum':
+            continue
+        if not isinstance(value, numbers.Real) or not value > 0:
+            raise ValueError(f'{name}={value!r}: must be a number above 0')
 
     def rate(num_examples: int) -> float:
         limited = num_examples * scale
@@ -293,6 +301,8 @@ class Mixture:
             raise ValueError(
                 f'mixture {self.name!r} has members={self.members!r:.60}: give {{task: rate}}'
             )
+        if not self.members:
+            raise ValueError(f'mixture {self.name!r} has no task: name one with its rate')
         for member, rate in self.members.items():
             if not isinstance(member, str | Task | Mixture):
                 raise ValueError(
@@ -300,6 +310,8 @@ class Mixture:
                 )
             if not callable(rate):
                 self.checked(repr(getattr(member, 'name', member)), rate)
+        if not any(self.members.values()):
+            raise ValueError(f'mixture {self.name!r}: all rates are 0: give one task a rate')
 
     @property
     def tasks(self) -> dict[str, Task]:
@@ -340,8 +352,6 @@ class Mixture:
                 weight = self.rate_of(name, rate, sizes)
             for task, share in shares.items():
                 total[task] = total.get(task, 0.0) + weight * share
-        if not total:
-            raise ValueError(f'mixture {self.name!r} has no task: name one with its rate')
         if not any(total.values()):
             raise ValueError(f'mixture {self.name!r}: all rates are 0: give one task a rate')
         return total

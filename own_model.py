@@ -60,7 +60,11 @@ def config_of(file: Path, content: bytes, settings: Mapping[str, Any]) -> model.
     changed = changed_copy(file, content)
     with user_code.running(file):
         config = changed.T5Config(**{**settings, 'module': str(file)})
-        partition.param_specs(changed.PARAMETER_SPECS, changed.shapes(config))
+        shapes = changed.shapes(config)
+        try:
+            partition.param_specs(changed.PARAMETER_SPECS, shapes)
+        except ValueError as error:
+            raise ValueError(f'{file}: {error} (model.PARAMETER_SPECS)') from error
     return config
 
 

@@ -1488,8 +1488,8 @@ class BadLines:
         line = BadLine(path, position, reason, self.kind or kind_of(path))
         if self.action == 'stop':
             raise ValueError(
-                f'data.on_bad_line=stop (skip leaves it out): {line.describe()}; after a '
-                'correction a run goes on with data.allow_changed_files=True'
+                f'data.on_bad_line=stop (skip leaves it out): {line.describe()}; to go on '
+                'after a correction, a run needs data.allow_changed_files=True'
             )
         with self._lock:
             if (path, position) in self._found:

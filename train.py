@@ -400,9 +400,7 @@ def save_before_error(
     except Exception as second:
         error.add_note(f'Step {progress.step:,} could not be saved, too: {second}')
         return
-    run.console.line(
-        f'Step {progress.step:,} is saved before the error: the same command goes on from there.'
-    )
+    run.console.line(f'Step {progress.step:,} is saved before the error: a run goes on from there.')
 
 
 def agree_to_save(step: int | None) -> bool:
@@ -448,7 +446,7 @@ def report_best(run: Run) -> None:
     step = found.best_of(checkpoint.steps(run.workdir))
     if step is not None:
         run.console.line(
-            f'The best step is {step:,}, with {found.metric} {found.values[step]:.6g}: '
+            f'The best saved step is {step:,}, with {found.metric} {found.values[step]:.6g}: '
             f'checkpoint_{step}, which --step=best opens.'
         )
 
@@ -794,7 +792,7 @@ def stop_early(run: Run, step: int, state: TrainState, stop_request: StopRequest
 def describe_early_stop(run: Run, step: int) -> str:
     """Return why a run ended before its last step."""
     return (
-        f'Step {step:,}: train.early_stopping={run.config.train.early_stopping} evaluations without '
+        f'Step {step:,}: train.early_stopping={run.config.train.early_stopping} evaluation(s) without '
         f'a better {run.config.save.best_metric}: this run is finished.'
     )
 

@@ -120,8 +120,10 @@ def place_of(code: Any) -> str:
 def frames_of(error: BaseException) -> str:
     """Return the user's lines of the traceback behind an error; '' if their code did not run."""
     cause: BaseException | None = error
-    while cause is not None:
+    seen = []  # a handler that raises the cause of its error closes a ring
+    while cause is not None and cause not in seen:
         if isinstance(cause, UserError):
             return cause.frames
+        seen.append(cause)
         cause = cause.__cause__ or cause.__context__
     return ''

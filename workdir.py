@@ -181,9 +181,10 @@ def lock(workdir: Path) -> IO:
                 '--workdir'
             )
         raise ValueError(f'{workdir} is in use by {holder}: {remedy}') from None
-    file.truncate(0)
-    file.write(f'{LOCK_TEXT}{os.getpid()} on {socket.gethostname()}, since {time.ctime()}')
-    file.flush()
+    with paths.naming(workdir, workdir):
+        file.truncate(0)
+        file.write(f'{LOCK_TEXT}{os.getpid()} on {socket.gethostname()}, since {time.ctime()}')
+        file.flush()
     return file
 
 

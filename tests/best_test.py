@@ -154,10 +154,10 @@ def test_a_run_ends_early_and_keeps_its_best(corpus, expected, tmp_path, capsys)
     run(best_config(corpus), tmp_path / 'run')
     text = capsys.readouterr().out
     assert (
-        f'Step {last}: train.early_stopping=3 evaluations without a better {LOSS}: this run is '
+        f'Step {last}: train.early_stopping=3 evaluation(s) without a better {LOSS}: this run is '
         'finished.'
     ) in text
-    line = f'The best step is {best_step}, with {LOSS} {losses[best_step]:.6g}: checkpoint_'
+    line = f'The best saved step is {best_step}, with {LOSS} {losses[best_step]:.6g}: checkpoint_'
     assert f'{line}{best_step}, which --step=best opens.' in text
     assert text.endswith('; --config.train.early_stopping=0 goes on.\n')
     assert_same(tmp_path / 'run', expected)

@@ -25,6 +25,7 @@ import hugging_face
 import infer
 import model
 import partition
+import user_code
 import vocabulary as vocabularies
 from main import one_line
 
@@ -453,6 +454,7 @@ def test_a_full_disk(tmp_path, form):
     """The error names the folder that the user gave, not the unfinished one."""
     with full_disk(1000), pytest.raises(OSError) as refused:
         convert.convert_checkpoint(T5X, tmp_path / 'new/out', form)
+    assert user_code.frames_of(refused.value) == ''  # its causes are a ring
     message = one_line(refused.value)
     assert f'{tmp_path}/new/out' in message and 'File too large' in message
     assert 'tmp-' not in message and 'rrno' not in message and len(message) < 300

@@ -119,6 +119,6 @@ def test_a_sum_that_a_fork_adds(corpus, tmp_path, monkeypatch, fresh_programs, c
     ]
     for line in lines:
         assert line['entropy'] == pytest.approx(2)
-    assert 'The best step is 3, with training_eval/span_corruption/entropy 2:' in (
+    assert 'The best saved step is 3, with training_eval/span_corruption/entropy 2:' in (
         capsys.readouterr().out
     )

@@ -248,7 +248,7 @@ def test_the_best_step_by_a_task_metric(evaluated, compiled, tmp_path, capsys):
     values = results.Results(workdir).scores()['rank/accuracy']
     best_step = max(sorted(values), key=values.get)
     run(best_config(evaluated, metric), workdir)
-    text = f'The best step is {best_step}, with {metric} {values[best_step]:.6g}: checkpoint_'
+    text = f'The best saved step is {best_step}, with {metric} {values[best_step]:.6g}: checkpoint_'
     assert text in capsys.readouterr().out
     config = best_config(evaluated, metric)
     config.infer_eval.task = 'qa'

@@ -515,7 +515,7 @@ def test_a_parameter_without_a_row(tmp_path, corpus):
     config = example_config(corpus, file=file)
     config.model.mlp_activations = ('relu',)
     assert refusal_of_prepare(config, tmp_path / 'run').startswith(
-        "parameter 'decoder/layers_0/mlp/down' matches 0 rows of the table of specs"
+        f"{file}: parameter 'decoder/layers_0/mlp/down' matches 0 rows of the table of specs"
     )
     assert not (tmp_path / 'run/config.json').exists()
 

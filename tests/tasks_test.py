@@ -415,5 +415,5 @@ def test_rates_that_cannot_be_are_refused(rates, message):
 @pytest.mark.parametrize('settings', [{'maximum': 0}, {'temperature': 0.0}, {'scale': -1.0}])
 def test_settings_of_a_rate_that_cannot_be_are_refused(settings):
     [name] = settings
-    with pytest.raises(ValueError, match=f'{name}={settings[name]}: must be above 0'):
+    with pytest.raises(ValueError, match=f'{name}={settings[name]}: must be a number above 0'):
         tasks.proportional(**settings)

@@ -8,10 +8,12 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from command_line import ROOT
 from runs import Program
 
+import infer_eval
 import mixtures
 import tasks
 import user_code
@@ -64,6 +66,14 @@ LOADING = {
     ),
     'text as rate': ("TASKS = [Mixture('m', {'x': 'much'})]  # !", "the rate of 'x' is 'much'"),
     'negative rate': ("TASKS = [Mixture('m', {'x': -1})]  # !", "the rate of 'x' is -1"),
+    'no member': ("TASKS = [Mixture('m', {})]  # !", "mixture 'm' has no task"),
+    'no rate above 0': ("TASKS = [Mixture('m', {'x': 0})]  # !", 'all rates are 0'),
+    'text as maximum': ("TASKS = [Mixture('m', {'x': proportional('y')})]  # !", "maximum='y'"),
+    'half a template': ("TASKS = [Task('x', files='x', inputs='{q', targets='{a}')]  # !", '{q'),
+    'template and function': (
+        "TASKS = [Task('x', preprocess_fn=fail, inputs='{q}', targets='{a}')]  # !",
+        'preprocess_fn and templates',
+    ),
     'no rate': ("TASKS = [Mixture('m', {'x': None})]  # !", "the rate of 'x' is None"),
     'list of members': ("TASKS = [Mixture('m', ['x'])]  # !", "members=['x']"),
     'number as member': ("TASKS = [Mixture('m', {3: 1.0})]  # !", 'member 3'),
@@ -378,3 +388,35 @@ def test_a_function_that_fails_in_another_mode(command_line, finished, tmp_path,
     status = 1 if mode == 'evaluate' else 2
     rest = result._replace(stderr='\n'.join(lines[first:]))
     check_result(rest, status, finished / 'own.py', line_of(fails), 'ZeroDivisionError')
+
+
+def evaluated(metric_fns):
+    """The metrics of a task of three examples, whose answers are their targets."""
+    examples = []
+    for text in 'cab':
+        examples.append(infer_eval.TaskExample({}, np.ones(1), 'x', np.ones(1), text))
+    task = tasks.Task('own', files='x', metric_fns=metric_fns)
+    return infer_eval.compute_metrics(
+        infer_eval.EvaluatedTask(task, 'own', examples, 0, ''), answers=list('cab'), scores=None
+    )
+
+
+def test_a_metric_may_change_its_lists():
+    """Neither the next metric nor the examples that are written notice it."""
+
+    def sort_and_clear(targets, predictions):
+        targets.sort()
+        predictions.clear()
+        return {'a': 1}
+
+    def exact(targets, predictions):
+        return {'b': sum(x == y for x, y in zip(targets, predictions, strict=True))}
+
+    found = evaluated([sort_and_clear, exact])
+    assert found.values == {'a': 1, 'b': 3}
+    assert [example.target for example in found.examples] == list('cab')
+
+
+def test_two_metrics_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="task 'own': two metrics give 'a'"):
+        evaluated([lambda targets, predictions: {'a': 1}] * 2)
