@@ -32,10 +32,11 @@ class OwnModel(NamedTuple):
 
     module: ModuleType
     content: bytes
+    place: str  # of what the file puts into the model
 
 
 # By the class T5Config, of which each copy has its own.
-MODELS = {model.T5Config: OwnModel(model, content=b'')}
+MODELS = {model.T5Config: OwnModel(model, content=b'', place='')}
 
 
 def of(config: model.T5Config) -> ModuleType:
@@ -103,19 +104,36 @@ def changed_copy(file: Path, content: bytes) -> ModuleType:
             f'{file} sets model.T5Config, whose fields are the settings of configs/base.py: keep '
             'constants of your model in your file'
         )
+    place = place_of_layers(file, copy, user_module)
     for name, value in vars(copy).items():
         if inspect.isfunction(value) and value.__module__ in (copy.__name__, user_module.__name__):
-            setattr(copy, name, naming(file, value))
-    MODELS[config_class] = OwnModel(copy, content)
+            setattr(copy, name, naming(place, value))
+    MODELS[config_class] = OwnModel(copy, content, place)
     return copy
 
 
-def naming(file: Path, function: Callable) -> Callable:
-    """Return a function that raises UserError where the code of an own model fails."""
+def place_of_layers(file: Path, copy: Any, user_module: ModuleType) -> str:
+    """Return the file, and the lines of the classes of a user's that a copy of model.py has.
+
+    What they return may fail in the lines of model.py that call them.
+    """
+    places = []
+    for name, value in vars(copy).items():
+        if not inspect.isclass(value) or value.__module__ != user_module.__name__:
+            continue
+        methods = [inspect.unwrap(x) for x in vars(value).values() if inspect.isfunction(x)]
+        lines = [x.__code__.co_firstlineno for x in methods if x.__code__.co_filename == str(file)]
+        if lines:
+            places.append(f'line {min(lines)} ({name})')
+    return ', '.join([str(file), *places])
+
+
+def naming(place: str, function: Callable) -> Callable:
+    """Return a function that raises UserError, with a place, where the code of an own model fails."""
 
     @functools.wraps(function)
     def named(*arguments: Any, **keywords: Any) -> Any:
-        with user_code.running(file):
+        with user_code.running(place):
             return function(*arguments, **keywords)
 
     return named
@@ -125,16 +143,22 @@ def traced(config: model.T5Config, function: Callable) -> Callable:
     """Return a function that is traced with a model; where an own model fails it names its file."""
     if not config.module:
         return function
-    return naming(Path(config.module), function)
+    return naming(MODELS[type(config)].place, function)
 
 
 def giving_arrays(activation: Callable) -> Callable:
-    """Return an activation that names its line where what it gives is no array."""
+    """Return an activation that names its line where it gives no array, or one of another shape."""
 
     @functools.wraps(activation)
     def checked(*arguments: Any) -> jax.Array:
         with user_code.running(activation):
-            return jnp.asarray(activation(*arguments))
+            x = jnp.asarray(activation(*arguments))
+        if x.shape != arguments[0].shape:
+            raise user_code.UserError(
+                f'{user_code.place_of(activation)}: an activation of {arguments[0].shape} gave '
+                f'{x.shape}: keep the shape'
+            )
+        return x
 
     return checked
 

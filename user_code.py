@@ -56,8 +56,8 @@ def load_module(file: pathlib.Path, content: bytes) -> ModuleType:
 def running(code: Any, task: str = '') -> Iterator[None]:
     """Raise UserError for whatever a user's code raises, but for an interrupt.
 
-    `code`: the file or the function that runs, which is named where no line of the user's is in the
-    traceback. `task`: the name of the task that it is of. An error without a line of the user's that
+    `code`: the file, place or function that runs, which is named where no line of the user's is in
+    the traceback. `task`: the name of the task that it is of. An error without a line of the user's that
     has a message of ours about no task is raised as it is.
     """
     try:
@@ -105,7 +105,7 @@ def place_of_frame(frame: traceback.FrameSummary) -> str:
 
 def place_of(code: Any) -> str:
     """Return the file, or the file and line where a user's function begins; '' for one of ours."""
-    if isinstance(code, pathlib.Path):
+    if isinstance(code, pathlib.Path | str):
         return str(code)
     while isinstance(code, functools.partial):
         code = code.func

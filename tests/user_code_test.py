@@ -270,6 +270,47 @@ def test_an_own_model_that_does_not_fit(command_line, tmp_path):
     assert not (tmp_path / 'runs').exists()
 
 
+RETURNS = {
+    'layer': (
+        """
+def change(model):
+    class Mlp(model.Mlp):
+        def __call__(self, x_bTD, rows_b=None):  # !
+            return x_bTD[:, :1, :3]
+
+    model.Mlp = Mlp
+""",
+        'line {} (Mlp): TypeError',
+        (),
+    ),
+    'activation': (
+        """
+def first(x):  # !
+    return x[:1]
+
+
+def change(model):
+    model.ACTIVATIONS['first'] = first
+""",
+        'line {}: an activation of',
+        ("--config.model.mlp_activations=('first',)",),
+    ),
+}
+
+
+@pytest.mark.parametrize('part', RETURNS)
+def test_an_own_part_that_returns_another_shape(command_line, tmp_path, part):
+    """What fails then is a line of model.py."""
+    text, message, flags = RETURNS[part]
+    file, line = write(tmp_path, text, start='')
+    result = command_line(
+        f'--config={ROOT}/configs/tiny.py', '--config.model.module=own.py', *flags, cwd=tmp_path
+    )
+    assert result.status == 2, result
+    assert f'main.py: {file}, {message.format(line)}' in result.stderr, result
+    assert not list(tmp_path.glob('runs/*/config.json'))
+
+
 def test_the_list_of_tasks(tmp_path):
     text = "def f(x):\n    return [{'targets': x['text'] + 1}]  # !\n"
     text += "TASKS = [Task('x', files='x.jsonl', preprocess_fn=f, metric_fns=[metric])]"
