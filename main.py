@@ -9,9 +9,10 @@
     python main.py --mode=convert --from=CHECKPOINT --to=FOLDER [--format=t5x|hf]
     python main.py --mode=report --runs=RUN[,RUN...] [--output_dir=DIR]
 
-Exit status: 0 done; 1 failed; 2 bad arguments or configuration (one line on stderr); 129, 130 and
-143 after SIGHUP, SIGINT and SIGTERM. After a signal the run finishes and saves its step, and the
-same command goes on from there. A second signal ends the process at once.
+Exit status: 0 done; 1 failed, after the steps before are saved; 2 bad arguments or configuration;
+129, 130 and 143 after SIGHUP, SIGINT and SIGTERM. An error is one line on stderr, below the traceback
+of your own code if that failed. After a signal the run finishes and saves its step, and the same
+command goes on from there. A second signal ends the process at once.
 """
 
 import contextlib
