@@ -856,14 +856,17 @@ def contradiction(name: str, config: Any) -> ValueError:
 
 
 def why_unknown(name: str, config: Any) -> str:
-    """Return that a name is none, and the nearest ones."""
+    """Return the message for the name of a task that is unknown, with the nearest names."""
+    what = f'data.task={name!r}'
+    if name != config.task:
+        what = f'task {name!r} of data.task={config.task!r}'
     names = [*TABLE, *own_tasks(config.module), *filter(takes_documents, OBJECTIVES)]
     nearest = difflib.get_close_matches(name, names, n=3, cutoff=0)
     where = (
         f' and has no cache in data.cache_dirs={config.cache_dirs!r}' if config.cache_dirs else ''
     )
     return (
-        f'data.task={name!r} is unknown{where}: the nearest names are {", ".join(nearest)}: use one of '
+        f'{what} is unknown{where}: the nearest names are {", ".join(nearest)}: use one of '
         "these, or one that 'python tasks.py' lists"
     )
 

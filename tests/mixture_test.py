@@ -122,7 +122,7 @@ def test_a_module_is_found_by_its_name_in_the_current_folder(tmp_path, monkeypat
     'changes, message',
     [
         ({'task': 'spel'}, "'spel' is unknown: the nearest names are spell, .*: use one of these"),
-        ({'task': 'lost'}, "data.task='nowhere' is unknown"),
+        ({'task': 'lost'}, "task 'nowhere' of data.task='lost' is unknown"),
         ({'task': 'circle'}, r"mixture 'circle' is in itself \(circle > circle\): leave one of"),
         ({'module': 'absent'}, "data.module='absent': .*absent.py is no file: name a Python file"),
     ],
