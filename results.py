@@ -300,7 +300,7 @@ def read_metrics(
     if not paths.is_file(file):
         return []
     contents = file.read_bytes().split(b'\n')
-    if may_be_cut and not is_json(contents[-1]):
+    if may_be_cut and contents[-1].startswith(b'{') and not is_json(contents[-1]):
         contents.pop()
     lines = []
     for number, content in enumerate(contents, start=1):

@@ -487,6 +487,14 @@ def test_a_damaged_line_is_named(tmp_path, name, text):
     assert not (run / 'report.html').exists()
 
 
+def test_metrics_that_are_no_text_are_named(tmp_path):
+    run = write_run(tmp_path / 'run', num_steps=3)
+    (run / 'metrics.jsonl').write_bytes(b'\x89PNG')
+    with pytest.raises(ValueError) as error:
+        report.write([str(run)])
+    assert f'line 1 of {run}/metrics.jsonl' in str(error.value)
+
+
 @pytest.mark.parametrize(
     'text',
     [
