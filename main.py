@@ -22,7 +22,6 @@ import pathlib
 import signal
 import socket
 import sys
-import sysconfig
 import threading
 import traceback
 from collections.abc import Sequence
@@ -507,13 +506,9 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
     They are in config files.
     """
-    libraries = [sysconfig.get_path(name) for name in ('stdlib', 'purelib', 'platlib')]
-    frames = []
-    for frame in traceback.extract_tb(error.__traceback__):
-        is_library = any(frame.filename.startswith(library) for library in libraries)
-        if not is_library and not frame.filename.startswith('<') and frame.filename != __file__:
-            frames.append(frame)
-    return frames
+    others = ('<', __file__, *user_code.LIBRARIES)
+    found = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in found if not frame.filename.startswith(others)]
 
 
 def report_error(error: BaseException) -> None:

@@ -266,9 +266,8 @@ def jit_step(trainer: Trainer) -> jax.stages.Wrapped:
     return jax.jit(step, out_shardings=shardings, donate_argnums=0)
 
 
-@functools.lru_cache(maxsize=16)
-def compile_step(trainer: Trainer) -> jax.stages.Compiled:
-    """Return `jit_step`, compiled for the trainer's batch before there is a state or a batch."""
+def lower_step(trainer: Trainer) -> jax.stages.Lowered:
+    """Return `jit_step`, lowered for the trainer's batch before there is a state or a batch."""
     state, batch = plan.step_shapes(
         mesh=trainer.mesh,
         state=trainer.shapes,
@@ -276,7 +275,13 @@ def compile_step(trainer: Trainer) -> jax.stages.Compiled:
         feature_lengths=trainer.feature_lengths,
         batch_size=trainer.batch_size,
     )
-    return jit_step(trainer).lower(state, batch).compile()
+    return jit_step(trainer).lower(state, batch)
+
+
+@functools.lru_cache(maxsize=16)
+def compile_step(trainer: Trainer) -> jax.stages.Compiled:
+    """Return `lower_step` as a compiled function."""
+    return lower_step(trainer).compile()
 
 
 # The loop.

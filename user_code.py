@@ -65,9 +65,8 @@ def running(code: Any, task: str = '') -> Iterator[None]:
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        frames = traceback.extract_tb(error.__traceback__)[
-            2:
-        ]  # without this function and its caller
+        found = traceback.extract_tb(error.__traceback__)
+        frames = found[2:]  # without this function and its caller
         own = [frame for frame in frames if is_users(frame.filename)]
         program = [frame for frame in frames if is_in_program(frame.filename)]
         is_ours = isinstance(error, ValueError) and frames[-1:] == program[-1:]

@@ -25,7 +25,6 @@ import cache
 import data
 import infer
 import partition
-import plan
 import tasks
 import train
 import vocabulary as vocabularies
@@ -157,14 +156,7 @@ def lower_step(name):
     data_axis, model_axis = MESHES[name]
     config = runs.small_config('', data_axis=data_axis, model_axis=model_axis)
     trainer = train.make_trainer(config, num_microbatches=1)
-    state, batch = plan.step_shapes(
-        mesh=trainer.mesh,
-        state=trainer.shapes,
-        state_specs=trainer.specs,
-        feature_lengths=trainer.feature_lengths,
-        batch_size=trainer.batch_size,
-    )
-    return train.jit_step(trainer).lower(state, batch).as_text()
+    return train.lower_step(trainer).as_text()
 
 
 def lower_logits():
