@@ -27,6 +27,7 @@ FIRST_ROOM = 64  # tokens that the first cache has room for
 Step = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
 # (logits_rv, position) -> the next tokens_r and their log-probabilities_r
 Choose = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+Grow = Callable[[Any, int], Any]  # (cache, room) -> a cache with room for so many tokens
 
 
 class SampleState(NamedTuple):
@@ -55,14 +56,13 @@ def random_tokens(
 ) -> Choose:
     """Return a function that chooses a random token for `sample`.
 
-    `top_k` keeps the k largest logits, `top_p` the fewest tokens whose probability together is at
-    least p, each with all that equal the last of them; 0 keeps all. A row whose temperature is at
-    most MIN_TEMPERATURE takes the most likely token of all. `rescale_log_probs` scores a token
-    among those that are left at this temperature, which is T5X's default, and not by the model's
-    own probability.
+    `top_k` and `top_p` limit the tokens as `keep_top_k` and `keep_top_p` do; 0 keeps all. A row
+    whose temperature is at most MIN_TEMPERATURE takes the most likely token. `rescale_log_probs`
+    scores a token among those that are left at this temperature, which is T5X's default, and not by
+    the model's own probability.
 
-    Differs from T5X, which draws all rows from one key. Here each row has its own, `keys_r`, so
-    that its tokens depend neither on its neighbours nor on the mesh.
+    Differs from T5X: each row has its own key, `keys_r`, so that its tokens depend neither on its
+    neighbours nor on the mesh.
     """
     is_random_r = temperature_r > MIN_TEMPERATURE
 
@@ -92,14 +92,13 @@ def sample(
     choose: Choose = most_likely,
     lengths_r: jax.Array | None = None,
     eos_id: int = EOS_ID,
-    grow: Callable[[Any, int], Any] | None = None,
+    grow: Grow = lambda cache, room: cache,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the tokens of each row, int32 [r, T], and their scores, float32 [r].
 
     A row begins with the tokens of `prompt` that are not 0; an EOS among them does not end it. It
     ends with EOS or with `lengths` tokens, by default T; 0 follows. Its score is the sum of the
-    log-probabilities of the tokens after the prompt. `grow(cache, room)` gives the cache room for
-    so many tokens; None: it has room for T. This is T5X's temperature_sample.
+    log-probabilities of the tokens after the prompt. This is T5X's temperature_sample.
     """
     length = prompt_rT.shape[1]
     if lengths_r is None:
@@ -109,17 +108,16 @@ def sample(
         logits_rv, cache = step(state.tokens_r, state.cache)
         chosen_r, log_probs_r = choose(logits_rv, state.position)
         forced_r = prompt_rT[:, state.position]
-        is_forced_r = forced_r > 0
-        tokens_r = jnp.where(is_forced_r, forced_r, chosen_r)
+        is_free_r = forced_r == 0
+        tokens_r = jnp.where(is_free_r, chosen_r, forced_r)
         tokens_r = jnp.where(state.running_r, tokens_r, 0)
-        is_scored_r = state.running_r & ~is_forced_r
-        has_ended_r = (tokens_r == eos_id) & ~is_forced_r
+        has_ended_r = (tokens_r == eos_id) & is_free_r
         return SampleState(
             position=state.position + 1,
             running_r=state.running_r & ~has_ended_r & (state.position + 1 < lengths_r),
             tokens_r=tokens_r,
             output_rT=state.output_rT.at[:, state.position].set(tokens_r),
-            scores_r=state.scores_r + jnp.where(is_scored_r, log_probs_r, 0.0),
+            scores_r=state.scores_r + jnp.where(state.running_r & is_free_r, log_probs_r, 0.0),
             cache=cache,
         )
 
@@ -157,17 +155,15 @@ def beam_search(
     alpha: float = 0.6,
     lengths_b: jax.Array | None = None,
     eos_id: int = EOS_ID,
-    grow: Callable[[Any, int], Any] | None = None,
+    grow: Grow = lambda cache, room: cache,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the best sequences, int32 [b, n, T], and their scores, float32 [b, n]; the best is last.
 
     `reorder(cache, parents_bn)` moves to each beam what the cache has of the beam, 0 to n - 1, that
     it continues; `reorder_rows` does it for arrays of rows. A score is the log-probability of a
-    sequence divided by `brevity_penalty` of its length with EOS. Where no sequence has ended, they
-    are the beams, with their log-probabilities. A place without a sequence has a score near MASKED.
-    An example begins with the tokens of `prompt` that are not 0, and has at most `lengths` tokens,
-    by default T. It ends when no beam can become better than its finished sequences. `grow`: see
-    `sample`. This is T5X's beam_search.
+    sequence divided by `brevity_penalty` of its length with EOS; near MASKED, there is no sequence.
+    Where none has ended, they are the beams, with their log-probabilities. An example ends when no
+    beam can become better than its finished sequences. Others: see `sample`. T5X's beam_search.
     """
     length = prompt_bT.shape[1]
     if lengths_b is None:
@@ -193,7 +189,10 @@ def beam_search(
 
         scores_bc = log_probs_bc / brevity_penalty(alpha, state.position + 1)
         scores_bc = scores_bc + jnp.where(is_finished_bc, 0.0, MASKED)
-        finished_bnT, finished_scores_bn = best_finished(state, candidates_bcT, scores_bc)
+        all_scores = jnp.concatenate([state.finished_scores_bn, scores_bc], axis=1)
+        finished_scores_bn, best_bn = best_last(all_scores, num_beams)
+        all_finished = jnp.concatenate([state.finished_bnT, candidates_bcT], axis=1)
+        finished_bnT = pick(all_finished, best_bn)
 
         running_b = is_running(state)
         return BeamState(
@@ -206,64 +205,35 @@ def beam_search(
             cache=reorder(cache, pick(parents_bc, live_bn)),
         )
 
-    start = start_beams(prompt_bT, num_beams, cache)
-    return best_sequences(run(next_state, is_running, start, length, grow))
-
-
-def start_beams(prompt_bT: jax.Array, num_beams: int, cache: Any) -> BeamState:
-    """Return the beams before the first step. All but the first one are masked: they are equal."""
-    num_rows, length = prompt_bT.shape
-    bos_bn = jnp.zeros_like(prompt_bT, shape=(num_rows, num_beams))
-    zeros_bnT = jnp.zeros_like(prompt_bT, shape=(num_rows, num_beams, length))
+    zeros_bnT = jnp.zeros_like(prompt_bT, shape=(len(prompt_bT), num_beams, length))
+    bos_bn = zeros_bnT[:, :, 0]
     masked_bn = bos_bn.astype(jnp.float32) + MASKED
-    return BeamState(
+    start = BeamState(
         position=jnp.int32(0),
         tokens_bn=bos_bn,
         live_bnT=zeros_bnT,
-        live_log_probs_bn=masked_bn.at[:, 0].set(0.0),
+        live_log_probs_bn=masked_bn.at[:, 0].set(0.0),  # the others are equal to the first beam
         finished_bnT=zeros_bnT,
         finished_scores_bn=masked_bn,
         cache=cache,
     )
-
-
-def best_finished(
-    state: BeamState, candidates_bcT: jax.Array, scores_bc: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return the best of the finished sequences and the candidates, and their scores."""
-    num_beams = state.tokens_bn.shape[1]
-    all_scores = jnp.concatenate([state.finished_scores_bn, scores_bc], axis=1)
-    scores_bn, best_bn = best_last(all_scores, num_beams)
-    all_finished = jnp.concatenate([state.finished_bnT, candidates_bcT], axis=1)
-    return pick(all_finished, best_bn), scores_bn
-
-
-def best_sequences(state: BeamState) -> tuple[jax.Array, jax.Array]:
-    """Return the finished sequences and their scores; where there is none, those of the beams."""
-    any_finished_b1 = (state.finished_scores_bn > MASKED).any(axis=1)[:, None]
-    sequences_bnT = jnp.where(any_finished_b1[..., None], state.finished_bnT, state.live_bnT)
-    scores_bn = jnp.where(any_finished_b1, state.finished_scores_bn, state.live_log_probs_bn)
+    end = run(next_state, is_running, start, length, grow)
+    any_finished_b1 = (end.finished_scores_bn > MASKED).any(axis=1)[:, None]
+    sequences_bnT = jnp.where(any_finished_b1[..., None], end.finished_bnT, end.live_bnT)
+    scores_bn = jnp.where(any_finished_b1, end.finished_scores_bn, end.live_log_probs_bn)
     return sequences_bnT, scores_bn
 
 
-def run(
-    next_state: Callable,
-    running_rows: Callable,
-    state: Any,
-    length: int,
-    grow: Callable[[Any, int], Any] | None,
-) -> Any:
+def run(next_state: Callable, running_rows: Callable, state: Any, length: int, grow: Grow) -> Any:
     """Return the state in which no row runs on, or all `length` positions are taken.
 
-    With `grow`, the cache has room for at most twice the tokens that have been read, and a step
-    reads no more than that: 64, 128, ... up to `length`.
+    The cache grows so that a step reads at most twice the tokens: 64, 128, ... up to `length`.
     """
     rooms = [length]
-    while grow is not None and rooms[0] % 2 == 0 and rooms[0] > FIRST_ROOM:
+    while rooms[0] % 2 == 0 and rooms[0] > FIRST_ROOM:
         rooms.insert(0, rooms[0] // 2)
     for room in rooms:
-        if grow is not None:
-            state = state._replace(cache=grow(state.cache, room))
+        state = state._replace(cache=grow(state.cache, room))
 
         def is_running(state: Any, room: int = room) -> jax.Array:
             # All devices leave together, because a step may have collectives over any axis.
@@ -285,19 +255,16 @@ def best_candidates(
     """Return the 2 * n best continuations of an example's beams, the best first.
 
     They are log_probs_bc of the sequences, parents_bc, the beams that they continue, and tokens_bc.
-    Where `forced`, the token of a prompt, is not 0, it is the only continuation, of one beam.
+    Where `forced_b`, a token of a prompt, is not 0, it is the only continuation, of one beam.
     """
     num_examples, num_beams = log_probs_bn.shape
     num_candidates = 2 * num_beams
     best_rk, tokens_rk = partition.top_k(logits_rv, num_candidates, 'model')
-    best_rk = (
-        best_rk - partition.logsumexp(logits_rv, 'model')[:, None] + log_probs_bn.reshape(-1, 1)
-    )
+    normalizer_r = partition.logsumexp(logits_rv, 'model')
+    best_rk = best_rk - normalizer_r[:, None] + log_probs_bn.reshape(-1, 1)
     num_best = best_rk.shape[1]  # less than 2 * n where the vocabulary is small
-    best = best_rk.reshape(num_examples, num_beams * num_best)
-    tokens = tokens_rk.reshape(num_examples, num_beams * num_best)
-    log_probs_bc, index_bc = lax.top_k(best, num_candidates)
-    tokens_bc = pick(tokens, index_bc)
+    log_probs_bc, index_bc = lax.top_k(best_rk.reshape(num_examples, -1), num_candidates)
+    tokens_bc = pick(tokens_rk.reshape(num_examples, -1), index_bc)
     forced_b1 = forced_b[:, None]
     in_prompt_1c = jnp.where(jnp.arange(num_candidates) == 0, 0.0, MASKED)[None]
     log_probs_bc = jnp.where(forced_b1 > 0, in_prompt_1c, log_probs_bc)
@@ -325,10 +292,9 @@ def pick(x: jax.Array, index_bn: jax.Array) -> jax.Array:
 
 def reorder_rows(cache: Any, parents_bn: jax.Array) -> Any:
     """Return a cache of arrays [r, ...] with the rows of each beam's parent."""
-    num_examples, num_beams = parents_bn.shape
 
     def reordered(x: jax.Array) -> jax.Array:
-        beams = x.reshape(num_examples, num_beams, *x.shape[1:])
+        beams = x.reshape(*parents_bn.shape, *x.shape[1:])
         return pick(beams, parents_bn).reshape(x.shape)
 
     return jax.tree.map(reordered, cache)
@@ -351,10 +317,7 @@ def keep_top_k(logits_rv: jax.Array, k: int) -> jax.Array:
 
 
 def keep_top_p(logits_rv: jax.Array, p: float) -> jax.Array:
-    """Return the logits with MASKED in place of all that are not among the most likely tokens.
-
-    Those are the fewest tokens whose probability together is at least `p`, and their equals.
-    """
+    """Return the logits with MASKED for all but the fewest tokens with at least `p` together."""
     probs_rv = jnp.exp(logits_rv - partition.logsumexp(logits_rv, 'model')[:, None])
 
     def is_low(threshold_r1: jax.Array) -> jax.Array:

@@ -1,13 +1,15 @@
 """The validation losses of a model, teacher-forced, beside a unigram baseline ("training_eval").
 
-infer_eval.py has the metrics of what a model answers. Source: T5X t5x/models.py, t5x/trainer.py
+run/task_metrics.py has the metrics of what a model answers. Source: T5X t5x/models.py, t5x/trainer.py
 (train-eval).
 """
 
+import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -19,110 +21,55 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import FrozenConfigDict
 
 import data
-import features
 import loss
-import model
-import own_model
 import partition
-from configs import base
+import user_code
+from model import T5Config
+from stream import Stream
 from vocabulary import EOS_ID
 
 UNIGRAM_TOKENS = 1_000_000  # positions of training targets that the unigram baseline counts
 # The sums of loss.weighted_sums that `summarize` knows.
 T5X_SUMS = ('loss', 'z_loss', 'nats', 'weights', 'correct', 'encoder_tokens', 'decoder_tokens')
-Sums = dict[str, jax.Array]  # loss.weighted_sums of a batch, and the sums of `text_sums`
+Sums = dict[str, jax.Array]  # loss.weighted_sums of a batch, and those of its text alone
 
 
-def open_evaluations(
-    config: Any,
-    model_config: model.T5Config,
-    mesh: Mesh,
-    training: data.Stream,
-    validation: data.Stream,
-    num_microbatches: int,
-) -> list['Evaluation']:
-    """Return the evaluation of a task, or of each task of a mixture that has text for validation.
+def count_targets(config: Any, training: Stream) -> np.ndarray:
+    """Return how often each token is a training target in this process's rows: int64 [vocab_size].
 
-    The baseline of all is that of the mixture.
+    Counts the first UNIGRAM_TOKENS positions, or a shorter first epoch.
     """
-    unigram = Unigram(config, training)
-    evaluations = []
-    for stream in validation.of_each_task():
-        evaluation = Evaluation(
-            config,
-            model_config,
-            mesh,
-            stream,
-            unigram,
-            validation.first_sentinel,
-            num_microbatches,
-        )
-        evaluations.append(evaluation)
-    return evaluations
+    positions_per_batch = config.train.batch_size * config.data.lengths.targets
+    num_batches = math.ceil(UNIGRAM_TOKENS / positions_per_batch)
+    counts = np.zeros(config.model.vocab_size, np.int64)
+    for batch in itertools.islice(training.first_epoch(), num_batches):
+        np.add.at(counts, batch['decoder_target_tokens'], 1)
+    return counts
 
 
-class Unigram:
-    """The token frequencies of training targets."""
-
-    def __init__(self, config: Any, training: data.Stream):
-        self.config = config
-        self.training = training
-
-    @functools.cached_property
-    def own_counts(self) -> np.ndarray:
-        """Of the tokens in this process's rows: int64 [vocab_size].
-
-        They are of the first UNIGRAM_TOKENS positions of the training targets, or of their first
-        epoch if that is shorter, whatever the number of steps.
-        """
-        positions_per_batch = self.config.train.batch_size * self.config.data.lengths.targets
-        num_batches = math.ceil(UNIGRAM_TOKENS / positions_per_batch)
-        counts = np.zeros(self.config.model.vocab_size, np.int64)
-        for batch in itertools.islice(self.training.first_epoch(), num_batches):
-            np.add.at(counts, batch['decoder_target_tokens'], 1)
-        return counts
-
-
+@dataclasses.dataclass(eq=False)
 class Evaluation:
-    """A model's losses on fixed batches of the validation split, and the unigram baseline.
+    """A model's losses on fixed batches of the validation split, beside the unigram baseline.
 
     Differs from T5X: takes the first `eval.steps` batches of one pass. T5X repeats a small split.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        model_config: model.T5Config,
-        mesh: Mesh,
-        validation: data.Stream,
-        unigram: Unigram,
-        first_sentinel: int,
-        num_microbatches: int = 1,
-    ):
-        self.config = config
-        self.mesh = mesh
-        self.name = f'training_eval/{validation.mixture.name}'
-        self.validation = validation
-        self.unigram = unigram
-        self.first_sentinel = first_sentinel
-        self.batches: list[dict[str, np.ndarray]] = []  # this process's rows
-        self.batches_are_read = False
-        self.compute_sums = make_sums(
-            config=model_config,
-            mesh=mesh,
-            loss_config=FrozenConfigDict(config.loss),
-            first_sentinel=self.first_sentinel,
-            num_microbatches=num_microbatches,
-        )
+    config: Any
+    mesh: Mesh
+    name: str
+    validation: Stream | None  # until its batches are read
+    first_sentinel: int
+    compute_sums: Callable
+    training_counts: Callable[[], np.ndarray]  # those of `count_targets`
+    batches: list[dict[str, np.ndarray]] = dataclasses.field(default_factory=list)  # own rows
 
     def __call__(
         self, params: Mapping[str, jax.Array], stop: Callable[[int], int] = lambda count: 0
     ) -> dict[str, float] | None:
-        """Return T5X's metrics, and nats per token beside their unigram baselines.
+        """Return T5X's metrics, and nats per token, of text and of all targets, beside the unigram's.
 
-        The nats are those of text and of all targets. `stop` is called with the number of batches
-        so far. All processes must get the same answer. Where it is not 0 the evaluation ends and
-        returns None.
+        `stop` is called with the number of batches so far; all processes must get the same answer.
+        Where it is not 0 the evaluation ends and returns None.
         """
         if not self.read_batches(stop):
             return None
@@ -146,65 +93,56 @@ class Evaluation:
         Returns False where `stop` ended the reading. Several processes read at different speeds and
         do not call it.
         """
-        if self.batches_are_read:
+        if self.validation is None:
             return True
-        if not partition.in_all(lambda: self.read_own_batches(stop)):
+        validation = self.validation
+
+        def read_own() -> bool:
+            for batch in validation:
+                self.batches.append(batch)
+                if len(self.batches) == self.config.eval.steps:
+                    break
+                if jax.process_count() == 1 and stop(0):
+                    return False
+            return True
+
+        if not partition.in_all(read_own):
             return False
-        del self.validation  # frees the documents that its lanes hold
-        # The rows of some processes may end first, but all processes must take the same number of
-        # steps.
+        self.validation = None  # frees the documents that its lanes hold
+        # The rows of some processes may end first, but all must take the same number of steps.
         num_batches = int(partition.from_processes(np.array([len(self.batches)])).max())
         padding = {name: np.zeros_like(x) for name, x in self.batches[0].items()}
         while len(self.batches) < num_batches:
             self.batches.append(padding)
-        self.batches_are_read = True
-        return True
-
-    def read_own_batches(self, stop: Callable[[int], int]) -> bool:
-        """Read this process's rows. Return False where `stop` ended it."""
-        for batch in self.validation:
-            self.batches.append(batch)
-            if len(self.batches) == self.config.eval.steps:
-                break
-            if jax.process_count() == 1 and stop(0):
-                return False
         return True
 
     @functools.cached_property
     def unigram_baselines(self) -> dict[str, float]:
-        """The cross entropy in nats of validation targets under the unigram of training targets.
+        """The loss in nats of a model that knows nothing but token frequencies.
 
-        A model that knows nothing but token frequencies has this loss. Each token counts once more
-        than it occurs.
+        Each token of the training targets counts once more than it occurs.
         """
-        training_counts = partition.in_all(lambda: self.unigram.own_counts)
+        training_counts = partition.in_all(self.training_counts)
         own_counts = np.stack([training_counts, np.zeros_like(training_counts)])
         for batch in self.batches:
             np.add.at(own_counts[1], batch['decoder_target_tokens'], 1)
         training_counts, validation_counts = partition.from_processes(own_counts).sum(axis=0)
-
-        text = slice(EOS_ID + 1, self.first_sentinel)
-        targets = slice(EOS_ID, None)
-        return {
-            'unigram_nats_per_text_token': unigram_nats(
-                training_counts[text], validation_counts[text]
-            ),
-            'unigram_nats_per_target_token': unigram_nats(
-                training_counts[targets], validation_counts[targets]
-            ),
-        }
-
-
-def unigram_nats(training_counts: np.ndarray, validation_counts: np.ndarray) -> float:
-    """Return the cross entropy per token of validation counts under training counts plus one."""
-    q = training_counts + 1
-    nats = -(validation_counts * np.log(q / q.sum())).sum()
-    return float(nats / validation_counts.sum())
+        baselines = {}
+        for name, tokens in (
+            ('text', slice(EOS_ID + 1, self.first_sentinel)),
+            ('target', slice(EOS_ID, None)),
+        ):
+            counts = validation_counts[tokens]
+            q = training_counts[tokens] + 1
+            nats = -(counts * np.log(q / q.sum())).sum()
+            baselines[f'unigram_nats_per_{name}_token'] = float(nats / counts.sum())
+        return baselines
 
 
 @functools.lru_cache(maxsize=16)
 def make_sums(
-    config: model.T5Config,
+    model: ModuleType,
+    config: T5Config,
     mesh: Mesh,
     loss_config: FrozenConfigDict,
     first_sentinel: int,
@@ -212,9 +150,8 @@ def make_sums(
 ) -> Callable[[Mapping[str, jax.Array], Mapping[str, jax.Array]], Sums]:
     """Return a compiled function (params, batch) -> sums over the global batch.
 
-    It is cached: two runs of the same model in one process compile it once.
+    Beside those of loss.weighted_sums, they are the nats of all targets and of the text alone.
     """
-    model = own_model.of(config)
     specs = partition.param_specs(model.PARAMETER_SPECS, model.shapes(config))
     normalizing_factor = loss.parse_normalizing_factor(loss_config.loss_normalizing_factor)
 
@@ -232,49 +169,34 @@ def make_sums(
                 z_loss=loss_config.z_loss,
                 label_smoothing=loss_config.label_smoothing,
             )
-            return sums | text_sums(logits_bTv, batch['decoder_target_tokens'], first_sentinel)
+            # Nats without z-loss and smoothing. Text is all but sentinels, EOS and padding.
+            targets_bT = batch['decoder_target_tokens']
+            nats_bT, _ = loss.cross_entropy(logits_bTv, targets_bT)
+            text_bT = (targets_bT > EOS_ID) & (targets_bT < first_sentinel)
+            sums['target_nats'] = (nats_bT * (targets_bT > 0)).sum()
+            sums['text_nats'] = (nats_bT * text_bT).sum()
+            sums['text_tokens'] = text_bT.sum()
+            return sums
 
         microbatches = partition.cut_rows((batch, weights_bT), num_microbatches)
         sums = lax.map(microbatch_sums, microbatches)
         sums = jax.tree.map(lambda x: x.sum(axis=0), sums)
         return lax.psum(sums, partition.BATCH_AXES)
 
-    sums = jax.shard_map(
-        device_sums,
-        mesh=mesh,
-        in_specs=(specs, partition.BATCH),
-        out_specs=P(),
-    )
-    return jax.jit(own_model.traced(config, sums))
-
-
-def text_sums(logits_bTv: jax.Array, targets_bT: jax.Array, first_sentinel: int) -> Sums:
-    """Return this device's sums of nats over all targets and over text alone.
-
-    The nats are without z-loss and smoothing. Text is every target but sentinels, EOS and padding.
-    """
-    nats_bT, _ = loss.cross_entropy(logits_bTv, targets_bT)
-    text_bT = (targets_bT > EOS_ID) & (targets_bT < first_sentinel)
-    return {
-        'target_nats': (nats_bT * (targets_bT > 0)).sum(),
-        'text_nats': (nats_bT * text_bT).sum(),
-        'text_tokens': text_bT.sum(),
-    }
+    sums = jax.shard_map(device_sums, mesh=mesh, in_specs=(specs, partition.BATCH), out_specs=P())
+    return jax.jit(user_code.naming(model.PLACE, sums))
 
 
 def add_steps(steps: list[Any]) -> dict[str, float]:
     """Return the total of each sum over the steps."""
-    total = {}
-    for name in steps[0]:
-        total[name] = sum(float(sums[name]) for sums in steps)
-    return total
+    return {name: sum(float(sums[name]) for sums in steps) for name in steps[0]}
 
 
 def summarize(steps: list[Any], config: Any) -> dict[str, float]:
     """Return T5X's metrics (t5x/models.py) of the sums of some steps.
 
-    'nats_per_token' is the cross entropy without z-loss, whatever the normalization. A sum that is
-    not T5X's is divided by the weights, as 'accuracy' is.
+    'nats_per_token' is the cross entropy without z-loss. A sum that is not T5X's is divided by the
+    weights, as 'accuracy' is.
     """
     total = add_steps(steps)
     num_rows = len(steps) * config.train.batch_size
@@ -303,7 +225,7 @@ def summarize(steps: list[Any], config: Any) -> dict[str, float]:
 @functools.cache
 def sum_names() -> list[str]:
     """Return the names of loss.weighted_sums, which is traced: a fork may add some."""
-    batch = features.encoder_decoder([[]], {'inputs': 1, 'targets': 1}, pack=True)
+    batch = data.encoder_decoder([[]], {'inputs': 1, 'targets': 1}, pack=True)
 
     def sums(logits_bTv):
         weights_bT, divisor = loss.weights_and_divisor(batch, normalizing_factor=1.0)
@@ -312,15 +234,3 @@ def sum_names() -> list[str]:
         )
 
     return list(jax.eval_shape(partition.one_device(sums), jnp.zeros((1, 1, 128))))
-
-
-def validation_tags() -> list[str]:
-    """Return the names of the metrics that an `Evaluation` returns."""
-    sums = dict.fromkeys(sum_names(), 0.0)
-    return [
-        *summarize([sums], base.get_config()),
-        'nats_per_text_token',
-        'nats_per_target_token',
-        'unigram_nats_per_text_token',
-        'unigram_nats_per_target_token',
-    ]

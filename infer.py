@@ -11,6 +11,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -19,39 +20,32 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict
 
 import checkpoint
-import convert
 import decode
+import formats.open
 import loss
 import model
-import own_model
 import partition
-import settings
-from configs import base
-from vocabulary import EOS_ID, PAD_ID, find_vocabulary, read_settings
+import user_code
+from configs import base, check
+from formats import own_model
+from model import T5Config
+from vocabulary import EOS_ID, find_vocabulary
 
 # T5X's features, int32 [batch, length].
 SEQUENCES = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
 SEGMENTS = ('encoder_segment_ids', 'decoder_segment_ids')
 FEATURES = (*SEQUENCES, *SEGMENTS)
-HUGGING_FACE_PADDING = -100  # of labels, which its loss leaves out
 IGNORED_FEATURES = ('decoder_loss_weights', 'encoder_positions', 'decoder_positions')
 
-MAX_LENGTH = 2**15  # of an answer; no device holds a larger cache of keys and values
 LENGTH_MULTIPLE = 32  # lengths are padded to a multiple, because each length is compiled
 SHORTEST_ROOM = 64  # tokens of an answer that the smallest program has room for; others double it
 MAX_INPUT_LENGTH = 512  # of a text, in tokens, where the checkpoint does not say: T5's
-RUN_SETTINGS = ('model.', 'data.', 'decode.', 'infer_eval.')  # that a run's checkpoint is used with
 EXAMPLES_PER_CHUNK = 4096  # that `in_batches` sorts by length at a time
 
 
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
-def _next_size(n: int, multiple: int) -> int:
+def next_size(n: int, multiple: int) -> int:
     """Return `multiple` times the first of 1, 2, 3, 4, 6, 8, 12, 16 ... that reaches `n`.
 
     So there are few sizes to compile for, and at most a third is padding.
@@ -67,124 +61,134 @@ def _next_size(n: int, multiple: int) -> int:
 def load(
     path: str | Path,
     vocabulary: str | Path | None = None,
-    config: model.T5Config | None = None,
+    config: T5Config | None = None,
     mesh: Mesh | None = None,
     dtype: str = 'float32',
     step: int | str = '',
     part: str = '',
 ) -> 'T5':
-    """Open a checkpoint as a model.
+    """Open a checkpoint as a model. Only its parameters are read; their average, where a run has one.
 
-    `path` is a workdir (its newest checkpoint), a T5X checkpoint directory, a Mesh-TF checkpoint (its prefix or
-    folder) or a Hugging Face folder, on a disk or in a bucket; also of an encoder alone, which may be a single
-    safetensors file with Hugging Face's names.
-    `step` names another checkpoint of a workdir: a number, or 'best', by its `save.best_metric`.
-    `vocabulary` is 'bytes', a SentencePiece model, or a folder that has one, such as a run or a checkpoint; else
-    the checkpoint's or its run's counts, if there is one.
-    `config` has the sizes; else the checkpoint's own config counts, else its shapes.
-    `mesh` has the axes 'data' and 'model'; else one device has all.
-    `dtype` is that of the parameters: 'float32', 'bfloat16', 'float16', or '' for the stored one.
-    `part` 'encoder' opens the encoder alone: of the decoder nothing is read. 'whole' refuses an encoder.
+    `path`: a workdir (its newest checkpoint), a T5X checkpoint directory, a Mesh-TF checkpoint (its
+    prefix or folder) or a Hugging Face folder, on a disk or in a bucket; also of an encoder alone,
+    which may be a single safetensors file with Hugging Face's names.
+    `step`: another checkpoint of a workdir: a number, or 'best', by its `save.best_metric`.
+    `vocabulary`: 'bytes', a SentencePiece model, or a folder that has one, such as a run or a
+    checkpoint; by default the checkpoint's or its run's.
+    `config`: the sizes; by default the checkpoint's own config, else its shapes.
+    `mesh`: of partition.make_mesh, whose 'fsdp' splits inputs alone; by default one device has all.
+    `dtype` of the parameters: 'float32', 'bfloat16', 'float16', or '' for the stored one.
+    `part`: 'encoder' reads nothing of the decoder, 'whole' refuses an encoder.
 
-    Only parameters are read: their moving average, where a run has computed one (`optimizer.ema_decay`). Raises ValueError, in one line, for what is no such checkpoint and for arguments
-    that do not fit it, and OSError for files that may not be read.
+    Raises ValueError for what is no such checkpoint and for arguments that do not fit it, and
+    OSError for files that may not be read.
     """
-    dtype = _checked_dtype(dtype)
+    dtype = getattr(dtype, '__name__', getattr(dtype, 'name', dtype))  # such as jnp.bfloat16
+    _check_choice('dtype', dtype, check.CHOICES['restore.dtype'])
+    _check_choice('part', part, formats.open.PARTS)
     if mesh is None:
-        mesh = partition.make_mesh(1, 1, jax.devices()[:1])
+        mesh = partition.make_mesh(data=1)
     if not isinstance(mesh, Mesh) or set(mesh.axis_names) != set(partition.MESH_AXES):
         raise ValueError(
-            f"mesh={_shortened(mesh)}: must have the axes 'data' and 'model': use partition.make_mesh(4, 2)"
+            f'mesh={_shortened(mesh)}: must have the axes {", ".join(partition.MESH_AXES)}: use '
+            'partition.make_mesh(data=4, model=2)'
         )
-    if part not in convert.PARTS:
-        raise ValueError(
-            f"part={_shortened(part)}: must be 'encoder', 'whole', or '' for what the checkpoint has"
-        )
-    opened = convert.open_model(path, config, str(step), part)
-    model = own_model.of(opened.config)
-    model.check_mesh(opened.config, mesh)
+    given = model
+    if config is not None and config.module:
+        given, config = own_model.load(vars(config))
+    opened = formats.open.open_model(path, config, str(step), part, given)
+    opened.model.check_mesh(opened.config, mesh)
     found = find_vocabulary(opened.directory, vocabulary)
-    specs = partition.param_specs(model.PARAMETER_SPECS, model.shapes(opened.config))
-    shardings = {}
-    for name, sharding in partition.shardings(mesh, specs).items():
-        shardings[f'target/{name}'] = sharding
+    shapes = opened.model.shapes(opened.config)
+    specs = partition.gathered(partition.param_specs(opened.model.PARAMETER_SPECS, shapes))
+    shardings = {f'target/{name}': x for name, x in partition.shardings(mesh, specs).items()}
     leaves = {name: leaf for name, leaf in opened.leaves.items() if name in shardings}
     arrays = checkpoint.restore(leaves, shardings, dtype)
-    t5 = T5(opened.config, checkpoint.parameters(arrays), mesh, found)
-    t5.max_input_length = input_length_of(opened.directory)
+    t5 = T5(opened.config, checkpoint.parameters(arrays), mesh, found, opened.model)
+    lengths = check.read_stored(opened.directory).get('data', {}).get('lengths', {})
+    t5.max_input_length = lengths.get('inputs', MAX_INPUT_LENGTH)
     if opened.note:
         logging.warning(opened.note)
     return t5
 
 
-def input_length_of(directory: Any) -> int:
-    """Return data.lengths.inputs of the run that saved a checkpoint, else T5's."""
-    lengths = read_settings(directory)['data'].get('lengths', {})
-    return lengths.get('inputs', MAX_INPUT_LENGTH)
-
-
-def settings_of(directory: Any, changes: Mapping[str, Any]) -> ConfigDict:
-    """Return the settings of the run that saved a checkpoint, else the defaults, with `changes`.
-
-    `changes`: {'data.task': value}. The mesh and all that concerns training are not the run's. Nor
-    is data.vocabulary, which the checkpoint brings.
-    """
-    config = base.get_config()
-    stored = checkpoint.flatten(read_settings(directory))
-    for key, _ in settings.leaves(config):
-        name = key.replace('.', '/')
-        if key.startswith(RUN_SETTINGS) and key != 'data.vocabulary' and name in stored:
-            config.update_from_flattened_dict({key: stored[name]})
-    config.update_from_flattened_dict(dict(changes))
-    return config
-
-
 class T5:
     """A checkpoint that one can call. `load` makes it.
 
-    `config` has its sizes, `arrays` its parameters as {T5X's path: array}, `params` the same as nested dicts.
+    `model` is model.py, or its own model. `config` has its sizes, `arrays` its parameters as
+    {T5X's path: array}, `params` the same as nested dicts.
 
-    Inputs and targets are either texts, to which EOS is added, or lists of token ids, which are taken as they
-    are. All methods raise ValueError, in one line, for what is neither, for ids that the model has no embedding
-    of, and for texts where the checkpoint brings no vocabulary.
-
-    `max_input_length` is the number of tokens, EOS included, that `generate` takes of a text.
+    Inputs and targets are texts, to which EOS is added, or lists of token ids, which are taken as
+    they are. All methods raise ValueError for what is neither, for ids that the model has no
+    embedding of, and for texts where the checkpoint brings no vocabulary. `max_input_length` is the
+    number of tokens, EOS included, that `generate` and `encode` take of a text.
     """
 
     def __init__(
         self,
-        config: model.T5Config,
+        config: T5Config,
         arrays: Mapping[str, Any],
         mesh: Mesh,
         vocabulary: Any = None,
+        model: ModuleType = model,
     ):
-        self.config = config
-        self.arrays = arrays
-        self.params = checkpoint.unflatten(arrays)
+        self.model = model
+        # A scan over layers is for training: it copies the parameters.
+        self.config = dataclasses.replace(config, scan_layers=False)
         self.mesh = mesh
         self.vocabulary = vocabulary
         self.max_input_length = MAX_INPUT_LENGTH
-        self._logits = jax.jit(
-            self._on_mesh(_logits, out_specs=P(partition.BATCH_AXES, None, 'model'))
-        )
-        # Each process has all scores and answers.
-        self._everywhere = NamedSharding(mesh, P())
-        self._scores = jax.jit(
-            self._on_mesh(_scores, out_specs=partition.BATCH), out_shardings=self._everywhere
-        )
-        self._encodings = jax.jit(
-            self._on_mesh(_encodings, out_specs=partition.BATCH), out_shardings=self._everywhere
-        )
+        self._hold(arrays)
+        logits_spec = P(partition.BATCH_AXES, None, 'model')
+        self._logits = self._compile(_logits, out_specs=logits_spec, out_shardings=None)
+        self._scores = self._compile(_scores)
+        self._encodings = self._compile(_encodings)
         self._generators: dict[Decoding, Callable] = {}
         # Only on a CPU it is worth the memory. An own model may read its kernels in other ways.
-        self._is_transposed = mesh.devices.flat[0].platform == 'cpu' and not config.module
-        self._step_arrays: Mapping[str, Any] = {}
+        self._is_transposed = (
+            mesh.devices.flat[0].platform == 'cpu' and not config.module and not config.lora_rank
+        )
+
+    def set_parameters(self, arrays: Mapping[str, Any]) -> None:
+        """Take other parameters of the same shapes, for which nothing is compiled again.
+
+        They are gathered over 'fsdp', once for all calls.
+        """
+        if self.mesh.shape['fsdp'] > 1:
+            arrays = jax.device_put(arrays, partition.shardings(self.mesh, self._specs(arrays)))
+        self._hold(arrays)
+
+    def _hold(self, arrays: Mapping[str, Any]) -> None:
+        self.arrays = arrays
+        self.params = checkpoint.unflatten(arrays)
+        self._decoding_arrays: Mapping[str, Any] = {}
+
+    def _specs(self, arrays: Mapping[str, Any]) -> dict[str, P]:
+        return partition.gathered(partition.param_specs(self.model.PARAMETER_SPECS, arrays))
+
+    def _compile(
+        self,
+        device_function: Callable,
+        in_specs: tuple = (partition.BATCH,),
+        out_specs: P = partition.BATCH,
+        **options: Any,
+    ) -> Callable:
+        """Return (parameters, *inputs) -> output on the mesh; each process has the whole output."""
+        param_specs = self._specs(self._decoding_arrays or self.arrays)
+        mapped = jax.shard_map(
+            functools.partial(device_function, self.model, self.config),
+            mesh=self.mesh,
+            in_specs=(param_specs, *in_specs),
+            out_specs=out_specs,
+        )
+        options = {'out_shardings': NamedSharding(self.mesh, P())} | options
+        return jax.jit(user_code.naming(self.model.PLACE, mapped), **options)
 
     def logits(self, batch: Mapping[str, Any]) -> jax.Array:
         """Return teacher-forced logits, float32 [batch, target length, vocab].
 
         `batch` has T5X's features as integers [batch, length]: `SEQUENCES`, and `SEGMENTS` if it is packed. Its
-        size must divide by the mesh's 'data'. Raises ValueError for features that do not fit together.
+        size must divide by the mesh's 'data' * 'fsdp'. Raises ValueError for features that do not fit together.
         """
         self._check_decoder()
         return self._logits(self.arrays, self._features(batch))
@@ -194,28 +198,11 @@ class T5:
 
         It is T5X's score_batch without length normalization.
         """
-        return self._score(inputs, targets)
-
-    def _score(
-        self,
-        inputs: Sequence,
-        targets: Sequence,
-        num_rows: int = 0,
-        round_up: Callable[[int, int], int] = _round_up,
-    ) -> np.ndarray:
-        """Return what `score` does, of a batch of at least `num_rows`."""
         self._check_decoder()
-        inputs_bM = self._ids('inputs', inputs, num_rows=num_rows, round_up=round_up)
-        targets_bT = self._ids('targets', targets, num_rows=num_rows, round_up=round_up)
-        if len(inputs) != len(targets):
-            raise ValueError(f'{len(inputs)} inputs for {len(targets)} targets: give one for each')
-        batch = {
-            'encoder_input_tokens': inputs_bM,
-            'decoder_input_tokens': np.pad(targets_bT[:, :-1], ((0, 0), (1, 0))),
-            'decoder_target_tokens': targets_bT,
-        }
-        scores_b = np.asarray(self._scores(self.arrays, partition.place_batch(self.mesh, batch)))
-        return scores_b[: len(inputs)]  # without the padding rows
+        inputs = self._id_lists('inputs', inputs)
+        targets = self._id_lists('targets', targets)
+        _check_one_each('targets', targets, inputs)
+        return np.concatenate(self.score_choices(inputs, [[ids] for ids in targets]))
 
     def score_choices(
         self, inputs: Sequence, choices: Sequence[Sequence], num_rows: int = 0
@@ -226,217 +213,155 @@ class T5:
         `num_rows` inputs, so that batches of that size and less share a program.
         """
         self._check_decoder()
-        if len(inputs) != len(choices) or not all(map(len, choices)):
-            raise ValueError(
-                f'{len(inputs)} inputs and the choices of {len(choices)}: give each input one or more'
-            )
-        inputs_bM = self._ids('inputs', inputs, num_rows=num_rows, round_up=_next_size)
-        num_choices = _next_size(max(map(len, choices)), 1)
-        padded: list[Any] = []
-        for of_input in choices:
-            padded += [*of_input, *[of_input[0]] * (num_choices - len(of_input))]
-        targets_cT = self._ids('choices', padded, round_up=_next_size)
-        targets_rT = np.zeros((len(inputs_bM) * num_choices, targets_cT.shape[1]), np.int32)
-        targets_rT[: len(padded)] = targets_cT[: len(padded)]
+        inputs_bM = self._ids('inputs', inputs, num_rows=num_rows)
+        _check_one_each('choices', choices, inputs)
+        counts = np.array([len(of_input) for of_input in choices])
+        targets_cT = self._ids('choices', list(itertools.chain(*choices)))
+        num_choices = next_size(int(counts.max()), 1)
+        is_choice_bc = np.arange(num_choices) < counts[:, None]
+        targets_bcT = np.zeros((len(inputs_bM), num_choices, targets_cT.shape[1]), np.int32)
+        targets_bcT[: len(inputs)][is_choice_bc] = targets_cT[: counts.sum()]
+        targets_rT = targets_bcT.reshape(-1, targets_cT.shape[1])
         batch = {
             'encoder_input_tokens': inputs_bM,
             'decoder_input_tokens': np.pad(targets_rT[:, :-1], ((0, 0), (1, 0))),
             'decoder_target_tokens': targets_rT,
         }
-        scores_r = np.asarray(self._scores(self.arrays, partition.place_batch(self.mesh, batch)))
-        found = []
-        for i, of_input in enumerate(choices):
-            first = i * num_choices
-            found.append(scores_r[first : first + len(of_input)])
-        return found
+        scores_r = self._scores(self.arrays, partition.place_batch(self.mesh, batch))
+        scores_bc = np.asarray(scores_r).reshape(-1, num_choices)
+        return [scores_bc[i, :count] for i, count in enumerate(counts)]
 
     def encode(
         self, inputs: Sequence, *, trim: bool = False, batch_size: int = 32
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the encoder's outputs of any number of inputs, in their order, and their mask.
 
-        Outputs are float32 [examples, length, emb_dim], for the tokens with EOS, and 0 where the mask, bool
-        [examples, length], is False: for padding. `batch_size` inputs of similar lengths are encoded at a time. A
-        text of more than `max_input_length` tokens is refused; `trim` cuts it.
+        Outputs are float32 [examples, length, emb_dim], with EOS's, and 0 where the mask, bool [examples, length], is
+        False. A text of more than `max_input_length` tokens is refused; `trim` cuts it.
         """
         encoded = self._id_lists('inputs', self._within_length(inputs, trim))
-        lengths = [len(ids) for ids in encoded]
-        mask_bM = np.zeros((len(encoded), max(lengths)), bool)
+        mask_bM = np.zeros((len(encoded), max(map(len, encoded))), bool)
         outputs_bMD = np.zeros((*mask_bM.shape, self.config.emb_dim), np.float32)
         examples = [Example(ids) for ids in encoded]
         for i, outputs_MD in enumerate(encode_all(self, examples, batch_size)):
-            mask_bM[i, : lengths[i]] = np.asarray(encoded[i]) > 0
-            outputs_bMD[i, : lengths[i]] = outputs_MD
+            mask_bM[i, : len(encoded[i])] = encoded[i] > 0
+            outputs_bMD[i, : len(encoded[i])] = outputs_MD
         return outputs_bMD, mask_bM
-
-    def _check_decoder(self) -> None:
-        if self.config.num_decoder_layers == 0:
-            raise ValueError(
-                'this model is an encoder alone: it has no decoder to generate, score or compute logits with: call '
-                "encode, or load a whole checkpoint, without part='encoder'"
-            )
-
-    def set_parameters(self, arrays: Mapping[str, Any]) -> None:
-        """Take other parameters of the same shapes, for which nothing is compiled again."""
-        self.arrays = arrays
-        self.params = checkpoint.unflatten(arrays)
-        self._step_arrays = {}
 
     def generate(
         self,
         inputs: Sequence,
         max_length: int = 128,
         *,
-        beam_size: int = 1,
-        temperature: float | Sequence[float] = 0.0,
-        top_k: int = 0,
-        top_p: float = 0.0,
-        num_return: int = 1,
-        alpha: float = 0.6,
-        seed: int = 0,
         return_scores: bool = False,
-        prompts: Sequence | None = None,
         trim: bool = False,
+        **options: Any,
     ) -> Any:
         """Return the model's answers, each of at most `max_length` tokens.
 
         They are texts if the inputs are texts, else lists of ids without EOS. By default an answer
-        has the most likely token at each position.
+        has the most likely token at each position. The options and their defaults:
 
-        `beam_size` above 1 searches for the most likely answers with so many beams. Their scores
-        are divided by T5X's brevity penalty, ((5 + length) / 6)^`alpha`.
-        `temperature` above 0 draws each token at this temperature, a number or one for each input,
-        where `top_k` keeps the k most likely tokens, or `top_p` the most likely ones that together
-        have at least this probability; 0 keeps all. The same `seed` gives the same answers.
-        `num_return` above 1 gives a list of so many answers for each input, the best first: of the
-        beams, or as many samples.
-        `prompts` has a text or ids for each input that its answers begin with, None for one without.
+        `beam_size` (1) above 1 searches for the most likely answers with so many beams. Their
+        scores are divided by T5X's brevity penalty, ((5 + length) / 6)^`alpha` (0.6).
+        `temperature` (0.0) above 0 draws each token at this temperature, a number or one for each
+        input, where `top_k` (0) keeps the k most likely tokens, or `top_p` (0.0) the most likely
+        ones that together have at least this probability; 0 keeps all. The same `seed` (0) gives
+        the same answers.
+        `num_return` (1) above 1 gives a list of so many answers for each input, the best first: of
+        the beams, or as many samples.
+        `prompts` has a text or ids for each input that its answers begin with, or None.
         `return_scores` gives a pair (answers, scores): float32 [examples] or [examples,
         num_return], the log-likelihood of each answer in nats as `score` has it, without that of
         its prompt; of a beam search, divided by the penalty.
         A text of more than `max_input_length` tokens is refused; `trim` cuts it.
         """
-        self._check_decoder()
-        answers_per_example, scores = self.generate_tokens(
-            self._within_length(inputs, trim),
-            max_length,
-            beam_size=beam_size,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            num_return=num_return,
-            alpha=alpha,
-            seed=seed,
-            return_scores=return_scores,
-            prompts=prompts,
+        ids = self._within_length(inputs, trim)
+        tokens_bnT, scores_bn = self.generate_tokens(
+            ids, max_length, return_scores=return_scores, **options
         )
-        answers = []
-        for tokens_nT in answers_per_example:
-            answers.append([self._answer(tokens_T, inputs[0]) for tokens_T in tokens_nT])
-        if num_return == 1:
-            answers = [of_example[0] for of_example in answers]
-        if scores is None:
+
+        def answer(tokens_T: np.ndarray) -> Any:
+            if isinstance(inputs[0], str):
+                return self.vocabulary.decode(tokens_T)
+            return tokens_T[tokens_T > EOS_ID].tolist()
+
+        answers: list[Any] = [list(map(answer, tokens_nT)) for tokens_nT in tokens_bnT]
+        is_single = tokens_bnT.shape[1] == 1
+        if is_single:
+            answers = [of_input[0] for of_input in answers]
+        if scores_bn is None:
             return answers
-        if num_return == 1:
-            scores = scores[:, 0]
-        return answers, scores
+        if is_single:
+            scores_bn = scores_bn[:, 0]
+        return answers, scores_bn
 
     def generate_tokens(
         self,
         inputs: Sequence,
         max_length: int = 128,
         *,
-        beam_size: int = 1,
         temperature: float | Sequence[float] = 0.0,
-        top_k: int = 0,
-        top_p: float = 0.0,
-        num_return: int = 1,
-        alpha: float = 0.6,
         seed: int = 0,
-        return_scores: bool = True,
         prompts: Sequence | None = None,
         numbers: Sequence[int] | None = None,
         num_rows: int = 0,
+        **options: Any,
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the tokens of the answers that `generate` gives, and their scores.
 
         Tokens are int32 [examples, num_return, length], with EOS and 0 after it. Scores are float32
-        [examples, num_return]; without `return_scores` they are None, which is a little faster. What
-        is drawn for an input depends on the seed and on its number: `numbers` are those of the
-        inputs, by default 0, 1, 2 ... The batch has at least `num_rows` rows, so that batches of that
-        size and less share a program.
+        [examples, num_return]; without `return_scores` they are None, which is a little faster.
+        What is drawn for an input depends on the seed and on its number: `numbers`, by default 0, 1,
+        2 ... The batch has at least `num_rows` rows, so that those of that size and less share a program.
         """
         self._check_decoder()
-        length = _checked_length(max_length)
-        temperatures = _checked_temperatures(temperature)
-        decoding = Decoding(
-            beam_size=beam_size,
-            is_random=bool((temperatures > 0).any()),
-            top_k=top_k,
-            top_p=top_p,
-            num_return=num_return,
-            alpha=alpha,
-            return_scores=return_scores,
-        )
-        if top_k > self.config.vocab_size:
-            raise ValueError(
-                f'top_k={top_k}: must be at most model.vocab_size={self.config.vocab_size}; 0 keeps all'
-            )
-        _check_seed(seed)
-        inputs_bM = self._ids('inputs', inputs, num_rows=num_rows, round_up=_next_size)
+        _check_number('max_length', max_length)
+        _check_number('seed', seed)
+        temperatures = np.ravel(_to_array(temperature))
+        for value in temperatures.tolist():
+            _check_number('temperature', value)
+        decoding = Decoding(is_random=bool((temperatures > 0).any()), **options)
+        inputs_bM = self._ids('inputs', inputs, num_rows=num_rows)
+        temperature_b = np.ones(len(inputs_bM), np.float32)
+        if np.ndim(temperature):
+            _check_one_each('temperature', temperatures, inputs)
+        temperature_b[: len(inputs)] = temperatures
         row_b = np.arange(len(inputs_bM), dtype=np.int32)
         example_b = row_b.copy()
         if numbers is not None:
             example_b[: len(inputs)] = numbers
         arguments = {
             'inputs_bM': inputs_bM,
-            'prompt_bT': self._prompts(prompts, len(inputs), len(row_b), length),
+            'prompt_bT': self._prompts(prompts, inputs, len(row_b), int(max_length)),
             # Padding rows take no token.
-            'lengths_b': np.where(row_b < len(inputs), length, 0).astype(np.int32),
-            'temperature_b': _temperatures_of_rows(temperatures, len(inputs), len(row_b)),
+            'lengths_b': np.where(row_b < len(inputs), max_length, 0).astype(np.int32),
+            'temperature_b': temperature_b,
             'example_b': example_b,
         }
-        decoded = self._decode(decoding, seed, arguments)
-        # Without the padding rows.
-        return jax.tree.map(lambda x: x[: len(inputs), :num_return], decoded)
-
-    def _decode(
-        self, decoding: 'Decoding', seed: int, arguments: Mapping[str, np.ndarray]
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Run the program of `decoding`. Return tokens_bnT and scores_bn, the best first."""
-        if self._is_transposed and not self._step_arrays:
-            self._step_arrays = self._transpose(self.arrays)
+        if not self._decoding_arrays:
+            self._decoding_arrays = self.arrays
+            if self._is_transposed:
+                self._decoding_arrays = {**self.arrays, **self._transpose(self.arrays)}
         if decoding not in self._generators:
-            self._generators[decoding] = self._compile_generator(decoding)
-        generator = self._generators[decoding]
+            device_generate = functools.partial(_generate, decoding)
+            specs = (P(), partition.BATCH)
+            self._generators[decoding] = self._compile(device_generate, specs)
         placed = partition.place_batch(self.mesh, arguments)
-        decoded = generator(self.arrays, self._step_arrays, np.uint32(seed), placed)
-        return jax.tree.map(lambda x: np.asarray(x)[:, ::-1], decoded)
+        decoded = self._generators[decoding](self._decoding_arrays, np.uint32(seed), placed)
+        best_first = jax.tree.map(lambda x: np.asarray(x)[:, ::-1], decoded)
+        return jax.tree.map(lambda x: x[: len(inputs), : decoding.num_return], best_first)
 
-    def _within_length(self, inputs: Sequence, trim: bool) -> Sequence:
-        """Return texts as ids, each of at most `max_input_length`; anything else as it is."""
-        if not _are_texts(inputs):
-            return inputs
-        encoded = self._encode([str(text) for text in inputs])
-        for i, ids in enumerate(encoded):
-            if len(ids) <= self.max_input_length:
-                continue
-            if not trim:
-                raise ValueError(
-                    f'inputs[{i}] has {len(ids)} tokens, EOS included, and max_input_length={self.max_input_length}: '
-                    'shorten it, cut it with trim=True, or set t5.max_input_length'
-                )
-            encoded[i] = [*ids[: self.max_input_length - 1], EOS_ID]
-        return encoded
-
-    def _answer(self, tokens_T: np.ndarray, example: Any) -> Any:
-        """Return generated tokens in the form of an example: a text, or ids without EOS and padding."""
-        if isinstance(example, str):
-            return self.vocabulary.decode(tokens_T)
-        return [int(i) for i in tokens_T if i > EOS_ID]
+    @functools.cached_property
+    def _transpose(self) -> Callable:
+        """Return parameters -> model.transposed_kernels of them."""
+        transpose = functools.partial(self.model.transposed_kernels, self.config)
+        paths = jax.eval_shape(transpose, self.arrays)
+        shardings = partition.shardings(self.mesh, self._specs(paths))
+        return jax.jit(transpose, out_shardings=shardings)
 
     def _prompts(
-        self, prompts: Sequence | None, num_inputs: int, num_rows: int, length: int
+        self, prompts: Sequence | None, inputs: Sequence, num_rows: int, length: int
     ) -> np.ndarray:
         """Return the prompts as int32 [num_rows, room for `length`], padded with zeros."""
         room = SHORTEST_ROOM
@@ -449,9 +374,8 @@ class T5:
             has_texts = any(isinstance(prompt, str) for prompt in prompts)
             nothing: Any = '' if has_texts else []
             prompts = [nothing if prompt is None else prompt for prompt in prompts]
-        ids = self._ids('prompts', prompts, add_eos=False)
-        if len(prompts) != num_inputs:
-            raise ValueError(f'{len(prompts)} prompts for {num_inputs} inputs: give one for each')
+        ids = self._ids('prompts', prompts, is_prompt=True)
+        _check_one_each('prompts', prompts, inputs)
         longest = int((ids > 0).sum(axis=1).max())
         if longest > length:
             raise ValueError(
@@ -460,147 +384,109 @@ class T5:
         prompt_bT[: len(ids), :longest] = ids[:, :longest]
         return prompt_bT
 
-    @functools.cached_property
-    def _transpose(self) -> Callable:
-        """Return parameters -> the decoder's arrays with the kernels of a step transposed."""
-        model = own_model.of(self.config)
-        specs = model.step_specs(partition.param_specs(model.PARAMETER_SPECS, self.arrays))
-        transpose = functools.partial(model.transpose_for_steps, self.config)
-        return jax.jit(transpose, out_shardings=partition.shardings(self.mesh, specs))
-
-    def _compile_generator(self, decoding: 'Decoding') -> Callable:
-        """Return (parameters, parameters of steps, seed, arguments by rows) -> tokens, scores."""
-        model = own_model.of(self.config)
-        specs = partition.param_specs(model.PARAMETER_SPECS, self.arrays)
-        step_specs = model.step_specs(specs) if self._is_transposed else {}
-        mapped = jax.shard_map(
-            functools.partial(_generate, self.config, decoding),
-            mesh=self.mesh,
-            in_specs=(specs, step_specs, P(), partition.BATCH),
-            out_specs=partition.BATCH,
-        )
-        return jax.jit(own_model.traced(self.config, mapped), out_shardings=self._everywhere)
-
-    def _on_mesh(self, device_function: Callable, out_specs: P) -> Callable:
-        """Return `device_function` on the mesh: (parameters, batch split by rows) -> output."""
-        model = own_model.of(self.config)
-        param_specs = partition.param_specs(model.PARAMETER_SPECS, self.arrays)
-        mapped = jax.shard_map(
-            functools.partial(device_function, self.config),
-            mesh=self.mesh,
-            in_specs=(param_specs, partition.BATCH),
-            out_specs=out_specs,
-        )
-        return own_model.traced(self.config, mapped)
-
-    def _features(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Return the features that the model reads, int32. Raises ValueError where they do not fit together."""
-        _check_names(batch)
-        arrays = {name: _to_array(batch[name]) for name in FEATURES if name in batch}
-        features = {}
-        for name, x in arrays.items():
-            if x.ndim != 2 or 0 in x.shape or x.dtype.kind not in 'iu':
+    def _within_length(self, inputs: Sequence, trim: bool) -> Sequence:
+        """Return texts as ids, each of at most `max_input_length`; anything else as it is."""
+        if not _are_texts(inputs):
+            return inputs
+        encoded = self._encode(inputs)
+        for i, ids in enumerate(encoded):
+            if len(ids) > self.max_input_length and not trim:
                 raise ValueError(
-                    f'{name} is {x.dtype} {list(x.shape)}: must be integers [batch, length], each 1 or more'
+                    f'inputs[{i}] has {len(ids)} tokens, EOS included, and max_input_length='
+                    f'{self.max_input_length}: cut it with trim=True, or set t5.max_input_length'
                 )
-            _check_shape(name, arrays)
-            partition.check_divides(
-                f'{name}: batch size', x.shape[0], partition.BATCH_AXES, self.mesh
-            )
-            if not isinstance(x, jax.core.Tracer):  # inside of another function values are unknown
-                self._check_values(name, np.asarray(x))
-            features[name] = jnp.asarray(x, jnp.int32)
-        return features
+        return [[*ids[:-1][: self.max_input_length - 1], EOS_ID] for ids in encoded]
 
     def _ids(
-        self,
-        name: str,
-        examples: Sequence,
-        add_eos: bool = True,
-        num_rows: int = 0,
-        round_up: Callable[[int, int], int] = _round_up,
+        self, name: str, examples: Sequence, is_prompt: bool = False, num_rows: int = 0
     ) -> np.ndarray:
-        """Return examples as int32 [rows, length], padded with zeros, of `num_rows` or more.
-
-        The rows divide by the mesh's 'data', the length by LENGTH_MULTIPLE: `round_up(n, multiple)`
-        says how many there are.
-        """
-        encoded = self._id_lists(name, examples, add_eos)
+        """Return examples as int32 [rows, length], padded with 0 to sizes that `next_size` gives."""
+        encoded = self._id_lists(name, examples, is_prompt)
         num_rows = max(len(encoded), num_rows)
-        num_rows = round_up(num_rows, partition.axes_size(self.mesh, partition.BATCH_AXES))
-        length = round_up(max(map(len, encoded)), LENGTH_MULTIPLE)
+        num_rows = next_size(num_rows, partition.axes_size(self.mesh, partition.BATCH_AXES))
+        length = next_size(max(map(len, encoded)), LENGTH_MULTIPLE)
         ids = np.zeros((num_rows, length), np.int32)
         for i, example in enumerate(encoded):
             ids[i, : len(example)] = example
         return ids
 
-    def _id_lists(self, name: str, examples: Sequence, add_eos: bool = True) -> list[Any]:
-        """Return the ids of each example. Raises ValueError for what is no list of texts or of ids."""
+    def _id_lists(self, name: str, examples: Any, is_prompt: bool = False) -> list[np.ndarray]:
+        """Return the ids of each example; a prompt gets no EOS and may be empty. Raises ValueError."""
+        if _are_texts(examples):
+            examples = self._encode(examples)
+            if is_prompt:
+                examples = [ids[:-1] for ids in examples]
         is_list = isinstance(examples, list | tuple | np.ndarray | jax.Array)
         if not is_list or not getattr(examples, 'ndim', 1) or not len(examples):
             raise ValueError(
-                f'{name}={_shortened(examples)} is no list of texts or of ids: give one or more'
+                f'{name}={_shortened(examples)}: must be a list of one or more texts or lists of ids'
             )
-        encoded: list[Any]
-        is_text = [isinstance(example, str) for example in examples]
-        if all(is_text):
-            encoded = self._encode([str(text) for text in examples])
-            if not add_eos:
-                encoded = [ids[:-1] for ids in encoded]
-        elif any(is_text):
-            raise ValueError(
-                f'{name}[{is_text.index(True)}] is a text, {name}[{is_text.index(False)}] is not: give either '
-                'texts or ids'
-            )
-        else:
-            encoded = [_to_ids(f'{name}[{i}]', example) for i, example in enumerate(examples)]
-        for i, ids in enumerate(encoded):
-            if np.any(ids):
-                self._check_ids(f'{name}[{i}]', np.asarray(ids))
-            elif add_eos:  # a prompt may be empty
+        encoded = []
+        for i, example in enumerate(examples):
+            ids = np.asarray(_to_array(example))
+            is_list = ids.ndim == 1 and (ids.dtype.kind in 'iu' or not ids.size)
+            if not is_list or not (is_prompt or ids.any()):
                 raise ValueError(
-                    f'{name}[{i}]={_shortened(examples[i])} has no ids but padding: give one or more, 1 is EOS'
+                    f'{name}[{i}]={_shortened(example)}: must be ids, not all padding (0), or texts all'
                 )
+            self._check_ids(f'{name}[{i}]', ids)
+            encoded.append(ids)
         return encoded
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, EOS at the end."""
         if self.vocabulary is None:
             raise ValueError(
-                'this checkpoint brings no vocabulary: texts need one: infer.load(..., vocabulary=PATH) with a '
-                "SentencePiece model, vocabulary='bytes' for ByT5"
+                "this checkpoint brings no vocabulary for texts: infer.load(..., vocabulary=PATH or 'bytes')"
             )
-        for text in texts:
-            try:
-                text.encode()
-            except UnicodeEncodeError:
-                raise ValueError(
-                    f'{_shortened(text)} has half a character (a surrogate): give text of Unicode'
-                ) from None
-        return [[*ids, EOS_ID] for ids in self.vocabulary.encode(texts, glued_sentinels=True)]
+        ''.join(texts).encode()  # a surrogate is a ValueError here, not named by SentencePiece
+        encoded = self.vocabulary.encode(list(map(str, texts)), glued_sentinels=True)
+        return [[*ids, EOS_ID] for ids in encoded]
 
-    def _check_values(self, name: str, x: np.ndarray) -> None:
-        """Raise ValueError for values that a feature may not have."""
-        if name not in SEGMENTS:
-            self._check_ids(name, x)
-        elif int(x.min()) < 0 or int(x.max()) >= 2**31:
+    def _features(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """Return the features that the model reads, int32. Raises ValueError where they do not fit together."""
+        names = set()
+        if isinstance(batch, Mapping):
+            names = set(batch) - set(IGNORED_FEATURES)
+        if names not in (set(SEQUENCES), set(FEATURES)):
             raise ValueError(
-                f'{name} has {x.min()} to {x.max()}: must be int32, 1 or more, and 0 for padding'
+                f'the batch has {sorted(map(str, names))}: it must be a dict of {", ".join(SEQUENCES)}, if packed '
+                f"also {', '.join(SEGMENTS)}: of Hugging Face's take encoder_input_tokens=input_ids, "
+                'decoder_target_tokens=np.where(labels == -100, 0, labels), and these moved right by one'
+            )
+        features: dict[str, Any] = {}
+        for name in sorted(names, key=FEATURES.index):
+            x = _to_array(batch[name])
+            inputs = features.get('encoder_input_tokens', x)
+            stack_inputs = features.get(f'{name.split("_")[0]}_input_tokens', x)
+            fits = x.ndim == 2 and x.shape == (inputs.shape[0], stack_inputs.shape[1])
+            if not fits or not x.size or x.dtype.kind not in 'iu':
+                raise ValueError(
+                    f'{name} is {x.dtype} {list(x.shape)}: must be integers [batch, length] as the input tokens'
+                )
+            rows = f'{name}: batch size'
+            partition.check_divides(rows, x.shape[0], partition.BATCH_AXES, self.mesh)
+            if not isinstance(x, jax.core.Tracer):  # inside of another function values are unknown
+                self._check_ids(name, np.asarray(x))
+            features[name] = jnp.asarray(x, jnp.int32)
+        return features
+
+    def _check_decoder(self) -> None:
+        if self.config.num_decoder_layers == 0:
+            raise ValueError(
+                "this model is an encoder alone: call encode, or load a whole checkpoint without part='encoder'"
             )
 
     def _check_ids(self, name: str, ids: np.ndarray) -> None:
-        """Raise ValueError for ids that the model has no embedding of."""
-        vocab_size = self.config.vocab_size
-        if (ids == HUGGING_FACE_PADDING).any():
-            raise ValueError(
-                f'{name} has {HUGGING_FACE_PADDING}, with which Hugging Face pads labels: padding is 0 here: '
-                f'give np.where(labels == {HUGGING_FACE_PADDING}, 0, labels)'
-            )
-        for i in (int(ids.min()), int(ids.max())):
-            if not 0 <= i < vocab_size:
+        """Raise ValueError for ids that the model has no embedding of, and for segments beyond int32."""
+        end = self.config.vocab_size
+        if name in SEGMENTS:
+            end = 2**31
+        for i in (ids.min(initial=0), ids.max(initial=0)):
+            if not 0 <= i < end:
                 raise ValueError(
-                    f'{name} has id {i}: model.vocab_size={vocab_size} has no such rows, only 0 to '
-                    f'{vocab_size - 1}: use its own vocabulary'
+                    f'{name} has {i}: must be 0, which is padding, to {end - 1}: use the vocabulary of the '
+                    "checkpoint, and 0 for Hugging Face's -100"
                 )
 
 
@@ -616,13 +502,10 @@ class Example(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The answers to an example, the best first: their ids, with EOS if they have one, and scores.
+    """The answers to an example, the best first."""
 
-    `scores` is empty where the options of decoding have return_scores=False.
-    """
-
-    tokens: list[list[int]]
-    scores: list[float]
+    tokens: list[list[int]]  # with EOS if they have one
+    scores: list[float]  # none without return_scores
 
 
 Result = TypeVar('Result')
@@ -635,10 +518,9 @@ def predict_all(
     options: Mapping[str, Any],
     progress: Callable[[int], Any] = lambda count: None,
 ) -> Iterator[Answer]:
-    """Yield the answers to examples, in their order.
+    """Yield the answers to examples, in their order; `options` are those of `T5.generate_tokens`.
 
-    `options` are arguments of `T5.generate_tokens`. `progress` is called with the number of examples
-    of each batch. See `in_batches`.
+    `progress` is called with the number of examples of each batch. See `in_batches`.
     """
 
     def predict(batch: Sequence[Example], num_rows: int) -> Iterator[Answer]:
@@ -648,11 +530,11 @@ def predict_all(
             num_rows=num_rows,
             **options,
         )
+        if scores_bn is None:
+            scores_bn = np.zeros([len(batch), 0])
         for i, tokens_nT in enumerate(tokens_bnT):
-            yield Answer(
-                tokens=[before_padding(tokens_T) for tokens_T in tokens_nT],
-                scores=[] if scores_bn is None else scores_bn[i].tolist(),
-            )
+            tokens = [list(itertools.takewhile(bool, ids)) for ids in tokens_nT.tolist()]
+            yield Answer(tokens, scores_bn[i].tolist())
 
     return in_batches(predict, examples, batch_size, progress)
 
@@ -667,8 +549,9 @@ def score_all(
 
     def score(batch: Sequence[Example], num_rows: int) -> Iterator[float]:
         inputs = [example.inputs for example in batch]
-        targets = [example.targets for example in batch]
-        yield from t5._score(inputs, targets, num_rows, round_up=_next_size).tolist()
+        targets = [[example.targets] for example in batch]
+        for [score] in t5.score_choices(inputs, targets, num_rows):
+            yield float(score)
 
     return in_batches(score, examples, batch_size, progress)
 
@@ -686,12 +569,8 @@ def encode_all(
     """
 
     def encode(batch: Sequence[Example], num_rows: int) -> Iterator[np.ndarray]:
-        inputs_bM = t5._ids(
-            'inputs',
-            [example.inputs for example in batch],
-            num_rows=num_rows,
-            round_up=_next_size,
-        )
+        inputs = [example.inputs for example in batch]
+        inputs_bM = t5._ids('inputs', inputs, num_rows=num_rows)
         placed = partition.place_batch(t5.mesh, {'encoder_input_tokens': inputs_bM})
         encoded_bMD = np.asarray(t5._encodings(t5.arrays, placed))
         for i, example in enumerate(batch):
@@ -711,13 +590,18 @@ def in_batches(
 ) -> Iterator[Result]:
     """Yield the results of `compute(batch, number of rows)`, in the order of the examples.
 
-    Chunks of examples are sorted by length, so that a batch has little padding; the longest come
-    first, because they need the most memory. A chunk is all that is held. Of a chunk of one batch or
-    more, all batches have the same number of rows, so that few programs are compiled.
+    Chunks of examples, all that is held, are sorted by length, so that a batch has little padding;
+    the longest come first, because they need the most memory. All batches of a chunk have the same
+    number of rows, so that few programs are compiled.
     """
+
+    def lengths(i: int) -> tuple[int, int, int]:
+        num_inputs = len(chunk[i].inputs)  # is compiled for as the next size
+        return next_size(num_inputs, LENGTH_MULTIPLE), len(chunk[i].targets), num_inputs
+
     iterator = iter(examples)
     while chunk := list(itertools.islice(iterator, EXAMPLES_PER_CHUNK)):
-        order = sorted(range(len(chunk)), key=lambda i: _length_key(chunk[i]), reverse=True)
+        order = sorted(range(len(chunk)), key=lengths, reverse=True)
         num_rows = min(batch_size, len(chunk))
         results: dict[int, Result] = {}
         for start in range(0, len(chunk), batch_size):
@@ -729,44 +613,31 @@ def in_batches(
             yield results[i]
 
 
-def _length_key(example: Example) -> tuple[int, int, int]:
-    """Return what examples are sorted by: first the length of the inputs that is compiled for."""
-    compiled_length = _next_size(len(example.inputs), LENGTH_MULTIPLE)
-    return compiled_length, len(example.targets), len(example.inputs)
-
-
-def before_padding(tokens_T: np.ndarray) -> list[int]:
-    """Return ids up to the first padding."""
-    return list(itertools.takewhile(lambda i: i != PAD_ID, tokens_T.tolist()))
-
-
 # What one device computes, inside of `jax.shard_map`. model.py defines the suffixes.
 
 
-def _logits(config: model.T5Config, params: Mapping, batch: Mapping) -> jax.Array:
-    model = own_model.of(config)
+def _logits(model: ModuleType, config: T5Config, params: Mapping, batch: Mapping) -> jax.Array:
     return model.apply(lambda: model.logits(config, batch), params)
 
 
-def _scores(config: model.T5Config, params: Mapping, batch: Mapping) -> jax.Array:
-    logits_bTv = _logits(config, params, batch)
+def _scores(model: ModuleType, config: T5Config, params: Mapping, batch: Mapping) -> jax.Array:
+    logits_bTv = _logits(model, config, params, batch)
     targets_bT = batch['decoder_target_tokens']
     nats_bT, _ = loss.cross_entropy(logits_bTv, targets_bT)
     return -(nats_bT * (targets_bT > 0)).sum(axis=-1)
 
 
-def _encodings(config: model.T5Config, params: Mapping, batch: Mapping) -> jax.Array:
-    model = own_model.of(config)
+def _encodings(model: ModuleType, config: T5Config, params: Mapping, batch: Mapping) -> jax.Array:
     inputs_bM = batch['encoder_input_tokens']
     encoded_bMD = model.apply(lambda: model.encode(config, inputs_bM), params)
     return jnp.where(inputs_bM[..., None] > 0, encoded_bMD.astype(jnp.float32), 0)
 
 
 def _generate(
-    config: model.T5Config,
     decoding: 'Decoding',
+    model: ModuleType,
+    config: T5Config,
     params: Mapping,
-    step_params: Mapping,
     seed: jax.Array,
     arguments: Mapping,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -774,15 +645,11 @@ def _generate(
     num_decodes = max(decoding.beam_size, decoding.num_return)
     is_beam_search = decoding.beam_size > 1
     inputs_bM = arguments['inputs_bM']
-    model = own_model.of(config)
     cache = model.apply(
         lambda: model.start_decoding(config, inputs_bM, 0, num_decodes, is_beam_search), params
     )
 
     def step(tokens_r, cache):
-        if step_params:
-            f = functools.partial(model.decode_step, config, tokens_r, cache, transposed=True)
-            return model.apply(f, step_params)
         return model.apply(lambda: model.decode_step(config, tokens_r, cache), params)
 
     if is_beam_search:
@@ -794,46 +661,33 @@ def _generate(
             num_beams=num_decodes,
             alpha=decoding.alpha,
             lengths_b=arguments['lengths_b'],
-            eos_id=EOS_ID,
             grow=model.grow_cache,
         )
-        return tokens_bnT, scores_bn if decoding.return_scores else None
-    rows = {name: jnp.repeat(x, num_decodes, axis=0) for name, x in arguments.items()}
-    choose: decode.Choose = decode.most_likely
-    if decoding.is_random:
-        choose = _random_choice(decoding, seed, rows, num_decodes)
-    tokens_rT, scores_r = decode.sample(
-        step,
-        cache,
-        rows['prompt_bT'],
-        choose,
-        lengths_r=rows['lengths_b'],
-        eos_id=EOS_ID,
-        grow=model.grow_cache,
-    )
-    tokens_bnT = tokens_rT.reshape(-1, num_decodes, tokens_rT.shape[1])
-    scores_bn = scores_r.reshape(-1, num_decodes)
-    if num_decodes > 1:
-        scores_bn, order_bn = decode.best_last(scores_bn, num_decodes)
-        tokens_bnT = decode.pick(tokens_bnT, order_bn)
-    # XLA leaves scores that are not returned out of all steps.
-    return tokens_bnT, scores_bn if decoding.return_scores else None
-
-
-def _random_choice(
-    decoding: 'Decoding', seed: jax.Array, rows: Mapping, num_decodes: int
-) -> decode.Choose:
-    """Return the function that draws tokens, with a key for each row: of its example and decode."""
-    decode_r = jnp.arange(len(rows['example_b'])) % num_decodes
-    fold_in = jax.vmap(jax.random.fold_in)
-    keys_b = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), rows['example_b'])
-    return decode.random_tokens(
-        fold_in(keys_b, decode_r),
-        rows['temperature_b'],
-        top_k=decoding.top_k,
-        top_p=decoding.top_p,
-        rescale_log_probs=False,
-    )
+    else:
+        rows = {name: jnp.repeat(x, num_decodes, axis=0) for name, x in arguments.items()}
+        choose: decode.Choose = decode.most_likely
+        if decoding.is_random:
+            # A key for each row: of its example and its decode.
+            decode_r = jnp.arange(len(rows['example_b'])) % num_decodes
+            fold_in = jax.vmap(jax.random.fold_in)
+            keys_r = jax.vmap(jax.random.fold_in, (None, 0))(
+                jax.random.key(seed), rows['example_b']
+            )
+            limits: Any = {'top_k': decoding.top_k, 'top_p': decoding.top_p}
+            choose = decode.random_tokens(
+                fold_in(keys_r, decode_r), rows['temperature_b'], **limits, rescale_log_probs=False
+            )
+        tokens_rT, scores_r = decode.sample(
+            step, cache, rows['prompt_bT'], choose, rows['lengths_b'], grow=model.grow_cache
+        )
+        tokens_bnT = tokens_rT.reshape(-1, num_decodes, tokens_rT.shape[1])
+        scores_bn = scores_r.reshape(-1, num_decodes)
+        if num_decodes > 1:
+            scores_bn, order_bn = decode.best_last(scores_bn, num_decodes)
+            tokens_bnT = decode.pick(tokens_bnT, order_bn)
+    if not decoding.return_scores:
+        return tokens_bnT, None  # XLA leaves the scores out of all steps
+    return tokens_bnT, scores_bn
 
 
 # What users give.
@@ -843,64 +697,40 @@ def _random_choice(
 class Decoding:
     """The options of `T5.generate` that a program is compiled for. Raises ValueError."""
 
-    beam_size: int
     is_random: bool  # a temperature is above 0
-    top_k: int
-    top_p: float
-    num_return: int
-    alpha: float
-    return_scores: bool
+    beam_size: int = 1
+    top_k: int = 0
+    top_p: float = 0.0
+    num_return: int = 1
+    alpha: float = 0.6
+    return_scores: bool = True
 
     @classmethod
     def of_settings(cls, config: Any) -> 'Decoding':
         """Return the options that config.decode sets. Raises ValueError where they do not fit."""
-        return cls(
-            beam_size=config.beam_size,
-            is_random=config.temperature > 0,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            num_return=config.num_return,
-            alpha=config.alpha,
-            return_scores=config.return_scores,
-        )
+        names = {field.name for field in dataclasses.fields(cls)} & set(config)
+        options = {name: config[name] for name in names}
+        return cls(is_random=config.temperature > 0, **options)
 
     def __post_init__(self):
         for name in ('beam_size', 'top_k', 'top_p', 'num_return', 'alpha'):
-            value = getattr(self, name)
-            limits = settings.RANGES[f'decode.{name}']
-            is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-            if not is_number or not limits.holds(value):
-                raise ValueError(f'{name}={_shortened(value)}: must be {limits}')
-        for name in ('beam_size', 'top_k', 'num_return'):
-            value = getattr(self, name)
-            if not isinstance(value, int | np.integer):
-                raise ValueError(f'{name}={value}: must be a whole number')
+            _check_number(name, getattr(self, name))
         if self.beam_size > 1 and self.is_random:
             raise ValueError(
-                f'beam_size={self.beam_size} with a temperature above 0: a beam search draws nothing: set '
-                'temperature=0.0 to search, or beam_size=1 to sample'
+                f'beam_size={self.beam_size} draws nothing: set temperature=0.0, or beam_size=1 to sample'
+            )
+        if self.num_return > self.beam_size and not self.is_random:
+            raise ValueError(
+                f'num_return={self.num_return} with temperature=0.0: must be at most beam_size='
+                f'{self.beam_size}: set a larger beam_size to search, or temperature=1.0 to sample'
             )
         for name in ('top_k', 'top_p'):
-            if getattr(self, name) and not self.is_random:
+            value = getattr(self, name)
+            if value and not (self.is_random and self.top_k * self.top_p == 0):
                 raise ValueError(
-                    f'{name}={getattr(self, name)} with temperature=0.0: it limits what is drawn, and nothing is: '
-                    f'set temperature=1.0 to sample, or {name}=0'
+                    f'{name}={value} with temperature=0.0, or top_k with top_p: one of them limits what is '
+                    f'drawn: set temperature=1.0 and the other one to 0, or {name}=0'
                 )
-        if self.top_k and self.top_p:
-            raise ValueError(
-                f'top_k={self.top_k} with top_p={self.top_p}: only one of them may limit what is drawn: set the '
-                'other to 0'
-            )
-        if self.beam_size > 1 and self.num_return > self.beam_size:
-            raise ValueError(
-                f'num_return={self.num_return}: must be at most beam_size={self.beam_size}, the answers that a '
-                'search finds: set a larger beam_size'
-            )
-        if self.num_return > 1 and self.beam_size == 1 and not self.is_random:
-            raise ValueError(
-                f'num_return={self.num_return} with beam_size=1 and temperature=0.0: all answers would be alike: '
-                f'set beam_size={self.num_return} to search, or temperature=1.0 to sample'
-            )
 
 
 def decoding_options(config: Any) -> dict[str, Any]:
@@ -910,114 +740,30 @@ def decoding_options(config: Any) -> dict[str, Any]:
     return options
 
 
-def _checked_length(max_length: Any) -> int:
-    """Return a valid max_length."""
-    is_number = isinstance(max_length, int | np.integer) and not isinstance(max_length, bool)
-    if not is_number or not 1 <= max_length <= MAX_LENGTH:
-        raise ValueError(
-            f'max_length={max_length!r}: must be a number of tokens from 1 to {MAX_LENGTH}'
-        )
-    return int(max_length)
+def _check_number(name: str, value: Any) -> None:
+    """Raise ValueError unless an option is a number of the type and range of its setting."""
+    limits = check.RANGES[f'decode.{name}']
+    kind = type(base.get_config().decode[name])
+    types: Any = {int: (int, np.integer), float: (int, float, np.number)}[kind]
+    if isinstance(value, bool) or not isinstance(value, types) or not limits.holds(value):
+        raise ValueError(f'{name}={_shortened(value)}: must be {check.KINDS[kind]}, {limits}')
 
 
-def _check_seed(seed: Any) -> None:
-    limits = settings.RANGES['decode.seed']
-    is_number = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
-    if not is_number or not limits.holds(seed):
-        raise ValueError(f'seed={_shortened(seed)}: must be a whole number, {limits}')
+def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        names = ', '.join(map(repr, choices))
+        raise ValueError(f'{name}={_shortened(value)}: must be one of {names}')
 
 
-def _checked_temperatures(temperature: Any) -> np.ndarray:
-    """Return a temperature, [], or one for each input, [examples]; float32."""
-    values = np.asarray(_to_array(temperature))
-    limits = settings.RANGES['decode.temperature']
-    is_number = values.dtype.kind in 'iuf' and values.ndim <= 1 and values.size > 0
-    if not is_number or not all(limits.holds(float(x)) for x in values.flat):
-        raise ValueError(
-            f'temperature={_shortened(temperature)}: must be a number, or one for each input, {limits}'
-        )
-    return values.astype(np.float32)
-
-
-def _temperatures_of_rows(temperatures: np.ndarray, num_inputs: int, num_rows: int) -> np.ndarray:
-    """Return the temperature of each row, float32 [rows]."""
-    if temperatures.ndim == 1 and len(temperatures) != num_inputs:
-        raise ValueError(
-            f'{len(temperatures)} temperatures for {num_inputs} inputs: give one for each, or a number'
-        )
-    temperature_b = np.ones(num_rows, np.float32)
-    temperature_b[:num_inputs] = temperatures
-    return temperature_b
-
-
-def _check_names(batch: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a batch has the features that it needs, and no unknown one."""
-    if not isinstance(batch, Mapping):
-        raise ValueError(f'a {type(batch).__name__} is no batch: give a dict of T5X features')
-    if 'labels' in batch:
-        raise ValueError(
-            "the batch has 'labels', as Hugging Face's have: the features are T5X's: give "
-            'encoder_input_tokens=input_ids, decoder_target_tokens=np.where(labels == -100, 0, labels), and as '
-            'decoder_input_tokens these targets moved right by one, a 0 in front'
-        )
-    missing = [name for name in SEQUENCES if name not in batch]
-    if missing:
-        raise ValueError(f'the batch has {sorted(map(str, batch))}: it needs {", ".join(missing)}')
-    for name in batch:
-        if name not in (*FEATURES, *IGNORED_FEATURES):
-            raise ValueError(
-                f'the batch has {name!r}: the features are {", ".join((*FEATURES, *IGNORED_FEATURES))}'
-            )
-    if ('encoder_segment_ids' in batch) != ('decoder_segment_ids' in batch):
-        raise ValueError(f'the batch has only one of {", ".join(SEGMENTS)}: give both or none')
-
-
-def _check_shape(name: str, arrays: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a feature has the rows of the batch and the length of its stack."""
-    like = 'encoder_input_tokens'
-    if name.startswith('decoder'):
-        like = 'decoder_input_tokens'
-    num_rows = arrays['encoder_input_tokens'].shape[0]
-    expected = (num_rows, *arrays[like].shape[1:])
-    if arrays[name].shape != expected:
-        raise ValueError(
-            f'{name} has shape {list(arrays[name].shape)}: must be {list(expected)}, with the rows of '
-            f'encoder_input_tokens and the length of {like}'
-        )
-
-
-def _checked_dtype(dtype: Any) -> str:
-    """Return the name of a dtype of parameters, which may be a type such as jnp.bfloat16."""
-    name = dtype
-    if not isinstance(dtype, str | None):
-        try:
-            name = jnp.dtype(dtype).name
-        except TypeError:
-            name = _shortened(dtype)
-    choices = settings.CHOICES['restore.dtype']
-    if name not in choices:
-        raise ValueError(f'dtype={name!r}: must be one of {", ".join(map(repr, choices))}')
-    return name
+def _check_one_each(name: str, values: Any, inputs: Sequence) -> None:
+    if len(values) != len(inputs):
+        raise ValueError(f'{name} has {len(values)} for {len(inputs)} inputs: give one for each')
 
 
 def _are_texts(examples: Any) -> bool:
-    """Return whether examples are a list of texts."""
-    if isinstance(examples, np.ndarray):
-        return examples.ndim == 1 and examples.dtype.kind == 'U'
-    return isinstance(examples, list | tuple) and all(isinstance(x, str) for x in examples)
-
-
-def _to_ids(name: str, example: Any) -> np.ndarray:
-    """Return an example that is given as ids. Raises ValueError for anything else."""
-    ids = np.asarray(_to_array(example))
-    is_integer = ids.dtype.kind in 'iu'
-    if ids.dtype == object:  # integers beyond int64
-        is_integer = all(type(i) is int for i in ids.flat)
-    if ids.ndim != 1 or (ids.size and not is_integer):
-        raise ValueError(
-            f'{name}={_shortened(example)} is neither a text nor a list of ids: give one of them'
-        )
-    return ids
+    """Return whether examples are a list of one or more texts."""
+    is_list = isinstance(examples, list | tuple) or getattr(examples, 'ndim', 0) == 1
+    return is_list and len(examples) > 0 and all(isinstance(x, str) for x in examples)
 
 
 def _to_array(value: Any) -> Any:
@@ -1032,7 +778,4 @@ def _to_array(value: Any) -> Any:
 
 def _shortened(value: Any) -> str:
     """Return `value` as an error message shows it, in one line of at most 60 characters."""
-    text = ' '.join(repr(value).split())
-    if len(text) > 60:
-        return f'{text[:57]}...'
-    return text
+    return f'{" ".join(repr(value).split()):.60}'

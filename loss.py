@@ -25,9 +25,8 @@ def weighted_sums(
 ) -> dict[str, jax.Array]:
     """Return this device's share of the sums that T5X's metrics are made of.
 
-    'loss' is what training minimizes. `batch` has T5X's features; `weights_bT` and `divisor` are
-    those of `weights_and_divisor`. Another sum that is added here is logged under its name, divided
-    by 'weights'.
+    'loss' is what training minimizes. `batch` has T5X's features. Another sum that is added here is
+    logged under its name, divided by 'weights'.
     """
     targets_bT = batch['decoder_target_tokens']
     loss_bT, z_loss_bT = cross_entropy(logits_bTv, targets_bT, z_loss, label_smoothing)
@@ -80,10 +79,7 @@ def is_correct(logits_bTv: jax.Array, targets_bT: jax.Array) -> jax.Array:
 
 
 def parse_normalizing_factor(value: str) -> float | str:
-    """Return what divides the sum of losses: a number or one of NORMALIZERS.
-
-    `value` is '' for 1 (T5X's None), a number, or one of NORMALIZERS in any case.
-    """
+    """Return what divides the sum of losses: a number, 1 for '' (T5X's None), or one of NORMALIZERS."""
     if value == '':
         return 1.0
     if value.upper() in NORMALIZERS:
@@ -103,10 +99,9 @@ def parse_normalizing_factor(value: str) -> float | str:
 def weights_and_divisor(
     batch: Mapping[str, jax.Array], normalizing_factor: float | str
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the loss weights [b, T] and what divides the weighted sum of losses; float32.
+    """Return the loss weights [b, T], and what divides the weighted sum of a batch's losses; float32.
 
-    The divisor is a scalar that counts the whole batch. `normalizing_factor`: of
-    `parse_normalizing_factor`.
+    `normalizing_factor`: of `parse_normalizing_factor`.
     """
     weights_bT = batch['decoder_loss_weights'].astype(jnp.float32)
     if isinstance(normalizing_factor, float):

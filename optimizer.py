@@ -22,14 +22,15 @@ STEP = 'state/step'
 # The slots that T5X's Adafactor keeps for each parameter. One that is unused is [1] zeros.
 T5X_SLOTS = ('m', 'v', 'v_col', 'v_row')
 T5X_NAMES = {'ema': 'm'}  # of slots that have another name in optax
+# Slots of optax's Adafactor that lack a dimension of their parameter: its place by size.
+FACTORED_SLOTS = {'v_row': -1, 'v_col': -2}
 AVERAGE_SLOT = 'ema_params'  # of `average_parameters`
 
 
 def make_optimizer(config: Any, learning_rate: Callable) -> optax.GradientTransformation:
-    """Return the optimizer `config.name`, after a clip of the global norm if there is one.
+    """Return a clip of the global norm, the optimizer `config.name` and a moving average, chained.
 
-    Behind them comes the moving average of the parameters, if there is one. Raises ValueError for a
-    name that is not in OPTIMIZERS.
+    The first and the last only where they are set.
     """
     if config.name not in OPTIMIZERS:
         raise ValueError(f'optimizer.name={config.name!r}: must be one of {", ".join(OPTIMIZERS)}')
@@ -45,7 +46,7 @@ def make_optimizer(config: Any, learning_rate: Callable) -> optax.GradientTransf
 def adafactor(config: Any, learning_rate: Callable) -> optax.GradientTransformation:
     """Return Adafactor with T5X's hyper-parameters; 0 turns one off.
 
-    T5X's minimum of 128 to factor a dimension and its epsilons 1e-30 and 1e-3 are optax's defaults.
+    Its minimum of 128 to factor a dimension and its epsilons 1e-30 and 1e-3 are optax's defaults.
     """
     return optax.adafactor(
         learning_rate,
@@ -102,7 +103,7 @@ def average_parameters(decay: float) -> optax.GradientTransformation:
 
 
 def averaged(params: Mapping[str, Any], opt_state: Any) -> Mapping[str, Any]:
-    """Return the parameters, and in place of those that have a moving average the average."""
+    """Return the parameters, or their moving averages where the optimizer keeps some."""
 
     def is_average(x: Any) -> bool:
         return isinstance(x, ParameterAverage)
@@ -126,16 +127,14 @@ def average_paths(tree: Mapping[str, Any]) -> dict[str, str]:
 def make_schedule(config: Any) -> Callable:
     """Return T5X's product of factors: step (before it is incremented) -> learning rate, float32.
 
-    The rate is never below min_learning_rate, not even at step 0 of a warm-up. Raises ValueError
-    for a factor that T5X does not have.
+    The rate is never below min_learning_rate, not even at step 0 of a warm-up.
     """
     factors = schedule_factors(config)
     names = [name.strip() for name in config.factors.split('*')]
     for name in names:
         if name not in factors:
             raise ValueError(
-                f'learning_rate.factors={config.factors!r}: {name!r} is none of '
-                f'{", ".join(factors)}'
+                f'learning_rate.factors={config.factors!r}: {name!r} is none of {", ".join(factors)}'
             )
 
     def schedule(step):
@@ -166,10 +165,7 @@ def schedule_factors(config: Any) -> dict[str, Callable]:
 
 
 def trained_paths(pattern: str, paths: Collection[str]) -> tuple[str, ...]:
-    """Return those of the parameters' `paths` that `pattern`, optimizer.trainable, matches whole.
-
-    Raises ValueError if there is none.
-    """
+    """Return the parameters that `pattern`, optimizer.trainable, matches in full."""
     try:
         trained = tuple(path for path in paths if re.fullmatch(pattern, path))
     except re.error as error:
@@ -188,7 +184,8 @@ def trained_paths(pattern: str, paths: Collection[str]) -> tuple[str, ...]:
 def state_specs(opt_state: Any, params: Mapping[str, Any], specs: Mapping[str, P]) -> Any:
     """Return PartitionSpecs for `opt_state`.
 
-    An array that belongs to a parameter and has its shape is split like it; others are not split.
+    An array that belongs to a parameter and has its shape is split like it, and so is a row or
+    column of Adafactor along the dimension that it keeps; others are not split.
     """
 
     def spec(keys: tuple, x: Any) -> P:
@@ -196,9 +193,16 @@ def state_specs(opt_state: Any, params: Mapping[str, Any], specs: Mapping[str, P
         if index is None:
             return P()
         path = keys[index].key
-        if x.shape != params[path].shape:
+        shape = params[path].shape
+        if x.shape == shape:
+            return specs[path]
+        slot = (field_names(keys[:index]) or [''])[-1]
+        if slot not in FACTORED_SLOTS or len(shape) != 2:
             return P()
-        return specs[path]
+        kept = 1 - np.argsort(shape)[FACTORED_SLOTS[slot]]
+        if x.shape != (shape[kept],):
+            return P()
+        return P(specs[path][kept])
 
     return jax.tree_util.tree_map_with_path(spec, opt_state)
 
@@ -206,9 +210,8 @@ def state_specs(opt_state: Any, params: Mapping[str, Any], specs: Mapping[str, P
 def to_t5x(step: Any, params: Mapping[str, Any], opt_state: Any) -> dict[str, Any]:
     """Return a training state as a flat tree of T5X's paths, 'target/PARAM' and 'state/...'.
 
-    The arrays of the state of any optax optimizer are in it, under the paths of `state_paths`. (But
-    a random key, which optax.add_noise has, cannot be saved.) The optimizer may have state of some
-    parameters only: the others are frozen.
+    The arrays of the state of any optax optimizer are in it, under the paths of `state_paths`, but
+    a random key, which optax.add_noise has, cannot be saved. Frozen parameters have no state.
     """
     tree = {STEP: step}
     for path, x in params.items():
@@ -218,18 +221,15 @@ def to_t5x(step: Any, params: Mapping[str, Any], opt_state: Any) -> dict[str, An
         if path != STEP:
             tree[path] = x
     for path in paths:
-        if is_factored_slot(path):  # of Adafactor
-            owner, _, _ = path.rpartition('/')
+        owner, _, slot = path.rpartition('/')
+        if owner.startswith('state/param_states/') and slot in ('v_row', 'v_col'):  # of Adafactor
             for slot in T5X_SLOTS:
                 tree.setdefault(f'{owner}/{slot}', np.zeros([1], np.float32))
     return tree
 
 
 def from_t5x(tree: Mapping[str, Any], opt_state: Any) -> tuple[Any, dict[str, Any], Any]:
-    """Return (step, params, optimizer state), the inverse of `to_t5x`.
-
-    The optimizer state has the structure of `opt_state`, whose leaves are not read.
-    """
+    """Return (step, params, optimizer state), the inverse of `to_t5x`; of `opt_state`'s structure."""
     params = {}
     for path, x in tree.items():
         if path.startswith('target/'):
@@ -265,18 +265,8 @@ def state_paths(opt_state: Any, params: Mapping[str, Any]) -> list[str]:
         path = leaf_path(keys, params)
         number = occurrences[path]
         occurrences[path] += 1
-        if number:
-            path = f'{path}_{number}'
-        paths.append(path)
+        paths.append(f'{path}_{number}' if number else path)
     return paths
-
-
-def is_factored_slot(path: str) -> bool:
-    """Return whether a path of T5X's tree is a factor of Adafactor's second moments.
-
-    T5X packs such vectors, like all arrays of one number, whole into its index.
-    """
-    return path.startswith('state/param_states/') and path.endswith(('/v_row', '/v_col'))
 
 
 def is_t5x_leaf(keys: tuple, params: Mapping[str, Any]) -> bool:

@@ -1,63 +1,66 @@
 """The mesh, and the helpers for collectives that are written by hand.
 
 The rows of a batch are split over BATCH_AXES; heads, MLP width and vocabulary are split over
-'model'. Inside `jax.shard_map` every array is one device's part, and a collective stands beside the
-math that it completes: `lax.psum`, `lax.pmax` and `lax.axis_index` as JAX has them. This file names
-the axes of the mesh; each helper removes a trap.
+'model'; parameters are split over 'fsdp', too, and gathered where they are used. Inside
+`jax.shard_map` every array is one device's part, and a collective stands beside the math that it
+completes: `lax.psum`, `lax.pmax` and `lax.axis_index` as JAX has them. This file names the axes of
+the mesh; each helper removes a trap.
 """
 
+import functools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import multihost_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-MESH_AXES = ('data', 'model')
-BATCH_AXES = ('data',)  # they split the rows of a batch; a sum over rows is due over all of them
+MESH_AXES = ('data', 'fsdp', 'model')  # from the slowest links to the fastest
+# They split the rows of a batch; a sum over rows is due over all of them.
+BATCH_AXES = ('data', 'fsdp')
 BATCH = P(BATCH_AXES)  # the spec of an array of rows
 TOP_K_BLOCK = 128  # values that top_k looks at together
-T = TypeVar('T')
 
 
-def make_mesh(data: int = -1, model: int = 1, devices: list | None = None) -> Mesh:
-    """Return a mesh of `data` x `model` devices; -1 takes the devices that are left."""
-    if devices is None:
-        devices = jax.devices()
-    sizes = f'mesh.data={data}, mesh.model={model}'
-    known = max(data, model)
-    if min(data, model) < -1 or 0 in (data, model) or known == -1:
-        raise ValueError(f'{sizes}: each must be a positive count, and at most one may be -1')
-    num_wanted = data * model
-    if num_wanted < 0:
-        num_wanted = known
-    on_a_cpu = (
-        'on a CPU, the environment variable XLA_FLAGS=--xla_force_host_platform_device_count='
-        f'{num_wanted} makes as many'
-    )
-    if -1 in (data, model) and len(devices) % known:
+def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list | None = None) -> Mesh:
+    """Return a mesh of `data` x `fsdp` x `model` devices; -1 takes the devices that are left."""
+    devices = devices or jax.devices()
+    sizes = [data, fsdp, model]
+    settings = f'mesh.data={data}, mesh.fsdp={fsdp}, mesh.model={model}'
+    if min(sizes) < -1 or 0 in sizes or sizes.count(-1) > 1:
+        raise ValueError(f'{settings}: each must be a positive count, and at most one may be -1')
+    num_wanted = abs(math.prod(sizes))
+    rule = f'the product must be at most the {len(devices)} devices'
+    fits = num_wanted <= len(devices)
+    if -1 in sizes:
+        rule = f'{num_wanted} must divide the number of devices, {len(devices)}'
+        fits = len(devices) % num_wanted == 0
+    if not fits:
         raise ValueError(
-            f'{sizes}: {known} must divide the number of devices, {len(devices)}; {on_a_cpu}'
+            f'{settings}: {rule}; on a CPU, the environment variable '
+            f'XLA_FLAGS=--xla_force_host_platform_device_count={num_wanted} makes as many'
         )
-    if data == -1:
-        data = len(devices) // known
-    if model == -1:
-        model = len(devices) // known
-    if data * model > len(devices):
-        raise ValueError(
-            f'{sizes}: the product must be at most the {len(devices)} devices; {on_a_cpu}'
-        )
-    return jax.make_mesh(
-        axis_shapes=(data, model),
-        axis_names=MESH_AXES,
-        axis_types=(AxisType.Auto,) * len(MESH_AXES),
-        devices=devices[: data * model],
-    )
+    sizes = [len(devices) // num_wanted if size == -1 else size for size in sizes]
+    devices = devices[: math.prod(sizes)]
+    slices = len({getattr(x, 'slice_index', 0) for x in devices if x.platform == 'tpu'}) or 1
+    if sizes[0] % slices:
+        raise ValueError(f'{settings}: mesh.data must be a multiple of {slices}, the TPU slices')
+    layout: dict[str, Any] = {'devices': devices, 'allow_split_physical_axes': True}
+    parts = (sizes[0] // slices, *sizes[1:])
+    try:
+        if slices > 1:  # the slow links between them are for 'data' alone
+            grid = mesh_utils.create_hybrid_device_mesh(parts, (slices, 1, 1), **layout)
+        else:
+            grid = mesh_utils.create_device_mesh(parts, **layout)
+    except AssertionError as error:  # of TPUs, which are a box
+        raise ValueError(f'{settings}: these are no box of TPUs: set an axis to -1') from error
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def axes_size(mesh: Mesh, axes: Iterable[str]) -> int:
@@ -72,12 +75,9 @@ def check_divides(name: str, n: int, axes: tuple[str, ...], mesh: Mesh) -> None:
     """Raise ValueError unless `n`, the value of `name`, divides by the size of the mesh axes."""
     count = axes_size(mesh, axes)
     if n % count:
-        over = ' * '.join(f'mesh.{axis}' for axis in axes)
-        divisors = [str(k) for k in range(1, n + 1) if n % k == 0]
-        choices = divisors[0]
-        if len(divisors) > 1:
-            choices = f'{", ".join(divisors[:-1])} or {divisors[-1]}'
-        raise ValueError(f'{name}={n} cannot be split over {over}={count}: use {choices}')
+        over = ' * '.join(f'mesh.{axis}' for axis in axes if mesh.shape[axis] > 1)
+        divisors = ', '.join(str(k) for k in range(1, n + 1) if n % k == 0)
+        raise ValueError(f'{name}={n} cannot be split over {over}={count}: use one of {divisors}')
 
 
 def split(n: int, axis: str) -> int:
@@ -90,6 +90,28 @@ def own_slice(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """Return this device's part of a whole array: `x` split along `dim` over the mesh axis."""
     n = split(x.shape[dim], axis)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * n, n, dim)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def all_gather(x: jax.Array, axis: str, dim: int, dtype: Any, gradient_dtype: Any) -> jax.Array:
+    """Return the whole of a float32 parameter that is split along `dim` over `axis`, in `dtype`.
+
+    It travels in `dtype`. Its gradients are summed, and so travel, in `gradient_dtype`.
+    """
+    return lax.all_gather(x.astype(dtype), axis, axis=dim, tiled=True)
+
+
+def _all_gather_forward(x, axis, dim, dtype, gradient_dtype):
+    return all_gather(x, axis, dim, dtype, gradient_dtype), None
+
+
+def _all_gather_backward(axis, dim, dtype, gradient_dtype, _, grad):
+    grad = grad.astype(gradient_dtype)
+    total = lax.psum_scatter(grad, axis, scatter_dimension=dim, tiled=True)
+    return (total.astype(jnp.float32),)
+
+
+all_gather.defvjp(_all_gather_forward, _all_gather_backward)
 
 
 def argmax(x: jax.Array, axis: str) -> jax.Array:
@@ -113,8 +135,7 @@ def top_k(x: jax.Array, k: int, axis: str) -> tuple[jax.Array, jax.Array]:
     """Return the k largest values in the last dimension, which is split over `axis`, and indices.
 
     The largest comes first, of equal values the lowest index. The indices, int32, count in the whole
-    dimension. If it has fewer than k values, all of them are returned. [..., k], the same on every
-    device of `axis`.
+    dimension. [..., k or all], the same on every device of `axis`.
     """
     n = x.shape[-1]
     values, indices = _own_top_k(x, min(k, n))
@@ -128,10 +149,9 @@ def top_k(x: jax.Array, k: int, axis: str) -> tuple[jax.Array, jax.Array]:
 
 
 def _own_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Return what lax.top_k returns.
+    """Return what lax.top_k returns, in one pass and a sort of few values.
 
-    It first takes the k blocks with the largest maxima: the k largest values lie in them. The
-    maxima take one pass, and few values are left to sort.
+    The k largest values lie in the k blocks with the largest maxima.
     """
     num_blocks = x.shape[-1] // TOP_K_BLOCK
     if x.shape[-1] % TOP_K_BLOCK or num_blocks <= k:
@@ -178,20 +198,25 @@ def one_device(f: Callable) -> Callable:
 
 
 def param_specs(table: Mapping[str, P], paths: Iterable[str]) -> dict[str, P]:
-    """Return {path: spec} from a table of {regular expression: spec}.
-
-    Raises ValueError for a path that does not match, as a whole, exactly one pattern.
-    """
+    """Return {path: spec} from a table of {regular expression of a whole path: spec}."""
     specs = {}
     for path in paths:
         patterns = [pattern for pattern in table if re.fullmatch(pattern, path)]
-        if len(patterns) != 1:
+        if len(patterns) != 1:  # of an own model
             raise ValueError(
                 f'parameter {path!r} matches {len(patterns)} rows of the table of specs, '
                 f'{patterns}: it must match exactly one, so add or correct a row'
             )
         specs[path] = table[patterns[0]]
     return specs
+
+
+def gathered(specs: Mapping[str, P]) -> dict[str, P]:
+    """Return the specs of parameters that are gathered over 'fsdp'."""
+    whole = {}
+    for path, spec in specs.items():
+        whole[path] = P(*[None if entry == 'fsdp' else entry for entry in spec])
+    return whole
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:
@@ -240,7 +265,7 @@ class ProcessFailed(OSError):
     """Another process has ended with an error."""
 
 
-def in_all(read: Callable[[], T]) -> T:
+def in_all(read: Callable[[], Any]) -> Any:
     """Return what `read` returns, which each process does for itself.
 
     Where it raises an error, that process raises it and all others ProcessFailed.
@@ -258,16 +283,6 @@ def in_all(read: Callable[[], T]) -> T:
     return result
 
 
-def check_alike(name: str, digest: bytes) -> None:
-    """Raise ValueError unless all processes have the same digest of what `name` says."""
-    digests = from_processes(np.frombuffer(digest, np.uint8))
-    if (digests != digests[0]).any():
-        raise ValueError(
-            f'{name} differ between the {len(digests)} processes: each must read the same: put them '
-            'on a disk that all of them see'
-        )
-
-
 def cut_rows(tree: Any, num_parts: int) -> Any:
     """Return this device's rows in equal parts: [b, ...] -> [num_parts, b / num_parts, ...]."""
     return jax.tree.map(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), tree)
@@ -282,9 +297,7 @@ def per_device(params: Any, specs: Any) -> Any:
 
     def mark(x: jax.Array, spec: P) -> jax.Array:
         axes = replicated_batch_axes(spec)
-        if not axes:
-            return x
-        return lax.pcast(x, axes, to='varying')
+        return lax.pcast(x, axes, to='varying') if axes else x
 
     return jax.tree.map(mark, params, specs)
 
@@ -294,22 +307,12 @@ def sum_gradients(grads: Any, specs: Any) -> Any:
 
     def total(grad: jax.Array, spec: P) -> jax.Array:
         axes = replicated_batch_axes(spec)
-        if not axes:
-            return grad
-        return lax.psum(grad, axes)
+        return lax.psum(grad, axes) if axes else grad
 
     return jax.tree.map(total, grads, specs)
 
 
 def replicated_batch_axes(spec: P) -> tuple[str, ...]:
     """Return the batch axes over which `spec` splits nothing: their devices hold equal values."""
-    return tuple(axis for axis in BATCH_AXES if not splits_over(spec, axis))
-
-
-def splits_over(spec: P, axis: str) -> bool:
-    """Return whether `spec` splits a dimension over `axis`, alone or together with other axes."""
-    for entry in spec:  # a name, a tuple of names, or None
-        axes = entry if isinstance(entry, tuple) else (entry,)
-        if axis in axes:
-            return True
-    return False
+    split_over = jax.tree.leaves(tuple(spec))  # of entries that are a name, several, or None
+    return tuple(axis for axis in BATCH_AXES if axis not in split_over)

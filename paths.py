@@ -1,7 +1,8 @@
 """Paths that a user gives, on a disk or in a bucket (gs://, s3://): names, safe reading, atomic writing.
 
 Every flag, setting and argument that takes a path goes through `to_path`, `disk_path` or `matching_files` once, so
-that `..`, `~`, links, spaces and a trailing slash mean the same everywhere. Imports nothing of ours.
+that `..`, `~`, links, spaces and a trailing slash mean the same everywhere. Buckets are read and written through
+fsspec. Imports nothing of ours.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import json
 import os
 import posixpath
 import re
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -22,57 +24,68 @@ from typing import IO, Any, NamedTuple
 
 
 class Store(NamedTuple):
-    """What reads the buckets of a scheme."""
+    """How the buckets of a scheme are read and written."""
 
-    client: str  # a package
-    extra: str  # of setup.py, which installs the package
-    driver: str  # of TensorStore
+    client: str  # fsspec's package
+    driver: str  # TensorStore's, and the name of the extra in setup.py that installs the package
     checksum: str  # what its listings call the checksum of a file
 
 
 STORES = {
-    'gs': Store(client='gcsfs', extra='gcs', driver='gcs', checksum='crc32c'),
-    's3': Store(client='s3fs', extra='s3', driver='s3', checksum='ETag'),
+    'gs': Store(client='gcsfs', driver='gcs', checksum='crc32c'),
+    's3': Store(client='s3fs', driver='s3', checksum='ETag'),
 }
 RESTORE_LINE = 'restore the file from a copy, or remove this line'
 LFS_HEADER = b'version https://git-lfs.github.com/spec/'
 
 
-LOOK_BEHIND_BYTES = 1 << 12  # that are fetched before the position in a file of a bucket
+class ReadError(OSError):
+    """A bucket that does not answer. Damage to a file is another error."""
 
 
 # Names.
 
 
-def to_path(name: str | os.PathLike) -> Any:
+def to_path(name: str | os.PathLike, may_be_new: bool = False) -> Any:
     """Return an absolute path on a disk, or a path of gs:// or s3:// with pathlib's methods.
 
-    Raises ValueError for a value that is no path, for other schemes, for a home folder that does not exist,
-    and for a path that the system cannot follow (a loop of links, no permission, a name that is too long).
+    `may_be_new`: it is written to, and need not exist. Raises ValueError for what is no path, for one that the
+    system cannot follow (a loop of links, no permission, a name that is too long), and for a bucket that cannot
+    be listed.
     """
     text = _text(name)
     if not is_in_bucket(text):
         return disk_path(text)
-    return _bucket_path(text)
+    if may_be_new and re.search('[*?[]', text):
+        raise ValueError(f'{text}: a client takes *, ? and [ for a pattern: name another folder')
+    client = client_of(text)
+    text = _normalized(text)
+    folder = posixpath.dirname(text) if text.count('/') > 2 else text
+    _status.cache_clear()  # what was known of it may have changed
+    with client_errors(text, 'listed', ValueError):
+        try:
+            client.ls(text if may_be_new else folder)
+        except FileNotFoundError:
+            if not may_be_new:
+                raise
+    return importlib.import_module('etils.epath').Path(text)
 
 
 def disk_path(name: str | os.PathLike) -> Path:
     """Return an absolute path on a disk, without `~` and `..`, which TensorStore refuses.
 
-    A link in front of a `..` is followed first, as the system does. Raises ValueError as `to_path` does, and
-    for buckets, which have neither renaming nor locks.
+    Follows a link in front of a `..` first, as the system does. Raises ValueError as `to_path` does, and for
+    buckets.
     """
     text = _text(name)
-    if '://' in text:
+    if is_in_bucket(text):
         raise ValueError(
-            f'{text}: write to a disk and copy from there, gs:// and s3:// are read only'
+            f'{text}: write to a disk: only --workdir and --mode=evaluate write to buckets'
         )
     expanded = os.path.expanduser(text)
-    path = Path(expanded).absolute()
     if text.startswith('~') and not os.path.isabs(expanded):
-        raise ValueError(
-            f'{text}: there is no such home folder: write ./{text} for a name that begins with ~'
-        )
+        raise ValueError(f'{text}: there is no such home folder: write ./{text} for a name with ~')
+    path = Path(expanded).absolute()
     if '..' in path.parts:
         after_last = len(path.parts) - path.parts[::-1].index('..')
         resolved = os.path.realpath(Path(*path.parts[:after_last]))
@@ -81,17 +94,12 @@ def disk_path(name: str | os.PathLike) -> Path:
         path.stat()
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-            raise ValueError(
-                f'{text} cannot be opened ({error.strerror}): correct the name, its links or its permissions'
-            ) from error
+            raise ValueError(f'{text} cannot be opened ({error.strerror}): correct it') from error
     return path
 
 
 def matching_files(name: str) -> list[str]:
-    """Return the files that `name`, a path or a glob, stands for: absolute paths, or URLs of a bucket.
-
-    Raises ValueError if there is none, for a folder, and as `to_path` does.
-    """
+    """Return the files of a path or a glob: absolute paths, or URLs. Raises ValueError if there is none."""
     if is_in_bucket(name):
         return _matching_objects(name)
     path = disk_path(name)
@@ -106,10 +114,7 @@ def matching_files(name: str) -> list[str]:
         raise ValueError(f'{name!r} matches no file; correct it')
     for file in files:
         if not disk_path(file).is_file():
-            raise ValueError(
-                f'{file} is a link to nothing, or no regular file: restore it, copy it to a '
-                'file, or leave it out'
-            )
+            raise ValueError(f'{file} is a link to nothing, or no regular file: restore it')
     return files
 
 
@@ -124,17 +129,11 @@ def to_kvstore(folder: Any) -> dict[str, str]:
         try:
             str(folder).encode()
         except UnicodeEncodeError:
-            raise ValueError(
-                f'{str(folder)!r} is not UTF-8, and TensorStore opens no other names: rename the folder'
-            ) from None
+            raise ValueError(f'{str(folder)!r} is not UTF-8: rename the folder') from None
         return {'driver': 'file', 'path': f'{folder}/'}
     scheme, _, location = str(folder).partition('://')
     bucket, _, path = location.partition('/')
-    kvstore = {
-        'driver': STORES[scheme].driver,
-        'bucket': bucket,
-        'path': f'{path}/',
-    }
+    kvstore = {'driver': STORES[scheme].driver, 'bucket': bucket, 'path': f'{path}/'}
     endpoint = os.environ.get('AWS_ENDPOINT_URL')  # an S3 store that is not Amazon's
     if endpoint and scheme == 's3':
         kvstore['endpoint'] = endpoint
@@ -142,90 +141,82 @@ def to_kvstore(folder: Any) -> dict[str, str]:
 
 
 def _text(name: str | os.PathLike) -> str:
-    if not isinstance(name, str | os.PathLike) or isinstance(os.fspath(name), bytes):
-        raise ValueError(f'{name!r} is no path: give a string or a pathlib.Path')
-    text = os.fspath(name)
+    with contextlib.suppress(TypeError, UnicodeEncodeError):
+        text = os.fspath(name)
+        if isinstance(text, str) and text.strip() and b'\0' not in os.fsencode(text):
+            return text
+    raise ValueError(f'{name!r} is no path: name a file or a folder')
+
+
+# Buckets.
+
+
+def client_of(name: str) -> Any:
+    """Return fsspec's file system of a URL. Raises ValueError for other schemes, and if it is not installed."""
+    scheme = name.partition('://')[0]
+    if scheme not in STORES:
+        raise ValueError(
+            f'{name}: only disks, gs:// and s3:// are known: download it, or omit file://'
+        )
+    os.environ['EPATH_USE_TF'] = 'false'  # else epath imports TensorFlow if that is installed
+    # Without it, gcsfs looks for credentials for seconds at every call.
+    os.environ.setdefault('GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT', 'false')
+    store = STORES[scheme]
     try:
-        is_name = text.strip() and b'\0' not in os.fsencode(text)
-    except UnicodeEncodeError:
-        is_name = False
-    if not is_name:
-        raise ValueError(f'{text!r} is no path: name a file or a folder')
-    return text
-
-
-def _bucket_path(name: str) -> Any:
-    client_of(name)
-    name = _normalized(name)
-    path = importlib.import_module('etils.epath').Path(name)
-    try:
-        is_bucket = str(path.parent).endswith('/')
-        list((path if is_bucket else path.parent).iterdir())  # the clients remember this listing
-    except Exception as error:  # each client has its own exceptions
-        raise _unlisted(name, error) from error
-    return path
-
-
-def _normalized(name: str) -> str:
-    """Return the URL of a bucket without a `..` and a slash at its end."""
-    scheme, _, location = name.partition('://')
-    bucket, slash, key = location.partition('/')
-    if slash:
-        return f'{scheme}://{bucket}{posixpath.normpath("/" + key).rstrip("/")}'
-    return name
+        importlib.import_module(store.client)
+    except ImportError:
+        remedy = f"pip install -e '.[{store.driver}]'"
+        raise ValueError(f'{name} needs {store.client}: {remedy}') from None
+    fsspec = importlib.import_module('fsspec')
+    # No client, epath's own among them, remembers what it lists: TensorStore and other processes write, too.
+    fsspec.config.conf.setdefault(scheme, {})['use_listings_cache'] = False
+    return fsspec.filesystem(scheme)
 
 
 def _matching_objects(pattern: str) -> list[str]:
     client = client_of(pattern)
     pattern = _normalized(pattern)
     scheme = pattern.partition('://')[0]
-    try:
+    with client_errors(pattern, 'listed', ValueError):
         found = client.glob(pattern, detail=True)
-    except Exception as error:  # each client has its own exceptions
-        raise _unlisted(pattern, error) from error
-    files = [f'{scheme}://{key}' for key, status in found.items() if status['type'] == 'file']
+    files = {f'{scheme}://{key}': x for key, x in found.items() if x['type'] == 'file'}
+    _matched.update(files)
     if files:
-        return files
+        return list(files)
     literal = re.split(r'[*?[]', pattern)[0]
     if found and literal == pattern:
         raise ValueError(f'{pattern!r} is a folder: name its files: {pattern}/*.txt')
-    _bucket_path(posixpath.dirname(literal))  # which may be the reason
+    to_path(posixpath.dirname(literal))  # which may be the reason
     raise ValueError(f'{pattern!r} matches no file; correct it')
 
 
-def _unlisted(name: str, error: Exception) -> ValueError:
-    return ValueError(f'{name} cannot be listed ({_one_line(error)}): correct its name or rights')
+def _normalized(name: str) -> str:
+    """Return the URL of a bucket without a `..` and a slash at its end."""
+    scheme, _, location = name.partition('://')
+    return f'{scheme}://{posixpath.normpath("/" + location)[1:]}'
 
 
-def client_of(name: str) -> Any:
-    """Return what reads the bucket of a URL, a file system of fsspec.
+_matched: dict[str, dict[str, Any]] = {}  # what buckets said of files that matched a name of data
 
-    Raises ValueError for other schemes than gs and s3, and if the client is not installed.
-    """
-    scheme = name.partition('://')[0]
-    if scheme == 'file':
-        raise ValueError(f'{name}: paths on a disk are written without file://: write /path/to/it')
-    if scheme not in STORES:
-        raise ValueError(
-            f'{name}: only paths on a disk, gs:// and s3:// are read: download it, and name the copy'
-        )
-    os.environ['EPATH_USE_TF'] = 'false'  # else epath imports TensorFlow if that is installed
-    # Without these, gcsfs looks for credentials for seconds at every call, and s3fs reads 50 MiB ahead.
-    os.environ.setdefault('GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT', 'false')
-    os.environ.setdefault('FSSPEC_S3_DEFAULT_CACHE_TYPE', 'none')
-    store = STORES[scheme]
+
+@functools.lru_cache(maxsize=1 << 17)
+def _status(name: str) -> dict[str, Any]:
+    """Return what a bucket says of a file: no request if it has matched a name. Raises ReadError."""
+    if name in _matched:
+        return _matched[name]
+    with client_errors(name, 'read', ReadError):
+        return client_of(name).info(name)
+
+
+@contextlib.contextmanager
+def client_errors(name: str, verb: str, kind: type[Exception]) -> Iterator[None]:
+    """Raise `kind`, which names the file, for an error of a client. Each has its own exceptions."""
     try:
-        importlib.import_module(store.client)
-        importlib.import_module('etils.epath')
-        return importlib.import_module('fsspec').filesystem(scheme)
-    except ImportError as error:
-        raise ValueError(
-            f"{name} needs {store.client}: pip install -e '.[{store.extra}]'"
-        ) from error
-
-
-def _one_line(error: Exception) -> str:
-    return ' '.join(f'{type(error).__name__}: {error}'.split())
+        yield
+    except Exception as error:
+        text = ' '.join(f'{type(error).__name__}: {error}'.split())
+        remedy = 'check its name, your rights and the network'
+        raise kind(f'{name} cannot be {verb} ({text}): {remedy}') from error
 
 
 # Reading.
@@ -234,83 +225,30 @@ def _one_line(error: Exception) -> str:
 def open_file(name: str, read_ahead: int = 1 << 16) -> io.BufferedReader:
     """Open a file for reading: an absolute path on a disk or a URL of a bucket.
 
-    A read from a bucket fetches `read_ahead` bytes at least. It raises ReadError.
+    A read from a bucket fetches `read_ahead` bytes more than it needs, and no byte twice while it goes forward.
+    Raises ReadError.
     """
-    if is_in_bucket(name):
-        return io.BufferedReader(BucketFile(name, read_ahead))
-    return open(name, 'rb')
+    if not is_in_bucket(name):
+        return open(name, 'rb')
+    client = client_of(name)
+    size = file_size(name)
 
+    def fetch(start, end):
+        with client_errors(name, 'read', ReadError):
+            content = client.cat_file(name, start=start, end=end)
+        if len(content) != end - start:
+            raise ReadError(f'{name} has no longer {size:,} bytes: restore it, and start again')
+        return content
 
-class ReadError(OSError):
-    """A bucket that does not answer. Damage to a file is another error."""
-
-
-class BucketFile(io.RawIOBase):
-    """A file in a bucket, of which a part is kept around the position.
-
-    The client tries again for a while when the network fails.
-    """
-
-    def __init__(self, name: str, read_ahead: int):
-        self.name = name
-        self._read_ahead = read_ahead
-        self._client = client_of(name)
-        self._size = file_size(name)
-        self._position = 0
-        self._part = b''
-        self._part_start = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        origins = {
-            os.SEEK_SET: 0,
-            os.SEEK_CUR: self._position,
-            os.SEEK_END: self._size,
-        }
-        self._position = origins[whence] + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill `buffer`, or less of it where the part or the file ends."""
-        if not 0 <= self._position - self._part_start < len(self._part):
-            self._fetch(len(buffer))
-        start = self._position - self._part_start
-        content = self._part[start : start + len(buffer)]
-        buffer[: len(content)] = content
-        self._position += len(content)
-        return len(content)
-
-    def _fetch(self, num_bytes: int) -> None:
-        """Keep the part of the file that begins a little before the position."""
-        start = max(self._position - LOOK_BEHIND_BYTES, 0)
-        end = min(self._position + max(num_bytes, self._read_ahead), self._size)
-        self._part = b''
-        if self._position >= end:
-            return
-        try:
-            self._part = self._client.cat_file(self.name, start=start, end=end)
-        except Exception as error:  # each client has its own exceptions
-            raise _unread(self.name, error) from error
-        if len(self._part) != end - start:
-            raise ReadError(
-                f'{self.name} has no longer {self._size:,} bytes: restore it, and start again'
-            )
-        self._part_start = start
+    raw = importlib.import_module('fsspec.spec').AbstractBufferedFile(
+        client, name, block_size=read_ahead, cache_type='readahead', size=size
+    )
+    raw.cache.fetcher = fetch
+    return io.BufferedReader(raw, min(read_ahead, io.DEFAULT_BUFFER_SIZE) or 1)
 
 
 def is_file(file: Any) -> bool:
-    """Return whether a path of `to_path` is a file.
-
-    Raises OSError where the system does not let this process look: such a file is not missing.
-    """
+    """Return whether a path of `to_path` is a file. Raises OSError where this process may not look."""
     if not isinstance(file, Path):
         return file.is_file()
     try:
@@ -318,55 +256,29 @@ def is_file(file: Any) -> bool:
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
             return False
-        raise _unreadable(file, error) from error
+        raise
 
 
 def file_size(file: Any) -> int:
     """Return the number of bytes of a file of `to_path` or of `matching_files`."""
-    if isinstance(file, str) and is_in_bucket(file):
-        return _status(file).num_bytes
-    if isinstance(file, str | Path):
-        return os.stat(file).st_size
-    return file.stat().length
+    name = os.fspath(file)
+    if is_in_bucket(name):
+        return _status(name)['size']
+    return os.stat(name).st_size
 
 
 def stored_checksum(name: str) -> str | None:
     """Return the checksum that a bucket keeps of a file; None if it keeps none, and on a disk."""
     if not is_in_bucket(name):
         return None
-    return _status(name).checksum
-
-
-class Status(NamedTuple):
-    """What a bucket says of a file."""
-
-    num_bytes: int
-    checksum: str | None
-
-
-@functools.lru_cache(maxsize=1 << 17)
-def _status(name: str) -> Status:
-    """Return what a bucket says of a file: no request if it was listed. Raises ReadError."""
-    scheme = name.partition('://')[0]
-    try:
-        found = client_of(name).info(name)
-    except Exception as error:  # each client has its own exceptions
-        raise _unread(name, error) from error
-    return Status(found['size'], found.get(STORES[scheme].checksum))
-
-
-def _unread(name: str, error: Exception) -> ReadError:
-    return ReadError(
-        f'{name} cannot be read ({_one_line(error)}): check the network and your rights, and start '
-        'again'
-    )
+    return _status(name).get(STORES[name.partition('://')[0]].checksum)
 
 
 def own_file(file: Any) -> Any:
     """Return `file` if it exists and lies in its own folder after links are followed.
 
     A link in a foreign checkpoint must not choose which file is read. Raises ValueError, also for a pointer of
-    git-lfs in place of the file, and OSError for a file that the system does not let this process read.
+    git-lfs, and OSError for a file that this process may not read.
     """
     if not is_file(file):
         raise ValueError(f'{file} is missing: bring all files of the checkpoint')
@@ -376,53 +288,33 @@ def own_file(file: Any) -> Any:
         if root.parent.name == 'snapshots':  # Hugging Face's cache links from there to its blobs
             root = root.parent.parent
         if not target.is_relative_to(root):
-            raise ValueError(
-                f'{file} links to {target}, outside of its folder: do not trust it, or load it from there'
-            )
+            raise ValueError(f'{file} links to {target}, outside of its folder: do not trust it')
         check_not_lfs(file)
     return file
 
 
 def check_not_lfs(file: Path) -> None:
     """Raise ValueError if `file` is the pointer that git leaves where git-lfs is not installed."""
-    try:
-        with file.open('rb') as stream:
-            header = stream.read(len(LFS_HEADER))
-    except OSError as error:
-        raise _unreadable(file, error) from error
-    if header == LFS_HEADER:
-        raise ValueError(
-            f'{file} is a pointer of git-lfs, not the file itself: run `git lfs pull` in its repository'
-        )
+    with file.open('rb') as stream:
+        if stream.read(len(LFS_HEADER)) == LFS_HEADER:
+            raise ValueError(f'{file} is a pointer of git-lfs, not the file: run `git lfs pull`')
 
 
 def read_json(file: Any) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises ValueError for other content, and as `own_file` does."""
-    file = own_file(file)
-    try:
-        content = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f'{file} cannot be read ({error}): restore it from a copy') from error
-    if not isinstance(content, dict):
-        raise ValueError(f'{file} holds no JSON object: restore it from a copy')
-    return content
+    """Return the JSON object in a file. Raises as `own_file` and `json_object` do."""
+    return json_object(own_file(file).read_bytes(), str(file), 'restore it from a copy')
 
 
-def json_object(content: bytes, title: str) -> dict[str, Any]:
-    """Return the JSON object on a line. Raises ValueError, which names the line by its title."""
+def json_object(content: bytes, title: str, remedy: str = RESTORE_LINE) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError for other content; `title` says where it stands."""
+    fault = 'no JSON object'
     try:
         value = json.loads(content)
+        if isinstance(value, dict):
+            return value
     except (ValueError, RecursionError) as error:
-        raise ValueError(f'{title} is damaged ({error}): {RESTORE_LINE}') from None
-    if not isinstance(value, dict):
-        raise ValueError(f'{title} is damaged (no JSON object): {RESTORE_LINE}')
-    return value
-
-
-def _unreadable(file: Path, error: OSError) -> OSError:
-    return type(error)(
-        f'{file} cannot be read ({error.strerror}): correct its permissions or its disk'
-    )
+        fault = str(error)
+    raise ValueError(f'{title} is damaged ({fault}): {remedy}')
 
 
 def reason(error: BaseException) -> str:
@@ -437,57 +329,18 @@ def reason(error: BaseException) -> str:
 # Writing, which leaves all of the new or all of the old.
 
 
-def check_new(folder: Path) -> None:
-    """Raise ValueError where the system cannot make `folder`: a file or a link to nothing is in its way."""
+def check_new(folder: Any) -> None:
+    """Raise ValueError where a file or a link to nothing is in the way of `folder`. A bucket has no folders."""
+    if not isinstance(folder, Path):
+        return
     for path in (folder, *folder.parents):
-        if path.is_symlink() and not path.exists():
-            raise ValueError(
-                f'{folder} cannot be written: {path} is a link to nothing: remove it or name another folder'
-            )
-    file = blocking_file(folder)
-    if file is not None:
-        raise ValueError(f'{folder} cannot be written: {file} is a file: name another folder')
-
-
-def check_writable(folder: Path) -> None:
-    """Raise ValueError where this process may not make `folder` or write into it."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not os.access(existing, os.W_OK | os.X_OK, effective_ids=True):
-        raise ValueError(
-            f'{folder} cannot be written: {existing} is read-only for you: correct its permissions, or name '
-            'another folder with --output_dir'
-        )
-
-
-@contextlib.contextmanager
-def writing_results(folder: Path) -> Iterator[None]:
-    """Let an OSError of the system name `folder`, that of --output_dir, and a remedy."""
-    try:
-        yield
-    except OSError as error:
-        is_elsewhere = not Path(str(error.filename or folder)).is_relative_to(folder)
-        if error.strerror is None or is_elsewhere:
-            raise
-        raise OSError(
-            f'{folder} cannot be written ({error.strerror}): free space on its disk, correct its '
-            'permissions, or name another folder with --output_dir'
-        ) from error
-
-
-def blocking_file(folder: Path) -> Path | None:
-    """Return `folder` or the parent of it that exists and is no folder; None if all are folders."""
-    for path in (folder, *folder.parents):
-        if path.exists() and not path.is_dir():
-            return path
-    return None
+        if os.path.lexists(path) and not path.is_dir():
+            raise ValueError(f'{folder}: {path} is a file, not a folder: name another one')
 
 
 @contextlib.contextmanager
 def library_errors(path: Path) -> Iterator[None]:
-    """Raise the OSError of the system whose number is in the text of a library's error.
-
-    TensorStore and safetensors have errors of their own.
-    """
+    """Raise the OSError whose number is in the text of an error of TensorStore or safetensors."""
     try:
         yield
     except Exception as error:
@@ -499,15 +352,13 @@ def library_errors(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def naming(path: Path, unfinished: Path) -> Iterator[None]:
-    """Make an error of the system name `path`, not an unfinished one that begins like `unfinished`.
-
-    An error of writing, as on a full disk, names no file of its own.
-    """
+def naming(path: Path, unfinished: Path | None = None) -> Iterator[None]:
+    """Make an OSError name `path` if it names no file, as on a full disk, or one that begins like `unfinished`."""
+    prefix = str(unfinished or path)
     try:
         yield
     except OSError as error:
-        if error.errno and str(error.filename or unfinished).startswith(str(unfinished)):
+        if error.errno and str(error.filename or prefix).startswith(prefix):
             error.filename = str(path)
         raise
 
@@ -538,10 +389,9 @@ def unfinished(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing(file: Path, writer: str = '') -> Iterator[IO[bytes]]:
-    """Yield a file to write, which then takes the place of `file` at once.
+    """Yield a file that replaces `file` at the end, even in a crash all of the new or all of the old.
 
-    A reader finds the old content or the new content, even after a crash. `writer` differs between
-    processes that write the same file.
+    `writer` differs between processes that write the same file.
     """
     unfinished = file.with_name(f'.{file.name}.unfinished{writer}')
     with naming(file, unfinished):
@@ -552,7 +402,34 @@ def replacing(file: Path, writer: str = '') -> Iterator[IO[bytes]]:
         unfinished.replace(file)
 
 
-def replace_file(file: Path, content: bytes, writer: str = '') -> None:
-    """Write `file` as `replacing` does."""
-    with replacing(file, writer) as stream:
-        stream.write(content)
+def replace_file(file: Any, content: bytes, writer: str = '') -> None:
+    """Write `file`: on a disk as `replacing` does, in a bucket as one object. Raises OSError."""
+    if isinstance(file, Path):
+        with replacing(file, writer) as stream:
+            stream.write(content)
+        return
+    with client_errors(str(file), 'written', OSError):
+        client_of(str(file)).pipe_file(str(file), content)
+
+
+def make_folder(folder: Any) -> None:
+    """Make a folder and its parents where they are missing. A bucket has none."""
+    if isinstance(folder, Path):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def remove_folder(folder: Any) -> None:
+    """Remove a folder and what is in it. Raises OSError."""
+    if isinstance(folder, Path):
+        shutil.rmtree(folder)
+        return
+    with client_errors(str(folder), 'removed', OSError):
+        folder.rmtree()
+
+
+def num_files(folder: Any) -> int:
+    """Return the number of files below a folder."""
+    if isinstance(folder, Path):
+        return sum(len(names) for _, _, names in os.walk(folder))
+    with client_errors(str(folder), 'listed', OSError):
+        return len(client_of(str(folder)).find(str(folder)))

@@ -5,20 +5,24 @@ from setuptools import setup
 setup(
     name='t5-haiku',
     version='0.1.0',
+    license='Apache-2.0',
     python_requires='>=3.11',
     py_modules=[],
     install_requires=[
         'absl-py>=2.1',
         'array_record>=0.5.1',
         'dm-haiku>=0.0.17',
+        'filelock>=3.4',  # JAX needs it for a compilation cache with a size limit
         'google-crc32c>=1.5',
         'jax>=0.10',
+        'jinja2>=3.0',
         'ml-collections>=1.0',
         'ml-dtypes>=0.5',
         'msgpack>=1.0.5',
         'numpy>=2.0',
         'optax>=0.2.6',
         'protobuf>=7.36.1',  # older ones do not import the protobuf module of sentencepiece 0.2.3
+        'pyarrow>=16',
         'sacrebleu>=2.2.1',  # 2.0 refuses an empty reference
         'safetensors>=0.4.3',
         'sentencepiece>=0.2.3',  # the first that returns numpy arrays
@@ -31,9 +35,7 @@ setup(
         # Tests.
         'test': [
             'chex>=0.1.90',
-            'jinja2>=3.0',
             'mypy>=1.11',
-            'pyarrow>=16',
             'pytest>=8',
             'pytest-xdist>=3.5',
             'ruff>=0.9',
@@ -49,12 +51,10 @@ setup(
         # One test writes a checkpoint with it.
         'tf': ['tensorflow-cpu>=2.20'],
         # Paths of gs:// and s3://.
-        'gcs': ['etils[epath-gcs]>=1.12'],
-        's3': ['etils[epath-s3]>=1.12'],
-        # Data in Parquet files.
-        'parquet': ['pyarrow>=16'],
+        'gcs': ['gcsfs>=2026.4'],
+        's3': ['s3fs>=2026.4'],
         # promptsource's templates.
-        'prompts': ['jinja2>=3.0', 'PyYAML>=6.0'],
+        'prompts': ['PyYAML>=6.0'],
         # Accelerators.
         'cuda': ['jax[cuda12]'],
         'tpu': ['jax[tpu]'],

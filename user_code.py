@@ -1,14 +1,11 @@
-"""A user's own Python files: loading one, and naming their line where their code fails.
-
-Imports no jax.
-"""
+"""Load a user's own Python files, and name their line where their code fails. Imports no jax."""
 
 import contextlib
 import functools
 import pathlib
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -40,10 +37,7 @@ def module_file(setting: str, module: str) -> pathlib.Path:
 
 @functools.lru_cache(maxsize=4)
 def load_module(file: pathlib.Path, content: bytes) -> ModuleType:
-    """Run a user's Python file, which has this content, under a name that collides with no other.
-
-    Raises UserError for whatever the file raises.
-    """
+    """Run a user's Python file, which has this content. Raises UserError for whatever it raises."""
     module = ModuleType('user_module')
     module.__file__ = str(file)
     LOADED.add(str(file))
@@ -56,36 +50,50 @@ def load_module(file: pathlib.Path, content: bytes) -> ModuleType:
 def running(code: Any, task: str = '') -> Iterator[None]:
     """Raise UserError for whatever a user's code raises, but for an interrupt.
 
-    `code`: the file, place or function that runs, which is named where no line of the user's is in
-    the traceback. `task`: the name of the task that it is of. An error without a line of the user's that
-    has a message of ours about no task is raised as it is.
+    `code`: the file, its name or the function that runs. `task`: the name of its task. Without a
+    task, a ValueError of this program that no line of the user's led to is raised as it is.
     """
     try:
         yield
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        found = traceback.extract_tb(error.__traceback__)
-        frames = found[2:]  # without this function and its caller
+        # The first two frames are this function and its caller.
+        frames = traceback.extract_tb(error.__traceback__)[2:]
         own = [frame for frame in frames if is_users(frame.filename)]
         program = [frame for frame in frames if is_in_program(frame.filename)]
         is_ours = isinstance(error, ValueError) and frames[-1:] == program[-1:]
         if is_ours and not own and not task:
             raise
-        text = f'{type(error).__name__}: {error}'.removesuffix(': ')
-        place = place_of(code)
-        if own:
-            place = place_of_frame(own[-1])
-        elif program and not task:
-            text += f' ({place_of_frame(program[-1])})'
-        lines = traceback.format_list(own)
-        if isinstance(error, SyntaxError) and not str(error.filename).startswith('<'):
-            place = f'{error.filename or code}, line {error.lineno or 1}'
-            text = error.msg
-            lines += traceback.format_exception_only(error)[:-1]
-        name = f'task {task!r}' if task else ''
-        message = ': '.join(filter(None, [name, place, text]))
-        raise UserError(f'{" ".join(message.split()):.{MAX_LENGTH}}', ''.join(lines)) from error
+        raise user_error(error, code, task, own, program) from error
+
+
+Frames = list[traceback.FrameSummary]
+
+
+def user_error(
+    error: BaseException, code: Any, task: str, own: Frames, program: Frames
+) -> UserError:
+    """Return an error that names the last of the user's `own` frames, else where `code` begins."""
+    text = f'{type(error).__name__}: {error}'.removesuffix(': ')
+    place = place_of(code)
+    if own:
+        place = place_of_frame(own[-1])
+    elif program and not task:
+        text += f' ({place_of_frame(program[-1])})'
+    lines = traceback.format_list(own)
+    if isinstance(error, SyntaxError) and not str(error.filename).startswith('<'):
+        place = f'{error.filename or code}, line {error.lineno or 1}'
+        text = error.msg
+        lines += traceback.format_exception_only(error)[:-1]
+    name = f'task {task!r}' if task else ''
+    message = ' '.join(': '.join(filter(None, [name, place, text])).split())
+    return UserError(message[:MAX_LENGTH], ''.join(lines))
+
+
+def naming(place: str, function: Callable) -> Callable:
+    """Return a function whose errors name the place of a user's code; itself if there is none."""
+    return running(place)(function) if place else function
 
 
 def is_users(file: str) -> bool:
@@ -95,7 +103,8 @@ def is_users(file: str) -> bool:
 
 def is_in_program(file: str) -> bool:
     """Return whether a file with code is one of this program's."""
-    return pathlib.Path(file).parent == PROGRAM and file not in LOADED
+    is_below = file.startswith(f'{PROGRAM}/') and not file.startswith(tuple(LIBRARIES))
+    return is_below and file not in LOADED
 
 
 def place_of_frame(frame: traceback.FrameSummary) -> str:
@@ -108,9 +117,7 @@ def place_of(code: Any) -> str:
         return str(code)
     while isinstance(code, functools.partial):
         code = code.func
-    if not hasattr(code, '__code__'):
-        code = type(code).__call__
-    found = getattr(code, '__code__', None)
+    found = getattr(code, '__code__', None) or getattr(type(code).__call__, '__code__', None)
     if found is None or not is_users(found.co_filename):
         return ''
     return f'{found.co_filename}, line {found.co_firstlineno}'

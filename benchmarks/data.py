@@ -12,7 +12,7 @@ in SeqIO's layout. Then the contenders take turns, each in a new process on two 
         sentencepiece   encodes the documents in batches with two threads, and nothing else: the
                         limit
         seqio           c4_v220_span_corruption on TextLineDataSource, packed, as T5X reads it
-        ours            prefetch.batches of a data.Stream, in a thread and in worker processes; an
+        ours            prefetch.batches of a Stream, in a thread and in worker processes; an
                         epoch, because lanes read much at first
     a mixture of ten cached tasks, packed, shuffled, its state saved every 50 batches
         seqio           use_cached, examples-proportional, a tf.train.Checkpoint of the iterator
@@ -52,13 +52,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 from absl import app, flags
 
-import cache
-import data
-import prefetch
-import sources
+import sources.pydoc
 import tasks
+import tasks.open
 import vocabulary
 from configs import base
+from modes import cache
+from modes.train_vocabulary import train_vocabulary
+from run import prefetch
+from stream import Stream
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer('megabytes', 300, 'Size of the corpus.')
@@ -271,10 +273,10 @@ def our_config(pack: str) -> Any:
     return config
 
 
-def open_our_stream(folder: Path, config: Any, num_epochs: int | None) -> data.Stream:
+def open_our_stream(folder: Path, config: Any, num_epochs: int | None) -> Stream:
     """Return the stream of all rows."""
-    return data.Stream(
-        tasks.open_mixture(config),
+    return Stream(
+        tasks.open.open_mixture(config),
         'train',
         read_vocabulary(folder),
         config,
@@ -394,7 +396,7 @@ def seqio_batches(name: str, num_epochs: int | None, use_cached: bool = False) -
 def write_inputs(folder: Path, megabytes: int) -> None:
     """Write a corpus, its vocabulary, and the task caches."""
     sentences = []
-    for _, text in sources.pydoc_documents():
+    for _, text in sources.pydoc.documents():
         sentences += text.split('. ')
     rng = np.random.default_rng(0)
     size = 0
@@ -406,7 +408,7 @@ def write_inputs(folder: Path, megabytes: int) -> None:
         documents.append(document)
     for shard, file in enumerate(corpus_files(folder)):
         file.write_text('\n'.join(documents[shard::NUM_SHARDS]) + '\n')
-    model = vocabulary.train_vocabulary(documents, num_pieces=32_000)
+    model = train_vocabulary(documents, num_pieces=32_000)
     (folder / 'vocabulary.model').write_bytes(model)
     for task in range(NUM_TASKS):
         write_cache(folder, task, sentences, rng)

@@ -22,13 +22,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import tasks.open
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absl import app, flags
 
-import metrics
 import tasks
 from configs import finetune_pydoc
+from tasks import metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = flags.FLAGS
@@ -98,7 +100,7 @@ def report_baselines(workdir: Path) -> None:
     """Print ROUGE-L of the answers that need no model."""
     config = finetune_pydoc.get_config()
     config.data.task = TASK
-    source = tasks.open_mixture(config.data).tasks[0].source
+    source = tasks.open.open_mixture(config.data).tasks[0].source
     texts = {}
     for split in ('train', 'validation'):
         records = [record.fields for record in source.records(split)]

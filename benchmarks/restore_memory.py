@@ -40,10 +40,10 @@ from absl import app, flags
 from ml_collections import config_flags
 
 import checkpoint
-import convert
-import hugging_face
 import infer
 import model
+from formats import hugging_face
+from modes import convert
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = flags.FLAGS

@@ -1,8 +1,8 @@
 """Every setting, once, with its unit and its default.
 
 The other configs start from here and change values. The defaults are T5X's pretraining run
-(t5x/configs/runs/pretrain.gin) of T5 1.1 small. settings.py has the values that each setting may
-have; `python main.py --help` prints all settings.
+(t5x/configs/runs/pretrain.gin) of T5 1.1 small. configs/check.py has the values that each setting
+may have; `python main.py --help` prints all settings.
 """
 
 from ml_collections import ConfigDict, FieldReference
@@ -42,9 +42,15 @@ def get_config() -> ConfigDict:
     config.model.float32_attention_logits = False
     # True gives each layer its own relative position bias (umT5).
     config.model.relpos_bias_per_layer = False
+    # What the backward pass computes again to save memory: none; dots, all but the products with
+    # parameters and the sums over devices; or full, each layer.
+    config.model.remat = 'none'
+    # True compiles one layer of the encoder and one of the decoder for all of them, which takes less
+    # time and memory for large models.
+    config.model.scan_layers = False
     # Rank of LoRA's adapters, which are trained in place of the kernels of restore.path; 0 for none.
-    # A checkpoint then holds them alone. Of Adafactor set optimizer.multiply_by_parameter_scale=False,
-    # because adapters begin at 0, or take adamw.
+    # A checkpoint then holds them alone. With Adafactor set optimizer.multiply_by_parameter_scale=False,
+    # because adapters begin at 0, or use adamw.
     config.model.lora_rank = 0
     # Scale of the adapters: a kernel is kernel + lora_alpha / lora_rank * lora_a @ lora_b.
     config.model.lora_alpha = 16.0
@@ -57,7 +63,7 @@ def get_config() -> ConfigDict:
 
     # Where examples come from.
     config.data = ConfigDict()
-    # The task or mixture: a name of `python tasks.py`, of data.module, or of a task cache. A task of
+    # The task or mixture: one that --mode=tasks lists, one of data.module, or a task cache. A task of
     # T5 reads its TFDS data set, or the records that data.files or data.tfds name in place of it. An
     # objective takes the documents of data.files or data.tfds: span_corruption, iid_denoising,
     # drop_corrupted_tokens, mass_style, bert_style, deshuffling, prefix_lm,
@@ -177,12 +183,12 @@ def get_config() -> ConfigDict:
     # Regular expression of the paths of the parameters that are trained, as model-info.txt has them;
     # the others are frozen: '(?!encoder/).+' freezes the encoder, and 'decoder/.+' the embedding, too,
     # which saves the whole backward pass of the encoder. '' trains all parameters, or with
-    # model.lora_rank the adapters alone. Of any optimizer.
+    # model.lora_rank the adapters alone. For any optimizer.
     config.optimizer.trainable = ''
-    # Largest norm of the whole gradient; 0 for none. Of any optimizer.
+    # Largest norm of the whole gradient; 0 for none. For any optimizer.
     config.optimizer.global_norm_clip_threshold = 0.0
     # Decay of an exponential moving average of the parameters, such as 0.999. Validation losses, task
-    # metrics and infer.load use the average. 0 for none. Of any optimizer.
+    # metrics and infer.load use the average. 0 for none. For any optimizer.
     config.optimizer.ema_decay = 0.0
     # AdamW.
     config.optimizer.adamw = ConfigDict()
@@ -229,6 +235,9 @@ def get_config() -> ConfigDict:
     config.train.batch_size = 128
     # Microbatches per step: a number, or auto for as few as fit into memory.
     config.train.num_microbatches = FieldReference('auto', field_type=object)
+    # Dtype in which devices add up the gradients of what mesh.fsdp splits: float32, or bfloat16, which
+    # sends half the bytes.
+    config.train.gradient_dtype = 'float32'
 
     # Validation.
     config.eval = ConfigDict()
@@ -312,10 +321,13 @@ def get_config() -> ConfigDict:
     # stored dtype.
     config.restore.dtype = 'float32'
 
-    # Devices per axis of the mesh. -1 takes the remaining devices.
+    # Devices per axis of the mesh. -1 takes the remaining devices. The batch is split over data * fsdp.
     config.mesh = ConfigDict()
-    # Number of devices that the batch is split over.
+    # Number of devices that the batch alone is split over: each group of them has all parameters.
     config.mesh.data = -1
+    # Number of devices that parameters and optimizer state are split over, too. They are gathered where
+    # they are used: one layer at a time with model.remat and model.scan_layers.
+    config.mesh.fsdp = 1
     # Number of devices that heads, MLP and vocabulary are split over.
     config.mesh.model = 1
     return config.lock()

@@ -21,7 +21,7 @@ SERVER = """
 import json, os, signal, sys
 sys.path.insert(0, sys.argv[1])
 os.chdir(sys.argv[1])
-import main, train, evaluate, infer_mode  # none of them starts JAX's threads
+import main, train, evaluate, modes.infer  # none of them starts JAX's threads
 
 
 def run(command):
@@ -56,8 +56,7 @@ for line in sys.stdin:
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 71
     except BaseException:
-        import traceback
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # as Python does
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

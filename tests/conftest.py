@@ -38,9 +38,12 @@ import corpora  # noqa: E402
 import permissions  # noqa: E402
 import pytest  # noqa: E402
 import runs  # noqa: E402
+from bucket_store import scheme, store  # noqa: E402, F401
 
-import sources  # noqa: E402
+import sources.open  # noqa: E402
+import sources.pydoc  # noqa: E402
 import vocabulary as vocabularies  # noqa: E402
+from modes.train_vocabulary import train_vocabulary  # noqa: E402
 
 
 def pytest_collection_finish(session):
@@ -137,7 +140,7 @@ def pydoc_documents(make_once):
     """[name, text] of this Python's documentation: reading it takes seconds."""
 
     def write_documents(folder):
-        (folder / 'documents.json').write_text(json.dumps(sources.pydoc_documents()))
+        (folder / 'documents.json').write_text(json.dumps(sources.pydoc.documents()))
 
     return json.loads((make_once('pydoc', write_documents) / 'documents.json').read_text())
 
@@ -146,8 +149,8 @@ def pydoc_documents(make_once):
 def pydoc(pydoc_documents):
     """This Python's documentation as a source."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, 'pydoc_documents', lambda: pydoc_documents)
-        return sources.open_source(corpora.make_config())
+        patch.setattr(sources.pydoc, 'documents', lambda: pydoc_documents)
+        return sources.open.open_source(corpora.make_config())
 
 
 @pytest.fixture(scope='session')
@@ -156,7 +159,7 @@ def pydoc_model(pydoc, make_once):
 
     def write_model(folder):
         texts = [text for _, text in corpora.documents_of(pydoc)[::10]]
-        (folder / 'pydoc.model').write_bytes(vocabularies.train_vocabulary(texts, 1000))
+        (folder / 'pydoc.model').write_bytes(train_vocabulary(texts, 1000))
 
     return (make_once('pydoc_model', write_model) / 'pydoc.model').read_bytes()
 

@@ -8,13 +8,9 @@ import dataclasses
 import gzip
 import itertools
 import json
-import pathlib
 import re
 import shutil
-import subprocess
-import sys
-import threading
-import zlib
+from pathlib import Path
 
 import chex
 import numpy as np
@@ -22,55 +18,46 @@ import pytest
 from corpora import (
     check_settings,
     documents_of,
-    epoch_documents,
+    golden,
     lane_documents,
     make_config,
+    oracle,
     source_of,
     stream_of,
     write_text_files,
 )
 
 import data
-import objectives
-import prefetch
-import seqio_cache
-import sources
+import sources.cache
+import sources.deal
+import sources.files
+import sources.gzipped
+import sources.open
 import tasks
+import tasks.open
 import vocabulary as vocabularies
+from modes.train_vocabulary import find_or_train_vocabulary, training_texts
+from run import prefetch
+from sources import cache as task_cache
+from sources import tfrecord
+from stream import TaskPosition
 
-GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'seqio_t5'
-
-
-ORACLES = pathlib.Path(__file__).parents[1].parent / 'shared' / 'testdata' / 'seqio_t5'
-
-
-def golden(name):
-    return json.loads((GOLDEN / f'{name}.json').read_text())
-
-
-def batch_hash(batch):
-    return zlib.crc32(b''.join(batch[key].tobytes() for key in sorted(batch)))
-
-
-@pytest.fixture(scope='session')
-def oracle_model():
-    path = ORACLES / 'sentencepiece' / 'sentencepiece.model'
-    if not path.exists():
-        pytest.skip(f"{path} is missing: SeqIO's test model is not shipped")
-    return path.read_bytes()
+NAN = float('nan')
+INF = float('inf')
 
 
 def uncorrupt(inputs, targets, sentinels):
     """Raw ids from inputs and targets without EOS; `sentinels` are all ids that may be one."""
-    spans, current = {}, None
+    spans = {}
     for token in targets:
         if token in sentinels:
             current = spans.setdefault(token, [])
         else:
             current.append(token)
-    return [
-        raw for token in inputs for raw in (spans.pop(token) if token in sentinels else [token])
-    ]
+    raw = []
+    for token in inputs:
+        raw += spans.pop(token) if token in sentinels else [token]
+    return raw
 
 
 def without_eos(row):
@@ -79,12 +66,9 @@ def without_eos(row):
     return tokens[:-1]
 
 
-def sentinels_of(vocabulary):
-    return {(vocabulary.size - 1 - i) for i in range(100)}
-
-
-def test_corrupted_rows_match_seqio(oracle_model):
+def test_corrupted_rows_match_seqio():
     """Counts of rows and their lengths are SeqIO's, and both sides un-corrupt to the same ids."""
+    oracle_model = oracle('sentencepiece/sentencepiece.model').read_bytes()
     case = golden('span_corruption_e2e')
     num_pieces = vocabularies.SentencePieceVocabulary(oracle_model, extra_ids=0).size
     extra_ids = case['vocab_size'] - num_pieces
@@ -92,7 +76,7 @@ def test_corrupted_rows_match_seqio(oracle_model):
     assert vocabulary.size == case['vocab_size']
     assert vocabulary.encode(case['docs']) == case['tokenized']
     config = make_config(lengths=case['sequence_length'])
-    objective = objectives.SpanCorruption(config, vocabulary)
+    objective = data.SpanCorruption(config, vocabulary)
     assert objective.raw_length == case['raw_tokens_length']
     names = [str(i) for i in range(len(case['tokenized']))]
     examples = objective.examples(names, [{'targets': ids} for ids in case['tokenized']], 0)
@@ -106,50 +90,44 @@ def test_corrupted_rows_match_seqio(oracle_model):
         assert uncorrupt(inputs[:-1], targets[:-1], sentinels) == raw
 
 
-def test_features_are_shifted_and_weighted(pydoc, vocabulary):
-    """SeqIO's rule without packing: the shifted input keeps the EOS after the last target."""
-    config = make_config(**{'lengths.inputs': 70, 'lengths.targets': 40})
-    for batch in take(stream_of(pydoc, 'train', vocabulary, config, 4, 0), 5):
-        assert all(array.dtype == np.int32 for array in batch.values())
-        names = 'encoder_input_tokens decoder_input_tokens decoder_target_tokens'.split()
-        assert list(batch) == [*names, 'decoder_loss_weights']  # the order of batch_crc32
-        assert batch['encoder_input_tokens'].shape == (4, 70)
-        for row, targets in enumerate(batch['decoder_target_tokens'].tolist()):
-            length = targets.index(vocabularies.EOS_ID) + 1
-            assert not any(targets[length:]) and len(targets) == 40
-            assert batch['decoder_input_tokens'][row].tolist() == [0, *targets[:-1]]
-            weights = batch['decoder_loss_weights'][row].tolist()
-            assert weights == [1] * length + [0] * (40 - length)
+# Settings, and the one that the message names.
+REFUSED = [
+    ({'task': 'span_coruption'}, 'data.task'),
+    ({'files': __file__, 'text_field': ''}, 'text_field'),
+    ({'files': __file__, 'on_bad_line': 'ignore'}, 'data.on_bad_line'),
+    ({'files': __file__, 'max_bad_fraction': 1.5}, 'data.max_bad_fraction'),
+    ({'files': __file__, 'validation_files': __file__}, __file__),
+    ({'files': '', 'validation_files': __file__}, 'data.files'),
+    ({'files': __file__, 'validation_files': 'no/*'}, 'data.validation_files'),
+    ({'files': 'nowhere/*.txt'}, 'nowhere'),
+    ({'validation_fraction': 0.0}, 'data.validation_fraction'),
+    ({'validation_fraction': 1.0}, 'data.validation_fraction'),
+    *[({'lengths.inputs': n}, f'data.lengths.inputs={n}') for n in (-1, 0, 1, 2, 10**12)],
+    *[({'lengths.targets': n}, f'data.lengths.targets={n}') for n in (-1, 0, 1, 13, 10**12)],
+    ({'lengths.inputs': 2048, 'lengths.targets': 456}, 'data.lengths.inputs=2048'),
+    *[({'noise_density': x}, 'data.noise_density') for x in (0.0, 1.0, 15.0, NAN, INF)],
+    *[({'mean_noise_span_length': x}, 'mean_noise_span_length') for x in (0.5, NAN, INF)],
+    ({'noise_density': 1 - 1e-12, 'mean_noise_span_length': 2.0**20}, 'data.noise_density'),
+    ({'extra_ids': 0}, 'data.extra_ids=0'),
+    ({'extra_ids': 2}, 'data.lengths.inputs=64 gives 3 noise spans'),
+    ({'vocabulary': 'bytes', 'lengths.inputs': 4096, 'lengths.targets': 1000}, '128 sentinels'),
+]
 
 
-@pytest.mark.parametrize(
-    'changes, message',
-    [
-        ({'task': 'span_coruption'}, 'the nearest names are span_corruption'),
-        ({'files': __file__, 'text_field': ''}, "text_field='' names no field"),
-        ({'files': __file__, 'on_bad_line': 'ignore'}, "'ignore': must be one of 'stop', 'skip'"),
-        (
-            {'files': __file__, 'max_bad_fraction': 1.5},
-            'max_bad_fraction=1.5: must be at least 0 and at most 1',
-        ),
-        ({'files': __file__, 'validation_files': __file__}, 'a file is for one split'),
-        ({'files': '', 'validation_files': __file__}, 'needs data.files'),
-        ({'files': __file__, 'validation_files': 'no/*'}, "validation_files: 'no/\\*' matches no"),
-        ({'lengths.targets': 13}, 'lengths.targets=13: too short .*use 14'),
-        ({'lengths.inputs': 2048, 'lengths.targets': 456}, '114 noise spans.*100 sentinels'),
-        ({'noise_density': 15.0}, 'noise_density=15.0: must be above 0 and below 1'),
-        ({'files': 'nowhere/*.txt'}, "'nowhere/\\*.txt' matches no file"),
-        ({'validation_fraction': 0.0}, "no document is in split 'validation'"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(pydoc, vocabulary, changes, message):
+@pytest.mark.parametrize('changes, named', REFUSED, ids=str)
+def test_settings_that_do_not_fit_are_refused(pydoc, pydoc_model, changes, named):
     config = make_config(**changes)
-    source = source_of(documents_of(pydoc))
-    with pytest.raises(ValueError, match=message):
+    source = dataclasses.replace(pydoc, validation_fraction=config.validation_fraction)
+    vocabulary = vocabularies.ByteVocabulary()
+    with pytest.raises(ValueError, match=re.escape(named)) as error:
         check_settings(config)
         if config.files or config.validation_files:
-            source = sources.open_source(config)
-        stream_of(source, 'validation', vocabulary, config, 2, 0)
+            source = sources.open.open_source(config)
+        if not config.vocabulary:
+            vocabulary = vocabularies.SentencePieceVocabulary(pydoc_model, config.extra_ids)
+        for split in ('train', 'validation'):
+            stream_of(source, split, vocabulary, config, 2, 0)
+    assert '\n' not in str(error.value)
 
 
 @pytest.mark.parametrize('density', [0.01, 0.15, 0.5, 0.99])
@@ -160,7 +138,7 @@ def test_short_rows_train_and_evaluate(pydoc, vocabulary, density, mean, length)
     lengths = {'lengths.inputs': length, 'lengths.targets': 2}
     noise = {'noise_density': density, 'mean_noise_span_length': mean}
     with pytest.raises(ValueError, match='too short for the inputs; use') as error:
-        objectives.SpanCorruption(make_config(**lengths, **noise), vocabulary)
+        data.SpanCorruption(make_config(**lengths, **noise), vocabulary)
     lengths['lengths.targets'] = int(str(error.value).split('use ')[1].split()[0])
     config = make_config(**lengths, **noise)
     for split in ('train', 'validation'):
@@ -173,65 +151,9 @@ def test_short_rows_train_and_evaluate(pydoc, vocabulary, density, mean, length)
             assert np.all((targets == vocabularies.EOS_ID).sum(axis=1) == 1)
 
 
-@pytest.mark.parametrize(
-    'changes, message',
-    [
-        ({'lengths.inputs': -1}, 'lengths.inputs=-1: must be at least 1'),
-        ({'lengths.inputs': 0}, 'lengths.inputs=0: must be at least 1'),
-        ({'lengths.inputs': 1}, 'lengths.inputs=1 is too short: .*: use 3 or more'),
-        ({'lengths.inputs': 2}, 'lengths.inputs=2 is too short: .*: use 3 or more'),
-        ({'lengths.inputs': 10**12}, 'lengths.inputs=1000000000000: must be .* at most 1,048,576'),
-        ({'lengths.targets': -1}, 'lengths.targets=-1: must be at least 1'),
-        ({'lengths.targets': 0}, 'lengths.targets=0: must be at least 1'),
-        ({'lengths.targets': 1}, 'lengths.targets=1: too short for the inputs; use 14'),
-        ({'lengths.targets': 10**12}, 'lengths.targets=1000000000000: must be .* 1,048,576'),
-        ({'noise_density': 0.0}, 'noise_density=0.0: must be above 0 and below 1'),
-        ({'noise_density': 1.0}, 'noise_density=1.0: must be above 0 and below 1'),
-        ({'noise_density': float('nan')}, 'noise_density=nan: must be above 0 and below 1'),
-        ({'noise_density': float('inf')}, 'noise_density=inf: must be above 0 and below 1'),
-        ({'mean_noise_span_length': 0.5}, 'span_length=0.5: must be at least 1'),
-        ({'mean_noise_span_length': float('nan')}, 'span_length=nan: must be at least 1'),
-        ({'mean_noise_span_length': float('inf')}, 'span_length=inf: must be at least 1'),
-        (
-            {'noise_density': 1 - 1e-12, 'mean_noise_span_length': 2.0**20},
-            'would hold 1,048,576 tokens or more before the corruption: lower the density',
-        ),
-        ({'validation_fraction': 0.0}, 'validation_fraction=0.0: both splits need documents'),
-    ],
-)
-def test_sizes_that_cannot_be_are_refused(pydoc, vocabulary, changes, message):
-    config = make_config(**changes)
-    source = dataclasses.replace(pydoc, validation_fraction=config.validation_fraction)
-    with pytest.raises(ValueError, match=message) as error:
-        check_settings(config)
-        stream_of(source, 'validation', vocabulary, config, 2, 0)
-    assert '\n' not in str(error.value)
-
-
-def test_all_documents_for_validation_leave_none_to_train_on(pydoc, vocabulary):
-    source = dataclasses.replace(pydoc, validation_fraction=1.0)
-    with pytest.raises(ValueError, match="no document is in split 'train' .*=1.0: both splits"):
-        stream_of(source, 'train', vocabulary, make_config(), 2, 0)
-
-
-def test_sentinels_are_enough_or_the_settings_refused(pydoc, pydoc_model):
-    plain = vocabularies.SentencePieceVocabulary(pydoc_model, extra_ids=0)
-    with pytest.raises(ValueError, match='data.extra_ids=0: .* this vocabulary has none: use 3'):
-        stream_of(pydoc, 'train', plain, make_config(), 2, 0)
-    few = vocabularies.SentencePieceVocabulary(pydoc_model, extra_ids=2)
-    with pytest.raises(ValueError, match='3 noise spans for 2 sentinels: use shorter inputs'):
-        stream_of(pydoc, 'train', few, make_config(), 2, 0)
-    stream_of(
-        pydoc, 'train', vocabularies.SentencePieceVocabulary(pydoc_model, 3), make_config(), 2, 0
-    )
-    long_rows = make_config(**{'lengths.inputs': 4096, 'lengths.targets': 1000})
-    with pytest.raises(ValueError, match='227 noise spans for 128 sentinels'):  # ASCII's bytes
-        stream_of(pydoc, 'train', vocabularies.ByteVocabulary(), long_rows, 2, 0)
-
-
 def test_byte_vocabulary_may_have_more_spans_than_it_has_extra_ids(pydoc):
     config = make_config(vocabulary='bytes', extra_ids=0)
-    vocabulary = vocabularies.find_or_train_vocabulary(config, '', [], 384)
+    vocabulary = find_or_train_vocabulary(config, Path(), [], 384)
     batch = next(stream_of(pydoc, 'train', vocabulary, config, 2, 0))
     assert batch['decoder_target_tokens'][:, 0].tolist() == [258, 258]
 
@@ -241,7 +163,7 @@ def test_validation_files_without_a_document_are_named(tmp_path, vocabulary, con
     (tmp_path / 'train.txt').write_text('some words\n' * 20)
     (tmp_path / 'blank.txt').write_bytes(content)
     config = make_config(files=f'{tmp_path}/train.txt', validation_files=f'{tmp_path}/blank.txt')
-    source = sources.open_source(config)
+    source = sources.open.open_source(config)
     with pytest.raises(ValueError, match='data.validation_files=.*blank.txt.* holds no document'):
         stream_of(source, 'validation', vocabulary, config, 2, 0)
 
@@ -253,17 +175,14 @@ def test_moved_and_renamed_files_are_the_same_corpus(tmp_path):
     for i, name in enumerate(['z', 'b', 'y', 'a']):
         shutil.copy(tmp_path / f'old/{i}.txt', new_folder / f'{name}.txt')
     files = ','.join(f'{new_folder}/{name}.txt' for name in 'azby')
-    new = sources.open_source(make_config(files=files, validation_fraction=0.1))
+    new = sources.open.open_source(make_config(files=files, validation_fraction=0.1))
     assert new.fingerprint == old.fingerprint and len(old.fingerprint) == 32
     assert [file.content for file in new.files] == [file.content for file in old.files]
-    streams = [
-        stream_of(source, 'train', vocabularies.ByteVocabulary(), make_config(), 4, 0)
-        for source in (old, new)
-    ]
-    for _ in range(20):
-        chex.assert_trees_all_equal(*[next(stream) for stream in streams])
-    changes = sources.describe_changes(old.files_as_json(), new.files_as_json())
-    assert changes.startswith('the files hold what they held, so tasks or rates of data.module ch')
+    batches = []
+    for source in (old, new):
+        stream = stream_of(source, 'train', vocabularies.ByteVocabulary(), make_config(), 4, 0)
+        batches.append(take(stream, 20))
+    chex.assert_trees_all_equal(*batches)
 
 
 def test_a_file_of_one_long_line_trains(tmp_path, vocabulary):
@@ -271,7 +190,7 @@ def test_a_file_of_one_long_line_trains(tmp_path, vocabulary):
     path = tmp_path / 'a.txt'
     path.write_text(' '.join(f'the word of number {i}' for i in range(100_000)))
     config = make_config(files=str(path))
-    source = sources.open_source(config)
+    source = sources.open.open_source(config)
     stream_of(source, 'validation', vocabulary, config, 4, 0)
     batch = next(stream_of(source, 'train', vocabulary, config, 8, 0))
     assert batch['decoder_loss_weights'].any(axis=1).all()
@@ -279,8 +198,8 @@ def test_a_file_of_one_long_line_trains(tmp_path, vocabulary):
 
 @pytest.fixture
 def small_pools(monkeypatch):
-    monkeypatch.setattr(sources, 'POOL_LINES', 60)
-    monkeypatch.setattr(sources, 'MIN_POOL_LINES', 4)
+    monkeypatch.setattr(sources.gzipped, 'POOL_LINES', 60)
+    monkeypatch.setattr(sources.gzipped, 'MIN_POOL_LINES', 4)
 
 
 def take(stream, count):
@@ -314,7 +233,7 @@ def test_no_token_is_lost_or_doubled_in_an_epoch(
     names = {}
     for lane in range(3):
         documents = list(lane_documents(source, 'train', 0, lane, 3, 5))
-        start = data.Position()
+        start = TaskPosition()
         for i in range(0, len(documents), 128):
             group = documents[i : i + 128]
             encoded = vocabulary.encode([text for *_, text in group])
@@ -328,10 +247,10 @@ def test_no_token_is_lost_or_doubled_in_an_epoch(
                 expected[lane, start].append(raw)
                 names[raw] = ', '.join(dict.fromkeys(name_of_id[j : j + 284]))
             pool, offset, *_ = group[-1]
-            start = data.Position(epoch=0, pool=pool, offset=offset + 1)
+            start = TaskPosition(epoch=0, pool=pool, offset=offset + 1)
 
     stream = stream_of(source, 'train', vocabulary, config, 3, 5, num_epochs=1)
-    sentinels = sentinels_of(vocabulary)
+    sentinels = range(vocabulary.size - 100, vocabulary.size)
     found = {}
     position = stream.position
     for i, batch in enumerate(stream):
@@ -341,7 +260,7 @@ def test_no_token_is_lost_or_doubled_in_an_epoch(
             targets = batch['decoder_target_tokens'][lane]
             if inputs.any():
                 raw = tuple(uncorrupt(without_eos(inputs), without_eos(targets), sentinels))
-                start = data.Position(*position[lane, 0].tolist())._replace(given=0)
+                start = TaskPosition(*position[lane, 0].tolist())._replace(given=0)
                 found.setdefault((lane, start), []).append(raw)
                 assert described is None or described[lane] == names[raw]
         position = stream.position
@@ -353,25 +272,11 @@ def test_no_token_is_lost_or_doubled_in_an_epoch(
 
 def test_stream_is_a_function_of_the_seed(pydoc, vocabulary):
     config = make_config()
-    hashes = [
-        [
-            batch_hash(batch)
-            for batch in take(stream_of(pydoc, 'train', vocabulary, config, 4, seed), 5)
-        ]
-        for seed in (0, 0, 1)
-    ]
-    assert hashes[0] == hashes[1] and len(set(hashes[0] + hashes[2])) == 10
-
-
-def test_first_batch_is_the_same_on_every_machine():
-    """Pins the stream: numpy, Python and the machine have no part in it."""
-    texts = [f'document {i} is about the number {i * i}' for i in range(300)]
-    source = source_of([(str(i), text) for i, text in enumerate(texts)], 0.1)
-    batch = next(stream_of(source, 'train', vocabularies.ByteVocabulary(), make_config(), 4, 0))
-    assert batch_hash(batch) == FIRST_BATCH_HASH
-
-
-FIRST_BATCH_HASH = 3602360344
+    inputs = []
+    for seed in (0, 0, 1):
+        [batch] = take(stream_of(pydoc, 'train', vocabulary, config, 4, seed), 1)
+        inputs.append(batch['encoder_input_tokens'].tolist())
+    assert inputs[0] == inputs[1] != inputs[2]
 
 
 def test_epochs_differ(vocabulary, pydoc):
@@ -391,8 +296,10 @@ def text_source(tmp_path_factory, pydoc):
         texts = [text for _, text in documents_of(pydoc)[part * 40 : part * 40 + 40]]
         (folder / f'{part}.txt').write_text('\n'.join(texts))
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(sources, 'MIN_BLOCKS', 256)  # each opens its file
-        return sources.open_source(make_config(files=f'{folder}/*.txt', validation_fraction=0.1))
+        monkeypatch.setattr(sources.deal, 'MIN_BLOCKS', 256)  # each opens its file
+        return sources.open.open_source(
+            make_config(files=f'{folder}/*.txt', validation_fraction=0.1)
+        )
 
 
 def gzipped_source(folder, pydoc, sizes):
@@ -401,7 +308,7 @@ def gzipped_source(folder, pydoc, sizes):
     for shard, size in enumerate(sizes):
         records = [json.dumps({'text': text}) for _, text in itertools.islice(texts, size)]
         (folder / f'{shard}.jsonl.gz').write_bytes(gzip.compress('\n'.join(records).encode()))
-    return sources.open_source(make_config(files=f'{folder}/*', validation_fraction=0.1))
+    return sources.open.open_source(make_config(files=f'{folder}/*', validation_fraction=0.1))
 
 
 AS_MANY_SHARDS = pytest.param('as many shards', marks=pytest.mark.slow)
@@ -448,15 +355,6 @@ def test_resuming_anywhere_gives_the_identical_remainder(any_source, vocabulary,
         assert next(resumed, None) is None
 
 
-def test_a_position_of_an_older_run_has_no_axis_of_tasks(any_source, vocabulary):
-    stream = stream_of(any_source, 'train', vocabulary, make_config(), 4, 3)
-    take(stream, 20)
-    position = stream.position
-    expected = take(stream, 5)
-    stream.seek(position[:, 0])
-    chex.assert_trees_all_equal(take(stream, 5), expected)
-
-
 class CountingVocabulary(vocabularies.SentencePieceVocabulary):
     count = 0
 
@@ -465,25 +363,20 @@ class CountingVocabulary(vocabularies.SentencePieceVocabulary):
         return super().encode_as_arrays(texts)
 
 
-@pytest.mark.parametrize(
-    'kind',
-    [
-        'pydoc',
-        pytest.param('jsonl', marks=pytest.mark.slow),
-        'few shards',
-        pytest.param('many shards', marks=pytest.mark.slow),
-    ],
-)
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ('jsonl', 'many shards')]
+
+
+@pytest.mark.parametrize('kind', ['pydoc', 'few shards', *SLOW])
 def test_any_number_of_processes_makes_the_same_batches_of_the_same_documents(
     pydoc, pydoc_model, tmp_path, kind, monkeypatch
 ):
-    monkeypatch.setattr(sources, 'MIN_POOL_LINES', 16)
-    monkeypatch.setattr(sources, 'POOL_LINES', 300)
+    monkeypatch.setattr(sources.gzipped, 'MIN_POOL_LINES', 16)
+    monkeypatch.setattr(sources.gzipped, 'POOL_LINES', 300)
     source = pydoc
     if kind == 'jsonl':
         records = [json.dumps({'text': text}) for _, text in documents_of(pydoc)[:3000]]
         (tmp_path / 'a.jsonl').write_text('\n'.join(records))
-        source = sources.open_source(make_config(files=f'{tmp_path}/*'))
+        source = sources.open.open_source(make_config(files=f'{tmp_path}/*'))
     elif kind != 'pydoc':
         sizes = [300, 100, 200] if kind == 'few shards' else [40] * 15
         source = gzipped_source(tmp_path, pydoc, sizes)
@@ -538,65 +431,16 @@ def test_one_epoch_ends_lane_by_lane(vocabulary):
     assert stream.describe(stream.position) == ['', '', '']
 
 
-def test_lanes_without_documents_wait_for_their_epoch(vocabulary):
-    source = source_of([('only', 'the only document')], 0.0)
-    epochs = [epoch_documents(source, epoch, num_lanes=4, splits=['train']) for epoch in range(4)]
-    assert all(any(lane) for lane in zip(*epochs, strict=True))
-    stream = stream_of(source, 'train', vocabulary, make_config(), 4, 0)
-    for batch in take(stream, 3):
-        assert batch['decoder_loss_weights'].any(axis=1).all()
-    assert stream.describe(stream.position) == ['only'] * 4
-
-
-def test_prefetch_gives_the_plain_stream(pydoc, vocabulary):
-    config = make_config()
-    plain = stream_of(pydoc, 'train', vocabulary, config, 2, 0)
-    batches = prefetch.batches(stream_of(pydoc, 'train', vocabulary, config, 2, 0))
-    num_threads = threading.active_count()  # the thread starts with the first `next`
-    for _ in range(20):
-        before = plain.position
-        expected = next(plain)
-        batch = next(batches)
-        chex.assert_trees_all_equal(batch.features, expected)
-        np.testing.assert_array_equal(batch.before, before)
-        np.testing.assert_array_equal(batch.after, plain.position)
-        np.testing.assert_array_equal(batch.counts, plain.counts)
-    batches.close()
-    assert threading.active_count() == num_threads
-
-
-def test_prefetch_passes_on_errors_and_the_end(tmp_path, vocabulary):
+def test_prefetch_passes_on_errors(tmp_path, vocabulary):
     path = tmp_path / 'bad.txt'
     path.write_bytes(b'good line\n' * 200 + b'\xff\n')
-    source = sources.open_source(make_config(files=str(path), validation_fraction=0.0))
+    source = sources.open.open_source(make_config(files=str(path), validation_fraction=0.0))
     plain = stream_of(source, 'train', vocabulary, make_config(), 1, 1, num_epochs=1)
     with pytest.raises(ValueError, match='line 201 of .*: byte 1 is not UTF-8'):
         list(prefetch.batches(plain))
-    path.write_bytes(b'good line\n' * 20)
-    source = sources.open_source(make_config(files=str(path), validation_fraction=0.0))
-    stream = stream_of(source, 'train', vocabulary, make_config(), 1, 1, num_epochs=1)
-    assert len(list(prefetch.batches(stream))) == len(
-        list(stream_of(source, 'train', vocabulary, make_config(), 1, 1, num_epochs=1))
-    )
-
-
-def test_the_data_modules_import_no_jax():
-    code = 'import sys, data, sources, vocabulary; assert "jax" not in sys.modules'
-    root = pathlib.Path(data.__file__).parent
-    subprocess.run([sys.executable, '-c', code], cwd=root, check=True)
 
 
 # Text to text.
-
-
-def take_with_positions(stream, count):
-    """The next batches of a stream, and the position of each."""
-    batches = []
-    positions = []
-    for _ in range(count):
-        positions.append(stream.position)
-        batches.append(next(stream))
-    return batches, positions
 
 
 def qa_config(tmp_path, **changes):
@@ -605,87 +449,56 @@ def qa_config(tmp_path, **changes):
     (tmp_path / 'qa.jsonl').write_text('\n'.join(map(json.dumps, rows)))
     settings = {'vocabulary': 'bytes', 'validation_fraction': 0.1}
     templates = {'inputs': 'question: {q}', 'targets': '{a}'} | settings
-    return make_config(files=f'{tmp_path}/qa.jsonl', **templates | changes), rows
+    return make_config(files=f'{tmp_path}/qa.jsonl', **templates | changes)
 
 
-def test_text_to_text_gives_each_record_once_per_epoch(tmp_path):
-    """Inputs and targets as the templates say, cut to their lengths with EOS."""
-    config, rows = qa_config(tmp_path)
-    vocabulary = vocabularies.ByteVocabulary()
-    found = []
-    for split in ('train', 'validation'):
-        source = sources.open_source(config)
-        for batch in stream_of(source, split, vocabulary, config, 3, 0, num_epochs=1):
-            for i in range(3):
-                inputs = batch['encoder_input_tokens'][i]
-                if inputs.any():
-                    texts = [without_eos(inputs), without_eos(batch['decoder_target_tokens'][i])]
-                    found.append(tuple(vocabulary.decode(ids) for ids in texts))
-    expected = [(f'question: {row["q"].strip()}'[:63], row['a']) for row in rows]
-    assert sorted(found) == sorted(expected)
-
-
-def test_text_to_text_resumes_anywhere(tmp_path):
-    config, _ = qa_config(tmp_path)
-    source = sources.open_source(config)
-    vocabulary = vocabularies.ByteVocabulary()
-    stream = stream_of(source, 'train', vocabulary, config, 3, 0)
-    batches, positions = take_with_positions(stream, 80)
-    for start in (0, 1, 17, 60):
-        resumed = stream_of(source, 'train', vocabulary, config, 3, 0)
-        resumed.seek(positions[start])
-        for expected in batches[start : start + 5]:
-            chex.assert_trees_all_equal(next(resumed), expected)
+NO_TEMPLATES = {'inputs': '', 'targets': ''}
 
 
 @pytest.mark.parametrize(
-    'changes, message',
+    'changes, named',
     [
-        ({'task': 'c4_v220_span_corruption'}, "data.targets='{a}' is text to text, and data.task="),
-        ({'task': 'text_to_text', 'inputs': '', 'targets': ''}, "'text_to_text' needs data.inputs"),
-        (
-            {'task': 'nonsense', 'inputs': '', 'targets': ''},
-            "data.task='nonsense' is unknown: the nearest names are ",
-        ),
+        ({'task': 'c4_v220_span_corruption'}, "data.targets='{a}'"),
+        ({'task': 'text_to_text', **NO_TEMPLATES}, "data.task='text_to_text'"),
+        ({'task': 'nonsense', **NO_TEMPLATES}, "data.task='nonsense' is unknown"),
+        *[({'task': 'other', 'use_cached': x, **NO_TEMPLATES}, 'other') for x in ('yes', 'auto')],
     ],
 )
-def test_tasks_that_contradict_the_templates_are_refused(tmp_path, changes, message):
-    config, _ = qa_config(tmp_path, **changes)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        tasks.find(config)
+def test_tasks_that_are_unknown_or_contradict_the_templates(tmp_path, changes, named):
+    write_task_cache(tmp_path, CACHED[:3])
+    config = qa_config(tmp_path, cache_dirs=str(tmp_path), **changes)
+    with pytest.raises(ValueError, match=re.escape(named)):
+        tasks.open.find(config)
 
 
 def test_a_vocabulary_is_trained_on_what_the_templates_give(tmp_path):
-    config, _ = qa_config(tmp_path)
-    texts = set(data.training_texts(tasks.open_mixture(config)))
+    config = qa_config(tmp_path)
+    texts = set(training_texts(tasks.open.open_mixture(config)))
     assert {'question: what is 3', 'it is 3'} <= texts
 
 
 def unpack(batch):
-    """(inputs, targets) without EOS of every example of a packed batch."""
-    found = []
-    for r in range(len(batch['encoder_input_tokens'])):
-        inputs, targets = (batch[f'{side}_segment_ids'][r] for side in ('encoder', 'decoder'))
-        for segment in range(1, targets.max() + 1):
-            ids = batch['encoder_input_tokens'][r][inputs == segment]
-            target_ids = batch['decoder_target_tokens'][r][targets == segment]
-            found.append((tuple(without_eos(ids)), tuple(without_eos(target_ids))))
-    return found
+    """(inputs, targets) without EOS of every example of a batch, packed or not."""
+    inputs = batch['encoder_input_tokens']
+    targets = batch['decoder_target_tokens']
+    inputs_segments = batch.get('encoder_segment_ids', inputs > 0)
+    targets_segments = batch.get('decoder_segment_ids', targets > 0)
+    for r in range(len(inputs)):
+        for segment in range(1, int(targets_segments[r].max()) + 1):
+            ids = inputs[r][inputs_segments[r] == segment]
+            yield without_eos(ids), without_eos(targets[r][targets_segments[r] == segment])
 
 
 @pytest.mark.parametrize('pack', ['greedily', 'tightly'])
 def test_packed_rows_have_every_example_once(tmp_path, monkeypatch, pack):
     """The same examples as rows that are not packed, in fewer rows, several of them in a window."""
-    monkeypatch.setattr(data, 'ROWS_PER_WINDOW', 5)
-    config, _ = qa_config(tmp_path, **{'lengths.targets': 40})
+    monkeypatch.setattr('stream.ROWS_PER_WINDOW', 5)
+    config = qa_config(tmp_path, **{'lengths.targets': 40})
     vocabulary = vocabularies.ByteVocabulary()
-    source = sources.open_source(config)
+    source = sources.open.open_source(config)
     expected = []
     for batch in stream_of(source, 'train', vocabulary, config, 3, 0, num_epochs=1):
-        for i in range(3):
-            inputs, targets = batch['encoder_input_tokens'][i], batch['decoder_target_tokens'][i]
-            if inputs.any():
-                expected.append((tuple(without_eos(inputs)), tuple(without_eos(targets))))
+        expected += unpack(batch)
     config.pack = pack
     found = []
     num_rows = 0
@@ -693,7 +506,7 @@ def test_packed_rows_have_every_example_once(tmp_path, monkeypatch, pack):
     position = stream.position
     for batch in stream:
         assert batch.keys() == data.feature_lengths(config).keys()
-        examples = unpack(batch)
+        examples = list(unpack(batch))
         found += examples
         num_rows += int(batch['encoder_input_tokens'].any(axis=1).sum())
         names = sum((row.split(', ') for row in stream.describe(position) if row), [])
@@ -701,30 +514,6 @@ def test_packed_rows_have_every_example_once(tmp_path, monkeypatch, pack):
         position = stream.position
     assert sorted(found) == sorted(expected)
     assert num_rows < 0.6 * len(expected)
-
-
-@pytest.mark.parametrize('pack', ['greedily', 'tightly'])
-@pytest.mark.parametrize('kind', ['text to text', 'span corruption'])
-def test_a_packed_stream_resumes_anywhere_on_any_number_of_processes(
-    tmp_path, monkeypatch, pack, kind
-):
-    monkeypatch.setattr(data, 'ROWS_PER_WINDOW', 4)
-    config, _ = qa_config(tmp_path, **{'pack': pack, 'lengths.targets': 40})
-    if kind == 'span corruption':
-        config.inputs = config.targets = ''
-        config.text_field = 'q'
-    source = sources.open_source(config)
-    vocabulary = vocabularies.ByteVocabulary()
-    stream = stream_of(source, 'train', vocabulary, config, 4, 0)
-    batches, positions = take_with_positions(stream, 32)
-    for start, num_processes in [(1, 2), (17, 4)]:
-        size = 4 // num_processes
-        for process in range(num_processes):
-            own = range(process * size, (process + 1) * size)
-            resumed = stream_of(source, 'train', vocabulary, config, 4, 0, rows=own)
-            resumed.seek(positions[start][own])
-            for expected in batches[start : start + 15]:
-                chex.assert_trees_all_equal(next(resumed), {n: x[own] for n, x in expected.items()})
 
 
 # Task caches.
@@ -741,7 +530,7 @@ def write_task_cache(root, examples, split='train', features=('inputs', 'targets
         with (folder / f'{split}.tfrecord-0000{shard}-of-00003').open('wb') as file:
             for example in examples[shard::3]:
                 arrays = {name: np.array(example[name], np.int32) for name in features}
-                seqio_cache.write_record(file, seqio_cache.encode(arrays))
+                tfrecord.write_record(file, task_cache.encode(arrays))
     (folder / 'COMPLETED').touch()
     return folder
 
@@ -757,13 +546,10 @@ CACHED = [{'inputs': [40 + i, 41, 42], 'targets': [50 + i, 60, 1][: 2 + i % 2]} 
 def examples_of_cache(config, split='train', batch_size=4):
     vocabulary = vocabularies.ByteVocabulary()
     found = []
-    source = sources.open_source(config)
+    source = sources.open.open_source(config)
     for batch in stream_of(source, split, vocabulary, config, batch_size, 0, num_epochs=1):
-        for inputs, targets in zip(
-            batch['encoder_input_tokens'], batch['decoder_target_tokens'], strict=True
-        ):
-            if inputs.any():
-                found.append({'inputs': without_eos(inputs), 'targets': without_eos(targets)})
+        for inputs, targets in unpack(batch):
+            found.append({'inputs': inputs, 'targets': targets})
     return sorted(found, key=str)
 
 
@@ -777,7 +563,7 @@ def test_a_task_cache_is_read_as_ids(tmp_path):
     config = cache_config(f'{tmp_path / "nowhere"}, {tmp_path}')
     assert examples_of_cache(config) == sorted(expected, key=str)
     assert examples_of_cache(config, 'validation') == sorted(expected[:2], key=str)
-    description = sources.open_source(config).description
+    description = sources.open.open_source(config).description
     assert description == f'100 cached examples of {tmp_path}/my/task_v1'
 
 
@@ -789,10 +575,10 @@ def test_a_large_cache_is_read_without_an_index(tmp_path, monkeypatch):
     folder = write_task_cache(tmp_path, examples)
     config = cache_config(tmp_path, on_bad_line='skip')
     expected = examples_of_cache(config)
-    monkeypatch.setattr(sources, 'MAX_INDEXED_BYTES', 0)
+    monkeypatch.setattr(sources.cache, 'MAX_INDEXED_BYTES', 0)
     for block_bytes in (100, 1000, 1 << 16):
-        monkeypatch.setattr(sources, 'MAX_BLOCK_BYTES', block_bytes)
-        assert isinstance(sources.open_source(config).train, sources.LargeCache)
+        monkeypatch.setattr(sources.deal, 'MAX_BLOCK_BYTES', block_bytes)
+        assert isinstance(sources.open.open_source(config).train, sources.cache.LargeCache)
         assert examples_of_cache(config) == expected
     file = folder / 'train.tfrecord-00001-of-00003'
     content = bytearray(file.read_bytes())
@@ -801,8 +587,8 @@ def test_a_large_cache_is_read_without_an_index(tmp_path, monkeypatch):
         damaged[position] ^= 1
         file.write_bytes(damaged)
         for block_bytes in (100, 1 << 16):
-            monkeypatch.setattr(sources, 'MAX_BLOCK_BYTES', block_bytes)
-            source = sources.open_source(config)
+            monkeypatch.setattr(sources.deal, 'MAX_BLOCK_BYTES', block_bytes)
+            source = sources.open.open_source(config)
             assert len(examples_of_cache(config)) == len(expected) - 1
             list(source.records('train'))
             assert source.faults()[1] == 1
@@ -818,23 +604,7 @@ def test_span_corruption_reads_cached_targets(tmp_path):
     config.use_cached = 'no'
     (tmp_path / 'a.txt').write_text('a text')
     config.files = f'{tmp_path}/a.txt'
-    assert sources.open_source(config).corpus == 'files'
-
-
-@pytest.mark.parametrize(
-    'changes, message',
-    [
-        (
-            {'use_cached': 'yes', 'task': 'other'},
-            'holds no complete cache of data.task=.other.: na',
-        ),
-        ({'task': 'other'}, "data.task='other' is unknown and has no cache in data.cache_dirs="),
-    ],
-)
-def test_a_cache_that_is_missing_is_named(tmp_path, changes, message):
-    write_task_cache(tmp_path, CACHED)
-    with pytest.raises(ValueError, match=message):
-        tasks.find(cache_config(tmp_path, **changes))
+    assert sources.open.open_source(config).corpus == 'files'
 
 
 def test_cached_examples_that_do_not_fit_are_named(tmp_path):
@@ -843,19 +613,17 @@ def test_cached_examples_that_do_not_fit_are_named(tmp_path):
     content = bytearray(file.read_bytes())
     content[14] ^= 1  # in the content of the first record
     file.write_bytes(content)
-    message = f'{file}: the record at byte 0 is damaged: copy the file again'
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=re.escape(str(file))):
         examples_of_cache(cache_config(tmp_path))
     assert len(examples_of_cache(cache_config(tmp_path, on_bad_line='skip'))) == 29
     write_task_cache(tmp_path, [{'inputs': [5], 'targets': [6, 400]}])
-    with pytest.raises(ValueError, match='ids from 5 to 400, and the vocabulary has'):
+    with pytest.raises(ValueError, match='ids from 5 to 400.*data.vocabulary'):
         examples_of_cache(cache_config(tmp_path))
     write_task_cache(tmp_path, CACHED, features=('targets',))
-    with pytest.raises(ValueError, match="no feature 'inputs', which data.task='my:task_v1' needs"):
+    with pytest.raises(ValueError, match="'inputs', which data.task='my:task_v1'"):
         examples_of_cache(cache_config(tmp_path))
-    config = cache_config(tmp_path, vocabulary='')
-    with pytest.raises(ValueError, match='ids of a task cache have one: name it with data.vocab'):
-        list(data.training_texts(tasks.open_mixture(config)))
+    with pytest.raises(ValueError, match='data.vocabulary'):
+        list(training_texts(tasks.open.open_mixture(cache_config(tmp_path, vocabulary=''))))
 
 
 def test_far_more_rows_than_documents_start_at_once(monkeypatch):

@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from small_models import (
-    ONE_GOLDEN_MODEL,
     assert_close,
     golden_batch,
+    make_mesh,
     random_batch,
     random_params,
     run_config,
+    sharded,
+    stepwise_logits,
     t5_config,
 )
 
@@ -35,17 +37,6 @@ HERE = pathlib.Path(__file__).parent / 'golden'
 FORWARD = pathlib.Path(__file__).resolve().parents[2] / 'shared/testdata/seqio_t5/t5x_small_forward'
 MESHES = [(1, 1), (4, 2), (2, 4)]
 pytestmark = pytest.mark.usefixtures('highest_precision')
-
-
-def sharded(f, config, mesh, out_specs=partition.BATCH):
-    """f(params, *arrays of rows), a function for one device's part, on whole arrays."""
-    specs = partition.param_specs(model.PARAMETER_SPECS, model.shapes(config))
-
-    def on_mesh(params, *rows):
-        in_specs = (specs, *[partition.BATCH] * len(rows))
-        return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(params, *rows)
-
-    return jax.jit(on_mesh)
 
 
 @functools.cache
@@ -63,27 +54,6 @@ def generator(config, mesh, eos_id=vocabularies.EOS_ID):
     return sharded(device_generate, config, mesh)
 
 
-@functools.cache
-def stepwise_logits(config, mesh):
-    """(params, inputs_bM, tokens_bT) -> logits_bTv of decoding one forced token after the other."""
-
-    def device_logits(params, inputs_bM, tokens_bT):
-        start = lambda: model.start_decoding(config, inputs_bM, tokens_bT.shape[1])  # noqa: E731
-
-        def step(cache, tokens_b):
-            step = lambda: model.decode_step(config, tokens_b, cache)  # noqa: E731
-            return model.apply(step, params)[::-1]
-
-        logits_Tbv = jax.lax.scan(step, model.apply(start, params), tokens_bT.T)[1]
-        return logits_Tbv.swapaxes(0, 1)
-
-    return sharded(device_logits, config, mesh, P('data', None, 'model'))
-
-
-def make_mesh(data_size, model_size):
-    return partition.make_mesh(data_size, model_size, jax.devices()[: data_size * model_size])
-
-
 @pytest.mark.slow  # infer_test.py decodes the same checkpoints on a mesh
 def test_greedy_tokens_are_T5Xs(golden):
     arrays, t5 = np.load(golden / 'golden.npz'), infer.load(golden / 'checkpoint_0')
@@ -94,20 +64,6 @@ def test_greedy_tokens_are_T5Xs(golden):
         params = jax.tree.map(np.asarray, t5.arrays)
         found = generator(t5.config, mesh)(params, inputs, np.zeros_like(expected))
         np.testing.assert_array_equal(found, expected)
-
-
-@ONE_GOLDEN_MODEL
-def test_scores_are_T5Xs(golden):
-    """Log-likelihoods of the targets in nats, summed over each example."""
-    arrays, t5 = np.load(golden / 'golden.npz'), infer.load(golden / 'checkpoint_0')
-
-    def device_scores(params, batch):
-        logits_bTv = model.apply(lambda: model.logits(t5.config, batch), params)
-        nats_bT, _ = loss.cross_entropy(logits_bTv, batch['decoder_target_tokens'])
-        return -(nats_bT * batch['decoder_loss_weights']).sum(axis=-1)
-
-    scores = sharded(device_scores, t5.config, t5.mesh)(t5.arrays, golden_batch(arrays, 'batch'))
-    assert_close(scores, arrays['score_batch'], 1e-5)
 
 
 DECODING = json.loads((HERE / 'seqio_t5/decoding.json').read_text())
@@ -434,12 +390,15 @@ def long_batch():
     return random_batch(1) | {'decoder_target_tokens': targets, 'decoder_input_tokens': shifted}
 
 
+def device_logits(config):
+    return lambda params, batch: model.apply(lambda: model.logits(config, batch), params)
+
+
 @functools.cache
 def teacher_forced(config):
-    def device_logits(params, batch):
-        return model.apply(lambda: model.logits(config, batch), params)
-
-    return sharded(device_logits, config, make_mesh(1, 1), P('data', None, 'model'))
+    return sharded(
+        device_logits(config), config, make_mesh(1, 1), P(partition.BATCH_AXES, None, 'model')
+    )
 
 
 # The slow suite has all.
@@ -462,7 +421,8 @@ def test_cached_equals_uncached(name, shape):
 
 @pytest.mark.slow
 def test_the_cache_adds_no_error_to_bfloat16():
-    (config, params), batch = variant('t5_1_1'), long_batch()
+    config, params = variant('t5_1_1')
+    batch = long_batch()
     exact = teacher_forced(config)(params, batch)
     config = dataclasses.replace(config, dtype='bfloat16')
     tokens = (batch['encoder_input_tokens'], batch['decoder_input_tokens'])
@@ -538,7 +498,7 @@ def device_beams(config, params, inputs_bM, prompt_bT, num_beams, is_cached=True
 
         position_r = jnp.zeros_like(inputs_rM[:, 0])
         cache = (position_r, jnp.zeros_like(inputs_rM, shape=(len(inputs_rM), length)))
-        reorder, grow = decode.reorder_rows, None
+        reorder, grow = decode.reorder_rows, lambda cache, room: cache
     return decode.beam_search(step, reorder, cache, prompt_bT, num_beams, grow=grow)
 
 
@@ -611,23 +571,17 @@ def test_a_second_oracle_of_tiny_models(name):
     mesh = make_mesh(1, 1)
     params = dict(np.load(FORWARD / f'{name}_params.npz'))
     arrays = dict(np.load(FORWARD / f'{name}_golden.npz'))
-    batch = {
-        n: x for n, x in arrays.items() if n.endswith('_tokens') and n[:6] in ('encode', 'decode')
-    }
+    batch = {name: arrays[name] for name in infer.SEQUENCES}
     packed = {n.removeprefix('packed_'): x for n, x in arrays.items() if n.startswith('packed_')}
     expected_packed = packed.pop('logits')
 
-    def device_logits(params, batch):
-        return model.apply(lambda: model.logits(config, batch), params)
-
-    logits = sharded(device_logits, config, mesh, P('data', None, 'model'))
+    logits = teacher_forced(config)
     assert_close(logits(params, batch), arrays['logits'], 1e-5)
     assert_close(logits(params, packed), expected_packed, 1e-5)
 
     def device_nats(params, batch):
-        nats_bT, _ = loss.cross_entropy(
-            device_logits(params, batch), batch['decoder_target_tokens']
-        )
+        logits_bTv = device_logits(config)(params, batch)
+        nats_bT, _ = loss.cross_entropy(logits_bTv, batch['decoder_target_tokens'])
         return nats_bT * (batch['decoder_target_tokens'] > 0)
 
     nats = sharded(device_nats, config, mesh)(params, batch)

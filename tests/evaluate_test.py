@@ -8,14 +8,15 @@ from runs import metrics_of, run, small_config, state_of, stop_after
 import evaluate
 import infer
 import loss
-import sources
+import sources.open
 import train
-import vocabulary as vocabularies
+from modes.train_vocabulary import find_or_train_vocabulary
+from run import task_metrics
 
 
 def open_stream(config, workdir, split):
-    vocabulary = vocabularies.find_or_train_vocabulary(config, workdir, None, 384)
-    source = sources.open_source(config)
+    vocabulary = find_or_train_vocabulary(config, workdir, None, 384)
+    source = sources.open.open_source(config)
     return stream_of(source, split, vocabulary, config, 4, seed=0, num_epochs=1), vocabulary
 
 
@@ -96,7 +97,7 @@ def weighted_sums_with_entropy(*arguments, **options):
 def test_the_name_of_a_sum_that_a_fork_adds(monkeypatch):
     monkeypatch.setattr(loss, 'weighted_sums', weighted_sums_with_entropy)
     monkeypatch.setattr(evaluate, 'sum_names', evaluate.sum_names.__wrapped__)
-    assert 'entropy' in evaluate.validation_tags()
+    assert 'entropy' in task_metrics.validation_tags()
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Task metrics in training and of checkpoints: the numbers, the files, kills and bad input."""
 
-import errno
 import json
 import os
 import shutil
@@ -13,15 +12,17 @@ from report_runs import DAMAGED_LINES, damage_line
 from runs import ROOT, metrics_of, run
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-import evaluate_mode
 import infer
-import infer_eval
-import metrics
 import paths
-import results
 import tasks
-import train
-import workdir
+import tasks.open
+from modes import evaluate as evaluate_mode
+from modes.train import prepare
+from run import results, workdir
+from run import task_metrics as infer_eval
+from tasks import metrics
+
+GOLDEN = ROOT / 'tests' / 'golden' / 't5x_t5_1_1_tiny' / 'checkpoint_6'
 
 
 @pytest.fixture(scope='module')
@@ -50,12 +51,14 @@ def compiled(loaded):
     return t5
 
 
-def open_evaluation(evaluated, compiled, output_dir, step='all', **changes):
-    """A CheckpointEvaluation of the run in `evaluated` on one device."""
+def open_evaluation(
+    evaluated, compiled, output_dir='', step='', path='', split='', watch=False, **changes
+):
+    """A CheckpointEvaluation of a run, by default that in `evaluated`, on one device."""
     config = make_config(evaluated)
     config.update_from_flattened_dict(changes)
     evaluation = evaluate_mode.CheckpointEvaluation(
-        config, str(evaluated / 'run'), str(output_dir), step
+        config, str(path or evaluated / 'run'), str(output_dir), step, split, watch
     )
     evaluation.t5 = compiled
     return evaluation
@@ -141,7 +144,7 @@ def test_a_run_that_goes_on_does_the_evaluation_that_is_missing(evaluated, tmp_p
 
 
 def test_a_checkpoint_has_the_results_of_its_run(evaluated, compiled, tmp_path, capsys):
-    evaluation = open_evaluation(evaluated, compiled, tmp_path)
+    evaluation = open_evaluation(evaluated, compiled, tmp_path, 'all')
     evaluation.run()
     of_run = files_of(evaluated / 'run')
     found = files_of(tmp_path)
@@ -149,7 +152,7 @@ def test_a_checkpoint_has_the_results_of_its_run(evaluated, compiled, tmp_path, 
         assert found[f'inference_eval/{name}'] == of_run[f'inference_eval/{name}']
     assert found['results.csv'] == of_run['results.csv']
     capsys.readouterr()
-    evaluate_mode.CheckpointEvaluation(make_config(evaluated), str(evaluated / 'run')).run()
+    open_evaluation(evaluated, None).run()
     assert 'Step 6: rank is evaluated already' in capsys.readouterr().out
     assert files_of(evaluated / 'run') == of_run
 
@@ -197,11 +200,8 @@ def test_each_new_checkpoint_is_evaluated_as_it_appears(evaluated, compiled, tmp
         (tmp_path / 'later').rename(workdir / 'checkpoint_6')
 
     monkeypatch.setattr(evaluate_mode.time, 'sleep', sleep)
-    config = make_config(evaluated)
-    config.infer_eval.task = 'qa'
-    evaluation = evaluate_mode.CheckpointEvaluation(config, str(workdir), watch=True)
-    evaluation.t5 = compiled
-    evaluation.run()
+    task = {'infer_eval.task': 'qa'}
+    open_evaluation(evaluated, compiled, path=workdir, watch=True, **task).run()
     assert sleeps == [['qa-000003.jsonl', 'qa-metrics.jsonl']]
     assert [line['step'] for line in results.Results(workdir).lines('qa')] == [3, 6]
     name = 'inference_eval/qa-metrics.jsonl'
@@ -216,30 +216,17 @@ def test_a_watch_ends_where_the_run_has_ended_early(evaluated, compiled, tmp_pat
     content['train']['steps'] = 1000
     (folder / 'config.json').write_text(json.dumps(content))
     monkeypatch.setattr(evaluate_mode.time, 'sleep', lambda seconds: workdir.record_end(folder, 6))
-    evaluation = evaluate_mode.CheckpointEvaluation(make_config(evaluated), str(folder), watch=True)
-    evaluation.run()
+    open_evaluation(evaluated, compiled, path=folder, watch=True).run()
     assert evaluate_mode.last_step(folder) == 6
     assert json.loads((folder / 'config.json').read_text()) == content | {'last_step': 6}
 
 
 def test_some_examples_of_another_split(evaluated, compiled, tmp_path):
-    config = make_config(evaluated)
-    config.infer_eval.task = 'qa'
-    config.infer_eval.num_examples = 3
-    evaluation = evaluate_mode.CheckpointEvaluation(
-        config, str(evaluated / 'run' / 'checkpoint_3'), str(tmp_path), split='train'
-    )
-    evaluation.t5 = compiled
-    evaluation.run()
+    changes = {'infer_eval.task': 'qa', 'infer_eval.num_examples': 3}
+    path = evaluated / 'run' / 'checkpoint_3'
+    open_evaluation(evaluated, compiled, tmp_path, path=path, split='train', **changes).run()
     assert len(lines_of(tmp_path, 'qa-train-000003.jsonl')) == 3
     assert (tmp_path / 'results.csv').read_text().startswith('step,qa-train/em,')
-
-
-def best_config(evaluated, metric):
-    config = make_config(evaluated)
-    config.save.best_metric = metric
-    config.save.best_is = 'higher'
-    return config
 
 
 def test_the_best_step_by_a_task_metric(evaluated, compiled, tmp_path, capsys):
@@ -247,35 +234,36 @@ def test_the_best_step_by_a_task_metric(evaluated, compiled, tmp_path, capsys):
     workdir = shutil.copytree(evaluated / 'run', tmp_path / 'run')
     values = results.Results(workdir).scores()['rank/accuracy']
     best_step = max(sorted(values), key=values.get)
-    run(best_config(evaluated, metric), workdir)
+    best = {'save.best_metric': metric, 'save.best_is': 'higher'}
+    config = make_config(evaluated)
+    config.update_from_flattened_dict(best)
+    run(config, workdir)
     text = f'The best saved step is {best_step}, with {metric} {values[best_step]:.6g}: checkpoint_'
     assert text in capsys.readouterr().out
-    config = best_config(evaluated, metric)
-    config.infer_eval.task = 'qa'
-    evaluation = evaluate_mode.CheckpointEvaluation(
-        config, str(workdir), str(tmp_path / 'o'), 'best'
-    )
-    evaluation.t5 = compiled
-    evaluation.run()
+    best['infer_eval.task'] = 'qa'
+    open_evaluation(evaluated, compiled, tmp_path / 'o', 'best', workdir, **best).run()
     name = f'inference_eval/qa-{best_step:06}.jsonl'
     assert files_of(tmp_path / 'o')[name] == files_of(workdir)[name]
 
 
 @pytest.mark.parametrize(
-    'metric, nearest',
+    'changes, named',
     [
-        ('inference_eval/qa/f2', 'inference_eval/qa/f1'),
-        ('inference_eval/ranks/accuracy', 'inference_eval/rank/METRIC'),
-        ('training_eval/rank/accuracy', 'training_eval/qa/accuracy'),
+        ({'save.best_metric': 'inference_eval/qa/f2'}, 'inference_eval/qa/f1'),
+        ({'save.best_metric': 'inference_eval/ranks/accuracy'}, 'inference_eval/rank/METRIC'),
+        ({'save.best_metric': 'training_eval/rank/accuracy'}, 'training_eval/qa/accuracy'),
+        ({'infer_eval.task': 'without_metrics', 'save.best_is': ''}, "'without_metrics'"),
     ],
 )
-def test_a_task_metric_that_is_not_computed(evaluated, tmp_path, metric, nearest):
-    config = best_config(evaluated, metric)
-    message = f'save.best_metric={metric!r} is none of the metrics of this run: name one of '
-    with pytest.raises(ValueError, match=f'^{message}.*{nearest}') as error:
-        train.prepare(config, tmp_path)
-    assert '\n' not in str(error.value)
-    assert not (tmp_path / 'metrics.jsonl').exists()
+def test_training_refuses_what_cannot_be_evaluated(evaluated, tmp_path, changes, named):
+    config = make_config(evaluated)
+    config.update_from_flattened_dict({'save.best_is': 'higher', **changes})
+    with pytest.raises(ValueError) as error:
+        prepare(config, tmp_path / 'run')
+    message = str(error.value)
+    assert named in message and '\n' not in message
+    assert changes.get('save.best_metric', '') in message
+    assert not (tmp_path / 'run' / 'metrics.jsonl').exists()
 
 
 def test_only_what_a_metric_needs_is_computed(evaluated, compiled, monkeypatch):
@@ -294,56 +282,57 @@ def test_only_what_a_metric_needs_is_computed(evaluated, compiled, monkeypatch):
     assert found(compiled, found.tasks[0], stop=lambda count: 14 + count) is None
 
 
+# Settings, flags, and what is named.
 BAD = [
-    ({'infer_eval.task': 'without_metrics'}, {}, "'without_metrics' has no metrics: evaluate one"),
-    ({'infer_eval.task': 'missing'}, {}, "all targets of split 'validation' are missing .'<unk>'"),
-    ({'infer_eval.task': 'qa'}, {'split': 'test'}, "no split 'test', but train, validation: name"),
-    ({}, {'split': 'dev'}, '--split=dev: must be one of train, validation, test'),
-    ({}, {'split': 'test'}, "mixture 'all' has no task with metrics and the split 'test'"),
-    ({'infer_eval.task': 'qa, span_corruption'}, {}, "'span_corruption' has no metrics"),
-    ({'infer_eval.task': 'qu'}, {}, "data.task='qu' is unknown: the nearest names are qa"),
-    ({'decode.num_return': 2}, {}, 'decode.num_return=2: an evaluation takes one answer'),
-    ({'decode.beam_size': 2, 'decode.temperature': 1.0}, {}, 'a beam search draws nothing'),
-    ({}, {'step': '4'}, '--step=4: .* has no checkpoint_4, but those of 3, 6: name some of'),
-    ({}, {'step': 'x'}, '--step=x: .* has no checkpoint_x'),
-    ({}, {'step': '3', 'watch': True}, '--step=3 with --watch: all checkpoints are evaluated'),
-    ({}, {'path': 'checkpoint_3', 'watch': True}, '--watch: .*checkpoint_3 is no run with check'),
-    ({}, {'path': 'checkpoint_3', 'step': 'all'}, '--step=all: .*checkpoint_3 is no run with'),
+    ({'infer_eval.task': 'without_metrics'}, {}, "'without_metrics'"),
+    ({'infer_eval.task': 'missing'}, {}, "'missing' .* split 'validation'"),
+    ({'infer_eval.task': 'qa'}, {'split': 'test'}, "'test': .* train, validation"),
+    ({}, {'split': 'dev'}, '--split=dev'),
+    ({}, {'split': 'test'}, "mixture 'all' .*'test'"),
+    ({'infer_eval.task': 'qa, span_corruption'}, {}, "'span_corruption'"),
+    ({'infer_eval.task': 'qu'}, {}, "data.task='qu'"),
+    ({'decode.num_return': 2}, {}, 'decode.num_return=2'),
+    ({'decode.beam_size': 2, 'decode.temperature': 1.0}, {}, 'beam'),
+    ({}, {'step': '4'}, 'step=4: .* 3, 6'),
+    ({}, {'step': 'x'}, 'step=x'),
+    ({}, {'step': '3', 'watch': True}, '--step=3 with --watch'),
+    ({}, {'path': 'checkpoint_3', 'watch': True}, '--watch: .*checkpoint_3 is no run'),
+    ({}, {'path': 'checkpoint_3', 'step': 'all'}, '--step=all: .*checkpoint_3 is no run'),
     ({}, {'path': 'nothing'}, 'nothing'),
-    ({}, {'output_dir': '/dev/null/x'}, '--output_dir=/dev/null/x: /dev/null is a file'),
+    ({}, {'output_dir': '/dev/null/x'}, '/dev/null/x: '),
+    ({}, {'path': GOLDEN}, '--output_dir'),
+    ({'data.vocabulary': ''}, {'path': GOLDEN, 'output_dir': '/tmp'}, 'has no vocabulary'),
 ]
 
 
-@pytest.mark.parametrize('changes, flags, message', BAD, ids=lambda value: str(value)[:40])
-def test_bad_input_is_refused_in_one_line(evaluated, changes, flags, message):
-    config = make_config(evaluated)
-    config.update_from_flattened_dict(changes)
-    flags = dict(flags)
-    path = evaluated / 'run' / flags.pop('path', '')
-    with pytest.raises((ValueError, OSError), match=message) as error:
-        evaluate_mode.CheckpointEvaluation(config, str(path), **flags)
+@pytest.mark.parametrize('changes, flags, named', BAD, ids=[row[-1] for row in BAD])
+def test_bad_input_is_refused_in_one_line(evaluated, changes, flags, named):
+    flags = flags | {'path': evaluated / 'run' / flags.get('path', '')}
+    with pytest.raises((ValueError, OSError), match=named) as error:
+        open_evaluation(evaluated, None, **flags, **changes)
     assert '\n' not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    'name, text, step',
-    [
-        *[
-            ('inference_eval/qa-metrics.jsonl', x, 'last')
-            for x in DAMAGED_LINES['inference_eval/qa-metrics.jsonl']
-        ],
-        *[('metrics.jsonl', x, 'best') for x in DAMAGED_LINES['metrics.jsonl'][:5]],
-    ],
-    ids=lambda text: text[:30],
-)
+def test_another_vocabulary_is_refused(evaluated, uninterrupted):
+    with pytest.raises(ValueError, match="data.vocabulary='bytes'"):
+        open_evaluation(evaluated, None, path=uninterrupted)
+
+
+DAMAGED = [
+    ('inference_eval/qa-metrics.jsonl', x, 'last')
+    for x in DAMAGED_LINES['inference_eval/qa-metrics.jsonl']
+]
+DAMAGED += [('metrics.jsonl', x, 'best') for x in DAMAGED_LINES['metrics.jsonl'][:5]]
+
+
+@pytest.mark.parametrize('name, text, step', DAMAGED, ids=lambda text: text[:30])
 def test_a_damaged_line_is_named(evaluated, tmp_path, name, text, step):
     shutil.copytree(evaluated / 'run', tmp_path / 'run')
     damage_line(tmp_path / 'run' / name, 2, text)
     before = files_of(tmp_path / 'run')
     with pytest.raises(ValueError) as error:
-        evaluate_mode.CheckpointEvaluation(make_config(evaluated), str(tmp_path / 'run'), step=step)
+        open_evaluation(evaluated, None, step=step, path=tmp_path / 'run')
     assert f'line 2 of {tmp_path / "run" / name}' in str(error.value)
-    assert 'restore the file from a copy' in str(error.value)
     assert files_of(tmp_path / 'run') == before
 
 
@@ -356,68 +345,33 @@ def test_damaged_files_on_the_command_line(evaluated, command_line, tmp_path):
     for text in (good[:99], '[1]', json.dumps(odd)):
         (run / 'config.json').write_text(text)
         result = command_line(*arguments)
-        assert result.status == 2
+        assert result.status == 2 and len(result.stderr.splitlines()) == 1
         assert f'{run}/config.json' in result.stderr
-        assert len(result.stderr.splitlines()) == 1
     (run / 'config.json').write_text(good)
-    damage_line(run / 'inference_eval/qa-metrics.jsonl', 1, '{"step": 3, "f1": "5"}')
-    result = command_line(*arguments)
-    assert result.status == 2
-    assert f'line 1 of {run}/inference_eval/qa-metrics.jsonl' in result.stderr
-    (run / 'inference_eval/qa-metrics.jsonl').unlink()
     (run / 'results.csv').write_text('odd')
     result = command_line(*arguments, '--config.infer_eval.task=rank')
     assert result.status == 0, result.stderr
-    assert (run / 'results.csv').read_text().startswith('step,rank/accuracy')
+    assert (run / 'results.csv').read_text() == (evaluated / 'run/results.csv').read_text()
 
 
-def test_a_folder_that_may_not_be_written_is_named(evaluated, open_path):
+def test_a_folder_that_cannot_be_written_is_named(evaluated, compiled, open_path, monkeypatch):
+    """One that is read-only, and one on a full disk."""
     (open_path / 'there').mkdir(mode=0o555)
     chosen = evaluate_mode.Chosen(evaluated / 'run', is_run=True, steps=[6])
     for name in ('there', 'there/new/below'):
         with pytest.raises(ValueError) as error, another_user():
             evaluate_mode.output_folder(chosen, str(open_path / name))
-        assert f'{open_path / name} cannot be written' in str(error.value)
-        assert '--output_dir' in str(error.value)
-
-
-def test_a_full_disk_is_named(evaluated, compiled, tmp_path, monkeypatch):
-    def fail(descriptor):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    evaluation = open_evaluation(
-        evaluated, compiled, tmp_path / 'out', 'last', **{'infer_eval.task': 'rank'}
-    )
+        assert str(open_path / name) in str(error.value)
+    task = {'infer_eval.task': 'rank'}
+    evaluation = open_evaluation(evaluated, compiled, open_path / 'out', 'last', **task)
     with monkeypatch.context() as patch:
-        patch.setattr(os, 'fsync', fail)
-        with pytest.raises(OSError) as error:
+        full = open('/dev/full', 'wb', buffering=0)  # noqa: SIM115
+        patch.setattr(os, 'fsync', lambda descriptor: full.write(b'a'))
+        with pytest.raises(OSError, match='No space left') as error:
             evaluation.run()
-    assert f'{tmp_path / "out"} cannot be written (No space left' in str(error.value)
-    assert '--output_dir' in str(error.value)
+    assert str(open_path / 'out') in str(error.value)
     evaluation.run()
-    assert (tmp_path / 'out/results.csv').exists()
-
-
-def test_training_refuses_tasks_that_cannot_be_evaluated(evaluated, tmp_path):
-    config = make_config(evaluated)
-    config.infer_eval.task = 'without_metrics'
-    with pytest.raises(ValueError, match="task 'without_metrics' has no metrics"):
-        train.prepare(config, tmp_path / 'run')
-    assert not (tmp_path / 'run').exists()
-    config.infer_eval.every_steps = 0
-    infer_eval.check_settings(config)
-
-
-def test_another_vocabulary_and_a_folder_without_one(evaluated, tmp_path, uninterrupted):
-    config = make_config(evaluated)
-    with pytest.raises(ValueError, match="data.vocabulary='bytes' .* is not the vocabulary of"):
-        evaluate_mode.CheckpointEvaluation(config, str(uninterrupted))
-    golden = ROOT / 'tests' / 'golden' / 't5x_t5_1_1_tiny'
-    with pytest.raises(ValueError, match='is in no run of this program, .* name a folder with'):
-        evaluate_mode.CheckpointEvaluation(config, str(golden / 'checkpoint_6'))
-    config.data.vocabulary = ''
-    with pytest.raises(ValueError, match='has no vocabulary: texts need the one that it was'):
-        evaluate_mode.CheckpointEvaluation(config, str(golden / 'checkpoint_6'), str(tmp_path))
+    assert (open_path / 'out/results.csv').exists()
 
 
 def test_records_of_the_settings_are_those_of_data_task_alone(evaluated):
@@ -427,7 +381,7 @@ def test_records_of_the_settings_are_those_of_data_task_alone(evaluated):
     assert infer_eval.settings_of_task(config, 'qa') is config
     other = infer_eval.settings_of_task(config, 'rank')
     assert (other.task, other.files, other.validation_split) == ('rank', '', '')
-    assert tasks.find(other).files.endswith('train.jsonl')
+    assert tasks.open.find(other).files.endswith('train.jsonl')
 
 
 @pytest.mark.slow
@@ -438,10 +392,9 @@ def test_the_choices_of_an_input_are_scored_as_if_alone(compiled):
     for text, of_input, scores in zip(inputs, choices, found, strict=True):
         expected = compiled.score([text] * len(of_input), of_input)
         np.testing.assert_allclose(scores, expected, rtol=1e-5)
-    with pytest.raises(ValueError, match='3 inputs and the choices of 2: give each input one'):
-        compiled.score_choices(inputs, choices[:2])
-    with pytest.raises(ValueError, match='1 inputs and the choices of 1: give each input one'):
-        compiled.score_choices(['a'], [[]])
+    for bad_inputs, bad_choices in ((inputs, choices[:2]), (['a'], [[]])):
+        with pytest.raises(ValueError, match='choices'):
+            compiled.score_choices(bad_inputs, bad_choices)
 
 
 def test_the_command_line(evaluated, command_line):
@@ -452,10 +405,7 @@ def test_the_command_line(evaluated, command_line):
     assert 'Step 3: rank_by_length is evaluated already' in result.stdout
     result = command_line(mode)
     assert (result.status, result.stdout) == (2, '')
-    assert '--mode=evaluate needs --checkpoint=RUN' in result.stderr
-    result = command_line('--config=configs/tiny.py', '--step=3')
-    assert result.status == 2
-    assert '--step is not for --mode=train: it needs --mode=evaluate' in result.stderr
+    assert '--checkpoint=RUN' in result.stderr
 
 
 @pytest.mark.slow
@@ -476,9 +426,9 @@ def test_a_process_that_is_killed_goes_on(evaluated, command_line, tmp_path):
 
 @pytest.mark.slow
 def test_a_mesh_gives_the_same_results(evaluated, compiled, tmp_path):
-    open_evaluation(evaluated, compiled, tmp_path / 'one').run()
+    open_evaluation(evaluated, compiled, tmp_path / 'one', 'all').run()
     changes = {'mesh.data': 2, 'mesh.model': 2}
-    open_evaluation(evaluated, None, tmp_path / 'four', **changes).run()
+    open_evaluation(evaluated, None, tmp_path / 'four', 'all', **changes).run()
     for name in ('qa-000006.jsonl', 'rank-000006.jsonl'):
         lines = zip(
             lines_of(tmp_path / 'one', name), lines_of(tmp_path / 'four', name), strict=True

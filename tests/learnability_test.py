@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from runs import run, small_config
 
-import evaluate_mode
 import infer
-import results
+from modes import evaluate as evaluate_mode
+from run import results
 
 MODULE = """
-import metrics
-import tasks_t0
+from tasks import metrics
+from tasks import t0 as tasks_t0
 from tasks import Task
 
 FILES = {{'files': {folder!r} + '/train.jsonl', 'validation_files': {folder!r} + '/validation.jsonl'}}

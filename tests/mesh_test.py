@@ -3,12 +3,16 @@
 Tolerances are max|a-b| <= 1e-5 * max|b| per array: the order of sums differs between meshes.
 """
 
+import dataclasses
+import math
+import re
 from typing import NamedTuple
 
 import chex
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from small_models import assert_close, random_batch, random_params, run_config
 
@@ -16,6 +20,7 @@ import model
 import optimizer
 import partition
 import train
+from modes.train import make_trainer
 
 STEPS = 3
 
@@ -27,16 +32,16 @@ class Numbers(NamedTuple):
 
     start: dict  # the initial parameters
     losses: list
-    end: dict  # parameters and optimizer state after STEPS steps
+    end: dict  # parameters and optimizer state after the last step
 
 
-def run(config):
-    trainer = train.make_trainer(config)
+def run(config, num_microbatches=1, steps=STEPS):
+    trainer = make_trainer(config, num_microbatches)
     state = train.jit_init(trainer)()
     start = {name: np.asarray(x) for name, x in state.params.items()}
-    batches = [random_batch(i, config.model.vocab_size) for i in range(STEPS)]
     losses = []
-    for batch in batches:
+    for i in range(steps):
+        batch = random_batch(i, config.model.vocab_size, config.train.batch_size)
         state, metrics = train.jit_step(trainer)(state, batch)
         losses.append(float(metrics['loss']))
     end = jax.tree.map(np.asarray, optimizer.to_t5x(*state))
@@ -49,23 +54,187 @@ def assert_same(found, expected):
     assert_close(found.end, expected.end, 1e-5)
 
 
+# Ways to compute the same: a mesh (data, fsdp, model), model.remat, model.scan_layers, microbatches.
+# Any two settings of different columns occur together but one device and 'dots'.
+WAYS = [
+    ((1, 1, 1), 'full', True, 4),
+    ((8, 1, 1), 'none', True, 4),
+    ((8, 1, 1), 'full', False, 1),
+    ((8, 1, 1), 'dots', False, 4),
+    ((1, 8, 1), 'none', False, 1),
+    ((1, 8, 1), 'full', False, 4),
+    ((1, 8, 1), 'dots', True, 1),
+    ((2, 2, 2), 'none', True, 1),
+    ((2, 2, 2), 'full', False, 1),
+    ((2, 2, 2), 'dots', True, 4),
+    ((1, 4, 2), 'none', False, 4),
+    ((1, 4, 2), 'full', True, 1),
+    ((1, 4, 2), 'dots', False, 1),
+    ((1, 2, 4), 'none', True, 4),
+    ((1, 2, 4), 'full', True, 1),
+    ((1, 2, 4), 'dots', False, 4),
+]
+QUICK = (WAYS[9],)
+SLOW = (WAYS[2], WAYS[13])  # with QUICK every setting of remat, scans and microbatches occurs
+
+
+def marks_of(way):
+    if way in QUICK:
+        return ()
+    return pytest.mark.slow if way in SLOW else pytest.mark.scale
+
+
+def config_of(mesh=(1, 1, 1), remat='none', scan_layers=False):
+    data, fsdp, model_axis = mesh
+    config = run_config(data, model_axis, fsdp, num_encoder_layers=2)
+    config.model.update(remat=remat, scan_layers=scan_layers)
+    config.train.batch_size = 32
+    return config
+
+
 @pytest.fixture(scope='module')
-def single():
-    return run(run_config(1, 1))
-
-
-SLOW = pytest.mark.slow
+def plain():
+    """One device, one microbatch, every layer written out, all activations kept."""
+    return run(config_of())
 
 
 @pytest.mark.parametrize(
-    'data, model_axis', [pytest.param(8, 1, marks=SLOW), pytest.param(4, 2, marks=SLOW), (2, 4)]
+    'mesh, remat, scan_layers, num_microbatches',
+    [pytest.param(*way, marks=marks_of(way)) for way in WAYS],
 )
-def test_same_on_every_mesh(single, data, model_axis):
-    assert_same(run(run_config(data, model_axis)), single)
+def test_all_ways_give_the_same(plain, mesh, remat, scan_layers, num_microbatches):
+    found = run(config_of(mesh, remat, scan_layers), num_microbatches)
+    chex.assert_trees_all_equal(found.start, plain.start)
+    np.testing.assert_allclose(found.losses, plain.losses, rtol=1e-5)
+    assert_close(found.end, plain.end, 1e-5)
+
+
+@pytest.mark.slow
+def test_adamw():
+    """Its first update is g / (|g| + 1e-8): where g is hardly larger than 1e-8, its rounding shows.
+
+    Where g is larger, parameters are as close as Adafactor's. Three steps later the others differ by up
+    to 1.7e-3 of the largest value, at a learning rate of 0.01, and the losses do not show it.
+    """
+    found = {}
+    for mesh in ((1, 1, 1), (2, 2, 2)):
+        config = config_of(mesh)
+        config.optimizer.name = 'adamw'
+        found[mesh] = {steps: run(config, steps=steps) for steps in (1, STEPS)}
+    one, several = found.values()
+    for path, x in one[1].end.items():
+        difference = np.abs(several[1].end[path] - x)
+        if path.startswith('target/'):
+            first_moment = one[1].end[f'state/param_states/{path.removeprefix("target/")}/mu']
+            gradient = np.abs(first_moment) / (1 - config.optimizer.adamw.beta1)
+            difference = difference[gradient > 1e-6]
+            assert difference.size > 0, path
+        assert difference.max() <= 1e-5 * np.abs(x).max(), path
+    np.testing.assert_allclose(several[STEPS].losses, one[STEPS].losses, rtol=1e-5)
+    assert_close(several[STEPS].end, one[STEPS].end, 5e-3)
+
+
+def collectives(mesh, remat='none', scan_layers=False, num_layers=1, **settings):
+    """Return {kind: the types of its results} of what devices exchange in a lowered step."""
+    config = config_of(mesh, remat, scan_layers)
+    config.model.update(num_encoder_layers=num_layers, num_decoder_layers=num_layers)
+    config.model.dropout_rate = 0.0  # is traced faster
+    config.update_from_flattened_dict(settings)
+    program = train.lower_step(make_trainer(config)).as_text()
+    found = {}
+    for kind in ('all_gather', 'reduce_scatter', 'all_reduce'):
+        found[kind] = []
+        # A reduction has a region, and its type is on a later line.
+        pattern = (
+            rf'"stablehlo.{kind}".*?replica_groups = .*?tensor<\d+x(\d+)xi64>.*?\) -> tensor<(\w+)>'
+        )
+        for group_size, result in re.findall(pattern, program, re.DOTALL):
+            if group_size != '1':
+                found[kind].append(result)
+    return found
+
+
+def test_what_fsdp_adds_to_a_step():
+    """A parameter is gathered where it is read, and its gradients come back by a reduce-scatter."""
+    plain = collectives((8, 1, 1))
+    assert not plain['all_gather'] and not plain['reduce_scatter']
+    found = collectives((1, 8, 1))
+    split = 7 + 11 + 1 + 1  # kernels of encoder and decoder, of the logits, and the embedding
+    assert len(found['all_gather']) == len(found['reduce_scatter']) == split
+    # Their gradients need no other sum.
+    assert len(found['all_reduce']) == len(plain['all_reduce']) - split
+
+
+@pytest.mark.parametrize('gradient_dtype', ['float32', 'bfloat16'])
+def test_the_dtypes_that_travel(gradient_dtype):
+    """Matrices as the model computes; the embedding and the logits compute in float32."""
+    settings = {'model.dtype': 'bfloat16', 'train.gradient_dtype': gradient_dtype}
+    found = collectives((1, 8, 1), **settings)
+    assert sorted(x.split('x')[-1] for x in found['all_gather']) == ['bf16'] * 18 + ['f32'] * 2
+    dtype = {'float32': 'f32', 'bfloat16': 'bf16'}[gradient_dtype]
+    assert {x.split('x')[-1] for x in found['reduce_scatter']} == {dtype}
+
+
+@pytest.mark.slow
+def test_dots_sums_nothing_again():
+    counts = {}
+    for remat in ('none', 'dots', 'full'):
+        counts[remat] = len(collectives((1, 1, 2), remat)['all_reduce'])
+    assert counts['full'] > counts['dots'] == counts['none']
+
+
+def test_a_scan_gathers_one_layer_at_a_time():
+    """However many layers there are: matrices, not stacks of them."""
+    one = collectives((1, 8, 1), 'full', scan_layers=True, num_layers=1)
+    three = collectives((1, 8, 1), 'full', scan_layers=True, num_layers=3)
+    for kind in ('all_gather', 'reduce_scatter'):
+        assert three[kind] == one[kind]
+        assert all(x.count('x') == 2 for x in one[kind])
+
+
+@pytest.mark.scale
+@pytest.mark.parametrize('remat, scan_layers', [('none', False), ('full', True)])
+def test_layers_that_are_gathered_together(remat, scan_layers):
+    """With remat and a scan, more layers need no more room for whole matrices when compiled."""
+    needs = {}
+    for num_layers in (2, 6):
+        config = config_of((1, 8, 1), remat, scan_layers)
+        config.model.update(num_encoder_layers=num_layers, mlp_dim=1024, dropout_rate=0.0)
+        config.data.lengths.update(inputs=8, targets=8)
+        trainer = make_trainer(config)
+        needs[num_layers] = train.compile_step(trainer).memory_analysis().temp_size_in_bytes
+    of_layers = 0
+    for path, shape in trainer.model.shapes(trainer.model_config).items():
+        if re.match(r'encoder/layers_[2-5]/.+/kernel', path):
+            of_layers += 4 * math.prod(shape)
+    # A device has an eighth of them, stacked, and of their gradients in any case.
+    assert (needs[6] - needs[2] < 0.3 * of_layers) == scan_layers
+
+
+@pytest.mark.parametrize('mesh', [(1, 8, 1), (2, 2, 2)])
+def test_a_device_has_its_part_of_the_state(mesh):
+    """1 / (fsdp * model) of what is split, in rows and columns of Adafactor the part of theirs."""
+    trainer = make_trainer(config_of(mesh))
+    _, fsdp, model_axis = mesh
+    shapes = optimizer.to_t5x(*trainer.shapes)
+    rest = set()
+    for path, spec in optimizer.to_t5x(*trainer.specs).items():
+        shape = shapes[path].shape
+        if shape in [(), (1,)]:  # the step, and slots that are not used
+            continue
+        shard = NamedSharding(trainer.mesh, spec).shard_shape(shape)
+        num_parts = math.prod(shape) // math.prod(shard)
+        if re.fullmatch('target/.+/(kernel|embedding)', path):
+            assert num_parts == fsdp * model_axis, path
+        elif re.fullmatch('state/.+/(kernel|embedding)/(v_row|v_col)', path):
+            assert num_parts in (fsdp, model_axis), path
+        else:
+            rest.add(re.search('norm/scale|relpos_bias/rel_embedding', path)[0])
+    assert rest == {'norm/scale', 'relpos_bias/rel_embedding'}
 
 
 def gradients_of(config):
-    trainer = train.make_trainer(config)
+    trainer = make_trainer(config)
     params = random_params(model.T5Config(**config.model))
     grads, _ = gradients(trainer, params, random_batch(0), np.arange(8), jax.random.key(1))
     return jax.tree.map(np.asarray, grads)
@@ -89,7 +258,7 @@ def test_sizes_that_are_no_powers_of_two(data, model_axis):
 @pytest.mark.slow
 def test_dropout_is_on_and_differs_between_rows_steps_and_seeds():
     config = run_config(1, 1, **SMALL)
-    trainer = train.make_trainer(config)
+    trainer = make_trainer(config)
     params = random_params(model.T5Config(**config.model))
     batch = {name: np.repeat(x[:1], 8, axis=0) for name, x in random_batch(0).items()}
 
@@ -105,23 +274,58 @@ def test_dropout_is_on_and_differs_between_rows_steps_and_seeds():
 
 
 @pytest.mark.parametrize('data, model_axis, words', [
-    (2, 3, 'model.num_heads=8 cannot be split over mesh.model=3: use 1, 2, 4 or 8'),
-    (3, 1, 'train.batch_size=8 cannot be split over mesh.data=3: use 1, 2, 4 or 8'),
+    (2, 3, 'model.num_heads=8 cannot be split over mesh.model=3: use one of 1, 2, 4, 8'),
+    (3, 1, 'train.batch_size=8 cannot be split over mesh.data=3: use one of 1, 2, 4, 8'),
     (-1, 3, '3 must divide the number of devices, 8'),
     (16, 1, 'at most the 8 devices'),
     (-1, -1, 'at most one may be -1'),
 ])  # fmt: skip
 def test_a_mesh_that_cannot_be_is_said_in_words(data, model_axis, words):
     with pytest.raises(ValueError, match=words):
-        train.make_trainer(run_config(data, model_axis))
+        make_trainer(run_config(data, model_axis))
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """One of four TPUs of a slice, or of four GPUs of a host."""
+
+    id: int
+    platform: str
+    device_kind: str = 'TPU v6 lite'
+    process_index: int = 0
+    core_on_chip: int = 0
+
+    @property
+    def slice_index(self):
+        return self.id // 4
+
+    @property
+    def coords(self):
+        return (self.id % 2, self.id // 2 % 2, 0)
+
+
+def test_data_alone_goes_over_slices():
+    devices = [Device(i, 'tpu') for i in range(8)]
+    mesh = partition.make_mesh(data=4, model=2, devices=devices)
+    of_slices = [[device.slice_index for device in row] for row in mesh.devices.reshape(4, 2)]
+    assert of_slices == [[0, 0], [0, 0], [1, 1], [1, 1]]
+    with pytest.raises(ValueError, match='mesh.data must be a multiple of 2'):
+        partition.make_mesh(data=1, fsdp=8, devices=devices)
+    gpus = [Device(i, 'gpu') for i in range(8)]
+    assert partition.make_mesh(data=1, fsdp=8, devices=gpus).size == 8
+
+
+def test_an_embedding_that_fsdp_cannot_split():
+    with pytest.raises(ValueError, match='model.emb_dim=128 cannot be split over mesh.fsdp=3: use'):
+        make_trainer(run_config(1, 1, mesh_fsdp=3))
 
 
 def test_a_spec_may_split_over_several_axes():
-    assert partition.splits_over(P(None, ('data', 'model')), 'data')
-    assert partition.splits_over(P('data'), 'data')
-    assert not partition.splits_over(P('model', None), 'data')
-    assert partition.replicated_batch_axes(P(None, ('data', 'model'))) == ()
-    assert partition.replicated_batch_axes(P('model')) == partition.BATCH_AXES
+    for spec in (P('fsdp', ('data', 'model')), P(('data', 'fsdp'))):
+        assert partition.replicated_batch_axes(spec) == ()
+    assert partition.replicated_batch_axes(P('model', 'fsdp')) == ('data',)
+    for spec in (P('model', None), P()):
+        assert partition.replicated_batch_axes(spec) == partition.BATCH_AXES
 
 
 def test_every_parameter_has_one_row():
@@ -129,22 +333,19 @@ def test_every_parameter_has_one_row():
         partition.param_specs({'.+/kernel': None}, ['encoder/bias'])
 
 
-@SLOW
-@pytest.mark.parametrize(
-    'data, model_axis, num_microbatches',
-    [(1, 1, 8), (1, 1, 2), (2, 2, 4)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('data, model_axis, num_microbatches', [(1, 1, 8), (1, 1, 2), (2, 2, 4)])
 def test_microbatches_give_the_gradients_of_the_whole_batch(data, model_axis, num_microbatches):
     """Dropout on, and divided by the tokens of the whole batch.
 
     Small matrices: the float32 rounding of large ones, which differs between batch sizes, is itself
-    about 1e-6 of some gradients.
+    about 1e-6 of some gradients. Here it is up to 1.2e-6 of a norm's, on one of two kinds of CPU.
     """
     config, found = run_config(data, model_axis, **SMALL), {}
     params = random_params(model.T5Config(**config.model))
     for count in (1, num_microbatches):
-        trainer = train.make_trainer(config, count)
+        trainer = make_trainer(config, count)
         found[count] = gradients(trainer, params, random_batch(0), np.arange(8), jax.random.key(1))
     (grads, sums), (expected, expected_sums) = found[num_microbatches], found[1]
-    assert_close(grads, expected, 1e-6)
+    assert_close(grads, expected, 2e-6)
     assert_close(sums, expected_sums, 1e-6)

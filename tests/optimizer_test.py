@@ -3,8 +3,6 @@
 The formulas: t5x/adafactor.py; the cases: t5x/adafactor_test.py and t5x/utils.py.
 """
 
-import json
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -13,12 +11,10 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
-from small_models import assert_close, random_batch, run_config
+from small_models import assert_close
 
 import checkpoint
 import optimizer
-import train
-import workdir
 from configs import base
 
 
@@ -78,13 +74,10 @@ def test_adafactor_is_its_formula(settings):
     shapes |= {'scale': (64,), 'zero': (5, 3)}
     params = {k: rng.normal(size=s).astype(np.float32) for k, s in shapes.items()}
     params['zero'] *= 0  # its scale is epsilon2
-    grads = [
-        {
-            k: rng.normal(size=s, scale=rng.uniform(0.1, 3)).astype(np.float32)
-            for k, s in shapes.items()
-        }
-        for _ in range(steps)
-    ]
+    grads = []
+    for _ in range(steps):
+        scaled = {k: rng.normal(size=s, scale=rng.uniform(0.1, 3)) for k, s in shapes.items()}
+        grads.append({k: x.astype(np.float32) for k, x in scaled.items()})
     tx = optimizer.make_optimizer(config, lambda step: 0.05)
     state, found = tx.init(params), params
     for g in grads:
@@ -125,31 +118,18 @@ def test_the_case_of_T5X(clip, v_row, v_col):
     np.testing.assert_allclose(optax.apply_updates(params, updates)['w'], 0.9, rtol=1e-6)
 
 
-def rate(step, **settings):
-    config = ConfigDict(base.get_config().learning_rate.to_dict() | settings)
-    return float(optimizer.make_schedule(config)(jnp.int32(step)))
-
-
 @pytest.mark.parametrize('step, settings, expected', [
     (0, {}, 0.01),  # T5's pretraining: 0.01 for 10,000 steps, then 1/sqrt(step)
     (10_000, {}, 0.01),
     (40_000, {}, 0.005),
     (7, {'factors': 'constant', 'base_learning_rate': 0.001}, 0.001),  # and its fine-tuning
     (0, {'factors': 'constant * linear_warmup', 'warmup_steps': 100}, 1e-8),  # never zero
-    (25, {'factors': 'constant * linear_warmup', 'warmup_steps': 100}, 0.25),
-    (500, {'factors': 'constant * linear_warmup', 'warmup_steps': 100}, 1.0),
-    (400, {'factors': 'rsqrt_normalized_decay', 'warmup_steps': 100}, 0.5),
-    (45_000, {'factors': 'constant * decay_every'}, 0.25),
-    (50, {'factors': 'constant * cosine_decay', 'warmup_steps': 100}, 1.0),
-    (50_000 + 100, {'factors': 'constant * cosine_decay', 'warmup_steps': 100}, 0.5),
-    (100_000 + 100, {'factors': 'constant * cosine_decay', 'warmup_steps': 100}, 1.0),
-    (5, {'factors': 'linear_decay', 'warmup_steps': 10, 'decay_factor': 0.1}, 0.5),
-    (15, {'factors': 'linear_decay', 'warmup_steps': 10, 'decay_factor': 0.1}, 0.5),
-    (30, {'factors': 'linear_decay', 'warmup_steps': 10, 'decay_factor': 0.1}, 1e-8),
-    (1_000_400, {'factors': 'rsqrt_decay', 'warmup_steps': 1, 'step_offset': 1_000_000}, 0.05),
 ])  # fmt: skip
 def test_schedules(step, settings, expected):
-    assert rate(step, **settings) == pytest.approx(expected, rel=1e-6)
+    """Others are compared with the formulas of T5X below."""
+    config = ConfigDict(base.get_config().learning_rate.to_dict() | settings)
+    found = optimizer.make_schedule(config)(jnp.int32(step))
+    assert float(found) == pytest.approx(expected, rel=1e-6)
 
 
 def t5x_rate(step, config):
@@ -199,11 +179,6 @@ def test_a_schedule_is_the_formula_of_T5X(factors):
         found = optimizer.make_schedule(config)(jnp.asarray(steps))
         expected = [t5x_rate(int(step), config) for step in steps]
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
-
-
-def test_an_unknown_factor_is_named():
-    with pytest.raises(ValueError, match="'rsqrt' is none of constant, linear_warmup"):
-        rate(0, factors='constant * rsqrt')
 
 
 @pytest.fixture
@@ -270,6 +245,12 @@ OURS = {
 }
 
 
+def make(name):
+    if name in FOREIGN:
+        return FOREIGN[name]()
+    return optimizer.make_optimizer(optimizer_config(**OURS[name]), schedule)
+
+
 QUICK = ('adafactor', 'adamw', 'adamw with an average', 'lion', 'labels')
 OPTIMIZERS = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
@@ -280,10 +261,7 @@ OPTIMIZERS = [
 @pytest.mark.parametrize('name', OPTIMIZERS)
 def test_any_optimizer_goes_on_from_a_checkpoint(name, params, tmp_path):
     """Three steps, saved and restored, then two more, are five steps, bit for bit."""
-    if name in OURS:
-        tx = optimizer.make_optimizer(optimizer_config(**OURS[name]), schedule)
-    else:
-        tx = FOREIGN[name]()
+    tx = make(name)
     expected = train_state(tx, params, 5)
     saved = train_state(tx, params, 3)
     saver = checkpoint.Saver(tmp_path)
@@ -316,23 +294,21 @@ def slots(*names):
 
 
 def test_names_of_the_state(params):
-    adafactor = {'state/step'} | slots('m', 'v', 'v_col', 'v_row')
-    for changes in ({}, {'beta1': 0.9}, {'global_norm_clip_threshold': 1.0}):
-        tx = optimizer.make_optimizer(optimizer_config(**changes), schedule)
-        assert state_names(tx, params) == adafactor
-    tx = optimizer.make_optimizer(optimizer_config(ema_decay=0.9), schedule)
-    assert state_names(tx, params) == adafactor | slots('ema_params')  # T5X finds all of its own
-    adamw = optimizer.make_optimizer(optimizer_config(name='adamw'), schedule)
-    adam_count = 'state/optimizer/count'
-    assert state_names(adamw, params) == {'state/step', adam_count} | slots('mu', 'nu')
-    momenta = FOREIGN['sgd with two momenta']()
-    assert state_names(momenta, params) == {'state/step'} | slots('trace', 'trace_1')
-    every_second = {'state/step'} | slots('m', 'v', 'v_col', 'v_row', 'acc_grads')
-    for name in ('mini_step', 'gradient_step', 'inner_opt_state/count'):
+    adafactor = slots('m', 'v', 'v_col', 'v_row')
+    every_second = adafactor | slots('acc_grads')
+    counts = ('count', 'count_1', 'count_2')
+    for name in ('mini_step', 'gradient_step', *(f'inner_opt_state/{x}' for x in counts)):
         every_second.add(f'state/optimizer/{name}')
-    for number in (1, 2):
-        every_second.add(f'state/optimizer/inner_opt_state/count_{number}')
-    assert state_names(FOREIGN['every second step'](), params) == every_second
+    for name, expected in {
+        'adafactor': adafactor,
+        'adafactor with momentum': adafactor,
+        'adafactor after a clip': adafactor,
+        'adafactor with an average': adafactor | slots('ema_params'),  # T5X finds all of its own
+        'adamw': slots('mu', 'nu') | {'state/optimizer/count'},
+        'sgd with two momenta': slots('trace', 'trace_1'),
+        'every second step': every_second,
+    }.items():
+        assert state_names(make(name), params) == {'state/step'} | expected
 
 
 def test_a_schedule_follows_a_step_that_comes_without_optimizer_state(params):
@@ -346,10 +322,7 @@ def test_a_schedule_follows_a_step_that_comes_without_optimizer_state(params):
 
 @pytest.mark.parametrize('name', [*OURS, *FOREIGN])
 def test_slots_are_split_like_their_parameters(name, params):
-    if name in OURS:
-        tx = optimizer.make_optimizer(optimizer_config(**OURS[name]), schedule)
-    else:
-        tx = FOREIGN[name]()
+    tx = make(name)
     split = {
         'encoder/layers_0/mlp/wi/kernel': P(None, 'model'),
         'encoder/relpos_bias/rel_embedding': P('model', None),
@@ -365,6 +338,9 @@ def test_slots_are_split_like_their_parameters(name, params):
         if parameter and arrays[path].shape == params[parameter].shape:
             assert spec == split[parameter], path
             num_split += 1
+        elif path.endswith(('/v_row', '/v_col')) and len(arrays[path]) > 1:
+            kept = params[parameter].shape.index(len(arrays[path]))
+            assert spec == P(split[parameter][kept])
         elif path.startswith('state/') and isinstance(spec, P):
             assert spec == P(), path
     assert num_split >= 2
@@ -410,33 +386,3 @@ def test_an_average_belongs_to_its_parameter():
     tree = {'target/a/b': 1, 'state/param_states/a/b/ema_params': 2, 'state/param_states/a/b/v': 3}
     expected = {'state/param_states/a/b/ema_params': 'target/a/b'}
     assert optimizer.average_paths(tree | {'state/param_states/c/ema_params': 4}) == expected
-
-
-@pytest.mark.slow
-def test_a_run_with_adamw_goes_on_bit_for_bit(tmp_path):
-    sizes = {'emb_dim': 16, 'num_heads': 2, 'head_dim': 8, 'mlp_dim': 32}
-    config = run_config(2, 2, **sizes)
-    config.optimizer.name = 'adamw'
-    trainer = train.make_trainer(config)
-    states = [train.jit_init(trainer)()]
-    for i in range(4):
-        state = jax.tree.map(jnp.copy, states[-1])  # the step takes over its arrays
-        states.append(train.jit_step(trainer)(state, random_batch(i))[0])
-    saver = checkpoint.Saver(tmp_path)
-    saver.save(2, optimizer.to_t5x(*states[2]), {})
-    saver.wait()
-    state = train.restore(trainer, checkpoint.read_index(tmp_path / 'checkpoint_2'))
-    chex.assert_trees_all_equal(state, states[2])
-    for i in (2, 3):
-        state, _ = train.jit_step(trainer)(state, random_batch(i))
-    chex.assert_trees_all_equal(state, states[4])
-
-
-def test_a_run_that_an_older_version_began_has_the_default_of_a_new_setting():
-    resolved = json.loads(base.get_config().to_json())
-    old = json.loads(base.get_config().to_json())
-    del old['optimizer']['name'], old['optimizer']['adamw']
-    assert workdir.changed_settings(old, resolved, ()) == []
-    resolved['optimizer']['name'] = 'adamw'
-    changes = workdir.changed_settings(old, resolved, ())
-    assert changes == ["optimizer/name: 'adafactor' -> 'adamw'"]

@@ -20,6 +20,8 @@ import model
 import optimizer
 import train
 from configs import base
+from modes.start import restore
+from modes.train import make_trainer
 
 pytestmark = pytest.mark.usefixtures('highest_precision')
 
@@ -62,7 +64,7 @@ def test_logits(golden):
 @ONE_GOLDEN_MODEL
 def test_loss_and_metrics(golden):
     arrays = np.load(golden / 'golden.npz')
-    trainer = train.make_trainer(golden_config(golden))
+    trainer = make_trainer(golden_config(golden))
     params = infer.load(golden / 'checkpoint_0').arrays
     rows, key = np.arange(8), jax.random.key(0)
 
@@ -88,8 +90,8 @@ def test_six_adafactor_steps(golden, monkeypatch):
     # the kink the gradient is another one. So the kink is moved where no input is near it.
     monkeypatch.setitem(model.ACTIVATIONS, 'relu', lambda x: jnp.where(x > 1e-6, x, 0.0))
     arrays = np.load(golden / 'golden.npz')
-    trainer = train.make_trainer(golden_config(golden))
-    state = train.restore(trainer, checkpoint.read_index(golden / 'checkpoint_0'))
+    trainer = make_trainer(golden_config(golden))
+    state = restore(trainer, checkpoint.read_index(golden / 'checkpoint_0'))
     start = {name: np.asarray(x) for name, x in state.params.items()}
     losses = []
     for i in range(6):
@@ -111,8 +113,8 @@ def test_a_trained_checkpoint_has_the_layout_of_T5Xs(golden, tmp_path):
     """After three steps from checkpoint_0 through the run's own saver: leaf by leaf as T5X's checkpoint_6,
     inline arrays but for their values, specs but for the compressor."""
     arrays = np.load(golden / 'golden.npz')
-    trainer = train.make_trainer(golden_config(golden))
-    state = train.restore(trainer, checkpoint.read_index(golden / 'checkpoint_0'))
+    trainer = make_trainer(golden_config(golden))
+    state = restore(trainer, checkpoint.read_index(golden / 'checkpoint_0'))
     for i in range(3):
         state, _ = train.jit_step(trainer)(state, golden_batch(arrays, f'train_batch{i}'))
     saver = checkpoint.Saver(tmp_path)

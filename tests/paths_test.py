@@ -1,7 +1,7 @@
 """What users write for a path: every form means the same everywhere, or is refused in one line."""
 
+import dataclasses
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -26,12 +26,9 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+@dataclasses.dataclass
 class PathLike:
-    def __init__(self, name):
-        self.name = name
-
-    def __repr__(self):
-        return f'PathLike({self.name!r})'
+    name: object
 
     def __fspath__(self):
         return self.name
@@ -75,48 +72,25 @@ def test_the_root():
         assert os.fspath(paths.to_path(name)).strip('/') == ''
 
 
-NO_PATH = 'is no path: '
-FOLLOWED = 'cannot be opened (Too many levels of symbolic links): correct the name'
-
-
 @pytest.mark.parametrize(
-    'name, message',
+    'name',
     [
-        ('', NO_PATH),
-        (' ', NO_PATH),
-        (None, NO_PATH),
-        (b'real', NO_PATH),
-        (5, NO_PATH),
-        (['real'], NO_PATH),
-        (PathLike(b'real'), NO_PATH),
-        ('a\0b', NO_PATH),
-        ('\ud800', NO_PATH),
-        ('~nobodyhere/x', 'there is no such home folder: write ./~nobodyhere/x'),
-        ('loop', FOLLOWED),
-        ('loop/x', FOLLOWED),
-        ('a' * 300, 'File name too long'),
-        ('http://x/y', 'http://x/y: '),
-        ('file:///x', 'file:///x: '),
-        ('hdfs://x', 'hdfs://x: '),
+        *('', ' ', None, b'real', 5, ['real'], PathLike(b'real'), 'a\0b', '\ud800'),
+        *('~nobodyhere/x', 'loop', 'loop/x', 'a' * 300),
+        *('http://x/y', 'file:///x', 'hdfs://x'),
     ],
     ids=repr,
 )
-def test_what_is_no_path(here, name, message):
+def test_what_is_no_path(here, name):
     for to_path in (paths.to_path, paths.disk_path):
-        with pytest.raises(ValueError, match=re.escape(message)) as error:
+        with pytest.raises(ValueError) as error:
             to_path(name)
         assert '\n' not in str(error.value)
-
-
-def test_schemes_have_their_remedies():
-    for name, remedy in [
-        ('http://x', 'only paths on a disk, gs:// and s3:// are read: download it'),
-        ('file:///x', 'paths on a disk are written without file://'),
-    ]:
-        with pytest.raises(ValueError, match=remedy):
-            paths.to_path(name)
-    with pytest.raises(ValueError, match='gs://b/x: write to a disk and copy from there'):
+        assert str(name) in str(error.value) or repr(name) in str(error.value)
+    with pytest.raises(ValueError, match='gs://b/x'):  # is no disk
         paths.disk_path('gs://b/x')
+    with pytest.raises(ValueError, match=r'gs://b/x\*'):  # a client would remove gs://b/xy, too
+        paths.to_path('gs://b/x*', may_be_new=True)
 
 
 def test_what_cannot_be_seen_is_not_missing(open_path):
@@ -131,14 +105,9 @@ def test_what_cannot_be_seen_is_not_missing(open_path):
     assert paths.own_file(here / 'real/file')
     with another_user():
         assert paths.is_file(here / 'file') and not paths.is_file(here / 'nothing')
-        for read in (
-            lambda: paths.is_file(here / 'real/file'),
-            lambda: paths.own_file(here / 'file'),
-        ):
-            with pytest.raises(
-                PermissionError, match='cannot be read .Permission denied.: correct'
-            ):
-                read()
+        for read, name in [(paths.is_file, 'real/file'), (paths.own_file, 'file')]:
+            with pytest.raises(PermissionError, match='file'):
+                read(here / name)
     (here / 'file').chmod(0o644)
     for name in ('dangling', 'loop', 'file/below', 'real', 'a' * 254):
         assert not paths.is_file(here / name)
@@ -148,13 +117,8 @@ def test_files_of_others_and_pointers(here):
     (here / 'real/out').symlink_to('../file')
     (here / 'real/beside').symlink_to('sub')
     (here / 'real/pointer').write_text('version https://git-lfs.github.com/spec/v1\noid sha256:0\n')
-    for name, words in [
-        ('out', 'outside of its folder: do not trust it'),
-        ('pointer', 'is a pointer of git-lfs, not the file itself: run `git lfs pull`'),
-        ('nothing', 'is missing: bring all files'),
-        ('sub', 'is missing: bring all files'),
-    ]:
-        with pytest.raises(ValueError, match=words):
+    for name in ('out', 'pointer', 'nothing', 'sub'):
+        with pytest.raises(ValueError, match=f'real/{name} '):
             paths.own_file(here / 'real' / name)
     assert paths.own_file(here / 'file') == here / 'file'
     assert paths.file_size(here / 'file') == 7
@@ -162,22 +126,16 @@ def test_files_of_others_and_pointers(here):
 
 def test_names_for_tensorstore(here):
     assert paths.to_kvstore(here) == {'driver': 'file', 'path': f'{here}/'}
-    with pytest.raises(ValueError, match='is not UTF-8, and TensorStore opens no other names'):
+    with pytest.raises(ValueError, match='UTF-8'):
         paths.to_kvstore(here / os.fsdecode(b'latin-\xe9'))
 
 
 def test_a_folder_that_cannot_be_made(here):
     for name in ('new', 'real', 'real/sub/new', 'link/new'):
         paths.check_new(here / name)
-        assert paths.blocking_file(here / name) is None
-    for name in ('file', 'file/below/it'):
-        assert paths.blocking_file(here / name) == here / 'file'
-        with pytest.raises(ValueError, match='/file is a file: name another folder'):
+    for name, blocking in [('file/below/it', 'file'), ('dangling/new', 'dangling')]:
+        with pytest.raises(ValueError, match=f'/{blocking} is a file'):
             paths.check_new(here / name)
-    with pytest.raises(
-        ValueError, match='/dangling is a link to nothing: remove it or name another'
-    ):
-        paths.check_new(here / 'dangling/new')
 
 
 def test_a_new_folder_appears_at_once_or_not_at_all(here):
@@ -212,18 +170,10 @@ def test_a_file_is_replaced_at_once_or_not_at_all(here, monkeypatch):
     assert (here / 'file').read_bytes() == b'newest' and sorted(os.listdir(here)) == names
 
 
-@pytest.mark.parametrize(
-    'content, message',
-    [
-        (b'{', 'cannot be read .*: restore it from a copy'),
-        (b'[' * 100_000, 'cannot be read .*: restore it from a copy'),
-        (b'[]', 'holds no JSON object: restore it from a copy'),
-    ],
-    ids=['torn', 'deep', 'list'],
-)
-def test_json_of_others(here, content, message):
+@pytest.mark.parametrize('content', [b'{', b'[' * 100_000, b'[]'], ids=['torn', 'deep', 'list'])
+def test_json_of_others(here, content):
     (here / 'config.json').write_bytes(b'{"a": 1}')
     assert paths.read_json(here / 'config.json') == {'a': 1}
     (here / 'config.json').write_bytes(content)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match='config.json'):
         paths.read_json(here / 'config.json')

@@ -1,24 +1,43 @@
-"""Task metrics and `--mode=infer` in two processes on loopback give the files of one process."""
+"""Several processes on loopback: results of one process, losses, signals, and other numbers of them.
+
+tests/modes/processes_test.py has how they find and watch each other.
+"""
 
 import json
-import socket
-import subprocess
+import signal
 import sys
+import time
 
+import jax
 import numpy as np
 import own_task
 import pytest
+from command_line import ROOT
 from questions import make_config, write_task
-from runs import ENVIRONMENT, ROOT, assert_close_runs, metrics_of, run
+from runs import (
+    ENVIRONMENT,
+    Program,
+    assert_close_runs,
+    free_address,
+    in_two_processes,
+    metrics_of,
+    position_of,
+    run,
+    small_config,
+)
 
 import checkpoint
-import evaluate_mode
+import data
 import infer
-import infer_mode
-import objectives
+import optimizer
 import partition
+import train
+from modes import evaluate as evaluate_mode
+from modes import infer as infer_mode
+from modes.train import prepare
+from run.agreement import check_alike
 
-MESH = {'mesh.data': 2, 'mesh.model': 1}
+MESH = {'mesh.data': 1, 'mesh.fsdp': 2, 'mesh.model': 1}
 INFER = MESH | {'decode.batch_size': 4, 'decode.max_length': 8}
 # Beside two files of ours, the arguments are the address of process 0, the number of this process, and
 # the folder of the task. Process 1 names other output folders: what it finds there decides nothing.
@@ -29,8 +48,9 @@ sys.path[:0] = sys.argv[1:3]
 import jax
 address, process, folder = sys.argv[3], int(sys.argv[4]), pathlib.Path(sys.argv[5])
 jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-jax.distributed.initialize(address, 2, process, initialization_timeout=120)
-import evaluate_mode, infer, infer_mode, processes_test, questions, runs
+jax.distributed.initialize(address, 2, process, initialization_timeout=300)
+import infer, processes_test, questions, runs
+from modes import evaluate as evaluate_mode, infer as infer_mode
 config = questions.make_config(folder)
 config.update_from_flattened_dict(processes_test.MESH)
 runs.run(config, folder / 'in_two')
@@ -56,36 +76,6 @@ def infer_into(output_dir, checkpoint, request):
     flags = infer_mode.Request(checkpoint, output_dir=str(output_dir or ''), **request)
     messages = infer_mode.infer_all(infer_mode.prepare(flags, None, INFER))
     print(*messages, sep='\n', file=sys.stderr)
-
-
-def in_two_processes(folder, program=PROGRAM, statuses=(0, 0), **environment):
-    """Run a program. Return the standard output and the errors of both processes."""
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        address = f'127.0.0.1:{free.getsockname()[1]}'
-    flags = f'{ENVIRONMENT["XLA_FLAGS"]} --xla_force_host_platform_device_count=1'
-    processes = []
-    for i in range(2):
-        process = subprocess.Popen(
-            [sys.executable, '-c', program, ROOT, ROOT / 'tests', address, str(i), folder],
-            env=ENVIRONMENT | {'XLA_FLAGS': flags} | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        processes.append(process)
-    outputs = []
-    for process in processes:
-        output, errors = process.communicate(timeout=300)
-        lines = output.splitlines(keepends=True)
-        output = ''.join(line for line in lines if not line.startswith('[Gloo]'))
-        outputs.append((output, errors))
-    found = tuple(process.returncode for process in processes)
-    if statuses is None:
-        assert 0 not in found, outputs
-    else:
-        assert found == statuses, outputs
-    return outputs
 
 
 def files_of(folder):
@@ -172,7 +162,7 @@ def test_two_processes_leave_the_files_of_one(tmp_path, monkeypatch, capsys):
     evaluate_mode.CheckpointEvaluation(config, checkpoint, str(begun / 'evaluated'), step='3').run()
     kill_after_two_chunks(monkeypatch, begun / 'scored', checkpoint, named['scored'])
 
-    (output, errors), (other_output, other_errors) = in_two_processes(tmp_path)
+    (output, errors), (other_output, other_errors) = in_two_processes(PROGRAM, tmp_path)
     assert 'Step 3: rank is evaluated already' in output
     assert output.endswith(answer)
     assert 'The results are in ' in errors
@@ -198,13 +188,36 @@ def test_processes_that_read_other_examples_are_refused(monkeypatch):
     digests = np.array([[1, 2], [1, 3]], 'uint8')
     monkeypatch.setattr(partition, 'from_processes', lambda digest: digests)
     with pytest.raises(ValueError, match='the examples of qa differ between the 2 processes: each'):
-        partition.check_alike('the examples of qa', b'12')
+        check_alike('the examples of qa', b'12')
 
 
 def test_standard_input_in_two_processes_is_refused(monkeypatch):
     monkeypatch.setattr(infer_mode.jax, 'process_count', lambda: 2)
-    with pytest.raises(ValueError, match='--input=- in 2 processes: each reads all examples, and'):
+    with pytest.raises(ValueError, match='--input=- in 2 processes'):
         infer_mode.check_request(infer_mode.Request('runs/a', input='-'))
+
+
+# Process 0 ends after process 1, which prints more than a pipe holds.
+PRINTING = """
+import os
+import pathlib
+import sys
+import time
+done = pathlib.Path(sys.argv[5], 'done')
+if sys.argv[4] == '1':
+    print('x' * 2**20, file=sys.stderr)
+    done.touch()
+deadline = time.monotonic() + 20
+while not done.exists() and time.monotonic() < deadline:
+    time.sleep(0.05)
+os._exit(not done.exists())
+"""
+
+
+def test_a_process_that_prints_much_keeps_no_other_waiting(tmp_path):
+    """The tests read what all processes print."""
+    (_, errors), (_, other_errors) = in_two_processes(PRINTING, tmp_path)
+    assert (len(errors), len(other_errors)) == (0, 2**20 + 1)
 
 
 # An error after unsaved steps. The arguments are those of PROGRAM.
@@ -218,14 +231,14 @@ import jax
 address, process, folder = sys.argv[3], int(sys.argv[4]), pathlib.Path(sys.argv[5])
 jax.config.update('jax_cpu_collectives_implementation', 'gloo')
 jax.distributed.initialize(
-    address, 2, process, initialization_timeout=120, heartbeat_timeout_seconds=20
+    address, 2, process, initialization_timeout=300, heartbeat_timeout_seconds=20
 )
-import checkpoint, objectives, own_task, processes_test, runs, train
+import checkpoint, data, own_task, processes_test, runs, train
 if os.environ['FAIL'] == 'metric of one' and process == 1:
     os.environ['FAIL'] = 'metric'
 if os.environ['FAIL'] == 'save' and process == 1:
     train.save = own_task.fail
-objectives.TextToText.records_per_group = 4
+data.TextToText.records_per_group = 4
 config = own_task.config(folder)
 config.update_from_flattened_dict(processes_test.MESH)
 if os.environ['FAIL'] == 'save':
@@ -250,15 +263,15 @@ def test_two_processes_save_the_same_step_before_an_error(place, tmp_path, monke
     file = tmp_path / ('dev.jsonl' if place == 'line of validation' else 'qa.jsonl')
     if 'line' in place:
         own_task.insert_bad_line(file, 5 if place == 'line of validation' else 50)
-    outputs = in_two_processes(tmp_path, FAILING, statuses=(1, 1), FAIL=place)
+    outputs = in_two_processes(FAILING, tmp_path, statuses=(1, 1), FAIL=place)
     assert 'is saved before the error' in outputs[0][0]
     [step] = checkpoint.steps(tmp_path / 'run')
     reasons = [errors for _, errors in outputs if file.name in errors or 'no examples' in errors]
     others = [errors for _, errors in outputs if 'ProcessFailed' in errors]
     assert (len(reasons), len(others)) == ((2, 0) if place == 'metric' else (1, 1))
     remedied = place if 'line' in place else ''
-    in_two_processes(tmp_path, FAILING, FAIL=remedied, ON_BAD_LINE='skip')
-    monkeypatch.setattr(objectives.TextToText, 'records_per_group', 4)
+    in_two_processes(FAILING, tmp_path, FAIL=remedied, ON_BAD_LINE='skip')
+    monkeypatch.setattr(data.TextToText, 'records_per_group', 4)
     config = own_task.config(tmp_path)
     config.data.on_bad_line = 'skip'
     config.data.max_bad_fraction = 0.1
@@ -272,5 +285,193 @@ def test_two_processes_save_the_same_step_before_an_error(place, tmp_path, monke
 def test_processes_that_cannot_agree_do_not_save(tmp_path):
     """One of them fails where the others are within a save."""
     own_task.write(tmp_path)
-    in_two_processes(tmp_path, FAILING, statuses=None, FAIL='save')
+    in_two_processes(FAILING, tmp_path, statuses=None, FAIL='save')
     assert not checkpoint.steps(tmp_path / 'run')
+
+
+# main.py.
+
+
+def start_two(command_line, *arguments, folders=(ROOT, ROOT)):
+    """Start main.py in two processes of four devices each, which are in `folders`."""
+    flags = f'{ENVIRONMENT["XLA_FLAGS"]} --xla_force_host_platform_device_count=4'
+    address = free_address()
+    started = []
+    for i in range(2):
+        joined = [f'--coordinator_address={address}', '--num_processes=2', f'--process_id={i}']
+        process = command_line.start(*arguments, *joined, cwd=folders[i], XLA_FLAGS=flags)
+        started.append(process)
+    return started
+
+
+MESH_OF_EIGHT = ['--config.mesh.data=4', '--config.mesh.model=2']
+LAST_STEP = 12
+
+
+@pytest.fixture(scope='module')
+def expected(corpus, make_once):
+    """A run of one process with eight devices: 12 steps, of which each third is saved."""
+
+    def train_alone(folder):
+        config = small_config(corpus, steps=LAST_STEP, data_axis=4, model_axis=2)
+        run(config, folder)
+
+    return make_once('of_one_process', train_alone)
+
+
+@pytest.fixture
+def arguments(corpus, tmp_path):
+    """The same as a command, in the folder `run`."""
+    program = Program(tmp_path, corpus, LAST_STEP, log=1, save=3, evaluate=3, dropout_rate=0.1)
+    return [*program.arguments(tmp_path / 'run'), *MESH_OF_EIGHT]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('number', [0, 1])
+@pytest.mark.parametrize('name', ['SIGKILL', 'SIGSTOP'])
+def test_a_run_goes_on_after_one_of_two_processes_is_lost(
+    name, number, arguments, command_line, expected, tmp_path
+):
+    both = start_two(command_line, *arguments, '--heartbeat=10')
+    both[0].wait_for('step 5/')
+    start = time.monotonic()
+    both[number].send_signal(getattr(signal, name))
+    results = [process.wait() for process in both]
+    assert time.monotonic() - start < 10
+    assert results[number].status == -signal.SIGKILL
+    assert results[1 - number].status == 1
+    [line] = results[1 - number].stderr.splitlines()
+    assert line.startswith(f'main.py: process {number} (pid {both[number].pid} on ')
+    assert results[1].stdout == ''
+    saved = checkpoint.steps(tmp_path / 'run')
+    assert saved[0] == 3
+
+    results = [process.wait() for process in start_two(command_line, *arguments)]
+    assert [(result.status, result.stderr) for result in results] == [(0, ''), (0, '')]
+    assert f'step {saved[-1]:,}' in results[0].stdout
+    assert results[1].stdout == ''
+    assert_close_runs(tmp_path / 'run', expected, LAST_STEP)
+
+
+SLOW_STEPS = """
+import time, train
+show = train.show
+
+def show_slowly(*arguments):
+    time.sleep(3)
+    show(*arguments)
+
+train.show = show_slowly
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_of_two_processes_stops_both(arguments, command_line, expected, tmp_path):
+    config = tmp_path / 'small.py'
+    quick = config.read_text()
+    config.write_text(quick + SLOW_STEPS)
+    both = start_two(command_line, *arguments)
+    both[0].wait_for('step 2/')
+    start = time.monotonic()
+    both[1].send_signal(signal.SIGTERM)
+    results = [process.wait() for process in both]
+    assert time.monotonic() - start < 30
+    assert [(result.status, result.stderr) for result in results] == [(143, ''), (143, '')]
+    stopped_at = checkpoint.steps(tmp_path / 'run')[-1]
+    assert 2 <= stopped_at <= 5
+    assert f'Stopped after step {stopped_at}' in results[0].stdout
+
+    config.write_text(quick)
+    results = [process.wait() for process in start_two(command_line, *arguments)]
+    assert [(result.status, result.stderr) for result in results] == [(0, ''), (0, '')]
+    assert_close_runs(tmp_path / 'run', expected, LAST_STEP)
+
+
+def test_a_workdir_that_one_process_does_not_see(arguments, command_line, tmp_path):
+    hosts = [tmp_path / 'host_0', tmp_path / 'host_1']
+    for host in hosts:
+        host.mkdir()
+    both = start_two(command_line, *arguments, '--workdir=run', folders=hosts)
+    results = [process.wait() for process in both]
+    assert [result.status for result in results] == [2, 2]
+    assert 'process 1 of 2 does not see' in results[0].stderr
+    assert len(results[0].stderr.splitlines()) == 1
+    assert 'ompiling' not in results[0].stdout
+
+
+def test_a_setting_of_one_process(arguments, command_line, monkeypatch):
+    start = command_line.start
+    seeds = iter(['--config.seed=1', '--config.seed=2'])
+    monkeypatch.setattr(
+        command_line, 'start', lambda *given, **more: start(*given, next(seeds), **more)
+    )
+    results = [process.wait() for process in start_two(command_line, *arguments)]
+    assert [result.status for result in results] == [1, 2]
+    assert 'seed=2, not 1' in results[1].stderr
+    assert all(len(result.stderr.splitlines()) == 1 for result in results)
+
+
+# The arguments are those of PROGRAM, the corpus, and the sizes of the mesh and the last step.
+GOING_ON = """
+import json
+import pathlib
+import sys
+sys.path[:0] = sys.argv[1:3]
+import jax, numpy as np
+address, process, folder = sys.argv[3], int(sys.argv[4]), pathlib.Path(sys.argv[5])
+num_processes, data_axis, model_axis, steps = json.loads(sys.argv[7])
+jax.distributed.initialize(address, num_processes, process, initialization_timeout=300)
+import optimizer, processes_test, train
+from modes.train import prepare
+config = processes_test.elastic_config(sys.argv[6], data_axis, model_axis, steps)
+run = prepare(config, folder)
+processes_test.assert_restored(run)
+train.train(run)
+"""
+
+
+def elastic_config(corpus, data_axis, model_axis, steps):
+    config = small_config(corpus, steps, data_axis, model_axis)
+    config.train.batch_size = 8
+    config.save.every_steps = config.eval.every_steps = 2
+    return config
+
+
+def assert_restored(run):
+    """Assert that this process's part of the state is that of the checkpoint, bit for bit."""
+    if run.first_step == 0:
+        return
+    saved = checkpoint.restore(run.workdir / f'checkpoint_{run.first_step}')
+    tree = optimizer.to_t5x(*run.state)
+    assert tree.keys() == saved.keys()
+    for path, array in tree.items():
+        whole = np.asarray(saved[path])
+        if not isinstance(array, jax.Array):  # a placeholder of T5X
+            np.testing.assert_array_equal(array, whole, err_msg=path)
+            continue
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), whole[shard.index], err_msg=path)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_numbers_of_processes(corpus, tmp_path):
+    """2 processes of 4 devices, then 4 of 2, then 1, on other meshes, as one process without a stop."""
+    folder = tmp_path / 'run'
+    for num_processes, data_axis, model_axis, steps in ((2, 4, 2, 2), (4, 8, 1, 4)):
+        in_two_processes(
+            GOING_ON,
+            folder,
+            corpus,
+            json.dumps([num_processes, data_axis, model_axis, steps]),
+            num_processes=num_processes,
+            num_devices=8 // num_processes,
+            statuses=(0,) * num_processes,
+        )
+    last = prepare(elastic_config(corpus, data_axis=2, model_axis=2, steps=6), folder)
+    assert last.first_step == 4
+    assert_restored(last)
+    train.train(last)
+    alone = run(elastic_config(corpus, data_axis=1, model_axis=1, steps=6), tmp_path / 'alone')
+    assert_close_runs(folder, alone, 6)
+    for step in (2, 4):
+        np.testing.assert_array_equal(position_of(folder, step), position_of(alone, step))

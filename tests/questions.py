@@ -6,8 +6,8 @@ from runs import small_config
 
 MODULE = """
 import functools
-import metrics
-import tasks_t0
+from tasks import metrics
+from tasks import t0 as tasks_t0
 from sources import NO_SPLIT
 from tasks import Mixture, Task
 

@@ -6,9 +6,9 @@ import pathlib
 
 import numpy as np
 
-import seqio_cache
 import tasks
-from sources import NO_SPLIT
+from sources import NO_SPLIT, tfrecord
+from sources import cache as task_cache
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden'
 NUM_RECORDS = 6  # of each split
@@ -135,7 +135,7 @@ def write_split(folder: pathlib.Path, split: str, examples: list[dict]) -> None:
     (folder / f'info.{split}.json').write_text(json.dumps(info))
     with (folder / f'{split}.tfrecord-00000-of-00001').open('wb') as file:
         for example in examples:
-            seqio_cache.write_record(file, seqio_cache.encode(example))
+            tfrecord.write_record(file, task_cache.encode(example))
 
 
 def info_of(value) -> dict:

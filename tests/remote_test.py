@@ -1,36 +1,30 @@
-"""Checkpoints, data and vocabularies in buckets: the real clients of gs:// and s3:// read from a store on loopback.
+"""Checkpoints, data and vocabularies in buckets: the real clients of gs:// and s3:// read from a store on loopback."""
 
-The store answers what readers ask in Google's JSON API and in S3's path style: contents, sizes, lists.
-"""
-
-import collections
 import csv
 import gzip
-import hashlib
-import http.server
 import importlib.util
 import io
 import json
 import os
-import re
 import shutil
-import subprocess
 import sys
-import threading
-import urllib.parse
-from pathlib import Path
 
 import chex
 import corpora
-import google_crc32c
+import data_sets
+import fsspec
 import numpy as np
 import pytest
+from bucket_store import CLIENTS, GOLDEN, run_in_another_process
 
 import infer
-import sources
+import paths
+import sources.deal
+import sources.files
+import sources.open
+from sources import cache as task_cache
+from sources import tfrecord
 
-ROOT = Path(__file__).resolve().parents[1]
-GOLDEN = ROOT / 'tests/golden'
 T5X = 't5x_t5_1_1_tiny'
 MESH_TF = 'mtf_t5_1_1/model.ckpt-1000000'
 VALID = [f'{T5X}/checkpoint_6', T5X, MESH_TF]  # the second leads to its newest, the first
@@ -39,10 +33,6 @@ REFUSED = {  # URL: how its message begins
     'half': 'half/checkpoint_6/target.token_embedder.embedding',
     'none/checkpoint_6': 'none/checkpoint_6',
     'private/checkpoint_6': 'private/checkpoint_6',
-}
-CLIENTS = {
-    'gs': 'gcsfs',
-    's3': 's3fs',
 }
 LOAD = """
 import sys
@@ -63,18 +53,20 @@ import json
 import sys
 
 import corpora
-import sources
+import sources.deal
+import sources.files
+import sources.open
 import vocabulary
 
-sources.MAX_BLOCK_BYTES = 1 << 14
-sources.MIN_BLOCKS = 32  # a corpus of half a megabyte has blocks of that size
-sources.SEQUENTIAL_READ_AHEAD = 1 << 16
+sources.deal.MAX_BLOCK_BYTES = 1 << 14
+sources.deal.MIN_BLOCKS = 32  # a corpus of half a megabyte has blocks of that size
+sources.files.SEQUENTIAL_READ_AHEAD = 1 << 16
 for names in json.loads(sys.argv[1]):
     try:
         if names['files'].endswith('.model'):
             print(json.dumps(vocabulary.named_vocabulary('data.vocabulary', names['files'], 100, 0).hash))
             continue
-        source = sources.open_source(corpora.make_config(validation_fraction=0.0, **names))
+        source = sources.open.open_source(corpora.make_config(validation_fraction=0.0, **names))
         documents = corpora.epoch_documents(source, splits=['train'])
         texts = [[text for _, text in lane] for lane in documents]
         print(json.dumps([source.fingerprint, texts]))
@@ -87,12 +79,14 @@ import os
 import sys
 
 import corpora
-import sources
+import sources.deal
+import sources.files
+import sources.open
 
-sources.MIN_BLOCKS = 1
+sources.deal.MIN_BLOCKS = 1
 for file in sys.argv[2:]:
     config = corpora.make_config(files=sys.argv[1] + os.path.basename(file), on_bad_line='skip')
-    source = sources.open_source(config)
+    source = sources.open.open_source(config)
     os.remove(file)
     try:
         corpora.epoch_documents(source)
@@ -101,142 +95,9 @@ for file in sys.argv[2:]:
 """
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = 'HTTP/1.1'  # the clients keep their connections
-
-    def do_GET(self):
-        url = urllib.parse.urlsplit(self.path)
-        query = dict(urllib.parse.parse_qsl(url.query))
-        google = re.fullmatch(r'(?:/download)?/storage/v1/b/([^/]+)/o/?(.*)', url.path)
-        bucket, key = (google or re.fullmatch(r'/([^/]+)/?(.*)', url.path)).groups()
-        folder, key = self.server.folder / bucket, urllib.parse.unquote(key)
-        file = folder / key
-        if self.server.failures[f'{bucket}/{key}'] > 0 and self.headers.get('Range'):
-            self.server.failures[f'{bucket}/{key}'] -= 1
-            self.answer(503, b'<Error><Code>SlowDown</Code></Error>')
-        elif not key and folder.is_dir():
-            self.answer(200, self.listing(folder, query, google))
-        elif bucket == 'private':  # as the real ones answer who has no right
-            self.answer(401 if google else 403, b'<Error><Code>AccessDenied</Code></Error>')
-        elif not file.is_file():
-            code = 'NoSuchKey' if folder.is_dir() else 'NoSuchBucket'
-            self.answer(404, f'<Error><Code>{code}</Code></Error>'.encode())
-        elif google and 'alt' not in query:
-            self.answer(200, json.dumps(describe(folder, key)).encode())
-        else:
-            self.send(file, self.headers.get('Range'))
-
-    do_HEAD = do_GET
-
-    def send(self, file, part):
-        content = file.read_bytes()
-        first, last = re.fullmatch(r'bytes=(\d+)-(\d*)', part or 'bytes=0-').groups()
-        body = content[int(first) : int(last or len(content)) + 1]
-        if part:
-            place = f'bytes {first}-{int(first) + len(body) - 1}/{len(content)}'
-            self.answer(206, body, content_range=place, etag=f'"{md5_of(file)}"')
-        else:
-            self.answer(200, body, etag=f'"{md5_of(file)}"')
-        if self.command == 'GET':
-            self.server.sent[str(file.relative_to(self.server.folder))] += len(body)
-
-    def listing(self, folder, query, google):
-        """The keys that begin with `prefix`; with a `delimiter` only those without it in the rest, and the
-        others as folders."""
-        prefix, delimiter = query.get('prefix', ''), query.get('delimiter', '\0')
-        files = (folder / prefix.rpartition('/')[0]).rglob('*')
-        keys = (file.relative_to(folder).as_posix() for file in files if file.is_file())
-        rests = sorted(key.removeprefix(prefix) for key in keys if key.startswith(prefix))
-        items = [describe(folder, prefix + rest) for rest in rests if delimiter not in rest]
-        folders = {prefix + rest.split(delimiter)[0] + '/' for rest in rests if delimiter in rest}
-        if google:
-            return json.dumps({'items': items, 'prefixes': sorted(folders)}).encode()
-        tags = [f'<CommonPrefixes><Prefix>{name}</Prefix></CommonPrefixes>' for name in folders]
-        for item in items:
-            fields = {'Key': item['name'], 'Size': item['size'], 'ETag': f'"{item["md5"]}"'}
-            text = ''.join(f'<{name}>{value}</{name}>' for name, value in fields.items())
-            tags.append(f'<Contents>{text}</Contents>')
-        return f'<ListBucketResult>{"".join(tags)}</ListBucketResult>'.encode()
-
-    def answer(self, status, content, **headers):
-        if self.command == 'GET' and status in (200, 206):
-            self.server.num_answers += 1
-        self.send_response(status)
-        for name, value in {**headers, 'content_length': len(content)}.items():
-            self.send_header(name.replace('_', '-'), str(value))
-        self.end_headers()
-        if self.command == 'GET':
-            self.wfile.write(content)
-
-    def log_message(self, *args):
-        pass
-
-
-def describe(folder, key):
-    file = folder / key
-    return {
-        'bucket': folder.name,
-        'name': key,
-        'size': file.stat().st_size,
-        'md5': md5_of(file),
-        'crc32c': str(google_crc32c.value(file.read_bytes())),
-    }
-
-
-def md5_of(file):
-    return hashlib.md5(file.read_bytes()).hexdigest()
-
-
-@pytest.fixture
-def store(tmp_path):
-    """Serves each folder of `folder` as a bucket, at first 'golden'; `sent` counts {BUCKET/KEY: bytes}."""
-    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
-    server.folder = tmp_path / 'buckets'
-    server.sent = collections.Counter()
-    server.num_answers = 0  # that are no errors
-    server.failures = collections.Counter()  # BUCKET/KEY: how many reads of it still fail
-    server.folder.mkdir()
-    (server.folder / 'golden').symlink_to(GOLDEN)
-    threading.Thread(target=server.serve_forever, args=(0.01,)).start()
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-def run_in_another_process(script, arguments, store):
-    """Return the lines that a script prints in a process that knows no store but ours, and no credentials."""
-    others = ('AWS_', 'FSSPEC_', 'GCSFS_', 'GOOGLE_')
-    environment = {name: x for name, x in os.environ.items() if not name.startswith(others)}
-    url = f'http://127.0.0.1:{store.server_port}'
-    environment |= {
-        'PYTHONPATH': f'{ROOT}:{ROOT}/tests:{os.environ.get("PYTHONPATH", "")}',
-        'XLA_FLAGS': '',
-        'JAX_PLATFORMS': 'cpu',
-        'STORAGE_EMULATOR_HOST': url,  # gcsfs
-        'FSSPEC_GS_TOKEN': 'anon',
-        'TENSORSTORE_GCS_HTTP_URL': url,
-        'GOOGLE_AUTH_TOKEN_FOR_TESTING': 'ours',  # else TensorStore looks for a cloud around it
-        'AWS_ENDPOINT_URL': url,
-        'AWS_ACCESS_KEY_ID': 'ours',
-        'AWS_SECRET_ACCESS_KEY': 'ours',
-    }
-    process = subprocess.run(
-        [sys.executable, '-c', script, *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert process.returncode == 0, process.stderr
-    return process.stdout.splitlines()
-
-
 @pytest.mark.peers
-@pytest.mark.parametrize('scheme', CLIENTS)
 def test_a_bucket_is_read_as_a_disk_is(scheme, store, tmp_path):
     """Parameters come out alike; what a bucket lacks or refuses is named in a line. In one process."""
-    pytest.importorskip(CLIENTS[scheme], reason=f'{CLIENTS[scheme]} is not installed')
     half = store.folder / 'half/checkpoint_6'
     shutil.copytree(GOLDEN / T5X / 'checkpoint_6', half)
     (half / 'target.token_embedder.embedding/0.0').unlink()
@@ -297,10 +158,8 @@ def write_corpora(folder):
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize('scheme', CLIENTS)
 def test_data_in_a_bucket_gives_the_stream_that_it_gives_on_a_disk(scheme, store, pydoc_model):
     """Text, tables, JSON Lines and Parquet, plain and gzipped, and vocabularies; what fails is named in a line."""
-    pytest.importorskip(CLIENTS[scheme], reason=f'{CLIENTS[scheme]} is not installed')
     bucket = store.folder / 'data/c4/en'
     bucket.mkdir(parents=True)
     (bucket / 'sub').mkdir()
@@ -308,10 +167,8 @@ def test_data_in_a_bucket_gives_the_stream_that_it_gives_on_a_disk(scheme, store
     globs = write_corpora(bucket)
     (bucket / 'sentencepiece.model').write_bytes(pydoc_model)
     names = [f'data/c4/en/{name}' for name in [*globs, 'one-plain.txt', 'sentencepiece.model']]
-    names += [
-        'data/*/e[n]/../en/t*-small.txt',
-        'data/c4/en/one-small.txt,{}data/c4/en/three-small.txt',
-    ]
+    names.append('data/*/e[n]/../en/t*-small.txt')
+    names.append('data/c4/en/one-small.txt,{}data/c4/en/three-small.txt')
     store.failures['data/c4/en/one-lines.jsonl.gz'] = 1  # the client tries again
     cases = []
     for name in names:
@@ -333,11 +190,66 @@ def test_data_in_a_bucket_gives_the_stream_that_it_gives_on_a_disk(scheme, store
         assert store.sent[f'data/c4/en/{name}'] <= 3 * (bucket / name).stat().st_size, name
 
 
+READ_RECORDS = """
+import json
+import sys
+
+import corpora
+import sources
+import sources.open
+
+for settings in json.loads(sys.argv[1]):
+    try:
+        source = sources.open.open_source(corpora.make_config(validation_fraction=0.0, **settings))
+        share = sources.Share(seed=0, epoch=0, lane=0, num_lanes=1)
+        records = [document.record.fields for document in source.documents('train', share)]
+        print(json.dumps([{name: str(x) for name, x in fields.items()} for fields in records]))
+    except ValueError as error:
+        print(json.dumps(str(error)))
+"""
+
+
 @pytest.mark.peers
-@pytest.mark.parametrize('scheme', CLIENTS)
+def test_data_sets_and_caches_in_a_bucket_are_those_on_a_disk(scheme, store):
+    """A data set in the same order; a cache, whose examples are found another way, in another one."""
+    root = store.folder / 'data'
+    data_sets.write_roots(root)
+    write_cache(root / 'caches/a/b_1')
+    made_up = {'tfds': 'made_up', 'tfds_dir': 'data/tfrecord'}
+    cases = [made_up, made_up | {'train_split': 'train[7:50]'}]
+    cases.append({'task': 'a:b_1', 'cache_dirs': 'data/caches', 'use_cached': 'yes'})
+    cases.append({'tfds': 'made_up', 'tfds_dir': 'data/array_record'})
+    cases.append({'tfds': 'nothing', 'tfds_dir': 'data/tfrecord'})
+    settings = []
+    for case in cases:
+        for prefix in (f'{scheme}://', f'{store.folder}/'):
+            names = {name: prefix + x for name, x in case.items() if x.startswith('data/')}
+            settings.append(case | names)
+    lines = run_in_another_process(READ_RECORDS, [json.dumps(settings)], store)
+    found = [json.loads(line) for line in lines]
+    assert len(found) == 2 * len(cases) and len(found[0]) == 103 and len(found[2]) == 43
+    assert found[0] == found[1] and found[2] == found[3]
+    assert sorted(map(str, found[4])) == sorted(map(str, found[5])) and len(found[4]) == 2
+    assert 'ArrayRecord files are read from a disk' in found[6] and len(found[7]) == 103
+    assert f'{scheme}://data/tfrecord holds no such data set' in found[8]
+
+
+def write_cache(folder):
+    """Write a task cache of two examples, as SeqIO does."""
+    folder.mkdir(parents=True)
+    features = {name: {'dtype': 'int32', 'shape': [None]} for name in ('inputs', 'targets')}
+    content = {'features': features, 'num_shards': 2, 'seqio_version': '0.0.20'}
+    (folder / 'info.train.json').write_text(json.dumps(content))
+    for shard in range(2):
+        with (folder / f'train.tfrecord-0000{shard}-of-00002').open('wb') as file:
+            example = {'inputs': np.arange(shard + 3), 'targets': np.arange(5)}
+            tfrecord.write_record(file, task_cache.encode(example))
+    (folder / 'COMPLETED').touch()
+
+
+@pytest.mark.peers
 def test_a_corpus_in_a_bucket_is_known_by_its_content(scheme, store):
     """Names change nothing; a change of equal size does."""
-    pytest.importorskip(CLIENTS[scheme], reason=f'{CLIENTS[scheme]} is not installed')
     cases = []
     for name, text in {'one/a.txt': 'words', 'two/b.txt': 'words', 'three/a.txt': 'other'}.items():
         (store.folder / name).parent.mkdir()
@@ -354,35 +266,23 @@ def test_a_corpus_in_a_bucket_is_known_by_its_content(scheme, store):
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize('scheme', CLIENTS)
 def test_data_in_a_bucket_that_cannot_be_read(scheme, store):
-    pytest.importorskip(CLIENTS[scheme], reason=f'{CLIENTS[scheme]} is not installed')
     (store.folder / 'data/sub').mkdir(parents=True)
     (store.folder / 'data/a.txt').write_text('words')
     (store.folder / 'data/empty.txt').write_bytes(b'')
-    messages = {
-        'none/*.txt': 'data.files: {}none.* cannot be listed .*: correct its name or rights',
-        'none/a.txt': 'data.files: {}none.* cannot be listed .*: correct its name or rights',
-        'private/a*.txt': 'data.files: {}private.* cannot be listed .*: correct its name or rights',
-        'data': r"data.files: '{}data' is a folder: name its files: {}data/\*.txt",
-        'data/b.txt': "data.files: '{}data/b.txt' matches no file; correct it",
-        'data/b*': "data.files: '{}data/b.' matches no file; correct it",
-        'data/nowhere/*': "data.files: '{}data/nowhere/.' matches no file; correct it",
-        'data/empty*': "data.files='{}data/empty.' matches empty files only: name files with text",
-    }
+    names = ('none/*.txt', 'none/a.txt', 'private/a*.txt', 'data', 'data/b.txt', 'data/b*')
+    names += ('data/nowhere/*', 'data/empty*')
     root = f'{scheme}://'
     lines = run_in_another_process(
-        READ, [json.dumps([{'files': root + name} for name in messages])], store
+        READ, [json.dumps([{'files': root + name} for name in names])], store
     )
-    for line, message in zip(lines, messages.values(), strict=True):
-        assert re.match(f'ValueError: {message.replace("{}", root)}', json.loads(line)), line
+    for line, name in zip(lines, names, strict=True):
+        assert line.startswith('"ValueError: data.files') and root + name.split('/')[0] in line
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize('scheme', CLIENTS)
 def test_a_file_that_goes_away_stops_the_run(scheme, store):
     """Whatever is done with bad lines: a network that fails is no bad line."""
-    pytest.importorskip(CLIENTS[scheme], reason=f'{CLIENTS[scheme]} is not installed')
     (store.folder / 'data').mkdir()
     files = [store.folder / 'data' / name for name in ('a.jsonl.gz', 'b.txt')]
     text = json.dumps({'text': 'words'}) + '\n'
@@ -392,7 +292,57 @@ def test_a_file_that_goes_away_stops_the_run(scheme, store):
     lines = run_in_another_process(READ_WHAT_GOES_AWAY, arguments, store)
     for line, file in zip(lines, files, strict=True):
         assert line.startswith(f'{scheme}://data/{file.name} cannot be read (FileNotFoundError: ')
-        assert line.endswith('): check the network and your rights, and start again')
+
+
+@pytest.fixture
+def in_memory(monkeypatch):
+    """A bucket of fsspec's own file system, and the parts of its files that are fetched."""
+    client = fsspec.filesystem('memory')
+    fetched = []
+    cat_file = client.cat_file
+
+    def record(name, start, end):
+        fetched.append((start, end))
+        return cat_file(name, start, end)
+
+    monkeypatch.setattr(client, 'cat_file', record)
+    monkeypatch.setattr(paths, 'client_of', lambda name: client)
+    paths._status.cache_clear()
+    yield client, fetched
+    client.store.clear()
+
+
+def test_no_byte_is_fetched_twice_on_the_way_through_a_file(in_memory):
+    client, fetched = in_memory
+    content = b''.join(b'line %d\n' % i for i in range(20_000))
+    client.pipe_file('memory://bucket/a.txt', content)
+    with paths.open_file('memory://bucket/a.txt', read_ahead=10_000) as file:
+        assert b''.join(file) == content
+    assert fetched[0][0] == 0 and fetched[-1][1] == len(content)
+    assert all(end == start for (_, end), (start, _) in zip(fetched, fetched[1:], strict=False))
+    assert len(fetched) <= len(content) // 10_000 + 1
+    with paths.open_file('memory://bucket/a.txt', read_ahead=0) as file:
+        del fetched[:]
+        file.seek(500)
+        buffer = bytearray(20_000)
+        assert file.readinto(buffer) == 20_000 and buffer == content[500:20_500]
+        assert file.seek(-6, os.SEEK_END) and file.readline() == content[-6:]
+    assert sum(end - start for start, end in fetched) < 20_100
+
+
+def test_a_file_that_shrinks_or_goes_away(in_memory):
+    client, _ = in_memory
+    for change in (lambda name: client.pipe_file(name, b'less'), client.rm_file):
+        client.pipe_file('memory://bucket/b.txt', b'words\n' * 1000)
+        paths._status.cache_clear()
+        with paths.open_file('memory://bucket/b.txt', read_ahead=100) as file:
+            file.readline()
+            change('memory://bucket/b.txt')
+            with pytest.raises(paths.ReadError, match='memory://bucket/b.txt'):
+                file.seek(5000)
+                file.read()
+    with pytest.raises(paths.ReadError, match='memory://bucket/none'):
+        paths.open_file('memory://bucket/none')
 
 
 @pytest.mark.parametrize('scheme, extra', [('gs', 'gcs'), ('s3', 's3')])
@@ -402,5 +352,5 @@ def test_a_client_that_is_not_installed_is_named_with_its_remedy(scheme, extra, 
     with pytest.raises(ValueError) as error:
         infer.load(f'{scheme}://bucket/x')
     with pytest.raises(ValueError, match='data.files: .*://bucket/x.txt needs .*: pip install'):
-        sources.open_source(corpora.make_config(files=f'{scheme}://bucket/x.txt'))
+        sources.open.open_source(corpora.make_config(files=f'{scheme}://bucket/x.txt'))
     assert f"pip install -e '.[{extra}]'" in str(error.value) and '\n' not in str(error.value)

@@ -2,19 +2,29 @@
 
 import json
 
-import results
 from configs import base
-from results import Example
+from run import results
 
-QA = Example(
-    inputs=[5, 6, 1],
-    inputs_text='capital of France?',
-    targets=[7, 1],
-    targets_text='Paris',
-    target='Paris',
-    output='Paris',
-    prediction='Paris',
-)
+
+def answered(inputs='capital of France?', target='Paris', output='Paris', **others):
+    """A line of the results of a task, whose postprocessors change nothing."""
+    texts = {
+        'inputs': [5, 6, 1],
+        'inputs_pretokenized': inputs,
+        'targets': [7, 1],
+        'targets_pretokenized': target,
+    }
+    return {'input': texts, 'target': target, 'output': output, 'prediction': output, **others}
+
+
+def scored(inputs, score):
+    """The line of an example that was scored."""
+    line = answered(inputs, score=score)
+    del line['output'], line['prediction']
+    return line
+
+
+QA = answered()
 
 
 def curve_line(step, corpus='made up', **others):
@@ -104,6 +114,7 @@ DAMAGED_LINES = {
         '{"step": 2, "run": "train", "corpus": null}',
         '\0' * 9,
         '[' * 100_000,
+        '\udc89PNG',
     ],
     'inference_eval/qa-metrics.jsonl': [
         '{"step": 2, "f1": 5',

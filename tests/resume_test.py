@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import random
 import shutil
 import signal
@@ -13,15 +12,15 @@ import time
 import numpy as np
 import own_task
 import pytest
-from report_runs import DAMAGED_LINES, damage_line, write_results
 from runs import ENVIRONMENT, ROOT, Program, assert_same_run, run, small_config, stop_after
 
 import checkpoint
+import data
 import evaluate
-import objectives
-import results
-import sources
+import sources.open
 import train
+from modes.train import prepare
+from run import results
 
 
 def is_saving(workdir):
@@ -42,37 +41,24 @@ def kill_at_random(process, workdir, inside_saving, rng):
     return is_saving(workdir)
 
 
-def kill_often(command_line, corpus, folder, num_kills, num_inside, steps):
-    """Kill a run at random and continue it, some times while it saves.
-
-    Compare it with a run that was never killed.
-    """
-    program = Program(folder, corpus, steps=steps, log=4, save=6, evaluate=150, dropout_rate=0.1)
-    arguments = program.arguments(folder / 'killed')
+@pytest.mark.slow(takes_minutes=True)
+def test_killed_and_continued_is_the_run_never_killed(command_line, corpus, tmp_path):
+    """Killed at random, four times or more while it saves: all that a run leaves, to the bit."""
+    steps = 600
+    program = Program(tmp_path, corpus, steps, log=4, save=6, evaluate=150, dropout_rate=0.1)
+    killed = tmp_path / 'killed'
     rng = random.Random(0)
     kills = 0
     inside = 0
-    while kills < num_kills or inside < num_inside:
-        process = command_line.start(*arguments)
-        inside += kill_at_random(process, folder / 'killed', inside < num_inside, rng)
+    while kills < 8 or inside < 4:
+        process = command_line.start(*program.arguments(killed))
+        inside += kill_at_random(process, killed, inside < 4, rng)
         kills += 1
     for name in ('killed', 'expected'):
-        result = command_line(*program.arguments(folder / name))
+        result = command_line(*program.arguments(tmp_path / name))
         assert result.status == 0, result.stderr
-    assert_same_run(folder / 'killed', folder / 'expected', steps)
-    assert not list((folder / 'killed').glob('*tmp*'))
-
-
-@pytest.mark.slow
-def test_killed_and_continued_is_the_run_never_killed(command_line, corpus, tmp_path):
-    """Parameters, slots, position in the data, batch hashes and metrics, to the bit."""
-    kill_often(command_line, corpus, tmp_path, num_kills=1, num_inside=1, steps=300)
-
-
-@pytest.mark.slow(takes_minutes=True)
-def test_killed_twenty_times(command_line, corpus, tmp_path):
-    """Ten times while it saves."""
-    kill_often(command_line, corpus, tmp_path, num_kills=20, num_inside=10, steps=1200)
+    assert_same_run(killed, tmp_path / 'expected', steps)
+    assert not list(killed.glob('*tmp*'))
 
 
 @pytest.mark.slow
@@ -102,34 +88,26 @@ def test_a_signal_saves_the_step_and_the_run_goes_on(command_line, corpus, tmp_p
     assert_same_run(tmp_path / 'run', tmp_path / 'expected', 600)
 
 
+SLOW_STEPS = ['model.emb_dim=512', 'model.mlp_dim=16384', 'train.batch_size=64']
+
+
 @pytest.mark.slow
-def test_a_second_signal_ends_at_once(command_line, corpus, tmp_path):
-    """Both arrive during one step, because the process is paused when they are sent."""
+@pytest.mark.parametrize('settings', [[], SLOW_STEPS], ids=['quick steps', 'slow steps'])
+def test_a_second_signal_ends_at_once(command_line, corpus, tmp_path, settings):
+    """Both arrive during one step, because the process is paused when they are sent, or it is slow."""
     program = Program(tmp_path, corpus, steps=100_000, log=4, save=100_000, evaluate=100_000)
-    process = command_line.start(*program.arguments(tmp_path / 'run'))
+    flags = [f'--config.{setting}' for setting in settings]
+    process = command_line.start(*program.arguments(tmp_path / 'run'), *flags)
     process.wait_for('step 1/')
-    for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
-        process.send_signal(number)
+    if settings:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+    else:
+        for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
+            process.send_signal(number)
     result = process.wait()
     assert result.status in (130, 143)
-    assert 'stopped at once, the last checkpoint stands' in result.stderr
-
-
-@pytest.mark.slow
-def test_a_second_signal_ends_a_slow_step_at_once(command_line, corpus, tmp_path):
-    program = Program(tmp_path, corpus, steps=600, log=4, save=6, evaluate=150)
-    process = command_line.start(
-        *program.arguments(tmp_path / 'run'),
-        '--config.model.emb_dim=512',
-        '--config.model.mlp_dim=16384',
-        '--config.train.batch_size=64',
-    )
-    process.wait_for('step 1/')
-    process.send_signal(signal.SIGTERM)
-    time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    result = process.wait()
-    assert result.status == 143
     assert 'stopped at once, the last checkpoint stands' in result.stderr
 
 
@@ -142,17 +120,6 @@ def test_a_signal_before_the_first_step_ends_at_once(command_line, corpus, tmp_p
     assert result.status == 130
     assert 'stopped at once, no step was taken' in result.stderr
     assert not checkpoint.steps(tmp_path / 'run')
-
-
-def test_a_workdir_belongs_to_one_run(corpus, tmp_path):
-    config = small_config(corpus, steps=1)
-    first = train.prepare(config, tmp_path)
-    with pytest.raises(
-        ValueError, match=f'in use by process {os.getpid()} on .*, since .*--workdir'
-    ):
-        train.prepare(config, tmp_path)
-    train.train(first)
-    assert train.train(train.prepare(config, tmp_path)) == 0  # and when that has ended to the next
 
 
 def test_a_damaged_newest_checkpoint_is_set_aside(corpus, uninterrupted, tmp_path, capsys):
@@ -168,17 +135,8 @@ def test_a_damaged_newest_checkpoint_is_set_aside(corpus, uninterrupted, tmp_pat
     for step in (3, 6):
         (tmp_path / f'run/checkpoint_{step}/manifest.json').unlink()
     with pytest.raises(ValueError, match='has only damaged checkpoints'):
-        train.prepare(config, tmp_path / 'run')
+        prepare(config, tmp_path / 'run')
     assert 'checkpoint_3 is damaged: manifest.json is missing' in capsys.readouterr().out
-
-
-def test_a_checkpoint_of_another_program_in_the_workdir(corpus, tmp_path):
-    shutil.copytree(ROOT / 'tests/golden/t5x_t5_1_1_tiny/checkpoint_6', tmp_path / 'checkpoint_6')
-    with pytest.raises(
-        ValueError,
-        match='is not a run of this program; name another --workdir .checkpoint_6 is in it',
-    ):
-        train.prepare(small_config(corpus), tmp_path)
 
 
 def test_metrics_that_a_crash_has_cut_are_written_again(corpus, uninterrupted, tmp_path):
@@ -190,32 +148,21 @@ def test_metrics_that_a_crash_has_cut_are_written_again(corpus, uninterrupted, t
     assert_same_run(tmp_path / 'cut', uninterrupted, 6)
 
 
-def cut_to(file, num_lines):
-    lines = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(b''.join(lines[:num_lines]))
-
-
 @pytest.mark.parametrize(
-    'lose, lost',
-    [
-        (lambda file: file.unlink(), 'the steps 1 to 6'),
-        (lambda file: file.write_bytes(b''), 'the steps 1 to 6'),
-        (lambda file: cut_to(file, 2), 'the steps 3 to 6'),
-        (lambda file: file.write_bytes(file.read_bytes()[:2000]), 'the steps 2 to 6'),
-        (lambda file: None, None),
-    ],
-    ids=['gone', 'empty', 'cut', 'cut in a line', 'all there'],
+    'num_bytes, lost', [(None, '1 to 6'), (0, '1 to 6'), (2000, '2 to 6'), (10**6, '')]
 )
-def test_metrics_that_are_lost_are_said(corpus, uninterrupted, tmp_path, capsys, lose, lost):
+def test_metrics_that_are_lost_are_said(corpus, uninterrupted, tmp_path, capsys, num_bytes, lost):
+    """The file is gone, empty, cut in a line, or all there."""
     shutil.copytree(uninterrupted, tmp_path / 'run')
-    lose(tmp_path / 'run/metrics.jsonl')
+    file = tmp_path / 'run/metrics.jsonl'
+    content = file.read_bytes()
+    file.unlink()
+    if num_bytes is not None:
+        file.write_bytes(content[:num_bytes])
     run(small_config(corpus), tmp_path / 'run')
-    lines = [line for line in capsys.readouterr().out.splitlines() if 'metrics.jsonl has' in line]
-    if lost is None:
-        assert not lines
-    else:
-        [line] = lines
-        assert lost in line
+    text = capsys.readouterr().out
+    assert ('metrics.jsonl has no lines of the steps' in text) == bool(lost)
+    assert lost in text
 
 
 def test_steps_that_are_not_logged_yet_are_not_lost(corpus, uninterrupted, tmp_path, capsys):
@@ -224,49 +171,22 @@ def test_steps_that_are_not_logged_yet_are_not_lost(corpus, uninterrupted, tmp_p
     config.restore.path = str(uninterrupted)
     config.log.every_steps = 3
     stop_after(2, config, tmp_path / 'began elsewhere')
-    train.prepare(config, tmp_path / 'began elsewhere').lock.close()
+    prepare(config, tmp_path / 'began elsewhere').lock.close()
     config.restore.path = ''
     config.log.every_steps = 9
     stop_after(2, config, tmp_path / 'changed')
     config.log.every_steps = 2
     stop_after(1, config, tmp_path / 'changed')
-    train.prepare(config, tmp_path / 'changed').lock.close()
+    prepare(config, tmp_path / 'changed').lock.close()
     out = capsys.readouterr().out
     assert 'Stopped after step 8' in out and 'Stopped after step 3' in out
     assert 'metrics.jsonl has' not in out
 
 
-@pytest.mark.parametrize(
-    'name, text',
-    [(name, texts[i]) for name, texts in DAMAGED_LINES.items() for i in (0, 1, 3)],
-    ids=lambda text: text[:30],
-)
-def test_a_damaged_line_is_named(corpus, uninterrupted, tmp_path, name, text):
-    shutil.copytree(uninterrupted, tmp_path / 'run')
-    for step in (1, 2, 3):
-        write_results(tmp_path / 'run', 'qa', step, [], f1=5.0)
-    damage_line(tmp_path / 'run' / name, 2, text)
-    before = (tmp_path / 'run/metrics.jsonl').read_bytes()
-    with pytest.raises(ValueError) as error:
-        train.prepare(small_config(corpus, steps=9), tmp_path / 'run')
-    assert f'line 2 of {tmp_path / "run" / name}' in str(error.value)
-    assert (tmp_path / 'run/metrics.jsonl').read_bytes() == before
-
-
-@pytest.mark.parametrize('text', ['{"model": ', '', '[1]'])
-def test_damaged_settings_of_a_run_are_named(corpus, uninterrupted, tmp_path, text):
-    shutil.copytree(uninterrupted, tmp_path / 'run')
-    (tmp_path / 'run/config.json').write_text(text)
-    with pytest.raises(ValueError) as error:
-        train.prepare(small_config(corpus), tmp_path / 'run')
-    assert f'{tmp_path / "run/config.json"} ' in str(error.value)
-    assert 'restore it from a copy' in str(error.value)
-
-
 def test_an_error_in_the_background_surfaces_within_a_step(corpus, tmp_path, monkeypatch):
     config = small_config(corpus, steps=500)
     config.eval.every_steps = 500
-    prepared = train.prepare(config, tmp_path)
+    prepared = prepare(config, tmp_path)
     taken = []
 
     def step(*arguments):
@@ -292,21 +212,11 @@ def test_a_corpus_may_move_and_a_vocabulary_may_not_change(corpus, tmp_path):
     kept.unlink()
     config.data.vocabulary = 'bytes'
     with pytest.raises(ValueError, match='vocabulary_hash: '):
-        train.prepare(config, tmp_path / 'run')
+        prepare(config, tmp_path / 'run')
     with open(moved, 'a') as file:
         file.write('one line more\n')
-    with pytest.raises(
-        ValueError, match=r'other text: .*made_up.txt \(changed\).*: restore those files'
-    ):
-        train.prepare(small_config(str(moved)), tmp_path / 'run')
-
-
-def test_files_are_read_as_before(corpus, uninterrupted, tmp_path):
-    shutil.copytree(uninterrupted, tmp_path / 'run')
-    config = small_config(corpus, steps=9)
-    config.data.kind = 'text'
-    with pytest.raises(ValueError, match="other settings .*data/kind: '' -> 'text'"):
-        train.prepare(config, tmp_path / 'run')
+    with pytest.raises(ValueError, match=r'made_up.txt \(changed\)'):
+        prepare(small_config(str(moved)), tmp_path / 'run')
 
 
 PEAK = """
@@ -367,7 +277,7 @@ def test_every_document_of_a_large_corpus_comes_once_wherever_it_was_stopped(lar
     names = []
     starts = {lane: (0, 0) for lane in range(128)}
     for stop in (True, False):
-        source = sources.open_source(config)
+        source = sources.open.open_source(config)
         lanes = {}
         for lane, (pool, offset) in starts.items():
             share = sources.Share(seed=0, epoch=0, lane=lane, num_lanes=128)
@@ -390,20 +300,15 @@ def test_every_document_of_a_large_corpus_comes_once_wherever_it_was_stopped(lar
 # An error after unsaved steps.
 
 
-@pytest.mark.parametrize(
-    'place',
-    [
-        'metric',
-        'disk of results',
-        pytest.param('postprocessor', marks=pytest.mark.slow),
-        pytest.param('evaluation', marks=pytest.mark.slow),
-    ],
-)
+SLOW_PLACES = [pytest.param(x, marks=pytest.mark.slow) for x in ('postprocessor', 'evaluation')]
+
+
+@pytest.mark.parametrize('place', ['metric', 'disk of results', *SLOW_PLACES])
 def test_an_error_in_an_evaluation_loses_no_step(place, tmp_path, monkeypatch, capsys):
     own_task.write(tmp_path)
     config = own_task.config(tmp_path)
     with monkeypatch.context() as patch:
-        prepared = train.prepare(config, tmp_path / 'run')
+        prepared = prepare(config, tmp_path / 'run')
         if place == 'evaluation':
             patch.setattr(evaluate.Evaluation, '__call__', own_task.fail)
         elif place == 'disk of results':
@@ -427,7 +332,7 @@ def test_a_bad_record_loses_no_step(place, tmp_path, monkeypatch):
     own_task.write(tmp_path)
     config = own_task.config(tmp_path)
     config.infer_eval.every_steps = 0
-    monkeypatch.setattr(objectives.TextToText, 'records_per_group', 4)
+    monkeypatch.setattr(data.TextToText, 'records_per_group', 4)
     if place == 'own preprocessor':
         monkeypatch.setenv('FAIL', 'preprocessor')
     else:
@@ -446,7 +351,7 @@ def test_a_bad_record_loses_no_step(place, tmp_path, monkeypatch):
 def test_both_errors_are_told_where_the_disk_is_full_too(tmp_path, monkeypatch):
     own_task.write(tmp_path)
     config = own_task.config(tmp_path)
-    prepared = train.prepare(config, tmp_path / 'run')
+    prepared = prepare(config, tmp_path / 'run')
     monkeypatch.setenv('FAIL', 'metric')
     monkeypatch.setattr(checkpoint, '_write_array', full)
     with pytest.raises(ValueError, match='no examples') as failed:
@@ -466,31 +371,22 @@ def test_a_state_that_is_not_whole_is_not_saved(place, tmp_path, monkeypatch):
     own_task.write(tmp_path)
     config = own_task.config(tmp_path)
     config.log.every_steps = config.eval.every_steps = config.infer_eval.every_steps = 100
-    prepared = train.prepare(config, tmp_path / 'run')
-    num_steps = 0
+    prepared = prepare(config, tmp_path / 'run')
+    steps = iter(range(1, 9))
+    waits = iter(range(1, 9))
 
     def step(state, batch):
-        nonlocal num_steps
-        num_steps += 1
+        number = next(steps)
         state, metrics = prepared.train_step(state, batch)
-        if num_steps == 3:
-            if place == 'step':
-                raise RuntimeError('out of memory')
-            metrics['finite'] = np.bool_(False)
-        return state, metrics
+        if number == 3 and place == 'step':
+            raise RuntimeError('out of memory')
+        return state, metrics | {'finite': np.bool_(number != 3)}
 
-    monkeypatch.setattr(train, 'report_faults', fail_at_fourth_call())
+    def wait(*_, **options):
+        if next(waits) == 4:
+            raise RuntimeError('a fault of the host')
+
+    monkeypatch.setattr(train.Interval, 'wait', wait)
     with pytest.raises(RuntimeError):
         train.train(prepared._replace(train_step=step))
     assert not checkpoint.steps(tmp_path / 'run')
-
-
-def fail_at_fourth_call():
-    calls = []
-
-    def fail(*_):
-        calls.append(None)
-        if len(calls) == 4:
-            raise RuntimeError('a fault of the host')
-
-    return fail

@@ -3,6 +3,10 @@
 import json
 import os
 import pathlib
+import socket
+import subprocess
+import sys
+from concurrent import futures
 
 import chex
 import numpy as np
@@ -11,6 +15,7 @@ import pytest
 import checkpoint
 import train
 from configs import base
+from modes.train import prepare
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # The environment of a process that is a user's, with one device.
@@ -63,14 +68,14 @@ def small_config(corpus, steps=6, data_axis=1, model_axis=1):
 
 def run(config, workdir):
     """Train in `workdir`. Return it."""
-    train.train(train.prepare(config, workdir))
+    train.train(prepare(config, workdir))
     return workdir
 
 
 def stop_after(num_steps, config, workdir):
     """Take some steps, and be stopped by a signal."""
     counts = iter(range(1, num_steps + 1))
-    train.train(train.prepare(config, workdir), lambda: 2 * (next(counts) == num_steps))
+    train.train(prepare(config, workdir), lambda: 2 * (next(counts) == num_steps))
 
 
 def metrics_of(workdir):
@@ -108,6 +113,53 @@ def assert_close_runs(found, expected, step):
             if name in expected_line:
                 assert line[name] == pytest.approx(expected_line[name], rel=1e-5), name
     np.testing.assert_array_equal(position_of(found, step), position_of(expected, step))
+
+
+def free_address():
+    """Return an address on loopback with a free port."""
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        return f'127.0.0.1:{free.getsockname()[1]}'
+
+
+def in_two_processes(
+    program, *arguments, num_processes=2, num_devices=1, statuses=(0, 0), **environment
+):
+    """Run a program in several processes on loopback. Return the output and the errors of each.
+
+    Its arguments are two folders of ours, the address of process 0, the number of the process, and
+    `arguments`. `statuses=None`: all fail.
+    """
+    address = free_address()
+    flags = f'{ENVIRONMENT["XLA_FLAGS"]} --xla_force_host_platform_device_count={num_devices}'
+    processes = []
+    for i in range(num_processes):
+        process = subprocess.Popen(
+            [sys.executable, '-c', program, ROOT, ROOT / 'tests', address, str(i), *arguments],
+            env=ENVIRONMENT | {'XLA_FLAGS': flags} | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+    # All are read at once: a process whose pipe is full waits, and the others wait for it.
+    try:
+        with futures.ThreadPoolExecutor(num_processes) as pool:
+            printed = list(pool.map(lambda process: process.communicate(timeout=300), processes))
+    finally:
+        for process in processes:
+            process.kill()
+    outputs = []
+    for output, errors in printed:
+        lines = output.splitlines(keepends=True)
+        output = ''.join(line for line in lines if not line.startswith('[Gloo]'))
+        outputs.append((output, errors))
+    found = tuple(process.returncode for process in processes)
+    if statuses is None:
+        assert 0 not in found, outputs
+    else:
+        assert found == statuses, outputs
+    return outputs
 
 
 CONFIG = """

@@ -1,11 +1,16 @@
 """Small models and batches for several tests, and how their numbers are compared."""
 
+import functools
+import re
+
 import chex
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import model
+import partition
 from configs import base
 
 # Of the fixture `golden`, for what takes long to compile: the other models are for `pytest -m slow`.
@@ -25,7 +30,7 @@ def t5_config(**settings):
     return model.T5Config(**(base.get_config().model.to_dict() | settings))
 
 
-def run_config(mesh_data, mesh_model, **model_settings):
+def run_config(mesh_data, mesh_model, mesh_fsdp=1, **model_settings):
     """Matrices of 128 x 128 and more, so that Adafactor factors them.
 
     Where it does not, its first update is the gradient's sign: an element that is zero but for
@@ -47,7 +52,7 @@ def run_config(mesh_data, mesh_model, **model_settings):
     config.loss.loss_normalizing_factor = 'NUM_REAL_TARGET_TOKENS'
     config.learning_rate.update(factors='constant', base_learning_rate=0.01)
     config.train.batch_size = 8
-    config.mesh.update(data=mesh_data, model=mesh_model)
+    config.mesh.update(data=mesh_data, fsdp=mesh_fsdp, model=mesh_model)
     return config
 
 
@@ -66,13 +71,15 @@ def random_params(config):
     return params
 
 
-def random_batch(seed, vocab_size=384):
-    """Eight rows of T5X's features, padded to random lengths."""
+def random_batch(seed, vocab_size=384, num_rows=8):
+    """Rows of T5X's features, padded to random lengths."""
     rng = np.random.default_rng(seed)
     lengths = {'encoder_input_tokens': 24, 'decoder_target_tokens': 16}
-    batch = {name: rng.integers(2, vocab_size, (8, n), np.int32) for name, n in lengths.items()}
+    batch = {}
+    for name, length in lengths.items():
+        batch[name] = rng.integers(2, vocab_size, (num_rows, length), np.int32)
     for x in batch.values():
-        x[np.arange(x.shape[1]) >= rng.integers(4, x.shape[1] + 1, (8, 1))] = 0
+        x[np.arange(x.shape[1]) >= rng.integers(4, x.shape[1] + 1, (num_rows, 1))] = 0
     targets = batch['decoder_target_tokens']
     batch['decoder_input_tokens'] = np.pad(targets[:, :-1], ((0, 0), (1, 0)))
     batch['decoder_loss_weights'] = (targets > 0).astype(np.int32)
@@ -86,6 +93,45 @@ def golden_batch(arrays, prefix):
         if name.startswith(f'{prefix}/'):
             batch[name.split('/')[1]] = arrays[name].astype(np.int32)
     return batch
+
+
+def make_mesh(data_size, model_size, fsdp_size=1):
+    return partition.make_mesh(data=data_size, fsdp=fsdp_size, model=model_size)
+
+
+def sharded(f, config, mesh, out_specs=partition.BATCH, own=model):
+    """f(params, *arrays of rows), a function for one device's part, on whole arrays."""
+    specs = partition.param_specs(own.PARAMETER_SPECS, own.shapes(config))
+
+    def on_mesh(params, *rows):
+        in_specs = (specs, *[partition.BATCH] * len(rows))
+        return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(params, *rows)
+
+    return jax.jit(on_mesh)
+
+
+@functools.cache
+def stepwise_logits(config, mesh, own=model):
+    """(params, inputs_bM, tokens_bT) -> logits_bTv of decoding one forced token after the other."""
+
+    def device_logits(params, inputs_bM, tokens_bT):
+        start = functools.partial(own.start_decoding, config, inputs_bM, tokens_bT.shape[1])
+
+        def step(cache, tokens_b):
+            step = functools.partial(own.decode_step, config, tokens_b, cache)
+            return own.apply(step, params)[::-1]
+
+        logits_Tbv = jax.lax.scan(step, own.apply(start, params), tokens_bT.T)[1]
+        return logits_Tbv.swapaxes(0, 1)
+
+    return sharded(device_logits, config, mesh, P(partition.BATCH_AXES, None, 'model'), own)
+
+
+def assert_refused(ask, name):
+    """Assert that a ValueError names what is wrong, in one line."""
+    with pytest.raises(ValueError, match=re.escape(name)) as error:
+        ask()
+    assert '\n' not in str(error.value)
 
 
 def assert_close(found, expected, tolerance):

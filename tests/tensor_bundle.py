@@ -1,10 +1,11 @@
-"""Writes TensorBundles, Mesh-TF's checkpoints; shares nothing with the reader in mesh_tf.py."""
+"""Writes TensorBundles, Mesh-TF's checkpoints; shares nothing but Snappy with the reader in mesh_tf.py."""
 
 import itertools
 import os
 from pathlib import Path
 
 import google_crc32c
+import pyarrow
 
 
 def varint(number):
@@ -31,42 +32,6 @@ def masked(content):
     return (rotated + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def snappy(content):
-    """Compresses with every element of the format: literals of both sorts, copies of all three."""
-    output, at, literal = varint(len(content)), 0, b''
-
-    def flush():
-        n = len(literal)
-        if n == 0:
-            return b''
-        head = (
-            bytes([(n - 1) << 2]) if n <= 60 else bytes([61 << 2]) + (n - 1).to_bytes(2, 'little')
-        )
-        return head + literal
-
-    for kind in itertools.cycle((1, 2, 3)):
-        if at >= len(content):
-            return output + flush()
-        longest = {1: 11, 2: 64, 3: 64}[kind]
-        best = (0, 0)
-        for start in range(max(0, at - (2047 if kind == 1 else 5000)), at):
-            n = 0
-            while n < longest and at + n < len(content) and content[start + n] == content[at + n]:
-                n += 1
-            best = max(best, (n, at - start))
-        n, offset = best
-        if n < 4:
-            literal += content[at : at + 1]
-            at += 1
-            continue
-        output, literal = output + flush(), b''
-        if kind == 1:
-            output += bytes([offset >> 8 << 5 | (n - 4) << 2 | 1, offset & 255])
-        else:
-            output += bytes([(n - 1) << 2 | kind]) + offset.to_bytes(2 * kind - 2, 'little')
-        at += n
-
-
 def block(pairs, interval=4):
     content, restarts, last = b'', [], b''
     for i, (key, value) in enumerate(pairs):
@@ -79,14 +44,26 @@ def block(pairs, interval=4):
     return content + b''.join(n.to_bytes(4, 'little') for n in numbers)
 
 
-def table(pairs, compress=(0, 1), pairs_a_block=6, change=lambda content: content, gap=b''):
-    """A LevelDB table whose blocks are plain (0) and compressed (1) in turn; `change` is done to them."""
+def table(
+    pairs,
+    compress=(0, 1),
+    pairs_a_block=6,
+    change=lambda content: content,
+    gap=b'',
+    compressed=None,
+):
+    """A LevelDB table whose blocks are plain (0) and compressed (1) in turn; `change` is done to them.
+
+    `compressed` stands in place of each compressed block.
+    """
     content, handles, kinds = gap, [], itertools.cycle(compress)
 
     def add(entries):
         nonlocal content
         kind, body = next(kinds), change(block(entries))
-        body = (snappy(body) if kind else body) + bytes([kind])
+        body = (
+            compressed or pyarrow.compress(body, 'snappy', asbytes=True) if kind else body
+        ) + bytes([kind])
         handle = varint(len(content)) + varint(len(body) - 1)
         content += body + masked(body).to_bytes(4, 'little')
         return handle

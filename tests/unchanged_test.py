@@ -4,30 +4,36 @@ tests/golden/unchanged.json has their hashes. `python tests/unchanged_test.py` w
 says that old runs do not go on with the same batches or losses.
 """
 
+import functools
 import gzip
 import hashlib
 import json
 import pathlib
 import sys
 
+import tasks.open
+from stream import Stream
+
 if __name__ == '__main__':
     import conftest  # noqa: F401  sets the environment before JAX starts
 
 import corpora
+import data_sets
 import jax
 import numpy as np
 import pytest
 import runs
 import small_models
-import tfds_source_test
 
-import cache
-import data
+import decode
 import infer
+import model
 import partition
 import tasks
 import train
 import vocabulary as vocabularies
+from modes import cache
+from modes.train import make_trainer
 
 FILE = pathlib.Path(__file__).parent / 'golden' / 'unchanged.json'
 NUM_BATCHES = 20
@@ -115,8 +121,13 @@ def hash_batches(name, folder, tfds_roots):
     vocabulary = vocabularies.ByteVocabulary(config.extra_ids)
     digest = hashlib.blake2b(digest_size=16)
     for split in ('train', 'validation'):
-        stream = data.Stream(
-            tasks.open_mixture(config), split, vocabulary, config, batch_size=BATCH_SIZE, seed=1
+        stream = Stream(
+            tasks.open.open_mixture(config),
+            split,
+            vocabulary,
+            config,
+            batch_size=BATCH_SIZE,
+            seed=1,
         )
         for _ in range(NUM_BATCHES):
             batch = next(stream)
@@ -126,7 +137,9 @@ def hash_batches(name, folder, tfds_roots):
     return digest.hexdigest()
 
 
-roots = tfds_source_test.roots  # a fixture
+@pytest.fixture(scope='module')
+def roots(make_once):
+    return make_once('tfds', data_sets.write_roots)
 
 
 @pytest.fixture(scope='module')
@@ -145,9 +158,22 @@ def test_batches(name, folder, roots, expected):
 
 
 MESHES = {'one device': (1, 1), 'eight devices': (4, 2)}
+DECODING_MESHES = {'one device': (1, 1), 'two devices': (1, 2)}
 
 
-def hash_text(text):
+# How a lowered program writes the axis 'fsdp'. It has size one here, and does nothing.
+FSDP = (
+    ('"fsdp"=1, ', ''),
+    (', "fsdp"', ''),
+    ('{"fsdp"}', '{}'),
+    ('{name = "fsdp", size = 1 : i64}, ', ''),
+)
+
+
+def hash_program(text):
+    """Return a hash of a lowered program, but for the axis 'fsdp': a mesh without it has the same."""
+    for written, without in FSDP:
+        text = text.replace(written, without)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -155,7 +181,7 @@ def lower_step(name):
     """Return the program of a train step, before XLA compiles it."""
     data_axis, model_axis = MESHES[name]
     config = runs.small_config('', data_axis=data_axis, model_axis=model_axis)
-    trainer = train.make_trainer(config, num_microbatches=1)
+    trainer = make_trainer(config, num_microbatches=1)
     return train.lower_step(trainer).as_text()
 
 
@@ -168,17 +194,49 @@ def lower_logits():
     return jax.jit(t5.logits).lower(batch).as_text()
 
 
+def lower_decoding(name):
+    """Return the program of a greedy step of decoding, as it is on a device that is no CPU."""
+    sizes = {'vocab_size': 384, 'emb_dim': 16, 'num_heads': 2, 'head_dim': 8, 'mlp_dim': 32}
+    config = small_models.t5_config(**sizes, num_encoder_layers=1, num_decoder_layers=2)
+    specs = partition.param_specs(model.PARAMETER_SPECS, model.shapes(config))
+
+    def step(params, inputs_bM):
+        start = functools.partial(model.start_decoding, config, inputs_bM, max_length=4)
+        cache = model.apply(start, params)
+        step = functools.partial(model.decode_step, config, inputs_bM[:, 0], cache)
+        logits_rv, _ = model.apply(step, params)
+        return decode.most_likely(logits_rv, cache.length)
+
+    mapped = jax.shard_map(
+        step,
+        mesh=small_models.make_mesh(*DECODING_MESHES[name]),
+        in_specs=(specs, partition.BATCH),
+        out_specs=partition.BATCH,
+    )
+    inputs = np.full((4, 8), 5, np.int32)
+    return jax.jit(mapped).lower(small_models.random_params(config), inputs).as_text()
+
+
+@pytest.fixture
+def programs(expected):
+    """The hashes of programs."""
+    if jax.__version__ != expected['jax']:
+        pytest.skip(f'the hashes are of JAX {expected["jax"]}')
+    return expected
+
+
+@pytest.mark.parametrize('name', DECODING_MESHES)
+def test_the_program_of_decoding(name, programs):
+    assert hash_program(lower_decoding(name)) == programs['decoding'][name]
+
+
 @pytest.mark.parametrize('name', MESHES)
-def test_the_program_of_a_step(name, expected):
-    if jax.__version__ != expected['jax']:
-        pytest.skip(f'the hashes are of JAX {expected["jax"]}')
-    assert hash_text(lower_step(name)) == expected['steps'][name]
+def test_the_program_of_a_step(name, programs):
+    assert hash_program(lower_step(name)) == programs['steps'][name]
 
 
-def test_the_program_of_logits(expected):
-    if jax.__version__ != expected['jax']:
-        pytest.skip(f'the hashes are of JAX {expected["jax"]}')
-    assert hash_text(lower_logits()) == expected['logits']
+def test_the_program_of_logits(programs):
+    assert hash_program(lower_logits()) == programs['logits']
 
 
 def write_hashes():
@@ -186,7 +244,8 @@ def write_hashes():
 
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        tfds_source_test.roots.__wrapped__(lambda name, make: make(folder / name))
+        (folder / 'tfds').mkdir()
+        data_sets.write_roots(folder / 'tfds')
         write_files(folder)
         batches = {}
         for source in SOURCES:
@@ -194,8 +253,9 @@ def write_hashes():
     hashes = {
         'jax': jax.__version__,
         'batches': batches,
-        'steps': {mesh: hash_text(lower_step(mesh)) for mesh in MESHES},
-        'logits': hash_text(lower_logits()),
+        'steps': {mesh: hash_program(lower_step(mesh)) for mesh in MESHES},
+        'logits': hash_program(lower_logits()),
+        'decoding': {mesh: hash_program(lower_decoding(mesh)) for mesh in DECODING_MESHES},
     }
     FILE.write_text(json.dumps(hashes, indent=1) + '\n')
 

@@ -1,22 +1,23 @@
 """A user's own tasks and models that fail: one line names their line, below it alone of the traceback."""
 
+import contextlib
 import json
 import math
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from command_line import ROOT
 from runs import Program
 
-import infer_eval
-import mixtures
 import tasks
 import user_code
+from run import task_metrics
+from run.examples import Example
+from tasks import mixtures
+from tasks.own import own_tasks
 
 START = """
 import sys
@@ -51,32 +52,19 @@ LOADING = {
     'objective': ("TASKS = [Mixture('m', {Task('x', objective='y'): 1})]  # !", "objective='y'"),
     'metrics': ("TASKS = [Task('x', metric_fns='bleu')]  # !", "metric_fns='bleu'"),
     'metric': ("TASKS = [Task('x', metric_fns=[metric, 'bleu'])]  # !", "metric_fns='bleu'"),
-    'arguments of a metric': (
-        "TASKS = [Task('x', metric_fns=[lambda x: {}])]  # !",
-        'takes (targets, predictions)',
-    ),
+    'arguments of a metric': ("TASKS = [Task('x', metric_fns=[lambda x: {}])]  # !", 'metric_fns'),
     'preprocess_fn': ("TASKS = [Task('x', preprocess_fn={})]  # !", 'preprocess_fn={}'),
-    'arguments of preprocess_fn': (
-        "TASKS = [Task('x', preprocess_fn=lambda: [])]  # !",
-        'takes (record)',
-    ),
-    'arguments of postprocess_fn': (
-        "TASKS = [Task('x', postprocess_fn=str.strip)]  # !",
-        'takes (text, example, is_target)',
-    ),
+    'arguments of preprocess': ("TASKS = [Task('x', preprocess_fn=lambda: [])]  # !", '(record)'),
+    'arguments of postprocess': ("TASKS = [Task('x', postprocess_fn=str.strip)]  # !", 'example'),
     'text as rate': ("TASKS = [Mixture('m', {'x': 'much'})]  # !", "the rate of 'x' is 'much'"),
     'negative rate': ("TASKS = [Mixture('m', {'x': -1})]  # !", "the rate of 'x' is -1"),
-    'no member': ("TASKS = [Mixture('m', {})]  # !", "mixture 'm' has no task"),
+    'no member': ("TASKS = [Mixture('m', {})]  # !", "mixture 'm' has members={}"),
     'no rate above 0': ("TASKS = [Mixture('m', {'x': 0})]  # !", 'all rates are 0'),
     'text as maximum': ("TASKS = [Mixture('m', {'x': proportional('y')})]  # !", "maximum='y'"),
     'half a template': ("TASKS = [Task('x', files='x', inputs='{q', targets='{a}')]  # !", '{q'),
-    'template and function': (
-        "TASKS = [Task('x', preprocess_fn=fail, inputs='{q}', targets='{a}')]  # !",
-        'preprocess_fn and templates',
-    ),
-    'no rate': ("TASKS = [Mixture('m', {'x': None})]  # !", "the rate of 'x' is None"),
+    'template and function': ("TASKS = [Task('x', preprocess_fn=fail, inputs='{q}', targets='{a}')]  # !", 'templates'),
     'list of members': ("TASKS = [Mixture('m', ['x'])]  # !", "members=['x']"),
-    'number as member': ("TASKS = [Mixture('m', {3: 1.0})]  # !", 'member 3'),
+    'number as member': ("TASKS = [Mixture('m', {3: 1.0})]  # !", 'members={3: 1.0}'),
     'maximum': ("TASKS = [Mixture('m', {'x': proportional(maximum=-1)})]  # !", 'maximum=-1'),
     'exit': ('sys.exit()  # !', 'SystemExit'),
     'exit with a message': ("raise SystemExit('no\\nway')  # !", 'SystemExit: no way'),
@@ -86,7 +74,7 @@ LOADING = {
     'syntax of a text': ("x = eval('1 +')  # !", 'SyntaxError'),
     'indentation': ('if 1:\nTASKS = []  # !', 'expected an indented block'),
     'name that is none': ('TASKS = [task]  # !', 'NameError'),
-}
+}  # fmt: skip
 
 
 def write(folder, text, start=START):
@@ -97,23 +85,26 @@ def write(folder, text, start=START):
     return file, line
 
 
-def check_error(error, file, line, words):
-    assert f'{file}, line {line}: ' in str(error) and words in str(error), error
-    assert '\n' not in str(error)
-    check_frames(error.frames, file)
-
-
 def check_frames(frames, file):
     """Assert that a traceback has lines of the user's file alone."""
     assert set(re.findall('File "(.+)", line', frames)) <= {str(file)}
 
 
+@contextlib.contextmanager
+def user_error(file, line, words):
+    """Assert that the error of a block is one line, which names the user's line and has `words`."""
+    with pytest.raises(user_code.UserError) as found:
+        yield found
+    text = str(found.value)
+    assert f'{file}, line {line}: ' in text and words in text and '\n' not in text
+    check_frames(found.value.frames, file)
+
+
 @pytest.mark.parametrize('text, words', LOADING.values(), ids=LOADING)
 def test_loading(tmp_path, text, words):
     file, line = write(tmp_path, text)
-    with pytest.raises(user_code.UserError) as error:
+    with user_error(file, line, words) as error:
         tasks.get('x', module=str(file))
-    check_error(error.value, file, line, words)
     assert f'"{file}", line {line}' in error.value.frames
 
 
@@ -155,6 +146,7 @@ def evaluate(task):
     return task.metric(task.metric_fns[0], targets, targets)
 
 
+BOTH = 'self, targets, predictions'
 # The function `f` of a task.
 CALLING = {
     'no list': (preprocess, 'def f(fields):  # !\n    pass', 'preprocess_fn gave None'),
@@ -172,12 +164,8 @@ CALLING = {
     'none': (evaluate, "def f(targets, predictions): return {'a': None}  # !", "'a' as None"),
     'name': (evaluate, 'def f(targets, predictions): return {1: 2.0}  # !', '1 as 2.0'),
     'generator': (evaluate, 'def f(targets, predictions):  # !\n    yield 1', 'gave <generator'),
-    'object': (
-        evaluate,
-        'class F:\n    def __call__(self, targets, predictions):  # !\n        pass\nf = F()',
-        'gave None',
-    ),
-}
+    'object': (evaluate, f'class F:\n    def __call__({BOTH}):  # !\n        pass\nf = F()', 'gave None'),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize('call, text, words', CALLING.values(), ids=CALLING)
@@ -187,9 +175,9 @@ def test_calling(tmp_path, call, text, words):
         fields = 'postprocess_fn=f, metric_fns=[metric]'
     file, line = write(tmp_path, f"{text}\nTASKS = [Task('x', files='x', {fields})]")
     task = tasks.get('x', module=str(file))
-    with pytest.raises(user_code.UserError, match="^task 'x': ") as error:
+    with user_error(file, line, words) as error:
         call(task)
-    check_error(error.value, file, line, words)
+    assert str(error.value).startswith("task 'x': ")
 
 
 def test_a_metric_may_give_nan():
@@ -200,17 +188,17 @@ def test_a_metric_may_give_nan():
 
 
 def test_a_rate_by_size_that_fails(tmp_path):
-    text = "TASKS = [Mixture('m', {'x': lambda n: n / 0})]  # !"
-    file, line = write(tmp_path, text)
-    mixture = tasks.own_tasks(str(file))['m']
-    with pytest.raises(user_code.UserError) as error:
-        mixture.rates({'x': 3})
-    check_error(error.value, file, line, 'ZeroDivisionError')
+    file, line = write(tmp_path, "TASKS = [Mixture('m', {'x': lambda n: n / 0})]  # !")
+    with user_error(file, line, 'ZeroDivisionError'):
+        own_tasks(str(file))['m'].rates({'x': 3})
 
 
 # On the command line.
 
-MODEL = """
+# Files of an own model, words of the message, and flags.
+MODELS = {
+    'error of JAX': (
+        """
 import jax.numpy as jnp
 
 
@@ -220,58 +208,12 @@ def change(model):
             return x_bTD @ jnp.ones((3, 5))  # !
 
     model.Mlp = Mlp
-"""
-BAD = 'TASKS = [Task(3)]  # !'
-MODES = {
-    'train': ['--config=TINY', '--config.data.task=x'],
-    'cache': [
-        '--config=TINY',
-        '--config.data.task=x',
-        '--mode=cache',
-        '--config.data.cache_dirs=c',
-    ],
-    'infer': ['--mode=infer', '--checkpoint=GOLDEN', '--output_dir=out', '--config.data.task=x'],
-    'evaluate': ['--mode=evaluate', '--checkpoint=GOLDEN', '--output_dir=out'],
-}
-
-
-def check_result(result, status, file, line, words=''):
-    assert result.status == status, result
-    *frames, last = result.stderr.splitlines()
-    assert last.startswith('main.py: ') and f'{file}, line {line}: ' in last and words in last, (
-        result
-    )
-    assert frames and not any(frame.startswith('Traceback') for frame in frames), result
-    check_frames('\n'.join(frames), file)
-
-
-@pytest.mark.parametrize('mode', MODES)
-def test_a_file_of_tasks_that_does_not_load(command_line, tmp_path, mode):
-    file, line = write(tmp_path, BAD)
-    flags = []
-    for flag in MODES[mode]:
-        flag = flag.replace('TINY', f'{ROOT}/configs/tiny.py')
-        flags.append(flag.replace('GOLDEN', f'{ROOT}/tests/golden/t5x_t5_1_1_tiny/checkpoint_6'))
-    result = command_line(
-        *flags, '--config.data.module=own.py', '--config.data.vocabulary=bytes', cwd=tmp_path
-    )
-    check_result(result, 2, file, line, 'name=3')
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ['own.py']
-    assert not (tmp_path / 'out').exists()
-
-
-def test_an_own_model_that_does_not_fit(command_line, tmp_path):
-    """JAX's error in one line, before anything is written."""
-    file, line = write(tmp_path, MODEL, start='')
-    result = command_line(
-        f'--config={ROOT}/configs/tiny.py', '--config.model.module=own.py', cwd=tmp_path
-    )
-    check_result(result, 2, file, line, 'TypeError: dot_general requires')
-    assert not (tmp_path / 'runs').exists()
-
-
-RETURNS = {
-    'layer': (
+""",
+        'line {}: TypeError: dot_general requires',
+        (),
+    ),
+    # What fails below is a line of model.py.
+    'shape of a layer': (
         """
 def change(model):
     class Mlp(model.Mlp):
@@ -283,7 +225,7 @@ def change(model):
         'line {} (Mlp): TypeError',
         (),
     ),
-    'activation': (
+    'shape of an activation': (
         """
 def first(x):  # !
     return x[:1]
@@ -292,37 +234,59 @@ def first(x):  # !
 def change(model):
     model.ACTIVATIONS['first'] = first
 """,
-        'line {}: an activation of',
+        'line {} (first): AssertionError',
         ("--config.model.mlp_activations=('first',)",),
     ),
 }
+BAD = 'TASKS = [Task(3)]  # !'
+TINY = f'--config={ROOT}/configs/tiny.py'
+GOLDEN = f'--checkpoint={ROOT}/tests/golden/t5x_t5_1_1_tiny/checkpoint_6'
+MODES = {
+    'train': [TINY],
+    'cache': [TINY, '--mode=cache', '--config.data.cache_dirs=c'],
+    'infer': ['--mode=infer', GOLDEN, '--output_dir=out'],
+    'evaluate': ['--mode=evaluate', GOLDEN, '--output_dir=out'],
+    'tasks': ['--mode=tasks'],
+}
 
 
-@pytest.mark.parametrize('part', RETURNS)
-def test_an_own_part_that_returns_another_shape(command_line, tmp_path, part):
-    """What fails then is a line of model.py."""
-    text, message, flags = RETURNS[part]
+def check_result(result, status, file, line, words):
+    assert result.status == status, result
+    *frames, last = result.stderr.splitlines()
+    assert last.startswith('main.py: ') and f'{file}, line {line}: ' in last and words in last
+    assert frames and not any(frame.startswith('Traceback') for frame in frames), result
+    check_frames('\n'.join(frames), file)
+
+
+@pytest.mark.parametrize('mode', MODES)
+def test_a_file_of_tasks_that_does_not_load(command_line, tmp_path, mode):
+    file, line = write(tmp_path, BAD)
+    flags = [f'--config.data.{x}' for x in ('task=x', 'module=own.py', 'vocabulary=bytes')]
+    result = command_line(*MODES[mode], *flags, cwd=tmp_path)
+    check_result(result, 2, file, line, 'name=3')
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ['own.py']
+    assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize('text, message, flags', MODELS.values(), ids=MODELS)
+def test_an_own_model_that_does_not_fit(command_line, tmp_path, text, message, flags):
+    """One line names the user's code, and nothing is written."""
     file, line = write(tmp_path, text, start='')
-    result = command_line(
-        f'--config={ROOT}/configs/tiny.py', '--config.model.module=own.py', *flags, cwd=tmp_path
-    )
+    result = command_line(TINY, '--config.model.module=own.py', *flags, cwd=tmp_path)
     assert result.status == 2, result
     assert f'main.py: {file}, {message.format(line)}' in result.stderr, result
+    check_frames(result.stderr, file)
     assert not list(tmp_path.glob('runs/*/config.json'))
 
 
-def test_the_list_of_tasks(tmp_path):
+def test_the_list_of_tasks(command_line, tmp_path):
     text = "def f(x):\n    return [{'targets': x['text'] + 1}]  # !\n"
     text += "TASKS = [Task('x', files='x.jsonl', preprocess_fn=f, metric_fns=[metric])]"
     file, line = write(tmp_path, text)
     (tmp_path / 'x.jsonl').write_text(json.dumps({'text': 'a'}))
-    command = [sys.executable, str(ROOT / 'tasks.py'), 'x', '--module=own.py', '--examples=1']
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1, done
-    *frames, last = done.stderr.splitlines()
-    assert last.startswith(f"tasks.py: task 'x': {file}, line {line}: TypeError"), done.stderr
-    assert frames
-    check_frames('\n'.join(frames), file)
+    flags = ['--config.data.module=own.py', '--examples=1']
+    result = command_line('--mode=tasks', 'x', *flags, cwd=tmp_path)
+    check_result(result, 1, file, line, "task 'x'")
 
 
 RUN = """
@@ -348,9 +312,7 @@ def exact(targets, predictions):
 
 
 TASKS = [
-    Task(
-        'x', files='x.jsonl', preprocess_fn=question, postprocess_fn=answer, metric_fns=[exact]
-    ),
+    Task('x', files='x.jsonl', preprocess_fn=question, postprocess_fn=answer, metric_fns=[exact]),
 ]
 """
 
@@ -372,30 +334,23 @@ def finished(command_line, make_once):
 def training(folder, **settings):
     """The arguments of a run in `folder`."""
     program = Program(folder, corpus='', steps=2, log=1, save=2, evaluate=2)
-    settings = {
-        'data.module': 'own.py',
-        'data.task': 'x',
-        'data.vocabulary': 'bytes',
-        'infer_eval.every_steps': 2,
-        'decode.max_length': 4,
-    } | settings
+    data = {'data.module': 'own.py', 'data.task': 'x', 'data.vocabulary': 'bytes'}
+    settings = data | {'infer_eval.every_steps': 2, 'decode.max_length': 4} | settings
     flags = [f'--config.{name}={value}' for name, value in settings.items()]
     return [*program.arguments('run'), *flags]
 
 
+FAILURES = [
+    ('metric', {}, 'ZeroDivisionError'),
+    ('postprocess_fn', {}, 'SystemExit: 0'),
+    ('preprocess_fn', {'train.steps': 40}, 'x.jsonl'),
+    ('preprocess_fn', {'train.steps': 40, 'data.num_workers': 2}, 'x.jsonl'),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    'fails, settings, words',
-    [
-        ('metric', {}, 'ZeroDivisionError'),
-        ('postprocess_fn', {}, 'SystemExit: 0'),
-        ('preprocess_fn', {'train.steps': 40}, 'x.jsonl'),
-        ('preprocess_fn', {'train.steps': 40, 'data.num_workers': 2}, 'x.jsonl'),
-    ],
-)
-def test_a_function_that_fails_while_training(
-    command_line, finished, tmp_path, fails, settings, words
-):
+@pytest.mark.parametrize('fails, settings, words', FAILURES)
+def test_a_failure_while_training(command_line, finished, tmp_path, fails, settings, words):
     for name in ('own.py', 'x.jsonl'):
         shutil.copy(finished / name, tmp_path / name)
     result = command_line(*training(tmp_path, **settings), cwd=tmp_path, FAILS=fails)
@@ -411,7 +366,7 @@ def line_of(fails):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('mode', ['evaluate', 'infer', 'cache'])
-def test_a_function_that_fails_in_another_mode(command_line, finished, tmp_path, mode):
+def test_a_failure_in_another_mode(command_line, finished, tmp_path, mode):
     fails = 'metric' if mode == 'evaluate' else 'preprocess_fn'
     if mode == 'cache':
         arguments = [*training(tmp_path)[:1], f'--config.data.cache_dirs={tmp_path}/cache']
@@ -426,20 +381,24 @@ def test_a_function_that_fails_in_another_mode(command_line, finished, tmp_path,
     result = command_line(f'--mode={mode}', *arguments, cwd=finished, FAILS=fails)
     lines = result.stderr.splitlines()
     first = [line.startswith('  File') for line in lines].index(True)  # after the progress
-    status = 1 if mode == 'evaluate' else 2
     rest = result._replace(stderr='\n'.join(lines[first:]))
-    check_result(rest, status, finished / 'own.py', line_of(fails), 'ZeroDivisionError')
+    check_result(
+        rest,
+        1 if mode == 'evaluate' else 2,
+        finished / 'own.py',
+        line_of(fails),
+        'ZeroDivisionError',
+    )
 
 
 def evaluated(metric_fns):
     """The metrics of a task of three examples, whose answers are their targets."""
-    examples = []
-    for text in 'cab':
-        examples.append(infer_eval.TaskExample({}, np.ones(1), 'x', np.ones(1), text))
+    one = np.ones(1)
+    fields = [{'inputs': 'x', 'targets': text} for text in 'cab']
+    examples = [Example(x, one, one, is_trimmed=False) for x in fields]
     task = tasks.Task('own', files='x', metric_fns=metric_fns)
-    return infer_eval.compute_metrics(
-        infer_eval.EvaluatedTask(task, 'own', examples, 0, ''), answers=list('cab'), scores=None
-    )
+    evaluated_task = task_metrics.EvaluatedTask(task, 'own', examples, vocabulary=None, settings='')
+    return task_metrics.compute_metrics(evaluated_task, answers=list('cab'), scores=None)
 
 
 def test_a_metric_may_change_its_lists():
@@ -455,7 +414,7 @@ def test_a_metric_may_change_its_lists():
 
     found = evaluated([sort_and_clear, exact])
     assert found.values == {'a': 1, 'b': 3}
-    assert [example.target for example in found.examples] == list('cab')
+    assert [line['target'] for line in found.lines] == list('cab')
 
 
 def test_two_metrics_of_one_name_are_refused():

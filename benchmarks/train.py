@@ -1,0 +1,424 @@
+"""Our train step against transformers', with data and metrics, on two cores or on one GPU.
+
+    pip install -e '.[peers]'
+    python benchmarks/train.py [--device=gpu] [--sizes=small,base,large,xl] [--dtypes=bfloat16]
+        [--batch_size=N] [--steps=10] [--rounds=3] [--files=GLOB] [--rivals=REGEX]
+
+Trains T5 1.1 with dropout 0.1 on sequences of 512 inputs and 114 targets. The contenders take turns,
+each in a new process: two steps that are not counted (programs are compiled), then `steps` that are.
+On a CPU a batch has 4 sequences. On a GPU the batch of each contender begins with many and is halved
+until it fits into memory; where the first one fits, name a larger --batch_size.
+
+    ours          what main.py does between two lines of metrics: documents, here of pydoc, become
+                  packed rows while the device computes; the step with its metrics; all of them are
+                  fetched. Adafactor, parameters in float32.
+    transformers  T5ForConditionalGeneration with SDPA, compiled on a GPU, and its Adafactor with a
+                  constant rate. It is given one batch of random ids that lies on the device, full
+                  rows without a mask, and its loss is fetched once. `bfloat16` is autocast over
+                  parameters in float32, as ours; `bfloat16 weights` keeps no others, so small
+                  updates are lost.
+
+Without transformers and torch only ours are measured. A GPU needs torch with CUDA and
+pip install -e '.[cuda]'; JAX is given 95 % of its memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says
+otherwise.
+
+Prints a line per contender: sequences per second, the median of the rounds and the range; tokens per
+second, padding included; MFU, the FLOPs of T5's formula (modes/plan.py) over the peak of the GPU, or
+of other devices over the speed of a large matrix product in the same run; the largest memory of the
+process, on a GPU of its arrays; the share of the time in which ours waits for data; and how many
+times as fast ours is. Then the limit: how fast a step of matrix products alone would be.
+
+The goal: at least 1.2 times transformers. On an H200 in bfloat16: base 1,300 sequences per second,
+large 395, xl 108.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent import futures
+from importlib.metadata import version
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Before the folder of this file, so that `import train` is what is measured.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+import partition
+import tasks.open
+import train
+import vocabulary
+from configs import t5_1_1
+from formats import hugging_face
+from modes import compilation_cache, plan
+from modes.train import make_trainer
+from modes.train_vocabulary import train_vocabulary, training_texts
+from run import memory
+from run.agreement import Batches
+from run.interval import Clock, Interval
+from stream import Stream
+
+# Sequences that are tried first, for a GPU of 140 GB.
+GPU_BATCH_SIZES = {'tiny': 64, 'small': 2048, 'base': 1024, 'large': 512, 'xl': 128, 'xxl': 32}
+CPU_BATCH_SIZE = 4
+# A size for tests.
+TINY = dict(
+    emb_dim=64, num_heads=2, head_dim=32, mlp_dim=128, num_encoder_layers=2, num_decoder_layers=2
+)
+DROPOUT_RATE = 0.1
+WARM_UP_STEPS = 2
+GPU_WORKERS = 4  # processes that make our batches
+# {JAX's kind of device: FLOPs per second in bfloat16, without sparsity}, as NVIDIA publishes them.
+PEAKS = {'NVIDIA H100 80GB HBM3': 989e12, 'NVIDIA H200': 989e12}
+PRODUCT_SIZES = {'cpu': 2048, 'gpu': 8192}  # of the square matrices that are multiplied
+
+FLAGS = flags.FLAGS
+flags.DEFINE_enum('device', 'cpu', ['cpu', 'gpu'], 'Where to train.')
+flags.DEFINE_list('sizes', None, 'Sizes of T5 1.1; of a CPU small, of a GPU also base, large, xl.')
+flags.DEFINE_list('dtypes', None, 'Dtypes; of a CPU float32 and bfloat16, of a GPU bfloat16.')
+flags.DEFINE_integer('batch_size', None, 'Sequences that are tried first.', lower_bound=1)
+flags.DEFINE_integer('steps', 10, 'Steps per round that are measured.', lower_bound=1)
+flags.DEFINE_integer('rounds', 3, 'How often each contender is measured.', lower_bound=1)
+flags.DEFINE_string('files', '', 'Globs of text files, as data.files; pydoc if not given.')
+flags.DEFINE_string('rivals', '.*', "Regular expression of transformers' settings.")
+DTYPES = ('float32', 'bfloat16')
+flags.register_validator(
+    'sizes',
+    lambda sizes: set(sizes or []) <= GPU_BATCH_SIZES.keys(),
+    f'use some of {", ".join(GPU_BATCH_SIZES)}',
+)
+flags.register_validator(
+    'dtypes', lambda dtypes: set(dtypes or []) <= set(DTYPES), f'use some of {", ".join(DTYPES)}'
+)
+
+
+class Job(NamedTuple):
+    """What a contender does in a round."""
+
+    device: str  # cpu or gpu
+    size: str
+    dtype: str
+    batch_size: int
+    num_steps: int
+    files: str
+    vocabulary: str  # a file
+
+
+class Measurement(NamedTuple):
+    """What one contender did in one round."""
+
+    batch_size: int
+    seconds: float  # of a step
+    num_parameters: int
+    peak_bytes: int
+    device_kind: str = ''  # of JAX; this and what follows is measured beside ours alone
+    data_wait: float = 0.0  # share of the time
+    product_flops: float = 0.0  # per second, of a large matrix product
+
+
+Measure = Callable[[Job], Measurement]
+
+
+def main(argv: list[str]) -> None:
+    # This process prepares and reports, and leaves the GPU to the contenders.
+    jax.config.update('jax_platforms', 'cpu')
+    os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.95')
+    is_gpu = FLAGS.device == 'gpu'
+    if is_gpu and not in_new_process(has_gpu):
+        sys.exit("--device=gpu: JAX finds none here: pip install -e '.[cuda]', or --device=cpu")
+    sizes = FLAGS.sizes or (['small', 'base', 'large', 'xl'] if is_gpu else ['small'])
+    dtypes = FLAGS.dtypes or (['bfloat16'] if is_gpu else DTYPES)
+    names = ['jax']
+    missing = [x for x in ('torch', 'transformers') if importlib.util.find_spec(x) is None]
+    if missing:
+        print(f"{', '.join(missing)} not installed, so ours alone: pip install -e '.[peers]'")
+    else:
+        names += ['torch', 'transformers']
+    print(', '.join(f'{name} {version(name)}' for name in names), end='; ')
+    print(f'{len(os.sched_getaffinity(0))} cores, load average {os.getloadavg()[0]:.1f}')
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(
+            device=FLAGS.device,
+            size=sizes[0],
+            dtype=dtypes[0],
+            batch_size=0,
+            num_steps=FLAGS.steps,
+            files=FLAGS.files,
+            vocabulary=f'{folder}/vocabulary.model',
+        )
+        write_vocabulary(job)
+        limits = []
+        print_cells(COLUMNS)
+        for size in sizes:
+            for dtype in dtypes:
+                first = GPU_BATCH_SIZES[size] if is_gpu else CPU_BATCH_SIZE
+                job = job._replace(size=size, dtype=dtype, batch_size=FLAGS.batch_size or first)
+                contenders: dict[str, Measure] = {'ours': measure_ours}
+                if not missing:
+                    contenders |= rivals(dtype)
+                found = take_turns(contenders, job, FLAGS.rounds)
+                limits.append(print_lines(found, job))
+        print('\n'.join(limits))
+
+
+def rivals(dtype: str) -> dict[str, Measure]:
+    """Return transformers' settings for a dtype that --rivals names."""
+    named = {'transformers': functools.partial(measure_transformers, 'float32')}
+    if dtype == 'bfloat16':
+        weights = functools.partial(measure_transformers, 'bfloat16')
+        named['transformers, bfloat16 weights'] = weights
+    return {name: named[name] for name in named if re.search(FLAGS.rivals, name)}
+
+
+def take_turns(
+    contenders: Mapping[str, Measure], job: Job, num_rounds: int
+) -> dict[str, list[Measurement]]:
+    """Return the rounds of each contender, all with one batch size.
+
+    It is halved where memory does not suffice, and the contender starts again. One that cannot
+    train on a single sequence has no rounds.
+    """
+    found: dict[str, list[Measurement]] = {name: [] for name in contenders}
+    batch_sizes = dict.fromkeys(contenders, job.batch_size)
+    for _ in range(num_rounds):
+        for name, measure in contenders.items():
+            measured = None
+            while measured is None and batch_sizes[name]:
+                measured = in_new_process(
+                    measure_or_none, measure, job._replace(batch_size=batch_sizes[name])
+                )
+                if measured is None:
+                    batch_sizes[name] //= 2
+                    found[name].clear()
+                else:
+                    found[name].append(measured)
+    return found
+
+
+def measure_or_none(measure: Measure, job: Job) -> Measurement | None:
+    """Return the measurement, or None where memory does not suffice."""
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is not of the table
+    try:
+        return measure(job)
+    except MemoryError:
+        return None
+    except jax.errors.JaxRuntimeError as error:
+        if 'RESOURCE_EXHAUSTED' not in str(error):
+            raise
+        return None
+
+
+def in_new_process(function: Callable, *arguments: Any) -> Any:
+    with futures.ProcessPoolExecutor(1, get_context('spawn')) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def has_gpu() -> bool:
+    jax.config.update('jax_platforms', None)
+    return jax.devices()[0].platform == 'gpu'
+
+
+# The table.
+
+COLUMNS = {  # {title: width}
+    'size': 5,
+    'dtype': 8,
+    'contender': 30,
+    'parameters': 14,
+    'batch': 5,
+    'sequences/s': 11,
+    'min..max': 14,
+    'tokens/s': 9,
+    'MFU': 4,
+    'GB': 5,
+    'data wait': 9,
+    'ours is': 7,
+}
+
+
+def print_cells(cells: Iterable[str]) -> None:
+    """Print a line of the table, words to the left and numbers to the right."""
+    padded = []
+    for i, (cell, width) in enumerate(zip(cells, COLUMNS.values(), strict=True)):
+        padded.append(cell.ljust(width) if i < 3 else cell.rjust(width))
+    print('  '.join(padded).rstrip(), flush=True)
+
+
+def print_lines(found: Mapping[str, Sequence[Measurement]], job: Job) -> str:
+    """Print the lines of a size and dtype. Return one that says what limits ours."""
+    trainer = make_trainer(config_of(job), devices=jax.devices()[:1])
+    flops = plan.flops_of_step(trainer)[0] / trainer.batch_size  # of a sequence
+    num_tokens = sum(config_of(job).data.lengths.values())
+    product_flops = max((x.product_flops for x in found['ours']), default=np.nan)
+    peak = product_flops
+    if found['ours'] and job.dtype == 'bfloat16':
+        peak = PEAKS.get(found['ours'][0].device_kind, peak)
+    ours = np.nan
+    for name, rounds in found.items():
+        if not rounds:
+            print_cells([job.size, job.dtype, name, '-', 'none fits', *['-'] * 7])
+            continue
+        rates = [x.batch_size / x.seconds for x in rounds]
+        rate = float(np.median(rates))
+        wait = '-'
+        ratio = f'{ours / rate:.2f} x'
+        if name == 'ours':
+            ours = rate
+            wait = f'{np.median([x.data_wait for x in rounds]):.1%}'
+            ratio = '-'
+        cells = [
+            job.size,
+            job.dtype,
+            name,
+            f'{rounds[0].num_parameters:,}',
+            f'{rounds[0].batch_size}',
+            f'{rate:.4g}',
+            f'{min(rates):.4g}..{max(rates):.4g}',
+            f'{rate * num_tokens:,.0f}',
+            f'{flops * rate / peak:.0%}',
+            f'{max(x.peak_bytes for x in rounds) / 1e9:.1f}',
+            wait,
+            ratio,
+        ]
+        print_cells(cells)
+    limit = product_flops / flops
+    return (
+        f'{job.size}, {job.dtype}: the products of a sequence are {flops / 1e9:.4g} GFLOP; at the '
+        f'{product_flops / 1e9:,.4g} GFLOP/s of a large one that is {limit:.4g} sequences/s, and ours has '
+        f'{ours / limit:.0%} of it'
+    )
+
+
+# The contenders.
+
+
+def config_of(job: Job) -> Any:
+    """Return the config of our run."""
+    config = t5_1_1.get_config('small' if job.size == 'tiny' else job.size)
+    if job.size == 'tiny':
+        config.model.update(TINY)
+    config.model.dtype = job.dtype
+    config.model.dropout_rate = DROPOUT_RATE
+    config.data.task = 'span_corruption'
+    config.data.files = job.files
+    config.data.num_workers = GPU_WORKERS if job.device == 'gpu' else 0
+    config.train.batch_size = job.batch_size
+    config.train.num_microbatches = 1
+    return config
+
+
+def write_vocabulary(job: Job) -> None:
+    """Train a vocabulary on the text of the job."""
+    config = config_of(job).data
+    texts = training_texts(tasks.open.open_mixture(config))
+    Path(job.vocabulary).write_bytes(train_vocabulary(texts, config.num_pieces))
+
+
+def measure_ours(job: Job) -> Measurement:
+    """Measure what train.take_steps does between two lines of metrics."""
+    jax.config.update('jax_platforms', 'cuda' if job.device == 'gpu' else 'cpu')
+    compilation_cache.use()
+    config = config_of(job)
+    device = jax.devices()[0]
+    trainer = make_trainer(config, devices=[device])
+    train_step = train.compile_step(trainer)
+    if memory.step_bytes(train_step, trainer.mesh, 0) > memory.memory_limit(trainer.mesh):
+        raise MemoryError
+    stream = Stream(
+        tasks.open.open_mixture(config.data),
+        'train',
+        vocabulary.SentencePieceVocabulary(Path(job.vocabulary).read_bytes()),
+        config.data,
+        batch_size=job.batch_size,
+        seed=config.seed,
+    )
+    batches = Batches(stream, config.data.num_workers, may_end=False)
+    state = train.jit_init(trainer)()
+    interval = Interval([])
+    clock = Clock()
+    for step in range(WARM_UP_STEPS + job.num_steps):
+        if step == WARM_UP_STEPS:
+            interval.wait(all_steps=True)
+            interval = Interval([])
+            clock.restart()
+        with clock.taking_step():
+            with clock.waiting_for_data():
+                batch = batches.next()
+            on_device = partition.place_rows(trainer.mesh, batch.features)
+            state, metrics = train_step(state, on_device)
+            interval.add(metrics, batch.features, batch.before)
+            interval.wait(all_steps=clock.seconds_of_last_step > 1)
+    interval.fetch()
+    seconds = clock.seconds
+    assert interval.first_not_finite() is None
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if job.device == 'gpu':
+        peak_bytes = device.memory_stats()['peak_bytes_in_use']
+    return Measurement(
+        batch_size=job.batch_size,
+        seconds=seconds / job.num_steps,
+        num_parameters=sum(x.size for x in state.params.values()),
+        peak_bytes=peak_bytes,
+        device_kind=device.device_kind,
+        data_wait=clock.data_wait_seconds / seconds,
+        product_flops=measure_product(PRODUCT_SIZES[job.device], job.dtype),
+    )
+
+
+def measure_transformers(weights: str, job: Job) -> Measurement:
+    """Measure the train step of transformers, with parameters of the dtype `weights`."""
+    config = config_of(job)
+    sizes = {theirs: config.model[ours] for theirs, ours in hugging_face.SIZES.items()}
+    sizes |= {
+        'feed_forward_proj': 'gated-gelu',
+        'tie_word_embeddings': False,
+        'dropout_rate': DROPOUT_RATE,
+        'decoder_start_token_id': 0,
+        'use_cache': False,
+    }
+    arguments = {
+        'sizes': sizes,
+        'lengths': [config.data.lengths.inputs, config.data.lengths.targets],
+        'weights': weights,
+        'dtype': job.dtype,
+        'device': 'cuda' if job.device == 'gpu' else 'cpu',
+        'batch_size': job.batch_size,
+        'num_warm_up_steps': WARM_UP_STEPS,
+        'num_steps': job.num_steps,
+    }
+    file = Path(__file__).with_name('train_transformers.py')
+    command = [sys.executable, str(file), json.dumps(arguments)]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    measured = json.loads(output.splitlines()[-1])
+    if measured is None:
+        raise MemoryError
+    return Measurement(batch_size=job.batch_size, **measured)
+
+
+def measure_product(n: int, dtype: str) -> float:
+    """Return the FLOPs per second of the fastest of five products of n x n matrices."""
+    multiply = jax.jit(jnp.matmul)
+    x = jnp.ones((n, n), dtype)
+    seconds = []
+    for _ in range(6):
+        start = time.perf_counter()
+        multiply(x, x).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    return 2 * n**3 / min(seconds[1:])
+
+
+if __name__ == '__main__':
+    app.run(main)

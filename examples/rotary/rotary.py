@@ -1,0 +1,44 @@
+"""An own model: T5 with rotary positions in place of the relative position bias.
+
+Queries and keys of self-attention are rotated by angles that grow with their positions, so that
+their products depend on the distance alone. A cache holds rotated keys. Training, where all
+positions of a sequence are read at once, and decoding go through the same two methods.
+
+Source: Su et al. 2021 (RoFormer) §3.4.2.
+"""
+
+import jax.numpy as jnp
+
+LONGEST_PERIOD = 10_000.0  # of an angle, in positions / 2 pi
+
+
+def rotate(x_bThK, positions_T):
+    """Return x_bThK with its pairs of features, [K / 2] apart, rotated by their positions."""
+    half = x_bThK.shape[-1] // 2
+    frequencies_k = LONGEST_PERIOD ** -(jnp.arange(half) / half)
+    angles_1T1k = positions_T[None, :, None, None] * frequencies_k[None, None, None]
+    cos = jnp.cos(angles_1T1k).astype(x_bThK.dtype)
+    sin = jnp.sin(angles_1T1k).astype(x_bThK.dtype)
+    left, right = jnp.split(x_bThK, 2, axis=-1)
+    return jnp.concatenate([left * cos - right * sin, left * sin + right * cos], axis=-1)
+
+
+def change(model):
+    class Attention(model.Attention):
+        """Cross attention has no positions and stays as it is."""
+
+        def queries(self, x_bTD, positions):
+            q_bThK = super().queries(x_bTD, positions)
+            if positions is None:
+                return q_bThK
+            return rotate(q_bThK, positions.queries_T)
+
+        def keys_values(self, memory_bMD, positions):
+            k_bMhK, v_bMhK = super().keys_values(memory_bMD, positions)
+            if positions is None:
+                return k_bMhK, v_bMhK
+            return rotate(k_bMhK, positions.queries_T), v_bMhK
+
+    model.Attention = Attention
+    # Attention adds no bias, and the parameters have no table of it.
+    model.RelativePositionBias = lambda config, bidirectional, name: lambda relative_TM: None

@@ -1,0 +1,551 @@
+"""Hugging Face's folders as T5X's tree, read and written: safetensors only, no torch, no pickle.
+
+    config.json, spiece.model               sizes, vocabulary
+    model.safetensors                       arrays by name; large models in several files and an index
+
+torch's Linear keeps a kernel transposed; token table and norms have the same shape in both. Source: transformers
+(4.57, 5.23) models/{t5,mt5,umt5}.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+import checkpoint
+import model
+import paths
+from configs.check import first_ten
+
+WEIGHTS = 'model.safetensors'
+WEIGHTS_INDEX = 'model.safetensors.index.json'
+# Weights that are not read, and why.
+SAVE_AGAIN = 'load it with transformers, if you trust it, and save_pretrained it as safetensors'
+OTHER_WEIGHTS = {
+    'pytorch_model.bin': f'a pickle can run code: {SAVE_AGAIN}',
+    'pytorch_model.bin.index.json': f'pickles can run code: {SAVE_AGAIN}',
+    'flax_model.msgpack': f'only safetensors are read: {SAVE_AGAIN} (from_flax=True)',
+    'tf_model.h5': f'only safetensors are read: {SAVE_AGAIN} (from_tf=True)',
+}
+ARCHITECTURES = {
+    't5': 'T5ForConditionalGeneration',
+    'mt5': 'MT5ForConditionalGeneration',
+    'umt5': 'UMT5ForConditionalGeneration',
+}
+
+# config.json: Hugging Face's name of each size -> the field of T5Config.
+SIZES = {
+    'vocab_size': 'vocab_size',
+    'd_model': 'emb_dim',
+    'num_heads': 'num_heads',
+    'num_layers': 'num_encoder_layers',
+    'num_decoder_layers': 'num_decoder_layers',
+    'd_kv': 'head_dim',
+    'd_ff': 'mlp_dim',
+}
+# config.json: settings that model.py and data.py support with one value only.
+FIXED_SETTINGS = {
+    'layer_norm_epsilon': 1e-6,
+    'relative_attention_num_buckets': 32,
+    'relative_attention_max_distance': 128,
+    'pad_token_id': 0,
+    'eos_token_id': 1,
+    'decoder_start_token_id': 0,
+}
+
+
+class FeedForward(NamedTuple):
+    """An activation of the MLP: `dense_act_fn` of config.json, and T5Config's `mlp_activations`."""
+
+    dense_act_fn: str
+    mlp_activations: tuple[str, ...]
+
+
+# config.json: feed_forward_proj. gelu_new is the tanh form.
+FEED_FORWARDS = {
+    'relu': FeedForward('relu', ('relu',)),
+    'gated-gelu': FeedForward('gelu_new', ('gelu', 'linear')),
+    'gated-silu': FeedForward('silu', ('silu', 'linear')),
+}
+
+
+class Sublayer(NamedTuple):
+    """A part of a layer: our norm, our module behind it, and Hugging Face's name of the module."""
+
+    norm: str
+    module: str
+    their_module: str
+
+
+# In Hugging Face's order, which numbers them.
+SUBLAYERS = {
+    'encoder': [
+        Sublayer('pre_attention_layer_norm', 'attention', 'SelfAttention'),
+        Sublayer('pre_mlp_layer_norm', 'mlp', 'DenseReluDense'),
+    ],
+    'decoder': [
+        Sublayer('pre_self_attention_layer_norm', 'self_attention', 'SelfAttention'),
+        Sublayer('pre_cross_attention_layer_norm', 'encoder_decoder_attention', 'EncDecAttention'),
+        Sublayer('pre_mlp_layer_norm', 'mlp', 'DenseReluDense'),
+    ],
+}
+ATTENTION_KERNELS = {'query': 'q', 'key': 'k', 'value': 'v', 'out': 'o'}
+TOKEN_TABLE = 'shared.weight'
+# A folder has the token table under one of these names, or equal copies.
+TOKEN_TABLES = (TOKEN_TABLE, 'encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
+LM_HEAD = 'lm_head.weight'
+# Old folders store this array, which no model reads.
+UNUSED = 'decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight'
+
+DTYPES = {
+    'F64': np.dtype(np.float64),
+    'F32': np.dtype(np.float32),
+    'BF16': np.dtype(ml_dtypes.bfloat16),
+    'F16': np.dtype(np.float16),
+}
+
+
+def parameter_names(config: model.T5Config) -> dict[str, str]:
+    """Return {our path: Hugging Face's name} of every parameter."""
+    names = {'token_embedder/embedding': TOKEN_TABLE}
+    depths = {'encoder': config.num_encoder_layers}
+    if config.num_decoder_layers:
+        depths['decoder'] = config.num_decoder_layers
+    for stack, depth in depths.items():
+        names[f'{stack}/{stack}_norm/scale'] = f'{stack}.final_layer_norm.weight'
+        for i in range(depth):
+            names |= _layer_names(config, stack, i)
+    if config.num_decoder_layers and not config.logits_via_embedding:
+        names['decoder/logits_dense/kernel'] = LM_HEAD
+    return names
+
+
+def _layer_names(config: model.T5Config, stack: str, i: int) -> dict[str, str]:
+    """Return the part of `parameter_names` that is in layer `i` of a stack."""
+    layer = f'{stack}/layers_{i}'
+    block = f'{stack}.block.{i}.layer'
+    names = {}
+    for j, sublayer in enumerate(SUBLAYERS[stack]):
+        names[f'{layer}/{sublayer.norm}/scale'] = f'{block}.{j}.layer_norm.weight'
+        kernels = ATTENTION_KERNELS
+        if sublayer.module == 'mlp':
+            kernels = {'wi': 'wi', 'wo': 'wo'}
+            if len(config.mlp_activations) > 1:
+                kernels = {'wi_0': 'wi_0', 'wi_1': 'wi_1', 'wo': 'wo'}
+        for kernel, their_kernel in kernels.items():
+            path = f'{layer}/{sublayer.module}/{kernel}/kernel'
+            names[path] = f'{block}.{j}.{sublayer.their_module}.{their_kernel}.weight'
+    bias = f'{block}.0.SelfAttention.relative_attention_bias.weight'
+    if config.relpos_bias_per_layer:
+        names[f'{layer}/relpos_bias/rel_embedding'] = bias
+    elif i == 0:
+        names[f'{stack}/relpos_bias/rel_embedding'] = bias
+    return names
+
+
+def is_transposed(path: str) -> bool:
+    """Return whether Hugging Face stores the parameter at our `path` transposed."""
+    return path.endswith(('/kernel', '/rel_embedding'))
+
+
+# Reading.
+
+
+class SafetensorsEntry(NamedTuple):
+    """An array in a safetensors file, with its shape in our tree: a `checkpoint.LazyArray`."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    transposed: bool = False
+
+    def read(self) -> np.ndarray:
+        """Return the array in its stored dtype, with its shape in our tree."""
+        with safetensors.safe_open(self.file, framework='numpy') as file:
+            x = file.get_tensor(self.name)
+        if self.transposed:
+            return _transpose(x)
+        return x
+
+
+class Folder(NamedTuple):
+    """A folder whose arrays are not read yet: its config, dtype float32, and {'target/' + our path: entry}."""
+
+    config: model.T5Config
+    entries: dict[str, SafetensorsEntry]
+
+
+class StoredArrays(NamedTuple):
+    """The arrays of a folder by Hugging Face's names.
+
+    The token table is there once, as shared.weight. `lm_head.weight` is that same entry where `has_own_lm_head`
+    is False: where the folder has no lm_head, or an equal one.
+    """
+
+    entries: dict[str, SafetensorsEntry]
+    has_own_lm_head: bool
+
+    @property
+    def has_decoder(self) -> bool:
+        return any(name.startswith('decoder.') for name in self.entries)
+
+
+def is_folder(folder: Any) -> bool:
+    """Return whether a folder has weights under one of transformers' names, or a config.json with a model_type."""
+    if any(paths.is_file(folder / name) for name in (WEIGHTS, WEIGHTS_INDEX, *OTHER_WEIGHTS)):
+        return True
+    if not paths.is_file(folder / 'config.json'):
+        return False
+    content = paths.own_file(folder / 'config.json').read_bytes()
+    try:
+        return 'model_type' in paths.json_object(content, title='config.json')
+    except ValueError:
+        return False
+
+
+def is_single_file(file: Any) -> bool:
+    """Return whether `file` has all weights of a model, and no config.json beside it."""
+    if file.suffix != '.safetensors' or not paths.is_file(file):
+        return False
+    return not paths.is_file(file.parent / 'config.json')
+
+
+def check_not_part(file: Any) -> None:
+    """Raise ValueError if `file` is one of a folder of transformers."""
+    if file.name in OTHER_WEIGHTS:
+        raise ValueError(f'{file} is not read: {OTHER_WEIGHTS[file.name]}')
+    if is_single_file(file):
+        return
+    if file.suffix in ('.json', '.model', '.safetensors') and is_folder(file.parent):
+        raise ValueError(f'{file} is one file of a checkpoint: name its folder, {file.parent}')
+
+
+def read_index(folder: str | Path, is_encoder: bool = False) -> Folder:
+    """Return the config of a folder or single file and its arrays; read only headers and copies of the token table.
+
+    With `is_encoder`, or where there is no decoder, the config has no decoder layers. Raises ValueError for other
+    models, for damaged or untrusted files, and for missing or unknown names. The caller compares shapes.
+    """
+    folder = paths.to_path(folder)
+    if not isinstance(folder, Path):
+        raise ValueError(f'{folder}: safetensors are read from a disk only: copy the folder')
+    config_file = folder / 'config.json'
+    settings: dict[str, Any] = {}
+    if paths.is_file(config_file):
+        settings = paths.read_json(config_file)
+        model_type = str(settings.get('model_type'))
+        if model_type not in ARCHITECTURES:  # first: other models have other arrays
+            raise ValueError(f'{config_file}: model_type={model_type}: only t5, mt5, umt5 are read')
+    arrays = _read_headers(folder)
+    if is_single_file(folder):
+        config_file = folder
+        settings = _settings_of_shapes(folder, arrays)
+    else:
+        paths.own_file(config_file)
+    if is_encoder or not settings.get('is_encoder_decoder', True) or not arrays.has_decoder:
+        entries = {}
+        for name, entry in arrays.entries.items():
+            if not name.startswith('decoder.') and name != LM_HEAD:
+                entries[name] = entry
+        arrays = StoredArrays(entries, has_own_lm_head=False)
+    try:
+        config = _config(settings, arrays)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f'{config_file}: {error}') from error
+    stored = dict(arrays.entries)
+    if config.logits_via_embedding:
+        stored.pop(LM_HEAD, None)
+    names = parameter_names(config)
+    differences = [f'{name} is missing' for name in names.values() if name not in stored]
+    differences += [f'{name} is unknown' for name in sorted(set(stored) - set(names.values()))]
+    if differences:
+        raise ValueError(f'{folder} is not as its config says: {first_ten(differences, "; ")}')
+    entries = {}
+    for path, name in names.items():
+        entry = stored[name]
+        if is_transposed(path):
+            entry = entry._replace(shape=entry.shape[::-1], transposed=True)
+        entries[f'target/{path}'] = entry
+    return Folder(config, entries)
+
+
+def _config(settings: Mapping[str, Any], arrays: StoredArrays) -> model.T5Config:
+    """Return the T5Config of config.json. Raises ValueError for a model that we do not have."""
+    for name, value in FIXED_SETTINGS.items():
+        if settings.get(name) not in (None, value):
+            raise ValueError(f'{name}={settings[name]}: only {value} is supported')
+    sizes: dict[str, Any] = {ours: settings.get(theirs) for theirs, ours in SIZES.items()}
+    if sizes['num_decoder_layers'] is None or not arrays.has_decoder:
+        sizes['num_decoder_layers'] = sizes['num_encoder_layers']
+    # A config.json may claim any number of layers.
+    largest = max(len(arrays.entries), *(max(x.shape, default=0) for x in arrays.entries.values()))
+    for theirs, ours in SIZES.items():
+        size = sizes[ours]
+        if type(size) is not int or not 1 <= size <= largest:
+            raise ValueError(f'{theirs}={size}: must be an integer from 1 to {largest}')
+    if not arrays.has_decoder:
+        sizes['num_decoder_layers'] = 0
+    return model.T5Config(
+        **sizes,
+        dtype='float32',
+        mlp_activations=_mlp_activations(settings),
+        dropout_rate=settings.get('dropout_rate', 0.1),
+        logits_via_embedding=not arrays.has_decoder or _is_tied(settings, arrays.has_own_lm_head),
+        float32_attention_logits=False,
+        relpos_bias_per_layer=settings['model_type'] == 'umt5',
+    )
+
+
+def _settings_of_shapes(file: Path, arrays: StoredArrays) -> dict[str, Any]:
+    """Return what a config.json would say of a single file. Raises ValueError for one that holds no T5."""
+    layer = 'encoder.block.0.layer'
+    bias = f'{layer}.0.SelfAttention.relative_attention_bias.weight'
+    out = f'{layer}.0.SelfAttention.o.weight'
+    wo = f'{layer}.1.DenseReluDense.wo.weight'
+    for name in (TOKEN_TABLE, bias, out, wo):
+        if name not in arrays.entries or len(arrays.entries[name].shape) != 2:
+            raise ValueError(f'{file} has no matrix {name}: it holds no T5')
+    vocab_size, d_model = arrays.entries[TOKEN_TABLE].shape
+    num_heads = arrays.entries[bias].shape[1]
+    is_gated = f'{layer}.1.DenseReluDense.wi_0.weight' in arrays.entries
+    return {
+        'model_type': 'umt5' if bias.replace('block.0', 'block.1') in arrays.entries else 't5',
+        'vocab_size': vocab_size,
+        'd_model': d_model,
+        'num_heads': num_heads,
+        'd_kv': arrays.entries[out].shape[1] // num_heads,
+        'd_ff': arrays.entries[wo].shape[1],
+        'num_layers': _count_layers(arrays, 'encoder'),
+        'num_decoder_layers': _count_layers(arrays, 'decoder'),
+        'feed_forward_proj': 'gated-gelu' if is_gated else 'relu',
+    }
+
+
+def _count_layers(arrays: StoredArrays, stack: str) -> int:
+    pattern = rf'{stack}\.block\.\d+\.layer\.0\.layer_norm\.weight'
+    return sum(bool(re.fullmatch(pattern, name)) for name in arrays.entries)
+
+
+def _mlp_activations(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    default = 'gated-gelu'
+    if settings['model_type'] == 't5':
+        default = 'relu'
+    name = settings.get('feed_forward_proj', default)
+    feed_forward = FEED_FORWARDS.get(name)
+    dense_act_fn = settings.get('dense_act_fn', feed_forward and feed_forward.dense_act_fn)
+    if feed_forward is None or dense_act_fn != feed_forward.dense_act_fn:
+        raise ValueError(f'feed_forward_proj={name}, dense_act_fn={dense_act_fn}: no T5 has these')
+    return feed_forward.mlp_activations
+
+
+def _is_tied(settings: Mapping[str, Any], has_own_lm_head: bool) -> bool:
+    """Return whether the logits are those of the token table, divided by sqrt(emb_dim).
+
+    An lm_head of its own decides before the settings do, because transformers 5 writes tie_word_embeddings=true
+    for every model. Its T5 has scale_decoder_outputs beside it.
+    """
+    is_tied = not has_own_lm_head and settings.get('tie_word_embeddings', True)
+    is_rescaled = bool(settings.get('scale_decoder_outputs', is_tied))
+    if is_rescaled and has_own_lm_head:
+        raise ValueError(
+            'scale_decoder_outputs=true with an lm_head that is not the token table: multiply lm_head by '
+            '1/sqrt(d_model) and set scale_decoder_outputs=false'
+        )
+    if is_rescaled and settings['model_type'] == 'mt5':
+        raise ValueError(
+            'model_type=mt5 with the token table as lm_head, whose logits transformers 4 divides by sqrt(d_model): '
+            'set tie_word_embeddings=false to load it as transformers 5 does'
+        )
+    return is_rescaled
+
+
+def _read_headers(folder: Path) -> StoredArrays:
+    """Return the arrays that the headers of the folder's files name."""
+    entries: dict[str, SafetensorsEntry] = {}
+    for file in _weight_files(folder):
+        try:
+            with safetensors.safe_open(file, framework='numpy') as arrays:
+                for name in arrays.keys():
+                    header = arrays.get_slice(name)
+                    dtype = header.get_dtype()
+                    shape = tuple(header.get_shape())
+                    if name in entries or dtype not in DTYPES or 0 in shape:
+                        raise ValueError(f'{name} is there twice, empty or {dtype}')
+                    entries[name] = SafetensorsEntry(file, name, shape, DTYPES[dtype])
+        except (OSError, ValueError, safetensors.SafetensorError) as error:
+            raise ValueError(f'{file} cannot be read ({error}): copy it again') from error
+    entries.pop(UNUSED, None)
+    tables = [entries.pop(name) for name in TOKEN_TABLES if name in entries]
+    if not tables or not all(_are_equal(tables[0], other) for other in tables[1:]):
+        names = ', '.join(TOKEN_TABLES)
+        raise ValueError(
+            f'{folder} must have one of {names}, or equal copies: T5 has one token table'
+        )
+    entries[TOKEN_TABLE] = tables[0]
+    has_own_lm_head = LM_HEAD in entries and not _are_equal(tables[0], entries[LM_HEAD])
+    if not has_own_lm_head:
+        entries[LM_HEAD] = tables[0]
+    return StoredArrays(entries, has_own_lm_head)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder. Raises ValueError where it has others, or none."""
+    if is_single_file(folder):
+        paths.check_not_lfs(folder)  # a link of the user's own may lead anywhere
+        return [folder]
+    if paths.is_file(folder / WEIGHTS):  # first, as transformers has it
+        return [paths.own_file(folder / WEIGHTS)]
+    if paths.is_file(folder / WEIGHTS_INDEX):
+        return _files_of_index(folder / WEIGHTS_INDEX)
+    for name, reason in OTHER_WEIGHTS.items():
+        if paths.is_file(folder / name):
+            raise ValueError(f'{folder} has no {WEIGHTS}; {name}: {reason}')
+    raise ValueError(f'{folder} has no {WEIGHTS}: copy it, or its parts and their index')
+
+
+def _files_of_index(index_file: Path) -> list[Path]:
+    weight_map = paths.read_json(index_file).get('weight_map')
+    names = ['no weight_map']
+    if isinstance(weight_map, dict):
+        names = sorted({str(name) for name in weight_map.values()})
+    if not all(re.fullmatch(r'[\w.-]+\.safetensors', name) for name in names):
+        raise ValueError(
+            f'{index_file} names {first_ten(names)}: only safetensors beside it are read'
+        )
+    return [paths.own_file(index_file.with_name(name)) for name in names]
+
+
+def _are_equal(a: SafetensorsEntry, b: SafetensorsEntry) -> bool:
+    """Return whether two stored matrices are equal. Reads a block of rows at a time."""
+    if a.shape != b.shape or len(a.shape) != 2:
+        return False
+    num_rows = a.shape[0]
+    open_a = safetensors.safe_open(a.file, framework='numpy')
+    open_b = safetensors.safe_open(b.file, framework='numpy')
+    with open_a as file_a, open_b as file_b:
+        rows_of_a = file_a.get_slice(a.name)
+        rows_of_b = file_b.get_slice(b.name)
+        blocks = [slice(i, min(i + 4096, num_rows)) for i in range(0, num_rows, 4096)]
+        return all(np.array_equal(rows_of_a[block], rows_of_b[block]) for block in blocks)
+
+
+# Writing.
+
+
+def write(
+    folder: str | Path,
+    config: model.T5Config,
+    arrays: Mapping[str, Any],
+    vocabulary_model: bytes | None = None,
+    shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Write a new folder that transformers opens: all or nothing.
+
+    `arrays` is {our path: array or leaf of an index}: the parameters of `config`, of which at most `shard_bytes`, or
+    one array, are in memory. `vocabulary_model` becomes spiece.model. Raises ValueError for a folder that exists
+    and for a model that transformers does not have. Source: transformers modeling_utils.py save_pretrained.
+    """
+    folder = paths.disk_path(folder)
+    paths.check_new(folder)
+    if folder.exists():
+        raise ValueError(f'{folder} exists: remove it or name another folder')
+    settings = _settings(config)
+    with paths.unfinished(folder) as unfinished:
+        _write_json(unfinished / 'config.json', settings)
+        if vocabulary_model is not None:
+            (unfinished / 'spiece.model').write_bytes(vocabulary_model)
+        _write_weights(unfinished, config, arrays, shard_bytes)
+        unfinished.rename(folder)
+
+
+def _settings(config: model.T5Config) -> dict[str, Any]:
+    """Return the content of config.json. Raises ValueError for a model that transformers does not have."""
+    if config.module:
+        raise ValueError(f'model.module={config.module!r} is not in transformers: use --format=t5x')
+    activations = tuple(config.mlp_activations)
+    if activations == ('swish', 'linear'):  # another name of silu
+        activations = ('silu', 'linear')
+    names = {x.mlp_activations: name for name, x in FEED_FORWARDS.items()}
+    if activations not in names:
+        raise ValueError(f'mlp_activations={activations} are not in transformers: use --format=t5x')
+    name = names[activations]
+    model_type = 't5'
+    if config.relpos_bias_per_layer:
+        model_type = 'umt5'
+    sizes = {theirs: getattr(config, ours) for theirs, ours in SIZES.items()}
+    return {
+        'architectures': [ARCHITECTURES[model_type]],
+        'model_type': model_type,
+        **sizes,
+        'dropout_rate': config.dropout_rate,
+        'feed_forward_proj': name,
+        'dense_act_fn': FEED_FORWARDS[name].dense_act_fn,
+        'is_gated_act': len(activations) > 1,
+        'tie_word_embeddings': config.logits_via_embedding,
+        'is_encoder_decoder': True,
+        **FIXED_SETTINGS,
+    }
+
+
+def _write_weights(
+    folder: Path, config: model.T5Config, arrays: Mapping[str, Any], shard_bytes: int
+) -> None:
+    """Write the safetensors files, and their index where there are several."""
+    names_of_files: dict[Path, list[str]] = {}
+    total_size = 0
+    for shard in _shards(config, arrays, shard_bytes):
+        file = folder / f'{len(names_of_files)}.safetensors'  # until the number of files is known
+        with paths.library_errors(file):
+            safetensors.numpy.save_file(shard, file, {'format': 'pt'})
+        names_of_files[file] = list(shard)
+        total_size += sum(x.nbytes for x in shard.values())
+    num_files = len(names_of_files)
+    if num_files == 1:
+        file.rename(folder / WEIGHTS)
+        return
+    weight_map: dict[str, str] = {}
+    for i, (file, names) in enumerate(names_of_files.items(), start=1):
+        file = file.rename(folder / f'model-{i:05}-of-{num_files:05}.safetensors')
+        weight_map |= dict.fromkeys(names, file.name)
+    index = {'metadata': {'total_size': total_size}, 'weight_map': weight_map}
+    _write_json(folder / WEIGHTS_INDEX, index)
+
+
+def _shards(
+    config: model.T5Config, arrays: Mapping[str, Any], shard_bytes: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yield {Hugging Face's name: array} of each file, in the order of `arrays`."""
+    names = parameter_names(config)
+    shard: dict[str, np.ndarray] = {}
+    num_bytes = 0
+    for path in arrays:
+        x = np.asarray(checkpoint.read_leaf(arrays[path]))
+        if shard and num_bytes + x.nbytes > shard_bytes:
+            yield shard
+            shard = {}
+            num_bytes = 0
+        num_bytes += x.nbytes
+        if is_transposed(path):
+            shard[names[path]] = _transpose(x)
+        else:
+            shard[names[path]] = np.ascontiguousarray(x)
+    yield shard
+
+
+def _transpose(x: np.ndarray) -> np.ndarray:
+    """Return a transposed copy. Copies 16 rows at a time, because numpy's own way is five times slower."""
+    y = np.empty(x.shape[::-1], x.dtype)
+    for i in range(0, len(x), 16):
+        y[:, i : i + 16] = x[i : i + 16].T
+    return y
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + '\n')

@@ -1,0 +1,386 @@
+"""Mesh-TensorFlow's checkpoints (TensorBundle) as T5X's tree, read with numpy alone.
+
+    model.ckpt-1000000.index                sorted table: name -> dtype, shape, position, checksum
+    model.ckpt-1000000.data-00001-of-00002  arrays one behind the other, little-endian, C order
+    checkpoint                              text that names the newest prefix
+
+Any file may be damaged or hostile: sizes are checked before they are used, and only files in the checkpoint's own
+folder are opened. Source: T5X t5x/checkpoint_importer.py; TensorFlow core/util/tensor_bundle,
+core/protobuf/tensor_bundle.proto; LevelDB doc/table_format.md.
+"""
+
+import importlib
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import google_crc32c
+import ml_dtypes
+import numpy as np
+
+import paths
+from configs.check import first_ten
+
+# Mesh-TF's names (regular expressions, matched whole) and T5X's paths.
+NORM = '(?:rms|layer)_norm/scale'
+NAMES_OUTSIDE_BLOCKS = {
+    'shared/embedding': 'token_embedder/embedding',
+    '(encoder|decoder)/embedding': r'\1/token_embedder/embedding',
+    '(encoder|decoder)/(?:rms|final_layer)_norm/scale': r'\1/\1_norm/scale',
+    'decoder/logits/kernel': 'decoder/logits_dense/kernel',
+}
+NAMES_IN_BLOCK = {  # what follows encoder/block_NNN/, and in T5X follows encoder/layers_N/
+    'encoder': {
+        'layer_000/SelfAttention/relative_attention_bias': 'relpos_bias/rel_embedding',
+        'layer_000/SelfAttention/([qkvo])': r'attention/\1/kernel',
+        f'layer_000/{NORM}': 'pre_attention_layer_norm/scale',
+        'layer_001/DenseReluDense/(wi|wi_0|wi_1|wo)/kernel': r'mlp/\1/kernel',
+        f'layer_001/{NORM}': 'pre_mlp_layer_norm/scale',
+    },
+    'decoder': {
+        'layer_000/SelfAttention/relative_attention_bias': 'relpos_bias/rel_embedding',
+        'layer_000/SelfAttention/([qkvo])': r'self_attention/\1/kernel',
+        f'layer_000/{NORM}': 'pre_self_attention_layer_norm/scale',
+        'layer_001/EncDecAttention/([qkvo])': r'encoder_decoder_attention/\1/kernel',
+        f'layer_001/{NORM}': 'pre_cross_attention_layer_norm/scale',
+        'layer_002/DenseReluDense/(wi|wi_0|wi_1|wo)/kernel': r'mlp/\1/kernel',
+        f'layer_002/{NORM}': 'pre_mlp_layer_norm/scale',
+    },
+}
+ATTENTION_KERNELS = {'q': 'query', 'k': 'key', 'v': 'value', 'o': 'out'}
+SLOTS = {'v': 'v', 'vr': 'v_row', 'vc': 'v_col'}  # of Adafactor, Mesh-TF's name and T5X's
+
+TENSORFLOW_DTYPES = {1: np.float32, 3: np.int32, 9: np.int64, 14: ml_dtypes.bfloat16}
+MAX_DIMS = 8  # of an array
+MAX_INDEX_BYTES = 2**22  # the 1,500 variables of T5 11B take some 70 KB
+MAX_NAME_BYTES = 1000  # names share prefixes, so a small file could claim huge ones
+
+# A LevelDB table: blocks, each with a trailer (compression, checksum), and a footer that ends with the magic.
+UNCOMPRESSED = 0
+SNAPPY = 1
+TRAILER_BYTES = 5
+FOOTER_BYTES = 48
+MAGIC = 0xDB4775248B80FB57.to_bytes(8, 'little')
+
+
+@dataclass(frozen=True)
+class BundleEntry:
+    """An array in a .data file: a `checkpoint.LazyArray`. `crc32c` is masked, as TensorFlow stores it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    file: Any
+    offset: int
+    size: int
+    crc32c: int
+
+    def read(self) -> np.ndarray:
+        """Return the array in its stored dtype. Raises ValueError for a short file or another checksum."""
+        end = self.offset + self.size
+        file_size = paths.file_size(paths.own_file(self.file))
+        if end > file_size:
+            raise ValueError(f'{self.file} has {file_size} bytes, of {end} or more: copy it again')
+        content = np.empty(self.size, np.uint8)
+        with paths.open_file(os.fspath(self.file), read_ahead=0) as stream:
+            stream.seek(self.offset)
+            stream.readinto(content.data)
+        if _masked_crc32c(content) != self.crc32c:
+            raise ValueError(f'{self.file}: {self.name} has changed (crc32c): copy it again')
+        return content.view(self.dtype).reshape(self.shape)
+
+
+def find_prefix(path: Any) -> Any:
+    """Return the prefix of the Mesh-TF checkpoint that `path` names; None where it names none.
+
+    `path` is a prefix such as `.../model.ckpt-1000000`, one of the checkpoint's files, or a folder, which means the
+    prefix that its file `checkpoint` names, else its only one. Raises ValueError for a folder with several.
+    """
+    path = paths.to_path(path)
+    if path.name and paths.is_file(_index_file(path)):
+        return path
+    match = re.fullmatch(r'(.+)\.(index|meta|data-\d{5}-of-\d{5})', path.name)
+    if match and paths.is_file(path.with_name(f'{match[1]}.index')):
+        return path.with_name(match[1])
+    if paths.is_file(path / 'checkpoint'):
+        return _named_prefix(path)
+    indices = sorted(path.glob('*.index'))
+    if len(indices) > 1:
+        names = first_ten([index.stem for index in indices])
+        raise ValueError(f'{path} has {len(indices)} checkpoints ({names}): name one of them')
+    return indices[0].with_suffix('') if indices else None
+
+
+def _named_prefix(folder: Any) -> Any:
+    """Return the prefix that the file `checkpoint` names; None where it is T5X's file of this name."""
+    with paths.own_file(folder / 'checkpoint').open('rb') as stream:
+        content = stream.read(4096)
+    # Only the last part of the path counts: the others say where the files once were, and may be hostile.
+    match = re.match(rb'model_checkpoint_path: *"(?:[^"]*/)?([^"/]+)"', content)
+    if not match:
+        return None
+    return folder / os.fsdecode(match[1])
+
+
+def _index_file(prefix: Any) -> Any:
+    return prefix.with_name(f'{prefix.name}.index')
+
+
+def read_index(prefix: Any) -> dict[str, BundleEntry | np.ndarray]:
+    """Return {T5X's path: leaf} of the checkpoint `prefix`. No parameter is read.
+
+    Arrays are `state/step`, int32, and T5X's placeholders, float32 zeros of shape [1], for the slots that a
+    parameter lacks. Raises ValueError for variables that no T5 1.0 or 1.1 has.
+    """
+    index: dict[str, BundleEntry | np.ndarray] = {}
+    unknown = []
+    for name, entry in read_bundle_index(prefix).items():
+        path = _t5x_path(name)
+        if name == 'global_step':
+            step = entry.read()
+            if step.shape or step.dtype.kind != 'i' or not 0 <= step < 2**31:
+                raise ValueError(f'{prefix} has global_step {step}, which is no int32')
+            index['state/step'] = step.astype(np.int32)
+        elif path is None or path in index:
+            unknown.append(name)
+        else:
+            index[path] = entry
+    if unknown:
+        raise ValueError(f'{prefix} has variables that T5 1.0 and 1.1 lack: {first_ten(unknown)}')
+    biases = [path for path in index if '/relpos_bias/' in path]
+    if all('/layers_0/' in path for path in biases):  # then the bias is the stack's
+        for path in biases:
+            index[path.replace('/layers_0', '')] = index.pop(path)
+    for path in list(index):
+        if path.startswith('target/'):
+            _complete_slots(prefix, index, path)
+    return index
+
+
+def _t5x_path(variable: str) -> str | None:
+    """Return T5X's path of a variable of Mesh-TF; None where T5X has no such parameter or slot."""
+    name, is_slot, slot = variable.partition('_slot_')
+    patterns = NAMES_OUTSIDE_BLOCKS
+    folder = ''
+    in_block = re.fullmatch(r'(encoder|decoder)/block_(\d{3})/(.+)', name)
+    if in_block:
+        stack, block, name = in_block.groups()
+        patterns = NAMES_IN_BLOCK[stack]
+        folder = f'{stack}/layers_{int(block)}/'
+    for pattern, template in patterns.items():
+        match = re.fullmatch(pattern, name)
+        if match:
+            parts = match.expand(template).split('/')
+            path = folder + '/'.join(ATTENTION_KERNELS.get(part, part) for part in parts)
+            if not is_slot:
+                return f'target/{path}'
+            if slot in SLOTS:
+                return f'state/param_states/{path}/{SLOTS[slot]}'
+    return None
+
+
+def _complete_slots(prefix: Any, index: dict[str, BundleEntry | np.ndarray], path: str) -> None:
+    """Add to `index` the slots of T5X that the parameter lacks, if it has any slot."""
+    state = path.replace('target', 'state/param_states', 1)
+    found = [slot for slot in ('v', 'v_row', 'v_col') if f'{state}/{slot}' in index]
+    if not found:
+        return
+    if found not in (['v'], ['v_row', 'v_col']):
+        raise ValueError(f'{prefix}: {path} has only the slots {found}: copy it again')
+    # Differs from T5X's importer, which copies vr to v_row. Mesh-TF's vr is the mean over the first of the largest
+    # dimensions, T5X's v_row the mean over the last: they are the same, but swapped for a square matrix.
+    shape = index[path].shape
+    if found == ['v_row', 'v_col'] and len(shape) == 2 and shape[0] == shape[1]:
+        row = index[f'{state}/v_row']
+        index[f'{state}/v_row'] = index[f'{state}/v_col']
+        index[f'{state}/v_col'] = row
+    for slot in ('m', 'v', 'v_row', 'v_col'):
+        index.setdefault(f'{state}/{slot}', np.zeros(1, np.float32))
+
+
+# TensorBundle: a table of protocol buffers.
+
+
+def read_bundle_index(prefix: Any) -> dict[str, BundleEntry]:
+    """Return {variable: BundleEntry} of `PREFIX.index`. No .data file is opened."""
+    file = _index_file(prefix)
+    with paths.own_file(file).open('rb') as stream:
+        content = stream.read(MAX_INDEX_BYTES + 1)
+    entries = {}
+    try:
+        if len(content) > MAX_INDEX_BYTES:
+            raise ValueError(f'it has more than {MAX_INDEX_BYTES} bytes')
+        table = _read_table(content)
+        # The first key is empty: BundleHeaderProto, 1 num_shards, 2 endianness.
+        header = _read_message(table.pop(b'', b''))
+        num_shards = _field(header, 1, default=0)
+        if num_shards == 0 or _field(header, 2, default=0) != 0:
+            raise ValueError('it has no header of a little-endian checkpoint')
+        for key, value in table.items():
+            name = key.decode('ascii')
+            entries[name] = _read_entry(prefix, name, _read_message(value), num_shards)
+    except (ValueError, TypeError, OSError) as error:  # of numbers for bytes, and of Snappy
+        raise ValueError(f'{file} cannot be read ({error}): copy it again') from error
+    return entries
+
+
+def _read_entry(prefix: Any, name: str, fields: dict[int, list], num_shards: int) -> BundleEntry:
+    """Read BundleEntryProto: 1 dtype, 2 shape, 3 shard, 4 offset, 5 size, 6 crc32c, 7 slices."""
+    dtype_number = _field(fields, 1, default=0)
+    shard = _field(fields, 3, default=0)
+    offset = _field(fields, 4, default=0)
+    size = _field(fields, 5, default=0)
+    crc32c = _field(fields, 6, default=0)
+    # TensorShapeProto: 2 dimensions, each a message with 1 size.
+    dims = _read_message(_field(fields, 2, default=b'')).get(2, [])
+    shape = tuple(_field(_read_message(dim), 1, default=0) for dim in dims[: MAX_DIMS + 1])
+    dtype = np.dtype(TENSORFLOW_DTYPES.get(dtype_number, np.void))
+    is_whole = math.prod(shape) * dtype.itemsize == size > 0 and len(shape) <= MAX_DIMS
+    if not is_whole or shard >= num_shards or 7 in fields:
+        raise ValueError(
+            f"{name} has TensorFlow's dtype {dtype_number}, shape {shape}, {size} bytes in shard {shard} of "
+            f'{num_shards}: dtypes {list(TENSORFLOW_DTYPES)} are read, in one slice'
+        )
+    file = prefix.with_name(f'{prefix.name}.data-{shard:05d}-of-{num_shards:05d}')
+    return BundleEntry(name, shape, dtype, file, offset=offset, size=size, crc32c=crc32c)
+
+
+def _read_message(content: bytes) -> dict[int, list]:
+    """Return a protobuf message as {field number: its values in order}, int, or bytes if it has a length."""
+    fields: dict[int, list] = {}
+    cursor = Cursor(content)
+    while not cursor.is_at_end():
+        tag = cursor.varint()
+        wire_type = tag & 7
+        value: int | bytes
+        if wire_type == 0:
+            value = cursor.varint()
+        elif wire_type == 2:
+            value = cursor.take(cursor.varint())
+        elif wire_type == 5:
+            value = int.from_bytes(cursor.take(4), 'little')
+        else:
+            raise ValueError(f'protobuf wire type {wire_type}')
+        fields.setdefault(tag >> 3, []).append(value)
+    return fields
+
+
+def _field(fields: dict[int, list], number: int, default: Any) -> Any:
+    """Return the last value of a field; `default`, whose type it must have, where it is not stored."""
+    value = fields.get(number, [default])[-1]
+    if type(value) is not type(default):
+        raise ValueError(f'field {number} is {value!r}')
+    return value
+
+
+# LevelDB's table.
+
+
+class Block(NamedTuple):
+    """Where a block lies in the file, without its trailer."""
+
+    start: int
+    size: int
+
+
+def _read_table(content: bytes) -> dict[bytes, bytes]:
+    """Return {key: value} of a LevelDB table. Each byte is under a checksum or has only one valid value."""
+    footer_start = len(content) - FOOTER_BYTES
+    if footer_start < 0 or not content.endswith(MAGIC):
+        raise ValueError('it does not end with the magic of a TensorFlow index')
+    footer = Cursor(content, footer_start)
+    metaindex = Block(start=footer.varint(), size=footer.varint())
+    index = Block(start=footer.varint(), size=footer.varint())
+    blocks = []
+    for _, value in _read_block(content, index):
+        handle = Cursor(value)
+        blocks.append(Block(start=handle.varint(), size=handle.varint()))
+    blocks.append(metaindex)
+    position = 0
+    for block in [*blocks, index]:  # no byte is without a checksum
+        if block.start != position:
+            raise ValueError(f'no block begins at byte {position}')
+        position = block.start + block.size + TRAILER_BYTES
+    if position != footer_start or any(content[footer.position : -len(MAGIC)]):
+        raise ValueError(f'no block ends at byte {footer_start}, or zeros do not follow')
+    table: dict[bytes, bytes] = {}
+    last_key = b''
+    for block in blocks:
+        for key, value in _read_block(content, block):
+            if table and key <= last_key:
+                raise ValueError(f'{key!r} is out of order')
+            table[key] = value
+            last_key = key
+    return table
+
+
+def _read_block(content: bytes, block: Block) -> Iterator[tuple[bytes, bytes]]:
+    """Yield (key, value). A key stores how many bytes it shares with the key before it, and the rest."""
+    cursor = Cursor(content, block.start)
+    stored = cursor.take(block.size)
+    compression = cursor.take(1)
+    crc32c = int.from_bytes(cursor.take(4), 'little')
+    if _masked_crc32c(stored + compression) != crc32c:
+        raise ValueError(f'the block at byte {block.start} has changed (crc32c)')
+    body = stored
+    size = len(stored)
+    if compression[0] == SNAPPY:  # as in T5X's own test data
+        size = Cursor(stored).varint()
+    if compression[0] not in (UNCOMPRESSED, SNAPPY) or size > MAX_INDEX_BYTES:
+        raise ValueError(
+            f'the block at byte {block.start} has compression {compression[0]}, {size} bytes'
+        )
+    if compression[0] == SNAPPY:
+        body = importlib.import_module('pyarrow').decompress(stored, size, 'snappy', asbytes=True)
+    # Behind the entries are positions where a search may start, and their number; we read all in order.
+    num_restarts = int.from_bytes(body[-4:], 'little')
+    entries = Cursor(Cursor(body).take(len(body) - 4 * (num_restarts + 1)))
+    key = b''
+    while not entries.is_at_end():
+        num_shared = entries.varint()
+        num_unshared = entries.varint()
+        value_size = entries.varint()
+        if num_shared > len(key) or num_shared + num_unshared > MAX_NAME_BYTES:
+            raise ValueError(f'a name of {num_shared} + {num_unshared} bytes follows {key!r}')
+        key = key[:num_shared] + entries.take(num_unshared)
+        yield key, entries.take(value_size)
+
+
+class Cursor:
+    """A position in bytes that are read in order. Raises ValueError where they end too early."""
+
+    def __init__(self, content: bytes, position: int = 0):
+        self.content = content
+        self.position = position
+
+    def is_at_end(self) -> bool:
+        return self.position >= len(self.content)
+
+    def take(self, length: int) -> bytes:
+        """Return the next `length` bytes."""
+        if not 0 <= length <= len(self.content) - self.position:
+            raise ValueError(f'{length} bytes should follow byte {self.position}')
+        self.position += length
+        return self.content[self.position - length : self.position]
+
+    def varint(self) -> int:
+        """Return the next unsigned integer of 64 bits, stored as 7 bits a byte, the lowest first."""
+        number = 0
+        for shift in range(0, 64, 7):
+            [byte] = self.take(1)
+            number |= (byte & 127) << shift
+            if byte < 128:
+                break
+        is_padded = byte == 0 and shift > 0  # a shorter form exists
+        if byte >= 128 or is_padded or number >= 2**64:
+            raise ValueError(f'no integer ends at byte {self.position}')
+        return number
+
+
+def _masked_crc32c(content: Any) -> int:
+    """Return the checksum, rotated and shifted by a constant, because data may hold checksums itself."""
+    crc32c = google_crc32c.value(content)
+    return ((crc32c >> 15 | crc32c << 17) + 0xA282EAD8) % 2**32

@@ -1,0 +1,395 @@
+"""Checkpoints of any format: detect which one it is, open it.
+
+Source: T5X t5x/checkpoints.py; t5x/examples/scalable_t5 for stacked layers.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+import checkpoint
+import model
+import optimizer
+import paths
+from configs import base
+from configs.check import first_ten, read_stored
+from formats import hugging_face, mesh_tf, own_model
+from model import T5Config
+from run import best, verify
+
+# What a checkpoint is opened for: a model that decodes, its encoder alone, or whatever it holds.
+PARTS = ('whole', 'encoder', '')
+# The paths of a decoder's arrays, and the names of their files.
+DECODER = r'(target|state[./]param_states)[./]decoder[./].+'
+
+
+class OpenedCheckpoint(NamedTuple):
+    """A checkpoint whose large arrays are not read yet."""
+
+    directory: Any  # its folder, or the prefix of a Mesh-TF checkpoint if the user named that
+    leaves: dict[str, Any]  # by T5X's path: an array if it is small, else a `checkpoint.LazyArray`
+    config: T5Config | None  # of a Hugging Face folder, and of merged adapters
+    model: ModuleType = model  # of `config`
+
+
+class OpenedModel(NamedTuple):
+    """An opened checkpoint whose parameters are those of `config`, of `model`."""
+
+    directory: Any
+    leaves: dict[str, Any]
+    config: T5Config
+    note: str  # what is assumed of it, in one line to show; '' for nothing
+    model: ModuleType
+
+
+def open_model(
+    path: str | Path,
+    config: T5Config | None = None,
+    step: str = '',
+    part: str = 'whole',
+    model: ModuleType = model,
+) -> OpenedModel:
+    """Open the checkpoint that `open_checkpoint` opens as a `model` of `config`.
+
+    Without `config`, use the checkpoint's own config, or else derive one from the shapes. An encoder alone has no
+    decoder layers. Raises ValueError unless the checkpoint is valid and its parameters are those of the config.
+    """
+    opened = open_checkpoint(path, step, part)
+    directory = opened.directory
+    note = ''
+    shapes = checkpoint.shapes(checkpoint.parameters(opened.leaves))
+    if config is None:
+        model = opened.model
+        config = opened.config
+        if config is None:
+            model, config = _config_beside(directory)
+        if config is None:
+            config = config_from_shapes(shapes)
+            if len(config.mlp_activations) > 1:
+                note = (
+                    f'{directory} has no config: mlp_activations={config.mlp_activations} is assumed: name another with '
+                    "config=dataclasses.replace(t5.config, mlp_activations=('silu', 'linear')), or with --config=FILE"
+                )
+    elif own_model.recorded(directory):
+        own_model.check_same(directory, model, config, 'leave the config out')
+    config = model.without_adapters(config)  # they are merged
+    if is_encoder(opened.leaves):
+        config = dataclasses.replace(config, num_decoder_layers=0, logits_via_embedding=True)
+    try:
+        checkpoint.compare(model.shapes(config), shapes)
+    except ValueError as error:
+        raise ValueError(f'{directory}: {error}') from None
+    return OpenedModel(directory, opened.leaves, config, note, model)
+
+
+def open_checkpoint(path: str | Path, step: str = '', part: str = 'whole') -> OpenedCheckpoint:
+    """Open a workdir, a checkpoint of any format, or T5X's index file in one.
+
+    `step` names the checkpoint of a workdir: 'best', a number, or 'last', which is the default. Adapters are
+    merged into their base. `part` is one of PARTS: of 'encoder' no file of the decoder is read. Raises ValueError
+    for what is no checkpoint, is damaged, is an encoder alone where `part` is 'whole', or is in a format that is
+    not read (Orbax, pickles).
+    """
+    directory = paths.to_path(path)
+    steps = checkpoint.steps(directory)
+    if steps or step:
+        [chosen, *others] = choose_steps(directory, step, steps)
+        if others:
+            raise ValueError(f'step={step}: only one is opened: name a number, last or best')
+        directory /= f'checkpoint_{chosen}'
+    elif directory.name == 'checkpoint' and paths.is_file(directory):
+        directory = directory.parent
+    if paths.is_file(directory):
+        hugging_face.check_not_part(directory)
+    is_single_file = hugging_face.is_single_file(directory)
+    if is_single_file or hugging_face.is_folder(directory):
+        folder = hugging_face.read_index(directory, is_encoder=part == 'encoder')
+        opened = OpenedCheckpoint(directory, dict(folder.entries), folder.config)
+        if is_single_file:
+            opened = opened._replace(config=None)
+    else:
+        base = open_base(directory)
+        prefix = mesh_tf.find_prefix(directory)
+        if prefix is not None:
+            leaves = dict(mesh_tf.read_index(prefix))
+        else:
+            leaves = _read_t5x(directory, part)
+        opened = OpenedCheckpoint(directory, leaves, config=None)
+        if base is not None:
+            opened = merge(opened, base)
+    if part == 'whole' and is_encoder(opened.leaves):
+        raise ValueError(
+            f'{opened.directory} is an encoder alone, for infer.load, --encode and training with '
+            'restore.strict=False: name a checkpoint that has a decoder'
+        )
+    if part == 'encoder':
+        for name in list(opened.leaves):
+            if re.fullmatch(DECODER, name):
+                del opened.leaves[name]
+    return opened
+
+
+def saved_step(leaves: Mapping[str, Any]) -> int:
+    """Return the step of a checkpoint; 0 for one that does not say it, such as Hugging Face's."""
+    if 'state/step' not in leaves:
+        return 0
+    return int(checkpoint.restore({'state/step': leaves['state/step']})['state/step'])
+
+
+def choose_steps(run: Any, text: str, steps: Sequence[int]) -> list[int]:
+    """Return those of the steps of a run that `text` names: last (or ''), best, all, or numbers with commas."""
+    if not steps:
+        raise ValueError(f'step={text}: {run} is no run with checkpoint_STEP folders: name a run')
+    match text.lower():
+        case '' | 'last':
+            return [steps[-1]]
+        case 'all':
+            return list(steps)
+        case 'best':
+            return [best.best_step(run, steps)]
+    names = {name.strip() for name in text.split(',')}
+    known = [str(step) for step in steps]
+    if not names <= set(known):
+        raise ValueError(
+            f'step={text}: {run} has no such checkpoint, but those of {first_ten(known)}: name these'
+        )
+    return sorted(map(int, names))
+
+
+def is_encoder(leaves: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint has the parameters of an encoder, and none of a decoder."""
+    stacks = {path.split('/')[0] for path in checkpoint.parameters(leaves)}
+    return 'encoder' in stacks and 'decoder' not in stacks
+
+
+def _read_t5x(directory: Any, part: str) -> dict[str, Any]:
+    """Return the leaves of a checkpoint in T5X's layout, which is that of all that have no other.
+
+    Moving averages (`optimizer.ema_decay`) replace the parameters, which `checkpoint.read_index` returns.
+    """
+    for name in ('_METADATA', '_CHECKPOINT_METADATA', 'checkpoint_*/_CHECKPOINT_METADATA'):
+        for file in directory.glob(name):
+            raise ValueError(f'{file.parent} has the layout of Orbax: {checkpoint.ORBAX_REMEDY}')
+    verify.verify(directory, ignored=DECODER if part == 'encoder' else '')
+    index = unstack(checkpoint.read_index(directory))
+    averages = optimizer.average_paths(index)
+    leaves = {path: leaf for path, leaf in index.items() if path not in averages}
+    for path, parameter in averages.items():
+        leaves[parameter] = index[path]
+    return leaves
+
+
+def _config_beside(directory: Any) -> tuple[ModuleType, T5Config | None]:
+    """Return the model and the config of a checkpoint of ours; None where it has no config."""
+    settings = read_stored(directory).get('model')
+    if not settings:
+        return model, None
+    # A setting that did not exist when the checkpoint was written has its default.
+    settings = base.get_config().model.to_dict() | settings
+    try:
+        return own_model.load_recorded(directory, settings)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f'{directory}/config.json: {error}') from error
+
+
+def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> T5Config:
+    """Return the T5Config of a parameter tree. What shapes cannot tell (gelu or silu, dtype) is T5 1.1's."""
+    bias = 'encoder/layers_0/relpos_bias/rel_embedding'
+    is_per_layer = bias in shapes
+    if not is_per_layer:
+        bias = 'encoder/relpos_bias/rel_embedding'
+    activations: tuple[str, ...] = ('relu',)
+    if 'encoder/layers_0/mlp/wi_0/kernel' in shapes:
+        activations = ('gelu', 'linear')
+    try:
+        vocab_size, emb_dim = shapes['token_embedder/embedding']
+        num_heads, _ = shapes[bias]
+        mlp_dim, _ = shapes['encoder/layers_0/mlp/wo/kernel']
+        joined_heads_dim, _ = shapes['encoder/layers_0/attention/out/kernel']
+    except KeyError as missing:
+        raise ValueError(f'not a T5 of T5X: the checkpoint has no parameter {missing}') from None
+    return T5Config(
+        vocab_size=vocab_size,
+        dtype='float32',
+        emb_dim=emb_dim,
+        num_heads=num_heads,
+        num_encoder_layers=_count_layers(shapes, 'encoder'),
+        num_decoder_layers=_count_layers(shapes, 'decoder'),
+        head_dim=joined_heads_dim // num_heads,
+        mlp_dim=mlp_dim,
+        mlp_activations=activations,
+        dropout_rate=0.1,
+        logits_via_embedding='decoder/logits_dense/kernel' not in shapes,
+        float32_attention_logits=False,
+        relpos_bias_per_layer=is_per_layer,
+    )
+
+
+def _count_layers(shapes: Mapping[str, tuple[int, ...]], stack: str) -> int:
+    return sum(bool(re.fullmatch(rf'{stack}/layers_\d+/mlp/wo/kernel', path)) for path in shapes)
+
+
+# Adapters (LoRA): a checkpoint that holds the trained parameters alone, and names the one that has the others.
+
+# The fingerprint of a base has the values of these arrays alone: to read all would take as long as restoring them.
+FINGERPRINTED = r'target/(.+_norm/scale|(encoder|decoder)/layers_0/.+)'
+
+
+@dataclass(frozen=True, eq=False)
+class MergedKernel:
+    """A kernel of the base with its adapters: a `checkpoint.LazyArray`."""
+
+    model: ModuleType
+    config: T5Config
+    kernel: Any
+    lora_a: Any
+    lora_b: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.kernel.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype('float32')
+
+    def read(self) -> np.ndarray:
+        """Return what model.Kernel computes with, float32."""
+        leaves = (self.kernel, self.lora_a, self.lora_b)
+        arrays = [jnp.asarray(checkpoint.read_leaf(leaf), jnp.float32) for leaf in leaves]
+        return np.asarray(self.model.adapted_kernel(self.config, *arrays))
+
+
+def describe_base(base: OpenedCheckpoint) -> dict[str, str]:
+    """Return what config.json records of the checkpoint that adapters belong to: where it is, and a fingerprint.
+
+    Raises ValueError for one that holds adapters itself.
+    """
+    if any(isinstance(leaf, MergedKernel) for leaf in base.leaves.values()):
+        raise ValueError(
+            f'{base.directory} holds adapters itself: merge it with --mode=convert --from={base.directory} '
+            '--to=FOLDER, and name that folder'
+        )
+    fingerprint = hashlib.blake2b(digest_size=16)
+    for path, leaf in sorted(base.leaves.items()):
+        if checkpoint.is_parameter(path):
+            fingerprint.update(f'{path} {tuple(leaf.shape)}'.encode())
+        if re.fullmatch(FINGERPRINTED, path):
+            fingerprint.update(np.asarray(checkpoint.read_leaf(leaf), np.float32).tobytes())
+    return {'directory': str(base.directory), 'fingerprint': fingerprint.hexdigest()}
+
+
+def open_base(directory: Any, restore_path: str = '') -> OpenedCheckpoint | None:
+    """Open the checkpoint that the adapters in `directory` belong to; None where it holds none.
+
+    It is where the run found it, or at `restore_path` if that differs from the run's. Raises ValueError unless it
+    is there, with the parameters that it had.
+    """
+    settings = read_stored(directory)
+    if 'base' not in settings:
+        return None
+    path = settings['base']['directory']
+    if restore_path and restore_path != settings['restore']['path']:
+        path = restore_path
+    try:
+        base = open_checkpoint(path)
+    except ValueError as error:
+        raise ValueError(
+            f'{directory} holds adapters of {path}, which cannot be opened ({error}): put it back there'
+        ) from error
+    if describe_base(base)['fingerprint'] != settings['base']['fingerprint']:
+        raise ValueError(
+            f'{directory} holds adapters of another model than {base.directory} has now: put back the checkpoint '
+            'that restore.path named when its run began'
+        )
+    return base
+
+
+def merge(adapters: OpenedCheckpoint, base: OpenedCheckpoint) -> OpenedCheckpoint:
+    """Return the model of adapters and their base: parameters and the step."""
+    model, config = _config_beside(adapters.directory)
+    assert config is not None
+    parameters = checkpoint.parameters(base.leaves) | checkpoint.parameters(adapters.leaves)
+    merged = model.merge_adapters(
+        config, parameters, functools.partial(MergedKernel, model, config)
+    )
+    leaves = {'state/step': adapters.leaves['state/step']}
+    for path, leaf in merged.items():
+        leaves[f'{checkpoint.PARAMETER_PREFIX}{path}'] = leaf
+    return adapters._replace(leaves=leaves, config=model.without_adapters(config), model=model)
+
+
+# umT5 in T5X (t5x/examples/scalable_t5): one array has a parameter of all layers, which are its axis 1, and
+# heads have an axis of their own.
+
+STACKED_PARAMETER = re.compile(r'target/(encoder|decoder)/\1/(.+)')
+MAX_LAYERS = 1000  # a few bytes could claim any number
+
+
+@dataclass(frozen=True, eq=False)
+class LayerEntry:
+    """One layer of a stacked array, with its shape in our tree: a `checkpoint.LazyArray`."""
+
+    stack: Any
+    layer: int
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.stack.dtype
+
+    def read(self) -> np.ndarray:
+        """Return the layer in its stored dtype."""
+        stack = _read_once(self.stack) if checkpoint.is_lazy(self.stack) else self.stack
+        return stack[:, self.layer].reshape(self.shape)
+
+
+@functools.lru_cache(maxsize=1)
+def _read_once(stack: checkpoint.LazyArray) -> np.ndarray:
+    """Read an array once for all its layers, which follow each other in an index."""
+    return stack.read()
+
+
+def unstack(index: dict[str, Any]) -> dict[str, Any]:
+    """Return `index` of a T5X checkpoint with one leaf a layer and parameter, if its layers are stacked.
+
+    Then it has no optimizer state, which was factored over all layers at once.
+    """
+    layers: dict[str, LayerEntry] = {}
+    others: dict[str, Any] = {}
+    for path, leaf in index.items():
+        match = STACKED_PARAMETER.fullmatch(path)
+        if match:
+            stack, name = match.groups()
+            for i, entry in enumerate(_layers_of(path, leaf)):
+                layers[f'target/{stack}/layers_{i}/{name}'] = entry
+        elif not path.startswith('state/param_states/'):
+            others[path] = leaf
+    if not layers:
+        return index
+    return others | layers
+
+
+def _layers_of(path: str, leaf: Any) -> list[LayerEntry]:
+    """Return the layers of a stacked array of shape [first dimension, layers, other dimensions]."""
+    if len(leaf.shape) < 2 or leaf.shape[1] > MAX_LAYERS:
+        raise ValueError(f'{path} {leaf.shape} is no stack of 1 to {MAX_LAYERS} layers')
+    first, num_layers, *rest = leaf.shape
+    shape: tuple[int, ...]
+    if path.endswith('out/kernel'):  # [heads, layers, head size, embed]
+        shape = (first * math.prod(rest[:-1]), *rest[-1:])
+    elif rest:  # [embed, layers, heads, head size], [embed, layers, mlp]
+        shape = (first, math.prod(rest))
+    else:  # [embed, layers]
+        shape = (first,)
+    return [LayerEntry(leaf, layer, shape) for layer in range(num_layers)]

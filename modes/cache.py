@@ -1,0 +1,358 @@
+"""`--mode=cache`: tokenize tasks to disk once, as SeqIO's task caches.
+
+Each task has passes, each over some of its files; a pass has shards, which are as independent as
+the lanes of a batch, so that processes and machines share them. A complete shard is renamed to its
+name, and its statistics are written to `.progress`. The process that finds all of them there
+completes the cache. Imports no jax.
+"""
+
+import contextlib
+import functools
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import tqdm
+
+import paths
+import tasks
+import tasks.open
+from randomness import permutation
+from run import prefetch
+from sources import FEATURES, NO_SPLIT, Record, Share, Source
+from sources import cache as task_cache
+from sources.gzipped import GzippedFiles
+from sources.open import cache_roots
+from sources.tfrecord import write_record
+from stream import Tokenized, TokenizedTask
+from tasks.mixtures import Task
+from vocabulary import Vocabulary, named_vocabulary
+
+BYTES_PER_SHARD = 1 << 24  # of text
+MAX_SHARDS = 1024
+COMPRESSION = 3  # of gzipped text, roughly
+RECORDS_AT_ONCE = 128  # that are tokenized
+SECONDS_BETWEEN_REPORTS = 1.0
+PROGRESS = '.progress'  # the folder of the statistics of finished shards
+
+
+class Job(NamedTuple):
+    """One shard of one pass over a task: it writes one file for each of `splits`."""
+
+    task: str
+    splits: tuple[str, ...]
+    shard: int
+    num_shards: int
+
+
+def cache(config: Any, part: int = 1, num_parts: int = 1) -> list[str]:
+    """Cache what config.task names, part `part` of it, below the first of config.cache_dirs.
+
+    `config`: config.data. Tasks and shards that an earlier call finished are skipped. Return what to
+    print at the end. Raises ValueError for wrong settings and where another cache is in the way.
+    """
+    config = config.copy_and_resolve_references()
+    if not cache_roots(config):
+        raise ValueError('--mode=cache needs a folder for the caches: name it with data.cache_dirs')
+    if not config.vocabulary:
+        raise ValueError(
+            "data.vocabulary='': --mode=cache needs the vocabulary whose ids it writes: name a "
+            'SentencePiece model, a folder that holds one, or bytes'
+        )
+    config.use_cached = 'no'
+    vocabulary = vocabulary_of(config)
+    root = paths.disk_path(cache_roots(config)[0])
+    messages = []
+    opened = []
+    for name, task in tasks.open.tasks_of(tasks.open.find(config)).items():
+        if task_cache.find([root], name):
+            messages.append(f'{name} is cached already, in {folder_of(root, name)}.')
+        else:
+            opened.append(open_task(task, config, vocabulary))
+            source = opened[-1].source
+            if task.train_split != NO_SPLIT:
+                source.check_not_empty('train')
+            if source.validation is not None:
+                source.check_not_empty('validation')
+    jobs = []
+    for opened_task in opened:
+        prepare_folder(folder_of(root, opened_task.name), opened_task, vocabulary)
+        jobs += jobs_of(opened_task)
+    missing = []
+    for job in jobs[part - 1 :: num_parts]:
+        folder = folder_of(root, job.task)
+        if not all(statistics_file(folder, job, split).exists() for split in job.splits):
+            missing.append(job)
+    run_jobs(config, root, missing)
+    for opened_task in opened:
+        messages.append(complete(folder_of(root, opened_task.name), jobs_of(opened_task)))
+    return messages
+
+
+def vocabulary_of(config: Any) -> Vocabulary:
+    """Return the vocabulary whose ids are cached."""
+    extra_ids = config.extra_ids
+    return named_vocabulary('data.vocabulary', config.vocabulary, extra_ids, extra_ids)
+
+
+def open_task(task: Task, config: Any, vocabulary: Vocabulary) -> TokenizedTask:
+    """Open the source of a task."""
+    opened = tasks.open.opened_task(task, tasks.open.open_task(task, config))
+    return TokenizedTask(opened, config, vocabulary)
+
+
+def folder_of(root: Path, task: str) -> Path:
+    """Return the folder of a task's cache."""
+    return Path(root, *task.split(':'))
+
+
+def jobs_of(task: TokenizedTask) -> list[Job]:
+    """Return all shards of a task. How many there are depends on its files alone.
+
+    Without files for validation one pass writes both splits.
+    """
+    source = task.source
+    if source.validation is None:
+        splits = [split for split in ('train', 'validation') if source.may_hold(split)]
+        passes = [(splits, source.train)]
+    else:
+        passes = [(['train'], source.train), (['validation'], source.validation)]
+    jobs = []
+    for splits, part in passes:
+        num_bytes = sum(file.num_bytes for file in source.files if file.split in splits)
+        most = MAX_SHARDS
+        if isinstance(part, GzippedFiles):
+            num_bytes *= COMPRESSION
+            most = len(part.names)
+        num_shards = min(max(num_bytes // BYTES_PER_SHARD, 1), most)
+        jobs += [Job(task.name, tuple(splits), shard, num_shards) for shard in range(num_shards)]
+    return jobs
+
+
+def file_name(job: Job, split: str) -> str:
+    """Return the name of the file of a split."""
+    return f'{split}.tfrecord-{job.shard:05}-of-{job.num_shards:05}'
+
+
+def statistics_file(folder: Path, job: Job, split: str) -> Path:
+    """Return the file that has the statistics of a shard until the cache is complete."""
+    return folder / PROGRESS / f'{file_name(job, split)}.json'
+
+
+class ShardWriter:
+    """Writes the examples of one shard of one split, and counts them as SeqIO's stats do.
+
+    The end of `unfinished` gives the files their names.
+    """
+
+    def __init__(self, folder: Path, job: Job, split: str, unfinished: contextlib.ExitStack):
+        path = str(folder / file_name(job, split))
+        self._statistics_file = statistics_file(folder, job, split)
+        self._files: list[IO[bytes]] = []
+        for name in (path, *task_cache.ids_files(path)):
+            file = paths.replacing(Path(name), writer=f'-{os.getpid()}')
+            self._files.append(unfinished.enter_context(file))
+        self._num_ids = 0
+        numbers = [
+            f'{feature}_{number}' for feature in FEATURES for number in ('tokens', 'max_tokens')
+        ]
+        self._statistics = dict.fromkeys(['examples', *numbers], 0)
+
+    def write(self, example: Tokenized) -> None:
+        """Append an example: ids without EOS, and the texts."""
+        content: dict[str, Any] = {}
+        statistics = self._statistics
+        statistics['examples'] += 1
+        for feature in FEATURES:
+            feature_ids = example.ids.get(feature, np.zeros(0, np.int32))
+            content[feature] = feature_ids
+            content[f'{feature}_pretokenized'] = example.texts.get(feature, '')
+            most = f'{feature}_max_tokens'
+            statistics[f'{feature}_tokens'] += len(feature_ids)
+            statistics[most] = max(statistics[most], len(feature_ids))
+        records, ids, index = self._files
+        write_record(records, task_cache.encode(content))
+        entry = task_cache.write_ids(
+            ids, self._num_ids, inputs=content['inputs'], targets=content['targets']
+        )
+        self._num_ids += entry.num_inputs + entry.num_targets
+        index.write(np.array(entry, '<i8').tobytes())
+
+    def finish(self) -> None:
+        """Record that the files, which have their names by now, are complete."""
+        paths.replace_file(self._statistics_file, json.dumps(self._statistics).encode())
+
+
+def write_shard(task: TokenizedTask, job: Job, root: Path) -> Iterator[int]:
+    """Write the files of a shard. Yield the number of new examples now and then."""
+    folder = folder_of(root, job.task)
+    records = records_of(task.source, job)
+    with contextlib.ExitStack() as unfinished:
+        writers = {split: ShardWriter(folder, job, split, unfinished) for split in job.splits}
+        for group in iter(lambda: list(itertools.islice(records, RECORDS_AT_ONCE)), []):
+            for split, writer in writers.items():
+                examples = task.tokenize([record for name, record in group if name == split])
+                for example in examples:
+                    writer.write(example)
+                yield len(examples)
+    for writer in writers.values():
+        writer.finish()
+
+
+def records_of(source: Source, job: Job) -> Iterator[tuple[str, Record]]:
+    """Yield the records of a shard in a random order, each with its split."""
+    part = source.part_of(job.splits[0])
+    share = Share(seed=0, epoch=0, lane=job.shard, num_lanes=job.num_shards)
+    for number, records in part.pools(share, first=0, keep=lambda record: True):
+        for i in permutation(len(records), 'pool', 0, 0, job.shard, number):
+            record = records[i]
+            if record is None:
+                continue
+            is_held_out = len(job.splits) > 1 and source.is_in_split('validation', record)
+            yield 'validation' if is_held_out else job.splits[0], record
+
+
+class Report(NamedTuple):
+    """The progress of a process that writes shards, since its last report."""
+
+    num_examples: int
+    num_shards: int
+    faults: list[str]  # lines that were left out
+
+
+def run_jobs(config: Any, root: Path, jobs: Sequence[Job]) -> None:
+    """Write shards in processes of their own, and show their progress."""
+    num_processes = min(config.num_workers or os.cpu_count() or 1, len(jobs))
+    context = multiprocessing.get_context('spawn')
+    processes = []
+    connections: list[Connection] = []
+    for i in range(num_processes):
+        own_end, workers_end = context.Pipe(duplex=False)
+        arguments = (config, root, jobs[i::num_processes], workers_end)
+        process = context.Process(target=write_shards, args=arguments, daemon=True)
+        process.start()
+        workers_end.close()
+        processes.append(process)
+        connections.append(own_end)
+    try:
+        show_progress(connections, len(jobs))
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def show_progress(connections: list[Connection], num_jobs: int) -> None:
+    """Show the reports of all processes until they end. Raise an error that one of them sends."""
+    num_examples = 0
+    num_done = 0
+    with tqdm.tqdm(total=num_jobs, unit='shard', desc='Caching', mininterval=1.0) as bar:
+        while connections:
+            for connection in wait(connections):
+                assert isinstance(connection, Connection)
+                try:
+                    report: Report | Exception = connection.recv()
+                except EOFError:
+                    connections.remove(connection)
+                    continue
+                if isinstance(report, Exception):
+                    raise report
+                for fault in report.faults:
+                    bar.write(f'Left out: {fault}')
+                num_examples += report.num_examples
+                num_done += report.num_shards
+                bar.set_postfix_str(f'{num_examples:,} examples', refresh=False)
+                bar.update(report.num_shards)
+    if num_done < num_jobs:
+        raise ChildProcessError(
+            f'a process that wrote shards died, and {num_jobs - num_done} shards are missing: if memory '
+            'ran out, use fewer data.num_workers; the same command goes on'
+        )
+
+
+def write_shards(config: Any, root: Path, jobs: Sequence[Job], connection: Connection) -> None:
+    """Write shards, and send reports."""
+    prefetch.send_all(reports(config, root, jobs), connection)
+
+
+def reports(config: Any, root: Path, jobs: Sequence[Job]) -> Iterator[Report]:
+    """Write shards. Yield a report every second, and after each shard."""
+    vocabulary = vocabulary_of(config)
+    found = tasks.open.tasks_of(tasks.open.find(config))
+    opened = functools.cache(lambda name: open_task(found[name], config, vocabulary))
+    reported = time.monotonic()
+    for job in jobs:
+        task = opened(job.task)
+        num_examples = 0
+        for count in write_shard(task, job, root):
+            num_examples += count
+            if time.monotonic() - reported > SECONDS_BETWEEN_REPORTS:
+                yield Report(num_examples, 0, task.source.faults()[0])
+                num_examples = 0
+                reported = time.monotonic()
+        yield Report(num_examples, 1, task.source.faults()[0])
+
+
+def prepare_folder(folder: Path, task: TokenizedTask, vocabulary: Vocabulary) -> None:
+    """Make the folder of a cache, or check that it holds a part of the same cache."""
+    content = {
+        'fingerprint': task.source.fingerprint,
+        'vocabulary_hash': vocabulary.hash,
+        'validation_fraction': task.source.validation_fraction,
+        'text_field': task.task.text_field,
+        'inputs': task.task.inputs,
+        'targets': task.task.targets,
+    }
+    (folder / PROGRESS).mkdir(parents=True, exist_ok=True)
+    file = folder / task_cache.ORIGIN
+    if not file.exists():
+        paths.replace_file(file, json.dumps(content, indent=2).encode())
+        if vocabulary.model:
+            paths.replace_file(folder / 'vocabulary.model', vocabulary.model)
+        return
+    old = task_cache.read_json(file)
+    changed = [name for name, value in content.items() if old.get(name) != value]
+    if changed:
+        raise ValueError(
+            f'{folder} holds part of a cache of other data ({", ".join(changed)} changed): remove it, '
+            'or name another data.cache_dirs'
+        )
+
+
+def complete(folder: Path, jobs: Sequence[Job]) -> str:
+    """Complete a cache if it has all shards. Return what to print."""
+    statistics: dict[str, list[dict[str, int]]] = {}
+    num_missing = 0
+    for job in jobs:
+        for split in job.splits:
+            file = statistics_file(folder, job, split)
+            if file.exists():
+                statistics.setdefault(split, []).append(task_cache.read_json(file))
+            else:
+                num_missing += 1
+    name = jobs[0].task
+    if num_missing and not (folder / 'COMPLETED').exists():
+        return (
+            f'{name}: {num_missing:,} files are still missing, those of other parts: the last part '
+            '(--shard) to end completes the cache.'
+        )
+    if not num_missing:
+        for split, of_shards in statistics.items():
+            task_cache.write_info(folder, split, of_shards)
+        (folder / 'COMPLETED').touch()
+        shutil.rmtree(folder / PROGRESS, ignore_errors=True)
+        for unfinished in folder.glob('.*.unfinished*'):  # of calls that were killed
+            unfinished.unlink(missing_ok=True)
+    sizes = []
+    for split in task_cache.splits(folder):
+        opened = task_cache.open_split(folder, split)
+        sizes.append(f'{opened.num_examples:,} examples in split {split}')
+    return f'{name} is cached in {folder}: {", ".join(sizes)}.'

@@ -1,0 +1,189 @@
+"""The collectives of a compiled program: what moves, over which axes of the mesh, how often.
+
+XLA's own counts take the body of a loop once. Here the text of the optimized program is followed as
+it runs: the body of a loop counts as often as the loop turns.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh
+
+KINDS = ('all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'collective-permute')
+
+
+# A collective that a TPU hides behind other work is in the computations of three fusions: the start,
+# one with that work, and 'async-collective-done'. The first is counted.
+ASYNC_START = 'async-collective-start'
+IS_SYNC = '"is_sync":true'
+
+
+class Instruction(NamedTuple):
+    """A line of a program."""
+
+    name: str
+    type: str  # of the result, such as 'f32[8,128]{1,0}', or several in parentheses
+    opcode: str
+    operands: list[str]  # their names
+    text: str  # of the operands and what follows them
+
+
+Computation = dict[str, Instruction]
+
+
+class Collective(NamedTuple):
+    """Arrays that a step moves alike."""
+
+    kind: str  # one of KINDS
+    axes: tuple[str, ...]  # of the mesh; 'others' where its groups of devices lie along none
+    num_bytes: int  # of a whole array: the result of an all-gather, the operand of others
+    is_async: bool  # other work may run between its start and its end
+    times: int  # that such an array is moved in a step
+
+
+def collectives_of(text: str, mesh: Mesh) -> list[Collective]:
+    """Return the collectives of a step, from its optimized program as XLA prints it."""
+    counts: dict[Collective, int] = {}
+    for instruction, computation, times in executed(text):
+        kind = instruction.opcode.removesuffix('-start')
+        axes = axes_of(instruction.text, mesh) if kind in KINDS else ()
+        if not axes:
+            continue
+        for name in instruction.operands:
+            num_bytes = size_of(computation[name].type)
+            if kind == 'all-gather':
+                num_bytes *= math.prod(mesh.shape.get(axis, 1) for axis in axes)
+            # A GPU's program writes those that nothing runs beside as a start, too.
+            is_async = instruction.opcode.endswith('-start') and IS_SYNC not in instruction.text
+            found = Collective(kind, axes, num_bytes, is_async, times=0)
+            counts[found] = counts.get(found, 0) + times
+    return [found._replace(times=times) for found, times in counts.items()]
+
+
+def executed(text: str) -> Iterator[tuple[Instruction, Computation, int]]:
+    """Yield the instructions of a step, the computation of each, and how often a step runs it."""
+    computations, entry = parse(text)
+
+    def visit(name: str, times: int) -> Iterator[tuple[Instruction, Computation, int]]:
+        for instruction in computations[name].values():
+            yield instruction, computations[name], times
+            if instruction.opcode == 'while':
+                [condition] = called(instruction, 'condition')
+                [body] = called(instruction, 'body')
+                turns = num_turns(instruction, computations[condition])
+                yield from visit(body, times * turns)
+            elif instruction.opcode == 'call':
+                [callee] = called(instruction, 'to_apply')
+                yield from visit(callee, times)
+            elif instruction.name.startswith(ASYNC_START):
+                [callee] = called(instruction, 'calls')
+                for hidden in computations[callee].values():
+                    started = hidden._replace(opcode=f'{hidden.opcode}-start')
+                    yield started, computations[callee], times
+
+    yield from visit(entry, 1)
+
+
+def parse(text: str) -> tuple[dict[str, Computation], str]:
+    """Return the computations of a program by name, and the name of the one that it begins with."""
+    computations: dict[str, Computation] = {}
+    entry = ''
+    for line in text.splitlines():
+        header = re.match(r'(ENTRY )?%?([\w.-]+) \(.*\{$', line)
+        if header:
+            computations[header[2]] = {}
+            current = computations[header[2]]
+            if header[1]:
+                entry = header[2]
+        found = re.match(r'\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\((.*)', line)
+        if found:
+            name, result, opcode, rest = found.groups()
+            operands = re.findall(r'%([\w.-]+)', rest.split('), ')[0])
+            current[name] = Instruction(name, result, opcode, operands, rest)
+    return computations, entry
+
+
+def called(instruction: Instruction, attribute: str) -> list[str]:
+    """Return the computation that an attribute of an instruction names, if it has the attribute."""
+    return re.findall(rf'\b{attribute}=%?([\w.-]+)', instruction.text)
+
+
+def num_turns(loop: Instruction, condition: Computation) -> int:
+    """Return how often a loop turns: XLA's own note or, on a TPU, the constant of its condition."""
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text)
+    if known:
+        return int(known[1])
+    constants = [x.text for x in condition.values() if x.opcode == 'constant']
+    assert len(constants) == 1, f'a loop without a constant bound: {condition}'
+    return int(constants[0].split(')')[0])
+
+
+def axes_of(text: str, mesh: Mesh) -> tuple[str, ...]:
+    """Return the mesh axes along which a collective moves data; () where it moves none."""
+    shape = tuple(mesh.shape.values())
+    pairs = re.search(r'source_target_pairs=\{(.*?)\}\}', text)
+    if pairs:
+        sources, targets = np.array(numbers(pairs[1])).reshape(-1, 2).T
+        moves = np.not_equal(np.unravel_index(sources, shape), np.unravel_index(targets, shape))
+        return tuple(mesh.axis_names[i] for i in np.flatnonzero(moves.any(axis=1)))
+    groups = groups_of(text, mesh.size)
+    devices = np.arange(mesh.size).reshape(shape)
+    split = [i for i, size in enumerate(shape) if size > 1]
+    for count in range(len(split) + 1):
+        for axes in itertools.combinations(split, count):
+            if groups_along(devices, axes) == groups:
+                return tuple(mesh.axis_names[i] for i in axes)
+    return ('others',)
+
+
+def groups_of(text: str, num_devices: int) -> set[frozenset[int]]:
+    """Return a collective's groups of devices, which XLA prints in one of three forms.
+
+    {{0,2},{1,3}} lists them, and {} is one of all; [2,2]<=[2,2]T(1,0) are the rows of an array of
+    all devices; mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'x'} are those along an axis of one.
+    """
+    rows = re.search(r'replica_groups=\[([\d,]+)\]<=(\S+)', text)
+    if rows:
+        return groups_along(arrange(rows[2]).reshape(numbers(rows[1])), [1])
+    axes = re.search(r'replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?\)?)\))? \{(.*?)\}', text)
+    if axes:
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", axes[1]))
+        devices = arrange(axes[2] or f'[{num_devices}]')
+        own = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", axes[3])]
+        return groups_along(devices.reshape([int(size) for size in sizes.values()]), own)
+    listed = re.search(r'replica_groups=\{(.*?\})?\}', text)
+    assert listed, text
+    if not listed[1]:
+        return {frozenset(range(num_devices))}
+    return {frozenset(numbers(group)) for group in listed[1].split('},')}
+
+
+def arrange(text: str) -> np.ndarray:
+    """Return the devices 0, 1, ... as XLA prints their order, '[2,4]T(1,0)': reshaped, transposed."""
+    shape, _, order = text.partition('T')
+    devices = np.arange(math.prod(numbers(shape))).reshape(numbers(shape))
+    return devices.transpose(numbers(order)) if order else devices
+
+
+def groups_along(devices: np.ndarray, axes: Sequence[int]) -> set[frozenset[int]]:
+    """Return the groups of devices that lie along some axes of an array of devices."""
+    size = math.prod(devices.shape[axis] for axis in axes)
+    rows = np.moveaxis(devices, axes, range(-len(axes), 0)).reshape(-1, size)
+    return {frozenset(row) for row in rows.tolist()}
+
+
+def numbers(text: str) -> list[int]:
+    return [int(x) for x in re.findall(r'\d+', text)]
+
+
+def size_of(type: str) -> int:
+    """Return the bytes of an array, or of several in parentheses: 'f32[8,128]{1,0}'."""
+    total = 0
+    for dtype, shape in re.findall(r'(\w+)\[([\d,]*)\]', type):
+        bits = re.search(r'\d+', dtype)
+        total += math.prod(numbers(shape)) * (int(bits[0]) if bits else 8)  # pred is a byte
+    return total // 8

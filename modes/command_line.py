@@ -1,0 +1,231 @@
+"""The command line: its flags, which belong to modes, and the config that it names. Imports no jax."""
+
+import os
+import pathlib
+from typing import Any
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from configs import base
+from configs import check as settings
+from modes import errors, processes
+
+FLAGS_OF_MODE = {
+    'train': [*processes.FLAGS, 'config', 'workdir', 'profile'],
+    'evaluate': [*processes.FLAGS, 'config', 'checkpoint', 'step', 'output_dir', 'split', 'watch'],
+    'infer': [*processes.FLAGS, 'config', 'checkpoint', 'step', 'output_dir', 'split', 'shard']
+    + ['input', 'text', 'score', 'encode', 'pool', 'fields', 'output_ids', 'trim'],
+    'cache': ['config', 'shard'],
+    'convert': ['from', 'to', 'format', 'step'],
+    'plan': ['config', 'topology'],
+    'report': ['runs', 'output_dir'],
+    'tasks': ['config', 'split', 'examples', 'vocabulary'],
+}
+FLAGS = flags.FLAGS
+config_flags.DEFINE_config_file(
+    'config',
+    default=None,
+    help_string='A config file; --config.KEY=VALUE changes one of its settings.',
+    lock_config=True,
+)
+flags.DEFINE_string('workdir', default=None, help='The folder of the run; runs/NAME if not given.')
+flags.DEFINE_string(
+    'profile',
+    default='',
+    help='FIRST:LAST, such as 10:13: write a trace of these steps to the workdir.',
+)
+flags.DEFINE_enum('mode', default='train', enum_values=list(FLAGS_OF_MODE), help='What to do.')
+flags.DEFINE_list('runs', default=[], help='The runs to report on, separated by commas.')
+flags.DEFINE_string(
+    'from', default=None, help='The checkpoint to convert: T5X, Mesh-TF or Hugging Face.'
+)
+flags.DEFINE_string('to', default=None, help='The folder to write it to.')
+flags.DEFINE_enum('format', default='t5x', enum_values=['t5x', 'hf'], help='The format to write.')
+flags.DEFINE_string(
+    'shard', default='1/1', help='i/n does part i of n, for n machines with the same command.'
+)
+flags.DEFINE_string(
+    'checkpoint', default=None, help='The model: any checkpoint or run that infer.load opens.'
+)
+flags.DEFINE_string(
+    'output_dir',
+    default='',
+    help='The folder of the results; else standard output, or the first run evaluated or reported.',
+)
+flags.DEFINE_string(
+    'input',
+    default='',
+    help='A file of text, JSON Lines, CSV or TSV, or - for standard input; else data.task is read.',
+)
+flags.DEFINE_string('text', default=None, help='One text: its answer is printed.')
+flags.DEFINE_string(
+    'split',
+    default='',
+    help='The split: train, validation or test; else test, or infer_eval.split to evaluate.',
+)
+flags.DEFINE_string(
+    'step',
+    default='',
+    help='The checkpoint of a run: last, best or a number; to evaluate also all, or 1000,2000.',
+)
+flags.DEFINE_bool(
+    'watch',
+    default=False,
+    help='Evaluate the checkpoints of a run, and each new one as it appears.',
+)
+flags.DEFINE_bool('score', default=False, help='Score the targets in place of predicting them.')
+flags.DEFINE_bool(
+    'encode', default=False, help="Write the encoder's outputs in place of predicting."
+)
+flags.DEFINE_enum(
+    'pool',
+    default='none',
+    enum_values=['none', 'mean'],
+    help='What --encode writes of an example: a vector for each token, or their mean, EOS included.',
+)
+flags.DEFINE_list(
+    'fields', default=[], help='The fields of the examples in the results, or all; else the texts.'
+)
+flags.DEFINE_bool('output_ids', default=False, help='Write the ids of predictions, too.')
+flags.DEFINE_bool(
+    'trim', default=False, help='Cut texts that are longer than data.lengths, in place of stopping.'
+)
+flags.DEFINE_string(
+    'topology',
+    default='',
+    help='The devices to plan for: a slice of TPUs, GPUs, cpu:N, or all for a table; else those here.',
+)
+flags.DEFINE_integer(
+    'examples', default=0, lower_bound=0, help='How many examples of the task to print.'
+)
+flags.DEFINE_string(
+    'vocabulary',
+    default='',
+    help='Print their ids, too: a SentencePiece model, a folder that has one, or bytes.',
+)
+flags.DEFINE_string(
+    'coordinator_address',
+    default=None,
+    help='Of several processes that no launcher starts: HOST:PORT, the host of process 0, a free port.',
+)
+flags.DEFINE_integer(
+    'num_processes', default=None, lower_bound=1, help='How many there are, on all hosts.'
+)
+flags.DEFINE_integer(
+    'process_id', default=None, lower_bound=0, help='The number of this one, from 0.'
+)
+flags.DEFINE_integer(
+    'heartbeat',
+    default=30,
+    lower_bound=2,
+    help='Seconds in which all processes stop after one of them died or hangs.',
+)
+FLAGS.set_gnu_getopt()  # flags may follow the name of a task
+
+
+def describe() -> str:
+    """Return the text of --help: the flags, and the settings of a config."""
+    _, _, table = FLAGS.module_help(__name__).partition(f'{__name__}:')
+    return f'Flags:{table}\n{settings.describe()}'
+
+
+def parse(argv: list[str]) -> ConfigDict | None:
+    """Return the locked, checked config, or None for a mode without one.
+
+    Raises ValueError in one line for whatever is wrong with a flag or with the config file.
+    """
+    argv = list(argv)
+    for i, argument in enumerate(argv):
+        if argument.startswith(('--config=~', '-config=~')):  # a shell leaves this ~ as it is
+            argv[i] = f'--config={os.path.expanduser(argument.partition("=")[2])}'
+    [mode] = values_of('mode', argv)[-1:] or ['train']
+    files = values_of('config', argv)
+    if len(files) > 1:
+        raise ValueError(f'--config is given {len(files)} times: give one file')
+    file = None
+    if files:
+        file = files[0].partition(':')[0]
+        check_config_file(file)
+    elif mode in ('evaluate', 'infer', 'tasks'):
+        # With a checkpoint, the settings of its run take the place of these.
+        argv.insert(1, f'--config={base.__file__}')
+    try:
+        words = FLAGS(argv)[1:]
+    except flags.Error as error:
+        if getattr(error, 'flagname', '').startswith('config.'):
+            check_mode_of('config', FLAGS['mode'].value)
+        raise ValueError(errors.explain_flag(error, file)) from error
+    except Exception as error:  # the config file is a program of the user's: it may raise anything
+        raise ValueError(errors.explain_config(error, file)) from error
+    for names in FLAGS_OF_MODE.values():
+        for name in names:
+            if FLAGS[name].present:
+                check_mode_of(name, FLAGS.mode)
+    if words[1 if FLAGS.mode == 'tasks' else 0 :]:
+        raise ValueError(f'{words[-1]!r} is no flag: write --config=FILE --config.KEY=VALUE')
+    if 'config' not in FLAGS_OF_MODE[FLAGS.mode]:
+        return None
+    if file is None and FLAGS.mode in ('evaluate', 'infer'):
+        return None
+    if file is None and FLAGS.mode != 'tasks':
+        raise ValueError('--config is missing: try --config=configs/tiny.py')
+    changes = config_flags.get_override_values(FLAGS['config'])
+    if FLAGS.mode == 'tasks':
+        FLAGS.config.data.task = ''.join(words) or changes.get('data.task', '')
+    settings.check(FLAGS.config)
+    if FLAGS.mode == 'train':
+        settings.check_effects(FLAGS.config, changes)
+    return FLAGS.config
+
+
+def values_of(flag: str, argv: list[str]) -> list[str]:
+    """Return the values that a command line gives a flag, before absl parses it."""
+    values = []
+    for argument, following in zip(argv, [*argv[1:], ''], strict=True):
+        name, equals, value = argument.partition('=')
+        if name in (f'--{flag}', f'-{flag}'):
+            values.append(value if equals else following)
+    return values
+
+
+def check_config_file(file: str) -> None:
+    """Raise ValueError unless `file` exists and is named like a Python file, OSError if it is locked."""
+    path = pathlib.Path(file)
+    if path.is_file() and path.suffix == '.py':
+        with path.open():  # raises OSError for a file that may not be read
+            return
+    fault = ': no such file'
+    if path.exists():
+        fault = ' is no Python file with a function get_config'
+    other = 'configs/tiny.py'
+    if pathlib.Path(f'{file}.py').is_file():
+        other = f'{file}.py'
+    raise ValueError(f'--config={file}{fault}; try --config={other}')
+
+
+def check_mode_of(flag: str, mode: Any) -> None:
+    """Raise ValueError for a flag of other modes."""
+    modes = [name for name, names in FLAGS_OF_MODE.items() if flag in names]
+    if mode not in modes:
+        raise ValueError(f'--{flag} is not for --mode={mode}: it needs --mode={" or ".join(modes)}')
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """Return (i, n) of --shard=i/n, the first i being 1."""
+    part, separator, num_parts = text.partition('/')
+    if separator and part.isdecimal() and num_parts.isdecimal():
+        if 1 <= int(part) <= int(num_parts):
+            return int(part), int(num_parts)
+    raise ValueError(f'--shard={text}: write i/n with i from 1 to n, such as 1/8')
+
+
+def values_of_mode() -> dict[str, Any]:
+    """Return the flags that only the mode knows, {'step': value}."""
+    names = [x for x in FLAGS_OF_MODE[FLAGS.mode] if x not in ('config', *processes.FLAGS)]
+    return {name: FLAGS[name].value for name in names}
+
+
+def all_values() -> dict[str, Any]:
+    """Return the flags that only the mode knows, and the settings of its config."""
+    return values_of_mode() | dict(settings.leaves(FLAGS.config))

@@ -1,0 +1,58 @@
+"""Where compiled programs are kept for the next command: JAX's persistent compilation cache."""
+
+import contextlib
+import hashlib
+import os
+import platform
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+
+MAX_BYTES = 2 * 2**30  # JAX deletes the least recently used programs
+MIN_COMPILE_SECONDS = 0.1  # of a program that is kept
+CPU_FIELDS = ('model', 'flags', 'CPU', 'Features')  # of /proc/cpuinfo, on x86 and ARM
+
+
+def use() -> None:
+    """Keep compiled programs in the user's cache folder, unless JAX is told of another one.
+
+    Several processes have no cache: programs of GPUs are tuned by all of them together, and one
+    that finds its program here would leave the others waiting. A folder that cannot be made or
+    written is not used.
+    """
+    if 'JAX_COMPILATION_CACHE_DIR' in os.environ or jax.distributed.is_initialized():
+        return
+    root = Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache')
+    try:
+        folder = root.expanduser().absolute() / 't5_in_haiku' / f'programs-{cpu_hash()}'
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home
+        return
+    jax.config.update('jax_compilation_cache_dir', str(folder))
+    jax.config.update('jax_compilation_cache_max_size', MAX_BYTES)
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', MIN_COMPILE_SECONDS)
+
+    # A kill or a full disk may leave a part of an entry. JAX warns, compiles, and keeps that part.
+    show = warnings.showwarning
+
+    def empty_cache_or_show(message: Any, *arguments: Any) -> None:
+        if 'persistent compilation cache' not in str(message):
+            show(message, *arguments)
+            return
+        for file in [*folder.glob('*-cache'), *folder.glob('*-atime')]:
+            with contextlib.suppress(OSError):
+                file.unlink()
+
+    warnings.showwarning = empty_cache_or_show  # type: ignore[assignment]
+
+
+def cpu_hash() -> str:
+    """Return a hash of the CPU's model and features: on another one compiled code may crash."""
+    fields = {platform.machine(), platform.processor()}
+    with contextlib.suppress(OSError):  # not Linux
+        for line in Path('/proc/cpuinfo').read_text().splitlines():
+            if line.startswith(CPU_FIELDS):
+                fields.add(line)
+    return hashlib.sha256('\n'.join(sorted(fields)).encode()).hexdigest()[:16]

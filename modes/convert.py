@@ -1,0 +1,101 @@
+"""--mode=convert: write a checkpoint of any format as T5X's or as Hugging Face's."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+from absl import logging
+
+import checkpoint
+import formats.open
+import paths
+from formats import hugging_face
+from vocabulary import ByteVocabulary, find_vocabulary, stored_data
+
+
+def convert(source: str | None, target: str | None, file_format: str, step: str) -> list[str]:
+    """Convert the checkpoint `source` into the folder `target`. Return the lines to print."""
+    if not source or not target:
+        raise ValueError('--mode=convert needs --from=CHECKPOINT and --to=FOLDER')
+    return [str(convert_checkpoint(source, target, file_format, step))]
+
+
+def convert_checkpoint(source: str | Path, target: str | Path, form: str, step: str = '') -> Path:
+    """Write the checkpoint that `infer.load` would open at `source` to the folder `target`; return its path.
+
+    `form` is 't5x', with whatever optimizer state there is, as `target`/checkpoint_STEP, or 'hf', parameters
+    only. Arrays keep their dtypes and are read as they are written. All or nothing: an error leaves `target` as
+    it was. Raises ValueError for a target that has other files or lies in the source, and warns where there is no
+    vocabulary.
+    """
+    target = paths.disk_path(target)
+    paths.check_new(target)
+    source_path = paths.to_path(source)
+    if isinstance(source_path, Path) and target.resolve().is_relative_to(source_path.resolve()):
+        raise ValueError(f'{target} is or lies in {source_path}: name a folder elsewhere')
+    opened = formats.open.open_model(source_path, step=step)
+    vocabulary = find_vocabulary(opened.directory)
+    vocabulary_model = vocabulary.model if vocabulary else b''
+    brings_vocabulary = bool(vocabulary_model)
+    if form == 'hf':
+        parameters = checkpoint.parameters(opened.leaves)
+        hugging_face.write(target, opened.config, parameters, vocabulary_model or None)
+        written = target
+    else:
+        written = _write_t5x(target, opened, vocabulary_model)
+        # config.json has what a vocabulary of bytes needs.
+        brings_vocabulary = brings_vocabulary or isinstance(vocabulary, ByteVocabulary)
+    if opened.note:
+        logging.warning(opened.note)
+    if not brings_vocabulary:
+        logging.warning(
+            '%s brings no vocabulary file, so %s has none: pass vocabulary=... to load it, '
+            'or copy spiece.model into it',
+            opened.directory,
+            written,
+        )
+    return written
+
+
+def _write_t5x(target: Path, opened: formats.open.OpenedModel, vocabulary_model: bytes) -> Path:
+    """Write `target`/checkpoint_STEP, with the vocabulary in it, and beside it in a new folder.
+
+    Raises ValueError unless `target` is new, or a folder of checkpoints that lacks this step.
+    """
+    tree = {'state/step': np.int32(0), **opened.leaves}
+    step = int(checkpoint.read_leaf(tree['state/step']))
+    final = target / f'checkpoint_{step}'
+    run_vocabulary = target / 'vocabulary.model'
+    others = []
+    if target.exists():
+        others = [file for file in sorted(target.iterdir()) if file != run_vocabulary]
+    is_new = not others and not run_vocabulary.exists()
+    if run_vocabulary.exists() and run_vocabulary.read_bytes() != vocabulary_model:
+        raise ValueError(f'{target} has another vocabulary: name another folder')
+    for file in others:
+        if file == final or not file.name.startswith('checkpoint_'):
+            raise ValueError(f'{file} exists: remove it or name another folder')
+
+    data_settings = stored_data(opened.directory)
+    settings = {
+        'model': dataclasses.asdict(opened.config),
+        'data': {name: data_settings[name] for name in ('extra_ids', 'vocabulary')},
+    }
+    files = {'config.json': json.dumps(settings).encode()}
+    if opened.model.SOURCE:
+        files[opened.model.RECORD] = opened.model.SOURCE
+    if vocabulary_model:
+        files['vocabulary.model'] = vocabulary_model
+    with paths.unfinished(final) as unfinished:
+        try:
+            checkpoint.save(unfinished, step, tree, files).rename(final)
+        except OSError as error:  # it names the unfinished folder, which is removed now
+            cause = error.__cause__
+            if isinstance(cause, ValueError | OSError):
+                raise cause from None
+            raise
+        if vocabulary_model and is_new:  # other checkpoints must not find it
+            (unfinished / 'vocabulary.model').write_bytes(vocabulary_model)
+            (unfinished / 'vocabulary.model').rename(run_vocabulary)
+    return final

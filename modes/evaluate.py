@@ -1,0 +1,231 @@
+"""`--mode=evaluate`: task metrics of one checkpoint, of some steps of a run, or of each new one.
+
+Source: T5X t5x/eval.py.
+"""
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import checkpoint
+import formats.open
+import infer
+import partition
+import paths
+from configs import check
+from modes.of_checkpoint import check_rows, settings_of, vocabulary_of_checkpoint
+from randomness import digest
+from run import results, task_metrics, workdir
+from run.console import Console
+from run.examples import check_split
+
+SECONDS_BETWEEN_LOOKS = 10.0  # for a new checkpoint
+
+
+class Chosen(NamedTuple):
+    """The checkpoints that the flags choose."""
+
+    folder: Any  # of the run, or the checkpoint itself
+    is_run: bool
+    steps: list[int]  # of the run; [] for a checkpoint that is in none
+
+
+def prepare(
+    config: Any | None, changes: Mapping[str, Any], checkpoint: str | None, **flags: Any
+) -> 'CheckpointEvaluation':
+    """Return an evaluation with `config`, or with `changes` of the settings of the run."""
+    if not checkpoint:
+        raise ValueError('--mode=evaluate needs --checkpoint=RUN, or a checkpoint')
+    if config is None:
+        config = settings_of(paths.to_path(checkpoint), changes)
+        check.check(config)
+    return CheckpointEvaluation(config, checkpoint, **flags)
+
+
+class CheckpointEvaluation:
+    """An evaluation: what is there already is not computed again.
+
+    `path` is a run, or a checkpoint that `infer.load` opens; the results go to `output_dir`, by
+    default the run. `step` is 'last', 'best', 'all', or numbers separated by commas. With `watch` all
+    steps are evaluated, and each new one as it appears, until the last one of the run. Raises ValueError
+    or OSError, before anything is compiled, for what cannot be evaluated.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        path: str,
+        output_dir: str = '',
+        step: str = '',
+        split: str = '',
+        watch: bool = False,
+    ):
+        self.watch = watch
+        self.split = split or config.infer_eval.split
+        check_split(self.split)
+        self.console = Console()
+        chosen = choose(path, step, watch)
+        self.chosen = chosen._replace(steps=of_first_process(chosen.steps))
+        self.folder = output_folder(self.chosen, output_dir)
+        self.results = results.Results(self.folder)
+        self.results.scores()  # raises ValueError for a file that is damaged
+        self.mesh = partition.make_mesh(**config.mesh)
+        self.t5: infer.T5 | None = None  # compiled once for all steps
+        self.loaded_path: Any = None  # of the checkpoint whose parameters it has
+        opened = task_metrics.open_tasks(config, self.split)
+        first = self.chosen.folder  # a checkpoint, or a run that has none yet
+        if self.chosen.steps:
+            first = first / f'checkpoint_{self.chosen.steps[0]}'
+        self.vocabulary = vocabulary_of_checkpoint(first, config.data)
+        with self.console.working('Reading the tasks'):
+            self.task_metrics = task_metrics.TaskMetrics(
+                config, self.split, self.vocabulary, opened, self.console.line
+            )
+        self.events = workdir.Events(self.folder / results.FOLDER)
+
+    def run(self) -> None:
+        """Evaluate the checkpoints. Raises ValueError or OSError for one that cannot be opened."""
+        if jax.process_index() == 0:
+            with paths.naming(self.folder):
+                self.results.write_table()  # a kill may have come before it
+        if not self.chosen.is_run:
+            path = self.chosen.folder
+            self.evaluate(path, formats.open.saved_step(formats.open.open_checkpoint(path).leaves))
+        elif not self.watch:
+            for step in self.chosen.steps:
+                self.evaluate(self.chosen.folder / f'checkpoint_{step}', step)
+        else:
+            self.evaluate_as_they_appear()
+        self.console.line(f'Results are in {self.results.table_file} and {self.results.folder}.')
+
+    def evaluate_as_they_appear(self) -> None:
+        """Evaluate the checkpoints of a run, of which training may delete some, up to its last step."""
+        run = self.chosen.folder
+        evaluated: set[int] = set()
+        newest = 0
+        while True:
+            steps = of_first_process(checkpoint.steps(run))
+            for step in steps:
+                newest = max(newest, step)
+                if step in evaluated:
+                    continue
+                directory = run / f'checkpoint_{step}'
+                try:
+                    self.evaluate(directory, step)
+                    evaluated.add(step)
+                except (ValueError, OSError):
+                    if partition.from_processes(np.array(directory.exists())).all():
+                        raise
+                    self.console.line(f'{directory} was deleted before it was evaluated.')
+            has_ended = newest >= last_step(run) and evaluated.issuperset(steps)
+            if partition.from_first_process(np.array(has_ended)):
+                return
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+
+    def evaluate(self, path: Any, step: int) -> None:
+        """Evaluate a checkpoint on each task that has no results of it."""
+        values = {}
+        for task in self.task_metrics.tasks:
+            identity = task.settings
+            if self.folder not in (path, path.parent):  # another folder than that of its run
+                identity = digest([task.settings, str(path)])
+            is_evaluated = self.results.has(task.name, step, identity)
+            if partition.from_first_process(np.array(is_evaluated)):
+                self.console.line(f'Step {step:,}: {task.name} is evaluated already.')
+                continue
+            with self.console.working(f'Evaluating {task.name}, step {step:,}'):
+                found = self.task_metrics(self.load(path), task)
+            assert found is not None
+            if jax.process_index() == 0:
+                with paths.naming(self.folder):
+                    self.events.write(task.name, step, task_metrics.events_of(found.values))
+                    self.results.write(task.name, step, found.values, found.lines, identity)
+                    self.results.write_table()
+            values[task.name] = found.values
+        if values:
+            self.console.line(results.describe(step, self.split, values))
+
+    def load(self, path: Any) -> infer.T5:
+        """Return the model with the parameters of a checkpoint. All processes fail if one does."""
+        if self.t5 is not None and path == self.loaded_path:
+            return self.t5
+        error: ValueError | OSError | None = None
+        try:
+            loaded = infer.load(path, mesh=self.mesh)
+            check_rows(self.vocabulary, path, loaded.config.vocab_size)
+        except (ValueError, OSError) as caught:
+            error = caught
+        num_failed = partition.from_processes(np.array(error is not None)).sum()
+        if error is not None:
+            raise error
+        if num_failed:
+            raise OSError(f'{num_failed} processes cannot read {path}: all must see its disk')
+        self.loaded_path = path
+        if self.t5 is None or self.t5.config != loaded.config:
+            self.t5 = loaded
+        else:
+            self.t5.set_parameters(loaded.arrays)
+        return self.t5
+
+
+def choose(path: str, step: str, watch: bool) -> Chosen:
+    """Return the checkpoints that --checkpoint, --step and --watch choose."""
+    folder = paths.to_path(path)
+    steps = checkpoint.steps(folder)
+    is_run = bool(steps)
+    if watch and not (folder / 'checkpoint').exists():
+        is_run = is_run or workdir.is_run(folder)
+    for flag, value in (('--watch', watch), (f'--step={step}', step)):
+        if value and not is_run:
+            raise ValueError(
+                f'{flag}: --checkpoint={path} is no run with checkpoint_STEP folders: name one'
+            )
+    if step and watch:
+        raise ValueError(f'--step={step} with --watch, which evaluates all: leave one of them out')
+    if not is_run:
+        return Chosen(formats.open.open_checkpoint(path).directory, is_run=False, steps=[])
+    if not watch:
+        steps = formats.open.choose_steps(folder, step, steps)
+    return Chosen(folder, is_run=True, steps=steps)
+
+
+def output_folder(chosen: Chosen, output_dir: str) -> Any:
+    """Return the folder of the results: --output_dir, or the run of the checkpoint."""
+    if output_dir:
+        folder = paths.to_path(output_dir, may_be_new=True)
+    elif chosen.is_run:
+        folder = chosen.folder
+    else:
+        folder = chosen.folder.parent
+    if not output_dir and not workdir.is_run(folder):
+        raise ValueError(
+            f'{chosen.folder} is in no run, which would take the results: name --output_dir'
+        )
+    paths.check_new(folder)
+    if jax.process_index() == 0:
+        results.check_writable(folder)
+    return folder
+
+
+def of_first_process(steps: Sequence[int]) -> list[int]:
+    """Return the steps that the first process has found: training may save one meanwhile."""
+    num_steps = int(partition.from_first_process(np.array(len(steps))))
+    if num_steps == 0:
+        return []
+    same_number = np.zeros(num_steps, np.int64)
+    same_number[: len(steps)] = steps[:num_steps]
+    return partition.from_first_process(same_number).tolist()
+
+
+def last_step(run: Any) -> float:
+    """Return the step at which a run ends or has ended, infinity while nobody knows."""
+    try:
+        content = json.loads((run / 'config.json').read_bytes())
+        return content.get(workdir.LAST_STEP, content['train']['steps'])
+    except (OSError, ValueError, KeyError):
+        return math.inf

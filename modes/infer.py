@@ -1,0 +1,585 @@
+"""`--mode=infer`: predict, score or encode a task's split or a file, or answer one text.
+
+Predictions and scores are JSON Lines in T5X's form. Examples are written in chunks, so a job that
+was killed goes on after the last complete one. Shard i of n takes every n-th example; the last shard
+to end merges the results.
+
+    infer.json                           the settings; results of others are refused
+    tmp-TASK-SSSSS-of-NNNNN/             the chunks of a shard, until it ends
+    TASK-MODE.jsonl-SSSSS-of-NNNNN       the lines of a shard
+    TASK-MODE.jsonl-SSSSS-of-NNNNN.COMPLETED
+    TASK-MODE.jsonl                      the lines of all shards, in the order of the examples
+
+Encodings (`--encode`) are the encoder's outputs, float32; of the checkpoint no decoder is read.
+Each chunk is a file that stays, and all files are numbered through the shards, one shard after
+the other:
+
+    TASK-encodings-CCCCC-of-NNNNN.safetensors
+        indices     int64 [n]: the number of each example in the file or split, from 0
+        embeddings  --pool=mean: [n, emb_dim], the mean of an example's tokens, EOS included, as in
+                    Sentence-T5, without its projection and normalization
+                    --pool=none: [sum of lengths, emb_dim], the tokens of one example after the
+                    other, EOS included, without padding
+        lengths     --pool=none alone: int32 [n], the number of tokens of each example
+
+FILE.COMPLETED, of a shard, a chunk or a file of encodings, has the size and checksum of FILE. Where
+the two differ, FILE is made anew.
+
+Source: T5X t5x/infer.py. Differs from T5X: its .COMPLETED are empty, and lines that are cut or
+changed go into its results; here a whole number is written as one, not as 0.0.
+"""
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import google_crc32c
+import jax
+import numpy as np
+import safetensors.numpy
+import tqdm
+from absl import logging
+
+import checkpoint
+import formats.open
+import infer
+import partition
+import paths
+from configs import check
+from formats import own_model
+from model import T5Config
+from modes import infer_input
+from modes.of_checkpoint import check_rows, settings_of, vocabulary_of_checkpoint
+from run import results, workdir
+from run.agreement import check_alike
+from run.console import describe_trimming
+from run.examples import PRETOKENIZED, Example, check_split, read_split
+from vocabulary import Vocabulary
+
+SETTINGS = 'infer.json'
+# Whose encodings are in one file, which is made in memory: by --pool.
+EXAMPLES_PER_FILE = {'none': 256, 'mean': infer.EXAMPLES_PER_CHUNK}
+
+MODEL_PART = {False: 'whole', True: 'encoder'}  # by --encode
+
+Chunk = Sequence[tuple[int, Example]]  # examples with their numbers
+
+
+class Request(NamedTuple):
+    """What the flags ask for, beside the config."""
+
+    checkpoint: str
+    step: str = ''  # of a run; its newest if not given
+    output_dir: str = ''  # '' writes to standard output
+    input: str = ''  # a file; '' takes the split of a task
+    text: str | None = None  # in place of both
+    split: str = ''  # 'test' if not given
+    score: bool = False
+    encode: bool = False
+    pool: str = 'none'  # of encodings; 'mean' for one vector of each example
+    fields: tuple[str, ...] = ()  # of the examples that lines have beside the texts; 'all' for all
+    output_ids: bool = False
+    trim: bool = False
+    shard: int = 1
+    num_shards: int = 1
+
+
+class Part(NamedTuple):
+    """The examples of one task or file, and what is known of them."""
+
+    name: str
+    spool: infer_input.Spool  # those of the shard
+    num_examples: int  # of all shards
+    messages: list[str]  # on examples that were cut or left out
+    digest: str  # of what is predicted and written
+
+
+class Job(NamedTuple):
+    """Everything that `infer` needs, checked."""
+
+    request: Request
+    config: Any
+    directory: Any  # of the checkpoint
+    model: ModuleType
+    model_config: T5Config
+    vocabulary: Vocabulary
+    parts: list[Part]  # none for a text
+    text_ids: list[int]
+
+    @property
+    def mode(self) -> str:
+        """T5X's name of what is computed, which is in the names of files."""
+        if self.request.score:
+            return 'score'
+        if self.request.encode:
+            return f'encode_{self.request.pool}'
+        if self.config.decode.return_scores:
+            return 'predict_with_aux'
+        return 'predict'
+
+
+# From the request to a job.
+
+
+def prepare(request: Request, config: Any | None, changes: Mapping[str, Any]) -> Job:
+    """Check everything that can be checked before the parameters are read. Writes nothing.
+
+    `config` is that of --config. Without it, the settings of the run that saved the checkpoint
+    count, else the defaults, with `changes`, {'data.task': value}. Raises ValueError and OSError.
+    """
+    check_request(request)
+    path = request.checkpoint
+    part = MODEL_PART[request.encode]
+    if config is not None:
+        model, model_config = own_model.load(config.model)
+        opened = formats.open.open_model(path, model_config, request.step, part, model)
+    else:
+        opened = formats.open.open_model(path, None, request.step, part)
+        config = settings_of(opened.directory, changes)
+        if request.input:  # data.kind of a run is said of its own files
+            config.data.kind = changes.get('data.kind', '')
+        changed = [key for key in changes if key.startswith('model.')]
+        if changed and 'model' not in check.read_stored(opened.directory):
+            raise ValueError(
+                f'--config.{changed[0]}: {opened.directory} has no settings to change: add --config=FILE'
+            )
+        if changed and 'model.module' not in changed:
+            config.model.module = opened.config.module  # where its file is now
+        if changed:
+            model, model_config = own_model.load(config.model)
+            path = opened.directory
+            opened = formats.open.open_model(path, model_config, '', part, model)
+    check.check(config)
+    vocabulary = vocabulary_of_checkpoint(opened.directory, config.data)
+    vocab_size = opened.config.vocab_size
+    check_rows(vocabulary, opened.directory, vocab_size)
+    infer.Decoding.of_settings(config.decode)
+    if config.decode.top_k > vocab_size:
+        raise ValueError(
+            f'decode.top_k={config.decode.top_k}: must be at most model.vocab_size={vocab_size}'
+        )
+    parts = []
+    text_ids: list[int] = []
+    if request.text is not None:
+        length = config.data.lengths.inputs
+        text_ids = infer_input.encode_text(request.text, vocabulary, length, request.trim)
+    elif request.input:
+        lines = infer_input.FileExamples(
+            request.input, config.data, vocabulary, needs_targets=request.score, trim=request.trim
+        )
+        parts.append(read(lines.name, lines, request))
+    else:
+        for task in infer_input.open_tasks(config.data, vocabulary):
+            parts.append(read(task.name, read_split(task, request.split or 'test'), request))
+            for fault in task.source.faults()[0]:
+                parts[-1].messages.append(f'Left out: {fault}')
+    directory = opened.directory
+    job = Job(request, config, directory, opened.model, opened.config, vocabulary, parts, text_ids)
+    if request.output_dir:
+        check_output(job)
+    if opened.note:
+        logging.warning(opened.note)
+    return job
+
+
+def check_request(request: Request) -> None:
+    """Raise ValueError for flags that do not fit together."""
+    reads_stdin = request.input == infer_input.STANDARD_INPUT
+    if not request.checkpoint:
+        raise ValueError('--mode=infer needs a model: name it with --checkpoint=PATH')
+    if request.text is not None and not request.text.strip():
+        raise ValueError("--text='' has no text: write one, as in --text='translate ...'")
+    for flag, excluded in (
+        ('text', ('output_dir', 'input', 'encode', 'score', 'fields', 'output_ids', 'split')),
+        ('input', ('split',)),
+        ('encode', ('score', 'fields', 'output_ids')),
+    ):
+        for name in excluded:
+            if getattr(request, flag) and getattr(request, name):
+                raise ValueError(f'--{name} is not for --{flag}: leave one of them out')
+    if request.encode and not request.output_dir:
+        raise ValueError('--encode needs a folder for its arrays: name --output_dir')
+    if request.pool != 'none' and not request.encode:
+        raise ValueError(f'--pool={request.pool} is of encodings: add --encode, or leave it out')
+    check_split(request.split or 'test')
+    if request.num_shards > 1 and (not request.output_dir or reads_stdin):
+        raise ValueError(
+            f'--shard={request.shard}/{request.num_shards} needs --output_dir, and no --input=-: name '
+            'a folder for the results of all shards, and a file'
+        )
+    if reads_stdin and jax.process_count() > 1:
+        raise ValueError(
+            f'--input=- in {jax.process_count()} processes: only one reads it: name a file'
+        )
+
+
+def read(name: str, examples: Iterable[Example], request: Request) -> Part:
+    """Read all examples: what is wrong with one of them is found before anything is computed."""
+    spool = infer_input.Spool()
+    digest = hashlib.blake2b(digest_size=16)
+    num_examples = 0
+    num_trimmed = 0
+    for example in examples:
+        if num_examples % request.num_shards == request.shard - 1:
+            spool.add(num_examples, example)
+        num_examples += 1
+        num_trimmed += example.is_trimmed
+        digest.update(example.inputs.tobytes())
+        if request.score and example.targets is not None:
+            digest.update(b' targets ' + example.targets.tobytes())
+        written = selected(example.features(), request.fields)
+        digest.update(json.dumps(written, default=results.json_default).encode())
+    if num_examples == 0:
+        raise ValueError(f'{name} has no example: name a split or a file with some')
+    check_alike(f'the examples of {name}', digest.hexdigest().encode())
+    messages = list(describe_trimming({name: [num_examples, num_trimmed]}))
+    return Part(name, spool, num_examples, messages, digest.hexdigest())
+
+
+# From a job to lines.
+
+
+def infer_all(job: Job) -> list[str]:
+    """Do a job: write its results, or print them. Return what the first process says at the end.
+
+    All processes compute, each some rows of a batch; the first one writes and prints.
+    """
+    load_once = functools.cache(functools.partial(load, job))  # not at all if nothing is missing
+    request = job.request
+    is_first = jax.process_index() == 0
+    messages: list[str] = []
+    for part in job.parts:
+        messages += part.messages
+    if request.text is not None:
+        options = infer.decoding_options(job.config.decode)
+        example = infer.Example(job.text_ids)
+        [answer] = infer.predict_all(load_once(), [example], batch_size=1, options=options)
+        if is_first:
+            for i, tokens in enumerate(answer.tokens):
+                if job.config.decode.return_scores:
+                    print(f'{answer.scores[i]:.6g} nats:', file=sys.stderr, flush=True)
+                print(job.vocabulary.decode(tokens), flush=True)
+    elif not request.output_dir:
+        for part in job.parts:
+            with progress_bar(part) as bar:
+                for chunk in chunks(part.spool, infer.EXAMPLES_PER_CHUNK):
+                    lines = list(lines_of(job, load_once(), chunk, bar.update))
+                    if is_first:
+                        sys.stdout.writelines(lines)
+                        sys.stdout.flush()
+    else:
+        folder = paths.disk_path(request.output_dir)
+        shard = f'{request.shard}/{request.num_shards}'
+        lock = folder / f'.lock-{request.shard - 1:05}-of-{request.num_shards:05}'
+        with contextlib.ExitStack() as stack:
+            if is_first:
+                stack.enter_context(paths.naming(folder))
+                folder.mkdir(parents=True, exist_ok=True)
+                remedy = 'wait for it, or give each process its own --shard=i/n'
+                stack.enter_context(workdir.lock(lock, f'shard {shard} of {folder}', remedy))
+                check_output(job)  # another shard may have begun
+                if not (folder / SETTINGS).exists():
+                    content = json.dumps(settings_as_json(job), indent=1).encode()
+                    paths.replace_file(folder / SETTINGS, content, shard.replace('/', '-of-'))
+            for part in job.parts:
+                messages.append(Output(folder, part, job).write(load_once))
+            if is_first:
+                lock.unlink(missing_ok=True)
+    if not is_first:
+        messages.clear()
+    return messages
+
+
+def load(job: Job) -> infer.T5:
+    """Read the parameters of the checkpoint."""
+    mesh = partition.make_mesh(**job.config.mesh)
+    part = MODEL_PART[job.request.encode]
+    return infer.load(
+        job.directory, config=job.model_config, mesh=mesh, dtype=job.config.restore.dtype, part=part
+    )
+
+
+def chunks(spool: infer_input.Spool, size: int) -> Iterator[Chunk]:
+    """Yield lists of `size` examples, each with its number."""
+    examples = iter(spool)
+    while chunk := list(itertools.islice(examples, size)):
+        yield chunk
+
+
+def progress_bar(part: Part) -> tqdm.tqdm:
+    """Return a bar on stderr for the examples of a shard."""
+    mininterval = 1.0 if sys.stderr.isatty() else 30.0
+    return tqdm.tqdm(
+        total=len(part.spool),
+        unit=' examples',
+        desc=part.name,
+        mininterval=mininterval,
+        disable=jax.process_index() > 0,
+    )
+
+
+def lines_of(job: Job, t5: infer.T5, chunk: Chunk, progress: Callable[[int], Any]) -> Iterator[str]:
+    """Yield the line of each example."""
+    request = job.request
+    config = job.config.decode
+    examples = []
+    inputs = []  # as lines have them
+    for number, example in chunk:
+        targets = np.zeros(0, np.int32) if example.targets is None else example.targets
+        examples.append(infer.Example(example.inputs, targets, number))
+        inputs.append(selected(example.features(), request.fields))
+    if request.score:
+        scores = infer.score_all(t5, examples, config.batch_size, progress)
+        for written, score in zip(inputs, scores, strict=True):
+            yield results.as_line({'inputs': written, 'score': score})
+        return
+    options = infer.decoding_options(config)
+    answers = infer.predict_all(t5, examples, config.batch_size, options, progress)
+    for written, answer in zip(inputs, answers, strict=True):
+        texts = [job.vocabulary.decode(tokens) for tokens in answer.tokens]
+        line: dict[str, Any] = {'inputs': written, 'prediction': one_or_all(texts)}
+        if request.output_ids:
+            line['prediction_tokens'] = one_or_all(answer.tokens)
+        if config.return_scores:
+            line['aux'] = {'scores': one_or_all(answer.scores)}
+        yield results.as_line(line)
+
+
+def one_or_all(values: list) -> Any:
+    """Return the one value of a list, or all of several: the best answer is the first."""
+    if len(values) == 1:
+        return values[0]
+    return values
+
+
+def selected(fields: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of an example that its line has: those in `names`, by default the texts."""
+    if tuple(names) == ('all',):
+        return dict(fields)
+    for name in names:
+        if name not in fields:
+            known = check.first_ten([repr(field) for field in fields])
+            raise ValueError(f'--fields names {name!r}: the fields of an example are {known}')
+    found = {}
+    for name, value in fields.items():
+        feature = name.removesuffix(PRETOKENIZED)
+        if name in names or (feature != name and (not names or feature in names)):
+            found[name] = value
+    return found
+
+
+def encodings_of(
+    job: Job, t5: infer.T5, chunk: Chunk, progress: Callable[[int], Any]
+) -> dict[str, np.ndarray]:
+    """Return the arrays of a file, as the head of this file has them."""
+    pool = job.request.pool
+    examples = [infer.Example(example.inputs, number=number) for number, example in chunk]
+    encoded = list(infer.encode_all(t5, examples, job.config.decode.batch_size, pool, progress))
+    arrays = {'indices': np.array([example.number for example in examples], np.int64)}
+    if pool == 'mean':
+        return arrays | {'embeddings': np.stack(encoded)}
+    arrays['lengths'] = np.array([len(of_example) for of_example in encoded], np.int32)
+    return arrays | {'embeddings': np.concatenate(encoded)}
+
+
+class Output:
+    """The files of one task's or file's results, of one shard."""
+
+    def __init__(self, folder: Path, part: Part, job: Job):
+        request = job.request
+        task = results.file_name(part.name)
+        self.job = job
+        self.part = part
+        self.merged = folder / f'{task}-{job.mode}.jsonl'
+        self.shards = []  # the files of all shards
+        for shard in range(request.num_shards):
+            suffix = f'{shard:05}-of-{request.num_shards:05}'
+            self.shards.append(folder / f'{self.merged.name}-{suffix}')
+        self.file = self.shards[request.shard - 1]
+        self.settings = digest_of(json.dumps(settings_as_json(job), sort_keys=True).encode())
+        self.chunks = folder / self.file.name.replace(self.merged.name, f'tmp-{task}', 1)
+        shard_of_file = []  # of the files of encodings of all shards
+        for shard in range(1, request.num_shards + 1):
+            num_examples = len(range(shard - 1, part.num_examples, request.num_shards))
+            num_files = math.ceil(num_examples / EXAMPLES_PER_FILE[request.pool])
+            shard_of_file += [shard] * num_files
+        self.encodings = {}
+        for number, shard in enumerate(shard_of_file):
+            name = f'{task}-encodings-{number:05}-of-{len(shard_of_file):05}.safetensors'
+            self.encodings[folder / name] = shard
+
+    def write(self, load_once: Callable[[], infer.T5]) -> str:
+        """Write what is missing of the shard. Return what the first process says of it."""
+        is_first = jax.process_index() == 0
+        request = self.job.request
+        if request.encode:
+            shards = self.encodings
+            files = [file for file in shards if shards[file] == request.shard]
+            self.write_chunks(files, EXAMPLES_PER_FILE[request.pool], load_once)
+            message = f'The encodings of {self.part.name} are in {self.merged.parent}'
+            num_missing = sum(not mark_of(file).exists() for file in shards)
+            if num_missing:
+                message += (
+                    f'; {num_missing} of {len(shards)} files are missing, those of other shards'
+                )
+            return message
+        if not self.is_complete(self.file):
+            files = []
+            for number in range(math.ceil(len(self.part.spool) / infer.EXAMPLES_PER_CHUNK)):
+                files.append(self.chunks / f'{self.file.name}-chunk{number:05}')
+            if is_first:
+                mark_of(self.file).unlink(missing_ok=True)
+                self.chunks.mkdir(exist_ok=True)
+            self.write_chunks(files, infer.EXAMPLES_PER_CHUNK, load_once)
+            if is_first:
+                with paths.replacing(self.file) as file:
+                    for path in files:
+                        with path.open('rb') as chunk:
+                            shutil.copyfileobj(chunk, file)
+                self.complete(self.file)
+        if not is_first:
+            return ''
+        return self.merge()
+
+    def write_chunks(
+        self, files: Sequence[Path], size: int, load_once: Callable[[], infer.T5]
+    ) -> None:
+        """Write those of the files that are not complete, `size` examples each."""
+        is_first = jax.process_index() == 0
+        with progress_bar(self.part) as bar:
+            for file, chunk in zip(files, chunks(self.part.spool, size), strict=True):
+                if self.is_complete(file):
+                    if is_first:
+                        bar.initial += len(chunk)  # they count for no speed
+                    bar.update(len(chunk))
+                    continue
+                arguments = (self.job, load_once(), chunk, bar.update)
+                if self.job.request.encode:
+                    content = safetensors.numpy.save(encodings_of(*arguments))
+                else:
+                    content = ''.join(lines_of(*arguments)).encode()
+                if is_first:
+                    paths.replace_file(file, content)
+                    self.complete(file)
+
+    def complete(self, file: Path) -> None:
+        """Mark a file as complete."""
+        paths.replace_file(mark_of(file), json.dumps(self.summary(file)).encode())
+
+    def summary(self, file: Path) -> dict[str, Any]:
+        """Return what marks a file as complete: whose it is, its size and checksum."""
+        checksum = google_crc32c.Checksum()
+        summary: dict[str, Any] = {'file': file.name, 'settings': self.settings}
+        summary |= {'lines': 0, 'bytes': 0}
+        with file.open('rb') as lines:
+            for line in lines:
+                checksum.update(line)
+                summary['lines'] += 1
+                summary['bytes'] += len(line)
+        return summary | {'crc32c': int.from_bytes(checksum.digest())}
+
+    def is_unchanged(self, file: Path) -> bool:
+        """Return whether a file is what was marked as complete."""
+        try:
+            return json.loads(mark_of(file).read_bytes()) == self.summary(file)
+        except (FileNotFoundError, ValueError, RecursionError):
+            return False
+
+    def is_complete(self, file: Path) -> bool:
+        """Return whether a file is complete. Say so where it was and has changed.
+
+        The first process, which writes, decides for all.
+        """
+        found = False
+        if jax.process_index() == 0 and mark_of(file).exists():
+            found = self.is_unchanged(file)
+            if not found:
+                text = f'{file} has changed or is gone since it was completed: it is made anew.'
+                tqdm.tqdm.write(text, file=sys.stderr)
+        return bool(partition.from_first_process(np.array(found)))
+
+    def merge(self) -> str:
+        """Merge the shards if all are complete. Return what to print."""
+        shutil.rmtree(self.chunks, ignore_errors=True)
+        num_missing = sum(not mark_of(file).exists() for file in self.shards)
+        num_shards = len(self.shards)
+        if num_missing:
+            return (
+                f'{self.file} is written; {num_missing} of {num_shards} shards are missing: the last '
+                'one to end merges them.'
+            )
+        for shard, file in enumerate(self.shards, start=1):
+            if not self.is_unchanged(file):
+                raise ValueError(
+                    f'{file} has changed or is gone since it was completed: make it anew, with the same '
+                    f'command and --shard={shard}/{num_shards}'
+                )
+        with contextlib.ExitStack() as stack:
+            shards = [stack.enter_context(file.open('rb')) for file in self.shards]
+            merged = stack.enter_context(paths.replacing(self.merged, self.file.name))
+            for lines in itertools.zip_longest(*shards, fillvalue=b''):
+                merged.writelines(lines)
+        return f'The results are in {self.merged}'
+
+
+def mark_of(file: Path) -> Path:
+    """Return the file that says that `file` is complete."""
+    return file.with_name(f'{file.name}.COMPLETED')
+
+
+def check_output(job: Job) -> None:
+    """Raise ValueError for an output folder that holds results of other settings, or other files."""
+    folder = paths.disk_path(job.request.output_dir)
+    paths.check_new(folder)
+    if jax.process_index() == 0:
+        results.check_writable(folder)
+    file = folder / SETTINGS
+    if file.exists():
+        changes = workdir.changed_settings(paths.read_json(file), settings_as_json(job))
+        if changes:
+            raise ValueError(
+                f'{folder} holds results of other settings ({check.first_ten(changes, "; ")}): name '
+                'another --output_dir, or remove it'
+            )
+        return
+    for part in job.parts:
+        output = Output(folder, part, job)
+        for path in (output.merged, output.file, *output.encodings):
+            if path.exists():
+                raise ValueError(f'{path} has no {SETTINGS} beside it: name another --output_dir')
+
+
+def settings_as_json(job: Job) -> dict[str, Any]:
+    """Return everything that the results depend on."""
+    request = job.request
+    model_settings = {'dtype': job.model_config.dtype}
+    if job.model.SOURCE:
+        model_settings[job.model.RECORD] = digest_of(job.model.SOURCE)
+    manifest = ''
+    if paths.is_file(job.directory / checkpoint.MANIFEST):  # of a checkpoint of ours
+        manifest = digest_of((job.directory / checkpoint.MANIFEST).read_bytes())
+    return {
+        'checkpoint': {'path': str(job.directory), 'manifest': manifest},
+        'vocabulary': job.vocabulary.hash,
+        'model': model_settings,
+        'restore': {'dtype': job.config.restore.dtype},
+        'mode': job.mode,
+        'decode': job.config.decode.to_dict(),
+        'fields': list(request.fields),
+        'output_ids': request.output_ids,
+        'num_shards': request.num_shards,
+        'examples': {part.name: part.digest for part in job.parts},
+    }
+
+
+def digest_of(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -1,0 +1,246 @@
+"""What `--mode=infer` reads: the split of a task, or the lines of a file.
+
+Examples of a task are cut as in training. Lines of a file that are too long are refused, unless the
+user says that they may be cut. Source: T5X t5x/infer.py. Imports no jax.
+"""
+
+import contextlib
+import gzip
+import itertools
+import json
+import pickle
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import paths
+import tasks
+import tasks.open
+from run.examples import RECORDS_AT_ONCE, Example
+from sources import files, tables
+from sources.heads import check_head, open_unzipped, read_head
+from sources.templates import Template
+from stream import TokenizedTask
+from tasks.objectives import takes_inputs
+from vocabulary import EOS_ID, Vocabulary
+
+STANDARD_INPUT = '-'
+
+
+class Spool:
+    """Examples with their numbers in a temporary file: they are read and tokenized once."""
+
+    def __init__(self):
+        self.file = tempfile.TemporaryFile(prefix='examples-')  # noqa: SIM115
+        self.num_examples = 0
+
+    def add(self, number: int, example: Example) -> None:
+        """Append an example. Raises OSError where the disk is full."""
+        try:
+            pickle.dump((number, example), self.file)
+        except OSError as error:
+            folder = tempfile.gettempdir()
+            raise OSError(
+                f'{folder} cannot hold the tokenized examples ({error.strerror}): set TMPDIR to another'
+            ) from error
+        self.num_examples += 1
+
+    def __len__(self) -> int:
+        return self.num_examples
+
+    def __iter__(self) -> Iterator[tuple[int, Example]]:
+        self.file.seek(0)
+        for _ in range(self.num_examples):
+            yield pickle.load(self.file)
+
+
+def open_tasks(config: Any, vocabulary: Vocabulary) -> Iterator[TokenizedTask]:
+    """Open a task, or each task of a mixture; `config`: config.data."""
+    for name, task in tasks.open.tasks_of(tasks.open.find(config)).items():
+        if not takes_inputs(task.objective):
+            raise ValueError(
+                f'data.task={name!r} has no inputs: name a text-to-text task, or a file with --input'
+            )
+        opened = tasks.open.opened_task(task, tasks.open.open_task(task, config))
+        yield TokenizedTask(opened, config, vocabulary)
+
+
+class FileExamples:
+    """The lines of a file: JSON objects, rows of a table, or texts that are inputs.
+
+    The inputs and targets of an object or row are those of data.inputs and data.targets, if they
+    are set, else its fields of that name. Standard input is JSON Lines if its first character is
+    '{'.
+    """
+
+    def __init__(
+        self, path: str, config: Any, vocabulary: Vocabulary, needs_targets: bool, trim: bool
+    ):
+        self.path = path
+        self.title = path
+        self.kind = config.kind or files.kind_of(path)
+        if self.kind == 'parquet':
+            raise ValueError(
+                f'--input={path}: must be text, JSON Lines, CSV or TSV, or one of these gzipped: convert it'
+            )
+        if path == STANDARD_INPUT:
+            self.title = 'standard input'
+            self.name = 'stdin'
+            standard_input: Any = sys.stdin.buffer
+            head = standard_input.peek(1)
+            if head[:1] == b'{':
+                self.kind = config.kind or 'jsonl'
+        else:
+            [self.path, *others] = paths.matching_files(path)
+            if others:
+                raise ValueError(f'--input={path} stands for {len(others) + 1} files: name one')
+            self.name = Path(self.path.removesuffix('.gz')).stem
+            head = read_head(self.path)
+        check_head(self.title, self.kind, head)
+        self.text_field = 'inputs'  # of a line of text
+        if config.inputs and self.kind != 'jsonl':
+            self.text_field = config.text_field
+        self.templates = {
+            'inputs': Template('data.inputs', config.inputs or '{inputs}'),
+            'targets': Template('data.targets', config.targets or '{targets}'),
+        }
+        if self.kind == 'text':
+            fields = self.templates['inputs'].fields
+            remedy = "set data.inputs='' if each line is the inputs"
+            tables.check_text(self.title, fields, self.text_field, remedy)
+        if needs_targets and self.kind == 'text':
+            raise ValueError(
+                f"--score needs targets: {self.title} is text: write JSON Lines with 'inputs' and 'targets'"
+            )
+        self.header: list[str] = []  # of a table
+        self.needs_targets = needs_targets
+        self.trim = trim
+        self.lengths = dict(config.lengths)
+        self.vocabulary = vocabulary
+
+    def __iter__(self) -> Iterator[Example]:
+        lines = numbered_lines(self.path, self.title, self.kind)
+        if self.kind in ('csv', 'tsv'):
+            _, line = next(lines)
+            self.header = tables.header_of(line, self.kind, self.title)
+            fields = self.templates['inputs'].fields
+            remedy = 'add it, or name others with --config.data.inputs'
+            tables.check_columns(self.title, self.header, fields, remedy=remedy)
+        while group := list(itertools.islice(lines, RECORDS_AT_ONCE)):
+            yield from self.items(group)
+
+    def items(self, lines: Sequence[tuple[int, str]]) -> Iterator[Example]:
+        """Yield the examples of some lines."""
+        fields = []
+        texts = []
+        for number, line in lines:
+            try:
+                fields.append(self.fields_of(line))
+                texts.append(self.texts_of(fields[-1]))
+            except ValueError as error:
+                raise ValueError(f'line {number} of {self.title}: {error}') from None
+        ids = {}
+        for name in ('inputs', 'targets'):
+            of_name = [of_line.get(name, '') for of_line in texts]
+            ids[name] = self.vocabulary.encode_as_arrays(of_name, glued_sentinels=True)
+        for i, (number, _) in enumerate(lines):
+            inputs = self.ended('inputs', ids['inputs'][i], number)
+            is_trimmed = len(inputs) <= len(ids['inputs'][i])
+            targets = None
+            if 'targets' in texts[i]:
+                targets = self.ended('targets', ids['targets'][i], number)
+                is_trimmed |= len(targets) <= len(ids['targets'][i])
+            yield Example(fields[i] | texts[i], inputs, targets, is_trimmed)
+
+    def fields_of(self, line: str) -> dict[str, Any]:
+        """Return the fields of a line."""
+        fields: dict[str, Any] = {}
+        is_empty = not line.strip()
+        if not is_empty:
+            fields = tables.fields_of_line(line, self.kind, self.text_field, self.header)
+            is_empty = self.kind in ('csv', 'tsv') and not any(fields.values())
+        if is_empty:
+            raise ValueError('no text: remove the line, each one is an example')
+        return fields
+
+    def texts_of(self, fields: Mapping[str, Any]) -> dict[str, str]:
+        """Return the inputs of a line and, if it has them, its targets."""
+        texts = {'inputs': self.filled('inputs', fields)}
+        is_text = []
+        for field in self.templates['targets'].fields:
+            is_text.append(isinstance(fields.get(field), str | int | float))
+        if self.needs_targets or all(is_text):
+            texts['targets'] = self.filled('targets', fields)
+        return texts
+
+    def filled(self, name: str, fields: Mapping[str, Any]) -> str:
+        """Return the inputs or targets of a line. Numbers are written as JSON writes them."""
+        template = self.templates[name]
+        values = {}
+        for field in template.fields:
+            value = fields.get(field)
+            if isinstance(value, int | float):
+                values[field] = json.dumps(value)
+                continue
+            remedy = f'add it, or name others with --config.data.{name}'
+            values[field] = tables.json_string(dict(fields), field, remedy=remedy)
+        return template.fill(values)
+
+    def ended(self, name: str, ids: np.ndarray, number: int) -> np.ndarray:
+        """Return ids with EOS at their end. Those that are too long are cut if the user says so."""
+        length = self.lengths[name]
+        if len(ids) >= length:
+            if not self.trim:
+                title = f'the {name} in line {number} of {self.title}'
+                raise too_long(title, len(ids) + 1, name, length)
+            ids = ids[: length - 1]
+        return np.append(ids, np.int32(EOS_ID)).astype(np.int32)
+
+
+def too_long(title: str, num_tokens: int, name: str, length: int) -> ValueError:
+    """Return the error that a text has more tokens than its row."""
+    return ValueError(
+        f'{title} have {num_tokens} tokens, EOS included, more than data.lengths.{name}={length}: shorten them, '
+        f'cut them with --trim, or set --config.data.lengths.{name}={num_tokens}'
+    )
+
+
+def encode_text(text: str, vocabulary: Vocabulary, length: int, trim: bool) -> list[int]:
+    """Return the ids of --text, EOS included. Raises ValueError for one that is too long."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError('--text is not UTF-8: write it in UTF-8') from None
+    [ids] = vocabulary.encode([text], glued_sentinels=True)
+    if len(ids) >= length and not trim:
+        raise too_long('the words of --text', len(ids) + 1, 'inputs', length)
+    return [*ids[: length - 1], EOS_ID]
+
+
+def numbered_lines(path: str, title: str, kind: str) -> Iterator[tuple[int, str]]:
+    """Yield (number, line) of a file, which may be gzipped. Raises ValueError for what is no text.
+
+    A row of CSV is one line, whatever newlines its quoted fields hold.
+    """
+    number = 0
+    opened: Any = contextlib.nullcontext(sys.stdin.buffer)
+    if path != STANDARD_INPUT:
+        opened = open_unzipped(path, files.SEQUENTIAL_READ_AHEAD)
+    try:
+        with opened as file:
+            for number, line in tables.whole_rows(tables.numbered_lines(file), kind):
+                encoding = 'utf-8-sig' if number == 1 else 'utf-8'
+                yield number, line.decode(encoding).removesuffix('\n').removesuffix('\r')
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f'line {number} of {title}: byte {error.start + 1} is not UTF-8: convert the file'
+        ) from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f'{title} is broken gzip ({error}): copy it again') from None
+    if number == 0:
+        raise ValueError(f'{title} is empty: write a line for each example')

@@ -1,0 +1,64 @@
+"""What a mode takes from the checkpoint that it is given: the settings of its run, and its vocabulary."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+import checkpoint
+from configs import base, check
+from vocabulary import ByteVocabulary, Vocabulary, find_vocabulary, named_vocabulary
+
+RUN_SETTINGS = ('model.', 'data.', 'decode.', 'infer_eval.')  # that a run's checkpoint is used with
+
+
+def settings_of(directory: Any, changes: Mapping[str, Any]) -> ConfigDict:
+    """Return the settings of the run that saved a checkpoint, else the defaults, with `changes`.
+
+    `changes`: {'data.task': value}. The mesh, all that concerns training and data.vocabulary, which
+    the checkpoint brings, are not the run's.
+    """
+    config = base.get_config()
+    stored = checkpoint.flatten(check.read_stored(directory))
+    for key, _ in check.leaves(config):
+        name = key.replace('.', '/')
+        if key.startswith(RUN_SETTINGS) and key != 'data.vocabulary' and name in stored:
+            config.update_from_flattened_dict({key: stored[name]})
+    config.update_from_flattened_dict(dict(changes))
+    return config
+
+
+def vocabulary_of_checkpoint(directory: Any, config: Any) -> Vocabulary:
+    """Return the vocabulary that `config.vocabulary` names, else that of a checkpoint or run.
+
+    `config`: config.data. Raises ValueError for none, and for one that is not the checkpoint's.
+    """
+    own = find_vocabulary(directory)
+    name = config.vocabulary
+    if isinstance(own, ByteVocabulary):
+        name = name or 'bytes'  # with as many sentinels as the settings say
+    found = own
+    if name:
+        found = named_vocabulary(
+            'data.vocabulary', name, config.extra_ids, byte_extra_ids=config.extra_ids
+        )
+    if found is None:
+        raise ValueError(
+            f'{directory} has no vocabulary: name the one that it was trained with, a SentencePiece '
+            'model, a folder that holds one, or bytes: --config.data.vocabulary'
+        )
+    if own is not None and own.model != found.model:
+        raise ValueError(
+            f'data.vocabulary={name!r} ({found.size:,} ids) is not the vocabulary of {directory} '
+            f'({own.size:,} ids): leave it out, which takes that one'
+        )
+    return found
+
+
+def check_rows(vocabulary: Vocabulary, directory: Any, num_rows: int) -> None:
+    """Raise ValueError where a checkpoint has fewer rows of embeddings than a vocabulary has ids."""
+    if vocabulary.size > num_rows:
+        raise ValueError(
+            f'the vocabulary has {vocabulary.size:,} ids, and {directory} has {num_rows:,} rows for '
+            'them: name the vocabulary it was trained with (--config.data.vocabulary)'
+        )

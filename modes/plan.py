@@ -1,0 +1,374 @@
+"""`--mode=plan`: compile the steps of a config for devices that need not be here.
+
+It says whether a step fits, what it computes and what it sends, and the smallest change that makes
+it fit. libtpu compiles for a slice of TPUs on any machine; a CPU stands in for many devices.
+"""
+
+import collections
+import dataclasses
+import re
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+import partition
+import train
+from configs import check as settings
+from modes import plan_decoding
+from modes.collectives import Collective, collectives_of, executed
+from modes.topology import CHIPS, SLICES, Chip, devices_of
+from modes.train import make_trainer
+from run import memory
+from run.console import Console
+
+GIB = 2**30
+Traffic = dict[tuple[str, tuple[str, ...]], float]  # {(kind, axes): bytes of a step on each device}
+
+
+def plan(config: Any, topology: str) -> Iterator[str]:
+    """Return the lines of a plan, which compile when they are drawn.
+
+    Raises ValueError for devices and settings that do not go together. Drawing the lines raises it
+    where a step does not fit: of --topology=all, on none of the slices.
+    """
+    if topology == 'all':
+        settings.check(config)
+        return table(config)
+    devices = devices_of(topology)
+    return lines_of(config, trainer_of(config, topology, devices), devices)
+
+
+def trainer_of(config: Any, topology: str, devices: list) -> train.Trainer:
+    """Return the trainer of a config on all the devices that --topology names."""
+    trainer = make_trainer(config, devices=devices)
+    if topology and trainer.mesh.size < len(devices):
+        raise ValueError(
+            f'--topology={topology} has {len(devices)} devices and the mesh {trainer.mesh.size}: set one '
+            'axis to -1, such as mesh.data, to use all'
+        )
+    microbatch_counts(trainer, config)
+    return trainer
+
+
+def microbatch_counts(trainer: train.Trainer, config: Any) -> list[int]:
+    """Return the numbers of microbatches to try."""
+    rows = trainer.batch_size // partition.axes_size(trainer.mesh, partition.BATCH_AXES)
+    return memory.microbatch_counts(config.train.num_microbatches, rows)
+
+
+def lines_of(config: Any, trainer: train.Trainer, devices: list) -> Iterator[str]:
+    """Yield the lines of `plan`."""
+    mesh = trainer.mesh
+    kind = mesh.devices.flat[0].device_kind
+    lengths = trainer.feature_lengths
+    num_parameters = sum(x.size for x in trainer.shapes.params.values())
+    yield (
+        f'T5 with {num_parameters:,} parameters in {config.model.dtype} on {mesh.size:,} devices '
+        f'({kind}), mesh {dict(mesh.shape)}'
+    )
+    yield (
+        f'Batch: {trainer.batch_size:,} rows of {lengths["encoder_input_tokens"]:,} + '
+        f'{lengths["decoder_target_tokens"]:,} tokens'
+    )
+    began = time.monotonic()
+    try:
+        step, num_microbatches = fit(config, trainer)
+    except ValueError as error:
+        yield 'Fits: NO'
+        raise ValueError(f'{error}{smallest_change(config, trainer, devices)}') from error
+    yield f'Compiled in {time.monotonic() - began:.0f} s'
+    yield from memory_lines(trainer, step, num_microbatches)
+    flops, formula = flops_of_step(trainer)
+    yield f"FLOPs of a step by T5's formula: {flops:.4g} = {formula}"
+    try:
+        program = step.as_text() or ''
+    except jax.errors.JaxRuntimeError as error:  # seen of large programs
+        yield f'Collectives, estimate: not known, XLA does not print this program: {error}'
+    else:
+        found = collectives_of(program, mesh)
+        yield from collective_lines(found, least_traffic(trainer))
+        if kind in CHIPS:
+            yield describe(estimate(program, found, flops, mesh), CHIPS[kind])
+    if trainer.model_config.num_decoder_layers:
+        decoding = plan_decoding.plan_decoding(config, trainer)
+        yield from plan_decoding.lines_of(decoding, trainer)
+        try:
+            plan_decoding.check_fits(decoding)
+        except ValueError as error:
+            raise ValueError(f'{error}{smallest_change(config, trainer, devices)}') from error
+
+
+def fit(config: Any, trainer: train.Trainer) -> tuple[jax.stages.Compiled, int]:
+    """Return the step in as few microbatches as fit, and their number.
+
+    Raises ValueError where none fits, as a run does.
+    """
+    memory.check_state_fits(trainer.mesh, trainer.shapes, trainer.specs)
+    with Console().working('Compiling'):
+        planned = memory.fit_step(
+            lambda n: train.compile_step(dataclasses.replace(trainer, num_microbatches=n)),
+            counts=microbatch_counts(trainer, config),
+            requested=config.train.num_microbatches,
+            mesh=trainer.mesh,
+            state_bytes=memory.num_state_bytes(trainer.shapes),
+        )
+    assert planned.step is not None
+    return planned.step, planned.num_microbatches
+
+
+def smallest_change(config: Any, trainer: train.Trainer, devices: list) -> str:
+    """Return the first of some changes of settings with which a step fits, which is compiled."""
+    for changes in changes_to_try(config, trainer.mesh):
+        changed = config.copy_and_resolve_references()
+        with changed.ignore_type():  # num_microbatches is a number or 'auto'
+            changed.update_from_flattened_dict(changes)
+        try:
+            changed_trainer = make_trainer(changed, devices=devices)
+            if config.infer_eval.every_steps:
+                plan_decoding.check_fits(plan_decoding.plan_decoding(changed, changed_trainer))
+            _, num_microbatches = fit(changed, changed_trainer)
+        except ValueError:
+            continue
+        flags = ' '.join(f'--config.{name}={value}' for name, value in changes.items())
+        return f'. The smallest change that fits: {flags}, in {num_microbatches} microbatch(es)'
+    return ''
+
+
+def changes_to_try(config: Any, mesh: Mesh) -> Iterator[dict[str, Any]]:
+    """Yield changes of settings that save memory, those that cost least first."""
+    changes: dict[str, Any] = {}
+    if config.train.num_microbatches != 'auto':
+        changes = {'train.num_microbatches': 'auto'}
+        yield changes
+    for remat in ('dots', 'full'):
+        if config.model.remat != 'full':
+            changes = changes | {'model.remat': remat}
+            yield changes
+    for wide, others in (('data', ('fsdp', 'model')), ('fsdp', ('model',))):
+        factor = 2
+        while mesh.shape[wide] % factor == 0:
+            for axis in others:
+                sizes = dict(mesh.shape)
+                sizes[wide] //= factor
+                sizes[axis] *= factor
+                yield changes | {f'mesh.{name}': size for name, size in sizes.items()}
+            factor *= 2
+
+
+def memory_lines(
+    trainer: train.Trainer, step: jax.stages.Compiled, num_microbatches: int
+) -> Iterator[str]:
+    """Yield what a step needs of the memory, and what for."""
+    mesh = trainer.mesh
+    state_bytes = memory.num_state_bytes(trainer.shapes)
+    need = memory.step_bytes(step, mesh, state_bytes) / GIB
+    limit = memory.memory_limit(mesh) / GIB
+    whose = 'each device'
+    if memory.is_on_cpu(mesh):
+        whose = f'this machine, with {mesh.size} devices and a copy that is being saved'
+    yield (
+        f'Fits: yes, in {num_microbatches} microbatch(es): {need:.2f} of {limit:.2f} GiB of {whose}'
+    )
+    analysis: Any = step.memory_analysis()
+    parameters = memory.bytes_on_device(mesh, trainer.shapes.params, trainer.specs.params)
+    optimizer = memory.bytes_on_device(mesh, trainer.shapes.opt_state, trainer.specs.opt_state)
+    total = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+    total += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    yield (
+        f'Memory of a device: {total / GIB:.2f} GiB at the peak: parameters {parameters / GIB:.2f}, '
+        f'optimizer {optimizer / GIB:.2f}, activations, gradients and the batch '
+        f'{(total - parameters - optimizer) / GIB:.2f}'
+    )
+
+
+def flops_of_step(trainer: train.Trainer) -> tuple[int, str]:
+    """Return the FLOPs of a step by T5's formula, and the formula.
+
+    It counts the matrix products of the forward pass three times: no recomputing, no causal half,
+    no lookups, no optimizer.
+    """
+    c = trainer.model_config
+    B = trainer.batch_size
+    S = trainer.feature_lengths['encoder_input_tokens']
+    T = trainer.feature_lengths['decoder_target_tokens']
+    d = c.emb_dim
+    a = c.num_heads * c.head_dim
+    f = c.mlp_dim
+    V = c.vocab_size
+    g = len(c.mlp_activations) + 1  # matrices of an MLP
+    encoder = c.num_encoder_layers * (2 * S * (4 * d * a + g * d * f) + 4 * S * S * a)
+    decoder = c.num_decoder_layers * (
+        2 * T * (4 * d * a + g * d * f)
+        + 4 * T * T * a
+        + 4 * T * d * a
+        + 4 * S * d * a
+        + 4 * T * S * a
+    )
+    head = 2 * T * d * V
+    formula = (
+        f'3B({c.num_encoder_layers}(2S(4da + {g}df) + 4SSa) + {c.num_decoder_layers}(2T(4da + {g}df) + 4TTa '
+        f'+ 4Tda + 4Sda + 4TSa) + 2TdV), {B=}, {S=}, {T=}, {d=}, {a=}, {f=}, {V=}'
+    )
+    return 3 * B * (encoder + decoder + head), formula
+
+
+def least_traffic(trainer: train.Trainer) -> Traffic:
+    """Return what the collectives of this layout must at least move, in bytes of whole arrays.
+
+    Over 'model' the sums of heads, MLPs and vocabulary, forward and backward, in the dtype of the
+    computation; over the others each gradient once, and each parameter that 'fsdp' splits gathered
+    once.
+    """
+    c = trainer.model_config
+    mesh = trainer.mesh
+    width = jnp.dtype(c.dtype).itemsize
+    rows = trainer.batch_size // partition.axes_size(mesh, partition.BATCH_AXES)
+    inputs = rows * trainer.feature_lengths['encoder_input_tokens']
+    targets = rows * trainer.feature_lengths['decoder_target_tokens']
+    found: Traffic = collections.defaultdict(float)
+    # The embedding once, a layer's attentions and MLP forward and backward, the encoder's output
+    # and the logits backward.
+    sums_of_inputs = 1 + 4 * c.num_encoder_layers + 1
+    sums_of_targets = 1 + 6 * c.num_decoder_layers + 1
+    vectors = sums_of_inputs * inputs + sums_of_targets * targets
+    # The loss: the largest logit, the sum, the target's logit; two for the accuracy.
+    found['all-reduce', ('model',)] = vectors * c.emb_dim * width + 5 * targets * 4
+    for path, spec in trainer.specs.params.items():
+        own = memory.bytes_on_device(mesh, trainer.shapes.params[path], spec)
+        replicated = partition.replicated_batch_axes(spec)
+        split = tuple(axis for axis in partition.BATCH_AXES if axis not in replicated)
+        whole = own * partition.axes_size(mesh, split)
+        found['all-gather', split] += whole / 4 * width
+        if path in trainer.trained:
+            found['all-reduce', replicated] += own
+            found['reduce-scatter', split] += whole / 4 * jnp.dtype(trainer.gradient_dtype).itemsize
+    least: Traffic = collections.defaultdict(float)
+    for (kind, axes), num_bytes in found.items():
+        axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+        if axes:
+            least[kind, axes] += num_bytes
+    return least
+
+
+def collective_lines(found: Sequence[Collective], least: Traffic) -> Iterator[str]:
+    """Yield a table of the collectives, those that move most first."""
+    yield 'Collectives of a step on each device, in MB of whole arrays:'
+    yield f'  {"kind":18} {"axes":12} {"arrays":>7} {"MB":>11} {"least":>11}  asynchronous'
+    total: Traffic = collections.defaultdict(float)
+    hidden: Traffic = collections.defaultdict(float)
+    times: Traffic = collections.defaultdict(float)
+    for x in found:
+        total[x.kind, x.axes] += x.times * x.num_bytes
+        hidden[x.kind, x.axes] += x.times * x.num_bytes * x.is_async
+        times[x.kind, x.axes] += x.times
+    for kind, axes in sorted(total | least, key=lambda key: -total[key]):
+        key = kind, axes
+        part = hidden[key] / total[key] if total[key] else 0
+        yield (
+            f'  {kind:18} {", ".join(axes):12} {times[key]:7,.0f} {total[key] / 1e6:11,.2f} '
+            f'{least[key] / 1e6:11,.2f}  {part:.0%}'
+        )
+
+
+class Estimate(NamedTuple):
+    """The time of a step, in seconds."""
+
+    step: float
+    mfu: float
+    computing: float
+    alone: float  # of collectives that nothing hides
+    beside: float  # of collectives that computing hides, as far as it lasts
+
+
+def estimate(program: str, found: Sequence[Collective], flops: int, mesh: Mesh) -> Estimate:
+    """Return an estimate of the time of a step on TPUs."""
+    chip = CHIPS[mesh.devices.flat[0].device_kind]
+    cycles = 0
+    for instruction, _, times in executed(program):
+        estimated = re.search(r'"estimated_cycles":"(\d+)"', instruction.text)
+        cycles += times * int(estimated[1]) if estimated else 0
+    computing = cycles / chip.clock
+    moving = {False: 0.0, True: 0.0}
+    for x in found:
+        moving[x.is_async] += x.times * seconds_of(x, mesh, chip)
+    seconds = moving[False] + max(computing, moving[True])
+    mfu = flops / (seconds * chip.flops * mesh.size)
+    return Estimate(seconds, mfu, computing, alone=moving[False], beside=moving[True])
+
+
+def describe(estimated: Estimate, chip: Chip) -> str:
+    """Return an estimate, and all that it assumes."""
+    return (
+        f'Estimate: {estimated.step:.3g} s a step, MFU {estimated.mfu:.2f}. It assumes '
+        f"{estimated.computing:.3g} s of computing, XLA's own count of cycles at {chip.clock / 1e9} GHz; "
+        f'{estimated.alone:.3g} s of collectives that nothing hides and {estimated.beside:.3g} s of '
+        f'asynchronous ones hidden as far as computing lasts, at {chip.link / 1e9:.0f} GB/s along a ring of '
+        f'the torus and half of it along a line; a peak of {chip.flops / 1e12:.0f} TFLOP/s; no wait for data'
+    )
+
+
+def seconds_of(collective: Collective, mesh: Mesh, chip: Chip) -> float:
+    """Return how long a collective takes at the full speed of all the links along its axes."""
+    index = tuple(slice(None) if axis in collective.axes else 0 for axis in mesh.axis_names)
+    devices = mesh.devices[index].flatten()
+    speed = 0.0
+    for places in np.array([device.coords for device in devices]).T:
+        size = len(set(places))
+        if size > 1:
+            speed += chip.link if size % chip.ring == 0 else chip.link / 2
+    passes = 2 if collective.kind == 'all-reduce' else 1
+    return passes * collective.num_bytes * (1 - 1 / devices.size) / speed
+
+
+def table(config: Any) -> Iterator[str]:
+    """Yield a line for each of SLICES: whether the train step fits there, and what it takes.
+
+    The last line to be drawn raises ValueError where it fits on none of them.
+    """
+    yield (
+        f'{"slice":10} {"mesh":>9} {"microbatches":>12} {"GiB of limit":>15} {"exchanged GB":>12} '
+        f'{"step s":>8} {"MFU":>5} {"CPU s":>6}'
+    )
+    num_fits = 0
+    for topology in SLICES:
+        began = time.process_time()
+        try:
+            trainer = trainer_of(config, topology, devices_of(topology))
+        except ValueError as error:
+            yield f'{topology:10} not planned: {error}'
+            continue
+        mesh = trainer.mesh
+        sizes = 'x'.join(str(size) for size in mesh.shape.values())
+        try:
+            step, num_microbatches = fit(config, trainer)
+            program = step.as_text() or ''
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            answer = 'NO' if isinstance(error, ValueError) else 'failed'
+            text = ' '.join(str(error).split())  # XLA's has tens of lines
+            yield f'{topology:10} {sizes:>9} {answer}: {text:.300}'
+            continue
+        num_fits += 1
+        need = memory.step_bytes(step, mesh, memory.num_state_bytes(trainer.shapes)) / GIB
+        limit = memory.memory_limit(mesh) / GIB
+        found = collectives_of(program, mesh)
+        exchanged = sum(x.times * x.num_bytes for x in found) / 1e9
+        seconds = mfu = '-'
+        if mesh.devices.flat[0].device_kind in CHIPS:
+            estimated = estimate(program, found, flops_of_step(trainer)[0], mesh)
+            seconds = f'{estimated.step:.3g}'
+            mfu = f'{estimated.mfu:.2f}'
+        memory_cell = f'{need:.2f} of {limit:.2f}'
+        yield (
+            f'{topology:10} {sizes:>9} {num_microbatches:12} {memory_cell:>15} {exchanged:12.3g} '
+            f'{seconds:>8} {mfu:>5} {time.process_time() - began:6.0f}'
+        )
+        train.compile_step.cache_clear()  # a step of a large model takes gigabytes
+    if not num_fits:
+        raise ValueError(
+            '--topology=all: this config fits on none of these: plan one of them to see what does'
+        )

@@ -1,0 +1,247 @@
+"""What a run starts from: its newest valid checkpoint, `restore.path`, or the initial parameters."""
+
+import contextlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import checkpoint
+import formats.open
+import optimizer
+import partition
+import train
+from configs import check as settings
+from formats import own_model
+from run import verify, workdir
+from run.console import Console
+from vocabulary import find_vocabulary
+
+
+class Start(NamedTuple):
+    """What a run starts from."""
+
+    step: int
+    is_resumed: bool  # from a checkpoint in its own workdir
+    leaves: dict[str, Any]  # of a checkpoint's index; what is missing there gets its initial value
+    base: dict[str, str]  # of adapters: formats.open.describe_base of the checkpoint they belong to
+    vocabulary_model: bytes  # the checkpoint's own; b'' if it has none
+    description: str
+
+
+def find_start(
+    config: Any, folder: Path, trainer: train.Trainer, lines: Sequence[Mapping], console: Console
+) -> Start:
+    """Return the workdir's newest valid checkpoint, else what a new run starts from.
+
+    `lines`: those of its metrics.jsonl.
+    """
+    step = verify.newest_valid(folder, console.line)
+    if step is None:
+        workdir.check_never_saved(folder, lines)
+        return choose_initial(config, trainer)
+    directory = folder / f'checkpoint_{step}'
+    if not workdir.is_own_config(directory / 'config.json'):
+        raise ValueError(
+            f'{directory} was not saved by a run of this program: move it away, or name another --workdir'
+        )
+    vocabulary_model = b''
+    if not (folder / 'vocabulary.model').exists() and (directory / 'vocabulary.model').exists():
+        vocabulary_model = (directory / 'vocabulary.model').read_bytes()
+    leaves = checkpoint.read_index(directory)
+    base = {}
+    opened = formats.open.open_base(directory, config.restore.path)
+    if opened is not None:
+        leaves = only_parameters(opened.leaves) | leaves
+        # Its fingerprint is the one that open_base has compared.
+        base = settings.read_stored(directory)['base'] | {'directory': str(opened.directory)}
+    return Start(
+        step=step,
+        is_resumed=True,
+        leaves=leaves,
+        base=base,
+        vocabulary_model=vocabulary_model,
+        description=f'Going on after step {step:,}',
+    )
+
+
+def choose_initial(config: Any, trainer: train.Trainer) -> Start:
+    """Return what a new run starts from: leaves of the index of `restore.path`, and its vocabulary.
+
+    Step and optimizer state come along, as in T5X. Adapters start at step 0.
+    """
+    chosen = config.restore
+    rank = config.model.lora_rank
+    if rank and not chosen.path:
+        raise ValueError(
+            f"model.lora_rank={rank} with restore.path='': adapters change a trained model: name its "
+            'checkpoint'
+        )
+    if rank and chosen.dtype not in ('float32', ''):
+        raise ValueError(
+            f'restore.dtype={chosen.dtype!r} with model.lora_rank={rank}: adapters are merged into '
+            "their base as it is stored: set restore.dtype='float32'"
+        )
+    if not chosen.path:
+        return Start(0, False, leaves={}, base={}, vocabulary_model=b'', description='From scratch')
+
+    # Open the checkpoint.
+    try:
+        opened = formats.open.open_checkpoint(chosen.path, part='whole' if chosen.strict else '')
+    except (ValueError, OSError) as error:
+        raise ValueError(f'restore.path={chosen.path}: {error}') from error
+    if chosen.strict and own_model.recorded(opened.directory):
+        remedy = 'restore its parameters with restore.strict=False'
+        own_model.check_same(opened.directory, trainer.model, trainer.model_config, remedy)
+
+    # Leave out the optimizer state of frozen parameters.
+    index = {}
+    for path, leaf in opened.leaves.items():
+        parameter, _, _ = path.removeprefix(checkpoint.SLOT_PREFIX).rpartition('/')
+        is_frozen = parameter in trainer.shapes.params and parameter not in trainer.trained
+        if not is_slot(path) or not is_frozen:
+            index[path] = leaf
+    num_frozen = len(opened.leaves) - len(index)
+
+    # Choose what the model needs. Averages begin with the parameters that a run starts from.
+    expected = state_shapes(trainer)
+    for average in optimizer.average_paths(expected):
+        del expected[average]
+    # Without optimizer state the step does not come along either.
+    if rank or not any(is_slot(path) for path in index):
+        expected = only_parameters(expected)
+        index = only_parameters(index)
+    adapter = trainer.model.ADAPTER
+    expected = {path: x for path, x in expected.items() if not re.fullmatch(adapter, path)}
+    try:
+        leaves = checkpoint.choose(index, expected, chosen.only, chosen.strict)
+    except re.error as error:
+        raise ValueError(
+            f'restore.only={chosen.only!r} is no regular expression: {error}'
+        ) from error
+    except ValueError as error:
+        remedy = "leave those out with restore.only, as '(?!.*mlp).*' does all MLPs"
+        with contextlib.suppress(ValueError):
+            checkpoint.choose(index, expected, chosen.only, strict=False)
+            remedy += ', or whatever only one of them has with restore.strict=False'
+        raise ValueError(f'restore.path={chosen.path}: {error}: {remedy}') from error
+    if rank and not leaves.keys() == index.keys() == expected.keys():
+        raise ValueError(
+            f'restore.only={chosen.only!r}, restore.strict={chosen.strict}: model.lora_rank={rank} needs '
+            "just the parameters of the base: set restore.only='target/.*' and restore.strict=True"
+        )
+    step = formats.open.saved_step(leaves)  # 0 where it does not come along
+    if step >= config.train.steps and not config.train.relative_steps:
+        raise ValueError(
+            f'restore.path={chosen.path} has taken {step:,} of {config.train.steps:,}: set more '
+            "train.steps, or train.relative_steps, or restore.only='target/.*' to start at step 0"
+        )
+
+    # data.vocabulary takes precedence over the checkpoint's own vocabulary.
+    vocabulary_model = b''
+    if not config.data.vocabulary:
+        vocabulary = find_vocabulary(opened.directory)
+        if vocabulary is None or not vocabulary.model:
+            raise ValueError(
+                f'restore.path={chosen.path} brings no SentencePiece model, which its embeddings need: '
+                'name its own with data.vocabulary'
+            )
+        vocabulary_model = vocabulary.model
+
+    slots = 'without any'
+    if any(is_slot(path) for path in leaves):
+        slots = 'with the'
+    description = f'From step {step:,} of {opened.directory}, {slots} optimizer state'
+    for label, tree in (('initial', expected), ('not used', index)):
+        others = sorted(only_parameters(tree).keys() - leaves)
+        if others:
+            description += f'; {label}: {settings.first_ten(others)}'
+    if num_frozen:
+        description += (
+            f'; not used: {num_frozen:,} arrays of the optimizer state of frozen parameters'
+        )
+    return Start(
+        step=step,
+        is_resumed=False,
+        leaves=leaves,
+        base=formats.open.describe_base(opened) if rank else {},
+        vocabulary_model=vocabulary_model,
+        description=description,
+    )
+
+
+def with_last_step(config: Any, folder: Path, start: Start) -> Any:
+    """Return a config whose train.steps are those of train.relative_steps, if that is set."""
+    relative_steps = config.train.relative_steps
+    if relative_steps == 0:
+        return config
+    first_step = start.step
+    if start.is_resumed:
+        file = folder / f'checkpoint_{start.step}' / 'config.json'
+        old = json.loads(file.read_bytes())['train']
+        if not old['relative_steps']:
+            raise ValueError(
+                f'train.relative_steps={relative_steps}: the run in {folder} began with '
+                f'train.steps={old["steps"]}: set that, or name another --workdir'
+            )
+        first_step = old['steps'] - old['relative_steps']
+    config = config.copy_and_resolve_references()
+    config.train.steps = first_step + relative_steps
+    return config
+
+
+def is_slot(path: str) -> bool:
+    """Return whether a path of T5X's tree is the optimizer's state of one parameter."""
+    return path.startswith(checkpoint.SLOT_PREFIX)
+
+
+def only_parameters(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a flat tree, under the same paths."""
+    return {path: x for path, x in tree.items() if checkpoint.is_parameter(path)}
+
+
+def state_shapes(trainer: train.Trainer) -> checkpoint.Shapes:
+    """Return {T5X's path: shape} of all that a checkpoint of this run holds."""
+    return checkpoint.shapes(optimizer.to_t5x(*trainer.shapes))
+
+
+def restore(trainer: train.Trainer, leaves: Mapping[str, Any], dtype: str = '') -> train.TrainState:
+    """Return the state in `leaves` of a checkpoint's index, with initial values for the rest."""
+    if not leaves:
+        return train.jit_init(trainer)()
+    shardings = {}
+    for path, spec in optimizer.to_t5x(*trainer.specs).items():
+        if not isinstance(spec, P):
+            spec = P()  # of a slot that this optimizer does not use
+        shardings[path] = partition.shardings(trainer.mesh, spec)
+    split = {path: sharding for path, sharding in shardings.items() if sharding.spec != P()}
+    arrays = checkpoint.restore(leaves, split, dtype)
+    averages = optimizer.average_paths(shardings)
+
+    # Compute the initial arrays that are missing; XLA computes no others.
+    missing = {}
+    for path, sharding in shardings.items():
+        if path not in arrays and path not in averages:
+            missing[path] = sharding
+
+    def initial_arrays():
+        tree = optimizer.to_t5x(*train.init(trainer))
+        return {path: tree[path] for path in missing}
+
+    if missing:
+        arrays |= jax.jit(initial_arrays, out_shardings=missing)()
+    for average, parameter in averages.items():
+        if average not in arrays:
+            arrays[average] = arrays[parameter].copy()
+
+    # Counts in the optimizer's state may be copies of the step. NumPy's array makes each of them a
+    # buffer of its own, which a step can be given.
+    arrays['state/step'] = np.asarray(arrays['state/step'])
+    state = train.TrainState(*optimizer.from_t5x(arrays, trainer.shapes.opt_state))
+    state = jax.tree.map(lambda x, like: x.astype(like.dtype), state, trainer.shapes)
+    return jax.device_put(state, partition.shardings(trainer.mesh, trainer.specs))

@@ -1,0 +1,244 @@
+"""`--mode=tasks`: the tables, a mixture with its sources, examples of a task.
+
+Imports no jax.
+"""
+
+import functools
+import itertools
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import tasks.open
+from sources import NO_SPLIT, Record, Source
+from sources.open import find_cache
+from tasks import t5
+from tasks.mixtures import MetricFn, Mixture, Task
+from tasks.objectives import OBJECTIVES
+from vocabulary import EOS_ID, Vocabulary, named_vocabulary
+
+WIDTH = 100
+SPLITS = ('train', 'validation', 'test')
+
+
+def describe(
+    config: Any, split: str = '', num_examples: int = 0, vocabulary: str = ''
+) -> Iterator[str]:
+    """Return the lines about what config.task names, or about all tasks if it is ''.
+
+    `config`: config.data. `split`: of the examples, by default the first that the task has.
+    `vocabulary`: prints their ids, too. Raises ValueError for an unknown name; the lines raise it
+    where a source does not open.
+    """
+    if split and split not in SPLITS:
+        raise ValueError(f'--split={split}: use one of {", ".join(SPLITS)}')
+    if not config.task:
+        return list_of(t5.LISTED)
+    find_cache(config, config.task)  # raises ValueError for data.cache_dirs
+    found = tasks.open.find(config)
+    if isinstance(found, Mixture):
+        return describe_mixture(found, config)
+    return describe_task(found, config, split, num_examples, vocabulary)
+
+
+# The list of all.
+
+
+def list_of(groups: Mapping[str, Sequence[Task | Mixture]]) -> Iterator[str]:
+    """Yield the lines of a list of all tasks and mixtures."""
+    documents = [name for name, x in OBJECTIVES.items() if 'inputs' not in x.features]
+    yield from textwrap.wrap(
+        f'On the documents of data.files: {", ".join(documents)}.', width=WIDTH
+    )
+    yield 'On the records of data.files, with data.inputs and data.targets: text_to_text.'
+    yield ''
+    yield 'Splits: t is train, v is validation, x is test. (v) is there or a part of train.'
+    for title, rows in groups.items():
+        yield ''
+        yield title
+        tasks = [row for row in rows if isinstance(row, Task)]
+        widths = Widths(
+            name=max((len(row.name) for row in rows), default=0),
+            source=max((len(source_of(task)) for task in tasks), default=0),
+        )
+        for row in rows:
+            if isinstance(row, Task):
+                yield from lines_of_task(row, widths)
+            else:
+                yield from lines_of_mixture(row, widths)
+
+
+class Widths(NamedTuple):
+    """The characters of the columns of a table."""
+
+    name: int
+    source: int
+
+
+def lines_of_task(task: Task, widths: Widths) -> list[str]:
+    """Return the name, source, splits and metrics of a task."""
+    names = ', '.join(name_of_metric(metric_fn) for metric_fn in task.metric_fns)
+    line = f'  {task.name:{widths.name}}  {source_of(task):{widths.source}}  {splits_of(task):4}'
+    if len(line) + 2 + len(names) <= WIDTH:
+        return [f'{line}  {names}'.rstrip()]
+    return [line.rstrip(), f'      {names}']
+
+
+def source_of(task: Task) -> str:
+    """Return the name of a task's data set or files."""
+    if task.name.startswith('pydoc_'):
+        return 'pydoc'
+    return task.tfds or task.files or 'cache'
+
+
+def splits_of(task: Task) -> str:
+    """Return the splits of a task as letters."""
+    letters = ''
+    if task.train_split != NO_SPLIT:
+        letters += 't'
+    if task.validation_split == '':
+        letters += '(v)'
+    elif task.validation_split != NO_SPLIT:
+        letters += 'v'
+    if task.test_split not in ('', NO_SPLIT):
+        letters += 'x'
+    return letters
+
+
+def name_of_metric(metric_fn: MetricFn) -> str:
+    """Return the name of a metric, or of the function that made it."""
+    if isinstance(metric_fn, functools.partial):
+        metric_fn = metric_fn.func
+    return getattr(metric_fn, '__qualname__', type(metric_fn).__name__).partition('.')[0]
+
+
+def lines_of_mixture(mixture: Mixture, widths: Widths) -> list[str]:
+    """Return the name of a mixture and the number of its tasks."""
+    num_by_size = len(mixture.tasks_by_size)
+    line = f'  {mixture.name:{widths.name}}  {len(mixture.members)} tasks'
+    if num_by_size:
+        line += f', {num_by_size} with a rate by their number of examples'
+    return [line]
+
+
+# A mixture.
+
+
+def describe_mixture(mixture: Mixture, config: Any) -> Iterator[str]:
+    """Yield a line for each task of a mixture: its rate and whether its source opens.
+
+    Raises ValueError that says what to put where, if one does not open.
+    """
+    opened: dict[str, Source] = {}
+    problems: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    unknown = set(mixture.tasks_by_size)
+    for name, task in mixture.tasks.items():
+        try:
+            opened[name] = tasks.open.open_task(task, config)
+        except ValueError as error:
+            problems[name] = str(error)
+            continue
+        num_records = opened[name].train.count_records()
+        if num_records is not None:
+            sizes[name] = num_records
+            unknown.discard(name)
+    rates = mixture.rates(sizes | dict.fromkeys(unknown, 1))
+    total = sum(rates.values())
+    yield f'{mixture.name}, a mixture of {len(rates)} tasks'
+    for name, rate in rates.items():
+        rate_text = 'by size' if name in unknown else f'{rate:,.6g}'
+        share = '' if unknown else f'{rate / total:.2%}'
+        state = f'does not open ({source_of(mixture.tasks[name])})'
+        if name in opened:
+            state = opened[name].description
+            if name in unknown:
+                state += ' (its number of examples is unknown: cache the task)'
+        yield f'{rate_text:>12} {share:>8}  {name}: {state}'
+    if problems:
+        first, *others = problems.values()
+        refusal = ValueError(first)
+        for problem in others:
+            refusal.add_note(problem)
+        raise refusal
+
+
+# A task.
+
+
+def describe_task(
+    task: Task, config: Any, split: str, num_examples: int, vocabulary_name: str
+) -> Iterator[str]:
+    """Yield what a task is, and some of its examples. Raises ValueError if its source does not open."""
+    metric_names = ', '.join(name_of_metric(metric_fn) for metric_fn in task.metric_fns)
+    yield f'{task.name}: {source_of(task)}'
+    yield f'splits: {splits_of(task)}; objective: {task.objective}; metrics: {metric_names or "none"}'
+    source = tasks.open.open_task(task, config)
+    yield f'{source.description}.'
+    if num_examples:
+        vocabulary = None
+        if vocabulary_name:
+            vocabulary = named_vocabulary(
+                '--vocabulary', vocabulary_name, config.extra_ids, byte_extra_ids=config.extra_ids
+            )
+        lines = examples_of(task, records_of(source, task, split), config, vocabulary)
+        yield from itertools.chain.from_iterable(itertools.islice(lines, num_examples))
+        if vocabulary is None:
+            yield 'Their ids are printed with --vocabulary=FILE or --vocabulary=bytes.'
+
+
+def records_of(source: Source, task: Task, split: str) -> Iterator[Record]:
+    """Return the records of a split, by default of the first that there is."""
+    available = [name for name in SPLITS if source.may_hold(name)]
+    if not available:
+        raise ValueError(f'{task.name} has no split with records: name some with data.files')
+    split = split or available[0]
+    if split not in available:
+        raise ValueError(
+            f'--split={split}: {task.name} has no such split, but {", ".join(available)}: use one '
+            'of these'
+        )
+    return source.records(split)
+
+
+def examples_of(
+    task: Task, records: Iterator[Record], config: Any, vocabulary: Vocabulary | None
+) -> Iterator[list[str]]:
+    """Yield the lines of each example of a task: texts, and with a vocabulary ids."""
+    objective = None
+    if vocabulary is not None:
+        objective = OBJECTIVES[task.objective](config, vocabulary)
+    for record in records:
+        for example in fields_of_examples(task, record):
+            lines = ['', record.name]
+            for name, value in example.items():
+                lines.append(f'  {name}: {value!r}')
+            if vocabulary is not None and objective is not None:
+                ids = ids_of(example, objective.features, vocabulary)
+                for made in objective.examples([record.name], [ids], 0):
+                    lines.append(f'  ids of the inputs: {made.inputs.tolist()}')
+                    lines.append(f'  ids of the targets: {made.targets.tolist()}')
+            yield lines
+
+
+def fields_of_examples(task: Task, record: Record) -> Iterator[Mapping[str, Any]]:
+    """Yield the examples of a record: of a task cache it is one."""
+    is_tokenized = any(isinstance(value, np.ndarray) for value in record.fields.values())
+    if is_tokenized:
+        return iter([record.fields])
+    return task.preprocess([record.fields])
+
+
+def ids_of(
+    example: Mapping[str, Any], features: Sequence[str], vocabulary: Vocabulary
+) -> dict[str, np.ndarray]:
+    """Return {feature: ids without EOS} of an example of texts or of ids."""
+    found = {}
+    for feature in features:
+        value = example[feature]
+        if isinstance(value, str):
+            [value] = vocabulary.encode_as_arrays([value])
+        found[feature] = value[:-1] if value[-1:] == EOS_ID else value
+    return found

@@ -1,0 +1,138 @@
+"""The devices that `--topology` names, which need not be here, and what is published of them."""
+
+import importlib.util
+import os
+from typing import NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+
+class Chip(NamedTuple):
+    """What is published of a TPU."""
+
+    flops: float  # bfloat16, per second
+    clock: float  # Hz
+    link: float  # bytes per second along a dimension of the torus, both directions together
+    ring: int  # a dimension of a slice is a ring if its size is a multiple of this, else a line
+
+
+# {JAX's kind of device: Chip}. FLOPs are those of cloud.google.com/tpu/docs, links and rings those of
+# jax-ml.github.io/scaling-book/tpus. Clocks are computed: FLOPs / (2 * the multipliers of a chip), 4 matrix
+# units of 128 x 128 in v5e, 8 in v5p. For v6e 4 of 256 x 256 are assumed: the docs have two, but XLA
+# (libtpu 0.0.42.1) counts 429,000 FLOPs a cycle for a product of 32,768 x 32,768 and two do 262,144.
+CHIPS = {
+    'TPU v5 lite': Chip(flops=197e12, clock=1.5e9, link=1e11, ring=16),
+    'TPU v5': Chip(flops=459e12, clock=1.75e9, link=2e11, ring=4),
+    'TPU v6 lite': Chip(flops=918e12, clock=1.75e9, link=2e11, ring=16),
+}
+# libtpu looks for its TPU and lets one process in: here it only compiles.
+LIBTPU = {
+    'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
+    'TPU_SKIP_MDS_QUERY': '1',
+    'TPU_WORKER_HOSTNAMES': 'localhost',
+    'TPU_ACCELERATOR_TYPE': 'v5litepod-4',
+}
+# {name: (JAX's kind of device, bytes of memory, bytes per second)} of GPUs, 8 in a machine.
+GPUS = {
+    'h100': ('NVIDIA H100 80GB HBM3', 84_942_979_072, 3_350_000_000_000),
+    'h200': ('NVIDIA H200', 151_397_597_184, 4_800_000_000_000),
+}
+GPUS_OF_A_HOST = 8
+# XLA cannot try Triton's tiles on a GPU that is not here, and ends where those that it guesses do not fit.
+XLA_FLAG = '--xla_gpu_enable_triton_gemm=false'
+# XLA's description of a GPU, in its words: the Hopper chip of NVIDIA's tuning guide, and which software runs it.
+HOPPER = """
+platform_name: "CUDA"
+device_description_str: "{kind}"
+dnn_version_info {{ major: 9 minor: 8 }}
+gpu_device_info {{
+  name: "{kind}"
+  device_vendor: "NVIDIA Corporation"
+  device_memory_size: {memory}
+  memory_bandwidth: {bandwidth}
+  cuda_compute_capability {{ major: 9 }}
+  driver_version: "12.8.0"
+  runtime_version: "12.8.0"
+  compile_time_toolkit_version: "12.8.0"
+  dnn_version: "9.8.0"
+  core_count: 132
+  clock_rate_ghz: 1.98
+  fpus_per_core: 128
+  l2_cache_size: 52428800
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  device_address_bits: 64
+}}
+"""
+# Those of --topology=all.
+SLICES = (
+    *('v5e:4x4', 'v5e:4x8', 'v5e:8x8', 'v5e:8x16', 'v5e:16x16'),
+    *('v5p:4x4x4', 'v6e:16x16', 'h100:8', 'h200:8'),
+)
+REMEDY = 'name a slice of v5e, v5p or v6e, such as v5e:16x16 or v5p:4x4x4, h100:8, h200:8, or cpu:8'
+
+
+def devices_of(topology: str) -> list:
+    """Return the devices that --topology names: v5e:16x16, h100:8, cpu:8, '' for those that are here."""
+    if not topology:
+        return jax.devices()
+    jax.config.update('jax_platforms', 'cpu')
+    xla_flags = os.environ.get('XLA_FLAGS', '')
+    if XLA_FLAG not in xla_flags:  # read once: a GPU may follow other devices
+        os.environ['XLA_FLAGS'] = f'{xla_flags} {XLA_FLAG}'
+    kind, _, size = topology.partition(':')
+    if kind == 'cpu' or kind in GPUS:
+        if not size.isdecimal() or int(size) == 0:
+            raise ValueError(
+                f'--topology={topology}: write {kind}:N with the number of devices, such as {kind}:8'
+            )
+        if kind == 'cpu':
+            jax.config.update('jax_num_cpu_devices', int(size))
+            return jax.devices()
+        return gpus(topology, kind, int(size))
+    if importlib.util.find_spec('libtpu') is None:
+        raise ValueError(
+            f"--topology={topology} needs libtpu: install it with pip install -e '.[tpu]', or name cpu:8"
+        )
+    os.environ.update(LIBTPU)
+    try:
+        devices: list = topologies.get_topology_desc(platform='tpu', topology_name=topology).devices
+    except RuntimeError as error:
+        raise ValueError(f'--topology={topology}: {error}: {REMEDY}') from error
+    if devices[0].device_kind not in CHIPS:
+        raise ValueError(f'--topology={topology}: {devices[0].device_kind} is not known: {REMEDY}')
+    return devices
+
+
+def gpus(topology: str, name: str, num_devices: int) -> list:
+    """Return GPUs that JAX's CUDA plugin compiles for."""
+    if importlib.util.find_spec('jax_cuda12_plugin') is None:
+        raise ValueError(
+            f"--topology={topology} needs JAX's CUDA plugin: install it with pip install -e '.[cuda]', or name "
+            'cpu:8'
+        )
+    num_hosts = max(1, num_devices // GPUS_OF_A_HOST)
+    if num_devices > GPUS_OF_A_HOST and num_devices % GPUS_OF_A_HOST:
+        raise ValueError(
+            f'--topology={topology}: must be up to {GPUS_OF_A_HOST} GPUs, or a multiple of as many'
+        )
+    kind, memory, bandwidth = GPUS[name]
+    return topologies.get_topology_desc(
+        platform='cuda',
+        topology_name=topology,
+        target_config=HOPPER.format(kind=kind, memory=memory, bandwidth=bandwidth),
+        topology=f'1x{num_hosts}x{num_devices // num_hosts}',
+    ).devices

@@ -1,0 +1,123 @@
+"""The vocabulary of a run: the one that is named, that of what it starts from, or a new one."""
+
+import io
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import sentencepiece
+
+from sources import Share
+from stream import OpenMixture
+from vocabulary import (
+    EOS_ID,
+    PAD_ID,
+    UNK_ID,
+    SentencePieceVocabulary,
+    Vocabulary,
+    named_vocabulary,
+    read_model,
+)
+
+SAMPLE_CHARACTERS = 10_000_000  # that a vocabulary is trained on
+SAMPLE_LINE_CHARACTERS = 1000  # the trainer drops long lines, so they are cut
+
+
+def find_or_train_vocabulary(
+    config: Any, workdir: Any, texts: Iterable[str], max_size: int, model: bytes = b''
+) -> Vocabulary:
+    """Return the vocabulary of a run.
+
+    It is what `config.vocabulary` names, else the SentencePiece `model` of a restored checkpoint,
+    else workdir/vocabulary.model, else one trained on `texts`. Raises ValueError if another model is
+    in the workdir, and for a vocabulary that is missing, unreadable or larger than `max_size` ids.
+    """
+    kept = workdir / 'vocabulary.model'
+    origin = f'data.vocabulary={config.vocabulary!r}'
+    if config.vocabulary:
+        vocabulary = named_vocabulary(
+            'data.vocabulary', config.vocabulary, config.extra_ids, byte_extra_ids=config.extra_ids
+        )
+    elif model:
+        origin = 'the vocabulary of restore.path'
+        vocabulary = SentencePieceVocabulary(model, config.extra_ids)
+    elif kept.exists():
+        remedy = 'remove it: the run takes the one of its newest checkpoint, or makes it again'
+        vocabulary = read_model(kept, config.extra_ids, remedy)
+    else:
+        trained = train_vocabulary(texts, config.num_pieces)
+        vocabulary = SentencePieceVocabulary(trained, config.extra_ids)
+    if vocabulary.model and kept.exists() and vocabulary.model != kept.read_bytes():
+        raise ValueError(
+            f'{origin} is not {kept}: leave it out, remove that file, or name another --workdir'
+        )
+    if vocabulary.size > max_size:
+        raise ValueError(
+            f'model.vocab_size={max_size} is too small for {vocabulary.size} pieces; use '
+            f'{-(-vocabulary.size // 128) * 128}'  # a multiple of 128
+        )
+    return vocabulary
+
+
+def train_vocabulary(texts: Iterable[str], num_pieces: int) -> bytes:
+    """Return a SentencePiece unigram model of `num_pieces` pieces, or fewer for a small corpus.
+
+    It is the same every time. The first SAMPLE_CHARACTERS of `texts` are read.
+    """
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=sample_lines(texts),
+            model_writer=model,
+            model_type='unigram',
+            vocab_size=num_pieces,
+            hard_vocab_limit=False,
+            pad_id=PAD_ID,
+            eos_id=EOS_ID,
+            unk_id=UNK_ID,
+            bos_id=-1,
+            # Sums are taken in the order of the threads: their number must not follow the machine.
+            num_threads=8,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        sizes = re.search(r'smaller than required_chars\. \d+ vs (\d+)', str(error))
+        least = sizes[1] if sizes else 4
+        one_line = ' '.join(str(error).split())
+        raise ValueError(
+            f'data.num_pieces={num_pieces} does not fit the corpus: use {least} or more, one for each of '
+            f'its characters, pad, EOS and unknown, and files with text ({one_line})'
+        ) from error
+    return model.getvalue()
+
+
+def sample_lines(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the first SAMPLE_CHARACTERS of `texts` in lines of at most SAMPLE_LINE_CHARACTERS."""
+    remaining = SAMPLE_CHARACTERS
+    for text in texts:
+        text = text[:SAMPLE_CHARACTERS]
+        for start in range(0, len(text), SAMPLE_LINE_CHARACTERS):
+            yield text[start : start + SAMPLE_LINE_CHARACTERS]
+        remaining -= len(text)
+        if remaining <= 0:
+            return
+
+
+def training_texts(mixture: OpenMixture) -> Iterator[str]:
+    """Yield texts from all over the corpus, from each task in turn, to train a vocabulary on."""
+    share = Share(seed=0, epoch=0, lane=0, num_lanes=1)
+    readers = []
+    for task in mixture.tasks:
+        if task.source.is_tokenized:
+            raise ValueError(
+                "data.vocabulary='' would train a vocabulary, and the ids of a task cache have one: "
+                'name it with data.vocabulary'
+            )
+        records = (document.record for document in task.source.documents('train', share))
+        readers.append(itertools.chain.from_iterable(map(task.texts_of, records)))
+    for example_of_each in itertools.zip_longest(*readers, fillvalue={}):
+        for example in example_of_each:
+            for feature in ('inputs', 'targets'):
+                if example.get(feature):
+                    yield example[feature]

@@ -1,0 +1,111 @@
+"""What all processes of a run agree on: when their batches end, and when a signal stops them."""
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+import partition
+from run import prefetch
+from stream import Stream
+
+STEPS_PER_AGREEMENT = 10  # between the times when several processes ask each other whether to stop
+SLOW_STEP_SECONDS = 1  # after steps that take longer than this, they ask after each
+
+
+class Batches:
+    """The batches of a run, made ahead: all processes have as many, and where one fails, none goes on."""
+
+    def __init__(self, stream: Stream, num_workers: int, may_end: bool):
+        """Make the first batch. `may_end`: whether the stream ends."""
+        self.have_ended = False
+        self._made = prefetch.batches(stream, num_workers)
+        self._may_end = may_end
+        self._newest = prefetch.padding_before(stream, stream.rows)
+        self._following: prefetch.PrefetchedBatch | None = self._receive()
+
+    def next(self) -> prefetch.PrefetchedBatch:
+        """Return the next batch, unless they have ended. Raise the error of its making."""
+        self._newest = self._following or self._receive()
+        self._following = None
+        if self._may_end:
+            self._following = self._receive()
+        return self._newest
+
+    def _receive(self) -> prefetch.PrefetchedBatch:
+        """Return the batch that follows: padding where the rows of other processes go on longer."""
+        following = partition.in_all(lambda: next(self._made, None))
+        if self._may_end:
+            is_there = np.array([following is not None])
+            self.have_ended = not partition.from_processes(is_there).any()
+        return following or prefetch.padding_after(self._newest)
+
+
+def counts_of_all(stream: Stream, batch: prefetch.PrefetchedBatch) -> dict[str, list[int]]:
+    """Return {task: [examples given, examples cut]} of all processes, up to `batch`."""
+    counts = partition.from_processes(batch.counts).sum(axis=0)
+    names = [task.name for task in stream.tasks]
+    return dict(zip(names, counts.tolist(), strict=True))
+
+
+class StopRequest:
+    """Whether the run was asked to stop, on which all processes agree."""
+
+    def __init__(self, ask: Callable[[], int]):
+        self.ask = ask
+        self.signal = 0  # the number of the signal that all processes agreed on
+        self._every = 1  # counts between two agreements
+        self._agreed_at = time.monotonic()
+
+    def agree(self, count: int) -> int:
+        """Return `signal`. All processes pass the same counts, from 1 on, and agree at some of them."""
+        if jax.process_count() == 1:
+            self.signal = self.signal or self.ask()
+        elif count == 1 or count % self._every == 0:
+            seconds = time.monotonic() - self._agreed_at
+            self._agreed_at += seconds
+            is_slow = seconds > self._every * SLOW_STEP_SECONDS
+            told = partition.from_processes(np.array([self.signal or self.ask(), is_slow]))
+            self.signal, is_slow = told.max(axis=0).tolist()
+            self._every = 1 if is_slow else STEPS_PER_AGREEMENT
+        return self.signal
+
+
+@contextlib.contextmanager
+def remember_interrupt() -> Iterator[Callable[[], int]]:
+    """Give a function that returns SIGINT once it was received, else 0; a second one interrupts.
+
+    A handler that the program has set itself stays in place; then the function returns 0.
+    """
+    received = [0]
+    default = signal.default_int_handler
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not default:
+        yield lambda: 0
+        return
+
+    def remember(number: int, frame: Any) -> None:
+        received[0] = number
+        signal.signal(signal.SIGINT, default)
+        print('Stopping: this step is finished and saved. Interrupt once more to stop at once.')
+
+    signal.signal(signal.SIGINT, remember)
+    try:
+        yield lambda: received[0]
+    finally:
+        signal.signal(signal.SIGINT, default)
+
+
+def check_alike(name: str, digest: bytes) -> None:
+    """Raise ValueError unless all processes have the same digest of what `name` says."""
+    digests = partition.from_processes(np.frombuffer(digest, np.uint8))
+    if (digests != digests[0]).any():
+        raise ValueError(
+            f'{name} differ between the {len(digests)} processes: each must read the same: put them '
+            'on a disk that all of them see'
+        )

@@ -1,0 +1,212 @@
+"""What the first process of a run prints: lines that stay, a live line, and what they say."""
+
+import contextlib
+import os
+import shlex
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from run.best import History
+from stream import OpenMixture
+from tasks.objectives import OBJECTIVES
+
+SECONDS_BETWEEN_LINES = 60  # of progress where the output is no terminal
+MAX_COLUMNS = 79  # of a line of progress
+MIN_DATA_WAIT = 0.05  # of the time, that a line of progress shows
+
+
+class Console:
+    """The output of a run: lines that stay and, on a terminal, one live line below them."""
+
+    def __init__(self):
+        self.is_silent = jax.process_index() > 0
+        self.is_terminal = sys.stdout.isatty()
+        self.seconds_between_lines = 1 if self.is_terminal else SECONDS_BETWEEN_LINES
+        self._last_line = time.monotonic()
+        self._lock = threading.Lock()
+
+    def line(self, text: str) -> None:
+        """Print a line that stays."""
+        if self.is_terminal:
+            self._print(f'\r{text}\x1b[K\n')
+        else:
+            self._print(f'{text}\n')
+
+    def live(self, text: str) -> None:
+        """Show a line that the next one overwrites. Print it where the output is no terminal."""
+        if not self.is_terminal:
+            self.line(text)
+            return
+        width = shutil.get_terminal_size().columns - 1  # a line that wraps cannot be overwritten
+        self._print(f'\r{text[:width]}\x1b[K')
+
+    def is_due(self) -> bool:
+        """Return whether the last output is more than `seconds_between_lines` ago."""
+        return time.monotonic() - self._last_line > self.seconds_between_lines
+
+    @contextlib.contextmanager
+    def working(self, text: str) -> Iterator[None]:
+        """Show `text` and the seconds since the body began, whenever a line is due."""
+        start = time.monotonic()
+        done = threading.Event()
+
+        def show():
+            while not done.wait(0.5):
+                if self.is_due():
+                    self.live(f'{text}: {time.monotonic() - start:.0f} s')
+
+        thread = threading.Thread(target=show, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def _print(self, text: str) -> None:
+        self._last_line = time.monotonic()
+        if self.is_silent:
+            return
+        with self._lock:
+            try:
+                print(text, end='', flush=True)
+            except OSError:  # the terminal or the pipe is closed; the run goes on without output
+                self.is_silent = True
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def introduction(
+    num_parameters: int,
+    num_trained: int,
+    dtype: str,
+    module: str,
+    mesh: Mesh,
+    mixture: OpenMixture,
+    vocabulary_size: int,
+) -> list[str]:
+    """Return the first lines of a run: its model, devices and data; `module`: an own model or ''."""
+    lines = []
+    if mixture.corpus == 'pydoc instead of C4':
+        lines += [
+            '!' * 80,
+            '!!!  THIS IS NOT C4. data.files is empty, and data.tfds_dir holds no prepared c4/en, so',
+            "!!!  the run learns from the English in this Python's own documentation, 2 MB of it:",
+            '!!!  enough to see that everything works, useless as a model.',
+            '!!!  C4: --config.data.files=/path/to/c4-train.*.json.gz (docs/data.md).',
+            '!' * 80,
+        ]
+    trained = ''
+    if num_trained < num_parameters:
+        trained = f' ({num_trained:,} of them trained)'
+    platform = mesh.devices.flat[0].platform
+    lines += [
+        f'T5 with {num_parameters:,} parameters{trained} in {dtype} on {mesh.size} {platform} device(s), '
+        f'{dict(mesh.shape)}.',
+        f'Text: {mixture.description}; vocabulary: {vocabulary_size:,} pieces.',
+    ]
+    if module:
+        lines.append(f'The model is model.py as {module} changes it.')
+    return lines
+
+
+def progress_line(step: int, last: int | None, values: Mapping[str, float]) -> str:
+    """Return a line of at most MAX_COLUMNS; `last`: the last step, None where epochs end the run."""
+    loss = f'loss {values["nats_per_token"]:.3f}'
+    begin = f'step {step} {loss}'
+    time_left = ''
+    if last is not None:
+        begin = f'step {step}/{last} {loss}'
+        seconds_left = (last - step) / values['timing/steps_per_second']
+        time_left = f' {format_seconds(seconds_left)} left'
+    accuracy = f' accuracy {values["accuracy"]:.3f}'
+    learning_rate = f' lr {values["learning_rate/current"]:.3g}'
+    end = f' {values["timing/tokens_per_second"]:,.0f} tokens/s{time_left}'
+    data_wait = values['timing/data_wait_fraction']
+    if data_wait >= MIN_DATA_WAIT:
+        end += f', data wait {data_wait:.0%}'
+    for details in (accuracy + learning_rate, learning_rate):
+        if len(begin + details + end) <= MAX_COLUMNS:
+            return begin + details + end
+    return begin + end
+
+
+def format_seconds(seconds: float) -> str:
+    """Return 'H:MM:SS', or days and hours."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f'{days}d {hours}h'
+    return f'{hours}:{minutes:02}:{seconds:02}'
+
+
+def describe_trimming(counts: Mapping[str, Sequence[int]]) -> Iterator[str]:
+    """Yield a line for each task with examples that were cut; `counts`: {task: [given, cut]}."""
+    for task, (num_examples, num_trimmed) in counts.items():
+        if num_trimmed:
+            yield (
+                f'{num_trimmed:,} of {num_examples:,} examples of {task} '
+                f'({num_trimmed / num_examples:.1%}) were cut to data.lengths.'
+            )
+
+
+def compare_with_baseline(values: Mapping[str, float]) -> str:
+    """Return the validation loss beside the loss of a model that knows token frequencies alone."""
+    own = values['nats_per_text_token']
+    baseline = values['unigram_nats_per_text_token']
+    side = 'below' if own < baseline else 'ABOVE'
+    return (
+        f'validation loss {own:.3f} nats per text token, {abs(baseline - own):.3f} {side} the unigram '
+        f'baseline of {baseline:.3f} (all target tokens: {values["nats_per_target_token"]:.3f}, '
+        f'baseline {values["unigram_nats_per_target_token"]:.3f})'
+    )
+
+
+def ending(
+    workdir: Path,
+    mixture: OpenMixture,
+    limits: Any,
+    step: int,
+    history: History,
+    saved_steps: Sequence[int],
+) -> list[str]:
+    """Return the last lines of a run: its best step, and what to try next; `limits`: config.train."""
+    lines = []
+    best_step = history.best_of(saved_steps)
+    if best_step is not None:
+        lines.append(
+            f'The best saved step is {best_step:,}, with {history.metric} '
+            f'{history.values[best_step]:.6g}: checkpoint_{best_step}, which --step=best opens.'
+        )
+    if isinstance(workdir, Path) and workdir.is_relative_to(Path.cwd()):
+        workdir = workdir.relative_to(Path.cwd())
+    lines.append(
+        f"Everything is in {workdir}: T5X checkpoints, metrics.jsonl, TensorBoard's events, the vocabulary."
+    )
+    has_inputs = all('inputs' in OBJECTIVES[task.task.objective].features for task in mixture.tasks)
+    if mixture.corpus.startswith('pydoc') and not has_inputs:
+        flags = shlex.join(['--config.data.files=/path/to/*.txt', f'--workdir={workdir}-mine'])
+        after = f'the same command with {flags} learns from your text, one document a line.'
+        return [*lines, f'Next: {after}']
+    changes = []
+    if step == limits.steps:
+        name = 'relative_steps' if limits.relative_steps else 'steps'
+        changes.append(f'a larger --config.train.{name}')
+    if history.ends(limits.early_stopping):
+        changes.append('--config.train.early_stopping=0')
+    if not changes:
+        changes.append('a larger --config.train.epochs')
+    tensorboard = shlex.join(['tensorboard', f'--logdir={workdir}'])
+    after = f'{tensorboard} shows the curves; {" with ".join(changes)} goes on.'
+    if has_inputs:
+        infer = shlex.join(['python', 'main.py', '--mode=infer', f'--checkpoint={workdir}'])
+        after = f"{infer} --text='...' answers; {after}"
+    return [*lines, f'Next: {after}']

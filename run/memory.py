@@ -1,0 +1,167 @@
+"""Compiling a step ahead of time: whether it fits into memory, and in how many microbatches."""
+
+import math
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import partition
+
+# Bytes that XLA has for programs, by the kind of device: for one that is not here. On TPUs as libtpu
+# 0.0.42.1 says where it refuses a program, on GPUs the three quarters that JAX takes by default.
+DEVICE_MEMORY = {
+    'TPU v5 lite': 15.75 * 2**30,
+    'TPU v5': 95.74 * 2**30,
+    'TPU v6 lite': 31.25 * 2**30,
+    'NVIDIA H100 80GB HBM3': 0.75 * 84_942_979_072,
+    'NVIDIA H200': 0.75 * 151_397_597_184,
+}
+MEMORY_FRACTION = 0.9  # of the memory, for a step; the rest is left to data, program and system
+# The memory limits of a container, in the two versions of cgroups.
+CGROUP_LIMITS = ('/sys/fs/cgroup/memory.max', '/sys/fs/cgroup/memory/memory.limit_in_bytes')
+
+
+class Plan(NamedTuple):
+    """The step to run."""
+
+    step: jax.stages.Compiled | None  # None where a run is finished
+    num_microbatches: int
+    note: str  # why 'auto' splits the batch; '' where it does not
+
+
+def microbatch_counts(requested: int | str, num_rows: int) -> list[int]:
+    """Return the numbers of microbatches to try, ascending, from `requested` ('auto': 1) on.
+
+    `num_rows`: the rows of a batch on one device, which the microbatches divide.
+    """
+    counts = [n for n in range(1, num_rows + 1) if num_rows % n == 0]
+    if requested == 'auto':
+        return counts
+    if requested not in counts:
+        raise ValueError(
+            f'train.num_microbatches={requested!r} does not divide the {num_rows} rows of a device; '
+            f"use 'auto' or one of {', '.join(map(str, counts))}"
+        )
+    return [n for n in counts if n >= requested]
+
+
+def fit_step(
+    compile_step: Callable[[int], jax.stages.Compiled],
+    counts: list[int],
+    requested: int | str,
+    mesh: Mesh,
+    state_bytes: int,
+) -> Plan:
+    """Compile the step in the first of `counts` microbatches with which it fits into memory.
+
+    Raises ValueError where it fits with none or not with the `requested` number.
+    """
+    limit = memory_limit(mesh)
+    first = counts[0]
+    last = first
+    needs: dict[int, float] = {}  # {number of microbatches: bytes}
+    for n in counts:
+        # At best all of the memory shrinks with the rows.
+        if needs and 0.95 * needs[last] * last / n > limit:
+            continue
+        last = n
+        try:
+            step = compile_step(n)
+            needs[n] = step_bytes(step, mesh, state_bytes)
+        except jax.errors.JaxRuntimeError as error:
+            needs[n] = bytes_of_refusal(error)
+        if needs[n] <= limit:
+            break
+    if needs[first] <= limit:
+        return Plan(step, first, note='')
+    comparison = (
+        f'train.num_microbatches={requested}: a step in {first} microbatch(es) needs '
+        f'{needs[first] / 2**30:.1f} GiB of memory, and {limit / 2**30:.1f} are available'
+    )
+    if needs[last] <= limit and requested == 'auto':
+        note = f'{comparison}; so it takes {last}, with the same gradients.'
+        return Plan(step, last, note)
+    remedy = f'use {last}, or auto'
+    if needs[last] > limit:
+        remedy = f'{last} do not fit either: use more devices or a smaller train.batch_size'
+    raise ValueError(f'{comparison}; {remedy}')
+
+
+def bytes_of_refusal(error: jax.errors.JaxRuntimeError) -> float:
+    """Return the bytes that a step needs, of the error with which XLA refuses it on a TPU."""
+    needed = re.search(r'([\d.]+)([KMGT])\b', str(error))
+    if not str(error).startswith('RESOURCE_EXHAUSTED') or needed is None:
+        raise error
+    return float(needed[1]) * 1024 ** (1 + 'KMGT'.index(needed[2]))
+
+
+def check_state_fits(mesh: Mesh, state: Any, state_specs: Any) -> None:
+    """Raise ValueError where parameters and optimizer state alone do not fit into memory."""
+    need = bytes_on_device(mesh, state, state_specs)
+    limit = memory_limit(mesh)
+    if is_on_cpu(mesh):
+        need *= len(mesh.local_devices)
+    if need > limit:
+        raise ValueError(
+            f'parameters and optimizer state take {need / 2**30:,.1f} GiB of memory, and '
+            f'{limit / 2**30:,.1f} are available: use more devices for mesh.fsdp or a smaller model'
+        )
+
+
+def bytes_on_device(mesh: Mesh, arrays: Any, specs: Any) -> int:
+    """Return the bytes that a tree of arrays, split as `specs` say, takes on a device."""
+
+    def size(x: Any, sharding: Any) -> int:
+        return math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(size, arrays, partition.shardings(mesh, specs))))
+
+
+def num_state_bytes(state: Any) -> int:
+    """Return the bytes of a training state, which are also those of its checkpoint."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+
+
+def step_bytes(step: jax.stages.Compiled, mesh: Mesh, state_bytes: int) -> float:
+    """Return the bytes that a compiled step takes of the memory of `memory_limit`."""
+    analysis: Any = step.memory_analysis()
+    num_bytes = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+    num_bytes += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    if is_on_cpu(mesh):
+        num_bytes *= len(mesh.local_devices)
+        num_bytes += state_bytes  # the copy that is being saved
+    return num_bytes
+
+
+def memory_limit(mesh: Mesh) -> float:
+    """Return the bytes that a step may take: of one device or, on a CPU, of the machine.
+
+    Of several processes the smallest limit counts, so that all decide alike.
+    """
+    limits: list[float] = [math.inf]
+    if is_on_cpu(mesh):
+        limits.append(os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE'))
+        for file in CGROUP_LIMITS:
+            text = Path(file).read_text().strip() if os.path.exists(file) else ''
+            if text.isdigit():
+                limits.append(int(text))
+    else:
+        for device in mesh.local_devices:
+            try:
+                statistics = device.memory_stats() or {}
+            except jax.errors.JaxRuntimeError:  # --mode=plan compiles for a device that is not here
+                statistics = {'bytes_limit': DEVICE_MEMORY[device.device_kind]}
+            limits.append(statistics.get('bytes_limit', math.inf))
+    limit = min(x for x in limits if x > 0)
+    return MEMORY_FRACTION * float(partition.from_processes(np.array([limit])).min())
+
+
+def is_on_cpu(mesh: Mesh) -> bool:
+    """Return whether the devices of the mesh are a CPU's, which share one memory."""
+    return mesh.devices.flat[0].platform == 'cpu'

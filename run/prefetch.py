@@ -1,0 +1,261 @@
+"""Batches made ahead of training: in a thread, or in processes that share the rows.
+
+Neither changes a batch: a process makes its rows as another host would. Imports no jax.
+"""
+
+import atexit
+import collections
+import concurrent.futures
+import dataclasses
+import gc
+import itertools
+import multiprocessing
+import signal
+from collections.abc import Iterable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import tasks
+import tasks.open
+import user_code
+from data import feature_lengths
+from sources import FileRecord
+from stream import Stream
+
+DEPTH = 2  # batches that are made ahead
+DEPTH_OF_WORKER = 8  # of a worker: its rows of some batches take longer than the other workers' do
+
+
+class PrefetchedBatch(NamedTuple):
+    """A batch, and what a stream says around it."""
+
+    features: dict[str, np.ndarray]
+    before: np.ndarray  # the stream's positions
+    after: np.ndarray
+    counts: np.ndarray  # the stream's, int64 [tasks, 2]
+    faults: list[str]  # lines left out since the batch before, at most ten of each task
+    num_faults: int  # lines left out so far
+
+
+def batches(stream: Stream, num_workers: int = 0) -> Iterator[PrefetchedBatch]:
+    """Yield the batches of a stream from its position on, made ahead in a thread.
+
+    With `num_workers` processes each of them makes some of the rows, and the stream itself stays
+    where it is. An error there is raised where its batch would have come.
+    """
+    if num_workers == 0:
+        yield from ahead_in_thread(batches_of(stream))
+        return
+    workers = Workers(stream, num_workers)
+    try:
+        yield from ahead_in_thread(workers.batches())
+    finally:
+        workers.stop()
+
+
+def batches_of(stream: Stream) -> Iterator[PrefetchedBatch]:
+    """Yield the batches of a stream, with its positions and counts."""
+    before = stream.position
+    for features in stream:
+        after = stream.position
+        counts = stream.counts.copy()
+        yield PrefetchedBatch(features, before, after, counts, *stream.mixture.faults())
+        before = after
+
+
+def padding_before(stream: Stream, rows: range) -> PrefetchedBatch:
+    """Return `rows` of padding, as if they came before the next batch of a stream."""
+    features = {}
+    for name, length in feature_lengths(stream.config).items():
+        features[name] = np.zeros((len(rows), length), np.int32)
+    first = rows.start - stream.rows.start
+    position = stream.position[first : first + len(rows)]
+    counts = np.zeros_like(stream.counts)
+    return PrefetchedBatch(features, position, position, counts, faults=[], num_faults=0)
+
+
+def padding_after(batch: PrefetchedBatch) -> PrefetchedBatch:
+    """Return rows of padding that come after a batch, the last one of a stream."""
+    features = {name: np.zeros_like(x) for name, x in batch.features.items()}
+    return batch._replace(features=features, before=batch.after, faults=[])
+
+
+def ahead_in_thread(
+    batches: Iterator[PrefetchedBatch], depth: int = DEPTH
+) -> Iterator[PrefetchedBatch]:
+    """Yield `batches`, which a thread makes ahead."""
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
+        ahead = collections.deque(thread.submit(next, batches, None) for _ in range(depth))
+        while True:
+            batch = ahead.popleft().result()
+            if batch is None:
+                return
+            ahead.append(thread.submit(next, batches, None))
+            yield batch
+
+
+# Worker processes.
+
+
+class Work(NamedTuple):
+    """What a worker makes: the batches of a stream from `position` on."""
+
+    fingerprint: str  # of the mixture
+    files: list[FileRecord]  # of the mixture
+    position: np.ndarray  # of the rows
+    options: dict[str, Any]  # of the stream, beside the mixture
+
+
+def work_of(stream: Stream, rows: range, position: np.ndarray) -> Work:
+    """Return the work of making some rows of a stream, from their position on."""
+    options = {field.name: getattr(stream, field.name) for field in dataclasses.fields(stream)}
+    mixture = options.pop('mixture')  # has functions that cannot be sent
+    return Work(mixture.fingerprint, mixture.files, position, options=options | {'rows': rows})
+
+
+class Workers:
+    """Processes that make the batches of a stream, each some of its rows.
+
+    They read the data that `config.data` names, so the stream has to be one of that.
+    """
+
+    def __init__(self, stream: Stream, num_workers: int):
+        self.stream = stream
+        self.workers: list[Worker] = []
+        num_bounds = min(num_workers, len(stream.rows)) + 1
+        bounds = np.linspace(stream.rows.start, stream.rows.stop, num_bounds).astype(int)
+        for begin, end in itertools.pairwise(bounds.tolist()):
+            self.workers.append(Worker(stream, range(begin, end)))
+        for worker in self.workers:  # after all processes have started to import
+            worker.begin(stream)
+        atexit.register(self.stop)
+
+    def batches(self) -> Iterator[PrefetchedBatch]:
+        """Yield batches with the rows of all workers, until the rows of all have ended."""
+        while True:
+            parts = [worker.receive() for worker in self.workers]
+            if all(worker.has_ended for worker in self.workers):
+                return
+            yield self.join(parts)
+
+    def join(self, parts: list[PrefetchedBatch]) -> PrefetchedBatch:
+        """Return a batch with the rows of `parts`."""
+        features = {}
+        for name in parts[0].features:
+            features[name] = np.concatenate([part.features[name] for part in parts])
+        before = np.concatenate([part.before for part in parts])
+        after = np.concatenate([part.after for part in parts])
+        counts = self.stream.counts.copy()
+        faults, num_faults = self.stream.mixture.faults()
+        for part in parts:
+            counts += part.counts
+            faults = faults + part.faults
+            num_faults += part.num_faults
+        return PrefetchedBatch(features, before, after, counts, faults, num_faults)
+
+    def stop(self) -> None:
+        """End the processes, whatever they are doing."""
+        atexit.unregister(self.stop)
+        for worker in self.workers:
+            worker.stop()
+
+
+class Worker:
+    """A process that makes some rows of a stream. `newest` is what it sent last."""
+
+    def __init__(self, stream: Stream, rows: range):
+        self.rows = rows
+        self.newest = padding_before(stream, rows)
+        self.has_ended = False
+        # A process that is forked would share the locks of this one's threads.
+        context = multiprocessing.get_context('spawn')
+        self.connection, workers_end = context.Pipe()
+        self.process = context.Process(target=make_batches, args=(workers_end,), daemon=True)
+        self.process.start()
+        workers_end.close()
+
+    def begin(self, stream: Stream) -> None:
+        """Tell the process what to make."""
+        work = work_of(stream, self.rows, self.newest.after)
+        is_received(work, self.connection)  # `receive` tells if the process has ended
+
+    def receive(self) -> PrefetchedBatch:
+        """Return the next batch of these rows, padding after the last. Raise the worker's error."""
+        if self.has_ended:
+            return padding_after(self.newest)
+        try:
+            received = self.connection.recv()
+        except EOFError:
+            self.process.join()
+            raise ChildProcessError(
+                f'the process that reads data for rows {self.rows.start} to {self.rows.stop - 1} '
+                f'ended with exit code {self.process.exitcode}: if the machine ran out of memory, '
+                'use fewer data.num_workers'
+            ) from None
+        if isinstance(received, Exception):
+            raise received
+        if received is None:
+            self.has_ended = True
+            return padding_after(self.newest)
+        self.newest = received
+        return received
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+def make_batches(connection: Connection) -> None:
+    """Receive the work of a worker. Send its batches, and None after the last."""
+    # Records are in no cycles: looking for some as often as usual takes a fifth of the time.
+    gc.set_threshold(100_000)
+
+    def messages() -> Iterator[PrefetchedBatch | None]:
+        stream = open_stream(connection.recv())
+        yield from ahead_in_thread(batches_of(stream), DEPTH_OF_WORKER)
+        yield None
+
+    send_all(messages(), connection)
+
+
+def send_all(messages: Iterable[Any], connection: Connection) -> None:
+    """Send messages from a process of its own until nobody receives them. An error is sent, too."""
+    # Signals are for the process that started this one: it ends it.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        for message in messages:
+            if not is_received(message, connection):
+                return
+    except Exception as error:
+        frames = user_code.frames_of(error)
+        if frames:  # the error behind this one is not sent
+            error = user_code.UserError(str(error), frames)
+        is_received(error, connection)
+
+
+def is_received(message: Any, connection: Connection) -> bool:
+    """Send a message. Return whether there is a process that receives it."""
+    try:
+        connection.send(message)
+    except ConnectionError:
+        return False
+    return True
+
+
+def open_stream(work: Work) -> Stream:
+    """Return the stream of a worker."""
+    config = work.options['config']
+    work.options['vocabulary'].num_threads = 1  # the other cores have workers of their own
+    opened = tasks.open.open_mixture(config)
+    mixture = opened.going_on(work.files, opened.fingerprint, step=0)
+    if mixture is None or opened.fingerprint != work.fingerprint:
+        raise ValueError(
+            f'the files of data.task={config.task!r} changed while the run began: start it again'
+        )
+    stream = Stream(mixture, **work.options)
+    stream.seek(work.position)
+    return stream

@@ -1,0 +1,323 @@
+"""Results of task metrics: T5's table of them, and the files that keep them.
+
+    inference_eval/TASK-STEP.jsonl      a line per example: input, target, output, prediction, score
+    inference_eval/TASK-metrics.jsonl   a line per step: {"step": 1000, "accuracy": 71.5}
+    inference_eval/TASK-settings.json   {step: a hash of its line and of what the numbers depend on}
+    results.csv                         T5's table: a row per step, a column per metric
+
+The first two are as SeqIO's loggers write them. The table is made from the second ones anew after
+each evaluation. Source: seqio/loggers.py; t5/scripts/parse_tb.py, t5/evaluation/eval_utils.py.
+Imports no jax.
+"""
+
+import csv
+import hashlib
+import io
+import json
+import math
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import paths
+
+FOLDER = 'inference_eval'
+METRICS_SUFFIX = '-metrics.jsonl'
+SETTINGS_SUFFIX = '-settings.json'
+
+Scores = Mapping[str, Mapping[int, float]]  # {'TASK/METRIC': {step: value}}
+
+
+# T5's table.
+
+
+class Column(NamedTuple):
+    """A column of T5's table. Columns of one group have their best step in common."""
+
+    title: str
+    group: str
+
+
+GLUE = {
+    'glue_cola_v002/matthews_corrcoef': Column('CoLA', 'CoLA'),
+    'glue_sst2_v002/accuracy': Column('SST-2', 'SST-2'),
+    'glue_mrpc_v002/f1': Column('MRPC (F1)', 'MRPC'),
+    'glue_mrpc_v002/accuracy': Column('MRPC (accuracy)', 'MRPC'),
+    'glue_stsb_v002/pearson_corrcoef': Column('STSB (Pearson)', 'STSB'),
+    'glue_stsb_v002/spearman_corrcoef': Column('STSB (Spearman)', 'STSB'),
+    'glue_qqp_v002/f1': Column('QQP (F1)', 'QQP'),
+    'glue_qqp_v002/accuracy': Column('QQP (accuracy)', 'QQP'),
+    'glue_mnli_matched_v002/accuracy': Column('MNLIm', 'MNLI'),
+    'glue_mnli_mismatched_v002/accuracy': Column('MNLImm', 'MNLI'),
+    'glue_qnli_v002/accuracy': Column('QNLI', 'QNLI'),
+    'glue_rte_v002/accuracy': Column('GLUE RTE', 'GLUE RTE'),
+}
+READING_AND_SUMMARIES = {
+    'cnn_dailymail_v002/rouge1': Column('CNN/DM (ROUGE-1)', 'CNN/DM'),
+    'cnn_dailymail_v002/rouge2': Column('CNN/DM (ROUGE-2)', 'CNN/DM'),
+    'cnn_dailymail_v002/rougeL': Column('CNN/DM (ROUGE-L)', 'CNN/DM'),
+    'cnn_dailymail_v002/rougeLsum': Column('CNN/DM (ROUGE-L)', 'CNN/DM'),
+    'squad_v010_allanswers/em': Column('SQuAD (EM)', 'SQuAD'),
+    'squad_v010_allanswers/f1': Column('SQuAD (F1)', 'SQuAD'),
+}
+SUPER_GLUE = {
+    'super_glue_boolq_v102/accuracy': Column('BoolQ (accuracy)', 'BoolQ'),
+    'super_glue_cb_v102/mean_3class_f1': Column('CB (F1)', 'CB'),
+    'super_glue_cb_v102/accuracy': Column('CB (accuracy)', 'CB'),
+    'super_glue_copa_v102/accuracy': Column('CoPA', 'CoPA'),
+    'super_glue_multirc_v102/f1': Column('MultiRC (F1)', 'MultiRC'),
+    'super_glue_multirc_v102/exact_match': Column('MultiRC (EM)', 'MultiRC'),
+    'super_glue_record_v102/f1': Column('ReCoRD (F1)', 'ReCoRD'),
+    'super_glue_record_v102/em': Column('ReCoRD (EM)', 'ReCoRD'),
+    'super_glue_rte_v102/accuracy': Column('SuperGLUE RTE', 'SuperGLUE RTE'),
+    'super_glue_wic_v102/accuracy': Column('WiC', 'WiC'),
+    'super_glue_wsc_v102_simple_eval/accuracy': Column('WSC', 'WSC'),
+}
+OTHERS = {
+    'dpr_v001_simple/accuracy': Column('DPR', 'DPR'),
+    'wmt_t2t_ende_v003/bleu': Column('WMT T2T En-De', 'WMT T2T En-De'),
+    'wmt14_ende_v003/bleu': Column('WMT14 En-De', 'WMT14 En-De'),
+    'wmt15_enfr_v003/bleu': Column('WMT15 En-Fr', 'WMT15 En-Fr'),
+    'wmt16_enro_v003/bleu': Column('WMT16 En-Ro', 'WMT16 En-Ro'),
+}
+AVERAGES = {
+    'Average GLUE Score': GLUE,
+    'Average SuperGLUE Score': SUPER_GLUE,
+}
+# The averages and the columns of T5's table, in its order.
+KNOWN = {
+    'Average GLUE Score': Column('Average GLUE Score', 'Average GLUE Score'),
+    **GLUE,
+    **READING_AND_SUMMARIES,
+    'Average SuperGLUE Score': Column('Average SuperGLUE Score', 'Average SuperGLUE Score'),
+    **SUPER_GLUE,
+    **OTHERS,
+}
+
+
+def table(scores: Scores) -> str:
+    """Return T5's table of scores as CSV: a row per step, the best values, and their steps.
+
+    The columns of T5 come first, in its order, then those of other tasks by name. The best step of
+    a group, as F1 and accuracy of MRPC, is the one with its best mean.
+    """
+    scores = dict(scores) | averages(scores)
+    columns = columns_of(scores)
+    steps = sorted({step for of_tag in scores.values() for step in of_tag})
+    rows = [['step', *[column.title for column in columns.values()]]]
+    for step in steps:
+        rows.append([str(step), *[format_value(scores[tag].get(step)) for tag in columns]])
+    best = best_steps(scores)
+    rows += [['max'], ['step']]
+    for tag, column in columns.items():
+        step = best[column.group]
+        rows[-2].append(format_value(scores[tag].get(step)))
+        rows[-1].append(str(step))
+    file = io.StringIO()
+    csv.writer(file, lineterminator='\n').writerows(rows)
+    return file.getvalue().removesuffix('\n')
+
+
+def columns_of(tags: Collection[str]) -> dict[str, Column]:
+    """Return the columns of 'TASK/METRIC': those of T5's table in its order, then others by name."""
+    known = {tag: column for tag, column in KNOWN.items() if tag in tags}
+    return known | {tag: Column(tag, tag) for tag in sorted(tags) if tag not in KNOWN}
+
+
+def averages(scores: Scores) -> dict[str, dict[int, float]]:
+    """Return the averages over GLUE and SuperGLUE of the steps that have all their columns.
+
+    They are means over the groups of the means in each group.
+    """
+    found: dict[str, dict[int, float]] = {}
+    for title, columns in AVERAGES.items():
+        if not columns.keys() <= scores.keys():
+            continue
+        for step in sorted(set.intersection(*[set(scores[tag]) for tag in columns])):
+            groups: dict[str, list[float]] = {}
+            for tag, column in columns.items():
+                groups.setdefault(column.group, []).append(scores[tag][step])
+            average = mean([mean(values) for values in groups.values()])
+            found.setdefault(title, {})[step] = average
+    return found
+
+
+def best_steps(scores: Scores) -> dict[str, int]:
+    """Return {group: the first step with the largest mean over the columns of the group}.
+
+    A step with nan is worse than any other.
+    """
+    groups: dict[str, dict[int, list[float]]] = {}
+    for tag, column in columns_of(scores).items():
+        of_group = groups.setdefault(column.group, {})
+        for step, value in scores[tag].items():
+            of_group.setdefault(step, []).append(value)
+    best = {}
+    for group, values in groups.items():
+        means = {}
+        for step in sorted(values):
+            average = mean(values[step])
+            means[step] = -math.inf if math.isnan(average) else average
+        best[group] = max(means, key=means.__getitem__)
+    return best
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def format_value(value: float | None) -> str:
+    """Return a cell of the table: '' for a step without a value."""
+    return '' if value is None else f'{value:.3f}'
+
+
+# The files.
+
+
+def check_writable(folder: Any) -> None:
+    """Raise ValueError where this process may not make `folder` or write into it. A bucket is not asked."""
+    if not isinstance(folder, Path):
+        return
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(existing, os.W_OK | os.X_OK, effective_ids=True):
+        raise ValueError(f'{folder}: {existing} is read-only for you: name another --output_dir')
+
+
+class Results:
+    """The results of a run, in its workdir or in another folder."""
+
+    def __init__(self, folder: Any):
+        self.table_file = folder / 'results.csv'
+        self.folder = folder / FOLDER
+
+    def has(self, name: str, step: int, settings: str) -> bool:
+        """Return whether there are results of a task at a step, with the same settings."""
+        hashes = self.hashes(name)
+        for line in self.lines(name):
+            if line['step'] == step:
+                return hashes.get(str(step)) == hash_of(line, settings)
+        return False
+
+    def write(
+        self, name: str, step: int, values: Mapping[str, float], examples: Iterable, settings: str
+    ) -> None:
+        """Write the results of a task at a step, in place of those that are there.
+
+        `examples`: a mapping of each. The line in TASK-metrics.jsonl comes after the examples: where it is, they are.
+        """
+        paths.make_folder(self.folder)
+        content = ''.join(map(as_line, examples))
+        paths.replace_file(self.file(name, f'-{step:06}.jsonl'), content.encode())
+        new_line = {'step': step, **values}
+        others = [line for line in self.lines(name) if line['step'] != step]
+        lines = sorted([*others, new_line], key=lambda line: line['step'])
+        content = ''.join(map(as_line, lines))
+        paths.replace_file(self.file(name, METRICS_SUFFIX), content.encode())
+        hashes = self.hashes(name) | {str(step): hash_of(new_line, settings)}
+        paths.replace_file(self.file(name, SETTINGS_SUFFIX), json.dumps(hashes, indent=1).encode())
+
+    def write_table(self) -> None:
+        """Write results.csv, if there are results."""
+        scores = self.scores()
+        if scores:
+            paths.replace_file(self.table_file, f'{table(scores)}\n'.encode())
+
+    def scores(self) -> dict[str, dict[int, float]]:
+        """Return {'TASK/METRIC': {step: value}} of all that is stored."""
+        found: dict[str, dict[int, float]] = {}
+        for file in sorted(self.folder.glob(f'*{METRICS_SUFFIX}')):
+            name = file.name.removesuffix(METRICS_SUFFIX)
+            for line in self.lines(name):
+                for metric, value in line.items():
+                    if metric != 'step':
+                        found.setdefault(f'{name}/{metric}', {})[line['step']] = value
+        return found
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """Return the lines of TASK-metrics.jsonl. Raises ValueError for one that is damaged."""
+        return read_metrics(self.file(name, METRICS_SUFFIX))
+
+    def hashes(self, name: str) -> dict[str, str]:
+        """Return {step: hash} of TASK-settings.json."""
+        file = self.file(name, SETTINGS_SUFFIX)
+        return paths.read_json(file) if file.exists() else {}
+
+    def file(self, name: str, suffix: str) -> Any:
+        return self.folder / f'{file_name(name)}{suffix}'
+
+
+def hash_of(line: Mapping[str, float], settings: str) -> str:
+    """Return what tells whether the numbers of a line are those of `settings`."""
+    content = json.dumps([line, settings]).encode()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def read_metrics(
+    file: Any, texts: Sequence[str] = (), may_be_cut: bool = False
+) -> list[dict[str, Any]]:
+    """Return the lines of a file of metrics: each has a step, numbers, and texts under these names.
+
+    There are none in a file that does not exist. A last line that is cut is left out where a killed
+    process may have left it so. Raises ValueError for any other line that is damaged.
+    """
+    if not paths.is_file(file):
+        return []
+    contents = file.read_bytes().split(b'\n')
+    if may_be_cut and contents[-1].startswith(b'{'):
+        try:
+            paths.json_object(contents[-1], title='')
+        except ValueError:
+            contents.pop()
+    lines = []
+    for number, content in enumerate(contents, start=1):
+        if not content.strip():
+            continue
+        title = f'line {number} of {file}'
+        line = paths.json_object(content, title)
+        for name in ('step', *texts, *line):
+            rule = 'a number'
+            is_valid = type(line.get(name)) in (int, float)
+            if name in texts:
+                rule = 'a text'
+                is_valid = type(line.get(name)) is str
+            elif name == 'step':
+                rule = 'a whole number'
+                is_valid = type(line.get(name)) is int
+            if not is_valid:
+                shown = json.dumps(line.get(name))[:60]
+                raise ValueError(f'{title}: {name!r} is {shown}, not {rule}: {paths.RESTORE_LINE}')
+        lines.append(line)
+    return lines
+
+
+def file_name(name: str) -> str:
+    """Return the name of a task as a part of a file's name."""
+    return name.replace('/', '_')
+
+
+def as_line(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, default=json_default) + '\n'
+
+
+def json_default(value: Any) -> Any:
+    """Return a value of NumPy or TFDS as JSON takes it, and anything else as its text."""
+    if hasattr(value, 'tolist'):
+        return value.tolist()
+    if isinstance(value, bytes):
+        return value.decode(errors='replace')
+    return str(value)
+
+
+def describe(step: int, split: str, values: Mapping[str, Mapping[str, float]]) -> str:
+    """Return a small table of {task: {metric: value}} for the terminal."""
+    rows = []
+    for task, of_task in values.items():
+        for metric, value in of_task.items():
+            rows.append((task, metric, f'{value:,.3f}'))
+    columns = zip(*rows, strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    lines = [f'Step {step:,}, {split}:']
+    for task, metric, text in rows:
+        lines.append(f'  {task:{widths[0]}}  {metric:{widths[1]}}  {text:>{widths[2]}}')
+    return '\n'.join(lines)

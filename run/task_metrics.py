@@ -1,0 +1,298 @@
+"""Task metrics: of the model's answers to the inputs of a split, or of its scores of the targets.
+
+Training computes them on the way ("inference_eval"), and `--mode=evaluate` for checkpoints. Source:
+SeqIO seqio/evaluation.py.
+"""
+
+import hashlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import evaluate
+import infer
+import tasks
+import tasks.open
+from configs import base, check
+from randomness import digest
+from run import best, results
+from run.agreement import check_alike
+from run.console import describe_trimming
+from run.examples import SPLITS, Example, read_split
+from stream import OpenTask, Stream, TokenizedTask
+from tasks.mixtures import MetricFn, Task
+from tasks.objectives import takes_inputs
+from tasks.preprocessors import UNKNOWN
+from vocabulary import Vocabulary
+
+
+class EvaluatedTask(NamedTuple):
+    """The examples of a task, and what their results are called."""
+
+    task: Task
+    name: str
+    examples: list[Example]
+    vocabulary: Vocabulary
+    settings: str  # a hash of what the results depend on beside the model
+
+
+class TaskResults(NamedTuple):
+    """The values of a task's metrics, and a line of `results.Results` for each example."""
+
+    values: dict[str, float]
+    lines: list[dict[str, Any]]
+
+
+class Stopped(Exception):
+    """A signal ended an evaluation."""
+
+
+def open_tasks(config: Any, split: str) -> list[OpenTask]:
+    """Open the sources of the tasks of infer_eval.task, or of data.task, that can be evaluated.
+
+    Raises ValueError for a task that cannot. Of a mixture the tasks without metrics or without the
+    split are left out.
+    """
+    if config.decode.num_return > 1:
+        raise ValueError(f'decode.num_return={config.decode.num_return}: an evaluation needs 1')
+    infer.Decoding.of_settings(config.decode)  # raises ValueError for what does not fit together
+    opened: dict[str, OpenTask] = {}
+    names = config.infer_eval.task or config.data.task
+    for name in names.split(','):
+        data_config = settings_of_task(config.data, name.strip())
+        found = tasks.open.find(data_config)
+        if isinstance(found, Task):
+            opened[found.name] = open_task(found, data_config, split)
+            continue
+        of_mixture = {}
+        for task in found.tasks.values():
+            if task.metric_fns and takes_inputs(task.objective):
+                source = tasks.open.open_task(task, data_config)
+                if source.may_hold(split):
+                    of_mixture[task.name] = tasks.open.opened_task(task, source)
+        if not of_mixture:
+            raise ValueError(
+                f'mixture {found.name!r} has no task with metrics and the split {split!r}: evaluate one that '
+                "'python main.py --mode=tasks' lists with both"
+            )
+        opened |= of_mixture
+    return list(opened.values())
+
+
+def settings_of_task(config: Any, name: str) -> Any:
+    """Return config.data for a task. What is said of the records of data.task is not of others."""
+    if name == config.task:
+        return config
+    own = config.copy_and_resolve_references()
+    own.update(task=name, train_split='train', text_field='text', kind='', tfds='', metrics='')
+    own.update(files='', validation_files='', validation_split='', inputs='', targets='')
+    return own
+
+
+def open_task(task: Task, config: Any, split: str) -> OpenTask:
+    """Open the source of a task. Raises ValueError unless it has metrics, inputs and the split."""
+    if not task.metric_fns or not takes_inputs(task.objective):
+        raise ValueError(
+            f'task {task.name!r} has no metrics, or no inputs: evaluate another one (infer_eval.task), give it '
+            'metric_fns in a file of your own (data.module), or train with infer_eval.every_steps=0'
+        )
+    opened = tasks.open.opened_task(task, tasks.open.open_task(task, config))
+    if not opened.source.may_hold(split):
+        splits = ', '.join(name for name in SPLITS if opened.source.may_hold(name))
+        raise ValueError(
+            f'task {task.name!r} has no split {split!r}: name one with --split or infer_eval.split: {splits}'
+        )
+    return opened
+
+
+class TaskMetrics:
+    """The metrics of tasks on all examples of a split, which are read at once.
+
+    Raises ValueError for examples whose targets are missing, before anything is compiled.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        split: str,
+        vocabulary: Vocabulary,
+        opened: Sequence[OpenTask],
+        report: Callable[[str], Any],
+    ):
+        self.config = config
+        self.split = split
+        self.vocabulary = vocabulary
+        self.tasks = [read_task(task, config, split, vocabulary) for task in opened]
+        for task in self.tasks:
+            num_trimmed = sum(example.is_trimmed for example in task.examples)
+            for line in describe_trimming({task.name: [len(task.examples), num_trimmed]}):
+                report(line)
+
+    def __call__(
+        self, t5: infer.T5, task: EvaluatedTask, stop: Callable[[int], int] = lambda count: 0
+    ) -> TaskResults | None:
+        """Return the results of a task.
+
+        `stop` is called with the number of batches so far. All processes must get the same answer.
+        Where it is not 0 the evaluation ends and returns None.
+        """
+        num_batches = itertools.count(start=1)
+
+        def progress(num_examples: int) -> None:
+            if stop(next(num_batches)):
+                raise Stopped
+
+        answers = None
+        scores = None
+        try:
+            if not all(takes_scores(metric_fn) for metric_fn in task.task.metric_fns):
+                found = infer.predict_all(
+                    t5,
+                    [infer.Example(x.inputs, number=i) for i, x in enumerate(task.examples)],
+                    batch_size=self.config.infer_eval.batch_size,
+                    options=infer.decoding_options(self.config.decode),
+                    progress=progress,
+                )
+                answers = [self.vocabulary.decode(answer.tokens[0]) for answer in found]
+            if any(takes_scores(metric_fn) for metric_fn in task.task.metric_fns):
+                scores = score(t5, task.examples, self.config.infer_eval.batch_size, progress)
+        except Stopped:
+            return None
+        return compute_metrics(task, answers, scores)
+
+
+def read_task(opened: OpenTask, config: Any, split: str, vocabulary: Vocabulary) -> EvaluatedTask:
+    """Read the examples of a split of a task, at most infer_eval.num_examples."""
+    tokenized_task = TokenizedTask(opened, config.data, vocabulary)
+    limit = config.infer_eval.num_examples or None
+    depends_on = [
+        [split, limit, opened.source.fingerprint, vocabulary.hash],
+        sorted(check.leaves(config.decode)),
+        sorted(config.data.lengths.items()),
+    ]
+    if config.data.metrics:
+        depends_on.append([config.data.metrics])
+    examples = list(read_split(tokenized_task, split, limit))
+    texts = {example.text('targets', vocabulary) for example in examples}
+    if texts <= {'', UNKNOWN}:
+        raise ValueError(
+            f'task {opened.name!r} has no example with a target in split {split!r}: evaluate another split'
+        )
+    content = hashlib.blake2b()
+    for example in examples:
+        assert example.targets is not None
+        content.update(example.inputs.tobytes() + example.targets.tobytes())
+    check_alike(f'the examples of {opened.name}', content.digest())
+    name = opened.name
+    if split != 'validation':
+        name += f'-{split}'
+    return EvaluatedTask(opened.task, name, examples, vocabulary, settings=digest(depends_on))
+
+
+def takes_scores(metric_fn: MetricFn) -> bool:
+    """Return whether a metric takes the scores of the targets, and not predictions."""
+    return 'scores' in inspect.signature(metric_fn).parameters
+
+
+def score(
+    t5: infer.T5, examples: Sequence[Example], batch_size: int, progress: Callable[[int], Any]
+) -> list[float]:
+    """Return the log-likelihood of the targets of each example, in nats.
+
+    Examples that follow each other with the same inputs are the choices of one input.
+    """
+    choices = []
+    for _, group in itertools.groupby(examples, key=lambda example: example.inputs.tobytes()):
+        same_inputs = list(group)
+        for start in range(0, len(same_inputs), batch_size):
+            part = same_inputs[start : start + batch_size]
+            targets = [example.targets for example in part]
+            choices.append(infer.Example(part[0].inputs, targets))
+    most_choices = max(len(example.targets) for example in choices)
+
+    def score_batch(batch: Sequence[infer.Example], num_rows: int) -> Iterable[np.ndarray]:
+        inputs = [example.inputs for example in batch]
+        targets: list[Any] = [example.targets for example in batch]
+        return t5.score_choices(inputs, targets, num_rows)
+
+    scores = infer.in_batches(score_batch, choices, max(batch_size // most_choices, 1), progress)
+    return np.concatenate(list(scores)).tolist()
+
+
+def compute_metrics(
+    task: EvaluatedTask, answers: Sequence[str] | None, scores: Sequence[float] | None
+) -> TaskResults:
+    """Return the metrics of a task. Raises UserError, which names the task, where one fails."""
+    targets = []
+    predictions = []
+    lines: list[dict[str, Any]] = []
+    for i, example in enumerate(task.examples):
+        assert example.targets is not None
+        targets_text = example.text('targets', task.vocabulary)
+        fields = {**example.fields, 'num_target_tokens': len(example.targets)}
+        targets.append(task.task.postprocess(targets_text, fields, is_target=True))
+        line = {
+            'input': {
+                'inputs': example.inputs.tolist(),
+                'inputs_pretokenized': example.text('inputs', task.vocabulary),
+                'targets': example.targets.tolist(),
+                'targets_pretokenized': targets_text,
+            },
+            'target': targets[i],
+        }
+        if answers is not None:
+            predictions.append(task.task.postprocess(answers[i], fields, is_target=False))
+            line |= {'output': answers[i], 'prediction': predictions[i]}
+        if scores is not None:
+            line['score'] = scores[i]
+        lines.append(line)
+    values: dict[str, float] = {}
+    for metric_fn in task.task.metric_fns:
+        outputs = scores if takes_scores(metric_fn) else predictions
+        assert outputs is not None
+        for name, value in task.task.metric(metric_fn, list(targets), list(outputs)).items():
+            if name in values:
+                raise ValueError(
+                    f'task {task.name!r}: two metrics give {name!r}: rename one of them'
+                )
+            values[name] = value
+    return TaskResults(values, lines)
+
+
+def events_of(values: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics under T5X's tags."""
+    return {f'eval/{name}': value for name, value in values.items()}
+
+
+def check_best_metric(
+    metric: str, validation: Stream, evaluated_tasks: Sequence[EvaluatedTask]
+) -> None:
+    """Raise ValueError unless one of the evaluations of a run gives `save.best_metric`.
+
+    The names of task metrics are those of the targets, taken as answers.
+    """
+    available = []
+    for stream in validation.of_each_task():
+        for tag in validation_tags():
+            available.append(best.metric_name(f'training_eval/{stream.mixture.name}', tag))
+    for task in evaluated_tasks:
+        run = f'{results.FOLDER}/{task.name}'
+        if not metric.startswith(f'{run}/'):
+            available.append(f'{run}/METRIC')
+            continue
+        answers = [example.text('targets', task.vocabulary) for example in task.examples]
+        scores = [0.0] * len(task.examples)
+        for name in compute_metrics(task, answers, scores).values:
+            available.append(best.metric_name(run, name))
+    best.check_metric(metric, available)
+
+
+def validation_tags() -> list[str]:
+    """Return the names of the metrics that an `Evaluation` returns."""
+    tags = list(evaluate.summarize([dict.fromkeys(evaluate.sum_names(), 0.0)], base.get_config()))
+    for name in ('nats_per_text_token', 'nats_per_target_token'):
+        tags += [name, f'unigram_{name}']
+    return tags

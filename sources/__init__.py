@@ -1,0 +1,337 @@
+"""Where records come from: the types that all sources share. `sources.open` opens one.
+
+A source shuffles its records and divides each epoch among the lanes of the batch. It knows no
+tokens. Imports no format and no jax.
+"""
+
+import collections
+import dataclasses
+import functools
+import json
+import math
+import threading
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from configs import check as settings
+from randomness import permutation
+from sources.files import FileRecord, count_newlines, follow, is_gzipped, kind_of
+
+FEATURES = ('inputs', 'targets')  # of records that are ids
+NO_SPLIT = 'none'  # in place of the name of a split: a task has no such records
+BYTES_PER_LINE = 100  # at least, where nobody has counted the lines
+
+
+class Record(NamedTuple):
+    """A stored record. A field is a text, in a task cache an array of ids, else a value of JSON."""
+
+    name: str  # path:offset, in a gzipped file path:line, in Parquet path:row
+    fields: dict[str, Any]
+    split_key: str = ''  # whose hash decides on the split; '' is the fields
+
+
+class Share(NamedTuple):
+    """The part of an epoch that one lane reads. Lane r fills row r of every batch."""
+
+    seed: int | str
+    epoch: int
+    lane: int
+    num_lanes: int
+
+    @property
+    def slot(self) -> int:
+        """The index of this part in the epoch: another one in each, so that every lane gets text."""
+        return (self.lane + self.epoch) % self.num_lanes
+
+
+class Document(NamedTuple):
+    """A record and where a lane reads it: a pool, and an offset in the shuffled pool."""
+
+    pool: int
+    offset: int
+    record: Record
+
+
+class Part:
+    """The records of one split, or of two that a hash of each record tells apart."""
+
+    num_records: int | None = None  # where it is known without reading all of them
+    files: Sequence[FileRecord] = ()  # of data.files
+    features: Collection[str] | None = None  # of records that are ids; None for those of texts
+
+    def pools(
+        self, share: Share, first: int, keep: Callable[[Record], bool]
+    ) -> Iterator[tuple[int, list[Record | None]]]:
+        """Yield (number, records) of the pools of a lane, from number `first` on.
+
+        None stands for a line without a record and for a record that `keep` refuses, so that an
+        offset in a pool means the same line in every split.
+        """
+        raise NotImplementedError
+
+    def in_order(self) -> Iterator[Record | None]:
+        """Yield all records in the order in which they are stored."""
+        raise NotImplementedError
+
+    def whole(self) -> 'Part':
+        """Return the same records with all features that are stored."""
+        return self
+
+    def has_share(self, share: Share) -> bool:
+        """Return whether a lane has something to read in its epoch."""
+        return True
+
+    def count_records(self) -> int | None:
+        """Return the number of records, None where counting would take reading all of them."""
+        return self.num_records
+
+    def are_changed(self, share: Share, first: int, last: int, step: int) -> bool:
+        """Return whether a pool of a lane, from number `first` to `last`, changed at `step`."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A corpus. Without files for validation, a hash of each record decides on its split."""
+
+    description: str
+    corpus: str  # 'files', 'cache', 'tfds', 'pydoc' or 'pydoc instead of C4'
+    fingerprint: str  # a run may go on with a corpus of the same fingerprint only
+    validation_fraction: float
+    bad_lines: 'BadLines'
+    train: Part
+    validation: Part | None = None
+    open_test: Callable[[], Part] | None = None  # training needs no such files
+    files: tuple[FileRecord, ...] = ()  # in the order in which they are read
+    # Of data.files: {split: part} of files that changed, and the fingerprint of any files.
+    reopen: Callable[[list[FileRecord]], dict[str, Part]] | None = None
+    fingerprint_of: Callable[[Sequence[FileRecord]], str] | None = None
+    is_tokenized: bool = False  # the fields are ids, under the names of features
+    vocabulary_hash: str | None = None  # of these ids, in a cache of this program
+
+    @property
+    def features(self) -> Collection[str] | None:
+        """The features of a task cache; None where records are texts."""
+        part = self.train
+        if self.validation is not None and not self.may_hold('train'):
+            part = self.validation
+        return part.features
+
+    def documents(
+        self, split: str, share: Share, pool: int = 0, offset: int = 0
+    ) -> Iterator[Document]:
+        """Yield the documents of one lane in one epoch, from `offset` in pool number `pool` on."""
+        part = self.part_of(split)
+        keep = functools.partial(self.is_in_split, split)
+        for number, records in part.pools(share, first=pool, keep=keep):
+            order = permutation(len(records), 'pool', share.seed, share.epoch, share.lane, number)
+            for i in range(offset, len(records)):
+                record = records[order[i]]
+                if record is not None:
+                    yield Document(pool=number, offset=i, record=record)
+            offset = 0
+
+    def records(self, split: str, whole: bool = False) -> Iterator[Record]:
+        """Yield the records of a split in stored order; with `whole`, all features of a cache."""
+        part = self.part_of(split)
+        if whole:
+            part = part.whole()
+        for record in part.in_order():
+            if record is not None and self.is_in_split(split, record):
+                yield record
+
+    def num_lines_to_find(self, split: str, num_records: int) -> int:
+        """Return about how many lines are read to find so many records of a split."""
+        num_lines = self.train.num_records
+        if num_lines is None:
+            num_lines = sum(file.num_bytes for file in self.files) // BYTES_PER_LINE
+        if self.validation is not None:
+            return min(num_records, num_lines)
+        share = self.validation_fraction if split == 'validation' else 1 - self.validation_fraction
+        return min(math.ceil(num_records / share), num_lines)
+
+    def next_epoch(self, split: str, share: Share) -> int:
+        """Return the first epoch, from that of `share` on, in which its lane has something to read."""
+        if self.part_of(split).has_share(share):
+            return share.epoch
+        return share.epoch + share.num_lanes - share.slot
+
+    def part_of(self, split: str) -> Part:
+        """Return what holds the records of a split."""
+        if split == 'test':
+            return self.test
+        if split == 'validation' and self.validation is not None:
+            return self.validation
+        return self.train
+
+    @functools.cached_property
+    def test(self) -> Part:
+        """The records of the split test. Raises ValueError if there are none."""
+        if self.open_test is None:
+            raise ValueError(f'{self.description} have no split test: evaluate another split')
+        return self.open_test()
+
+    def is_in_split(self, split: str, record: Record) -> bool:
+        """Return whether a record of the files of `split` is in it."""
+        if self.validation is not None or split == 'test':
+            return True
+        if self.validation_fraction == 0:
+            return split == 'train'
+        fields = record.fields
+        if self.is_tokenized:
+            fields = {name: fields[name] for name in FEATURES if name in fields}
+        content = record.split_key.encode() or b''.join(map(bytes_of, fields.values()))
+        is_validation = zlib.crc32(content) < self.validation_fraction * 2**32
+        return is_validation == (split == 'validation')
+
+    def may_hold(self, split: str) -> bool:
+        """Return False where the settings alone leave `split` without a document."""
+        if split == 'test':
+            return self.open_test is not None
+        if self.part_of(split).num_records == 0:
+            return False
+        if self.validation is not None:
+            return True
+        if split == 'validation':
+            return self.validation_fraction != 0
+        return self.validation_fraction != 1
+
+    def check_not_empty(self, split: str) -> None:
+        """Raise ValueError if there is no document in the files that hold those of `split`."""
+        part = self.part_of(split)
+        for other in ('train', 'validation'):
+            if self.part_of(other) is part and next(self.records(other), None) is not None:
+                return
+        files = [file.path for file in self.files if self.part_of(file.split) is part]
+        if files:  # else the split has no file of its own
+            raise ValueError(
+                f'no document is in {settings.first_ten(files)}: name files with records'
+            )
+
+    def going_on(self, old: Sequence[FileRecord], step: int) -> 'Source | None':
+        """Return the source cut as in a run whose files were `old` up to `step`.
+
+        None unless it has files of the same number and names.
+        """
+        files = follow(old, self.files, step)
+        if files is not None and not any(file.changes for file in files):
+            return self
+        if files is None or self.reopen is None:
+            return None
+        parts = self.reopen(files)
+        return dataclasses.replace(
+            self,
+            train=parts.get('train', self.train),
+            validation=parts.get('validation'),
+            files=tuple(files),
+        )
+
+    def as_of(self, files: Sequence[FileRecord]) -> 'Source':
+        """Return the source with the fingerprint that it has with `files`."""
+        if self.fingerprint_of is None:
+            return self
+        return dataclasses.replace(self, fingerprint=self.fingerprint_of(files))
+
+    def faults(self) -> tuple[list[str], int]:
+        """Return the lines left out since the last call, at most ten, and the number of all."""
+        return self.bad_lines.take()
+
+    def files_as_json(self) -> list[dict[str, Any]]:
+        """Return `files` as `describe_changes` and JSON take them."""
+        return [file._asdict() for file in self.files]
+
+
+def bytes_of(value: Any) -> bytes:
+    """Return a text, an array of ids, or another value of JSON or TFDS as bytes."""
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    return json.dumps(value, default=repr).encode()
+
+
+class BadLines:
+    """The lines that cannot be read: the first one stops, or few are left out, each counted once.
+
+    Threads may share it.
+    """
+
+    def __init__(self, action: str, max_fraction: float, kind: str = ''):
+        self.action = action
+        self.max_fraction = max_fraction
+        self.kind = kind  # of the files; '' for by their names
+        self.num_read = 0  # lines, roughly: two threads may lose one
+        self._found: set[tuple[str, int]] = set()
+        self._unreported: collections.deque[BadLine] = collections.deque(maxlen=10)
+        self._lock = threading.Lock()
+
+    def add(self, path: str, position: int, reason: str) -> None:
+        """Count a line. Raises ValueError where that stops the run.
+
+        `position` is the offset of the line in bytes, in a gzipped file the number of the line.
+        """
+        line = BadLine(path, position, reason, self.kind or kind_of(path))
+        if self.action == 'stop':
+            raise ValueError(
+                f'data.on_bad_line=stop (skip leaves it out): {line.describe()}; to go on after a '
+                'correction, a run needs data.allow_changed_files=True'
+            )
+        with self._lock:
+            if (path, position) in self._found:
+                return
+            self._found.add((path, position))
+            self._unreported.append(line)
+            bound = max(10, self.max_fraction * self.num_read)
+            if len(self._found) > bound:
+                raise ValueError(
+                    f'{len(self._found):,} bad lines of {self.num_read:,}, more than {bound:,.0f} ('
+                    f'data.max_bad_fraction={self.max_fraction}, or 10): correct {line.describe()}'
+                )
+
+    def record(self, path: str, position: int, read: Callable, *arguments: Any) -> Record | None:
+        """Return the record whose fields `read` returns; None for a bad one that is skipped.
+
+        `read` returns None for a blank one, and raises ValueError for a bad one.
+        """
+        self.num_read += 1
+        try:
+            fields = read(*arguments)
+        except ValueError as error:
+            self.add(path, position, str(error))
+            return None
+        if fields is None:
+            return None
+        return Record(f'{path}:{position}', fields)
+
+    def take(self) -> tuple[list[str], int]:
+        """Return the lines since the last call, at most ten, described, and the number of all."""
+        with self._lock:
+            unreported = list(self._unreported)
+            self._unreported.clear()
+            return [line.describe() for line in unreported], len(self._found)
+
+
+class BadLine(NamedTuple):
+    path: str
+    position: int  # offset in bytes, in a gzipped file the number of the line, in Parquet the row
+    reason: str
+    kind: str  # of the file
+
+    def describe(self) -> str:
+        """Return one line of text. To number the line, a plain file is read up to there."""
+        if self.reason.startswith(self.path):  # what read the record names it
+            return self.reason
+        if '.array_record-' in self.path or '.ids-' in self.path:
+            what = f'record {self.position}'
+        elif '.tfrecord-' in self.path:
+            what = f'the record at byte {self.position}'
+        elif self.kind == 'parquet':
+            what = f'row {max(self.position, 1)}'  # an empty file has none
+        elif is_gzipped(self.path):
+            what = f'line {max(self.position, 1)}'
+        else:
+            what = f'line {1 + count_newlines(self.path, self.position)}'
+        return f'{what} of {self.path}: {self.reason}'

@@ -1,0 +1,379 @@
+"""SeqIO's task caches: TFRecord files of tf.train.Example, beside info and stats.
+
+    ROOT/TASK/COMPLETED                            empty, written last
+    ROOT/TASK/info.SPLIT.json                      dtype and shape of each feature, number of shards
+    ROOT/TASK/stats.SPLIT.json                     numbers of examples and tokens
+    ROOT/TASK/SPLIT.tfrecord-00000-of-00064 ...
+
+Caches of this program have the ids besides, in files of their own that SeqIO ignores and that need
+no parsing:
+
+    ROOT/TASK/SPLIT.ids-00000-of-00064 ...         int32, one example after another
+    ROOT/TASK/SPLIT.index-00000-of-00064 ...       int64 [examples, 4], an IndexEntry of each
+
+A colon in a task's name is a folder. Source: seqio/dataset_providers.py `_CachedDataProvider`,
+seqio/utils.py. Imports no jax and no TensorFlow.
+"""
+
+import bisect
+import importlib.util
+import itertools
+import json
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import google_crc32c
+import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+import paths
+from sources import FEATURES, BadLines, Record, deal
+from sources.deal import Blocks
+from sources.tfrecord import ByteRanges, StoredRecord, read_record, record_offsets
+
+MAX_CACHE_BLOCKS = 1 << 20  # of a task cache
+MAX_INDEXED_BYTES = 1 << 28  # of a task cache whose examples are found when it is opened
+TEXT = 'string'  # the dtype of bytes in info.json
+ORIGIN = 'cache.json'  # what such a cache was made of
+SEQIO_VERSION = '0.0.20'  # whose layout it has
+
+
+class FeatureInfo(NamedTuple):
+    dtype: str  # numpy's, or 'string'
+    shape: tuple[int | None, ...]
+
+
+class IndexEntry(NamedTuple):
+    """Where the ids of an example are: its inputs, and after them its targets."""
+
+    start: int  # number of the first one in the file of ids
+    num_inputs: int
+    num_targets: int
+    crc32c: int  # of all of them
+
+
+class Ids(NamedTuple):
+    """The ids of the examples of a shard, and where each example has its own."""
+
+    path: str
+    ids: np.ndarray  # int32, in the file
+    entries: np.ndarray  # int64 [examples, 4], in the file
+
+
+class Split(NamedTuple):
+    """One split of a cached task. `files` are its shards, in order."""
+
+    features: dict[str, FeatureInfo]
+    stored_names: dict[str, str]  # feature -> its name in the files
+    files: list[Any]
+    num_examples: int | None  # None without stats
+
+
+def find(roots: Sequence[Any], task: str) -> Any | None:
+    """Return the folder of a task in the first of `roots` that holds it completely."""
+    for root in roots:
+        folder = root.joinpath(*task.split(':'))
+        if (folder / 'COMPLETED').is_file():
+            return folder
+    return None
+
+
+def splits(folder: Any) -> list[str]:
+    """Return the names of the splits of a cached task that hold examples."""
+    found = []
+    for file in sorted(folder.glob('info.*.json')):
+        if read_json(file):  # {} stands for a split without examples, as in P3
+            found.append(file.name.removeprefix('info.').removesuffix('.json'))
+    return found
+
+
+def open_split(folder: Any, split: str) -> Split:
+    """Return what a folder says of a split. Raises ValueError for a split that is not there."""
+    available = splits(folder)
+    if split not in available:
+        raise ValueError(f'{folder} has no split {split!r}: use one of {available}')
+    info_file = folder / f'info.{split}.json'
+    info = read_json(info_file)
+    features = {}
+    stored_names = {}
+    try:
+        num_shards = info['num_shards']
+        for stored_name, feature in info['features'].items():
+            name = re.sub('_plaintext$', '_pretokenized', stored_name)  # of old caches
+            dtype = feature['dtype']
+            if 'seqio_version' not in info and dtype == 'int64':
+                dtype = 'int32'
+            features[name] = FeatureInfo(dtype, tuple(feature['shape']))
+            stored_names[name] = stored_name
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f'{info_file} lacks {error}: cache the task again') from None
+    files = sorted(folder.glob(f'{split}.tfrecord-*-of-*{num_shards}'))
+    if len(files) != num_shards:
+        raise ValueError(
+            f'{folder}: split {split!r} has {len(files)} of {num_shards} files '
+            f'{split}.tfrecord-*: copy the folder again'
+        )
+    stats_file = folder / f'stats.{split}.json'
+    num_examples = None
+    if stats_file.is_file():
+        num_examples = read_json(stats_file).get('examples')
+    return Split(features, stored_names, files, num_examples)
+
+
+def vocabulary_hash(folder: Any) -> str | None:
+    """Return the hash of the vocabulary that made a cache, None for a cache of SeqIO."""
+    file = folder / ORIGIN
+    return read_json(file)['vocabulary_hash'] if file.exists() else None
+
+
+def read_json(file: Any) -> dict[str, Any]:
+    """Return the object in a file of JSON."""
+    try:
+        return {**json.loads(file.read_text())}
+    except (ValueError, TypeError) as error:
+        raise ValueError(f'{file} is no JSON object ({error}): copy the folder again') from None
+
+
+def read_example(path: str | Path, offset: int, split: Split) -> dict[str, Any]:
+    """Return the example at `offset` of a file of a split. Raises ValueError for a damaged one."""
+    with open(path, 'rb', buffering=0) as file:
+        file.seek(offset)
+        return decode(read_record(file, path) or b'', split)
+
+
+def write_info(folder: Path, split: str, statistics: Sequence[Mapping[str, int]]) -> None:
+    """Write info and stats of a split from the statistics of its shards."""
+    total = {'examples': sum(shard['examples'] for shard in statistics)}
+    features = {}
+    for name in FEATURES:
+        total[f'{name}_tokens'] = sum(shard[f'{name}_tokens'] for shard in statistics)
+        total[f'{name}_max_tokens'] = max(shard[f'{name}_max_tokens'] for shard in statistics)
+        features[name] = {'dtype': 'int32', 'shape': [None]}
+        features[f'{name}_pretokenized'] = {'dtype': TEXT, 'shape': []}
+    info: dict[str, Any] = {
+        'features': features,
+        'num_shards': len(statistics),
+        'seqio_version': SEQIO_VERSION,
+    }
+    if total['examples'] == 0:
+        info = {}  # as SeqIO says of a split without examples
+    for name, content in (('stats', total), ('info', info)):
+        text = json.dumps(content, indent=2, sort_keys=True)  # as SeqIO writes it
+        paths.replace_file(folder / f'{name}.{split}.json', text.encode())
+
+
+# Examples.
+
+
+def decode(content: bytes, split: Split) -> dict[str, Any]:
+    """Return the features of a serialized tf.train.Example."""
+    message = Example()
+    try:
+        message.ParseFromString(content)
+    except Exception as error:  # protobuf's own class depends on its version
+        raise ValueError(f'no tf.train.Example ({error}): copy the file again') from None
+    example = {}
+    for name, info in split.features.items():
+        feature = message.features.feature[split.stored_names[name]]  # empty if it is not stored
+        kind = feature.WhichOneof('kind')
+        example[name] = shaped(name, getattr(feature, kind).value if kind else [], info)
+    return example
+
+
+def shaped(name: str, values: Sequence, info: FeatureInfo) -> Any:
+    """Return the values of a feature as an array, texts as a list, a scalar as itself."""
+    if info.dtype == TEXT:
+        values = [text_of(value) for value in values]
+        if info.shape:
+            return values
+        array = np.array(values, object)
+    else:
+        array = np.array(values, info.dtype)
+    try:
+        array = array.reshape([-1 if size is None else size for size in info.shape])
+    except ValueError:
+        shape = list(info.shape)
+        raise ValueError(
+            f'feature {name!r} has {len(values)} values and the shape {shape}: cache the task again'
+        ) from None
+    return array if info.shape else array.item()
+
+
+def text_of(value: bytes) -> str | bytes:
+    """Return bytes as text, if they are UTF-8."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value
+
+
+def encode(example: Mapping[str, Any]) -> bytes:
+    """Return a serialized tf.train.Example: arrays flattened, texts as UTF-8."""
+    message = Example()
+    for name, value in example.items():
+        feature = message.features.feature[name]
+        if isinstance(value, str | bytes):
+            value = [value]
+        if isinstance(value, list) and all(isinstance(x, str | bytes) for x in value):
+            feature.bytes_list.value.extend(x.encode() if isinstance(x, str) else x for x in value)
+            continue
+        array = np.asarray(value).ravel()
+        if array.dtype.kind == 'f':
+            feature.float_list.value.extend(array.tolist())
+        else:
+            feature.int64_list.value.extend(array.astype(np.int64).tolist())
+    return message.SerializeToString(deterministic=True)
+
+
+def make_example_class() -> type:
+    """Return the class of tf.train.Example, whose Features are TFDS's.
+
+    Importing all of TFDS takes seconds, so its generated module is loaded alone.
+    """
+    tfds = importlib.util.find_spec('tensorflow_datasets')
+    assert tfds and tfds.submodule_search_locations
+    name = 'tf_feature_generated_pb2'
+    path = os.path.join(tfds.submodule_search_locations[0], 'proto', f'{name}.py')
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    features = module.Features.DESCRIPTOR
+    file = descriptor_pb2.FileDescriptorProto(
+        name='example.proto', package='cache', syntax='proto3', dependency=[features.file.name]
+    )
+    file.message_type.add(name='Example').field.add(
+        name='features', number=1, label=1, type=11, type_name=f'.{features.full_name}'
+    )
+    descriptor = descriptor_pool.Default().AddSerializedFile(file.SerializeToString())
+    return message_factory.GetMessageClass(descriptor.message_types_by_name['Example'])
+
+
+Example: Any = make_example_class()
+
+
+# Ids in files of their own.
+
+
+def ids_files(path: str) -> tuple[str, str]:
+    """Return the names of the files of ids and index that belong to a TFRecord file."""
+    folder, name = os.path.split(path)
+    names = (name.replace('.tfrecord-', '.ids-'), name.replace('.tfrecord-', '.index-'))
+    return os.path.join(folder, names[0]), os.path.join(folder, names[1])
+
+
+def write_ids(file: IO[bytes], start: int, inputs: np.ndarray, targets: np.ndarray) -> IndexEntry:
+    """Append the ids of an example, of which `start` are in the file. Return its entry."""
+    content = inputs.astype('<i4').tobytes() + targets.astype('<i4').tobytes()
+    file.write(content)
+    return IndexEntry(start, len(inputs), len(targets), google_crc32c.value(content))
+
+
+def open_ids(path: str) -> Ids:
+    """Open the ids that belong to a TFRecord file. Raises ValueError if they are cut off."""
+    ids_path, index_path = ids_files(path)
+    try:
+        index = np.memmap(index_path, '<i8', mode='r').reshape(-1, len(IndexEntry._fields))
+        last = IndexEntry(*index[-1].tolist())
+        num_ids = last.start + last.num_inputs + last.num_targets
+        is_cut_off = os.path.getsize(ids_path) != 4 * num_ids
+    except ValueError:  # of another number of bytes
+        is_cut_off = True
+    if is_cut_off:
+        raise ValueError(f'{index_path} or {ids_path} is cut off: cache the task again')
+    ids = np.zeros(0, np.int32)
+    if num_ids:
+        ids = np.memmap(ids_path, '<i4', mode='r')
+    # A view as a plain array is faster to read.
+    return Ids(ids_path, ids.view(np.ndarray), index.view(np.ndarray))
+
+
+def read_ids(shard: Ids, i: int) -> dict[str, np.ndarray]:
+    """Return the ids of example `i` of a shard. Raises ValueError for damaged ones."""
+    start, num_inputs, num_targets, crc = shard.entries[i].tolist()
+    ids = shard.ids[start : start + num_inputs + num_targets]
+    if google_crc32c.value(ids.tobytes()) != crc:
+        raise ValueError(f'{shard.path}: example {i} is damaged: cache the task again')
+    return {'inputs': ids[:num_inputs], 'targets': ids[num_inputs:]}
+
+
+# As parts of a source.
+
+
+class CachedRecords(Blocks):
+    """Examples of a task cache. Their fields are ids, the other features are not read.
+
+    A block has one example.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        names: list[str],
+        bad_lines: BadLines,
+        features: Collection[str] = FEATURES,
+    ):
+        found = {name: split.features[name] for name in features if name in split.features}
+        self.whole_split = split
+        self.split = split._replace(features=found)
+        self.features = found.keys()
+        self.names = names
+        self.bad_lines = bad_lines
+        self.open_blocks()
+
+    def open_blocks(self) -> None:
+        """Find where each example begins."""
+        self.offsets = [record_offsets(name) for name in self.names]
+        self.divide(map(len, self.offsets))
+        self.num_records = self.num_blocks
+
+    def read(self, block: int) -> list[Record | None]:
+        file_index, i = self.locate(block)
+        name = self.names[file_index]
+        offset = int(self.offsets[file_index][i])
+        return [self.bad_lines.record(name, offset, read_example, name, offset, self.split)]
+
+    def whole(self) -> 'CachedRecords':
+        """Return the same examples with all their features."""
+        reader = LargeCache if isinstance(self, LargeCache) else CachedRecords
+        return reader(self.whole_split, self.names, self.bad_lines, self.whole_split.features)
+
+
+class CachedIds(CachedRecords):
+    """A task cache of this program, from its files of ids.
+
+    A block has one example, or a few where they are many.
+    """
+
+    def open_blocks(self) -> None:
+        self.shards = [open_ids(name) for name in self.names]
+        sizes = [len(shard.entries) for shard in self.shards]
+        self.first_records = [0, *itertools.accumulate(sizes)]  # [files + 1]
+        self.num_records: int = self.first_records[-1]
+        self.records_per_block = max(-(-self.num_records // MAX_CACHE_BLOCKS), 1)
+        self.num_blocks = -(-self.num_records // self.records_per_block)
+
+    def read(self, block: int) -> list[Record | None]:
+        first = block * self.records_per_block
+        records = []
+        for number in range(first, min(first + self.records_per_block, self.num_records)):
+            file_index = bisect.bisect(self.first_records, number) - 1
+            shard = self.shards[file_index]
+            i = number - self.first_records[file_index]
+            records.append(self.bad_lines.record(shard.path, i, read_ids, shard, i))
+        return records
+
+
+class LargeCache(ByteRanges, CachedRecords):
+    """A task cache with too many examples to find all of them when it is opened, or one in a bucket."""
+
+    def open_blocks(self) -> None:
+        self.num_records = self.split.num_examples
+        ranges = [(name, 0, paths.file_size(name)) for name in self.names]
+        self.divide_ranges(ranges, deal.MAX_BLOCK_BYTES)
+
+    def parse(self, stored: StoredRecord) -> dict[str, Any]:
+        return decode(stored.checked(), self.split)

@@ -1,0 +1,113 @@
+"""How an epoch is dealt out to lanes: records in blocks that can be read in any order."""
+
+import bisect
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from randomness import permutation
+from sources import Part, Record, Share
+
+# Plain files. A pool is what a lane holds in memory and shuffles.
+MAX_BLOCK_BYTES = 1 << 16
+MIN_BLOCKS = 4096  # of a corpus; a small one has smaller blocks
+BLOCKS_PER_POOL = 8
+
+
+class Blocks(Part):
+    """Records in `num_blocks` blocks, each of which `read` returns.
+
+    An epoch permutes the blocks and deals them out to the lanes. A lane reads pools of
+    BLOCKS_PER_POOL blocks.
+    """
+
+    num_blocks: int
+
+    def divide(self, blocks_per_file: Iterable[int]) -> None:
+        """Number the blocks of files, or of other parts, one file after another."""
+        self.first_blocks = [0, *itertools.accumulate(map(int, blocks_per_file))]  # [files + 1]
+        self.num_blocks = self.first_blocks[-1]
+
+    def locate(self, block: int) -> tuple[int, int]:
+        """Return the index of the file that a block is in, and the number of the block there."""
+        index = bisect.bisect(self.first_blocks, block) - 1
+        return index, block - self.first_blocks[index]
+
+    def read(self, block: int) -> list[Record | None]:
+        """Return the records of a block; None for a line that holds none."""
+        raise NotImplementedError
+
+    def in_order(self) -> Iterator[Record | None]:
+        for block in range(self.num_blocks):
+            yield from self.read(block)
+
+    def read_all(self, blocks: list[int]) -> Iterable[list[Record | None]]:
+        """Return the records of each of the blocks of a pool."""
+        return map(self.read, blocks)
+
+    def order(self, seed: int | str, epoch: int) -> np.ndarray:
+        """Return the random order of all blocks in an epoch."""
+        return epoch_order(self.num_blocks, seed, epoch)
+
+    def is_changed(self, block: int, step: int) -> bool:
+        """Return whether the text of a block is another one from `step` on."""
+        raise NotImplementedError
+
+    def has_share(self, share: Share) -> bool:
+        return share.slot < self.num_blocks
+
+    def are_changed(self, share: Share, first: int, last: int, step: int) -> bool:
+        blocks = self.order(share.seed, share.epoch)[share.slot :: share.num_lanes]
+        own = blocks[first * BLOCKS_PER_POOL : (last + 1) * BLOCKS_PER_POOL]
+        return any(self.is_changed(block, step) for block in own.tolist())
+
+    def pools(
+        self, share: Share, first: int, keep: Callable[[Record], bool]
+    ) -> Iterator[tuple[int, list[Record | None]]]:
+        order = self.order(share.seed, share.epoch)
+        blocks = order[share.slot :: share.num_lanes].tolist()
+        for start in range(first * BLOCKS_PER_POOL, len(blocks), BLOCKS_PER_POOL):
+            records: list[Record | None] = []
+            for found in self.read_all(blocks[start : start + BLOCKS_PER_POOL]):
+                records += blank_out(found, keep)
+            yield start // BLOCKS_PER_POOL, records
+
+
+def blank_out(
+    records: Iterable[Record | None], keep: Callable[[Record], bool]
+) -> Iterator[Record | None]:
+    """Yield the records, and None in place of those that `keep` refuses."""
+    for record in records:
+        if record is not None and keep(record):
+            yield record
+        else:
+            yield None
+
+
+class RecordsInMemory(Blocks):
+    """Each record is a block."""
+
+    def __init__(self, records: list[Record]):
+        self.records = records
+        self.num_blocks = len(records)
+        self.num_records = len(records)
+
+    def read(self, block: int) -> list[Record | None]:
+        return [self.records[block]]
+
+
+def epoch_order(num_blocks: int, seed: int | str, epoch: int) -> np.ndarray:
+    """Return the random order of all blocks in an epoch; kept, because every lane asks for it."""
+    if num_blocks <= 2 * MIN_BLOCKS:  # then lanes are in many epochs at the same time
+        return order_of_few(num_blocks, seed, epoch)
+    return order_of_many(num_blocks, seed, epoch)
+
+
+def _order(num_blocks: int, seed: int | str, epoch: int) -> np.ndarray:
+    return permutation(num_blocks, 'epoch', seed, epoch).astype(np.uint32)
+
+
+order_of_few = functools.lru_cache(maxsize=256)(_order)
+order_of_many = functools.lru_cache(maxsize=128)(_order)  # a mixture has many tasks

@@ -1,0 +1,137 @@
+"""Gzipped files, which can be read from their beginning only."""
+
+import functools
+import gzip
+import itertools
+import zlib
+from collections.abc import Callable, Iterator
+from typing import IO
+
+import sources.files
+from sources import Part, Record, Share
+from sources.deal import blank_out, epoch_order
+from sources.files import EMPTY_FILE, FileRecord
+from sources.heads import open_unzipped
+from sources.tables import LineParser, whole_rows
+from sources.text import cut
+
+# Gzipped files.
+POOL_LINES = 100_000  # in the pools of all lanes together
+MIN_POOL_LINES = 256  # in the pool of one lane
+MIN_OPEN_SHARDS = 16  # by all lanes together
+# The pools of round r are numbered from r * POOLS_PER_ROUND on, far more than there are.
+POOLS_PER_ROUND = 1 << 32
+
+
+class GzippedFiles(Part):
+    """Gzipped files, each a shard.
+
+    An epoch permutes the shards and deals them out to the lanes. A lane reads rounds of some
+    shards, interleaved line by line, in pools of equally many lines. Where shards are fewer than
+    lanes, neighbouring lanes share a shard: each decompresses all of it and skips the others' lines.
+    """
+
+    def __init__(self, files: list[FileRecord], parse: LineParser):
+        self.files = [file._replace(layout='') for file in files]
+        self.names = [file.path for file in files]
+        self.parse = parse
+        self.bad_lines = parse.bad_lines
+
+    def pools(
+        self, share: Share, first: int, keep: Callable[[Record], bool]
+    ) -> Iterator[tuple[int, list[Record | None]]]:
+        pool_lines = max(POOL_LINES // share.num_lanes, MIN_POOL_LINES)
+        round_number, pool = divmod(first, POOLS_PER_ROUND)
+        while round_number < self.num_rounds(share):
+            lines = self.lines_of_round(share, round_number)
+            own_lines = itertools.islice(lines, pool * pool_lines, None)
+            while True:
+                parsed = itertools.starmap(self.parse, itertools.islice(own_lines, pool_lines))
+                records = list(blank_out(parsed, keep))
+                if not records:
+                    break
+                yield round_number * POOLS_PER_ROUND + pool, records
+                pool += 1
+            round_number += 1
+            pool = 0
+
+    def in_order(self) -> Iterator[Record | None]:
+        for name in self.names:
+            yield from itertools.starmap(self.parse, self.lines(name))
+
+    def are_changed(self, share: Share, first: int, last: int, step: int) -> bool:
+        shards = []
+        for round_number in range(first // POOLS_PER_ROUND, last // POOLS_PER_ROUND + 1):
+            shards += self.shards_of_round(share, round_number)
+        return any(self.files[shard].is_changed_at(step) for shard in shards)
+
+    def num_rounds(self, share: Share) -> int:
+        """Return how many rounds of shards a lane reads in an epoch."""
+        if len(self.names) < share.num_lanes:
+            return 1
+        num_own = len(range(share.slot, len(self.names), share.num_lanes))
+        return -(-num_own // shards_per_round(share.num_lanes))
+
+    def lines_of_round(self, share: Share, round_number: int) -> Iterator[tuple[str, int, bytes]]:
+        """Yield (name, number, line) of the lines that a lane reads in one round."""
+        num_shards = len(self.names)
+        num_lanes = share.num_lanes
+        shards = self.shards_of_round(share, round_number)
+        lines = [self.lines(self.names[shard]) for shard in shards]
+        if num_shards < num_lanes:
+            index = share.slot * num_shards // num_lanes
+            first_slot = -(-index * num_lanes // num_shards)
+            next_shards_slot = -(-(index + 1) * num_lanes // num_shards)
+            num_sharing = next_shards_slot - first_slot
+            return itertools.islice(lines[0], share.slot - first_slot, None, num_sharing)
+        rounds = itertools.zip_longest(*lines)
+        return (line for found in rounds for line in found if line is not None)
+
+    def shards_of_round(self, share: Share, round_number: int) -> list[int]:
+        """Return the shards that a lane reads in one round."""
+        order = epoch_order(len(self.names), share.seed, share.epoch)
+        if len(self.names) < share.num_lanes:
+            return [order[share.slot * len(self.names) // share.num_lanes]]
+        num_open = shards_per_round(share.num_lanes)
+        own = order[share.slot :: share.num_lanes]
+        return own[round_number * num_open : (round_number + 1) * num_open].tolist()
+
+    def lines(self, name: str) -> Iterator[tuple[str, int, bytes]]:
+        """Yield (name, number, line) of the lines of a shard; of a long line each part."""
+        number = 1
+        kind = self.parse.kind_of(name)
+        limit = -1  # no line is cut
+        if kind == 'text':
+            limit = sources.files.MAX_LINE_BYTES + 1
+        try:
+            with open_unzipped(name, sources.files.SEQUENTIAL_READ_AHEAD) as file:
+                lines = enumerate(iter(functools.partial(file.readline, limit), b''), start=1)
+                for number, line in whole_rows(lines, kind):
+                    if len(line) == limit:
+                        for part in cut_while_reading(file, line):
+                            yield name, number, part
+                    else:
+                        yield name, number, line
+                    number += 1
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            self.bad_lines.add(name, number, f'broken gzip ({error}); copy the file again')
+            return
+        if number == 1:
+            self.bad_lines.add(name, 0, EMPTY_FILE)
+
+
+def shards_per_round(num_lanes: int) -> int:
+    """Return how many shards a lane interleaves."""
+    return -(-MIN_OPEN_SHARDS // num_lanes)
+
+
+def cut_while_reading(file: IO[bytes] | gzip.GzipFile, line: bytes) -> Iterator[bytes]:
+    """Yield the parts of a long line that begins with `line` and goes on in `file`."""
+    while not line.endswith(b'\n'):
+        more = file.readline(sources.files.MAX_LINE_BYTES)
+        if not more:
+            break
+        *parts, rest = cut(line)
+        yield from parts
+        line = rest + more
+    yield from cut(line)

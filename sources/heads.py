@@ -1,0 +1,101 @@
+"""What a file begins with, and whether that is what it is read as."""
+
+import contextlib
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import paths
+from sources.files import is_gzipped
+
+HEAD_BYTES = 1 << 16  # of a file, which tell what it holds
+GZIP = b'\x1f\x8b'
+PARQUET = b'PAR1'
+# What files begin with that are no text, what they are, and what to do with them.
+FORMATS = {
+    GZIP: ('gzipped', 'gunzip it, or add .gz to its name'),
+    PARQUET: ('Parquet', "let its name end in .parquet, or set data.kind='parquet'"),
+    paths.LFS_HEADER: ('a pointer of git-lfs', 'run `git lfs pull` in its repository'),
+    b'PK\x03\x04': ('a zip archive, as .xlsx is', 'unzip it, or save the spreadsheet as CSV'),
+    b'\xd0\xcf\x11\xe0': ('an old Office document', 'save it as CSV or as text'),
+    b'%PDF-': ('PDF', 'convert it to text'),
+    b'BZh91AY': ('compressed by bzip2', 'decompress it, or gzip it'),
+    b'\xfd7zXZ': ('compressed by xz', 'decompress it, or gzip it'),
+    b'\x28\xb5\x2f\xfd': ('compressed by zstd', 'decompress it, or gzip it'),
+    b'ARROW1': ('Arrow', 'write it as Parquet'),
+    b'SQLite format 3': ('an SQLite database', 'export the table as CSV'),
+    b'\xff\xfe': ('UTF-16 or UTF-32', 'convert it to UTF-8'),
+    b'\xfe\xff': ('UTF-16 or UTF-32', 'convert it to UTF-8'),
+}
+
+
+@contextlib.contextmanager
+def open_unzipped(path: str, read_ahead: int = HEAD_BYTES) -> Iterator[Any]:
+    """Open a file for reading, its content if it is gzipped."""
+    with paths.open_file(path, read_ahead) as file:
+        if is_gzipped(path):
+            with gzip.open(file) as unzipped:
+                yield unzipped
+        else:
+            yield file
+
+
+def read_head(path: str) -> bytes:
+    """Return the first bytes of a file, unzipped; of broken gzip those before the damage."""
+    head = b''
+    try:
+        with open_unzipped(path) as file:
+            while len(head) < HEAD_BYTES:
+                part = file.read1(HEAD_BYTES - len(head))
+                if not part:
+                    break
+                head += part
+    except (EOFError, zlib.error):
+        pass
+    except gzip.BadGzipFile:
+        if not head:
+            raise ValueError(f'{path} is not gzipped: remove .gz, or copy it again') from None
+    except PermissionError as error:
+        raise ValueError(
+            f'{path} cannot be read ({error.strerror}): correct its permissions'
+        ) from error
+    return head
+
+
+def check_head(title: str, kind: str, head: bytes) -> None:
+    """Raise ValueError if a file that begins with `head` is not read as what it is."""
+    for start, (what, remedy) in FORMATS.items():
+        if head.startswith(start) and not (kind == 'parquet' and start == PARQUET):
+            raise ValueError(f'{title} is {what}, not {kind}: {remedy}')
+    if kind == 'parquet':
+        return
+    if head.count(b'\0') > len(head) / 4:
+        raise ValueError(
+            f'{title} holds zero bytes, as UTF-16 and binary files do: convert it to UTF-8'
+        )
+    if b'\r' in head.strip() and b'\n' not in head:
+        raise ValueError(
+            f"{title} has line ends of old Macs (CR): convert them to LF, as `tr '\\r' '\\n'` does"
+        )
+    if kind == 'jsonl' and re.match(rb'(\xef\xbb\xbf)?\s*(\[\s*\{|[\[{][ \t\r]*\n)', head):
+        raise ValueError(
+            f'{title} is JSON over many lines: write a record a line, as `jq -c .` or `jq -c .[]` does'
+        )
+
+
+def begins_with_json(head: bytes) -> bool:
+    """Return whether the first lines that are not blank, twenty at most, are JSON objects."""
+    lines = head.splitlines(keepends=True)
+    if len(head) == HEAD_BYTES:
+        lines = lines[:-1]  # the last one is cut
+    lines = [line for line in lines if line.strip()][:20]
+    for line in lines:
+        try:
+            if not isinstance(json.loads(line), dict):
+                return False
+        except (ValueError, RecursionError):
+            return False
+    return bool(lines)

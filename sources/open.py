@@ -1,0 +1,379 @@
+"""Opens the source that the settings name: files, a task cache, TFDS data sets or pydoc."""
+
+import collections
+import concurrent.futures
+import contextlib
+import functools
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from absl import logging
+
+import paths
+from randomness import digest
+from sources import NO_SPLIT, BadLines, Part, Source, cache, pydoc, tfds
+from sources.deal import RecordsInMemory
+from sources.files import (
+    EMPTY_FILE,
+    NUM_THREADS,
+    FileRecord,
+    check_disjoint,
+    is_gzipped,
+    read_records,
+)
+from sources.gzipped import GzippedFiles
+from sources.heads import begins_with_json, check_head, read_head
+from sources.tables import LineParser, check_text, table_header
+from sources.templates import fields_named
+from sources.text import MAX_SMALL_BYTES, PlainFiles
+
+
+def open_source(config, whole_records: bool = False, test_split: str = '') -> Source:
+    """Open the task cache of `config.task`, else `config.tfds`, `config.files` or pydoc.
+
+    A record has the fields that the settings name; with `whole_records` all of them, as they are in
+    JSON. `test_split`: as config.validation_split; '' is the split test, if there is one. Files are
+    read in the order of their digests, so that names and folders change nothing. Raises ValueError
+    for settings that do not fit together and for files that cannot be read.
+    """
+    if not config.text_field:
+        raise ValueError("data.text_field='' names no field: name one, C4's is 'text'")
+    folder = find_cache(config, config.task)
+    if folder is not None:
+        return cached_source(config, folder)
+    folders = find_tfds(config)
+    if folders:
+        return tfds_source_of(config, folders, whole_records, test_split)
+    bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction, config.kind)
+    names = find_files('data.files', config.files, bad_lines)
+    validation_names = find_files('data.validation_files', config.validation_files, bad_lines)
+    if names or validation_names:
+        return files_source(config, names, validation_names, bad_lines, whole_records)
+    is_of_pydoc = config.task.startswith('pydoc_')
+    if config.kind or config.targets or (whole_records and not is_of_pydoc):
+        raise ValueError(
+            f'data.task={config.task!r} with data.kind={config.kind!r} and data.targets='
+            f'{config.targets!r} needs records: name its files or data set (data.files, data.tfds)'
+        )
+    return pydoc.open_source(config)
+
+
+def files_source(
+    config,
+    names: list[str],
+    validation_names: list[str],
+    bad_lines: BadLines,
+    whole_records: bool,
+) -> Source:
+    """Open files for training and files for validation; either may be none."""
+    if not names and config.train_split != NO_SPLIT:
+        raise ValueError(
+            f'data.validation_files={config.validation_files!r} needs data.files besides: name both'
+        )
+    train = read_records('data.files', 'train', names)
+    validation = read_records('data.validation_files', 'validation', validation_names)
+    check_disjoint(train, validation)
+    parser = LineParser(config, bad_lines, whole_records)
+    with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
+        list(threads.map(functools.partial(check_file, parser), names + validation_names))
+    num_bytes = sum(record.num_bytes for record in train or validation)
+    parts = open_parts(train + validation, parser)
+    files = [file for part in parts.values() for file in part.files]
+    return Source(
+        description=f'{len(train or validation):,} text file(s), {num_bytes:,} bytes',
+        corpus='files',
+        fingerprint=fingerprint_of_files(files, parser),
+        validation_fraction=config.validation_fraction,
+        bad_lines=bad_lines,
+        train=parts.get('train', RecordsInMemory([])),
+        validation=parts.get('validation'),
+        files=tuple(files),
+        reopen=functools.partial(open_parts, parser=parser),
+        fingerprint_of=functools.partial(fingerprint_of_files, parser=parser),
+    )
+
+
+def open_parts(files: list[FileRecord], parser: LineParser) -> dict[str, Part]:
+    """Return {split: its part of a source}, without a split that has no files."""
+    own = collections.defaultdict(list)
+    for file in files:
+        own[file.split].append(file)
+    return {split: open_files(of_split, parser) for split, of_split in own.items()}
+
+
+def fingerprint_of_files(files: Sequence[FileRecord], parser: LineParser) -> str:
+    """Return the fingerprint of a source of files."""
+    content: list[Any] = sorted(file.content for file in files)
+    train = [file for file in files if file.split == 'train']
+    num_bytes = sum(file.num_bytes for file in train)
+    is_plain = (
+        train and not is_gzipped(train[0].path) and parser.kind_of(train[0].path) != 'parquet'
+    )
+    if is_plain and num_bytes <= MAX_SMALL_BYTES:
+        content.append('blocks with lines')  # earlier versions read all blocks, in another order
+    if parser.kind:
+        content.append(f'kind {parser.kind}')
+    return digest(content)
+
+
+def find_cache(config, task: str) -> Any | None:
+    """Return the folder of the cache of a task, if it is to be read.
+
+    Raises ValueError if there is none and `config.use_cached` is yes, and where no root is a folder.
+    """
+    if config.use_cached == 'no':
+        return None
+    roots = cache_roots(config)
+    folder = cache.find(roots, task)
+    are_missing = roots and not any(root.is_dir() for root in roots)
+    if folder is None and (are_missing or config.use_cached == 'yes'):
+        raise ValueError(
+            f'data.cache_dirs={config.cache_dirs!r} holds no complete cache of data.task={task!r}: name '
+            'its root, make it with --mode=cache, or set data.use_cached=no'
+        )
+    return folder
+
+
+def cache_roots(config) -> list[Any]:
+    """Return the folders of data.cache_dirs."""
+    with setting_named('data.cache_dirs'):
+        return [paths.to_path(name) for name in split_names(config.cache_dirs)]
+
+
+def cached_source(config, folder: Any) -> Source:
+    """Return the splits of a task cache as a source of ids."""
+    bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction)
+    available = cache.splits(folder)
+    parts = {}
+    if config.train_split != NO_SPLIT:
+        parts['train'] = open_cache(folder, 'train', bad_lines)
+    if 'validation' in available:
+        parts['validation'] = open_cache(folder, 'validation', bad_lines)
+    files = [file for part in parts.values() for file in part.files]
+    open_test = None
+    if 'test' in available:
+        open_test = functools.partial(open_cache, folder, 'test', bad_lines)
+    num_records = next((part.num_records for part in parts.values()), 0)
+    count = 'uncounted' if num_records is None else f'{num_records:,}'  # without stats
+    return Source(
+        description=f'{count} cached examples of {folder}',
+        corpus='cache',
+        fingerprint=digest([file.content for file in files]),
+        validation_fraction=validation_fraction_of(config),
+        bad_lines=bad_lines,
+        train=parts.get('train', RecordsInMemory([])),
+        validation=parts.get('validation'),
+        open_test=open_test,
+        files=tuple(files),
+        is_tokenized=True,
+        vocabulary_hash=cache.vocabulary_hash(folder),
+    )
+
+
+def validation_fraction_of(config) -> float:
+    """Return the fraction that is held out: none where the settings say what validation is."""
+    return 0.0 if config.validation_split else config.validation_fraction
+
+
+def open_cache(folder: Any, split: str, bad_lines: BadLines) -> cache.CachedRecords:
+    """Return a split of a task cache: from its ids, if they lie beside the records on a disk."""
+    opened = cache.open_split(folder, split)
+    if not isinstance(folder, pathlib.Path):
+        paths.matching_files(f'{folder}/*')  # all sizes by one request
+    names = [str(file) for file in opened.files if paths.file_size(file)]
+    files = read_records('data.cache_dirs', split, names)
+    names = [file.path for file in files]
+    reader: type[cache.CachedRecords] = cache.CachedRecords
+    if all(os.path.exists(file) for name in names for file in cache.ids_files(name)):
+        reader = cache.CachedIds
+    elif (
+        not isinstance(folder, pathlib.Path)
+        or sum(file.num_bytes for file in files) > cache.MAX_INDEXED_BYTES
+    ):
+        reader = cache.LargeCache
+    part = reader(opened, names, bad_lines)
+    part.files = files
+    return part
+
+
+def find_tfds(config) -> list[Any]:
+    """Return the folders of the TFDS data sets `config.tfds`, none without it."""
+    name = config.tfds
+    files = config.files or config.validation_files
+    if name and files:
+        raise ValueError(
+            f"data.tfds={name!r} and files, {files!r}, are two corpora: set those of one to ''"
+        )
+    folders = []
+    for each in split_names(name):
+        with setting_named(f'data.tfds={each!r}'):
+            folders.append(tfds.find(tfds_root(config), each))
+    if name:
+        return folders
+    is_train = config.train_split in ('train', NO_SPLIT)
+    if not is_train or config.validation_split not in ('', NO_SPLIT):
+        raise ValueError(
+            f'data.train_split={config.train_split!r} or data.validation_split='
+            f"{config.validation_split!r} needs data.tfds: name it, or set them to 'train' and ''"
+        )
+    return []
+
+
+def prepared_version(config, name: str) -> str | None:
+    """Return a data set NAME:VERSION if it is prepared, NAME for another version, None without any."""
+    if ',' in name:
+        found = [prepared_version(config, each) for each in split_names(name)]
+        return None if None in found else ','.join(map(str, found))
+    path, _, version = name.partition(':')
+    folder = tfds_root(config) / path
+    if version in tfds.versions_of(folder):
+        return name
+    return path if folder.is_dir() else None
+
+
+def tfds_root(config) -> Any:
+    """Return the folder of TFDS data sets."""
+    root = config.tfds_dir or os.environ.get('TFDS_DATA_DIR') or '~/tensorflow_datasets'
+    with setting_named('data.tfds_dir'):
+        return paths.to_path(root)
+
+
+def tfds_source_of(config, folders: list[Any], whole_records: bool, test_split: str) -> Source:
+    """Return splits of TFDS data sets as a source of texts, or of whole records."""
+    bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction)
+    data_sets = [tfds.DataSet(folder) for folder in folders]
+    data_set = data_sets[0]
+    fields = () if whole_records else fields_named(config)
+    setting = 'data.inputs or data.targets' if config.targets else 'data.text_field'
+    decode = data_set.decoder(fields, remedy=f'correct {setting}')
+
+    def open_split(split: str, expression: str) -> tfds.TfdsRecords:
+        with setting_named(f'data.{split}_split={expression!r}'):
+            return tfds.open_all(data_sets, expression, decode, fields, bad_lines)
+
+    expressions = {
+        'train': config.train_split,
+        'validation': config.validation_split,
+        'test': test_split,
+    }
+    splits = {}
+    for split, expression in expressions.items():
+        if expression == '' and data_set.num_records.get(split):
+            splits[split] = split
+        elif expression not in ('', NO_SPLIT):
+            splits[split] = expression
+    open_test = None
+    if 'test' in splits:
+        open_test = functools.partial(open_split, 'test', splits.pop('test'))
+    parts = {}
+    files = []
+    for split, expression in splits.items():
+        parts[split] = open_split(split, expression)
+        names = sorted({run.path for run in parts[split].runs})
+        files += read_records('data.tfds', split, names)
+    if len(parts) == 2:
+        check_runs_disjoint(splits, parts['train'].runs, parts['validation'].runs)
+    counts = [f'{part.num_records:,} records ({splits[split]})' for split, part in parts.items()]
+    names = [data_set.name for data_set in data_sets]
+    return Source(
+        description=(
+            f'{(counts or ["records"])[0]} of the TFDS data set {", ".join(names)} in {folders[0]}'
+        ),
+        corpus='tfds',
+        fingerprint=digest([splits, [file.content for file in files]]),
+        validation_fraction=validation_fraction_of(config),
+        bad_lines=bad_lines,
+        train=parts.get('train', RecordsInMemory([])),
+        validation=parts.get('validation'),
+        open_test=open_test,
+        files=tuple(files),
+    )
+
+
+def check_runs_disjoint(
+    splits: Mapping[str, str], train: list[tfds.Run], validation: list[tfds.Run]
+) -> None:
+    """Raise ValueError if a record of a TFDS data set is in both splits."""
+    runs_of_path = collections.defaultdict(list)
+    for run in train:
+        runs_of_path[run.path].append(run)
+    for run in validation:
+        for other in runs_of_path[run.path]:
+            start = max(run.first, other.first)
+            if start < min(run.first + run.num_records, other.first + other.num_records):
+                raise ValueError(
+                    'data.train_split={train!r} and data.validation_split={validation!r} share records: '
+                    "name disjoint splits, as 'train[:99%]' and 'train[99%:]'".format(**splits)
+                )
+
+
+def find_files(key: str, patterns: str, bad_lines: BadLines) -> list[str]:
+    """Return the absolute paths that `patterns` names, sorted, without empty files."""
+    if patterns == '':
+        return []
+    found = set()
+    with setting_named(key):
+        for name in split_names(patterns):
+            found.update(paths.matching_files(name))
+    empty = {path for path in found if paths.file_size(path) == 0}
+    if found == empty:
+        raise ValueError(f"{key}={patterns!r} names no file with text: name one, or set it to ''")
+    for path in sorted(empty):
+        bad_lines.add(path, 0, EMPTY_FILE)
+    return sorted(found - empty)
+
+
+def split_names(patterns: str) -> list[str]:
+    """Return the names between the commas; the name of an existing file may hold a comma itself."""
+    if os.path.isfile(patterns):
+        return [patterns]
+    names = [name.strip() for name in patterns.split(',')]
+    return [name for name in names if name]
+
+
+@contextlib.contextmanager
+def setting_named(title: str) -> Iterator[None]:
+    """Begin the message of a ValueError with the setting that it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f'{title}: {error}') from error
+
+
+def check_file(parser: LineParser, path: str) -> None:
+    """Raise ValueError for a file of another kind or without the fields that the settings name."""
+    kind = parser.kind_of(path)
+    head = read_head(path)
+    check_head(path, kind, head)
+    if kind == 'text':
+        remedy = 'correct data.inputs and data.targets'
+        check_text(path, parser.fields, parser.text_field, remedy)
+        if begins_with_json(head):
+            logging.warning(
+                '%s is read as plain text, but its lines are JSON objects: rename it to .jsonl, or '
+                "set data.kind='jsonl', to read a field of them",
+                path,
+            )
+    elif kind in ('csv', 'tsv') and head:
+        parser.check_columns(path, table_header(path, kind))
+
+
+def open_files(files: list[FileRecord], parser: LineParser) -> Part:
+    """Return the files as a part of a source. Each line or row is a record."""
+    found: dict[tuple[bool, bool], str] = {}  # (is Parquet, is gzipped) -> a file
+    for file in files:
+        found[parser.kind_of(file.path) == 'parquet', is_gzipped(file.path)] = file.path
+    if len(found) > 1 or (True, True) in found:
+        raise ValueError(
+            f'{" and ".join(found.values())} cannot be read: name files that are all plain, all '
+            'gzipped or all Parquet, which is not gzipped'
+        )
+    if (True, False) in found:
+        from sources.parquet import ParquetFiles  # pyarrow takes a while
+
+        return ParquetFiles(files, parser)
+    if (False, True) in found:
+        return GzippedFiles(files, parser)
+    return PlainFiles(files, parser)

@@ -1,0 +1,266 @@
+"""Parquet files: their columns, their row groups and the rows in these. Imports no jax.
+
+A row group is the least that pyarrow decodes.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow.parquet
+import pyarrow.types
+
+import paths
+from randomness import permutation
+from sources import Record, deal
+from sources.deal import Blocks, epoch_order
+from sources.files import EMPTY_FILE, NUM_THREADS, FileRecord
+from sources.tables import LineParser, check_names
+
+# Parquet. Lanes read from as many row groups at a time.
+WINDOW_BYTES = 128 << 20
+MAX_GROUP_BYTES = 256 << 20  # of the columns of a row group that are read, uncompressed
+MAX_CACHED_BYTES = 512 << 20  # of decoded row groups that are kept
+
+
+class DamagedFile(Exception):
+    """A file, or a row group of it, that pyarrow cannot read."""
+
+
+class RowGroup(NamedTuple):
+    """Rows that are stored together. `num_bytes` are those of the columns that are read."""
+
+    path: str
+    number: int  # in the file, from 0
+    first_row: int  # of the file; the first one is 1
+    num_rows: int
+    num_bytes: int
+
+
+class Footer(NamedTuple):
+    names: list[str]  # of the columns
+    columns: dict[str, str]  # {name: 'text', 'number' or another type}
+    groups: list[RowGroup]
+
+
+def read_footer(path: str, columns: Sequence[str]) -> Footer:
+    """Return what the footer of a file says; of `columns`, those that it has, sizes count.
+
+    Raises DamagedFile, and ValueError for a row group that is too large to decode.
+    """
+    with paths.open_file(path) as stream, damage_named('no Parquet'):
+        file = pyarrow.parquet.ParquetFile(stream)
+        types = {field.name: kind_of_type(field.type) for field in file.schema_arrow}
+        groups = list(row_groups(path, file.metadata, columns))
+    return Footer(file.schema_arrow.names, types, groups)
+
+
+def kind_of_type(arrow_type: Any) -> str:
+    """Return 'text' or 'number' for a type that is read, else the name of the type."""
+    if pyarrow.types.is_dictionary(arrow_type):
+        arrow_type = arrow_type.value_type
+    name = str(arrow_type)
+    if name.removeprefix('large_').removesuffix('_view') in ('string', 'binary'):
+        return 'text'
+    is_number = pyarrow.types.is_integer(arrow_type) or pyarrow.types.is_floating(arrow_type)
+    if is_number or pyarrow.types.is_boolean(arrow_type):
+        return 'number'
+    return name
+
+
+def row_groups(path: str, metadata: Any, columns: Sequence[str]) -> Iterator[RowGroup]:
+    """Yield the row groups of a file. Raises ValueError for one that is too large."""
+    first_row = 1
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        num_bytes = 0
+        for i in range(group.num_columns):
+            column = group.column(i)
+            if column.path_in_schema in columns:
+                num_bytes += column.total_uncompressed_size
+        if num_bytes > MAX_GROUP_BYTES:
+            raise ValueError(
+                f'{path}: row group {number + 1} has {num_bytes:,} bytes in {columns}, more than '
+                f'{MAX_GROUP_BYTES:,}: write it again with fewer rows in a group (row_group_size)'
+            )
+        yield RowGroup(path, number, first_row, group.num_rows, num_bytes)
+        first_row += group.num_rows
+
+
+class RowGroups:
+    """Reads rows of `columns`, and keeps the row groups that it decoded last.
+
+    Threads may share it.
+    """
+
+    def __init__(self, columns: Sequence[str]):
+        self.columns = columns
+        self._kept: collections.OrderedDict[RowGroup, list] = collections.OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def rows(self, group: RowGroup, first: int, num_rows: int) -> list[dict[str, Any]]:
+        """Return {column: value} of rows of a group: bytes, numbers and None.
+
+        Raises DamagedFile.
+        """
+        values = []
+        for column in self._decoded(group):
+            indices = column.indices.slice(first, num_rows)
+            values.append(column.dictionary.take(indices).to_pylist())
+        return [dict(zip(self.columns, row, strict=True)) for row in zip(*values, strict=True)]
+
+    def _decoded(self, group: RowGroup) -> list:
+        """Return the columns of a row group, which `decode` returns."""
+        with self._lock:
+            if group not in self._kept:
+                self._kept[group] = decode(group, self.columns)
+                self._num_bytes += sum(column.nbytes for column in self._kept[group])
+            self._kept.move_to_end(group)
+            while self._num_bytes > MAX_CACHED_BYTES and len(self._kept) > 1:
+                _, oldest = self._kept.popitem(last=False)
+                self._num_bytes -= sum(column.nbytes for column in oldest)
+            return self._kept[group]
+
+
+def decode(group: RowGroup, columns: Sequence[str]) -> list:
+    """Return columns of a row group as pyarrow.DictionaryArray: a value that is repeated is kept once.
+
+    So they take about as much memory as in the file. Raises DamagedFile.
+    """
+    with (
+        paths.open_file(group.path) as stream,
+        damage_named(f'row group {group.number + 1} is damaged'),
+    ):
+        file = pyarrow.parquet.ParquetFile(
+            stream, read_dictionary=columns, page_checksum_verification=True
+        )
+        table = file.read_row_group(group.number, columns=columns, use_threads=False)
+        return [dictionary_array(table.column(name)) for name in columns]
+
+
+def dictionary_array(column: Any) -> Any:
+    """Return a column with bytes for texts, which may not be UTF-8."""
+    if not pyarrow.types.is_dictionary(column.type):
+        column = column.dictionary_encode()
+    column = column.unify_dictionaries().combine_chunks()
+    values = column.dictionary
+    if kind_of_type(values.type) == 'text':
+        values = values.cast(pyarrow.large_binary())
+    elif values.type == pyarrow.float32():
+        values = values.cast(pyarrow.string()).cast(pyarrow.float64())  # 3.8, not 3.79999995
+    return pyarrow.DictionaryArray.from_arrays(column.indices, values)
+
+
+@contextlib.contextmanager
+def damage_named(what: str) -> Iterator[None]:
+    """Raise DamagedFile for what pyarrow cannot read."""
+    try:
+        yield
+    except paths.ReadError:
+        raise
+    except (pyarrow.ArrowException, OSError) as error:
+        cause = ' '.join(str(error).split())
+        raise DamagedFile(f'{what} ({cause}); copy the file again') from error
+
+
+class ParquetFiles(Blocks):
+    """Rows of Parquet files. A block is a run of rows of one row group.
+
+    A row group is decoded whole. So that lanes share what is decoded, an epoch goes through windows
+    of some row groups, in a random order, and permutes the blocks of a window.
+    """
+
+    def __init__(self, files: list[FileRecord], parser: LineParser):
+        self.parser = parser
+        self.bad_lines = parser.bad_lines
+        self.fields = parser.fields
+        if not self.fields:
+            kinds = read_footer(files[0].path, columns=()).columns
+            self.fields = tuple(name for name in kinds if kinds[name] in ('text', 'number'))
+        self.files = []
+        self.groups: list[RowGroup] = []
+        with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
+            found = list(threads.map(self.row_groups_of_file, [file.path for file in files]))
+        for file, groups in zip(files, found, strict=True):
+            layout = [(group.num_rows, group.num_bytes) for group in groups]
+            if file.layout is not None and len(file.layout) != len(layout):
+                raise ValueError(
+                    f'{file.path} has {len(layout)} row groups and had {len(file.layout)} when the '
+                    'run began: write it again with as many (row_group_size of pandas and pyarrow)'
+                )
+            self.files.append(file._replace(layout=file.layout or layout))
+            self.groups += groups
+        self.row_groups = RowGroups(self.fields)
+        sizes = [size for file in self.files for size in file.layout]
+        num_rows, self.num_bytes = np.array(sizes, np.int64).reshape(-1, 2).T
+        self.num_records = int(num_rows.sum())
+        bytes_per_row = self.num_bytes.sum() / max(num_rows.sum(), 1)
+        rows_per_block = min(
+            num_rows.sum() // deal.MIN_BLOCKS, deal.MAX_BLOCK_BYTES // max(bytes_per_row, 1)
+        )
+        self.rows_per_block = max(int(rows_per_block), 1)
+        self.blocks_per_group = -(-num_rows // self.rows_per_block)
+        self.divide(self.blocks_per_group)
+        self.order_in_windows = functools.lru_cache(maxsize=4)(self._order_in_windows)
+
+    def row_groups_of_file(self, name: str) -> list[RowGroup]:
+        """Return the row groups of a file; none of a bad one that is skipped."""
+        try:
+            footer = read_footer(name, self.fields)
+        except DamagedFile as error:
+            self.bad_lines.add(name, 0, str(error))
+            return []
+        check_names(footer.names, name)
+        self.parser.check_columns(name, footer.columns)
+        for field in self.parser.fields:
+            kind = footer.columns[field]
+            if kind != 'text' and (kind != 'number' or not self.parser.templates):
+                raise ValueError(
+                    f'{name}: column {field!r} is {kind}, and texts are read, by data.inputs and '
+                    'data.targets numbers too: name another column, or write the file again'
+                )
+        if not any(group.num_rows for group in footer.groups):
+            self.bad_lines.add(name, 0, EMPTY_FILE)
+        return footer.groups
+
+    def order(self, seed: int | str, epoch: int) -> np.ndarray:
+        if self.num_bytes.sum() <= WINDOW_BYTES:
+            return epoch_order(self.num_blocks, seed, epoch)
+        return self.order_in_windows(seed, epoch)
+
+    def _order_in_windows(self, seed: int | str, epoch: int) -> np.ndarray:
+        group_order = permutation(len(self.groups), 'row groups', seed, epoch)
+        windows = np.zeros(len(self.groups), np.int64)
+        windows[group_order] = np.cumsum(self.num_bytes[group_order]) // WINDOW_BYTES
+        order = epoch_order(self.num_blocks, seed, epoch)
+        window_of_block = np.repeat(windows, self.blocks_per_group)
+        return order[np.argsort(window_of_block[order], kind='stable')]
+
+    def is_changed(self, block: int, step: int) -> bool:
+        path = self.groups[self.locate(block)[0]].path
+        return any(file.path == path and file.is_changed_at(step) for file in self.files)
+
+    def read(self, block: int) -> list[Record | None]:
+        index, i = self.locate(block)
+        group = self.groups[index]
+        first = i * self.rows_per_block
+        number = group.first_row + first
+        num_rows = self.rows_per_block
+        if block + 1 == self.first_blocks[index + 1]:  # the last of the group
+            num_rows = max(group.num_rows - first, 0)
+        try:
+            rows = self.row_groups.rows(group, first, num_rows)
+        except DamagedFile as error:
+            self.bad_lines.add(group.path, group.first_row, str(error))
+            return []
+        read = self.parser.fields_of_row
+        return [
+            self.bad_lines.record(group.path, i, read, row)
+            for i, row in enumerate(rows, start=number)
+        ]

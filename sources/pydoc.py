@@ -1,0 +1,90 @@
+"""The documentation of this Python as a source of texts."""
+
+import ast
+import collections
+import importlib
+import pathlib
+import re
+import sysconfig
+from collections.abc import Iterator
+
+from randomness import digest
+from sources import BadLines, Record, Source
+from sources.deal import RecordsInMemory
+
+
+def open_source(config) -> Source:
+    """Return this Python's documentation as a source.
+
+    A record has a text and its two parts, 'summary' and 'rest'. Texts of one summary are in one
+    split, so that no task sees the answers of its validation in training.
+    """
+    records = []
+    for name, text in documents():
+        summary, _, rest = text.partition('\n')
+        fields = {config.text_field: ' '.join(text.split()), 'summary': summary, 'rest': rest}
+        words = re.findall(r'\w+', summary.lower())
+        records.append(Record(name, fields, split_key=' '.join(words)))
+    corpus = 'pydoc instead of C4' if config.task.startswith('c4') else 'pydoc'
+    return in_memory(records, "this Python's documentation", corpus, config.validation_fraction)
+
+
+def in_memory(records: list[Record], name: str, corpus: str, validation_fraction: float) -> Source:
+    """Return a source of `records`, which has no bad lines."""
+    texts = [record.split_key.join(record.fields.values()) for record in records]
+    return Source(
+        description=f'{len(records):,} texts of {name}',
+        corpus=corpus,
+        fingerprint=digest(texts),
+        validation_fraction=validation_fraction,
+        bad_lines=BadLines('stop', max_fraction=0.0),
+        train=RecordsInMemory(records),
+    )
+
+
+def documents() -> list[tuple[str, str]]:
+    """Return (name, text) of the English that comes with Python: docstrings and help topics.
+
+    A text has one line, or two: a docstring's first paragraph, which is its summary, and the rest.
+    """
+    documents: dict[str, tuple[str, str]] = {}  # by their words: equal texts count once
+    root = pathlib.Path(sysconfig.get_path('stdlib'))
+    excluded = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'}
+    for path in sorted(root.rglob('*.py')):
+        parts = path.relative_to(root).with_suffix('').parts
+        if excluded.isdisjoint(parts):
+            for name, text in docstrings(path, parts):
+                documents.setdefault(' '.join(text.split()), (name, text))
+    try:
+        topics = importlib.import_module('pydoc_data.topics').topics
+    except ImportError:  # some distributions leave it out
+        topics = {}
+    for topic in sorted(topics):
+        text = ' '.join(topics[topic].split())
+        documents.setdefault(text, (f'topics.{topic}', text))
+    return [(name, text) for name, text in documents.values() if len(text) >= 40]
+
+
+def docstrings(path: pathlib.Path, parts: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of each docstring in a Python file; `parts` are of the module's name."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return
+    for node in statements(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                name = '.'.join([*parts, getattr(node, 'name', '')]).rstrip('.')
+                summary, _, rest = text.partition('\n\n')
+                yield name, f'{" ".join(summary.split())}\n{" ".join(rest.split())}'.strip()
+
+
+def statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield a module and its statements, breadth first, without their expressions."""
+    nodes: collections.deque[ast.AST] = collections.deque([tree])
+    while nodes:
+        node = nodes.popleft()
+        yield node
+        for field in ('body', 'handlers', 'orelse', 'finalbody', 'cases'):
+            nodes.extend(getattr(node, field, []))

@@ -1,0 +1,54 @@
+"""Templates: texts with slots for the fields of a record."""
+
+import string
+from collections.abc import Mapping
+
+
+class Template:
+    """A text such as 'question: {question}'; '{{' and '}}' are braces."""
+
+    def __init__(self, key: str, text: str):
+        self.parts: list[tuple[str, str | None]] = []  # a literal, and the field after it
+        try:
+            for literal, field, spec, conversion in string.Formatter().parse(text):
+                if field == '' or spec or conversion:
+                    raise ValueError('a slot is {FIELD} and nothing else')
+                self.parts.append((literal, field))
+        except ValueError as error:
+            raise ValueError(f'{key}={text!r}: {error}; write {{{{ for a brace') from None
+        self.fields = [field for _, field in self.parts if field is not None]
+
+    def fill(self, fields: Mapping[str, str]) -> str:
+        """Return the text with the fields of a record in its slots."""
+        texts = []
+        for literal, field in self.parts:
+            texts.append(literal)
+            if field is not None:
+                texts.append(fields[field])
+        return ''.join(texts)
+
+
+def templates_of(config) -> dict[str, Template]:
+    """Return {feature: template} of `data.inputs` and `data.targets`; none if both are ''."""
+    if not config.targets:
+        if config.inputs:
+            raise ValueError(f'data.inputs={config.inputs!r} needs data.targets: name both')
+        return {}
+    templates = {
+        'inputs': Template('data.inputs', config.inputs),
+        'targets': Template('data.targets', config.targets),
+    }
+    if not templates['targets'].fields:
+        raise ValueError(
+            f"data.targets={config.targets!r} names no field: write one as '{{answer}}'"
+        )
+    return templates
+
+
+def fields_named(config) -> tuple[str, ...]:
+    """Return the fields of a record that the settings name."""
+    templates = templates_of(config)
+    if not templates:
+        return (config.text_field,)
+    found = [field for template in templates.values() for field in template.fields]
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,307 @@
+"""Plain files of lines, in blocks that are read in any order."""
+
+import bisect
+import concurrent.futures
+import io
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import IO, Any
+
+import numpy as np
+
+import paths
+import sources.files
+from sources import Record, deal
+from sources.deal import Blocks
+from sources.files import FileRecord, count_newlines, start_of_line
+from sources.tables import LineParser, numbered_lines, whole_rows
+
+LINE_READ_AHEAD = 1 << 14  # after a block, for the end of its last line
+CUT_BYTES = 1 << 11
+NEWLINE = ord('\n')
+MAX_SMALL_BYTES = 1 << 22  # of a corpus whose lines are counted when it is opened
+
+
+class PlainFiles(Blocks):
+    """Files that are not compressed. A line is in the block in which it starts.
+
+    A file that changed is cut at the same places of its text, into as many blocks as before.
+    Blocks in a bucket are fetched together; a corpus of small blocks is fetched at once, and kept.
+    """
+
+    def __init__(self, files: list[FileRecord], parse: LineParser):
+        self.names = [file.path for file in files]
+        self.parse = parse
+        sizes = [file.first_num_bytes for file in files]
+        block_bytes = max(sum(sizes) // deal.MIN_BLOCKS, 1)
+        self.block_bytes = min(block_bytes, deal.MAX_BLOCK_BYTES, sources.files.MAX_LINE_BYTES // 2)
+        in_buckets = [name for name in self.names if paths.is_in_bucket(name)]
+        self.reads_buckets = bool(in_buckets)
+        self.contents: dict[str, bytes] = {}
+        if self.block_bytes < deal.MAX_BLOCK_BYTES:
+            with concurrent.futures.ThreadPoolExecutor(sources.files.NUM_THREADS) as threads:
+                contents = threads.map(read_file, in_buckets)
+                self.contents = dict(zip(in_buckets, contents, strict=True))
+        self.files = []
+        self.starts: list[Sequence[int]] = []  # of the blocks of each file
+        self.readers: list[Callable] = []
+        for file in files:
+            # In a small corpus most blocks lie within a line: only those count in which one starts.
+            layout = file.layout
+            if layout is None:
+                layout = self.find_lines(file.path) if sum(sizes) <= MAX_SMALL_BYTES else ''
+            self.files.append(file._replace(layout=layout))
+            starts = self.starts_of(self.files[-1])
+            self.starts.append(starts)
+            kind = parse.kind_of(file.path)
+            if kind == 'text':
+                self.readers.append(TextReader(file.num_bytes, starts).lines)
+            elif kind == 'csv':
+                self.readers.append(CsvReader(file.path, starts, file.num_bytes).lines)
+            else:
+                self.readers.append(lines_that_start_in)
+        self.divide(map(len, self.starts))
+
+    def starts_of(self, file: FileRecord) -> Sequence[int]:
+        """Return where the blocks of a file start."""
+        starts: Any = range(0, file.first_num_bytes, self.block_bytes)
+        if file.layout:
+            bits = np.frombuffer(bytes.fromhex(file.layout), np.uint8)
+            starts = np.flatnonzero(np.unpackbits(bits)) * self.block_bytes
+        for change in file.changes:
+            starts = np.interp(starts, change.before, change.after).astype(np.int64)
+            starts[0] = 0
+        return starts
+
+    def open_file(self, name: str) -> IO[bytes]:
+        """Open a file for reading a block."""
+        if name in self.contents:
+            return io.BytesIO(self.contents[name])
+        return paths.open_file(name, read_ahead=self.block_bytes + LINE_READ_AHEAD)
+
+    def read_all(self, blocks: list[int]) -> Iterable[list[Record | None]]:
+        if self.contents or not self.reads_buckets:
+            return map(self.read, blocks)
+        with concurrent.futures.ThreadPoolExecutor(max_workers=len(blocks)) as threads:
+            return threads.map(self.read, blocks)
+
+    def count_records(self) -> int | None:
+        """Return the number of lines that hold a record, by counting newlines."""
+        if self.reads_buckets:
+            return None
+        total = 0
+        for name in self.names:
+            total += count_newlines(name, os.path.getsize(name))
+            with open(name, 'rb') as file:
+                file.seek(-1, os.SEEK_END)
+                total += file.read() != b'\n'
+            total -= self.parse.kind_of(name) in ('csv', 'tsv')  # the header
+        return total
+
+    def find_lines(self, name: str) -> str:
+        """Return the blocks of a file in which a line starts or a line that is cut goes on.
+
+        They are bits, written in hexadecimal digits.
+        """
+        with self.open_file(name) as file:
+            content = np.frombuffer(file.read(), np.uint8)
+        starts = np.flatnonzero(content == NEWLINE) + 1
+        starts = np.concatenate([[0], starts[starts < len(content)]])
+        lengths = np.diff(starts, append=len(content))
+        is_found = np.zeros(-(-len(content) // self.block_bytes), bool)
+        is_found[starts // self.block_bytes] = True
+        for start, length in zip(starts, lengths, strict=True):
+            if length > sources.files.MAX_LINE_BYTES:
+                last = start + length - 1
+                is_found[start // self.block_bytes : last // self.block_bytes + 1] = True
+        return np.packbits(is_found).tobytes().hex()
+
+    def bounds_of(self, block: int) -> tuple[int, int, int]:
+        """Return the index of the file of a block, and where in the file it starts and ends."""
+        file_index, i = self.locate(block)
+        starts = self.starts[file_index]
+        end = self.files[file_index].num_bytes
+        if i + 1 < len(starts):
+            end = int(starts[i + 1])
+        return file_index, int(starts[i]), end
+
+    def is_changed(self, block: int, step: int) -> bool:
+        file_index, start, end = self.bounds_of(block)
+        file = self.files[file_index]
+        if not file.is_changed_at(step):
+            return False
+        _, change_begin, change_end, _ = file.changes[-1].after
+        return start <= change_end and end >= change_begin
+
+    def read(self, block: int) -> list[Record | None]:
+        file_index, start, end = self.bounds_of(block)
+        if start == end:  # a correction has left nothing of it
+            return []
+        name = self.names[file_index]
+        with self.open_file(name) as file:
+            num_bytes = self.files[file_index].num_bytes
+            if file.seek(0, os.SEEK_END) < num_bytes:
+                raise ValueError(f'{name} has no longer {num_bytes:,} bytes: restore it')
+            file.seek(start)
+            lines = self.readers[file_index](file, start, end)
+            return [self.parse(name, offset, line) for offset, line in lines]
+
+
+def read_file(name: str) -> bytes:
+    """Return the content of a file."""
+    with paths.open_file(name) as file:
+        return file.read(paths.file_size(name))
+
+
+def lines_that_start_in(file: IO[bytes], start: int, end: int) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, line) of the lines that start in [start, end)."""
+    offset = start
+    if start:
+        file.seek(start - 1)
+        rest = file.readline(end - start)  # of a line that began in an earlier block
+        if not rest.endswith(b'\n'):
+            return
+        offset = start - 1 + len(rest)
+    while offset < end:
+        line = file.readline()
+        if not line:
+            return
+        yield offset, line
+        offset += len(line)
+
+
+class TextReader:
+    """Reads blocks of one file of plain text, and cuts lines of more than MAX_LINE_BYTES.
+
+    A long line is cut at the ends of blocks, and the part in each block again every CUT_BYTES.
+    Whether a line is long and where it is cut depends on the file alone. So blocks agree, and have
+    every byte once.
+    """
+
+    def __init__(self, num_bytes: int, starts: Sequence[int]):
+        self.num_bytes = num_bytes
+        self.starts = starts  # of the blocks
+        # Whether a block begins inside a long line, as far as lines have been read.
+        self.begins_in_long_line = np.zeros(len(starts), bool)
+
+    def lines(self, file: IO[bytes], start: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """Yield (offset, line) of short lines of a block [start, end) and of parts of long ones."""
+        offset = start
+        is_long = False
+        if start > 0:
+            file.seek(start - 1)
+            if file.read(1) != b'\n':
+                line_end = self.end_of_short_line(file, start)
+                is_long = line_end is None
+                offset = line_end or self.cut_at(file, start)
+        file.seek(offset)
+        while offset < end:
+            if not is_long:
+                line = file.readline(sources.files.MAX_LINE_BYTES + 1)
+                if not line:
+                    return
+                is_long = self.is_long(line, offset)
+            if not is_long:
+                yield offset, line
+                offset += len(line)
+                continue
+            file.seek(offset)
+            line = file.readline(end - offset)
+            if not line.endswith(b'\n') and end < self.num_bytes:
+                line = line[: self.cut_at(file, end) - offset]
+            for part in cut(line):
+                yield offset, part
+                offset += len(part)
+            if not line.endswith(b'\n'):
+                return
+            is_long = False
+
+    def end_of_short_line(self, file: IO[bytes], position: int) -> int | None:
+        """Return where the line at a block's first byte `position` ends; None if it is long."""
+        if self.begins_in_long_line[bisect.bisect_left(self.starts, position)]:
+            return None
+        start = start_of_line(file, position)
+        file.seek(position - sources.files.MAX_LINE_BYTES if start is None else start)
+        start = file.tell()
+        line = file.readline(sources.files.MAX_LINE_BYTES + 1)
+        return None if self.is_long(line, start) else start + len(line)
+
+    def is_long(self, line: bytes, start: int) -> bool:
+        """Return whether a line from `start` on is long, and note in which blocks it is."""
+        if len(line) <= sources.files.MAX_LINE_BYTES:
+            return False
+        first_block = bisect.bisect_right(self.starts, start)
+        end_block = bisect.bisect_left(self.starts, start + len(line))
+        self.begins_in_long_line[first_block:end_block] = True
+        return True
+
+    def cut_at(self, file: IO[bytes], end: int) -> int:
+        """Return where in a block that ends at `end` the long line is cut that goes on there."""
+        start = self.starts[bisect.bisect_left(self.starts, end) - 1]
+        file.seek(start)
+        block = file.read(end - start)
+        line = block[block.rfind(b'\n') + 1 :]
+        return end - len(line) + cut_before(line + file.read(1), len(line))
+
+
+class CsvReader:
+    """Reads blocks of one CSV file, in which a quoted field may hold newlines.
+
+    The file is read once to know where the first row of each block starts.
+    """
+
+    def __init__(self, path: str, starts: Sequence[int], num_bytes: int):
+        self.first_rows: dict[int, int] = {}  # {start of a block: that of the first row in it}
+        with paths.open_file(path, sources.files.SEQUENTIAL_READ_AHEAD) as file:
+            is_row_start = True
+            in_quotes = False
+            for first, last in zip(starts, [*starts[1:], num_bytes], strict=True):
+                if first == last:  # a correction has left nothing of the block
+                    continue
+                content = file.read(last - first)
+                start = 0
+                while not is_row_start and start < len(content):
+                    end = content.find(b'\n', start) + 1 or len(content)
+                    in_quotes ^= content.count(b'"', start, end) % 2 == 1
+                    is_row_start = not in_quotes and content[end - 1] == NEWLINE
+                    start = end
+                self.first_rows[int(first)] = int(first) + start
+                in_quotes ^= content.count(b'"', start) % 2 == 1
+                is_row_start = not in_quotes and content.endswith(b'\n')
+
+    def lines(self, file: IO[bytes], start: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """Yield (offset, row) of the rows that start in [start, end)."""
+        offset = self.first_rows[start]
+        file.seek(offset)
+        rows = whole_rows(numbered_lines(file), 'csv')
+        while offset < end:
+            _, row = next(rows, (0, b''))
+            if not row:
+                return
+            yield offset, row
+            offset += len(row)
+
+
+def cut(line: bytes) -> Iterator[bytes]:
+    """Yield the parts of a long line, at most CUT_BYTES each."""
+    start = 0
+    while len(line) - start > CUT_BYTES:
+        window = line[start : start + CUT_BYTES + 1]
+        length = cut_before(window, CUT_BYTES) or CUT_BYTES
+        yield window[:length]
+        start += length
+    if start < len(line):
+        yield line[start:]
+
+
+def cut_before(line: bytes, limit: int) -> int:
+    """Return where to cut a line, `limit` at most: after the last space, else a character."""
+    last_space = max(line.rfind(space, 0, limit) for space in (b' ', b'\t', b'\r', b'\v', b'\f'))
+    if last_space >= 0:
+        return last_space + 1
+    position = limit
+    while position > max(limit - 3, 0) and line[position] & 0xC0 == 0x80:  # inside of a character
+        position -= 1
+    if line[position] >= 0xC0:
+        return position
+    return limit

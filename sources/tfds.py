@@ -1,0 +1,372 @@
+"""TFDS data sets that are prepared on a disk or in a bucket, read without TensorFlow.
+
+    ROOT/NAME[/CONFIG]/VERSION/dataset_info.json   splits, and the number of records of each shard
+    ROOT/NAME[/CONFIG]/VERSION/features.json       how a record is decoded
+    ROOT/NAME[/CONFIG]/VERSION/NAME-SPLIT.tfrecord-00000-of-00064 ...
+
+The shards are ArrayRecord files, on a disk, or TFRecord files of tf.train.Example. tensorflow-datasets reads the two
+JSON files, parses the slices of splits and decodes the records. It is imported when a data set is
+opened, which takes a second. Imports no jax.
+"""
+
+import functools
+import importlib
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import paths
+from configs import check as settings
+from sources import BadLines
+from sources.cache import text_of
+from sources.tfrecord import ByteRanges, StoredRecord, StoredRecords, record_offsets
+
+VERSION = re.compile(r'\d+\.\d+\.\d+')
+NAME = re.compile(rf'\w+(/[\w.+-]+)?(:{VERSION.pattern})?')
+FILES_OF_A_DATA_SET = ('dataset_info.json', 'features.json')
+
+MAX_BLOCK_BYTES = 1 << 16
+MIN_BLOCKS = 4096  # of a split; a small one has smaller blocks
+
+NUM_READERS = 128  # of ArrayRecord files that are kept open
+BLOCKS_OF_LARGE_FILE = 1024
+READER_OPTIONS = 'readahead_buffer_size:0,max_parallelism:0'  # for reading in any order
+
+
+class Run(NamedTuple):
+    """Records of a shard that follow each other, from number `first` on."""
+
+    path: str
+    first: int
+    num_records: int
+    num_in_shard: int
+
+
+def find(root: Any, name: str) -> Any:
+    """Return the folder of a data set NAME[/CONFIG][:VERSION], by default of its newest version.
+
+    Raises ValueError for a data set that is not there or not complete.
+    """
+    path, _, version = name.partition(':')
+    versions = versions_of(root / path)
+    if versions and not version:
+        version = versions[-1]
+    folder = root / path / version
+    files = [folder / file for file in FILES_OF_A_DATA_SET]
+    if not NAME.fullmatch(name) or version not in versions or not all(map(paths.is_file, files)):
+        names = settings.first_ten(prepared(root)) or 'none'
+        raise ValueError(
+            f'{root} holds no such data set, or not all of it, its data sets are: {names}: name one '
+            f"(NAME[/CONFIG][:VERSION]), another data.tfds_dir, or prepare it there with 'tfds build {path}'"
+        )
+    return folder
+
+
+def versions_of(folder: Any) -> list[str]:
+    """Return the versions in the folder of a data set, from the oldest to the newest."""
+    if not folder.is_dir():
+        return []
+    names = [child.name for child in folder.iterdir()]
+    versions = [name for name in names if VERSION.fullmatch(name)]
+    return sorted(versions, key=lambda version: [int(part) for part in version.split('.')])
+
+
+def prepared(root: Any) -> list[str]:
+    """Return the names of the data sets in a folder, with their versions; a bucket is not searched."""
+    if not isinstance(root, Path):
+        return ['not listed']
+    names = []
+    for file in [*root.glob('*/*/dataset_info.json'), *root.glob('*/*/*/dataset_info.json')]:
+        folder = file.parent
+        if VERSION.fullmatch(folder.name):
+            names.append(f'{folder.parent.relative_to(root)}:{folder.name}')
+    return sorted(names)
+
+
+class DataSet:
+    """A data set in the folder that `find` returns."""
+
+    def __init__(self, folder: Any):
+        os.environ['EPATH_USE_TF'] = 'false'  # else epath imports TensorFlow if that is installed
+        self._tfds: Any = importlib.import_module('tensorflow_datasets')
+        try:
+            info = self._tfds.builder_from_directory(folder).info
+            self.name = ':'.join(info.full_name.rsplit('/', maxsplit=1))
+            self.file_format: str = info.file_format.value
+            if self.file_format not in SHARDS_OF_FORMAT:
+                raise ValueError(f'it is stored as {self.file_format}')
+            if self.file_format == 'array_record' and not isinstance(folder, Path):
+                raise ValueError(
+                    'ArrayRecord files are read from a disk: copy it, or store TFRecord'
+                )
+            self.num_records = {name: split.num_examples for name, split in info.splits.items()}
+            self._features = info.features
+            self._splits = info.splits
+        except Exception as error:  # of JSON, of protobuf, of TFDS
+            reason = first_line(error)
+            raise ValueError(f'{folder} cannot be opened ({reason}): prepare it again') from error
+
+    def runs(self, expression: str) -> list[Run]:
+        """Return where the records of a split, or of slices of splits, are stored."""
+        runs = []
+        try:
+            for found in self._splits[expression].file_instructions:
+                path = os.fspath(found.filename)
+                runs.append(Run(path, found.skip, found.take, found.examples_in_shard))
+            if not runs:
+                raise ValueError('it is empty')
+        except Exception as error:  # of several classes
+            names = ', '.join(f'{name} ({n:,})' for name, n in self.num_records.items())
+            raise ValueError(
+                f'{self.name} has no such records ({first_line(error)}), its splits are: {names}: '
+                "write 'train', 'train[:90%]' or 'train[100:200]+test'"
+            ) from error
+        if paths.is_in_bucket(runs[0].path):
+            paths.matching_files(f'{os.path.dirname(runs[0].path)}/*')  # all sizes by one request
+        missing = []
+        for path in {run.path: None for run in runs}:
+            try:
+                size = paths.file_size(path)
+            except OSError:
+                size = 0
+            if not size:
+                missing.append(path)
+        if missing:
+            raise ValueError(f'{self.name} lacks {settings.first_ten(missing)}: copy it again')
+        return runs
+
+    def decoder(
+        self, fields: Collection[str], remedy: str = ''
+    ) -> Callable[[bytes], dict[str, Any]]:
+        """Return a function that decodes the features of a stored record in which `fields` are.
+
+        Without fields it decodes all features. Raises ValueError for a field that is not there.
+        """
+        features = self._features
+        if not fields:
+            return functools.partial(decode, features)
+        values = []  # the first one of each feature, as 'answers/text/0'
+        for name, info in flat(features.get_tensor_info()):
+            values.append(name + '/0' * len(info.shape))
+        for field in fields:
+            name = re.sub(r'(/\d+)+$', '', field)
+            if name + '/0' * (field.count('/') - name.count('/')) not in values:
+                raise ValueError(
+                    f'{self.name} has no value {field!r}, the first values of its features are: '
+                    f'{settings.first_ten(sorted(values))}: {remedy}'
+                )
+        # PartialDecoding of TFDS does the same with TensorFlow.
+        names = {field.split('/')[0] for field in fields}
+        some = self._tfds.features.FeaturesDict({name: features[name] for name in names})
+        return functools.partial(decode, some)
+
+
+def open_all(
+    data_sets: Sequence[DataSet],
+    expression: str,
+    decode: Callable[[bytes], dict[str, Any]],
+    fields: tuple[str, ...],
+    bad_lines: BadLines,
+) -> 'TfdsRecords':
+    """Return the records of a split of several data sets of the same features, in their order."""
+    formats = sorted({data_set.file_format for data_set in data_sets})
+    if len(formats) > 1:
+        names = ', '.join(data_set.name for data_set in data_sets)
+        raise ValueError(
+            f'{names} are stored as {" and ".join(formats)}: prepare all of them as one of these'
+        )
+    runs = []
+    for data_set in data_sets:
+        runs += data_set.runs(expression)
+    return SHARDS_OF_FORMAT[formats[0]](runs, decode, fields, bad_lines)
+
+
+def decode(features: Any, content: bytes) -> dict[str, Any]:
+    """Return {feature: value} of a stored record. Raises ValueError for what is no record."""
+    try:
+        example = features.deserialize_example_np(content)
+    except Exception as error:  # of protobuf and of TFDS
+        reason = first_line(error)
+        raise ValueError(f'no record of these features ({reason}): copy the file again') from error
+    return as_python(example)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, else its class."""
+    return next(iter(str(error).splitlines()), type(error).__name__).rstrip('.')
+
+
+def flat(tree: Mapping[str, Any], prefix: str = '') -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of the leaves of nested dicts, the names joined by slashes."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f'{prefix}{name}/')
+        else:
+            yield f'{prefix}{name}', value
+
+
+def as_python(value: Any) -> Any:
+    """Return what TFDS decodes as Python's own types: dicts, lists, numbers, str, else bytes."""
+    if isinstance(value, Mapping):
+        return {name: as_python(x) for name, x in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [as_python(x) for x in value]
+    if isinstance(value, bytes):
+        return text_of(value)
+    return value
+
+
+def text_at(example: Mapping[str, Any], field: str) -> str:
+    """Return a text or a number of an example as text; `field` is as 'label' or 'answers/text/0'."""
+    value: Any = example
+    try:
+        for part in field.split('/'):
+            value = value[int(part)] if isinstance(value, list) else value[part]
+    except IndexError:
+        raise ValueError(f'feature {field!r} has too few values: correct the slot') from None
+    if isinstance(value, int | float):
+        return json.dumps(value)
+    if not isinstance(value, str):
+        raise ValueError(f'feature {field!r} is {value!r:.40}, no text: name another one')
+    return value.strip()
+
+
+class TfdsRecords(StoredRecords):
+    """Records of some runs: `fields` of them as texts; if there are none, all features."""
+
+    def __init__(
+        self,
+        runs: list[Run],
+        decode: Callable[[bytes], dict[str, Any]],
+        fields: tuple[str, ...],
+        bad_lines: BadLines,
+    ):
+        self.runs = runs
+        self.decode = decode
+        self.fields = fields
+        self.bad_lines = bad_lines
+        self.num_records: int = sum(run.num_records for run in runs)
+        self.open_blocks()
+
+    def open_blocks(self) -> None:
+        """Divide the runs into blocks of about equally many bytes."""
+        raise NotImplementedError
+
+    def parse(self, stored: StoredRecord) -> dict[str, Any] | None:
+        example = self.decode(stored.checked())
+        if not self.fields:
+            return example
+        texts = {field: text_at(example, field) for field in self.fields}
+        return texts if any(texts.values()) else None
+
+
+class TFRecords(ByteRanges, TfdsRecords):
+    """Records of TFRecord files.
+
+    Where a slice begins or ends inside of a shard, all lengths in that shard are read to know at
+    which byte.
+    """
+
+    def open_blocks(self) -> None:
+        ranges = []
+        for run in self.runs:
+            first = 0
+            last = paths.file_size(run.path)
+            if run.num_records != run.num_in_shard:
+                bounds = [*record_offsets(run.path).tolist(), last]
+                check_num_records(run.path, len(bounds) - 1, run.num_in_shard)
+                first = bounds[run.first]
+                last = bounds[run.first + run.num_records]
+            ranges.append((run.path, first, last))
+        num_bytes = sum(last - first for _, first, last in ranges)
+        self.divide_ranges(ranges, block_size(num_bytes, self.num_records))
+
+
+def check_num_records(path: str, found: int, expected: int) -> None:
+    """Raise ValueError if a shard has another number of records than dataset_info.json says."""
+    if found != expected:
+        raise ValueError(
+            f'{path} has {found:,} records, and dataset_info.json says {expected:,}: copy both again'
+        )
+
+
+class ArrayRecords(TfdsRecords):
+    """A block has some records that follow each other.
+
+    Where there are more files than are kept open, blocks are larger, because reading most of them
+    begins with reading an index, of about 10 bytes per record.
+    """
+
+    def open_blocks(self) -> None:
+        num_bytes = sum(os.path.getsize(run.path) for run in self.runs)
+        num_stored = sum(run.num_in_shard for run in self.runs)
+        block_bytes = block_size(num_bytes * self.num_records // num_stored, self.num_records)
+        self.records_per_block = max(block_bytes * num_stored // num_bytes, 1)
+        if len(self.runs) > NUM_READERS:
+            largest = max(run.num_in_shard for run in self.runs)
+            self.records_per_block = max(self.records_per_block, largest // BLOCKS_OF_LARGE_FILE)
+        self.divide(-(-run.num_records // self.records_per_block) for run in self.runs)
+
+    def stored(self, block: int) -> Iterator[StoredRecord]:
+        index, number = self.locate(block)
+        run = self.runs[index]
+        start = number * self.records_per_block
+        end = min(start + self.records_per_block, run.num_records)
+        for i in range(run.first + start, run.first + end):
+            try:
+                yield StoredRecord(run.path, i, read_array_record(run, i))
+            except RuntimeError as error:
+                fault = f'it is damaged ({first_line(error)}): copy the file again'
+                yield StoredRecord(run.path, i, fault=fault)
+
+
+def read_array_record(run: Run, i: int) -> bytes:
+    """Return record number `i` of an ArrayRecord file. Raises RuntimeError for a damaged one."""
+    with array_record_lock:
+        reader = array_record_reader(run.path, run.num_in_shard)
+        try:
+            if reader.record_index() != i:
+                reader.seek(i)
+            return reader.read()
+        except RuntimeError:
+            array_record_reader.cache_clear()  # a reader that failed reads no more
+            raise
+
+
+array_record_lock = threading.Lock()  # a reader has a position
+
+
+@functools.lru_cache(maxsize=NUM_READERS)
+def array_record_reader(path: str, num_records: int) -> Any:
+    """Return the reader of an ArrayRecord file. Raises ValueError unless it has `num_records`."""
+    module = importlib.import_module('array_record.python.array_record_module')
+    try:
+        reader = module.ArrayRecordReader(
+            path, READER_OPTIONS, file_reader_buffer_size=MAX_BLOCK_BYTES
+        )
+        found = reader.num_records()
+        reader.seek(0)
+    except RuntimeError as error:
+        reason = first_line(error)
+        raise ValueError(f'{path} cannot be opened ({reason}): copy the file again') from error
+    check_num_records(path, found, num_records)
+    return reader
+
+
+def block_size(num_bytes: int, num_records: int) -> int:
+    """Return the number of bytes of a block, which holds a record or more on average."""
+    return max(min(num_bytes // MIN_BLOCKS, MAX_BLOCK_BYTES), num_bytes // num_records, 1)
+
+
+SHARDS_OF_FORMAT: dict[str, type[TfdsRecords]] = {
+    'array_record': ArrayRecords,
+    'tfrecord': TFRecords,
+}

@@ -1,0 +1,177 @@
+"""TFRecord files: of each record its length (uint64), the checksum of that, the content and its checksum.
+
+Numbers are little-endian.
+"""
+
+import contextlib
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import google_crc32c
+import numpy as np
+
+import paths
+from sources import BadLines, Record
+from sources.deal import Blocks
+
+MASK_DELTA = 0xA282EAD8  # of TFRecord's checksums
+HEADER_BYTES = 12  # of a record: its length, and the checksum of that
+FOOTER_BYTES = 4  # the checksum of the content
+HIGH_BYTES = bytes(4)  # of a length: no record has 4 GiB
+
+
+class StoredRecord(NamedTuple):
+    """A record as it is stored, or the fault for which it cannot be read."""
+
+    path: str
+    position: int  # offset in bytes, in ArrayRecord the number of the record
+    content: bytes = b''
+    fault: str = ''
+
+    def checked(self) -> bytes:
+        """Return the content. Raises ValueError for a fault."""
+        if self.fault:
+            raise ValueError(self.fault)
+        return self.content
+
+
+def record_offsets(path: str | Path) -> np.ndarray:
+    """Return int64 [records]: where each record of a file begins. Reads their lengths alone."""
+    size = paths.file_size(path)
+    if size == 0:
+        return np.zeros(0, np.int64)
+    offsets = []
+    offset = 0
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(paths.open_file(str(path)))
+        content: Any
+        if paths.is_in_bucket(str(path)):
+            content = file.read()
+        else:
+            content = stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        while offset < size:
+            offsets.append(offset)
+            length = length_in(content[offset : offset + HEADER_BYTES], path, offset)
+            offset += HEADER_BYTES + length + FOOTER_BYTES
+    if offset > size:
+        raise damaged(path, offsets[-1])
+    return np.array(offsets, np.int64)
+
+
+def read_record(file: IO[bytes], path: str | Path) -> bytes | None:
+    """Return the record at the position of `file`; None at its end."""
+    offset = file.tell()
+    header = file.read(HEADER_BYTES)
+    if not header:
+        return None
+    length = length_in(header, path, offset)
+    content_and_footer = file.read(length + FOOTER_BYTES)
+    content = content_and_footer[:length]
+    if checksum(content) != content_and_footer[length:]:
+        raise damaged(path, offset)
+    return content
+
+
+def find_record(file: IO[bytes], start: int, end: int) -> int | None:
+    """Return the first byte in [start, end) at which a record begins, None without one.
+
+    A record begins where a length stands before its own checksum; elsewhere four bytes agree with
+    one in four billion chances.
+    """
+    file.seek(start)
+    window = file.read(end - start + HEADER_BYTES - 1)
+    high = window.find(HIGH_BYTES, 4)
+    while high >= 0:
+        header = window[high - 4 : high - 4 + HEADER_BYTES]
+        if checksum(header[:8]) == header[8:]:
+            return start + high - 4
+        high = window.find(HIGH_BYTES, high + 1)
+    return None
+
+
+class StoredRecords(Blocks):
+    """Records that `stored` returns and `parse` makes fields of."""
+
+    bad_lines: BadLines
+
+    def stored(self, block: int) -> Iterator[StoredRecord]:
+        """Yield the records of a block, those with a fault, too."""
+        raise NotImplementedError
+
+    def parse(self, stored: StoredRecord) -> dict[str, Any] | None:
+        """Return the fields of a record; None for a blank one. Raises ValueError for a bad one."""
+        raise NotImplementedError
+
+    def read(self, block: int) -> list[Record | None]:
+        stored = self.stored(block)
+        return [self.bad_lines.record(x.path, x.position, self.parse, x) for x in stored]
+
+
+class ByteRanges(StoredRecords):
+    """Records of TFRecord files, without an index. A block has those that begin in some bytes.
+
+    Each of `ranges`, (path, first, last), begins and ends with a record.
+    """
+
+    def divide_ranges(self, ranges: list[tuple[str, int, int]], block_bytes: int) -> None:
+        """Divide the ranges into blocks of `block_bytes`."""
+        self.ranges = ranges
+        self.block_bytes = block_bytes
+        self.divide(-(-(last - first) // block_bytes) for _, first, last in ranges)
+
+    def stored(self, block: int) -> Iterator[StoredRecord]:
+        """Yield the records of a block.
+
+        A damaged record is a fault. So is the one behind the block if its length is damaged,
+        because the next block cannot find it.
+        """
+        index, number = self.locate(block)
+        path, first, last = self.ranges[index]
+        start = first + number * self.block_bytes
+        end = min(start + self.block_bytes, last)
+        with paths.open_file(path, read_ahead=self.block_bytes) as file:
+            offset: int | None = start
+            if number:
+                offset = find_record(file, start, end)
+            while offset is not None and offset < end:
+                file.seek(offset)
+                try:
+                    content = read_record(file, path) or b''
+                except ValueError as error:
+                    yield StoredRecord(path, offset, fault=str(error))
+                    offset = find_record(file, offset + 1, end)
+                else:
+                    yield StoredRecord(path, offset, content)
+                    offset = file.tell()
+            if offset is not None and offset < last:
+                file.seek(offset)
+                try:
+                    length_in(file.read(HEADER_BYTES), path, offset)
+                except ValueError as error:
+                    yield StoredRecord(path, offset, fault=str(error))
+
+
+def length_in(header: bytes, path: str | Path, offset: int) -> int:
+    """Return the length in the header of a record, which begins at `offset`."""
+    if len(header) < HEADER_BYTES or checksum(header[:8]) != header[8:]:
+        raise damaged(path, offset)
+    return int.from_bytes(header[:8], 'little')
+
+
+def damaged(path: str | Path, offset: int) -> ValueError:
+    return ValueError(f'{path}: the record at byte {offset} is damaged: copy the file again')
+
+
+def write_record(file: IO[bytes], content: bytes) -> None:
+    """Append a record to a file."""
+    length = len(content).to_bytes(8, 'little')
+    file.write(length + checksum(length) + content + checksum(content))
+
+
+def checksum(content: bytes) -> bytes:
+    """Return TFRecord's masked CRC-32C, four bytes."""
+    crc = google_crc32c.value(content)
+    masked = ((crc >> 15 | crc << 17) + MASK_DELTA) % 2**32
+    return masked.to_bytes(4, 'little')

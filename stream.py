@@ -1,0 +1,596 @@
+"""Which example comes next: a stream of batches of one task or of a mixture, which resumes.
+
+    records -> texts -> ids -> an objective -> examples -> drawn by rate -> packed rows -> batch
+
+The host does all of this with numpy. Row r of every batch is lane r. Each lane reads its own part
+of every epoch of every task, so a process parses and tokenizes only what its own rows need. All
+randomness is a function of the seed and of a position in the data, so a position is all that
+resuming needs. Imports no jax.
+"""
+
+import copy
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import data
+from configs.check import first_ten
+from data import Example, Objective
+from randomness import digest, permutation, random_bits
+from sources import NO_SPLIT, Document, FileRecord, Record, Share, Source
+from user_code import UserError
+from vocabulary import EOS_ID, Vocabulary
+
+# A window is what a lane packs at a time: examples that fill so many rows, and no more than these.
+ROWS_PER_WINDOW = 64
+MIN_ROWS_PER_WINDOW = 8
+ROWS_IN_ALL_WINDOWS = 1 << 16  # of all lanes together, where there are more than the least
+EXAMPLES_PER_WINDOW = 512
+
+DRAWS_PER_BLOCK = 1024  # tasks that a lane draws at once
+
+
+class OpenTask(NamedTuple):
+    """A task whose source is open. `rate` is its share of the mixture."""
+
+    task: Any  # a tasks.Task
+    source: Source
+    objective: type[Objective]
+    rate: float
+
+    @property
+    def name(self) -> str:
+        return self.task.name
+
+    def texts_of(self, record: Record) -> list[dict[str, Any]]:
+        """Return the texts of the examples of a record, none of a bad one."""
+        try:
+            return list(self.task.preprocess([record.fields]))
+        except UserError as error:
+            reason = str(error)
+            if isinstance(error.__cause__, KeyError):
+                names = first_ten([repr(name) for name in record.fields])
+                reason += f', and the fields of the record are {names}'
+            self.add_bad(record.name, reason)
+            return []
+
+    def add_bad(self, name: str, reason: str) -> None:
+        """Count a bad record. Raise ValueError where that stops the run (data.on_bad_line)."""
+        path, _, position = name.rpartition(':')
+        self.source.bad_lines.add(path, int(position), reason)
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenMixture:
+    """What config.data.task names, open: the tasks, sorted by name. A task is a mixture of one."""
+
+    name: str
+    tasks: tuple[OpenTask, ...]
+    fingerprint: str  # a run may go on with a mixture of the same fingerprint only
+
+    @property
+    def is_single(self) -> bool:
+        return len(self.tasks) == 1
+
+    @property
+    def corpus(self) -> str:
+        """What Source.corpus says of the tasks."""
+        return ', '.join(sorted({task.source.corpus for task in self.tasks}))
+
+    @property
+    def description(self) -> str:
+        """One line: the source of a task, or the rates of a mixture."""
+        if self.is_single:
+            return self.tasks[0].source.description
+        rates = [f'{task.name} {task.rate:.3g}' for task in self.tasks]
+        return f'mixture of {len(self.tasks)} tasks: {first_ten(rates)}'
+
+    @property
+    def files(self) -> list[FileRecord]:
+        """The files of all tasks."""
+        return [file for task in self.tasks for file in task.source.files]
+
+    def files_as_json(self) -> list[dict[str, Any]]:
+        """Return the files of all tasks, as `sources.files.describe_changes` takes them."""
+        return [file for task in self.tasks for file in task.source.files_as_json()]
+
+    def going_on(
+        self, old: Sequence[FileRecord], fingerprint: str, step: int
+    ) -> 'OpenMixture | None':
+        """Return the mixture with its files cut as in a run whose `files` were `old` at `step`.
+
+        `fingerprint`: of that run. None unless at most the text in its files has changed.
+        """
+        tasks = []
+        tasks_then = []
+        first = 0
+        for task in self.tasks:
+            own = old[first : first + len(task.source.files)]
+            first += len(own)
+            source = task.source.going_on(own, step)
+            if source is None:
+                return None
+            tasks.append(task._replace(source=source))
+            tasks_then.append(task._replace(source=source.as_of(own)))
+        is_same = fingerprint in (fingerprint_of(tasks_then), tasks_then[0].source.fingerprint)
+        if first < len(old) or not is_same:
+            return None
+        return dataclasses.replace(self, tasks=tuple(tasks))
+
+    def faults(self) -> tuple[list[str], int]:
+        """Return the lines left out since the last call, and the number of all."""
+        descriptions = []
+        total = 0
+        for task in self.tasks:
+            new, count = task.source.faults()
+            descriptions += new
+            total += count
+        return descriptions, total
+
+
+def fingerprint_of(tasks: Sequence[OpenTask]) -> str:
+    """Return a hash of the texts and the rates of tasks; a function's code is not in it."""
+    content: list[Any] = []
+    for task, source, _, rate in tasks:
+        content.append([task.name, task.objective, task.inputs, task.targets])
+        content.append([source.fingerprint, round(rate, 12)])
+    return digest(content)
+
+
+@dataclasses.dataclass(eq=False)
+class Stream:
+    """Iterator of batches: int32 [rows, length] under T5X's names, for `rows` of the global batch.
+
+    After `num_epochs` of a task a row is padding. When all rows are, the stream ends. A mixture has
+    no epochs: a task that ends begins its next one. Raises ValueError for settings that do not fit,
+    and for a split without a document.
+    """
+
+    mixture: OpenMixture
+    split: str
+    vocabulary: Vocabulary
+    config: Any  # config.data
+    batch_size: int
+    seed: int
+    rows: range = range(0)  # none: all
+    num_epochs: int | None = None
+
+    def __post_init__(self):
+        self.rows = self.rows or range(self.batch_size)
+        if not self.mixture.is_single:
+            self.num_epochs = None
+        self.tasks = []
+        for task in self.mixture.tasks:
+            self.tasks.append(TokenizedTask(task, self.config, self.vocabulary))
+        num_sentinels = max(task.objective.num_sentinels for task in self.tasks)
+        self.first_sentinel = self.vocabulary.size - num_sentinels
+        self.pack_examples = data.PACKINGS[self.config.pack if self.split == 'train' else 'no']
+        share = max(ROWS_IN_ALL_WINDOWS // self.batch_size, MIN_ROWS_PER_WINDOW)
+        self.rows_per_window = min(share, ROWS_PER_WINDOW)
+        self._check_not_empty()
+        # Of each task, the examples given so far, and those that were cut: int64 [tasks, 2].
+        self.counts = np.zeros((len(self.tasks), 2), np.int64)
+        self.seek(np.zeros((len(self.rows), len(self.tasks) + 1, 4), np.int64))
+
+    @property
+    def position(self) -> np.ndarray:
+        """The position of the next batch, as a checkpoint keeps it: int64 [rows, tasks + 1, 4].
+
+        Of each row the fields of TaskPosition for each task, then `draw` and `given` of its window.
+        """
+        numbers: list[int] = []
+        for lane in self._lanes:
+            tasks, draw, given = lane.position
+            numbers += [*itertools.chain.from_iterable(tasks), draw, given, 0, 0]
+        return np.array(numbers, np.int64).reshape(len(self._lanes), len(self.tasks) + 1, 4)
+
+    def seek(self, position: np.ndarray, step: int | None = None) -> None:
+        """Go to a position, int64 [rows, tasks + 1, 4].
+
+        Where text that a lane was reading changed at `step`, the lane begins to read it anew.
+        """
+        self._lanes = []
+        for row, (*tasks, window) in zip(self.rows, position.tolist(), strict=True):
+            starts = tuple([TaskPosition(*task) for task in tasks])
+            self._lanes.append(Lane(self, row, LanePosition(starts, window[0], window[1])))
+        if step is not None and any(file.is_changed_at(step) for file in self.mixture.files):
+            for i, row in enumerate(self.rows):
+                before = self._lanes[i].position_before_changes(step)
+                self._lanes[i] = Lane(self, row, before)
+
+    def first_epoch(self) -> 'Stream':
+        """Return a stream of the first epoch, the same rows; of a mixture, one without end."""
+        stream = copy.copy(self)
+        if self.mixture.is_single:
+            stream.num_epochs = 1
+        stream.counts = np.zeros_like(self.counts)
+        stream.seek(np.zeros_like(self.position))
+        return stream
+
+    def of_each_task(self) -> list['Stream']:
+        """Return a stream of one epoch of each task alone, the same rows."""
+        if self.mixture.is_single:
+            return [self]
+        streams = []
+        for task in self.tasks:
+            opened = task.opened._replace(rate=1.0)
+            mixture = OpenMixture(task.name, (opened,), self.mixture.fingerprint)
+            streams.append(dataclasses.replace(self, mixture=mixture, num_epochs=1))
+        return streams
+
+    def describe(self, position: np.ndarray) -> list[str]:
+        """Return the names of the records in each row of the batch at `position`."""
+        stream = copy.copy(self)
+        stream.seek(position)
+        descriptions = []
+        for lane in stream._lanes:
+            names = [name for _, example in lane.peek() for name in example.names]
+            descriptions.append(', '.join(dict.fromkeys(names)))
+        return descriptions
+
+    def __iter__(self) -> 'Stream':
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        rows = [lane.next_row() for lane in self._lanes]
+        if not any(rows):
+            raise StopIteration
+        drawn = list(itertools.chain.from_iterable(rows))
+        given = np.array([task for task, _ in drawn])
+        is_trimmed = np.array([example.is_trimmed for _, example in drawn])
+        self.counts[:, 0] += np.bincount(given, minlength=len(self.tasks))
+        self.counts[:, 1] += np.bincount(given[is_trimmed], minlength=len(self.tasks))
+        examples = [[example for _, example in row] for row in rows]
+        return data.encoder_decoder(examples, self.config.lengths, self.pack_examples is not None)
+
+    def seed_of(self, task: int) -> int | str:
+        """Return the seed of a task: in a mixture each has its own."""
+        if self.mixture.is_single:
+            return self.seed
+        return f'{self.seed} {self.tasks[task].name}'
+
+    def _check_not_empty(self) -> None:
+        """Raise ValueError for a task without text in the split.
+
+        For validation it is enough that one task of a mixture has some.
+        """
+        with_text = []
+        for i, task in enumerate(self.tasks):
+            if task.has_text(self.split, self.seed_of(i), self.batch_size):
+                with_text.append(task)
+        if self.split == 'validation' and with_text:
+            self.tasks = with_text
+        for task in self.tasks:
+            if task not in with_text:
+                task.raise_empty(self.split)
+
+
+# Where a lane is.
+
+
+class TaskPosition(NamedTuple):
+    """Where a lane is in a task: at example `given` of the group that begins at `offset` in `pool`."""
+
+    epoch: int = 0
+    pool: int = 0
+    offset: int = 0
+    given: int = 0
+
+
+class LanePosition(NamedTuple):
+    """Where a lane is: at row `given` of the window that begins with its example number `draw`."""
+
+    tasks: tuple[TaskPosition, ...]  # where the window begins in each task
+    draw: int = 0
+    given: int = 0
+
+
+# Lanes: the rows of a batch.
+
+
+class Drawn(NamedTuple):
+    """An example, and the index of its task in the mixture."""
+
+    task: int
+    example: Example
+
+
+class Lane:
+    """The rows of one lane. `position` is that of the next row."""
+
+    def __init__(self, stream: Stream, row: int, position: LanePosition):
+        self.position = position
+        self._stream = stream
+        self._row = row
+        self._lengths = dict(stream.config.lengths)  # reading a ConfigDict takes long
+        self._readers = []
+        for task, start in enumerate(position.tasks):
+            self._readers.append(ExampleReader(stream, task, row, start))
+        self._draws = draw_tasks(stream, row, first=position.draw)
+        self._window: list[list[Drawn]] = []  # its rows
+        self._given = 0  # rows of the window
+
+    def next_row(self) -> list[Drawn]:
+        """Return the examples of the next row, and go to the one after it."""
+        row = self.peek()
+        self._given += 1
+        if self._given < len(self._window):
+            self.position = LanePosition(self.position.tasks, self.position.draw, self._given)
+        elif row:
+            tasks = tuple([reader.position for reader in self._readers])
+            num_examples = sum(len(row) for row in self._window)
+            self.position = LanePosition(tasks, draw=self.position.draw + num_examples)
+        return row
+
+    def peek(self) -> list[Drawn]:
+        """Return the examples of the next row; none after the last epoch.
+
+        Read and pack the next window if all rows are given.
+        """
+        if self._given >= len(self._window):
+            _, draw, given = self.position
+            examples = list(self._read_window())
+            if not examples:
+                return []
+            self._window = [examples]
+            if self._stream.pack_examples is not None:
+                sizes = np.array([[len(x.inputs), len(x.targets)] for _, x in examples])
+                limits = np.array([self._lengths['inputs'], self._lengths['targets']])
+                rows = self._stream.pack_examples(sizes, limits)
+                order = permutation(len(rows), 'rows', self._stream.seed, self._row, draw)
+                self._window = [[examples[i] for i in rows[k]] for k in order]
+            self._given = min(given, len(self._window) - 1)  # of corrected text rows may be fewer
+        return self._window[self._given]
+
+    def position_before_changes(self, step: int) -> LanePosition:
+        """Return the position, before the text that changed at `step` and is being read.
+
+        That is the start of the pools that hold it, and of the window that has rows from them.
+        """
+        position = self.position
+        if position.given:
+            self.peek()  # reads the window
+        tasks = []
+        for start, reader in zip(position.tasks, self._readers, strict=True):
+            if reader.reads_change(start, step):
+                start = TaskPosition(start.epoch, start.pool)
+                position = position._replace(given=0)
+            tasks.append(start)
+        return position._replace(tasks=tuple(tasks))
+
+    def _read_window(self) -> Iterator[Drawn]:
+        """Yield the examples of the next window: one, if rows are not packed.
+
+        A window of a single task ends with its epoch, so that few records start quickly.
+        """
+        max_rows = self._stream.rows_per_window
+        if self.position.draw == 0:  # so that lanes read at different times from then on
+            max_rows = 1 + self._row % max_rows
+        num_rows = 0.0
+        for task in itertools.islice(self._draws, EXAMPLES_PER_WINDOW):
+            example = self._readers[task].next_example()
+            if example is None:
+                return
+            yield Drawn(task, example)
+            num_rows += example.share_of_row(self._lengths)
+            if self._stream.pack_examples is None or num_rows >= max_rows:
+                return
+            if self._stream.mixture.is_single and self._readers[task].is_at_end_of_epoch():
+                return
+
+
+def draw_tasks(stream: Stream, row: int, first: int) -> Iterator[int]:
+    """Yield the task of each example of a lane from number `first` on: a function of seed and rates."""
+    rates = np.array([task.opened.rate for task in stream.tasks])
+    ends = np.cumsum(rates / rates.sum())[:-1]  # of each task's part of [0, 1)
+    if len(ends) == 0:
+        yield from itertools.repeat(0)
+    block, skipped = divmod(first, DRAWS_PER_BLOCK)
+    while True:
+        bits = random_bits((DRAWS_PER_BLOCK,), 'draws', stream.seed, row, block)
+        yield from np.searchsorted(ends, bits / 2**64, side='right')[skipped:].tolist()
+        block += 1
+        skipped = 0
+
+
+class ExampleReader:
+    """Reads the examples of one lane in one task: its own part of every epoch, in groups of records."""
+
+    def __init__(self, stream: Stream, task: int, row: int, position: TaskPosition):
+        self._split = stream.split
+        self._num_epochs = math.inf if stream.num_epochs is None else stream.num_epochs
+        self._task = stream.tasks[task]
+        self._share = Share(stream.seed_of(task), epoch=0, lane=row, num_lanes=stream.batch_size)
+        self._go_to(position)
+
+    def _go_to(self, position: TaskPosition) -> None:
+        self._start = position  # of the group that is being read
+        self._end = position  # where the next group begins
+        self._examples: list[Example] = []  # of the group, in the order of the lane
+        self._given = 0  # of these examples
+        self._documents: Iterator[Document] = iter(())
+        if position.epoch < self._num_epochs:
+            share = self._share._replace(epoch=position.epoch)
+            self._documents = self._task.source.documents(
+                self._split, share, position.pool, position.offset
+            )
+
+    @property
+    def position(self) -> TaskPosition:
+        """The position of the next example."""
+        if self._given < len(self._examples):
+            return self._start._replace(given=self._given)
+        return self._end
+
+    def next_example(self) -> Example | None:
+        """Return the next example; None after the last epoch."""
+        while self.is_at_end_of_epoch():
+            share = self._share._replace(epoch=self._end.epoch + 1)
+            start = TaskPosition(self._task.source.next_epoch(self._split, share))
+            if start.epoch >= self._num_epochs:
+                return None
+            self._go_to(start)
+        example = self._examples[self._given]
+        self._given += 1
+        return example
+
+    def is_at_end_of_epoch(self) -> bool:
+        """Return whether the epoch has no other example. Read the next group if it is due."""
+        while self._given >= len(self._examples):
+            group_size = self._task.objective.records_per_group
+            documents = list(itertools.islice(self._documents, group_size))
+            if not documents:
+                return True
+            self._start = self._end
+            last = documents[-1]
+            self._end = TaskPosition(self._start.epoch, pool=last.pool, offset=last.offset + 1)
+            self._examples = self._examples_of(documents)
+            self._given = self._start.given
+        return False
+
+    def reads_change(self, start: TaskPosition, step: int) -> bool:
+        """Return whether text changed at `step` from the pool of `start` on, as far as it was read."""
+        part = self._task.source.part_of(self._split)
+        if not any(file.is_changed_at(step) for file in part.files):
+            return False
+        if start.given:
+            self.is_at_end_of_epoch()  # reads the group
+        end = self._end
+        share = self._share._replace(epoch=start.epoch)
+        return end.epoch != start.epoch or part.are_changed(share, start.pool, end.pool, step)
+
+    def _examples_of(self, documents: list[Document]) -> list[Example]:
+        """Tokenize the documents of a group, and make examples of them in a random order."""
+        start = self._start
+        key = (self._share.seed, start.epoch, self._share.lane, start.pool, start.offset)
+        tokenized = self._task.tokenize([document.record for document in documents])
+        names = [example.name for example in tokenized]
+        ids = [example.ids for example in tokenized]
+        examples = self._task.objective.examples(names, ids, *key)
+        # Differs from T5X, which shuffles in a buffer of 1,000 examples: lanes read far apart, and
+        # each shuffles the examples of its group. (The key's words make the order: keep them.)
+        order = permutation(len(examples), 'pieces', *key)
+        return [examples[i] for i in order]
+
+
+# From records to ids.
+
+
+class Tokenized(NamedTuple):
+    """One example: the name of its record, its texts, and their ids without EOS."""
+
+    name: str
+    texts: dict[str, str]  # none where the record has ids
+    ids: dict[str, np.ndarray]  # int32
+
+
+class TokenizedTask:
+    """A task whose records become ids: those of the features that its objective takes."""
+
+    def __init__(self, task: OpenTask, config: Any, vocabulary: Vocabulary):
+        self.opened = task
+        self.name = task.name
+        self.task = task.task
+        self.source = task.source
+        self.vocabulary = vocabulary
+        self.allow_empty_targets = config.allow_empty_targets
+        self.objective = task.objective(config, vocabulary)
+        if self.source.features is None:
+            return
+        if self.source.vocabulary_hash not in (None, vocabulary.hash):
+            raise ValueError(
+                f'{self.source.description} have ids of another vocabulary: name the folder of the '
+                'cache, which has it, with data.vocabulary, or set data.use_cached=no'
+            )
+        for feature in self.objective.features:
+            if feature not in self.source.features:
+                raise ValueError(
+                    f'{self.source.description} have no feature {feature!r}, which '
+                    f'data.task={self.name!r} needs: cache it, or set data.use_cached=no'
+                )
+
+    def tokenize(self, records: Sequence[Record]) -> list[Tokenized]:
+        """Return the examples of records: one of each, or as many as the task's function gives.
+
+        A bad record stops the run, or has none (data.on_bad_line).
+        """
+        if self.source.is_tokenized:
+            return self._cached(records)
+        must_answer = 'inputs' in self.objective.features and not self.allow_empty_targets
+        examples = []
+        for record in records:
+            all_texts = self.opened.texts_of(record)
+            if must_answer and not all(texts['targets'] for texts in all_texts):
+                self.opened.add_bad(
+                    record.name,
+                    'its targets are empty; correct it, or set data.allow_empty_targets=True if no '
+                    'answer is an answer',
+                )
+                continue
+            for texts in all_texts:
+                examples.append(Tokenized(record.name, texts, ids={}))
+        for feature in self.objective.features:
+            texts_of_feature = [example.texts.get(feature, '') for example in examples]
+            all_ids = self.vocabulary.encode_as_arrays(texts_of_feature)
+            for example, ids in zip(examples, all_ids, strict=True):
+                example.ids[feature] = ids
+        return examples
+
+    def _cached(self, records: Sequence[Record]) -> list[Tokenized]:
+        """Return the examples of a task cache, ids without EOS at their ends."""
+        examples = []
+        all_ids = [np.zeros(1, np.int32)]
+        for record in records:
+            ids = {name: record.fields[name] for name in self.objective.features}
+            for name, x in ids.items():
+                if x.size and x[-1] == EOS_ID:
+                    ids[name] = x[:-1]
+            examples.append(Tokenized(record.name, {}, ids))
+            all_ids += ids.values()
+        joined = np.concatenate(all_ids)
+        if joined.min() >= 0 and joined.max() < self.vocabulary.size:
+            return examples
+        if len(records) > 1:  # one of them is bad
+            return [example for record in records for example in self._cached([record])]
+        self.opened.add_bad(
+            records[0].name,
+            f'ids from {joined[1:].min()} to {joined.max()}, and the vocabulary has '
+            f'{self.vocabulary.size}: name the one of the cache with data.vocabulary',
+        )
+        return []
+
+    def has_text(self, split: str, seed: int | str, num_lanes: int) -> bool:
+        """Return whether an example of the first epoch has an id."""
+        if not self.source.may_hold(split):
+            return False
+        for lane in range(num_lanes):
+            share = Share(seed=seed, epoch=0, lane=lane, num_lanes=num_lanes)
+            for document in self.source.documents(split, share):
+                examples = self.tokenize([document.record])
+                if any(example.ids['targets'].size for example in examples):
+                    return True
+        return False
+
+    def raise_empty(self, split: str) -> None:
+        """Raise ValueError because a split has no text."""
+        source = self.source
+        if split == 'validation' and self.task.validation_split == NO_SPLIT:
+            raise ValueError(
+                f'task {self.name!r} has no split for validation: name records for it, as in '
+                "data.validation_split='test', or divide one: 'train[:90%]' and 'train[90%:]'"
+            )
+        if split == 'validation' and source.validation is not None:
+            raise ValueError(
+                f'data.validation_files={self.task.validation_files!r} holds no document: '
+                "name files with text, or '' for a part of data.files"
+            )
+        source.check_not_empty(split)
+        raise ValueError(
+            f'no document is in split {split!r} of {source.description} at '
+            f'data.validation_fraction={source.validation_fraction}: both splits need '
+            'documents: change the fraction, or name more files'
+        )

@@ -1,0 +1,96 @@
+"""The parts of the denoising objectives: noise masks and token functions.
+
+A mask is bool [rows, length], True for noise. A token function takes the ids int32 [rows, length]
+and a mask, and returns ids of the same shape in which a token that is gone is DROPPED. Names are
+those of t5/data/preprocessors.py. All randomness is a function of a key. Imports no jax.
+"""
+
+import numpy as np
+
+from data import dropped, first_of_spans
+from randomness import random_bits, random_fractions, random_integers
+
+NUM_RESERVED_IDS = 3  # pad, EOS and unknown, which no random token is
+
+
+# Noise masks.
+
+
+def iid_noise_mask(shape: tuple[int, int], density: float, *key: int | str) -> np.ndarray:
+    """Return a mask in which each token is noise with probability `density`."""
+    return random_fractions(shape, 'iid', shape[1], *key) < density
+
+
+def random_prefix_noise_mask(shape: tuple[int, int], density: float, *key: int | str) -> np.ndarray:
+    """Return a mask whose noise is a prefix of each row, of uniformly random length.
+
+    At a density of 0.5 it has 1 to length - 1 tokens; below, its shortest length is greater. A
+    single token is not noise. `density` is 0.5 at most.
+    """
+    num_rows, length = shape
+    longest = length - 1
+    shortest = min(longest, max(1, round((1 - 2 * density) * longest)))
+    prefixes = random_integers((num_rows, 1), shortest, longest + 1, 'prefix', length, *key)
+    return np.arange(length) < prefixes
+
+
+def without_spans_after(mask: np.ndarray, num_spans: int) -> np.ndarray:
+    """Return a mask without the spans of each row that come after its first `num_spans`."""
+    return mask & (np.cumsum(first_of_spans(mask), axis=1) <= num_spans)
+
+
+# Token functions.
+
+
+def noise_token_to_sentinel(
+    tokens: np.ndarray, mask: np.ndarray, vocabulary_size: int
+) -> np.ndarray:
+    """Replace each token of noise by the last id."""
+    return np.where(mask, np.int32(vocabulary_size - 1), tokens)
+
+
+def drop_noise_tokens(tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Drop the noise."""
+    return dropped(tokens, mask)
+
+
+def drop_nonnoise_tokens(tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Drop all but the noise."""
+    return drop_noise_tokens(tokens, ~mask)
+
+
+def permute_noise_tokens(tokens: np.ndarray, mask: np.ndarray, *key: int | str) -> np.ndarray:
+    """Permute the tokens of noise of each row; the others stay where they are."""
+    bits = random_bits(tokens.shape, 'permute', tokens.shape[1], *key) >> 1
+    other = np.uint64(1 << 63)  # is greater: the noise comes first
+    order = np.argsort(np.where(mask, bits, other), axis=1, kind='stable')
+    places = np.argsort(~mask, axis=1, kind='stable')  # of the noise, in order, then of the others
+    permuted = tokens.copy()
+    np.put_along_axis(permuted, places, np.take_along_axis(tokens, order, axis=1), axis=1)
+    return permuted
+
+
+def noise_token_to_random_token(
+    tokens: np.ndarray, mask: np.ndarray, vocabulary_size: int, *key: int | str
+) -> np.ndarray:
+    """Replace each token of noise by a random id, but for pad, EOS and unknown."""
+    ids = random_integers(
+        tokens.shape, NUM_RESERVED_IDS, vocabulary_size, 'token', tokens.shape[1], *key
+    )
+    return np.where(mask, ids.astype(np.int32), tokens)
+
+
+def noise_token_to_random_token_or_sentinel(
+    tokens: np.ndarray,
+    mask: np.ndarray,
+    vocabulary_size: int,
+    *key: int | str,
+    random_prob: float = 0.1,
+) -> np.ndarray:
+    """Replace each token of noise by a random id, with probability `random_prob`, or the last id."""
+    fractions = random_fractions(tokens.shape, 'token or sentinel', tokens.shape[1], *key)
+    return np.where(
+        fractions < random_prob,
+        noise_token_to_random_token(tokens, mask, vocabulary_size, *key),
+        noise_token_to_sentinel(tokens, mask, vocabulary_size),
+    )

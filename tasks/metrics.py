@@ -1,0 +1,808 @@
+"""Metrics of T5, mT5 and ByT5: texts or numbers in, {name: number} out. Imports no jax.
+
+A metric is a function (targets, predictions) or (targets, scores): the names of its parameters say
+which of the two it takes. Bind further settings with functools.partial. Values are Python numbers
+in percent where nothing else is said. There is at least one example, and an output for each target.
+What would give a wrong number raises ValueError; other wrong input raises what Python does. Source:
+t5/evaluation/metrics.py and qa_utils.py; other sources are named where they are used.
+"""
+
+import itertools
+import math
+import numbers
+import re
+import string
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from sacrebleu.metrics import BLEU
+
+Values = dict[str, float]
+Metric = Callable[[Sequence[Any], Sequence[Any]], Values]
+
+NUM_BOOTSTRAP_SAMPLES = 1000  # of rouge_score
+
+ENGLISH_ARTICLES = r'\b(a|an|the)\b'
+# MLQA's rules. The Arabic article is a prefix, which goes wherever its letters stand, as there.
+ARTICLES = {
+    'ar': 'ال',
+    'de': r'\b(ein|eine|einen|einem|eines|einer|der|die|das|den|dem|des)\b',
+    'en': ENGLISH_ARTICLES,
+    'es': r'\b(un|una|unos|unas|el|la|los|las)\b',
+    'hi': None,
+    'vi': r'\b(của|là|cái|chiếc|những)\b',
+    'zh': None,
+}
+
+
+# Translation and summarization.
+
+
+def bleu(targets: Sequence[Any], predictions: Sequence[str], tokenizer: str = 'intl') -> Values:
+    """Return {'bleu'} of sacrebleu over the corpus.
+
+    `targets`: a text for each prediction; or, with several references, lists of texts, each list a
+    reference for all predictions. `tokenizer`: sacrebleu's; T5 has 'intl', most papers '13a'.
+    """
+    references = [targets]
+    if isinstance(targets[0], list | tuple):
+        references = list(targets)
+        if len(targets[0]) != len(predictions):
+            raise ValueError(
+                f'a reference has {len(targets[0])} texts for {len(predictions)} predictions: transpose '
+                'the lists of targets'
+            )
+    return {'bleu': BLEU(tokenize=tokenizer).corpus_score(predictions, references).score}
+
+
+def bleu_signature(tokenizer: str = 'intl', num_references: int = 1) -> str:
+    """Return sacrebleu's description of how `bleu` computes, for a paper or a table."""
+    scorer = BLEU(tokenize=tokenizer)  # with its defaults: smoothing 'exp', case kept
+    scorer.corpus_score([''], [['']] * num_references)  # a signature has the number of references
+    return str(scorer.get_signature())
+
+
+def rouge(
+    targets: Sequence[str],
+    predictions: Sequence[str],
+    score_keys: Sequence[str] = ('rouge1', 'rouge2', 'rougeLsum'),
+    bootstrap_seed: int | None = None,
+) -> Values:
+    """Return the mean F1 of each score: 'rouge1' to 'rouge9', 'rougeL', 'rougeLsum'.
+
+    Tokens are runs of a-z and 0-9, not stemmed: a text without them scores 0. A sentence ends at a
+    newline, and at ' . '. Differs from T5: the mean, which is T5's `rouge_mean`. With
+    `bootstrap_seed` a value is T5's `rouge`: the median of the means of 1,000 resamples. Source: Lin
+    2004; rouge_score 0.1.2.
+    """
+    target_sentences = list(map(rouge_sentences, targets))
+    prediction_sentences = list(map(rouge_sentences, predictions))
+    values = {}
+    for key in score_keys:
+        f1 = list(map(rouge_scorer(key), target_sentences, prediction_sentences))
+        if bootstrap_seed is None:
+            values[key] = mean_percent(f1)
+        else:
+            values[key] = bootstrap_percent(f1, bootstrap_seed)
+    return values
+
+
+def rouge_sentences(text: str) -> list[list[str]]:
+    """Return the tokens of each sentence."""
+    lines = text.replace(' . ', ' .\n').split('\n')
+    return [re.findall('[a-z0-9]+', line.lower()) for line in lines]
+
+
+def rouge_scorer(key: str) -> Callable[[list[list[str]], list[list[str]]], float]:
+    """Return the function (sentences of a target, of a prediction) -> F1 of a score of ROUGE."""
+    if key == 'rougeL':
+        return rouge_l
+    if key == 'rougeLsum':
+        return rouge_l_sum
+    if not re.fullmatch('rouge[1-9]', key):
+        raise ValueError(f'rouge has no score {key!r}: use rouge1 to rouge9, rougeL or rougeLsum')
+    return lambda target, prediction: rouge_n(target, prediction, n=int(key[-1]))
+
+
+def rouge_n(target: list[list[str]], prediction: list[list[str]], n: int) -> float:
+    """Return the F1 of n-grams, which go over the ends of sentences."""
+
+    def ngrams(sentences: list[list[str]]) -> list[tuple[str, ...]]:
+        tokens = list(itertools.chain(*sentences))
+        return list(zip(*[tokens[i:] for i in range(n)], strict=False))
+
+    return overlap_f1(ngrams(target), ngrams(prediction))
+
+
+def rouge_l(target: list[list[str]], prediction: list[list[str]]) -> float:
+    """Return the F1 of the longest common subsequence of the whole texts."""
+    target_tokens = list(itertools.chain(*target))
+    prediction_tokens = list(itertools.chain(*prediction))
+    length = common_lengths(target_tokens, prediction_tokens)[-1, -1]
+    return f_measure(length, len(target_tokens), len(prediction_tokens))
+
+
+def rouge_l_sum(target: list[list[str]], prediction: list[list[str]]) -> float:
+    """Return the F1 of the summary-level longest common subsequence (Lin 2004 §3.2).
+
+    A token of a target's sentence is a match if it is in the longest common subsequence with any
+    sentence of the prediction; a token of the prediction is matched once only.
+    """
+    matches = []
+    for sentence in target:
+        positions = set()
+        for other in prediction:
+            positions |= common_positions(sentence, other)
+        matches += [sentence[i] for i in positions]
+    prediction_tokens = list(itertools.chain(*prediction))
+    num_common = count_common(matches, prediction_tokens)
+    return f_measure(num_common, sum(map(len, target)), len(prediction_tokens))
+
+
+def common_positions(target: list[str], prediction: list[str]) -> set[int]:
+    """Return the positions in `target` of a longest common subsequence.
+
+    Of several it is the one that rouge_score takes, because the union over sentences depends on it.
+    """
+    lengths = common_lengths(target, prediction)
+    positions = set()
+    i = len(target)
+    j = len(prediction)
+    while i and j:
+        if target[i - 1] == prediction[j - 1]:
+            i -= 1
+            j -= 1
+            positions.add(i)
+        elif lengths[i, j - 1] > lengths[i - 1, j]:
+            j -= 1
+        else:
+            i -= 1
+    return positions
+
+
+def common_lengths(target: list[str], prediction: list[str]) -> np.ndarray:
+    """Return an int array: at [i, j], the length of the longest common subsequence.
+
+    It is that of the first i tokens of `target` and the first j of `prediction`.
+    """
+    is_equal = np.array(target, object)[:, None] == np.array(prediction, object)[None]
+    lengths = np.zeros((len(target) + 1, len(prediction) + 1), int)
+    for i, is_equal_to_token in enumerate(is_equal):
+        extended = lengths[i, :-1] + is_equal_to_token
+        lengths[i + 1, 1:] = np.maximum.accumulate(np.maximum(extended, lengths[i, 1:]))
+    return lengths
+
+
+def bootstrap_percent(values: Sequence[float], seed: int) -> float:
+    """Return 100 times the median of the means of resamples, drawn with replacement."""
+    array = np.array(values)
+    generator = np.random.default_rng(seed)
+    means = []
+    for _ in range(NUM_BOOTSTRAP_SAMPLES):
+        rows = generator.integers(len(array), size=len(array))
+        means.append(array[rows].mean())
+    return 100 * float(np.median(means))
+
+
+def bleu1(targets: Sequence[str], predictions: Sequence[str]) -> Values:
+    """Return {'bleu1'}: the mean over examples of clipped word precision times brevity penalty.
+
+    Texts are normalized as SQuAD's. Source: byt5/metrics.py (TweetQA).
+    """
+    scores = []
+    for target, prediction in zip(targets, predictions, strict=True):
+        target_words = normalize_squad(target).split()
+        words = normalize_squad(prediction).split()
+        num_common = count_common(target_words, words)
+        brevity_penalty = math.exp(min(0.0, 1 - len(target_words) / max(len(words), 1)))
+        scores.append(brevity_penalty * num_common / max(len(words), 1))
+    return {'bleu1': mean_percent(scores)}
+
+
+def normalized_rouge(
+    targets: Sequence[str], predictions: Sequence[str], bootstrap_seed: int | None = None
+) -> Values:
+    """Return `rouge` of texts normalized as SQuAD's. Source: byt5/metrics.py `rouge` (TweetQA)."""
+    return rouge(
+        targets=list(map(normalize_squad, targets)),
+        predictions=list(map(normalize_squad, predictions)),
+        bootstrap_seed=bootstrap_seed,
+    )
+
+
+# Question answering.
+
+
+def squad(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> Values:
+    """Return {'em', 'f1'}: exact match and F1 of words, the best over the answers of a question.
+
+    `targets`: the answers of each question. Without a common word F1 is 0, so a prediction that is
+    empty, as its answer is, has 'em' 100 and 'f1' 0.
+    """
+    return answer_scores(targets, predictions, normalize_squad)
+
+
+def squad_v2(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> Values:
+    """Return {'em', 'f1'} of SQuAD 2.0, where some questions have no answer.
+
+    `targets`: the answers of each question, [''] for one without. There an empty prediction is right
+    and any other wrong. With questions of both kinds, 'em_with_answer', 'f1_with_answer' and
+    'em_without_answer' are of each kind alone. Source: SQuAD's evaluate-v2.0.py, where these are
+    'exact', 'f1', 'HasAns_exact', 'HasAns_f1' and 'NoAns_exact'.
+    """
+    check_answers(targets)
+    exact_matches = []
+    f1 = []
+    for answers, prediction in zip(targets, predictions, strict=True):
+        words = normalize_squad(prediction).split()
+        words_of_answers = [normalize_squad(answer).split() for answer in answers]
+        # An answer without a word, as 'the', counts only where there is no other.
+        words_of_answers = list(filter(None, words_of_answers)) or [[]]
+        is_exact = words in words_of_answers
+        overlaps = [overlap_f1(answer_words, words) for answer_words in words_of_answers]
+        exact_matches.append(is_exact)
+        f1.append(max(float(is_exact), *overlaps))
+    values = {'em': mean_percent(exact_matches), 'f1': mean_percent(f1)}
+    has_answer = np.array([any(answers) for answers in targets])
+    if has_answer.any() and not has_answer.all():
+        values['em_with_answer'] = mean_percent(np.array(exact_matches)[has_answer])
+        values['f1_with_answer'] = mean_percent(np.array(f1)[has_answer])
+        values['em_without_answer'] = mean_percent(np.array(exact_matches)[~has_answer])
+    return values
+
+
+def trivia_qa(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> Values:
+    """Return {'em', 'f1'} as `squad`, with TriviaQA's normalization: punctuation becomes a space."""
+    return answer_scores(targets, predictions, normalize_trivia_qa)
+
+
+def mlqa(targets: Sequence[Sequence[str]], predictions: Sequence[str], lang: str) -> Values:
+    """Return {'em', 'f1'} as `squad`, with the punctuation, articles and words of a language.
+
+    Source: multilingual_t5/evaluation/metrics.py; Lewis et al. 2019 (MLQA).
+    """
+    return answer_scores(targets, predictions, lambda text: normalize_mlqa(text, lang))
+
+
+def answer_scores(
+    targets: Sequence[Sequence[str]],
+    predictions: Sequence[str],
+    normalize: Callable[[str], str],
+) -> Values:
+    """Return {'em', 'f1'} of normalized texts, the best over the answers of each question."""
+    check_answers(targets)
+    exact_matches = []
+    f1 = []
+    for answers, prediction in zip(targets, predictions, strict=True):
+        prediction = normalize(prediction)
+        answers = [normalize(answer) for answer in answers]
+        exact_matches.append(prediction in answers)
+        f1.append(max(overlap_f1(answer.split(), prediction.split()) for answer in answers))
+    return {'em': mean_percent(exact_matches), 'f1': mean_percent(f1)}
+
+
+def normalize_squad(text: str) -> str:
+    """Return a text in lower case without ASCII punctuation and articles, words a space apart."""
+    text = ''.join(character for character in text.lower() if character not in string.punctuation)
+    return ' '.join(re.sub(ENGLISH_ARTICLES, ' ', text).split())
+
+
+def normalize_trivia_qa(text: str) -> str:
+    """Return a text in lower case without articles, words a space apart; punctuation parts words."""
+    text = re.sub(f'[{re.escape(string.punctuation)}‘’´]', ' ', text.lower())
+    return ' '.join(re.sub(ENGLISH_ARTICLES, ' ', text).split())
+
+
+def normalize_mlqa(text: str, lang: str) -> str:
+    """Return a text in lower case without punctuation and the articles of `lang`.
+
+    Words are a space apart. Each Chinese character is a word where `lang` is 'zh'.
+    """
+
+    def is_mark(character: str) -> bool:
+        return character in string.punctuation or unicodedata.category(character).startswith('P')
+
+    text = ''.join(itertools.filterfalse(is_mark, text.lower()))
+    articles = ARTICLES[lang]
+    if articles is not None:
+        text = re.sub(articles, ' ', text)
+    if lang == 'zh':
+        text = re.sub('([\u4e00-\u9fa5])', r' \1 ', text)
+    return ' '.join(text.split())
+
+
+def span_squad(targets: Sequence[Mapping[str, Any]], predictions: Sequence[str]) -> Values:
+    """Return {'em', 'f1'} of `squad` for predictions 'start: 3 end: 6', the end included.
+
+    The numbers count words of the context. `targets`: {'context': text, 'answers': texts}.
+    """
+    contexts = [target['context'] for target in targets]
+    answers = [target['answers'] for target in targets]
+    return squad(answers, list(map(span_text, contexts, predictions)))
+
+
+def span_text(context: str, span: str) -> str:
+    """Return the words of a context that 'start: 3 end: 6' names, '' where it names none."""
+    tokens = re.sub(r'\W', ' ', span).split()
+    try:
+        start = int(tokens[1])
+        end = int(tokens[3])
+    except (IndexError, ValueError):  # an early model writes anything
+        return ''
+    words = re.sub(r'\W', ' ', context).split()
+    return ' '.join(words[start : end + 1])
+
+
+def coqa_f1(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> Values:
+    """Return {'f1'} of `squad`, with 1 where answer and prediction have no word."""
+    check_answers(targets)
+    f1 = []
+    for answers, prediction in zip(targets, predictions, strict=True):
+        words = normalize_squad(prediction).split()
+        words_of_answers = [normalize_squad(answer).split() for answer in answers]
+        overlaps = [overlap_f1(answer_words, words) for answer_words in words_of_answers]
+        f1.append(max([float(not words and [] in words_of_answers), *overlaps]))
+    return {'f1': mean_percent(f1)}
+
+
+def natural_questions(
+    targets: Sequence[Sequence[Sequence[str]]],
+    predictions: Sequence[Sequence[Sequence[str]]],
+    non_null_threshold: int = 2,
+) -> Values:
+    """Return {'recall', 'golden_answers'} of Natural Questions.
+
+    `targets`: the answers of each annotator, for each question; `predictions`: lists of one such
+    group of answers. A question counts if at least `non_null_threshold` annotators gave answers. A
+    prediction is correct if it has the same set of answers as one of them. 'golden_answers' is the
+    number of questions that count. Source: t5_closed_book_qa/t5_cbqa/metrics.py.
+    """
+    is_correct = []
+    for annotations, [group] in zip(targets, predictions, strict=True):
+        answer_sets = [normalized_set(answers) for answers in annotations if answers]
+        if len(answer_sets) >= non_null_threshold:
+            is_correct.append(normalized_set(group) in answer_sets)
+    if not is_correct:
+        raise ValueError(
+            f'no question has answers of {non_null_threshold} annotators: lower non_null_threshold'
+        )
+    return {'recall': mean_percent(is_correct), 'golden_answers': len(is_correct)}
+
+
+def normalized_set(answers: Sequence[str]) -> set[str]:
+    """Return a group of answers, normalized as SQuAD's."""
+    return {normalize_squad(answer) for answer in answers}
+
+
+# Sequences.
+
+
+def sequence_accuracy(targets: Sequence[str], predictions: Sequence[str]) -> Values:
+    """Return {'sequence_accuracy'}: how many texts are equal."""
+    return {'sequence_accuracy': accuracy(targets, predictions)['accuracy']}
+
+
+def edit_distance(targets: Sequence[str], predictions: Sequence[str], lower: bool = True) -> Values:
+    """Return the 'min_edit', 'max_edit', 'mean_edit', 'median_edit' and 'sum_edit' of words.
+
+    They are counts of edits, not percent. Each character outside words parts two tokens, so two of
+    them in a row have an empty token between.
+    """
+    distances = []
+    for target, prediction in zip(targets, predictions, strict=True):
+        if lower:
+            target = target.lower()
+            prediction = prediction.lower()
+        distances.append(levenshtein(re.split(r'\W', target), re.split(r'\W', prediction)))
+    return {
+        'min_edit': min(distances),
+        'max_edit': max(distances),
+        'mean_edit': float(np.mean(distances)),
+        'median_edit': float(np.median(distances)),
+        'sum_edit': sum(distances),
+    }
+
+
+def cer(targets: Sequence[str], predictions: Sequence[str]) -> Values:
+    """Return {'cer'}, the character error rate: edits over characters of the targets, from 0.
+
+    Both are sums over the corpus. Source: byt5/metrics.py.
+    """
+    return {'cer': sum(map(levenshtein, targets, predictions)) / sum(map(len, targets))}
+
+
+def levenshtein(target: Sequence[str], prediction: Sequence[str]) -> int:
+    """Return the least number of insertions, deletions and substitutions of tokens."""
+    tokens = np.array(list(prediction), object)
+    positions = np.arange(len(tokens) + 1)
+    distances = positions  # from the first i tokens of the target to the first j of the prediction
+    for token in target:
+        substituted = distances[:-1] + (tokens != token)
+        deleted = distances + 1
+        best = np.append(deleted[0], np.minimum(substituted, deleted[1:]))
+        # An insertion costs 1 for each position that it moves to the right.
+        distances = np.minimum.accumulate(best - positions) + positions
+    return int(distances[-1])
+
+
+def span_f1(targets: Sequence[str], predictions: Sequence[str]) -> Values:
+    """Return {'span_f1'}, from 0 to 1: F1 over all entities of 'PER: Ada Brook $$ LOC: Oslo'.
+
+    Source: multilingual_t5/evaluation/metrics.py (WikiANN).
+    """
+    num_common = 0
+    num_targets = 0
+    num_predictions = 0
+    for target, prediction in zip(targets, predictions, strict=True):
+        target_spans = tagged_spans(target)
+        prediction_spans = tagged_spans(prediction)
+        num_common += count_common(target_spans, prediction_spans)
+        num_targets += len(target_spans)
+        num_predictions += len(prediction_spans)
+    return {'span_f1': f_measure(num_common, num_targets, num_predictions)}
+
+
+def tagged_spans(text: str) -> list[tuple[str, str]]:
+    """Return the (tag, entity) of each part with exactly one colon."""
+    spans = []
+    for part in text.split(' $$ '):
+        tag, *entities = part.split(':')
+        if len(entities) == 1:
+            spans.append((tag.strip(), entities[0].strip()))
+    return spans
+
+
+# Classification.
+
+
+def accuracy(targets: Sequence[Any], predictions: Sequence[Any]) -> Values:
+    """Return {'accuracy'} of class ids or of texts."""
+    check_labels(targets, predictions)
+    is_equal = [x == y for x, y in zip(targets, predictions, strict=True)]
+    return {'accuracy': mean_percent(is_equal)}
+
+
+def f1_score_with_invalid(targets: Sequence[int], predictions: Sequence[int]) -> Values:
+    """Return {'f1'} of class 1. A prediction that is neither 0 nor 1 counts as the wrong class."""
+    is_target = as_binary(targets)
+    labels = as_numbers(predictions)
+    is_predicted = np.where(np.isin(labels, (0, 1)), labels == 1, ~is_target)
+    return {'f1': 100 * class_f1(is_target, is_predicted)}
+
+
+def multirc_f1_over_all_answers(
+    targets: Sequence[Mapping[str, Any]], predictions: Sequence[Mapping[str, Any]]
+) -> Values:
+    """Return {'f1'} of `f1_score_with_invalid` over the field 'value' of each answer (MultiRC)."""
+    return f1_score_with_invalid(
+        targets=[target['value'] for target in targets],
+        predictions=[prediction['value'] for prediction in predictions],
+    )
+
+
+def mean_multiclass_f1(num_classes: int) -> Metric:
+    """Return a metric {'mean_3class_f1'}: the mean over classes 0, 1, ... of the F1 of each.
+
+    Any other prediction, such as -1, is of no class. A class that does not occur has F1 0.
+    """
+
+    def metric(targets: Sequence[int], predictions: Sequence[int]) -> Values:
+        classes = np.arange(num_classes)
+        is_target = as_numbers(targets)[:, None] == classes[None]
+        is_predicted = as_numbers(predictions)[:, None] == classes[None]
+        return {f'mean_{num_classes}class_f1': mean_class_f1(is_target, is_predicted)}
+
+    return metric
+
+
+def matthews_corrcoef(targets: Sequence[Any], predictions: Sequence[Any]) -> Values:
+    """Return {'matthews_corrcoef'}, 100 times Gorodkin's R_K, over all labels that occur.
+
+    -1, for a text that names no class, is a class of its own. 0 where either side has one label.
+    """
+    check_labels(targets, predictions)
+    labels, ids = np.unique([*targets, *predictions], return_inverse=True)
+    confusion = np.zeros((len(labels), len(labels)))
+    np.add.at(confusion, (ids[: len(targets)], ids[len(targets) :]), 1)
+    target_counts = confusion.sum(axis=1)
+    prediction_counts = confusion.sum(axis=0)
+    num_examples = len(targets)
+    covariance = num_examples * confusion.trace() - target_counts @ prediction_counts
+    target_variance = num_examples**2 - target_counts @ target_counts
+    prediction_variance = num_examples**2 - prediction_counts @ prediction_counts
+    if not target_variance or not prediction_variance:
+        return {'matthews_corrcoef': 0.0}
+    correlation = covariance / math.sqrt(target_variance * prediction_variance)
+    return {'matthews_corrcoef': 100 * float(correlation)}
+
+
+def auc(
+    targets: Sequence[float],
+    predictions: Sequence[float],
+    targets_threshold: float | None = None,
+) -> Values:
+    """Return {'auc-roc', 'auc-pr'}, from 0 to 1: areas under the ROC and precision-recall curves.
+
+    The latter is the average precision. `targets`: 0 or 1; with `targets_threshold`, numbers of
+    which those from it on are 1. With targets of one class 'auc-roc' is nan.
+    """
+    if targets_threshold is None:
+        is_positive = as_binary(targets)
+    else:
+        is_positive = as_numbers(targets) >= targets_threshold
+    return areas_under_curves(is_positive, as_numbers(predictions))
+
+
+def score_auc(
+    targets: Sequence[float], scores: Sequence[float], targets_threshold: float | None = None
+) -> Values:
+    """Return `auc` of the scores."""
+    return auc(targets, scores, targets_threshold)
+
+
+def areas_under_curves(
+    is_positive: np.ndarray, scores: np.ndarray, weights: np.ndarray | None = None
+) -> Values:
+    """Return {'auc-roc', 'auc-pr'}, from 0 to 1. A threshold takes all of equal scores at once."""
+    if weights is None:
+        weights = np.ones(len(scores))
+    order = np.argsort(-scores)
+    is_last_of_equals = np.append(np.diff(scores[order]) != 0, True)
+    true_positives = np.cumsum((weights * is_positive)[order])[is_last_of_equals]
+    false_positives = np.cumsum((weights * ~is_positive)[order])[is_last_of_equals]
+    if not true_positives[-1]:
+        return {'auc-roc': math.nan, 'auc-pr': 0.0}
+    recall = np.append(0, true_positives / true_positives[-1])
+    precision = true_positives / np.maximum(true_positives + false_positives, 1e-300)
+    average_precision = float(np.diff(recall) @ precision)
+    if not false_positives[-1]:
+        return {'auc-roc': math.nan, 'auc-pr': average_precision}
+    false_positive_rate = np.append(0, false_positives / false_positives[-1])
+    area = float(np.trapezoid(recall, false_positive_rate))
+    return {'auc-roc': area, 'auc-pr': average_precision}
+
+
+def class_f1(
+    is_target: np.ndarray, is_predicted: np.ndarray, weights: np.ndarray | None = None
+) -> float:
+    """Return the F1 of a class, from 0 to 1. All arrays are [examples]."""
+    if weights is None:
+        weights = np.ones(len(is_target))
+    return f_measure(
+        num_common=weights @ (is_target & is_predicted),
+        num_targets=weights @ is_target,
+        num_predictions=weights @ is_predicted,
+    )
+
+
+def mean_class_f1(
+    is_target: np.ndarray, is_predicted: np.ndarray, weights: np.ndarray | None = None
+) -> float:
+    """Return the mean F1 over classes in percent. Arrays are [examples, classes]."""
+    columns = zip(is_target.T, is_predicted.T, strict=True)
+    return mean_percent([class_f1(target, predicted, weights) for target, predicted in columns])
+
+
+# Regression.
+
+
+def pearson_corrcoef(targets: Sequence[float], predictions: Sequence[float]) -> Values:
+    """Return {'pearson_corrcoef'}, nan where either side is constant."""
+    return {'pearson_corrcoef': correlation_percent(as_numbers(targets), as_numbers(predictions))}
+
+
+def spearman_corrcoef(targets: Sequence[float], predictions: Sequence[float]) -> Values:
+    """Return {'spearman_corrcoef'}, nan where either side is constant."""
+    x = ranks(as_numbers(targets))
+    y = ranks(as_numbers(predictions))
+    return {'spearman_corrcoef': correlation_percent(x, y)}
+
+
+def correlation_percent(x: np.ndarray, y: np.ndarray) -> float:
+    """Return 100 times Pearson's correlation."""
+    if np.ptp(x) == 0 or np.ptp(y) == 0:
+        return math.nan
+    return 100 * float(np.corrcoef(x, y)[0, 1])
+
+
+def ranks(values: np.ndarray) -> np.ndarray:
+    """Return the ranks from 1; equal values have the mean of theirs."""
+    _, ids, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last_ranks = counts.cumsum()
+    return (last_ranks - (counts - 1) / 2)[ids]
+
+
+# Groups of examples.
+
+
+def all_match(targets: Sequence[Any], predictions: Sequence[Any]) -> Values:
+    """Return {'exact_match'}: 100 if each prediction equals its target, else 0."""
+    return {'exact_match': 100.0 * (accuracy(targets, predictions)['accuracy'] == 100)}
+
+
+def mean_group_metric(metric_fn: Metric) -> Metric:
+    """Return a metric: the mean over groups of `metric_fn` of each group.
+
+    It takes targets {'value', 'group'} and predictions {'value'}; examples with an equal 'group' are
+    a group. A split of which examples are left out gives other numbers than the whole.
+    """
+
+    def metric(targets: Sequence[Mapping], predictions: Sequence[Mapping]) -> Values:
+        values: dict[str, list[float]] = {}
+        for group in grouped(targets, predictions):
+            for name, value in metric_fn(group.targets, group.predictions).items():
+                values.setdefault(name, []).append(value)
+        return {name: float(np.mean(of_groups)) for name, of_groups in values.items()}
+
+    return metric
+
+
+def deduplicate_metric(metric_fn: Metric) -> Metric:
+    """Return a metric: `metric_fn` of the first example of each group (ReCoRD).
+
+    It takes targets {'value', 'group'} and predictions {'value'}.
+    """
+
+    def metric(targets: Sequence[Mapping], predictions: Sequence[Mapping]) -> Values:
+        firsts = Group([], [])
+        for group in grouped(targets, predictions):
+            firsts.targets.append(group.targets[0])
+            firsts.predictions.append(group.predictions[0])
+        return metric_fn(firsts.targets, firsts.predictions)
+
+    return metric
+
+
+class Group(NamedTuple):
+    """The values of some examples."""
+
+    targets: list[Any]
+    predictions: list[Any]
+
+
+def grouped(targets: Sequence[Mapping], predictions: Sequence[Mapping]) -> Iterable[Group]:
+    """Return the groups of examples, in the order of the first of each."""
+    groups: dict[Hashable, Group] = {}
+    for target, prediction in zip(targets, predictions, strict=True):
+        group = groups.setdefault(target['group'], Group([], []))
+        group.targets.append(target['value'])
+        group.predictions.append(prediction['value'])
+    return groups.values()
+
+
+# Rank classification: the choice with the best score is the prediction.
+
+
+class Choice(NamedTuple):
+    """One of the choices of an example, and its score."""
+
+    idx: tuple[int, int]  # of the example, and of the choice in it
+    is_correct: bool
+    weight: float  # of the example
+    score: float
+
+
+def rank_classification(
+    targets: Sequence[tuple[Sequence[int], bool, float, int]],
+    scores: Sequence[float],
+    num_classes: int | None = None,
+    normalize_by_target_length: bool = False,
+) -> Values:
+    """Return {'accuracy'} and more of choices ranked by their log-likelihoods.
+
+    `targets`: (idx, is_correct, weight, number of target tokens) of each choice, idx being (example,
+    choice); in any order. `scores`: nats. With `num_classes` all examples have as many choices; then
+    more than 2 give 'mean_3class_f1', too, and 2 give 'f1', 'auc-roc' and 'auc-pr' of choice 1, in
+    percent; but not where an example has several correct choices.
+    """
+    found: dict[tuple[int, int], Choice] = {}
+    for target, score in zip(targets, scores, strict=True):
+        (example, choice), is_correct, weight, length = target
+        idx = (int(example), int(choice))
+        if math.isnan(score):
+            raise ValueError(f'the score of choice {idx} is nan: check the parameters of the model')
+        if idx in found:
+            raise ValueError(f'two targets have idx {idx}: number the examples of a split from 0')
+        if normalize_by_target_length:
+            score = score / length
+        found[idx] = Choice(idx, bool(is_correct), float(weight), float(score))
+    choices = [found[idx] for idx in sorted(found)]
+    if num_classes is None:
+        return variable_choice_accuracy(choices)
+    for example, count in Counter(choice.idx[0] for choice in choices).items():
+        if count != num_classes:
+            raise ValueError(
+                f'example {example} has {count} choices, not num_classes={num_classes}'
+            )
+    return fixed_choice_metrics(choices, num_classes)
+
+
+def variable_choice_accuracy(choices: list[Choice]) -> Values:
+    """Return {'accuracy'}, weighted by the chosen; the first of equal scores is the prediction."""
+    num_correct = 0.0
+    total = 0.0
+    for _, group in itertools.groupby(choices, key=lambda choice: choice.idx[0]):
+        best = max(group, key=lambda choice: choice.score)
+        num_correct += best.weight * best.is_correct
+        total += best.weight
+    return {'accuracy': 100 * num_correct / total}
+
+
+def fixed_choice_metrics(choices: list[Choice], num_classes: int) -> Values:
+    """Return the metrics of examples that have `num_classes` choices each. Scores are float32."""
+    scores = np.array([choice.score for choice in choices], np.float32).reshape(-1, num_classes)
+    is_correct = np.array([choice.is_correct for choice in choices]).reshape(-1, num_classes)
+    weights = np.array([choice.weight for choice in choices])[::num_classes]
+    is_best = np.arange(num_classes)[None] == scores.argmax(axis=1)[:, None]
+    if (is_correct.sum(axis=1) > 1).any():
+        is_right = (is_correct & is_best).any(axis=1)
+        return {'accuracy': 100 * float(np.average(is_right, weights=weights))}
+    is_right = (is_correct == is_best).all(axis=1)
+    values = {'accuracy': 100 * float(np.average(is_right, weights=weights))}
+    if num_classes > 2:
+        values[f'mean_{num_classes}class_f1'] = mean_class_f1(is_correct, is_best, weights)
+        return values
+    values['f1'] = 100 * class_f1(is_correct[:, 1], is_best[:, 1], weights)
+    exponentials = np.exp(scores - scores.max(axis=1, keepdims=True))
+    probabilities = exponentials / exponentials.sum(axis=1, keepdims=True)
+    areas = areas_under_curves(is_correct[:, 1], probabilities[:, 1], weights)
+    return values | {name: 100 * area for name, area in areas.items()}
+
+
+# What the metrics share.
+
+
+def overlap_f1(target: Sequence[Hashable], prediction: Sequence[Hashable]) -> float:
+    """Return the F1 of two multisets, from 0 to 1."""
+    return f_measure(count_common(target, prediction), len(target), len(prediction))
+
+
+def count_common(target: Sequence[Hashable], prediction: Sequence[Hashable]) -> int:
+    """Return the size of the intersection of two multisets."""
+    return (Counter(target) & Counter(prediction)).total()
+
+
+def f_measure(num_common: float, num_targets: float, num_predictions: float) -> float:
+    """Return 2PR / (P + R), P being common / predictions, R common / targets; 0 if none is common."""
+    if not num_common:
+        return 0.0
+    return 2 * float(num_common) / float(num_targets + num_predictions)
+
+
+def mean_percent(values: Sequence[float] | np.ndarray) -> float:
+    """Return 100 times the mean."""
+    return 100 * float(np.mean(values))
+
+
+def check_answers(targets: Sequence[Any]) -> None:
+    """Raise ValueError for a text in place of the answers of a question."""
+    for answers in targets:
+        if isinstance(answers, str):
+            raise ValueError(f'{answers!r:.40} must be the answers of a question: use [text]')
+
+
+def check_labels(targets: Sequence[Any], predictions: Sequence[Any]) -> None:
+    """Raise ValueError unless all are texts, or all are numbers."""
+    labels = [*targets, *predictions]
+    if not all(isinstance(label, str) for label in labels):
+        as_numbers(labels)
+
+
+def as_numbers(values: Sequence[Any]) -> np.ndarray:
+    """Return numbers as float64 [examples]."""
+    for value in values:
+        if not isinstance(value, numbers.Real | np.bool_) or not math.isfinite(value):
+            raise ValueError(f'{value!r:.40} is no finite number: let the postprocessor return one')
+    return np.array(values, np.float64)
+
+
+def as_binary(targets: Sequence[Any]) -> np.ndarray:
+    """Return targets that are 0 or 1 as bool [examples]."""
+    array = as_numbers(targets)
+    for value in array:
+        if value not in (0, 1):
+            raise ValueError(f'the target {value:g} is neither 0 nor 1: leave out such examples')
+    return array == 1

@@ -1,0 +1,341 @@
+"""What a task is, and mixtures of tasks with rates. Imports no jax."""
+
+import copy
+import dataclasses
+import functools
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import user_code
+from configs.check import CHOICES
+from sources import NO_SPLIT
+from sources.templates import Template, templates_of
+from tasks.objectives import OBJECTIVES
+from tasks.preprocessors import text_of
+
+MAX_NAME_BYTES = 200  # of a task; a file's name has room for more words
+
+# A number, or a function from the number of examples of a task.
+Rate = float | Callable[[int], float]
+# From the fields of a record to its examples.
+PreprocessFn = Callable[[Mapping[str, Any]], Iterable[Mapping[str, Any]]]
+# From a text (targets, or what the model predicts), the example, and whether it is the targets.
+PostprocessFn = Callable[[str, Any, bool], Any]
+# (targets, predictions) or (targets, scores): {name of the metric: value}.
+MetricFn = Callable[[Sequence[Any], Sequence[Any]], dict[str, float]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Task:
+    """Where the records of a task come from, how each becomes texts, and how answers are scored.
+
+    The fields from `files` to `targets` are the settings of that name in config.data. All others, such
+    as the lengths, are the config's. A split is as data.train_split, or sources.NO_SPLIT where the task has none.
+    """
+
+    name: str
+    files: str = ''
+    validation_files: str = ''
+    kind: str = ''
+    tfds: str = ''
+    train_split: str = 'train'
+    validation_split: str = ''
+    test_split: str = ''  # '' is the split test, if there is one
+    text_field: str = 'text'
+    inputs: str = ''
+    targets: str = ''
+    # From the fields of a record to its examples: none, one or several. Each has the texts 'inputs'
+    # and 'targets', and may have other fields, for `postprocess_fn`. Instead of `inputs` and
+    # `targets`.
+    preprocess_fn: PreprocessFn | None = None
+    objective: str = 'text_to_text'  # a key of objectives.OBJECTIVES
+    # Where its cache comes from, of a task that is read from its cache alone.
+    cache: str = ''
+    # From a text to what `metric_fns` compare. None leaves it a text.
+    postprocess_fn: PostprocessFn | None = None
+    metric_fns: Sequence[MetricFn] = ()
+
+    def __post_init__(self):
+        check_name(self.name)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is str and not isinstance(value, str):
+                raise self._wrong(field.name, value, 'must be a text')
+        for name, choices in {'objective': OBJECTIVES, 'kind': CHOICES['data.kind']}.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise self._wrong(name, value, f'use one of {", ".join(map(repr, choices))}')
+        if not isinstance(self.metric_fns, list | tuple):
+            raise self._wrong('metric_fns', self.metric_fns, 'must be a list of functions')
+        if self.preprocess_fn is not None and (self.inputs or self.targets):
+            raise ValueError(
+                f'task {self.name!r} has preprocess_fn and templates (inputs, targets): leave one out'
+            )
+        _ = self.templates  # raises ValueError for what is no template
+        if self.preprocess_fn is not None:
+            self._check_takes('preprocess_fn', self.preprocess_fn, 'record')
+        if self.postprocess_fn is not None:
+            self._check_takes('postprocess_fn', self.postprocess_fn, 'text', 'example', 'is_target')
+        for metric_fn in self.metric_fns:
+            self._check_takes('metric_fns', metric_fn, 'targets', 'predictions')
+
+    def _check_takes(self, field: str, function: Any, *arguments: str) -> None:
+        """Raise ValueError unless a function can be called with these arguments, in this order."""
+        takes = f'takes ({", ".join(arguments)})'
+        if not callable(function):
+            raise self._wrong(field, function, f'{takes}: give a function')
+        try:
+            inspect.signature(function).bind(*arguments)
+        except (TypeError, ValueError) as error:
+            raise self._wrong(field, function, f'{takes}: {error}') from None
+
+    def _wrong(self, field: str, value: Any, rule: str) -> ValueError:
+        return ValueError(f'{field}={value!r:.60} of task {self.name!r}: {rule}')
+
+    def settings(self, config: Any) -> Any:
+        """Return config.data with the values of this task."""
+        own = copy.deepcopy(config)
+        own.task = self.name
+        for field in dataclasses.fields(self):
+            if field.name in own:
+                own[field.name] = getattr(self, field.name)
+        return own
+
+    @functools.cached_property
+    def templates(self) -> dict[str, Template]:
+        """{feature: template} of `inputs` and `targets`."""
+        return templates_of(self)
+
+    def preprocess(self, records: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield the examples of records, {'inputs': text, 'targets': text, ...}.
+
+        Raises UserError where `preprocess_fn` fails or gives an example without text.
+        """
+        for fields in records:
+            if self.preprocess_fn is not None:
+                with user_code.running(self.preprocess_fn, self.name):
+                    examples = examples_given(self.preprocess_fn(fields))
+                yield from examples
+            elif self.templates:
+                yield {name: template.fill(fields) for name, template in self.templates.items()}
+            else:
+                yield {'inputs': '', 'targets': text_of(fields[self.text_field])}
+
+    def postprocess(
+        self, text: str, example: Mapping[str, Any] | None = None, is_target: bool = False
+    ) -> Any:
+        """Return what the metrics compare, of targets or of a text that the model predicts.
+
+        Raises UserError where `postprocess_fn` fails.
+        """
+        if self.postprocess_fn is None:
+            return text
+        with user_code.running(self.postprocess_fn, self.name):
+            return self.postprocess_fn(text, example, is_target)
+
+    def metric(
+        self, metric_fn: MetricFn, targets: Sequence[Any], outputs: Sequence[Any]
+    ) -> dict[str, float]:
+        """Return the values of one of `metric_fns`. `outputs`: predictions or scores.
+
+        Raises UserError where it fails or gives no numbers; nan is one.
+        """
+        with user_code.running(metric_fn, self.name):
+            given = metric_fn(targets, outputs)
+            if not isinstance(given, Mapping):
+                raise ValueError(f"a metric gave {given!r:.60}: give {{'name': number}}")
+            for name, value in given.items():
+                is_number = hasattr(value, '__float__') and getattr(value, 'ndim', 0) == 0
+                if not isinstance(name, str) or not is_number:
+                    raise ValueError(
+                        f"a metric gave {name!r:.60} as {value!r:.40}: give {{'name': number}}"
+                    )
+            return {name: float(value) for name, value in given.items()}
+
+
+def examples_given(given: Any) -> list[dict[str, Any]]:
+    """Return the examples that a user's function gave. Raise ValueError where they are none."""
+    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+        raise ValueError(
+            f'preprocess_fn gave {given!r:.60}: give a list of examples, or yield them'
+        )
+    examples = []
+    for example in given:
+        texts = [None]
+        if isinstance(example, Mapping):
+            texts = [example.get('inputs', ''), example.get('targets')]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(
+                f"preprocess_fn gave {example!r:.60}: give {{'inputs': text, 'targets': text}}"
+            )
+        examples.append(dict(example))
+    return examples
+
+
+def check_name(name: Any) -> None:
+    """Raise ValueError for the name of a task or mixture after which no file can be named.
+
+    A colon in it is a folder.
+    """
+    is_text = isinstance(name, str) and name.isprintable() and name == name.strip()
+    if is_text and not set(name) & set('/\\,') and len(name.encode()) <= MAX_NAME_BYTES:
+        if all(part and not part.startswith('.') for part in name.split(':')):
+            return
+    raise ValueError(
+        f'name={name!r:.60}: files are named after a task or mixture: use a text of at most '
+        f'{MAX_NAME_BYTES} bytes without / \\ comma and control characters, without spaces around it, '
+        'that does not begin with a dot'
+    )
+
+
+class Splits(NamedTuple):
+    """The splits of a data set that a task has, as data.train_split; NO_SPLIT for none."""
+
+    train: str = 'train'
+    validation: str = 'validation'
+    test: str = 'test'
+
+
+ALL_SPLITS = Splits()
+NO_TRAIN = Splits(train=NO_SPLIT)
+NO_TEST = Splits(test=NO_SPLIT)
+ONLY_TRAIN = Splits(validation=NO_SPLIT, test=NO_SPLIT)
+ONLY_TEST = Splits(train=NO_SPLIT, validation=NO_SPLIT)
+
+
+def supervised(
+    name: str,
+    tfds: str,
+    preprocess_fn: PreprocessFn,
+    metric_fns: Sequence[MetricFn] = (),
+    postprocess_fn: PostprocessFn | None = None,
+    splits: Splits = ALL_SPLITS,
+    objective: str = 'text_to_text',
+) -> Task:
+    """Return a task on some splits of a data set."""
+    return Task(
+        name,
+        tfds=tfds,
+        train_split=splits.train,
+        validation_split=splits.validation,
+        test_split=splits.test,
+        preprocess_fn=preprocess_fn,
+        objective=objective,
+        postprocess_fn=postprocess_fn,
+        metric_fns=metric_fns,
+    )
+
+
+def proportional(
+    maximum: float | None = None, temperature: float = 1.0, scale: float = 1.0
+) -> Callable[[int], float]:
+    """Return the rate of a task by its number of examples.
+
+    That is min(examples * scale, maximum)^(1 / temperature): the limit comes before the
+    temperature. Source: seqio/utils.py `mixing_rate_num_examples`; T5 (Raffel et al. 2020) §3.5.2.
+    """
+    limit = math.inf if maximum is None else maximum
+    for name, value in {'maximum': limit, 'temperature': temperature, 'scale': scale}.items():
+        if not isinstance(value, numbers.Real) or not value > 0:
+            raise ValueError(f'{name}={value!r}: must be a number above 0')
+    return lambda num_examples: min(num_examples * scale, limit) ** (1 / temperature)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mixture:
+    """Tasks and mixtures, or their names, with rates.
+
+    The tasks of a mixture within share its rate.
+    """
+
+    name: str
+    members: Mapping[Any, Rate]  # of str, Task or Mixture
+
+    def __post_init__(self):
+        check_name(self.name)
+        members = self.members
+        is_of_tasks = isinstance(members, Mapping) and bool(members)
+        if not is_of_tasks or not all(isinstance(x, str | Task | Mixture) for x in members):
+            raise ValueError(
+                f'mixture {self.name!r} has members={members!r:.60}: give {{task: rate}}, where a task '
+                'is a name, a Task or a Mixture'
+            )
+        for member, rate in members.items():
+            if not callable(rate):
+                self._check_rate(member, rate)
+        self._check_some_rate(members.values())
+
+    @property
+    def tasks(self) -> dict[str, Task]:
+        """The tasks, by name, of a mixture in which all names are looked up."""
+        found: dict[str, Task] = {}
+        for member in self.members:
+            if isinstance(member, Task):
+                found[member.name] = member
+            elif isinstance(member, Mixture):
+                found |= member.tasks
+        return found
+
+    @property
+    def tasks_by_size(self) -> set[str]:
+        """The names of the tasks whose rate depends on their number of examples."""
+        found = set()
+        for member, rate in self.members.items():
+            if isinstance(member, Mixture):
+                found |= member.tasks_by_size
+            elif callable(rate):
+                found.add(member if isinstance(member, str) else member.name)
+        return found
+
+    def rates(self, sizes: Mapping[str, int]) -> dict[str, float]:
+        """Return the rate of each task, not normalized, the same task's rates summed.
+
+        `sizes`: the number of examples of each task whose rate depends on it. Raises ValueError for
+        a rate that is no number of 0 or more, and if all are 0.
+        """
+        total: dict[str, float] = {}
+        for member, rate in self.members.items():
+            name = member if isinstance(member, str) else member.name
+            shares = {name: 1.0}
+            if isinstance(member, Mixture):
+                shares = member.shares(sizes)
+            if callable(rate):
+                if isinstance(member, Mixture):
+                    raise ValueError(
+                        f'mixture {self.name!r}: the rate of mixture {name!r} depends on a number of '
+                        'examples: give it a number'
+                    )
+                if name not in sizes:
+                    raise ValueError(
+                        f'mixture {self.name!r}: {name!r} has a rate by its number of examples, which '
+                        'is unknown: cache the task, or give it a number'
+                    )
+                with user_code.running(rate, name):
+                    rate = rate(sizes[name])
+                    self._check_rate(name, rate)
+            for task, share in shares.items():
+                total[task] = total.get(task, 0.0) + float(rate) * share
+        self._check_some_rate(total.values())
+        return total
+
+    def shares(self, sizes: Mapping[str, int]) -> dict[str, float]:
+        """Return the rates divided by their sum."""
+        rates = self.rates(sizes)
+        total = sum(rates.values())
+        return {task: rate / total for task, rate in rates.items()}
+
+    def _check_rate(self, member: Any, rate: float) -> None:
+        """Raise ValueError unless the rate of a task or mixture is a number of 0 or more."""
+        if not (isinstance(rate, numbers.Real) and math.isfinite(rate) and rate >= 0):
+            raise ValueError(
+                f'mixture {self.name!r}: the rate of {getattr(member, "name", member)!r} is {rate!r}: '
+                'use a finite number, 0 or more'
+            )
+
+    def _check_some_rate(self, rates: Iterable[Any]) -> None:
+        """Raise ValueError where all rates are 0."""
+        if not any(rates):
+            raise ValueError(f'mixture {self.name!r}: all rates are 0: give one task a rate')

@@ -1,0 +1,454 @@
+"""Objectives: from raw ids to examples. Denoising, language modelling, UL2's mixture, text to text.
+
+An objective is a class and its row in OBJECTIVES; denoising.py has the parts. All randomness is a
+function of a key: the seed and a position in the data. Imports no jax.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from data import (
+    EOS,
+    MIN_LENGTH,
+    Denoising,
+    Example,
+    Objective,
+    Pair,
+    SpanCorruption,
+    TextToText,
+    corrupt_rows,
+    join_documents,
+    mark_spans,
+    num_noise_tokens_and_spans,
+    random_spans_helper,
+    random_spans_noise_mask,
+    split_tokens,
+)
+from randomness import random_fractions, random_integers
+from tasks.denoising import (
+    drop_noise_tokens,
+    drop_nonnoise_tokens,
+    iid_noise_mask,
+    noise_token_to_random_token_or_sentinel,
+    noise_token_to_sentinel,
+    permute_noise_tokens,
+    random_prefix_noise_mask,
+    without_spans_after,
+)
+from vocabulary import UNK_ID, Vocabulary
+
+# Noise that falls on each token alone, at data.noise_density.
+
+
+class IidDenoising(Denoising):
+    """Replaces each run of noise by a sentinel. The targets are the noise, and sentinels for the rest.
+
+    Differs from T5, whose sentinels go on among the ordinary ids: a row has no more noise after as
+    many spans as there are sentinels. Source: t5/data/preprocessors.py `iid_denoising`;
+    t5/models/gin/objectives/iid_15_u_u.gin.
+    """
+
+    def _set_lengths(self, config: Any, vocabulary: Vocabulary) -> None:
+        most_spans = self.raw_length // 2 + 1  # of either kind
+        self.num_sentinels = min(most_spans, vocabulary.num_sentinels)
+        mean_noise = self.raw_length * self.noise_density
+        mean_spans = (1 - self.noise_density) * (1 + (self.raw_length - 1) * self.noise_density)
+        self.check_sentinels(max(math.ceil(mean_spans), 2), vocabulary)
+        self.check_targets(max(math.ceil(mean_noise + mean_spans) + 1, MIN_LENGTH))
+
+    def corrupt(self, raw_ids: np.ndarray, *key: int | str) -> Pair:
+        mask = iid_noise_mask(raw_ids.shape, self.noise_density, *key)
+        # There may be one more span that is not noise.
+        mask = without_spans_after(mask, self.num_sentinels - 1)
+        return mark_spans(raw_ids, mask, self.vocabulary_size)
+
+
+class DropCorruptedTokens(Denoising):
+    """Drops the noise, without a trace. The targets are the noise.
+
+    Source: T5 §3.3.2; t5/models/gin/objectives/iid_15_d_d.gin.
+    """
+
+    def _set_lengths(self, config: Any, vocabulary: Vocabulary) -> None:
+        self.check_targets(math.ceil(self.raw_length * self.noise_density) + 1)
+
+    def corrupt(self, raw_ids: np.ndarray, *key: int | str) -> Pair:
+        mask = iid_noise_mask(raw_ids.shape, self.noise_density, *key)
+        return drop_noise_tokens(raw_ids, mask), drop_nonnoise_tokens(raw_ids, mask)
+
+
+class MassStyle(Denoising):
+    """Replaces each token of noise by a sentinel, the same one. The targets are the whole text.
+
+    Source: T5 §3.3.2; t5/models/gin/objectives/iid_15_m_f.gin.
+    """
+
+    num_sentinels = 1
+
+    def _set_lengths(self, config: Any, vocabulary: Vocabulary) -> None:
+        self.check_targets(self.raw_length + 1)
+        self.check_sentinels(self.num_sentinels, vocabulary)
+
+    def corrupt(self, raw_ids: np.ndarray, *key: int | str) -> Pair:
+        mask = iid_noise_mask(raw_ids.shape, self.noise_density, *key)
+        return self.mark(raw_ids, mask, *key), raw_ids
+
+    def mark(self, raw_ids: np.ndarray, mask: np.ndarray, *key: int | str) -> np.ndarray:
+        """Return the inputs."""
+        return noise_token_to_sentinel(raw_ids, mask, self.vocabulary_size)
+
+
+class BertStyle(MassStyle):
+    """Replaces nine of ten tokens of noise by a sentinel, one by a random id, as BERT does.
+
+    Source: T5 §3.3.1; t5/models/gin/objectives/iid_15_r10s90_f.gin.
+    """
+
+    def mark(self, raw_ids: np.ndarray, mask: np.ndarray, *key: int | str) -> np.ndarray:
+        return noise_token_to_random_token_or_sentinel(raw_ids, mask, self.vocabulary_size, *key)
+
+
+class Deshuffling(Denoising):
+    """Permutes the tokens of a text. The targets are the text.
+
+    Source: T5 §3.3.1; t5/models/gin/objectives/all_permute.gin.
+    """
+
+    concatenates = False
+
+    def _set_lengths(self, config: Any, vocabulary: Vocabulary) -> None:
+        self.check_targets(self.raw_length + 1)
+
+    def corrupt(self, raw_ids: np.ndarray, *key: int | str) -> Pair:
+        everything = np.ones(raw_ids.shape, bool)
+        return permute_noise_tokens(raw_ids, everything, *key), raw_ids
+
+
+# Language modelling.
+
+
+class PrefixLm(Denoising):
+    """Splits a text at a random place: the inputs come before it, the targets after it.
+
+    Targets that are longer than a row are cut, as in T5, and counted. Source: t5/data/preprocessors.py
+    `prefix_lm`.
+    """
+
+    concatenates = False
+
+    def _set_lengths(self, config: Any, vocabulary: Vocabulary) -> None:
+        self.check_targets(2)
+
+    def corrupt(self, raw_ids: np.ndarray, *key: int | str) -> Pair:
+        return split_prefix(raw_ids, 0.5, *key)
+
+
+def split_prefix(raw_ids: np.ndarray, density: float, *key: int | str) -> Pair:
+    """Return inputs and targets of prefix language modelling."""
+    mask = random_prefix_noise_mask(raw_ids.shape, density, *key)
+    return drop_nonnoise_tokens(raw_ids, mask), drop_noise_tokens(raw_ids, mask)
+
+
+class Lm(Denoising):
+    """Targets alone: each row is a text that ends with EOS. The inputs are EOS.
+
+    Source: t5/models/gin/objectives/lm.gin.
+    """
+
+    min_inputs_length = 1
+
+    def _set_lengths(self, config: Any, vocabulary: Vocabulary) -> None:
+        if self.lengths.targets < 2:
+            raise ValueError(
+                'data.lengths.targets=1 is too short: a row holds a token and EOS: use 2 or more'
+            )
+        self.raw_length = self.lengths.targets - 1
+
+    def corrupt(self, raw_ids: np.ndarray, *key: int | str) -> Pair:
+        return np.zeros((len(raw_ids), 0), np.int32), raw_ids
+
+
+class FullLm(Denoising):
+    """Targets alone: rows that are full, with EOS where a document ends. The inputs are EOS.
+
+    Source: t5/data/preprocessors.py `full_lm`.
+    """
+
+    min_inputs_length = 1
+
+    def _set_lengths(self, config: Any, vocabulary: Vocabulary) -> None:
+        self.raw_length = self.lengths.targets
+
+    def examples(
+        self, names: Sequence[str], records: Sequence[Mapping[str, np.ndarray]], *key: int | str
+    ) -> list[Example]:
+        documents = join_documents(names, records, *key, with_eos=True)
+        rows = split_tokens(self.text_ends(documents), itertools.repeat(self.raw_length))
+        splits = self.splits(rows, *key)
+        examples = []
+        for row, split, row_names in zip(rows, splits, documents.names_of(rows), strict=True):
+            ids = documents.ids[row[0] : row[1]]
+            inputs = ids[:split] if split else EOS
+            examples.append(Example(inputs, ids[split:], names=row_names))
+        return examples
+
+    def splits(self, rows: np.ndarray, *key: int | str) -> np.ndarray:
+        """Return how many ids of each row are inputs, int [rows]."""
+        return np.zeros(len(rows), np.int64)
+
+
+class PackPrefixLm(FullLm):
+    """Splits full rows in pairs: where one has p inputs of n ids, the other has n - p.
+
+    Differs from T5, which packs the two into one row: here packing finds what fits. Source:
+    t5/data/preprocessors.py `targets_for_prefix_lm_objective`, `pack_prefix_lm_encoder_decoder`.
+    """
+
+    def _set_lengths(self, config: Any, vocabulary: Vocabulary) -> None:
+        inputs = self.lengths.inputs
+        if self.lengths.targets != inputs or inputs % 2:
+            raise ValueError(
+                f'data.lengths.inputs={inputs}, data.lengths.targets={self.lengths.targets}: two '
+                'examples fill a row of this objective, so both lengths are the same even number: '
+                f'use {inputs + inputs % 2} for both'
+            )
+        super()._set_lengths(config, vocabulary)
+
+    def splits(self, rows: np.ndarray, *key: int | str) -> np.ndarray:
+        lengths = rows[:, 1] - rows[:, 0]
+        shortest = np.minimum(1, lengths - 1)  # one token alone is a target
+        splits = shortest + random_integers(lengths.shape, 0, lengths - shortest, 'split', *key)
+        num_pairs = np.count_nonzero(lengths == self.raw_length) // 2
+        full = np.flatnonzero(lengths == self.raw_length)[: 2 * num_pairs]
+        splits[full[1::2]] = self.raw_length - splits[full[::2]]
+        return splits
+
+
+# UL2's mixture of denoisers.
+
+
+class Denoiser(NamedTuple):
+    """Span corruption, or prefix language modelling if `mean_span_length` is None."""
+
+    mode: str  # the text that the inputs begin with
+    rate: float  # the share of the examples
+    noise_density: float
+    mean_span_length: float | None
+
+    def lengths(self, inputs_length: int, num_sentinels: int) -> tuple[int, int, int]:
+        """Return how many raw ids fill inputs of `inputs_length`, the targets' length and the spans."""
+        if self.mean_span_length is None:
+            return inputs_length - 1, inputs_length, 0
+        density = self.noise_density
+        mean_length = self.mean_span_length
+        raw_length, _ = random_spans_helper(inputs_length, density, mean_length)
+        num_noise, num_spans = num_noise_tokens_and_spans(raw_length, density, mean_length)
+        while num_spans > num_sentinels:
+            raw_length -= 1
+            num_noise, num_spans = num_noise_tokens_and_spans(raw_length, density, mean_length)
+        return raw_length, num_noise + num_spans + 1, num_spans
+
+    def corrupt(self, raw_ids: np.ndarray, vocabulary_size: int, *key: int | str) -> Pair:
+        """Return inputs, without the mode, and targets."""
+        if self.mean_span_length is None:
+            return split_prefix(raw_ids, self.noise_density, *key)
+        mask = random_spans_noise_mask(
+            raw_ids.shape, self.noise_density, self.mean_span_length, *key
+        )
+        return mark_spans(raw_ids, mask, vocabulary_size)
+
+
+# UL2 (Tay et al. 2022) §3.1.2 and table 1: R-denoisers, X-denoisers, and the S-denoiser.
+DENOISERS = (
+    Denoiser('[NLU]', rate=0.2, noise_density=0.15, mean_span_length=3),
+    Denoiser('[NLU]', rate=0.2, noise_density=0.15, mean_span_length=8),
+    Denoiser('[NLG]', rate=0.1, noise_density=0.5, mean_span_length=3),
+    Denoiser('[NLG]', rate=0.1, noise_density=0.5, mean_span_length=8),
+    Denoiser('[NLG]', rate=0.1, noise_density=0.15, mean_span_length=64),
+    Denoiser('[NLG]', rate=0.1, noise_density=0.5, mean_span_length=64),
+    Denoiser('[S2S]', rate=0.2, noise_density=0.5, mean_span_length=None),
+)
+
+
+class Ul2(Denoising):
+    """Draws one of DENOISERS for each example, and puts its mode before the inputs.
+
+    Each takes as many ids as it needs from the documents, one after another. Differs from UL2, whose
+    sentinels go on among the ordinary ids: texts are shorter where spans would outnumber sentinels.
+    Source: UL2 §3.1 and appendix 9.2, whose modes are text that the vocabulary encodes.
+    """
+
+    def _set_lengths(self, config: Any, vocabulary: Vocabulary) -> None:
+        self.check_sentinels(1, vocabulary)
+        self.modes = []
+        self.raw_lengths = []
+        longest_targets = 0
+        for denoiser in DENOISERS:
+            [mode] = vocabulary.encode_as_arrays([denoiser.mode])
+            if UNK_ID in mode:
+                raise ValueError(
+                    f'the vocabulary has no piece for a character of {denoiser.mode!r}, with which '
+                    'inputs of UL2 begin: name another one with data.vocabulary'
+                )
+            if self.lengths.inputs < len(mode) + MIN_LENGTH:
+                raise ValueError(
+                    f'data.lengths.inputs={self.lengths.inputs} is too short: a row holds '
+                    f'{denoiser.mode!r}, a token, a sentinel and EOS: use {len(mode) + MIN_LENGTH} or more'
+                )
+            self.modes.append(mode)
+            raw_length, targets_length, num_spans = denoiser.lengths(
+                self.lengths.inputs - len(mode), vocabulary.num_sentinels
+            )
+            self.raw_lengths.append(raw_length)
+            self.num_sentinels = max(self.num_sentinels, num_spans)
+            longest_targets = max(longest_targets, targets_length)
+        self.check_targets(longest_targets)
+
+    def examples(
+        self, names: Sequence[str], records: Sequence[Mapping[str, np.ndarray]], *key: int | str
+    ) -> list[Example]:
+        documents = join_documents(names, records, *key)
+        text_ends = self.text_ends(documents)
+        most_rows = len(documents.ids) // min(self.raw_lengths) + len(text_ends)
+        rates = np.array([denoiser.rate for denoiser in DENOISERS])
+        ends = np.cumsum(rates / rates.sum())[:-1]  # of each one's part of [0, 1)
+        fractions = random_fractions((most_rows,), 'denoiser', *key)
+        draws = np.searchsorted(ends, fractions, side='right')
+        rows = split_tokens(text_ends, [self.raw_lengths[i] for i in draws])
+        draws = draws[: len(rows)]
+        examples = []
+        for i in range(len(DENOISERS)):
+            corrupt = functools.partial(self.corrupt_as, i)
+            examples += corrupt_rows(documents, rows[draws == i], corrupt, self.lengths, *key)
+        return examples
+
+    def corrupt_as(self, i: int, raw_ids: np.ndarray, *key: int | str) -> Pair:
+        """Return the inputs and targets of denoiser `i`, as `corrupt` does."""
+        inputs, targets = DENOISERS[i].corrupt(raw_ids, self.vocabulary_size, i, *key)
+        mode = np.tile(self.modes[i], (len(raw_ids), 1))
+        return np.concatenate([mode, inputs], axis=1), targets
+
+
+# Text to text.
+
+
+class PromptedTextToText(TextToText):
+    """Text to text as T0 has it: the inputs have no EOS, and targets that are cut lose theirs.
+
+    Source: t-zero, t0/seqio_tasks/tasks.py.
+    """
+
+    def examples(
+        self, names: Sequence[str], records: Sequence[Mapping[str, np.ndarray]], *key: int | str
+    ) -> list[Example]:
+        examples = []
+        for name, record in zip(names, records, strict=True):
+            inputs, targets = self.with_ends(record)
+            is_trimmed = self.are_long(len(inputs), len(targets))
+            inputs = self.cut(inputs, self.lengths.inputs)
+            targets = self.cut(targets, self.lengths.targets)
+            examples.append(Example(inputs, targets, [name], is_trimmed))
+        return examples
+
+    def with_ends(self, record: Mapping[str, np.ndarray]) -> Pair:
+        """Return inputs and targets with EOS, before they are cut."""
+        inputs = record['inputs'] if len(record['inputs']) else EOS
+        return inputs, np.append(record['targets'], EOS)
+
+    def cut(self, ids: np.ndarray, length: int) -> np.ndarray:
+        return ids[:length]
+
+
+class TextToTextWithSentinel(PromptedTextToText):
+    """A sentinel ends the inputs and begins the targets, as where a span of noise ends a text.
+
+    As in T5 the last id of either stays where they are cut. Source: seqio/experimental.py
+    `add_task_with_sentinels`.
+    """
+
+    num_sentinels = 1
+
+    def __init__(self, config: Any, vocabulary: Vocabulary):
+        super().__init__(config, vocabulary)
+        self.sentinel = np.array([vocabulary.size - 1], np.int32)
+        if vocabulary.num_sentinels == 0:
+            raise ValueError(
+                'data.extra_ids=0: the inputs of this task end with a sentinel: use 1 or more'
+            )
+        if min(self._limits) < MIN_LENGTH:
+            raise ValueError(
+                f'data.lengths.inputs={self._limits[0]}, data.lengths.targets={self._limits[1]}: a row '
+                f'holds a token, a sentinel and EOS: use {MIN_LENGTH} or more'
+            )
+
+    def with_ends(self, record: Mapping[str, np.ndarray]) -> Pair:
+        inputs = np.concatenate([record['inputs'], self.sentinel, EOS])
+        return inputs, np.concatenate([self.sentinel, record['targets'], EOS])
+
+    def cut(self, ids: np.ndarray, length: int) -> np.ndarray:
+        if len(ids) > length:
+            return np.concatenate([ids[: length - 2], ids[-2:]])
+        return ids
+
+
+class TriviaQaTruncateInputs(TextToText):
+    """Of long inputs there is a random part around the first place where the targets are, if any.
+
+    Source: t5/data/preprocessors.py `trivia_qa_truncate_inputs`. As there the part fills the row, so
+    that EOS takes the place of its last id.
+    """
+
+    def examples(
+        self, names: Sequence[str], records: Sequence[Mapping[str, np.ndarray]], *key: int | str
+    ) -> list[Example]:
+        length = self.lengths.inputs
+        kept_names = []
+        kept = []
+        for i, record in enumerate(records):
+            inputs = record['inputs']
+            targets = record['targets']
+            if len(inputs) > length:
+                if not 0 < len(targets) <= length:
+                    continue
+                windows = sliding_window_view(inputs, len(targets))
+                starts = np.flatnonzero((windows == targets[None]).all(axis=1))
+                if not len(starts):
+                    continue
+                low = max(int(starts[0]) + len(targets) - length, 0)
+                high = min(int(starts[0]), len(inputs) - length) + 1
+                start = int(random_integers((), low, high, 'part', i, *key))
+                inputs = inputs[start : start + length]
+            kept_names.append(names[i])
+            kept.append({'inputs': inputs, 'targets': targets})
+        return super().examples(kept_names, kept, *key)
+
+
+# Every value of Task.objective. Those of documents are values of data.task, too.
+OBJECTIVES: dict[str, type[Objective]] = {
+    'span_corruption': SpanCorruption,
+    'text_to_text': TextToText,
+    'prompted_text_to_text': PromptedTextToText,
+    'text_to_text_1_sentinel': TextToTextWithSentinel,
+    'trivia_qa_truncate_inputs': TriviaQaTruncateInputs,
+    'iid_denoising': IidDenoising,
+    'drop_corrupted_tokens': DropCorruptedTokens,
+    'mass_style': MassStyle,
+    'bert_style': BertStyle,
+    'deshuffling': Deshuffling,
+    'prefix_lm': PrefixLm,
+    'lm': Lm,
+    'full_lm': FullLm,
+    'pack_prefix_lm_encoder_decoder': PackPrefixLm,
+    'ul2': Ul2,
+}
+
+
+def takes_inputs(objective: str) -> bool:
+    """Return whether an objective is from text to text."""
+    return 'inputs' in OBJECTIVES[objective].features

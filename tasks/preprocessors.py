@@ -1,0 +1,520 @@
+"""From the fields of a record to the texts of its examples, as T5's tasks have them.
+
+Each function takes a record with TFDS's field names, as TFDS or a line of JSON gives it (a text is a
+str or bytes, a list any sequence), and returns its examples: {'inputs': text, 'targets': text},
+beside them the fields that a postprocessor or a metric needs. tasks/t5.py binds the other arguments.
+Source: t5/data/preprocessors.py. Imports no jax.
+"""
+
+import functools
+import re
+import string
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Fields = Mapping[str, Any]
+Example = dict[str, Any]
+
+NO_LABEL = -1  # of a record of a test split
+UNKNOWN = '<unk>'  # its targets
+
+MIN_CHARACTERS = 10  # of a docstring's summary, and of the rest
+
+PUNCTUATION = re.compile(f'([{re.escape(string.punctuation)}])')
+WHITESPACE = re.compile(r'[\t\n\f\r ]+')  # no other character is white space to T5
+
+# The names of the languages of WMT, as T5 writes them.
+LANGUAGES = {
+    'cs': 'Czech',
+    'de': 'German',
+    'en': 'English',
+    'es': 'Spanish',
+    'et': 'Estonian',
+    'fi': 'Finnish',
+    'fr': 'French',
+    'gu': 'Gujarati',
+    'hi': 'Hindi',
+    'hu': 'Hungarian',
+    'kk': 'Kazakh',
+    'lt': 'Lithuanian',
+    'lv': 'Latvian',
+    'ro': 'Romanian',
+    'ru': 'Russian',
+    'tr': 'Turkish',
+    'zh': 'Chinese',
+}
+
+# Documents, translation, summaries.
+
+
+def document(fields: Fields, text_field: str = 'text') -> list[Example]:
+    """Return a text as the targets of an example without inputs."""
+    return [{'inputs': '', 'targets': text_of(fields[text_field])}]
+
+
+def translate(fields: Fields, source_language: str, target_language: str) -> list[Example]:
+    """Return a translation; the languages are codes, and names of fields: 'en', 'zh-cn'."""
+    source = LANGUAGES.get(source_language[:2])
+    target = LANGUAGES.get(target_language[:2])
+    if source is None or target is None:
+        raise ValueError(
+            f'translate from {source_language!r} to {target_language!r}: preprocessors.LANGUAGES has '
+            f'only {", ".join(LANGUAGES)}: add the other, or write a template as data.inputs'
+        )
+    inputs = f'translate {source} to {target}: {text_of(fields[source_language])}'
+    return [{'inputs': inputs, 'targets': text_of(fields[target_language])}]
+
+
+def summarize(fields: Fields, article_key: str, summary_key: str) -> list[Example]:
+    """Return an article and its summary."""
+    inputs = f'summarize: {text_of(fields[article_key])}'
+    return [{'inputs': inputs, 'targets': text_of(fields[summary_key])}]
+
+
+# GLUE and SuperGLUE.
+
+
+def glue(
+    fields: Fields, benchmark_name: str, label_names: Sequence[str], feature_names: Sequence[str]
+) -> list[Example]:
+    """Return 'NAME FEATURE: TEXT FEATURE: TEXT' and the name of the class."""
+    texts = [f'{name}: {text_of(fields[name])}' for name in feature_names]
+    example = {
+        'inputs': ' '.join([benchmark_name, *texts]),
+        'targets': class_name(fields['label'], label_names),
+        'idx': fields['idx'],
+    }
+    return [example]
+
+
+def class_name(label: Any, label_names: Sequence[str]) -> str:
+    """Return the name of a class. Raises ValueError for a label that is no class."""
+    if label == NO_LABEL:
+        return UNKNOWN
+    if label not in range(len(label_names)):
+        raise ValueError(
+            f'label {label!r} is no class: write the index of one of {", ".join(label_names)}, or -1'
+        )
+    return label_names[int(label)]
+
+
+def stsb(fields: Fields) -> list[Example]:
+    """Return two sentences and their similarity, rounded to 0.0, 0.2 ... 5.0 in float32."""
+    first = text_of(fields['sentence1'])
+    second = text_of(fields['sentence2'])
+    similarity = np.round(np.float32(fields['label']) * np.float32(5)) / np.float32(5)
+    example = {
+        'inputs': f'stsb sentence1: {first} sentence2: {second}',
+        'targets': f'{similarity:.1f}',
+        'idx': fields['idx'],
+    }
+    return [example]
+
+
+def axb(fields: Fields, label_names: Sequence[str]) -> list[Example]:
+    """Return a record of SuperGLUE's diagnostics as one of RTE, under the names of RTE's fields."""
+    renamed = {**fields, 'premise': fields['sentence1'], 'hypothesis': fields['sentence2']}
+    return glue(renamed, 'rte', label_names, feature_names=('hypothesis', 'premise'))
+
+
+def multirc(fields: Fields) -> list[Example]:
+    """Return a question, one answer and a paragraph; whether the answer is right."""
+    [example] = glue(
+        fields,
+        benchmark_name='multirc',
+        label_names=('False', 'True'),
+        feature_names=('question', 'answer', 'paragraph'),
+    )
+    without_breaks = example['inputs'].replace('<br>', ' ')
+    idx = example.pop('idx')
+    example['inputs'] = re.sub('</?b>', '', without_breaks)
+    example['idx/paragraph'] = idx['paragraph']
+    example['idx/question'] = idx['question']
+    example['idx/answer'] = idx['answer']
+    return [example]
+
+
+def record(fields: Fields) -> list[Example]:
+    """Return an example for each answer to a query with a placeholder (ReCoRD)."""
+    passage = text_of(fields['passage'])
+    passage = re.sub(r'([.?!"\'])\n@highlight\n', r'\1 ', passage)
+    passage = passage.replace('\n@highlight\n', '. ')
+    entities = ', '.join(texts_of(fields['entities']))
+    answers = texts_of(fields['answers'])
+    examples = []
+    for answer in answers or [UNKNOWN]:
+        example = {
+            'inputs': (
+                f'record query: {text_of(fields["query"])} entities: {entities} passage: {passage}'
+            ),
+            'targets': answer,
+            'answers': answers,
+            'idx/passage': fields['idx']['passage'],
+            'idx/query': fields['idx']['query'],
+        }
+        examples.append(example)
+    return examples
+
+
+# The Winograd schemas: which noun does a pronoun stand for? Inputs mark it: 'wsc: ... *it* ...'.
+
+
+def wsc_simple(fields: Fields, correct_referent_only: bool) -> list[Example]:
+    """Return a text with its pronoun marked, and the noun, which may be the wrong one.
+
+    With `correct_referent_only` there is no example then.
+    """
+    label = fields.get('label', 0)
+    if correct_referent_only and not label:
+        return []
+    pronoun = text_of(fields['span2_text'])
+    marked = text_with_blank(fields, pronoun).replace(' X ', f' *{pronoun}* ')
+    example = {
+        'inputs': f'wsc: {marked}',
+        'targets': text_of(fields['span1_text']),
+        'label': label,
+        'idx': fields['idx'],
+    }
+    return [example]
+
+
+# Records of WSC whose index does not lead to their pronoun, by the begin of their text.
+CORRECTIONS = {
+    'The boy continued to whip': ('for him," he said. ', 'for X ," he said.'),
+    'When they had eventually calmed down': ('use it ,', 'use X ,'),
+}
+
+
+def text_with_blank(fields: Fields, pronoun: str) -> str:
+    """Return a text with X in place of its pronoun, the word number span2_index."""
+    text = text_of(fields['text'])
+    for begin, (old, new) in CORRECTIONS.items():
+        if text.startswith(begin) and old in text:
+            return text.replace(old, new)
+    words = text.split(' ')
+    index = int(fields['span2_index'])
+    if not 0 < index < len(words) or words[index] != pronoun:
+        raise ValueError(
+            f'span2_index={index} is not that of {pronoun!r} in {text!r:.60}: count its words from 0'
+        )
+    # As in T5 a space follows even a pronoun at the end.
+    return ' '.join([*words[:index], 'X', ' '.join(words[index + 1 :])])
+
+
+def definite_pronoun_resolution_simple(fields: Fields) -> list[Example]:
+    """Return a sentence with the first of its pronouns marked, and the noun."""
+    pronoun = re.escape(text_of(fields['pronoun']))
+    marked = re.sub(rf' ({pronoun})( |\.|,)', r' *\1*\2', text_of(fields['sentence']), count=1)
+    targets = class_name(fields['label'], texts_of(fields['candidates']))
+    return [{'inputs': f'wsc: {marked}', 'targets': targets}]
+
+
+def wnli_simple(fields: Fields) -> list[Example]:
+    """Return the first sentence with a pronoun marked, and what the second has in its place.
+
+    Heuristics, which were written for the splits validation and test alone.
+    """
+    premise = text_of(fields['sentence1'])
+    hypothesis = text_of(fields['sentence2'])
+    match = best_match(clean_words(premise), clean_words(hypothesis))
+    example = {
+        'inputs': f'wsc: {mark_word(premise, match.word)}',
+        'targets': referent_in(hypothesis, match.referent),
+        'premise': premise,
+        'hypothesis': hypothesis,
+        'label': fields.get('label', 0),
+        'idx': fields['idx'],
+    }
+    return [example]
+
+
+PRONOUNS = {'he', 'she', 'they', 'it', 'her', 'his', 'their', 'them', 'him'}
+ARTICLES = ('a', 'an', 'the')
+
+
+class PronounMatch(NamedTuple):
+    """A pronoun of the premise, and the words of the hypothesis that stand in its place."""
+
+    word: int  # the number of its word
+    score: int  # words around it that the hypothesis has, too
+    referent: str
+
+
+def clean_words(text: str) -> list[str]:
+    """Return the words in lower case, each without a mark at its end."""
+    words = [re.sub(r'[.,?!]$', '', word) for word in text.strip().lower().split(' ')]
+    return [word for word in words if word]
+
+
+def best_match(premise: list[str], hypothesis: list[str]) -> PronounMatch:
+    """Return the first of the pronouns whose surroundings the hypothesis has most of."""
+    indices = [index for index, word in enumerate(premise) if word in PRONOUNS]
+    matches = [match_pronoun(premise, hypothesis, index) for index in indices]
+    if not matches:
+        raise ValueError(f'no pronoun is in {" ".join(premise)!r:.60}: correct the record')
+    return max(matches, key=lambda match: match.score)
+
+
+def match_pronoun(premise: list[str], hypothesis: list[str], index: int) -> PronounMatch:
+    """Match the surroundings of a pronoun with the hypothesis."""
+    before = premise[:index]
+    after = premise[index + 1 :]
+    num_before = num_shared_words(hypothesis[::-1], before[::-1])
+    num_after = num_shared_words(hypothesis, after)
+    score = num_before + num_after
+    if not score:
+        return PronounMatch(index, score, referent='')
+    before = before[len(before) - num_before :]
+    after = after[:num_after]
+    text = ' '.join(hypothesis)
+    # As in T5 the words themselves are patterns.
+    for pattern in ([*before, '(.+)', *after], ['^(.+)', *after], [*before, '(.+)$']):
+        found = re.search(' '.join(pattern), text)
+        if found:
+            return PronounMatch(index, score, found[1])
+    return PronounMatch(index, score, referent='')
+
+
+def num_shared_words(hypothesis: list[str], words: list[str]) -> int:
+    """Return how many of the first `words` follow each other in the hypothesis."""
+    text = ' '.join(hypothesis)
+    for i in range(len(words)):
+        if ' '.join(words[: i + 1]) not in text:
+            return i
+    return len(words)
+
+
+def mark_word(sentence: str, index: int) -> str:
+    """Return a sentence with stars around one of its words, and not around the mark after it."""
+    words = sentence.split(' ')
+    word = words[index]
+    if word[-1:] in ('.', ',', '!', '?'):
+        words[index] = f'*{word[:-1]}* {word[-1]}'
+    else:
+        words[index] = f'*{word}*'
+    return ' '.join(words)
+
+
+def referent_in(hypothesis: str, referent: str) -> str:
+    """Return a referent as the hypothesis writes it, from its last article on, not possessive."""
+    words = referent.split(' ')
+    # The first place of each article, as in T5.
+    begin = max([words.index(article) for article in ARTICLES if article in words] or [0])
+    pattern = ' '.join(rf'{re.escape(word)}[.,?!]?' for word in words[begin:])
+    found = re.search(pattern, hypothesis, re.IGNORECASE)
+    if not found:
+        raise ValueError(f'{referent!r} is not in {hypothesis!r:.60}: correct the record')
+    return re.sub(r"('s|')?\Z", '', re.sub(r'[.,!?]\Z', '', found[0]), count=1)
+
+
+# Reading comprehension.
+
+
+def pad_punctuation(text: str) -> str:
+    """Return a text with spaces around each mark, and one space for several."""
+    return WHITESPACE.sub(' ', PUNCTUATION.sub(r' \1 ', text))
+
+
+def squad(
+    fields: Fields, include_context: bool = True, pad: Callable[[str], str] = pad_punctuation
+) -> list[Example]:
+    """Return a question with its context, and the first answer; all with padded punctuation."""
+    answers = [pad(answer) for answer in texts_of(fields['answers']['text'])]
+    question = pad(text_of(fields['question']))
+    context = pad(text_of(fields['context']))
+    inputs = join(['squad trivia question:', question])
+    if include_context:
+        inputs = join(['question:', question, 'context:', context])
+    example = {
+        'inputs': inputs,
+        'targets': first_of(answers, 'answers/text'),
+        'id': text_of(fields['id']),
+        'context': context,
+        'question': question,
+        'answers': answers,
+    }
+    return [example]
+
+
+def squad_span_space_tokenized(fields: Fields) -> list[Example]:
+    """Return what `squad` does, with the words of the answer's span as targets; no span, none."""
+    [example] = squad(fields)
+    span = span_of(example['targets'], example['context'])
+    if span is None:
+        return []
+    example['targets'] = f'start: {span[0]} end: {span[1]}'
+    return [example]
+
+
+def span_of(answer: str, context: str) -> tuple[int, int] | None:
+    """Return the first and the last word of an answer in its context.
+
+    As in T5 an answer at the very end of the context is not found.
+    """
+    answer_words = words_of(answer)
+    context_words = words_of(context)
+    for start in range(len(context_words) - len(answer_words)):
+        end = start + len(answer_words)
+        if context_words[start:end] == answer_words:
+            return start, end - 1
+    return None
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words between characters that are no letter of ASCII, digit or underscore."""
+    return re.sub(r'\W', ' ', text, flags=re.ASCII).split(' ')
+
+
+def trivia_qa(fields: Fields) -> list[Example]:
+    """Return an example for each context and each alias of the answer that is in it."""
+    contexts = []
+    if 'entity_pages' in fields:
+        contexts += texts_of(fields['entity_pages']['wiki_context'])
+    if 'search_results' in fields:
+        contexts += texts_of(fields['search_results']['search_context'])
+    question = pad_punctuation(text_of(fields['question']))
+    aliases = texts_of(fields['answer']['normalized_aliases'])
+    # Differs from T5, where an alias without a letter is in every context.
+    aliases = [pad_punctuation(alias) for alias in aliases if alias.strip()]
+    examples = []
+    for context in contexts:
+        context = pad_punctuation(context)
+        inputs = join(['question:', question, 'context:', context])
+        for alias in aliases:
+            if is_found(alias, context):
+                examples.append({'inputs': inputs, 'targets': alias})
+    return examples
+
+
+def is_found(alias: str, context: str) -> bool:
+    """Return whether an alias, which is a pattern in T5, is in a context; A is a, but É is not é."""
+    alias = alias.encode().lower().decode()
+    context = context.encode().lower().decode()
+    try:
+        return re.search(alias, context) is not None
+    except re.error:  # Differs from T5, which ends.
+        return alias in context
+
+
+# Closed-book question answering. Source: google-research, t5_closed_book_qa/t5_cbqa.
+
+
+def open_question(fields: Fields, prefix: str, answers_field: str) -> list[Example]:
+    """Return a question and the first of its answers."""
+    answers = texts_of(fields[answers_field])
+    example = {
+        'inputs': f'{prefix} question: {text_of(fields["question"])}',
+        'targets': first_of(answers, answers_field),
+        'answers': answers,
+    }
+    return [example]
+
+
+natural_questions_open = functools.partial(open_question, prefix='nq', answers_field='answer')
+web_questions_open = functools.partial(open_question, prefix='wq', answers_field='answers')
+
+
+def natural_questions_open_randanswer(fields: Fields) -> list[Example]:
+    """Return a question and one of its answers.
+
+    Differs from T5, which draws another one each time: this one is a hash of the question's.
+    """
+    [example] = natural_questions_open(fields)
+    answers = example['answers']
+    example['targets'] = answers[zlib.crc32(example['inputs'].encode()) % len(answers)]
+    return [example]
+
+
+def trivia_qa_open(fields: Fields) -> list[Example]:
+    """Return a question and the main form of its answer."""
+    example = {
+        'inputs': f'trivia_qa question: {text_of(fields["question"])}',
+        'targets': text_of(fields['answer']['value']),
+        'answers': texts_of(fields['answer']['aliases']),
+    }
+    return [example]
+
+
+YES_OR_NO = ('no', 'yes')
+
+
+def natural_questions_nocontext(fields: Fields) -> list[Example]:
+    """Return a question and 'answer: A answer: B', the answers of all annotators; none, none."""
+    annotations = fields['annotations']
+    labels = [int(label) for label in annotations['yes_no_answer']]
+    answers = [YES_OR_NO[label] for label in labels if label != NO_LABEL]
+    row_starts = []
+    values: list[str] = []
+    for short_answers in annotations['short_answers']['text']:
+        row_starts.append(len(values))
+        values += texts_of(short_answers)
+    answers += values
+    if not answers:
+        return []
+    example = {
+        'inputs': f'nq question: {text_of(fields["question"]["text"])}',
+        'targets': ' '.join(f'answer: {answer}' for answer in answers),
+        'short_answers/values': values,
+        'short_answers/row_starts': row_starts,
+        'yes_no_answers': labels,
+    }
+    return [example]
+
+
+def mask_salient_spans(fields: Fields) -> list[Example]:
+    """Return an example for each salient span of a sentence: '_X_' in its place, and the span.
+
+    `start` and `limit` of a span count bytes.
+    """
+    sentence = text_of(fields['text']).encode()
+    examples = []
+    for start, limit in zip(fields['spans']['start'], fields['spans']['limit'], strict=True):
+        masked = sentence[:start] + b'_X_' + sentence[limit:]
+        targets = sentence[start:limit].decode(errors='replace')
+        inputs = f'nem: {masked.decode(errors="replace")}'
+        examples.append({'inputs': inputs, 'targets': targets})
+    return examples
+
+
+# The documentation of this Python.
+
+
+def pydoc_summary(fields: Fields) -> list[Example]:
+    """Return the rest of a docstring as inputs, its summary as targets; none if either is short."""
+    if len(fields['summary']) < MIN_CHARACTERS or len(fields['rest']) < MIN_CHARACTERS:
+        return []
+    return [{'inputs': f'summarize: {fields["rest"]}', 'targets': fields['summary']}]
+
+
+# Values and texts.
+
+
+def text_of(value: Any) -> str:
+    """Return a text, which may be UTF-8 bytes. Raises ValueError for what is none."""
+    if isinstance(value, bytes):
+        return value.decode()
+    if isinstance(value, str):
+        return str(value)  # also numpy's
+    raise ValueError(f'{value!r:.40} is no text: write a string')
+
+
+def texts_of(values: Iterable[Any]) -> list[str]:
+    """Return several texts."""
+    if isinstance(values, str | bytes):
+        raise ValueError(f'{values!r:.40} is one text: write a list')
+    return [text_of(value) for value in values]
+
+
+def first_of(answers: Sequence[str], field: str) -> str:
+    """Return the first answer. Raises ValueError if there is none."""
+    if not answers:
+        raise ValueError(f'field {field!r} is empty: write one answer or more')
+    return answers[0]
+
+
+def join(texts: Sequence[str]) -> str:
+    """Return texts with a space between them, and one space for several."""
+    return WHITESPACE.sub(' ', ' '.join(texts))

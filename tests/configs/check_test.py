@@ -1,0 +1,147 @@
+"""Settings and configs: every config names a task and a model that can be split."""
+
+import importlib
+
+import pytest
+from runs import ROOT
+
+import tasks
+import tasks.open
+from configs import base
+from configs import check as settings
+from modes.train import make_trainer
+
+ARGUMENTS = {
+    'base': [''],
+    'byt5': ['small', 'base', 'large', 'xl', 'xxl'],
+    'cnn_dailymail': ['', 't5_1_1:large'],
+    'finetune': [
+        '',
+        't5:small',
+        't5_1_1:base',
+        't5_1_1_lm:xl',
+        'flan_t5:small',
+        'mt5',
+        'byt5:large',
+        'umt5',
+    ],
+    'finetune_pydoc': [''],
+    'flan_jsonl': ['', 'small'],
+    'flan_t5': ['small', 'base', 'large', 'xl', 'xxl'],
+    'glue': ['', 't5:base'],
+    'mt5': ['small', 'base', 'large', 'xl', 'xxl'],
+    'qa_csv': ['', 'tiny', 't5:small'],
+    'small_c4': ['', 'test'],
+    'squad': ['', 't5_1_1:base'],
+    'superglue': ['', 't5:11b'],
+    't0': ['3b', '11b', '11b:64'],
+    't5': ['small', 'base', 'large', '3b', '11b'],
+    't5_1_1': ['small', 'base', 'large', 'xl', 'xxl'],
+    't5_1_1_lm': ['small', 'base', 'large', 'xl', 'xxl'],
+    'tiny': [''],
+    'ul2': ['20b', 'flan'],
+    'umt5': ['small', 'base', 'large', 'xl', 'xxl'],
+    'wmt': ['', 't5_1_1:small'],
+    'wmt_from_scratch': ['', 'small'],
+}
+
+
+def module_of(name):
+    return importlib.import_module(f'configs.{name}')
+
+
+def config_of(name, argument):
+    if argument:
+        return module_of(name).get_config(argument)
+    return module_of(name).get_config()
+
+
+def test_every_config_is_tested():
+    files = {file.stem for file in (ROOT / 'configs').glob('*.py')}
+    assert files - {'__init__', 'check'} == set(ARGUMENTS)
+
+
+@pytest.mark.parametrize('name', ARGUMENTS)
+def test_every_config_names_a_task(name):
+    for argument in ARGUMENTS[name]:
+        config = config_of(name, argument)
+        settings.check(config)
+        tasks.open.find(config.data)
+        assert 'Waits for' not in module_of(name).__doc__
+
+
+def changed(key, default):
+    """Return a valid value of a setting that is not its default."""
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, str):
+        return next(x for x in settings.CHOICES.get(key, ['something']) if x != default)
+    return default + 1
+
+
+@pytest.mark.parametrize('setting, value, dependents', settings.NEEDS)
+def test_a_setting_that_acts_only_with_another(setting, value, dependents):
+    defaults = dict(settings.leaves(base.get_config()))
+    needed = value
+    if value is None:
+        needed = changed(setting, defaults[setting])
+    other = defaults[setting]
+    if other == needed:
+        other = 'adamw'  # any other value
+    for key in dependents:
+        config = base.get_config()
+        config.update_from_flattened_dict({setting: other, key: changed(key, defaults[key])})
+        settings.check_effects(config, given=[setting])  # a config file may set what does not act
+        with pytest.raises(ValueError, match=f'^{key}=.* has no effect without {setting}'):
+            settings.check_effects(config, given=[setting, key])
+        config.update_from_flattened_dict({setting: needed})
+        settings.check_effects(config, given=[setting, key])
+        config.update_from_flattened_dict({setting: other, key: defaults[key]})
+        settings.check_effects(config, given=[setting, key])
+
+
+@pytest.mark.parametrize('name', ARGUMENTS)
+def test_every_config_has_a_model_that_can_be_split(name):
+    """Names, shapes and partition specs of one layer of the default size; nothing is computed."""
+    config = module_of(name).get_config()
+    config.model.num_encoder_layers = 1
+    config.model.num_decoder_layers = 1
+    trainer = make_trainer(config)
+    assert trainer.specs.params.keys() == trainer.shapes.params.keys()
+
+
+@pytest.mark.parametrize('name', sorted(set(ARGUMENTS) - {'base', 'finetune_pydoc', 'tiny'}))
+def test_an_argument_that_does_not_exist(name):
+    with pytest.raises(ValueError, match='use '):
+        module_of(name).get_config('huge')
+
+
+@pytest.mark.parametrize('value', ['auto', 1, 4])
+def test_a_whole_number_or_auto(value):
+    config = base.get_config()
+    config.train.num_microbatches = value
+    settings.check(config)
+
+
+@pytest.mark.parametrize('value', ['4', 'many', 1.5, True, None, (1,)])
+def test_neither_a_whole_number_nor_auto(value):
+    config = base.get_config()
+    config.train.num_microbatches = value
+    with pytest.raises(ValueError, match="must be a whole number or 'auto'"):
+        settings.check(config)
+
+
+@pytest.mark.parametrize('value', ['4', 'auto'])
+def test_whole_numbers_and_auto_on_the_command_line(command_line, tmp_path, value):
+    """The check after it refuses: nothing is compiled. tests/misuse_test.py has what is neither."""
+    settings = (f'train.num_microbatches={value}', 'data.files=nothing.txt')
+    flags = [f'--config.{setting}' for setting in settings]
+    result = command_line(f'--config={ROOT}/configs/tiny.py', *flags, cwd=tmp_path)
+    assert result.status == 2 and 'nothing.txt' in result.stderr
+
+
+def test_ten_items_at_most():
+    items = [str(i) for i in range(12)]
+    assert settings.first_ten(items[:2]) == '0, 1'
+    assert settings.first_ten(items[:10], '; ') == '0; 1; 2; 3; 4; 5; 6; 7; 8; 9'
+    assert settings.first_ten(items) == '0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more'

@@ -1,0 +1,284 @@
+"""README.md and docs/*.md: their commands run, their links, flags and settings exist.
+
+A fenced block of `sh` or `python` is run from a folder that looks like a checkout, in the order of its
+page, or an HTML comment above it says why not:
+
+    <!-- not run: REASON -->    is not run
+    <!-- slow: OPTIONS -->      is run by `pytest -m slow`; options for the commands that train
+    <!-- test: OPTIONS -->      such options, for a block of the quick suite
+    <!-- file: PATH -->         is the content of a file
+    <!-- in: FOLDER -->         is run in a folder of the checkout
+"""
+
+import csv
+import importlib
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+from absl import flags
+from ml_collections import ConfigDict
+from runs import ENVIRONMENT, ROOT
+
+import main  # noqa: F401  defines the flags
+from configs import base
+
+PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
+IDS = [page.stem for page in PAGES]
+FENCE = re.compile(r'^((?:<!-- [^\n]* -->\n)*)```(\w+)\n(.*?)```\n', re.DOTALL | re.MULTILINE)
+MARKER = re.compile(r'<!-- (not run|slow|test|file|in)(?:: (.*))? -->')
+# Commands of other programs, whose flags are not those of main.py.
+OTHER_PROGRAMS = (
+    'pip',
+    'pytest',
+    'tensorboard',
+    'tfds',
+    'python benchmarks',
+    'sbatch',
+    'XLA_FLAGS',
+    'export',
+)
+
+
+class Block(NamedTuple):
+    """A fenced block of a page, and the comments above it."""
+
+    language: str
+    text: str
+    markers: dict[str, str]
+
+
+def blocks_of(page) -> list[Block]:
+    blocks = []
+    for comments, language, text in FENCE.findall(page.read_text()):
+        markers = {name: value or '' for name, value in MARKER.findall(comments)}
+        blocks.append(Block(language, text, markers))
+    return blocks
+
+
+def commands_of(block) -> list[str]:
+    """Return the commands of a shell block, each on one line, without comments."""
+    lines = block.text.replace('\\\n', ' ').splitlines()
+    return [line for line in lines if line.strip() and not line.startswith('#')]
+
+
+# Running the blocks.
+
+
+@pytest.fixture
+def checkout(tmp_path, corpus, monkeypatch):
+    """A folder with the checkout's configs and a user's files."""
+    for name in ('configs', 'examples'):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / 'texts').mkdir()
+    shutil.copy(corpus, tmp_path / 'texts')
+    (tmp_path / 'lines.txt').write_text('Return the list.\nRaise an error.\n')
+    rows = []
+    for i in range(300):
+        answer = ['Oslo', 'Rome', ''][i % 3]
+        context = f'Person {i} lives in {answer or "a house"}.'
+        rows.append(
+            {'question': f'Where does {i} live?', 'context': context, 'answer': answer or 'nowhere'}
+        )
+    for name, num_rows in (('my.csv', 60), ('questions.csv', 10)):
+        with (tmp_path / name).open('w', newline='') as file:
+            writer = csv.DictWriter(file, fieldnames=rows[0])
+            writer.writeheader()
+            writer.writerows(rows[:num_rows])
+    (tmp_path / 'train-1.jsonl').write_text('\n'.join(map(json.dumps, rows[30:])))
+    (tmp_path / 'dev-1.jsonl').write_text('\n'.join(map(json.dumps, rows[:30])))
+    questions = [{'inputs': row['question']} for row in rows[:10]]
+    (tmp_path / 'questions.jsonl').write_text('\n'.join(map(json.dumps, questions)))
+    (tmp_path / 'own').mkdir()
+    words = [json.dumps({'words': ['one', 'two', f'number{i}']}) for i in range(300)]
+    (tmp_path / 'own' / 'words.jsonl').write_text('\n'.join(words))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def tiny(make_once, corpus, command_line):
+    """The workdir of two steps of configs/tiny.py on a small corpus."""
+
+    def train(folder):
+        result = command_line(
+            '--config=configs/tiny.py',
+            f'--config.data.files={corpus}',
+            '--config.data.num_pieces=200',
+            '--config.train.steps=2',
+            f'--workdir={folder}',
+        )
+        assert result.status == 0, result.stderr
+
+    return make_once('tiny_for_docs', train)
+
+
+def run_block(block, folder, command_line, names) -> None:
+    """Run a block; `names`: those that the Python blocks of its page have defined."""
+    if 'file' in block.markers:
+        (folder / block.markers['file']).write_text(block.text)
+        return
+    if block.language == 'python':
+        exec(compile(block.text, '<docs>', 'exec'), names)  # noqa: S102
+        return
+    folder = folder / block.markers.get('in', '')
+    options = shlex.split(block.markers.get('slow', block.markers.get('test', '')))
+    for command in commands_of(block):
+        status, output = run_command(command, options, folder, command_line)
+        assert status == 0, f'{command}\n{output}'
+
+
+def run_command(command, options, folder, command_line):
+    """Run a command of a page. Return its status and what it printed."""
+    if '|' in command.split(' #')[0]:
+        command = command.replace('python main.py', f'{sys.executable} {ROOT}/main.py')
+        result = subprocess.run(
+            command, shell=True, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True
+        )
+        return result.returncode, result.stdout + result.stderr
+    words = shlex.split(command.replace('CHECKOUT', str(ROOT)), comments=True)
+    environment = {}
+    while '=' in words[0]:
+        name, value = words.pop(0).split('=', 1)
+        environment[name] = f'{ENVIRONMENT[name]} {value}'
+    assert words[0] == 'python' and words[1].endswith('main.py'), f'no way to run: {command}'
+    if not any(word.startswith(('--mode', '--help')) for word in words):
+        words += options
+    result = command_line(*words[2:], cwd=folder, **environment)
+    return result.status, result.stdout + result.stderr
+
+
+def runs_quickly(block) -> bool:
+    return is_run(block) and 'slow' not in block.markers
+
+
+def is_run(block) -> bool:
+    return block.language in ('sh', 'python') and 'not run' not in block.markers
+
+
+def run_blocks(blocks, tiny, checkout, command_line) -> None:
+    """Run blocks of a page, one after another; `tiny`: the run that is runs/tiny."""
+    shutil.copytree(tiny, checkout / 'runs' / 'tiny')
+    names: dict = {}
+    for block in blocks:
+        run_block(block, checkout, command_line, names)
+
+
+QUICK_PAGES = [page for page in PAGES if any(map(runs_quickly, blocks_of(page)))]
+SLOW_PAGES = [page for page in PAGES if any(map(is_run, blocks_of(page)))]
+
+
+@pytest.mark.parametrize('page', QUICK_PAGES, ids=[page.stem for page in QUICK_PAGES])
+def test_short_commands(page, checkout, uninterrupted, command_line):
+    """A smaller run than that of tiny.py, which other tests have made, stands in for runs/tiny."""
+    run_blocks(filter(runs_quickly, blocks_of(page)), uninterrupted, checkout, command_line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('page', SLOW_PAGES, ids=[page.stem for page in SLOW_PAGES])
+def test_all_commands(page, checkout, tiny, command_line):
+    run_blocks(filter(is_run, blocks_of(page)), tiny, checkout, command_line)
+
+
+# Reading the pages.
+
+
+@pytest.mark.parametrize('page', PAGES, ids=IDS)
+def test_blocks_are_marked(page):
+    text = page.read_text()
+    assert len(blocks_of(page)) * 2 == text.count('```'), 'a block has no language'
+    for block in blocks_of(page):
+        assert block.language in ('sh', 'python', 'text', 'diff')
+        assert block.markers.get('not run') != '', 'a block that is not run needs a reason'
+    known = len(MARKER.findall(text))
+    assert known == text.count('<!--'), 'a comment that is no marker, or not directly above a block'
+    assert known == sum(len(block.markers) for block in blocks_of(page))
+
+
+@pytest.mark.parametrize('page', PAGES, ids=IDS)
+def test_links(page):
+    for target in re.findall(r'\]\(([^)]+)\)', page.read_text()):
+        if target.startswith('https://'):
+            continue
+        name, _, heading = target.partition('#')
+        file = page.parent / name if name else page
+        assert file.exists(), target
+        if heading:
+            assert heading in anchors_of(file), target
+
+
+def anchors_of(page) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub names them."""
+    text = FENCE.sub('', page.read_text())
+    headings = re.findall(r'^#+ (.*)$', text, re.MULTILINE)
+    return {re.sub(r'[^\w\- ]', '', heading.lower()).replace(' ', '-') for heading in headings}
+
+
+@pytest.mark.parametrize('page', PAGES, ids=IDS)
+def test_begins_with_a_command(page):
+    if page.stem in ('README', 'log'):
+        pytest.skip('begins with what it is')
+    title, *lines = page.read_text().splitlines()
+    assert title.startswith('# ')
+    lines = [line for line in lines if line and not line.startswith('<!--')]
+    assert lines[0] == '```sh'
+
+
+def test_readme_is_short():
+    assert len((ROOT / 'README.md').read_bytes()) <= 12_000
+
+
+def code_of(page) -> list[str]:
+    """Return the commands of a page and its code between backticks."""
+    code = re.findall(r'`([^`\n]+)`', FENCE.sub('', page.read_text()))
+    for block in blocks_of(page):
+        if block.language == 'sh':
+            code += commands_of(block)
+        elif block.language == 'text':
+            code += [line for line in block.text.splitlines() if line.startswith('--')]
+    return [text for text in code if not text.startswith(OTHER_PROGRAMS)]
+
+
+@pytest.mark.parametrize('page', PAGES, ids=IDS)
+def test_flags_exist(page):
+    for code in code_of(page):
+        for flag in re.findall(r'(?<![\w-])--([a-z_]+)', code):
+            assert flag in flags.FLAGS or flag == 'help', f'{flag} of {code}'
+
+
+@pytest.mark.parametrize('page', PAGES, ids=IDS)
+def test_settings_exist(page):
+    """Each config.KEY is a setting; each SECTION.NAME is one, or a name of that module."""
+    config = base.get_config()
+    sections = [name for name, value in config.items() if isinstance(value, ConfigDict)]
+    setting = re.compile(rf'(?<![\w./])(config\.)?({"|".join(sections)})\.([\w.]*[{{*\w][\w,}}]*)')
+    for code in code_of(page):
+        for prefix, section, names in setting.findall(code):
+            if names == 'py':
+                continue
+            for name in keys_of(names):
+                exists = has_setting(config, f'{section}.{name}')
+                if not prefix and not exists and (ROOT / f'{section}.py').exists():
+                    exists = hasattr(importlib.import_module(section), name.split('.')[0])
+                assert exists, f'{section}.{name} of {code}'
+
+
+def keys_of(names: str) -> list[str]:
+    """Return a.b of 'a.b' and of 'a.{b,c}' also a.c; of 'a.*' a."""
+    head, brace, tail = names.rstrip('.*').partition('{')
+    if not brace:
+        return [head] if head else []
+    return [head + name for name in tail.rstrip('}').split(',')]
+
+
+def has_setting(config, path: str) -> bool:
+    for name in path.split('.'):
+        if not isinstance(config, ConfigDict) or name not in config:
+            return False
+        config = config[name]
+    return True

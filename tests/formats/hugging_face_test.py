@@ -1,0 +1,710 @@
+"""Hugging Face folders: transformers' own numbers, there and back to the bit, and folders not to be trusted.
+
+golden/hf_t5_1_1: a random T5 1.1 that transformers 4.57.6 saved, and its logits in float32 on a CPU.
+golden/hf_encoder.npz: what its encoders compute with `random_arrays` and `encoder_batch`, written by
+PYTHONPATH=tests:. python -c 'import hugging_face_test; hugging_face_test.write_encoder_golden()'.
+Tolerances are max|a-b| <= tol * max|b|, 1e-4 for logits: float32 sums in another order.
+With transformers and torch installed, the tests at the end compare with what these compute themselves.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import struct
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from small_models import assert_close, golden_batch
+
+import checkpoint
+import formats.open
+import infer
+import model
+import partition
+from formats import hugging_face
+
+GOLDEN = pathlib.Path(__file__).parents[1] / 'golden' / 'hf_t5_1_1'
+LOGITS_TOLERANCE = 1e-4
+ENCODER_GOLDEN = GOLDEN.parent / 'hf_encoder.npz'
+ENCODER_TOLERANCE = 1e-5
+SIZES = {
+    'vocab_size': 96,
+    'dtype': 'float32',
+    'emb_dim': 16,
+    'num_heads': 2,
+    'num_encoder_layers': 3,
+    'num_decoder_layers': 2,
+    'head_dim': 6,
+    'mlp_dim': 24,
+    'mlp_activations': ('gelu', 'linear'),
+    'dropout_rate': 0.1,
+    'logits_via_embedding': False,
+    'float32_attention_logits': False,
+    'relpos_bias_per_layer': False,
+}
+T5_1_0 = SIZES | {'mlp_activations': ('relu',), 'logits_via_embedding': True}
+CONFIGS = {
+    't5_1_0': model.T5Config(**T5_1_0),
+    't5_1_1': model.T5Config(**SIZES | {'dropout_rate': 0.0}),
+    'mt5': model.T5Config(**SIZES),
+    'umt5': model.T5Config(**SIZES | {'relpos_bias_per_layer': True}),
+    'ul2': model.T5Config(**SIZES | {'mlp_activations': ('silu', 'linear')}),
+}
+
+
+def random_arrays(config, dtype='float32'):
+    """Return parameters of a size that keeps logits near one and every term of them in play."""
+    rng = np.random.default_rng(0)
+    arrays = {}
+    for path, shape in model.shapes(config).items():
+        x = rng.standard_normal(shape)
+        if path.endswith('kernel'):
+            x /= np.sqrt(shape[0])
+        elif path.endswith('scale'):
+            x = 1 + 0.3 * x
+        arrays[path] = jnp.asarray(x, dtype)
+    return arrays
+
+
+def write(folder, name, arrays, *options):
+    """Write CONFIGS[name] under its own name, though an mt5 is a t5 to us."""
+    hugging_face.write(folder, CONFIGS[name], arrays, *options)
+    if name == 'mt5':
+        architectures = ['MT5ForConditionalGeneration']
+        edit_json(folder / 'config.json', model_type='mt5', architectures=architectures)
+
+
+def load(folder):
+    """As infer.load opens a checkpoint: config, headers, shapes compared, then the arrays."""
+    config, entries = hugging_face.read_index(folder)
+    entries = checkpoint.parameters(entries)
+    checkpoint.compare(model.shapes(config), checkpoint.shapes(entries))
+    arrays = {path: jnp.asarray(entry.read()) for path, entry in entries.items()}
+    return infer.T5(config, arrays, partition.make_mesh(data=1))
+
+
+def assert_same_bits(found, expected):
+    chex.assert_trees_all_equal(jax.tree.map(np.asarray, found), expected, strict=True)
+
+
+def assert_same_logits(found, expected, weights):
+    seen = weights > 0
+    assert_close(np.asarray(found)[seen], np.asarray(expected)[seen], LOGITS_TOLERANCE)
+
+
+def edit_json(file, **changes):
+    """Changes some keys; None removes one."""
+    content = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: x for key, x in content.items() if x is not None}))
+
+
+def edit_arrays(folder, **changes):
+    """Changes some arrays, '__' in a name standing for '.'; None removes one."""
+    changes = {name.replace('__', '.'): x for name, x in changes.items()}
+    arrays = load_file(folder / 'model.safetensors') | changes
+    arrays = {name: x for name, x in arrays.items() if x is not None}
+    save_file(arrays, folder / 'model.safetensors', {'format': 'pt'})
+
+
+def test_transformers_logits():
+    golden = np.load(GOLDEN / 'golden.npz')
+    t5 = load(GOLDEN)
+    batch = golden_batch(golden, 'batch')
+    settings = json.loads((GOLDEN / 'config.json').read_text())
+    for theirs, ours in hugging_face.SIZES.items():
+        assert getattr(t5.config, ours) == settings[theirs]
+    assert t5.config.mlp_activations == ('gelu', 'linear')
+    assert not t5.config.logits_via_embedding
+    assert t5.config.dropout_rate == settings['dropout_rate']
+    assert_same_logits(t5.logits(batch), golden['logits'], batch['decoder_loss_weights'])
+
+
+def test_what_transformers_wrote_we_write(tmp_path):
+    t5 = load(GOLDEN)
+    hugging_face.write(tmp_path / 'hf', t5.config, t5.arrays)
+    found = load_file(tmp_path / 'hf/model.safetensors')
+    assert_same_bits(found, load_file(GOLDEN / 'model.safetensors'))
+    ours = json.loads((tmp_path / 'hf/config.json').read_text())
+    theirs = json.loads((GOLDEN / 'config.json').read_text())
+    assert ours.items() <= theirs.items()
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('shard_bytes', [5 * 10**9, 10_000])
+@pytest.mark.parametrize('name', CONFIGS)
+def test_there_and_back(tmp_path, name, shard_bytes, dtype):
+    config = CONFIGS[name]
+    arrays = random_arrays(config, dtype)
+    folder = tmp_path / 'new' / 'hf'
+    write(folder, name, arrays, b'pieces', shard_bytes)
+    assert hugging_face.is_folder(folder)
+    assert (folder / 'spiece.model').read_bytes() == b'pieces'
+    t5 = load(folder)
+    assert t5.config == config
+    assert_same_bits(t5.arrays, arrays)
+    assert os.listdir(tmp_path / 'new') == ['hf']
+    files = sorted(folder.glob('*.safetensors'))
+    if shard_bytes == 10_000:
+        assert len(files) >= 3 and files[1].name == f'model-00002-of-{len(files):05}.safetensors'
+        index = json.loads((folder / 'model.safetensors.index.json').read_text())
+        assert index['metadata']['total_size'] == sum(x.nbytes for x in arrays.values())
+        for file in files:
+            shard = load_file(file)
+            assert len(shard) == 1 or sum(x.nbytes for x in shard.values()) <= shard_bytes
+            assert {x for x, f in index['weight_map'].items() if f == file.name} == shard.keys()
+    else:
+        assert [file.name for file in files] == ['model.safetensors']
+
+
+def test_a_config_without_what_old_folders_lack(tmp_path):
+    config = model.T5Config(**T5_1_0 | {'num_decoder_layers': 3})
+    folder = tmp_path / 'hf'
+    hugging_face.write(folder, config, random_arrays(config))
+    names = ('feed_forward_proj', 'dense_act_fn', 'is_gated_act', 'num_decoder_layers')
+    names += ('relative_attention_max_distance', 'tie_word_embeddings')
+    edit_json(folder / 'config.json', **dict.fromkeys(names))
+    assert hugging_face.read_index(folder).config == config
+
+
+def test_copies_of_the_token_table(tmp_path):
+    config = model.T5Config(**T5_1_0 | {'vocab_size': 5000})
+    arrays = random_arrays(config)
+    folder = tmp_path / 'hf'
+    hugging_face.write(folder, config, arrays)
+    table = np.array(arrays['token_embedder/embedding'])
+    unused = {hugging_face.UNUSED.replace('.', '__'): np.zeros([32, 2], np.float32)}
+    edit_arrays(folder, encoder__embed_tokens__weight=table, lm_head__weight=table, **unused)
+    assert_same_bits(load(folder).arrays, arrays)
+    edit_arrays(folder, shared__weight=None)  # any of the names will do
+    assert_same_bits(load(folder).arrays, arrays)
+    table[-1, -1] += 1
+    edit_arrays(folder, decoder__embed_tokens__weight=table)
+    with pytest.raises(ValueError, match='decoder.embed_tokens.weight'):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    'lm_head, settings, expected',
+    [
+        (None, {}, 'tied'),
+        ('equal', {}, 'tied'),
+        ('own', {}, 'untied'),  # arrays are believed before the config
+        ('own', {'tie_word_embeddings': True}, 'untied'),
+        ('own', {'tie_word_embeddings': True, 'model_type': 'mt5'}, 'untied'),
+        ('own', {'tie_word_embeddings': True, 'scale_decoder_outputs': False}, 'untied'),
+        ('own', {'scale_decoder_outputs': True}, 'scale_decoder_outputs=true'),
+        ('equal', {'tie_word_embeddings': False}, 'untied'),
+        (None, {'tie_word_embeddings': True, 'scale_decoder_outputs': False}, 'untied'),
+        # transformers 5 saves every mt5 without an lm_head of its own like this.
+        (None, {'tie_word_embeddings': True, 'model_type': 'mt5'}, 'tie_word_embeddings=false'),
+        (None, {'tie_word_embeddings': False, 'model_type': 'mt5'}, 'untied'),
+    ],
+)
+def test_which_logits_are_tied(tmp_path, lm_head, settings, expected):
+    """Both versions of transformers compute like this, or the arrays say what their config no longer can."""
+    config = CONFIGS['t5_1_0']
+    arrays = random_arrays(config)
+    folder = tmp_path / 'hf'
+    hugging_face.write(folder, config, arrays)
+    edit_json(folder / 'config.json', **{'tie_word_embeddings': None, **settings})
+    table = np.asarray(arrays['token_embedder/embedding'])
+    edit_arrays(folder, lm_head__weight={None: None, 'equal': table, 'own': 2 * table}[lm_head])
+    if expected not in ('tied', 'untied'):
+        with pytest.raises(ValueError, match=expected):
+            load(folder)
+        return
+    t5 = load(folder)
+    assert t5.config.logits_via_embedding == (expected == 'tied')
+    if expected == 'untied':
+        table = table * 2 if lm_head == 'own' else table
+        np.testing.assert_array_equal(t5.arrays['decoder/logits_dense/kernel'], table.T)
+
+
+@pytest.mark.parametrize(
+    'settings, named',
+    [
+        *(
+            ({name: value}, f'{name}={value}')
+            for name, value in [
+                ('model_type', 'longt5'),
+                ('feed_forward_proj', 'gated-tanh'),
+                ('dense_act_fn', 'gelu'),
+                ('layer_norm_epsilon', 1e-05),
+                ('relative_attention_num_buckets', 64),
+                ('decoder_start_token_id', 2),
+                *(('d_model', size) for size in ('32', 0, 384.0, 10**30, None)),
+                ('num_layers', 10**12),
+            ]
+        ),
+        ({'model_type': ['t5']}, 'model_type='),
+        ({'feed_forward_proj': ['relu']}, 'config.json'),
+        ({'dropout_rate': 'high'}, 'config.json'),
+        ({'num_layers': 3}, 'encoder.block.2.layer.0.SelfAttention.k.weight is missing'),
+        ({'num_decoder_layers': 1}, r'decoder.block.1.* is unknown.* and 4 more'),
+        ({'model_type': 'umt5'}, 'block.1.layer.0.SelfAttention.relative_attention_bias'),
+        ({'d_ff': 128}, r'mlp/wi_0/kernel is \(32, 64\), not \(32, 128\)'),
+    ],
+)
+def test_configs_that_are_refused(tmp_path, settings, named):
+    copy_golden(tmp_path)
+    edit_json(tmp_path / 'config.json', **settings)
+    with pytest.raises(ValueError, match=named):
+        load(tmp_path)
+
+
+def copy_golden(folder):
+    for name in ('config.json', 'model.safetensors'):
+        (folder / name).write_bytes((GOLDEN / name).read_bytes())
+
+
+def header(content, data=b''):
+    content = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return struct.pack('<Q', len(content)) + content + data
+
+
+def described(**changes):
+    described = {'dtype': 'F32', 'shape': [2], 'data_offsets': [0, 8]}
+    return {'shared.weight': described | changes}
+
+
+GOLDEN_FILE = (GOLDEN / 'model.safetensors').read_bytes()
+HOSTILE = {
+    'empty': b'',
+    'not safetensors': b'PK\x03\x04' * 99,
+    'endless header': struct.pack('<Q', 2**62) + b'{}',
+    'torn': GOLDEN_FILE[:-1],
+    'longer': GOLDEN_FILE + b'x',
+    'huge': header(described(shape=[2**40, 2**40]), b'\0' * 8),
+    'bigger than its file': header(described(data_offsets=[0, 80]), b'\0' * 8),
+    'bigger than its bytes': header(described(shape=[3]), b'\0' * 8),
+    'integers': header(described(dtype='I32'), b'\0' * 8),
+    'no rows': header(described(shape=[], data_offsets=[0, 4]), b'\0' * 4),
+    'no columns': header(described(shape=[2**62, 0], data_offsets=[0, 0])),
+    'no table': header({'x': described()['shared.weight']}, b'\0' * 8),
+    'nothing': header({}),
+}
+
+
+@pytest.mark.parametrize('name', HOSTILE)
+def test_files_that_are_refused(tmp_path, name):
+    copy_golden(tmp_path)
+    (tmp_path / 'model.safetensors').write_bytes(HOSTILE[name])
+    edit_json(tmp_path / 'config.json', num_layers=1, num_decoder_layers=1)
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    'index, named',
+    [
+        *(
+            ({'weight_map': {'shared.weight': file}}, 'index.json')
+            for file in ('../model.safetensors', '/etc/passwd', 'pytorch_model.bin', {'a': 1})
+        ),
+        ({'weight_map': {'shared.weight': 'more.safetensors'}}, 'more.safetensors is missing'),
+        ({'weight_map': {'a': 'a.safetensors', 'b': 'b.safetensors'}}, 'b.safetensors'),
+        ({'weight_map': {}}, 'shared.weight'),
+        *((content, 'index.json') for content in ({'weight_map': []}, {}, [], b'{')),
+    ],
+)
+def test_indices_that_are_refused(tmp_path, index, named):
+    folder = tmp_path / 'hf'
+    folder.mkdir()
+    copy_golden(tmp_path)
+    for name in ('a.safetensors', 'b.safetensors'):
+        (folder / name).write_bytes(GOLDEN_FILE)
+    content = index if isinstance(index, bytes) else json.dumps(index).encode()
+    (folder / 'model.safetensors.index.json').write_bytes(content)
+    with pytest.raises(ValueError, match=named):
+        load(folder)
+
+
+@pytest.mark.parametrize('name', ['model.safetensors', 'config.json'])
+def test_a_link_never_leaves_its_folder(tmp_path, name):
+    """But Hugging Face's own cache, which consists of links, opens."""
+    folder, blobs = tmp_path / 'model/snapshots/0123', tmp_path / 'model/blobs'
+    folder.mkdir(parents=True)
+    blobs.mkdir()
+    copy_golden(folder)
+    (folder / name).rename(blobs / 'abc')
+    (folder / name).symlink_to('../../blobs/abc')
+    assert load(folder)
+    (blobs / 'abc').rename(tmp_path / 'secret')
+    (folder / name).unlink()
+    (folder / name).symlink_to('../../../secret')
+    with pytest.raises(ValueError, match=f'{folder / name} links to'):
+        load(folder)
+
+
+def test_pickles_are_not_opened(tmp_path):
+    (tmp_path / 'pytorch_model.bin').write_bytes(b'cos\nsystem\n(S"false"\ntR.')
+    assert hugging_face.is_folder(tmp_path)
+    with pytest.raises(ValueError, match='pickle.*save_pretrained'):
+        hugging_face.read_index(tmp_path)
+    (tmp_path / 'pytorch_model.bin').unlink()
+    (tmp_path / 'config.json').write_text('{}')  # a workdir has one, too
+    assert not hugging_face.is_folder(tmp_path)
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    config = CONFIGS['t5_1_0']
+    arrays = random_arrays(config)
+    folder = tmp_path / 'hf'
+
+    read = []
+
+    class Lazy(dict):
+        def __getitem__(self, path):
+            if self == {} and 'decoder/layers_1' in path:
+                raise OSError('the disk is gone')
+            read.append(path)
+            return arrays[path]
+
+        def __iter__(self):
+            return iter(arrays)
+
+    with pytest.raises(OSError, match='the disk is gone'):
+        hugging_face.write(folder, config, Lazy(), shard_bytes=10_000)
+    other = dataclasses.replace(config, mlp_activations=('relu', 'linear'))
+    with pytest.raises(ValueError, match='mlp_activations='):  # transformers has no such model
+        hugging_face.write(folder, other, {})
+    assert os.listdir(tmp_path) == []
+    del read[:]
+    hugging_face.write(folder, config, Lazy(any=1), shard_bytes=10_000)
+    assert read == list(arrays)  # each once
+    with pytest.raises(ValueError, match=str(folder)):
+        hugging_face.write(folder, config, arrays)
+    assert_same_bits(load(folder).arrays, arrays)
+
+
+# Encoders alone.
+
+
+def encoder_batch():
+    """Ids of three rows, two of them padded."""
+    ids = np.random.default_rng(2).integers(2, 96, [3, 11])
+    return np.where(np.arange(11)[None] < np.array([[11], [7], [1]]), ids, 0)
+
+
+def assert_same_encodings(path, expected, inputs, **options):
+    t5 = infer.load(path, **options)
+    assert not [name for name in t5.arrays if name.startswith('decoder')]
+    outputs, mask = t5.encode(inputs)
+    np.testing.assert_array_equal(mask, inputs > 0)
+    assert outputs.dtype == np.float32 and not outputs[~mask].any()
+    assert_close(outputs[mask], expected[mask], ENCODER_TOLERANCE)
+    return t5
+
+
+def write_encoder(folder, name, dtype='float32'):
+    """Write a folder of a whole model, and what transformers writes of its encoder: `single` is its file."""
+    config = CONFIGS[name]
+    arrays = random_arrays(config, dtype)
+    write(folder / 'whole', name, arrays)
+    stored = load_file(folder / 'whole/model.safetensors')
+    stored = {x: stored[x] for x in stored if x.startswith(('encoder.', 'shared.'))}
+    (folder / 'encoder').mkdir()
+    save_file(stored, folder / 'encoder/model.safetensors', {'format': 'pt'})
+    config_json = json.loads((folder / 'whole/config.json').read_text())
+    model_class = config_json['architectures'][0].replace(
+        'ForConditionalGeneration', 'EncoderModel'
+    )
+    # UMT5EncoderModel leaves is_encoder_decoder true.
+    config_json |= {'architectures': [model_class], 'is_encoder_decoder': name == 'umt5'}
+    (folder / 'encoder/config.json').write_text(json.dumps(config_json))
+    (folder / 'single').mkdir()
+    save_file(stored, folder / 'single/t5_fp32.safetensors')
+
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_encoders_of_transformers(tmp_path, name):
+    """A folder of an encoder, the encoder of a whole folder, and a single file."""
+    write_encoder(tmp_path, name)
+    expected = np.load(ENCODER_GOLDEN)[name]
+    inputs = encoder_batch()
+    encoder = dataclasses.replace(CONFIGS[name], num_decoder_layers=0, logits_via_embedding=True)
+    assert assert_same_encodings(tmp_path / 'encoder', expected, inputs).config == encoder
+    assert_same_encodings(tmp_path / 'whole', expected, inputs, part='encoder')
+    config = None
+    if name == 'ul2':  # which shapes do not tell
+        config = encoder
+    t5 = assert_same_encodings(
+        tmp_path / 'single/t5_fp32.safetensors', expected, inputs, config=config
+    )
+    encoder = dataclasses.replace(encoder, dropout_rate=0.1)
+    assert dataclasses.replace(t5.config, dropout_rate=0.1) == encoder
+
+
+def test_a_single_file(tmp_path, caplog, monkeypatch):
+    """By a relative path, in half precision. What is assumed of the activation is said, where it may be wrong."""
+    write_encoder(tmp_path, 't5_1_1', 'float16')
+    write_encoder(tmp_path / 'ungated', 't5_1_0')
+    monkeypatch.chdir(tmp_path / 'single')
+    t5 = infer.load('t5_fp32.safetensors')
+    assert {x.dtype.name for x in t5.arrays.values()} == {'float32'}
+    [message] = caplog.messages
+    assert 't5_fp32.safetensors' in message and "mlp_activations=('gelu', 'linear')" in message
+    caplog.clear()
+    silu = dataclasses.replace(t5.config, mlp_activations=('silu', 'linear'))
+    other = infer.load('t5_fp32.safetensors', config=silu)
+    assert np.abs(other.encode([[5, 6, 1]])[0] - t5.encode([[5, 6, 1]])[0]).max() > 1e-3
+    infer.load(tmp_path / 'ungated/single/t5_fp32.safetensors')
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize('name', ['t5_1_0', 'umt5'])
+def test_a_single_file_of_a_whole_model(tmp_path, name):
+    write_encoder(tmp_path, name)
+    expected = load(tmp_path / 'whole')
+    file = (tmp_path / 'whole/model.safetensors').rename(tmp_path / 'model.safetensors')
+    t5 = infer.load(file)
+    assert t5.config == expected.config
+    assert_same_bits(t5.arrays, expected.arrays)
+    golden = np.load(ENCODER_GOLDEN)[name]
+    assert_same_encodings(file, golden, encoder_batch(), part='encoder')
+
+
+@pytest.mark.parametrize(
+    'changes, words',
+    [
+        ({'shared__weight': None}, 'shared.weight'),
+        (
+            {'encoder__block__0__layer__0__SelfAttention__relative_attention_bias__weight': None},
+            'relative_attention_bias.weight: it holds no T5',
+        ),
+        ({'encoder__block__1__layer__1__DenseReluDense__wo__weight': None}, 'wo.weight is missing'),
+        ({'spiece_model': np.zeros([9], np.uint8)}, 'spiece_model is there twice, empty or U8'),
+        ({'scale': np.zeros([9], np.float32)}, 'scale is unknown'),
+    ],
+)
+def test_single_files_that_are_refused(tmp_path, changes, words):
+    write_encoder(tmp_path, 't5_1_1')
+    file = (tmp_path / 'single/t5_fp32.safetensors').rename(tmp_path / 'single/model.safetensors')
+    edit_arrays(tmp_path / 'single', **changes)
+    with pytest.raises(ValueError, match=words) as error:
+        infer.load(file)
+    assert str(file) in str(error.value) and '\n' not in str(error.value)
+
+
+def test_the_encoder_of_an_mt5_whose_logits_are_in_doubt(tmp_path):
+    """transformers 5 saves all mt5 as tied, which its encoder does not depend on."""
+    write_encoder(tmp_path, 'mt5')
+    edit_json(tmp_path / 'whole/config.json', tie_word_embeddings=True)
+    edit_arrays(tmp_path / 'whole', lm_head__weight=None)
+    expected = np.load(ENCODER_GOLDEN)['mt5']
+    assert_same_encodings(tmp_path / 'whole', expected, encoder_batch(), part='encoder')
+
+
+# Families whose folders look otherwise.
+
+
+def test_a_folder_like_madlads(tmp_path):
+    """The token table only under its name in the decoder, or in both stacks, and an lm_head of its own."""
+    config = CONFIGS['t5_1_1']
+    arrays = random_arrays(config)
+    folder = tmp_path / 'hf'
+    hugging_face.write(folder, config, arrays)
+    table = np.array(arrays['token_embedder/embedding'])
+    edit_arrays(folder, shared__weight=None, decoder__embed_tokens__weight=table)
+    edit_json(folder / 'config.json', tie_word_embeddings=False)
+    assert_same_bits(load(folder).arrays, arrays)
+    edit_arrays(folder, encoder__embed_tokens__weight=table)
+    t5 = load(folder)
+    assert_same_bits(t5.arrays, arrays)
+    assert not t5.config.logits_via_embedding
+    expected = np.load(ENCODER_GOLDEN)['t5_1_1']
+    assert_same_encodings(folder, expected, encoder_batch(), part='encoder')
+
+
+def test_a_folder_like_chronoss(tmp_path):
+    """4,096 ids that stand for numbers, tied embeddings, no text vocabulary: ids in, ids out."""
+    config = model.T5Config(**T5_1_0 | {'vocab_size': 4096})
+    folder = tmp_path / 'hf'
+    hugging_face.write(folder, config, random_arrays(config))
+    edit_json(folder / 'config.json', chronos_config={'n_tokens': 4096, 'pad_token_id': 0})
+    t5 = infer.load(folder)
+    assert t5.config == config and t5.vocabulary is None
+    inputs = [[4095, 2048, 1], [7, 1]]
+    answers = t5.generate(inputs, max_length=4)
+    assert all(0 <= i < 4096 for answer in answers for i in answer)
+    assert t5.score(inputs, inputs).shape == (2,)
+    outputs, mask = t5.encode(inputs)
+    assert outputs.shape == (2, 3, 16) and mask.sum() == 5
+    for ask in (t5.generate, t5.encode, lambda texts: t5.score(texts, [[5]])):
+        with pytest.raises(ValueError, match='vocabulary=PATH'):
+            ask(['a text'])
+
+
+# What transformers itself computes: `pip install -e '.[peers]'` runs these.
+THEIR_SIZES = {theirs: SIZES[ours] for theirs, ours in hugging_face.SIZES.items()}
+
+
+@pytest.fixture
+def transformers():
+    pytest.importorskip('torch')
+    return pytest.importorskip('transformers')
+
+
+def token_batch(config, rows=3, inputs=13, targets=7):
+    """Rows of several lengths, T5X's features."""
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(2, [inputs, targets], size=[rows, 2], endpoint=True)
+    tokens = [rng.integers(2, config.vocab_size, [rows, n], np.int32) for n in (inputs, targets)]
+    encoder, decoder = (
+        np.where(np.arange(x.shape[1])[None] < lengths[:, i, None], x, 0)
+        for i, x in enumerate(tokens)
+    )
+    shifted = np.pad(decoder, [(0, 0), (1, 0)])[:, :-1]
+    names = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
+    return dict(zip(names, (encoder, shifted, decoder), strict=True))
+
+
+def their_logits(transformers, module, config, batch):
+    import torch
+
+    inputs = torch.tensor(batch['encoder_input_tokens']).long()
+    shifted = torch.tensor(batch['decoder_input_tokens']).long()
+    with torch.no_grad():
+        mask = (inputs > 0).long()
+        logits = module.eval()(inputs, attention_mask=mask, decoder_input_ids=shifted).logits
+    is_5 = not transformers.__version__.startswith('4.')
+    if is_5 and config.relpos_bias_per_layer and not config.logits_via_embedding:
+        # transformers 5 rescales umT5's logits though the released ones are untied, as 4 and T5X do not.
+        return logits.numpy() * config.emb_dim**0.5
+    return logits.numpy()
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize('name', CONFIGS)
+def test_transformers_computes_what_we_do(name, transformers, tmp_path):
+    config = CONFIGS[name]
+    arrays = random_arrays(config)
+    folder = tmp_path / 'hf'
+    write(folder, name, arrays)
+    module = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder)
+    ours = load(folder)
+    batch = token_batch(config)
+    theirs = their_logits(transformers, module, config, batch)
+    assert_same_logits(ours.logits(batch), theirs, batch['decoder_target_tokens'])
+    module.save_pretrained(tmp_path / 'again', max_shard_size='30KB')
+    assert (tmp_path / 'again' / 'model.safetensors.index.json').exists()
+    again = load(tmp_path / 'again')
+    assert again.config == config
+    assert_same_bits(again.arrays, arrays)
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize('name', CONFIGS)
+def test_transformers_computes_a_model_with_adapters(name, transformers, tmp_path):
+    """Written with merged kernels, it is what we compute with the adapters beside them."""
+    config = dataclasses.replace(CONFIGS[name], lora_rank=3, lora_targets='.+/kernel')
+    arrays = random_arrays(config)
+    ours = infer.T5(config, arrays, partition.make_mesh(data=1))
+    merge = functools.partial(formats.open.MergedKernel, model, config)
+    merged = model.merge_adapters(config, arrays, merge)
+    write(tmp_path / 'hf', name, merged)
+    module = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / 'hf')
+    batch = token_batch(config)
+    theirs = their_logits(transformers, module, config, batch)
+    assert_same_logits(ours.logits(batch), theirs, batch['decoder_target_tokens'])
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize('name', ['T5', 'T5 untied', 'MT5', 'MT5 untied', 'UMT5', 'UMT5 untied'])
+def test_we_compute_what_transformers_does(transformers, tmp_path, name):
+    """Weights and settings all from transformers; its version 5 ties whatever is new, so untie it here."""
+    import torch
+
+    torch.manual_seed(0)
+    kind = name.split()[0]
+    is_untied = name.endswith('untied')
+    settings = THEIR_SIZES | {'tie_word_embeddings': not is_untied}
+    if name != 'T5':
+        settings['feed_forward_proj'] = 'gated-gelu'
+    config = getattr(transformers, f'{kind}Config')(**settings)
+    module = getattr(transformers, f'{kind}ForConditionalGeneration')(config)
+    if is_untied:
+        module.lm_head.weight = torch.nn.Parameter(torch.randn(96, 16) / 4)
+    module.save_pretrained(tmp_path)
+    if name == 'MT5':  # do what the message says
+        with pytest.raises(ValueError, match='set tie_word_embeddings=false to load it'):
+            load(tmp_path)
+        if transformers.__version__.startswith('4.'):  # which rescales its logits
+            return
+        edit_json(tmp_path / 'config.json', tie_word_embeddings=False)
+    t5 = load(tmp_path)
+    assert t5.config.logits_via_embedding == (name in ('T5', 'UMT5'))
+    batch = token_batch(t5.config)
+    theirs = their_logits(transformers, module, t5.config, batch)
+    assert_same_logits(t5.logits(batch), theirs, batch['decoder_target_tokens'])
+
+
+def their_encodings(transformers, folder, inputs):
+    import torch
+
+    settings = json.loads((folder / 'config.json').read_text())
+    [model_class] = settings['architectures']
+    model_class = model_class.replace('ForConditionalGeneration', 'EncoderModel')
+    module = getattr(transformers, model_class).from_pretrained(folder).eval()
+    ids = torch.tensor(inputs).long()
+    with torch.no_grad():
+        return module(ids, attention_mask=(ids > 0).long()).last_hidden_state.numpy()
+
+
+def write_encoder_golden():
+    import tempfile
+
+    import transformers
+
+    outputs = {}
+    for name in CONFIGS:
+        with tempfile.TemporaryDirectory() as folder:
+            write_encoder(pathlib.Path(folder), name)
+            encoder = pathlib.Path(folder, 'encoder')
+            outputs[name] = their_encodings(transformers, encoder, encoder_batch())
+    np.savez(ENCODER_GOLDEN, **outputs)
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize('name', CONFIGS)
+def test_transformers_encodes_what_we_do(name, transformers, tmp_path):
+    """From the same folders, with padding and without."""
+    write_encoder(tmp_path, name)
+    for inputs in (encoder_batch(), encoder_batch()[:1]):
+        expected = their_encodings(transformers, tmp_path / 'encoder', inputs)
+        assert_same_encodings(tmp_path / 'encoder', expected, inputs)
+        assert_same_encodings(tmp_path / 'whole', expected, inputs, part='encoder')
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize('form', ['encoder', 'whole', 'single'])
+@pytest.mark.parametrize('kind', ['T5', 'T5 gated', 'MT5', 'UMT5'])
+def test_we_encode_what_transformers_does(transformers, tmp_path, kind, form):
+    """Weights and settings all from transformers."""
+    import torch
+
+    torch.manual_seed(0)
+    kind, *is_gated = kind.split()
+    settings = dict(THEIR_SIZES)
+    if is_gated:
+        settings['feed_forward_proj'] = 'gated-gelu'
+    config = getattr(transformers, f'{kind}Config')(**settings)
+    model_class = 'ForConditionalGeneration' if form == 'whole' else 'EncoderModel'
+    module = getattr(transformers, f'{kind}{model_class}')(config)
+    for parameter in module.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    module.save_pretrained(tmp_path / 'hf')
+    path = tmp_path / 'hf'
+    if form == 'single':
+        path = tmp_path / 't5.safetensors'
+        path.write_bytes((tmp_path / 'hf/model.safetensors').read_bytes())
+    part = 'encoder' if form == 'whole' else ''
+    for inputs in (encoder_batch(), encoder_batch()[:1]):
+        expected = their_encodings(transformers, tmp_path / 'hf', inputs)
+        assert_same_encodings(path, expected, inputs, part=part)

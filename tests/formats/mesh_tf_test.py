@@ -1,0 +1,551 @@
+"""Mesh-TF checkpoints: TensorFlow's own and T5X's import of it, a writer of ours, damage, strangers.
+
+golden/mtf_t5_1_1: written by TensorFlow 2.21's Saver under Mesh-TF's names; `imported/*` of golden.npz is
+what T5X's importer (commit cc342d4) made of it, weights cast to float32, `logits` T5X's of those. No slot
+in it is factored.
+"""
+
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import tracemalloc
+from pathlib import Path
+
+import chex
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from small_models import assert_close, golden_batch, t5_config
+from tensor_bundle import bundle, proto, table
+
+import checkpoint
+import formats.open
+import infer
+import model
+import optimizer
+import partition
+from configs import base
+from formats import mesh_tf
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / 'tests/golden/mtf_t5_1_1'
+MTF_TINY = ROOT.parent / 'shared/testdata/t5x/mtf_tiny_t5'  # of google-research/t5x
+
+
+def read_all(prefix):
+    index = mesh_tf.read_index(prefix)
+    return {path: checkpoint.read_leaf(leaf) for path, leaf in index.items()}
+
+
+def read_bundle(prefix):
+    entries = mesh_tf.read_bundle_index(prefix)
+    return {name: entry.read() for name, entry in entries.items()}
+
+
+def assert_same(found, expected):
+    """Bit for bit, with dtypes and shapes."""
+    chex.assert_trees_all_equal(found, expected, strict=True)
+
+
+# Checkpoints of TensorFlow and of Mesh-TF.
+
+
+def test_golden_is_what_the_importer_of_t5x_makes_of_it_and_gives_its_logits():
+    golden = np.load(GOLDEN / 'golden.npz')
+    expected = {}
+    for name in golden.files:
+        if name.startswith('imported/'):
+            expected[name.removeprefix('imported/')] = golden[name]
+    found = read_all(mesh_tf.find_prefix(GOLDEN))
+    params = checkpoint.parameters(found)
+    assert {x.dtype.name for x in params.values()} == {'bfloat16'}
+    params = {path: x.astype(np.float32) for path, x in params.items()}
+    assert_same(found | {f'target/{path}': x for path, x in params.items()}, expected)
+    config = t5_config(**json.loads((GOLDEN / 'config.json').read_text()))
+    assert checkpoint.shapes(params) == model.shapes(config)
+    t5 = infer.T5(config, params, partition.make_mesh(data=1))
+    assert_close(t5.logits(golden_batch(golden, 'batch')), golden['logits'], 1e-5)
+
+
+def listed_variables(text):
+    """{name: (size, shape)} of Mesh-TF's model-info.txt."""
+    variables = {}
+    pattern = r'Variable (\S+) +size (\d+) .*Shape\[(.*)\]'
+    for name, size, dims in re.findall(pattern, text):
+        shape = tuple(int(dim.split('=')[1]) for dim in dims.split(', '))
+        variables[name] = (int(size), shape)
+    return variables
+
+
+def test_tiny_checkpoint_of_t5x_lacks_its_weights_and_says_so():
+    """Its index is compressed. model-info.txt beside it has the names and sizes."""
+    if not MTF_TINY.exists():
+        pytest.skip(f'{MTF_TINY} is not there; the tables that we write are compressed, too')
+    prefix = mesh_tf.find_prefix(MTF_TINY)
+    entries = mesh_tf.read_bundle_index(prefix)
+    listed = listed_variables((MTF_TINY / 'model-info.txt').read_text())
+    assert entries.keys() == {'global_step', *listed, *(f'{name}_slot_v' for name in listed)}
+    assert entries['global_step'].read() == np.int64(0)
+    for name, (size, shape) in listed.items():
+        weight = entries[name]
+        slot = entries[f'{name}_slot_v']
+        assert (weight.shape, weight.dtype, weight.size) == (shape, ml_dtypes.bfloat16, 2 * size)
+        assert (slot.shape, slot.dtype, slot.size) == (shape, np.float32, 4 * size)
+    index = mesh_tf.read_index(prefix)
+    assert len(index) == 1 + 5 * len(listed)  # the step; each parameter and its four slots
+    assert index['state/step'] == np.int32(0)
+    shapes = checkpoint.shapes(checkpoint.parameters(index))
+    config = formats.open.config_from_shapes(shapes)
+    assert shapes == model.shapes(config)
+    for path, shape in shapes.items():
+        assert index[f'target/{path}'].dtype == ml_dtypes.bfloat16
+        slot = index[f'state/param_states/{path}/v']
+        assert (slot.shape, slot.dtype) == (shape, np.float32)
+    with pytest.raises(ValueError, match=r'ckpt-0\.data-00001-of-00002 is missing'):
+        entries['shared/embedding'].read()
+
+
+# Bundles of our own writer.
+
+
+CONFIG = t5_config(
+    vocab_size=10,
+    dtype='float32',
+    emb_dim=6,
+    num_heads=2,
+    num_encoder_layers=1,
+    num_decoder_layers=1,
+    head_dim=3,  # with two heads the attention's kernels are square
+    mlp_dim=8,
+    mlp_activations=('gelu', 'linear'),
+    logits_via_embedding=False,
+    relpos_bias_per_layer=False,
+)
+
+
+def variable_shapes():
+    """{Mesh-TF's name: shape} of the parameters of CONFIG."""
+    emb_dim = CONFIG.emb_dim
+    shapes = {
+        'shared/embedding': (CONFIG.vocab_size, emb_dim),
+        'decoder/logits/kernel': (emb_dim, CONFIG.vocab_size),
+    }
+    joined_heads_dim = CONFIG.num_heads * CONFIG.head_dim
+    for stack, attentions in (('encoder', ['Self']), ('decoder', ['Self', 'EncDec'])):
+        block = f'{stack}/block_000'
+        shapes[f'{stack}/final_layer_norm/scale'] = (emb_dim,)
+        bias = f'{block}/layer_000/SelfAttention/relative_attention_bias'
+        shapes[bias] = (CONFIG.num_heads, model.NUM_BUCKETS)
+        for i, kind in enumerate(attentions):
+            shapes[f'{block}/layer_{i:03d}/rms_norm/scale'] = (emb_dim,)
+            for letter in 'qkvo':
+                name = f'{block}/layer_{i:03d}/{kind}Attention/{letter}'
+                shapes[name] = (emb_dim, joined_heads_dim)
+        mlp = f'{block}/layer_{len(attentions):03d}'
+        shapes[f'{mlp}/layer_norm/scale'] = (emb_dim,)
+        for name in ('wi_0', 'wi_1'):
+            shapes[f'{mlp}/DenseReluDense/{name}/kernel'] = (emb_dim, CONFIG.mlp_dim)
+        shapes[f'{mlp}/DenseReluDense/wo/kernel'] = (CONFIG.mlp_dim, emb_dim)
+    return shapes
+
+
+def mesh_tf_variables():
+    """{Mesh-TF's name: bfloat16 weight} of CONFIG, with all of Mesh-TF's slots and a step."""
+    rng = np.random.default_rng(0)
+
+    def draw(shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
+    arrays = {'global_step': np.array(1_000_000)}
+    for name, shape in variable_shapes().items():
+        arrays[name] = draw(shape).astype(ml_dtypes.bfloat16)
+        if len(shape) == 1 or 'bias' in name:
+            arrays[f'{name}_slot_v'] = draw(shape)
+        else:  # mesh_tensorflow/optimize.py: vr lacks the first of the largest dimensions, vc the other
+            largest = int(np.argmax(shape))
+            arrays[f'{name}_slot_vr'] = draw(shape[1 - largest])
+            arrays[f'{name}_slot_vc'] = draw(shape[largest])
+    return arrays
+
+
+@pytest.mark.parametrize('compress', [(0,), (1,), (1, 0)])
+def test_a_bundle_of_ours_comes_back(tmp_path, compress):
+    arrays = mesh_tf_variables() | {f'x{i}': np.arange(1 + i % 3, dtype='i4') for i in range(150)}
+    prefix = bundle(tmp_path / 'model.ckpt-7', arrays, compress=compress)
+    found = read_bundle(prefix)
+    assert list(found) == sorted(arrays)
+    assert_same(found, arrays)
+
+
+def test_variables_get_the_names_of_t5x(tmp_path):
+    arrays = mesh_tf_variables()
+    found = read_all(bundle(tmp_path / 'model.ckpt-1000000', arrays))
+    params = checkpoint.parameters(found)
+    assert checkpoint.shapes(params) == model.shapes(CONFIG)
+    assert len(found) == 1 + 5 * len(params)  # four slots each
+    assert (found['state/step'].dtype, found['state/step'].shape) == (np.int32, ())
+    assert found['state/step'] == 1_000_000
+    block = 'decoder/block_000/layer_001/EncDecAttention/'
+    cross = found['target/decoder/layers_0/encoder_decoder_attention/out/kernel']
+    assert_same({'': cross}, {'': arrays[block + 'o']})
+    zeros = np.zeros(1, np.float32)
+
+    def slots(parameter):
+        names = ('m', 'v', 'v_row', 'v_col')
+        return {name: found[f'state/param_states/{parameter}/{name}'] for name in names}
+
+    name = 'encoder/block_000/layer_001/layer_norm/scale_slot_v'
+    expected = dict.fromkeys(('m', 'v_row', 'v_col'), zeros) | {'v': arrays[name]}
+    assert_same(slots('encoder/layers_0/pre_mlp_layer_norm/scale'), expected)
+    name = 'encoder/block_000/layer_001/DenseReluDense/wi_0/kernel_slot_v'
+    expected = {'m': zeros, 'v': zeros, 'v_row': arrays[name + 'r'], 'v_col': arrays[name + 'c']}
+    assert_same(slots('encoder/layers_0/mlp/wi_0/kernel'), expected)
+
+
+def test_factored_slots_are_those_of_our_optimizer(tmp_path):
+    """Means of the same squared gradients, of the dimensions that Mesh-TF and ours reduce."""
+    rng = np.random.default_rng(1)
+    grads = {}
+    shapes = {'q': (128, 128), 'k': (128, 160), 'v': (160, 128)}
+    for letter, shape in shapes.items():
+        path = f'encoder/layers_0/attention/{mesh_tf.ATTENTION_KERNELS[letter]}/kernel'
+        grads[path] = rng.standard_normal(shape).astype(np.float32)
+    params = jax.tree.map(np.ones_like, grads)
+    adafactor = optimizer.make_optimizer(base.get_config().optimizer, lambda step: 0.1)
+    _, state = jax.jit(adafactor.update)(grads, adafactor.init(params), params)
+    expected = optimizer.to_t5x(1, params, state)
+    arrays = {}
+    for letter, grad in zip(shapes, grads.values(), strict=True):
+        name = f'encoder/block_000/layer_000/SelfAttention/{letter}'
+        first = int(np.argmax(grad.shape))  # the first of the largest: axis 0 of a square
+        arrays[name] = grad
+        arrays[f'{name}_slot_vr'] = np.mean(grad**2, first)
+        arrays[f'{name}_slot_vc'] = np.mean(grad**2, 1 - first)
+    found = read_all(bundle(tmp_path / 'model.ckpt-1', arrays))
+    for path in grads:
+        for slot in ('v_row', 'v_col'):
+            name = f'state/param_states/{path}/{slot}'
+            assert_close(found[name], expected[name], 1e-6)
+
+
+X = np.ones((2, 3), np.float32)
+BIAS = 'SelfAttention/relative_attention_bias'
+
+
+@pytest.mark.parametrize(
+    'arrays, paths',
+    [
+        (
+            {f'{stack}/block_000/layer_000/{BIAS}': X for stack in ('encoder', 'decoder')},
+            [f'target/{stack}/relpos_bias/rel_embedding' for stack in ('decoder', 'encoder')],
+        ),
+        (
+            {f'encoder/block_{n}/layer_000/{BIAS}': X for n in ('000', '012')},
+            [f'target/encoder/layers_{n}/relpos_bias/rel_embedding' for n in (0, 12)],
+        ),
+        ({'decoder/embedding': X}, ['target/decoder/token_embedder/embedding']),
+        ({'encoder/rms_norm/scale': X}, ['target/encoder/encoder_norm/scale']),
+        (
+            {'decoder/block_010/layer_002/DenseReluDense/wi/kernel': X},
+            ['target/decoder/layers_10/mlp/wi/kernel'],
+        ),
+    ],
+)
+def test_names_that_the_golden_checkpoint_lacks(tmp_path, arrays, paths):
+    assert sorted(read_all(bundle(tmp_path / 'model.ckpt-1', arrays))) == paths
+
+
+@pytest.mark.parametrize(
+    'arrays, named',
+    [
+        *(
+            ({name: X}, name)
+            for name in (
+                'shared/embedding_slot_m',
+                'shared/embedding_slot_',
+                '../../etc/passwd',
+                'encoder/block_00/layer_000/SelfAttention/q',
+                'transformer/logits/kernel',
+            )
+        ),
+        ({f'lora/{i:02d}': X for i in range(12)}, r'lora/00, .*lora/09 and 2 more'),
+        ({'encoder/rms_norm/scale': X, 'encoder/final_layer_norm/scale': X}, 'norm/scale'),
+        ({'shared/embedding\u0663': X}, 'cannot be read .*ascii'),
+        ({'shared/embedding': X, 'shared/embedding_slot_vr': X}, 'token_embedder/embedding'),
+        ({'global_step': np.array(2**31)}, 'global_step 2147483648'),
+        ({'global_step': np.array(1, 'f4')}, 'global_step 1.0'),
+        ({'global_step': np.array([1])}, r'global_step \[1\]'),
+    ],
+)
+def test_what_has_no_place_in_t5x_is_named(tmp_path, arrays, named):
+    prefix = bundle(tmp_path / 'model.ckpt-1', arrays)
+    with pytest.raises(ValueError, match=f'model.ckpt-1.*{named}'):
+        mesh_tf.read_index(prefix)
+
+
+# Which files are meant.
+
+
+def test_a_folder_or_prefix_leads_to_the_checkpoint(tmp_path):
+    assert mesh_tf.find_prefix(tmp_path) is None
+    first = bundle(tmp_path / 'model.ckpt-1', {'a': X})
+    assert mesh_tf.find_prefix(tmp_path) == mesh_tf.find_prefix(str(first)) == first
+    bundle(tmp_path / 'model.ckpt-2', {'a': X})
+    with pytest.raises(ValueError, match=r'model.ckpt-1, model.ckpt-2'):
+        mesh_tf.find_prefix(tmp_path)
+    (tmp_path / 'checkpoint').write_text('model_checkpoint_path: "model.ckpt-1"\n')
+    assert mesh_tf.find_prefix(tmp_path) == first
+    assert mesh_tf.find_prefix(tmp_path / 'model.ckpt-3') is None
+    with pytest.raises(ValueError, match='model.ckpt-3.index is missing'):
+        mesh_tf.read_bundle_index(tmp_path / 'model.ckpt-3')
+
+
+def test_a_pointer_never_leaves_its_folder(tmp_path):
+    for target in ('/etc/passwd', '../../etc/passwd', 'gs://t5/x/passwd'):
+        (tmp_path / 'checkpoint').write_text(f'model_checkpoint_path: "{target}"\n')
+        assert mesh_tf.find_prefix(tmp_path) == tmp_path / 'passwd'
+    for target in ('', '..', '/', 'a/'):
+        (tmp_path / 'checkpoint').write_text(f'model_checkpoint_path: "{target}"\n')
+        prefix = mesh_tf.find_prefix(tmp_path)
+        assert prefix is None or prefix.parent == tmp_path
+
+
+@pytest.mark.parametrize('name', ['index', 'data-00001-of-00003', 'checkpoint'])
+def test_a_link_never_leaves_its_folder(tmp_path, name):
+    folder = tmp_path / 'checkpoint'
+    shutil.copytree(GOLDEN, folder)
+    file = folder / ('checkpoint' if name == 'checkpoint' else f'model.ckpt-1000000.{name}')
+    file.rename(tmp_path / 'elsewhere')
+    file.symlink_to('../elsewhere')
+    with pytest.raises(ValueError, match=f'{file} links to'):
+        read_all(mesh_tf.find_prefix(folder))
+    (tmp_path / 'elsewhere').rename(folder / 'beside')
+    file.unlink()
+    file.symlink_to('beside')
+    assert read_all(mesh_tf.find_prefix(folder))
+
+
+def test_a_checkpoint_of_t5x_is_not_taken_for_one(tmp_path):
+    """T5X's data iterator leaves a bundle of its own in there."""
+    shutil.copy(ROOT / 'tests/golden/t5x_t5_1_1_tiny/checkpoint_0/checkpoint', tmp_path)
+    bundle(tmp_path / 'train_ds-00000-of-00001', {'a': X})
+    assert mesh_tf.find_prefix(tmp_path) is None
+
+
+# Damage.
+
+
+def damage(folder, rng):
+    """Does one thing to one file of `folder` that changes it; says what."""
+    file = rng.choice(sorted(f for f in folder.iterdir() if 'model.ckpt' in f.name))
+    before = content = file.read_bytes()
+    kind = rng.choice(['flip', 'truncate', 'zero', 'swap', 'swap files'])
+    a, b = sorted(rng.sample(range(len(content)), 2))
+    length = min(rng.choice([1, 16, 4096]), b - a, len(content) - b)
+    if kind == 'flip':
+        content = content[:a] + bytes([content[a] ^ 1 << rng.randrange(8)]) + content[a + 1 :]
+    elif kind == 'truncate':
+        content = content[:a]
+    elif kind == 'zero':
+        content = content[:a] + bytes(length) + content[a + length :]
+    elif kind == 'swap':
+        between, behind = content[a + length : b], content[b + length :]
+        parts = (content[:a], content[b : b + length], between, content[a : a + length], behind)
+        content = b''.join(parts)
+    else:
+        other = rng.choice(sorted(f for f in folder.iterdir() if '.data-' in f.name))
+        content = other.read_bytes()
+        other.write_bytes(before)
+    file.write_bytes(content)
+    return content != before and f'{kind} in {file.name} at {a}, {b}, {length}'
+
+
+@pytest.mark.parametrize('num_faults', [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('of', ['golden', 'ours'])
+def test_every_one_of_many_random_faults_is_detected(tmp_path, of, num_faults):
+    whole, rng, found = tmp_path / 'whole', random.Random(of), 0
+    if of == 'golden':
+        shutil.copytree(GOLDEN, whole, ignore=shutil.ignore_patterns('*.npz', '*.json'))
+    else:
+        whole.mkdir()
+        bundle(whole / 'model.ckpt-7', mesh_tf_variables())
+    prefix = mesh_tf.find_prefix(whole)
+    read_all(prefix)
+    while found < num_faults:
+        shutil.rmtree(tmp_path / 'copy', ignore_errors=True)
+        shutil.copytree(whole, tmp_path / 'copy')
+        if fault := damage(tmp_path / 'copy', rng):
+            with pytest.raises(ValueError, match=r'model\.ckpt-'):
+                read_all(tmp_path / 'copy' / prefix.name)
+                pytest.fail(f'{fault} went undetected')
+            found += 1
+
+
+def test_no_bit_of_an_index_and_no_byte_of_the_arrays_is_without_protection(tmp_path):
+    names = ('global_step', 'encoder/final_layer_norm')
+    arrays = {n: x for n, x in mesh_tf_variables().items() if n.startswith(names)}
+    prefix = bundle(tmp_path / 'model.ckpt-7', arrays)
+    for file in tmp_path.iterdir():
+        content = file.read_bytes()
+        for at, bit in itertools.product(range(len(content)), range(8)):
+            if file.suffix == '.index' or bit == at % 8:
+                flipped = bytes([content[at] ^ 1 << bit])
+                file.write_bytes(content[:at] + flipped + content[at + 1 :])
+                with pytest.raises(ValueError):
+                    read_all(prefix)
+                    pytest.fail(f'bit {bit} of byte {at} of {file.name}')
+        file.write_bytes(content)
+    read_all(prefix)
+
+
+# Strangers, whose checksums are right.
+
+
+@pytest.mark.parametrize(
+    'lie',
+    [
+        *({1: dtype} for dtype in (7, 0, b'float')),
+        *({3: shard} for shard in (3, 2**63, b'../x')),
+        {4: b'1'},
+        {5: 2**40},
+        {2: proto((2, proto((1, 2**62))), (2, proto((1, 4)))), 5: 2**60},
+        {2: proto((2, proto((1, 2**64 - 2))), (2, proto((1, 2**64 - 3))))},
+        {2: proto((2, proto((1, 0)))), 5: 0},
+        {2: proto(*((2, proto((1, 1))) for _ in range(65))), 5: 4},
+        {2: proto((2, 6))},
+        *({2: shape} for shape in (b'\x12\x7f\x08', b'\xff' * 30, b'\x0b', 6)),
+        {7: b''},
+    ],
+)
+def test_an_entry_that_lies_is_refused(tmp_path, lie):
+    prefix = bundle(tmp_path / 'model.ckpt-1', {'a': X}, entry=lambda name, fields: fields | lie)
+    with pytest.raises(ValueError, match='model.ckpt-1.index cannot be read'):
+        mesh_tf.read_bundle_index(prefix)
+
+
+# The first is consistent in shape and size, so that only the file tells.
+@pytest.mark.parametrize(
+    'lie', [{2: proto((2, proto((1, 2**40)))), 5: 2**42}, {4: 2**62}, {4: 2**64 - 8}]
+)
+def test_an_array_beyond_its_file_takes_no_memory(tmp_path, lie):
+    prefix = bundle(tmp_path / 'model.ckpt-1', {'a': X}, entry=lambda name, fields: fields | lie)
+    with pytest.raises(ValueError, match='data-00000-of-00003'):
+        mesh_tf.read_bundle_index(prefix)['a'].read()
+
+
+HEADER = proto((1, 3))
+SNAPPY = (
+    '0604616201 00',  # copies from 0 bytes back
+    '06 04 6162 01 03',  # before the first byte
+    'ffffffff0f 04 6162 01 02',  # less than it says
+    '05 04 6162 01 02',  # more
+    '06 14 6162',  # torn
+    '06 04 6162 02 02',
+    'ffffffffffffffffffff01',  # no size
+    '8000',
+)
+
+
+BAD_KEYS = ([b'b', b'a'], [b'a', b'a'], [b'a' * 1001])
+CHANGES = (
+    lambda block: b'\x01' + block,
+    lambda block: b'\x00\x00\x09' + block,
+    lambda block: block[:-4] + b'\xff' * 4,
+    lambda block: b'',
+)
+
+
+@pytest.mark.parametrize(
+    'content',
+    [
+        b'',
+        b'model_checkpoint_path: "x"' * 9,
+        bytes(40) + bytes.fromhex('57fb808b247547db'),
+        b'\xff' * 40 + bytes.fromhex('57fb808b247547db'),
+        bytes(2**22 + 1),
+        *(table([x]) for x in [(b'a', b''), (b'', b''), (b'', proto((1, 1), (2, 1)))]),
+        *(table([(b'', HEADER), *((key, b'') for key in keys)]) for keys in BAD_KEYS),
+        *(table([(b'', HEADER)], change=change) for change in CHANGES),
+        table([(b'', HEADER)], compress=(2,)),
+        table([(b'', HEADER)], gap=b'gap'),
+        table([(b'', HEADER)])[:-48] + b'gap' + table([(b'', HEADER)])[-48:],
+        *(table([(b'', HEADER)], compress=(1,), compressed=bytes.fromhex(x)) for x in SNAPPY),
+    ],
+)
+def test_a_table_that_lies_is_refused(tmp_path, content):
+    (tmp_path / 'x.index').write_bytes(content)
+    with pytest.raises(ValueError, match='x.index cannot be read'):
+        mesh_tf.read_bundle_index(tmp_path / 'x')
+
+
+def test_arrays_take_no_memory_but_their_own(tmp_path):
+    x = np.zeros(2**23, np.float32)
+    entry = mesh_tf.read_bundle_index(bundle(tmp_path / 'model.ckpt-1', {'a': x}))['a']
+    tracemalloc.start()
+    found = entry.read()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found.size == x.size and peak < x.nbytes + 2**20
+
+
+def test_a_file_that_never_ends_is_not_opened(tmp_path):
+    prefix = bundle(tmp_path / 'model.ckpt-1', {'a': X})
+    entry = mesh_tf.read_bundle_index(prefix)['a']
+    entry.file.unlink()
+    os.mkfifo(entry.file)
+    with pytest.raises(ValueError, match='is missing'):
+        entry.read()
+    Path(f'{prefix}.index').unlink()
+    os.mkfifo(f'{prefix}.index')
+    assert mesh_tf.find_prefix(prefix) is None
+    with pytest.raises(ValueError, match='is missing'):
+        mesh_tf.read_bundle_index(prefix)
+
+
+def test_nonsense_under_right_checksums_ends_in_a_value_error(tmp_path):
+    rng, refused = random.Random(3), 0
+
+    def change(body):
+        body = bytearray(body)
+        for _ in range(rng.choice([0, 0, 0, 0, 0, 1, 3])):
+            body[rng.randrange(len(body))] = rng.choice([0, 1, 127, 128, 255, rng.randrange(256)])
+        return bytes(body)
+
+    arrays = {f'encoder/x{i}': X for i in range(20)}
+    for _ in range(200):
+        prefix = bundle(tmp_path / 'x', arrays, compress=(0,), change=change)
+        try:
+            for entry in mesh_tf.read_bundle_index(prefix).values():
+                entry.read()
+        except ValueError:
+            refused += 1
+    assert 100 < refused < 190  # of 200, the others were not changed or not much
+
+
+# TensorFlow itself, where it is installed.
+
+
+@pytest.mark.peers
+def test_what_tensorflow_saves_we_read_and_what_we_write_it_reads(tmp_path):
+    tf = pytest.importorskip('tensorflow', reason='needs TensorFlow; golden/mtf_t5_1_1 is its work')
+    v1, arrays, prefix = tf.compat.v1, mesh_tf_variables(), tmp_path / 'model.ckpt-1000000'
+    with tf.Graph().as_default():
+        for i, (name, x) in enumerate(arrays.items()):
+            with tf.device(f'/cpu:{i % 3}'):
+                v1.get_variable(name, initializer=tf.constant(x), use_resource=False)
+        saver = v1.train.Saver(sharded=True)
+        with v1.Session(config=v1.ConfigProto(device_count={'CPU': 3})) as session:
+            session.run(v1.global_variables_initializer())
+            saver.save(session, str(prefix), latest_filename='checkpoint')
+    assert mesh_tf.find_prefix(tmp_path) == prefix
+    entries = mesh_tf.read_bundle_index(prefix)
+    assert len({entry.file for entry in entries.values()}) == 3
+    assert_same(read_bundle(prefix), arrays)
+    ours = bundle(tmp_path / 'ours', arrays)
+    reader = tf.train.load_checkpoint(str(ours))
+    assert_same({name: np.asarray(reader.get_tensor(name)) for name in arrays}, arrays)
+    assert_same(read_all(ours), read_all(prefix))

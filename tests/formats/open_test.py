@@ -1,0 +1,476 @@
+"""Every kind of checkpoint opens by one call, and goes back out bit for bit.
+
+golden/: made by running T5X, TensorFlow's Saver and transformers; its READMEs say how.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shutil
+
+import chex
+import msgpack
+import numpy as np
+import pytest
+from command_line import CommandLine
+from permissions import full_disk
+from small_models import t5_config
+
+import checkpoint
+import formats.open
+import infer
+import model
+import partition
+import user_code
+import vocabulary as vocabularies
+from formats import hugging_face
+from modes import convert
+from modes.errors import one_line
+from modes.train_vocabulary import train_vocabulary
+from run import verify
+
+ROOT = pathlib.Path(__file__).parents[2]
+GOLDEN = ROOT / 'tests/golden'
+MESH_TF = GOLDEN / 'mtf_t5_1_1'
+HUGGING_FACE = GOLDEN / 'hf_t5_1_1'
+T5X = GOLDEN / 't5x_t5_1_1_tiny/checkpoint_6'
+
+
+def inline_array(x):
+    """`x` as T5X's index has it where it has no axes: in msgpack's extension 1."""
+    return msgpack.ExtType(1, msgpack.packb((x.shape, x.dtype.name, x.tobytes())))
+
+
+def write_inline(directory, tree):
+    """Write an index file of T5X that holds all arrays of the flat `tree`."""
+    leaves = {path: inline_array(x) for path, x in tree.items()}
+    content = {'version': 3, 'optimizer': checkpoint.unflatten(leaves)}
+    directory.mkdir(exist_ok=True)
+    (directory / 'checkpoint').write_bytes(msgpack.packb(content))
+
+
+def stack_layers(params, config):
+    """Return T5X's scalable_t5 tree of umT5 (t5x/examples/scalable_t5): layers on axis 1, heads apart."""
+    stacked = {}
+    for path, x in params.items():
+        first_layer = re.fullmatch(r'(encoder|decoder)/layers_0/(.+)', path)
+        if first_layer:
+            stack, name = first_layer.groups()
+            layers = []
+            for i in range(config.num_encoder_layers):
+                layer = params[f'{stack}/layers_{i}/{name}']
+                if re.search('(query|key|value)/kernel', path):
+                    layer = layer.reshape(config.emb_dim, config.num_heads, -1)
+                elif path.endswith('out/kernel'):
+                    layer = layer.reshape(config.num_heads, -1, config.emb_dim)
+                layers.append(layer)
+            stacked[f'{stack}/{stack}/{name}'] = np.stack(layers, axis=1)
+        elif '/layers_' not in path:
+            stacked[path] = x
+    return stacked
+
+
+@pytest.mark.parametrize('inline', [False, True])
+def test_stacked_layers_of_umt5(tmp_path, inline, monkeypatch):
+    sizes = {'vocab_size': 384, 'emb_dim': 24, 'num_heads': 4, 'head_dim': 8, 'mlp_dim': 48}
+    sizes |= {
+        'num_encoder_layers': 3,
+        'num_decoder_layers': 3,
+        'mlp_activations': ('gelu', 'linear'),
+    }
+    config = t5_config(**sizes, dtype='float32', dropout_rate=0.1, relpos_bias_per_layer=True)
+    rng = np.random.default_rng(0)
+    params = {}
+    for path, shape in model.shapes(config).items():
+        params[path] = rng.standard_normal(shape).astype(np.float32)
+    stacked = stack_layers(params, config)
+    assert stacked['decoder/decoder/self_attention/out/kernel'].shape == (4, 3, 8, 24)
+    assert stacked['encoder/encoder/relpos_bias/rel_embedding'].shape == (4, 3, 32)
+    assert stacked['encoder/encoder/mlp/wo/kernel'].shape == (48, 3, 24)
+    assert stacked['decoder/decoder/pre_mlp_layer_norm/scale'].shape == (24, 3)
+    tree = {f'target/{path}': x for path, x in stacked.items()} | {'state/step': np.array(9, 'i4')}
+    tree['state/param_states/encoder/encoder/mlp/wo/kernel/v_row'] = np.ones([24, 3], np.float32)
+    if inline:
+        directory = tmp_path / 'checkpoint_9'
+        write_inline(directory, tree)
+    else:
+        directory = checkpoint.save(tmp_path, 9, tree)
+    reads = []
+    read = checkpoint.ZarrEntry.read
+    monkeypatch.setattr(checkpoint.ZarrEntry, 'read', lambda x: reads.append(x) or read(x))
+    restored = checkpoint.restore(formats.open.open_checkpoint(directory, part='').leaves)
+    assert restored.pop('state/step') == 9
+    chex.assert_trees_all_equal(restored, {f'target/{path}': x for path, x in params.items()})
+    num_stacks = sum(path.startswith(('encoder/encoder/', 'decoder/decoder/')) for path in stacked)
+    assert len(reads) == (0 if inline else num_stacks)  # each once
+    opened = formats.open.open_model(directory)
+    assert opened.config == config
+    t5 = infer.load(directory, mesh=partition.make_mesh(data=2, model=2))
+    assert t5.config == config
+    chex.assert_trees_all_equal(t5.arrays, params)
+    del reads[:]
+    convert.convert_checkpoint(directory, tmp_path / 'hf', 'hf')
+    convert.convert_checkpoint(directory, tmp_path / 'apart', 't5x')
+    assert len(reads) in (0, 2 * (num_stacks + 4))  # and what is not stacked
+    assert json.loads((tmp_path / 'hf/config.json').read_text())['model_type'] == 'umt5'
+    written = checkpoint.restore(formats.open.open_checkpoint(tmp_path / 'hf', part='').leaves)
+    chex.assert_trees_all_equal(written, {f'target/{path}': x for path, x in params.items()})
+
+
+def test_a_file_alone(tmp_path):
+    """T5X's index with all arrays in it, whatever its name; and the index of a folder."""
+    write_inline(tmp_path, checkpoint.restore(T5X))
+    (tmp_path / 'checkpoint').rename(tmp_path / 'test_t5_tiny.checkpoint_0')
+    expected = infer.load(T5X).arrays
+    for path in (tmp_path / 'test_t5_tiny.checkpoint_0', T5X / 'checkpoint'):
+        chex.assert_trees_all_equal(infer.load(path).arrays, expected)
+    assert infer.load(MESH_TF / 'checkpoint').config.emb_dim == 32
+
+
+def restore(path):
+    return checkpoint.restore(formats.open.open_checkpoint(path, part='').leaves)
+
+
+def assert_same_bits(found, expected):
+    """Two trees of numpy arrays, dtypes included."""
+    chex.assert_trees_all_equal(found, expected, strict=True)
+
+
+def test_t5x_to_ours_to_t5x(golden, tmp_path):
+    expected = restore(golden / 'checkpoint_6')
+    first = convert.convert_checkpoint(golden / 'checkpoint_6', tmp_path / 'a', 't5x')
+    assert first.name == 'checkpoint_6'
+    assert verify.verify(first)
+    assert_same_bits(restore(first), expected)
+    second = convert.convert_checkpoint(tmp_path / 'a', tmp_path / 'b', 't5x')
+    assert_same_bits(restore(second), expected)
+
+
+@pytest.mark.parametrize('source', [T5X, MESH_TF, HUGGING_FACE], ids=lambda path: path.name)
+def test_through_hugging_face_and_back(source, tmp_path):
+    convert.convert_checkpoint(source, tmp_path / 'hf', 'hf')
+    assert hugging_face.is_folder(tmp_path / 'hf')
+    convert.convert_checkpoint(tmp_path / 'hf', tmp_path / 'back', 't5x')
+    expected = checkpoint.parameters(restore(source))
+    assert_same_bits(checkpoint.parameters(restore(tmp_path / 'hf')), expected)
+    back = restore(next((tmp_path / 'back').glob('checkpoint_*')))
+    assert_same_bits(checkpoint.parameters(back), expected)
+    assert back['state/step'] == 0  # Hugging Face keeps none
+    of_hugging_face = formats.open.open_model(tmp_path / 'hf').config
+    assert of_hugging_face == formats.open.open_model(tmp_path / 'back').config
+
+
+def test_mesh_tf_keeps_its_optimizer_state(tmp_path):
+    written = convert.convert_checkpoint(MESH_TF, tmp_path, 't5x')
+    arrays = np.load(MESH_TF / 'golden.npz')
+    found = checkpoint.restore(written)
+    assert written.name == 'checkpoint_1000000' and found['state/step'] == 1_000_000
+    for name in arrays:
+        if name.startswith('imported/'):
+            path, x = name.removeprefix('imported/'), arrays[name]
+            np.testing.assert_array_equal(found[path].astype(x.dtype), x, path)
+
+
+SOURCES = {
+    'T5X': T5X,
+    'T5X workdir': T5X.parent,
+    'Mesh-TF folder': MESH_TF,
+    'Mesh-TF prefix': MESH_TF / 'model.ckpt-1000000',
+    'Hugging Face': HUGGING_FACE,
+}
+ODD = "a b, größe 文 #?%&'[]"
+
+
+def some_arrays(path):
+    """{path: array} of a few parameters, as `load` finds them."""
+    leaves = formats.open.open_checkpoint(path).leaves
+    names = (
+        'token_embedder/embedding',
+        'decoder/layers_1/mlp/wo/kernel',
+        'encoder/encoder_norm/scale',
+    )
+    return checkpoint.restore({f'target/{name}': leaves[f'target/{name}'] for name in names})
+
+
+@pytest.mark.parametrize('source', SOURCES)
+def test_every_form_of_a_path(source, tmp_path, monkeypatch):
+    """Relative, through a link, in a folder with an odd name; of what is read and of what is written."""
+    expected = some_arrays(SOURCES[source])
+    folder = MESH_TF if source == 'Mesh-TF prefix' else SOURCES[source]
+    name = os.path.relpath(SOURCES[source], folder.parent)
+    here = tmp_path / ODD / 'here'
+    (here / 'sub').mkdir(parents=True)
+    shutil.copytree(folder, here / folder.name)
+    (here / 'linked').symlink_to(folder.name)
+    monkeypatch.chdir(here)
+    linked = name.replace(folder.name, 'linked', 1)
+    for path in (os.path.relpath(SOURCES[source]), f'../here/sub/../{name}', linked):
+        chex.assert_trees_all_equal(some_arrays(path), expected)
+    for form, to in [('t5x', 'sub/../out'), ('hf', f'new/{ODD}')]:
+        written = convert.convert_checkpoint(name, to, form)
+        assert written.is_relative_to(here) and '..' not in written.parts
+        chex.assert_trees_all_equal(some_arrays(to), expected)
+
+
+@pytest.fixture(scope='module')
+def places(tmp_path_factory):
+    """What users name by mistake."""
+    folder = tmp_path_factory.mktemp('places')
+    shutil.copytree(T5X, folder / 't5x/checkpoint_6')
+    shutil.copytree(HUGGING_FACE, folder / 'hf')
+    shutil.copytree(MESH_TF, folder / 'mtf')
+    for name, content in {
+        'text.txt': 'plain text',
+        'bert/config.json': '{"model_type": "bert"}',
+        'bert/model.safetensors': '',
+        'longt5/config.json': '{"model_type": "longt5"}',
+        'no weights/config.json': '{"model_type": "t5"}',
+        'mtf lost/checkpoint': 'model_checkpoint_path: "model.ckpt-0"\n',
+        'flax/config.json': '{"model_type": "mt5"}',
+        'flax/flax_model.msgpack': '',
+        'torch/config.json': '{"model_type": "umt5"}',
+        'torch/pytorch_model.bin': '',
+        'tf/tf_model.h5': '',
+        'run/lock': '',
+        'run/config.json': '{"model": {}}',
+        'other/config.json': '{}',
+    }.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content)
+    (folder / 'empty').mkdir()
+    (folder / 'loop').symlink_to('loop')
+    (folder / 'dangling').symlink_to('nothing')
+    return folder
+
+
+@pytest.mark.parametrize(
+    'name, named',
+    [
+        ('nowhere', 'nowhere/checkpoint is missing'),
+        ('dangling', 'dangling/checkpoint is missing'),
+        ('loop', 'loop'),
+        ('empty', 'empty/checkpoint is missing'),
+        ('other', 'other, which holds config.json'),
+        ('http://x/y', 'http://x/y'),
+        ('run', 'run has no checkpoint yet'),
+        ('text.txt', 'text.txt is no T5X index'),
+        *((name, f'{name}/config.json: model_type={name}') for name in ('bert', 'longt5')),
+        ('no weights', 'no weights has no model.safetensors'),
+        ('flax', 'flax_model.msgpack: '),
+        ('torch', 'pytorch_model.bin: '),
+        ('tf', 'tf_model.h5: '),
+        ('torch/pytorch_model.bin', 'pytorch_model.bin'),
+        *((f'hf/{name}', 'name its folder, ') for name in ('model.safetensors', 'config.json')),
+        ('t5x/checkpoint_6/target.token_embedder.embedding', 'which holds .zarray, 0.0'),
+        ('t5x/checkpoint_6/README', 'README/checkpoint is missing'),
+        ('mtf lost', 'model.ckpt-0.index is missing'),
+    ],
+)
+def test_what_is_no_checkpoint(places, name, named):
+    path = name if '://' in name else places / name
+    for ask in (infer.load, lambda path: convert.convert_checkpoint(path, places / 'x', 't5x')):
+        with pytest.raises(ValueError, match=re.escape(named)) as error:
+            ask(path)
+        assert '\n' not in str(error.value)
+    assert not (places / 'x').exists()
+
+
+def test_the_root_and_single_files_of_checkpoints(tmp_path):
+    """One file of Mesh-TF's names its checkpoint, one of ours does not."""
+    with pytest.raises(ValueError, match='^/checkpoint is missing'):
+        infer.load('/')
+    with pytest.raises(ValueError, match='is or lies in /'):
+        convert.convert_checkpoint('/', tmp_path / 'x', 't5x')
+    written = convert.convert_checkpoint(T5X, tmp_path / 'x', 't5x')
+    for name in ('manifest.json', 'config.json'):
+        with pytest.raises(ValueError, match=f'name its folder, {written}$'):
+            infer.load(written / name)
+    for name in ('index', 'data-00000-of-00003', 'data-00002-of-00003'):
+        assert formats.open.open_model(MESH_TF / f'model.ckpt-1000000.{name}').config.emb_dim == 32
+
+
+@pytest.mark.parametrize(
+    'name',
+    [
+        *('hf/model.safetensors', 'hf/config.json', 'hf/spiece.model'),
+        *('mtf/checkpoint', 'mtf/model.ckpt-1000000.index'),
+        'mtf/model.ckpt-1000000.data-00001-of-00003',
+        *('t5x/checkpoint_6/checkpoint', 't5x/checkpoint_6/vocabulary.model'),
+        't5x/checkpoint_6/target.encoder.encoder_norm.scale/.zarray',
+        't5x/checkpoint_6/target.encoder.encoder_norm.scale/0',
+    ],
+)
+def test_pointers_of_git_lfs(places, name):
+    file = places / name
+    content = file.read_bytes() if file.exists() else None
+    file.write_text('version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n')
+    try:
+        with pytest.raises(ValueError, match=f'{name} is a pointer of git-lfs'):
+            infer.load(places / name.split('/')[0])
+        if name.endswith('spiece.model'):
+            with pytest.raises(ValueError, match=f'{name} is a pointer of git-lfs'):
+                infer.load(T5X, vocabulary=places / 'hf')
+    finally:
+        file.unlink()
+        if content is not None:
+            file.write_bytes(content)
+
+
+@pytest.mark.parametrize('form', ['t5x', 'hf'])
+@pytest.mark.parametrize(
+    'to',
+    [
+        *('text.txt', 'text.txt/x', 'dangling', 'loop', 't5x', 't5x/new'),
+        *('hf/../t5x/checkpoint_6', 'hf', 'mtf', 'run'),
+    ],
+)
+def test_folders_that_are_not_written_to(places, to, form):
+    before = sorted(places.rglob('*'))
+    with pytest.raises(ValueError, match=to.rpartition('../')[2]) as error:
+        convert.convert_checkpoint(places / 't5x', places / to, form)
+    assert '\n' not in str(error.value) and sorted(places.rglob('*')) == before
+
+
+@pytest.mark.parametrize('form', ['t5x', 'hf'])
+def test_converting_is_all_or_nothing(tmp_path, form):
+    shutil.copytree(T5X, tmp_path / 'from/checkpoint_6')
+    chunk = tmp_path / 'from/checkpoint_6/target.token_embedder.embedding/0.0'
+    content = chunk.read_bytes()
+    chunk.write_bytes(content[:-20])
+    for to in ('to', 'new/folders/to'):
+        with pytest.raises(ValueError, match='target.token_embedder.embedding'):
+            convert.convert_checkpoint(tmp_path / 'from', tmp_path / to, form)
+        assert os.listdir(tmp_path) == ['from']
+    chunk.write_bytes(content)
+    written = convert.convert_checkpoint(tmp_path / 'from', tmp_path / 'new/folders/to', form)
+    assert os.listdir(tmp_path / 'new/folders') == ['to']
+    with pytest.raises(ValueError, match=f'{written} exists'):
+        convert.convert_checkpoint(tmp_path / 'from', tmp_path / 'new/folders/to', form)
+
+
+@pytest.mark.parametrize('form', ['t5x', 'hf'])
+def test_a_full_disk(tmp_path, form):
+    """The error names the folder that the user gave, not the unfinished one."""
+    with full_disk(1000), pytest.raises(OSError) as refused:
+        convert.convert_checkpoint(T5X, tmp_path / 'new/out', form)
+    assert user_code.frames_of(refused.value) == ''  # its causes are a ring
+    message = one_line(refused.value)
+    assert f'{tmp_path}/new/out' in message and 'File too large' in message
+    assert 'tmp-' not in message and 'rrno' not in message and len(message) < 300
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.fixture(scope='module')
+def main(tmp_path_factory):
+    command_line = CommandLine(tmp_path_factory.mktemp('command'))
+    yield lambda *arguments: command_line('--mode=convert', *arguments)
+    command_line.close()
+
+
+@pytest.mark.slow
+def test_the_command(main, tmp_path):
+    relative = os.path.join('tests', '..', os.path.relpath(T5X, ROOT))  # to where it starts
+    result = main(f'--from={relative}', f'--to={tmp_path}/x/../hf', '--format=hf')
+    assert result.status == 0, result.stderr
+    assert result.stdout.strip() == f'{tmp_path}/hf'
+    assert json.loads((tmp_path / 'hf/config.json').read_text())['d_model'] == 32
+    for arguments, name in [
+        ([f'--from={T5X}'], '--to'),
+        ([f'--from={T5X}', f'--to={tmp_path}/hf', '--format=hf'], f'{tmp_path}/hf'),
+        ([f'--from={T5X}', f'--to={tmp_path}/x', '--format=bin'], '--format'),
+    ]:
+        result = main(*arguments)
+        assert result.status == 2 and len(result.stderr.splitlines()) == 1, result.stderr
+        assert name in result.stderr and not (tmp_path / 'x').exists()
+
+
+@pytest.fixture(scope='module')
+def pieces():
+    texts = [f'the {i} words of a text, {i * i}' for i in range(500)]
+    return train_vocabulary(texts, 60)
+
+
+def test_the_vocabulary_goes_along(tmp_path, pieces, caplog):
+    shutil.copytree(HUGGING_FACE, tmp_path / 'hf')
+    (tmp_path / 'hf/spiece.model').write_bytes(pieces)
+    written = convert.convert_checkpoint(tmp_path / 'hf', tmp_path / 'ours', 't5x')
+    assert (written / 'vocabulary.model').read_bytes() == pieces
+    assert 'vocabulary.model' in json.loads((written / 'manifest.json').read_text())['files']
+    t5 = infer.load(tmp_path / 'ours')
+    assert t5.vocabulary.model == pieces
+    shutil.copytree(written, tmp_path / 'alone')
+    for path in (written, tmp_path / 'alone', written / 'checkpoint'):
+        directory = formats.open.open_checkpoint(path).directory
+        assert vocabularies.find_vocabulary(directory).model == pieces
+    assert infer.load(tmp_path / 'alone').vocabulary.model == pieces
+    own = {'model': dataclasses.asdict(t5.config), 'data': {'vocabulary': 'bytes'}}
+    files = {'config.json': json.dumps(own).encode()}
+    checkpoint.save(tmp_path / 'bytes', 6, restore(HUGGING_FACE), files)
+    convert.convert_checkpoint(tmp_path / 'bytes', tmp_path / 'of bytes', 't5x')
+    assert isinstance(infer.load(tmp_path / 'of bytes').vocabulary, vocabularies.ByteVocabulary)
+    assert not caplog.messages
+    before = sorted(tmp_path.rglob('*'))
+    with pytest.raises(ValueError, match='another vocabulary'):
+        convert.convert_checkpoint(T5X, tmp_path / 'ours', 't5x')
+    assert sorted(tmp_path.rglob('*')) == before
+    assert isinstance(t5.generate(['some text'], max_length=3)[0], str)
+
+
+def test_where_a_vocabulary_is_found(tmp_path, pieces):
+    """In the checkpoint, else in its run; in any folder that is named."""
+    others = {name: pieces + b'\x0a\x07\x0a\x05' + name.encode() for name in ('run__', 'other')}
+    folder = shutil.copytree(T5X, tmp_path / 'run/checkpoint_6')
+    assert vocabularies.find_vocabulary(folder) is None
+
+    def found(path, vocabulary=None):
+        return vocabularies.find_vocabulary(
+            formats.open.open_checkpoint(path).directory, vocabulary
+        ).model
+
+    (tmp_path / 'run/vocabulary.model').write_bytes(others['run__'])
+    for path in (folder, folder.parent, folder / 'checkpoint'):
+        assert found(path) == others['run__']
+    for path in (folder, folder.parent, folder.parent / 'vocabulary.model'):
+        assert found(T5X, path) == others['run__']
+    for name in ('sentencepiece.model', 'spiece.model', 'vocabulary.model'):  # the last comes first
+        (folder / name).write_bytes(others['other'] if name != 'vocabulary.model' else pieces)
+        assert found(folder) == (folder / name).read_bytes()
+        assert found(T5X, folder) == (folder / name).read_bytes()
+    copied = shutil.copytree(HUGGING_FACE, tmp_path / 'run/hf')  # which is not of that run
+    assert vocabularies.find_vocabulary(copied) is None
+    mesh_tf = shutil.copytree(MESH_TF, tmp_path / 'run/mtf')
+    (mesh_tf / 'sentencepiece.model').write_bytes(pieces)
+    assert found(mesh_tf) == found(mesh_tf / 'model.ckpt-1000000') == pieces
+    own = {'model': {}, 'data': {'vocabulary': 'bytes'}}
+    (tmp_path / 'of bytes').mkdir()
+    (tmp_path / 'of bytes/config.json').write_text(json.dumps(own))
+    for name in ('bytes', tmp_path / 'of bytes'):
+        assert isinstance(vocabularies.find_vocabulary(T5X, name), vocabularies.ByteVocabulary)
+    with pytest.raises(ValueError, match='no file, nor a folder'):
+        vocabularies.find_vocabulary(T5X, folder / 'nothing')  # though there is one beside
+
+
+def test_what_is_assumed_or_missing_is_said(tmp_path, caplog):
+    """The activation of a gated MLP, where there is no config, and the vocabulary."""
+    for form in ('t5x', 'hf'):
+        written = convert.convert_checkpoint(T5X, tmp_path / form, form)
+        activation, vocabulary = caplog.messages
+        assert str(T5X) in activation and "mlp_activations=('gelu', 'linear')" in activation
+        assert f'{T5X} brings no vocabulary file, so {written} has none' in vocabulary
+        caplog.clear()
+        infer.load(written)
+        infer.load(T5X, config=infer.load(written).config)
+        infer.load(HUGGING_FACE)
+        assert not caplog.messages
+
+
+def test_no_vocabulary_for_checkpoints_that_had_none(tmp_path, pieces):
+    shutil.copytree(T5X, tmp_path / 'out/checkpoint_6')
+    shutil.copytree(HUGGING_FACE, tmp_path / 'hf')
+    (tmp_path / 'hf/spiece.model').write_bytes(pieces)
+    convert.convert_checkpoint(tmp_path / 'hf', tmp_path / 'out', 't5x')
+    assert sorted(os.listdir(tmp_path / 'out')) == ['checkpoint_0', 'checkpoint_6']
+    assert vocabularies.find_vocabulary(tmp_path / 'out/checkpoint_0').model == pieces
+    assert vocabularies.find_vocabulary(tmp_path / 'out/checkpoint_6') is None

@@ -1,0 +1,524 @@
+"""Own models: the example trains, decodes, saves and loads; models do not mix; what is refused."""
+
+import dataclasses
+import json
+import runpy
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import questions
+from runs import ROOT, metrics_of, run, small_config, state_of
+from small_models import (
+    assert_close,
+    assert_refused,
+    make_mesh,
+    random_batch,
+    random_params,
+    stepwise_logits,
+    t5_config,
+)
+
+import checkpoint
+import infer
+import model
+from configs import base
+from configs import check as settings
+from formats import own_model
+from modes import convert
+from modes import evaluate as evaluate_mode
+from modes.start import choose_initial
+from modes.train import make_trainer, prepare
+from run import verify
+
+EXAMPLE = ROOT / 'examples/squared_relu/squared_relu.py'
+ROTARY = ROOT / 'examples/rotary/rotary.py'
+# An Mlp with parameters of its own.
+MLP = """
+import haiku as hk
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import partition
+
+
+def change(model):
+    class Mlp(model.Mlp):
+        def __call__(self, x_bTD, rows_b=None):
+            width = partition.split(self.config.mlp_dim, 'model')
+            up_Df = hk.get_parameter('up', (x_bTD.shape[-1], width), init=model.NORMAL)
+            down_fD = hk.get_parameter('down', (width, x_bTD.shape[-1]), init=model.NORMAL)
+            hidden_bTf = jax.nn.softplus(jnp.einsum('bTD,Df->bTf', x_bTD, up_Df))
+            return lax.psum(jnp.einsum('bTf,fD->bTD', hidden_bTf, down_fD), 'model')
+
+    model.Mlp = Mlp
+    model.PARAMETER_SPECS[r'.+/mlp/up'] = P(None, 'model')
+    model.PARAMETER_SPECS[r'.+/mlp/down'] = P('model', None)
+"""
+SIZES = {
+    'vocab_size': 384,
+    'emb_dim': 16,
+    'num_heads': 2,
+    'num_encoder_layers': 1,
+    'num_decoder_layers': 1,
+    'head_dim': 8,
+    'mlp_dim': 16,
+    'mlp_activations': ('relu',),
+}
+
+
+def load(file, **settings):
+    """An own model and its T5Config."""
+    return own_model.load(
+        base.get_config().model.to_dict() | SIZES | {'module': str(file)} | settings
+    )
+
+
+def example_config(corpus, mesh=(1, 1), steps=2, file=EXAMPLE):
+    """Two steps of a run with the example's model, every one saved."""
+    config = small_config(corpus, steps, *mesh)
+    config.model.module = str(file)
+    config.model.mlp_activations = ('squared_relu',)
+    config.model.dropout_rate = 0.0  # a step compiles twice as fast
+    config.save.every_steps = 1
+    return config
+
+
+@pytest.fixture(scope='module')
+def trained(corpus, make_once):
+    """The workdir of such a run, and beside it the file of its model. Tests only read it."""
+
+    def train_it(folder):
+        (folder / 'files').mkdir()
+        file = shutil.copy(EXAMPLE, folder / 'files/own.py')
+        run(example_config(corpus, file=file), folder / 'run')
+
+    return make_once('own_model', train_it)
+
+
+# The numbers of an own model.
+
+
+@pytest.mark.parametrize('first', ['own', pytest.param('plain', marks=pytest.mark.slow)])
+def test_own_and_plain_models_do_not_mix(first):
+    """relu(x)^2 is the gated Mlp ('relu', 'relu') of model.py with the same kernel twice."""
+    plain_config = t5_config(**SIZES)
+    params = random_params(plain_config)
+    gated_params = {}
+    for path, x in params.items():
+        if path.endswith('mlp/wi/kernel'):
+            gated_params[path.replace('wi', 'wi_0')] = x
+            gated_params[path.replace('wi', 'wi_1')] = x
+        else:
+            gated_params[path] = x
+
+    def of_name(name):
+        if name == 'own':
+            own, config = load(EXAMPLE, mlp_activations=('squared_relu',))
+            return infer.T5(config, params, make_mesh(1, 2), model=own)
+        gated = dataclasses.replace(plain_config, mlp_activations=('relu', 'relu'))
+        return infer.T5(gated, gated_params, make_mesh(1, 2))
+
+    batch = random_batch(seed=0)
+    last = 'plain' if first == 'own' else 'own'
+    of_first = of_name(first)
+    of_last = of_name(last)
+    expected = of_last.logits(batch)  # compiled before the one that was made first
+    assert_close(of_first.logits(batch), expected, 1e-6)
+    with pytest.raises(ValueError, match='squared_relu'):
+        t5_config(**SIZES | {'mlp_activations': ('squared_relu',)})
+
+
+def sharp_params(own, config):
+    rng = np.random.default_rng(0)
+    params = {}
+    for path, shape in own.shapes(config).items():
+        params[path] = rng.normal(0, 0.5, shape).astype(np.float32)
+    return params
+
+
+@pytest.mark.slow
+def test_own_parameters(tmp_path):
+    """The answers are those of the uncached logits, on a mesh, whose logits are those of one device."""
+    file = tmp_path / 'own.py'
+    file.write_text(MLP)
+    own, config = load(file)
+    assert own.shapes(config)['decoder/layers_0/mlp/up'] == (16, 16)
+    assert 'decoder/layers_0/mlp/wi/kernel' not in own.shapes(config)
+    check_on_meshes(own, config, sharp_params(own, config))
+
+
+def check_on_meshes(own, config, params):
+    t5 = infer.T5(config, params, make_mesh(2, 2), model=own)
+    batch = check_answers(t5)
+    one_device = infer.T5(config, params, make_mesh(1, 1), model=own)
+    assert_close(one_device.logits(batch), t5.logits(batch), 1e-5)
+
+
+def check_answers(t5, is_long=True):
+    """Assert that each token of a cached greedy answer is the most likely one of the logits.
+
+    Return the batch of the answers.
+    """
+    batch = random_batch(seed=0)
+    inputs = [[int(i) for i in row if i > 0] for row in batch['encoder_input_tokens']]
+    tokens_bnT, scores_bn = t5.generate_tokens(inputs, max_length=16)
+    answers_bT = tokens_bnT[:, 0, :16]
+    batch['decoder_target_tokens'] = answers_bT
+    batch['decoder_input_tokens'] = np.pad(answers_bT[:, :-1], ((0, 0), (1, 0)))
+    logits_bTV = np.asarray(t5.logits(batch))
+    is_token_bT = answers_bT > 0
+    if is_long:
+        assert is_token_bT.sum() > 20 and len(np.unique(answers_bT)) > 3
+    np.testing.assert_array_equal(logits_bTV.argmax(axis=-1)[is_token_bT], answers_bT[is_token_bT])
+    log_probs_bTV = jax.nn.log_softmax(logits_bTV)
+    log_probs_bT = np.take_along_axis(log_probs_bTV, answers_bT[:, :, None], axis=2)[:, :, 0]
+    assert_close(scores_bn[:, 0], (log_probs_bT * is_token_bT).sum(axis=1), 1e-5)
+    return batch
+
+
+# Rotary positions: one class that is changed, for training and decoding.
+
+
+@pytest.fixture(scope='module')
+def rotary():
+    own, config = load(ROTARY, num_decoder_layers=2)
+    params = sharp_params(own, config)
+    assert not [path for path in params if 'relpos_bias' in path]
+    return own, config, params
+
+
+def test_rotary_positions_cached_and_uncached(rotary):
+    """The logits are equal, later tokens change no earlier one, and distances count alone."""
+    own, config, params = rotary
+    batch = random_batch(seed=0)
+    batch = {name: np.where(x == 0, 5, x) for name, x in batch.items()}  # no padding
+    t5 = infer.T5(config, params, make_mesh(1, 1), model=own)
+    expected = np.asarray(t5.logits(batch))
+    inputs, tokens = batch['encoder_input_tokens'], batch['decoder_input_tokens']
+    stepwise = stepwise_logits(config, make_mesh(1, 1), own)
+    assert_close(stepwise(params, inputs, tokens), expected, 1e-5)
+    changed = np.where(np.arange(16)[None] < 9, tokens, 383 - tokens)
+    for logits in (
+        t5.logits(batch | {'decoder_input_tokens': changed}),
+        stepwise(params, inputs, changed),
+    ):
+        assert_close(np.asarray(logits)[:, :9], expected[:, :9], 1e-5)
+        assert np.abs(logits[:, 9:] - expected[:, 9:]).max(axis=2).min() > 1e-3
+    # Neighbours are in the row, and all positions are moved.
+    packed = {name: np.pad(x, ((0, 0), (7, 0)), constant_values=9) for name, x in batch.items()}
+    for name, x in (('encoder', inputs), ('decoder', tokens)):
+        packed[f'{name}_segment_ids'] = np.pad(
+            np.full_like(x, 2), ((0, 0), (7, 0)), constant_values=1
+        )
+    del packed['decoder_loss_weights']
+    assert_close(np.asarray(t5.logits(packed))[:, 7:], expected, 1e-4)
+    without = t5_config(**SIZES | {'num_decoder_layers': 2})
+    plain = model.shapes(without)
+    zeros = {path: np.zeros(plain[path], np.float32) for path in plain if path not in params}
+    no_positions = infer.T5(without, {**params, **zeros}, make_mesh(1, 1)).logits(batch)
+    assert np.abs(no_positions - expected).max() > 0.1
+
+
+@pytest.mark.slow
+def test_rotary_positions_decode(rotary):
+    check_on_meshes(*rotary)
+
+
+def test_rotary_positions_train(corpus, tmp_path):
+    config = small_config(corpus, steps=12)
+    config.model.update(module=str(ROTARY), dropout_rate=0.0)
+    config.save.every_steps = 12
+    config.eval.every_steps = 12
+    run(config, tmp_path)
+    losses = [line['loss'] for line in metrics_of(tmp_path) if line['run'] == 'train']
+    assert np.mean(losses[-3:]) < np.mean(losses[:3]) - 0.2
+    t5 = infer.load(tmp_path)
+    assert t5.config.module == str(ROTARY)
+    check_answers(t5, is_long=False)
+
+
+@pytest.mark.parametrize('file', [EXAMPLE, ROTARY], ids=lambda file: file.stem)
+def test_the_config_of_an_example(file):
+    found = runpy.run_path(str(file.with_name(f'tiny_{file.name}')))
+    config = found['get_config']()
+    settings.check(config)
+    _, model_config = own_model.load(config.model)
+    assert model_config.module == str(file)
+
+
+def test_a_changed_file_is_another_model(tmp_path):
+    file = tmp_path / 'own.py'
+    file.write_text('def change(model):\n    model.NUM_BUCKETS = 16\n')
+    old, old_config = load(file)
+    file.write_text('def change(model):\n    model.NUM_BUCKETS = 24\n')
+    new, new_config = load(file)
+    assert old_config != new_config and old_config.module == new_config.module
+    bias = 'encoder/relpos_bias/rel_embedding'
+    assert old.shapes(old_config)[bias] == (2, 16)
+    assert new.shapes(new_config)[bias] == (2, 24)
+    assert model.shapes(t5_config(**SIZES))[bias] == (2, 32)
+
+
+# Adapters that are merged by a rule of the user's own.
+
+ADAPTERS = """
+import jax.numpy as jnp
+
+
+def change(model):
+    def adapted_kernel(config, kernel, lora_a, lora_b):
+        return kernel * (1 + config.lora_alpha * jnp.tanh(lora_a @ lora_b))
+
+    model.adapted_kernel = adapted_kernel
+"""
+
+
+def test_merged_is_unmerged(tmp_path):
+    file = tmp_path / 'own.py'
+    file.write_text(ADAPTERS)
+    own, config = load(file, lora_rank=2, lora_alpha=1.0, lora_targets='.+/kernel')
+    params = sharp_params(own, config)
+    batch = random_batch(seed=0)
+    mesh = make_mesh(1, 1)
+    expected = np.asarray(infer.T5(config, params, mesh, model=own).logits(batch))
+    base = own.without_adapters(config)
+    merged = infer.T5(base, own.merge_adapters(config, params), mesh, model=own)
+    assert_close(merged.logits(batch), expected, 1e-5)
+    plain = {path: params[path] for path in own.shapes(base)}
+    difference = np.abs(infer.T5(base, plain, mesh, model=own).logits(batch) - expected).max()
+    assert difference > 1e-2 * np.abs(expected).max()
+
+
+@pytest.mark.slow
+def test_adapters_of_a_run_are_merged_everywhere(tmp_path):
+    """By infer.load, for the task metrics in training and afterwards, and by a conversion."""
+    questions.write_task(tmp_path)
+    file = tmp_path / 'own.py'
+    file.write_text(ADAPTERS)
+    config = questions.make_config(tmp_path)
+    config.infer_eval.task = 'rank'
+    config.infer_eval.every_steps = 0
+    config.model.dropout_rate = 0.0
+    run(config, tmp_path / 'base')
+    config.infer_eval.every_steps = 6
+    config.restore.path = str(tmp_path / 'base')
+    config.model.update(module=str(file), lora_rank=2, lora_alpha=1.0, lora_targets='.+/kernel')
+    config.optimizer.name = 'adamw'
+    config.learning_rate.base_learning_rate = 0.1
+    run(config, tmp_path / 'run')
+    base = infer.load(tmp_path / 'base')
+    params = base.arrays | checkpoint.parameters(state_of(tmp_path / 'run', 6))
+    own, own_config = own_model.load(config.model)
+    unmerged = infer.T5(own_config, params, base.mesh, base.vocabulary, own)
+    batch = random_batch(seed=0)
+    expected = unmerged.logits(batch)
+    assert np.abs(base.logits(batch) - expected).max() > 1e-2 * np.abs(expected).max()
+    assert_close(infer.load(tmp_path / 'run').logits(batch), expected, 1e-5)
+    convert.convert_checkpoint(tmp_path / 'run', tmp_path / 'converted', 't5x')
+    assert_close(infer.load(tmp_path / 'converted').logits(batch), expected, 1e-5)
+    evaluate_mode.CheckpointEvaluation(config, str(tmp_path / 'run'), str(tmp_path / 'again')).run()
+    for folder in ('run', 'again'):
+        lines = (tmp_path / folder / 'inference_eval/rank-000006.jsonl').read_text().splitlines()
+        examples = [json.loads(line) for line in lines]
+        scores = []
+        for example in examples:
+            inputs = [example['input']['inputs']]
+            [[score]] = unmerged.score_choices(inputs, [[example['input']['targets']]])
+            scores.append(score)
+        assert len(scores) > 5
+        np.testing.assert_allclose([x['score'] for x in examples], scores, rtol=1e-5)
+
+
+# The run of the example.
+
+
+@pytest.mark.slow
+def test_the_example_trains_on_every_mesh(corpus, trained, tmp_path):
+    run(example_config(corpus, mesh=(2, 2)), tmp_path)
+    losses = []
+    for workdir in (trained / 'run', tmp_path):
+        lines = [line for line in metrics_of(workdir) if line['run'] == 'train']
+        losses.append([line['loss'] for line in lines])
+    assert len(losses[0]) == 2
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_example_is_loaded_and_decodes(trained):
+    t5 = infer.load(trained / 'run', mesh=make_mesh(2, 2))
+    assert t5.config.module == str(trained / 'files/own.py')
+    check_answers(t5)
+
+
+@pytest.mark.parametrize('num_taken', [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+def test_a_run_goes_on(corpus, trained, tmp_path, num_taken):
+    """Also where its file has another name; the steps are those of a run that was not stopped."""
+    workdir = shutil.copytree(trained / 'run', tmp_path / 'run')
+    moved = shutil.copy(trained / 'files/own.py', tmp_path / 'moved.py')
+    if num_taken == 1:
+        shutil.rmtree(workdir / 'checkpoint_2')
+    run(example_config(corpus, file=moved), workdir)
+    expected = state_of(trained / 'run', 2)
+    found = state_of(workdir, 2)
+    assert found.keys() == expected.keys()
+    for path, x in expected.items():
+        np.testing.assert_array_equal(found[path], x)
+    assert json.loads((workdir / 'config.json').read_bytes())['model']['module'] == str(moved)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_its_own_model_alone(corpus, trained, uninterrupted, tmp_path):
+    """The message names the file that was recorded, or that there is none."""
+    recorded = f'{trained}/run/checkpoint_2/own_model.py'
+    config = example_config(corpus)
+    config.model.update(module='', mlp_activations=('gelu', 'linear'))
+    assert_refused(lambda: prepare(config, trained / 'run'), recorded)
+    changed = tmp_path / 'changed.py'
+    changed.write_text(EXAMPLE.read_text().replace('jnp.square', '3 * jnp.square'))
+    config = example_config(corpus, file=changed)
+    assert_refused(lambda: prepare(config, trained / 'run'), recorded)
+    config = small_config(corpus)
+    config.model.module = str(EXAMPLE)
+    name = f'{uninterrupted}/checkpoint_6 was saved without it'
+    assert_refused(lambda: prepare(config, uninterrupted), name)
+    without = t5_config(**SIZES | {'mlp_dim': 32})
+    assert_refused(lambda: infer.load(trained / 'run', config=without), recorded)
+
+
+@pytest.mark.slow
+def test_another_run_starts_from_its_parameters(corpus, trained, tmp_path):
+    config = example_config(corpus)
+    config.restore.update(path=str(trained / 'run'), only='target/.*')
+    config.model.update(module='', mlp_activations=('relu',))
+    assert_refused(lambda: prepare(config, tmp_path / 'run'), 'restore.strict=False')
+    trainer = make_trainer(config)
+    config.restore.strict = False
+    assert 'target/encoder/layers_0/mlp/wi/kernel' in choose_initial(config, trainer).leaves
+    config.restore.strict = True
+    config.model.update(module=str(EXAMPLE), mlp_activations=('squared_relu',))
+    start = choose_initial(config, make_trainer(config))
+    assert start.step == 0
+
+
+# Finding the file of a checkpoint.
+
+
+@pytest.mark.slow
+def test_a_file_that_is_gone_or_changed(trained, tmp_path, monkeypatch):
+    folder = shutil.copytree(trained, tmp_path / 'copy')
+    elsewhere = tmp_path / 'elsewhere'
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    config_file = folder / 'run/checkpoint_2/config.json'
+    file = folder / 'files/own.py'
+    text = config_file.read_text().replace(str(trained / 'files'), str(folder / 'files'))
+    rewrite(config_file, text.encode())
+    assert infer.load(folder / 'run').config.module == str(file)
+    remedy = f'look at {config_file.parent}/own_model.py, and copy it to {elsewhere}/own.py'
+    file.write_text(file.read_text() + '\n')
+    assert_refused(lambda: infer.load(folder / 'run'), remedy)
+    file.unlink()
+    assert_refused(lambda: infer.load(folder / 'run'), remedy)
+    shutil.copy(config_file.parent / 'own_model.py', elsewhere / 'own.py')
+    assert infer.load(folder / 'run').config.module == str(elsewhere / 'own.py')
+
+
+@pytest.mark.slow
+def test_no_code_of_a_checkpoint_is_run(trained, tmp_path, monkeypatch):
+    """A folder from the network may name a file that it brings."""
+    folder = shutil.copytree(trained / 'run', tmp_path / 'run')
+    evil = b"raise SystemExit('run')\n"
+    directory = folder / 'checkpoint_2'
+    (folder / 'evil.py').write_bytes(evil)
+    monkeypatch.chdir(folder)
+    config = json.loads((directory / 'config.json').read_bytes())
+    for name in (str(folder / 'evil.py'), 'evil.py', f'{directory}/own_model.py', 'no/../evil.py'):
+        config['model']['module'] = name
+        rewrite(directory / 'config.json', json.dumps(config).encode())
+        rewrite(directory / 'own_model.py', evil)
+        assert_refused(lambda: infer.load(folder), 'from which no code is run')
+
+
+def rewrite(file, content):
+    """Write a file of a checkpoint, and its checksum into the manifest."""
+    file.write_bytes(content)
+    manifest = verify._read_manifest(file.parent)
+    checksums = manifest.checksums | {file.name: checkpoint.checksum(file)}
+    packed = checkpoint.pack_manifest(manifest.step, checksums)
+    (file.parent / checkpoint.MANIFEST).write_bytes(packed)
+
+
+@pytest.mark.slow
+def test_conversions(trained, tmp_path):
+    to_hugging_face = lambda: convert.convert_checkpoint(trained / 'run', tmp_path / 'hf', 'hf')  # noqa: E731
+    assert_refused(to_hugging_face, 'own.py')
+    assert not (tmp_path / 'hf').exists()
+    written = convert.convert_checkpoint(trained / 'run', tmp_path / 't5x', 't5x')
+    assert infer.load(written).config == infer.load(trained / 'run').config
+
+
+# What is refused.
+
+HEAD = 'def change(model):\n    '
+# (the file, what the message names beside it)
+BAD_FILES = [
+    ('def change(:\n', 'line 1'),
+    ('\0', 'line 1'),
+    ('import not_there\n', "line 1: ModuleNotFoundError: No module named 'not_there'"),
+    ('import sys\nsys.exit(3)\n', 'line 2: SystemExit: 3'),
+    ('', 'change(model)'),
+    ('def main(model):\n    pass\n', 'change(model)'),
+    ('change = 3\n', 'change(model)'),
+    (HEAD + 'model.ACTIVATION["x"] = abs\n', 'line 2: AttributeError'),
+    ('def change():\n    pass\n', 'line 1: TypeError: change() takes 0'),
+    ('import model as m\n' + HEAD + 'm.NUM_BUCKETS = 16\n', ' m '),
+    ('from model import Mlp\n' + HEAD + 'model.Mlp = Mlp\n', ' Mlp '),
+    (HEAD + 'model.MLP = model.Mlp\n', 'model.MLP'),
+    (
+        HEAD + 'class Mlp(model.Mlp):\n        step = 3\n    model.Mlp = Mlp\n',
+        'Mlp has a method step',
+    ),
+    (
+        HEAD
+        + 'class T5Config(model.T5Config):\n        x: int = 1\n    model.T5Config = T5Config\n',
+        'T5Config',
+    ),
+]
+
+
+@pytest.mark.parametrize('text, name', BAD_FILES)
+def test_a_file_that_is_no_own_model(tmp_path, text, name):
+    file = tmp_path / 'own.py'
+    file.write_text(text)
+    assert_refused(lambda: load(file), name)
+    assert_refused(lambda: load(file), str(file))
+
+
+def test_a_file_that_is_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert_refused(lambda: load('mine'), "model.module='mine'")
+    (tmp_path / 'model.py').write_text(EXAMPLE.read_text())  # the name of one of ours
+    _, config = load('model', mlp_activations=('squared_relu',))
+    assert config.module == str(tmp_path / 'model.py')
+
+
+def test_a_parameter_without_a_row(tmp_path, corpus):
+    file = tmp_path / 'own.py'
+    file.write_text(MLP.replace("/mlp/down']", "/mlp/dawn']"))
+    config = example_config(corpus, file=file)
+    config.model.mlp_activations = ('relu',)
+    name = f"{file}: parameter 'decoder/layers_0/mlp/down'"
+    assert_refused(lambda: prepare(config, tmp_path / 'run'), name)
+    assert not (tmp_path / 'run/config.json').exists()
+
+
+def test_functions_of_another_model():
+    """The functions of model.py give an own model no other numbers, but an error."""
+    _, config = load(EXAMPLE)
+    with pytest.raises(AssertionError):
+        model.shapes(config)

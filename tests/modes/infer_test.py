@@ -1,0 +1,854 @@
+"""`--mode=infer`: its lines are T5X's; kills and shards change nothing; what it refuses.
+
+golden/seqio_t5/infer_jsonl: spec.json has examples, ids and scores, and the other files are what T5X's
+infer.py writes of them.
+"""
+
+import contextlib
+import dataclasses
+import gzip
+import io
+import itertools
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import types
+
+import numpy as np
+import pytest
+from corpora import oracle
+from permissions import another_user
+from safetensors.numpy import load_file
+from small_models import assert_close
+
+import checkpoint as checkpoints
+import formats.open
+import infer
+import vocabulary as vocabularies
+from configs import check
+from modes import infer as infer_mode
+from modes import infer_input
+from modes.train_vocabulary import train_vocabulary
+from run import workdir
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / 'tests/golden'
+T5X = GOLDEN / 't5x_t5_1_1_tiny/checkpoint_6'
+ORACLE = GOLDEN / 'seqio_t5/infer_jsonl'
+SPEC = json.loads((ORACLE / 'spec.json').read_text())
+CHANGES = {
+    'data.vocabulary': 'bytes',
+    'data.lengths.inputs': 32,
+    'data.lengths.targets': 32,
+    'decode.batch_size': 4,
+    'decode.max_length': 8,
+}
+MODULE = """
+from tasks import Mixture, Task
+
+TASKS = [
+    Task('sums', files='FOLDER/a.csv', validation_files='FOLDER/b.csv', inputs='add: {a}', targets='{b}'),
+    Task('text', files='FOLDER/a.csv', objective='span_corruption'),
+    Mixture('both', {'sums': 1.0, 'sums2': 1.0}),
+    Task('sums2', files='FOLDER/a.csv', validation_files='FOLDER/b.csv', inputs='{b}', targets='{a}'),
+]
+"""
+
+
+@pytest.fixture(scope='module')
+def t5():
+    return infer.load(T5X, vocabulary='bytes')
+
+
+@pytest.fixture
+def loaded(t5, monkeypatch):
+    """Jobs use the same model, whose programs are compiled once."""
+    monkeypatch.setattr(infer_mode, 'load', lambda job: t5)
+
+
+def write_examples(folder, num_examples=20):
+    """Write JSON Lines of several lengths. Return the file and its content."""
+    rng = np.random.default_rng(0)
+    content = []
+    for i in range(num_examples):
+        inputs = f'é{i}' + ' word' * int(rng.integers(0, 5))
+        targets = f'{i}' + ' x' * int(rng.integers(0, 5))
+        content.append({'inputs': inputs, 'targets': targets, 'idx': i})
+    file = folder / 'questions.jsonl'
+    file.write_text('\n'.join(json.dumps(example) for example in content))
+    return file, content
+
+
+def write_encoder(folder):
+    """Write an encoder alone, in T5X's layout. Return its folder."""
+    opened = formats.open.open_checkpoint(T5X, part='encoder')
+    return checkpoints.save(folder, 6, opened.leaves)
+
+
+def do(changes=CHANGES, checkpoint=T5X, **request):
+    job = infer_mode.prepare(infer_mode.Request(str(checkpoint), **request), None, changes)
+    return infer_mode.infer_all(job)
+
+
+def flags_of(file, folder):
+    """The flags of the command that does the same."""
+    settings = [f'--config.{name}={value}' for name, value in CHANGES.items()]
+    model = ['--mode=infer', f'--checkpoint={T5X}', *settings]
+    return [*model, f'--input={file}', f'--output_dir={folder}']
+
+
+def lines_of(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.rglob('*') if path.is_file()}
+
+
+# The lines.
+
+
+@dataclasses.dataclass
+class OracleModel:
+    """The model of the oracle: it gives the ids and scores of spec.json."""
+
+    by_inputs: dict
+
+    def generate_tokens(self, inputs, numbers, num_rows, **options):
+        rows = [self.by_inputs[tuple(ids.tolist())] for ids in inputs]
+        tokens_bnT = np.array([[SPEC['predicted_ids'][row]] for row in rows])
+        return tokens_bnT, np.array([[SPEC['scores'][row]] for row in rows])
+
+    def score_choices(self, inputs, choices, num_rows):
+        rows = [self.by_inputs[tuple(ids.tolist())] for ids in inputs]
+        return [np.array([SPEC['scores'][row]]) for row in rows]
+
+
+@pytest.mark.parametrize('name', SPEC['modes'])
+def test_the_lines_are_T5Xs(tmp_path, monkeypatch, name):
+    shutil.copy(oracle('sentencepiece/sentencepiece.model'), tmp_path / 'spiece.model')
+    with (tmp_path / 'task.jsonl').open('w') as file:
+        for row in SPEC['rows']:
+            texts = {feature: row[f'{feature}_pretokenized'] for feature in ('inputs', 'targets')}
+            file.write(json.dumps({**texts, 'idx': row['idx']}) + '\n')
+    by_inputs = {tuple(row['inputs']): i for i, row in enumerate(SPEC['rows'])}
+    monkeypatch.setattr(infer_mode, 'load', lambda job: OracleModel(by_inputs))
+    settings = SPEC['modes'][name]
+    fields = tuple(settings.get('input_fields_to_include', []))
+    if settings.get('include_all_inputs'):
+        fields = ('all',)
+    changes = CHANGES | {
+        'data.vocabulary': str(tmp_path),
+        'data.extra_ids': 0,
+        'decode.return_scores': name == 'predict_with_aux.jsonl',
+    }
+    do(
+        changes,
+        input=str(tmp_path / 'task.jsonl'),
+        output_dir=str(tmp_path / 'out'),
+        score=name == 'score.jsonl',
+        fields=fields,
+        output_ids=settings.get('output_ids', False),
+    )
+    mode = 'predict' if name.startswith(('predict_ids', 'predict_fields')) else name[:-6]
+    merged = tmp_path / f'out/task-{mode}.jsonl'
+    found = lines_of(merged)
+    assert found == lines_of(ORACLE / name)
+    # The oracle was given examples with the fields of spec.json. SeqIO's tokenize writes each text in
+    # front of its ids.
+    order = ['inputs_pretokenized', 'inputs', 'targets_pretokenized', 'targets', 'idx']
+    for line, expected in zip(found, lines_of(ORACLE / name), strict=True):
+        assert list(line) == list(expected)
+        assert list(line['inputs']) == sorted(expected['inputs'], key=order.index)
+    assert contents(tmp_path / 'out').keys() == {
+        'infer.json',
+        merged.name,
+        f'{merged.name}-00000-of-00001',
+        f'{merged.name}-00000-of-00001.COMPLETED',
+    }
+
+
+def test_answers_are_those_of_generate_and_in_the_order_of_the_lines(
+    tmp_path, t5, loaded, monkeypatch, capsys
+):
+    """On standard output as in files."""
+    monkeypatch.setattr(infer, 'EXAMPLES_PER_CHUNK', 8)
+    file, content = write_examples(tmp_path)
+    inputs = [example['inputs'] for example in content]
+    do(input=str(file), output_dir=str(tmp_path / 'out'))
+    found = lines_of(tmp_path / 'out/questions-predict.jsonl')
+    assert [line['inputs']['inputs_pretokenized'] for line in found] == inputs
+    expected = []
+    for start in range(0, len(inputs), 4):
+        expected += t5.generate(inputs[start : start + 4], max_length=8)
+    assert [line['prediction'] for line in found] == expected
+    do(input=str(file))
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == found
+
+
+def test_examples_are_tokenized_once(tmp_path, loaded, monkeypatch):
+    """What is wrong with one of them is found before anything is computed, and yet."""
+    file, content = write_examples(tmp_path)
+    tokenized = []
+    encode = vocabularies.ByteVocabulary.encode_as_arrays
+
+    def counted(self, texts, **options):
+        tokenized.extend(texts)
+        return encode(self, texts, **options)
+
+    monkeypatch.setattr(vocabularies.ByteVocabulary, 'encode_as_arrays', counted)
+    do(input=str(file), score=True, output_dir=str(tmp_path / 'out'))
+    assert tokenized == [example[name] for name in ('inputs', 'targets') for example in content]
+
+
+def test_a_full_disk_of_temporary_files(questions, monkeypatch):
+    spool = infer_input.Spool()
+    spool.file = open('/dev/full', 'wb', buffering=0)  # noqa: SIM115
+    monkeypatch.setattr(infer_input, 'Spool', lambda: spool)
+    with pytest.raises(OSError, match='cannot hold the tokenized examples .No space left on dev'):
+        do(input=questions)
+
+
+def test_fields_keep_their_order_and_numbers_their_kind(tmp_path, loaded, capsys):
+    """Other fields stay where they are, and in front of texts that are made of them."""
+    (tmp_path / 'a.jsonl').write_text(
+        '{"idx": 3, "inputs": "ab", "weight": 1.0, "targets": "c", "tags": [1, {"x": 2}], "n": null}'
+    )
+    do(input=str(tmp_path / 'a.jsonl'), fields=('all',), score=True)
+    line = capsys.readouterr().out
+    assert line.startswith(
+        '{"inputs": {"idx": 3, "inputs_pretokenized": "ab", "inputs": [100, 101, 1], "weight": 1.0, '
+        '"targets_pretokenized": "c", "targets": [102, 1], "tags": [1, {"x": 2}], "n": null}, "score": '
+    )
+    (tmp_path / 'a.csv').write_text('q,n\nab,1\n')
+    changes = CHANGES | {'data.inputs': '{q}', 'data.targets': '{n}'}
+    do(changes, input=str(tmp_path / 'a.csv'), fields=('all',))
+    names = list(json.loads(capsys.readouterr().out)['inputs'])
+    assert names == ['q', 'n', 'inputs_pretokenized', 'inputs', 'targets_pretokenized', 'targets']
+
+
+def test_several_answers_are_lists(tmp_path, loaded, monkeypatch, capsys):
+    (tmp_path / 'a.txt').write_text('c')
+    answer = infer.Answer(tokens=[[100, 1], [101]], scores=[-1.0, -2.0])
+    monkeypatch.setattr(infer, 'predict_all', lambda *arguments: [answer])
+    do(CHANGES | {'decode.return_scores': True}, input=str(tmp_path / 'a.txt'), output_ids=True)
+    found = json.loads(capsys.readouterr().out)
+    del found['inputs']
+    assert found == {
+        'prediction': ['a', 'b'],
+        'prediction_tokens': [[100, 1], [101]],
+        'aux': {'scores': [-1.0, -2.0]},
+    }
+
+
+def test_scores_are_those_of_score(tmp_path, t5, loaded):
+    file, content = write_examples(tmp_path)
+    do(input=str(file), output_dir=str(tmp_path / 'out'), score=True, fields=('idx',))
+    found = lines_of(tmp_path / 'out/questions-score.jsonl')
+    expected = []
+    for start in range(0, len(content), 4):
+        group = content[start : start + 4]
+        expected += list(t5.score([x['inputs'] for x in group], [x['targets'] for x in group]))
+    np.testing.assert_allclose([line['score'] for line in found], expected, rtol=1e-5)
+    assert [line['inputs'] for line in found] == [{'idx': i} for i in range(len(content))]
+
+
+TEXTS = ['one', ' two  words ', 'drei ß', '4']
+TEXT = '\ufeffone\r\n two  words \ndrei ß\n4'.encode()
+OBJECTS = '\n'.join(json.dumps({'inputs': text}) for text in TEXTS).encode()
+TABLE = '\ufeffq,c\r\n"who, ""she""?", first\r\n"a\nb",ß\r\n'.encode()
+IN_TABLE = ['who, "she"?|first', 'a\nb|ß']
+COLUMNS = {'data.inputs': '{q}|{c}', 'data.targets': '{answer}'}
+FORMS = [
+    ('in.txt', TEXT, {}, TEXTS),
+    ('in.txt.gz', gzip.compress(TEXT, mtime=0), {}, TEXTS),
+    ('-', TEXT, {}, TEXTS),
+    ('-', OBJECTS, {}, TEXTS),
+    (
+        'in.jsonl',
+        OBJECTS,
+        {'data.inputs': 'say: {inputs}', 'data.targets': '{other}'},
+        [f'say: {text}' for text in TEXTS],
+    ),
+    ('in.csv', TABLE, COLUMNS, IN_TABLE),
+    ('in.csv.gz', gzip.compress(TABLE, mtime=0), COLUMNS, IN_TABLE),
+    ('in.tsv', 'q\tc\n"who\t first \nb\tß'.encode(), COLUMNS, ['"who|first', 'b|ß']),
+]
+
+
+@pytest.mark.parametrize('name, content, changes, expected', FORMS)
+def test_forms_of_input(tmp_path, loaded, monkeypatch, capsys, name, content, changes, expected):
+    """Windows line ends and a byte order mark are no text; a last line needs no line end.
+
+    The targets may be missing. In CSV a quoted field may hold commas and newlines.
+    """
+    if name == '-':
+        stdin = types.SimpleNamespace(buffer=io.BufferedReader(io.BytesIO(content)))
+        monkeypatch.setattr(sys, 'stdin', stdin)
+    else:
+        name = str(tmp_path / name)
+        pathlib.Path(name).write_bytes(content)
+    do(CHANGES | changes, input=name)
+    found = [json.loads(line)['inputs'] for line in capsys.readouterr().out.splitlines()]
+    assert found == [{'inputs_pretokenized': text} for text in expected]
+
+
+def test_the_kind_of_input_is_not_that_of_the_files_of_the_run(
+    tmp_path, loaded, capsys, monkeypatch
+):
+    monkeypatch.setattr(check, 'read_stored', lambda directory: {'data': {'kind': 'csv'}})
+    (tmp_path / 'a.jsonl').write_text('{"inputs": "one"}')
+    (tmp_path / 'a.data').write_text('inputs\none\n')
+    for name, changes in (('a.jsonl', {}), ('a.data', {'data.kind': 'csv'})):
+        do(CHANGES | changes, input=str(tmp_path / name))
+        line = json.loads(capsys.readouterr().out)
+        assert line['inputs'] == {'inputs_pretokenized': 'one'}
+
+
+def write_tasks(folder):
+    for name, first in (('a', 0), ('b', 5)):
+        rows = [f'{i},{"x" * i}z' for i in range(first, first + 5)]
+        (folder / f'{name}.csv').write_text('\n'.join(['a,b', *rows]))
+    (folder / 'my_tasks.py').write_text(MODULE.replace('FOLDER', str(folder)))
+    return {'data.module': str(folder / 'my_tasks.py')}
+
+
+def test_a_mixture_is_inferred_task_by_task_and_cut_as_in_training(tmp_path, loaded):
+    changes = CHANGES | write_tasks(tmp_path) | {'data.task': 'both', 'data.lengths.targets': 8}
+    folder = tmp_path / 'out'
+    messages = do(changes, output_dir=str(folder), split='validation', score=True, fields=('all',))
+    assert messages == [
+        '3 of 5 examples of sums (60.0%) were cut to data.lengths.',
+        f'The results are in {folder / "sums-score.jsonl"}',
+        f'The results are in {folder / "sums2-score.jsonl"}',
+    ]
+    found = lines_of(folder / 'sums-score.jsonl')
+    texts = [line['inputs']['inputs_pretokenized'] for line in found]
+    assert texts == [f'add: {i}' for i in range(5, 10)]
+    assert [len(line['inputs']['targets']) for line in found] == [7, 8, 8, 8, 8]
+    found = lines_of(folder / 'sums2-score.jsonl')
+    assert [line['inputs']['targets_pretokenized'] for line in found] == list('56789')
+    folder = tmp_path / 'encodings'
+    do(changes, output_dir=str(folder), split='validation', encode=True, pool='mean')
+    for name in ('sums', 'sums2'):
+        arrays = load_file(folder / f'{name}-encodings-00000-of-00001.safetensors')
+        assert arrays['indices'].tolist() == list(range(5))
+
+
+# Kills and shards.
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill_at(step, monkeypatch):
+    """Let the process die before change number `step` of a file."""
+    count = itertools.count(1)
+
+    def dying(change):
+        def changed(*arguments, **keywords):
+            if next(count) == step:
+                raise Killed
+            return change(*arguments, **keywords)
+
+        return changed
+
+    for owner, names in (
+        (pathlib.Path, ('replace', 'touch', 'mkdir', 'unlink')),
+        (shutil, ('rmtree',)),
+        (os, ('fsync',)),
+    ):
+        for name in names:
+            monkeypatch.setattr(owner, name, dying(getattr(owner, name)))
+
+
+@pytest.fixture
+def questions(tmp_path):
+    """A file of 20 examples."""
+    return str(write_examples(tmp_path)[0])
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks and files of 8 examples."""
+    monkeypatch.setattr(infer, 'EXAMPLES_PER_CHUNK', 8)
+    for pool in infer_mode.EXAMPLES_PER_FILE:
+        monkeypatch.setitem(infer_mode.EXAMPLES_PER_FILE, pool, 8)
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """A list that grows by the numbers of each chunk that is scored or encoded."""
+    chunks = []
+
+    def count(compute):
+        def counted(t5, examples, *arguments):
+            chunks.append([example.number for example in examples])
+            return compute(t5, examples, *arguments)
+
+        return counted
+
+    for name in ('score_all', 'encode_all'):
+        monkeypatch.setattr(infer, name, count(getattr(infer, name)))
+    return chunks
+
+
+@pytest.mark.parametrize(
+    'kind, least_kills', [({'score': True, 'fields': ('idx',)}, 12), ({'encode': True}, 6)]
+)
+def test_a_kill_at_any_change_of_a_file_changes_nothing(
+    tmp_path, loaded, questions, small_chunks, computed, monkeypatch, kind, least_kills
+):
+    """What was finished is not computed again."""
+    request = {'input': questions, **kind}
+    do(**request, output_dir=str(tmp_path / 'whole'))
+    expected = contents(tmp_path / 'whole')
+    for step in range(1, 1000):
+        folder = tmp_path / f'killed{step}'
+        with monkeypatch.context() as patch:
+            kill_at(step, patch)
+            with contextlib.suppress(Killed):
+                do(**request, output_dir=str(folder))
+                break
+        num_finished = sum('chunk' in name or 'safetensors' in name for name in marks_in(folder))
+        is_finished = 'questions-score.jsonl-00000-of-00001.COMPLETED' in marks_in(folder)
+        computed.clear()
+        do(**request, output_dir=str(folder))
+        assert len(computed) == (0 if is_finished else 3 - num_finished)
+        assert contents(folder) == expected
+    assert step - 1 > least_kills
+
+
+def marks_in(folder):
+    return [path.name for path in folder.rglob('*.COMPLETED')]
+
+
+def flip_a_bit(content):
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+# What a file or, if the name begins with 'mark', its mark becomes.
+DAMAGES = {
+    'cut at a line end': lambda content: b''.join(content.splitlines(keepends=True)[:-1]),
+    'a bit': flip_a_bit,
+    'empty': lambda content: b'',
+    'mark cut': lambda content: content[:-9],
+    'mark empty': lambda content: b'',
+    'mark of another kind': lambda content: b'[1]',
+}
+NOT_THERE = 'not there'
+ANOTHER = 'that of another run or shard'
+
+
+def damage_file(damage, file, another):
+    """Damage a file that is complete. `another`: a file in its place, which has a mark, too."""
+    if damage == NOT_THERE:
+        file.unlink()
+    elif damage == ANOTHER:
+        shutil.copy(another, file)
+        shutil.copy(infer_mode.mark_of(another), infer_mode.mark_of(file))
+    else:
+        changed = infer_mode.mark_of(file) if damage.startswith('mark') else file
+        changed.write_bytes(DAMAGES[damage](changed.read_bytes()))
+
+
+def write_two_chunks(monkeypatch, **request):
+    """Let the process die after two of three chunks of scores."""
+    score_all = infer.score_all
+
+    def dying(t5, examples, *arguments):
+        if examples[0].number == 16:
+            raise Killed
+        return score_all(t5, examples, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(infer, 'score_all', dying)
+        with pytest.raises(Killed):
+            do(**request)
+
+
+@pytest.mark.parametrize('damage', [*DAMAGES, NOT_THERE, ANOTHER])
+@pytest.mark.parametrize('file', ['chunk', 'shard', 'encodings'])
+def test_a_damaged_file_is_made_anew(
+    tmp_path, loaded, questions, small_chunks, computed, monkeypatch, capsys, file, damage
+):
+    """Also where its results were merged before: those of a damaged file are merged anew."""
+    folder = tmp_path / 'out'
+    request = {'input': questions, 'output_dir': str(folder), 'score': True}
+    other = request | {'output_dir': str(tmp_path / 'another'), 'fields': ('idx',)}
+    pattern = 'questions-score.jsonl-00000-of-00001'
+    expected_chunks = [list(range(8)), list(range(8, 16)), list(range(16, 20))]
+    if file == 'encodings':
+        request |= {'score': False, 'encode': True, 'pool': 'mean'}
+        other |= {'score': False, 'encode': True, 'pool': 'none', 'fields': ()}
+        pattern = 'questions-encodings-00000-of-00003.safetensors'
+        expected_chunks = expected_chunks[:1]
+    do(**request)
+    expected = contents(folder)
+    if file == 'chunk':
+        pattern = 'tmp-*/*-chunk00000'
+        expected_chunks = [list(range(8)), list(range(16, 20))]
+        shutil.rmtree(folder)
+        write_two_chunks(monkeypatch, **request)
+        write_two_chunks(monkeypatch, **other)
+    else:
+        do(**other)
+    [damaged] = folder.glob(pattern)
+    [another] = (tmp_path / 'another').glob(pattern)
+    damage_file(damage, damaged, another)
+    capsys.readouterr()
+    computed.clear()
+    do(**request)
+    assert computed == expected_chunks
+    assert f'{damaged} has changed' in capsys.readouterr().err
+    assert contents(folder) == expected
+    if file == 'shard':
+        (folder / 'questions-score.jsonl').write_bytes(b'')
+        do(**request)
+        assert 'has changed' not in capsys.readouterr().err
+        assert contents(folder) == expected
+
+
+@pytest.mark.parametrize('damage', [*DAMAGES, NOT_THERE, ANOTHER])
+def test_a_damaged_shard_of_another_command_is_not_merged(
+    tmp_path, loaded, command_line, questions, damage
+):
+    folder = tmp_path / 'out'
+    request = {'input': questions, 'score': True, 'output_dir': str(folder), 'num_shards': 3}
+    for shard in (2, 3):
+        do(**request, shard=shard)
+    damaged = folder / 'questions-score.jsonl-00001-of-00003'
+    good = {path.name: path.read_bytes() for path in folder.glob(f'{damaged.name}*')}
+    damage_file(damage, damaged, folder / 'questions-score.jsonl-00002-of-00003')
+    with pytest.raises(ValueError) as error:
+        do(**request, shard=1)
+    assert str(damaged) in str(error.value) and '--shard=2/3' in str(error.value)
+    assert not (folder / 'questions-score.jsonl').exists()
+    if damage == NOT_THERE:
+        result = command_line(*flags_of(questions, folder), '--score', '--shard=1/3')
+        assert result.status == 1
+        [line] = [x for x in result.stderr.splitlines() if not x.startswith('WARNING')]
+        assert str(damaged) in line and '--shard=2/3' in line
+    messages = do(**request, shard=2)
+    assert messages == [f'The results are in {folder / "questions-score.jsonl"}']
+    assert good.items() <= contents(folder).items()
+
+
+@pytest.mark.parametrize('num_shards', [3, 30])
+def test_shards_are_merged_in_the_order_of_the_examples(tmp_path, loaded, num_shards):
+    """With more shards than examples, too: those have no line."""
+    file, content = write_examples(tmp_path)
+    request = {'input': str(file), 'score': True, 'fields': ('idx',)}
+    do(**request, output_dir=str(tmp_path / 'whole'))
+    expected = lines_of(tmp_path / 'whole/questions-score.jsonl')
+    folder = tmp_path / 'parts'
+    for shard in [*range(2, num_shards + 1), 1]:
+        assert not (folder / 'questions-score.jsonl').exists()
+        [message] = do(**request, output_dir=str(folder), shard=shard, num_shards=num_shards)
+        assert ('shards are missing: the last one to end merges them' in message) == (shard > 1)
+    found = lines_of(folder / 'questions-score.jsonl')
+    assert [line['inputs'] for line in found] == [line['inputs'] for line in expected]
+    scores = [line['score'] for line in found]
+    np.testing.assert_allclose(scores, [line['score'] for line in expected], rtol=1e-5)
+    assert len(list(folder.glob('*.COMPLETED'))) == num_shards
+
+
+@pytest.mark.slow
+def test_a_killed_command_goes_on(tmp_path):
+    """SIGKILL, again and again, at any time; the lines are those of a run that nobody killed."""
+    file, _ = write_examples(tmp_path, num_examples=400)
+
+    program = 'import sys, infer, main; infer.EXAMPLES_PER_CHUNK = 8; sys.exit(main.main(sys.argv))'
+
+    def command(folder):
+        flags = [*flags_of(file, folder), '--config.decode.temperature=1.0']
+        return [sys.executable, '-c', program, *flags]
+
+    whole = tmp_path / 'whole'
+    subprocess.run(command(whole), cwd=ROOT, check=True, capture_output=True)
+    folder = tmp_path / 'killed'
+    num_chunks = 0
+    for _ in range(3):
+        process = subprocess.Popen(command(folder), cwd=ROOT, stderr=subprocess.DEVNULL)
+        while len(list(folder.glob('tmp-*/*-chunk*'))) < num_chunks + 5:
+            assert process.poll() is None
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        num_chunks = len(list(folder.glob('tmp-*/*-chunk*')))
+    subprocess.run(command(folder), cwd=ROOT, check=True, capture_output=True)
+    assert contents(folder) == contents(whole)
+
+
+# Encodings.
+
+
+@pytest.mark.parametrize('num_shards', [1, 3, 30])
+@pytest.mark.parametrize('pool', ['none', 'mean'])
+def test_encodings(tmp_path, loaded, t5, monkeypatch, pool, num_shards):
+    """Of all shards together they are those of `T5.encode`, each with the number of its example."""
+    monkeypatch.setitem(infer_mode.EXAMPLES_PER_FILE, pool, 3)
+    file, content = write_examples(tmp_path)
+    folder = tmp_path / 'out'
+    request = {'input': str(file), 'encode': True, 'pool': pool, 'output_dir': str(folder)}
+    for shard in range(num_shards, 0, -1):
+        [message] = do(**request, shard=shard, num_shards=num_shards)
+        assert str(folder) in message
+        assert ('files are missing' in message) == (shard > 1)
+    files = sorted(folder.glob('*.safetensors'))
+    assert [file.name for file in files] == [
+        f'questions-encodings-{i:05}-of-{len(files):05}.safetensors' for i in range(len(files))
+    ]
+    assert len(files) == {1: 7, 3: 8, 30: 20}[num_shards]
+    outputs, mask = t5.encode([example['inputs'] for example in content])
+    numbers = []
+    for file in files:
+        arrays = load_file(file)
+        assert arrays['embeddings'].dtype == np.float32
+        indices = arrays['indices'].tolist()
+        numbers += indices
+        if pool == 'mean':
+            expected = np.stack([outputs[i, mask[i]].mean(axis=0) for i in indices])
+        else:
+            np.testing.assert_array_equal(arrays['lengths'], mask[indices].sum(axis=1))
+            expected = np.concatenate([outputs[i, mask[i]] for i in indices])
+        assert_close(arrays['embeddings'], expected, 1e-5)
+    shards = [list(range(shard, 20, num_shards)) for shard in range(min(num_shards, 20))]
+    assert numbers == [number for shard in shards for number in shard]
+
+
+# What is refused, before anything is written.
+
+
+def test_results_of_other_settings_are_not_mixed(tmp_path, loaded):
+    file, _ = write_examples(tmp_path, num_examples=4)
+    folder = tmp_path / 'out'
+    request = {'input': str(file), 'output_dir': str(folder)}
+    do(**request)
+    before = contents(folder)
+    for changes, more, named in [
+        ({'decode.beam_size': 2}, {}, 'decode/beam_size: 1 -> 2'),
+        ({}, {'score': True}, "mode: 'predict' -> 'score'"),
+        ({}, {'encode': True}, "mode: 'predict' -> 'encode_none'"),
+        ({}, {'shard': 1, 'num_shards': 2}, 'num_shards: 1 -> 2'),
+        ({}, {'checkpoint': GOLDEN / 't5x_t5_1_1_tiny/checkpoint_0'}, 'checkpoint/path: '),
+    ]:
+        with pytest.raises(ValueError, match=named):
+            do(CHANGES | changes, **request, **more)
+    file.write_text('{"inputs": "another"}')
+    with pytest.raises(ValueError, match='examples/questions: '):
+        do(**request)
+    assert contents(folder) == before
+    (folder / 'infer.json').unlink()
+    with pytest.raises(ValueError, match='questions-predict.jsonl .* infer.json'):
+        do(**request)
+
+
+def test_a_shard_is_written_by_one_process(tmp_path, loaded, questions):
+    with workdir.lock(tmp_path / '.lock-00000-of-00001', 'the shard', 'wait for it'):
+        with pytest.raises(ValueError, match='shard 1/1'):
+            do(input=questions, output_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize('name', ['there', 'there/new/below'])
+def test_a_folder_that_may_not_be_written_is_named_before_the_model_is_read(open_path, name):
+    checkpoint = shutil.copytree(T5X, open_path / 'checkpoint_6')
+    (open_path / 'a.txt').write_text('a')
+    (open_path / 'there').mkdir(mode=0o555)
+    folder = str(open_path / name)
+    with pytest.raises(ValueError) as error, another_user():
+        do(checkpoint=checkpoint, input=str(open_path / 'a.txt'), output_dir=folder)
+    assert folder in str(error.value)
+
+
+def test_a_full_disk_is_named_and_the_same_command_goes_on(
+    tmp_path, loaded, questions, small_chunks, monkeypatch
+):
+    """At any write."""
+    request = {'input': questions, 'score': True}
+    do(**request, output_dir=str(tmp_path / 'whole'))
+    folder = tmp_path / 'out'
+    fsync = os.fsync
+    full = open('/dev/full', 'wb', buffering=0)  # noqa: SIM115
+    for num_writes in range(20):
+        writes = itertools.count()
+
+        def write(descriptor, writes=writes, num_writes=num_writes):
+            if next(writes) >= num_writes:
+                full.write(b'a')
+            fsync(descriptor)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, 'fsync', write)
+            try:
+                do(**request, output_dir=str(folder))
+                break
+            except OSError as error:
+                assert str(folder) in str(error)
+    assert num_writes > 1
+    assert contents(folder).items() >= contents(tmp_path / 'whole').items()
+
+
+BAD_LINES = {
+    'a.txt': ('one\n\nthree', 'line 2 of {file}'),
+    'b.txt': ('', '{file} is empty'),
+    'c.txt': (b'one\n\xff', 'line 2 of {file}: byte 1'),
+    'd.jsonl': ('{"inputs": "a"}\n{', 'line 2 of {file}'),
+    'e.jsonl': ('[1]', 'line 1 of {file}'),
+    'f.jsonl': ('{"input": "a"}', "line 1 of {file}: field 'inputs' is None"),
+    'g.jsonl': ('{"inputs": ["a"]}', "line 1 of {file}: field 'inputs'"),
+    'h.txt': ('a' * 32, 'the inputs in line 1 of {file} have 33 tokens'),
+    'i.parquet': ('a', '--input={file}'),
+    'j.csv': ('inputs,b\n1', 'line 2 of {file}'),
+    'k.csv': ('"a\n1', 'line 1 of {file}'),
+    'l.tsv': ('a\tb\n1\t2', "{file} has no column 'inputs'"),
+    'm.csv': ('inputs,b\n', 'm has no example'),
+    'j.txt.gz': (gzip.compress(b'a\n' * 99)[:-9], '{file} is broken gzip'),
+    'k.txt.gz': (b'no gzip', '{file} is not gzipped'),
+    '*.none': (None, '{file}'),
+}
+
+
+@pytest.mark.parametrize('name', BAD_LINES)
+def test_bad_lines(tmp_path, name):
+    content, named = BAD_LINES[name]
+    file = tmp_path / name
+    if content is not None:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError) as error:
+        do(input=str(file), output_dir=str(tmp_path / 'out'))
+    assert named.replace('{file}', str(file)) in str(error.value)
+    assert '\n' not in str(error.value)
+    assert not (tmp_path / 'out').exists()
+
+
+def test_a_long_text_is_cut_where_that_is_asked_for(tmp_path, loaded, capsys):
+    (tmp_path / 'a.txt').write_text('a' * 99 + '\nb\nc\nd')
+    messages = do(input=str(tmp_path / 'a.txt'), trim=True, fields=('inputs',))
+    assert messages == ['1 of 4 examples of a (25.0%) were cut to data.lengths.']
+    found = [json.loads(line)['inputs'] for line in capsys.readouterr().out.splitlines()]
+    assert found[0] == {'inputs': [100] * 31 + [1], 'inputs_pretokenized': 'a' * 99}
+    with pytest.raises(ValueError, match='--text have 100 tokens'):
+        do(text='a' * 99)
+    vocabulary = vocabularies.ByteVocabulary()
+    assert infer_input.encode_text('aaa', vocabulary, length=3, trim=True) == [100, 100, 1]
+
+
+ONE = {'text': 'a'}
+ENCODE = {'input': 'TEXT', 'encode': True, 'output_dir': 'x'}
+REFUSED = [
+    (ONE | {'input': 'b'}, {}, '--input is not for --text'),
+    (ONE | {'encode': True}, {}, '--encode is not for --text'),
+    ({'text': ' '}, {}, "--text=''"),
+    ({'split': 'test', 'input': 'TEXT'}, {}, '--split is not for --input'),
+    ({'split': 'tset'}, {}, '--split=tset'),
+    (ENCODE | {'output_dir': ''}, {}, '--output_dir'),
+    (ENCODE | {'score': True}, {}, '--score is not for --encode'),
+    (ENCODE | {'fields': ('all',)}, {}, '--fields is not for --encode'),
+    (ENCODE | {'output_ids': True}, {}, '--output_ids is not for --encode'),
+    ({'input': 'TEXT', 'pool': 'mean'}, {}, '--pool=mean'),
+    (ONE | {'checkpoint': 'ENCODER'}, {}, 'encoder/checkpoint_6'),
+    ({'checkpoint': 'ENCODER', 'input': 'QUESTIONS', 'score': True}, {}, 'encoder/checkpoint_6'),
+    ({'num_shards': 2}, {}, '--shard=1/2'),
+    ({'num_shards': 2, 'output_dir': 'x', 'input': '-'}, {}, '--shard=1/2'),
+    ({'input': 'QUESTIONS', 'fields': ('id',)}, {}, "--fields names 'id'"),
+    ({'input': 'TEXT', 'score': True}, {}, '--score'),
+    ({}, {'data.task': 'text'}, "data.task='text'"),
+    ({}, {'data.task': 'sums'}, 'have no split test'),
+    ({}, {'data.task': 'sum'}, "data.task='sum'"),
+    (ONE, {'decode.top_k': 3}, 'top_k=3 with temperature=0.0'),
+    (ONE, {'decode.top_k': 3000, 'decode.temperature': 1.0}, 'decode.top_k=3000'),
+    (ONE, {'decode.batch_size': 0}, 'decode.batch_size=0'),
+    (ONE, {'data.vocabulary': ''}, 'has no vocabulary'),
+    (ONE, {'data.vocabulary': 'nowhere'}, "vocabulary='nowhere'"),
+    (ONE, {'model.dtype': 'bfloat16'}, '--config.model.dtype'),
+    ({'checkpoint': 'nowhere'}, {}, 'nowhere'),
+    ({'checkpoint': ''}, {}, '--checkpoint=PATH'),
+]
+
+
+@pytest.mark.parametrize('flags, changes, named', REFUSED, ids=[row[-1] for row in REFUSED])
+def test_what_is_refused(tmp_path, flags, changes, named):
+    questions, _ = write_examples(tmp_path)
+    (tmp_path / 'a.txt').write_text('a')
+    files = {'QUESTIONS': str(questions), 'TEXT': str(tmp_path / 'a.txt')}
+    request = {'checkpoint': T5X, 'output_dir': '', 'input': '', **flags}
+    if request['checkpoint'] == 'ENCODER':
+        request['checkpoint'] = write_encoder(tmp_path / 'encoder')
+    request['input'] = files.get(request['input'], request['input'])
+    with pytest.raises(ValueError) as error:
+        do(CHANGES | write_tasks(tmp_path) | changes, **request)
+    assert named in str(error.value)
+    assert '\n' not in str(error.value)
+
+
+def test_another_vocabulary_is_refused(tmp_path, uninterrupted):
+    """One with more ids than the model has rows, and one that is not the checkpoint's own."""
+    named = CHANGES | {'data.vocabulary': str(uninterrupted), 'data.extra_ids': 300}
+    with pytest.raises(ValueError, match='the vocabulary has .* 384 rows'):
+        do(named, text='a')
+    checkpoint = tmp_path / 'checkpoint_6'
+    shutil.copytree(T5X, checkpoint)
+    (checkpoint / 'spiece.model').write_bytes(train_vocabulary(['abc def'] * 9, 12))
+    with pytest.raises(ValueError, match="='bytes' .359 ids. is not the vocabulary of"):
+        do(CHANGES, checkpoint=checkpoint, text='a')
+
+
+# The command.
+
+
+def test_one_text_on_the_command_line(command_line, uninterrupted):
+    """A run needs no config: its own settings count. The answer is all of standard output."""
+    t5 = infer.load(uninterrupted)
+    text = 'sentence of words'
+    [expected] = t5.generate([text], max_length=5)
+    flags = [f'--checkpoint={uninterrupted}', f'--text={text}', '--config.decode.max_length=5']
+    result = command_line('--mode=infer', *flags)
+    assert result.status == 0, result.stderr
+    assert result.stdout == f'{expected}\n'
+
+
+def test_encoding_with_a_checkpoint_that_has_no_decoder(tmp_path, t5):
+    (tmp_path / 'in.txt').write_text('one\ntwo words\n')
+    request = {'input': f'{tmp_path}/in.txt', 'output_dir': f'{tmp_path}/out'}
+    do(checkpoint=write_encoder(tmp_path), encode=True, pool='mean', **request)
+    found = load_file(tmp_path / 'out/in-encodings-00000-of-00001.safetensors')
+    outputs, mask = t5.encode(['one', 'two words'])
+    for i in range(2):
+        assert_close(found['embeddings'][i], outputs[i, mask[i]].mean(axis=0), 1e-5)
+
+
+MODEL = f'--checkpoint={T5X}'
+TRAIN = ['--config=configs/tiny.py', '--workdir={folder}/run']
+TRAIN += ['--config.restore.path={encoder}', '--config.data.files={folder}/a.txt']
+FLAGS = [
+    (['--mode=infer', '--config.decode.beams=2'], 'no such setting: '),
+    (['--mode=infer', MODEL, '--shard=3/2'], '--shard=3/2'),
+    (['--mode=infer', MODEL, '--encode', '--pool=max'], '<none|mean>'),
+    (['--mode=evaluate', MODEL, '--pool=mean'], '--pool is not for --mode=evaluate'),
+    (['--mode=infer', '--checkpoint={encoder}', '--text=a'], '{encoder}'),
+    (['--mode=evaluate', '--checkpoint={encoder}', '--config.data.task=x'], '{encoder}'),
+    (['--mode=convert', '--from={encoder}', '--to={folder}/to'], '{encoder}'),
+    (TRAIN, '{encoder}'),
+]
+
+
+@pytest.mark.parametrize('arguments, named', FLAGS, ids=[' '.join(row[0])[:60] for row in FLAGS])
+def test_flags_that_are_refused(command_line, tmp_path, arguments, named):
+    """Also a checkpoint of an encoder alone, where a decoder is needed."""
+    (tmp_path / 'a.txt').write_text('some words of a text\n' * 100)
+    names = {'encoder': tmp_path / 'checkpoint_6', 'folder': tmp_path}
+    if '{encoder}' in named:
+        names['encoder'] = write_encoder(tmp_path)
+    result = command_line(*[argument.format(**names) for argument in arguments])
+    assert result.status == 2
+    assert named.format(**names) in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / 'to').exists()

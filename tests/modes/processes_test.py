@@ -1,0 +1,219 @@
+"""Processes that find each other and watch each other, on loopback. They join JAX but compute nothing."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+from command_line import ROOT
+from runs import ENVIRONMENT, free_address
+
+from modes import processes
+
+# Forks three processes that join, and sleep; one of them does what it is asked to. Prints the status of
+# each, and the seconds from then to its end. What they print is in files.
+PROGRAM = """
+import ctypes, json, os, pathlib, signal, subprocess, sys, time
+root, address, folder, chosen, action, heartbeat = sys.argv[1:]
+sys.path.insert(0, root)
+import jax
+from modes import processes
+
+folder = pathlib.Path(folder)
+
+
+def act(number, action):
+    if action.startswith('SIG'):
+        os.write(2, b'a reason\\n')  # as a library prints it
+        os.kill(os.getpid(), getattr(signal, action))
+    if action == 'hold':  # Python's interpreter, for longer than the heartbeat
+        ctypes.PyDLL(None).sleep(3 * int(heartbeat))
+    if action == 'silence':  # as if the host were gone: JAX alone finds that the others have ended
+        pid = processes._group.watcher.pid
+        os.kill(pid, signal.SIGSTOP)
+        subprocess.Popen(['sh', '-c', f'sleep 20; kill -9 {pid}'])
+    if action == 'settings':
+        processes.check_same({'seed': int(number == int(chosen)), 'model.emb_dim': 8})
+    if action == 'all':
+        return processes.fail(ValueError('a bad setting'), status=2)
+    if action == 'error':
+        return processes.fail(ValueError('a bad line'), status=1)
+    if action == 'crash':
+        raise RuntimeError('unforeseen')
+
+
+def work(number):
+    processes.start(address, 3, number, int(heartbeat))
+    print('printed by', number, flush=True)
+    os.write(1, b'printed by a library\\n')
+    (folder / f'ready-{number}').touch()
+    while len(list(folder.glob('ready-*'))) < 3:
+        time.sleep(0.01)
+    try:
+        if number == int(chosen) or action in ('all', 'settings'):
+            act(number, action)
+    except ValueError as error:
+        return processes.fail(error, status=2)
+    if action == 'hold':
+        (folder / f'done-{number}').touch()
+        while len(list(folder.glob('done-*'))) < 3:
+            time.sleep(0.01)
+        return processes.end(0)
+    time.sleep(100)
+
+
+children = {}
+for number in range(3):
+    child = os.fork()
+    if child == 0:
+        for descriptor, name in ((1, 'stdout'), (2, 'stderr')):
+            os.dup2(os.open(folder / f'{name}-{number}', os.O_WRONLY | os.O_CREAT), descriptor)
+        try:
+            status = work(number)
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+        jax.distributed.shutdown()  # as the interpreter does at its end
+        os._exit(status)
+    children[child] = number
+while len(list(folder.glob('ready-*'))) < 3:
+    time.sleep(0.01)
+start = time.monotonic()
+ended = {}
+while children:
+    child, status = os.wait()
+    number = children.pop(child)
+    ended[number] = [os.waitstatus_to_exitcode(status), time.monotonic() - start]
+print(json.dumps([ended[number] for number in range(3)]))
+"""
+
+
+def run_three(folder, chosen, action, heartbeat):
+    """Return the exit status of each, the seconds until the last one ended, and their stderr."""
+    arguments = [ROOT, free_address(), folder, str(chosen), action, str(heartbeat)]
+    program = [sys.executable, '-c', PROGRAM, *arguments]
+    output = subprocess.run(program, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, check=True)
+    ended = json.loads(output.stdout.splitlines()[-1])
+    assert (folder / 'stdout-0').read_text() == 'printed by 0\n'
+    assert (folder / 'stdout-1').read_text() == (folder / 'stdout-2').read_text() == ''
+    errors = [(folder / f'stderr-{i}').read_text() for i in range(3)]
+    return [status for status, _ in ended], max(seconds for _, seconds in ended), errors
+
+
+@pytest.mark.parametrize('number', [0, 1])
+def test_the_others_stop_when_a_process_is_killed(number, tmp_path):
+    statuses, seconds, errors = run_three(tmp_path, number, 'SIGKILL', heartbeat=30)
+    expected = [1, 1, 1]
+    expected[number] = -signal.SIGKILL
+    assert statuses == expected
+    assert seconds < 10
+    assert errors[number] == 'a reason\n'
+    reporting = [1, 2] if number == 0 else [0]
+    for i in {0, 1, 2} - {number}:
+        lines = errors[i].splitlines()
+        assert len(lines) == (i in reporting)
+        assert all(line.startswith(f'main.py: process {number} (pid ') for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('number', [0, 1])
+def test_the_others_stop_when_a_process_is_stopped(number, tmp_path):
+    statuses, seconds, errors = run_three(tmp_path, number, 'SIGSTOP', heartbeat=6)
+    expected = [1, 1, 1]
+    expected[number] = -signal.SIGKILL
+    assert statuses == expected
+    assert 3 < seconds < 6
+    [line] = errors[1 - number].splitlines()
+    assert line.startswith(f'main.py: process {number} (pid ') and 'is stopped' in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('number', [0, 1])
+def test_the_others_stop_when_a_host_is_silent(number, tmp_path):
+    statuses, _, errors = run_three(tmp_path, number, 'silence', heartbeat=6)
+    assert statuses[2] == statuses[1 - number] == 1
+    [line] = errors[1 - number].splitlines()
+    assert line.startswith(f'main.py: process {number} (pid ') and 'is silent for 5 s' in line
+
+
+@pytest.mark.slow
+def test_a_process_that_holds_the_interpreter_is_alive(tmp_path):
+    statuses, seconds, errors = run_three(tmp_path, 0, 'hold', heartbeat=20)
+    assert statuses == [0, 0, 0]
+    assert seconds > 60
+    assert errors == ['', '', '']
+
+
+def test_an_error_of_one_stops_all(tmp_path):
+    statuses, _, errors = run_three(tmp_path, 1, 'error', heartbeat=30)
+    assert statuses == [1, 1, 1]
+    [line] = errors[1].splitlines()
+    assert line.startswith('main.py: process 1 (pid ') and line.endswith(': a bad line')
+    [line] = errors[0].splitlines()
+    assert 'ended with status 1' in line
+    assert errors[2] == ''
+
+
+@pytest.mark.parametrize('number', [0, 2])
+def test_settings_that_differ(number, tmp_path):
+    statuses, _, errors = run_three(tmp_path, number, 'settings', heartbeat=30)
+    assert statuses[2] == 2 and set(statuses) <= {1, 2}
+    assert f'seed={int(number == 2)}, not {int(number == 0)}' in errors[2]
+    assert 'emb_dim' not in errors[2] and not errors[2].count('\n') > 1
+
+
+def test_an_error_of_all_is_reported_once(tmp_path):
+    statuses, _, errors = run_three(tmp_path, 1, 'all', heartbeat=30)
+    assert statuses == [2, 2, 2]
+    assert errors == ['main.py: a bad setting\n', '', '']
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('number', [0, 1])
+def test_an_unforeseen_error_of_one_stops_all(number, tmp_path):
+    statuses, _, errors = run_three(tmp_path, number, 'crash', heartbeat=30)
+    assert statuses == [1, 1, 1]
+    assert errors[number].splitlines()[-1] == 'RuntimeError: unforeseen'
+    [line] = errors[1 - number].splitlines()
+    assert line.startswith(f'main.py: process {number} (pid ') and 'ended with status 1' in line
+
+
+@pytest.mark.slow
+def test_processes_that_do_not_meet(tmp_path):
+    arguments = ['--num_processes=2', '--process_id=1', '--heartbeat=2']
+    command = [sys.executable, 'main.py', '--config=configs/tiny.py', f'--workdir={tmp_path}']
+    command += [*arguments, f'--coordinator_address={free_address()}']
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert 'within 20 s' in line
+
+
+SBATCH = {'SLURM_JOB_ID': '7', 'SLURM_NTASKS': '2', 'SLURM_PROCID': '0', 'SLURM_LOCALID': '0'}
+ONE_PER_NODE = {'SLURM_STEP_NUM_TASKS': '2', 'SLURM_STEP_NUM_NODES': '2'}
+ONE_PER_GPU = {'SLURM_STEP_NUM_TASKS': '8', 'SLURM_STEP_NUM_NODES': '2'}
+MPIRUN = {'OMPI_COMM_WORLD_SIZE': '8', 'OMPI_COMM_WORLD_LOCAL_SIZE': '4'}
+
+
+@pytest.mark.parametrize(
+    'environment, several, share',
+    [
+        ({}, False, False),
+        (SBATCH, False, False),
+        (SBATCH | {'SLURM_STEP_NUM_TASKS': '1', 'SLURM_STEP_NUM_NODES': '1'}, False, False),
+        (SBATCH | ONE_PER_NODE, True, False),
+        (SBATCH | ONE_PER_GPU, True, True),
+        (SBATCH | ONE_PER_GPU | {'CUDA_VISIBLE_DEVICES': '0,1,2,3'}, True, True),
+        (SBATCH | ONE_PER_GPU | {'CUDA_VISIBLE_DEVICES': '3'}, True, False),
+        (MPIRUN, True, True),
+        (MPIRUN | {'OMPI_COMM_WORLD_LOCAL_SIZE': '1'}, True, False),
+        ({'OMPI_COMM_WORLD_SIZE': '1'}, False, False),
+        ({'TPU_WORKER_HOSTNAMES': 'a,b'}, True, False),
+        ({'TPU_WORKER_HOSTNAMES': 'localhost'}, False, False),
+        ({'TPU_WORKER_HOSTNAMES': 'a', 'MEGASCALE_NUM_SLICES': '2'}, True, False),
+        ({'KUBERNETES_SERVICE_HOST': '10.0.0.1'}, False, False),
+    ],
+)
+def test_launchers(environment, several, share):
+    assert processes.is_launched(environment) == several
+    assert processes.shares_host(environment) == share

@@ -1,0 +1,41 @@
+"""The metrics and the time of the steps since the last logged one."""
+
+import time
+
+import jax
+import numpy as np
+
+from run.interval import Clock, Interval
+
+
+def test_the_clock_leaves_pauses_out(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, 'perf_counter', lambda: now[0])
+    clock = Clock()
+    with clock.taking_step():
+        with clock.waiting_for_data():
+            now[0] += 1
+        now[0] += 2
+    with clock.paused():
+        now[0] += 50
+    assert (clock.num_steps, clock.data_wait_seconds) == (1, 1)
+    assert (clock.seconds, clock.seconds_of_last_step) == (3, 3)
+    clock.restart()
+    assert (clock.num_steps, clock.data_wait_seconds, clock.seconds) == (0, 0, 0)
+
+
+def test_an_interval_hashes_batches_and_becomes_floats():
+    interval = Interval([{'loss': 1.0, 'batch_crc32': 7.0}])
+    interval.add({'loss': jax.numpy.float32(2)}, {'a': np.arange(2)}, position=np.zeros(4))
+    interval.wait(all_steps=True)
+    interval.fetch()
+    assert [metrics['loss'] for metrics in interval.metrics] == [1.0, 2.0]
+    assert all(type(x) is float for metrics in interval.metrics for x in metrics.values())
+
+
+def test_steps_with_other_metrics_leave_an_interval():
+    """A checkpoint from before a metric existed, or from before it was removed."""
+    for restored in ({'loss': 1.0}, {'loss': 1.0, 'entropy': 3.0, 'batch_crc32': 7.0}):
+        interval = Interval([restored])
+        interval.add({'loss': 2.0}, {'a': np.arange(2)}, position=np.zeros(4))
+        assert [metrics['loss'] for metrics in interval.metrics] == [2.0]

@@ -1,0 +1,155 @@
+"""A step is compiled ahead of time in as few microbatches as fit into memory."""
+
+import json
+import types
+
+import jax
+import numpy as np
+import pytest
+from runs import run, small_config
+
+import partition
+import train
+from configs import base
+from modes.train import make_trainer, prepare
+from run import memory as plan
+
+
+def compiled_bytes(trainer):
+    """Return the memory that the trainer's step takes."""
+    state_bytes = plan.num_state_bytes(trainer.shapes)
+    return plan.step_bytes(train.compile_step(trainer), trainer.mesh, state_bytes)
+
+
+@pytest.mark.slow
+def test_microbatches_to_fit_the_memory(corpus, tmp_path, monkeypatch, capsys):
+    """A number that does not fit is refused with the smallest that fits; auto takes that."""
+    config = small_config(corpus, steps=1)
+    config.train.batch_size = 2
+    config.model.dropout_rate = 0.0  # compiles twice as fast
+    needs = {n: compiled_bytes(make_trainer(config, n)) for n in (1, 2)}
+    assert needs[1] > needs[2]
+    monkeypatch.setattr(plan, 'memory_limit', lambda mesh: (needs[1] + needs[2]) / 2)
+    config.train.num_microbatches = 1
+    with pytest.raises(ValueError, match='num_microbatches=1: a step .* GiB .*; use 2, or auto'):
+        prepare(config, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ['lock']
+    config.train.num_microbatches = 'auto'
+    run(config, tmp_path)
+    assert 'takes 2' in capsys.readouterr().out
+    assert json.loads((tmp_path / 'config.json').read_text())['train']['num_microbatches'] == 2
+
+
+class FakeStep:
+    """A compiled step that needs some bytes."""
+
+    def __init__(self, num_bytes):
+        self.num_bytes = num_bytes
+
+    def memory_analysis(self):
+        return types.SimpleNamespace(
+            argument_size_in_bytes=10,
+            temp_size_in_bytes=self.num_bytes - 10,
+            output_size_in_bytes=7,
+            alias_size_in_bytes=7,
+        )
+
+
+def fit(num_bytes, limit, monkeypatch, requested='auto', counts=(1, 2, 4, 8)):
+    """Return the plan for steps that need {count: bytes}, and the counts that were compiled."""
+    compiled = []
+
+    def compile_step(n):
+        compiled.append(n)
+        return FakeStep(num_bytes[n])
+
+    monkeypatch.setattr(plan, 'memory_limit', lambda mesh: limit)
+    mesh = partition.make_mesh(data=1)
+    planned = plan.fit_step(compile_step, list(counts), requested, mesh, state_bytes=0)
+    return planned, compiled
+
+
+def test_the_first_number_of_microbatches_that_fits(monkeypatch):
+    planned, compiled = fit({1: 100, 2: 60, 4: 40}, limit=50, monkeypatch=monkeypatch)
+    assert planned.num_microbatches == 4
+    assert planned.step.num_bytes == 40
+    assert 'so it takes 4' in planned.note
+    assert compiled == [1, 2, 4]
+    planned, compiled = fit({1: 100}, limit=100, monkeypatch=monkeypatch)
+    assert (planned.num_microbatches, planned.note, compiled) == (1, '', [1])
+
+
+def test_a_step_that_a_tpu_refuses(monkeypatch):
+    """XLA for TPUs raises an error where the memory of a device is too small: so much is needed."""
+    message = (
+        'RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries '
+        '({}) exceeds available HBM (15.75G).'
+    )
+
+    def compile_step(n):
+        if n < 8:
+            raise jax.errors.JaxRuntimeError(message.format({1: '81.74G', 4: '16128.5M'}[n]))
+        return FakeStep(10 * 2**30)
+
+    monkeypatch.setattr(plan, 'memory_limit', lambda mesh: 14 * 2**30)
+    mesh = partition.make_mesh(1)
+    planned = plan.fit_step(compile_step, [1, 2, 4, 8, 16], 'auto', mesh, state_bytes=0)
+    assert planned.num_microbatches == 8
+    assert '1 microbatch(es) needs 81.7 GiB' in planned.note
+
+
+def test_what_cannot_fit_is_not_compiled(monkeypatch):
+    """Half of the rows need at least about half of the memory."""
+    planned, compiled = fit({1: 1000, 8: 100}, limit=120, monkeypatch=monkeypatch)
+    assert planned.num_microbatches == 8
+    assert compiled == [1, 8]
+
+
+def test_a_requested_number_that_does_not_fit(monkeypatch):
+    with pytest.raises(ValueError, match='num_microbatches=2: a step in 2 .*; use 4, or auto'):
+        fit({2: 60, 4: 40}, 50, monkeypatch, requested=2, counts=[2, 4])
+    with pytest.raises(ValueError, match='4 do not fit either: use more devices or a smaller'):
+        fit({2: 60, 4: 55}, 50, monkeypatch, requested=2, counts=[2, 4])
+
+
+@pytest.mark.slow
+def test_a_model_that_does_not_fit(corpus, tmp_path, monkeypatch):
+    config = small_config(corpus)
+    config.train.batch_size = 2
+    config.model.dropout_rate = 0.0  # compiles twice as fast
+    state_bytes = plan.num_state_bytes(make_trainer(config).shapes)
+    monkeypatch.setattr(plan, 'memory_limit', lambda mesh: state_bytes - 1)
+    with pytest.raises(
+        ValueError,
+        match='optimizer state take .*: use more devices for mesh.fsdp or a smaller model',
+    ):
+        prepare(config, tmp_path)
+    monkeypatch.setattr(plan, 'memory_limit', lambda mesh: state_bytes + 1)
+    with pytest.raises(ValueError, match='use more devices or a smaller train.batch_size'):
+        prepare(config, tmp_path)
+
+
+@pytest.mark.parametrize('data, fsdp, model', [(4, 1, 1), (1, 1, 4), (2, 2, 2)])
+def test_the_state_of_one_device(monkeypatch, data, fsdp, model):
+    """What is not split over 'fsdp' and 'model' is whole on every device: the sum of the arrays that it has."""
+    config = base.get_config()
+    config.model.update(num_heads=4, num_encoder_layers=1, num_decoder_layers=1)
+    config.mesh.update(data=data, fsdp=fsdp, model=model)
+    trainer = make_trainer(config)
+    shardings = partition.shardings(trainer.mesh, trainer.specs)
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), trainer.shapes)
+    state = jax.device_put(zeros, shardings)
+    num_bytes = 0
+    for x in jax.tree.leaves(state):
+        num_bytes += x.addressable_shards[0].data.nbytes
+    monkeypatch.setattr(plan, 'is_on_cpu', lambda mesh: False)  # as if each had a memory of its own
+    monkeypatch.setattr(plan, 'memory_limit', lambda mesh: num_bytes)
+    plan.check_state_fits(trainer.mesh, trainer.shapes, trainer.specs)
+    monkeypatch.setattr(plan, 'memory_limit', lambda mesh: num_bytes - 1)
+    with pytest.raises(ValueError, match='optimizer state take'):
+        plan.check_state_fits(trainer.mesh, trainer.shapes, trainer.specs)
+
+
+def test_counts_begin_with_the_requested_one():
+    assert plan.microbatch_counts('auto', num_rows=12) == [1, 2, 3, 4, 6, 12]
+    assert plan.microbatch_counts(3, num_rows=12) == [3, 4, 6, 12]

@@ -1,0 +1,223 @@
+"""Parquet: every row once per epoch, from row groups of every size; types, damage and bounds."""
+
+import gzip
+import itertools
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from corpora import epoch_documents, lane_documents, make_config
+
+import sources.deal
+import sources.open
+import sources.parquet
+from sources import parquet as parquet_source
+
+QA = {'inputs': 'question: {question} n: {n}', 'targets': '{answer}'}
+TEXT_TYPES = {
+    'string': pa.string(),
+    'large_string': pa.large_string(),
+    'string_view': pa.string_view(),
+    'binary': pa.binary(),
+    'dictionary': pa.dictionary(pa.int32(), pa.string()),
+}
+
+
+def write(path, columns, group_rows=1000, **options):
+    """Write {name: values or an array} with `group_rows` rows in a row group."""
+    pq.write_table(pa.table(columns), path, row_group_size=group_rows, **options)
+
+
+def texts_of(source, epoch=0, num_lanes=3):
+    return [text for _, text in sum(epoch_documents(source, epoch, num_lanes), [])]
+
+
+def records_of(source, num_lanes=3):
+    """The fields of all records of an epoch."""
+    found = []
+    for lane in range(num_lanes):
+        share = sources.Share(seed=0, epoch=0, lane=lane, num_lanes=num_lanes)
+        for document in source.documents('train', share):
+            found.append(document.record.fields)
+    return found
+
+
+@pytest.mark.parametrize('kind', TEXT_TYPES)
+@pytest.mark.parametrize('min_blocks', [1, 16, 4096])
+def test_every_row_comes_once_per_epoch(tmp_path, monkeypatch, kind, min_blocks):
+    """From a file of one row, and files with row groups of 1, 7 and 1,000 rows."""
+    monkeypatch.setattr(sources.deal, 'MIN_BLOCKS', min_blocks)
+    sizes = {'a': (1, 1), 'b': (60, 7), 'c': (5, 1), 'd': (64, 1000)}
+    expected = []
+    for name, (num_rows, group_rows) in sizes.items():
+        texts = [f'{name} {i % 10} é日' for i in range(num_rows)]
+        column = pa.array([text.encode() for text in texts], pa.binary())
+        path = tmp_path / f'{name}.parquet'
+        try:
+            if kind != 'binary':
+                column = pa.array(texts).cast(TEXT_TYPES[kind])
+            write(path, {'id': range(num_rows), 'text': column}, group_rows)
+        except pa.ArrowNotImplementedError:
+            pytest.skip(f'this pyarrow writes no {kind}')
+        expected += [(f'{path}:{row}', text) for row, text in enumerate(texts, start=1)]
+    source = sources.open.open_source(make_config(files=f'{tmp_path}/*', validation_fraction=0.3))
+    for epoch in range(2):
+        assert sorted(sum(epoch_documents(source, epoch), [])) == sorted(expected)
+    assert epoch_documents(source, 0) != epoch_documents(source, 1)
+
+
+def test_parquet_gives_the_records_that_json_gives(tmp_path):
+    """Numbers as JSON writes them: a float32 without the digits that it does not have."""
+    rows = [{'question': f' q {i} ', 'answer': i / 8, 'n': i % 3 == 0} for i in range(40)]
+    rows += [{'question': 'x', 'answer': answer, 'n': 2**40} for answer in (3.8, 1e-9, 1e30, -0.0)]
+    (tmp_path / 'a.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    for dtype in (pa.float32(), pa.float64()):
+        columns = {name: [row[name] for row in rows] for name in ('question', 'answer')}
+        columns['answer'] = pa.array(columns['answer'], dtype)
+        columns['n'] = [int(row['n']) for row in rows]
+        columns['nested'] = [{'x': [1, 2]} for _ in rows]  # is not read
+        write(tmp_path / f'{dtype}.parquet', columns)
+    (tmp_path / 'b.jsonl').write_text(
+        ''.join(json.dumps({**row, 'n': int(row['n'])}) + '\n' for row in rows)
+    )
+    expected = {}
+    for name in ('b.jsonl', 'float.parquet', 'double.parquet'):
+        config = make_config(files=f'{tmp_path}/{name}', validation_fraction=0.0, **QA)
+        found = records_of(sources.open.open_source(config))
+        expected.setdefault('fields', sorted(map(str, found)))
+        assert sorted(map(str, found)) == expected['fields'], name
+    assert len(expected['fields']) == 44 and "'answer': '3.8'" in str(expected)
+
+
+def test_a_lane_goes_on_from_any_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources.deal, 'MIN_BLOCKS', 64)
+    write(tmp_path / 'a.parquet', {'text': [f'row {i}' for i in range(150)]}, group_rows=23)
+    source = sources.open.open_source(make_config(files=f'{tmp_path}/a.parquet'))
+    documents = list(lane_documents(source, 'train', 2, 1, 2, 7))
+    assert len({pool for pool, *_ in documents}) > 2
+    for i, (pool, offset, *_) in enumerate(documents):
+        assert list(lane_documents(source, 'train', 2, 1, 2, 7, pool, offset)) == documents[i:]
+
+
+def test_lanes_share_decoded_row_groups(tmp_path, monkeypatch):
+    """A corpus of many windows: each row group is decoded once, and few are kept."""
+    monkeypatch.setattr(sources.deal, 'MAX_BLOCK_BYTES', 200)
+    monkeypatch.setattr(sources.parquet, 'WINDOW_BYTES', 20_000)
+    monkeypatch.setattr(parquet_source, 'MAX_CACHED_BYTES', 80_000)
+    texts = [f'{i} ' * 10 for i in range(6000)]
+    write(tmp_path / 'a.parquet', {'text': texts}, 100, use_dictionary=False)
+    source = sources.open.open_source(make_config(files=f'{tmp_path}/*', validation_fraction=0.0))
+    decoded = []
+    decode = parquet_source.decode
+
+    def count(group, columns):
+        decoded.append(group.number)
+        return decode(group, columns)
+
+    monkeypatch.setattr(parquet_source, 'decode', count)
+    lanes = []
+    for lane in range(8):
+        share = sources.Share(seed=0, epoch=0, lane=lane, num_lanes=8)
+        lanes.append(source.documents('train', share))
+    found = []
+    for documents in itertools.zip_longest(*lanes):  # in step, as batches read them
+        found += [document.record.fields['text'] for document in documents if document]
+    assert len(source.train.row_groups._kept) < 30
+    assert sorted(found) == sorted(text.strip() for text in texts)
+    assert sorted(set(decoded)) == list(range(60)) and len(decoded) < 1.2 * 60
+    first, second = source.train.order(0, 0), source.train.order(0, 1)
+    assert sorted(first) == sorted(second) == list(range(source.train.num_blocks))
+    assert not np.array_equal(first, second)
+
+
+@pytest.mark.parametrize(
+    'columns, settings, message',
+    [
+        ({'txt': ['a'], 'id': [1]}, {}, "no column 'text', .*data.text_field"),
+        ({'question': ['a'], 'n': [1]}, QA, "no column 'answer', .*data.inputs or data.targets"),
+        ({'text': [1, 2]}, {}, "column 'text' is number"),
+        ({'text': [['a'], []]}, {}, "column 'text' is list<.*: string>"),
+        ({'text': [{'a': 'b'}]}, {}, "column 'text' is struct<a: string>"),
+        ({'text': pa.array([1], pa.timestamp('us'))}, {}, r"column 'text' is timestamp\[us\]"),
+        ({'text': pa.array([None, None])}, {}, "column 'text' is null"),
+        ({'text': ['a', None]}, {}, "row 2 of .*: field 'text' is None"),
+        (
+            {'question': ['a'], 'n': pa.array([None], pa.int64()), 'answer': ['b']},
+            QA,
+            "row 1 of .*: field 'n' is None",
+        ),
+        ({'text': pa.array([b'a', b'sch\xf6n'])}, {}, "row 2 of .*: byte 4 of field 'text' is not"),
+        ({'text': pa.array([], pa.string())}, {}, 'row 1 of .*: the file is empty'),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, columns, settings, message):
+    path = tmp_path / 'a.parquet'
+    write(path, columns)
+    with pytest.raises(ValueError, match=message) as error:
+        texts_of(sources.open.open_source(make_config(files=str(path), **settings)))
+    assert str(path) in str(error.value) and '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    'damage, message, num_left',
+    [
+        (lambda content: content[:-100], 'row 1 of .*bad.parquet: no Parquet (', 0),
+        (lambda content: b'words' * 100, 'row 1 of .*bad.parquet: no Parquet (', 0),
+        (
+            lambda content: content.replace(b'row 40', b'row 4x', 1),
+            'row 31 of .*: row group 2 is',
+            70,
+        ),
+    ],
+)
+def test_a_damaged_file_stops_or_is_left_out(tmp_path, damage, message, num_left):
+    """A flipped byte costs its row group; it is found by the checksums of the pages."""
+    write(tmp_path / 'good.parquet', {'text': [f'good {i}' for i in range(20)]})
+    bad = tmp_path / 'bad.parquet'
+    texts = [f'row {i}' for i in range(100)]
+    write(bad, {'text': texts}, 30, compression='none', write_page_checksum=True)
+    bad.write_bytes(damage(bad.read_bytes()))
+    files = {'files': f'{tmp_path}/*', 'validation_fraction': 0.0}
+    pattern = message.replace('(', r'\(')
+    with pytest.raises(ValueError, match=rf'data.on_bad_line=stop .*{pattern}') as error:
+        texts_of(sources.open.open_source(make_config(**files)))
+    assert '\n' not in str(error.value) and 'copy the file again' in str(error.value)
+    source = sources.open.open_source(make_config(**files, on_bad_line='skip'))
+    for epoch in range(2):
+        assert len(texts_of(source, epoch)) == 20 + num_left
+    assert source.faults()[1] == 1
+
+
+def test_kinds_that_do_not_mix(tmp_path):
+    write(tmp_path / 'a.parquet', {'text': ['a']})
+    (tmp_path / 'b.txt').write_text('b')
+    (tmp_path / 'b.txt.gz').write_bytes(gzip.compress(b'other'))
+    for others in ('a.parquet', 'b.txt.gz'):
+        with pytest.raises(ValueError, match=rf'{others}.*b.txt|b.txt.*{others}'):
+            sources.open.open_source(make_config(files=f'{tmp_path}/b.txt,{tmp_path}/{others}'))
+    source = sources.open.open_source(
+        make_config(files=f'{tmp_path}/a.*', validation_files=f'{tmp_path}/b.txt')
+    )
+    assert sorted(texts_of(source)) == ['a', 'b']
+    (tmp_path / 'c.parquet.gz').write_bytes(gzip.compress((tmp_path / 'a.parquet').read_bytes()))
+    with pytest.raises(ValueError, match='c.parquet.gz'):
+        sources.open.open_source(make_config(files=f'{tmp_path}/c*'))
+
+
+def test_a_row_group_that_is_too_large_is_refused(tmp_path, monkeypatch):
+    """The columns that are read count."""
+    monkeypatch.setattr(parquet_source, 'MAX_GROUP_BYTES', 10_000)
+    path = tmp_path / 'a.parquet'
+    texts = [f'{i} ' * 100 for i in range(100)]
+    write(path, {'text': texts, 'id': range(100)})
+    with pytest.raises(ValueError, match="row group 1 has .*'text'.* 10,000: .*row_group_size"):
+        sources.open.open_source(make_config(files=str(path)))
+    config = make_config(files=str(path), inputs='', targets='{id}')
+    assert len(records_of(sources.open.open_source(config))) > 90
+
+
+def test_names_in_any_case(tmp_path):
+    write(tmp_path / 'a.PARQUET', {'text': ['a']})
+    assert texts_of(sources.open.open_source(make_config(files=f'{tmp_path}/*'))) == ['a']

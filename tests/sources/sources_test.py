@@ -1,0 +1,738 @@
+"""Sources: every line once per epoch, from files of every kind; faults, names and changes."""
+
+import csv
+import gzip
+import io
+import itertools
+import json
+import os
+import shutil
+import sys
+import zlib
+
+import numpy as np
+import pytest
+from corpora import (
+    LFS_POINTER,
+    documents_of,
+    epoch_documents,
+    lane_documents,
+    make_config,
+    source_of,
+    write_shards,
+    write_text_files,
+)
+
+import sources.deal
+import sources.files
+import sources.gzipped
+import sources.open
+import sources.pydoc
+import sources.templates
+import sources.text
+
+
+@pytest.fixture(autouse=True)
+def small_corpora_have_few_blocks(monkeypatch):
+    """Each block opens its file: thousands of blocks take seconds."""
+    monkeypatch.setattr(sources.deal, 'MIN_BLOCKS', 64)
+
+
+def test_pydoc_is_two_megabytes_of_distinct_prose(pydoc):
+    texts = [text for _, text in documents_of(pydoc)]
+    size = sum(map(len, texts))
+    assert 1_500_000 < size < 4_000_000 and len(texts) > 5000
+    assert len(set(texts)) == len(texts) and all(text == ' '.join(text.split()) for text in texts)
+    letters = sum(c.isalpha() or c == ' ' for text in texts for c in text)
+    assert letters > 0.85 * size
+    assert 'json.decoder.decode' in dict(documents_of(pydoc))
+    assert source_of(documents_of(pydoc)[:-1]).fingerprint != pydoc.fingerprint
+
+
+def test_a_package_of_pydoc_without_help_topics(pydoc_documents, monkeypatch):
+    """Some distributions leave pydoc_data out, the package and all."""
+    monkeypatch.setitem(sys.modules, 'pydoc_data', None)
+    monkeypatch.delitem(sys.modules, 'pydoc_data.topics', raising=False)
+    package = os.path.dirname(json.__file__)
+    monkeypatch.setattr(sources.pydoc.sysconfig, 'get_path', lambda name: package)
+    documents = [(f'json.{name}', text) for name, text in sources.pydoc.documents()]
+    assert len(documents) > 5
+    assert documents == [tuple(x) for x in pydoc_documents if x[0].startswith('json.')]
+
+
+def test_texts_of_one_summary_are_in_one_split(monkeypatch):
+    summaries = ['Return it.', 'return It', 'Open a file.', 'Close: a file!']
+    documents = [(f'{i}', f'{summaries[i % 4]}\nText {i}.') for i in range(400)]
+    monkeypatch.setattr(sources.pydoc, 'documents', lambda: documents)
+    source = sources.open.open_source(make_config(validation_fraction=0.5))
+    found = {}
+    for split in ('train', 'validation'):
+        for record in source.records(split):
+            assert record.fields['text'] == f'{record.fields["summary"]} {record.fields["rest"]}'
+            found.setdefault(record.fields['summary'], set()).add(split)
+    assert len(found) == 4
+    assert all(len(splits) == 1 for splits in found.values())
+    assert found['Return it.'] == found['return It']
+    assert set().union(*found.values()) == {'train', 'validation'}
+
+
+def test_every_pydoc_document_comes_once_per_epoch(pydoc):
+    first, second = (sum(epoch_documents(pydoc, epoch), []) for epoch in (0, 1))
+    assert sorted(first) == sorted(second) == sorted(documents_of(pydoc))
+    assert first != second and first != sorted(first)
+
+
+def test_splits_are_disjoint_and_sized_as_asked(pydoc):
+    train, validation = (
+        {text for lane in epoch_documents(pydoc, splits=[split]) for _, text in lane}
+        for split in ('train', 'validation')
+    )
+    assert not train & validation
+    assert 0.005 < len(validation) / len(train) < 0.015
+    twice = source_of([('a', 'same text'), ('b', 'same text')], validation_fraction=0.5)
+    assert [] in epoch_documents(twice, num_lanes=1)
+
+
+def write_random_text(folder, random):
+    """Files of lines of every kind; returns {name: text} of what must be read from them."""
+    expected, letters = {}, ['a', 'b ', 'é', '日', '😀', '\u2028', '\x0b', ' ']
+    for number in range(random.integers(1, 5)):
+        path, content = folder / f'{number}.txt', b''
+        for _ in range(random.integers(0, 12)):
+            size = random.choice([0, 1, 5, 200])
+            text = ''.join(random.choice(letters, size))
+            if text.strip():
+                expected[f'{path}:{len(content)}'] = text.strip()
+            content += text.encode() + random.choice([b'\n', b'\r\n', b'\n\n', b'\n \n'])
+        path.write_bytes((content.rstrip(b'\n') if random.integers(2) else content) or b'\n')
+    return expected
+
+
+@pytest.mark.parametrize('block_bytes', [1, 3, 16, 1000])
+def test_every_line_of_random_files_comes_once_per_epoch(tmp_path, monkeypatch, block_bytes):
+    monkeypatch.setattr(sources.deal, 'MAX_BLOCK_BYTES', block_bytes)
+    monkeypatch.setattr(sources.deal, 'MIN_BLOCKS', 1)
+    random = np.random.default_rng(block_bytes)
+    for trial in range(12):
+        folder = tmp_path / str(trial)
+        folder.mkdir()
+        expected = write_random_text(folder, random)
+        config = make_config(files=f'{folder}/*.txt', validation_fraction=0.3)
+        source = sources.open.open_source(config)
+        found = sum(epoch_documents(source, epoch=trial), [])
+        assert sorted(found) == sorted(expected.items())
+
+
+def test_text_files_are_found_once_and_shuffled_over_lanes(tmp_path):
+    lines = [f'line number {i}' for i in range(3000)]
+    for part in range(3):
+        (tmp_path / f'{part}.txt').write_text('\n'.join(lines[part::3]))
+    files = f'{tmp_path}/0.txt, {tmp_path}/*.txt'
+    source = sources.open.open_source(make_config(files=files, validation_fraction=0.1))
+    lanes = epoch_documents(source, num_lanes=8, splits=['train'])
+    assert all(200 < len(lane) < 500 for lane in lanes)
+    other = epoch_documents(source, num_lanes=8, splits=['train'], epoch=1)
+    assert sorted(sum(lanes, [])) == sorted(sum(other, [])) and lanes != other
+    validation = sum(epoch_documents(source, splits=['validation']), [])
+    assert sorted(text for _, text in sum(lanes, []) + validation) == sorted(lines)
+    assert source.fingerprint == sources.open.open_source(make_config(files=files)).fingerprint
+    (tmp_path / '2.txt').write_text('shorter')
+    assert source.fingerprint != sources.open.open_source(make_config(files=files)).fingerprint
+
+
+def test_files_of_another_split(tmp_path):
+    train, validation = tmp_path / 'train', tmp_path / 'validation'
+    train.mkdir()
+    validation.mkdir()
+    expected = {
+        'train': write_shards(train, [40, 9]),
+        'validation': write_shards(validation, [20], '.txt', start=30),  # some texts are in both
+    }
+    files = {'files': f'{train}/*.gz', 'validation_files': f'{validation}/*'}
+    source = sources.open.open_source(make_config(**files))
+    for split, documents in expected.items():
+        found = sum(epoch_documents(source, splits=[split]), [])
+        assert sorted(found) == sorted(documents.items())
+    train_only = sources.open.open_source(make_config(files=files['files']))
+    fingerprints = {source.fingerprint, train_only.fingerprint}
+    assert len(fingerprints) == 2
+    (validation / '00.txt').write_text('shorter')
+    assert sources.open.open_source(make_config(**files)).fingerprint not in fingerprints
+
+
+def test_c4_without_files_is_pydoc_and_says_so(pydoc, pydoc_documents, monkeypatch):
+    monkeypatch.setattr(sources.pydoc, 'documents', lambda: pydoc_documents)
+    c4 = sources.open.open_source(make_config(task='c4_v220_span_corruption'))
+    assert (pydoc.corpus, c4.corpus) == ('pydoc', 'pydoc instead of C4')
+    assert c4.fingerprint == pydoc.fingerprint
+
+
+BAD_LINES = {
+    'json': [
+        (b'{"text": "cut', 'no JSON: Unterminated string'),
+        (b'plain words', 'no JSON: Expecting value'),
+        (b'["text"]', """'["text"]' is no JSON object"""),
+        (b'{"txt": "", "url": ""}', "field 'text' is None, no string, of fields 'txt', 'url'"),
+        (b'{}', "field 'text' is None, no string, of fields none; set data.text_field"),
+        (b'{"text": 7}', "field 'text' is 7, no string"),
+        (b'{"text": "\\ud800"}', "field 'text' holds half a surrogate pair"),
+        (b'{"text": "\xff"}', 'byte 11 is not UTF-8'),
+        (b'{"text": ' + b'[' * 100_000, 'no JSON: maximum recursion depth'),
+        (b'{"text": ' + b'1' * 5000 + b'}', 'no JSON: Exceeds the limit'),
+    ],
+    'txt': [(b'sch\xf6n', 'byte 4 is not UTF-8')],
+}
+
+
+GZIP_HEADER = gzip.compress(b'')[:10]
+
+
+BROKEN_GZIPS = {
+    'truncated': (lambda good, rest: good + gzip.compress(rest)[:-9], 'Compressed file ended'),
+    'no checksum': (lambda good, rest: good[:-8], 'Compressed file ended before'),
+    'crc': (lambda good, rest: good[:-8] + b'\1\2\3\4' + good[-4:], 'CRC check failed'),
+    'deflate': (lambda good, rest: good + GZIP_HEADER + b'\xff' * 99, 'Error -3 while decompress'),
+    'garbage': (lambda good, rest: good + b'garbage', 'Not a gzipped file'),
+}
+
+
+GOOD_LINES = {
+    'txt': [b'first', b'', b'third', b'fifth'],
+    'json': [b'{"text": "first"}', b'', b'{"text": "third"}', b'{"text": "fifth"}'],
+}
+
+
+FAULTS = [
+    *[(kind + gz, *bad) for kind in BAD_LINES for gz in ('', '.gz') for bad in BAD_LINES[kind]],
+    *[(f'{kind}.gz', *broken) for kind in BAD_LINES for broken in BROKEN_GZIPS.values()],
+]
+
+
+def check_fault(folder, kind, message, line, left):
+    """It stops the run, or is left out, told and counted once however often it is read."""
+    files = {'files': f'{folder}/*.{kind}', 'validation_fraction': 0.3}
+    message = f'line {line} of {folder}/bad.{kind}: {message}'
+    with pytest.raises(ValueError) as error:
+        epoch_documents(sources.open.open_source(make_config(**files)))
+    assert str(error.value).startswith(f'data.on_bad_line=stop (skip leaves it out): {message}')
+    assert '\n' not in str(error.value)
+    source = sources.open.open_source(make_config(**files, on_bad_line='skip'))
+    for epoch in range(2):
+        texts = [text for _, text in sum(epoch_documents(source, epoch, num_lanes=2), [])]
+        assert sorted(texts) == sorted([f'good {i}' for i in range(20)] + left)
+    messages, count = source.faults()
+    assert len(messages) == count == 1 and messages[0].startswith(message)
+    assert source.faults() == ([], 1)
+
+
+def write_good_file(folder, kind):
+    texts = [f'good {i}' for i in range(20)]
+    lines = [json.dumps({'text': text}) if 'json' in kind else text for text in texts]
+    write = gzip.open if kind.endswith('.gz') else open
+    with write(folder / f'good.{kind}', 'wb') as file:
+        file.write('\n'.join(lines).encode())
+
+
+@pytest.mark.parametrize('kind, bad, message', FAULTS)
+def test_a_bad_line_is_named_and_stops_or_is_left_out(tmp_path, kind, bad, message):
+    write_good_file(tmp_path, kind)
+    *good, last = GOOD_LINES[kind.removesuffix('.gz')]
+    good, left = b''.join(line + b'\n' for line in good), ['first', 'third']
+    if callable(bad):
+        content, message = bad(gzip.compress(good), last), f'broken gzip ({message}'
+    else:
+        content, left = good + bad + b'\n' + last + b'\n', [*left, 'fifth']
+        content = gzip.compress(content) if kind.endswith('.gz') else content
+    (tmp_path / f'bad.{kind}').write_bytes(content)
+    check_fault(tmp_path, kind, message, 4, left)
+
+
+@pytest.mark.parametrize(
+    'kind, content',
+    [(kind, b'') for kind in ('txt', 'json', 'txt.gz', 'json.gz')]
+    + [(kind, gzip.compress(b'', mtime=0)) for kind in ('txt.gz', 'json.gz')],
+)
+def test_an_empty_file_is_a_fault(tmp_path, kind, content):
+    write_good_file(tmp_path, kind)
+    (tmp_path / f'bad.{kind}').write_bytes(content)
+    check_fault(tmp_path, kind, 'the file is empty; copy it again, or remove it', 1, [])
+    (tmp_path / f'good.{kind}').unlink()
+    if not content:
+        with pytest.raises(ValueError, match='data.files='):
+            sources.open.open_source(make_config(files=f'{tmp_path}/*', on_bad_line='skip'))
+
+
+@pytest.mark.parametrize('size', [100, 70_000])
+def test_the_line_of_a_fault_far_inside_a_file(tmp_path, size, monkeypatch):
+    monkeypatch.setattr(sources.deal, 'MIN_BLOCKS', 64)
+    lines = [b'%d ' % i + b'x' * size for i in range(40)]
+    lines[33] = b'\xff'
+    (tmp_path / 'a.txt').write_bytes(b'\n'.join(lines))
+    with pytest.raises(ValueError, match='line 34 of .*a.txt: byte 1 is not UTF-8'):
+        epoch_documents(sources.open.open_source(make_config(files=f'{tmp_path}/a.txt')))
+    whole = gzip.compress(b'\n'.join(lines[:33]))
+    half = whole[: len(whole) // 2]
+    (tmp_path / 'a.txt.gz').write_bytes(half)
+    line = zlib.decompressobj(31).decompress(half).count(b'\n') + 1
+    with pytest.raises(ValueError, match=f'line {line} of .*a.txt.gz: broken gzip'):
+        epoch_documents(sources.open.open_source(make_config(files=f'{tmp_path}/a.txt.gz')))
+
+
+@pytest.mark.parametrize('kind', ['.jsonl', '.jsonl.gz'])
+@pytest.mark.parametrize(
+    'num_bad, fraction, allowed', [(10, 0.0, 10), (11, 0.001, 10), (30, 0.05, 30)]
+)
+def test_bad_lines_must_be_few(tmp_path, kind, num_bad, fraction, allowed):
+    lines = [b'{"text": "good"}'] * 2000
+    for i in range(num_bad):
+        lines[50 * i + 60] = b'{}'
+    content = b'\n'.join(lines)
+    path = tmp_path / f'a{kind}'
+    path.write_bytes(gzip.compress(content) if kind.endswith('.gz') else content)
+    config = make_config(files=str(path), on_bad_line='skip', max_bad_fraction=fraction)
+    source = sources.open.open_source(config)
+    if num_bad > allowed:
+        with pytest.raises(ValueError, match=f'11 bad lines .*data.max_bad_fraction={fraction}'):
+            epoch_documents(source, num_lanes=1, splits=['train'])
+    else:
+        for epoch in range(3):
+            epoch_documents(source, epoch, num_lanes=1)
+        messages, count = source.faults()
+        assert count == num_bad and len(messages) == 10  # the last ten are told
+        assert all('line' in message for message in messages)
+
+
+@pytest.mark.parametrize(
+    'name',
+    [
+        'plain.txt',
+        './plain.txt',
+        'folder/../plain.txt',
+        '~/plain.txt',
+        'plain.txt/',
+        ' plain.txt ',
+        'with space é日.txt',
+        'a, comma.txt',
+        'link.txt',
+        'set[1].txt',
+        'folder[1]/*.txt',
+        'fold*/inside.txt',
+        '*ain.txt, ,plain.txt',
+    ],
+)
+def test_names_of_files(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv('HOME', str(tmp_path))
+    (tmp_path / 'folder').mkdir()
+    (tmp_path / 'folder[1]').mkdir()
+    for path in ('plain.txt', 'with space é日.txt', 'a, comma.txt', 'set[1].txt', 'set1.txt'):
+        (tmp_path / path).write_text(path)
+    (tmp_path / 'folder[1]/inside.txt').write_text('plain.txt')
+    (tmp_path / 'folder/other.txt').write_text('other')
+    (tmp_path / 'link.txt').symlink_to('plain.txt')
+    source = sources.open.open_source(make_config(files=name))
+    [file] = source.files
+    assert file.split == 'train' and os.path.isabs(file.path) and '..' not in file.path
+    text = name if ' ' in name.strip() and '*' not in name or '[1].' in name else 'plain.txt'
+    assert [text for _, text in documents_of(source)] == [text.strip()]
+
+
+@pytest.mark.parametrize('key', ['files', 'validation_files'])
+@pytest.mark.parametrize(
+    'name, part',
+    [
+        (',,', "=',,'"),
+        ('  ', "='  '"),
+        ('http://a.b/*.txt', ': http://a.b/*.txt'),
+        ('file:///a.txt', ': file:///a.txt'),
+        ('{}/folder', ": '{}/folder' is a folder"),
+        ('{}/fold*', ": '{}/fold*'"),
+        ('{}/loop.txt', ': {}/loop.txt'),
+        ('{}/loop*', ': {}/loop.txt'),
+        ('{}/gone.txt', ': {}/gone.txt'),
+        ('/dev/null', ': /dev/null'),
+        ('{}/lfs.txt', ': {}/lfs.txt is a pointer of git-lfs'),
+        ('~nobody-here/a.txt', ': ~nobody-here/a.txt'),
+        ('{}/empty*', "='{}/empty*'"),
+        ('{}/secret.txt', ': {}/secret.txt cannot be read'),
+        ('a\0b', ": 'a\\x00b'"),
+        ('a' * 5000, 'File name too long'),
+    ],
+)
+def test_names_that_cannot_be_read_are_refused(tmp_path, monkeypatch, key, name, part):
+    (tmp_path / 'folder').mkdir()
+    (tmp_path / 'loop.txt').symlink_to('loop.txt')
+    (tmp_path / 'gone.txt').symlink_to('nowhere')
+    (tmp_path / 'lfs.txt').write_bytes(LFS_POINTER)
+    (tmp_path / 'empty.txt').write_bytes(b'')
+    (tmp_path / 'good.txt').write_text('good')
+    (tmp_path / 'secret.txt').write_text('secret')
+    check_not_lfs = sources.files.paths.check_not_lfs
+
+    def refuse(path):  # for root, who may read everything
+        if path.name == 'secret.txt':
+            raise PermissionError(13, 'Permission denied')
+        check_not_lfs(path)
+
+    monkeypatch.setattr(sources.files.paths, 'check_not_lfs', refuse)
+    files = {'files': f'{tmp_path}/good.txt', key: name.replace('{}', str(tmp_path))}
+    with pytest.raises(ValueError) as error:
+        sources.open.open_source(make_config(**files))
+    words = str(error.value)
+    assert words.startswith(f'data.{key}') and '\n' not in words
+    assert part.replace('{}', str(tmp_path)) in words
+
+
+@pytest.mark.parametrize('name', ['a.JSONL', 'a.Json', 'a.ndjson', 'a.NDJSON.gz', 'a.json.GZ'])
+def test_extensions_in_any_case(tmp_path, name):
+    content = b'{"text": "first"}\n{"text": "second"}\n{}\n'
+    is_gzipped = name.lower().endswith('gz')
+    (tmp_path / name).write_bytes(gzip.compress(content) if is_gzipped else content)
+    config = make_config(files=f'{tmp_path}/*', on_bad_line='skip')
+    source = sources.open.open_source(config)
+    found = sum(epoch_documents(source), [])
+    assert sorted(text for _, text in found) == ['first', 'second']
+    assert 'line 3 of' in source.faults()[0][0]
+
+
+@pytest.mark.parametrize(
+    'content, is_told',
+    [
+        (b'\n{"text": "a"}\n\n{"text": "b"}', True),
+        (b'{}\n' * 20 + b'words\n', True),
+        (b'{"text": "a"}\nwords\n', False),
+        (b'words\n{"text": "a"}\n', False),
+        (b'[1]\n2\n', False),
+        (b'{"text": "\xff"}\n', False),
+        (b'{"a": ' * 100_000, False),
+    ],
+)
+@pytest.mark.parametrize('name', ['a.txt', 'a.txt.gz'])
+def test_json_in_a_text_file_is_told(tmp_path, caplog, content, is_told, name):
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content) if name.endswith('gz') else content)
+    with caplog.at_level('WARNING'):
+        sources.open.open_source(make_config(files=str(path)))
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == is_told and all(str(path) in message for message in messages)
+
+
+def test_a_file_is_of_one_split_whatever_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'folder').mkdir()
+    (tmp_path / 'a.txt').write_text('some words')
+    (tmp_path / 'soft.txt').symlink_to('a.txt')
+    os.link(tmp_path / 'a.txt', tmp_path / 'hard.jsonl')
+    shutil.copy(tmp_path / 'a.txt', tmp_path / 'copy.txt')
+    for name in ('./a.txt', 'folder/../a.txt', 'soft.txt', 'hard.jsonl', 'copy.txt'):
+        with pytest.raises(ValueError, match=rf'a.txt of data.files and .*{name[-5:]}'):
+            sources.open.open_source(make_config(files='a.txt', validation_files=name))
+
+
+def test_changes_of_files_are_described(tmp_path, pydoc):
+    describe = sources.files.describe_changes
+    old = write_text_files(tmp_path / 'a')
+    kept = json.loads(json.dumps(old.files_as_json()))
+    changed = tmp_path / 'a/3.txt'
+    changed.write_text(changed.read_text().replace('line 3 7', 'line 3 8', 1))  # of equal size
+    new = sources.open.open_source(make_config(files=f'{tmp_path}/a/*.txt'))
+    assert new.fingerprint != old.fingerprint
+    words = describe(kept, new.files_as_json())
+    assert f': {changed} (changed): ' in words and 'data.allow_changed_files=True' in words
+    (tmp_path / 'a/0.txt').rename(tmp_path / 'moved.txt')
+    (tmp_path / 'a/1.txt').unlink()
+    (tmp_path / 'a/4.txt').write_text('new')
+    files = f'{tmp_path}/a/*.txt,{tmp_path}/moved.txt'
+    new = sources.open.open_source(make_config(files=files))
+    words = describe(kept, new.files_as_json())
+    assert f'{changed} (changed), {tmp_path}/a/1.txt (missing), {tmp_path}/a/4.txt (new): ' in words
+    assert 'moved' not in words
+    many = [{'split': 'train', 'path': f'{i}', 'num_bytes': i, 'digest': ''} for i in range(1234)]
+    words = describe(many, kept)
+    assert words.count('(missing)') == 10 and ' and 1,228 more: restore' in words
+    assert ' 2 (new): restore' in describe(many[:3], many[:3] + many[2:3])
+    assert '0.txt (missing)' in describe(kept, pydoc.files_as_json())
+    for before in ([], None):
+        assert "Python's documentation" in describe(before, kept)
+
+
+def test_a_file_moved_to_the_other_split_is_a_change(tmp_path):
+    write_text_files(tmp_path / 'a')
+    names = [f'{tmp_path}/a/{i}.txt' for i in range(4)]
+    fingerprints = set()
+    for i in range(4):
+        train = ','.join(names[:i] + names[i + 1 :])
+        config = make_config(files=train, validation_files=names[i])
+        fingerprints.add(sources.open.open_source(config).fingerprint)
+    assert len(fingerprints) == 4
+
+
+def test_large_files_are_sampled(tmp_path):
+    path = tmp_path / 'a.txt'
+    size = 3_000_001
+    content = bytearray(os.urandom(size))
+    digests = set()
+    seen = [0, 4095, size - 4096, size - 1, (size - 4096) // 15, 14 * (size - 4096) // 15 + 4095]
+    for place in (None, *seen):
+        changed = bytearray(content)
+        if place is not None:
+            changed[place] ^= 1
+        path.write_bytes(changed)
+        digests.add(sources.files.content_digest(str(path), size))
+    assert len(digests) == 1 + len(seen)
+    path.write_bytes(content[: size - 1])
+    assert sources.files.content_digest(str(path), size - 1) not in digests
+    found = set()
+    for _ in range(2):  # all of a small file counts
+        path.write_bytes(content[: 1 << 20])
+        found.add(sources.files.content_digest(str(path), 1 << 20))
+        content[500_000] ^= 1
+    assert len(found) == 2
+
+
+def write_long_and_short_lines(path, random):
+    """Lines of 0 to 300 bytes, one of exactly 64: with and without spaces, of one byte and more."""
+    alphabets = ['ab ', 'é😀', 'aé日😀 ', 'xyz', 'a\u3000\x0b\t\r ']
+    content = b''
+    for size in [*random.choice([0, 1, 5, 30, 63, 65, 130, 300], 8), 64]:
+        letters = list(alphabets[random.integers(len(alphabets))])
+        line = ''.join(random.choice(letters, size)).encode()[:size]
+        if size == 64:
+            line = b'b' * 63  # with its newline exactly the limit
+        content += line + [b'\n', b'\r\n', b'\n\n'][random.integers(3)]
+    if random.integers(2):
+        content = content.rstrip(b'\n')
+    path.write_bytes(content)
+    return content
+
+
+class OffsetsAndLines:
+    """In place of a LineParser."""
+
+    kind_of = staticmethod(sources.files.kind_of)
+
+    def __call__(self, path, offset, line):
+        return offset, line
+
+
+@pytest.mark.parametrize('cut_bytes', [1, 7, 1000])
+@pytest.mark.parametrize('block_bytes', [1, 3, 5, 16, 32])
+def test_every_byte_of_long_lines_comes_once(tmp_path, monkeypatch, block_bytes, cut_bytes):
+    monkeypatch.setattr(sources.files, 'MAX_LINE_BYTES', 64)
+    monkeypatch.setattr(sources.text, 'CUT_BYTES', cut_bytes)
+    monkeypatch.setattr(sources.deal, 'MAX_BLOCK_BYTES', block_bytes)
+    monkeypatch.setattr(sources.deal, 'MIN_BLOCKS', 1)
+    random = np.random.default_rng(block_bytes)
+    for trial in range(15):
+        path = tmp_path / f'{trial}.txt'
+        content = write_long_and_short_lines(path, random)
+        file = sources.files.read_file_record('', 'train', str(path))
+        if trial % 3 == 0:  # what remains after a correction is cut at the same places
+            blocks = sources.text.PlainFiles([file], OffsetsAndLines())
+            first, last = sorted(random.integers(0, len(content) + 1, 2))
+            content = content[:first] + b'corrected' * random.integers(1, 20) + content[last:]
+            path.write_bytes(content)
+            today = sources.files.read_file_record('', 'train', str(path))
+            [file] = sources.files.follow(blocks.files, [today], step=1)
+        blocks = sources.text.PlainFiles([file], OffsetsAndLines())
+        parts = [part for block in range(blocks.num_blocks) for part in blocks.read(block)]
+        assert b''.join(line for _, line in parts) == content
+        sizes = [len(line) for _, line in parts]
+        assert [offset for offset, _ in parts] == [0, *itertools.accumulate(sizes[:-1])]
+        assert file.changes or all(len(line) <= 64 for _, line in parts)
+        short = {line for line in content.splitlines(keepends=True) if len(line) <= 64}
+        if b'\r' not in content and b'\x0b' not in content:
+            assert short <= {line for _, line in parts}  # they are not cut
+
+
+def test_a_long_line_is_cut_between_words_and_characters(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources.files, 'MAX_LINE_BYTES', 64)
+    monkeypatch.setattr(sources.text, 'CUT_BYTES', 16)
+    monkeypatch.setattr(sources.deal, 'MIN_BLOCKS', 8)
+    words = ' '.join(f'word{i}' for i in range(200))
+    characters = ''.join(map(chr, range(0x3041, 0x3041 + 500)))
+    for text, space in ((words, ' '), (characters, '')):
+        for name in ('a.txt', 'a.txt.gz'):
+            path = tmp_path / name
+            open_file = gzip.open if name.endswith('.gz') else open
+            with open_file(path, 'wb') as file:
+                file.write(f'first\n{text}\nlast'.encode())
+            source = sources.open.open_source(make_config(files=str(path), validation_fraction=0.2))
+            found = sum(epoch_documents(source), [])
+            texts = [text for _, text in found]
+            texts.remove('first')
+            texts.remove('last')
+            assert len(texts) > 18
+            parts = space.join(texts)
+            assert sorted(parts.split() if space else parts) == sorted(
+                text.split() if space else text
+            )
+            splits = [epoch_documents(source, splits=[split]) for split in ('train', 'validation')]
+            assert all(any(lanes) for lanes in splits) and all(splits[0])
+            if name.endswith('.gz'):
+                assert {name.rsplit(':')[-1] for name, _ in found} == {'1', '2', '3'}
+
+
+def test_a_fault_after_a_long_line_has_its_line_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources.files, 'MAX_LINE_BYTES', 64)
+    monkeypatch.setattr(sources.text, 'CUT_BYTES', 16)
+    content = b'a b ' * 100 + b'\n' + b'c ' * 100 + b'\xff ' + b'd ' * 100 + b'\nlast\n'
+    (tmp_path / 'a.txt').write_bytes(content)
+    (tmp_path / 'b.txt.gz').write_bytes(gzip.compress(content))
+    (tmp_path / 'c.txt.gz').write_bytes(gzip.compress(content.replace(b'\xff', b'e'))[:-8])
+    for name, message in [
+        ('a.txt', 'line 2 of .*a.txt: byte .* is not UTF-8'),
+        ('b.txt.gz', 'line 2 of .*b.txt.gz: byte .* is not UTF-8'),
+        ('c.txt.gz', 'line 4 of .*c.txt.gz: broken gzip'),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            epoch_documents(sources.open.open_source(make_config(files=f'{tmp_path}/{name}')))
+
+
+class CountingFile(io.FileIO):
+    num_bytes = 0
+
+    def readinto(self, buffer):
+        count = super().readinto(buffer)
+        CountingFile.num_bytes += count
+        return count
+
+
+@pytest.mark.parametrize('kind', ['txt', 'jsonl'])
+def test_a_long_line_is_read_once(tmp_path, monkeypatch, kind):
+    """Reading is bounded by what a block has and MAX_LINE_BYTES around it: it is not quadratic."""
+    monkeypatch.setattr(sources.files, 'MAX_LINE_BYTES', 1 << 16)
+    monkeypatch.setattr(sources.deal, 'MAX_BLOCK_BYTES', 1 << 14)
+    monkeypatch.setattr(sources.deal, 'MIN_BLOCKS', 1)
+    monkeypatch.setattr(CountingFile, 'num_bytes', 0)
+    open_file = lambda path, *_, **__: io.BufferedReader(CountingFile(path))  # noqa: E731
+    monkeypatch.setattr(sources.files.paths, 'open_file', open_file)
+    text = 'some words ' * 200_000
+    path = tmp_path / f'a.{kind}'
+    path.write_text(json.dumps({'text': text}) if kind == 'jsonl' else text)
+    source = sources.open.open_source(make_config(files=str(path), validation_fraction=0.0))
+    documents = sum(epoch_documents(source, splits=['train']), [])
+    assert ' '.join(text for _, text in sorted(documents, key=offset_of)).split() == text.split()
+    assert path.stat().st_size < CountingFile.num_bytes < 12 * path.stat().st_size
+
+
+def offset_of(document):
+    return int(document[0].rsplit(':')[-1])
+
+
+@pytest.fixture
+def small_pools(monkeypatch):
+    monkeypatch.setattr(sources.gzipped, 'POOL_LINES', 60)
+    monkeypatch.setattr(sources.gzipped, 'MIN_POOL_LINES', 4)
+
+
+SHARD_SIZES = [40, 3, 1, 77, 250, 12, 0, 31, 18]
+
+
+@pytest.mark.parametrize(
+    'num_lanes, copies', [(1, 1), (1, 4), (2, 4), (4, 1), (8, 1), (9, 1), (10, 1), (15, 1), (40, 1)]
+)
+def test_every_line_of_shards_comes_once_per_epoch(tmp_path, small_pools, num_lanes, copies):
+    """Lanes that share shards, in whatever order they read, divide the lines among them."""
+    expected = write_shards(tmp_path, SHARD_SIZES * copies)  # in one round or several
+    config = make_config(files=f'{tmp_path}/*', validation_fraction=0.0, on_bad_line='skip')
+    source = sources.open.open_source(config)
+    random = np.random.default_rng(num_lanes)
+    orders = []
+    for epoch in range(3):
+        alone = epoch_documents(source, epoch, num_lanes, splits=['train'], seed=5)
+        orders.append(sum(alone, []))
+        assert sorted(orders[-1]) == sorted(expected.items())
+        reading = {
+            lane: lane_documents(source, 'train', epoch, lane, num_lanes, 5)
+            for lane in range(num_lanes)
+        }
+        found = [[] for _ in range(num_lanes)]
+        while reading:
+            lane = int(random.choice(list(reading)))
+            documents = list(itertools.islice(reading[lane], int(random.integers(1, 60))))
+            found[lane] += [(name, text) for *_, name, text in documents]
+            if not documents:
+                del reading[lane]
+        assert found == alone
+    assert orders[0] != orders[1] != orders[2]
+
+
+@pytest.mark.parametrize('kind', ['.txt', '.jsonl.gz'])
+def test_a_lane_goes_on_from_any_document(tmp_path, small_pools, kind):
+    write_shards(tmp_path, [40, 33, 77, 31, 58], kind)
+    source = sources.open.open_source(make_config(files=f'{tmp_path}/*'))
+    for lane, num_lanes in [(0, 1), (1, 2), (0, 8), (7, 8)]:
+        documents = list(lane_documents(source, 'train', 2, lane, num_lanes, 7))
+        assert len({pool for pool, *_ in documents}) > 2 or num_lanes == 8
+        for i, (pool, offset, *_) in enumerate(documents):
+            for more in (0, 1):
+                rest = lane_documents(source, 'train', 2, lane, num_lanes, 7, pool, offset + more)
+                assert list(rest) == documents[i + more :]
+
+
+def test_a_pool_mixes_sixteen_shards(tmp_path):
+    write_shards(tmp_path, [50] * 20)
+    source = sources.open.open_source(make_config(files=f'{tmp_path}/*', validation_fraction=0.0))
+    for num_lanes, num_open in [(1, 16), (2, 8), (5, 4), (20, 1)]:
+        documents = list(lane_documents(source, 'train', 0, 0, num_lanes, 0))
+        first = {name.split(':')[0] for pool, _, name, _ in documents if pool == 0}
+        assert len(first) == num_open
+
+
+# Tables and templates.
+
+ANSWERS = ['one', 'a, b', 'say "so"', 'two\nlines', '']
+ROWS = [{'question': f'what is {i}?', 'answer': ANSWERS[i % 5], 'n': i} for i in range(300)]
+QA = {'inputs': 'question: {question} n: {n}', 'targets': '{answer}'}
+
+
+def write_table(path, rows=ROWS, names=('n', 'question', 'answer')):
+    """Write rows as a user's tools do: csv.writer, or JSON Lines."""
+    open_file = gzip.open if path.name.endswith('.gz') else open
+    with open_file(path, 'wt', newline='', encoding='utf-8') as file:
+        if '.jsonl' in path.name:
+            file.writelines(json.dumps(row) + '\n' for row in rows)
+            return
+        if '.tsv' in path.name:
+            file.write('\t'.join(names) + '\n')
+            for row in rows:
+                file.write('\t'.join(str(row[name]).replace('\n', ' ') for name in names) + '\n')
+            return
+        writer = csv.DictWriter(file, names, lineterminator='\r\n')
+        writer.writeheader()
+        writer.writerows({name: row[name] for name in names} for row in rows)
+
+
+@pytest.mark.parametrize('suffix', ['.csv', '.tsv', '.jsonl', '.csv.gz', '.tsv.gz', '.jsonl.gz'])
+@pytest.mark.parametrize('min_blocks', [1, 4096])
+def test_tables_and_json_give_the_same_records(tmp_path, monkeypatch, suffix, min_blocks):
+    """Quoted commas, quotes and newlines; blocks that begin anywhere."""
+    monkeypatch.setattr(sources.deal, 'MIN_BLOCKS', min_blocks)
+    write_table(tmp_path / f'a{suffix}')
+    write_table(tmp_path / f'b{suffix}', rows=ROWS[:1])
+    source = sources.open.open_source(
+        make_config(files=f'{tmp_path}/*', validation_fraction=0.0, **QA)
+    )
+    found = []
+    for lane in range(3):
+        share = sources.Share(seed=0, epoch=0, lane=lane, num_lanes=3)
+        for document in source.documents('train', share):
+            found.append(document.record.fields)
+    newline = ' ' if '.tsv' in suffix else '\n'
+    expected = []
+    for row in [*ROWS, ROWS[0]]:
+        expected.append(row | {'n': str(row['n']), 'answer': row['answer'].replace('\n', newline)})
+    assert sorted(found, key=str) == sorted(expected, key=str)
+
+
+def test_a_table_may_hold_documents(tmp_path):
+    """Without templates a column is the text. A byte order mark is no part of a name."""
+    (tmp_path / 'a.csv').write_bytes(b'\xef\xbb\xbftext,n\r\nhello,1\r\n"a, b",2')
+    source = sources.open.open_source(make_config(files=f'{tmp_path}/a.csv'))
+    assert sorted(text for _, text in sum(epoch_documents(source), [])) == ['a, b', 'hello']
+
+
+def test_a_template_may_hold_braces():
+    template = sources.templates.Template('data.inputs', '{{{a}}} {b c}{a}')
+    assert template.fill({'a': '{1}', 'b c': '2'}) == '{{1}} 2{1}'

@@ -1,0 +1,243 @@
+"""Noise masks and token functions against T5's, and how text is joined and cut.
+
+tests/golden/seqio_t5 was made by running SeqIO b898b9f and t5 e081111; masks are random there, so
+their counts and their structure are compared.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+from corpora import golden, is_near
+
+import data
+from tasks import denoising
+
+
+def part_of(name):
+    """A function of data.py or of tasks/denoising.py."""
+    return getattr(data, name, None) or getattr(denoising, name)
+
+
+def test_random_spans_helper_matches_t5():
+    for case in golden('random_spans_helper'):
+        result = tuple(case.pop('result'))
+        assert data.random_spans_helper(*case.values()) == result, case
+
+
+def count_spans(mask):
+    return int(np.sum(mask[:, 0]) + np.sum(mask[:, 1:] & ~mask[:, :-1]))
+
+
+def test_noise_masks_have_t5s_counts_and_structure():
+    for case in golden('noise_masks'):
+        length, density, mean = (
+            case['length'],
+            case['noise_density'],
+            case['mean_noise_span_length'],
+        )
+        masks = data.random_spans_noise_mask((16, length), density, mean, length)
+        assert masks.shape == (16, length) and masks.dtype == bool
+        for mask in masks:
+            assert mask.sum() == case['num_noise_tokens'][0]
+            assert count_spans(mask[None]) == case['num_noise_spans'][0]
+            assert not mask[0] and (mask[-1] or length == 1)
+
+
+def test_noise_is_uniform_over_all_ways_to_cut():
+    lengths = data.random_segments(6000, 5, 3, 'test')  # 4 choose 2: six ways
+    ways, counts = np.unique(lengths, axis=0, return_counts=True)
+    assert len(ways) == 6 and np.all(ways.sum(axis=1) == 5) and np.all(ways >= 1)
+    assert np.all(np.abs(counts - 1000) < 5 * np.sqrt(1000))
+
+
+def test_full_rows_have_exactly_15_percent_noise_in_spans_of_three():
+    masks = data.random_spans_noise_mask((200, 568), 0.15, 3.0, 1)
+    assert np.all(masks.sum(axis=1) == 85) and count_spans(masks) == 200 * 28
+    assert len(np.unique(masks, axis=0)) == 200
+    # Everywhere but at the ends a token is noise as often as any other.
+    assert np.abs(masks[:, 50:500].mean() - 0.15) < 0.01
+
+
+def test_masks_stay_possible_where_t5_fails():
+    for length in range(1, 30):
+        mask = data.random_spans_noise_mask((2, length), 0.5, 1.0, length)
+        assert not mask[:, 0].any()
+
+
+SENTINEL_FUNCTIONS = ['noise_token_to_sentinel', 'noise_span_to_unique_sentinel']
+
+
+def kept(tokens):
+    return tokens[tokens != data.DROPPED].tolist()
+
+
+def test_token_functions_match_t5():
+    for case in golden('denoise_fns'):
+        tokens = np.array([case['tokens']], np.int32)
+        mask = np.array([case['noise_mask']])
+        for name in SENTINEL_FUNCTIONS:
+            found = part_of(name)(tokens, mask, case['vocab_size'])
+            assert found.dtype == np.int32 and kept(found) == case[name], name
+        other = data.noise_span_to_unique_sentinel(tokens, ~mask, case['vocab_size'])
+        assert kept(other) == case['nonnoise_span_to_unique_sentinel']
+        for name in ('drop_noise_tokens', 'drop_nonnoise_tokens'):
+            found = part_of(name)(tokens, mask)
+            assert found.dtype == np.int32 and kept(found) == case[name], name
+
+
+def test_rows_are_replaced_one_by_one():
+    """What a row becomes does not depend on the others."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(3, 1000, (20, 13)).astype(np.int32)
+    mask = rng.random((20, 13)) < 0.4
+    for name in SENTINEL_FUNCTIONS:
+        function = part_of(name)
+        rows = [function(tokens[i : i + 1], mask[i : i + 1], 1100)[0] for i in range(20)]
+        np.testing.assert_array_equal(function(tokens, mask, 1100), rows)
+
+
+def test_iid_noise_has_its_density_everywhere():
+    for density in (0.01, 0.15, 0.9, 1.0):
+        mask = denoising.iid_noise_mask((10_000, 8), density, 'test')
+        assert mask.shape == (10_000, 8) and mask.dtype == bool
+        hits = mask.sum(axis=0)
+        assert all(is_near(count, 10_000 * density) for count in hits)
+        both = (mask[:, 1:] & mask[:, :-1]).sum()  # neighbours are independent
+        assert is_near(both, 70_000 * density**2)
+
+
+@pytest.mark.parametrize('density, shortest', [(0.5, 1), (0.25, 5), (0.1, 8)])
+def test_a_prefix_has_any_length(density, shortest):
+    """T5: from round((1 - 2 density)(length - 1)), and 1, to length - 1."""
+    masks = denoising.random_prefix_noise_mask((10_000, 11), density, 'test')
+    assert not (masks[:, 1:] & ~masks[:, :-1]).any()
+    counts = np.bincount(masks.sum(axis=1), minlength=12)
+    assert counts[:shortest].sum() == 0 and counts[11] == 0
+    assert all(is_near(count, 10_000 / (11 - shortest)) for count in counts[shortest:11])
+
+
+def test_the_shortest_rows_have_a_prefix():
+    assert not denoising.random_prefix_noise_mask((5, 1), 0.5, 0).any()
+    assert denoising.random_prefix_noise_mask((5, 2), 0.5, 0).tolist() == [[True, False]] * 5
+
+
+def test_noise_is_permuted_in_all_ways_and_the_rest_stays():
+    tokens = np.tile(np.arange(10, 16, dtype=np.int32), (6000, 1))
+    mask = np.array([[False, True, False, True, True, False]] * 6000)
+    found = denoising.permute_noise_tokens(tokens, mask, 'test')
+    np.testing.assert_array_equal(found[:, [0, 2, 5]], tokens[:, [0, 2, 5]])
+    ways, counts = np.unique(found, axis=0, return_counts=True)
+    assert len(ways) == 6 and (np.sort(ways, axis=1) == tokens[0]).all()
+    assert all(is_near(count, 1000) for count in counts)
+    nothing = denoising.permute_noise_tokens(tokens, np.zeros_like(mask), 'test')
+    np.testing.assert_array_equal(nothing, tokens)
+
+
+def test_random_tokens_are_any_but_the_reserved_ones():
+    tokens = np.full((2000, 10), 7, np.int32)
+    mask = denoising.iid_noise_mask(tokens.shape, 0.5, 'mask')
+    found = denoising.noise_token_to_random_token(tokens, mask, 13, 'test')
+    assert found.dtype == np.int32 and (found[~mask] == 7).all()
+    counts = np.bincount(found[mask])
+    assert len(counts) == 13 and counts[:3].sum() == 0
+    assert all(is_near(count, mask.sum() / 10) for count in counts[3:])
+
+
+def test_one_token_in_ten_is_random_and_others_are_sentinels():
+    tokens = np.full((2000, 50), 7, np.int32)
+    mask = denoising.iid_noise_mask(tokens.shape, 0.5, 'mask')
+    found = denoising.noise_token_to_random_token_or_sentinel(tokens, mask, 10**6, 'test')
+    assert found.dtype == np.int32 and (found[~mask] == 7).all()
+    assert is_near((found[mask] != 10**6 - 1).sum(), 0.1 * mask.sum())
+
+
+def test_later_spans_are_taken_out():
+    mask = np.array([list('.xx.x.xxx'), list('x.x.x.x.x'), list('.........')]) == 'x'
+    found = denoising.without_spans_after(mask, 2)
+    expected = np.array([list('.xx.x....'), list('x.x......'), list('.........')]) == 'x'
+    np.testing.assert_array_equal(found, expected)
+    assert not denoising.without_spans_after(mask, 0).any()
+
+
+def test_random_numbers_differ_by_key_alone():
+    functions = [
+        lambda *key: denoising.iid_noise_mask((3, 40), 0.5, *key),
+        lambda *key: denoising.random_prefix_noise_mask((30, 40), 0.5, *key),
+        lambda *key: data.random_spans_noise_mask((3, 40), 0.5, 3.0, *key),
+    ]
+    for function in functions:
+        np.testing.assert_array_equal(function(1, 2), function(1, 2))
+        assert (function(1, 2) != function(1, 3)).any()
+
+
+def test_concatenating_and_splitting_match_seqio():
+    case = golden('split_concat')
+    documents = [np.array(example['targets'], np.int32) for example in case['examples']]
+
+    def rows_of(group, ends):
+        whole = np.concatenate(group)
+        rows = data.split_tokens(ends, itertools.repeat(8))
+        return [whole[begin:end].tolist() for begin, end in rows]
+
+    groups = [documents[i : i + 3] for i in range(0, len(documents), 3)]
+    concatenated = [np.concatenate(group).tolist() for group in groups]
+    assert concatenated == [example['targets'] for example in case['reduce_concat_batch3']]
+    ends = np.cumsum([len(document) for document in documents])
+    expected = [example['targets'] for example in case['split_tokens_max8']]
+    assert rows_of(documents, ends) == expected
+    found = []
+    for group in groups:
+        found += rows_of(group, [sum(map(len, group))])
+    assert found == [example['targets'] for example in case['concat3_then_split8']]
+
+
+def test_rows_may_have_different_lengths():
+    rows = data.split_tokens([5, 5, 12], iter([3, 4, 1, 9, 9]))
+    assert rows.tolist() == [[0, 3], [3, 5], [5, 6], [6, 12]]
+    assert data.split_tokens([], itertools.repeat(3)).shape == (0, 2)
+    assert data.split_tokens([0], itertools.repeat(3)).shape == (0, 2)
+
+
+def test_documents_are_joined_and_name_their_rows():
+    records = []
+    for ids in ([7, 8, 9], [], [4], [5, 6]):
+        records.append({'targets': np.array(ids, np.int32)})
+    documents = data.join_documents('abcd', records, 0)
+    assert documents.ids.tolist() == [7, 8, 9, 4, 5, 6] and documents.ids.dtype == np.int32
+    assert documents.names == ['a', 'c', 'd'] and documents.ends.tolist() == [3, 4, 6]
+    rows = np.array([[0, 3], [2, 4], [3, 4], [0, 6]])
+    assert documents.names_of(rows) == [['a'], ['a', 'c'], ['c'], ['a', 'c', 'd']]
+    with_eos = data.join_documents('abcd', records, 0, with_eos=True)
+    assert with_eos.ids.tolist() == [7, 8, 9, 1, 4, 1, 5, 6, 1]
+    nothing = data.join_documents('b', records[1:2], 0)
+    assert nothing.ids.tolist() == [] and nothing.names_of(np.zeros((0, 2), int)) == []
+
+
+@pytest.mark.parametrize('rule', ['append_eos', 'append_eos_after_trim'])
+def test_eos_is_appended_as_seqio_does(rule):
+    """To features with add_eos; without trimming they may become too long."""
+    for case in golden('append_eos'):
+        lengths = case['sequence_length'] or {}
+        for example, expected in zip(case['examples'], case[rule], strict=True):
+            for key in ('inputs', 'targets'):
+                found = example[key]
+                if case[f'{key}_add_eos']:
+                    length = lengths.get(key) if rule == 'append_eos_after_trim' else None
+                    tokens = np.array([found], np.int32)
+                    found = data.append_eos_after_trim(tokens, length)[0].tolist()
+                    if length is not None:
+                        [other] = data.append_eos_to_each(list(tokens), length)
+                        assert other.tolist() == found
+                assert found == expected[key]
+
+
+def test_select_random_chunk_takes_aligned_chunks():
+    ids = list(range(2 * data.MAX_DOCUMENT_TOKENS + 5))
+    lengths, starts = set(), set()
+    for i in range(30):
+        chunk = data.select_random_chunk(ids, i)
+        starts.add(chunk[0])
+        lengths.add(len(chunk))
+    assert starts == {0, 65536, 131072} and lengths == {65536, 5}
+    assert data.select_random_chunk(ids[:65536], 0) == ids[:65536]

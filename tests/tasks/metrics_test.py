@@ -1,0 +1,353 @@
+"""Metrics, against the originals' numbers.
+
+golden/seqio_t5/metrics.json was made by running t5 e081111 and multilingual_t5 9dcd60f. So was
+golden/metrics.json, on random words of several languages, classes and scores with ties; it has
+byt5 7d4efdd and t5_closed_book_qa 0c1bbe5, too. Libraries: sacrebleu 2.6.0, rouge_score 0.1.2,
+scikit-learn 1.9.1, scipy 1.17.1, nltk 3.10.4. Each entry names its function and has its arguments:
+to make it again, call the original with them (t5's rouge_mean for `rouge`). None stands for nan.
+"""
+
+import functools
+import inspect
+import itertools
+import json
+import math
+import pathlib
+import types
+
+import numpy as np
+import pytest
+
+from tasks import metrics, mixtures
+
+TESTS = pathlib.Path(__file__).parents[1]
+ROUGE = TESTS.parents[1] / 'shared' / 'testdata' / 'seqio_t5' / 'rouge_fixture'
+
+
+def oracle(name):
+    return json.loads((TESTS / 'golden' / name).read_text())
+
+
+def find_metric(name, settings):
+    """Return the metric that an entry of the oracles names."""
+    if name.startswith('mean_multiclass_f1'):
+        num_classes = settings.pop('num_classes', None) or int(name.split('_')[-1])
+        return metrics.mean_multiclass_f1(num_classes)
+    if name == 'mean_group_metric_all_match':
+        return metrics.mean_group_metric(metrics.all_match)
+    if name == 'deduplicate_squad':
+        return metrics.deduplicate_metric(metrics.squad)
+    if name == 'rouge_mean':
+        # The words of these entries have no suffix: stemming leaves their scores as they are.
+        settings.pop('use_stemmer', None)
+        return metrics.rouge
+    return getattr(metrics, name.removeprefix('mt5_'))
+
+
+def hashable_groups(targets):
+    """Return targets with tuples in place of JSON's lists."""
+    if not isinstance(targets[0], dict) or 'group' not in targets[0]:
+        return targets
+    return [{'value': target['value'], 'group': json.dumps(target['group'])} for target in targets]
+
+
+def check_entry(entry):
+    settings = dict(entry['kwargs'])
+    metric = functools.partial(find_metric(entry['metric'], settings), **settings)
+    side = 'scores' if 'scores' in entry else 'predictions'
+    assert side in inspect.signature(metric).parameters
+    found = metric(targets=hashable_groups(entry['targets']), **{side: entry[side]})
+
+    expected = {}
+    for name, value in entry['result'].items():
+        expected[name] = math.nan if value is None else value
+    assert list(found) == list(expected)
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-9, nan_ok=True), settings
+    assert {type(value) for value in found.values()} <= {int, float}
+
+
+@pytest.mark.parametrize('name', ['seqio_t5/metrics.json', 'metrics.json'])
+def test_every_entry_of_the_originals(name):
+    entries = oracle(name)
+    assert entries
+    for entry in entries:
+        check_entry(entry)
+
+
+def test_the_oracles_have_every_metric():
+    """A public function that takes targets is a metric; those that make metrics are in entries, too."""
+    public = set()
+    for name, function in inspect.getmembers(metrics, inspect.isfunction):
+        if inspect.signature(function).return_annotation == metrics.Values:
+            public.add(name)
+    named = {entry['metric'] for entry in oracle('metrics.json')}
+    named.add('squad_v2')  # golden/squad_v2.json
+    helpers = ['answer_scores', 'areas_under_curves', 'fixed_choice_metrics']
+    assert public - {*helpers, 'variable_choice_accuracy'} <= named
+    assert named >= {'mean_multiclass_f1', 'mean_group_metric_all_match', 'deduplicate_squad'}
+
+
+# ROUGE.
+
+
+def read_lines(name):
+    if not ROUGE.exists():
+        pytest.skip(f"{ROUGE} is missing: T5's summaries are not shipped")
+    return (ROUGE / name).read_text().splitlines()
+
+
+def test_rouge_of_t5s_summaries():
+    """The expected values are medians of a bootstrap: of another draw they differ in the third digit."""
+    targets = read_lines('target_large.txt')
+    predictions = read_lines('prediction_large.txt')
+    expected = json.loads('\n'.join(read_lines('expected_bootstrap_results.json')))
+    mean = metrics.rouge(targets, predictions)
+    assert mean == pytest.approx(expected, abs=0.1)
+    bootstrap = metrics.rouge(targets, predictions, bootstrap_seed=0)
+    assert bootstrap == pytest.approx(mean, abs=0.1) and bootstrap != mean
+    assert bootstrap == metrics.rouge(targets, predictions, bootstrap_seed=0)
+    assert bootstrap != metrics.rouge(targets, predictions, bootstrap_seed=1)
+
+
+def test_rouge_by_hand():
+    target = 'the cat sat\non the mat'
+    prediction = 'on the mat sat the cat'
+    keys = ('rouge1', 'rouge2', 'rouge9', 'rougeL', 'rougeLsum')
+    found = metrics.rouge([target], [prediction], score_keys=keys)
+    assert found == {
+        'rouge1': 100.0,
+        'rouge2': pytest.approx(100 * 3 / 5),  # the cat, on the, the mat
+        'rouge9': 0.0,  # neither has 9 words
+        'rougeL': pytest.approx(100 * 3 / 6),  # on the mat
+        'rougeLsum': pytest.approx(100 * 5 / 6),  # the cat, and on the mat
+    }
+
+
+def test_rouge_knows_the_letters_a_to_z_only():
+    assert metrics.rouge(['Größe 5'], ['GR e-5'])['rouge2'] == 100.0
+    assert metrics.rouge(['Ночь'], ['Ночь'])['rouge1'] == 0.0
+
+
+def subsequences(tokens):
+    for size in range(len(tokens) + 1):
+        yield from itertools.combinations(tokens, size)
+
+
+def test_longest_common_subsequences_against_all_subsequences():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        target, prediction = ([*rng.choice(list('abc'), rng.integers(7))] for _ in range(2))
+        common = set(subsequences(target)) & set(subsequences(prediction))
+        longest = max(map(len, common))
+        assert metrics.common_lengths(target, prediction)[-1, -1] == longest
+        positions = metrics.common_positions(target, prediction)
+        found = tuple(target[i] for i in sorted(positions))
+        assert found in common
+        assert len(found) == longest
+
+
+# Edits.
+
+
+@functools.cache
+def edits(target, prediction):
+    """The definition of the distance."""
+    if not target or not prediction:
+        return len(target) + len(prediction)
+    return min(
+        edits(target[1:], prediction) + 1,
+        edits(target, prediction[1:]) + 1,
+        edits(target[1:], prediction[1:]) + (target[0] != prediction[0]),
+    )
+
+
+def test_levenshtein_against_its_definition():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        target, prediction = (''.join(rng.choice(list('ab文\0'), rng.integers(8))) for _ in 'tp')
+        assert metrics.levenshtein(target, prediction) == edits(target, prediction)
+
+
+def test_edit_distance_by_hand():
+    found = metrics.edit_distance(['A b', 'c  d', ''], ['a B', 'c d', 'e f'])
+    assert list(found.values()) == [0, 2, 1.0, 1.0, 3]  # min, max, mean, median, sum
+    assert metrics.edit_distance(['A b'], ['a b'], lower=False)['sum_edit'] == 1
+
+
+def test_cer_by_hand():
+    assert metrics.cer(['abc', 'aa'], ['abd', 'a']) == {'cer': 2 / 5}
+    assert metrics.cer(['', 'é'], ['xy', '']) == {'cer': 3.0}
+
+
+# What the originals' entries do not reach.
+
+
+def test_bleu_signature():
+    signature = 'nrefs:2|case:mixed|eff:no|tok:intl|smooth:exp|version:'
+    assert metrics.bleu_signature(num_references=2).startswith(signature)
+    assert '|tok:13a|' in metrics.bleu_signature(tokenizer='13a')
+
+
+def test_bleu_of_empty_texts():
+    assert metrics.bleu(['', 'a b c d'], ['', 'a b c d']) == {'bleu': pytest.approx(100.0)}
+    assert metrics.bleu([''], ['']) == {'bleu': 0.0}
+
+
+def test_squad_of_unpadded_and_unicode_text():
+    assert metrics.squad([['An Évian', 'x']], ['évian']) == {'em': 100.0, 'f1': 100.0}
+    assert metrics.squad([['the']], ['']) == {'em': 100.0, 'f1': 0.0}
+    assert metrics.coqa_f1([['the']], ['a']) == {'f1': 100.0}
+
+
+SQUAD_V2 = oracle('squad_v2.json')
+
+
+def squad_v2_of(cases):
+    answers = [case['answers'] for case in cases]
+    return metrics.squad_v2(answers, [case['prediction'] for case in cases])
+
+
+@pytest.mark.parametrize('case', SQUAD_V2['cases'], ids=lambda case: case['prediction'])
+def test_squad_v2_of_one_question(case):
+    """golden/squad_v2.json: hand-made cases, scored by transformers 4.57.6 (squad_metrics.py).
+
+    That is SQuAD's evaluate-v2.0.py, which has a list without answers where we have [''].
+    """
+    found = squad_v2_of([case])
+    assert found == pytest.approx({'em': 100 * case['exact'], 'f1': 100 * case['f1']})
+
+
+def test_squad_v2_of_questions_with_and_without_answers():
+    totals = SQUAD_V2['totals']
+    assert len(SQUAD_V2['cases']) == totals['total'] == 50
+    expected = {
+        'em': totals['exact'],
+        'f1': totals['f1'],
+        'em_with_answer': totals['HasAns_exact'],
+        'f1_with_answer': totals['HasAns_f1'],
+        'em_without_answer': totals['NoAns_exact'],
+    }
+    assert squad_v2_of(SQUAD_V2['cases']) == pytest.approx(expected)
+    one_kind = [case for case in SQUAD_V2['cases'] if case['answers'] == ['']]
+    assert len(one_kind) == totals['NoAns_total']
+    expected = {'em': totals['NoAns_exact'], 'f1': totals['NoAns_f1']}
+    assert squad_v2_of(one_kind) == pytest.approx(expected)
+
+
+@pytest.mark.peers
+def test_squad_v2_against_the_original():
+    name = 'transformers.data.metrics.squad_metrics'
+    squad_metrics = pytest.importorskip(name, reason='transformers 5 has no squad_metrics')
+    for case in SQUAD_V2['cases']:
+        given = [{'text': answer} for answer in case['answers'] if answer]
+        question = types.SimpleNamespace(qas_id='q', answers=given)
+        exact, f1 = squad_metrics.get_raw_scores([question], {'q': case['prediction']})
+        assert (exact['q'], f1['q']) == (case['exact'], case['f1'])
+
+
+def test_normalized_texts():
+    """As in MLQA's own script: U+9FA6 and later are no words of their own; 'ar' has no word boundary."""
+    assert metrics.normalize_trivia_qa("It's ‘so’ a´b_c") == 'it s so b c'
+    assert metrics.normalize_mlqa('一龥龦龦x', 'zh') == '一 龥 龦龦x'
+    assert metrics.normalize_mlqa('سؤال', 'ar') == 'سؤ'
+
+
+def test_natural_questions_by_hand():
+    targets = [
+        [('yes',), ('no',), ()],
+        [('The Nile', 'Amazon'), ('Nile',)],
+        [('one annotator',), ()],
+        [(), ()],
+    ]
+    predictions = [[('no',)], [('amazon', 'nile', 'Nile!')], [('one annotator',)], [()]]
+    found = metrics.natural_questions(targets, predictions)
+    assert found == {'recall': 100.0, 'golden_answers': 2}
+    found = metrics.natural_questions(targets, [[('',)]] * 4, non_null_threshold=1)
+    assert found == {'recall': 0.0, 'golden_answers': 3}
+
+
+def test_inputs_stay_as_they_are():
+    targets = np.array([0, 1, 1])
+    predictions = np.array([2, -1, 1])
+    assert metrics.f1_score_with_invalid(targets, predictions) == {'f1': 50.0}
+    assert predictions.tolist() == [2, -1, 1]
+
+
+# The scores of one example, its right choice, num_classes, accuracy.
+RANKED = [
+    ([-1.0, -1.0, -2.0], 1, None, 0),  # the first of equal scores is the prediction
+    ([-1.0, -1.0, -2.0], 1, 3, 0),
+    ([-1.0 - 1e-12, -1.0], 0, 2, 100),  # float32 for a fixed number of choices
+    ([-1.0 - 1e-12, -1.0], 0, None, 0),
+    ([-math.inf, -3.0], 1, 2, 100),
+]
+
+
+@pytest.mark.parametrize('scores, right, num_classes, accuracy', RANKED)
+def test_rank_classification_by_hand(scores, right, num_classes, accuracy):
+    targets = [((0, i), i == right, 1.0, 1) for i in range(len(scores))]
+    found = metrics.rank_classification(targets, scores, num_classes)
+    assert found['accuracy'] == accuracy
+    assert right == 0 or found.get('f1', accuracy) == accuracy  # F1 is of choice 1
+
+
+def test_area_under_roc_is_the_share_of_pairs_in_order():
+    rng = np.random.default_rng(0)
+    is_positive = np.array([True, False, *rng.integers(2, size=30)], bool)
+    scores = rng.integers(6, size=32) / 4
+    differences = scores[is_positive][:, None] - scores[~is_positive][None]
+    share = np.mean((differences > 0) + 0.5 * (differences == 0))
+    assert metrics.auc(is_positive, scores)['auc-roc'] == pytest.approx(share, rel=1e-12)
+
+
+def test_no_warning_where_a_value_is_undefined(recwarn):
+    assert math.isnan(metrics.pearson_corrcoef([1, 1], [1, 2])['pearson_corrcoef'])
+    assert math.isnan(metrics.auc([0, 0], [1, 2])['auc-roc'])
+    assert metrics.matthews_corrcoef([1, 1], [1, 0]) == {'matthews_corrcoef': 0.0}
+    assert metrics.mean_multiclass_f1(3)([0], [0]) == {'mean_3class_f1': pytest.approx(100 / 3)}
+    assert not recwarn.list
+
+
+# Wrong input, as of a user's own postprocessor.
+
+CHOICE = ((0, 0), True, 1.0, 2)
+WRONG = [
+    (functools.partial(metrics.bleu, tokenizer='v13'), ['a'], ['b']),
+    (functools.partial(metrics.rouge, score_keys=['rouge0']), ['a'], ['b']),
+    (metrics.bleu, [['a', 'b'], ['c', 'd'], ['e', 'f']], ['a', 'c', 'e']),
+    (metrics.bleu, [1], ['a']),
+    (metrics.sequence_accuracy, ['a', b'b'], ['a', 'b']),
+    (metrics.normalized_rouge, [1], ['b']),
+    (metrics.squad, ['one answer'], ['a']),
+    (metrics.coqa_f1, [3], ['a']),
+    (metrics.squad, [['x'], []], ['a', 'b']),
+    (metrics.trivia_qa, [['x', None]], ['a']),
+    (functools.partial(metrics.mlqa, lang='fr'), [['x']], ['a']),
+    (metrics.span_squad, [{'context': 'x'}], ['start: 0 end: 0']),
+    (metrics.natural_questions, [[('a',), ('b',)]], [[('a',), ('b',)]]),
+    (metrics.natural_questions, [[('a',), ()]], [[('a',)]]),
+    (metrics.cer, ['', ''], ['a', 'b']),
+    (metrics.accuracy, [1, 0], ['True', 'False']),
+    (metrics.accuracy, ['True'], [1]),
+    (metrics.accuracy, [[1]], [[1]]),
+    (metrics.f1_score_with_invalid, [1, -1], [1, 1]),
+    (metrics.auc, [0.5, 1], [1, 1]),
+    (metrics.pearson_corrcoef, [1.0, math.nan], [1.0, 2.0]),
+    (metrics.mean_group_metric(metrics.all_match), [1], [1]),
+    (metrics.deduplicate_metric(metrics.squad), [{'value': ['a'], 'group': [0]}], [{'value': 'a'}]),
+    (metrics.multirc_f1_over_all_answers, [{'value': 1}], [1]),
+    (metrics.rank_classification, [CHOICE, CHOICE], [-1.0, -2.0]),
+    (metrics.rank_classification, [(0, True, 1.0, 2)], [-1.0]),
+    (metrics.rank_classification, [1], [-1.0]),
+    (metrics.rank_classification, [CHOICE], [math.nan]),
+    (functools.partial(metrics.rank_classification, num_classes=2), [CHOICE], [-1.0]),
+    (metrics.rank_classification, [((0, 0), True, 0.0, 1)], [-1.0]),
+]
+
+
+@pytest.mark.parametrize('metric_fn, targets, outputs', WRONG)
+def test_wrong_input_is_one_line_with_the_name_of_the_task(metric_fn, targets, outputs):
+    task = mixtures.Task('own', metric_fns=[metric_fn])
+    with pytest.raises(ValueError, match="task 'own'") as caught:
+        task.metric(metric_fn, targets, outputs)
+    assert '\n' not in str(caught.value)

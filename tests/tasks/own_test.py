@@ -1,0 +1,136 @@
+"""A user's own tasks.py in a folder outside the checkout, as docs/tasks.md shows it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from runs import ROOT
+
+import tasks
+import tasks.open
+import vocabulary as vocabularies
+from configs import base
+from stream import Stream
+from tasks import t5
+
+OWN_TASKS = """
+import functools
+
+from tasks import metrics
+from tasks import preprocessors
+from tasks import Mixture, Task
+
+german_to_english = functools.partial(
+    preprocessors.translate, source_language='de', target_language='en'
+)
+
+TASKS = [
+    Task(
+        'wmt14_deen',
+        tfds='wmt14_translate/de-en:1.0.0',
+        validation_split='validation',
+        preprocess_fn=german_to_english,
+        metric_fns=[metrics.bleu],
+    ),
+    Task('capitals', files='capitals.jsonl', inputs='capital of {country}', targets='{capital}'),
+    Mixture('both_directions', {'wmt14_ende_v003': 1.0, 'wmt14_deen': 1.0}),
+]
+"""
+PAIRS = [{'de': f'Das ist Nummer {i}.', 'en': f'This is number {i}.'} for i in range(40)]
+CAPITALS = [{'country': f'Land {i}', 'capital': f'City {i}'} for i in range(40)]
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch):
+    """An empty folder with the user's tasks.py and records, which is the current folder."""
+    (tmp_path / 'tasks.py').write_text(OWN_TASKS)
+    for name, rows in {'wmt': PAIRS, 'capitals': CAPITALS}.items():
+        (tmp_path / f'{name}.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config_of(name, **changes):
+    config = base.get_config().data
+    config.update_from_flattened_dict(
+        {'task': name, 'module': 'tasks', 'validation_fraction': 0.2, 'pack': 'no'} | changes
+    )
+    return config
+
+
+def examples_of(config, split='train'):
+    vocabulary = vocabularies.ByteVocabulary()
+    mixture = tasks.open.open_mixture(config)
+    found = set()
+    for batch in Stream(mixture, split, vocabulary, config, 2, seed=0, num_epochs=1):
+        features = (batch['encoder_input_tokens'], batch['decoder_target_tokens'])
+        for inputs, targets in zip(*features, strict=True):
+            if inputs.any():
+                found.add((vocabulary.decode(inputs.tolist()), vocabulary.decode(targets.tolist())))
+    return found
+
+
+def test_wmt_reversed_reads_raw_lines(own_folder):
+    config = config_of('wmt14_deen', files='wmt.jsonl')
+    expected = set()
+    for pair in PAIRS:
+        expected.add((f'translate German to English: {pair["de"]}', pair['en']))
+    assert examples_of(config) | examples_of(config, 'validation') == expected
+    task = tasks.get('wmt14_deen', module='tasks')
+    assert list(task.preprocess(PAIRS[:1])) == [
+        {'inputs': 'translate German to English: Das ist Nummer 0.', 'targets': 'This is number 0.'}
+    ]
+    [metric_fn] = task.metric_fns
+    assert metric_fn([PAIRS[0]['en']], [PAIRS[0]['en']]) == {'bleu': pytest.approx(100)}
+
+
+def test_a_task_is_one_row(own_folder):
+    config = config_of('capitals')
+    expected = {(f'capital of {row["country"]}', row['capital']) for row in CAPITALS}
+    assert examples_of(config) | examples_of(config, 'validation') == expected
+
+
+def test_own_rows_and_ours_mix(own_folder):
+    mixture = tasks.get('both_directions', module='tasks')
+    assert mixture.rates({}) == {'wmt14_ende_v003': 1.0, 'wmt14_deen': 1.0}
+    assert mixture.tasks['wmt14_ende_v003'] is t5.TABLE['wmt14_ende_v003']
+
+
+def test_a_row_of_ours_can_be_replaced(own_folder):
+    (own_folder / 'mine.py').write_text(
+        'import dataclasses, tasks\n'
+        "TASKS = [dataclasses.replace(tasks.get('squad_v010_allanswers'), files='x.jsonl')]\n"
+    )
+    assert tasks.get('squad_v010_allanswers', module='mine').files == 'x.jsonl'
+    members = tasks.get('squad_trivia_qa_equal', module='mine').tasks
+    assert members['squad_v010_allanswers'].files == 'x.jsonl'
+
+
+def test_the_current_folder_has_the_name_of_a_module_of_ours(own_folder):
+    """`python CHECKOUT/main.py` in that folder: its tasks.py never takes the place of ours."""
+    command = [sys.executable, str(ROOT / 'main.py'), '--mode=tasks', 'wmt14_deen']
+    flags = ['--config.data.module=tasks', '--config.data.files=wmt.jsonl', '--examples=1']
+    done = subprocess.run([*command, *flags], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, '')
+    assert "  inputs: 'translate German to English: Das ist Nummer 0.'" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_run_on_an_own_task(own_folder):
+    """The command of docs/tasks.md, with fewer steps."""
+    command = [sys.executable, str(ROOT / 'main.py'), f'--config={ROOT}/configs/tiny.py']
+    settings = {
+        'data.module': 'tasks',
+        'data.task': 'wmt14_deen',
+        'data.files': 'wmt.jsonl',
+        'data.vocabulary': 'bytes',
+        'data.validation_fraction': '0.2',
+        'train.steps': '2',
+        'train.batch_size': '4',
+        'mesh.data': '1',
+    }
+    flags = [f'--config.{name}={value}' for name, value in settings.items()]
+    done = subprocess.run([*command, *flags, '--workdir=run'], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (own_folder / 'run/checkpoint_2').is_dir()

@@ -1,0 +1,83 @@
+"""Texts of examples, against those of t5.
+
+tests/golden/tasks.jsonl, more_texts.jsonl and seqio_t5/text_formats.jsonl were made by running t5 0.9.4
+and google-research's t5_closed_book_qa 0c1bbe5 on records as TFDS yields them.
+"""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from corpora import make_config
+
+import sources.pydoc
+import tasks
+import tasks.open
+
+GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
+
+
+def cases():
+    """(task, record, examples) of all files: only some fields of each example are listed."""
+    found = []
+    files = {
+        'tasks.jsonl': 'examples',
+        'more_texts.jsonl': 'examples',
+        'seqio_t5/text_formats.jsonl': 'outputs',
+    }
+    for file, key in files.items():
+        for line in (GOLDEN / file).read_text().splitlines():
+            case = json.loads(line)
+            found.append(pytest.param(case['task'], case['raw'], case[key], id=case['task']))
+    return found
+
+
+def as_tfds(value):
+    """The same value as TFDS decodes it: bytes and arrays."""
+    if isinstance(value, dict):
+        return {name: as_tfds(x) for name, x in value.items()}
+    if isinstance(value, list):
+        return np.array([as_tfds(x) for x in value], object)
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, bool):
+        return np.bool_(value)
+    if isinstance(value, int):
+        return np.int64(value)
+    return np.float32(value)
+
+
+def as_json(value):
+    """The same value of an example as JSON has it."""
+    return json.loads(json.dumps(value, default=lambda x: x.item()))
+
+
+@pytest.mark.parametrize('convert', [lambda record: record, as_tfds], ids=['json', 'tfds'])
+@pytest.mark.parametrize('name, record, expected', cases())
+def test_examples_are_t5s(name, record, expected, convert):
+    found = list(tasks.get(name).preprocess([convert(record)]))
+    assert len(found) == len(expected)
+    for example, listed in zip(found, expected, strict=True):
+        assert as_json({key: example[key] for key in listed}) == listed
+        assert isinstance(example['inputs'], str)
+        assert isinstance(example['targets'], str)
+
+
+def test_a_docstring_has_a_summary_and_the_rest():
+    task = tasks.get('pydoc_summary')
+    fields = {'summary': 'Return a key.', 'rest': 'The key is that of a sort.', 'text': 'both'}
+    assert list(task.preprocess([fields])) == [
+        {'inputs': 'summarize: The key is that of a sort.', 'targets': 'Return a key.'}
+    ]
+    for short in ({'rest': ''}, {'rest': 'No more.'}, {'summary': 'A key.'}):
+        assert list(task.preprocess([fields | short])) == []
+
+
+def test_summaries_are_read_from_the_documentation(pydoc_documents, monkeypatch):
+    monkeypatch.setattr(sources.pydoc, 'documents', lambda: pydoc_documents)
+    config = make_config(task='pydoc_summary', validation_fraction=0.05)
+    source = tasks.open.open_mixture(config).tasks[0].source
+    records = list(source.records('validation'))
+    examples = list(tasks.get('pydoc_summary').preprocess([x.fields for x in records]))
+    assert 100 < len(examples) < len(records)

@@ -1,0 +1,356 @@
+"""The table of tasks, against t5's; each row from a record to its metrics; mixing rates."""
+
+import collections
+import functools
+import importlib
+import json
+import math
+import os
+import pathlib
+import re
+
+import pytest
+from corpora import make_config
+from originals import name_of
+
+import sources.open
+import tasks
+import tasks.open
+import vocabulary as vocabularies
+from sources import NO_SPLIT
+from stream import Stream, TokenizedTask
+from tasks import t5
+from tasks.mixtures import Mixture, Task
+
+GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
+CASES = json.loads((GOLDEN / 'seqio_t5' / 'mixing_rates.json').read_text())
+# What t5 0.9.4 registers: source, metrics and classes of each task, rates of each mixture.
+REGISTRY = json.loads((GOLDEN / 't5_registry.json').read_text())
+ROWS = {}
+for rows in t5.GROUPS.values():
+    for row in rows:
+        if isinstance(row, Task) and row.tfds:
+            ROWS[row.name] = row
+
+
+# The table.
+
+
+@pytest.mark.parametrize('name', REGISTRY['tasks'])
+def test_a_row_is_t5s(name):
+    expected = REGISTRY['tasks'][name]
+    task = tasks.get(name)
+    assert task.tfds == expected['tfds']
+    for split in ('train', 'validation', 'test'):
+        expression = getattr(task, f'{split}_split')
+        assert expression in ('', NO_SPLIT, split)
+        if expected['splits'] is not None:
+            assert (expression == split) == (split in expected['splits'])
+    names = dict.fromkeys(['matthews_corrcoef', 'mean_multiclass_f1'], 'sklearn_metrics_wrapper')
+    found = [name_of(metric_fn) for metric_fn in task.metric_fns]
+    assert [names.get(metric_name, metric_name) for metric_name in found] == expected['metrics']
+    if expected['classes']:
+        for i, label in enumerate([*expected['classes'], 'other', expected['classes'][0] + ' ']):
+            is_class = i < len(expected['classes'])
+            assert task.postprocess(label) == (i if is_class else -1)
+
+
+def test_every_name_of_t5_is_there_once():
+    names = [row.name for rows in t5.GROUPS.values() for row in rows]
+    assert [name for name, count in collections.Counter(names).items() if count > 1] == []
+    assert REGISTRY['tasks'].keys() | REGISTRY['mixtures'].keys() <= set(names)
+    assert len(REGISTRY['tasks']) == 60 and len(REGISTRY['mixtures']) == 20
+
+
+def test_a_name_that_is_none_names_the_nearest():
+    for name, nearest in (
+        ('glue_mrpc_v2', 'glue_mrpc_v002'),
+        ('span_coruption', 'span_corruption'),
+    ):
+        with pytest.raises(ValueError, match=f'data.task={name!r} .*{nearest}'):
+            tasks.get(name)
+
+
+# Each row, from a record to its metrics.
+
+
+def records_of_rows():
+    """{task: records as TFDS yields them}. Tasks on the same data set share them."""
+    records = collections.defaultdict(list)
+    by_data_set = collections.defaultdict(list)
+    for file in ('tasks.jsonl', 'more_texts.jsonl'):
+        for line in (GOLDEN / file).read_text().splitlines():
+            case = json.loads(line)
+            no_answers = ([], {'text': [''], 'answer_start': [0]})
+            if case['examples'] and case['raw'].get('answers') not in no_answers:
+                records[case['task']].append(case['raw'])
+                by_data_set[ROWS[case['task']].tfds].append(case['raw'])
+    by_data_set['natural_questions:0.0.2'] = [ANNOTATED_QUESTION]
+    return {name: records.get(name) or by_data_set[row.tfds] for name, row in ROWS.items()}
+
+
+# Two annotators answer in the same way, so that a prediction can be right.
+ANSWERS = {'yes_no_answer': [-1, -1], 'short_answers': {'text': [['a b'], ['a b']]}}
+ANNOTATED_QUESTION = {'question': {'text': 'what?'}, 'annotations': ANSWERS}
+RECORDS = records_of_rows()
+RECORDS['natural_questions_nocontext'] = [ANNOTATED_QUESTION]
+# The metric knows no letters but those of ASCII.
+del RECORDS['squad_v010_allanswers_span'][1:]
+RECORDS['wmt16_enro_v003'] = [{'en': 'It is a good day.', 'ro': 'E o zi foarte bună.'}]
+
+
+def row_config(folder, name):
+    """The settings of a row that reads JSON lines: its records, once for each split."""
+    lines = [json.dumps(record) for record in RECORDS[name]]
+    (folder / 'train.jsonl').write_text('\n'.join(lines))
+    (folder / 'validation.jsonl').write_text('\n'.join(lines) + '\n')
+    lengths = {'lengths.inputs': 256, 'lengths.targets': 256}
+    config = make_config(task=name, vocabulary='bytes', **lengths)
+    config.validation_files = str(folder / 'validation.jsonl')
+    if ROWS[name].train_split != NO_SPLIT:
+        config.files = str(folder / 'train.jsonl')
+    return config
+
+
+@pytest.mark.parametrize('name', sorted(ROWS.keys() - t5.REFUSED.keys()))
+def test_a_row_runs_from_a_line_to_a_batch_to_its_metrics(tmp_path, name):
+    """The stub predicts the targets in the batch, so that all metrics have their best values."""
+    config = row_config(tmp_path, name)
+    vocabulary = vocabularies.ByteVocabulary(extra_ids=100)
+    task = tasks.open.find(config)
+    if task.train_split != NO_SPLIT:
+        mixture = tasks.open.open_mixture(config)
+        batch = next(Stream(mixture, 'train', vocabulary, config, batch_size=2, seed=0))
+        assert batch['decoder_loss_weights'].any()
+    if task.preprocess_fn is None:
+        assert not task.metric_fns
+        return
+    source = tasks.open.open_task(task, config)
+    opened = TokenizedTask(tasks.open.opened_task(task, source), config, vocabulary)
+    targets = []
+    predictions = []
+    for record in source.records('validation'):
+        for example in opened.tokenize([record]):
+            for made in opened.objective.examples([record.name], [example.ids]):
+                prediction = vocabulary.decode(made.targets.tolist())
+                targets.append(task.postprocess(example.texts['targets'], example.texts, True))
+                predictions.append(task.postprocess(prediction, example.texts, False))
+    assert targets
+    check_best_values(task, targets, predictions)
+
+
+def check_best_values(task, targets, predictions):
+    """Check the metrics of predictions that are the targets."""
+    for metric_fn in task.metric_fns:
+        values = metric_fn(targets, predictions)
+        assert values
+        for key, value in values.items():
+            best = 100
+            if key == 'golden_answers':
+                best = len(targets)
+            elif name_of(task.postprocess_fn) == 'wsc_simple' or 'wsc' in task.name:
+                best = 100 * targets.count(1) / len(targets)  # some targets are the wrong noun
+            elif len(set(map(str, targets))) == 1 and key in ('f1', 'matthews_corrcoef'):
+                best = value if value in (0, 100) else best  # of a single class
+            elif name_of(metric_fn) == 'mean_multiclass_f1':
+                best = value if value > 0 else best  # not all classes are there
+            assert value == pytest.approx(best), key
+
+
+@pytest.mark.parametrize('name', t5.REFUSED)
+def test_a_task_of_decoder_only_models_is_refused(name):
+    with pytest.raises(ValueError, match=f'data.task={name!r} is for decoder-only models'):
+        tasks.open.find(make_config(task=name))
+
+
+# The fields of the records, against TFDS's own builders.
+
+# Folders of TFDS's modules that it does not find by the name of the data set alone.
+FOLDERS = {
+    'text': ['glue', 'super_glue', 'definite_pronoun_resolution', 'c4', 'wikipedia'],
+    'question_answering': ['web_questions'],
+    'summarization': ['cnn_dailymail'],
+    'translate': ['wmt14', 'wmt15', 'wmt16', 'wmt19', 'wmt_t2t'],
+}
+
+
+@functools.cache
+def builder_of(data_set):
+    """TFDS's builder of a data set, which downloads nothing."""
+    os.environ['EPATH_USE_TF'] = 'false'
+    import tensorflow_datasets as tfds
+
+    module = re.split('[/:]', data_set)[0].removesuffix('_translate')
+    for folder, modules in FOLDERS.items():
+        if module in modules:
+            importlib.import_module(f'tensorflow_datasets.{folder}.{module}')
+    try:
+        return tfds.builder(data_set.partition(':')[0], data_dir='/nowhere')
+    except ModuleNotFoundError:
+        pytest.skip(f'TFDS needs TensorFlow to build {data_set}')
+    except ValueError as error:
+        if 'BuilderConfig' not in str(error):
+            raise
+        pytest.skip(f'this TFDS has no config of the name {data_set}')
+
+
+class Watched(collections.UserDict):
+    """A record that remembers which of its fields are read."""
+
+    def __init__(self, fields, read, prefix=''):
+        super().__init__(fields)
+        self.read = read
+        self.prefix = prefix
+
+    def __getitem__(self, name):
+        value = self.data[name]
+        if isinstance(value, dict):
+            return Watched(value, self.read, f'{self.prefix}{name}/')
+        self.read.add(f'{self.prefix}{name}')
+        return value
+
+
+@pytest.mark.parametrize('name', ROWS)
+def test_the_fields_that_a_row_reads_are_those_of_tfds(name):
+    task = ROWS[name]
+    builder = builder_of(task.tfds)
+    version = task.tfds.partition(':')[2]
+    assert version in [str(supported) for supported in builder.versions]
+    read = set()
+    assert list(task.preprocess([Watched(record, read) for record in RECORDS[task.name]]))
+    known = set(field_names(builder.info.features))
+    assert read and read <= known
+    label = dict(builder.info.features.items()).get('label')
+    if hasattr(label, 'names') and name_of(task.postprocess_fn) == 'string_label_to_class_id':
+        assert [task.postprocess(label) for label in label.names] == list(range(len(label.names)))
+
+
+def field_names(features, prefix=''):
+    """Names of the features, those of nested ones with slashes."""
+    for name, feature in features.items():
+        inner = getattr(feature, 'feature', feature)
+        if hasattr(inner, 'items'):
+            yield from field_names(inner, f'{prefix}{name}/')
+        else:
+            yield f'{prefix}{name}'
+
+
+# Mixtures.
+
+
+@pytest.mark.parametrize('name', REGISTRY['mixtures'])
+def test_the_rates_of_a_mixture_are_t5s(name):
+    expected = REGISTRY['mixtures'][name]
+    sizes = {task: 1000 + 7 * i for i, task in enumerate(sorted(expected))}
+    values = {'rate_unsupervised': 1e6}
+    rates = {}
+    for task, rate in expected.items():
+        rates[task] = values.get(rate, sizes[task]) if isinstance(rate, str) else rate
+    mixture = tasks.get(name)
+    assert mixture.rates(sizes) == rates
+    assert mixture.rates({task: sizes[task] for task in mixture.tasks_by_size}) == rates
+    assert all(isinstance(task, Task) for task in mixture.tasks.values())
+    shares = mixture.shares(sizes)
+    total = sum(rates.values())
+    assert shares == pytest.approx({task: rate / total for task, rate in rates.items()})
+
+
+@pytest.mark.parametrize('name', ['closed_book_qa', 'closed_book_qa_test'])
+def test_closed_book_questions_are_mixed_by_their_numbers(name):
+    sizes = {task: 10 * i for i, task in enumerate(tasks.get(name).tasks, start=1)}
+    assert tasks.get(name).rates(sizes) == sizes
+
+
+def test_rates_nested_and_capped():
+    capped = tasks.proportional(maximum=500, temperature=2)
+    inner = tasks.get('glue_mnli_and_dev_v002')
+    outer = Mixture('outer', {'squad_v010': capped, 'wmt14_ende_v003': capped, inner: 30.0})
+    assert outer.rates({'squad_v010': 100, 'wmt14_ende_v003': 9999}) == {
+        'squad_v010': 10,
+        'wmt14_ende_v003': pytest.approx(math.sqrt(500)),
+        'glue_mnli_v002': 10,
+        'glue_mnli_mismatched_v002': 10,
+        'glue_mnli_matched_v002': 10,
+    }
+
+
+CONTRADICTIONS = [
+    ({'task': 'glue_v002_proportional', 'files': 'x.jsonl'}, 'data.files'),
+    ({'task': 'all_mix', 'tfds': 'squad'}, 'data.tfds'),
+    ({'task': 'glue_ax_v002', 'files': 'x.jsonl'}, 'data.files'),
+    ({'task': 'glue_cola_v002', 'targets': '{a}'}, 'data.targets'),
+]
+
+
+@pytest.mark.parametrize('changes, setting', CONTRADICTIONS)
+def test_settings_that_contradict_a_name(changes, setting):
+    with pytest.raises(ValueError, match=f'^{setting}='):
+        tasks.open.find(make_config(**changes))
+
+
+@pytest.mark.parametrize('name', ['glue_cola_v002', 'glue_v002_proportional'])
+def test_what_is_not_prepared_is_named(tmp_path, name):
+    config = make_config(task=name, tfds_dir=str(tmp_path))
+    with pytest.raises(ValueError, match="data.task='glue_cola_v002': data.tfds='glue/cola:1.0.0'"):
+        tasks.open.open_mixture(config)
+
+
+def test_a_line_without_a_field_is_named(tmp_path):
+    (tmp_path / 'x.jsonl').write_text('{"text": "a", "label": 1}\n' * 3)
+    config = make_config(task='glue_cola_v002', files=f'{tmp_path}/x.jsonl', vocabulary='bytes')
+    mixture = tasks.open.open_mixture(config)
+    with pytest.raises(ValueError, match="x.jsonl.*task 'glue_cola_v002': KeyError: 'sentence'"):
+        Stream(mixture, 'train', vocabularies.ByteVocabulary(), config, 2, seed=0)
+
+
+@pytest.mark.parametrize('name', ['dpr_v001_simple', 'super_glue_wsc_v102_simple_train'])
+def test_no_share_of_a_task_is_held_out(name):
+    settings = tasks.get(name).settings(make_config(task=name, validation_fraction=0.5))
+    assert sources.open.validation_fraction_of(settings) == 0
+
+
+def cases_of(kind):
+    return [case for case in CASES if case['kind'] == kind]
+
+
+@pytest.mark.parametrize('case', cases_of('num_examples'), ids=lambda case: str(case['kwargs']))
+def test_rates_by_number_of_examples_are_seqios(case):
+    sizes = {f'task {i}': size for i, size in enumerate(case['sizes'])}
+    rate = tasks.proportional(**case['kwargs'])
+    found = tasks.Mixture('all', dict.fromkeys(sizes, rate)).rates(sizes)
+    assert list(found) == list(sizes)
+    assert list(found.values()) == pytest.approx(case['rates'], rel=1e-9)
+    assert sum(found.values()) == pytest.approx(case['total'], rel=1e-9)
+
+
+@pytest.mark.parametrize('case', cases_of('nested'), ids=lambda case: str(case['extra']))
+def test_rates_of_a_nested_mixture_are_seqios(case):
+    inner = tasks.Mixture('inner', dict(zip(case['tasks'], case['submixture_rates'], strict=True)))
+    name, rate = case['extra']
+    outer = tasks.Mixture('outer', {inner: case['submixture_weight'], name: rate})
+    found = outer.rates({})
+    assert [found[task] for task in case['tasks']] == pytest.approx(case['rates'], rel=1e-9)
+    assert sum(found.values()) == pytest.approx(case['total'], rel=1e-9)
+
+
+BY_SIZE = tasks.proportional()
+WRONG_RATES = [
+    ({}, "mixture 'm'"),
+    ({'a': -1.0}, "mixture 'm': .* 'a' is -1.0"),
+    ({'a': float('nan')}, "'a' is nan"),
+    ({'a': 0.0}, "mixture 'm'"),
+    ({'a': BY_SIZE}, "'a' has a rate by its number of examples"),
+    ({tasks.Mixture('n', {'b': 1.0}): BY_SIZE}, "the rate of mixture 'n'"),
+]
+
+
+@pytest.mark.parametrize('rates, message', WRONG_RATES)
+def test_rates_that_cannot_be_are_refused(rates, message):
+    with pytest.raises(ValueError, match=message):
+        tasks.Mixture('m', rates).rates({})
+
+
+@pytest.mark.parametrize('setting, value', [('maximum', 0), ('temperature', 0.0), ('scale', -1.0)])
+def test_settings_of_a_rate_that_cannot_be_are_refused(setting, value):
+    with pytest.raises(ValueError, match=f'{setting}={value}'):
+        tasks.proportional(**{setting: value})
