@@ -119,7 +119,8 @@ def devices_of(topology: str) -> list:
 
 def gpus(topology: str, name: str, num_devices: int) -> list:
     """Return GPUs that JAX's CUDA plugin compiles for."""
-    if importlib.util.find_spec('jax_cuda12_plugin') is None:
+    plugins = ('jax_cuda12_plugin', 'jax_cuda13_plugin')
+    if not any(importlib.util.find_spec(plugin) for plugin in plugins):
         raise ValueError(
             f"--topology={topology} needs JAX's CUDA plugin: install it with pip install -e '.[cuda]', or name "
             'cpu:8'
