@@ -26,7 +26,6 @@ from modes.train import make_trainer
 from run import memory
 from run.console import Console
 
-GIB = 2**30
 Traffic = dict[tuple[str, tuple[str, ...]], float]  # {(kind, axes): bytes of a step on each device}
 
 
@@ -166,8 +165,8 @@ def memory_lines(
     """Yield what a step needs of the memory, and what for."""
     mesh = trainer.mesh
     state_bytes = memory.num_state_bytes(trainer.shapes)
-    need = memory.step_bytes(step, mesh, state_bytes) / GIB
-    limit = memory.memory_limit(mesh) / GIB
+    need = memory.step_bytes(step, mesh, state_bytes) / memory.GIB
+    limit = memory.memory_limit(mesh) / memory.GIB
     whose = 'each device'
     if memory.is_on_cpu(mesh):
         whose = f'this machine, with {mesh.size} devices and a copy that is being saved'
@@ -180,9 +179,9 @@ def memory_lines(
     total = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
     total += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     yield (
-        f'Memory of a device: {total / GIB:.2f} GiB at the peak: parameters {parameters / GIB:.2f}, '
-        f'optimizer {optimizer / GIB:.2f}, activations, gradients and the batch '
-        f'{(total - parameters - optimizer) / GIB:.2f}'
+        f'Memory of a device: {total / memory.GIB:.2f} GiB at the peak: parameters {parameters / memory.GIB:.2f}, '
+        f'optimizer {optimizer / memory.GIB:.2f}, activations, gradients and the batch '
+        f'{(total - parameters - optimizer) / memory.GIB:.2f}'
     )
 
 
@@ -353,8 +352,8 @@ def table(config: Any) -> Iterator[str]:
             yield f'{topology:10} {sizes:>9} {answer}: {text:.300}'
             continue
         num_fits += 1
-        need = memory.step_bytes(step, mesh, memory.num_state_bytes(trainer.shapes)) / GIB
-        limit = memory.memory_limit(mesh) / GIB
+        need = memory.step_bytes(step, mesh, memory.num_state_bytes(trainer.shapes)) / memory.GIB
+        limit = memory.memory_limit(mesh) / memory.GIB
         found = collectives_of(program, mesh)
         exchanged = sum(x.times * x.num_bytes for x in found) / 1e9
         seconds = mfu = '-'

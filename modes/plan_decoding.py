@@ -16,8 +16,6 @@ import user_code
 from modes.collectives import collectives_of
 from run import memory
 
-GIB = 2**30
-
 
 class DecodingStep(NamedTuple):
     """What a step of decoding takes, in bytes."""
@@ -40,9 +38,9 @@ def lines_of(planned: DecodingStep, trainer: train.Trainer) -> Iterator[str]:
     answer = 'fits' if planned.fits else 'does NOT fit'
     beside = ', beside the training state' if planned.is_of_run else ''
     yield (
-        f'Decoding {planned.size} {answer}{beside}: {planned.total / GIB:.2f} of '
-        f'{planned.limit / GIB:.2f} GiB; on a device the parameters, gathered over mesh.fsdp, take '
-        f'{planned.parameters / GIB:.2f} and the cache {planned.cache / GIB:.2f}'
+        f'Decoding {planned.size} {answer}{beside}: {planned.total / memory.GIB:.2f} of '
+        f'{planned.limit / memory.GIB:.2f} GiB; on a device the parameters, gathered over mesh.fsdp, take '
+        f'{planned.parameters / memory.GIB:.2f} and the cache {planned.cache / memory.GIB:.2f}'
     )
     if planned.step is None:
         return
@@ -61,8 +59,8 @@ def check_fits(planned: DecodingStep) -> None:
     """Raise ValueError where a run that computes task metrics has no room for them."""
     if planned.is_of_run and not planned.fits:
         raise ValueError(
-            f'decoding for infer_eval.every_steps needs {planned.total / GIB:.1f} GiB of memory, and '
-            f'{planned.limit / GIB:.1f} are available: split the parameters over mesh.model, or set '
+            f'decoding for infer_eval.every_steps needs {planned.total / memory.GIB:.1f} GiB of memory, and '
+            f'{planned.limit / memory.GIB:.1f} are available: split the parameters over mesh.model, or set '
             'infer_eval.every_steps=0 and use --mode=evaluate on other devices'
         )
 

@@ -39,6 +39,7 @@ GPUS = {
     'h200': ('NVIDIA H200', 151_397_597_184, 4_800_000_000_000),
 }
 GPUS_OF_A_HOST = 8
+GPU_PLUGINS = ('jax_cuda12_plugin', 'jax_cuda13_plugin')  # one of them compiles for GPUs
 # XLA cannot try Triton's tiles on a GPU that is not here, and ends where those that it guesses do not fit.
 XLA_FLAG = '--xla_gpu_enable_triton_gemm=false'
 # XLA's description of a GPU, in its words: the Hopper chip of NVIDIA's tuning guide, and which software runs it.
@@ -119,8 +120,7 @@ def devices_of(topology: str) -> list:
 
 def gpus(topology: str, name: str, num_devices: int) -> list:
     """Return GPUs that JAX's CUDA plugin compiles for."""
-    plugins = ('jax_cuda12_plugin', 'jax_cuda13_plugin')
-    if not any(importlib.util.find_spec(plugin) for plugin in plugins):
+    if not any(importlib.util.find_spec(plugin) for plugin in GPU_PLUGINS):
         raise ValueError(
             f"--topology={topology} needs JAX's CUDA plugin: install it with pip install -e '.[cuda]', or name "
             'cpu:8'

@@ -13,12 +13,13 @@ from jax.sharding import Mesh
 
 import partition
 
+GIB = 2**30
 # Bytes that XLA has for programs, by the kind of device: for one that is not here. On TPUs as libtpu
 # 0.0.42.1 says where it refuses a program, on GPUs the three quarters that JAX takes by default.
 DEVICE_MEMORY = {
-    'TPU v5 lite': 15.75 * 2**30,
-    'TPU v5': 95.74 * 2**30,
-    'TPU v6 lite': 31.25 * 2**30,
+    'TPU v5 lite': 15.75 * GIB,
+    'TPU v5': 95.74 * GIB,
+    'TPU v6 lite': 31.25 * GIB,
     'NVIDIA H100 80GB HBM3': 0.75 * 84_942_979_072,
     'NVIDIA H200': 0.75 * 151_397_597_184,
 }
@@ -82,7 +83,7 @@ def fit_step(
         return Plan(step, first, note='')
     comparison = (
         f'train.num_microbatches={requested}: a step in {first} microbatch(es) needs '
-        f'{needs[first] / 2**30:.1f} GiB of memory, and {limit / 2**30:.1f} are available'
+        f'{needs[first] / GIB:.1f} GiB of memory, and {limit / GIB:.1f} are available'
     )
     if needs[last] <= limit and requested == 'auto':
         note = f'{comparison}; so it takes {last}, with the same gradients.'
@@ -109,8 +110,8 @@ def check_state_fits(mesh: Mesh, state: Any, state_specs: Any) -> None:
         need *= len(mesh.local_devices)
     if need > limit:
         raise ValueError(
-            f'parameters and optimizer state take {need / 2**30:,.1f} GiB of memory, and '
-            f'{limit / 2**30:,.1f} are available: use more devices for mesh.fsdp or a smaller model'
+            f'parameters and optimizer state take {need / GIB:,.1f} GiB of memory, and '
+            f'{limit / GIB:,.1f} are available: use more devices for mesh.fsdp or a smaller model'
         )
 
 
