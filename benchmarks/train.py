@@ -71,8 +71,9 @@ from run.agreement import Batches
 from run.interval import Clock, Interval
 from stream import Stream
 
-# Sequences that are tried first, for a GPU of 140 GB.
-GPU_BATCH_SIZES = {'tiny': 64, 'small': 2048, 'base': 1024, 'large': 512, 'xl': 128, 'xxl': 32}
+# Sequences that are tried first. Those of base fit into an H200 by its plan (0.45 GiB a sequence), the others
+# by its ratio: a step that does not fit has been compiled for minutes.
+GPU_BATCH_SIZES = {'tiny': 64, 'small': 512, 'base': 256, 'large': 64, 'xl': 32, 'xxl': 8}
 CPU_BATCH_SIZE = 4
 # A size for tests.
 TINY = dict(
