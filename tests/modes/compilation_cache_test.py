@@ -91,6 +91,11 @@ def test_settings_of_jax_win(tmp_path):
     assert not (tmp_path / 'b').exists()
 
 
+def steps_of(cache):
+    """Return `entries` of train steps. Smaller programs are kept if they take 0.1 s to compile."""
+    return {name: size for name, size in entries(cache).items() if 'train_step' in name}
+
+
 @pytest.mark.slow
 def test_commands_that_share_a_cache_have_the_same_results(corpus, tmp_path):
     """Two at once that compile, and one that finds their programs."""
@@ -100,9 +105,9 @@ def test_commands_that_share_a_cache_have_the_same_results(corpus, tmp_path):
     cache = {'XDG_CACHE_HOME': str(tmp_path / 'cache')}
     for process in [start(*command, **cache) for command in commands[:2]]:
         output_of(process)
-    kept = entries(tmp_path / 'cache')
-    assert any(name.startswith('jit_train_step') for name in kept)
+    steps = steps_of(tmp_path / 'cache')
+    assert steps
     output_of(start(*commands[2], **cache))
-    assert entries(tmp_path / 'cache') == kept
+    assert steps_of(tmp_path / 'cache') == steps
     for folder in folders[1:]:
         assert_same_run(folder, folders[0], 4)
