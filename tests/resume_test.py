@@ -27,13 +27,11 @@ def is_saving(workdir):
     return bool(list(workdir.glob('checkpoint_*.tmp-*')))
 
 
-def kill_at_random(process, workdir, inside_saving, rng):
-    """Kill a run some moments after its first step, while it saves if asked.
-
-    Return whether it was saving.
-    """
-    process.wait_for('step ')
-    time.sleep(rng.uniform(0, 0.3))
+def kill_after(process, step, workdir, inside_saving, rng):
+    """Kill a run some moments after a step, while it saves if asked. Return whether it was saving."""
+    while int(process.wait_for('step ').split()[1].partition('/')[0]) < step:
+        pass
+    time.sleep(rng.uniform(0, 0.05))
     while inside_saving and not is_saving(workdir):
         assert process.poll() is None
     process.send_signal(signal.SIGKILL)
@@ -43,17 +41,17 @@ def kill_at_random(process, workdir, inside_saving, rng):
 
 @pytest.mark.slow(takes_minutes=True)
 def test_killed_and_continued_is_the_run_never_killed(command_line, corpus, tmp_path):
-    """Killed at random, four times or more while it saves: all that a run leaves, to the bit."""
+    """Killed eight times on the way, four or more while it saves: all that a run leaves, to the bit."""
     steps = 600
     program = Program(tmp_path, corpus, steps, log=4, save=6, evaluate=150, dropout_rate=0.1)
     killed = tmp_path / 'killed'
     rng = random.Random(0)
-    kills = 0
     inside = 0
-    while kills < 8 or inside < 4:
+    for kill in range(8):
+        step = max(checkpoint.steps(killed), default=0) + rng.randrange(8, 40)
         process = command_line.start(*program.arguments(killed))
-        inside += kill_at_random(process, killed, inside < 4, rng)
-        kills += 1
+        inside += kill_after(process, step, killed, kill % 2, rng)
+    assert inside >= 4 and max(checkpoint.steps(killed)) > 100
     for name in ('killed', 'expected'):
         result = command_line(*program.arguments(tmp_path / name))
         assert result.status == 0, result.stderr
