@@ -91,11 +91,6 @@ def test_settings_of_jax_win(tmp_path):
     assert not (tmp_path / 'b').exists()
 
 
-def steps_of(cache):
-    """Return `entries` of train steps. Smaller programs are kept if they take 0.1 s to compile."""
-    return {name: size for name, size in entries(cache).items() if 'train_step' in name}
-
-
 @pytest.mark.slow
 def test_commands_that_share_a_cache_have_the_same_results(corpus, tmp_path):
     """Two at once that compile, and one that finds their programs."""
@@ -105,9 +100,12 @@ def test_commands_that_share_a_cache_have_the_same_results(corpus, tmp_path):
     cache = {'XDG_CACHE_HOME': str(tmp_path / 'cache')}
     for process in [start(*command, **cache) for command in commands[:2]]:
         output_of(process)
-    steps = steps_of(tmp_path / 'cache')
-    assert steps
+    kept = entries(tmp_path / 'cache')
+    assert any(name.startswith('jit_train_step') for name in kept)
     output_of(start(*commands[2], **cache))
-    assert steps_of(tmp_path / 'cache') == steps
+    found = entries(tmp_path / 'cache')
+    assert kept.items() <= found.items()
+    # What takes about 0.1 s to compile may be kept only now.
+    assert not any('train_step' in name for name in found.keys() - kept.keys())
     for folder in folders[1:]:
         assert_same_run(folder, folders[0], 4)

@@ -255,6 +255,8 @@ def test_a_plan_for_devices_that_are_not_here(topology, lines, command_line, tmp
     arguments += ['--config.mesh.fsdp=2', '--config.model.scan_layers=True']
     done = command_line('--mode=plan', *arguments, cwd=tmp_path)
     assert done.status == 0, done.stderr[-3000:]
+    if topology.startswith('v5e'):  # the CUDA plugin prints that it finds no driver
+        assert done.stderr == ''
     for line in ['  reduce-scatter     fsdp', *lines]:
         assert line in done.stdout
 
