@@ -55,6 +55,7 @@ MAX_GZIP_RATIO = 1032
 LFS_POINTER_BYTES = 200  # at most
 # What unpacking damaged or hostile content raises, by its types, sizes or depth.
 UNPACK_ERRORS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+UNPACK_OPTIONS = {'strict_map_key': False, 'max_array_len': 64}  # of msgpack; a list is a shape
 FORMATS = 'a workdir, a checkpoint_STEP folder, a Mesh-TensorFlow prefix or a Hugging Face folder'
 ORBAX_REMEDY = "Orbax is not read: save with T5X's use_orbax=False"
 Shapes = dict[str, tuple[int, ...]]
@@ -99,9 +100,9 @@ class Checksum(NamedTuple):
 class Saver:
     """Saves checkpoints into a workdir while the training steps go on.
 
-    Every process makes one and calls it alike. After each save it deletes all checkpoints but the newest and the
-    `keep` (0 keeps all) of the highest finite `rank`, by default the newest. The multiples of `keep_every` (0 is
-    none) and those with T5X's marker file PINNED stay. Parameters are saved in `dtype`, by default their own.
+    Every process makes one and calls it alike. After each save it deletes all but the newest, the newest multiple of
+    `period`, the `keep` (0 keeps all) of the highest finite `rank`, by default the newest, the multiples of
+    `keep_every` (0 is none) and those with T5X's marker file PINNED. `dtype`: of saved parameters, '' their own.
     """
 
     def __init__(
@@ -111,17 +112,19 @@ class Saver:
         keep_every: int = 0,
         dtype: str = '',
         rank: Callable[[int], float] = float,
+        period: int = 1,
     ) -> None:
         self.workdir = paths.to_path(workdir, may_be_new=True)
         self.keep = keep
         self.keep_every = keep_every
         self.dtype = dtype
         self.rank = rank  # of a step
+        self.period = period
         paths.to_kvstore(self.workdir)  # raises early for a name that TensorStore cannot open
         self._pool = futures.ThreadPoolExecutor(ARRAYS_IN_FLIGHT)
         self._saving: futures.Future | None = None
         # The temporary folder has the same name in all processes, and another one in every save.
-        self._stamp = int(multihost_utils.broadcast_one_to_all(np.int32(time.time())))
+        self._stamp = int(multihost_utils.broadcast_one_to_all(np.int32(time.time() % 2**31)))
         if jax.process_index() == 0:
             for folder in unfinished(self.workdir):  # of earlier runs
                 paths.remove_folder(folder)
@@ -223,19 +226,25 @@ class Saver:
         found = steps(self.workdir)
         ranked = [step for step in found if self.rank(step) > -math.inf]
         ranked.sort(key=self.rank, reverse=True)  # of equal ones the first stays in front
-        kept = ranked[: self.keep] + found[-1:]
+        multiples = [step for step in found if step % self.period == 0]
+        kept = ranked[: self.keep] + multiples[-1:] + found[-1:]
         for step in found:
             directory = self.workdir / f'checkpoint_{step}'
             is_multiple = bool(self.keep_every) and step % self.keep_every == 0
             if step in kept or is_multiple or (directory / 'PINNED').exists():
                 continue
-            # First it stops being a checkpoint, so that no reader finds one with half of its files.
-            if isinstance(directory, Path):
-                directory = directory.rename(f'{directory}.tmp-deleted')
-                _sync(self.workdir)
-            else:
-                commit_of(directory).unlink()
-            paths.remove_folder(directory)
+            delete(directory)
+
+
+def delete(directory: Any) -> None:
+    """Delete a checkpoint."""
+    # First it stops being one, so that no reader finds one with half of its files.
+    if isinstance(directory, Path):
+        directory = directory.rename(f'{directory}.tmp-deleted')
+        _sync(directory.parent)
+    else:
+        commit_of(directory).unlink()
+    paths.remove_folder(directory)
 
 
 def save(workdir: str | Path, step: int, tree: Mapping, files: Mapping[str, bytes] = {}) -> Path:
@@ -488,13 +497,9 @@ def read_index(path: str | Path) -> dict[str, Any]:
     content = paths.own_file(file).read_bytes()
     leaves: dict[str, Any] = {}
     try:
-        top = dict(
-            msgpack.unpackb(
-                content,
-                object_hook=functools.partial(_unpack_map, folder),
-                ext_hook=_unpack_extension,
-                strict_map_key=False,
-            )
+        unpack_map = functools.partial(_unpack_map, folder)
+        top = msgpack.unpackb(
+            content, object_hook=unpack_map, ext_hook=_unpack_extension, **UNPACK_OPTIONS
         )
         version = top.get('version', 0)
         if version not in (2, VERSION):
@@ -503,6 +508,8 @@ def read_index(path: str | Path) -> dict[str, Any]:
             if isinstance(leaf, ZarrEntry):
                 leaves[name] = leaf
             elif leaf is not None:  # nil stands for a parameter without optimizer state
+                if not jax.dtypes.issubdtype(getattr(leaf, 'dtype', type(leaf)), np.number):
+                    raise ValueError(f'{name} is no array of numbers')
                 leaves[name] = np.asarray(leaf)
     except UNPACK_ERRORS as error:
         remedy = f'name {FORMATS}; {ORBAX_REMEDY}'
@@ -593,15 +600,15 @@ def _unpack_map(directory: Any, node: dict) -> Any:
     if '__msgpack_chunked_array__' in node:  # of more than 1 GiB; a list is a map {'0': first, …}
         shape = node['shape']
         chunks = node['chunks']
-        joined = np.concatenate([chunks[str(i)] for i in range(len(chunks))])
+        joined = np.concatenate([chunks[str(i)].ravel() for i in range(len(chunks))])
         return joined.reshape([shape[str(i)] for i in range(len(shape))])
     if not {'driver', 'kvstore', 'metadata'} <= node.keys():
         return node
     # TensorStore before 0.1.14 put the name at the top level.
     folder = directory / str(node['kvstore'].get('path') or node.get('path'))
     entry = ZarrEntry(directory, folder, node)
-    if not all(type(size) is int and size >= 0 for size in entry.shape):
-        raise ValueError(f'{folder} has shape {entry.shape}')
+    if '\0' in str(folder) or not all(type(size) is int and size >= 0 for size in entry.shape):
+        raise ValueError(f'{str(folder)!r} has shape {entry.shape}')
     return entry
 
 
@@ -610,7 +617,7 @@ def _unpack_extension(code: int, payload: bytes) -> np.ndarray:
     if code == 2:
         real, imaginary = msgpack.unpackb(payload)
         return np.asarray(complex(real, imaginary))
-    shape, dtype, content = msgpack.unpackb(payload)
+    shape, dtype, content = msgpack.unpackb(payload, **UNPACK_OPTIONS)
     return np.frombuffer(content, dtype).reshape(shape)  # jax registers 'bfloat16' with numpy
 
 

@@ -17,7 +17,8 @@ of your own code if that failed. After a signal the run finishes and saves its s
 command goes on from there. A second signal ends the process at once.
 
 Compiled programs are kept for the next command in ~/.cache/t5_in_haiku (XDG_CACHE_HOME moves it);
-JAX_ENABLE_COMPILATION_CACHE=false turns that off.
+JAX_ENABLE_COMPILATION_CACHE=false turns that off. On Linux, with CPUs alone, main.py starts itself anew with
+GLIBC_TUNABLES=glibc.malloc.hugetlb=1, for huge pages; GLIBC_TUNABLES= turns that off.
 """
 
 import os
@@ -28,9 +29,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import config_flags
 
-from modes import command_line, processes
+from modes import command_line, huge_pages, processes
 from modes.signals import Signals
 
 FLAGS = flags.FLAGS
@@ -69,7 +70,7 @@ def main(argv: list[str]) -> int:
     return processes.end(128 + number if number else 0)
 
 
-def prepare(config: ConfigDict | None, signals: Signals) -> Callable[[], int | None]:
+def prepare(config: Any, signals: Signals) -> Callable[[], int | None]:
     """Prepare what --mode asks for. Return the function that does it.
 
     It returns the number of the signal that stopped it. Raises ValueError and OSError for bad input.
@@ -108,18 +109,15 @@ def prepare(config: ConfigDict | None, signals: Signals) -> Callable[[], int | N
     if FLAGS.mode == 'tasks':
         from modes import tasks
 
-        assert config is not None
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program
         lines = tasks.describe(config.data, FLAGS.split, FLAGS.examples, FLAGS.vocabulary)
     elif FLAGS.mode == 'cache':
         from modes import cache
 
-        assert config is not None
         lines = cache.cache(config.data, *command_line.parse_shard(FLAGS.shard))
     elif FLAGS.mode == 'plan':
         from modes import plan
 
-        assert config is not None
         lines = plan.plan(config, FLAGS.topology)
     elif FLAGS.mode == 'convert':
         from modes import convert
@@ -138,4 +136,5 @@ def print_lines(lines: Iterable[str], file: Any) -> None:
 
 
 if __name__ == '__main__':
+    huge_pages.restart()
     sys.exit(main(sys.argv))

@@ -141,6 +141,7 @@ class T5Config:
             ) from error
 
 
+@functools.partial(jax.jit, static_argnums=0)  # so that `shapes` and a run trace it once
 def init(config: T5Config, key: jax.Array) -> dict[str, jax.Array]:
     """Return T5X's initial parameters, {path: float32 array of whole shape}, alike on every mesh."""
     tokens_11 = jnp.ones([1, 1], jnp.int32)
@@ -153,7 +154,6 @@ def init(config: T5Config, key: jax.Array) -> dict[str, jax.Array]:
     return {f'{scope}/{name}': x for scope, leaves in tree.items() for name, x in leaves.items()}
 
 
-@functools.lru_cache(maxsize=16)  # tracing a large model takes seconds
 def shapes(config: T5Config) -> Mapping[str, tuple[int, ...]]:
     """Return {path: whole shape} of all parameters; nothing is computed."""
     tree = jax.eval_shape(lambda: init(config, jax.random.key(0)))

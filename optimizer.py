@@ -114,6 +114,12 @@ def averaged(params: Mapping[str, Any], opt_state: Any) -> Mapping[str, Any]:
     return params
 
 
+def slots(opt_state: Any, params: Mapping[str, Any]) -> list[jax.Array]:
+    """Return the arrays of an optimizer's state that belong to a parameter."""
+    leaves = jax.tree_util.tree_leaves_with_path(opt_state)
+    return [x for keys, x in leaves if parameter_index(keys, params) is not None]
+
+
 def average_paths(tree: Mapping[str, Any]) -> dict[str, str]:
     """Return {path of a moving average: path of its parameter} in a flat tree of T5X's paths."""
     found = {}

@@ -35,6 +35,7 @@ setup(
         # Tests.
         'test': [
             'chex>=0.1.90',
+            'hypothesis>=6.100',
             'mypy>=1.11',
             'pytest>=8',
             'pytest-xdist>=3.5',
@@ -48,6 +49,8 @@ setup(
         ],
         # Tests open the page of --mode=report with it, in a Chromium that it does not bring.
         'browser': ['playwright>=1.65'],
+        # tests/chaos/fuzz_with_atheris.py.
+        'fuzz': ['atheris>=3.0'],
         # One test writes a checkpoint with it.
         'tf': ['tensorflow-cpu>=2.20'],
         # Paths of gs:// and s3://.

@@ -33,10 +33,11 @@ import optimizer
 import partition
 import user_code
 from model import T5Config
-from run import best, console, prefetch, results
+from run import best, compiler, console, prefetch, results
 from run.agreement import Batches, StopRequest, counts_of_all, remember_interrupt
 from run.console import Console
-from run.interval import Clock, Interval, training_metrics
+from run.interval import Clock, Interval, show
+from run.not_finite import FILE, NotFinite
 from run.task_metrics import TaskMetrics, events_of
 from run.workdir import Metrics, record_end
 from stream import Stream
@@ -63,8 +64,15 @@ def train_step(trainer: 'Trainer', state: TrainState, batch: Mapping) -> tuple[T
     params = state.params | optax.apply_updates(trained, updates)
     metrics['learning_rate'] = trainer.schedule(state.step)
     metrics['gradient_norm'] = optax.tree.norm(grads)
-    metrics['finite'] = jnp.isfinite(metrics['loss'] + optax.tree.norm(updates))
-    return TrainState(state.step + 1, params, opt_state), metrics
+    norms = metrics['loss'] + metrics['gradient_norm'] + optax.tree.norm(updates)
+    metrics['finite'] = jnp.isfinite(norms + optax.tree.sum(optimizer.slots(opt_state, trained)))
+    new = TrainState(state.step + 1, params, opt_state)
+    if trainer.skips_not_finite:
+        # Only the step goes on, and counts that are copies of it.
+        tree = optimizer.to_t5x(new.step, state.params, state.opt_state)
+        old = TrainState(*optimizer.from_t5x(tree, state.opt_state))
+        new = jax.tree.map(functools.partial(jnp.where, metrics['finite']), new, old)
+    return new, metrics
 
 
 def gradients(
@@ -149,6 +157,7 @@ class Trainer:
     feature_lengths: FrozenConfigDict  # of each feature of a batch
     num_microbatches: int
     gradient_dtype: str
+    skips_not_finite: bool  # whether a step that is not finite leaves the state as it was
 
     @functools.cached_property
     def normalizing_factor(self) -> float | str:
@@ -202,10 +211,10 @@ class Trainer:
 
 
 @functools.lru_cache(maxsize=16)
-def jit_init(trainer: Trainer) -> Callable[[], TrainState]:
-    """Return `init` as a compiled function."""
+def compile_init(trainer: Trainer) -> jax.stages.Compiled:
+    """Return `init`, compiled ahead of time."""
     shardings = partition.shardings(trainer.mesh, trainer.specs)
-    return jax.jit(functools.partial(init, trainer), out_shardings=shardings)
+    return jax.jit(functools.partial(init, trainer), out_shardings=shardings).lower().compile()
 
 
 @functools.lru_cache(maxsize=16)
@@ -230,7 +239,7 @@ def lower_step(trainer: Trainer) -> jax.stages.Lowered:
 @functools.lru_cache(maxsize=16)
 def compile_step(trainer: Trainer) -> jax.stages.Compiled:
     """Return `jit_step`, compiled ahead of time."""
-    return lower_step(trainer).compile()
+    return lower_step(trainer).compile(compiler.options(trainer.mesh))
 
 
 # The loop.
@@ -240,6 +249,7 @@ class Run(NamedTuple):
     """A run that is ready to start or to go on: `modes.train.prepare` makes it."""
 
     config: Any
+    config_json: bytes  # the settings as the run's files have them
     workdir: Path
     console: Console
     metrics: Metrics
@@ -255,6 +265,8 @@ class Run(NamedTuple):
     first_step: int  # the steps that were taken before
     state: TrainState
     interval: list[dict]  # the metrics of the steps since the last logged one
+    not_finite: NotFinite
+    restore_newest: Callable[[], tuple[int, TrainState, list[dict]]]  # step, state, interval
 
 
 def train(run: Run, stop: Callable[[], int] | None = None) -> int:
@@ -262,8 +274,8 @@ def train(run: Run, stop: Callable[[], int] | None = None) -> int:
 
     Ends early when `stop` returns the number of a signal: the step is saved and the number
     returned. Without `stop` (in a notebook) an interrupt does that. Raises FloatingPointError, at
-    most one logged interval later, when a loss or an update is not finite; other errors, of bad
-    data or a full disk, are raised after the steps before them are saved.
+    most one logged interval later, for a step that is not finite, as train.on_not_finite says; other
+    errors, of bad data or a full disk, are raised after the steps before them are saved.
     """
     if run.lock.closed:
         raise ValueError(f'the run in {run.workdir} has ended: prepare it once more to go on')
@@ -280,6 +292,7 @@ def train(run: Run, stop: Callable[[], int] | None = None) -> int:
             keep_every=run.config.save.keep_every,
             dtype=run.config.save.dtype,
             rank=lambda step: history(run).rank(step),
+            period=run.config.save.every_steps if run.not_finite.action == 'back' else 1,
         )
         try:
             take_steps(run, saver, progress, stop_request)
@@ -293,16 +306,11 @@ def train(run: Run, stop: Callable[[], int] | None = None) -> int:
             saver.wait()
             raise
         saver.prune()  # after an evaluation that came later than the checkpoint
+        saved_steps = checkpoint.steps(run.workdir)
         if stop_request.signal:
-            run.console.line(
-                f'Stopped after step {progress.step:,}, which is saved: the same command goes on from there.'
-            )
+            run.console.line(console.stopped(progress.step, saved_steps))
         else:
-            mixture = run.stream.mixture
-            saved_steps = checkpoint.steps(run.workdir)
-            for line in console.ending(
-                run.workdir, mixture, run.config.train, progress.step, history(run), saved_steps
-            ):
+            for line in console.ending(run, progress.step, history(run), saved_steps):
                 run.console.line(line)
     return stop_request.signal
 
@@ -321,7 +329,7 @@ def take_steps(
         evaluate_step(run, progress, run.missing_evaluations, stop_request)
         if progress.step < config.train.steps:
             record_end(run.workdir, progress.step)
-            say_early_stop(run, progress.step)
+            run.console.line(console.stopped_early(progress.step, config))
         else:
             run.console.line(
                 f'Step {progress.step:,} of {config.train.steps:,} is taken: this run is finished.'
@@ -355,17 +363,25 @@ def take_steps(
             log_now = is_last or step % config.log.every_steps == 0
             save_now = is_last or step % config.save.every_steps == 0
             evaluate_now = due_evaluations(run, step, is_last)
+            is_due = log_now or save_now or bool(evaluate_now)
             # While a step runs, the next one is prepared and queued, but no more; and not even that
             # where steps are slow, so that a request to stop waits for one step only.
             is_slow = clock.seconds_of_last_step > 1
-            interval.wait(all_steps=log_now or save_now or bool(evaluate_now) or is_slow)
+            interval.wait(all_steps=is_due or is_slow)
         stop_request.agree(step)
         show_now = log_now or step == run.first_step + 1 or run.console.is_due()
-        if show_now or save_now or evaluate_now or stop_request.signal:
-            interval.fetch()
-            interval.check_finite(step, run.first_step, run.workdir, run.stream)
         for text in batch.faults:
             run.console.line(f'Left out, {batch.num_faults:,} so far: {text}')
+        if is_due or show_now or stop_request.signal:
+            interval.fetch()
+            if not run.not_finite.check(run, saver, progress):
+                # Not when progress is shown, which depends on the clock, nor after a signal: the run
+                # that goes on comes here once more.
+                if batches.have_ended or (is_due and not stop_request.signal):
+                    run.not_finite.go_back(run, saver, progress, not batches.have_ended)
+                    step = progress.step
+                    clock.restart()
+                continue
         if log_now:
             progress.interval = Interval([])
         if show_now:
@@ -397,36 +413,6 @@ class Progress:
         self.step += 1
         self.batch = batch
         self.interval.add(metrics, batch.features, batch.before)
-
-
-def show(run: Run, progress: Progress, interval: Interval, clock: Clock, log_now: bool) -> None:
-    """Show the metrics of the interval. Write them if they are to be logged."""
-    step = progress.step
-    values = evaluate.summarize(interval.metrics, run.config)
-    values |= training_metrics(interval.metrics, run.config, clock)
-    last = None if run.config.train.epochs else run.config.train.steps
-    text = console.progress_line(step, last, values)
-    if not log_now:
-        run.console.live(text)
-        return
-    run.console.line(text)
-    assert progress.batch is not None
-    counts = counts_of_all(run.stream, progress.batch)
-    for task, (num_examples, num_trimmed) in counts.items():
-        values[f'data/{task}/examples'] = num_examples
-        values[f'data/{task}/trimmed'] = num_trimmed
-    run.metrics.write('train', step, values)
-    num_logged = step // run.config.log.every_steps
-    if num_logged.bit_count() == 1 or step == run.config.train.steps:  # 1, 2, 4, ...
-        for line in console.describe_trimming(counts):
-            run.console.line(line)
-
-
-def say_early_stop(run: Run, step: int) -> None:
-    run.console.line(
-        f'Step {step:,}: train.early_stopping={run.config.train.early_stopping} evaluation(s) without '
-        f'a better {run.config.save.best_metric}: this run is finished.'
-    )
 
 
 def due_evaluations(run: Run, step: int, is_last: bool) -> list[str]:
@@ -496,7 +482,7 @@ def stop_early(run: Run, progress: Progress, stop_request: StopRequest) -> bool:
     step = progress.step
     missing = run.metrics.missing(due_evaluations(run, step, is_last=True), step)
     evaluate_step(run, progress, missing, stop_request)
-    say_early_stop(run, step)
+    run.console.line(console.stopped_early(step, run.config))
     return True
 
 
@@ -509,11 +495,12 @@ def save(run: Run, saver: checkpoint.Saver, progress: Progress) -> None:
     position_file = io.BytesIO()
     np.save(position_file, partition.from_processes(rows).max(axis=0))
     files = {
-        'config.json': (run.workdir / 'config.json').read_bytes(),
+        'config.json': run.config_json,
         'data_counts.json': json.dumps(counts_of_all(run.stream, batch)).encode(),
         'data_files.json': json.dumps(run.stream.mixture.files_as_json()).encode(),
         'data_position.npy': position_file.getvalue(),
         'interval.json': json.dumps(progress.interval.metrics).encode(),
+        FILE: json.dumps(run.not_finite.count).encode(),
     }
     if run.trainer.model.SOURCE:
         files[run.trainer.model.RECORD] = run.trainer.model.SOURCE
@@ -547,7 +534,7 @@ def save_before_error(
                 can_save = False
             if can_save:
                 progress.interval.fetch()
-                can_save = progress.interval.first_not_finite() is None
+                can_save = run.not_finite.leaves_valid(run, progress)
             # The other processes ask this before their next step, and come here.
             while not partition.from_processes(np.array([True])).all():
                 pass

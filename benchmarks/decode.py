@@ -6,13 +6,16 @@
 Writes random float32 weights of the shape of T5 1.1 small. The contenders take turns, each in a new
 process on two cores: 8 inputs of 128 tokens, 64 tokens of output, greedily and with 4 beams. The
 logits of padding and EOS are always 0, never among the best, so that all make 64 steps. Each process
-makes a call that is not counted (ours compiles), then `calls` that are. Ours is measured twice: on a
-mesh of one device per core, which split heads, MLP and vocabulary, and on one device for both cores.
+makes a call that is not counted (ours compiles), then `calls` that are. CTranslate2 computes in
+float32 and in int8. Ours is measured on a mesh of one device per core, which split heads, MLP and
+vocabulary, also with parameters rounded to bfloat16, and on one device for both cores.
 
 Prints a line per contender: output tokens per second, the median over all calls and the fastest;
-the ratio of the median to transformers'; and whether the tokens are transformers'. Then what limits
-ours: the time until the first token, which is the encoder's; the time of a step; and how long it
-takes to read the decoder's weights once at the speed at which both cores read memory.
+the ratio of the median to transformers'; and the shares of answers and of tokens, position by
+position, that are transformers'. Tokens of random weights are close rivals: a trained model keeps
+more of them. Then what limits ours: the time until the first token, which is the encoder's; the time
+of a step; and how long it takes to read the decoder's weights once at the speed at which both cores
+read memory.
 
 The goal: greedily at least 2 times transformers, with 4 beams at least 1.5 times.
 """
@@ -108,16 +111,19 @@ def report(found: Mapping[tuple[int, str], list[Measurement]], limits: Limits) -
     medians = {}
     for key, rounds in found.items():
         medians[key] = float(np.median([x for measured in rounds for x in measured.seconds]))
-    print(f'{"":25} {"tokens/s":>10} {"fastest":>10} {"x transformers":>15}  same tokens')
+    columns = f'{"tokens/s":>10} {"fastest":>10} {"x transformers":>15} {"same answers":>13} {"same tokens":>12}'
+    print(f'{"":27} {columns}')
     for key, rounds in found.items():
         beams, name = key
         fastest = min(x for measured in rounds for x in measured.seconds)
-        ratio, same = '', ''
+        line = f'{beams} beams, {name:18} {num_tokens / medians[key]:10.0f} {num_tokens / fastest:10.0f}'
         if (beams, 'transformers') in found:
-            ratio = f'{medians[beams, "transformers"] / medians[key]:.2f}'
-            same = str(rounds[0].answers == found[beams, 'transformers'][0].answers)
-        rates = f'{num_tokens / medians[key]:10.0f} {num_tokens / fastest:10.0f}'
-        print(f'{beams} beams, {name:16} {rates} {ratio:>15}  {same}')
+            ratio = medians[beams, 'transformers'] / medians[key]
+            theirs = found[beams, 'transformers'][0].answers
+            is_same_bT = np.equal(rounds[0].answers, theirs)
+            same_answers = is_same_bT.all(axis=1).mean()
+            line += f' {ratio:15.2f} {same_answers:13.1%} {is_same_bT.mean():12.1%}'
+        print(line)
     limit = limits.weights_bytes / limits.bytes_per_second
     for beams, first_seconds in limits.first_seconds.items():
         if (beams, 'ours') not in medians:
@@ -161,26 +167,37 @@ def write_model(folder: Path) -> None:
             return f't{i}'
 
     class Converter(converters.TransformersConverter):
+        def load_model(self, *args: Any, **kwargs: Any) -> Any:
+            model = super().load_model(*args, **kwargs)
+            # The converter reads here whether logits are rescaled, and transformers 5 always sets True.
+            model.config.tie_word_embeddings = False
+            return model
+
         def load_tokenizer(self, *args: Any, **kwargs: Any) -> Tokenizer:
             return Tokenizer()
 
     torch.manual_seed(0)
     t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(**CONFIG))
     with torch.no_grad():
+        # transformers 5 has tied them, whatever the config says.
+        t5.lm_head.weight = torch.nn.Parameter(0.1 * torch.randn(VOCAB_SIZE, CONFIG['d_model']))
         t5.lm_head.weight[: EOS_ID + 1] = 0.0
         t5.shared.weight *= 0.1  # so that answers depend on more than the newest token
     t5.save_pretrained(folder / 'transformers')
     Converter(str(folder / 'transformers')).convert(str(folder / 'ctranslate2'))
 
 
-def load_ours(num_devices: int, folder: Path) -> infer.T5:
+def load_ours(num_devices: int, dtype: str, folder: Path) -> infer.T5:
     """Load our model on so many devices of the CPU, before this process uses JAX otherwise."""
     jax.config.update('jax_num_cpu_devices', num_devices)
-    return infer.load(folder / 'transformers', mesh=partition.make_mesh(data=1, model=num_devices))
+    mesh = partition.make_mesh(data=1, model=num_devices)
+    t5 = infer.load(folder / 'transformers', mesh=mesh, dtype=dtype)
+    assert not t5.config.logits_via_embedding
+    return t5
 
 
-def open_ours(num_devices: int, folder: Path) -> Generate:
-    t5 = load_ours(num_devices, folder)
+def open_ours(num_devices: int, dtype: str, folder: Path) -> Generate:
+    t5 = load_ours(num_devices, dtype, folder)
 
     def generate(inputs: np.ndarray, beams: int) -> list[list[int]]:
         return t5.generate(inputs, beam_size=beams, max_length=OUTPUT_LENGTH)
@@ -210,13 +227,13 @@ def open_transformers(folder: Path) -> Generate:
     return generate
 
 
-def open_ctranslate2(folder: Path) -> Generate:
+def open_ctranslate2(compute_type: str, folder: Path) -> Generate:
     import ctranslate2
 
     translator = ctranslate2.Translator(
         str(folder / 'ctranslate2'),
         device='cpu',
-        compute_type='float32',
+        compute_type=compute_type,
         inter_threads=1,
         intra_threads=NUM_CORES,
     )
@@ -233,9 +250,11 @@ def open_ctranslate2(folder: Path) -> Generate:
 
 OPENERS = {
     'transformers': open_transformers,
-    'ctranslate2': open_ctranslate2,
-    'ours': functools.partial(open_ours, NUM_CORES),
-    'ours, one device': functools.partial(open_ours, 1),
+    'ctranslate2': functools.partial(open_ctranslate2, 'float32'),
+    'ctranslate2, int8': functools.partial(open_ctranslate2, 'int8'),
+    'ours': functools.partial(open_ours, NUM_CORES, 'float32'),
+    'ours, bfloat16': functools.partial(open_ours, NUM_CORES, 'bfloat16'),
+    'ours, one device': functools.partial(open_ours, 1, 'float32'),
 }
 
 
@@ -261,7 +280,7 @@ def measure_generate(open_model: Callable, beams: int, num_calls: int, folder: P
 
 def measure_limits(folder: Path) -> Limits:
     """Measure the encoder and the memory."""
-    t5 = load_ours(NUM_CORES, folder)
+    t5 = load_ours(NUM_CORES, 'float32', folder)
     inputs = random_inputs()
     first_seconds = {}
     for beams in (1, 4):

@@ -1,8 +1,9 @@
-"""Our train step against transformers', with data and metrics, on two cores or on one GPU.
+"""Our train step against transformers' and T5X's, with data and metrics, on two cores or on one GPU.
 
     pip install -e '.[peers]'
     python benchmarks/train.py [--device=gpu] [--sizes=small,base,large,xl] [--dtypes=bfloat16]
         [--batch_size=N] [--steps=10] [--rounds=3] [--files=GLOB] [--rivals=REGEX]
+        [--t5x=FOLDER [--t5x_python=PYTHON]]
 
 Trains T5 1.1 with dropout 0.1 on sequences of 512 inputs and 114 targets. The contenders take turns,
 each in a new process: two steps that are not counted (programs are compiled), then `steps` that are.
@@ -17,19 +18,24 @@ until it fits into memory; where the first one fits, name a larger --batch_size.
                   rows without a mask, and its loss is fetched once. `bfloat16` is autocast over
                   parameters in float32, as ours; `bfloat16 weights` keeps no others, so small
                   updates are lost.
+    T5X           its Trainer with its Adafactor and metrics, on a CPU, where --t5x names a checkout.
+                  It is given one packed batch of random ids. --t5x_python is a Python that has the
+                  packages which T5X's setup.py names; AirIO may be missing.
 
-Without transformers and torch only ours are measured. A GPU needs torch with CUDA and
-pip install -e '.[cuda]'; JAX is given 95 % of its memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says
-otherwise.
+Where main.py starts anew with huge pages (modes/huge_pages.py), so does this program, and rivals are
+measured without and with them. Without transformers and torch they are left out. A GPU needs torch
+with CUDA and pip install -e '.[cuda]'; JAX is given 95 % of its memory, unless
+XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
 
 Prints a line per contender: sequences per second, the median of the rounds and the range; tokens per
 second, padding included; MFU, the FLOPs of T5's formula (modes/plan.py) over the peak of the GPU, or
 of other devices over the speed of a large matrix product in the same run; the largest memory of the
 process, on a GPU of its arrays; the share of the time in which ours waits for data; and how many
-times as fast ours is. Then the limit: how fast a step of matrix products alone would be.
+times as fast ours is. Then two limits: a step of products as fast as a large one, and on a CPU the
+products of the step itself, each timed alone with the shapes that it has there.
 
-The goal: at least 1.2 times transformers. On an H200 in bfloat16: base 1,300 sequences per second,
-large 395, xl 108.
+The goal: on a CPU 1.4 times both rivals, 1.2 times with huge pages; on a GPU 1.2 times transformers.
+On an H200 in bfloat16: base 1,300 sequences per second, large 395, xl 108.
 """
 
 import functools
@@ -42,6 +48,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from importlib.metadata import version
@@ -56,6 +63,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
+from jax import lax
 
 import partition
 import tasks.open
@@ -63,7 +71,7 @@ import train
 import vocabulary
 from configs import t5_1_1
 from formats import hugging_face
-from modes import compilation_cache, plan
+from modes import compilation_cache, huge_pages, plan
 from modes.train import make_trainer
 from modes.train_vocabulary import train_vocabulary, training_texts
 from run import memory
@@ -84,6 +92,7 @@ WARM_UP_STEPS = 2
 GPU_WORKERS = 4  # processes that make our batches
 # {JAX's kind of device: FLOPs per second in bfloat16, without sparsity}, as NVIDIA publishes them.
 PEAKS = {'NVIDIA H100 80GB HBM3': 989e12, 'NVIDIA H200': 989e12}
+T5X_NETWORK = 't5x/examples/t5/network.py'
 PRODUCT_SIZES = {'cpu': 2048, 'gpu': 8192}  # of the square matrices that are multiplied
 
 FLAGS = flags.FLAGS
@@ -94,12 +103,19 @@ flags.DEFINE_integer('batch_size', None, 'Sequences that are tried first.', lowe
 flags.DEFINE_integer('steps', 10, 'Steps per round that are measured.', lower_bound=1)
 flags.DEFINE_integer('rounds', 3, 'How often each contender is measured.', lower_bound=1)
 flags.DEFINE_string('files', '', 'Globs of text files, as data.files; pydoc if not given.')
-flags.DEFINE_string('rivals', '.*', "Regular expression of transformers' settings.")
+flags.DEFINE_string('rivals', '.*', 'Regular expression of the rivals that are measured.')
+flags.DEFINE_string('t5x', '', 'Folder of a checkout of T5X.')
+flags.DEFINE_string('t5x_python', sys.executable, "The Python that has T5X's packages.")
 DTYPES = ('float32', 'bfloat16')
 flags.register_validator(
     'sizes',
     lambda sizes: set(sizes or []) <= GPU_BATCH_SIZES.keys(),
     f'use some of {", ".join(GPU_BATCH_SIZES)}',
+)
+flags.register_validator(
+    't5x',
+    lambda folder: not folder or (Path(folder) / T5X_NETWORK).is_file(),
+    f'name a folder that has {T5X_NETWORK}',
 )
 flags.register_validator(
     'dtypes', lambda dtypes: set(dtypes or []) <= set(DTYPES), f'use some of {", ".join(DTYPES)}'
@@ -128,6 +144,7 @@ class Measurement(NamedTuple):
     device_kind: str = ''  # of JAX; this and what follows is measured beside ours alone
     data_wait: float = 0.0  # share of the time
     product_flops: float = 0.0  # per second, of a large matrix product
+    own_products_seconds: float = 0.0  # of the products of a step, each alone; 0 on a GPU
 
 
 Measure = Callable[[Job], Measurement]
@@ -138,6 +155,8 @@ def main(argv: list[str]) -> None:
     jax.config.update('jax_platforms', 'cpu')
     os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.95')
     is_gpu = FLAGS.device == 'gpu'
+    if is_gpu and FLAGS.t5x:
+        sys.exit(f'--t5x={FLAGS.t5x}: T5X is measured on CPUs: leave it out, or --device=cpu')
     if is_gpu and not in_new_process(has_gpu):
         sys.exit("--device=gpu: JAX finds none here: pip install -e '.[cuda]', or --device=cpu")
     sizes = FLAGS.sizes or (['small', 'base', 'large', 'xl'] if is_gpu else ['small'])
@@ -145,7 +164,9 @@ def main(argv: list[str]) -> None:
     names = ['jax']
     missing = [x for x in ('torch', 'transformers') if importlib.util.find_spec(x) is None]
     if missing:
-        print(f"{', '.join(missing)} not installed, so ours alone: pip install -e '.[peers]'")
+        print(
+            f"{', '.join(missing)} not installed: no transformers without pip install -e '.[peers]'"
+        )
     else:
         names += ['torch', 'transformers']
     print(', '.join(f'{name} {version(name)}' for name in names), end='; ')
@@ -167,20 +188,27 @@ def main(argv: list[str]) -> None:
             for dtype in dtypes:
                 first = GPU_BATCH_SIZES[size] if is_gpu else CPU_BATCH_SIZE
                 job = job._replace(size=size, dtype=dtype, batch_size=FLAGS.batch_size or first)
-                contenders: dict[str, Measure] = {'ours': measure_ours}
-                if not missing:
-                    contenders |= rivals(dtype)
+                contenders = {'ours': measure_ours} | rivals(dtype, not missing)
                 found = take_turns(contenders, job, FLAGS.rounds)
                 limits.append(print_lines(found, job))
         print('\n'.join(limits))
 
 
-def rivals(dtype: str) -> dict[str, Measure]:
-    """Return transformers' settings for a dtype that --rivals names."""
-    named = {'transformers': functools.partial(measure_transformers, 'float32')}
-    if dtype == 'bfloat16':
-        weights = functools.partial(measure_transformers, 'bfloat16')
-        named['transformers, bfloat16 weights'] = weights
+def rivals(dtype: str, has_transformers: bool) -> dict[str, Measure]:
+    """Return the rivals in a dtype that --rivals names."""
+    measures: dict[str, Callable[[bool, Job], Measurement]] = {}
+    if has_transformers:
+        measures['transformers'] = functools.partial(measure_transformers, 'float32')
+        if dtype == 'bfloat16':
+            weights = functools.partial(measure_transformers, 'bfloat16')
+            measures['transformers, bfloat16 weights'] = weights
+    if FLAGS.t5x:
+        measures['T5X'] = functools.partial(measure_t5x, FLAGS.t5x_python, FLAGS.t5x)
+    named: dict[str, Measure] = {}
+    for name, measure in measures.items():
+        named[name] = functools.partial(measure, False)
+        if os.environ.get(huge_pages.VARIABLE) == huge_pages.SETTING:
+            named[f'{name}, huge pages'] = functools.partial(measure, True)
     return {name: named[name] for name in named if re.search(FLAGS.rivals, name)}
 
 
@@ -272,7 +300,7 @@ def print_lines(found: Mapping[str, Sequence[Measurement]], job: Job) -> str:
         if not rounds:
             print_cells([job.size, job.dtype, name, '-', 'none fits', *['-'] * 7])
             continue
-        rates = [x.batch_size / x.seconds for x in rounds]
+        rates = rates_of(rounds)
         rate = float(np.median(rates))
         wait = '-'
         ratio = f'{ours / rate:.2f} x'
@@ -296,11 +324,27 @@ def print_lines(found: Mapping[str, Sequence[Measurement]], job: Job) -> str:
         ]
         print_cells(cells)
     limit = product_flops / flops
-    return (
+    lines = [
         f'{job.size}, {job.dtype}: the products of a sequence are {flops / 1e9:.4g} GFLOP; at the '
         f'{product_flops / 1e9:,.4g} GFLOP/s of a large one that is {limit:.4g} sequences/s, and ours has '
         f'{ours / limit:.0%} of it'
-    )
+    ]
+    own = [x.batch_size / x.own_products_seconds for x in found['ours'] if x.own_products_seconds]
+    if own:
+        own_limit = float(np.median(own))
+        text = (
+            f'{job.size}, {job.dtype}: with each product of a step timed alone that is {own_limit:.4g} sequences/s, '
+            f'and ours has {ours / own_limit:.0%} of it'
+        )
+        if found.get('transformers') and own_limit < np.median(rates_of(found['transformers'])):
+            text += '; transformers is faster than the products of XLA alone'
+        lines.append(text)
+    return '\n'.join(lines)
+
+
+def rates_of(rounds: Sequence[Measurement]) -> list[float]:
+    """Return the sequences per second of each round."""
+    return [x.batch_size / x.seconds for x in rounds]
 
 
 # The contenders.
@@ -347,7 +391,7 @@ def measure_ours(job: Job) -> Measurement:
         seed=config.seed,
     )
     batches = Batches(stream, config.data.num_workers, may_end=False)
-    state = train.jit_init(trainer)()
+    state = train.compile_init(trainer)()
     interval = Interval([])
     clock = Clock()
     for step in range(WARM_UP_STEPS + job.num_steps):
@@ -364,10 +408,17 @@ def measure_ours(job: Job) -> Measurement:
             interval.wait(all_steps=clock.seconds_of_last_step > 1)
     interval.fetch()
     seconds = clock.seconds
-    assert interval.first_not_finite() is None
+    assert not interval.not_finite()
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if job.device == 'gpu':
         peak_bytes = device.memory_stats()['peak_bytes_in_use']
+    own_products_seconds = 0.0
+    if job.device == 'cpu':
+        program = train.jit_step(trainer).trace(state, on_device).jaxpr
+        for product, count in products_in(program.jaxpr).items():
+            own_products_seconds += count * measure_product(product)
+    n = PRODUCT_SIZES[job.device]
+    large = Product((n, n), (n, n), ((1,), (0,)), ((), ()), job.dtype, job.dtype)
     return Measurement(
         batch_size=job.batch_size,
         seconds=seconds / job.num_steps,
@@ -375,11 +426,12 @@ def measure_ours(job: Job) -> Measurement:
         peak_bytes=peak_bytes,
         device_kind=device.device_kind,
         data_wait=clock.data_wait_seconds / seconds,
-        product_flops=measure_product(PRODUCT_SIZES[job.device], job.dtype),
+        product_flops=2 * n**3 / measure_product(large),
+        own_products_seconds=own_products_seconds,
     )
 
 
-def measure_transformers(weights: str, job: Job) -> Measurement:
+def measure_transformers(weights: str, has_huge_pages: bool, job: Job) -> Measurement:
     """Measure the train step of transformers, with parameters of the dtype `weights`."""
     config = config_of(job)
     sizes = {theirs: config.model[ours] for theirs, ours in hugging_face.SIZES.items()}
@@ -390,36 +442,107 @@ def measure_transformers(weights: str, job: Job) -> Measurement:
         'decoder_start_token_id': 0,
         'use_cache': False,
     }
-    arguments = {
-        'sizes': sizes,
-        'lengths': [config.data.lengths.inputs, config.data.lengths.targets],
-        'weights': weights,
-        'dtype': job.dtype,
-        'device': 'cuda' if job.device == 'gpu' else 'cpu',
+    return run_program(
+        'train_transformers.py',
+        sys.executable,
+        has_huge_pages,
+        job,
+        sizes=sizes,
+        weights=weights,
+        dtype=job.dtype,
+        device='cuda' if job.device == 'gpu' else 'cpu',
+    )
+
+
+def measure_t5x(python: str, checkout: str, has_huge_pages: bool, job: Job) -> Measurement:
+    """Measure the train step of the T5X in `checkout`, in another Python."""
+    config = config_of(job)
+    names = ('vocab_size', 'emb_dim', 'num_heads', 'head_dim', 'mlp_dim', 'mlp_activations')
+    names += ('num_encoder_layers', 'num_decoder_layers', 'dropout_rate', 'dtype')
+    sizes = {name: config.model[name] for name in names}
+    return run_program('train_t5x.py', python, has_huge_pages, job, sizes=sizes, checkout=checkout)
+
+
+def run_program(
+    file: str, python: str, has_huge_pages: bool, job: Job, **arguments: Any
+) -> Measurement:
+    """Run a program of this folder, which measures a rival, with a Python."""
+    lengths = config_of(job).data.lengths
+    arguments |= {
+        'lengths': [lengths.inputs, lengths.targets],
         'batch_size': job.batch_size,
         'num_warm_up_steps': WARM_UP_STEPS,
         'num_steps': job.num_steps,
     }
-    file = Path(__file__).with_name('train_transformers.py')
-    command = [sys.executable, str(file), json.dumps(arguments)]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    measured = json.loads(output.splitlines()[-1])
+    environment = os.environ | ({'JAX_PLATFORMS': 'cpu'} if job.device == 'cpu' else {})
+    if not has_huge_pages:
+        environment.pop(huge_pages.VARIABLE, None)
+    done = subprocess.run(
+        [python, Path(__file__).with_name(file), json.dumps(arguments)],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    measured = json.loads(done.stdout.splitlines()[-1])
     if measured is None:
         raise MemoryError
     return Measurement(batch_size=job.batch_size, **measured)
 
 
-def measure_product(n: int, dtype: str) -> float:
-    """Return the FLOPs per second of the fastest of five products of n x n matrices."""
-    multiply = jax.jit(jnp.matmul)
-    x = jnp.ones((n, n), dtype)
+class Product(NamedTuple):
+    """A matrix product of a program, as lax.dot_general has it."""
+
+    left_shape: tuple[int, ...]
+    right_shape: tuple[int, ...]
+    contracted: tuple[tuple[int, ...], tuple[int, ...]]
+    batched: tuple[tuple[int, ...], tuple[int, ...]]
+    dtype: str
+    output_dtype: str
+
+
+def products_in(program: Any) -> Counter[Product]:
+    """Return {product: how often the program, a jaxpr, computes it}, loops included."""
+    products: Counter[Product] = Counter()
+    for equation in program.eqns:
+        if equation.primitive is lax.dot_general_p:
+            left, right = (x.aval for x in equation.invars)
+            contracted, batched = equation.params['dimension_numbers']
+            output_dtype = str(equation.outvars[0].aval.dtype)
+            dtype = str(left.dtype)
+            products[
+                Product(left.shape, right.shape, contracted, batched, dtype, output_dtype)
+            ] += 1
+        times = 1
+        if equation.primitive.name == 'scan':
+            times = equation.params['length']
+        for value in equation.params.values():
+            inner = getattr(value, 'jaxpr', value)
+            if hasattr(inner, 'eqns'):
+                for product, count in products_in(inner).items():
+                    products[product] += times * count
+    return products
+
+
+def measure_product(product: Product) -> float:
+    """Return the seconds of the fastest of five computations of a matrix product."""
+    multiply = jax.jit(
+        functools.partial(
+            lax.dot_general,
+            dimension_numbers=(product.contracted, product.batched),
+            preferred_element_type=product.output_dtype,
+        )
+    )
+    left = jnp.ones(product.left_shape, product.dtype)
+    right = jnp.ones(product.right_shape, product.dtype)
     seconds = []
     for _ in range(6):
         start = time.perf_counter()
-        multiply(x, x).block_until_ready()
+        multiply(left, right).block_until_ready()
         seconds.append(time.perf_counter() - start)
-    return 2 * n**3 / min(seconds[1:])
+    return min(seconds[1:])
 
 
 if __name__ == '__main__':
+    huge_pages.restart()
     app.run(main)

@@ -231,6 +231,12 @@ def get_config() -> ConfigDict:
     config.train.epochs = 0
     # Evaluations without a better save.best_metric after which the run ends. 0 for no such end.
     config.train.early_stopping = 0
+    # What to do about a step whose loss, gradient, update or optimizer state is not finite: stop the run;
+    # skip, which leaves parameters and optimizer state as they were; or go back to the newest checkpoint
+    # and leave out the batches since then.
+    config.train.on_not_finite = 'stop'
+    # Such steps that a run may skip or go back over in its life. After these it stops.
+    config.train.max_not_finite = 10
     # Rows of the global batch, over all devices.
     config.train.batch_size = 128
     # Microbatches per step: a number, or auto for as few as fit into memory.

@@ -74,7 +74,10 @@ def open_model(
         if config is None:
             model, config = _config_beside(directory)
         if config is None:
-            config = config_from_shapes(shapes)
+            try:
+                config = config_from_shapes(shapes)
+            except ValueError as error:
+                raise ValueError(f'{directory} is {error}: name {checkpoint.FORMATS}') from None
             if len(config.mlp_activations) > 1:
                 note = (
                     f'{directory} has no config: mlp_activations={config.mlp_activations} is assumed: name another with '
@@ -182,6 +185,11 @@ def _read_t5x(directory: Any, part: str) -> dict[str, Any]:
             raise ValueError(f'{file.parent} has the layout of Orbax: {checkpoint.ORBAX_REMEDY}')
     verify.verify(directory, ignored=DECODER if part == 'encoder' else '')
     index = unstack(checkpoint.read_index(directory))
+    step = index.get('state/step', np.int32(0))
+    if step.shape == ():
+        step = np.asarray(checkpoint.read_leaf(step))
+    if step.shape or step.dtype.kind not in 'iu' or not 0 <= step < 2**31:
+        raise ValueError(f'{directory} has state/step {step}, which is no int32: copy it again')
     averages = optimizer.average_paths(index)
     leaves = {path: leaf for path, leaf in index.items() if path not in averages}
     for path, parameter in averages.items():
@@ -211,13 +219,17 @@ def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> T5Config:
     activations: tuple[str, ...] = ('relu',)
     if 'encoder/layers_0/mlp/wi_0/kernel' in shapes:
         activations = ('gelu', 'linear')
-    try:
-        vocab_size, emb_dim = shapes['token_embedder/embedding']
-        num_heads, _ = shapes[bias]
-        mlp_dim, _ = shapes['encoder/layers_0/mlp/wo/kernel']
-        joined_heads_dim, _ = shapes['encoder/layers_0/attention/out/kernel']
-    except KeyError as missing:
-        raise ValueError(f'not a T5 of T5X: the checkpoint has no parameter {missing}') from None
+    embedding = 'token_embedder/embedding'
+    wo = 'encoder/layers_0/mlp/wo/kernel'
+    out = 'encoder/layers_0/attention/out/kernel'
+    for path in (embedding, bias, wo, out):
+        shape = shapes.get(path, ())
+        if len(shape) != 2 or not all(0 < size < 2**31 for size in shape):
+            raise ValueError(f'not a T5 of T5X: the checkpoint has no matrix {path!r}')
+    vocab_size, emb_dim = shapes[embedding]
+    num_heads = shapes[bias][0]
+    mlp_dim = shapes[wo][0]
+    joined_heads_dim = shapes[out][0]
     return T5Config(
         vocab_size=vocab_size,
         dtype='float32',

@@ -22,6 +22,7 @@ REMEDIES = {
     errno.EFBIG: 'name a folder on a disk that takes larger files',
     errno.EIO: 'check the disk, or name a folder on another one',
 }
+MAX_LENGTH = 4000  # of a message: names and values in a file may have any length
 COMMAND_LINE = (user_code.PROGRAM / 'modes/command_line.py').resolve()
 CONFIGS = pathlib.Path(base.__file__).resolve().parent
 
@@ -44,6 +45,8 @@ def one_line(error: BaseException) -> str:
     Of a ValueError that a library raised it has the line of this program that called the library.
     """
     text = ' '.join(paths.reason(error).split())
+    if len(text) > MAX_LENGTH:  # the file is named at its beginning, the remedy at its end
+        text = f'{text[: MAX_LENGTH // 2]} ... {text[-MAX_LENGTH // 2 :]}'
     if isinstance(error, OSError) and error.errno:  # the system's
         text += f': {REMEDIES.get(error.errno, NAME_REMEDY)}'
     frames = traceback.extract_tb(error.__traceback__)
@@ -61,6 +64,8 @@ def explain_flag(error: flags.Error, file: str | None) -> str:
             return explain_config(cause, file)
         cause = cause.__context__
     text = str(error).strip().splitlines()[-1]
+    if isinstance(error, flags.UnrecognizedFlagError):  # its name may have several lines
+        text = ' '.join(str(error).split())
     if isinstance(error, flags.UnrecognizedFlagError) and error.flagname.startswith('config.'):
         return f'--{error.flagname} needs --config=FILE: try --config=configs/tiny.py'
     if 'get_config()' in text:

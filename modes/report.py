@@ -146,7 +146,9 @@ def read_runs(names: Sequence[str]) -> list[Run]:
             remedy = 'name a run, after its first logged step (log.every_steps)'
             if below:
                 remedy = f'name the runs in it: --runs={",".join(f"{name}/{x}" for x in below[:3])}'
-            raise ValueError(f'--runs={name} has neither metrics nor results: {remedy}')
+            raise ValueError(
+                f'--runs={name} has no results, and {folder}/metrics.jsonl no lines: {remedy}'
+            )
         if folder in folders:
             raise ValueError(f'--runs names {folder} twice: name each run once')
         folders.append(folder)
@@ -169,7 +171,8 @@ def read_run(name: str, folder: Path) -> Run:
     num_parameters = ''
     info = folder / 'model-info.txt'
     if info.exists():
-        match = re.search(r'^Total number of parameters: (\d+)', info.read_text(), re.MULTILINE)
+        text = info.read_text(errors='replace')  # it may be damaged
+        match = re.search(r'^Total number of parameters: (\d+)', text, re.MULTILINE)
         if match:
             num_parameters = f'{int(match[1]):,}'
     settings = dict(check.leaves(ConfigDict(check.read_stored(folder))))

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
 import checkpoint
 import formats.open
 import optimizer
 import partition
+import paths
 import train
 from configs import check as settings
 from formats import own_model
@@ -51,8 +53,14 @@ def find_start(
             f'{directory} was not saved by a run of this program: move it away, or name another --workdir'
         )
     vocabulary_model = b''
-    if not (folder / 'vocabulary.model').exists() and (directory / 'vocabulary.model').exists():
+    if paths.is_file(directory / 'vocabulary.model'):
         vocabulary_model = (directory / 'vocabulary.model').read_bytes()
+        kept = folder / 'vocabulary.model'
+        # That of the checkpoint has a checksum.
+        if not config.data.vocabulary and kept.exists() and kept.read_bytes() != vocabulary_model:
+            raise ValueError(
+                f'{kept}: it differs from that of {directory.name}: remove it, and the run takes that one'
+            )
     leaves = checkpoint.read_index(directory)
     base = {}
     opened = formats.open.open_base(directory, config.restore.path)
@@ -205,6 +213,29 @@ def only_parameters(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {path: x for path, x in tree.items() if checkpoint.is_parameter(path)}
 
 
+def restore_newest(
+    config: Any, folder: Path, trainer: train.Trainer, console: Console
+) -> tuple[int, train.TrainState, list[dict]]:
+    """Return the newest checkpoint of a run that goes back: its step, its state and its interval.
+
+    It is one that save.every_steps was due for, so that a run that was stopped in between goes back as
+    far as one that was not; what was saved after it is deleted, its steps are taken again. Where there
+    is none, it is any.
+    """
+    saved = checkpoint.steps(folder)
+    due = [step for step in saved if step % config.save.every_steps == 0]
+    if due and due[-1] < saved[-1]:
+        with contextlib.suppress(verify.Damaged):  # it is set aside below, and the later ones stay
+            verify.verify(folder / f'checkpoint_{due[-1]}')
+            later = saved[saved.index(due[-1]) + 1 :]
+            for step in later if jax.process_index() == 0 else []:
+                checkpoint.delete(folder / f'checkpoint_{step}')
+            multihost_utils.sync_global_devices(f'{folder} has no later checkpoints')
+    begin = find_start(config, folder, trainer, lines=[], console=console)
+    interval = folder / f'checkpoint_{begin.step}' / 'interval.json'
+    return begin.step, restore(trainer, begin.leaves), json.loads(interval.read_bytes())
+
+
 def state_shapes(trainer: train.Trainer) -> checkpoint.Shapes:
     """Return {T5X's path: shape} of all that a checkpoint of this run holds."""
     return checkpoint.shapes(optimizer.to_t5x(*trainer.shapes))
@@ -213,7 +244,7 @@ def state_shapes(trainer: train.Trainer) -> checkpoint.Shapes:
 def restore(trainer: train.Trainer, leaves: Mapping[str, Any], dtype: str = '') -> train.TrainState:
     """Return the state in `leaves` of a checkpoint's index, with initial values for the rest."""
     if not leaves:
-        return train.jit_init(trainer)()
+        return train.compile_init(trainer)()
     shardings = {}
     for path, spec in optimizer.to_t5x(*trainer.specs).items():
         if not isinstance(spec, P):

@@ -8,6 +8,7 @@ import io
 import json
 import re
 import time
+from concurrent import futures
 from types import ModuleType
 from typing import Any
 
@@ -30,7 +31,7 @@ from formats import own_model
 from model import T5Config
 from modes import start
 from modes.train_vocabulary import find_or_train_vocabulary, training_texts
-from run import best, console, memory, results, task_metrics, workdir
+from run import best, console, memory, not_finite, results, task_metrics, workdir
 from sources.open import find_cache
 from stream import Stream
 
@@ -58,6 +59,7 @@ def make_trainer(
         feature_lengths=FrozenConfigDict(data.feature_lengths(config.data)),
         num_microbatches=num_microbatches,
         gradient_dtype=config.train.gradient_dtype,
+        skips_not_finite=config.train.on_not_finite == 'skip',
     )
     model.check_mesh(trainer.model_config, trainer.mesh)
     partition.check_divides(
@@ -262,7 +264,9 @@ def prepare(config: Any, folder: Any) -> train.Run:
                 return train.compile_step(dataclasses.replace(trainer, num_microbatches=n))
 
             began = time.monotonic()
-            with terminal.working('Compiling'):
+            with terminal.working('Compiling'), futures.ThreadPoolExecutor(1) as thread:
+                if not begin.leaves:  # beside the step, which takes about as long
+                    thread.submit(train.compile_init, trainer)
                 planned = memory.fit_step(
                     compile_with,
                     counts=counts,
@@ -279,7 +283,9 @@ def prepare(config: Any, folder: Any) -> train.Run:
             dtype = '' if begin.is_resumed else config.restore.dtype
             state = start.restore(trainer, begin.leaves, dtype)
         interval = []
+        num_not_finite = 0
         if begin.is_resumed:
+            num_not_finite = not_finite.read_count(directory)
             positions = np.load(io.BytesIO((directory / 'data_position.npy').read_bytes()))
             training.seek(positions[training.rows], step=begin.step)
             if jax.process_index() == 0:  # the counts of all processes are added
@@ -301,8 +307,9 @@ def prepare(config: Any, folder: Any) -> train.Run:
 
         # The files of the run. config.json comes first: it marks the folder as a run.
         resolved['train']['num_microbatches'] = planned.num_microbatches
+        config_json = json.dumps(resolved, indent=1).encode()
         if jax.process_index() == 0:
-            paths.replace_file(folder / 'config.json', json.dumps(resolved, indent=1).encode())
+            paths.replace_file(folder / 'config.json', config_json)
             if vocabulary.model:
                 paths.replace_file(folder / 'vocabulary.model', vocabulary.model)
             shapes = optimizer.to_t5x(*trainer.shapes)
@@ -313,6 +320,7 @@ def prepare(config: Any, folder: Any) -> train.Run:
         base_params = jax.eval_shape(merge, trainer.shapes.params)
         run = train.Run(
             config=config,
+            config_json=config_json,
             workdir=folder,
             console=terminal,
             metrics=workdir.Metrics(folder, kept_lines, mixture.corpus),
@@ -330,6 +338,10 @@ def prepare(config: Any, folder: Any) -> train.Run:
             first_step=begin.step,
             state=state,
             interval=interval,
+            not_finite=not_finite.NotFinite(config, num_not_finite),
+            restore_newest=functools.partial(
+                start.restore_newest, config, folder, trainer, terminal
+            ),
         )
         if begin.is_resumed:
             is_last = begin.step == config.train.steps or has_stopped_early

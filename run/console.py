@@ -170,15 +170,30 @@ def compare_with_baseline(values: Mapping[str, float]) -> str:
     )
 
 
-def ending(
-    workdir: Path,
-    mixture: OpenMixture,
-    limits: Any,
-    step: int,
-    history: History,
-    saved_steps: Sequence[int],
-) -> list[str]:
-    """Return the last lines of a run: its best step, and what to try next; `limits`: config.train."""
+def stopped_early(step: int, config: Any) -> str:
+    """Return what a run says that train.early_stopping ends after a step."""
+    return (
+        f'Step {step:,}: train.early_stopping={config.train.early_stopping} evaluation(s) without '
+        f'a better {config.save.best_metric}: this run is finished.'
+    )
+
+
+def stopped(step: int, saved_steps: Sequence[int]) -> str:
+    """Return what a run says that a signal has stopped after a step."""
+    if step in saved_steps:
+        return f'Stopped after step {step:,}, which is saved: the same command goes on from there.'
+    begin = f'step {saved_steps[-1]:,}' if saved_steps else 'the beginning'
+    return (
+        f'Stopped after step {step:,}, which is not saved, because the state is not finite: the same command '
+        f'goes on from {begin}, and comes to this once more.'
+    )
+
+
+def ending(run: Any, step: int, history: History, saved_steps: Sequence[int]) -> list[str]:
+    """Return the last lines of a run, a train.Run: its best step, and what to try next."""
+    workdir = run.workdir
+    mixture = run.stream.mixture
+    limits = run.config.train
     lines = []
     best_step = history.best_of(saved_steps)
     if best_step is not None:

@@ -5,14 +5,14 @@ import math
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-import checkpoint
-from stream import Stream
+import evaluate
+from run import console
+from run.agreement import counts_of_all
 
 
 class Interval:
@@ -20,7 +20,7 @@ class Interval:
 
     def __init__(self, metrics: list[dict]):
         self.metrics = metrics  # the newest may still be on the devices
-        self.positions: list[np.ndarray] = []  # in the data, of the steps since the last `fetch`
+        self.positions: list[np.ndarray] = []  # in the data, of the steps not looked at yet
 
     def add(self, metrics: Mapping, batch: Mapping[str, np.ndarray], position: np.ndarray) -> None:
         """Add a step. `batch`: this process's rows; `position`: where in the data they begin."""
@@ -42,32 +42,10 @@ class Interval:
         """Copy the metrics to the host, as floats."""
         self.metrics = jax.tree.map(float, jax.device_get(self.metrics))
 
-    def first_not_finite(self) -> int | None:
-        """Return how many steps ago the first one was that is not finite, of those with positions."""
-        for ago in reversed(range(len(self.positions))):
-            if not self.metrics[-1 - ago]['finite']:
-                return ago
-        return None
-
-    def check_finite(self, step: int, first_step: int, workdir: Path, stream: Stream) -> None:
-        """Raise FloatingPointError for the first step up to `step`, the last one, that is not finite."""
-        ago = self.first_not_finite()
-        if ago is None:
-            self.positions.clear()
-            return
-        metrics = self.metrics[-1 - ago]
-        saved = checkpoint.steps(workdir)
-        kept = 'has no checkpoint yet'
-        if saved:
-            kept = f'keeps checkpoint_{saved[-1]}'
-        remedy = 'Try a smaller learning_rate.base_learning_rate, or a longer warm-up.'
-        if step - ago == first_step + 1 and not math.isfinite(metrics['loss']):
-            remedy = 'No update was made yet: look at restore.path and model.dtype.'
-        documents = '; '.join(stream.describe(self.positions[-1 - ago]))
-        raise FloatingPointError(
-            f'step {step - ago} is not finite: loss {metrics["loss"]:.6g}, gradient norm '
-            f'{metrics["gradient_norm"]:.6g}. {workdir} {kept}. {remedy} Documents: {documents}'
-        )
+    def not_finite(self) -> list[int]:
+        """Return how many steps ago each one was that is not finite, of those with positions."""
+        ages = reversed(range(len(self.positions)))
+        return [ago for ago in ages if not self.metrics[-1 - ago]['finite']]
 
 
 class Clock:
@@ -106,17 +84,55 @@ class Clock:
         self._start += time.perf_counter() - began
 
 
+def show(run: Any, progress: Any, interval: Interval, clock: Clock, log_now: bool) -> None:
+    """Show the metrics of the interval. Write them if they are to be logged.
+
+    The means are over the steps that made an update. `run` and `progress` are those of train.py.
+    """
+    step = progress.step
+    updates = [metrics for metrics in interval.metrics if metrics['finite']]
+    values = training_metrics(interval.metrics, run.config, clock)
+    text = f'step {step}: no update since {len(interval.metrics):,} step(s)'
+    if updates:
+        values = evaluate.summarize(updates, run.config) | means(updates) | values
+        last = None if run.config.train.epochs else run.config.train.steps
+        text = console.progress_line(step, last, values)
+    if not log_now:
+        run.console.live(text)
+        return
+    run.console.line(text)
+    counts = counts_of_all(run.stream, progress.batch)
+    for task, (num_examples, num_trimmed) in counts.items():
+        values[f'data/{task}/examples'] = num_examples
+        values[f'data/{task}/trimmed'] = num_trimmed
+    num_skipped = len(interval.metrics) - len(updates)
+    if num_skipped:
+        values['skipped_steps'] = num_skipped
+    run.metrics.write('train', step, values)
+    num_logged = step // run.config.log.every_steps
+    if num_logged.bit_count() == 1 or step == run.config.train.steps:  # 1, 2, 4, ...
+        for line in console.describe_trimming(counts):
+            run.console.line(line)
+
+
+def means(updates: list[dict]) -> dict[str, float]:
+    """Return the means that only training has, under T5X's tags."""
+    column = {name: np.array([metrics[name] for metrics in updates]) for name in updates[0]}
+    return {
+        'learning_rate': float(column['learning_rate'].mean()),
+        'weight_gradient_norm': float(column['gradient_norm'].mean()),
+    }
+
+
 def training_metrics(interval: list[dict], config: Any, clock: Clock) -> dict[str, float]:
-    """Return the metrics that only training has, under T5X's tags. Tokens include padding."""
-    column = {name: np.array([metrics[name] for metrics in interval]) for name in interval[0]}
+    """Return the other metrics that only training has. Tokens include padding."""
+    checksums = np.array([metrics['batch_crc32'] for metrics in interval])
     steps_per_second = clock.num_steps / clock.seconds
     rows_per_second = steps_per_second * config.train.batch_size
     lengths = config.data.lengths
     return {
-        'learning_rate': float(column['learning_rate'].mean()),
-        'learning_rate/current': float(column['learning_rate'][-1]),
-        'weight_gradient_norm': float(column['gradient_norm'].mean()),
-        'batch_crc32': zlib.crc32(column['batch_crc32'].tobytes()),
+        'learning_rate/current': interval[-1]['learning_rate'],
+        'batch_crc32': zlib.crc32(checksums.tobytes()),
         'timing/steps_per_second': steps_per_second,
         'timing/seqs_per_second': rows_per_second,
         'timing/target_tokens_per_second': rows_per_second * lengths.targets,

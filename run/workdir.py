@@ -39,6 +39,7 @@ import partition
 import paths
 from configs import base
 from configs.check import read_stored
+from run import best
 from sources.files import describe_changes, file_from_json
 from stream import OpenMixture
 
@@ -65,6 +66,8 @@ MAY_CHANGE = (
     'train/relative_steps',
     'train/epochs',
     'train/early_stopping',
+    'train/on_not_finite',
+    'train/max_not_finite',
     'train/num_microbatches',
     'mesh/',
     'log/',
@@ -370,6 +373,22 @@ def record_end(workdir: Any, step: int) -> None:
     paths.replace_file(file, json.dumps(content, indent=1).encode())
 
 
+show_error_of_thread = threading.excepthook
+
+
+def show_unless_of_events(args: Any) -> None:
+    """Show the error that ended a thread, but no OSError of a thread of TensorBoard's writers.
+
+    Their next `flush` raises the same error, which then ends the run with its line.
+    """
+    is_of_events = 'AsyncWriter' in type(args.thread).__name__
+    if not (is_of_events and isinstance(args.exc_value, OSError)):
+        show_error_of_thread(args)
+
+
+threading.excepthook = show_unless_of_events
+
+
 class Events:
     """TensorBoard's events, in a folder of their own for each name.
 
@@ -388,9 +407,10 @@ class Events:
         """Write {tag: number} of one step."""
         if name not in self.writers:
             self.writers[name] = tensorboard.summary.Writer(str(self.local / name))
-        for tag, value in values.items():
-            self.writers[name].add_scalar(tag, value, step)
-        self.writers[name].flush()
+        with paths.naming(self.local / name):
+            for tag, value in values.items():
+                self.writers[name].add_scalar(tag, value, step)
+            self.writers[name].flush()
         if self.local != self.folder:
             for file in (self.local / name).glob('events.*'):
                 paths.replace_file(self.folder / name / file.name, file.read_bytes())
@@ -400,17 +420,26 @@ class Metrics:
     """metrics.jsonl and TensorBoard. To send all numbers elsewhere as well, add a line to `write`."""
 
     def __init__(self, workdir: Any, lines: Sequence[Mapping], corpus: str):
-        """Begin with `lines`, those before the first step: later steps are taken again."""
         self.corpus = corpus
+        self.workdir = workdir
+        self.file = workdir / 'metrics.jsonl'
         self.events = Events(workdir)
         # The lines of evaluations; only the first process has them.
         self.evaluations: list[Mapping] = []
-        if jax.process_index() > 0:
-            return
+        if jax.process_index() == 0:
+            self._begin(lines)
+
+    def _begin(self, lines: Sequence[Mapping]) -> None:
+        """Begin with `lines`, those before the next step: later steps are taken again."""
         self.evaluations = [line for line in lines if line['run'] != 'train']
-        self.file = workdir / 'metrics.jsonl'
         self.content = ''.join(json.dumps(line) + '\n' for line in lines).encode()
         paths.replace_file(self.file, self.content)
+
+    def go_back(self, step: int) -> None:
+        """Drop the lines of the steps after `step`, which are taken again."""
+        if jax.process_index() == 0:
+            lines = best.read_metrics(self.workdir)
+            self._begin([line for line in lines if line['step'] <= step])
 
     def missing(self, names: Sequence[str], step: int) -> list[str]:
         """Return the names of the evaluations after `step` that the first process has not written."""
@@ -428,7 +457,7 @@ class Metrics:
         line = {'step': step, 'run': name, 'corpus': self.corpus, **values}
         text = json.dumps(line) + '\n'
         if isinstance(self.file, Path):
-            with self.file.open('a') as stream:
+            with paths.naming(self.file), self.file.open('a') as stream:
                 stream.write(text)
                 stream.flush()
                 os.fsync(stream.fileno())

@@ -37,6 +37,8 @@ from sources.tfrecord import ByteRanges, StoredRecord, read_record, record_offse
 MAX_CACHE_BLOCKS = 1 << 20  # of a task cache
 MAX_INDEXED_BYTES = 1 << 28  # of a task cache whose examples are found when it is opened
 TEXT = 'string'  # the dtype of bytes in info.json
+# Where tf.train.Example stores the values of numpy's kinds of dtypes.
+STORED_KINDS = {'b': 'int64_list', 'i': 'int64_list', 'u': 'int64_list', 'f': 'float_list'}
 ORIGIN = 'cache.json'  # what such a cache was made of
 SEQIO_VERSION = '0.0.20'  # whose layout it has
 
@@ -44,6 +46,7 @@ SEQIO_VERSION = '0.0.20'  # whose layout it has
 class FeatureInfo(NamedTuple):
     dtype: str  # numpy's, or 'string'
     shape: tuple[int | None, ...]
+    stored_kind: str | None  # where tf.train.Example has the values; None if they are not read
 
 
 class IndexEntry(NamedTuple):
@@ -82,11 +85,21 @@ def find(roots: Sequence[Any], task: str) -> Any | None:
 
 
 def splits(folder: Any) -> list[str]:
-    """Return the names of the splits of a cached task that hold examples."""
+    """Return the names of the splits of a cached task that hold examples.
+
+    Raises ValueError where the description of one is damaged or gone.
+    """
+    infos = {file.name: file for file in sorted(folder.glob('info.*.json'))}
+    for file in folder.glob('*.tfrecord-*'):
+        info = f'info.{file.name.partition(".tfrecord-")[0]}.json'
+        if info not in infos:
+            raise ValueError(
+                f'{folder / info} is missing, which describes {file.name}: copy the folder again'
+            )
     found = []
-    for file in sorted(folder.glob('info.*.json')):
+    for name, file in infos.items():
         if read_json(file):  # {} stands for a split without examples, as in P3
-            found.append(file.name.removeprefix('info.').removesuffix('.json'))
+            found.append(name.removeprefix('info.').removesuffix('.json'))
     return found
 
 
@@ -106,10 +119,19 @@ def open_split(folder: Any, split: str) -> Split:
             dtype = feature['dtype']
             if 'seqio_version' not in info and dtype == 'int64':
                 dtype = 'int32'
-            features[name] = FeatureInfo(dtype, tuple(feature['shape']))
+            shape = tuple(feature['shape'])
+            features[name] = FeatureInfo(dtype, shape, stored_kind(dtype, shape))
             stored_names[name] = stored_name
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f'{info_file} lacks {error}: cache the task again') from None
+    for name, found in features.items():
+        if found.stored_kind is None:
+            raise ValueError(
+                f'{info_file}: feature {name!r} has dtype {found.dtype!r:.40} and shape {found.shape!r:.40}: '
+                "must be numpy's name of numbers or 'string', and sizes of which one may be null: cache the task again"
+            )
+    if type(num_shards) is not int:
+        raise ValueError(f'{info_file} has num_shards={num_shards!r:.40}: copy the folder again')
     files = sorted(folder.glob(f'{split}.tfrecord-*-of-*{num_shards}'))
     if len(files) != num_shards:
         raise ValueError(
@@ -120,28 +142,59 @@ def open_split(folder: Any, split: str) -> Split:
     num_examples = None
     if stats_file.is_file():
         num_examples = read_json(stats_file).get('examples')
+        if type(num_examples) not in (int, type(None)):
+            raise ValueError(f'{stats_file} has examples={num_examples!r}: copy the folder again')
     return Split(features, stored_names, files, num_examples)
+
+
+def stored_kind(dtype: Any, shape: tuple) -> str | None:
+    """Return where tf.train.Example stores values that info.json describes so; None if they are not read."""
+    is_shape = all(size is None or (type(size) is int and size >= 0) for size in shape)
+    if not is_shape or shape.count(None) > 1 or type(dtype) is not str:
+        return None
+    if dtype == TEXT:
+        return 'bytes_list'
+    try:
+        return STORED_KINDS.get(np.dtype(dtype).kind)
+    except (TypeError, ValueError, SyntaxError):  # of numpy's little language
+        return None
 
 
 def vocabulary_hash(folder: Any) -> str | None:
     """Return the hash of the vocabulary that made a cache, None for a cache of SeqIO."""
     file = folder / ORIGIN
-    return read_json(file)['vocabulary_hash'] if file.exists() else None
+    if not file.exists():
+        return None
+    found = read_json(file).get('vocabulary_hash')
+    if not isinstance(found, str):
+        raise ValueError(f'{file} has no vocabulary_hash: copy the folder again')
+    return found
 
 
 def read_json(file: Any) -> dict[str, Any]:
     """Return the object in a file of JSON."""
     try:
         return {**json.loads(file.read_text())}
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f'{file} is no JSON object ({error}): copy the folder again') from None
 
 
-def read_example(path: str | Path, offset: int, split: Split) -> dict[str, Any]:
-    """Return the example at `offset` of a file of a split. Raises ValueError for a damaged one."""
+def read_example(
+    path: str | Path, offset: int, split: Split, checksum: int | None = None
+) -> dict[str, Any]:
+    """Return the example at `offset` of a file of a split.
+
+    Raises ValueError for a damaged one, and for one of another file, whose ids have another `checksum`.
+    """
     with open(path, 'rb', buffering=0) as file:
         file.seek(offset)
-        return decode(read_record(file, path) or b'', split)
+        example = decode(read_record(file, path) or b'', split)
+    ids = b''.join(example[name].tobytes() for name in FEATURES if name in example)
+    if checksum not in (None, google_crc32c.value(ids)):
+        raise ValueError(
+            f'its ids are not those of {ids_files(str(path))[0]}: cache the task again'
+        )
+    return example
 
 
 def write_info(folder: Path, split: str, statistics: Sequence[Mapping[str, int]]) -> None:
@@ -179,6 +232,10 @@ def decode(content: bytes, split: Split) -> dict[str, Any]:
     for name, info in split.features.items():
         feature = message.features.feature[split.stored_names[name]]  # empty if it is not stored
         kind = feature.WhichOneof('kind')
+        if kind not in (None, info.stored_kind):
+            raise ValueError(
+                f'feature {name!r} is a {kind}, not {info.dtype}: cache the task again'
+            )
         example[name] = shaped(name, getattr(feature, kind).value if kind else [], info)
     return example
 
@@ -191,7 +248,12 @@ def shaped(name: str, values: Sequence, info: FeatureInfo) -> Any:
             return values
         array = np.array(values, object)
     else:
-        array = np.array(values, info.dtype)
+        stored = np.array(values)
+        array = stored.astype(info.dtype)
+        if array.dtype.kind == 'i' and (array != stored).any():
+            raise ValueError(
+                f'feature {name!r} has a value that is no {info.dtype}: cache the task again'
+            )
     try:
         array = array.reshape([-1 if size is None else size for size in info.shape])
     except ValueError:
@@ -295,7 +357,11 @@ def read_ids(shard: Ids, i: int) -> dict[str, np.ndarray]:
     """Return the ids of example `i` of a shard. Raises ValueError for damaged ones."""
     start, num_inputs, num_targets, crc = shard.entries[i].tolist()
     ids = shard.ids[start : start + num_inputs + num_targets]
-    if google_crc32c.value(ids.tobytes()) != crc:
+    is_damaged = google_crc32c.value(ids.tobytes()) != crc
+    if num_inputs + num_targets == 0:  # an entry of zeros says so, too: then all have to follow
+        ends = shard.entries[:-1, :3].sum(axis=1)
+        is_damaged |= (ends != shard.entries[1:, 0]).any()
+    if is_damaged:
         raise ValueError(f'{shard.path}: example {i} is damaged: cache the task again')
     return {'inputs': ids[:num_inputs], 'targets': ids[num_inputs:]}
 
@@ -325,8 +391,23 @@ class CachedRecords(Blocks):
         self.open_blocks()
 
     def open_blocks(self) -> None:
-        """Find where each example begins."""
+        """Find where each example begins, and in a cache of this program the checksums of its ids."""
         self.offsets = [record_offsets(name) for name in self.names]
+        self.checksums: list[np.ndarray | None] = []
+        for name, offsets in zip(self.names, self.offsets, strict=True):
+            index_path = ids_files(name)[1]
+            checksums = None
+            if os.path.exists(index_path):
+                index = np.fromfile(index_path, '<i8')
+                checksums = index[
+                    IndexEntry._fields.index('crc32c') :: len(IndexEntry._fields)
+                ].copy()
+                if len(checksums) != len(offsets):
+                    raise ValueError(
+                        f'{name} has {len(offsets):,} examples, {index_path} has {len(checksums):,}: '
+                        'cache the task again'
+                    )
+            self.checksums.append(checksums)
         self.divide(map(len, self.offsets))
         self.num_records = self.num_blocks
 
@@ -334,7 +415,11 @@ class CachedRecords(Blocks):
         file_index, i = self.locate(block)
         name = self.names[file_index]
         offset = int(self.offsets[file_index][i])
-        return [self.bad_lines.record(name, offset, read_example, name, offset, self.split)]
+        checksums = self.checksums[file_index]
+        checksum = None if checksums is None else int(checksums[i])
+        return [
+            self.bad_lines.record(name, offset, read_example, name, offset, self.split, checksum)
+        ]
 
     def whole(self) -> 'CachedRecords':
         """Return the same examples with all their features."""

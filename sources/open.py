@@ -194,6 +194,11 @@ def open_cache(folder: Any, split: str, bad_lines: BadLines) -> cache.CachedReco
     ):
         reader = cache.LargeCache
     part = reader(opened, names, bad_lines)
+    if opened.num_examples not in (None, part.num_records):
+        raise ValueError(
+            f'{folder}: split {split!r} has {part.num_records:,} examples, stats.{split}.json says '
+            f'{opened.num_examples}: copy the folder again'
+        )
     part.files = files
     return part
 

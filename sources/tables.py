@@ -64,6 +64,8 @@ class LineParser:
         header = table_header(path, kind) if kind in ('csv', 'tsv') else []
         found = fields_of_line(line, kind, self.text_field, header)
         if kind == 'jsonl':
+            if self.whole_records and '\\u' in line:
+                check_encodes(found)
             return self.fields_named_in(found)
         fields = {field: found[field] for field in self.fields or found}
         return fields if any(fields.values()) else None
@@ -142,6 +144,14 @@ def json_string(content: dict, field: str, remedy: str) -> str:
     except UnicodeEncodeError:  # JSON can write half a surrogate pair, as \ud800
         raise ValueError(f'field {field!r} holds half a surrogate pair; correct it') from None
     return text
+
+
+def check_encodes(content: dict) -> None:
+    """Raise ValueError for a JSON object of which a text is not UTF-8."""
+    try:
+        json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # JSON can write half a surrogate pair, as \ud800
+        raise ValueError('a field holds half a surrogate pair; correct it') from None
 
 
 @functools.lru_cache(maxsize=100_000)

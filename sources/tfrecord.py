@@ -19,6 +19,7 @@ from sources.deal import Blocks
 MASK_DELTA = 0xA282EAD8  # of TFRecord's checksums
 HEADER_BYTES = 12  # of a record: its length, and the checksum of that
 FOOTER_BYTES = 4  # the checksum of the content
+LARGE_BYTES = 1 << 24  # of a record: its length is compared with the size of the file
 HIGH_BYTES = bytes(4)  # of a length: no record has 4 GiB
 
 
@@ -67,6 +68,9 @@ def read_record(file: IO[bytes], path: str | Path) -> bytes | None:
     if not header:
         return None
     length = length_in(header, path, offset)
+    # So much is allocated before it is read. For each small record the size would take long to ask for.
+    if length > LARGE_BYTES and length > paths.file_size(path):
+        raise damaged(path, offset)
     content_and_footer = file.read(length + FOOTER_BYTES)
     content = content_and_footer[:length]
     if checksum(content) != content_and_footer[length:]:

@@ -28,6 +28,7 @@ import jinja2.meta
 import jinja2.sandbox
 import yaml
 
+import user_code
 from sources import NO_SPLIT
 from tasks import t0 as tasks_t0
 from tasks.mixtures import PreprocessFn, Task
@@ -59,31 +60,33 @@ def tasks(
     if not (files or validation_files):
         raise ValueError(f'promptsource.tasks({templates_file!r}) needs records: name their files')
     content = read_templates(templates_file)
-    dataset = '/'.join(filter(None, [content['dataset'], content.get('subset')]))
+    with user_code.running(templates_file):
+        dataset = '/'.join(filter(None, [content['dataset'], content.get('subset')]))
+        templates = [Template(entry) for entry in content['templates'].values()]
+        prompts = [prompt_of(dataset, template) for template in templates]
     found = []
-    for entry in content['templates'].values():
-        template = Template(entry)
-        prompt = prompt_of(dataset, template)
+    for template, prompt in zip(templates, prompts, strict=True):
         name = tasks_t0.task_name(dataset, template.name)
-        task = dataclasses.replace(
-            tasks_t0.text_task(prompt, name),
-            cache='',
-            files=files,
-            validation_files=validation_files,
-            train_split='train' if files else NO_SPLIT,
-            validation_split='',
-            preprocess_fn=compose(template.examples, fields_fn),
-        )
-        found.append(task)
-        if prompt.num_choices:
-            ranked = dataclasses.replace(
-                tasks_t0.score_task(prompt, name),
+        with user_code.running(templates_file, name):
+            task = dataclasses.replace(
+                tasks_t0.text_task(prompt, name),
                 cache='',
-                validation_files=validation_files or files,
+                files=files,
+                validation_files=validation_files,
+                train_split='train' if files else NO_SPLIT,
                 validation_split='',
-                preprocess_fn=compose(template.choice_examples, fields_fn),
+                preprocess_fn=compose(template.examples, fields_fn),
             )
-            found.append(ranked)
+            found.append(task)
+            if prompt.num_choices:
+                ranked = dataclasses.replace(
+                    tasks_t0.score_task(prompt, name),
+                    cache='',
+                    validation_files=validation_files or files,
+                    validation_split='',
+                    preprocess_fn=compose(template.choice_examples, fields_fn),
+                )
+                found.append(ranked)
     return found
 
 
@@ -92,7 +95,8 @@ def read_templates(file: str) -> dict[str, Any]:
     path = pathlib.Path(file)
     content = None
     if path.is_file():
-        content = yaml.load(path.read_text(encoding='utf-8'), Loader=TemplateLoader)
+        with user_code.running(path):
+            content = yaml.load(path.read_text(encoding='utf-8'), Loader=TemplateLoader)
     if not isinstance(content, dict) or not {'dataset', 'templates'} <= content.keys():
         raise ValueError(f'{file} has no templates: name a templates.yaml of promptsource')
     return content

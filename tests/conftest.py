@@ -7,13 +7,15 @@ import os
 import pathlib
 import sys
 import tempfile
+from importlib.metadata import version
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ['XLA_FLAGS'] = ' '.join(
     [
         # Compiling takes most of the time of the tests: this makes it three times as fast.
         '--xla_backend_optimization_level=0',
-        '--xla_cpu_use_fusion_emitters=false',
+        # From 0.12 on JAX has nothing else, and no flag for it.
+        '--xla_cpu_use_fusion_emitters=false' if version('jax') < '0.12' else '',
         '--xla_cpu_parallel_codegen_split_count=1',
         # Eight devices on two cores: a collective may wait long for its slowest device.
         '--xla_cpu_collective_call_warn_stuck_timeout_seconds=120',
@@ -37,6 +39,7 @@ import command_line as command_lines  # noqa: E402
 import corpora  # noqa: E402
 import permissions  # noqa: E402
 import pytest  # noqa: E402
+import questions  # noqa: E402
 import runs  # noqa: E402
 from bucket_store import scheme, store  # noqa: E402, F401
 
@@ -99,6 +102,17 @@ def uninterrupted(corpus, make_once):
     Tests only read it.
     """
     return make_once('uninterrupted', lambda folder: runs.run(runs.small_config(corpus), folder))
+
+
+@pytest.fixture(scope='session')
+def evaluated(make_once):
+    """A folder with the task and, in `run`, a finished run with task metrics of steps 3 and 6."""
+
+    def make(folder):
+        questions.write_task(folder)
+        runs.run(questions.make_config(folder), folder / 'run')
+
+    return make_once('evaluated', make)
 
 
 @pytest.fixture(scope='session')

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 from permissions import another_user
-from questions import make_config, write_task
+from questions import make_config
 from report_runs import DAMAGED_LINES, damage_line
 from runs import ROOT, metrics_of, run
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
@@ -23,17 +23,6 @@ from run import task_metrics as infer_eval
 from tasks import metrics
 
 GOLDEN = ROOT / 'tests' / 'golden' / 't5x_t5_1_1_tiny' / 'checkpoint_6'
-
-
-@pytest.fixture(scope='module')
-def evaluated(make_once):
-    """A folder with the task and, in `run`, a finished run with task metrics of steps 3 and 6."""
-
-    def make(folder):
-        write_task(folder)
-        run(make_config(folder), folder / 'run')
-
-    return make_once('evaluated', make)
 
 
 @pytest.fixture(scope='module')

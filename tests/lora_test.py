@@ -74,7 +74,7 @@ def test_the_kernels_that_match_have_adapters():
 @pytest.mark.slow
 def test_the_initial_model_is_the_base():
     trainer = make_trainer(step_config())
-    params = train.jit_init(trainer)().params
+    params = train.compile_init(trainer)().params
     config = trainer.model_config
     for path, x in params.items():
         if path.endswith('/lora_a'):
@@ -111,7 +111,7 @@ def test_same_losses_on_every_mesh(data, model_axis):
     found = {}
     for mesh_shape in ((1, 1), (data, model_axis)):
         trainer = make_trainer(step_config(*mesh_shape))
-        state = train.jit_init(trainer)()
+        state = train.compile_init(trainer)()
         losses = []
         for i in range(5):
             state, metrics = train.jit_step(trainer)(state, random_batch(i, SIZES['vocab_size']))
@@ -123,7 +123,7 @@ def test_same_losses_on_every_mesh(data, model_axis):
 @pytest.mark.slow
 def test_a_step_changes_adapters_alone():
     trainer = make_trainer(step_config(targets=MOST_TARGETS))
-    state = train.jit_init(trainer)()
+    state = train.compile_init(trainer)()
     before = jax.tree.map(np.asarray, state.params)
     for i in range(2):
         state, _ = train.jit_step(trainer)(state, random_batch(i, SIZES['vocab_size']))

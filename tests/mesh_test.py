@@ -37,7 +37,7 @@ class Numbers(NamedTuple):
 
 def run(config, num_microbatches=1, steps=STEPS):
     trainer = make_trainer(config, num_microbatches)
-    state = train.jit_init(trainer)()
+    state = train.compile_init(trainer)()
     start = {name: np.asarray(x) for name, x in state.params.items()}
     losses = []
     for i in range(steps):

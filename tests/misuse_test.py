@@ -192,6 +192,7 @@ TABLES['configs'] = {
 }  # fmt: skip
 TABLES['flags'] = {
     'typo': Row(['--confg=x'], 'Did you mean: config'),
+    'lines in a name': Row(['--con\nfg\n'], "'con fg '"),
     'one flag of several processes': Row([TINY, '--num_processes=2'], 'give --coordinator_address=HOST:PORT'),
     'process_id': Row([TINY, '--coordinator_address=a:1', '--num_processes=2', '--process_id=2'], '--process_id=2: must be'),
     'address': Row([TINY, '--coordinator_address=a', '--num_processes=2', '--process_id=1'], '--coordinator_address=a: give'),
@@ -428,6 +429,13 @@ TABLES['conversions'] = {
     'to a long name': of_conversion(GOLDEN, 'File name too long: ', target=f'new/{"x" * 300}'),
     'to itself': of_conversion(GOLDEN, 'checkpoint_6', target=GOLDEN),
 }  # fmt: skip
+
+
+def test_a_long_message_keeps_its_two_ends():
+    """Names and values in a file may have any length."""
+    line = errors.one_line(ValueError(f'a.json has {"x" * 10**6}: correct it'))
+    assert len(line) < 5000
+    assert line.startswith('a.json has x') and line.endswith('x: correct it')
 
 
 EVERY = [(table, name) for table, rows in TABLES.items() for name in rows]

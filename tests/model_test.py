@@ -369,7 +369,7 @@ def test_one_step_in_bfloat16():
     config.train.batch_size = 2
     config.mesh.update(data=1, model=1)
     trainer = make_trainer(config)
-    rng, state = np.random.default_rng(0), train.jit_init(trainer)()
+    rng, state = np.random.default_rng(0), train.compile_init(trainer)()
     lengths = dict(encoder_input_tokens=512, decoder_input_tokens=114, decoder_target_tokens=114)
     batch = {name: rng.integers(2, vocab_size, (2, n), np.int32) for name, n in lengths.items()}
     batch['decoder_loss_weights'] = np.ones((2, 114), np.int32)

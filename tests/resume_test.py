@@ -20,43 +20,8 @@ import evaluate
 import sources.open
 import train
 from modes.train import prepare
+from modes.train_vocabulary import train_vocabulary
 from run import results
-
-
-def is_saving(workdir):
-    return bool(list(workdir.glob('checkpoint_*.tmp-*')))
-
-
-def kill_after(process, step, workdir, inside_saving, rng):
-    """Kill a run some moments after a step, while it saves if asked. Return whether it was saving."""
-    while int(process.wait_for('step ').split()[1].partition('/')[0]) < step:
-        pass
-    time.sleep(rng.uniform(0, 0.05))
-    while inside_saving and not is_saving(workdir):
-        assert process.poll() is None
-    process.send_signal(signal.SIGKILL)
-    assert process.wait().status == -signal.SIGKILL  # it did not end by itself
-    return is_saving(workdir)
-
-
-@pytest.mark.slow(takes_minutes=True)
-def test_killed_and_continued_is_the_run_never_killed(command_line, corpus, tmp_path):
-    """Killed eight times on the way, four or more while it saves: all that a run leaves, to the bit."""
-    steps = 600
-    program = Program(tmp_path, corpus, steps, log=4, save=6, evaluate=150, dropout_rate=0.1)
-    killed = tmp_path / 'killed'
-    rng = random.Random(0)
-    inside = 0
-    for _ in range(8):
-        step = max(checkpoint.steps(killed), default=0) + rng.randrange(8, 40)
-        process = command_line.start(*program.arguments(killed))
-        inside += kill_after(process, step, killed, inside < 4, rng)
-    assert inside >= 4 and max(checkpoint.steps(killed)) > 100
-    for name in ('killed', 'expected'):
-        result = command_line(*program.arguments(tmp_path / name))
-        assert result.status == 0, result.stderr
-    assert_same_run(killed, tmp_path / 'expected', steps)
-    assert not list(killed.glob('*tmp*'))
 
 
 @pytest.mark.slow
@@ -137,6 +102,20 @@ def test_a_damaged_newest_checkpoint_is_set_aside(corpus, uninterrupted, tmp_pat
     assert 'checkpoint_3 is damaged: manifest.json is missing' in capsys.readouterr().out
 
 
+def test_settings_that_are_damaged_while_a_run_trains(corpus, tmp_path):
+    """No checkpoint takes them along: its copy mends them."""
+    prepared = prepare(small_config(corpus, steps=3), tmp_path / 'run')
+    file = tmp_path / 'run/config.json'
+    content = file.read_bytes()
+    file.write_bytes(content[:100])
+    train.train(prepared)
+    kept = tmp_path / 'run/checkpoint_3/config.json'
+    assert kept.read_bytes() == content
+    shutil.copy(kept, file)
+    run(small_config(corpus, steps=6), tmp_path / 'run')
+    assert checkpoint.steps(tmp_path / 'run') == [3, 6]
+
+
 def test_metrics_that_a_crash_has_cut_are_written_again(corpus, uninterrupted, tmp_path):
     shutil.copytree(uninterrupted, tmp_path / 'cut')
     shutil.rmtree(tmp_path / 'cut/checkpoint_6')
@@ -207,6 +186,15 @@ def test_a_corpus_may_move_and_a_vocabulary_may_not_change(corpus, tmp_path):
     config = small_config(corpus, steps=9)
     config.data.vocabulary = str(shutil.copy(kept, tmp_path / 'other.model'))
     run(config, tmp_path / 'run')  # the same one under another name
+    model = kept.read_bytes()
+    kept.write_bytes(train_vocabulary(['other words', 'of others'], 20))
+    with pytest.raises(
+        ValueError, match=f'{kept}: it differs from that of checkpoint_9: remove it'
+    ):
+        prepare(small_config(str(moved)), tmp_path / 'run')
+    kept.unlink()
+    prepare(small_config(str(moved), steps=9), tmp_path / 'run').lock.close()
+    assert kept.read_bytes() == model
     kept.unlink()
     config.data.vocabulary = 'bytes'
     with pytest.raises(ValueError, match='vocabulary_hash: '):

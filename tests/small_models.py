@@ -30,6 +30,22 @@ def t5_config(**settings):
     return model.T5Config(**(base.get_config().model.to_dict() | settings))
 
 
+# Of a T5 1.1, for files of checkpoints.
+SMALLEST = t5_config(
+    vocab_size=10,
+    dtype='float32',
+    emb_dim=6,
+    num_heads=2,
+    num_encoder_layers=1,
+    num_decoder_layers=1,
+    head_dim=3,  # with two heads the attention's kernels are square
+    mlp_dim=8,
+    mlp_activations=('gelu', 'linear'),
+    logits_via_embedding=False,
+    relpos_bias_per_layer=False,
+)
+
+
 def run_config(mesh_data, mesh_model, mesh_fsdp=1, **model_settings):
     """Matrices of 128 x 128 and more, so that Adafactor factors them.
 

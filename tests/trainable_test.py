@@ -37,7 +37,7 @@ def parameters_of(tree):
 def test_only_what_matches_changes(settings):
     """Weight decay does not touch the others either, and the optimizer has no state of them."""
     trainer = make_trainer(step_config(FROZEN_ENCODER, **settings))
-    state = train.jit_init(trainer)()
+    state = train.compile_init(trainer)()
     before = jax.tree.map(np.asarray, state.params)
     for i in range(2):
         state, metrics = train.jit_step(trainer)(state, random_batch(i, SIZES['vocab_size']))

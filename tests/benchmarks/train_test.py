@@ -1,17 +1,17 @@
 """benchmarks/train.py on a tiny model: its table, what it counts, and batches that do not fit."""
 
-import importlib.util
+import os
 import re
 import shutil
-import subprocess
 import sys
 
 import jax
 import pytest
-from absl import flags
-from runs import ENVIRONMENT, ROOT
+from benchmark_scripts import assert_refuses, run
 
-SCRIPT = ROOT / 'benchmarks' / 'train.py'
+from modes import huge_pages
+
+SCRIPT = 'train.py'
 # T5's formula by hand for SCRIPT's tiny size: 512 inputs, 114 targets, width 64, two heads of 32, two
 # layers each, MLPs of three matrices 64 x 128, 32,128 ids. A product of n x m and m x k has 2nmk.
 ENCODER_LAYER = 2 * 512 * (4 * 64 * 64 + 3 * 64 * 128) + 4 * 512 * 512 * 64
@@ -36,16 +36,10 @@ NUM_PARAMETERS = (
 )
 
 
-def run(*arguments):
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], env=ENVIRONMENT, capture_output=True, text=True
-    )
-
-
 def table_of(corpus, dtype, *arguments):
     """Return the lines of the table, {contender: {column: text}}, and the whole output."""
     short = ['--sizes=tiny', '--batch_size=2', '--steps=1', '--rounds=1']
-    done = run(*short, f'--dtypes={dtype}', f'--files={corpus}', *arguments)
+    done = run(SCRIPT, *short, f'--dtypes={dtype}', f'--files={corpus}', *arguments)
     assert done.returncode == 0, done.stderr
     _, header, *lines = [x for x in done.stdout.splitlines() if 'not installed' not in x]
     columns = re.split(' {2,}', header)
@@ -99,10 +93,13 @@ def number(text):
         ),
     ],
 )
-def test_transformers_trains_the_same_model(corpus, dtype, rivals):
+def test_transformers_trains_the_same_model(corpus, dtype, rivals, monkeypatch):
     pytest.importorskip('torch')
     pytest.importorskip('transformers')
+    monkeypatch.delenv(huge_pages.VARIABLE, raising=False)
     table, _ = table_of(corpus, dtype)
+    if huge_pages.is_supported():
+        rivals = [f'{name}{pages}' for name in rivals for pages in ('', ', huge pages')]
     assert list(table) == ['ours', *rivals]
     ours = table.pop('ours')
     for row in table.values():
@@ -112,10 +109,25 @@ def test_transformers_trains_the_same_model(corpus, dtype, rivals):
         assert float(row['ours is'].removesuffix(' x')) == pytest.approx(ratio, abs=0.01, rel=1e-3)
 
 
+@pytest.mark.skipif(
+    'T5X_CHECKOUT' not in os.environ, reason='T5X_CHECKOUT names no checkout of T5X'
+)
+def test_t5x_trains_the_same_model(corpus):
+    python = os.environ.get('T5X_PYTHON', sys.executable)
+    options = [f'--t5x={os.environ["T5X_CHECKOUT"]}', f'--t5x_python={python}', '--rivals=^T5X$']
+    table, _ = table_of(corpus, 'float32', *options)
+    assert list(table) == ['ours', 'T5X']
+    assert table['T5X']['parameters'] == table['ours']['parameters'] == f'{NUM_PARAMETERS:,}'
+    assert table['T5X']['batch'] == '2'
+    ratio = float(table['ours']['sequences/s']) / float(table['T5X']['sequences/s'])
+    assert float(table['T5X']['ours is'].removesuffix(' x')) == pytest.approx(ratio, abs=0.01)
+
+
 @pytest.mark.parametrize(
     'argument, flag',
     [
         ('--sizes=small,medium', '--sizes'),
+        ('--t5x=configs', '--t5x'),
         ('--dtypes=float16', '--dtypes'),
         pytest.param(
             '--device=gpu',
@@ -125,24 +137,17 @@ def test_transformers_trains_the_same_model(corpus, dtype, rivals):
     ],
 )
 def test_refuses(argument, flag):
-    done = run(argument)
-    assert done.returncode != 0
-    assert 'Traceback' not in done.stderr
-    assert flag in done.stderr
-    assert not done.stdout
+    assert_refuses(SCRIPT, argument, flag)
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
-    """The script as a module that starts no processes, and whose flags are removed again."""
-    names = set(flags.FLAGS)
-    spec = importlib.util.spec_from_file_location('train_benchmark', SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, 'in_new_process', lambda function, *arguments: function(*arguments))
-    monkeypatch.setattr(module.os, 'dup2', lambda *_: None)
-    yield module
-    flags.FLAGS.remove_flag_values(set(flags.FLAGS) - names)
+def benchmark(benchmark, monkeypatch):
+    """The script as a module that starts no processes."""
+    monkeypatch.setattr(
+        benchmark, 'in_new_process', lambda function, *arguments: function(*arguments)
+    )
+    monkeypatch.setattr(benchmark.os, 'dup2', lambda *_: None)
+    return benchmark
 
 
 def test_halves_a_batch_that_does_not_fit(benchmark):

@@ -119,6 +119,45 @@ def test_stacked_layers_of_umt5(tmp_path, inline, monkeypatch):
     chex.assert_trees_all_equal(written, {f'target/{path}': x for path, x in params.items()})
 
 
+@pytest.mark.parametrize(
+    'step',
+    [np.array(-1), np.array(2**31), np.array(1.5), np.array(1j), np.zeros(0, int), np.ones(2, int)],
+)
+def test_a_step_that_is_none(tmp_path, step):
+    directory = tmp_path / 'checkpoint_1'
+    write_inline(directory, {'state/step': step})
+    with pytest.raises(ValueError, match=f'{directory} has state/step .*, which is no int32'):
+        formats.open.open_checkpoint(directory)
+
+
+@pytest.mark.parametrize('shape', [None, (), (8,), (8, 6, 2), (0, 6), (8, 2**40)])
+@pytest.mark.parametrize(
+    'path',
+    [
+        'token_embedder/embedding',
+        'encoder/layers_0/attention/out/kernel',
+        'encoder/relpos_bias/rel_embedding',
+    ],
+)
+def test_shapes_that_are_no_t5(path, shape):
+    config = t5_config(
+        emb_dim=6, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, head_dim=3
+    )
+    shapes = dict(model.shapes(config))
+    del shapes[path]
+    if shape is not None:
+        shapes[path] = shape
+    with pytest.raises(ValueError, match=f"not a T5 of T5X: the checkpoint has no matrix '{path}'"):
+        formats.open.config_from_shapes(shapes)
+
+
+def test_a_checkpoint_of_no_t5_is_named(tmp_path):
+    directory = tmp_path / 'checkpoint_1'
+    write_inline(directory, {'target/encoder/x': np.ones(3, np.float32)})
+    with pytest.raises(ValueError, match=f'{directory} is not a T5 of T5X'):
+        formats.open.open_model(directory, part='encoder')
+
+
 def test_a_file_alone(tmp_path):
     """T5X's index with all arrays in it, whatever its name; and the index of a folder."""
     write_inline(tmp_path, checkpoint.restore(T5X))

@@ -13,6 +13,7 @@ import data_sets
 import numpy as np
 import pytest
 from corpora import make_config
+from faults import contents
 from permissions import full_disk
 
 import tasks
@@ -160,10 +161,6 @@ def test_ids_in_their_own_files_are_those_of_the_records(tmp_path, monkeypatch, 
     monkeypatch.setattr(task_cache, 'MAX_CACHE_BLOCKS', 1 << 20)
     for features, others in zip(found, batches(task_cache.CachedRecords)[0], strict=True):
         chex.assert_trees_all_equal(features, others)
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.rglob('*') if path.is_file()}
 
 
 @pytest.mark.slow

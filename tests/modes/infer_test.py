@@ -22,6 +22,7 @@ import types
 import numpy as np
 import pytest
 from corpora import oracle
+from faults import contents
 from permissions import another_user
 from safetensors.numpy import load_file
 from small_models import assert_close
@@ -104,10 +105,6 @@ def flags_of(file, folder):
 
 def lines_of(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.rglob('*') if path.is_file()}
 
 
 # The lines.

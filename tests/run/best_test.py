@@ -103,7 +103,7 @@ def best_config(corpus, steps=9):
     The learning rate is so large that the loss goes up and down.
     """
     config = small_config(corpus, steps=steps)
-    config.learning_rate.base_learning_rate = 0.7
+    config.learning_rate.base_learning_rate = 0.65
     config.optimizer.ema_decay = 0.5
     config.eval.update(every_steps=1, steps=2)
     config.save.update(every_steps=1, keep=4, best_metric=LOSS, best_is='lower')

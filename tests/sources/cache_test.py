@@ -144,6 +144,12 @@ def test_every_byte_of_a_record_is_checked(tmp_path):
         ('info.train.json', '{', 'info.train.json'),
         ('info.train.json', '[]', 'info.train.json'),
         ('info.train.json', '{"num_shards": 2}', "info.train.json lacks 'features'"),
+        ('info.train.json', '[' * 100_000, 'info.train.json is no JSON object'),
+        (
+            'info.train.json',
+            '{"features": {}, "num_shards": "*"}',
+            "info.train.json has num_shards='\\*'",
+        ),
         ('train.tfrecord-00001-of-00002', None, "'train' has 1 of 2 files train.tfrecord"),
     ],
 )
@@ -159,8 +165,39 @@ def test_a_damaged_cache_is_named(tmp_path, file, content, message):
 
 
 @pytest.mark.parametrize(
+    'dtype', ['x', '(', 'O', 'U4', 'i4,f4', '(1000000,1000)f4', None, {}, [['a', 'i4']]]
+)
+def test_a_dtype_that_is_not_read(tmp_path, dtype):
+    folder = write_cache(tmp_path / 'task', info=INFO | {'n': (dtype, [])})
+    with pytest.raises(ValueError, match=f"{folder}/info.train.json: feature 'n' has dtype"):
+        task_cache.open_split(folder, 'train')
+
+
+@pytest.mark.parametrize('shape', [['a'], [[1]], [2.0], [-1], [None, None], 'abc'])
+def test_a_shape_that_is_not_read(tmp_path, shape):
+    folder = write_cache(tmp_path / 'task', info=INFO | {'n': ('int64', shape)})
+    with pytest.raises(ValueError, match=f"{folder}/info.train.json: feature 'n' has .* shape"):
+        task_cache.open_split(folder, 'train')
+
+
+@pytest.mark.parametrize('length', [2**31, 2**40, 2**62, 2**63 - 1, 2**64 - 1])
+def test_a_length_beyond_the_file(tmp_path, length):
+    """Its checksum is right; nothing is allocated for it."""
+    header = length.to_bytes(8, 'little')
+    path = tmp_path / 'a.tfrecord'
+    path.write_bytes(header + tfrecord.checksum(header) + b'content')
+    with path.open('rb') as file, pytest.raises(ValueError, match=f'{path}: the record at byte 0'):
+        tfrecord.read_record(file, path)
+
+
+@pytest.mark.parametrize(
     'change, message',
     [
+        ({'ids': ['text']}, "feature 'ids' is a bytes_list, not int32"),
+        ({'ids': [0.5]}, "feature 'ids' is a float_list, not int32"),
+        ({'fixed': [1, 2]}, "feature 'fixed' is a int64_list, not float32"),
+        ({'text': [1]}, "feature 'text' is a int64_list, not string"),
+        ({'ids': [2**40]}, "feature 'ids' has a value that is no int32"),
         ({'n': [1, 2]}, "record at byte 0 of .*: feature 'n' has 2 values"),
         ({'text': ['a', 'b']}, "feature 'text' has 2 values"),
         ({'fixed': [1.0]}, "feature 'fixed' has 1 values"),

@@ -208,6 +208,17 @@ FAULTS = [
 ]
 
 
+def test_half_a_surrogate_pair_in_a_field_that_no_setting_names(tmp_path):
+    """A task with a function is given all fields, others only the text."""
+    path = tmp_path / 'bad.json'
+    path.write_bytes(b'{"text": "first", "more": ["\\ud800"]}\n')
+    config = make_config(files=str(path), validation_fraction=0.0)
+    assert len(list(sources.open.open_source(config).records('train'))) == 1
+    whole = sources.open.open_source(config, whole_records=True)
+    with pytest.raises(ValueError, match=f'line 1 of {path}: a field holds half a surrogate pair'):
+        list(whole.records('train'))
+
+
 def check_fault(folder, kind, message, line, left):
     """It stops the run, or is left out, told and counted once however often it is read."""
     files = {'files': f'{folder}/*.{kind}', 'validation_fraction': 0.3}

@@ -334,3 +334,29 @@ def test_what_is_wrong_with_a_file_of_templates(promptsource, tmp_path):
     for name, files in (('none.yaml', 'a.csv'), ('a.yaml', 'a.csv'), ('a.yaml', '')):
         with pytest.raises(ValueError, match=f'{tmp_path}/{name}'):
             promptsource.tasks(f'{tmp_path}/{name}', files=files)
+
+
+@pytest.mark.parametrize(
+    'old, new',
+    [
+        ('dataset: story_cloze', 'dataset: 3'),
+        ('dataset: story_cloze', 'a: b: c'),
+        ('dataset: story_cloze', '[' * 5000),
+        ('dataset: story_cloze', '\0'),
+        ("subset: '2016'", 'subset: [1]'),
+        ('templates:', 'templates: []\nothers:'),
+        ('name: Draw', ''),
+        ('name: Draw', f'name: {"x" * 300}'),
+        ('original_task: false', ''),
+        ('- Mean Reciprocal Rank', '- [Accuracy]'),
+        ('!TemplateMetadata', '!!python/object/apply:os.getcwd'),
+        ('answer_choices: null', "answer_choices: '{{'"),
+        ('answer_choices: null', "answer_choices: '{{ 1 / 0 }}'"),
+    ],
+)
+def test_damaged_templates_are_named(promptsource, tmp_path, old, new):
+    file = tmp_path / 'templates.yaml'
+    file.write_text(STORIES.replace(old, new))
+    with pytest.raises(ValueError, match=f"^(task 'story.*': )?{file}") as error:
+        promptsource.tasks(str(file), files='a.csv')
+    assert '\n' not in str(error.value)

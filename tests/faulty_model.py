@@ -1,0 +1,67 @@
+"""An own model with faults: a letter in the inputs of an example says which one it brings.
+
+The letters are bytes of the byte vocabulary. A row without one has the values of model.py, to the bit.
+"""
+
+import string
+
+import jax
+import jax.numpy as jnp
+
+BYTE_OFFSET = 3  # the id of byte b is b + 3
+PLACES = ('logits', 'activations', 'gradients')
+VALUES = {'nan': float('nan'), 'inf': float('inf'), '1e4': 1e4, '1e25': 1e25}
+LETTERS = dict(
+    zip(
+        [(place, value) for place in PLACES for value in VALUES],
+        string.ascii_uppercase,
+        strict=False,
+    )
+)
+
+
+def token_of(place, value):
+    """Return the id that brings a fault."""
+    return ord(LETTERS[place, value]) + BYTE_OFFSET
+
+
+def factors(place, tokens):
+    """Return 1 for each token, or the value of the fault that it brings in a place."""
+    found = jnp.ones(tokens.shape, jnp.float32)
+    for name, value in VALUES.items():
+        found = jnp.where(tokens == token_of(place, name), value, found)
+    return found
+
+
+@jax.custom_vjp
+def scale_gradient(x_bTv, factor_b):
+    return x_bTv
+
+
+def forward(x_bTv, factor_b):
+    return x_bTv, factor_b
+
+
+def backward(factor_b, gradient_bTv):
+    return gradient_bTv * factor_b[:, None, None], jnp.zeros_like(factor_b)
+
+
+scale_gradient.defvjp(forward, backward)
+
+
+def change(model):
+    sound_logits = model.logits
+
+    class Embedder(model.Embedder):
+        def __call__(self, tokens):
+            x = super().__call__(tokens)
+            return x * factors('activations', tokens)[..., None].astype(x.dtype)
+
+    def logits(config, batch, rows_b=None):
+        logits_bTv = sound_logits(config, batch, rows_b)
+        inputs_bM = batch['encoder_input_tokens']
+        logits_bTv *= factors('logits', inputs_bM).prod(axis=1)[:, None, None]
+        return scale_gradient(logits_bTv, factors('gradients', inputs_bM).prod(axis=1))
+
+    model.Embedder = Embedder
+    model.logits = logits
