@@ -2,7 +2,10 @@
 
 import ast
 import collections
+import contextlib
+import gc
 import importlib
+import os
 import pathlib
 import re
 import sysconfig
@@ -49,11 +52,9 @@ def documents() -> list[tuple[str, str]]:
     """
     documents: dict[str, tuple[str, str]] = {}  # by their words: equal texts count once
     root = pathlib.Path(sysconfig.get_path('stdlib'))
-    excluded = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'}
-    for path in sorted(root.rglob('*.py')):
-        parts = path.relative_to(root).with_suffix('').parts
-        if excluded.isdisjoint(parts):
-            for name, text in docstrings(path, parts):
+    with no_garbage_collection():
+        for path in python_files(root):
+            for name, text in docstrings(path, path.relative_to(root).with_suffix('').parts):
                 documents.setdefault(' '.join(text.split()), (name, text))
     try:
         topics = importlib.import_module('pydoc_data.topics').topics
@@ -63,6 +64,28 @@ def documents() -> list[tuple[str, str]]:
         text = ' '.join(topics[topic].split())
         documents.setdefault(text, (f'topics.{topic}', text))
     return [(name, text) for name, text in documents.values() if len(text) >= 40]
+
+
+def python_files(root: pathlib.Path) -> list[pathlib.Path]:
+    """Return the standard library's files below `root`, sorted, without its tests."""
+    excluded = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'}
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in excluded]
+        found += [pathlib.Path(folder, name) for name in files if name.endswith('.py')]
+    return sorted(found)
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Turn off the search for cycles: syntax trees have none, and it takes a third of the time to read them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def docstrings(path: pathlib.Path, parts: tuple[str, ...]) -> Iterator[tuple[str, str]]:
