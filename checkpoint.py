@@ -273,7 +273,7 @@ def _make_index(tree: Mapping[str, Any], dtype: str) -> dict[str, Any]:
             content = (array.shape, array.dtype.name, np.asarray(array).tobytes())
             index[path] = msgpack.ExtType(1, msgpack.packb(content))  # as Flax packs an array
         else:
-            saved_dtype = (is_parameter(path) and dtype) or leaf.dtype.name
+            saved_dtype = dtype if dtype and is_parameter(path) else leaf.dtype.name
             index[path] = _make_spec(path, leaf, saved_dtype)
     return index
 

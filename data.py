@@ -24,10 +24,11 @@ MIN_LENGTH = 3  # of inputs and targets: a token, a sentinel and EOS
 
 
 class Example(NamedTuple):
-    """The ids of one example, int32 without padding. Both features end with EOS.
+    """The ids of one example, int32 without padding.
 
-    Only the rows of `FullLm` end where they are cut. Inputs are never empty: those without a token
-    are EOS alone, so that the decoder has something to read, in a packed row, too.
+    Both features end with EOS, but for the rows of `FullLm`, T0's inputs, and T0's targets where they
+    are cut. Inputs are never empty: those without a token are EOS alone, so that the decoder has
+    something to read, in a packed row, too.
     """
 
     inputs: np.ndarray

@@ -160,10 +160,10 @@ def beam_search(
     """Return the best sequences, int32 [b, n, T], and their scores, float32 [b, n]; the best is last.
 
     `reorder(cache, parents_bn)` moves to each beam what the cache has of the beam, 0 to n - 1, that
-    it continues; `reorder_rows` does it for arrays of rows. A score is the log-probability of a
-    sequence divided by `brevity_penalty` of its length with EOS; near MASKED, there is no sequence.
-    Where none has ended, they are the beams, with their log-probabilities. An example ends when no
-    beam can become better than its finished sequences. Others: see `sample`. T5X's beam_search.
+    it continues. A score is the log-probability of a sequence divided by `brevity_penalty` of its
+    length with EOS; near MASKED, there is no sequence. Where none has ended, they are the beams, with
+    their log-probabilities. An example ends when no beam can become better than its finished
+    sequences. Others: see `sample`. T5X's beam_search.
     """
     length = prompt_bT.shape[1]
     if lengths_b is None:
@@ -288,16 +288,6 @@ def pick(x: jax.Array, index_bn: jax.Array) -> jax.Array:
     """Return x[b, index[b, n], ...]: some of each example's candidates or beams."""
     index = index_bn.reshape(*index_bn.shape, *[1] * (x.ndim - 2))
     return jnp.take_along_axis(x, index, axis=1)
-
-
-def reorder_rows(cache: Any, parents_bn: jax.Array) -> Any:
-    """Return a cache of arrays [r, ...] with the rows of each beam's parent."""
-
-    def reordered(x: jax.Array) -> jax.Array:
-        beams = x.reshape(*parents_bn.shape, *x.shape[1:])
-        return pick(beams, parents_bn).reshape(x.shape)
-
-    return jax.tree.map(reordered, cache)
 
 
 def log_probs(logits_rv: jax.Array, tokens_r: jax.Array) -> jax.Array:

@@ -83,7 +83,7 @@ class Evaluation:
         steps = jax.device_get(steps)
         total = add_steps(steps)
         values = summarize(steps, self.config)
-        values['nats_per_text_token'] = total['text_nats'] / total['text_tokens']
+        values['nats_per_text_token'] = total['text_nats'] / max(total['text_tokens'], 1)
         values['nats_per_target_token'] = total['target_nats'] / total['decoder_tokens']
         return values | self.unigram_baselines
 
@@ -109,9 +109,10 @@ class Evaluation:
         if not partition.in_all(read_own):
             return False
         self.validation = None  # frees the documents that its lanes hold
-        # The rows of some processes may end first, but all must take the same number of steps.
+        # The rows of some processes end first, or have nothing, but all must take the same number of steps.
         num_batches = int(partition.from_processes(np.array([len(self.batches)])).max())
-        padding = {name: np.zeros_like(x) for name, x in self.batches[0].items()}
+        empty_rows: list[list[data.Example]] = [[] for _ in validation.rows]
+        padding = data.encoder_decoder(empty_rows, self.config.data.lengths, pack=False)
         while len(self.batches) < num_batches:
             self.batches.append(padding)
         return True
@@ -135,7 +136,7 @@ class Evaluation:
             counts = validation_counts[tokens]
             q = training_counts[tokens] + 1
             nats = -(counts * np.log(q / q.sum())).sum()
-            baselines[f'unigram_nats_per_{name}_token'] = float(nats / counts.sum())
+            baselines[f'unigram_nats_per_{name}_token'] = float(nats / max(counts.sum(), 1))
         return baselines
 
 

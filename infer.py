@@ -376,6 +376,11 @@ class T5:
             prompts = [nothing if prompt is None else prompt for prompt in prompts]
         ids = self._ids('prompts', prompts, is_prompt=True)
         _check_one_each('prompts', prompts, inputs)
+        has_gap = ((ids[:, :-1] == 0) & (ids[:, 1:] > 0)).any(axis=1)
+        if has_gap.any():
+            raise ValueError(
+                f'prompts[{has_gap.argmax()}]: 0 is padding, so leave it out before a token'
+            )
         longest = int((ids > 0).sum(axis=1).max())
         if longest > length:
             raise ValueError(
@@ -668,14 +673,16 @@ def _generate(
         choose: decode.Choose = decode.most_likely
         if decoding.is_random:
             # A key for each row: of its example and its decode.
-            decode_r = jnp.arange(len(rows['example_b'])) % num_decodes
-            fold_in = jax.vmap(jax.random.fold_in)
-            keys_r = jax.vmap(jax.random.fold_in, (None, 0))(
-                jax.random.key(seed), rows['example_b']
-            )
-            limits: Any = {'top_k': decoding.top_k, 'top_p': decoding.top_p}
+            fold_in_each = jax.vmap(jax.random.fold_in, (None, 0))
+            keys_r = fold_in_each(jax.random.key(seed), rows['example_b'])
+            decode_r = jnp.arange(len(keys_r)) % num_decodes
+            keys_r = jax.vmap(jax.random.fold_in)(keys_r, decode_r)
             choose = decode.random_tokens(
-                fold_in(keys_r, decode_r), rows['temperature_b'], **limits, rescale_log_probs=False
+                keys_r,
+                rows['temperature_b'],
+                top_k=decoding.top_k,
+                top_p=decoding.top_p,
+                rescale_log_probs=False,
             )
         tokens_rT, scores_r = decode.sample(
             step, cache, rows['prompt_bT'], choose, rows['lengths_b'], grow=model.grow_cache

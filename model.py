@@ -566,7 +566,8 @@ class Decoder(hk.Module):
                 logits_rv = multiply_transposed(table_vD, x_bTD.reshape(-1, c.emb_dim))
                 logits_bTv = logits_rv.reshape(*x_bTD.shape[:2], -1)
             else:
-                logits_bTv = jnp.einsum('bTD,vD->bTv', x_bTD, table_vD)
+                table_Dv = table_vD.T
+                logits_bTv = multiply('bTD,Dv->bTv', x_bTD, table_Dv)
             logits_bTv = logits_bTv / jnp.sqrt(c.emb_dim)
         else:
             shape = (c.emb_dim, partition.split(c.vocab_size, 'model'))
@@ -623,7 +624,7 @@ class Attention(hk.Module):
         """
         c = self.config
         logits_dtype = jnp.float32 if c.float32_attention_logits else c.dtype
-        q_bThK = self.queries(x_bTD, positions)
+        q_bThK = self.queries(x_bTD, positions).astype(logits_dtype)
         if memory_bMD is not None:
             k_bMhK, v_bMhK = self.keys_values(memory_bMD, positions)
         if cache is not None and memory_bMD is not None:
@@ -637,13 +638,11 @@ class Attention(hk.Module):
             cache = jax.tree.map(write, cache, new)
         shape = q_bThK.shape
         if cache is None:
-            q_bThK = q_bThK.astype(logits_dtype)
             k_bMhK = k_bMhK.astype(logits_dtype)
             logits_bhTM = jnp.einsum('bThK,bMhK->bhTM', q_bThK, k_bMhK)
         else:
             k_bhKM, v_bhKM = cache
             q_bThK = q_bThK.reshape(len(k_bhKM), -1, *shape[2:])  # rows that decode one example
-            q_bThK = q_bThK.astype(logits_dtype)
             k_bhKM = k_bhKM.astype(logits_dtype)
             logits_bhTM = jnp.einsum('bThK,bhKM->bhTM', q_bThK, k_bhKM)
         bias = jnp.where(mask_b1TM, 0.0, -1e10).astype(c.dtype)
@@ -664,7 +663,10 @@ class Attention(hk.Module):
 
     @hk.name_like('__call__')
     def queries(self, x_bTD, positions):
-        """Return q_bThK. Their scale, 1/sqrt(head_dim), is in the initial values, as in T5X."""
+        """Return q_bThK. Their scale, 1/sqrt(head_dim), is in the initial values, as in T5X.
+
+        T5 does not use `positions` here; an own model may (examples/rotary).
+        """
         head_dim = self.config.head_dim
         root = jnp.sqrt(head_dim).astype(self.config.dtype).astype(jnp.float32)  # rounded as in T5X
         return self.heads(x_bTD, 'query', lambda *shape: NORMAL(*shape) / root)
@@ -832,7 +834,18 @@ class Kernel(hk.Module):
             lora_b = hk.get_parameter('lora_b', (c.lora_rank, num_columns), jnp.float32, jnp.zeros)
             kernel = adapted_kernel(c, kernel, lora_a, lora_b)
         kernel = kernel.astype(self.dtype)
-        return jnp.einsum(equation, x, kernel.reshape(*x.shape[2:], *columns))
+        return multiply(equation, x, kernel.reshape(*x.shape[2:], *columns))
+
+
+def multiply(equation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Return einsum(equation, x, kernel), [b, T, *columns], for x of [b, T, *rows]."""
+    if not partition.is_on_cpu():
+        return jnp.einsum(equation, x, kernel)
+    # As matrices: for the kernel's gradient, a sum over b and T, XLA would copy y's gradient transposed.
+    rows = x.shape[2:]
+    columns = kernel.shape[len(rows) :]
+    y_rF = x.reshape(-1, math.prod(rows)) @ kernel.reshape(math.prod(rows), -1)
+    return y_rF.reshape(*x.shape[:2], *columns)
 
 
 def multiply_transposed(kernel_FD: jax.Array, x_rD: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ STEP = 'state/step'
 # The slots that T5X's Adafactor keeps for each parameter. One that is unused is [1] zeros.
 T5X_SLOTS = ('m', 'v', 'v_col', 'v_row')
 T5X_NAMES = {'ema': 'm'}  # of slots that have another name in optax
-# Slots of optax's Adafactor that lack a dimension of their parameter: its place by size.
+# Each of these slots of optax's Adafactor lacks a dimension of its parameter: the largest, the second.
 FACTORED_SLOTS = {'v_row': -1, 'v_col': -2}
 AVERAGE_SLOT = 'ema_params'  # of `average_parameters`
 
@@ -228,9 +228,9 @@ def to_t5x(step: Any, params: Mapping[str, Any], opt_state: Any) -> dict[str, An
             tree[path] = x
     for path in paths:
         owner, _, slot = path.rpartition('/')
-        if owner.startswith('state/param_states/') and slot in ('v_row', 'v_col'):  # of Adafactor
-            for slot in T5X_SLOTS:
-                tree.setdefault(f'{owner}/{slot}', np.zeros([1], np.float32))
+        if owner.startswith('state/param_states/') and slot in FACTORED_SLOTS:
+            for t5x_slot in T5X_SLOTS:
+                tree.setdefault(f'{owner}/{t5x_slot}', np.zeros([1], np.float32))
     return tree
 
 

@@ -65,10 +65,13 @@ def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list | Non
 
 def axes_size(mesh: Mesh, axes: Iterable[str]) -> int:
     """Return the number of parts that `axes` together split a dimension into."""
-    count = 1
-    for axis in axes:
-        count *= mesh.shape[axis]
-    return count
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def is_on_cpu() -> bool:
+    """Return whether the devices of this `jax.shard_map` are those of a CPU; False outside of one."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device is not None and device.device_kind == 'cpu'
 
 
 def check_divides(name: str, n: int, axes: tuple[str, ...], mesh: Mesh) -> None:
@@ -252,8 +255,8 @@ def from_processes(x: np.ndarray) -> np.ndarray:
     They travel as bytes, because JAX would cut 64-bit numbers.
     """
     content = np.frombuffer(x.tobytes(), np.uint8)
-    gathered = np.asarray(multihost_utils.process_allgather(content, tiled=True))
-    return gathered.reshape(-1, x.nbytes).view(x.dtype).reshape(-1, *x.shape)
+    all_bytes = np.asarray(multihost_utils.process_allgather(content, tiled=True))
+    return all_bytes.reshape(-1, x.nbytes).view(x.dtype).reshape(-1, *x.shape)
 
 
 def from_first_process(x: np.ndarray) -> np.ndarray:

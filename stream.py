@@ -25,10 +25,12 @@ from sources import NO_SPLIT, Document, FileRecord, Record, Share, Source
 from user_code import UserError
 from vocabulary import EOS_ID, Vocabulary
 
-# A window is what a lane packs at a time: examples that fill so many rows, and no more than these.
-ROWS_PER_WINDOW = 64
+# A window is what a lane packs at a time: examples that fill ROWS_PER_WINDOW rows, at most EXAMPLES_PER_WINDOW.
+ROWS_PER_WINDOW = (
+    64  # fewer, down to the minimum, where all lanes would have more than ROWS_IN_ALL_WINDOWS
+)
 MIN_ROWS_PER_WINDOW = 8
-ROWS_IN_ALL_WINDOWS = 1 << 16  # of all lanes together, where there are more than the least
+ROWS_IN_ALL_WINDOWS = 1 << 16
 EXAMPLES_PER_WINDOW = 512
 
 DRAWS_PER_BLOCK = 1024  # tasks that a lane draws at once

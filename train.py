@@ -37,7 +37,7 @@ from run import best, compiler, console, prefetch, results
 from run.agreement import Batches, StopRequest, counts_of_all, remember_interrupt
 from run.console import Console
 from run.interval import Clock, Interval, show
-from run.not_finite import FILE, NotFinite
+from run.not_finite import COUNT_FILE, NotFinite
 from run.task_metrics import TaskMetrics, events_of
 from run.workdir import Metrics, record_end
 from stream import Stream
@@ -500,7 +500,7 @@ def save(run: Run, saver: checkpoint.Saver, progress: Progress) -> None:
         'data_files.json': json.dumps(run.stream.mixture.files_as_json()).encode(),
         'data_position.npy': position_file.getvalue(),
         'interval.json': json.dumps(progress.interval.metrics).encode(),
-        FILE: json.dumps(run.not_finite.count).encode(),
+        COUNT_FILE: json.dumps(run.not_finite.count).encode(),
     }
     if run.trainer.model.SOURCE:
         files[run.trainer.model.RECORD] = run.trainer.model.SOURCE

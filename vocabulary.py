@@ -3,7 +3,6 @@
 Source: SeqIO seqio/vocabularies.py.
 """
 
-import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 import paths
 from configs import check as settings
+from randomness import digest
 
 PAD_ID = 0
 EOS_ID = 1
@@ -36,8 +36,7 @@ class Vocabulary:
 
     @property
     def hash(self) -> str:
-        content = str([self.model, self.num_extra_ids])
-        return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+        return digest([self.model, self.num_extra_ids])
 
     def encode(self, texts: list[str], glued_sentinels: bool = False) -> list[list[int]]:
         """Return the ids of each text, without EOS."""

@@ -18,12 +18,12 @@ from typing import Any
 import checkpoint
 from run.interval import Interval
 
-FILE = 'not_finite.json'  # of a checkpoint: `NotFinite.count`
+COUNT_FILE = 'not_finite.json'  # of a checkpoint: `NotFinite.count`
 
 
 def read_count(directory: Any) -> int:
     """Return the count of a checkpoint, 0 of one that is older than these files."""
-    file = directory / FILE
+    file = directory / COUNT_FILE
     return json.loads(file.read_bytes()) if file.exists() else 0
 
 

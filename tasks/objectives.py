@@ -357,7 +357,7 @@ class PromptedTextToText(TextToText):
         return examples
 
     def with_ends(self, record: Mapping[str, np.ndarray]) -> Pair:
-        """Return inputs and targets with EOS, before they are cut."""
+        """Return inputs, EOS alone where there are none, and targets with EOS, before they are cut."""
         inputs = record['inputs'] if len(record['inputs']) else EOS
         return inputs, np.append(record['targets'], EOS)
 

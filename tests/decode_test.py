@@ -39,6 +39,16 @@ MESHES = [(1, 1), (4, 2), (2, 4)]
 pytestmark = pytest.mark.usefixtures('highest_precision')
 
 
+def reorder_rows(cache, parents_bn):
+    """Return a cache of arrays [r, ...] with the rows of each beam's parent."""
+
+    def reordered(x):
+        beams = x.reshape(*parents_bn.shape, *x.shape[1:])
+        return decode.pick(beams, parents_bn).reshape(x.shape)
+
+    return jax.tree.map(reordered, cache)
+
+
 @functools.cache
 def generator(config, mesh, eos_id=vocabularies.EOS_ID):
     """(params, inputs_bM, prompt_bT) -> greedy tokens_bT."""
@@ -111,7 +121,7 @@ def decoded(case, arrays, mesh):
 
         def search(acc_bD, prompt_bT, lengths_b):
             acc_rD = jnp.repeat(acc_bD, num_beams, axis=0)
-            step, reorder = network.step, decode.reorder_rows
+            step, reorder = network.step, reorder_rows
             return decode.beam_search(
                 step, reorder, acc_rD, prompt_bT, num_beams, alpha, lengths_b, eos_id
             )
@@ -255,7 +265,7 @@ def test_beam_search_against_every_sequence_of_six_words():
         def device_search(acc_bD):
             acc_rD = jnp.repeat(acc_bD, num_beams, axis=0)
             prompt = jnp.zeros_like(acc_bD, jnp.int32, shape=(len(acc_bD), length))
-            step, reorder = network.step, decode.reorder_rows
+            step, reorder = network.step, reorder_rows
             return decode.beam_search(step, reorder, acc_rD, prompt, num_beams, alpha)
 
         spec = partition.BATCH
@@ -498,7 +508,7 @@ def device_beams(config, params, inputs_bM, prompt_bT, num_beams, is_cached=True
 
         position_r = jnp.zeros_like(inputs_rM[:, 0])
         cache = (position_r, jnp.zeros_like(inputs_rM, shape=(len(inputs_rM), length)))
-        reorder, grow = decode.reorder_rows, lambda cache, room: cache
+        reorder, grow = reorder_rows, lambda cache, room: cache
     return decode.beam_search(step, reorder, cache, prompt_bT, num_beams, grow=grow)
 
 

@@ -8,6 +8,7 @@ from runs import metrics_of, run, small_config, state_of, stop_after
 import evaluate
 import infer
 import loss
+import partition
 import sources.open
 import train
 from modes.train_vocabulary import find_or_train_vocabulary
@@ -123,3 +124,27 @@ def test_a_sum_that_a_fork_adds(corpus, tmp_path, monkeypatch, fresh_programs, c
     assert 'The best saved step is 3, with training_eval/span_corruption/entropy 2:' in (
         capsys.readouterr().out
     )
+
+
+def test_a_process_whose_rows_have_nothing_pads_all_batches(corpus, tmp_path, monkeypatch):
+    """Of a validation split of two lines, while another process has three batches more."""
+    file = tmp_path / 'dev.txt'
+    file.write_text('one line of text\nanother line of text\n')
+    config = small_config(corpus)
+    config.data.update(validation_files=str(file), vocabulary='bytes')
+    vocabulary = find_or_train_vocabulary(config.data, tmp_path, None, 384)
+    source = sources.open.open_source(config.data)
+    monkeypatch.setattr(partition, 'in_all', lambda read: read())
+    monkeypatch.setattr(partition, 'from_processes', lambda x: np.stack([x, x + 3]))
+    num_weights = []
+    for rows in (range(0, 32), range(32, 64)):
+        validation = stream_of(
+            source, 'validation', vocabulary, config.data, 64, seed=0, rows=rows, num_epochs=1
+        )
+        evaluation = evaluate.Evaluation(config, None, 'dev', validation, 0, None, None)
+        assert evaluation.read_batches(stop=lambda count: 0)
+        assert len(evaluation.batches) >= 3
+        for batch in evaluation.batches:
+            assert {name: x.shape[0] for name, x in batch.items()} == dict.fromkeys(batch, 32)
+        num_weights.append(sum(x['decoder_loss_weights'].sum() for x in evaluation.batches))
+    assert min(num_weights) == 0 < max(num_weights)

@@ -171,6 +171,7 @@ def test_prompts_scores_and_lengths(untrained):
     assert_close(prompted_scores, whole - t5.score(inputs, prompts), 1e-4)
     assert_refused(lambda: t5.generate(inputs, 12, prompts=prompts[:1]), 'prompts')
     assert_refused(lambda: t5.generate(inputs, 4, prompts=prompts), 'max_length=4')
+    assert_refused(lambda: t5.generate(inputs, 12, prompts=[[77], [0, 77]]), 'prompts[1]')
 
 
 @pytest.mark.parametrize('nothing', [None, []])

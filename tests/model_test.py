@@ -9,6 +9,7 @@ import math
 import pathlib
 import re
 
+import chex
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -400,6 +401,36 @@ def test_a_table_that_disagrees_fails_by_path(monkeypatch):
     trainer = make_trainer(config)
     with pytest.raises(ValueError, match='mlp/wo'):
         train.jit_step(trainer).lower(trainer.shapes, random_batch(0))
+
+
+@pytest.mark.parametrize(
+    'equation, rows, columns',
+    [('bTD,Df->bTf', (5,), (7,)), ('bTD,DhK->bThK', (5,), (2, 3)), ('bThK,hKD->bTD', (2, 3), (5,))],
+)
+def test_products_on_a_cpu_are_those_of_other_devices(equation, rows, columns, monkeypatch):
+    """The product and both gradients, as matrices and as the einsum."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((3, 4, *rows), np.float32)
+    kernel = rng.standard_normal((*rows, *columns), np.float32)
+    found = []
+    for is_on_cpu in (True, False):
+        monkeypatch.setattr(partition, 'is_on_cpu', lambda is_on_cpu=is_on_cpu: is_on_cpu)
+        y, gradients = jax.vjp(functools.partial(model.multiply, equation), x, kernel)
+        assert y.shape == (3, 4, *columns)
+        found.append((y, *gradients(jnp.cos(y))))
+    chex.assert_trees_all_close(*found, rtol=1e-5, atol=1e-5)
+
+
+def test_a_step_on_a_cpu_multiplies_matrices():
+    """Its products with kernels have two dimensions each, because its mesh is a CPU's."""
+    trainer = make_trainer(run_config(1, 1))
+    text = train.jit_step(trainer).lower(trainer.shapes, random_batch(0)).as_text()
+    width = trainer.model_config.mlp_dim
+    products = [line for line in text.splitlines() if 'stablehlo.dot_general' in line]
+    of_mlp = [line for line in products if f'x{width}x' in line]
+    assert len(of_mlp) >= 6
+    for line in of_mlp:
+        assert re.search(r'tensor<\d+x\d+xf32>, tensor<\d+x\d+xf32>', line), line
 
 
 def test_einsum_letters_are_the_suffixes():

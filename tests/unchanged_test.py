@@ -11,9 +11,6 @@ import json
 import pathlib
 import sys
 
-import tasks.open
-from stream import Stream
-
 if __name__ == '__main__':
     import conftest  # noqa: F401  sets the environment before JAX starts
 
@@ -29,11 +26,12 @@ import decode
 import infer
 import model
 import partition
-import tasks
+import tasks.open
 import train
 import vocabulary as vocabularies
 from modes import cache
 from modes.train import make_trainer
+from stream import Stream
 
 FILE = pathlib.Path(__file__).parent / 'golden' / 'unchanged.json'
 NUM_BATCHES = 20
