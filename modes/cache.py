@@ -75,6 +75,8 @@ def cache(config: Any, part: int = 1, num_parts: int = 1) -> list[str]:
     for name, task in tasks.open.tasks_of(tasks.open.find(config)).items():
         if task_cache.find([root], name):
             messages.append(f'{name} is cached already, in {folder_of(root, name)}.')
+        elif task.train_split == task.validation_split == NO_SPLIT:
+            messages.append(f'{name} is not cached: it has neither train nor validation.')
         else:
             opened.append(open_task(task, config, vocabulary))
             source = opened[-1].source

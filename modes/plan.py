@@ -144,10 +144,10 @@ def changes_to_try(config: Any, mesh: Mesh) -> Iterator[dict[str, Any]]:
     if config.train.num_microbatches != 'auto':
         changes = {'train.num_microbatches': 'auto'}
         yield changes
-    for remat in ('dots', 'full'):
-        if config.model.remat != 'full':
-            changes = changes | {'model.remat': remat}
-            yield changes
+    levels = ('none', 'dots', 'full')
+    for remat in levels[levels.index(config.model.remat) + 1 :]:
+        changes = changes | {'model.remat': remat}
+        yield changes
     for wide, others in (('data', ('fsdp', 'model')), ('fsdp', ('model',))):
         factor = 2
         while mesh.shape[wide] % factor == 0:
@@ -312,8 +312,12 @@ def describe(estimated: Estimate, chip: Chip) -> str:
 
 
 def seconds_of(collective: Collective, mesh: Mesh, chip: Chip) -> float:
-    """Return how long a collective takes at the full speed of all the links along its axes."""
-    index = tuple(slice(None) if axis in collective.axes else 0 for axis in mesh.axis_names)
+    """Return how long a collective takes at the full speed of all the links along its axes.
+
+    One that lies along no axis ('others') takes the links along all of them.
+    """
+    axes = mesh.axis_names if collective.axes == ('others',) else collective.axes
+    index = tuple(slice(None) if axis in axes else 0 for axis in mesh.axis_names)
     devices = mesh.devices[index].flatten()
     speed = 0.0
     for places in np.array([device.coords for device in devices]).T:

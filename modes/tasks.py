@@ -237,8 +237,10 @@ def ids_of(
     """Return {feature: ids without EOS} of an example of texts or of ids."""
     found = {}
     for feature in features:
-        value = example[feature]
+        value = example.get(feature, '')
         if isinstance(value, str):
             [value] = vocabulary.encode_as_arrays([value])
-        found[feature] = value[:-1] if value[-1:] == EOS_ID else value
+        if value.size and value[-1] == EOS_ID:
+            value = value[:-1]
+        found[feature] = value
     return found

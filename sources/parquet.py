@@ -20,10 +20,9 @@ from randomness import permutation
 from sources import Record, deal
 from sources.deal import Blocks, epoch_order
 from sources.files import EMPTY_FILE, NUM_THREADS, FileRecord
-from sources.tables import LineParser, check_names
+from sources.tables import LineParser, check_columns, check_names
 
-# Parquet. Lanes read from as many row groups at a time.
-WINDOW_BYTES = 128 << 20
+WINDOW_BYTES = 128 << 20  # of the row groups that lanes read from at a time
 MAX_GROUP_BYTES = 256 << 20  # of the columns of a row group that are read, uncompressed
 MAX_CACHED_BYTES = 512 << 20  # of decoded row groups that are kept
 
@@ -180,9 +179,9 @@ class ParquetFiles(Blocks):
         self.parser = parser
         self.bad_lines = parser.bad_lines
         self.fields = parser.fields
-        if not self.fields:
-            kinds = read_footer(files[0].path, columns=()).columns
-            self.fields = tuple(name for name in kinds if kinds[name] in ('text', 'number'))
+        for file in files:  # whole records have the columns of the first file that can be read
+            if not self.fields:
+                self.fields = self.columns_of_file(file.path)
         self.files = []
         self.groups: list[RowGroup] = []
         with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
@@ -209,6 +208,15 @@ class ParquetFiles(Blocks):
         self.divide(self.blocks_per_group)
         self.order_in_windows = functools.lru_cache(maxsize=4)(self._order_in_windows)
 
+    def columns_of_file(self, name: str) -> tuple[str, ...]:
+        """Return the columns of texts and numbers of a file; none of a bad one that is skipped."""
+        try:
+            kinds = read_footer(name, columns=()).columns
+        except DamagedFile as error:
+            self.bad_lines.add(name, 0, str(error))
+            return ()
+        return tuple(column for column, kind in kinds.items() if kind in ('text', 'number'))
+
     def row_groups_of_file(self, name: str) -> list[RowGroup]:
         """Return the row groups of a file; none of a bad one that is skipped."""
         try:
@@ -218,9 +226,12 @@ class ParquetFiles(Blocks):
             return []
         check_names(footer.names, name)
         self.parser.check_columns(name, footer.columns)
-        for field in self.parser.fields:
+        remedy = 'write all files with the same columns'
+        check_columns(name, footer.columns, self.fields, remedy)  # of whole records
+        are_numbers_read = self.parser.templates or self.parser.whole_records
+        for field in self.fields:
             kind = footer.columns[field]
-            if kind != 'text' and (kind != 'number' or not self.parser.templates):
+            if kind != 'text' and (kind != 'number' or not are_numbers_read):
                 raise ValueError(
                     f'{name}: column {field!r} is {kind}, and texts are read, by data.inputs and '
                     'data.targets numbers too: name another column, or write the file again'

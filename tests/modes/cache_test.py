@@ -35,6 +35,12 @@ TASKS = [
 ]
 """
 
+TEST_SPLIT_ALONE = """
+splits = {'train_split': 'none', 'validation_split': 'none', 'test_split': 'test'}
+TASKS.append(Task('for_test', tfds='made_up', inputs='{a}', targets='{b}', **splits))
+TASKS.append(Mixture('mixed', {'for_test': 1, 'text': 1}))
+"""
+
 
 def write_data(folder):
     """Two tables and a text. Return {inputs: targets} of the tables, and the lines."""
@@ -161,6 +167,18 @@ def test_ids_in_their_own_files_are_those_of_the_records(tmp_path, monkeypatch, 
     monkeypatch.setattr(task_cache, 'MAX_CACHE_BLOCKS', 1 << 20)
     for features, others in zip(found, batches(task_cache.CachedRecords)[0], strict=True):
         chex.assert_trees_all_equal(features, others)
+
+
+def test_a_task_with_a_test_split_alone_is_not_cached(tmp_path, expected):
+    """An empty cache would hide the split."""
+    with (tmp_path / 'my_tasks.py').open('a') as file:
+        file.write(TEST_SPLIT_ALONE)
+    messages = cache.cache(cache_config(tmp_path, task='for_test'))
+    assert messages == ['for_test is not cached: it has neither train nor validation.']
+    assert not (tmp_path / 'caches/for_test').exists()
+    messages = cache.cache(cache_config(tmp_path, task='mixed'))
+    assert messages[0].startswith('for_test is not cached')
+    assert messages[1].startswith('text is cached in')
 
 
 @pytest.mark.slow

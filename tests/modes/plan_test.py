@@ -1,6 +1,7 @@
 """`--mode=plan`: the collectives of a step are those that we wrote, its FLOPs those of its products."""
 
 import collections
+import dataclasses
 import importlib.util
 import math
 
@@ -157,6 +158,8 @@ def test_the_changes_that_are_tried():
         full | {'mesh.data': 1, 'mesh.fsdp': 2, 'mesh.model': 4},
         full | {'mesh.data': 1, 'mesh.fsdp': 1, 'mesh.model': 8},
     ]
+    config.model.remat = 'dots'  # is not tried again
+    assert list(plan.changes_to_try(config, mesh))[:2] == [auto, full]
 
 
 @pytest.mark.slow
@@ -227,6 +230,25 @@ def test_the_speed_of_links(topology, sizes, axes, speed):
     assert plan.seconds_of(moved, mesh, chip) == pytest.approx(seconds)
     moved = moved._replace(kind='all-gather')
     assert plan.seconds_of(moved, mesh, chip) == pytest.approx(seconds / 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """A device, as far as its links are concerned."""
+
+    coords: tuple[int, int]
+
+
+def test_the_speed_of_links_along_no_axis():
+    """Groups of devices that lie along none take as long as one of all."""
+    devices = [Placed(divmod(i, 4)) for i in range(8)]
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(2, 2, 2), partition.MESH_AXES)
+    moved = Collective('all-reduce', partition.MESH_AXES, num_bytes=10**9, is_async=False, times=1)
+    seconds = [
+        plan.seconds_of(moved._replace(axes=axes), mesh, CHIPS['TPU v5 lite'])
+        for axes in (partition.MESH_AXES, ('others',))
+    ]
+    assert seconds[0] == seconds[1] > 0
 
 
 @pytest.mark.slow

@@ -100,6 +100,23 @@ def test_examples_of_documents_and_of_a_user(run, tmp_path):
     assert '  ids of the inputs: [' in done.stdout
 
 
+def test_examples_without_an_input(run, tmp_path):
+    """Empty, or not there; an own task may leave it out."""
+    (tmp_path / 'qa.jsonl').write_text('{"q": "", "a": "yes"}\n{"a": "no"}\n')
+    (tmp_path / 'mine.py').write_text(
+        'from tasks import Task\n'
+        'def read(fields):\n'
+        "    inputs = {'inputs': fields['q']} if 'q' in fields else {}\n"
+        "    return [{**inputs, 'targets': fields['a']}]\n"
+        f"TASKS = [Task('mine', files='{tmp_path}/qa.jsonl', preprocess_fn=read)]\n"
+    )
+    done = run('mine', '--config.data.module=mine', '--examples=2', '--vocabulary=bytes')
+    assert (done.status, done.stderr) == (0, '')
+    assert done.stdout.count('  ids of the inputs: [1]') == 2
+    for answer in (b'yes', b'no'):
+        assert f'  ids of the targets: {[*(byte + 3 for byte in answer), 1]}' in done.stdout
+
+
 WRONG = [
     (['glue_cola'], 2, "data.task='glue_cola' is unknown: the nearest names are glue_cola_v002"),
     (['glue_cola_v002', '--config.data.tfds_dir=/nowhere'], 1, "with 'tfds build glue/cola'"),

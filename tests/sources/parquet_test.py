@@ -190,6 +190,34 @@ def test_a_damaged_file_stops_or_is_left_out(tmp_path, damage, message, num_left
     assert source.faults()[1] == 1
 
 
+def test_whole_records_have_the_columns_of_the_smallest_file(tmp_path):
+    write(tmp_path / 'a.parquet', {'q': ['q'], 'a': ['a'], 'extra': ['x']})
+    numbers = [str(i) for i in range(1000)]
+    write(tmp_path / 'b.parquet', {'q': numbers, 'a': numbers})
+    config = make_config(files=f'{tmp_path}/*', validation_fraction=0.0)
+    with pytest.raises(ValueError, match="b.parquet has no column 'extra'.*the same columns"):
+        sources.open.open_source(config, whole_records=True)
+    write(tmp_path / 'b.parquet', {'q': numbers, 'a': numbers, 'extra': [['x']] * 1000})
+    with pytest.raises(ValueError, match="b.parquet: column 'extra' is list<"):
+        sources.open.open_source(config, whole_records=True)
+    config.files = f'{tmp_path}/a.parquet'
+    source = sources.open.open_source(config, whole_records=True)
+    assert records_of(source) == [{'q': 'q', 'a': 'a', 'extra': 'x'}]
+
+
+def test_whole_records_beside_a_damaged_file(tmp_path):
+    """The smallest file, which is read first, is damaged."""
+    (tmp_path / 'bad.parquet').write_bytes(b'words' * 10)
+    write(tmp_path / 'good.parquet', {'q': ['q'], 'a': ['a']})
+    config = make_config(files=f'{tmp_path}/*', validation_fraction=0.0)
+    with pytest.raises(ValueError, match=r'data.on_bad_line=stop .*bad.parquet: no Parquet \('):
+        sources.open.open_source(config, whole_records=True)
+    config.on_bad_line = 'skip'
+    source = sources.open.open_source(config, whole_records=True)
+    assert records_of(source) == [{'q': 'q', 'a': 'a'}]
+    assert source.faults()[1] == 1
+
+
 def test_kinds_that_do_not_mix(tmp_path):
     write(tmp_path / 'a.parquet', {'text': ['a']})
     (tmp_path / 'b.txt').write_text('b')
