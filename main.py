@@ -49,13 +49,13 @@ def main(argv: list[str]) -> int:
         if FLAGS.mode in ('train', 'evaluate', 'infer'):
             # A part of --mode=infer needs no others.
             if FLAGS.shard == '1/1' or FLAGS.process_id is not None:
-                number = processes.start(
+                process = processes.start(
                     FLAGS.coordinator_address,
                     FLAGS.num_processes,
                     FLAGS.process_id,
                     FLAGS.heartbeat,
                 )
-                signals.is_silent = number > 0
+                signals.is_silent = process > 0
                 processes.check_same(command_line.all_values())
             from modes import compilation_cache  # imports JAX
 
@@ -64,10 +64,10 @@ def main(argv: list[str]) -> int:
     except (ValueError, OSError) as error:
         return processes.fail(error, status=2)
     try:
-        number = work() or 0
+        signal_number = work() or 0
     except (FloatingPointError, ValueError, OSError) as error:  # the loss, the data, the disk
         return processes.fail(error, status=1)
-    return processes.end(128 + number if number else 0)
+    return processes.end(128 + signal_number if signal_number else 0)
 
 
 def prepare(config: Any, signals: Signals) -> Callable[[], int | None]:
@@ -102,7 +102,7 @@ def prepare(config: Any, signals: Signals) -> Callable[[], int | None]:
         request = infer.Request(
             **command_line.values_of_mode() | {'shard': part, 'num_shards': num_parts}
         )
-        signals.loss = 'the same command goes on'
+        signals.advice = 'the same command goes on'
         job = infer.prepare(request, config, changes)
         return lambda: print_lines(infer.infer_all(job), sys.stderr)
     lines: Iterable[str]

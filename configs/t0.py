@@ -13,7 +13,7 @@ Batch: t-zero gives it in tokens, 2^20 in a batch and 2,048 in a microbatch of e
 1,024 rows, and 2 in each microbatch. A replica is a part of mesh.data: name their number as REPLICAS,
 64 on t-zero's TPU v3-512 (--config=configs/t0.py:11b:64 --config.mesh.model=8). Without REPLICAS there
 are as few microbatches as memory allows. The gradients are the same.
-Data: the folder data of huggingface.co/datasets/bigscience/P3. tasks_t0.py says what it holds;
+Data: the folder data of huggingface.co/datasets/bigscience/P3. tasks/t0.py says what it holds;
 `python main.py --mode=tasks t0_train --config.data.cache_dirs=P3/data` lists what is missing.
 T5X: the model is t5x/examples/t5/t5_1_1/{xl,xxl}.gin. T0 was trained with Mesh-TF, which divides
 the loss by batch size times target length.

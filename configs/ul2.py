@@ -3,9 +3,9 @@
     python main.py --config=configs/ul2.py --config.data.vocabulary=FILE --config.data.files=GLOB
 
 Reproduces: the pretraining of Tay et al. 2022 (google-research/ul2), a mixture of seven denoisers on
-C4; objectives.py lists them. Inputs begin with a mode, [NLU], [NLG] or [S2S], which is plain text to
-the vocabulary; put one before the inputs of fine-tuning and of inference, too. Batch and lengths are
-the model card's. Flan-UL2 needs no mode. `flan` describes its model.
+C4; tasks/objectives.py lists them. Inputs begin with a mode, [NLU], [NLG] or [S2S], which is plain
+text to the vocabulary; put one before the inputs of fine-tuning and of inference, too. Batch and
+lengths are the model card's. Flan-UL2 needs no mode. `flan` describes its model.
 T5X: the model's gin, gs://scenic-bucket/ul2/ul220b/config.gin, is not in the repository. The sizes
 are those of the model cards: the shape of T5 1.1 with silu in place of gelu. The objective is that of
 the paper's appendix 9.2.

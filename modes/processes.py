@@ -92,7 +92,9 @@ def start(
     return state.process_id
 
 
-def check_flags(coordinator_address: str | None, num_processes: int | None, process_id: int | None):
+def check_flags(
+    coordinator_address: str | None, num_processes: int | None, process_id: int | None
+) -> None:
     """Raise ValueError unless the three flags fit together."""
     if coordinator_address is None or num_processes is None or process_id is None:
         raise ValueError(
@@ -277,7 +279,7 @@ _group: Group | None = None
 def fail(error: BaseException, status: int) -> int:
     """Report an error, which ends the process with `status`."""
     if _group:
-        _group.fail(error, status)
+        _group.fail(error, status)  # does not return: the process ends with its watcher
     errors.report(error)
     return status
 

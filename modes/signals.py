@@ -22,7 +22,7 @@ class Signals:
         self.number = 0
         self.can_wait = False
         self.is_silent = False
-        self.loss = 'no step was taken'
+        self.advice = 'no step was taken'
         self.incoming, self.outgoing = socket.socketpair()
         self.outgoing.setblocking(False)
         signal.set_wakeup_fd(self.outgoing.fileno())
@@ -37,7 +37,7 @@ class Signals:
         while True:
             [number] = self.incoming.recv(1)
             if not self.can_wait:
-                self.report(f'main.py: stopped at once, {self.loss}')
+                self.report(f'main.py: stopped at once, {self.advice}')
                 os._exit(128 + number)
             if self.number:
                 self.report('main.py: stopped at once, the last checkpoint stands')

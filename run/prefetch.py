@@ -179,7 +179,7 @@ class Worker:
     def begin(self, stream: Stream) -> None:
         """Tell the process what to make."""
         work = work_of(stream, self.rows, self.newest.after)
-        is_received(work, self.connection)  # `receive` tells if the process has ended
+        send(work, self.connection)  # `receive` tells if the process has ended
 
     def receive(self) -> PrefetchedBatch:
         """Return the next batch of these rows, padding after the last. Raise the worker's error."""
@@ -228,16 +228,16 @@ def send_all(messages: Iterable[Any], connection: Connection) -> None:
         signal.signal(number, signal.SIG_IGN)
     try:
         for message in messages:
-            if not is_received(message, connection):
+            if not send(message, connection):
                 return
     except Exception as error:
         frames = user_code.frames_of(error)
         if frames:  # the error behind this one is not sent
             error = user_code.UserError(str(error), frames)
-        is_received(error, connection)
+        send(error, connection)
 
 
-def is_received(message: Any, connection: Connection) -> bool:
+def send(message: Any, connection: Connection) -> bool:
     """Send a message. Return whether there is a process that receives it."""
     try:
         connection.send(message)

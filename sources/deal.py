@@ -10,7 +10,7 @@ import numpy as np
 from randomness import permutation
 from sources import Part, Record, Share
 
-# Plain files. A pool is what a lane holds in memory and shuffles.
+# A pool is what a lane holds in memory and shuffles.
 MAX_BLOCK_BYTES = 1 << 16
 MIN_BLOCKS = 4096  # of a corpus; a small one has smaller blocks
 BLOCKS_PER_POOL = 8

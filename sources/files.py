@@ -14,7 +14,7 @@ from typing import IO, Any, NamedTuple
 import paths
 from configs import check as settings
 
-# A longer line of plain text is cut into documents of at most CUT_BYTES.
+# A longer line of plain text is cut into documents of at most sources.text.CUT_BYTES.
 MAX_LINE_BYTES = 1 << 20
 # Files in buckets. A lane holds SEQUENTIAL_READ_AHEAD bytes of each gzipped shard that it reads.
 SEQUENTIAL_READ_AHEAD = 2 << 20
@@ -231,7 +231,7 @@ def read_file_record(key: str, split: str, path: str) -> FileRecord:
 
 
 def content_digest(path: str, num_bytes: int) -> tuple[str, tuple[int, ...]]:
-    """Return a hash of a file's kind (text or JSON Lines), size and content, and FileRecord.samples.
+    """Return a hash of a file's kind, size and content, and FileRecord.samples.
 
     Of a file above 1 MiB sixteen blocks of 4 KiB count, so that terabytes open in seconds. A change
     of the same size between these blocks goes unnoticed, except in a gzipped file, whose last bytes

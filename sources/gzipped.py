@@ -15,7 +15,6 @@ from sources.heads import open_unzipped
 from sources.tables import LineParser, whole_rows
 from sources.text import cut
 
-# Gzipped files.
 POOL_LINES = 100_000  # in the pools of all lanes together
 MIN_POOL_LINES = 256  # in the pool of one lane
 MIN_OPEN_SHARDS = 16  # by all lanes together
