@@ -147,9 +147,14 @@ def find_vocabulary(folder: Any, name: str | Path | None = None) -> Vocabulary |
 
 
 def named_vocabulary(
-    setting: str, name: str | Path, extra_ids: int, byte_extra_ids: int
+    setting: str, name: str | Path, extra_ids: int, byte_extra_ids: int | None = None
 ) -> Vocabulary:
-    """Return the vocabulary that `name` names. Errors begin with the name of the `setting`."""
+    """Return the vocabulary that `name` names. Errors begin with the name of the `setting`.
+
+    `byte_extra_ids`: the sentinels of bytes, where they are not `extra_ids` as those of a model are.
+    """
+    if byte_extra_ids is None:
+        byte_extra_ids = extra_ids
     if name == 'bytes':
         return ByteVocabulary(byte_extra_ids)
     try:

@@ -101,8 +101,7 @@ def cache(config: Any, part: int = 1, num_parts: int = 1) -> list[str]:
 
 def vocabulary_of(config: Any) -> Vocabulary:
     """Return the vocabulary whose ids are cached."""
-    extra_ids = config.extra_ids
-    return named_vocabulary('data.vocabulary', config.vocabulary, extra_ids, extra_ids)
+    return named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
 
 
 def open_task(task: Task, config: Any, vocabulary: Vocabulary) -> TokenizedTask:

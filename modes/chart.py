@@ -128,8 +128,6 @@ def format_tick(value: float) -> str:
         return f'{value / 1e3:.6g}k'
     if value and abs(value) < 1e-4:
         return f'{value:.6g}'.replace('e-0', 'e-')
-    if abs(value) < 1e-12:
-        return '0'
     return f'{value:,.6g}'
 
 

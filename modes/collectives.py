@@ -72,15 +72,15 @@ def executed(text: str) -> Iterator[tuple[Instruction, Computation, int]]:
         for instruction in computations[name].values():
             yield instruction, computations[name], times
             if instruction.opcode == 'while':
-                [condition] = called(instruction, 'condition')
-                [body] = called(instruction, 'body')
+                condition = called(instruction, 'condition')
+                body = called(instruction, 'body')
                 turns = num_turns(instruction, computations[condition])
                 yield from visit(body, times * turns)
             elif instruction.opcode == 'call':
-                [callee] = called(instruction, 'to_apply')
+                callee = called(instruction, 'to_apply')
                 yield from visit(callee, times)
             elif instruction.name.startswith(ASYNC_START):
-                [callee] = called(instruction, 'calls')
+                callee = called(instruction, 'calls')
                 for hidden in computations[callee].values():
                     started = hidden._replace(opcode=f'{hidden.opcode}-start')
                     yield started, computations[callee], times
@@ -107,9 +107,10 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
     return computations, entry
 
 
-def called(instruction: Instruction, attribute: str) -> list[str]:
-    """Return the computation that an attribute of an instruction names, if it has the attribute."""
-    return re.findall(rf'\b{attribute}=%?([\w.-]+)', instruction.text)
+def called(instruction: Instruction, attribute: str) -> str:
+    """Return the computation that an attribute of an instruction names."""
+    [name] = re.findall(rf'\b{attribute}=%?([\w.-]+)', instruction.text)
+    return name
 
 
 def num_turns(loop: Instruction, condition: Computation) -> int:

@@ -64,10 +64,10 @@ def explain_flag(error: flags.Error, file: str | None) -> str:
             return explain_config(cause, file)
         cause = cause.__context__
     text = str(error).strip().splitlines()[-1]
-    if isinstance(error, flags.UnrecognizedFlagError):  # its name may have several lines
-        text = ' '.join(str(error).split())
-    if isinstance(error, flags.UnrecognizedFlagError) and error.flagname.startswith('config.'):
-        return f'--{error.flagname} needs --config=FILE: try --config=configs/tiny.py'
+    if isinstance(error, flags.UnrecognizedFlagError):
+        if error.flagname.startswith('config.'):
+            return f'--{error.flagname} needs --config=FILE: try --config=configs/tiny.py'
+        text = ' '.join(str(error).split())  # its name may have several lines
     if 'get_config()' in text:
         return f'{text.removeprefix("TypeError: ")}: write --config={file}, with :ARG or without'
     is_value = isinstance(error, flags.IllegalFlagValueError)

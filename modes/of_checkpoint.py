@@ -39,9 +39,7 @@ def vocabulary_of_checkpoint(directory: Any, config: Any) -> Vocabulary:
         name = name or 'bytes'  # with as many sentinels as the settings say
     found = own
     if name:
-        found = named_vocabulary(
-            'data.vocabulary', name, config.extra_ids, byte_extra_ids=config.extra_ids
-        )
+        found = named_vocabulary('data.vocabulary', name, config.extra_ids)
     if found is None:
         raise ValueError(
             f'{directory} has no vocabulary: name the one that it was trained with, a SentencePiece '

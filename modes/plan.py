@@ -5,7 +5,6 @@ it fit. libtpu compiles for a slice of TPUs on any machine; a CPU stands in for 
 """
 
 import collections
-import dataclasses
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from configs import check as settings
 from modes import plan_decoding
 from modes.collectives import Collective, collectives_of, executed
 from modes.topology import CHIPS, SLICES, Chip, devices_of
-from modes.train import make_trainer
+from modes.train import fit_step, make_trainer, microbatch_counts
 from run import memory
 from run.console import Console
 
@@ -50,14 +49,8 @@ def trainer_of(config: Any, topology: str, devices: list) -> train.Trainer:
             f'--topology={topology} has {len(devices)} devices and the mesh {trainer.mesh.size}: set one '
             'axis to -1, such as mesh.data, to use all'
         )
-    microbatch_counts(trainer, config)
+    microbatch_counts(config, trainer)  # raises ValueError for train.num_microbatches
     return trainer
-
-
-def microbatch_counts(trainer: train.Trainer, config: Any) -> list[int]:
-    """Return the numbers of microbatches to try."""
-    rows = trainer.batch_size // partition.axes_size(trainer.mesh, partition.BATCH_AXES)
-    return memory.microbatch_counts(config.train.num_microbatches, rows)
 
 
 def lines_of(config: Any, trainer: train.Trainer, devices: list) -> Iterator[str]:
@@ -109,13 +102,7 @@ def fit(config: Any, trainer: train.Trainer) -> tuple[jax.stages.Compiled, int]:
     """
     memory.check_state_fits(trainer.mesh, trainer.shapes, trainer.specs)
     with Console().working('Compiling'):
-        planned = memory.fit_step(
-            lambda n: train.compile_step(dataclasses.replace(trainer, num_microbatches=n)),
-            counts=microbatch_counts(trainer, config),
-            requested=config.train.num_microbatches,
-            mesh=trainer.mesh,
-            state_bytes=memory.num_state_bytes(trainer.shapes),
-        )
+        planned = fit_step(config, trainer)
     assert planned.step is not None
     return planned.step, planned.num_microbatches
 

@@ -227,9 +227,10 @@ def restore_newest(
     if due and due[-1] < saved[-1]:
         with contextlib.suppress(verify.Damaged):  # it is set aside below, and the later ones stay
             verify.verify(folder / f'checkpoint_{due[-1]}')
-            later = saved[saved.index(due[-1]) + 1 :]
-            for step in later if jax.process_index() == 0 else []:
-                checkpoint.delete(folder / f'checkpoint_{step}')
+            if jax.process_index() == 0:
+                for step in saved:
+                    if step > due[-1]:
+                        checkpoint.delete(folder / f'checkpoint_{step}')
             multihost_utils.sync_global_devices(f'{folder} has no later checkpoints')
     begin = find_start(config, folder, trainer, lines=[], console=console)
     interval = folder / f'checkpoint_{begin.step}' / 'interval.json'

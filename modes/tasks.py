@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import tasks.open
+from run.examples import SPLITS, check_split
 from sources import NO_SPLIT, Record, Source
 from sources.open import find_cache
 from tasks import t5
@@ -20,7 +21,6 @@ from tasks.objectives import OBJECTIVES
 from vocabulary import EOS_ID, Vocabulary, named_vocabulary
 
 WIDTH = 100
-SPLITS = ('train', 'validation', 'test')
 
 
 def describe(
@@ -32,8 +32,8 @@ def describe(
     `vocabulary`: prints their ids, too. Raises ValueError for an unknown name; the lines raise it
     where a source does not open.
     """
-    if split and split not in SPLITS:
-        raise ValueError(f'--split={split}: use one of {", ".join(SPLITS)}')
+    if split:
+        check_split(split)
     if not config.task:
         return list_of(t5.LISTED)
     find_cache(config, config.task)  # raises ValueError for data.cache_dirs
@@ -58,10 +58,10 @@ def list_of(groups: Mapping[str, Sequence[Task | Mixture]]) -> Iterator[str]:
     for title, rows in groups.items():
         yield ''
         yield title
-        tasks = [row for row in rows if isinstance(row, Task)]
+        sources_of_tasks = [source_of(row) for row in rows if isinstance(row, Task)]
         widths = Widths(
             name=max((len(row.name) for row in rows), default=0),
-            source=max((len(source_of(task)) for task in tasks), default=0),
+            source=max(map(len, sources_of_tasks), default=0),
         )
         for row in rows:
             if isinstance(row, Task):
@@ -180,9 +180,7 @@ def describe_task(
     if num_examples:
         vocabulary = None
         if vocabulary_name:
-            vocabulary = named_vocabulary(
-                '--vocabulary', vocabulary_name, config.extra_ids, byte_extra_ids=config.extra_ids
-            )
+            vocabulary = named_vocabulary('--vocabulary', vocabulary_name, config.extra_ids)
         lines = examples_of(task, records_of(source, task, split), config, vocabulary)
         yield from itertools.chain.from_iterable(itertools.islice(lines, num_examples))
         if vocabulary is None:

@@ -79,10 +79,7 @@ gpu_device_info {{
 }}
 """
 # Those of --topology=all.
-SLICES = (
-    *('v5e:4x4', 'v5e:4x8', 'v5e:8x8', 'v5e:8x16', 'v5e:16x16'),
-    *('v5p:4x4x4', 'v6e:16x16', 'h100:8', 'h200:8'),
-)
+SLICES = 'v5e:4x4 v5e:4x8 v5e:8x8 v5e:8x16 v5e:16x16 v5p:4x4x4 v6e:16x16 h100:8 h200:8'.split()
 REMEDY = 'name a slice of v5e, v5p or v6e, such as v5e:16x16 or v5p:4x4x4, h100:8, h200:8, or cpu:8'
 
 

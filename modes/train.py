@@ -99,6 +99,23 @@ def check_scan(model: ModuleType, config: T5Config) -> None:
             )
 
 
+def microbatch_counts(config: Any, trainer: train.Trainer) -> list[int]:
+    """Return the numbers of microbatches to try. Raises ValueError for one that does not divide."""
+    rows = trainer.batch_size // partition.axes_size(trainer.mesh, partition.BATCH_AXES)
+    return memory.microbatch_counts(config.train.num_microbatches, rows)
+
+
+def fit_step(config: Any, trainer: train.Trainer) -> memory.Plan:
+    """Compile the step in as few microbatches as fit. Raises ValueError where none fits."""
+    return memory.fit_step(
+        lambda n: train.compile_step(dataclasses.replace(trainer, num_microbatches=n)),
+        counts=microbatch_counts(config, trainer),
+        requested=config.train.num_microbatches,
+        mesh=trainer.mesh,
+        state_bytes=memory.num_state_bytes(trainer.shapes),
+    )
+
+
 def num_lines_to_start(stream: Stream) -> int:
     """Return about how many lines all lanes read before the first batch."""
     total = 0
@@ -123,8 +140,7 @@ def prepare(config: Any, folder: Any) -> train.Run:
     terminal = console.Console()
     trainer = make_trainer(config)
     model = trainer.model
-    rows_per_device = trainer.batch_size // partition.axes_size(trainer.mesh, partition.BATCH_AXES)
-    counts = memory.microbatch_counts(config.train.num_microbatches, rows_per_device)
+    microbatch_counts(config, trainer)  # raises ValueError for train.num_microbatches
 
     # The text.
     with terminal.working('Reading the text'):
@@ -259,21 +275,11 @@ def prepare(config: Any, folder: Any) -> train.Run:
                 f'{begin.description}; compiling, then a line every {config.log.every_steps} steps.'
             )
             memory.check_state_fits(trainer.mesh, trainer.shapes, trainer.specs)
-
-            def compile_with(n: int) -> jax.stages.Compiled:
-                return train.compile_step(dataclasses.replace(trainer, num_microbatches=n))
-
             began = time.monotonic()
             with terminal.working('Compiling'), futures.ThreadPoolExecutor(1) as thread:
                 if not begin.leaves:  # beside the step, which takes about as long
                     thread.submit(train.compile_init, trainer)
-                planned = memory.fit_step(
-                    compile_with,
-                    counts=counts,
-                    requested=config.train.num_microbatches,
-                    mesh=trainer.mesh,
-                    state_bytes=memory.num_state_bytes(trainer.shapes),
-                )
+                planned = fit_step(config, trainer)
             if planned.note:
                 terminal.line(planned.note)
             terminal.line(f'Compiled in {time.monotonic() - began:.1f} s.')

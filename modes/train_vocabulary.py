@@ -36,9 +36,7 @@ def find_or_train_vocabulary(
     kept = workdir / 'vocabulary.model'
     origin = f'data.vocabulary={config.vocabulary!r}'
     if config.vocabulary:
-        vocabulary = named_vocabulary(
-            'data.vocabulary', config.vocabulary, config.extra_ids, byte_extra_ids=config.extra_ids
-        )
+        vocabulary = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
     elif model:
         origin = 'the vocabulary of restore.path'
         vocabulary = SentencePieceVocabulary(model, config.extra_ids)

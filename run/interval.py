@@ -117,10 +117,11 @@ def show(run: Any, progress: Any, interval: Interval, clock: Clock, log_now: boo
 
 def means(updates: list[dict]) -> dict[str, float]:
     """Return the means that only training has, under T5X's tags."""
-    column = {name: np.array([metrics[name] for metrics in updates]) for name in updates[0]}
+    learning_rates = np.array([metrics['learning_rate'] for metrics in updates])
+    gradient_norms = np.array([metrics['gradient_norm'] for metrics in updates])
     return {
-        'learning_rate': float(column['learning_rate'].mean()),
-        'weight_gradient_norm': float(column['gradient_norm'].mean()),
+        'learning_rate': float(learning_rates.mean()),
+        'weight_gradient_norm': float(gradient_norms.mean()),
     }
 
 

@@ -124,7 +124,6 @@ class TaskMetrics:
     ):
         self.config = config
         self.split = split
-        self.vocabulary = vocabulary
         self.tasks = [read_task(task, config, split, vocabulary) for task in opened]
         for task in self.tasks:
             num_trimmed = sum(example.is_trimmed for example in task.examples)
@@ -156,7 +155,7 @@ class TaskMetrics:
                     options=infer.decoding_options(self.config.decode),
                     progress=progress,
                 )
-                answers = [self.vocabulary.decode(answer.tokens[0]) for answer in found]
+                answers = [task.vocabulary.decode(answer.tokens[0]) for answer in found]
             if any(takes_scores(metric_fn) for metric_fn in task.task.metric_fns):
                 scores = score(t5, task.examples, self.config.infer_eval.batch_size, progress)
         except Stopped:

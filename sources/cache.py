@@ -394,14 +394,14 @@ class CachedRecords(Blocks):
         """Find where each example begins, and in a cache of this program the checksums of its ids."""
         self.offsets = [record_offsets(name) for name in self.names]
         self.checksums: list[np.ndarray | None] = []
+        first = IndexEntry._fields.index('crc32c')
+        num_fields = len(IndexEntry._fields)
         for name, offsets in zip(self.names, self.offsets, strict=True):
             index_path = ids_files(name)[1]
             checksums = None
             if os.path.exists(index_path):
                 index = np.fromfile(index_path, '<i8')
-                checksums = index[
-                    IndexEntry._fields.index('crc32c') :: len(IndexEntry._fields)
-                ].copy()
+                checksums = index[first::num_fields].copy()
                 if len(checksums) != len(offsets):
                     raise ValueError(
                         f'{name} has {len(offsets):,} examples, {index_path} has {len(checksums):,}: '

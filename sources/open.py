@@ -309,8 +309,9 @@ def check_runs_disjoint(
             start = max(run.first, other.first)
             if start < min(run.first + run.num_records, other.first + other.num_records):
                 raise ValueError(
-                    'data.train_split={train!r} and data.validation_split={validation!r} share records: '
-                    "name disjoint splits, as 'train[:99%]' and 'train[99%:]'".format(**splits)
+                    f'data.train_split={splits["train"]!r} and data.validation_split='
+                    f'{splits["validation"]!r} share records: name disjoint splits, as '
+                    "'train[:99%]' and 'train[99%:]'"
                 )
 
 

@@ -23,16 +23,13 @@ import numpy as np
 
 import paths
 from configs import check as settings
-from sources import BadLines
+from sources import BadLines, deal
 from sources.cache import text_of
 from sources.tfrecord import ByteRanges, StoredRecord, StoredRecords, record_offsets
 
 VERSION = re.compile(r'\d+\.\d+\.\d+')
 NAME = re.compile(rf'\w+(/[\w.+-]+)?(:{VERSION.pattern})?')
 FILES_OF_A_DATA_SET = ('dataset_info.json', 'features.json')
-
-MAX_BLOCK_BYTES = 1 << 16
-MIN_BLOCKS = 4096  # of a split; a small one has smaller blocks
 
 NUM_READERS = 128  # of ArrayRecord files that are kept open
 BLOCKS_OF_LARGE_FILE = 1024
@@ -130,7 +127,7 @@ class DataSet:
         if paths.is_in_bucket(runs[0].path):
             paths.matching_files(f'{os.path.dirname(runs[0].path)}/*')  # all sizes by one request
         missing = []
-        for path in {run.path: None for run in runs}:
+        for path in dict.fromkeys(run.path for run in runs):
             try:
                 size = paths.file_size(path)
             except OSError:
@@ -350,7 +347,7 @@ def array_record_reader(path: str, num_records: int) -> Any:
     module = importlib.import_module('array_record.python.array_record_module')
     try:
         reader = module.ArrayRecordReader(
-            path, READER_OPTIONS, file_reader_buffer_size=MAX_BLOCK_BYTES
+            path, READER_OPTIONS, file_reader_buffer_size=deal.MAX_BLOCK_BYTES
         )
         found = reader.num_records()
         reader.seek(0)
@@ -363,7 +360,7 @@ def array_record_reader(path: str, num_records: int) -> Any:
 
 def block_size(num_bytes: int, num_records: int) -> int:
     """Return the number of bytes of a block, which holds a record or more on average."""
-    return max(min(num_bytes // MIN_BLOCKS, MAX_BLOCK_BYTES), num_bytes // num_records, 1)
+    return max(min(num_bytes // deal.MIN_BLOCKS, deal.MAX_BLOCK_BYTES), num_bytes // num_records, 1)
 
 
 SHARDS_OF_FORMAT: dict[str, type[TfdsRecords]] = {

@@ -64,7 +64,7 @@ sources.files.SEQUENTIAL_READ_AHEAD = 1 << 16
 for names in json.loads(sys.argv[1]):
     try:
         if names['files'].endswith('.model'):
-            print(json.dumps(vocabulary.named_vocabulary('data.vocabulary', names['files'], 100, 0).hash))
+            print(json.dumps(vocabulary.named_vocabulary('data.vocabulary', names['files'], 100).hash))
             continue
         source = sources.open.open_source(corpora.make_config(validation_fraction=0.0, **names))
         documents = corpora.epoch_documents(source, splits=['train'])

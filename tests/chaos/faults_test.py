@@ -279,7 +279,7 @@ def read_cache(folder, vocabulary='', **changes):
     vocabulary = vocabulary or folder / 'caches/squares'
     config = cache_config(folder, vocabulary, use_cached='yes', **changes)
     mixture = tasks.open.open_mixture(config)
-    vocabulary = named_vocabulary('data.vocabulary', config.vocabulary, 100, 100)
+    vocabulary = named_vocabulary('data.vocabulary', config.vocabulary, 100)
     source = TokenizedTask(mixture.tasks[0], config, vocabulary).source
     found = []
     for split in ('train', 'validation'):

@@ -124,7 +124,7 @@ def test_a_batch_has_the_ids_of_p3(suffix, lengths):
     config = make_config(**{'lengths.inputs': num_inputs, 'lengths.targets': num_targets})
     opened = open_tiny(tasks_t0.score_task if suffix else tasks_t0.text_task, config)
     model = str(oracle('sentencepiece/sentencepiece.model'))
-    vocabulary = vocabularies.named_vocabulary('data.vocabulary', model, 0, byte_extra_ids=0)
+    vocabulary = vocabularies.named_vocabulary('data.vocabulary', model, 0)
     found = []
     for batch in Stream(opened, 'validation', vocabulary, config, 1, seed=0, num_epochs=1):
         features = (batch['encoder_input_tokens'], batch['decoder_target_tokens'])
