@@ -316,23 +316,15 @@ def append_eos_after_trim(tokens: np.ndarray, length: int | None = None) -> list
 
 
 def random_spans_helper(
-    inputs_length: int,
-    noise_density: float,
-    mean_length: float,
-    extra_inputs: int = 1,
-    extra_targets: int = 1,
+    inputs_length: int, noise_density: float, mean_length: float
 ) -> tuple[int, int]:
-    """Return (number of raw ids, targets length) for inputs of `inputs_length`, EOS included.
-
-    `extra_inputs` and `extra_targets` are the tokens that mark a span.
-    """
+    """Return (number of raw ids, targets length) for inputs of `inputs_length`, EOS included."""
 
     def corrupted_lengths(raw_length: int) -> tuple[int, int]:
         num_noise = round(raw_length * noise_density)
         num_spans = round(num_noise / mean_length)
-        inputs = raw_length - num_noise + num_spans * extra_inputs + 1
-        targets = num_noise + num_spans * extra_targets + 1
-        return inputs, targets
+        # A sentinel marks a span in both, and both end with EOS.
+        return raw_length - num_noise + num_spans + 1, num_noise + num_spans + 1
 
     raw_length = inputs_length - 1
     while raw_length < MAX_RAW_LENGTH and corrupted_lengths(raw_length + 1)[0] <= inputs_length:

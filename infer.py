@@ -40,9 +40,14 @@ FEATURES = (*SEQUENCES, *SEGMENTS)
 IGNORED_FEATURES = ('decoder_loss_weights', 'encoder_positions', 'decoder_positions')
 
 LENGTH_MULTIPLE = 32  # lengths are padded to a multiple, because each length is compiled
-SHORTEST_ROOM = 64  # tokens of an answer that the smallest program has room for; others double it
+SHORTEST_ROOM = 64  # tokens of an answer that the smallest program has room for
 MAX_INPUT_LENGTH = 512  # of a text, in tokens, where the checkpoint does not say: T5's
 EXAMPLES_PER_CHUNK = 4096  # that `in_batches` sorts by length at a time
+
+
+def room_for(length: int) -> int:
+    """Return the positions that programs have for answers of `length` tokens: a power of two."""
+    return max(SHORTEST_ROOM, 1 << (length - 1).bit_length())
 
 
 def next_size(n: int, multiple: int) -> int:
@@ -364,10 +369,7 @@ class T5:
         self, prompts: Sequence | None, inputs: Sequence, num_rows: int, length: int
     ) -> np.ndarray:
         """Return the prompts as int32 [num_rows, room for `length`], padded with zeros."""
-        room = SHORTEST_ROOM
-        while room < length:
-            room *= 2
-        prompt_bT = np.zeros((num_rows, room), np.int32)
+        prompt_bT = np.zeros((num_rows, room_for(length)), np.int32)
         if prompts is None:
             return prompt_bT
         if isinstance(prompts, list | tuple):

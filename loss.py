@@ -50,19 +50,10 @@ def cross_entropy(
     1 - label_smoothing on the target and the rest spread evenly over the other tokens; their own
     entropy is subtracted, so that a perfect prediction has loss zero.
     """
-    v = logits_bTv.shape[-1]
-    max_bT1 = lax.pmax(lax.stop_gradient(logits_bTv).max(axis=-1, keepdims=True), 'model')
-    partial_sum_bT = jnp.exp(logits_bTv - max_bT1).sum(axis=-1)
-    log_z_bT = jnp.log(lax.psum(partial_sum_bT, 'model')) + max_bT1[..., 0]
-
-    own_bT1 = (targets_bT - lax.axis_index('model') * v)[..., None]
-    is_own_bT1 = (own_bT1 >= 0) & (own_bT1 < v)
-    own_logit_bT1 = jnp.take_along_axis(logits_bTv, jnp.clip(own_bT1, 0, v - 1), axis=-1)
-    partial_target_bT = jnp.where(is_own_bT1, own_logit_bT1, 0.0)[..., 0]
-    target_bT = lax.psum(partial_target_bT, 'model')  # one device has it, the others add zero
-    loss_bT = log_z_bT - target_bT
+    log_z_bT = partition.logsumexp(logits_bTv, 'model')
+    loss_bT = log_z_bT - partition.take(logits_bTv, targets_bT, 'model')
     if label_smoothing:
-        vocab_size = lax.psum(v, 'model')
+        vocab_size = lax.psum(logits_bTv.shape[-1], 'model')
         on = 1.0 - label_smoothing
         off = label_smoothing / (vocab_size - 1)
         partial_all_bT = logits_bTv.sum(axis=-1)

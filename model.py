@@ -663,10 +663,7 @@ class Attention(hk.Module):
 
     @hk.name_like('__call__')
     def queries(self, x_bTD, positions):
-        """Return q_bThK. Their scale, 1/sqrt(head_dim), is in the initial values, as in T5X.
-
-        T5 does not use `positions` here; an own model may (examples/rotary).
-        """
+        """Return q_bThK. Their scale, 1/sqrt(head_dim), is in the initial values, as in T5X."""
         head_dim = self.config.head_dim
         root = jnp.sqrt(head_dim).astype(self.config.dtype).astype(jnp.float32)  # rounded as in T5X
         return self.heads(x_bTD, 'query', lambda *shape: NORMAL(*shape) / root)
@@ -842,10 +839,9 @@ def multiply(equation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
     if not partition.is_on_cpu():
         return jnp.einsum(equation, x, kernel)
     # As matrices: for the kernel's gradient, a sum over b and T, XLA would copy y's gradient transposed.
-    rows = x.shape[2:]
-    columns = kernel.shape[len(rows) :]
-    y_rF = x.reshape(-1, math.prod(rows)) @ kernel.reshape(math.prod(rows), -1)
-    return y_rF.reshape(*x.shape[:2], *columns)
+    num_rows = math.prod(x.shape[2:])
+    y_rF = x.reshape(-1, num_rows) @ kernel.reshape(num_rows, -1)
+    return y_rF.reshape(*x.shape[:2], *kernel.shape[x.ndim - 2 :])
 
 
 def multiply_transposed(kernel_FD: jax.Array, x_rD: jax.Array) -> jax.Array:

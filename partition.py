@@ -170,7 +170,7 @@ def _own_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 def logsumexp(x: jax.Array, axis: str) -> jax.Array:
     """Return log(sum(exp(x))) over the last dimension, which is split over `axis`."""
-    max_value = lax.pmax(x.max(axis=-1), axis)
+    max_value = lax.pmax(lax.stop_gradient(x).max(axis=-1), axis)
     partial_sum = jnp.exp(x - max_value[..., None]).sum(axis=-1)
     return jnp.log(lax.psum(partial_sum, axis)) + max_value
 

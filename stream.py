@@ -26,10 +26,8 @@ from user_code import UserError
 from vocabulary import EOS_ID, Vocabulary
 
 # A window is what a lane packs at a time: examples that fill ROWS_PER_WINDOW rows, at most EXAMPLES_PER_WINDOW.
-ROWS_PER_WINDOW = (
-    64  # fewer, down to the minimum, where all lanes would have more than ROWS_IN_ALL_WINDOWS
-)
-MIN_ROWS_PER_WINDOW = 8
+ROWS_PER_WINDOW = 64
+MIN_ROWS_PER_WINDOW = 8  # where all lanes together would else have more than ROWS_IN_ALL_WINDOWS
 ROWS_IN_ALL_WINDOWS = 1 << 16
 EXAMPLES_PER_WINDOW = 512
 

@@ -82,9 +82,7 @@ def plan_decoding(config: Any, trainer: train.Trainer) -> DecodingStep:
     batch_size = config.infer_eval.batch_size if is_of_run else config.decode.batch_size
     num_rows = infer.next_size(batch_size, partition.axes_size(mesh, partition.BATCH_AXES))
     length = infer.next_size(config.data.lengths.inputs, infer.LENGTH_MULTIPLE)
-    room = infer.SHORTEST_ROOM
-    while room < config.decode.max_length:
-        room *= 2
+    room = infer.room_for(config.decode.max_length)
     beam_size = config.decode.beam_size
     num_decodes = max(beam_size, config.decode.num_return)
 

@@ -387,6 +387,7 @@ def test_a_signal_to_one_of_two_processes_stops_both(arguments, command_line, ex
     assert_close_runs(tmp_path / 'run', expected, LAST_STEP)
 
 
+@pytest.mark.slow
 def test_a_workdir_that_one_process_does_not_see(arguments, command_line, tmp_path):
     hosts = [tmp_path / 'host_0', tmp_path / 'host_1']
     for host in hosts:
@@ -399,6 +400,7 @@ def test_a_workdir_that_one_process_does_not_see(arguments, command_line, tmp_pa
     assert 'ompiling' not in results[0].stdout
 
 
+@pytest.mark.slow  # modes/processes_test.py has the quick form
 def test_a_setting_of_one_process(arguments, command_line, monkeypatch):
     start = command_line.start
     seeds = iter(['--config.seed=1', '--config.seed=2'])

@@ -38,6 +38,7 @@ def test_tables(benchmark, tmp_path):
     assert re.search(r'^tiny: training is blocked for one copy and -?\d+ ms$', done.stdout, re.M)
 
 
+@pytest.mark.slow
 def test_refuses():
     assert_refuses(SCRIPT, '--sizes=2GB', '--sizes')
 

@@ -68,5 +68,6 @@ def test_only_the_axis_grows(benchmark):
     assert sizes('vocabulary', 4096) == (4, 512, 128, 2, 2, 4096)
 
 
+@pytest.mark.slow
 def test_refuses():
     assert_refuses(SCRIPT, '--axes=width', '--axes')

@@ -123,6 +123,7 @@ def test_t5x_trains_the_same_model(corpus):
     assert float(table['T5X']['ours is'].removesuffix(' x')) == pytest.approx(ratio, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'argument, flag',
     [
