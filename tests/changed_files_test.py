@@ -354,8 +354,11 @@ def test_a_corrected_corpus_needs_the_setting(corpus, uninterrupted, tmp_path):
         prepare(config, tmp_path / 'run')
 
 
+LONG_KINDS = [pytest.param(kind, marks=pytest.mark.long) for kind in ('txt', 'csv')]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize('kind', ['jsonl', 'txt', 'csv', 'txt.gz'])
+@pytest.mark.parametrize('kind', ['jsonl', 'txt.gz', *LONG_KINDS])
 def test_a_run_goes_on_after_its_bad_line_was_corrected(corpus, command_line, tmp_path, kind):
     files, path, good = write_bad_files(tmp_path / 'text', corpus, kind)
     program = Program(tmp_path, files, steps=40, log=1, save=1, evaluate=40)

@@ -170,7 +170,16 @@ def run_blocks(blocks, tiny, checkout, command_line) -> None:
 
 
 QUICK_PAGES = [page for page in PAGES if any(map(runs_quickly, blocks_of(page)))]
-SLOW_PAGES = [page for page in PAGES if any(map(is_run, blocks_of(page)))]
+SLOW_PAGES = []
+for page in PAGES:
+    if any(map(is_run, blocks_of(page))):
+        is_long = page.stem in (
+            'numbers',
+            'own_model',
+        )  # other tests train own models and trace runs
+        SLOW_PAGES.append(
+            pytest.param(page, id=page.stem, marks=[pytest.mark.long] if is_long else [])
+        )
 
 
 @pytest.mark.parametrize('page', QUICK_PAGES, ids=[page.stem for page in QUICK_PAGES])
@@ -180,7 +189,7 @@ def test_short_commands(page, checkout, uninterrupted, command_line):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('page', SLOW_PAGES, ids=[page.stem for page in SLOW_PAGES])
+@pytest.mark.parametrize('page', SLOW_PAGES)
 def test_all_commands(page, checkout, tiny, command_line):
     run_blocks(filter(is_run, blocks_of(page)), tiny, checkout, command_line)
 

@@ -95,8 +95,8 @@ def make_config(folder, data_axis, model_axis, pack, num_microbatches):
     'data_axis, model_axis, pack, num_microbatches',
     [
         (1, 1, 'no', 1),
-        (2, 2, 'no', 1),
-        (1, 1, 'tightly', 2),
+        pytest.param(2, 2, 'no', 1, marks=pytest.mark.long),
+        pytest.param(1, 1, 'tightly', 2, marks=pytest.mark.long),
         (2, 2, 'tightly', 2),
     ],
 )

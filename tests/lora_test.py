@@ -106,7 +106,10 @@ def test_same_gradients_on_a_mesh():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('data, model_axis', [(8, 1), (4, 2), (2, 4)])
+@pytest.mark.parametrize(
+    'data, model_axis',
+    [(2, 4), *[pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((8, 1), (4, 2))]],
+)
 def test_same_losses_on_every_mesh(data, model_axis):
     found = {}
     for mesh_shape in ((1, 1), (data, model_axis)):

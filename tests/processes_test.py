@@ -256,7 +256,15 @@ except Exception as error:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('place', ['line', 'line of validation', 'metric', 'metric of one'])
+@pytest.mark.parametrize(
+    'place',
+    [
+        'line',
+        pytest.param('line of validation', marks=pytest.mark.long),
+        pytest.param('metric', marks=pytest.mark.long),
+        'metric of one',
+    ],
+)
 def test_two_processes_save_the_same_step_before_an_error(place, tmp_path, monkeypatch):
     """A line that one of them reads, and a metric."""
     own_task.write(tmp_path)
@@ -327,8 +335,15 @@ def arguments(corpus, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('number', [0, 1])
-@pytest.mark.parametrize('name', ['SIGKILL', 'SIGSTOP'])
+@pytest.mark.parametrize(
+    'name, number',
+    [
+        ('SIGKILL', 0),
+        ('SIGSTOP', 1),
+        pytest.param('SIGKILL', 1, marks=pytest.mark.long),
+        pytest.param('SIGSTOP', 0, marks=pytest.mark.long),
+    ],
+)
 def test_a_run_goes_on_after_one_of_two_processes_is_lost(
     name, number, arguments, command_line, expected, tmp_path
 ):

@@ -149,8 +149,11 @@ def tfds_dir(make_once):
     return make_once('recipes', lambda folder: recipe_data.prepare_tfds(folder, names))
 
 
+LONG_RECIPE = pytest.param('superglue', marks=pytest.mark.long)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize('recipe', TFDS_RECIPES)
+@pytest.mark.parametrize('recipe', [LONG_RECIPE, *sorted(TFDS_RECIPES.keys() - {'superglue'})])
 def test_a_recipe_on_tfds(recipe, tfds_dir, uninterrupted, tmp_path):
     config = config_of(recipe, tfds_dir=str(tfds_dir))
     checkpoint = uninterrupted
@@ -176,6 +179,7 @@ def test_the_average_of_glue(tfds_dir, uninterrupted, tmp_path):
     assert row['Average GLUE Score'] == pytest.approx(f'{sum(means) / 8:.3f}')
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_t0_on_p3(uninterrupted, tmp_path):
     """All 313 tasks of the mixture, and the 116 that are ranked, at a chosen step and split."""

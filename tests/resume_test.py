@@ -55,7 +55,13 @@ SLOW_STEPS = ['model.emb_dim=512', 'model.mlp_dim=16384', 'train.batch_size=64']
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('settings', [[], SLOW_STEPS], ids=['quick steps', 'slow steps'])
+@pytest.mark.parametrize(
+    'settings',
+    [
+        pytest.param([], id='quick steps'),
+        pytest.param(SLOW_STEPS, id='slow steps', marks=pytest.mark.long),
+    ],
+)
 def test_a_second_signal_ends_at_once(command_line, corpus, tmp_path, settings):
     """Both arrive during one step, because the process is paused when they are sent, or it is slow."""
     program = Program(tmp_path, corpus, steps=100_000, log=4, save=100_000, evaluate=100_000)
@@ -245,6 +251,7 @@ def large_corpus(make_once):
     return f'{folder}/shards/*.json.gz'
 
 
+@pytest.mark.long
 @pytest.mark.slow(takes_minutes=True)
 def test_memory_does_not_grow_with_the_corpus(large_corpus, tmp_path):
     """200,000 lines of JSON in 8 gzipped shards against 2,000: at most 1 GB more."""
@@ -254,6 +261,7 @@ def test_memory_does_not_grow_with_the_corpus(large_corpus, tmp_path):
     assert large - small < 1
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_document_of_a_large_corpus_comes_once_wherever_it_was_stopped(large_corpus):
     """128 lanes, all killed in the middle of a shard and continued from their places."""

@@ -11,6 +11,7 @@ from benchmark_scripts import assert_refuses, run
 SCRIPT = 'checkpoint.py'
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_tables(benchmark, tmp_path):
     done = run(SCRIPT, '--sizes=tiny', '--rounds=2', f'--folder={tmp_path}')

@@ -12,6 +12,7 @@ from modes.train import make_trainer
 SCRIPT = 'scaling.py'
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_tables_and_figure(tmp_path):
     svg = tmp_path / 'figure.svg'

@@ -250,7 +250,7 @@ def kill_after(process, step, workdir, inside_saving, rng):
 @pytest.mark.parametrize(
     'num_kills, steps',
     [
-        pytest.param(8, 600, marks=pytest.mark.slow(takes_minutes=True)),
+        pytest.param(8, 600, marks=[pytest.mark.long, pytest.mark.slow(takes_minutes=True)]),
         pytest.param(100, 3600, marks=pytest.mark.chaos),
     ],
 )

@@ -217,6 +217,7 @@ def test_killed_anywhere_and_started_again(corpus, expected, tmp_path, place):
         assert_same(folder, expected)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_stopped_anywhere_and_started_again(corpus, expected, tmp_path):
     """After a step and each of two batches, at last in the evaluation that ends the run."""
