@@ -53,8 +53,8 @@ def written(trainer):
     decoder = 1 + c.num_decoder_layers * (3 + 2 * again + 3 + 1 + 2) + 1
     moves('all-reduce', ('model',), tokens_of_inputs * c.emb_dim * 4, encoder)
     moves('all-reduce', ('model',), tokens_of_targets * c.emb_dim * 4, decoder)
-    # The loss: the largest logit, the sum, the logit of the target; the argmax has two.
-    moves('all-reduce', ('model',), tokens_of_targets * 4, 5)
+    # The loss: the largest logit, the sum, the logit of the target; the argmax has one more.
+    moves('all-reduce', ('model',), tokens_of_targets * 4, 4)
     for path, x in trainer.shapes.params.items():
         spec = trainer.specs.params[path]
         whole = x.size * 4 // (mesh.shape['model'] if 'model' in spec else 1)
