@@ -117,6 +117,16 @@ def _all_gather_backward(axis, dim, dtype, gradient_dtype, _, grad):
 all_gather.defvjp(_all_gather_forward, _all_gather_backward)
 
 
+def vary_alike(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return both arrays, each marked as varying over the axes of the other one, too.
+
+    JAX does so for its own products, but not for a function with a gradient of its own.
+    """
+    axes_x, axes_y = (jax.typeof(z).manual_axis_type.varying for z in (x, y))
+    x = lax.pcast(x, tuple(sorted(axes_y - axes_x)), to='varying')
+    return x, lax.pcast(y, tuple(sorted(axes_x - axes_y)), to='varying')
+
+
 def argmax(x: jax.Array, axis: str) -> jax.Array:
     """Return the index of the largest value in the last dimension, which is split over `axis`.
 
@@ -299,8 +309,7 @@ def per_device(params: Any, specs: Any) -> Any:
     """
 
     def mark(x: jax.Array, spec: P) -> jax.Array:
-        axes = replicated_batch_axes(spec)
-        return lax.pcast(x, axes, to='varying') if axes else x
+        return lax.pcast(x, replicated_batch_axes(spec), to='varying')
 
     return jax.tree.map(mark, params, specs)
 

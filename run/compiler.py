@@ -2,24 +2,38 @@
 
 import functools
 import os
+import re
+from pathlib import Path
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 OPTION = 'xla_cpu_experimental_ynn_fusion_type'
+PRODUCTS = 'LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT'  # the value that leaves products alone to YNNPACK
+BFLOAT16_PRODUCTS = re.compile(r'\b(avx512_bf16|amx_bf16|bf16)\b')  # of x86 and ARM, in /proc/cpuinfo
 
 
-def options(mesh: Mesh) -> dict[str, str | bool] | None:
-    """Return compiler options for a train step on a mesh; XLA_FLAGS of the user have precedence.
+def options(mesh: Mesh, dtype: str) -> dict[str, str | bool] | None:
+    """Return compiler options for a train step on a mesh that computes in `dtype`.
 
-    On CPUs, XLA of JAX 0.10 gives sums and products to YNNPACK, which plans each one again in every
-    step. When a program is loaded, each one is looked for among all instructions. Without YNNPACK a step
-    is faster, and a compiled one is loaded in less than half the time: docs/log.md.
+    XLA_FLAGS of the user have precedence. On CPUs, XLA of JAX 0.10 gives sums and products to YNNPACK,
+    which plans each one again in every step. When a program is loaded, each one is looked for among all
+    instructions. Without YNNPACK a step is faster, and a compiled one is loaded in less than half the
+    time: docs/log.md. But YNNPACK alone multiplies with a CPU's instructions for bfloat16.
     """
     is_cpu = mesh.devices.flat[0].platform == 'cpu'
     if is_cpu and OPTION not in os.environ.get('XLA_FLAGS', '') and is_known(mesh):
-        return {OPTION: ''}
+        return {OPTION: PRODUCTS if dtype == 'bfloat16' and multiplies_bfloat16() else ''}
     return None
+
+
+@functools.cache
+def multiplies_bfloat16() -> bool:
+    """Return whether this CPU has instructions for products of bfloat16; False where that is unknown."""
+    try:
+        return BFLOAT16_PRODUCTS.search(Path('/proc/cpuinfo').read_text()) is not None
+    except OSError:  # not Linux
+        return False
 
 
 @functools.cache

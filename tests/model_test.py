@@ -407,30 +407,44 @@ def test_a_table_that_disagrees_fails_by_path(monkeypatch):
     'equation, rows, columns',
     [('bTD,Df->bTf', (5,), (7,)), ('bTD,DhK->bThK', (5,), (2, 3)), ('bThK,hKD->bTD', (2, 3), (5,))],
 )
-def test_products_on_a_cpu_are_those_of_other_devices(equation, rows, columns, monkeypatch):
-    """The product and both gradients, as matrices and as the einsum."""
+@pytest.mark.parametrize('dtype, tolerance', [('float32', 1e-5), ('bfloat16', 2**-7)])
+def test_products_on_a_cpu_are_those_of_other_devices(
+    equation, rows, columns, dtype, tolerance, monkeypatch
+):
+    """The product and both gradients, as matrices and as the einsum; bfloat16 is rounded once."""
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((3, 4, *rows), np.float32)
-    kernel = rng.standard_normal((*rows, *columns), np.float32)
+    x = jnp.asarray(rng.standard_normal((3, 4, *rows)), dtype)
+    kernel = jnp.asarray(rng.standard_normal((*rows, *columns)), dtype)
     found = []
     for is_on_cpu in (True, False):
         monkeypatch.setattr(partition, 'is_on_cpu', lambda is_on_cpu=is_on_cpu: is_on_cpu)
         y, gradients = jax.vjp(functools.partial(model.multiply, equation), x, kernel)
         assert y.shape == (3, 4, *columns)
         found.append((y, *gradients(jnp.cos(y))))
-    chex.assert_trees_all_close(*found, rtol=1e-5, atol=1e-5)
+    for x in (found[0], found[1]):
+        assert {leaf.dtype for leaf in x} == {jnp.dtype(dtype)}
+    found = jax.tree.map(lambda x: x.astype(jnp.float32), found)
+    chex.assert_trees_all_close(*found, rtol=tolerance, atol=tolerance)
 
 
-def test_a_step_on_a_cpu_multiplies_matrices():
-    """Its products with kernels have two dimensions each, because its mesh is a CPU's."""
-    trainer = make_trainer(run_config(1, 1))
+@pytest.mark.parametrize('dtype, name', [('float32', 'f32'), ('bfloat16', 'bf16')])
+def test_a_step_on_a_cpu_multiplies_matrices(dtype, name):
+    """Its products with kernels, gradients too, have two dimensions each, because its mesh is a CPU's.
+
+    The sums are float32: XLA multiplies bfloat16 fast for them alone.
+    """
+    config = run_config(1, 1)
+    config.model.dtype = dtype
+    trainer = make_trainer(config)
     text = train.jit_step(trainer).lower(trainer.shapes, random_batch(0)).as_text()
     width = trainer.model_config.mlp_dim
+    logits = f'x{trainer.model_config.vocab_size}x'  # float32 in both
     products = [line for line in text.splitlines() if 'stablehlo.dot_general' in line]
-    of_mlp = [line for line in products if f'x{width}x' in line]
+    of_mlp = [line for line in products if f'x{width}x' in line and logits not in line]
     assert len(of_mlp) >= 6
     for line in of_mlp:
-        assert re.search(r'tensor<\d+x\d+xf32>, tensor<\d+x\d+xf32>', line), line
+        operand = rf'tensor<\d+x\d+x{name}>'
+        assert re.search(rf'{operand}, {operand}\) -> tensor<\d+x\d+xf32>', line), line
 
 
 def test_einsum_letters_are_the_suffixes():

@@ -1,4 +1,4 @@
-"""A train step on CPUs is compiled without YNNPACK."""
+"""A train step on CPUs is compiled without YNNPACK, but for products of bfloat16."""
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +15,58 @@ def mesh():
     return partition.make_mesh(data=1, model=1, devices=jax.devices()[:1])
 
 
+ARRAY = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+
+
 def compile_sum(options):
-    array = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-    return jax.jit(lambda x: jnp.tanh(x @ x).sum(0)).lower(array).compile(options).as_text()
+    return jax.jit(lambda x: jnp.tanh(x @ x).sum(0)).lower(ARRAY).compile(options).as_text()
 
 
-def test_ynnpack_is_left_out(mesh):
+def test_ynnpack_is_left_out(mesh, monkeypatch):
     assert YNNPACK in compile_sum(None), 'XLA does not use YNNPACK: compiler.py can go'
-    assert YNNPACK not in compile_sum(compiler.options(mesh))
+    for dtype, multiplies_bfloat16 in (('float32', True), ('bfloat16', False)):
+        monkeypatch.setattr(compiler, 'multiplies_bfloat16', lambda has=multiplies_bfloat16: has)
+        assert YNNPACK not in compile_sum(compiler.options(mesh, dtype))
+
+
+def test_products_of_bfloat16_are_left_to_ynnpack(mesh, monkeypatch):
+    """Not their sums; where the CPU has instructions for them."""
+    monkeypatch.setattr(compiler, 'multiplies_bfloat16', lambda: True)
+    options = compiler.options(mesh, 'bfloat16')
+    matrix = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+    multiply = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32))
+    assert YNNPACK in multiply.lower(matrix).compile(options).as_text()
+    program = jax.jit(lambda x: jnp.tanh(x).sum(0)).lower(ARRAY).compile(options)
+    assert YNNPACK not in program.as_text()
+
+
+@pytest.mark.parametrize(
+    'flags, is_found',
+    [
+        ('flags\t\t: fma avx2 avx512_bf16 avx512_vbmi', True),
+        ('flags : avx512f amx_bf16 amx_tile', True),
+        ('Features\t: fp asimd sve bf16 i8mm', True),
+        ('Features\t: fp asimd svebf16x', False),
+        ('flags : fma avx2 avx512f', False),
+        ('', False),
+    ],
+)
+def test_instructions_for_bfloat16(flags, is_found, monkeypatch):
+    monkeypatch.setattr(compiler.Path, 'read_text', lambda self: f'processor : 0\n{flags}\n')
+    assert compiler.multiplies_bfloat16.__wrapped__() == is_found
+
+
+def test_a_system_without_cpuinfo(monkeypatch):
+    def read_text(self):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(compiler.Path, 'read_text', read_text)
+    assert not compiler.multiplies_bfloat16.__wrapped__()
 
 
 def test_flags_of_the_user_have_precedence(mesh, monkeypatch):
     monkeypatch.setenv('XLA_FLAGS', f'--{compiler.OPTION}=individual_dot')
-    assert compiler.options(mesh) is None
+    assert compiler.options(mesh, 'float32') is None
 
 
 def test_xla_that_lacks_the_option(mesh, monkeypatch):
