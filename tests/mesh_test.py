@@ -145,13 +145,20 @@ def collectives(mesh, remat='none', scan_layers=False, num_layers=1, **settings)
     for kind in ('all_gather', 'reduce_scatter', 'all_reduce'):
         found[kind] = []
         # A reduction has a region, and its type is on a later line.
-        pattern = (
-            rf'"stablehlo.{kind}".*?replica_groups = .*?tensor<\d+x(\d+)xi64>.*?\) -> tensor<(\w+)>'
-        )
-        for group_size, result in re.findall(pattern, program, re.DOTALL):
-            if group_size != '1':
+        pattern = rf'"stablehlo.{kind}".*?replica_groups = (.*?)}}>.*?\) -> tensor<(\w+)>'
+        for groups, result in re.findall(pattern, program, re.DOTALL):
+            if group_size(groups, mesh) > 1:
                 found[kind].append(result)
     return found
+
+
+def group_size(groups, mesh):
+    """Return how many devices exchange: JAX 0.12 names axes of the mesh, JAX 0.10 lists devices."""
+    listed = re.search(r'tensor<\d+x(\d+)xi64>', groups)
+    if listed:
+        return int(listed[1])
+    sizes = dict(zip(partition.MESH_AXES, mesh, strict=True))
+    return math.prod(sizes[axis] for axis in re.findall(r'name = "(\w+)"', groups))
 
 
 def test_what_fsdp_adds_to_a_step():
