@@ -68,12 +68,14 @@ def test_a_program_is_compiled_once_and_a_damaged_cache_is_emptied(tmp_path):
     assert compile_once(tmp_path) == [0, result]
     assert entries(tmp_path) == kept
 
-    # An entry without the time of its last use. The first program that is not kept empties the cache.
+    # An entry without the time of its last use. JAX 0.12 lets it be; else the first program that is
+    # not kept empties the cache.
     for file in tmp_path.glob('*/*/*-cache'):
         file.rename(file.with_name('other-cache'))
     compile_once(tmp_path)
     compile_once(tmp_path)
-    assert entries(tmp_path) == kept
+    assert kept.items() <= entries(tmp_path).items()
+    assert compile_once(tmp_path) == [len(kept), result]
 
 
 def test_a_folder_that_takes_no_files_is_not_used(tmp_path):
