@@ -698,26 +698,6 @@ def shapes(tree: Mapping) -> Shapes:
     return {path: tuple(np.shape(leaf)) for path, leaf in tree.items()}
 
 
-def choose(
-    index: Mapping[str, Any], expected: Shapes, pattern: str = '.*', strict: bool = True
-) -> dict[str, Any]:
-    """Return the leaves of `index` to restore: their whole path matches `pattern`.
-
-    Raises ValueError for other shapes than `expected` and, if `strict`, for matching paths that only `index` or
-    only `expected` has. Without `strict` these are left out.
-    """
-    found = {path: leaf for path, leaf in index.items() if re.fullmatch(pattern, path)}
-    known = {path: shape for path, shape in expected.items() if re.fullmatch(pattern, path)}
-    if not found:
-        example = max(index, default='')
-        raise ValueError(f'{pattern!r} matches no path of it: they are like {example}')
-    if not strict:
-        found = {path: leaf for path, leaf in found.items() if path in known}
-        known = {path: known[path] for path in found}
-    compare(known, shapes(found))
-    return found
-
-
 def compare(expected: Shapes, found: Shapes) -> None:
     """Raise ValueError unless a checkpoint's shapes, `found`, are the model's, `expected`."""
     differences = []

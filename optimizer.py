@@ -120,16 +120,6 @@ def slots(opt_state: Any, params: Mapping[str, Any]) -> list[jax.Array]:
     return [x for keys, x in leaves if parameter_index(keys, params) is not None]
 
 
-def average_paths(tree: Mapping[str, Any]) -> dict[str, str]:
-    """Return {path of a moving average: path of its parameter} in a flat tree of T5X's paths."""
-    found = {}
-    for path in tree:
-        owner, _, slot = path.removeprefix('state/param_states/').rpartition('/')
-        if slot == AVERAGE_SLOT and f'target/{owner}' in tree:
-            found[path] = f'target/{owner}'
-    return found
-
-
 def make_schedule(config: Any) -> Callable:
     """Return T5X's product of factors: step (before it is incremented) -> learning rate, float32.
 

@@ -237,13 +237,6 @@ def shardings(mesh: Mesh, specs: Any) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
-def own_rows(mesh: Mesh, batch_size: int) -> range:
-    """Return the rows of a global batch that this process feeds to its devices."""
-    indices = NamedSharding(mesh, BATCH).addressable_devices_indices_map((batch_size,))
-    rows = np.concatenate([np.arange(batch_size)[index] for index in indices.values()])
-    return range(rows.min(), rows.max() + 1)
-
-
 def place_rows(mesh: Mesh, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """Return global arrays, split over BATCH_AXES, of the rows that each process has."""
     sharding = NamedSharding(mesh, BATCH)

@@ -190,11 +190,21 @@ def _read_t5x(directory: Any, part: str) -> dict[str, Any]:
         step = np.asarray(checkpoint.read_leaf(step))
     if step.shape or step.dtype.kind not in 'iu' or not 0 <= step < 2**31:
         raise ValueError(f'{directory} has state/step {step}, which is no int32: copy it again')
-    averages = optimizer.average_paths(index)
+    averages = average_paths(index)
     leaves = {path: leaf for path, leaf in index.items() if path not in averages}
     for path, parameter in averages.items():
         leaves[parameter] = index[path]
     return leaves
+
+
+def average_paths(tree: Mapping[str, Any]) -> dict[str, str]:
+    """Return {path of a moving average: path of its parameter} in a flat tree of T5X's paths."""
+    found = {}
+    for path in tree:
+        owner, _, slot = path.removeprefix('state/param_states/').rpartition('/')
+        if slot == optimizer.AVERAGE_SLOT and f'target/{owner}' in tree:
+            found[path] = f'target/{owner}'
+    return found
 
 
 def _config_beside(directory: Any) -> tuple[ModuleType, T5Config | None]:

@@ -118,7 +118,7 @@ def choose_initial(config: Any, trainer: train.Trainer) -> Start:
 
     # Choose what the model needs. Averages begin with the parameters that a run starts from.
     expected = state_shapes(trainer)
-    for average in optimizer.average_paths(expected):
+    for average in formats.open.average_paths(expected):
         del expected[average]
     # Without optimizer state the step does not come along either.
     if rank or not any(is_slot(path) for path in index):
@@ -127,7 +127,7 @@ def choose_initial(config: Any, trainer: train.Trainer) -> Start:
     adapter = trainer.model.ADAPTER
     expected = {path: x for path, x in expected.items() if not re.fullmatch(adapter, path)}
     try:
-        leaves = checkpoint.choose(index, expected, chosen.only, chosen.strict)
+        leaves = choose(index, expected, chosen.only, chosen.strict)
     except re.error as error:
         raise ValueError(
             f'restore.only={chosen.only!r} is no regular expression: {error}'
@@ -135,7 +135,7 @@ def choose_initial(config: Any, trainer: train.Trainer) -> Start:
     except ValueError as error:
         remedy = "leave those out with restore.only, as '(?!.*mlp).*' does all MLPs"
         with contextlib.suppress(ValueError):
-            checkpoint.choose(index, expected, chosen.only, strict=False)
+            choose(index, expected, chosen.only, strict=False)
             remedy += ', or whatever only one of them has with restore.strict=False'
         raise ValueError(f'restore.path={chosen.path}: {error}: {remedy}') from error
     if rank and not leaves.keys() == index.keys() == expected.keys():
@@ -237,6 +237,26 @@ def restore_newest(
     return begin.step, restore(trainer, begin.leaves), json.loads(interval.read_bytes())
 
 
+def choose(
+    index: Mapping[str, Any], expected: checkpoint.Shapes, pattern: str = '.*', strict: bool = True
+) -> dict[str, Any]:
+    """Return the leaves of `index` to restore: their whole path matches `pattern`.
+
+    Raises ValueError for other shapes than `expected` and, if `strict`, for matching paths that only `index` or
+    only `expected` has. Without `strict` these are left out.
+    """
+    found = {path: leaf for path, leaf in index.items() if re.fullmatch(pattern, path)}
+    known = {path: shape for path, shape in expected.items() if re.fullmatch(pattern, path)}
+    if not found:
+        example = max(index, default='')
+        raise ValueError(f'{pattern!r} matches no path of it: they are like {example}')
+    if not strict:
+        found = {path: leaf for path, leaf in found.items() if path in known}
+        known = {path: known[path] for path in found}
+    checkpoint.compare(known, checkpoint.shapes(found))
+    return found
+
+
 def state_shapes(trainer: train.Trainer) -> checkpoint.Shapes:
     """Return {T5X's path: shape} of all that a checkpoint of this run holds."""
     return checkpoint.shapes(optimizer.to_t5x(*trainer.shapes))
@@ -253,7 +273,7 @@ def restore(trainer: train.Trainer, leaves: Mapping[str, Any], dtype: str = '') 
         shardings[path] = partition.shardings(trainer.mesh, spec)
     split = {path: sharding for path, sharding in shardings.items() if sharding.spec != P()}
     arrays = checkpoint.restore(leaves, split, dtype)
-    averages = optimizer.average_paths(shardings)
+    averages = formats.open.average_paths(shardings)
 
     # Compute the initial arrays that are missing; XLA computes no others.
     missing = {}

@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from ml_collections import FrozenConfigDict
 
-import checkpoint
 import data
 import evaluate
 import infer
@@ -125,6 +125,13 @@ def num_lines_to_start(stream: Stream) -> int:
     return total
 
 
+def own_rows(mesh: Mesh, batch_size: int) -> range:
+    """Return the rows of a global batch that this process feeds to its devices."""
+    indices = NamedSharding(mesh, partition.BATCH).addressable_devices_indices_map((batch_size,))
+    rows = np.concatenate([np.arange(batch_size)[index] for index in indices.values()])
+    return range(rows.min(), rows.max() + 1)
+
+
 def prepare(config: Any, folder: Any) -> train.Run:
     """Return a run in the workdir `folder`, ready for its first step.
 
@@ -200,7 +207,7 @@ def prepare(config: Any, folder: Any) -> train.Run:
                 directory, trainer.model, trainer.model_config, otherwise='name another --workdir'
             )
             mixture = workdir.compare_settings(directory, resolved, mixture, begin.step)
-            checkpoint.choose(begin.leaves, start.state_shapes(trainer))
+            start.choose(begin.leaves, start.state_shapes(trainer))
             changed = [file.path for file in mixture.files if file.is_changed_at(begin.step)]
             if changed:
                 terminal.line(f'Changed since step {begin.step:,}: {settings.first_ten(changed)}.')
@@ -215,7 +222,7 @@ def prepare(config: Any, folder: Any) -> train.Run:
                 config=config.data,
                 batch_size=config.train.batch_size,
                 seed=config.seed,
-                rows=partition.own_rows(trainer.mesh, config.train.batch_size),
+                rows=own_rows(trainer.mesh, config.train.batch_size),
             )
             training = open_stream('train', num_epochs=config.train.epochs or None)
             validation = open_stream('validation', num_epochs=1)

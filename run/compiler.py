@@ -10,9 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 OPTION = 'xla_cpu_experimental_ynn_fusion_type'
 PRODUCTS = 'LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT'  # the value that leaves products alone to YNNPACK
-BFLOAT16_PRODUCTS = re.compile(
-    r'\b(avx512_bf16|amx_bf16|bf16)\b'
-)  # of x86 and ARM, in /proc/cpuinfo
+# What /proc/cpuinfo says of a CPU, x86 or ARM, that multiplies bfloat16.
+BFLOAT16_PRODUCTS = re.compile(r'\b(avx512_bf16|amx_bf16|bf16)\b')
 
 
 def options(mesh: Mesh, dtype: str) -> dict[str, str | bool] | None:

@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import re
 import resource
 import shutil
 import socket
@@ -867,42 +866,3 @@ def test_compare():
     with pytest.raises(ValueError, match='and 20 more') as error:
         checkpoint.compare({f'target/{i}': () for i in range(30)}, {})
     assert str(error.value).count('target/') == 10
-
-
-def test_choose():
-    model = {'target/a': (2, 3), 'target/b': (4,), 'target/c': ()}
-    found = {path: np.zeros(shape) for path, shape in model.items()}
-    assert checkpoint.choose(found, model).keys() == model.keys()
-    assert checkpoint.choose(found, model, 'target/[ab]').keys() == {'target/a', 'target/b'}
-    less = {path: found[path] for path in ('target/b', 'target/c')}
-    more = found | {'target/d': np.zeros(1)}
-    other = found | {'target/a': np.zeros([3, 3])}
-    for index, pattern, strict, name in [
-        (less, '.*', True, 'target/a'),
-        (more, '.*', True, 'target/d'),
-        *((other, '.*', strict, 'target/a') for strict in (True, False)),
-        (found, 'encoder', True, "'encoder'"),
-    ]:
-        with pytest.raises(ValueError, match=name):
-            checkpoint.choose(index, model, pattern, strict)
-    for index in (less, more):
-        chosen = checkpoint.choose(index, model, strict=False)
-        assert chosen.keys() == index.keys() & model.keys()
-
-
-def test_the_patterns_of_the_docs():
-    """Each takes what the text says: all parameters; all but the vocabulary's arrays, with their slots."""
-    patterns = re.findall(r"restore\.only='([^']+)'", (ROOT / 'docs/checkpoints.md').read_text())
-    index = checkpoint.read_index(GOLDEN / 't5x_t5_1_1_tiny/checkpoint_6')
-    expected = checkpoint.shapes(index)
-    parameters = {path for path in index if path.startswith('target/')}
-    ends = ('token_embedder/embedding', 'decoder/logits_dense/kernel')
-    vocabulary = {f'target/{end}' for end in ends}
-    vocabulary |= {
-        f'state/param_states/{end}/{slot}' for end in ends for slot in ('m', 'v', 'v_row', 'v_col')
-    }
-    assert vocabulary < index.keys() and len(parameters) == 52
-    others = index.keys() - vocabulary
-    assert 'target/encoder/relpos_bias/rel_embedding' in others
-    taken = [checkpoint.choose(index, expected, pattern).keys() for pattern in patterns]
-    assert taken == [parameters, others]

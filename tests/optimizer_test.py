@@ -380,9 +380,3 @@ def test_the_average_of_parameters_is_its_formula(params, name, decay):
         average = optimizer.averaged(found, state)
         assert_close(dict(average), expected, 1e-6)
     assert optimizer.averaged(params, without.init(params)) is params
-
-
-def test_an_average_belongs_to_its_parameter():
-    tree = {'target/a/b': 1, 'state/param_states/a/b/ema_params': 2, 'state/param_states/a/b/v': 3}
-    expected = {'state/param_states/a/b/ema_params': 'target/a/b'}
-    assert optimizer.average_paths(tree | {'state/param_states/c/ema_params': 4}) == expected

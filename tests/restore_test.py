@@ -14,7 +14,7 @@ import checkpoint
 import formats.open
 import optimizer
 import train
-from modes.start import choose_initial, restore
+from modes.start import choose, choose_initial, restore
 from modes.train import make_trainer, prepare
 
 GOLDEN = ROOT / 'tests/golden'
@@ -295,3 +295,42 @@ def test_relative_steps_count_from_the_checkpoint(corpus, uninterrupted, tmp_pat
     assert checkpoint.steps(tmp_path)[-1] == 6
     assert json.loads((tmp_path / 'config.json').read_bytes())['train']['steps'] == 6
     assert config.train.steps == 2  # nobody writes to the config of the caller
+
+
+def test_choose():
+    model = {'target/a': (2, 3), 'target/b': (4,), 'target/c': ()}
+    found = {path: np.zeros(shape) for path, shape in model.items()}
+    assert choose(found, model).keys() == model.keys()
+    assert choose(found, model, 'target/[ab]').keys() == {'target/a', 'target/b'}
+    less = {path: found[path] for path in ('target/b', 'target/c')}
+    more = found | {'target/d': np.zeros(1)}
+    other = found | {'target/a': np.zeros([3, 3])}
+    for index, pattern, strict, name in [
+        (less, '.*', True, 'target/a'),
+        (more, '.*', True, 'target/d'),
+        *((other, '.*', strict, 'target/a') for strict in (True, False)),
+        (found, 'encoder', True, "'encoder'"),
+    ]:
+        with pytest.raises(ValueError, match=name):
+            choose(index, model, pattern, strict)
+    for index in (less, more):
+        chosen = choose(index, model, strict=False)
+        assert chosen.keys() == index.keys() & model.keys()
+
+
+def test_the_patterns_of_the_docs():
+    """Each takes what the text says: all parameters; all but the vocabulary's arrays, with their slots."""
+    patterns = re.findall(r"restore\.only='([^']+)'", (ROOT / 'docs/checkpoints.md').read_text())
+    index = checkpoint.read_index(GOLDEN / 't5x_t5_1_1_tiny/checkpoint_6')
+    expected = checkpoint.shapes(index)
+    parameters = {path for path in index if path.startswith('target/')}
+    ends = ('token_embedder/embedding', 'decoder/logits_dense/kernel')
+    vocabulary = {f'target/{end}' for end in ends}
+    vocabulary |= {
+        f'state/param_states/{end}/{slot}' for end in ends for slot in ('m', 'v', 'v_row', 'v_col')
+    }
+    assert vocabulary < index.keys() and len(parameters) == 52
+    others = index.keys() - vocabulary
+    assert 'target/encoder/relpos_bias/rel_embedding' in others
+    taken = [choose(index, expected, pattern).keys() for pattern in patterns]
+    assert taken == [parameters, others]

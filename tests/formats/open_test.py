@@ -513,3 +513,9 @@ def test_no_vocabulary_for_checkpoints_that_had_none(tmp_path, pieces):
     assert sorted(os.listdir(tmp_path / 'out')) == ['checkpoint_0', 'checkpoint_6']
     assert vocabularies.find_vocabulary(tmp_path / 'out/checkpoint_0').model == pieces
     assert vocabularies.find_vocabulary(tmp_path / 'out/checkpoint_6') is None
+
+
+def test_an_average_belongs_to_its_parameter():
+    tree = {'target/a/b': 1, 'state/param_states/a/b/ema_params': 2, 'state/param_states/a/b/v': 3}
+    expected = {'state/param_states/a/b/ema_params': 'target/a/b'}
+    assert formats.open.average_paths(tree | {'state/param_states/c/ema_params': 4}) == expected
