@@ -294,10 +294,12 @@ def test_every_document_of_a_large_corpus_comes_once_wherever_it_was_stopped(lar
 # An error after unsaved steps.
 
 
-SLOW_PLACES = [pytest.param(x, marks=pytest.mark.slow) for x in ('postprocessor', 'evaluation')]
+SLOW_PLACES = [
+    pytest.param(x, marks=pytest.mark.slow) for x in ('metric', 'postprocessor', 'evaluation')
+]
 
 
-@pytest.mark.parametrize('place', ['metric', 'disk of results', *SLOW_PLACES])
+@pytest.mark.parametrize('place', ['disk of results', *SLOW_PLACES])
 def test_an_error_in_an_evaluation_loses_no_step(place, tmp_path, monkeypatch, capsys):
     own_task.write(tmp_path)
     config = own_task.config(tmp_path)

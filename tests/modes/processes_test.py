@@ -154,7 +154,8 @@ def test_an_error_of_one_stops_all(tmp_path):
     assert errors[2] == ''
 
 
-@pytest.mark.parametrize('number', [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize('number', [0, 2])
 def test_settings_that_differ(number, tmp_path):
     statuses, _, errors = run_three(tmp_path, number, 'settings', heartbeat=30)
     assert statuses[2] == 2 and set(statuses) <= {1, 2}
