@@ -239,8 +239,7 @@ def lower_step(trainer: Trainer) -> jax.stages.Lowered:
 @functools.lru_cache(maxsize=16)
 def compile_step(trainer: Trainer) -> jax.stages.Compiled:
     """Return `jit_step`, compiled ahead of time."""
-    options = compiler.options(trainer.mesh, trainer.model_config.dtype)
-    return lower_step(trainer).compile(options)
+    return lower_step(trainer).compile(compiler.options(trainer.mesh, trainer.model_config.dtype))
 
 
 # The loop.

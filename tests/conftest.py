@@ -14,8 +14,8 @@ os.environ['XLA_FLAGS'] = ' '.join(
     [
         # Compiling takes most of the time of the tests: this makes it three times as fast.
         '--xla_backend_optimization_level=0',
-        # From 0.12 on JAX has nothing else, and no flag for it.
-        '--xla_cpu_use_fusion_emitters=false' if version('jax') < '0.12' else '',
+        # JAX 0.11.2 has nothing else, and no flag for it.
+        '--xla_cpu_use_fusion_emitters=false' if version('jax') < '0.11' else '',
         '--xla_cpu_parallel_codegen_split_count=1',
         # Eight devices on two cores: a collective may wait long for its slowest device.
         '--xla_cpu_collective_call_warn_stuck_timeout_seconds=120',
