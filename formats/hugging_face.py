@@ -4,7 +4,7 @@
     model.safetensors                       arrays by name; large models in several files and an index
 
 torch's Linear keeps a kernel transposed; token table and norms have the same shape in both. Source: transformers
-(4.57, 5.23) models/{t5,mt5,umt5}.
+(4.57, 5.24) models/{t5,mt5,umt5}.
 """
 
 import json
@@ -349,7 +349,7 @@ def _is_tied(settings: Mapping[str, Any], has_own_lm_head: bool) -> bool:
     """Return whether the logits are those of the token table, divided by sqrt(emb_dim).
 
     An lm_head of its own decides before the settings do, because transformers 5 writes tie_word_embeddings=true
-    for every model. Its T5 has scale_decoder_outputs beside it.
+    for every model. Its T5 and umT5 have scale_decoder_outputs beside it.
     """
     is_tied = not has_own_lm_head and settings.get('tie_word_embeddings', True)
     is_rescaled = bool(settings.get('scale_decoder_outputs', is_tied))

@@ -573,9 +573,10 @@ def their_logits(transformers, module, config, batch):
     with torch.no_grad():
         mask = (inputs > 0).long()
         logits = module.eval()(inputs, attention_mask=mask, decoder_input_ids=shifted).logits
-    is_5 = not transformers.__version__.startswith('4.')
-    if is_5 and config.relpos_bias_per_layer and not config.logits_via_embedding:
-        # transformers 5 rescales umT5's logits though the released ones are untied, as 4 and T5X do not.
+    version = tuple(map(int, transformers.__version__.split('.')[:2]))
+    is_umt5 = config.relpos_bias_per_layer and not config.logits_via_embedding
+    if is_umt5 and (5, 0) <= version < (5, 24):
+        # These divide umT5's logits by sqrt(d_model) though the released ones are untied; T5X, 4 and 5.24 do not.
         return logits.numpy() * config.emb_dim**0.5
     return logits.numpy()
 
