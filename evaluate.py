@@ -6,8 +6,6 @@ run/task_metrics.py has the metrics of what a model answers. Source: T5X t5x/mod
 
 import dataclasses
 import functools
-import itertools
-import math
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -28,23 +26,9 @@ from model import T5Config
 from stream import Stream
 from vocabulary import EOS_ID
 
-UNIGRAM_TOKENS = 1_000_000  # positions of training targets that the unigram baseline counts
 # The sums of loss.weighted_sums that `summarize` knows.
 T5X_SUMS = ('loss', 'z_loss', 'nats', 'weights', 'correct', 'encoder_tokens', 'decoder_tokens')
 Sums = dict[str, jax.Array]  # loss.weighted_sums of a batch, and those of its text alone
-
-
-def count_targets(config: Any, training: Stream) -> np.ndarray:
-    """Return how often each token is a training target in this process's rows: int64 [vocab_size].
-
-    Counts the first UNIGRAM_TOKENS positions, or a shorter first epoch.
-    """
-    positions_per_batch = config.train.batch_size * config.data.lengths.targets
-    num_batches = math.ceil(UNIGRAM_TOKENS / positions_per_batch)
-    counts = np.zeros(config.model.vocab_size, np.int64)
-    for batch in itertools.islice(training.first_epoch(), num_batches):
-        np.add.at(counts, batch['decoder_target_tokens'], 1)
-    return counts
 
 
 @dataclasses.dataclass(eq=False)
@@ -60,7 +44,9 @@ class Evaluation:
     validation: Stream | None  # until its batches are read
     first_sentinel: int
     compute_sums: Callable
-    training_counts: Callable[[], np.ndarray]  # those of `count_targets`
+    training_counts: Callable[
+        [], np.ndarray
+    ]  # how often each token is a training target, in own rows
     batches: list[dict[str, np.ndarray]] = dataclasses.field(default_factory=list)  # own rows
 
     def __call__(

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 STEP = 'state/step'
@@ -44,20 +45,25 @@ def make_optimizer(config: Any, learning_rate: Callable) -> optax.GradientTransf
 
 
 def adafactor(config: Any, learning_rate: Callable) -> optax.GradientTransformation:
-    """Return Adafactor with T5X's hyper-parameters; 0 turns one off.
+    """Return `optax.adafactor` with the sums of `norm`. A hyper-parameter of 0 turns its part off."""
 
-    Its minimum of 128 to factor a dimension and its epsilons 1e-30 and 1e-3 are optax's defaults.
-    """
-    return optax.adafactor(
-        learning_rate,
-        decay_rate=config.decay_rate,
-        decay_offset=config.step_offset,
-        multiply_by_parameter_scale=config.multiply_by_parameter_scale,
-        clipping_threshold=config.clipping_threshold or None,
-        momentum=config.beta1 or None,
-        weight_decay_rate=config.weight_decay_rate or None,
-        factored=config.factored,
-    )
+    def clip_and_scale(update, param):
+        if config.clipping_threshold:
+            update = update / jnp.maximum(1.0, rms(update) / config.clipping_threshold)
+        if config.multiply_by_parameter_scale:
+            update = update * jnp.maximum(rms(param), 1e-3)
+        return update
+
+    chain = [
+        optax.scale_by_factored_rms(config.factored, config.decay_rate, config.step_offset),
+        optax.stateless(lambda updates, params: jax.tree.map(clip_and_scale, updates, params)),
+        optax.scale_by_learning_rate(learning_rate, flip_sign=False),
+    ]
+    if config.beta1:
+        chain.append(optax.ema(config.beta1, debias=False))
+    if config.weight_decay_rate:
+        chain.append(optax.add_decayed_weights(config.weight_decay_rate))
+    return optax.chain(*chain, optax.scale(-1))
 
 
 def adamw(config: Any, learning_rate: Callable) -> optax.GradientTransformation:
@@ -68,6 +74,20 @@ def adamw(config: Any, learning_rate: Callable) -> optax.GradientTransformation:
         b2=config.adamw.beta2,
         weight_decay=config.adamw.weight_decay,
     )
+
+
+def rms(x: jax.Array) -> jax.Array:
+    return norm(x) / math.sqrt(x.size)
+
+
+def norm(tree: Any) -> jax.Array:
+    """Return the root of the sum of all squares, which XLA on CPUs computes faster as a product."""
+    total = 0.0
+    for x in jax.tree.leaves(tree):
+        total += lax.platform_dependent(
+            x, cpu=lambda x: jnp.tensordot(x, x, axes=x.ndim), default=lambda x: (x * x).sum()
+        )
+    return jnp.sqrt(total)
 
 
 # The choices of `optimizer.name`.

@@ -63,8 +63,8 @@ def train_step(trainer: 'Trainer', state: TrainState, batch: Mapping) -> tuple[T
     updates, opt_state = trainer.tx.update(grads, state.opt_state, trained)
     params = state.params | optax.apply_updates(trained, updates)
     metrics['learning_rate'] = trainer.schedule(state.step)
-    metrics['gradient_norm'] = optax.tree.norm(grads)
-    norms = metrics['loss'] + metrics['gradient_norm'] + optax.tree.norm(updates)
+    metrics['gradient_norm'] = optimizer.norm(grads)
+    norms = metrics['loss'] + metrics['gradient_norm'] + optimizer.norm(updates)
     metrics['finite'] = jnp.isfinite(norms + optax.tree.sum(optimizer.slots(opt_state, trained)))
     new = TrainState(state.step + 1, params, opt_state)
     if trainer.skips_not_finite:

@@ -5,7 +5,9 @@ import contextlib
 import dataclasses
 import functools
 import io
+import itertools
 import json
+import math
 import re
 import time
 from concurrent import futures
@@ -35,6 +37,7 @@ from run import best, console, memory, not_finite, results, task_metrics, workdi
 from sources.open import find_cache
 from stream import Stream
 
+UNIGRAM_TOKENS = 1_000_000  # positions of training targets that the unigram baseline counts
 LINES_OF_A_SLOW_EVALUATION = 1_000_000  # that are read in about ten seconds or more
 
 
@@ -368,7 +371,7 @@ def open_evaluations(
     config: Any, trainer: train.Trainer, training: Stream, validation: Stream, num_microbatches: int
 ) -> list[evaluate.Evaluation]:
     """Return the evaluations of the tasks with text for validation, all beside one baseline."""
-    training_counts = functools.cache(functools.partial(evaluate.count_targets, config, training))
+    training_counts = functools.cache(functools.partial(count_targets, config, training))
     compute_sums = evaluate.make_sums(
         model=trainer.model,
         config=trainer.model_config,
@@ -390,3 +393,16 @@ def open_evaluations(
         )
         evaluations.append(evaluation)
     return evaluations
+
+
+def count_targets(config: Any, training: Stream) -> np.ndarray:
+    """Return how often each token is a training target in this process's rows: int64 [vocab_size].
+
+    Counts the first UNIGRAM_TOKENS positions, or a shorter first epoch.
+    """
+    positions_per_batch = config.train.batch_size * config.data.lengths.targets
+    num_batches = math.ceil(UNIGRAM_TOKENS / positions_per_batch)
+    counts = np.zeros(config.model.vocab_size, np.int64)
+    for batch in itertools.islice(training.first_epoch(), num_batches):
+        np.add.at(counts, batch['decoder_target_tokens'], 1)
+    return counts

@@ -99,6 +99,39 @@ def test_adafactor_is_its_formula(settings):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.parametrize('settings', [
+    {},
+    {'clipping_threshold': 0.0, 'multiply_by_parameter_scale': False},
+    {'beta1': 0.9, 'weight_decay_rate': 0.01, 'factored': False, 'step_offset': -3},
+], ids=str)  # fmt: skip
+def test_adafactor_is_that_of_optax(settings):
+    """The same states, so that checkpoints of either go on with the other, and the same updates."""
+    config, rng = optimizer_config(**settings), np.random.default_rng(0)
+    shapes = {'kernel': (130, 300), 'scale': (64,), 'number': (), 'stacked': (2, 3, 5)}
+    params = {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
+    theirs = optax.adafactor(
+        0.05,
+        decay_rate=config.decay_rate,
+        decay_offset=config.step_offset,
+        multiply_by_parameter_scale=config.multiply_by_parameter_scale,
+        clipping_threshold=config.clipping_threshold or None,
+        momentum=config.beta1 or None,
+        weight_decay_rate=config.weight_decay_rate or None,
+        factored=config.factored,
+    )
+    ours = optimizer.adafactor(config, 0.05)
+    state, expected_state = ours.init(params), theirs.init(params)
+    for _ in range(3):
+        grads = {k: jnp.asarray(3 * rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
+        updates, state = jax.jit(ours.update)(grads, state, params)
+        expected, expected_state = jax.jit(theirs.update)(grads, expected_state, params)
+        assert_close(updates, expected, 1e-6)
+        found, wanted = (optimizer.to_t5x(0, params, x) for x in (state, expected_state))
+        assert_close(found, wanted, 1e-6)
+        norms = optimizer.norm(grads), optax.tree.norm(grads)
+        np.testing.assert_allclose(*norms, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     'clip, v_row, v_col', [(0.0, 0.9574349, 0.6169143), (1.0, 0.478811, 0.13829)]
 )
