@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -861,10 +862,16 @@ def _matmul_forward(x_rD, kernel_DF):
 
 def _matmul_backward(matrices, grad_rF):
     x_rD, kernel_DF = matrices
-    return matmul(grad_rF, kernel_DF.T), matmul(x_rD.T, grad_rF)
+    return matmul(grad_rF, _transpose(kernel_DF)), matmul(_transpose(x_rD), grad_rF)
 
 
 matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def _transpose(x: jax.Array) -> jax.Array:
+    if x.dtype == jnp.bfloat16:  # which XLA multiplies fast only if both matrices lie row by row
+        return with_layout_constraint(x.T, Layout(major_to_minor=(0, 1)))
+    return x.T
 
 
 def multiply_transposed(kernel_FD: jax.Array, x_rD: jax.Array) -> jax.Array:

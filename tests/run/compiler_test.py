@@ -1,9 +1,12 @@
 """A train step on CPUs is compiled without YNNPACK, but for products of bfloat16."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+import model
 import partition
 from run import compiler
 
@@ -38,6 +41,25 @@ def test_products_of_bfloat16_are_left_to_ynnpack(mesh, monkeypatch):
     assert YNNPACK in multiply.lower(matrix).compile(options).as_text()
     program = jax.jit(lambda x: jnp.tanh(x).sum(0)).lower(ARRAY).compile(options)
     assert YNNPACK not in program.as_text()
+
+
+@pytest.mark.skipif(
+    not compiler.multiplies_bfloat16(), reason='this CPU does not multiply bfloat16'
+)
+def test_a_product_and_its_gradients_are_of_bfloat16(mesh):
+    """All three, from matrices that are computed, as in a step: none is converted to float32."""
+    x, kernel = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 128), (128, 256)))
+
+    def total(x, kernel):
+        x, kernel = (jnp.tanh(array).astype(jnp.bfloat16) for array in (x, kernel))
+        return jnp.sin(model.matmul(x, kernel).astype(jnp.float32)).sum()
+
+    program = jax.jit(jax.value_and_grad(total, argnums=(0, 1))).lower(x, kernel)
+    text = program.compile(compiler.options(mesh, 'bfloat16')).as_text()
+    with_products = [part for part in text.split('\n\n') if re.search(r' dot\(', part)]
+    assert len(with_products) == 3
+    for part in with_products:
+        assert set(re.findall(r'= (\w+)\[\S+ parameter\(', part)) == {'bf16'}, part
 
 
 @pytest.mark.parametrize(
