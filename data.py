@@ -36,10 +36,6 @@ class Example(NamedTuple):
     names: Sequence[str]  # of the records that it is made of
     is_trimmed: bool = False  # its texts were longer than a row
 
-    def share_of_row(self, lengths: Mapping[str, int]) -> float:
-        """Return which part of a row the example fills, by its feature that fills more."""
-        return max(len(self.inputs) / lengths['inputs'], len(self.targets) / lengths['targets'])
-
 
 class Objective(Protocol):
     """Makes examples of tokenized records. A new one is such a class and a row in tasks.objectives."""

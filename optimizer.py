@@ -49,9 +49,11 @@ def adafactor(config: Any, learning_rate: Callable) -> optax.GradientTransformat
 
     def clip_and_scale(update, param):
         if config.clipping_threshold:
-            update = update / jnp.maximum(1.0, rms(update) / config.clipping_threshold)
+            rms = norm(update) / math.sqrt(update.size)
+            update = update / jnp.maximum(1.0, rms / config.clipping_threshold)
         if config.multiply_by_parameter_scale:
-            update = update * jnp.maximum(rms(param), 1e-3)
+            rms = norm(param) / math.sqrt(param.size)
+            update = update * jnp.maximum(rms, 1e-3)
         return update
 
     chain = [
@@ -74,10 +76,6 @@ def adamw(config: Any, learning_rate: Callable) -> optax.GradientTransformation:
         b2=config.adamw.beta2,
         weight_decay=config.adamw.weight_decay,
     )
-
-
-def rms(x: jax.Array) -> jax.Array:
-    return norm(x) / math.sqrt(x.size)
 
 
 def norm(tree: Any) -> jax.Array:
@@ -246,10 +244,7 @@ def to_t5x(step: Any, params: Mapping[str, Any], opt_state: Any) -> dict[str, An
 
 def from_t5x(tree: Mapping[str, Any], opt_state: Any) -> tuple[Any, dict[str, Any], Any]:
     """Return (step, params, optimizer state), the inverse of `to_t5x`; of `opt_state`'s structure."""
-    params = {}
-    for path, x in tree.items():
-        if path.startswith('target/'):
-            params[path.removeprefix('target/')] = x
+    params = {k.removeprefix('target/'): x for k, x in tree.items() if k.startswith('target/')}
     leaves = [tree[path] for path in state_paths(opt_state, params)]
     structure = jax.tree.structure(opt_state)
     return tree[STEP], params, jax.tree.unflatten(structure, leaves)

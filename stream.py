@@ -376,7 +376,8 @@ class Lane:
             if example is None:
                 return
             yield Drawn(task, example)
-            num_rows += example.share_of_row(self._lengths)
+            inputs_share = len(example.inputs) / self._lengths['inputs']
+            num_rows += max(inputs_share, len(example.targets) / self._lengths['targets'])
             if self._stream.pack_examples is None or num_rows >= max_rows:
                 return
             if self._stream.mixture.is_single and self._readers[task].is_at_end_of_epoch():
