@@ -44,9 +44,7 @@ class Evaluation:
     validation: Stream | None  # until its batches are read
     first_sentinel: int
     compute_sums: Callable
-    training_counts: Callable[
-        [], np.ndarray
-    ]  # how often each token is a training target, in own rows
+    training_counts: Callable[[], np.ndarray]  # how often each token is an own training target
     batches: list[dict[str, np.ndarray]] = dataclasses.field(default_factory=list)  # own rows
 
     def __call__(
