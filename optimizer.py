@@ -47,6 +47,7 @@ def make_optimizer(config: Any, learning_rate: Callable) -> optax.GradientTransf
 def adafactor(config: Any, learning_rate: Callable) -> optax.GradientTransformation:
     """Return `optax.adafactor` with the sums of `norm`. A hyper-parameter of 0 turns its part off."""
 
+    @jax.jit  # traced once for each shape
     def clip_and_scale(update, param):
         if config.clipping_threshold:
             rms = norm(update) / math.sqrt(update.size)
@@ -79,13 +80,16 @@ def adamw(config: Any, learning_rate: Callable) -> optax.GradientTransformation:
 
 
 def norm(tree: Any) -> jax.Array:
-    """Return the root of the sum of all squares, which XLA on CPUs computes faster as a product."""
-    total = 0.0
-    for x in jax.tree.leaves(tree):
-        total += lax.platform_dependent(
-            x, cpu=lambda x: jnp.tensordot(x, x, axes=x.ndim), default=lambda x: (x * x).sum()
-        )
-    return jnp.sqrt(total)
+    """Return the root of the sum of all squares."""
+    return jnp.sqrt(sum(sum_of_squares(x) for x in jax.tree.leaves(tree)))
+
+
+@jax.jit  # traced once for each shape
+def sum_of_squares(x: jax.Array) -> jax.Array:
+    """Return the sum of all squares, which XLA on CPUs computes faster as a product."""
+    return lax.platform_dependent(
+        x, cpu=lambda x: jnp.tensordot(x, x, axes=x.ndim), default=lambda x: (x * x).sum()
+    )
 
 
 # The choices of `optimizer.name`.
