@@ -239,6 +239,9 @@ class Saver:
 def delete(directory: Any) -> None:
     """Delete a checkpoint."""
     # First it stops being one, so that no reader finds one with half of its files.
+    if isinstance(directory, Path) and directory.is_symlink():
+        directory.unlink()  # what it leads to is the user's
+        return
     if isinstance(directory, Path):
         directory = directory.rename(f'{directory}.tmp-deleted')
         _sync(directory.parent)

@@ -52,17 +52,15 @@ def random_tokens(
     temperature_r: jax.Array,
     top_k: int = 0,
     top_p: float = 0.0,
-    rescale_log_probs: bool = True,
 ) -> Choose:
     """Return a function that chooses a random token for `sample`.
 
     `top_k` and `top_p` limit the tokens as `keep_top_k` and `keep_top_p` do; 0 keeps all. A row
-    whose temperature is at most MIN_TEMPERATURE takes the most likely token. `rescale_log_probs`
-    scores a token among those that are left at this temperature, which is T5X's default, and not by
-    the model's own probability.
+    whose temperature is at most MIN_TEMPERATURE takes the most likely token.
 
-    Differs from T5X: each row has its own key, `keys_r`, so that its tokens depend neither on its
-    neighbours nor on the mesh.
+    Differs from T5X: a token's score is the model's own log-probability, not that among the tokens
+    left at this temperature (rescale_log_probs). Each row has its own key, `keys_r`, so that its
+    tokens depend neither on its neighbours nor on the mesh.
     """
     is_random_r = temperature_r > MIN_TEMPERATURE
 
@@ -78,9 +76,7 @@ def random_tokens(
         noisy_rv = scaled_rv + partition.own_slice(noise_rV, 'model', 1)
         random_r = partition.argmax(noisy_rv, 'model')
         tokens_r = jnp.where(is_random_r, random_r, partition.argmax(logits_rv, 'model'))
-        if not rescale_log_probs:
-            return tokens_r, log_probs(logits_rv, tokens_r)
-        return tokens_r, jnp.where(is_random_r, log_probs(scaled_rv, tokens_r), 0.0)
+        return tokens_r, log_probs(logits_rv, tokens_r)
 
     return choose
 
@@ -183,7 +179,7 @@ def beam_search(
         candidates_bcT = pick(state.live_bnT, parents_bc)
         candidates_bcT = candidates_bcT.at[:, :, state.position].set(tokens_bc)
 
-        is_finished_bc = tokens_bc == eos_id
+        is_finished_bc = (tokens_bc == eos_id) & (prompt_bT[:, state.position, None] == 0)
         live_log_probs_bc = log_probs_bc + jnp.where(is_finished_bc, MASKED, 0.0)
         live_log_probs_bn, live_bn = best_last(live_log_probs_bc, num_beams)
 

@@ -684,7 +684,6 @@ def _generate(
                 rows['temperature_b'],
                 top_k=decoding.top_k,
                 top_p=decoding.top_p,
-                rescale_log_probs=False,
             )
         tokens_rT, scores_r = decode.sample(
             step, cache, rows['prompt_bT'], choose, rows['lengths_b'], grow=model.grow_cache

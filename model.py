@@ -127,7 +127,7 @@ class T5Config:
                 raise ValueError(f'model.{field.name}={size}: must be at least {smallest}')
         if self.dtype not in DTYPES:
             raise ValueError(f"model.dtype={self.dtype!r}: use 'float32' or 'bfloat16'")
-        if not self.mlp_activations or not set(self.mlp_activations) <= set(ACTIVATIONS):
+        if not self.mlp_activations or not all(x in [*ACTIVATIONS] for x in self.mlp_activations):
             raise ValueError(
                 f'model.mlp_activations={self.mlp_activations}: use some of {", ".join(ACTIVATIONS)}'
             )

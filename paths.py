@@ -108,7 +108,8 @@ def matching_files(name: str) -> list[str]:
     # The part of a path that exists is taken literally, so that [1] in its name is no glob.
     literal = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
     rest = path.relative_to(literal).parts
-    matches = glob.glob(os.path.join(glob.escape(str(literal)), *rest))
+    pattern = os.path.join(glob.escape(str(literal)), *rest)
+    matches = glob.glob(pattern, recursive=True)  # ** is any number of folders
     files = [match for match in matches if not os.path.isdir(match)]
     if not files:
         raise ValueError(f'{name!r} matches no file; correct it')

@@ -202,15 +202,6 @@ class Stream:
                 before = self._lanes[i].position_before_changes(step)
                 self._lanes[i] = Lane(self, row, before)
 
-    def first_epoch(self) -> 'Stream':
-        """Return a stream of the first epoch, the same rows; of a mixture, one without end."""
-        stream = copy.copy(self)
-        if self.mixture.is_single:
-            stream.num_epochs = 1
-        stream.counts = np.zeros_like(self.counts)
-        stream.seek(np.zeros_like(self.position))
-        return stream
-
     def of_each_task(self) -> list['Stream']:
         """Return a stream of one epoch of each task alone, the same rows."""
         if self.mixture.is_single:
@@ -504,8 +495,9 @@ class TokenizedTask:
             return
         if self.source.vocabulary_hash not in (None, vocabulary.hash):
             raise ValueError(
-                f'{self.source.description} have ids of another vocabulary: name the folder of the '
-                'cache, which has it, with data.vocabulary, or set data.use_cached=no'
+                f'{self.source.description} have ids of another vocabulary or data.extra_ids: set '
+                'data.vocabulary to the folder of the cache and data.extra_ids as it was cached, or '
+                'set data.use_cached=no'
             )
         for feature in self.objective.features:
             if feature not in self.source.features:
@@ -525,7 +517,7 @@ class TokenizedTask:
         examples = []
         for record in records:
             all_texts = self.opened.texts_of(record)
-            if must_answer and not all(texts['targets'] for texts in all_texts):
+            if must_answer and not all(texts['targets'].strip() for texts in all_texts):
                 self.opened.add_bad(
                     record.name,
                     'its targets are empty; correct it, or set data.allow_empty_targets=True if no '
@@ -565,15 +557,16 @@ class TokenizedTask:
         return []
 
     def has_text(self, split: str, seed: int | str, num_lanes: int) -> bool:
-        """Return whether an example of the first epoch has an id."""
+        """Return whether the objective makes an example of the first epoch that has an id."""
         if not self.source.may_hold(split):
             return False
         for lane in range(num_lanes):
             share = Share(seed=seed, epoch=0, lane=lane, num_lanes=num_lanes)
             for document in self.source.documents(split, share):
-                examples = self.tokenize([document.record])
-                if any(example.ids['targets'].size for example in examples):
-                    return True
+                for example in self.tokenize([document.record]):
+                    made = self.objective.examples([example.name], [example.ids], seed)
+                    if made and any(ids.size for ids in example.ids.values()):
+                        return True
         return False
 
     def raise_empty(self, split: str) -> None:

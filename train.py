@@ -38,7 +38,7 @@ from run.agreement import Batches, StopRequest, counts_of_all, remember_interrup
 from run.console import Console
 from run.interval import Clock, Interval, show
 from run.not_finite import COUNT_FILE, NotFinite
-from run.task_metrics import TaskMetrics, events_of
+from run.task_metrics import TaskMetrics, events_of, write_results
 from run.workdir import Metrics, record_end
 from stream import Stream
 from vocabulary import Vocabulary
@@ -297,7 +297,7 @@ def train(run: Run, stop: Callable[[], int] | None = None) -> int:
         try:
             take_steps(run, saver, progress, stop_request)
             with run.console.working('Saving'):
-                saver.wait()
+                partition.in_all(saver.wait)
         except Exception as error:
             if run.train_step is not None:
                 save_before_error(run, saver, progress, error)
@@ -450,7 +450,6 @@ def evaluate_step(
     due = [x for x in run.task_metrics.tasks if f'{results.FOLDER}/{x.name}' in names]
     if not due or stop_request.signal:
         return
-    kept = results.Results(run.workdir)
     values = {}
     run.t5.set_parameters(run.trainer.model.merge_adapters(run.trainer.model_config, params))
     for task in due:
@@ -458,9 +457,7 @@ def evaluate_step(
             found = run.task_metrics(run.t5, task, stop_request.agree)
         if found is None:
             break
-        if jax.process_index() == 0:
-            kept.write(task.name, step, found.values, found.lines, task.settings)
-            kept.write_table()
+        partition.in_all(functools.partial(write_results, run.workdir, task, step, found))
         run.metrics.write(f'{results.FOLDER}/{task.name}', step, events_of(found.values))
         values[task.name] = found.values
     run.t5.set_parameters({})

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import pathlib
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ class UserError(ValueError):
 def module_file(setting: str, module: str) -> pathlib.Path:
     """Return the file of a setting such as data.module: a path, or a name in the current folder."""
     file = paths.disk_path(module)
-    if not file.is_file() and file.suffix != '.py':
+    if not file.is_file() and file.name and file.suffix != '.py':
         file = file.with_name(file.name + '.py')
     if not file.is_file():
         raise ValueError(f'{setting}={module!r}: {file} is no file: name a Python file')
@@ -38,8 +39,9 @@ def module_file(setting: str, module: str) -> pathlib.Path:
 @functools.lru_cache(maxsize=4)
 def load_module(file: pathlib.Path, content: bytes) -> ModuleType:
     """Run a user's Python file, which has this content. Raises UserError for whatever it raises."""
-    module = ModuleType('user_module')
+    module = ModuleType(f'user_module {file}')
     module.__file__ = str(file)
+    sys.modules[module.__name__] = module  # where dataclasses look for it
     LOADED.add(str(file))
     with running(file):
         exec(compile(content, str(file), 'exec', dont_inherit=True), module.__dict__)

@@ -199,7 +199,10 @@ def read_model(file: Any, extra_ids: int, remedy: str) -> SentencePieceVocabular
         raise ValueError(f'{file}: {error}: {remedy}') from None
 
 
-def stored_data(folder: Any) -> dict[str, Any]:
-    """Return the settings `data` of a checkpoint or run; else T5's number of sentinels and no name."""
-    defaults = {'extra_ids': DEFAULT_EXTRA_IDS, 'vocabulary': ''}
+def stored_data(folder: Any, extra_ids: int = DEFAULT_EXTRA_IDS) -> dict[str, Any]:
+    """Return the settings `data` of a checkpoint or run, else transformers' extra_ids or `extra_ids`."""
+    defaults = {'extra_ids': extra_ids, 'vocabulary': ''}
+    tokenizer = folder / 'tokenizer_config.json'
+    if paths.is_file(tokenizer):
+        defaults['extra_ids'] = paths.read_json(tokenizer).get('extra_ids', extra_ids)
     return defaults | settings.read_stored(folder).get('data', {})

@@ -292,11 +292,14 @@ def _config(settings: Mapping[str, Any], arrays: StoredArrays) -> model.T5Config
             raise ValueError(f'{theirs}={size}: must be an integer from 1 to {largest}')
     if not arrays.has_decoder:
         sizes['num_decoder_layers'] = 0
+    dropout_rate = settings.get('dropout_rate', 0.1)
+    if not isinstance(dropout_rate, int | float):
+        raise ValueError(f'dropout_rate={dropout_rate!r}: must be a number')
     return model.T5Config(
         **sizes,
         dtype='float32',
         mlp_activations=_mlp_activations(settings),
-        dropout_rate=settings.get('dropout_rate', 0.1),
+        dropout_rate=dropout_rate,
         logits_via_embedding=not arrays.has_decoder or _is_tied(settings, arrays.has_own_lm_head),
         float32_attention_logits=False,
         relpos_bias_per_layer=settings['model_type'] == 'umt5',
@@ -338,7 +341,7 @@ def _mlp_activations(settings: Mapping[str, Any]) -> tuple[str, ...]:
     if settings['model_type'] == 't5':
         default = 'relu'
     name = settings.get('feed_forward_proj', default)
-    feed_forward = FEED_FORWARDS.get(name)
+    feed_forward = FEED_FORWARDS.get(str(name))
     dense_act_fn = settings.get('dense_act_fn', feed_forward and feed_forward.dense_act_fn)
     if feed_forward is None or dense_act_fn != feed_forward.dense_act_fn:
         raise ValueError(f'feed_forward_proj={name}, dense_act_fn={dense_act_fn}: no T5 has these')
@@ -445,12 +448,13 @@ def write(
     arrays: Mapping[str, Any],
     vocabulary_model: bytes | None = None,
     shard_bytes: int = 5 * 10**9,
+    extra_ids: int = 100,
 ) -> None:
     """Write a new folder that transformers opens: all or nothing.
 
     `arrays` is {our path: array or leaf of an index}: the parameters of `config`, of which at most `shard_bytes`, or
-    one array, are in memory. `vocabulary_model` becomes spiece.model. Raises ValueError for a folder that exists
-    and for a model that transformers does not have. Source: transformers modeling_utils.py save_pretrained.
+    one array, are in memory. `vocabulary_model` becomes spiece.model; `extra_ids` sentinels follow its pieces. Raises
+    ValueError for a folder that exists and for a model that transformers does not have. Source: transformers modeling_utils.py save_pretrained.
     """
     folder = paths.disk_path(folder)
     paths.check_new(folder)
@@ -461,6 +465,8 @@ def write(
         _write_json(unfinished / 'config.json', settings)
         if vocabulary_model is not None:
             (unfinished / 'spiece.model').write_bytes(vocabulary_model)
+            tokenizer = {'tokenizer_class': 'T5Tokenizer', 'extra_ids': extra_ids}
+            _write_json(unfinished / 'tokenizer_config.json', tokenizer)
         _write_weights(unfinished, config, arrays, shard_bytes)
         unfinished.rename(folder)
 
@@ -504,6 +510,7 @@ def _write_weights(
         file = folder / f'{len(names_of_files)}.safetensors'  # until the number of files is known
         with paths.library_errors(file):
             safetensors.numpy.save_file(shard, file, {'format': 'pt'})
+        file.chmod((folder / 'config.json').stat().st_mode)  # safetensors makes it private
         names_of_files[file] = list(shard)
         total_size += sum(x.nbytes for x in shard.values())
     num_files = len(names_of_files)

@@ -81,7 +81,7 @@ def open_model(
             if len(config.mlp_activations) > 1:
                 note = (
                     f'{directory} has no config: mlp_activations={config.mlp_activations} is assumed: name another with '
-                    "config=dataclasses.replace(t5.config, mlp_activations=('silu', 'linear')), or with --config=FILE"
+                    "config=dataclasses.replace(t5.config, mlp_activations=('silu', 'linear')), or in --mode=infer with --config=FILE"
                 )
     elif own_model.recorded(directory):
         own_model.check_same(directory, model, config, 'leave the config out')

@@ -10,6 +10,10 @@
 # `run` starts or continues a run; what process 0 prints is in run.log on the first VM, and here. A VM that
 # is maintained or preempted ends all processes with status 1: the same command goes on.
 set -eu
+if [ $# -lt 3 ]; then
+  sed -n '4,6s/# *//p' "$0" >&2
+  exit 2
+fi
 action=$1 name=$2 zone=$3
 shift 3
 
@@ -30,5 +34,9 @@ case $action in
     ;;
   delete)
     gcloud compute tpus tpu-vm delete "$name" --zone="$zone" --quiet
+    ;;
+  *)
+    echo "$action: use create, run or delete" >&2
+    exit 2
     ;;
 esac

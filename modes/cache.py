@@ -74,7 +74,9 @@ def cache(config: Any, part: int = 1, num_parts: int = 1) -> list[str]:
     opened = []
     for name, task in tasks.open.tasks_of(tasks.open.find(config)).items():
         if task_cache.find([root], name):
-            messages.append(f'{name} is cached already, in {folder_of(root, name)}.')
+            messages.append(
+                f'{name} is cached already, in {folder_of(root, name)}: remove it to cache it again.'
+            )
         elif task.train_split == task.validation_split == NO_SPLIT:
             messages.append(f'{name} is not cached: it has neither train nor validation.')
         else:

@@ -11,7 +11,7 @@ import checkpoint
 import formats.open
 import paths
 from formats import hugging_face
-from vocabulary import ByteVocabulary, find_vocabulary, stored_data
+from vocabulary import ByteVocabulary, SentencePieceVocabulary, find_vocabulary, stored_data
 
 
 def convert(source: str | None, target: str | None, file_format: str, step: str) -> list[str]:
@@ -40,7 +40,13 @@ def convert_checkpoint(source: str | Path, target: str | Path, form: str, step: 
     brings_vocabulary = bool(vocabulary_model)
     if form == 'hf':
         parameters = checkpoint.parameters(opened.leaves)
-        hugging_face.write(target, opened.config, parameters, vocabulary_model or None)
+        num_added = 0  # sentinels after the pieces
+        if vocabulary and vocabulary_model:
+            num_pieces = SentencePieceVocabulary(vocabulary_model, extra_ids=0).size
+            num_added = vocabulary.size - num_pieces
+        hugging_face.write(
+            target, opened.config, parameters, vocabulary_model or None, extra_ids=num_added
+        )
         written = target
     else:
         written = _write_t5x(target, opened, vocabulary_model)

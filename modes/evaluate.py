@@ -18,6 +18,8 @@ import infer
 import partition
 import paths
 from configs import check
+from formats import own_model
+from model import T5Config
 from modes.of_checkpoint import check_rows, settings_of, vocabulary_of_checkpoint
 from randomness import digest
 from run import results, task_metrics, workdir
@@ -41,10 +43,19 @@ def prepare(
     """Return an evaluation with `config`, or with `changes` of the settings of the run."""
     if not checkpoint:
         raise ValueError('--mode=evaluate needs --checkpoint=RUN, or a checkpoint')
+    names_model = config is not None
     if config is None:
-        config = settings_of(paths.to_path(checkpoint), changes)
+        path = paths.to_path(checkpoint)
+        config = settings_of(path, changes)
         check.check(config)
-    return CheckpointEvaluation(config, checkpoint, **flags)
+        changed = [key for key in changes if key.startswith('model.')]
+        if changed and 'model' not in check.read_stored(path):
+            raise ValueError(
+                f'--config.{changed[0]}: {path} has no settings to change: add --config=FILE'
+            )
+        names_model = bool(changed)
+    model_config = own_model.load(config.model)[1] if names_model else None
+    return CheckpointEvaluation(config, checkpoint, model_config=model_config, **flags)
 
 
 class CheckpointEvaluation:
@@ -52,8 +63,8 @@ class CheckpointEvaluation:
 
     `path` is a run, or a checkpoint that `infer.load` opens; the results go to `output_dir`, by
     default the run. `step` is 'last', 'best', 'all', or numbers separated by commas. With `watch` all
-    steps are evaluated, and each new one as it appears, until the last one of the run. Raises ValueError
-    or OSError, before anything is compiled, for what cannot be evaluated.
+    steps are evaluated, and each new one as it appears, until the last one of the run. `model_config` is
+    that of the model, by default the checkpoint's. Raises ValueError or OSError, before anything is compiled, for what cannot be evaluated.
     """
 
     def __init__(
@@ -64,8 +75,11 @@ class CheckpointEvaluation:
         step: str = '',
         split: str = '',
         watch: bool = False,
+        model_config: T5Config | None = None,
     ):
         self.watch = watch
+        self.model_config = model_config
+        self.dtype = config.restore.dtype
         self.split = split or config.infer_eval.split
         check_split(self.split)
         self.console = Console()
@@ -134,6 +148,8 @@ class CheckpointEvaluation:
             identity = task.settings
             if self.folder not in (path, path.parent):  # another folder than that of its run
                 identity = digest([task.settings, str(path)])
+            if self.model_config is not None or self.dtype != 'float32':
+                identity = digest([identity, str(self.model_config), self.dtype])
             is_evaluated = self.results.has(task.name, step, identity)
             if partition.from_first_process(np.array(is_evaluated)):
                 self.console.line(f'Step {step:,}: {task.name} is evaluated already.')
@@ -156,7 +172,7 @@ class CheckpointEvaluation:
             return self.t5
         error: ValueError | OSError | None = None
         try:
-            loaded = infer.load(path, mesh=self.mesh)
+            loaded = infer.load(path, config=self.model_config, mesh=self.mesh, dtype=self.dtype)
             check_rows(self.vocabulary, path, loaded.config.vocab_size)
         except (ValueError, OSError) as caught:
             error = caught

@@ -162,6 +162,7 @@ def prepare(request: Request, config: Any | None, changes: Mapping[str, Any]) ->
     vocabulary = vocabulary_of_checkpoint(opened.directory, config.data)
     vocab_size = opened.config.vocab_size
     check_rows(vocabulary, opened.directory, vocab_size)
+    opened.model.check_mesh(opened.config, partition.make_mesh(**config.mesh))
     infer.Decoding.of_settings(config.decode)
     if config.decode.top_k > vocab_size:
         raise ValueError(

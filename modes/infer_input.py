@@ -4,6 +4,7 @@ Examples of a task are cut as in training. Lines of a file that are too long are
 user says that they may be cut. Source: T5X t5x/infer.py. Imports no jax.
 """
 
+import codecs
 import contextlib
 import gzip
 import itertools
@@ -74,8 +75,7 @@ class FileExamples:
     """The lines of a file: JSON objects, rows of a table, or texts that are inputs.
 
     The inputs and targets of an object or row are those of data.inputs and data.targets, if they
-    are set, else its fields of that name. Standard input is JSON Lines if its first character is
-    '{'.
+    are set, else its fields of that name. Standard input is JSON Lines if it begins with '{', blanks apart.
     """
 
     def __init__(
@@ -91,9 +91,11 @@ class FileExamples:
         if path == STANDARD_INPUT:
             self.title = 'standard input'
             self.name = 'stdin'
+            if sys.stdin is None:
+                raise ValueError('--input=-: standard input is closed: name a file')
             standard_input: Any = sys.stdin.buffer
             head = standard_input.peek(1)
-            if head[:1] == b'{':
+            if head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b'{':
                 self.kind = config.kind or 'jsonl'
         else:
             [self.path, *others] = paths.matching_files(path)

@@ -86,13 +86,12 @@ def lines_of(config: Any, trainer: train.Trainer, devices: list) -> Iterator[str
         yield from collective_lines(found, least_traffic(trainer))
         if kind in CHIPS:
             yield describe(estimate(program, found, flops, mesh), CHIPS[kind])
-    if trainer.model_config.num_decoder_layers:
-        decoding = plan_decoding.plan_decoding(config, trainer)
-        yield from plan_decoding.lines_of(decoding, trainer)
-        try:
-            plan_decoding.check_fits(decoding)
-        except ValueError as error:
-            raise ValueError(f'{error}{smallest_change(config, trainer, devices)}') from error
+    decoding = plan_decoding.plan_decoding(config, trainer)
+    yield from plan_decoding.lines_of(decoding, trainer)
+    try:
+        plan_decoding.check_fits(decoding)
+    except ValueError as error:
+        raise ValueError(f'{error}{smallest_change(config, trainer, devices)}') from error
 
 
 def fit(config: Any, trainer: train.Trainer) -> tuple[jax.stages.Compiled, int]:

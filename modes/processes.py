@@ -101,7 +101,8 @@ def check_flags(
             f'--coordinator_address={coordinator_address}, --num_processes={num_processes}, '
             f'--process_id={process_id}: {GIVE_FLAGS}'
         )
-    if not re.fullmatch(r'.+:\d+', coordinator_address):
+    port = re.fullmatch(r'.+:(\d{1,5})', coordinator_address)
+    if not port or not 1 <= int(port[1]) < 2**16:
         raise ValueError(
             f'--coordinator_address={coordinator_address}: give the host of process 0 and a free port, HOST:PORT'
         )
@@ -109,6 +110,14 @@ def check_flags(
         raise ValueError(
             f'--process_id={process_id}: must be from 0 to {num_processes - 1}, below --num_processes'
         )
+    if process_id == 0 and num_processes > 1:  # JAX would wait, or crash
+        try:
+            socket.create_server(('', int(port[1]))).close()
+        except OSError as error:
+            raise ValueError(
+                f'--coordinator_address={coordinator_address}: process 0 cannot listen there '
+                f'({error.strerror}): give a free port of this host to all processes of the run'
+            ) from error
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 import train
+from configs.check import INT32_MAX
 
 FOLDER = 'profile'  # in the workdir
 
@@ -19,7 +20,12 @@ def parse(text: str, workdir: str) -> range:
     if '://' in workdir:
         raise ValueError(f'--profile={text}: a trace is written to a disk, and --workdir={workdir}')
     first, separator, last = text.partition(':')
-    if separator and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last):
+    if (
+        separator
+        and first.isdecimal()
+        and last.isdecimal()
+        and 1 <= int(first) <= int(last) <= INT32_MAX
+    ):
         return range(int(first), int(last) + 1)
     raise ValueError(f'--profile={text}: write FIRST:LAST with steps from 1, such as 10:13')
 

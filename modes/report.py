@@ -104,7 +104,8 @@ class Run(NamedTuple):
         seconds = 0.0  # that the logged steps took, without evaluating and saving
         steps_per_second = self.values('train', 'timing/steps_per_second')
         for before, at in itertools.pairwise(steps_per_second):
-            seconds += (at - before) / steps_per_second[at]
+            if steps_per_second[at] > 0:  # no run writes another one
+                seconds += (at - before) / steps_per_second[at]
         if seconds:
             minutes, seconds = divmod(round(seconds), 60)
             time = f'{minutes // 60}:{minutes % 60:02}:{seconds:02}'

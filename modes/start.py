@@ -22,7 +22,7 @@ from configs import check as settings
 from formats import own_model
 from run import verify, workdir
 from run.console import Console
-from vocabulary import find_vocabulary
+from vocabulary import find_vocabulary, stored_data
 
 
 class Start(NamedTuple):
@@ -158,6 +158,13 @@ def choose_initial(config: Any, trainer: train.Trainer) -> Start:
             raise ValueError(
                 f'restore.path={chosen.path} brings no SentencePiece model, which its embeddings need: '
                 'name its own with data.vocabulary'
+            )
+        extra_ids = config.data.extra_ids
+        recorded = stored_data(opened.directory, extra_ids)['extra_ids']
+        if extra_ids != recorded == vocabulary.num_extra_ids:  # not those of the model itself
+            raise ValueError(
+                f'data.extra_ids={extra_ids}: restore.path={chosen.path} was trained with {recorded} '
+                f'sentinels, which would have other ids: set data.extra_ids={recorded}'
             )
         vocabulary_model = vocabulary.model
 

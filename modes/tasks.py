@@ -18,6 +18,7 @@ from sources.open import find_cache
 from tasks import t5
 from tasks.mixtures import MetricFn, Mixture, Task
 from tasks.objectives import OBJECTIVES
+from tasks.own import own_tasks
 from vocabulary import EOS_ID, Vocabulary, named_vocabulary
 
 WIDTH = 100
@@ -35,7 +36,8 @@ def describe(
     if split:
         check_split(split)
     if not config.task:
-        return list_of(t5.LISTED)
+        own = {f'Of data.module={config.module!r}:': list(own_tasks(config.module).values())}
+        return list_of(own | t5.LISTED if config.module else t5.LISTED)
     find_cache(config, config.task)  # raises ValueError for data.cache_dirs
     found = tasks.open.find(config)
     if isinstance(found, Mixture):
@@ -90,7 +92,7 @@ def source_of(task: Task) -> str:
     """Return the name of a task's data set or files."""
     if task.name.startswith('pydoc_'):
         return 'pydoc'
-    return task.tfds or task.files or 'cache'
+    return task.tfds or task.files or task.validation_files or ('cache' if task.cache else 'pydoc')
 
 
 def splits_of(task: Task) -> str:
@@ -145,12 +147,15 @@ def describe_mixture(mixture: Mixture, config: Any) -> Iterator[str]:
         if num_records is not None:
             sizes[name] = num_records
             unknown.discard(name)
-    rates = mixture.rates(sizes | dict.fromkeys(unknown, 1))
+    if all(task.train_split == NO_SPLIT for task in mixture.tasks.values()):
+        rates = dict.fromkeys(mixture.tasks, 0.0)  # it is evaluated alone
+    else:
+        rates = mixture.rates(sizes | dict.fromkeys(unknown, 1))
     total = sum(rates.values())
     yield f'{mixture.name}, a mixture of {len(rates)} tasks'
     for name, rate in rates.items():
         rate_text = 'by size' if name in unknown else f'{rate:,.6g}'
-        share = '' if unknown else f'{rate / total:.2%}'
+        share = '' if unknown or not total else f'{rate / total:.2%}'
         state = f'does not open ({source_of(mixture.tasks[name])})'
         if name in opened:
             state = opened[name].description

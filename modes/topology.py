@@ -26,6 +26,7 @@ CHIPS = {
     'TPU v5': Chip(flops=459e12, clock=1.75e9, link=2e11, ring=4),
     'TPU v6 lite': Chip(flops=918e12, clock=1.75e9, link=2e11, ring=16),
 }
+TPUS = ('v5e', 'v5p', 'v6e')  # libtpu's names of them
 # libtpu looks for its TPU and lets one process in: here it only compiles.
 LIBTPU = {
     'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
@@ -78,6 +79,7 @@ gpu_device_info {{
   device_address_bits: 64
 }}
 """
+MAX_DEVICES = 2**20  # as in mesh.*
 # Those of --topology=all.
 SLICES = 'v5e:4x4 v5e:4x8 v5e:8x8 v5e:8x16 v5e:16x16 v5p:4x4x4 v6e:16x16 h100:8 h200:8'.split()
 REMEDY = 'name a slice of v5e, v5p or v6e, such as v5e:16x16 or v5p:4x4x4, h100:8, h200:8, or cpu:8'
@@ -93,7 +95,7 @@ def devices_of(topology: str) -> list:
         os.environ['XLA_FLAGS'] = f'{xla_flags} {XLA_FLAG}'
     kind, _, size = topology.partition(':')
     if kind == 'cpu' or kind in GPUS:
-        if not size.isdecimal() or int(size) == 0:
+        if not size.isdecimal() or not 1 <= int(size) <= MAX_DEVICES:
             raise ValueError(
                 f'--topology={topology}: write {kind}:N with the number of devices, such as {kind}:8'
             )
@@ -101,6 +103,8 @@ def devices_of(topology: str) -> list:
             jax.config.update('jax_num_cpu_devices', int(size))
             return jax.devices()
         return gpus(topology, kind, int(size))
+    if kind not in TPUS:
+        raise ValueError(f'--topology={topology}: {REMEDY}')
     if importlib.util.find_spec('libtpu') is None:
         raise ValueError(
             f"--topology={topology} needs libtpu: install it with pip install -e '.[tpu]', or name cpu:8"

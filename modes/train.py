@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import functools
 import io
@@ -403,6 +404,11 @@ def count_targets(config: Any, training: Stream) -> np.ndarray:
     positions_per_batch = config.train.batch_size * config.data.lengths.targets
     num_batches = math.ceil(UNIGRAM_TOKENS / positions_per_batch)
     counts = np.zeros(config.model.vocab_size, np.int64)
-    for batch in itertools.islice(training.first_epoch(), num_batches):
+    first_epoch = copy.copy(training)  # of a mixture, without end
+    if training.mixture.is_single:
+        first_epoch.num_epochs = 1
+    first_epoch.counts = np.zeros_like(training.counts)
+    first_epoch.seek(np.zeros_like(training.position))
+    for batch in itertools.islice(first_epoch, num_batches):
         np.add.at(counts, batch['decoder_target_tokens'], 1)
     return counts

@@ -212,7 +212,7 @@ def ending(run: Any, step: int, history: History, saved_steps: Sequence[int]) ->
         after = f'the same command with {flags} learns from your text, one document a line.'
         return [*lines, f'Next: {after}']
     changes = []
-    if step == limits.steps:
+    if step >= limits.steps:
         name = 'relative_steps' if limits.relative_steps else 'steps'
         changes.append(f'a larger --config.train.{name}')
     if history.ends(limits.early_stopping):

@@ -277,15 +277,16 @@ def read_metrics(
         line = paths.json_object(content, title)
         for name in ('step', *texts, *line):
             rule = 'a number'
-            is_valid = type(line.get(name)) in (int, float)
+            value = line.get(name)
+            is_valid = type(value) is float or (type(value) is int and abs(value) < 2**63)
             if name in texts:
                 rule = 'a text'
-                is_valid = type(line.get(name)) is str
+                is_valid = type(value) is str
             elif name == 'step':
                 rule = 'a whole number'
-                is_valid = type(line.get(name)) is int
+                is_valid = is_valid and type(value) is int
             if not is_valid:
-                shown = json.dumps(line.get(name))[:60]
+                shown = json.dumps(value)[:60]
                 raise ValueError(f'{title}: {name!r} is {shown}, not {rule}: {paths.RESTORE_LINE}')
         lines.append(line)
     return lines

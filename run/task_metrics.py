@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 import evaluate
@@ -259,6 +260,14 @@ def compute_metrics(
                 )
             values[name] = value
     return TaskResults(values, lines)
+
+
+def write_results(folder: Any, task: EvaluatedTask, step: int, found: TaskResults) -> None:
+    """Write the results of a task at a step of the run in `folder`, in the first process."""
+    if jax.process_index() == 0:
+        kept = results.Results(folder)
+        kept.write(task.name, step, found.values, found.lines, task.settings)
+        kept.write_table()
 
 
 def events_of(values: Mapping[str, float]) -> dict[str, float]:

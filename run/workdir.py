@@ -144,8 +144,9 @@ def lock(file: Any, title: str, remedy: str) -> Any:
     if jax.process_index() > 0:
         return stream
     try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        with paths.naming(file):
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         stream.seek(0)
         other = stream.read()
         stream.close()
@@ -451,7 +452,13 @@ class Metrics:
         return [name for name, x in zip(names, of_first, strict=True) if not x]
 
     def write(self, name: str, step: int, values: Mapping[str, float]) -> None:
-        """Write {T5X's tag: number} of a step of 'train', 'training_eval/TASK', 'inference_eval/TASK'."""
+        """Write {T5X's tag: number} of a step of 'train', 'training_eval/TASK', 'inference_eval/TASK'.
+
+        Each process calls it, and raises an error where the first one cannot write.
+        """
+        partition.in_all(lambda: self._write(name, step, values))
+
+    def _write(self, name: str, step: int, values: Mapping[str, float]) -> None:
         if jax.process_index() > 0:
             return
         line = {'step': step, 'run': name, 'corpus': self.corpus, **values}

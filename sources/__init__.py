@@ -265,11 +265,12 @@ class BadLines:
         self.kind = kind  # of the files; '' for by their names
         self.num_read = 0  # lines, roughly: two threads may lose one
         self._found: set[tuple[str, int]] = set()
+        self._num_found = 0  # lines: a row of a table may have several
         self._unreported: collections.deque[BadLine] = collections.deque(maxlen=10)
         self._lock = threading.Lock()
 
-    def add(self, path: str, position: int, reason: str) -> None:
-        """Count a line. Raises ValueError where that stops the run.
+    def add(self, path: str, position: int, reason: str, num_lines: int = 1) -> None:
+        """Count a line, or the lines of a row. Raises ValueError where that stops the run.
 
         `position` is the offset of the line in bytes, in a gzipped file the number of the line.
         """
@@ -283,11 +284,12 @@ class BadLines:
             if (path, position) in self._found:
                 return
             self._found.add((path, position))
+            self._num_found += num_lines
             self._unreported.append(line)
             bound = max(10, self.max_fraction * self.num_read)
-            if len(self._found) > bound:
+            if self._num_found > bound:
                 raise ValueError(
-                    f'{len(self._found):,} bad lines of {self.num_read:,}, more than {bound:,.0f} ('
+                    f'{self._num_found:,} bad lines of {self.num_read:,}, more than {bound:,.0f} ('
                     f'data.max_bad_fraction={self.max_fraction}, or 10): correct {line.describe()}'
                 )
 
@@ -296,11 +298,13 @@ class BadLines:
 
         `read` returns None for a blank one, and raises ValueError for a bad one.
         """
-        self.num_read += 1
+        # A quote that is not closed makes thousands of lines one row.
+        num_lines = max([x.count(b'\n') for x in arguments if isinstance(x, bytes)], default=1) or 1
+        self.num_read += num_lines
         try:
             fields = read(*arguments)
         except ValueError as error:
-            self.add(path, position, str(error))
+            self.add(path, position, str(error), num_lines)
             return None
         if fields is None:
             return None
@@ -311,7 +315,7 @@ class BadLines:
         with self._lock:
             unreported = list(self._unreported)
             self._unreported.clear()
-            return [line.describe() for line in unreported], len(self._found)
+            return [line.describe() for line in unreported], self._num_found
 
 
 class BadLine(NamedTuple):

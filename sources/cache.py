@@ -383,6 +383,13 @@ class CachedRecords(Blocks):
         features: Collection[str] = FEATURES,
     ):
         found = {name: split.features[name] for name in features if name in split.features}
+        for name in found.keys() & set(FEATURES):
+            info = found[name]
+            if info.stored_kind != 'int64_list' or len(info.shape) != 1:
+                raise ValueError(
+                    f'feature {name!r} of {names[0]} has dtype {info.dtype} and shape {info.shape}, '
+                    'and is no list of ids: cache the task with its ids, or set data.use_cached=no'
+                )
         self.whole_split = split
         self.split = split._replace(features=found)
         self.features = found.keys()

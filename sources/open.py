@@ -215,6 +215,8 @@ def find_tfds(config) -> list[Any]:
     for each in split_names(name):
         with setting_named(f'data.tfds={each!r}'):
             folders.append(tfds.find(tfds_root(config), each))
+    if name and not folders:
+        raise ValueError(f'data.tfds={name!r} names no data set: name some, such as glue/cola')
     if name:
         return folders
     is_train = config.train_split in ('train', NO_SPLIT)

@@ -86,7 +86,7 @@ class PlainFiles(Blocks):
             return threads.map(self.read, blocks)
 
     def count_records(self) -> int | None:
-        """Return the number of lines that hold a record, by counting newlines."""
+        """Return about how many records there are: lines, blank ones and those of quoted fields, too."""
         if self.reads_buckets:
             return None
         total = 0

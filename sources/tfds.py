@@ -229,6 +229,8 @@ def text_at(example: Mapping[str, Any], field: str) -> str:
             value = value[int(part)] if isinstance(value, list) else value[part]
     except IndexError:
         raise ValueError(f'feature {field!r} has too few values: correct the slot') from None
+    if isinstance(value, float) and float(np.float32(value)) == value:
+        value = float(str(np.float32(value)))  # 3.8, not 3.799999952316284
     if isinstance(value, int | float):
         return json.dumps(value)
     if not isinstance(value, str):

@@ -4,6 +4,7 @@ Each function takes (text, example, is_target): the example has the fields that 
 gave. tasks/t5.py binds the other arguments. Source: t5/data/postprocessors.py. Imports no jax.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,11 +22,12 @@ DETERMINERS = frozenset(
 def string_to_float(
     text: str, example: Example | None = None, is_target: bool = False, default: float = -1.0
 ) -> float:
-    """Return a number, or `default` for a text that is none."""
+    """Return a finite number, or `default` for a text that is none."""
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
         return default
+    return number if math.isfinite(number) else default
 
 
 def lower_text(text: str, example: Example | None = None, is_target: bool = False) -> str:

@@ -507,6 +507,15 @@ def test_only_names_as_a_saver_makes_them_are_deleted(tmp_path):
     assert (tmp_path / 'checkpoint_5.tmp-backup/file').exists()
 
 
+def test_of_a_checkpoint_that_was_moved_only_the_link_is_deleted(tmp_path):
+    moved = checkpoint.save(tmp_path / 'elsewhere', 7, {'state/step': np.int32(7)})
+    (tmp_path / 'run').mkdir()
+    link = tmp_path / 'run/checkpoint_7'
+    link.symlink_to(moved)
+    checkpoint.delete(link)
+    assert os.listdir(tmp_path / 'run') == [] and verify.verify(moved)
+
+
 def test_names_with_leading_zeros_are_no_steps(tmp_path):
     directory = checkpoint.save(tmp_path, 7, {'state/step': np.int32(7)})
     for name in ('checkpoint_007', 'checkpoint_٨'):

@@ -40,7 +40,7 @@ from modes.train_vocabulary import find_or_train_vocabulary, training_texts
 from run import prefetch
 from sources import cache as task_cache
 from sources import tfrecord
-from stream import TaskPosition
+from stream import Stream, TaskPosition
 
 NAN = float('nan')
 INF = float('inf')
@@ -592,6 +592,38 @@ def test_a_large_cache_is_read_without_an_index(tmp_path, monkeypatch):
             assert len(examples_of_cache(config)) == len(expected) - 1
             list(source.records('train'))
             assert source.faults()[1] == 1
+
+
+@pytest.mark.parametrize(
+    'info', [{'dtype': 'string', 'shape': []}, {'dtype': 'int32', 'shape': []}]
+)
+def test_cached_features_that_are_no_ids_are_named(tmp_path, info):
+    folder = write_task_cache(tmp_path, CACHED[:3])
+    file = folder / 'info.train.json'
+    content = json.loads(file.read_text())
+    content['features']['inputs'] = info
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="feature 'inputs' of .* is no list of ids"):
+        examples_of_cache(cache_config(tmp_path))
+
+
+def test_an_objective_that_makes_no_example_is_refused(tmp_path):
+    """Here each answer is beyond the inputs that are kept."""
+    records = [{'inputs': 'x' * 99 + str(i), 'targets': str(i)} for i in range(5)]
+    (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, records)))
+
+    class NoExamples(data.TextToText):
+        def examples(self, names, all_ids, *key):
+            return []
+
+    config = make_config(
+        files=f'{tmp_path}/a.jsonl', inputs='{inputs}', targets='{targets}', task='text_to_text'
+    )
+    mixture = tasks.open.open_mixture(config)
+    [task] = mixture.tasks
+    mixture = dataclasses.replace(mixture, tasks=(task._replace(objective=NoExamples),))
+    with pytest.raises(ValueError, match='no document is in split'):
+        Stream(mixture, 'train', vocabularies.ByteVocabulary(), config, batch_size=2, seed=0)
 
 
 def test_span_corruption_reads_cached_targets(tmp_path):

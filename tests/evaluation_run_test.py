@@ -146,6 +146,20 @@ def test_a_checkpoint_has_the_results_of_its_run(evaluated, compiled, tmp_path, 
     assert files_of(evaluated / 'run') == of_run
 
 
+def test_the_settings_of_the_model_count(evaluated, tmp_path):
+    flags = {'checkpoint': str(evaluated / 'run'), 'output_dir': str(tmp_path)}
+    evaluation = evaluate_mode.prepare(None, {'model.num_encoder_layers': 5}, **flags)
+    with pytest.raises(ValueError, match='checkpoint_6: '):
+        evaluation.run()
+    with pytest.raises(ValueError, match='model.module='):
+        evaluate_mode.prepare(None, {'model.module': 'nothing.py'}, **flags)
+    changes = {'restore.dtype': 'bfloat16', 'infer_eval.task': 'rank'}
+    evaluate_mode.prepare(None, changes, **flags).run()
+    hashes = results.Results(tmp_path).hashes('rank')
+    assert hashes.keys() == {'6'}
+    assert hashes != results.Results(evaluated / 'run').hashes('rank')
+
+
 def test_killed_anywhere_and_started_again_gives_the_same_files(
     evaluated, compiled, tmp_path, monkeypatch
 ):

@@ -234,6 +234,15 @@ jax.distributed.initialize(
     address, 2, process, initialization_timeout=300, heartbeat_timeout_seconds=20
 )
 import checkpoint, data, own_task, processes_test, runs, train
+from run import workdir
+
+def fill_disk(*_):
+    raise OSError(28, 'No space left on device')
+
+if os.environ['FAIL'] == 'metrics of the first' and process == 0:
+    workdir.Metrics._write = fill_disk
+if os.environ['FAIL'] == 'last save of the first' and process == 0:
+    checkpoint.delete = fill_disk
 if os.environ['FAIL'] == 'metric of one' and process == 1:
     os.environ['FAIL'] = 'metric'
 if os.environ['FAIL'] == 'save' and process == 1:
@@ -243,6 +252,10 @@ config = own_task.config(folder)
 config.update_from_flattened_dict(processes_test.MESH)
 if os.environ['FAIL'] == 'save':
     config.save.every_steps = 2
+if os.environ['FAIL'] == 'last save of the first':
+    config.save.every_steps = config.train.steps - 1
+    config.save.keep = 1
+    config.infer_eval.every_steps = 0
 config.data.on_bad_line = os.environ.get('ON_BAD_LINE', 'stop')
 config.data.max_bad_fraction = 0.1
 if 'line' in os.environ['FAIL']:
@@ -287,6 +300,15 @@ def test_two_processes_save_the_same_step_before_an_error(place, tmp_path, monke
         config.infer_eval.every_steps = 0
     expected = run(config, tmp_path / 'expected')
     assert_close_runs(tmp_path / 'run', expected, config.train.steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('place', ['metrics of the first', 'last save of the first'])
+def test_an_error_that_the_first_process_alone_can_have_ends_both(place, tmp_path):
+    own_task.write(tmp_path)
+    outputs = in_two_processes(FAILING, tmp_path, statuses=(1, 1), FAIL=place)
+    assert 'No space left' in outputs[0][1] and 'ProcessFailed' in outputs[1][1]
+    assert checkpoint.steps(tmp_path / 'run')
 
 
 @pytest.mark.slow

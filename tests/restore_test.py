@@ -251,6 +251,16 @@ def test_another_model_and_what_restores_the_rest(corpus):
     choose_initial(config, make_trainer(config))
 
 
+def test_another_number_of_sentinels_is_refused(corpus, uninterrupted):
+    config = small_config_from(uninterrupted / 'checkpoint_6', corpus)
+    recorded = config.data.extra_ids
+    config.data.extra_ids = recorded + 1
+    with pytest.raises(ValueError, match=rf'set data\.extra_ids={recorded}$'):
+        start(config)
+    config.data.vocabulary = str(uninterrupted / 'vocabulary.model')  # whoever names it knows
+    start(config)
+
+
 @pytest.mark.parametrize('content', [b'', b'damaged'])
 def test_a_vocabulary_that_is_damaged(corpus, tmp_path, monkeypatch, content):
     """What the message proposes works: to name the vocabulary once that file is removed."""

@@ -108,6 +108,15 @@ def test_loading(tmp_path, text, words):
     assert f'"{file}", line {line}' in error.value.frames
 
 
+def test_dataclasses_with_annotations_as_text(tmp_path):
+    file = tmp_path / 'own.py'
+    lines = ['from __future__ import annotations', 'import dataclasses', '@dataclasses.dataclass']
+    file.write_text(
+        '\n'.join([*lines, 'class Prompt:', '    text: str', "NAME = Prompt('x').text"])
+    )
+    assert user_code.load_module(file, file.read_bytes()).NAME == 'x'
+
+
 def test_every_frame_of_the_user(tmp_path):
     """Also of a file that is imported, and none of the library between two of them."""
     (tmp_path / 'helper_of_a_user.py').write_text('def fail():\n    return 1 / 0\n')

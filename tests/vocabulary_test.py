@@ -10,8 +10,10 @@ import re
 import numpy as np
 import pytest
 from corpora import LFS_POINTER, check_settings, documents_of, golden, make_config, oracle
+from small_models import SMALLEST, random_params
 
 import vocabulary as vocabularies
+from formats import hugging_face
 from modes.train_vocabulary import find_or_train_vocabulary, train_vocabulary
 
 
@@ -148,6 +150,17 @@ def test_glued_sentinels_are_those_of_transformers(pydoc, pydoc_model, vocabular
             assert theirs(text, add_special_tokens=False).input_ids == ids, text
             num_compared += 1
     assert num_compared > 100
+
+
+@pytest.mark.peers
+def test_transformers_reads_the_number_of_sentinels(pydoc_model, tmp_path):
+    reason = "transformers is not installed: pip install -e '.[peers]'"
+    transformers = pytest.importorskip('transformers', reason=reason)
+    hugging_face.write(tmp_path / 'hf', SMALLEST, random_params(SMALLEST), pydoc_model, extra_ids=7)
+    theirs = transformers.T5TokenizerFast.from_pretrained(tmp_path / 'hf')
+    ours = vocabularies.find_vocabulary(tmp_path / 'hf')
+    text = 'the <extra_id_0> of <extra_id_6>'
+    assert [theirs(text, add_special_tokens=False).input_ids] == ours.encode([text])
 
 
 def test_bytes_know_no_sentinels_in_text():

@@ -145,6 +145,7 @@ def test_there_and_back(tmp_path, name, shard_bytes, dtype):
     write(folder, name, arrays, b'pieces', shard_bytes)
     assert hugging_face.is_folder(folder)
     assert (folder / 'spiece.model').read_bytes() == b'pieces'
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # that of the user's umask
     t5 = load(folder)
     assert t5.config == config
     assert_same_bits(t5.arrays, arrays)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from command_line import CommandLine
 from permissions import full_disk
+from sentencepiece import sentencepiece_model_pb2
 from small_models import t5_config
 
 import checkpoint
@@ -455,6 +456,31 @@ def test_the_vocabulary_goes_along(tmp_path, pieces, caplog):
         convert.convert_checkpoint(T5X, tmp_path / 'ours', 't5x')
     assert sorted(tmp_path.rglob('*')) == before
     assert isinstance(t5.generate(['some text'], max_length=3)[0], str)
+
+
+@pytest.mark.parametrize('num_own, extra_ids', [(0, 7), (0, 0), (5, 7)])
+def test_the_number_of_sentinels_goes_along(tmp_path, num_own, extra_ids):
+    own = ' '.join(f'<extra_id_{i}>' for i in range(num_own))
+    model = train_vocabulary([f'the {i} words of a text, {i * i}' for i in range(500)], 60)
+    if own:
+        proto = sentencepiece_model_pb2.ModelProto.FromString(model)
+        for piece in own.split():
+            proto.pieces.add(piece=f'▁{piece}', type=proto.SentencePiece.USER_DEFINED)
+        model = proto.SerializeToString()
+    settings = {
+        'model': dataclasses.asdict(infer.load(HUGGING_FACE).config),
+        'data': {'extra_ids': extra_ids},
+    }
+    files = {'config.json': json.dumps(settings).encode(), 'vocabulary.model': model}
+    checkpoint.save(tmp_path / 'run', 6, restore(HUGGING_FACE), files)
+    expected = infer.load(tmp_path / 'run').vocabulary
+    assert expected.num_extra_ids == (num_own or extra_ids)
+    convert.convert_checkpoint(tmp_path / 'run', tmp_path / 'hf', 'hf')
+    convert.convert_checkpoint(tmp_path / 'hf', tmp_path / 'ours', 't5x')
+    for folder in ('hf', 'ours'):
+        assert infer.load(tmp_path / folder).vocabulary.hash == expected.hash
+    tokenizer = json.loads((tmp_path / 'hf/tokenizer_config.json').read_text())
+    assert tokenizer['extra_ids'] == (0 if num_own else extra_ids)
 
 
 def test_where_a_vocabulary_is_found(tmp_path, pieces):

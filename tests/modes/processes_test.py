@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 
@@ -188,6 +189,15 @@ def test_processes_that_do_not_meet(tmp_path):
     [line] = done.stderr.splitlines()
     assert done.returncode == 2
     assert 'within 20 s' in line
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.create_server(('', 0)) as other:
+        address = f'localhost:{other.getsockname()[1]}'
+        with pytest.raises(ValueError, match=f'{address}: process 0 cannot listen there'):
+            processes.check_flags(address, num_processes=2, process_id=0)
+        processes.check_flags(address, num_processes=2, process_id=1)
+    processes.check_flags(address, num_processes=2, process_id=0)
 
 
 SBATCH = {'SLURM_JOB_ID': '7', 'SLURM_NTASKS': '2', 'SLURM_PROCID': '0', 'SLURM_LOCALID': '0'}

@@ -76,6 +76,20 @@ def test_a_mixture_of_unknown_size(run, tmp_path):
     assert 'by size' in done.stdout
 
 
+def test_a_mixture_that_is_evaluated_alone(run, tmp_path):
+    """Its rates by size are all 0."""
+    (tmp_path / 'a.jsonl').write_text('{"q": "1", "a": "2"}\n')
+    (tmp_path / 'mine.py').write_text(
+        'from tasks import Mixture, Task, proportional\n'
+        f"a = Task('a', validation_files='{tmp_path}/a.jsonl', train_split='none', inputs='{{q}}', targets='{{a}}')\n"
+        "TASKS = [a, Mixture('m', {'a': proportional()})]\n"
+    )
+    for name in ('a', 'm'):
+        done = run(name, '--config.data.module=mine')
+        assert (done.status, done.stderr) == (0, '')
+        assert '1 text file(s), 21 bytes' in done.stdout
+
+
 @pytest.mark.parametrize('vocabulary', ['', 'bytes'])
 def test_examples_of_a_task(run, tmp_path, vocabulary):
     (tmp_path / 'cola.jsonl').write_text((json.dumps(COLA) + '\n') * 5)

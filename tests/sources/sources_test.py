@@ -236,6 +236,19 @@ def check_fault(folder, kind, message, line, left):
     assert source.faults() == ([], 1)
 
 
+@pytest.mark.parametrize('suffix', ['', '.gz'])
+def test_a_quote_that_is_not_closed_counts_as_its_lines(tmp_path, suffix):
+    rows = ['q,a\n'] + [f'{i},{i}\n' for i in range(3000)]
+    rows[6] = '5,"5\n'
+    content = ''.join(rows).encode()
+    (tmp_path / f'a.csv{suffix}').write_bytes(gzip.compress(content) if suffix else content)
+    config = make_config(
+        files=f'{tmp_path}/a.csv{suffix}', inputs='{q}', targets='{a}', on_bad_line='skip'
+    )
+    with pytest.raises(ValueError, match=r'2,995 bad lines of [23],\d+, .*correct line 7 of '):
+        epoch_documents(sources.open.open_source(config))
+
+
 def write_good_file(folder, kind):
     texts = [f'good {i}' for i in range(20)]
     lines = [json.dumps({'text': text}) if 'json' in kind else text for text in texts]

@@ -25,6 +25,11 @@ def test_texts_of_tfds_are_bytes():
     assert postprocessors.wsc_simple('É', {'targets_pretokenized': b'\xc3\x89', 'label': 1}) == 1
 
 
+@pytest.mark.parametrize('text', ['nan', 'inf', '-Infinity', '1e999', 'x'])
+def test_no_finite_number_is_the_default(text):
+    assert postprocessors.string_to_float(text, default=-2.0) == -2.0
+
+
 @pytest.mark.parametrize(
     'text, expected',
     [
