@@ -20,6 +20,7 @@ REMEDIES = {
     errno.ENOSPC: FULL_REMEDY,
     errno.EDQUOT: FULL_REMEDY,
     errno.EFBIG: 'name a folder on a disk that takes larger files',
+    errno.EPIPE: 'the program that reads the output has ended',
     errno.EIO: 'check the disk, or name a folder on another one',
 }
 MAX_LENGTH = 4000  # of a message: names and values in a file may have any length

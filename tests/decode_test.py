@@ -288,6 +288,20 @@ def test_beam_search_against_every_sequence_of_six_words():
                 assert score == pytest.approx(expected[tuple(found[:end])], rel=1e-4)
 
 
+def test_an_EOS_in_a_prompt_ends_no_beam():
+    network, acc = random_network(0)
+    prompt = np.zeros((len(acc), 6), np.int32)
+    prompt[1, :3] = 2, vocabularies.EOS_ID, 3
+
+    def search(acc_bD, prompt_bT):
+        acc_rD = jnp.repeat(acc_bD, 2, axis=0)
+        return decode.beam_search(network.step, reorder_rows, acc_rD, prompt_bT, num_beams=2)
+
+    tokens, _ = on_rows(search, make_mesh(1, 1), acc, prompt)
+    np.testing.assert_array_equal(tokens[1, -1, :3], prompt[1, :3])
+    assert tokens[1, -1, 3]
+
+
 def sampled_tokens(logits, mesh, **options):
     """One random token for each of the rows, which have the same logits, and its score."""
     num_rows = 4000

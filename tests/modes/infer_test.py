@@ -4,6 +4,7 @@ golden/seqio_t5/infer_jsonl: spec.json has examples, ids and scores, and the oth
 infer.py writes of them.
 """
 
+import codecs
 import contextlib
 import dataclasses
 import gzip
@@ -266,6 +267,8 @@ FORMS = [
     ('in.txt.gz', gzip.compress(TEXT, mtime=0), {}, TEXTS),
     ('-', TEXT, {}, TEXTS),
     ('-', OBJECTS, {}, TEXTS),
+    ('-', b' ' + OBJECTS.removeprefix(codecs.BOM_UTF8), {}, TEXTS),
+    ('-', codecs.BOM_UTF8 + OBJECTS.removeprefix(codecs.BOM_UTF8), {}, TEXTS),
     (
         'in.jsonl',
         OBJECTS,
@@ -762,6 +765,8 @@ REFUSED = [
     ({}, {'data.task': 'sum'}, "data.task='sum'"),
     (ONE, {'decode.top_k': 3}, 'top_k=3 with temperature=0.0'),
     (ONE, {'decode.top_k': 3000, 'decode.temperature': 1.0}, 'decode.top_k=3000'),
+    (ONE, {'mesh.model': 3}, 'mesh.model=3'),
+    (ONE, {'mesh.model': 8, 'mesh.data': 1}, 'cannot be split over mesh.model=8'),
     (ONE, {'decode.batch_size': 0}, 'decode.batch_size=0'),
     (ONE, {'data.vocabulary': ''}, 'has no vocabulary'),
     (ONE, {'data.vocabulary': 'nowhere'}, "vocabulary='nowhere'"),
