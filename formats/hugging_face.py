@@ -454,7 +454,8 @@ def write(
 
     `arrays` is {our path: array or leaf of an index}: the parameters of `config`, of which at most `shard_bytes`, or
     one array, are in memory. `vocabulary_model` becomes spiece.model; `extra_ids` sentinels follow its pieces. Raises
-    ValueError for a folder that exists and for a model that transformers does not have. Source: transformers modeling_utils.py save_pretrained.
+    ValueError for a folder that exists and for a model that transformers does not have. Source: transformers
+    modeling_utils.py save_pretrained.
     """
     folder = paths.disk_path(folder)
     paths.check_new(folder)

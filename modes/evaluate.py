@@ -64,7 +64,8 @@ class CheckpointEvaluation:
     `path` is a run, or a checkpoint that `infer.load` opens; the results go to `output_dir`, by
     default the run. `step` is 'last', 'best', 'all', or numbers separated by commas. With `watch` all
     steps are evaluated, and each new one as it appears, until the last one of the run. `model_config` is
-    that of the model, by default the checkpoint's. Raises ValueError or OSError, before anything is compiled, for what cannot be evaluated.
+    that of the model, by default the checkpoint's. Raises ValueError or OSError, before anything is compiled,
+    for what cannot be evaluated.
     """
 
     def __init__(

@@ -215,9 +215,8 @@ def make_batches(connection: Connection) -> None:
 
     def messages() -> Iterator[PrefetchedBatch | None]:
         stream = open_stream(connection.recv())
-        _, num_told = (
-            stream.mixture.faults()
-        )  # of opening: the process that started this one says them
+        # The process that started this one says what opening found.
+        _, num_told = stream.mixture.faults()
         for batch in ahead_in_thread(batches_of(stream), DEPTH_OF_WORKER):
             yield batch._replace(num_faults=batch.num_faults - num_told)
         yield None
