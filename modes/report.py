@@ -283,7 +283,7 @@ def make_figure(section: str, runs: Sequence[Run], name: str, metric: Metric) ->
     num_not_finite = 0
     for i, run in enumerate(runs):
         values = run.values(name, metric.tag)
-        points = [Point(step, x) for step, x in sorted(values.items()) if math.isfinite(x)]
+        points = [Point(step, x) for step, x in sorted(values.items()) if is_drawn(x)]
         num_not_finite += len(values) - len(points)
         if points:
             curves.append(Curve(run.name, css_class=f'run{i}', points=points))
@@ -293,6 +293,11 @@ def make_figure(section: str, runs: Sequence[Run], name: str, metric: Metric) ->
     if num_not_finite:
         notes.append(f'{num_not_finite} values are not finite')
     return Figure(section, metric, curves, '; '.join(notes))
+
+
+def is_drawn(value: float) -> bool:
+    """Return whether a value is finite, and so far from the ends of floats that an axis has ticks."""
+    return math.isfinite(value) and (value == 0 or 1e-300 < abs(value) < 1e300)
 
 
 def draw_figures(figures: Sequence[Figure], scale: float) -> str:

@@ -180,6 +180,14 @@ def test_values_that_are_not_finite(tmp_path, value):
     assert ['qa, validation loss', f'{value:.3f}'] in page.rows()
 
 
+@pytest.mark.parametrize('value', [1e308, -1e308, 1e-320])
+def test_values_at_the_ends_of_floats(tmp_path, value):
+    run = write_run(tmp_path / 'run', num_steps=5, validation={'qa': [value]})
+    more = {'nats_per_token': value, 'timing/steps_per_second': 0.0}
+    append(run, json.dumps(curve_line(6) | more) + '\n')
+    assert list(make_page(run).values('Training loss')['run']) == [1, 2, 3, 4, 5]
+
+
 def test_results_without_a_run(tmp_path):
     """What --mode=evaluate leaves in a folder of its own."""
     write_results(tmp_path / 'only', 'qa', 1000, [QA], f1=71.5)
