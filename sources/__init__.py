@@ -293,13 +293,13 @@ class BadLines:
                     f'data.max_bad_fraction={self.max_fraction}, or 10): correct {line.describe()}'
                 )
 
-    def record(self, path: str, position: int, read: Callable, *arguments: Any) -> Record | None:
+    def record(
+        self, path: str, position: int, read: Callable, *arguments: Any, num_lines: int = 1
+    ) -> Record | None:
         """Return the record whose fields `read` returns; None for a bad one that is skipped.
 
         `read` returns None for a blank one, and raises ValueError for a bad one.
         """
-        # A quote that is not closed makes thousands of lines one row.
-        num_lines = max([x.count(b'\n') for x in arguments if isinstance(x, bytes)], default=1) or 1
         self.num_read += num_lines
         try:
             fields = read(*arguments)

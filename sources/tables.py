@@ -43,7 +43,11 @@ class LineParser:
 
         `position` is the offset of the line in bytes, in a gzipped file the number of the line.
         """
-        return self.bad_lines.record(path, position, self.fields_of, path, position, line)
+        # A quote that is not closed makes thousands of lines one row.
+        num_lines = max(line.count(b'\n'), 1)
+        return self.bad_lines.record(
+            path, position, self.fields_of, path, position, line, num_lines=num_lines
+        )
 
     def fields_of_row(self, values: dict[str, Any]) -> dict[str, Any] | None:
         """Return the fields of a row of Parquet, as of a JSON object."""
