@@ -20,7 +20,7 @@ import paths
 from configs import check
 from formats import own_model
 from model import T5Config
-from modes.of_checkpoint import check_rows, settings_of, vocabulary_of_checkpoint
+from modes.of_checkpoint import changes_model, check_rows, settings_of, vocabulary_of_checkpoint
 from randomness import digest
 from run import results, task_metrics, workdir
 from run.console import Console
@@ -48,12 +48,7 @@ def prepare(
         path = paths.to_path(checkpoint)
         config = settings_of(path, changes)
         check.check(config)
-        changed = [key for key in changes if key.startswith('model.')]
-        if changed and 'model' not in check.read_stored(path):
-            raise ValueError(
-                f'--config.{changed[0]}: {path} has no settings to change: add --config=FILE'
-            )
-        names_model = bool(changed)
+        names_model = changes_model(path, changes)
     model_config = own_model.load(config.model)[1] if names_model else None
     return CheckpointEvaluation(config, checkpoint, model_config=model_config, **flags)
 

@@ -58,7 +58,7 @@ from configs import check
 from formats import own_model
 from model import T5Config
 from modes import infer_input
-from modes.of_checkpoint import check_rows, settings_of, vocabulary_of_checkpoint
+from modes.of_checkpoint import changes_model, check_rows, settings_of, vocabulary_of_checkpoint
 from run import results, workdir
 from run.agreement import check_alike
 from run.console import describe_trimming
@@ -147,14 +147,9 @@ def prepare(request: Request, config: Any | None, changes: Mapping[str, Any]) ->
         config = settings_of(opened.directory, changes)
         if request.input:  # data.kind of a run is said of its own files
             config.data.kind = changes.get('data.kind', '')
-        changed = [key for key in changes if key.startswith('model.')]
-        if changed and 'model' not in check.read_stored(opened.directory):
-            raise ValueError(
-                f'--config.{changed[0]}: {opened.directory} has no settings to change: add --config=FILE'
-            )
-        if changed and 'model.module' not in changed:
-            config.model.module = opened.config.module  # where its file is now
-        if changed:
+        if changes_model(opened.directory, changes):
+            if 'model.module' not in changes:
+                config.model.module = opened.config.module  # where its file is now
             model, model_config = own_model.load(config.model)
             path = opened.directory
             opened = formats.open.open_model(path, model_config, '', part, model)

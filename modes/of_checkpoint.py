@@ -28,6 +28,19 @@ def settings_of(directory: Any, changes: Mapping[str, Any]) -> ConfigDict:
     return config
 
 
+def changes_model(directory: Any, changes: Mapping[str, Any]) -> bool:
+    """Return whether `changes` has settings of the model.
+
+    Raises ValueError where the checkpoint or run has none that they could change.
+    """
+    changed = [key for key in changes if key.startswith('model.')]
+    if changed and 'model' not in check.read_stored(directory):
+        raise ValueError(
+            f'--config.{changed[0]}: {directory} has no settings to change: add --config=FILE'
+        )
+    return bool(changed)
+
+
 def vocabulary_of_checkpoint(directory: Any, config: Any) -> Vocabulary:
     """Return the vocabulary that `config.vocabulary` names, else that of a checkpoint or run.
 
