@@ -42,7 +42,9 @@ from configs.check import first_ten
 
 VERSION = 3  # version 2 differs in bfloat16 arrays alone, which it stores as uint16
 CHUNK_BYTES = 64 * 2**20
-CONTEXT = ts.Context()  # of all arrays: else each looks for credentials and a region, and logs it
+# Of all arrays: else each looks for credentials and a region, and logs it. Files are mapped into memory, which
+# saves a copy of each that is read.
+CONTEXT = ts.Context({'file_io_mode': {'mode': 'memmap'}})
 ARRAYS_IN_FLIGHT = 8  # threads; bounds the host memory that restoring takes
 TIMEOUT_SECONDS = 600  # without a new file, before a save gives up the other processes
 INDEX = 'checkpoint'

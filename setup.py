@@ -28,7 +28,7 @@ setup(
         'sentencepiece>=0.2.3',  # the first that returns numpy arrays
         'tensorboard>=2.18',
         'tensorflow-datasets>=4.9.10',  # older ones do not open a data set with protobuf 7
-        'tensorstore>=0.1.71',
+        'tensorstore>=0.1.77',  # the first that maps files into memory
         'tqdm>=4.66',
     ],
     extras_require={
