@@ -27,7 +27,10 @@ from stream import Stream
 from vocabulary import EOS_ID
 
 # The sums of loss.weighted_sums that `summarize` knows.
-T5X_SUMS = ('loss', 'z_loss', 'nats', 'weights', 'correct', 'encoder_tokens', 'decoder_tokens')
+T5X_SUMS = (
+    *('loss', 'z_loss', 'nats', 'weights', 'correct'),
+    *('encoder_tokens', 'decoder_tokens', 'encoder_examples', 'decoder_examples'),
+)
 Sums = dict[str, jax.Array]  # loss.weighted_sums of a batch, and those of its text alone
 
 
@@ -96,7 +99,9 @@ class Evaluation:
         # The rows of some processes end first, or have nothing, but all must take the same number of steps.
         num_batches = int(partition.from_processes(np.array([len(self.batches)])).max())
         empty_rows: list[list[data.Example]] = [[] for _ in validation.rows]
-        padding = data.encoder_decoder(empty_rows, self.config.data.lengths, pack=False)
+        padding = data.encoder_decoder(
+            empty_rows, self.config.data.lengths, pack=validation.pack_examples is not None
+        )
         while len(self.batches) < num_batches:
             self.batches.append(padding)
         return True
@@ -190,15 +195,20 @@ def summarize(steps: list[Any], config: Any) -> dict[str, float]:
     targets = num_rows * config.data.lengths.targets
     weights = max(total['weights'], 1e-9)
     tokens = total['encoder_tokens'] + total['decoder_tokens']
+    encoder, decoder = 'encoder', 'decoder'
+    if config.data.pack == 'no':
+        encoder, decoder = 'encoder_input_tokens', 'decoder_target_tokens'
     metrics = {name: total[name] / weights for name in sum_names() if name not in T5X_SUMS}
     metrics |= {
         'nats_per_token': total['nats'] / weights,
         'accuracy': total['correct'] / weights,
         'loss_per_nonpadding_target_token': total['loss'] / weights,
         'non_padding_fraction/loss_weights': total['weights'] / targets,
-        'non_padding_fraction/encoder_input_tokens': total['encoder_tokens'] / inputs,
-        'non_padding_fraction/decoder_target_tokens': total['decoder_tokens'] / targets,
+        f'non_padding_fraction/{encoder}': total['encoder_tokens'] / inputs,
+        f'non_padding_fraction/{decoder}': total['decoder_tokens'] / targets,
         'non_padding_fraction/overall': tokens / (inputs + targets),
+        f'effective_batch_size/{encoder}': total['encoder_examples'] / len(steps),
+        f'effective_batch_size/{decoder}': total['decoder_examples'] / len(steps),
     }
     total['cross_ent_loss'] = total['loss'] - total['z_loss']
     for name in ('loss', 'z_loss', 'cross_ent_loss'):

@@ -511,7 +511,7 @@ class Example(NamedTuple):
 class Answer(NamedTuple):
     """The answers to an example, the best first."""
 
-    tokens: list[list[int]]  # with EOS if they have one
+    tokens: list[list[int]]  # with EOS if they have one, without the padding at their ends
     scores: list[float]  # none without return_scores
 
 
@@ -540,7 +540,7 @@ def predict_all(
         if scores_bn is None:
             scores_bn = np.zeros([len(batch), 0])
         for i, tokens_nT in enumerate(tokens_bnT):
-            tokens = [list(itertools.takewhile(bool, ids)) for ids in tokens_nT.tolist()]
+            tokens = [np.trim_zeros(ids, 'b').tolist() for ids in tokens_nT]
             yield Answer(tokens, scores_bn[i].tolist())
 
     return in_batches(predict, examples, batch_size, progress)

@@ -28,6 +28,7 @@ def weighted_sums(
     'loss' is what training minimizes. `batch` has T5X's features. Another sum that is added here is
     logged under its name, divided by 'weights'.
     """
+    inputs_bM = batch['encoder_input_tokens']
     targets_bT = batch['decoder_target_tokens']
     loss_bT, z_loss_bT = cross_entropy(logits_bTv, targets_bT, z_loss, label_smoothing)
     return {
@@ -36,9 +37,17 @@ def weighted_sums(
         'nats': ((loss_bT - z_loss_bT) * weights_bT).sum(),
         'correct': (is_correct(logits_bTv, targets_bT) * weights_bT).sum(),
         'weights': weights_bT.sum(),
-        'encoder_tokens': (batch['encoder_input_tokens'] > 0).sum(),
+        'encoder_tokens': (inputs_bM > 0).sum(),
         'decoder_tokens': (targets_bT > 0).sum(),
+        'encoder_examples': num_segments(batch.get('encoder_segment_ids', inputs_bM > 0)),
+        'decoder_examples': num_segments(batch.get('decoder_segment_ids', targets_bT > 0)),
     }
+
+
+def num_segments(segments_bT: jax.Array) -> jax.Array:
+    """Return the number of examples in rows of segment ids, 0 for padding, or of what is no padding."""
+    before_bT = jnp.pad(segments_bT[:, :-1], ((0, 0), (1, 0)))
+    return ((segments_bT > 0) & (segments_bT != before_bT)).sum()
 
 
 def cross_entropy(

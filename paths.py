@@ -112,7 +112,8 @@ def matching_files(name: str) -> list[str]:
     matches = glob.glob(pattern, recursive=True)  # ** is any number of folders
     files = [match for match in matches if not os.path.isdir(match)]
     if not files:
-        raise ValueError(f'{name!r} matches no file; correct it')
+        what = 'folders alone: name their files' if matches else 'no file; correct it'
+        raise ValueError(f'{name!r} matches {what}')
     for file in files:
         if not disk_path(file).is_file():
             raise ValueError(f'{file} is a link to nothing, or no regular file: restore it')
@@ -396,11 +397,15 @@ def replacing(file: Path, writer: str = '') -> Iterator[IO[bytes]]:
     """
     unfinished = file.with_name(f'.{file.name}.unfinished{writer}')
     with naming(file, unfinished):
-        with unfinished.open('wb') as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        unfinished.replace(file)
+        try:
+            with unfinished.open('wb') as stream:
+                yield stream
+                stream.flush()
+                os.fsync(stream.fileno())
+            unfinished.replace(file)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
 
 
 def replace_file(file: Any, content: bytes, writer: str = '') -> None:

@@ -168,7 +168,7 @@ class Stream:
             self.tasks.append(TokenizedTask(task, self.config, self.vocabulary))
         num_sentinels = max(task.objective.num_sentinels for task in self.tasks)
         self.first_sentinel = self.vocabulary.size - num_sentinels
-        self.pack_examples = data.PACKINGS[self.config.pack if self.split == 'train' else 'no']
+        self.pack_examples = data.PACKINGS[self.config.pack]
         share = max(ROWS_IN_ALL_WINDOWS // self.batch_size, MIN_ROWS_PER_WINDOW)
         self.rows_per_window = min(share, ROWS_PER_WINDOW)
         self._check_not_empty()

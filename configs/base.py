@@ -254,8 +254,8 @@ def get_config() -> ConfigDict:
 
     # How answers are decoded. By default an answer has the most likely token at each position.
     config.decode = ConfigDict()
-    # Most tokens of an answer.
-    config.decode.max_length = 128
+    # Most tokens of an answer. By default those of the targets of a row.
+    config.decode.max_length = config.data.lengths.get_oneway_ref('targets')
     # Beams of a beam search. 1 for none.
     config.decode.beam_size = 1
     # Exponent of the brevity penalty, ((5 + length) / 6)^alpha, that divides the log-likelihoods of
@@ -287,7 +287,8 @@ def get_config() -> ConfigDict:
     config.infer_eval.split = 'validation'
     # Examples per batch. The choices of a ranked task count.
     config.infer_eval.batch_size = 32
-    # Examples of each task, the first ones. 0 for all.
+    # Examples of each task, the first ones; where choices are ranked, all choices of the last input, too.
+    # 0 for all.
     config.infer_eval.num_examples = 0
 
     # Metrics.

@@ -27,9 +27,11 @@ def get_config(size: str = 'base'):
     config.data.extra_ids = 300
     config.data.lengths.inputs = 1024
     config.data.lengths.targets = 229
+    config.data.pack = 'no'
     config.train.batch_size = 1024
     config.loss.loss_normalizing_factor = 'NUM_REAL_TARGET_TOKENS'
     config.eval.every_steps = 2000
+    config.log.every_steps = 500
     config.save.every_steps = 2000
     if size == 'xxl':
         config.optimizer.beta1 = 0.9

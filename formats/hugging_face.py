@@ -375,15 +375,18 @@ def _read_headers(folder: Path) -> StoredArrays:
     for file in _weight_files(folder):
         try:
             with safetensors.safe_open(file, framework='numpy') as arrays:
-                for name in arrays.keys():
-                    header = arrays.get_slice(name)
-                    dtype = header.get_dtype()
-                    shape = tuple(header.get_shape())
-                    if name in entries or dtype not in DTYPES or 0 in shape:
-                        raise ValueError(f'{name} is there twice, empty or {dtype}')
-                    entries[name] = SafetensorsEntry(file, name, shape, DTYPES[dtype])
+                headers = {name: arrays.get_slice(name) for name in arrays.keys()}
+                kinds = {name: (x.get_dtype(), tuple(x.get_shape())) for name, x in headers.items()}
         except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise ValueError(f'{file} cannot be read ({error}): copy it again') from error
+        for name, (dtype, shape) in kinds.items():
+            if dtype not in DTYPES:
+                raise ValueError(
+                    f'{file}: {name} is {dtype}, and only {", ".join(DTYPES)} are read: use a file of those'
+                )
+            if name in entries or 0 in shape:
+                raise ValueError(f'{file}: {name} is there twice or empty: copy it again')
+            entries[name] = SafetensorsEntry(file, name, shape, DTYPES[dtype])
     entries.pop(UNUSED, None)
     tables = [entries.pop(name) for name in TOKEN_TABLES if name in entries]
     if not tables or not all(_are_equal(tables[0], other) for other in tables[1:]):
@@ -410,7 +413,11 @@ def _weight_files(folder: Path) -> list[Path]:
     for name, reason in OTHER_WEIGHTS.items():
         if paths.is_file(folder / name):
             raise ValueError(f'{folder} has no {WEIGHTS}; {name}: {reason}')
-    raise ValueError(f'{folder} has no {WEIGHTS}: copy it, or its parts and their index')
+    variants = first_ten(sorted(file.name for file in folder.glob('*.safetensors')))
+    there = f', but {variants}' if variants else ''
+    raise ValueError(
+        f'{folder} has no {WEIGHTS}{there}: copy it, or its parts and their index, or rename a variant'
+    )
 
 
 def _files_of_index(index_file: Path) -> list[Path]:

@@ -167,12 +167,19 @@ class ShardWriter:
         numbers = [
             f'{feature}_{number}' for feature in FEATURES for number in ('tokens', 'max_tokens')
         ]
-        self._statistics = dict.fromkeys(['examples', *numbers], 0)
+        self._statistics: dict[str, Any] = dict.fromkeys(['examples', *numbers], 0)
 
     def write(self, example: Tokenized) -> None:
-        """Append an example: ids without EOS, and the texts."""
+        """Append an example: ids without EOS, the texts, and the other fields that a cache can hold."""
         content: dict[str, Any] = {}
+        for name, value in example.texts.items():
+            if task_cache.described(value) is not None:
+                content[name] = value
+        fields = {name: task_cache.described(content[name]) for name in content.keys() - FEATURES}
         statistics = self._statistics
+        if statistics['examples']:
+            fields = task_cache.described_by_both(statistics['fields'], fields)
+        statistics['fields'] = fields
         statistics['examples'] += 1
         for feature in FEATURES:
             feature_ids = example.ids.get(feature, np.zeros(0, np.int32))

@@ -344,7 +344,8 @@ def lines_of(job: Job, t5: infer.T5, chunk: Chunk, progress: Callable[[int], Any
         texts = [job.vocabulary.decode(tokens) for tokens in answer.tokens]
         line: dict[str, Any] = {'inputs': written, 'prediction': one_or_all(texts)}
         if request.output_ids:
-            line['prediction_tokens'] = one_or_all(answer.tokens)
+            ids = [list(itertools.takewhile(bool, tokens)) for tokens in answer.tokens]  # as T5X
+            line['prediction_tokens'] = one_or_all(ids)
         if config.return_scores:
             line['aux'] = {'scores': one_or_all(answer.scores)}
         yield results.as_line(line)

@@ -156,6 +156,7 @@ def prepare(config: Any, folder: Any) -> train.Run:
     # The text.
     with terminal.working('Reading the text'):
         mixture = tasks.open.open_mixture(config.data)
+        evaluated_alone = tasks.open.open_evaluated_alone(config.data, mixture)
         evaluated_tasks = []
         if config.infer_eval.every_steps:
             evaluated_tasks = task_metrics.open_tasks(config, config.infer_eval.split)
@@ -221,15 +222,15 @@ def prepare(config: Any, folder: Any) -> train.Run:
         with terminal.working('Opening the text'):
             open_stream = functools.partial(
                 Stream,
-                mixture,
                 vocabulary=vocabulary,
                 config=config.data,
                 batch_size=config.train.batch_size,
                 seed=config.seed,
                 rows=own_rows(trainer.mesh, config.train.batch_size),
             )
-            training = open_stream('train', num_epochs=config.train.epochs or None)
-            validation = open_stream('validation', num_epochs=1)
+            training = open_stream(mixture, 'train', num_epochs=config.train.epochs or None)
+            evaluated = dataclasses.replace(mixture, tasks=(*mixture.tasks, *evaluated_alone))
+            validation = open_stream(evaluated, 'validation', num_epochs=1)
 
         # Say what the model, the devices and the data are.
         params = trainer.shapes.params

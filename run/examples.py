@@ -58,13 +58,20 @@ def check_split(split: str) -> None:
         raise ValueError(f'--split={split}: use one of {", ".join(SPLITS)}')
 
 
-def read_split(task: TokenizedTask, split: str, limit: int | None = None) -> Iterator[Example]:
+def read_split(
+    task: TokenizedTask, split: str, limit: int | None = None, with_choices: bool = False
+) -> Iterator[Example]:
     """Yield the examples of a split, at most `limit`, cut as in training.
 
+    `with_choices`: and those after the last one that have its inputs, the other choices of one input.
     A bad record has none, and so has one that the objective drops. Raises ValueError for a split that
     the task does not have.
     """
-    return itertools.islice(_read(task, split, is_limited=limit is not None), limit)
+    examples = _read(task, split, is_limited=limit is not None)
+    for last in itertools.islice(examples, limit):
+        yield last
+    if with_choices:
+        yield from itertools.takewhile(lambda x: np.array_equal(x.inputs, last.inputs), examples)
 
 
 def _read(task: TokenizedTask, split: str, is_limited: bool) -> Iterator[Example]:

@@ -131,12 +131,17 @@ def training_metrics(interval: list[dict], config: Any, clock: Clock) -> dict[st
     steps_per_second = clock.num_steps / clock.seconds
     rows_per_second = steps_per_second * config.train.batch_size
     lengths = config.data.lengths
+    num_devices = jax.device_count()
     return {
         'learning_rate/current': interval[-1]['learning_rate'],
         'batch_crc32': zlib.crc32(checksums.tobytes()),
+        'timing/seconds': clock.seconds,
+        'timing/seqs': clock.num_steps * config.train.batch_size,
         'timing/steps_per_second': steps_per_second,
         'timing/seqs_per_second': rows_per_second,
+        'timing/seqs_per_second_per_core': rows_per_second / num_devices,
         'timing/target_tokens_per_second': rows_per_second * lengths.targets,
+        'timing/target_tokens_per_second_per_core': rows_per_second * lengths.targets / num_devices,
         'timing/tokens_per_second': rows_per_second * (lengths.inputs + lengths.targets),
         'timing/data_wait_seconds': clock.data_wait_seconds,
         'timing/data_wait_fraction': clock.data_wait_seconds / clock.seconds,

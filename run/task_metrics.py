@@ -22,11 +22,13 @@ from randomness import digest
 from run import best, results
 from run.agreement import check_alike
 from run.console import describe_trimming
-from run.examples import SPLITS, Example, read_split
+from run.examples import PRETOKENIZED, SPLITS, Example, read_split
+from sources import FEATURES
 from stream import OpenTask, Stream, TokenizedTask
 from tasks.mixtures import MetricFn, Task
 from tasks.objectives import takes_inputs
 from tasks.preprocessors import UNKNOWN
+from user_code import UserError
 from vocabulary import Vocabulary
 
 
@@ -38,6 +40,15 @@ class EvaluatedTask(NamedTuple):
     examples: list[Example]
     vocabulary: Vocabulary
     settings: str  # a hash of what the results depend on beside the model
+
+    def postprocess(self, text: str, example: Example, is_target: bool) -> Any:
+        """Return what metrics compare of a text, the targets or an answer of an example."""
+        assert example.targets is not None
+        fields = {**example.fields, 'num_target_tokens': len(example.targets)}
+        return self.task.postprocess(text, fields, is_target=is_target)
+
+    def target(self, example: Example) -> Any:
+        return self.postprocess(example.text('targets', self.vocabulary), example, is_target=True)
 
 
 class TaskResults(NamedTuple):
@@ -175,7 +186,8 @@ def read_task(opened: OpenTask, config: Any, split: str, vocabulary: Vocabulary)
     ]
     if config.data.metrics:
         depends_on.append([config.data.metrics])
-    examples = list(read_split(tokenized_task, split, limit))
+    is_ranked = any(map(takes_scores, opened.task.metric_fns))
+    examples = list(read_split(tokenized_task, split, limit, with_choices=is_ranked))
     texts = {example.text('targets', vocabulary) for example in examples}
     if texts <= {'', UNKNOWN}:
         raise ValueError(
@@ -189,7 +201,18 @@ def read_task(opened: OpenTask, config: Any, split: str, vocabulary: Vocabulary)
     name = opened.name
     if split != 'validation':
         name += f'-{split}'
-    return EvaluatedTask(opened.task, name, examples, vocabulary, settings=digest(depends_on))
+    task = EvaluatedTask(opened.task, name, examples, vocabulary, settings=digest(depends_on))
+    try:
+        for example in examples:
+            task.target(example)
+    except UserError as error:
+        if isinstance(error.__cause__, KeyError) and opened.source.is_tokenized:
+            raise ValueError(
+                f'{error}, and {opened.source.description} have no such field: remove that cache and make it again, '
+                'or set data.use_cached=no'
+            ) from None
+        raise
+    return task
 
 
 def takes_scores(metric_fn: MetricFn) -> bool:
@@ -230,21 +253,13 @@ def compute_metrics(
     predictions = []
     lines: list[dict[str, Any]] = []
     for i, example in enumerate(task.examples):
-        assert example.targets is not None
-        targets_text = example.text('targets', task.vocabulary)
-        fields = {**example.fields, 'num_target_tokens': len(example.targets)}
-        targets.append(task.task.postprocess(targets_text, fields, is_target=True))
-        line = {
-            'input': {
-                'inputs': example.inputs.tolist(),
-                'inputs_pretokenized': example.text('inputs', task.vocabulary),
-                'targets': example.targets.tolist(),
-                'targets_pretokenized': targets_text,
-            },
-            'target': targets[i],
-        }
+        targets.append(task.target(example))
+        features = example.features()
+        for name in FEATURES:  # that a task cache may lack
+            features[name + PRETOKENIZED] = example.text(name, task.vocabulary)
+        line = {'input': dict(sorted(features.items())), 'target': targets[i]}
         if answers is not None:
-            predictions.append(task.task.postprocess(answers[i], fields, is_target=False))
+            predictions.append(task.postprocess(answers[i], example, is_target=False))
             line |= {'output': answers[i], 'prediction': predictions[i]}
         if scores is not None:
             line['score'] = scores[i]

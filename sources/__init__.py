@@ -193,11 +193,9 @@ class Source:
             return self.open_test is not None
         if self.part_of(split).num_records == 0:
             return False
-        if self.validation is not None:
-            return True
-        if split == 'validation':
+        if split == 'validation' and self.validation is None:
             return self.validation_fraction != 0
-        return self.validation_fraction != 1
+        return True
 
     def check_not_empty(self, split: str) -> None:
         """Raise ValueError if there is no document in the files that hold those of `split`."""

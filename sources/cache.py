@@ -16,6 +16,7 @@ seqio/utils.py. Imports no jax and no TensorFlow.
 """
 
 import bisect
+import functools
 import importlib.util
 import itertools
 import json
@@ -39,6 +40,8 @@ MAX_INDEXED_BYTES = 1 << 28  # of a task cache whose examples are found when it 
 TEXT = 'string'  # the dtype of bytes in info.json
 # Where tf.train.Example stores the values of numpy's kinds of dtypes.
 STORED_KINDS = {'b': 'int64_list', 'i': 'int64_list', 'u': 'int64_list', 'f': 'float_list'}
+# And the dtypes in which a cache that is written has them.
+STORED_DTYPES = {'b': 'bool', 'i': 'int64', 'u': 'int64', 'f': 'float32'}
 ORIGIN = 'cache.json'  # what such a cache was made of
 SEQIO_VERSION = '0.0.20'  # whose layout it has
 
@@ -164,6 +167,8 @@ def vocabulary_hash(folder: Any) -> str | None:
     """Return the hash of the vocabulary that made a cache, None for a cache of SeqIO."""
     file = folder / ORIGIN
     if not file.exists():
+        if any(folder.glob('*.ids-*')):  # a cache of this program
+            raise ValueError(f'{file} is missing: copy the folder again')
         return None
     found = read_json(file).get('vocabulary_hash')
     if not isinstance(found, str):
@@ -173,10 +178,7 @@ def vocabulary_hash(folder: Any) -> str | None:
 
 def read_json(file: Any) -> dict[str, Any]:
     """Return the object in a file of JSON."""
-    try:
-        return {**json.loads(file.read_text())}
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f'{file} is no JSON object ({error}): copy the folder again') from None
+    return paths.json_object(file.read_bytes(), title=str(file), remedy='copy the folder again')
 
 
 def read_example(
@@ -197,10 +199,49 @@ def read_example(
     return example
 
 
-def write_info(folder: Path, split: str, statistics: Sequence[Mapping[str, int]]) -> None:
+def described(value: Any) -> dict[str, Any] | None:
+    """Return what info.json says of the value of a field; None for one that a cache cannot hold.
+
+    A cache holds texts, numbers and flat lists of them. An empty list has the dtype ''.
+    """
+    shape: list[None] = []
+    if isinstance(value, list | tuple | np.ndarray):
+        shape = [None]
+        values = list(value)
+        if not values:
+            return {'dtype': '', 'shape': shape}
+    else:
+        values = [value]
+    if all(isinstance(x, str | bytes) for x in values):
+        return {'dtype': TEXT, 'shape': shape}
+    try:
+        array = np.array(values)
+    except ValueError:  # of lists of different lengths
+        return None
+    is_held = array.ndim == 1 and array.dtype.kind in STORED_DTYPES and array.dtype != np.uint64
+    if not is_held:
+        return None
+    return {'dtype': STORED_DTYPES[array.dtype.kind], 'shape': shape}
+
+
+def described_by_both(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that two examples or more have alike, as `described` describes them."""
+    both = {}
+    for name in one.keys() & other.keys():
+        dtypes = {one[name]['dtype'], other[name]['dtype']} - {''}
+        if one[name]['shape'] == other[name]['shape'] and len(dtypes) <= 1:
+            both[name] = {'dtype': ''.join(dtypes), 'shape': one[name]['shape']}
+    return both
+
+
+def write_info(folder: Path, split: str, statistics: Sequence[Mapping[str, Any]]) -> None:
     """Write info and stats of a split from the statistics of its shards."""
     total = {'examples': sum(shard['examples'] for shard in statistics)}
-    features = {}
+    fields = [shard.get('fields', {}) for shard in statistics if shard['examples']]
+    features: dict[str, Any] = {}
+    if fields:
+        for name, field in functools.reduce(described_by_both, fields).items():
+            features[name] = {**field, 'dtype': field['dtype'] or TEXT}
     for name in FEATURES:
         total[f'{name}_tokens'] = sum(shard[f'{name}_tokens'] for shard in statistics)
         total[f'{name}_max_tokens'] = max(shard[f'{name}_max_tokens'] for shard in statistics)
@@ -232,11 +273,12 @@ def decode(content: bytes, split: Split) -> dict[str, Any]:
     for name, info in split.features.items():
         feature = message.features.feature[split.stored_names[name]]  # empty if it is not stored
         kind = feature.WhichOneof('kind')
-        if kind not in (None, info.stored_kind):
+        values = getattr(feature, kind).value if kind else []
+        if values and kind != info.stored_kind:  # an empty list may be stored as any kind
             raise ValueError(
                 f'feature {name!r} is a {kind}, not {info.dtype}: cache the task again'
             )
-        example[name] = shaped(name, getattr(feature, kind).value if kind else [], info)
+        example[name] = shaped(name, values, info)
     return example
 
 

@@ -98,16 +98,7 @@ class RecordsInMemory(Blocks):
         return [self.records[block]]
 
 
+@functools.lru_cache(maxsize=256)  # every lane asks for it, of many tasks and epochs
 def epoch_order(num_blocks: int, seed: int | str, epoch: int) -> np.ndarray:
-    """Return the random order of all blocks in an epoch; kept, because every lane asks for it."""
-    if num_blocks <= 2 * MIN_BLOCKS:  # then lanes are in many epochs at the same time
-        return order_of_few(num_blocks, seed, epoch)
-    return order_of_many(num_blocks, seed, epoch)
-
-
-def _order(num_blocks: int, seed: int | str, epoch: int) -> np.ndarray:
+    """Return the random order of all blocks in an epoch."""
     return permutation(num_blocks, 'epoch', seed, epoch).astype(np.uint32)
-
-
-order_of_few = functools.lru_cache(maxsize=256)(_order)
-order_of_many = functools.lru_cache(maxsize=128)(_order)  # a mixture has many tasks

@@ -70,6 +70,8 @@ def check_head(title: str, kind: str, head: bytes) -> None:
     for start, (what, remedy) in FORMATS.items():
         if head.startswith(start) and not (kind == 'parquet' and start == PARQUET):
             raise ValueError(f'{title} is {what}, not {kind}: {remedy}')
+    if head[257:262] == b'ustar':
+        raise ValueError(f'{title} is a tar archive: unpack it, and name its files')
     if kind == 'parquet':
         return
     if head.count(b'\0') > len(head) / 4:

@@ -334,8 +334,8 @@ def find_files(key: str, patterns: str, bad_lines: BadLines) -> list[str]:
 
 
 def split_names(patterns: str) -> list[str]:
-    """Return the names between the commas; the name of an existing file may hold a comma itself."""
-    if os.path.isfile(patterns):
+    """Return the names between the commas; that of an existing file or folder may hold a comma itself."""
+    if os.path.exists(patterns):
         return [patterns]
     names = [name.strip() for name in patterns.split(',')]
     return [name for name in names if name]

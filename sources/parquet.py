@@ -16,11 +16,12 @@ import pyarrow.parquet
 import pyarrow.types
 
 import paths
+from configs.check import first_ten
 from randomness import permutation
 from sources import Record, deal
 from sources.deal import Blocks, epoch_order
 from sources.files import EMPTY_FILE, NUM_THREADS, FileRecord
-from sources.tables import LineParser, check_columns, check_names
+from sources.tables import LineParser, check_names
 
 WINDOW_BYTES = 128 << 20  # of the row groups that lanes read from at a time
 MAX_GROUP_BYTES = 256 << 20  # of the columns of a row group that are read, uncompressed
@@ -64,7 +65,8 @@ def kind_of_type(arrow_type: Any) -> str:
     if pyarrow.types.is_dictionary(arrow_type):
         arrow_type = arrow_type.value_type
     name = str(arrow_type)
-    if name.removeprefix('large_').removesuffix('_view') in ('string', 'binary'):
+    # A column without any value is of type null.
+    if name.removeprefix('large_').removesuffix('_view') in ('string', 'binary', 'null'):
         return 'text'
     is_number = pyarrow.types.is_integer(arrow_type) or pyarrow.types.is_floating(arrow_type)
     if is_number or pyarrow.types.is_boolean(arrow_type):
@@ -89,6 +91,11 @@ def row_groups(path: str, metadata: Any, columns: Sequence[str]) -> Iterator[Row
             )
         yield RowGroup(path, number, first_row, group.num_rows, num_bytes)
         first_row += group.num_rows
+
+
+def readable(footer: Footer) -> list[str]:
+    """Return the columns of texts and numbers."""
+    return [name for name, kind in footer.columns.items() if kind in ('text', 'number')]
 
 
 class RowGroups:
@@ -136,11 +143,17 @@ def decode(group: RowGroup, columns: Sequence[str]) -> list:
         paths.open_file(group.path) as stream,
         damage_named(f'row group {group.number + 1} is damaged'),
     ):
-        file = pyarrow.parquet.ParquetFile(
-            stream, read_dictionary=columns, page_checksum_verification=True
-        )
-        table = file.read_row_group(group.number, columns=columns, use_threads=False)
+        try:
+            table = read_table(stream, group.number, columns, read_dictionary=columns)
+        except OSError:  # pyarrow has no dictionaries of delta encodings
+            table = read_table(stream, group.number, columns, read_dictionary=[])
         return [dictionary_array(table.column(name)) for name in columns]
+
+
+def read_table(stream: Any, number: int, columns: Sequence[str], **options: Any) -> Any:
+    """Return columns of row group `number` of an open file as a pyarrow.Table."""
+    file = pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True, **options)
+    return file.read_row_group(number, columns=columns, use_threads=False)
 
 
 def dictionary_array(column: Any) -> Any:
@@ -211,11 +224,10 @@ class ParquetFiles(Blocks):
     def columns_of_file(self, name: str) -> tuple[str, ...]:
         """Return the columns of texts and numbers of a file; none of a bad one that is skipped."""
         try:
-            kinds = read_footer(name, columns=()).columns
+            return tuple(readable(read_footer(name, columns=())))
         except DamagedFile as error:
             self.bad_lines.add(name, 0, str(error))
             return ()
-        return tuple(column for column, kind in kinds.items() if kind in ('text', 'number'))
 
     def row_groups_of_file(self, name: str) -> list[RowGroup]:
         """Return the row groups of a file; none of a bad one that is skipped."""
@@ -226,8 +238,11 @@ class ParquetFiles(Blocks):
             return []
         check_names(footer.names, name)
         self.parser.check_columns(name, footer.columns)
-        remedy = 'write all files with the same columns'
-        check_columns(name, footer.columns, self.fields, remedy)  # of whole records
+        if self.parser.whole_records and set(readable(footer)) != set(self.fields):
+            raise ValueError(
+                f'{name} has the columns {first_ten([repr(x) for x in readable(footer)])} of texts and numbers, '
+                f'and another file has {first_ten([repr(x) for x in self.fields])}: write all files with the same columns'
+            )
         are_numbers_read = self.parser.templates or self.parser.whole_records
         for field in self.fields:
             kind = footer.columns[field]
@@ -268,7 +283,8 @@ class ParquetFiles(Blocks):
         try:
             rows = self.row_groups.rows(group, first, num_rows)
         except DamagedFile as error:
-            self.bad_lines.add(group.path, group.first_row, str(error))
+            self.bad_lines.num_read += group.num_rows
+            self.bad_lines.add(group.path, group.first_row, str(error), num_lines=group.num_rows)
             return []
         read = self.parser.fields_of_row
         return [

@@ -2,8 +2,6 @@
 
 import ast
 import collections
-import contextlib
-import gc
 import importlib
 import os
 import pathlib
@@ -52,10 +50,9 @@ def documents() -> list[tuple[str, str]]:
     """
     documents: dict[str, tuple[str, str]] = {}  # by their words: equal texts count once
     root = pathlib.Path(sysconfig.get_path('stdlib'))
-    with no_garbage_collection():
-        for path in python_files(root):
-            for name, text in docstrings(path, path.relative_to(root).with_suffix('').parts):
-                documents.setdefault(' '.join(text.split()), (name, text))
+    for path in python_files(root):
+        for name, text in docstrings(path, path.relative_to(root).with_suffix('').parts):
+            documents.setdefault(' '.join(text.split()), (name, text))
     try:
         topics = importlib.import_module('pydoc_data.topics').topics
     except ImportError:  # some distributions leave it out
@@ -74,18 +71,6 @@ def python_files(root: pathlib.Path) -> list[pathlib.Path]:
         folders[:] = [name for name in folders if name not in excluded]
         found += [pathlib.Path(folder, name) for name in files if name.endswith('.py')]
     return sorted(found)
-
-
-@contextlib.contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Turn off the search for cycles: syntax trees have none, and it takes a third of the time to read them."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def docstrings(path: pathlib.Path, parts: tuple[str, ...]) -> Iterator[tuple[str, str]]:

@@ -64,6 +64,8 @@ class LineParser:
         if not line.strip() or (is_first and kind in ('csv', 'tsv')):
             return None
         if kind == 'text':
+            if '\0' in line:
+                raise ValueError('it holds zero bytes: copy the file again')
             return {self.text_field: line.strip()}
         header = table_header(path, kind) if kind in ('csv', 'tsv') else []
         found = fields_of_line(line, kind, self.text_field, header)

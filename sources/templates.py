@@ -8,6 +8,10 @@ class Template:
     """A text such as 'question: {question}'; '{{' and '}}' are braces."""
 
     def __init__(self, key: str, text: str):
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # the system gives what is not UTF-8 as half surrogate pairs
+            raise ValueError(f'{key}={text!r} is not UTF-8: write it in UTF-8') from None
         self.parts: list[tuple[str, str | None]] = []  # a literal, and the field after it
         try:
             for literal, field, spec, conversion in string.Formatter().parse(text):

@@ -90,6 +90,9 @@ def rouge(
     return values
 
 
+rouge_mean = rouge  # T5's name of the mean
+
+
 def rouge_sentences(text: str) -> list[list[str]]:
     """Return the tokens of each sentence."""
     lines = text.replace(' . ', ' .\n').split('\n')

@@ -171,6 +171,9 @@ def examples_given(given: Any) -> list[dict[str, Any]]:
             raise ValueError(
                 f"preprocess_fn gave {example!r:.60}: give {{'inputs': text, 'targets': text}}"
             )
+        ''.join(
+            map(str, texts)
+        ).encode()  # raises for half a surrogate pair, which no vocabulary takes
         examples.append(dict(example))
     return examples
 
@@ -262,6 +265,11 @@ class Mixture:
             raise ValueError(
                 f'mixture {self.name!r} has members={members!r:.60}: give {{task: rate}}, where a task '
                 'is a name, a Task or a Mixture'
+            )
+        names = [member if isinstance(member, str) else member.name for member in members]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f'mixture {self.name!r} has members of one name ({names!r:.60}): give each a name of its own'
             )
         for member, rate in members.items():
             if not callable(rate):

@@ -46,6 +46,19 @@ def open_mixture(config: Any) -> OpenMixture:
     return opened
 
 
+def open_evaluated_alone(config: Any, mixture: OpenMixture) -> list[OpenTask]:
+    """Open the tasks of data.task that `mixture`, of training, leaves out: those with a validation split.
+
+    Source: T5X t5x/utils.py get_training_eval_datasets.
+    """
+    trained = {task.name for task in mixture.tasks}
+    opened = []
+    for name, task in tasks_of(find(config)).items():
+        if name not in trained and task.validation_split != NO_SPLIT:
+            opened.append(opened_task(task, open_task(task, config)))
+    return [task for task in opened if task.source.may_hold('validation')]
+
+
 def other_versions(mixture: OpenMixture) -> list[str]:
     """Return a line for each data set of TABLE that is read in another version than T5's."""
     lines = []
@@ -63,12 +76,11 @@ def look_up(name: str, config: Any, parents: tuple[str, ...] = ()) -> Task | Mix
     found = own_tasks(config.module).get(name) or TABLE.get(name)
     if found is None:
         return task_of_settings(name, config)
-    if config.metrics and not parents:
-        raise not_of_texts('metrics', name, config)
+    for setting in ('metrics', 'targets', 'inputs'):
+        if config[setting] and not parents:
+            raise not_of_texts(setting, name, config)
     if isinstance(found, Mixture):
         return with_members(found, config, parents)
-    if config.targets and not parents:
-        raise not_of_texts('targets', name, config)
     return found
 
 
@@ -180,7 +192,7 @@ def task_of_settings(name: str, config: Any) -> Task:
 def metrics_of(config: Any) -> list[MetricFn]:
     """Return the metrics that data.metrics names."""
     found = []
-    for name in map(str.strip, filter(None, config.metrics.split(','))):
+    for name in filter(None, map(str.strip, config.metrics.split(','))):
         if name not in TEXT_METRICS:
             raise ValueError(
                 f'data.metrics={config.metrics!r}: {name!r} is none: use some of '

@@ -47,12 +47,7 @@ LANGUAGES = {
     'zh': 'Chinese',
 }
 
-# Documents, translation, summaries.
-
-
-def document(fields: Fields, text_field: str = 'text') -> list[Example]:
-    """Return a text as the targets of an example without inputs."""
-    return [{'inputs': '', 'targets': text_of(fields[text_field])}]
+# Translation, summaries.
 
 
 def translate(fields: Fields, source_language: str, target_language: str) -> list[Example]:
@@ -90,8 +85,16 @@ def glue(
     return [example]
 
 
+def label_of(value: Any) -> Any:
+    """Return a label as a number, which tables have as a text; anything else as it is."""
+    if isinstance(value, str) and re.fullmatch(r'-?\d+', value.strip()):
+        return int(value)
+    return value
+
+
 def class_name(label: Any, label_names: Sequence[str]) -> str:
     """Return the name of a class. Raises ValueError for a label that is no class."""
+    label = label_of(label)
     if label == NO_LABEL:
         return UNKNOWN
     if label not in range(len(label_names)):
@@ -167,7 +170,7 @@ def wsc_simple(fields: Fields, correct_referent_only: bool) -> list[Example]:
 
     With `correct_referent_only` there is no example then.
     """
-    label = fields.get('label', 0)
+    label = label_of(fields.get('label', 0))
     if correct_referent_only and not label:
         return []
     pronoun = text_of(fields['span2_text'])
@@ -225,7 +228,7 @@ def wnli_simple(fields: Fields) -> list[Example]:
         'targets': referent_in(hypothesis, match.referent),
         'premise': premise,
         'hypothesis': hypothesis,
-        'label': fields.get('label', 0),
+        'label': label_of(fields.get('label', 0)),
         'idx': fields['idx'],
     }
     return [example]

@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,6 +27,7 @@ import jinja2.meta
 import jinja2.sandbox
 import yaml
 
+import paths
 import user_code
 from sources import NO_SPLIT
 from tasks import t0 as tasks_t0
@@ -92,7 +92,7 @@ def tasks(
 
 def read_templates(file: str) -> dict[str, Any]:
     """Return what a file of templates holds. Raises ValueError for a file that is none."""
-    path = pathlib.Path(file)
+    path = paths.disk_path(file)
     content = None
     if path.is_file():
         with user_code.running(path):

@@ -151,6 +151,33 @@ def test_short_rows_train_and_evaluate(pydoc, vocabulary, density, mean, length)
             assert np.all((targets == vocabularies.EOS_ID).sum(axis=1) == 1)
 
 
+def test_validation_is_packed_as_training_is(tmp_path):
+    """T5X packs both. One pass has each example once; segments keep them apart."""
+    rows = [f'{i}\t{"x" * (i % 7)}' for i in range(50)]
+    (tmp_path / 'a.tsv').write_text('\n'.join(['q\ta', *rows]))
+    (tmp_path / 'train.tsv').write_text('q\ta\nb\tc\n')
+    targets = {}
+    for pack in ('no', 'tightly'):
+        config = make_config(
+            files=f'{tmp_path}/train.tsv',
+            validation_files=f'{tmp_path}/a.tsv',
+            inputs='{q}',
+            targets='{a}',
+            pack=pack,
+            allow_empty_targets=True,
+        )
+        vocabulary = vocabularies.ByteVocabulary()
+        mixture = tasks.open.open_mixture(config)
+        stream = Stream(mixture, 'validation', vocabulary, config, 4, seed=0, num_epochs=1)
+        batches = list(stream)
+        assert ('decoder_segment_ids' in batches[0]) == (pack == 'tightly')
+        ids = np.concatenate([batch['decoder_target_tokens'].ravel() for batch in batches])
+        parts = np.split(ids, np.flatnonzero(ids == vocabularies.EOS_ID) + 1)
+        targets[pack] = sorted(vocabulary.decode(part) for part in parts)
+        assert len(batches) > 10 if pack == 'no' else len(batches) < 6
+    assert targets['no'] == targets['tightly']
+
+
 def test_byte_vocabulary_may_have_more_spans_than_it_has_extra_ids(pydoc):
     config = make_config(vocabulary='bytes', extra_ids=0)
     vocabulary = find_or_train_vocabulary(config, Path(), [], 384)

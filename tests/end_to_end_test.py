@@ -165,7 +165,9 @@ def test_epochs_of_a_mixture_are_refused(tmp_path, monkeypatch):
         'from tasks import Mixture, Task\n'
         f"a = Task('a', files={short_corpus(tmp_path)!r}, objective='span_corruption')\n"
         "b = Task('b', files=a.files, objective='span_corruption')\n"
-        "TASKS = [a, b, Mixture('both', {'a': 1, 'b': 1})]\n"
+        "c = Task('c', files=a.files, objective='span_corruption')\n"
+        "d = Task('d', validation_files=a.files, train_split='none', objective='span_corruption')\n"
+        "TASKS = [a, b, Mixture('both', {'a': 1, 'b': 1, c: 0, d: 1})]  # c and d are evaluated alone\n"
     )
     config = small_config('', steps=2)
     config.data.update(module=str(tmp_path / 'mine.py'), task='both', vocabulary='bytes')
@@ -176,7 +178,8 @@ def test_epochs_of_a_mixture_are_refused(tmp_path, monkeypatch):
     run(config, tmp_path / 'run')
     [first, second, *evaluations] = metrics_of(tmp_path / 'run')
     assert second['data/a/examples'] + second['data/b/examples'] >= 8
-    assert [x['run'] for x in evaluations] == ['training_eval/a', 'training_eval/b']
+    assert [x['run'] for x in evaluations] == [f'training_eval/{name}' for name in 'abcd']
+    assert evaluations[2]['nats_per_text_token'] == evaluations[0]['nats_per_text_token']
     # Both tasks have the same text, and the baseline is that of the mixture.
     assert evaluations[0]['unigram_nats_per_text_token'] == pytest.approx(
         evaluations[1]['unigram_nats_per_text_token'], rel=0.2
@@ -273,8 +276,16 @@ def test_what_a_run_leaves(uninterrupted):
         'loss',
         'loss_per_all_target_tokens',
         'loss_per_nonpadding_target_token',
+        'effective_batch_size/decoder',
+        'effective_batch_size/encoder',
+        'non_padding_fraction/decoder',
+        'non_padding_fraction/encoder',
         'non_padding_fraction/loss_weights',
         'non_padding_fraction/overall',
+        'timing/seconds',
+        'timing/seqs',
+        'timing/seqs_per_second_per_core',
+        'timing/target_tokens_per_second_per_core',
         'timing/seqs_per_second',
         'timing/steps_per_second',
         'timing/target_tokens_per_second',

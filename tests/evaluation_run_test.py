@@ -16,6 +16,8 @@ import infer
 import paths
 import tasks
 import tasks.open
+import vocabulary as vocabularies
+from modes import cache as cache_mode
 from modes import evaluate as evaluate_mode
 from modes.train import prepare
 from run import results, workdir
@@ -85,6 +87,8 @@ def test_a_run_writes_what_its_model_answers_and_scores(evaluated, compiled):
 
     lines = lines_of(workdir, 'rank-000006.jsonl')
     assert len(lines) == sum(len(row['choices']) for row in rows)
+    numbers = [[row['n'], i] for row in rows for i in range(len(row['choices']))]
+    assert [line['input']['idx'] for line in lines] == numbers
     targets = [line['input']['targets'] for line in lines]
     scores = compiled.score([line['input']['inputs'] for line in lines], targets)
     np.testing.assert_allclose([line['score'] for line in lines], scores, rtol=1e-4)
@@ -230,6 +234,53 @@ def test_some_examples_of_another_split(evaluated, compiled, tmp_path):
     open_evaluation(evaluated, compiled, tmp_path, path=path, split='train', **changes).run()
     assert len(lines_of(tmp_path, 'qa-train-000003.jsonl')) == 3
     assert (tmp_path / 'results.csv').read_text().startswith('step,qa-train/em,')
+
+
+def test_a_limit_leaves_no_input_without_some_of_its_choices(evaluated, compiled):
+    config = make_config(evaluated)
+    config.infer_eval.task = 'rank'
+    numbers = {}
+    for limit in (0, 1, 2, 3, 4, 5):  # the inputs have 1, 2, 3, 1, ... choices
+        config.infer_eval.num_examples = limit
+        opened = infer_eval.open_tasks(config, 'validation')
+        found = infer_eval.TaskMetrics(config, 'validation', compiled.vocabulary, opened, print)
+        numbers[limit] = [example.fields['idx'] for example in found.tasks[0].examples]
+    complete = numbers[0]
+    for limit in (1, 2, 3, 4, 5):
+        assert numbers[limit] == complete[: len(numbers[limit])]
+    assert [len(numbers[limit]) for limit in (1, 2, 3, 4, 5)] == [1, 3, 3, 6, 6]
+
+
+def test_a_cache_without_the_fields_of_its_metrics(evaluated, tmp_path):
+    """Refused before a model is there. A cache that --mode=cache makes has them."""
+    config = make_config(evaluated)
+    config.infer_eval.task = 'rank'
+    config.data.update(cache_dirs=str(tmp_path), use_cached='auto')
+    own = config.data.copy_and_resolve_references()
+    own.update(task='rank', num_workers=1)
+    cache_mode.cache(own)
+    vocabulary = vocabularies.named_vocabulary('data.vocabulary', 'bytes', config.data.extra_ids)
+    opened = infer_eval.open_tasks(config, 'validation')
+    assert opened[0].source.is_tokenized
+    cached = infer_eval.TaskMetrics(config, 'validation', vocabulary, opened, print).tasks[0]
+    config.data.use_cached = 'no'
+    opened = infer_eval.open_tasks(config, 'validation')
+    expected = infer_eval.TaskMetrics(config, 'validation', vocabulary, opened, print).tasks[0]
+
+    def values(task):
+        examples = sorted(task.examples, key=lambda example: list(example.fields['idx']))
+        scores = [float(len(example.targets)) for example in examples]
+        return infer_eval.compute_metrics(task._replace(examples=examples), None, scores).values
+
+    assert values(cached) == values(expected)
+    config.data.use_cached = 'auto'
+    info = tmp_path / 'rank' / 'info.validation.json'
+    content = json.loads(info.read_text())
+    del content['features']['is_correct']
+    info.write_text(json.dumps(content))
+    opened = infer_eval.open_tasks(config, 'validation')
+    with pytest.raises(ValueError, match='rank.*is_correct.*data.use_cached=no'):
+        infer_eval.TaskMetrics(config, 'validation', vocabulary, opened, print)
 
 
 def test_the_best_step_by_a_task_metric(evaluated, compiled, tmp_path, capsys):

@@ -152,6 +152,15 @@ def test_beams_are_T5Xs(name, num_beams, mesh_shape):
     assert_close(found_scores, scores[:fewer], 1e-6)
 
 
+def test_an_answer_goes_on_after_padding(t5, monkeypatch):
+    """A sample may hold id 0: what follows it belongs to the answer, until EOS."""
+    rows = np.array([[[5, 0, 6, 1, 0, 0]], [[7, 8, 0, 0, 0, 0]]], np.int32)
+    monkeypatch.setattr(t5, 'generate_tokens', lambda *arguments, **options: (rows, None))
+    examples = [infer.Example([5], number=i) for i in range(2)]
+    answers = infer.predict_all(t5, examples, 2, {})
+    assert [answer.tokens for answer in answers] == [[[5, 0, 6, 1]], [[7, 8]]]
+
+
 def test_prompts_scores_and_lengths(untrained):
     """An answer continues its prompt; its score is `score` of what follows; shorter ones are prefixes."""
     t5, inputs = untrained, two_inputs()

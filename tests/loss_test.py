@@ -50,6 +50,15 @@ def test_gradient_is_the_one_T5X_writes_by_hand():
     np.testing.assert_allclose(gradient(logits, targets), expected, atol=2e-6)
 
 
+def test_the_examples_of_packed_rows():
+    """T5X's count_packed_examples: changes of the segment, and one more unless padding is last."""
+    segments = np.array([[1, 1, 3, 3, 0, 0], [2, 2, 2, 2, 2, 2], [2, 7, 7, 7, 7, 0]])
+    assert loss.num_segments(segments) == 5
+    assert loss.num_segments(segments[:, :1]) == 3
+    assert loss.num_segments(np.zeros((2, 4), int)) == 0
+    assert loss.num_segments(np.array([[True, True, False], [False, False, False]])) == 1
+
+
 def weights_and_divisor(batch, name):
     factor = loss.parse_normalizing_factor(name)
     return one_device(lambda b: loss.weights_and_divisor(b, factor))(batch)

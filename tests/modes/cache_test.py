@@ -307,3 +307,45 @@ def test_seqio_reads_the_same_content(tmp_path, expected, monkeypatch):
             ours = [[x[name].tolist() for name in features] for x in read(folder, split)]
             assert sorted(found) == sorted(ours)
             assert task.get_cached_stats(split)['examples'] == len(ours)
+
+
+def test_other_fields_of_an_example_are_cached_too(tmp_path):
+    """Postprocessors and metrics read them; SeqIO's caches have them, too."""
+    records = []
+    for i in range(8):
+        records.append(
+            {
+                'question': f'who {i}',
+                'context': 'ann bob',
+                'answers': ['ann', 'bob'][: i % 3],
+                'id': f'q{i}',
+                'number': i,
+                'share': i / 4,
+                'is_odd': i % 2 == 1,
+                'sometimes': i if i % 2 else 'text',  # of no one dtype
+                'nested': {'a': i},
+            }
+        )
+        if i:
+            records[i]['only_later'] = 'yes'
+    lines = [json.dumps(record) for record in records]
+    (tmp_path / 'data.jsonl').write_text('\n'.join(lines))
+    (tmp_path / 'my_tasks.py').write_text(
+        f"""
+from tasks import Task
+
+def preprocess(record):
+    yield record | {{'inputs': record['question'], 'targets': record['context']}}
+
+TASKS = [Task('qa', files='{tmp_path}/data.jsonl', preprocess_fn=preprocess)]
+"""
+    )
+    cache.cache(cache_config(tmp_path, task='qa', validation_fraction=0.0))
+    found = read(tmp_path / 'caches' / 'qa', 'train')
+    assert {example['id'] for example in found} == {record['id'] for record in records}
+    for example in found:
+        record = records[example['number']]
+        kept = {'question', 'context', 'answers', 'id', 'number', 'share', 'is_odd'}
+        texts = {'inputs', 'targets', 'inputs_pretokenized', 'targets_pretokenized'}
+        assert example.keys() - texts == kept
+        assert {name: example[name] for name in kept} == {name: record[name] for name in kept}

@@ -232,15 +232,15 @@ def test_fields_keep_their_order_and_numbers_their_kind(tmp_path, loaded, capsys
 
 def test_several_answers_are_lists(tmp_path, loaded, monkeypatch, capsys):
     (tmp_path / 'a.txt').write_text('c')
-    answer = infer.Answer(tokens=[[100, 1], [101]], scores=[-1.0, -2.0])
+    answer = infer.Answer(tokens=[[100, 1], [101], [100, 0, 102, 1]], scores=[-1.0, -2.0, -3.0])
     monkeypatch.setattr(infer, 'predict_all', lambda *arguments: [answer])
     do(CHANGES | {'decode.return_scores': True}, input=str(tmp_path / 'a.txt'), output_ids=True)
     found = json.loads(capsys.readouterr().out)
     del found['inputs']
     assert found == {
-        'prediction': ['a', 'b'],
-        'prediction_tokens': [[100, 1], [101]],
-        'aux': {'scores': [-1.0, -2.0]},
+        'prediction': ['a', 'b', 'ac'],  # padding within an answer decodes to nothing
+        'prediction_tokens': [[100, 1], [101], [100]],  # and ends T5X's tokens
+        'aux': {'scores': [-1.0, -2.0, -3.0]},
     }
 
 

@@ -144,7 +144,7 @@ def test_every_byte_of_a_record_is_checked(tmp_path):
         ('info.train.json', '{', 'info.train.json'),
         ('info.train.json', '[]', 'info.train.json'),
         ('info.train.json', '{"num_shards": 2}', "info.train.json lacks 'features'"),
-        ('info.train.json', '[' * 100_000, 'info.train.json is no JSON object'),
+        ('info.train.json', '[' * 100_000, 'info.train.json is damaged'),
         (
             'info.train.json',
             '{"features": {}, "num_shards": "*"}',

@@ -64,6 +64,20 @@ def test_examples_are_t5s(name, record, expected, convert):
         assert isinstance(example['targets'], str)
 
 
+def test_the_label_of_a_table_is_a_text():
+    names = set()
+    for case in cases():
+        name, record, _ = case.values
+        if isinstance(record.get('label'), int):
+            expected = list(tasks.get(name).preprocess([record]))
+            found = list(tasks.get(name).preprocess([record | {'label': f' {record["label"]}'}]))
+            assert [(x['inputs'], x['targets']) for x in found] == [
+                (x['inputs'], x['targets']) for x in expected
+            ]
+            names.add(name)
+    assert {'glue_cola_v002', 'super_glue_wsc_v102_simple_train'} <= names
+
+
 def test_a_docstring_has_a_summary_and_the_rest():
     task = tasks.get('pydoc_summary')
     fields = {'summary': 'Return a key.', 'rest': 'The key is that of a sort.', 'text': 'both'}
