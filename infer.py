@@ -281,13 +281,14 @@ class T5:
         its prompt; of a beam search, divided by the penalty.
         A text of more than `max_input_length` tokens is refused; `trim` cuts it.
         """
+        are_texts = _are_texts(inputs)
         ids = self._within_length(inputs, trim)
         tokens_bnT, scores_bn = self.generate_tokens(
             ids, max_length, return_scores=return_scores, **options
         )
 
         def answer(tokens_T: np.ndarray) -> Any:
-            if isinstance(inputs[0], str):
+            if are_texts:
                 return self.vocabulary.decode(tokens_T)
             return tokens_T[tokens_T > EOS_ID].tolist()
 

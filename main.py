@@ -22,6 +22,7 @@ GLIBC_TUNABLES=glibc.malloc.hugetlb=1, for huge pages; GLIBC_TUNABLES= turns tha
 """
 
 import gc
+import io
 import os
 import pathlib
 import signal
@@ -45,6 +46,8 @@ def main(argv: list[str]) -> int:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program
         print(__doc__, command_line.describe(), sep='\n')
         return 0
+    if isinstance(sys.stdout, io.TextIOWrapper):  # it may print names of files that are not UTF-8
+        sys.stdout.reconfigure(errors='backslashreplace')
     signals = Signals()
     gc.disable()  # what is prepared stays: to search it for cycles takes a tenth of the time
     try:
@@ -99,6 +102,7 @@ def prepare(config: Any, signals: Signals) -> Callable[[], int | None]:
     if FLAGS.mode == 'evaluate':
         from modes import evaluate
 
+        signals.advice = 'the same command goes on'
         return evaluate.prepare(config, changes, **command_line.values_of_mode()).run
     if FLAGS.mode == 'infer':
         from modes import infer
@@ -119,6 +123,7 @@ def prepare(config: Any, signals: Signals) -> Callable[[], int | None]:
     elif FLAGS.mode == 'cache':
         from modes import cache
 
+        signals.advice = 'the same command goes on'
         lines = cache.cache(config.data, *command_line.parse_shard(FLAGS.shard))
     elif FLAGS.mode == 'plan':
         from modes import plan
@@ -127,7 +132,8 @@ def prepare(config: Any, signals: Signals) -> Callable[[], int | None]:
     elif FLAGS.mode == 'convert':
         from modes import convert
 
-        lines = convert.convert(FLAGS['from'].value, FLAGS.to, FLAGS.format, FLAGS.step)
+        flags_of_mode = (FLAGS['from'].value, FLAGS.to, FLAGS.format, FLAGS.step)
+        lines = [str(convert.convert_checkpoint(*flags_of_mode))]
     else:
         from modes import report
 

@@ -30,8 +30,6 @@ class Range(NamedTuple):
         return self.low <= value <= self.high and value not in self.without
 
     def __str__(self) -> str:
-        if self == FINITE:
-            return 'a finite number'
         low = 'above' if self.low in self.without else 'at least'
         high = 'below' if self.high in self.without else 'at most'
         if self.without == (0,):
@@ -49,9 +47,8 @@ NOT_NEGATIVE = Range(0, LARGEST_FLOAT)
 FRACTION = Range(0, 1)
 DEVICES = Range(-1, 2**20, without=(0,))
 BELOW_ONE = Range(0, 1, without=(1,))
-FINITE = Range(-LARGEST_FLOAT, LARGEST_FLOAT)
 
-# The range of each number of configs/base.py; one that is not here may have any finite value.
+# The range of each number of configs/base.py.
 RANGES = {
     'seed': Range(0, 2**32 - 1),
     'model.vocab_size': Range(1, 2**24),
@@ -108,7 +105,7 @@ RANGES = {
     'decode.temperature': Range(0, 1e6),
     'decode.top_k': Range(0, 2**24),
     'decode.top_p': FRACTION,
-    'decode.max_length': Range(1, 2**15),
+    'decode.max_length': SIZE,
     'decode.num_return': Range(1, 1024),
     'decode.alpha': Range(0, 100),
     'decode.seed': Range(0, 2**32 - 1),
@@ -200,7 +197,7 @@ def check_value(key: str, value: Any, default: Any) -> None:
     if not has_type_of(default, value):
         raise ValueError(f'{key}={value!r}: {kind_of(default)}')
     if type(default) in (int, float):
-        limits = RANGES.get(key, FINITE)
+        limits = RANGES[key]
         if not limits.holds(value):
             raise ValueError(f'{key}={value}: must be {limits}; the default is {default!r}')
     if key in CHOICES and value not in CHOICES[key]:

@@ -27,6 +27,7 @@ import tasks
 import tasks.open
 from randomness import permutation
 from run import prefetch
+from run.alone import alone_in
 from sources import FEATURES, NO_SPLIT, Record, Share, Source
 from sources import cache as task_cache
 from sources.gzipped import GzippedFiles
@@ -88,7 +89,9 @@ def cache(config: Any, part: int = 1, num_parts: int = 1) -> list[str]:
                 source.check_not_empty('validation')
     jobs = []
     for opened_task in opened:
-        prepare_folder(folder_of(root, opened_task.name), opened_task, vocabulary)
+        folder = folder_of(root, opened_task.name)
+        with alone_in(folder):  # several parts may begin or end at once
+            prepare_folder(folder, opened_task, vocabulary)
         jobs += jobs_of(opened_task)
     missing = []
     for job in jobs[part - 1 :: num_parts]:
@@ -97,7 +100,9 @@ def cache(config: Any, part: int = 1, num_parts: int = 1) -> list[str]:
             missing.append(job)
     run_jobs(config, root, missing)
     for opened_task in opened:
-        messages.append(complete(folder_of(root, opened_task.name), jobs_of(opened_task)))
+        folder = folder_of(root, opened_task.name)
+        with alone_in(folder):
+            messages.append(complete(folder, jobs_of(opened_task)))
     return messages
 
 

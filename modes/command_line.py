@@ -62,7 +62,7 @@ flags.DEFINE_string('text', default=None, help='One text: its answer is printed.
 flags.DEFINE_string(
     'split',
     default='',
-    help='The split: train, validation or test; else test, or infer_eval.split to evaluate.',
+    help='The split: train, validation or test; else test, infer_eval.split to evaluate, or the first of a task.',
 )
 flags.DEFINE_string(
     'step',

@@ -14,14 +14,9 @@ from formats import hugging_face
 from vocabulary import ByteVocabulary, SentencePieceVocabulary, find_vocabulary, stored_data
 
 
-def convert(source: str | None, target: str | None, file_format: str, step: str) -> list[str]:
-    """Convert the checkpoint `source` into the folder `target`. Return the lines to print."""
-    if not source or not target:
-        raise ValueError('--mode=convert needs --from=CHECKPOINT and --to=FOLDER')
-    return [str(convert_checkpoint(source, target, file_format, step))]
-
-
-def convert_checkpoint(source: str | Path, target: str | Path, form: str, step: str = '') -> Path:
+def convert_checkpoint(
+    source: str | Path | None, target: str | Path | None, form: str, step: str = ''
+) -> Path:
     """Write the checkpoint that `infer.load` would open at `source` to the folder `target`; return its path.
 
     `form` is 't5x', with whatever optimizer state there is, as `target`/checkpoint_STEP, or 'hf', parameters
@@ -29,6 +24,8 @@ def convert_checkpoint(source: str | Path, target: str | Path, form: str, step: 
     it was. Raises ValueError for a target that has other files or lies in the source, and warns where there is no
     vocabulary.
     """
+    if not source or not target:
+        raise ValueError('--mode=convert needs --from=CHECKPOINT and --to=FOLDER')
     target = paths.disk_path(target)
     paths.check_new(target)
     source_path = paths.to_path(source)

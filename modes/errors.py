@@ -46,6 +46,7 @@ def one_line(error: BaseException) -> str:
     Of a ValueError that a library raised it has the line of this program that called the library.
     """
     text = ' '.join(paths.reason(error).split())
+    text = text.encode(errors='backslashreplace').decode()  # names of files that are not UTF-8
     if len(text) > MAX_LENGTH:  # the file is named at its beginning, the remedy at its end
         text = f'{text[: MAX_LENGTH // 2]} ... {text[-MAX_LENGTH // 2 :]}'
     if isinstance(error, OSError) and error.errno:  # the system's

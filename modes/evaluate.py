@@ -53,6 +53,10 @@ def prepare(
     return CheckpointEvaluation(config, checkpoint, model_config=model_config, **flags)
 
 
+class Deleted(ValueError):
+    """Training has deleted a checkpoint."""
+
+
 class CheckpointEvaluation:
     """An evaluation: what is there already is not computed again.
 
@@ -124,14 +128,11 @@ class CheckpointEvaluation:
                 newest = max(newest, step)
                 if step in evaluated:
                     continue
-                directory = run / f'checkpoint_{step}'
                 try:
-                    self.evaluate(directory, step)
+                    self.evaluate(run / f'checkpoint_{step}', step)
                     evaluated.add(step)
-                except (ValueError, OSError):
-                    if partition.from_processes(np.array(directory.exists())).all():
-                        raise
-                    self.console.line(f'{directory} was deleted before it was evaluated.')
+                except Deleted as error:
+                    self.console.line(str(error))
             has_ended = newest >= last_step(run) and evaluated.issuperset(steps)
             if partition.from_first_process(np.array(has_ended)):
                 return
@@ -173,6 +174,8 @@ class CheckpointEvaluation:
         except (ValueError, OSError) as caught:
             error = caught
         num_failed = partition.from_processes(np.array(error is not None)).sum()
+        if num_failed and not partition.from_processes(np.array(path.exists())).all():
+            raise Deleted(f'{path} was deleted before it was evaluated: name another --step')
         if error is not None:
             raise error
         if num_failed:

@@ -405,7 +405,7 @@ class Output:
         self.settings = digest_of(json.dumps(settings_as_json(job), sort_keys=True).encode())
         self.chunks = folder / self.file.name.replace(self.merged.name, f'tmp-{task}', 1)
         shard_of_file = []  # of the files of encodings of all shards
-        for shard in range(1, request.num_shards + 1):
+        for shard in range(1, request.num_shards + 1) if request.encode else ():
             num_examples = len(range(shard - 1, part.num_examples, request.num_shards))
             num_files = math.ceil(num_examples / EXAMPLES_PER_FILE[request.pool])
             shard_of_file += [shard] * num_files

@@ -62,8 +62,9 @@ def start(
     from jax._src import distributed  # its key-value store has no public name
 
     jax.config.update('jax_enable_preemption_service', False)  # signals.py listens to SIGTERM
-    # JAX aborts a process that misses others: its limits come after ours. It misses process 0 at once,
-    # but the handler of SIGABRT, the C library's sleep, takes 6, its number, for the seconds to sleep.
+    # JAX aborts a process that misses others, and its limits come after ours, but for process 0, which it
+    # misses at once. So the handler of SIGABRT is the C library's sleep: it is given the signal's number, 6, and
+    # the watcher has six seconds to report first.
     libc = ctypes.CDLL(None)
     libc.signal(signal.SIGABRT, libc.sleep)
     seconds = 10 * heartbeat
@@ -106,7 +107,7 @@ def check_flags(
         raise ValueError(
             f'--coordinator_address={coordinator_address}: give the host of process 0 and a free port, HOST:PORT'
         )
-    if not 0 <= process_id < num_processes:
+    if process_id >= num_processes:
         raise ValueError(
             f'--process_id={process_id}: must be from 0 to {num_processes - 1}, below --num_processes'
         )
@@ -214,8 +215,8 @@ class Group:
         self.thread.start()
         # What XLA's libraries print, they print to the descriptors 1 and 2.
         if self.number == 0:
-            sys.stdout = os.fdopen(os.dup(1), 'w', buffering=1)
-        sys.stderr = os.fdopen(os.dup(2), 'w', buffering=1)
+            sys.stdout = os.fdopen(os.dup(1), 'w', buffering=1, errors='backslashreplace')
+        sys.stderr = os.fdopen(os.dup(2), 'w', buffering=1, errors='backslashreplace')
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(log.fileno(), 2)
 
@@ -252,7 +253,7 @@ class Group:
         if self.number == 0:
             self.store.key_value_set('error', text)
             errors.report(error)
-        elif text != self.error_of_first():
+        elif text != self.error_of_first() and type(error).__name__ != 'ProcessFailed':
             errors.report(error, of=self.title)
         self.end(status)
 
@@ -269,7 +270,7 @@ class Group:
         Where another process is lost, XLA may fail here before this watcher hears of it.
         """
         if kind.__name__ == 'JaxRuntimeError':
-            time.sleep(watcher.GRACE_SECONDS)
+            time.sleep(2 * watcher.GRACE_SECONDS)
         traceback.print_exception(kind, error, trace)
         self.end(1)
 

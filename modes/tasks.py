@@ -35,6 +35,11 @@ def describe(
     """
     if split:
         check_split(split)
+    is_one_task = config.task and isinstance(tasks.open.find(config), Task)
+    if (split or num_examples or vocabulary) and not is_one_task:
+        raise ValueError(
+            f'--split, --examples and --vocabulary are for one task, and data.task={config.task!r} is none: name one'
+        )
     if not config.task:
         own = {f'Of data.module={config.module!r}:': list(own_tasks(config.module).values())}
         return list_of(own | t5.LISTED if config.module else t5.LISTED)

@@ -34,7 +34,9 @@ from formats import own_model
 from model import T5Config
 from modes import start
 from modes.train_vocabulary import find_or_train_vocabulary, training_texts
+from randomness import digest
 from run import best, console, memory, not_finite, results, task_metrics, workdir
+from run.agreement import check_alike
 from sources.open import find_cache
 from stream import Stream
 
@@ -199,6 +201,9 @@ def prepare(config: Any, folder: Any) -> train.Run:
                 model=begin.vocabulary_model,
             )
 
+        text = digest([mixture.fingerprint, vocabulary.hash, model.SOURCE])
+        check_alike('the text, the vocabulary or the file of model.module', text.encode())
+
         # The content of config.json: the settings, and what they stand for.
         resolved = json.loads(config.to_json())
         resolved['model']['module'] = trainer.model_config.module
@@ -266,9 +271,7 @@ def prepare(config: Any, folder: Any) -> train.Run:
                 config, config.infer_eval.split, vocabulary, evaluated_tasks, terminal.line
             )
         if config.save.best_metric:
-            task_metrics.check_best_metric(
-                config.save.best_metric, validation, metrics_of_tasks.tasks
-            )
+            task_metrics.check_best_metric(config, validation, metrics_of_tasks.tasks)
         history = best.history(config.save, kept_lines)
         has_stopped_early = history.ends(config.train.early_stopping)
         has_all_steps = begin.is_resumed and begin.step >= config.train.steps

@@ -187,7 +187,7 @@ class Worker:
             return padding_after(self.newest)
         try:
             received = self.connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):  # the latter where it has not read its work
             self.process.join()
             raise ChildProcessError(
                 f'the process that reads data for rows {self.rows.start} to {self.rows.stop - 1} '

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import paths
+from run.alone import alone_in
 
 FOLDER = 'inference_eval'
 METRICS_SUFFIX = '-metrics.jsonl'
@@ -206,16 +207,17 @@ class Results:
 
         `examples`: a mapping of each. The line in TASK-metrics.jsonl comes after the examples: where it is, they are.
         """
-        paths.make_folder(self.folder)
-        content = ''.join(map(as_line, examples))
-        paths.replace_file(self.file(name, f'-{step:06}.jsonl'), content.encode())
         new_line = {'step': step, **values}
-        others = [line for line in self.lines(name) if line['step'] != step]
-        lines = sorted([*others, new_line], key=lambda line: line['step'])
-        content = ''.join(map(as_line, lines))
-        paths.replace_file(self.file(name, METRICS_SUFFIX), content.encode())
-        hashes = self.hashes(name) | {str(step): hash_of(new_line, settings)}
-        paths.replace_file(self.file(name, SETTINGS_SUFFIX), json.dumps(hashes, indent=1).encode())
+        with alone_in(self.folder):  # several evaluations may write at once
+            content = ''.join(map(as_line, examples))
+            paths.replace_file(self.file(name, f'-{step:06}.jsonl'), content.encode())
+            others = [line for line in self.lines(name) if line['step'] != step]
+            lines = sorted([*others, new_line], key=lambda line: line['step'])
+            content = ''.join(map(as_line, lines))
+            paths.replace_file(self.file(name, METRICS_SUFFIX), content.encode())
+            hashes = self.hashes(name) | {str(step): hash_of(new_line, settings)}
+            content = json.dumps(hashes, indent=1)
+            paths.replace_file(self.file(name, SETTINGS_SUFFIX), content.encode())
 
     def write_table(self) -> None:
         """Write results.csv, if there are results."""

@@ -17,7 +17,7 @@ import evaluate
 import infer
 import tasks
 import tasks.open
-from configs import base, check
+from configs import check
 from randomness import digest
 from run import best, results
 from run.agreement import check_alike
@@ -291,15 +291,16 @@ def events_of(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def check_best_metric(
-    metric: str, validation: Stream, evaluated_tasks: Sequence[EvaluatedTask]
+    config: Any, validation: Stream, evaluated_tasks: Sequence[EvaluatedTask]
 ) -> None:
     """Raise ValueError unless one of the evaluations of a run gives `save.best_metric`.
 
     The names of task metrics are those of the targets, taken as answers.
     """
+    metric = config.save.best_metric
     available = []
     for stream in validation.of_each_task():
-        for tag in validation_tags():
+        for tag in validation_tags(config):
             available.append(best.metric_name(f'training_eval/{stream.mixture.name}', tag))
     for task in evaluated_tasks:
         run = f'{results.FOLDER}/{task.name}'
@@ -313,9 +314,9 @@ def check_best_metric(
     best.check_metric(metric, available)
 
 
-def validation_tags() -> list[str]:
+def validation_tags(config: Any) -> list[str]:
     """Return the names of the metrics that an `Evaluation` returns."""
-    tags = list(evaluate.summarize([dict.fromkeys(evaluate.sum_names(), 0.0)], base.get_config()))
+    tags = list(evaluate.summarize([dict.fromkeys(evaluate.sum_names(), 0.0)], config))
     for name in ('nats_per_text_token', 'nats_per_target_token'):
         tags += [name, f'unigram_{name}']
     return tags

@@ -11,6 +11,7 @@ import loss
 import partition
 import sources.open
 import train
+from configs import base
 from modes.train_vocabulary import find_or_train_vocabulary
 from run import task_metrics
 
@@ -98,7 +99,7 @@ def weighted_sums_with_entropy(*arguments, **options):
 def test_the_name_of_a_sum_that_a_fork_adds(monkeypatch):
     monkeypatch.setattr(loss, 'weighted_sums', weighted_sums_with_entropy)
     monkeypatch.setattr(evaluate, 'sum_names', evaluate.sum_names.__wrapped__)
-    assert 'entropy' in task_metrics.validation_tags()
+    assert 'entropy' in task_metrics.validation_tags(base.get_config())
 
 
 @pytest.mark.slow

@@ -109,7 +109,7 @@ def test_what_task_metrics_leave_in_a_workdir(evaluated):
     names = ('qa', 'rank', 'rank_by_length')
     files = {f'{name}{end}' for name in names for end in ('', '-000003.jsonl', '-000006.jsonl')}
     files |= {f'{name}-metrics.jsonl' for name in names}
-    files |= {f'{name}-settings.json' for name in names}
+    files |= {f'{name}-settings.json' for name in names} | {'.lock'}
     assert {file.name for file in (workdir / 'inference_eval').iterdir()} == files
     table = (workdir / 'results.csv').read_text().splitlines()
     header = 'step,qa/em,qa/f1,rank/accuracy,rank_by_length/accuracy'

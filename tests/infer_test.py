@@ -48,6 +48,24 @@ def two_inputs():
     return ids_of(np.load(T5X.parent / 'golden.npz')['batch/encoder_input_tokens'])[3::3]
 
 
+class Series:
+    """A column of pandas after a filter: its rows have other numbers than 0, 1, …"""
+
+    ndim = 1
+
+    def __init__(self, values):
+        self.values = values
+
+    def __len__(self):
+        return len(self.values)
+
+    def __iter__(self):
+        return iter(self.values)
+
+    def __getitem__(self, label):
+        raise KeyError(label)
+
+
 def ids_of(rows):
     """The rows without padding."""
     return [[int(i) for i in row if i > 0] for row in rows]
@@ -301,6 +319,7 @@ def test_what_may_not_be_asked(t5, examples):
 
 def test_texts_that_are_none(t5):
     assert_refused(lambda: t5.generate(['a', [5]]), 'inputs[0]')
+    assert t5.generate(Series(['a', 'b']), 2) == t5.generate(['a', 'b'], 2)
     assert_refused(lambda: t5.generate(np.array([5, 6])), 'inputs[0]')
     assert_refused(lambda: t5.generate(['a', '\ud800']), 'surrogate')
     without = infer.T5(t5.config, t5.arrays, t5.mesh)

@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import tarfile
 import zipfile
 
 import pyarrow.parquet
@@ -24,6 +25,15 @@ QA = {'inputs': '{question}', 'targets': '{answer}'}
 TABLE = 'question,answer\n' + ''.join(f'q{i},a{i}\n' for i in range(40))
 JSON = [{'question': f'q{i}', 'answer': f'a{i}'} for i in range(40)]
 PAIRS = sorted((f'q{i}', f'a{i}') for i in range(40))
+
+
+def tarred(text):
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode='w') as archive:
+        info = tarfile.TarInfo('a.csv')
+        info.size = len(text)
+        archive.addfile(info, io.BytesIO(text.encode()))
+    return file.getvalue()
 
 
 def zipped(content):
@@ -115,6 +125,8 @@ ODD = {
     'gzipped.csv': (gzip.compress(TABLE.encode()), '{file} is gzipped, not csv: gunzip it', ''),
     'gzipped.data': (gzip.compress(TABLE.encode()), '{file} is gzipped, not tsv: gunzip it', 'tsv'),
     'pointer.jsonl': (LFS_POINTER, 'git lfs pull', ''),
+    'a.tar': (tarred(TABLE), '{file} is a tar archive: unpack it', ''),
+    'a.tar.gz': (tarred(TABLE), '{file} is a tar archive: unpack it', ''),
     'a.pdf': (b'%PDF-1.7\n', '{file} is PDF, not text', ''),
     'utf-16.csv': (TABLE.encode('utf-16'), '{file} is UTF-16 or UTF-32, not csv', ''),
     'utf-16le.tsv': (TABLE.encode('utf-16-le'), '{file} holds zero bytes', ''),
@@ -261,6 +273,14 @@ def test_own_tasks_have_a_kind(tmp_path):
     module.write_text(f'from tasks import Task\nTASKS = [{row.format(str(path), "csv")}]\n')
     opened = tasks.open.open_mixture(make_config(task='qa', module=str(module)))
     assert len(list(opened.tasks[0].source.records('train'))) > 30
+
+
+def test_text_that_ends_in_zeros(tmp_path):
+    """As a download does that broke off."""
+    (tmp_path / 'hole.txt').write_bytes(b'words\n' * 2000 + bytes(2000))
+    source = sources.open.open_source(make_config(files=f'{tmp_path}/hole.txt'))
+    with pytest.raises(ValueError, match=r'line 2001 of .*hole.txt: it holds zero bytes'):
+        list(epoch_documents(source, 0))
 
 
 def test_a_kind_without_files_is_refused():

@@ -130,6 +130,8 @@ def test_two_stars_are_any_number_of_folders(here):
         (here / name).write_text('')
     found = [Path(name).name for name in paths.matching_files('real/**/*.txt')]
     assert sorted(found) == ['0.txt', '1.txt', '2.txt']
+    with pytest.raises(ValueError, match='folders alone'):
+        paths.matching_files('real/su*')
 
 
 def test_names_for_tensorstore(here):
@@ -173,8 +175,8 @@ def test_a_file_is_replaced_at_once_or_not_at_all(here, monkeypatch):
     with pytest.raises(OSError, match='disk full'):
         paths.replace_file(here / 'file', b'newer')
     monkeypatch.undo()
-    assert (here / 'file').read_bytes() == b'new'
-    paths.replace_file(here / 'file', b'newest')  # what the first attempt left is no hindrance
+    assert (here / 'file').read_bytes() == b'new' and sorted(os.listdir(here)) == names
+    paths.replace_file(here / 'file', b'newest')
     assert (here / 'file').read_bytes() == b'newest' and sorted(os.listdir(here)) == names
 
 

@@ -437,6 +437,35 @@ def test_a_workdir_that_one_process_does_not_see(arguments, command_line, tmp_pa
     assert 'ompiling' not in results[0].stdout
 
 
+LINES = [f'line {i} of host ' for i in range(1000)]
+# All is held out for validation: no vocabulary can be trained on it.
+HELD_OUT = ['some words of host '] * 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('lines, is_common', [(LINES, True), (HELD_OUT, False)])
+def test_text_that_is_another_one_in_each_process(
+    lines, is_common, arguments, command_line, tmp_path
+):
+    """The same command in folders whose files differ: refused by all, or by the second one alone."""
+    hosts = [tmp_path / 'host_0', tmp_path / 'host_1']
+    for number, text in enumerate((LINES, lines)):
+        hosts[number].mkdir()
+        (hosts[number] / 'x.txt').write_text(''.join(f'{line}{number}\n' for line in text))
+    flags = [flag for flag in arguments if '--config.data.files' not in flag]
+    flags += ['--config.data.files=x.txt', f'--workdir={tmp_path}/run']
+    results = [process.wait() for process in start_two(command_line, *flags, folders=hosts)]
+    assert results[1].status == 2
+    if is_common:
+        assert results[0].status == 2 and 'the text, the vocabulary' in results[0].stderr
+        assert results[1].stderr == ''
+    else:
+        assert results[0].status == 1 and 'ended with status 2' in results[0].stderr
+        assert results[1].stderr.startswith('main.py: process 1')
+    assert all(len(result.stderr.splitlines()) <= 1 for result in results)
+    assert not list((tmp_path / 'run').glob('checkpoint_*'))
+
+
 @pytest.mark.slow  # modes/processes_test.py has the quick form
 def test_a_setting_of_one_process(arguments, command_line, monkeypatch):
     start = command_line.start

@@ -63,6 +63,7 @@ LOADING = {
     'text as maximum': ("TASKS = [Mixture('m', {'x': proportional('y')})]  # !", "maximum='y'"),
     'half a template': ("TASKS = [Task('x', files='x', inputs='{q', targets='{a}')]  # !", '{q'),
     'template and function': ("TASKS = [Task('x', preprocess_fn=fail, inputs='{q}', targets='{a}')]  # !", 'templates'),
+    'members of one name': ("TASKS = [Mixture('m', {Task('x', files='a'): 1, 'x': 2})]  # !", "one name (['x', 'x'])"),
     'list of members': ("TASKS = [Mixture('m', ['x'])]  # !", "members=['x']"),
     'number as member': ("TASKS = [Mixture('m', {3: 1.0})]  # !", 'members={3: 1.0}'),
     'maximum': ("TASKS = [Mixture('m', {'x': proportional(maximum=-1)})]  # !", 'maximum=-1'),

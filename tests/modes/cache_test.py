@@ -6,7 +6,9 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent import futures
 
 import chex
 import data_sets
@@ -20,6 +22,7 @@ import tasks
 import tasks.open
 import vocabulary as vocabularies
 from modes import cache, command_line, errors
+from run.alone import alone_in
 from sources import cache as task_cache
 from stream import Stream
 
@@ -114,7 +117,7 @@ def test_a_cache_has_each_record_once_as_texts_and_ids(tmp_path, expected):
         found += [(x['inputs_pretokenized'], x['targets_pretokenized']) for x in examples]
     assert sorted(found) == sorted(sums.items())
     assert texts_of(tmp_path / 'caches/text') == sorted(lines)
-    names = {'COMPLETED', 'cache.json'}
+    names = {'.lock', 'COMPLETED', 'cache.json'}
     for split in ('train', 'validation'):
         names |= {f'info.{split}.json', f'stats.{split}.json'}
         names |= {f'{split}.{kind}-00000-of-00001' for kind in ('ids', 'index', 'tfrecord')}
@@ -307,6 +310,33 @@ def test_seqio_reads_the_same_content(tmp_path, expected, monkeypatch):
             ours = [[x[name].tolist() for name in features] for x in read(folder, split)]
             assert sorted(found) == sorted(ours)
             assert task.get_cached_stats(split)['examples'] == len(ours)
+
+
+def test_a_cache_that_was_copied_without_its_vocabulary_is_refused(tmp_path, expected):
+    cache.cache(cache_config(tmp_path, task='my:sums'))
+    (tmp_path / 'caches/my/sums/cache.json').unlink()
+    with pytest.raises(ValueError, match='cache.json is missing: copy the folder again'):
+        tasks.open.open_mixture(cache_config(tmp_path, task='my:sums', use_cached='yes'))
+
+
+def test_parts_may_begin_and_end_at_the_same_moment(tmp_path, expected):
+    """All write the same files about the whole cache."""
+    config = cache_config(tmp_path, task='my:sums', use_cached='no')
+    vocabulary = vocabularies.ByteVocabulary(100)
+    task = cache.open_task(tasks.open.find(config), config, vocabulary)
+    for number in range(10):
+        folder = tmp_path / f'{number}'
+        barrier = threading.Barrier(4)
+
+        def prepare(folder=folder, barrier=barrier):
+            barrier.wait()
+            with alone_in(folder):
+                cache.prepare_folder(folder, task, vocabulary)
+
+        with futures.ThreadPoolExecutor(4) as pool:
+            for part in [pool.submit(prepare) for _ in range(4)]:
+                part.result()
+        assert {path.name for path in folder.iterdir()} == {'.lock', '.progress', 'cache.json'}
 
 
 def test_other_fields_of_an_example_are_cached_too(tmp_path):

@@ -139,6 +139,14 @@ WRONG = [
     (['glue_cola_v002', '--split=dev'], 2, '--split=dev'),
     (['glue_cola_v002', '--examples=-1'], 2, '--examples=-1'),
     (['mnist', 'glue'], 2, "'glue'"),
+    (['glue_v002_proportional', '--examples=2'], 2, '--examples'),
+    (['--vocabulary=bytes'], 2, '--vocabulary'),
+    (['glue_cola_v002', '--config.data.inputs={sentence}'], 2, "data.inputs='{sentence}'"),
+    (
+        ['glue_v002_proportional', '--config.data.inputs={a}', '--config.data.targets={b}'],
+        2,
+        'data.targets',
+    ),
     (['--config.model.emb_dim=0'], 2, 'model.emb_dim'),
     (['--text=x'], 2, '--text'),
 ]

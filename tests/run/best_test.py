@@ -13,6 +13,7 @@ import checkpoint
 import infer
 import optimizer
 import train
+from configs import base
 from modes import convert
 from modes import evaluate as evaluate_mode
 from modes import infer as infer_mode
@@ -304,7 +305,11 @@ def test_what_is_converted_and_answers_is_the_average(expected, tmp_path):
 def test_the_names_of_metrics(uninterrupted):
     lines = metrics_of(uninterrupted)
     line = next(x for x in lines if x['run'] == 'training_eval/span_corruption')
-    assert set(task_metrics.validation_tags()) == line.keys() - {'step', 'run', 'corpus'}
+    assert set(task_metrics.validation_tags(base.get_config())) == line.keys() - {
+        'step',
+        'run',
+        'corpus',
+    }
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ JSONLogger; shared/testdata/seqio_t5/README.md says how.
 import json
 import math
 import pathlib
+from concurrent import futures
 
 import pytest
 
@@ -93,3 +94,16 @@ def test_numbers_that_were_changed_or_are_of_a_killed_process_are_not_there(tmp_
     assert not kept.has('a', 3, 'y')
     kept.write('a', 3, {'f1': 2.0}, [], 'y')
     assert kept.has('a', 3, 'y')
+
+
+def test_two_evaluations_write_at_the_same_time(tmp_path):
+    """Each adds its lines to the same files."""
+    kept = results.Results(tmp_path)
+
+    def write(step):
+        kept.write('task', step, {'accuracy': step}, [{'input': step}], settings='')
+
+    with futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(60)))
+    assert [line['step'] for line in kept.lines('task')] == list(range(60))
+    assert all(kept.has('task', step, settings='') for step in range(60))

@@ -210,6 +210,25 @@ def test_whole_records_have_the_columns_of_the_smallest_file(tmp_path):
     assert records_of(source) == [{'q': 'q', 'a': 'a', 'extra': 'x'}]
 
 
+def test_a_column_without_values_in_the_smallest_file(tmp_path):
+    """Arrow writes it with the type null; the others have texts there."""
+    write(tmp_path / 'a.parquet', {'q': ['one'], 'extra': pa.array([None])})
+    write(tmp_path / 'b.parquet', {'q': ['two', 'three'], 'extra': ['x', 'y']})
+    config = make_config(files=f'{tmp_path}/*', validation_fraction=0.0)
+    source = sources.open.open_source(config, whole_records=True)
+    found = {record['q']: record.get('extra') for record in records_of(source)}
+    assert found == {'one': None, 'two': 'x', 'three': 'y'}
+
+
+@pytest.mark.parametrize('encoding', ['DELTA_BYTE_ARRAY', 'DELTA_LENGTH_BYTE_ARRAY'])
+def test_delta_encodings(tmp_path, encoding):
+    texts = [f'text {i}' for i in range(50)]
+    options = {'use_dictionary': False, 'column_encoding': {'text': encoding}}
+    write(tmp_path / 'a.parquet', {'text': texts}, 20, **options)
+    source = sources.open.open_source(make_config(files=f'{tmp_path}/*', validation_fraction=0.0))
+    assert sorted(texts_of(source)) == sorted(texts)
+
+
 def test_whole_records_beside_a_damaged_file(tmp_path):
     """The smallest file, which is read first, is damaged."""
     (tmp_path / 'bad.parquet').write_bytes(b'words' * 10)
