@@ -27,10 +27,8 @@ from stream import Stream
 from vocabulary import EOS_ID
 
 # The sums of loss.weighted_sums that `summarize` knows.
-T5X_SUMS = (
-    *('loss', 'z_loss', 'nats', 'weights', 'correct'),
-    *('encoder_tokens', 'decoder_tokens', 'encoder_examples', 'decoder_examples'),
-)
+T5X_SUMS: tuple[str, ...] = ('loss', 'z_loss', 'nats', 'weights', 'correct')
+T5X_SUMS += ('encoder_tokens', 'decoder_tokens', 'encoder_examples', 'decoder_examples')
 Sums = dict[str, jax.Array]  # loss.weighted_sums of a batch, and those of its text alone
 
 

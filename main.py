@@ -132,8 +132,8 @@ def prepare(config: Any, signals: Signals) -> Callable[[], int | None]:
     elif FLAGS.mode == 'convert':
         from modes import convert
 
-        flags_of_mode = (FLAGS['from'].value, FLAGS.to, FLAGS.format, FLAGS.step)
-        lines = [str(convert.convert_checkpoint(*flags_of_mode))]
+        source = FLAGS['from'].value
+        lines = [str(convert.convert_checkpoint(source, FLAGS.to, FLAGS.format, FLAGS.step))]
     else:
         from modes import report
 

@@ -236,6 +236,7 @@ def ratio(seconds: Sequence[float], ours: Sequence[float]) -> str:
 class Ours:
     def __init__(self, trainer: train.Trainer, folder: Path) -> None:
         self.trainer = trainer
+        _ = trainer.specs  # are traced here, as those of the others
         self.saver = checkpoint.Saver(folder)
 
     def save(self, step: int, state: train.TrainState) -> None:

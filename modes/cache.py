@@ -177,10 +177,12 @@ class ShardWriter:
     def write(self, example: Tokenized) -> None:
         """Append an example: ids without EOS, the texts, and the other fields that a cache can hold."""
         content: dict[str, Any] = {}
+        fields = {}
         for name, value in example.texts.items():
-            if task_cache.described(value) is not None:
+            description = task_cache.described(value)
+            if description is not None and name not in FEATURES:
                 content[name] = value
-        fields = {name: task_cache.described(content[name]) for name in content.keys() - FEATURES}
+                fields[name] = description
         statistics = self._statistics
         if statistics['examples']:
             fields = task_cache.described_by_both(statistics['fields'], fields)

@@ -3,6 +3,7 @@
 Source: T5X t5x/eval.py.
 """
 
+import functools
 import json
 import math
 import time
@@ -154,14 +155,20 @@ class CheckpointEvaluation:
             with self.console.working(f'Evaluating {task.name}, step {step:,}'):
                 found = self.task_metrics(self.load(path), task)
             assert found is not None
-            if jax.process_index() == 0:
-                with paths.naming(self.folder):
-                    self.events.write(task.name, step, task_metrics.events_of(found.values))
-                    self.results.write(task.name, step, found.values, found.lines, identity)
-                    self.results.write_table()
+            with_identity = task._replace(settings=identity)
+            partition.in_all(functools.partial(self.write, with_identity, step, found))
             values[task.name] = found.values
         if values:
             self.console.line(results.describe(step, self.split, values))
+
+    def write(
+        self, task: task_metrics.EvaluatedTask, step: int, found: task_metrics.TaskResults
+    ) -> None:
+        """Write the results of a task at a step, and their events, in the first process."""
+        if jax.process_index() == 0:
+            with paths.naming(self.folder):
+                self.events.write(task.name, step, task_metrics.events_of(found.values))
+                task_metrics.write_results(self.folder, task, step, found)
 
     def load(self, path: Any) -> infer.T5:
         """Return the model with the parameters of a checkpoint. All processes fail if one does."""

@@ -404,15 +404,16 @@ class Output:
         self.file = self.shards[request.shard - 1]
         self.settings = digest_of(json.dumps(settings_as_json(job), sort_keys=True).encode())
         self.chunks = folder / self.file.name.replace(self.merged.name, f'tmp-{task}', 1)
-        shard_of_file = []  # of the files of encodings of all shards
-        for shard in range(1, request.num_shards + 1) if request.encode else ():
-            num_examples = len(range(shard - 1, part.num_examples, request.num_shards))
-            num_files = math.ceil(num_examples / EXAMPLES_PER_FILE[request.pool])
-            shard_of_file += [shard] * num_files
-        self.encodings = {}
-        for number, shard in enumerate(shard_of_file):
-            name = f'{task}-encodings-{number:05}-of-{len(shard_of_file):05}.safetensors'
-            self.encodings[folder / name] = shard
+        self.encodings = {}  # of all shards, {file: number of the shard}
+        if request.encode:
+            shard_of_file = []
+            for shard in range(1, request.num_shards + 1):
+                num_examples = len(range(shard - 1, part.num_examples, request.num_shards))
+                num_files = math.ceil(num_examples / EXAMPLES_PER_FILE[request.pool])
+                shard_of_file += [shard] * num_files
+            for number, shard in enumerate(shard_of_file):
+                name = f'{task}-encodings-{number:05}-of-{len(shard_of_file):05}.safetensors'
+                self.encodings[folder / name] = shard
 
     def write(self, load_once: Callable[[], infer.T5]) -> str:
         """Write what is missing of the shard. Return what the first process says of it."""

@@ -249,11 +249,13 @@ class Group:
 
     def fail(self, error: BaseException, status: int) -> None:
         """Report an error, and end the process when the others know."""
+        from partition import ProcessFailed  # imports JAX
+
         text = errors.one_line(error)
         if self.number == 0:
             self.store.key_value_set('error', text)
             errors.report(error)
-        elif text != self.error_of_first() and type(error).__name__ != 'ProcessFailed':
+        elif text != self.error_of_first() and not isinstance(error, ProcessFailed):
             errors.report(error, of=self.title)
         self.end(status)
 

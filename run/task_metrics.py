@@ -48,6 +48,7 @@ class EvaluatedTask(NamedTuple):
         return self.task.postprocess(text, fields, is_target=is_target)
 
     def target(self, example: Example) -> Any:
+        """Return what metrics compare of the targets of an example."""
         return self.postprocess(example.text('targets', self.vocabulary), example, is_target=True)
 
 
