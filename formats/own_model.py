@@ -141,26 +141,32 @@ def check_same(directory: Any, model: ModuleType, config: model.T5Config, otherw
 
 
 def load_recorded(directory: Any, settings: Mapping[str, Any]) -> tuple[ModuleType, model.T5Config]:
-    """Return what `load` does, of a checkpoint; `settings` are those of its config.json.
-
-    The file of an own model is looked for where it was, then by its name in the current folder. Its
-    content must be the recorded one. A file in the folder of the checkpoint or of its run may be a
-    stranger's: it is never run. Raises ValueError.
-    """
+    """Return what `load` does, of a checkpoint; `settings` are those of its config.json."""
     if not settings['module']:
         return model, model.T5Config(**settings)
+    file = find_recorded(directory, settings['module'])
+    return load_file(file, recorded(directory), settings)
+
+
+def find_recorded(directory: Any, module: str) -> Path:
+    """Return the file of the own model of a checkpoint, whose run had it at `module`.
+
+    It is looked for where it was, then by its name in the current folder. Its content must be the
+    recorded one. A file in the folder of the checkpoint or of its run may be a stranger's: it is never
+    run. Raises ValueError.
+    """
     content = recorded(directory)
     if not content:
         raise ValueError(
-            f'model.module={settings["module"]!r}, and {directory / model.RECORD} is missing: bring all files'
+            f'model.module={module!r}, and {directory / model.RECORD} is missing: bring all files'
         )
-    then = Path(settings['module'])
+    then = Path(module)
     now = Path.cwd() / then.name
     for file in (then, now):
         if file.is_file() and file.read_bytes() == content and not is_in_run(file, directory):
-            return load_file(file, content, settings)
+            return file
     raise ValueError(
-        f'model.module={settings["module"]!r} is gone, was changed, or is in the folder of the run, '
+        f'model.module={module!r} is gone, was changed, or is in the folder of the run, '
         f'from which no code is run: look at {directory / model.RECORD}, and copy it to {now}'
     )
 

@@ -50,6 +50,10 @@ def prepare(
         config = settings_of(path, changes)
         check.check(config)
         names_model = changes_model(path, changes)
+        if names_model and config.model.module and 'model.module' not in changes:
+            directory = formats.open.open_checkpoint(path).directory
+            file = own_model.find_recorded(directory, config.model.module)
+            config.model.module = str(file)  # where it is now
     model_config = own_model.load(config.model)[1] if names_model else None
     return CheckpointEvaluation(config, checkpoint, model_config=model_config, **flags)
 

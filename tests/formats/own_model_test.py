@@ -426,6 +426,9 @@ def test_a_file_that_is_gone_or_changed(trained, tmp_path, monkeypatch):
     assert_refused(lambda: infer.load(folder / 'run'), remedy)
     shutil.copy(config_file.parent / 'own_model.py', elsewhere / 'own.py')
     assert infer.load(folder / 'run').config.module == str(elsewhere / 'own.py')
+    # An evaluation with another setting of the model finds it, too, and ends for want of metrics.
+    with pytest.raises(ValueError, match='has no metrics'):
+        evaluate_mode.prepare(None, {'model.dtype': 'bfloat16'}, str(config_file.parent))
 
 
 @pytest.mark.slow
