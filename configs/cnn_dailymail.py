@@ -22,7 +22,6 @@ def get_config(model: str = 't5:base'):
     config.data.lengths.inputs = 512
     config.data.lengths.targets = 512
     config.train.relative_steps = 262_144
-    config.decode.max_length = 512
     config.decode.beam_size = 4
     config.infer_eval.every_steps = 20_000
     return config

@@ -29,6 +29,5 @@ def get_config(size: str = 'base'):
     config.data.validation_fraction = 0.1
     config.train.epochs = 3
     config.train.relative_steps = 1_000_000  # no end before that of the epochs
-    config.decode.max_length = 256
     config.infer_eval.every_steps = 1000
     return config

@@ -45,7 +45,6 @@ def get_config(model: str = 'flan_t5:base'):
     config.train.epochs = 3
     config.train.relative_steps = 1_000_000  # no end before that of the epochs
     config.train.batch_size = 16
-    config.decode.max_length = 64
     config.eval.every_steps = 1000
     config.infer_eval.every_steps = 1000
     config.save.every_steps = 1000

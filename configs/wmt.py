@@ -23,7 +23,6 @@ def get_config(model: str = 't5_1_1:base'):
     config.data.task = 'wmt_t2t_ende_v003'
     config.data.lengths.inputs = 256
     config.data.lengths.targets = 256
-    config.decode.max_length = 256
     config.decode.beam_size = 4
     config.infer_eval.every_steps = 5000
     config.infer_eval.batch_size = 64

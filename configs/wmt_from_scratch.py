@@ -26,7 +26,6 @@ def get_config(size: str = 'base'):
     config.train.steps = 50_000
     config.eval.every_steps = 500
     config.save.every_steps = 5000
-    config.decode.max_length = 256
     config.decode.beam_size = 4
     config.infer_eval.every_steps = 5000
     return config
