@@ -373,10 +373,12 @@ def _read_headers(folder: Path) -> StoredArrays:
     """Return the arrays that the headers of the folder's files name."""
     entries: dict[str, SafetensorsEntry] = {}
     for file in _weight_files(folder):
+        kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
         try:
             with safetensors.safe_open(file, framework='numpy') as arrays:
-                headers = {name: arrays.get_slice(name) for name in arrays.keys()}
-                kinds = {name: (x.get_dtype(), tuple(x.get_shape())) for name, x in headers.items()}
+                for name in arrays.keys():
+                    header = arrays.get_slice(name)
+                    kinds[name] = (header.get_dtype(), tuple(header.get_shape()))
         except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise ValueError(f'{file} cannot be read ({error}): copy it again') from error
         for name, (dtype, shape) in kinds.items():

@@ -35,16 +35,15 @@ def describe(
     """
     if split:
         check_split(split)
-    is_one_task = config.task and isinstance(tasks.open.find(config), Task)
-    if (split or num_examples or vocabulary) and not is_one_task:
+    found = tasks.open.find(config) if config.task else None
+    if (split or num_examples or vocabulary) and not isinstance(found, Task):
         raise ValueError(
             f'--split, --examples and --vocabulary are for one task, and data.task={config.task!r} is none: name one'
         )
-    if not config.task:
+    if found is None:
         own = {f'Of data.module={config.module!r}:': list(own_tasks(config.module).values())}
         return list_of(own | t5.LISTED if config.module else t5.LISTED)
     find_cache(config, config.task)  # raises ValueError for data.cache_dirs
-    found = tasks.open.find(config)
     if isinstance(found, Mixture):
         return describe_mixture(found, config)
     return describe_task(found, config, split, num_examples, vocabulary)
