@@ -7,6 +7,7 @@ two-dimensional arrays, which ours are. Source: T5X t5x/adafactor.py, t5x/utils.
 """
 
 import collections
+import functools
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -37,8 +38,8 @@ def make_optimizer(config: Any, learning_rate: Callable) -> optax.GradientTransf
         raise ValueError(f'optimizer.name={config.name!r}: must be one of {", ".join(OPTIMIZERS)}')
     optimizer = OPTIMIZERS[config.name](config, learning_rate)
     if config.global_norm_clip_threshold:
-        clip = optax.clip_by_global_norm(config.global_norm_clip_threshold)
-        optimizer = optax.chain(clip, optimizer)
+        clip = functools.partial(clip_by_norm, threshold=config.global_norm_clip_threshold)
+        optimizer = optax.chain(optax.stateless(clip), optimizer)
     if config.ema_decay:
         optimizer = optax.chain(optimizer, average_parameters(config.ema_decay))
     return optimizer
@@ -79,6 +80,14 @@ def adamw(config: Any, learning_rate: Callable) -> optax.GradientTransformation:
     )
 
 
+def clip_by_norm(updates: Any, _: Any, threshold: float) -> Any:
+    """Return `optax.clip_by_global_norm` of updates, with the sums of `norm`."""
+    total = norm(updates)
+    return jax.tree.map(
+        lambda update: jnp.where(total < threshold, update, update / total * threshold), updates
+    )
+
+
 def norm(tree: Any) -> jax.Array:
     """Return the root of the sum of all squares."""
     return jnp.sqrt(sum(sum_of_squares(x) for x in jax.tree.leaves(tree)))
@@ -86,10 +95,13 @@ def norm(tree: Any) -> jax.Array:
 
 @jax.jit  # traced once for each shape
 def sum_of_squares(x: jax.Array) -> jax.Array:
-    """Return the sum of all squares, which XLA on CPUs computes faster as a product."""
-    return lax.platform_dependent(
-        x, cpu=lambda x: jnp.tensordot(x, x, axes=x.ndim), default=lambda x: (x * x).sum()
-    )
+    """Return the sum of all squares, on CPUs of rows first: run/compiler.py says why."""
+
+    def sum_rows_first(x):
+        rows = (jnp.atleast_1d(x) ** 2).sum(axis=-1)
+        return lax.optimization_barrier(rows).sum()  # else XLA would make one sum of both
+
+    return lax.platform_dependent(x, cpu=sum_rows_first, default=lambda x: (x * x).sum())
 
 
 # The choices of `optimizer.name`.

@@ -8,24 +8,36 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-OPTION = 'xla_cpu_experimental_ynn_fusion_type'
+YNNPACK = 'xla_cpu_experimental_ynn_fusion_type'
 PRODUCTS = 'LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT'  # the value that leaves products alone to YNNPACK
+WITHOUT_PASSES = 'xla_disable_hlo_passes'
+STAGES_OF_SUMS = 'tree_reduction_rewriter'  # the pass that computes a long sum in stages of 32
 # What /proc/cpuinfo says of a CPU, x86 or ARM, that multiplies bfloat16.
 BFLOAT16_PRODUCTS = re.compile(r'\b(avx512_bf16|amx_bf16|bf16)\b')
 
 
-def options(mesh: Mesh, dtype: str) -> dict[str, str | bool] | None:
+def options(mesh: Mesh, dtype: str) -> dict[str, str | bool]:
     """Return compiler options for a train step on a mesh that computes in `dtype`.
 
-    XLA_FLAGS of the user have precedence. On CPUs, XLA of JAX 0.10 gives sums and products to YNNPACK,
-    which plans each one again in every step. When a program is loaded, each one is looked for among all
-    instructions. Without YNNPACK a step is faster, and a compiled one is loaded in less than half the
-    time: docs/log.md. But YNNPACK alone multiplies with a CPU's instructions for bfloat16.
+    XLA_FLAGS of the user have precedence. Both options are for CPUs; docs/log.md has their figures.
+
+    XLA of JAX 0.10 gives sums and products to YNNPACK, which plans each one again in every step. When
+    a program is loaded, each one is looked for among all instructions. But YNNPACK alone multiplies
+    with a CPU's instructions for bfloat16.
+
+    XLA computes a long sum in stages, half of the program of a step. One number after another is as
+    fast, and in float32 as exact for the lengths of a step, but not for all numbers of a large matrix:
+    the norms of optimizer.py are of rows first. Sums of bfloat16 need the stages.
     """
-    is_cpu = mesh.devices.flat[0].platform == 'cpu'
-    if is_cpu and OPTION not in os.environ.get('XLA_FLAGS', '') and is_known(mesh):
-        return {OPTION: PRODUCTS if dtype == 'bfloat16' and multiplies_bfloat16() else ''}
-    return None
+    if mesh.devices.flat[0].platform != 'cpu':
+        return {}
+    found: dict[str, str | bool] = {}
+    if dtype == 'float32':
+        found[WITHOUT_PASSES] = STAGES_OF_SUMS
+    if knows_ynnpack(mesh):
+        found[YNNPACK] = PRODUCTS if dtype == 'bfloat16' and multiplies_bfloat16() else ''
+    flags = os.environ.get('XLA_FLAGS', '')
+    return {name: value for name, value in found.items() if name not in flags}
 
 
 @functools.cache
@@ -38,11 +50,11 @@ def multiplies_bfloat16() -> bool:
 
 
 @functools.cache
-def is_known(mesh: Mesh) -> bool:
-    """Return whether the XLA of the mesh has OPTION."""
+def knows_ynnpack(mesh: Mesh) -> bool:
+    """Return whether the XLA of the mesh has the option YNNPACK."""
     program = jax.jit(lambda: 0, out_shardings=NamedSharding(mesh, PartitionSpec())).lower()
     try:
-        program.compile({OPTION: ''})
+        program.compile({YNNPACK: ''})
     except jax.errors.JaxRuntimeError:
         return False
     return True

@@ -1,12 +1,14 @@
-"""A train step on CPUs is compiled without YNNPACK, but for products of bfloat16."""
+"""A train step on CPUs is compiled without sums in stages, and without YNNPACK but for products of bfloat16."""
 
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import model
+import optimizer
 import partition
 from run import compiler
 
@@ -86,11 +88,32 @@ def test_a_system_without_cpuinfo(monkeypatch):
     assert not compiler.multiplies_bfloat16.__wrapped__()
 
 
-def test_flags_of_the_user_have_precedence(mesh, monkeypatch):
-    monkeypatch.setenv('XLA_FLAGS', f'--{compiler.OPTION}=individual_dot')
-    assert compiler.options(mesh, 'float32') is None
+@pytest.mark.parametrize('name', [compiler.YNNPACK, compiler.WITHOUT_PASSES])
+def test_flags_of_the_user_have_precedence(name, mesh, monkeypatch):
+    others = compiler.options(mesh, 'float32').keys() - {name}
+    monkeypatch.setenv('XLA_FLAGS', f'--xla_dump_to=/tmp --{name}=individual_dot')
+    assert compiler.options(mesh, 'float32').keys() == others
 
 
 def test_xla_that_lacks_the_option(mesh, monkeypatch):
-    monkeypatch.setattr(compiler, 'OPTION', 'xla_cpu_no_such_option')
-    assert not compiler.is_known.__wrapped__(mesh)
+    monkeypatch.setattr(compiler, 'YNNPACK', 'xla_cpu_no_such_option')
+    assert not compiler.knows_ynnpack.__wrapped__(mesh)
+
+
+def test_sums_are_not_made_in_stages(mesh):
+    windows = 'reduce-window'
+    without_ynnpack = compile_sum({compiler.YNNPACK: ''})
+    assert windows in without_ynnpack, 'XLA has no such stages: this option can go'
+    assert windows not in compile_sum(compiler.options(mesh, 'float32'))
+    assert compiler.WITHOUT_PASSES not in compiler.options(mesh, 'bfloat16')
+
+
+@pytest.mark.parametrize('shape', [(8192, 2048), (2048, 8192), (4, 32128), (3, 700, 900), (5,), ()])
+@pytest.mark.parametrize('dtype', model.DTYPES)
+def test_a_norm_is_exact(dtype, shape, mesh):
+    """Also that of a large matrix, of which XLA would lose a thousandth if it added up all in one sum."""
+    x = np.random.default_rng(0).uniform(0.5, 1, shape).astype(np.float32)
+    tree = {'x': jnp.array(x), 'y': jnp.ones(3)}
+    norm = jax.jit(optimizer.norm).lower(tree).compile(compiler.options(mesh, dtype))
+    expected = np.sqrt(np.square(x, dtype=np.float64).sum() + 3)
+    np.testing.assert_allclose(norm(tree), expected, rtol=1e-6)
