@@ -2,10 +2,10 @@
 
     python benchmarks/startup.py [--rounds=3]
 
-Starts T5 1.1 small (512 + 114 tokens, batch 4, bfloat16, one device) on the documentation of Python, as a user
-does, each time with a new workdir, and ends it where the first step would be taken: `cold` with an
-empty compilation cache and no vocabulary, `warm` with those of the cold start. Before that the modules
-of training are imported in a new process, whose files Python has compiled.
+Starts T5 1.1 small (512 + 114 tokens, batch 4, bfloat16 and float32, one device) on the documentation of
+Python, as a user does, each time with a new workdir, and ends it where the first step would be taken:
+`cold` with an empty compilation cache and no vocabulary, `warm` with those of the cold start. Before
+that the modules of training are imported in a new process, whose files Python has compiled.
 
 Prints medians and the range of the rounds, and the size of the packages that setup.py asks for.
 
@@ -27,6 +27,7 @@ from absl import app, flags
 FLAGS = flags.FLAGS
 flags.DEFINE_integer('rounds', 3, 'How often each start is measured.', lower_bound=1)
 
+DTYPES = ('bfloat16', 'float32')
 ROOT = Path(__file__).resolve().parents[1]
 IMPORT = 'import time; began = time.time(); import train, modes.train; print(time.time() - began)'
 # Run main.py up to its first step.
@@ -55,15 +56,16 @@ def main(argv: list[str]) -> None:
     print(f'{len(os.sched_getaffinity(0))} cores, load average {os.getloadavg()[0]:.1f}')
     imports = [float(run(IMPORT).stdout) for _ in range(FLAGS.rounds + 1)]
     report('import', imports[1:])
-    cold = []
-    warm = []
-    for _ in range(FLAGS.rounds):
-        with tempfile.TemporaryDirectory() as folder:
-            cold.append(seconds_to_first_step(folder, 'cold', ''))
-            vocabulary = f'{folder}/cold/vocabulary.model'
-            warm.append(seconds_to_first_step(folder, 'warm', vocabulary))
-    report('cold', cold)
-    report('warm', warm)
+    for dtype in DTYPES:
+        cold = []
+        warm = []
+        for _ in range(FLAGS.rounds):
+            with tempfile.TemporaryDirectory() as folder:
+                cold.append(seconds_to_first_step(folder, 'cold', dtype, ''))
+                vocabulary = f'{folder}/cold/vocabulary.model'
+                warm.append(seconds_to_first_step(folder, 'warm', dtype, vocabulary))
+        report(f'cold, {dtype}', cold)
+        report(f'warm, {dtype}', warm)
     size = 0
     names = required('t5-haiku', set())
     for name in names:
@@ -81,9 +83,10 @@ def report(name: str, seconds: list[float]) -> None:
     )
 
 
-def seconds_to_first_step(folder: str, name: str, vocabulary: str) -> float:
+def seconds_to_first_step(folder: str, name: str, dtype: str, vocabulary: str) -> float:
     """Return the seconds from the command to the first step of a run in `folder`/`name`."""
     arguments = [f'--workdir={folder}/{name}', f'--config.data.vocabulary={vocabulary}']
+    arguments.append(f'--config.model.dtype={dtype}')
     began = time.time()
     return float(run(START, *FLAGS_OF_START, *arguments, cache=folder).stdout.split()[-1]) - began
 
