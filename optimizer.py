@@ -7,7 +7,6 @@ two-dimensional arrays, which ours are. Source: T5X t5x/adafactor.py, t5x/utils.
 """
 
 import collections
-import functools
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -37,9 +36,10 @@ def make_optimizer(config: Any, learning_rate: Callable) -> optax.GradientTransf
     if config.name not in OPTIMIZERS:
         raise ValueError(f'optimizer.name={config.name!r}: must be one of {", ".join(OPTIMIZERS)}')
     optimizer = OPTIMIZERS[config.name](config, learning_rate)
-    if config.global_norm_clip_threshold:
-        clip = functools.partial(clip_by_norm, threshold=config.global_norm_clip_threshold)
-        optimizer = optax.chain(optax.stateless(clip), optimizer)
+    threshold = config.global_norm_clip_threshold
+    if threshold:
+        clip = optax.stateless(lambda updates, _: clip_by_norm(updates, threshold))
+        optimizer = optax.chain(clip, optimizer)
     if config.ema_decay:
         optimizer = optax.chain(optimizer, average_parameters(config.ema_decay))
     return optimizer
@@ -80,7 +80,7 @@ def adamw(config: Any, learning_rate: Callable) -> optax.GradientTransformation:
     )
 
 
-def clip_by_norm(updates: Any, _: Any, threshold: float) -> Any:
+def clip_by_norm(updates: Any, threshold: float) -> Any:
     """Return `optax.clip_by_global_norm` of updates, with the sums of `norm`."""
     total = norm(updates)
     return jax.tree.map(

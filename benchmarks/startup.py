@@ -85,8 +85,11 @@ def report(name: str, seconds: list[float]) -> None:
 
 def seconds_to_first_step(folder: str, name: str, dtype: str, vocabulary: str) -> float:
     """Return the seconds from the command to the first step of a run in `folder`/`name`."""
-    arguments = [f'--workdir={folder}/{name}', f'--config.data.vocabulary={vocabulary}']
-    arguments.append(f'--config.model.dtype={dtype}')
+    arguments = [
+        f'--workdir={folder}/{name}',
+        f'--config.data.vocabulary={vocabulary}',
+        f'--config.model.dtype={dtype}',
+    ]
     began = time.time()
     return float(run(START, *FLAGS_OF_START, *arguments, cache=folder).stdout.split()[-1]) - began
 

@@ -31,13 +31,13 @@ def options(mesh: Mesh, dtype: str) -> dict[str, str | bool]:
     """
     if mesh.devices.flat[0].platform != 'cpu':
         return {}
-    found: dict[str, str | bool] = {}
-    if dtype == 'float32':
-        found[WITHOUT_PASSES] = STAGES_OF_SUMS
-    if knows_ynnpack(mesh):
-        found[YNNPACK] = PRODUCTS if dtype == 'bfloat16' and multiplies_bfloat16() else ''
     flags = os.environ.get('XLA_FLAGS', '')
-    return {name: value for name, value in found.items() if name not in flags}
+    found: dict[str, str | bool] = {}
+    if WITHOUT_PASSES not in flags and dtype == 'float32':
+        found[WITHOUT_PASSES] = STAGES_OF_SUMS
+    if YNNPACK not in flags and knows_ynnpack(mesh):
+        found[YNNPACK] = PRODUCTS if dtype == 'bfloat16' and multiplies_bfloat16() else ''
+    return found
 
 
 @functools.cache

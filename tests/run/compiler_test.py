@@ -111,7 +111,7 @@ def test_sums_are_not_made_in_stages(mesh):
 @pytest.mark.parametrize('shape', [(8192, 2048), (2048, 8192), (4, 32128), (3, 700, 900), (5,), ()])
 @pytest.mark.parametrize('dtype', model.DTYPES)
 def test_a_norm_is_exact(dtype, shape, mesh):
-    """Also that of a large matrix, of which XLA would lose a thousandth if it added up all in one sum."""
+    """Also that of a large matrix, of which XLA would lose a hundredth if it added up all in one sum."""
     x = np.random.default_rng(0).uniform(0.5, 1, shape).astype(np.float32)
     tree = {'x': jnp.array(x), 'y': jnp.ones(3)}
     norm = jax.jit(optimizer.norm).lower(tree).compile(compiler.options(mesh, dtype))
