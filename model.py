@@ -18,7 +18,8 @@ Decoding goes through the same modules. Several rows may decode one example; the
 
 The modules build their submodules inside `__call__`, each with an explicit name, so that parameters
 have T5X's paths and shapes. Parameters are float32. `rows_b`, where a module takes it, numbers the
-rows within the global batch and turns dropout on; None turns it off.
+rows within the global batch and turns dropout on; None turns it off. What all layers compute alike is a
+function with `jax.jit`: it is traced once for each shape, not for each layer, and XLA inlines it.
 
 Source: T5X t5x/examples/t5/{network,layers}.py; Raffel et al. 2020 (T5) §2.1; Shazeer 2020 (gated
 MLPs); Hu et al. 2021 (LoRA).
@@ -646,10 +647,7 @@ class Attention(hk.Module):
             q_bThK = q_bThK.reshape(len(k_bhKM), -1, *shape[2:])  # rows that decode one example
             k_bhKM = k_bhKM.astype(logits_dtype)
             logits_bhTM = jnp.einsum('bThK,bhKM->bhTM', q_bThK, k_bhKM)
-        bias = jnp.where(mask_b1TM, 0.0, -1e10).astype(c.dtype)
-        if relpos_1hTM is not None:
-            bias = bias + relpos_1hTM
-        probs_bhTM = jax.nn.softmax(logits_bhTM + bias.astype(logits_bhTM.dtype)).astype(c.dtype)
+        probs_bhTM = attention_weights(logits_bhTM, mask_b1TM, relpos_1hTM, c.dtype)
         mask_shape = (c.num_heads, 1, probs_bhTM.shape[-1])
         probs_bhTM = dropout(probs_bhTM, c.dropout_rate, rows_b, mask_shape, split_dim=1)
         if cache is None:
@@ -685,6 +683,15 @@ class Attention(hk.Module):
         kernel = Kernel(c, shape, initializer, c.dtype, name=name)
         heads_bThK = kernel('bTD,DhK->bThK', x_bTD, columns=(num_heads, c.head_dim))
         return checkpoint_name(heads_bThK, 'projection')
+
+
+@functools.partial(jax.jit, static_argnames='dtype')
+def attention_weights(logits_bhTM, mask_b1TM, relpos_1hTM, dtype):
+    """Return the weights of the keys of each query, [b, h, T, M] in `dtype`; no bias where it is None."""
+    bias = jnp.where(mask_b1TM, 0.0, -1e10).astype(dtype)
+    if relpos_1hTM is not None:
+        bias = bias + relpos_1hTM
+    return jax.nn.softmax(logits_bhTM + bias.astype(logits_bhTM.dtype)).astype(dtype)
 
 
 @dataclasses.dataclass
@@ -794,10 +801,16 @@ class RMSNorm(hk.Module):
     def __call__(self, x_bTD):
         c = self.config
         scale_D = hk.get_parameter('scale', (c.emb_dim,), jnp.float32, jnp.ones)
-        x_bTD = x_bTD.astype(jnp.float32)
-        mean_square_bT1 = jnp.mean(lax.square(x_bTD), axis=-1, keepdims=True)
-        y_bTD = (x_bTD * lax.rsqrt(mean_square_bT1 + 1e-6)).astype(c.dtype)
-        return y_bTD * scale_D.astype(c.dtype)[None, None]
+        return normalize(x_bTD, scale_D, c.dtype)
+
+
+@functools.partial(jax.jit, static_argnames='dtype')
+def normalize(x_bTD: jax.Array, scale_D: jax.Array, dtype: str) -> jax.Array:
+    """Return what `RMSNorm` returns, [b, T, D] in `dtype`."""
+    x_bTD = x_bTD.astype(jnp.float32)
+    mean_square_bT1 = jnp.mean(lax.square(x_bTD), axis=-1, keepdims=True)
+    y_bTD = (x_bTD * lax.rsqrt(mean_square_bT1 + 1e-6)).astype(dtype)
+    return y_bTD * scale_D.astype(dtype)[None, None]
 
 
 @dataclasses.dataclass
@@ -818,7 +831,7 @@ class Kernel(hk.Module):
         c = self.config
         num_rows, num_columns = self.shape
         columns = columns or (num_columns,)
-        if 'transposed' in hk.get_params().get(self.module_name, {}):
+        if f'{self.module_name}/transposed' in self.params_dict():
             kernel_FD = hk.get_parameter('transposed', (num_columns, num_rows), self.dtype)
             y_rF = multiply_transposed(kernel_FD, x.reshape(-1, num_rows))
             return y_rF.reshape(*x.shape[:2], *columns)
@@ -837,6 +850,7 @@ class Kernel(hk.Module):
         return multiply(equation, x, kernel.reshape(*x.shape[2:], *columns))
 
 
+@functools.partial(jax.jit, static_argnames='equation')
 def multiply(equation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Return einsum(equation, x, kernel), [b, T, *columns], for x of [b, T, *rows]."""
     if not partition.is_on_cpu():

@@ -46,21 +46,42 @@ def make_optimizer(config: Any, learning_rate: Callable) -> optax.GradientTransf
 
 
 def adafactor(config: Any, learning_rate: Callable) -> optax.GradientTransformation:
-    """Return `optax.adafactor` with the sums of `norm`. A hyper-parameter of 0 turns its part off."""
+    """Return `optax.adafactor` with the sums of `norm`. A hyper-parameter of 0 turns its part off.
 
-    @jax.jit  # traced once for each shape
-    def clip_and_scale(update, param):
+    It goes from parameter to parameter, so that JAX traces it once for each shape.
+    """
+    factored = optax.scale_by_factored_rms(config.factored, config.decay_rate, config.step_offset)
+    init_one = jax.jit(factored.init)
+
+    @jax.jit
+    def update_one(grad, state, param):
+        update, state = factored.update(grad, state, param)
         if config.clipping_threshold:
             rms = norm(update) / math.sqrt(update.size)
             update = update / jnp.maximum(1.0, rms / config.clipping_threshold)
         if config.multiply_by_parameter_scale:
             rms = norm(param) / math.sqrt(param.size)
             update = update * jnp.maximum(rms, 1e-3)
-        return update
+        return update, state
+
+    def join(states: Mapping[str, optax.FactoredState]) -> optax.FactoredState:
+        joined = jax.tree.map(lambda *x: dict(zip(states, x, strict=True)), *states.values())
+        return joined._replace(count=[*joined.count.values()][0])  # all are equal
+
+    def init(params):
+        return join({path: init_one(x) for path, x in params.items()})
+
+    def update(grads, state, params):
+        updates = {}
+        states = {}
+        for path, grad in grads.items():
+            slots = [slot[path] for slot in (state.v_row, state.v_col, state.v)]
+            own = optax.FactoredState(state.count, *slots)
+            updates[path], states[path] = update_one(grad, own, params[path])
+        return updates, join(states)
 
     chain = [
-        optax.scale_by_factored_rms(config.factored, config.decay_rate, config.step_offset),
-        optax.stateless(lambda updates, params: jax.tree.map(clip_and_scale, updates, params)),
+        optax.GradientTransformation(init, update),
         optax.scale_by_learning_rate(learning_rate, flip_sign=False),
     ]
     if config.beta1:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import mesh_utils, multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 MESH_AXES = ('data', 'fsdp', 'model')  # from the slowest links to the fastest
@@ -122,9 +122,14 @@ def vary_alike(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     JAX does so for its own products, but not for a function with a gradient of its own.
     """
-    axes_x, axes_y = (jax.typeof(z).manual_axis_type.varying for z in (x, y))
-    x = lax.pcast(x, tuple(sorted(axes_y - axes_x)), to='varying')
-    return x, lax.pcast(y, tuple(sorted(axes_x - axes_y)), to='varying')
+    axes_x, axes_y = varying_axes(x), varying_axes(y)
+    x = lax.pcast(x, tuple(axis for axis in axes_y if axis not in axes_x), to='varying')
+    return x, lax.pcast(y, tuple(axis for axis in axes_x if axis not in axes_y), to='varying')
+
+
+def varying_axes(x: jax.Array) -> tuple[str, ...]:
+    """Return the mesh axes whose devices may have different values in `x`."""
+    return tuple(sorted(jax.typeof(x).manual_axis_type.varying))
 
 
 def argmax(x: jax.Array, axis: str) -> jax.Array:
@@ -200,14 +205,16 @@ def one_device(f: Callable) -> Callable:
     Initialization goes through it, under `jax.jit(..., out_shardings=...)`: local shapes are then
     whole shapes, and a seed gives the same bits on every mesh.
     """
-    bound = f
-    for axis in MESH_AXES:
-        bound = jax.vmap(bound, in_axes=None, axis_size=1, axis_name=axis)
 
-    def unbatched(*args):
-        return jax.tree.map(lambda x: x[(0,) * len(MESH_AXES)], bound(*args))
+    def alike(x: jax.Array) -> jax.Array:  # what one device has, but JAX goes by the names of axes
+        axes = varying_axes(x)
+        return lax.pmax(x, axes) if axes else x
 
-    return unbatched
+    mesh = AbstractMesh((1,) * len(MESH_AXES), MESH_AXES)
+    on_one = jax.shard_map(
+        lambda *args: jax.tree.map(alike, f(*args)), mesh=mesh, in_specs=P(), out_specs=P()
+    )
+    return jax.jit(on_one)
 
 
 def param_specs(table: Mapping[str, P], paths: Iterable[str]) -> dict[str, P]:
