@@ -210,7 +210,8 @@ def one_device(f: Callable) -> Callable:
         axes = varying_axes(x)
         return lax.pmax(x, axes) if axes else x
 
-    mesh = AbstractMesh((1,) * len(MESH_AXES), MESH_AXES)
+    auto = (AxisType.Auto,) * len(MESH_AXES)
+    mesh = AbstractMesh((1,) * len(MESH_AXES), MESH_AXES, axis_types=auto)
     on_one = jax.shard_map(
         lambda *args: jax.tree.map(alike, f(*args)), mesh=mesh, in_specs=P(), out_specs=P()
     )
