@@ -65,18 +65,18 @@ def adafactor(config: Any, learning_rate: Callable) -> optax.GradientTransformat
         return update, state
 
     def join(states: Mapping[str, optax.FactoredState]) -> optax.FactoredState:
-        joined = jax.tree.map(lambda *x: dict(zip(states, x, strict=True)), *states.values())
-        return joined._replace(count=[*joined.count.values()][0])  # all are equal
+        counts, *slots = zip(*states.values(), strict=True)  # the counts are equal
+        return optax.FactoredState(counts[0], *[dict(zip(states, x, strict=True)) for x in slots])
 
     def init(params):
         return join({path: init_one(x) for path, x in params.items()})
 
     def update(grads, state, params):
+        count, *slots = state
         updates = {}
         states = {}
         for path, grad in grads.items():
-            slots = [slot[path] for slot in (state.v_row, state.v_col, state.v)]
-            own = optax.FactoredState(state.count, *slots)
+            own = optax.FactoredState(count, *[slot[path] for slot in slots])
             updates[path], states[path] = update_one(grad, own, params[path])
         return updates, join(states)
 

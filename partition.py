@@ -123,13 +123,13 @@ def vary_alike(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     JAX does so for its own products, but not for a function with a gradient of its own.
     """
     axes_x, axes_y = varying_axes(x), varying_axes(y)
-    x = lax.pcast(x, tuple(axis for axis in axes_y if axis not in axes_x), to='varying')
-    return x, lax.pcast(y, tuple(axis for axis in axes_x if axis not in axes_y), to='varying')
+    x = lax.pcast(x, tuple(sorted(axes_y - axes_x)), to='varying')
+    return x, lax.pcast(y, tuple(sorted(axes_x - axes_y)), to='varying')
 
 
-def varying_axes(x: jax.Array) -> tuple[str, ...]:
+def varying_axes(x: jax.Array) -> frozenset[str]:
     """Return the mesh axes whose devices may have different values in `x`."""
-    return tuple(sorted(jax.typeof(x).manual_axis_type.varying))
+    return jax.typeof(x).manual_axis_type.varying
 
 
 def argmax(x: jax.Array, axis: str) -> jax.Array:
@@ -200,15 +200,15 @@ def take(x: jax.Array, indices: jax.Array, axis: str) -> jax.Array:
 
 
 def one_device(f: Callable) -> Callable:
-    """Return `f` with every mesh axis bound to size one, to be called outside a mesh.
+    """Return `f`, compiled, with every mesh axis bound to size one, to be called outside a mesh.
 
-    Initialization goes through it, under `jax.jit(..., out_shardings=...)`: local shapes are then
+    Initialization goes through it, in a `jax.jit(..., out_shardings=...)`: local shapes are then
     whole shapes, and a seed gives the same bits on every mesh.
     """
 
     def alike(x: jax.Array) -> jax.Array:  # what one device has, but JAX goes by the names of axes
         axes = varying_axes(x)
-        return lax.pmax(x, axes) if axes else x
+        return lax.pmax(x, tuple(sorted(axes))) if axes else x
 
     auto = (AxisType.Auto,) * len(MESH_AXES)
     mesh = AbstractMesh((1,) * len(MESH_AXES), MESH_AXES, axis_types=auto)

@@ -338,7 +338,7 @@ def encoder_outputs(t5, ids):
         patch.setattr(
             model.Decoder, '__call__', lambda self, x, encoded_bMD, **_: (encoded_bMD, ())
         )
-        return np.asarray(jax.jit(partition.one_device(f))())
+        return np.asarray(partition.one_device(f)())
 
 
 @pytest.mark.parametrize('path', [T5X, MESH_TF, HUGGING_FACE], ids=['t5x', 'mesh_tf', 'hf'])

@@ -40,7 +40,7 @@ def apply_logits(config):
     def f(params, batch, key=None, rows=None):
         return model.apply(lambda: model.logits(config, batch, rows), params, key)
 
-    return jax.jit(partition.one_device(f))
+    return partition.one_device(f)
 
 
 @pytest.fixture(scope='module')
@@ -97,7 +97,7 @@ def test_causality_by_gradients(tiny):
         return (logits * jnp.arange(1.0, 385.0)[None, None]).sum((0, 2))
 
     length = batch['decoder_input_tokens'].shape[1]
-    jacobian = jax.jit(partition.one_device(jax.jacobian(logit_sums)))(
+    jacobian = partition.one_device(jax.jacobian(logit_sums))(
         jnp.zeros([1, length, config.emb_dim])
     )
     depends = np.abs(np.asarray(jacobian)).max((1, 3)) > 0  # [logits at, input at]
