@@ -690,8 +690,32 @@ def attention_weights(logits_bhTM, mask_b1TM, relpos_1hTM, dtype):
     """Return the weights of the keys of each query, [b, h, T, M] in `dtype`; no bias where it is None."""
     bias = jnp.where(mask_b1TM, 0.0, -1e10).astype(dtype)
     if relpos_1hTM is not None:
-        bias = bias + relpos_1hTM
-    return jax.nn.softmax(logits_bhTM + bias.astype(logits_bhTM.dtype)).astype(dtype)
+        bias = bias + broadcast(relpos_1hTM, logits_bhTM.shape, dtype)
+    return softmax(logits_bhTM + bias.astype(logits_bhTM.dtype)).astype(dtype)
+
+
+@jax.custom_vjp
+def softmax(logits: jax.Array) -> jax.Array:
+    """Return jax.nn.softmax(logits). JAX's own gradient would sum in the dtype of the logits."""
+    return jax.nn.softmax(logits)
+
+
+def _softmax_forward(logits):
+    probs = softmax(logits)
+    return probs, probs
+
+
+def _softmax_backward(probs, grad):
+    weighted = grad * probs
+    return (weighted - probs * weighted.sum(axis=-1, keepdims=True),)  # jnp sums in float32
+
+
+softmax.defvjp(_softmax_forward, _softmax_backward)
+
+
+def broadcast(x: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """Return x broadcast to `shape`, in `dtype`. Its gradient is summed in float32, whatever `dtype`."""
+    return jnp.broadcast_to(x.astype(jnp.float32), shape).astype(dtype)
 
 
 @dataclasses.dataclass
@@ -810,7 +834,7 @@ def normalize(x_bTD: jax.Array, scale_D: jax.Array, dtype: str) -> jax.Array:
     x_bTD = x_bTD.astype(jnp.float32)
     mean_square_bT1 = jnp.mean(lax.square(x_bTD), axis=-1, keepdims=True)
     y_bTD = (x_bTD * lax.rsqrt(mean_square_bT1 + 1e-6)).astype(dtype)
-    return y_bTD * scale_D.astype(dtype)[None, None]
+    return y_bTD * broadcast(scale_D, y_bTD.shape, dtype)
 
 
 @dataclasses.dataclass

@@ -25,15 +25,15 @@ def options(mesh: Mesh, dtype: str) -> dict[str, str | bool]:
     a program is loaded, each one is looked for among all instructions. But YNNPACK alone multiplies
     with a CPU's instructions for bfloat16.
 
-    XLA computes a long sum in stages, half of the program of a step. One number after another is as
-    fast, and in float32 as exact for the lengths of a step, but not for all numbers of a large matrix:
-    the norms of optimizer.py are of rows first. Sums of bfloat16 need the stages.
+    XLA computes a long sum in stages, half of the program of a step. One float32 number after another
+    is as fast, and as exact for the lengths of a step, but not for all numbers of a large matrix: the
+    norms of optimizer.py are of rows first. No sum of a step is one of bfloat16 numbers.
     """
     if mesh.devices.flat[0].platform != 'cpu':
         return {}
     flags = os.environ.get('XLA_FLAGS', '')
     found: dict[str, str | bool] = {}
-    if WITHOUT_PASSES not in flags and dtype == 'float32':
+    if WITHOUT_PASSES not in flags:
         found[WITHOUT_PASSES] = STAGES_OF_SUMS
     if YNNPACK not in flags and knows_ynnpack(mesh):
         found[YNNPACK] = PRODUCTS if dtype == 'bfloat16' and multiplies_bfloat16() else ''
