@@ -97,6 +97,7 @@ def seconds_to_first_step(folder: str, name: str, dtype: str, vocabulary: str) -
 def run(program: str, *arguments: str, cache: str = '') -> subprocess.CompletedProcess[str]:
     """Run a program of Python in the folder of main.py; `cache`: of compiled programs."""
     environment = os.environ | {'JAX_PLATFORMS': 'cpu'}
+    environment.pop('PYTHONDONTWRITEBYTECODE', None)  # which compiles our files in each start
     if cache:
         environment['XDG_CACHE_HOME'] = cache
     return subprocess.run(

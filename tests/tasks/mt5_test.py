@@ -103,10 +103,15 @@ def test_punctuation_of_every_language():
         padded |= set(range(first, last + 1))
     for code in range(0x20000):
         character = chr(code)
+        category = unicodedata.category(character)
         # Neither surrogates nor characters that are newer than this Python.
-        if unicodedata.category(character) not in ('Cs', 'Cn'):
-            is_padded = tasks_mt5.pad_punctuation(character) == f' {character} '
-            assert is_padded == (code in padded), hex(code)
+        if category in ('Cs', 'Cn'):
+            continue
+        # Nor letters that are newer than the original, which is of Unicode 15.1.
+        if unicodedata.unidata_version > '15.1.0' and code in padded and category[0] in 'LMN':
+            continue
+        is_padded = tasks_mt5.pad_punctuation(character) == f' {character} '
+        assert is_padded == (code in padded), hex(code)
 
 
 def test_a_missing_data_set_is_named(tmp_path):
