@@ -13,8 +13,8 @@ until it fits into memory; where the first one fits, name a larger --batch_size.
     ours          what main.py does between two lines of metrics: documents, here of pydoc, become
                   packed rows while the device computes; the step with its metrics; all of them are
                   fetched. Adafactor, parameters in float32.
-    transformers  T5ForConditionalGeneration with SDPA, compiled on a GPU, and its Adafactor with a
-                  constant rate. It is given one batch of random ids that lies on the device, full
+    transformers  T5ForConditionalGeneration with SDPA, which that of transformers 4 has not, compiled
+                  on a GPU, and its Adafactor with a constant rate. It is given one batch of random ids that lies on the device, full
                   rows without a mask, and its loss is fetched once. `bfloat16` is autocast over
                   parameters in float32, as ours; `bfloat16 weights` keeps no others, so small
                   updates are lost.
