@@ -160,7 +160,8 @@ def test_a_disk_becomes_read_only(corpus, uninterrupted, open_path):
     line = errors.one_line(error.value)
     assert str(workdir) in line and 'Permission denied' in line
     for path in (workdir, *workdir.rglob('*')):
-        path.chmod(0o755)
+        with contextlib.suppress(FileNotFoundError):  # a lock that TensorStore removes meanwhile
+            path.chmod(0o755)
     assert_goes_on(workdir, config, uninterrupted)
 
 
