@@ -14,10 +14,10 @@ until it fits into memory; where the first one fits, name a larger --batch_size.
                   packed rows while the device computes; the step with its metrics; all of them are
                   fetched. Adafactor, parameters in float32.
     transformers  T5ForConditionalGeneration with SDPA, which that of transformers 4 has not, compiled
-                  on a GPU, and its Adafactor with a constant rate. It is given one batch of random ids that lies on the device, full
-                  rows without a mask, and its loss is fetched once. `bfloat16` is autocast over
-                  parameters in float32, as ours; `bfloat16 weights` keeps no others, so small
-                  updates are lost.
+                  on a GPU, and its Adafactor with a constant rate. It is given one batch of random ids
+                  that lies on the device, full rows without a mask, and its loss is fetched once.
+                  `bfloat16` is autocast over parameters in float32, as ours; `bfloat16 weights`
+                  keeps no others, so small updates are lost.
     T5X           its Trainer with its Adafactor and metrics, on a CPU, where --t5x names a checkout.
                   It is given one packed batch of random ids. --t5x_python is a Python that has the
                   packages which T5X's setup.py names; AirIO may be missing.
