@@ -13,11 +13,13 @@ with 31 layers in encoder and decoder. The contenders take turns, each in a new 
 
 Where main.py starts anew with huge pages (modes/huge_pages.py), so do all of them.
 
-Saving: the first save is not counted. `copy` is one in-memory copy of the state by that many threads, the
-fastest of two before and one after the save. `call` is the time until save returns, and `next step` what
-an update that is donated the state (-x for every array) then takes more than before: a contender that
-does not copy makes the step copy, and threads that write compete with it. `finished` is the time from
-the call until wait returns. All three have synced their files then.
+Saving: each process saves four times, and the first one is not counted. `copy` is one in-memory copy of
+the state by that many threads, and `call` the time until save returns: the fastest of three each, since a
+copy into fresh pages takes two to four times as long as one into memory that was freed before, and chance
+decides which. Both follow an update that is donated the state (-x for every array). `next step` is what an
+update takes more after the call than before it: a contender that does not copy makes the step copy, and
+threads that write compete with it. `finished` is the time from the call until wait returns. All three have
+synced their files then.
 
 Restoring: from the folder to a TrainState on the device, once after the files were dropped from the page
 cache (`cold`, by posix_fadvise; a host below a virtual machine may still have them) and once more in
@@ -26,7 +28,7 @@ another process (`warm`). Every array must be the saved one, bit for bit.
 Prints a line per contender, the medians of the rounds and their range; GB per second; how many times
 as fast ours is; then the speed of the disk, with one file of the same size that is written and synced,
 and read after it was dropped, and what ours has of it. Without Orbax the others are measured. The
-folder holds two checkpoints at a time, the memory the state and at least one copy of it.
+folder holds four checkpoints at a time, the memory the state and at least one copy of it.
 
 The goal: finished at least 1.5 times as fast as Orbax, restored 2.3 times, and training blocked for at
 most one copy and 20 ms.
@@ -70,7 +72,8 @@ SIZES = {
     '1GB': ('base', {}),
     '4GB': ('large', dict(num_encoder_layers=31, num_decoder_layers=31)),
 }
-NUM_UPDATES = 3  # before the save that is measured, an odd number
+NUM_SAVES = 3  # that are measured, after a first one
+NUM_UPDATES = 3 * NUM_SAVES - 1  # before the last of them, which is the one to restore
 BLOCK_BYTES = 2**24  # of the disk's own speed
 
 FLAGS = flags.FLAGS
@@ -100,7 +103,7 @@ class Contender(Protocol):
 
 
 class Saved(NamedTuple):
-    """The seconds of a save."""
+    """The seconds of a save of one process."""
 
     copy: float  # of the state, in memory
     call: float  # until save returned
@@ -318,7 +321,7 @@ class Plain:
 
 
 def measure_save(contender: type[Contender], size: str, folder: str) -> Saved:
-    """Measure the second save of a process."""
+    """Measure the saves of a process after its first."""
     trainer = trainer_of(size)
     saves = contender(trainer, Path(folder))
     shardings = partition.shardings(trainer.mesh, trainer.specs)
@@ -326,24 +329,25 @@ def measure_save(contender: type[Contender], size: str, folder: str) -> Saved:
     state = jax.device_put(random_state(trainer), shardings)
     saves.save(1, state)
     saves.wait()
-    for _ in range(NUM_UPDATES - 1):  # the first one compiles
-        state = jax.block_until_ready(advance(state))
     os.sync()
 
     pool = futures.ThreadPoolExecutor(checkpoint.ARRAYS_IN_FLIGHT)
-    copies = [measure_copy(pool, state) for _ in range(2)]
-    began = time.perf_counter()
-    state = jax.block_until_ready(advance(state))
-    step_seconds = time.perf_counter() - began
-    began = time.perf_counter()
-    saves.save(1 + NUM_UPDATES, state)
-    call = time.perf_counter() - began
-    state = jax.block_until_ready(advance(state))
-    next_step = time.perf_counter() - began - call - step_seconds
-    saves.wait()
-    finished = time.perf_counter() - began
-    copies.append(measure_copy(pool, state))
-    return Saved(min(copies), call, next_step, finished)
+    measure_copy(pool, state)  # the first one has no freed memory
+    copies, calls, next_steps, finished = [], [], [], []
+    for i in range(NUM_SAVES):
+        state = jax.block_until_ready(advance(state))
+        copies.append(measure_copy(pool, state))
+        began = time.perf_counter()
+        state = jax.block_until_ready(advance(state))
+        step_seconds = time.perf_counter() - began
+        began = time.perf_counter()
+        saves.save(3 * i + 3, state)
+        calls.append(time.perf_counter() - began)
+        state = jax.block_until_ready(advance(state))
+        next_steps.append(time.perf_counter() - began - calls[-1] - step_seconds)
+        saves.wait()
+        finished.append(time.perf_counter() - began)
+    return Saved(min(copies), min(calls), median(next_steps), median(finished))
 
 
 def random_state(trainer: train.Trainer) -> train.TrainState:
@@ -364,7 +368,7 @@ def update(state: train.TrainState) -> train.TrainState:
 
 
 def measure_copy(pool: futures.Executor, state: train.TrainState) -> float:
-    """Return the seconds of a copy by the threads of a pool, which may have freed memory of one before."""
+    """Return the seconds of a copy by the threads of a pool."""
     began = time.perf_counter()
     copies = list(pool.map(np.array, jax.tree.leaves(state)))
     seconds = time.perf_counter() - began
@@ -381,7 +385,7 @@ def measure_restore(contender: type[Contender], size: str, folder: str) -> float
     seconds = time.perf_counter() - began
 
     def differs(found: jax.Array, first: np.ndarray) -> bool:
-        saved = -first if first.dtype == np.float32 else first + NUM_UPDATES
+        saved = first * (-1) ** NUM_UPDATES if first.dtype == np.float32 else first + NUM_UPDATES
         return not np.array_equal(found, saved)
 
     wrong = jax.tree.map(differs, state, random_state(trainer))
