@@ -690,7 +690,7 @@ def attention_weights(logits_bhTM, mask_b1TM, relpos_1hTM, dtype):
     """Return the weights of the keys of each query, [b, h, T, M] in `dtype`; no bias where it is None."""
     bias = jnp.where(mask_b1TM, 0.0, -1e10).astype(dtype)
     if relpos_1hTM is not None:
-        bias = bias + broadcast(relpos_1hTM, logits_bhTM.shape, dtype)
+        bias = bias + broadcast(relpos_1hTM[0], logits_bhTM.shape, dtype)
     return softmax(logits_bhTM + bias.astype(logits_bhTM.dtype)).astype(dtype)
 
 
@@ -713,9 +713,25 @@ def _softmax_backward(probs, grad):
 softmax.defvjp(_softmax_forward, _softmax_backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def broadcast(x: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """Return x broadcast to `shape`, in `dtype`. Its gradient is summed in float32, whatever `dtype`."""
-    return jnp.broadcast_to(x.astype(jnp.float32), shape).astype(dtype)
+    """Return float32 x repeated along new first dimensions, in `dtype`. Its gradient is summed in float32."""
+    return jnp.broadcast_to(x, shape).astype(dtype)
+
+
+def _broadcast_forward(x, shape, dtype):
+    return broadcast(x, shape, dtype), x.shape
+
+
+def _broadcast_backward(shape, dtype, x_shape, grad):
+    rows = grad.astype(jnp.float32).reshape(-1, *x_shape)
+    if partition.is_on_cpu() and len(rows) > 32:  # in stages, as `optimizer.mean` does it
+        window = (32,) + (1,) * len(x_shape)
+        rows = lax.reduce_window(rows, 0.0, lax.add, window, window, 'SAME')
+    return (rows.sum(axis=0),)
+
+
+broadcast.defvjp(_broadcast_forward, _broadcast_backward)
 
 
 @dataclasses.dataclass

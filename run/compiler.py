@@ -26,8 +26,9 @@ def options(mesh: Mesh, dtype: str) -> dict[str, str | bool]:
     with a CPU's instructions for bfloat16.
 
     XLA computes a long sum in stages, half of the program of a step. One float32 number after another
-    is as fast, and as exact for the lengths of a step, but not for all numbers of a large matrix: the
-    norms of optimizer.py are of rows first. No sum of a step is one of bfloat16 numbers.
+    is as fast for sums of rows, and as exact for the lengths of a step. It is not for sums over rows
+    (`optimizer.mean`) and for all numbers of a large matrix (`optimizer.sum_of_squares`). No
+    sum of a step is one of bfloat16 numbers.
     """
     if mesh.devices.flat[0].platform != 'cpu':
         return {}

@@ -108,6 +108,7 @@ def test_adafactor_is_that_of_optax(settings):
     """The same states, so that checkpoints of either go on with the other, and the same updates."""
     config, rng = optimizer_config(**settings), np.random.default_rng(0)
     shapes = {'kernel': (130, 300), 'scale': (64,), 'number': (), 'stacked': (2, 3, 5)}
+    shapes |= {'experts': (2, 300, 130), 'vocabulary': (20_000, 131), 'prime': (2_003, 131)}
     params = {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
     theirs = optax.adafactor(
         0.05,
