@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import sys
 from typing import Any
 
 from absl import flags
@@ -23,12 +24,15 @@ FLAGS_OF_MODE = {
     'tasks': ['config', 'split', 'examples', 'vocabulary'],
 }
 FLAGS = flags.FLAGS
-config_flags.DEFINE_config_file(
-    'config',
-    default=None,
-    help_string='A config file; --config.KEY=VALUE changes one of its settings.',
-    lock_config=True,
-)
+try:
+    config_flags.DEFINE_config_file(
+        'config',
+        default=None,
+        help_string='A config file; --config.KEY=VALUE changes one of its settings.',
+        lock_config=True,
+    )
+except (flags.Error, ValueError, OSError) as error:  # it reads the file that --flagfile names
+    sys.exit(processes.fail(ValueError(f'--flagfile: {error}: name a text file of flags'), 2))
 flags.DEFINE_string('workdir', default=None, help='The folder of the run; runs/NAME if not given.')
 flags.DEFINE_string(
     'profile',

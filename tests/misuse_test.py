@@ -7,6 +7,7 @@ and exits with status 2.
 import json
 import pathlib
 import re
+import subprocess
 import sys
 from typing import NamedTuple
 
@@ -471,3 +472,18 @@ def test_a_config_by_every_name(command_line, tmp_path, name):
     flag = f'--config={name}'.replace('{here}', tmp_path.name)
     result = command_line(flag, cwd=tmp_path, HOME=str(tmp_path))
     assert result.status == 2 and result.stderr.startswith('main.py: train.steps=0: must be')
+
+
+@pytest.mark.parametrize('name, reason', [
+    ('missing', 'No such file or directory'),
+    ('.', 'Is a directory'),
+    ('binary', "can't decode"),
+])  # fmt: skip
+def test_a_flagfile_that_cannot_be_read(tmp_path, name, reason):
+    """In a process of its own: ml_collections reads it while main.py imports its flags."""
+    (tmp_path / 'binary').write_bytes(b'\xff\xfe')
+    command = [sys.executable, str(ROOT / 'main.py'), f'--flagfile={name}']
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ''
+    line, end = done.stderr.split('\n')
+    assert line.startswith('main.py: --flagfile: ') and reason in line and end == ''
