@@ -125,7 +125,7 @@ def fields_of_line(line: str, kind: str, text_field: str, header: list[str]) -> 
         return {text_field: line}
     if kind == 'jsonl':
         try:
-            content = json.loads(line.strip())
+            content = json.loads(line.strip(' \t\r\n'))  # JSON's spaces
         except (ValueError, RecursionError) as error:
             raise ValueError(f'no JSON: {error}; correct it') from None
         if not isinstance(content, dict):

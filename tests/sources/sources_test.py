@@ -173,6 +173,7 @@ BAD_LINES = {
     'json': [
         (b'{"text": "cut', 'no JSON: Unterminated string'),
         (b'plain words', 'no JSON: Expecting value'),
+        (b'\x0b{"text": ""}', 'no JSON: Expecting value'),  # no space of JSON's
         (b'["text"]', """'["text"]' is no JSON object"""),
         (b'{"txt": "", "url": ""}', "field 'text' is None, no string, of fields 'txt', 'url'"),
         (b'{}', "field 'text' is None, no string, of fields none; set data.text_field"),
