@@ -72,8 +72,8 @@ SIZES = {
     '1GB': ('base', {}),
     '4GB': ('large', dict(num_encoder_layers=31, num_decoder_layers=31)),
 }
-NUM_SAVES = 3  # that are measured, after a first one
-NUM_UPDATES = 3 * NUM_SAVES - 1  # before the last of them, which is the one to restore
+NUM_SAVES = 3  # that are measured, after a first one; an odd number
+NUM_UPDATES = 3 * NUM_SAVES  # before the last of them, which is the one to restore
 BLOCK_BYTES = 2**24  # of the disk's own speed
 
 FLAGS = flags.FLAGS
@@ -329,6 +329,7 @@ def measure_save(contender: type[Contender], size: str, folder: str) -> Saved:
     state = jax.device_put(random_state(trainer), shardings)
     saves.save(1, state)
     saves.wait()
+    state = jax.block_until_ready(advance(state))  # compiles
     os.sync()
 
     pool = futures.ThreadPoolExecutor(checkpoint.ARRAYS_IN_FLIGHT)
@@ -341,7 +342,7 @@ def measure_save(contender: type[Contender], size: str, folder: str) -> Saved:
         state = jax.block_until_ready(advance(state))
         step_seconds = time.perf_counter() - began
         began = time.perf_counter()
-        saves.save(3 * i + 3, state)
+        saves.save(3 * i + 4, state)
         calls.append(time.perf_counter() - began)
         state = jax.block_until_ready(advance(state))
         next_steps.append(time.perf_counter() - began - calls[-1] - step_seconds)
@@ -385,7 +386,7 @@ def measure_restore(contender: type[Contender], size: str, folder: str) -> float
     seconds = time.perf_counter() - began
 
     def differs(found: jax.Array, first: np.ndarray) -> bool:
-        saved = first * (-1) ** NUM_UPDATES if first.dtype == np.float32 else first + NUM_UPDATES
+        saved = -first if first.dtype == np.float32 else first + NUM_UPDATES
         return not np.array_equal(found, saved)
 
     wrong = jax.tree.map(differs, state, random_state(trainer))
