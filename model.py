@@ -42,6 +42,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import kernels
 import partition
 
 # How parameters are split: path (a regular expression that matches all of it) -> PartitionSpec.
@@ -690,48 +691,8 @@ def attention_weights(logits_bhTM, mask_b1TM, relpos_1hTM, dtype):
     """Return the weights of the keys of each query, [b, h, T, M] in `dtype`; no bias where it is None."""
     bias = jnp.where(mask_b1TM, 0.0, -1e10).astype(dtype)
     if relpos_1hTM is not None:
-        bias = bias + broadcast(relpos_1hTM[0], logits_bhTM.shape, dtype)
-    return softmax(logits_bhTM + bias.astype(logits_bhTM.dtype)).astype(dtype)
-
-
-@jax.custom_vjp
-def softmax(logits: jax.Array) -> jax.Array:
-    """Return jax.nn.softmax(logits). JAX's own gradient would sum in the dtype of the logits."""
-    return jax.nn.softmax(logits)
-
-
-def _softmax_forward(logits):
-    probs = softmax(logits)
-    return probs, probs
-
-
-def _softmax_backward(probs, grad):
-    weighted = grad * probs
-    return (weighted - probs * weighted.sum(axis=-1, keepdims=True),)  # jnp sums in float32
-
-
-softmax.defvjp(_softmax_forward, _softmax_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def broadcast(x: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """Return float32 x repeated along new first dimensions, in `dtype`. Its gradient is summed in float32."""
-    return jnp.broadcast_to(x, shape).astype(dtype)
-
-
-def _broadcast_forward(x, shape, dtype):
-    return broadcast(x, shape, dtype), x.shape
-
-
-def _broadcast_backward(shape, dtype, x_shape, grad):
-    rows = grad.astype(jnp.float32).reshape(-1, *x_shape)
-    if partition.is_on_cpu() and len(rows) > 32:  # in stages, as `optimizer.mean` does it
-        window = (32,) + (1,) * len(x_shape)
-        rows = lax.reduce_window(rows, 0.0, lax.add, window, window, 'SAME')
-    return (rows.sum(axis=0),)
-
-
-broadcast.defvjp(_broadcast_forward, _broadcast_backward)
+        bias = bias + kernels.broadcast(relpos_1hTM[0], logits_bhTM.shape, dtype)
+    return kernels.softmax(logits_bhTM + bias.astype(logits_bhTM.dtype)).astype(dtype)
 
 
 @dataclasses.dataclass
@@ -848,9 +809,9 @@ class RMSNorm(hk.Module):
 def normalize(x_bTD: jax.Array, scale_D: jax.Array, dtype: str) -> jax.Array:
     """Return what `RMSNorm` returns, [b, T, D] in `dtype`."""
     x_bTD = x_bTD.astype(jnp.float32)
-    mean_square_bT1 = jnp.mean(lax.square(x_bTD), axis=-1, keepdims=True)
+    mean_square_bT1 = kernels.mean(lax.square(x_bTD), axis=-1, keepdims=True)
     y_bTD = (x_bTD * lax.rsqrt(mean_square_bT1 + 1e-6)).astype(dtype)
-    return y_bTD * broadcast(scale_D, y_bTD.shape, dtype)
+    return y_bTD * kernels.broadcast(scale_D, y_bTD.shape, dtype)
 
 
 @dataclasses.dataclass

@@ -28,6 +28,7 @@ from ml_collections import FrozenConfigDict
 import checkpoint
 import evaluate
 import infer
+import kernels
 import loss
 import optimizer
 import partition
@@ -64,8 +65,9 @@ def train_step(trainer: 'Trainer', state: TrainState, batch: Mapping) -> tuple[T
     params = state.params | optax.apply_updates(trained, updates)
     metrics['learning_rate'] = trainer.schedule(state.step)
     metrics['gradient_norm'] = optimizer.norm(grads)
-    norms = metrics['loss'] + metrics['gradient_norm'] + optimizer.norm(updates)
-    metrics['finite'] = jnp.isfinite(norms + optax.tree.sum(optimizer.slots(opt_state, trained)))
+    totals = [metrics['loss'], metrics['gradient_norm'], optimizer.norm(updates)]
+    totals += map(kernels.sum, optimizer.slots(opt_state, trained))
+    metrics['finite'] = jnp.isfinite(sum(totals))
     new = TrainState(state.step + 1, params, opt_state)
     if trainer.skips_not_finite:
         # Only the step goes on, and counts that are copies of it.

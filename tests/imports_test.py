@@ -12,7 +12,7 @@ PACKAGES = ('configs', 'formats', 'modes', 'run', 'sources', 'tasks')
 # From the bottom to the top: a module imports from rows above its own row, or from its own package.
 # What tells which step of a run is the best, and whether it is as it was saved, lies below the rest of run/.
 LAYERS = (
-    {'paths', 'partition', 'randomness'},
+    {'paths', 'partition', 'kernels', 'randomness'},
     {'user_code', 'configs'},
     {'model', 'loss', 'decode', 'optimizer', 'checkpoint', 'vocabulary'},
     {'data', 'sources'},
@@ -26,7 +26,7 @@ LAYERS = (
     {'main'},
 )
 CORE = {
-    'main', 'train', 'model', 'loss', 'optimizer', 'partition', 'data', 'stream', 'vocabulary', 'evaluate',
+    'main', 'train', 'model', 'kernels', 'loss', 'optimizer', 'partition', 'data', 'stream', 'vocabulary', 'evaluate',
     'checkpoint', 'decode', 'infer', 'paths', 'randomness', 'user_code',
 }  # fmt: skip
 # Through which files the core opens a package. All may read the settings and their ranges.
@@ -37,7 +37,14 @@ DOORS = {
     'infer': {'formats'},
 }
 HOST_SIDE = {'data', 'stream', 'vocabulary', 'paths', 'randomness', 'user_code'}  # without jax
-MATH = {'model', 'loss', 'decode', 'optimizer', 'partition'}  # without files and ConfigDict
+MATH = {
+    'model',
+    'kernels',
+    'loss',
+    'decode',
+    'optimizer',
+    'partition',
+}  # without files and ConfigDict
 OTHER_FRAMEWORKS = {'tensorflow', 'torch', 'flax', 'gin', 'seqio', 't5', 't5x', 'clu'}
 
 
@@ -129,9 +136,10 @@ def test_the_math_knows_no_files_and_no_config_objects(name):
     assert not {room_of(imported) for imported in ours_of(name)} & set(PACKAGES)
 
 
-def test_partition_and_optimizer_stand_alone():
+def test_partition_kernels_and_optimizer_stand_alone():
     assert not ours_of('partition')
-    assert not ours_of('optimizer')  # global arrays: no axis names
+    assert not ours_of('kernels')
+    assert ours_of('optimizer') == {'kernels'}  # global arrays: no axis names
 
 
 def test_sources_types_know_no_format():

@@ -1,0 +1,109 @@
+"""The functions that XLA compiles badly for one kind of device: plain JAX first, the other form beside it.
+
+docs/log.md has the figures.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+STAGE = 32  # the longest dimension that XLA reduces in one loop
+
+
+def for_device(plain: Callable, on_cpu: Callable, *arrays: jax.Array) -> jax.Array:
+    """Call the form of a function that the devices of this program need."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes:  # outside shard_map
+        return lax.platform_dependent(*arrays, cpu=on_cpu, default=plain)
+    device = mesh.abstract_device
+    if device is not None and device.device_kind == 'cpu':
+        return on_cpu(*arrays)
+    return plain(*arrays)
+
+
+# Sums.
+
+
+def sum(x: jax.Array, axis: int | None = None, keepdims: bool = False) -> jax.Array:
+    """Return x.sum(axis), float32."""
+    return reduce(jnp.sum, x, axis, keepdims)
+
+
+def mean(x: jax.Array, axis: int, keepdims: bool = False) -> jax.Array:
+    """Return x.mean(axis), float32."""
+    return sum(x, axis, keepdims) / x.shape[axis]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))  # traced once for each shape
+def reduce(operation: Callable, x: jax.Array, axis: int | None, keepdims: bool) -> jax.Array:
+    """Return operation(x, axis) of float32 numbers, where the operation is jnp.sum or _max.
+
+    A CPU adds up 32 numbers of a dimension at a time. XLA does so, too, but writes all numbers to
+    memory first; a dimension of 32 is reduced in the loop that computes the numbers, vectorized along
+    the last dimension. The barrier keeps XLA from joining both stages again, and a window from
+    computing the first one within the second, where its numbers would not be adjacent.
+    """
+
+    def in_stages(x):
+        x = jnp.atleast_1d(x)
+        last = x.ndim - 1
+        dim = 0 if axis is None else axis % x.ndim
+        size = x.shape[dim]
+        if size > STAGE and size % STAGE == 0:
+            parts = (STAGE, size // STAGE) if dim == last else (size // STAGE, STAGE)
+            blocks = x.reshape(*x.shape[:dim], *parts, *x.shape[dim + 1 :])
+            x = lax.optimization_barrier(operation(blocks, dim if dim == last else dim + 1))
+        if axis is not None and dim != last:
+            window = [1] * x.ndim
+            window[dim] = x.shape[dim]
+            x = lax.reduce_window(x, 0.0, lax.add, window, window, 'VALID')
+        return operation(x, axis, keepdims=keepdims)
+
+    return for_device(lambda x: operation(x, axis, keepdims=keepdims), in_stages, x)
+
+
+@jax.custom_vjp
+def softmax(logits: jax.Array) -> jax.Array:
+    """Return jax.nn.softmax(logits). Its gradient reduces in float32."""
+    exps = jnp.exp(logits - reduce(_max, logits, -1, True))
+    return exps / sum(exps.astype(jnp.float32), axis=-1, keepdims=True).astype(exps.dtype)
+
+
+def _max(x: jax.Array, axis: int, keepdims: bool = False) -> jax.Array:
+    return x.max(axis, keepdims=keepdims, initial=-jnp.inf)  # before a sequence there are no keys
+
+
+def _softmax_forward(logits):
+    probs = softmax(logits)
+    return probs, probs
+
+
+def _softmax_backward(probs, grad):
+    weighted = grad * probs
+    return (weighted - probs * sum(weighted, axis=-1, keepdims=True),)
+
+
+softmax.defvjp(_softmax_forward, _softmax_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def broadcast(x: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """Return float32 x repeated along new first dimensions, in `dtype`.
+
+    Its gradient reduces in float32, like that of softmax.
+    """
+    return jnp.broadcast_to(x, shape).astype(dtype)
+
+
+def _broadcast_forward(x, shape, dtype):
+    return broadcast(x, shape, dtype), x.shape
+
+
+def _broadcast_backward(shape, dtype, x_shape, grad):
+    return (sum(grad.astype(jnp.float32).reshape(-1, *x_shape), axis=0),)
+
+
+broadcast.defvjp(_broadcast_forward, _broadcast_backward)

@@ -1,0 +1,177 @@
+"""Each form of a function gives the numbers of the plain one, and sums are those of float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from small_models import run_config
+
+import kernels
+import model
+import optimizer
+import partition
+import train
+from modes.train import make_trainer
+from run import compiler
+
+TREE_REDUCTION = {'xla_disable_hlo_passes': 'tree_reduction_rewriter'}
+EMBEDDING = 'token_embedder/embedding'
+
+
+@pytest.fixture
+def mesh():
+    return partition.make_mesh(data=1, model=1, devices=jax.devices()[:1])
+
+
+def relative_error(found, expected):
+    return np.linalg.norm(np.float64(found) - expected) / np.linalg.norm(expected)
+
+
+def sums_of(x, tree):
+    return {
+        'squares': jnp.sum(x * x),
+        'magnitude': jnp.mean(jnp.abs(x)),
+        'std': jnp.std(x),
+        'norm': optax.global_norm(tree),
+    }
+
+
+def test_what_a_user_adds_to_a_step_is_what_it_says(monkeypatch):
+    """Sums of 8,192 x 2,048 numbers of mean 1. XLA adds them up in stages, unless it is told not to."""
+    monkeypatch.setitem(
+        optimizer.OPTIMIZERS,
+        'lamb',
+        lambda config, learning_rate: optax.chain(
+            optax.clip_by_global_norm(1.0), optax.lamb(learning_rate)
+        ),
+    )
+    plain_step = train.train_step
+
+    def step(trainer, state, batch):
+        new, metrics = plain_step(trainer, state, batch)
+        return new, metrics | sums_of(state.params[EMBEDDING], state.params)
+
+    monkeypatch.setattr(train, 'train_step', step)
+    config = run_config(1, 1, vocab_size=8192, emb_dim=2048, num_heads=1, mlp_dim=8)
+    config.optimizer.name = 'lamb'
+    config.train.batch_size = 1
+    config.data.lengths.update(inputs=8, targets=8)
+    trainer = make_trainer(config, devices=jax.devices()[:1])
+    rng = np.random.default_rng(0)
+    params = {}
+    for path, x in trainer.shapes.params.items():
+        params[path] = rng.uniform(0.5, 1.5, x.shape).astype(np.float32)
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), trainer.shapes)
+    batch = {}
+    for name, length in trainer.feature_lengths.items():
+        batch[name] = np.ones((1, length), np.int32)
+    batch = partition.place_rows(trainer.mesh, batch)
+    shardings = partition.shardings(trainer.mesh, trainer.specs)
+    state = jax.device_put(zeros._replace(params=params), shardings)
+    _, found = train.compile_step(trainer)(state, batch)
+    x = np.float64(params[EMBEDDING])
+    squares = sum(np.square(np.float64(x)).sum() for x in params.values())
+    expected = {
+        'squares': np.square(x).sum(),
+        'magnitude': np.abs(x).mean(),
+        'std': x.std(),
+        'norm': np.sqrt(squares),
+    }
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-6, err_msg=name)
+    options = compiler.options(trainer.mesh, 'float32') | TREE_REDUCTION
+    one_after_another = jax.jit(sums_of).lower(params[EMBEDDING], params).compile(options)
+    for name, value in one_after_another(params[EMBEDDING], params).items():
+        assert relative_error(value, expected[name]) > 1e-5, name
+
+
+SHAPES = [(8192, 2048), (2048, 8192), (4, 32128), (3, 704, 900), (33,), (5,), (1, 1), ()]
+
+
+@pytest.mark.parametrize('shape', SHAPES)
+def test_sums_and_means_are_exact(shape, mesh, monkeypatch):
+    """In stages as on a CPU, and plain as elsewhere."""
+    x = np.random.default_rng(0).uniform(0.5, 1, shape).astype(np.float32)
+
+    def numbers(x):
+        found = {'sum': kernels.sum(x), 'norm': optimizer.norm({'x': x, 'y': jnp.ones(3)})}
+        for axis in range(x.ndim):
+            for keepdims in (False, True):
+                found[f'mean {axis} {keepdims}'] = kernels.mean(x, axis, keepdims)
+        return found
+
+    exact = np.float64(x)
+    expected = {'sum': exact.sum(), 'norm': np.sqrt(np.square(exact).sum() + 3)}
+    for axis in range(x.ndim):
+        for keepdims in (False, True):
+            expected[f'mean {axis} {keepdims}'] = exact.mean(axis, keepdims=keepdims)
+    in_stages = jax.jit(numbers).lower(x).compile(compiler.options(mesh, 'float32'))(x)
+    kernels.reduce.clear_cache()
+    monkeypatch.setattr(kernels, 'for_device', lambda plain, on_cpu, *arrays: plain(*arrays))
+    plain = jax.jit(lambda x: numbers(x))(x)
+    kernels.reduce.clear_cache()
+    for found in (in_stages, plain):
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize('dtype', model.DTYPES)
+@pytest.mark.parametrize('shape', [(2, 3, 4, 512), (7, 96), (5, 33), (4,), (2, 0, 3), (2, 0)])
+def test_softmax_is_that_of_jax(shape, dtype):
+    logits = jnp.array(np.random.default_rng(0).normal(0, 3, shape), dtype)
+    found = jax.jit(kernels.softmax)(logits)
+    assert found.dtype == dtype
+    tolerance = 1e-6 if dtype == 'float32' else 2**-8
+    np.testing.assert_allclose(
+        np.float32(found), np.float32(jax.nn.softmax(logits)), rtol=tolerance, atol=1e-7
+    )
+
+
+def gradients(f, options, grad, *arrays):
+    program = jax.jit(lambda grad, *arrays: jax.vjp(f, *arrays)[1](grad))
+    return program.lower(grad, *arrays).compile(options)(grad, *arrays)
+
+
+@pytest.mark.parametrize('dtype, tolerance', [('bfloat16', 0.005), ('float32', 1e-5)])
+def test_the_gradient_of_a_norms_scale_is_summed_in_float32(dtype, tolerance, mesh):
+    """In bfloat16 its 4,096 terms lose 6 %, and 2 % in stages."""
+    random = np.random.default_rng(0)
+    x_bTD = jnp.array(random.normal(size=(8, 512, 64)), dtype)
+    grad_bTD = jnp.array(random.normal(0.3, 1, x_bTD.shape), dtype)
+    _, found_D = gradients(
+        lambda x_bTD, scale_D: model.normalize(x_bTD, scale_D, dtype),
+        compiler.options(mesh, dtype),
+        grad_bTD,
+        x_bTD,
+        jnp.ones(64),
+    )
+    x_bTD, grad_bTD = np.float64(x_bTD), np.float64(grad_bTD)
+    rms_bT1 = np.sqrt(np.square(x_bTD).mean(axis=-1, keepdims=True) + 1e-6)
+    assert relative_error(found_D, (grad_bTD * x_bTD / rms_bT1).sum((0, 1))) < tolerance
+
+
+@pytest.mark.parametrize('dtype, tolerance', [('bfloat16', 0.02), ('float32', 1e-5)])
+def test_the_gradients_of_attention_weights_are_summed_in_float32(dtype, tolerance, mesh):
+    """By the logits over 2,048 keys, which bfloat16 gets wrong, and by the bias over 32 rows: 0.7 %."""
+    random = np.random.default_rng(0)
+    logits_bhTM = jnp.array(random.normal(size=(32, 2, 4, 2048)), dtype)
+    relpos_1hTM = jnp.array(random.normal(size=(1, 2, 4, 2048)), dtype)
+    grad_bhTM = jnp.array(random.normal(3, 1, logits_bhTM.shape), dtype)
+    mask_b1TM = jnp.ones((32, 1, 4, 2048), bool)
+    found = gradients(
+        lambda logits_bhTM, relpos_1hTM: model.attention_weights(
+            logits_bhTM, mask_b1TM, relpos_1hTM, dtype
+        ),
+        compiler.options(mesh, dtype),
+        grad_bhTM,
+        logits_bhTM,
+        relpos_1hTM,
+    )
+    exp_bhTM = np.exp(np.float64(logits_bhTM) + np.float64(relpos_1hTM))
+    probs_bhTM = exp_bhTM / exp_bhTM.sum(axis=-1, keepdims=True)
+    weighted_bhTM = probs_bhTM * np.float64(grad_bhTM)
+    expected_bhTM = weighted_bhTM - probs_bhTM * weighted_bhTM.sum(axis=-1, keepdims=True)
+    assert relative_error(found[0], expected_bhTM) < tolerance
+    expected_1hTM = np.float64(found[0]).sum(axis=0, keepdims=True)
+    assert relative_error(found[1], expected_1hTM) < tolerance / 5
