@@ -5,7 +5,7 @@ Source: SeqIO seqio/vocabularies.py.
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,21 @@ UNK_ID = 2
 # What a SentencePiece model may be called, in the order in which a folder is searched.
 VOCABULARY_NAMES = ('vocabulary.model', 'spiece.model', 'sentencepiece.model')
 DEFAULT_EXTRA_IDS = 100  # T5's
+SENTINEL = re.compile(r'▁?<extra_id_(0|[1-9][0-9]{0,8})>')
 
 
 class Vocabulary:
-    """`size` ids. The last `num_extra_ids` of them are sentinels, <extra_id_0> the very last."""
+    """`size` ids, some of which are sentinels: they mark spans of noise."""
 
     size: int
     num_extra_ids: int
-    num_sentinels: int  # spans of noise that span corruption can mark
+    sentinel_ids: np.ndarray  # int32: at N the id of <extra_id_N>
     model = b''  # of SentencePiece, as it was found or trained
     num_threads = -1  # that SentencePiece encodes with; -1 for all cores
+
+    @property
+    def num_sentinels(self) -> int:
+        return len(self.sentinel_ids)
 
     @property
     def hash(self) -> str:
@@ -59,8 +64,8 @@ class ByteVocabulary(Vocabulary):
 
     def __init__(self, extra_ids: int = 0):
         self.num_extra_ids = extra_ids
-        self.num_sentinels = extra_ids or 128
         self.size = 3 + 256 + extra_ids
+        self.sentinel_ids = self.size - 1 - np.arange(extra_ids or 128, dtype=np.int32)
 
     def encode_as_arrays(self, texts: list[str], glued_sentinels: bool = False) -> list[np.ndarray]:
         """As in SeqIO no text is a sentinel."""
@@ -75,8 +80,9 @@ class ByteVocabulary(Vocabulary):
 class SentencePieceVocabulary(Vocabulary):
     """A SentencePiece model, and after its pieces `extra_ids` sentinels, in reverse as in SeqIO.
 
-    A model that has sentinels of its own (mT5's, cc_all.32000.100extra) gets no others. Raises
-    ValueError for other bytes, and where pad, EOS and unknown have other ids than T5's.
+    A model with pieces called `<extra_id_N>` or `▁<extra_id_N>` (mT5's, cc_all.32000.100extra) has its
+    own sentinels, in any order and place, and gets no others. Raises ValueError for other bytes, for
+    sentinels that are missing or there twice, and where pad, EOS and unknown have other ids than T5's.
     """
 
     def __init__(self, model: bytes, extra_ids: int = DEFAULT_EXTRA_IDS):
@@ -84,26 +90,38 @@ class SentencePieceVocabulary(Vocabulary):
         try:
             # Without any bytes SentencePiece makes a processor that fails later.
             processor = sentencepiece.SentencePieceProcessor(model_proto=model or b'empty')
-        except RuntimeError:
+        except RuntimeError as error:
+            double = re.search(r'(\S+) is already defined', str(error))
+            if double:
+                raise ValueError(f'the piece {double[1]} is there twice') from None
             raise ValueError('no SentencePiece model') from None
         special_ids = (processor.pad_id(), processor.eos_id(), processor.unk_id())
         if special_ids != (PAD_ID, EOS_ID, UNK_ID):
             raise ValueError(f'pad, eos, unk are {special_ids}, not (0, 1, 2) as in T5')
         pieces = processor.id_to_piece(list(range(processor.vocab_size())))
-        self.model = model
-        self.num_extra_ids = sum('<extra_id_' in piece for piece in pieces)
-        if self.num_extra_ids == 0:
-            self.num_extra_ids = extra_ids
-            pieces = [f'▁<extra_id_{i}>' for i in reversed(range(extra_ids))]
+        self.sentinel_ids = sentinel_ids_of(pieces)
+        if self.num_sentinels == 0:
             proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
-            for piece in pieces:  # which text is never cut across
-                proto.pieces.add(piece=piece, type=proto.SentencePiece.USER_DEFINED)
+            for i in reversed(range(extra_ids)):  # pieces that text is never cut across
+                added = f'▁<extra_id_{i}>'
+                proto.pieces.add(piece=added, type=proto.SentencePiece.USER_DEFINED)
+                pieces.append(added)
             processor.load_from_serialized_proto(proto.SerializeToString())
-        self.num_sentinels = self.num_extra_ids
-        self.size = processor.vocab_size()
+            self.sentinel_ids = sentinel_ids_of(pieces)
+        self.num_extra_ids = self.num_sentinels
+        self.model = model
+        self.size = len(pieces)
         self._processor = processor
-        sentinels = [piece[1:] for piece in pieces if piece.startswith('▁<extra_id_')]
-        self._glued_sentinel = re.compile(rf'(?<=\S)({"|".join(sentinels) or "(?!)"})')
+        # Blanks make a sentinel of `▁<extra_id_N>`, which is one only where a word begins.
+        self._glued_sentinels = []
+        for begin, replacement in (('▁', r' \g<0> '), ('', r'\g<0> ')):
+            names = []
+            for number, i in enumerate(self.sentinel_ids):
+                if pieces[i] == f'{begin}<extra_id_{number}>':
+                    names.append(f'<extra_id_{number}>')
+            if names:
+                pattern = re.compile(rf'(?<=\S)({"|".join(names)})')
+                self._glued_sentinels.append((pattern, replacement))
 
     def encode_as_arrays(self, texts: list[str], glued_sentinels: bool = False) -> list[np.ndarray]:
         """Return the ids of each text, without EOS.
@@ -112,12 +130,38 @@ class SentencePieceVocabulary(Vocabulary):
         in or after a word is a sentinel, too, and a word begins after it, as in transformers.
         """
         if glued_sentinels:
-            texts = [self._glued_sentinel.sub(r' \g<0> ', text) for text in texts]
+            for pattern, replacement in self._glued_sentinels:
+                texts = [pattern.sub(replacement, text) for text in texts]
         return self._processor.encode(texts, return_type='numpy', num_threads=self.num_threads)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text before the first EOS. An id beyond the vocabulary is unknown."""
         return self._processor.decode([i if i < self.size else UNK_ID for i in before_eos(ids)])
+
+
+def sentinel_ids_of(pieces: Sequence[str]) -> np.ndarray:
+    """Return the id of each piece <extra_id_N>, int32, in the order of N.
+
+    Raises ValueError if one is missing or there twice.
+    """
+    ids: dict[int, int] = {}
+    for i, piece in enumerate(pieces):
+        match = SENTINEL.fullmatch(piece)
+        if match is None:
+            continue
+        number = int(match[1])
+        if number in ids:
+            raise ValueError(
+                f'{pieces[ids[number]]} (id {ids[number]}) and {piece} (id {i}) are the same sentinel'
+            )
+        ids[number] = i
+    missing = [number for number in range(len(ids)) if number not in ids]
+    if missing:
+        raise ValueError(
+            f'it has {len(ids)} sentinels, the last one <extra_id_{max(ids)}>, but no '
+            f'<extra_id_{missing[0]}>: they are numbered from 0 without gaps'
+        )
+    return np.array([ids[number] for number in range(len(ids))], np.int32)
 
 
 def before_eos(ids: Iterable[int]) -> Iterator[int]:

@@ -382,7 +382,7 @@ def open_evaluations(
         config=trainer.model_config,
         mesh=trainer.mesh,
         loss_config=FrozenConfigDict(config.loss),
-        first_sentinel=validation.first_sentinel,
+        sentinel_ids=validation.sentinel_ids,
         num_microbatches=num_microbatches,
     )
     evaluations = []
@@ -392,7 +392,8 @@ def open_evaluations(
             mesh=trainer.mesh,
             name=f'training_eval/{stream.mixture.name}',
             validation=stream,
-            first_sentinel=validation.first_sentinel,  # of all tasks
+            vocabulary_size=validation.vocabulary.size,
+            sentinel_ids=validation.sentinel_ids,  # of all tasks
             compute_sums=compute_sums,
             training_counts=training_counts,
         )

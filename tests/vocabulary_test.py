@@ -10,6 +10,7 @@ import re
 import numpy as np
 import pytest
 from corpora import LFS_POINTER, check_settings, documents_of, golden, make_config, oracle
+from sentencepiece import sentencepiece_model_pb2
 from small_models import SMALLEST, random_params
 
 import vocabulary as vocabularies
@@ -66,6 +67,94 @@ def test_baked_in_extra_ids_are_not_doubled(pydoc_model):
     assert (baked.size, baked.num_extra_ids) == (1100, 100)
     text = ['a <extra_id_5> b']
     assert baked.encode(text) == own.encode(text)
+
+
+HUNT = pathlib.Path(__file__).parent / 'golden' / 'hunt'
+
+
+def model_with(names, place):
+    """good.model with other pieces before its piece number `place`."""
+    proto = sentencepiece_model_pb2.ModelProto.FromString((HUNT / 'good.model').read_bytes())
+    pieces = list(proto.pieces)
+    del proto.pieces[:]
+    proto.pieces.extend(pieces[:place])
+    for name in names:
+        proto.pieces.add(piece=name, type=proto.SentencePiece.USER_DEFINED)
+    proto.pieces.extend(pieces[place:])
+    return proto.SerializeToString()
+
+
+UP = list(range(12))
+# The numbers of sentinels in the order of their ids, how each begins, and the piece that comes after.
+ORDERS = {
+    'first': (UP, ['<extra_id_'], 3),
+    'in the middle': (UP[::-1], ['▁<extra_id_'], 30),
+    'ascending at the end': (UP, ['▁<extra_id_'], 72),
+    'in no order, of both kinds': (
+        UP[::3] + UP[1::3] + UP[2::3],
+        ['▁<extra_id_', '<extra_id_'],
+        50,
+    ),
+    'one': ([0], ['<extra_id_'], 71),
+}
+
+
+@pytest.mark.parametrize('name', ORDERS)
+def test_sentinels_have_the_ids_of_their_names(name):
+    numbers, begins, place = ORDERS[name]
+    names = [f'{begins[n % len(begins)]}{n}>' for n in numbers]
+    vocabulary = vocabularies.SentencePieceVocabulary(model_with(names, place))
+    assert (vocabulary.size, vocabulary.num_extra_ids) == (72 + len(names), len(names))
+    expected = [place + numbers.index(n) for n in range(len(names))]
+    assert vocabulary.sentinel_ids.tolist() == expected
+    assert vocabulary.sentinel_ids.dtype == np.int32
+    plain = vocabularies.SentencePieceVocabulary((HUNT / 'good.model').read_bytes(), 0)
+    for text in ('Who lives? <extra_id_0> it.', 'Who<extra_id_0>is it?'):
+        [ids] = vocabulary.encode([text], glued_sentinels=True)
+        before, after = text.split('<extra_id_0>')
+        words = [vocabulary.encode([part])[0] for part in (before, after)]
+        blank = vocabulary._processor.piece_to_id('▁')  # SeqIO has it before a sentinel without one
+        own = [vocabulary.sentinel_ids[0]]
+        if begins[0].startswith('<') and before.endswith(' '):
+            own = [blank, *own]
+        assert ids == [*words[0], *own, *words[1]]
+        assert vocabulary.decode(words[0]) == plain.decode(plain.encode([before])[0])
+
+
+def test_sentinels_first():
+    vocabulary = vocabularies.find_vocabulary(HUNT, HUNT / 'sentinels_first.model')
+    assert vocabulary.sentinel_ids.tolist() == list(range(3, 103))
+
+
+WRONG_SENTINELS = {
+    'a gap': (['<extra_id_0>', '<extra_id_2>'], 'no <extra_id_1>'),
+    'begins at 1': (['▁<extra_id_1>', '▁<extra_id_2>'], 'no <extra_id_0>'),
+    'one alone': (['▁<extra_id_7>'], 'no <extra_id_0>'),
+    'both kinds': (['<extra_id_1>', '▁<extra_id_0>', '▁<extra_id_1>'], '<extra_id_1>'),
+    'twice': (['<extra_id_0>', '<extra_id_0>'], '<extra_id_0>'),
+}
+
+
+@pytest.mark.parametrize('place', [3, 72])
+@pytest.mark.parametrize('kind', WRONG_SENTINELS)
+def test_gaps_and_doubles_are_refused(tmp_path, kind, place):
+    names, named = WRONG_SENTINELS[kind]
+    (tmp_path / 'spiece.model').write_bytes(model_with(names, place))
+    for name in (tmp_path, tmp_path / 'spiece.model'):
+        with pytest.raises(ValueError, match=named) as error:
+            find(tmp_path / 'run', vocabulary=str(name))
+        message = str(error.value)
+        assert message.startswith('data.vocabulary=') and '\n' not in message
+    with pytest.raises(ValueError, match=named):
+        vocabularies.find_vocabulary(tmp_path)
+
+
+def test_pieces_that_only_look_like_sentinels_are_none():
+    vocabulary = vocabularies.SentencePieceVocabulary(
+        model_with(['▁<extra_id_', '<extra_id_x>'], 9)
+    )
+    assert vocabulary.size == 174
+    assert vocabulary.sentinel_ids.tolist() == list(range(173, 73, -1))
 
 
 # What SeqIO (seqio-nightly, encode and encode_tf) makes of a text, and what transformers 4.57.6
