@@ -5,7 +5,7 @@ Source: SeqIO seqio/vocabularies.py.
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from randomness import digest
 PAD_ID = 0
 EOS_ID = 1
 UNK_ID = 2
+SPECIAL_TOKENS = ('<pad>', '</s>', '<unk>')  # as transformers calls them
 # What a SentencePiece model may be called, in the order in which a folder is searched.
 VOCABULARY_NAMES = ('vocabulary.model', 'spiece.model', 'sentencepiece.model')
 DEFAULT_EXTRA_IDS = 100  # T5's
@@ -30,6 +31,7 @@ class Vocabulary:
     """`size` ids, some of which are sentinels: they mark spans of noise."""
 
     size: int
+    pieces: list[str]  # by id
     num_extra_ids: int
     sentinel_ids: np.ndarray  # int32: at N the id of <extra_id_N>
     model = b''  # of SentencePiece, as it was found or trained
@@ -38,6 +40,14 @@ class Vocabulary:
     @property
     def num_sentinels(self) -> int:
         return len(self.sentinel_ids)
+
+    @property
+    def names(self) -> list[str]:
+        """What each id stands for: <extra_id_N>, also where that is a byte, or its piece."""
+        names = list(self.pieces)
+        for number, i in enumerate(self.sentinel_ids):
+            names[i] = f'<extra_id_{number}>'
+        return names
 
     @property
     def hash(self) -> str:
@@ -65,6 +75,8 @@ class ByteVocabulary(Vocabulary):
     def __init__(self, extra_ids: int = 0):
         self.num_extra_ids = extra_ids
         self.size = 3 + 256 + extra_ids
+        self.pieces = [*SPECIAL_TOKENS, *[f'<0x{byte:02X}>' for byte in range(256)]]
+        self.pieces += [''] * extra_ids
         self.sentinel_ids = self.size - 1 - np.arange(extra_ids or 128, dtype=np.int32)
 
     def encode_as_arrays(self, texts: list[str], glued_sentinels: bool = False) -> list[np.ndarray]:
@@ -110,6 +122,7 @@ class SentencePieceVocabulary(Vocabulary):
             self.sentinel_ids = sentinel_ids_of(pieces)
         self.num_extra_ids = self.num_sentinels
         self.model = model
+        self.pieces = pieces
         self.size = len(pieces)
         self._processor = processor
         # Blanks make a sentinel of `▁<extra_id_N>`, which is one only where a word begins.
@@ -164,6 +177,16 @@ def sentinel_ids_of(pieces: Sequence[str]) -> np.ndarray:
     return np.array([ids[number] for number in range(len(ids))], np.int32)
 
 
+def changed_id(old: Vocabulary, new: Vocabulary) -> str:
+    """Return which id of `old` is another token in `new`, '' if all tokens of `old` keep their ids."""
+    new_names = new.names
+    for i, name in enumerate(old.names):
+        new_name = new_names[i] if i < len(new_names) else None
+        if name != new_name:
+            return f'id {i} is {new_name!r} instead of {name!r}'
+    return ''
+
+
 def before_eos(ids: Iterable[int]) -> Iterator[int]:
     return itertools.takewhile(lambda i: i != EOS_ID, map(int, ids))
 
@@ -176,13 +199,27 @@ def find_vocabulary(folder: Any, name: str | Path | None = None) -> Vocabulary |
 
     `name` is 'bytes', a SentencePiece model, or a folder that has one. `folder`, a path of
     `paths.to_path`, has the number of sentinels in its config.json. Raises ValueError for a name
-    without a vocabulary of T5's kind, and OSError for files that may not be read.
+    without a vocabulary of T5's kind, and for tokens of a folder that the vocabulary lacks, and
+    OSError for files that may not be read.
     """
-    stored = stored_data(folder)
-    if name:
-        return named_vocabulary('vocabulary', name, stored['extra_ids'], byte_extra_ids=0)
+    found = None
+    if not name:
+        found = own_vocabulary(folder)
+    else:
+        extra_ids = stored_data(folder)['extra_ids']
+        found = named_vocabulary('vocabulary', name, extra_ids, byte_extra_ids=0)
+    check_tokens(folder, found)
+    return found
+
+
+def own_vocabulary(folder: Any, extra_ids: int = DEFAULT_EXTRA_IDS) -> Vocabulary | None:
+    """Return the vocabulary of a checkpoint or run, whatever tokens transformers has added to it.
+
+    `extra_ids`: its number of sentinels, if the folder does not say it.
+    """
+    stored = stored_data(folder, extra_ids)
     if stored['vocabulary'] == 'bytes':
-        return ByteVocabulary()
+        return ByteVocabulary(stored['extra_ids'])
     file = model_file(folder)
     if file is None:
         return None
@@ -215,7 +252,9 @@ def named_vocabulary(
             )
         if isinstance(file, Path):
             paths.check_not_lfs(file)  # a link of the user's own may lead anywhere
-        return read_model(file, extra_ids, remedy='name another vocabulary')
+        found = read_model(file, extra_ids, remedy='name another vocabulary')
+        check_added_tokens(file.parent, found)
+        return found
     except ValueError as error:
         raise ValueError(f'{setting}={str(name)!r}: {error}') from None
 
@@ -225,14 +264,18 @@ def model_file(folder: Any) -> Any:
 
     That of a checkpoint may be in the folder above, that of a file or prefix is beside it.
     """
-    folders = [folder]
-    if folder.name.startswith('checkpoint_') or not folder.is_dir():
-        folders.append(folder.parent)
-    for candidate in folders:
+    for candidate in folders_of(folder):
         for name in VOCABULARY_NAMES:
             if paths.is_file(candidate / name):
                 return candidate / name
     return None
+
+
+def folders_of(folder: Any) -> list[Any]:
+    """Return the folders in which the vocabulary of a checkpoint may be."""
+    if folder.name.startswith('checkpoint_') or not folder.is_dir():
+        return [folder, folder.parent]
+    return [folder]
 
 
 def read_model(file: Any, extra_ids: int, remedy: str) -> SentencePieceVocabulary:
@@ -250,3 +293,104 @@ def stored_data(folder: Any, extra_ids: int = DEFAULT_EXTRA_IDS) -> dict[str, An
     if paths.is_file(tokenizer):
         defaults['extra_ids'] = paths.read_json(tokenizer).get('extra_ids', extra_ids)
     return defaults | settings.read_stored(folder).get('data', {})
+
+
+# Tokens that transformers has added to a vocabulary.
+
+TOKEN_FILES = (
+    'added_tokens.json',
+    'special_tokens_map.json',
+    'tokenizer_config.json',
+    'tokenizer.json',
+)
+
+
+def check_tokens(checkpoint: Any, vocabulary: Vocabulary | None) -> None:
+    """Check the folders in which the vocabulary of a checkpoint may be, as `check_added_tokens` does."""
+    for folder in folders_of(checkpoint):
+        check_added_tokens(folder, vocabulary)
+
+
+def check_added_tokens(folder: Any, vocabulary: Vocabulary | None) -> None:
+    """Raise ValueError for tokens that transformers lists in a folder and `vocabulary` lacks.
+
+    A sentinel must have the same id in both; those of ByT5 are bytes here, as in T5X. Without a
+    SentencePiece model the pieces are those of tokenizer.json.
+    """
+    tokens: list[tuple[str, int | None]] = []  # None where only the name is listed
+    pieces: list[str] = []
+    files = []
+    for name in TOKEN_FILES:
+        file = folder / name
+        if not paths.is_file(file):
+            continue
+        files.append(name)
+        content = paths.read_json(file)
+        try:
+            if name == 'added_tokens.json':
+                tokens += content.items()
+            else:
+                tokens += listed_tokens(content)
+            pieces += pieces_of_tokenizer(content)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f'{file} does not list tokens as transformers does ({error!r}): copy it again'
+            ) from None
+    if not files:
+        return
+    sentinel_ids: dict[str, int] = {}
+    if isinstance(vocabulary, SentencePieceVocabulary):
+        sentinel_ids = {f'<extra_id_{n}>': int(i) for n, i in enumerate(vocabulary.sentinel_ids)}
+        tokens += [(piece, None) for piece in set(pieces) - set(vocabulary.pieces)]
+        pieces = vocabulary.pieces
+    ids = {piece: i for i, piece in enumerate(pieces)}
+    added = []
+    for name, i in tokens:
+        if SENTINEL.fullmatch(name):
+            own_id = sentinel_ids.get(name.removeprefix('▁'))
+            if sentinel_ids and i not in (None, own_id):
+                raise ValueError(
+                    f'{folder}: {name} is id {i} in {", ".join(files)}, and {own_id} with the {len(sentinel_ids)} '
+                    'sentinels of its SentencePiece model: use as many sentinels as it had in training '
+                    '(data.extra_ids, or extra_ids in tokenizer_config.json), and remove others from these files'
+                )
+        elif i in (PAD_ID, EOS_ID, UNK_ID) or name in SPECIAL_TOKENS:
+            continue
+        elif name not in ids or i not in (None, ids[name]):
+            added.append(name)
+    if added:
+        names = sorted(set(added))
+        raise ValueError(
+            f'{folder}: {len(names)} token(s) that were added to its vocabulary are not supported yet: '
+            f'{settings.first_ten(list(map(repr, names)))}: texts would be read without them: take the model from '
+            f'before they were added, or, if no text has them, remove them from {", ".join(files)}'
+        )
+
+
+def listed_tokens(content: Mapping[str, Any]) -> Iterator[tuple[str, int | None]]:
+    """Yield (name, id) of the tokens that a file of transformers lists; None for an id that it leaves out."""
+    for i, token in content.get('added_tokens_decoder', {}).items():
+        yield str(token['content']), int(i)
+    for token in content.get('added_tokens', ()):
+        yield str(token['content']), token['id']
+    names: list[Any] = []
+    for key, value in content.items():
+        if key.endswith('_special_tokens') and isinstance(value, dict):
+            names += value.values()
+        elif key.endswith('_special_tokens'):
+            names += value or ()
+        elif key.endswith('_token'):
+            names.append(value)
+    for name in names:
+        if isinstance(name, dict):
+            name = name['content']
+        if name and isinstance(name, str):
+            yield name, None
+
+
+def pieces_of_tokenizer(content: Mapping[str, Any]) -> list[str]:
+    """Return the pieces of a tokenizer.json, without the tokens that were added."""
+    pieces = content.get('model', {}).get('vocab', [])
+    if isinstance(pieces, dict):
+        return list(pieces)
+    return [str(piece) for piece, *_ in pieces]

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from command_line import CommandLine
 from permissions import full_disk
+from runs import small_config
 from sentencepiece import sentencepiece_model_pb2
 from small_models import t5_config
 
@@ -28,6 +29,9 @@ import user_code
 import vocabulary as vocabularies
 from formats import hugging_face
 from modes import convert
+from modes import evaluate as evaluate_mode
+from modes import infer as infer_mode
+from modes import train as train_mode
 from modes.errors import one_line
 from modes.train_vocabulary import train_vocabulary
 from run import verify
@@ -515,6 +519,49 @@ def test_where_a_vocabulary_is_found(tmp_path, pieces):
         assert isinstance(vocabularies.find_vocabulary(T5X, name), vocabularies.ByteVocabulary)
     with pytest.raises(ValueError, match='no file, nor a folder'):
         vocabularies.find_vocabulary(T5X, folder / 'nothing')  # though there is one beside
+
+
+ADDED = {
+    'added_tokens.json': {'<mark>': 172, '<extra_id_0>': 171},
+    'tokenizer_config.json': {'added_tokens_decoder': {'172': {'content': '<mark>'}}},
+    'tokenizer.json': {'added_tokens': [{'id': 0, 'content': '<pad>'}, {'id': 172, 'content': '<mark>'}]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('name', ADDED)
+def test_a_folder_with_added_tokens_is_refused_in_every_mode(tmp_path, name, main, corpus):
+    folder = shutil.copytree(HUGGING_FACE, tmp_path / 'hf')
+    shutil.copy(GOLDEN / 'hunt/good.model', folder / 'spiece.model')
+    (folder / name).write_text(json.dumps(ADDED[name]))
+    with pytest.raises(ValueError, match="hf: 1 token.*'<mark>'"):
+        infer.load(folder)
+    for form in ('t5x', 'hf'):
+        with pytest.raises(ValueError, match="'<mark>'"):
+            convert.convert_checkpoint(folder, tmp_path / 'out', form)
+    for vocabulary in ('', str(folder)):
+        request = infer_mode.Request(str(folder), text='a <mark> b')
+        with pytest.raises(ValueError, match="'<mark>'"):
+            infer_mode.prepare(request, None, {'data.vocabulary': vocabulary})
+        config = small_config(corpus)
+        config.model.update(emb_dim=32, num_heads=4, head_dim=8, mlp_dim=64)
+        config.model.update(num_encoder_layers=2, num_decoder_layers=2)
+        config.data.vocabulary = vocabulary
+        config.restore.path = str(folder)
+        with pytest.raises(ValueError, match="'<mark>'"):
+            train_mode.prepare(config, tmp_path / 'run')
+    flags = {'checkpoint': str(folder), 'output_dir': str(tmp_path / 'out')}
+    memo = {'data.task': 'text_to_text', 'data.files': str(GOLDEN / 'hunt/multiline_memo.jsonl')}
+    memo |= {'data.inputs': '{inputs}', 'data.targets': '{targets}', 'data.metrics': 'accuracy'}
+    with pytest.raises(ValueError, match="'<mark>'"):
+        evaluate_mode.prepare(None, memo, **flags)
+    config.restore.path = ''
+    with pytest.raises(ValueError, match="^data.vocabulary=.*'<mark>'"):
+        train_mode.prepare(config, tmp_path / 'run')
+    assert not (tmp_path / 'out').exists() and not (tmp_path / 'run/config.json').exists()
+    if name == 'tokenizer.json':
+        result = main(f'--from={folder}', f'--to={tmp_path}/out')
+        assert result.status == 2 and len(result.stderr.splitlines()) == 1
+        assert '<mark>' in result.stderr and not (tmp_path / 'out').exists()
 
 
 def test_what_is_assumed_or_missing_is_said(tmp_path, caplog):
