@@ -202,12 +202,11 @@ def find_vocabulary(folder: Any, name: str | Path | None = None) -> Vocabulary |
     without a vocabulary of T5's kind, and for tokens of a folder that the vocabulary lacks, and
     OSError for files that may not be read.
     """
-    found = None
-    if not name:
-        found = own_vocabulary(folder)
-    else:
+    if name:
         extra_ids = stored_data(folder)['extra_ids']
-        found = named_vocabulary('vocabulary', name, extra_ids, byte_extra_ids=0)
+        found: Vocabulary | None = named_vocabulary('vocabulary', name, extra_ids, byte_extra_ids=0)
+    else:
+        found = own_vocabulary(folder)
     check_tokens(folder, found)
     return found
 
@@ -272,7 +271,7 @@ def model_file(folder: Any) -> Any:
 
 
 def folders_of(folder: Any) -> list[Any]:
-    """Return the folders in which the vocabulary of a checkpoint may be."""
+    """Return the folders in which files that belong to a checkpoint may be, as its vocabulary."""
     if folder.name.startswith('checkpoint_') or not folder.is_dir():
         return [folder, folder.parent]
     return [folder]

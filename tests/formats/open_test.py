@@ -300,7 +300,8 @@ def places(tmp_path_factory):
         ('http://x/y', 'http://x/y'),
         ('run', 'run has no checkpoint yet'),
         ('text.txt', 'text.txt is no T5X index'),
-        *((name, f'{name}/config.json: model_type={name}') for name in ('bert', 'longt5')),
+        ('bert', 'bert/config.json: model_type=bert'),
+        ('longt5', 'longt5: LongT5 is not supported yet'),
         ('no weights', 'no weights has no model.safetensors'),
         ('flax', 'flax_model.msgpack: '),
         ('torch', 'pytorch_model.bin: '),
@@ -319,6 +320,64 @@ def test_what_is_no_checkpoint(places, name, named):
             ask(path)
         assert '\n' not in str(error.value)
     assert not (places / 'x').exists()
+
+
+# Where a checkpoint lies, its format, a file beside it, and whether it is taken for a LongT5.
+FAMILIES = {
+    'longt5/checkpoint_6': (T5X, {}, True),
+    'a/LongT5-Local-Base/b/checkpoint_6': (T5X, {}, True),
+    'long_t5': (MESH_TF, {}, True),
+    'models--google--long-t5-local-base/snapshots/1': (HUGGING_FACE, {}, True),
+    'mLongT5.large': (HUGGING_FACE, {}, True),
+    'plain/checkpoint_6': (T5X, {'../config.gin': "include 'longt5/models/longt5_base.gin'"}, True),
+    'plain/t5x': (T5X, {'model.gin': 'import flaxformer.longt5.long_attention'}, True),
+    't5_1_1/checkpoint_6': (T5X, {'../config.gin': '# no longt5\nimport t5x.models'}, False),
+    'mt5/checkpoint_6': (T5X, {}, False),
+    'long_t5x_runs/checkpoint_6': (T5X, {}, False),
+}
+
+
+@pytest.mark.parametrize('place', FAMILIES)
+def test_a_path_that_names_another_family(tmp_path, place, monkeypatch, corpus):
+    source, files, is_long = FAMILIES[place]
+    folder = tmp_path / place
+    shutil.copytree(source, folder)
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    (tmp_path / 'link').symlink_to(folder)
+    monkeypatch.chdir(folder.parent)
+    config = small_config(corpus)
+    config.data.vocabulary = 'bytes'
+    for path in (folder, f'{folder}/', folder.name, tmp_path / 'link'):
+        if not is_long:
+            formats.open.open_checkpoint(path)
+            continue
+        config.restore.path = str(path)
+        for ask in (
+            lambda path=path: infer.load(path),
+            lambda path=path: convert.convert_checkpoint(path, tmp_path / 'out', 't5x'),
+            lambda: train_mode.prepare(config, tmp_path / 'run'),
+        ):
+            with pytest.raises(
+                ValueError, match='LongT5 is not supported yet.*(rename|remove)'
+            ) as error:
+                ask()
+            assert '\n' not in str(error.value)
+    assert not (tmp_path / 'out').exists()
+
+
+def test_folders_of_results_may_have_any_name(tmp_path):
+    """Those that are written to, and checkpoints of this program, whose config says what they are."""
+    written = convert.convert_checkpoint(T5X, tmp_path / 'longt5/out', 't5x')
+    infer.load(written)
+    convert.convert_checkpoint(tmp_path / 'longt5/out', tmp_path / 'long-t5/hf', 'hf')
+
+
+def test_another_family_on_the_command_line(main, tmp_path):
+    shutil.copytree(T5X, tmp_path / 'LONGT5/checkpoint_6')
+    result = main(f'--from={tmp_path}/LONGT5', f'--to={tmp_path}/out')
+    assert result.status == 2 and len(result.stderr.splitlines()) == 1
+    assert 'LongT5 is not supported yet' in result.stderr and not (tmp_path / 'out').exists()
 
 
 def test_the_root_and_single_files_of_checkpoints(tmp_path):
