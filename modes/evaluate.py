@@ -163,7 +163,7 @@ class CheckpointEvaluation:
             partition.in_all(functools.partial(self.write, with_identity, step, found))
             values[task.name] = found.values
         if values:
-            self.console.line(results.describe(step, self.split, values))
+            self.console.line(self.task_metrics.describe(step, values))
 
     def write(
         self, task: task_metrics.EvaluatedTask, step: int, found: task_metrics.TaskResults
@@ -171,7 +171,7 @@ class CheckpointEvaluation:
         """Write the results of a task at a step, and their events, in the first process."""
         if jax.process_index() == 0:
             with paths.naming(self.folder):
-                self.events.write(task.name, step, task_metrics.events_of(found.values))
+                self.events.write(task.name, step, task_metrics.events_of(task, found.values))
                 task_metrics.write_results(self.folder, task, step, found)
 
     def load(self, path: Any) -> infer.T5:

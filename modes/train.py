@@ -270,6 +270,10 @@ def prepare(config: Any, folder: Any) -> train.Run:
             metrics_of_tasks = task_metrics.TaskMetrics(
                 config, config.infer_eval.split, vocabulary, evaluated_tasks, terminal.line
             )
+        if not metrics_of_tasks.tasks:
+            with terminal.working('Reading the first texts'):
+                for line in task_metrics.changes_of_first_texts(training.tasks):
+                    terminal.line(line)
         if config.save.best_metric:
             task_metrics.check_best_metric(config, validation, metrics_of_tasks.tasks)
         history = best.history(config.save, kept_lines)

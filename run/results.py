@@ -312,8 +312,16 @@ def json_default(value: Any) -> Any:
     return str(value)
 
 
-def describe(step: int, split: str, values: Mapping[str, Mapping[str, float]]) -> str:
-    """Return a small table of {task: {metric: value}} for the terminal."""
+def describe(
+    step: int,
+    split: str,
+    values: Mapping[str, Mapping[str, float]],
+    notes: Mapping[tuple[str, str], str],
+) -> str:
+    """Return a small table of {task: {metric: value}} for the terminal.
+
+    `notes`: {(task, metric): what is said behind the value}.
+    """
     rows = []
     for task, of_task in values.items():
         for metric, value in of_task.items():
@@ -322,5 +330,6 @@ def describe(step: int, split: str, values: Mapping[str, Mapping[str, float]]) -
     widths = [max(map(len, column)) for column in columns]
     lines = [f'Step {step:,}, {split}:']
     for task, metric, text in rows:
-        lines.append(f'  {task:{widths[0]}}  {metric:{widths[1]}}  {text:>{widths[2]}}')
+        note = notes.get((task, metric), '')
+        lines.append(f'  {task:{widths[0]}}  {metric:{widths[1]}}  {text:>{widths[2]}}{note}')
     return '\n'.join(lines)

@@ -4,10 +4,13 @@ Training computes them on the way ("inference_eval"), and `--mode=evaluate` for 
 SeqIO seqio/evaluation.py.
 """
 
+import contextlib
+import dataclasses
 import hashlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +25,7 @@ from randomness import digest
 from run import best, results
 from run.agreement import check_alike
 from run.console import describe_trimming
-from run.examples import PRETOKENIZED, SPLITS, Example, read_split
+from run.examples import PRETOKENIZED, SPLITS, Example, TextChanges, read_split, text_changes
 from sources import FEATURES
 from stream import OpenTask, Stream, TokenizedTask
 from tasks.mixtures import MetricFn, Task
@@ -30,6 +33,8 @@ from tasks.objectives import takes_inputs
 from tasks.preprocessors import UNKNOWN
 from user_code import UserError
 from vocabulary import Vocabulary
+
+FIRST_TEXTS = 100  # training examples of each task that are compared, where none is evaluated
 
 
 class EvaluatedTask(NamedTuple):
@@ -40,6 +45,8 @@ class EvaluatedTask(NamedTuple):
     examples: list[Example]
     vocabulary: Vocabulary
     settings: str  # a hash of what the results depend on beside the model
+    changes: TextChanges | None = None  # by the vocabulary, of the texts of the examples
+    limits: Mapping[str, 'Limit'] = {}  # of metrics that these changes make worse
 
     def postprocess(self, text: str, example: Example, is_target: bool) -> Any:
         """Return what metrics compare of a text, the targets or an answer of an example."""
@@ -50,6 +57,13 @@ class EvaluatedTask(NamedTuple):
     def target(self, example: Example) -> Any:
         """Return what metrics compare of the targets of an example."""
         return self.postprocess(example.text('targets', self.vocabulary), example, is_target=True)
+
+
+class Limit(NamedTuple):
+    """The value of a metric for the targets as the vocabulary decodes them: no answer has a better one."""
+
+    value: float
+    side: str  # 'at most' or 'at least'
 
 
 class TaskResults(NamedTuple):
@@ -142,6 +156,22 @@ class TaskMetrics:
             num_trimmed = sum(example.is_trimmed for example in task.examples)
             for line in describe_trimming({task.name: [len(task.examples), num_trimmed]}):
                 report(line)
+            if task.changes is not None:
+                report(f'{task.name}: {task.changes}')
+
+    def describe(self, step: int, values: Mapping[str, Mapping[str, float]]) -> str:
+        """Return a small table of {task: {metric: value}}, and what the vocabulary changes of the texts."""
+        notes = {}
+        lines = []
+        for task in self.tasks:
+            if task.name not in values or task.changes is None:
+                continue
+            for metric, limit in task.limits.items():
+                targets = task.changes.changed('targets')
+                note = f', of {limit.side} {limit.value:,.3f}: {targets} change in the vocabulary'
+                notes[task.name, metric] = note
+            lines.append(f'{task.name}: {task.changes}')
+        return '\n'.join([results.describe(step, self.split, values, notes), *lines])
 
     def __call__(
         self, t5: infer.T5, task: EvaluatedTask, stop: Callable[[int], int] = lambda count: 0
@@ -176,6 +206,15 @@ class TaskMetrics:
         return compute_metrics(task, answers, scores)
 
 
+def changes_of_first_texts(training: Sequence[TokenizedTask]) -> Iterator[str]:
+    """Yield what the vocabulary changes of the first training texts of each task from text to text."""
+    for task in training:
+        if takes_inputs(task.task.objective):
+            changes = text_changes(list(read_split(task, 'train', FIRST_TEXTS)), task.vocabulary)
+            if changes is not None:
+                yield f'{task.name}, the first {FIRST_TEXTS} training examples: {changes}'
+
+
 def read_task(opened: OpenTask, config: Any, split: str, vocabulary: Vocabulary) -> EvaluatedTask:
     """Read the examples of a split of a task, at most infer_eval.num_examples."""
     tokenized_task = TokenizedTask(opened, config.data, vocabulary)
@@ -202,7 +241,14 @@ def read_task(opened: OpenTask, config: Any, split: str, vocabulary: Vocabulary)
     name = opened.name
     if split != 'validation':
         name += f'-{split}'
-    task = EvaluatedTask(opened.task, name, examples, vocabulary, settings=digest(depends_on))
+    task = EvaluatedTask(
+        opened.task,
+        name,
+        examples,
+        vocabulary,
+        settings=digest(depends_on),
+        changes=text_changes(examples, vocabulary),
+    )
     try:
         for example in examples:
             task.target(example)
@@ -213,7 +259,39 @@ def read_task(opened: OpenTask, config: Any, split: str, vocabulary: Vocabulary)
                 'or set data.use_cached=no'
             ) from None
         raise
-    return task
+    return task._replace(limits=limits_of(task))
+
+
+def decoded_targets(task: EvaluatedTask) -> list[str]:
+    """Return the targets of a task as its vocabulary decodes them: the answers of a perfect model."""
+    texts = [example.text('targets', task.vocabulary) for example in task.examples]
+    return list(map(task.vocabulary.decode, task.vocabulary.encode_as_arrays(texts)))
+
+
+def metrics_of_answers(task: EvaluatedTask, answers: Sequence[str]) -> dict[str, float]:
+    """Return the metrics of a task that are of answers, and not of scores."""
+    metric_fns = [metric_fn for metric_fn in task.task.metric_fns if not takes_scores(metric_fn)]
+    of_answers = task._replace(task=dataclasses.replace(task.task, metric_fns=metric_fns))
+    return compute_metrics(of_answers, answers, scores=None).values
+
+
+def limits_of(task: EvaluatedTask) -> dict[str, Limit]:
+    """Return the limit of each metric that what the vocabulary changes of the targets makes worse."""
+    if task.changes is None:
+        return {}
+    try:
+        targets = [example.text('targets', task.vocabulary) for example in task.examples]
+        of_targets = metrics_of_answers(task, targets)
+        of_decoded = metrics_of_answers(task, decoded_targets(task))
+    except UserError:  # of a metric that takes no such answers
+        return {}
+    limits = {}
+    for name, value in of_decoded.items():
+        if value < of_targets[name]:
+            limits[name] = Limit(value, 'at most')
+        elif value > of_targets[name]:
+            limits[name] = Limit(value, 'at least')
+    return limits
 
 
 def takes_scores(metric_fn: MetricFn) -> bool:
@@ -286,9 +364,16 @@ def write_results(folder: Any, task: EvaluatedTask, step: int, found: TaskResult
         kept.write_table()
 
 
-def events_of(values: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics under T5X's tags."""
-    return {f'eval/{name}': value for name, value in values.items()}
+def events_of(task: EvaluatedTask, values: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics under T5X's tags, and what the vocabulary changes of the texts, if anything."""
+    events = {f'eval/{name}': value for name, value in values.items()}
+    if task.changes is not None:
+        for feature, count in task.changes.num_changed.items():
+            events[f'num_{feature}_changed'] = count
+        events['num_unknown_tokens'] = task.changes.num_unknown_tokens
+    for name, limit in task.limits.items():
+        events[f'eval_limit/{name}'] = limit.value
+    return events
 
 
 def check_best_metric(
@@ -296,7 +381,8 @@ def check_best_metric(
 ) -> None:
     """Raise ValueError unless one of the evaluations of a run gives `save.best_metric`.
 
-    The names of task metrics are those of the targets, taken as answers.
+    The names of task metrics are those of the targets, taken as answers. Raise ValueError also if a metric
+    whose higher values are better cannot exceed 0.
     """
     metric = config.save.best_metric
     available = []
@@ -308,11 +394,32 @@ def check_best_metric(
         if not metric.startswith(f'{run}/'):
             available.append(f'{run}/METRIC')
             continue
-        answers = [example.text('targets', task.vocabulary) for example in task.examples]
+        answers = decoded_targets(task)
         scores = [0.0] * len(task.examples)
         for name in compute_metrics(task, answers, scores).values:
             available.append(best.metric_name(run, name))
+            if best.metric_name(run, name) == metric and config.save.best_is == 'higher':
+                check_can_exceed_zero(task, name, metric, answers)
     best.check_metric(metric, available)
+
+
+def check_can_exceed_zero(
+    task: EvaluatedTask, name: str, metric: str, best_answers: Sequence[str]
+) -> None:
+    """Raise ValueError if a metric of answers is 0 for the best ones, and not less for empty ones."""
+    limit = metrics_of_answers(task, best_answers).get(name, math.inf)
+    if not limit <= 0:
+        return
+    with contextlib.suppress(UserError):  # of a metric that takes no empty answers
+        if metrics_of_answers(task, [''] * len(best_answers))[name] < limit:
+            return
+    reason = 'it is so for answers that are the targets'
+    if task.changes is not None and task.changes.num_changed['targets']:
+        reason = f'{task.changes}'
+    raise ValueError(
+        f'save.best_metric={metric!r} cannot exceed {limit:g}: {reason}: name another metric, such as '
+        f'training_eval/{task.name}/loss with save.best_is=lower, or another vocabulary, such as data.vocabulary=bytes'
+    )
 
 
 def validation_tags(config: Any) -> list[str]:
