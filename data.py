@@ -42,7 +42,7 @@ class Objective(Protocol):
 
     features: tuple[str, ...]  # the texts of a record that it takes, tokenized
     records_per_group: int  # records that it takes at once
-    num_sentinels: int  # of the vocabulary, from <extra_id_0> on, that mark its spans
+    num_sentinels: int  # the number that its spans need, from <extra_id_0> on
 
     def __init__(self, config: Any, vocabulary: Vocabulary):
         """`config`: config.data. Raise ValueError for settings that do not fit the objective."""

@@ -114,8 +114,9 @@ class SentencePieceVocabulary(Vocabulary):
         self.sentinel_ids = sentinel_ids_of(pieces)
         if self.num_sentinels == 0:
             proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
-            for i in reversed(range(extra_ids)):  # pieces that text is never cut across
+            for i in reversed(range(extra_ids)):
                 added = f'▁<extra_id_{i}>'
+                # SentencePiece never cuts a text across a piece of this type.
                 proto.pieces.add(piece=added, type=proto.SentencePiece.USER_DEFINED)
                 pieces.append(added)
             processor.load_from_serialized_proto(proto.SerializeToString())
@@ -125,7 +126,7 @@ class SentencePieceVocabulary(Vocabulary):
         self.pieces = pieces
         self.size = len(pieces)
         self._processor = processor
-        # Blanks make a sentinel of `▁<extra_id_N>`, which is one only where a word begins.
+        # `▁<extra_id_N>` is found only where a word begins: blanks around it make it one.
         self._glued_sentinels = []
         for begin, replacement in (('▁', r' \g<0> '), ('', r'\g<0> ')):
             names = []

@@ -127,7 +127,8 @@ def get_config() -> ConfigDict:
     config.data.vocabulary = ''
     # Pieces of a trained vocabulary, without the sentinels.
     config.data.num_pieces = 32000
-    # Sentinels: the ids that replace noise spans.
+    # Sentinels: the ids that replace noise spans. A SentencePiece model with pieces <extra_id_N> has its
+    # own, whatever this number.
     config.data.extra_ids = 100
     # Tokens per row of a batch.
     config.data.lengths = ConfigDict()
@@ -304,7 +305,8 @@ def get_config() -> ConfigDict:
     # newest in any case. 0 for all.
     config.save.keep = 0
     # The metric that tells which checkpoint is the best, as in metrics.jsonl: RUN/NAME, such as
-    # training_eval/TASK/loss or inference_eval/TASK/accuracy. '' for none.
+    # training_eval/TASK/loss or inference_eval/TASK/accuracy. '' for none. One that cannot exceed 0 is
+    # refused where higher values are better, as accuracy if the vocabulary changes all targets.
     config.save.best_metric = ''
     # Which values of it are better: higher or lower.
     config.save.best_is = ''

@@ -397,7 +397,7 @@ def open_evaluations(
             name=f'training_eval/{stream.mixture.name}',
             validation=stream,
             vocabulary_size=validation.vocabulary.size,
-            sentinel_ids=validation.sentinel_ids,  # of all tasks
+            sentinel_ids=validation.sentinel_ids,
             compute_sums=compute_sums,
             training_counts=training_counts,
         )

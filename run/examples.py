@@ -63,8 +63,8 @@ class Example(NamedTuple):
 class TextChanges(NamedTuple):
     """What a vocabulary changes of the texts of some examples: they are encoded, and decoded again."""
 
-    num_texts: dict[str, int]  # of each feature
-    num_changed: dict[str, int]  # of these
+    num_texts: dict[str, int]  # per feature
+    num_changed: dict[str, int]  # per feature
     num_unknown_tokens: int
     sample: str  # one that changes, and what it becomes
 

@@ -34,7 +34,7 @@ from tasks.preprocessors import UNKNOWN
 from user_code import UserError
 from vocabulary import Vocabulary
 
-FIRST_TEXTS = 100  # training examples of each task that are compared, where none is evaluated
+FIRST_TEXTS = 100  # training examples per task, compared if no task is evaluated
 
 
 class EvaluatedTask(NamedTuple):
@@ -45,8 +45,8 @@ class EvaluatedTask(NamedTuple):
     examples: list[Example]
     vocabulary: Vocabulary
     settings: str  # a hash of what the results depend on beside the model
-    changes: TextChanges | None = None  # by the vocabulary, of the texts of the examples
-    limits: Mapping[str, 'Limit'] = {}  # of metrics that these changes make worse
+    changes: TextChanges | None = None  # to the texts, by the vocabulary
+    limits: Mapping[str, 'Limit'] = {}  # by metric; only of those that the changes make worse
 
     def postprocess(self, text: str, example: Example, is_target: bool) -> Any:
         """Return what metrics compare of a text, the targets or an answer of an example."""
@@ -283,7 +283,7 @@ def limits_of(task: EvaluatedTask) -> dict[str, Limit]:
         targets = [example.text('targets', task.vocabulary) for example in task.examples]
         of_targets = metrics_of_answers(task, targets)
         of_decoded = metrics_of_answers(task, decoded_targets(task))
-    except UserError:  # of a metric that takes no such answers
+    except UserError:  # the metric cannot take these answers
         return {}
     limits = {}
     for name, value in of_decoded.items():
@@ -410,7 +410,7 @@ def check_can_exceed_zero(
     limit = metrics_of_answers(task, best_answers).get(name, math.inf)
     if not limit <= 0:
         return
-    with contextlib.suppress(UserError):  # of a metric that takes no empty answers
+    with contextlib.suppress(UserError):  # the metric cannot take empty answers
         if metrics_of_answers(task, [''] * len(best_answers))[name] < limit:
             return
     reason = 'it is so for answers that are the targets'
