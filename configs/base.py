@@ -83,9 +83,11 @@ def get_config() -> ConfigDict:
     config.data.files = ''
     # Files for validation, in the same form. '' holds out validation_fraction of data.files.
     config.data.validation_files = ''
-    # How data.files and data.validation_files are read, whatever their names: text, jsonl, csv, tsv or
-    # parquet. '' goes by the endings of their names. --input is read so, too, whatever the run's files
-    # were.
+    # Files of the split test, in the same form, for --split=test and infer_eval.split=test. Training
+    # reads none of their records.
+    config.data.test_files = ''
+    # How all of these files are read, whatever their names: text, jsonl, csv, tsv or parquet. '' goes
+    # by the endings of their names. --input is read so, too, whatever the run's files were.
     config.data.kind = ''
     # In place of files: a data set that TFDS prepared, NAME[/CONFIG][:VERSION] as in
     # 'glue/cola:2.0.0', by default the newest version. Several, separated by commas, have

@@ -101,7 +101,8 @@ def settings_of_task(config: Any, name: str) -> Any:
         return config
     own = config.copy_and_resolve_references()
     own.update(task=name, train_split='train', text_field='text', kind='', tfds='', metrics='')
-    own.update(files='', validation_files='', validation_split='', inputs='', targets='')
+    own.update(files='', validation_files='', test_files='', validation_split='')
+    own.update(inputs='', targets='')
     return own
 
 
@@ -115,8 +116,14 @@ def open_task(task: Task, config: Any, split: str) -> OpenTask:
     opened = tasks.open.opened_task(task, tasks.open.open_task(task, config))
     if not opened.source.may_hold(split):
         splits = ', '.join(name for name in SPLITS if opened.source.may_hold(name))
+        remedy = ''
+        if opened.source.is_tokenized:
+            remedy = '; its cache may lack a split that its records have: data.use_cached=no'
+        elif split == 'test':
+            remedy = '; data.test_files names files of the split test'
         raise ValueError(
-            f'task {task.name!r} has no split {split!r}: name one with --split or infer_eval.split: {splits}'
+            f'task {task.name!r} has no split {split!r}: name one with --split or infer_eval.split: '
+            f'{splits}{remedy}'
         )
     return opened
 

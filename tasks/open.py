@@ -24,7 +24,7 @@ def find(config: Any) -> Task | Mixture:
         raise ValueError(f'data.task={config.task!r} {REFUSED[config.task]}')
     found = look_up(config.task, config)
     if isinstance(found, Mixture):
-        for setting in ('files', 'validation_files', 'tfds'):
+        for setting in ('files', 'validation_files', 'test_files', 'tfds'):
             if config[setting]:
                 raise ValueError(
                     f'data.{setting}={config[setting]!r} are the records of one task, and '
@@ -40,6 +40,9 @@ def open_mixture(config: Any) -> OpenMixture:
     """
     found = find(config)
     opened = open_sources(found, config)
+    for task in opened.tasks:
+        if task.task.train_split != NO_SPLIT and not task.source.may_hold('train'):
+            task.source.check_not_empty('train')  # raises
     if opened.is_single and found.name not in own_tasks(config.module):
         # config.json has the texts of this task.
         return dataclasses.replace(opened, fingerprint=opened.tasks[0].source.fingerprint)
@@ -134,17 +137,19 @@ def configured(found: Task | Mixture, config: Any) -> Task | Mixture:
         prepared = sources.open.prepared_version(config, task.tfds)
         if prepared is not None:
             changes['tfds'] = prepared
-        elif task.name.startswith('c4_'):
+        elif task.name.startswith('c4_') or config.test_files:
             changes['tfds'] = ''
     if config.train_split != 'train' and task.train_split != NO_SPLIT:
         changes['train_split'] = config.train_split
-    for setting, default in (('kind', ''), ('validation_split', ''), ('text_field', 'text')):
+    defaults = {'kind': '', 'validation_split': '', 'text_field': 'text', 'test_files': ''}
+    for setting, default in defaults.items():
         if config[setting] != default:
             changes[setting] = config[setting]
     changed = dataclasses.replace(task, **changes)
     # Without records an objective and the rows of TABLE read Python's documentation.
     if not is_ours and task.name not in OBJECTIVES:
-        has_records = changed.files or changed.validation_files or changed.tfds or changed.cache
+        files = changed.files or changed.validation_files or changed.test_files
+        has_records = files or changed.tfds or changed.cache
         if not has_records and sources.open.find_cache(config, changed.name) is None:
             raise ValueError(
                 f'task {task.name!r} needs records: name its files or tfds in data.module, or with '
@@ -177,6 +182,7 @@ def task_of_settings(name: str, config: Any) -> Task:
         name=name,
         files=config.files,
         validation_files=config.validation_files,
+        test_files=config.test_files,
         kind=config.kind,
         tfds=config.tfds,
         train_split=config.train_split,
@@ -305,10 +311,10 @@ def open_tasks(mixture: Mixture, config: Any) -> list[OpenTask]:
 def open_task(task: Task, config: Any) -> Source:
     """Open the source of a task. Raises ValueError that names the task, where its data set is missing."""
     if task.cache:
-        if task.files or task.validation_files or task.tfds:
+        if task.files or task.validation_files or task.test_files or task.tfds:
             raise ValueError(
                 f'data.task={task.name!r} is read from its cache alone: set data.files, '
-                "data.validation_files and data.tfds to ''"
+                "data.validation_files, data.test_files and data.tfds to ''"
             )
         if sources.open.find_cache(config, task.name) is None:
             raise ValueError(
