@@ -39,7 +39,9 @@ class EvaluatedTask(NamedTuple):
     name: str
     examples: list[Example]
     vocabulary: Vocabulary
-    settings: str  # a hash of what the results depend on beside the model
+    settings: (
+        str  # a hash of files and settings that the results depend on, and one of the examples
+    )
 
     def postprocess(self, text: str, example: Example, is_target: bool) -> Any:
         """Return what metrics compare of a text, the targets or an answer of an example."""
@@ -201,7 +203,7 @@ def read_task(opened: OpenTask, config: Any, split: str, vocabulary: Vocabulary)
         raise ValueError(
             f'task {opened.name!r} has no example with a target in split {split!r}: evaluate another split'
         )
-    content = hashlib.blake2b()
+    content = hashlib.blake2b(digest_size=16)
     for example in examples:
         assert example.targets is not None
         content.update(example.inputs.tobytes() + example.targets.tobytes())
@@ -209,7 +211,8 @@ def read_task(opened: OpenTask, config: Any, split: str, vocabulary: Vocabulary)
     name = opened.name
     if split != 'validation':
         name += f'-{split}'
-    task = EvaluatedTask(opened.task, name, examples, vocabulary, settings=digest(depends_on))
+    settings = f'{digest(depends_on)} {content.hexdigest()}'
+    task = EvaluatedTask(opened.task, name, examples, vocabulary, settings)
     try:
         for example in examples:
             task.target(example)
@@ -285,11 +288,20 @@ def compute_metrics(
     return TaskResults(values, lines)
 
 
-def write_results(folder: Any, task: EvaluatedTask, step: int, found: TaskResults) -> None:
-    """Write the results of a task at a step of the run in `folder`, in the first process."""
+def write_results(
+    folder: Any, task: EvaluatedTask, step: int, found: TaskResults, report: Callable[[str], Any]
+) -> None:
+    """Write the results of a task at a step of the run in `folder`, in the first process.
+
+    Reports that results of other files or settings are there, which stay.
+    """
     if jax.process_index() == 0:
         kept = results.Results(folder)
-        kept.write(task.name, step, found.values, found.lines, task.settings)
+        if not kept.write(task.name, step, found.values, found.lines, task.settings):
+            report(
+                f'Step {step:,}: {kept.folder} keeps its results of {task.name}, which other files or '
+                'settings gave; these are not written there.'
+            )
         kept.write_table()
 
 

@@ -1,5 +1,6 @@
 """Task metrics in training and of checkpoints: the numbers, the files, kills and bad input."""
 
+import gzip
 import json
 import os
 import shutil
@@ -162,6 +163,152 @@ def test_the_settings_of_the_model_count(evaluated, tmp_path):
     hashes = results.Results(tmp_path).hashes('rank')
     assert hashes.keys() == {'6'}
     assert hashes != results.Results(evaluated / 'run').hashes('rank')
+
+
+OTHER_FILE = 'data.validation_files={folder}/other.jsonl'
+OTHERS = {
+    'another file': ([OTHER_FILE], ['{folder}/other.jsonl', 'data.test_files', '--split=test']),
+    'another file by glob': (
+        ['data.validation_files={folder}/oth*.jsonl'],
+        ['{folder}/other.jsonl', 'data.test_files', '--split=test'],
+    ),
+    'gzipped': (
+        ['data.validation_files={folder}/other.jsonl.gz'],
+        ['{folder}/other.jsonl.gz', 'data.test_files', '--split=test'],
+    ),
+    'beams': (['decode.beam_size=4'], ['qa at step 6 ', 'decode.beam_size: 1 -> 4']),
+    'fewer examples': (['infer_eval.num_examples=3'], ['num_examples: 0 -> 3']),
+    'rounded parameters': (['restore.dtype=bfloat16'], ["restore.dtype: 'float32' -> 'bfloat16'"]),
+    'lengths': (['data.lengths.inputs=16'], ['data.lengths.inputs: 32 -> 16']),
+    'all steps': (['decode.alpha=1.0', '--step=all'], ['qa at step 3, 6 ']),
+    'all steps as they appear': (['decode.alpha=1.0', '--watch'], ['qa at step 3, 6 ']),
+    'a checkpoint': (['decode.alpha=1.0', '--checkpoint={run}/checkpoint_3'], ['qa at step 3 ']),
+}
+
+
+@pytest.fixture
+def evaluated_copy(evaluated, tmp_path):
+    """A copy of the run that a test may change, beside another file of questions."""
+    text = (evaluated / 'validation.jsonl').read_text().replace('perhaps', 'never')
+    (tmp_path / 'other.jsonl').write_text(text)
+    (tmp_path / 'other.jsonl.gz').write_bytes(gzip.compress(text.encode()))
+    return shutil.copytree(evaluated / 'run', tmp_path / 'run')
+
+
+def flags_of(settings, evaluated, run):
+    """Return the flags of an evaluation of `qa`, whose files the command line names."""
+    flags = ['--mode=evaluate', f'--checkpoint={run}', '--config.infer_eval.task=qa']
+    for setting in settings:
+        setting = setting.format(folder=run.parent, run=run)
+        if setting.startswith('data.validation_files'):
+            flags.append(f'--config.data.files={evaluated}/train.jsonl')
+        flags.append(setting if setting.startswith('--') else f'--config.{setting}')
+    return flags
+
+
+@pytest.mark.parametrize('name', OTHERS)
+def test_other_files_and_settings_never_replace_the_results_of_a_run(
+    evaluated, evaluated_copy, command_line, name
+):
+    """They are refused before anything is compiled, with what differs and where to write them."""
+    settings, named = OTHERS[name]
+    before = files_of(evaluated_copy)
+    done = command_line(*flags_of(settings, evaluated, evaluated_copy))
+    assert done.status == 2, done.stdout
+    [line] = done.stderr.splitlines()
+    for part in [*named, '--output_dir']:
+        assert part.format(folder=evaluated_copy.parent) in line
+    assert files_of(evaluated_copy) == before
+
+
+def test_other_files_are_refused_before_the_run_has_results(
+    evaluated, evaluated_copy, command_line
+):
+    """Else they would have the name of its own. Its own file may have moved."""
+    shutil.rmtree(evaluated_copy / 'inference_eval')
+    done = command_line(*flags_of([OTHER_FILE], evaluated, evaluated_copy))
+    assert done.status == 2 and f'{evaluated_copy.parent}/other.jsonl' in done.stderr
+    moved = evaluated_copy.parent / 'moved.jsonl'
+    shutil.copy(evaluated / 'validation.jsonl', moved)
+    shutil.copytree(evaluated / 'run/inference_eval', evaluated_copy / 'inference_eval')
+    own = flags_of([f'data.validation_files={moved}'], evaluated, evaluated_copy)
+    done = command_line(*own)
+    assert done.status == 0 and 'Step 6: qa is evaluated already.' in done.stdout
+
+
+def test_a_file_that_was_edited_is_another_file(evaluated, evaluated_copy, command_line):
+    """Of the same name, and of the same size."""
+    own = evaluated_copy.parent / 'validation.jsonl'
+    text = (evaluated / 'validation.jsonl').read_text()
+    settings = [f'data.validation_files={own}']
+    own.write_text(text)
+    assert command_line(*flags_of(settings, evaluated, evaluated_copy)).status == 0
+    own.write_text(text.replace('"a": "yes"', '"a": "yez"'))
+    before = files_of(evaluated_copy)
+    done = command_line(*flags_of(settings, evaluated, evaluated_copy))
+    assert done.status == 2 and f'{own}: the run evaluated other files' in done.stderr
+    assert files_of(evaluated_copy) == before
+
+
+def test_the_split_test_of_one_file_and_of_another(evaluated, evaluated_copy, command_line):
+    """The first has a column of its own; the second is refused, and may be written elsewhere."""
+    folder = evaluated_copy.parent
+    (folder / 'b').mkdir()
+    for name, word in (('other.jsonl', 'maybe'), ('b/other.jsonl', 'never')):
+        text = (evaluated / 'validation.jsonl').read_text().replace('perhaps', word)
+        (folder / name).write_text(text)
+    table = (evaluated_copy / 'results.csv').read_text()
+    events = sorted((evaluated_copy / 'inference_eval' / 'qa').iterdir())
+    first = ['--split=test', 'data.test_files={folder}/other.jsonl']
+    done = command_line(*flags_of(first, evaluated, evaluated_copy))
+    assert done.status == 0, done.stderr
+    rows = (evaluated_copy / 'results.csv').read_text().splitlines()
+    assert rows[0] == 'step,qa-test/em,qa-test/f1,' + table.splitlines()[0].removeprefix('step,')
+    for row, row_before in zip(rows, table.splitlines(), strict=True):
+        assert row.endswith(row_before.partition(',')[2])
+    assert len(lines_of(evaluated_copy, 'qa-test-000006.jsonl')) == 7
+    assert sorted((evaluated_copy / 'inference_eval' / 'qa').iterdir()) == events
+    assert metrics_of(evaluated_copy) == metrics_of(evaluated / 'run')  # which tell the best step
+    before = files_of(evaluated_copy)
+    second = ['--split=test', 'data.test_files={folder}/b/other.jsonl']
+    done = command_line(*flags_of(second, evaluated, evaluated_copy))
+    assert done.status == 2 and 'qa-test at step 6 ' in done.stderr
+    assert "b/other.jsonl'" in done.stderr
+    done = command_line(*flags_of(first, evaluated, evaluated_copy))
+    assert done.status == 0 and 'qa-test is evaluated already' in done.stdout
+    assert files_of(evaluated_copy) == before
+
+
+def test_templates_and_what_is_held_out_count(evaluated):
+    """Settings that change the examples, though not the files."""
+    config = make_config(evaluated)
+    config.data.update(task='text_to_text', module='', files=f'{evaluated}/train.jsonl')
+    config.data.update(inputs='{q}', targets='{a}', metrics='accuracy', validation_fraction=0.5)
+    config.infer_eval.task = ''
+    vocabulary = vocabularies.named_vocabulary('data.vocabulary', 'bytes', config.data.extra_ids)
+    found = []
+    for changes in ({}, {'inputs': 'q: {q}'}, {'targets': '{a}!'}, {'validation_fraction': 0.7}):
+        config.data.update(changes)
+        opened = infer_eval.open_tasks(config, 'validation')
+        [task] = infer_eval.TaskMetrics(config, 'validation', vocabulary, opened, print).tasks
+        found.append(task.settings)
+    assert len(set(found)) == len(found)
+
+
+def test_a_run_that_goes_on_with_other_settings_keeps_its_results(evaluated, tmp_path, capsys):
+    """Files for the split test are such settings, too, which do not concern the examples of `rank`."""
+    folder = shutil.copytree(evaluated / 'run', tmp_path / 'run')
+    lines = [line for line in metrics_of(folder) if line['run'] != 'inference_eval/qa']
+    (folder / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    before = files_of(folder / 'inference_eval')
+    config = make_config(evaluated)
+    config.infer_eval.num_examples = 3
+    config.data.test_files = f'{evaluated}/validation.jsonl'
+    run(config, folder)
+    assert 'keeps its results of qa' in capsys.readouterr().out
+    assert files_of(folder / 'inference_eval') == before
+    assert metrics_of(folder)[-1]['run'] == 'inference_eval/qa'
+    assert (folder / 'results.csv').read_text() == (evaluated / 'run/results.csv').read_text()
 
 
 def test_killed_anywhere_and_started_again_gives_the_same_files(
