@@ -7,7 +7,7 @@ SeqIO seqio/evaluation.py.
 import hashlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ import evaluate
 import infer
 import tasks
 import tasks.open
+import user_code
 from configs import check
 from randomness import digest
 from run import best, results
@@ -25,11 +26,20 @@ from run.console import describe_trimming
 from run.examples import PRETOKENIZED, SPLITS, Example, read_split
 from sources import FEATURES
 from stream import OpenTask, Stream, TokenizedTask
+from tasks import metrics
 from tasks.mixtures import MetricFn, Task
 from tasks.objectives import takes_inputs
 from tasks.preprocessors import UNKNOWN
 from user_code import UserError
 from vocabulary import Vocabulary
+
+OWN_TASK = 'in a task of your own functools.partial(metrics.{}, tokenizer={!r})'
+# What finds the words of other scripts.
+TOKENIZER_REMEDIES = {
+    'rouge': f"use data.metrics='rouge:unicode', {OWN_TASK.format('rouge', 'unicode')}",
+    'bleu': "use data.metrics='bleu:zh' for Chinese, 'bleu:ja-mecab' for Japanese, 'bleu:char' for any "
+    f'script, {OWN_TASK.format("bleu", "zh")}',
+}
 
 
 class EvaluatedTask(NamedTuple):
@@ -151,6 +161,8 @@ class TaskMetrics:
             num_trimmed = sum(example.is_trimmed for example in task.examples)
             for line in describe_trimming({task.name: [len(task.examples), num_trimmed]}):
                 report(line)
+            for line in describe_tokens(task):
+                report(line)
 
     def __call__(
         self, t5: infer.T5, task: EvaluatedTask, stop: Callable[[int], int] = lambda count: 0
@@ -224,6 +236,31 @@ def read_task(opened: OpenTask, config: Any, split: str, vocabulary: Vocabulary)
             ) from None
         raise
     return task
+
+
+def describe_tokens(task: EvaluatedTask) -> Iterator[str]:
+    """Yield a line for each metric that would not give 100 to the targets as answers.
+
+    Of `bleu` and `rouge` this is so where their tokenizers do not find the words of the targets.
+    """
+    texts = [text for text in map(task.target, task.examples) if isinstance(text, str)]
+    for metric_fn in task.task.metric_fns:
+        with user_code.running(metric_fn, task.name):
+            tokenizer = metrics.tokenizer_of(metric_fn)
+        if tokenizer is None or not texts:
+            continue
+        missed = [text for text in texts if tokenizer.misses_words(text)]
+        if missed:
+            yield (
+                f'{len(missed):,} of {len(texts):,} targets of {task.name} have letters in which '
+                f'{tokenizer.metric} with tokenizer={tokenizer.name!r} finds no words, such as '
+                f'{missed[0]!r:.60}: right answers score too little; {TOKENIZER_REMEDIES[tokenizer.metric]}.'
+            )
+        elif tokenizer.metric == 'bleu' and all(len(tokenizer.tokens(x)) < 4 for x in texts):
+            yield (
+                f'No target of {task.name} has 4 tokens, which bleu needs: right answers have bleu 0; use '
+                "accuracy, or data.metrics='bleu:char'."
+            )
 
 
 def takes_scores(metric_fn: MetricFn) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -197,15 +198,34 @@ def task_of_settings(name: str, config: Any) -> Task:
 
 def metrics_of(config: Any) -> list[MetricFn]:
     """Return the metrics that data.metrics names."""
-    found = []
-    for name in filter(None, map(str.strip, config.metrics.split(','))):
+    found: dict[str, MetricFn] = {}
+    for given in filter(None, map(str.strip, config.metrics.split(','))):
+        name, colon, tokenizer = given.partition(':')
         if name not in TEXT_METRICS:
             raise ValueError(
                 f'data.metrics={config.metrics!r}: {name!r} is none: use some of '
                 f'{", ".join(TEXT_METRICS)}, or write a task with metric_fns in data.module'
             )
-        found.append(TEXT_METRICS[name])
-    return found
+        if name in found:
+            raise ValueError(
+                f'data.metrics={config.metrics!r} has {name} twice, whose values have the same names: '
+                'leave one out'
+            )
+        found[name] = TEXT_METRICS[name]
+        if not colon:
+            continue
+        if metrics.tokenizer_of(found[name]) is None:
+            raise ValueError(
+                f'data.metrics={config.metrics!r}: {name} has no tokenizer: write {name} alone; bleu and '
+                'rouge take one, as bleu:zh and rouge:unicode'
+            )
+        metric_fn: Any = found[name]
+        found[name] = functools.partial(metric_fn, tokenizer=tokenizer)
+        try:
+            metrics.tokenizer_of(found[name])
+        except ValueError as error:
+            raise ValueError(f'data.metrics={config.metrics!r}: {error}') from error
+    return list(found.values())
 
 
 def not_of_texts(setting: str, name: str, config: Any) -> ValueError:
