@@ -103,7 +103,7 @@ class CheckpointEvaluation:
         first = self.chosen.folder  # a checkpoint, or a run that has none yet
         if self.chosen.steps:
             first = first / f'checkpoint_{self.chosen.steps[0]}'
-        self.changes: list[str] = []  # of settings of the run whose folder takes the results
+        self.changes: list[str] = []  # to settings of the run that takes the results
         if self.folder in (first, first.parent):
             self.changes = changes_of_run(first, config)
             check_files_of_run(first, config, opened, self.split)
@@ -150,7 +150,7 @@ class CheckpointEvaluation:
         """Raise ValueError: results of a task at some steps are those of other files or settings."""
         changes = ''
         if self.changes:
-            changes = f' (this is not as in the run: {"; ".join(self.changes)})'
+            changes = f' (now {"; ".join(self.changes)})'
         raise ValueError(
             f'{self.folder} has results of {name} at step {steps} from other files or settings{changes}, '
             'which stay: name another --output_dir for these'
@@ -209,9 +209,8 @@ class CheckpointEvaluation:
     ) -> None:
         """Write the results of a task at a step, and their events, in the first process."""
         if jax.process_index() == 0:
-            if self.results.has_others(
-                task.name, step, task.settings
-            ):  # another process wrote them
+            # Training may have written some meanwhile.
+            if self.results.has_others(task.name, step, task.settings):
                 self.refuse(task.name, f'{step:,}')
             with paths.naming(self.folder):
                 self.events.write(task.name, step, task_metrics.events_of(found.values))

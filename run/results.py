@@ -6,8 +6,8 @@
     results.csv                         T5's table: a row per step, a column per metric
 
 The first two are as SeqIO's loggers write them. The table is made from the second ones after each
-evaluation. Results of other files or settings are never replaced. Source: seqio/loggers.py; t5/scripts/parse_tb.py, t5/evaluation/eval_utils.py.
-Imports no jax.
+evaluation. Results of other files or settings are never replaced. Source: seqio/loggers.py;
+t5/scripts/parse_tb.py, t5/evaluation/eval_utils.py. Imports no jax.
 """
 
 import csv
@@ -265,10 +265,11 @@ class Results:
 
 
 def is_line_of(line: Mapping[str, float], entry: Any, settings: str) -> bool | None:
-    """Return whether a line has these settings, by its entry in TASK-settings.json; None if that is damaged."""
-    if isinstance(
-        entry, str
-    ):  # of a run that began before entries had the settings, the first hash
+    """Return whether a line has these settings, by its entry in TASK-settings.json.
+
+    Return None if the entry is missing, or that of another line.
+    """
+    if isinstance(entry, str):  # earlier versions: a hash of the line and the first of `settings`
         return entry == hash_of(line, settings.split()[0])
     stored = entry.get('settings') if isinstance(entry, dict) else None
     if not isinstance(stored, str) or entry.get('hash') != hash_of(line, stored):

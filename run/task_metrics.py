@@ -34,7 +34,7 @@ from user_code import UserError
 from vocabulary import Vocabulary
 
 OWN_TASK = 'in a task of your own functools.partial(metrics.{}, tokenizer={!r})'
-# What finds the words of other scripts.
+# How to find the words of other scripts.
 TOKENIZER_REMEDIES = {
     'rouge': f"use data.metrics='rouge:unicode', {OWN_TASK.format('rouge', 'unicode')}",
     'bleu': "use data.metrics='bleu:zh' for Chinese, 'bleu:ja-mecab' for Japanese, 'bleu:char' for any "
@@ -239,10 +239,7 @@ def read_task(opened: OpenTask, config: Any, split: str, vocabulary: Vocabulary)
 
 
 def describe_tokens(task: EvaluatedTask) -> Iterator[str]:
-    """Yield a line for each metric that would not give 100 to the targets as answers.
-
-    Of `bleu` and `rouge` this is so where their tokenizers do not find the words of the targets.
-    """
+    """Yield a line for `bleu` and `rouge` if their tokenizers find no words in some targets."""
     texts = [text for text in map(task.target, task.examples) if isinstance(text, str)]
     for metric_fn in task.task.metric_fns:
         with user_code.running(metric_fn, task.name):

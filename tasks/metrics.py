@@ -107,8 +107,7 @@ def bleu_scorer(tokenizer: str) -> BLEU:
         file = os.path.join(SACREBLEU_DIR, 'models', os.path.basename(url))
         if not os.path.exists(file):
             raise ValueError(
-                f'tokenizer={tokenizer!r} of bleu needs a model, and {file} is no file: download {url} '
-                'and put it there'
+                f'tokenizer={tokenizer!r} of bleu needs a model: download {url} to {file}'
             )
     try:
         return BLEU(tokenize=tokenizer)
@@ -178,9 +177,9 @@ def rouge(
     """Return the mean F1 of each score: 'rouge1' to 'rouge9', 'rougeL', 'rougeLsum'.
 
     Tokens are not stemmed. They are runs of a-z and 0-9, as in T5, so a text without them scores 0;
-    with tokenizer='unicode' they are those of `unicode_tokens`. A sentence ends at a newline, and at ' . '. Differs from T5: the mean, which is T5's `rouge_mean`. With
-    `bootstrap_seed` a value is T5's `rouge`: the median of the means of 1,000 resamples. Source: Lin
-    2004; rouge_score 0.1.2.
+    with tokenizer='unicode' they are those of `unicode_tokens`. A sentence ends at a newline, and at
+    ' . '. Differs from T5: the mean, which is T5's `rouge_mean`. With `bootstrap_seed` a value is
+    T5's `rouge`: the median of the means of 1,000 resamples. Source: Lin 2004; rouge_score 0.1.2.
     """
     sentences_of = functools.partial(rouge_sentences, tokenizer=tokenizer)
     target_sentences = list(map(sentences_of, targets))
