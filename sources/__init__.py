@@ -203,7 +203,7 @@ class Source:
     def check_not_empty(self, split: str) -> None:
         """Raise ValueError if there is no document in the files that hold those of `split`."""
         if split == 'train' and not self.may_hold('train'):  # data.test_files alone
-            raise ValueError('there are no records for training: name some with data.files')
+            raise ValueError(f'no document is in split {split!r}: name files with data.files')
         part = self.part_of(split)
         for other in ('train', 'validation'):
             if self.part_of(other) is part and next(self.records(other), None) is not None:

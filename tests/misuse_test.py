@@ -380,7 +380,7 @@ TABLES['texts'] = {
     'test of nothing': of_text('--config.data.test_files=no/*.txt', message="data.test_files: 'no/*.txt' matches no file"),
     'test of blanks': of_text('--config.data.test_files=none.txt', message='data.test_files', none__txt=''),
     'test of no gzip': of_text('--config.data.test_files=a.gz', message='a.gz is not gzipped', a__gz=LINES),
-    'test alone': of_text(f'{FILES}=', '--config.data.test_files=text.txt', message='name some with data.files'),
+    'test alone': of_text(f'{FILES}=', '--config.data.test_files=text.txt', message="no document is in split 'train': name files with data.files"),
     'test of a mixture': Row([TINY, '--config.data.task=t0_train', '--config.data.test_files=x'], "data.test_files='x' are the records of one task"),
     'validation blank': of_text(f'{VALIDATION}=none.txt', message='data.validation_files', none__txt='\n \n'),
     'fraction of nothing': of_text('--config.data.validation_fraction=0', message='data.validation_fraction=0'),
