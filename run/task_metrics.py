@@ -33,14 +33,6 @@ from tasks.preprocessors import UNKNOWN
 from user_code import UserError
 from vocabulary import Vocabulary
 
-OWN_TASK = 'in a task of your own functools.partial(metrics.{}, tokenizer={!r})'
-# How to find the words of other scripts.
-TOKENIZER_REMEDIES = {
-    'rouge': f"use data.metrics='rouge:unicode', {OWN_TASK.format('rouge', 'unicode')}",
-    'bleu': "use data.metrics='bleu:zh' for Chinese, 'bleu:ja-mecab' for Japanese, 'bleu:char' for any "
-    f'script, {OWN_TASK.format("bleu", "zh")}',
-}
-
 
 class EvaluatedTask(NamedTuple):
     """The examples of a task, and what their results are called."""
@@ -49,9 +41,7 @@ class EvaluatedTask(NamedTuple):
     name: str
     examples: list[Example]
     vocabulary: Vocabulary
-    settings: (
-        str  # a hash of files and settings that the results depend on, and one of the examples
-    )
+    settings: str  # hashes of what the results depend on: files and settings; the examples
 
     def postprocess(self, text: str, example: Example, is_target: bool) -> Any:
         """Return what metrics compare of a text, the targets or an answer of an example."""
@@ -236,6 +226,15 @@ def read_task(opened: OpenTask, config: Any, split: str, vocabulary: Vocabulary)
             ) from None
         raise
     return task
+
+
+OWN_TASK = 'in a task of your own functools.partial(metrics.{}, tokenizer={!r})'
+# How to find the words of other scripts.
+TOKENIZER_REMEDIES = {
+    'rouge': f"use data.metrics='rouge:unicode', {OWN_TASK.format('rouge', 'unicode')}",
+    'bleu': "use data.metrics='bleu:zh' for Chinese, 'bleu:ja-mecab' for Japanese, 'bleu:char' for any "
+    f'script, {OWN_TASK.format("bleu", "zh")}',
+}
 
 
 def describe_tokens(task: EvaluatedTask) -> Iterator[str]:
