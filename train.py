@@ -457,7 +457,8 @@ def evaluate_step(
             found = run.task_metrics(run.t5, task, stop_request.agree)
         if found is None:
             break
-        partition.in_all(functools.partial(write_results, run.workdir, task, step, found))
+        write = functools.partial(write_results, run.workdir, task, step, found, run.console.line)
+        partition.in_all(write)
         run.metrics.write(f'{results.FOLDER}/{task.name}', step, events_of(task, found.values))
         values[task.name] = found.values
     run.t5.set_parameters({})

@@ -83,9 +83,11 @@ def get_config() -> ConfigDict:
     config.data.files = ''
     # Files for validation, in the same form. '' holds out validation_fraction of data.files.
     config.data.validation_files = ''
-    # How data.files and data.validation_files are read, whatever their names: text, jsonl, csv, tsv or
-    # parquet. '' goes by the endings of their names. --input is read so, too, whatever the run's files
-    # were.
+    # Files of the split test, in the same form, for --split=test and infer_eval.split=test. Training
+    # reads none of their records.
+    config.data.test_files = ''
+    # How all of these files are read, whatever their names: text, jsonl, csv, tsv or parquet. '' goes
+    # by the endings of their names. --input is read so, too, whatever the run's files were.
     config.data.kind = ''
     # In place of files: a data set that TFDS prepared, NAME[/CONFIG][:VERSION] as in
     # 'glue/cola:2.0.0', by default the newest version. Several, separated by commas, have
@@ -110,7 +112,9 @@ def get_config() -> ConfigDict:
     config.data.targets = ''
     # Task metrics of data.targets, separated by commas: accuracy (the whole text is right), bleu,
     # rouge, and squad (exact match and F1 of words; an empty answer is right where the targets are
-    # empty, as in SQuAD 2.0). infer_eval.every_steps or --mode=evaluate computes them.
+    # empty, as in SQuAD 2.0). bleu and rouge find words as in T5. bleu:NAME finds them with a tokenizer
+    # of sacrebleu, such as bleu:zh, bleu:ja-mecab and bleu:char, and rouge:unicode in any script.
+    # infer_eval.every_steps or --mode=evaluate computes them.
     config.data.metrics = ''
     # True accepts empty targets, as of a question without an answer: such targets are EOS alone.
     # False takes a record with empty targets for a bad line.

@@ -20,6 +20,7 @@ import evaluate
 import infer
 import tasks
 import tasks.open
+import user_code
 from configs import check
 from randomness import digest
 from run import best, results
@@ -28,6 +29,7 @@ from run.console import describe_trimming
 from run.examples import PRETOKENIZED, SPLITS, Example, TextChanges, read_split, text_changes
 from sources import FEATURES
 from stream import OpenTask, Stream, TokenizedTask
+from tasks import metrics
 from tasks.mixtures import MetricFn, Task
 from tasks.objectives import takes_inputs
 from tasks.preprocessors import UNKNOWN
@@ -44,7 +46,7 @@ class EvaluatedTask(NamedTuple):
     name: str
     examples: list[Example]
     vocabulary: Vocabulary
-    settings: str  # a hash of what the results depend on beside the model
+    settings: str  # hashes of what the results depend on: files and settings; the examples
     changes: TextChanges | None = None  # to the texts, by the vocabulary
     limits: Mapping[str, 'Limit'] = {}  # by metric; only of those that the changes make worse
 
@@ -115,7 +117,8 @@ def settings_of_task(config: Any, name: str) -> Any:
         return config
     own = config.copy_and_resolve_references()
     own.update(task=name, train_split='train', text_field='text', kind='', tfds='', metrics='')
-    own.update(files='', validation_files='', validation_split='', inputs='', targets='')
+    own.update(files='', validation_files='', test_files='', validation_split='')
+    own.update(inputs='', targets='')
     return own
 
 
@@ -129,8 +132,14 @@ def open_task(task: Task, config: Any, split: str) -> OpenTask:
     opened = tasks.open.opened_task(task, tasks.open.open_task(task, config))
     if not opened.source.may_hold(split):
         splits = ', '.join(name for name in SPLITS if opened.source.may_hold(name))
+        remedy = ''
+        if opened.source.is_tokenized:
+            remedy = '; its cache may lack a split that its records have: data.use_cached=no'
+        elif split == 'test':
+            remedy = '; data.test_files names files of the split test'
         raise ValueError(
-            f'task {task.name!r} has no split {split!r}: name one with --split or infer_eval.split: {splits}'
+            f'task {task.name!r} has no split {split!r}: name one with --split or infer_eval.split: '
+            f'{splits}{remedy}'
         )
     return opened
 
@@ -158,6 +167,8 @@ class TaskMetrics:
                 report(line)
             if task.changes is not None:
                 report(f'{task.name}: {task.changes}')
+            for line in describe_tokens(task):
+                report(line)
 
     def describe(self, step: int, values: Mapping[str, Mapping[str, float]]) -> str:
         """Return a small table of {task: {metric: value}}, and what the vocabulary changes of the texts."""
@@ -233,7 +244,7 @@ def read_task(opened: OpenTask, config: Any, split: str, vocabulary: Vocabulary)
         raise ValueError(
             f'task {opened.name!r} has no example with a target in split {split!r}: evaluate another split'
         )
-    content = hashlib.blake2b()
+    content = hashlib.blake2b(digest_size=16)
     for example in examples:
         assert example.targets is not None
         content.update(example.inputs.tobytes() + example.targets.tobytes())
@@ -246,7 +257,7 @@ def read_task(opened: OpenTask, config: Any, split: str, vocabulary: Vocabulary)
         name,
         examples,
         vocabulary,
-        settings=digest(depends_on),
+        settings=f'{digest(depends_on)} {content.hexdigest()}',
         changes=text_changes(examples, vocabulary),
     )
     try:
@@ -292,6 +303,37 @@ def limits_of(task: EvaluatedTask) -> dict[str, Limit]:
         elif value > of_targets[name]:
             limits[name] = Limit(value, 'at least')
     return limits
+
+
+OWN_TASK = 'in a task of your own functools.partial(metrics.{}, tokenizer={!r})'
+# How to find the words of other scripts.
+TOKENIZER_REMEDIES = {
+    'rouge': f"use data.metrics='rouge:unicode', {OWN_TASK.format('rouge', 'unicode')}",
+    'bleu': "use data.metrics='bleu:zh' for Chinese, 'bleu:ja-mecab' for Japanese, 'bleu:char' for any "
+    f'script, {OWN_TASK.format("bleu", "zh")}',
+}
+
+
+def describe_tokens(task: EvaluatedTask) -> Iterator[str]:
+    """Yield a line for `bleu` and `rouge` if their tokenizers find no words in some targets."""
+    texts = [text for text in map(task.target, task.examples) if isinstance(text, str)]
+    for metric_fn in task.task.metric_fns:
+        with user_code.running(metric_fn, task.name):
+            tokenizer = metrics.tokenizer_of(metric_fn)
+        if tokenizer is None or not texts:
+            continue
+        missed = [text for text in texts if tokenizer.misses_words(text)]
+        if missed:
+            yield (
+                f'{len(missed):,} of {len(texts):,} targets of {task.name} have letters in which '
+                f'{tokenizer.metric} with tokenizer={tokenizer.name!r} finds no words, such as '
+                f'{missed[0]!r:.60}: right answers score too little; {TOKENIZER_REMEDIES[tokenizer.metric]}.'
+            )
+        elif tokenizer.metric == 'bleu' and all(len(tokenizer.tokens(x)) < 4 for x in texts):
+            yield (
+                f'No target of {task.name} has 4 tokens, which bleu needs: right answers have bleu 0; use '
+                "accuracy, or data.metrics='bleu:char'."
+            )
 
 
 def takes_scores(metric_fn: MetricFn) -> bool:
@@ -356,11 +398,20 @@ def compute_metrics(
     return TaskResults(values, lines)
 
 
-def write_results(folder: Any, task: EvaluatedTask, step: int, found: TaskResults) -> None:
-    """Write the results of a task at a step of the run in `folder`, in the first process."""
+def write_results(
+    folder: Any, task: EvaluatedTask, step: int, found: TaskResults, report: Callable[[str], Any]
+) -> None:
+    """Write the results of a task at a step of the run in `folder`, in the first process.
+
+    Reports that results of other files or settings are there, which stay.
+    """
     if jax.process_index() == 0:
         kept = results.Results(folder)
-        kept.write(task.name, step, found.values, found.lines, task.settings)
+        if not kept.write(task.name, step, found.values, found.lines, task.settings):
+            report(
+                f'Step {step:,}: {kept.folder} keeps its results of {task.name}, which other files or '
+                'settings gave; these are not written there.'
+            )
         kept.write_table()
 
 

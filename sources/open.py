@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import os
 import pathlib
@@ -34,7 +35,8 @@ def open_source(config, whole_records: bool = False, test_split: str = '') -> So
     """Open the task cache of `config.task`, else `config.tfds`, `config.files` or pydoc.
 
     A record has the fields that the settings name; with `whole_records` all of them, as they are in
-    JSON. `test_split`: as config.validation_split; '' is the split test, if there is one. Files are
+    JSON. `test_split`: as config.validation_split; '' is the split test, if there is one;
+    config.test_files take precedence. Files are
     read in the order of their digests, so that names and folders change nothing. Raises ValueError
     for settings that do not fit together and for files that cannot be read.
     """
@@ -43,41 +45,47 @@ def open_source(config, whole_records: bool = False, test_split: str = '') -> So
     folder = find_cache(config, config.task)
     if folder is not None:
         return cached_source(config, folder)
-    folders = find_tfds(config)
-    if folders:
-        return tfds_source_of(config, folders, whole_records, test_split)
     bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction, config.kind)
+    parser = LineParser(config, bad_lines, whole_records)
+    folders = find_tfds(config)
     names = find_files('data.files', config.files, bad_lines)
     validation_names = find_files('data.validation_files', config.validation_files, bad_lines)
-    if names or validation_names:
-        return files_source(config, names, validation_names, bad_lines, whole_records)
-    is_of_pydoc = config.task.startswith('pydoc_')
-    if config.kind or config.targets or (whole_records and not is_of_pydoc):
-        raise ValueError(
-            f'data.task={config.task!r} with data.kind={config.kind!r} and data.targets='
-            f'{config.targets!r} needs records: name its files or data set (data.files, data.tfds)'
-        )
-    return pydoc.open_source(config)
+    test_names = find_files('data.test_files', config.test_files, bad_lines)
+    if folders:
+        source = tfds_source_of(config, folders, whole_records, test_split)
+    elif names or validation_names or test_names:
+        source = files_source(config, names, validation_names, parser)
+    else:
+        is_of_pydoc = config.task.startswith('pydoc_')
+        if config.kind or config.targets or (whole_records and not is_of_pydoc):
+            raise ValueError(
+                f'data.task={config.task!r} with data.kind={config.kind!r} and data.targets='
+                f'{config.targets!r} needs records: name its files or data set (data.files, data.tfds)'
+            )
+        return pydoc.open_source(config)
+    if test_names:
+        test = read_records('data.test_files', 'test', test_names)
+        check_files(parser, test_names)
+        open_test = functools.partial(open_files, test, parser)
+        description = source.description
+        if not source.files:
+            description = f'{len(test_names):,} text file(s) of the split test'
+        source = dataclasses.replace(source, open_test=open_test, description=description)
+    return source
 
 
 def files_source(
-    config,
-    names: list[str],
-    validation_names: list[str],
-    bad_lines: BadLines,
-    whole_records: bool,
+    config, names: list[str], validation_names: list[str], parser: LineParser
 ) -> Source:
-    """Open files for training and files for validation; either may be none."""
-    if not names and config.train_split != NO_SPLIT:
+    """Open files for training and files for validation; each may be none."""
+    if validation_names and not names and config.train_split != NO_SPLIT:
         raise ValueError(
             f'data.validation_files={config.validation_files!r} needs data.files besides: name both'
         )
     train = read_records('data.files', 'train', names)
     validation = read_records('data.validation_files', 'validation', validation_names)
     check_disjoint(train, validation)
-    parser = LineParser(config, bad_lines, whole_records)
-    with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
-        list(threads.map(functools.partial(check_file, parser), names + validation_names))
+    check_files(parser, names + validation_names)
     num_bytes = sum(record.num_bytes for record in train or validation)
     parts = open_parts(train + validation, parser)
     files = [file for part in parts.values() for file in part.files]
@@ -86,7 +94,7 @@ def files_source(
         corpus='files',
         fingerprint=fingerprint_of_files(files, parser),
         validation_fraction=config.validation_fraction,
-        bad_lines=bad_lines,
+        bad_lines=parser.bad_lines,
         train=parts.get('train', RecordsInMemory([])),
         validation=parts.get('validation'),
         files=tuple(files),
@@ -348,6 +356,12 @@ def setting_named(title: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f'{title}: {error}') from error
+
+
+def check_files(parser: LineParser, names: Sequence[str]) -> None:
+    """Raise ValueError for files of another kind or without the fields that the settings name."""
+    with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
+        list(threads.map(functools.partial(check_file, parser), names))
 
 
 def check_file(parser: LineParser, path: str) -> None:

@@ -39,11 +39,12 @@ class Task:
     name: str
     files: str = ''
     validation_files: str = ''
+    test_files: str = ''
     kind: str = ''
     tfds: str = ''
     train_split: str = 'train'
     validation_split: str = ''
-    test_split: str = ''  # '' is the split test, if there is one
+    test_split: str = ''  # '' is the split test, if there is one; test_files take precedence
     text_field: str = 'text'
     inputs: str = ''
     targets: str = ''

@@ -538,3 +538,12 @@ def test_several_data_sets_are_read_as_one(roots, tmp_path):
         sources.open.open_source(make_config(tmp_path, tfds='made_up_1, made_up_2'))
     with pytest.raises(ValueError, match="data.tfds='made_up_3': "):
         sources.open.open_source(make_config(tmp_path, tfds='made_up_0,made_up_3'))
+
+
+def test_the_split_test_may_be_in_files(roots, tmp_path):
+    row = {'text': 'some words'}
+    (tmp_path / 'a.jsonl').write_text(json.dumps(row))
+    config = make_config(roots / 'tfrecord', test_files=str(tmp_path / 'a.jsonl'))
+    source = sources.open.open_source(config)
+    assert source.corpus == 'tfds' and source.may_hold('train')
+    assert [record.fields for record in source.records('test')] == [row]
