@@ -175,7 +175,8 @@ class FileExamples:
         texts = {'inputs': self.filled('inputs', fields)}
         is_text = []
         for field in self.templates['targets'].fields:
-            is_text.append(isinstance(fields.get(field), str | int | float))
+            value = fields.get(field)
+            is_text.append(isinstance(value, str) or tables.is_number(value))
         if self.needs_targets or all(is_text):
             texts['targets'] = self.filled('targets', fields)
         return texts
@@ -186,7 +187,7 @@ class FileExamples:
         values = {}
         for field in template.fields:
             value = fields.get(field)
-            if isinstance(value, int | float):
+            if tables.is_number(value):
                 values[field] = json.dumps(value)
                 continue
             remedy = f'add it, or name others with --config.data.{name}'

@@ -78,6 +78,11 @@ def files_source(
     parser = LineParser(config, bad_lines, whole_records)
     with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
         list(threads.map(functools.partial(check_file, parser), names + validation_names))
+    in_parquet = [name for name in names + validation_names if parser.kind_of(name) == 'parquet']
+    if in_parquet and (parser.templates or whole_records):  # else no number is read
+        from sources.parquet import integer_columns  # pyarrow takes a while
+
+        parser.integers = integer_columns(in_parquet, parser.fields)
     num_bytes = sum(record.num_bytes for record in train or validation)
     parts = open_parts(train + validation, parser)
     files = [file for part in parts.values() for file in part.files]

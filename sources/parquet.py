@@ -18,7 +18,7 @@ import pyarrow.types
 import paths
 from configs.check import first_ten
 from randomness import permutation
-from sources import Record, deal
+from sources import Record, bytes_of, deal
 from sources.deal import Blocks, epoch_order
 from sources.files import EMPTY_FILE, NUM_THREADS, FileRecord
 from sources.tables import LineParser, check_names
@@ -26,6 +26,7 @@ from sources.tables import LineParser, check_names
 WINDOW_BYTES = 128 << 20  # of the row groups that lanes read from at a time
 MAX_GROUP_BYTES = 256 << 20  # of the columns of a row group that are read, uncompressed
 MAX_CACHED_BYTES = 512 << 20  # of decoded row groups that are kept
+MAX_INTEGER = 2**53  # beyond it float64 rounds integers
 
 
 class DamagedFile(Exception):
@@ -91,6 +92,64 @@ def row_groups(path: str, metadata: Any, columns: Sequence[str]) -> Iterator[Row
             )
         yield RowGroup(path, number, first_row, group.num_rows, num_bytes)
         first_row += group.num_rows
+
+
+def integer_columns(files: Sequence[str], fields: Sequence[str]) -> set[str]:
+    """Return the columns that hold whole numbers and gaps alone, some of them as floats.
+
+    pandas makes floats of integers where a value is missing. All files of a task decide together, so that
+    a number is written the same way in each. Floats without a gap stay floats. `fields`: the columns that
+    are read; if there are none, all.
+    """
+    with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
+        found = list(threads.map(functools.partial(gaps_in_file, fields=fields), files))
+    gaps = [columns for columns in found if columns is not None]
+    names = set.intersection(*map(set, gaps)) if gaps else set()
+    return {name for name in names if any(columns[name] for columns in gaps)}
+
+
+def gaps_in_file(path: str, fields: Sequence[str]) -> dict[str, bool] | None:
+    """Return {column: whether a value is missing}, of the columns of whole numbers and of no value.
+
+    Floats are read row group by row group, up to the first that is not whole. None for a damaged file.
+    """
+    gaps = {}
+    try:
+        with paths.open_file(path) as stream, damage_named('no Parquet'):
+            file = pyarrow.parquet.ParquetFile(stream)
+            for column in file.schema_arrow:
+                if fields and column.name not in fields:
+                    continue
+                value_type = column.type
+                if pyarrow.types.is_dictionary(value_type):
+                    value_type = value_type.value_type
+                if pyarrow.types.is_integer(value_type) or pyarrow.types.is_null(value_type):
+                    gaps[column.name] = pyarrow.types.is_null(value_type)
+                elif pyarrow.types.is_floating(value_type):
+                    has_gap = has_gaps(file, column.name)
+                    if has_gap is not None:
+                        gaps[column.name] = has_gap
+    except DamagedFile:
+        return None
+    return gaps
+
+
+def has_gaps(file: Any, name: str) -> bool | None:
+    """Return whether a column of floats has a null or NaN; None if a number of it is not whole."""
+    has_gap = False
+    for number in range(file.metadata.num_row_groups):
+        try:
+            with damage_named('damaged'):
+                column = file.read_row_group(number, columns=[name]).column(0)
+        except DamagedFile:  # whoever reads its rows says so
+            continue
+        values = column.cast(pyarrow.float64()).to_numpy()
+        is_gap = np.isnan(values)
+        is_whole = (values == np.trunc(values)) & (np.abs(values) <= MAX_INTEGER)
+        if not (is_gap | is_whole).all():
+            return None
+        has_gap |= bool(is_gap.any())
+    return has_gap
 
 
 def readable(footer: Footer) -> list[str]:
@@ -286,8 +345,23 @@ class ParquetFiles(Blocks):
             self.bad_lines.num_read += group.num_rows
             self.bad_lines.add(group.path, group.first_row, str(error), num_lines=group.num_rows)
             return []
-        read = self.parser.fields_of_row
-        return [
-            self.bad_lines.record(group.path, i, read, row)
-            for i, row in enumerate(rows, start=number)
-        ]
+        records = []
+        for i, row in enumerate(rows, start=number):
+            record = self.bad_lines.record(group.path, i, self.parser.fields_of_row, row)
+            if record is not None and self.parser.integers:
+                record = self.with_integers(record, row)
+            records.append(record)
+        return records
+
+    def with_integers(self, record: Record, row: dict[str, Any]) -> Record:
+        """Return the record of a row with integers for the floats of `integer_columns`.
+
+        The floats decide on its split, as they did in runs of earlier versions.
+        """
+        split_key = b''.join(map(bytes_of, record.fields.values())).decode()
+        for field in self.parser.integers:
+            if isinstance(row[field], float):
+                row[field] = int(row[field])
+        fields = self.parser.fields_of_row(row)
+        assert fields is not None
+        return record._replace(fields=fields, split_key=split_key)

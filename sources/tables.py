@@ -8,6 +8,7 @@ import csv
 import functools
 import io
 import json
+import math
 from collections.abc import Collection, Iterable, Iterator
 from typing import IO, Any
 
@@ -21,6 +22,8 @@ csv.field_size_limit(2**31 - 1)
 
 # A longer row of CSV has a quote that nobody closed.
 MAX_ROW_BYTES = 1 << 24
+# Python also writes NaN, Infinity and -Infinity, which JSON does not have: missing values, as null.
+JSON = json.JSONDecoder(parse_constant=lambda name: None)
 
 
 class LineParser:
@@ -33,6 +36,7 @@ class LineParser:
         self.bad_lines = bad_lines
         self.whole_records = whole_records
         self.fields = () if whole_records else fields_named(config)
+        self.integers: Collection[str] = ()  # of Parquet: parquet.integer_columns
 
     def kind_of(self, path: str) -> str:
         """Return how a file is read: as data.kind, or by its name if that is ''."""
@@ -54,6 +58,8 @@ class LineParser:
         for field, value in values.items():
             if isinstance(value, bytes):
                 values[field] = decoded(value, 'utf-8', f' of field {field!r}')
+            elif isinstance(value, float) and not is_number(value):
+                values[field] = None
         return self.fields_named_in(values)
 
     def fields_of(self, path: str, position: int, content: bytes) -> dict[str, Any] | None:
@@ -93,7 +99,7 @@ class LineParser:
         remedy = 'set data.text_field'
         if self.templates:
             remedy = 'correct data.inputs and data.targets'
-            if isinstance(content.get(field), int | float):  # as JSON writes it
+            if is_number(content.get(field)):  # as JSON writes it
                 return json.dumps(content[field])
         return json_string(content, field, remedy).strip()
 
@@ -125,7 +131,7 @@ def fields_of_line(line: str, kind: str, text_field: str, header: list[str]) -> 
         return {text_field: line}
     if kind == 'jsonl':
         try:
-            content = json.loads(line.strip(' \t\r\n'))  # JSON's spaces
+            content = JSON.decode(line.strip(' \t\r\n'))  # JSON's spaces
         except (ValueError, RecursionError) as error:
             raise ValueError(f'no JSON: {error}; correct it') from None
         if not isinstance(content, dict):
@@ -139,11 +145,18 @@ def fields_of_line(line: str, kind: str, text_field: str, header: list[str]) -> 
     return dict(zip(header, row, strict=True))
 
 
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number that JSON has: NaN and the infinities are missing values."""
+    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+
+
 def json_string(content: dict, field: str, remedy: str) -> str:
     """Return a field that is a string. Raises ValueError for any other."""
     text = content.get(field)
     if not isinstance(text, str):
         names = ', '.join(repr(name) for name in list(content)[:10]) or 'none'
+        if text is None and field in content:
+            remedy += ', or fill it in: null and NaN are missing values'
         raise ValueError(f'field {field!r} is {text!r:.40}, no string, of fields {names}; {remedy}')
     try:
         text.encode()

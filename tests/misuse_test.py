@@ -356,6 +356,7 @@ TABLES['texts'] = {
     'no header': of_text(f'{FILES}=a.tsv', *QA, message='line 1 of {dir}/a.tsv has the columns', a__tsv='\nq\ta\n'),
     'no answer': of_text(f'{FILES}=a.jsonl', *QA, message="field 'answer' is None", a__jsonl='{"question": "q"}\n' * 9),
     'null': of_text(f'{FILES}=a.jsonl', *QA, message="field 'answer' is None", a__jsonl='{"question": "q", "answer": null}\n' * 9),
+    'NaN': of_text(f'{FILES}=a.jsonl', *QA, message="field 'answer' is None", a__jsonl='{"question": "q", "answer": NaN}\n' * 9),
     'inputs without targets': of_text(QA[0], message='needs data.targets'),
     'a template without a field': of_text(QA[0], '--config.data.targets=yes', message="data.targets='yes'"),
     'an open brace': of_text(QA[0], '--config.data.targets={answer', message="data.targets='{answer'"),

@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import pathlib
 import tarfile
 import zipfile
 
@@ -21,6 +22,7 @@ import vocabulary as vocabularies
 from modes import cache, infer_input
 from stream import Stream
 
+HUNT = pathlib.Path(__file__).parent / 'golden' / 'hunt'
 QA = {'inputs': '{question}', 'targets': '{answer}'}
 TABLE = 'question,answer\n' + ''.join(f'q{i},a{i}\n' for i in range(40))
 JSON = [{'question': f'q{i}', 'answer': f'a{i}'} for i in range(40)]
@@ -152,6 +154,76 @@ def test_a_file_that_is_not_what_its_name_says(tmp_path, name, read):
         read(path, kind=kind, **QA)
     text = str(error.value)
     assert str(path) in text and message.replace('{file}', str(path)) in text and '\n' not in text
+
+
+@pytest.mark.parametrize('read', READERS)
+@pytest.mark.parametrize('name', ['a.jsonl', 'a.json.gz'])
+@pytest.mark.parametrize('field', ['question', 'answer'])
+def test_numbers_that_json_does_not_have_are_missing(tmp_path, name, read, field):
+    """As null, in whatever field: `json.dumps(float('nan'))` writes NaN."""
+    messages = set()
+    for value in ('null', 'NaN', 'Infinity', '-Infinity'):
+        lines = list(map(json.dumps, JSON))
+        lines[7] = f'{{"question": 7, "answer": 0.5, "{field}": {value}}}'
+        path = write(tmp_path, name, '\n'.join(lines))
+        with pytest.raises(ValueError, match=f'line 8 of {path}: field {field!r} is None') as error:
+            read(path, **QA)
+        messages.add(str(error.value))
+        if read is not infer:
+            pairs = read(path, **QA, on_bad_line='skip')
+            assert pairs == sorted(set(PAIRS) - {('q7', 'a7')})
+    assert len(messages) == 1
+    lines[7] = '{"question": 7, "answer": 0.5, "other": [NaN, {"x": -Infinity}]}'
+    assert ('7', '0.5') in read(write(tmp_path, name, '\n'.join(lines)), **QA)
+    lines[7] = f'{{"question": 7, "answer": 0.5, "{field}": 1e999}}'
+    with pytest.raises(ValueError, match='line 8 of .*is inf'):
+        read(write(tmp_path, name, '\n'.join(lines)), **QA)
+
+
+def test_a_file_of_a_script_that_wrote_nan(tmp_path):
+    config = make_config(
+        files=str(HUNT / 'nan_target.jsonl'),
+        inputs='{inputs}',
+        targets='{targets}',
+        validation_fraction=0.0,
+    )
+    with pytest.raises(ValueError, match="line 1 of .*/nan_target.jsonl: field 'targets' is None"):
+        list(sources.open.open_source(config).records('train'))
+    config.on_bad_line = 'skip'
+    config.max_bad_fraction = 0.5
+    source = sources.open.open_source(config)
+    targets = {record.fields['targets'] for record in source.records('train')}
+    assert targets == {'Lima', 'Quito', 'Kyoto', 'Cairo'}
+    assert source.faults()[1] == 12
+
+
+def test_targets_nan_are_no_targets(tmp_path):
+    """As null: inference needs none."""
+    config = make_config()
+    path = write(
+        tmp_path, 'a.jsonl', '{"inputs": "q", "targets": NaN, "n": NaN}\n{"inputs": "r"}\n'
+    )
+    vocabulary = vocabularies.ByteVocabulary()
+    examples = list(
+        infer_input.FileExamples(str(path), config, vocabulary, needs_targets=False, trim=False)
+    )
+    assert [example.targets for example in examples] == [None, None]
+    assert examples[0].fields == {'inputs': 'q', 'targets': None, 'n': None}
+
+
+@pytest.mark.parametrize('suffix', ['jsonl', 'jsonl.gz', 'parquet'])
+def test_own_tasks_are_given_none_for_nan(tmp_path, suffix):
+    path = tmp_path / f'a.{suffix}'
+    if suffix == 'parquet':
+        column = pyarrow.array([float('nan'), float('inf'), 1.5])
+        pyarrow.parquet.write_table(pyarrow.table({'q': ['a', 'b', 'c'], 'n': column}), path)
+    else:
+        lines = ['{"q": "a", "n": NaN}', '{"q": "b", "n": -Infinity}', '{"q": "c", "n": 1.5}']
+        write(tmp_path, path.name, '\n'.join(lines))
+    config = make_config(files=str(path), validation_fraction=0.0)
+    source = sources.open.open_source(config, whole_records=True)
+    records = [record.fields for record in source.records('train')]
+    assert records == [{'q': 'a', 'n': None}, {'q': 'b', 'n': None}, {'q': 'c', 'n': 1.5}]
 
 
 LONG = 'x' * 1_000_000
