@@ -145,8 +145,9 @@ def prepare(request: Request, config: Any | None, changes: Mapping[str, Any]) ->
     else:
         opened = formats.open.open_model(path, None, request.step, part)
         config = settings_of(opened.directory, changes)
-        if request.input:  # data.kind of a run is said of its own files
+        if request.input:  # those of a run are said of its own files
             config.data.kind = changes.get('data.kind', '')
+            config.data.delimiter = changes.get('data.delimiter', '')
         if changes_model(opened.directory, changes):
             if 'model.module' not in changes:
                 config.model.module = opened.config.module  # where its file is now

@@ -4,6 +4,7 @@ import collections
 import concurrent.futures
 import contextlib
 import functools
+import io
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from sources.files import (
 )
 from sources.gzipped import GzippedFiles
 from sources.heads import begins_with_json, check_head, read_head
-from sources.tables import LineParser, check_text, table_header
+from sources.tables import LineParser, check_delimiter, check_text, numbered_lines, table_header
 from sources.templates import fields_named
 from sources.text import MAX_SMALL_BYTES, PlainFiles
 
@@ -52,10 +53,12 @@ def open_source(config, whole_records: bool = False, test_split: str = '') -> So
     if names or validation_names:
         return files_source(config, names, validation_names, bad_lines, whole_records)
     is_of_pydoc = config.task.startswith('pydoc_')
-    if config.kind or config.targets or (whole_records and not is_of_pydoc):
+    needs_files = config.kind or config.delimiter or config.targets
+    if needs_files or (whole_records and not is_of_pydoc):
         raise ValueError(
-            f'data.task={config.task!r} with data.kind={config.kind!r} and data.targets='
-            f'{config.targets!r} needs records: name its files or data set (data.files, data.tfds)'
+            f'data.task={config.task!r} with data.kind={config.kind!r}, data.delimiter={config.delimiter!r} '
+            f'and data.targets={config.targets!r} needs records: name its files or data set (data.files, '
+            'data.tfds)'
         )
     return pydoc.open_source(config)
 
@@ -76,6 +79,7 @@ def files_source(
     validation = read_records('data.validation_files', 'validation', validation_names)
     check_disjoint(train, validation)
     parser = LineParser(config, bad_lines, whole_records)
+    check_delimiter(config, {parser.kind_of(name): name for name in names + validation_names})
     with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
         list(threads.map(functools.partial(check_file, parser), names + validation_names))
     in_parquet = [name for name in names + validation_names if parser.kind_of(name) == 'parquet']
@@ -120,6 +124,8 @@ def fingerprint_of_files(files: Sequence[FileRecord], parser: LineParser) -> str
         content.append('blocks with lines')  # earlier versions read all blocks, in another order
     if parser.kind:
         content.append(f'kind {parser.kind}')
+    if parser.delimiter:
+        content.append(f'delimiter {parser.delimiter}')
     return digest(content)
 
 
@@ -370,7 +376,12 @@ def check_file(parser: LineParser, path: str) -> None:
                 path,
             )
     elif kind in ('csv', 'tsv') and head:
-        parser.check_columns(path, table_header(path, kind))
+        parser.check_columns(path, table_header(path, kind, parser.delimiter))
+        offset = 0
+        for number, line in numbered_lines(io.BytesIO(head)):
+            position = number if is_gzipped(path) else offset
+            parser.warn_if_quoted(path, position, line.decode(errors='replace'))
+            offset += len(line)
 
 
 def open_files(files: list[FileRecord], parser: LineParser) -> Part:

@@ -138,7 +138,8 @@ def configured(found: Task | Mixture, config: Any) -> Task | Mixture:
             changes['tfds'] = ''
     if config.train_split != 'train' and task.train_split != NO_SPLIT:
         changes['train_split'] = config.train_split
-    for setting, default in (('kind', ''), ('validation_split', ''), ('text_field', 'text')):
+    defaults = {'kind': '', 'delimiter': '', 'validation_split': '', 'text_field': 'text'}
+    for setting, default in defaults.items():
         if config[setting] != default:
             changes[setting] = config[setting]
     changed = dataclasses.replace(task, **changes)
@@ -178,6 +179,7 @@ def task_of_settings(name: str, config: Any) -> Task:
         files=config.files,
         validation_files=config.validation_files,
         kind=config.kind,
+        delimiter=config.delimiter,
         tfds=config.tfds,
         train_split=config.train_split,
         validation_split=config.validation_split,
