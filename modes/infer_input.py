@@ -242,8 +242,10 @@ def numbered_lines(path: str, title: str, kind: str) -> Iterator[tuple[int, str]
     A row of CSV is one line, whatever newlines its quoted fields hold.
     """
     number = 0
-    opened: Any = contextlib.nullcontext(sys.stdin.buffer)
-    if path != STANDARD_INPUT:
+    opened: Any
+    if path == STANDARD_INPUT:
+        opened = contextlib.nullcontext(sys.stdin.buffer)
+    else:
         opened = open_unzipped(path, files.SEQUENTIAL_READ_AHEAD)
     try:
         with opened as file:
