@@ -953,7 +953,9 @@ def dropout(
     if rows_b is None or rate == 0:
         return x
     keys_b = jax.vmap(jax.random.fold_in, (None, 0))(hk.next_rng_key(), rows_b)
-    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, mask_shape))(keys_b)
+    keep = jax.vmap(lambda key: jax.random.bernoulli(key, jnp.float32(1 - rate), mask_shape))(
+        keys_b
+    )
     if split_dim is not None:
         keep = partition.own_slice(keep, 'model', split_dim)
     return jnp.where(keep, x / (1 - rate), jnp.zeros_like(x))
