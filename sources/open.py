@@ -377,11 +377,17 @@ def check_file(parser: LineParser, path: str) -> None:
             )
     elif kind in ('csv', 'tsv') and head:
         parser.check_columns(path, table_header(path, kind, parser.delimiter))
-        offset = 0
-        for number, line in numbered_lines(io.BytesIO(head)):
-            position = number if is_gzipped(path) else offset
-            parser.warn_if_quoted(path, position, line.decode(errors='replace'))
-            offset += len(line)
+        if kind == 'tsv':
+            warn_of_quotes(parser, path, head)
+
+
+def warn_of_quotes(parser: LineParser, path: str, head: bytes) -> None:
+    """Say of TSV that begins with `head` how quoted fields are read: before workers read the rest."""
+    offset = 0
+    for number, line in numbered_lines(io.BytesIO(head)):
+        position = number if is_gzipped(path) else offset
+        parser.warn_if_quoted(path, position, line.decode(errors='replace'))
+        offset += len(line)
 
 
 def open_files(files: list[FileRecord], parser: LineParser) -> Part:

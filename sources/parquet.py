@@ -138,17 +138,18 @@ def has_gaps(file: Any, name: str) -> bool | None:
     """Return whether a column of floats has a null or NaN; None if a number of it is not whole."""
     has_gap = False
     for number in range(file.metadata.num_row_groups):
-        try:
-            with damage_named('damaged'):
-                column = file.read_row_group(number, columns=[name]).column(0)
-        except DamagedFile:  # whoever reads its rows says so
-            continue
-        values = column.cast(pyarrow.float64()).to_numpy()
-        is_gap = np.isnan(values)
-        is_whole = (values == np.trunc(values)) & (np.abs(values) <= MAX_INTEGER)
-        if not (is_gap | is_whole).all():
-            return None
-        has_gap |= bool(is_gap.any())
+        batches = file.iter_batches(row_groups=[number], columns=[name], use_threads=False)
+        with (
+            contextlib.suppress(DamagedFile),
+            damage_named('damaged'),
+        ):  # who reads its rows says so
+            for batch in batches:
+                values = batch.column(0).cast(pyarrow.float64()).to_numpy(zero_copy_only=False)
+                is_gap = np.isnan(values)
+                is_whole = (values == np.trunc(values)) & (np.abs(values) <= MAX_INTEGER)
+                if not (is_gap | is_whole).all():
+                    return None
+                has_gap |= bool(is_gap.any())
     return has_gap
 
 

@@ -90,7 +90,8 @@ class LineParser:
         header: list[str] = []
         if kind in ('csv', 'tsv'):
             header = table_header(path, kind, self.delimiter)
-            self.warn_if_quoted(path, position, line)
+            if kind == 'tsv':
+                self.warn_if_quoted(path, position, line)
         found = fields_of_line(line, kind, self.text_field, header, self.delimiter)
         if kind == 'jsonl':
             if self.whole_records and '\\u' in line:
@@ -118,7 +119,7 @@ class LineParser:
 
     def warn_if_quoted(self, path: str, position: int, line: str) -> None:
         """Say of the first line of TSV with quoted fields how to read it. `position`: as of a call."""
-        if self.has_warned or self.kind_of(path) != 'tsv' or not is_quoted(line):
+        if self.has_warned or '"' not in line or not is_quoted(line):
             return
         with self.lock:
             if not self.has_warned:
@@ -160,10 +161,12 @@ def check_delimiter(config, files: Mapping[str, str]) -> None:
 
 
 def is_quoted(line: str) -> bool:
-    """Return whether all quotes in a line of TSV are those of quoted fields. Their newlines split lines."""
+    """Return whether all quotes in a line of TSV are those of quoted fields."""
     columns = [column.strip() for column in line.split('\t') if '"' in column]
-    if columns == [line.strip()]:  # a table of one column, or the first line of a field
-        columns.append(f'{columns.pop()}"')
+    if columns == [line.strip()] and QUOTED.fullmatch(
+        f'{columns[0]}"'
+    ):  # a newline in it ends the line
+        return True
     return bool(columns) and all(map(QUOTED.fullmatch, columns))
 
 
@@ -258,7 +261,8 @@ def header_of(line: str | bytes, kind: str, delimiter: str, title: str) -> list[
         names = table_row(line, kind, delimiter)
     except ValueError as error:
         fault, _, remedy = str(error).rpartition('; ')
-        remedy = remedy_of_header(str(line), kind, remedy)
+        if isinstance(line, str) and not delimiter:  # it is UTF-8
+            remedy = remedy_of_header(line, kind, remedy)
         raise ValueError(f'line 1 of {title}: {fault}; {remedy}') from None
     check_names(names, f'line 1 of {title}')
     return names

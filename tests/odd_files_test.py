@@ -339,6 +339,12 @@ def test_a_header_with_another_delimiter(tmp_path, name, header, remedy, read):
         read(path, **QA)
 
 
+def test_a_header_that_is_not_utf_8_has_no_other_remedy(tmp_path):
+    path = write(tmp_path, 'a.csv', 'frage;antwört\n'.encode('latin-1'))
+    with pytest.raises(ValueError, match='byte 11 is not UTF-8; convert the file$'):
+        train(path, **QA)
+
+
 def test_a_table_without_a_header():
     config = make_config(files=str(HUNT / 'headerless.tsv'), **QA)
     message = "headerless.tsv has no column 'question'.*name the columns in its first line"
@@ -353,6 +359,8 @@ LINES_OF_TSV = {
     '"q"\t"a"\r\n': True,
     '""\ta': True,
     '"two': True,  # the first line of a field
+    '"one, two"': True,
+    'say "hi"': False,
     'q\ta': False,
     '"who\ta': False,
     '5" pipe\ta': False,

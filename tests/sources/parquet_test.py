@@ -170,9 +170,10 @@ def test_floats_are_read_up_to_one_that_is_not_whole(tmp_path, monkeypatch):
     read = []
 
     class Counting(pq.ParquetFile):
-        def read_row_group(self, number, columns, **options):
-            read.append((number, *columns))
-            return super().read_row_group(number, columns=columns, **options)
+        def iter_batches(self, row_groups, columns, **options):
+            for batch in super().iter_batches(row_groups=row_groups, columns=columns, **options):
+                read.append((*row_groups, *columns))
+                yield batch
 
     monkeypatch.setattr(pq, 'ParquetFile', Counting)
     found = parquet_source.integer_columns([f'{tmp_path}/a.parquet'], ('q', 'n', 'm'))
