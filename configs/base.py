@@ -89,6 +89,10 @@ def get_config() -> ConfigDict:
     # How all of these files are read, whatever their names: text, jsonl, csv, tsv or parquet. '' goes
     # by the endings of their names. --input is read so, too, whatever the run's files were.
     config.data.kind = ''
+    # The character between the columns of tables, .csv and .tsv, such as ';', or tab: fields are then
+    # quoted as in CSV. '' is a comma in .csv; it is a tab in .tsv, where quotes are a part of the text.
+    # --input is read so, too, whatever the run's files were.
+    config.data.delimiter = ''
     # In place of files: a data set that TFDS prepared, NAME[/CONFIG][:VERSION] as in
     # 'glue/cola:2.0.0', by default the newest version. Several, separated by commas, have
     # the same features.

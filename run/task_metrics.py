@@ -116,9 +116,9 @@ def settings_of_task(config: Any, name: str) -> Any:
     if name == config.task:
         return config
     own = config.copy_and_resolve_references()
-    own.update(task=name, train_split='train', text_field='text', kind='', tfds='', metrics='')
+    own.update(task=name, train_split='train', text_field='text', kind='', delimiter='')
     own.update(files='', validation_files='', test_files='', validation_split='')
-    own.update(inputs='', targets='')
+    own.update(inputs='', targets='', tfds='', metrics='')
     return own
 
 

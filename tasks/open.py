@@ -142,7 +142,13 @@ def configured(found: Task | Mixture, config: Any) -> Task | Mixture:
             changes['tfds'] = ''
     if config.train_split != 'train' and task.train_split != NO_SPLIT:
         changes['train_split'] = config.train_split
-    defaults = {'kind': '', 'validation_split': '', 'text_field': 'text', 'test_files': ''}
+    defaults = {
+        'kind': '',
+        'delimiter': '',
+        'validation_split': '',
+        'text_field': 'text',
+        'test_files': '',
+    }
     for setting, default in defaults.items():
         if config[setting] != default:
             changes[setting] = config[setting]
@@ -185,6 +191,7 @@ def task_of_settings(name: str, config: Any) -> Task:
         validation_files=config.validation_files,
         test_files=config.test_files,
         kind=config.kind,
+        delimiter=config.delimiter,
         tfds=config.tfds,
         train_split=config.train_split,
         validation_split=config.validation_split,

@@ -204,3 +204,19 @@ def test_without_task_metrics_the_first_training_texts_are_compared(
         prepare(config, tmp_path / 'run')
     said = 'memo, the first 100 training examples: ' in capsys.readouterr().out
     assert said == (vocabulary == '')
+
+
+def test_settings_of_the_records_are_not_those_of_other_tasks(tmp_path):
+    """Records of data.task may have semicolons, and those of the task that is evaluated have commas."""
+    (tmp_path / 'a.csv').write_text('inputs;targets\na;b\n')
+    (tmp_path / 'b.csv').write_text('inputs,targets\na,b; c\n')
+    changes = {
+        'data.task': 'text_to_text',
+        'data.files': f'{tmp_path}/a.csv',
+        'data.delimiter': ';',
+    }
+    config = memo_config(tmp_path, **changes, **{'infer_eval.task': 'memo'})
+    module = MODULE.replace('FILE', repr(f'{tmp_path}/b.csv'))
+    (tmp_path / 'mine.py').write_text(module)
+    [task] = task_metrics.open_tasks(config, 'train')
+    assert [record.fields['targets'] for record in task.source.records('train')] == ['b; c']

@@ -165,6 +165,12 @@ def test_text_to_text_gives_each_record_once_per_epoch(root):
     assert sorted(found) == sorted(2 * of_epoch)
 
 
+@pytest.mark.parametrize('value', [float('nan'), float('inf')])
+def test_a_number_without_a_value_fills_no_slot(value):
+    with pytest.raises(ValueError, match=f"feature 'scores/1' is {value}, no text"):
+        tfds_source.text_at({'scores': [1.5, value]}, 'scores/1')
+
+
 def test_a_nested_text(root):
     settings = {'inputs': '{text}', 'targets': '{answers/text/0}'}
     config = make_config(root, **settings, on_bad_line='skip', max_bad_fraction=0.5)
