@@ -218,12 +218,20 @@ class TaskMetrics:
 
 
 def changes_of_first_texts(training: Sequence[TokenizedTask]) -> Iterator[str]:
-    """Yield what the vocabulary changes of the first training texts of each task from text to text."""
+    """Yield what the vocabulary changes of the first training texts of each task from text to text.
+
+    They end at a bad record, which training reports at its step.
+    """
     for task in training:
-        if takes_inputs(task.task.objective):
-            changes = text_changes(list(read_split(task, 'train', FIRST_TEXTS)), task.vocabulary)
-            if changes is not None:
-                yield f'{task.name}, the first {FIRST_TEXTS} training examples: {changes}'
+        if not takes_inputs(task.task.objective):
+            continue
+        examples: list[Example] = []
+        with contextlib.suppress(ValueError):
+            for example in read_split(task, 'train', FIRST_TEXTS):
+                examples.append(example)
+        changes = text_changes(examples, task.vocabulary)
+        if changes is not None:
+            yield f'{task.name}, the first {len(examples)} training examples: {changes}'
 
 
 def read_task(opened: OpenTask, config: Any, split: str, vocabulary: Vocabulary) -> EvaluatedTask:
