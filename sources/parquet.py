@@ -169,10 +169,8 @@ def has_gaps(file: Any, name: str) -> bool | None:
     has_gap = False
     for number in range(file.metadata.num_row_groups):
         batches = file.iter_batches(row_groups=[number], columns=[name], use_threads=False)
-        with (
-            contextlib.suppress(DamagedFile),
-            damage_named('damaged'),
-        ):  # who reads its rows says so
+        # Damage is reported when the rows are read.
+        with contextlib.suppress(DamagedFile), damage_named('damaged'):
             for batch in batches:
                 values = batch.column(0).cast(pyarrow.float64()).to_numpy(zero_copy_only=False)
                 is_gap = np.isnan(values)

@@ -163,9 +163,8 @@ def check_delimiter(config, files: Mapping[str, str]) -> None:
 def is_quoted(line: str) -> bool:
     """Return whether all quotes in a line of TSV are those of quoted fields."""
     columns = [column.strip() for column in line.split('\t') if '"' in column]
-    if columns == [line.strip()] and QUOTED.fullmatch(
-        f'{columns[0]}"'
-    ):  # a newline in it ends the line
+    # A newline in a field of the only column ends the line within its quotes.
+    if columns == [line.strip()] and QUOTED.fullmatch(f'{columns[0]}"'):
         return True
     return bool(columns) and all(map(QUOTED.fullmatch, columns))
 
