@@ -42,7 +42,7 @@ class Objective(Protocol):
 
     features: tuple[str, ...]  # the texts of a record that it takes, tokenized
     records_per_group: int  # records that it takes at once
-    num_sentinels: int  # ids at the end of the vocabulary that mark its spans
+    num_sentinels: int  # the number that its spans need, from <extra_id_0> on
 
     def __init__(self, config: Any, vocabulary: Vocabulary):
         """`config`: config.data. Raise ValueError for settings that do not fit the objective."""
@@ -116,6 +116,7 @@ class Denoising:
     def __init__(self, config: Any, vocabulary: Vocabulary):
         self.lengths = config.lengths
         self.vocabulary_size = vocabulary.size
+        self.sentinel_ids = vocabulary.sentinel_ids
         self.noise_density = config.noise_density
         self.raw_length = self.lengths.inputs - 1  # ids that fill a row of the batch
         if config.concatenate != 'auto':
@@ -195,7 +196,7 @@ class SpanCorruption(Denoising):
         mask = random_spans_noise_mask(
             raw_ids.shape, self.noise_density, self.mean_span_length, *key
         )
-        return mark_spans(raw_ids, mask, self.vocabulary_size)
+        return mark_spans(raw_ids, mask, self.sentinel_ids)
 
 
 def corrupt_rows(
@@ -221,10 +222,10 @@ def corrupt_rows(
     return examples
 
 
-def mark_spans(raw_ids: np.ndarray, mask: np.ndarray, vocabulary_size: int) -> Pair:
+def mark_spans(raw_ids: np.ndarray, mask: np.ndarray, sentinel_ids: np.ndarray) -> Pair:
     """Return inputs and targets: a sentinel for each span of noise, and one for each span between."""
-    inputs = noise_span_to_unique_sentinel(raw_ids, mask, vocabulary_size)
-    return inputs, noise_span_to_unique_sentinel(raw_ids, ~mask, vocabulary_size)
+    inputs = noise_span_to_unique_sentinel(raw_ids, mask, sentinel_ids)
+    return inputs, noise_span_to_unique_sentinel(raw_ids, ~mask, sentinel_ids)
 
 
 # Documents are joined and cut into rows.
@@ -371,12 +372,12 @@ def random_segments(
 
 
 def noise_span_to_unique_sentinel(
-    tokens: np.ndarray, mask: np.ndarray, vocabulary_size: int
+    tokens: np.ndarray, mask: np.ndarray, sentinel_ids: np.ndarray
 ) -> np.ndarray:
-    """Replace the i-th span of noise of each row by the i-th last id."""
+    """Replace the spans of noise of each row by the sentinels, in their order."""
     is_first = first_of_spans(mask)
-    sentinels = vocabulary_size - np.cumsum(is_first, axis=1, dtype=np.int32)
-    return dropped(np.where(is_first, sentinels, tokens), mask & ~is_first)
+    numbers = np.cumsum(is_first, axis=1, dtype=np.int32) - 1  # -1 before the first span
+    return dropped(np.where(is_first, sentinel_ids[numbers], tokens), mask & ~is_first)
 
 
 def dropped(tokens: np.ndarray, is_dropped: np.ndarray) -> np.ndarray:

@@ -72,7 +72,7 @@ def random_tokens(
             scaled_rv = keep_top_p(scaled_rv, top_p)
         keys = jax.vmap(jax.random.fold_in, (0, None))(keys_r, position)
         vocab_size = lax.psum(logits_rv.shape[1], 'model')
-        noise_rV = jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,)))(keys)
+        noise_rV = jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,), jnp.float32))(keys)
         noisy_rv = scaled_rv + partition.own_slice(noise_rV, 'model', 1)
         random_r = partition.argmax(noisy_rv, 'model')
         tokens_r = jnp.where(is_random_r, random_r, partition.argmax(logits_rv, 'model'))
@@ -242,7 +242,7 @@ def run(next_state: Callable, running_rows: Callable, state: Any, length: int, g
 
 def brevity_penalty(alpha: float, length: jax.Array) -> jax.Array:
     """Return what T5X divides the log-probability of a sequence of `length` tokens by."""
-    return ((5.0 + length) / 6.0) ** alpha
+    return ((5.0 + jnp.asarray(length, jnp.float32)) / 6.0) ** alpha
 
 
 def best_candidates(
@@ -327,7 +327,7 @@ def largest_threshold(is_low: Callable[[jax.Array], jax.Array], x_rv: jax.Array)
 
     def next_bit(i: jax.Array, ordered_r1: jax.Array) -> jax.Array:
         # Adding to the smallest integer its own bit gives 0.
-        higher_r1 = ordered_r1 + lax.shift_left(jnp.int32(1), 31 - i)
+        higher_r1 = ordered_r1 + lax.shift_left(jnp.int32(1), 31 - i.astype(jnp.int32))
         return jnp.where(is_low(as_float(higher_r1)), higher_r1, ordered_r1)
 
     max_r1 = lax.pmax(x_rv.max(axis=1, keepdims=True), 'model')

@@ -43,7 +43,8 @@ class Evaluation:
     mesh: Mesh
     name: str
     validation: Stream | None  # until its batches are read
-    first_sentinel: int
+    vocabulary_size: int
+    sentinel_ids: tuple[int, ...]  # no text
     compute_sums: Callable
     training_counts: Callable[[], np.ndarray]  # how often each token is an own training target
     batches: list[dict[str, np.ndarray]] = dataclasses.field(default_factory=list)  # own rows
@@ -115,11 +116,10 @@ class Evaluation:
         for batch in self.batches:
             np.add.at(own_counts[1], batch['decoder_target_tokens'], 1)
         training_counts, validation_counts = partition.from_processes(own_counts).sum(axis=0)
+        ids = np.arange(len(training_counts))
+        is_text = (ids > EOS_ID) & (ids < self.vocabulary_size) & ~np.isin(ids, self.sentinel_ids)
         baselines = {}
-        for name, tokens in (
-            ('text', slice(EOS_ID + 1, self.first_sentinel)),
-            ('target', slice(EOS_ID, None)),
-        ):
+        for name, tokens in (('text', is_text), ('target', ids >= EOS_ID)):
             counts = validation_counts[tokens]
             q = training_counts[tokens] + 1
             nats = -(counts * np.log(q / q.sum())).sum()
@@ -133,7 +133,7 @@ def make_sums(
     config: T5Config,
     mesh: Mesh,
     loss_config: FrozenConfigDict,
-    first_sentinel: int,
+    sentinel_ids: tuple[int, ...],
     num_microbatches: int,
 ) -> Callable[[Mapping[str, jax.Array], Mapping[str, jax.Array]], Sums]:
     """Return a compiled function (params, batch) -> sums over the global batch.
@@ -160,7 +160,8 @@ def make_sums(
             # Nats without z-loss and smoothing. Text is all but sentinels, EOS and padding.
             targets_bT = batch['decoder_target_tokens']
             nats_bT, _ = loss.cross_entropy(logits_bTv, targets_bT)
-            text_bT = (targets_bT > EOS_ID) & (targets_bT < first_sentinel)
+            is_sentinel_bT = jnp.isin(targets_bT, jnp.array(sentinel_ids, jnp.int32))
+            text_bT = (targets_bT > EOS_ID) & ~is_sentinel_bT
             sums['target_nats'] = (nats_bT * (targets_bT > 0)).sum()
             sums['text_nats'] = (nats_bT * text_bT).sum()
             sums['text_tokens'] = text_bT.sum()

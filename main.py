@@ -18,7 +18,8 @@ command goes on from there. A second signal ends the process at once.
 
 Compiled programs are kept for the next command in ~/.cache/t5_in_haiku (XDG_CACHE_HOME moves it);
 JAX_ENABLE_COMPILATION_CACHE=false turns that off. On Linux, with CPUs alone, main.py starts itself anew with
-GLIBC_TUNABLES=glibc.malloc.hugetlb=1, for huge pages; GLIBC_TUNABLES= turns that off.
+GLIBC_TUNABLES=glibc.malloc.hugetlb=1, for huge pages; GLIBC_TUNABLES= turns that off. JAX_ENABLE_X64 has no
+effect here: the settings have the dtypes.
 """
 
 import gc
@@ -33,7 +34,7 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
-from modes import command_line, huge_pages, processes
+from modes import command_line, huge_pages, processes, streams
 from modes.signals import Signals
 
 FLAGS = flags.FLAGS
@@ -44,8 +45,12 @@ def main(argv: list[str]) -> int:
     """Do what the flags in `argv` ask for. Return the exit status."""
     if HELP & set(argv[1:]):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program
-        print(__doc__, command_line.describe(), sep='\n')
+        try:
+            streams.print_lines([__doc__, command_line.describe()], sys.stdout)
+        except OSError as error:
+            return processes.fail(error, status=1)
         return 0
+    os.environ['JAX_ENABLE_X64'] = '0'  # the settings have the dtypes
     if isinstance(sys.stdout, io.TextIOWrapper):  # it may print names of files that are not UTF-8
         sys.stdout.reconfigure(errors='backslashreplace')
     signals = Signals()
@@ -63,8 +68,9 @@ def main(argv: list[str]) -> int:
                 )
                 signals.is_silent = process > 0
                 processes.check_same(command_line.all_values())
-            from modes import compilation_cache  # imports JAX
+            from modes import compilation_cache, topology  # they import JAX
 
+            topology.local_devices()  # raises ValueError without those of JAX_PLATFORMS
             compilation_cache.use()
         work = prepare(config, signals)
     except (ValueError, OSError) as error:
@@ -113,7 +119,7 @@ def prepare(config: Any, signals: Signals) -> Callable[[], int | None]:
         )
         signals.advice = 'the same command goes on'
         job = infer.prepare(request, config, changes)
-        return lambda: print_lines(infer.infer_all(job), sys.stderr)
+        return lambda: streams.print_lines(infer.infer_all(job), sys.stderr)
     lines: Iterable[str]
     if FLAGS.mode == 'tasks':
         from modes import tasks
@@ -130,22 +136,21 @@ def prepare(config: Any, signals: Signals) -> Callable[[], int | None]:
 
         lines = plan.plan(config, FLAGS.topology)
     elif FLAGS.mode == 'convert':
-        from modes import convert
+        from modes import convert, topology
 
+        topology.local_devices()
         source = FLAGS['from'].value
         lines = [str(convert.convert_checkpoint(source, FLAGS.to, FLAGS.format, FLAGS.step))]
     else:
         from modes import report
 
         lines = [str(report.write(FLAGS.runs, FLAGS.output_dir))]
-    return lambda: print_lines(lines, sys.stdout)
-
-
-def print_lines(lines: Iterable[str], file: Any) -> None:
-    for line in lines:
-        print(line, file=file, flush=True)
+    return lambda: streams.print_lines(lines, sys.stdout)
 
 
 if __name__ == '__main__':
     huge_pages.restart()
-    sys.exit(main(sys.argv))
+    streams.open_closed()
+    status = main(sys.argv)
+    streams.finish()
+    sys.exit(status)

@@ -363,7 +363,7 @@ def decode_step(config: T5Config, tokens_r: jax.Array, cache: Cache) -> tuple[ja
     """
     num_groups, num_beams, _ = cache.writers_gnM.shape
     embedder = Embedder(config, name='token_embedder')
-    beams_n = jnp.arange(num_beams)
+    beams_n = jnp.arange(num_beams, dtype=jnp.int32)
     own_gn1 = jnp.zeros_like(cache.writers_gnM[:, :, :1]) + beams_n[None, :, None]
     writers_gnM = lax.dynamic_update_slice_in_dim(cache.writers_gnM, own_gn1, cache.length, axis=2)
     cache = cache._replace(writers_gnM=writers_gnM)
@@ -914,7 +914,9 @@ def dropout(
     if rows_b is None or rate == 0:
         return x
     keys_b = jax.vmap(jax.random.fold_in, (None, 0))(hk.next_rng_key(), rows_b)
-    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, mask_shape))(keys_b)
+    keep = jax.vmap(lambda key: jax.random.bernoulli(key, jnp.float32(1 - rate), mask_shape))(
+        keys_b
+    )
     if split_dim is not None:
         keep = partition.own_slice(keep, 'model', split_dim)
     return jnp.where(keep, x / (1 - rate), jnp.zeros_like(x))

@@ -167,7 +167,8 @@ class Stream:
         for task in self.mixture.tasks:
             self.tasks.append(TokenizedTask(task, self.config, self.vocabulary))
         num_sentinels = max(task.objective.num_sentinels for task in self.tasks)
-        self.first_sentinel = self.vocabulary.size - num_sentinels
+        # The ids that mark spans in these tasks; the other sentinels are text here.
+        self.sentinel_ids = tuple(self.vocabulary.sentinel_ids[:num_sentinels].tolist())
         self.pack_examples = data.PACKINGS[self.config.pack]
         share = max(ROWS_IN_ALL_WINDOWS // self.batch_size, MIN_ROWS_PER_WINDOW)
         self.rows_per_window = min(share, ROWS_PER_WINDOW)

@@ -459,12 +459,13 @@ def evaluate_step(
             found = run.task_metrics(run.t5, task, stop_request.agree)
         if found is None:
             break
-        partition.in_all(functools.partial(write_results, run.workdir, task, step, found))
-        run.metrics.write(f'{results.FOLDER}/{task.name}', step, events_of(found.values))
+        write = functools.partial(write_results, run.workdir, task, step, found, run.console.line)
+        partition.in_all(write)
+        run.metrics.write(f'{results.FOLDER}/{task.name}', step, events_of(task, found.values))
         values[task.name] = found.values
     run.t5.set_parameters({})
     if values:
-        run.console.line(results.describe(step, run.task_metrics.split, values))
+        run.console.line(run.task_metrics.describe(step, values))
 
 
 def stop_early(run: Run, progress: Progress, stop_request: StopRequest) -> bool:

@@ -5,7 +5,7 @@ Source: SeqIO seqio/vocabularies.py.
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,34 @@ from randomness import digest
 PAD_ID = 0
 EOS_ID = 1
 UNK_ID = 2
+SPECIAL_TOKENS = ('<pad>', '</s>', '<unk>')  # as transformers calls them
 # What a SentencePiece model may be called, in the order in which a folder is searched.
 VOCABULARY_NAMES = ('vocabulary.model', 'spiece.model', 'sentencepiece.model')
 DEFAULT_EXTRA_IDS = 100  # T5's
+SENTINEL = re.compile(r'▁?<extra_id_(0|[1-9][0-9]{0,8})>')
 
 
 class Vocabulary:
-    """`size` ids. The last `num_extra_ids` of them are sentinels, <extra_id_0> the very last."""
+    """`size` ids, some of which are sentinels: they mark spans of noise."""
 
     size: int
+    pieces: list[str]  # by id
     num_extra_ids: int
-    num_sentinels: int  # spans of noise that span corruption can mark
+    sentinel_ids: np.ndarray  # int32: at N the id of <extra_id_N>
     model = b''  # of SentencePiece, as it was found or trained
     num_threads = -1  # that SentencePiece encodes with; -1 for all cores
+
+    @property
+    def num_sentinels(self) -> int:
+        return len(self.sentinel_ids)
+
+    @property
+    def names(self) -> list[str]:
+        """What each id stands for: <extra_id_N>, also where that is a byte, or its piece."""
+        names = list(self.pieces)
+        for number, i in enumerate(self.sentinel_ids):
+            names[i] = f'<extra_id_{number}>'
+        return names
 
     @property
     def hash(self) -> str:
@@ -59,8 +74,10 @@ class ByteVocabulary(Vocabulary):
 
     def __init__(self, extra_ids: int = 0):
         self.num_extra_ids = extra_ids
-        self.num_sentinels = extra_ids or 128
         self.size = 3 + 256 + extra_ids
+        self.pieces = [*SPECIAL_TOKENS, *[f'<0x{byte:02X}>' for byte in range(256)]]
+        self.pieces += [''] * extra_ids
+        self.sentinel_ids = self.size - 1 - np.arange(extra_ids or 128, dtype=np.int32)
 
     def encode_as_arrays(self, texts: list[str], glued_sentinels: bool = False) -> list[np.ndarray]:
         """As in SeqIO no text is a sentinel."""
@@ -75,8 +92,9 @@ class ByteVocabulary(Vocabulary):
 class SentencePieceVocabulary(Vocabulary):
     """A SentencePiece model, and after its pieces `extra_ids` sentinels, in reverse as in SeqIO.
 
-    A model that has sentinels of its own (mT5's, cc_all.32000.100extra) gets no others. Raises
-    ValueError for other bytes, and where pad, EOS and unknown have other ids than T5's.
+    A model with pieces called `<extra_id_N>` or `▁<extra_id_N>` (mT5's, cc_all.32000.100extra) has its
+    own sentinels, in any order and place, and gets no others. Raises ValueError for other bytes, for
+    sentinels that are missing or there twice, and where pad, EOS and unknown have other ids than T5's.
     """
 
     def __init__(self, model: bytes, extra_ids: int = DEFAULT_EXTRA_IDS):
@@ -84,26 +102,40 @@ class SentencePieceVocabulary(Vocabulary):
         try:
             # Without any bytes SentencePiece makes a processor that fails later.
             processor = sentencepiece.SentencePieceProcessor(model_proto=model or b'empty')
-        except RuntimeError:
+        except RuntimeError as error:
+            double = re.search(r'(\S+) is already defined', str(error))
+            if double:
+                raise ValueError(f'the piece {double[1]} is there twice') from None
             raise ValueError('no SentencePiece model') from None
         special_ids = (processor.pad_id(), processor.eos_id(), processor.unk_id())
         if special_ids != (PAD_ID, EOS_ID, UNK_ID):
             raise ValueError(f'pad, eos, unk are {special_ids}, not (0, 1, 2) as in T5')
         pieces = processor.id_to_piece(list(range(processor.vocab_size())))
-        self.model = model
-        self.num_extra_ids = sum('<extra_id_' in piece for piece in pieces)
-        if self.num_extra_ids == 0:
-            self.num_extra_ids = extra_ids
-            pieces = [f'▁<extra_id_{i}>' for i in reversed(range(extra_ids))]
+        self.sentinel_ids = sentinel_ids_of(pieces)
+        if self.num_sentinels == 0:
             proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
-            for piece in pieces:  # which text is never cut across
-                proto.pieces.add(piece=piece, type=proto.SentencePiece.USER_DEFINED)
+            for i in reversed(range(extra_ids)):
+                added = f'▁<extra_id_{i}>'
+                # SentencePiece never cuts a text across a piece of this type.
+                proto.pieces.add(piece=added, type=proto.SentencePiece.USER_DEFINED)
+                pieces.append(added)
             processor.load_from_serialized_proto(proto.SerializeToString())
-        self.num_sentinels = self.num_extra_ids
-        self.size = processor.vocab_size()
+            self.sentinel_ids = sentinel_ids_of(pieces)
+        self.num_extra_ids = self.num_sentinels
+        self.model = model
+        self.pieces = pieces
+        self.size = len(pieces)
         self._processor = processor
-        sentinels = [piece[1:] for piece in pieces if piece.startswith('▁<extra_id_')]
-        self._glued_sentinel = re.compile(rf'(?<=\S)({"|".join(sentinels) or "(?!)"})')
+        # `▁<extra_id_N>` is found only where a word begins: blanks around it make it one.
+        self._glued_sentinels = []
+        for begin, replacement in (('▁', r' \g<0> '), ('', r'\g<0> ')):
+            names = []
+            for number, i in enumerate(self.sentinel_ids):
+                if pieces[i] == f'{begin}<extra_id_{number}>':
+                    names.append(f'<extra_id_{number}>')
+            if names:
+                pattern = re.compile(rf'(?<=\S)({"|".join(names)})')
+                self._glued_sentinels.append((pattern, replacement))
 
     def encode_as_arrays(self, texts: list[str], glued_sentinels: bool = False) -> list[np.ndarray]:
         """Return the ids of each text, without EOS.
@@ -112,12 +144,48 @@ class SentencePieceVocabulary(Vocabulary):
         in or after a word is a sentinel, too, and a word begins after it, as in transformers.
         """
         if glued_sentinels:
-            texts = [self._glued_sentinel.sub(r' \g<0> ', text) for text in texts]
+            for pattern, replacement in self._glued_sentinels:
+                texts = [pattern.sub(replacement, text) for text in texts]
         return self._processor.encode(texts, return_type='numpy', num_threads=self.num_threads)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text before the first EOS. An id beyond the vocabulary is unknown."""
         return self._processor.decode([i if i < self.size else UNK_ID for i in before_eos(ids)])
+
+
+def sentinel_ids_of(pieces: Sequence[str]) -> np.ndarray:
+    """Return the id of each piece <extra_id_N>, int32, in the order of N.
+
+    Raises ValueError if one is missing or there twice.
+    """
+    ids: dict[int, int] = {}
+    for i, piece in enumerate(pieces):
+        match = SENTINEL.fullmatch(piece)
+        if match is None:
+            continue
+        number = int(match[1])
+        if number in ids:
+            raise ValueError(
+                f'{pieces[ids[number]]} (id {ids[number]}) and {piece} (id {i}) are the same sentinel'
+            )
+        ids[number] = i
+    missing = [number for number in range(len(ids)) if number not in ids]
+    if missing:
+        raise ValueError(
+            f'it has {len(ids)} sentinels, the last one <extra_id_{max(ids)}>, but no '
+            f'<extra_id_{missing[0]}>: they are numbered from 0 without gaps'
+        )
+    return np.array([ids[number] for number in range(len(ids))], np.int32)
+
+
+def changed_id(old: Vocabulary, new: Vocabulary) -> str:
+    """Return which id of `old` is another token in `new`, '' if all tokens of `old` keep their ids."""
+    new_names = new.names
+    for i, name in enumerate(old.names):
+        new_name = new_names[i] if i < len(new_names) else None
+        if name != new_name:
+            return f'id {i} is {new_name!r} instead of {name!r}'
+    return ''
 
 
 def before_eos(ids: Iterable[int]) -> Iterator[int]:
@@ -132,13 +200,26 @@ def find_vocabulary(folder: Any, name: str | Path | None = None) -> Vocabulary |
 
     `name` is 'bytes', a SentencePiece model, or a folder that has one. `folder`, a path of
     `paths.to_path`, has the number of sentinels in its config.json. Raises ValueError for a name
-    without a vocabulary of T5's kind, and OSError for files that may not be read.
+    without a vocabulary of T5's kind, and for tokens of a folder that the vocabulary lacks, and
+    OSError for files that may not be read.
     """
-    stored = stored_data(folder)
     if name:
-        return named_vocabulary('vocabulary', name, stored['extra_ids'], byte_extra_ids=0)
+        extra_ids = stored_data(folder)['extra_ids']
+        found: Vocabulary | None = named_vocabulary('vocabulary', name, extra_ids, byte_extra_ids=0)
+    else:
+        found = own_vocabulary(folder)
+    check_tokens(folder, found)
+    return found
+
+
+def own_vocabulary(folder: Any, extra_ids: int = DEFAULT_EXTRA_IDS) -> Vocabulary | None:
+    """Return the vocabulary of a checkpoint or run, whatever tokens transformers has added to it.
+
+    `extra_ids`: its number of sentinels, if the folder does not say it.
+    """
+    stored = stored_data(folder, extra_ids)
     if stored['vocabulary'] == 'bytes':
-        return ByteVocabulary()
+        return ByteVocabulary(stored['extra_ids'])
     file = model_file(folder)
     if file is None:
         return None
@@ -171,7 +252,9 @@ def named_vocabulary(
             )
         if isinstance(file, Path):
             paths.check_not_lfs(file)  # a link of the user's own may lead anywhere
-        return read_model(file, extra_ids, remedy='name another vocabulary')
+        found = read_model(file, extra_ids, remedy='name another vocabulary')
+        check_added_tokens(file.parent, found)
+        return found
     except ValueError as error:
         raise ValueError(f'{setting}={str(name)!r}: {error}') from None
 
@@ -181,14 +264,18 @@ def model_file(folder: Any) -> Any:
 
     That of a checkpoint may be in the folder above, that of a file or prefix is beside it.
     """
-    folders = [folder]
-    if folder.name.startswith('checkpoint_') or not folder.is_dir():
-        folders.append(folder.parent)
-    for candidate in folders:
+    for candidate in folders_of(folder):
         for name in VOCABULARY_NAMES:
             if paths.is_file(candidate / name):
                 return candidate / name
     return None
+
+
+def folders_of(folder: Any) -> list[Any]:
+    """Return the folders in which files that belong to a checkpoint may be, as its vocabulary."""
+    if folder.name.startswith('checkpoint_') or not folder.is_dir():
+        return [folder, folder.parent]
+    return [folder]
 
 
 def read_model(file: Any, extra_ids: int, remedy: str) -> SentencePieceVocabulary:
@@ -206,3 +293,104 @@ def stored_data(folder: Any, extra_ids: int = DEFAULT_EXTRA_IDS) -> dict[str, An
     if paths.is_file(tokenizer):
         defaults['extra_ids'] = paths.read_json(tokenizer).get('extra_ids', extra_ids)
     return defaults | settings.read_stored(folder).get('data', {})
+
+
+# Tokens that transformers has added to a vocabulary.
+
+TOKEN_FILES = (
+    'added_tokens.json',
+    'special_tokens_map.json',
+    'tokenizer_config.json',
+    'tokenizer.json',
+)
+
+
+def check_tokens(checkpoint: Any, vocabulary: Vocabulary | None) -> None:
+    """Check the folders in which the vocabulary of a checkpoint may be, as `check_added_tokens` does."""
+    for folder in folders_of(checkpoint):
+        check_added_tokens(folder, vocabulary)
+
+
+def check_added_tokens(folder: Any, vocabulary: Vocabulary | None) -> None:
+    """Raise ValueError for tokens that transformers lists in a folder and `vocabulary` lacks.
+
+    A sentinel must have the same id in both; those of ByT5 are bytes here, as in T5X. Without a
+    SentencePiece model the pieces are those of tokenizer.json.
+    """
+    tokens: list[tuple[str, int | None]] = []  # None where only the name is listed
+    pieces: list[str] = []
+    files = []
+    for name in TOKEN_FILES:
+        file = folder / name
+        if not paths.is_file(file):
+            continue
+        files.append(name)
+        content = paths.read_json(file)
+        try:
+            if name == 'added_tokens.json':
+                tokens += content.items()
+            else:
+                tokens += listed_tokens(content)
+            pieces += pieces_of_tokenizer(content)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f'{file} does not list tokens as transformers does ({error!r}): copy it again'
+            ) from None
+    if not files:
+        return
+    sentinel_ids: dict[str, int] = {}
+    if isinstance(vocabulary, SentencePieceVocabulary):
+        sentinel_ids = {f'<extra_id_{n}>': int(i) for n, i in enumerate(vocabulary.sentinel_ids)}
+        tokens += [(piece, None) for piece in set(pieces) - set(vocabulary.pieces)]
+        pieces = vocabulary.pieces
+    ids = {piece: i for i, piece in enumerate(pieces)}
+    added = []
+    for name, i in tokens:
+        if SENTINEL.fullmatch(name):
+            own_id = sentinel_ids.get(name.removeprefix('▁'))
+            if sentinel_ids and i not in (None, own_id):
+                raise ValueError(
+                    f'{folder}: {name} is id {i} in {", ".join(files)}, and {own_id} with the {len(sentinel_ids)} '
+                    'sentinels of its SentencePiece model: use as many sentinels as it had in training '
+                    '(data.extra_ids, or extra_ids in tokenizer_config.json), and remove others from these files'
+                )
+        elif i in (PAD_ID, EOS_ID, UNK_ID) or name in SPECIAL_TOKENS:
+            continue
+        elif name not in ids or i not in (None, ids[name]):
+            added.append(name)
+    if added:
+        names = sorted(set(added))
+        raise ValueError(
+            f'{folder}: {len(names)} token(s) that were added to its vocabulary are not supported yet: '
+            f'{settings.first_ten(list(map(repr, names)))}: texts would be read without them: take the model from '
+            f'before they were added, or, if no text has them, remove them from {", ".join(files)}'
+        )
+
+
+def listed_tokens(content: Mapping[str, Any]) -> Iterator[tuple[str, int | None]]:
+    """Yield (name, id) of the tokens that a file of transformers lists; None for an id that it leaves out."""
+    for i, token in content.get('added_tokens_decoder', {}).items():
+        yield str(token['content']), int(i)
+    for token in content.get('added_tokens', ()):
+        yield str(token['content']), token['id']
+    names: list[Any] = []
+    for key, value in content.items():
+        if key.endswith('_special_tokens') and isinstance(value, dict):
+            names += value.values()
+        elif key.endswith('_special_tokens'):
+            names += value or ()
+        elif key.endswith('_token'):
+            names.append(value)
+    for name in names:
+        if isinstance(name, dict):
+            name = name['content']
+        if name and isinstance(name, str):
+            yield name, None
+
+
+def pieces_of_tokenizer(content: Mapping[str, Any]) -> list[str]:
+    """Return the pieces of a tokenizer.json, without the tokens that were added."""
+    pieces = content.get('model', {}).get('vocab', [])
+    if isinstance(pieces, dict):
+        return list(pieces)
+    return [str(piece) for piece, *_ in pieces]

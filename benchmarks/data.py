@@ -188,7 +188,7 @@ def measure_stream(
     open_stream: Callable[[Path], Iterator[Batch]], num_batches: int | None, folder: Path
 ) -> Measurement:
     """Count the corpus tokens in the first batches of a stream, and its seconds."""
-    first_sentinel = read_vocabulary(folder).size - vocabulary.DEFAULT_EXTRA_IDS
+    first_sentinel = read_vocabulary(folder).sentinel_ids.min()  # they come after the pieces
     batches = open_stream(folder)
     counts = np.zeros(5, np.int64)
     cpu_start = cpu_seconds()

@@ -83,10 +83,16 @@ def get_config() -> ConfigDict:
     config.data.files = ''
     # Files for validation, in the same form. '' holds out validation_fraction of data.files.
     config.data.validation_files = ''
-    # How data.files and data.validation_files are read, whatever their names: text, jsonl, csv, tsv or
-    # parquet. '' goes by the endings of their names. --input is read so, too, whatever the run's files
-    # were.
+    # Files of the split test, in the same form, for --split=test and infer_eval.split=test. Training
+    # reads none of their records.
+    config.data.test_files = ''
+    # How all of these files are read, whatever their names: text, jsonl, csv, tsv or parquet. '' goes
+    # by the endings of their names. --input is read so, too, whatever the run's files were.
     config.data.kind = ''
+    # The character between the columns of tables, .csv and .tsv, such as ';', or tab: fields are then
+    # quoted as in CSV. '' is a comma in .csv; it is a tab in .tsv, where quotes are a part of the text.
+    # --input is read so, too, whatever the run's files were.
+    config.data.delimiter = ''
     # In place of files: a data set that TFDS prepared, NAME[/CONFIG][:VERSION] as in
     # 'glue/cola:2.0.0', by default the newest version. Several, separated by commas, have
     # the same features.
@@ -110,7 +116,9 @@ def get_config() -> ConfigDict:
     config.data.targets = ''
     # Task metrics of data.targets, separated by commas: accuracy (the whole text is right), bleu,
     # rouge, and squad (exact match and F1 of words; an empty answer is right where the targets are
-    # empty, as in SQuAD 2.0). infer_eval.every_steps or --mode=evaluate computes them.
+    # empty, as in SQuAD 2.0). bleu and rouge find words as in T5. bleu:NAME finds them with a tokenizer
+    # of sacrebleu, such as bleu:zh, bleu:ja-mecab and bleu:char, and rouge:unicode in any script.
+    # infer_eval.every_steps or --mode=evaluate computes them.
     config.data.metrics = ''
     # True accepts empty targets, as of a question without an answer: such targets are EOS alone.
     # False takes a record with empty targets for a bad line.
@@ -127,7 +135,8 @@ def get_config() -> ConfigDict:
     config.data.vocabulary = ''
     # Pieces of a trained vocabulary, without the sentinels.
     config.data.num_pieces = 32000
-    # Sentinels: the ids that replace noise spans.
+    # Sentinels: the ids that replace noise spans. A SentencePiece model with pieces <extra_id_N> has its
+    # own, whatever this number.
     config.data.extra_ids = 100
     # Tokens per row of a batch.
     config.data.lengths = ConfigDict()
@@ -304,7 +313,8 @@ def get_config() -> ConfigDict:
     # newest in any case. 0 for all.
     config.save.keep = 0
     # The metric that tells which checkpoint is the best, as in metrics.jsonl: RUN/NAME, such as
-    # training_eval/TASK/loss or inference_eval/TASK/accuracy. '' for none.
+    # training_eval/TASK/loss or inference_eval/TASK/accuracy. '' for none. One that cannot exceed 0 is
+    # refused where higher values are better, as accuracy if the vocabulary changes all targets.
     config.save.best_metric = ''
     # Which values of it are better: higher or lower.
     config.save.best_is = ''

@@ -135,6 +135,9 @@ CHOICES = {
     'save.dtype': ('float32', 'bfloat16'),
     'restore.dtype': ('float32', 'bfloat16', 'float16', ''),
 }
+# data.delimiter: a character, or a name for a tab.
+DELIMITER = re.compile(r'|tab|\\t|\t|[^\s"]')
+DELIMITER_RULE = "must be one character, no space and no quote, such as ';', or 'tab'"
 
 
 class Needs(NamedTuple):
@@ -203,6 +206,8 @@ def check_value(key: str, value: Any, default: Any) -> None:
     if key in CHOICES and value not in CHOICES[key]:
         choices = ', '.join(repr(choice) for choice in CHOICES[key])
         raise ValueError(f'{key}={value!r}: must be one of {choices}')
+    if key == 'data.delimiter' and not DELIMITER.fullmatch(value):
+        raise ValueError(f'{key}={value!r}: {DELIMITER_RULE}')
 
 
 def read_stored(folder: Any) -> dict[str, Any]:

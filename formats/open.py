@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from configs.check import first_ten, read_stored
 from formats import hugging_face, mesh_tf, own_model
 from model import T5Config
 from run import best, verify
+from vocabulary import folders_of
 
 # What a checkpoint is opened for: a model that decodes, its encoder alone, or whatever it holds.
 PARTS = ('whole', 'encoder', '')
@@ -112,6 +114,7 @@ def open_checkpoint(path: str | Path, step: str = '', part: str = 'whole') -> Op
         directory /= f'checkpoint_{chosen}'
     elif directory.name == 'checkpoint' and paths.is_file(directory):
         directory = directory.parent
+    check_family(directory)
     if paths.is_file(directory):
         hugging_face.check_not_part(directory)
     is_single_file = hugging_face.is_single_file(directory)
@@ -140,6 +143,46 @@ def open_checkpoint(path: str | Path, step: str = '', part: str = 'whole') -> Op
             if re.fullmatch(DECODER, name):
                 del opened.leaves[name]
     return opened
+
+
+LONG_T5 = re.compile(r'long[-_. ]?t5(?!x)', re.IGNORECASE)
+
+
+def check_family(directory: Any) -> None:
+    """Raise ValueError for a checkpoint of LongT5, which has T5's shapes and another attention.
+
+    A folder of its path says so, T5X's gin beside it, or the model_type of its config.json. The config of a
+    checkpoint of this program says that it is none.
+    """
+    if read_stored(directory):
+        return
+    signs = []
+    names = [str(directory)]
+    target = directory
+    if isinstance(directory, Path):
+        target = Path(os.path.realpath(directory))
+        names = [os.path.abspath(directory), str(target)]
+    for part in '/'.join(names).split('/'):
+        if LONG_T5.search(part):
+            signs.append(f'its path has {part!r}: rename that if it is another model')
+    for folder in folders_of(target):
+        for file in checkpoint.list_folder(folder):
+            if file.suffix == '.gin' and LONG_T5.search(re.sub('#.*', '', _text_of(file))):
+                signs.append(
+                    f'{file.name} beside it names longt5: remove that if it is of another model'
+                )
+    config_file = directory / 'config.json'
+    if paths.is_file(config_file) and paths.read_json(config_file).get('model_type') == 'longt5':
+        signs.append(f'{config_file}: model_type=longt5')
+    if signs:
+        raise ValueError(
+            f'{directory}: LongT5 is not supported yet, and read as a T5 its answers are wrong beyond 128 tokens: '
+            f'name a T5, mT5 or umT5; {signs[0]}'
+        )
+
+
+def _text_of(file: Any) -> str:
+    return file.read_bytes().decode(errors='replace') if paths.is_file(file) else ''
 
 
 def saved_step(leaves: Mapping[str, Any]) -> int:

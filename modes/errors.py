@@ -1,5 +1,6 @@
 """Errors in one line: of flags, config files, the system, a user's own code. Imports no jax."""
 
+import contextlib
 import errno
 import pathlib
 import sys
@@ -21,6 +22,7 @@ REMEDIES = {
     errno.EDQUOT: FULL_REMEDY,
     errno.EFBIG: 'name a folder on a disk that takes larger files',
     errno.EPIPE: 'the program that reads the output has ended',
+    errno.EBADF: 'it is closed: redirect it to a file (> FILE)',
     errno.EIO: 'check the disk, or name a folder on another one',
 }
 MAX_LENGTH = 4000  # of a message: names and values in a file may have any length
@@ -34,10 +36,11 @@ def report(error: BaseException, of: str = '') -> None:
     `of`: the process whose error it is, where there are several.
     """
     speaker = f'main.py: {of}: ' if of else 'main.py: '
-    print(f'{user_code.frames_of(error)}{speaker}{one_line(error)}', file=sys.stderr)
-    for note in getattr(error, '__notes__', ()):
-        if 'JAX_TRACEBACK_FILTERING' not in note:  # JAX's note on a traceback
-            print(f'main.py: {note}', file=sys.stderr)
+    with contextlib.suppress(OSError):  # standard error cannot be written, and the status has to do
+        print(f'{user_code.frames_of(error)}{speaker}{one_line(error)}', file=sys.stderr)
+        for note in getattr(error, '__notes__', ()):
+            if 'JAX_TRACEBACK_FILTERING' not in note:  # JAX's note on a traceback
+                print(f'main.py: {note}', file=sys.stderr)
 
 
 def one_line(error: BaseException) -> str:

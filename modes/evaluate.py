@@ -18,6 +18,7 @@ import formats.open
 import infer
 import partition
 import paths
+import tasks.open
 from configs import check
 from formats import own_model
 from model import T5Config
@@ -26,6 +27,8 @@ from randomness import digest
 from run import results, task_metrics, workdir
 from run.console import Console
 from run.examples import check_split
+from sources.files import file_from_json
+from stream import OpenTask
 
 SECONDS_BETWEEN_LOOKS = 10.0  # for a new checkpoint
 
@@ -63,7 +66,7 @@ class Deleted(ValueError):
 
 
 class CheckpointEvaluation:
-    """An evaluation: what is there already is not computed again.
+    """An evaluation: what is there already is not computed again, and never replaced.
 
     `path` is a run, or a checkpoint that `infer.load` opens; the results go to `output_dir`, by
     default the run. `step` is 'last', 'best', 'all', or numbers separated by commas. With `watch` all
@@ -100,11 +103,16 @@ class CheckpointEvaluation:
         first = self.chosen.folder  # a checkpoint, or a run that has none yet
         if self.chosen.steps:
             first = first / f'checkpoint_{self.chosen.steps[0]}'
+        self.changes: list[str] = []  # to settings of the run that takes the results
+        if self.folder in (first, first.parent):
+            self.changes = changes_of_run(first, config)
+            check_files_of_run(first, config, opened, self.split)
         self.vocabulary = vocabulary_of_checkpoint(first, config.data)
         with self.console.working('Reading the tasks'):
             self.task_metrics = task_metrics.TaskMetrics(
                 config, self.split, self.vocabulary, opened, self.console.line
             )
+        partition.in_all(self.check_others)
         self.events = workdir.Events(self.folder / results.FOLDER)
 
     def run(self) -> None:
@@ -112,15 +120,50 @@ class CheckpointEvaluation:
         if jax.process_index() == 0:
             with paths.naming(self.folder):
                 self.results.write_table()  # a kill may have come before it
-        if not self.chosen.is_run:
-            path = self.chosen.folder
-            self.evaluate(path, formats.open.saved_step(formats.open.open_checkpoint(path).leaves))
-        elif not self.watch:
-            for step in self.chosen.steps:
-                self.evaluate(self.chosen.folder / f'checkpoint_{step}', step)
-        else:
+        if self.watch:
             self.evaluate_as_they_appear()
+        else:
+            for path, step in self.checkpoints():
+                self.evaluate(path, step)
         self.console.line(f'Results are in {self.results.table_file} and {self.results.folder}.')
+
+    def checkpoints(self) -> list[tuple[Any, int]]:
+        """Return the path and the step of each checkpoint that the flags choose."""
+        folder = self.chosen.folder
+        if not self.chosen.is_run:
+            return [(folder, formats.open.saved_step(formats.open.open_checkpoint(folder).leaves))]
+        return [(folder / f'checkpoint_{step}', step) for step in self.chosen.steps]
+
+    def check_others(self) -> None:
+        """Raise ValueError, in the first process, where results of other files or settings are in the way."""
+        if jax.process_index() > 0:
+            return
+        for task in self.task_metrics.tasks:
+            steps = []
+            for path, step in self.checkpoints():
+                if self.results.has_others(task.name, step, self.identity(task, path)):
+                    steps.append(f'{step:,}')
+            if steps:
+                self.refuse(task.name, check.first_ten(steps))
+
+    def refuse(self, name: str, steps: str) -> None:
+        """Raise ValueError: results of a task at some steps are those of other files or settings."""
+        changes = ''
+        if self.changes:
+            changes = f' (now {"; ".join(self.changes)})'
+        raise ValueError(
+            f'{self.folder} has results of {name} at step {steps} from other files or settings{changes}, '
+            'which stay: name another --output_dir for these'
+        )
+
+    def identity(self, task: task_metrics.EvaluatedTask, path: Any) -> str:
+        """Return what the results of a task and a checkpoint depend on, as hashes."""
+        settings, examples = task.settings.split()
+        if self.folder not in (path, path.parent):  # another folder than that of its run
+            settings = digest([settings, str(path)])
+        if self.model_config is not None or self.dtype != 'float32':
+            settings = digest([settings, str(self.model_config), self.dtype])
+        return f'{settings} {examples}'
 
     def evaluate_as_they_appear(self) -> None:
         """Evaluate the checkpoints of a run, of which training may delete some, up to its last step."""
@@ -147,11 +190,7 @@ class CheckpointEvaluation:
         """Evaluate a checkpoint on each task that has no results of it."""
         values = {}
         for task in self.task_metrics.tasks:
-            identity = task.settings
-            if self.folder not in (path, path.parent):  # another folder than that of its run
-                identity = digest([task.settings, str(path)])
-            if self.model_config is not None or self.dtype != 'float32':
-                identity = digest([identity, str(self.model_config), self.dtype])
+            identity = self.identity(task, path)
             is_evaluated = self.results.has(task.name, step, identity)
             if partition.from_first_process(np.array(is_evaluated)):
                 self.console.line(f'Step {step:,}: {task.name} is evaluated already.')
@@ -163,16 +202,19 @@ class CheckpointEvaluation:
             partition.in_all(functools.partial(self.write, with_identity, step, found))
             values[task.name] = found.values
         if values:
-            self.console.line(results.describe(step, self.split, values))
+            self.console.line(self.task_metrics.describe(step, values))
 
     def write(
         self, task: task_metrics.EvaluatedTask, step: int, found: task_metrics.TaskResults
     ) -> None:
         """Write the results of a task at a step, and their events, in the first process."""
         if jax.process_index() == 0:
+            # Training may have written some meanwhile.
+            if self.results.has_others(task.name, step, task.settings):
+                self.refuse(task.name, f'{step:,}')
             with paths.naming(self.folder):
-                self.events.write(task.name, step, task_metrics.events_of(found.values))
-                task_metrics.write_results(self.folder, task, step, found)
+                self.events.write(task.name, step, task_metrics.events_of(task, found.values))
+                task_metrics.write_results(self.folder, task, step, found, self.console.line)
 
     def load(self, path: Any) -> infer.T5:
         """Return the model with the parameters of a checkpoint. All processes fail if one does."""
@@ -236,6 +278,46 @@ def output_folder(chosen: Chosen, output_dir: str) -> Any:
     if jax.process_index() == 0:
         results.check_writable(folder)
     return folder
+
+
+def changes_of_run(run: Any, config: Any) -> list[str]:
+    """Return 'setting: old -> new' of the settings that results depend on and a run has otherwise."""
+    own = settings_of(run, {})
+    names = ('decode.', 'data.', 'model.', 'infer_eval.num_examples', 'restore.dtype')
+    found = []
+    for (key, old), (_, new) in zip(check.leaves(own), check.leaves(config), strict=True):
+        if key.startswith(names) and key != 'data.vocabulary' and old != new:
+            found.append(f'{key}: {old!r} -> {new!r}')
+    return found
+
+
+def check_files_of_run(directory: Any, config: Any, opened: Sequence[OpenTask], split: str) -> None:
+    """Raise ValueError where a run's own task reads other files than the run, which saved `directory`.
+
+    They would have the name of the run's own results. The split test may be in any files.
+    """
+    if split == 'test':
+        return
+    stored = check.read_stored(directory)
+    file = directory / 'data_files.json'
+    if not stored or stored['data']['task'] != config.data.task or not file.exists():
+        return
+    known = {file_from_json(record).content for record in json.loads(file.read_bytes())}
+    found = tasks.open.find(config.data)
+    for task in opened:
+        if task.name != found.name or task.source.corpus != stored['corpus']:
+            continue
+        part = 'train' if task.source.validation is None else split
+        others = []
+        for record in task.source.files:
+            if record.split == part and record.content not in known:
+                others.append(record.path)
+        if others:
+            raise ValueError(
+                f'{check.first_ten(others)}: the run evaluated other files as its split {split}, and results '
+                'of these would have the same name: add --output_dir, or name them with data.test_files and '
+                'add --split=test'
+            )
 
 
 def of_first_process(steps: Sequence[int]) -> list[int]:

@@ -57,7 +57,7 @@ import paths
 from configs import check
 from formats import own_model
 from model import T5Config
-from modes import infer_input
+from modes import infer_input, streams
 from modes.of_checkpoint import changes_model, check_rows, settings_of, vocabulary_of_checkpoint
 from run import results, workdir
 from run.agreement import check_alike
@@ -145,8 +145,9 @@ def prepare(request: Request, config: Any | None, changes: Mapping[str, Any]) ->
     else:
         opened = formats.open.open_model(path, None, request.step, part)
         config = settings_of(opened.directory, changes)
-        if request.input:  # data.kind of a run is said of its own files
+        if request.input:  # those of a run are said of its own files
             config.data.kind = changes.get('data.kind', '')
+            config.data.delimiter = changes.get('data.delimiter', '')
         if changes_model(opened.directory, changes):
             if 'model.module' not in changes:
                 config.model.module = opened.config.module  # where its file is now
@@ -263,15 +264,17 @@ def infer_all(job: Job) -> list[str]:
             for i, tokens in enumerate(answer.tokens):
                 if job.config.decode.return_scores:
                     print(f'{answer.scores[i]:.6g} nats:', file=sys.stderr, flush=True)
-                print(job.vocabulary.decode(tokens), flush=True)
+                with streams.writing(sys.stdout):
+                    print(job.vocabulary.decode(tokens), flush=True)
     elif not request.output_dir:
         for part in job.parts:
             with progress_bar(part) as bar:
                 for chunk in chunks(part.spool, infer.EXAMPLES_PER_CHUNK):
                     lines = list(lines_of(job, load_once(), chunk, bar.update))
                     if is_first:
-                        sys.stdout.writelines(lines)
-                        sys.stdout.flush()
+                        with streams.writing(sys.stdout):
+                            sys.stdout.writelines(lines)
+                            sys.stdout.flush()
     else:
         folder = paths.disk_path(request.output_dir)
         shard = f'{request.shard}/{request.num_shards}'

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from absl import logging
 
 import paths
 import tasks
@@ -83,6 +84,7 @@ class FileExamples:
     ):
         self.path = path
         self.title = path
+        self.delimiter = tables.delimiter_of(config)
         self.kind = config.kind or files.kind_of(path)
         if self.kind == 'parquet':
             raise ValueError(
@@ -104,6 +106,8 @@ class FileExamples:
             self.name = Path(self.path.removesuffix('.gz')).stem
             head = read_head(self.path)
         check_head(self.title, self.kind, head)
+        tables.check_delimiter(config, {self.kind: self.title})
+        self.kind = tables.kind_with_delimiter(self.kind, self.delimiter)
         self.text_field = 'inputs'  # of a line of text
         if config.inputs and self.kind != 'jsonl':
             self.text_field = config.text_field
@@ -120,6 +124,7 @@ class FileExamples:
                 f"--score needs targets: {self.title} is text: write JSON Lines with 'inputs' and 'targets'"
             )
         self.header: list[str] = []  # of a table
+        self.has_warned = False
         self.needs_targets = needs_targets
         self.trim = trim
         self.lengths = dict(config.lengths)
@@ -129,9 +134,10 @@ class FileExamples:
         lines = numbered_lines(self.path, self.title, self.kind)
         if self.kind in ('csv', 'tsv'):
             _, line = next(lines)
-            self.header = tables.header_of(line, self.kind, self.title)
+            self.header = tables.header_of(line, self.kind, self.delimiter, self.title)
             fields = self.templates['inputs'].fields
             remedy = 'add it, or name others with --config.data.inputs'
+            remedy = tables.remedy_of_header(' '.join(self.header), self.kind, remedy)
             tables.check_columns(self.title, self.header, fields, remedy=remedy)
         while group := list(itertools.islice(lines, RECORDS_AT_ONCE)):
             yield from self.items(group)
@@ -141,6 +147,9 @@ class FileExamples:
         fields = []
         texts = []
         for number, line in lines:
+            if self.kind == 'tsv' and not self.has_warned and tables.is_quoted(line):
+                self.has_warned = True
+                logging.warning('line %d of %s: %s', number, self.title, tables.QUOTED_TSV)
             try:
                 fields.append(self.fields_of(line))
                 texts.append(self.texts_of(fields[-1]))
@@ -164,7 +173,9 @@ class FileExamples:
         fields: dict[str, Any] = {}
         is_empty = not line.strip()
         if not is_empty:
-            fields = tables.fields_of_line(line, self.kind, self.text_field, self.header)
+            fields = tables.fields_of_line(
+                line, self.kind, self.text_field, self.header, self.delimiter
+            )
             is_empty = self.kind in ('csv', 'tsv') and not any(fields.values())
         if is_empty:
             raise ValueError('no text: remove the line, each one is an example')
@@ -175,7 +186,8 @@ class FileExamples:
         texts = {'inputs': self.filled('inputs', fields)}
         is_text = []
         for field in self.templates['targets'].fields:
-            is_text.append(isinstance(fields.get(field), str | int | float))
+            value = fields.get(field)
+            is_text.append(isinstance(value, str) or tables.is_number(value))
         if self.needs_targets or all(is_text):
             texts['targets'] = self.filled('targets', fields)
         return texts
@@ -186,7 +198,7 @@ class FileExamples:
         values = {}
         for field in template.fields:
             value = fields.get(field)
-            if isinstance(value, int | float):
+            if tables.is_number(value):
                 values[field] = json.dumps(value)
                 continue
             remedy = f'add it, or name others with --config.data.{name}'
@@ -230,8 +242,10 @@ def numbered_lines(path: str, title: str, kind: str) -> Iterator[tuple[int, str]
     A row of CSV is one line, whatever newlines its quoted fields hold.
     """
     number = 0
-    opened: Any = contextlib.nullcontext(sys.stdin.buffer)
-    if path != STANDARD_INPUT:
+    opened: Any
+    if path == STANDARD_INPUT:
+        opened = contextlib.nullcontext(sys.stdin.buffer)
+    else:
         opened = open_unzipped(path, files.SEQUENTIAL_READ_AHEAD)
     try:
         with opened as file:

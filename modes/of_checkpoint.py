@@ -7,7 +7,7 @@ from ml_collections import ConfigDict
 
 import checkpoint
 from configs import base, check
-from vocabulary import ByteVocabulary, Vocabulary, find_vocabulary, named_vocabulary
+from vocabulary import Vocabulary, changed_id, check_tokens, named_vocabulary, own_vocabulary
 
 RUN_SETTINGS = ('model.', 'data.', 'decode.', 'infer_eval.')  # that a run's checkpoint is used with
 
@@ -46,23 +46,22 @@ def vocabulary_of_checkpoint(directory: Any, config: Any) -> Vocabulary:
 
     `config`: config.data. Raises ValueError for none, and for one that is not the checkpoint's.
     """
-    own = find_vocabulary(directory)
-    name = config.vocabulary
-    if isinstance(own, ByteVocabulary):
-        name = name or 'bytes'  # with as many sentinels as the settings say
+    own = own_vocabulary(directory)
     found = own
-    if name:
-        found = named_vocabulary('data.vocabulary', name, config.extra_ids)
+    if config.vocabulary:
+        found = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
     if found is None:
         raise ValueError(
             f'{directory} has no vocabulary: name the one that it was trained with, a SentencePiece '
             'model, a folder that holds one, or bytes: --config.data.vocabulary'
         )
-    if own is not None and own.model != found.model:
+    if own is not None and own.names != found.names:
+        change = changed_id(own, found) or 'it has more'
         raise ValueError(
-            f'data.vocabulary={name!r} ({found.size:,} ids) is not the vocabulary of {directory} '
-            f'({own.size:,} ids): leave it out, which takes that one'
+            f'data.vocabulary={config.vocabulary!r} ({found.size:,} ids) is not the vocabulary of {directory} '
+            f'({own.size:,} ids): {change}: leave it out, which takes that one'
         )
+    check_tokens(directory, found)
     return found
 
 

@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from configs.check import first_ten
-from modes import errors, watcher
+from modes import errors, streams, watcher
 
 FLAGS = ('coordinator_address', 'num_processes', 'process_id', 'heartbeat')
 GIVE_FLAGS = (
@@ -277,7 +277,7 @@ class Group:
         self.end(1)
 
     def end(self, status: int) -> None:
-        sys.stdout.flush()
+        streams.finish()
         if status in (1, 2):  # the others cannot go on: JAX would wait for them at its end
             self.status = status
             self.tell(f'ended with status {status}')

@@ -1,6 +1,7 @@
 """What a run starts from: its newest valid checkpoint, `restore.path`, or the initial parameters."""
 
 import contextlib
+import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,15 @@ from configs import check as settings
 from formats import own_model
 from run import verify, workdir
 from run.console import Console
-from vocabulary import find_vocabulary, stored_data
+from vocabulary import (
+    ByteVocabulary,
+    changed_id,
+    check_tokens,
+    find_vocabulary,
+    named_vocabulary,
+    own_vocabulary,
+    stored_data,
+)
 
 
 class Start(NamedTuple):
@@ -152,6 +161,8 @@ def choose_initial(config: Any, trainer: train.Trainer) -> Start:
 
     # data.vocabulary takes precedence over the checkpoint's own vocabulary.
     vocabulary_model = b''
+    if config.data.vocabulary and not vocabulary_parameters(trainer).isdisjoint(leaves):
+        check_keeps_ids(config, opened.directory)
     if not config.data.vocabulary:
         vocabulary = find_vocabulary(opened.directory)
         if vocabulary is None or not vocabulary.model:
@@ -188,6 +199,39 @@ def choose_initial(config: Any, trainer: train.Trainer) -> Start:
         vocabulary_model=vocabulary_model,
         description=description,
     )
+
+
+def vocabulary_parameters(trainer: train.Trainer) -> set[str]:
+    """Return T5X's paths of the parameters whose rows or columns are the ids of the vocabulary."""
+    config = trainer.model_config
+    larger = dataclasses.replace(config, vocab_size=2 * config.vocab_size)
+    shapes = trainer.model.shapes(larger)
+    found = set()
+    for path, x in trainer.shapes.params.items():
+        if x.shape != shapes[path]:
+            found.add(f'{checkpoint.PARAMETER_PREFIX}{path}')
+    return found
+
+
+def check_keeps_ids(config: Any, directory: Any) -> None:
+    """Raise ValueError if a token of the checkpoint in `directory` has another id in data.vocabulary.
+
+    A checkpoint without a vocabulary cannot be compared.
+    """
+    name = config.data.vocabulary
+    extra_ids = config.data.extra_ids
+    named = named_vocabulary('data.vocabulary', name, extra_ids)
+    own = own_vocabulary(directory, extra_ids)
+    change = changed_id(own, named) if own else ''
+    if own and change:
+        taken = 'bytes' if isinstance(own, ByteVocabulary) else "''"
+        raise ValueError(
+            f'data.vocabulary={name!r}, data.extra_ids={extra_ids}: {change} in the vocabulary of '
+            f'restore.path={config.restore.path}, whose embeddings are restored: set data.vocabulary={taken}, '
+            f'data.extra_ids={own.num_extra_ids}, or leave the embeddings out with '
+            "restore.only='(?!.*(token_embedder|logits_dense)).*'"
+        )
+    check_tokens(directory, named)
 
 
 def with_last_step(config: Any, folder: Path, start: Start) -> Any:

@@ -96,7 +96,8 @@ def source_of(task: Task) -> str:
     """Return the name of a task's data set or files."""
     if task.name.startswith('pydoc_'):
         return 'pydoc'
-    return task.tfds or task.files or task.validation_files or ('cache' if task.cache else 'pydoc')
+    files = task.files or task.validation_files or task.test_files
+    return task.tfds or files or ('cache' if task.cache else 'pydoc')
 
 
 def splits_of(task: Task) -> str:
@@ -108,7 +109,7 @@ def splits_of(task: Task) -> str:
         letters += '(v)'
     elif task.validation_split != NO_SPLIT:
         letters += 'v'
-    if task.test_split not in ('', NO_SPLIT):
+    if task.test_files or task.test_split not in ('', NO_SPLIT):
         letters += 'x'
     return letters
 

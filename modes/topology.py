@@ -88,7 +88,7 @@ REMEDY = 'name a slice of v5e, v5p or v6e, such as v5e:16x16 or v5p:4x4x4, h100:
 def devices_of(topology: str) -> list:
     """Return the devices that --topology names: v5e:16x16, h100:8, cpu:8, '' for those that are here."""
     if not topology:
-        return jax.devices()
+        return local_devices()
     jax.config.update('jax_platforms', 'cpu')
     xla_flags = os.environ.get('XLA_FLAGS', '')
     if XLA_FLAG not in xla_flags:  # read once: a GPU may follow other devices
@@ -117,6 +117,29 @@ def devices_of(topology: str) -> list:
     if devices[0].device_kind not in CHIPS:
         raise ValueError(f'--topology={topology}: {devices[0].device_kind} is not known: {REMEDY}')
     return devices
+
+
+def local_devices() -> list:
+    """Return the devices that are here. Raises ValueError if JAX cannot start those of JAX_PLATFORMS."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # AssertionError: cuda without its plugin
+        reason = str(error).partition(' (set JAX_PLATFORMS')[0].rstrip('.')
+    wanted = jax.config.jax_platforms or ''  # type: ignore[attr-defined]
+    found = ''
+    if not jax.distributed.is_initialized():  # else it would wait for the other processes
+        jax.config.update('jax_platforms', 'cpu')
+        found = f', and finds {len(jax.devices())} cpu device(s)'
+    remedy = 'set JAX_PLATFORMS=cpu, or end the program that uses the others'
+    if wanted:
+        remedy = 'unset JAX_PLATFORMS'
+    for name, extra in (('cuda', 'cuda'), ('gpu', 'cuda'), ('tpu', 'tpu')):
+        if name in wanted:
+            remedy = f"unset JAX_PLATFORMS, or install JAX's plugin: pip install -e '.[{extra}]'"
+    raise ValueError(
+        f'JAX_PLATFORMS={wanted}: JAX cannot start these devices ({reason or "it has no plugin for them"})'
+        f'{found}: {remedy}'
+    )
 
 
 def gpus(topology: str, name: str, num_devices: int) -> list:

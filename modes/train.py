@@ -270,6 +270,10 @@ def prepare(config: Any, folder: Any) -> train.Run:
             metrics_of_tasks = task_metrics.TaskMetrics(
                 config, config.infer_eval.split, vocabulary, evaluated_tasks, terminal.line
             )
+        if not metrics_of_tasks.tasks:
+            with terminal.working('Reading the first texts'):
+                for line in task_metrics.changes_of_first_texts(training.tasks):
+                    terminal.line(line)
         if config.save.best_metric:
             task_metrics.check_best_metric(config, validation, metrics_of_tasks.tasks)
         history = best.history(config.save, kept_lines)
@@ -382,7 +386,7 @@ def open_evaluations(
         config=trainer.model_config,
         mesh=trainer.mesh,
         loss_config=FrozenConfigDict(config.loss),
-        first_sentinel=validation.first_sentinel,
+        sentinel_ids=validation.sentinel_ids,
         num_microbatches=num_microbatches,
     )
     evaluations = []
@@ -392,7 +396,8 @@ def open_evaluations(
             mesh=trainer.mesh,
             name=f'training_eval/{stream.mixture.name}',
             validation=stream,
-            first_sentinel=validation.first_sentinel,  # of all tasks
+            vocabulary_size=validation.vocabulary.size,
+            sentinel_ids=validation.sentinel_ids,
             compute_sums=compute_sums,
             training_counts=training_counts,
         )

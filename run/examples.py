@@ -4,14 +4,15 @@ Imports no jax.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from stream import TokenizedTask
 from tasks.preprocessors import text_of
-from vocabulary import Vocabulary
+from vocabulary import UNK_ID, Vocabulary
 
 SPLITS = ('train', 'validation', 'test')
 RECORDS_AT_ONCE = 128  # that are tokenized
@@ -28,10 +29,17 @@ class Example(NamedTuple):
 
     def text(self, feature: str, vocabulary: Vocabulary) -> str:
         """Return the inputs or targets as text: that of the record, or that of the ids if it has none."""
+        text = self.text_of_record(feature)
+        if text is None:
+            text = vocabulary.decode(getattr(self, feature).tolist())
+        return text
+
+    def text_of_record(self, feature: str) -> str | None:
+        """Return the inputs or targets as the record has them; None if it has ids alone."""
         for name in (feature + PRETOKENIZED, feature):
             if isinstance(self.fields.get(name), str | bytes):
                 return text_of(self.fields[name])
-        return vocabulary.decode(getattr(self, feature).tolist())
+        return None
 
     def features(self) -> dict[str, Any]:
         """Return the fields in SeqIO's order: in place of a text, the text and its ids.
@@ -50,6 +58,56 @@ class Example(NamedTuple):
                 found[name + PRETOKENIZED] = self.fields[name]
             found[name] = ids[name]
         return found
+
+
+class TextChanges(NamedTuple):
+    """What a vocabulary changes of the texts of some examples: they are encoded, and decoded again."""
+
+    num_texts: dict[str, int]  # per feature
+    num_changed: dict[str, int]  # per feature
+    num_unknown_tokens: int
+    sample: str  # one that changes, and what it becomes
+
+    def changed(self, feature: str) -> str:
+        return f'{self.num_changed[feature]:,} of {self.num_texts[feature]:,} {feature}'
+
+    def __str__(self) -> str:
+        return (
+            f'{self.changed("targets")} and {self.changed("inputs")} change in the vocabulary, with '
+            f'{self.num_unknown_tokens:,} unknown token(s): {self.sample}'
+        )
+
+
+def text_changes(examples: Sequence[Example], vocabulary: Vocabulary) -> TextChanges | None:
+    """Return what a vocabulary changes of the texts of examples; None if it changes nothing.
+
+    Examples of a task cache that has ids alone are left out.
+    """
+    num_texts = {}
+    num_changed = {}
+    num_unknown_tokens = 0
+    sample = ''
+    for feature in ('targets', 'inputs'):
+        in_records = [example.text_of_record(feature) for example in examples]
+        texts = [text for text in in_records if text is not None]
+        num_texts[feature] = len(texts)
+        num_changed[feature] = 0
+        for text, ids in zip(texts, vocabulary.encode_as_arrays(texts), strict=True):
+            num_unknown_tokens += int(np.count_nonzero(ids == UNK_ID))
+            decoded = vocabulary.decode(ids)
+            if decoded != text:
+                num_changed[feature] += 1
+                sample = sample or describe_change(text, decoded)
+    if not sample:
+        return None
+    return TextChanges(num_texts, num_changed, num_unknown_tokens, sample)
+
+
+def describe_change(text: str, decoded: str) -> str:
+    """Return what a text becomes, or a part around the first difference if it is long."""
+    first = len(os.path.commonprefix([text, decoded]))
+    part = slice(max(first - 30, 0), first + 30)
+    return f'{text[part]!r} becomes {decoded[part]!r}'
 
 
 def check_split(split: str) -> None:

@@ -2,12 +2,12 @@
 
     inference_eval/TASK-STEP.jsonl      a line per example: input, target, output, prediction, score
     inference_eval/TASK-metrics.jsonl   a line per step: {"step": 1000, "accuracy": 71.5}
-    inference_eval/TASK-settings.json   {step: a hash of its line and of what the numbers depend on}
+    inference_eval/TASK-settings.json   {step: what the numbers of its line depend on, as hashes}
     results.csv                         T5's table: a row per step, a column per metric
 
-The first two are as SeqIO's loggers write them. The table is made from the second ones anew after
-each evaluation. Source: seqio/loggers.py; t5/scripts/parse_tb.py, t5/evaluation/eval_utils.py.
-Imports no jax.
+The first two are as SeqIO's loggers write them. The table is made from the second ones after each
+evaluation. Results of other files or settings are never replaced. Source: seqio/loggers.py;
+t5/scripts/parse_tb.py, t5/evaluation/eval_utils.py. Imports no jax.
 """
 
 import csv
@@ -194,30 +194,45 @@ class Results:
 
     def has(self, name: str, step: int, settings: str) -> bool:
         """Return whether there are results of a task at a step, with the same settings."""
-        hashes = self.hashes(name)
+        return self.are_of(name, step, settings) is True
+
+    def has_others(self, name: str, step: int, settings: str) -> bool:
+        """Return whether there are results of a task at a step, with other settings."""
+        return self.are_of(name, step, settings) is False
+
+    def are_of(self, name: str, step: int, settings: str) -> bool | None:
+        """Return whether the results of a task at a step have these settings; None without any.
+
+        `settings`: hashes separated by spaces. A line that was edited, or that a killed process left
+        without its settings, counts as none.
+        """
         for line in self.lines(name):
             if line['step'] == step:
-                return hashes.get(str(step)) == hash_of(line, settings)
-        return False
+                return is_line_of(line, self.hashes(name).get(str(step)), settings)
+        return None
 
     def write(
         self, name: str, step: int, values: Mapping[str, float], examples: Iterable, settings: str
-    ) -> None:
-        """Write the results of a task at a step, in place of those that are there.
+    ) -> bool:
+        """Write the results of a task at a step, and replace those of the same settings.
 
         `examples`: a mapping of each. The line in TASK-metrics.jsonl comes after the examples: where it is, they are.
+        Return False, and write nothing, if there are results of other settings.
         """
         new_line = {'step': step, **values}
         with alone_in(self.folder):  # several evaluations may write at once
+            if self.has_others(name, step, settings):
+                return False
             content = ''.join(map(as_line, examples))
             paths.replace_file(self.file(name, f'-{step:06}.jsonl'), content.encode())
             others = [line for line in self.lines(name) if line['step'] != step]
             lines = sorted([*others, new_line], key=lambda line: line['step'])
             content = ''.join(map(as_line, lines))
             paths.replace_file(self.file(name, METRICS_SUFFIX), content.encode())
-            hashes = self.hashes(name) | {str(step): hash_of(new_line, settings)}
-            content = json.dumps(hashes, indent=1)
+            entry = {'settings': settings, 'hash': hash_of(new_line, settings)}
+            content = json.dumps(self.hashes(name) | {str(step): entry}, indent=1)
             paths.replace_file(self.file(name, SETTINGS_SUFFIX), content.encode())
+        return True
 
     def write_table(self) -> None:
         """Write results.csv, if there are results."""
@@ -240,8 +255,8 @@ class Results:
         """Return the lines of TASK-metrics.jsonl. Raises ValueError for one that is damaged."""
         return read_metrics(self.file(name, METRICS_SUFFIX))
 
-    def hashes(self, name: str) -> dict[str, str]:
-        """Return {step: hash} of TASK-settings.json."""
+    def hashes(self, name: str) -> dict[str, Any]:
+        """Return {step: {'settings', 'hash'}} of TASK-settings.json."""
         file = self.file(name, SETTINGS_SUFFIX)
         return paths.read_json(file) if file.exists() else {}
 
@@ -249,8 +264,21 @@ class Results:
         return self.folder / f'{file_name(name)}{suffix}'
 
 
+def is_line_of(line: Mapping[str, float], entry: Any, settings: str) -> bool | None:
+    """Return whether a line has these settings, by its entry in TASK-settings.json.
+
+    Return None if the entry is missing, or that of another line.
+    """
+    if isinstance(entry, str):  # earlier versions: a hash of the line and the first of `settings`
+        return entry == hash_of(line, settings.split()[0])
+    stored = entry.get('settings') if isinstance(entry, dict) else None
+    if not isinstance(stored, str) or entry.get('hash') != hash_of(line, stored):
+        return None
+    return stored == settings
+
+
 def hash_of(line: Mapping[str, float], settings: str) -> str:
-    """Return what tells whether the numbers of a line are those of `settings`."""
+    """Return a hash that ties a line's numbers to `settings`."""
     content = json.dumps([line, settings]).encode()
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
@@ -312,8 +340,16 @@ def json_default(value: Any) -> Any:
     return str(value)
 
 
-def describe(step: int, split: str, values: Mapping[str, Mapping[str, float]]) -> str:
-    """Return a small table of {task: {metric: value}} for the terminal."""
+def describe(
+    step: int,
+    split: str,
+    values: Mapping[str, Mapping[str, float]],
+    notes: Mapping[tuple[str, str], str],
+) -> str:
+    """Return a small table of {task: {metric: value}} for the terminal.
+
+    `notes`: {(task, metric): what is said behind the value}.
+    """
     rows = []
     for task, of_task in values.items():
         for metric, value in of_task.items():
@@ -322,5 +358,6 @@ def describe(step: int, split: str, values: Mapping[str, Mapping[str, float]]) -
     widths = [max(map(len, column)) for column in columns]
     lines = [f'Step {step:,}, {split}:']
     for task, metric, text in rows:
-        lines.append(f'  {task:{widths[0]}}  {metric:{widths[1]}}  {text:>{widths[2]}}')
+        note = notes.get((task, metric), '')
+        lines.append(f'  {task:{widths[0]}}  {metric:{widths[1]}}  {text:>{widths[2]}}{note}')
     return '\n'.join(lines)

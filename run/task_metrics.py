@@ -4,10 +4,13 @@ Training computes them on the way ("inference_eval"), and `--mode=evaluate` for 
 SeqIO seqio/evaluation.py.
 """
 
+import contextlib
+import dataclasses
 import hashlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,19 +20,23 @@ import evaluate
 import infer
 import tasks
 import tasks.open
+import user_code
 from configs import check
 from randomness import digest
 from run import best, results
 from run.agreement import check_alike
 from run.console import describe_trimming
-from run.examples import PRETOKENIZED, SPLITS, Example, read_split
+from run.examples import PRETOKENIZED, SPLITS, Example, TextChanges, read_split, text_changes
 from sources import FEATURES
 from stream import OpenTask, Stream, TokenizedTask
+from tasks import metrics
 from tasks.mixtures import MetricFn, Task
 from tasks.objectives import takes_inputs
 from tasks.preprocessors import UNKNOWN
 from user_code import UserError
 from vocabulary import Vocabulary
+
+FIRST_TEXTS = 100  # training examples per task, compared if no task is evaluated
 
 
 class EvaluatedTask(NamedTuple):
@@ -39,7 +46,9 @@ class EvaluatedTask(NamedTuple):
     name: str
     examples: list[Example]
     vocabulary: Vocabulary
-    settings: str  # a hash of what the results depend on beside the model
+    settings: str  # hashes of what the results depend on: files and settings; the examples
+    changes: TextChanges | None = None  # to the texts, by the vocabulary
+    limits: Mapping[str, 'Limit'] = {}  # by metric; only of those that the changes make worse
 
     def postprocess(self, text: str, example: Example, is_target: bool) -> Any:
         """Return what metrics compare of a text, the targets or an answer of an example."""
@@ -50,6 +59,13 @@ class EvaluatedTask(NamedTuple):
     def target(self, example: Example) -> Any:
         """Return what metrics compare of the targets of an example."""
         return self.postprocess(example.text('targets', self.vocabulary), example, is_target=True)
+
+
+class Limit(NamedTuple):
+    """The value of a metric for the targets as the vocabulary decodes them: no answer has a better one."""
+
+    value: float
+    side: str  # 'at most' or 'at least'
 
 
 class TaskResults(NamedTuple):
@@ -100,8 +116,9 @@ def settings_of_task(config: Any, name: str) -> Any:
     if name == config.task:
         return config
     own = config.copy_and_resolve_references()
-    own.update(task=name, train_split='train', text_field='text', kind='', tfds='', metrics='')
-    own.update(files='', validation_files='', validation_split='', inputs='', targets='')
+    own.update(task=name, train_split='train', text_field='text', kind='', delimiter='')
+    own.update(files='', validation_files='', test_files='', validation_split='')
+    own.update(inputs='', targets='', tfds='', metrics='')
     return own
 
 
@@ -115,8 +132,14 @@ def open_task(task: Task, config: Any, split: str) -> OpenTask:
     opened = tasks.open.opened_task(task, tasks.open.open_task(task, config))
     if not opened.source.may_hold(split):
         splits = ', '.join(name for name in SPLITS if opened.source.may_hold(name))
+        remedy = ''
+        if opened.source.is_tokenized:
+            remedy = '; its cache may lack a split that its records have: data.use_cached=no'
+        elif split == 'test':
+            remedy = '; data.test_files names files of the split test'
         raise ValueError(
-            f'task {task.name!r} has no split {split!r}: name one with --split or infer_eval.split: {splits}'
+            f'task {task.name!r} has no split {split!r}: name one with --split or infer_eval.split: '
+            f'{splits}{remedy}'
         )
     return opened
 
@@ -142,6 +165,24 @@ class TaskMetrics:
             num_trimmed = sum(example.is_trimmed for example in task.examples)
             for line in describe_trimming({task.name: [len(task.examples), num_trimmed]}):
                 report(line)
+            if task.changes is not None:
+                report(f'{task.name}: {task.changes}')
+            for line in describe_tokens(task):
+                report(line)
+
+    def describe(self, step: int, values: Mapping[str, Mapping[str, float]]) -> str:
+        """Return a small table of {task: {metric: value}}, and what the vocabulary changes of the texts."""
+        notes = {}
+        lines = []
+        for task in self.tasks:
+            if task.name not in values or task.changes is None:
+                continue
+            for metric, limit in task.limits.items():
+                targets = task.changes.changed('targets')
+                note = f', of {limit.side} {limit.value:,.3f}: {targets} change in the vocabulary'
+                notes[task.name, metric] = note
+            lines.append(f'{task.name}: {task.changes}')
+        return '\n'.join([results.describe(step, self.split, values, notes), *lines])
 
     def __call__(
         self, t5: infer.T5, task: EvaluatedTask, stop: Callable[[int], int] = lambda count: 0
@@ -176,6 +217,23 @@ class TaskMetrics:
         return compute_metrics(task, answers, scores)
 
 
+def changes_of_first_texts(training: Sequence[TokenizedTask]) -> Iterator[str]:
+    """Yield what the vocabulary changes of the first training texts of each task from text to text.
+
+    They end at a bad record, which training reports at its step.
+    """
+    for task in training:
+        if not takes_inputs(task.task.objective):
+            continue
+        examples: list[Example] = []
+        with contextlib.suppress(ValueError):
+            for example in read_split(task, 'train', FIRST_TEXTS):
+                examples.append(example)
+        changes = text_changes(examples, task.vocabulary)
+        if changes is not None:
+            yield f'{task.name}, the first {len(examples)} training examples: {changes}'
+
+
 def read_task(opened: OpenTask, config: Any, split: str, vocabulary: Vocabulary) -> EvaluatedTask:
     """Read the examples of a split of a task, at most infer_eval.num_examples."""
     tokenized_task = TokenizedTask(opened, config.data, vocabulary)
@@ -194,7 +252,7 @@ def read_task(opened: OpenTask, config: Any, split: str, vocabulary: Vocabulary)
         raise ValueError(
             f'task {opened.name!r} has no example with a target in split {split!r}: evaluate another split'
         )
-    content = hashlib.blake2b()
+    content = hashlib.blake2b(digest_size=16)
     for example in examples:
         assert example.targets is not None
         content.update(example.inputs.tobytes() + example.targets.tobytes())
@@ -202,7 +260,14 @@ def read_task(opened: OpenTask, config: Any, split: str, vocabulary: Vocabulary)
     name = opened.name
     if split != 'validation':
         name += f'-{split}'
-    task = EvaluatedTask(opened.task, name, examples, vocabulary, settings=digest(depends_on))
+    task = EvaluatedTask(
+        opened.task,
+        name,
+        examples,
+        vocabulary,
+        settings=f'{digest(depends_on)} {content.hexdigest()}',
+        changes=text_changes(examples, vocabulary),
+    )
     try:
         for example in examples:
             task.target(example)
@@ -213,7 +278,70 @@ def read_task(opened: OpenTask, config: Any, split: str, vocabulary: Vocabulary)
                 'or set data.use_cached=no'
             ) from None
         raise
-    return task
+    return task._replace(limits=limits_of(task))
+
+
+def decoded_targets(task: EvaluatedTask) -> list[str]:
+    """Return the targets of a task as its vocabulary decodes them: the answers of a perfect model."""
+    texts = [example.text('targets', task.vocabulary) for example in task.examples]
+    return list(map(task.vocabulary.decode, task.vocabulary.encode_as_arrays(texts)))
+
+
+def metrics_of_answers(task: EvaluatedTask, answers: Sequence[str]) -> dict[str, float]:
+    """Return the metrics of a task that are of answers, and not of scores."""
+    metric_fns = [metric_fn for metric_fn in task.task.metric_fns if not takes_scores(metric_fn)]
+    of_answers = task._replace(task=dataclasses.replace(task.task, metric_fns=metric_fns))
+    return compute_metrics(of_answers, answers, scores=None).values
+
+
+def limits_of(task: EvaluatedTask) -> dict[str, Limit]:
+    """Return the limit of each metric that what the vocabulary changes of the targets makes worse."""
+    if task.changes is None:
+        return {}
+    try:
+        targets = [example.text('targets', task.vocabulary) for example in task.examples]
+        of_targets = metrics_of_answers(task, targets)
+        of_decoded = metrics_of_answers(task, decoded_targets(task))
+    except UserError:  # the metric cannot take these answers
+        return {}
+    limits = {}
+    for name, value in of_decoded.items():
+        if value < of_targets[name]:
+            limits[name] = Limit(value, 'at most')
+        elif value > of_targets[name]:
+            limits[name] = Limit(value, 'at least')
+    return limits
+
+
+OWN_TASK = 'in a task of your own functools.partial(metrics.{}, tokenizer={!r})'
+# How to find the words of other scripts.
+TOKENIZER_REMEDIES = {
+    'rouge': f"use data.metrics='rouge:unicode', {OWN_TASK.format('rouge', 'unicode')}",
+    'bleu': "use data.metrics='bleu:zh' for Chinese, 'bleu:ja-mecab' for Japanese, 'bleu:char' for any "
+    f'script, {OWN_TASK.format("bleu", "zh")}',
+}
+
+
+def describe_tokens(task: EvaluatedTask) -> Iterator[str]:
+    """Yield a line for `bleu` and `rouge` if their tokenizers find no words in some targets."""
+    texts = [text for text in map(task.target, task.examples) if isinstance(text, str)]
+    for metric_fn in task.task.metric_fns:
+        with user_code.running(metric_fn, task.name):
+            tokenizer = metrics.tokenizer_of(metric_fn)
+        if tokenizer is None or not texts:
+            continue
+        missed = [text for text in texts if tokenizer.misses_words(text)]
+        if missed:
+            yield (
+                f'{len(missed):,} of {len(texts):,} targets of {task.name} have letters in which '
+                f'{tokenizer.metric} with tokenizer={tokenizer.name!r} finds no words, such as '
+                f'{missed[0]!r:.60}: right answers score too little; {TOKENIZER_REMEDIES[tokenizer.metric]}.'
+            )
+        elif tokenizer.metric == 'bleu' and all(len(tokenizer.tokens(x)) < 4 for x in texts):
+            yield (
+                f'No target of {task.name} has 4 tokens, which bleu needs: right answers have bleu 0; use '
+                "accuracy, or data.metrics='bleu:char'."
+            )
 
 
 def takes_scores(metric_fn: MetricFn) -> bool:
@@ -278,17 +406,33 @@ def compute_metrics(
     return TaskResults(values, lines)
 
 
-def write_results(folder: Any, task: EvaluatedTask, step: int, found: TaskResults) -> None:
-    """Write the results of a task at a step of the run in `folder`, in the first process."""
+def write_results(
+    folder: Any, task: EvaluatedTask, step: int, found: TaskResults, report: Callable[[str], Any]
+) -> None:
+    """Write the results of a task at a step of the run in `folder`, in the first process.
+
+    Reports that results of other files or settings are there, which stay.
+    """
     if jax.process_index() == 0:
         kept = results.Results(folder)
-        kept.write(task.name, step, found.values, found.lines, task.settings)
+        if not kept.write(task.name, step, found.values, found.lines, task.settings):
+            report(
+                f'Step {step:,}: {kept.folder} keeps its results of {task.name}, which other files or '
+                'settings gave; these are not written there.'
+            )
         kept.write_table()
 
 
-def events_of(values: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics under T5X's tags."""
-    return {f'eval/{name}': value for name, value in values.items()}
+def events_of(task: EvaluatedTask, values: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics under T5X's tags, and what the vocabulary changes of the texts, if anything."""
+    events = {f'eval/{name}': value for name, value in values.items()}
+    if task.changes is not None:
+        for feature, count in task.changes.num_changed.items():
+            events[f'num_{feature}_changed'] = count
+        events['num_unknown_tokens'] = task.changes.num_unknown_tokens
+    for name, limit in task.limits.items():
+        events[f'eval_limit/{name}'] = limit.value
+    return events
 
 
 def check_best_metric(
@@ -296,7 +440,8 @@ def check_best_metric(
 ) -> None:
     """Raise ValueError unless one of the evaluations of a run gives `save.best_metric`.
 
-    The names of task metrics are those of the targets, taken as answers.
+    The names of task metrics are those of the targets, taken as answers. Raise ValueError also if a metric
+    whose higher values are better cannot exceed 0.
     """
     metric = config.save.best_metric
     available = []
@@ -308,11 +453,32 @@ def check_best_metric(
         if not metric.startswith(f'{run}/'):
             available.append(f'{run}/METRIC')
             continue
-        answers = [example.text('targets', task.vocabulary) for example in task.examples]
+        answers = decoded_targets(task)
         scores = [0.0] * len(task.examples)
         for name in compute_metrics(task, answers, scores).values:
             available.append(best.metric_name(run, name))
+            if best.metric_name(run, name) == metric and config.save.best_is == 'higher':
+                check_can_exceed_zero(task, name, metric, answers)
     best.check_metric(metric, available)
+
+
+def check_can_exceed_zero(
+    task: EvaluatedTask, name: str, metric: str, best_answers: Sequence[str]
+) -> None:
+    """Raise ValueError if a metric of answers is 0 for the best ones, and not less for empty ones."""
+    limit = metrics_of_answers(task, best_answers).get(name, math.inf)
+    if not limit <= 0:
+        return
+    with contextlib.suppress(UserError):  # the metric cannot take empty answers
+        if metrics_of_answers(task, [''] * len(best_answers))[name] < limit:
+            return
+    reason = 'it is so for answers that are the targets'
+    if task.changes is not None and task.changes.num_changed['targets']:
+        reason = f'{task.changes}'
+    raise ValueError(
+        f'save.best_metric={metric!r} cannot exceed {limit:g}: {reason}: name another metric, such as '
+        f'training_eval/{task.name}/loss with save.best_is=lower, or another vocabulary, such as data.vocabulary=bytes'
+    )
 
 
 def validation_tags(config: Any) -> list[str]:

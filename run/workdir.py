@@ -80,6 +80,7 @@ MAY_CHANGE = (
     'model/module',
     'data/files',
     'data/validation_files',
+    'data/test_files',
     'data/metrics',
     'data/module',
     'data/cache_dirs',

@@ -171,7 +171,10 @@ class Source:
     def test(self) -> Part:
         """The records of the split test. Raises ValueError if there are none."""
         if self.open_test is None:
-            raise ValueError(f'{self.description} have no split test: evaluate another split')
+            remedy = ', or set data.use_cached=no' if self.is_tokenized else ''
+            raise ValueError(
+                f'{self.description} have no split test: evaluate another split{remedy}'
+            )
         return self.open_test()
 
     def is_in_split(self, split: str, record: Record) -> bool:
@@ -199,6 +202,8 @@ class Source:
 
     def check_not_empty(self, split: str) -> None:
         """Raise ValueError if there is no document in the files that hold those of `split`."""
+        if split == 'train' and not self.may_hold('train'):  # data.test_files alone
+            raise ValueError(f'no document is in split {split!r}: name files with data.files')
         part = self.part_of(split)
         for other in ('train', 'validation'):
             if self.part_of(other) is part and next(self.records(other), None) is not None:

@@ -3,7 +3,9 @@
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
+import io
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +27,7 @@ from sources.files import (
 )
 from sources.gzipped import GzippedFiles
 from sources.heads import begins_with_json, check_head, read_head
-from sources.tables import LineParser, check_text, table_header
+from sources.tables import LineParser, check_delimiter, check_text, numbered_lines, table_header
 from sources.templates import fields_named
 from sources.text import MAX_SMALL_BYTES, PlainFiles
 
@@ -34,7 +36,8 @@ def open_source(config, whole_records: bool = False, test_split: str = '') -> So
     """Open the task cache of `config.task`, else `config.tfds`, `config.files` or pydoc.
 
     A record has the fields that the settings name; with `whole_records` all of them, as they are in
-    JSON. `test_split`: as config.validation_split; '' is the split test, if there is one. Files are
+    JSON. `test_split`: as config.validation_split; '' is the split test, if there is one;
+    config.test_files take precedence. Files are
     read in the order of their digests, so that names and folders change nothing. Raises ValueError
     for settings that do not fit together and for files that cannot be read.
     """
@@ -43,41 +46,61 @@ def open_source(config, whole_records: bool = False, test_split: str = '') -> So
     folder = find_cache(config, config.task)
     if folder is not None:
         return cached_source(config, folder)
-    folders = find_tfds(config)
-    if folders:
-        return tfds_source_of(config, folders, whole_records, test_split)
     bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction, config.kind)
+    parser = LineParser(config, bad_lines, whole_records)
+    folders = find_tfds(config)
     names = find_files('data.files', config.files, bad_lines)
     validation_names = find_files('data.validation_files', config.validation_files, bad_lines)
-    if names or validation_names:
-        return files_source(config, names, validation_names, bad_lines, whole_records)
-    is_of_pydoc = config.task.startswith('pydoc_')
-    if config.kind or config.targets or (whole_records and not is_of_pydoc):
-        raise ValueError(
-            f'data.task={config.task!r} with data.kind={config.kind!r} and data.targets='
-            f'{config.targets!r} needs records: name its files or data set (data.files, data.tfds)'
-        )
-    return pydoc.open_source(config)
+    test_names = find_files('data.test_files', config.test_files, bad_lines)
+    all_names = names + validation_names + test_names
+    if all_names:
+        check_delimiter(config, {parser.kind_of(name): name for name in all_names})
+    if folders:
+        source = tfds_source_of(config, folders, whole_records, test_split)
+    elif all_names:
+        source = files_source(config, names, validation_names, parser)
+    else:
+        is_of_pydoc = config.task.startswith('pydoc_')
+        needs_files = config.kind or config.delimiter or config.targets
+        if needs_files or (whole_records and not is_of_pydoc):
+            raise ValueError(
+                f'data.task={config.task!r} with data.kind={config.kind!r}, data.delimiter={config.delimiter!r} '
+                f'and data.targets={config.targets!r} needs records: name its files or data set (data.files, '
+                'data.tfds)'
+            )
+        return pydoc.open_source(config)
+    test_parser = LineParser(config, bad_lines, whole_records)
+    if test_names:
+        test = read_records('data.test_files', 'test', test_names)
+        check_files(test_parser, test_names)
+        open_test = functools.partial(open_files, test, test_parser)
+        description = source.description
+        if not source.files:
+            description = f'{len(test_names):,} text file(s) of the split test'
+        source = dataclasses.replace(source, open_test=open_test, description=description)
+    in_parquet = [name for name in names + validation_names if parser.kind_of(name) == 'parquet']
+    tests_in_parquet = [name for name in test_names if parser.kind_of(name) == 'parquet']
+    are_numbers_read = parser.templates or whole_records
+    if are_numbers_read and (in_parquet or tests_in_parquet):
+        from sources.parquet import integer_columns  # pyarrow takes a while
+
+        found = integer_columns(in_parquet, tests_in_parquet, parser.fields)
+        parser.integers, test_parser.integers = found
+    return source
 
 
 def files_source(
-    config,
-    names: list[str],
-    validation_names: list[str],
-    bad_lines: BadLines,
-    whole_records: bool,
+    config, names: list[str], validation_names: list[str], parser: LineParser
 ) -> Source:
-    """Open files for training and files for validation; either may be none."""
-    if not names and config.train_split != NO_SPLIT:
+    """Open files for training and files for validation; each may be none."""
+    if validation_names and not names and config.train_split != NO_SPLIT:
         raise ValueError(
             f'data.validation_files={config.validation_files!r} needs data.files besides: name both'
         )
     train = read_records('data.files', 'train', names)
     validation = read_records('data.validation_files', 'validation', validation_names)
     check_disjoint(train, validation)
-    parser = LineParser(config, bad_lines, whole_records)
-    with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
-        list(threads.map(functools.partial(check_file, parser), names + validation_names))
+    check_files(parser, names + validation_names)
     num_bytes = sum(record.num_bytes for record in train or validation)
     parts = open_parts(train + validation, parser)
     files = [file for part in parts.values() for file in part.files]
@@ -86,7 +109,7 @@ def files_source(
         corpus='files',
         fingerprint=fingerprint_of_files(files, parser),
         validation_fraction=config.validation_fraction,
-        bad_lines=bad_lines,
+        bad_lines=parser.bad_lines,
         train=parts.get('train', RecordsInMemory([])),
         validation=parts.get('validation'),
         files=tuple(files),
@@ -115,6 +138,8 @@ def fingerprint_of_files(files: Sequence[FileRecord], parser: LineParser) -> str
         content.append('blocks with lines')  # earlier versions read all blocks, in another order
     if parser.kind:
         content.append(f'kind {parser.kind}')
+    if parser.delimiter:
+        content.append(f'delimiter {parser.delimiter}')
     return digest(content)
 
 
@@ -350,6 +375,12 @@ def setting_named(title: str) -> Iterator[None]:
         raise ValueError(f'{title}: {error}') from error
 
 
+def check_files(parser: LineParser, names: Sequence[str]) -> None:
+    """Raise ValueError for files of another kind or without the fields that the settings name."""
+    with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
+        list(threads.map(functools.partial(check_file, parser), names))
+
+
 def check_file(parser: LineParser, path: str) -> None:
     """Raise ValueError for a file of another kind or without the fields that the settings name."""
     kind = parser.kind_of(path)
@@ -365,7 +396,18 @@ def check_file(parser: LineParser, path: str) -> None:
                 path,
             )
     elif kind in ('csv', 'tsv') and head:
-        parser.check_columns(path, table_header(path, kind))
+        parser.check_columns(path, table_header(path, kind, parser.delimiter))
+        if kind == 'tsv':
+            warn_of_quotes(parser, path, head)
+
+
+def warn_of_quotes(parser: LineParser, path: str, head: bytes) -> None:
+    """Say of TSV that begins with `head` how quoted fields are read: before workers read the rest."""
+    offset = 0
+    for number, line in numbered_lines(io.BytesIO(head)):
+        position = number if is_gzipped(path) else offset
+        parser.warn_if_quoted(path, position, line.decode(errors='replace'))
+        offset += len(line)
 
 
 def open_files(files: list[FileRecord], parser: LineParser) -> Part:

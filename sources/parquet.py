@@ -8,7 +8,7 @@ import concurrent.futures
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ import pyarrow.types
 import paths
 from configs.check import first_ten
 from randomness import permutation
-from sources import Record, deal
+from sources import Record, bytes_of, deal
 from sources.deal import Blocks, epoch_order
 from sources.files import EMPTY_FILE, NUM_THREADS, FileRecord
 from sources.tables import LineParser, check_names
@@ -26,6 +26,7 @@ from sources.tables import LineParser, check_names
 WINDOW_BYTES = 128 << 20  # of the row groups that lanes read from at a time
 MAX_GROUP_BYTES = 256 << 20  # of the columns of a row group that are read, uncompressed
 MAX_CACHED_BYTES = 512 << 20  # of decoded row groups that are kept
+MAX_INTEGER = 2**53  # beyond it float64 rounds integers
 
 
 class DamagedFile(Exception):
@@ -91,6 +92,93 @@ def row_groups(path: str, metadata: Any, columns: Sequence[str]) -> Iterator[Row
             )
         yield RowGroup(path, number, first_row, group.num_rows, num_bytes)
         first_row += group.num_rows
+
+
+class Numbers(NamedTuple):
+    """A column of numbers, or one without any value, of a file."""
+
+    are_floats: bool
+    are_whole: bool
+    have_gap: bool
+
+
+def integer_columns(
+    files: Sequence[str], test_files: Sequence[str], fields: Sequence[str]
+) -> tuple[set[str], set[str]]:
+    """Return the columns whose floats are written as integers, in `files` and in `test_files`.
+
+    pandas makes floats of integers where a value is missing: a column of whole numbers and gaps alone is
+    one of integers. All `files`, those of training and validation, decide together, so that a number is
+    written the same way in each. Floats without a gap stay floats. Training does not depend on
+    `test_files`, which are written as it is. `fields`: the columns that are read; if there are none, all.
+    """
+    read = functools.partial(numbers_in_file, fields=fields)
+    with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
+        in_files = [columns for columns in threads.map(read, files) if columns is not None]
+        in_test_files = [x for x in threads.map(read, test_files) if x is not None]
+    integers = whole_beside_gaps(in_files)
+    test_integers = whole_beside_gaps(in_test_files)
+    for columns in in_files:
+        test_integers |= set(columns)
+    for columns in in_files:
+        for name, numbers in columns.items():
+            if numbers.are_floats and name not in integers:
+                test_integers.discard(name)
+    return integers, test_integers
+
+
+def whole_beside_gaps(in_files: Sequence[Mapping[str, Numbers]]) -> set[str]:
+    """Return the columns of whole numbers in all files, with a gap in some."""
+    found = set.intersection(*map(set, in_files)) if in_files else set()
+    for columns in in_files:
+        found = {name for name in found if columns[name].are_whole}
+    return {name for name in found if any(columns[name].have_gap for columns in in_files)}
+
+
+def numbers_in_file(path: str, fields: Sequence[str]) -> dict[str, Numbers] | None:
+    """Return the columns of numbers of a file, and those without any value; None if it is damaged.
+
+    Floats are read row group by row group, up to the first that is not whole.
+    """
+    found = {}
+    try:
+        with paths.open_file(path) as stream, damage_named('no Parquet'):
+            file = pyarrow.parquet.ParquetFile(stream)
+            for column in file.schema_arrow:
+                if fields and column.name not in fields:
+                    continue
+                value_type = column.type
+                if pyarrow.types.is_dictionary(value_type):
+                    value_type = value_type.value_type
+                if pyarrow.types.is_integer(value_type):
+                    found[column.name] = Numbers(are_floats=False, are_whole=True, have_gap=False)
+                elif pyarrow.types.is_null(value_type):
+                    found[column.name] = Numbers(are_floats=False, are_whole=True, have_gap=True)
+                elif pyarrow.types.is_floating(value_type):
+                    has_gap = has_gaps(file, column.name)
+                    found[column.name] = Numbers(
+                        are_floats=True, are_whole=has_gap is not None, have_gap=bool(has_gap)
+                    )
+    except DamagedFile:
+        return None
+    return found
+
+
+def has_gaps(file: Any, name: str) -> bool | None:
+    """Return whether a column of floats has a null or NaN; None if a number of it is not whole."""
+    has_gap = False
+    for number in range(file.metadata.num_row_groups):
+        batches = file.iter_batches(row_groups=[number], columns=[name], use_threads=False)
+        # Damage is reported when the rows are read.
+        with contextlib.suppress(DamagedFile), damage_named('damaged'):
+            for batch in batches:
+                values = batch.column(0).cast(pyarrow.float64()).to_numpy(zero_copy_only=False)
+                is_gap = np.isnan(values)
+                is_whole = (values == np.trunc(values)) & (np.abs(values) <= MAX_INTEGER)
+                if not (is_gap | is_whole).all():
+                    return None
+                has_gap |= bool(is_gap.any())
+    return has_gap
 
 
 def readable(footer: Footer) -> list[str]:
@@ -286,8 +374,23 @@ class ParquetFiles(Blocks):
             self.bad_lines.num_read += group.num_rows
             self.bad_lines.add(group.path, group.first_row, str(error), num_lines=group.num_rows)
             return []
-        read = self.parser.fields_of_row
-        return [
-            self.bad_lines.record(group.path, i, read, row)
-            for i, row in enumerate(rows, start=number)
-        ]
+        records = []
+        for i, row in enumerate(rows, start=number):
+            record = self.bad_lines.record(group.path, i, self.parser.fields_of_row, row)
+            if record is not None and self.parser.integers:
+                record = self.with_integers(record, row)
+            records.append(record)
+        return records
+
+    def with_integers(self, record: Record, row: dict[str, Any]) -> Record:
+        """Return the record of a row with integers for the floats of `integer_columns`.
+
+        The floats decide on its split, as they did in runs of earlier versions.
+        """
+        split_key = b''.join(map(bytes_of, record.fields.values())).decode()
+        for field in self.parser.integers:
+            if isinstance(row[field], float) and row[field].is_integer():
+                row[field] = int(row[field])
+        fields = self.parser.fields_of_row(row)
+        assert fields is not None
+        return record._replace(fields=fields, split_key=split_key)

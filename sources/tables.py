@@ -1,6 +1,7 @@
 """Lines as records: JSON objects, rows of CSV and TSV, and plain lines.
 
-The first row of a table names its columns.
+The first row of a table names its columns. In CSV a field may be quoted, in TSV a quote is a character;
+a table with data.delimiter is CSV with that delimiter, whatever its name.
 """
 
 import collections
@@ -8,11 +9,16 @@ import csv
 import functools
 import io
 import json
-from collections.abc import Collection, Iterable, Iterator
+import math
+import re
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import IO, Any
 
+from absl import logging
+
 from configs import check as settings
-from sources import BadLines, Record
+from sources import BadLine, BadLines, Record
 from sources.files import is_gzipped, kind_of
 from sources.heads import open_unzipped
 from sources.templates import fields_named, templates_of
@@ -21,6 +27,14 @@ csv.field_size_limit(2**31 - 1)
 
 # A longer row of CSV has a quote that nobody closed.
 MAX_ROW_BYTES = 1 << 24
+# Python also writes NaN, Infinity and -Infinity, which JSON does not have: missing values, as null.
+JSON = json.JSONDecoder(parse_constant=lambda name: None)
+# A field as csv.writer, pandas and Excel quote it.
+QUOTED = re.compile(r'"[^"]*(""[^"]*)*"')
+QUOTED_TSV = (
+    "a field is quoted, as csv.writer, pandas and Excel do, and TSV keeps its quotes: set data.delimiter='tab' "
+    'to read it by the rules of CSV'
+)
 
 
 class LineParser:
@@ -28,15 +42,19 @@ class LineParser:
 
     def __init__(self, config, bad_lines: BadLines, whole_records: bool = False):
         self.kind = config.kind
+        self.delimiter = delimiter_of(config)
         self.text_field = config.text_field
         self.templates = templates_of(config)
         self.bad_lines = bad_lines
         self.whole_records = whole_records
         self.fields = () if whole_records else fields_named(config)
+        self.integers: Collection[str] = ()  # see parquet.integer_columns
+        self.has_warned = False
+        self.lock = threading.Lock()
 
     def kind_of(self, path: str) -> str:
         """Return how a file is read: as data.kind, or by its name if that is ''."""
-        return self.kind or kind_of(path)
+        return kind_with_delimiter(self.kind or kind_of(path), self.delimiter)
 
     def __call__(self, path: str, position: int, line: bytes) -> Record | None:
         """Return the record of a line; None for a blank line and for a bad one that is skipped.
@@ -54,6 +72,8 @@ class LineParser:
         for field, value in values.items():
             if isinstance(value, bytes):
                 values[field] = decoded(value, 'utf-8', f' of field {field!r}')
+            elif isinstance(value, float) and not is_number(value):
+                values[field] = None
         return self.fields_named_in(values)
 
     def fields_of(self, path: str, position: int, content: bytes) -> dict[str, Any] | None:
@@ -67,8 +87,12 @@ class LineParser:
             if '\0' in line:
                 raise ValueError('it holds zero bytes: copy the file again')
             return {self.text_field: line.strip()}
-        header = table_header(path, kind) if kind in ('csv', 'tsv') else []
-        found = fields_of_line(line, kind, self.text_field, header)
+        header: list[str] = []
+        if kind in ('csv', 'tsv'):
+            header = table_header(path, kind, self.delimiter)
+            if kind == 'tsv':
+                self.warn_if_quoted(path, position, line)
+        found = fields_of_line(line, kind, self.text_field, header, self.delimiter)
         if kind == 'jsonl':
             if self.whole_records and '\\u' in line:
                 check_encodes(found)
@@ -86,16 +110,63 @@ class LineParser:
     def check_columns(self, path: str, columns: Collection[str]) -> None:
         """Raise ValueError for a table without a column that the settings name."""
         setting = 'data.inputs or data.targets' if self.templates else 'data.text_field'
-        check_columns(path, columns, self.fields, remedy=f'correct {setting}')
+        remedy = f'correct {setting}'
+        kind = self.kind_of(path)
+        if kind in ('csv', 'tsv'):
+            remedy = f'{remedy}, or name the columns in its first line'
+            remedy = remedy_of_header(' '.join(columns), kind, remedy)
+        check_columns(path, columns, self.fields, remedy)
+
+    def warn_if_quoted(self, path: str, position: int, line: str) -> None:
+        """Say of the first line of TSV with quoted fields how to read it. `position`: as of a call."""
+        if self.has_warned or '"' not in line or not is_quoted(line):
+            return
+        with self.lock:
+            if not self.has_warned:
+                self.has_warned = True
+                logging.warning(BadLine(path, position, QUOTED_TSV, 'tsv').describe())
 
     def json_text(self, content: dict, field: str) -> str:
         """Return a field of a JSON object as text."""
         remedy = 'set data.text_field'
         if self.templates:
             remedy = 'correct data.inputs and data.targets'
-            if isinstance(content.get(field), int | float):  # as JSON writes it
+            if is_number(content.get(field)):  # as JSON writes it
                 return json.dumps(content[field])
         return json_string(content, field, remedy).strip()
+
+
+def delimiter_of(config) -> str:
+    """Return the character that data.delimiter names, '' for none."""
+    return {'tab': '\t', '\\t': '\t'}.get(config.delimiter, config.delimiter)
+
+
+def kind_with_delimiter(kind: str, delimiter: str) -> str:
+    """Return how a file is read if there is a delimiter: a table as CSV."""
+    return 'csv' if delimiter and kind == 'tsv' else kind
+
+
+def check_delimiter(config, files: Mapping[str, str]) -> None:
+    """Raise ValueError if data.delimiter has no table to act on, or text that may be one.
+
+    `files`: {kind: a file that is read so}.
+    """
+    others = {kind: file for kind, file in files.items() if kind not in ('csv', 'tsv')}
+    if config.delimiter and ('text' in others or len(others) == len(files)):
+        kind = 'text' if 'text' in others else next(iter(others))
+        raise ValueError(
+            f'data.delimiter={config.delimiter!r} is for tables, and {others[kind]} is read as {kind}: set '
+            "data.kind='csv', or data.delimiter=''"
+        )
+
+
+def is_quoted(line: str) -> bool:
+    """Return whether all quotes in a line of TSV are those of quoted fields."""
+    columns = [column.strip() for column in line.split('\t') if '"' in column]
+    # A newline in a field of the only column ends the line within its quotes.
+    if columns == [line.strip()] and QUOTED.fullmatch(f'{columns[0]}"'):
+        return True
+    return bool(columns) and all(map(QUOTED.fullmatch, columns))
 
 
 def decoded(content: bytes, encoding: str, where: str = '') -> str:
@@ -116,7 +187,9 @@ def check_text(title: str, fields: Iterable[str], text_field: str, remedy: str) 
             )
 
 
-def fields_of_line(line: str, kind: str, text_field: str, header: list[str]) -> dict[str, Any]:
+def fields_of_line(
+    line: str, kind: str, text_field: str, header: list[str], delimiter: str
+) -> dict[str, Any]:
     """Return the fields of a JSON object or a row of a table; a plain line is `text_field`.
 
     `header`: the columns of a table. Raises ValueError for what is wrong with the line.
@@ -125,7 +198,7 @@ def fields_of_line(line: str, kind: str, text_field: str, header: list[str]) -> 
         return {text_field: line}
     if kind == 'jsonl':
         try:
-            content = json.loads(line.strip(' \t\r\n'))  # JSON's spaces
+            content = JSON.decode(line.strip(' \t\r\n'))  # JSON's spaces
         except (ValueError, RecursionError) as error:
             raise ValueError(f'no JSON: {error}; correct it') from None
         if not isinstance(content, dict):
@@ -133,10 +206,18 @@ def fields_of_line(line: str, kind: str, text_field: str, header: list[str]) -> 
                 f'{line.strip()!r:.40} is no JSON object; write {{"{text_field}": ...}}'
             )
         return content
-    row = table_row(line, kind)
+    row = table_row(line, kind, delimiter)
     if len(row) != len(header):
-        raise ValueError(f'{len(row)} columns, and the header has {len(header)}; correct the row')
+        remedy = 'correct the row'
+        if kind == 'tsv' and '"' in line:
+            remedy += ", or set data.delimiter='tab' if its fields are quoted"
+        raise ValueError(f'{len(row)} columns, and the header has {len(header)}; {remedy}')
     return dict(zip(header, row, strict=True))
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number that JSON has: NaN and the infinities are missing values."""
+    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
 
 
 def json_string(content: dict, field: str, remedy: str) -> str:
@@ -144,6 +225,8 @@ def json_string(content: dict, field: str, remedy: str) -> str:
     text = content.get(field)
     if not isinstance(text, str):
         names = ', '.join(repr(name) for name in list(content)[:10]) or 'none'
+        if text is None and field in content:
+            remedy += ', or fill it in: null and NaN are missing values'
         raise ValueError(f'field {field!r} is {text!r:.40}, no string, of fields {names}; {remedy}')
     try:
         text.encode()
@@ -161,22 +244,25 @@ def check_encodes(content: dict) -> None:
 
 
 @functools.lru_cache(maxsize=100_000)
-def table_header(path: str, kind: str) -> list[str]:
+def table_header(path: str, kind: str, delimiter: str) -> list[str]:
     """Return the names of the columns of a table."""
     with open_unzipped(path) as file:
         for _, line in whole_rows(numbered_lines(file), kind):
-            return header_of(line, kind, title=path)
+            return header_of(line, kind, delimiter, title=path)
     return []
 
 
-def header_of(line: str | bytes, kind: str, title: str) -> list[str]:
+def header_of(line: str | bytes, kind: str, delimiter: str, title: str) -> list[str]:
     """Return the names of the columns in the first line of a table; those without a name are ''."""
     try:
         if isinstance(line, bytes):
             line = decoded(line, 'utf-8-sig')
-        names = table_row(line, kind)
+        names = table_row(line, kind, delimiter)
     except ValueError as error:
-        raise ValueError(f'line 1 of {title}: {error}') from None
+        fault, _, remedy = str(error).rpartition('; ')
+        if isinstance(line, str) and not delimiter:  # it is UTF-8
+            remedy = remedy_of_header(line, kind, remedy)
+        raise ValueError(f'line 1 of {title}: {fault}; {remedy}') from None
     check_names(names, f'line 1 of {title}')
     return names
 
@@ -198,15 +284,29 @@ def check_columns(title: str, columns: Collection[str], fields: Iterable[str], r
             raise ValueError(f'{title} has no column {field!r}, it has {found}: {remedy}')
 
 
-def table_row(line: str, kind: str) -> list[str]:
-    """Return the columns of a row. In CSV a field may be quoted, in TSV a quote is a character."""
+def remedy_of_header(header: str, kind: str, remedy: str) -> str:
+    """Return what to do about a header that was not understood; `remedy` if no other delimiter shows."""
+    delimiters = {'tab': '\t', ';': ';', '|': '|'}
+    if kind == 'tsv':
+        delimiters |= {'tab': '"', ',': ','}  # it is split at tabs, and its quotes are left
+    for name, character in delimiters.items():
+        if character in header:
+            return f'set data.delimiter={name!r} if that divides its columns, or {remedy}'
+    return remedy
+
+
+def table_row(line: str, kind: str, delimiter: str) -> list[str]:
+    """Return the columns of a row."""
     row = line.removesuffix('\n').removesuffix('\r')
     if kind == 'tsv':
         columns = row.split('\t')
     else:
         file = io.StringIO(row, newline='')
         try:
-            rows = list(csv.reader(file, skipinitialspace=True, strict=True))
+            reader = csv.reader(
+                file, delimiter=delimiter or ',', skipinitialspace=True, strict=True
+            )
+            rows = list(reader)
             if len(rows) > 1:
                 raise csv.Error('a quote or a carriage return (CR) in a field that is not quoted')
         except csv.Error as error:

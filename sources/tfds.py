@@ -25,6 +25,7 @@ import paths
 from configs import check as settings
 from sources import BadLines, deal
 from sources.cache import text_of
+from sources.tables import is_number
 from sources.tfrecord import ByteRanges, StoredRecord, StoredRecords, record_offsets
 
 VERSION = re.compile(r'\d+\.\d+\.\d+')
@@ -231,7 +232,7 @@ def text_at(example: Mapping[str, Any], field: str) -> str:
         raise ValueError(f'feature {field!r} has too few values: correct the slot') from None
     if isinstance(value, float) and float(np.float32(value)) == value:
         value = float(str(np.float32(value)))  # 3.8, not 3.799999952316284
-    if isinstance(value, int | float):
+    if is_number(value):
         return json.dumps(value)
     if not isinstance(value, str):
         raise ValueError(f'feature {field!r} is {value!r:.40}, no text: name another one')

@@ -43,10 +43,10 @@ def without_spans_after(mask: np.ndarray, num_spans: int) -> np.ndarray:
 
 
 def noise_token_to_sentinel(
-    tokens: np.ndarray, mask: np.ndarray, vocabulary_size: int
+    tokens: np.ndarray, mask: np.ndarray, sentinel_ids: np.ndarray
 ) -> np.ndarray:
-    """Replace each token of noise by the last id."""
-    return np.where(mask, np.int32(vocabulary_size - 1), tokens)
+    """Replace each token of noise by the first sentinel."""
+    return np.where(mask, sentinel_ids[0], tokens)
 
 
 def drop_noise_tokens(tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -84,13 +84,14 @@ def noise_token_to_random_token_or_sentinel(
     tokens: np.ndarray,
     mask: np.ndarray,
     vocabulary_size: int,
+    sentinel_ids: np.ndarray,
     *key: int | str,
     random_prob: float = 0.1,
 ) -> np.ndarray:
-    """Replace each token of noise by a random id, with probability `random_prob`, or the last id."""
+    """Replace each token of noise by a random id, with probability `random_prob`, or the first sentinel."""
     fractions = random_fractions(tokens.shape, 'token or sentinel', tokens.shape[1], *key)
     return np.where(
         fractions < random_prob,
         noise_token_to_random_token(tokens, mask, vocabulary_size, *key),
-        noise_token_to_sentinel(tokens, mask, vocabulary_size),
+        noise_token_to_sentinel(tokens, mask, sentinel_ids),
     )

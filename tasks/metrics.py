@@ -7,9 +7,12 @@ What would give a wrong number raises ValueError; other wrong input raises what 
 t5/evaluation/metrics.py and qa_utils.py; other sources are named where they are used.
 """
 
+import functools
+import inspect
 import itertools
 import math
 import numbers
+import os
 import re
 import string
 import unicodedata
@@ -18,12 +21,23 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import regex
 from sacrebleu.metrics import BLEU
 
 Values = dict[str, float]
 Metric = Callable[[Sequence[Any], Sequence[Any]], Values]
 
 NUM_BOOTSTRAP_SAMPLES = 1000  # of rouge_score
+
+# Scripts without spaces between words.
+UNSPACED = r'[\p{Han}\p{Hiragana}\p{Katakana}ー\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]'
+WORD_CHARACTERS = r'[\p{L}\p{M}\p{N}]'
+UNSPACED_LETTER = rf'[{UNSPACED}&&{WORD_CHARACTERS}]\p{{M}}*'
+UNICODE_TOKEN = regex.compile(rf'{UNSPACED_LETTER}|[{WORD_CHARACTERS}--{UNSPACED}]+', regex.V1)
+UNSPACED_LETTERS = regex.compile(f'({UNSPACED_LETTER}){{2}}', regex.V1)
+# Those of sacrebleu's tokenizers that find words by the spaces and marks around them.
+SPACED_TOKENIZERS = ('13a', 'intl', 'none', 'zh')  # 'zh' also parts Chinese characters
+ROUGE_TOKENIZERS = ('ascii', 'unicode')
 
 ENGLISH_ARTICLES = r'\b(a|an|the)\b'
 # MLQA's rules. The Arabic article is a prefix, which goes wherever its letters stand, as there.
@@ -38,6 +52,93 @@ ARTICLES = {
 }
 
 
+# How metrics find the words of a text.
+
+
+class Tokenizer(NamedTuple):
+    """What `bleu` or `rouge` takes for the words of a text."""
+
+    metric: str  # 'bleu' or 'rouge'
+    name: str
+    tokens: Callable[[str], list[str]]
+
+    def misses_words(self, text: str) -> bool:
+        """Return whether the letters of a text are in no token, or several words are in one."""
+        tokens = self.tokens(text)
+        if not tokens:
+            return regex.search(r'\p{L}', text) is not None
+        is_spaced = self.metric == 'bleu' and self.name in SPACED_TOKENIZERS
+        return is_spaced and any(map(UNSPACED_LETTERS.search, tokens))
+
+
+def tokenizer_of(metric_fn: Metric) -> Tokenizer | None:
+    """Return the tokenizer of `bleu` or `rouge`, also within functools.partial; None for other metrics.
+
+    Raises ValueError for a tokenizer that is unknown or not installed.
+    """
+    keywords: Mapping[str, Any] = {}
+    if isinstance(metric_fn, functools.partial):
+        keywords = metric_fn.keywords
+        metric_fn = metric_fn.func
+    if metric_fn not in (bleu, rouge):
+        return None
+    default = inspect.signature(metric_fn).parameters['tokenizer'].default
+    name = keywords.get('tokenizer', default)
+    if metric_fn is rouge:
+        return Tokenizer('rouge', name, rouge_tokenizer(name))
+    tokenize = bleu_scorer(name).tokenizer
+    return Tokenizer('bleu', name, lambda text: tokenize(text.rstrip()).split())
+
+
+def bleu_scorer(tokenizer: str) -> BLEU:
+    """Return sacrebleu's BLEU, with its defaults: smoothing 'exp', case kept.
+
+    Raises ValueError for a tokenizer that is unknown, or that needs what is not there.
+    """
+    if tokenizer not in BLEU.TOKENIZERS:
+        raise ValueError(
+            f'tokenizer={tokenizer!r} of bleu: sacrebleu has none of this name: use one of '
+            f'{", ".join(BLEU.TOKENIZERS)}'
+        )
+    if tokenizer.startswith(('spm', 'flores', 'spBLEU')):
+        from sacrebleu.tokenizers.tokenizer_spm import SACREBLEU_DIR, SPM_MODELS  # takes a while
+
+        url = SPM_MODELS[tokenizer]['url']
+        file = os.path.join(SACREBLEU_DIR, 'models', os.path.basename(url))
+        if not os.path.exists(file):
+            raise ValueError(
+                f'tokenizer={tokenizer!r} of bleu needs a model: download {url} to {file}'
+            )
+    try:
+        return BLEU(tokenize=tokenizer)
+    except (RuntimeError, ImportError, AssertionError) as error:
+        language = tokenizer.partition('-')[0]
+        raise ValueError(
+            f'tokenizer={tokenizer!r} of bleu needs MeCab and its dictionary: '
+            f"pip install 'sacrebleu[{language}]'"
+        ) from error
+
+
+def rouge_tokenizer(name: str) -> Callable[[str], list[str]]:
+    """Return a function from a text to its tokens."""
+    if name not in ROUGE_TOKENIZERS:
+        raise ValueError(f'tokenizer={name!r} of rouge: use one of {", ".join(ROUGE_TOKENIZERS)}')
+    return ascii_tokens if name == 'ascii' else unicode_tokens
+
+
+def ascii_tokens(text: str) -> list[str]:
+    """Return the runs of a-z and 0-9 of a text in lower case, as rouge_score."""
+    return re.findall('[a-z0-9]+', text.lower())
+
+
+def unicode_tokens(text: str) -> list[str]:
+    """Return the runs of letters, marks and digits of any script, in lower case and NFKC.
+
+    A letter of a script without spaces between words, such as Chinese and Thai, is a token of its own.
+    """
+    return UNICODE_TOKEN.findall(unicodedata.normalize('NFKC', text).lower())
+
+
 # Translation and summarization.
 
 
@@ -45,7 +146,8 @@ def bleu(targets: Sequence[Any], predictions: Sequence[str], tokenizer: str = 'i
     """Return {'bleu'} of sacrebleu over the corpus.
 
     `targets`: a text for each prediction; or, with several references, lists of texts, each list a
-    reference for all predictions. `tokenizer`: sacrebleu's; T5 has 'intl', most papers '13a'.
+    reference for all predictions. `tokenizer`: sacrebleu's; T5 has 'intl', most papers '13a'. For
+    Chinese it is 'zh', for Japanese 'ja-mecab'; 'char' takes each character for a word.
     """
     references = [targets]
     if isinstance(targets[0], list | tuple):
@@ -55,12 +157,12 @@ def bleu(targets: Sequence[Any], predictions: Sequence[str], tokenizer: str = 'i
                 f'a reference has {len(targets[0])} texts for {len(predictions)} predictions: transpose '
                 'the lists of targets'
             )
-    return {'bleu': BLEU(tokenize=tokenizer).corpus_score(predictions, references).score}
+    return {'bleu': bleu_scorer(tokenizer).corpus_score(predictions, references).score}
 
 
 def bleu_signature(tokenizer: str = 'intl', num_references: int = 1) -> str:
     """Return sacrebleu's description of how `bleu` computes, for a paper or a table."""
-    scorer = BLEU(tokenize=tokenizer)  # with its defaults: smoothing 'exp', case kept
+    scorer = bleu_scorer(tokenizer)
     scorer.corpus_score([''], [['']] * num_references)  # a signature has the number of references
     return str(scorer.get_signature())
 
@@ -70,16 +172,18 @@ def rouge(
     predictions: Sequence[str],
     score_keys: Sequence[str] = ('rouge1', 'rouge2', 'rougeLsum'),
     bootstrap_seed: int | None = None,
+    tokenizer: str = 'ascii',
 ) -> Values:
     """Return the mean F1 of each score: 'rouge1' to 'rouge9', 'rougeL', 'rougeLsum'.
 
-    Tokens are runs of a-z and 0-9, not stemmed: a text without them scores 0. A sentence ends at a
-    newline, and at ' . '. Differs from T5: the mean, which is T5's `rouge_mean`. With
-    `bootstrap_seed` a value is T5's `rouge`: the median of the means of 1,000 resamples. Source: Lin
-    2004; rouge_score 0.1.2.
+    Tokens are not stemmed. They are runs of a-z and 0-9, as in T5, so a text without them scores 0;
+    with tokenizer='unicode' they are those of `unicode_tokens`. A sentence ends at a newline, and at
+    ' . '. Differs from T5: the mean, which is T5's `rouge_mean`. With `bootstrap_seed` a value is
+    T5's `rouge`: the median of the means of 1,000 resamples. Source: Lin 2004; rouge_score 0.1.2.
     """
-    target_sentences = list(map(rouge_sentences, targets))
-    prediction_sentences = list(map(rouge_sentences, predictions))
+    sentences_of = functools.partial(rouge_sentences, tokenizer=tokenizer)
+    target_sentences = list(map(sentences_of, targets))
+    prediction_sentences = list(map(sentences_of, predictions))
     values = {}
     for key in score_keys:
         f1 = list(map(rouge_scorer(key), target_sentences, prediction_sentences))
@@ -93,10 +197,10 @@ def rouge(
 rouge_mean = rouge  # T5's name of the mean
 
 
-def rouge_sentences(text: str) -> list[list[str]]:
+def rouge_sentences(text: str, tokenizer: str) -> list[list[str]]:
     """Return the tokens of each sentence."""
     lines = text.replace(' . ', ' .\n').split('\n')
-    return [re.findall('[a-z0-9]+', line.lower()) for line in lines]
+    return list(map(rouge_tokenizer(tokenizer), lines))
 
 
 def rouge_scorer(key: str) -> Callable[[list[list[str]], list[list[str]]], float]:

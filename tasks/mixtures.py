@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import user_code
-from configs.check import CHOICES
+from configs.check import CHOICES, DELIMITER, DELIMITER_RULE
 from sources import NO_SPLIT
 from sources.templates import Template, templates_of
 from tasks.objectives import OBJECTIVES
@@ -39,11 +39,13 @@ class Task:
     name: str
     files: str = ''
     validation_files: str = ''
+    test_files: str = ''
     kind: str = ''
+    delimiter: str = ''
     tfds: str = ''
     train_split: str = 'train'
     validation_split: str = ''
-    test_split: str = ''  # '' is the split test, if there is one
+    test_split: str = ''  # '' is the split test, if there is one; test_files take precedence
     text_field: str = 'text'
     inputs: str = ''
     targets: str = ''
@@ -68,6 +70,8 @@ class Task:
             value = getattr(self, name)
             if value not in choices:
                 raise self._wrong(name, value, f'use one of {", ".join(map(repr, choices))}')
+        if not DELIMITER.fullmatch(self.delimiter):
+            raise self._wrong('delimiter', self.delimiter, DELIMITER_RULE)
         if not isinstance(self.metric_fns, list | tuple):
             raise self._wrong('metric_fns', self.metric_fns, 'must be a list of functions')
         if self.preprocess_fn is not None and (self.inputs or self.targets):

@@ -66,7 +66,7 @@ class IidDenoising(Denoising):
         mask = iid_noise_mask(raw_ids.shape, self.noise_density, *key)
         # There may be one more span that is not noise.
         mask = without_spans_after(mask, self.num_sentinels - 1)
-        return mark_spans(raw_ids, mask, self.vocabulary_size)
+        return mark_spans(raw_ids, mask, self.sentinel_ids)
 
 
 class DropCorruptedTokens(Denoising):
@@ -101,7 +101,7 @@ class MassStyle(Denoising):
 
     def mark(self, raw_ids: np.ndarray, mask: np.ndarray, *key: int | str) -> np.ndarray:
         """Return the inputs."""
-        return noise_token_to_sentinel(raw_ids, mask, self.vocabulary_size)
+        return noise_token_to_sentinel(raw_ids, mask, self.sentinel_ids)
 
 
 class BertStyle(MassStyle):
@@ -111,7 +111,9 @@ class BertStyle(MassStyle):
     """
 
     def mark(self, raw_ids: np.ndarray, mask: np.ndarray, *key: int | str) -> np.ndarray:
-        return noise_token_to_random_token_or_sentinel(raw_ids, mask, self.vocabulary_size, *key)
+        return noise_token_to_random_token_or_sentinel(
+            raw_ids, mask, self.vocabulary_size, self.sentinel_ids, *key
+        )
 
 
 class Deshuffling(Denoising):
@@ -254,14 +256,14 @@ class Denoiser(NamedTuple):
             num_noise, num_spans = num_noise_tokens_and_spans(raw_length, density, mean_length)
         return raw_length, num_noise + num_spans + 1, num_spans
 
-    def corrupt(self, raw_ids: np.ndarray, vocabulary_size: int, *key: int | str) -> Pair:
+    def corrupt(self, raw_ids: np.ndarray, sentinel_ids: np.ndarray, *key: int | str) -> Pair:
         """Return inputs, without the mode, and targets."""
         if self.mean_span_length is None:
             return split_prefix(raw_ids, self.noise_density, *key)
         mask = random_spans_noise_mask(
             raw_ids.shape, self.noise_density, self.mean_span_length, *key
         )
-        return mark_spans(raw_ids, mask, vocabulary_size)
+        return mark_spans(raw_ids, mask, sentinel_ids)
 
 
 # UL2 (Tay et al. 2022) §3.1.2 and table 1: R-denoisers, X-denoisers, and the S-denoiser.
@@ -330,7 +332,7 @@ class Ul2(Denoising):
 
     def corrupt_as(self, i: int, raw_ids: np.ndarray, *key: int | str) -> Pair:
         """Return the inputs and targets of denoiser `i`, as `corrupt` does."""
-        inputs, targets = DENOISERS[i].corrupt(raw_ids, self.vocabulary_size, i, *key)
+        inputs, targets = DENOISERS[i].corrupt(raw_ids, self.sentinel_ids, i, *key)
         mode = np.tile(self.modes[i], (len(raw_ids), 1))
         return np.concatenate([mode, inputs], axis=1), targets
 
@@ -376,7 +378,7 @@ class TextToTextWithSentinel(PromptedTextToText):
 
     def __init__(self, config: Any, vocabulary: Vocabulary):
         super().__init__(config, vocabulary)
-        self.sentinel = np.array([vocabulary.size - 1], np.int32)
+        self.sentinel = vocabulary.sentinel_ids[:1]
         if vocabulary.num_sentinels == 0:
             raise ValueError(
                 'data.extra_ids=0: the inputs of this task end with a sentinel: use 1 or more'

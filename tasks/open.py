@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ def find(config: Any) -> Task | Mixture:
         raise ValueError(f'data.task={config.task!r} {REFUSED[config.task]}')
     found = look_up(config.task, config)
     if isinstance(found, Mixture):
-        for setting in ('files', 'validation_files', 'tfds'):
+        for setting in ('files', 'validation_files', 'test_files', 'tfds'):
             if config[setting]:
                 raise ValueError(
                     f'data.{setting}={config[setting]!r} are the records of one task, and '
@@ -40,6 +41,9 @@ def open_mixture(config: Any) -> OpenMixture:
     """
     found = find(config)
     opened = open_sources(found, config)
+    for task in opened.tasks:
+        if task.task.train_split != NO_SPLIT and not task.source.may_hold('train'):
+            task.source.check_not_empty('train')  # raises
     if opened.is_single and found.name not in own_tasks(config.module):
         # config.json has the texts of this task.
         return dataclasses.replace(opened, fingerprint=opened.tasks[0].source.fingerprint)
@@ -134,17 +138,25 @@ def configured(found: Task | Mixture, config: Any) -> Task | Mixture:
         prepared = sources.open.prepared_version(config, task.tfds)
         if prepared is not None:
             changes['tfds'] = prepared
-        elif task.name.startswith('c4_'):
+        elif task.name.startswith('c4_') or config.test_files:
             changes['tfds'] = ''
     if config.train_split != 'train' and task.train_split != NO_SPLIT:
         changes['train_split'] = config.train_split
-    for setting, default in (('kind', ''), ('validation_split', ''), ('text_field', 'text')):
+    defaults = {
+        'kind': '',
+        'delimiter': '',
+        'validation_split': '',
+        'text_field': 'text',
+        'test_files': '',
+    }
+    for setting, default in defaults.items():
         if config[setting] != default:
             changes[setting] = config[setting]
     changed = dataclasses.replace(task, **changes)
     # Without records an objective and the rows of TABLE read Python's documentation.
     if not is_ours and task.name not in OBJECTIVES:
-        has_records = changed.files or changed.validation_files or changed.tfds or changed.cache
+        files = changed.files or changed.validation_files or changed.test_files
+        has_records = files or changed.tfds or changed.cache
         if not has_records and sources.open.find_cache(config, changed.name) is None:
             raise ValueError(
                 f'task {task.name!r} needs records: name its files or tfds in data.module, or with '
@@ -177,7 +189,9 @@ def task_of_settings(name: str, config: Any) -> Task:
         name=name,
         files=config.files,
         validation_files=config.validation_files,
+        test_files=config.test_files,
         kind=config.kind,
+        delimiter=config.delimiter,
         tfds=config.tfds,
         train_split=config.train_split,
         validation_split=config.validation_split,
@@ -191,15 +205,34 @@ def task_of_settings(name: str, config: Any) -> Task:
 
 def metrics_of(config: Any) -> list[MetricFn]:
     """Return the metrics that data.metrics names."""
-    found = []
-    for name in filter(None, map(str.strip, config.metrics.split(','))):
+    found: dict[str, MetricFn] = {}
+    for given in filter(None, map(str.strip, config.metrics.split(','))):
+        name, colon, tokenizer = given.partition(':')
         if name not in TEXT_METRICS:
             raise ValueError(
                 f'data.metrics={config.metrics!r}: {name!r} is none: use some of '
                 f'{", ".join(TEXT_METRICS)}, or write a task with metric_fns in data.module'
             )
-        found.append(TEXT_METRICS[name])
-    return found
+        if name in found:
+            raise ValueError(
+                f'data.metrics={config.metrics!r} has {name} twice, whose values have the same names: '
+                'leave one out'
+            )
+        found[name] = TEXT_METRICS[name]
+        if not colon:
+            continue
+        if metrics.tokenizer_of(found[name]) is None:
+            raise ValueError(
+                f'data.metrics={config.metrics!r}: {name} has no tokenizer: write {name} alone; bleu and '
+                'rouge take one, as bleu:zh and rouge:unicode'
+            )
+        metric_fn: Any = found[name]
+        found[name] = functools.partial(metric_fn, tokenizer=tokenizer)
+        try:
+            metrics.tokenizer_of(found[name])
+        except ValueError as error:
+            raise ValueError(f'data.metrics={config.metrics!r}: {error}') from error
+    return list(found.values())
 
 
 def not_of_texts(setting: str, name: str, config: Any) -> ValueError:
@@ -305,10 +338,10 @@ def open_tasks(mixture: Mixture, config: Any) -> list[OpenTask]:
 def open_task(task: Task, config: Any) -> Source:
     """Open the source of a task. Raises ValueError that names the task, where its data set is missing."""
     if task.cache:
-        if task.files or task.validation_files or task.tfds:
+        if task.files or task.validation_files or task.test_files or task.tfds:
             raise ValueError(
                 f'data.task={task.name!r} is read from its cache alone: set data.files, '
-                "data.validation_files and data.tfds to ''"
+                "data.validation_files, data.test_files and data.tfds to ''"
             )
         if sources.open.find_cache(config, task.name) is None:
             raise ValueError(

@@ -584,6 +584,32 @@ def test_causality_of_the_cache():
     assert (np.abs(first[:, 9:] - second[:, 9:]).max(axis=(0, 2)) > 0).all()
 
 
+@pytest.mark.parametrize('way', ['beams', 'top_k', 'top_p'])
+def test_64_bits_change_nothing(way):
+    """A program that sets jax_enable_x64 for itself gets the same tokens and scores."""
+    table_vv = np.random.default_rng(0).normal(size=(9, 9)).astype(np.float32)
+    prompt = np.zeros([3, 6], np.int32)
+
+    def decoded():
+        step = lambda tokens_r, cache: (jnp.asarray(table_vv)[tokens_r], cache)  # noqa: E731
+        if way == 'beams':
+            return decode.beam_search(
+                step, lambda cache, parents_bn: cache, (), jnp.asarray(prompt), 2
+            )
+        keys_r = jax.random.split(jax.random.key(0), len(prompt))
+        limits = {'top_k': {'top_k': 3}, 'top_p': {'top_p': 0.5}}[way]
+        choose = decode.random_tokens(keys_r, jnp.ones(len(prompt), jnp.float32), **limits)
+        return decode.sample(step, (), jnp.asarray(prompt), choose)
+
+    found = []
+    for has_64_bits in (False, True):
+        with jax.enable_x64(has_64_bits):
+            found.append(jax.tree.map(np.asarray, partition.one_device(decoded)()))
+    for first, second in zip(*found, strict=True):
+        assert first.dtype == second.dtype and first.dtype.itemsize == 4
+        np.testing.assert_array_equal(first, second)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['t5_1_0_tiny', 't5_1_1_tiny'])
 def test_a_second_oracle_of_tiny_models(name):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from corpora import stream_of
-from runs import metrics_of, run, small_config, state_of, stop_after
+from runs import ROOT, metrics_of, run, small_config, state_of, stop_after
 
 import evaluate
 import infer
@@ -22,8 +22,21 @@ def open_stream(config, workdir, split):
     return stream_of(source, split, vocabulary, config, 4, seed=0, num_epochs=1), vocabulary
 
 
-def test_load_a_workdir_and_compute_its_validation_loss(corpus, uninterrupted):
+@pytest.fixture(scope='module')
+def sentinels_first(corpus, tmp_path_factory):
+    """The workdir of a finished run like `uninterrupted` whose sentinels are among the first ids."""
+    config = small_config(corpus)
+    config.data.vocabulary = str(ROOT / 'tests/golden/hunt/sentinels_first.model')
+    return run(config, tmp_path_factory.mktemp('sentinels_first'))
+
+
+WHERE_SENTINELS_ARE = pytest.mark.parametrize('name', ['uninterrupted', 'sentinels_first'])
+
+
+@WHERE_SENTINELS_ARE
+def test_load_a_workdir_and_compute_its_validation_loss(corpus, request, name):
     """infer.load's logits, summed up by numpy, give the loss that the run reported."""
+    uninterrupted = request.getfixturevalue(name)
     t5 = infer.load(uninterrupted)
     assert t5.config.dropout_rate == 0.1
     assert t5.config.emb_dim == 16
@@ -41,9 +54,10 @@ def test_load_a_workdir_and_compute_its_validation_loss(corpus, uninterrupted):
         log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         targets = batch['decoder_target_tokens']
         token_nats = -np.take_along_axis(log_p, targets[..., None], -1)[..., 0]
-        is_text = (targets > 1) & (targets < vocabulary.size - 2)  # a row has 2 sentinels
-        num_sentinels = (targets >= vocabulary.size - 2).sum(axis=1)
-        assert num_sentinels.max() == 2
+        is_sentinel = np.isin(targets, vocabulary.sentinel_ids[:2])  # a row has 2 sentinels
+        is_text = (targets > 1) & ~is_sentinel
+        assert is_sentinel.sum(axis=1).max() == 2
+        assert not np.isin(targets, vocabulary.sentinel_ids[2:]).any()
         assert targets.max() < vocabulary.size
         nats += token_nats[targets > 0].sum()
         counts += (targets > 0).sum()
@@ -57,8 +71,10 @@ def test_load_a_workdir_and_compute_its_validation_loss(corpus, uninterrupted):
     )
 
 
-def test_the_baseline_is_the_cross_entropy_of_the_unigram(corpus, uninterrupted):
+@WHERE_SENTINELS_ARE
+def test_the_baseline_is_the_cross_entropy_of_the_unigram(corpus, request, name):
     """Of the whole training split, though the run has seen six batches of it."""
+    uninterrupted = request.getfixturevalue(name)
     config = small_config(corpus).data
     counts = {}
     for split, num_batches in (('train', 10**6), ('validation', 20)):
@@ -67,9 +83,10 @@ def test_the_baseline_is_the_cross_entropy_of_the_unigram(corpus, uninterrupted)
         for _, batch in zip(range(num_batches), stream, strict=False):
             tokens.append(batch['decoder_target_tokens'].ravel())
         counts[split] = np.bincount(np.concatenate(tokens), minlength=384)
-    for name, low, high in (('text', 2, vocabulary.size - 2), ('target', 1, 384)):
-        p = counts['validation'][low:high]
-        q = counts['train'][low:high] + 1
+    text = set(range(2, vocabulary.size)) - set(vocabulary.sentinel_ids[:2].tolist())
+    for name, ids in (('text', sorted(text)), ('target', range(1, 384))):
+        p = counts['validation'][list(ids)]
+        q = counts['train'][list(ids)] + 1
         baseline = -(p * np.log(q / q.sum())).sum() / p.sum()
         key = f'unigram_nats_per_{name}_token'
         assert metrics_of(uninterrupted)[-1][key] == pytest.approx(baseline, rel=1e-12)
@@ -142,7 +159,7 @@ def test_a_process_whose_rows_have_nothing_pads_all_batches(corpus, tmp_path, mo
         validation = stream_of(
             source, 'validation', vocabulary, config.data, 64, seed=0, rows=rows, num_epochs=1
         )
-        evaluation = evaluate.Evaluation(config, None, 'dev', validation, 0, None, None)
+        evaluation = evaluate.Evaluation(config, None, 'dev', validation, 0, (), None, None)
         assert evaluation.read_batches(stop=lambda count: 0)
         assert len(evaluation.batches) >= 3
         for batch in evaluation.batches:

@@ -1,5 +1,6 @@
 """Task metrics in training and of checkpoints: the numbers, the files, kills and bad input."""
 
+import gzip
 import json
 import os
 import shutil
@@ -162,6 +163,257 @@ def test_the_settings_of_the_model_count(evaluated, tmp_path):
     hashes = results.Results(tmp_path).hashes('rank')
     assert hashes.keys() == {'6'}
     assert hashes != results.Results(evaluated / 'run').hashes('rank')
+
+
+OTHER_FILE = 'data.validation_files={folder}/other.jsonl'
+OTHERS = {
+    'another file': ([OTHER_FILE], ['{folder}/other.jsonl', 'data.test_files', '--split=test']),
+    'another file by glob': (
+        ['data.validation_files={folder}/oth*.jsonl'],
+        ['{folder}/other.jsonl', 'data.test_files', '--split=test'],
+    ),
+    'gzipped': (
+        ['data.validation_files={folder}/other.jsonl.gz'],
+        ['{folder}/other.jsonl.gz', 'data.test_files', '--split=test'],
+    ),
+    'beams': (['decode.beam_size=4'], ['qa at step 6 ', 'decode.beam_size: 1 -> 4']),
+    'fewer examples': (['infer_eval.num_examples=3'], ['num_examples: 0 -> 3']),
+    'rounded parameters': (['restore.dtype=bfloat16'], ["restore.dtype: 'float32' -> 'bfloat16'"]),
+    'lengths': (['data.lengths.inputs=16'], ['data.lengths.inputs: 32 -> 16']),
+    'all steps': (['decode.alpha=1.0', '--step=all'], ['qa at step 3, 6 ']),
+    'all steps as they appear': (['decode.alpha=1.0', '--watch'], ['qa at step 3, 6 ']),
+    'a checkpoint': (['decode.alpha=1.0', '--checkpoint={run}/checkpoint_3'], ['qa at step 3 ']),
+}
+
+
+@pytest.fixture
+def evaluated_copy(evaluated, tmp_path):
+    """A copy of the run that a test may change, beside another file of questions."""
+    text = (evaluated / 'validation.jsonl').read_text().replace('perhaps', 'never')
+    (tmp_path / 'other.jsonl').write_text(text)
+    (tmp_path / 'other.jsonl.gz').write_bytes(gzip.compress(text.encode()))
+    return shutil.copytree(evaluated / 'run', tmp_path / 'run')
+
+
+def flags_of(settings, evaluated, run):
+    """Return the flags of an evaluation of `qa`, whose files the command line names."""
+    flags = ['--mode=evaluate', f'--checkpoint={run}', '--config.infer_eval.task=qa']
+    for setting in settings:
+        setting = setting.format(folder=run.parent, run=run)
+        if setting.startswith('data.validation_files'):
+            flags.append(f'--config.data.files={evaluated}/train.jsonl')
+        flags.append(setting if setting.startswith('--') else f'--config.{setting}')
+    return flags
+
+
+@pytest.mark.parametrize('name', OTHERS)
+def test_other_files_and_settings_never_replace_the_results_of_a_run(
+    evaluated, evaluated_copy, command_line, name
+):
+    """They are refused before anything is compiled, with what differs and where to write them."""
+    settings, named = OTHERS[name]
+    before = files_of(evaluated_copy)
+    done = command_line(*flags_of(settings, evaluated, evaluated_copy))
+    assert done.status == 2, done.stdout
+    [line] = done.stderr.splitlines()
+    for part in [*named, '--output_dir']:
+        assert part.format(folder=evaluated_copy.parent) in line
+    assert files_of(evaluated_copy) == before
+
+
+def test_other_files_are_refused_before_the_run_has_results(
+    evaluated, evaluated_copy, command_line
+):
+    """Else they would have the name of its own. Its own file may have moved."""
+    shutil.rmtree(evaluated_copy / 'inference_eval')
+    done = command_line(*flags_of([OTHER_FILE], evaluated, evaluated_copy))
+    assert done.status == 2 and f'{evaluated_copy.parent}/other.jsonl' in done.stderr
+    moved = evaluated_copy.parent / 'moved.jsonl'
+    shutil.copy(evaluated / 'validation.jsonl', moved)
+    shutil.copytree(evaluated / 'run/inference_eval', evaluated_copy / 'inference_eval')
+    own = flags_of([f'data.validation_files={moved}'], evaluated, evaluated_copy)
+    done = command_line(*own)
+    assert done.status == 0 and 'Step 6: qa is evaluated already.' in done.stdout
+
+
+def test_a_file_that_was_edited_is_another_file(evaluated, evaluated_copy, command_line):
+    """Of the same name, and of the same size."""
+    own = evaluated_copy.parent / 'validation.jsonl'
+    text = (evaluated / 'validation.jsonl').read_text()
+    settings = [f'data.validation_files={own}']
+    own.write_text(text)
+    assert command_line(*flags_of(settings, evaluated, evaluated_copy)).status == 0
+    own.write_text(text.replace('"a": "yes"', '"a": "yez"'))
+    before = files_of(evaluated_copy)
+    done = command_line(*flags_of(settings, evaluated, evaluated_copy))
+    assert done.status == 2 and f'{own}: the run evaluated other files' in done.stderr
+    assert files_of(evaluated_copy) == before
+
+
+def test_the_split_test_of_one_file_and_of_another(evaluated, evaluated_copy, command_line):
+    """The first has a column of its own; the second is refused, and may be written elsewhere."""
+    folder = evaluated_copy.parent
+    (folder / 'b').mkdir()
+    for name, word in (('other.jsonl', 'maybe'), ('b/other.jsonl', 'never')):
+        text = (evaluated / 'validation.jsonl').read_text().replace('perhaps', word)
+        (folder / name).write_text(text)
+    table = (evaluated_copy / 'results.csv').read_text()
+    events = sorted((evaluated_copy / 'inference_eval' / 'qa').iterdir())
+    first = ['--split=test', 'data.test_files={folder}/other.jsonl']
+    done = command_line(*flags_of(first, evaluated, evaluated_copy))
+    assert done.status == 0, done.stderr
+    rows = (evaluated_copy / 'results.csv').read_text().splitlines()
+    assert rows[0] == 'step,qa-test/em,qa-test/f1,' + table.splitlines()[0].removeprefix('step,')
+    for row, row_before in zip(rows, table.splitlines(), strict=True):
+        assert row.endswith(row_before.partition(',')[2])
+    assert len(lines_of(evaluated_copy, 'qa-test-000006.jsonl')) == 7
+    assert sorted((evaluated_copy / 'inference_eval' / 'qa').iterdir()) == events
+    assert metrics_of(evaluated_copy) == metrics_of(evaluated / 'run')  # which tell the best step
+    before = files_of(evaluated_copy)
+    second = ['--split=test', 'data.test_files={folder}/b/other.jsonl']
+    done = command_line(*flags_of(second, evaluated, evaluated_copy))
+    assert done.status == 2 and 'qa-test at step 6 ' in done.stderr
+    assert "b/other.jsonl'" in done.stderr
+    done = command_line(*flags_of(first, evaluated, evaluated_copy))
+    assert done.status == 0 and 'qa-test is evaluated already' in done.stdout
+    assert files_of(evaluated_copy) == before
+
+
+def test_templates_and_what_is_held_out_count(evaluated):
+    """Settings that change the examples, though not the files."""
+    config = make_config(evaluated)
+    config.data.update(task='text_to_text', module='', files=f'{evaluated}/train.jsonl')
+    config.data.update(inputs='{q}', targets='{a}', metrics='accuracy', validation_fraction=0.5)
+    config.infer_eval.task = ''
+    vocabulary = vocabularies.named_vocabulary('data.vocabulary', 'bytes', config.data.extra_ids)
+    found = []
+    for changes in ({}, {'inputs': 'q: {q}'}, {'targets': '{a}!'}, {'validation_fraction': 0.7}):
+        config.data.update(changes)
+        opened = infer_eval.open_tasks(config, 'validation')
+        [task] = infer_eval.TaskMetrics(config, 'validation', vocabulary, opened, print).tasks
+        found.append(task.settings)
+    assert len(set(found)) == len(found)
+
+
+SCRIPTS = {
+    'Chinese': ('zh_memo.jsonl', {'rouge': 12, 'bleu': 12}, 'rouge:unicode,bleu:zh'),
+    'Hindi': (['वह आज स्कूल गई थी', 'यह एक किताब है', 'yes'], {'rouge': 2}, 'rouge:unicode,bleu'),
+    'Thai': (['วันนี้อากาศดี', '5'], {'rouge': 1, 'bleu': 1}, 'rouge:unicode,bleu:char'),
+    'Japanese': (['今日は天気がいい', 'はい'], {'rouge': 2, 'bleu': 2}, 'bleu:char,rouge:unicode'),
+    'English': (['the cat sat on the mat', '5', '?'], {}, 'bleu:13a,rouge:ascii'),
+}
+
+
+@pytest.mark.parametrize('name', SCRIPTS)
+def test_words_that_a_metric_does_not_find_are_said(evaluated, tmp_path, name):
+    targets, expected, others = SCRIPTS[name]
+    file = tmp_path / 'a.jsonl'
+    if isinstance(targets, str):
+        shutil.copy(ROOT / 'tests/golden/hunt' / targets, file)
+    else:
+        rows = [{'inputs': f'{i}', 'targets': text} for i, text in enumerate(targets)]
+        file.write_text('\n'.join(map(json.dumps, rows)))
+    config = make_config(evaluated)
+    config.data.update(task='text_to_text', module='', test_files=str(file))
+    config.data.update(inputs='{inputs}', targets='{targets}')
+    config.infer_eval.update(task='', num_examples=12)
+    vocabulary = vocabularies.named_vocabulary('data.vocabulary', 'bytes', config.data.extra_ids)
+
+    def lines_with(metric_names):
+        lines = []
+        config.data.metrics = metric_names
+        opened = infer_eval.open_tasks(config, 'test')
+        infer_eval.TaskMetrics(config, 'test', vocabulary, opened, lines.append)
+        return [line for line in lines if 'tokenizer' in line]
+
+    found = lines_with('bleu,rouge,accuracy')
+    assert len(found) == len(expected)
+    for metric, count in expected.items():
+        [line] = [line for line in found if f'in which {metric} with' in line]
+        assert line.startswith(f'{count} of ') and f"data.metrics='{metric}:" in line
+        assert '\n' not in line
+    assert lines_with(others) == []
+
+
+def test_a_tokenizer_in_a_task_of_ones_own(evaluated, tmp_path):
+    """It is an argument of the metric; a wrong one is named before anything is compiled."""
+    zh = ROOT / 'tests/golden/hunt/zh_memo.jsonl'
+    (tmp_path / 'mine.py').write_text(
+        'import functools\nfrom tasks import Task, metrics\n'
+        'def chinese(name, **changes):\n'
+        '    bleu = functools.partial(metrics.bleu, **changes)\n'
+        "    rouge = functools.partial(metrics.rouge, score_keys=['rougeL'], tokenizer='unicode')\n"
+        f"    return Task(name, files='{zh}', inputs='{{inputs}}', targets='{{targets}}', metric_fns=[bleu, rouge])\n"
+        "TASKS = [chinese('zh', tokenizer='zh'), chinese('odd', tokenizer='zhh'), chinese('none')]\n"
+    )
+    config = make_config(evaluated)
+    config.data.update(module=f'{tmp_path}/mine.py', validation_fraction=0.9)
+    vocabulary = vocabularies.named_vocabulary('data.vocabulary', 'bytes', config.data.extra_ids)
+
+    def read(name, lines):
+        config.data.task = config.infer_eval.task = name
+        opened = infer_eval.open_tasks(config, 'validation')
+        return infer_eval.TaskMetrics(config, 'validation', vocabulary, opened, lines.append).tasks
+
+    lines = []
+    [task] = read('zh', lines)
+    answers = [example.text('targets', vocabulary) for example in task.examples]
+    found = infer_eval.compute_metrics(task, answers, None).values
+    assert found == {'bleu': pytest.approx(100), 'rougeL': 100.0}
+    assert not any('tokenizer' in line for line in lines)
+    with pytest.raises(
+        ValueError, match="'odd': .*tokenizer='zhh' of bleu: .*none, zh, 13a"
+    ) as error:
+        read('odd', lines)
+    assert '\n' not in str(error.value)
+    read('none', lines)
+    assert "metrics.bleu, tokenizer='zh'" in lines[-1]
+
+
+def test_short_targets_have_no_bleu(evaluated, tmp_path):
+    """In any language."""
+    lines = []
+    task = infer_eval.EvaluatedTask(
+        tasks.Task('t', metric_fns=[metrics.bleu]),
+        't',
+        [infer_eval.Example({'targets': text}, None, np.ones(1), False) for text in ('a b c', 'd')],
+        None,
+        '',
+    )
+    lines = list(infer_eval.describe_tokens(task))
+    assert lines == [line for line in lines if 'No target of t has 4 tokens' in line] != []
+
+
+def test_a_metric_of_another_script_on_the_command_line(evaluated, command_line, tmp_path):
+    """Right answers to come: before the first of them is computed, it is said what they can have."""
+    zh = ROOT / 'tests/golden/hunt/zh_memo.jsonl'
+    flags = ['--mode=evaluate', f'--checkpoint={evaluated}/run', '--step=3', '--split=test']
+    data = {'task': 'text_to_text', 'module': '', 'test_files': zh, 'inputs': '{inputs}'}
+    data |= {'targets': '{targets}', 'metrics': 'bleu,rouge'}
+    flags += [f'--config.data.{name}={value}' for name, value in data.items()]
+    flags += ['--config.infer_eval.task=', '--config.infer_eval.num_examples=5']
+    done = command_line(*flags, f'--output_dir={tmp_path}')
+    assert done.status == 0, done.stderr
+    said, _, results_of_step = done.stdout.partition('Step 3, test:')
+    assert '5 of 5 targets of text_to_text-test have letters in which rouge' in said
+    assert "data.metrics='rouge:unicode'" in said and "data.metrics='bleu:zh'" in said
+    assert 'text_to_text-test  bleu' in results_of_step
+
+
+def test_a_run_that_goes_on_with_other_settings_keeps_its_results(evaluated, tmp_path, capsys):
+    """Files for the split test are such settings, too, which do not concern the examples of `rank`."""
+    folder = shutil.copytree(evaluated / 'run', tmp_path / 'run')
+    lines = [line for line in metrics_of(folder) if line['run'] != 'inference_eval/qa']
+    (folder / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    before = files_of(folder / 'inference_eval')
+    config = make_config(evaluated)
+    config.infer_eval.num_examples = 3
+    config.data.test_files = f'{evaluated}/validation.jsonl'
+    run(config, folder)
+    assert 'keeps its results of qa' in capsys.readouterr().out
+    assert files_of(folder / 'inference_eval') == before
+    assert metrics_of(folder)[-1]['run'] == 'inference_eval/qa'
+    assert (folder / 'results.csv').read_text() == (evaluated / 'run/results.csv').read_text()
 
 
 def test_killed_anywhere_and_started_again_gives_the_same_files(

@@ -223,6 +223,28 @@ def test_texts_as_prompts_of_some_inputs(untrained, monkeypatch, nothing):
     assert found[1][:2] == [100, 101]
 
 
+SAMPLES = {'temperature': 1.0, 'top_p': 0.9, 'num_return': 2}
+
+
+@pytest.mark.parametrize(
+    'options',
+    [{'beam_size': 2}, *[pytest.param(x, marks=pytest.mark.slow) for x in ({}, SAMPLES)]],
+)
+def test_64_bits_change_nothing(untrained, options):
+    """A notebook that sets jax_enable_x64 gets the same answers, scores and encodings."""
+    inputs = two_inputs()
+    found = []
+    for has_64_bits in (False, True):
+        with jax.enable_x64(has_64_bits):
+            answers, scores = untrained.generate(inputs, 5, return_scores=True, **options)
+            encoded, _ = untrained.encode(inputs)
+            found.append([answers, scores, encoded, untrained.score(inputs, [[7, 8, 1]] * 2)])
+    assert found[0][0] == found[1][0]
+    for first, second in zip(found[0][1:], found[1][1:], strict=True):
+        assert first.dtype == second.dtype == np.float32
+        np.testing.assert_array_equal(first, second)
+
+
 @pytest.mark.slow
 def test_samples(untrained):
     """They depend on the seed, on the temperature of their input, and not on their neighbours."""

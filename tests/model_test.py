@@ -154,6 +154,19 @@ def test_dropout_is_off_without_rows_and_its_expectation_is_the_identity(tiny):
     np.testing.assert_array_equal(apply(params, batch), apply(params, batch, jax.random.key(1)))
 
 
+def test_dropout_is_at_the_same_places_with_64_bits():
+    """A program may set jax_enable_x64 for itself."""
+    found = []
+    for has_64_bits in (False, True):
+        with jax.enable_x64(has_64_bits):
+            x = jnp.ones([8, 5, 4], jnp.float32)
+            rows_b = jnp.arange(8, dtype=jnp.int32)
+            drop = hk.transform(lambda x, rows_b: model.dropout(x, 0.3, rows_b, mask_shape=(5, 4)))
+            found.append(np.asarray(drop.apply({}, jax.random.key(0), x, rows_b)))
+    assert found[1].dtype == np.float32
+    np.testing.assert_array_equal(*found)
+
+
 def test_dropout_is_at_the_places_of_T5X(monkeypatch):
     """The mask of each, from t5x/examples/t5/network.py and layers.py: 1 where positions share it."""
     config = model_config(dropout_rate=0.3, num_encoder_layers=2)

@@ -4,6 +4,8 @@ import csv
 import gzip
 import io
 import json
+import pathlib
+import re
 import tarfile
 import zipfile
 
@@ -13,6 +15,7 @@ from corpora import LFS_POINTER, epoch_documents, make_config
 from permissions import another_user, open_folder
 
 import sources.deal
+import sources.heads
 import sources.open
 import sources.tables
 import tasks
@@ -21,6 +24,7 @@ import vocabulary as vocabularies
 from modes import cache, infer_input
 from stream import Stream
 
+HUNT = pathlib.Path(__file__).parent / 'golden' / 'hunt'
 QA = {'inputs': '{question}', 'targets': '{answer}'}
 TABLE = 'question,answer\n' + ''.join(f'q{i},a{i}\n' for i in range(40))
 JSON = [{'question': f'q{i}', 'answer': f'a{i}'} for i in range(40)]
@@ -111,6 +115,7 @@ ODD = {
     'quote.csv': (TABLE + 'q,a 5" pipe\nq,a\n', 'line 42 of {file}: no CSV: a quote or', ''),
     'quote.csv.gz': (TABLE + 'q,a 5" pipe\nq,a\n', 'line 42 of {file}: no CSV: a quote or', ''),
     'return.csv': (TABLE + 'q,a\rq,a\n', 'line 42 of {file}: no CSV: a quote or', ''),
+    'quoted.csv': (TABLE.replace('question,answer', '"question";"answer"'), "line 1 of {file}: no CSV: ',' expected", ''),
     'mac.csv': (TABLE.replace('\n', '\r'), '{file} has line ends of old Macs', ''),
     'mac.jsonl': ('\r'.join(map(json.dumps, JSON)), '{file} has line ends of old Macs', ''),
     'indented.json': (json.dumps(JSON[0], indent=1), '{file} is JSON over many lines', ''),
@@ -154,6 +159,76 @@ def test_a_file_that_is_not_what_its_name_says(tmp_path, name, read):
     assert str(path) in text and message.replace('{file}', str(path)) in text and '\n' not in text
 
 
+@pytest.mark.parametrize('read', READERS)
+@pytest.mark.parametrize('name', ['a.jsonl', 'a.json.gz'])
+@pytest.mark.parametrize('field', ['question', 'answer'])
+def test_numbers_that_json_does_not_have_are_missing(tmp_path, name, read, field):
+    """As null, in whatever field: `json.dumps(float('nan'))` writes NaN."""
+    messages = set()
+    for value in ('null', 'NaN', 'Infinity', '-Infinity'):
+        lines = list(map(json.dumps, JSON))
+        lines[7] = f'{{"question": 7, "answer": 0.5, "{field}": {value}}}'
+        path = write(tmp_path, name, '\n'.join(lines))
+        with pytest.raises(ValueError, match=f'line 8 of {path}: field {field!r} is None') as error:
+            read(path, **QA)
+        messages.add(str(error.value))
+        if read is not infer:
+            pairs = read(path, **QA, on_bad_line='skip')
+            assert pairs == sorted(set(PAIRS) - {('q7', 'a7')})
+    assert len(messages) == 1
+    lines[7] = '{"question": 7, "answer": 0.5, "other": [NaN, {"x": -Infinity}]}'
+    assert ('7', '0.5') in read(write(tmp_path, name, '\n'.join(lines)), **QA)
+    lines[7] = f'{{"question": 7, "answer": 0.5, "{field}": 1e999}}'
+    with pytest.raises(ValueError, match='line 8 of .*is inf'):
+        read(write(tmp_path, name, '\n'.join(lines)), **QA)
+
+
+def test_a_file_of_a_script_that_wrote_nan(tmp_path):
+    config = make_config(
+        files=str(HUNT / 'nan_target.jsonl'),
+        inputs='{inputs}',
+        targets='{targets}',
+        validation_fraction=0.0,
+    )
+    with pytest.raises(ValueError, match="line 1 of .*/nan_target.jsonl: field 'targets' is None"):
+        list(sources.open.open_source(config).records('train'))
+    config.on_bad_line = 'skip'
+    config.max_bad_fraction = 0.5
+    source = sources.open.open_source(config)
+    targets = {record.fields['targets'] for record in source.records('train')}
+    assert targets == {'Lima', 'Quito', 'Kyoto', 'Cairo'}
+    assert source.faults()[1] == 12
+
+
+def test_targets_nan_are_no_targets(tmp_path):
+    """As null: inference needs none."""
+    config = make_config()
+    path = write(
+        tmp_path, 'a.jsonl', '{"inputs": "q", "targets": NaN, "n": NaN}\n{"inputs": "r"}\n'
+    )
+    vocabulary = vocabularies.ByteVocabulary()
+    examples = list(
+        infer_input.FileExamples(str(path), config, vocabulary, needs_targets=False, trim=False)
+    )
+    assert [example.targets for example in examples] == [None, None]
+    assert examples[0].fields == {'inputs': 'q', 'targets': None, 'n': None}
+
+
+@pytest.mark.parametrize('suffix', ['jsonl', 'jsonl.gz', 'parquet'])
+def test_own_tasks_are_given_none_for_nan(tmp_path, suffix):
+    path = tmp_path / f'a.{suffix}'
+    if suffix == 'parquet':
+        column = pyarrow.array([float('nan'), float('inf'), 1.5])
+        pyarrow.parquet.write_table(pyarrow.table({'q': ['a', 'b', 'c'], 'n': column}), path)
+    else:
+        lines = ['{"q": "a", "n": NaN}', '{"q": "b", "n": -Infinity}', '{"q": "c", "n": 1.5}']
+        write(tmp_path, path.name, '\n'.join(lines))
+    config = make_config(files=str(path), validation_fraction=0.0)
+    source = sources.open.open_source(config, whole_records=True)
+    records = [record.fields for record in source.records('train')]
+    assert records == [{'q': 'a', 'n': None}, {'q': 'b', 'n': None}, {'q': 'c', 'n': 1.5}]
+
+
 LONG = 'x' * 1_000_000
 EVEN = {
     'qa.data': (TABLE, 'csv', PAIRS),
@@ -190,6 +265,170 @@ def test_an_unclosed_quote_in_a_large_file(tmp_path, name, read, line):
     path = write(tmp_path, name, b''.join(lines))
     with pytest.raises(ValueError, match=f'line {line} of {path}: no CSV: unexpected end of data'):
         read(path, **QA)
+
+
+# As csv.writer, pandas and Excel write them.
+ROWS = [
+    ['question', 'answer'],
+    ['Say "hi"', 'a;b'],
+    ['tab\there', '"'],
+    ['two\nlines', ''],
+    ['', 'x'],
+]
+ROWS += [[f'q{i}', f'a{i}'] for i in range(9)]
+DIALECTS = {
+    'excel.tsv': ('tab', {'dialect': 'excel-tab'}),
+    'excel.tsv.gz': ('\t', {'dialect': 'excel-tab', 'lineterminator': '\n'}),
+    'all.tsv': ('\\t', {'delimiter': '\t', 'quoting': csv.QUOTE_ALL}),
+    'semicolons.csv': (';', {'delimiter': ';'}),
+    'semicolons.csv.gz': (';', {'delimiter': ';', 'quoting': csv.QUOTE_ALL}),
+    'bars.tsv': ('|', {'delimiter': '|', 'lineterminator': '\n'}),
+    'commas.csv': (',', {}),
+}
+
+
+def write_rows(folder, name, rows, **options):
+    file = io.StringIO(newline='')
+    csv.writer(file, **options).writerows(rows)
+    return write(folder, name, file.getvalue())
+
+
+@pytest.mark.parametrize('read', READERS)
+@pytest.mark.parametrize('name', DIALECTS)
+def test_a_table_with_a_delimiter_is_read_by_the_rules_of_csv(tmp_path, caplog, name, read):
+    delimiter, options = DIALECTS[name]
+    path = write_rows(tmp_path, name, ROWS, **options)
+    pairs = read(path, delimiter=delimiter, allow_empty_targets=True, **QA)
+    assert pairs == sorted(map(tuple, ROWS[1:])) and not caplog.records
+
+
+def test_validation_files_have_the_delimiter(tmp_path):
+    paths = [write_rows(tmp_path, f'{i}.tsv', [*ROWS, [i, i]], delimiter=';') for i in range(2)]
+    names = {'files': str(paths[0]), 'validation_files': str(paths[1])}
+    settings = {'delimiter': ';', 'allow_empty_targets': True, **QA}
+    source = tasks.open.open_mixture(make_config(**names, **settings)).tasks[0].source
+    found = [record.fields['question'] for record in source.records('validation')]
+    assert found == [*(row[0] for row in ROWS[1:]), '1']
+
+
+def test_test_files_have_the_delimiter(tmp_path):
+    train = write_rows(tmp_path, 'train.csv', ROWS, delimiter=';')
+    test = write_rows(tmp_path, 'test.tsv', [ROWS[0], ['a', '"b"; c']], delimiter=';')
+    settings = {'delimiter': ';', 'allow_empty_targets': True, **QA}
+    for files in (str(train), ''):
+        config = make_config(files=files, test_files=str(test), **settings)
+        source = sources.open.open_source(config)
+        expected = {'question': 'a', 'answer': '"b"; c'}
+        assert [record.fields for record in source.records('test')] == [expected]
+    text_file = tmp_path / 'test.txt'
+    text_file.write_text('a;b\n')
+    config = make_config(files=str(train), test_files=str(text_file), **settings)
+    with pytest.raises(ValueError, match=f"data.delimiter=';' is for tables, and {text_file} is"):
+        sources.open.open_source(config)
+
+
+def test_another_delimiter_is_another_text(tmp_path):
+    """A run may not go on with it, whatever it was called."""
+    path = write(tmp_path, 'a.tsv', 'text\none\ntwo\n')
+    fingerprints = []
+    for delimiter in ('', ';', 'tab', '\t', '\\t'):
+        config = make_config(files=str(path), delimiter=delimiter)
+        fingerprints.append(sources.open.open_source(config).fingerprint)
+    assert len(set(fingerprints[:3])) == 3 and len(set(fingerprints[2:])) == 1
+
+
+@pytest.mark.parametrize('read', READERS)
+@pytest.mark.parametrize(
+    'name, header, remedy',
+    [
+        ('a.csv', 'question;answer', "data.delimiter=';'"),
+        ('a.csv', 'question\tanswer', "data.delimiter='tab'"),
+        ('a.csv', '"question"\t"answer"', "data.delimiter='tab'"),
+        ('a.csv.gz', 'question|answer', "data.delimiter='|'"),
+        ('a.tsv', '"question"\t"answer"', "data.delimiter='tab'"),
+        ('a.tsv', 'question,answer', "data.delimiter=','"),
+    ],
+)
+def test_a_header_with_another_delimiter(tmp_path, name, header, remedy, read):
+    path = write(tmp_path, name, f'{header}\n{header}\n')
+    with pytest.raises(ValueError, match=f'{path}.*set {re.escape(remedy)} if that'):
+        read(path, **QA)
+
+
+def test_a_header_that_is_not_utf_8_has_no_other_remedy(tmp_path):
+    path = write(tmp_path, 'a.csv', 'frage;antwört\n'.encode('latin-1'))
+    with pytest.raises(ValueError, match='byte 11 is not UTF-8; convert the file$'):
+        train(path, **QA)
+
+
+def test_a_table_without_a_header():
+    config = make_config(files=str(HUNT / 'headerless.tsv'), **QA)
+    message = "headerless.tsv has no column 'question'.*name the columns in its first line"
+    with pytest.raises(ValueError, match=message):
+        sources.open.open_source(config)
+
+
+# A line, and whether all its quotes are those of quoted fields.
+LINES_OF_TSV = {
+    '"Say ""hi"""\ta': True,
+    'q\t"1,000"': True,
+    '"q"\t"a"\r\n': True,
+    '""\ta': True,
+    '"two': True,  # the first line of a field
+    '"one, two"': True,
+    'say "hi"': False,
+    'q\ta': False,
+    '"who\ta': False,
+    '5" pipe\ta': False,
+    '"a" and "b"\ta': False,
+    '"a"\t6"': False,
+    "q\t''a''": False,
+}
+
+
+@pytest.mark.parametrize('line', LINES_OF_TSV)
+def test_quotes_in_tsv(line):
+    assert sources.tables.is_quoted(line) == LINES_OF_TSV[line]
+
+
+@pytest.mark.parametrize('read', READERS)
+@pytest.mark.parametrize('name', ['a.tsv', 'a.tsv.gz', 'late.tsv', 'a.data'])
+def test_quoted_tsv_is_said_once(tmp_path, caplog, monkeypatch, name, read):
+    """With its file and line; the quotes stay in the text."""
+    if name == 'late.tsv':
+        monkeypatch.setattr(sources.heads, 'HEAD_BYTES', 20)
+    rows = [
+        ['question', 'answer'],
+        *[[f'q{i}', 'a'] for i in range(9)],
+        ['Say "hi"', 'a'],
+        ['"', 'b'],
+    ]
+    path = write_rows(tmp_path, name, rows, dialect='excel-tab')
+    pairs = read(path, kind='tsv', **QA)
+    assert ('"Say ""hi"""', 'a') in pairs and ('""""', 'b') in pairs
+    [warning] = [record.getMessage() for record in caplog.records]
+    line = '(11|12)' if name == 'late.tsv' else '11'
+    assert re.match(f"line {line} of {path}: .*set data.delimiter='tab'", warning)
+
+
+@pytest.mark.parametrize('read', READERS)
+def test_a_quoted_tab_in_tsv(tmp_path, read):
+    path = write_rows(
+        tmp_path, 'a.tsv', [['question', 'answer'], ['a\tb', 'c']], dialect='excel-tab'
+    )
+    with pytest.raises(ValueError, match=f"line 2 of {path}: 3 columns.*data.delimiter='tab'"):
+        read(path, **QA)
+
+
+@pytest.mark.parametrize('name', ['a.txt', 'a.jsonl', 'a.parquet'])
+def test_a_delimiter_of_no_table_is_refused(tmp_path, name):
+    path = write(tmp_path, name, TABLE)
+    for read in (train, infer):
+        if read is train or name != 'a.parquet':
+            with pytest.raises(
+                ValueError, match=f"data.delimiter='tab' is for tables, and {path} is"
+            ):
+                read(path, delimiter='tab', **QA)
 
 
 def test_rows_around_an_unclosed_quote(tmp_path, monkeypatch):
@@ -271,6 +510,22 @@ def test_own_tasks_have_a_kind(tmp_path):
         with pytest.raises(ValueError, match=message):
             tasks.open.open_mixture(make_config(task='qa', module=str(module)))
     module.write_text(f'from tasks import Task\nTASKS = [{row.format(str(path), "csv")}]\n')
+    opened = tasks.open.open_mixture(make_config(task='qa', module=str(module)))
+    assert len(list(opened.tasks[0].source.records('train'))) > 30
+
+
+def test_own_tasks_have_a_delimiter(tmp_path):
+    path = write(tmp_path, 'qa.tsv', TABLE.replace(',', ';'))
+    module = tmp_path / 'own.py'
+    row = "Task('qa', files={!r}, inputs='{{question}}', targets='{{answer}}', delimiter={!r})"
+    for delimiter, message in (
+        ('', "set data.delimiter=';'"),
+        ('; ', "delimiter='; ' of task 'qa'"),
+    ):
+        module.write_text(f'from tasks import Task\nTASKS = [{row.format(str(path), delimiter)}]\n')
+        with pytest.raises(ValueError, match=message):
+            tasks.open.open_mixture(make_config(task='qa', module=str(module)))
+    module.write_text(f'from tasks import Task\nTASKS = [{row.format(str(path), ";")}]\n')
     opened = tasks.open.open_mixture(make_config(task='qa', module=str(module)))
     assert len(list(opened.tasks[0].source.records('train'))) > 30
 

@@ -8,7 +8,8 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from runs import ROOT, metrics_of, run, small_config, state_of
+from runs import ROOT, Program, metrics_of, run, small_config, state_of
+from sentencepiece import sentencepiece_model_pb2
 
 import checkpoint
 import formats.open
@@ -257,8 +258,85 @@ def test_another_number_of_sentinels_is_refused(corpus, uninterrupted):
     config.data.extra_ids = recorded + 1
     with pytest.raises(ValueError, match=rf'set data\.extra_ids={recorded}$'):
         start(config)
-    config.data.vocabulary = str(uninterrupted / 'vocabulary.model')  # whoever names it knows
-    start(config)
+    config.data.vocabulary = str(uninterrupted / 'vocabulary.model')
+    with pytest.raises(ValueError, match=rf'data\.extra_ids={recorded},'):
+        start(config)
+
+
+def hunt_model(name, more=()):
+    """A SentencePiece model of tests/golden/hunt, with more pieces at its end."""
+    model = (GOLDEN / 'hunt' / name).read_bytes()
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model)
+    for piece in more:
+        proto.pieces.add(piece=piece, type=proto.SentencePiece.USER_DEFINED)
+    return proto.SerializeToString()
+
+
+SENTINELS = [f'▁<extra_id_{i}>' for i in reversed(range(100))]
+# The vocabulary of a checkpoint; that of data.vocabulary; restore.only; whether the run may start.
+OTHER_VOCABULARIES = {
+    'other pieces': ('sentinels_first.model', 'good.model', (), '.*', False),
+    'sentinels that move': ('good.model', 'good.model', ['more'], '.*', False),
+    'bytes': ('good.model', 'bytes', (), '.*', False),
+    'without the optimizer': ('good.model', 'bytes', (), 'target/.*', False),
+    'one of the two arrays': ('good.model', 'bytes', (), '(?!.*token_embedder).*', False),
+    'without the embeddings': (
+        'good.model', 'bytes', (), '(?!.*(token_embedder|logits_dense)).*', True,
+    ),
+    'pieces at the end': ('sentinels_first.model', 'sentinels_first.model', ['more'], '.*', True),
+    'the same ids, sentinels among the pieces': ('good.model', 'good.model', SENTINELS, '.*', True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('form', ['hf', 'our'])
+@pytest.mark.parametrize('kind', OTHER_VOCABULARIES)
+def test_another_vocabulary_than_the_checkpoints(corpus, tmp_path, monkeypatch, kind, form):
+    own, name, more, only, is_allowed = OTHER_VOCABULARIES[kind]
+    folder = tmp_path / 'checkpoint_6'
+    shutil.copytree({'hf': HUGGING_FACE, 'our': T5X}[form], folder)
+    (folder / {'hf': 'spiece.model', 'our': 'vocabulary.model'}[form]).write_bytes(hunt_model(own))
+    if name != 'bytes':
+        (tmp_path / 'new.model').write_bytes(hunt_model(name, more))
+        name = 'new.model'
+    monkeypatch.chdir(tmp_path)
+    config = tiny_config('checkpoint_6', corpus, vocabulary=name, only=only)
+    if is_allowed:
+        choose_initial(config, make_trainer(config))
+        return
+    with pytest.raises(ValueError, match='^data.vocabulary=.*restore.only=') as error:
+        prepare(config, tmp_path / 'run')
+    message = str(error.value)
+    assert repr(name) in message and 'checkpoint_6' in message and '\n' not in message
+    assert not (tmp_path / 'run/config.json').exists()
+
+
+def test_a_run_on_bytes_and_another_vocabulary(corpus, evaluated):
+    """The number of sentinels counts, too."""
+    path = evaluated / 'run'
+    for changes, is_allowed in (
+        ({'vocabulary': 'bytes'}, True),
+        ({'vocabulary': str(path)}, True),
+        ({'vocabulary': 'bytes', 'extra_ids': 0}, False),
+        ({'vocabulary': str(GOLDEN / 'hunt/good.model')}, False),
+    ):
+        config = small_config_from(path, corpus)
+        config.data.update(changes)
+        if is_allowed:
+            start(config)
+            continue
+        with pytest.raises(ValueError, match="data.vocabulary='?bytes'?, data.extra_ids=100, or"):
+            start(config)
+
+
+def test_another_vocabulary_on_the_command_line(corpus, uninterrupted, command_line, tmp_path):
+    program = Program(tmp_path, corpus, steps=8, log=1, save=3, evaluate=3)
+    flags = [
+        f'--config.restore.path={uninterrupted}',
+        f'--config.data.vocabulary={GOLDEN}/hunt/good.model',
+    ]
+    result = command_line(*program.arguments(tmp_path / 'run'), *flags)
+    assert result.status == 2 and 'data.vocabulary=' in result.stderr
+    assert len(result.stderr.splitlines()) == 1 and 'ompil' not in result.stdout
 
 
 @pytest.mark.parametrize('content', [b'', b'damaged'])

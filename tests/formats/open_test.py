@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from command_line import CommandLine
 from permissions import full_disk
+from runs import small_config
 from sentencepiece import sentencepiece_model_pb2
 from small_models import t5_config
 
@@ -28,6 +29,9 @@ import user_code
 import vocabulary as vocabularies
 from formats import hugging_face
 from modes import convert
+from modes import evaluate as evaluate_mode
+from modes import infer as infer_mode
+from modes import train as train_mode
 from modes.errors import one_line
 from modes.train_vocabulary import train_vocabulary
 from run import verify
@@ -296,7 +300,8 @@ def places(tmp_path_factory):
         ('http://x/y', 'http://x/y'),
         ('run', 'run has no checkpoint yet'),
         ('text.txt', 'text.txt is no T5X index'),
-        *((name, f'{name}/config.json: model_type={name}') for name in ('bert', 'longt5')),
+        ('bert', 'bert/config.json: model_type=bert'),
+        ('longt5', 'longt5: LongT5 is not supported yet'),
         ('no weights', 'no weights has no model.safetensors'),
         ('flax', 'flax_model.msgpack: '),
         ('torch', 'pytorch_model.bin: '),
@@ -315,6 +320,64 @@ def test_what_is_no_checkpoint(places, name, named):
             ask(path)
         assert '\n' not in str(error.value)
     assert not (places / 'x').exists()
+
+
+# Where a checkpoint lies, its format, a file beside it, and whether it is taken for a LongT5.
+FAMILIES = {
+    'longt5/checkpoint_6': (T5X, {}, True),
+    'a/LongT5-Local-Base/b/checkpoint_6': (T5X, {}, True),
+    'long_t5': (MESH_TF, {}, True),
+    'models--google--long-t5-local-base/snapshots/1': (HUGGING_FACE, {}, True),
+    'mLongT5.large': (HUGGING_FACE, {}, True),
+    'plain/checkpoint_6': (T5X, {'../config.gin': "include 'longt5/models/longt5_base.gin'"}, True),
+    'plain/t5x': (T5X, {'model.gin': 'import flaxformer.longt5.long_attention'}, True),
+    't5_1_1/checkpoint_6': (T5X, {'../config.gin': '# no longt5\nimport t5x.models'}, False),
+    'mt5/checkpoint_6': (T5X, {}, False),
+    'long_t5x_runs/checkpoint_6': (T5X, {}, False),
+}
+
+
+@pytest.mark.parametrize('place', FAMILIES)
+def test_a_path_that_names_another_family(tmp_path, place, monkeypatch, corpus):
+    source, files, is_long = FAMILIES[place]
+    folder = tmp_path / place
+    shutil.copytree(source, folder)
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    (tmp_path / 'link').symlink_to(folder)
+    monkeypatch.chdir(folder.parent)
+    config = small_config(corpus)
+    config.data.vocabulary = 'bytes'
+    for path in (folder, f'{folder}/', folder.name, tmp_path / 'link'):
+        if not is_long:
+            formats.open.open_checkpoint(path)
+            continue
+        config.restore.path = str(path)
+        for ask in (
+            lambda path=path: infer.load(path),
+            lambda path=path: convert.convert_checkpoint(path, tmp_path / 'out', 't5x'),
+            lambda: train_mode.prepare(config, tmp_path / 'run'),
+        ):
+            with pytest.raises(
+                ValueError, match='LongT5 is not supported yet.*(rename|remove)'
+            ) as error:
+                ask()
+            assert '\n' not in str(error.value)
+    assert not (tmp_path / 'out').exists()
+
+
+def test_folders_of_results_may_have_any_name(tmp_path):
+    """Those that are written to, and checkpoints of this program, whose config says what they are."""
+    written = convert.convert_checkpoint(T5X, tmp_path / 'longt5/out', 't5x')
+    infer.load(written)
+    convert.convert_checkpoint(tmp_path / 'longt5/out', tmp_path / 'long-t5/hf', 'hf')
+
+
+def test_another_family_on_the_command_line(main, tmp_path):
+    shutil.copytree(T5X, tmp_path / 'LONGT5/checkpoint_6')
+    result = main(f'--from={tmp_path}/LONGT5', f'--to={tmp_path}/out')
+    assert result.status == 2 and len(result.stderr.splitlines()) == 1
+    assert 'LongT5 is not supported yet' in result.stderr and not (tmp_path / 'out').exists()
 
 
 def test_the_root_and_single_files_of_checkpoints(tmp_path):
@@ -515,6 +578,49 @@ def test_where_a_vocabulary_is_found(tmp_path, pieces):
         assert isinstance(vocabularies.find_vocabulary(T5X, name), vocabularies.ByteVocabulary)
     with pytest.raises(ValueError, match='no file, nor a folder'):
         vocabularies.find_vocabulary(T5X, folder / 'nothing')  # though there is one beside
+
+
+ADDED = {
+    'added_tokens.json': {'<mark>': 172, '<extra_id_0>': 171},
+    'tokenizer_config.json': {'added_tokens_decoder': {'172': {'content': '<mark>'}}},
+    'tokenizer.json': {'added_tokens': [{'id': 0, 'content': '<pad>'}, {'id': 172, 'content': '<mark>'}]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('name', ADDED)
+def test_a_folder_with_added_tokens_is_refused_in_every_mode(tmp_path, name, main, corpus):
+    folder = shutil.copytree(HUGGING_FACE, tmp_path / 'hf')
+    shutil.copy(GOLDEN / 'hunt/good.model', folder / 'spiece.model')
+    (folder / name).write_text(json.dumps(ADDED[name]))
+    with pytest.raises(ValueError, match="hf: 1 token.*'<mark>'"):
+        infer.load(folder)
+    for form in ('t5x', 'hf'):
+        with pytest.raises(ValueError, match="'<mark>'"):
+            convert.convert_checkpoint(folder, tmp_path / 'out', form)
+    for vocabulary in ('', str(folder)):
+        request = infer_mode.Request(str(folder), text='a <mark> b')
+        with pytest.raises(ValueError, match="'<mark>'"):
+            infer_mode.prepare(request, None, {'data.vocabulary': vocabulary})
+        config = small_config(corpus)
+        config.model.update(emb_dim=32, num_heads=4, head_dim=8, mlp_dim=64)
+        config.model.update(num_encoder_layers=2, num_decoder_layers=2)
+        config.data.vocabulary = vocabulary
+        config.restore.path = str(folder)
+        with pytest.raises(ValueError, match="'<mark>'"):
+            train_mode.prepare(config, tmp_path / 'run')
+    flags = {'checkpoint': str(folder), 'output_dir': str(tmp_path / 'out')}
+    memo = {'data.task': 'text_to_text', 'data.files': str(GOLDEN / 'hunt/multiline_memo.jsonl')}
+    memo |= {'data.inputs': '{inputs}', 'data.targets': '{targets}', 'data.metrics': 'accuracy'}
+    with pytest.raises(ValueError, match="'<mark>'"):
+        evaluate_mode.prepare(None, memo, **flags)
+    config.restore.path = ''
+    with pytest.raises(ValueError, match="^data.vocabulary=.*'<mark>'"):
+        train_mode.prepare(config, tmp_path / 'run')
+    assert not (tmp_path / 'out').exists() and not (tmp_path / 'run/config.json').exists()
+    if name == 'tokenizer.json':
+        result = main(f'--from={folder}', f'--to={tmp_path}/out')
+        assert result.status == 2 and len(result.stderr.splitlines()) == 1
+        assert '<mark>' in result.stderr and not (tmp_path / 'out').exists()
 
 
 def test_what_is_assumed_or_missing_is_said(tmp_path, caplog):

@@ -310,6 +310,18 @@ def test_the_kind_of_input_is_not_that_of_the_files_of_the_run(
         assert line['inputs'] == {'inputs_pretokenized': 'one'}
 
 
+def test_the_delimiter_of_input_is_not_that_of_the_files_of_the_run(
+    tmp_path, loaded, capsys, monkeypatch
+):
+    monkeypatch.setattr(check, 'read_stored', lambda directory: {'data': {'delimiter': 'tab'}})
+    (tmp_path / 'a.csv').write_text('n,inputs\n1,"o, ne"\n')
+    (tmp_path / 'b.csv').write_text('n;inputs\n1;"o, ne"\n')
+    for name, changes in (('a.csv', {}), ('b.csv', {'data.delimiter': ';'})):
+        do(CHANGES | changes, input=str(tmp_path / name))
+        line = json.loads(capsys.readouterr().out)
+        assert line['inputs'] == {'inputs_pretokenized': 'o, ne'}
+
+
 def write_tasks(folder):
     for name, first in (('a', 0), ('b', 5)):
         rows = [f'{i},{"x" * i}z' for i in range(first, first + 5)]

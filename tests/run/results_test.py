@@ -11,6 +11,7 @@ from concurrent import futures
 
 import pytest
 
+import paths
 from run import results
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden' / 'seqio_t5'
@@ -71,27 +72,49 @@ def test_the_files_are_those_of_seqio(step, tmp_path):
     assert (folder / 'demo_task-metrics.jsonl').read_text() == f'{expected[step // 1000 - 1]}\n'
 
 
-def test_results_of_other_settings_are_not_there(tmp_path):
+def test_results_of_other_settings_stay(tmp_path):
     kept = results.Results(tmp_path)
     assert not kept.has('a/b', 3, 'x')
-    kept.write('a/b', 3, {'f1': 1.0}, [{'target': [(0, 1), True]}], 'x')
-    assert kept.has('a/b', 3, 'x')
-    assert not kept.has('a/b', 3, 'y')
-    assert not kept.has('a/b', 4, 'x')
-    assert kept.scores() == {'a_b/f1': {3: 1.0}}
+    assert kept.write('a/b', 3, {'f1': 1.0}, [{'target': [(0, 1), True]}], 'x')
+    assert kept.has('a/b', 3, 'x') and not kept.has_others('a/b', 3, 'x')
+    assert kept.has_others('a/b', 3, 'y') and not kept.has('a/b', 3, 'y')
+    assert not kept.has('a/b', 4, 'x') and not kept.has_others('a/b', 4, 'x')
+    files = {file: file.read_bytes() for file in kept.folder.iterdir()}
+    assert not kept.write('a/b', 3, {'f1': 2.0}, [], 'y')
+    assert {file: file.read_bytes() for file in kept.folder.iterdir()} == files
+    assert kept.write('a/b', 3, {'f1': 2.0}, [], 'x')
+    assert kept.scores() == {'a_b/f1': {3: 2.0}}
+
+
+def test_settings_of_a_run_that_began_with_an_earlier_version(tmp_path):
+    """It stored a hash for each step, which does not depend on the examples."""
+    kept = results.Results(tmp_path)
+    kept.write('a', 3, {'f1': 1.0}, [], 'x')
+    earlier = {'3': results.hash_of({'step': 3, 'f1': 1.0}, 'settings')}
+    kept.file('a', results.SETTINGS_SUFFIX).write_text(json.dumps(earlier))
+    assert kept.has('a', 3, 'settings examples')
+    assert kept.has_others('a', 3, 'others examples')
 
 
 def test_numbers_that_were_changed_or_are_of_a_killed_process_are_not_there(tmp_path, monkeypatch):
     """A kill between the writing of the numbers and of what they depend on."""
     kept = results.Results(tmp_path)
     kept.write('a', 3, {'f1': 1.0}, [], 'x')
+    replace_file = paths.replace_file
+
+    def replace_or_die(file, content):
+        if file.name.endswith(results.SETTINGS_SUFFIX):
+            raise KeyboardInterrupt
+        replace_file(file, content)
+
     with monkeypatch.context() as patch:
-        patch.setattr(results, 'hash_of', None)
-        with pytest.raises(TypeError):
-            kept.write('a', 3, {'f1': 2.0}, [], 'y')
+        patch.setattr(paths, 'replace_file', replace_or_die)
+        with pytest.raises(KeyboardInterrupt):
+            kept.write('a', 3, {'f1': 2.0}, [], 'x')
     assert kept.scores() == {'a/f1': {3: 2.0}}
-    assert not kept.has('a', 3, 'x')
-    assert not kept.has('a', 3, 'y')
+    for settings in ('x', 'y'):
+        assert not kept.has('a', 3, settings)
+        assert not kept.has_others('a', 3, settings)
     kept.write('a', 3, {'f1': 2.0}, [], 'y')
     assert kept.has('a', 3, 'y')
 

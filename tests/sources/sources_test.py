@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import importlib
 import io
 import itertools
 import json
@@ -364,7 +365,7 @@ def test_names_of_files(tmp_path, monkeypatch, name):
     assert [text for _, text in documents_of(source)] == [text.strip()]
 
 
-@pytest.mark.parametrize('key', ['files', 'validation_files'])
+@pytest.mark.parametrize('key', ['files', 'validation_files', 'test_files'])
 @pytest.mark.parametrize(
     'name, part',
     [
@@ -763,3 +764,33 @@ def test_a_table_may_hold_documents(tmp_path):
 def test_a_template_may_hold_braces():
     template = sources.templates.Template('data.inputs', '{{{a}}} {b c}{a}')
     assert template.fill({'a': '{1}', 'b c': '2'}) == '{{1}} 2{1}'
+
+
+SUFFIXES = ['.jsonl', '.jsonl.gz', '.csv', '.csv.gz', '.tsv', '.parquet']
+
+
+@pytest.mark.parametrize('suffix', SUFFIXES)
+def test_files_of_the_split_test(tmp_path, suffix):
+    """Training knows nothing of them: its fingerprint, files and records are the same without."""
+    test = tmp_path / f'test{suffix}'
+    rows = [{'question': f'what is {i}?', 'answer': f'it is {i}', 'n': str(i)} for i in range(30)]
+    if suffix == '.parquet':
+        pyarrow = pytest.importorskip('pyarrow')
+        importlib.import_module('pyarrow.parquet').write_table(
+            pyarrow.Table.from_pylist(rows), test
+        )
+    else:
+        write_table(test, rows)
+    write_table(tmp_path / 'train.csv')
+    train = str(tmp_path / 'train.csv')
+    for files in (train, ''):
+        source = sources.open.open_source(make_config(files=files, test_files=str(test), **QA))
+        found = [record.fields for record in source.records('test')]
+        assert sorted(found, key=str) == sorted(rows, key=str)
+    with_test = sources.open.open_source(make_config(files=train, test_files=str(test), **QA))
+    without = sources.open.open_source(make_config(files=train, **QA))
+    assert not without.may_hold('test')
+    assert with_test.fingerprint == without.fingerprint
+    assert with_test.files == without.files
+    for split in ('train', 'validation'):
+        assert list(with_test.records(split)) == list(without.records(split))

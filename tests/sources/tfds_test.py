@@ -165,6 +165,12 @@ def test_text_to_text_gives_each_record_once_per_epoch(root):
     assert sorted(found) == sorted(2 * of_epoch)
 
 
+@pytest.mark.parametrize('value', [float('nan'), float('inf')])
+def test_a_number_without_a_value_fills_no_slot(value):
+    with pytest.raises(ValueError, match=f"feature 'scores/1' is {value}, no text"):
+        tfds_source.text_at({'scores': [1.5, value]}, 'scores/1')
+
+
 def test_a_nested_text(root):
     settings = {'inputs': '{text}', 'targets': '{answers/text/0}'}
     config = make_config(root, **settings, on_bad_line='skip', max_bad_fraction=0.5)
@@ -538,3 +544,12 @@ def test_several_data_sets_are_read_as_one(roots, tmp_path):
         sources.open.open_source(make_config(tmp_path, tfds='made_up_1, made_up_2'))
     with pytest.raises(ValueError, match="data.tfds='made_up_3': "):
         sources.open.open_source(make_config(tmp_path, tfds='made_up_0,made_up_3'))
+
+
+def test_the_split_test_may_be_in_files(roots, tmp_path):
+    row = {'text': 'some words'}
+    (tmp_path / 'a.jsonl').write_text(json.dumps(row))
+    config = make_config(roots / 'tfrecord', test_files=str(tmp_path / 'a.jsonl'))
+    source = sources.open.open_source(config)
+    assert source.corpus == 'tfds' and source.may_hold('train')
+    assert [record.fields for record in source.records('test')] == [row]

@@ -72,6 +72,11 @@ def test_masks_stay_possible_where_t5_fails():
 SENTINEL_FUNCTIONS = ['noise_token_to_sentinel', 'noise_span_to_unique_sentinel']
 
 
+def last_ids(vocabulary_size):
+    """T5's sentinels."""
+    return vocabulary_size - 1 - np.arange(100, dtype=np.int32)
+
+
 def kept(tokens):
     return tokens[tokens != data.DROPPED].tolist()
 
@@ -81,9 +86,9 @@ def test_token_functions_match_t5():
         tokens = np.array([case['tokens']], np.int32)
         mask = np.array([case['noise_mask']])
         for name in SENTINEL_FUNCTIONS:
-            found = part_of(name)(tokens, mask, case['vocab_size'])
+            found = part_of(name)(tokens, mask, last_ids(case['vocab_size']))
             assert found.dtype == np.int32 and kept(found) == case[name], name
-        other = data.noise_span_to_unique_sentinel(tokens, ~mask, case['vocab_size'])
+        other = data.noise_span_to_unique_sentinel(tokens, ~mask, last_ids(case['vocab_size']))
         assert kept(other) == case['nonnoise_span_to_unique_sentinel']
         for name in ('drop_noise_tokens', 'drop_nonnoise_tokens'):
             found = part_of(name)(tokens, mask)
@@ -95,10 +100,11 @@ def test_rows_are_replaced_one_by_one():
     rng = np.random.default_rng(0)
     tokens = rng.integers(3, 1000, (20, 13)).astype(np.int32)
     mask = rng.random((20, 13)) < 0.4
+    sentinels = rng.permutation(1100).astype(np.int32)  # in any order and place
     for name in SENTINEL_FUNCTIONS:
         function = part_of(name)
-        rows = [function(tokens[i : i + 1], mask[i : i + 1], 1100)[0] for i in range(20)]
-        np.testing.assert_array_equal(function(tokens, mask, 1100), rows)
+        rows = [function(tokens[i : i + 1], mask[i : i + 1], sentinels)[0] for i in range(20)]
+        np.testing.assert_array_equal(function(tokens, mask, sentinels), rows)
 
 
 def test_iid_noise_has_its_density_everywhere():
@@ -151,9 +157,12 @@ def test_random_tokens_are_any_but_the_reserved_ones():
 def test_one_token_in_ten_is_random_and_others_are_sentinels():
     tokens = np.full((2000, 50), 7, np.int32)
     mask = denoising.iid_noise_mask(tokens.shape, 0.5, 'mask')
-    found = denoising.noise_token_to_random_token_or_sentinel(tokens, mask, 10**6, 'test')
-    assert found.dtype == np.int32 and (found[~mask] == 7).all()
-    assert is_near((found[mask] != 10**6 - 1).sum(), 0.1 * mask.sum())
+    for sentinels in (last_ids(10**6), np.array([3, 9], np.int32)):
+        found = denoising.noise_token_to_random_token_or_sentinel(
+            tokens, mask, 10**6, sentinels, 'test'
+        )
+        assert found.dtype == np.int32 and (found[~mask] == 7).all()
+        assert is_near((found[mask] != sentinels[0]).sum(), 0.1 * mask.sum())
 
 
 def test_later_spans_are_taken_out():

@@ -14,6 +14,7 @@ import json
 import math
 import pathlib
 import types
+import unicodedata
 
 import numpy as np
 import pytest
@@ -127,6 +128,79 @@ def test_rouge_by_hand():
 def test_rouge_knows_the_letters_a_to_z_only():
     assert metrics.rouge(['Größe 5'], ['GR e-5'])['rouge2'] == 100.0
     assert metrics.rouge(['Ночь'], ['Ночь'])['rouge1'] == 0.0
+
+
+PERFECT = {
+    'Hindi': ['मैं हिन्दी पढ़ता हूँ', 'वह स्कूल गई', 'यह एक किताब है'],
+    'Thai': ['วันนี้อากาศดี', 'ฉันชอบเรียน', 'น้ำ'],
+    'Japanese': ['今日は天気がいいです', 'コーヒーをください', '本を読む'],
+    'Chinese': ['今天天气很好', '我喜欢学习', '他在北京工作'],
+    'Russian': ['сегодня хорошая погода', 'я люблю учиться', 'он работает'],
+    'Arabic': ['الطقس جميل اليوم', 'أحب التعلم', 'هو يعمل'],
+    'Korean': ['오늘 날씨가 좋다', '나는 공부를 좋아한다', '그는 일한다'],
+}
+
+
+@pytest.mark.parametrize('language', PERFECT)
+def test_right_answers_of_every_script_have_100(language):
+    texts = PERFECT[language]
+    assert set(metrics.rouge(texts, texts).values()) == {0.0}  # as in T5
+    if language != 'Thai':  # one of the texts is a single syllable
+        assert set(metrics.rouge(texts, texts, tokenizer='unicode').values()) == {100.0}
+    assert metrics.rouge(texts, texts, ('rouge1',), tokenizer='unicode') == {'rouge1': 100.0}
+    assert metrics.bleu(texts, texts, tokenizer='char')['bleu'] == pytest.approx(100)
+    others = texts[1:] + texts[:1]
+    assert metrics.rouge(texts, others, tokenizer='unicode')['rouge2'] < 60
+
+
+def test_tokens_of_any_script():
+    assert metrics.unicode_tokens('मैं हिन्दी, पढ़ता!') == ['मैं', 'हिन्दी', 'पढ़ता']
+    assert metrics.unicode_tokens('他用GPT4 写。') == ['他', '用', 'gpt4', '写']
+    assert metrics.unicode_tokens('コーヒー한국어 단어') == [*'コーヒー', '한국어', '단어']
+    assert metrics.unicode_tokens('กิน น้ำ') == ['กิ', 'น', 'น้ํ', 'า']
+    assert metrics.unicode_tokens("Größe isn't 5²") == ['größe', 'isn', 't', '52']
+    decomposed = unicodedata.normalize('NFD', 'Größe क़')
+    assert metrics.unicode_tokens(decomposed) == metrics.unicode_tokens('Größe क़')
+
+
+def test_words_that_a_tokenizer_misses():
+    def misses(metric_fn, text):
+        return metrics.tokenizer_of(metric_fn).misses_words(text)
+
+    of_rouge = functools.partial(metrics.rouge, score_keys=['rougeL'])
+    for text, in_rouge, in_bleu in (
+        ('今天天气很好', True, True),
+        ('वह स्कूल गई', True, False),
+        ('น้ำดี', True, True),
+        ('こんにちは', True, True),
+        ('GDP 增长了', False, True),
+        ('Größe', False, False),
+        ('5 + 5', False, False),
+        ('?!', False, False),  # no letters
+        ('', False, False),
+    ):
+        assert misses(of_rouge, text) == in_rouge, text
+        assert not misses(functools.partial(of_rouge, tokenizer='unicode'), text)
+        assert misses(metrics.bleu, text) == in_bleu, text
+        assert not misses(functools.partial(metrics.bleu, tokenizer='char'), text)
+    of_chinese = functools.partial(metrics.bleu, tokenizer='zh')
+    assert not misses(of_chinese, '今天天气很好') and misses(of_chinese, 'こんにちは')
+    assert metrics.tokenizer_of(metrics.accuracy) is None
+
+
+@pytest.mark.parametrize('tokenizer', ['ko-mecab', 'flores101', 'spm', 'ZH', ''])
+def test_a_tokenizer_that_is_not_there(tokenizer, monkeypatch, tmp_path):
+    monkeypatch.setattr('sacrebleu.tokenizers.tokenizer_ko_mecab.MeCab', None)
+    monkeypatch.setattr('sacrebleu.tokenizers.tokenizer_spm.SACREBLEU_DIR', str(tmp_path))
+    remedies = {
+        'ko-mecab': r'pip install .sacrebleu\[ko\]',
+        'flores101': 'download',
+        'spm': 'download',
+    }
+    with pytest.raises(ValueError, match=remedies.get(tokenizer, 'use one of none, zh')) as error:
+        metrics.bleu(['a'], ['a'], tokenizer=tokenizer)
+    assert f'tokenizer={tokenizer!r} of bleu' in str(error.value)
+    assert '\n' not in str(error.value)
 
 
 def subsequences(tokens):

@@ -42,6 +42,14 @@ def make_objective(name, vocabulary=VOCABULARY, **changes):
     return OBJECTIVES[name](config_of(name, **changes), vocabulary)
 
 
+def with_sentinels(num_sentinels, size=VOCABULARY.size):
+    """A vocabulary of `size` ids, of which the last ones are sentinels; those beyond the bytes are text."""
+    vocabulary = vocabularies.ByteVocabulary(num_sentinels)
+    vocabulary.size = size
+    vocabulary.sentinel_ids = size - 1 - np.arange(num_sentinels, dtype=np.int32)
+    return vocabulary
+
+
 def group_of(sizes):
     """Names and records of documents with the ids 3, 4, 5, ..., each once."""
     records = []
@@ -169,8 +177,7 @@ LANGUAGE_MODELS = ('lm', 'full_lm')
 def test_examples_hold_the_texts_of_t5s(oracle, name):
     """The texts are T5's, and so are all lengths and ids that are not random."""
     changes = {f'lengths.{side}': length for side, length in oracle['sequence_length'].items()}
-    vocabulary = vocabularies.ByteVocabulary(100)
-    vocabulary.size = oracle['vocab_size']
+    vocabulary = with_sentinels(100, oracle['vocab_size'])
     records = [{'targets': np.array(ids, np.int32)} for ids in oracle['tokenized']]
     names = [str(i) for i in range(len(records))]
     ours = make_objective(name, vocabulary, **changes).examples(names, records, 0)
@@ -296,8 +303,7 @@ UL2_ROWS = [
 
 def test_ul2s_denoisers_have_their_shares_and_their_noise():
     """R .4, X .4, S .2, equal inside a group. The lengths and the sentinels are UL2 20B's."""
-    vocabulary = vocabularies.ByteVocabulary(100)
-    vocabulary.size = VOCABULARY.size  # ids beyond the bytes are text
+    vocabulary = with_sentinels(100)
     objective = OBJECTIVES['ul2'](ul2.get_config('20b').data, vocabulary)
     names, records = group_of([800] * 110)
     counts = np.zeros(7)
@@ -326,8 +332,7 @@ def test_ul2s_denoisers_have_their_shares_and_their_noise():
 
 
 def test_noise_ends_where_the_sentinels_do():
-    vocabulary = vocabularies.ByteVocabulary(8)
-    vocabulary.size = VOCABULARY.size
+    vocabulary = with_sentinels(8)
     config = config_of('iid_denoising', **{'lengths.inputs': 32, 'noise_density': 0.3})
     objective = OBJECTIVES['iid_denoising'](config, vocabulary)
     assert objective.num_sentinels == 8
@@ -366,6 +371,30 @@ def test_modes_are_plain_text_to_the_vocabulary(vocabulary, pydoc):
             counts[mode] += 1
     for count, share in zip(counts, [0.4, 0.4, 0.2], strict=True):
         assert is_near(count, share * 400)
+
+
+@pytest.mark.parametrize('name', DENOISING)
+def test_sentinels_may_have_any_ids(name):
+    """With other ids of the sentinels the examples are the same but for these ids."""
+    other = vocabularies.ByteVocabulary(99_741)
+    numbers = np.random.default_rng(0).permutation(500)
+    other.sentinel_ids = VOCABULARY.sentinel_ids[:500][numbers]
+    group = group_of(SIZES['long and short'])
+    expected = make_objective(name).examples(*group, 'seed')
+    found = make_objective(name, other).examples(*group, 'seed')
+    new_ids = np.arange(VOCABULARY.size)
+    new_ids[VOCABULARY.sentinel_ids[:500]] = other.sentinel_ids
+    is_other = False
+    for example, expected_example in zip(found, expected, strict=True):
+        for ids, expected_ids in zip(example[:2], expected_example[:2], strict=True):
+            if name == 'bert_style':  # random ids stay
+                is_first = expected_ids == VOCABULARY.sentinel_ids[0]
+                assert ((ids == other.sentinel_ids[0]) == is_first).all()
+                assert (ids[~is_first] == expected_ids[~is_first]).all()
+            else:
+                np.testing.assert_array_equal(ids, new_ids[expected_ids])
+            is_other |= (ids != expected_ids).any()
+    assert is_other == (make_objective(name).num_sentinels > 0)
 
 
 WITH_SENTINELS = ('ul2', 'iid_denoising', 'mass_style', 'bert_style')
@@ -412,8 +441,7 @@ def test_a_vocabulary_without_the_modes_is_refused():
 
 @pytest.mark.parametrize('num_sentinels', [1, 2, 5, 99])
 def test_fewer_sentinels_make_shorter_texts(num_sentinels):
-    vocabulary = vocabularies.ByteVocabulary(num_sentinels)
-    vocabulary.size = VOCABULARY.size
+    vocabulary = with_sentinels(num_sentinels)
     lengths = {'lengths.inputs': 512, 'lengths.targets': 512}
     objective = make_objective('ul2', vocabulary, **lengths)
     assert objective.num_sentinels == num_sentinels
@@ -474,7 +502,7 @@ def test_streams_resume_anywhere_and_have_no_empty_row(pydoc, vocabulary, name):
         assert batch['decoder_loss_weights'].any(axis=1).all()
         assert batch['encoder_input_tokens'].any(axis=1).all()
         text = batch['decoder_target_tokens']
-        assert ((text > 2) & (text < stream.first_sentinel)).any()
+        assert ((text > 2) & ~np.isin(text, stream.sentinel_ids)).any()
 
 
 def test_objectives_mix_and_share_rows(vocabulary, pydoc):
@@ -505,7 +533,7 @@ def test_ul2s_config_makes_batches(vocabulary, pydoc):
     batches = [next(stream) for _ in range(10)]
     assert batches[0]['encoder_input_tokens'].shape == (4, 512)
     assert batches[0]['decoder_target_tokens'].shape == (4, 512)
-    assert stream.first_sentinel == vocabulary.size - 100
+    assert stream.sentinel_ids == tuple(range(vocabulary.size - 1, vocabulary.size - 101, -1))
     used = np.mean([(batch['encoder_input_tokens'] > 0).mean() for batch in batches])
     assert used > 0.7
 

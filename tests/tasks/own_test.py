@@ -134,3 +134,32 @@ def test_a_run_on_an_own_task(own_folder):
     done = subprocess.run([*command, *flags, '--workdir=run'], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (own_folder / 'run/checkpoint_2').is_dir()
+
+
+def test_the_split_test_of_an_own_task_is_in_files(tmp_path):
+    """Those of its row, or of data.test_files, which leave its other records where they are."""
+    (tmp_path / 'mine.py').write_text(
+        'from tasks import Mixture, Task\n'
+        f"FILES = {{'files': '{tmp_path}/train.jsonl', 'inputs': '{{q}}', 'targets': '{{q}}'}}\n"
+        "TASKS = [Task('bare', **FILES)]\n"
+        f"TASKS.append(Task('tested', test_files='{tmp_path}/test.jsonl', **FILES))\n"
+        "TASKS.append(Mixture('both', {'bare': 1, 'tested': 1}))\n"
+    )
+    for name in ('train', 'test', 'other'):
+        (tmp_path / f'{name}.jsonl').write_text(json.dumps({'q': name}))
+
+    def questions(split, **changes):
+        config = base.get_config().data
+        config.update(module=f'{tmp_path}/mine.py', **changes)
+        source = tasks.open.open_task(tasks.open.find(config), config)
+        return [record.fields['q'] for record in source.records(split)]
+
+    assert questions('test', task='tested') == ['test']
+    for name in ('bare', 'tested'):
+        other = {'task': name, 'test_files': f'{tmp_path}/other.jsonl'}
+        assert questions('test', **other) == ['other']
+        assert questions('train', **other) == ['train']
+    with pytest.raises(ValueError, match='have no split test'):
+        questions('test', task='bare')
+    with pytest.raises(ValueError, match="data.test_files='x' .*'both' is a mixture"):
+        questions('test', task='both', test_files='x')

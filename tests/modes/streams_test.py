@@ -1,0 +1,176 @@
+"""Standard streams that are closed, on a full disk or a closed pipe: one line on stderr, no traceback."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from runs import ENVIRONMENT, ROOT
+
+import checkpoint
+from modes import errors, streams
+
+T5X = ROOT / 'tests/golden/t5x_t5_1_1_tiny/checkpoint_6'
+INFER = (
+    f'--mode=infer --checkpoint={T5X} --config.data.vocabulary=bytes --config.decode.max_length=3'
+)
+TRAIN = f'--config={ROOT}/configs/tiny.py --config.train.steps=1 --config.data.vocabulary=bytes'
+TRAIN += ' --config.eval.steps=1'
+CLOSED = f'standard output: Bad file descriptor: {errors.REMEDIES[9]}'
+FULL = f'standard output: No space left on device: {errors.FULL_REMEDY}'
+
+
+def shell(command, folder, **environment):
+    """Run `python main.py COMMAND` in a shell, which redirects its streams."""
+    return subprocess.run(
+        ['bash', '-c', f'set -o pipefail; {sys.executable} {ROOT}/main.py {command}'],
+        cwd=folder,
+        env=ENVIRONMENT | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize('command', ['--help >&-', '--mode=tasks >&- <&-'])
+def test_a_closed_output_is_an_error(tmp_path, command):
+    done = shell(command, tmp_path)
+    assert (done.returncode, done.stderr) == (1, f'main.py: {CLOSED}\n')
+
+
+def test_a_closed_standard_error_is_none(tmp_path):
+    done = shell('--mode=tasks 2>&- <&-', tmp_path)
+    assert (done.returncode, done.stderr) == (0, '') and 'glue_cola_v002' in done.stdout
+
+
+@pytest.mark.parametrize('command', ['--help', '--mode=tasks', f'{INFER} --text=a'])
+def test_an_output_on_a_full_disk_is_an_error(command_line, tmp_path, command):
+    result = command_line.start(*command.split(), cwd=tmp_path, stdout='/dev/full').wait()
+    assert (result.status, result.stderr.splitlines()[-1]) == (1, f'main.py: {FULL}')
+
+
+def test_work_is_done_though_its_lines_cannot_be_printed():
+    made = []
+
+    def lines():
+        for i in range(3):
+            made.append(i)
+            yield str(i)
+
+    with open('/dev/full', 'w') as file, pytest.raises(OSError) as failed:
+        streams.print_lines(lines(), file)
+    assert made == [0, 1, 2] and errors.one_line(failed.value) == FULL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('command', ['--help', '--mode=tasks', '--nonsense', f'{INFER} --text=a'])
+@pytest.mark.parametrize(
+    'streams, lines',
+    [('>&-', 1), ('>&- 2>&-', 0), ('>&- 2>&- <&-', 0), ('>/dev/full', 1), ('>/dev/full 2>&1', 0)],
+)
+def test_outputs_that_cannot_be_written(tmp_path, command, streams, lines):
+    done = shell(f'{command} {streams}', tmp_path)
+    assert done.returncode == (2 if command == '--nonsense' else 1)
+    found = [line for line in done.stderr.splitlines() if not line.startswith('WARNING')]
+    assert len(found) == lines and not done.stdout
+
+
+@pytest.mark.slow
+def test_inference_without_standard_input(tmp_path):
+    (tmp_path / 'in.txt').write_text('a\nb\n')
+    done = shell(f'{INFER} --input=in.txt 2>&- <&-', tmp_path)
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 2
+    done = shell(f'{INFER} --input=- <&-', tmp_path)
+    assert (done.returncode, done.stdout) == (2, '')
+    assert done.stderr == 'main.py: --input=-: standard input is closed: name a file\n'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['in.txt', '-'])
+def test_the_reader_of_answers_ends(tmp_path, name):
+    (tmp_path / 'in.txt').write_text('a\n' * 20_000)
+    command = f'{INFER} --config.decode.max_length=1 --config.decode.batch_size=512 --input={name}'
+    done = shell(f'{command} < in.txt | head -1', tmp_path)
+    assert done.returncode == 1 and json.loads(done.stdout)
+    lines = done.stderr.splitlines()
+    assert 'standard output: Broken pipe' in lines[-1] and 'Traceback' not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('streams', ['>&-', '2>&-', '>&- 2>&- <&-', '>/dev/full', '| head -1'])
+def test_a_run_needs_no_output(tmp_path, streams):
+    """What libraries print gets into no file of the run."""
+    done = shell(f'{TRAIN} --workdir=run {streams}', tmp_path)
+    assert (done.returncode, done.stderr) == (0, '')
+    assert checkpoint.steps(tmp_path / 'run') == [1]
+    for line in (tmp_path / 'run/metrics.jsonl').read_text().splitlines():
+        json.loads(line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('streams', ['>&-', '>&- 2>&- <&-', '| head -1'])
+def test_an_evaluation_needs_no_output(tmp_path, evaluated, streams):
+    done = shell(
+        f'--mode=evaluate --checkpoint={evaluated}/run --output_dir=out {streams}', tmp_path
+    )
+    assert (done.returncode, done.stderr) == (0, '')
+    assert (tmp_path / 'out/results.csv').exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('streams, status', [('>&-', 1), ('2>&-', 0), ('>&- 2>&-', 1)])
+def test_a_conversion_is_done(tmp_path, streams, status):
+    done = shell(f'--mode=convert --from={T5X} --to=converted {streams}', tmp_path)
+    assert done.returncode == status and 'Traceback' not in done.stderr
+    assert (tmp_path / 'converted').is_dir()
+
+
+# What JAX is told by the environment.
+
+
+@pytest.mark.parametrize(
+    'platforms, command',
+    [
+        ('cuda', f'{TRAIN} --workdir=run'),
+        ('nonsense', f'--mode=convert --from={T5X} --to=converted'),
+        *[
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                ('tpu', f'{INFER} --text=a'),
+                ('rocm', f'--mode=evaluate --checkpoint={T5X}'),
+                ('cuda', f'{TRAIN} --mode=plan'),
+                ('tpu', f'{TRAIN} --workdir=run'),
+            )
+        ],
+    ],
+)
+def test_platforms_that_are_not_here(tmp_path, platforms, command):
+    done = shell(command, tmp_path, JAX_PLATFORMS=platforms)
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 2 and not done.stdout and not list(tmp_path.iterdir())
+    assert line.startswith(f'main.py: JAX_PLATFORMS={platforms}: ') and ' cpu device' in line
+    assert 'unset JAX_PLATFORMS' in line
+
+
+@pytest.mark.slow
+def test_modes_without_devices_need_no_platform(tmp_path):
+    for command in ('--mode=tasks', f'{TRAIN} --mode=plan --topology=cpu:2'):
+        done = shell(command, tmp_path, JAX_PLATFORMS='cuda')
+        assert (done.returncode, done.stderr) == (0, '')
+
+
+@pytest.mark.slow
+def test_64_bits_change_nothing(tmp_path):
+    """JAX_ENABLE_X64 is for other programs: losses, dropout, answers and scores are the same bits."""
+    found = []
+    for bits in ('0', '1'):
+        flags = f'{TRAIN} --config.model.dropout_rate=0.1 --workdir={bits}'
+        outputs = [shell(flags, tmp_path, JAX_ENABLE_X64=bits)]
+        model = f'--mode=infer --checkpoint={bits} --text=a --config.decode.max_length=5'
+        for options in ('beam_size=3', 'temperature=1.0 --config.decode.top_k=7'):
+            options = f'--config.decode.return_scores=True --config.decode.{options}'
+            outputs.append(shell(f'{model} {options}', tmp_path, JAX_ENABLE_X64=bits))
+        assert not any(done.returncode for done in outputs), outputs
+        values = json.loads((tmp_path / bits / 'metrics.jsonl').read_text().splitlines()[-1])
+        answers = [(done.stdout, done.stderr) for done in outputs[1:]]
+        found.append(({x: values[x] for x in values if 'timing' not in x}, answers))
+    assert found[0] == found[1]
