@@ -14,9 +14,15 @@ STAGE = 32  # the longest dimension that XLA reduces in one loop
 
 
 def for_device(plain: Callable, on_cpu: Callable, *arrays: jax.Array) -> jax.Array:
-    """Call the form of a function that the devices of this program need."""
+    """Call the form of a function that the devices of this program need.
+
+    It is the plain one for arrays that devices share, which XLA splits: outside shard_map, on a mesh
+    of several devices.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.manual_axes:  # outside shard_map
+    if not mesh.manual_axes:
+        if mesh.size > 1:
+            return plain(*arrays)
         return lax.platform_dependent(*arrays, cpu=on_cpu, default=plain)
     device = mesh.abstract_device
     if device is not None and device.device_kind == 'cpu':

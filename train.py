@@ -223,7 +223,12 @@ def compile_init(trainer: Trainer) -> jax.stages.Compiled:
 def jit_step(trainer: Trainer) -> jax.stages.Wrapped:
     """Return `train_step` as a compiled function (state, batch) -> (state, metrics); donates state."""
     shardings = partition.shardings(trainer.mesh, (trainer.specs, P()))
-    step = functools.partial(train_step, trainer)
+
+    def step(state, batch):
+        # kernels.py asks how many devices share the arrays of the optimizer.
+        with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
+            return train_step(trainer, state, batch)
+
     return jax.jit(step, out_shardings=shardings, donate_argnums=0)
 
 

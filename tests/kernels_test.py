@@ -116,6 +116,23 @@ def test_sums_and_means_are_exact(shape, mesh, monkeypatch):
             np.testing.assert_allclose(found[name], value, rtol=1e-6, err_msg=name)
 
 
+def test_arrays_that_devices_share_are_summed_plainly():
+    """In stages, XLA would gather a dimension of 96 that two devices share."""
+    mesh = partition.make_mesh(data=1, model=2, devices=jax.devices()[:2])
+    x = jnp.arange(96 * 64.0).reshape(96, 64)
+    x = jax.device_put(x, jax.NamedSharding(mesh, jax.P('model', None)))
+
+    def numbers(x):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return kernels.sum(x), kernels.mean(x, axis=0)
+
+    program = jax.jit(numbers).lower(x).compile()
+    assert 'all-reduce' in program.as_text() and 'all-gather' not in program.as_text()
+    total, mean = program(x)
+    assert total == np.asarray(x).sum()
+    np.testing.assert_allclose(mean, np.asarray(x).mean(axis=0), rtol=1e-6)
+
+
 @pytest.mark.parametrize('dtype', model.DTYPES)
 @pytest.mark.parametrize('shape', [(2, 3, 4, 512), (7, 96), (5, 33), (4,), (2, 0, 3), (2, 0)])
 def test_softmax_is_that_of_jax(shape, dtype):

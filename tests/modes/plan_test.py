@@ -64,11 +64,6 @@ def written(trainer):
             moves('all-reduce', ('data',), whole // mesh.shape['fsdp'])
         else:
             moves('all-reduce', ('data', 'fsdp'), whole)
-        if len(spec) == 2 and spec[1]:
-            # On CPUs, sums of rows: for the norms of the gradient, the parameter, and the update before and
-            # after it is scaled.
-            num_rows = x.shape[0] // mesh.shape[spec[0]]
-            moves('all-reduce', (spec[1],), num_rows * 4, 4)
     return found
 
 
