@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import pytest
 from absl import flags
+from forms import first_quick
 from ml_collections import ConfigDict
 from runs import ENVIRONMENT, ROOT
 
@@ -182,7 +183,7 @@ for page in PAGES:
         )
 
 
-@pytest.mark.parametrize('page', QUICK_PAGES, ids=[page.stem for page in QUICK_PAGES])
+@pytest.mark.parametrize('page', first_quick(QUICK_PAGES), ids=[page.stem for page in QUICK_PAGES])
 def test_short_commands(page, checkout, uninterrupted, command_line):
     """A smaller run than that of tiny.py, which other tests have made, stands in for runs/tiny."""
     run_blocks(filter(runs_quickly, blocks_of(page)), uninterrupted, checkout, command_line)

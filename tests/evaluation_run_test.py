@@ -416,6 +416,7 @@ def test_a_run_that_goes_on_with_other_settings_keeps_its_results(evaluated, tmp
     assert (folder / 'results.csv').read_text() == (evaluated / 'run/results.csv').read_text()
 
 
+@pytest.mark.slow
 def test_killed_anywhere_and_started_again_gives_the_same_files(
     evaluated, compiled, tmp_path, monkeypatch
 ):

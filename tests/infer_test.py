@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forms import first_quick
 from small_models import ONE_GOLDEN_MODEL, assert_close, assert_refused, golden_batch, make_mesh
 
 import checkpoint
@@ -363,7 +364,9 @@ def encoder_outputs(t5, ids):
         return np.asarray(partition.one_device(f)())
 
 
-@pytest.mark.parametrize('path', [T5X, MESH_TF, HUGGING_FACE], ids=['t5x', 'mesh_tf', 'hf'])
+@pytest.mark.parametrize(
+    'path', first_quick([T5X, MESH_TF, HUGGING_FACE]), ids=['t5x', 'mesh_tf', 'hf']
+)
 def test_the_encoder_of_every_format(path):
     """It has the outputs of the whole model's encoder."""
     whole = infer.load(path)

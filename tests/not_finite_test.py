@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from forms import every_second_quick
 from runs import (
     ROOT,
     assert_close_runs,
@@ -111,7 +112,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize('place, value', FAULTS)
+@pytest.mark.parametrize('place, value', every_second_quick(FAULTS))
 def test_a_fault(place, value):
     """Skipped, it leaves the state as it was. A step that stays finite leaves a finite state."""
     token = faulty_model.token_of(place, value)
@@ -399,6 +400,7 @@ def test_a_signal_after_such_a_step(step, finished, tmp_path, capsys):
     assert_same_run(tmp_path, finished / 'back', STEPS)
 
 
+@pytest.mark.slow
 def test_a_signal_between_checkpoints_changes_nothing(tmp_path, capsys):
     """What it saves is deleted where the run goes back over it, and save.keep keeps the one before."""
     write_records(tmp_path, {7: ('gradients', 'inf')})
@@ -439,6 +441,7 @@ def test_a_run_that_cannot_go_back(tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_the_budget(tmp_path):
     """Two such steps in the life of a run, before and after it is stopped."""
     write_records(tmp_path, dict.fromkeys((5, 9, 13), ('gradients', '1e25')))

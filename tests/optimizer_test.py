@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from forms import first_quick
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 from small_models import assert_close
@@ -57,7 +58,7 @@ def numpy_adafactor(params, grads, config, learning_rate, steps=1):
     return p, slots
 
 
-@pytest.mark.parametrize('settings', [
+@pytest.mark.parametrize('settings', first_quick([
     {},
     {'factored': False},
     {'beta1': 0.9},
@@ -67,7 +68,7 @@ def numpy_adafactor(params, grads, config, learning_rate, steps=1):
     {'multiply_by_parameter_scale': False},
     {'global_norm_clip_threshold': 1.0},
     {'step_offset': -3},
-], ids=str)  # fmt: skip
+], num_quick=3), ids=str)  # fmt: skip
 def test_adafactor_is_its_formula(settings):
     config, steps, rng = optimizer_config(**settings), 4, np.random.default_rng(0)
     shapes = {'square': (128, 128), 'tall': (300, 130), 'wide': (130, 300), 'small': (127, 200)}
@@ -99,11 +100,11 @@ def test_adafactor_is_its_formula(settings):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize('settings', [
+@pytest.mark.parametrize('settings', first_quick([
     {},
     {'clipping_threshold': 0.0, 'multiply_by_parameter_scale': False},
     {'beta1': 0.9, 'weight_decay_rate': 0.01, 'factored': False, 'step_offset': -3},
-], ids=str)  # fmt: skip
+]), ids=str)  # fmt: skip
 def test_adafactor_is_that_of_optax(settings):
     """The same states, so that checkpoints of either go on with the other, and the same updates."""
     config, rng = optimizer_config(**settings), np.random.default_rng(0)

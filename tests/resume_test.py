@@ -12,6 +12,7 @@ import time
 import numpy as np
 import own_task
 import pytest
+from forms import first_quick
 from runs import ENVIRONMENT, ROOT, Program, assert_same_run, run, small_config, stop_after
 
 import checkpoint
@@ -322,7 +323,7 @@ def test_an_error_in_an_evaluation_loses_no_step(place, tmp_path, monkeypatch, c
         assert found == (tmp_path / 'expected' / name).read_bytes()
 
 
-@pytest.mark.parametrize('place', ['own preprocessor', 'line', 'last line'])
+@pytest.mark.parametrize('place', first_quick(['line', 'last line', 'own preprocessor']))
 def test_a_bad_record_loses_no_step(place, tmp_path, monkeypatch):
     """Those after it are the steps of a run that leaves it out from the beginning."""
     own_task.write(tmp_path)

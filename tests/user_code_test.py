@@ -10,6 +10,7 @@ import shutil
 import numpy as np
 import pytest
 from command_line import ROOT
+from forms import first_quick
 from runs import Program
 
 import tasks
@@ -278,7 +279,7 @@ def test_a_file_of_tasks_that_does_not_load(command_line, tmp_path, mode):
     assert not (tmp_path / 'out').exists()
 
 
-@pytest.mark.parametrize('text, message, flags', MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize('text, message, flags', first_quick(MODELS.values()), ids=MODELS)
 def test_an_own_model_that_does_not_fit(command_line, tmp_path, text, message, flags):
     """One line names the user's code, and nothing is written."""
     file, line = write(tmp_path, text, start='')

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forms import first_quick
 from safetensors.numpy import load_file, save_file
 from small_models import assert_close, golden_batch
 
@@ -423,7 +424,7 @@ def write_encoder(folder, name, dtype='float32'):
     save_file(stored, folder / 'single/t5_fp32.safetensors')
 
 
-@pytest.mark.parametrize('name', CONFIGS)
+@pytest.mark.parametrize('name', first_quick(CONFIGS, 2))
 def test_encoders_of_transformers(tmp_path, name):
     """A folder of an encoder, the encoder of a whole folder, and a single file."""
     write_encoder(tmp_path, name)

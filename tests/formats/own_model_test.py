@@ -228,6 +228,7 @@ def test_rotary_positions_decode(rotary):
     check_on_meshes(*rotary)
 
 
+@pytest.mark.slow
 def test_rotary_positions_train(corpus, tmp_path):
     config = small_config(corpus, steps=12)
     config.model.update(module=str(ROTARY), dropout_rate=0.0)

@@ -82,6 +82,7 @@ def test_a_program_is_compiled_once_and_a_damaged_cache_is_emptied(tmp_path):
     assert compile_once(tmp_path) == [len(kept), result]
 
 
+@pytest.mark.slow
 def test_a_folder_that_takes_no_files_is_not_used(tmp_path):
     (tmp_path / 'file').touch()
     _, result = compile_once(tmp_path / 'file')

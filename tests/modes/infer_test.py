@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 from corpora import oracle
 from faults import contents
+from forms import first_quick
 from permissions import another_user
 from safetensors.numpy import load_file
 from small_models import assert_close
@@ -412,7 +413,8 @@ def computed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    'kind, least_kills', [({'score': True, 'fields': ('idx',)}, 12), ({'encode': True}, 6)]
+    'kind, least_kills',
+    first_quick([({'score': True, 'fields': ('idx',)}, 12), ({'encode': True}, 6)]),
 )
 def test_a_kill_at_any_change_of_a_file_changes_nothing(
     tmp_path, loaded, questions, small_chunks, computed, monkeypatch, kind, least_kills
@@ -487,7 +489,7 @@ def write_two_chunks(monkeypatch, **request):
 
 
 @pytest.mark.parametrize('damage', [*DAMAGES, NOT_THERE, ANOTHER])
-@pytest.mark.parametrize('file', ['chunk', 'shard', 'encodings'])
+@pytest.mark.parametrize('file', first_quick(['chunk', 'shard', 'encodings']))
 def test_a_damaged_file_is_made_anew(
     tmp_path, loaded, questions, small_chunks, computed, monkeypatch, capsys, file, damage
 ):

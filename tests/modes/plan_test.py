@@ -176,6 +176,7 @@ def test_the_smallest_change_that_fits(monkeypatch):
         list(lines)
 
 
+@pytest.mark.slow
 def test_a_table_goes_on_after_a_slice_that_fails(monkeypatch):
     """A line for each slice; where none fits, an error at the end."""
     monkeypatch.setattr(plan, 'SLICES', ('cpu:8', 'cpu:7', 'v5e:nothing', 'cpu:8'))

@@ -145,6 +145,7 @@ def test_a_process_that_holds_the_interpreter_is_alive(tmp_path):
     assert errors == ['', '', '']
 
 
+@pytest.mark.slow
 def test_an_error_of_one_stops_all(tmp_path):
     statuses, _, errors = run_three(tmp_path, 1, 'error', heartbeat=30)
     assert statuses == [1, 1, 1]

@@ -21,6 +21,7 @@ def traced_steps(workdir):
     return found
 
 
+@pytest.mark.slow
 def test_steps_are_traced(corpus, uninterrupted, tmp_path, capsys):
     """Those that a run takes before it stops, and when it goes on. They are the steps of any run."""
 
