@@ -193,7 +193,7 @@ def assert_goes_on(folder, kind, correction, pack, num_batches):
     return len(left_out)
 
 
-@pytest.mark.parametrize('correction', CORRECTIONS)
+@pytest.mark.parametrize('correction', first_quick(CORRECTIONS, 3))
 @pytest.mark.parametrize('kind', first_quick(['txt', 'csv', 'parquet', 'jsonl.gz']))
 def test_what_was_not_read_comes_once(tmp_path, monkeypatch, kind, correction):
     monkeypatch.setattr(sources.gzipped, 'POOL_LINES', 24)
@@ -337,6 +337,7 @@ def write_bad_files(folder, corpus, kind):
     raise AssertionError('no file is read late')
 
 
+@pytest.mark.slow
 def test_a_corrected_corpus_needs_the_setting(corpus, uninterrupted, tmp_path):
     """Also where its folder was moved; files that are missing or new stay refused."""
     shutil.copytree(uninterrupted, tmp_path / 'run')

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 from command_line import ROOT
-from forms import every_second_quick
+from forms import every_third_quick
 from permissions import another_user
 
 from configs import base
@@ -91,7 +91,7 @@ def out_of_range() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize('key, value', every_second_quick(out_of_range()))
+@pytest.mark.parametrize('key, value', every_third_quick(out_of_range()))
 def test_a_number_out_of_its_range(command_line, tmp_path, key, value):
     row = Row([TINY, f'--config.{key}={value}'], message=f'{key}=')
     check(row, command_line, tmp_path)
@@ -471,7 +471,7 @@ def test_a_long_message_keeps_its_two_ends():
 EVERY = [(table, name) for table, rows in TABLES.items() for name in rows]
 
 
-@pytest.mark.parametrize('table, name', every_second_quick(EVERY))
+@pytest.mark.parametrize('table, name', every_third_quick(EVERY))
 def test_wrong_input(command_line, tmp_path, table, name):
     check(TABLES[table][name], command_line, tmp_path)
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forms import every_third_quick
 from small_models import random_batch, random_params, run_config, t5_config
 
 import model
@@ -313,7 +314,7 @@ def released(name):
     return importlib.import_module(f'configs.{family}').get_config(size)
 
 
-@pytest.mark.parametrize('name', COUNTS)
+@pytest.mark.parametrize('name', every_third_quick(COUNTS))
 def test_parameter_counts_of_released_models(name):
     config = released(name)
     # Many families have the shapes of another.

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from forms import every_second_quick
+from forms import every_third_quick
 from runs import (
     ROOT,
     assert_close_runs,
@@ -112,7 +112,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize('place, value', every_second_quick(FAULTS))
+@pytest.mark.parametrize('place, value', every_third_quick(FAULTS))
 def test_a_fault(place, value):
     """Skipped, it leaves the state as it was. A step that stays finite leaves a finite state."""
     token = faulty_model.token_of(place, value)

@@ -91,6 +91,7 @@ def test_a_folder_that_takes_no_files_is_not_used(tmp_path):
     assert not entries(tmp_path / 'full')
 
 
+@pytest.mark.slow
 def test_settings_of_jax_win(tmp_path):
     compile_once(tmp_path / 'a', JAX_ENABLE_COMPILATION_CACHE='false')
     compile_once(tmp_path / 'b', JAX_COMPILATION_CACHE_DIR=str(tmp_path / 'mine'))

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from command_line import ROOT
+from forms import first_quick
 from runs import ENVIRONMENT, free_address
 
 from modes import processes
@@ -101,7 +102,7 @@ def run_three(folder, chosen, action, heartbeat):
     return [status for status, _ in ended], max(seconds for _, seconds in ended), errors
 
 
-@pytest.mark.parametrize('number', [0, 1])
+@pytest.mark.parametrize('number', first_quick([1, 0]))
 def test_the_others_stop_when_a_process_is_killed(number, tmp_path):
     statuses, seconds, errors = run_three(tmp_path, number, 'SIGKILL', heartbeat=30)
     expected = [1, 1, 1]

@@ -131,10 +131,10 @@ def test_a_conversion_is_done(tmp_path, streams, status):
     'platforms, command',
     [
         ('cuda', f'{TRAIN} --workdir=run'),
-        ('nonsense', f'--mode=convert --from={T5X} --to=converted'),
         *[
             pytest.param(*row, marks=pytest.mark.slow)
             for row in (
+                ('nonsense', f'--mode=convert --from={T5X} --to=converted'),
                 ('tpu', f'{INFER} --text=a'),
                 ('rocm', f'--mode=evaluate --checkpoint={T5X}'),
                 ('cuda', f'{TRAIN} --mode=plan'),
