@@ -224,12 +224,12 @@ def jit_step(trainer: Trainer) -> jax.stages.Wrapped:
     """Return `train_step` as a compiled function (state, batch) -> (state, metrics); donates state."""
     shardings = partition.shardings(trainer.mesh, (trainer.specs, P()))
 
-    def step(state, batch):
+    def train_step_on_mesh(state, batch):
         # kernels.py asks how many devices share the arrays of the optimizer.
         with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
             return train_step(trainer, state, batch)
 
-    return jax.jit(step, out_shardings=shardings, donate_argnums=0)
+    return jax.jit(train_step_on_mesh, out_shardings=shardings, donate_argnums=0)
 
 
 def lower_step(trainer: Trainer) -> jax.stages.Lowered:
