@@ -20,14 +20,17 @@ def for_device(plain: Callable, on_cpu: Callable, *arrays: jax.Array) -> jax.Arr
     of several devices.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.manual_axes:
-        if mesh.size > 1:
-            return plain(*arrays)
+    if mesh.size <= 1 and not mesh.manual_axes:
         return lax.platform_dependent(*arrays, cpu=on_cpu, default=plain)
-    device = mesh.abstract_device
-    if device is not None and device.device_kind == 'cpu':
+    if mesh.manual_axes and is_on_cpu():
         return on_cpu(*arrays)
     return plain(*arrays)
+
+
+def is_on_cpu() -> bool:
+    """Return whether the devices of this `jax.shard_map` are those of a CPU; False outside of one."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device is not None and device.device_kind == 'cpu'
 
 
 # Sums.
@@ -35,7 +38,7 @@ def for_device(plain: Callable, on_cpu: Callable, *arrays: jax.Array) -> jax.Arr
 
 def sum(x: jax.Array, axis: int | None = None, keepdims: bool = False) -> jax.Array:
     """Return x.sum(axis), float32."""
-    return reduce(jnp.sum, x, axis, keepdims)
+    return reduce(jnp.sum, x.astype(jnp.float32), axis, keepdims)
 
 
 def mean(x: jax.Array, axis: int, keepdims: bool = False) -> jax.Array:
@@ -45,7 +48,7 @@ def mean(x: jax.Array, axis: int, keepdims: bool = False) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))  # traced once for each shape
 def reduce(operation: Callable, x: jax.Array, axis: int | None, keepdims: bool) -> jax.Array:
-    """Return operation(x, axis) of float32 numbers, where the operation is jnp.sum or _max.
+    """Return operation(x, axis), where the operation is jnp.sum, of float32 numbers, or _max.
 
     A CPU adds up 32 numbers of a dimension at a time. XLA does so, too, but writes all numbers to
     memory first; a dimension of 32 is reduced in the loop that computes the numbers, vectorized along
@@ -75,7 +78,7 @@ def reduce(operation: Callable, x: jax.Array, axis: int | None, keepdims: bool) 
 def softmax(logits: jax.Array) -> jax.Array:
     """Return jax.nn.softmax(logits). Its gradient reduces in float32."""
     exps = jnp.exp(logits - reduce(_max, logits, -1, True))
-    return exps / sum(exps.astype(jnp.float32), axis=-1, keepdims=True).astype(exps.dtype)
+    return exps / sum(exps, axis=-1, keepdims=True).astype(exps.dtype)
 
 
 def _max(x: jax.Array, axis: int, keepdims: bool = False) -> jax.Array:
@@ -89,7 +92,8 @@ def _softmax_forward(logits):
 
 def _softmax_backward(probs, grad):
     weighted = grad * probs
-    return (weighted - probs * sum(weighted, axis=-1, keepdims=True),)
+    total = sum(weighted, axis=-1, keepdims=True)
+    return (weighted - probs * total.astype(probs.dtype),)
 
 
 softmax.defvjp(_softmax_forward, _softmax_backward)
@@ -109,7 +113,7 @@ def _broadcast_forward(x, shape, dtype):
 
 
 def _broadcast_backward(shape, dtype, x_shape, grad):
-    return (sum(grad.astype(jnp.float32).reshape(-1, *x_shape), axis=0),)
+    return (sum(grad.reshape(-1, *x_shape), axis=0),)
 
 
 broadcast.defvjp(_broadcast_forward, _broadcast_backward)

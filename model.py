@@ -854,7 +854,7 @@ class Kernel(hk.Module):
 @functools.partial(jax.jit, static_argnames='equation')
 def multiply(equation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Return einsum(equation, x, kernel), [b, T, *columns], for x of [b, T, *rows]."""
-    if not partition.is_on_cpu():
+    if not kernels.is_on_cpu():
         return jnp.einsum(equation, x, kernel)
     # As matrices: for the kernel's gradient, a sum over b and T, XLA would copy y's gradient transposed.
     num_rows = math.prod(x.shape[2:])

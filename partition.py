@@ -68,12 +68,6 @@ def axes_size(mesh: Mesh, axes: Iterable[str]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def is_on_cpu() -> bool:
-    """Return whether the devices of this `jax.shard_map` are those of a CPU; False outside of one."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device is not None and device.device_kind == 'cpu'
-
-
 def check_divides(name: str, n: int, axes: tuple[str, ...], mesh: Mesh) -> None:
     """Raise ValueError unless `n`, the value of `name`, divides by the size of the mesh axes."""
     count = axes_size(mesh, axes)

@@ -18,6 +18,7 @@ import pytest
 from forms import every_third_quick
 from small_models import random_batch, random_params, run_config, t5_config
 
+import kernels
 import model
 import partition
 import tasks
@@ -432,7 +433,7 @@ def test_products_on_a_cpu_are_those_of_other_devices(
     gradient = jnp.asarray(rng.standard_normal((3, 4, *columns)), dtype)
 
     def compute(is_on_cpu, *arrays):
-        monkeypatch.setattr(partition, 'is_on_cpu', lambda: is_on_cpu)
+        monkeypatch.setattr(kernels, 'is_on_cpu', lambda: is_on_cpu)
         x, kernel, gradient = arrays
         y, gradients = jax.vjp(functools.partial(model.multiply, equation), x, kernel)
         return y, *gradients(gradient)
