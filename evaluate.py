@@ -7,7 +7,6 @@ run/task_metrics.py has the metrics of what a model answers. Source: T5X t5x/mod
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -20,8 +19,8 @@ from ml_collections import FrozenConfigDict
 
 import data
 import loss
+import model
 import partition
-import user_code
 from model import T5Config
 from stream import Stream
 from vocabulary import EOS_ID
@@ -129,7 +128,6 @@ class Evaluation:
 
 @functools.lru_cache(maxsize=16)
 def make_sums(
-    model: ModuleType,
     config: T5Config,
     mesh: Mesh,
     loss_config: FrozenConfigDict,
@@ -138,17 +136,20 @@ def make_sums(
 ) -> Callable[[Mapping[str, jax.Array], Mapping[str, jax.Array]], Sums]:
     """Return a compiled function (params, batch) -> sums over the global batch.
 
-    Beside those of loss.weighted_sums, they are the nats of all targets and of the text alone.
+    Beside those of loss.weighted_sums and loss.add_aux, they are the nats of all targets and of the
+    text alone.
     """
-    specs = partition.param_specs(model.PARAMETER_SPECS, model.shapes(config))
+    specs = model.param_specs(config)
+    coefficients = config.modules.losses(config)
     normalizing_factor = loss.parse_normalizing_factor(loss_config.loss_normalizing_factor)
 
     def device_sums(params, batch):
         weights_bT, divisor = loss.weights_and_divisor(batch, normalizing_factor)
+        num_rows = lax.psum(len(weights_bT), partition.BATCH_AXES)
 
         def microbatch_sums(microbatch):
             batch, weights_bT = microbatch
-            logits_bTv = model.apply(lambda: model.logits(config, batch), params)
+            logits_bTv, aux = model.apply(lambda: model.logits(config, batch), params)
             sums = loss.weighted_sums(
                 logits_bTv,
                 batch,
@@ -157,6 +158,7 @@ def make_sums(
                 z_loss=loss_config.z_loss,
                 label_smoothing=loss_config.label_smoothing,
             )
+            sums = loss.add_aux(sums, aux, coefficients, num_rows)
             # Nats without z-loss and smoothing. Text is all but sentinels, EOS and padding.
             targets_bT = batch['decoder_target_tokens']
             nats_bT, _ = loss.cross_entropy(logits_bTv, targets_bT)
@@ -173,7 +175,7 @@ def make_sums(
         return lax.psum(sums, partition.BATCH_AXES)
 
     sums = jax.shard_map(device_sums, mesh=mesh, in_specs=(specs, partition.BATCH), out_specs=P())
-    return jax.jit(user_code.naming(model.PLACE, sums))
+    return jax.jit(sums)
 
 
 def add_steps(steps: list[Any]) -> dict[str, float]:
@@ -185,7 +187,7 @@ def summarize(steps: list[Any], config: Any) -> dict[str, float]:
     """Return T5X's metrics (t5x/models.py) of the sums of some steps.
 
     'nats_per_token' is the cross entropy without z-loss. A sum that is not T5X's is divided by the
-    weights, as 'accuracy' is.
+    weights, as 'accuracy' is, and a sum of aux by the rows.
     """
     total = add_steps(steps)
     num_rows = len(steps) * config.train.batch_size
@@ -198,6 +200,9 @@ def summarize(steps: list[Any], config: Any) -> dict[str, float]:
     if config.data.pack == 'no':
         encoder, decoder = 'encoder_input_tokens', 'decoder_target_tokens'
     metrics = {name: total[name] / weights for name in sum_names() if name not in T5X_SUMS}
+    for name in total:
+        if name.startswith(loss.AUX):
+            metrics[name.removeprefix(loss.AUX)] = total[name] / num_rows
     metrics |= {
         'nats_per_token': total['nats'] / weights,
         'accuracy': total['correct'] / weights,
@@ -209,7 +214,7 @@ def summarize(steps: list[Any], config: Any) -> dict[str, float]:
         f'effective_batch_size/{encoder}': total['encoder_examples'] / len(steps),
         f'effective_batch_size/{decoder}': total['decoder_examples'] / len(steps),
     }
-    total['cross_ent_loss'] = total['loss'] - total['z_loss']
+    total['cross_ent_loss'] = total['loss'] - total['z_loss'] - total.get('aux_loss', 0.0)
     for name in ('loss', 'z_loss', 'cross_ent_loss'):
         metrics[name] = total[name] / len(steps)
         metrics[f'{name}_per_all_target_tokens'] = total[name] / targets

@@ -11,7 +11,6 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -27,7 +26,6 @@ import formats.open
 import loss
 import model
 import partition
-import user_code
 from configs import base, check
 from formats import own_model
 from model import T5Config
@@ -98,18 +96,16 @@ def load(
             f'mesh={_shortened(mesh)}: must have the axes {", ".join(partition.MESH_AXES)}: use '
             'partition.make_mesh(data=4, model=2)'
         )
-    given = model
-    if config is not None and config.module:
-        given, config = own_model.load(vars(config))
-    opened = formats.open.open_model(path, config, str(step), part, given)
-    opened.model.check_mesh(opened.config, mesh)
+    if config is not None and config.module and config.own is None:
+        config = own_model.load(own_model.as_settings(config))
+    opened = formats.open.open_model(path, config, str(step), part)
+    model.check_mesh(opened.config, mesh)
     found = find_vocabulary(opened.directory, vocabulary)
-    shapes = opened.model.shapes(opened.config)
-    specs = partition.gathered(partition.param_specs(opened.model.PARAMETER_SPECS, shapes))
+    specs = partition.gathered(model.param_specs(opened.config))
     shardings = {f'target/{name}': x for name, x in partition.shardings(mesh, specs).items()}
     leaves = {name: leaf for name, leaf in opened.leaves.items() if name in shardings}
     arrays = checkpoint.restore(leaves, shardings, dtype)
-    t5 = T5(opened.config, checkpoint.parameters(arrays), mesh, found, opened.model)
+    t5 = T5(opened.config, checkpoint.parameters(arrays), mesh, found)
     lengths = check.read_stored(opened.directory).get('data', {}).get('lengths', {})
     t5.max_input_length = lengths.get('inputs', MAX_INPUT_LENGTH)
     if opened.note:
@@ -120,8 +116,8 @@ def load(
 class T5:
     """A checkpoint that one can call. `load` makes it.
 
-    `model` is model.py, or its own model. `config` has its sizes, `arrays` its parameters as
-    {T5X's path: array}, `params` the same as nested dicts.
+    `config` has its sizes, `arrays` its parameters as {T5X's path: array}, `params` the same as nested
+    dicts.
 
     Inputs and targets are texts, to which EOS is added, or lists of token ids, which are taken as
     they are. All methods raise ValueError for what is neither, for ids that the model has no
@@ -135,9 +131,7 @@ class T5:
         arrays: Mapping[str, Any],
         mesh: Mesh,
         vocabulary: Any = None,
-        model: ModuleType = model,
     ):
-        self.model = model
         # A scan over layers is for training: it copies the parameters.
         self.config = dataclasses.replace(config, scan_layers=False)
         self.mesh = mesh
@@ -169,7 +163,7 @@ class T5:
         self._decoding_arrays: Mapping[str, Any] = {}
 
     def _specs(self, arrays: Mapping[str, Any]) -> dict[str, P]:
-        return partition.gathered(partition.param_specs(self.model.PARAMETER_SPECS, arrays))
+        return partition.gathered(partition.param_specs(dict(self.config.modules.specs), arrays))
 
     def _compile(
         self,
@@ -181,13 +175,13 @@ class T5:
         """Return (parameters, *inputs) -> output on the mesh; each process has the whole output."""
         param_specs = self._specs(self._decoding_arrays or self.arrays)
         mapped = jax.shard_map(
-            functools.partial(device_function, self.model, self.config),
+            functools.partial(device_function, self.config),
             mesh=self.mesh,
             in_specs=(param_specs, *in_specs),
             out_specs=out_specs,
         )
         options = {'out_shardings': NamedSharding(self.mesh, P())} | options
-        return jax.jit(user_code.naming(self.model.PLACE, mapped), **options)
+        return jax.jit(mapped, **options)
 
     def logits(self, batch: Mapping[str, Any]) -> jax.Array:
         """Return teacher-forced logits, float32 [batch, target length, vocab].
@@ -361,7 +355,7 @@ class T5:
     @functools.cached_property
     def _transpose(self) -> Callable:
         """Return parameters -> model.transposed_kernels of them."""
-        transpose = functools.partial(self.model.transposed_kernels, self.config)
+        transpose = functools.partial(model.transposed_kernels, self.config)
         paths = jax.eval_shape(transpose, self.arrays)
         shardings = partition.shardings(self.mesh, self._specs(paths))
         return jax.jit(transpose, out_shardings=shardings)
@@ -624,18 +618,18 @@ def in_batches(
 # What one device computes, inside of `jax.shard_map`. model.py defines the suffixes.
 
 
-def _logits(model: ModuleType, config: T5Config, params: Mapping, batch: Mapping) -> jax.Array:
-    return model.apply(lambda: model.logits(config, batch), params)
+def _logits(config: T5Config, params: Mapping, batch: Mapping) -> jax.Array:
+    return model.apply(lambda: model.logits(config, batch)[0], params)
 
 
-def _scores(model: ModuleType, config: T5Config, params: Mapping, batch: Mapping) -> jax.Array:
-    logits_bTv = _logits(model, config, params, batch)
+def _scores(config: T5Config, params: Mapping, batch: Mapping) -> jax.Array:
+    logits_bTv = _logits(config, params, batch)
     targets_bT = batch['decoder_target_tokens']
     nats_bT, _ = loss.cross_entropy(logits_bTv, targets_bT)
     return -(nats_bT * (targets_bT > 0)).sum(axis=-1)
 
 
-def _encodings(model: ModuleType, config: T5Config, params: Mapping, batch: Mapping) -> jax.Array:
+def _encodings(config: T5Config, params: Mapping, batch: Mapping) -> jax.Array:
     inputs_bM = batch['encoder_input_tokens']
     encoded_bMD = model.apply(lambda: model.encode(config, inputs_bM), params)
     return jnp.where(inputs_bM[..., None] > 0, encoded_bMD.astype(jnp.float32), 0)
@@ -643,7 +637,6 @@ def _encodings(model: ModuleType, config: T5Config, params: Mapping, batch: Mapp
 
 def _generate(
     decoding: 'Decoding',
-    model: ModuleType,
     config: T5Config,
     params: Mapping,
     seed: jax.Array,

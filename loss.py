@@ -12,6 +12,7 @@ from jax import lax
 
 import partition
 
+AUX = 'aux/'  # the names of sums of what layers report begin with it
 NORMALIZERS = ('NUM_REAL_TARGET_TOKENS', 'NUM_TOTAL_TARGET_TOKENS', 'AVERAGE_PER_SEQUENCE')
 
 
@@ -42,6 +43,27 @@ def weighted_sums(
         'encoder_examples': num_segments(batch.get('encoder_segment_ids', inputs_bM > 0)),
         'decoder_examples': num_segments(batch.get('decoder_segment_ids', targets_bT > 0)),
     }
+
+
+def add_aux(
+    sums: Mapping[str, jax.Array],
+    aux: Mapping[str, jax.Array],
+    coefficients: Mapping[str, float],
+    num_rows: int,
+) -> dict[str, jax.Array]:
+    """Return the sums with this device's share of what the layers report, and their losses.
+
+    `aux`: {name: float32 [b]}. A loss is coefficient * mean over the rows of the global batch, of which
+    there are `num_rows`, whatever divides the others. Source: T5X t5x/contrib/moe/models.py.
+    """
+    sums = dict(sums)
+    for name, value_b in aux.items():
+        sums[f'{AUX}{name}'] = value_b.sum()
+    if coefficients:
+        products = [factor * sums[f'{AUX}{name}'] for name, factor in coefficients.items()]
+        sums['aux_loss'] = jnp.stack(products).sum() / num_rows
+        sums['loss'] += sums['aux_loss']
+    return sums
 
 
 def num_segments(segments_bT: jax.Array) -> jax.Array:

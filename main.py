@@ -34,21 +34,23 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
+import user_code
 from modes import command_line, huge_pages, processes, streams
 from modes.signals import Signals
 
 FLAGS = flags.FLAGS
-HELP = {'--help', '-help', '-h', '--helpshort', '--helpfull', '-?'}
 
 
 def main(argv: list[str]) -> int:
     """Do what the flags in `argv` ask for. Return the exit status."""
-    if HELP & set(argv[1:]):
+    if command_line.HELP & set(argv[1:]):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program
         try:
-            streams.print_lines([__doc__, command_line.describe()], sys.stdout)
+            streams.print_lines([__doc__, command_line.describe(argv)], sys.stdout)
         except OSError as error:
             return processes.fail(error, status=1)
+        except ValueError as error:  # of the config whose options it lists
+            return processes.fail(error, status=2)
         return 0
     os.environ['JAX_ENABLE_X64'] = '0'  # the settings have the dtypes
     if isinstance(sys.stdout, io.TextIOWrapper):  # it may print names of files that are not UTF-8
@@ -72,13 +74,15 @@ def main(argv: list[str]) -> int:
 
             topology.local_devices()  # raises ValueError without those of JAX_PLATFORMS
             compilation_cache.use()
-        work = prepare(config, signals)
+        with user_code.naming_lines():
+            work = prepare(config, signals)
     except (ValueError, OSError) as error:
         return processes.fail(error, status=2)
     finally:
         gc.enable()
     try:
-        signal_number = work() or 0
+        with user_code.naming_lines():
+            signal_number = work() or 0
     except (FloatingPointError, ValueError, OSError) as error:  # the loss, the data, the disk
         return processes.fail(error, status=1)
     return processes.end(128 + signal_number if signal_number else 0)
@@ -91,7 +95,7 @@ def prepare(config: Any, signals: Signals) -> Callable[[], int | None]:
     """
     changes = {}
     if 'config' in command_line.FLAGS_OF_MODE[FLAGS.mode]:
-        changes = config_flags.get_override_values(FLAGS['config'])
+        changes = command_line.changes()
     # Imported late: a wrong flag is reported before JAX starts.
     if FLAGS.mode == 'train':
         config_name = pathlib.Path(config_flags.get_config_filename(FLAGS['config'])).stem

@@ -29,7 +29,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -80,14 +80,9 @@ REMAT_POLICIES = {
     'full': None,
     'dots': jax.checkpoint_policies.save_only_these_names('projection', 'sum'),
 }
-# In a copy that a user's file has changed (formats/own_model.py): that file, and its lines.
-SOURCE = b''
-PLACE = ''
-RECORD = 'own_model.py'  # the file's name in a checkpoint
 NUM_BUCKETS = 32  # of relative positions, in every T5
 MAX_DISTANCE = 128  # from here on, relative positions share the last bucket
 
-# Standard deviation 1 / sqrt(rows of the kernel). A truncated normal has it after truncation.
 NORMAL = hk.initializers.VarianceScaling(1.0, 'fan_in', 'normal')
 TRUNCATED_NORMAL = hk.initializers.VarianceScaling(1.0, 'fan_in', 'truncated_normal')
 UNIFORM = hk.initializers.VarianceScaling(1.0, 'fan_avg', 'uniform')
@@ -116,12 +111,20 @@ class T5Config:
     lora_rank: int = 0  # of the adapters; 0: none
     lora_alpha: float = 16.0
     lora_targets: str = r'.+/(query|value)/kernel'  # the paths of the kernels that have adapters
-    module: str = ''  # the file of an own model; '' for this one
+    module: str = ''  # the file of an own model, or the name of a family; '' for T5
+    options: Hashable = None  # the settings of `module`: a frozen dataclass that its file declares
     remat: str = 'none'
     scan_layers: bool = False
+    own: 'Modules | None' = dataclasses.field(default=None, repr=False)  # what `module` holds
+
+    @property
+    def modules(self) -> 'Modules':
+        """The parts of the model: those of `own`, else T5's."""
+        return self.own or T5_MODULES
 
     def __post_init__(self):
         object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))  # JSON has lists
+        object.__setattr__(self, 'options', self.options or None)  # configs have an empty group
         for field in dataclasses.fields(self):
             size = getattr(self, field.name)
             smallest = 0 if field.name in ('lora_rank', 'num_decoder_layers') else 1
@@ -129,9 +132,10 @@ class T5Config:
                 raise ValueError(f'model.{field.name}={size}: must be at least {smallest}')
         if self.dtype not in DTYPES:
             raise ValueError(f"model.dtype={self.dtype!r}: use 'float32' or 'bfloat16'")
-        if not self.mlp_activations or not all(x in [*ACTIVATIONS] for x in self.mlp_activations):
+        known = [name for name, _ in self.modules.activations]
+        if not self.mlp_activations or not all(x in known for x in self.mlp_activations):
             raise ValueError(
-                f'model.mlp_activations={self.mlp_activations}: use some of {", ".join(ACTIVATIONS)}'
+                f'model.mlp_activations={self.mlp_activations}: use some of {", ".join(known)}'
             )
         if not 0 <= self.dropout_rate < 1:
             raise ValueError(f'model.dropout_rate={self.dropout_rate}: must lie in [0, 1)')
@@ -161,6 +165,11 @@ def shapes(config: T5Config) -> Mapping[str, tuple[int, ...]]:
     """Return {path: whole shape} of all parameters; nothing is computed."""
     tree = jax.eval_shape(lambda: init(config, jax.random.key(0)))
     return MappingProxyType({path: x.shape for path, x in tree.items()})
+
+
+def param_specs(config: T5Config) -> dict[str, P]:
+    """Return {path: spec} of all parameters."""
+    return partition.param_specs(dict(config.modules.specs), shapes(config))
 
 
 def apply(
@@ -200,16 +209,27 @@ def check_mesh(config: T5Config, mesh: Mesh) -> None:
         partition.check_divides(f'model.{name}', getattr(config, name), ('model',), mesh)
 
 
+def adapter_paths(config: T5Config) -> tuple[str, ...]:
+    """Return the paths of the parameters that are trained and saved without the others.
+
+    They are LoRA's, and those of an own model; the others are in the checkpoint of a base.
+    """
+    patterns = [config.modules.adapters]
+    if config.lora_rank:
+        patterns.append(ADAPTER)
+    return tuple(path for path in shapes(config) if any(re.fullmatch(x, path) for x in patterns))
+
+
 def without_adapters(config: T5Config) -> T5Config:
-    """Return the config of the base, which is also that of the merged model."""
+    """Return the config of the model in which LoRA's adapters are merged."""
     return dataclasses.replace(config, lora_rank=0)
 
 
 def merge_adapters(
     config: T5Config, params: Mapping[str, Any], merge: Callable | None = None
 ) -> dict[str, Any]:
-    """Return the parameters without adapters: kernels are `merge(kernel, lora_a, lora_b)`."""
-    merge = merge or functools.partial(adapted_kernel, config)
+    """Return the parameters without LoRA's: kernels are `merge(kernel, lora_a, lora_b)`."""
+    merge = merge or functools.partial(config.modules.adapted_kernel, config)
     merged = {}
     for path, x in params.items():
         scope, name = path.rsplit('/', 1)
@@ -226,46 +246,70 @@ def adapted_kernel(config: T5Config, kernel: Any, lora_a: Any, lora_b: Any) -> j
     return kernel + config.lora_alpha / config.lora_rank * product
 
 
+Aux = dict[str, jax.Array]  # {name: float32 [b]}, what layers report of each row
+
+
 def logits(
     config: T5Config, batch: Mapping[str, jax.Array], rows_b: jax.Array | None = None
-) -> jax.Array:
-    """Return float32 logits_bTv of the next target token, teacher-forced: the whole model.
+) -> tuple[jax.Array, Aux]:
+    """Return float32 logits_bTv of the next target token, teacher-forced: the whole model; and aux.
 
     `batch` has T5X's features, int32 [b, length]: encoder_input_tokens, decoder_input_tokens,
     decoder_target_tokens and, when packed, both segment_ids. Positions are unused, as in T5X. The
     decoder's features may have several rows, one after another, for each row of the inputs.
+
+    Aux are the means over the layers that report a value, those of both stacks together; {} for T5.
     """
     # A sequence that is not packed is segment 1. Padding is segment 0 and sees nothing. T5X goes by
     # the targets, so that the BOS of decoder_input_tokens, which is 0 like padding, is seen.
     segments_bM = (batch['encoder_input_tokens'] > 0) * batch.get('encoder_segment_ids', 1)
     segments_bT = (batch['decoder_target_tokens'] > 0) * batch.get('decoder_segment_ids', 1)
-    embedder = Embedder(config, name='token_embedder')
-    encoded_bMD = Encoder(config, name='encoder')(
-        embedder(batch['encoder_input_tokens']),
-        mask_b1TT=attention_mask(segments_bM, segments_bM),
-        rows_b=rows_b,
+    embedder = config.modules.embedder(config, name='token_embedder')
+    encoded_bMD, segments_bM, encoder_aux = _encode(
+        config, embedder, batch['encoder_input_tokens'], segments_bM, rows_b
     )
     num_targets = len(segments_bT) // len(segments_bM)
     if num_targets > 1:
         encoded_bMD = jnp.repeat(encoded_bMD, num_targets, axis=0)
         segments_bM = jnp.repeat(segments_bM, num_targets, axis=0)
-    logits_bTv, _ = Decoder(config, embedder, name='decoder')(
+        encoder_aux = {name: jnp.repeat(x, num_targets, axis=1) for name, x in encoder_aux.items()}
+    logits_bTv, _, decoder_aux = Decoder(config, embedder, name='decoder')(
         embedder(batch['decoder_input_tokens']),
         encoded_bMD,
         mask_b1TT=attention_mask(segments_bT, segments_bT, causal=True),
         mask_b1TM=attention_mask(segments_bT, segments_bM),
         rows_b=rows_b,
     )
-    return logits_bTv
+    aux = {}
+    for name in encoder_aux.keys() | decoder_aux.keys():
+        of_stacks = [stack[name] for stack in (encoder_aux, decoder_aux) if name in stack]
+        aux[name] = jnp.concatenate(of_stacks).mean(axis=0)
+    return logits_bTv, aux
 
 
-def encode(config: T5Config, inputs_bM: jax.Array, embedder: 'Embedder | None' = None) -> jax.Array:
-    """Return encoded_bMD of `inputs`, int32 ids padded with 0, in the dtype of the computation."""
-    mask_bM = inputs_bM > 0
-    embedder = embedder or Embedder(config, name='token_embedder')
-    return Encoder(config, name='encoder')(
-        embedder(inputs_bM), mask_b1TT=attention_mask(mask_bM, mask_bM), rows_b=None
+def _encode(
+    config: T5Config,
+    embedder: 'Embedder',
+    inputs_bM: jax.Array,
+    segments_bM: jax.Array,
+    rows_b: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, Aux]:
+    """Return encoded_bMD, in the dtype of the computation, the segments of its positions, and aux.
+
+    `inputs`: int32 ids. `segments`: int32 or bool, 0 for padding. Aux is stacked: [layers, b].
+    """
+    x_bMD, segments_bM = config.modules.encoder_inputs(config, embedder(inputs_bM), segments_bM)
+    encoded_bMD, aux = Encoder(config, name='encoder')(
+        x_bMD, mask_b1TT=attention_mask(segments_bM, segments_bM), rows_b=rows_b
     )
+    return encoded_bMD, segments_bM, aux
+
+
+def encode(config: T5Config, inputs_bM: jax.Array) -> jax.Array:
+    """Return encoded_bMD of `inputs`, int32 ids padded with 0, in the dtype of the computation."""
+    embedder = config.modules.embedder(config, name='token_embedder')
+    encoded_bMD, _, _ = _encode(config, embedder, inputs_bM, inputs_bM > 0)
+    return encoded_bMD[:, -inputs_bM.shape[1] :]  # without what an own model puts before them
 
 
 class KeysValues(NamedTuple):
@@ -273,6 +317,16 @@ class KeysValues(NamedTuple):
 
     keys_ghKS: jax.Array
     values_ghKS: jax.Array
+
+    def write(self, k_gMhK: jax.Array, v_gMhK: jax.Array, slot: jax.Array | int) -> 'KeysValues':
+        """Return the cache with keys and values from `slot` on."""
+        new = KeysValues(k_gMhK.transpose(0, 2, 3, 1), v_gMhK.transpose(0, 2, 3, 1))
+        write = functools.partial(lax.dynamic_update_slice_in_dim, start_index=slot, axis=3)
+        return jax.tree.map(write, self, new)
+
+    def read(self) -> tuple[jax.Array, jax.Array]:
+        """Return k_gShK and v_gShK."""
+        return self.keys_ghKS.transpose(0, 3, 1, 2), self.values_ghKS.transpose(0, 3, 1, 2)
 
 
 class LayerCache(NamedTuple):
@@ -309,15 +363,15 @@ def start_decoding(
     """
     num_beams = num_decodes if is_beam_search else 1
     num_groups = len(inputs_bM) * num_decodes // num_beams
-    embedder = Embedder(config, name='token_embedder')
-    encoded_bMD = encode(config, inputs_bM, embedder)
+    embedder = config.modules.embedder(config, name='token_embedder')
+    encoded_bMD, segments_bM, _ = _encode(config, embedder, inputs_bM, inputs_bM > 0)
     empty = LayerCache(
         targets=empty_cache(config, num_groups, num_slots=0),
-        inputs=empty_cache(config, *inputs_bM.shape),
+        inputs=empty_cache(config, *segments_bM.shape),
     )
     cache = Cache(
         length=jnp.int32(0),
-        mask_b11M=(inputs_bM > 0)[:, None, None],
+        mask_b11M=(segments_bM > 0)[:, None, None],
         writers_gnM=jnp.zeros_like(inputs_bM, shape=(num_groups, num_beams, 0)),
         layers=(empty,) * config.num_decoder_layers,
     )
@@ -328,8 +382,8 @@ def start_decoding(
 
 def empty_cache(config: T5Config, num_rows: int, num_slots: int) -> KeysValues:
     """Return a cache of zeros."""
-    num_heads = partition.split(config.num_heads, 'model')
-    zeros_ghKS = jnp.zeros((num_rows, num_heads, config.head_dim, num_slots), config.dtype)
+    shape = config.modules.attention.cache_shape(config, num_rows, num_slots)
+    zeros_ghKS = jnp.zeros(shape, config.dtype)
     zeros_ghKS = lax.pcast(zeros_ghKS, (*partition.BATCH_AXES, 'model'), to='varying')
     return KeysValues(zeros_ghKS, zeros_ghKS)
 
@@ -362,7 +416,7 @@ def decode_step(config: T5Config, tokens_r: jax.Array, cache: Cache) -> tuple[ja
     Returns the float32 logits_rv of the token that follows, and the cache with the token read.
     """
     num_groups, num_beams, _ = cache.writers_gnM.shape
-    embedder = Embedder(config, name='token_embedder')
+    embedder = config.modules.embedder(config, name='token_embedder')
     beams_n = jnp.arange(num_beams, dtype=jnp.int32)
     own_gn1 = jnp.zeros_like(cache.writers_gnM[:, :, :1]) + beams_n[None, :, None]
     writers_gnM = lax.dynamic_update_slice_in_dim(cache.writers_gnM, own_gn1, cache.length, axis=2)
@@ -387,7 +441,7 @@ def _read(
     is_read_M = positions_M <= cache.length
     mask_gTMn = is_writer_gTMn & is_read_M[None, None, :, None]
     mask_g1TS = mask_gTMn.reshape(num_groups, 1, num_beams, room * num_beams)
-    logits_gTv, layers = Decoder(config, embedder, name='decoder')(
+    logits_gTv, layers, _ = Decoder(config, embedder, name='decoder')(
         embedder(tokens_gT),
         encoded_bMD,
         mask_b1TT=mask_g1TS[:, :, : tokens_gT.shape[1]],
@@ -436,7 +490,7 @@ class Positions(NamedTuple):
 
 @dataclasses.dataclass
 class Encoder(hk.Module):
-    """Embedded tokens to encoded_bTD."""
+    """Embedded tokens to encoded_bTD, and the aux of the layers."""
 
     config: T5Config
     name: str
@@ -448,44 +502,57 @@ class Encoder(hk.Module):
         positions = Positions(jnp.arange(length), jnp.arange(length))
         relpos_1hTT = None
         if not c.relpos_bias_per_layer:
-            relpos_bias = RelativePositionBias(c, bidirectional=True, name='relpos_bias')
+            relpos_bias = c.modules.relpos_bias(c, bidirectional=True, name='relpos_bias')
             relpos_1hTT = relpos_bias(positions)
 
-        def layer(name, x_bTD):
-            return EncoderLayer(c, name=name)(x_bTD, mask_b1TT, positions, relpos_1hTT, rows_b)
+        def layer(index, x_bTD):
+            encoder_layer = c.modules.encoder_layer(c, index, name=f'layers_{index}')
+            return encoder_layer(x_bTD, mask_b1TT, positions, relpos_1hTT, rows_b)
 
-        x_bTD = apply_layers(c, c.num_encoder_layers, layer, x_bTD)
-        x_bTD = RMSNorm(c, name='encoder_norm')(x_bTD)
+        x_bTD, aux = apply_layers(c, c.num_encoder_layers, layer, x_bTD)
+        x_bTD = c.modules.norm(c, name='encoder_norm')(x_bTD)
         # The one place where T5X's dropout mask is not shared along the length.
-        return dropout(x_bTD, c.dropout_rate, rows_b, mask_shape=(length, c.emb_dim))
+        return dropout(x_bTD, c.dropout_rate, rows_b, mask_shape=(length, c.emb_dim)), aux
 
 
-def apply_layers(c: T5Config, num_layers: int, layer: Callable, x_bTD: jax.Array) -> jax.Array:
-    """Return x_bTD after the layers `layer(name, x_bTD)`, as `c.remat` and `c.scan_layers` say.
+def apply_layers(
+    c: T5Config, num_layers: int, layer: Callable, x_bTD: jax.Array
+) -> tuple[jax.Array, Aux]:
+    """Return x_bTD after the layers `layer(index, x_bTD)`, as `c.remat` and `c.scan_layers` say.
 
-    Parameters are gathered in a layer, so that remat gathers them again, and a scan one by one.
+    Aux is stacked over the layers that report it, [layers, b]. Parameters are gathered in a layer, so
+    that remat gathers them again, and a scan one by one. In a scan, `index` counts within a period.
     """
     is_scan = c.scan_layers and not hk.running_init()
 
-    def apply_layer(name, x_bTD):
+    def apply_layer(index, x_bTD):
         if c.remat == 'none':
-            return layer(name, x_bTD)
-        of_name = functools.partial(layer, name)
-        return hk.remat(of_name, policy=REMAT_POLICIES[c.remat], prevent_cse=not is_scan)(x_bTD)
+            return layer(index, x_bTD)
+        of_index = functools.partial(layer, index)
+        return hk.remat(of_index, policy=REMAT_POLICIES[c.remat], prevent_cse=not is_scan)(x_bTD)
+
+    def apply_in_turn(x_bTD, count):
+        aux: dict[str, list] = {}
+        for index in range(count):
+            x_bTD, of_layer = apply_layer(index, x_bTD)
+            for name, value_b in of_layer.items():
+                aux.setdefault(name, []).append(value_b)
+        return x_bTD, {name: jnp.stack(values) for name, values in aux.items()}
 
     if not is_scan:
-        for i in range(num_layers):
-            x_bTD = apply_layer(f'layers_{i}', x_bTD)
-        return x_bTD
+        return apply_in_turn(x_bTD, num_layers)
 
-    # One program, that of the first layer, which reads the slices of each. The key of dropout goes
+    # One program, that of the first period, which reads the slices of each. The key of dropout goes
     # from layer to layer, as it does without a scan.
     tree = hk.get_params()
-    first = f'{hk.experimental.current_name()}/layers_0/'
+    period = c.modules.period
+    stack = hk.experimental.current_name()
     stacked = {}
     for scope in tree:
-        if scope.startswith(first):
-            scopes = [scope.replace('layers_0', f'layers_{i}', 1) for i in range(num_layers)]
+        match = re.match(rf'{stack}/layers_(\d+)/', scope)
+        if match and int(match[1]) < period:
+            numbers = range(int(match[1]), num_layers, period)
+            scopes = [f'{stack}/layers_{i}/{scope[match.end() :]}' for i in numbers]
             for name in tree[scope]:
                 stacked[f'{scope}/{name}'] = jnp.stack([tree[scope][name] for scope in scopes])
 
@@ -493,9 +560,10 @@ def apply_layers(c: T5Config, num_layers: int, layer: Callable, x_bTD: jax.Array
         with hk.custom_getter(
             lambda next_getter, _, context: next_getter(slices[context.full_name])
         ):
-            return apply_layer('layers_0', x_bTD), None
+            return apply_in_turn(x_bTD, period)
 
-    return hk.scan(apply_slices, x_bTD, stacked)[0]
+    x_bTD, aux = hk.scan(apply_slices, x_bTD, stacked)
+    return x_bTD, {name: x.reshape(-1, x.shape[-1]) for name, x in aux.items()}
 
 
 @dataclasses.dataclass
@@ -503,21 +571,23 @@ class EncoderLayer(hk.Module):
     """Self-attention and MLP, each after a norm and with a residual connection."""
 
     config: T5Config
+    index: int  # in the stack; in a scan, in its period
     name: str
 
     def __call__(self, x_bTD, mask_b1TT, positions, relpos_1hTT, rows_b):
-        """Return x_bTD. `relpos_1hTT`: the bias that all layers share; None: each has its own."""
+        """Return x_bTD and aux. `relpos_1hTT`: the bias of all layers; None: each has its own."""
         c = self.config
         if c.relpos_bias_per_layer:
-            relpos_bias = RelativePositionBias(c, bidirectional=True, name='relpos_bias')
+            relpos_bias = c.modules.relpos_bias(c, bidirectional=True, name='relpos_bias')
             relpos_1hTT = relpos_bias(positions)
-        y_bTD = RMSNorm(c, name='pre_attention_layer_norm')(x_bTD)
-        attention = Attention(c, name='attention')
+        y_bTD = c.modules.norm(c, name='pre_attention_layer_norm')(x_bTD)
+        attention = c.modules.attention(c, self.index, name='attention')
         y_bTD, _ = attention(y_bTD, y_bTD, mask_b1TT, relpos_1hTT, rows_b, positions)
         x_bTD = x_bTD + dropout(y_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
-        y_bTD = RMSNorm(c, name='pre_mlp_layer_norm')(x_bTD)
-        y_bTD = Mlp(c, name='mlp')(y_bTD, rows_b)
-        return x_bTD + dropout(y_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
+        y_bTD = c.modules.norm(c, name='pre_mlp_layer_norm')(x_bTD)
+        y_bTD, aux = c.modules.mlp(c, self.index, name='mlp')(y_bTD, rows_b)
+        x_bTD = x_bTD + dropout(y_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
+        return x_bTD, aux
 
 
 @dataclasses.dataclass
@@ -525,16 +595,16 @@ class Decoder(hk.Module):
     """Embedded decoder inputs and encoded inputs to float32 logits, all at once or step by step."""
 
     config: T5Config
-    embedder: hk.Module  # the Embedder of the decoder's inputs
+    embedder: 'Embedder'  # of the decoder's inputs
     name: str
 
     def __call__(
         self, x_bTD, encoded_bMD, mask_b1TT, mask_b1TM, rows_b, positions=None, caches=None
     ):
-        """Return logits_bTv, float32 whatever the dtype of the computation, and the caches.
+        """Return logits_bTv, float32 whatever the dtype of the computation, the caches, and aux.
 
         Decoding passes `positions` and a LayerCache for each layer. encoded_bMD is None where the
-        caches have it.
+        caches have it. With caches there is no aux.
         """
         c = self.config
         length = x_bTD.shape[1]
@@ -543,24 +613,27 @@ class Decoder(hk.Module):
             positions = Positions(jnp.arange(length), jnp.arange(length))
         relpos_1hTT = None
         if not c.relpos_bias_per_layer:
-            relpos_bias = RelativePositionBias(c, bidirectional=False, name='relpos_bias')
+            relpos_bias = c.modules.relpos_bias(c, bidirectional=False, name='relpos_bias')
             relpos_1hTT = relpos_bias(positions)
 
-        def layer(name, x_bTD, cache):
-            return DecoderLayer(c, name=name)(
+        def layer(index, x_bTD, cache):
+            decoder_layer = c.modules.decoder_layer(c, index, name=f'layers_{index}')
+            return decoder_layer(
                 x_bTD, encoded_bMD, mask_b1TT, mask_b1TM, positions, relpos_1hTT, rows_b, cache
             )
 
-        def layer_without_cache(name, x_bTD):
-            return layer(name, x_bTD, LayerCache())[0]
+        def layer_without_cache(index, x_bTD):
+            x_bTD, _, aux = layer(index, x_bTD, LayerCache())
+            return x_bTD, aux
 
+        aux = {}
         new_caches = []
         if caches is None:
-            x_bTD = apply_layers(c, c.num_decoder_layers, layer_without_cache, x_bTD)
-        for i, cache in enumerate(caches or ()):
-            x_bTD, cache = layer(f'layers_{i}', x_bTD, cache)
+            x_bTD, aux = apply_layers(c, c.num_decoder_layers, layer_without_cache, x_bTD)
+        for index, cache in enumerate(caches or ()):
+            x_bTD, cache, _ = layer(index, x_bTD, cache)
             new_caches.append(cache)
-        x_bTD = RMSNorm(c, name='decoder_norm')(x_bTD)
+        x_bTD = c.modules.norm(c, name='decoder_norm')(x_bTD)
         x_bTD = dropout(x_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
         x_bTD = x_bTD.astype(jnp.float32)
         if c.logits_via_embedding:
@@ -574,9 +647,10 @@ class Decoder(hk.Module):
             logits_bTv = logits_bTv / jnp.sqrt(c.emb_dim)
         else:
             shape = (c.emb_dim, partition.split(c.vocab_size, 'model'))
-            logits_dense = Kernel(c, shape, TRUNCATED_NORMAL, 'float32', name='logits_dense')
+            initializer = c.modules.initializers.logits
+            logits_dense = Kernel(c, shape, initializer, 'float32', name='logits_dense')
             logits_bTv = logits_dense('bTD,Dv->bTv', x_bTD)
-        return logits_bTv, tuple(new_caches)
+        return logits_bTv, tuple(new_caches), aux
 
 
 @dataclasses.dataclass
@@ -584,30 +658,31 @@ class DecoderLayer(hk.Module):
     """Self-attention, cross attention and MLP, each after a norm and with a residual connection."""
 
     config: T5Config
+    index: int  # in the stack; in a scan, in its period
     name: str
 
     def __call__(
         self, x_bTD, encoded_bMD, mask_b1TT, mask_b1TM, positions, relpos_1hTT, rows_b, cache
     ):
-        """Return x_bTD and the LayerCache. Self-attention has a bias; cross attention has none."""
+        """Return x_bTD, the LayerCache and aux. Self-attention alone has a bias."""
         c = self.config
         if c.relpos_bias_per_layer:
-            relpos_bias = RelativePositionBias(c, bidirectional=False, name='relpos_bias')
+            relpos_bias = c.modules.relpos_bias(c, bidirectional=False, name='relpos_bias')
             relpos_1hTT = relpos_bias(positions)
-        y_bTD = RMSNorm(c, name='pre_self_attention_layer_norm')(x_bTD)
-        attention = Attention(c, name='self_attention')
+        y_bTD = c.modules.norm(c, name='pre_self_attention_layer_norm')(x_bTD)
+        attention = c.modules.attention(c, self.index, name='self_attention')
         y_bTD, targets = attention(
             y_bTD, y_bTD, mask_b1TT, relpos_1hTT, rows_b, positions, cache.targets
         )
         x_bTD = x_bTD + dropout(y_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
-        y_bTD = RMSNorm(c, name='pre_cross_attention_layer_norm')(x_bTD)
-        attention = Attention(c, name='encoder_decoder_attention')
+        y_bTD = c.modules.norm(c, name='pre_cross_attention_layer_norm')(x_bTD)
+        attention = c.modules.attention(c, self.index, name='encoder_decoder_attention')
         y_bTD, inputs = attention(y_bTD, encoded_bMD, mask_b1TM, None, rows_b, None, cache.inputs)
         x_bTD = x_bTD + dropout(y_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
-        y_bTD = RMSNorm(c, name='pre_mlp_layer_norm')(x_bTD)
-        y_bTD = Mlp(c, name='mlp')(y_bTD, rows_b)
+        y_bTD = c.modules.norm(c, name='pre_mlp_layer_norm')(x_bTD)
+        y_bTD, aux = c.modules.mlp(c, self.index, name='mlp')(y_bTD, rows_b)
         x_bTD = x_bTD + dropout(y_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
-        return x_bTD, LayerCache(targets, inputs)
+        return x_bTD, LayerCache(targets, inputs), aux
 
 
 @dataclasses.dataclass
@@ -615,6 +690,7 @@ class Attention(hk.Module):
     """Multi-head attention and its output projection; the heads are split over 'model'."""
 
     config: T5Config
+    index: int  # of the layer
     name: str
 
     def __call__(
@@ -626,54 +702,64 @@ class Attention(hk.Module):
         memory, if any, is written there and all that is there is read.
         """
         c = self.config
-        logits_dtype = jnp.float32 if c.float32_attention_logits else c.dtype
-        q_bThK = self.queries(x_bTD, positions).astype(logits_dtype)
+        q_bThK = self.queries(x_bTD, positions)
         if memory_bMD is not None:
             k_bMhK, v_bMhK = self.keys_values(memory_bMD, positions)
-        if cache is not None and memory_bMD is not None:
-            first_slot = 0
-            if positions is not None:
-                first_slot = positions.queries_T[0] * memory_bMD.shape[1]
-            new = KeysValues(k_bMhK.transpose(0, 2, 3, 1), v_bMhK.transpose(0, 2, 3, 1))
-            write = functools.partial(
-                lax.dynamic_update_slice_in_dim, start_index=first_slot, axis=3
-            )
-            cache = jax.tree.map(write, cache, new)
+        if cache is not None:
+            if memory_bMD is not None:
+                slot = 0
+                if positions is not None:
+                    slot = positions.queries_T[0] * memory_bMD.shape[1]
+                cache = cache.write(k_bMhK, v_bMhK, slot)
+            k_bMhK, v_bMhK = cache.read()
         shape = q_bThK.shape
-        if cache is None:
-            k_bMhK = k_bMhK.astype(logits_dtype)
-            logits_bhTM = jnp.einsum('bThK,bMhK->bhTM', q_bThK, k_bMhK)
-        else:
-            k_bhKM, v_bhKM = cache
-            q_bThK = q_bThK.reshape(len(k_bhKM), -1, *shape[2:])  # rows that decode one example
-            k_bhKM = k_bhKM.astype(logits_dtype)
-            logits_bhTM = jnp.einsum('bThK,bhKM->bhTM', q_bThK, k_bhKM)
-        probs_bhTM = attention_weights(logits_bhTM, mask_b1TM, relpos_1hTM, c.dtype)
-        mask_shape = (c.num_heads, 1, probs_bhTM.shape[-1])
-        probs_bhTM = dropout(probs_bhTM, c.dropout_rate, rows_b, mask_shape, split_dim=1)
-        if cache is None:
-            # In this order a CPU multiplies faster, and so for the gradients.
-            heads_bhTK = jnp.einsum('bhTM,bMhK->bhTK', probs_bhTM, v_bMhK)
-            heads_bThK = heads_bhTK.transpose(0, 2, 1, 3)
-        else:
-            heads_bThK = jnp.einsum('bhTM,bhKM->bThK', probs_bhTM, v_bhKM)
-        heads_bThK = heads_bThK.reshape(shape)
-        out = Kernel(c, (shape[2] * shape[3], c.emb_dim), NORMAL, c.dtype, name='out')
+        q_bThK = q_bThK.reshape(len(k_bMhK), -1, *shape[2:])  # rows that decode one example
+        heads_bThK = self.attend(
+            q_bThK, k_bMhK, v_bMhK, mask_b1TM, relpos_1hTM, positions, rows_b
+        ).reshape(shape)
+        initializer = c.modules.initializers.attention
+        out = Kernel(c, (shape[2] * shape[3], c.emb_dim), initializer, c.dtype, name='out')
         partial_bTD = out('bThK,hKD->bTD', heads_bThK)
         y_bTD = lax.psum(partial_bTD, 'model')  # the sum over the split heads
         return checkpoint_name(y_bTD, 'sum'), cache
+
+    @staticmethod
+    def cache_shape(config, num_rows, num_slots):
+        """Return the shape of keys_ghKS and of values_ghKS."""
+        return num_rows, partition.split(config.num_heads, 'model'), config.head_dim, num_slots
+
+    @hk.name_like('__call__')
+    def attend(self, q_bThK, k_bMhK, v_bMhK, mask_b1TM, relpos_1hTM, positions, rows_b):
+        """Return heads_bThK: the mean of the values, weighted by the softmax of queries times keys.
+
+        `relpos_1hTM` and `positions` are None in cross attention. In decoding, the queries T are the
+        beams of a group, which are at one position, and M are the slots of the cache.
+        """
+        c = self.config
+        logits_dtype = jnp.float32 if c.float32_attention_logits else c.dtype
+        logits_bhTM = jnp.einsum(
+            'bThK,bMhK->bhTM', q_bThK.astype(logits_dtype), k_bMhK.astype(logits_dtype)
+        )
+        probs_bhTM = attention_weights(logits_bhTM, mask_b1TM, relpos_1hTM, c.dtype)
+        mask_shape = (c.num_heads, 1, probs_bhTM.shape[-1])
+        probs_bhTM = dropout(probs_bhTM, c.dropout_rate, rows_b, mask_shape, split_dim=1)
+        heads_bhTK = jnp.einsum('bhTM,bMhK->bhTK', probs_bhTM, v_bMhK)
+        return heads_bhTK.transpose(0, 2, 1, 3)
 
     @hk.name_like('__call__')
     def queries(self, x_bTD, positions):
         """Return q_bThK. Their scale, 1/sqrt(head_dim), is in the initial values, as in T5X."""
         head_dim = self.config.head_dim
         root = jnp.sqrt(head_dim).astype(self.config.dtype).astype(jnp.float32)  # rounded as in T5X
-        return self.heads(x_bTD, 'query', lambda *shape: NORMAL(*shape) / root)
+        initializer = self.config.modules.initializers.attention
+        return self.heads(x_bTD, 'query', lambda *shape: initializer(*shape) / root)
 
     @hk.name_like('__call__')
     def keys_values(self, memory_bMD, positions):
         """Return k_bMhK and v_bMhK. Self-attention has their positions in `positions.queries_T`."""
-        return self.heads(memory_bMD, 'key', NORMAL), self.heads(memory_bMD, 'value', NORMAL)
+        initializer = self.config.modules.initializers.attention
+        k_bMhK = self.heads(memory_bMD, 'key', initializer)
+        return k_bMhK, self.heads(memory_bMD, 'value', initializer)
 
     @hk.name_like('__call__')
     def heads(self, x_bTD, name, initializer):
@@ -700,24 +786,29 @@ class Mlp(hk.Module):
     """Feed-forward, plain ('relu',) or gated ('gelu', 'linear'), its width split over 'model'."""
 
     config: T5Config
+    index: int  # of the layer
     name: str
 
     def __call__(self, x_bTD, rows_b=None):
+        """Return y_bTD, whole, and aux: {name: float32 [b]}, the same on all devices of 'model'."""
         c = self.config
+        initializer = c.modules.initializers.mlp
+        activations = dict(c.modules.activations)
         width = partition.split(c.mlp_dim, 'model')
         gates = []
         for i, activation in enumerate(c.mlp_activations):
             name = 'wi' if len(c.mlp_activations) == 1 else f'wi_{i}'
-            wi = Kernel(c, (c.emb_dim, width), TRUNCATED_NORMAL, c.dtype, name=name)
+            wi = Kernel(c, (c.emb_dim, width), initializer, c.dtype, name=name)
             x_bTf = checkpoint_name(wi('bTD,Df->bTf', x_bTD), 'projection')
-            gate_bTf = ACTIVATIONS[activation](x_bTf)
+            gate_bTf = activations[activation](x_bTf)
             assert gate_bTf.shape == x_bTf.shape, f'{activation} gave {gate_bTf.shape}'
             gates.append(gate_bTf)
         hidden_bTf = math.prod(gates)
         hidden_bTf = dropout(hidden_bTf, c.dropout_rate, rows_b, (1, c.mlp_dim), split_dim=2)
-        wo = Kernel(c, (width, c.emb_dim), TRUNCATED_NORMAL, c.dtype, name='wo')
+        wo = Kernel(c, (width, c.emb_dim), initializer, c.dtype, name='wo')
         partial_bTD = wo('bTf,fD->bTD', hidden_bTf)
-        return checkpoint_name(lax.psum(partial_bTD, 'model'), 'sum')  # over the split width
+        y_bTD = lax.psum(partial_bTD, 'model')  # the sum over the split width
+        return checkpoint_name(y_bTD, 'sum'), {}
 
 
 @dataclasses.dataclass
@@ -730,7 +821,6 @@ class Embedder(hk.Module):
 
     def __call__(self, tokens_bT):
         """Return the embedded tokens, [b, T, D] in the dtype of the computation."""
-        assert isinstance(self.config, T5Config)  # that of an own model is another class
         table_vD = self.table()
         own_bT = tokens_bT - lax.axis_index('model') * table_vD.shape[0]
         is_own_bT1 = ((own_bT >= 0) & (own_bT < table_vD.shape[0]))[..., None]
@@ -744,7 +834,7 @@ class Embedder(hk.Module):
         """Return this device's rows of the table, float32 [v, D]."""
         if self.table_vD is None:
             shape = (partition.split(self.config.vocab_size, 'model'), self.config.emb_dim)
-            initializer = hk.initializers.RandomNormal(1.0)
+            initializer = self.config.modules.initializers.embedding
             self.table_vD = hk.get_parameter('embedding', shape, jnp.float32, initializer)
         return self.table_vD
 
@@ -762,7 +852,10 @@ class RelativePositionBias(hk.Module):
         c = self.config
         relative_TM = positions.keys_M[None, :] - positions.queries_T[:, None]
         shape = (partition.split(c.num_heads, 'model'), NUM_BUCKETS)
-        table_hR = hk.get_parameter('rel_embedding', shape, jnp.float32, UNIFORM).astype(c.dtype)
+        initializer = c.modules.initializers.relpos_bias
+        table_hR = hk.get_parameter('rel_embedding', shape, jnp.float32, initializer).astype(
+            c.dtype
+        )
         bucket_TM = relative_position_bucket(relative_TM, self.bidirectional)
         # The gradient of a product with one-hot rows is a matmul; that of a lookup would be a
         # scatter of length^2 updates into 32 buckets.
@@ -846,7 +939,7 @@ class Kernel(hk.Module):
         if is_adapted:
             lora_a = hk.get_parameter('lora_a', (num_rows, c.lora_rank), jnp.float32, NORMAL)
             lora_b = hk.get_parameter('lora_b', (c.lora_rank, num_columns), jnp.float32, jnp.zeros)
-            kernel = adapted_kernel(c, kernel, lora_a, lora_b)
+            kernel = c.modules.adapted_kernel(c, kernel, lora_a, lora_b)
         kernel = kernel.astype(self.dtype)
         return multiply(equation, x, kernel.reshape(*x.shape[2:], *columns))
 
@@ -920,3 +1013,54 @@ def dropout(
     if split_dim is not None:
         keep = partition.own_slice(keep, 'model', split_dim)
     return jnp.where(keep, x / (1 - rate), jnp.zeros_like(x))
+
+
+# The parts of a model, which a user's file replaces (formats/own_model.py).
+
+
+class Initializers(NamedTuple):
+    """Initial values of the kernels and tables. Adapters and the scales of norms have their own."""
+
+    embedding: hk.initializers.Initializer = hk.initializers.RandomNormal(1.0)
+    # Standard deviation 1 / sqrt(rows); a truncated normal has it after truncation.
+    attention: hk.initializers.Initializer = NORMAL
+    mlp: hk.initializers.Initializer = TRUNCATED_NORMAL
+    logits: hk.initializers.Initializer = TRUNCATED_NORMAL
+    relpos_bias: hk.initializers.Initializer = UNIFORM
+
+
+@dataclasses.dataclass(frozen=True)
+class Modules:
+    """The parts of a model; the defaults are T5's. They are compared by identity.
+
+    Classes have the fields and methods of T5's.
+    """
+
+    embedder: Callable = Embedder
+    encoder_layer: Callable = EncoderLayer
+    decoder_layer: Callable = DecoderLayer
+    attention: type[Attention] = Attention
+    mlp: Callable = Mlp
+    norm: Callable = RMSNorm
+    relpos_bias: Callable = RelativePositionBias
+    activations: tuple[tuple[str, Callable], ...] = tuple(ACTIVATIONS.items())
+    initializers: Initializers = Initializers()
+    specs: tuple[tuple[str, P], ...] = tuple(
+        PARAMETER_SPECS.items()
+    )  # the last of equal paths counts
+    period: int = 1  # layers that a scan repeats, where not all are alike
+    # (config, embedded x_bMD, segments_bM) -> both, as the encoder reads them.
+    encoder_inputs: Callable = lambda config, x_bMD, segments_bM: (x_bMD, segments_bM)
+    # A regular expression of parameters that are trained and saved alone, beside a base checkpoint
+    # that has the others; LoRA's are besides.
+    adapters: str = ''
+    adapted_kernel: Callable = adapted_kernel
+    # config -> {name in aux: coefficient}; the loss has the mean over rows of the aux times it.
+    losses: Callable[[T5Config], Mapping[str, float]] = lambda config: {}
+    # (config, input length, target length) -> floating-point operations of a forward pass of a row,
+    # where they are not those of T5's formula.
+    flops: Callable[[T5Config, int, int], float] | None = None
+    source: bytes = dataclasses.field(default=b'', repr=False)  # of the user's file
+
+
+T5_MODULES = Modules()

@@ -13,7 +13,6 @@ import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -30,9 +29,9 @@ import evaluate
 import infer
 import kernels
 import loss
+import model
 import optimizer
 import partition
-import user_code
 from model import T5Config
 from run import best, compiler, console, prefetch, results
 from run.agreement import Batches, StopRequest, counts_of_all, remember_interrupt
@@ -91,7 +90,7 @@ def gradients(
         in_specs=(specs, partition.BATCH, partition.BATCH, P()),
         out_specs=(trainer.trained_of(specs), P()),
     )
-    return user_code.naming(trainer.model.PLACE, sharded_gradients)(params, batch, rows, key)
+    return sharded_gradients(params, batch, rows, key)
 
 
 def device_gradients(trainer, params, batch, rows_b, key):
@@ -100,14 +99,16 @@ def device_gradients(trainer, params, batch, rows_b, key):
     Differs from T5X, which divides each microbatch by its own weights and repeats the same dropout:
     here microbatches have the gradients of the whole batch.
     """
+    config = trainer.model_config
     weights_bT, divisor = loss.weights_and_divisor(batch, trainer.normalizing_factor)
+    num_rows = lax.psum(len(rows_b), partition.BATCH_AXES)
     trained_specs = trainer.trained_of(trainer.specs.params)
     trained = partition.per_device(trainer.trained_of(params), trained_specs)
 
     def microbatch_loss(trained, microbatch):
         batch, weights_bT, rows_b = microbatch
-        logits_bTv = trainer.model.apply(
-            lambda: trainer.model.logits(trainer.model_config, batch, rows_b),
+        logits_bTv, aux = model.apply(
+            lambda: model.logits(config, batch, rows_b),
             params | trained,
             key,
             trainer.gradient_dtype,
@@ -120,6 +121,7 @@ def device_gradients(trainer, params, batch, rows_b, key):
             z_loss=trainer.loss_config.z_loss,
             label_smoothing=trainer.loss_config.label_smoothing,
         )
+        sums = loss.add_aux(sums, aux, config.modules.losses(config), num_rows)
         return sums['loss'], sums
 
     def add_gradients(total, microbatch):
@@ -137,7 +139,7 @@ def device_gradients(trainer, params, batch, rows_b, key):
 def init(trainer: 'Trainer') -> TrainState:
     """Return the state before the first step."""
     init_key, _ = jax.random.split(jax.random.key(trainer.seed))
-    params = trainer.model.init(trainer.model_config, init_key)
+    params = model.init(trainer.model_config, init_key)
     return TrainState(jnp.int32(0), params, trainer.tx.init(trainer.trained_of(params)))
 
 
@@ -148,7 +150,6 @@ class Trainer:
     It is compared by value: equal ones in one process share the compiled programs below.
     """
 
-    model: ModuleType  # model.py, or an own model
     model_config: T5Config
     loss_config: FrozenConfigDict
     optimizer_config: FrozenConfigDict
@@ -176,10 +177,10 @@ class Trainer:
     @functools.cached_property
     def trained(self) -> tuple[str, ...]:
         """The paths of the parameters that are trained."""
-        pattern = self.optimizer_config.trainable or '.+'
-        if self.model_config.lora_rank and not self.optimizer_config.trainable:
-            pattern = self.model.ADAPTER
-        return optimizer.trained_paths(pattern, self.model.shapes(self.model_config))
+        pattern = self.optimizer_config.trainable
+        if pattern:
+            return optimizer.trained_paths(pattern, model.shapes(self.model_config))
+        return model.adapter_paths(self.model_config) or tuple(model.shapes(self.model_config))
 
     def trained_of(self, tree: Mapping[str, Any]) -> dict[str, Any]:
         """Return what `tree`, {path of a parameter: leaf}, has of the trained parameters."""
@@ -188,17 +189,17 @@ class Trainer:
     @functools.cached_property
     def unsaved(self) -> frozenset[str]:
         """The paths of the parameters that a run with adapters leaves to its base's checkpoint."""
-        if not self.model_config.lora_rank:
+        adapters = model.adapter_paths(self.model_config)
+        if not adapters:
             return frozenset()
-        base = self.model.shapes(self.model.without_adapters(self.model_config))
-        return frozenset(base) - frozenset(self.trained)
+        return frozenset(model.shapes(self.model_config)).difference(adapters, self.trained)
 
     @functools.cached_property
     def shapes(self) -> Any:
         """The state as a TrainState of jax.ShapeDtypeStruct."""
         step = jax.ShapeDtypeStruct((), jnp.int32)
         params = {}
-        for path, shape in self.model.shapes(self.model_config).items():
+        for path, shape in model.shapes(self.model_config).items():
             params[path] = jax.ShapeDtypeStruct(shape, jnp.float32)
         opt_state = jax.eval_shape(self.tx.init, self.trained_of(params))
         return TrainState(step, params, opt_state)  # type: ignore[arg-type]
@@ -207,7 +208,7 @@ class Trainer:
     def specs(self) -> Any:
         """How the state is split over the mesh, as a TrainState of PartitionSpec."""
         _, params, opt_state = self.shapes
-        param_specs = partition.param_specs(self.model.PARAMETER_SPECS, params)
+        param_specs = model.param_specs(self.model_config)
         opt_specs = optimizer.state_specs(opt_state, params, param_specs)
         return TrainState(P(), param_specs, opt_specs)  # type: ignore[arg-type]
 
@@ -256,7 +257,7 @@ class Run(NamedTuple):
     """A run that is ready to start or to go on: `modes.train.prepare` makes it."""
 
     config: Any
-    config_json: bytes  # the settings as the run's files have them
+    files: dict[str, bytes]  # that all checkpoints hold: the settings, the vocabulary, an own model
     workdir: Path
     console: Console
     metrics: Metrics
@@ -458,7 +459,7 @@ def evaluate_step(
     if not due or stop_request.signal:
         return
     values = {}
-    run.t5.set_parameters(run.trainer.model.merge_adapters(run.trainer.model_config, params))
+    run.t5.set_parameters(model.merge_adapters(run.trainer.model_config, params))
     for task in due:
         with run.console.working(f'Evaluating {task.name}, step {step:,}'):
             found = run.task_metrics(run.t5, task, stop_request.agree)
@@ -500,17 +501,13 @@ def save(run: Run, saver: checkpoint.Saver, progress: Progress) -> None:
     position_file = io.BytesIO()
     np.save(position_file, partition.from_processes(rows).max(axis=0))
     files = {
-        'config.json': run.config_json,
+        **run.files,
         'data_counts.json': json.dumps(counts_of_all(run.stream, batch)).encode(),
         'data_files.json': json.dumps(run.stream.mixture.files_as_json()).encode(),
         'data_position.npy': position_file.getvalue(),
         'interval.json': json.dumps(progress.interval.metrics).encode(),
         COUNT_FILE: json.dumps(run.not_finite.count).encode(),
     }
-    if run.trainer.model.SOURCE:
-        files[run.trainer.model.RECORD] = run.trainer.model.SOURCE
-    if run.vocabulary.model:
-        files['vocabulary.model'] = run.vocabulary.model
     saver.save(progress.step, saved_tree(run.trainer, progress.state), files)
 
 

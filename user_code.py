@@ -6,7 +6,7 @@ import pathlib
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -93,9 +93,19 @@ def user_error(
     return UserError(message[:MAX_LENGTH], ''.join(lines))
 
 
-def naming(place: str, function: Callable) -> Callable:
-    """Return a function whose errors name the place of a user's code; itself if there is none."""
-    return running(place)(function) if place else function
+@contextlib.contextmanager
+def naming_lines() -> Iterator[None]:
+    """Raise UserError for an error whose traceback leads through a user's lines; others as they are."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if is_users(frame.filename)]
+        if not own:
+            raise
+        raise user_error(error, own[-1].filename, '', own, program=[]) from error
 
 
 def is_users(file: str) -> bool:

@@ -58,8 +58,10 @@ def get_config() -> ConfigDict:
     # al. 2021; '.+/kernel' takes all.
     config.model.lora_targets = '.+/(query|value)/kernel'
     # A Python file of your own, as a path or as its name in the current folder, with a function
-    # change(model), which changes a copy of model.py: examples/squared_relu/squared_relu.py.
+    # modules(default), which replaces parts of the model: examples/squared_relu/squared_relu.py.
     config.model.module = ''
+    # The settings of that file, model.options.NAME: the fields of its class Options.
+    config.model.options = ConfigDict()
 
     # Where examples come from.
     config.data = ConfigDict()
@@ -347,4 +349,6 @@ def get_config() -> ConfigDict:
     config.mesh.fsdp = 1
     # Number of devices that heads, MLP and vocabulary are split over.
     config.mesh.model = 1
-    return config.lock()
+    config.lock()
+    config.model.options.unlock()  # their names are those of model.module
+    return config

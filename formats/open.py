@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -41,17 +40,15 @@ class OpenedCheckpoint(NamedTuple):
     directory: Any  # its folder, or the prefix of a Mesh-TF checkpoint if the user named that
     leaves: dict[str, Any]  # by T5X's path: an array if it is small, else a `checkpoint.LazyArray`
     config: T5Config | None  # of a Hugging Face folder, and of merged adapters
-    model: ModuleType = model  # of `config`
 
 
 class OpenedModel(NamedTuple):
-    """An opened checkpoint whose parameters are those of `config`, of `model`."""
+    """An opened checkpoint whose parameters are those of `config`."""
 
     directory: Any
     leaves: dict[str, Any]
     config: T5Config
     note: str  # what is assumed of it, in one line to show; '' for nothing
-    model: ModuleType
 
 
 def open_model(
@@ -59,9 +56,8 @@ def open_model(
     config: T5Config | None = None,
     step: str = '',
     part: str = 'whole',
-    model: ModuleType = model,
 ) -> OpenedModel:
-    """Open the checkpoint that `open_checkpoint` opens as a `model` of `config`.
+    """Open the checkpoint that `open_checkpoint` opens as a model of `config`.
 
     Without `config`, use the checkpoint's own config, or else derive one from the shapes. An encoder alone has no
     decoder layers. Raises ValueError unless the checkpoint is valid and its parameters are those of the config.
@@ -71,10 +67,9 @@ def open_model(
     note = ''
     shapes = checkpoint.shapes(checkpoint.parameters(opened.leaves))
     if config is None:
-        model = opened.model
         config = opened.config
         if config is None:
-            model, config = _config_beside(directory)
+            config = _config_beside(directory)
         if config is None:
             try:
                 config = config_from_shapes(shapes)
@@ -86,15 +81,15 @@ def open_model(
                     "config=dataclasses.replace(t5.config, mlp_activations=('silu', 'linear')), or in --mode=infer with --config=FILE"
                 )
     elif own_model.recorded(directory):
-        own_model.check_same(directory, model, config, 'leave the config out')
+        own_model.check_same(directory, config, 'leave the config out')
     config = model.without_adapters(config)  # they are merged
     if is_encoder(opened.leaves):
         config = dataclasses.replace(config, num_decoder_layers=0, logits_via_embedding=True)
     try:
-        checkpoint.compare(model.shapes(config), shapes)
+        checkpoint.compare(dict(model.shapes(config)), shapes)
     except ValueError as error:
         raise ValueError(f'{directory}: {error}') from None
-    return OpenedModel(directory, opened.leaves, config, note, model)
+    return OpenedModel(directory, opened.leaves, config, note)
 
 
 def open_checkpoint(path: str | Path, step: str = '', part: str = 'whole') -> OpenedCheckpoint:
@@ -250,11 +245,11 @@ def average_paths(tree: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _config_beside(directory: Any) -> tuple[ModuleType, T5Config | None]:
-    """Return the model and the config of a checkpoint of ours; None where it has no config."""
+def _config_beside(directory: Any) -> T5Config | None:
+    """Return the config of a checkpoint of ours; None where it has none."""
     settings = read_stored(directory).get('model')
     if not settings:
-        return model, None
+        return None
     # A setting that did not exist when the checkpoint was written has its default.
     settings = base.get_config().model.to_dict() | settings
     try:
@@ -314,7 +309,6 @@ FINGERPRINTED = r'target/(.+_norm/scale|(encoder|decoder)/layers_0/.+)'
 class MergedKernel:
     """A kernel of the base with its adapters: a `checkpoint.LazyArray`."""
 
-    model: ModuleType
     config: T5Config
     kernel: Any
     lora_a: Any
@@ -332,7 +326,7 @@ class MergedKernel:
         """Return what model.Kernel computes with, float32."""
         leaves = (self.kernel, self.lora_a, self.lora_b)
         arrays = [jnp.asarray(checkpoint.read_leaf(leaf), jnp.float32) for leaf in leaves]
-        return np.asarray(self.model.adapted_kernel(self.config, *arrays))
+        return np.asarray(self.config.modules.adapted_kernel(self.config, *arrays))
 
 
 def describe_base(base: OpenedCheckpoint) -> dict[str, str]:
@@ -382,16 +376,14 @@ def open_base(directory: Any, restore_path: str = '') -> OpenedCheckpoint | None
 
 def merge(adapters: OpenedCheckpoint, base: OpenedCheckpoint) -> OpenedCheckpoint:
     """Return the model of adapters and their base: parameters and the step."""
-    model, config = _config_beside(adapters.directory)
+    config = _config_beside(adapters.directory)
     assert config is not None
     parameters = checkpoint.parameters(base.leaves) | checkpoint.parameters(adapters.leaves)
-    merged = model.merge_adapters(
-        config, parameters, functools.partial(MergedKernel, model, config)
-    )
+    merged = model.merge_adapters(config, parameters, functools.partial(MergedKernel, config))
     leaves = {'state/step': adapters.leaves['state/step']}
     for path, leaf in merged.items():
         leaves[f'{checkpoint.PARAMETER_PREFIX}{path}'] = leaf
-    return adapters._replace(leaves=leaves, config=model.without_adapters(config), model=model)
+    return adapters._replace(leaves=leaves, config=model.without_adapters(config))
 
 
 # umT5 in T5X (t5x/examples/scalable_t5): one array has a parameter of all layers, which are its axis 1, and

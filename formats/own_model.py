@@ -1,115 +1,226 @@
-"""A user's own model (model.module): a Python file that changes a copy of model.py.
+"""A model of one's own (model.module): a Python file that replaces parts of model.py.
 
-    def change(model):
-        model.ACTIVATIONS['squared_relu'] = lambda x: jax.nn.relu(x) ** 2
+    def modules(default):
+        return dataclasses.replace(default, mlp=Mlp)
 
-`change` sets names of model.py: tables, functions, modules. Each own model is a copy of its own, and
-model.py stays as it is, so that models do not mix in a process. A checkpoint records the file,
-without which its parameters have no meaning; no code is run from there.
+`modules` gets T5's `model.Modules` and returns others. The settings of the model are a frozen dataclass
+`Options` in the same file. A family, a file of the package families, has the same form and is found by
+its name. A checkpoint records a user's file, without which its parameters have no meaning; no code is
+run from there.
 """
 
+import ast
+import dataclasses
 import functools
+import importlib
 import importlib.util
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 import model
 import partition
 import paths
 import user_code
+from configs import check
+from model import Modules, T5Config
+
+RECORD = 'own_model.py'  # the name of a user's file in a checkpoint
+EXAMPLE = 'examples/squared_relu/squared_relu.py'
 
 
-def load(settings: Mapping[str, Any]) -> tuple[ModuleType, model.T5Config]:
-    """Return the model of the settings of config.model, and its T5Config.
+def load(settings: Mapping[str, Any]) -> T5Config:
+    """Return the T5Config of the settings of config.model.
 
-    The model is model.py, or a copy that the file model.module has changed; that file's path is
-    absolute in the T5Config. Raises ValueError for settings that are invalid, and UserError for an
-    error in the file.
+    A user's file model.module is loaded; its path is absolute in the T5Config. Raises ValueError for
+    settings that are invalid, and UserError for an error in the file.
     """
     if not settings['module']:
-        return model, model.T5Config(**settings)
-    file = user_code.module_file('model.module', settings['module'])
-    return load_file(file, file.read_bytes(), settings)
+        return config_of(None, 'model.py', b'', settings)
+    module, file, content = find(settings['module'])
+    if content:
+        settings = {**settings, 'module': file}
+    return config_of(module, file, content, settings)
 
 
-def load_file(
-    file: Path, content: bytes, settings: Mapping[str, Any]
-) -> tuple[ModuleType, model.T5Config]:
-    """Return the own model in a file that has this content, and its T5Config."""
-    changed = changed_copy(file, content)
+def find(name: str) -> tuple[ModuleType, str, bytes]:
+    """Return the loaded module that model.module names, its file and the content; b'' of a family."""
+    if name.isidentifier() and importlib.util.find_spec(f'families.{name}') is not None:
+        family = importlib.import_module(f'families.{name}')
+        return family, str(family.__file__), b''
+    file = user_code.module_file('model.module', name)
+    content = file.read_bytes()
+    return user_code.load_module(file, content), str(file), content
+
+
+def config_of(
+    module: ModuleType | None, file: str, content: bytes, settings: Mapping[str, Any]
+) -> T5Config:
+    """Return the T5Config of a module, None for T5 itself, whose parts are checked."""
+    declared = getattr(module, 'Options', None)
+    options = options_of(declared, file, settings.get('options') or {})
+    settings = {**settings, 'options': options}
+    if module is None:
+        return T5Config(**settings)
+    own = modules_of(module, file, content)
     with user_code.running(file):
-        config = changed.T5Config(**{**settings, 'module': str(file)})
-        shapes = changed.shapes(config)
+        config = T5Config(**settings, own=own)
         try:
-            partition.param_specs(changed.PARAMETER_SPECS, shapes)
+            model.param_specs(config)
         except ValueError as error:
-            raise ValueError(f'{file}: {error} (model.PARAMETER_SPECS)') from error
-    return changed, config
+            raise ValueError(f'{file}: {error} (Modules.specs)') from error
+        unknown = own.losses(config).keys() - reported_names(config)
+        if unknown:
+            raise ValueError(
+                f'{file}: losses(config) names {min(unknown)!r}, which no layer reports: report it in '
+                'the aux of a layer or of its Mlp, or remove it'
+            )
+    return config
 
 
 @functools.cache
-def changed_copy(file: Path, content: bytes) -> Any:
-    """Return a copy of model.py that the function `change` in a user's file has changed."""
-    user_module = user_code.load_module(file, content)
-    for name, value in vars(user_module).items():
-        if value is model or getattr(value, '__module__', None) == model.__name__:
-            raise ValueError(
-                f'{file} imports {name} of model.py: take it from the argument of change(model), your copy'
-            )
-    change = getattr(user_module, 'change', None)
-    if not callable(change):
+def modules_of(module: ModuleType, file: str, content: bytes) -> Modules:
+    """Return what the function `modules` of a module returns, once for each."""
+    make = getattr(module, 'modules', None)
+    if not callable(make):
+        raise ValueError(f'{file} has no function modules(default): see {EXAMPLE}')
+    with user_code.running(make):
+        made = make(model.T5_MODULES)
+    if not isinstance(made, Modules):
         raise ValueError(
-            f'{file} has no function change(model): see examples/squared_relu/squared_relu.py'
+            f'{file}: modules(default) returned {made!r:.60}: return dataclasses.replace(default, ...)'
         )
-    spec = importlib.util.spec_from_file_location(f'model_of_{file.stem}', model.__file__)
-    assert spec is not None and spec.loader is not None
-    copy: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(copy)
-    copy.SOURCE = content
-    config_class = copy.T5Config
-    with user_code.running(change):
-        change(copy)
-    for name in vars(copy):
-        if name not in vars(model) and not name.startswith('__'):
-            raise ValueError(
-                f'{file} sets model.{name}, which nothing in model.py uses: correct or remove it'
-            )
-    if copy.T5Config is not config_class:
+    try:
+        hash(made)
+    except TypeError as error:
         raise ValueError(
-            f'{file} sets model.T5Config, the settings of configs/base.py: keep constants in your file'
-        )
-    for name, value in vars(copy).items():
-        own_class = inspect.isclass(value) and value.__module__ == user_module.__name__
-        if own_class and 'step' in vars(value):
-            raise ValueError(
-                f'{file}: {name} has a method step, which nothing calls: decoding calls '
-                '__call__(..., cache), as examples/rotary/rotary.py has it'
-            )
-    copy.PLACE = place_of_parts(file, copy)
-    for name, value in vars(copy).items():
-        if inspect.isfunction(value) and value.__module__ in (copy.__name__, user_module.__name__):
-            setattr(copy, name, user_code.naming(copy.PLACE, value))
-    return copy
+            f'{file}: modules(default) returned a field that cannot be hashed ({error}): use tuples of '
+            'pairs instead of dicts'
+        ) from error
+    return dataclasses.replace(made, source=content)
 
 
-def place_of_parts(file: Path, copy: Any) -> str:
-    """Return a user's file with the lines of its classes and activations in a copy of model.py.
+def reported_names(config: T5Config) -> set[str]:
+    """Return the names of the values that the layers of a model report; nothing is computed."""
+    features = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
+    batch = dict.fromkeys(features, jnp.ones([1, 1], jnp.int32))
 
-    Errors of what they return are raised in lines of model.py.
+    def aux(params):
+        return model.apply(lambda: model.logits(config, batch)[1], params)
+
+    params = {}
+    for path, shape in model.shapes(config).items():
+        params[path] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return set(jax.eval_shape(partition.one_device(aux), params))
+
+
+# Options.
+
+
+def options_of(declared: Any, file: str, given: Mapping[str, Any]) -> Any:
+    """Return the options of a model, an instance of the class `Options` of its file; None without one.
+
+    `given`: {name: value}; a value from the command line may be text. Raises ValueError for options
+    that are invalid.
     """
-    places = []
-    for name, value in (vars(copy) | copy.ACTIVATIONS).items():
-        functions = vars(value).values() if inspect.isclass(value) else [value]
-        lines = []
-        for function in map(inspect.unwrap, filter(inspect.isfunction, functions)):
-            if function.__code__.co_filename == str(file):
-                lines.append(function.__code__.co_firstlineno)
-        if lines:
-            places.append(f'line {min(lines)} ({name})')
-    return ', '.join([str(file), *places])
+    if declared is None:
+        for name in given:
+            raise ValueError(
+                f'model.options.{name}: {file} declares no options: remove it, or write a frozen dataclass '
+                'Options in the file that model.module names'
+            )
+        return None
+    check_declaration(declared, file)
+    fields = {field.name: field for field in dataclasses.fields(declared)}
+    values = {}
+    for name, value in given.items():
+        key = f'model.options.{name}'
+        if name not in fields:
+            raise ValueError(f'{key} is no option of {file}: use one of {", ".join(fields)}')
+        default: Any = fields[name].default
+        if isinstance(value, str) and not isinstance(default, str):
+            value = parsed(value)
+        check_option(key, value, fields[name])
+        values[name] = type(default)(value)
+    return declared(**values)
+
+
+def check_declaration(declared: Any, file: str) -> None:
+    """Raise ValueError unless `declared` is a frozen dataclass whose fields have valid defaults."""
+    is_frozen = dataclasses.is_dataclass(declared) and declared.__dataclass_params__.frozen  # type: ignore
+    if not is_frozen:
+        raise ValueError(f'{file}: Options must be a frozen dataclass: @dataclass(frozen=True)')
+    for field in dataclasses.fields(declared):
+        if type(field.default) not in check.KINDS:
+            raise ValueError(
+                f'{file}: the option {field.name} has no default that is a bool, int, float, str or '
+                'tuple of texts: give it one'
+            )
+        check_option(f'{file}: the default of {field.name}', field.default, field)
+
+
+def check_option(key: str, value: Any, field: dataclasses.Field) -> None:
+    """Raise ValueError unless a value has the type of a field's default, and is in its metadata.
+
+    They may have 'range', the smallest and the largest number, and 'choices'.
+    """
+    if not check.has_type_of(field.default, value):
+        raise ValueError(f'{key}={value!r}: {check.kind_of(field.default)}')
+    if 'range' in field.metadata:
+        limits = check.Range(*field.metadata['range'])
+        if not limits.holds(value):
+            raise ValueError(f'{key}={value}: must be {limits}; the default is {field.default!r}')
+    choices = field.metadata.get('choices')
+    if choices is not None and value not in choices:
+        raise ValueError(f'{key}={value!r}: must be one of {", ".join(map(repr, choices))}')
+
+
+def parsed(text: str) -> Any:
+    """Return the value that a text on the command line stands for; the text if it is no other."""
+    if text.lower() in ('true', 'false'):
+        return text.lower() == 'true'
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def describe_options(name: str) -> list[str]:
+    """Return a line for each option of model.module, and what its metadata say, as --help has them."""
+    module, file, _ = find(name)
+    declared: Any = getattr(module, 'Options', None)
+    if declared is None:
+        return []
+    check_declaration(declared, file)
+    lines = ['', f'Options of model.module={name}:']
+    for field in dataclasses.fields(declared):
+        lines.append(f'  --config.model.options.{field.name}={field.default!r}')
+        if 'help' in field.metadata:
+            lines.append(f'      {field.metadata["help"]}')
+        if 'range' in field.metadata:
+            lines.append(f'      ({check.Range(*field.metadata["range"])})')
+        if 'choices' in field.metadata:
+            lines.append(f'      ({", ".join(map(repr, field.metadata["choices"]))})')
+    return lines
+
+
+def as_settings(config: T5Config) -> dict[str, Any]:
+    """Return a T5Config as config.json has it: without the modules, the options as a dict."""
+    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    del settings['own']
+    options: Any = config.options
+    settings['options'] = {} if options is None else dataclasses.asdict(options)
+    return settings
+
+
+def default_options(config: T5Config) -> dict[str, Any]:
+    """Return the options that a run has whose config.json lacks them."""
+    options: Any = config.options
+    return {} if options is None else dataclasses.asdict(type(options)())
 
 
 # In checkpoints.
@@ -117,35 +228,44 @@ def place_of_parts(file: Path, copy: Any) -> str:
 
 def recorded(directory: Any) -> bytes:
     """Return the file of the own model that a checkpoint was saved with; b'' if it had none."""
-    if not paths.is_file(directory / model.RECORD):
+    if not paths.is_file(directory / RECORD):
         return b''
-    return paths.own_file(directory / model.RECORD).read_bytes()
+    return paths.own_file(directory / RECORD).read_bytes()
 
 
-def check_same(directory: Any, model: ModuleType, config: model.T5Config, otherwise: str) -> None:
+def files_of(config: T5Config) -> dict[str, bytes]:
+    """Return {name: content} of the file that a checkpoint of this model records, if there is one."""
+    return {RECORD: config.modules.source} if config.modules.source else {}
+
+
+def check_same(directory: Any, config: T5Config, otherwise: str) -> None:
     """Raise ValueError unless a checkpoint was saved with this model.
 
     `otherwise`: what to do to use another one.
     """
     old = recorded(directory)
-    if old and model.SOURCE != old:
+    stored = check.read_stored(directory).get('model')  # None for a checkpoint of another program
+    family = stored['module'] if stored and not old else config.module
+    if config.modules.source == old and config.module == family:
+        return
+    if old:
         raise ValueError(
             f'model.module={config.module!r} is not the own model of {directory}: set it to a copy of '
-            f'{directory / model.RECORD}, or {otherwise}'
+            f'{directory / RECORD}, or {otherwise}'
         )
-    if model.SOURCE != old:
-        raise ValueError(
-            f'model.module={config.module!r}, and {directory} was saved without it: leave it out, or '
-            f'{otherwise}'
-        )
+    raise ValueError(
+        f'model.module={config.module!r}, and {directory} was saved without it: leave it out, or '
+        f'{otherwise}'
+    )
 
 
-def load_recorded(directory: Any, settings: Mapping[str, Any]) -> tuple[ModuleType, model.T5Config]:
+def load_recorded(directory: Any, settings: Mapping[str, Any]) -> T5Config:
     """Return what `load` does, of a checkpoint; `settings` are those of its config.json."""
-    if not settings['module']:
-        return model, model.T5Config(**settings)
-    file = find_recorded(directory, settings['module'])
-    return load_file(file, recorded(directory), settings)
+    content = recorded(directory)
+    name = settings['module']
+    if not content and (not name or name.isidentifier()):  # T5, or a family
+        return load(settings)
+    return load({**settings, 'module': str(find_recorded(directory, name))})
 
 
 def find_recorded(directory: Any, module: str) -> Path:
@@ -158,7 +278,7 @@ def find_recorded(directory: Any, module: str) -> Path:
     content = recorded(directory)
     if not content:
         raise ValueError(
-            f'model.module={module!r}, and {directory / model.RECORD} is missing: bring all files'
+            f'model.module={module!r}, and {directory / RECORD} is missing: bring all files'
         )
     then = Path(module)
     now = Path.cwd() / then.name
@@ -167,7 +287,7 @@ def find_recorded(directory: Any, module: str) -> Path:
             return file
     raise ValueError(
         f'model.module={module!r} is gone, was changed, or is in the folder of the run, '
-        f'from which no code is run: look at {directory / model.RECORD}, and copy it to {now}'
+        f'from which no code is run: look at {directory / RECORD}, and copy it to {now}'
     )
 
 

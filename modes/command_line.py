@@ -23,6 +23,8 @@ FLAGS_OF_MODE = {
     'report': ['runs', 'output_dir'],
     'tasks': ['config', 'split', 'examples', 'vocabulary'],
 }
+HELP = {'--help', '-help', '-h', '--helpshort', '--helpfull', '-?'}
+OPTIONS: dict[str, str] = {}  # {'model.options.NAME': text} of the command line
 FLAGS = flags.FLAGS
 try:
     config_flags.DEFINE_config_file(
@@ -128,10 +130,23 @@ flags.DEFINE_integer(
 FLAGS.set_gnu_getopt()  # flags may follow the name of a task
 
 
-def describe() -> str:
-    """Return the text of --help: the flags, and the settings of a config."""
+def describe(argv: list[str]) -> str:
+    """Return the text of --help: the flags, the settings, and the options of an own model.
+
+    That is the model of the config or the model.module that `argv` names. Raises ValueError for a
+    config that is not valid.
+    """
     _, _, table = FLAGS.module_help(__name__).partition(f'{__name__}:')
-    return f'Flags:{table}\n{settings.describe()}'
+    text = f'Flags:{table}\n{settings.describe()}'
+    module = ''.join(values_of('config.model.module', argv)[-1:])
+    if not module and values_of('config', argv):
+        config: Any = parse([word for word in argv if word not in HELP])
+        module = config.model.module
+    if module:
+        from formats import own_model  # late: it imports JAX
+
+        text += '\n'.join(['', *own_model.describe_options(module)])
+    return text
 
 
 def parse(argv: list[str]) -> ConfigDict | None:
@@ -139,7 +154,7 @@ def parse(argv: list[str]) -> ConfigDict | None:
 
     Raises ValueError in one line for whatever is wrong with a flag or with the config file.
     """
-    argv = list(argv)
+    argv = take_options(argv)
     for i, argument in enumerate(argv):
         if argument.startswith(('--config=~', '-config=~')):  # a shell leaves this ~ as it is
             argv[i] = f'--config={os.path.expanduser(argument.partition("=")[2])}'
@@ -174,13 +189,41 @@ def parse(argv: list[str]) -> ConfigDict | None:
         return None
     if file is None and FLAGS.mode != 'tasks':
         raise ValueError('--config is missing: try --config=configs/tiny.py')
-    changes = config_flags.get_override_values(FLAGS['config'])
+    for key, text in OPTIONS.items():
+        FLAGS.config.model.options.unlock()[key.removeprefix(settings.OPTIONS)] = text
     if FLAGS.mode == 'tasks':
-        FLAGS.config.data.task = ''.join(words) or changes.get('data.task', '')
+        FLAGS.config.data.task = ''.join(words) or changes().get('data.task', '')
     settings.check(FLAGS.config)
     if FLAGS.mode == 'train':
-        settings.check_effects(FLAGS.config, changes)
+        settings.check_effects(FLAGS.config, changes())
     return FLAGS.config
+
+
+def take_options(argv: list[str]) -> list[str]:
+    """Return the words of a command line without those of model.options, which OPTIONS gets.
+
+    Their names are known only after model.module is.
+    """
+    OPTIONS.clear()
+    words = list(argv)
+    prefixes = (f'--config.{settings.OPTIONS}', f'-config.{settings.OPTIONS}')
+    for i, word in enumerate(argv):
+        if not word.startswith(prefixes):
+            continue
+        name, equals, text = word.lstrip('-').removeprefix('config.').partition('=')
+        taken = [word]
+        if not equals:
+            taken = argv[i : i + 2]
+            text = argv[i + 1] if len(argv) > i + 1 else ''
+        OPTIONS[name] = text
+        for each in taken:
+            words.remove(each)
+    return words
+
+
+def changes() -> dict[str, Any]:
+    """Return the settings that the command line gives, {'data.task': value}."""
+    return config_flags.get_override_values(FLAGS['config']) | OPTIONS
 
 
 def values_of(flag: str, argv: list[str]) -> list[str]:

@@ -1,6 +1,5 @@
 """--mode=convert: write a checkpoint of any format as T5X's or as Hugging Face's."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from absl import logging
 import checkpoint
 import formats.open
 import paths
-from formats import hugging_face
+from formats import hugging_face, own_model
 from vocabulary import ByteVocabulary, SentencePieceVocabulary, find_vocabulary, stored_data
 
 
@@ -82,12 +81,10 @@ def _write_t5x(target: Path, opened: formats.open.OpenedModel, vocabulary_model:
 
     data_settings = stored_data(opened.directory)
     settings = {
-        'model': dataclasses.asdict(opened.config),
+        'model': own_model.as_settings(opened.config),
         'data': {name: data_settings[name] for name in ('extra_ids', 'vocabulary')},
     }
-    files = {'config.json': json.dumps(settings).encode()}
-    if opened.model.SOURCE:
-        files[opened.model.RECORD] = opened.model.SOURCE
+    files = {'config.json': json.dumps(settings).encode(), **own_model.files_of(opened.config)}
     if vocabulary_model:
         files['vocabulary.model'] = vocabulary_model
     with paths.unfinished(final) as unfinished:

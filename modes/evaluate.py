@@ -57,7 +57,7 @@ def prepare(
             directory = formats.open.open_checkpoint(path).directory
             file = own_model.find_recorded(directory, config.model.module)
             config.model.module = str(file)  # where it is now
-    model_config = own_model.load(config.model)[1] if names_model else None
+    model_config = own_model.load(config.model) if names_model else None
     return CheckpointEvaluation(config, checkpoint, model_config=model_config, **flags)
 
 

@@ -39,7 +39,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import google_crc32c
@@ -52,6 +51,7 @@ from absl import logging
 import checkpoint
 import formats.open
 import infer
+import model
 import partition
 import paths
 from configs import check
@@ -109,7 +109,6 @@ class Job(NamedTuple):
     request: Request
     config: Any
     directory: Any  # of the checkpoint
-    model: ModuleType
     model_config: T5Config
     vocabulary: Vocabulary
     parts: list[Part]  # none for a text
@@ -140,8 +139,7 @@ def prepare(request: Request, config: Any | None, changes: Mapping[str, Any]) ->
     path = request.checkpoint
     part = MODEL_PART[request.encode]
     if config is not None:
-        model, model_config = own_model.load(config.model)
-        opened = formats.open.open_model(path, model_config, request.step, part, model)
+        opened = formats.open.open_model(path, own_model.load(config.model), request.step, part)
     else:
         opened = formats.open.open_model(path, None, request.step, part)
         config = settings_of(opened.directory, changes)
@@ -151,14 +149,13 @@ def prepare(request: Request, config: Any | None, changes: Mapping[str, Any]) ->
         if changes_model(opened.directory, changes):
             if 'model.module' not in changes:
                 config.model.module = opened.config.module  # where its file is now
-            model, model_config = own_model.load(config.model)
-            path = opened.directory
-            opened = formats.open.open_model(path, model_config, '', part, model)
+            model_config = own_model.load(config.model)
+            opened = formats.open.open_model(opened.directory, model_config, '', part)
     check.check(config)
     vocabulary = vocabulary_of_checkpoint(opened.directory, config.data)
     vocab_size = opened.config.vocab_size
     check_rows(vocabulary, opened.directory, vocab_size)
-    opened.model.check_mesh(opened.config, partition.make_mesh(**config.mesh))
+    model.check_mesh(opened.config, partition.make_mesh(**config.mesh))
     infer.Decoding.of_settings(config.decode)
     if config.decode.top_k > vocab_size:
         raise ValueError(
@@ -180,7 +177,7 @@ def prepare(request: Request, config: Any | None, changes: Mapping[str, Any]) ->
             for fault in task.source.faults()[0]:
                 parts[-1].messages.append(f'Left out: {fault}')
     directory = opened.directory
-    job = Job(request, config, directory, opened.model, opened.config, vocabulary, parts, text_ids)
+    job = Job(request, config, directory, opened.config, vocabulary, parts, text_ids)
     if request.output_dir:
         check_output(job)
     if opened.note:
@@ -563,8 +560,8 @@ def settings_as_json(job: Job) -> dict[str, Any]:
     """Return everything that the results depend on."""
     request = job.request
     model_settings = {'dtype': job.model_config.dtype}
-    if job.model.SOURCE:
-        model_settings[job.model.RECORD] = digest_of(job.model.SOURCE)
+    for name, content in own_model.files_of(job.model_config).items():
+        model_settings[name] = digest_of(content)
     manifest = ''
     if paths.is_file(job.directory / checkpoint.MANIFEST):  # of a checkpoint of ours
         manifest = digest_of((job.directory / checkpoint.MANIFEST).read_bytes())

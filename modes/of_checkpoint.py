@@ -24,7 +24,13 @@ def settings_of(directory: Any, changes: Mapping[str, Any]) -> ConfigDict:
         name = key.replace('.', '/')
         if key.startswith(RUN_SETTINGS) and key != 'data.vocabulary' and name in stored:
             config.update_from_flattened_dict({key: stored[name]})
-    config.update_from_flattened_dict(dict(changes))
+    for name, value in check.read_stored(directory).get('model', {}).get('options', {}).items():
+        config.model.options[name] = value
+    for key, value in changes.items():
+        if key.startswith(check.OPTIONS):
+            config.model.options[key.removeprefix(check.OPTIONS)] = value
+        else:
+            config.update_from_flattened_dict({key: value})
     return config
 
 

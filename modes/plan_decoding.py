@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import infer
+import model
 import partition
 import train
-import user_code
 from modes.collectives import collectives_of
 from run import memory
 
@@ -68,14 +68,13 @@ def check_fits(planned: DecodingStep) -> None:
 def plan_decoding(config: Any, trainer: train.Trainer) -> DecodingStep:
     """Return a step of decoding, which is compiled if parameters and cache fit."""
     mesh = trainer.mesh
-    model = trainer.model
     base = model.without_adapters(trainer.model_config)
     base = dataclasses.replace(base, scan_layers=False)
     merge = functools.partial(model.merge_adapters, trainer.model_config)
     params = jax.eval_shape(merge, trainer.shapes.params)
     if memory.is_on_cpu(mesh) and not base.module:
         params |= jax.eval_shape(functools.partial(model.transposed_kernels, base), params)
-    param_specs = partition.gathered(partition.param_specs(model.PARAMETER_SPECS, params))
+    param_specs = partition.gathered(partition.param_specs(dict(base.modules.specs), params))
 
     # What is decoded at once, in the sizes that infer.T5 compiles for.
     is_of_run = config.infer_eval.every_steps > 0
@@ -94,17 +93,14 @@ def plan_decoding(config: Any, trainer: train.Trainer) -> DecodingStep:
     def step(params, tokens_r, cache):
         return model.apply(lambda: model.decode_step(base, tokens_r, cache), params)
 
-    cache_specs = model.Cache(
-        length=P(),
-        mask_b11M=partition.BATCH,
-        writers_gnM=partition.BATCH,
-        layers=P(partition.BATCH_AXES, 'model'),
-    )
+    rows = partition.BATCH
+    layers = P(partition.BATCH_AXES, 'model')
+    cache_specs: Any = model.Cache(P(), rows, rows, layers)  # type: ignore[arg-type]
     start = jax.shard_map(
         start, mesh=mesh, in_specs=(param_specs, partition.BATCH), out_specs=cache_specs
     )
     inputs = jax.ShapeDtypeStruct((num_rows, length), jnp.int32)
-    cache = jax.eval_shape(user_code.naming(model.PLACE, start), params, inputs)
+    cache = jax.eval_shape(start, params, inputs)
     cache_specs = jax.tree.broadcast(cache_specs, cache)
 
     parameter_bytes = memory.bytes_on_device(mesh, params, param_specs)
@@ -138,7 +134,7 @@ def plan_decoding(config: Any, trainer: train.Trainer) -> DecodingStep:
         (params, tokens, cache),
         partition.shardings(mesh, in_specs),
     )
-    jit_step = jax.jit(user_code.naming(model.PLACE, step), donate_argnums=2)
+    jit_step = jax.jit(step, donate_argnums=2)
     try:
         compiled = jit_step.lower(*arguments).compile()
     except jax.errors.JaxRuntimeError as error:

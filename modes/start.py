@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import checkpoint
 import formats.open
+import model
 import optimizer
 import partition
 import paths
@@ -93,15 +94,17 @@ def choose_initial(config: Any, trainer: train.Trainer) -> Start:
     Step and optimizer state come along, as in T5X. Adapters start at step 0.
     """
     chosen = config.restore
-    rank = config.model.lora_rank
-    if rank and not chosen.path:
+    adapters = model.adapter_paths(trainer.model_config)
+    setting = f'model.module={config.model.module!r}'
+    if config.model.lora_rank:
+        setting = f'model.lora_rank={config.model.lora_rank}'
+    if adapters and not chosen.path:
         raise ValueError(
-            f"model.lora_rank={rank} with restore.path='': adapters change a trained model: name its "
-            'checkpoint'
+            f"{setting} with restore.path='': adapters change a trained model: name its checkpoint"
         )
-    if rank and chosen.dtype not in ('float32', ''):
+    if adapters and chosen.dtype not in ('float32', ''):
         raise ValueError(
-            f'restore.dtype={chosen.dtype!r} with model.lora_rank={rank}: adapters are merged into '
+            f'restore.dtype={chosen.dtype!r} with {setting}: adapters are merged into '
             "their base as it is stored: set restore.dtype='float32'"
         )
     if not chosen.path:
@@ -114,7 +117,7 @@ def choose_initial(config: Any, trainer: train.Trainer) -> Start:
         raise ValueError(f'restore.path={chosen.path}: {error}') from error
     if chosen.strict and own_model.recorded(opened.directory):
         remedy = 'restore its parameters with restore.strict=False'
-        own_model.check_same(opened.directory, trainer.model, trainer.model_config, remedy)
+        own_model.check_same(opened.directory, trainer.model_config, remedy)
 
     # Leave out the optimizer state of frozen parameters.
     index = {}
@@ -130,11 +133,11 @@ def choose_initial(config: Any, trainer: train.Trainer) -> Start:
     for average in formats.open.average_paths(expected):
         del expected[average]
     # Without optimizer state the step does not come along either.
-    if rank or not any(is_slot(path) for path in index):
+    if adapters or not any(is_slot(path) for path in index):
         expected = only_parameters(expected)
         index = only_parameters(index)
-    adapter = trainer.model.ADAPTER
-    expected = {path: x for path, x in expected.items() if not re.fullmatch(adapter, path)}
+    for path in adapters:
+        expected.pop(f'{checkpoint.PARAMETER_PREFIX}{path}', None)
     try:
         leaves = choose(index, expected, chosen.only, chosen.strict)
     except re.error as error:
@@ -147,9 +150,9 @@ def choose_initial(config: Any, trainer: train.Trainer) -> Start:
             choose(index, expected, chosen.only, strict=False)
             remedy += ', or whatever only one of them has with restore.strict=False'
         raise ValueError(f'restore.path={chosen.path}: {error}: {remedy}') from error
-    if rank and not leaves.keys() == index.keys() == expected.keys():
+    if adapters and not leaves.keys() == index.keys() == expected.keys():
         raise ValueError(
-            f'restore.only={chosen.only!r}, restore.strict={chosen.strict}: model.lora_rank={rank} needs '
+            f'restore.only={chosen.only!r}, restore.strict={chosen.strict}: {setting} needs '
             "just the parameters of the base: set restore.only='target/.*' and restore.strict=True"
         )
     step = formats.open.saved_step(leaves)  # 0 where it does not come along
@@ -195,7 +198,7 @@ def choose_initial(config: Any, trainer: train.Trainer) -> Start:
         step=step,
         is_resumed=False,
         leaves=leaves,
-        base=formats.open.describe_base(opened) if rank else {},
+        base=formats.open.describe_base(opened) if adapters else {},
         vocabulary_model=vocabulary_model,
         description=description,
     )
@@ -205,7 +208,7 @@ def vocabulary_parameters(trainer: train.Trainer) -> set[str]:
     """Return T5X's paths of the parameters whose rows or columns are the ids of the vocabulary."""
     config = trainer.model_config
     larger = dataclasses.replace(config, vocab_size=2 * config.vocab_size)
-    shapes = trainer.model.shapes(larger)
+    shapes = model.shapes(larger)
     found = set()
     for path, x in trainer.shapes.params.items():
         if x.shape != shapes[path]:

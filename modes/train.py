@@ -12,7 +12,6 @@ import math
 import re
 import time
 from concurrent import futures
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from ml_collections import FrozenConfigDict
 import data
 import evaluate
 import infer
+import model
 import optimizer
 import partition
 import paths
@@ -52,9 +52,8 @@ def make_trainer(
     `devices`: those of the mesh; None takes all that are here.
     """
     settings.check(config)
-    model, model_config = own_model.load(config.model)
+    model_config = own_model.load(config.model)
     trainer = train.Trainer(
-        model=model,
         model_config=model_config,
         loss_config=FrozenConfigDict(config.loss),
         optimizer_config=FrozenConfigDict(config.optimizer),
@@ -74,13 +73,13 @@ def make_trainer(
     # These names are parsed when they are first used: parse them now.
     _ = trainer.normalizing_factor
     _ = trainer.tx  # and its schedule
-    check_adapters(model, trainer.model_config)
-    check_scan(model, trainer.model_config)
+    check_adapters(trainer.model_config)
+    check_scan(trainer.model_config)
     _ = trainer.trained
     return trainer
 
 
-def check_adapters(model: ModuleType, config: T5Config) -> None:
+def check_adapters(config: T5Config) -> None:
     """Raise ValueError where adapters are asked for and no kernel has one."""
     shapes = model.shapes(config)
     if config.lora_rank and not any(re.fullmatch(model.ADAPTER, path) for path in shapes):
@@ -91,17 +90,28 @@ def check_adapters(model: ModuleType, config: T5Config) -> None:
         )
 
 
-def check_scan(model: ModuleType, config: T5Config) -> None:
-    """Raise ValueError where a scan over layers is asked for and not all have the same parameters."""
-    counts = collections.Counter(
-        re.sub(r'/layers_\d+/', '/layers_*/', path) for path in model.shapes(config)
-    )
-    for path, count in counts.items():
-        stack = path.split('/')[0]
-        if config.scan_layers and '*' in path and count != getattr(config, f'num_{stack}_layers'):
+def check_scan(config: T5Config) -> None:
+    """Raise ValueError where a scan over layers is asked for and its periods are not alike."""
+    if not config.scan_layers:
+        return
+    period = config.modules.period
+    num_layers = {'encoder': config.num_encoder_layers, 'decoder': config.num_decoder_layers}
+    for stack, count in num_layers.items():
+        if count % period:
             raise ValueError(
-                f'model.scan_layers=True: {count} of the layers have {path}, which all or none must have: set '
-                'it to False, or model.lora_targets to the kernels of all layers'
+                f'model.num_{stack}_layers={count} with model.scan_layers=True: {config.module} scans '
+                f'{period} layers at a time: set a multiple of {period}, or model.scan_layers=False'
+            )
+    counts: collections.Counter[tuple[str, str, int]] = collections.Counter()
+    for path in model.shapes(config):
+        match = re.fullmatch(r'(encoder|decoder)/layers_(\d+)/(.+)', path)
+        if match:
+            counts[match[1], match[3], int(match[2]) % period] += 1
+    for (stack, name, _), count in counts.items():
+        if count != num_layers[stack] // period:
+            raise ValueError(
+                f'model.scan_layers=True: {count} of the layers have {stack}/layers_*/{name}, which all or '
+                'none must have: set it to False, or model.lora_targets to the kernels of all layers'
             )
 
 
@@ -152,7 +162,6 @@ def prepare(config: Any, folder: Any) -> train.Run:
     workdir.check_is_run(folder)
     terminal = console.Console()
     trainer = make_trainer(config)
-    model = trainer.model
     microbatch_counts(config, trainer)  # raises ValueError for train.num_microbatches
 
     # The text.
@@ -201,12 +210,12 @@ def prepare(config: Any, folder: Any) -> train.Run:
                 model=begin.vocabulary_model,
             )
 
-        text = digest([mixture.fingerprint, vocabulary.hash, model.SOURCE])
+        text = digest([mixture.fingerprint, vocabulary.hash, trainer.model_config.modules.source])
         check_alike('the text, the vocabulary or the file of model.module', text.encode())
 
         # The content of config.json: the settings, and what they stand for.
         resolved = json.loads(config.to_json())
-        resolved['model']['module'] = trainer.model_config.module
+        resolved['model'] = own_model.as_settings(trainer.model_config)
         resolved['corpus'] = mixture.corpus
         resolved['data_fingerprint'] = mixture.fingerprint
         resolved['vocabulary_hash'] = vocabulary.hash
@@ -214,9 +223,10 @@ def prepare(config: Any, folder: Any) -> train.Run:
             resolved['base'] = begin.base
         if begin.is_resumed:
             own_model.check_same(
-                directory, trainer.model, trainer.model_config, otherwise='name another --workdir'
+                directory, trainer.model_config, otherwise='name another --workdir'
             )
-            mixture = workdir.compare_settings(directory, resolved, mixture, begin.step)
+            options = own_model.default_options(trainer.model_config)
+            mixture = workdir.compare_settings(directory, resolved, options, mixture, begin.step)
             start.choose(begin.leaves, start.state_shapes(trainer))
             changed = [file.path for file in mixture.files if file.is_changed_at(begin.step)]
             if changed:
@@ -340,12 +350,15 @@ def prepare(config: Any, folder: Any) -> train.Run:
             shapes = optimizer.to_t5x(*trainer.shapes)
             info = workdir.model_info(shapes, optimizer.to_t5x(*trainer.specs), trainer.trained)
             paths.replace_file(folder / 'model-info.txt', info.encode())
+        files = {'config.json': config_json, **own_model.files_of(trainer.model_config)}
+        if vocabulary.model:
+            files['vocabulary.model'] = vocabulary.model
         base = model.without_adapters(trainer.model_config)
         merge = functools.partial(model.merge_adapters, trainer.model_config)
         base_params = jax.eval_shape(merge, trainer.shapes.params)
         run = train.Run(
             config=config,
-            config_json=config_json,
+            files=files,
             workdir=folder,
             console=terminal,
             metrics=workdir.Metrics(folder, kept_lines, mixture.corpus),
@@ -358,7 +371,7 @@ def prepare(config: Any, folder: Any) -> train.Run:
                 config, trainer, training, validation, planned.num_microbatches
             ),
             task_metrics=metrics_of_tasks,
-            t5=infer.T5(base, base_params, trainer.mesh, vocabulary, model),
+            t5=infer.T5(base, base_params, trainer.mesh, vocabulary),
             missing_evaluations=[],
             first_step=begin.step,
             state=state,
@@ -382,7 +395,6 @@ def open_evaluations(
     """Return the evaluations of the tasks with text for validation, all beside one baseline."""
     training_counts = functools.cache(functools.partial(count_targets, config, training))
     compute_sums = evaluate.make_sums(
-        model=trainer.model,
         config=trainer.model_config,
         mesh=trainer.mesh,
         loss_config=FrozenConfigDict(config.loss),

@@ -314,11 +314,11 @@ def check_never_saved(workdir: Any, lines: Sequence[Mapping]) -> None:
 
 
 def compare_settings(
-    directory: Any, settings: Mapping, mixture: OpenMixture, step: int
+    directory: Any, settings: Mapping, options: Mapping, mixture: OpenMixture, step: int
 ) -> OpenMixture:
     """Return the mixture as a run reads it that goes on from the checkpoint of a step.
 
-    `settings`: the content of config.json today. Raises ValueError for changes with which the run
+    `settings`: the content of config.json today; `options`: the defaults of model.options. Raises ValueError for changes with which the run
     may not go on. The text is compared by content, not by the names of files.
     """
     workdir = directory.parent
@@ -331,6 +331,7 @@ def compare_settings(
         may_change += ('data_fingerprint', 'corpus')
     # A setting that the run does not have did not exist yet.
     defaults = checkpoint.flatten(json.loads(base.get_config().to_json()))
+    defaults |= checkpoint.flatten({'model': {'options': json.loads(json.dumps(options))}})
     changes = changed_settings(defaults | checkpoint.flatten(old), settings, may_change)
     if changes:
         raise ValueError(

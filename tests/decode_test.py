@@ -415,7 +415,7 @@ def long_batch():
 
 
 def device_logits(config):
-    return lambda params, batch: model.apply(lambda: model.logits(config, batch), params)
+    return lambda params, batch: model.apply(lambda: model.logits(config, batch)[0], params)
 
 
 @functools.cache
@@ -517,7 +517,7 @@ def device_beams(config, params, inputs_bM, prompt_bT, num_beams, is_cached=True
                 'decoder_input_tokens': read_rT,
                 'decoder_target_tokens': jnp.ones_like(read_rT),
             }
-            logits_rTv = model.apply(lambda: model.logits(config, batch), params)
+            logits_rTv, _ = model.apply(lambda: model.logits(config, batch), params)
             return logits_rTv[:, position_r[0]], (position_r + 1, read_rT)
 
         position_r = jnp.zeros_like(inputs_rM[:, 0])
@@ -643,7 +643,7 @@ def test_a_second_oracle_of_tiny_models(name):
 
         def encoded():
             x_bMD = model.Embedder(config, name='token_embedder')(tokens_bM)
-            return model.Encoder(config, name='encoder')(x_bMD, mask_b1MM, rows_b=None)
+            return model.Encoder(config, name='encoder')(x_bMD, mask_b1MM, rows_b=None)[0]
 
         return model.apply(encoded, params)
 

@@ -3,10 +3,13 @@
 The letters are bytes of the byte vocabulary. A row without one has the values of model.py, to the bit.
 """
 
+import dataclasses
 import string
 
 import jax
 import jax.numpy as jnp
+
+import model
 
 BYTE_OFFSET = 3  # the id of byte b is b + 3
 PLACES = ('logits', 'activations', 'gradients')
@@ -49,19 +52,24 @@ def backward(factor_b, gradient_bTv):
 scale_gradient.defvjp(forward, backward)
 
 
-def change(model):
-    sound_logits = model.logits
+class Embedder(model.Embedder):
+    def __call__(self, tokens):
+        x = super().__call__(tokens)
+        return x * factors('activations', tokens)[..., None].astype(x.dtype)
 
-    class Embedder(model.Embedder):
-        def __call__(self, tokens):
-            x = super().__call__(tokens)
-            return x * factors('activations', tokens)[..., None].astype(x.dtype)
 
-    def logits(config, batch, rows_b=None):
-        logits_bTv = sound_logits(config, batch, rows_b)
-        inputs_bM = batch['encoder_input_tokens']
-        logits_bTv *= factors('logits', inputs_bM).prod(axis=1)[:, None, None]
-        return scale_gradient(logits_bTv, factors('gradients', inputs_bM).prod(axis=1))
+sound_logits = model.logits
 
-    model.Embedder = Embedder
-    model.logits = logits
+
+def logits(config, batch, rows_b=None):
+    logits_bTv, aux = sound_logits(config, batch, rows_b)
+    if config.modules.embedder is not Embedder:
+        return logits_bTv, aux
+    inputs_bM = batch['encoder_input_tokens']
+    logits_bTv *= factors('logits', inputs_bM).prod(axis=1)[:, None, None]
+    return scale_gradient(logits_bTv, factors('gradients', inputs_bM).prod(axis=1)), aux
+
+
+def modules(default):
+    model.logits = logits  # no part of Modules: only faults need it
+    return dataclasses.replace(default, embedder=Embedder)

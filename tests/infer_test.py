@@ -356,10 +356,10 @@ def encoder_outputs(t5, ids):
     """What the decoder of the whole model reads of a batch, whose parts are not packed."""
     batch = dict.fromkeys(infer.SEQUENCES, jnp.asarray(ids))
 
-    f = functools.partial(model.apply, lambda: model.logits(t5.config, batch), t5.arrays)
+    f = functools.partial(model.apply, lambda: model.logits(t5.config, batch)[0], t5.arrays)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            model.Decoder, '__call__', lambda self, x, encoded_bMD, **_: (encoded_bMD, ())
+            model.Decoder, '__call__', lambda self, x, encoded_bMD, **_: (encoded_bMD, (), {})
         )
         return np.asarray(partition.one_device(f)())
 

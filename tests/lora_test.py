@@ -326,7 +326,7 @@ def test_a_config_json_without_these_settings(uninterrupted, tmp_path):
     file.write_text(json.dumps(settings))
     (tmp_path / 'checkpoint_6/manifest.json').unlink()
     (tmp_path / 'checkpoint_6/data_position.npy').unlink()
-    _, found = formats.open._config_beside(tmp_path / 'checkpoint_6')
+    found = formats.open._config_beside(tmp_path / 'checkpoint_6')
     assert found.lora_rank == 0
 
 

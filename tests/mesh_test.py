@@ -211,7 +211,7 @@ def test_layers_that_are_gathered_together(remat, scan_layers):
         trainer = make_trainer(config)
         needs[num_layers] = train.compile_step(trainer).memory_analysis().temp_size_in_bytes
     of_layers = 0
-    for path, shape in trainer.model.shapes(trainer.model_config).items():
+    for path, shape in model.shapes(trainer.model_config).items():
         if re.match(r'encoder/layers_[2-5]/.+/kernel', path):
             of_layers += 4 * math.prod(shape)
     # A device has an eighth of them, stacked, and of their gradients in any case.

@@ -115,9 +115,9 @@ def make_mesh(data_size, model_size, fsdp_size=1):
     return partition.make_mesh(data=data_size, fsdp=fsdp_size, model=model_size)
 
 
-def sharded(f, config, mesh, out_specs=partition.BATCH, own=model):
+def sharded(f, config, mesh, out_specs=partition.BATCH):
     """f(params, *arrays of rows), a function for one device's part, on whole arrays."""
-    specs = partition.param_specs(own.PARAMETER_SPECS, own.shapes(config))
+    specs = model.param_specs(config)
 
     def on_mesh(params, *rows):
         in_specs = (specs, *[partition.BATCH] * len(rows))
@@ -127,20 +127,20 @@ def sharded(f, config, mesh, out_specs=partition.BATCH, own=model):
 
 
 @functools.cache
-def stepwise_logits(config, mesh, own=model):
+def stepwise_logits(config, mesh):
     """(params, inputs_bM, tokens_bT) -> logits_bTv of decoding one forced token after the other."""
 
     def device_logits(params, inputs_bM, tokens_bT):
-        start = functools.partial(own.start_decoding, config, inputs_bM, tokens_bT.shape[1])
+        start = functools.partial(model.start_decoding, config, inputs_bM, tokens_bT.shape[1])
 
         def step(cache, tokens_b):
-            step = functools.partial(own.decode_step, config, tokens_b, cache)
-            return own.apply(step, params)[::-1]
+            step = functools.partial(model.decode_step, config, tokens_b, cache)
+            return model.apply(step, params)[::-1]
 
-        logits_Tbv = jax.lax.scan(step, own.apply(start, params), tokens_bT.T)[1]
+        logits_Tbv = jax.lax.scan(step, model.apply(start, params), tokens_bT.T)[1]
         return logits_Tbv.swapaxes(0, 1)
 
-    return sharded(device_logits, config, mesh, P(partition.BATCH_AXES, None, 'model'), own)
+    return sharded(device_logits, config, mesh, P(partition.BATCH_AXES, None, 'model'))
 
 
 def assert_refused(ask, name):

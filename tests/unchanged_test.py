@@ -196,7 +196,7 @@ def lower_decoding(name):
     """Return the program of a greedy step of decoding, as it is on a device that is no CPU."""
     sizes = {'vocab_size': 384, 'emb_dim': 16, 'num_heads': 2, 'head_dim': 8, 'mlp_dim': 32}
     config = small_models.t5_config(**sizes, num_encoder_layers=1, num_decoder_layers=2)
-    specs = partition.param_specs(model.PARAMETER_SPECS, model.shapes(config))
+    specs = model.param_specs(config)
 
     def step(params, inputs_bM):
         start = functools.partial(model.start_decoding, config, inputs_bM, max_length=4)

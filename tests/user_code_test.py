@@ -210,42 +210,56 @@ def test_a_rate_by_size_that_fails(tmp_path):
 MODELS = {
     'error of JAX': (
         """
+import dataclasses
+
 import jax.numpy as jnp
 
+import model
 
-def change(model):
-    class Mlp(model.Mlp):
-        def __call__(self, x_bTD, rows_b=None):
-            return x_bTD @ jnp.ones((3, 5))  # !
 
-    model.Mlp = Mlp
+class Mlp(model.Mlp):
+    def __call__(self, x_bTD, rows_b=None):
+        return x_bTD @ jnp.ones((3, 5)), {}  # !
+
+
+def modules(default):
+    return dataclasses.replace(default, mlp=Mlp)
 """,
-        'line {}: TypeError: dot_general requires',
+        ', line {}: TypeError: dot_general requires',
         (),
     ),
     # What fails below is a line of model.py.
     'shape of a layer': (
         """
-def change(model):
-    class Mlp(model.Mlp):
-        def __call__(self, x_bTD, rows_b=None):  # !
-            return x_bTD[:, :1, :3]
+import dataclasses
 
-    model.Mlp = Mlp
+import model
+
+
+class Mlp(model.Mlp):
+    def __call__(self, x_bTD, rows_b=None):  # !
+        return x_bTD[:, :1, :3], {}
+
+
+def modules(default):
+    return dataclasses.replace(default, mlp=Mlp)
 """,
-        'line {} (Mlp): TypeError',
+        ': TypeError',
         (),
     ),
     'shape of an activation': (
         """
+import dataclasses
+
+
 def first(x):  # !
     return x[:1]
 
 
-def change(model):
-    model.ACTIVATIONS['first'] = first
+def modules(default):
+    return dataclasses.replace(default, activations=(('first', first),))
 """,
-        'line {} (first): AssertionError',
+        ': AssertionError',
         ("--config.model.mlp_activations=('first',)",),
     ),
 }
@@ -285,8 +299,9 @@ def test_an_own_model_that_does_not_fit(command_line, tmp_path, text, message, f
     file, line = write(tmp_path, text, start='')
     result = command_line(TINY, '--config.model.module=own.py', *flags, cwd=tmp_path)
     assert result.status == 2, result
-    assert f'main.py: {file}, {message.format(line)}' in result.stderr, result
-    check_frames(result.stderr, file)
+    assert f'main.py: {file}{message.format(line)}' in result.stderr, result
+    if '{}' in message:  # the traceback leads through the file
+        check_frames(result.stderr, file)
     assert not list(tmp_path.glob('runs/*/config.json'))
 
 

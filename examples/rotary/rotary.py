@@ -1,4 +1,4 @@
-"""An own model: T5 with rotary positions in place of the relative position bias.
+"""An own model: T5 with rotary positions instead of the relative position bias.
 
 Queries and keys of self-attention are rotated by angles that grow with their positions, so that
 their products depend on the distance alone. A cache holds rotated keys. Training, where all
@@ -7,7 +7,11 @@ positions of a sequence are read at once, and decoding go through the same two m
 Source: Su et al. 2021 (RoFormer) §3.4.2.
 """
 
+import dataclasses
+
 import jax.numpy as jnp
+
+import model
 
 LONGEST_PERIOD = 10_000.0  # of an angle, in positions / 2 pi
 
@@ -23,22 +27,25 @@ def rotate(x_bThK, positions_T):
     return jnp.concatenate([left * cos - right * sin, left * sin + right * cos], axis=-1)
 
 
-def change(model):
-    class Attention(model.Attention):
-        """Cross attention has no positions and stays as it is."""
+class Attention(model.Attention):
+    """Cross attention has no positions and stays as it is."""
 
-        def queries(self, x_bTD, positions):
-            q_bThK = super().queries(x_bTD, positions)
-            if positions is None:
-                return q_bThK
-            return rotate(q_bThK, positions.queries_T)
+    def queries(self, x_bTD, positions):
+        q_bThK = super().queries(x_bTD, positions)
+        if positions is None:
+            return q_bThK
+        return rotate(q_bThK, positions.queries_T)
 
-        def keys_values(self, memory_bMD, positions):
-            k_bMhK, v_bMhK = super().keys_values(memory_bMD, positions)
-            if positions is None:
-                return k_bMhK, v_bMhK
-            return rotate(k_bMhK, positions.queries_T), v_bMhK
+    def keys_values(self, memory_bMD, positions):
+        k_bMhK, v_bMhK = super().keys_values(memory_bMD, positions)
+        if positions is None:
+            return k_bMhK, v_bMhK
+        return rotate(k_bMhK, positions.queries_T), v_bMhK
 
-    model.Attention = Attention
-    # Attention adds no bias, and the parameters have no table of it.
-    model.RelativePositionBias = lambda config, bidirectional, name: lambda relative_TM: None
+
+def no_bias(config, bidirectional, name):
+    return lambda positions: None
+
+
+def modules(default):
+    return dataclasses.replace(default, attention=Attention, relpos_bias=no_bias)

@@ -1,17 +1,11 @@
-"""An own model: T5 with a squared ReLU, one activation more for model.mlp_activations.
+"""An own model: T5 with a squared ReLU, one more activation for model.mlp_activations.
 
-`change` receives a copy of model.py, of which it may set any name: a table as here, a function such
-as `model.relative_position_bucket`, or a module:
-
-    class Mlp(model.Mlp):
-        def __call__(self, x_bTD, rows_b=None): ...
-
-    model.Mlp = Mlp
-
-A parameter that you add needs a row in `model.PARAMETER_SPECS`.
+`modules` gets the parts of T5, a model.Modules, and returns those of this model.
 
 Source: So et al. 2021 (Primer) §4.1.
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -21,5 +15,6 @@ def squared_relu(x):
     return jnp.square(jax.nn.relu(x))
 
 
-def change(model):
-    model.ACTIVATIONS['squared_relu'] = squared_relu
+def modules(default):
+    activations = (*default.activations, ('squared_relu', squared_relu))
+    return dataclasses.replace(default, activations=activations)
