@@ -24,10 +24,11 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 if not (ROOT / 'main.py').is_file():
     raise ImportError(
-        f'{ROOT} has no main.py: t5_in_haiku runs from its checkout: in that folder, pip install -e .'
+        f'{ROOT} is not the checkout, which t5_in_haiku needs: run pip install -e . in the checkout'
     )
 PREFIX = f'{__name__}.'
-NAMES = {file.stem for file in ROOT.glob('*.py')} | {file.parent.name for file in ROOT.glob('*/__init__.py')}
+NAMES = {file.stem for file in ROOT.glob('*.py')}
+NAMES |= {file.parent.name for file in ROOT.glob('*/__init__.py')}
 NAMES -= {'setup', __name__}
 
 
@@ -38,18 +39,16 @@ def is_ours(name: str, path: Sequence[str] | None = None) -> bool:
     else:
         spec = PathFinder.find_spec(name, path)
         file = spec.origin if spec else None
-    ours = ROOT.joinpath(*name.split('.'))
-    return file is not None and pathlib.Path(file).resolve() in (
-        ours.with_suffix('.py'),
-        ours / '__init__.py',
-    )
+    stem = ROOT.joinpath(*name.split('.'))
+    ours = (stem.with_suffix('.py'), stem / '__init__.py')
+    return file is not None and pathlib.Path(file).resolve() in ours
 
 
 IN_CHECKOUT = all(map(is_ours, NAMES))
 
 
 class Finder(MetaPathFinder):
-    """Find the program's files under both names: the first one loads a file, the other is an alias."""
+    """Find the program's files under both names: one loads the file, the other is an alias."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
