@@ -8,7 +8,8 @@ process:
   A `model.py` of yours stays `model`.
 
 A process is in the checkout if, when it first imports this package, all plain names mean the
-program's files: each is loaded from its file, or `import` would find that file first.
+program's files: each is loaded from its file, or `import` would find that file first. It stays there
+when its folder or sys.path changes.
 """
 
 import builtins
@@ -56,12 +57,11 @@ class Finder(MetaPathFinder):
         plain = name.removeprefix(PREFIX)
         if plain.partition('.')[0] not in NAMES:
             return None
-        if name == plain:  # ours elsewhere only if the checkout is in sys.path
-            is_alias = not IN_CHECKOUT and is_ours(name, path)
-            return ModuleSpec(name, Alias(PREFIX + name)) if is_alias else None
+        if name == plain and not IN_CHECKOUT:  # ours if the checkout came into sys.path
+            return ModuleSpec(name, Alias(PREFIX + name)) if is_ours(name, path) else None
         folder = ROOT.joinpath(*plain.split('.')[:-1])
         spec = PathFinder.find_spec(name, [str(folder)])
-        if spec is not None and spec.has_location:
+        if name != plain and spec is not None and spec.has_location:
             is_loaded = plain in sys.modules and is_ours(plain)
             spec.loader = OurLoader(name, str(spec.origin))
             if IN_CHECKOUT or is_loaded:

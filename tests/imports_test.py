@@ -147,6 +147,15 @@ def test_nothing_imports_the_name_for_other_folders():
     assert not any('t5_in_haiku' in map(room_of, imports_of(name)) for name in FILES)
 
 
+@pytest.mark.parametrize('name', sorted(FILES))
+def test_names_known_at_run_time_are_relative(name):
+    """t5_in_haiku maps `import` statements: import_module('.t5', tasks.__name__), not 'tasks.t5'."""
+    for node in ast.walk(ast.parse(FILES[name].read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith('import_module'):
+            [first, *_] = ast.unparse(node.args[0]).strip('f\'"').split('.')
+            assert first not in map(room_of, FILES), ast.unparse(node)
+
+
 def test_sources_types_know_no_format():
     assert {name for name in ours_of('sources') if room_of(name) == 'sources'} <= {'sources.files'}
 

@@ -251,7 +251,7 @@ seen.check()
     'the checkout in sys.path, first': """
 import seen, sys
 sys.path.append(str(seen.ROOT))
-from t5_in_haiku import tasks, train
+from t5_in_haiku import stream, tasks
 seen.check()
 import data, paths
 assert paths is sys.modules['t5_in_haiku.paths'] and data.FOREIGN
@@ -277,9 +277,9 @@ seen.check_once()
 """,
     'a stub without a file': """
 import sys, types
-sys.modules['evaluate'] = types.ModuleType('evaluate')
-from t5_in_haiku import evaluate
-assert evaluate.__name__ == 't5_in_haiku.evaluate' and not hasattr(sys.modules['evaluate'], 'jax')
+sys.modules['paths'] = types.ModuleType('paths')
+from t5_in_haiku import paths, user_code
+assert user_code.paths is paths is not sys.modules['paths']
 """,
 }
 
@@ -292,12 +292,12 @@ def test_beside_modules_of_the_same_names(folder, case):
 IN_EMPTY = {
     'elsewhere': """
 import importlib, seen
-from t5_in_haiku import infer
+from t5_in_haiku import stream, tasks
 seen.check()
 try:
-    import model
+    import tasks
 except ModuleNotFoundError as error:
-    assert error.name == 'model'
+    assert error.name == 'tasks'
 else:
     raise AssertionError
 """,
@@ -317,7 +317,19 @@ pathlib.Path('own_tasks.py').write_text('from tasks import Task\\nTASKS = [Task(
 assert set(own.own_tasks('own_tasks.py')) == {'a'}
 seen.check_once()
 """,
-    'a notebook of the checkout that goes to another folder': """
+    'in the checkout, then here': """
+import os, pathlib, sys
+folder = os.getcwd()
+os.chdir(sys.argv[1])
+from t5_in_haiku import paths
+os.chdir(folder)
+pathlib.Path('user_code.py').write_text('FOREIGN = 1')
+from t5_in_haiku import user_code as ours
+import seen, user_code
+assert ours is user_code and user_code.__name__ == 'user_code' and user_code.paths is paths
+seen.check_once()
+""",
+    'one of ours is loaded in the checkout': """
 import os, sys
 folder = os.getcwd()
 os.chdir(sys.argv[1])
