@@ -1,4 +1,7 @@
-"""Dependencies. One runs from the checkout: modules named `data` and `model` are not published."""
+"""Dependencies, and the one name that an editable install gives other folders: t5_in_haiku.
+
+One runs from the checkout: modules named `data` and `model` are not published.
+"""
 
 from setuptools import setup
 
@@ -7,6 +10,7 @@ setup(
     version='0.1.0',
     license='Apache-2.0',
     python_requires='>=3.11',
+    packages=['t5_in_haiku'],
     py_modules=[],
     install_requires=[
         'absl-py>=2.1',

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-PACKAGES = ('configs', 'formats', 'modes', 'run', 'sources', 'tasks')
+PACKAGES = ('configs', 'formats', 'modes', 'run', 'sources', 't5_in_haiku', 'tasks')
 # From the bottom to the top: a module imports from rows above its own row, or from its own package.
 # What tells which step of a run is the best, and whether it is as it was saved, lies below the rest of run/.
 LAYERS = (
@@ -142,6 +142,20 @@ def test_partition_kernels_and_optimizer_stand_alone():
     assert ours_of('optimizer') == {'kernels'}  # global arrays: no axis names
 
 
+def test_nothing_imports_the_name_for_other_folders():
+    assert {room_of(module) for module in imports_of('t5_in_haiku')} <= sys.stdlib_module_names
+    assert not any('t5_in_haiku' in map(room_of, imports_of(name)) for name in FILES)
+
+
+@pytest.mark.parametrize('name', sorted(FILES))
+def test_names_known_at_run_time_are_relative(name):
+    """t5_in_haiku maps `import` statements: import_module('.t5', tasks.__name__), not 'tasks.t5'."""
+    for node in ast.walk(ast.parse(FILES[name].read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith('import_module'):
+            [first, *_] = ast.unparse(node.args[0]).strip('f\'"').split('.')
+            assert first not in map(room_of, FILES), ast.unparse(node)
+
+
 def test_sources_types_know_no_format():
     assert {name for name in ours_of('sources') if room_of(name) == 'sources'} <= {'sources.files'}
 
@@ -153,6 +167,7 @@ def test_sources_types_know_no_format():
         ('data, stream, sources, vocabulary', 'jax tensorflow_datasets pyarrow'),
         ('tasks, tasks.open', 'jax scipy sklearn nltk'),  # each takes a second or more
         ('main', 'jax tensorflow torch'),
+        ('t5_in_haiku', 'jax numpy absl'),
     ],
 )
 def test_what_an_import_brings(modules, absent):
