@@ -80,8 +80,6 @@ REMAT_POLICIES = {
     'full': None,
     'dots': jax.checkpoint_policies.save_only_these_names('projection', 'sum'),
 }
-NUM_BUCKETS = 32  # of relative positions, in every T5
-MAX_DISTANCE = 128  # from here on, relative positions share the last bucket
 
 NORMAL = hk.initializers.VarianceScaling(1.0, 'fan_in', 'normal')
 TRUNCATED_NORMAL = hk.initializers.VarianceScaling(1.0, 'fan_in', 'truncated_normal')
@@ -317,16 +315,6 @@ class KeysValues(NamedTuple):
 
     keys_ghKS: jax.Array
     values_ghKS: jax.Array
-
-    def write(self, k_gMhK: jax.Array, v_gMhK: jax.Array, slot: jax.Array | int) -> 'KeysValues':
-        """Return the cache with keys and values from `slot` on."""
-        new = KeysValues(k_gMhK.transpose(0, 2, 3, 1), v_gMhK.transpose(0, 2, 3, 1))
-        write = functools.partial(lax.dynamic_update_slice_in_dim, start_index=slot, axis=3)
-        return jax.tree.map(write, self, new)
-
-    def read(self) -> tuple[jax.Array, jax.Array]:
-        """Return k_gShK and v_gShK."""
-        return self.keys_ghKS.transpose(0, 3, 1, 2), self.values_ghKS.transpose(0, 3, 1, 2)
 
 
 class LayerCache(NamedTuple):
@@ -705,18 +693,18 @@ class Attention(hk.Module):
         q_bThK = self.queries(x_bTD, positions)
         if memory_bMD is not None:
             k_bMhK, v_bMhK = self.keys_values(memory_bMD, positions)
-        if cache is not None:
-            if memory_bMD is not None:
-                slot = 0
-                if positions is not None:
-                    slot = positions.queries_T[0] * memory_bMD.shape[1]
-                cache = cache.write(k_bMhK, v_bMhK, slot)
-            k_bMhK, v_bMhK = cache.read()
+            new = KeysValues(k_bMhK.transpose(0, 2, 3, 1), v_bMhK.transpose(0, 2, 3, 1))
+        if memory_bMD is not None and cache is not None:
+            slot = 0
+            if positions is not None:
+                slot = positions.queries_T[0] * memory_bMD.shape[1]
+            write = functools.partial(lax.dynamic_update_slice_in_dim, start_index=slot, axis=3)
+            cache = jax.tree.map(write, cache, new)
+        k_bhKM, v_bhKM = new if cache is None else cache
         shape = q_bThK.shape
-        q_bThK = q_bThK.reshape(len(k_bMhK), -1, *shape[2:])  # rows that decode one example
-        heads_bThK = self.attend(
-            q_bThK, k_bMhK, v_bMhK, mask_b1TM, relpos_1hTM, positions, rows_b
-        ).reshape(shape)
+        q_bThK = q_bThK.reshape(len(k_bhKM), -1, *shape[2:])  # rows that decode one example
+        heads_bThK = self.attend(q_bThK, k_bhKM, v_bhKM, mask_b1TM, relpos_1hTM, positions, rows_b)
+        heads_bThK = heads_bThK.reshape(shape)
         initializer = c.modules.initializers.attention
         out = Kernel(c, (shape[2] * shape[3], c.emb_dim), initializer, c.dtype, name='out')
         partial_bTD = out('bThK,hKD->bTD', heads_bThK)
@@ -729,7 +717,7 @@ class Attention(hk.Module):
         return num_rows, partition.split(config.num_heads, 'model'), config.head_dim, num_slots
 
     @hk.name_like('__call__')
-    def attend(self, q_bThK, k_bMhK, v_bMhK, mask_b1TM, relpos_1hTM, positions, rows_b):
+    def attend(self, q_bThK, k_bhKM, v_bhKM, mask_b1TM, relpos_1hTM, positions, rows_b):
         """Return heads_bThK: the mean of the values, weighted by the softmax of queries times keys.
 
         `relpos_1hTM` and `positions` are None in cross attention. In decoding, the queries T are the
@@ -738,12 +726,12 @@ class Attention(hk.Module):
         c = self.config
         logits_dtype = jnp.float32 if c.float32_attention_logits else c.dtype
         logits_bhTM = jnp.einsum(
-            'bThK,bMhK->bhTM', q_bThK.astype(logits_dtype), k_bMhK.astype(logits_dtype)
+            'bThK,bhKM->bhTM', q_bThK.astype(logits_dtype), k_bhKM.astype(logits_dtype)
         )
         probs_bhTM = attention_weights(logits_bhTM, mask_b1TM, relpos_1hTM, c.dtype)
         mask_shape = (c.num_heads, 1, probs_bhTM.shape[-1])
         probs_bhTM = dropout(probs_bhTM, c.dropout_rate, rows_b, mask_shape, split_dim=1)
-        heads_bhTK = jnp.einsum('bhTM,bMhK->bhTK', probs_bhTM, v_bMhK)
+        heads_bhTK = jnp.einsum('bhTM,bhKM->bhTK', probs_bhTM, v_bhKM)
         return heads_bhTK.transpose(0, 2, 1, 3)
 
     @hk.name_like('__call__')
@@ -846,41 +834,46 @@ class RelativePositionBias(hk.Module):
     config: T5Config
     bidirectional: bool
     name: str
+    num_buckets = 32  # in every T5
+    max_distance = 128  # from here on, relative positions share the last bucket
 
     def __call__(self, positions):
         """Return the bias, [1, h, T, M]."""
         c = self.config
         relative_TM = positions.keys_M[None, :] - positions.queries_T[:, None]
-        shape = (partition.split(c.num_heads, 'model'), NUM_BUCKETS)
+        shape = (partition.split(c.num_heads, 'model'), self.num_buckets)
         initializer = c.modules.initializers.relpos_bias
         table_hR = hk.get_parameter('rel_embedding', shape, jnp.float32, initializer).astype(
             c.dtype
         )
-        bucket_TM = relative_position_bucket(relative_TM, self.bidirectional)
+        bucket_TM = relative_position_bucket(
+            relative_TM, self.bidirectional, self.num_buckets, self.max_distance
+        )
         # The gradient of a product with one-hot rows is a matmul; that of a lookup would be a
         # scatter of length^2 updates into 32 buckets.
-        one_hot_TMR = jax.nn.one_hot(bucket_TM, NUM_BUCKETS, dtype=c.dtype)
+        one_hot_TMR = jax.nn.one_hot(bucket_TM, self.num_buckets, dtype=c.dtype)
         bias_hTM = jnp.einsum('hR,TMR->hTM', table_hR, one_hot_TMR)
         return bias_hTM[None]
 
 
-def relative_position_bucket(relative_TM: jax.Array, bidirectional: bool) -> jax.Array:
-    """Return the bucket in [0, 32) of key position minus query position, int32.
+def relative_position_bucket(
+    relative_TM: jax.Array, bidirectional: bool, num_buckets: int, max_distance: int
+) -> jax.Array:
+    """Return the bucket in [0, num_buckets) of key position minus query position, int32.
 
-    Buckets are exact when near and logarithmic up to a distance of 128. Keys to the right have the
-    upper half of the buckets in the encoder (bidirectional), and bucket 0 in the decoder. Source:
-    Mesh-TF transformer_layers.py; the epsilon is T5X's.
+    Buckets are exact when near and logarithmic up to `max_distance`. Keys to the right have the upper
+    half of the buckets in the encoder (bidirectional), and bucket 0 in the decoder. Source: Mesh-TF
+    transformer_layers.py; the epsilon is T5X's.
     """
-    num_buckets = NUM_BUCKETS
     offset = jnp.int32(0)
     distance = jnp.maximum(-relative_TM, 0)
     if bidirectional:
-        num_buckets = NUM_BUCKETS // 2
+        num_buckets = num_buckets // 2
         offset = jnp.where(relative_TM > 0, num_buckets, 0)
         distance = jnp.abs(relative_TM)
     num_exact = num_buckets // 2
     ratio = distance.astype(jnp.float32) / num_exact + jnp.finfo(jnp.float32).eps
-    scale = (num_buckets - num_exact) / jnp.log(MAX_DISTANCE / num_exact)
+    scale = (num_buckets - num_exact) / jnp.log(max_distance / num_exact)
     far = num_exact + (jnp.log(ratio) * scale).astype(jnp.int32)
     return offset + jnp.where(distance < num_exact, distance, jnp.minimum(far, num_buckets - 1))
 

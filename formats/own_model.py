@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import families
 import model
 import partition
 import paths
@@ -49,8 +51,8 @@ def load(settings: Mapping[str, Any]) -> T5Config:
 
 def find(name: str) -> tuple[ModuleType, str, bytes]:
     """Return the loaded module that model.module names, its file and the content; b'' of a family."""
-    if name.isidentifier() and importlib.util.find_spec(f'families.{name}') is not None:
-        family = importlib.import_module(f'families.{name}')
+    if name.isidentifier() and importlib.util.find_spec(f'.{name}', families.__name__):
+        family = importlib.import_module(f'.{name}', families.__name__)
         return family, str(family.__file__), b''
     file = user_code.module_file('model.module', name)
     content = file.read_bytes()
@@ -73,7 +75,7 @@ def config_of(
             model.param_specs(config)
         except ValueError as error:
             raise ValueError(f'{file}: {error} (Modules.specs)') from error
-        unknown = own.losses(config).keys() - reported_names(config)
+        unknown = own.losses(config).keys() - trace(config)
         if unknown:
             raise ValueError(
                 f'{file}: losses(config) names {min(unknown)!r}, which no layer reports: report it in '
@@ -104,10 +106,14 @@ def modules_of(module: ModuleType, file: str, content: bytes) -> Modules:
     return dataclasses.replace(made, source=content)
 
 
-def reported_names(config: T5Config) -> set[str]:
-    """Return the names of the values that the layers of a model report; nothing is computed."""
-    features = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
-    batch = dict.fromkeys(features, jnp.ones([1, 1], jnp.int32))
+def trace(config: T5Config) -> set[str]:
+    """Return the names of the values that the layers of a model report.
+
+    Nothing is computed: what the layers do with a small batch is traced, so that it raises its errors.
+    """
+    batch = {'encoder_input_tokens': jnp.ones([2, 4], jnp.int32)}
+    for name in ('decoder_input_tokens', 'decoder_target_tokens'):
+        batch[name] = jnp.ones([2, 3], jnp.int32)
 
     def aux(params):
         return model.apply(lambda: model.logits(config, batch)[1], params)
@@ -212,15 +218,19 @@ def as_settings(config: T5Config) -> dict[str, Any]:
     """Return a T5Config as config.json has it: without the modules, the options as a dict."""
     settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     del settings['own']
-    options: Any = config.options
-    settings['options'] = {} if options is None else dataclasses.asdict(options)
+    settings['options'] = as_dict(config.options)
     return settings
+
+
+def as_dict(options: Any) -> dict[str, Any]:
+    """Return options as JSON has them."""
+    return {} if options is None else json.loads(json.dumps(dataclasses.asdict(options)))
 
 
 def default_options(config: T5Config) -> dict[str, Any]:
     """Return the options that a run has whose config.json lacks them."""
     options: Any = config.options
-    return {} if options is None else dataclasses.asdict(type(options)())
+    return as_dict(options and type(options)())
 
 
 # In checkpoints.

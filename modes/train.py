@@ -215,7 +215,8 @@ def prepare(config: Any, folder: Any) -> train.Run:
 
         # The content of config.json: the settings, and what they stand for.
         resolved = json.loads(config.to_json())
-        resolved['model'] = own_model.as_settings(trainer.model_config)
+        resolved['model']['module'] = trainer.model_config.module
+        resolved['model']['options'] = own_model.as_dict(trainer.model_config.options)
         resolved['corpus'] = mixture.corpus
         resolved['data_fingerprint'] = mixture.fingerprint
         resolved['vocabulary_hash'] = vocabulary.hash

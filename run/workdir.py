@@ -331,7 +331,7 @@ def compare_settings(
         may_change += ('data_fingerprint', 'corpus')
     # A setting that the run does not have did not exist yet.
     defaults = checkpoint.flatten(json.loads(base.get_config().to_json()))
-    defaults |= checkpoint.flatten({'model': {'options': json.loads(json.dumps(options))}})
+    defaults |= checkpoint.flatten({'model': {'options': options}})
     changes = changed_settings(defaults | checkpoint.flatten(old), settings, may_change)
     if changes:
         raise ValueError(

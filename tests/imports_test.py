@@ -8,14 +8,14 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-PACKAGES = ('configs', 'formats', 'modes', 'run', 'sources', 't5_in_haiku', 'tasks')
+PACKAGES = ('configs', 'families', 'formats', 'modes', 'run', 'sources', 't5_in_haiku', 'tasks')
 # From the bottom to the top: a module imports from rows above its own row, or from its own package.
 # What tells which step of a run is the best, and whether it is as it was saved, lies below the rest of run/.
 LAYERS = (
     {'paths', 'partition', 'kernels', 'randomness'},
     {'user_code', 'configs'},
     {'model', 'loss', 'decode', 'optimizer', 'checkpoint', 'vocabulary'},
-    {'data', 'sources'},
+    {'data', 'sources', 'families'},
     {'stream'},
     {'run.best', 'run.results', 'run.verify'},
     {'tasks', 'formats'},

@@ -61,9 +61,11 @@ def test_relative_position_buckets():
     distance = np.abs(relative)
     to_right = np.asarray(relative) > 0
     expected = np.searchsorted(ENCODER_STARTS, distance, side='right') - 1 + 16 * to_right
-    np.testing.assert_array_equal(model.relative_position_bucket(relative, True), expected)
+    np.testing.assert_array_equal(model.relative_position_bucket(relative, True, 32, 128), expected)
     expected = np.where(to_right, 0, np.searchsorted(DECODER_STARTS, distance, side='right') - 1)
-    np.testing.assert_array_equal(model.relative_position_bucket(relative, False), expected)
+    np.testing.assert_array_equal(
+        model.relative_position_bucket(relative, False, 32, 128), expected
+    )
 
 
 def test_decoder_mask_is_T5Xs():
