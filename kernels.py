@@ -4,11 +4,13 @@ docs/log.md has the figures.
 """
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 STAGE = 32  # the longest dimension that XLA reduces in one loop
 
@@ -31,6 +33,63 @@ def is_on_cpu() -> bool:
     """Return whether the devices of this `jax.shard_map` are those of a CPU; False outside of one."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device is not None and device.device_kind == 'cpu'
+
+
+# Products with kernels.
+
+
+@functools.partial(jax.jit, static_argnames='equation')  # traced once for each shape
+def einsum(equation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Return jnp.einsum(equation, x, kernel), [b, T, *columns], for x of [b, T, *rows].
+
+    On a CPU it is a product of matrices: to sum the kernel's gradient over b and T, XLA would copy the
+    gradient of the result, transposed (3.94 s a step of T5 1.1 small, down to 3.28).
+    """
+    if not is_on_cpu():
+        return jnp.einsum(equation, x, kernel)
+    num_rows = math.prod(x.shape[2:])
+    matrices = vary_alike(x.reshape(-1, num_rows), kernel.reshape(num_rows, -1))
+    return matmul(*matrices).reshape(*x.shape[:2], *kernel.shape[x.ndim - 2 :])
+
+
+@jax.custom_vjp
+def matmul(x_rD: jax.Array, kernel_DF: jax.Array) -> jax.Array:
+    """Return x @ kernel, [r, F], on a CPU, where XLA multiplies bfloat16 fast if the sums are float32.
+
+    JAX's own gradient would multiply the float32 gradient of the sums, not the bfloat16 one.
+    """
+    return jnp.matmul(x_rD, kernel_DF, preferred_element_type=jnp.float32).astype(x_rD.dtype)
+
+
+def _matmul_forward(x_rD, kernel_DF):
+    return matmul(x_rD, kernel_DF), (x_rD, kernel_DF)
+
+
+def _matmul_backward(matrices, grad_rF):
+    x_rD, kernel_DF = matrices
+    return matmul(grad_rF, _transpose(kernel_DF)), matmul(_transpose(x_rD), grad_rF)
+
+
+matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def _transpose(x: jax.Array) -> jax.Array:
+    if (
+        x.dtype == jnp.bfloat16
+    ):  # multiplied fast only if both matrices lie row by row: 7 ms, not 14
+        return with_layout_constraint(x.T, Layout(major_to_minor=(0, 1)))
+    return x.T
+
+
+def vary_alike(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return both arrays, each marked as varying over the mesh axes of the other one, too.
+
+    JAX does so for its own products, but not for a function with a gradient of its own.
+    """
+    axes_x = jax.typeof(x).manual_axis_type.varying
+    axes_y = jax.typeof(y).manual_axis_type.varying
+    x = lax.pcast(x, tuple(sorted(axes_y - axes_x)), to='varying')
+    return x, lax.pcast(y, tuple(sorted(axes_x - axes_y)), to='varying')
 
 
 # Sums.

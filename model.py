@@ -38,7 +38,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -570,7 +569,7 @@ class Decoder(hk.Module):
                 logits_bTv = logits_rv.reshape(*x_bTD.shape[:2], -1)
             else:
                 table_Dv = table_vD.T
-                logits_bTv = multiply('bTD,Dv->bTv', x_bTD, table_Dv)
+                logits_bTv = kernels.einsum('bTD,Dv->bTv', x_bTD, table_Dv)
             logits_bTv = logits_bTv / jnp.sqrt(c.emb_dim)
         else:
             shape = (c.emb_dim, partition.split(c.vocab_size, 'model'))
@@ -848,45 +847,7 @@ class Kernel(hk.Module):
             lora_b = hk.get_parameter('lora_b', (c.lora_rank, num_columns), jnp.float32, jnp.zeros)
             kernel = adapted_kernel(c, kernel, lora_a, lora_b)
         kernel = kernel.astype(self.dtype)
-        return multiply(equation, x, kernel.reshape(*x.shape[2:], *columns))
-
-
-@functools.partial(jax.jit, static_argnames='equation')
-def multiply(equation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Return einsum(equation, x, kernel), [b, T, *columns], for x of [b, T, *rows]."""
-    if not kernels.is_on_cpu():
-        return jnp.einsum(equation, x, kernel)
-    # As matrices: for the kernel's gradient, a sum over b and T, XLA would copy y's gradient transposed.
-    num_rows = math.prod(x.shape[2:])
-    matrices = partition.vary_alike(x.reshape(-1, num_rows), kernel.reshape(num_rows, -1))
-    return matmul(*matrices).reshape(*x.shape[:2], *kernel.shape[x.ndim - 2 :])
-
-
-@jax.custom_vjp
-def matmul(x_rD: jax.Array, kernel_DF: jax.Array) -> jax.Array:
-    """Return x @ kernel, [r, F], on a CPU, where XLA multiplies bfloat16 fast if the sums are float32.
-
-    JAX's own gradient would multiply the float32 gradient of the sums, not the bfloat16 one.
-    """
-    return jnp.matmul(x_rD, kernel_DF, preferred_element_type=jnp.float32).astype(x_rD.dtype)
-
-
-def _matmul_forward(x_rD, kernel_DF):
-    return matmul(x_rD, kernel_DF), (x_rD, kernel_DF)
-
-
-def _matmul_backward(matrices, grad_rF):
-    x_rD, kernel_DF = matrices
-    return matmul(grad_rF, _transpose(kernel_DF)), matmul(_transpose(x_rD), grad_rF)
-
-
-matmul.defvjp(_matmul_forward, _matmul_backward)
-
-
-def _transpose(x: jax.Array) -> jax.Array:
-    if x.dtype == jnp.bfloat16:  # which XLA multiplies fast only if both matrices lie row by row
-        return with_layout_constraint(x.T, Layout(major_to_minor=(0, 1)))
-    return x.T
+        return kernels.einsum(equation, x, kernel.reshape(*x.shape[2:], *columns))
 
 
 def multiply_transposed(kernel_FD: jax.Array, x_rD: jax.Array) -> jax.Array:

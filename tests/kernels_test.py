@@ -1,5 +1,8 @@
 """Each form of a function gives the numbers of the plain one, and sums are those of float64."""
 
+import functools
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -192,3 +195,32 @@ def test_the_gradients_of_attention_weights_are_summed_in_float32(dtype, toleran
     assert relative_error(found[0], expected_bhTM) < tolerance
     expected_1hTM = np.float64(found[0]).sum(axis=0, keepdims=True)
     assert relative_error(found[1], expected_1hTM) < tolerance / 5
+
+
+@pytest.mark.parametrize(
+    'equation, rows, columns',
+    [('bTD,Df->bTf', (5,), (7,)), ('bTD,DhK->bThK', (5,), (2, 3)), ('bThK,hKD->bTD', (2, 3), (5,))],
+)
+@pytest.mark.parametrize('dtype, tolerance', [('float32', 1e-5), ('bfloat16', 2**-8)])
+def test_products_on_a_cpu_are_those_of_other_devices(
+    equation, rows, columns, dtype, tolerance, monkeypatch
+):
+    """The product and both gradients, as matrices and as the einsum; bfloat16 is rounded once."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((3, 4, *rows)), dtype)
+    kernel = jnp.asarray(rng.standard_normal((*rows, *columns)), dtype)
+    gradient = jnp.asarray(rng.standard_normal((3, 4, *columns)), dtype)
+
+    def compute(is_on_cpu, *arrays):
+        monkeypatch.setattr(kernels, 'is_on_cpu', lambda: is_on_cpu)
+        kernels.einsum.clear_cache()
+        x, kernel, gradient = arrays
+        y, gradients = jax.vjp(functools.partial(kernels.einsum, equation), x, kernel)
+        return y, *gradients(gradient)
+
+    found = compute(True, x, kernel, gradient)
+    expected = compute(False, *(array.astype(jnp.float32) for array in (x, kernel, gradient)))
+    assert found[0].shape == (3, 4, *columns)
+    assert {array.dtype for array in found} == {jnp.dtype(dtype)}
+    found = jax.tree.map(lambda array: array.astype(jnp.float32), found)
+    chex.assert_trees_all_close(found, expected, rtol=tolerance, atol=1e-5)
