@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import checkpoint
 import decode
 import formats.open
+import kernels
 import loss
 import model
 import partition
@@ -143,10 +144,6 @@ class T5:
         self._scores = self._compile(_scores)
         self._encodings = self._compile(_encodings)
         self._generators: dict[Decoding, Callable] = {}
-        # Only on a CPU it is worth the memory. An own model may read its kernels in other ways.
-        self._is_transposed = (
-            mesh.devices.flat[0].platform == 'cpu' and not config.module and not config.lora_rank
-        )
 
     def set_parameters(self, arrays: Mapping[str, Any]) -> None:
         """Take other parameters of the same shapes, for which nothing is compiled again.
@@ -163,7 +160,8 @@ class T5:
         self._decoding_arrays: Mapping[str, Any] = {}
 
     def _specs(self, arrays: Mapping[str, Any]) -> dict[str, P]:
-        return partition.gathered(partition.param_specs(dict(self.config.modules.specs), arrays))
+        specs = partition.gathered(model.param_specs(self.config))
+        return kernels.specs_of(arrays, specs)
 
     def _compile(
         self,
@@ -340,9 +338,9 @@ class T5:
             'example_b': example_b,
         }
         if not self._decoding_arrays:
-            self._decoding_arrays = self.arrays
-            if self._is_transposed:
-                self._decoding_arrays = {**self.arrays, **self._transpose(self.arrays)}
+            dtypes = model.step_kernels(self.config, self.arrays)
+            columns = kernels.for_decoding(self.mesh, self.arrays, dtypes)
+            self._decoding_arrays = {**self.arrays, **columns}
         if decoding not in self._generators:
             device_generate = functools.partial(_generate, decoding)
             specs = (P(), partition.BATCH)
@@ -351,14 +349,6 @@ class T5:
         decoded = self._generators[decoding](self._decoding_arrays, np.uint32(seed), placed)
         best_first = jax.tree.map(lambda x: np.asarray(x)[:, ::-1], decoded)
         return jax.tree.map(lambda x: x[: len(inputs), : decoding.num_return], best_first)
-
-    @functools.cached_property
-    def _transpose(self) -> Callable:
-        """Return parameters -> model.transposed_kernels of them."""
-        transpose = functools.partial(model.transposed_kernels, self.config)
-        paths = jax.eval_shape(transpose, self.arrays)
-        shardings = partition.shardings(self.mesh, self._specs(paths))
-        return jax.jit(transpose, out_shardings=shardings)
 
     def _prompts(
         self, prompts: Sequence | None, inputs: Sequence, num_rows: int, length: int

@@ -29,7 +29,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -38,7 +38,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -62,9 +61,6 @@ PARAMETER_SPECS = {
     r'.+/(query|key|value|wi(_\d)?|logits_dense)/lora_b': P(None, 'model'),  # [rank, columns]
     r'.+/(out|wo)/lora_a': P('model', None),  # [rows, rank]
     r'.+/(out|wo)/lora_b': P(None, None),  # [rank, columns]
-    # Of `transposed_kernels`.
-    r'.+/(query|key|value|wi(_\d)?|logits_dense)/transposed': P('model', None),  # [columns, rows]
-    r'.+/(out|wo)/transposed': P(None, 'model'),  # [columns, rows]
 }
 ADAPTER = r'.+/lora_[ab]'  # the paths of adapters
 ACTIVATIONS: dict[str, Callable] = {
@@ -441,22 +437,22 @@ def _read(
     return logits_gTv, cache._replace(layers=layers)
 
 
-def transposed_kernels(config: T5Config, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return the matrices that a step of decoding multiplies by, transposed, for a CPU.
+def step_kernels(config: T5Config, paths: Iterable[str]) -> dict[str, str]:
+    """Return {path: dtype} of the kernels that a step of decoding multiplies by.
 
-    A CPU multiplies them about twice as fast, and transposing takes as long as several steps. They
-    are added to the parameters, without adapters, where `Kernel` finds them.
+    An own model may read its kernels in other ways, and adapters change them: then there are none.
     """
-    pattern = (
-        r'(decoder/layers_\d+/(self_attention/(query|key|value|out)'
-        r'|encoder_decoder_attention/(query|out)|mlp/wi(_\d)?|mlp/wo)|decoder/logits_dense)/kernel'
-    )
-    transposed = {}
-    for path, x in params.items():
-        if re.fullmatch(pattern, path):
-            dtype = 'float32' if path == 'decoder/logits_dense/kernel' else config.dtype
-            transposed[path.replace('/kernel', '/transposed')] = x.T.astype(dtype)
-    return transposed
+    dtypes: dict[str, str] = {}
+    if config.module or config.lora_rank:
+        return dtypes
+    for path in paths:
+        if re.fullmatch(
+            r'decoder/layers_\d+/(?!encoder_decoder_attention/(key|value)/).+/kernel', path
+        ):
+            dtypes[path] = config.dtype
+        elif path == 'decoder/logits_dense/kernel':
+            dtypes[path] = 'float32'
+    return dtypes
 
 
 def attention_mask(segments_bT, segments_bM, causal: bool = False) -> jax.Array:
@@ -626,12 +622,7 @@ class Decoder(hk.Module):
         x_bTD = x_bTD.astype(jnp.float32)
         if c.logits_via_embedding:
             table_vD = self.embedder.table()
-            if encoded_bMD is None:  # a step, where the table is a transposed kernel
-                logits_rv = multiply_transposed(table_vD, x_bTD.reshape(-1, c.emb_dim))
-                logits_bTv = logits_rv.reshape(*x_bTD.shape[:2], -1)
-            else:
-                table_Dv = table_vD.T
-                logits_bTv = multiply('bTD,Dv->bTv', x_bTD, table_Dv)
+            logits_bTv = kernels.einsum('bTD,vD->bTv', x_bTD, table_vD)
             logits_bTv = logits_bTv / jnp.sqrt(c.emb_dim)
         else:
             shape = (c.emb_dim, partition.split(c.vocab_size, 'model'))
@@ -918,10 +909,6 @@ class Kernel(hk.Module):
         c = self.config
         num_rows, num_columns = self.shape
         columns = columns or (num_columns,)
-        if f'{self.module_name}/transposed' in self.params_dict():
-            kernel_FD = hk.get_parameter('transposed', (num_columns, num_rows), self.dtype)
-            y_rF = multiply_transposed(kernel_FD, x.reshape(-1, num_rows))
-            return y_rF.reshape(*x.shape[:2], *columns)
         is_adapted = c.lora_rank and re.fullmatch(c.lora_targets, f'{self.module_name}/kernel')
         kernel = hk.get_parameter(
             'kernel',
@@ -934,52 +921,7 @@ class Kernel(hk.Module):
             lora_b = hk.get_parameter('lora_b', (c.lora_rank, num_columns), jnp.float32, jnp.zeros)
             kernel = c.modules.adapted_kernel(c, kernel, lora_a, lora_b)
         kernel = kernel.astype(self.dtype)
-        return multiply(equation, x, kernel.reshape(*x.shape[2:], *columns))
-
-
-@functools.partial(jax.jit, static_argnames='equation')
-def multiply(equation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Return einsum(equation, x, kernel), [b, T, *columns], for x of [b, T, *rows]."""
-    if not kernels.is_on_cpu():
-        return jnp.einsum(equation, x, kernel)
-    # As matrices: for the kernel's gradient, a sum over b and T, XLA would copy y's gradient transposed.
-    num_rows = math.prod(x.shape[2:])
-    matrices = partition.vary_alike(x.reshape(-1, num_rows), kernel.reshape(num_rows, -1))
-    return matmul(*matrices).reshape(*x.shape[:2], *kernel.shape[x.ndim - 2 :])
-
-
-@jax.custom_vjp
-def matmul(x_rD: jax.Array, kernel_DF: jax.Array) -> jax.Array:
-    """Return x @ kernel, [r, F], on a CPU, where XLA multiplies bfloat16 fast if the sums are float32.
-
-    JAX's own gradient would multiply the float32 gradient of the sums, not the bfloat16 one.
-    """
-    return jnp.matmul(x_rD, kernel_DF, preferred_element_type=jnp.float32).astype(x_rD.dtype)
-
-
-def _matmul_forward(x_rD, kernel_DF):
-    return matmul(x_rD, kernel_DF), (x_rD, kernel_DF)
-
-
-def _matmul_backward(matrices, grad_rF):
-    x_rD, kernel_DF = matrices
-    return matmul(grad_rF, _transpose(kernel_DF)), matmul(_transpose(x_rD), grad_rF)
-
-
-matmul.defvjp(_matmul_forward, _matmul_backward)
-
-
-def _transpose(x: jax.Array) -> jax.Array:
-    if x.dtype == jnp.bfloat16:  # which XLA multiplies fast only if both matrices lie row by row
-        return with_layout_constraint(x.T, Layout(major_to_minor=(0, 1)))
-    return x.T
-
-
-def multiply_transposed(kernel_FD: jax.Array, x_rD: jax.Array) -> jax.Array:
-    """Return x @ kernel.T, [r, F], as kernel @ x.T, the form that is fast on a CPU."""
-    y_Fr = kernel_FD @ x_rD.T
-    # Without the barrier, XLA would turn it into the slow form again.
-    return lax.optimization_barrier(y_Fr).T
+        return kernels.einsum(equation, x, kernel.reshape(*x.shape[2:], *columns))
 
 
 def dropout(

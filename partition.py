@@ -111,16 +111,6 @@ def _all_gather_backward(axis, dim, dtype, gradient_dtype, _, grad):
 all_gather.defvjp(_all_gather_forward, _all_gather_backward)
 
 
-def vary_alike(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return both arrays, each marked as varying over the axes of the other one, too.
-
-    JAX does so for its own products, but not for a function with a gradient of its own.
-    """
-    axes_x, axes_y = varying_axes(x), varying_axes(y)
-    x = lax.pcast(x, tuple(sorted(axes_y - axes_x)), to='varying')
-    return x, lax.pcast(y, tuple(sorted(axes_x - axes_y)), to='varying')
-
-
 def varying_axes(x: jax.Array) -> frozenset[str]:
     """Return the mesh axes whose devices may have different values in `x`."""
     return jax.typeof(x).manual_axis_type.varying

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import infer
+import kernels
 import model
 import partition
 import train
@@ -72,9 +73,14 @@ def plan_decoding(config: Any, trainer: train.Trainer) -> DecodingStep:
     base = dataclasses.replace(base, scan_layers=False)
     merge = functools.partial(model.merge_adapters, trainer.model_config)
     params = jax.eval_shape(merge, trainer.shapes.params)
-    if memory.is_on_cpu(mesh) and not base.module:
-        params |= jax.eval_shape(functools.partial(model.transposed_kernels, base), params)
-    param_specs = partition.gathered(partition.param_specs(dict(base.modules.specs), params))
+    specs = partition.gathered(model.param_specs(base))
+    parameter_bytes = memory.bytes_on_device(mesh, params, specs)
+    dtypes = model.step_kernels(base, params)
+    columns = jax.eval_shape(lambda params: kernels.for_decoding(mesh, params, dtypes), params)
+    params |= columns
+    param_specs = jax.tree.broadcast(kernels.specs_of(params, specs), params)
+    column_specs = {path: param_specs[path] for path in columns}
+    parameter_bytes += memory.bytes_on_device(mesh, columns, column_specs)
 
     # What is decoded at once, in the sizes that infer.T5 compiles for.
     is_of_run = config.infer_eval.every_steps > 0
@@ -103,7 +109,6 @@ def plan_decoding(config: Any, trainer: train.Trainer) -> DecodingStep:
     cache = jax.eval_shape(start, params, inputs)
     cache_specs = jax.tree.broadcast(cache_specs, cache)
 
-    parameter_bytes = memory.bytes_on_device(mesh, params, param_specs)
     cache_bytes = memory.bytes_on_device(mesh, cache, cache_specs)
     num_bytes = parameter_bytes + cache_bytes
     if is_of_run:

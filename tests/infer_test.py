@@ -272,7 +272,7 @@ def test_the_ways_to_decode_agree(untrained, beam_size, monkeypatch):
     answers, scores = t5.generate(inputs, 150, **options)
     assert max(map(len, answers)) > 128
     plain = infer.T5(t5.config, t5.arrays, t5.mesh)
-    plain._is_transposed = False
+    plain._decoding_arrays = plain.arrays
     monkeypatch.setattr(decode, 'FIRST_ROOM', 256)
     found, found_scores = plain.generate(inputs, 150, **options)
     assert found == answers

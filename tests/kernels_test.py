@@ -1,5 +1,8 @@
 """Each form of a function gives the numbers of the plain one, and sums are those of float64."""
 
+import functools
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -192,3 +195,82 @@ def test_the_gradients_of_attention_weights_are_summed_in_float32(dtype, toleran
     assert relative_error(found[0], expected_bhTM) < tolerance
     expected_1hTM = np.float64(found[0]).sum(axis=0, keepdims=True)
     assert relative_error(found[1], expected_1hTM) < tolerance / 5
+
+
+@pytest.mark.parametrize(
+    'equation, rows, columns',
+    [
+        ('bTD,Df->bTf', (5,), (7,)),
+        ('bTD,DhK->bThK', (5,), (2, 3)),
+        ('bThK,hKD->bTD', (2, 3), (5,)),
+        ('bTD,vD->bTv', (5,), (7,)),
+    ],
+)
+@pytest.mark.parametrize('length', [4, 30])
+@pytest.mark.parametrize('dtype, tolerance', [('float32', 1e-5), ('bfloat16', 2**-8)])
+def test_products_on_a_cpu_are_those_of_other_devices(
+    equation, rows, columns, length, dtype, tolerance, monkeypatch
+):
+    """The product and both gradients, as matrices and as the einsum; bfloat16 is rounded once."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((3, length, *rows)), dtype)
+    shape = (*columns, *rows) if equation == 'bTD,vD->bTv' else (*rows, *columns)
+    kernel = jnp.asarray(rng.standard_normal(shape), dtype)
+    gradient = jnp.asarray(rng.standard_normal((3, length, *columns)), dtype)
+
+    def compute(is_on_cpu, *arrays):
+        monkeypatch.setattr(kernels, 'is_on_cpu', lambda: is_on_cpu)
+        kernels.einsum.clear_cache()
+        x, kernel, gradient = arrays
+        y, gradients = jax.vjp(functools.partial(kernels.einsum, equation), x, kernel)
+        return y, *gradients(gradient)
+
+    found = compute(True, x, kernel, gradient)
+    expected = compute(False, *(array.astype(jnp.float32) for array in (x, kernel, gradient)))
+    assert found[0].shape == (3, length, *columns)
+    assert {array.dtype for array in found} == {jnp.dtype(dtype)}
+    found = jax.tree.map(lambda array: array.astype(jnp.float32), found)
+    chex.assert_trees_all_close(found, expected, rtol=tolerance, atol=1e-5)
+
+
+@pytest.mark.parametrize('rows, columns', [((5,), (7,)), ((5,), (2, 3)), ((2, 3), (5,))])
+@pytest.mark.parametrize('length', [0, 1, 4, 30])
+def test_a_kernel_stored_column_by_column(rows, columns, length, monkeypatch):
+    """The products of few rows, of many, and of none."""
+    monkeypatch.setattr(kernels, 'is_on_cpu', lambda: True)
+    letters = {(5,): 'D', (7,): 'f', (2, 3): 'hK'}
+    equation = f'bT{letters[rows]},{letters[rows]}{letters[columns]}->bT{letters[columns]}'
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((3, length, *rows)).astype(np.float32)
+    kernel = rng.standard_normal((*rows, *columns)).astype(np.float32)
+    matrix = kernel.reshape(np.prod(rows), -1)
+    stored = kernels.Columns(jnp.asarray(matrix.T)).reshape(*kernel.shape)
+    kernels.einsum.clear_cache()
+    found = kernels.einsum(equation, x, stored)
+    kernels.einsum.clear_cache()
+    np.testing.assert_allclose(found, np.einsum(equation, x, kernel), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('spec', [jax.P(None, 'model'), jax.P('model', None)])
+def test_kernels_for_decoding(spec):
+    """Only those that are named; split as before, and in the dtype of their products."""
+    mesh = partition.make_mesh(data=2, model=2, devices=jax.devices()[:4])
+    x = np.arange(8 * 6, dtype=np.float32).reshape(8, 6)
+    params = {'a/kernel': x, 'b/kernel': x}
+    specs = dict.fromkeys(params, spec)
+    params = jax.device_put(params, partition.shardings(mesh, specs))
+    columns = kernels.for_decoding(mesh, params, {'b/kernel': 'bfloat16'})
+    params |= columns
+    assert columns.keys() == {'b/kernel'}
+    stored = columns['b/kernel'].kernel_FD
+    assert stored.dtype == 'bfloat16'
+    np.testing.assert_array_equal(stored.astype('float32'), x.T)
+    found = kernels.specs_of(params, specs)
+    assert found == {'a/kernel': spec, 'b/kernel': jax.P(*spec[::-1])}
+    sharding = jax.NamedSharding(mesh, found['b/kernel'])
+    assert stored.sharding.is_equivalent_to(sharding, ndim=2)
+
+
+def test_kernels_for_decoding_elsewhere_are_those_of_training(monkeypatch, mesh):
+    monkeypatch.setattr(kernels, 'is_on_cpu', lambda mesh: False)
+    assert kernels.for_decoding(mesh, {'a/kernel': jnp.ones([2, 3])}, {'a/kernel': 'float32'}) == {}

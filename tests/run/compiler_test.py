@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import model
+import kernels
 import partition
 from run import compiler
 
@@ -52,7 +52,7 @@ def test_a_product_and_its_gradients_are_of_bfloat16(mesh):
 
     def total(x, kernel):
         x, kernel = (jnp.tanh(array).astype(jnp.bfloat16) for array in (x, kernel))
-        return jnp.sin(model.matmul(x, kernel).astype(jnp.float32)).sum()
+        return jnp.sin(kernels.matmul(x, kernel).astype(jnp.float32)).sum()
 
     program = jax.jit(jax.value_and_grad(total, argnums=(0, 1))).lower(x, kernel)
     text = program.compile(compiler.options(mesh, 'bfloat16')).as_text()
