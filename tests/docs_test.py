@@ -96,6 +96,8 @@ def checkout(tmp_path, corpus, monkeypatch):
     questions = [{'inputs': row['question']} for row in rows[:10]]
     (tmp_path / 'questions.jsonl').write_text('\n'.join(map(json.dumps, questions)))
     (tmp_path / 'own').mkdir()
+    (tmp_path / 'own' / 'web').mkdir()
+    shutil.copy(corpus, tmp_path / 'own' / 'web')
     words = [json.dumps({'words': ['one', 'two', f'number{i}']}) for i in range(300)]
     (tmp_path / 'own' / 'words.jsonl').write_text('\n'.join(words))
     monkeypatch.chdir(tmp_path)
