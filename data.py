@@ -38,7 +38,10 @@ class Example(NamedTuple):
 
 
 class Objective(Protocol):
-    """Makes examples of tokenized records. A new one is such a class and a row in tasks.objectives."""
+    """Makes examples of tokenized records.
+
+    A new one is such a class, and a row in tasks.objectives or the `objective` of a task in a user's file.
+    """
 
     features: tuple[str, ...]  # the texts of a record that it takes, tokenized
     records_per_group: int  # records that it takes at once
@@ -126,18 +129,20 @@ class Denoising:
                 f'data.lengths.inputs={self.lengths.inputs} is too short: a row holds a token, a '
                 f'sentinel and EOS: use {self.min_inputs_length} or more'
             )
-        self._set_lengths(config, vocabulary)
+        self.set_lengths(config, vocabulary)
 
-    def _set_lengths(self, config: Any, vocabulary: Vocabulary) -> None:
-        """Set `num_sentinels` and `raw_length`. Raise ValueError for settings that do not fit."""
-        raise NotImplementedError
+    def set_lengths(self, config: Any, vocabulary: Vocabulary) -> None:
+        """Set `num_sentinels` and `raw_length`. Raise ValueError for settings that do not fit.
+
+        By default there are no sentinels, and a row of raw ids fills the inputs.
+        """
 
     def corrupt(self, raw_ids: np.ndarray, *key: int | str) -> Pair:
         """Return inputs and targets, without EOS, of each row of int32 [rows, raw_length or less].
 
         Both are int32 [rows, any length], with DROPPED in place of what is left out.
         """
-        raise NotImplementedError
+        raise NotImplementedError('write corrupt, as SpanCorruption does')
 
     def examples(
         self, names: Sequence[str], records: Sequence[Mapping[str, np.ndarray]], *key: int | str
@@ -176,7 +181,7 @@ class SpanCorruption(Denoising):
     Source: T5 (Raffel et al. 2020) §3.1.4; t5/data/preprocessors.py `span_corruption`.
     """
 
-    def _set_lengths(self, config: Any, vocabulary: Vocabulary) -> None:
+    def set_lengths(self, config: Any, vocabulary: Vocabulary) -> None:
         self.mean_span_length = config.mean_noise_span_length
         self.raw_length, targets_length = random_spans_helper(
             self.lengths.inputs, self.noise_density, self.mean_span_length

@@ -21,11 +21,12 @@ from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import kernels
+
 MESH_AXES = ('data', 'fsdp', 'model')  # from the slowest links to the fastest
 # They split the rows of a batch; a sum over rows is due over all of them.
 BATCH_AXES = ('data', 'fsdp')
 BATCH = P(BATCH_AXES)  # the spec of an array of rows
-TOP_K_BLOCK = 128  # values that top_k looks at together
 
 
 def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list | None = None) -> Mesh:
@@ -124,11 +125,7 @@ def argmax(x: jax.Array, axis: str) -> jax.Array:
     """
     n = x.shape[-1]
     own_max = x.max(axis=-1)
-    # Two passes that XLA joins into vector loops; its own argmax is several times slower on a CPU.
-    places = jnp.where(
-        x == own_max[..., None], lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1), n
-    )
-    index = places.min(axis=-1) + lax.axis_index(axis) * n
+    index = kernels.argmax(x) + lax.axis_index(axis) * n
     winner = jnp.where(own_max == lax.pmax(own_max, axis), index, lax.psum(n, axis))
     return lax.pmin(winner, axis)
 
@@ -140,7 +137,7 @@ def top_k(x: jax.Array, k: int, axis: str) -> tuple[jax.Array, jax.Array]:
     dimension. [..., k or all], the same on every device of `axis`.
     """
     n = x.shape[-1]
-    values, indices = _own_top_k(x, min(k, n))
+    values, indices = kernels.top_k(x, min(k, n))
     indices = indices + lax.axis_index(axis) * n
     last = x.ndim - 1
     values = lax.all_gather(values, axis, axis=last, tiled=True, to='invarying')
@@ -148,23 +145,6 @@ def top_k(x: jax.Array, k: int, axis: str) -> tuple[jax.Array, jax.Array]:
     # Equal values are in the order of their indices here, and top_k takes the first.
     values, winners = lax.top_k(values, min(k, values.shape[-1]))
     return values, jnp.take_along_axis(indices, winners, axis=-1)
-
-
-def _own_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Return what lax.top_k returns, in one pass and a sort of few values.
-
-    The k largest values lie in the k blocks with the largest maxima.
-    """
-    num_blocks = x.shape[-1] // TOP_K_BLOCK
-    if x.shape[-1] % TOP_K_BLOCK or num_blocks <= k:
-        return lax.top_k(x, k)
-    blocks = x.reshape(*x.shape[:-1], num_blocks, TOP_K_BLOCK)
-    _, chosen = lax.top_k(blocks.max(axis=-1), k)
-    chosen = jnp.sort(chosen, axis=-1)  # so that of equal values the lowest index still comes first
-    candidates = jnp.take_along_axis(blocks, chosen[..., None], axis=-2)
-    values, places = lax.top_k(candidates.reshape(*x.shape[:-1], k * TOP_K_BLOCK), k)
-    block = jnp.take_along_axis(chosen, places // TOP_K_BLOCK, axis=-1)
-    return values, block * TOP_K_BLOCK + places % TOP_K_BLOCK
 
 
 def logsumexp(x: jax.Array, axis: str) -> jax.Array:

@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +39,7 @@ class OpenTask(NamedTuple):
 
     task: Any  # a tasks.Task
     source: Source
-    objective: type[Objective]
+    open_objective: Callable[[Any, Vocabulary], Objective]  # (config.data, vocabulary)
     rate: float
 
     @property
@@ -136,7 +136,7 @@ def fingerprint_of(tasks: Sequence[OpenTask]) -> str:
     """Return a hash of the texts and the rates of tasks; a function's code is not in it."""
     content: list[Any] = []
     for task, source, _, rate in tasks:
-        content.append([task.name, task.objective, task.inputs, task.targets])
+        content.append([task.name, task.objective_name, task.inputs, task.targets])
         content.append([source.fingerprint, round(rate, 12)])
     return digest(content)
 
@@ -491,7 +491,7 @@ class TokenizedTask:
         self.source = task.source
         self.vocabulary = vocabulary
         self.allow_empty_targets = config.allow_empty_targets
-        self.objective = task.objective(config, vocabulary)
+        self.objective = task.open_objective(config, vocabulary)
         if self.source.features is None:
             return
         if self.source.vocabulary_hash not in (None, vocabulary.hash):

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import pathlib
 import sys
 import sysconfig
@@ -52,7 +53,7 @@ def load_module(file: pathlib.Path, content: bytes) -> ModuleType:
 def running(code: Any, task: str = '') -> Iterator[None]:
     """Raise UserError for whatever a user's code raises, but for an interrupt.
 
-    `code`: the file, its name or the function that runs. `task`: the name of its task. Without a
+    `code`: the file, its name, or the function or class that runs. `task`: the name of its task. Without a
     task, a ValueError of this program that no line of the user's led to is raised as it is.
     """
     try:
@@ -124,9 +125,15 @@ def place_of_frame(frame: traceback.FrameSummary) -> str:
 
 
 def place_of(code: Any) -> str:
-    """Return the file, or the file and line where a user's function begins; '' for one of ours."""
+    """Return the file, or the file and line where a user's function or class begins; '' for one of ours."""
     if isinstance(code, pathlib.Path | str):
         return str(code)
+    if isinstance(code, type):
+        with contextlib.suppress(OSError, TypeError):  # no source
+            file = inspect.getsourcefile(code)
+            if file is not None and is_users(file):
+                return f'{file}, line {inspect.getsourcelines(code)[1]}'
+        return ''
     while isinstance(code, functools.partial):
         code = code.func
     found = getattr(code, '__code__', None) or getattr(type(code).__call__, '__code__', None)

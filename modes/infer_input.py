@@ -28,7 +28,6 @@ from sources import files, tables
 from sources.heads import check_head, open_unzipped, read_head
 from sources.templates import Template
 from stream import TokenizedTask
-from tasks.objectives import takes_inputs
 from vocabulary import EOS_ID, Vocabulary
 
 STANDARD_INPUT = '-'
@@ -64,7 +63,7 @@ class Spool:
 def open_tasks(config: Any, vocabulary: Vocabulary) -> Iterator[TokenizedTask]:
     """Open a task, or each task of a mixture; `config`: config.data."""
     for name, task in tasks.open.tasks_of(tasks.open.find(config)).items():
-        if not takes_inputs(task.objective):
+        if not task.takes_inputs:
             raise ValueError(
                 f'data.task={name!r} has no inputs: name a text-to-text task, or a file with --input'
             )

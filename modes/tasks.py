@@ -54,7 +54,7 @@ def describe(
 
 def list_of(groups: Mapping[str, Sequence[Task | Mixture]]) -> Iterator[str]:
     """Yield the lines of a list of all tasks and mixtures."""
-    documents = [name for name, x in OBJECTIVES.items() if 'inputs' not in x.features]
+    documents = filter(tasks.open.takes_documents, OBJECTIVES)
     yield from textwrap.wrap(
         f'On the documents of data.files: {", ".join(documents)}.', width=WIDTH
     )
@@ -184,7 +184,7 @@ def describe_task(
     """Yield what a task is, and some of its examples. Raises ValueError if its source does not open."""
     metric_names = ', '.join(name_of_metric(metric_fn) for metric_fn in task.metric_fns)
     yield f'{task.name}: {source_of(task)}'
-    yield f'splits: {splits_of(task)}; objective: {task.objective}; metrics: {metric_names or "none"}'
+    yield f'splits: {splits_of(task)}; objective: {task.objective_name}; metrics: {metric_names or "none"}'
     source = tasks.open.open_task(task, config)
     yield f'{source.description}.'
     if num_examples:
@@ -217,7 +217,7 @@ def examples_of(
     """Yield the lines of each example of a task: texts, and with a vocabulary ids."""
     objective = None
     if vocabulary is not None:
-        objective = OBJECTIVES[task.objective](config, vocabulary)
+        objective = task.open_objective(config, vocabulary)
     for record in records:
         for example in fields_of_examples(task, record):
             lines = ['', record.name]

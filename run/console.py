@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 
 from run.best import History
 from stream import OpenMixture
-from tasks.objectives import OBJECTIVES
 
 SECONDS_BETWEEN_LINES = 60  # of progress where the output is no terminal
 MAX_COLUMNS = 79  # of a line of progress
@@ -206,7 +205,7 @@ def ending(run: Any, step: int, history: History, saved_steps: Sequence[int]) ->
     lines.append(
         f"Everything is in {workdir}: T5X checkpoints, metrics.jsonl, TensorBoard's events, the vocabulary."
     )
-    has_inputs = all('inputs' in OBJECTIVES[task.task.objective].features for task in mixture.tasks)
+    has_inputs = all(task.task.takes_inputs for task in mixture.tasks)
     if mixture.corpus.startswith('pydoc') and not has_inputs:
         flags = shlex.join(['--config.data.files=/path/to/*.txt', f'--workdir={workdir}-mine'])
         after = f'the same command with {flags} learns from your text, one document a line.'

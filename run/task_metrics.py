@@ -31,7 +31,6 @@ from sources import FEATURES
 from stream import OpenTask, Stream, TokenizedTask
 from tasks import metrics
 from tasks.mixtures import MetricFn, Task
-from tasks.objectives import takes_inputs
 from tasks.preprocessors import UNKNOWN
 from user_code import UserError
 from vocabulary import Vocabulary
@@ -98,7 +97,7 @@ def open_tasks(config: Any, split: str) -> list[OpenTask]:
             continue
         of_mixture = {}
         for task in found.tasks.values():
-            if task.metric_fns and takes_inputs(task.objective):
+            if task.metric_fns and task.takes_inputs:
                 source = tasks.open.open_task(task, data_config)
                 if source.may_hold(split):
                     of_mixture[task.name] = tasks.open.opened_task(task, source)
@@ -124,7 +123,7 @@ def settings_of_task(config: Any, name: str) -> Any:
 
 def open_task(task: Task, config: Any, split: str) -> OpenTask:
     """Open the source of a task. Raises ValueError unless it has metrics, inputs and the split."""
-    if not task.metric_fns or not takes_inputs(task.objective):
+    if not task.metric_fns or not task.takes_inputs:
         raise ValueError(
             f'task {task.name!r} has no metrics, or no inputs: evaluate another one (infer_eval.task), give it '
             'metric_fns in a file of your own (data.module), or train with infer_eval.every_steps=0'
@@ -223,7 +222,7 @@ def changes_of_first_texts(training: Sequence[TokenizedTask]) -> Iterator[str]:
     They end at a bad record, which training reports at its step.
     """
     for task in training:
-        if not takes_inputs(task.task.objective):
+        if not task.task.takes_inputs:
             continue
         examples: list[Example] = []
         with contextlib.suppress(ValueError):

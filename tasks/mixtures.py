@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 import user_code
 from configs.check import CHOICES, DELIMITER, DELIMITER_RULE
+from data import Objective
 from sources import NO_SPLIT
 from sources.templates import Template, templates_of
-from tasks.objectives import OBJECTIVES
+from tasks.objectives import OBJECTIVES, OwnObjective, check_attributes
 from tasks.preprocessors import text_of
+from vocabulary import Vocabulary
 
 MAX_NAME_BYTES = 200  # of a task; a file's name has room for more words
 
@@ -53,7 +55,8 @@ class Task:
     # and 'targets', and may have other fields, for `postprocess_fn`. Instead of `inputs` and
     # `targets`.
     preprocess_fn: PreprocessFn | None = None
-    objective: str = 'text_to_text'  # a key of objectives.OBJECTIVES
+    # A key of objectives.OBJECTIVES, or a class with the protocol data.Objective.
+    objective: str | type[Objective] = 'text_to_text'
     # Where its cache comes from, of a task that is read from its cache alone.
     cache: str = ''
     # From a text to what `metric_fns` compare. None leaves it a text.
@@ -66,10 +69,10 @@ class Task:
             value = getattr(self, field.name)
             if field.type is str and not isinstance(value, str):
                 raise self._wrong(field.name, value, 'must be a text')
-        for name, choices in {'objective': OBJECTIVES, 'kind': CHOICES['data.kind']}.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise self._wrong(name, value, f'use one of {", ".join(map(repr, choices))}')
+        if self.kind not in CHOICES['data.kind']:
+            kinds = ', '.join(map(repr, CHOICES['data.kind']))
+            raise self._wrong('kind', self.kind, f'use one of {kinds}')
+        self._check_objective()
         if not DELIMITER.fullmatch(self.delimiter):
             raise self._wrong('delimiter', self.delimiter, DELIMITER_RULE)
         if not isinstance(self.metric_fns, list | tuple):
@@ -86,9 +89,32 @@ class Task:
         for metric_fn in self.metric_fns:
             self._check_takes('metric_fns', metric_fn, 'targets', 'predictions')
 
+    def _check_objective(self) -> None:
+        """Raise ValueError for an unknown objective, and for a class that lacks the protocol."""
+        objective: Any = self.objective
+        if isinstance(objective, type):
+            try:
+                check_attributes(objective)
+            except ValueError as error:
+                raise self._wrong(
+                    'objective', objective, f'lacks the protocol data.Objective: {error}'
+                ) from None
+            self._check_takes('objective', objective, 'config', 'vocabulary')
+            examples = getattr(objective, 'examples', None)
+            self._check_takes('objective.examples', examples, 'self', 'names', 'records', '*key')
+        elif not isinstance(objective, str) or objective not in OBJECTIVES:
+            names = ', '.join(map(repr, OBJECTIVES))
+            rule = f'use one of {names}, or a class such as data.SpanCorruption'
+            raise self._wrong('objective', objective, rule)
+
     def _check_takes(self, field: str, function: Any, *arguments: str) -> None:
-        """Raise ValueError unless a function can be called with these arguments, in this order."""
+        """Raise ValueError unless a function can be called with these arguments, in this order.
+
+        A last one with a star stands for several.
+        """
         takes = f'takes ({", ".join(arguments)})'
+        if arguments[-1].startswith('*'):
+            arguments += arguments[-1:] * 4
         if not callable(function):
             raise self._wrong(field, function, f'{takes}: give a function')
         try:
@@ -97,7 +123,8 @@ class Task:
             raise self._wrong(field, function, f'{takes}: {error}') from None
 
     def _wrong(self, field: str, value: Any, rule: str) -> ValueError:
-        return ValueError(f'{field}={value!r:.60} of task {self.name!r}: {rule}')
+        shown = value.__name__ if isinstance(value, type) else f'{value!r:.60}'
+        return ValueError(f'{field}={shown} of task {self.name!r}: {rule}')
 
     def settings(self, config: Any) -> Any:
         """Return config.data with the values of this task."""
@@ -112,6 +139,28 @@ class Task:
     def templates(self) -> dict[str, Template]:
         """{feature: template} of `inputs` and `targets`."""
         return templates_of(self)
+
+    @property
+    def objective_class(self) -> type[Objective]:
+        return OBJECTIVES[self.objective] if isinstance(self.objective, str) else self.objective
+
+    @property
+    def objective_name(self) -> str:
+        return self.objective if isinstance(self.objective, str) else self.objective.__name__
+
+    @property
+    def takes_inputs(self) -> bool:
+        """Whether the task is from text to text."""
+        return 'inputs' in self.objective_class.features
+
+    def open_objective(self, config: Any, vocabulary: Vocabulary) -> Objective:
+        """Return the objective for the settings `config`, config.data.
+
+        Raises ValueError for settings that do not fit, and UserError where a user's class fails.
+        """
+        if isinstance(self.objective, str):
+            return self.objective_class(config, vocabulary)
+        return OwnObjective(self.objective, self.name, config, vocabulary)
 
     def preprocess(self, records: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yield the examples of records, {'inputs': text, 'targets': text, ...}.
@@ -220,7 +269,7 @@ def supervised(
     metric_fns: Sequence[MetricFn] = (),
     postprocess_fn: PostprocessFn | None = None,
     splits: Splits = ALL_SPLITS,
-    objective: str = 'text_to_text',
+    objective: str | type[Objective] = 'text_to_text',
 ) -> Task:
     """Return a task on some splits of a data set."""
     return Task(

@@ -11,7 +11,7 @@ from sources import NO_SPLIT, Source
 from stream import OpenMixture, OpenTask, fingerprint_of
 from tasks import metrics
 from tasks.mixtures import MetricFn, Mixture, Rate, Task
-from tasks.objectives import OBJECTIVES, takes_inputs
+from tasks.objectives import OBJECTIVES
 from tasks.own import own_tasks
 from tasks.t5 import REFUSED, TABLE
 
@@ -245,7 +245,7 @@ def not_of_texts(setting: str, name: str, config: Any) -> ValueError:
 
 def takes_documents(objective: str) -> bool:
     """Return whether an objective makes examples of documents, which the settings name."""
-    return objective in OBJECTIVES and not takes_inputs(objective)
+    return objective in OBJECTIVES and 'inputs' not in OBJECTIVES[objective].features
 
 
 def unknown(name: str, config: Any) -> ValueError:
@@ -298,8 +298,8 @@ def open_sources(found: Task | Mixture, config: Any) -> OpenMixture:
 
 
 def opened_task(task: Task, source: Source, rate: float = 1.0) -> OpenTask:
-    """Return a task with its open source and its objective's class."""
-    return OpenTask(task, source, OBJECTIVES[task.objective], rate)
+    """Return a task with its open source."""
+    return OpenTask(task, source, task.open_objective, rate)
 
 
 def open_tasks(mixture: Mixture, config: Any) -> list[OpenTask]:

@@ -649,7 +649,7 @@ def test_an_objective_that_makes_no_example_is_refused(tmp_path):
     )
     mixture = tasks.open.open_mixture(config)
     [task] = mixture.tasks
-    mixture = dataclasses.replace(mixture, tasks=(task._replace(objective=NoExamples),))
+    mixture = dataclasses.replace(mixture, tasks=(task._replace(open_objective=NoExamples),))
     with pytest.raises(ValueError, match='no document is in split'):
         Stream(mixture, 'train', vocabularies.ByteVocabulary(), config, batch_size=2, seed=0)
 

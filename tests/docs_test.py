@@ -8,8 +8,10 @@ page, or an HTML comment above it says why not:
     <!-- test: OPTIONS -->      such options, for a block of the quick suite
     <!-- file: PATH -->         is the content of a file
     <!-- in: FOLDER -->         is run in a folder of the checkout
+    <!-- from: FILE NAME -->    is an excerpt of a class or function; a line ... stands for lines left out
 """
 
+import ast
 import csv
 import importlib
 import json
@@ -18,6 +20,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from typing import NamedTuple
 
 import pytest
@@ -32,7 +35,7 @@ from configs import base
 PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
 IDS = [page.stem for page in PAGES]
 FENCE = re.compile(r'^((?:<!-- [^\n]* -->\n)*)```(\w+)\n(.*?)```\n', re.DOTALL | re.MULTILINE)
-MARKER = re.compile(r'<!-- (not run|slow|test|file|in)(?:: (.*))? -->')
+MARKER = re.compile(r'<!-- (not run|slow|test|file|in|from)(?:: (.*))? -->')
 # Commands of other programs, whose flags are not those of main.py.
 OTHER_PROGRAMS = (
     'pip',
@@ -96,6 +99,8 @@ def checkout(tmp_path, corpus, monkeypatch):
     questions = [{'inputs': row['question']} for row in rows[:10]]
     (tmp_path / 'questions.jsonl').write_text('\n'.join(map(json.dumps, questions)))
     (tmp_path / 'own').mkdir()
+    (tmp_path / 'own' / 'web').mkdir()
+    shutil.copy(corpus, tmp_path / 'own' / 'web')
     words = [json.dumps({'words': ['one', 'two', f'number{i}']}) for i in range(300)]
     (tmp_path / 'own' / 'words.jsonl').write_text('\n'.join(words))
     monkeypatch.chdir(tmp_path)
@@ -159,7 +164,7 @@ def runs_quickly(block) -> bool:
 
 
 def is_run(block) -> bool:
-    return block.language in ('sh', 'python') and 'not run' not in block.markers
+    return block.language in ('sh', 'python') and not block.markers.keys() & {'not run', 'from'}
 
 
 def run_blocks(blocks, tiny, checkout, command_line) -> None:
@@ -208,6 +213,56 @@ def test_blocks_are_marked(page):
     known = len(MARKER.findall(text))
     assert known == text.count('<!--'), 'a comment that is no marker, or not directly above a block'
     assert known == sum(len(block.markers) for block in blocks_of(page))
+
+
+def lines_of(file: str, name: str) -> list[str]:
+    """Return the source lines of a class, a function, or a method as Class.method."""
+    source = (ROOT / file).read_text()
+    node: ast.AST = ast.parse(source)
+    for part in name.split('.'):
+        [node] = [x for x in node.body if getattr(x, 'name', '') == part]
+    return source.splitlines()[node.lineno - 1 : node.end_lineno]
+
+
+def is_excerpt(text: str, lines: list[str]) -> bool:
+    """Return whether the parts of a text between lines of ... follow each other in source lines."""
+    first = 0
+    for part in re.split(r'^ *\.\.\.\n', text, flags=re.MULTILINE):
+        size = len(part.splitlines())
+        wanted = textwrap.dedent(part).rstrip()
+        while textwrap.dedent('\n'.join(lines[first : first + size])).rstrip() != wanted:
+            first += 1
+            if first + size > len(lines):
+                return False
+        first += size
+    return True
+
+
+@pytest.mark.parametrize('page', PAGES, ids=IDS)
+def test_excerpts_are_what_the_source_says(page):
+    for block in blocks_of(page):
+        if 'from' in block.markers:
+            file, name = block.markers['from'].split()
+            assert is_excerpt(block.text, lines_of(file, name)), block.text
+
+
+SOURCE = 'def f(x):\n    for i in x:\n        y = i\n        y += 1\n\n    return y\n'
+EXCERPTS = {
+    SOURCE: True,
+    'y = i\ny += 1\n': True,
+    '    y += 1\n\nreturn y\n': True,
+    'for i in x:\n    ...\n    y += 1\n...\nreturn y\n': True,
+    'y = i\nreturn y\n': False,
+    'return y\n...\ny = i\n': False,
+    'y += 2\n': False,
+    'for i in x:\ny = i\n': False,
+    SOURCE + '    return x\n': False,
+}
+
+
+@pytest.mark.parametrize('text, expected', EXCERPTS.items())
+def test_what_is_an_excerpt(text, expected):
+    assert is_excerpt(text, SOURCE.splitlines()) == expected
 
 
 @pytest.mark.parametrize('page', PAGES, ids=IDS)

@@ -9,18 +9,19 @@ import pytest
 def first_quick(values: Iterable[Any], num_quick: int = 1) -> list[Any]:
     """Return values for pytest.mark.parametrize; all but the first `num_quick` are slow."""
     values = list(values)
-    return values[:num_quick] + _slow(values[num_quick:])
+    return values[:num_quick] + slow(values[num_quick:])
 
 
 def every_third_quick(values: Iterable[Any]) -> list[Any]:
     """Return values for pytest.mark.parametrize; two of three are slow."""
     params = []
     for i, value in enumerate(values):
-        params += [value] if i % 3 == 0 else _slow([value])
+        params += [value] if i % 3 == 0 else slow([value])
     return params
 
 
-def _slow(values):
+def slow(values: Iterable[Any]) -> list[Any]:
+    """Return values for pytest.mark.parametrize, all of them slow."""
     params = []
     for value in values:
         arguments = value if isinstance(value, tuple) else (value,)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 from small_models import run_config
 
 import kernels
@@ -274,3 +275,19 @@ def test_kernels_for_decoding(spec):
 def test_kernels_for_decoding_elsewhere_are_those_of_training(monkeypatch, mesh):
     monkeypatch.setattr(kernels, 'is_on_cpu', lambda mesh: False)
     assert kernels.for_decoding(mesh, {'a/kernel': jnp.ones([2, 3])}, {'a/kernel': 'float32'}) == {}
+
+
+# Dimensions in full blocks, and not; of these numbers many are equal.
+@pytest.mark.parametrize('shape', [(3, 1024), (2, 2, 384), (256,), (3, 1000), (1, 5), (0, 256)])
+@pytest.mark.parametrize('is_plain', [False, True])
+def test_the_largest_numbers_are_those_of_jax(shape, is_plain, monkeypatch):
+    if is_plain:
+        monkeypatch.setattr(kernels, 'for_device', lambda plain, on_cpu, *arrays: plain(*arrays))
+    x = np.random.default_rng(0).integers(0, 40, shape).astype(np.float32)
+    found = jax.jit(lambda x: kernels.argmax(x))(x)
+    assert found.dtype == jnp.int32
+    np.testing.assert_array_equal(found, x.argmax(axis=-1))
+    for k in (1, 2, 5):
+        found = jax.jit(lambda x, k=k: kernels.top_k(x, k))(x)
+        for ours, expected in zip(found, lax.top_k(x, k), strict=True):
+            np.testing.assert_array_equal(ours, expected)

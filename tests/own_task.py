@@ -1,4 +1,4 @@
-"""A task whose function of the kind that the environment variable FAIL names raises an error."""
+"""Own tasks: one whose function of the kind that the environment variable FAIL names raises an error, and two with own objectives."""
 
 import json
 
@@ -37,6 +37,54 @@ TASKS = [
     )
 ]
 """
+
+# One objective of documents, and one of inputs and targets from scratch.
+OBJECTIVES = """
+import numpy as np
+
+from data import DROPPED, Denoising, Example
+from randomness import permutation, random_fractions
+from tasks import Mixture, Task
+
+
+class Dropping(Denoising):
+    def corrupt(self, raw_ids, *key):
+        is_kept = random_fractions(raw_ids.shape, 'kept', *key) < 0.5
+        return np.where(is_kept, raw_ids, DROPPED), raw_ids
+
+
+class Shuffled:
+    features = ['inputs', 'targets']
+    records_per_group = 4
+    num_sentinels = 0
+
+    def __init__(self, config, vocabulary):
+        self.lengths = config.lengths
+
+    def examples(self, names, records, *key):
+        for i, name in enumerate(names):
+            inputs = records[i]['inputs'][: self.lengths.inputs - 1]
+            order = permutation(len(inputs), 'order', i, *key)
+            targets = records[i]['targets'][: self.lengths.targets - 1]
+            yield Example(np.append(inputs[order], 1), np.append(targets, 1), [name])
+
+
+TASKS = [
+    Task('text', files='FOLDER/text.txt', objective=Dropping),
+    Task('add', files='FOLDER/add.jsonl', inputs='add: {a} {b}', targets='{sum}', objective=Shuffled),
+    Mixture('all', {'text': 1, 'add': 1}),
+]
+"""
+
+
+def write_objectives(folder, module=OBJECTIVES):
+    """Write the tasks of OBJECTIVES and their records into a folder. Return the module's path."""
+    lines = [f'this is line {i} of a text ' + 'and on ' * (i % 9) for i in range(60)]
+    (folder / 'text.txt').write_text('\n'.join(lines))
+    sums = [json.dumps({'a': i, 'b': i % 7, 'sum': i + i % 7}) for i in range(90)]
+    (folder / 'add.jsonl').write_text('\n'.join(sums))
+    (folder / 'objectives.py').write_text(module.replace('FOLDER', str(folder)))
+    return str(folder / 'objectives.py')
 
 
 def write(folder, num_rows=60):

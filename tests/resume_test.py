@@ -389,3 +389,17 @@ def test_a_state_that_is_not_whole_is_not_saved(place, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError):
         train.train(prepared._replace(train_step=step))
     assert not checkpoint.steps(tmp_path / 'run')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('task', ['all', 'text'])
+def test_a_run_with_own_objectives_is_resumed(task, tmp_path):
+    config = small_config('', steps=6)
+    config.data.update(module=own_task.write_objectives(tmp_path), task=task, vocabulary='bytes')
+    config.data.num_workers = 2
+    config.data.lengths.targets = 32
+    stop_after(2, config, tmp_path / 'run')
+    run(config, tmp_path / 'run')
+    config.data.num_workers = 0
+    run(config, tmp_path / 'expected')
+    assert_same_run(tmp_path / 'run', tmp_path / 'expected', 6)

@@ -10,13 +10,17 @@ import shutil
 import numpy as np
 import pytest
 from command_line import ROOT
+from corpora import make_config
 from forms import first_quick
 from runs import Program
 
 import tasks
+import tasks.open
 import user_code
+import vocabulary as vocabularies
 from run import task_metrics
 from run.examples import Example
+from stream import Stream
 from tasks import mixtures
 from tasks.own import own_tasks
 
@@ -38,6 +42,7 @@ def metric(targets, predictions):
 
 
 """
+CLASS = 'import data\n\n\nclass X(data.TextToText):\n'
 # What follows START, in which `!` marks the line that is named, and words of the message.
 LOADING = {
     'number as name': ("TASKS = [Task(3, files='x')]  # !", 'name=3'),
@@ -75,6 +80,16 @@ LOADING = {
     'syntax': ('TASKS = [  # !', "'[' was never closed"),
     'syntax of a text': ("x = eval('1 +')  # !", 'SyntaxError'),
     'indentation': ('if 1:\nTASKS = []  # !', 'expected an indented block'),
+    'no class': ("TASKS = [Task('x', objective=fail)]  # !", 'objective=<function fail'),
+    'no protocol': ("TASKS = [Task('x', objective=Stop)]  # !", "objective=Stop of task 'x'"),
+    'features': (f"{CLASS}    features = 'targets'\nTASKS = [Task('x', objective=X)]  # !", "features='targets'"),
+    'features of another name': (f"{CLASS}    features = ('text',)\nTASKS = [Task('x', objective=X)]  # !", "('text',)"),
+    'no records': (f"{CLASS}    records_per_group = 0\nTASKS = [Task('x', objective=X)]  # !", 'records_per_group=0'),
+    'sentinels': (f"{CLASS}    num_sentinels = 'a'\nTASKS = [Task('x', objective=X)]  # !", "num_sentinels='a'"),
+    'no examples': (f"{CLASS}    examples = None\nTASKS = [Task('x', objective=X)]  # !", 'objective.examples=None'),
+    'no key': (f"{CLASS}    def examples(self, a, b, c): pass\nTASKS = [Task('x', objective=X)]  # !", '*key): too many'),
+    'start of an objective': (f"{CLASS}    def __init__(self): pass\nTASKS = [Task('x', objective=X)]  # !", '(config, voc'),
+    'object': (f"{CLASS}    __init__ = object.__init__\nTASKS = [Task('x', objective=X())]  # !", 'use one of'),
     'name that is none': ('TASKS = [task]  # !', 'NameError'),
 }  # fmt: skip
 
@@ -189,6 +204,88 @@ def test_calling(tmp_path, call, text, words):
     with user_error(file, line, words) as error:
         call(task)
     assert str(error.value).startswith("task 'x': ")
+
+
+TEXT = """
+class Own(TextToText):
+    def examples(self, names, records, *key):
+        {}
+
+
+TASKS = [Task('x', files='x.txt', inputs='{{text}}', targets='{{text}}', objective=Own)]
+"""
+# Which line is named, and words of the message.
+FAILING_OBJECTIVES = {
+    'an error': ('return records[7]', 'return rec', 'IndexError'),
+    'exit': ('sys.exit(3)', 'sys.exit', 'SystemExit: 3'),
+    'nothing': ('pass', 'class Own', 'examples gave None'),
+    'no examples': ('return [3]', 'class Own', 'examples gave 3'),
+    'a late error': ('yield fail(0)', 'return 1 / value', 'ZeroDivisionError'),
+    'lists': ('return [Example([1], np.ones(1), [])]', 'class Own', 'gave [1] as inputs'),
+    'floats': ('return [Example(np.ones(1), np.ones(1), [])]', 'class Own', 'as inputs: give'),
+    'nothing in it': ('return [Example(EOS[:0], EOS, [])]', 'class Own', 'inputs of 0 ids'),
+    'long': ('return [Example(EOS, EOS.repeat(15), [])]', 'class Own', 'data.lengths.targets=14'),
+    'negative': ('return [Example(EOS, EOS - 2, [])]', 'class Own', 'ids from -1'),
+    'unknown ids': ('return [Example(EOS + 999, EOS, [])]', 'class Own', 'ids from 1000 to 1000'),
+}
+
+
+@pytest.mark.parametrize('body, named, words', FAILING_OBJECTIVES.values(), ids=FAILING_OBJECTIVES)
+def test_an_objective_that_fails(tmp_path, body, named, words):
+    text = f'import numpy as np\nfrom data import EOS, Example, TextToText\n{TEXT.format(body)}'
+    check_objective(tmp_path, text, named, words)
+
+
+DENOISING = """
+class Own(Denoising):
+    {}
+
+
+TASKS = [Task('x', files='x.txt', objective=Own)]
+"""
+
+
+@pytest.mark.parametrize(
+    'body, named, words',
+    [
+        ('pass', 'class Own', 'NotImplementedError'),
+        ('def corrupt(self, raw_ids, *key): return raw_ids', 'class Own', 'ValueError'),
+        ('def corrupt(self, raw_ids): return raw_ids', 'class Own', 'TypeError'),
+        ('def set_lengths(self, config, vocabulary): fail(0)', 'return 1', 'ZeroDivisionError'),
+        ('def set_lengths(self, *_): self.check_targets(99)', 'def set', 'data.lengths.targets=14'),
+        ('def set_lengths(self, *_): self.records_per_group = 0', 'class Own', 'records_per_gr'),
+    ],
+)
+def test_an_own_denoising_that_fails(tmp_path, body, named, words):
+    check_objective(tmp_path, f'from data import Denoising\n{DENOISING.format(body)}', named, words)
+
+
+def test_settings_that_an_own_denoising_does_not_fit(tmp_path):
+    (tmp_path / 'x.txt').write_text('a text\n' * 9)
+    text = DENOISING.format('pass  # !')
+    file, _ = write(
+        tmp_path, f'from data import Denoising\n{text.replace("x.txt", f"{tmp_path}/x.txt")}'
+    )
+    config = make_config(module=str(file), task='x', **{'lengths.inputs': 2})
+    with pytest.raises(ValueError, match='data.lengths.inputs=2 is too short'):
+        open_stream(config)
+
+
+def check_objective(folder, text, named, words):
+    """Assert that a stream of task x names the line of its objective that begins with `named`."""
+    (folder / 'x.txt').write_text('a text\n' * 9)
+    file = folder / 'own.py'
+    file.write_text(START + text.replace('x.txt', f'{folder}/x.txt'))
+    lines = [line.strip() for line in file.read_text().splitlines()]
+    [line] = [i for i, text in enumerate(lines, start=1) if text.startswith(named)]
+    config = make_config(module=str(file), task='x')
+    with user_error(file, line, words):
+        open_stream(config)
+
+
+def open_stream(config):
+    mixture = tasks.open.open_mixture(config)
+    return Stream(mixture, 'train', vocabularies.ByteVocabulary(), config, batch_size=2, seed=0)
 
 
 def test_a_metric_may_give_nan():

@@ -13,6 +13,7 @@ from concurrent import futures
 import chex
 import data_sets
 import numpy as np
+import own_task
 import pytest
 from corpora import make_config
 from faults import contents
@@ -379,3 +380,19 @@ TASKS = [Task('qa', files='{tmp_path}/data.jsonl', preprocess_fn=preprocess)]
         texts = {'inputs', 'targets', 'inputs_pretokenized', 'targets_pretokenized'}
         assert example.keys() - texts == kept
         assert {name: example[name] for name in kept} == {name: record[name] for name in kept}
+
+
+def test_tasks_with_own_objectives(tmp_path):
+    """The cache has what an objective takes; the objective makes examples of it."""
+    config = cache_config(tmp_path, task='all', module=own_task.write_objectives(tmp_path))
+    cache.cache(config)
+    lines = (tmp_path / 'text.txt').read_text().splitlines()
+    assert texts_of(tmp_path / 'caches' / 'text') == sorted(line.strip() for line in lines)
+    config.task = 'add'
+    [batch], stream, _ = next_batches(config)
+    assert stream.tasks[0].source.is_tokenized
+    given = [f'add: {i} {i % 7}' for i in range(90)]
+    for ids in batch['encoder_input_tokens'].tolist():
+        inputs = stream.vocabulary.decode(ids)
+        assert inputs not in given
+        assert sorted(inputs) in [sorted(text) for text in given]

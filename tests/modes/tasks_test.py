@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+import own_task
 import pytest
 from runs import ROOT
 
@@ -112,6 +113,16 @@ def test_examples_of_documents_and_of_a_user(run, tmp_path):
     assert (done.status, done.stderr) == (0, '')
     assert "targets: 'one line of text'" in done.stdout
     assert '  ids of the inputs: [' in done.stdout
+
+
+@pytest.mark.parametrize('task, name', [('text', 'Dropping'), ('add', 'Shuffled')])
+def test_examples_of_an_own_objective(run, tmp_path, task, name):
+    own_task.write_objectives(tmp_path)
+    flags = ['--config.data.module=objectives', '--examples=2', '--vocabulary=bytes']
+    done = run(task, *flags)
+    assert (done.status, done.stderr) == (0, '')
+    assert f'objective: {name};' in done.stdout
+    assert done.stdout.count('  ids of the targets: [') == 2
 
 
 def test_examples_without_an_input(run, tmp_path):

@@ -12,8 +12,10 @@ import zlib
 
 import chex
 import numpy as np
+import own_task
 import pytest
 from corpora import make_config
+from forms import slow
 
 import tasks
 import tasks.open
@@ -194,6 +196,56 @@ def test_a_vocabulary_is_trained_without_the_records_on_which_a_function_fails(t
     assert 'spell: w5' in texts and 'spell: w2' not in texts
     descriptions, num_bad = mixture.faults()
     assert num_bad == 1 and 'my_tasks.py, line 8: ZeroDivisionError' in descriptions[0]
+
+
+# An objective of a user's class: of documents, and of inputs and targets, from scratch.
+
+
+def own_objectives(folder, **changes):
+    config = mixture_config(folder, **changes)
+    config.module = own_task.write_objectives(folder)
+    return config
+
+
+def test_an_objective_of_a_class(tmp_path):
+    config = own_objectives(tmp_path, task='add', pack='no')
+    stream = open_stream(config, num_epochs=1)
+    found = [x for batch in stream for x in examples_of(stream, batch) if any(x)]
+    given = [(f'add: {i} {i % 7}', str(i + i % 7)) for i in range(NUM_SUMS)]
+    assert {(''.join(sorted(inputs)), targets) for inputs, targets in found} <= {
+        (''.join(sorted(inputs)), targets) for inputs, targets in given
+    }
+    assert len(found) > 60 and not set(found) & set(given[10:])
+    stream = open_stream(own_objectives(tmp_path, task='text', pack='no'))
+    for inputs, targets in examples_of(stream, next(stream)):
+        characters = iter(targets)  # the inputs are among them, in their order
+        assert len(inputs) < 64 and all(x in characters for x in inputs[:10])
+
+
+@pytest.mark.parametrize('task', ['all', *slow(['text', 'add'])])
+def test_an_objective_of_a_class_in_workers_and_resumed(tmp_path, task):
+    config = own_objectives(tmp_path, task=task, pack='tightly')
+    stream = open_stream(config, batch_size=6)
+    expected = [(stream.position, next(stream)) for _ in range(9)]
+    resumed = open_stream(config, batch_size=6)
+    resumed.seek(expected[3][0])
+    found = prefetch.batches(resumed, num_workers=2)
+    for batch, (position, features) in zip(found, expected[3:], strict=False):
+        np.testing.assert_array_equal(batch.before, position)
+        chex.assert_trees_all_equal(batch.features, features)
+    found.close()
+
+
+def test_the_fingerprint_knows_the_name_of_an_objective(tmp_path):
+    """Of its code nothing, as of that of other functions of a user."""
+    config = own_objectives(tmp_path)
+    fingerprint = tasks.open.open_mixture(config).fingerprint
+    config.module = own_task.write_objectives(tmp_path, own_task.OBJECTIVES.replace('0.5', '0.6'))
+    assert tasks.open.open_mixture(config).fingerprint == fingerprint
+    config.module = own_task.write_objectives(
+        tmp_path, own_task.OBJECTIVES.replace('Dropping', 'Other')
+    )
+    assert tasks.open.open_mixture(config).fingerprint != fingerprint
 
 
 # Mixtures.
