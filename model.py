@@ -197,10 +197,19 @@ def apply(
 
 
 def check_mesh(config: T5Config, mesh: Mesh) -> None:
-    """Raise ValueError unless the mesh splits embedding, heads, MLP and vocabulary evenly."""
+    """Raise ValueError unless the mesh splits embedding, heads, MLP and vocabulary evenly.
+
+    An option of an own model may name the mesh axis that splits it, as 'axis' in its metadata.
+    """
     partition.check_divides('model.emb_dim', config.emb_dim, ('fsdp',), mesh)
     for name in ('num_heads', 'mlp_dim', 'vocab_size'):
         partition.check_divides(f'model.{name}', getattr(config, name), ('model',), mesh)
+    options: Any = config.options
+    for field in dataclasses.fields(options) if options else ():
+        if 'axis' in field.metadata:
+            size = getattr(options, field.name)
+            axes = (field.metadata['axis'],)
+            partition.check_divides(f'model.options.{field.name}', size, axes, mesh)
 
 
 def adapter_paths(config: T5Config) -> tuple[str, ...]:
@@ -741,10 +750,10 @@ class Attention(hk.Module):
         return k_bMhK, self.heads(memory_bMD, 'value', initializer)
 
     @hk.name_like('__call__')
-    def heads(self, x_bTD, name, initializer):
-        """Return x_bTD projected to this device's heads, [b, T, h, K]."""
+    def heads(self, x_bTD, name, initializer, num_heads=None):
+        """Return x_bTD projected to this device's part of `num_heads`, by default all, [b, T, h, K]."""
         c = self.config
-        num_heads = partition.split(c.num_heads, 'model')
+        num_heads = partition.split(num_heads or c.num_heads, 'model')
         shape = (c.emb_dim, num_heads * c.head_dim)
         kernel = Kernel(c, shape, initializer, c.dtype, name=name)
         heads_bThK = kernel('bTD,DhK->bThK', x_bTD, columns=(num_heads, c.head_dim))

@@ -16,10 +16,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from small_models import (
     assert_close,
+    device_beams,
     golden_batch,
     make_mesh,
     random_batch,
     random_params,
+    reorder_rows,
     run_config,
     sharded,
     stepwise_logits,
@@ -37,16 +39,6 @@ HERE = pathlib.Path(__file__).parent / 'golden'
 FORWARD = pathlib.Path(__file__).resolve().parents[2] / 'shared/testdata/seqio_t5/t5x_small_forward'
 MESHES = [(1, 1), (4, 2), (2, 4)]
 pytestmark = pytest.mark.usefixtures('highest_precision')
-
-
-def reorder_rows(cache, parents_bn):
-    """Return a cache of arrays [r, ...] with the rows of each beam's parent."""
-
-    def reordered(x):
-        beams = x.reshape(*parents_bn.shape, *x.shape[1:])
-        return decode.pick(beams, parents_bn).reshape(x.shape)
-
-    return jax.tree.map(reordered, cache)
 
 
 @functools.cache
@@ -492,38 +484,6 @@ def random_model(seed):
     inputs = rng.integers(2, config.vocab_size, (4, 9)).astype(np.int32)
     inputs[np.arange(9) >= rng.integers(1, 10, (4, 1))] = 0
     return config, params, inputs
-
-
-def device_beams(config, params, inputs_bM, prompt_bT, num_beams, is_cached=True):
-    """The beams of one device's examples; uncached, each step reads all tokens again."""
-    num_rows, length = prompt_bT.shape
-    if is_cached:
-        start = functools.partial(
-            model.start_decoding, config, inputs_bM, 0, num_beams, is_beam_search=True
-        )
-
-        def step(tokens_r, cache):
-            return model.apply(lambda: model.decode_step(config, tokens_r, cache), params)
-
-        cache, reorder, grow = model.apply(start, params), model.reorder_beams, model.grow_cache
-    else:
-        inputs_rM = jnp.repeat(inputs_bM, num_beams, axis=0)
-
-        def step(tokens_r, cache):
-            position_r, read_rT = cache
-            read_rT = read_rT.at[:, position_r[0]].set(tokens_r)
-            batch = {
-                'encoder_input_tokens': inputs_rM,
-                'decoder_input_tokens': read_rT,
-                'decoder_target_tokens': jnp.ones_like(read_rT),
-            }
-            logits_rTv, _ = model.apply(lambda: model.logits(config, batch), params)
-            return logits_rTv[:, position_r[0]], (position_r + 1, read_rT)
-
-        position_r = jnp.zeros_like(inputs_rM[:, 0])
-        cache = (position_r, jnp.zeros_like(inputs_rM, shape=(len(inputs_rM), length)))
-        reorder, grow = reorder_rows, lambda cache, room: cache
-    return decode.beam_search(step, reorder, cache, prompt_bT, num_beams, grow=grow)
 
 
 @pytest.mark.slow
