@@ -83,11 +83,6 @@ def test_training_is_the_same_on_a_mesh_with_remat_and_in_a_scan(module, options
         found_losses, found = trained(on_mesh)
         np.testing.assert_allclose(found_losses, losses, rtol=1e-5)
         assert_close(found, params, 1e-5)
-    plain = config((1, 1, 1))
-    plain.model.module = ''
-    plain.model.options.clear()
-    plain_losses, _ = trained(plain)
-    assert abs(plain_losses[0] - losses[0]) > 1e-4 * losses[0]
 
 
 # Decoding with a cache.
@@ -144,7 +139,7 @@ def test_beams_are_those_of_an_uncached_search(module, options):
 @pytest.mark.slow
 @EXAMPLES
 def test_a_run_on_a_mesh_is_opened_and_decodes(corpus, tmp_path, module, options):
-    config = small_config(corpus, steps=3, data_axis=2, model_axis=2)
+    config = small_config(corpus, steps=8, data_axis=2, model_axis=2)
     config.mesh.fsdp = 2
     config.model.update(module=module, options=options, num_heads=8)
     run(config, tmp_path)
