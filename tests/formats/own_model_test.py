@@ -37,6 +37,8 @@ from run import verify
 
 EXAMPLE = ROOT / 'examples/squared_relu/squared_relu.py'
 ROTARY = ROOT / 'examples/rotary/rotary.py'
+WINDOW = ROOT / 'examples/sliding_window/sliding_window.py'
+GROUPED = ROOT / 'examples/grouped_heads/grouped_heads.py'
 # An Mlp with parameters of its own.
 MLP = """
 import dataclasses
@@ -195,7 +197,7 @@ def test_rotary_positions_train(corpus, tmp_path):
     check_answers(t5, is_long=False)
 
 
-@pytest.mark.parametrize('file', [EXAMPLE, ROTARY], ids=lambda file: file.stem)
+@pytest.mark.parametrize('file', [EXAMPLE, ROTARY, WINDOW, GROUPED], ids=lambda file: file.stem)
 def test_the_config_of_an_example(file):
     found = runpy.run_path(str(file.with_name(f'tiny_{file.name}')))
     config = found['get_config']()
