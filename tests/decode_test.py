@@ -505,7 +505,7 @@ def device_beams(config, params, inputs_bM, prompt_bT, num_beams, is_cached=True
         def step(tokens_r, cache):
             return model.apply(lambda: model.decode_step(config, tokens_r, cache), params)
 
-        cache, reorder, grow = model.apply(start, params), model.reorder_beams, model.grow_cache
+        cache, reorder, grow = model.apply(start, params), decode.reorder_beams, decode.grow_cache
     else:
         inputs_rM = jnp.repeat(inputs_bM, num_beams, axis=0)
 
