@@ -6,10 +6,13 @@ the best sequences. Both run inside `jax.shard_map`. The suffixes of names are t
     n  decodes of one example: samples or beams
     r  rows, b * n of them; the rows of one example are neighbours
     c  candidates of a step of beam search, 2 * n of them
+    g  groups of rows that share a cache of targets: a row, or the n beams of an example
+    S  slots of a cache, position * n + beam, or the positions of the inputs
 
-`cache` is any pytree. Source: T5X t5x/decoding.py; `Differs from T5X:` marks where the results do.
+`cache` is any pytree; `Cache` is that of model.py. Source: T5X t5x/decoding.py; `Differs from T5X:` marks where the results do.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -334,3 +337,79 @@ def largest_threshold(is_low: Callable[[jax.Array], jax.Array], x_rv: jax.Array)
     smallest_r1 = jnp.full_like(max_r1, jnp.iinfo(jnp.int32).min, dtype=jnp.int32)
     threshold_r1 = as_float(lax.fori_loop(0, 32, next_bit, smallest_r1))
     return jnp.where(jnp.isnan(threshold_r1), -jnp.inf, threshold_r1)
+
+
+# A cache of keys and values for groups of rows that decode together, as the beams of an example do.
+
+
+class KeysValues(NamedTuple):
+    """Keys and values that attention reads when it decodes. Slots are last: products need no copy."""
+
+    keys_ghKS: jax.Array
+    values_ghKS: jax.Array
+
+    def write(self, new: 'KeysValues', slot: jax.Array | int) -> 'KeysValues':
+        """Return the cache with `new` from `slot` on."""
+        write = functools.partial(lax.dynamic_update_slice_in_dim, start_index=slot, axis=3)
+        return jax.tree.map(write, self, new)
+
+
+class LayerCache(NamedTuple):
+    """What decoding remembers for one layer of the decoder; None in training.
+
+    Differs from T5X, which computes keys and values of the inputs anew for each step and beam.
+    """
+
+    targets: KeysValues | None = None  # of the tokens that have been read, with room for more
+    inputs: KeysValues | None = None  # of the encoded inputs
+
+
+class Cache(NamedTuple):
+    """What decoding remembers."""
+
+    length: jax.Array  # int32: tokens that have been read, which is the position of the next one
+    mask_b11M: jax.Array  # bool: which inputs are not padding
+    # int32, writers[g, n, m]: the beam that wrote position m of beam n's current sequence. Beams are
+    # reordered here; keys and values stay.
+    writers_gnM: jax.Array
+    layers: tuple[LayerCache, ...]
+
+
+def grow_cache(cache: Cache, max_length: int) -> Cache:
+    """Return `cache` with room for `max_length` target tokens in all."""
+    num_beams, length = cache.writers_gnM.shape[1:]
+    num_more = max_length - length
+    padding = ((0, 0), (0, 0), (0, 0), (0, num_more * num_beams))
+    layers = []
+    for layer in cache.layers:
+        targets = jax.tree.map(lambda x_ghKS: jnp.pad(x_ghKS, padding), layer.targets)
+        layers.append(layer._replace(targets=targets))
+    writers_gnM = jnp.pad(cache.writers_gnM, ((0, 0), (0, 0), (0, num_more)))
+    return cache._replace(writers_gnM=writers_gnM, layers=tuple(layers))
+
+
+def reorder_beams(cache: Cache, parents_bn: jax.Array) -> Cache:
+    """Return the cache in which each beam has the sequence of the beam `parents`, 0 to n - 1.
+
+    Differs from T5X, which copies all keys and values.
+    """
+    writers_gnM = jnp.take_along_axis(cache.writers_gnM, parents_bn[:, :, None], axis=1)
+    return cache._replace(writers_gnM=writers_gnM)
+
+
+def add_writers(cache: Cache) -> Cache:
+    """Return the cache in which each beam writes at the next position of its sequence."""
+    num_beams = cache.writers_gnM.shape[1]
+    beams_n = jnp.arange(num_beams, dtype=jnp.int32)
+    own_gn1 = jnp.zeros_like(cache.writers_gnM[:, :, :1]) + beams_n[None, :, None]
+    writers_gnM = lax.dynamic_update_slice_in_dim(cache.writers_gnM, own_gn1, cache.length, axis=2)
+    return cache._replace(writers_gnM=writers_gnM)
+
+
+def read_mask(cache: Cache) -> jax.Array:
+    """Return the slots that each beam n reads, those of its sequence, bool mask_g1nS."""
+    num_groups, num_beams, room = cache.writers_gnM.shape
+    is_writer_gnMn = cache.writers_gnM[..., None] == jnp.arange(num_beams)[None, None, None]
+    is_read_M = jnp.arange(room) <= cache.length
+    mask_gnMn = is_writer_gnMn & is_read_M[None, None, :, None]
+    return mask_gnMn.reshape(num_groups, 1, num_beams, room * num_beams)

@@ -621,7 +621,8 @@ def _scores(config: T5Config, params: Mapping, batch: Mapping) -> jax.Array:
 
 def _encodings(config: T5Config, params: Mapping, batch: Mapping) -> jax.Array:
     inputs_bM = batch['encoder_input_tokens']
-    encoded_bMD = model.apply(lambda: model.encode(config, inputs_bM), params)
+    encoded_bMD, _, _ = model.apply(lambda: model.encode(config, inputs_bM), params)
+    encoded_bMD = encoded_bMD[:, -inputs_bM.shape[1] :]  # without what an own model puts before
     return jnp.where(inputs_bM[..., None] > 0, encoded_bMD.astype(jnp.float32), 0)
 
 
@@ -646,13 +647,13 @@ def _generate(
     if is_beam_search:
         tokens_bnT, scores_bn = decode.beam_search(
             step,
-            model.reorder_beams,
+            decode.reorder_beams,
             cache,
             arguments['prompt_bT'],
             num_beams=num_decodes,
             alpha=decoding.alpha,
             lengths_b=arguments['lengths_b'],
-            grow=model.grow_cache,
+            grow=decode.grow_cache,
         )
     else:
         rows = {name: jnp.repeat(x, num_decodes, axis=0) for name, x in arguments.items()}
@@ -670,7 +671,7 @@ def _generate(
                 top_p=decoding.top_p,
             )
         tokens_rT, scores_r = decode.sample(
-            step, cache, rows['prompt_bT'], choose, rows['lengths_b'], grow=model.grow_cache
+            step, cache, rows['prompt_bT'], choose, rows['lengths_b'], grow=decode.grow_cache
         )
         tokens_bnT = tokens_rT.reshape(-1, num_decodes, tokens_rT.shape[1])
         scores_bn = scores_r.reshape(-1, num_decodes)

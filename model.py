@@ -10,16 +10,13 @@ array: an upper-case letter is a whole dimension, a lower-case letter is this de
     f  MLP width         ('model')     R  relative position buckets
     v  vocabulary        ('model')     1  a dimension of size one
 
-Decoding goes through the same modules. Several rows may decode one example; they are neighbours.
-
-    r  rows of decoding (BATCH_AXES)   n  beams of a group, which are the queries T of a step
-    g  groups of rows that share a cache of targets: a row, or the n beams of an example
-    S  slots of a cache, position * n + beam, or the positions of the inputs
+Decoding goes through the same modules. An example may be decoded by several adjacent rows r, its
+samples or beams; the n beams of a group g are the queries T of a step (decode.py has the letters).
 
 The modules build their submodules inside `__call__`, each with an explicit name, so that parameters
 have T5X's paths and shapes. Parameters are float32. `rows_b`, where a module takes it, numbers the
-rows within the global batch and turns dropout on; None turns it off. What all layers compute alike is a
-function with `jax.jit`: it is traced once for each shape, not for each layer, and XLA inlines it.
+rows within the global batch and turns dropout on; None turns it off. Code shared by all layers is
+wrapped in `jax.jit`: JAX traces it once per shape, not once per layer.
 
 Source: T5X t5x/examples/t5/{network,layers}.py; Raffel et al. 2020 (T5) §2.1; Shazeer 2020 (gated
 MLPs); Hu et al. 2021 (LoRA).
@@ -43,10 +40,10 @@ from jax.sharding import PartitionSpec as P
 
 import kernels
 import partition
+from decode import Cache, KeysValues, LayerCache, add_writers, grow_cache, read_mask
 
-# How parameters are split: path (a regular expression that matches all of it) -> PartitionSpec.
-# Each module asks Haiku for its local shape, but whole over 'fsdp', which `apply` gathers: a row that
-# disagrees raises an error with the path.
+# How parameters are split: regular expression of a path -> PartitionSpec. Each module asks Haiku for
+# its local shape, but unsplit over 'fsdp', which `apply` gathers: a row that disagrees is an error.
 PARAMETER_SPECS = {
     r'token_embedder/embedding': P('model', 'fsdp'),  # [vocab, embed]
     r'.+/relpos_bias/rel_embedding': P('model', None),  # [heads, buckets]
@@ -63,6 +60,10 @@ PARAMETER_SPECS = {
     r'.+/(out|wo)/lora_b': P(None, None),  # [rank, columns]
 }
 ADAPTER = r'.+/lora_[ab]'  # the paths of adapters
+# The kernels of a step of decoding: all but those of the keys and values of the inputs.
+STEP_KERNELS = (
+    r'decoder/(layers_\d+/(?!encoder_decoder_attention/(key|value)/).+|logits_dense)/kernel'
+)
 ACTIVATIONS: dict[str, Callable] = {
     'relu': jax.nn.relu,
     'gelu': lambda x: jax.nn.gelu(x, approximate=True),  # the tanh form, as in Flax and Mesh-TF
@@ -70,7 +71,6 @@ ACTIVATIONS: dict[str, Callable] = {
     'swish': jax.nn.silu,
     'linear': lambda x: x,
 }
-DTYPES = ('float32', 'bfloat16')
 # What the backward pass keeps of a layer beside its inputs; it computes the rest again.
 REMAT_POLICIES = {
     'full': None,
@@ -119,27 +119,6 @@ class T5Config:
     def __post_init__(self):
         object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))  # JSON has lists
         object.__setattr__(self, 'options', self.options or None)  # configs have an empty group
-        for field in dataclasses.fields(self):
-            size = getattr(self, field.name)
-            smallest = 0 if field.name in ('lora_rank', 'num_decoder_layers') else 1
-            if field.type is int and size < smallest:
-                raise ValueError(f'model.{field.name}={size}: must be at least {smallest}')
-        if self.dtype not in DTYPES:
-            raise ValueError(f"model.dtype={self.dtype!r}: use 'float32' or 'bfloat16'")
-        known = [name for name, _ in self.modules.activations]
-        if not self.mlp_activations or not all(x in known for x in self.mlp_activations):
-            raise ValueError(
-                f'model.mlp_activations={self.mlp_activations}: use some of {", ".join(known)}'
-            )
-        if not 0 <= self.dropout_rate < 1:
-            raise ValueError(f'model.dropout_rate={self.dropout_rate}: must lie in [0, 1)')
-        try:
-            re.compile(self.lora_targets)
-        except re.error as error:
-            raise ValueError(
-                f'model.lora_targets={self.lora_targets!r} is no regular expression ({error}): correct '
-                "it, as in '.+/(query|value)/kernel'"
-            ) from error
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that `shapes` and a run trace it once
@@ -166,6 +145,9 @@ def param_specs(config: T5Config) -> dict[str, P]:
     return partition.param_specs(dict(config.modules.specs), shapes(config))
 
 
+# Parameters are gathered over 'fsdp' here, when a module reads them, and nowhere else.
+
+
 def apply(
     f: Callable,
     params: Mapping[str, jax.Array],
@@ -174,7 +156,8 @@ def apply(
 ):
     """Call `f`, a function that uses this file's modules, on this device's slices of `params`.
 
-    Gradients of what 'fsdp' splits are summed in `gradient_dtype`.
+    A parameter that 'fsdp' splits is cast to the dtype that its module asks for, and gathered. In the
+    backward pass its gradient is summed and scattered in `gradient_dtype`.
     """
     tree: dict[str, dict[str, jax.Array]] = {}
     for path, x in params.items():
@@ -182,7 +165,6 @@ def apply(
         tree.setdefault(scope, {})[name] = x
 
     def read(next_getter, x, context):
-        # A parameter as a module asks for it: one that 'fsdp' splits is cast and gathered.
         x = next_getter(x)
         for dim, size in enumerate(context.original_shape):
             if x.shape[dim] < size:
@@ -197,18 +179,15 @@ def apply(
 
 
 def check_mesh(config: T5Config, mesh: Mesh) -> None:
-    """Raise ValueError unless the mesh splits embedding, heads, MLP and vocabulary evenly.
-
-    An option of an own model may name the mesh axis that splits it, as 'axis' in its metadata.
-    """
+    """Raise ValueError unless the mesh splits embedding, heads, MLP and vocabulary evenly."""
     partition.check_divides('model.emb_dim', config.emb_dim, ('fsdp',), mesh)
     for name in ('num_heads', 'mlp_dim', 'vocab_size'):
         partition.check_divides(f'model.{name}', getattr(config, name), ('model',), mesh)
     options: Any = config.options
     for field in dataclasses.fields(options) if options else ():
-        if 'axis' in field.metadata:
-            size = getattr(options, field.name)
+        if 'axis' in field.metadata:  # the mesh axis that splits this option
             axes = (field.metadata['axis'],)
+            size = getattr(options, field.name)
             partition.check_divides(f'model.options.{field.name}', size, axes, mesh)
 
 
@@ -249,28 +228,28 @@ def adapted_kernel(config: T5Config, kernel: Any, lora_a: Any, lora_b: Any) -> j
     return kernel + config.lora_alpha / config.lora_rank * product
 
 
+# The model.
+
 Aux = dict[str, jax.Array]  # {name: float32 [b]}, what layers report of each row
 
 
 def logits(
     config: T5Config, batch: Mapping[str, jax.Array], rows_b: jax.Array | None = None
 ) -> tuple[jax.Array, Aux]:
-    """Return float32 logits_bTv of the next target token, teacher-forced: the whole model; and aux.
+    """Return float32 logits_bTv of the next target token, teacher-forced, and aux, {} for T5.
 
     `batch` has T5X's features, int32 [b, length]: encoder_input_tokens, decoder_input_tokens,
     decoder_target_tokens and, when packed, both segment_ids. Positions are unused, as in T5X. The
-    decoder's features may have several rows, one after another, for each row of the inputs.
-
-    Aux are the means over the layers that report a value, those of both stacks together; {} for T5.
+    decoder's features may have several adjacent rows for each row of the inputs. An aux is the mean
+    over all layers of both stacks that report it.
     """
     # A sequence that is not packed is segment 1. Padding is segment 0 and sees nothing. T5X goes by
     # the targets, so that the BOS of decoder_input_tokens, which is 0 like padding, is seen.
     segments_bM = (batch['encoder_input_tokens'] > 0) * batch.get('encoder_segment_ids', 1)
     segments_bT = (batch['decoder_target_tokens'] > 0) * batch.get('decoder_segment_ids', 1)
     embedder = config.modules.embedder(config, name='token_embedder')
-    encoded_bMD, segments_bM, encoder_aux = _encode(
-        config, embedder, batch['encoder_input_tokens'], segments_bM, rows_b
-    )
+    inputs_bM = batch['encoder_input_tokens']
+    encoded_bMD, segments_bM, encoder_aux = encode(config, inputs_bM, segments_bM, embedder, rows_b)
     num_targets = len(segments_bT) // len(segments_bM)
     if num_targets > 1:
         encoded_bMD = jnp.repeat(encoded_bMD, num_targets, axis=0)
@@ -290,57 +269,23 @@ def logits(
     return logits_bTv, aux
 
 
-def _encode(
+def encode(
     config: T5Config,
-    embedder: 'Embedder',
     inputs_bM: jax.Array,
-    segments_bM: jax.Array,
+    segments_bM: jax.Array | None = None,
+    embedder: 'Embedder | None' = None,
     rows_b: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, Aux]:
     """Return encoded_bMD, in the dtype of the computation, the segments of its positions, and aux.
 
-    `inputs`: int32 ids. `segments`: int32 or bool, 0 for padding. Aux is stacked: [layers, b].
+    `inputs`: int32 ids. `segments`: 0 for padding, by default where inputs are 0. Aux: [layers, b].
     """
+    segments_bM = inputs_bM > 0 if segments_bM is None else segments_bM
+    embedder = embedder or config.modules.embedder(config, name='token_embedder')
     x_bMD, segments_bM = config.modules.encoder_inputs(config, embedder(inputs_bM), segments_bM)
-    encoded_bMD, aux = Encoder(config, name='encoder')(
-        x_bMD, mask_b1TT=attention_mask(segments_bM, segments_bM), rows_b=rows_b
-    )
+    mask_b1MM = attention_mask(segments_bM, segments_bM)
+    encoded_bMD, aux = Encoder(config, name='encoder')(x_bMD, mask_b1MM, rows_b)
     return encoded_bMD, segments_bM, aux
-
-
-def encode(config: T5Config, inputs_bM: jax.Array) -> jax.Array:
-    """Return encoded_bMD of `inputs`, int32 ids padded with 0, in the dtype of the computation."""
-    embedder = config.modules.embedder(config, name='token_embedder')
-    encoded_bMD, _, _ = _encode(config, embedder, inputs_bM, inputs_bM > 0)
-    return encoded_bMD[:, -inputs_bM.shape[1] :]  # without what an own model puts before them
-
-
-class KeysValues(NamedTuple):
-    """What attention has read when it decodes. Slots are last: XLA multiplies without copying."""
-
-    keys_ghKS: jax.Array
-    values_ghKS: jax.Array
-
-
-class LayerCache(NamedTuple):
-    """What decoding remembers for one layer of the decoder; None in training.
-
-    Differs from T5X, which computes keys and values of the inputs anew for each step and beam.
-    """
-
-    targets: KeysValues | None = None  # of the tokens that have been read, with room for more
-    inputs: KeysValues | None = None  # of the encoded inputs
-
-
-class Cache(NamedTuple):
-    """What decoding remembers."""
-
-    length: jax.Array  # int32: tokens that have been read, which is the position of the next one
-    mask_b11M: jax.Array  # bool: which inputs are not padding
-    # int32: the beam that wrote position M of the sequence that each beam has now. Beams are
-    # reordered here; keys and values stay.
-    writers_gnM: jax.Array
-    layers: tuple[LayerCache, ...]
 
 
 def start_decoding(
@@ -357,7 +302,7 @@ def start_decoding(
     num_beams = num_decodes if is_beam_search else 1
     num_groups = len(inputs_bM) * num_decodes // num_beams
     embedder = config.modules.embedder(config, name='token_embedder')
-    encoded_bMD, segments_bM, _ = _encode(config, embedder, inputs_bM, inputs_bM > 0)
+    encoded_bMD, segments_bM, _ = encode(config, inputs_bM, embedder=embedder)
     empty = LayerCache(
         targets=empty_cache(config, num_groups, num_slots=0),
         inputs=empty_cache(config, *segments_bM.shape),
@@ -381,41 +326,14 @@ def empty_cache(config: T5Config, num_rows: int, num_slots: int) -> KeysValues:
     return KeysValues(zeros_ghKS, zeros_ghKS)
 
 
-def grow_cache(cache: Cache, max_length: int) -> Cache:
-    """Return `cache` with room for `max_length` target tokens in all."""
-    num_beams, length = cache.writers_gnM.shape[1:]
-    num_more = max_length - length
-    padding = ((0, 0), (0, 0), (0, 0), (0, num_more * num_beams))
-    layers = []
-    for layer in cache.layers:
-        targets = jax.tree.map(lambda x_ghKS: jnp.pad(x_ghKS, padding), layer.targets)
-        layers.append(layer._replace(targets=targets))
-    writers_gnM = jnp.pad(cache.writers_gnM, ((0, 0), (0, 0), (0, num_more)))
-    return cache._replace(writers_gnM=writers_gnM, layers=tuple(layers))
-
-
-def reorder_beams(cache: Cache, parents_bn: jax.Array) -> Cache:
-    """Return the cache in which each beam has the sequence of the beam `parents`, 0 to n - 1.
-
-    Differs from T5X, which copies all keys and values.
-    """
-    writers_gnM = jnp.take_along_axis(cache.writers_gnM, parents_bn[:, :, None], axis=1)
-    return cache._replace(writers_gnM=writers_gnM)
-
-
 def decode_step(config: T5Config, tokens_r: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
     """Read the next decoder input token of each row, int32; the first is BOS, 0.
 
     Returns the float32 logits_rv of the token that follows, and the cache with the token read.
     """
-    num_groups, num_beams, _ = cache.writers_gnM.shape
     embedder = config.modules.embedder(config, name='token_embedder')
-    beams_n = jnp.arange(num_beams, dtype=jnp.int32)
-    own_gn1 = jnp.zeros_like(cache.writers_gnM[:, :, :1]) + beams_n[None, :, None]
-    writers_gnM = lax.dynamic_update_slice_in_dim(cache.writers_gnM, own_gn1, cache.length, axis=2)
-    cache = cache._replace(writers_gnM=writers_gnM)
-    tokens_gT = tokens_r.reshape(num_groups, num_beams)
-    logits_gTv, cache = _read(config, embedder, tokens_gT, cache)
+    tokens_gT = tokens_r.reshape(cache.writers_gnM.shape[:2])
+    logits_gTv, cache = _read(config, embedder, tokens_gT, add_writers(cache))
     return logits_gTv.reshape(len(tokens_r), -1), cache._replace(length=cache.length + 1)
 
 
@@ -427,41 +345,25 @@ def _read(
     encoded_bMD: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Read a token of each beam, or none and the encoded inputs: return logits_gTv and the cache."""
-    num_groups, num_beams, room = cache.writers_gnM.shape
-    # A beam sees what its sequence has at a position, whichever beam wrote it.
-    positions_M = jnp.arange(room)
-    is_writer_gTMn = cache.writers_gnM[..., None] == jnp.arange(num_beams)[None, None, None]
-    is_read_M = positions_M <= cache.length
-    mask_gTMn = is_writer_gTMn & is_read_M[None, None, :, None]
-    mask_g1TS = mask_gTMn.reshape(num_groups, 1, num_beams, room * num_beams)
+    _, num_beams, room = cache.writers_gnM.shape
     logits_gTv, layers, _ = Decoder(config, embedder, name='decoder')(
         embedder(tokens_gT),
         encoded_bMD,
-        mask_b1TT=mask_g1TS[:, :, : tokens_gT.shape[1]],
+        mask_b1TT=read_mask(cache)[:, :, : tokens_gT.shape[1]],
         mask_b1TM=cache.mask_b11M,
         rows_b=None,
-        positions=Positions(cache.length[None], jnp.repeat(positions_M, num_beams)),
+        positions=Positions(cache.length[None], jnp.repeat(jnp.arange(room), num_beams)),
         caches=cache.layers,
     )
     return logits_gTv, cache._replace(layers=layers)
 
 
 def step_kernels(config: T5Config, paths: Iterable[str]) -> dict[str, str]:
-    """Return {path: dtype} of the kernels that a step of decoding multiplies by.
-
-    An own model may read its kernels in other ways, and adapters change them: then there are none.
-    """
-    dtypes: dict[str, str] = {}
+    """Return {path: dtype} of the kernels that a step of decoding multiplies by, if all are `Kernel`s."""
     if config.module or config.lora_rank:
-        return dtypes
-    for path in paths:
-        if re.fullmatch(
-            r'decoder/layers_\d+/(?!encoder_decoder_attention/(key|value)/).+/kernel', path
-        ):
-            dtypes[path] = config.dtype
-        elif path == 'decoder/logits_dense/kernel':
-            dtypes[path] = 'float32'
-    return dtypes
+        return {}
+    dtypes = {path: config.dtype for path in paths if re.fullmatch(STEP_KERNELS, path)}
+    return dtypes | dict.fromkeys(dtypes.keys() & {'decoder/logits_dense/kernel'}, 'float32')
 
 
 def attention_mask(segments_bT, segments_bM, causal: bool = False) -> jax.Array:
@@ -475,10 +377,10 @@ def attention_mask(segments_bT, segments_bM, causal: bool = False) -> jax.Array:
 
 
 class Positions(NamedTuple):
-    """Where the queries and the keys of self-attention stand, int32."""
+    """The positions of queries and keys in self-attention, int32."""
 
-    queries_T: jax.Array  # of length 1 where all queries have one position
-    keys_M: jax.Array  # of all keys that are read; those of a cache come with it
+    queries_T: jax.Array  # of length 1 when decoding: all beams are at one position
+    keys_M: jax.Array  # of all slots when decoding
 
 
 @dataclasses.dataclass
@@ -495,8 +397,8 @@ class Encoder(hk.Module):
         positions = Positions(jnp.arange(length), jnp.arange(length))
         relpos_1hTT = None
         if not c.relpos_bias_per_layer:
-            relpos_bias = c.modules.relpos_bias(c, bidirectional=True, name='relpos_bias')
-            relpos_1hTT = relpos_bias(positions)
+            bias = c.modules.relpos_bias(c, bidirectional=True, name='relpos_bias')
+            relpos_1hTT = bias(positions)
 
         def layer(index, x_bTD):
             encoder_layer = c.modules.encoder_layer(c, index, name=f'layers_{index}')
@@ -550,9 +452,8 @@ def apply_layers(
                 stacked[f'{scope}/{name}'] = jnp.stack([tree[scope][name] for scope in scopes])
 
     def apply_slices(x_bTD, slices):
-        with hk.custom_getter(
-            lambda next_getter, _, context: next_getter(slices[context.full_name])
-        ):
+        read = lambda next_getter, _, context: next_getter(slices[context.full_name])  # noqa: E731
+        with hk.custom_getter(read):
             return apply_in_turn(x_bTD, period)
 
     x_bTD, aux = hk.scan(apply_slices, x_bTD, stacked)
@@ -571,8 +472,8 @@ class EncoderLayer(hk.Module):
         """Return x_bTD and aux. `relpos_1hTT`: the bias of all layers; None: each has its own."""
         c = self.config
         if c.relpos_bias_per_layer:
-            relpos_bias = c.modules.relpos_bias(c, bidirectional=True, name='relpos_bias')
-            relpos_1hTT = relpos_bias(positions)
+            bias = c.modules.relpos_bias(c, bidirectional=True, name='relpos_bias')
+            relpos_1hTT = bias(positions)
         y_bTD = c.modules.norm(c, name='pre_attention_layer_norm')(x_bTD)
         attention = c.modules.attention(c, self.index, name='attention')
         y_bTD, _ = attention(y_bTD, y_bTD, mask_b1TT, relpos_1hTT, rows_b, positions)
@@ -594,10 +495,10 @@ class Decoder(hk.Module):
     def __call__(
         self, x_bTD, encoded_bMD, mask_b1TT, mask_b1TM, rows_b, positions=None, caches=None
     ):
-        """Return logits_bTv, float32 whatever the dtype of the computation, the caches, and aux.
+        """Return float32 logits_bTv, the caches, and aux.
 
-        Decoding passes `positions` and a LayerCache for each layer. encoded_bMD is None where the
-        caches have it. With caches there is no aux.
+        Decoding passes `positions` and a LayerCache per layer, and gets no aux. encoded_bMD is None
+        once the caches have its keys and values.
         """
         c = self.config
         length = x_bTD.shape[1]
@@ -606,8 +507,8 @@ class Decoder(hk.Module):
             positions = Positions(jnp.arange(length), jnp.arange(length))
         relpos_1hTT = None
         if not c.relpos_bias_per_layer:
-            relpos_bias = c.modules.relpos_bias(c, bidirectional=False, name='relpos_bias')
-            relpos_1hTT = relpos_bias(positions)
+            bias = c.modules.relpos_bias(c, bidirectional=False, name='relpos_bias')
+            relpos_1hTT = bias(positions)
 
         def layer(index, x_bTD, cache):
             decoder_layer = c.modules.decoder_layer(c, index, name=f'layers_{index}')
@@ -655,8 +556,8 @@ class DecoderLayer(hk.Module):
         """Return x_bTD, the LayerCache and aux. Self-attention alone has a bias."""
         c = self.config
         if c.relpos_bias_per_layer:
-            relpos_bias = c.modules.relpos_bias(c, bidirectional=False, name='relpos_bias')
-            relpos_1hTT = relpos_bias(positions)
+            bias = c.modules.relpos_bias(c, bidirectional=False, name='relpos_bias')
+            relpos_1hTT = bias(positions)
         y_bTD = c.modules.norm(c, name='pre_self_attention_layer_norm')(x_bTD)
         attention = c.modules.attention(c, self.index, name='self_attention')
         y_bTD, targets = attention(
@@ -684,10 +585,10 @@ class Attention(hk.Module):
     def __call__(
         self, x_bTD, memory_bMD, mask_b1TM, relpos_1hTM, rows_b, positions=None, cache=None
     ):
-        """Return y_bTD, whole: what x_bTD reads from memory_bMD; and the cache.
+        """Return y_bTD, what x_bTD reads from memory_bMD, and the cache.
 
-        Self-attention passes x_bTD as memory, and `positions`. With a cache, a KeysValues, the
-        memory, if any, is written there and all that is there is read.
+        Self-attention passes x_bTD as memory, and `positions`. With a cache, a KeysValues, keys and
+        values of the memory are written to it, and all of it is read; the memory may be None.
         """
         c = self.config
         q_bThK = self.queries(x_bTD, positions)
@@ -695,12 +596,9 @@ class Attention(hk.Module):
             k_bMhK, v_bMhK = self.keys_values(memory_bMD, positions)
             new = KeysValues(k_bMhK.transpose(0, 2, 3, 1), v_bMhK.transpose(0, 2, 3, 1))
         if memory_bMD is not None and cache is not None:
-            slot = 0
-            if positions is not None:
-                slot = positions.queries_T[0] * memory_bMD.shape[1]
-            write = functools.partial(lax.dynamic_update_slice_in_dim, start_index=slot, axis=3)
-            cache = jax.tree.map(write, cache, new)
-        k_bhKM, v_bhKM = new if cache is None else cache
+            position = 0 if positions is None else positions.queries_T[0]
+            cache = cache.write(new, position * memory_bMD.shape[1])
+        k_bhKM, v_bhKM = cache or new
         shape = q_bThK.shape
         q_bThK = q_bThK.reshape(len(k_bhKM), -1, *shape[2:])  # rows that decode one example
         heads_bThK = self.attend(q_bThK, k_bhKM, v_bhKM, mask_b1TM, relpos_1hTM, positions, rows_b)
@@ -902,10 +800,7 @@ def normalize(x_bTD: jax.Array, scale_D: jax.Array, dtype: str) -> jax.Array:
 
 @dataclasses.dataclass
 class Kernel(hk.Module):
-    """The product with a float32 matrix, cast to `dtype`.
-
-    The caller completes a sum over split rows. `config.lora_targets` says which have adapters.
-    """
+    """The product with a float32 matrix, cast to `dtype`. The caller sums over split rows."""
 
     config: T5Config
     shape: tuple[int, int]
@@ -944,9 +839,8 @@ def dropout(
 
     `rows_b`: int32, the number of each row in the global batch; None: no dropout. `mask_shape`: of
     a row, 1 where the dimension shares it. `split_dim`: the dimension of x that 'model' splits.
-
-    Differs from T5X, which draws one mask for a whole batch. Here the row's number is folded into
-    the key of the call, and a device takes its part of the row's mask: the same on every mesh.
+    Differs from T5X, which draws one mask for a batch: each row has a key of its own, and a device
+    takes its part of the row's mask, so that dropout is the same on every mesh.
     """
     if rows_b is None or rate == 0:
         return x
@@ -975,9 +869,9 @@ class Initializers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Modules:
-    """The parts of a model; the defaults are T5's. They are compared by identity.
+    """The parts of a model; the defaults are T5's. A class has the fields and methods of T5's.
 
-    Classes have the fields and methods of T5's.
+    They are compared by identity.
     """
 
     embedder: Callable = Embedder
@@ -989,20 +883,16 @@ class Modules:
     relpos_bias: Callable = RelativePositionBias
     activations: tuple[tuple[str, Callable], ...] = tuple(ACTIVATIONS.items())
     initializers: Initializers = Initializers()
-    specs: tuple[tuple[str, P], ...] = tuple(
-        PARAMETER_SPECS.items()
-    )  # the last of equal paths counts
-    period: int = 1  # layers that a scan repeats, where not all are alike
-    # (config, embedded x_bMD, segments_bM) -> both, as the encoder reads them.
+    specs: tuple[tuple[str, P], ...] = tuple(PARAMETER_SPECS.items())  # of equal rows, the last
+    period: int = 1  # layers that a scan repeats; more where not all have the same parameters
+    # (config, embedded x_bMD, segments_bM) -> both as the encoder reads them.
     encoder_inputs: Callable = lambda config, x_bMD, segments_bM: (x_bMD, segments_bM)
-    # A regular expression of parameters that are trained and saved alone, beside a base checkpoint
-    # that has the others; LoRA's are besides.
+    # A regular expression: parameters trained and saved alone, beside a base checkpoint.
     adapters: str = ''
     adapted_kernel: Callable = adapted_kernel
-    # config -> {name in aux: coefficient}; the loss has the mean over rows of the aux times it.
+    # The loss has coefficient * mean over the rows of each aux: config -> {name: coefficient}.
     losses: Callable[[T5Config], Mapping[str, float]] = lambda config: {}
-    # (config, input length, target length) -> floating-point operations of a forward pass of a row,
-    # where they are not those of T5's formula.
+    # (config, input length, target length) -> FLOPs of a row's forward pass; None: T5's formula.
     flops: Callable[[T5Config, int, int], float] | None = None
     source: bytes = dataclasses.field(default=b'', repr=False)  # of the user's file
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+import decode
 import infer
 import kernels
 import model
@@ -101,7 +102,7 @@ def plan_decoding(config: Any, trainer: train.Trainer) -> DecodingStep:
 
     rows = partition.BATCH
     layers = P(partition.BATCH_AXES, 'model')
-    cache_specs: Any = model.Cache(P(), rows, rows, layers)  # type: ignore[arg-type]
+    cache_specs: Any = decode.Cache(P(), rows, rows, layers)  # type: ignore[arg-type]
     start = jax.shard_map(
         start, mesh=mesh, in_specs=(param_specs, partition.BATCH), out_specs=cache_specs
     )

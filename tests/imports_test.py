@@ -14,7 +14,8 @@ PACKAGES = ('configs', 'families', 'formats', 'modes', 'run', 'sources', 't5_in_
 LAYERS = (
     {'paths', 'kernels', 'randomness'},
     {'partition', 'user_code', 'configs'},
-    {'model', 'loss', 'decode', 'optimizer', 'checkpoint', 'vocabulary'},
+    {'decode'},
+    {'model', 'loss', 'optimizer', 'checkpoint', 'vocabulary'},
     {'data', 'sources', 'families'},
     {'stream'},
     {'run.best', 'run.results', 'run.verify'},

@@ -184,7 +184,7 @@ def device_beams(
     prompt_bT,
     num_beams,
     is_cached=True,
-    reorder_cache=model.reorder_beams,
+    reorder_cache=decode.reorder_beams,
 ):
     """The beams of one device's examples; uncached, each step reads all tokens again."""
     num_rows, length = prompt_bT.shape
@@ -196,7 +196,7 @@ def device_beams(
         def step(tokens_r, cache):
             return model.apply(lambda: model.decode_step(config, tokens_r, cache), params)
 
-        cache, reorder, grow = model.apply(start, params), reorder_cache, model.grow_cache
+        cache, reorder, grow = model.apply(start, params), reorder_cache, decode.grow_cache
     else:
         inputs_rM = jnp.repeat(inputs_bM, num_beams, axis=0)
 

@@ -167,7 +167,7 @@ def test_a_window_of_one_layer_hides_all_tokens_outside_it():
         return np.nonzero(difference.max(axis=(0, 2)))[0].tolist()
 
     def device_encode(params, inputs_bM):
-        return model.apply(lambda: model.encode(config, inputs_bM), params)
+        return model.apply(lambda: model.encode(config, inputs_bM)[0], params)
 
     encode = sharded(device_encode, config, mesh)
     assert changes(lambda x: encode(params, x), inputs) == [3, 4, 5, 6, 7, 8, 9]
