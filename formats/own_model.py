@@ -15,6 +15,7 @@ import functools
 import importlib
 import importlib.util
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +29,7 @@ import model
 import partition
 import paths
 import user_code
-from configs import check
+from configs import base, check
 from model import Modules, T5Config
 
 RECORD = 'own_model.py'  # the name of a user's file in a checkpoint
@@ -66,11 +67,14 @@ def config_of(
     declared = getattr(module, 'Options', None)
     options = options_of(declared, file, settings.get('options') or {})
     settings = {**settings, 'options': options}
-    if module is None:
-        return T5Config(**settings)
-    own = modules_of(module, file, content)
+    own = None
+    if module is not None:
+        own = modules_of(module, file, content)
+    config = T5Config(**settings, own=own)
+    check_values(config)
+    if own is None:
+        return config
     with user_code.running(file):
-        config = T5Config(**settings, own=own)
         try:
             model.param_specs(config)
         except ValueError as error:
@@ -82,6 +86,35 @@ def config_of(
                 'the aux of a layer or of its Mlp, or remove it'
             )
     return config
+
+
+def complete(config: T5Config) -> T5Config:
+    """Return a T5Config that a program made, checked, and with the modules of its `module`."""
+    if config.module and config.own is None:
+        return load(as_settings(config))
+    check_values(config)
+    return config
+
+
+def check_values(config: T5Config) -> None:
+    """Raise ValueError for sizes, names and patterns that are not valid."""
+    for name, default in base.get_config().model.items():
+        value = getattr(config, name)
+        is_encoder = name == 'num_decoder_layers' and value == 0
+        if name != 'options' and not is_encoder:
+            check.check_value(f'model.{name}', value, default)
+    known = [name for name, _ in config.modules.activations]
+    if not config.mlp_activations or not set(known).issuperset(config.mlp_activations):
+        raise ValueError(
+            f'model.mlp_activations={config.mlp_activations}: use some of {", ".join(known)}'
+        )
+    try:
+        re.compile(config.lora_targets)
+    except re.error as error:
+        raise ValueError(
+            f'model.lora_targets={config.lora_targets!r} is no regular expression ({error}): correct '
+            "it, as in '.+/(query|value)/kernel'"
+        ) from error
 
 
 @functools.cache

@@ -133,7 +133,7 @@ def test_own_and_plain_models_do_not_mix(first):
     expected = of_last.logits(batch)  # compiled before the one that was made first
     assert_close(of_first.logits(batch), expected, 1e-6)
     with pytest.raises(ValueError, match='squared_relu'):
-        t5_config(**SIZES | {'mlp_activations': ('squared_relu',)})
+        load('', mlp_activations=('squared_relu',))
 
 
 def sharp_params(config):
