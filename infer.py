@@ -97,8 +97,8 @@ def load(
             f'mesh={_shortened(mesh)}: must have the axes {", ".join(partition.MESH_AXES)}: use '
             'partition.make_mesh(data=4, model=2)'
         )
-    if config is not None and config.module and config.own is None:
-        config = own_model.load(own_model.as_settings(config))
+    if config is not None:
+        config = own_model.complete(config)
     opened = formats.open.open_model(path, config, str(step), part)
     model.check_mesh(opened.config, mesh)
     found = find_vocabulary(opened.directory, vocabulary)

@@ -169,7 +169,7 @@ KINDS = {
     int: 'a whole number',
     float: 'a number',
     str: 'text',
-    tuple: 'texts in parentheses',
+    tuple: 'values in parentheses',
 }
 
 OPTIONS = 'model.options.'  # the settings of an own model begin with it, which its file declares
@@ -192,6 +192,18 @@ def check(config: Any) -> None:
         raise ValueError(f'{key} is missing from the config: start as configs/tiny.py does')
     for key, default in defaults.items():
         check_value(key, found[key], default)
+
+
+def set_options(config: Any, values: Mapping[str, Any]) -> None:
+    """Give a config those of the settings `values`, {'seed': value}, that are model.options.
+
+    They may be new ones, and texts for numbers: formats/own_model.py checks them.
+    """
+    group = config.model.options
+    with group.unlocked(), group.ignore_type():
+        for key, value in values.items():
+            if key.startswith(OPTIONS):
+                group[key.removeprefix(OPTIONS)] = value
 
 
 def check_value(key: str, value: Any, default: Any) -> None:

@@ -293,8 +293,8 @@ def _config(settings: Mapping[str, Any], arrays: StoredArrays) -> model.T5Config
     if not arrays.has_decoder:
         sizes['num_decoder_layers'] = 0
     dropout_rate = settings.get('dropout_rate', 0.1)
-    if not isinstance(dropout_rate, int | float):
-        raise ValueError(f'dropout_rate={dropout_rate!r}: must be a number')
+    if not isinstance(dropout_rate, int | float) or not 0 <= dropout_rate < 1:
+        raise ValueError(f'dropout_rate={dropout_rate!r}: must be a number from 0 to below 1')
     return model.T5Config(
         **sizes,
         dtype='float32',

@@ -80,7 +80,7 @@ def open_model(
                     f'{directory} has no config: mlp_activations={config.mlp_activations} is assumed: name another with '
                     "config=dataclasses.replace(t5.config, mlp_activations=('silu', 'linear')), or in --mode=infer with --config=FILE"
                 )
-    elif own_model.recorded(directory):
+    elif own_model.is_own(directory):
         own_model.check_same(directory, config, 'leave the config out')
     config = model.without_adapters(config)  # they are merged
     if is_encoder(opened.leaves):

@@ -15,6 +15,7 @@ import functools
 import importlib
 import importlib.util
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -28,10 +29,12 @@ import model
 import partition
 import paths
 import user_code
-from configs import check
+from configs import base, check
 from model import Modules, T5Config
 
 RECORD = 'own_model.py'  # the name of a user's file in a checkpoint
+# How absl reads the value of a flag that is true or false.
+BOOLS = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
 EXAMPLE = 'examples/squared_relu/squared_relu.py'
 
 
@@ -42,7 +45,13 @@ def load(settings: Mapping[str, Any]) -> T5Config:
     settings that are invalid, and UserError for an error in the file.
     """
     if not settings['module']:
-        return config_of(None, 'model.py', b'', settings)
+        for name, value in (settings.get('options') or {}).items():
+            raise ValueError(
+                f'model.options.{name}={value!r} is a setting of an own model: set model.module, or remove it'
+            )
+        config = T5Config(**settings)
+        check_values(config)
+        return config
     module, file, content = find(settings['module'])
     if content:
         settings = {**settings, 'module': file}
@@ -51,7 +60,7 @@ def load(settings: Mapping[str, Any]) -> T5Config:
 
 def find(name: str) -> tuple[ModuleType, str, bytes]:
     """Return the loaded module that model.module names, its file and the content; b'' of a family."""
-    if name.isidentifier() and importlib.util.find_spec(f'.{name}', families.__name__):
+    if is_family(name):
         family = importlib.import_module(f'.{name}', families.__name__)
         return family, str(family.__file__), b''
     file = user_code.module_file('model.module', name)
@@ -59,18 +68,21 @@ def find(name: str) -> tuple[ModuleType, str, bytes]:
     return user_code.load_module(file, content), str(file), content
 
 
+def is_family(name: str) -> bool:
+    """Return whether `name` is that of a family, which comes before a file of this name."""
+    return name.isidentifier() and bool(importlib.util.find_spec(f'.{name}', families.__name__))
+
+
 def config_of(
-    module: ModuleType | None, file: str, content: bytes, settings: Mapping[str, Any]
+    module: ModuleType, file: str, content: bytes, settings: Mapping[str, Any]
 ) -> T5Config:
-    """Return the T5Config of a module, None for T5 itself, whose parts are checked."""
-    declared = getattr(module, 'Options', None)
-    options = options_of(declared, file, settings.get('options') or {})
-    settings = {**settings, 'options': options}
-    if module is None:
-        return T5Config(**settings)
+    """Return the T5Config of a module, whose parts are checked."""
     own = modules_of(module, file, content)
     with user_code.running(file):
-        config = T5Config(**settings, own=own)
+        declared = getattr(module, 'Options', None)
+        options = options_of(declared, file, settings.get('options') or {})
+        config = T5Config(**{**settings, 'options': options}, own=own)
+        check_values(config)
         try:
             model.param_specs(config)
         except ValueError as error:
@@ -82,6 +94,35 @@ def config_of(
                 'the aux of a layer or of its Mlp, or remove it'
             )
     return config
+
+
+def complete(config: T5Config) -> T5Config:
+    """Return a T5Config that a program made, checked, and with the modules of its `module`."""
+    if config.module and config.own is None:
+        return load(as_settings(config))
+    check_values(config)
+    return config
+
+
+def check_values(config: T5Config) -> None:
+    """Raise ValueError for sizes, names and patterns that are not valid."""
+    for name, default in base.get_config().model.items():
+        value = getattr(config, name)
+        is_encoder = name == 'num_decoder_layers' and value == 0
+        if name != 'options' and not is_encoder:
+            check.check_value(f'model.{name}', value, default)
+    known = [name for name, _ in config.modules.activations]
+    if not config.mlp_activations or not set(known).issuperset(config.mlp_activations):
+        raise ValueError(
+            f'model.mlp_activations={config.mlp_activations}: use some of {", ".join(known)}'
+        )
+    try:
+        re.compile(config.lora_targets)
+    except re.error as error:
+        raise ValueError(
+            f'model.lora_targets={config.lora_targets!r} is no regular expression ({error}): correct '
+            "it, as in '.+/(query|value)/kernel'"
+        ) from error
 
 
 @functools.cache
@@ -134,10 +175,10 @@ def options_of(declared: Any, file: str, given: Mapping[str, Any]) -> Any:
     that are invalid.
     """
     if declared is None:
-        for name in given:
+        for name, value in given.items():
             raise ValueError(
-                f'model.options.{name}: {file} declares no options: remove it, or write a frozen dataclass '
-                'Options in the file that model.module names'
+                f'model.options.{name}={value!r}: {file} declares no options: remove it, or write a frozen '
+                'dataclass Options in that file'
             )
         return None
     check_declaration(declared, file)
@@ -146,10 +187,11 @@ def options_of(declared: Any, file: str, given: Mapping[str, Any]) -> Any:
     for name, value in given.items():
         key = f'model.options.{name}'
         if name not in fields:
-            raise ValueError(f'{key} is no option of {file}: use one of {", ".join(fields)}')
+            known = ', '.join(fields) or 'none, it declares none'
+            raise ValueError(f'{key}={value!r} is no option of {file}: use {known}')
         default: Any = fields[name].default
         if isinstance(value, str) and not isinstance(default, str):
-            value = parsed(value)
+            value = parsed(value, default)
         check_option(key, value, fields[name])
         values[name] = type(default)(value)
     return declared(**values)
@@ -157,14 +199,31 @@ def options_of(declared: Any, file: str, given: Mapping[str, Any]) -> Any:
 
 def check_declaration(declared: Any, file: str) -> None:
     """Raise ValueError unless `declared` is a frozen dataclass whose fields have valid defaults."""
-    is_frozen = dataclasses.is_dataclass(declared) and declared.__dataclass_params__.frozen  # type: ignore
-    if not is_frozen:
-        raise ValueError(f'{file}: Options must be a frozen dataclass: @dataclass(frozen=True)')
+    params = getattr(declared, '__dataclass_params__', None)
+    if not isinstance(declared, type) or params is None or not params.frozen:
+        raise ValueError(
+            f'{file}: Options={declared!r:.60}: must be a frozen dataclass: write @dataclasses.dataclass(frozen=True) '
+            'above its class'
+        )
+    kinds: dict[Any, type] = {kind.__name__: kind for kind in check.KINDS}
+    kinds |= {kind: kind for kind in check.KINDS}
     for field in dataclasses.fields(declared):
-        if type(field.default) not in check.KINDS:
+        kind = kinds.get(field.type, type(field.default))
+        if type(field.default) not in check.KINDS or not field.init:
             raise ValueError(
                 f'{file}: the option {field.name} has no default that is a bool, int, float, str or '
-                'tuple of texts: give it one'
+                'tuple: give it one, or make it a property'
+            )
+        if kind is not type(field.default):
+            raise ValueError(
+                f'{file}: the default of the option {field.name}={field.default!r} is no {kind.__name__}: '
+                'write one, such as 1.0 for a float'
+            )
+        axis = field.metadata.get('axis')
+        if axis is not None and (kind is not int or axis not in partition.MESH_AXES):
+            raise ValueError(
+                f'{file}: axis={axis!r} of the option {field.name}: a whole number may have one of '
+                f'{", ".join(partition.MESH_AXES)}'
             )
         check_option(f'{file}: the default of {field.name}', field.default, field)
 
@@ -174,24 +233,37 @@ def check_option(key: str, value: Any, field: dataclasses.Field) -> None:
 
     They may have 'range', the smallest and the largest number, and 'choices'.
     """
-    if not check.has_type_of(field.default, value):
-        raise ValueError(f'{key}={value!r}: {check.kind_of(field.default)}')
+    default = field.default
+    if not check.has_type_of(default, value):
+        raise ValueError(f'{key}={value!r}: {check.kind_of(default)}')
+    if isinstance(default, tuple):
+        value = tuple(value)
+        for x in value:
+            like = default[0] if default else x
+            if not isinstance(x, bool | int | float | str) or not check.has_type_of(like, x):
+                raise ValueError(
+                    f'{key}={value!r}: {x!r} is not like the values of {default!r}: use others'
+                )
+    if isinstance(default, float) and not abs(value) <= check.LARGEST_FLOAT:
+        raise ValueError(
+            f'{key}={value!r}: must be finite, at most {check.LARGEST_FLOAT:g}; the default is {default!r}'
+        )
     if 'range' in field.metadata:
         limits = check.Range(*field.metadata['range'])
         if not limits.holds(value):
-            raise ValueError(f'{key}={value}: must be {limits}; the default is {field.default!r}')
+            raise ValueError(f'{key}={value!r}: must be {limits}; the default is {default!r}')
     choices = field.metadata.get('choices')
     if choices is not None and value not in choices:
         raise ValueError(f'{key}={value!r}: must be one of {", ".join(map(repr, choices))}')
 
 
-def parsed(text: str) -> Any:
+def parsed(text: str, default: Any) -> Any:
     """Return the value that a text on the command line stands for; the text if it is no other."""
-    if text.lower() in ('true', 'false'):
-        return text.lower() == 'true'
+    if isinstance(default, bool):
+        return BOOLS.get(text.lower(), text)
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+        return ast.literal_eval(text.strip())
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return text
 
 
@@ -229,8 +301,10 @@ def as_dict(options: Any) -> dict[str, Any]:
 
 def default_options(config: T5Config) -> dict[str, Any]:
     """Return the options that a run has whose config.json lacks them."""
-    options: Any = config.options
-    return as_dict(options and type(options)())
+    if config.options is None:
+        return {}
+    fields = dataclasses.fields(config.options)  # type: ignore[arg-type]
+    return json.loads(json.dumps({field.name: field.default for field in fields}))
 
 
 # In checkpoints.
@@ -248,16 +322,30 @@ def files_of(config: T5Config) -> dict[str, bytes]:
     return {RECORD: config.modules.source} if config.modules.source else {}
 
 
+def is_own(directory: Any) -> bool:
+    """Return whether a checkpoint was saved with an own model or a family."""
+    return bool(recorded(directory) or stored_module(directory))
+
+
+def stored_module(directory: Any) -> str:
+    """Return the model.module of the run of a checkpoint; '' if it had none, or is of another program."""
+    return check.read_stored(directory).get('model', {}).get('module', '')
+
+
 def check_same(directory: Any, config: T5Config, otherwise: str) -> None:
     """Raise ValueError unless a checkpoint was saved with this model.
 
     `otherwise`: what to do to use another one.
     """
     old = recorded(directory)
-    stored = check.read_stored(directory).get('model')  # None for a checkpoint of another program
-    family = stored['module'] if stored and not old else config.module
-    if config.modules.source == old and config.module == family:
+    family = '' if old else stored_module(directory)
+    own_family = '' if config.modules.source else config.module
+    if config.modules.source == old and own_family == family:
         return
+    if family:
+        raise ValueError(
+            f'model.module={config.module!r} is not that of {directory}: set it to {family!r}, or {otherwise}'
+        )
     if old:
         raise ValueError(
             f'model.module={config.module!r} is not the own model of {directory}: set it to a copy of '
@@ -271,11 +359,14 @@ def check_same(directory: Any, config: T5Config, otherwise: str) -> None:
 
 def load_recorded(directory: Any, settings: Mapping[str, Any]) -> T5Config:
     """Return what `load` does, of a checkpoint; `settings` are those of its config.json."""
-    content = recorded(directory)
-    name = settings['module']
-    if not content and (not name or name.isidentifier()):  # T5, or a family
-        return load(settings)
-    return load({**settings, 'module': str(find_recorded(directory, name))})
+    return load({**settings, 'module': module_of(directory, settings['module'])})
+
+
+def module_of(directory: Any, module: str) -> str:
+    """Return model.module for a checkpoint whose run had `module`: a family, or where its file is now."""
+    if not recorded(directory) and (not module or is_family(module)):
+        return module
+    return str(find_recorded(directory, module))
 
 
 def find_recorded(directory: Any, module: str) -> Path:

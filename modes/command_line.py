@@ -2,7 +2,7 @@
 
 import os
 import pathlib
-import sys
+import re
 from typing import Any
 
 from absl import flags
@@ -24,17 +24,18 @@ FLAGS_OF_MODE = {
     'tasks': ['config', 'split', 'examples', 'vocabulary'],
 }
 HELP = {'--help', '-help', '-h', '--helpshort', '--helpfull', '-?'}
-OPTIONS: dict[str, str] = {}  # {'model.options.NAME': text} of the command line
+# The words of model.options: --config.model.options.NAME=VALUE, or with a value that is the next word.
+OPTION = re.compile(r'--?(no)?config\.model\.options(\.([^=]*))?(=(.*))?', re.DOTALL)
+OPTIONS: dict[str, str | bool] = {}  # {'model.options.NAME': text} of the command line
+WORDS: list[str] = []  # the others, which ml_collections searches for settings
 FLAGS = flags.FLAGS
-try:
-    config_flags.DEFINE_config_file(
-        'config',
-        default=None,
-        help_string='A config file; --config.KEY=VALUE changes one of its settings.',
-        lock_config=True,
-    )
-except (flags.Error, ValueError, OSError) as error:  # it reads the file that --flagfile names
-    sys.exit(processes.fail(ValueError(f'--flagfile: {error}: name a text file of flags'), 2))
+config_flags.DEFINE_config_file(
+    'config',
+    default=None,
+    help_string='A config file; --config.KEY=VALUE changes one of its settings.',
+    lock_config=True,
+    sys_argv=WORDS,
+)
 flags.DEFINE_string('workdir', default=None, help='The folder of the run; runs/NAME if not given.')
 flags.DEFINE_string(
     'profile',
@@ -154,7 +155,10 @@ def parse(argv: list[str]) -> ConfigDict | None:
 
     Raises ValueError in one line for whatever is wrong with a flag or with the config file.
     """
-    argv = take_options(argv)
+    try:
+        argv = take_options(FLAGS.read_flags_from_files(argv, force_gnu=False))
+    except (flags.Error, UnicodeDecodeError, OSError) as error:
+        raise ValueError(f'--flagfile: {error}: name a text file of flags') from error
     for i, argument in enumerate(argv):
         if argument.startswith(('--config=~', '-config=~')):  # a shell leaves this ~ as it is
             argv[i] = f'--config={os.path.expanduser(argument.partition("=")[2])}'
@@ -169,6 +173,7 @@ def parse(argv: list[str]) -> ConfigDict | None:
     elif mode in ('evaluate', 'infer', 'tasks'):
         # With a checkpoint, the settings of its run take the place of these.
         argv.insert(1, f'--config={base.__file__}')
+    WORDS[:] = argv
     try:
         words = FLAGS(argv)[1:]
     except flags.Error as error:
@@ -181,6 +186,8 @@ def parse(argv: list[str]) -> ConfigDict | None:
         for name in names:
             if FLAGS[name].present:
                 check_mode_of(name, FLAGS.mode)
+    if OPTIONS:
+        check_mode_of('config', FLAGS.mode)
     if words[1 if FLAGS.mode == 'tasks' else 0 :]:
         raise ValueError(f'{words[-1]!r} is no flag: write --config=FILE --config.KEY=VALUE')
     if 'config' not in FLAGS_OF_MODE[FLAGS.mode]:
@@ -189,11 +196,10 @@ def parse(argv: list[str]) -> ConfigDict | None:
         return None
     if file is None and FLAGS.mode != 'tasks':
         raise ValueError('--config is missing: try --config=configs/tiny.py')
-    for key, text in OPTIONS.items():
-        FLAGS.config.model.options.unlock()[key.removeprefix(settings.OPTIONS)] = text
     if FLAGS.mode == 'tasks':
         FLAGS.config.data.task = ''.join(words) or changes().get('data.task', '')
     settings.check(FLAGS.config)
+    settings.set_options(FLAGS.config, OPTIONS)
     if FLAGS.mode == 'train':
         settings.check_effects(FLAGS.config, changes())
     return FLAGS.config
@@ -202,22 +208,33 @@ def parse(argv: list[str]) -> ConfigDict | None:
 def take_options(argv: list[str]) -> list[str]:
     """Return the words of a command line without those of model.options, which OPTIONS gets.
 
-    Their names are known only after model.module is.
+    Their names are known only after model.module is. A name without a value is True, as absl has it of
+    other settings, and with 'no' before it False.
     """
     OPTIONS.clear()
-    words = list(argv)
-    prefixes = (f'--config.{settings.OPTIONS}', f'-config.{settings.OPTIONS}')
-    for i, word in enumerate(argv):
-        if not word.startswith(prefixes):
+    words = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        match = OPTION.fullmatch(word)
+        if not match:
+            words.append(word)
             continue
-        name, equals, text = word.lstrip('-').removeprefix('config.').partition('=')
-        taken = [word]
-        if not equals:
-            taken = argv[i : i + 2]
-            text = argv[i + 1] if len(argv) > i + 1 else ''
-        OPTIONS[name] = text
-        for each in taken:
-            words.remove(each)
+        negation, _, name, equals, text = match.groups()
+        if not name or not name.isidentifier() or (negation and equals):
+            raise ValueError(
+                f'{word}: model.options is a group of settings: set one of them, '
+                f'--config.{settings.OPTIONS}NAME=VALUE'
+            )
+        key = settings.OPTIONS + name
+        if key in OPTIONS:
+            raise ValueError(f'--config.{key} is given twice: give it once')
+        if equals:
+            OPTIONS[key] = text
+        elif negation or not rest or re.match(r'-(?![\d.])', rest[0]):  # the next word is a flag
+            OPTIONS[key] = not negation
+        else:
+            OPTIONS[key] = rest.pop(0)
     return words
 
 
@@ -275,4 +292,4 @@ def values_of_mode() -> dict[str, Any]:
 
 def all_values() -> dict[str, Any]:
     """Return the flags that only the mode knows, and the settings of its config."""
-    return values_of_mode() | dict(settings.leaves(FLAGS.config))
+    return values_of_mode() | dict(settings.leaves(FLAGS.config)) | OPTIONS

@@ -55,9 +55,12 @@ def prepare(
         names_model = changes_model(path, changes)
         if names_model and config.model.module and 'model.module' not in changes:
             directory = formats.open.open_checkpoint(path).directory
-            file = own_model.find_recorded(directory, config.model.module)
-            config.model.module = str(file)  # where it is now
-    model_config = own_model.load(config.model) if names_model else None
+            config.model.module = own_model.module_of(directory, config.model.module)
+    model_config = None
+    if names_model:
+        model_config = own_model.load(config.model)
+        options = own_model.as_dict(model_config.options)  # typed, and all of them
+        check.set_options(config, {f'{check.OPTIONS}{name}': x for name, x in options.items()})
     return CheckpointEvaluation(config, checkpoint, model_config=model_config, **flags)
 
 
@@ -282,10 +285,11 @@ def output_folder(chosen: Chosen, output_dir: str) -> Any:
 
 def changes_of_run(run: Any, config: Any) -> list[str]:
     """Return 'setting: old -> new' of the settings that results depend on and a run has otherwise."""
-    own = settings_of(run, {})
+    own = dict(check.leaves(settings_of(run, {})))
     names = ('decode.', 'data.', 'model.', 'infer_eval.num_examples', 'restore.dtype')
     found = []
-    for (key, old), (_, new) in zip(check.leaves(own), check.leaves(config), strict=True):
+    for key, new in check.leaves(config):
+        old = own.get(key)  # a config file may have options that the run's has not
         if key.startswith(names) and key != 'data.vocabulary' and old != new:
             found.append(f'{key}: {old!r} -> {new!r}')
     return found

@@ -559,9 +559,11 @@ def check_output(job: Job) -> None:
 def settings_as_json(job: Job) -> dict[str, Any]:
     """Return everything that the results depend on."""
     request = job.request
-    model_settings = {'dtype': job.model_config.dtype}
+    model_settings: dict[str, Any] = {'dtype': job.model_config.dtype}
     for name, content in own_model.files_of(job.model_config).items():
         model_settings[name] = digest_of(content)
+    if job.model_config.options is not None:
+        model_settings['options'] = own_model.as_dict(job.model_config.options)
     manifest = ''
     if paths.is_file(job.directory / checkpoint.MANIFEST):  # of a checkpoint of ours
         manifest = digest_of((job.directory / checkpoint.MANIFEST).read_bytes())

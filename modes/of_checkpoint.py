@@ -24,13 +24,12 @@ def settings_of(directory: Any, changes: Mapping[str, Any]) -> ConfigDict:
         name = key.replace('.', '/')
         if key.startswith(RUN_SETTINGS) and key != 'data.vocabulary' and name in stored:
             config.update_from_flattened_dict({key: stored[name]})
-    for name, value in check.read_stored(directory).get('model', {}).get('options', {}).items():
-        config.model.options[name] = value
+    options = check.read_stored(directory).get('model', {}).get('options', {})
+    check.set_options(config, {f'{check.OPTIONS}{name}': value for name, value in options.items()})
     for key, value in changes.items():
-        if key.startswith(check.OPTIONS):
-            config.model.options[key.removeprefix(check.OPTIONS)] = value
-        else:
+        if not key.startswith(check.OPTIONS):
             config.update_from_flattened_dict({key: value})
+    check.set_options(config, changes)
     return config
 
 

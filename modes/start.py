@@ -115,7 +115,7 @@ def choose_initial(config: Any, trainer: train.Trainer) -> Start:
         opened = formats.open.open_checkpoint(chosen.path, part='whole' if chosen.strict else '')
     except (ValueError, OSError) as error:
         raise ValueError(f'restore.path={chosen.path}: {error}') from error
-    if chosen.strict and own_model.recorded(opened.directory):
+    if chosen.strict and own_model.is_own(opened.directory):
         remedy = 'restore its parameters with restore.strict=False'
         own_model.check_same(opened.directory, trainer.model_config, remedy)
 

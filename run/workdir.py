@@ -318,8 +318,9 @@ def compare_settings(
 ) -> OpenMixture:
     """Return the mixture as a run reads it that goes on from the checkpoint of a step.
 
-    `settings`: the content of config.json today; `options`: the defaults of model.options. Raises ValueError for changes with which the run
-    may not go on. The text is compared by content, not by the names of files.
+    `settings`: the content of config.json today; `options`: the defaults of model.options. Raises
+    ValueError for changes with which the run may not continue. The text is compared by content, not by
+    the names of files.
     """
     workdir = directory.parent
     old = json.loads((directory / 'config.json').read_text())

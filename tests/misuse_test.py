@@ -262,6 +262,56 @@ TABLES['trainer'] = {
 }  # fmt: skip
 
 
+# The options of an own model.
+
+OWN = """
+import dataclasses
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    num: int = dataclasses.field(default=2, metadata={'range': (1, 8)})
+    kind: str = dataclasses.field(default='a', metadata={'choices': ('a', 'b')})
+
+def modules(default):
+    return default
+"""
+
+
+def option(message: str, *flags: str, own: str = OWN) -> Row:
+    """Options of the model own.py."""
+    return Row([TINY, '--config.model.module=own.py', *flags], message, {'own.py': own})
+
+
+TABLES['options'] = {
+    'out of range': option('model.options.num=9: must be at least 1 and at most 8', '--config.model.options.num=9'),
+    'typo': option("model.options.nun='3' is no option of {dir}/own.py: use num, kind", '--config.model.options.nun=3'),
+    'typo in the group': option("no such setting: 'optoins'", '--config.model.optoins.num=3'),
+    'negative, as a word': option('model.options.num=-1: must be at least 1', '--config.model.options.num', '-1'),
+    'another type': option('model.options.num=2.5: must be a whole number, such as 2', '-config.model.options.num=2.5'),
+    'no number': option("model.options.num='two': must be a whole number, such as 2", '--config.model.options.num', 'two'),
+    'no choice': option("model.options.kind='c=d': must be one of 'a', 'b'", '--config.model.options.kind=c=d'),
+    'no value': option('model.options.num=True: must be a whole number, such as 2', '--config.model.options.num', '--workdir=x'),
+    'nothing': option("model.options.num='': must be a whole number", '--config.model.options.num='),
+    'no': option('model.options.num=False: must be a whole number', '--noconfig.model.options.num'),
+    'twice': option('--config.model.options.num is given twice', '--config.model.options.num=3', '-config.model.options.num', '4'),
+    'no name': option('--config.model.options.=3: model.options is a group of settings: set one', '--config.model.options.=3'),
+    'dots': option('--config.model.options.num.x=3: model.options is a group', '--config.model.options.num.x=3'),
+    'the group': option('model.options is a group of settings', '--config.model.options=3'),
+    'the group alone': option('--config.model.options: model.options is a group of settings', '--config.model.options'),
+    'no and a value': option('--noconfig.model.options.num=1: ', '--noconfig.model.options.num=1'),
+    'no module': Row([TINY, '--config.model.options.num=3'], "model.options.num='3' is a setting of an own model: set model.module"),
+    'no class': option('own.py declares no options', '--config.model.options.num=3', own='def modules(default):\n    return default\n'),
+    'not frozen': option('own.py: Options=', own=OWN.replace('(frozen=True)', '')),
+    'no default': option('own.py: the option num has no default', own=OWN.replace("int = dataclasses.field(default=2, metadata={'range': (1, 8)})", 'int')),
+    'in a config': mine('model.options.num=9: must be', CONFIG + '    config.model.module = "own.py"\n    config.model.options.num = 9\n' + END, own=OWN),
+    'in a config, a typo': mine('model.options.nun=3 is no option', CONFIG + '    config.model.module = "own.py"\n    config.model.options.nun = 3\n' + END, own=OWN),
+    'in a config, of another type': mine('must be a whole number', CONFIG + '    config.model.module = "own.py"\n    config.model.options = {"num": [3]}\n' + END, own=OWN),
+    'of another mode': Row(['--mode=report', '--runs=x', '--config.model.options.num=3'], '--config is not for --mode=report'),
+    'to plan': option('model.options.num=9: must be', '--mode=plan', '--config.model.options.num=9'),
+    'without a config': Row(['--config.model.options.num=3'], '--config is missing'),
+}  # fmt: skip
+
+
 # The workdir.
 
 OURS = json.dumps({'data_fingerprint': 'x', 'model': {}, 'train': {'steps': 1}})
@@ -498,7 +548,6 @@ def test_a_config_by_every_name(command_line, tmp_path, name):
     ('binary', "can't decode"),
 ])  # fmt: skip
 def test_a_flagfile_that_cannot_be_read(tmp_path, name, reason):
-    """In a process of its own: ml_collections reads it while main.py imports its flags."""
     (tmp_path / 'binary').write_bytes(b'\xff\xfe')
     command = [sys.executable, str(ROOT / 'main.py'), f'--flagfile={name}']
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

@@ -24,6 +24,7 @@ import tasks.open
 import train
 import vocabulary as vocabularies
 from configs import base
+from formats import own_model
 from modes.train import make_trainer
 from tasks import objectives
 
@@ -405,7 +406,7 @@ def test_one_step_in_bfloat16():
 ])  # fmt: skip
 def test_a_model_that_cannot_be_is_said_in_words(settings, words):
     with pytest.raises(ValueError, match=words):
-        model_config(**settings)
+        own_model.complete(model_config(**settings))
 
 
 def test_a_table_that_disagrees_fails_by_path():

@@ -49,6 +49,33 @@ SMALLEST = t5_config(
     relpos_bias_per_layer=False,
 )
 
+# An own model with settings of its own.
+OPTIONS = """
+import dataclasses
+
+import model
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    num: int = dataclasses.field(default=2, metadata={'range': (1, 8), 'help': 'How many.'})
+    rate: float = 0.5
+    gated: bool = False
+    kind: str = dataclasses.field(default='a', metadata={'choices': ('a', 'b=c')})
+    which: tuple[str, ...] = ('p', 'q')
+    widths: tuple = ()
+
+
+class Mlp(model.Mlp):
+    def __call__(self, x_bTD, rows_b=None):
+        y_bTD, aux = super().__call__(x_bTD, rows_b)
+        return y_bTD * self.config.options.num * self.config.options.rate, aux
+
+
+def modules(default):
+    return dataclasses.replace(default, mlp=Mlp)
+"""
+
 
 # Of an own model in tests.
 OWN_SIZES = {

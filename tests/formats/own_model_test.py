@@ -10,6 +10,7 @@ import pytest
 import questions
 from runs import ROOT, metrics_of, run, small_config, state_of
 from small_models import (
+    OPTIONS,
     OWN_SIZES,
     assert_close,
     assert_refused,
@@ -121,7 +122,7 @@ def test_own_and_plain_models_do_not_mix(first):
     expected = of_last.logits(batch)  # compiled before the one that was made first
     assert_close(of_first.logits(batch), expected, 1e-6)
     with pytest.raises(ValueError, match='squared_relu'):
-        t5_config(**OWN_SIZES | {'mlp_activations': ('squared_relu',)})
+        load_own('', mlp_activations=('squared_relu',))
 
 
 @pytest.mark.slow
@@ -483,3 +484,114 @@ def test_a_parameter_without_a_row(tmp_path, corpus):
     name = f"{file}: parameter 'decoder/layers_0/mlp/down'"
     assert_refused(lambda: prepare(config, tmp_path / 'run'), name)
     assert not (tmp_path / 'run/config.json').exists()
+
+
+# Settings of its own.
+
+
+@pytest.fixture
+def with_options(tmp_path):
+    file = tmp_path / 'own.py'
+    file.write_text(OPTIONS)
+    return file
+
+
+# A value as text of the command line, and as a config file or config.json has it.
+@pytest.mark.parametrize('name, text, given, expected', [
+    ('num', '3', 3, 3),
+    ('rate', '-1e-3', -0.001, -0.001),
+    ('rate', '1', 1, 1.0),
+    ('gated', 'True', True, True),
+    ('gated', '1', True, True),
+    ('kind', 'b=c', 'b=c', 'b=c'),
+    ('which', "('z',)", ['z'], ('z',)),
+    ('which', '()', (), ()),
+    ('widths', '(1, 2)', [1, 2], (1, 2)),
+])  # fmt: skip
+def test_options_are_typed(with_options, name, text, given, expected):
+    declared = own_model.find(str(with_options))[0].Options
+    for value in (text, given):
+        options = own_model.options_of(declared, str(with_options), {name: value})
+        assert options == dataclasses.replace(declared(), **{name: expected})
+        assert type(getattr(options, name)) is type(expected)
+        assert own_model.options_of(declared, '', own_model.as_dict(options)) == options
+
+
+def test_options_are_a_part_of_the_model(with_options):
+    configs = [load_own(with_options, options={'num': num}) for num in (2, 3, 3)]
+    assert configs[0] == load_own(with_options) != configs[1] == configs[2]
+    assert hash(configs[1]) == hash(configs[2])
+    params = random_params(configs[0])
+    batch = random_batch(seed=0)
+    of_two, of_three = (infer.T5(c, params, make_mesh(1, 1)).logits(batch) for c in configs[:2])
+    assert np.abs(of_two - of_three).max() > 1e-3
+
+
+@pytest.mark.parametrize('name, value, rule', [
+    ('nun', 3, 'is no option of {file}: use num, rate, gated, kind, which, widths'),
+    ('num', 'x', 'must be a whole number, such as 2'),
+    ('num', '1e1', 'must be a whole number, such as 2'),
+    ('num', True, 'must be a whole number, such as 2'),
+    ('num', 9, 'must be at least 1 and at most 8'),
+    ('num', '-1', 'must be at least 1 and at most 8'),
+    ('rate', 'nan', 'must be a number, such as 0.5'),
+    ('rate', '1e999', 'must be finite'),
+    ('rate', 10**400, 'must be finite'),
+    ('gated', '2', 'must be true or false, such as False'),
+    ('gated', 0, 'must be true or false, such as False'),
+    ('kind', 'c', "must be one of 'a', 'b=c'"),
+    ('kind', True, 'must be text'),
+    ('which', 'p', "must be values in parentheses, such as ('p', 'q')"),
+    ('which', '(1,)', "1 is not like the values of ('p', 'q')"),
+    ('widths', '([1],)', '[1] is not like'),
+    ('widths', '{[]: 1}', 'must be values in parentheses'),
+])  # fmt: skip
+def test_an_option_that_is_refused(with_options, name, value, rule):
+    ask = lambda: load_own(with_options, options={name: value})  # noqa: E731
+    assert_refused(ask, f'model.options.{name}=')
+    assert_refused(ask, rule.format(file=with_options))
+
+
+def test_options_without_a_class(tmp_path):
+    name = "model.options.num='3' is a setting of an own model: set model.module"
+    assert_refused(lambda: load_own('', options={'num': '3'}), name)
+    name = f'model.options.num=3: {EXAMPLE} declares no options'
+    assert_refused(lambda: load_own(EXAMPLE, options={'num': 3}), name)
+
+
+FROZEN = '@dataclasses.dataclass(frozen=True)\n'
+
+
+@pytest.mark.parametrize('text, name', [
+    ('class Options:\n    num: int = 2\n', 'must be a frozen dataclass'),
+    ('@dataclasses.dataclass\nclass Options:\n    num: int = 2\n', 'must be a frozen dataclass'),
+    ('Options = 3\n', 'Options=3: must be a frozen dataclass'),
+    (FROZEN + 'class Options:\n    num: int\n', 'the option num has no default'),
+    (FROZEN + 'class Options:\n    num: list = []\n', 'line 6: ValueError: mutable default'),
+    (FROZEN + 'class Options:\n    num: list = dataclasses.field(default_factory=list)\n', 'num has no default'),
+    (FROZEN + 'class Options:\n    num: None = None\n', 'the option num has no default'),
+    (FROZEN + 'class Options:\n    num: int = dataclasses.field(default=2, init=False)\n', 'make it a property'),
+    (FROZEN + 'class Options:\n    num: float = 1\n', 'num=1 is no float: write one'),
+    (FROZEN + 'class Options:\n    num: tuple = ((1,),)\n', '(1,) is not like'),
+    (FROZEN + "class Options:\n    num: int = dataclasses.field(default=2, metadata={'range': (3, 4)})\n", 'the default of num=2: must be at least 3'),
+    (FROZEN + "class Options:\n    num: int = dataclasses.field(default=2, metadata={'range': 3})\n", 'TypeError'),
+    (FROZEN + "class Options:\n    num: str = dataclasses.field(default='', metadata={'range': (3, 4)})\n", 'TypeError'),
+    (FROZEN + "class Options:\n    num: int = dataclasses.field(default=2, metadata={'axis': 'modle'})\n", "axis='modle' of the option num"),
+    (FROZEN + "class Options:\n    num: float = dataclasses.field(default=2.0, metadata={'axis': 'model'})\n", "axis='model' of the option num"),
+    (FROZEN + 'class Options:\n    num: int = 2\n\n    def __post_init__(self):\n        raise ValueError(f"odd {self.num}")\n', 'line 11: ValueError: odd 2'),
+])  # fmt: skip
+def test_a_class_of_options_that_is_refused(tmp_path, text, name):
+    file = tmp_path / 'own.py'
+    file.write_text(HEAD + f'return default\n\n{text}')
+    assert_refused(lambda: load_own(file), str(file))
+    assert_refused(lambda: load_own(file), name)
+
+
+def test_defaults_that_a_class_refuses(tmp_path):
+    """A value must be given: a run whose config.json lacks it has the default all the same."""
+    file = tmp_path / 'own.py'
+    method = '\n    def __post_init__(self):\n        assert self.num > 2\n'
+    file.write_text(OPTIONS.replace('\n\n\nclass Mlp', f'\n{method}\n\nclass Mlp'))
+    assert_refused(lambda: load_own(file), 'AssertionError')
+    assert own_model.default_options(load_own(file, options={'num': 3}))['num'] == 2
+    assert '  --config.model.options.num=2' in own_model.describe_options(str(file))
