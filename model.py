@@ -185,7 +185,7 @@ def check_mesh(config: T5Config, mesh: Mesh) -> None:
         partition.check_divides(f'model.{name}', getattr(config, name), ('model',), mesh)
     options: Any = config.options
     for field in dataclasses.fields(options) if options else ():
-        if 'axis' in field.metadata:  # the mesh axis that splits this option
+        if 'axis' in field.metadata:  # split over this mesh axis
             axes = (field.metadata['axis'],)
             size = getattr(options, field.name)
             partition.check_divides(f'model.options.{field.name}', size, axes, mesh)

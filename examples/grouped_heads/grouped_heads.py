@@ -20,7 +20,7 @@ class Options:
         default=1,
         metadata={
             'range': (1, 1024),
-            'axis': 'model',  # the mesh axis that splits them
+            'axis': 'model',  # split over this mesh axis
             'help': 'heads of keys and values: must divide model.num_heads',
         },
     )
