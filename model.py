@@ -183,6 +183,12 @@ def check_mesh(config: T5Config, mesh: Mesh) -> None:
     partition.check_divides('model.emb_dim', config.emb_dim, ('fsdp',), mesh)
     for name in ('num_heads', 'mlp_dim', 'vocab_size'):
         partition.check_divides(f'model.{name}', getattr(config, name), ('model',), mesh)
+    options: Any = config.options
+    for field in dataclasses.fields(options) if options else ():
+        if 'axis' in field.metadata:  # the mesh axis that splits this option
+            axes = (field.metadata['axis'],)
+            size = getattr(options, field.name)
+            partition.check_divides(f'model.options.{field.name}', size, axes, mesh)
 
 
 def adapter_paths(config: T5Config) -> tuple[str, ...]:
@@ -642,10 +648,10 @@ class Attention(hk.Module):
         return k_bMhK, self.heads(memory_bMD, 'value', initializer)
 
     @hk.name_like('__call__')
-    def heads(self, x_bTD, name, initializer):
-        """Return x_bTD projected to this device's heads, [b, T, h, K]."""
+    def heads(self, x_bTD, name, initializer, num_heads=None):
+        """Return x_bTD projected to this device's part of `num_heads`, by default all, [b, T, h, K]."""
         c = self.config
-        num_heads = partition.split(c.num_heads, 'model')
+        num_heads = partition.split(num_heads or c.num_heads, 'model')
         shape = (c.emb_dim, num_heads * c.head_dim)
         kernel = Kernel(c, shape, initializer, c.dtype, name=name)
         heads_bThK = kernel('bTD,DhK->bThK', x_bTD, columns=(num_heads, c.head_dim))
@@ -877,15 +883,12 @@ class Modules:
     relpos_bias: Callable = RelativePositionBias
     activations: tuple[tuple[str, Callable], ...] = tuple(ACTIVATIONS.items())
     initializers: Initializers = Initializers()
-    specs: tuple[tuple[str, P], ...] = tuple(
-        PARAMETER_SPECS.items()
-    )  # the last of equal rows counts
+    specs: tuple[tuple[str, P], ...] = tuple(PARAMETER_SPECS.items())  # of equal rows, the last
     period: int = 1  # layers that a scan repeats; more where not all have the same parameters
     # (config, embedded x_bMD, segments_bM) -> both as the encoder reads them.
     encoder_inputs: Callable = lambda config, x_bMD, segments_bM: (x_bMD, segments_bM)
-    adapters: str = (
-        ''  # regular expression: parameters trained and saved alone, beside a base checkpoint
-    )
+    # A regular expression: parameters trained and saved alone, beside a base checkpoint.
+    adapters: str = ''
     adapted_kernel: Callable = adapted_kernel
     # The loss has coefficient * mean over the rows of each aux: config -> {name: coefficient}.
     losses: Callable[[T5Config], Mapping[str, float]] = lambda config: {}

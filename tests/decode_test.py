@@ -6,7 +6,9 @@ golden/t5x_* and golden/seqio_t5/decoding.*: made by running google-research/t5x
 import dataclasses
 import functools
 import json
+import math
 import pathlib
+import re
 from typing import NamedTuple
 
 import jax
@@ -16,10 +18,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from small_models import (
     assert_close,
+    device_beams,
     golden_batch,
     make_mesh,
     random_batch,
     random_params,
+    reorder_rows,
     run_config,
     sharded,
     stepwise_logits,
@@ -37,16 +41,6 @@ HERE = pathlib.Path(__file__).parent / 'golden'
 FORWARD = pathlib.Path(__file__).resolve().parents[2] / 'shared/testdata/seqio_t5/t5x_small_forward'
 MESHES = [(1, 1), (4, 2), (2, 4)]
 pytestmark = pytest.mark.usefixtures('highest_precision')
-
-
-def reorder_rows(cache, parents_bn):
-    """Return a cache of arrays [r, ...] with the rows of each beam's parent."""
-
-    def reordered(x):
-        beams = x.reshape(*parents_bn.shape, *x.shape[1:])
-        return decode.pick(beams, parents_bn).reshape(x.shape)
-
-    return jax.tree.map(reordered, cache)
 
 
 @functools.cache
@@ -471,6 +465,77 @@ def test_same_tokens_on_every_mesh(name):
         np.testing.assert_array_equal(tokens, found[0])
 
 
+# What a step of decoding copies.
+
+
+class TransposingAttention(model.Attention):
+    """An attention that reads keys and values in the layout of training, positions before heads."""
+
+    def attend(self, q_bThK, k_bhKM, v_bhKM, mask_b1TM, relpos_1hTM, positions, rows_b):
+        logits_bhTM = jnp.einsum('bThK,bMhK->bhTM', q_bThK, k_bhKM.transpose(0, 3, 1, 2))
+        probs_bhTM = model.attention_weights(logits_bhTM, mask_b1TM, relpos_1hTM, 'float32')
+        return jnp.einsum('bhTM,bMhK->bThK', probs_bhTM, v_bhKM.transpose(0, 3, 1, 2))
+
+
+def large_results(text, min_size):
+    """What the loops of a compiled program make of `min_size` numbers or more.
+
+    Returns two lists of instructions: those that write into an array that is there, as a cache does,
+    and the others.
+    """
+    instruction = re.compile(r'\s+(?:ROOT )?%?\S+ = \w+\[([\d,]+)\]\S* ([\w-]+)\(')
+    computations = {}
+    for block in re.findall(r'^[^ \n].*\{\n(?:  .*\n)+', text, re.MULTILINE):
+        name = block.removeprefix('ENTRY ').removeprefix('%').split()[0]
+        computations[name] = block
+    writes = []
+    copies = []
+    for body in re.findall(r' while\(.* body=%?([\w.-]+)', text):
+        for line in computations[body].splitlines():
+            match = instruction.match(line)
+            if not match or match[2] in ('parameter', 'get-tuple-element', 'bitcast'):
+                continue
+            if math.prod(map(int, match[1].split(','))) < min_size:
+                continue
+            called = re.search(r'(?:calls|to_apply)=%?([\w.-]+)', line)
+            code = computations[called[1]] if called else line
+            kind = writes if ' dynamic-update-slice(' in code else copies
+            kind.append(line.strip())
+    return writes, copies
+
+
+@pytest.mark.parametrize('attention', [model.Attention, TransposingAttention])
+@pytest.mark.parametrize('num_beams', [1, 3])
+def test_a_step_copies_no_cache(attention, num_beams):
+    """Neither the keys and values of the targets nor those of the inputs; another layout does."""
+    config = t5_config(
+        vocab_size=48,
+        emb_dim=16,
+        num_heads=4,
+        head_dim=16,
+        mlp_dim=16,
+        num_encoder_layers=1,
+        num_decoder_layers=1,
+        own=dataclasses.replace(model.T5_MODULES, attention=attention),
+    )
+
+    def beams(params, inputs_bM, prompt_bT):
+        return device_beams(config, params, inputs_bM, prompt_bT, num_beams)
+
+    mesh = make_mesh(1, 1)
+    decoding = generator(config, mesh) if num_beams == 1 else sharded(beams, config, mesh)
+    inputs = np.full((4, 48), 5, np.int32)
+    prompt = np.zeros((4, 64), np.int32)
+    text = decoding.lower(random_params(config), inputs, prompt).compile().as_text()
+    # The keys of the inputs are the smallest array of a cache.
+    writes, copies = large_results(text, min_size=4 * 4 * 16 * 48)
+    assert len(writes) == 2, writes  # the keys and the values of the targets
+    assert len(copies) == (2 if attention is TransposingAttention else 0), copies
+
+
+# Models of random shape.
+
+
 def random_model(seed):
     """A model of random shape; its parameters; inputs and how long they are."""
     rng = np.random.default_rng(seed)
@@ -492,38 +557,6 @@ def random_model(seed):
     inputs = rng.integers(2, config.vocab_size, (4, 9)).astype(np.int32)
     inputs[np.arange(9) >= rng.integers(1, 10, (4, 1))] = 0
     return config, params, inputs
-
-
-def device_beams(config, params, inputs_bM, prompt_bT, num_beams, is_cached=True):
-    """The beams of one device's examples; uncached, each step reads all tokens again."""
-    num_rows, length = prompt_bT.shape
-    if is_cached:
-        start = functools.partial(
-            model.start_decoding, config, inputs_bM, 0, num_beams, is_beam_search=True
-        )
-
-        def step(tokens_r, cache):
-            return model.apply(lambda: model.decode_step(config, tokens_r, cache), params)
-
-        cache, reorder, grow = model.apply(start, params), decode.reorder_beams, decode.grow_cache
-    else:
-        inputs_rM = jnp.repeat(inputs_bM, num_beams, axis=0)
-
-        def step(tokens_r, cache):
-            position_r, read_rT = cache
-            read_rT = read_rT.at[:, position_r[0]].set(tokens_r)
-            batch = {
-                'encoder_input_tokens': inputs_rM,
-                'decoder_input_tokens': read_rT,
-                'decoder_target_tokens': jnp.ones_like(read_rT),
-            }
-            logits_rTv, _ = model.apply(lambda: model.logits(config, batch), params)
-            return logits_rTv[:, position_r[0]], (position_r + 1, read_rT)
-
-        position_r = jnp.zeros_like(inputs_rM[:, 0])
-        cache = (position_r, jnp.zeros_like(inputs_rM, shape=(len(inputs_rM), length)))
-        reorder, grow = reorder_rows, lambda cache, room: cache
-    return decode.beam_search(step, reorder, cache, prompt_bT, num_beams, grow=grow)
 
 
 @pytest.mark.slow

@@ -5,13 +5,17 @@ import re
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import decode
+import infer
 import model
 import partition
 from configs import base
+from formats import own_model
 
 # Of the fixture `golden`, for what takes long to compile: the other models are for `pytest -m slow`.
 ONE_GOLDEN_MODEL = pytest.mark.parametrize(
@@ -71,6 +75,26 @@ class Mlp(model.Mlp):
 def modules(default):
     return dataclasses.replace(default, mlp=Mlp)
 """
+
+
+# Of an own model in tests.
+OWN_SIZES = {
+    'vocab_size': 384,
+    'emb_dim': 16,
+    'num_heads': 2,
+    'num_encoder_layers': 1,
+    'num_decoder_layers': 1,
+    'head_dim': 8,
+    'mlp_dim': 16,
+    'mlp_activations': ('relu',),
+}
+
+
+def load_own(file, **settings):
+    """The T5Config of an own model."""
+    return own_model.load(
+        base.get_config().model.to_dict() | OWN_SIZES | {'module': str(file)} | settings
+    )
 
 
 def run_config(mesh_data, mesh_model, mesh_fsdp=1, **model_settings):
@@ -168,6 +192,93 @@ def stepwise_logits(config, mesh):
         return logits_Tbv.swapaxes(0, 1)
 
     return sharded(device_logits, config, mesh, P(partition.BATCH_AXES, None, 'model'))
+
+
+def reorder_rows(cache, parents_bn):
+    """Return a cache of arrays [r, ...] with the rows of each beam's parent."""
+
+    def reordered(x):
+        beams = x.reshape(*parents_bn.shape, *x.shape[1:])
+        return decode.pick(beams, parents_bn).reshape(x.shape)
+
+    return jax.tree.map(reordered, cache)
+
+
+def device_beams(
+    config,
+    params,
+    inputs_bM,
+    prompt_bT,
+    num_beams,
+    is_cached=True,
+    reorder_cache=decode.reorder_beams,
+):
+    """The beams of one device's examples; uncached, each step reads all tokens again."""
+    num_rows, length = prompt_bT.shape
+    if is_cached:
+        start = functools.partial(
+            model.start_decoding, config, inputs_bM, 0, num_beams, is_beam_search=True
+        )
+
+        def step(tokens_r, cache):
+            return model.apply(lambda: model.decode_step(config, tokens_r, cache), params)
+
+        cache, reorder, grow = model.apply(start, params), reorder_cache, decode.grow_cache
+    else:
+        inputs_rM = jnp.repeat(inputs_bM, num_beams, axis=0)
+
+        def step(tokens_r, cache):
+            position_r, read_rT = cache
+            read_rT = read_rT.at[:, position_r[0]].set(tokens_r)
+            batch = {
+                'encoder_input_tokens': inputs_rM,
+                'decoder_input_tokens': read_rT,
+                'decoder_target_tokens': jnp.ones_like(read_rT),
+            }
+            logits_rTv, _ = model.apply(lambda: model.logits(config, batch), params)
+            return logits_rTv[:, position_r[0]], (position_r + 1, read_rT)
+
+        position_r = jnp.zeros_like(inputs_rM[:, 0])
+        cache = (position_r, jnp.zeros_like(inputs_rM, shape=(len(inputs_rM), length)))
+        reorder, grow = reorder_rows, lambda cache, room: cache
+    return decode.beam_search(step, reorder, cache, prompt_bT, num_beams, grow=grow)
+
+
+def sharp_params(config):
+    rng = np.random.default_rng(0)
+    params = {}
+    for path, shape in model.shapes(config).items():
+        params[path] = rng.normal(0, 0.5, shape).astype(np.float32)
+    return params
+
+
+def check_on_meshes(config, params):
+    t5 = infer.T5(config, params, make_mesh(2, 2))
+    batch = check_answers(t5)
+    one_device = infer.T5(config, params, make_mesh(1, 1))
+    assert_close(one_device.logits(batch), t5.logits(batch), 1e-5)
+
+
+def check_answers(t5, is_long=True):
+    """Assert that each token of a cached greedy answer is the most likely one of the logits.
+
+    Return the batch of the answers.
+    """
+    batch = random_batch(seed=0)
+    inputs = [[int(i) for i in row if i > 0] for row in batch['encoder_input_tokens']]
+    tokens_bnT, scores_bn = t5.generate_tokens(inputs, max_length=16)
+    answers_bT = tokens_bnT[:, 0, :16]
+    batch['decoder_target_tokens'] = answers_bT
+    batch['decoder_input_tokens'] = np.pad(answers_bT[:, :-1], ((0, 0), (1, 0)))
+    logits_bTV = np.asarray(t5.logits(batch))
+    is_token_bT = answers_bT > 0
+    if is_long:
+        assert is_token_bT.sum() > 20 and len(np.unique(answers_bT)) > 3
+    np.testing.assert_array_equal(logits_bTV.argmax(axis=-1)[is_token_bT], answers_bT[is_token_bT])
+    log_probs_bTV = jax.nn.log_softmax(logits_bTV)
+    log_probs_bT = np.take_along_axis(log_probs_bTV, answers_bT[:, :, None], axis=2)[:, :, 0]
+    assert_close(scores_bn[:, 0], (log_probs_bT * is_token_bT).sum(axis=1), 1e-5)
+    return batch
 
 
 def assert_refused(ask, name):

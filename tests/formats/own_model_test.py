@@ -5,18 +5,22 @@ import json
 import runpy
 import shutil
 
-import jax
 import numpy as np
 import pytest
 import questions
 from runs import ROOT, metrics_of, run, small_config, state_of
 from small_models import (
     OPTIONS,
+    OWN_SIZES,
     assert_close,
     assert_refused,
+    check_answers,
+    check_on_meshes,
+    load_own,
     make_mesh,
     random_batch,
     random_params,
+    sharp_params,
     stepwise_logits,
     t5_config,
 )
@@ -24,7 +28,6 @@ from small_models import (
 import checkpoint
 import infer
 import model
-from configs import base
 from configs import check as settings
 from formats import own_model
 from modes import convert
@@ -35,6 +38,8 @@ from run import verify
 
 EXAMPLE = ROOT / 'examples/squared_relu/squared_relu.py'
 ROTARY = ROOT / 'examples/rotary/rotary.py'
+WINDOW = ROOT / 'examples/sliding_window/sliding_window.py'
+GROUPED = ROOT / 'examples/grouped_heads/grouped_heads.py'
 # An Mlp with parameters of its own.
 MLP = """
 import dataclasses
@@ -63,23 +68,6 @@ def modules(default):
     down = (r'.+/mlp/down', P('model', None))
     return dataclasses.replace(default, mlp=Mlp, specs=(*default.specs, up, down))
 """
-SIZES = {
-    'vocab_size': 384,
-    'emb_dim': 16,
-    'num_heads': 2,
-    'num_encoder_layers': 1,
-    'num_decoder_layers': 1,
-    'head_dim': 8,
-    'mlp_dim': 16,
-    'mlp_activations': ('relu',),
-}
-
-
-def load(file, **settings):
-    """The T5Config of an own model."""
-    return own_model.load(
-        base.get_config().model.to_dict() | SIZES | {'module': str(file)} | settings
-    )
 
 
 def example_config(corpus, mesh=(1, 1), steps=2, file=EXAMPLE):
@@ -110,7 +98,7 @@ def trained(corpus, make_once):
 @pytest.mark.parametrize('first', ['own', pytest.param('plain', marks=pytest.mark.slow)])
 def test_own_and_plain_models_do_not_mix(first):
     """relu(x)^2 is the gated Mlp ('relu', 'relu') of model.py with the same kernel twice."""
-    plain_config = t5_config(**SIZES)
+    plain_config = t5_config(**OWN_SIZES)
     params = random_params(plain_config)
     gated_params = {}
     for path, x in params.items():
@@ -122,7 +110,7 @@ def test_own_and_plain_models_do_not_mix(first):
 
     def of_name(name):
         if name == 'own':
-            config = load(EXAMPLE, mlp_activations=('squared_relu',))
+            config = load_own(EXAMPLE, mlp_activations=('squared_relu',))
             return infer.T5(config, params, make_mesh(1, 2))
         gated = dataclasses.replace(plain_config, mlp_activations=('relu', 'relu'))
         return infer.T5(gated, gated_params, make_mesh(1, 2))
@@ -134,15 +122,7 @@ def test_own_and_plain_models_do_not_mix(first):
     expected = of_last.logits(batch)  # compiled before the one that was made first
     assert_close(of_first.logits(batch), expected, 1e-6)
     with pytest.raises(ValueError, match='squared_relu'):
-        load('', mlp_activations=('squared_relu',))
-
-
-def sharp_params(config):
-    rng = np.random.default_rng(0)
-    params = {}
-    for path, shape in model.shapes(config).items():
-        params[path] = rng.normal(0, 0.5, shape).astype(np.float32)
-    return params
+        load_own('', mlp_activations=('squared_relu',))
 
 
 @pytest.mark.slow
@@ -150,39 +130,10 @@ def test_own_parameters(tmp_path):
     """The answers are those of the uncached logits, on a mesh, whose logits are those of one device."""
     file = tmp_path / 'own.py'
     file.write_text(MLP)
-    config = load(file)
+    config = load_own(file)
     assert model.shapes(config)['decoder/layers_0/mlp/up'] == (16, 16)
     assert 'decoder/layers_0/mlp/wi/kernel' not in model.shapes(config)
     check_on_meshes(config, sharp_params(config))
-
-
-def check_on_meshes(config, params):
-    t5 = infer.T5(config, params, make_mesh(2, 2))
-    batch = check_answers(t5)
-    one_device = infer.T5(config, params, make_mesh(1, 1))
-    assert_close(one_device.logits(batch), t5.logits(batch), 1e-5)
-
-
-def check_answers(t5, is_long=True):
-    """Assert that each token of a cached greedy answer is the most likely one of the logits.
-
-    Return the batch of the answers.
-    """
-    batch = random_batch(seed=0)
-    inputs = [[int(i) for i in row if i > 0] for row in batch['encoder_input_tokens']]
-    tokens_bnT, scores_bn = t5.generate_tokens(inputs, max_length=16)
-    answers_bT = tokens_bnT[:, 0, :16]
-    batch['decoder_target_tokens'] = answers_bT
-    batch['decoder_input_tokens'] = np.pad(answers_bT[:, :-1], ((0, 0), (1, 0)))
-    logits_bTV = np.asarray(t5.logits(batch))
-    is_token_bT = answers_bT > 0
-    if is_long:
-        assert is_token_bT.sum() > 20 and len(np.unique(answers_bT)) > 3
-    np.testing.assert_array_equal(logits_bTV.argmax(axis=-1)[is_token_bT], answers_bT[is_token_bT])
-    log_probs_bTV = jax.nn.log_softmax(logits_bTV)
-    log_probs_bT = np.take_along_axis(log_probs_bTV, answers_bT[:, :, None], axis=2)[:, :, 0]
-    assert_close(scores_bn[:, 0], (log_probs_bT * is_token_bT).sum(axis=1), 1e-5)
-    return batch
 
 
 # Rotary positions: one class that is changed, for training and decoding.
@@ -190,7 +141,7 @@ def check_answers(t5, is_long=True):
 
 @pytest.fixture(scope='module')
 def rotary():
-    config = load(ROTARY, num_decoder_layers=2)
+    config = load_own(ROTARY, num_decoder_layers=2)
     params = sharp_params(config)
     assert not [path for path in params if 'relpos_bias' in path]
     return config, params
@@ -221,7 +172,7 @@ def test_rotary_positions_cached_and_uncached(rotary):
         )
     del packed['decoder_loss_weights']
     assert_close(np.asarray(t5.logits(packed))[:, 7:], expected, 1e-4)
-    without = t5_config(**SIZES | {'num_decoder_layers': 2})
+    without = t5_config(**OWN_SIZES | {'num_decoder_layers': 2})
     plain = model.shapes(without)
     zeros = {path: np.zeros(plain[path], np.float32) for path in plain if path not in params}
     no_positions = infer.T5(without, {**params, **zeros}, make_mesh(1, 1)).logits(batch)
@@ -247,7 +198,7 @@ def test_rotary_positions_train(corpus, tmp_path):
     check_answers(t5, is_long=False)
 
 
-@pytest.mark.parametrize('file', [EXAMPLE, ROTARY], ids=lambda file: file.stem)
+@pytest.mark.parametrize('file', [EXAMPLE, ROTARY, WINDOW, GROUPED], ids=lambda file: file.stem)
 def test_the_config_of_an_example(file):
     found = runpy.run_path(str(file.with_name(f'tiny_{file.name}')))
     config = found['get_config']()
@@ -273,15 +224,15 @@ def modules(default):
 def test_a_changed_file_is_another_model(tmp_path):
     file = tmp_path / 'own.py'
     file.write_text(BUCKETS)
-    old = load(file)
+    old = load_own(file)
     file.write_text(BUCKETS.replace('16', '24'))
-    new = load(file)
+    new = load_own(file)
     assert old != new and old.module == new.module
-    assert load(file) == new and hash(load(file)) == hash(new)  # loaded once
+    assert load_own(file) == new and hash(load_own(file)) == hash(new)  # loaded once
     bias = 'encoder/relpos_bias/rel_embedding'
     assert model.shapes(old)[bias] == (2, 16)
     assert model.shapes(new)[bias] == (2, 24)
-    assert model.shapes(t5_config(**SIZES))[bias] == (2, 32)
+    assert model.shapes(t5_config(**OWN_SIZES))[bias] == (2, 32)
 
 
 # Adapters that are merged by a rule of the user's own.
@@ -304,7 +255,7 @@ def modules(default):
 def test_merged_is_unmerged(tmp_path):
     file = tmp_path / 'own.py'
     file.write_text(ADAPTERS)
-    config = load(file, lora_rank=2, lora_alpha=1.0, lora_targets='.+/kernel')
+    config = load_own(file, lora_rank=2, lora_alpha=1.0, lora_targets='.+/kernel')
     params = sharp_params(config)
     batch = random_batch(seed=0)
     mesh = make_mesh(1, 1)
@@ -409,7 +360,7 @@ def test_a_run_goes_on_with_its_own_model_alone(corpus, trained, uninterrupted, 
     config.model.module = str(EXAMPLE)
     name = f'{uninterrupted}/checkpoint_6 was saved without it'
     assert_refused(lambda: prepare(config, uninterrupted), name)
-    without = t5_config(**SIZES | {'mlp_dim': 32})
+    without = t5_config(**OWN_SIZES | {'mlp_dim': 32})
     assert_refused(lambda: infer.load(trained / 'run', config=without), recorded)
 
 
@@ -513,15 +464,15 @@ BAD_FILES = [
 def test_a_file_that_is_no_own_model(tmp_path, text, name):
     file = tmp_path / 'own.py'
     file.write_text(text)
-    assert_refused(lambda: load(file), name)
-    assert_refused(lambda: load(file), str(file))
+    assert_refused(lambda: load_own(file), name)
+    assert_refused(lambda: load_own(file), str(file))
 
 
 def test_a_file_that_is_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert_refused(lambda: load('mine'), "model.module='mine'")
+    assert_refused(lambda: load_own('mine'), "model.module='mine'")
     (tmp_path / 'model.py').write_text(EXAMPLE.read_text())  # the name of one of ours
-    config = load('model', mlp_activations=('squared_relu',))
+    config = load_own('model', mlp_activations=('squared_relu',))
     assert config.module == str(tmp_path / 'model.py')
 
 
@@ -567,8 +518,8 @@ def test_options_are_typed(with_options, name, text, given, expected):
 
 
 def test_options_are_a_part_of_the_model(with_options):
-    configs = [load(with_options, options={'num': num}) for num in (2, 3, 3)]
-    assert configs[0] == load(with_options) != configs[1] == configs[2]
+    configs = [load_own(with_options, options={'num': num}) for num in (2, 3, 3)]
+    assert configs[0] == load_own(with_options) != configs[1] == configs[2]
     assert hash(configs[1]) == hash(configs[2])
     params = random_params(configs[0])
     batch = random_batch(seed=0)
@@ -596,16 +547,16 @@ def test_options_are_a_part_of_the_model(with_options):
     ('widths', '{[]: 1}', 'must be values in parentheses'),
 ])  # fmt: skip
 def test_an_option_that_is_refused(with_options, name, value, rule):
-    ask = lambda: load(with_options, options={name: value})  # noqa: E731
+    ask = lambda: load_own(with_options, options={name: value})  # noqa: E731
     assert_refused(ask, f'model.options.{name}=')
     assert_refused(ask, rule.format(file=with_options))
 
 
 def test_options_without_a_class(tmp_path):
     name = "model.options.num='3' is a setting of an own model: set model.module"
-    assert_refused(lambda: load('', options={'num': '3'}), name)
+    assert_refused(lambda: load_own('', options={'num': '3'}), name)
     name = f'model.options.num=3: {EXAMPLE} declares no options'
-    assert_refused(lambda: load(EXAMPLE, options={'num': 3}), name)
+    assert_refused(lambda: load_own(EXAMPLE, options={'num': 3}), name)
 
 
 FROZEN = '@dataclasses.dataclass(frozen=True)\n'
@@ -630,8 +581,8 @@ FROZEN = '@dataclasses.dataclass(frozen=True)\n'
 def test_a_class_of_options_that_is_refused(tmp_path, text, name):
     file = tmp_path / 'own.py'
     file.write_text(HEAD + f'return default\n\n{text}')
-    assert_refused(lambda: load(file), str(file))
-    assert_refused(lambda: load(file), name)
+    assert_refused(lambda: load_own(file), str(file))
+    assert_refused(lambda: load_own(file), name)
 
 
 def test_defaults_that_a_class_refuses(tmp_path):
@@ -639,6 +590,6 @@ def test_defaults_that_a_class_refuses(tmp_path):
     file = tmp_path / 'own.py'
     method = '\n    def __post_init__(self):\n        assert self.num > 2\n'
     file.write_text(OPTIONS.replace('\n\n\nclass Mlp', f'\n{method}\n\nclass Mlp'))
-    assert_refused(lambda: load(file), 'AssertionError')
-    assert own_model.default_options(load(file, options={'num': 3}))['num'] == 2
+    assert_refused(lambda: load_own(file), 'AssertionError')
+    assert own_model.default_options(load_own(file, options={'num': 3}))['num'] == 2
     assert '  --config.model.options.num=2' in own_model.describe_options(str(file))

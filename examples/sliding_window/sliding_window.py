@@ -1,0 +1,39 @@
+"""An own model: T5 in which self-attention sees only near positions.
+
+A query sees the keys that are less than `window` positions away: on both sides in the encoder, on the
+left in the decoder. Cross attention has no positions and sees all of the inputs. In decoding, the
+queries are the beams at one position and the keys are the slots of the cache, which come with their
+positions: the same comparison serves both.
+
+Source: Beltagy et al. 2020 (Longformer) §3.1.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+import model
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    window: int = dataclasses.field(
+        default=128,
+        metadata={
+            'range': (1, 1_000_000),
+            'help': 'the first distance that self-attention does not see',
+        },
+    )
+
+
+class Attention(model.Attention):
+    def attend(self, q_bThK, k_bhKM, v_bhKM, mask_b1TM, relpos_1hTM, positions, rows_b):
+        if positions is not None:
+            distance_TM = positions.queries_T[:, None] - positions.keys_M[None, :]
+            is_near_TM = jnp.abs(distance_TM) < self.config.options.window
+            mask_b1TM = mask_b1TM & is_near_TM[None, None]
+        return super().attend(q_bThK, k_bhKM, v_bhKM, mask_b1TM, relpos_1hTM, positions, rows_b)
+
+
+def modules(default):
+    return dataclasses.replace(default, attention=Attention)
