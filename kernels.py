@@ -1,6 +1,6 @@
-"""The functions that XLA compiles badly for one kind of device: plain JAX first, the other form beside it.
+"""Functions that XLA compiles badly for one kind of device: plain JAX first, the other form beside it.
 
-docs/log.md has the figures.
+Only this file asks which device it is on. docs/log.md has the figures.
 """
 
 import dataclasses
@@ -82,7 +82,7 @@ def einsum(equation: str, x: jax.Array, kernel: jax.Array | Columns) -> jax.Arra
     columns = kernel.shape[x.ndim - 2 :]
     if isinstance(
         kernel, Columns
-    ):  # without the barrier, XLA would turn it into the slow form again
+    ):  # the barrier keeps XLA from turning it into the slow form again
         y_rF = lax.optimization_barrier(kernel.kernel_FD @ x_rD.T).T
     else:
         y_rF = matmul(*vary_alike(x_rD, kernel.reshape(x_rD.shape[1], -1)))
@@ -197,18 +197,13 @@ def _max(x: jax.Array, axis: int, keepdims: bool = False) -> jax.Array:
     return x.max(axis, keepdims=keepdims, initial=-jnp.inf)  # before a sequence there are no keys
 
 
-def _softmax_forward(logits):
-    probs = softmax(logits)
-    return probs, probs
-
-
 def _softmax_backward(probs, grad):
     weighted = grad * probs
     total = sum(weighted, axis=-1, keepdims=True)
     return (weighted - probs * total.astype(probs.dtype),)
 
 
-softmax.defvjp(_softmax_forward, _softmax_backward)
+softmax.defvjp(lambda logits: (softmax(logits),) * 2, _softmax_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -220,15 +215,11 @@ def broadcast(x: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
     return jnp.broadcast_to(x, shape).astype(dtype)
 
 
-def _broadcast_forward(x, shape, dtype):
-    return broadcast(x, shape, dtype), x.shape
-
-
 def _broadcast_backward(shape, dtype, x_shape, grad):
     return (sum(grad.reshape(-1, *x_shape), axis=0),)
 
 
-broadcast.defvjp(_broadcast_forward, _broadcast_backward)
+broadcast.defvjp(lambda x, *others: (broadcast(x, *others), x.shape), _broadcast_backward)
 
 
 # The largest numbers of the last dimension. The figures are of float32 [8, 32128] in a loop on two CPU cores.

@@ -74,7 +74,8 @@ def lines_of(config: Any, trainer: train.Trainer, devices: list) -> Iterator[str
     yield f'Compiled in {time.monotonic() - began:.0f} s'
     yield from memory_lines(trainer, step, num_microbatches)
     flops, formula = flops_of_step(trainer)
-    yield f"FLOPs of a step by T5's formula: {flops:.4g} = {formula}"
+    whose = "T5's" if trainer.model_config.modules.flops is None else "the model's"
+    yield f'FLOPs of a step by {whose} formula: {flops:.4g} = {formula}'
     try:
         program = step.as_text() or ''
     except jax.errors.JaxRuntimeError as error:  # seen of large programs
@@ -169,16 +170,20 @@ def memory_lines(
     )
 
 
-def flops_of_step(trainer: train.Trainer) -> tuple[int, str]:
-    """Return the FLOPs of a step by T5's formula, and the formula.
+def flops_of_step(trainer: train.Trainer) -> tuple[float, str]:
+    """Return the FLOPs of a step, and their formula: T5's, unless the model has another.
 
     It counts the matrix products of the forward pass three times: no recomputing, no causal half,
-    no lookups, no optimizer.
+    no lookups, no optimizer. An own model may have another number for the forward pass.
     """
     c = trainer.model_config
     B = trainer.batch_size
     S = trainer.feature_lengths['encoder_input_tokens']
     T = trainer.feature_lengths['decoder_target_tokens']
+    if c.modules.flops is not None:
+        return 3 * B * c.modules.flops(
+            c, S, T
+        ), f'3B flops(config, S, T) of {c.module}, {B=}, {S=}, {T=}'
     d = c.emb_dim
     a = c.num_heads * c.head_dim
     f = c.mlp_dim
@@ -268,7 +273,7 @@ class Estimate(NamedTuple):
     beside: float  # of collectives that computing hides, as far as it lasts
 
 
-def estimate(program: str, found: Sequence[Collective], flops: int, mesh: Mesh) -> Estimate:
+def estimate(program: str, found: Sequence[Collective], flops: float, mesh: Mesh) -> Estimate:
     """Return an estimate of the time of a step on TPUs."""
     chip = CHIPS[mesh.devices.flat[0].device_kind]
     cycles = 0
