@@ -883,7 +883,7 @@ class Modules:
     relpos_bias: Callable = RelativePositionBias
     activations: tuple[tuple[str, Callable], ...] = tuple(ACTIVATIONS.items())
     initializers: Initializers = Initializers()
-    specs: tuple[tuple[str, P], ...] = tuple(PARAMETER_SPECS.items())  # of equal rows, the last
+    specs: tuple[tuple[str, P], ...] = tuple(PARAMETER_SPECS.items())  # the last equal row counts
     period: int = 1  # layers that a scan repeats; more where not all have the same parameters
     # (config, embedded x_bMD, segments_bM) -> both as the encoder reads them.
     encoder_inputs: Callable = lambda config, x_bMD, segments_bM: (x_bMD, segments_bM)
