@@ -1,9 +1,11 @@
 """Own models: the example trains, decodes, saves and loads; models do not mix; what is refused."""
 
 import dataclasses
+import importlib
 import json
 import runpy
 import shutil
+import sys
 
 import jax
 import numpy as np
@@ -22,6 +24,7 @@ from small_models import (
 )
 
 import checkpoint
+import families
 import infer
 import model
 from configs import base
@@ -642,3 +645,99 @@ def test_defaults_that_a_class_refuses(tmp_path):
     assert_refused(lambda: load(file), 'AssertionError')
     assert own_model.default_options(load(file, options={'num': 3}))['num'] == 2
     assert '  --config.model.options.num=2' in own_model.describe_options(str(file))
+
+
+# Families.
+
+
+def write_family(monkeypatch, folder, text):
+    """Put a family 'wide_t5' into the package."""
+    folder.mkdir(exist_ok=True)
+    (folder / 'wide_t5.py').write_text(text)
+    monkeypatch.setattr(families, '__path__', [str(folder)])
+    monkeypatch.delitem(sys.modules, f'{families.__name__}.wide_t5', raising=False)
+    importlib.invalidate_caches()
+
+
+def test_a_family_has_a_name(monkeypatch, tmp_path):
+    """It comes before a file of that name; a checkpoint does not record its content."""
+    write_family(monkeypatch, tmp_path / 'package', OPTIONS)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'wide_t5.py').write_text('raise ValueError\n')
+    config = load('wide_t5', options={'num': '3'})
+    assert config.module == 'wide_t5' and config.options.num == 3
+    assert own_model.files_of(config) == {} and config.modules.source == b''
+    assert load('wide_t5', options={'num': 3}) == config
+    assert 'Options of model.module=wide_t5:' in own_model.describe_options('wide_t5')
+    assert_refused(lambda: load('wide_t5.py'), f'{tmp_path}/wide_t5.py, line 1: ValueError')
+    assert_refused(lambda: load('wide_t6'), "model.module='wide_t6'")
+
+
+@pytest.mark.slow
+def test_a_run_of_a_family(corpus, uninterrupted, monkeypatch, tmp_path):
+    package = tmp_path / 'package'
+    write_family(monkeypatch, package, OPTIONS)
+    config = small_config(corpus, steps=1)
+    config.model.update(module='wide_t5', dropout_rate=0.0)
+    config.model.options.rate = -0.5
+    run(config, tmp_path / 'run')
+    directory = tmp_path / 'run/checkpoint_1'
+    assert not (directory / 'own_model.py').exists()
+    stored = json.loads((directory / 'config.json').read_bytes())['model']
+    assert stored['module'] == 'wide_t5' and stored['options']['num'] == 2
+
+    # It is opened with its options from anywhere, converted, and evaluated with other settings.
+    monkeypatch.chdir(tmp_path)
+    t5 = infer.load(tmp_path / 'run')
+    assert t5.config.options.rate == -0.5
+    check_answers(t5, is_long=False)
+    convert.convert_checkpoint(tmp_path / 'run', tmp_path / 't5x', 't5x')
+    assert infer.load(tmp_path / 't5x').config == t5.config
+    to_hugging_face = lambda: convert.convert_checkpoint(directory, tmp_path / 'hf', 'hf')  # noqa: E731
+    assert_refused(to_hugging_face, 'wide_t5')
+    with pytest.raises(ValueError, match='has no metrics'):
+        evaluate_mode.prepare(None, {'model.options.num': '3'}, str(directory))
+
+    # It is no T5, and T5 is not it.
+    own = tmp_path / 'own.py'
+    own.write_text(OPTIONS)
+    plain = t5_config(**{name: stored[name] for name in SIZES})
+    assert_refused(lambda: infer.load(directory, config=plain), "set it to 'wide_t5'")
+    for module in ('', str(own)):
+        other = small_config(corpus, steps=1)
+        other.model.update(module=module, dropout_rate=0.0)
+        assert_refused(lambda other=other: prepare(other, tmp_path / 'run'), "set it to 'wide_t5'")
+        other.restore.update(path=str(directory), only='target/.*')
+        assert_refused(lambda other=other: prepare(other, tmp_path / 'new'), 'restore.strict=False')
+    family_of_t5 = small_config(corpus)
+    family_of_t5.model.module = 'wide_t5'
+    assert_refused(lambda: prepare(family_of_t5, uninterrupted), 'was saved without it')
+
+    # A later version has one more option, and another default.
+    config.train.steps = 2
+    write_family(monkeypatch, package, OPTIONS.replace('    rate', '    more: int = 5\n    rate'))
+    run(config, tmp_path / 'run')
+    stored = json.loads((tmp_path / 'run/checkpoint_2/config.json').read_bytes())['model']
+    assert stored['options']['more'] == 5
+    config.train.steps = 3
+    write_family(monkeypatch, package, OPTIONS.replace('default=2', 'default=4'))
+    assert_refused(lambda: prepare(config, tmp_path / 'run'), 'model/options/num: 2 -> 4')
+    write_family(
+        monkeypatch,
+        package,
+        OPTIONS.replace('default=2', 'default=4').replace(
+            '    rate', '    more: int = 1\n    rate'
+        ),
+    )
+    assert_refused(lambda: prepare(config, tmp_path / 'run'), 'model/options/more: 5 -> 1')
+    config.model.options.num = 2
+    config.model.options.more = 5
+    prepare(config, tmp_path / 'run').lock.close()
+    assert infer.load(directory).config.options.num == 2
+
+    # Without the family no file of its name is run.
+    (tmp_path / 'wide_t5.py').write_text("raise SystemExit('run')\n")
+    write_family(monkeypatch, tmp_path / 'empty', '')
+    (tmp_path / 'empty/wide_t5.py').unlink()
+    importlib.invalidate_caches()
+    assert_refused(lambda: infer.load(directory), 'own_model.py is missing')
