@@ -104,6 +104,10 @@ def modules_of(module: ModuleType, file: str, content: bytes) -> Modules:
         raise ValueError(
             f'{file}: modules(default) returned {made!r:.60}: return dataclasses.replace(default, ...)'
         )
+    if type(made.period) is not int or made.period < 1:
+        raise ValueError(
+            f'{file}: modules(default) returned period={made.period!r}: must be a whole number, at least 1'
+        )
     try:
         hash(made)
     except TypeError as error:
@@ -119,6 +123,9 @@ def trace(config: T5Config) -> set[str]:
 
     Nothing is computed: what the layers do with a small batch is traced, so that it raises its errors.
     """
+    config = dataclasses.replace(
+        config, scan_layers=False
+    )  # modes/train.py checks what a scan needs
     batch = {'encoder_input_tokens': jnp.ones([2, 4], jnp.int32)}
     for name in ('decoder_input_tokens', 'decoder_target_tokens'):
         batch[name] = jnp.ones([2, 3], jnp.int32)
@@ -340,7 +347,7 @@ def find_recorded(directory: Any, module: str) -> Path:
     content = recorded(directory)
     if not content:
         raise ValueError(
-            f'model.module={module!r}, and {directory / RECORD} is missing: bring all files'
+            f'model.module={module!r} is no family, and {directory / RECORD} is missing: bring all files'
         )
     then = Path(module)
     now = Path.cwd() / then.name
