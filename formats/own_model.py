@@ -15,6 +15,7 @@ import functools
 import importlib
 import importlib.util
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -83,6 +84,11 @@ def config_of(
             model.param_specs(config)
         except ValueError as error:
             raise ValueError(f'{file}: {error} (Modules.specs)') from error
+        if own.adapters and not any(re.fullmatch(own.adapters, x) for x in model.shapes(config)):
+            raise ValueError(
+                f'{file}: adapters={own.adapters!r} matches no parameter: it must match the whole path of '
+                'one or more, such as prompt/embedding'
+            )
         unknown = own.losses(config).keys() - trace(config)
         if unknown:
             raise ValueError(

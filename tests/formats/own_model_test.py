@@ -507,6 +507,9 @@ BAD_FILES = [
     (HEAD + 'return dataclasses.replace(default, mpl=abs)\n', "line 4: TypeError: Modules.__init__() got an unexpected keyword argument 'mpl'"),
     ('def modules():\n    pass\n', 'line 1: TypeError: modules() takes 0'),
     (HEAD + 'default.period = 2\n', 'line 4: FrozenInstanceError'),
+    (HEAD + "return dataclasses.replace(default, adapters='prompt/.+')\n", "adapters='prompt/.+' matches no parameter"),
+    (HEAD + "return dataclasses.replace(default, adapters='(')\n", 'error: missing )'),
+    (HEAD + 'return dataclasses.replace(default, losses=lambda config: [1])\n', 'AttributeError'),
     (HEAD + 'default\n', 'returned None: return dataclasses.replace'),
     (HEAD + 'return dataclasses.replace(default, specs={})\n', 'unhashable'),
     (HEAD + "return dataclasses.replace(default, losses=lambda config: {'load': 1.0})\n", "'load', which no layer reports"),
@@ -845,3 +848,34 @@ def test_a_prompt_and_lora(corpus, uninterrupted, tmp_path):
     check_answers(t5, is_long=False)
     config.train.steps = 3
     run(config, tmp_path / 'run')
+
+
+@pytest.mark.slow
+def test_options_of_an_evaluation(with_options, tmp_path):
+    """Results of other options are others; a config may leave out some of the run's."""
+    questions.write_task(tmp_path)
+    config = questions.make_config(tmp_path)
+    config.infer_eval.task = 'qa'
+    config.model.update(module=str(with_options), dropout_rate=0.0)
+    config.model.options.rate = 0.25
+    run(config, tmp_path / 'run')
+    workdir = str(tmp_path / 'run')
+    evaluate_mode.prepare(None, {}, workdir).run()
+    same = evaluate_mode.prepare(
+        None, {'model.options.rate': '2.5e-1'}, workdir, output_dir=str(tmp_path / 'a')
+    )
+    assert same.model_config == infer.load(workdir).config
+    same.run()
+    changes = {'model.options.num': '3'}
+    assert_refused(
+        lambda: evaluate_mode.prepare(None, changes, workdir), '(now model.options.num: 2 -> 3)'
+    )
+    other = evaluate_mode.prepare(None, changes, workdir, output_dir=str(tmp_path / 'b'))
+    assert other.model_config.options.num == 3 and other.model_config.options.rate == 0.25
+    del config.model.options.rate
+    assert_refused(
+        lambda: evaluate_mode.prepare(config, {}, workdir), 'model.options.rate: 0.25 -> 0.5'
+    )
+    assert_refused(
+        lambda: evaluate_mode.prepare(None, {'model.options.num': '9'}, workdir), 'num=9'
+    )
