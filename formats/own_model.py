@@ -87,6 +87,11 @@ def config_of(
             model.param_specs(config)
         except ValueError as error:
             raise ValueError(f'{file}: {error} (Modules.specs)') from error
+        if own.adapters and not any(re.fullmatch(own.adapters, x) for x in model.shapes(config)):
+            raise ValueError(
+                f'{file}: adapters={own.adapters!r} matches no parameter: it must match the whole path of '
+                'one or more, such as prompt/embedding'
+            )
         unknown = own.losses(config).keys() - trace(config)
         if unknown:
             raise ValueError(
@@ -137,6 +142,10 @@ def modules_of(module: ModuleType, file: str, content: bytes) -> Modules:
         raise ValueError(
             f'{file}: modules(default) returned {made!r:.60}: return dataclasses.replace(default, ...)'
         )
+    if type(made.period) is not int or made.period < 1:
+        raise ValueError(
+            f'{file}: modules(default) returned period={made.period!r}: must be a whole number, at least 1'
+        )
     try:
         hash(made)
     except TypeError as error:
@@ -152,6 +161,9 @@ def trace(config: T5Config) -> set[str]:
 
     Nothing is computed: what the layers do with a small batch is traced, so that it raises its errors.
     """
+    config = dataclasses.replace(
+        config, scan_layers=False
+    )  # modes/train.py checks what a scan needs
     batch = {'encoder_input_tokens': jnp.ones([2, 4], jnp.int32)}
     for name in ('decoder_input_tokens', 'decoder_target_tokens'):
         batch[name] = jnp.ones([2, 3], jnp.int32)
@@ -379,7 +391,7 @@ def find_recorded(directory: Any, module: str) -> Path:
     content = recorded(directory)
     if not content:
         raise ValueError(
-            f'model.module={module!r}, and {directory / RECORD} is missing: bring all files'
+            f'model.module={module!r} is no family, and {directory / RECORD} is missing: bring all files'
         )
     then = Path(module)
     now = Path.cwd() / then.name

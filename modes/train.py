@@ -111,7 +111,8 @@ def check_scan(config: T5Config) -> None:
         if count != num_layers[stack] // period:
             raise ValueError(
                 f'model.scan_layers=True: {count} of the layers have {stack}/layers_*/{name}, which all or '
-                'none must have: set it to False, or model.lora_targets to the kernels of all layers'
+                'none must have: set it to False, model.lora_targets to the kernels of all layers, or the '
+                'period of an own model to the layers after which they repeat'
             )
 
 

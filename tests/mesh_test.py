@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from small_models import assert_close, random_batch, random_params, run_config
+from small_models import assert_close, assert_refused, random_batch, random_params, run_config
 
 import model
 import optimizer
@@ -356,3 +356,88 @@ def test_microbatches_give_the_gradients_of_the_whole_batch(data, model_axis, nu
     (grads, sums), (expected, expected_sums) = found[num_microbatches], found[1]
     assert_close(grads, expected, 2e-6)
     assert_close(sums, expected_sums, 1e-6)
+
+
+# An own model in which every second layer has another Mlp, and reports a value of the loss.
+EVERY_SECOND = """
+import dataclasses
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import model
+import partition
+
+
+class Mlp(model.Mlp):
+    def __call__(self, x_bTD, rows_b=None):
+        if self.index % 2 == 0:
+            return super().__call__(x_bTD, rows_b)
+        c = self.config
+        shape = (c.emb_dim, partition.split(c.mlp_dim, 'model'))
+        up_Df = hk.get_parameter('up', shape, init=model.NORMAL)
+        down_fD = hk.get_parameter('down', shape[::-1], init=model.NORMAL)
+        x_bTf = jax.nn.softplus(jnp.einsum('bTD,Df->bTf', x_bTD, up_Df))
+        x_bTf = model.dropout(x_bTf, c.dropout_rate, rows_b, (1, c.mlp_dim), split_dim=2)
+        y_bTD = lax.psum(jnp.einsum('bTf,fD->bTD', x_bTf, down_fD), 'model')
+        return y_bTD, {'size': jnp.square(y_bTD).mean(axis=(1, 2))}
+
+
+def modules(default):
+    up = (r'.+/mlp/up', P('fsdp', 'model'))
+    down = (r'.+/mlp/down', P('model', 'fsdp'))
+    return dataclasses.replace(
+        default,
+        mlp=Mlp,
+        specs=(*default.specs, up, down),
+        period=2,
+        losses=lambda config: {'size': 0.1},
+    )
+"""
+
+
+def periodic(folder, mesh=(1, 1, 1), remat='none', scan_layers=False, **settings):
+    file = folder / 'own.py'
+    file.write_text(EVERY_SECOND)
+    config = config_of(mesh, remat, scan_layers)
+    config.model.update(module=str(file), num_encoder_layers=4, num_decoder_layers=2, **settings)
+    return config
+
+
+@pytest.mark.slow
+def test_a_scan_of_two_layers(tmp_path):
+    expected = run(periodic(tmp_path), steps=2)
+    assert 'encoder/layers_1/mlp/up' in expected.start
+    assert 'encoder/layers_1/mlp/wo/kernel' not in expected.start
+    for mesh, remat in (((1, 1, 1), 'full'), ((1, 1, 1), 'none'), ((1, 2, 2), 'none')):
+        found = run(periodic(tmp_path, mesh, remat, scan_layers=True), num_microbatches=2, steps=2)
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize('settings', [{'num_encoder_layers': 3}, {'num_decoder_layers': 1}])
+def test_layers_that_are_no_multiple_of_a_period(tmp_path, settings):
+    config = periodic(tmp_path, scan_layers=True)
+    config.model.update(settings)
+    [(name, count)] = settings.items()
+    assert_refused(
+        lambda: make_trainer(config), f'model.{name}={count} with model.scan_layers=True'
+    )
+    config.model.scan_layers = False
+    make_trainer(config)
+
+
+def test_a_period_that_is_not_that_of_the_layers(tmp_path):
+    """Also one of nothing."""
+    config = periodic(tmp_path, scan_layers=True)
+    file = tmp_path / 'own.py'
+    for period, name in (
+        (1, 'coder/layers_*/mlp/'),
+        (0, 'period=0'),
+        (-1, 'period=-1'),
+        (2.0, 'period=2.0'),
+    ):
+        file.write_text(EVERY_SECOND.replace('period=2', f'period={period}'))
+        assert_refused(lambda: make_trainer(config), name)

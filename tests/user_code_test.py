@@ -1,12 +1,14 @@
 """A user's own tasks and models that fail: one line names their line, below it alone of the traceback."""
 
 import contextlib
+import functools
 import json
 import math
 import pickle
 import re
 import shutil
 
+import jax
 import numpy as np
 import pytest
 from command_line import ROOT
@@ -301,6 +303,41 @@ def test_a_rate_by_size_that_fails(tmp_path):
         own_tasks(str(file))['m'].rates({'x': 3})
 
 
+# Errors that nobody expects where they are raised.
+
+
+@pytest.mark.parametrize('error, is_named', [
+    ('RuntimeError("odd")', True),
+    ('OSError(5, "odd")', True),
+    ('FloatingPointError("odd")', True),
+    ('KeyboardInterrupt()', False),
+    ('SystemExit(3)', False),
+])  # fmt: skip
+def test_naming_lines(tmp_path, error, is_named):
+    """An error through a user's lines names the last of them; an interrupt, and one of ours, stay."""
+    file = tmp_path / 'own.py'
+    file.write_text(f'def fail(x):\n    raise {error}\n')
+    module = user_code.load_module(file, file.read_bytes())
+    with pytest.raises(BaseException) as found, user_code.naming_lines():
+        functools.reduce(lambda x, y: jax.jit(module.fail)(x), [1, 2])
+    if is_named:
+        assert isinstance(found.value, user_code.UserError)
+        assert str(found.value).startswith(f'{file}, line 2: {error.partition("(")[0]}: ')
+        assert 'odd' in str(found.value) and str(file) in found.value.frames
+    else:
+        assert type(found.value).__name__ == error.partition('(')[0]
+
+
+def test_an_error_of_the_program_keeps_its_traceback():
+    """It leads through no line of a user's."""
+    with pytest.raises(ZeroDivisionError), user_code.naming_lines():
+        functools.reduce(lambda x, y: x / 0, [1, 2])
+    error = user_code.UserError('own.py, line 3: odd')
+    with pytest.raises(user_code.UserError) as found, user_code.naming_lines():
+        raise error
+    assert found.value is error
+
+
 # On the command line.
 
 # Files of an own model, words of the message, and flags.
@@ -543,3 +580,76 @@ def test_a_metric_may_change_its_lists():
 def test_two_metrics_of_one_name_are_refused():
     with pytest.raises(ValueError, match="task 'own': two metrics give 'a'"):
         evaluated([lambda targets, predictions: {'a': 1}] * 2)
+
+
+FAULTY = """
+import dataclasses
+import os
+
+import haiku as hk
+
+import model
+
+
+def fail(place):
+    if os.environ.get('FAILS') == place:
+        raise RuntimeError('odd')  # !
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    num: int = 2
+
+    def __post_init__(self):
+        fail('options')
+
+
+class Mlp(model.Mlp):
+    def __call__(self, x_bTD, rows_b=None):
+        fail('init')
+        if rows_b is not None:
+            fail('training')
+        if x_bTD.shape[1] == 1 and not hk.running_init():
+            fail('decoding')
+        return super().__call__(x_bTD, rows_b)
+
+
+def losses(config):
+    fail('losses')
+    return {}
+
+
+def modules(default):
+    fail('modules')
+    return dataclasses.replace(default, mlp=Mlp, losses=losses)
+"""
+
+
+@pytest.mark.slow
+def test_where_an_own_model_may_fail(command_line, tmp_path):
+    """Status 2 before the run begins, else 1; one line below those of the user's code."""
+    file = tmp_path / 'own_model.py'
+    file.write_text(FAULTY)
+    line = 1 + FAULTY.splitlines().index("        raise RuntimeError('odd')  # !")
+    (tmp_path / 'own.py').write_text(START + RUN)
+    rows = [json.dumps({'q': f'is {i}?', 'a': 'no'}) for i in range(60)]
+    (tmp_path / 'x.jsonl').write_text('\n'.join(rows))
+    train = training(tmp_path, **{'model.module': 'own_model.py'})
+    for place in ('modules', 'options', 'init', 'losses', 'training'):
+        result = command_line(*train, cwd=tmp_path, FAILS=place)
+        check_result(result, 2, file, line, 'RuntimeError: odd')
+        assert not (tmp_path / 'run/config.json').exists()
+    check_result(command_line(*train, cwd=tmp_path, FAILS='decoding'), 1, file, line, 'odd')
+    assert (tmp_path / 'run/config.json').exists()
+    assert command_line(*train, cwd=tmp_path).status == 0
+    answer = ['--mode=infer', '--checkpoint=run', '--text=is 7?']
+    evaluate = ['--mode=evaluate', '--checkpoint=run', '--output_dir=out', '--split=validation']
+    for mode in (answer, evaluate):
+        for place, status in (('modules', 2), ('init', 2), ('decoding', 1)):
+            if mode is evaluate:
+                status = 1  # its model is opened with the first checkpoint
+            result = command_line(*mode, cwd=tmp_path, FAILS=place)
+            assert result.status == status, result
+            last = result.stderr.splitlines()[-1]
+            assert f'{file}, line {line}: RuntimeError: odd' in last, result
+            assert 'Traceback' not in result.stderr

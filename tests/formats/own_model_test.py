@@ -1,9 +1,11 @@
 """Own models: the example trains, decodes, saves and loads; models do not mix; what is refused."""
 
 import dataclasses
+import importlib
 import json
 import runpy
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from small_models import (
 )
 
 import checkpoint
+import families
 import infer
 import model
 from configs import check as settings
@@ -40,6 +43,7 @@ EXAMPLE = ROOT / 'examples/squared_relu/squared_relu.py'
 ROTARY = ROOT / 'examples/rotary/rotary.py'
 WINDOW = ROOT / 'examples/sliding_window/sliding_window.py'
 GROUPED = ROOT / 'examples/grouped_heads/grouped_heads.py'
+PROMPT = ROOT / 'examples/prompt_tuning/prompt_tuning.py'
 # An Mlp with parameters of its own.
 MLP = """
 import dataclasses
@@ -198,7 +202,10 @@ def test_rotary_positions_train(corpus, tmp_path):
     check_answers(t5, is_long=False)
 
 
-@pytest.mark.parametrize('file', [EXAMPLE, ROTARY, WINDOW, GROUPED], ids=lambda file: file.stem)
+EXAMPLES = [EXAMPLE, ROTARY, WINDOW, GROUPED, PROMPT]
+
+
+@pytest.mark.parametrize('file', EXAMPLES, ids=lambda file: file.stem)
 def test_the_config_of_an_example(file):
     found = runpy.run_path(str(file.with_name(f'tiny_{file.name}')))
     config = found['get_config']()
@@ -454,6 +461,9 @@ BAD_FILES = [
     (HEAD + 'return dataclasses.replace(default, mpl=abs)\n', "line 4: TypeError: Modules.__init__() got an unexpected keyword argument 'mpl'"),
     ('def modules():\n    pass\n', 'line 1: TypeError: modules() takes 0'),
     (HEAD + 'default.period = 2\n', 'line 4: FrozenInstanceError'),
+    (HEAD + "return dataclasses.replace(default, adapters='prompt/.+')\n", "adapters='prompt/.+' matches no parameter"),
+    (HEAD + "return dataclasses.replace(default, adapters='(')\n", 'error: missing )'),
+    (HEAD + 'return dataclasses.replace(default, losses=lambda config: [1])\n', 'AttributeError'),
     (HEAD + 'default\n', 'returned None: return dataclasses.replace'),
     (HEAD + 'return dataclasses.replace(default, specs={})\n', 'unhashable'),
     (HEAD + "return dataclasses.replace(default, losses=lambda config: {'load': 1.0})\n", "'load', which no layer reports"),
@@ -595,3 +605,233 @@ def test_defaults_that_a_class_refuses(tmp_path):
     assert_refused(lambda: load_own(file), 'AssertionError')
     assert own_model.default_options(load_own(file, options={'num': 3}))['num'] == 2
     assert '  --config.model.options.num=2' in own_model.describe_options(str(file))
+
+
+# Families.
+
+
+def write_family(monkeypatch, folder, text):
+    """Put a family 'wide_t5' into the package."""
+    folder.mkdir(exist_ok=True)
+    (folder / 'wide_t5.py').write_text(text)
+    monkeypatch.setattr(families, '__path__', [str(folder)])
+    monkeypatch.delitem(sys.modules, f'{families.__name__}.wide_t5', raising=False)
+    importlib.invalidate_caches()
+
+
+def test_a_family_has_a_name(monkeypatch, tmp_path):
+    """It comes before a file of that name; a checkpoint does not record its content."""
+    write_family(monkeypatch, tmp_path / 'package', OPTIONS)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'wide_t5.py').write_text('raise ValueError\n')
+    config = load_own('wide_t5', options={'num': '3'})
+    assert config.module == 'wide_t5' and config.options.num == 3
+    assert own_model.files_of(config) == {} and config.modules.source == b''
+    assert load_own('wide_t5', options={'num': 3}) == config
+    assert 'Options of model.module=wide_t5:' in own_model.describe_options('wide_t5')
+    assert_refused(lambda: load_own('wide_t5.py'), f'{tmp_path}/wide_t5.py, line 1: ValueError')
+    assert_refused(lambda: load_own('wide_t6'), "model.module='wide_t6'")
+
+
+@pytest.mark.slow
+def test_a_run_of_a_family(corpus, uninterrupted, monkeypatch, tmp_path):
+    package = tmp_path / 'package'
+    write_family(monkeypatch, package, OPTIONS)
+    config = small_config(corpus, steps=1)
+    config.model.update(module='wide_t5', dropout_rate=0.0)
+    config.model.options.rate = -0.5
+    run(config, tmp_path / 'run')
+    directory = tmp_path / 'run/checkpoint_1'
+    assert not (directory / 'own_model.py').exists()
+    stored = json.loads((directory / 'config.json').read_bytes())['model']
+    assert stored['module'] == 'wide_t5' and stored['options']['num'] == 2
+
+    # It is opened with its options from anywhere, converted, and evaluated with other settings.
+    monkeypatch.chdir(tmp_path)
+    t5 = infer.load(tmp_path / 'run')
+    assert t5.config.options.rate == -0.5
+    check_answers(t5, is_long=False)
+    convert.convert_checkpoint(tmp_path / 'run', tmp_path / 't5x', 't5x')
+    assert infer.load(tmp_path / 't5x').config == t5.config
+    to_hugging_face = lambda: convert.convert_checkpoint(directory, tmp_path / 'hf', 'hf')  # noqa: E731
+    assert_refused(to_hugging_face, 'wide_t5')
+    with pytest.raises(ValueError, match='has no metrics'):
+        evaluate_mode.prepare(None, {'model.options.num': '3'}, str(directory))
+
+    # It is no T5, and T5 is not it.
+    own = tmp_path / 'own.py'
+    own.write_text(OPTIONS)
+    plain = t5_config(**{name: stored[name] for name in OWN_SIZES})
+    assert_refused(lambda: infer.load(directory, config=plain), "set it to 'wide_t5'")
+    for module in ('', str(own)):
+        other = small_config(corpus, steps=1)
+        other.model.update(module=module, dropout_rate=0.0)
+        assert_refused(lambda other=other: prepare(other, tmp_path / 'run'), "set it to 'wide_t5'")
+        other.restore.update(path=str(directory), only='target/.*')
+        assert_refused(lambda other=other: prepare(other, tmp_path / 'new'), 'restore.strict=False')
+    family_of_t5 = small_config(corpus)
+    family_of_t5.model.module = 'wide_t5'
+    assert_refused(lambda: prepare(family_of_t5, uninterrupted), 'was saved without it')
+
+    # A later version has one more option, and another default.
+    config.train.steps = 2
+    write_family(monkeypatch, package, OPTIONS.replace('    rate', '    more: int = 5\n    rate'))
+    run(config, tmp_path / 'run')
+    stored = json.loads((tmp_path / 'run/checkpoint_2/config.json').read_bytes())['model']
+    assert stored['options']['more'] == 5
+    config.train.steps = 3
+    write_family(monkeypatch, package, OPTIONS.replace('default=2', 'default=4'))
+    assert_refused(lambda: prepare(config, tmp_path / 'run'), 'model/options/num: 2 -> 4')
+    write_family(
+        monkeypatch,
+        package,
+        OPTIONS.replace('default=2', 'default=4').replace(
+            '    rate', '    more: int = 1\n    rate'
+        ),
+    )
+    assert_refused(lambda: prepare(config, tmp_path / 'run'), 'model/options/more: 5 -> 1')
+    config.model.options.num = 2
+    config.model.options.more = 5
+    prepare(config, tmp_path / 'run').lock.close()
+    assert infer.load(directory).config.options.num == 2
+
+    # Without the family no file of its name is run.
+    (tmp_path / 'wide_t5.py').write_text("raise SystemExit('run')\n")
+    write_family(monkeypatch, tmp_path / 'empty', '')
+    (tmp_path / 'empty/wide_t5.py').unlink()
+    importlib.invalidate_caches()
+    assert_refused(lambda: infer.load(directory), 'own_model.py is missing')
+
+
+# Prompt tuning: parameters of one's own are trained and saved alone, and the encoder reads them first.
+
+
+def prompt_config(corpus, base, steps=2, mesh=(1, 1), **settings):
+    config = small_config(corpus, steps, *mesh)
+    config.model.update(module=str(PROMPT), dropout_rate=0.0, **settings)
+    config.model.options.length = 3
+    config.data.pack = 'no'
+    config.restore.path = str(base)
+    config.save.every_steps = 1
+    config.optimizer.multiply_by_parameter_scale = False  # LoRA's adapters begin at 0
+    config.learning_rate.base_learning_rate = 0.1
+    return config
+
+
+@pytest.fixture(scope='module')
+def prompted(corpus, uninterrupted, make_once):
+    """The workdir of such a run of two steps. Tests only read it."""
+    return make_once('prompted', lambda folder: run(prompt_config(corpus, uninterrupted), folder))
+
+
+def test_a_prompt_needs_a_base(corpus):
+    config = prompt_config(corpus, '')
+    config.restore.path = ''
+    trainer = make_trainer(config)
+    assert trainer.trained == ('prompt/embedding',)
+    assert trainer.shapes.params['prompt/embedding'].shape == (3, 16)
+    assert_refused(lambda: choose_initial(config, trainer), "restore.path=''")
+    config.model.lora_rank = 2
+    trained = make_trainer(config).trained
+    assert 'prompt/embedding' in trained and len(trained) == 1 + 2 * 2 * 3
+
+
+@pytest.mark.slow
+def test_a_checkpoint_has_the_prompt_alone(corpus, uninterrupted, prompted, tmp_path):
+    found = state_of(prompted, 2)
+    assert [path for path in found if checkpoint.is_parameter(path)] == ['target/prompt/embedding']
+    assert sum(x.size for x in found.values()) < 200
+    first = state_of(prompted, 1)['target/prompt/embedding']
+    assert np.abs(found['target/prompt/embedding'] - first).max() > 1e-3
+    # The run goes on, the steps are the same; and so on other devices.
+    run(prompt_config(corpus, uninterrupted, steps=1), tmp_path / 'again')
+    run(prompt_config(corpus, uninterrupted), tmp_path / 'again')
+    np.testing.assert_array_equal(
+        state_of(tmp_path / 'again', 2)['target/prompt/embedding'], found['target/prompt/embedding']
+    )
+    run(prompt_config(corpus, uninterrupted, mesh=(2, 2)), tmp_path / 'mesh')
+    assert_close(state_of(tmp_path / 'mesh', 2), found, 1e-4)
+    assert_refused(lambda: prepare(small_config(corpus), prompted), 'own_model.py')
+
+
+@pytest.mark.slow
+def test_a_prompt_is_merged_into_its_base(uninterrupted, prompted, tmp_path):
+    """By infer.load: it generates, scores and encodes, also on a mesh; encodings are of the inputs alone."""
+    base = infer.load(uninterrupted)
+    t5 = infer.load(prompted)
+    embedding = state_of(prompted, 2)['target/prompt/embedding']
+    np.testing.assert_array_equal(t5.arrays['prompt/embedding'], embedding)
+    for path, x in base.arrays.items():
+        np.testing.assert_array_equal(t5.arrays[path], x)
+    batch = check_answers(t5, is_long=False)
+    on_mesh = infer.load(prompted, mesh=make_mesh(2, 2))
+    assert_close(on_mesh.logits(batch), t5.logits(batch), 1e-5)
+    expected = np.asarray(t5.logits(batch))
+    stepwise = stepwise_logits(t5.config, make_mesh(2, 2))
+    tokens = [batch[name] for name in ('encoder_input_tokens', 'decoder_input_tokens')]
+    is_target = batch['decoder_target_tokens'] > 0
+    assert_close(
+        np.asarray(stepwise(on_mesh.arrays, *tokens))[is_target], expected[is_target], 1e-5
+    )
+    # The base reads other inputs, and the length of encodings is that of the inputs.
+    assert np.abs(base.logits(batch) - expected).max() > 1e-3
+    inputs = [[5, 6, 7, 1], [8, 1]]
+    encoded, mask = t5.encode(inputs)
+    assert encoded.shape == (2, 4, 16) and mask.sum() == 6
+    assert_close(t5.encode(inputs[1:])[0][0], encoded[1, :2], 1e-5)
+    assert np.abs(encoded - base.encode(inputs)[0]).max() > 1e-3
+    beams = t5.generate(inputs, 8, beam_size=3, num_return=2)
+    assert on_mesh.generate(inputs, 8, beam_size=3, num_return=2) == beams
+    scores = t5.score([inputs[0]] * 2, beams[0])
+    assert_close(t5.score_choices(inputs[:1], [beams[0]])[0], scores, 1e-5)
+    # An encoder alone, and a conversion.
+    assert_close(infer.load(prompted, part='encoder').encode(inputs)[0], encoded, 1e-6)
+    convert.convert_checkpoint(prompted, tmp_path / 't5x', 't5x')
+    assert_close(infer.load(tmp_path / 't5x').logits(batch), expected, 1e-6)
+
+
+@pytest.mark.slow
+def test_a_prompt_and_lora(corpus, uninterrupted, tmp_path):
+    config = prompt_config(corpus, uninterrupted, lora_rank=2, mesh=(2, 2))
+    run(config, tmp_path / 'run')
+    found = checkpoint.parameters(state_of(tmp_path / 'run', 2))
+    base = infer.load(uninterrupted)
+    assert 'prompt/embedding' in found and len(found) == 1 + 2 * 2 * 3
+    unmerged = infer.T5(own_model.load(config.model), base.arrays | found, base.mesh)
+    t5 = infer.load(tmp_path / 'run')
+    batch = random_batch(seed=0, vocab_size=300)
+    assert_close(t5.logits(batch), unmerged.logits(batch), 1e-5)
+    check_answers(t5, is_long=False)
+    config.train.steps = 3
+    run(config, tmp_path / 'run')
+
+
+@pytest.mark.slow
+def test_options_of_an_evaluation(with_options, tmp_path):
+    """Results of other options are others; a config may leave out some of the run's."""
+    questions.write_task(tmp_path)
+    config = questions.make_config(tmp_path)
+    config.infer_eval.task = 'qa'
+    config.model.update(module=str(with_options), dropout_rate=0.0)
+    config.model.options.rate = 0.25
+    run(config, tmp_path / 'run')
+    workdir = str(tmp_path / 'run')
+    evaluate_mode.prepare(None, {}, workdir).run()
+    same = evaluate_mode.prepare(
+        None, {'model.options.rate': '2.5e-1'}, workdir, output_dir=str(tmp_path / 'a')
+    )
+    assert same.model_config == infer.load(workdir).config
+    same.run()
+    changes = {'model.options.num': '3'}
+    assert_refused(
+        lambda: evaluate_mode.prepare(None, changes, workdir), '(now model.options.num: 2 -> 3)'
+    )
+    other = evaluate_mode.prepare(None, changes, workdir, output_dir=str(tmp_path / 'b'))
+    assert other.model_config.options.num == 3 and other.model_config.options.rate == 0.25
+    del config.model.options.rate
+    assert_refused(
+        lambda: evaluate_mode.prepare(config, {}, workdir), 'model.options.rate: 0.25 -> 0.5'
+    )
+    assert_refused(
+        lambda: evaluate_mode.prepare(None, {'model.options.num': '9'}, workdir), 'num=9'
+    )
