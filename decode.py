@@ -357,18 +357,18 @@ class KeysValues(NamedTuple):
 class LayerCache(NamedTuple):
     """What decoding remembers for one layer of the decoder; None in training.
 
-    Differs from T5X, which computes keys and values of the inputs anew for each step and beam.
+    Differs from T5X, which recomputes keys and values of the inputs for each step and beam.
     """
 
-    targets: KeysValues | None = None  # of the tokens that have been read, with room for more
+    targets: KeysValues | None = None  # of the tokens read so far, with room for more
     inputs: KeysValues | None = None  # of the encoded inputs
 
 
 class Cache(NamedTuple):
     """What decoding remembers."""
 
-    length: jax.Array  # int32: tokens that have been read, which is the position of the next one
-    mask_b11M: jax.Array  # bool: which inputs are not padding
+    length: jax.Array  # int32: the tokens read so far, and the position of the next one
+    mask_b11M: jax.Array  # bool: False for padding of the inputs
     # int32, writers[g, n, m]: the beam that wrote position m of beam n's current sequence. Beams are
     # reordered here; keys and values stay.
     writers_gnM: jax.Array

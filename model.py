@@ -43,7 +43,7 @@ import partition
 from decode import Cache, KeysValues, LayerCache, add_writers, grow_cache, read_mask
 
 # How parameters are split: regular expression of a path -> PartitionSpec. Each module asks Haiku for
-# its local shape, but unsplit over 'fsdp', which `apply` gathers: a row that disagrees is an error.
+# its local shape, unsplit over 'fsdp', which `apply` gathers: a row that disagrees is an error.
 PARAMETER_SPECS = {
     r'token_embedder/embedding': P('model', 'fsdp'),  # [vocab, embed]
     r'.+/relpos_bias/rel_embedding': P('model', None),  # [heads, buckets]
@@ -106,7 +106,7 @@ class T5Config:
     lora_alpha: float = 16.0
     lora_targets: str = r'.+/(query|value)/kernel'  # the paths of the kernels that have adapters
     module: str = ''  # the file of an own model, or the name of a family; '' for T5
-    options: Hashable = None  # the settings of `module`: a frozen dataclass that its file declares
+    options: Hashable = None  # the settings of `module`, a frozen dataclass of its file
     remat: str = 'none'
     scan_layers: bool = False
     own: 'Modules | None' = dataclasses.field(default=None, repr=False)  # what `module` holds
@@ -884,7 +884,7 @@ class Modules:
     activations: tuple[tuple[str, Callable], ...] = tuple(ACTIVATIONS.items())
     initializers: Initializers = Initializers()
     specs: tuple[tuple[str, P], ...] = tuple(PARAMETER_SPECS.items())  # the last equal row counts
-    period: int = 1  # layers that a scan repeats; more where not all have the same parameters
+    period: int = 1  # the layers of a scan's step; more where they differ in parameters
     # (config, embedded x_bMD, segments_bM) -> both as the encoder reads them.
     encoder_inputs: Callable = lambda config, x_bMD, segments_bM: (x_bMD, segments_bM)
     # A regular expression: parameters trained and saved alone, beside a base checkpoint.

@@ -257,7 +257,7 @@ class Run(NamedTuple):
     """A run that is ready to start or to go on: `modes.train.prepare` makes it."""
 
     config: Any
-    files: dict[str, bytes]  # that all checkpoints hold: the settings, the vocabulary, an own model
+    files: dict[str, bytes]  # of every checkpoint: the settings, the vocabulary, an own model
     workdir: Path
     console: Console
     metrics: Metrics

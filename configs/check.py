@@ -172,7 +172,7 @@ KINDS = {
     tuple: 'values in parentheses',
 }
 
-OPTIONS = 'model.options.'  # the settings of an own model begin with it, which its file declares
+OPTIONS = 'model.options.'  # the prefix of the settings of an own model, which its file declares
 # Settings that are a whole number or 'auto'. The module that uses one checks the number.
 INTEGER_OR_AUTO = ('train.num_microbatches',)
 

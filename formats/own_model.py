@@ -125,7 +125,7 @@ def check_values(config: T5Config) -> None:
         re.compile(config.lora_targets)
     except re.error as error:
         raise ValueError(
-            f'model.lora_targets={config.lora_targets!r} is no regular expression ({error}): correct '
+            f'model.lora_targets={config.lora_targets!r} is not a regular expression ({error}): correct '
             "it, as in '.+/(query|value)/kernel'"
         ) from error
 
@@ -200,7 +200,7 @@ def options_of(declared: Any, file: str, given: Mapping[str, Any]) -> Any:
         key = f'model.options.{name}'
         if name not in fields:
             known = ', '.join(fields) or 'none, it declares none'
-            raise ValueError(f'{key}={value!r} is no option of {file}: use {known}')
+            raise ValueError(f'{key}={value!r} is not an option of {file}: use {known}')
         default: Any = fields[name].default
         if isinstance(value, str) and not isinstance(default, str):
             value = parsed(value, default)
@@ -228,7 +228,7 @@ def check_declaration(declared: Any, file: str) -> None:
             )
         if kind is not type(field.default):
             raise ValueError(
-                f'{file}: the default of the option {field.name}={field.default!r} is no {kind.__name__}: '
+                f'{file}: the default of the option {field.name}={field.default!r} is not a {kind.__name__}: '
                 'write one, such as 1.0 for a float'
             )
         axis = field.metadata.get('axis')
@@ -270,7 +270,7 @@ def check_option(key: str, value: Any, field: dataclasses.Field) -> None:
 
 
 def parsed(text: str, default: Any) -> Any:
-    """Return the value that a text on the command line stands for; the text if it is no other."""
+    """Return the value that a text on the command line stands for; else the text."""
     if isinstance(default, bool):
         return BOOLS.get(text.lower(), text)
     try:

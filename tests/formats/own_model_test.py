@@ -538,7 +538,7 @@ def test_options_are_a_part_of_the_model(with_options):
 
 
 @pytest.mark.parametrize('name, value, rule', [
-    ('nun', 3, 'is no option of {file}: use num, rate, gated, kind, which, widths'),
+    ('nun', 3, 'is not an option of {file}: use num, rate, gated, kind, which, widths'),
     ('num', 'x', 'must be a whole number, such as 2'),
     ('num', '1e1', 'must be a whole number, such as 2'),
     ('num', True, 'must be a whole number, such as 2'),
@@ -581,7 +581,7 @@ FROZEN = '@dataclasses.dataclass(frozen=True)\n'
     (FROZEN + 'class Options:\n    num: list = dataclasses.field(default_factory=list)\n', 'num has no default'),
     (FROZEN + 'class Options:\n    num: None = None\n', 'the option num has no default'),
     (FROZEN + 'class Options:\n    num: int = dataclasses.field(default=2, init=False)\n', 'make it a property'),
-    (FROZEN + 'class Options:\n    num: float = 1\n', 'num=1 is no float: write one'),
+    (FROZEN + 'class Options:\n    num: float = 1\n', 'num=1 is not a float: write one'),
     (FROZEN + 'class Options:\n    num: tuple = ((1,),)\n', '(1,) is not like'),
     (FROZEN + "class Options:\n    num: int = dataclasses.field(default=2, metadata={'range': (3, 4)})\n", 'the default of num=2: must be at least 3'),
     (FROZEN + "class Options:\n    num: int = dataclasses.field(default=2, metadata={'range': 3})\n", 'TypeError'),
@@ -658,7 +658,7 @@ def test_a_run_of_a_family(corpus, uninterrupted, monkeypatch, tmp_path):
     with pytest.raises(ValueError, match='has no metrics'):
         evaluate_mode.prepare(None, {'model.options.num': '3'}, str(directory))
 
-    # It is no T5, and T5 is not it.
+    # It is not a T5, nor is a T5 this family.
     own = tmp_path / 'own.py'
     own.write_text(OPTIONS)
     plain = t5_config(**{name: stored[name] for name in OWN_SIZES})
