@@ -3,7 +3,6 @@
 golden/: made by running T5X, TensorFlow's Saver and transformers; its READMEs say how.
 """
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -28,7 +27,7 @@ import model
 import partition
 import user_code
 import vocabulary as vocabularies
-from formats import hugging_face
+from formats import hugging_face, own_model
 from modes import convert
 from modes import evaluate as evaluate_mode
 from modes import infer as infer_mode
@@ -511,7 +510,7 @@ def test_the_vocabulary_goes_along(tmp_path, pieces, caplog):
         directory = formats.open.open_checkpoint(path).directory
         assert vocabularies.find_vocabulary(directory).model == pieces
     assert infer.load(tmp_path / 'alone').vocabulary.model == pieces
-    own = {'model': dataclasses.asdict(t5.config), 'data': {'vocabulary': 'bytes'}}
+    own = {'model': own_model.as_settings(t5.config), 'data': {'vocabulary': 'bytes'}}
     files = {'config.json': json.dumps(own).encode()}
     checkpoint.save(tmp_path / 'bytes', 6, restore(HUGGING_FACE), files)
     convert.convert_checkpoint(tmp_path / 'bytes', tmp_path / 'of bytes', 't5x')
@@ -534,7 +533,7 @@ def test_the_number_of_sentinels_goes_along(tmp_path, num_own, extra_ids):
             proto.pieces.add(piece=f'▁{piece}', type=proto.SentencePiece.USER_DEFINED)
         model = proto.SerializeToString()
     settings = {
-        'model': dataclasses.asdict(infer.load(HUGGING_FACE).config),
+        'model': own_model.as_settings(infer.load(HUGGING_FACE).config),
         'data': {'extra_ids': extra_ids},
     }
     files = {'config.json': json.dumps(settings).encode(), 'vocabulary.model': model}
