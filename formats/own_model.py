@@ -167,8 +167,8 @@ def options_of(declared: Any, file: str, given: Mapping[str, Any]) -> Any:
     for name, value in given.items():
         key = f'model.options.{name}'
         if name not in fields:
-            known = ', '.join(fields) or 'none, it declares none'
-            raise ValueError(f'{key}={value!r} is no option of {file}: use {known}')
+            known = ', '.join(fields) or 'none'
+            raise ValueError(f'{key}={value!r} is unknown: {file} has {known}: use one of these')
         default: Any = fields[name].default
         if isinstance(value, str) and not isinstance(default, str):
             value = parsed(value, default)
@@ -196,7 +196,7 @@ def check_declaration(declared: Any, file: str) -> None:
             )
         if kind is not type(field.default):
             raise ValueError(
-                f'{file}: the default of the option {field.name}={field.default!r} is no {kind.__name__}: '
+                f'{file}: the default of the option {field.name}={field.default!r} must be a {kind.__name__}: '
                 'write one, such as 1.0 for a float'
             )
         check_option(f'{file}: the default of {field.name}', field.default, field)
@@ -353,7 +353,7 @@ def find_recorded(directory: Any, module: str) -> Path:
     content = recorded(directory)
     if not content:
         raise ValueError(
-            f'model.module={module!r} is no family, and {directory / RECORD} is missing: bring all files'
+            f'model.module={module!r} is not in families/, and {directory / RECORD} is missing: bring all files'
         )
     then = Path(module)
     now = Path.cwd() / then.name
