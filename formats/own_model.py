@@ -129,9 +129,8 @@ def trace(config: T5Config) -> set[str]:
 
     Nothing is computed: what the layers do with a small batch is traced, so that it raises its errors.
     """
-    config = dataclasses.replace(
-        config, scan_layers=False
-    )  # modes/train.py checks what a scan needs
+    # What a scan needs is checked by modes/train.py, which names the setting.
+    config = dataclasses.replace(config, scan_layers=False)
     batch = {'encoder_input_tokens': jnp.ones([2, 4], jnp.int32)}
     for name in ('decoder_input_tokens', 'decoder_target_tokens'):
         batch[name] = jnp.ones([2, 3], jnp.int32)
@@ -247,7 +246,8 @@ def describe_options(name: str) -> list[str]:
     declared: Any = getattr(module, 'Options', None)
     if declared is None:
         return []
-    check_declaration(declared, file)
+    with user_code.running(file):
+        check_declaration(declared, file)
     lines = ['', f'Options of model.module={name}:']
     for field in dataclasses.fields(declared):
         lines.append(f'  --config.model.options.{field.name}={field.default!r}')

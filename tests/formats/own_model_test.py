@@ -639,6 +639,8 @@ def test_a_class_of_options_that_is_refused(tmp_path, text, name):
     file.write_text(HEAD + f'return default\n\n{text}')
     assert_refused(lambda: load(file), str(file))
     assert_refused(lambda: load(file), name)
+    if '__post_init__' not in text:
+        assert_refused(lambda: own_model.describe_options(str(file)), name)
 
 
 def test_defaults_that_a_class_refuses(tmp_path):
