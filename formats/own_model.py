@@ -161,9 +161,8 @@ def trace(config: T5Config) -> set[str]:
 
     Nothing is computed: what the layers do with a small batch is traced, so that it raises its errors.
     """
-    config = dataclasses.replace(
-        config, scan_layers=False
-    )  # modes/train.py checks what a scan needs
+    # What a scan needs is checked by modes/train.py, which names the setting.
+    config = dataclasses.replace(config, scan_layers=False)
     batch = {'encoder_input_tokens': jnp.ones([2, 4], jnp.int32)}
     for name in ('decoder_input_tokens', 'decoder_target_tokens'):
         batch[name] = jnp.ones([2, 3], jnp.int32)
@@ -199,8 +198,8 @@ def options_of(declared: Any, file: str, given: Mapping[str, Any]) -> Any:
     for name, value in given.items():
         key = f'model.options.{name}'
         if name not in fields:
-            known = ', '.join(fields) or 'none, it declares none'
-            raise ValueError(f'{key}={value!r} is not an option of {file}: use {known}')
+            known = ', '.join(fields) or 'none'
+            raise ValueError(f'{key}={value!r} is unknown: {file} has {known}: use one of these')
         default: Any = fields[name].default
         if isinstance(value, str) and not isinstance(default, str):
             value = parsed(value, default)
@@ -228,7 +227,7 @@ def check_declaration(declared: Any, file: str) -> None:
             )
         if kind is not type(field.default):
             raise ValueError(
-                f'{file}: the default of the option {field.name}={field.default!r} is not a {kind.__name__}: '
+                f'{file}: the default of the option {field.name}={field.default!r} must be a {kind.__name__}: '
                 'write one, such as 1.0 for a float'
             )
         axis = field.metadata.get('axis')
@@ -285,7 +284,8 @@ def describe_options(name: str) -> list[str]:
     declared: Any = getattr(module, 'Options', None)
     if declared is None:
         return []
-    check_declaration(declared, file)
+    with user_code.running(file):
+        check_declaration(declared, file)
     lines = ['', f'Options of model.module={name}:']
     for field in dataclasses.fields(declared):
         lines.append(f'  --config.model.options.{field.name}={field.default!r}')
@@ -391,7 +391,7 @@ def find_recorded(directory: Any, module: str) -> Path:
     content = recorded(directory)
     if not content:
         raise ValueError(
-            f'model.module={module!r} is no family, and {directory / RECORD} is missing: bring all files'
+            f'model.module={module!r} is not in families/, and {directory / RECORD} is missing: bring all files'
         )
     then = Path(module)
     now = Path.cwd() / then.name

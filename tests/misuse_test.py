@@ -284,7 +284,7 @@ def option(message: str, *flags: str, own: str = OWN) -> Row:
 
 TABLES['options'] = {
     'out of range': option('model.options.num=9: must be at least 1 and at most 8', '--config.model.options.num=9'),
-    'typo': option("model.options.nun='3' is not an option of {dir}/own.py: use num, kind", '--config.model.options.nun=3'),
+    'typo': option("model.options.nun='3' is unknown: {dir}/own.py has num, kind: use one of these", '--config.model.options.nun=3'),
     'typo in the group': option("no such setting: 'optoins'", '--config.model.optoins.num=3'),
     'negative, as a word': option('model.options.num=-1: must be at least 1', '--config.model.options.num', '-1'),
     'another type': option('model.options.num=2.5: must be a whole number, such as 2', '-config.model.options.num=2.5'),
@@ -304,7 +304,7 @@ TABLES['options'] = {
     'not frozen': option('own.py: Options=', own=OWN.replace('(frozen=True)', '')),
     'no default': option('own.py: the option num has no default', own=OWN.replace("int = dataclasses.field(default=2, metadata={'range': (1, 8)})", 'int')),
     'in a config': mine('model.options.num=9: must be', CONFIG + '    config.model.module = "own.py"\n    config.model.options.num = 9\n' + END, own=OWN),
-    'in a config, a typo': mine('model.options.nun=3 is not an option', CONFIG + '    config.model.module = "own.py"\n    config.model.options.nun = 3\n' + END, own=OWN),
+    'in a config, a typo': mine('model.options.nun=3 is unknown', CONFIG + '    config.model.module = "own.py"\n    config.model.options.nun = 3\n' + END, own=OWN),
     'in a config, of another type': mine('must be a whole number', CONFIG + '    config.model.module = "own.py"\n    config.model.options = {"num": [3]}\n' + END, own=OWN),
     'of another mode': Row(['--mode=report', '--runs=x', '--config.model.options.num=3'], '--config is not for --mode=report'),
     'to plan': option('model.options.num=9: must be', '--mode=plan', '--config.model.options.num=9'),

@@ -176,7 +176,7 @@ def test_options_of_a_run(command_line, folder):
     main(
         *score, 'run', '--config.model.options.num=9', status=2, message='num=9: must be at least 1'
     )
-    main(*score, 'run', '--config.model.options.nun=3', status=2, message="nun='3' is no option")
+    main(*score, 'run', '--config.model.options.nun=3', status=2, message="nun='3' is unknown")
     main(*score, 'run', '--output_dir=out')
     main(
         *score,
