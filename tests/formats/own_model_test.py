@@ -593,8 +593,8 @@ FROZEN = '@dataclasses.dataclass(frozen=True)\n'
 def test_a_class_of_options_that_is_refused(tmp_path, text, name):
     file = tmp_path / 'own.py'
     file.write_text(HEAD + f'return default\n\n{text}')
-    assert_refused(lambda: load(file), str(file))
-    assert_refused(lambda: load(file), name)
+    assert_refused(lambda: load_own(file), str(file))
+    assert_refused(lambda: load_own(file), name)
     if '__post_init__' not in text:
         assert_refused(lambda: own_model.describe_options(str(file)), name)
 
