@@ -226,13 +226,18 @@ broadcast.defvjp(lambda x, *others: (broadcast(x, *others), x.shape), _broadcast
 def argmax(x: jax.Array) -> jax.Array:
     """Return jnp.argmax(x, axis=-1), int32.
 
-    On a CPU, top_k(x, 1) is twenty times faster: 0.03 ms instead of 0.77 ms. On a GPU it is slower.
+    On a CPU, two passes that XLA joins into vector loops take 0.28 ms instead of 0.77 ms.
     """
 
     def plain(x: jax.Array) -> jax.Array:
         return lax.argmax(x, x.ndim - 1, jnp.int32)
 
-    return for_device(plain, lambda x: top_k(x, 1)[1][..., 0], x)
+    def in_passes(x: jax.Array) -> jax.Array:
+        indices = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+        is_largest = x == x.max(axis=-1, keepdims=True)
+        return jnp.where(is_largest, indices, x.shape[-1]).min(axis=-1)
+
+    return for_device(plain, in_passes, x)
 
 
 def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

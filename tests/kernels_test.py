@@ -137,7 +137,7 @@ def test_arrays_that_devices_share_are_summed_plainly():
     np.testing.assert_allclose(mean, np.asarray(x).mean(axis=0), rtol=1e-6)
 
 
-@pytest.mark.parametrize('dtype', model.DTYPES)
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('shape', [(2, 3, 4, 512), (7, 96), (5, 33), (4,), (2, 0, 3), (2, 0)])
 def test_softmax_is_that_of_jax(shape, dtype):
     logits = jnp.array(np.random.default_rng(0).normal(0, 3, shape), dtype)
