@@ -160,8 +160,8 @@ class T5:
         self._decoding_arrays: Mapping[str, Any] = {}
 
     def _specs(self, arrays: Mapping[str, Any]) -> dict[str, P]:
-        specs = partition.gathered(model.param_specs(self.config))
-        return kernels.specs_of(arrays, specs)
+        specs = partition.param_specs(dict(self.config.modules.specs), arrays)
+        return kernels.specs_of(arrays, partition.gathered(specs))
 
     def _compile(
         self,

@@ -67,7 +67,10 @@ def trained(config):
 
 @pytest.mark.slow
 @EXAMPLES
-def test_training_is_the_same_on_a_mesh_with_remat_and_in_a_scan(module, options):
+@pytest.mark.parametrize(
+    'remat, is_scan', [('dots', True), pytest.param('none', False, marks=pytest.mark.long)]
+)
+def test_training_is_the_same_on_a_mesh_with_remat_and_in_a_scan(module, options, remat, is_scan):
     """Dropout is on. With 128 columns, Adafactor factors the kernels of four heads, too."""
 
     def config(shape, **settings):
@@ -78,11 +81,9 @@ def test_training_is_the_same_on_a_mesh_with_remat_and_in_a_scan(module, options
 
     losses, params = trained(config((1, 1, 1)))
     assert losses[0] != losses[2]
-    for remat, is_scan in [('none', False), ('dots', True)]:
-        on_mesh = config((2, 2, 2), remat=remat, scan_layers=is_scan)
-        found_losses, found = trained(on_mesh)
-        np.testing.assert_allclose(found_losses, losses, rtol=1e-5)
-        assert_close(found, params, 1e-5)
+    found_losses, found = trained(config((2, 2, 2), remat=remat, scan_layers=is_scan))
+    np.testing.assert_allclose(found_losses, losses, rtol=1e-5)
+    assert_close(found, params, 1e-5)
 
 
 # Decoding with a cache.
