@@ -609,7 +609,7 @@ def test_transformers_computes_a_model_with_adapters(name, transformers, tmp_pat
     config = dataclasses.replace(CONFIGS[name], lora_rank=3, lora_targets='.+/kernel')
     arrays = random_arrays(config)
     ours = infer.T5(config, arrays, partition.make_mesh(data=1))
-    merge = functools.partial(formats.open.MergedKernel, model, config)
+    merge = functools.partial(formats.open.MergedKernel, config)
     merged = model.merge_adapters(config, arrays, merge)
     write(tmp_path / 'hf', name, merged)
     module = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / 'hf')
