@@ -9,7 +9,8 @@ the best sequences. Both run inside `jax.shard_map`. The suffixes of names are t
     g  groups of rows that share a cache of targets: a row, or the n beams of an example
     S  slots of a cache, position * n + beam, or the positions of the inputs
 
-`cache` is any pytree; `Cache` is that of model.py. Source: T5X t5x/decoding.py; `Differs from T5X:` marks where the results do.
+`cache` is any pytree; `Cache` is that of model.py. Source: T5X t5x/decoding.py; `Differs from T5X:`
+marks where the results do.
 """
 
 import functools

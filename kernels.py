@@ -78,9 +78,8 @@ def einsum(equation: str, x: jax.Array, kernel: jax.Array | Columns) -> jax.Arra
     if isinstance(kernel, jax.Array) and kernel_letters[-1] == x_letters[-1]:
         kernel = Columns(kernel) if len(x_rD) <= FEW_ROWS else kernel.T
     columns = kernel.shape[x.ndim - 2 :]
-    if isinstance(
-        kernel, Columns
-    ):  # the barrier keeps XLA from turning it into the slow form again
+    if isinstance(kernel, Columns):
+        # The barrier keeps XLA from turning this into the slow form again.
         y_rF = lax.optimization_barrier(kernel.kernel_FD @ x_rD.T).T
     else:
         y_rF = matmul(*vary_alike(x_rD, kernel.reshape(x_rD.shape[1], -1)))

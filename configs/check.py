@@ -212,17 +212,22 @@ def check_value(key: str, value: Any, default: Any) -> None:
         if value != 'auto' and not has_type_of(0, value):
             raise ValueError(f"{key}={value!r}: must be a whole number or 'auto'")
         return
-    if not has_type_of(default, value):
-        raise ValueError(f'{key}={value!r}: {kind_of(default)}')
-    if type(default) in (int, float):
-        limits = RANGES[key]
-        if not limits.holds(value):
-            raise ValueError(f'{key}={value}: must be {limits}; the default is {default!r}')
-    if key in CHOICES and value not in CHOICES[key]:
-        choices = ', '.join(repr(choice) for choice in CHOICES[key])
-        raise ValueError(f'{key}={value!r}: must be one of {choices}')
+    limits = RANGES[key] if type(default) in (int, float) else None
+    check_allowed(key, value, default, limits, CHOICES.get(key))
     if key == 'data.delimiter' and not DELIMITER.fullmatch(value):
         raise ValueError(f'{key}={value!r}: {DELIMITER_RULE}')
+
+
+def check_allowed(
+    key: str, value: Any, default: Any, limits: Range | None, choices: Collection[Any] | None
+) -> None:
+    """Raise ValueError unless `value` has the type of `default`, and is in the range and the choices."""
+    if not has_type_of(default, value):
+        raise ValueError(f'{key}={value!r}: {kind_of(default)}')
+    if limits is not None and not limits.holds(value):
+        raise ValueError(f'{key}={value}: must be {limits}; the default is {default!r}')
+    if choices is not None and value not in choices:
+        raise ValueError(f'{key}={value!r}: must be one of {", ".join(map(repr, choices))}')
 
 
 def read_stored(folder: Any) -> dict[str, Any]:

@@ -245,10 +245,13 @@ def check_option(key: str, value: Any, field: dataclasses.Field) -> None:
     They may have 'range', the smallest and the largest number, and 'choices'.
     """
     default = field.default
-    if not check.has_type_of(default, value):
-        raise ValueError(f'{key}={value!r}: {check.kind_of(default)}')
-    if isinstance(default, tuple):
+    if isinstance(default, tuple) and isinstance(value, list):  # JSON has lists
         value = tuple(value)
+    limits = None
+    if 'range' in field.metadata:
+        limits = check.Range(*field.metadata['range'])
+    check.check_allowed(key, value, default, limits, field.metadata.get('choices'))
+    if isinstance(default, tuple):
         for x in value:
             like = default[0] if default else x
             if not isinstance(x, bool | int | float | str) or not check.has_type_of(like, x):
@@ -259,13 +262,6 @@ def check_option(key: str, value: Any, field: dataclasses.Field) -> None:
         raise ValueError(
             f'{key}={value!r}: must be finite, at most {check.LARGEST_FLOAT:g}; the default is {default!r}'
         )
-    if 'range' in field.metadata:
-        limits = check.Range(*field.metadata['range'])
-        if not limits.holds(value):
-            raise ValueError(f'{key}={value!r}: must be {limits}; the default is {default!r}')
-    choices = field.metadata.get('choices')
-    if choices is not None and value not in choices:
-        raise ValueError(f'{key}={value!r}: must be one of {", ".join(map(repr, choices))}')
 
 
 def parsed(text: str, default: Any) -> Any:

@@ -24,8 +24,7 @@ def settings_of(directory: Any, changes: Mapping[str, Any]) -> ConfigDict:
         name = key.replace('.', '/')
         if key.startswith(RUN_SETTINGS) and key != 'data.vocabulary' and name in stored:
             config.update_from_flattened_dict({key: stored[name]})
-    options = check.read_stored(directory).get('model', {}).get('options', {})
-    check.set_options(config, {f'{check.OPTIONS}{name}': value for name, value in options.items()})
+    check.set_options(config, {name.replace('/', '.'): value for name, value in stored.items()})
     for key, value in changes.items():
         if not key.startswith(check.OPTIONS):
             config.update_from_flattened_dict({key: value})

@@ -181,9 +181,8 @@ def flops_of_step(trainer: train.Trainer) -> tuple[float, str]:
     S = trainer.feature_lengths['encoder_input_tokens']
     T = trainer.feature_lengths['decoder_target_tokens']
     if c.modules.flops is not None:
-        return 3 * B * c.modules.flops(
-            c, S, T
-        ), f'3B flops(config, S, T) of {c.module}, {B=}, {S=}, {T=}'
+        formula = f'3B flops(config, S, T) of {c.module}, {B=}, {S=}, {T=}'
+        return 3 * B * c.modules.flops(c, S, T), formula
     d = c.emb_dim
     a = c.num_heads * c.head_dim
     f = c.mlp_dim
