@@ -38,7 +38,7 @@ import tensorstore as ts
 from jax.experimental import multihost_utils
 
 import paths
-from configs.check import first_ten
+from messages import first_ten
 
 VERSION = 3  # version 2 differs in bfloat16 arrays alone, which it stores as uint16
 CHUNK_BYTES = 64 * 2**20

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import data
-from configs.check import first_ten
 from data import Example, Objective
+from messages import first_ten
 from randomness import digest, permutation, random_bits
 from sources import NO_SPLIT, Document, FileRecord, Record, Share, Source
 from user_code import UserError

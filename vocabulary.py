@@ -15,6 +15,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 import paths
 from configs import check as settings
+from messages import first_ten
 from randomness import digest
 
 PAD_ID = 0
@@ -362,7 +363,7 @@ def check_added_tokens(folder: Any, vocabulary: Vocabulary | None) -> None:
         names = sorted(set(added))
         raise ValueError(
             f'{folder}: {len(names)} token(s) that were added to its vocabulary are not supported yet: '
-            f'{settings.first_ten(list(map(repr, names)))}: texts would be read without them: take the model from '
+            f'{first_ten(list(map(repr, names)))}: texts would be read without them: take the model from '
             f'before they were added, or, if no text has them, remove them from {", ".join(files)}'
         )
 

@@ -21,7 +21,7 @@ import safetensors.numpy
 import checkpoint
 import model
 import paths
-from configs.check import first_ten
+from messages import first_ten
 
 WEIGHTS = 'model.safetensors'
 WEIGHTS_INDEX = 'model.safetensors.index.json'

@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 import paths
-from configs.check import first_ten
+from messages import first_ten
 
 # Mesh-TF's names (regular expressions, matched whole) and T5X's paths.
 NORM = '(?:rms|layer)_norm/scale'

@@ -22,8 +22,9 @@ import model
 import optimizer
 import paths
 from configs import base
-from configs.check import first_ten, read_stored
+from configs.check import read_stored
 from formats import hugging_face, mesh_tf, own_model
+from messages import first_ten
 from model import T5Config
 from run import best, verify
 from vocabulary import folders_of

@@ -21,6 +21,7 @@ import paths
 import tasks.open
 from configs import check
 from formats import own_model
+from messages import first_ten
 from model import T5Config
 from modes.of_checkpoint import changes_model, check_rows, settings_of, vocabulary_of_checkpoint
 from randomness import digest
@@ -147,7 +148,7 @@ class CheckpointEvaluation:
                 if self.results.has_others(task.name, step, self.identity(task, path)):
                     steps.append(f'{step:,}')
             if steps:
-                self.refuse(task.name, check.first_ten(steps))
+                self.refuse(task.name, first_ten(steps))
 
     def refuse(self, name: str, steps: str) -> None:
         """Raise ValueError: results of a task at some steps are those of other files or settings."""
@@ -318,7 +319,7 @@ def check_files_of_run(directory: Any, config: Any, opened: Sequence[OpenTask], 
                 others.append(record.path)
         if others:
             raise ValueError(
-                f'{check.first_ten(others)}: the run evaluated other files as its split {split}, and results '
+                f'{first_ten(others)}: the run evaluated other files as its split {split}, and results '
                 'of these would have the same name: add --output_dir, or name them with data.test_files and '
                 'add --split=test'
             )

@@ -56,6 +56,7 @@ import partition
 import paths
 from configs import check
 from formats import own_model
+from messages import first_ten
 from model import T5Config
 from modes import infer_input, streams
 from modes.of_checkpoint import changes_model, check_rows, settings_of, vocabulary_of_checkpoint
@@ -364,7 +365,7 @@ def selected(fields: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
         return dict(fields)
     for name in names:
         if name not in fields:
-            known = check.first_ten([repr(field) for field in fields])
+            known = first_ten([repr(field) for field in fields])
             raise ValueError(f'--fields names {name!r}: the fields of an example are {known}')
     found = {}
     for name, value in fields.items():
@@ -545,7 +546,7 @@ def check_output(job: Job) -> None:
         changes = workdir.changed_settings(paths.read_json(file), settings_as_json(job))
         if changes:
             raise ValueError(
-                f'{folder} holds results of other settings ({check.first_ten(changes, "; ")}): name '
+                f'{folder} holds results of other settings ({first_ten(changes, "; ")}): name '
                 'another --output_dir, or remove it'
             )
         return

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
-from configs.check import first_ten
+from messages import first_ten
 from modes import errors, streams, watcher
 
 FLAGS = ('coordinator_address', 'num_processes', 'process_id', 'heartbeat')

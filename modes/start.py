@@ -22,6 +22,7 @@ import paths
 import train
 from configs import check as settings
 from formats import own_model
+from messages import first_ten
 from run import verify, workdir
 from run.console import Console
 from vocabulary import (
@@ -189,7 +190,7 @@ def choose_initial(config: Any, trainer: train.Trainer) -> Start:
     for label, tree in (('initial', expected), ('not used', index)):
         others = sorted(only_parameters(tree).keys() - leaves)
         if others:
-            description += f'; {label}: {settings.first_ten(others)}'
+            description += f'; {label}: {first_ten(others)}'
     if num_frozen:
         description += (
             f'; not used: {num_frozen:,} arrays of the optimizer state of frozen parameters'

@@ -31,6 +31,7 @@ import tasks.open
 import train
 from configs import check as settings
 from formats import own_model
+from messages import first_ten
 from model import T5Config
 from modes import start
 from modes.train_vocabulary import find_or_train_vocabulary, training_texts
@@ -232,7 +233,7 @@ def prepare(config: Any, folder: Any) -> train.Run:
             start.choose(begin.leaves, start.state_shapes(trainer))
             changed = [file.path for file in mixture.files if file.is_changed_at(begin.step)]
             if changed:
-                terminal.line(f'Changed since step {begin.step:,}: {settings.first_ten(changed)}.')
+                terminal.line(f'Changed since step {begin.step:,}: {first_ten(changed)}.')
         results.Results(folder).scores()  # raises ValueError for a file that is damaged
 
         # This process's rows of the batches: training without end or in epochs, validation once.

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from configs import base
 from configs import check as settings
+from messages import first_ten
 from run import results
 
 
@@ -89,7 +90,7 @@ def best_step(folder: Any, steps: Sequence[int]) -> int:
     missing = 'no save.best_metric, which tells the best step'
     if found.metric:
         missing = f'no value of save.best_metric={found.metric!r} for its steps'
-    names = settings.first_ten([str(step) for step in steps])
+    names = first_ten([str(step) for step in steps])
     raise ValueError(f'step=best: {folder} has {missing}: name one of its steps, {names}')
 
 
@@ -131,5 +132,5 @@ def check_metric(metric: str, available: Sequence[str]) -> None:
     if metric not in available:
         nearest = difflib.get_close_matches(metric, available, n=len(available), cutoff=0)
         raise ValueError(
-            f'save.best_metric={metric!r}: this run has {settings.first_ten(nearest)}: name one'
+            f'save.best_metric={metric!r}: this run has {first_ten(nearest)}: name one'
         )

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from configs import check as settings
+from messages import first_ten
 from randomness import permutation
 from sources.files import FileRecord, count_newlines, follow, is_gzipped, kind_of
 
@@ -210,9 +210,7 @@ class Source:
                 return
         files = [file.path for file in self.files if self.part_of(file.split) is part]
         if files:  # else the split has no file of its own
-            raise ValueError(
-                f'no document is in {settings.first_ten(files)}: name files with records'
-            )
+            raise ValueError(f'no document is in {first_ten(files)}: name files with records')
 
     def going_on(self, old: Sequence[FileRecord], step: int) -> 'Source | None':
         """Return the source cut as in a run whose files were `old` up to `step`.

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
 import paths
-from configs import check as settings
+from messages import first_ten
 
 # A longer line of plain text is cut into documents of at most sources.text.CUT_BYTES.
 MAX_LINE_BYTES = 1 << 20
@@ -118,7 +118,7 @@ def describe_changes(old: list[dict] | None, new: list[dict]) -> str:
     if old_names == new_names:
         remedy += ', go on with what they hold today (data.allow_changed_files=True)'
     return (
-        f"the files do not hold what the run's held: {settings.first_ten(changes)}: {remedy}, or "
+        f"the files do not hold what the run's held: {first_ten(changes)}: {remedy}, or "
         'name another --workdir'
     )
 

@@ -16,7 +16,7 @@ import pyarrow.parquet
 import pyarrow.types
 
 import paths
-from configs.check import first_ten
+from messages import first_ten
 from randomness import permutation
 from sources import Record, bytes_of, deal
 from sources.deal import Blocks, epoch_order

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from absl import logging
 
-from configs import check as settings
+from messages import first_ten
 from sources import BadLine, BadLines, Record
 from sources.files import is_gzipped, kind_of
 from sources.heads import open_unzipped
@@ -272,7 +272,7 @@ def check_names(names: list[str], title: str) -> None:
     counts = collections.Counter(filter(None, names))
     if not counts or max(counts.values()) > 1:
         raise ValueError(
-            f'{title} has the columns {settings.first_ten(list(map(repr, names)))}: give each a name of its own'
+            f'{title} has the columns {first_ten(list(map(repr, names)))}: give each a name of its own'
         )
 
 
@@ -280,7 +280,7 @@ def check_columns(title: str, columns: Collection[str], fields: Iterable[str], r
     """Raise ValueError for a table that has not all of `fields`."""
     for field in fields:
         if field not in columns:
-            found = settings.first_ten([repr(column) for column in columns])
+            found = first_ten([repr(column) for column in columns])
             raise ValueError(f'{title} has no column {field!r}, it has {found}: {remedy}')
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import paths
-from configs import check as settings
+from messages import first_ten
 from sources import BadLines, deal
 from sources.cache import text_of
 from sources.tables import is_number
@@ -58,7 +58,7 @@ def find(root: Any, name: str) -> Any:
     folder = root / path / version
     files = [folder / file for file in FILES_OF_A_DATA_SET]
     if not NAME.fullmatch(name) or version not in versions or not all(map(paths.is_file, files)):
-        names = settings.first_ten(prepared(root)) or 'none'
+        names = first_ten(prepared(root)) or 'none'
         raise ValueError(
             f'{root} holds no such data set, or not all of it, its data sets are: {names}: name one '
             f"(NAME[/CONFIG][:VERSION]), another data.tfds_dir, or prepare it there with 'tfds build {path}'"
@@ -136,7 +136,7 @@ class DataSet:
             if not size:
                 missing.append(path)
         if missing:
-            raise ValueError(f'{self.name} lacks {settings.first_ten(missing)}: copy it again')
+            raise ValueError(f'{self.name} lacks {first_ten(missing)}: copy it again')
         return runs
 
     def decoder(
@@ -157,7 +157,7 @@ class DataSet:
             if name + '/0' * (field.count('/') - name.count('/')) not in values:
                 raise ValueError(
                     f'{self.name} has no value {field!r}, the first values of its features are: '
-                    f'{settings.first_ten(sorted(values))}: {remedy}'
+                    f'{first_ten(sorted(values))}: {remedy}'
                 )
         # PartialDecoding of TFDS does the same with TensorFlow.
         names = {field.split('/')[0] for field in fields}

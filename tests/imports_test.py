@@ -12,7 +12,7 @@ PACKAGES = ('configs', 'families', 'formats', 'modes', 'run', 'sources', 't5_in_
 # From the bottom to the top: a module imports from rows above its own row, or from its own package.
 # What tells which step of a run is the best, and whether it is as it was saved, lies below the rest of run/.
 LAYERS = (
-    {'paths', 'kernels', 'randomness'},
+    {'paths', 'kernels', 'randomness', 'messages'},
     {'partition', 'user_code', 'configs'},
     {'decode'},
     {'model', 'loss', 'optimizer', 'checkpoint', 'vocabulary'},
@@ -28,7 +28,7 @@ LAYERS = (
 )
 CORE = {
     'main', 'train', 'model', 'kernels', 'loss', 'optimizer', 'partition', 'data', 'stream', 'vocabulary', 'evaluate',
-    'checkpoint', 'decode', 'infer', 'paths', 'randomness', 'user_code',
+    'checkpoint', 'decode', 'infer', 'messages', 'paths', 'randomness', 'user_code',
 }  # fmt: skip
 # Through which files the core opens a package. All may read the settings and their ranges.
 DOORS = {

@@ -138,10 +138,3 @@ def test_whole_numbers_and_auto_on_the_command_line(command_line, tmp_path, valu
     flags = [f'--config.{setting}' for setting in settings]
     result = command_line(f'--config={ROOT}/configs/tiny.py', *flags, cwd=tmp_path)
     assert result.status == 2 and 'nothing.txt' in result.stderr
-
-
-def test_ten_items_at_most():
-    items = [str(i) for i in range(12)]
-    assert settings.first_ten(items[:2]) == '0, 1'
-    assert settings.first_ten(items[:10], '; ') == '0; 1; 2; 3; 4; 5; 6; 7; 8; 9'
-    assert settings.first_ten(items) == '0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more'
