@@ -32,6 +32,7 @@ import loss
 import model
 import optimizer
 import partition
+import state_names
 from model import T5Config
 from run import best, compiler, console, prefetch, results
 from run.agreement import Batches, StopRequest, counts_of_all, remember_interrupt
@@ -50,60 +51,60 @@ class TrainState(NamedTuple):
     opt_state: Any
 
 
-def train_step(trainer: 'Trainer', state: TrainState, batch: Mapping) -> tuple[TrainState, dict]:
+def train_step(spec: 'StepSpec', state: TrainState, batch: Mapping) -> tuple[TrainState, dict]:
     """Take one step: return the next state, and the metrics of this step as float32 scalars.
 
     `batch`: T5X's features, int32 [rows, length], rows split over BATCH_AXES.
     """
     rows = jnp.arange(len(batch['decoder_target_tokens']))
-    _, dropout_key = jax.random.split(jax.random.key(trainer.seed))
+    _, dropout_key = jax.random.split(jax.random.key(spec.seed))
     key = jax.random.fold_in(dropout_key, state.step)
-    grads, metrics = gradients(trainer, state.params, batch, rows, key)
-    trained = trainer.trained_of(state.params)
-    updates, opt_state = trainer.tx.update(grads, state.opt_state, trained)
+    grads, metrics = gradients(spec, state.params, batch, rows, key)
+    trained = spec.trained_of(state.params)
+    updates, opt_state = spec.tx.update(grads, state.opt_state, trained)
     params = state.params | optax.apply_updates(trained, updates)
-    metrics['learning_rate'] = trainer.schedule(state.step)
+    metrics['learning_rate'] = spec.schedule(state.step)
     metrics['gradient_norm'] = optimizer.norm(grads)
     totals = [metrics['loss'], metrics['gradient_norm'], optimizer.norm(updates)]
-    totals += map(kernels.sum, optimizer.slots(opt_state, trained))
+    totals += map(kernels.sum, state_names.slots(opt_state, trained))
     metrics['finite'] = jnp.isfinite(sum(totals))
     new = TrainState(state.step + 1, params, opt_state)
-    if trainer.skips_not_finite:
+    if spec.skips_not_finite:
         # Only the step goes on, and counts that are copies of it.
-        tree = optimizer.to_t5x(new.step, state.params, state.opt_state)
-        old = TrainState(*optimizer.from_t5x(tree, state.opt_state))
+        tree = state_names.to_t5x(new.step, state.params, state.opt_state)
+        old = TrainState(*state_names.from_t5x(tree, state.opt_state))
         new = jax.tree.map(functools.partial(jnp.where, metrics['finite']), new, old)
     return new, metrics
 
 
 def gradients(
-    trainer: 'Trainer', params: Mapping, batch: Mapping, rows: jax.Array, key: jax.Array
+    spec: 'StepSpec', params: Mapping, batch: Mapping, rows: jax.Array, key: jax.Array
 ) -> tuple[dict, dict]:
     """Return the gradients by the trained parameters, and loss.weighted_sums of the batch.
 
     `rows` and `key` determine the dropout.
     """
-    specs = trainer.specs.params
+    specs = spec.state_specs.params
     sharded_gradients = jax.shard_map(
-        functools.partial(device_gradients, trainer),
-        mesh=trainer.mesh,
+        functools.partial(device_gradients, spec),
+        mesh=spec.mesh,
         in_specs=(specs, partition.BATCH, partition.BATCH, P()),
-        out_specs=(trainer.trained_of(specs), P()),
+        out_specs=(spec.trained_of(specs), P()),
     )
     return sharded_gradients(params, batch, rows, key)
 
 
-def device_gradients(trainer, params, batch, rows_b, key):
+def device_gradients(spec, params, batch, rows_b, key):
     """Return one device's part of `gradients`, from its rows and its slices of the parameters.
 
     Differs from T5X, which divides each microbatch by its own weights and repeats the same dropout:
     here microbatches have the gradients of the whole batch.
     """
-    config = trainer.model_config
-    weights_bT, divisor = loss.weights_and_divisor(batch, trainer.normalizing_factor)
+    config = spec.model_config
+    weights_bT, divisor = loss.weights_and_divisor(batch, spec.normalizing_factor)
     num_rows = lax.psum(len(rows_b), partition.BATCH_AXES)
-    trained_specs = trainer.trained_of(trainer.specs.params)
-    trained = partition.per_device(trainer.trained_of(params), trained_specs)
+    trained_specs = spec.trained_of(spec.state_specs.params)
+    trained = partition.per_device(spec.trained_of(params), trained_specs)
 
     def microbatch_loss(trained, microbatch):
         batch, weights_bT, rows_b = microbatch
@@ -111,15 +112,15 @@ def device_gradients(trainer, params, batch, rows_b, key):
             lambda: model.logits(config, batch, rows_b),
             params | trained,
             key,
-            trainer.gradient_dtype,
+            spec.gradient_dtype,
         )
         sums = loss.weighted_sums(
             logits_bTv,
             batch,
             weights_bT,
             divisor,
-            z_loss=trainer.loss_config.z_loss,
-            label_smoothing=trainer.loss_config.label_smoothing,
+            z_loss=spec.loss_config.z_loss,
+            label_smoothing=spec.loss_config.label_smoothing,
         )
         sums = loss.add_aux(sums, aux, config.modules.losses(config), num_rows)
         return sums['loss'], sums
@@ -129,23 +130,23 @@ def device_gradients(trainer, params, batch, rows_b, key):
         return jax.tree.map(jnp.add, total, grads), sums
 
     zeros = jax.tree.map(jnp.zeros_like, trained)
-    microbatches = partition.cut_rows((batch, weights_bT, rows_b), trainer.num_microbatches)
+    microbatches = partition.cut_rows((batch, weights_bT, rows_b), spec.num_microbatches)
     grads, sums = lax.scan(add_gradients, zeros, microbatches)
     sums = jax.tree.map(lambda x: x.sum(axis=0), sums)
     grads = partition.sum_gradients(grads, trained_specs)
     return grads, lax.psum(sums, partition.BATCH_AXES)
 
 
-def init(trainer: 'Trainer') -> TrainState:
+def init(spec: 'StepSpec') -> TrainState:
     """Return the state before the first step."""
-    init_key, _ = jax.random.split(jax.random.key(trainer.seed))
-    params = model.init(trainer.model_config, init_key)
-    return TrainState(jnp.int32(0), params, trainer.tx.init(trainer.trained_of(params)))
+    init_key, _ = jax.random.split(jax.random.key(spec.seed))
+    params = model.init(spec.model_config, init_key)
+    return TrainState(jnp.int32(0), params, spec.tx.init(spec.trained_of(params)))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)  # JAX prints it in front of its messages
-class Trainer:
-    """Everything that the program of a step depends on; modes/train.py makes it from a config.
+class StepSpec:
+    """Everything that the program of a step depends on; prepare.py makes it from a config.
 
     It is compared by value: equal ones in one process share the compiled programs below.
     """
@@ -195,7 +196,7 @@ class Trainer:
         return frozenset(model.shapes(self.model_config)).difference(adapters, self.trained)
 
     @functools.cached_property
-    def shapes(self) -> Any:
+    def state_shapes(self) -> Any:
         """The state as a TrainState of jax.ShapeDtypeStruct."""
         step = jax.ShapeDtypeStruct((), jnp.int32)
         params = {}
@@ -205,56 +206,56 @@ class Trainer:
         return TrainState(step, params, opt_state)  # type: ignore[arg-type]
 
     @functools.cached_property
-    def specs(self) -> Any:
+    def state_specs(self) -> Any:
         """How the state is split over the mesh, as a TrainState of PartitionSpec."""
-        _, params, opt_state = self.shapes
+        _, params, opt_state = self.state_shapes
         param_specs = model.param_specs(self.model_config)
-        opt_specs = optimizer.state_specs(opt_state, params, param_specs)
+        opt_specs = state_names.state_specs(opt_state, params, param_specs)
         return TrainState(P(), param_specs, opt_specs)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=16)
-def compile_init(trainer: Trainer) -> jax.stages.Compiled:
+def compile_init(spec: StepSpec) -> jax.stages.Compiled:
     """Return `init`, compiled ahead of time."""
-    shardings = partition.shardings(trainer.mesh, trainer.specs)
-    return jax.jit(functools.partial(init, trainer), out_shardings=shardings).lower().compile()
+    shardings = partition.shardings(spec.mesh, spec.state_specs)
+    return jax.jit(functools.partial(init, spec), out_shardings=shardings).lower().compile()
 
 
 @functools.lru_cache(maxsize=16)
-def jit_step(trainer: Trainer) -> jax.stages.Wrapped:
+def jit_step(spec: StepSpec) -> jax.stages.Wrapped:
     """Return `train_step` as a compiled function (state, batch) -> (state, metrics); donates state."""
-    shardings = partition.shardings(trainer.mesh, (trainer.specs, P()))
+    shardings = partition.shardings(spec.mesh, (spec.state_specs, P()))
 
     def train_step_on_mesh(state, batch):
         # kernels.py asks how many devices share the arrays of the optimizer.
-        with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
-            return train_step(trainer, state, batch)
+        with jax.sharding.use_abstract_mesh(spec.mesh.abstract_mesh):
+            return train_step(spec, state, batch)
 
     return jax.jit(train_step_on_mesh, out_shardings=shardings, donate_argnums=0)
 
 
-def lower_step(trainer: Trainer) -> jax.stages.Lowered:
-    """Return `jit_step`, lowered for the trainer's batch before there is a state or a batch."""
-    shardings, rows = partition.shardings(trainer.mesh, (trainer.specs, partition.BATCH))
-    state = jax.tree.map(lambda x, to: x.update(sharding=to), trainer.shapes, shardings)
+def lower_step(spec: StepSpec) -> jax.stages.Lowered:
+    """Return `jit_step`, lowered for the spec's batch before there is a state or a batch."""
+    shardings, rows = partition.shardings(spec.mesh, (spec.state_specs, partition.BATCH))
+    state = jax.tree.map(lambda x, to: x.update(sharding=to), spec.state_shapes, shardings)
     batch = {}
-    for name, length in trainer.feature_lengths.items():
-        shape = (trainer.batch_size, length)
+    for name, length in spec.feature_lengths.items():
+        shape = (spec.batch_size, length)
         batch[name] = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
-    return jit_step(trainer).lower(state, batch)
+    return jit_step(spec).lower(state, batch)
 
 
 @functools.lru_cache(maxsize=16)
-def compile_step(trainer: Trainer) -> jax.stages.Compiled:
+def compile_step(spec: StepSpec) -> jax.stages.Compiled:
     """Return `jit_step`, compiled ahead of time."""
-    return lower_step(trainer).compile(compiler.options(trainer.mesh, trainer.model_config.dtype))
+    return lower_step(spec).compile(compiler.options(spec.mesh, spec.model_config.dtype))
 
 
 # The loop.
 
 
 class Run(NamedTuple):
-    """A run that is ready to start or to go on: `modes.train.prepare` makes it."""
+    """A run that is ready to start or to go on: `prepare.prepare` makes it."""
 
     config: Any
     files: dict[str, bytes]  # of every checkpoint: the settings, the vocabulary, an own model
@@ -262,7 +263,7 @@ class Run(NamedTuple):
     console: Console
     metrics: Metrics
     lock: Any  # while it is open, no other process uses the workdir
-    trainer: Trainer
+    spec: StepSpec
     train_step: Any  # compiled; None where the run is finished
     stream: Stream
     vocabulary: Vocabulary
@@ -416,7 +417,7 @@ class Progress:
         self.interval = Interval(run.interval)
 
     def take_step(self, run: Run, batch: prefetch.PrefetchedBatch) -> None:
-        on_devices = partition.place_rows(run.trainer.mesh, batch.features)
+        on_devices = partition.place_rows(run.spec.mesh, batch.features)
         self.state, metrics = run.train_step(self.state, on_devices)
         self.step += 1
         self.batch = batch
@@ -459,7 +460,7 @@ def evaluate_step(
     if not due or stop_request.signal:
         return
     values = {}
-    run.t5.set_parameters(model.merge_adapters(run.trainer.model_config, params))
+    run.t5.set_parameters(model.merge_adapters(run.spec.model_config, params))
     for task in due:
         with run.console.working(f'Evaluating {task.name}, step {step:,}'):
             found = run.task_metrics(run.t5, task, stop_request.agree)
@@ -508,13 +509,13 @@ def save(run: Run, saver: checkpoint.Saver, progress: Progress) -> None:
         'interval.json': json.dumps(progress.interval.metrics).encode(),
         COUNT_FILE: json.dumps(run.not_finite.count).encode(),
     }
-    saver.save(progress.step, saved_tree(run.trainer, progress.state), files)
+    saver.save(progress.step, saved_tree(run.spec, progress.state), files)
 
 
-def saved_tree(trainer: Trainer, state: TrainState) -> dict[str, Any]:
+def saved_tree(spec: StepSpec, state: TrainState) -> dict[str, Any]:
     """Return a state as a checkpoint holds it, without the parameters that its base has."""
-    tree = optimizer.to_t5x(*state)
-    for path in trainer.unsaved:
+    tree = state_names.to_t5x(*state)
+    for path in spec.unsaved:
         del tree[f'{checkpoint.PARAMETER_PREFIX}{path}']
     return tree
 

@@ -19,8 +19,8 @@ import numpy as np
 
 import checkpoint
 import model
-import optimizer
 import paths
+import state_names
 from configs import base
 from configs.check import read_stored
 from formats import hugging_face, mesh_tf, own_model
@@ -241,7 +241,7 @@ def average_paths(tree: Mapping[str, Any]) -> dict[str, str]:
     found = {}
     for path in tree:
         owner, _, slot = path.removeprefix('state/param_states/').rpartition('/')
-        if slot == optimizer.AVERAGE_SLOT and f'target/{owner}' in tree:
+        if slot == state_names.AVERAGE_SLOT and f'target/{owner}' in tree:
             found[path] = f'target/{owner}'
     return found
 

@@ -20,7 +20,7 @@ import sources.gzipped
 import tasks
 import tasks.open
 import vocabulary as vocabularies
-from modes.train import prepare
+from prepare import prepare
 from run import prefetch
 from stream import Stream
 

@@ -46,7 +46,7 @@ from bucket_store import scheme, store  # noqa: E402, F401
 import sources.open  # noqa: E402
 import sources.pydoc  # noqa: E402
 import vocabulary as vocabularies  # noqa: E402
-from modes.train_vocabulary import train_vocabulary  # noqa: E402
+from run.train_vocabulary import train_vocabulary  # noqa: E402
 
 
 def pytest_collection_finish(session):

@@ -12,8 +12,8 @@ import partition
 import sources.open
 import train
 from configs import base
-from modes.train_vocabulary import find_or_train_vocabulary
 from run import task_metrics
+from run.train_vocabulary import find_or_train_vocabulary
 
 
 def open_stream(config, workdir, split):

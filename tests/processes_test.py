@@ -29,12 +29,12 @@ from runs import (
 import checkpoint
 import data
 import infer
-import optimizer
 import partition
+import state_names
 import train
 from modes import evaluate as evaluate_mode
 from modes import infer as infer_mode
-from modes.train import prepare
+from prepare import prepare
 from run.agreement import check_alike
 
 MESH = {'mesh.data': 1, 'mesh.fsdp': 2, 'mesh.model': 1}
@@ -490,7 +490,7 @@ address, process, folder = sys.argv[3], int(sys.argv[4]), pathlib.Path(sys.argv[
 num_processes, data_axis, model_axis, steps = json.loads(sys.argv[7])
 jax.distributed.initialize(address, num_processes, process, initialization_timeout=300)
 import optimizer, processes_test, train
-from modes.train import prepare
+from prepare import prepare
 config = processes_test.elastic_config(sys.argv[6], data_axis, model_axis, steps)
 run = prepare(config, folder)
 processes_test.assert_restored(run)
@@ -510,7 +510,7 @@ def assert_restored(run):
     if run.first_step == 0:
         return
     saved = checkpoint.restore(run.workdir / f'checkpoint_{run.first_step}')
-    tree = optimizer.to_t5x(*run.state)
+    tree = state_names.to_t5x(*run.state)
     assert tree.keys() == saved.keys()
     for path, array in tree.items():
         whole = np.asarray(saved[path])

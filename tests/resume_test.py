@@ -20,9 +20,9 @@ import data
 import evaluate
 import sources.open
 import train
-from modes.train import prepare
-from modes.train_vocabulary import train_vocabulary
+from prepare import prepare
 from run import results
+from run.train_vocabulary import train_vocabulary
 
 
 @pytest.mark.slow

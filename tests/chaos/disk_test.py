@@ -17,7 +17,7 @@ from runs import Program, assert_same_run, run, small_config, state_of
 import checkpoint
 import train
 from modes import errors, infer_input
-from modes.train import prepare
+from prepare import prepare
 from run import verify
 
 

@@ -17,7 +17,7 @@ from configs import base
 from modes import convert
 from modes import evaluate as evaluate_mode
 from modes import infer as infer_mode
-from modes.train import prepare
+from prepare import prepare
 from run import best, task_metrics, workdir
 
 LOSS = 'training_eval/span_corruption/loss'

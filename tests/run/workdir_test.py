@@ -17,7 +17,7 @@ import infer
 import paths
 import train
 from configs import base
-from modes.train import prepare
+from prepare import prepare
 from run import workdir
 from run.best import read_metrics
 

@@ -23,21 +23,20 @@ import data
 import evaluate
 import infer
 import model
-import optimizer
 import partition
 import paths
 import sources
+import state_names
 import tasks.open
 import train
 from configs import check as settings
 from formats import own_model
 from messages import first_ten
 from model import T5Config
-from modes import start
-from modes.train_vocabulary import find_or_train_vocabulary, training_texts
 from randomness import digest
-from run import best, console, memory, not_finite, results, task_metrics, workdir
+from run import best, console, memory, not_finite, results, start, task_metrics, workdir
 from run.agreement import check_alike
+from run.train_vocabulary import find_or_train_vocabulary, training_texts
 from sources.open import find_cache
 from stream import Stream
 
@@ -45,16 +44,16 @@ UNIGRAM_TOKENS = 1_000_000  # positions of training targets that the unigram bas
 LINES_OF_A_SLOW_EVALUATION = 1_000_000  # that are read in about ten seconds or more
 
 
-def make_trainer(
+def make_spec(
     config: Any, num_microbatches: int = 1, devices: list | None = None
-) -> train.Trainer:
-    """Return the trainer of a config. Raises ValueError for settings that do not fit together.
+) -> train.StepSpec:
+    """Return the spec of a config. Raises ValueError for settings that do not fit together.
 
     `devices`: those of the mesh; None takes all that are here.
     """
     settings.check(config)
     model_config = own_model.load(config.model)
-    trainer = train.Trainer(
+    spec = train.StepSpec(
         model_config=model_config,
         loss_config=FrozenConfigDict(config.loss),
         optimizer_config=FrozenConfigDict(config.optimizer),
@@ -67,17 +66,15 @@ def make_trainer(
         gradient_dtype=config.train.gradient_dtype,
         skips_not_finite=config.train.on_not_finite == 'skip',
     )
-    model.check_mesh(trainer.model_config, trainer.mesh)
-    partition.check_divides(
-        'train.batch_size', trainer.batch_size, partition.BATCH_AXES, trainer.mesh
-    )
+    model.check_mesh(spec.model_config, spec.mesh)
+    partition.check_divides('train.batch_size', spec.batch_size, partition.BATCH_AXES, spec.mesh)
     # These names are parsed when they are first used: parse them now.
-    _ = trainer.normalizing_factor
-    _ = trainer.tx  # and its schedule
-    check_adapters(trainer.model_config)
-    check_scan(trainer.model_config)
-    _ = trainer.trained
-    return trainer
+    _ = spec.normalizing_factor
+    _ = spec.tx  # and its schedule
+    check_adapters(spec.model_config)
+    check_scan(spec.model_config)
+    _ = spec.trained
+    return spec
 
 
 def check_adapters(config: T5Config) -> None:
@@ -117,20 +114,20 @@ def check_scan(config: T5Config) -> None:
             )
 
 
-def microbatch_counts(config: Any, trainer: train.Trainer) -> list[int]:
+def microbatch_counts(config: Any, spec: train.StepSpec) -> list[int]:
     """Return the numbers of microbatches to try. Raises ValueError for one that does not divide."""
-    rows = trainer.batch_size // partition.axes_size(trainer.mesh, partition.BATCH_AXES)
+    rows = spec.batch_size // partition.axes_size(spec.mesh, partition.BATCH_AXES)
     return memory.microbatch_counts(config.train.num_microbatches, rows)
 
 
-def fit_step(config: Any, trainer: train.Trainer) -> memory.Plan:
+def fit_step(config: Any, spec: train.StepSpec) -> memory.Plan:
     """Compile the step in as few microbatches as fit. Raises ValueError where none fits."""
     return memory.fit_step(
-        lambda n: train.compile_step(dataclasses.replace(trainer, num_microbatches=n)),
-        counts=microbatch_counts(config, trainer),
+        lambda n: train.compile_step(dataclasses.replace(spec, num_microbatches=n)),
+        counts=microbatch_counts(config, spec),
         requested=config.train.num_microbatches,
-        mesh=trainer.mesh,
-        state_bytes=memory.num_state_bytes(trainer.shapes),
+        mesh=spec.mesh,
+        state_bytes=memory.num_state_bytes(spec.state_shapes),
     )
 
 
@@ -163,8 +160,8 @@ def prepare(config: Any, folder: Any) -> train.Run:
     folder = paths.to_path(folder, may_be_new=True)
     workdir.check_is_run(folder)
     terminal = console.Console()
-    trainer = make_trainer(config)
-    microbatch_counts(config, trainer)  # raises ValueError for train.num_microbatches
+    spec = make_spec(config)
+    microbatch_counts(config, spec)  # raises ValueError for train.num_microbatches
 
     # The text.
     with terminal.working('Reading the text'):
@@ -196,7 +193,7 @@ def prepare(config: Any, folder: Any) -> train.Run:
         workdir.check_shared(folder)
         lines = best.read_metrics(folder)
         with terminal.working('Verifying the newest checkpoint'):
-            begin = start.find_start(config, folder, trainer, lines, terminal)
+            begin = start.find_start(config, folder, spec, lines, terminal)
         directory = folder / f'checkpoint_{begin.step}'  # where it is resumed
         num_logged = begin.step if begin.is_resumed else 0
         kept_lines = [line for line in lines if line['step'] <= num_logged]
@@ -212,25 +209,23 @@ def prepare(config: Any, folder: Any) -> train.Run:
                 model=begin.vocabulary_model,
             )
 
-        text = digest([mixture.fingerprint, vocabulary.hash, trainer.model_config.modules.source])
+        text = digest([mixture.fingerprint, vocabulary.hash, spec.model_config.modules.source])
         check_alike('the text, the vocabulary or the file of model.module', text.encode())
 
         # The content of config.json: the settings, and what they stand for.
         resolved = json.loads(config.to_json())
-        resolved['model']['module'] = trainer.model_config.module
-        resolved['model']['options'] = own_model.as_dict(trainer.model_config.options)
+        resolved['model']['module'] = spec.model_config.module
+        resolved['model']['options'] = own_model.as_dict(spec.model_config.options)
         resolved['corpus'] = mixture.corpus
         resolved['data_fingerprint'] = mixture.fingerprint
         resolved['vocabulary_hash'] = vocabulary.hash
         if begin.base:
             resolved['base'] = begin.base
         if begin.is_resumed:
-            own_model.check_same(
-                directory, trainer.model_config, otherwise='name another --workdir'
-            )
-            options = own_model.default_options(trainer.model_config)
+            own_model.check_same(directory, spec.model_config, otherwise='name another --workdir')
+            options = own_model.default_options(spec.model_config)
             mixture = workdir.compare_settings(directory, resolved, options, mixture, begin.step)
-            start.choose(begin.leaves, start.state_shapes(trainer))
+            start.choose(begin.leaves, start.state_shapes(spec))
             changed = [file.path for file in mixture.files if file.is_changed_at(begin.step)]
             if changed:
                 terminal.line(f'Changed since step {begin.step:,}: {first_ten(changed)}.')
@@ -244,20 +239,20 @@ def prepare(config: Any, folder: Any) -> train.Run:
                 config=config.data,
                 batch_size=config.train.batch_size,
                 seed=config.seed,
-                rows=own_rows(trainer.mesh, config.train.batch_size),
+                rows=own_rows(spec.mesh, config.train.batch_size),
             )
             training = open_stream(mixture, 'train', num_epochs=config.train.epochs or None)
             evaluated = dataclasses.replace(mixture, tasks=(*mixture.tasks, *evaluated_alone))
             validation = open_stream(evaluated, 'validation', num_epochs=1)
 
         # Say what the model, the devices and the data are.
-        params = trainer.shapes.params
+        params = spec.state_shapes.params
         introduction = console.introduction(
             num_parameters=sum(x.size for x in params.values()),
-            num_trained=sum(params[path].size for path in trainer.trained),
+            num_trained=sum(params[path].size for path in spec.trained),
             dtype=config.model.dtype,
-            module=trainer.model_config.module,
-            mesh=trainer.mesh,
+            module=spec.model_config.module,
+            mesh=spec.mesh,
             mixture=mixture,
             vocabulary_size=vocabulary.size,
         )
@@ -301,17 +296,17 @@ def prepare(config: Any, folder: Any) -> train.Run:
                     f'optimizer.step_offset={config.optimizer.step_offset} lies after step {begin.step}, where the run '
                     f'starts: use {begin.step} or less'
                 )
-            saved = train.saved_tree(trainer, trainer.shapes)
+            saved = train.saved_tree(spec, spec.state_shapes)
             workdir.check_saving(folder, memory.num_state_bytes(saved))
             terminal.line(
                 f'{begin.description}; compiling, then a line every {config.log.every_steps} steps.'
             )
-            memory.check_state_fits(trainer.mesh, trainer.shapes, trainer.specs)
+            memory.check_state_fits(spec.mesh, spec.state_shapes, spec.state_specs)
             began = time.monotonic()
             with terminal.working('Compiling'), futures.ThreadPoolExecutor(1) as thread:
                 if not begin.leaves:  # beside the step, which takes about as long
-                    thread.submit(train.compile_init, trainer)
-                planned = fit_step(config, trainer)
+                    thread.submit(train.compile_init, spec)
+                planned = fit_step(config, spec)
             if planned.note:
                 terminal.line(planned.note)
             terminal.line(f'Compiled in {time.monotonic() - began:.1f} s.')
@@ -319,7 +314,7 @@ def prepare(config: Any, folder: Any) -> train.Run:
         # The state, the position in the data, and the metrics since the last logged step.
         with terminal.working('Restoring' if begin.leaves else 'Initializing'):
             dtype = '' if begin.is_resumed else config.restore.dtype
-            state = start.restore(trainer, begin.leaves, dtype)
+            state = start.restore(spec, begin.leaves, dtype)
         interval = []
         num_not_finite = 0
         if begin.is_resumed:
@@ -350,15 +345,15 @@ def prepare(config: Any, folder: Any) -> train.Run:
             paths.replace_file(folder / 'config.json', config_json)
             if vocabulary.model:
                 paths.replace_file(folder / 'vocabulary.model', vocabulary.model)
-            shapes = optimizer.to_t5x(*trainer.shapes)
-            info = workdir.model_info(shapes, optimizer.to_t5x(*trainer.specs), trainer.trained)
+            shapes = state_names.to_t5x(*spec.state_shapes)
+            info = workdir.model_info(shapes, state_names.to_t5x(*spec.state_specs), spec.trained)
             paths.replace_file(folder / 'model-info.txt', info.encode())
-        files = {'config.json': config_json, **own_model.files_of(trainer.model_config)}
+        files = {'config.json': config_json, **own_model.files_of(spec.model_config)}
         if vocabulary.model:
             files['vocabulary.model'] = vocabulary.model
-        base = model.without_adapters(trainer.model_config)
-        merge = functools.partial(model.merge_adapters, trainer.model_config)
-        base_params = jax.eval_shape(merge, trainer.shapes.params)
+        base = model.without_adapters(spec.model_config)
+        merge = functools.partial(model.merge_adapters, spec.model_config)
+        base_params = jax.eval_shape(merge, spec.state_shapes.params)
         run = train.Run(
             config=config,
             files=files,
@@ -366,23 +361,21 @@ def prepare(config: Any, folder: Any) -> train.Run:
             console=terminal,
             metrics=workdir.Metrics(folder, kept_lines, mixture.corpus),
             lock=lock,
-            trainer=trainer,
+            spec=spec,
             train_step=planned.step,
             stream=training,
             vocabulary=vocabulary,
             evaluations=open_evaluations(
-                config, trainer, training, validation, planned.num_microbatches
+                config, spec, training, validation, planned.num_microbatches
             ),
             task_metrics=metrics_of_tasks,
-            t5=infer.T5(base, base_params, trainer.mesh, vocabulary),
+            t5=infer.T5(base, base_params, spec.mesh, vocabulary),
             missing_evaluations=[],
             first_step=begin.step,
             state=state,
             interval=interval,
             not_finite=not_finite.NotFinite(config, num_not_finite),
-            restore_newest=functools.partial(
-                start.restore_newest, config, folder, trainer, terminal
-            ),
+            restore_newest=functools.partial(start.restore_newest, config, folder, spec, terminal),
         )
         if begin.is_resumed:
             is_last = begin.step == config.train.steps or has_stopped_early
@@ -393,13 +386,13 @@ def prepare(config: Any, folder: Any) -> train.Run:
 
 
 def open_evaluations(
-    config: Any, trainer: train.Trainer, training: Stream, validation: Stream, num_microbatches: int
+    config: Any, spec: train.StepSpec, training: Stream, validation: Stream, num_microbatches: int
 ) -> list[evaluate.Evaluation]:
     """Return the evaluations of the tasks with text for validation, all beside one baseline."""
     training_counts = functools.cache(functools.partial(count_targets, config, training))
     compute_sums = evaluate.make_sums(
-        config=trainer.model_config,
-        mesh=trainer.mesh,
+        config=spec.model_config,
+        mesh=spec.mesh,
         loss_config=FrozenConfigDict(config.loss),
         sentinel_ids=validation.sentinel_ids,
         num_microbatches=num_microbatches,
@@ -408,7 +401,7 @@ def open_evaluations(
     for stream in validation.of_each_task():
         evaluation = evaluate.Evaluation(
             config=config,
-            mesh=trainer.mesh,
+            mesh=spec.mesh,
             name=f'training_eval/{stream.mixture.name}',
             validation=stream,
             vocabulary_size=validation.vocabulary.size,

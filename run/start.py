@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 import checkpoint
 import formats.open
 import model
-import optimizer
 import partition
 import paths
+import state_names
 import train
 from configs import check as settings
 from formats import own_model
@@ -48,7 +48,7 @@ class Start(NamedTuple):
 
 
 def find_start(
-    config: Any, folder: Path, trainer: train.Trainer, lines: Sequence[Mapping], console: Console
+    config: Any, folder: Path, spec: train.StepSpec, lines: Sequence[Mapping], console: Console
 ) -> Start:
     """Return the workdir's newest valid checkpoint, else what a new run starts from.
 
@@ -57,7 +57,7 @@ def find_start(
     step = verify.newest_valid(folder, console.line)
     if step is None:
         workdir.check_never_saved(folder, lines)
-        return choose_initial(config, trainer)
+        return choose_initial(config, spec)
     directory = folder / f'checkpoint_{step}'
     if not workdir.is_own_config(directory / 'config.json'):
         raise ValueError(
@@ -89,13 +89,13 @@ def find_start(
     )
 
 
-def choose_initial(config: Any, trainer: train.Trainer) -> Start:
+def choose_initial(config: Any, spec: train.StepSpec) -> Start:
     """Return what a new run starts from: leaves of the index of `restore.path`, and its vocabulary.
 
     Step and optimizer state come along, as in T5X. Adapters start at step 0.
     """
     chosen = config.restore
-    adapters = model.adapter_paths(trainer.model_config)
+    adapters = model.adapter_paths(spec.model_config)
     setting = f'model.module={config.model.module!r}'
     if config.model.lora_rank:
         setting = f'model.lora_rank={config.model.lora_rank}'
@@ -118,19 +118,19 @@ def choose_initial(config: Any, trainer: train.Trainer) -> Start:
         raise ValueError(f'restore.path={chosen.path}: {error}') from error
     if chosen.strict and own_model.is_own(opened.directory):
         remedy = 'restore its parameters with restore.strict=False'
-        own_model.check_same(opened.directory, trainer.model_config, remedy)
+        own_model.check_same(opened.directory, spec.model_config, remedy)
 
     # Leave out the optimizer state of frozen parameters.
     index = {}
     for path, leaf in opened.leaves.items():
         parameter, _, _ = path.removeprefix(checkpoint.SLOT_PREFIX).rpartition('/')
-        is_frozen = parameter in trainer.shapes.params and parameter not in trainer.trained
+        is_frozen = parameter in spec.state_shapes.params and parameter not in spec.trained
         if not is_slot(path) or not is_frozen:
             index[path] = leaf
     num_frozen = len(opened.leaves) - len(index)
 
     # Choose what the model needs. Averages begin with the parameters that a run starts from.
-    expected = state_shapes(trainer)
+    expected = state_shapes(spec)
     for average in formats.open.average_paths(expected):
         del expected[average]
     # Without optimizer state the step does not come along either.
@@ -165,7 +165,7 @@ def choose_initial(config: Any, trainer: train.Trainer) -> Start:
 
     # data.vocabulary takes precedence over the checkpoint's own vocabulary.
     vocabulary_model = b''
-    if config.data.vocabulary and not vocabulary_parameters(trainer).isdisjoint(leaves):
+    if config.data.vocabulary and not vocabulary_parameters(spec).isdisjoint(leaves):
         check_keeps_ids(config, opened.directory)
     if not config.data.vocabulary:
         vocabulary = find_vocabulary(opened.directory)
@@ -205,13 +205,13 @@ def choose_initial(config: Any, trainer: train.Trainer) -> Start:
     )
 
 
-def vocabulary_parameters(trainer: train.Trainer) -> set[str]:
+def vocabulary_parameters(spec: train.StepSpec) -> set[str]:
     """Return T5X's paths of the parameters whose rows or columns are the ids of the vocabulary."""
-    config = trainer.model_config
+    config = spec.model_config
     larger = dataclasses.replace(config, vocab_size=2 * config.vocab_size)
     shapes = model.shapes(larger)
     found = set()
-    for path, x in trainer.shapes.params.items():
+    for path, x in spec.state_shapes.params.items():
         if x.shape != shapes[path]:
             found.add(f'{checkpoint.PARAMETER_PREFIX}{path}')
     return found
@@ -269,7 +269,7 @@ def only_parameters(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore_newest(
-    config: Any, folder: Path, trainer: train.Trainer, console: Console
+    config: Any, folder: Path, spec: train.StepSpec, console: Console
 ) -> tuple[int, train.TrainState, list[dict]]:
     """Return the newest checkpoint of a run that goes back: its step, its state and its interval.
 
@@ -287,9 +287,9 @@ def restore_newest(
                     if step > due[-1]:
                         checkpoint.delete(folder / f'checkpoint_{step}')
             multihost_utils.sync_global_devices(f'{folder} has no later checkpoints')
-    begin = find_start(config, folder, trainer, lines=[], console=console)
+    begin = find_start(config, folder, spec, lines=[], console=console)
     interval = folder / f'checkpoint_{begin.step}' / 'interval.json'
-    return begin.step, restore(trainer, begin.leaves), json.loads(interval.read_bytes())
+    return begin.step, restore(spec, begin.leaves), json.loads(interval.read_bytes())
 
 
 def choose(
@@ -312,20 +312,20 @@ def choose(
     return found
 
 
-def state_shapes(trainer: train.Trainer) -> checkpoint.Shapes:
+def state_shapes(spec: train.StepSpec) -> checkpoint.Shapes:
     """Return {T5X's path: shape} of all that a checkpoint of this run holds."""
-    return checkpoint.shapes(optimizer.to_t5x(*trainer.shapes))
+    return checkpoint.shapes(state_names.to_t5x(*spec.state_shapes))
 
 
-def restore(trainer: train.Trainer, leaves: Mapping[str, Any], dtype: str = '') -> train.TrainState:
+def restore(spec: train.StepSpec, leaves: Mapping[str, Any], dtype: str = '') -> train.TrainState:
     """Return the state in `leaves` of a checkpoint's index, with initial values for the rest."""
     if not leaves:
-        return train.compile_init(trainer)()
+        return train.compile_init(spec)()
     shardings = {}
-    for path, spec in optimizer.to_t5x(*trainer.specs).items():
-        if not isinstance(spec, P):
-            spec = P()  # of a slot that this optimizer does not use
-        shardings[path] = partition.shardings(trainer.mesh, spec)
+    for path, split in state_names.to_t5x(*spec.state_specs).items():
+        if not isinstance(split, P):
+            split = P()  # of a slot that this optimizer does not use
+        shardings[path] = partition.shardings(spec.mesh, split)
     split = {path: sharding for path, sharding in shardings.items() if sharding.spec != P()}
     arrays = checkpoint.restore(leaves, split, dtype)
     averages = formats.open.average_paths(shardings)
@@ -337,7 +337,7 @@ def restore(trainer: train.Trainer, leaves: Mapping[str, Any], dtype: str = '') 
             missing[path] = sharding
 
     def initial_arrays():
-        tree = optimizer.to_t5x(*train.init(trainer))
+        tree = state_names.to_t5x(*train.init(spec))
         return {path: tree[path] for path in missing}
 
     if missing:
@@ -349,6 +349,6 @@ def restore(trainer: train.Trainer, leaves: Mapping[str, Any], dtype: str = '') 
     # Counts in the optimizer's state may be copies of the step. NumPy's array makes each of them a
     # buffer of its own, which a step can be given.
     arrays['state/step'] = np.asarray(arrays['state/step'])
-    state = train.TrainState(*optimizer.from_t5x(arrays, trainer.shapes.opt_state))
-    state = jax.tree.map(lambda x, like: x.astype(like.dtype), state, trainer.shapes)
-    return jax.device_put(state, partition.shardings(trainer.mesh, trainer.specs))
+    state = train.TrainState(*state_names.from_t5x(arrays, spec.state_shapes.opt_state))
+    state = jax.tree.map(lambda x, like: x.astype(like.dtype), state, spec.state_shapes)
+    return jax.device_put(state, partition.shardings(spec.mesh, spec.state_specs))
