@@ -6,7 +6,7 @@
 The state is a TrainState of T5 1.1 with Adafactor, float32: 1GB is the shape of base, 4GB that of large
 with 31 layers in encoder and decoder. The contenders take turns, each in a new process on one CPU device:
 
-    ours            checkpoint.Saver as train.py calls it, and run/start.py restores; `with checksums`
+    ours            checkpoint.Saver as train.py calls it, and prepare.py restores; `with checksums`
                     first compares every file with its checksum, as a run does that goes on
     orbax           CheckpointManager with its default options, StandardSave and StandardRestore
     plain           a file per array from as many threads as ours has, each synced, then their folder
@@ -57,9 +57,10 @@ from absl import app, flags
 
 import checkpoint
 import partition
+import prepare
 import train
 from configs import t5_1_1
-from modes import huge_pages, start
+from modes import huge_pages
 from prepare import make_spec
 from run import memory, verify
 
@@ -250,7 +251,7 @@ class Ours:
 
     def restore(self, step: int) -> train.TrainState:
         index = checkpoint.read_index(self.saver.workdir / f'checkpoint_{step}')
-        return start.restore(self.spec, index)
+        return prepare.restore(self.spec, index)
 
 
 class OursVerified(Ours):

@@ -392,12 +392,12 @@ def measure_ours(job: Job) -> Measurement:
     )
     batches = Batches(stream, config.data.num_workers, may_end=False)
     state = train.compile_init(spec)()
-    interval = Interval([])
+    interval = Interval()
     clock = Clock()
     for step in range(WARM_UP_STEPS + job.num_steps):
         if step == WARM_UP_STEPS:
             interval.wait(all_steps=True)
-            interval = Interval([])
+            interval = Interval()
             clock.restart()
         with clock.taking_step():
             with clock.waiting_for_data():

@@ -112,10 +112,10 @@ def smallest_change(config: Any, spec: train.StepSpec, devices: list) -> str:
         with changed.ignore_type():  # num_microbatches is a number or 'auto'
             changed.update_from_flattened_dict(changes)
         try:
-            changed_trainer = make_spec(changed, devices=devices)
+            changed_spec = make_spec(changed, devices=devices)
             if config.infer_eval.every_steps:
-                plan_decoding.check_fits(plan_decoding.plan_decoding(changed, changed_trainer))
-            _, num_microbatches = fit(changed, changed_trainer)
+                plan_decoding.check_fits(plan_decoding.plan_decoding(changed, changed_spec))
+            _, num_microbatches = fit(changed, changed_spec)
         except ValueError:
             continue
         flags = ' '.join(f'--config.{name}={value}' for name, value in changes.items())
@@ -227,9 +227,9 @@ def least_traffic(spec: train.StepSpec) -> Traffic:
     vectors = sums_of_inputs * inputs + sums_of_targets * targets
     # The loss: the largest logit, the sum, the target's logit; one more for the accuracy.
     found['all-reduce', ('model',)] = vectors * c.emb_dim * width + 4 * targets * 4
-    for path, split in spec.state_specs.params.items():
-        own = memory.bytes_on_device(mesh, spec.state_shapes.params[path], split)
-        replicated = partition.replicated_batch_axes(split)
+    for path, param_spec in spec.state_specs.params.items():
+        own = memory.bytes_on_device(mesh, spec.state_shapes.params[path], param_spec)
+        replicated = partition.replicated_batch_axes(param_spec)
         split = tuple(axis for axis in partition.BATCH_AXES if axis not in replicated)
         whole = own * partition.axes_size(mesh, split)
         found['all-gather', split] += whole / 4 * width
@@ -360,7 +360,6 @@ def table(config: Any) -> Iterator[str]:
             f'{topology:10} {sizes:>9} {num_microbatches:12} {memory_cell:>15} {exchanged:12.3g} '
             f'{seconds:>8} {mfu:>5} {time.process_time() - began:6.0f}'
         )
-        train.compile_step.cache_clear()  # a step of a large model takes gigabytes
     if not num_fits:
         raise ValueError(
             '--topology=all: this config fits on none of these: plan one of them to see what does'

@@ -114,11 +114,11 @@ def plan_decoding(config: Any, spec: train.StepSpec) -> DecodingStep:
     num_bytes = parameter_bytes + cache_bytes
     if is_of_run:
         shapes = spec.state_shapes
-        specs = spec.state_specs
+        state_specs = spec.state_specs
         if mesh.shape['fsdp'] == 1 and not spec.model_config.lora_rank:
             shapes = shapes._replace(params={})  # they are those of the step
-            specs = specs._replace(params={})
-        num_bytes += memory.bytes_on_device(mesh, shapes, specs)
+            state_specs = state_specs._replace(params={})
+        num_bytes += memory.bytes_on_device(mesh, shapes, state_specs)
     num_sharing = len(mesh.local_devices) if memory.is_on_cpu(mesh) else 1  # one memory
     planned = DecodingStep(
         size=f'{num_rows} inputs of {length} tokens, {num_decodes} answer(s) of {room} tokens each,',

@@ -27,8 +27,8 @@ import partition
 import train
 from modes import convert
 from modes import evaluate as evaluate_mode
-from prepare import make_spec, prepare
-from run.start import choose_initial, restore
+from prepare import make_spec, prepare, restore, wanted
+from run.start import choose_initial
 
 T5X = ROOT / 'tests/golden/t5x_t5_1_1_tiny/checkpoint_6'
 ALL_KERNELS = '.+/kernel'
@@ -178,7 +178,7 @@ def test_same_gradients_in_a_scan():
 def test_a_base_that_cannot_be(corpus, uninterrupted, name, settings):
     config = lora_config(corpus, uninterrupted)
     config.restore.update(settings)
-    assert_refused(lambda: choose_initial(config, make_spec(config)), name)
+    assert_refused(lambda: choose_initial(config, wanted(make_spec(config))), name)
 
 
 # Runs.
@@ -256,7 +256,7 @@ def test_a_run_may_start_from_adapters(merged, lora, corpus):
     config = small_config(corpus)
     config.restore.path = str(lora)
     spec = make_spec(config)
-    begin = choose_initial(config, spec)
+    begin = choose_initial(config, wanted(spec))
     state = restore(spec, begin.leaves, config.restore.dtype)
     chex.assert_trees_all_equal(state.params, dict(merged.arrays))
     assert begin.description == f'From step 0 of {lora}/checkpoint_6, without any optimizer state'
@@ -266,7 +266,7 @@ def test_a_run_may_start_from_adapters(merged, lora, corpus):
 @pytest.mark.slow
 def test_adapters_are_no_base(corpus, lora):
     config = lora_config(corpus, lora)
-    assert_refused(lambda: choose_initial(config, make_spec(config)), '--mode=convert')
+    assert_refused(lambda: choose_initial(config, wanted(make_spec(config))), '--mode=convert')
 
 
 @pytest.fixture
@@ -294,7 +294,7 @@ def test_a_base_that_has_moved(merged, corpus, moved):
     chex.assert_trees_all_equal(infer.load(moved / 'lora').arrays, merged.arrays)
     (moved / 'base').unlink()
     config = lora_config(corpus, moved / 'moved', steps=6)  # a run that goes on takes another path
-    prepare(config, moved / 'lora').lock.close()
+    prepare(config, moved / 'lora').workdir.lock.close()
     settings = json.loads((moved / 'lora/config.json').read_text())
     assert settings['base']['directory'] == f'{moved}/moved/checkpoint_6'
 

@@ -3,6 +3,7 @@
 faulty_model.py brings faults into the model. Each is in one batch, by a letter in its inputs.
 """
 
+import dataclasses
 import functools
 import json
 import math
@@ -324,7 +325,7 @@ def test_skip_makes_no_update(finished, tmp_path, capsys):
             )
         return state, metrics
 
-    train.train(prepared._replace(train_step=step))
+    train.train(dataclasses.replace(prepared, train_step=step))
     assert_same_run(tmp_path / 'skip', tmp_path / 'expected', STEPS)
     chex.assert_trees_all_equal(
         state_of(tmp_path / 'skip', STEPS), state_of(finished / 'skip', STEPS)

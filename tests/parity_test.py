@@ -21,8 +21,7 @@ import model
 import state_names
 import train
 from configs import base
-from prepare import make_spec
-from run.start import restore
+from prepare import make_spec, restore
 
 pytestmark = pytest.mark.usefixtures('highest_precision')
 

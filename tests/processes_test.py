@@ -507,9 +507,9 @@ def elastic_config(corpus, data_axis, model_axis, steps):
 
 def assert_restored(run):
     """Assert that this process's part of the state is that of the checkpoint, bit for bit."""
-    if run.first_step == 0:
+    if run.progress.step == 0:
         return
-    saved = checkpoint.restore(run.workdir / f'checkpoint_{run.first_step}')
+    saved = checkpoint.restore(run.workdir.path / f'checkpoint_{run.progress.step}')
     tree = state_names.to_t5x(*run.state)
     assert tree.keys() == saved.keys()
     for path, array in tree.items():
@@ -536,7 +536,7 @@ def test_a_run_goes_on_with_other_numbers_of_processes(corpus, tmp_path):
             statuses=(0,) * num_processes,
         )
     last = prepare(elastic_config(corpus, data_axis=2, model_axis=2, steps=6), folder)
-    assert last.first_step == 4
+    assert last.progress.step == 4
     assert_restored(last)
     train.train(last)
     alone = run(elastic_config(corpus, data_axis=1, model_axis=1, steps=6), tmp_path / 'alone')

@@ -12,8 +12,8 @@ import checkpoint
 import model
 import state_names
 import train
-from prepare import make_spec, prepare
-from run.start import choose_initial, restore
+from prepare import make_spec, prepare, restore, wanted
+from run.start import choose_initial
 
 T5X = ROOT / 'tests/golden/t5x_t5_1_1_tiny/checkpoint_6'  # with Adafactor's slots of all parameters
 FROZEN_ENCODER = '(?!encoder/).+'
@@ -148,7 +148,7 @@ def test_of_a_checkpoint_of_T5X_the_matching_slots_are_taken(corpus):
     config.restore.path = str(T5X)
     config.optimizer.trainable = FROZEN_ENCODER
     spec = make_spec(config)
-    begin = choose_initial(config, spec)
+    begin = choose_initial(config, wanted(spec))
     state = restore(spec, begin.leaves, config.restore.dtype)
     found = jax.device_get(state_names.to_t5x(*state))
     expected = checkpoint.restore(T5X)
