@@ -235,17 +235,17 @@ def test_going_back(loop, capsys, first, faulty, left_out):
     run = loop(**{'train.on_not_finite': 'back'})
     if first:
         run.config.train.steps = first
-        assert run.run([Losses('training_eval/a', 5)]) == 0
+        assert run.run([Losses('training_eval/a', 3)]) == 0
         run.config.train.steps = 8
 
     def take(state, batch, losses, seen):
         losses = {faulty: np.nan} if len(seen) == faulty - first - 1 else {}
         return take_step(state, batch, losses, seen)
 
-    assert run.run([Losses('training_eval/a', 5)], step=first, take=take) == 0
+    assert run.run([Losses('training_eval/a', 3)], step=first, take=take) == 0
     assert len(run.batches) == 8 - first + left_out and len(set(run.batches)) > 1
     assert run.steps_of('train') == [2, 4, 6, 8]
-    assert run.steps_of('training_eval/a') == ([4] if first else []) + [5, 8]
+    assert run.steps_of('training_eval/a') == [3, *([4] if first else []), 6, 8]
     assert run.prepared.not_finite.count == 1
     text = f'goes back to checkpoint_4 and leaves out the {left_out} batch(es)'
     assert text in capsys.readouterr().out
