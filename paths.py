@@ -73,8 +73,12 @@ class BucketPath(PurePosixPath):
     def read_text(self) -> str:
         return self.read_bytes().decode()
 
-    def unlink(self) -> None:
-        client_of(str(self)).rm_file(str(self))
+    def unlink(self, missing_ok: bool = False) -> None:
+        try:
+            client_of(str(self)).rm_file(str(self))
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
 
     def rmtree(self) -> None:
         client_of(str(self)).rm(str(self), recursive=True)
