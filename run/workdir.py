@@ -338,9 +338,7 @@ def compare_settings(
             f'{workdir} holds a run with other settings ({"; ".join(changes)}): go on with those, or '
             'name another --workdir'
         )
-    files = []
-    if (directory / 'data_files.json').exists():
-        files = json.loads((directory / 'data_files.json').read_bytes())
+    files = json.loads((directory / 'data_files.json').read_bytes())
     if any(file.get('changes') for file in files):
         raise ValueError(
             f'{workdir} was continued on corrected files (data.allow_changed_files), which is no longer '

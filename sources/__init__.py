@@ -11,7 +11,7 @@ import json
 import math
 import threading
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,8 +59,17 @@ class Part:
     """The records of one split, or of two that a hash of each record tells apart."""
 
     num_records: int | None = None  # where it is known without reading all of them
-    files: Sequence[FileRecord] = ()  # of data.files
+    files: list[FileRecord] = []  # of data.files
     features: Collection[str] | None = None  # of records that are ids; None for those of texts
+
+    @functools.cached_property
+    def order(self) -> Callable[[int, int | str, int], np.ndarray]:
+        """Return `compute_order`, which remembers the last epochs: every lane asks for them."""
+        return functools.lru_cache(maxsize=16)(self.compute_order)
+
+    def compute_order(self, num_items: int, seed: int | str, epoch: int) -> np.ndarray:
+        """Return the random order of all blocks or shards in an epoch."""
+        return permutation(num_items, 'epoch', seed, epoch).astype(np.uint32)
 
     def pools(
         self, share: Share, first: int, keep: Callable[[Record], bool]

@@ -17,7 +17,6 @@ seqio/utils.py. Imports no jax and no TensorFlow.
 
 import bisect
 import functools
-import importlib.util
 import itertools
 import json
 import os
@@ -33,7 +32,8 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 import paths
 from sources import FEATURES, BadLines, Record, deal
 from sources.deal import Blocks
-from sources.tfrecord import ByteRanges, StoredRecord, read_record, record_offsets
+from sources.files import FileRecord
+from sources.tfrecord import ByteRange, ByteRanges, StoredRecord, read_record, record_offsets
 
 MAX_CACHE_BLOCKS = 1 << 20  # of a task cache
 MAX_INDEXED_BYTES = 1 << 28  # of a task cache whose examples are found when it is opened
@@ -332,31 +332,32 @@ def encode(example: Mapping[str, Any]) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def make_example_class() -> type:
-    """Return the class of tf.train.Example, whose Features are TFDS's.
+def example_class() -> Any:
+    """Return the class of tf.train.Example, in a pool of descriptors of its own."""
+    file = descriptor_pb2.FileDescriptorProto(name='example.proto', package='x', syntax='proto3')
+    single, repeated, message = 1, 3, 11
+    types = {'bytes_list': 12, 'float_list': 2, 'int64_list': 3}  # of protobuf
+    feature = file.message_type.add(name='Feature', oneof_decl=[{'name': 'kind'}])
+    for number, (name, value_type) in enumerate(types.items(), start=1):
+        values = file.message_type.add(name=name)
+        values.field.add(name='value', number=1, label=repeated, type=value_type)
+        kind = dict(label=single, type=message, type_name=f'.x.{name}', oneof_index=0)
+        feature.field.add(name=name, number=number, **kind)
+    features = file.message_type.add(name='Features')
+    entry = features.nested_type.add(name='FeatureEntry', options={'map_entry': True})
+    entry.field.add(name='key', number=1, label=single, type=9)
+    entry.field.add(name='value', number=2, label=single, type=message, type_name='.x.Feature')
+    of_features = dict(number=1, type=message)
+    name_of_entry = '.x.Features.FeatureEntry'
+    features.field.add(name='feature', label=repeated, type_name=name_of_entry, **of_features)
+    example = file.message_type.add(name='Example')
+    example.field.add(name='features', label=single, type_name='.x.Features', **of_features)
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName('x.Example'))
 
-    Importing all of TFDS takes seconds, so its generated module is loaded alone.
-    """
-    tfds = importlib.util.find_spec('tensorflow_datasets')
-    assert tfds and tfds.submodule_search_locations
-    name = 'tf_feature_generated_pb2'
-    path = os.path.join(tfds.submodule_search_locations[0], 'proto', f'{name}.py')
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    features = module.Features.DESCRIPTOR
-    file = descriptor_pb2.FileDescriptorProto(
-        name='example.proto', package='cache', syntax='proto3', dependency=[features.file.name]
-    )
-    file.message_type.add(name='Example').field.add(
-        name='features', number=1, label=1, type=11, type_name=f'.{features.full_name}'
-    )
-    descriptor = descriptor_pool.Default().AddSerializedFile(file.SerializeToString())
-    return message_factory.GetMessageClass(descriptor.message_types_by_name['Example'])
 
-
-Example: Any = make_example_class()
+Example = example_class()
 
 
 # Ids in files of their own.
@@ -420,7 +421,7 @@ class CachedRecords(Blocks):
     def __init__(
         self,
         split: Split,
-        names: list[str],
+        files: list[FileRecord],
         bad_lines: BadLines,
         features: Collection[str] = FEATURES,
     ):
@@ -429,13 +430,14 @@ class CachedRecords(Blocks):
             info = found[name]
             if info.stored_kind != 'int64_list' or len(info.shape) != 1:
                 raise ValueError(
-                    f'feature {name!r} of {names[0]} has dtype {info.dtype} and shape {info.shape}, '
+                    f'feature {name!r} of {files[0].path} has dtype {info.dtype} and shape {info.shape}, '
                     'and is no list of ids: cache the task with its ids, or set data.use_cached=no'
                 )
         self.whole_split = split
         self.split = split._replace(features=found)
         self.features = found.keys()
-        self.names = names
+        self.files: list[FileRecord] = files
+        self.names = [file.path for file in files]
         self.bad_lines = bad_lines
         self.open_blocks()
 
@@ -473,7 +475,7 @@ class CachedRecords(Blocks):
     def whole(self) -> 'CachedRecords':
         """Return the same examples with all their features."""
         reader = LargeCache if isinstance(self, LargeCache) else CachedRecords
-        return reader(self.whole_split, self.names, self.bad_lines, self.whole_split.features)
+        return reader(self.whole_split, self.files, self.bad_lines, self.whole_split.features)
 
 
 class CachedIds(CachedRecords):
@@ -506,7 +508,7 @@ class LargeCache(ByteRanges, CachedRecords):
 
     def open_blocks(self) -> None:
         self.num_records = self.split.num_examples
-        ranges = [(name, 0, paths.file_size(name)) for name in self.names]
+        ranges = [ByteRange(x.path, x.num_bytes, 0, x.num_bytes) for x in self.files]
         self.divide_ranges(ranges, deal.MAX_BLOCK_BYTES)
 
     def parse(self, stored: StoredRecord) -> dict[str, Any]:

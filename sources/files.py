@@ -2,7 +2,6 @@
 
 import collections
 import concurrent.futures
-import functools
 import hashlib
 import itertools
 import os
@@ -55,7 +54,6 @@ def is_gzipped(path: str) -> bool:
     return path.lower().endswith('.gz')
 
 
-@functools.lru_cache(maxsize=100_000)  # it is asked for every line
 def kind_of(path: str) -> str:
     """Return 'jsonl', 'csv', 'tsv', 'parquet' or 'text': how a file is read, by its name."""
     suffix = os.path.splitext(path.lower().removesuffix('.gz'))[1]
@@ -106,28 +104,25 @@ def file_from_json(content: Mapping) -> FileRecord:
     return FileRecord(*[content[name] for name in FileRecord._fields])
 
 
-def read_records(key: str, split: str, names: list[str]) -> list[FileRecord]:
+def read_records(key: str, split: str, files: Mapping[str, paths.FileStatus]) -> list[FileRecord]:
     """Return the records of files, in the order in which the files are read."""
-    read = functools.partial(read_file_record, key, split)
+
+    def read(path: str) -> FileRecord:
+        try:
+            if not paths.is_in_bucket(path):
+                paths.check_not_lfs(pathlib.Path(path))
+            return FileRecord(split, path, files[path].num_bytes, content_digest(path, files[path]))
+        except (ValueError, OSError) as error:
+            reason = str(error)
+            if isinstance(error, OSError) and error.strerror:  # else `paths` says what is wrong
+                reason = f'{path} cannot be read ({error.strerror}): correct its permissions, or leave it out'
+            raise ValueError(f'{key}: {reason}') from error
+
     with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
-        return sorted(threads.map(read, names), key=lambda file: (file.num_bytes, file.digest))
+        return sorted(threads.map(read, files), key=lambda file: (file.num_bytes, file.digest))
 
 
-def read_file_record(key: str, split: str, path: str) -> FileRecord:
-    """Return the record of one file."""
-    try:
-        if not paths.is_in_bucket(path):
-            paths.check_not_lfs(pathlib.Path(path))
-        num_bytes = paths.file_size(path)
-        return FileRecord(split, path, num_bytes, content_digest(path, num_bytes))
-    except (ValueError, OSError) as error:
-        reason = str(error)
-        if isinstance(error, OSError) and error.strerror:  # else `paths` says what is wrong
-            reason = f'{path} cannot be read ({error.strerror}): correct its permissions, or leave it out'
-        raise ValueError(f'{key}: {reason}') from error
-
-
-def content_digest(path: str, num_bytes: int) -> str:
+def content_digest(path: str, status: paths.FileStatus) -> str:
     """Return a hash of a file's kind, size and content.
 
     Of a file above 1 MiB sixteen blocks of 4 KiB count, so that terabytes open in seconds. A change
@@ -137,13 +132,12 @@ def content_digest(path: str, num_bytes: int) -> str:
     """
     kind = kind_of(path)
     kind = {'text': 'False', 'jsonl': 'True'}.get(kind, kind)  # as the first runs named them
-    content = hashlib.blake2b(f'{kind} {num_bytes}'.encode(), digest_size=16)
-    checksum = paths.stored_checksum(path)
-    if checksum is not None:
-        content.update(checksum.encode())
+    content = hashlib.blake2b(f'{kind} {status.num_bytes}'.encode(), digest_size=16)
+    if status.checksum is not None:
+        content.update(status.checksum.encode())
         return content.hexdigest()
-    with paths.open_file(path) as file:
-        for start, length in sampled_ranges(num_bytes):
+    with paths.open_file(path, num_bytes=status.num_bytes) as file:
+        for start, length in sampled_ranges(status.num_bytes):
             file.seek(start)
             content.update(file.read(length))
     return content.hexdigest()

@@ -2,14 +2,14 @@
 
 import functools
 import gzip
+import io
 import itertools
 import zlib
 from collections.abc import Callable, Iterator
-from typing import IO
 
 import sources.files
 from sources import Part, Record, Share
-from sources.deal import blank_out, epoch_order
+from sources.deal import blank_out
 from sources.files import EMPTY_FILE, FileRecord
 from sources.heads import open_unzipped
 from sources.tables import LineParser, whole_rows
@@ -82,7 +82,7 @@ class GzippedFiles(Part):
 
     def shards_of_round(self, share: Share, round_number: int) -> list[int]:
         """Return the shards that a lane reads in one round."""
-        order = epoch_order(len(self.names), share.seed, share.epoch)
+        order = self.order(len(self.names), share.seed, share.epoch)
         if len(self.names) < share.num_lanes:
             return [order[share.slot * len(self.names) // share.num_lanes]]
         num_open = shards_per_round(share.num_lanes)
@@ -118,7 +118,7 @@ def shards_per_round(num_lanes: int) -> int:
     return -(-MIN_OPEN_SHARDS // num_lanes)
 
 
-def cut_while_reading(file: IO[bytes] | gzip.GzipFile, line: bytes) -> Iterator[bytes]:
+def cut_while_reading(file: io.BufferedIOBase, line: bytes) -> Iterator[bytes]:
     """Yield the parts of a long line that begins with `line` and goes on in `file`."""
     while not line.endswith(b'\n'):
         more = file.readline(sources.files.MAX_LINE_BYTES)

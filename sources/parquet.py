@@ -20,7 +20,7 @@ import paths
 from messages import first_ten
 from randomness import permutation
 from sources import Record, bytes_of, deal
-from sources.deal import Blocks, epoch_order
+from sources.deal import Blocks
 from sources.files import EMPTY_FILE, NUM_THREADS, FileRecord
 from sources.tables import LineParser, check_names
 
@@ -299,7 +299,6 @@ class ParquetFiles(Blocks):
         self.rows_per_block = max(int(rows_per_block), 1)
         self.blocks_per_group = -(-num_rows // self.rows_per_block)
         self.divide(self.blocks_per_group)
-        self.order_in_windows = functools.lru_cache(maxsize=4)(self._order_in_windows)
 
     def columns_of_file(self, name: str) -> tuple[str, ...]:
         """Return the columns of texts and numbers of a file; none of a bad one that is skipped."""
@@ -335,16 +334,13 @@ class ParquetFiles(Blocks):
             self.bad_lines.add(name, 0, EMPTY_FILE)
         return footer.groups
 
-    def order(self, seed: int | str, epoch: int) -> np.ndarray:
+    def compute_order(self, num_items: int, seed: int | str, epoch: int) -> np.ndarray:
+        order = super().compute_order(num_items, seed, epoch)
         if self.num_bytes.sum() <= WINDOW_BYTES:
-            return epoch_order(self.num_blocks, seed, epoch)
-        return self.order_in_windows(seed, epoch)
-
-    def _order_in_windows(self, seed: int | str, epoch: int) -> np.ndarray:
+            return order
         group_order = permutation(len(self.groups), 'row groups', seed, epoch)
         windows = np.zeros(len(self.groups), np.int64)
         windows[group_order] = np.cumsum(self.num_bytes[group_order]) // WINDOW_BYTES
-        order = epoch_order(self.num_blocks, seed, epoch)
         window_of_block = np.repeat(windows, self.blocks_per_group)
         return order[np.argsort(window_of_block[order], kind='stable')]
 

@@ -5,15 +5,14 @@ a table with data.delimiter is CSV with that delimiter, whatever its name.
 """
 
 import collections
-import csv
-import functools
+import importlib.util
 import io
 import json
 import math
 import re
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import IO, Any
+from typing import Any
 
 from absl import logging
 
@@ -23,6 +22,11 @@ from sources.files import is_gzipped, kind_of
 from sources.heads import open_unzipped
 from sources.templates import fields_named, templates_of
 
+# A csv module of our own: its limit is not that of the process.
+csv_spec = importlib.util.find_spec('_csv')
+assert csv_spec and csv_spec.loader
+csv = importlib.util.module_from_spec(csv_spec)
+csv_spec.loader.exec_module(csv)
 csv.field_size_limit(2**31 - 1)
 
 # A longer row of CSV has a quote that nobody closed.
@@ -51,10 +55,20 @@ class LineParser:
         self.integers: Collection[str] = ()  # see parquet.integer_columns
         self.has_warned = False
         self.lock = threading.Lock()
+        self._kinds: dict[str, str] = {}  # of each file, for which every line asks
+        self._headers: dict[str, list[str]] = {}
 
     def kind_of(self, path: str) -> str:
         """Return how a file is read: as data.kind, or by its name if that is ''."""
-        return kind_with_delimiter(self.kind or kind_of(path), self.delimiter)
+        if path not in self._kinds:
+            self._kinds[path] = kind_with_delimiter(self.kind or kind_of(path), self.delimiter)
+        return self._kinds[path]
+
+    def header(self, path: str) -> list[str]:
+        """Return the names of the columns of a table."""
+        if path not in self._headers:
+            self._headers[path] = table_header(path, self.kind_of(path), self.delimiter)
+        return self._headers[path]
 
     def __call__(self, path: str, position: int, line: bytes) -> Record | None:
         """Return the record of a line; None for a blank line and for a bad one that is skipped.
@@ -89,7 +103,7 @@ class LineParser:
             return {self.text_field: line.strip()}
         header: list[str] = []
         if kind in ('csv', 'tsv'):
-            header = table_header(path, kind, self.delimiter)
+            header = self.header(path)
             if kind == 'tsv':
                 self.warn_if_quoted(path, position, line)
         found = fields_of_line(line, kind, self.text_field, header, self.delimiter)
@@ -243,7 +257,6 @@ def check_encodes(content: dict) -> None:
         raise ValueError('a field holds half a surrogate pair; correct it') from None
 
 
-@functools.lru_cache(maxsize=100_000)
 def table_header(path: str, kind: str, delimiter: str) -> list[str]:
     """Return the names of the columns of a table."""
     with open_unzipped(path) as file:
@@ -315,7 +328,7 @@ def table_row(line: str, kind: str, delimiter: str) -> list[str]:
     return [column.strip() for column in columns]
 
 
-def numbered_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+def numbered_lines(file: io.BufferedIOBase) -> Iterator[tuple[int, bytes]]:
     """Yield (number, line) of the lines of a file, the first being 1."""
     return enumerate(iter(file.readline, b''), start=1)
 

@@ -5,7 +5,6 @@ import concurrent.futures
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import IO
 
 import numpy as np
 
@@ -32,8 +31,9 @@ class PlainFiles(Blocks):
         self.files = files
         self.names = [file.path for file in files]
         self.parse = parse
-        sizes = [file.num_bytes for file in files]
-        block_bytes = max(sum(sizes) // deal.MIN_BLOCKS, 1)
+        self.sizes = {file.path: file.num_bytes for file in files}
+        num_bytes = sum(self.sizes.values())
+        block_bytes = max(num_bytes // deal.MIN_BLOCKS, 1)
         self.block_bytes = min(block_bytes, deal.MAX_BLOCK_BYTES, sources.files.MAX_LINE_BYTES // 2)
         in_buckets = [name for name in self.names if paths.is_in_bucket(name)]
         self.reads_buckets = bool(in_buckets)
@@ -46,7 +46,7 @@ class PlainFiles(Blocks):
         self.readers: list[Callable] = []
         for file in files:
             starts: Sequence[int] = range(0, file.num_bytes, self.block_bytes)
-            if sum(sizes) <= MAX_SMALL_BYTES:
+            if num_bytes <= MAX_SMALL_BYTES:
                 starts = self.blocks_with_lines(file.path)
             self.starts.append(starts)
             kind = parse.kind_of(file.path)
@@ -58,11 +58,12 @@ class PlainFiles(Blocks):
                 self.readers.append(lines_that_start_in)
         self.divide(map(len, self.starts))
 
-    def open_file(self, name: str) -> IO[bytes]:
+    def open_file(self, name: str) -> io.BufferedIOBase:
         """Open a file for reading a block."""
         if name in self.contents:
             return io.BytesIO(self.contents[name])
-        return paths.open_file(name, read_ahead=self.block_bytes + LINE_READ_AHEAD)
+        read_ahead = self.block_bytes + LINE_READ_AHEAD
+        return paths.open_file(name, read_ahead, self.sizes[name])
 
     def read_all(self, blocks: list[int]) -> Iterable[list[Record | None]]:
         if self.contents or not self.reads_buckets:
@@ -128,7 +129,9 @@ def read_file(name: str) -> bytes:
         return file.read(paths.file_size(name))
 
 
-def lines_that_start_in(file: IO[bytes], start: int, end: int) -> Iterator[tuple[int, bytes]]:
+def lines_that_start_in(
+    file: io.BufferedIOBase, start: int, end: int
+) -> Iterator[tuple[int, bytes]]:
     """Yield (offset, line) of the lines that start in [start, end)."""
     offset = start
     if start:
@@ -159,7 +162,7 @@ class TextReader:
         # Whether a block begins inside a long line, as far as lines have been read.
         self.begins_in_long_line = np.zeros(len(starts), bool)
 
-    def lines(self, file: IO[bytes], start: int, end: int) -> Iterator[tuple[int, bytes]]:
+    def lines(self, file: io.BufferedIOBase, start: int, end: int) -> Iterator[tuple[int, bytes]]:
         """Yield (offset, line) of short lines of a block [start, end) and of parts of long ones."""
         offset = start
         is_long = False
@@ -191,7 +194,7 @@ class TextReader:
                 return
             is_long = False
 
-    def end_of_short_line(self, file: IO[bytes], position: int) -> int | None:
+    def end_of_short_line(self, file: io.BufferedIOBase, position: int) -> int | None:
         """Return where the line at a block's first byte `position` ends; None if it is long."""
         if self.begins_in_long_line[bisect.bisect_left(self.starts, position)]:
             return None
@@ -210,7 +213,7 @@ class TextReader:
         self.begins_in_long_line[first_block:end_block] = True
         return True
 
-    def cut_at(self, file: IO[bytes], end: int) -> int:
+    def cut_at(self, file: io.BufferedIOBase, end: int) -> int:
         """Return where in a block that ends at `end` the long line is cut that goes on there."""
         start = self.starts[bisect.bisect_left(self.starts, end) - 1]
         file.seek(start)
@@ -242,7 +245,7 @@ class CsvReader:
                 in_quotes ^= content.count(b'"', start) % 2 == 1
                 is_row_start = not in_quotes and content.endswith(b'\n')
 
-    def lines(self, file: IO[bytes], start: int, end: int) -> Iterator[tuple[int, bytes]]:
+    def lines(self, file: io.BufferedIOBase, start: int, end: int) -> Iterator[tuple[int, bytes]]:
         """Yield (offset, row) of the rows that start in [start, end)."""
         offset = self.first_rows[start]
         file.seek(offset)
@@ -255,7 +258,7 @@ class CsvReader:
             offset += len(row)
 
 
-def start_of_line(file: IO[bytes], position: int) -> int | None:
+def start_of_line(file: io.BufferedIOBase, position: int) -> int | None:
     """Return the start of the line that goes on at `position`; None if too far before."""
     for look_back in (1 << 12, 1 << 16, sources.files.MAX_LINE_BYTES):
         width = min(look_back, position, sources.files.MAX_LINE_BYTES)

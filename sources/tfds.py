@@ -14,10 +14,11 @@ import importlib
 import json
 import os
 import re
+import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -26,7 +27,10 @@ from messages import first_ten
 from sources import BadLines, deal
 from sources.cache import text_of
 from sources.tables import is_number
-from sources.tfrecord import ByteRanges, StoredRecord, StoredRecords, record_offsets
+from sources.tfrecord import ByteRange, ByteRanges, StoredRecord, StoredRecords, record_offsets
+
+if TYPE_CHECKING:
+    from array_record.python.array_record_module import ArrayRecordReader
 
 VERSION = re.compile(r'\d+\.\d+\.\d+')
 NAME = re.compile(rf'\w+(/[\w.+-]+)?(:{VERSION.pattern})?')
@@ -44,6 +48,7 @@ class Run(NamedTuple):
     first: int
     num_records: int
     num_in_shard: int
+    status: paths.FileStatus  # of the shard
 
 
 def find(root: Any, name: str) -> Any:
@@ -90,11 +95,11 @@ def prepared(root: Any) -> list[str]:
 class DataSet:
     """A data set in the folder that `find` returns."""
 
-    def __init__(self, folder: Any):
-        os.environ['EPATH_USE_TF'] = 'false'  # else epath imports TensorFlow if that is installed
+    def __init__(self, folder: paths.AnyPath):
+        self.folder = folder
         self._tfds: Any = importlib.import_module('tensorflow_datasets')
         try:
-            info = self._tfds.builder_from_directory(folder).info
+            info = self._read_info(folder)
             self.name = ':'.join(info.full_name.rsplit('/', maxsplit=1))
             self.file_format: str = info.file_format.value
             if self.file_format not in SHARDS_OF_FORMAT:
@@ -110,14 +115,21 @@ class DataSet:
             reason = first_line(error)
             raise ValueError(f'{folder} cannot be opened ({reason}): prepare it again') from error
 
+    def _read_info(self, folder: paths.AnyPath) -> Any:
+        """Return TFDS's DatasetInfo. TFDS reads from a disk: of a bucket, copies of all but the shards."""
+        if isinstance(folder, Path):
+            return self._tfds.builder_from_directory(folder).info
+        with tempfile.TemporaryDirectory() as copied:
+            for file in folder.iterdir():
+                if '-of-' not in file.name:
+                    Path(copied, file.name).write_bytes(file.read_bytes())
+            return self._tfds.builder_from_directory(copied).info
+
     def runs(self, expression: str) -> list[Run]:
         """Return where the records of a split, or of slices of splits, are stored."""
-        runs = []
         try:
-            for found in self._splits[expression].file_instructions:
-                path = os.fspath(found.filename)
-                runs.append(Run(path, found.skip, found.take, found.examples_in_shard))
-            if not runs:
+            instructions = self._splits[expression].file_instructions
+            if not instructions:
                 raise ValueError('it is empty')
         except Exception as error:  # of several classes
             names = ', '.join(f'{name} ({n:,})' for name, n in self.num_records.items())
@@ -125,15 +137,15 @@ class DataSet:
                 f'{self.name} has no such records ({first_line(error)}), its splits are: {names}: '
                 "write 'train', 'train[:90%]' or 'train[100:200]+test'"
             ) from error
-        if paths.is_in_bucket(runs[0].path):
-            paths.matching_files(f'{os.path.dirname(runs[0].path)}/*')  # all sizes by one request
+        statuses = paths.matching_files(f'{self.folder}/*')  # of all files by one request
+        runs = []
         missing = []
-        for path in dict.fromkeys(run.path for run in runs):
-            try:
-                size = paths.file_size(path)
-            except OSError:
-                size = 0
-            if not size:
+        for found in instructions:
+            path = str(self.folder / os.path.basename(found.filename))
+            if path in statuses and statuses[path].num_bytes:
+                numbers = (found.skip, found.take, found.examples_in_shard)
+                runs.append(Run(path, *numbers, statuses[path]))
+            elif path not in missing:
                 missing.append(path)
         if missing:
             raise ValueError(f'{self.name} lacks {first_ten(missing)}: copy it again')
@@ -279,14 +291,14 @@ class TFRecords(ByteRanges, TfdsRecords):
         ranges = []
         for run in self.runs:
             first = 0
-            last = paths.file_size(run.path)
+            last = run.status.num_bytes
             if run.num_records != run.num_in_shard:
                 bounds = [*record_offsets(run.path).tolist(), last]
                 check_num_records(run.path, len(bounds) - 1, run.num_in_shard)
                 first = bounds[run.first]
                 last = bounds[run.first + run.num_records]
-            ranges.append((run.path, first, last))
-        num_bytes = sum(last - first for _, first, last in ranges)
+            ranges.append(ByteRange(run.path, run.status.num_bytes, first, last))
+        num_bytes = sum(part.last - part.first for part in ranges)
         self.divide_ranges(ranges, block_size(num_bytes, self.num_records))
 
 
@@ -306,7 +318,7 @@ class ArrayRecords(TfdsRecords):
     """
 
     def open_blocks(self) -> None:
-        num_bytes = sum(os.path.getsize(run.path) for run in self.runs)
+        num_bytes = sum(run.status.num_bytes for run in self.runs)
         num_stored = sum(run.num_in_shard for run in self.runs)
         block_bytes = block_size(num_bytes * self.num_records // num_stored, self.num_records)
         self.records_per_block = max(block_bytes * num_stored // num_bytes, 1)
@@ -314,6 +326,8 @@ class ArrayRecords(TfdsRecords):
             largest = max(run.num_in_shard for run in self.runs)
             self.records_per_block = max(self.records_per_block, largest // BLOCKS_OF_LARGE_FILE)
         self.divide(-(-run.num_records // self.records_per_block) for run in self.runs)
+        self.lock = threading.Lock()  # a reader has a position
+        self.reader = functools.lru_cache(maxsize=NUM_READERS)(open_array_record)
 
     def stored(self, block: int) -> Iterator[StoredRecord]:
         index, number = self.locate(block)
@@ -322,30 +336,25 @@ class ArrayRecords(TfdsRecords):
         end = min(start + self.records_per_block, run.num_records)
         for i in range(run.first + start, run.first + end):
             try:
-                yield StoredRecord(run.path, i, read_array_record(run, i))
+                yield StoredRecord(run.path, i, self.read_record(run, i))
             except RuntimeError as error:
                 fault = f'it is damaged ({first_line(error)}): copy the file again'
                 yield StoredRecord(run.path, i, fault=fault)
 
-
-def read_array_record(run: Run, i: int) -> bytes:
-    """Return record number `i` of an ArrayRecord file. Raises RuntimeError for a damaged one."""
-    with array_record_lock:
-        reader = array_record_reader(run.path, run.num_in_shard)
-        try:
-            if reader.record_index() != i:
-                reader.seek(i)
-            return reader.read()
-        except RuntimeError:
-            array_record_reader.cache_clear()  # a reader that failed reads no more
-            raise
-
-
-array_record_lock = threading.Lock()  # a reader has a position
+    def read_record(self, run: Run, i: int) -> bytes:
+        """Return record number `i` of a file. Raises RuntimeError for a damaged one."""
+        with self.lock:
+            reader = self.reader(run.path, run.num_in_shard)
+            try:
+                if reader.record_index() != i:
+                    reader.seek(i)
+                return reader.read()
+            except RuntimeError:
+                self.reader.cache_clear()  # a reader that failed reads no more
+                raise
 
 
-@functools.lru_cache(maxsize=NUM_READERS)
-def array_record_reader(path: str, num_records: int) -> Any:
+def open_array_record(path: str, num_records: int) -> 'ArrayRecordReader':
     """Return the reader of an ArrayRecord file. Raises ValueError unless it has `num_records`."""
     module = importlib.import_module('array_record.python.array_record_module')
     try:

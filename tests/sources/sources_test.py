@@ -24,6 +24,7 @@ from corpora import (
     write_text_files,
 )
 
+import paths
 import sources.deal
 import sources.files
 import sources.gzipped
@@ -457,10 +458,26 @@ def test_a_file_is_of_one_split_whatever_its_name(tmp_path, monkeypatch):
             sources.open.open_source(make_config(files='a.txt', validation_files=name))
 
 
+@pytest.mark.parametrize('name', ['a.csv', 'a.tsv', 'a.csv.gz'])
+def test_a_table_that_is_written_again_is_read_again(tmp_path, name):
+    """In one process, as in a notebook: with the names of its columns."""
+    path = tmp_path / name
+    between = '\t' if 'tsv' in name else ','
+    for columns, row in (('number text', '1 new'), ('text number', 'newer 2')):
+        lines = [between.join(line.split()) for line in (columns, row)]
+        content = '\n'.join(lines).encode()
+        path.write_bytes(gzip.compress(content) if name.endswith('.gz') else content)
+        source = sources.open.open_source(make_config(files=str(path), validation_fraction=0.0))
+        [record] = source.records('train')
+        assert record.fields['text'].startswith('new')
+
+
 def test_changes_of_files_are_described(tmp_path):
     describe = sources.files.describe_changes
     old = write_text_files(tmp_path / 'a')
-    kept = [sources.files.file_from_json(file) for file in json.loads(json.dumps(old.files_as_json()))]
+    kept = [
+        sources.files.file_from_json(file) for file in json.loads(json.dumps(old.files_as_json()))
+    ]
     assert kept == list(old.files)
     changed = tmp_path / 'a/3.txt'
     changed.write_text(changed.read_text().replace('line 3 7', 'line 3 8', 1))  # of equal size
@@ -506,14 +523,14 @@ def test_large_files_are_sampled(tmp_path):
         if place is not None:
             changed[place] ^= 1
         path.write_bytes(changed)
-        digests.add(sources.files.content_digest(str(path), size))
+        digests.add(sources.files.content_digest(str(path), paths.FileStatus(size)))
     assert len(digests) == 1 + len(seen)
     path.write_bytes(content[: size - 1])
-    assert sources.files.content_digest(str(path), size - 1) not in digests
+    assert sources.files.content_digest(str(path), paths.FileStatus(size - 1)) not in digests
     found = set()
     for _ in range(2):  # all of a small file counts
         path.write_bytes(content[: 1 << 20])
-        found.add(sources.files.content_digest(str(path), 1 << 20))
+        found.add(sources.files.content_digest(str(path), paths.FileStatus(1 << 20)))
         content[500_000] ^= 1
     assert len(found) == 2
 
@@ -554,7 +571,7 @@ def test_every_byte_of_long_lines_comes_once(tmp_path, monkeypatch, block_bytes,
     for trial in range(15):
         path = tmp_path / f'{trial}.txt'
         content = write_long_and_short_lines(path, random)
-        file = sources.files.read_file_record('', 'train', str(path))
+        [file] = sources.files.read_records('', 'train', {str(path): paths.status_of(path)})
         blocks = sources.text.PlainFiles([file], OffsetsAndLines())
         parts = [part for block in range(blocks.num_blocks) for part in blocks.read(block)]
         assert b''.join(line for _, line in parts) == content
