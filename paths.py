@@ -37,7 +37,7 @@ class Store(NamedTuple):
 STORES = {
     # gcsfs itself would take a class that looks for credentials for seconds at every call.
     'gs': Store(module='gcsfs.core', client='GCSFileSystem', driver='gcs', checksum='crc32c'),
-    's3': Store(module='s3fs.core', client='S3FileSystem', driver='s3', checksum='ETag'),
+    's3': Store(module='s3fs', client='S3FileSystem', driver='s3', checksum='ETag'),
 }
 RESTORE_LINE = 'restore the file from a copy, or remove this line'
 LFS_HEADER = b'version https://git-lfs.github.com/spec/'
@@ -331,13 +331,20 @@ def file_size(file: str | AnyPath) -> int:
 
 def sizes_in(folder: AnyPath) -> dict[AnyPath, int]:
     """Return the files of a folder and their sizes; none where there is no folder."""
-    try:
-        if isinstance(folder, Path):
-            return {file: file.stat().st_size for file in folder.iterdir()}
+    if isinstance(folder, Path):
+        return {file: file.stat().st_size for file in list_folder(folder)}
+    with contextlib.suppress(FileNotFoundError):
         found = folder.client.ls(str(folder), detail=True)
         return {folder / posixpath.basename(x['name']): x['size'] for x in found}
+    return {}
+
+
+def list_folder(folder: AnyPath) -> list[AnyPath]:
+    """Return what is in a folder, nothing where there is none."""
+    try:
+        return list(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
-        return {}
+        return []
 
 
 def own_file(file: PathOfOneKind) -> PathOfOneKind:

@@ -12,10 +12,12 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from ml_collections import ConfigDict
+from numpy.typing import NDArray
 
 import data
 from data import Example, Objective
@@ -34,19 +36,46 @@ EXAMPLES_PER_WINDOW = 512
 DRAWS_PER_BLOCK = 1024  # tasks that a lane draws at once
 
 
-class OpenTask(NamedTuple):
+class Task(Protocol):
+    """What a stream asks of a tasks.Task."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def objective_name(self) -> str: ...
+
+    @property
+    def inputs(self) -> str: ...
+
+    @property
+    def targets(self) -> str: ...
+
+    @property
+    def validation_files(self) -> str: ...
+
+    @property
+    def validation_split(self) -> str: ...
+
+    def preprocess(self, records: Iterable[dict]) -> Iterator[dict]: ...
+
+
+AnyTask = TypeVar('AnyTask', bound=Task)
+
+
+class OpenTask(NamedTuple, Generic[AnyTask]):
     """A task whose source is open. `rate` is its share of the mixture."""
 
-    task: Any  # a tasks.Task
+    task: AnyTask
     source: Source
-    open_objective: Callable[[Any, Vocabulary], Objective]  # (config.data, vocabulary)
+    open_objective: Callable[[ConfigDict, Vocabulary], Objective]  # (config.data, vocabulary)
     rate: float
 
     @property
     def name(self) -> str:
         return self.task.name
 
-    def texts_of(self, record: Record) -> list[dict[str, Any]]:
+    def texts_of(self, record: Record) -> list[dict]:
         """Return the texts of the examples of a record, none of a bad one."""
         try:
             return list(self.task.preprocess([record.fields]))
@@ -94,7 +123,7 @@ class OpenMixture:
         """The files of all tasks."""
         return [file for task in self.tasks for file in task.source.files]
 
-    def files_as_json(self) -> list[dict[str, Any]]:
+    def files_as_json(self) -> list[dict]:
         """Return the files of all tasks, as JSON takes them."""
         return [file for task in self.tasks for file in task.source.files_as_json()]
 
@@ -111,7 +140,7 @@ class OpenMixture:
 
 def fingerprint_of(tasks: Sequence[OpenTask]) -> str:
     """Return a hash of the texts and the rates of tasks; a function's code is not in it."""
-    content: list[Any] = []
+    content: list = []
     for task, source, _, rate in tasks:
         content.append([task.name, task.objective_name, task.inputs, task.targets])
         content.append([source.fingerprint, round(rate, 12)])
@@ -130,7 +159,7 @@ class Stream:
     mixture: OpenMixture
     split: str
     vocabulary: Vocabulary
-    config: Any  # config.data
+    config: ConfigDict  # config.data
     batch_size: int
     seed: int
     rows: range = range(0)  # none: all
@@ -155,7 +184,7 @@ class Stream:
         self.seek(np.zeros((len(self.rows), len(self.tasks) + 1, 4), np.int64))
 
     @property
-    def position(self) -> np.ndarray:
+    def position(self) -> NDArray:
         """The position of the next batch, as a checkpoint keeps it: int64 [rows, tasks + 1, 4].
 
         Of each row the fields of TaskPosition for each task, then `draw` and `given` of its window.
@@ -166,7 +195,7 @@ class Stream:
             numbers += [*itertools.chain.from_iterable(tasks), draw, given, 0, 0]
         return np.array(numbers, np.int64).reshape(len(self._lanes), len(self.tasks) + 1, 4)
 
-    def seek(self, position: np.ndarray) -> None:
+    def seek(self, position: NDArray) -> None:
         """Go to a position, int64 [rows, tasks + 1, 4]."""
         self._lanes = []
         for row, (*tasks, window) in zip(self.rows, position.tolist(), strict=True):
@@ -184,7 +213,7 @@ class Stream:
             streams.append(dataclasses.replace(self, mixture=mixture, num_epochs=1))
         return streams
 
-    def describe(self, position: np.ndarray) -> list[str]:
+    def describe(self, position: NDArray) -> list[str]:
         """Return the names of the records in each row of the batch at `position`."""
         stream = copy.copy(self)
         stream.seek(position)
@@ -197,7 +226,7 @@ class Stream:
     def __iter__(self) -> 'Stream':
         return self
 
-    def __next__(self) -> dict[str, np.ndarray]:
+    def __next__(self) -> dict[str, NDArray]:
         rows = [lane.next_row() for lane in self._lanes]
         if not any(rows):
             raise StopIteration
@@ -421,13 +450,13 @@ class Tokenized(NamedTuple):
 
     name: str
     texts: dict[str, str]  # none where the record has ids
-    ids: dict[str, np.ndarray]  # int32
+    ids: dict[str, NDArray]  # int32
 
 
 class TokenizedTask:
     """A task whose records become ids: those of the features that its objective takes."""
 
-    def __init__(self, task: OpenTask, config: Any, vocabulary: Vocabulary):
+    def __init__(self, task: OpenTask, config: ConfigDict, vocabulary: Vocabulary):
         self.opened = task
         self.name = task.name
         self.task = task.task

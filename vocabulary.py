@@ -7,15 +7,16 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import sentencepiece
+from numpy.typing import NDArray
 from sentencepiece import sentencepiece_model_pb2
 
 import paths
 from configs import check as settings
 from messages import first_ten
+from paths import AnyPath
 from randomness import digest
 
 PAD_ID = 0
@@ -34,7 +35,7 @@ class Vocabulary:
     size: int
     pieces: list[str]  # by id
     num_extra_ids: int
-    sentinel_ids: np.ndarray  # int32: at N the id of <extra_id_N>
+    sentinel_ids: NDArray  # int32: at N the id of <extra_id_N>
     model = b''  # of SentencePiece, as it was found or trained
     num_threads = -1  # that SentencePiece encodes with; -1 for all cores
 
@@ -58,7 +59,7 @@ class Vocabulary:
         """Return the ids of each text, without EOS."""
         return [ids.tolist() for ids in self.encode_as_arrays(texts, glued_sentinels)]
 
-    def encode_as_arrays(self, texts: list[str], glued_sentinels: bool = False) -> list[np.ndarray]:
+    def encode_as_arrays(self, texts: list[str], glued_sentinels: bool = False) -> list[NDArray]:
         """Return the ids of each text, int32 without EOS, which may be read-only."""
         raise NotImplementedError
 
@@ -80,7 +81,7 @@ class ByteVocabulary(Vocabulary):
         self.pieces += [''] * extra_ids
         self.sentinel_ids = self.size - 1 - np.arange(extra_ids or 128, dtype=np.int32)
 
-    def encode_as_arrays(self, texts: list[str], glued_sentinels: bool = False) -> list[np.ndarray]:
+    def encode_as_arrays(self, texts: list[str], glued_sentinels: bool = False) -> list[NDArray]:
         """As in SeqIO no text is a sentinel."""
         return [np.frombuffer(text.encode(), np.uint8) + np.int32(3) for text in texts]
 
@@ -138,7 +139,7 @@ class SentencePieceVocabulary(Vocabulary):
                 pattern = re.compile(rf'(?<=\S)({"|".join(names)})')
                 self._glued_sentinels.append((pattern, replacement))
 
-    def encode_as_arrays(self, texts: list[str], glued_sentinels: bool = False) -> list[np.ndarray]:
+    def encode_as_arrays(self, texts: list[str], glued_sentinels: bool = False) -> list[NDArray]:
         """Return the ids of each text, without EOS.
 
         As in SeqIO `<extra_id_0>` is a sentinel where a word may begin. With `glued_sentinels` one
@@ -154,7 +155,7 @@ class SentencePieceVocabulary(Vocabulary):
         return self._processor.decode([i if i < self.size else UNK_ID for i in before_eos(ids)])
 
 
-def sentinel_ids_of(pieces: Sequence[str]) -> np.ndarray:
+def sentinel_ids_of(pieces: Sequence[str]) -> NDArray:
     """Return the id of each piece <extra_id_N>, int32, in the order of N.
 
     Raises ValueError if one is missing or there twice.
@@ -196,7 +197,7 @@ def before_eos(ids: Iterable[int]) -> Iterator[int]:
 # Finding a vocabulary.
 
 
-def find_vocabulary(folder: Any, name: str | paths.AnyPath | None = None) -> Vocabulary | None:
+def find_vocabulary(folder: AnyPath, name: str | AnyPath | None = None) -> Vocabulary | None:
     """Return the vocabulary that `name` names, else the one of a checkpoint or run, else None.
 
     `name` is 'bytes', a SentencePiece model, or a folder that has one. `folder`, a path of
@@ -213,7 +214,7 @@ def find_vocabulary(folder: Any, name: str | paths.AnyPath | None = None) -> Voc
     return found
 
 
-def own_vocabulary(folder: Any, extra_ids: int = DEFAULT_EXTRA_IDS) -> Vocabulary | None:
+def own_vocabulary(folder: AnyPath, extra_ids: int = DEFAULT_EXTRA_IDS) -> Vocabulary | None:
     """Return the vocabulary of a checkpoint or run, whatever tokens transformers has added to it.
 
     `extra_ids`: its number of sentinels, if the folder does not say it.
@@ -229,7 +230,7 @@ def own_vocabulary(folder: Any, extra_ids: int = DEFAULT_EXTRA_IDS) -> Vocabular
 
 
 def named_vocabulary(
-    setting: str, name: str | paths.AnyPath, extra_ids: int, byte_extra_ids: int | None = None
+    setting: str, name: str | AnyPath, extra_ids: int, byte_extra_ids: int | None = None
 ) -> Vocabulary:
     """Return the vocabulary that `name` names. Errors begin with the name of the `setting`.
 
@@ -260,7 +261,7 @@ def named_vocabulary(
         raise ValueError(f'{setting}={str(name)!r}: {error}') from None
 
 
-def model_file(folder: Any) -> Any:
+def model_file(folder: AnyPath) -> AnyPath | None:
     """Return the SentencePiece model in the folder of a checkpoint or run, else None.
 
     That of a checkpoint may be in the folder above, that of a file or prefix is beside it.
@@ -272,14 +273,14 @@ def model_file(folder: Any) -> Any:
     return None
 
 
-def folders_of(folder: Any) -> list[Any]:
+def folders_of(folder: AnyPath) -> list[AnyPath]:
     """Return the folders in which files that belong to a checkpoint may be, as its vocabulary."""
     if folder.name.startswith('checkpoint_') or not folder.is_dir():
         return [folder, folder.parent]
     return [folder]
 
 
-def read_model(file: Any, extra_ids: int, remedy: str) -> SentencePieceVocabulary:
+def read_model(file: AnyPath, extra_ids: int, remedy: str) -> SentencePieceVocabulary:
     """Return the vocabulary of a SentencePiece model's file. Errors end with `remedy`."""
     try:
         return SentencePieceVocabulary(file.read_bytes(), extra_ids)
@@ -287,7 +288,7 @@ def read_model(file: Any, extra_ids: int, remedy: str) -> SentencePieceVocabular
         raise ValueError(f'{file}: {error}: {remedy}') from None
 
 
-def stored_data(folder: Any, extra_ids: int = DEFAULT_EXTRA_IDS) -> dict[str, Any]:
+def stored_data(folder: AnyPath, extra_ids: int = DEFAULT_EXTRA_IDS) -> dict:
     """Return the settings `data` of a checkpoint or run, else transformers' extra_ids or `extra_ids`."""
     defaults = {'extra_ids': extra_ids, 'vocabulary': ''}
     tokenizer = folder / 'tokenizer_config.json'
@@ -306,13 +307,13 @@ TOKEN_FILES = (
 )
 
 
-def check_tokens(checkpoint: Any, vocabulary: Vocabulary | None) -> None:
+def check_tokens(checkpoint: AnyPath, vocabulary: Vocabulary | None) -> None:
     """Check the folders in which the vocabulary of a checkpoint may be, as `check_added_tokens` does."""
     for folder in folders_of(checkpoint):
         check_added_tokens(folder, vocabulary)
 
 
-def check_added_tokens(folder: Any, vocabulary: Vocabulary | None) -> None:
+def check_added_tokens(folder: AnyPath, vocabulary: Vocabulary | None) -> None:
     """Raise ValueError for tokens that transformers lists in a folder and `vocabulary` lacks.
 
     A sentinel must have the same id in both; those of ByT5 are bytes here, as in T5X. Without a
@@ -368,13 +369,13 @@ def check_added_tokens(folder: Any, vocabulary: Vocabulary | None) -> None:
         )
 
 
-def listed_tokens(content: Mapping[str, Any]) -> Iterator[tuple[str, int | None]]:
+def listed_tokens(content: Mapping) -> Iterator[tuple[str, int | None]]:
     """Yield (name, id) of the tokens that a file of transformers lists; None for an id that it leaves out."""
     for i, token in content.get('added_tokens_decoder', {}).items():
         yield str(token['content']), int(i)
     for token in content.get('added_tokens', ()):
         yield str(token['content']), token['id']
-    names: list[Any] = []
+    names: list = []
     for key, value in content.items():
         if key.endswith('_special_tokens') and isinstance(value, dict):
             names += value.values()
@@ -389,7 +390,7 @@ def listed_tokens(content: Mapping[str, Any]) -> Iterator[tuple[str, int | None]
             yield name, None
 
 
-def pieces_of_tokenizer(content: Mapping[str, Any]) -> list[str]:
+def pieces_of_tokenizer(content: Mapping) -> list[str]:
     """Return the pieces of a tokenizer.json, without the tokens that were added."""
     pieces = content.get('model', {}).get('vocab', [])
     if isinstance(pieces, dict):

@@ -29,7 +29,7 @@ class Record(NamedTuple):
     """A stored record. A field is a text, in a task cache an array of ids, else a value of JSON."""
 
     name: str  # path:offset, in a gzipped file path:line, in Parquet path:row
-    fields: dict[str, Any]
+    fields: dict
     split_key: str = ''  # whose hash decides on the split; '' is the fields
 
 

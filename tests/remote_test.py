@@ -16,7 +16,7 @@ import fsspec
 import numpy as np
 import pyarrow.parquet
 import pytest
-from bucket_store import CLIENTS, GOLDEN, run_in_another_process
+from bucket_store import GOLDEN, run_in_another_process
 
 import infer
 import paths
@@ -388,7 +388,7 @@ def test_a_file_that_shrinks_or_goes_away(in_memory):
 @pytest.mark.parametrize('scheme, extra', [('gs', 'gcs'), ('s3', 's3')])
 def test_a_client_that_is_not_installed_is_named_with_its_remedy(scheme, extra, monkeypatch):
     monkeypatch.setattr(os, 'environ', dict(os.environ))
-    monkeypatch.setitem(sys.modules, CLIENTS[scheme], None)
+    monkeypatch.setitem(sys.modules, paths.STORES[scheme].module, None)
     with pytest.raises(ValueError) as error:
         infer.load(f'{scheme}://bucket/x')
     with pytest.raises(ValueError, match='data.files: .*://bucket/x.txt needs .*: pip install'):
