@@ -332,7 +332,7 @@ def file_size(file: str | AnyPath) -> int:
 def sizes_in(folder: AnyPath) -> dict[AnyPath, int]:
     """Return the files of a folder and their sizes; none where there is no folder."""
     if isinstance(folder, Path):
-        return {file: file.stat().st_size for file in list_folder(folder)}
+        return {file: Path(file).stat().st_size for file in list_folder(folder)}
     with contextlib.suppress(FileNotFoundError):
         found = folder.client.ls(str(folder), detail=True)
         return {folder / posixpath.basename(x['name']): x['size'] for x in found}
