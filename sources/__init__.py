@@ -218,7 +218,7 @@ class Source:
         """Return the lines left out since the last call, at most ten, and the number of all."""
         return self.bad_lines.take()
 
-    def files_as_json(self) -> list[dict[str, Any]]:
+    def files_as_json(self) -> list[dict]:
         """Return `files` as JSON takes them."""
         return [file._asdict() for file in self.files]
 
@@ -273,7 +273,7 @@ class BadLines:
                 )
 
     def record(
-        self, path: str, position: int, read: Callable, *arguments: Any, num_lines: int = 1
+        self, path: str, position: int, read: Callable, *arguments, num_lines: int = 1
     ) -> Record | None:
         """Return the record whose fields `read` returns; None for a bad one that is skipped.
 

@@ -49,7 +49,7 @@ SEQIO_VERSION = '0.0.20'  # whose layout it has
 class FeatureInfo(NamedTuple):
     dtype: str  # numpy's, or 'string'
     shape: tuple[int | None, ...]
-    stored_kind: str | None  # where tf.train.Example has the values; None if they are not read
+    stored_kind: str  # where tf.train.Example has the values
 
 
 class IndexEntry(NamedTuple):
@@ -74,11 +74,11 @@ class Split(NamedTuple):
 
     features: dict[str, FeatureInfo]
     stored_names: dict[str, str]  # feature -> its name in the files
-    files: list[Any]
+    files: list[paths.AnyPath]
     num_examples: int | None  # None without stats
 
 
-def find(roots: Sequence[Any], task: str) -> Any | None:
+def find(roots: Sequence[paths.AnyPath], task: str) -> paths.AnyPath | None:
     """Return the folder of a task in the first of `roots` that holds it completely."""
     for root in roots:
         folder = root.joinpath(*task.split(':'))
@@ -87,36 +87,35 @@ def find(roots: Sequence[Any], task: str) -> Any | None:
     return None
 
 
-def splits(folder: Any) -> list[str]:
+def splits(folder: paths.AnyPath) -> list[str]:
     """Return the names of the splits of a cached task that hold examples.
 
     Raises ValueError where the description of one is damaged or gone.
     """
-    infos = {file.name: file for file in sorted(folder.glob('info.*.json'))}
-    for file in folder.glob('*.tfrecord-*'):
-        info = f'info.{file.name.partition(".tfrecord-")[0]}.json'
+    infos = [file.name for file in sorted(folder.glob('info.*.json'))]
+    for name in [file.name for file in folder.glob('*.tfrecord-*')]:
+        info = f'info.{name.partition(".tfrecord-")[0]}.json'
         if info not in infos:
             raise ValueError(
-                f'{folder / info} is missing, which describes {file.name}: copy the folder again'
+                f'{folder / info} is missing, which describes {name}: copy the folder again'
             )
     found = []
-    for name, file in infos.items():
-        if read_json(file):  # {} stands for a split without examples, as in P3
+    for name in infos:
+        if read_json(folder / name):  # {} stands for a split without examples, as in P3
             found.append(name.removeprefix('info.').removesuffix('.json'))
     return found
 
 
-def open_split(folder: Any, split: str) -> Split:
+def open_split(folder: paths.AnyPath, split: str) -> Split:
     """Return what a folder says of a split. Raises ValueError for a split that is not there."""
     available = splits(folder)
     if split not in available:
         raise ValueError(f'{folder} has no split {split!r}: use one of {available}')
-    info_file = folder / f'info.{split}.json'
-    info = read_json(info_file)
     features = {}
     stored_names = {}
+    num_examples = None
     try:
-        num_shards = info['num_shards']
+        info = read_json(folder / f'info.{split}.json')
         for stored_name, feature in info['features'].items():
             name = re.sub('_plaintext$', '_pretokenized', stored_name)  # of old caches
             dtype = feature['dtype']
@@ -125,65 +124,47 @@ def open_split(folder: Any, split: str) -> Split:
             shape = tuple(feature['shape'])
             features[name] = FeatureInfo(dtype, shape, stored_kind(dtype, shape))
             stored_names[name] = stored_name
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f'{info_file} lacks {error}: cache the task again') from None
-    for name, found in features.items():
-        if found.stored_kind is None:
-            raise ValueError(
-                f'{info_file}: feature {name!r} has dtype {found.dtype!r:.40} and shape {found.shape!r:.40}: '
-                "must be numpy's name of numbers or 'string', and sizes of which one may be null: cache the task again"
-            )
-    if type(num_shards) is not int:
-        raise ValueError(f'{info_file} has num_shards={num_shards!r:.40}: copy the folder again')
-    files = sorted(folder.glob(f'{split}.tfrecord-*-of-*{num_shards}'))
-    if len(files) != num_shards:
-        raise ValueError(
-            f'{folder}: split {split!r} has {len(files)} of {num_shards} files '
-            f'{split}.tfrecord-*: copy the folder again'
-        )
-    stats_file = folder / f'stats.{split}.json'
-    num_examples = None
-    if stats_file.is_file():
-        num_examples = read_json(stats_file).get('examples')
-        if type(num_examples) not in (int, type(None)):
-            raise ValueError(f'{stats_file} has examples={num_examples!r}: copy the folder again')
+        num_shards = info['num_shards']
+        files: list[paths.AnyPath] = sorted(folder.glob(f'{split}.tfrecord-*-of-*{num_shards}'))
+        if len(files) != num_shards:
+            raise ValueError(f'{len(files)} of {num_shards} files {split}.tfrecord-* are there')
+        stats_file = folder / f'stats.{split}.json'
+        if stats_file.is_file():
+            num_examples = read_json(stats_file).get('examples')
+        if num_examples is not None:
+            num_examples = int(num_examples)
+    except (ValueError, TypeError, KeyError, AttributeError, SyntaxError) as error:
+        reason = f'{error!r:.200}: copy the folder again, or cache the task again'
+        raise ValueError(f'{folder / f"info.{split}.json"}: {reason}') from error
     return Split(features, stored_names, files, num_examples)
 
 
-def stored_kind(dtype: Any, shape: tuple) -> str | None:
-    """Return where tf.train.Example stores values that info.json describes so; None if they are not read."""
-    is_shape = all(size is None or (type(size) is int and size >= 0) for size in shape)
-    if not is_shape or shape.count(None) > 1 or type(dtype) is not str:
-        return None
-    if dtype == TEXT:
-        return 'bytes_list'
-    try:
-        return STORED_KINDS.get(np.dtype(dtype).kind)
-    except (TypeError, ValueError, SyntaxError):  # of numpy's little language
-        return None
+def stored_kind(dtype: str, shape: tuple) -> str:
+    """Return where tf.train.Example stores values of a dtype and a shape of info.json.
+
+    Raises KeyError for a dtype that is no number, and what numpy and Python raise for others.
+    """
+    if shape.count(None) > 1 or not all(size is None or size >= 0 for size in shape):
+        raise ValueError(f'shape {shape}')
+    return 'bytes_list' if dtype == TEXT else STORED_KINDS[np.dtype(str(dtype)).kind]
 
 
-def vocabulary_hash(folder: Any) -> str | None:
+def vocabulary_hash(folder: paths.AnyPath) -> str | None:
     """Return the hash of the vocabulary that made a cache, None for a cache of SeqIO."""
     file = folder / ORIGIN
     if not file.exists():
         if any(folder.glob('*.ids-*')):  # a cache of this program
             raise ValueError(f'{file} is missing: copy the folder again')
         return None
-    found = read_json(file).get('vocabulary_hash')
-    if not isinstance(found, str):
-        raise ValueError(f'{file} has no vocabulary_hash: copy the folder again')
-    return found
+    return str(read_json(file).get('vocabulary_hash'))  # 'None' is that of no vocabulary
 
 
-def read_json(file: Any) -> dict[str, Any]:
+def read_json(file: paths.AnyPath) -> dict:
     """Return the object in a file of JSON."""
     return paths.json_object(file.read_bytes(), title=str(file), remedy='copy the folder again')
 
 
-def read_example(
-    path: str | Path, offset: int, split: Split, checksum: int | None = None
-) -> dict[str, Any]:
+def read_example(path: str | Path, offset: int, split: Split, checksum: int | None = None) -> dict:
     """Return the example at `offset` of a file of a split.
 
     Raises ValueError for a damaged one, and for one of another file, whose ids have another `checksum`.
@@ -199,7 +180,7 @@ def read_example(
     return example
 
 
-def described(value: Any) -> dict[str, Any] | None:
+def described(value: Any) -> dict | None:
     """Return what info.json says of the value of a field; None for one that a cache cannot hold.
 
     A cache holds texts, numbers and flat lists of them. An empty list has the dtype ''.
@@ -224,7 +205,7 @@ def described(value: Any) -> dict[str, Any] | None:
     return {'dtype': STORED_DTYPES[array.dtype.kind], 'shape': shape}
 
 
-def described_by_both(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def described_by_both(one: dict, other: dict) -> dict:
     """Return the fields that two examples or more have alike, as `described` describes them."""
     both = {}
     for name in one.keys() & other.keys():
@@ -234,11 +215,11 @@ def described_by_both(one: dict[str, Any], other: dict[str, Any]) -> dict[str, A
     return both
 
 
-def write_info(folder: Path, split: str, statistics: Sequence[Mapping[str, Any]]) -> None:
+def write_info(folder: Path, split: str, statistics: Sequence[Mapping]) -> None:
     """Write info and stats of a split from the statistics of its shards."""
     total = {'examples': sum(shard['examples'] for shard in statistics)}
     fields = [shard.get('fields', {}) for shard in statistics if shard['examples']]
-    features: dict[str, Any] = {}
+    features: dict = {}
     if fields:
         for name, field in functools.reduce(described_by_both, fields).items():
             features[name] = {**field, 'dtype': field['dtype'] or TEXT}
@@ -247,7 +228,7 @@ def write_info(folder: Path, split: str, statistics: Sequence[Mapping[str, Any]]
         total[f'{name}_max_tokens'] = max(shard[f'{name}_max_tokens'] for shard in statistics)
         features[name] = {'dtype': 'int32', 'shape': [None]}
         features[f'{name}_pretokenized'] = {'dtype': TEXT, 'shape': []}
-    info: dict[str, Any] = {
+    info: dict = {
         'features': features,
         'num_shards': len(statistics),
         'seqio_version': SEQIO_VERSION,
@@ -262,7 +243,7 @@ def write_info(folder: Path, split: str, statistics: Sequence[Mapping[str, Any]]
 # Examples.
 
 
-def decode(content: bytes, split: Split) -> dict[str, Any]:
+def decode(content: bytes, split: Split) -> dict:
     """Return the features of a serialized tf.train.Example."""
     message = Example()
     try:
@@ -282,7 +263,7 @@ def decode(content: bytes, split: Split) -> dict[str, Any]:
     return example
 
 
-def shaped(name: str, values: Sequence, info: FeatureInfo) -> Any:
+def shaped(name: str, values: Sequence, info: FeatureInfo):
     """Return the values of a feature as an array, texts as a list, a scalar as itself."""
     if info.dtype == TEXT:
         values = [text_of(value) for value in values]
@@ -314,7 +295,7 @@ def text_of(value: bytes) -> str | bytes:
         return value
 
 
-def encode(example: Mapping[str, Any]) -> bytes:
+def encode(example: Mapping) -> bytes:
     """Return a serialized tf.train.Example: arrays flattened, texts as UTF-8."""
     message = Example()
     for name, value in example.items():
@@ -332,7 +313,7 @@ def encode(example: Mapping[str, Any]) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def example_class() -> Any:
+def example_class():
     """Return the class of tf.train.Example, in a pool of descriptors of its own."""
     file = descriptor_pb2.FileDescriptorProto(name='example.proto', package='x', syntax='proto3')
     single, repeated, message = 1, 3, 11
@@ -511,5 +492,5 @@ class LargeCache(ByteRanges, CachedRecords):
         ranges = [ByteRange(x.path, x.num_bytes, 0, x.num_bytes) for x in self.files]
         self.divide_ranges(ranges, deal.MAX_BLOCK_BYTES)
 
-    def parse(self, stored: StoredRecord) -> dict[str, Any]:
+    def parse(self, stored: StoredRecord) -> dict:
         return decode(stored.checked(), self.split)

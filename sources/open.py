@@ -9,7 +9,6 @@ import io
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from absl import logging
 
@@ -130,7 +129,7 @@ def open_parts(files: list[FileRecord], parser: LineParser) -> dict[str, Part]:
 
 def fingerprint_of_files(files: Sequence[FileRecord], parser: LineParser) -> str:
     """Return the fingerprint of a source of files."""
-    content: list[Any] = sorted(file.content for file in files)
+    content: list = sorted(file.content for file in files)
     train = [file for file in files if file.split == 'train']
     num_bytes = sum(file.num_bytes for file in train)
     is_plain = (
@@ -145,7 +144,7 @@ def fingerprint_of_files(files: Sequence[FileRecord], parser: LineParser) -> str
     return digest(content)
 
 
-def find_cache(config, task: str) -> Any | None:
+def find_cache(config, task: str) -> paths.AnyPath | None:
     """Return the folder of the cache of a task, if it is to be read.
 
     Raises ValueError if there is none and `config.use_cached` is yes, and where no root is a folder.
@@ -163,13 +162,13 @@ def find_cache(config, task: str) -> Any | None:
     return folder
 
 
-def cache_roots(config) -> list[Any]:
+def cache_roots(config) -> list[paths.AnyPath]:
     """Return the folders of data.cache_dirs."""
     with setting_named('data.cache_dirs'):
         return [paths.to_path(name) for name in split_names(config.cache_dirs)]
 
 
-def cached_source(config, folder: Any) -> Source:
+def cached_source(config, folder: paths.AnyPath) -> Source:
     """Return the splits of a task cache as a source of ids."""
     bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction)
     available = cache.splits(folder)
@@ -204,7 +203,7 @@ def validation_fraction_of(config) -> float:
     return 0.0 if config.validation_split else config.validation_fraction
 
 
-def open_cache(folder: Any, split: str, bad_lines: BadLines) -> cache.CachedRecords:
+def open_cache(folder: paths.AnyPath, split: str, bad_lines: BadLines) -> cache.CachedRecords:
     """Return a split of a task cache: from its ids, if they lie beside the records on a disk."""
     opened = cache.open_split(folder, split)
     statuses = paths.matching_files(f'{folder}/*')  # of all files by one request
@@ -229,7 +228,7 @@ def open_cache(folder: Any, split: str, bad_lines: BadLines) -> cache.CachedReco
     return part
 
 
-def find_tfds(config) -> list[Any]:
+def find_tfds(config) -> list[paths.AnyPath]:
     """Return the folders of the TFDS data sets `config.tfds`, none without it."""
     name = config.tfds
     files = config.files or config.validation_files
@@ -266,14 +265,16 @@ def prepared_version(config, name: str) -> str | None:
     return path if folder.is_dir() else None
 
 
-def tfds_root(config) -> Any:
+def tfds_root(config) -> paths.AnyPath:
     """Return the folder of TFDS data sets."""
     root = config.tfds_dir or os.environ.get('TFDS_DATA_DIR') or '~/tensorflow_datasets'
     with setting_named('data.tfds_dir'):
         return paths.to_path(root)
 
 
-def tfds_source_of(config, folders: list[Any], whole_records: bool, test_split: str) -> Source:
+def tfds_source_of(
+    config, folders: list[paths.AnyPath], whole_records: bool, test_split: str
+) -> Source:
     """Return splits of TFDS data sets as a source of texts, or of whole records."""
     bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction)
     data_sets = [tfds.DataSet(folder) for folder in folders]

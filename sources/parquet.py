@@ -7,10 +7,11 @@ import collections
 import concurrent.futures
 import contextlib
 import functools
+import io
 import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow.parquet
@@ -62,7 +63,7 @@ def read_footer(path: str, columns: Sequence[str]) -> Footer:
     return Footer(file.schema_arrow.names, types, groups)
 
 
-def kind_of_type(arrow_type: Any) -> str:
+def kind_of_type(arrow_type: pyarrow.DataType) -> str:
     """Return 'text' or 'number' for a type that is read, else the name of the type."""
     if pyarrow.types.is_dictionary(arrow_type):
         arrow_type = arrow_type.value_type
@@ -76,7 +77,9 @@ def kind_of_type(arrow_type: Any) -> str:
     return name
 
 
-def row_groups(path: str, metadata: Any, columns: Sequence[str]) -> Iterator[RowGroup]:
+def row_groups(
+    path: str, metadata: pyarrow.parquet.FileMetaData, columns: Sequence[str]
+) -> Iterator[RowGroup]:
     """Yield the row groups of a file. Raises ValueError for one that is too large."""
     first_row = 1
     for number in range(metadata.num_row_groups):
@@ -165,7 +168,7 @@ def numbers_in_file(path: str, fields: Sequence[str]) -> dict[str, Numbers] | No
     return found
 
 
-def has_gaps(file: Any, name: str) -> bool | None:
+def has_gaps(file: pyarrow.parquet.ParquetFile, name: str) -> bool | None:
     """Return whether a column of floats has a null or NaN; None if a number of it is not whole."""
     has_gap = False
     for number in range(file.metadata.num_row_groups):
@@ -199,7 +202,7 @@ class RowGroups:
         self._num_bytes = 0
         self._lock = threading.Lock()
 
-    def rows(self, group: RowGroup, first: int, num_rows: int) -> list[dict[str, Any]]:
+    def rows(self, group: RowGroup, first: int, num_rows: int) -> list[dict]:
         """Return {column: value} of rows of a group: bytes, numbers and None.
 
         Raises DamagedFile.
@@ -239,13 +242,17 @@ def decode(group: RowGroup, columns: Sequence[str]) -> list:
         return [dictionary_array(table.column(name)) for name in columns]
 
 
-def read_table(stream: Any, number: int, columns: Sequence[str], **options: Any) -> Any:
+def read_table(
+    stream: io.BufferedReader, number: int, columns: Sequence[str], read_dictionary: Sequence[str]
+) -> pyarrow.Table:
     """Return columns of row group `number` of an open file as a pyarrow.Table."""
-    file = pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True, **options)
+    file = pyarrow.parquet.ParquetFile(
+        stream, page_checksum_verification=True, read_dictionary=read_dictionary
+    )
     return file.read_row_group(number, columns=columns, use_threads=False)
 
 
-def dictionary_array(column: Any) -> Any:
+def dictionary_array(column: pyarrow.ChunkedArray) -> pyarrow.DictionaryArray:
     """Return a column with bytes for texts, which may not be UTF-8."""
     if not pyarrow.types.is_dictionary(column.type):
         column = column.dictionary_encode()
@@ -364,7 +371,7 @@ class ParquetFiles(Blocks):
             records.append(record)
         return records
 
-    def with_integers(self, record: Record, row: dict[str, Any]) -> Record:
+    def with_integers(self, record: Record, row: dict) -> Record:
         """Return the record of a row with integers for the floats of `integer_columns`.
 
         The floats decide on its split, as they did in runs of earlier versions.

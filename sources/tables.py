@@ -81,7 +81,7 @@ class LineParser:
             path, position, self.fields_of, path, position, line, num_lines=num_lines
         )
 
-    def fields_of_row(self, values: dict[str, Any]) -> dict[str, Any] | None:
+    def fields_of_row(self, values: dict) -> dict | None:
         """Return the fields of a row of Parquet, as of a JSON object."""
         for field, value in values.items():
             if isinstance(value, bytes):
@@ -90,7 +90,7 @@ class LineParser:
                 values[field] = None
         return self.fields_named_in(values)
 
-    def fields_of(self, path: str, position: int, content: bytes) -> dict[str, Any] | None:
+    def fields_of(self, path: str, position: int, content: bytes) -> dict | None:
         """Return the fields of a line; None for a blank line and for the header of a table."""
         kind = self.kind_of(path)
         is_first = position < 2 and position == int(is_gzipped(path))
@@ -114,7 +114,7 @@ class LineParser:
         fields = {field: found[field] for field in self.fields or found}
         return fields if any(fields.values()) else None
 
-    def fields_named_in(self, content: dict[str, Any]) -> dict[str, Any] | None:
+    def fields_named_in(self, content: dict) -> dict | None:
         """Return the fields of a JSON object, or of a row of Parquet; None if all are blank."""
         fields = content
         if not self.whole_records:
@@ -203,7 +203,7 @@ def check_text(title: str, fields: Iterable[str], text_field: str, remedy: str) 
 
 def fields_of_line(
     line: str, kind: str, text_field: str, header: list[str], delimiter: str
-) -> dict[str, Any]:
+) -> dict:
     """Return the fields of a JSON object or a row of a table; a plain line is `text_field`.
 
     `header`: the columns of a table. Raises ValueError for what is wrong with the line.

@@ -18,7 +18,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,8 @@ from sources.tfrecord import ByteRange, ByteRanges, StoredRecord, StoredRecords,
 
 if TYPE_CHECKING:
     from array_record.python.array_record_module import ArrayRecordReader
+    from tensorflow_datasets.core import DatasetInfo
+    from tensorflow_datasets.core.features import FeaturesDict
 
 VERSION = re.compile(r'\d+\.\d+\.\d+')
 NAME = re.compile(rf'\w+(/[\w.+-]+)?(:{VERSION.pattern})?')
@@ -51,7 +53,7 @@ class Run(NamedTuple):
     status: paths.FileStatus  # of the shard
 
 
-def find(root: Any, name: str) -> Any:
+def find(root: paths.AnyPath, name: str) -> paths.AnyPath:
     """Return the folder of a data set NAME[/CONFIG][:VERSION], by default of its newest version.
 
     Raises ValueError for a data set that is not there or not complete.
@@ -71,7 +73,7 @@ def find(root: Any, name: str) -> Any:
     return folder
 
 
-def versions_of(folder: Any) -> list[str]:
+def versions_of(folder: paths.AnyPath) -> list[str]:
     """Return the versions in the folder of a data set, from the oldest to the newest."""
     if not folder.is_dir():
         return []
@@ -80,7 +82,7 @@ def versions_of(folder: Any) -> list[str]:
     return sorted(versions, key=lambda version: [int(part) for part in version.split('.')])
 
 
-def prepared(root: Any) -> list[str]:
+def prepared(root: paths.AnyPath) -> list[str]:
     """Return the names of the data sets in a folder, with their versions; a bucket is not searched."""
     if not isinstance(root, Path):
         return ['not listed']
@@ -97,7 +99,7 @@ class DataSet:
 
     def __init__(self, folder: paths.AnyPath):
         self.folder = folder
-        self._tfds: Any = importlib.import_module('tensorflow_datasets')
+        self._tfds = importlib.import_module('tensorflow_datasets')
         try:
             info = self._read_info(folder)
             self.name = ':'.join(info.full_name.rsplit('/', maxsplit=1))
@@ -115,7 +117,7 @@ class DataSet:
             reason = first_line(error)
             raise ValueError(f'{folder} cannot be opened ({reason}): prepare it again') from error
 
-    def _read_info(self, folder: paths.AnyPath) -> Any:
+    def _read_info(self, folder: paths.AnyPath) -> 'DatasetInfo':
         """Return TFDS's DatasetInfo. TFDS reads from a disk: of a bucket, copies of all but the shards."""
         if isinstance(folder, Path):
             return self._tfds.builder_from_directory(folder).info
@@ -151,9 +153,7 @@ class DataSet:
             raise ValueError(f'{self.name} lacks {first_ten(missing)}: copy it again')
         return runs
 
-    def decoder(
-        self, fields: Collection[str], remedy: str = ''
-    ) -> Callable[[bytes], dict[str, Any]]:
+    def decoder(self, fields: Collection[str], remedy: str = '') -> Callable[[bytes], dict]:
         """Return a function that decodes the features of a stored record in which `fields` are.
 
         Without fields it decodes all features. Raises ValueError for a field that is not there.
@@ -180,7 +180,7 @@ class DataSet:
 def open_all(
     data_sets: Sequence[DataSet],
     expression: str,
-    decode: Callable[[bytes], dict[str, Any]],
+    decode: Callable[[bytes], dict],
     fields: tuple[str, ...],
     bad_lines: BadLines,
 ) -> 'TfdsRecords':
@@ -197,7 +197,7 @@ def open_all(
     return SHARDS_OF_FORMAT[formats[0]](runs, decode, fields, bad_lines)
 
 
-def decode(features: Any, content: bytes) -> dict[str, Any]:
+def decode(features: 'FeaturesDict', content: bytes) -> dict:
     """Return {feature: value} of a stored record. Raises ValueError for what is no record."""
     try:
         example = features.deserialize_example_np(content)
@@ -212,7 +212,7 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__).rstrip('.')
 
 
-def flat(tree: Mapping[str, Any], prefix: str = '') -> Iterator[tuple[str, Any]]:
+def flat(tree: Mapping, prefix: str = '') -> Iterator[tuple]:
     """Yield (name, value) of the leaves of nested dicts, the names joined by slashes."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
@@ -221,7 +221,7 @@ def flat(tree: Mapping[str, Any], prefix: str = '') -> Iterator[tuple[str, Any]]
             yield f'{prefix}{name}', value
 
 
-def as_python(value: Any) -> Any:
+def as_python(value):
     """Return what TFDS decodes as Python's own types: dicts, lists, numbers, str, else bytes."""
     if isinstance(value, Mapping):
         return {name: as_python(x) for name, x in value.items()}
@@ -234,11 +234,12 @@ def as_python(value: Any) -> Any:
     return value
 
 
-def text_at(example: Mapping[str, Any], field: str) -> str:
+def text_at(example: Mapping, field: str) -> str:
     """Return a text or a number of an example as text; `field` is as 'label' or 'answers/text/0'."""
-    value: Any = example
+    first, *parts = field.split('/')
+    value = example[first]
     try:
-        for part in field.split('/'):
+        for part in parts:
             value = value[int(part)] if isinstance(value, list) else value[part]
     except IndexError:
         raise ValueError(f'feature {field!r} has too few values: correct the slot') from None
@@ -257,7 +258,7 @@ class TfdsRecords(StoredRecords):
     def __init__(
         self,
         runs: list[Run],
-        decode: Callable[[bytes], dict[str, Any]],
+        decode: Callable[[bytes], dict],
         fields: tuple[str, ...],
         bad_lines: BadLines,
     ):
@@ -272,7 +273,7 @@ class TfdsRecords(StoredRecords):
         """Divide the runs into blocks of about equally many bytes."""
         raise NotImplementedError
 
-    def parse(self, stored: StoredRecord) -> dict[str, Any] | None:
+    def parse(self, stored: StoredRecord) -> dict | None:
         example = self.decode(stored.checked())
         if not self.fields:
             return example

@@ -7,7 +7,7 @@ import contextlib
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -47,7 +47,7 @@ def record_offsets(path: str | Path) -> np.ndarray:
     offset = 0
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(paths.open_file(str(path)))
-        content: Any
+        content: bytes | mmap.mmap
         if paths.is_in_bucket(str(path)):
             content = file.read()
         else:
@@ -104,7 +104,7 @@ class StoredRecords(Blocks):
         """Yield the records of a block, those with a fault, too."""
         raise NotImplementedError
 
-    def parse(self, stored: StoredRecord) -> dict[str, Any] | None:
+    def parse(self, stored: StoredRecord) -> dict | None:
         """Return the fields of a record; None for a blank one. Raises ValueError for a bad one."""
         raise NotImplementedError
 
