@@ -19,6 +19,7 @@ import bisect
 import functools
 import itertools
 import json
+import operator
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -144,7 +145,8 @@ def stored_kind(dtype: str, shape: tuple) -> str:
 
     Raises KeyError for a dtype that is no number, and what numpy and Python raise for others.
     """
-    if shape.count(None) > 1 or not all(size is None or size >= 0 for size in shape):
+    sizes = [operator.index(size) for size in shape if size is not None]
+    if len(sizes) < len(shape) - 1 or min(sizes, default=0) < 0:
         raise ValueError(f'shape {shape}')
     return 'bytes_list' if dtype == TEXT else STORED_KINDS[np.dtype(str(dtype)).kind]
 
