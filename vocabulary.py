@@ -105,10 +105,7 @@ class SentencePieceVocabulary(Vocabulary):
             # Without any bytes SentencePiece makes a processor that fails later.
             processor = sentencepiece.SentencePieceProcessor(model_proto=model or b'empty')
         except RuntimeError as error:
-            double = re.search(r'(\S+) is already defined', str(error))
-            if double:
-                raise ValueError(f'the piece {double[1]} is there twice') from None
-            raise ValueError('no SentencePiece model') from None
+            raise ValueError(f'no SentencePiece model ({error})') from None
         special_ids = (processor.pad_id(), processor.eos_id(), processor.unk_id())
         if special_ids != (PAD_ID, EOS_ID, UNK_ID):
             raise ValueError(f'pad, eos, unk are {special_ids}, not (0, 1, 2) as in T5')
@@ -160,24 +157,17 @@ def sentinel_ids_of(pieces: Sequence[str]) -> NDArray:
 
     Raises ValueError if one is missing or there twice.
     """
-    ids: dict[int, int] = {}
+    found = []
     for i, piece in enumerate(pieces):
         match = SENTINEL.fullmatch(piece)
-        if match is None:
-            continue
-        number = int(match[1])
-        if number in ids:
-            raise ValueError(
-                f'{pieces[ids[number]]} (id {ids[number]}) and {piece} (id {i}) are the same sentinel'
-            )
-        ids[number] = i
-    missing = [number for number in range(len(ids)) if number not in ids]
-    if missing:
-        raise ValueError(
-            f'it has {len(ids)} sentinels, the last one <extra_id_{max(ids)}>, but no '
-            f'<extra_id_{missing[0]}>: they are numbered from 0 without gaps'
-        )
-    return np.array([ids[number] for number in range(len(ids))], np.int32)
+        if match:
+            found.append((int(match[1]), i))
+    found.sort()
+    for expected, (number, _) in enumerate(found):
+        if number != expected:
+            fault = f'no <extra_id_{expected}>' if number > expected else f'two <extra_id_{number}>'
+            raise ValueError(f'its {len(found)} sentinels have {fault}: they are numbered from 0')
+    return np.array([i for _, i in found], np.int32)
 
 
 def changed_id(old: Vocabulary, new: Vocabulary) -> str:
@@ -313,33 +303,38 @@ def check_tokens(checkpoint: AnyPath, vocabulary: Vocabulary | None) -> None:
         check_added_tokens(folder, vocabulary)
 
 
+def read_tokens(folder: AnyPath) -> tuple[list[str], list[tuple[str, int | None]], list[str]]:
+    """Return the files of transformers in a folder, the tokens that they list, and their pieces.
+
+    A token has an id, or None where only the name is listed.
+    """
+    files = []
+    tokens: list[tuple[str, int | None]] = []
+    pieces: list[str] = []
+    for file in [folder / name for name in TOKEN_FILES]:
+        if not paths.is_file(file):
+            continue
+        content = paths.read_json(file)
+        files.append(file.name)
+        try:
+            tokens += (
+                content.items() if file.name == 'added_tokens.json' else listed_tokens(content)
+            )
+            pieces += pieces_of_tokenizer(content)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f'{file} does not list tokens as transformers does ({error!r}): copy it again'
+            ) from None
+    return files, tokens, pieces
+
+
 def check_added_tokens(folder: AnyPath, vocabulary: Vocabulary | None) -> None:
     """Raise ValueError for tokens that transformers lists in a folder and `vocabulary` lacks.
 
     A sentinel must have the same id in both; those of ByT5 are bytes here, as in T5X. Without a
     SentencePiece model the pieces are those of tokenizer.json.
     """
-    tokens: list[tuple[str, int | None]] = []  # None where only the name is listed
-    pieces: list[str] = []
-    files = []
-    for name in TOKEN_FILES:
-        file = folder / name
-        if not paths.is_file(file):
-            continue
-        files.append(name)
-        content = paths.read_json(file)
-        try:
-            if name == 'added_tokens.json':
-                tokens += content.items()
-            else:
-                tokens += listed_tokens(content)
-            pieces += pieces_of_tokenizer(content)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f'{file} does not list tokens as transformers does ({error!r}): copy it again'
-            ) from None
-    if not files:
-        return
+    files, tokens, pieces = read_tokens(folder)
     sentinel_ids: dict[str, int] = {}
     if isinstance(vocabulary, SentencePieceVocabulary):
         sentinel_ids = {f'<extra_id_{n}>': int(i) for n, i in enumerate(vocabulary.sentinel_ids)}
@@ -353,8 +348,8 @@ def check_added_tokens(folder: AnyPath, vocabulary: Vocabulary | None) -> None:
             if sentinel_ids and i not in (None, own_id):
                 raise ValueError(
                     f'{folder}: {name} is id {i} in {", ".join(files)}, and {own_id} with the {len(sentinel_ids)} '
-                    'sentinels of its SentencePiece model: use as many sentinels as it had in training '
-                    '(data.extra_ids, or extra_ids in tokenizer_config.json), and remove others from these files'
+                    'sentinels of its model: use as many as in training (data.extra_ids, or extra_ids in '
+                    'tokenizer_config.json), and remove others from these files'
                 )
         elif i in (PAD_ID, EOS_ID, UNK_ID) or name in SPECIAL_TOKENS:
             continue
@@ -363,9 +358,8 @@ def check_added_tokens(folder: AnyPath, vocabulary: Vocabulary | None) -> None:
     if added:
         names = sorted(set(added))
         raise ValueError(
-            f'{folder}: {len(names)} token(s) that were added to its vocabulary are not supported yet: '
-            f'{first_ten(list(map(repr, names)))}: texts would be read without them: take the model from '
-            f'before they were added, or, if no text has them, remove them from {", ".join(files)}'
+            f'{folder}: {len(names)} token(s) were added to its vocabulary: {first_ten(list(map(repr, names)))}: '
+            f'take the model from before, or, if no text has them, remove them from {", ".join(files)}'
         )
 
 
