@@ -15,8 +15,6 @@ A bucket renames nothing: there the index is written last, and a folder without 
 Source: T5X t5x/checkpoints.py, t5x/checkpoint_utils.py; Flax flax/serialization.py for msgpack's extensions.
 """
 
-import contextlib
-import ctypes
 import functools
 import itertools
 import json
@@ -106,6 +104,7 @@ class Checksum(NamedTuple):
 # Saving.
 
 
+@dataclass(eq=False)
 class Saver:
     """Saves checkpoints into a workdir while the training steps go on.
 
@@ -114,21 +113,15 @@ class Saver:
     `keep_every` (0 is none) and those with T5X's marker file PINNED. `dtype`: of saved parameters, '' their own.
     """
 
-    def __init__(
-        self,
-        workdir: str | AnyPath,
-        keep: int = 0,
-        keep_every: int = 0,
-        dtype: str = '',
-        rank: Callable[[int], float] = float,
-        period: int = 1,
-    ) -> None:
-        self.workdir = paths.to_path(workdir, may_be_new=True)
-        self.keep = keep
-        self.keep_every = keep_every
-        self.dtype = dtype
-        self.rank = rank  # of a step
-        self.period = period
+    folder: str | AnyPath
+    keep: int = 0
+    keep_every: int = 0
+    dtype: str = ''
+    rank: Callable[[int], float] = float  # of a step
+    period: int = 1
+
+    def __post_init__(self) -> None:
+        self.workdir = paths.to_path(self.folder, may_be_new=True)
         paths.to_kvstore(self.workdir)  # raises early for a name that TensorStore cannot open
         self._pool = futures.ThreadPoolExecutor(ARRAYS_IN_FLIGHT)
         self._saving: futures.Future | None = None
@@ -143,12 +136,11 @@ class Saver:
         """Start to save the flat `tree` as `checkpoint_STEP`, with `files` beside it.
 
         Return when the arrays are copied, so that the caller may donate them. A LazyArray is read when it is
-        written. Wait for the save before, and raise its OSError. Raises ValueError if the step is saved.
+        written. Wait for the save before, and raise its OSError.
         """
         self.wait()
         final = self.workdir / f'checkpoint_{step}'
-        if commit_of(final).exists():
-            raise ValueError(f'{final} exists, and a step is saved once: remove it')
+        assert not commit_of(final).exists(), final  # a step is saved once
         self._stamp += 1
         tmp = final
         if isinstance(final, Path):
@@ -472,27 +464,9 @@ def restore(
 
     # The largest first: while one is read it takes memory several times, when there are few others.
     ordered = sorted(index, key=lambda path: math.prod(np.shape(index[path])), reverse=True)
-    with _large_blocks_returned(), futures.ThreadPoolExecutor(num_threads) as pool:
+    with futures.ThreadPoolExecutor(num_threads) as pool:
         arrays = dict(zip(ordered, pool.map(restore_leaf, ordered), strict=True))
     return {path: arrays[path] for path in index}
-
-
-@contextlib.contextmanager
-def _large_blocks_returned() -> Iterator[None]:
-    """Let the C library return large blocks to the system as soon as they are freed.
-
-    glibc keeps blocks of up to 32 MiB between arrays that stay: a tenth of the size of an XL encoder.
-    """
-    # Only glibc has it; where it is missing nothing is set.
-    mallopt = getattr(ctypes.CDLL(None), 'mallopt', lambda parameter, value: None)
-    trim_threshold = -1  # of malloc.h
-    mmap_threshold = -3
-    mallopt(mmap_threshold, 2**20)
-    try:
-        yield
-    finally:  # what glibc arrives at by itself
-        mallopt(mmap_threshold, 2**25)
-        mallopt(trim_threshold, 2**26)
 
 
 def read_index(path: str | AnyPath) -> dict[str, Leaf]:
