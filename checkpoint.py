@@ -15,8 +15,6 @@ A bucket renames nothing: there the index is written last, and a folder without 
 Source: T5X t5x/checkpoints.py, t5x/checkpoint_utils.py; Flax flax/serialization.py for msgpack's extensions.
 """
 
-import contextlib
-import ctypes
 import functools
 import itertools
 import json
@@ -28,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import google_crc32c
 import jax
@@ -36,9 +34,11 @@ import msgpack
 import numpy as np
 import tensorstore as ts
 from jax.experimental import multihost_utils
+from numpy.typing import NDArray
 
 import paths
 from messages import first_ten
+from paths import AnyPath, list_folder
 
 VERSION = 3  # version 2 differs in bfloat16 arrays alone, which it stores as uint16
 CHUNK_BYTES = 64 * 2**20
@@ -70,23 +70,28 @@ class LazyArray(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     @property
-    def dtype(self) -> np.dtype: ...
+    def dtype(self): ...  # np.dtype: mypy reads Any in its parameter
 
-    def read(self) -> np.ndarray:
+    def read(self) -> NDArray:
         """Return the whole array in its stored dtype."""
         ...
 
 
-def is_lazy(leaf: Any) -> bool:
+Array = NDArray | jax.Array
+Leaf = NDArray | jax.Array | LazyArray  # of a flat tree
+T = TypeVar('T')
+
+
+def is_lazy(leaf: Leaf) -> bool:
     """Return whether a leaf of a flat tree is a LazyArray, not an array of numpy or JAX."""
     return not isinstance(leaf, np.ndarray | np.generic | jax.Array)
 
 
-def read_leaf(leaf: Any) -> Any:
+def read_leaf(leaf: Leaf) -> Array:
     """Return a leaf of a flat tree as an array, which reads a LazyArray."""
-    if is_lazy(leaf):
-        return leaf.read()
-    return leaf
+    if isinstance(leaf, np.ndarray | np.generic | jax.Array):
+        return leaf
+    return leaf.read()
 
 
 class Checksum(NamedTuple):
@@ -99,6 +104,7 @@ class Checksum(NamedTuple):
 # Saving.
 
 
+@dataclass(eq=False)
 class Saver:
     """Saves checkpoints into a workdir while the training steps go on.
 
@@ -107,21 +113,15 @@ class Saver:
     `keep_every` (0 is none) and those with T5X's marker file PINNED. `dtype`: of saved parameters, '' their own.
     """
 
-    def __init__(
-        self,
-        workdir: str | paths.AnyPath,
-        keep: int = 0,
-        keep_every: int = 0,
-        dtype: str = '',
-        rank: Callable[[int], float] = float,
-        period: int = 1,
-    ) -> None:
-        self.workdir = paths.to_path(workdir, may_be_new=True)
-        self.keep = keep
-        self.keep_every = keep_every
-        self.dtype = dtype
-        self.rank = rank  # of a step
-        self.period = period
+    folder: str | AnyPath
+    keep: int = 0
+    keep_every: int = 0
+    dtype: str = ''
+    rank: Callable[[int], float] = float  # of a step
+    period: int = 1
+
+    def __post_init__(self) -> None:
+        self.workdir = paths.to_path(self.folder, may_be_new=True)
         paths.to_kvstore(self.workdir)  # raises early for a name that TensorStore cannot open
         self._pool = futures.ThreadPoolExecutor(ARRAYS_IN_FLIGHT)
         self._saving: futures.Future | None = None
@@ -136,12 +136,11 @@ class Saver:
         """Start to save the flat `tree` as `checkpoint_STEP`, with `files` beside it.
 
         Return when the arrays are copied, so that the caller may donate them. A LazyArray is read when it is
-        written. Wait for the save before, and raise its OSError. Raises ValueError if the step is saved.
+        written. Wait for the save before, and raise its OSError.
         """
         self.wait()
         final = self.workdir / f'checkpoint_{step}'
-        if commit_of(final).exists():
-            raise ValueError(f'{final} exists, and a step is saved once: remove it')
+        assert not commit_of(final).exists(), final  # a step is saved once
         self._stamp += 1
         tmp = final
         if isinstance(final, Path):
@@ -151,11 +150,12 @@ class Saver:
         specs = {path: index[path] for path in tree if isinstance(index[path], dict)}
         leaves = [tree[path] for path in specs]
         shards = list(self._pool.map(_copy_shards, leaves, specs.values()))
-        # The pool queues everything now, and an interpreter that exits finishes its queue first.
-        run: Callable[..., Iterator] = self._pool.map
-        if any(is_lazy(leaf) for leaf in leaves):
-            run = map  # one array after the other, in `_commit`, which bounds the memory
-        written = run(functools.partial(_write_array, tmp), specs.values(), shards)
+        write = functools.partial(_write_array, tmp)
+        written: Iterator[dict[str, Checksum]]
+        if any(is_lazy(leaf) for leaf in leaves):  # one after another in `_commit`: less memory
+            written = map(write, specs.values(), shards)
+        else:  # all are queued now; an interpreter that exits drains the queue first
+            written = self._pool.map(write, specs.values(), shards)
         self._saving = self._pool.submit(self._commit, step, tmp, written, files, packed)
 
     def check(self) -> None:
@@ -178,7 +178,7 @@ class Saver:
     def _commit(
         self,
         step: int,
-        tmp: Any,
+        tmp: AnyPath,
         written: Iterable[dict[str, Checksum]],
         files: Mapping[str, bytes],
         index: bytes,
@@ -238,7 +238,7 @@ class Saver:
             delete(directory)
 
 
-def delete(directory: Any) -> None:
+def delete(directory: AnyPath) -> None:
     """Delete a checkpoint."""
     # First it stops being one, so that no reader finds one with half of its files.
     if isinstance(directory, Path) and directory.is_symlink():
@@ -253,8 +253,8 @@ def delete(directory: Any) -> None:
 
 
 def save(
-    workdir: str | paths.AnyPath, step: int, tree: Mapping, files: Mapping[str, bytes] = {}
-) -> paths.AnyPath:
+    workdir: str | AnyPath, step: int, tree: Mapping, files: Mapping[str, bytes] = {}
+) -> AnyPath:
     """Write the flat `tree` to `workdir/checkpoint_STEP`, with `files` beside it; return its path.
 
     All or nothing. Every process calls it with the same paths. Raises OSError if the disk refuses.
@@ -268,9 +268,9 @@ def save(
     return saver.workdir / f'checkpoint_{step}'
 
 
-def _make_index(tree: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def _make_index(tree: Mapping[str, Leaf], dtype: str) -> dict:
     """Return {path: packed array or spec} of a flat tree, sorted; parameters have `dtype` if it is given."""
-    index: dict[str, Any] = {}
+    index: dict = {}
     for path in sorted(tree):
         leaf = tree[path]
         if _is_packed(path, tree):
@@ -285,7 +285,7 @@ def _make_index(tree: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return index
 
 
-def _is_packed(path: str, tree: Mapping[str, Any]) -> bool:
+def _is_packed(path: str, tree: Mapping[str, Leaf]) -> bool:
     """Return whether T5X has this array in its index, because it gives it no logical axes.
 
     These are the step, placeholders of shape [1], and the vectors of Adafactor's factored second moments.
@@ -300,7 +300,7 @@ def _is_packed(path: str, tree: Mapping[str, Any]) -> bool:
     return parameter is not None and len(shape) == 1 and np.shape(parameter) != shape
 
 
-def _make_spec(path: str, leaf: Any, dtype: str) -> dict[str, Any]:
+def _make_spec(path: str, leaf: Leaf, dtype: str) -> dict:
     """Return TensorStore's spec of an array. A shard is whole chunks, so no two processes share a file."""
     shard_shape = leaf.shape
     if isinstance(leaf, jax.Array):
@@ -335,11 +335,11 @@ def chunk_shape(shape: tuple[int, ...], max_elements: int) -> tuple[int, ...]:
 class Shard:
     """A part of an array that this process writes."""
 
-    index: tuple[slice, ...]
-    data: np.ndarray | LazyArray
+    index: 'tuple[slice[int | None, int | None, int | None], ...]'
+    data: NDArray | LazyArray
 
 
-def _copy_shards(leaf: Any, spec: Mapping[str, Any]) -> list[Shard]:
+def _copy_shards(leaf: Leaf, spec: Mapping) -> list[Shard]:
     """Return copies of what this process writes, in the dtype of `spec`; a LazyArray is not copied."""
     dtype = np.dtype(spec['dtype'])  # jax registers 'bfloat16' with numpy
     shards = []
@@ -353,9 +353,7 @@ def _copy_shards(leaf: Any, spec: Mapping[str, Any]) -> list[Shard]:
     return shards
 
 
-def _write_array(
-    directory: Any, spec: Mapping[str, Any], shards: Sequence[Shard]
-) -> dict[str, Checksum]:
+def _write_array(directory: AnyPath, spec: Mapping, shards: Sequence[Shard]) -> dict[str, Checksum]:
     """Write `shards`; return the checksums of the files that this process has written."""
     folder = spec['kvstore']['path']
     stored = {**spec, 'kvstore': paths.to_kvstore(directory / folder)}
@@ -382,7 +380,7 @@ def _write_array(
     return {f'{folder}{name}': checksum(directory / folder / name) for name in names}
 
 
-def _await(files: Sequence[Any], directory: Any) -> None:
+def _await(files: Sequence[AnyPath], directory: AnyPath) -> None:
     """Wait until all `files` exist. Raises TimeoutError if `directory` gets no new file for long."""
     count = -1
     deadline = 0.0
@@ -415,7 +413,7 @@ def pack_manifest(step: int, checksums: Mapping[str, Checksum]) -> bytes:
     return json.dumps({'crc32c': crc32c, **content}, sort_keys=True, indent=1).encode()
 
 
-def checksum(file: Any) -> Checksum:
+def checksum(file: AnyPath) -> Checksum:
     """Return the checksum of a file, which is read in blocks."""
     crc32c = google_crc32c.Checksum()
     size = 0
@@ -429,10 +427,10 @@ def checksum(file: Any) -> Checksum:
 
 
 def restore(
-    source: str | paths.AnyPath | Mapping[str, Any],
+    source: str | AnyPath | Mapping[str, Leaf],
     shardings: Mapping[str, jax.sharding.Sharding] = {},
     dtype: str = '',
-) -> dict[str, jax.Array | np.ndarray]:
+) -> dict[str, jax.Array | NDArray]:
     """Return the arrays of a checkpoint, or of those leaves of an index that are given.
 
     A path in `shardings` gives a jax.Array, of which a process reads only its own shards; any other path a numpy
@@ -466,30 +464,12 @@ def restore(
 
     # The largest first: while one is read it takes memory several times, when there are few others.
     ordered = sorted(index, key=lambda path: math.prod(np.shape(index[path])), reverse=True)
-    with _large_blocks_returned(), futures.ThreadPoolExecutor(num_threads) as pool:
+    with futures.ThreadPoolExecutor(num_threads) as pool:
         arrays = dict(zip(ordered, pool.map(restore_leaf, ordered), strict=True))
     return {path: arrays[path] for path in index}
 
 
-@contextlib.contextmanager
-def _large_blocks_returned() -> Iterator[None]:
-    """Let the C library return large blocks to the system as soon as they are freed.
-
-    glibc keeps blocks of up to 32 MiB between arrays that stay: a tenth of the size of an XL encoder.
-    """
-    # Only glibc has it; where it is missing nothing is set.
-    mallopt = getattr(ctypes.CDLL(None), 'mallopt', lambda parameter, value: None)
-    trim_threshold = -1  # of malloc.h
-    mmap_threshold = -3
-    mallopt(mmap_threshold, 2**20)
-    try:
-        yield
-    finally:  # what glibc arrives at by itself
-        mallopt(mmap_threshold, 2**25)
-        mallopt(trim_threshold, 2**26)
-
-
-def read_index(path: str | paths.AnyPath) -> dict[str, Any]:
+def read_index(path: str | AnyPath) -> dict[str, Leaf]:
     """Return {path: leaf} of a checkpoint in T5X's native layout: its folder, or an index alone.
 
     A small array is a numpy array, any other a LazyArray. Raises ValueError for other layouts and versions.
@@ -502,7 +482,7 @@ def read_index(path: str | paths.AnyPath) -> dict[str, Any]:
     elif not paths.is_file(file):
         raise ValueError(_describe_missing(folder))
     content = paths.own_file(file).read_bytes()
-    leaves: dict[str, Any] = {}
+    leaves: dict[str, Leaf] = {}
     try:
         unpack_map = functools.partial(_unpack_map, folder)
         top = msgpack.unpackb(
@@ -530,19 +510,19 @@ def read_index(path: str | paths.AnyPath) -> dict[str, Any]:
 class ZarrEntry:
     """A LazyArray of T5X's layout: `spec` of the index describes the zarr folder `folder` in `directory`."""
 
-    directory: Any
-    folder: Any
-    spec: Mapping[str, Any]
+    directory: AnyPath
+    folder: AnyPath
+    spec: Mapping
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.spec['metadata']['shape'])
 
     @property
-    def dtype(self) -> np.dtype:
+    def dtype(self):
         return self.open().dtype.numpy_dtype
 
-    def read(self) -> np.ndarray:
+    def read(self) -> NDArray:
         return self.result_of(self.open().read())
 
     def open(self) -> ts.TensorStore:
@@ -550,7 +530,8 @@ class ZarrEntry:
 
         Of the spec, only name, shape and dtype count: only .zarray is right about chunks and compressor.
         """
-        sizes = {file: paths.file_size(file) for file in self._find_files()}
+        sizes = paths.sizes_in(self.folder)
+        self._check_place(sizes)
         for file, size in sizes.items():
             if size < LFS_POINTER_BYTES and isinstance(file, Path):
                 paths.check_not_lfs(file)
@@ -563,8 +544,10 @@ class ZarrEntry:
 
         # Memory is allocated for no more than the files can hold.
         num_elements = 1
-        chunks: Any = array.chunk_layout.write_chunk.shape or ()  # None for a scalar
-        for size, chunk in zip(array.shape, chunks, strict=True):
+        for size, chunk in zip(
+            array.shape, array.chunk_layout.write_chunk.shape or (), strict=True
+        ):
+            assert chunk is not None
             num_elements *= math.ceil(size / chunk) * chunk
         num_bytes = sum(size for file, size in sizes.items() if file.name != '.zarray')
         is_held = num_elements * array.dtype.numpy_dtype.itemsize <= num_bytes * MAX_GZIP_RATIO
@@ -578,31 +561,27 @@ class ZarrEntry:
             )
         return array
 
-    def result_of(self, future: Any) -> Any:
+    def result_of(self, future: ts.Future[T]) -> T:
         """Return the result of a TensorStore operation on this array; its error names the remedy."""
         try:
             return future.result()
         except ValueError as error:  # TensorStore's for damaged, missing and forbidden files alike
             raise ValueError(f'{self.folder} cannot be read ({error}): copy it again') from error
 
-    def _find_files(self) -> list[Any]:
-        """Return the files of the array. Raises ValueError unless all of them lie in the checkpoint."""
-        folder = self.folder
-        parts = folder.parts[len(self.directory.parts) :]  # the user's own part may hold a '..'
-        if folder.is_relative_to(self.directory) and '..' not in parts:
-            files = list_folder(folder)
-            if not isinstance(folder, Path):  # a bucket has neither links nor devices
-                return files
+    def _check_place(self, files: Iterable[AnyPath]) -> None:
+        """Raise ValueError unless all files of the array lie in the checkpoint."""
+        parts = self.folder.parts[len(self.directory.parts) :]  # the user's own may hold a '..'
+        is_inside = self.folder.is_relative_to(self.directory) and '..' not in parts
+        if isinstance(self.directory, Path):  # a bucket has neither links nor devices
             root = self.directory.resolve()
-            resolved = [path.resolve() for path in (folder, *files)]
-            if all(path.is_relative_to(root) for path in resolved) and all(
-                map(Path.is_file, files)
-            ):
-                return files
-        raise ValueError(f'{folder} is not all files in {self.directory}: do not trust it')
+            for file in (self.folder, *files):
+                is_inside &= Path(file).resolve().is_relative_to(root)
+                is_inside &= file == self.folder or file.is_file()
+        if not is_inside:
+            raise ValueError(f'{self.folder} is not all files in {self.directory}: do not trust it')
 
 
-def _unpack_map(directory: Any, node: dict) -> Any:
+def _unpack_map(directory: AnyPath, node: dict) -> 'NDArray | dict | ZarrEntry':
     """Return the array that a map of the index stands for, or the map itself."""
     if '__msgpack_chunked_array__' in node:  # of more than 1 GiB; a list is a map {'0': first, …}
         shape = node['shape']
@@ -619,7 +598,7 @@ def _unpack_map(directory: Any, node: dict) -> Any:
     return entry
 
 
-def _unpack_extension(code: int, payload: bytes) -> np.ndarray:
+def _unpack_extension(code: int, payload: bytes) -> NDArray:
     """Return the array of one of Flax's msgpack extensions: 1 array, 2 complex number, 3 numpy scalar."""
     if code == 2:
         real, imaginary = msgpack.unpackb(payload)
@@ -628,7 +607,7 @@ def _unpack_extension(code: int, payload: bytes) -> np.ndarray:
     return np.frombuffer(content, dtype).reshape(shape)  # jax registers 'bfloat16' with numpy
 
 
-def _describe_missing(folder: Any) -> str:
+def _describe_missing(folder: AnyPath) -> str:
     """Return why there is no checkpoint in a folder, and what to name instead, in one line."""
     names = sorted(file.name for file in list_folder(folder))
     if {'lock', 'metrics.jsonl', 'model-info.txt'} & set(names):
@@ -640,18 +619,18 @@ def _describe_missing(folder: Any) -> str:
 # The checkpoints of a workdir.
 
 
-def steps(workdir: str | paths.AnyPath) -> list[int]:
+def steps(workdir: str | AnyPath) -> list[int]:
     """Return the steps of the checkpoints in `workdir`, ascending. An unfinished one does not count."""
     folders = step_folders(paths.to_path(workdir))
     return [step for step in folders if paths.is_file(folders[step] / INDEX)]
 
 
-def commit_of(directory: Any) -> Any:
+def commit_of(directory: AnyPath) -> AnyPath:
     """Return the path that is there when a checkpoint is complete: its folder, in a bucket its index."""
     return directory if isinstance(directory, Path) else directory / INDEX
 
 
-def unfinished(workdir: Any) -> list[Any]:
+def unfinished(workdir: AnyPath) -> list[AnyPath]:
     """Return what saves and deletions that were interrupted have left in a run's workdir."""
     if not isinstance(workdir, Path):
         return [x for x in step_folders(workdir).values() if not commit_of(x).exists()]
@@ -659,7 +638,7 @@ def unfinished(workdir: Any) -> list[Any]:
     return [x for x in folders if UNFINISHED.fullmatch(x.name) and not x.is_symlink()]
 
 
-def step_folders(workdir: Any) -> dict[int, Any]:
+def step_folders(workdir: AnyPath) -> dict[int, AnyPath]:
     """Return {step: path} of what has a checkpoint's name in `workdir`, ascending."""
     folders = {}
     for folder in list_folder(workdir):
@@ -669,18 +648,10 @@ def step_folders(workdir: Any) -> dict[int, Any]:
     return dict(sorted(folders.items()))
 
 
-def step_of(folder: Any) -> int | None:
+def step_of(folder: AnyPath) -> int | None:
     """Return the step in a checkpoint's name as T5X writes it: ASCII digits without zeros in front."""
     match = re.fullmatch('checkpoint_(0|[1-9][0-9]*)', folder.name)
     return int(match[1]) if match else None
-
-
-def list_folder(folder: Any) -> list[Any]:
-    """Return what is in a folder, nothing where there is none."""
-    try:
-        return list(folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
 
 
 # Flat trees and their shapes.
@@ -691,7 +662,7 @@ def is_parameter(path: str) -> bool:
     return path.startswith(PARAMETER_PREFIX)
 
 
-def parameters(tree: Mapping[str, Any]) -> dict[str, Any]:
+def parameters(tree: Mapping[str, T]) -> dict[str, T]:
     """Return {parameter's own path: leaf} of a flat tree: without 'target/'."""
     return {
         path.removeprefix(PARAMETER_PREFIX): leaf

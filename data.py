@@ -8,10 +8,12 @@ runs on the host in numpy, and all randomness is a function of a key. Imports no
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
+from ml_collections import ConfigDict
 from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
 from randomness import permutation, random_bits
 from vocabulary import EOS_ID, PAD_ID, Vocabulary
@@ -31,8 +33,8 @@ class Example(NamedTuple):
     something to read, in a packed row, too.
     """
 
-    inputs: np.ndarray
-    targets: np.ndarray
+    inputs: NDArray
+    targets: NDArray
     names: Sequence[str]  # of the records that it is made of
     is_trimmed: bool = False  # its texts were longer than a row
 
@@ -47,11 +49,11 @@ class Objective(Protocol):
     records_per_group: int  # records that it takes at once
     num_sentinels: int  # the number that its spans need, from <extra_id_0> on
 
-    def __init__(self, config: Any, vocabulary: Vocabulary):
+    def __init__(self, config: ConfigDict, vocabulary: Vocabulary):
         """`config`: config.data. Raise ValueError for settings that do not fit the objective."""
 
     def examples(
-        self, names: Sequence[str], records: Sequence[Mapping[str, np.ndarray]], *key: int | str
+        self, names: Sequence[str], records: Sequence[Mapping[str, NDArray]], *key: int | str
     ) -> list[Example]:
         """Make examples of a group of named records, {feature: ids without EOS}, random by `key`."""
 
@@ -66,12 +68,12 @@ class TextToText:
     records_per_group = 16  # that are tokenized at once
     num_sentinels = 0
 
-    def __init__(self, config: Any, vocabulary: Vocabulary):
+    def __init__(self, config: ConfigDict, vocabulary: Vocabulary):
         self.lengths = config.lengths
         self._limits = (config.lengths.inputs, config.lengths.targets)  # a ConfigDict is slow
 
     def examples(
-        self, names: Sequence[str], records: Sequence[Mapping[str, np.ndarray]], *key: int | str
+        self, names: Sequence[str], records: Sequence[Mapping[str, NDArray]], *key: int | str
     ) -> list[Example]:
         inputs = [record['inputs'] for record in records]
         targets = [record['targets'] for record in records]
@@ -88,7 +90,7 @@ class TextToText:
         return num_inputs > self._limits[0] or num_targets > self._limits[1]
 
 
-def append_eos_to_each(sequences: Sequence[np.ndarray], length: int) -> list[np.ndarray]:
+def append_eos_to_each(sequences: Sequence[NDArray], length: int) -> list[NDArray]:
     """Append EOS to each of some ids [n], which are cut first so that they have `length` at most."""
     parts = []
     for ids in sequences:
@@ -100,7 +102,7 @@ def append_eos_to_each(sequences: Sequence[np.ndarray], length: int) -> list[np.
 
 # Denoising: span corruption, and the base of the other objectives that corrupt text.
 
-Pair = tuple[np.ndarray, np.ndarray]
+Pair = tuple[NDArray, NDArray]
 
 
 class Denoising:
@@ -116,7 +118,7 @@ class Denoising:
     min_inputs_length = MIN_LENGTH
     num_sentinels = 0
 
-    def __init__(self, config: Any, vocabulary: Vocabulary):
+    def __init__(self, config: ConfigDict, vocabulary: Vocabulary):
         self.lengths = config.lengths
         self.vocabulary_size = vocabulary.size
         self.sentinel_ids = vocabulary.sentinel_ids
@@ -131,13 +133,13 @@ class Denoising:
             )
         self.set_lengths(config, vocabulary)
 
-    def set_lengths(self, config: Any, vocabulary: Vocabulary) -> None:
+    def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
         """Set `num_sentinels` and `raw_length`. Raise ValueError for settings that do not fit.
 
         By default there are no sentinels, and a row of raw ids fills the inputs.
         """
 
-    def corrupt(self, raw_ids: np.ndarray, *key: int | str) -> Pair:
+    def corrupt(self, raw_ids: NDArray, *key: int | str) -> Pair:
         """Return inputs and targets, without EOS, of each row of int32 [rows, raw_length or less].
 
         Both are int32 [rows, any length], with DROPPED in place of what is left out.
@@ -145,7 +147,7 @@ class Denoising:
         raise NotImplementedError('write corrupt, as SpanCorruption does')
 
     def examples(
-        self, names: Sequence[str], records: Sequence[Mapping[str, np.ndarray]], *key: int | str
+        self, names: Sequence[str], records: Sequence[Mapping[str, NDArray]], *key: int | str
     ) -> list[Example]:
         documents = join_documents(names, records, *key)
         rows = split_tokens(self.text_ends(documents), itertools.repeat(self.raw_length))
@@ -181,7 +183,7 @@ class SpanCorruption(Denoising):
     Source: T5 (Raffel et al. 2020) §3.1.4; t5/data/preprocessors.py `span_corruption`.
     """
 
-    def set_lengths(self, config: Any, vocabulary: Vocabulary) -> None:
+    def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
         self.mean_span_length = config.mean_noise_span_length
         self.raw_length, targets_length = random_spans_helper(
             self.lengths.inputs, self.noise_density, self.mean_span_length
@@ -197,7 +199,7 @@ class SpanCorruption(Denoising):
         self.check_targets(max(targets_length, MIN_LENGTH))
         self.check_sentinels(self.num_sentinels, vocabulary)
 
-    def corrupt(self, raw_ids: np.ndarray, *key: int | str) -> Pair:
+    def corrupt(self, raw_ids: NDArray, *key: int | str) -> Pair:
         mask = random_spans_noise_mask(
             raw_ids.shape, self.noise_density, self.mean_span_length, *key
         )
@@ -206,9 +208,9 @@ class SpanCorruption(Denoising):
 
 def corrupt_rows(
     documents: 'Documents',
-    rows: np.ndarray,
-    corrupt: Callable[..., Pair],
-    lengths: Any,
+    rows: NDArray,
+    corrupt: Callable,
+    lengths: ConfigDict,
     *key: int | str,
 ) -> list[Example]:
     """Return the examples of rows, int [rows, 2]: `corrupt` takes all rows of one length at once."""
@@ -227,7 +229,7 @@ def corrupt_rows(
     return examples
 
 
-def mark_spans(raw_ids: np.ndarray, mask: np.ndarray, sentinel_ids: np.ndarray) -> Pair:
+def mark_spans(raw_ids: NDArray, mask: NDArray, sentinel_ids: NDArray) -> Pair:
     """Return inputs and targets: a sentinel for each span of noise, and one for each span between."""
     inputs = noise_span_to_unique_sentinel(raw_ids, mask, sentinel_ids)
     return inputs, noise_span_to_unique_sentinel(raw_ids, ~mask, sentinel_ids)
@@ -239,11 +241,11 @@ def mark_spans(raw_ids: np.ndarray, mask: np.ndarray, sentinel_ids: np.ndarray) 
 class Documents(NamedTuple):
     """The ids of some documents, one after another."""
 
-    ids: np.ndarray  # int32 [tokens]
-    ends: np.ndarray  # of each document, in the tokens
+    ids: NDArray  # int32 [tokens]
+    ends: NDArray  # of each document, in the tokens
     names: list[str]
 
-    def names_of(self, rows: np.ndarray) -> list[list[str]]:
+    def names_of(self, rows: NDArray) -> list[list[str]]:
         """Return the names of the documents of each row, int [rows, 2]: where it begins and ends."""
         first = np.searchsorted(self.ends, rows[:, 0], side='right').tolist()
         last = np.searchsorted(self.ends, rows[:, 1] - 1, side='right').tolist()
@@ -252,7 +254,7 @@ class Documents(NamedTuple):
 
 def join_documents(
     names: Sequence[str],
-    records: Sequence[Mapping[str, np.ndarray]],
+    records: Sequence[Mapping[str, NDArray]],
     *key: int | str,
     with_eos: bool = False,
 ) -> Documents:
@@ -271,7 +273,7 @@ def join_documents(
     )
 
 
-def select_random_chunk(ids: np.ndarray, *key: int | str) -> np.ndarray:
+def select_random_chunk(ids: NDArray, *key: int | str) -> NDArray:
     """Return one aligned chunk of a long document; the last, short one is as likely as others."""
     num_chunks = -(-len(ids) // MAX_DOCUMENT_TOKENS)
     if num_chunks <= 1:
@@ -280,7 +282,7 @@ def select_random_chunk(ids: np.ndarray, *key: int | str) -> np.ndarray:
     return ids[start : start + MAX_DOCUMENT_TOKENS]
 
 
-def split_tokens(ends: Sequence[int], lengths: Iterable[int]) -> np.ndarray:
+def split_tokens(ends: Sequence[int], lengths: Iterable[int]) -> NDArray:
     """Cut texts into rows; return where each row begins and ends, int64 [rows, 2].
 
     `ends`: where each text ends. `lengths`: those of the rows, in order; the last row of a text may
@@ -297,7 +299,7 @@ def split_tokens(ends: Sequence[int], lengths: Iterable[int]) -> np.ndarray:
     return np.array(rows, np.int64).reshape(-1, 2)
 
 
-def append_eos_after_trim(tokens: np.ndarray, length: int | None = None) -> list[np.ndarray]:
+def append_eos_after_trim(tokens: NDArray, length: int | None = None) -> list[NDArray]:
     """Return the ids of each row of [rows, n] that are not DROPPED, and EOS.
 
     A row is cut first so that it has `length` ids at most.
@@ -349,7 +351,7 @@ def num_noise_tokens_and_spans(length: int, density: float, mean_length: float) 
 
 def random_spans_noise_mask(
     shape: tuple[int, int], density: float, mean_length: float, *key: int | str
-) -> np.ndarray:
+) -> NDArray:
     """Return a mask of alternating spans of non-noise and noise, as many in every row."""
     num_rows = shape[0]
     length = max(shape[1], 2)  # a single token is not noise
@@ -363,9 +365,7 @@ def random_spans_noise_mask(
     return is_noise[:, : shape[1]]
 
 
-def random_segments(
-    num_rows: int, num_items: int, num_segments: int, *key: int | str
-) -> np.ndarray:
+def random_segments(num_rows: int, num_items: int, num_segments: int, *key: int | str) -> NDArray:
     """Return segment lengths [rows, num_segments], uniform over all ways to cut `num_items`."""
     if num_segments == 1:
         return np.full((num_rows, 1), num_items)
@@ -376,21 +376,19 @@ def random_segments(
     return np.diff(cuts, axis=1, prepend=0, append=num_items)
 
 
-def noise_span_to_unique_sentinel(
-    tokens: np.ndarray, mask: np.ndarray, sentinel_ids: np.ndarray
-) -> np.ndarray:
+def noise_span_to_unique_sentinel(tokens: NDArray, mask: NDArray, sentinel_ids: NDArray) -> NDArray:
     """Replace the spans of noise of each row by the sentinels, in their order."""
     is_first = first_of_spans(mask)
     numbers = np.cumsum(is_first, axis=1, dtype=np.int32) - 1  # -1 before the first span
     return dropped(np.where(is_first, sentinel_ids[numbers], tokens), mask & ~is_first)
 
 
-def dropped(tokens: np.ndarray, is_dropped: np.ndarray) -> np.ndarray:
+def dropped(tokens: NDArray, is_dropped: NDArray) -> NDArray:
     """Return `tokens` with DROPPED where `is_dropped`."""
     return tokens | -is_dropped.astype(np.int32)  # all bits of DROPPED, -1, are set
 
 
-def first_of_spans(mask: np.ndarray) -> np.ndarray:
+def first_of_spans(mask: NDArray) -> NDArray:
     """Return which tokens of noise are the first of their span."""
     is_first = mask.copy()
     is_first[:, 1:] &= ~mask[:, :-1]
@@ -400,7 +398,7 @@ def first_of_spans(mask: np.ndarray) -> np.ndarray:
 # Packing: which examples share a row.
 
 
-def pack_greedily(sizes: np.ndarray, limits: np.ndarray) -> list[list[int]]:
+def pack_greedily(sizes: NDArray, limits: NDArray) -> list[list[int]]:
     """Return the examples of each row, as SeqIO packs them: in order, with one open row.
 
     `sizes` [examples, features] are lengths, at most `limits` [features]. No row spans two groups of
@@ -418,7 +416,7 @@ def pack_greedily(sizes: np.ndarray, limits: np.ndarray) -> list[list[int]]:
     return rows
 
 
-def pack_tightly(sizes: np.ndarray, limits: np.ndarray) -> list[list[int]]:
+def pack_tightly(sizes: NDArray, limits: NDArray) -> list[list[int]]:
     """Return the examples of each row: the longest first, each into the first row where it fits.
 
     `sizes` [examples, features] are lengths, at most `limits` [features]. Differs from T5X, which
@@ -444,7 +442,7 @@ def pack_tightly(sizes: np.ndarray, limits: np.ndarray) -> list[list[int]]:
 
 
 # Every value of data.pack.
-PACKINGS: dict[str, Callable[[np.ndarray, np.ndarray], list[list[int]]] | None] = {
+PACKINGS: dict[str, Callable[[NDArray, NDArray], list[list[int]]] | None] = {
     'no': None,
     'greedily': pack_greedily,
     'tightly': pack_tightly,
@@ -456,7 +454,7 @@ PACKINGS: dict[str, Callable[[np.ndarray, np.ndarray], list[list[int]]] | None] 
 
 def encoder_decoder(
     rows: Sequence[Sequence[Example]], lengths: Mapping[str, int], pack: bool
-) -> dict[str, np.ndarray]:
+) -> dict[str, NDArray]:
     """Return the features of rows of examples under T5X's names, each int32 [rows, length]."""
     inputs = fill([[example.inputs for example in row] for row in rows], lengths['inputs'])
     targets = fill([[example.targets for example in row] for row in rows], lengths['targets'])
@@ -477,7 +475,7 @@ def encoder_decoder(
     return batch
 
 
-def feature_lengths(config: Any) -> dict[str, int]:
+def feature_lengths(config: ConfigDict) -> dict[str, int]:
     """Return the length of each feature of a training batch; `config`: config.data."""
     empty = encoder_decoder([], config.lengths, PACKINGS[config.pack] is not None)
     return {name: x.shape[1] for name, x in empty.items()}
@@ -486,18 +484,18 @@ def feature_lengths(config: Any) -> dict[str, int]:
 class PackedRows(NamedTuple):
     """One feature of a batch, int32 [rows, length]; padding is 0 in all three."""
 
-    ids: np.ndarray
-    segment_ids: np.ndarray  # 1, 2, ... for the examples of a row
-    positions: np.ndarray  # 0, 1, ... in each example
+    ids: NDArray
+    segment_ids: NDArray  # 1, 2, ... for the examples of a row
+    positions: NDArray  # 0, 1, ... in each example
 
 
-def fill(rows: Sequence[Sequence[np.ndarray]], length: int) -> PackedRows:
+def fill(rows: Sequence[Sequence[NDArray]], length: int) -> PackedRows:
     """Concatenate the ids of the examples of each row, and pad them to `length`.
 
     Differs from T5X where an example has no ids of this feature: its number is left out, so that
     the segments of inputs and targets stay aligned.
     """
-    examples: list[np.ndarray] = []
+    examples: list[NDArray] = []
     segments: list[int] = []
     for row in rows:
         examples += row
@@ -516,7 +514,7 @@ def fill(rows: Sequence[Sequence[np.ndarray]], length: int) -> PackedRows:
     return packed
 
 
-def shift_right(targets: PackedRows, pack: bool) -> np.ndarray:
+def shift_right(targets: PackedRows, pack: bool) -> NDArray:
     """Return the decoder's inputs: the targets one position later, after BOS, which is 0 in T5.
 
     In a packed row every example begins with BOS, and padding is 0. In one that is not packed, the

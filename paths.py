@@ -7,7 +7,6 @@ fsspec. Imports nothing of ours.
 
 import contextlib
 import errno
-import functools
 import glob
 import importlib
 import io
@@ -18,22 +17,27 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, NamedTuple, TypeAlias
+from typing import IO, TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 
 class Store(NamedTuple):
     """How the buckets of a scheme are read and written."""
 
-    client: str  # fsspec's package
-    driver: str  # TensorStore's, and the name of the extra in setup.py that installs the package
-    checksum: str  # what its listings call the checksum of a file
+    module: str  # of the client
+    client: str  # its class, a file system of fsspec
+    driver: str  # TensorStore's, and the name of the extra in setup.py that installs the client
+    checksum: str  # the name in its listings of the checksum of a file
 
 
 STORES = {
-    'gs': Store(client='gcsfs', driver='gcs', checksum='crc32c'),
-    's3': Store(client='s3fs', driver='s3', checksum='ETag'),
+    # gcsfs itself would take a class that looks for credentials for seconds at every call.
+    'gs': Store(module='gcsfs.core', client='GCSFileSystem', driver='gcs', checksum='crc32c'),
+    's3': Store(module='s3fs', client='S3FileSystem', driver='s3', checksum='ETag'),
 }
 RESTORE_LINE = 'restore the file from a copy, or remove this line'
 LFS_HEADER = b'version https://git-lfs.github.com/spec/'
@@ -46,45 +50,51 @@ class BucketPath(PurePosixPath):
         scheme, _, location = super().__str__().partition(':/')
         return f'{scheme}://{location}'
 
+    @property
+    def client(self) -> 'AbstractFileSystem':
+        return client_of(str(self))
+
     def exists(self) -> bool:
-        return client_of(str(self)).exists(str(self))
+        return self.client.exists(str(self))
 
     def is_file(self) -> bool:
-        return client_of(str(self)).isfile(str(self))
+        return self.client.isfile(str(self))
 
     def is_dir(self) -> bool:
-        return client_of(str(self)).isdir(str(self))
+        return self.client.isdir(str(self))
 
     def iterdir(self) -> Iterator['BucketPath']:
-        for name in client_of(str(self)).listdir(str(self), detail=False):
+        for name in self.client.listdir(str(self), detail=False):
             yield self / posixpath.basename(name)
 
     def glob(self, pattern: str) -> Iterator['BucketPath']:
-        scheme = self.parts[0]
-        for name in client_of(str(self)).glob(f'{self}/{pattern}'):
-            yield BucketPath(f'{scheme}//{name}')
+        for name in self.client.glob(f'{self}/{pattern}'):
+            yield BucketPath(f'{self.parts[0]}//{name}')
 
     def open(self, mode: str = 'rb') -> IO[bytes]:
-        return client_of(str(self)).open(str(self), mode)
+        return self.client.open(str(self), mode)
 
     def read_bytes(self) -> bytes:
-        return client_of(str(self)).cat_file(str(self))
+        return self.client.cat_file(str(self))
 
     def read_text(self) -> str:
         return self.read_bytes().decode()
 
     def unlink(self, missing_ok: bool = False) -> None:
         try:
-            client_of(str(self)).rm_file(str(self))
+            self.client.rm_file(str(self))
         except FileNotFoundError:
             if not missing_ok:
                 raise
 
-    def rmtree(self) -> None:
-        client_of(str(self)).rm(str(self), recursive=True)
-
 
 AnyPath: TypeAlias = Path | BucketPath  # what `to_path` returns
+PathOfOneKind = TypeVar('PathOfOneKind', bound=AnyPath)
+
+
+class FileStatus(NamedTuple):
+    num_bytes: int
+    checksum: str | None = None  # that a bucket keeps of it
 
 
 class ReadError(OSError):
@@ -108,14 +118,12 @@ def to_path(name: str | os.PathLike, may_be_new: bool = False) -> AnyPath:
         raise ValueError(f'{text}: a client takes *, ? and [ for a pattern: name another folder')
     client = client_of(text)
     text = _normalized(text)
-    folder = posixpath.dirname(text) if text.count('/') > 2 else text
-    _status.cache_clear()  # what was known of it may have changed
     with client_errors(text, 'listed', ValueError):
-        try:
-            client.ls(text if may_be_new else folder)
-        except FileNotFoundError:
-            if not may_be_new:
-                raise
+        if may_be_new:
+            with contextlib.suppress(FileNotFoundError):
+                client.ls(text)
+        else:
+            client.ls(posixpath.dirname(text) if text.count('/') > 2 else text)
     return BucketPath(text)
 
 
@@ -130,42 +138,50 @@ def disk_path(name: str | os.PathLike) -> Path:
         raise ValueError(
             f'{text}: write to a disk: only --workdir and --mode=evaluate write to buckets'
         )
-    expanded = os.path.expanduser(text)
-    if text.startswith('~') and not os.path.isabs(expanded):
-        raise ValueError(f'{text}: there is no such home folder: write ./{text} for a name with ~')
-    path = Path(expanded).absolute()
+    path = Path(os.path.expanduser(text)).absolute()
     if '..' in path.parts:
         after_last = len(path.parts) - path.parts[::-1].index('..')
         resolved = os.path.realpath(Path(*path.parts[:after_last]))
         path = Path(resolved, *path.parts[after_last:])
     try:
+        Path(text).expanduser()
         path.stat()
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-            raise ValueError(f'{text} cannot be opened ({error.strerror}): correct it') from error
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (RuntimeError, OSError) as error:
+        cause = getattr(error, 'strerror', f'no such home folder: ./{text} is a name with ~')
+        raise ValueError(f'{text} cannot be opened ({cause}): correct it') from error
     return path
 
 
-def matching_files(name: str) -> list[str]:
+def matching_files(name: str) -> dict[str, FileStatus]:
     """Return the files of a path or a glob: absolute paths, or URLs. Raises ValueError if there is none."""
-    if is_in_bucket(name):
-        return _matching_objects(name)
+    found = _matches_in_bucket(name) if is_in_bucket(name) else _matches_on_disk(name)
+    files = {path: status for path, status in found.items() if status is not None}
+    if found and not files:
+        folder = next(iter(found))
+        raise ValueError(f'{name!r} is a folder: name its files: {folder}/*.txt')
+    if not files:
+        raise ValueError(f'{name!r} matches no file; correct it')
+    return files
+
+
+def _matches_on_disk(name: str) -> dict[str, FileStatus | None]:
+    """Return what a name or a glob matches; None for a folder."""
     path = disk_path(name)
-    if path.is_dir():
-        raise ValueError(f'{name!r} is a folder: name its files: {path}/*.txt')
     # The part of a path that exists is taken literally, so that [1] in its name is no glob.
     literal = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
-    rest = path.relative_to(literal).parts
-    pattern = os.path.join(glob.escape(str(literal)), *rest)
-    matches = glob.glob(pattern, recursive=True)  # ** is any number of folders
-    files = [match for match in matches if not os.path.isdir(match)]
-    if not files:
-        what = 'folders alone: name their files' if matches else 'no file; correct it'
-        raise ValueError(f'{name!r} matches {what}')
-    for file in files:
-        if not disk_path(file).is_file():
-            raise ValueError(f'{file} is a link to nothing, or no regular file: restore it')
-    return files
+    pattern = os.path.join(glob.escape(str(literal)), *path.relative_to(literal).parts)
+    found: dict[str, FileStatus | None] = {}
+    for match in glob.glob(pattern, recursive=True):  # ** is any number of folders
+        file = disk_path(match)
+        if file.is_dir():
+            found[match] = None
+        elif file.is_file():
+            found[match] = status_of(match)
+        else:
+            raise ValueError(f'{match} is a link to nothing, or no regular file: restore it')
+    return found
 
 
 def is_in_bucket(name: str) -> bool:
@@ -173,8 +189,8 @@ def is_in_bucket(name: str) -> bool:
     return '://' in name
 
 
-def to_kvstore(folder: Any) -> dict[str, str]:
-    """Return the TensorStore spec of a folder, which is a path of `to_path`."""
+def to_kvstore(folder: AnyPath) -> dict[str, str]:
+    """Return the TensorStore spec of a folder."""
     if isinstance(folder, Path):
         try:
             str(folder).encode()
@@ -201,43 +217,37 @@ def _text(name: str | os.PathLike) -> str:
 # Buckets.
 
 
-def client_of(name: str) -> Any:
-    """Return fsspec's file system of a URL. Raises ValueError for other schemes, and if it is not installed."""
+def client_of(name: str) -> 'AbstractFileSystem':
+    """Return the file system of a URL. Raises ValueError for other schemes, and if it is not installed."""
     scheme = name.partition('://')[0]
     if scheme not in STORES:
         raise ValueError(
             f'{name}: only disks, gs:// and s3:// are known: download it, or omit file://'
         )
-    os.environ['EPATH_USE_TF'] = 'false'  # else epath imports TensorFlow if that is installed
-    # Without it, gcsfs looks for credentials for seconds at every call.
-    os.environ.setdefault('GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT', 'false')
     store = STORES[scheme]
     try:
-        importlib.import_module(store.client)
+        module = importlib.import_module(store.module)
     except ImportError:
         remedy = f"pip install -e '.[{store.driver}]'"
-        raise ValueError(f'{name} needs {store.client}: {remedy}') from None
-    fsspec = importlib.import_module('fsspec')
-    # No client, epath's own among them, remembers what it lists: TensorStore and other processes write, too.
-    fsspec.config.conf.setdefault(scheme, {})['use_listings_cache'] = False
-    return fsspec.filesystem(scheme)
+        raise ValueError(f'{name} needs {store.module}: {remedy}') from None
+    # It keeps no listing: TensorStore and other processes write, too.
+    return getattr(module, store.client)(use_listings_cache=False)
 
 
-def _matching_objects(pattern: str) -> list[str]:
+def _matches_in_bucket(pattern: str) -> dict[str, FileStatus | None]:
+    """Return what a name or a glob matches; None for a folder."""
     client = client_of(pattern)
     pattern = _normalized(pattern)
     scheme = pattern.partition('://')[0]
     with client_errors(pattern, 'listed', ValueError):
-        found = client.glob(pattern, detail=True)
-    files = {f'{scheme}://{key}': x for key, x in found.items() if x['type'] == 'file'}
-    _matched.update(files)
-    if files:
-        return list(files)
-    literal = re.split(r'[*?[]', pattern)[0]
-    if found and literal == pattern:
-        raise ValueError(f'{pattern!r} is a folder: name its files: {pattern}/*.txt')
-    to_path(posixpath.dirname(literal))  # which may be the reason
-    raise ValueError(f'{pattern!r} matches no file; correct it')
+        matches = client.glob(pattern, detail=True)
+    if not matches:
+        to_path(posixpath.dirname(re.split(r'[*?[]', pattern)[0]))  # which may be the reason
+    found: dict[str, FileStatus | None] = {}
+    for key, description in matches.items():
+        is_file = description['type'] == 'file'
+        found[f'{scheme}://{key}'] = _status(scheme, description) if is_file else None
+    return found
 
 
 def _normalized(name: str) -> str:
@@ -246,16 +256,9 @@ def _normalized(name: str) -> str:
     return f'{scheme}://{posixpath.normpath("/" + location)[1:]}'
 
 
-_matched: dict[str, dict[str, Any]] = {}  # what buckets said of files that matched a name of data
-
-
-@functools.lru_cache(maxsize=1 << 17)
-def _status(name: str) -> dict[str, Any]:
-    """Return what a bucket says of a file: no request if it has matched a name. Raises ReadError."""
-    if name in _matched:
-        return _matched[name]
-    with client_errors(name, 'read', ReadError):
-        return client_of(name).info(name)
+def _status(scheme: str, description: Mapping) -> FileStatus:
+    """Return what a client says of a file."""
+    return FileStatus(description['size'], description.get(STORES[scheme].checksum))
 
 
 @contextlib.contextmanager
@@ -272,33 +275,36 @@ def client_errors(name: str, verb: str, kind: type[Exception]) -> Iterator[None]
 # Reading.
 
 
-def open_file(name: str, read_ahead: int = 1 << 16) -> io.BufferedReader:
+def open_file(
+    name: str, read_ahead: int = 1 << 16, num_bytes: int | None = None
+) -> io.BufferedReader:
     """Open a file for reading: an absolute path on a disk or a URL of a bucket.
 
     A read from a bucket fetches `read_ahead` bytes more than it needs, and no byte twice while it goes forward.
-    Raises ReadError.
+    With `num_bytes`, its size, the bucket is not asked for it. Raises ReadError.
     """
     if not is_in_bucket(name):
         return open(name, 'rb')
     client = client_of(name)
-    size = file_size(name)
+    if num_bytes is None:
+        num_bytes = status_of(name).num_bytes
 
     def fetch(start, end):
         with client_errors(name, 'read', ReadError):
             content = client.cat_file(name, start=start, end=end)
         if len(content) != end - start:
-            raise ReadError(f'{name} has no longer {size:,} bytes: restore it, and start again')
+            raise ReadError(f'{name} has no longer {num_bytes:,} bytes: restore it')
         return content
 
     raw = importlib.import_module('fsspec.spec').AbstractBufferedFile(
-        client, name, block_size=read_ahead, cache_type='readahead', size=size
+        client, name, block_size=read_ahead, cache_type='readahead', size=num_bytes
     )
     raw.cache.fetcher = fetch
     return io.BufferedReader(raw, min(read_ahead, io.DEFAULT_BUFFER_SIZE) or 1)
 
 
-def is_file(file: Any) -> bool:
-    """Return whether a path of `to_path` is a file. Raises OSError where this process may not look."""
+def is_file(file: AnyPath) -> bool:
+    """Return whether a path is a file. Raises OSError where this process may not look."""
     if not isinstance(file, Path):
         return file.is_file()
     try:
@@ -309,22 +315,39 @@ def is_file(file: Any) -> bool:
         raise
 
 
-def file_size(file: Any) -> int:
-    """Return the number of bytes of a file of `to_path` or of `matching_files`."""
+def status_of(file: str | AnyPath) -> FileStatus:
+    """Return what a disk or a bucket says of a file. Raises OSError."""
     name = os.fspath(file)
-    if is_in_bucket(name):
-        return _status(name)['size']
-    return os.stat(name).st_size
-
-
-def stored_checksum(name: str) -> str | None:
-    """Return the checksum that a bucket keeps of a file; None if it keeps none, and on a disk."""
     if not is_in_bucket(name):
-        return None
-    return _status(name).get(STORES[name.partition('://')[0]].checksum)
+        return FileStatus(os.stat(name).st_size)
+    with client_errors(name, 'read', ReadError):
+        return _status(name.partition('://')[0], client_of(name).info(name))
 
 
-def own_file(file: Any) -> Any:
+def file_size(file: str | AnyPath) -> int:
+    """Return the number of bytes of a file."""
+    return status_of(file).num_bytes
+
+
+def sizes_in(folder: AnyPath) -> dict[AnyPath, int]:
+    """Return the files of a folder and their sizes; none where there is no folder."""
+    if isinstance(folder, Path):
+        return {file: Path(file).stat().st_size for file in list_folder(folder)}
+    with contextlib.suppress(FileNotFoundError):
+        found = folder.client.ls(str(folder), detail=True)
+        return {folder / posixpath.basename(x['name']): x['size'] for x in found}
+    return {}
+
+
+def list_folder(folder: AnyPath) -> list[AnyPath]:
+    """Return what is in a folder, nothing where there is none."""
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def own_file(file: PathOfOneKind) -> PathOfOneKind:
     """Return `file` if it exists and lies in its own folder after links are followed.
 
     A link in a foreign checkpoint must not choose which file is read. Raises ValueError, also for a pointer of
@@ -350,12 +373,12 @@ def check_not_lfs(file: Path) -> None:
             raise ValueError(f'{file} is a pointer of git-lfs, not the file: run `git lfs pull`')
 
 
-def read_json(file: Any) -> dict[str, Any]:
+def read_json(file: AnyPath) -> dict:
     """Return the JSON object in a file. Raises as `own_file` and `json_object` do."""
     return json_object(own_file(file).read_bytes(), str(file), 'restore it from a copy')
 
 
-def json_object(content: bytes, title: str, remedy: str = RESTORE_LINE) -> dict[str, Any]:
+def json_object(content: bytes, title: str, remedy: str = RESTORE_LINE) -> dict:
     """Return a JSON object. Raises ValueError for other content; `title` says where it stands."""
     fault = 'no JSON object'
     try:
@@ -379,7 +402,7 @@ def reason(error: BaseException) -> str:
 # Writing, which leaves all of the new or all of the old.
 
 
-def check_new(folder: Any) -> None:
+def check_new(folder: AnyPath) -> None:
     """Raise ValueError where a file or a link to nothing is in the way of `folder`. A bucket has no folders."""
     if not isinstance(folder, Path):
         return
@@ -456,34 +479,34 @@ def replacing(file: Path, writer: str = '') -> Iterator[IO[bytes]]:
             raise
 
 
-def replace_file(file: Any, content: bytes, writer: str = '') -> None:
+def replace_file(file: AnyPath, content: bytes, writer: str = '') -> None:
     """Write `file`: on a disk as `replacing` does, in a bucket as one object. Raises OSError."""
     if isinstance(file, Path):
         with replacing(file, writer) as stream:
             stream.write(content)
         return
     with client_errors(str(file), 'written', OSError):
-        client_of(str(file)).pipe_file(str(file), content)
+        file.client.pipe_file(str(file), content)
 
 
-def make_folder(folder: Any) -> None:
+def make_folder(folder: AnyPath) -> None:
     """Make a folder and its parents where they are missing. A bucket has none."""
     if isinstance(folder, Path):
         folder.mkdir(parents=True, exist_ok=True)
 
 
-def remove_folder(folder: Any) -> None:
+def remove_folder(folder: AnyPath) -> None:
     """Remove a folder and what is in it. Raises OSError."""
     if isinstance(folder, Path):
         shutil.rmtree(folder)
         return
     with client_errors(str(folder), 'removed', OSError):
-        folder.rmtree()
+        folder.client.rm(str(folder), recursive=True)
 
 
-def num_files(folder: Any) -> int:
+def num_files(folder: AnyPath) -> int:
     """Return the number of files below a folder."""
     if isinstance(folder, Path):
         return sum(len(names) for _, _, names in os.walk(folder))
     with client_errors(str(folder), 'listed', OSError):
-        return len(client_of(str(folder)).find(str(folder)))
+        return len(folder.client.find(str(folder)))

@@ -8,9 +8,10 @@ import math
 import threading
 
 import numpy as np
+from numpy.typing import NDArray
 
 
-def random_bits(shape: tuple[int, ...], *key: int | str) -> np.ndarray:
+def random_bits(shape: tuple[int, ...], *key: int | str) -> NDArray:
     """Return uint64 of a shape, the same on every machine: Philox, keyed by a hash of `key`.
 
     A key has the purpose first, then the seed and the position in the data.
@@ -37,7 +38,7 @@ class RandomGenerator(threading.local):
 random_generator = RandomGenerator()
 
 
-def permutation(length: int, *key: int | str) -> np.ndarray:
+def permutation(length: int, *key: int | str) -> NDArray:
     """Return a random order of `length` items."""
     return np.argsort(random_bits((length,), *key), kind='stable')
 
@@ -47,13 +48,13 @@ def digest(content: list) -> str:
     return hashlib.blake2b(str(content).encode(), digest_size=16).hexdigest()
 
 
-def random_fractions(shape: tuple[int, ...], *key: int | str) -> np.ndarray:
+def random_fractions(shape: tuple[int, ...], *key: int | str) -> NDArray:
     """Return float64 from 0 to below 1."""
     return (random_bits(shape, *key) >> 11) * 2.0**-53
 
 
 def random_integers(
-    shape: tuple[int, ...], low: int, high: int | np.ndarray, *key: int | str
-) -> np.ndarray:
+    shape: tuple[int, ...], low: int, high: int | NDArray, *key: int | str
+) -> NDArray:
     """Return int64 from `low` to below `high`."""
     return low + (random_fractions(shape, *key) * (high - low)).astype(np.int64)

@@ -12,10 +12,12 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from ml_collections import ConfigDict
+from numpy.typing import NDArray
 
 import data
 from data import Example, Objective
@@ -34,19 +36,46 @@ EXAMPLES_PER_WINDOW = 512
 DRAWS_PER_BLOCK = 1024  # tasks that a lane draws at once
 
 
-class OpenTask(NamedTuple):
+class Task(Protocol):
+    """What a stream asks of a tasks.Task."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def objective_name(self) -> str: ...
+
+    @property
+    def inputs(self) -> str: ...
+
+    @property
+    def targets(self) -> str: ...
+
+    @property
+    def validation_files(self) -> str: ...
+
+    @property
+    def validation_split(self) -> str: ...
+
+    def preprocess(self, records: Iterable[dict]) -> Iterator[dict]: ...
+
+
+AnyTask = TypeVar('AnyTask', bound=Task)
+
+
+class OpenTask(NamedTuple, Generic[AnyTask]):
     """A task whose source is open. `rate` is its share of the mixture."""
 
-    task: Any  # a tasks.Task
+    task: AnyTask
     source: Source
-    open_objective: Callable[[Any, Vocabulary], Objective]  # (config.data, vocabulary)
+    open_objective: Callable[[ConfigDict, Vocabulary], Objective]  # (config.data, vocabulary)
     rate: float
 
     @property
     def name(self) -> str:
         return self.task.name
 
-    def texts_of(self, record: Record) -> list[dict[str, Any]]:
+    def texts_of(self, record: Record) -> list[dict]:
         """Return the texts of the examples of a record, none of a bad one."""
         try:
             return list(self.task.preprocess([record.fields]))
@@ -94,32 +123,9 @@ class OpenMixture:
         """The files of all tasks."""
         return [file for task in self.tasks for file in task.source.files]
 
-    def files_as_json(self) -> list[dict[str, Any]]:
-        """Return the files of all tasks, as `sources.files.describe_changes` takes them."""
+    def files_as_json(self) -> list[dict]:
+        """Return the files of all tasks, as JSON takes them."""
         return [file for task in self.tasks for file in task.source.files_as_json()]
-
-    def going_on(
-        self, old: Sequence[FileRecord], fingerprint: str, step: int
-    ) -> 'OpenMixture | None':
-        """Return the mixture with its files cut as in a run whose `files` were `old` at `step`.
-
-        `fingerprint`: of that run. None unless at most the text in its files has changed.
-        """
-        tasks = []
-        tasks_then = []
-        first = 0
-        for task in self.tasks:
-            own = old[first : first + len(task.source.files)]
-            first += len(own)
-            source = task.source.going_on(own, step)
-            if source is None:
-                return None
-            tasks.append(task._replace(source=source))
-            tasks_then.append(task._replace(source=source.as_of(own)))
-        is_same = fingerprint in (fingerprint_of(tasks_then), tasks_then[0].source.fingerprint)
-        if first < len(old) or not is_same:
-            return None
-        return dataclasses.replace(self, tasks=tuple(tasks))
 
     def faults(self) -> tuple[list[str], int]:
         """Return the lines left out since the last call, and the number of all."""
@@ -134,7 +140,7 @@ class OpenMixture:
 
 def fingerprint_of(tasks: Sequence[OpenTask]) -> str:
     """Return a hash of the texts and the rates of tasks; a function's code is not in it."""
-    content: list[Any] = []
+    content: list = []
     for task, source, _, rate in tasks:
         content.append([task.name, task.objective_name, task.inputs, task.targets])
         content.append([source.fingerprint, round(rate, 12)])
@@ -153,7 +159,7 @@ class Stream:
     mixture: OpenMixture
     split: str
     vocabulary: Vocabulary
-    config: Any  # config.data
+    config: ConfigDict  # config.data
     batch_size: int
     seed: int
     rows: range = range(0)  # none: all
@@ -178,7 +184,7 @@ class Stream:
         self.seek(np.zeros((len(self.rows), len(self.tasks) + 1, 4), np.int64))
 
     @property
-    def position(self) -> np.ndarray:
+    def position(self) -> NDArray:
         """The position of the next batch, as a checkpoint keeps it: int64 [rows, tasks + 1, 4].
 
         Of each row the fields of TaskPosition for each task, then `draw` and `given` of its window.
@@ -189,19 +195,12 @@ class Stream:
             numbers += [*itertools.chain.from_iterable(tasks), draw, given, 0, 0]
         return np.array(numbers, np.int64).reshape(len(self._lanes), len(self.tasks) + 1, 4)
 
-    def seek(self, position: np.ndarray, step: int | None = None) -> None:
-        """Go to a position, int64 [rows, tasks + 1, 4].
-
-        Where text that a lane was reading changed at `step`, the lane begins to read it anew.
-        """
+    def seek(self, position: NDArray) -> None:
+        """Go to a position, int64 [rows, tasks + 1, 4]."""
         self._lanes = []
         for row, (*tasks, window) in zip(self.rows, position.tolist(), strict=True):
             starts = tuple([TaskPosition(*task) for task in tasks])
             self._lanes.append(Lane(self, row, LanePosition(starts, window[0], window[1])))
-        if step is not None and any(file.is_changed_at(step) for file in self.mixture.files):
-            for i, row in enumerate(self.rows):
-                before = self._lanes[i].position_before_changes(step)
-                self._lanes[i] = Lane(self, row, before)
 
     def of_each_task(self) -> list['Stream']:
         """Return a stream of one epoch of each task alone, the same rows."""
@@ -214,7 +213,7 @@ class Stream:
             streams.append(dataclasses.replace(self, mixture=mixture, num_epochs=1))
         return streams
 
-    def describe(self, position: np.ndarray) -> list[str]:
+    def describe(self, position: NDArray) -> list[str]:
         """Return the names of the records in each row of the batch at `position`."""
         stream = copy.copy(self)
         stream.seek(position)
@@ -227,7 +226,7 @@ class Stream:
     def __iter__(self) -> 'Stream':
         return self
 
-    def __next__(self) -> dict[str, np.ndarray]:
+    def __next__(self) -> dict[str, NDArray]:
         rows = [lane.next_row() for lane in self._lanes]
         if not any(rows):
             raise StopIteration
@@ -335,24 +334,8 @@ class Lane:
                 rows = self._stream.pack_examples(sizes, limits)
                 order = permutation(len(rows), 'rows', self._stream.seed, self._row, draw)
                 self._window = [[examples[i] for i in rows[k]] for k in order]
-            self._given = min(given, len(self._window) - 1)  # of corrected text rows may be fewer
+            self._given = given
         return self._window[self._given]
-
-    def position_before_changes(self, step: int) -> LanePosition:
-        """Return the position, before the text that changed at `step` and is being read.
-
-        That is the start of the pools that hold it, and of the window that has rows from them.
-        """
-        position = self.position
-        if position.given:
-            self.peek()  # reads the window
-        tasks = []
-        for start, reader in zip(position.tasks, self._readers, strict=True):
-            if reader.reads_change(start, step):
-                start = TaskPosition(start.epoch, start.pool)
-                position = position._replace(given=0)
-            tasks.append(start)
-        return position._replace(tasks=tuple(tasks))
 
     def _read_window(self) -> Iterator[Drawn]:
         """Yield the examples of the next window: one, if rows are not packed.
@@ -445,17 +428,6 @@ class ExampleReader:
             self._given = self._start.given
         return False
 
-    def reads_change(self, start: TaskPosition, step: int) -> bool:
-        """Return whether text changed at `step` from the pool of `start` on, as far as it was read."""
-        part = self._task.source.part_of(self._split)
-        if not any(file.is_changed_at(step) for file in part.files):
-            return False
-        if start.given:
-            self.is_at_end_of_epoch()  # reads the group
-        end = self._end
-        share = self._share._replace(epoch=start.epoch)
-        return end.epoch != start.epoch or part.are_changed(share, start.pool, end.pool, step)
-
     def _examples_of(self, documents: list[Document]) -> list[Example]:
         """Tokenize the documents of a group, and make examples of them in a random order."""
         start = self._start
@@ -478,13 +450,13 @@ class Tokenized(NamedTuple):
 
     name: str
     texts: dict[str, str]  # none where the record has ids
-    ids: dict[str, np.ndarray]  # int32
+    ids: dict[str, NDArray]  # int32
 
 
 class TokenizedTask:
     """A task whose records become ids: those of the features that its objective takes."""
 
-    def __init__(self, task: OpenTask, config: Any, vocabulary: Vocabulary):
+    def __init__(self, task: OpenTask, config: ConfigDict, vocabulary: Vocabulary):
         self.opened = task
         self.name = task.name
         self.task = task.task

@@ -7,16 +7,17 @@ import pathlib
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
 
 import paths
+from randomness import digest
 
 LIBRARIES = [sysconfig.get_path(name) for name in ('stdlib', 'purelib', 'platlib')]
 PROGRAM = pathlib.Path(__file__).parent
 MAX_LENGTH = 600  # of a message; some of JAX's are pages
-LOADED: set[str] = set()  # the files that were loaded; they may lie beside this one
+Code = pathlib.Path | str | type | Callable  # that a user has written
+MODULE = 'user_module'  # how the names of users' files begin in sys.modules
 
 
 class UserError(ValueError):
@@ -37,20 +38,30 @@ def module_file(setting: str, module: str) -> pathlib.Path:
     return file
 
 
-@functools.lru_cache(maxsize=4)
 def load_module(file: pathlib.Path, content: bytes) -> ModuleType:
-    """Run a user's Python file, which has this content. Raises UserError for whatever it raises."""
-    module = ModuleType(f'user_module {file}')
+    """Run a user's Python file, which has this content, once. Raises UserError for whatever it raises."""
+    name = f'{MODULE} {digest([content])} {file}'
+    if name in sys.modules:
+        return sys.modules[name]
+    module = ModuleType(name)
     module.__file__ = str(file)
-    sys.modules[module.__name__] = module  # where dataclasses look for it
-    LOADED.add(str(file))
-    with running(file):
-        exec(compile(content, str(file), 'exec', dont_inherit=True), module.__dict__)
+    sys.modules[name] = module  # where dataclasses look for it
+    try:
+        with running(file):
+            exec(compile(content, str(file), 'exec', dont_inherit=True), module.__dict__)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 
+def is_loaded(file: str) -> bool:
+    """Return whether `load_module` has loaded a file; it may lie beside this one."""
+    return any(name.startswith(MODULE) and name.endswith(f' {file}') for name in sys.modules)
+
+
 @contextlib.contextmanager
-def running(code: Any, task: str = '') -> Iterator[None]:
+def running(code: Code, task: str = '') -> Iterator[None]:
     """Raise UserError for whatever a user's code raises, but for an interrupt.
 
     `code`: the file, its name, or the function or class that runs. `task`: the name of its task. Without a
@@ -75,7 +86,7 @@ Frames = list[traceback.FrameSummary]
 
 
 def user_error(
-    error: BaseException, code: Any, task: str, own: Frames, program: Frames
+    error: BaseException, code: Code, task: str, own: Frames, program: Frames
 ) -> UserError:
     """Return an error that names the last of the user's `own` frames, else where `code` begins."""
     text = f'{type(error).__name__}: {error}'.removesuffix(': ')
@@ -111,35 +122,32 @@ def naming_lines() -> Iterator[None]:
 
 def is_users(file: str) -> bool:
     """Return whether a file with code is a user's."""
-    return file in LOADED or not file.startswith(('<', f'{PROGRAM}/', *LIBRARIES))
+    return is_loaded(file) or not file.startswith(('<', f'{PROGRAM}/', *LIBRARIES))
 
 
 def is_in_program(file: str) -> bool:
     """Return whether a file with code is one of this program's."""
     is_below = file.startswith(f'{PROGRAM}/') and not file.startswith(tuple(LIBRARIES))
-    return is_below and file not in LOADED
+    return is_below and not is_loaded(file)
 
 
 def place_of_frame(frame: traceback.FrameSummary) -> str:
     return f'{frame.filename}, line {frame.lineno}'
 
 
-def place_of(code: Any) -> str:
+def place_of(code: Code) -> str:
     """Return the file, or the file and line where a user's function or class begins; '' for one of ours."""
     if isinstance(code, pathlib.Path | str):
         return str(code)
-    if isinstance(code, type):
-        with contextlib.suppress(OSError, TypeError):  # no source
-            file = inspect.getsourcefile(code)
-            if file is not None and is_users(file):
-                return f'{file}, line {inspect.getsourcelines(code)[1]}'
-        return ''
     while isinstance(code, functools.partial):
         code = code.func
-    found = getattr(code, '__code__', None) or getattr(type(code).__call__, '__code__', None)
-    if found is None or not is_users(found.co_filename):
-        return ''
-    return f'{found.co_filename}, line {found.co_firstlineno}'
+    if not isinstance(code, type) and not hasattr(code, '__code__'):
+        code = type(code).__call__
+    with contextlib.suppress(OSError, TypeError):  # no source
+        file = inspect.getsourcefile(code)
+        if file is not None and is_users(file):
+            return f'{file}, line {inspect.getsourcelines(code)[1]}'
+    return ''
 
 
 def frames_of(error: BaseException) -> str:

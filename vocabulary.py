@@ -7,15 +7,16 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import sentencepiece
+from numpy.typing import NDArray
 from sentencepiece import sentencepiece_model_pb2
 
 import paths
 from configs import check as settings
 from messages import first_ten
+from paths import AnyPath
 from randomness import digest
 
 PAD_ID = 0
@@ -34,7 +35,7 @@ class Vocabulary:
     size: int
     pieces: list[str]  # by id
     num_extra_ids: int
-    sentinel_ids: np.ndarray  # int32: at N the id of <extra_id_N>
+    sentinel_ids: NDArray  # int32: at N the id of <extra_id_N>
     model = b''  # of SentencePiece, as it was found or trained
     num_threads = -1  # that SentencePiece encodes with; -1 for all cores
 
@@ -58,7 +59,7 @@ class Vocabulary:
         """Return the ids of each text, without EOS."""
         return [ids.tolist() for ids in self.encode_as_arrays(texts, glued_sentinels)]
 
-    def encode_as_arrays(self, texts: list[str], glued_sentinels: bool = False) -> list[np.ndarray]:
+    def encode_as_arrays(self, texts: list[str], glued_sentinels: bool = False) -> list[NDArray]:
         """Return the ids of each text, int32 without EOS, which may be read-only."""
         raise NotImplementedError
 
@@ -80,7 +81,7 @@ class ByteVocabulary(Vocabulary):
         self.pieces += [''] * extra_ids
         self.sentinel_ids = self.size - 1 - np.arange(extra_ids or 128, dtype=np.int32)
 
-    def encode_as_arrays(self, texts: list[str], glued_sentinels: bool = False) -> list[np.ndarray]:
+    def encode_as_arrays(self, texts: list[str], glued_sentinels: bool = False) -> list[NDArray]:
         """As in SeqIO no text is a sentinel."""
         return [np.frombuffer(text.encode(), np.uint8) + np.int32(3) for text in texts]
 
@@ -104,10 +105,7 @@ class SentencePieceVocabulary(Vocabulary):
             # Without any bytes SentencePiece makes a processor that fails later.
             processor = sentencepiece.SentencePieceProcessor(model_proto=model or b'empty')
         except RuntimeError as error:
-            double = re.search(r'(\S+) is already defined', str(error))
-            if double:
-                raise ValueError(f'the piece {double[1]} is there twice') from None
-            raise ValueError('no SentencePiece model') from None
+            raise ValueError(f'no SentencePiece model ({error})') from None
         special_ids = (processor.pad_id(), processor.eos_id(), processor.unk_id())
         if special_ids != (PAD_ID, EOS_ID, UNK_ID):
             raise ValueError(f'pad, eos, unk are {special_ids}, not (0, 1, 2) as in T5')
@@ -138,7 +136,7 @@ class SentencePieceVocabulary(Vocabulary):
                 pattern = re.compile(rf'(?<=\S)({"|".join(names)})')
                 self._glued_sentinels.append((pattern, replacement))
 
-    def encode_as_arrays(self, texts: list[str], glued_sentinels: bool = False) -> list[np.ndarray]:
+    def encode_as_arrays(self, texts: list[str], glued_sentinels: bool = False) -> list[NDArray]:
         """Return the ids of each text, without EOS.
 
         As in SeqIO `<extra_id_0>` is a sentinel where a word may begin. With `glued_sentinels` one
@@ -154,29 +152,22 @@ class SentencePieceVocabulary(Vocabulary):
         return self._processor.decode([i if i < self.size else UNK_ID for i in before_eos(ids)])
 
 
-def sentinel_ids_of(pieces: Sequence[str]) -> np.ndarray:
+def sentinel_ids_of(pieces: Sequence[str]) -> NDArray:
     """Return the id of each piece <extra_id_N>, int32, in the order of N.
 
     Raises ValueError if one is missing or there twice.
     """
-    ids: dict[int, int] = {}
+    found = []
     for i, piece in enumerate(pieces):
         match = SENTINEL.fullmatch(piece)
-        if match is None:
-            continue
-        number = int(match[1])
-        if number in ids:
-            raise ValueError(
-                f'{pieces[ids[number]]} (id {ids[number]}) and {piece} (id {i}) are the same sentinel'
-            )
-        ids[number] = i
-    missing = [number for number in range(len(ids)) if number not in ids]
-    if missing:
-        raise ValueError(
-            f'it has {len(ids)} sentinels, the last one <extra_id_{max(ids)}>, but no '
-            f'<extra_id_{missing[0]}>: they are numbered from 0 without gaps'
-        )
-    return np.array([ids[number] for number in range(len(ids))], np.int32)
+        if match:
+            found.append((int(match[1]), i))
+    found.sort()
+    for expected, (number, _) in enumerate(found):
+        if number != expected:
+            fault = f'no <extra_id_{expected}>' if number > expected else f'two <extra_id_{number}>'
+            raise ValueError(f'its {len(found)} sentinels have {fault}: they are numbered from 0')
+    return np.array([i for _, i in found], np.int32)
 
 
 def changed_id(old: Vocabulary, new: Vocabulary) -> str:
@@ -196,7 +187,7 @@ def before_eos(ids: Iterable[int]) -> Iterator[int]:
 # Finding a vocabulary.
 
 
-def find_vocabulary(folder: Any, name: str | paths.AnyPath | None = None) -> Vocabulary | None:
+def find_vocabulary(folder: AnyPath, name: str | AnyPath | None = None) -> Vocabulary | None:
     """Return the vocabulary that `name` names, else the one of a checkpoint or run, else None.
 
     `name` is 'bytes', a SentencePiece model, or a folder that has one. `folder`, a path of
@@ -213,7 +204,7 @@ def find_vocabulary(folder: Any, name: str | paths.AnyPath | None = None) -> Voc
     return found
 
 
-def own_vocabulary(folder: Any, extra_ids: int = DEFAULT_EXTRA_IDS) -> Vocabulary | None:
+def own_vocabulary(folder: AnyPath, extra_ids: int = DEFAULT_EXTRA_IDS) -> Vocabulary | None:
     """Return the vocabulary of a checkpoint or run, whatever tokens transformers has added to it.
 
     `extra_ids`: its number of sentinels, if the folder does not say it.
@@ -229,7 +220,7 @@ def own_vocabulary(folder: Any, extra_ids: int = DEFAULT_EXTRA_IDS) -> Vocabular
 
 
 def named_vocabulary(
-    setting: str, name: str | paths.AnyPath, extra_ids: int, byte_extra_ids: int | None = None
+    setting: str, name: str | AnyPath, extra_ids: int, byte_extra_ids: int | None = None
 ) -> Vocabulary:
     """Return the vocabulary that `name` names. Errors begin with the name of the `setting`.
 
@@ -260,7 +251,7 @@ def named_vocabulary(
         raise ValueError(f'{setting}={str(name)!r}: {error}') from None
 
 
-def model_file(folder: Any) -> Any:
+def model_file(folder: AnyPath) -> AnyPath | None:
     """Return the SentencePiece model in the folder of a checkpoint or run, else None.
 
     That of a checkpoint may be in the folder above, that of a file or prefix is beside it.
@@ -272,14 +263,14 @@ def model_file(folder: Any) -> Any:
     return None
 
 
-def folders_of(folder: Any) -> list[Any]:
+def folders_of(folder: AnyPath) -> list[AnyPath]:
     """Return the folders in which files that belong to a checkpoint may be, as its vocabulary."""
     if folder.name.startswith('checkpoint_') or not folder.is_dir():
         return [folder, folder.parent]
     return [folder]
 
 
-def read_model(file: Any, extra_ids: int, remedy: str) -> SentencePieceVocabulary:
+def read_model(file: AnyPath, extra_ids: int, remedy: str) -> SentencePieceVocabulary:
     """Return the vocabulary of a SentencePiece model's file. Errors end with `remedy`."""
     try:
         return SentencePieceVocabulary(file.read_bytes(), extra_ids)
@@ -287,7 +278,7 @@ def read_model(file: Any, extra_ids: int, remedy: str) -> SentencePieceVocabular
         raise ValueError(f'{file}: {error}: {remedy}') from None
 
 
-def stored_data(folder: Any, extra_ids: int = DEFAULT_EXTRA_IDS) -> dict[str, Any]:
+def stored_data(folder: AnyPath, extra_ids: int = DEFAULT_EXTRA_IDS) -> dict:
     """Return the settings `data` of a checkpoint or run, else transformers' extra_ids or `extra_ids`."""
     defaults = {'extra_ids': extra_ids, 'vocabulary': ''}
     tokenizer = folder / 'tokenizer_config.json'
@@ -306,39 +297,44 @@ TOKEN_FILES = (
 )
 
 
-def check_tokens(checkpoint: Any, vocabulary: Vocabulary | None) -> None:
+def check_tokens(checkpoint: AnyPath, vocabulary: Vocabulary | None) -> None:
     """Check the folders in which the vocabulary of a checkpoint may be, as `check_added_tokens` does."""
     for folder in folders_of(checkpoint):
         check_added_tokens(folder, vocabulary)
 
 
-def check_added_tokens(folder: Any, vocabulary: Vocabulary | None) -> None:
-    """Raise ValueError for tokens that transformers lists in a folder and `vocabulary` lacks.
+def read_tokens(folder: AnyPath) -> tuple[list[str], list[tuple[str, int | None]], list[str]]:
+    """Return the files of transformers in a folder, the tokens that they list, and their pieces.
 
-    A sentinel must have the same id in both; those of ByT5 are bytes here, as in T5X. Without a
-    SentencePiece model the pieces are those of tokenizer.json.
+    A token has an id, or None where only the name is listed.
     """
-    tokens: list[tuple[str, int | None]] = []  # None where only the name is listed
-    pieces: list[str] = []
     files = []
-    for name in TOKEN_FILES:
-        file = folder / name
+    tokens: list[tuple[str, int | None]] = []
+    pieces: list[str] = []
+    for file in [folder / name for name in TOKEN_FILES]:
         if not paths.is_file(file):
             continue
-        files.append(name)
         content = paths.read_json(file)
+        files.append(file.name)
         try:
-            if name == 'added_tokens.json':
-                tokens += content.items()
-            else:
-                tokens += listed_tokens(content)
+            tokens += (
+                content.items() if file.name == 'added_tokens.json' else listed_tokens(content)
+            )
             pieces += pieces_of_tokenizer(content)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f'{file} does not list tokens as transformers does ({error!r}): copy it again'
             ) from None
-    if not files:
-        return
+    return files, tokens, pieces
+
+
+def check_added_tokens(folder: AnyPath, vocabulary: Vocabulary | None) -> None:
+    """Raise ValueError for tokens that transformers lists in a folder and `vocabulary` lacks.
+
+    A sentinel must have the same id in both; those of ByT5 are bytes here, as in T5X. Without a
+    SentencePiece model the pieces are those of tokenizer.json.
+    """
+    files, tokens, pieces = read_tokens(folder)
     sentinel_ids: dict[str, int] = {}
     if isinstance(vocabulary, SentencePieceVocabulary):
         sentinel_ids = {f'<extra_id_{n}>': int(i) for n, i in enumerate(vocabulary.sentinel_ids)}
@@ -352,8 +348,8 @@ def check_added_tokens(folder: Any, vocabulary: Vocabulary | None) -> None:
             if sentinel_ids and i not in (None, own_id):
                 raise ValueError(
                     f'{folder}: {name} is id {i} in {", ".join(files)}, and {own_id} with the {len(sentinel_ids)} '
-                    'sentinels of its SentencePiece model: use as many sentinels as it had in training '
-                    '(data.extra_ids, or extra_ids in tokenizer_config.json), and remove others from these files'
+                    'sentinels of its model: use as many as in training (data.extra_ids, or extra_ids in '
+                    'tokenizer_config.json), and remove others from these files'
                 )
         elif i in (PAD_ID, EOS_ID, UNK_ID) or name in SPECIAL_TOKENS:
             continue
@@ -362,19 +358,18 @@ def check_added_tokens(folder: Any, vocabulary: Vocabulary | None) -> None:
     if added:
         names = sorted(set(added))
         raise ValueError(
-            f'{folder}: {len(names)} token(s) that were added to its vocabulary are not supported yet: '
-            f'{first_ten(list(map(repr, names)))}: texts would be read without them: take the model from '
-            f'before they were added, or, if no text has them, remove them from {", ".join(files)}'
+            f'{folder}: {len(names)} token(s) were added to its vocabulary: {first_ten(list(map(repr, names)))}: '
+            f'take the model from before, or, if no text has them, remove them from {", ".join(files)}'
         )
 
 
-def listed_tokens(content: Mapping[str, Any]) -> Iterator[tuple[str, int | None]]:
+def listed_tokens(content: Mapping) -> Iterator[tuple[str, int | None]]:
     """Yield (name, id) of the tokens that a file of transformers lists; None for an id that it leaves out."""
     for i, token in content.get('added_tokens_decoder', {}).items():
         yield str(token['content']), int(i)
     for token in content.get('added_tokens', ()):
         yield str(token['content']), token['id']
-    names: list[Any] = []
+    names: list = []
     for key, value in content.items():
         if key.endswith('_special_tokens') and isinstance(value, dict):
             names += value.values()
@@ -389,7 +384,7 @@ def listed_tokens(content: Mapping[str, Any]) -> Iterator[tuple[str, int | None]
             yield name, None
 
 
-def pieces_of_tokenizer(content: Mapping[str, Any]) -> list[str]:
+def pieces_of_tokenizer(content: Mapping) -> list[str]:
     """Return the pieces of a tokenizer.json, without the tokens that were added."""
     pieces = content.get('model', {}).get('vocab', [])
     if isinstance(pieces, dict):

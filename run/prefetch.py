@@ -21,7 +21,6 @@ import tasks
 import tasks.open
 import user_code
 from data import feature_lengths
-from sources import FileRecord
 from stream import Stream
 
 DEPTH = 2  # batches that are made ahead
@@ -103,7 +102,6 @@ class Work(NamedTuple):
     """What a worker makes: the batches of a stream from `position` on."""
 
     fingerprint: str  # of the mixture
-    files: list[FileRecord]  # of the mixture
     position: np.ndarray  # of the rows
     options: dict[str, Any]  # of the stream, beside the mixture
 
@@ -112,7 +110,7 @@ def work_of(stream: Stream, rows: range, position: np.ndarray) -> Work:
     """Return the work of making some rows of a stream, from their position on."""
     options = {field.name: getattr(stream, field.name) for field in dataclasses.fields(stream)}
     mixture = options.pop('mixture')  # has functions that cannot be sent
-    return Work(mixture.fingerprint, mixture.files, position, options=options | {'rows': rows})
+    return Work(mixture.fingerprint, position, options=options | {'rows': rows})
 
 
 class Workers:
@@ -254,11 +252,10 @@ def open_stream(work: Work) -> Stream:
     config = work.options['config']
     work.options['vocabulary'].num_threads = 1  # the other cores have workers of their own
     opened = tasks.open.open_mixture(config)
-    mixture = opened.going_on(work.files, opened.fingerprint, step=0)
-    if mixture is None or opened.fingerprint != work.fingerprint:
+    if opened.fingerprint != work.fingerprint:
         raise ValueError(
             f'the files of data.task={config.task!r} changed while the run began: start it again'
         )
-    stream = Stream(mixture, **work.options)
+    stream = Stream(opened, **work.options)
     stream.seek(work.position)
     return stream

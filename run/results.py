@@ -269,8 +269,6 @@ def is_line_of(line: Mapping[str, float], entry: Any, settings: str) -> bool | N
 
     Return None if the entry is missing, or that of another line.
     """
-    if isinstance(entry, str):  # earlier versions: a hash of the line and the first of `settings`
-        return entry == hash_of(line, settings.split()[0])
     stored = entry.get('settings') if isinstance(entry, dict) else None
     if not isinstance(stored, str) or entry.get('hash') != hash_of(line, stored):
         return None

@@ -17,9 +17,9 @@ seqio/utils.py. Imports no jax and no TensorFlow.
 
 import bisect
 import functools
-import importlib.util
 import itertools
 import json
+import operator
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -33,7 +33,8 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 import paths
 from sources import FEATURES, BadLines, Record, deal
 from sources.deal import Blocks
-from sources.tfrecord import ByteRanges, StoredRecord, read_record, record_offsets
+from sources.files import FileRecord
+from sources.tfrecord import ByteRange, ByteRanges, StoredRecord, read_record, record_offsets
 
 MAX_CACHE_BLOCKS = 1 << 20  # of a task cache
 MAX_INDEXED_BYTES = 1 << 28  # of a task cache whose examples are found when it is opened
@@ -49,7 +50,7 @@ SEQIO_VERSION = '0.0.20'  # whose layout it has
 class FeatureInfo(NamedTuple):
     dtype: str  # numpy's, or 'string'
     shape: tuple[int | None, ...]
-    stored_kind: str | None  # where tf.train.Example has the values; None if they are not read
+    stored_kind: str  # where tf.train.Example has the values
 
 
 class IndexEntry(NamedTuple):
@@ -74,11 +75,11 @@ class Split(NamedTuple):
 
     features: dict[str, FeatureInfo]
     stored_names: dict[str, str]  # feature -> its name in the files
-    files: list[Any]
+    files: list[paths.AnyPath]
     num_examples: int | None  # None without stats
 
 
-def find(roots: Sequence[Any], task: str) -> Any | None:
+def find(roots: Sequence[paths.AnyPath], task: str) -> paths.AnyPath | None:
     """Return the folder of a task in the first of `roots` that holds it completely."""
     for root in roots:
         folder = root.joinpath(*task.split(':'))
@@ -87,36 +88,35 @@ def find(roots: Sequence[Any], task: str) -> Any | None:
     return None
 
 
-def splits(folder: Any) -> list[str]:
+def splits(folder: paths.AnyPath) -> list[str]:
     """Return the names of the splits of a cached task that hold examples.
 
     Raises ValueError where the description of one is damaged or gone.
     """
-    infos = {file.name: file for file in sorted(folder.glob('info.*.json'))}
-    for file in folder.glob('*.tfrecord-*'):
-        info = f'info.{file.name.partition(".tfrecord-")[0]}.json'
+    infos = [file.name for file in sorted(folder.glob('info.*.json'))]
+    for name in [file.name for file in folder.glob('*.tfrecord-*')]:
+        info = f'info.{name.partition(".tfrecord-")[0]}.json'
         if info not in infos:
             raise ValueError(
-                f'{folder / info} is missing, which describes {file.name}: copy the folder again'
+                f'{folder / info} is missing, which describes {name}: copy the folder again'
             )
     found = []
-    for name, file in infos.items():
-        if read_json(file):  # {} stands for a split without examples, as in P3
+    for name in infos:
+        if read_json(folder / name):  # {} stands for a split without examples, as in P3
             found.append(name.removeprefix('info.').removesuffix('.json'))
     return found
 
 
-def open_split(folder: Any, split: str) -> Split:
+def open_split(folder: paths.AnyPath, split: str) -> Split:
     """Return what a folder says of a split. Raises ValueError for a split that is not there."""
     available = splits(folder)
     if split not in available:
         raise ValueError(f'{folder} has no split {split!r}: use one of {available}')
-    info_file = folder / f'info.{split}.json'
-    info = read_json(info_file)
     features = {}
     stored_names = {}
+    num_examples = None
     try:
-        num_shards = info['num_shards']
+        info = read_json(folder / f'info.{split}.json')
         for stored_name, feature in info['features'].items():
             name = re.sub('_plaintext$', '_pretokenized', stored_name)  # of old caches
             dtype = feature['dtype']
@@ -125,65 +125,48 @@ def open_split(folder: Any, split: str) -> Split:
             shape = tuple(feature['shape'])
             features[name] = FeatureInfo(dtype, shape, stored_kind(dtype, shape))
             stored_names[name] = stored_name
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f'{info_file} lacks {error}: cache the task again') from None
-    for name, found in features.items():
-        if found.stored_kind is None:
-            raise ValueError(
-                f'{info_file}: feature {name!r} has dtype {found.dtype!r:.40} and shape {found.shape!r:.40}: '
-                "must be numpy's name of numbers or 'string', and sizes of which one may be null: cache the task again"
-            )
-    if type(num_shards) is not int:
-        raise ValueError(f'{info_file} has num_shards={num_shards!r:.40}: copy the folder again')
-    files = sorted(folder.glob(f'{split}.tfrecord-*-of-*{num_shards}'))
-    if len(files) != num_shards:
-        raise ValueError(
-            f'{folder}: split {split!r} has {len(files)} of {num_shards} files '
-            f'{split}.tfrecord-*: copy the folder again'
-        )
-    stats_file = folder / f'stats.{split}.json'
-    num_examples = None
-    if stats_file.is_file():
-        num_examples = read_json(stats_file).get('examples')
-        if type(num_examples) not in (int, type(None)):
-            raise ValueError(f'{stats_file} has examples={num_examples!r}: copy the folder again')
+        num_shards = info['num_shards']
+        files: list[paths.AnyPath] = sorted(folder.glob(f'{split}.tfrecord-*-of-*{num_shards}'))
+        if len(files) != num_shards:
+            raise ValueError(f'{len(files)} of {num_shards} files {split}.tfrecord-* are there')
+        stats_file = folder / f'stats.{split}.json'
+        if stats_file.is_file():
+            num_examples = read_json(stats_file).get('examples')
+        if num_examples is not None:
+            num_examples = int(num_examples)
+    except (ValueError, TypeError, KeyError, AttributeError, SyntaxError) as error:
+        reason = f'{error!r:.200}: copy the folder again, or cache the task again'
+        raise ValueError(f'{folder / f"info.{split}.json"}: {reason}') from error
     return Split(features, stored_names, files, num_examples)
 
 
-def stored_kind(dtype: Any, shape: tuple) -> str | None:
-    """Return where tf.train.Example stores values that info.json describes so; None if they are not read."""
-    is_shape = all(size is None or (type(size) is int and size >= 0) for size in shape)
-    if not is_shape or shape.count(None) > 1 or type(dtype) is not str:
-        return None
-    if dtype == TEXT:
-        return 'bytes_list'
-    try:
-        return STORED_KINDS.get(np.dtype(dtype).kind)
-    except (TypeError, ValueError, SyntaxError):  # of numpy's little language
-        return None
+def stored_kind(dtype: str, shape: tuple) -> str:
+    """Return where tf.train.Example stores values of a dtype and a shape of info.json.
+
+    Raises KeyError for a dtype that is no number, and what numpy and Python raise for others.
+    """
+    sizes = [operator.index(size) for size in shape if size is not None]
+    if len(sizes) < len(shape) - 1 or min(sizes, default=0) < 0:
+        raise ValueError(f'shape {shape}')
+    return 'bytes_list' if dtype == TEXT else STORED_KINDS[np.dtype(str(dtype)).kind]
 
 
-def vocabulary_hash(folder: Any) -> str | None:
+def vocabulary_hash(folder: paths.AnyPath) -> str | None:
     """Return the hash of the vocabulary that made a cache, None for a cache of SeqIO."""
     file = folder / ORIGIN
     if not file.exists():
         if any(folder.glob('*.ids-*')):  # a cache of this program
             raise ValueError(f'{file} is missing: copy the folder again')
         return None
-    found = read_json(file).get('vocabulary_hash')
-    if not isinstance(found, str):
-        raise ValueError(f'{file} has no vocabulary_hash: copy the folder again')
-    return found
+    return str(read_json(file).get('vocabulary_hash'))  # 'None' is that of no vocabulary
 
 
-def read_json(file: Any) -> dict[str, Any]:
+def read_json(file: paths.AnyPath) -> dict:
     """Return the object in a file of JSON."""
     return paths.json_object(file.read_bytes(), title=str(file), remedy='copy the folder again')
 
 
-def read_example(
-    path: str | Path, offset: int, split: Split, checksum: int | None = None
-) -> dict[str, Any]:
+def read_example(path: str | Path, offset: int, split: Split, checksum: int | None = None) -> dict:
     """Return the example at `offset` of a file of a split.
 
     Raises ValueError for a damaged one, and for one of another file, whose ids have another `checksum`.
@@ -199,7 +182,7 @@ def read_example(
     return example
 
 
-def described(value: Any) -> dict[str, Any] | None:
+def described(value: Any) -> dict | None:
     """Return what info.json says of the value of a field; None for one that a cache cannot hold.
 
     A cache holds texts, numbers and flat lists of them. An empty list has the dtype ''.
@@ -224,7 +207,7 @@ def described(value: Any) -> dict[str, Any] | None:
     return {'dtype': STORED_DTYPES[array.dtype.kind], 'shape': shape}
 
 
-def described_by_both(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def described_by_both(one: dict, other: dict) -> dict:
     """Return the fields that two examples or more have alike, as `described` describes them."""
     both = {}
     for name in one.keys() & other.keys():
@@ -234,11 +217,11 @@ def described_by_both(one: dict[str, Any], other: dict[str, Any]) -> dict[str, A
     return both
 
 
-def write_info(folder: Path, split: str, statistics: Sequence[Mapping[str, Any]]) -> None:
+def write_info(folder: Path, split: str, statistics: Sequence[Mapping]) -> None:
     """Write info and stats of a split from the statistics of its shards."""
     total = {'examples': sum(shard['examples'] for shard in statistics)}
     fields = [shard.get('fields', {}) for shard in statistics if shard['examples']]
-    features: dict[str, Any] = {}
+    features: dict = {}
     if fields:
         for name, field in functools.reduce(described_by_both, fields).items():
             features[name] = {**field, 'dtype': field['dtype'] or TEXT}
@@ -247,7 +230,7 @@ def write_info(folder: Path, split: str, statistics: Sequence[Mapping[str, Any]]
         total[f'{name}_max_tokens'] = max(shard[f'{name}_max_tokens'] for shard in statistics)
         features[name] = {'dtype': 'int32', 'shape': [None]}
         features[f'{name}_pretokenized'] = {'dtype': TEXT, 'shape': []}
-    info: dict[str, Any] = {
+    info: dict = {
         'features': features,
         'num_shards': len(statistics),
         'seqio_version': SEQIO_VERSION,
@@ -262,7 +245,7 @@ def write_info(folder: Path, split: str, statistics: Sequence[Mapping[str, Any]]
 # Examples.
 
 
-def decode(content: bytes, split: Split) -> dict[str, Any]:
+def decode(content: bytes, split: Split) -> dict:
     """Return the features of a serialized tf.train.Example."""
     message = Example()
     try:
@@ -282,7 +265,7 @@ def decode(content: bytes, split: Split) -> dict[str, Any]:
     return example
 
 
-def shaped(name: str, values: Sequence, info: FeatureInfo) -> Any:
+def shaped(name: str, values: Sequence, info: FeatureInfo):
     """Return the values of a feature as an array, texts as a list, a scalar as itself."""
     if info.dtype == TEXT:
         values = [text_of(value) for value in values]
@@ -314,7 +297,7 @@ def text_of(value: bytes) -> str | bytes:
         return value
 
 
-def encode(example: Mapping[str, Any]) -> bytes:
+def encode(example: Mapping) -> bytes:
     """Return a serialized tf.train.Example: arrays flattened, texts as UTF-8."""
     message = Example()
     for name, value in example.items():
@@ -332,31 +315,32 @@ def encode(example: Mapping[str, Any]) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def make_example_class() -> type:
-    """Return the class of tf.train.Example, whose Features are TFDS's.
+def example_class():
+    """Return the class of tf.train.Example, in a pool of descriptors of its own."""
+    file = descriptor_pb2.FileDescriptorProto(name='example.proto', package='x', syntax='proto3')
+    single, repeated, message = 1, 3, 11
+    types = {'bytes_list': 12, 'float_list': 2, 'int64_list': 3}  # of protobuf
+    feature = file.message_type.add(name='Feature', oneof_decl=[{'name': 'kind'}])
+    for number, (name, value_type) in enumerate(types.items(), start=1):
+        values = file.message_type.add(name=name)
+        values.field.add(name='value', number=1, label=repeated, type=value_type)
+        kind = dict(label=single, type=message, type_name=f'.x.{name}', oneof_index=0)
+        feature.field.add(name=name, number=number, **kind)
+    features = file.message_type.add(name='Features')
+    entry = features.nested_type.add(name='FeatureEntry', options={'map_entry': True})
+    entry.field.add(name='key', number=1, label=single, type=9)
+    entry.field.add(name='value', number=2, label=single, type=message, type_name='.x.Feature')
+    of_features = dict(number=1, type=message)
+    name_of_entry = '.x.Features.FeatureEntry'
+    features.field.add(name='feature', label=repeated, type_name=name_of_entry, **of_features)
+    example = file.message_type.add(name='Example')
+    example.field.add(name='features', label=single, type_name='.x.Features', **of_features)
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName('x.Example'))
 
-    Importing all of TFDS takes seconds, so its generated module is loaded alone.
-    """
-    tfds = importlib.util.find_spec('tensorflow_datasets')
-    assert tfds and tfds.submodule_search_locations
-    name = 'tf_feature_generated_pb2'
-    path = os.path.join(tfds.submodule_search_locations[0], 'proto', f'{name}.py')
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    features = module.Features.DESCRIPTOR
-    file = descriptor_pb2.FileDescriptorProto(
-        name='example.proto', package='cache', syntax='proto3', dependency=[features.file.name]
-    )
-    file.message_type.add(name='Example').field.add(
-        name='features', number=1, label=1, type=11, type_name=f'.{features.full_name}'
-    )
-    descriptor = descriptor_pool.Default().AddSerializedFile(file.SerializeToString())
-    return message_factory.GetMessageClass(descriptor.message_types_by_name['Example'])
 
-
-Example: Any = make_example_class()
+Example = example_class()
 
 
 # Ids in files of their own.
@@ -420,7 +404,7 @@ class CachedRecords(Blocks):
     def __init__(
         self,
         split: Split,
-        names: list[str],
+        files: list[FileRecord],
         bad_lines: BadLines,
         features: Collection[str] = FEATURES,
     ):
@@ -429,13 +413,14 @@ class CachedRecords(Blocks):
             info = found[name]
             if info.stored_kind != 'int64_list' or len(info.shape) != 1:
                 raise ValueError(
-                    f'feature {name!r} of {names[0]} has dtype {info.dtype} and shape {info.shape}, '
+                    f'feature {name!r} of {files[0].path} has dtype {info.dtype} and shape {info.shape}, '
                     'and is no list of ids: cache the task with its ids, or set data.use_cached=no'
                 )
         self.whole_split = split
         self.split = split._replace(features=found)
         self.features = found.keys()
-        self.names = names
+        self.files: list[FileRecord] = files
+        self.names = [file.path for file in files]
         self.bad_lines = bad_lines
         self.open_blocks()
 
@@ -473,7 +458,7 @@ class CachedRecords(Blocks):
     def whole(self) -> 'CachedRecords':
         """Return the same examples with all their features."""
         reader = LargeCache if isinstance(self, LargeCache) else CachedRecords
-        return reader(self.whole_split, self.names, self.bad_lines, self.whole_split.features)
+        return reader(self.whole_split, self.files, self.bad_lines, self.whole_split.features)
 
 
 class CachedIds(CachedRecords):
@@ -506,8 +491,8 @@ class LargeCache(ByteRanges, CachedRecords):
 
     def open_blocks(self) -> None:
         self.num_records = self.split.num_examples
-        ranges = [(name, 0, paths.file_size(name)) for name in self.names]
+        ranges = [ByteRange(x.path, x.num_bytes, 0, x.num_bytes) for x in self.files]
         self.divide_ranges(ranges, deal.MAX_BLOCK_BYTES)
 
-    def parse(self, stored: StoredRecord) -> dict[str, Any]:
+    def parse(self, stored: StoredRecord) -> dict:
         return decode(stored.checked(), self.split)

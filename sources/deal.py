@@ -1,13 +1,9 @@
 """How an epoch is dealt out to lanes: records in blocks that can be read in any order."""
 
 import bisect
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 
-import numpy as np
-
-from randomness import permutation
 from sources import Part, Record, Share
 
 # A pool is what a lane holds in memory and shuffles.
@@ -47,26 +43,13 @@ class Blocks(Part):
         """Return the records of each of the blocks of a pool."""
         return map(self.read, blocks)
 
-    def order(self, seed: int | str, epoch: int) -> np.ndarray:
-        """Return the random order of all blocks in an epoch."""
-        return epoch_order(self.num_blocks, seed, epoch)
-
-    def is_changed(self, block: int, step: int) -> bool:
-        """Return whether the text of a block is another one from `step` on."""
-        raise NotImplementedError
-
     def has_share(self, share: Share) -> bool:
         return share.slot < self.num_blocks
-
-    def are_changed(self, share: Share, first: int, last: int, step: int) -> bool:
-        blocks = self.order(share.seed, share.epoch)[share.slot :: share.num_lanes]
-        own = blocks[first * BLOCKS_PER_POOL : (last + 1) * BLOCKS_PER_POOL]
-        return any(self.is_changed(block, step) for block in own.tolist())
 
     def pools(
         self, share: Share, first: int, keep: Callable[[Record], bool]
     ) -> Iterator[tuple[int, list[Record | None]]]:
-        order = self.order(share.seed, share.epoch)
+        order = self.order(self.num_blocks, share.seed, share.epoch)
         blocks = order[share.slot :: share.num_lanes].tolist()
         for start in range(first * BLOCKS_PER_POOL, len(blocks), BLOCKS_PER_POOL):
             records: list[Record | None] = []
@@ -96,9 +79,3 @@ class RecordsInMemory(Blocks):
 
     def read(self, block: int) -> list[Record | None]:
         return [self.records[block]]
-
-
-@functools.lru_cache(maxsize=256)  # every lane asks for it, of many tasks and epochs
-def epoch_order(num_blocks: int, seed: int | str, epoch: int) -> np.ndarray:
-    """Return the random order of all blocks in an epoch."""
-    return permutation(num_blocks, 'epoch', seed, epoch).astype(np.uint32)

@@ -2,14 +2,14 @@
 
 import functools
 import gzip
+import io
 import itertools
 import zlib
 from collections.abc import Callable, Iterator
-from typing import IO
 
 import sources.files
 from sources import Part, Record, Share
-from sources.deal import blank_out, epoch_order
+from sources.deal import blank_out
 from sources.files import EMPTY_FILE, FileRecord
 from sources.heads import open_unzipped
 from sources.tables import LineParser, whole_rows
@@ -31,7 +31,7 @@ class GzippedFiles(Part):
     """
 
     def __init__(self, files: list[FileRecord], parse: LineParser):
-        self.files = [file._replace(layout='') for file in files]
+        self.files = files
         self.names = [file.path for file in files]
         self.parse = parse
         self.bad_lines = parse.bad_lines
@@ -58,12 +58,6 @@ class GzippedFiles(Part):
         for name in self.names:
             yield from itertools.starmap(self.parse, self.lines(name))
 
-    def are_changed(self, share: Share, first: int, last: int, step: int) -> bool:
-        shards = []
-        for round_number in range(first // POOLS_PER_ROUND, last // POOLS_PER_ROUND + 1):
-            shards += self.shards_of_round(share, round_number)
-        return any(self.files[shard].is_changed_at(step) for shard in shards)
-
     def num_rounds(self, share: Share) -> int:
         """Return how many rounds of shards a lane reads in an epoch."""
         if len(self.names) < share.num_lanes:
@@ -88,7 +82,7 @@ class GzippedFiles(Part):
 
     def shards_of_round(self, share: Share, round_number: int) -> list[int]:
         """Return the shards that a lane reads in one round."""
-        order = epoch_order(len(self.names), share.seed, share.epoch)
+        order = self.order(len(self.names), share.seed, share.epoch)
         if len(self.names) < share.num_lanes:
             return [order[share.slot * len(self.names) // share.num_lanes]]
         num_open = shards_per_round(share.num_lanes)
@@ -124,7 +118,7 @@ def shards_per_round(num_lanes: int) -> int:
     return -(-MIN_OPEN_SHARDS // num_lanes)
 
 
-def cut_while_reading(file: IO[bytes] | gzip.GzipFile, line: bytes) -> Iterator[bytes]:
+def cut_while_reading(file: io.BufferedIOBase, line: bytes) -> Iterator[bytes]:
     """Yield the parts of a long line that begins with `line` and goes on in `file`."""
     while not line.endswith(b'\n'):
         more = file.readline(sources.files.MAX_LINE_BYTES)

@@ -2,11 +2,11 @@
 
 import contextlib
 import gzip
+import io
 import json
 import re
 import zlib
 from collections.abc import Iterator
-from typing import Any
 
 import paths
 from sources.files import is_gzipped
@@ -33,9 +33,11 @@ FORMATS = {
 
 
 @contextlib.contextmanager
-def open_unzipped(path: str, read_ahead: int = HEAD_BYTES) -> Iterator[Any]:
-    """Open a file for reading, its content if it is gzipped."""
-    with paths.open_file(path, read_ahead) as file:
+def open_unzipped(
+    path: str, read_ahead: int = HEAD_BYTES, num_bytes: int | None = None
+) -> Iterator[io.BufferedIOBase]:
+    """Open a file for reading, its content if it is gzipped. `num_bytes`: as of `paths.open_file`."""
+    with paths.open_file(path, read_ahead, num_bytes) as file:
         if is_gzipped(path):
             with gzip.open(file) as unzipped:
                 yield unzipped
@@ -43,11 +45,11 @@ def open_unzipped(path: str, read_ahead: int = HEAD_BYTES) -> Iterator[Any]:
             yield file
 
 
-def read_head(path: str) -> bytes:
+def read_head(path: str, num_bytes: int | None = None) -> bytes:
     """Return the first bytes of a file, unzipped; of broken gzip those before the damage."""
     head = b''
     try:
-        with open_unzipped(path) as file:
+        with open_unzipped(path, num_bytes=num_bytes) as file:
             while len(head) < HEAD_BYTES:
                 part = file.read1(HEAD_BYTES - len(head))
                 if not part:

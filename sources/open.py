@@ -9,7 +9,6 @@ import io
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from absl import logging
 
@@ -27,7 +26,7 @@ from sources.files import (
 )
 from sources.gzipped import GzippedFiles
 from sources.heads import begins_with_json, check_head, read_head
-from sources.tables import LineParser, check_delimiter, check_text, numbered_lines, table_header
+from sources.tables import LineParser, check_delimiter, check_text, numbered_lines
 from sources.templates import fields_named
 from sources.text import MAX_SMALL_BYTES, PlainFiles
 
@@ -49,16 +48,16 @@ def open_source(config, whole_records: bool = False, test_split: str = '') -> So
     bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction, config.kind)
     parser = LineParser(config, bad_lines, whole_records)
     folders = find_tfds(config)
-    names = find_files('data.files', config.files, bad_lines)
-    validation_names = find_files('data.validation_files', config.validation_files, bad_lines)
-    test_names = find_files('data.test_files', config.test_files, bad_lines)
-    all_names = names + validation_names + test_names
+    files = find_files('data.files', config.files, bad_lines)
+    validation_files = find_files('data.validation_files', config.validation_files, bad_lines)
+    test_files = find_files('data.test_files', config.test_files, bad_lines)
+    all_names = [*files, *validation_files, *test_files]
     if all_names:
         check_delimiter(config, {parser.kind_of(name): name for name in all_names})
     if folders:
         source = tfds_source_of(config, folders, whole_records, test_split)
     elif all_names:
-        source = files_source(config, names, validation_names, parser)
+        source = files_source(config, files, validation_files, parser)
     else:
         is_of_pydoc = config.task.startswith('pydoc_')
         needs_files = config.kind or config.delimiter or config.targets
@@ -70,16 +69,17 @@ def open_source(config, whole_records: bool = False, test_split: str = '') -> So
             )
         return pydoc.open_source(config)
     test_parser = LineParser(config, bad_lines, whole_records)
-    if test_names:
-        test = read_records('data.test_files', 'test', test_names)
-        check_files(test_parser, test_names)
+    if test_files:
+        test = read_records('data.test_files', 'test', test_files)
+        check_files(test_parser, test)
         open_test = functools.partial(open_files, test, test_parser)
         description = source.description
         if not source.files:
-            description = f'{len(test_names):,} text file(s) of the split test'
+            description = f'{len(test_files):,} text file(s) of the split test'
         source = dataclasses.replace(source, open_test=open_test, description=description)
-    in_parquet = [name for name in names + validation_names if parser.kind_of(name) == 'parquet']
-    tests_in_parquet = [name for name in test_names if parser.kind_of(name) == 'parquet']
+    names = [*files, *validation_files]
+    in_parquet = [name for name in names if parser.kind_of(name) == 'parquet']
+    tests_in_parquet = [name for name in test_files if parser.kind_of(name) == 'parquet']
     are_numbers_read = parser.templates or whole_records
     if are_numbers_read and (in_parquet or tests_in_parquet):
         from sources.parquet import integer_columns  # pyarrow takes a while
@@ -90,17 +90,20 @@ def open_source(config, whole_records: bool = False, test_split: str = '') -> So
 
 
 def files_source(
-    config, names: list[str], validation_names: list[str], parser: LineParser
+    config,
+    train_files: Mapping[str, paths.FileStatus],
+    validation_files: Mapping[str, paths.FileStatus],
+    parser: LineParser,
 ) -> Source:
     """Open files for training and files for validation; each may be none."""
-    if validation_names and not names and config.train_split != NO_SPLIT:
+    if validation_files and not train_files and config.train_split != NO_SPLIT:
         raise ValueError(
             f'data.validation_files={config.validation_files!r} needs data.files besides: name both'
         )
-    train = read_records('data.files', 'train', names)
-    validation = read_records('data.validation_files', 'validation', validation_names)
+    train = read_records('data.files', 'train', train_files)
+    validation = read_records('data.validation_files', 'validation', validation_files)
     check_disjoint(train, validation)
-    check_files(parser, names + validation_names)
+    check_files(parser, train + validation)
     num_bytes = sum(record.num_bytes for record in train or validation)
     parts = open_parts(train + validation, parser)
     files = [file for part in parts.values() for file in part.files]
@@ -113,8 +116,6 @@ def files_source(
         train=parts.get('train', RecordsInMemory([])),
         validation=parts.get('validation'),
         files=tuple(files),
-        reopen=functools.partial(open_parts, parser=parser),
-        fingerprint_of=functools.partial(fingerprint_of_files, parser=parser),
     )
 
 
@@ -128,7 +129,7 @@ def open_parts(files: list[FileRecord], parser: LineParser) -> dict[str, Part]:
 
 def fingerprint_of_files(files: Sequence[FileRecord], parser: LineParser) -> str:
     """Return the fingerprint of a source of files."""
-    content: list[Any] = sorted(file.content for file in files)
+    content: list = sorted(file.content for file in files)
     train = [file for file in files if file.split == 'train']
     num_bytes = sum(file.num_bytes for file in train)
     is_plain = (
@@ -143,7 +144,7 @@ def fingerprint_of_files(files: Sequence[FileRecord], parser: LineParser) -> str
     return digest(content)
 
 
-def find_cache(config, task: str) -> Any | None:
+def find_cache(config, task: str) -> paths.AnyPath | None:
     """Return the folder of the cache of a task, if it is to be read.
 
     Raises ValueError if there is none and `config.use_cached` is yes, and where no root is a folder.
@@ -161,13 +162,13 @@ def find_cache(config, task: str) -> Any | None:
     return folder
 
 
-def cache_roots(config) -> list[Any]:
+def cache_roots(config) -> list[paths.AnyPath]:
     """Return the folders of data.cache_dirs."""
     with setting_named('data.cache_dirs'):
         return [paths.to_path(name) for name in split_names(config.cache_dirs)]
 
 
-def cached_source(config, folder: Any) -> Source:
+def cached_source(config, folder: paths.AnyPath) -> Source:
     """Return the splits of a task cache as a source of ids."""
     bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction)
     available = cache.splits(folder)
@@ -202,13 +203,13 @@ def validation_fraction_of(config) -> float:
     return 0.0 if config.validation_split else config.validation_fraction
 
 
-def open_cache(folder: Any, split: str, bad_lines: BadLines) -> cache.CachedRecords:
+def open_cache(folder: paths.AnyPath, split: str, bad_lines: BadLines) -> cache.CachedRecords:
     """Return a split of a task cache: from its ids, if they lie beside the records on a disk."""
     opened = cache.open_split(folder, split)
-    if not isinstance(folder, pathlib.Path):
-        paths.matching_files(f'{folder}/*')  # all sizes by one request
-    names = [str(file) for file in opened.files if paths.file_size(file)]
-    files = read_records('data.cache_dirs', split, names)
+    statuses = paths.matching_files(f'{folder}/*')  # of all files by one request
+    shards = [str(file) for file in opened.files]
+    not_empty = {name: statuses[name] for name in shards if statuses[name].num_bytes}
+    files = read_records('data.cache_dirs', split, not_empty)
     names = [file.path for file in files]
     reader: type[cache.CachedRecords] = cache.CachedRecords
     if all(os.path.exists(file) for name in names for file in cache.ids_files(name)):
@@ -218,17 +219,16 @@ def open_cache(folder: Any, split: str, bad_lines: BadLines) -> cache.CachedReco
         or sum(file.num_bytes for file in files) > cache.MAX_INDEXED_BYTES
     ):
         reader = cache.LargeCache
-    part = reader(opened, names, bad_lines)
+    part = reader(opened, files, bad_lines)
     if opened.num_examples not in (None, part.num_records):
         raise ValueError(
             f'{folder}: split {split!r} has {part.num_records:,} examples, stats.{split}.json says '
             f'{opened.num_examples}: copy the folder again'
         )
-    part.files = files
     return part
 
 
-def find_tfds(config) -> list[Any]:
+def find_tfds(config) -> list[paths.AnyPath]:
     """Return the folders of the TFDS data sets `config.tfds`, none without it."""
     name = config.tfds
     files = config.files or config.validation_files
@@ -265,14 +265,16 @@ def prepared_version(config, name: str) -> str | None:
     return path if folder.is_dir() else None
 
 
-def tfds_root(config) -> Any:
+def tfds_root(config) -> paths.AnyPath:
     """Return the folder of TFDS data sets."""
     root = config.tfds_dir or os.environ.get('TFDS_DATA_DIR') or '~/tensorflow_datasets'
     with setting_named('data.tfds_dir'):
         return paths.to_path(root)
 
 
-def tfds_source_of(config, folders: list[Any], whole_records: bool, test_split: str) -> Source:
+def tfds_source_of(
+    config, folders: list[paths.AnyPath], whole_records: bool, test_split: str
+) -> Source:
     """Return splits of TFDS data sets as a source of texts, or of whole records."""
     bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction)
     data_sets = [tfds.DataSet(folder) for folder in folders]
@@ -303,8 +305,8 @@ def tfds_source_of(config, folders: list[Any], whole_records: bool, test_split: 
     files = []
     for split, expression in splits.items():
         parts[split] = open_split(split, expression)
-        names = sorted({run.path for run in parts[split].runs})
-        files += read_records('data.tfds', split, names)
+        statuses = {run.path: run.status for run in parts[split].runs}
+        files += read_records('data.tfds', split, statuses)
     if len(parts) == 2:
         check_runs_disjoint(splits, parts['train'].runs, parts['validation'].runs)
     counts = [f'{part.num_records:,} records ({splits[split]})' for split, part in parts.items()]
@@ -342,20 +344,20 @@ def check_runs_disjoint(
                 )
 
 
-def find_files(key: str, patterns: str, bad_lines: BadLines) -> list[str]:
-    """Return the absolute paths that `patterns` names, sorted, without empty files."""
+def find_files(key: str, patterns: str, bad_lines: BadLines) -> dict[str, paths.FileStatus]:
+    """Return the files that `patterns` names by their absolute paths, sorted, without empty ones."""
     if patterns == '':
-        return []
-    found = set()
+        return {}
+    found: dict[str, paths.FileStatus] = {}
     with setting_named(key):
         for name in split_names(patterns):
             found.update(paths.matching_files(name))
-    empty = {path for path in found if paths.file_size(path) == 0}
-    if found == empty:
+    not_empty = {path: found[path] for path in sorted(found) if found[path].num_bytes}
+    if not not_empty:
         raise ValueError(f"{key}={patterns!r} names no file with text: name one, or set it to ''")
-    for path in sorted(empty):
+    for path in sorted(found.keys() - not_empty.keys()):
         bad_lines.add(path, 0, EMPTY_FILE)
-    return sorted(found - empty)
+    return not_empty
 
 
 def split_names(patterns: str) -> list[str]:
@@ -375,16 +377,17 @@ def setting_named(title: str) -> Iterator[None]:
         raise ValueError(f'{title}: {error}') from error
 
 
-def check_files(parser: LineParser, names: Sequence[str]) -> None:
+def check_files(parser: LineParser, files: Sequence[FileRecord]) -> None:
     """Raise ValueError for files of another kind or without the fields that the settings name."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
-        list(threads.map(functools.partial(check_file, parser), names))
+        list(threads.map(functools.partial(check_file, parser), files))
 
 
-def check_file(parser: LineParser, path: str) -> None:
+def check_file(parser: LineParser, file: FileRecord) -> None:
     """Raise ValueError for a file of another kind or without the fields that the settings name."""
+    path = file.path
     kind = parser.kind_of(path)
-    head = read_head(path)
+    head = read_head(path, file.num_bytes)
     check_head(path, kind, head)
     if kind == 'text':
         remedy = 'correct data.inputs and data.targets'
@@ -396,7 +399,7 @@ def check_file(parser: LineParser, path: str) -> None:
                 path,
             )
     elif kind in ('csv', 'tsv') and head:
-        parser.check_columns(path, table_header(path, kind, parser.delimiter))
+        parser.check_columns(path, parser.header(path))
         if kind == 'tsv':
             warn_of_quotes(parser, path, head)
 

@@ -7,9 +7,11 @@ import collections
 import concurrent.futures
 import contextlib
 import functools
+import io
+import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow.parquet
@@ -19,7 +21,7 @@ import paths
 from messages import first_ten
 from randomness import permutation
 from sources import Record, bytes_of, deal
-from sources.deal import Blocks, epoch_order
+from sources.deal import Blocks
 from sources.files import EMPTY_FILE, NUM_THREADS, FileRecord
 from sources.tables import LineParser, check_names
 
@@ -61,7 +63,7 @@ def read_footer(path: str, columns: Sequence[str]) -> Footer:
     return Footer(file.schema_arrow.names, types, groups)
 
 
-def kind_of_type(arrow_type: Any) -> str:
+def kind_of_type(arrow_type: pyarrow.DataType) -> str:
     """Return 'text' or 'number' for a type that is read, else the name of the type."""
     if pyarrow.types.is_dictionary(arrow_type):
         arrow_type = arrow_type.value_type
@@ -75,7 +77,9 @@ def kind_of_type(arrow_type: Any) -> str:
     return name
 
 
-def row_groups(path: str, metadata: Any, columns: Sequence[str]) -> Iterator[RowGroup]:
+def row_groups(
+    path: str, metadata: pyarrow.parquet.FileMetaData, columns: Sequence[str]
+) -> Iterator[RowGroup]:
     """Yield the row groups of a file. Raises ValueError for one that is too large."""
     first_row = 1
     for number in range(metadata.num_row_groups):
@@ -164,7 +168,7 @@ def numbers_in_file(path: str, fields: Sequence[str]) -> dict[str, Numbers] | No
     return found
 
 
-def has_gaps(file: Any, name: str) -> bool | None:
+def has_gaps(file: pyarrow.parquet.ParquetFile, name: str) -> bool | None:
     """Return whether a column of floats has a null or NaN; None if a number of it is not whole."""
     has_gap = False
     for number in range(file.metadata.num_row_groups):
@@ -198,7 +202,7 @@ class RowGroups:
         self._num_bytes = 0
         self._lock = threading.Lock()
 
-    def rows(self, group: RowGroup, first: int, num_rows: int) -> list[dict[str, Any]]:
+    def rows(self, group: RowGroup, first: int, num_rows: int) -> list[dict]:
         """Return {column: value} of rows of a group: bytes, numbers and None.
 
         Raises DamagedFile.
@@ -238,13 +242,17 @@ def decode(group: RowGroup, columns: Sequence[str]) -> list:
         return [dictionary_array(table.column(name)) for name in columns]
 
 
-def read_table(stream: Any, number: int, columns: Sequence[str], **options: Any) -> Any:
+def read_table(
+    stream: io.BufferedReader, number: int, columns: Sequence[str], read_dictionary: Sequence[str]
+) -> pyarrow.Table:
     """Return columns of row group `number` of an open file as a pyarrow.Table."""
-    file = pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True, **options)
+    file = pyarrow.parquet.ParquetFile(
+        stream, page_checksum_verification=True, read_dictionary=read_dictionary
+    )
     return file.read_row_group(number, columns=columns, use_threads=False)
 
 
-def dictionary_array(column: Any) -> Any:
+def dictionary_array(column: pyarrow.ChunkedArray) -> pyarrow.DictionaryArray:
     """Return a column with bytes for texts, which may not be UTF-8."""
     if not pyarrow.types.is_dictionary(column.type):
         column = column.dictionary_encode()
@@ -283,21 +291,12 @@ class ParquetFiles(Blocks):
         for file in files:  # whole records have the columns of the first file that can be read
             if not self.fields:
                 self.fields = self.columns_of_file(file.path)
-        self.files = []
-        self.groups: list[RowGroup] = []
+        self.files = files
         with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
-            found = list(threads.map(self.row_groups_of_file, [file.path for file in files]))
-        for file, groups in zip(files, found, strict=True):
-            layout = [(group.num_rows, group.num_bytes) for group in groups]
-            if file.layout is not None and len(file.layout) != len(layout):
-                raise ValueError(
-                    f'{file.path} has {len(layout)} row groups and had {len(file.layout)} when the '
-                    'run began: write it again with as many (row_group_size of pandas and pyarrow)'
-                )
-            self.files.append(file._replace(layout=file.layout or layout))
-            self.groups += groups
+            found = threads.map(self.row_groups_of_file, [file.path for file in files])
+            self.groups = list(itertools.chain.from_iterable(found))
         self.row_groups = RowGroups(self.fields)
-        sizes = [size for file in self.files for size in file.layout]
+        sizes = [(group.num_rows, group.num_bytes) for group in self.groups]
         num_rows, self.num_bytes = np.array(sizes, np.int64).reshape(-1, 2).T
         self.num_records = int(num_rows.sum())
         bytes_per_row = self.num_bytes.sum() / max(num_rows.sum(), 1)
@@ -307,7 +306,6 @@ class ParquetFiles(Blocks):
         self.rows_per_block = max(int(rows_per_block), 1)
         self.blocks_per_group = -(-num_rows // self.rows_per_block)
         self.divide(self.blocks_per_group)
-        self.order_in_windows = functools.lru_cache(maxsize=4)(self._order_in_windows)
 
     def columns_of_file(self, name: str) -> tuple[str, ...]:
         """Return the columns of texts and numbers of a file; none of a bad one that is skipped."""
@@ -343,31 +341,22 @@ class ParquetFiles(Blocks):
             self.bad_lines.add(name, 0, EMPTY_FILE)
         return footer.groups
 
-    def order(self, seed: int | str, epoch: int) -> np.ndarray:
+    def compute_order(self, num_items: int, seed: int | str, epoch: int) -> np.ndarray:
+        order = super().compute_order(num_items, seed, epoch)
         if self.num_bytes.sum() <= WINDOW_BYTES:
-            return epoch_order(self.num_blocks, seed, epoch)
-        return self.order_in_windows(seed, epoch)
-
-    def _order_in_windows(self, seed: int | str, epoch: int) -> np.ndarray:
+            return order
         group_order = permutation(len(self.groups), 'row groups', seed, epoch)
         windows = np.zeros(len(self.groups), np.int64)
         windows[group_order] = np.cumsum(self.num_bytes[group_order]) // WINDOW_BYTES
-        order = epoch_order(self.num_blocks, seed, epoch)
         window_of_block = np.repeat(windows, self.blocks_per_group)
         return order[np.argsort(window_of_block[order], kind='stable')]
-
-    def is_changed(self, block: int, step: int) -> bool:
-        path = self.groups[self.locate(block)[0]].path
-        return any(file.path == path and file.is_changed_at(step) for file in self.files)
 
     def read(self, block: int) -> list[Record | None]:
         index, i = self.locate(block)
         group = self.groups[index]
         first = i * self.rows_per_block
         number = group.first_row + first
-        num_rows = self.rows_per_block
-        if block + 1 == self.first_blocks[index + 1]:  # the last of the group
-            num_rows = max(group.num_rows - first, 0)
+        num_rows = min(self.rows_per_block, group.num_rows - first)
         try:
             rows = self.row_groups.rows(group, first, num_rows)
         except DamagedFile as error:
@@ -382,7 +371,7 @@ class ParquetFiles(Blocks):
             records.append(record)
         return records
 
-    def with_integers(self, record: Record, row: dict[str, Any]) -> Record:
+    def with_integers(self, record: Record, row: dict) -> Record:
         """Return the record of a row with integers for the floats of `integer_columns`.
 
         The floats decide on its split, as they did in runs of earlier versions.

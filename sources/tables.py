@@ -5,15 +5,14 @@ a table with data.delimiter is CSV with that delimiter, whatever its name.
 """
 
 import collections
-import csv
-import functools
+import importlib.util
 import io
 import json
 import math
 import re
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import IO, Any
+from typing import Any
 
 from absl import logging
 
@@ -23,6 +22,11 @@ from sources.files import is_gzipped, kind_of
 from sources.heads import open_unzipped
 from sources.templates import fields_named, templates_of
 
+# A csv module of our own: its limit is not that of the process.
+csv_spec = importlib.util.find_spec('_csv')
+assert csv_spec and csv_spec.loader
+csv = importlib.util.module_from_spec(csv_spec)
+csv_spec.loader.exec_module(csv)
 csv.field_size_limit(2**31 - 1)
 
 # A longer row of CSV has a quote that nobody closed.
@@ -51,10 +55,20 @@ class LineParser:
         self.integers: Collection[str] = ()  # see parquet.integer_columns
         self.has_warned = False
         self.lock = threading.Lock()
+        self._kinds: dict[str, str] = {}  # of each file, for which every line asks
+        self._headers: dict[str, list[str]] = {}
 
     def kind_of(self, path: str) -> str:
         """Return how a file is read: as data.kind, or by its name if that is ''."""
-        return kind_with_delimiter(self.kind or kind_of(path), self.delimiter)
+        if path not in self._kinds:
+            self._kinds[path] = kind_with_delimiter(self.kind or kind_of(path), self.delimiter)
+        return self._kinds[path]
+
+    def header(self, path: str) -> list[str]:
+        """Return the names of the columns of a table."""
+        if path not in self._headers:
+            self._headers[path] = table_header(path, self.kind_of(path), self.delimiter)
+        return self._headers[path]
 
     def __call__(self, path: str, position: int, line: bytes) -> Record | None:
         """Return the record of a line; None for a blank line and for a bad one that is skipped.
@@ -67,7 +81,7 @@ class LineParser:
             path, position, self.fields_of, path, position, line, num_lines=num_lines
         )
 
-    def fields_of_row(self, values: dict[str, Any]) -> dict[str, Any] | None:
+    def fields_of_row(self, values: dict) -> dict | None:
         """Return the fields of a row of Parquet, as of a JSON object."""
         for field, value in values.items():
             if isinstance(value, bytes):
@@ -76,7 +90,7 @@ class LineParser:
                 values[field] = None
         return self.fields_named_in(values)
 
-    def fields_of(self, path: str, position: int, content: bytes) -> dict[str, Any] | None:
+    def fields_of(self, path: str, position: int, content: bytes) -> dict | None:
         """Return the fields of a line; None for a blank line and for the header of a table."""
         kind = self.kind_of(path)
         is_first = position < 2 and position == int(is_gzipped(path))
@@ -89,7 +103,7 @@ class LineParser:
             return {self.text_field: line.strip()}
         header: list[str] = []
         if kind in ('csv', 'tsv'):
-            header = table_header(path, kind, self.delimiter)
+            header = self.header(path)
             if kind == 'tsv':
                 self.warn_if_quoted(path, position, line)
         found = fields_of_line(line, kind, self.text_field, header, self.delimiter)
@@ -100,7 +114,7 @@ class LineParser:
         fields = {field: found[field] for field in self.fields or found}
         return fields if any(fields.values()) else None
 
-    def fields_named_in(self, content: dict[str, Any]) -> dict[str, Any] | None:
+    def fields_named_in(self, content: dict) -> dict | None:
         """Return the fields of a JSON object, or of a row of Parquet; None if all are blank."""
         fields = content
         if not self.whole_records:
@@ -189,7 +203,7 @@ def check_text(title: str, fields: Iterable[str], text_field: str, remedy: str) 
 
 def fields_of_line(
     line: str, kind: str, text_field: str, header: list[str], delimiter: str
-) -> dict[str, Any]:
+) -> dict:
     """Return the fields of a JSON object or a row of a table; a plain line is `text_field`.
 
     `header`: the columns of a table. Raises ValueError for what is wrong with the line.
@@ -243,7 +257,6 @@ def check_encodes(content: dict) -> None:
         raise ValueError('a field holds half a surrogate pair; correct it') from None
 
 
-@functools.lru_cache(maxsize=100_000)
 def table_header(path: str, kind: str, delimiter: str) -> list[str]:
     """Return the names of the columns of a table."""
     with open_unzipped(path) as file:
@@ -315,7 +328,7 @@ def table_row(line: str, kind: str, delimiter: str) -> list[str]:
     return [column.strip() for column in columns]
 
 
-def numbered_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+def numbered_lines(file: io.BufferedIOBase) -> Iterator[tuple[int, bytes]]:
     """Yield (number, line) of the lines of a file, the first being 1."""
     return enumerate(iter(file.readline, b''), start=1)
 

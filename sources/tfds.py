@@ -14,10 +14,11 @@ import importlib
 import json
 import os
 import re
+import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -26,7 +27,12 @@ from messages import first_ten
 from sources import BadLines, deal
 from sources.cache import text_of
 from sources.tables import is_number
-from sources.tfrecord import ByteRanges, StoredRecord, StoredRecords, record_offsets
+from sources.tfrecord import ByteRange, ByteRanges, StoredRecord, StoredRecords, record_offsets
+
+if TYPE_CHECKING:
+    from array_record.python.array_record_module import ArrayRecordReader
+    from tensorflow_datasets.core import DatasetInfo
+    from tensorflow_datasets.core.features import FeaturesDict
 
 VERSION = re.compile(r'\d+\.\d+\.\d+')
 NAME = re.compile(rf'\w+(/[\w.+-]+)?(:{VERSION.pattern})?')
@@ -44,9 +50,10 @@ class Run(NamedTuple):
     first: int
     num_records: int
     num_in_shard: int
+    status: paths.FileStatus  # of the shard
 
 
-def find(root: Any, name: str) -> Any:
+def find(root: paths.AnyPath, name: str) -> paths.AnyPath:
     """Return the folder of a data set NAME[/CONFIG][:VERSION], by default of its newest version.
 
     Raises ValueError for a data set that is not there or not complete.
@@ -66,7 +73,7 @@ def find(root: Any, name: str) -> Any:
     return folder
 
 
-def versions_of(folder: Any) -> list[str]:
+def versions_of(folder: paths.AnyPath) -> list[str]:
     """Return the versions in the folder of a data set, from the oldest to the newest."""
     if not folder.is_dir():
         return []
@@ -75,7 +82,7 @@ def versions_of(folder: Any) -> list[str]:
     return sorted(versions, key=lambda version: [int(part) for part in version.split('.')])
 
 
-def prepared(root: Any) -> list[str]:
+def prepared(root: paths.AnyPath) -> list[str]:
     """Return the names of the data sets in a folder, with their versions; a bucket is not searched."""
     if not isinstance(root, Path):
         return ['not listed']
@@ -90,11 +97,11 @@ def prepared(root: Any) -> list[str]:
 class DataSet:
     """A data set in the folder that `find` returns."""
 
-    def __init__(self, folder: Any):
-        os.environ['EPATH_USE_TF'] = 'false'  # else epath imports TensorFlow if that is installed
-        self._tfds: Any = importlib.import_module('tensorflow_datasets')
+    def __init__(self, folder: paths.AnyPath):
+        self.folder = folder
+        self._tfds = importlib.import_module('tensorflow_datasets')
         try:
-            info = self._tfds.builder_from_directory(folder).info
+            info = self._read_info(folder)
             self.name = ':'.join(info.full_name.rsplit('/', maxsplit=1))
             self.file_format: str = info.file_format.value
             if self.file_format not in SHARDS_OF_FORMAT:
@@ -110,14 +117,21 @@ class DataSet:
             reason = first_line(error)
             raise ValueError(f'{folder} cannot be opened ({reason}): prepare it again') from error
 
+    def _read_info(self, folder: paths.AnyPath) -> 'DatasetInfo':
+        """Return TFDS's DatasetInfo. TFDS reads from a disk: of a bucket, copies of all but the shards."""
+        if isinstance(folder, Path):
+            return self._tfds.builder_from_directory(folder).info
+        with tempfile.TemporaryDirectory() as copied:
+            for file in folder.iterdir():
+                if '-of-' not in file.name:
+                    Path(copied, file.name).write_bytes(file.read_bytes())
+            return self._tfds.builder_from_directory(copied).info
+
     def runs(self, expression: str) -> list[Run]:
         """Return where the records of a split, or of slices of splits, are stored."""
-        runs = []
         try:
-            for found in self._splits[expression].file_instructions:
-                path = os.fspath(found.filename)
-                runs.append(Run(path, found.skip, found.take, found.examples_in_shard))
-            if not runs:
+            instructions = self._splits[expression].file_instructions
+            if not instructions:
                 raise ValueError('it is empty')
         except Exception as error:  # of several classes
             names = ', '.join(f'{name} ({n:,})' for name, n in self.num_records.items())
@@ -125,23 +139,21 @@ class DataSet:
                 f'{self.name} has no such records ({first_line(error)}), its splits are: {names}: '
                 "write 'train', 'train[:90%]' or 'train[100:200]+test'"
             ) from error
-        if paths.is_in_bucket(runs[0].path):
-            paths.matching_files(f'{os.path.dirname(runs[0].path)}/*')  # all sizes by one request
+        statuses = paths.matching_files(f'{self.folder}/*')  # of all files by one request
+        runs = []
         missing = []
-        for path in dict.fromkeys(run.path for run in runs):
-            try:
-                size = paths.file_size(path)
-            except OSError:
-                size = 0
-            if not size:
+        for found in instructions:
+            path = str(self.folder / os.path.basename(found.filename))
+            if path in statuses and statuses[path].num_bytes:
+                numbers = (found.skip, found.take, found.examples_in_shard)
+                runs.append(Run(path, *numbers, statuses[path]))
+            elif path not in missing:
                 missing.append(path)
         if missing:
             raise ValueError(f'{self.name} lacks {first_ten(missing)}: copy it again')
         return runs
 
-    def decoder(
-        self, fields: Collection[str], remedy: str = ''
-    ) -> Callable[[bytes], dict[str, Any]]:
+    def decoder(self, fields: Collection[str], remedy: str = '') -> Callable[[bytes], dict]:
         """Return a function that decodes the features of a stored record in which `fields` are.
 
         Without fields it decodes all features. Raises ValueError for a field that is not there.
@@ -168,7 +180,7 @@ class DataSet:
 def open_all(
     data_sets: Sequence[DataSet],
     expression: str,
-    decode: Callable[[bytes], dict[str, Any]],
+    decode: Callable[[bytes], dict],
     fields: tuple[str, ...],
     bad_lines: BadLines,
 ) -> 'TfdsRecords':
@@ -185,7 +197,7 @@ def open_all(
     return SHARDS_OF_FORMAT[formats[0]](runs, decode, fields, bad_lines)
 
 
-def decode(features: Any, content: bytes) -> dict[str, Any]:
+def decode(features: 'FeaturesDict', content: bytes) -> dict:
     """Return {feature: value} of a stored record. Raises ValueError for what is no record."""
     try:
         example = features.deserialize_example_np(content)
@@ -200,7 +212,7 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__).rstrip('.')
 
 
-def flat(tree: Mapping[str, Any], prefix: str = '') -> Iterator[tuple[str, Any]]:
+def flat(tree: Mapping, prefix: str = '') -> Iterator[tuple]:
     """Yield (name, value) of the leaves of nested dicts, the names joined by slashes."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
@@ -209,7 +221,7 @@ def flat(tree: Mapping[str, Any], prefix: str = '') -> Iterator[tuple[str, Any]]
             yield f'{prefix}{name}', value
 
 
-def as_python(value: Any) -> Any:
+def as_python(value):
     """Return what TFDS decodes as Python's own types: dicts, lists, numbers, str, else bytes."""
     if isinstance(value, Mapping):
         return {name: as_python(x) for name, x in value.items()}
@@ -222,11 +234,12 @@ def as_python(value: Any) -> Any:
     return value
 
 
-def text_at(example: Mapping[str, Any], field: str) -> str:
+def text_at(example: Mapping, field: str) -> str:
     """Return a text or a number of an example as text; `field` is as 'label' or 'answers/text/0'."""
-    value: Any = example
+    first, *parts = field.split('/')
+    value = example[first]
     try:
-        for part in field.split('/'):
+        for part in parts:
             value = value[int(part)] if isinstance(value, list) else value[part]
     except IndexError:
         raise ValueError(f'feature {field!r} has too few values: correct the slot') from None
@@ -245,7 +258,7 @@ class TfdsRecords(StoredRecords):
     def __init__(
         self,
         runs: list[Run],
-        decode: Callable[[bytes], dict[str, Any]],
+        decode: Callable[[bytes], dict],
         fields: tuple[str, ...],
         bad_lines: BadLines,
     ):
@@ -260,7 +273,7 @@ class TfdsRecords(StoredRecords):
         """Divide the runs into blocks of about equally many bytes."""
         raise NotImplementedError
 
-    def parse(self, stored: StoredRecord) -> dict[str, Any] | None:
+    def parse(self, stored: StoredRecord) -> dict | None:
         example = self.decode(stored.checked())
         if not self.fields:
             return example
@@ -279,14 +292,14 @@ class TFRecords(ByteRanges, TfdsRecords):
         ranges = []
         for run in self.runs:
             first = 0
-            last = paths.file_size(run.path)
+            last = run.status.num_bytes
             if run.num_records != run.num_in_shard:
                 bounds = [*record_offsets(run.path).tolist(), last]
                 check_num_records(run.path, len(bounds) - 1, run.num_in_shard)
                 first = bounds[run.first]
                 last = bounds[run.first + run.num_records]
-            ranges.append((run.path, first, last))
-        num_bytes = sum(last - first for _, first, last in ranges)
+            ranges.append(ByteRange(run.path, run.status.num_bytes, first, last))
+        num_bytes = sum(part.last - part.first for part in ranges)
         self.divide_ranges(ranges, block_size(num_bytes, self.num_records))
 
 
@@ -306,7 +319,7 @@ class ArrayRecords(TfdsRecords):
     """
 
     def open_blocks(self) -> None:
-        num_bytes = sum(os.path.getsize(run.path) for run in self.runs)
+        num_bytes = sum(run.status.num_bytes for run in self.runs)
         num_stored = sum(run.num_in_shard for run in self.runs)
         block_bytes = block_size(num_bytes * self.num_records // num_stored, self.num_records)
         self.records_per_block = max(block_bytes * num_stored // num_bytes, 1)
@@ -314,6 +327,8 @@ class ArrayRecords(TfdsRecords):
             largest = max(run.num_in_shard for run in self.runs)
             self.records_per_block = max(self.records_per_block, largest // BLOCKS_OF_LARGE_FILE)
         self.divide(-(-run.num_records // self.records_per_block) for run in self.runs)
+        self.lock = threading.Lock()  # a reader has a position
+        self.reader = functools.lru_cache(maxsize=NUM_READERS)(open_array_record)
 
     def stored(self, block: int) -> Iterator[StoredRecord]:
         index, number = self.locate(block)
@@ -322,30 +337,25 @@ class ArrayRecords(TfdsRecords):
         end = min(start + self.records_per_block, run.num_records)
         for i in range(run.first + start, run.first + end):
             try:
-                yield StoredRecord(run.path, i, read_array_record(run, i))
+                yield StoredRecord(run.path, i, self.read_record(run, i))
             except RuntimeError as error:
                 fault = f'it is damaged ({first_line(error)}): copy the file again'
                 yield StoredRecord(run.path, i, fault=fault)
 
-
-def read_array_record(run: Run, i: int) -> bytes:
-    """Return record number `i` of an ArrayRecord file. Raises RuntimeError for a damaged one."""
-    with array_record_lock:
-        reader = array_record_reader(run.path, run.num_in_shard)
-        try:
-            if reader.record_index() != i:
-                reader.seek(i)
-            return reader.read()
-        except RuntimeError:
-            array_record_reader.cache_clear()  # a reader that failed reads no more
-            raise
-
-
-array_record_lock = threading.Lock()  # a reader has a position
+    def read_record(self, run: Run, i: int) -> bytes:
+        """Return record number `i` of a file. Raises RuntimeError for a damaged one."""
+        with self.lock:
+            reader = self.reader(run.path, run.num_in_shard)
+            try:
+                if reader.record_index() != i:
+                    reader.seek(i)
+                return reader.read()
+            except RuntimeError:
+                self.reader.cache_clear()  # a reader that failed reads no more
+                raise
 
 
-@functools.lru_cache(maxsize=NUM_READERS)
-def array_record_reader(path: str, num_records: int) -> Any:
+def open_array_record(path: str, num_records: int) -> 'ArrayRecordReader':
     """Return the reader of an ArrayRecord file. Raises ValueError unless it has `num_records`."""
     module = importlib.import_module('array_record.python.array_record_module')
     try:

@@ -7,7 +7,7 @@ import contextlib
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -47,7 +47,7 @@ def record_offsets(path: str | Path) -> np.ndarray:
     offset = 0
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(paths.open_file(str(path)))
-        content: Any
+        content: bytes | mmap.mmap
         if paths.is_in_bucket(str(path)):
             content = file.read()
         else:
@@ -104,7 +104,7 @@ class StoredRecords(Blocks):
         """Yield the records of a block, those with a fault, too."""
         raise NotImplementedError
 
-    def parse(self, stored: StoredRecord) -> dict[str, Any] | None:
+    def parse(self, stored: StoredRecord) -> dict | None:
         """Return the fields of a record; None for a blank one. Raises ValueError for a bad one."""
         raise NotImplementedError
 
@@ -113,17 +113,23 @@ class StoredRecords(Blocks):
         return [self.bad_lines.record(x.path, x.position, self.parse, x) for x in stored]
 
 
+class ByteRange(NamedTuple):
+    """A part of a file that begins and ends with a record."""
+
+    path: str
+    num_bytes: int  # of the file
+    first: int
+    last: int
+
+
 class ByteRanges(StoredRecords):
-    """Records of TFRecord files, without an index. A block has those that begin in some bytes.
+    """Records of TFRecord files, without an index. A block has those that begin in some bytes."""
 
-    Each of `ranges`, (path, first, last), begins and ends with a record.
-    """
-
-    def divide_ranges(self, ranges: list[tuple[str, int, int]], block_bytes: int) -> None:
+    def divide_ranges(self, ranges: list[ByteRange], block_bytes: int) -> None:
         """Divide the ranges into blocks of `block_bytes`."""
         self.ranges = ranges
         self.block_bytes = block_bytes
-        self.divide(-(-(last - first) // block_bytes) for _, first, last in ranges)
+        self.divide(-(-(last - first) // block_bytes) for _, _, first, last in ranges)
 
     def stored(self, block: int) -> Iterator[StoredRecord]:
         """Yield the records of a block.
@@ -132,10 +138,10 @@ class ByteRanges(StoredRecords):
         because the next block cannot find it.
         """
         index, number = self.locate(block)
-        path, first, last = self.ranges[index]
+        path, num_bytes, first, last = self.ranges[index]
         start = first + number * self.block_bytes
         end = min(start + self.block_bytes, last)
-        with paths.open_file(path, read_ahead=self.block_bytes) as file:
+        with paths.open_file(path, self.block_bytes, num_bytes) as file:
             offset: int | None = start
             if number:
                 offset = find_record(file, start, end)

@@ -8,8 +8,10 @@ import shutil
 
 import numpy as np
 
+import paths
 from sources import BadLines, tfrecord
 from sources import cache as task_cache
+from sources.files import read_records
 
 FORMATS = ['array_record', 'tfrecord']
 SIZES = {'train': 103, 'validation': 20, 'test': 10}
@@ -151,6 +153,8 @@ def prepare_glue(root, version):
 def cached_examples(split):
     """All features of the examples of a split of a task cache, in the order of its files."""
     bad_lines = BadLines('stop', max_fraction=0.0)
-    names = [str(file) for file in split.files]
-    part = task_cache.CachedRecords(split, names, bad_lines, split.features)
+    statuses = {str(file): paths.status_of(file) for file in split.files}
+    files = read_records('', 'train', statuses)
+    files.sort(key=lambda file: file.path)
+    part = task_cache.CachedRecords(split, files, bad_lines, split.features)
     return [record.fields for record in part.in_order()]

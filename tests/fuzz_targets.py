@@ -93,7 +93,6 @@ def config_of_lines(file: Path, on_bad_line: str) -> Any:
 
 def read_lines(file: Path) -> None:
     """Read the records as training, --mode=cache and --mode=infer do."""
-    sources.tables.table_header.cache_clear()  # of another file of this name
     for whole in (False, True):
         source = sources.open.open_source(config_of_lines(file, 'skip'), whole_records=whole)
         found = []
@@ -169,8 +168,7 @@ def read_cache(file: Path) -> None:
     parts = [sources.open.open_cache(folder, 'train', BadLines('stop', 0.0))]
     parts.append(parts[0].whole())
     split = sources.cache.open_split(folder, 'train')
-    names = [str(file) for file in split.files if paths.file_size(file)]
-    large = sources.cache.LargeCache(split, names, BadLines('stop', 0.0))
+    large = sources.cache.LargeCache(split, parts[0].files, BadLines('stop', 0.0))
     for part in (*parts, large, large.whole()):
         records = [record for record in part.in_order() if record is not None]
         assert part.num_records in (None, len(records))

@@ -130,7 +130,7 @@ def test_two_stars_are_any_number_of_folders(here):
         (here / name).write_text('')
     found = [Path(name).name for name in paths.matching_files('real/**/*.txt')]
     assert sorted(found) == ['0.txt', '1.txt', '2.txt']
-    with pytest.raises(ValueError, match='folders alone'):
+    with pytest.raises(ValueError, match='is a folder: name its files'):
         paths.matching_files('real/su*')
 
 

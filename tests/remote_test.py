@@ -14,8 +14,9 @@ import corpora
 import data_sets
 import fsspec
 import numpy as np
+import pyarrow.parquet
 import pytest
-from bucket_store import CLIENTS, GOLDEN, run_in_another_process
+from bucket_store import GOLDEN, run_in_another_process
 
 import infer
 import paths
@@ -93,6 +94,46 @@ for file in sys.argv[2:]:
     except OSError as error:
         print(error)
 """
+
+
+READ_AGAIN = """
+import json
+import os
+import sys
+
+import corpora
+import sources.open
+
+url, folder = sys.argv[1:]
+for name in sorted(os.listdir(f'{folder}/new')):
+    file = f'{folder}/{name}'
+    config = corpora.make_config(files=url + name, targets='{text}', validation_fraction=0.0)
+    for version in ('old', 'new'):
+        os.replace(f'{folder}/{version}/{name}', file)
+        source = sources.open.open_source(config)
+        print(json.dumps([record.fields for record in source.records('train')]))
+"""
+
+
+@pytest.mark.peers
+def test_a_second_reading_sees_an_object_that_changed(scheme, store):
+    """As in a notebook, in one process: contents, sizes, headers and row groups of the same names."""
+    folder = store.folder / 'data'
+    for version, columns in (('old', ('text', 'other')), ('new', ('other', 'text'))):
+        (folder / version).mkdir(parents=True)
+        num_rows = {'old': 5, 'new': 12}[version]
+        rows = [{name: f'{name} {version} {i}' for name in columns} for i in range(num_rows)]
+        table = ''.join(f'{",".join(row)}\n' for row in [columns, *[row.values() for row in rows]])
+        lines = ''.join(f'{json.dumps(row)}\n' for row in rows)
+        (folder / version / 'a.csv').write_text(table)
+        (folder / version / 'b.csv.gz').write_bytes(gzip.compress(table.encode()))
+        (folder / version / 'c.jsonl').write_text(lines)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / version / 'd.parquet')
+    lines = run_in_another_process(READ_AGAIN, [f'{scheme}://data/', str(folder)], store)
+    assert len(lines) == 8
+    for old, new in zip(lines[::2], lines[1::2], strict=True):
+        assert json.loads(old) == [{'text': f'text old {i}'} for i in range(5)]
+        assert json.loads(new) == [{'text': f'text new {i}'} for i in range(12)]
 
 
 @pytest.mark.peers
@@ -307,7 +348,7 @@ def in_memory(monkeypatch):
 
     monkeypatch.setattr(client, 'cat_file', record)
     monkeypatch.setattr(paths, 'client_of', lambda name: client)
-    paths._status.cache_clear()
+    monkeypatch.setitem(paths.STORES, 'memory', paths.Store('', '', '', checksum=''))
     yield client, fetched
     client.store.clear()
 
@@ -334,7 +375,6 @@ def test_a_file_that_shrinks_or_goes_away(in_memory):
     client, _ = in_memory
     for change in (lambda name: client.pipe_file(name, b'less'), client.rm_file):
         client.pipe_file('memory://bucket/b.txt', b'words\n' * 1000)
-        paths._status.cache_clear()
         with paths.open_file('memory://bucket/b.txt', read_ahead=100) as file:
             file.readline()
             change('memory://bucket/b.txt')
@@ -348,7 +388,7 @@ def test_a_file_that_shrinks_or_goes_away(in_memory):
 @pytest.mark.parametrize('scheme, extra', [('gs', 'gcs'), ('s3', 's3')])
 def test_a_client_that_is_not_installed_is_named_with_its_remedy(scheme, extra, monkeypatch):
     monkeypatch.setattr(os, 'environ', dict(os.environ))
-    monkeypatch.setitem(sys.modules, CLIENTS[scheme], None)
+    monkeypatch.setitem(sys.modules, paths.STORES[scheme].module, None)
     with pytest.raises(ValueError) as error:
         infer.load(f'{scheme}://bucket/x')
     with pytest.raises(ValueError, match='data.files: .*://bucket/x.txt needs .*: pip install'):

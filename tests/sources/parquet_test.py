@@ -246,8 +246,9 @@ def test_lanes_share_decoded_row_groups(tmp_path, monkeypatch):
     assert len(source.train.row_groups._kept) < 30
     assert sorted(found) == sorted(text.strip() for text in texts)
     assert sorted(set(decoded)) == list(range(60)) and len(decoded) < 1.2 * 60
-    first, second = source.train.order(0, 0), source.train.order(0, 1)
-    assert sorted(first) == sorted(second) == list(range(source.train.num_blocks))
+    num_blocks = source.train.num_blocks
+    first, second = [source.train.order(num_blocks, 0, epoch) for epoch in range(2)]
+    assert sorted(first) == sorted(second) == list(range(num_blocks))
     assert not np.array_equal(first, second)
 
 
