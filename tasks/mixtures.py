@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import user_code
-from configs.check import CHOICES, DELIMITER, DELIMITER_RULE
+from configs import check
 from data import Objective
 from sources import NO_SPLIT
 from sources.templates import Template, templates_of
@@ -69,12 +69,12 @@ class Task:
             value = getattr(self, field.name)
             if field.type is str and not isinstance(value, str):
                 raise self._wrong(field.name, value, 'must be a text')
-        if self.kind not in CHOICES['data.kind']:
-            kinds = ', '.join(map(repr, CHOICES['data.kind']))
-            raise self._wrong('kind', self.kind, f'use one of {kinds}')
+        for setting in ('kind', 'delimiter'):
+            try:
+                check.check_value(f'data.{setting}', getattr(self, setting))
+            except ValueError as error:
+                raise ValueError(f'task {self.name!r}: {error}') from None
         self._check_objective()
-        if not DELIMITER.fullmatch(self.delimiter):
-            raise self._wrong('delimiter', self.delimiter, DELIMITER_RULE)
         if not isinstance(self.metric_fns, list | tuple):
             raise self._wrong('metric_fns', self.metric_fns, 'must be a list of functions')
         if self.preprocess_fn is not None and (self.inputs or self.targets):

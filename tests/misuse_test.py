@@ -80,12 +80,14 @@ TABLES: dict[str, dict[str, Row]] = {}  # filled below
 def out_of_range() -> list[tuple[str, str]]:
     """Return (setting, value) just outside of every range, and values that are no finite number."""
     found = []
-    defaults = dict(settings.leaves(base.get_config()))
-    for key, limits in settings.RANGES.items():
+    for key, setting in settings.declared().items():
+        limits = setting.range
+        if limits is None:
+            continue
         values: list = [limits.low - 1, *limits.without]
-        if limits.high != settings.LARGEST_FLOAT:
+        if limits.high != base.LARGEST_FLOAT:
             values.append(limits.high + 1)
-        is_float = isinstance(defaults[key], float)
+        is_float = isinstance(setting.default, float)
         values += ['nan', 'inf', '-inf'] if is_float else [10**30, -(10**30)]
         found += [(key, str(value)) for value in values]
     return found
@@ -97,15 +99,13 @@ def test_a_number_out_of_its_range(command_line, tmp_path, key, value):
     check(row, command_line, tmp_path)
 
 
-def test_the_tables_name_settings():
-    """Every table of configs/check.py names settings that exist, and their defaults are valid."""
-    found = dict(settings.leaves(base.get_config()))
-    numbers = {key for key, x in found.items() if type(x) in (int, float)}
-    assert set(settings.RANGES) <= numbers
-    assert set(settings.CHOICES) <= set(found)
-    assert set(settings.INTEGER_OR_AUTO) <= set(found)
-    for key, default in found.items():
-        settings.check_value(key, default, default)
+def test_each_number_has_a_range():
+    """And no other setting; the defaults are valid."""
+    for key, setting in settings.declared().items():
+        assert (type(setting.default) in (int, float)) == (setting.range is not None), key
+        settings.check_value(key, setting.default)
+    for _, *dependents in settings.NEEDS:
+        assert settings.declared().keys() >= set(dependents[-1])
 
 
 def test_help_lists_every_setting(command_line, tmp_path):
