@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from ml_collections import ConfigDict
 
 import data
 from data import Example, Objective
@@ -71,6 +72,8 @@ class OpenMixture:
     name: str
     tasks: tuple[OpenTask, ...]
     fingerprint: str  # a run may go on with a mixture of the same fingerprint only
+    # From config.data to the same mixture, in a process of its own.
+    reopen: Callable[[ConfigDict], 'OpenMixture'] | None = None
 
     @property
     def is_single(self) -> bool:

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import tasks.names
 import tasks.open
 from run.examples import SPLITS, check_split
 from sources import NO_SPLIT, Record, Source
 from sources.open import find_cache
-from tasks import t5
+from tasks import t0, t5
 from tasks.mixtures import MetricFn, Mixture, Task
 from tasks.objectives import OBJECTIVES
-from tasks.own import own_tasks
 from vocabulary import EOS_ID, Vocabulary, named_vocabulary
 
 WIDTH = 100
@@ -41,8 +41,7 @@ def describe(
             f'--split, --examples and --vocabulary are for one task, and data.task={config.task!r} is none: name one'
         )
     if found is None:
-        own = {f'Of data.module={config.module!r}:': list(own_tasks(config.module).values())}
-        return list_of(own | t5.LISTED if config.module else t5.LISTED)
+        return list_of(groups(config.module))
     find_cache(config, config.task)  # raises ValueError for data.cache_dirs
     if isinstance(found, Mixture):
         return describe_mixture(found, config)
@@ -52,9 +51,26 @@ def describe(
 # The list of all.
 
 
+def groups(module: str) -> dict[str, Sequence[Task | Mixture]]:
+    """Return {title: tasks or mixtures} of all; those of a data.module come first.
+
+    The tasks of mT5, ByT5 and T0 are listed with one of their mixtures.
+    """
+    found: dict[str, Sequence[Task | Mixture]] = {}
+    if module:
+        found[f'Of data.module={module!r}:'] = list(tasks.names.own_tasks(module).values())
+    of_t0 = t0.mixtures()
+    known = {row.name for rows in [*t5.groups().values(), of_t0] for row in rows}
+    mixtures = [row for row in t5.table().values() if isinstance(row, Mixture)]
+    found |= t5.groups()
+    found['Mixtures of mT5 and ByT5'] = [row for row in mixtures if row.name not in known]
+    found['Mixtures of T0'] = of_t0
+    return found
+
+
 def list_of(groups: Mapping[str, Sequence[Task | Mixture]]) -> Iterator[str]:
     """Yield the lines of a list of all tasks and mixtures."""
-    documents = filter(tasks.open.takes_documents, OBJECTIVES)
+    documents = filter(tasks.names.takes_documents, OBJECTIVES)
     yield from textwrap.wrap(
         f'On the documents of data.files: {", ".join(documents)}.', width=WIDTH
     )

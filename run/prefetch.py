@@ -11,18 +11,17 @@ import gc
 import itertools
 import multiprocessing
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
+from ml_collections import ConfigDict
 
-import tasks
-import tasks.open
 import user_code
 from data import feature_lengths
 from sources import FileRecord
-from stream import Stream
+from stream import OpenMixture, Stream
 
 DEPTH = 2  # batches that are made ahead
 DEPTH_OF_WORKER = 8  # of a worker: its rows of some batches take longer than the other workers' do
@@ -102,6 +101,7 @@ def ahead_in_thread(
 class Work(NamedTuple):
     """What a worker makes: the batches of a stream from `position` on."""
 
+    reopen: Callable[[ConfigDict], OpenMixture] | None  # of the mixture
     fingerprint: str  # of the mixture
     files: list[FileRecord]  # of the mixture
     position: np.ndarray  # of the rows
@@ -112,7 +112,13 @@ def work_of(stream: Stream, rows: range, position: np.ndarray) -> Work:
     """Return the work of making some rows of a stream, from their position on."""
     options = {field.name: getattr(stream, field.name) for field in dataclasses.fields(stream)}
     mixture = options.pop('mixture')  # has functions that cannot be sent
-    return Work(mixture.fingerprint, mixture.files, position, options=options | {'rows': rows})
+    return Work(
+        reopen=mixture.reopen,
+        fingerprint=mixture.fingerprint,
+        files=mixture.files,
+        position=position,
+        options=options | {'rows': rows},
+    )
 
 
 class Workers:
@@ -253,7 +259,8 @@ def open_stream(work: Work) -> Stream:
     """Return the stream of a worker."""
     config = work.options['config']
     work.options['vocabulary'].num_threads = 1  # the other cores have workers of their own
-    opened = tasks.open.open_mixture(config)
+    assert work.reopen is not None
+    opened = work.reopen(config)
     mixture = opened.going_on(work.files, opened.fingerprint, step=0)
     if mixture is None or opened.fingerprint != work.fingerprint:
         raise ValueError(

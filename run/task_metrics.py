@@ -90,7 +90,7 @@ def open_tasks(config: Any, split: str) -> list[OpenTask]:
     opened: dict[str, OpenTask] = {}
     names = config.infer_eval.task or config.data.task
     for name in names.split(','):
-        data_config = settings_of_task(config.data, name.strip())
+        data_config = tasks.open.settings_of_task(config.data, name.strip())
         found = tasks.open.find(data_config)
         if isinstance(found, Task):
             opened[found.name] = open_task(found, data_config, split)
@@ -108,17 +108,6 @@ def open_tasks(config: Any, split: str) -> list[OpenTask]:
             )
         opened |= of_mixture
     return list(opened.values())
-
-
-def settings_of_task(config: Any, name: str) -> Any:
-    """Return config.data for a task. What is said of the records of data.task is not of others."""
-    if name == config.task:
-        return config
-    own = config.copy_and_resolve_references()
-    own.update(task=name, train_split='train', text_field='text', kind='', delimiter='')
-    own.update(files='', validation_files='', test_files='', validation_split='')
-    own.update(inputs='', targets='', tfds='', metrics='')
-    return own
 
 
 def open_task(task: Task, config: Any, split: str) -> OpenTask:

@@ -25,7 +25,7 @@ import regex
 from sacrebleu.metrics import BLEU
 
 Values = dict[str, float]
-Metric = Callable[[Sequence[Any], Sequence[Any]], Values]
+Metric = Callable[..., Mapping[str, float]]
 
 NUM_BOOTSTRAP_SAMPLES = 1000  # of rouge_score
 
@@ -194,9 +194,6 @@ def rouge(
     return values
 
 
-rouge_mean = rouge  # T5's name of the mean
-
-
 def rouge_sentences(text: str, tokenizer: str) -> list[list[str]]:
     """Return the tokens of each sentence."""
     lines = text.replace(' . ', ' .\n').split('\n')
@@ -292,32 +289,6 @@ def bootstrap_percent(values: Sequence[float], seed: int) -> float:
         rows = generator.integers(len(array), size=len(array))
         means.append(array[rows].mean())
     return 100 * float(np.median(means))
-
-
-def bleu1(targets: Sequence[str], predictions: Sequence[str]) -> Values:
-    """Return {'bleu1'}: the mean over examples of clipped word precision times brevity penalty.
-
-    Texts are normalized as SQuAD's. Source: byt5/metrics.py (TweetQA).
-    """
-    scores = []
-    for target, prediction in zip(targets, predictions, strict=True):
-        target_words = normalize_squad(target).split()
-        words = normalize_squad(prediction).split()
-        num_common = count_common(target_words, words)
-        brevity_penalty = math.exp(min(0.0, 1 - len(target_words) / max(len(words), 1)))
-        scores.append(brevity_penalty * num_common / max(len(words), 1))
-    return {'bleu1': mean_percent(scores)}
-
-
-def normalized_rouge(
-    targets: Sequence[str], predictions: Sequence[str], bootstrap_seed: int | None = None
-) -> Values:
-    """Return `rouge` of texts normalized as SQuAD's. Source: byt5/metrics.py `rouge` (TweetQA)."""
-    return rouge(
-        targets=list(map(normalize_squad, targets)),
-        predictions=list(map(normalize_squad, predictions)),
-        bootstrap_seed=bootstrap_seed,
-    )
 
 
 # Question answering.
@@ -443,18 +414,6 @@ def span_text(context: str, span: str) -> str:
     return ' '.join(words[start : end + 1])
 
 
-def coqa_f1(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> Values:
-    """Return {'f1'} of `squad`, with 1 where answer and prediction have no word."""
-    check_answers(targets)
-    f1 = []
-    for answers, prediction in zip(targets, predictions, strict=True):
-        words = normalize_squad(prediction).split()
-        words_of_answers = [normalize_squad(answer).split() for answer in answers]
-        overlaps = [overlap_f1(answer_words, words) for answer_words in words_of_answers]
-        f1.append(max([float(not words and [] in words_of_answers), *overlaps]))
-    return {'f1': mean_percent(f1)}
-
-
 def natural_questions(
     targets: Sequence[Sequence[Sequence[str]]],
     predictions: Sequence[Sequence[Sequence[str]]],
@@ -485,11 +444,6 @@ def normalized_set(answers: Sequence[str]) -> set[str]:
 
 
 # Sequences.
-
-
-def sequence_accuracy(targets: Sequence[str], predictions: Sequence[str]) -> Values:
-    """Return {'sequence_accuracy'}: how many texts are equal."""
-    return {'sequence_accuracy': accuracy(targets, predictions)['accuracy']}
 
 
 def edit_distance(targets: Sequence[str], predictions: Sequence[str], lower: bool = True) -> Values:
@@ -624,30 +578,6 @@ def matthews_corrcoef(targets: Sequence[Any], predictions: Sequence[Any]) -> Val
         return {'matthews_corrcoef': 0.0}
     correlation = covariance / math.sqrt(target_variance * prediction_variance)
     return {'matthews_corrcoef': 100 * float(correlation)}
-
-
-def auc(
-    targets: Sequence[float],
-    predictions: Sequence[float],
-    targets_threshold: float | None = None,
-) -> Values:
-    """Return {'auc-roc', 'auc-pr'}, from 0 to 1: areas under the ROC and precision-recall curves.
-
-    The latter is the average precision. `targets`: 0 or 1; with `targets_threshold`, numbers of
-    which those from it on are 1. With targets of one class 'auc-roc' is nan.
-    """
-    if targets_threshold is None:
-        is_positive = as_binary(targets)
-    else:
-        is_positive = as_numbers(targets) >= targets_threshold
-    return areas_under_curves(is_positive, as_numbers(predictions))
-
-
-def score_auc(
-    targets: Sequence[float], scores: Sequence[float], targets_threshold: float | None = None
-) -> Values:
-    """Return `auc` of the scores."""
-    return auc(targets, scores, targets_threshold)
 
 
 def areas_under_curves(

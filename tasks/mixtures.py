@@ -9,6 +9,8 @@ import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ml_collections import ConfigDict
+
 import user_code
 from configs import check
 from data import Objective
@@ -27,7 +29,7 @@ PreprocessFn = Callable[[Mapping[str, Any]], Iterable[Mapping[str, Any]]]
 # From a text (targets, or what the model predicts), the example, and whether it is the targets.
 PostprocessFn = Callable[[str, Any, bool], Any]
 # (targets, predictions) or (targets, scores): {name of the metric: value}.
-MetricFn = Callable[[Sequence[Any], Sequence[Any]], dict[str, float]]
+MetricFn = Callable[..., Mapping[str, float]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -245,6 +247,15 @@ def check_name(name: Any) -> None:
         f'{MAX_NAME_BYTES} bytes without / \\ comma and control characters, without spaces around it, '
         'that does not begin with a dot'
     )
+
+
+def settings_of_a_row(config: ConfigDict) -> dict[str, str]:
+    """Return {name: default} of the fields of a Task that are settings of config.data."""
+    defaults = {}
+    for field in dataclasses.fields(Task):
+        if isinstance(field.default, str) and field.name in config:
+            defaults[field.name] = field.default
+    return defaults
 
 
 class Splits(NamedTuple):

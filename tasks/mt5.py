@@ -17,8 +17,7 @@ bytes) and the lengths. The originals' lengths of inputs and targets:
 
 A task in several languages is named TASK.LANGUAGE. 'zeroshot' trains on English and evaluates all
 languages; 'translate_train' trains on translations, too. Not here: TweetQA and Dakshina, whose tasks
-are not published (their metrics are metrics.bleu1, metrics.normalized_rouge and metrics.cer), and
-SIGMORPHON.
+are not published (Dakshina's metric is metrics.cer), and SIGMORPHON.
 
 Source: google-research, multilingual_t5/tasks.py 9dcd60f and byt5/tasks.py 7d4efdd. Imports no jax.
 """

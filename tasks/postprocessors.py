@@ -30,11 +30,6 @@ def string_to_float(
     return number if math.isfinite(number) else default
 
 
-def lower_text(text: str, example: Example | None = None, is_target: bool = False) -> str:
-    """Return a text in lower case."""
-    return text.lower()
-
-
 def string_label_to_class_id(
     text: str,
     example: Example | None = None,

@@ -24,7 +24,7 @@ from run import task_metrics
 from run.examples import Example
 from stream import Stream
 from tasks import mixtures
-from tasks.own import own_tasks
+from tasks.names import own_tasks
 
 START = """
 import sys

@@ -27,7 +27,7 @@ CASES = json.loads((GOLDEN / 'seqio_t5' / 'mixing_rates.json').read_text())
 # What t5 0.9.4 registers: source, metrics and classes of each task, rates of each mixture.
 REGISTRY = json.loads((GOLDEN / 't5_registry.json').read_text())
 ROWS = {}
-for rows in t5.GROUPS.values():
+for rows in t5.groups().values():
     for row in rows:
         if isinstance(row, Task) and row.tfds:
             ROWS[row.name] = row
@@ -56,7 +56,7 @@ def test_a_row_is_t5s(name):
 
 
 def test_every_name_of_t5_is_there_once():
-    names = [row.name for rows in t5.GROUPS.values() for row in rows]
+    names = [row.name for rows in t5.groups().values() for row in rows]
     assert [name for name, count in collections.Counter(names).items() if count > 1] == []
     assert REGISTRY['tasks'].keys() | REGISTRY['mixtures'].keys() <= set(names)
     assert len(REGISTRY['tasks']) == 60 and len(REGISTRY['mixtures']) == 20
