@@ -688,7 +688,7 @@ def deduplicate_metric(metric_fn: Metric) -> Metric:
         for group in grouped(targets, predictions):
             firsts.targets.append(group.targets[0])
             firsts.predictions.append(group.predictions[0])
-        return metric_fn(firsts.targets, firsts.predictions)
+        return dict(metric_fn(firsts.targets, firsts.predictions))
 
     return metric
 

@@ -15,12 +15,12 @@ from sources import NO_SPLIT, Source
 from stream import OpenMixture, OpenTask, fingerprint_of
 from tasks import metrics
 from tasks.mixtures import MetricFn, Mixture, Rate, Task, settings_of_a_row
-from tasks.names import look_up, own_tasks, unknown
+from tasks.names import look_up, own_tasks, takes_documents, unknown
 from tasks.objectives import OBJECTIVES
 from tasks.t5 import REFUSED, table
 
 RECORDS = ('files', 'validation_files', 'test_files', 'tfds')
-TEXTS = ('inputs', 'targets', 'metrics')
+TEXTS = ('targets', 'inputs', 'metrics')
 # What a row is: the settings that it refuses.
 LACKS = {
     'a mixture': (*RECORDS, *TEXTS),
@@ -58,7 +58,8 @@ def find(config: ConfigDict) -> Task | Mixture:
                 f"data.{setting}='', or name another data.task"
             )
     found = configured(row, config)
-    if name == 'text_to_text' and not config.targets and not is_cached(name):
+    is_of_texts = name in OBJECTIVES and not takes_documents(name)
+    if is_of_texts and not config.targets and not is_cached(name):
         raise ValueError(
             f'data.task={name!r} needs data.inputs and data.targets: name the fields of a record in them, '
             "as '{question}' and '{answer}'"
