@@ -13,7 +13,7 @@ import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,19 +26,17 @@ from ml_collections import FrozenConfigDict
 
 import checkpoint
 import evaluate
-import infer
 import kernels
 import loss
 import model
 import optimizer
 import partition
 from model import T5Config
-from run import best, compiler, console, prefetch, results
+from run import best, compiler, console, prefetch
 from run.agreement import Batches, StopRequest, counts_of_all, remember_interrupt
 from run.console import Console
 from run.interval import Clock, Interval, show
 from run.not_finite import COUNT_FILE, NotFinite
-from run.task_metrics import TaskMetrics, events_of, write_results
 from run.workdir import Metrics, record_end
 from stream import Stream
 from vocabulary import Vocabulary
@@ -253,6 +251,19 @@ def compile_step(trainer: Trainer) -> jax.stages.Compiled:
 # The loop.
 
 
+class TaskEvaluation(Protocol):
+    """The evaluation of a task: it writes and reports its results."""
+
+    @property
+    def name(self) -> str:
+        """The name of its lines in metrics.jsonl."""
+
+    def __call__(
+        self, params: Mapping[str, jax.Array], step: int, stop: Callable[[int], int]
+    ) -> dict[str, float] | None:
+        """Return the metrics; None if `stop`, given the number of batches so far, is not 0."""
+
+
 class Run(NamedTuple):
     """A run that is ready to start or to go on: `modes.train.prepare` makes it."""
 
@@ -267,8 +278,7 @@ class Run(NamedTuple):
     stream: Stream
     vocabulary: Vocabulary
     evaluations: list[evaluate.Evaluation]
-    task_metrics: TaskMetrics  # of no task where infer_eval.every_steps=0
-    t5: infer.T5  # the model that answers for them, which is given the parameters of a step
+    task_metrics: Sequence[TaskEvaluation]  # none with infer_eval.every_steps=0
     missing_evaluations: list[str]  # after first_step, because a signal ended them
     first_step: int  # the steps that were taken before
     state: TrainState
@@ -430,7 +440,7 @@ def due_evaluations(run: Run, step: int, is_last: bool) -> list[str]:
         names += [evaluation.name for evaluation in run.evaluations]
     every_steps = run.config.infer_eval.every_steps
     if every_steps and (is_last or step % every_steps == 0):
-        names += [f'{results.FOLDER}/{task.name}' for task in run.task_metrics.tasks]
+        names += [evaluation.name for evaluation in run.task_metrics]
     return names
 
 
@@ -450,28 +460,16 @@ def evaluate_step(
             losses = evaluation(params, stop_request.agree)
         if losses is not None:
             run.metrics.write(evaluation.name, step, losses)
-            of_task = ''
+            title = f'Step {step:,}'
             if len(run.evaluations) > 1:
-                of_task = f', {evaluation.name.partition("/")[2]}'
-            run.console.line(f'Step {step:,}{of_task}: {console.compare_with_baseline(losses)}')
-
-    due = [x for x in run.task_metrics.tasks if f'{results.FOLDER}/{x.name}' in names]
-    if not due or stop_request.signal:
-        return
-    values = {}
-    run.t5.set_parameters(model.merge_adapters(run.trainer.model_config, params))
-    for task in due:
-        with run.console.working(f'Evaluating {task.name}, step {step:,}'):
-            found = run.task_metrics(run.t5, task, stop_request.agree)
-        if found is None:
-            break
-        write = functools.partial(write_results, run.workdir, task, step, found, run.console.line)
-        partition.in_all(write)
-        run.metrics.write(f'{results.FOLDER}/{task.name}', step, events_of(task, found.values))
-        values[task.name] = found.values
-    run.t5.set_parameters({})
-    if values:
-        run.console.line(run.task_metrics.describe(step, values))
+                title += f', {evaluation.name.partition("/")[2]}'
+            run.console.line(f'{title}: {console.compare_with_baseline(losses)}')
+    for of_task in run.task_metrics:
+        if of_task.name not in names or stop_request.signal:
+            continue
+        values = of_task(params, step, stop_request.agree)
+        if values is not None:
+            run.metrics.write(of_task.name, step, values)
 
 
 def stop_early(run: Run, progress: Progress, stop_request: StopRequest) -> bool:

@@ -113,7 +113,7 @@ class CheckpointEvaluation:
             check_files_of_run(first, config, opened, self.split)
         self.vocabulary = vocabulary_of_checkpoint(first, config.data)
         with self.console.working('Reading the tasks'):
-            self.task_metrics = task_metrics.TaskMetrics(
+            self.tasks = task_metrics.read_tasks(
                 config, self.split, self.vocabulary, opened, self.console.line
             )
         partition.in_all(self.check_others)
@@ -142,7 +142,7 @@ class CheckpointEvaluation:
         """Raise ValueError, in the first process, where results of other files or settings are in the way."""
         if jax.process_index() > 0:
             return
-        for task in self.task_metrics.tasks:
+        for task in self.tasks:
             steps = []
             for path, step in self.checkpoints():
                 if self.results.has_others(task.name, step, self.identity(task, path)):
@@ -192,21 +192,18 @@ class CheckpointEvaluation:
 
     def evaluate(self, path: Any, step: int) -> None:
         """Evaluate a checkpoint on each task that has no results of it."""
-        values = {}
-        for task in self.task_metrics.tasks:
+        for task in self.tasks:
             identity = self.identity(task, path)
             is_evaluated = self.results.has(task.name, step, identity)
             if partition.from_first_process(np.array(is_evaluated)):
                 self.console.line(f'Step {step:,}: {task.name} is evaluated already.')
                 continue
             with self.console.working(f'Evaluating {task.name}, step {step:,}'):
-                found = self.task_metrics(self.load(path), task)
+                found = task.results(self.load(path))
             assert found is not None
             with_identity = task._replace(settings=identity)
             partition.in_all(functools.partial(self.write, with_identity, step, found))
-            values[task.name] = found.values
-        if values:
-            self.console.line(self.task_metrics.describe(step, values))
+            self.console.line(task.describe(step, found.values))
 
     def write(
         self, task: task_metrics.EvaluatedTask, step: int, found: task_metrics.TaskResults
@@ -217,7 +214,7 @@ class CheckpointEvaluation:
             if self.results.has_others(task.name, step, task.settings):
                 self.refuse(task.name, f'{step:,}')
             with paths.naming(self.folder):
-                self.events.write(task.name, step, task_metrics.events_of(task, found.values))
+                self.events.write(task.name, step, task.events(found.values))
                 task_metrics.write_results(self.folder, task, step, found, self.console.line)
 
     def load(self, path: Any) -> infer.T5:

@@ -280,15 +280,15 @@ def prepare(config: Any, folder: Any) -> train.Run:
 
         # The examples of task metrics, and whether train.early_stopping has ended the run.
         with terminal.working('Reading the examples of task metrics'):
-            metrics_of_tasks = task_metrics.TaskMetrics(
+            read_tasks = task_metrics.read_tasks(
                 config, config.infer_eval.split, vocabulary, evaluated_tasks, terminal.line
             )
-        if not metrics_of_tasks.tasks:
+        if not read_tasks:
             with terminal.working('Reading the first texts'):
                 for line in task_metrics.changes_of_first_texts(training.tasks):
                     terminal.line(line)
         if config.save.best_metric:
-            task_metrics.check_best_metric(config, validation, metrics_of_tasks.tasks)
+            task_metrics.check_best_metric(config, validation, read_tasks)
         history = best.history(config.save, kept_lines)
         has_stopped_early = history.ends(config.train.early_stopping)
         has_all_steps = begin.is_resumed and begin.step >= config.train.steps
@@ -359,6 +359,12 @@ def prepare(config: Any, folder: Any) -> train.Run:
         base = model.without_adapters(trainer.model_config)
         merge = functools.partial(model.merge_adapters, trainer.model_config)
         base_params = jax.eval_shape(merge, trainer.shapes.params)
+        t5 = infer.T5(base, base_params, trainer.mesh, vocabulary)
+        metrics_of_tasks = []
+        for read_task in read_tasks:
+            metrics_of_tasks.append(
+                task_metrics.TaskMetrics(read_task, trainer.model_config, t5, folder, terminal)
+            )
         run = train.Run(
             config=config,
             files=files,
@@ -374,7 +380,6 @@ def prepare(config: Any, folder: Any) -> train.Run:
                 config, trainer, training, validation, planned.num_microbatches
             ),
             task_metrics=metrics_of_tasks,
-            t5=infer.T5(base, base_params, trainer.mesh, vocabulary),
             missing_evaluations=[],
             first_step=begin.step,
             state=state,

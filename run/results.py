@@ -341,23 +341,14 @@ def json_default(value: Any) -> Any:
 
 
 def describe(
-    step: int,
-    split: str,
-    values: Mapping[str, Mapping[str, float]],
-    notes: Mapping[tuple[str, str], str],
+    step: int, split: str, task: str, values: Mapping[str, float], notes: Mapping[str, str]
 ) -> str:
-    """Return a small table of {task: {metric: value}} for the terminal.
-
-    `notes`: {(task, metric): what is said behind the value}.
-    """
-    rows = []
-    for task, of_task in values.items():
-        for metric, value in of_task.items():
-            rows.append((task, metric, f'{value:,.3f}'))
-    columns = zip(*rows, strict=True)
-    widths = [max(map(len, column)) for column in columns]
+    """Return a small table of {metric: value} for the terminal. `notes`: {metric: text behind its value}."""
+    texts = {metric: f'{value:,.3f}' for metric, value in values.items()}
+    metric_width = max(map(len, texts), default=0)
+    text_width = max(map(len, texts.values()), default=0)
     lines = [f'Step {step:,}, {split}:']
-    for task, metric, text in rows:
-        note = notes.get((task, metric), '')
-        lines.append(f'  {task:{widths[0]}}  {metric:{widths[1]}}  {text:>{widths[2]}}{note}')
+    for metric, text in texts.items():
+        note = notes.get(metric, '')
+        lines.append(f'  {task}  {metric:{metric_width}}  {text:>{text_width}}{note}')
     return '\n'.join(lines)

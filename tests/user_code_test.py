@@ -557,7 +557,9 @@ def evaluated(metric_fns):
     fields = [{'inputs': 'x', 'targets': text} for text in 'cab']
     examples = [Example(x, one, one, is_trimmed=False) for x in fields]
     task = tasks.Task('own', files='x', metric_fns=metric_fns)
-    evaluated_task = task_metrics.EvaluatedTask(task, 'own', examples, vocabulary=None, settings='')
+    evaluated_task = task_metrics.EvaluatedTask(
+        task, 'own', 'test', examples, None, None, settings=''
+    )
     return task_metrics.compute_metrics(evaluated_task, answers=list('cab'), scores=None)
 
 
