@@ -98,31 +98,8 @@ class OpenMixture:
         return [file for task in self.tasks for file in task.source.files]
 
     def files_as_json(self) -> list[dict[str, Any]]:
-        """Return the files of all tasks, as `sources.files.describe_changes` takes them."""
+        """Return the files of all tasks, as JSON takes them."""
         return [file for task in self.tasks for file in task.source.files_as_json()]
-
-    def going_on(
-        self, old: Sequence[FileRecord], fingerprint: str, step: int
-    ) -> 'OpenMixture | None':
-        """Return the mixture with its files cut as in a run whose `files` were `old` at `step`.
-
-        `fingerprint`: of that run. None unless at most the text in its files has changed.
-        """
-        tasks = []
-        tasks_then = []
-        first = 0
-        for task in self.tasks:
-            own = old[first : first + len(task.source.files)]
-            first += len(own)
-            source = task.source.going_on(own, step)
-            if source is None:
-                return None
-            tasks.append(task._replace(source=source))
-            tasks_then.append(task._replace(source=source.as_of(own)))
-        is_same = fingerprint in (fingerprint_of(tasks_then), tasks_then[0].source.fingerprint)
-        if first < len(old) or not is_same:
-            return None
-        return dataclasses.replace(self, tasks=tuple(tasks))
 
     def faults(self) -> tuple[list[str], int]:
         """Return the lines left out since the last call, and the number of all."""
@@ -192,19 +169,12 @@ class Stream:
             numbers += [*itertools.chain.from_iterable(tasks), draw, given, 0, 0]
         return np.array(numbers, np.int64).reshape(len(self._lanes), len(self.tasks) + 1, 4)
 
-    def seek(self, position: np.ndarray, step: int | None = None) -> None:
-        """Go to a position, int64 [rows, tasks + 1, 4].
-
-        Where text that a lane was reading changed at `step`, the lane begins to read it anew.
-        """
+    def seek(self, position: np.ndarray) -> None:
+        """Go to a position, int64 [rows, tasks + 1, 4]."""
         self._lanes = []
         for row, (*tasks, window) in zip(self.rows, position.tolist(), strict=True):
             starts = tuple([TaskPosition(*task) for task in tasks])
             self._lanes.append(Lane(self, row, LanePosition(starts, window[0], window[1])))
-        if step is not None and any(file.is_changed_at(step) for file in self.mixture.files):
-            for i, row in enumerate(self.rows):
-                before = self._lanes[i].position_before_changes(step)
-                self._lanes[i] = Lane(self, row, before)
 
     def of_each_task(self) -> list['Stream']:
         """Return a stream of one epoch of each task alone, the same rows."""
@@ -338,24 +308,8 @@ class Lane:
                 rows = self._stream.pack_examples(sizes, limits)
                 order = permutation(len(rows), 'rows', self._stream.seed, self._row, draw)
                 self._window = [[examples[i] for i in rows[k]] for k in order]
-            self._given = min(given, len(self._window) - 1)  # of corrected text rows may be fewer
+            self._given = given
         return self._window[self._given]
-
-    def position_before_changes(self, step: int) -> LanePosition:
-        """Return the position, before the text that changed at `step` and is being read.
-
-        That is the start of the pools that hold it, and of the window that has rows from them.
-        """
-        position = self.position
-        if position.given:
-            self.peek()  # reads the window
-        tasks = []
-        for start, reader in zip(position.tasks, self._readers, strict=True):
-            if reader.reads_change(start, step):
-                start = TaskPosition(start.epoch, start.pool)
-                position = position._replace(given=0)
-            tasks.append(start)
-        return position._replace(tasks=tuple(tasks))
 
     def _read_window(self) -> Iterator[Drawn]:
         """Yield the examples of the next window: one, if rows are not packed.
@@ -447,17 +401,6 @@ class ExampleReader:
             self._examples = self._examples_of(documents)
             self._given = self._start.given
         return False
-
-    def reads_change(self, start: TaskPosition, step: int) -> bool:
-        """Return whether text changed at `step` from the pool of `start` on, as far as it was read."""
-        part = self._task.source.part_of(self._split)
-        if not any(file.is_changed_at(step) for file in part.files):
-            return False
-        if start.given:
-            self.is_at_end_of_epoch()  # reads the group
-        end = self._end
-        share = self._share._replace(epoch=start.epoch)
-        return end.epoch != start.epoch or part.are_changed(share, start.pool, end.pool, step)
 
     def _examples_of(self, documents: list[Document]) -> list[Example]:
         """Tokenize the documents of a group, and make examples of them in a random order."""

@@ -200,9 +200,6 @@ def settings() -> ConfigDict:
     # True accepts empty targets, as of a question without an answer: such targets are EOS alone.
     # False takes a record with empty targets for a bad line.
     config.data.allow_empty_targets = False
-    # Whether a run may go on after text in its files was corrected: what it has not read yet comes
-    # from the corrected files. Their number and names stay.
-    config.data.allow_changed_files = False
     # What to do with a line that cannot be read: stop the run, or skip the line.
     config.data.on_bad_line = Setting('stop', choices=('stop', 'skip'))
     # Largest fraction of the lines that may be skipped.

@@ -53,7 +53,7 @@ class OpenedModel(NamedTuple):
 
 
 def open_model(
-    path: str | Path,
+    path: str | paths.AnyPath,
     config: T5Config | None = None,
     step: str = '',
     part: str = 'whole',
@@ -93,7 +93,9 @@ def open_model(
     return OpenedModel(directory, opened.leaves, config, note)
 
 
-def open_checkpoint(path: str | Path, step: str = '', part: str = 'whole') -> OpenedCheckpoint:
+def open_checkpoint(
+    path: str | paths.AnyPath, step: str = '', part: str = 'whole'
+) -> OpenedCheckpoint:
     """Open a workdir, a checkpoint of any format, or T5X's index file in one.
 
     `step` names the checkpoint of a workdir: 'best', a number, or 'last', which is the default. Adapters are

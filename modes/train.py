@@ -31,7 +31,6 @@ import tasks.open
 import train
 from configs import check as settings
 from formats import own_model
-from messages import first_ten
 from model import T5Config
 from modes import start
 from modes.train_vocabulary import find_or_train_vocabulary, training_texts
@@ -229,11 +228,8 @@ def prepare(config: Any, folder: Any) -> train.Run:
                 directory, trainer.model_config, otherwise='name another --workdir'
             )
             options = own_model.default_options(trainer.model_config)
-            mixture = workdir.compare_settings(directory, resolved, options, mixture, begin.step)
+            workdir.compare_settings(directory, resolved, options, mixture)
             start.choose(begin.leaves, start.state_shapes(trainer))
-            changed = [file.path for file in mixture.files if file.is_changed_at(begin.step)]
-            if changed:
-                terminal.line(f'Changed since step {begin.step:,}: {first_ten(changed)}.')
         results.Results(folder).scores()  # raises ValueError for a file that is damaged
 
         # This process's rows of the batches: training without end or in epochs, validation once.
@@ -325,7 +321,7 @@ def prepare(config: Any, folder: Any) -> train.Run:
         if begin.is_resumed:
             num_not_finite = not_finite.read_count(directory)
             positions = np.load(io.BytesIO((directory / 'data_position.npy').read_bytes()))
-            training.seek(positions[training.rows], step=begin.step)
+            training.seek(positions[training.rows])
             if jax.process_index() == 0:  # the counts of all processes are added
                 num_examples = json.loads((directory / 'data_counts.json').read_bytes())
                 training.counts[:] = [num_examples[task.name] for task in training.tasks]

@@ -20,7 +20,6 @@ from ml_collections import ConfigDict
 
 import user_code
 from data import feature_lengths
-from sources import FileRecord
 from stream import OpenMixture, Stream
 
 DEPTH = 2  # batches that are made ahead
@@ -103,7 +102,6 @@ class Work(NamedTuple):
 
     reopen: Callable[[ConfigDict], OpenMixture] | None  # of the mixture
     fingerprint: str  # of the mixture
-    files: list[FileRecord]  # of the mixture
     position: np.ndarray  # of the rows
     options: dict[str, Any]  # of the stream, beside the mixture
 
@@ -115,7 +113,6 @@ def work_of(stream: Stream, rows: range, position: np.ndarray) -> Work:
     return Work(
         reopen=mixture.reopen,
         fingerprint=mixture.fingerprint,
-        files=mixture.files,
         position=position,
         options=options | {'rows': rows},
     )
@@ -261,11 +258,10 @@ def open_stream(work: Work) -> Stream:
     work.options['vocabulary'].num_threads = 1  # the other cores have workers of their own
     assert work.reopen is not None
     opened = work.reopen(config)
-    mixture = opened.going_on(work.files, opened.fingerprint, step=0)
-    if mixture is None or opened.fingerprint != work.fingerprint:
+    if opened.fingerprint != work.fingerprint:
         raise ValueError(
             f'the files of data.task={config.task!r} changed while the run began: start it again'
         )
-    stream = Stream(mixture, **work.options)
+    stream = Stream(opened, **work.options)
     stream.seek(work.position)
     return stream

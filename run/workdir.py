@@ -86,7 +86,7 @@ MAY_CHANGE = (
     'data/cache_dirs',
     'data/use_cached',
     'data/num_workers',
-    'data/allow_changed_files',
+    'data/allow_changed_files',  # of runs of 0.1.0
     'data/tfds',
     'data/vocabulary',
     'data/on_bad_line',
@@ -314,13 +314,12 @@ def check_never_saved(workdir: Any, lines: Sequence[Mapping]) -> None:
 
 
 def compare_settings(
-    directory: Any, settings: Mapping, options: Mapping, mixture: OpenMixture, step: int
-) -> OpenMixture:
-    """Return the mixture as a run reads it that goes on from the checkpoint of a step.
+    directory: Any, settings: Mapping, options: Mapping, mixture: OpenMixture
+) -> None:
+    """Raise ValueError for changes with which the run may not continue that saved a checkpoint.
 
-    `settings`: the content of config.json today; `options`: the defaults of model.options. Raises
-    ValueError for changes with which the run may not continue. The text is compared by content, not by
-    the names of files.
+    `settings`: the content of config.json today; `options`: the defaults of model.options. The text is
+    compared by content, not by the names of files.
     """
     workdir = directory.parent
     old = json.loads((directory / 'config.json').read_text())
@@ -339,21 +338,17 @@ def compare_settings(
             f'{workdir} holds a run with other settings ({"; ".join(changes)}): go on with those, or '
             'name another --workdir'
         )
-    file = directory / 'data_files.json'
-    old_files = json.loads(file.read_bytes()) if file.exists() else None
-    may_differ = settings['data']['allow_changed_files']
-    if old_files is not None and (may_differ or not is_other_text):
-        files = [file_from_json(record) for record in old_files]
-        going_on = mixture.going_on(files, old['data_fingerprint'], step)
-        if going_on is not None:
-            return going_on
+    files = []
+    if (directory / 'data_files.json').exists():
+        files = json.loads((directory / 'data_files.json').read_bytes())
+    if any(file.get('changes') for file in files):
+        raise ValueError(
+            f'{workdir} was continued on corrected files (data.allow_changed_files), which is no longer '
+            'possible: name another --workdir, and restore.path to begin with its parameters'
+        )
     if is_other_text:
-        rule = ''
-        if may_differ:
-            rule = ', and data.allow_changed_files=True needs files of the same number and names'
-        changes_of_text = describe_changes(old_files, mixture.files_as_json())
-        raise ValueError(f'{workdir} holds a run on other text{rule}: {changes_of_text}')
-    return mixture
+        changes_of_text = describe_changes([file_from_json(file) for file in files], mixture.files)
+        raise ValueError(f'{workdir} holds a run on other text: {changes_of_text}')
 
 
 def changed_settings(old: Mapping, new: Mapping, may_change: tuple[str, ...] = ()) -> list[str]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from messages import first_ten
 from randomness import permutation
-from sources.files import FileRecord, count_newlines, follow, is_gzipped, kind_of
+from sources.files import FileRecord, count_newlines, is_gzipped, kind_of
 
 FEATURES = ('inputs', 'targets')  # of records that are ids
 NO_SPLIT = 'none'  # in place of the name of a split: a task has no such records
@@ -88,10 +88,6 @@ class Part:
         """Return the number of records, None where counting would take reading all of them."""
         return self.num_records
 
-    def are_changed(self, share: Share, first: int, last: int, step: int) -> bool:
-        """Return whether a pool of a lane, from number `first` to `last`, changed at `step`."""
-        raise NotImplementedError
-
 
 @dataclasses.dataclass(frozen=True)
 class Source:
@@ -106,9 +102,6 @@ class Source:
     validation: Part | None = None
     open_test: Callable[[], Part] | None = None  # training needs no such files
     files: tuple[FileRecord, ...] = ()  # in the order in which they are read
-    # Of data.files: {split: part} of files that changed, and the fingerprint of any files.
-    reopen: Callable[[list[FileRecord]], dict[str, Part]] | None = None
-    fingerprint_of: Callable[[Sequence[FileRecord]], str] | None = None
     is_tokenized: bool = False  # the fields are ids, under the names of features
     vocabulary_hash: str | None = None  # of these ids, in a cache of this program
 
@@ -212,36 +205,12 @@ class Source:
         if files:  # else the split has no file of its own
             raise ValueError(f'no document is in {first_ten(files)}: name files with records')
 
-    def going_on(self, old: Sequence[FileRecord], step: int) -> 'Source | None':
-        """Return the source cut as in a run whose files were `old` up to `step`.
-
-        None unless it has files of the same number and names.
-        """
-        files = follow(old, self.files, step)
-        if files is not None and not any(file.changes for file in files):
-            return self
-        if files is None or self.reopen is None:
-            return None
-        parts = self.reopen(files)
-        return dataclasses.replace(
-            self,
-            train=parts.get('train', self.train),
-            validation=parts.get('validation'),
-            files=tuple(files),
-        )
-
-    def as_of(self, files: Sequence[FileRecord]) -> 'Source':
-        """Return the source with the fingerprint that it has with `files`."""
-        if self.fingerprint_of is None:
-            return self
-        return dataclasses.replace(self, fingerprint=self.fingerprint_of(files))
-
     def faults(self) -> tuple[list[str], int]:
         """Return the lines left out since the last call, at most ten, and the number of all."""
         return self.bad_lines.take()
 
     def files_as_json(self) -> list[dict[str, Any]]:
-        """Return `files` as `describe_changes` and JSON take them."""
+        """Return `files` as JSON takes them."""
         return [file._asdict() for file in self.files]
 
 
@@ -278,8 +247,8 @@ class BadLines:
         line = BadLine(path, position, reason, self.kind or kind_of(path))
         if self.action == 'stop':
             raise ValueError(
-                f'data.on_bad_line=stop (skip leaves it out): {line.describe()}; to go on after a '
-                'correction, a run needs data.allow_changed_files=True'
+                f'data.on_bad_line=stop (skip leaves it out): {line.describe()}; a run does not continue '
+                'on corrected files: name another --workdir'
             )
         with self._lock:
             if (path, position) in self._found:

@@ -51,17 +51,8 @@ class Blocks(Part):
         """Return the random order of all blocks in an epoch."""
         return epoch_order(self.num_blocks, seed, epoch)
 
-    def is_changed(self, block: int, step: int) -> bool:
-        """Return whether the text of a block is another one from `step` on."""
-        raise NotImplementedError
-
     def has_share(self, share: Share) -> bool:
         return share.slot < self.num_blocks
-
-    def are_changed(self, share: Share, first: int, last: int, step: int) -> bool:
-        blocks = self.order(share.seed, share.epoch)[share.slot :: share.num_lanes]
-        own = blocks[first * BLOCKS_PER_POOL : (last + 1) * BLOCKS_PER_POOL]
-        return any(self.is_changed(block, step) for block in own.tolist())
 
     def pools(
         self, share: Share, first: int, keep: Callable[[Record], bool]

@@ -7,9 +7,8 @@ import hashlib
 import itertools
 import os
 import pathlib
-import zlib
 from collections.abc import Mapping, Sequence
-from typing import IO, Any, NamedTuple
+from typing import NamedTuple
 
 import paths
 from messages import first_ten
@@ -35,14 +34,6 @@ KIND_OF_SUFFIX = {
 EMPTY_FILE = 'the file is empty; copy it again, or remove it'
 
 
-class FileChange(NamedTuple):
-    """A correction: the text at `before` is at `after` from a step on; both [0, begin, end, size]."""
-
-    step: int
-    before: Sequence[int]
-    after: Sequence[int]
-
-
 class FileRecord(NamedTuple):
     """A file of a corpus. `digest` identifies what it holds, whatever its name."""
 
@@ -50,31 +41,14 @@ class FileRecord(NamedTuple):
     path: str
     num_bytes: int
     digest: str
-    samples: Sequence[int] = ()  # hashes of the parts that `sampled_ranges` returns
-    # What beside its size tells how it was cut into blocks when the run began: PlainFiles.find_lines,
-    # or (rows, bytes) of Parquet's row groups. '' where that is nothing.
-    layout: Any = None
-    changes: Sequence[FileChange] = ()  # since then
 
     @property
     def content(self) -> tuple[str, int, str]:
         return self.split, self.num_bytes, self.digest
 
     @property
-    def name(self) -> tuple[str, str]:
-        return self.split, self.path
-
-    @property
     def base_name(self) -> tuple[str, str]:
         return self.split, os.path.basename(self.path)
-
-    @property
-    def first_num_bytes(self) -> int:
-        """Its size when the run began."""
-        return self.changes[0].before[-1] if self.changes else self.num_bytes
-
-    def is_changed_at(self, step: int) -> bool:
-        return bool(self.changes) and self.changes[-1].step == step
 
 
 def is_gzipped(path: str) -> bool:
@@ -88,42 +62,35 @@ def kind_of(path: str) -> str:
     return KIND_OF_SUFFIX.get(suffix, 'text')
 
 
-def describe_changes(old: list[dict] | None, new: list[dict]) -> str:
-    """Describe in one line how the corpus of a run differs from today's, with the remedy.
+def describe_changes(old: Sequence[FileRecord], new: Sequence[FileRecord]) -> str:
+    """Describe in one line how the files of a run differ from today's, with the remedy.
 
-    `old` and `new` are what `Source.files_as_json` returned then and returns now: empty for the
-    documentation of Python. None: the run kept no list.
+    The documentation of Python has none.
     """
     if not old:
         return (
-            "the run learned from a Python's documentation, or kept no list of its files: use that "
-            "Python with data.files='' and data.tfds='' (and data.tfds_dir=/nowhere if it holds C4), "
-            'the files it began with, or another --workdir'
+            "the run learned from a Python's documentation: use that Python with data.files='' and "
+            "data.tfds='' (and data.tfds_dir=/nowhere if it holds C4), or name another --workdir"
         )
-    old_files = [file_from_json(record) for record in old]
-    new_files = [file_from_json(record) for record in new]
-    missing = without(old_files, new_files)
-    added = without(new_files, old_files)
+    missing = without(old, new)
+    added = without(new, old)
     if not missing and not added:
         return (
-            'the files hold what they held, so tasks or rates of data.module changed, or an earlier '
-            'version read them in another order: restore those, or name another --workdir'
+            'the files hold what they held, so tasks or rates of data.module changed: restore those, '
+            'or name another --workdir'
         )
     old_names = {file.base_name for file in missing}
     new_names = {file.base_name for file in added}
     changes = [f'{file.path} (changed)' for file in added if file.base_name in old_names]
     changes += [f'{file.path} (missing)' for file in missing if file.base_name not in new_names]
     changes += [f'{file.path} (new)' for file in added if file.base_name not in old_names]
-    remedy = 'restore those files'
-    if old_names == new_names:
-        remedy += ', go on with what they hold today (data.allow_changed_files=True)'
     return (
-        f"the files do not hold what the run's held: {first_ten(changes)}: {remedy}, or "
+        f"the files do not hold what the run's held: {first_ten(changes)}: restore those files, or "
         'name another --workdir'
     )
 
 
-def without(files: list[FileRecord], others: list[FileRecord]) -> list[FileRecord]:
+def without(files: Sequence[FileRecord], others: Sequence[FileRecord]) -> list[FileRecord]:
     """Return those of `files` whose content is not in `others`, counting equal content."""
     remaining = collections.Counter(file.content for file in others)
     only = []
@@ -134,79 +101,9 @@ def without(files: list[FileRecord], others: list[FileRecord]) -> list[FileRecor
     return only
 
 
-def follow(
-    old: Sequence[FileRecord], new: Sequence[FileRecord], step: int
-) -> list[FileRecord] | None:
-    """Return the files of a run as they are today, in the order in which the run reads them.
-
-    A file is found by its content, else by its path or base name: then it changed at `step`. None
-    unless each of `old` is one of `new`.
-    """
-    found: dict[int, FileRecord] = {}
-    remaining = list(new)
-    for attribute in ('content', 'name', 'base_name'):
-        waiting = collections.defaultdict(list)
-        for file in remaining:
-            waiting[getattr(file, attribute)].append(file)
-        for i, file in enumerate(old):
-            same = waiting[getattr(file, attribute)]
-            if i not in found and same:
-                found[i] = same.pop(0)
-        remaining = list(itertools.chain.from_iterable(waiting.values()))
-    if remaining or len(found) < len(old):
-        return None
-    followed = []
-    for i, file in enumerate(old):
-        changes = file.changes
-        if found[i].content != file.content:
-            changes = [*changes, change_between(file, found[i], step)]
-        followed.append(found[i]._replace(layout=file.layout, changes=changes))
-    return followed
-
-
-def change_between(old: FileRecord, new: FileRecord, step: int) -> FileChange:
-    """Return where the text of a file changed, as far as `old.samples` tell."""
-    shift = new.num_bytes - old.num_bytes
-    samples = list(zip(sampled_ranges(old.num_bytes), old.samples, strict=bool(old.samples)))
-    begin = 0
-    end = old.num_bytes
-    with paths.open_file(new.path) as file:
-        for (start, length), sample in samples:
-            if hash_at(file, start, length) != sample:
-                break
-            begin = start + length
-        for (start, length), sample in reversed(samples):
-            if start + shift < 0 or hash_at(file, start + shift, length) != sample:
-                break
-            end = start
-        begin = start_of_line(file, begin) or 0
-    end = max(end, begin, begin - shift)  # the two parts that are the same do not overlap
-    before = (0, begin, end, old.num_bytes)
-    return FileChange(step, before, after=(0, begin, end + shift, new.num_bytes))
-
-
-def hash_at(file: IO[bytes], start: int, length: int) -> int:
-    file.seek(start)
-    return zlib.crc32(file.read(length))
-
-
-def start_of_line(file: IO[bytes], position: int) -> int | None:
-    """Return the start of the line that goes on at `position`; None if too far before."""
-    for look_back in (1 << 12, 1 << 16, MAX_LINE_BYTES):
-        width = min(look_back, position, MAX_LINE_BYTES)
-        file.seek(position - width)
-        newline = file.read(width).rfind(b'\n')
-        if newline >= 0:
-            return position - width + newline + 1
-        if width == position:
-            return 0
-    return None
-
-
-def file_from_json(content: Mapping[str, Any]) -> FileRecord:
-    """Return one of the files that `Source.files_as_json` returned."""
-    file = FileRecord(**content)
-    return file._replace(changes=[FileChange(*change) for change in file.changes])
+def file_from_json(content: Mapping) -> FileRecord:
+    """Return one of the files that `Source.files_as_json` returned; a run of 0.1.0 kept more of it."""
+    return FileRecord(*[content[name] for name in FileRecord._fields])
 
 
 def read_records(key: str, split: str, names: list[str]) -> list[FileRecord]:
@@ -222,7 +119,7 @@ def read_file_record(key: str, split: str, path: str) -> FileRecord:
         if not paths.is_in_bucket(path):
             paths.check_not_lfs(pathlib.Path(path))
         num_bytes = paths.file_size(path)
-        return FileRecord(split, path, num_bytes, *content_digest(path, num_bytes))
+        return FileRecord(split, path, num_bytes, content_digest(path, num_bytes))
     except (ValueError, OSError) as error:
         reason = str(error)
         if isinstance(error, OSError) and error.strerror:  # else `paths` says what is wrong
@@ -230,13 +127,13 @@ def read_file_record(key: str, split: str, path: str) -> FileRecord:
         raise ValueError(f'{key}: {reason}') from error
 
 
-def content_digest(path: str, num_bytes: int) -> tuple[str, tuple[int, ...]]:
-    """Return a hash of a file's kind, size and content, and FileRecord.samples.
+def content_digest(path: str, num_bytes: int) -> str:
+    """Return a hash of a file's kind, size and content.
 
     Of a file above 1 MiB sixteen blocks of 4 KiB count, so that terabytes open in seconds. A change
     of the same size between these blocks goes unnoticed, except in a gzipped file, whose last bytes
-    are a checksum of all. Of a file in a bucket the bucket's checksum counts, and there are no
-    samples, so a run that began in a bucket goes on there, and not on a disk.
+    are a checksum of all. Of a file in a bucket the bucket's checksum counts, so a run that began in
+    a bucket continues there, and not on a disk.
     """
     kind = kind_of(path)
     kind = {'text': 'False', 'jsonl': 'True'}.get(kind, kind)  # as the first runs named them
@@ -244,15 +141,12 @@ def content_digest(path: str, num_bytes: int) -> tuple[str, tuple[int, ...]]:
     checksum = paths.stored_checksum(path)
     if checksum is not None:
         content.update(checksum.encode())
-        return content.hexdigest(), ()
-    samples = []
+        return content.hexdigest()
     with paths.open_file(path) as file:
         for start, length in sampled_ranges(num_bytes):
             file.seek(start)
-            part = file.read(length)
-            content.update(part)
-            samples.append(zlib.crc32(part))
-    return content.hexdigest(), tuple(samples)
+            content.update(file.read(length))
+    return content.hexdigest()
 
 
 def sampled_ranges(num_bytes: int) -> list[tuple[int, int]]:

@@ -31,7 +31,7 @@ class GzippedFiles(Part):
     """
 
     def __init__(self, files: list[FileRecord], parse: LineParser):
-        self.files = [file._replace(layout='') for file in files]
+        self.files = files
         self.names = [file.path for file in files]
         self.parse = parse
         self.bad_lines = parse.bad_lines
@@ -57,12 +57,6 @@ class GzippedFiles(Part):
     def in_order(self) -> Iterator[Record | None]:
         for name in self.names:
             yield from itertools.starmap(self.parse, self.lines(name))
-
-    def are_changed(self, share: Share, first: int, last: int, step: int) -> bool:
-        shards = []
-        for round_number in range(first // POOLS_PER_ROUND, last // POOLS_PER_ROUND + 1):
-            shards += self.shards_of_round(share, round_number)
-        return any(self.files[shard].is_changed_at(step) for shard in shards)
 
     def num_rounds(self, share: Share) -> int:
         """Return how many rounds of shards a lane reads in an epoch."""

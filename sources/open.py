@@ -113,8 +113,6 @@ def files_source(
         train=parts.get('train', RecordsInMemory([])),
         validation=parts.get('validation'),
         files=tuple(files),
-        reopen=functools.partial(open_parts, parser=parser),
-        fingerprint_of=functools.partial(fingerprint_of_files, parser=parser),
     )
 
 

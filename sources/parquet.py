@@ -7,6 +7,7 @@ import collections
 import concurrent.futures
 import contextlib
 import functools
+import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -283,21 +284,12 @@ class ParquetFiles(Blocks):
         for file in files:  # whole records have the columns of the first file that can be read
             if not self.fields:
                 self.fields = self.columns_of_file(file.path)
-        self.files = []
-        self.groups: list[RowGroup] = []
+        self.files = files
         with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
-            found = list(threads.map(self.row_groups_of_file, [file.path for file in files]))
-        for file, groups in zip(files, found, strict=True):
-            layout = [(group.num_rows, group.num_bytes) for group in groups]
-            if file.layout is not None and len(file.layout) != len(layout):
-                raise ValueError(
-                    f'{file.path} has {len(layout)} row groups and had {len(file.layout)} when the '
-                    'run began: write it again with as many (row_group_size of pandas and pyarrow)'
-                )
-            self.files.append(file._replace(layout=file.layout or layout))
-            self.groups += groups
+            found = threads.map(self.row_groups_of_file, [file.path for file in files])
+            self.groups = list(itertools.chain.from_iterable(found))
         self.row_groups = RowGroups(self.fields)
-        sizes = [size for file in self.files for size in file.layout]
+        sizes = [(group.num_rows, group.num_bytes) for group in self.groups]
         num_rows, self.num_bytes = np.array(sizes, np.int64).reshape(-1, 2).T
         self.num_records = int(num_rows.sum())
         bytes_per_row = self.num_bytes.sum() / max(num_rows.sum(), 1)
@@ -356,18 +348,12 @@ class ParquetFiles(Blocks):
         window_of_block = np.repeat(windows, self.blocks_per_group)
         return order[np.argsort(window_of_block[order], kind='stable')]
 
-    def is_changed(self, block: int, step: int) -> bool:
-        path = self.groups[self.locate(block)[0]].path
-        return any(file.path == path and file.is_changed_at(step) for file in self.files)
-
     def read(self, block: int) -> list[Record | None]:
         index, i = self.locate(block)
         group = self.groups[index]
         first = i * self.rows_per_block
         number = group.first_row + first
-        num_rows = self.rows_per_block
-        if block + 1 == self.first_blocks[index + 1]:  # the last of the group
-            num_rows = max(group.num_rows - first, 0)
+        num_rows = min(self.rows_per_block, group.num_rows - first)
         try:
             rows = self.row_groups.rows(group, first, num_rows)
         except DamagedFile as error:

@@ -5,7 +5,7 @@ import concurrent.futures
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
@@ -13,7 +13,7 @@ import paths
 import sources.files
 from sources import Record, deal
 from sources.deal import Blocks
-from sources.files import FileRecord, count_newlines, start_of_line
+from sources.files import FileRecord, count_newlines
 from sources.tables import LineParser, numbered_lines, whole_rows
 
 LINE_READ_AHEAD = 1 << 14  # after a block, for the end of its last line
@@ -25,14 +25,14 @@ MAX_SMALL_BYTES = 1 << 22  # of a corpus whose lines are counted when it is open
 class PlainFiles(Blocks):
     """Files that are not compressed. A line is in the block in which it starts.
 
-    A file that changed is cut at the same places of its text, into as many blocks as before.
     Blocks in a bucket are fetched together; a corpus of small blocks is fetched at once, and kept.
     """
 
     def __init__(self, files: list[FileRecord], parse: LineParser):
+        self.files = files
         self.names = [file.path for file in files]
         self.parse = parse
-        sizes = [file.first_num_bytes for file in files]
+        sizes = [file.num_bytes for file in files]
         block_bytes = max(sum(sizes) // deal.MIN_BLOCKS, 1)
         self.block_bytes = min(block_bytes, deal.MAX_BLOCK_BYTES, sources.files.MAX_LINE_BYTES // 2)
         in_buckets = [name for name in self.names if paths.is_in_bucket(name)]
@@ -42,16 +42,12 @@ class PlainFiles(Blocks):
             with concurrent.futures.ThreadPoolExecutor(sources.files.NUM_THREADS) as threads:
                 contents = threads.map(read_file, in_buckets)
                 self.contents = dict(zip(in_buckets, contents, strict=True))
-        self.files = []
         self.starts: list[Sequence[int]] = []  # of the blocks of each file
         self.readers: list[Callable] = []
         for file in files:
-            # In a small corpus most blocks lie within a line: only those count in which one starts.
-            layout = file.layout
-            if layout is None:
-                layout = self.find_lines(file.path) if sum(sizes) <= MAX_SMALL_BYTES else ''
-            self.files.append(file._replace(layout=layout))
-            starts = self.starts_of(self.files[-1])
+            starts: Sequence[int] = range(0, file.num_bytes, self.block_bytes)
+            if sum(sizes) <= MAX_SMALL_BYTES:
+                starts = self.blocks_with_lines(file.path)
             self.starts.append(starts)
             kind = parse.kind_of(file.path)
             if kind == 'text':
@@ -61,17 +57,6 @@ class PlainFiles(Blocks):
             else:
                 self.readers.append(lines_that_start_in)
         self.divide(map(len, self.starts))
-
-    def starts_of(self, file: FileRecord) -> Sequence[int]:
-        """Return where the blocks of a file start."""
-        starts: Any = range(0, file.first_num_bytes, self.block_bytes)
-        if file.layout:
-            bits = np.frombuffer(bytes.fromhex(file.layout), np.uint8)
-            starts = np.flatnonzero(np.unpackbits(bits)) * self.block_bytes
-        for change in file.changes:
-            starts = np.interp(starts, change.before, change.after).astype(np.int64)
-            starts[0] = 0
-        return starts
 
     def open_file(self, name: str) -> IO[bytes]:
         """Open a file for reading a block."""
@@ -98,10 +83,10 @@ class PlainFiles(Blocks):
             total -= self.parse.kind_of(name) in ('csv', 'tsv')  # the header
         return total
 
-    def find_lines(self, name: str) -> str:
-        """Return the blocks of a file in which a line starts or a line that is cut goes on.
+    def blocks_with_lines(self, name: str) -> list[int]:
+        """Return where the blocks start in which a line starts, or a line that is cut continues.
 
-        They are bits, written in hexadecimal digits.
+        In a small corpus most blocks lie within a line.
         """
         with self.open_file(name) as file:
             content = np.frombuffer(file.read(), np.uint8)
@@ -114,7 +99,7 @@ class PlainFiles(Blocks):
             if length > sources.files.MAX_LINE_BYTES:
                 last = start + length - 1
                 is_found[start // self.block_bytes : last // self.block_bytes + 1] = True
-        return np.packbits(is_found).tobytes().hex()
+        return (np.flatnonzero(is_found) * self.block_bytes).tolist()
 
     def bounds_of(self, block: int) -> tuple[int, int, int]:
         """Return the index of the file of a block, and where in the file it starts and ends."""
@@ -125,18 +110,8 @@ class PlainFiles(Blocks):
             end = int(starts[i + 1])
         return file_index, int(starts[i]), end
 
-    def is_changed(self, block: int, step: int) -> bool:
-        file_index, start, end = self.bounds_of(block)
-        file = self.files[file_index]
-        if not file.is_changed_at(step):
-            return False
-        _, change_begin, change_end, _ = file.changes[-1].after
-        return start <= change_end and end >= change_begin
-
     def read(self, block: int) -> list[Record | None]:
         file_index, start, end = self.bounds_of(block)
-        if start == end:  # a correction has left nothing of it
-            return []
         name = self.names[file_index]
         with self.open_file(name) as file:
             num_bytes = self.files[file_index].num_bytes
@@ -256,8 +231,6 @@ class CsvReader:
             is_row_start = True
             in_quotes = False
             for first, last in zip(starts, [*starts[1:], num_bytes], strict=True):
-                if first == last:  # a correction has left nothing of the block
-                    continue
                 content = file.read(last - first)
                 start = 0
                 while not is_row_start and start < len(content):
@@ -280,6 +253,19 @@ class CsvReader:
                 return
             yield offset, row
             offset += len(row)
+
+
+def start_of_line(file: IO[bytes], position: int) -> int | None:
+    """Return the start of the line that goes on at `position`; None if too far before."""
+    for look_back in (1 << 12, 1 << 16, sources.files.MAX_LINE_BYTES):
+        width = min(look_back, position, sources.files.MAX_LINE_BYTES)
+        file.seek(position - width)
+        newline = file.read(width).rfind(b'\n')
+        if newline >= 0:
+            return position - width + newline + 1
+        if width == position:
+            return 0
+    return None
 
 
 def cut(line: bytes) -> Iterator[bytes]:

@@ -293,6 +293,50 @@ def test_a_setting_that_an_older_run_lacks_counts_as_its_default(
     assert settings['optimizer']['name'] == 'adafactor'
 
 
+def as_saved_by_0_1_0(run, allowed, changes):
+    """Write into a run what only 0.1.0 kept: a setting, and how each file was cut into blocks."""
+    for folder in (run, *run.glob('checkpoint_*')):
+        settings = json.loads((folder / 'config.json').read_text())
+        settings['data']['allow_changed_files'] = allowed
+        (folder / 'config.json').write_text(json.dumps(settings))
+    for folder in run.glob('checkpoint_*'):
+        files = json.loads((folder / 'data_files.json').read_text())
+        for file in files:
+            file.update(samples=[7] * 16, layout='f0', changes=changes)
+        (folder / 'data_files.json').write_text(json.dumps(files))
+        manifest = json.loads((folder / 'manifest.json').read_text())
+        for name in ('config.json', 'data_files.json'):
+            manifest['files'][name] = checkpoint.checksum(folder / name)
+        content = checkpoint.pack_manifest(manifest['step'], manifest['files'])
+        (folder / 'manifest.json').write_bytes(content)
+
+
+@pytest.mark.parametrize('allowed', [False, True])
+def test_a_run_that_could_go_on_with_corrected_files_goes_on(corpus, finished, tmp_path, allowed):
+    """data.allow_changed_files is gone: a run whose files were never corrected needs none of it."""
+    shutil.copytree(finished, tmp_path / 'run')
+    as_saved_by_0_1_0(tmp_path / 'run', allowed, changes=[])
+    prepared = prepare(small_config(corpus, steps=3), tmp_path / 'run')
+    prepared.lock.close()
+    assert prepared.first_step == 3
+    settings = json.loads((tmp_path / 'run/config.json').read_text())
+    assert 'allow_changed_files' not in settings['data']
+
+
+def test_a_run_on_corrected_files_is_refused(corpus, finished, tmp_path):
+    """Its position is in blocks that are no longer known; other files are no longer read at all."""
+    shutil.copytree(finished, tmp_path / 'run')
+    moved = shutil.copy(corpus, tmp_path)
+    with open(moved, 'a') as file:
+        file.write('one line more\n')
+    config = small_config(str(moved), steps=3)
+    with pytest.raises(ValueError, match=r'made_up.txt \(changed\): restore those files, or'):
+        prepare(config, tmp_path / 'run')
+    as_saved_by_0_1_0(tmp_path / 'run', True, changes=[[2, [0, 1, 2, 3], [0, 1, 3, 4]]])
+    with pytest.raises(ValueError, match='no longer possible: name another --workdir'):
+        prepare(small_config(corpus, steps=3), tmp_path / 'run')
+
+
 def test_a_setting_that_no_longer_exists_is_a_change():
     changes = workdir.changed_settings({'optimizer': {'momentum': 0.5}}, {}, may_change=())
     assert 'optimizer/momentum: 0.5 -> None' in changes

@@ -229,7 +229,7 @@ def test_the_fingerprint_is_of_the_content(own_root, root, tmp_path):
     damage(shard, 100)
     new = sources.open.open_source(make_config(own_root))
     assert new.fingerprint != old.fingerprint
-    changes = sources.files.describe_changes(old.files_as_json(), new.files_as_json())
+    changes = sources.files.describe_changes(old.files, new.files)
     assert shard.name in changes
 
 
