@@ -144,11 +144,11 @@ def set_options(config: ConfigDict, values: Mapping[str, Value]) -> None:
                 group[key.removeprefix(OPTIONS)] = value
 
 
-def read_stored(folder: Any) -> dict[str, Any]:
+def read_stored(folder: paths.AnyPath) -> dict[str, Any]:
     """Return the config.json of a run or checkpoint of ours; {} where there is none.
 
     It may have fewer settings, and other keys. Raises ValueError for a damaged file, and for a
-    setting of another type. `folder`: a path of `paths.to_path`.
+    setting of another type.
     """
     file = folder / 'config.json'
     if not paths.is_file(file):

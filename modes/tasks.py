@@ -7,9 +7,10 @@ import functools
 import itertools
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from ml_collections import ConfigDict
 
 import tasks.names
 import tasks.open
@@ -19,13 +20,14 @@ from sources.open import find_cache
 from tasks import t0, t5
 from tasks.mixtures import MetricFn, Mixture, Task
 from tasks.objectives import OBJECTIVES
+from tasks.preprocessors import Fields
 from vocabulary import EOS_ID, Vocabulary, named_vocabulary
 
 WIDTH = 100
 
 
 def describe(
-    config: Any, split: str = '', num_examples: int = 0, vocabulary: str = ''
+    config: ConfigDict, split: str = '', num_examples: int = 0, vocabulary: str = ''
 ) -> Iterator[str]:
     """Return the lines about what config.task names, or about all tasks if it is ''.
 
@@ -149,7 +151,7 @@ def lines_of_mixture(mixture: Mixture, widths: Widths) -> list[str]:
 # A mixture.
 
 
-def describe_mixture(mixture: Mixture, config: Any) -> Iterator[str]:
+def describe_mixture(mixture: Mixture, config: ConfigDict) -> Iterator[str]:
     """Yield a line for each task of a mixture: its rate and whether its source opens.
 
     Raises ValueError that says what to put where, if one does not open.
@@ -195,7 +197,7 @@ def describe_mixture(mixture: Mixture, config: Any) -> Iterator[str]:
 
 
 def describe_task(
-    task: Task, config: Any, split: str, num_examples: int, vocabulary_name: str
+    task: Task, config: ConfigDict, split: str, num_examples: int, vocabulary_name: str
 ) -> Iterator[str]:
     """Yield what a task is, and some of its examples. Raises ValueError if its source does not open."""
     metric_names = ', '.join(name_of_metric(metric_fn) for metric_fn in task.metric_fns)
@@ -228,7 +230,7 @@ def records_of(source: Source, task: Task, split: str) -> Iterator[Record]:
 
 
 def examples_of(
-    task: Task, records: Iterator[Record], config: Any, vocabulary: Vocabulary | None
+    task: Task, records: Iterator[Record], config: ConfigDict, vocabulary: Vocabulary | None
 ) -> Iterator[list[str]]:
     """Yield the lines of each example of a task: texts, and with a vocabulary ids."""
     objective = None
@@ -247,7 +249,7 @@ def examples_of(
             yield lines
 
 
-def fields_of_examples(task: Task, record: Record) -> Iterator[Mapping[str, Any]]:
+def fields_of_examples(task: Task, record: Record) -> Iterator[Fields]:
     """Yield the examples of a record: of a task cache it is one."""
     is_tokenized = any(isinstance(value, np.ndarray) for value in record.fields.values())
     if is_tokenized:
@@ -256,7 +258,7 @@ def fields_of_examples(task: Task, record: Record) -> Iterator[Mapping[str, Any]
 
 
 def ids_of(
-    example: Mapping[str, Any], features: Sequence[str], vocabulary: Vocabulary
+    example: Fields, features: Sequence[str], vocabulary: Vocabulary
 ) -> dict[str, np.ndarray]:
     """Return {feature: ids without EOS} of an example of texts or of ids."""
     found = {}

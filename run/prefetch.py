@@ -227,7 +227,7 @@ def make_batches(connection: Connection) -> None:
     send_all(messages(), connection)
 
 
-def send_all(messages: Iterable[Any], connection: Connection) -> None:
+def send_all(messages: Iterable[object], connection: Connection) -> None:
     """Send messages from a process of its own until nobody receives them. An error is sent, too."""
     # Signals are for the process that started this one: it ends it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -243,7 +243,7 @@ def send_all(messages: Iterable[Any], connection: Connection) -> None:
         send(error, connection)
 
 
-def send(message: Any, connection: Connection) -> bool:
+def send(message: object, connection: Connection) -> bool:
     """Send a message. Return whether there is a process that receives it."""
     try:
         connection.send(message)

@@ -11,7 +11,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -25,6 +25,7 @@ import tasks.open
 import user_code
 from configs import check
 from model import T5Config
+from paths import AnyPath
 from randomness import digest
 from run import best, results
 from run.agreement import check_alike
@@ -47,7 +48,7 @@ class TaskMetrics(NamedTuple):
     task: 'EvaluatedTask'
     model_config: T5Config  # of the parameters of the run
     t5: infer.T5
-    workdir: Any
+    workdir: AnyPath
     console: Console
 
     @property
@@ -377,7 +378,7 @@ def takes_scores(metric_fn: MetricFn) -> bool:
 
 
 def score(
-    t5: infer.T5, examples: Sequence[Example], batch_size: int, progress: Callable[[int], Any]
+    t5: infer.T5, examples: Sequence[Example], batch_size: int, progress: Callable[[int], object]
 ) -> list[float]:
     """Return the log-likelihood of the targets of each example, in nats.
 
@@ -394,7 +395,7 @@ def score(
 
     def score_batch(batch: Sequence[infer.Example], num_rows: int) -> Iterable[np.ndarray]:
         inputs = [example.inputs for example in batch]
-        targets: list[Any] = [example.targets for example in batch]
+        targets: list = [example.targets for example in batch]
         return t5.score_choices(inputs, targets, num_rows)
 
     scores = infer.in_batches(score_batch, choices, max(batch_size // most_choices, 1), progress)
@@ -434,7 +435,7 @@ def compute_metrics(
 
 
 def write_results(
-    folder: Any,
+    folder: AnyPath,
     task: EvaluatedTask,
     step: int,
     found: TaskResults,

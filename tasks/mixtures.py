@@ -196,26 +196,25 @@ class Task:
             return {name: float(value) for name, value in pairs}
 
 
-def examples_given(given: object) -> list[Example]:
+def examples_given(given: Iterable[Fields]) -> list[Example]:
     """Return the examples that a user's function gave. Raise ValueError if they are none."""
-    is_list = isinstance(given, Iterable) and not isinstance(given, Mapping)
+    rule = "give a list of {'inputs': text, 'targets': text}, or yield them"
+    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+        raise ValueError(f'preprocess_fn gave {given!r:.60}: {rule}')
     examples = []
-    for example in given if is_list else [None]:
+    for example in given:
         texts = [None]
         if isinstance(example, Mapping):
             texts = [example.get('inputs', ''), example.get('targets')]
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError(
-                f'preprocess_fn gave {example if is_list else given!r:.60}: give a list of examples, '
-                "{'inputs': text, 'targets': text}, or yield them"
-            )
+            raise ValueError(f'preprocess_fn gave {example!r:.60}: {rule}')
         # Raises for half a surrogate pair, which no vocabulary takes.
         ''.join(map(str, texts)).encode()
         examples.append(dict(example))
     return examples
 
 
-def check_name(name: object) -> None:
+def check_name(name: str) -> None:
     """Raise ValueError for the name of a task or mixture after which no file can be named.
 
     A colon in it is a folder.

@@ -507,9 +507,9 @@ class OwnObjective:
 
 def problem_of(objective: Objective | type[Objective]) -> str:
     """Return what a user's class, or an object of it, lacks of the protocol data.Objective; '' for nothing."""
-    features = getattr(objective, 'features', None)
+    features = getattr(objective, 'features', ())
     is_list = isinstance(features, list | tuple) and len(features) > 0
-    if not is_list or not set(features).issubset(FEATURES):
+    if not is_list or not set(features) <= set(FEATURES):
         return f"features={features!r:.40}: give the texts that it takes, ('inputs', 'targets') or ('targets',)"
     for name, least in {'records_per_group': 1, 'num_sentinels': 0}.items():
         value = getattr(objective, name, None)

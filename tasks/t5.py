@@ -12,8 +12,7 @@ t5_closed_book_qa/t5_cbqa/tasks.py. Imports no jax.
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from sources import NO_SPLIT
 from tasks import metrics, postprocessors, preprocessors
@@ -35,6 +34,7 @@ from tasks.mixtures import (
     proportional,
     supervised,
 )
+from tasks.preprocessors import Fields
 
 # Documents. T5 configures the objective of the *_unsupervised tasks in gin; here it is that of the
 # settings data.noise_density and data.mean_noise_span_length.
@@ -109,9 +109,9 @@ def glue(
     )
 
 
-def super_glue(name: str, *row: Any, **settings: Any) -> Task:
-    """Return a row of SuperGLUE. The arguments are those of `glue`."""
-    task = glue(name, *row, **settings)
+def super_glue(task: Task) -> Task:
+    """Return a row of `glue` as one of SuperGLUE."""
+    name = task.name.removeprefix('glue_').removesuffix('_v002')
     return dataclasses.replace(
         task, name=f'super_glue_{name}_v102', tfds=f'super_glue/{name}:1.0.2'
     )
@@ -152,14 +152,18 @@ def glue_tasks() -> list[Task]:
 def super_glue_tasks() -> list[Task]:
     """Return SuperGLUE."""
     return [
-        super_glue('boolq', ['passage', 'question'], BOOLEAN),
+        super_glue(glue('boolq', ['passage', 'question'], BOOLEAN)),
         super_glue(
-            'cb',
-            PREMISE,
-            ['entailment', 'contradiction', 'neutral'],
-            [metrics.mean_multiclass_f1(num_classes=3), metrics.accuracy],
+            glue(
+                'cb',
+                PREMISE,
+                ['entailment', 'contradiction', 'neutral'],
+                [metrics.mean_multiclass_f1(num_classes=3), metrics.accuracy],
+            )
         ),
-        super_glue('copa', ['choice1', 'choice2', 'premise', 'question'], ['choice1', 'choice2']),
+        super_glue(
+            glue('copa', ['choice1', 'choice2', 'premise', 'question'], ['choice1', 'choice2'])
+        ),
         supervised(
             'super_glue_multirc_v102',
             'super_glue/multirc:1.0.2',
@@ -174,8 +178,8 @@ def super_glue_tasks() -> list[Task]:
             [metrics.deduplicate_metric(metrics.squad)],
             postprocessors.record,
         ),
-        super_glue('rte', PREMISE, ENTAILMENT),
-        super_glue('wic', [*SENTENCES, 'word'], BOOLEAN),
+        super_glue(glue('rte', PREMISE, ENTAILMENT)),
+        super_glue(glue('wic', [*SENTENCES, 'word'], BOOLEAN)),
         supervised(
             'super_glue_axb_v102',
             'super_glue/axb:1.0.2',
@@ -184,7 +188,7 @@ def super_glue_tasks() -> list[Task]:
             functools.partial(postprocessors.string_label_to_class_id, label_classes=ENTAILMENT),
             ONLY_TEST,
         ),
-        super_glue('axg', PREMISE, ENTAILMENT, NO_METRICS, ONLY_TEST, prefix='rte'),
+        super_glue(glue('axg', PREMISE, ENTAILMENT, NO_METRICS, ONLY_TEST, prefix='rte')),
     ]
 
 
@@ -230,9 +234,7 @@ def winograd_tasks() -> list[Task]:
 def with_sentinel(task: Task) -> Task:
     """Return the _1_sentinel variant of a task. Source: seqio/experimental.py."""
 
-    def postprocess(
-        text: str, example: Mapping[str, Any] | None = None, is_target: bool = False
-    ) -> Any:
+    def postprocess(text: str, example: Fields | None = None, is_target: bool = False) -> object:
         return task.postprocess(postprocessors.without_sentinel(text), example, is_target)
 
     return dataclasses.replace(
@@ -486,6 +488,8 @@ def leave_one_out(name: str, left_out: Iterable[str]) -> Mixture:
 
 def mixtures() -> list[Mixture]:
     """Return the mixtures."""
+    en_mix: dict[str, Rate] = {C4: 1e6}
+    en_mix |= dict.fromkeys([*FIXED_RATES, 'squad_v010_allanswers'], proportional())
     return [
         Mixture('glue_v002_proportional', GLUE_RATES),
         Mixture('glue_mnli_and_dev_v002', {name: 1.0 for name in GLUE_RATES if 'mnli' in name}),
@@ -496,10 +500,7 @@ def mixtures() -> list[Mixture]:
         ),
         Mixture('wsc_dpr_simple_proportional', WINOGRAD_RATES),
         # T5 sets the rate of C4 and a maximum of the others in gin.
-        Mixture(
-            'en_mix',
-            {C4: 1e6, **dict.fromkeys([*FIXED_RATES, 'squad_v010_allanswers'], proportional())},
-        ),
+        Mixture('en_mix', en_mix),
         Mixture('all_equal', dict.fromkeys(EVERY, 1.0)),
         Mixture('all_proportional', multi_task()),
         Mixture('all_mix', multi_task() | {C4: 1e6}),

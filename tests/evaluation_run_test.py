@@ -160,9 +160,9 @@ def test_the_settings_of_the_model_count(evaluated, tmp_path):
         evaluate_mode.prepare(None, {'model.module': 'nothing.py'}, **flags)
     changes = {'restore.dtype': 'bfloat16', 'infer_eval.task': 'rank'}
     evaluate_mode.prepare(None, changes, **flags).run()
-    hashes = results.Results(tmp_path).hashes('rank')
+    hashes = results.Results(tmp_path).entries('rank')
     assert hashes.keys() == {'6'}
-    assert hashes != results.Results(evaluated / 'run').hashes('rank')
+    assert hashes != results.Results(evaluated / 'run').entries('rank')
 
 
 OTHER_FILE = 'data.validation_files={folder}/other.jsonl'

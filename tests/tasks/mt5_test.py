@@ -15,6 +15,7 @@ from originals import check_names_and_rates, name_of
 
 import tasks
 import tasks.open
+from configs import base
 from sources import NO_SPLIT
 from tasks import mt5 as tasks_mt5
 from tasks import t5
@@ -115,7 +116,7 @@ def test_punctuation_of_every_language():
 
 
 def test_a_missing_data_set_is_named(tmp_path):
-    config = tasks.base.get_config().data
+    config = base.get_config().data
     config.tfds_dir = str(tmp_path)
     config.task = 'mt5_xnli_zeroshot'
     with pytest.raises(
