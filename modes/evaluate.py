@@ -3,7 +3,6 @@
 Source: T5X t5x/eval.py.
 """
 
-import functools
 import json
 import math
 import time
@@ -204,38 +203,41 @@ class CheckpointEvaluation:
             with self.console.working(f'Evaluating {task.name}, step {step:,}'):
                 found = task.results(self.load(path))
             assert found is not None
-            with_identity = task._replace(settings=identity)
-            partition.in_all(functools.partial(self.write, with_identity, step, found))
+            self.write(task._replace(settings=identity), step, found)
             self.console.line(task.describe(step, found.values))
 
     def write(
         self, task: task_metrics.EvaluatedTask, step: int, found: task_metrics.TaskResults
     ) -> None:
         """Write the results of a task at a step, and their events, in the first process."""
-        if jax.process_index() == 0:
+
+        def write() -> None:
             with paths.naming(self.folder):
-                self.events.write(task.name, step, task.events(found.values))
-                task_metrics.write_results(self.folder, task, step, found, self.console.line)
+                if task_metrics.write_results(self.folder, task, step, found, self.console.line):
+                    self.events.write(task.name, step, task.events(found.values))
+
+        partition.in_all(write)
 
     def load(self, path: AnyPath) -> infer.T5:
         """Return the model with the parameters of a checkpoint. All processes fail if one does."""
         if self.t5 is not None and path == self.loaded_path:
             return self.t5
-        error: ValueError | OSError | None = None
-        try:
+
+        def read() -> infer.T5:
             loaded = infer.load(
                 str(path), config=self.model_config, mesh=self.mesh, dtype=self.dtype
             )
             check_rows(self.vocabulary, path, loaded.config.vocab_size)
-        except (ValueError, OSError) as caught:
-            error = caught
-        num_failed = partition.from_processes(np.array(error is not None)).sum()
-        if num_failed and not partition.from_processes(np.array(path.exists())).all():
-            raise Deleted(f'{path} was deleted before it was evaluated: name another --step')
-        if error is not None:
-            raise error
-        if num_failed:
-            raise OSError(f'{num_failed} processes cannot read {path}: all must see its disk')
+            return loaded
+
+        try:
+            loaded = partition.in_all(read)
+        except (ValueError, OSError):
+            if not partition.from_processes(np.array(path.exists())).all():
+                raise Deleted(
+                    f'{path} was deleted before it was evaluated: name another --step'
+                ) from None
+            raise
         self.loaded_path = path
         if self.t5 is None or self.t5.config != loaded.config:
             self.t5 = loaded
@@ -251,11 +253,11 @@ def choose(path: str, step: str, watch: bool) -> Chosen:
     is_run = bool(steps)
     if watch and not (folder / 'checkpoint').exists():
         is_run = is_run or workdir.is_run(folder)
-    for flag, value in (('--watch', watch), (f'--step={step}', step)):
-        if value and not is_run:
-            raise ValueError(
-                f'{flag}: --checkpoint={path} is no run with checkpoint_STEP folders: name one'
-            )
+    if (step or watch) and not is_run:
+        flag = '--watch' if watch else f'--step={step}'
+        raise ValueError(
+            f'{flag}: --checkpoint={path} is no run with checkpoint_STEP folders: name one'
+        )
     if step and watch:
         raise ValueError(f'--step={step} with --watch, which evaluates all: leave one of them out')
     if not is_run:

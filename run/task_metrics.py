@@ -341,12 +341,9 @@ def limits_of(task: EvaluatedTask) -> dict[str, Limit]:
     return limits
 
 
-OWN_TASK = 'in a task of your own functools.partial(metrics.{}, tokenizer={!r})'
-# How to find the words of other scripts.
-TOKENIZER_REMEDIES = {
-    'rouge': f"use data.metrics='rouge:unicode', {OWN_TASK.format('rouge', 'unicode')}",
-    'bleu': "use data.metrics='bleu:zh' for Chinese, 'bleu:ja-mecab' for Japanese, 'bleu:char' for any "
-    f'script, {OWN_TASK.format("bleu", "zh")}',
+TOKENIZERS = {
+    'rouge': "data.metrics='rouge:unicode', or functools.partial(metrics.rouge, tokenizer='unicode')",
+    'bleu': "data.metrics='bleu:zh', 'bleu:ja-mecab' or 'bleu:char', or functools.partial(metrics.bleu, tokenizer='zh')",
 }
 
 
@@ -363,7 +360,7 @@ def describe_tokens(task: EvaluatedTask) -> Iterator[str]:
             yield (
                 f'{len(missed):,} of {len(texts):,} targets of {task.name} have letters in which '
                 f'{tokenizer.metric} with tokenizer={tokenizer.name!r} finds no words, such as '
-                f'{missed[0]!r:.60}: right answers score too little; {TOKENIZER_REMEDIES[tokenizer.metric]}.'
+                f'{missed[0]!r:.60}: right answers score too little; use {TOKENIZERS[tokenizer.metric]}.'
             )
         elif tokenizer.metric == 'bleu' and all(len(tokenizer.tokens(x)) < 4 for x in texts):
             yield (
@@ -440,19 +437,22 @@ def write_results(
     step: int,
     found: TaskResults,
     report: Callable[[str], object],
-) -> None:
+) -> bool:
     """Write the results of a task at a step of the run in `folder`, in the first process.
 
-    Reports that results of other files or settings are there, which stay.
+    Return whether they are written; if there are results of other files or settings, report that these stay.
     """
-    if jax.process_index() == 0:
-        kept = results.Results(folder)
-        if not kept.write(task.name, step, found.values, found.lines, task.settings):
-            report(
-                f'Step {step:,}: {kept.folder} keeps its results of {task.name}, which other files or '
-                'settings gave; these are not written there.'
-            )
-        kept.write_table()
+    if jax.process_index() > 0:
+        return False
+    kept = results.Results(folder)
+    is_written = kept.write(task.name, step, found.values, found.lines, task.settings)
+    if not is_written:
+        report(
+            f'Step {step:,}: {kept.folder} keeps its results of {task.name}, which other files or '
+            'settings gave; these are not written there.'
+        )
+    kept.write_table()
+    return is_written
 
 
 def check_best_metric(

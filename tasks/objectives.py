@@ -170,10 +170,7 @@ class Lm(Denoising):
     min_inputs_length = 1
 
     def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
-        if self.lengths.targets < 2:
-            raise ValueError(
-                'data.lengths.targets=1 is too short: a row holds a token and EOS: use 2 or more'
-            )
+        self.check_targets(2)
         self.raw_length = self.lengths.targets - 1
 
     def corrupt(self, raw_ids: np.ndarray, *key: int | str) -> Pair:
@@ -483,9 +480,7 @@ class OwnObjective:
     ) -> list[Example]:
         with user_code.running(self.objective_class, self.task):
             given = self.objective.examples(names, records, *key)
-            if not isinstance(given, Iterable):
-                raise ValueError(f'examples gave {given!r:.60}: give a list of data.Example')
-            examples = list(given)
+            examples = list(given) if isinstance(given, Iterable) else [given]
             for example in examples:
                 if not isinstance(example, Example):
                     raise ValueError(f'examples gave {example!r:.60}: give a list of data.Example')
