@@ -50,6 +50,7 @@ class Evaluation:
     sentinel_ids: tuple[int, ...]  # no text
     compute_sums: Callable
     training_counts: Callable[[], np.ndarray]  # how often each token is an own training target
+    report: Callable[[str], None]
     batches: list[dict[str, np.ndarray]] = dataclasses.field(default_factory=list)  # own rows
 
     @property
@@ -59,7 +60,7 @@ class Evaluation:
     def __call__(
         self, params: Mapping[str, jax.Array], step: int, stop: Callable[[int], int]
     ) -> dict[str, float] | None:
-        """Return T5X's metrics, and nats per token, of text and of all targets, beside the unigram's.
+        """Report, and return T5X's metrics and nats per token, of text and of all targets, beside the unigram's.
 
         `stop` is called with the number of batches so far; all processes must get the same answer.
         Where it is not 0 the evaluation ends and returns None.
@@ -78,19 +79,17 @@ class Evaluation:
         values = summarize(steps, self.config)
         values['nats_per_text_token'] = total['text_nats'] / max(total['text_tokens'], 1)
         values['nats_per_target_token'] = total['target_nats'] / total['decoder_tokens']
-        return values | self.unigram_baselines
-
-    def describe(self, step: int, values: Mapping[str, float]) -> str:
-        """Return a line with the loss beside that of a model that knows token frequencies alone."""
+        values |= self.unigram_baselines
         own = values['nats_per_text_token']
         baseline = values['unigram_nats_per_text_token']
         side = 'below' if own < baseline else 'ABOVE'
-        return (
+        self.report(
             f'Step {step:,}{self.title}: validation loss {own:.3f} nats per text token, '
             f'{abs(baseline - own):.3f} {side} the unigram baseline of {baseline:.3f} '
             f'(all target tokens: {values["nats_per_target_token"]:.3f}, '
             f'baseline {values["unigram_nats_per_target_token"]:.3f})'
         )
+        return values
 
     def read_batches(self, stop: Callable[[int], int]) -> bool:
         """Read the batches if they are not read yet: a small split of a large corpus takes a while.
@@ -153,6 +152,7 @@ def open_evaluations(
     training: Stream,
     validation: Stream,
     num_microbatches: int,
+    report: Callable[[str], None],
 ) -> list[Evaluation]:
     """Return the evaluations of the tasks with text for validation, all beside one baseline."""
     compute_sums = make_sums(
@@ -177,6 +177,7 @@ def open_evaluations(
             sentinel_ids=validation.sentinel_ids,
             compute_sums=compute_sums,
             training_counts=training_counts,
+            report=report,
         )
         evaluations.append(evaluation)
     return evaluations

@@ -27,7 +27,7 @@ import kernels
 import loss
 import model
 import partition
-from configs import base, check
+from configs import check
 from formats import own_model
 from model import T5Config
 from vocabulary import EOS_ID, find_vocabulary
@@ -88,7 +88,7 @@ def load(
     OSError for files that may not be read.
     """
     dtype = getattr(dtype, '__name__', getattr(dtype, 'name', dtype))  # such as jnp.bfloat16
-    _check_choice('dtype', dtype, check.CHOICES['restore.dtype'])
+    _check_choice('dtype', dtype, check.declared()['restore.dtype'].choices)
     _check_choice('part', part, formats.open.PARTS)
     if mesh is None:
         mesh = partition.make_mesh(data=1)
@@ -735,10 +735,15 @@ def decoding_options(config: Any) -> dict[str, Any]:
 
 def _check_number(name: str, value: Any) -> None:
     """Raise ValueError unless an option is a number of the type and range of its setting."""
-    limits = check.RANGES[f'decode.{name}']
-    kind = type(base.get_config().decode[name])
+    setting = check.declared()[f'decode.{name}']
+    limits = setting.range
+    kind = type(setting.default)
     types: Any = {int: (int, np.integer), float: (int, float, np.number)}[kind]
-    if isinstance(value, bool) or not isinstance(value, types) or not limits.holds(value):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, types)
+        or not (limits and limits.holds(value))
+    ):
         raise ValueError(f'{name}={_shortened(value)}: must be {check.KINDS[kind]}, {limits}')
 
 

@@ -425,7 +425,7 @@ def library_errors(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def naming(path: Path, unfinished: Path | None = None) -> Iterator[None]:
+def naming(path: AnyPath, unfinished: Path | None = None) -> Iterator[None]:
     """Make an OSError name `path` if it names no file, as on a full disk, or one that begins like `unfinished`."""
     prefix = str(unfinished or path)
     try:

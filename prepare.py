@@ -42,6 +42,7 @@ from model import T5Config
 from randomness import digest
 from run import best, console, memory, not_finite, results, start, task_metrics, verify, workdir
 from run.agreement import check_alike
+from run.task_metrics import TaskMetrics
 from run.train_vocabulary import find_or_train_vocabulary, training_texts
 from sources.open import find_cache
 from stream import Stream
@@ -277,23 +278,15 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
 
         # The examples of task metrics, and whether train.early_stopping has ended the run.
         with terminal.working('Reading the examples of task metrics'):
-            metrics_of_tasks = task_metrics.TaskMetrics(
+            read_tasks = task_metrics.read_tasks(
                 config, config.infer_eval.split, vocabulary, evaluated_tasks, terminal.line
             )
-            base = model.without_adapters(spec.model_config)
-            merge = functools.partial(model.merge_adapters, spec.model_config)
-            base_params = jax.eval_shape(merge, spec.state_shapes.params)
-            t5 = infer.T5(base, base_params, spec.mesh, vocabulary)
-            answered_tasks = [
-                AnsweredTask(metrics_of_tasks, task, t5, merge, folder, terminal.line)
-                for task in metrics_of_tasks.tasks
-            ]
-        if not metrics_of_tasks.tasks:
+        if not read_tasks:
             with terminal.working('Reading the first texts'):
                 for line in task_metrics.changes_of_first_texts(training.tasks):
                     terminal.line(line)
         if config.save.best_metric:
-            task_metrics.check_best_metric(config, validation, metrics_of_tasks.tasks)
+            task_metrics.check_best_metric(config, validation, read_tasks)
 
         # The compiled step, unless the run is finished.
         end = None
@@ -359,12 +352,22 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         files = {'config.json': config_json, **own_model.files_of(spec.model_config)}
         if vocabulary.model:
             files['vocabulary.model'] = vocabulary.model
+        base = model.without_adapters(spec.model_config)
+        merge = functools.partial(model.merge_adapters, spec.model_config)
+        base_params = jax.eval_shape(merge, spec.state_shapes.params)
+        t5 = infer.T5(base, base_params, spec.mesh, vocabulary)
         metrics = workdir.Metrics(folder, kept_lines, mixture.corpus)
         evaluations: list[train.Evaluation] = [
             *evaluate.open_evaluations(
-                config, spec.model_config, spec.mesh, training, validation, planned.num_microbatches
+                config,
+                spec.model_config,
+                spec.mesh,
+                training,
+                validation,
+                planned.num_microbatches,
+                report=terminal.line,
             ),
-            *answered_tasks,
+            *(TaskMetrics(task, spec.model_config, t5, folder, terminal) for task in read_tasks),
         ]
         restore_newest = functools.partial(newest_saved, config, folder, spec, terminal.line)
         restored = train.Restored(begin.step, state, interval)
@@ -394,32 +397,6 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         train_step=planned.step,
         not_finite=not_finite.NotFinite(config.train, folder, begin.step, num_not_finite),
     )
-
-
-class AnsweredTask:
-    """The metrics of a task, of the answers of a model that is given the parameters of a step."""
-
-    def __init__(self, metrics, task, t5, merge, folder, report):
-        self.metrics, self.task, self.t5, self.merge = metrics, task, t5, merge
-        self.folder, self.report = folder, report
-        self.name = f'{results.FOLDER}/{task.name}'
-        self.every_steps = metrics.config.infer_eval.every_steps
-
-    def __call__(self, params, step, stop):
-        self.t5.set_parameters(self.merge(params))
-        found = self.metrics(self.t5, self.task, stop)
-        self.t5.set_parameters({})
-        if found is None:
-            return None
-        write = functools.partial(
-            task_metrics.write_results, self.folder, self.task, step, found, self.report
-        )
-        partition.in_all(write)
-        self.values = found.values
-        return task_metrics.events_of(self.task, found.values)
-
-    def describe(self, step, values):
-        return self.metrics.describe(step, {self.task.name: self.values})
 
 
 def wanted(spec: train.StepSpec) -> start.Wanted:

@@ -100,6 +100,8 @@ class OpenMixture:
     name: str
     tasks: tuple[OpenTask, ...]
     fingerprint: str  # a run may go on with a mixture of the same fingerprint only
+    # From config.data to the same mixture, in a process of its own.
+    reopen: Callable[[ConfigDict], 'OpenMixture'] | None = None
 
     @property
     def is_single(self) -> bool:

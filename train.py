@@ -272,10 +272,7 @@ class Evaluation(Protocol):
     def __call__(
         self, params: Mapping[str, jax.Array], step: int, stop: Callable[[int], int]
     ) -> Mapping[str, float] | None:
-        """Return {T5X's tag: value}; None if `stop`, called with the batches so far, ended it."""
-
-    def describe(self, step: int, values: Mapping[str, float]) -> str:
-        """Return what the terminal shows of the values."""
+        """Report, and return {T5X's tag: value}; None if `stop`, called with the batches so far, ended it."""
 
 
 @dataclasses.dataclass
@@ -531,7 +528,6 @@ def evaluate_step(run: Run, due: Sequence[Evaluation], stop: StopRequest) -> Non
             values = evaluation(params, step, stop.agree)
         if values is not None:
             run.workdir.metrics.write(evaluation.name, step, values)
-            run.console.line(evaluation.describe(step, values))
 
 
 def missing_evaluations(run: Run) -> list[Evaluation]:

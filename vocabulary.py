@@ -100,7 +100,7 @@ class SentencePieceVocabulary(Vocabulary):
     """
 
     def __init__(self, model: bytes, extra_ids: int = DEFAULT_EXTRA_IDS):
-        settings.check_value('data.extra_ids', extra_ids, default=DEFAULT_EXTRA_IDS)
+        settings.check_value('data.extra_ids', extra_ids)
         try:
             # Without any bytes SentencePiece makes a processor that fails later.
             processor = sentencepiece.SentencePieceProcessor(model_proto=model or b'empty')

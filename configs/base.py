@@ -1,41 +1,113 @@
-"""Every setting, once, with its unit and its default.
+"""Every setting, once, with its unit, its default and the values that it may have.
 
-The other configs start from here and change values. The defaults are T5X's pretraining run
-(t5x/configs/runs/pretrain.gin) of T5 1.1 small. configs/check.py has the values that each setting
-may have; `python main.py --help` prints all settings.
+The other configs start from `get_config` and change values. The defaults are T5X's pretraining run
+(t5x/configs/runs/pretrain.gin) of T5 1.1 small. `python main.py --help` prints all settings.
 """
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from ml_collections import ConfigDict, FieldReference
 
+Value = bool | int | float | str | tuple
+
+INT32_MAX = 2**31 - 1  # steps and token ids are int32
+LARGEST_FLOAT = 1e30  # float32 has no much larger ones
+
+
+class Range(NamedTuple):
+    """The numbers from `low` to `high`, both included unless they are in `without`."""
+
+    low: float
+    high: float
+    without: tuple[float, ...] = ()
+
+    def holds(self, value: float) -> bool:
+        """Return whether `value` is in the range; nan and infinities are in none."""
+        return self.low <= value <= self.high and value not in self.without
+
+    def __str__(self) -> str:
+        low = 'above' if self.low in self.without else 'at least'
+        high = 'below' if self.high in self.without else 'at most'
+        if self.without == (0,):
+            return f'{self.low}, or at least 1 and at most {self.high:,}'
+        if self.high == LARGEST_FLOAT:
+            return f'{low} {self.low:g} and finite'
+        return f'{low} {self.low:,} and {high} {self.high:,}'
+
+
+class Setting(NamedTuple):
+    """A setting: its default, and the range of a number or the choices of a text."""
+
+    default: Value
+    range: Range | None = None
+    choices: Sequence[str] = ()
+
+
+STEPS = Range(1, INT32_MAX)
+STEPS_OR_NONE = Range(0, INT32_MAX)
+SIZE = Range(1, 2**20)
+LAYERS = Range(1, 1000)
+NOT_NEGATIVE = Range(0, LARGEST_FLOAT)
+FRACTION = Range(0, 1)
+BELOW_ONE = Range(0, 1, without=(1,))
+DEVICES = Range(-1, 2**20, without=(0,))
+
 
 def get_config() -> ConfigDict:
+    """Return the defaults of all settings."""
+    config = settings()
+    with config.ignore_type():
+        take_defaults(config)
+    config.decode.max_length = config.data.lengths.get_oneway_ref('targets')
+    config.train.num_microbatches = FieldReference('auto', field_type=object)  # or a number
+    config.lock()
+    config.model.options.unlock()  # their names are those of model.module
+    return config
+
+
+def take_defaults(group: ConfigDict) -> None:
+    """Replace each Setting of a group by its default."""
+    for name, value in group.items():
+        if isinstance(value, ConfigDict):
+            take_defaults(value)
+        elif isinstance(value, Setting):
+            group[name] = value.default
+
+
+def settings() -> ConfigDict:
+    """Return all settings: a Setting, or its default alone for any value of the same type.
+
+    data.task, data.metrics, optimizer.name, learning_rate.factors and model.mlp_activations are checked
+    by the modules that define their names.
+    """
     config = ConfigDict()
 
     # Seed of all randomness: initial parameters, dropout, order of the data, noise.
-    config.seed = 0
+    config.seed = Setting(0, Range(0, 2**32 - 1))
 
     # The transformer, under T5X's field names.
     config.model = ConfigDict()
     # Rows of the embedding. At least the number of ids in the vocabulary.
-    config.model.vocab_size = 32128
+    config.model.vocab_size = Setting(32128, Range(1, 2**24))
     # Dtype of the computation: float32 or bfloat16. Parameters are always float32.
-    config.model.dtype = 'float32'
+    config.model.dtype = Setting('float32', choices=('float32', 'bfloat16'))
     # Width of the residual stream.
-    config.model.emb_dim = 512
+    config.model.emb_dim = Setting(512, SIZE)
     # Attention heads of each layer.
-    config.model.num_heads = 6
+    config.model.num_heads = Setting(6, SIZE)
     # Layers of the encoder.
-    config.model.num_encoder_layers = 8
+    config.model.num_encoder_layers = Setting(8, LAYERS)
     # Layers of the decoder.
-    config.model.num_decoder_layers = 8
+    config.model.num_decoder_layers = Setting(8, LAYERS)
     # Width of each attention head.
-    config.model.head_dim = 64
+    config.model.head_dim = Setting(64, SIZE)
     # Width of the feed-forward layers.
-    config.model.mlp_dim = 1024
+    config.model.mlp_dim = Setting(1024, SIZE)
     # Any of relu, gelu, silu, swish and linear. With several, their outputs are multiplied.
     config.model.mlp_activations = ('gelu', 'linear')
     # Fraction of the activations that dropout sets to zero.
-    config.model.dropout_rate = 0.0
+    config.model.dropout_rate = Setting(0.0, BELOW_ONE)
     # True shares one table between input embeddings and output logits (T5 1.0).
     config.model.logits_via_embedding = False
     # True computes attention logits in float32, whatever model.dtype is.
@@ -44,16 +116,16 @@ def get_config() -> ConfigDict:
     config.model.relpos_bias_per_layer = False
     # What the backward pass computes again to save memory: none; dots, all but the products with
     # parameters and the sums over devices; or full, each layer.
-    config.model.remat = 'none'
+    config.model.remat = Setting('none', choices=('none', 'dots', 'full'))
     # True compiles one layer of the encoder and one of the decoder for all of them, which takes less
     # time and memory for large models.
     config.model.scan_layers = False
     # Rank of LoRA's adapters, which are trained in place of the kernels of restore.path; 0 for none.
     # A checkpoint then holds them alone. With Adafactor set optimizer.multiply_by_parameter_scale=False,
     # because adapters begin at 0, or use adamw.
-    config.model.lora_rank = 0
+    config.model.lora_rank = Setting(0, Range(0, 2**20))
     # Scale of the adapters: a kernel is kernel + lora_alpha / lora_rank * lora_a @ lora_b.
-    config.model.lora_alpha = 16.0
+    config.model.lora_alpha = Setting(16.0, Range(1e-6, LARGEST_FLOAT))
     # Regular expression of the paths of the kernels that have adapters. The default is that of Hu et
     # al. 2021; '.+/kernel' takes all.
     config.model.lora_targets = '.+/(query|value)/kernel'
@@ -80,7 +152,7 @@ def get_config() -> ConfigDict:
     # Folders of SeqIO task caches, separated by commas; data.task is looked for in them.
     config.data.cache_dirs = ''
     # Whether data.task is read from its cache: yes, no, or auto, if there is one.
-    config.data.use_cached = 'auto'
+    config.data.use_cached = Setting('auto', choices=('auto', 'yes', 'no'))
     # Files for training: globs, separated by commas. Each line is a record: a JSON object in files
     # named .json, .jsonl or .ndjson, a row in .parquet and in .csv and .tsv, whose first row names
     # the columns, and plain text in others. All but Parquet may be gzipped (.gz). Files may be in
@@ -93,7 +165,7 @@ def get_config() -> ConfigDict:
     config.data.test_files = ''
     # How all of these files are read, whatever their names: text, jsonl, csv, tsv or parquet. '' goes
     # by the endings of their names. --input is read so, too, whatever the run's files were.
-    config.data.kind = ''
+    config.data.kind = Setting('', choices=('', 'text', 'jsonl', 'csv', 'tsv', 'parquet'))
     # The character between the columns of tables, .csv and .tsv, such as ';', or tab: fields are then
     # quoted as in CSV. '' is a comma in .csv; it is a tab in .tsv, where quotes are a part of the text.
     # --input is read so, too, whatever the run's files were.
@@ -129,44 +201,44 @@ def get_config() -> ConfigDict:
     # False takes a record with empty targets for a bad line.
     config.data.allow_empty_targets = False
     # What to do with a line that cannot be read: stop the run, or skip the line.
-    config.data.on_bad_line = 'stop'
+    config.data.on_bad_line = Setting('stop', choices=('stop', 'skip'))
     # Largest fraction of the lines that may be skipped.
-    config.data.max_bad_fraction = 0.01
+    config.data.max_bad_fraction = Setting(0.01, FRACTION)
     # A SentencePiece model, a folder that holds one (a run or a checkpoint), or bytes. '' trains a
     # model.
     config.data.vocabulary = ''
     # Pieces of a trained vocabulary, without the sentinels.
-    config.data.num_pieces = 32000
+    config.data.num_pieces = Setting(32000, Range(1, 1_000_000))
     # Sentinels: the ids that replace noise spans. A SentencePiece model with pieces <extra_id_N> has its
     # own, whatever this number.
-    config.data.extra_ids = 100
+    config.data.extra_ids = Setting(100, Range(0, 100_000))
     # Tokens per row of a batch.
     config.data.lengths = ConfigDict()
     # Tokens of the inputs of each row.
-    config.data.lengths.inputs = 512
+    config.data.lengths.inputs = Setting(512, SIZE)
     # Tokens of the targets of each row.
-    config.data.lengths.targets = 114
+    config.data.lengths.targets = Setting(114, SIZE)
     # Packing of examples that share a row in training: tightly, greedily (as SeqIO), or no.
-    config.data.pack = 'tightly'
+    config.data.pack = Setting('tightly', choices=('no', 'greedily', 'tightly'))
     # Whether documents are concatenated before they are cut into rows: yes, no, or auto, as in T5: all
     # objectives but prefix_lm and deshuffling do.
-    config.data.concatenate = 'auto'
+    config.data.concatenate = Setting('auto', choices=('auto', 'yes', 'no'))
     # Fraction of the tokens that is noise, of span corruption and where each token is noise alone.
-    config.data.noise_density = 0.15
+    config.data.noise_density = Setting(0.15, Range(0, 1, without=(0, 1)))
     # Mean number of tokens of a noise span, of span corruption.
-    config.data.mean_noise_span_length = 3.0
+    config.data.mean_noise_span_length = Setting(3.0, SIZE)
     # Processes that make batches ahead of training, each some of the rows; the batches are the same.
     # 0 makes them in a thread of the training process.
-    config.data.num_workers = 0
+    config.data.num_workers = Setting(0, Range(0, 1024))
     # Fraction of the documents that is held out for validation, chosen by a hash of their text.
-    config.data.validation_fraction = 0.01
+    config.data.validation_fraction = Setting(0.01, BELOW_ONE)
 
     # The loss.
     config.loss = ConfigDict()
     # Weight of the penalty log(Z)^2, which keeps the logits small.
-    config.loss.z_loss = 1e-4
+    config.loss.z_loss = Setting(1e-4, NOT_NEGATIVE)
     # Probability that is spread over all tokens but the target.
-    config.loss.label_smoothing = 0.0
+    config.loss.label_smoothing = Setting(0.0, BELOW_ONE)
     # Divisor of the summed loss: '' (no division), a number, NUM_REAL_TARGET_TOKENS,
     # NUM_TOTAL_TARGET_TOKENS or AVERAGE_PER_SEQUENCE.
     config.loss.loss_normalizing_factor = ''
@@ -177,38 +249,38 @@ def get_config() -> ConfigDict:
     # adafactor, or adamw.
     config.optimizer.name = 'adafactor'
     # Exponent of the decay of second moments: 1 - step^-decay_rate.
-    config.optimizer.decay_rate = 0.8
+    config.optimizer.decay_rate = Setting(0.8, FRACTION)
     # Step from which that decay counts.
-    config.optimizer.step_offset = 0
+    config.optimizer.step_offset = Setting(0, STEPS_OR_NONE)
     # True scales an update by the root mean square of its parameter.
     config.optimizer.multiply_by_parameter_scale = True
     # Largest root mean square of an update. 0 for no limit.
-    config.optimizer.clipping_threshold = 1.0
+    config.optimizer.clipping_threshold = Setting(1.0, NOT_NEGATIVE)
     # True stores large second moments as row and column means.
     config.optimizer.factored = True
     # Decay of the momentum. 0 for no momentum.
-    config.optimizer.beta1 = 0.0
+    config.optimizer.beta1 = Setting(0.0, BELOW_ONE)
     # Fraction of each parameter that decays per step, not multiplied by the learning rate. 0 for
     # none.
-    config.optimizer.weight_decay_rate = 0.0
+    config.optimizer.weight_decay_rate = Setting(0.0, FRACTION)
     # Regular expression of the paths of the parameters that are trained, as model-info.txt has them;
     # the others are frozen: '(?!encoder/).+' freezes the encoder, and 'decoder/.+' the embedding, too,
     # which saves the whole backward pass of the encoder. '' trains all parameters, or with
     # model.lora_rank the adapters alone. For any optimizer.
     config.optimizer.trainable = ''
     # Largest norm of the whole gradient; 0 for none. For any optimizer.
-    config.optimizer.global_norm_clip_threshold = 0.0
+    config.optimizer.global_norm_clip_threshold = Setting(0.0, NOT_NEGATIVE)
     # Decay of an exponential moving average of the parameters, such as 0.999. Validation losses, task
     # metrics and infer.load use the average. 0 for none. For any optimizer.
-    config.optimizer.ema_decay = 0.0
+    config.optimizer.ema_decay = Setting(0.0, BELOW_ONE)
     # AdamW.
     config.optimizer.adamw = ConfigDict()
     # Decay of the first moments.
-    config.optimizer.adamw.beta1 = 0.9
+    config.optimizer.adamw.beta1 = Setting(0.9, BELOW_ONE)
     # Decay of the second moments.
-    config.optimizer.adamw.beta2 = 0.999
+    config.optimizer.adamw.beta2 = Setting(0.999, BELOW_ONE)
     # Fraction of a parameter that decays per step, times the learning rate; 0 for none.
-    config.optimizer.adamw.weight_decay = 0.0001
+    config.optimizer.adamw.weight_decay = Setting(0.0001, FRACTION)
 
     # The learning rate: a product of factors, as in T5X.
     config.learning_rate = ConfigDict()
@@ -216,114 +288,114 @@ def get_config() -> ConfigDict:
     # decay_every, cosine_decay.
     config.learning_rate.factors = 'constant * rsqrt_decay'
     # Value of the factor constant.
-    config.learning_rate.base_learning_rate = 1.0
+    config.learning_rate.base_learning_rate = Setting(1.0, NOT_NEGATIVE)
     # Steps of the warm-up.
-    config.learning_rate.warmup_steps = 10_000
+    config.learning_rate.warmup_steps = Setting(10_000, STEPS)
     # Multiplier of decay_every, slope of linear_decay.
-    config.learning_rate.decay_factor = 0.5
+    config.learning_rate.decay_factor = Setting(0.5, NOT_NEGATIVE)
     # Steps between the decays of decay_every.
-    config.learning_rate.steps_per_decay = 20_000
+    config.learning_rate.steps_per_decay = Setting(20_000, STEPS)
     # Steps per cycle of cosine_decay.
-    config.learning_rate.steps_per_cycle = 100_000
+    config.learning_rate.steps_per_cycle = Setting(100_000, STEPS)
     # Step from which the schedule counts.
-    config.learning_rate.step_offset = 0
+    config.learning_rate.step_offset = Setting(0, STEPS_OR_NONE)
     # Smallest learning rate.
-    config.learning_rate.min_learning_rate = 1e-8
+    config.learning_rate.min_learning_rate = Setting(1e-8, NOT_NEGATIVE)
 
     # Training.
     config.train = ConfigDict()
     # Step at which the run ends. The steps of a checkpoint that the run starts from count.
-    config.train.steps = 100_000
+    config.train.steps = Setting(100_000, STEPS)
     # Steps that the run takes beyond those of the checkpoint it starts from, in place of train.steps.
     # 0 for train.steps.
-    config.train.relative_steps = 0
+    config.train.relative_steps = Setting(0, STEPS_OR_NONE)
     # Passes over the examples of a task, after which the run ends even before train.steps. 0 for no
     # such end.
-    config.train.epochs = 0
+    config.train.epochs = Setting(0, STEPS_OR_NONE)
     # Evaluations without a better save.best_metric after which the run ends. 0 for no such end.
-    config.train.early_stopping = 0
+    config.train.early_stopping = Setting(0, STEPS_OR_NONE)
     # What to do about a step whose loss, gradient, update or optimizer state is not finite: stop the run;
     # skip, which leaves parameters and optimizer state as they were; or go back to the newest checkpoint
     # and leave out the batches since then.
-    config.train.on_not_finite = 'stop'
+    config.train.on_not_finite = Setting('stop', choices=('stop', 'skip', 'back'))
     # Such steps that a run may skip or go back over in its life. After these it stops.
-    config.train.max_not_finite = 10
+    config.train.max_not_finite = Setting(10, STEPS)
     # Rows of the global batch, over all devices.
-    config.train.batch_size = 128
+    config.train.batch_size = Setting(128, SIZE)
     # Microbatches per step: a number, or auto for as few as fit into memory.
-    config.train.num_microbatches = FieldReference('auto', field_type=object)
+    config.train.num_microbatches = 'auto'
     # Dtype in which devices add up the gradients of what mesh.fsdp splits: float32, or bfloat16, which
     # sends half the bytes.
-    config.train.gradient_dtype = 'float32'
+    config.train.gradient_dtype = Setting('float32', choices=('float32', 'bfloat16'))
 
     # Validation.
     config.eval = ConfigDict()
     # Steps between evaluations. The last step is always evaluated.
-    config.eval.every_steps = 1000
+    config.eval.every_steps = Setting(1000, STEPS)
     # Batches per evaluation, of each task.
-    config.eval.steps = 20
+    config.eval.steps = Setting(20, STEPS)
 
     # How answers are decoded. By default an answer has the most likely token at each position.
     config.decode = ConfigDict()
     # Most tokens of an answer. By default those of the targets of a row.
-    config.decode.max_length = config.data.lengths.get_oneway_ref('targets')
+    config.decode.max_length = Setting(config.data.lengths.targets.default, SIZE)
     # Beams of a beam search. 1 for none.
-    config.decode.beam_size = 1
+    config.decode.beam_size = Setting(1, Range(1, 1024))
     # Exponent of the brevity penalty, ((5 + length) / 6)^alpha, that divides the log-likelihoods of
     # a beam search.
-    config.decode.alpha = 0.6
+    config.decode.alpha = Setting(0.6, Range(0, 100))
     # Temperature at which tokens are drawn. 0 takes the most likely ones.
-    config.decode.temperature = 0.0
+    config.decode.temperature = Setting(0.0, Range(0, 1e6))
     # Draw from so many of the most likely tokens. 0 for all.
-    config.decode.top_k = 0
+    config.decode.top_k = Setting(0, Range(0, 2**24))
     # Draw from the most likely tokens that together have this probability. 0 for all.
-    config.decode.top_p = 0.0
+    config.decode.top_p = Setting(0.0, FRACTION)
     # Answers per input: of the beams, or as many samples.
-    config.decode.num_return = 1
+    config.decode.num_return = Setting(1, Range(1, 1024))
     # Seed of what is drawn.
-    config.decode.seed = 0
+    config.decode.seed = Setting(0, Range(0, 2**32 - 1))
     # Whether answers come with their scores.
     config.decode.return_scores = False
     # Examples that are decoded or scored at once, where there are many.
-    config.decode.batch_size = 32
+    config.decode.batch_size = Setting(32, SIZE)
 
     # Task metrics: of what the model answers to the inputs of a split, or of its scores.
     config.infer_eval = ConfigDict()
     # Steps between them. The last step is always evaluated. 0 for none.
-    config.infer_eval.every_steps = 0
+    config.infer_eval.every_steps = Setting(0, STEPS_OR_NONE)
     # Tasks and mixtures, separated by commas; of a mixture each task that has metrics. '' is
     # data.task.
     config.infer_eval.task = ''
     # Split: train, validation or test.
-    config.infer_eval.split = 'validation'
+    config.infer_eval.split = Setting('validation', choices=('train', 'validation', 'test'))
     # Examples per batch. The choices of a ranked task count.
-    config.infer_eval.batch_size = 32
+    config.infer_eval.batch_size = Setting(32, SIZE)
     # Examples of each task, the first ones; where choices are ranked, all choices of the last input, too.
     # 0 for all.
-    config.infer_eval.num_examples = 0
+    config.infer_eval.num_examples = Setting(0, STEPS_OR_NONE)
 
     # Metrics.
     config.log = ConfigDict()
     # Steps between lines of metrics.jsonl. The last step is always logged.
-    config.log.every_steps = 100
+    config.log.every_steps = Setting(100, STEPS)
 
     # Checkpoints.
     config.save = ConfigDict()
     # Steps between checkpoints. The last step is always saved.
-    config.save.every_steps = 1000
+    config.save.every_steps = Setting(1000, STEPS)
     # Number of checkpoints that are kept: the newest ones, or with best_metric the best ones, and the
     # newest in any case. 0 for all.
-    config.save.keep = 0
+    config.save.keep = Setting(0, STEPS_OR_NONE)
     # The metric that tells which checkpoint is the best, as in metrics.jsonl: RUN/NAME, such as
     # training_eval/TASK/loss or inference_eval/TASK/accuracy. '' for none. One that cannot exceed 0 is
     # refused where higher values are better, as accuracy if the vocabulary changes all targets.
     config.save.best_metric = ''
     # Which values of it are better: higher or lower.
-    config.save.best_is = ''
+    config.save.best_is = Setting('', choices=('higher', 'lower', ''))
     # Checkpoints at multiples of this step are never deleted. 0 for no such multiple.
-    config.save.keep_every = 0
+    config.save.keep_every = Setting(0, STEPS_OR_NONE)
     # Dtype of saved parameters: float32 or bfloat16. A run that goes on restores these.
-    config.save.dtype = 'float32'
+    config.save.dtype = Setting('float32', choices=('float32', 'bfloat16'))
 
     # The checkpoint that a new run starts from. A run that goes on restores its own newest
     # checkpoint.
@@ -338,17 +410,15 @@ def get_config() -> ConfigDict:
     config.restore.strict = True
     # Dtype that restored parameters are rounded to: float32, bfloat16, float16, or '' for the
     # stored dtype.
-    config.restore.dtype = 'float32'
+    config.restore.dtype = Setting('float32', choices=('float32', 'bfloat16', 'float16', ''))
 
     # Devices per axis of the mesh. -1 takes the remaining devices. The batch is split over data * fsdp.
     config.mesh = ConfigDict()
     # Number of devices that the batch alone is split over: each group of them has all parameters.
-    config.mesh.data = -1
+    config.mesh.data = Setting(-1, DEVICES)
     # Number of devices that parameters and optimizer state are split over, too. They are gathered where
     # they are used: one layer at a time with model.remat and model.scan_layers.
-    config.mesh.fsdp = 1
+    config.mesh.fsdp = Setting(1, DEVICES)
     # Number of devices that heads, MLP and vocabulary are split over.
-    config.mesh.model = 1
-    config.lock()
-    config.model.options.unlock()  # their names are those of model.module
+    config.mesh.model = Setting(1, DEVICES)
     return config

@@ -111,11 +111,11 @@ def complete(config: T5Config) -> T5Config:
 
 def check_values(config: T5Config) -> None:
     """Raise ValueError for sizes, names and patterns that are not valid."""
-    for name, default in base.get_config().model.items():
+    for name in base.get_config().model:
         value = getattr(config, name)
         is_encoder = name == 'num_decoder_layers' and value == 0
         if name != 'options' and not is_encoder:
-            check.check_value(f'model.{name}', value, default)
+            check.check_value(f'model.{name}', value)
     known = [name for name, _ in config.modules.activations]
     if not config.mlp_activations or not set(known).issuperset(config.mlp_activations):
         raise ValueError(
@@ -244,7 +244,7 @@ def check_option(key: str, value: Any, field: dataclasses.Field) -> None:
 
     They may have 'range', the smallest and the largest number, and 'choices'.
     """
-    default = field.default
+    default: Any = field.default
     if isinstance(default, tuple) and isinstance(value, list):  # JSON has lists
         value = tuple(value)
     limits = None
@@ -258,9 +258,9 @@ def check_option(key: str, value: Any, field: dataclasses.Field) -> None:
                 raise ValueError(
                     f'{key}={value!r}: {x!r} is not like the values of {default!r}: use others'
                 )
-    if isinstance(default, float) and not abs(value) <= check.LARGEST_FLOAT:
+    if isinstance(default, float) and not abs(value) <= base.LARGEST_FLOAT:
         raise ValueError(
-            f'{key}={value!r}: must be finite, at most {check.LARGEST_FLOAT:g}; the default is {default!r}'
+            f'{key}={value!r}: must be finite, at most {base.LARGEST_FLOAT:g}; the default is {default!r}'
         )
 
 

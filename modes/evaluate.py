@@ -3,15 +3,15 @@
 Source: T5X t5x/eval.py.
 """
 
-import functools
 import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
+from ml_collections import ConfigDict
 
 import checkpoint
 import formats.open
@@ -24,6 +24,7 @@ from formats import own_model
 from messages import first_ten
 from model import T5Config
 from modes.of_checkpoint import changes_model, check_rows, settings_of, vocabulary_of_checkpoint
+from paths import AnyPath
 from randomness import digest
 from run import results, task_metrics, workdir
 from run.console import Console
@@ -37,13 +38,19 @@ SECONDS_BETWEEN_LOOKS = 10.0  # for a new checkpoint
 class Chosen(NamedTuple):
     """The checkpoints that the flags choose."""
 
-    folder: Any  # of the run, or the checkpoint itself
+    folder: AnyPath  # of the run, or the checkpoint itself
     is_run: bool
     steps: list[int]  # of the run; [] for a checkpoint that is in none
 
 
 def prepare(
-    config: Any | None, changes: Mapping[str, Any], checkpoint: str | None, **flags: Any
+    config: ConfigDict | None,
+    changes: Mapping[str, check.Value],
+    checkpoint: str,
+    output_dir: str = '',
+    step: str = '',
+    split: str = '',
+    watch: bool = False,
 ) -> 'CheckpointEvaluation':
     """Return an evaluation with `config`, or with `changes` of the settings of the run."""
     if not checkpoint:
@@ -62,7 +69,7 @@ def prepare(
         model_config = own_model.load(config.model)
         options = own_model.as_dict(model_config.options)  # typed, and all of them
         check.set_options(config, {f'{check.OPTIONS}{name}': x for name, x in options.items()})
-    return CheckpointEvaluation(config, checkpoint, model_config=model_config, **flags)
+    return CheckpointEvaluation(config, checkpoint, output_dir, step, split, watch, model_config)
 
 
 class Deleted(ValueError):
@@ -81,7 +88,7 @@ class CheckpointEvaluation:
 
     def __init__(
         self,
-        config: Any,
+        config: ConfigDict,
         path: str,
         output_dir: str = '',
         step: str = '',
@@ -102,7 +109,7 @@ class CheckpointEvaluation:
         self.results.scores()  # raises ValueError for a file that is damaged
         self.mesh = partition.make_mesh(**config.mesh)
         self.t5: infer.T5 | None = None  # compiled once for all steps
-        self.loaded_path: Any = None  # of the checkpoint whose parameters it has
+        self.loaded_path: AnyPath | None = None  # of the checkpoint whose parameters it has
         opened = task_metrics.open_tasks(config, self.split)
         first = self.chosen.folder  # a checkpoint, or a run that has none yet
         if self.chosen.steps:
@@ -113,7 +120,7 @@ class CheckpointEvaluation:
             check_files_of_run(first, config, opened, self.split)
         self.vocabulary = vocabulary_of_checkpoint(first, config.data)
         with self.console.working('Reading the tasks'):
-            self.task_metrics = task_metrics.TaskMetrics(
+            self.tasks = task_metrics.read_tasks(
                 config, self.split, self.vocabulary, opened, self.console.line
             )
         partition.in_all(self.check_others)
@@ -131,7 +138,7 @@ class CheckpointEvaluation:
                 self.evaluate(path, step)
         self.console.line(f'Results are in {self.results.table_file} and {self.results.folder}.')
 
-    def checkpoints(self) -> list[tuple[Any, int]]:
+    def checkpoints(self) -> list[tuple[AnyPath, int]]:
         """Return the path and the step of each checkpoint that the flags choose."""
         folder = self.chosen.folder
         if not self.chosen.is_run:
@@ -142,25 +149,20 @@ class CheckpointEvaluation:
         """Raise ValueError, in the first process, where results of other files or settings are in the way."""
         if jax.process_index() > 0:
             return
-        for task in self.task_metrics.tasks:
+        for task in self.tasks:
             steps = []
             for path, step in self.checkpoints():
-                if self.results.has_others(task.name, step, self.identity(task, path)):
+                others = (None, self.identity(task, path))
+                if self.results.settings_of(task.name, step) not in others:
                     steps.append(f'{step:,}')
             if steps:
-                self.refuse(task.name, first_ten(steps))
+                changes = f' (now {"; ".join(self.changes)})' if self.changes else ''
+                raise ValueError(
+                    f'{self.folder} has results of {task.name} at step {first_ten(steps)} from other files or '
+                    f'settings{changes}, which stay: name another --output_dir for these'
+                )
 
-    def refuse(self, name: str, steps: str) -> None:
-        """Raise ValueError: results of a task at some steps are those of other files or settings."""
-        changes = ''
-        if self.changes:
-            changes = f' (now {"; ".join(self.changes)})'
-        raise ValueError(
-            f'{self.folder} has results of {name} at step {steps} from other files or settings{changes}, '
-            'which stay: name another --output_dir for these'
-        )
-
-    def identity(self, task: task_metrics.EvaluatedTask, path: Any) -> str:
+    def identity(self, task: task_metrics.EvaluatedTask, path: AnyPath) -> str:
         """Return what the results of a task and a checkpoint depend on, as hashes."""
         settings, examples = task.settings.split()
         if self.folder not in (path, path.parent):  # another folder than that of its run
@@ -190,53 +192,52 @@ class CheckpointEvaluation:
                 return
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
-    def evaluate(self, path: Any, step: int) -> None:
+    def evaluate(self, path: AnyPath, step: int) -> None:
         """Evaluate a checkpoint on each task that has no results of it."""
-        values = {}
-        for task in self.task_metrics.tasks:
+        for task in self.tasks:
             identity = self.identity(task, path)
-            is_evaluated = self.results.has(task.name, step, identity)
+            is_evaluated = self.results.settings_of(task.name, step) == identity
             if partition.from_first_process(np.array(is_evaluated)):
                 self.console.line(f'Step {step:,}: {task.name} is evaluated already.')
                 continue
             with self.console.working(f'Evaluating {task.name}, step {step:,}'):
-                found = self.task_metrics(self.load(path), task)
+                found = task.results(self.load(path))
             assert found is not None
-            with_identity = task._replace(settings=identity)
-            partition.in_all(functools.partial(self.write, with_identity, step, found))
-            values[task.name] = found.values
-        if values:
-            self.console.line(self.task_metrics.describe(step, values))
+            self.write(task._replace(settings=identity), step, found)
+            self.console.line(task.describe(step, found.values))
 
     def write(
         self, task: task_metrics.EvaluatedTask, step: int, found: task_metrics.TaskResults
     ) -> None:
         """Write the results of a task at a step, and their events, in the first process."""
-        if jax.process_index() == 0:
-            # Training may have written some meanwhile.
-            if self.results.has_others(task.name, step, task.settings):
-                self.refuse(task.name, f'{step:,}')
-            with paths.naming(self.folder):
-                self.events.write(task.name, step, task_metrics.events_of(task, found.values))
-                task_metrics.write_results(self.folder, task, step, found, self.console.line)
 
-    def load(self, path: Any) -> infer.T5:
+        def write() -> None:
+            with paths.naming(self.folder):
+                if task_metrics.write_results(self.folder, task, step, found, self.console.line):
+                    self.events.write(task.name, step, task.events(found.values))
+
+        partition.in_all(write)
+
+    def load(self, path: AnyPath) -> infer.T5:
         """Return the model with the parameters of a checkpoint. All processes fail if one does."""
         if self.t5 is not None and path == self.loaded_path:
             return self.t5
-        error: ValueError | OSError | None = None
-        try:
-            loaded = infer.load(path, config=self.model_config, mesh=self.mesh, dtype=self.dtype)
+
+        def read() -> infer.T5:
+            loaded = infer.load(
+                str(path), config=self.model_config, mesh=self.mesh, dtype=self.dtype
+            )
             check_rows(self.vocabulary, path, loaded.config.vocab_size)
-        except (ValueError, OSError) as caught:
-            error = caught
-        num_failed = partition.from_processes(np.array(error is not None)).sum()
-        if num_failed and not partition.from_processes(np.array(path.exists())).all():
-            raise Deleted(f'{path} was deleted before it was evaluated: name another --step')
-        if error is not None:
-            raise error
-        if num_failed:
-            raise OSError(f'{num_failed} processes cannot read {path}: all must see its disk')
+            return loaded
+
+        try:
+            loaded = partition.in_all(read)
+        except (ValueError, OSError):
+            if not partition.from_processes(np.array(path.exists())).all():
+                raise Deleted(
+                    f'{path} was deleted before it was evaluated: name another --step'
+                ) from None
+            raise
         self.loaded_path = path
         if self.t5 is None or self.t5.config != loaded.config:
             self.t5 = loaded
@@ -252,11 +253,11 @@ def choose(path: str, step: str, watch: bool) -> Chosen:
     is_run = bool(steps)
     if watch and not (folder / 'checkpoint').exists():
         is_run = is_run or workdir.is_run(folder)
-    for flag, value in (('--watch', watch), (f'--step={step}', step)):
-        if value and not is_run:
-            raise ValueError(
-                f'{flag}: --checkpoint={path} is no run with checkpoint_STEP folders: name one'
-            )
+    if (step or watch) and not is_run:
+        flag = '--watch' if watch else f'--step={step}'
+        raise ValueError(
+            f'{flag}: --checkpoint={path} is no run with checkpoint_STEP folders: name one'
+        )
     if step and watch:
         raise ValueError(f'--step={step} with --watch, which evaluates all: leave one of them out')
     if not is_run:
@@ -266,7 +267,7 @@ def choose(path: str, step: str, watch: bool) -> Chosen:
     return Chosen(folder, is_run=True, steps=steps)
 
 
-def output_folder(chosen: Chosen, output_dir: str) -> Any:
+def output_folder(chosen: Chosen, output_dir: str) -> AnyPath:
     """Return the folder of the results: --output_dir, or the run of the checkpoint."""
     if output_dir:
         folder = paths.to_path(output_dir, may_be_new=True)
@@ -284,7 +285,7 @@ def output_folder(chosen: Chosen, output_dir: str) -> Any:
     return folder
 
 
-def changes_of_run(run: Any, config: Any) -> list[str]:
+def changes_of_run(run: AnyPath, config: ConfigDict) -> list[str]:
     """Return 'setting: old -> new' of the settings that results depend on and a run has otherwise."""
     own = dict(check.leaves(settings_of(run, {})))
     names = ('decode.', 'data.', 'model.', 'infer_eval.num_examples', 'restore.dtype')
@@ -296,7 +297,9 @@ def changes_of_run(run: Any, config: Any) -> list[str]:
     return found
 
 
-def check_files_of_run(directory: Any, config: Any, opened: Sequence[OpenTask], split: str) -> None:
+def check_files_of_run(
+    directory: AnyPath, config: ConfigDict, opened: Sequence[OpenTask], split: str
+) -> None:
     """Raise ValueError where a run's own task reads other files than the run, which saved `directory`.
 
     They would have the name of the run's own results. The split test may be in any files.
@@ -335,7 +338,7 @@ def of_first_process(steps: Sequence[int]) -> list[int]:
     return partition.from_first_process(same_number).tolist()
 
 
-def last_step(run: Any) -> float:
+def last_step(run: AnyPath) -> float:
     """Return the step at which a run ends or has ended, infinity while nobody knows."""
     try:
         content = json.loads((run / 'config.json').read_bytes())

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 import train
-from configs.check import INT32_MAX
+from configs.base import INT32_MAX
 
 FOLDER = 'profile'  # in the workdir
 

@@ -7,25 +7,27 @@ import functools
 import itertools
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from ml_collections import ConfigDict
 
+import tasks.names
 import tasks.open
 from run.examples import SPLITS, check_split
 from sources import NO_SPLIT, Record, Source
 from sources.open import find_cache
-from tasks import t5
+from tasks import t0, t5
 from tasks.mixtures import MetricFn, Mixture, Task
 from tasks.objectives import OBJECTIVES
-from tasks.own import own_tasks
+from tasks.preprocessors import Fields
 from vocabulary import EOS_ID, Vocabulary, named_vocabulary
 
 WIDTH = 100
 
 
 def describe(
-    config: Any, split: str = '', num_examples: int = 0, vocabulary: str = ''
+    config: ConfigDict, split: str = '', num_examples: int = 0, vocabulary: str = ''
 ) -> Iterator[str]:
     """Return the lines about what config.task names, or about all tasks if it is ''.
 
@@ -41,8 +43,7 @@ def describe(
             f'--split, --examples and --vocabulary are for one task, and data.task={config.task!r} is none: name one'
         )
     if found is None:
-        own = {f'Of data.module={config.module!r}:': list(own_tasks(config.module).values())}
-        return list_of(own | t5.LISTED if config.module else t5.LISTED)
+        return list_of(groups(config.module))
     find_cache(config, config.task)  # raises ValueError for data.cache_dirs
     if isinstance(found, Mixture):
         return describe_mixture(found, config)
@@ -52,9 +53,26 @@ def describe(
 # The list of all.
 
 
+def groups(module: str) -> dict[str, Sequence[Task | Mixture]]:
+    """Return {title: tasks or mixtures} of all; those of a data.module come first.
+
+    The tasks of mT5, ByT5 and T0 are listed with one of their mixtures.
+    """
+    found: dict[str, Sequence[Task | Mixture]] = {}
+    if module:
+        found[f'Of data.module={module!r}:'] = list(tasks.names.own_tasks(module).values())
+    of_t0 = t0.mixtures()
+    known = {row.name for rows in [*t5.groups().values(), of_t0] for row in rows}
+    mixtures = [row for row in t5.table().values() if isinstance(row, Mixture)]
+    found |= t5.groups()
+    found['Mixtures of mT5 and ByT5'] = [row for row in mixtures if row.name not in known]
+    found['Mixtures of T0'] = of_t0
+    return found
+
+
 def list_of(groups: Mapping[str, Sequence[Task | Mixture]]) -> Iterator[str]:
     """Yield the lines of a list of all tasks and mixtures."""
-    documents = filter(tasks.open.takes_documents, OBJECTIVES)
+    documents = filter(tasks.names.takes_documents, OBJECTIVES)
     yield from textwrap.wrap(
         f'On the documents of data.files: {", ".join(documents)}.', width=WIDTH
     )
@@ -133,7 +151,7 @@ def lines_of_mixture(mixture: Mixture, widths: Widths) -> list[str]:
 # A mixture.
 
 
-def describe_mixture(mixture: Mixture, config: Any) -> Iterator[str]:
+def describe_mixture(mixture: Mixture, config: ConfigDict) -> Iterator[str]:
     """Yield a line for each task of a mixture: its rate and whether its source opens.
 
     Raises ValueError that says what to put where, if one does not open.
@@ -179,7 +197,7 @@ def describe_mixture(mixture: Mixture, config: Any) -> Iterator[str]:
 
 
 def describe_task(
-    task: Task, config: Any, split: str, num_examples: int, vocabulary_name: str
+    task: Task, config: ConfigDict, split: str, num_examples: int, vocabulary_name: str
 ) -> Iterator[str]:
     """Yield what a task is, and some of its examples. Raises ValueError if its source does not open."""
     metric_names = ', '.join(name_of_metric(metric_fn) for metric_fn in task.metric_fns)
@@ -212,7 +230,7 @@ def records_of(source: Source, task: Task, split: str) -> Iterator[Record]:
 
 
 def examples_of(
-    task: Task, records: Iterator[Record], config: Any, vocabulary: Vocabulary | None
+    task: Task, records: Iterator[Record], config: ConfigDict, vocabulary: Vocabulary | None
 ) -> Iterator[list[str]]:
     """Yield the lines of each example of a task: texts, and with a vocabulary ids."""
     objective = None
@@ -231,7 +249,7 @@ def examples_of(
             yield lines
 
 
-def fields_of_examples(task: Task, record: Record) -> Iterator[Mapping[str, Any]]:
+def fields_of_examples(task: Task, record: Record) -> Iterator[Fields]:
     """Yield the examples of a record: of a task cache it is one."""
     is_tokenized = any(isinstance(value, np.ndarray) for value in record.fields.values())
     if is_tokenized:
@@ -240,7 +258,7 @@ def fields_of_examples(task: Task, record: Record) -> Iterator[Mapping[str, Any]
 
 
 def ids_of(
-    example: Mapping[str, Any], features: Sequence[str], vocabulary: Vocabulary
+    example: Fields, features: Sequence[str], vocabulary: Vocabulary
 ) -> dict[str, np.ndarray]:
     """Return {feature: ids without EOS} of an example of texts or of ids."""
     found = {}

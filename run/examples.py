@@ -5,13 +5,13 @@ Imports no jax.
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from stream import TokenizedTask
-from tasks.preprocessors import text_of
+from tasks.preprocessors import Fields, text_of
 from vocabulary import UNK_ID, Vocabulary
 
 SPLITS = ('train', 'validation', 'test')
@@ -22,7 +22,7 @@ PRETOKENIZED = '_pretokenized'  # T5X's name of a text is that of its ids with t
 class Example(NamedTuple):
     """An example of a split of a task, or of a file."""
 
-    fields: Mapping[str, Any]  # its texts among them; of a task cache, what the record has
+    fields: Fields  # its texts among them; of a task cache, what the record has
     inputs: np.ndarray  # int32 [length]: ids, EOS included, at most data.lengths
     targets: np.ndarray | None  # the same; None for a line of a file without targets
     is_trimmed: bool
@@ -41,7 +41,7 @@ class Example(NamedTuple):
                 return text_of(self.fields[name])
         return None
 
-    def features(self) -> dict[str, Any]:
+    def features(self) -> dict[str, object]:
         """Return the fields in SeqIO's order: in place of a text, the text and its ids.
 
         Source: seqio/preprocessors.py tokenize.
@@ -49,7 +49,7 @@ class Example(NamedTuple):
         ids = {'inputs': self.inputs}
         if self.targets is not None:
             ids['targets'] = self.targets
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         for name in dict.fromkeys([*self.fields, *ids]):
             if name not in ids:
                 found.setdefault(name, self.fields[name])

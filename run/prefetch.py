@@ -11,17 +11,16 @@ import gc
 import itertools
 import multiprocessing
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
+from ml_collections import ConfigDict
 
-import tasks
-import tasks.open
 import user_code
 from data import feature_lengths
-from stream import Stream
+from stream import OpenMixture, Stream
 
 DEPTH = 2  # batches that are made ahead
 DEPTH_OF_WORKER = 8  # of a worker: its rows of some batches take longer than the other workers' do
@@ -101,6 +100,7 @@ def ahead_in_thread(
 class Work(NamedTuple):
     """What a worker makes: the batches of a stream from `position` on."""
 
+    reopen: Callable[[ConfigDict], OpenMixture] | None  # of the mixture
     fingerprint: str  # of the mixture
     position: np.ndarray  # of the rows
     options: dict[str, Any]  # of the stream, beside the mixture
@@ -110,7 +110,12 @@ def work_of(stream: Stream, rows: range, position: np.ndarray) -> Work:
     """Return the work of making some rows of a stream, from their position on."""
     options = {field.name: getattr(stream, field.name) for field in dataclasses.fields(stream)}
     mixture = options.pop('mixture')  # has functions that cannot be sent
-    return Work(mixture.fingerprint, position, options=options | {'rows': rows})
+    return Work(
+        reopen=mixture.reopen,
+        fingerprint=mixture.fingerprint,
+        position=position,
+        options=options | {'rows': rows},
+    )
 
 
 class Workers:
@@ -222,7 +227,7 @@ def make_batches(connection: Connection) -> None:
     send_all(messages(), connection)
 
 
-def send_all(messages: Iterable[Any], connection: Connection) -> None:
+def send_all(messages: Iterable[object], connection: Connection) -> None:
     """Send messages from a process of its own until nobody receives them. An error is sent, too."""
     # Signals are for the process that started this one: it ends it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -238,7 +243,7 @@ def send_all(messages: Iterable[Any], connection: Connection) -> None:
         send(error, connection)
 
 
-def send(message: Any, connection: Connection) -> bool:
+def send(message: object, connection: Connection) -> bool:
     """Send a message. Return whether there is a process that receives it."""
     try:
         connection.send(message)
@@ -251,7 +256,8 @@ def open_stream(work: Work) -> Stream:
     """Return the stream of a worker."""
     config = work.options['config']
     work.options['vocabulary'].num_threads = 1  # the other cores have workers of their own
-    opened = tasks.open.open_mixture(config)
+    assert work.reopen is not None
+    opened = work.reopen(config)
     if opened.fingerprint != work.fingerprint:
         raise ValueError(
             f'the files of data.task={config.task!r} changed while the run began: start it again'

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import paths
+from paths import AnyPath
 from run.alone import alone_in
 
 FOLDER = 'inference_eval'
@@ -28,6 +29,7 @@ METRICS_SUFFIX = '-metrics.jsonl'
 SETTINGS_SUFFIX = '-settings.json'
 
 Scores = Mapping[str, Mapping[int, float]]  # {'TASK/METRIC': {step: value}}
+Line = dict[str, Any]  # of a file of metrics: a step, numbers and texts
 
 
 # T5's table.
@@ -176,7 +178,7 @@ def format_value(value: float | None) -> str:
 # The files.
 
 
-def check_writable(folder: Any) -> None:
+def check_writable(folder: AnyPath) -> None:
     """Raise ValueError where this process may not make `folder` or write into it. A bucket is not asked."""
     if not isinstance(folder, Path):
         return
@@ -188,40 +190,38 @@ def check_writable(folder: Any) -> None:
 class Results:
     """The results of a run, in its workdir or in another folder."""
 
-    def __init__(self, folder: Any):
+    def __init__(self, folder: AnyPath):
         self.table_file = folder / 'results.csv'
         self.folder = folder / FOLDER
 
-    def has(self, name: str, step: int, settings: str) -> bool:
-        """Return whether there are results of a task at a step, with the same settings."""
-        return self.are_of(name, step, settings) is True
+    def settings_of(self, name: str, step: int) -> str | None:
+        """Return the settings that the results of a task at a step depend on; None without results.
 
-    def has_others(self, name: str, step: int, settings: str) -> bool:
-        """Return whether there are results of a task at a step, with other settings."""
-        return self.are_of(name, step, settings) is False
-
-    def are_of(self, name: str, step: int, settings: str) -> bool | None:
-        """Return whether the results of a task at a step have these settings; None without any.
-
-        `settings`: hashes separated by spaces. A line that was edited, or that a killed process left
-        without its settings, counts as none.
+        A line that was edited, or that a killed process left without its settings, counts as none.
         """
         for line in self.lines(name):
-            if line['step'] == step:
-                return is_line_of(line, self.hashes(name).get(str(step)), settings)
+            entry = self.entries(name).get(str(step))
+            if line['step'] == step and isinstance(entry, dict):
+                settings = str(entry.get('settings'))
+                return settings if entry.get('hash') == hash_of(line, settings) else None
         return None
 
     def write(
-        self, name: str, step: int, values: Mapping[str, float], examples: Iterable, settings: str
+        self,
+        name: str,
+        step: int,
+        values: Mapping[str, float],
+        examples: Iterable[Mapping[str, object]],
+        settings: str,
     ) -> bool:
         """Write the results of a task at a step, and replace those of the same settings.
 
-        `examples`: a mapping of each. The line in TASK-metrics.jsonl comes after the examples: where it is, they are.
-        Return False, and write nothing, if there are results of other settings.
+        The line in TASK-metrics.jsonl comes after the examples: where it is, they are. Return False, and
+        write nothing, if there are results of other settings.
         """
         new_line = {'step': step, **values}
         with alone_in(self.folder):  # several evaluations may write at once
-            if self.has_others(name, step, settings):
+            if self.settings_of(name, step) not in (None, settings):
                 return False
             content = ''.join(map(as_line, examples))
             paths.replace_file(self.file(name, f'-{step:06}.jsonl'), content.encode())
@@ -230,7 +230,7 @@ class Results:
             content = ''.join(map(as_line, lines))
             paths.replace_file(self.file(name, METRICS_SUFFIX), content.encode())
             entry = {'settings': settings, 'hash': hash_of(new_line, settings)}
-            content = json.dumps(self.hashes(name) | {str(step): entry}, indent=1)
+            content = json.dumps(self.entries(name) | {str(step): entry}, indent=1)
             paths.replace_file(self.file(name, SETTINGS_SUFFIX), content.encode())
         return True
 
@@ -251,43 +251,30 @@ class Results:
                         found.setdefault(f'{name}/{metric}', {})[line['step']] = value
         return found
 
-    def lines(self, name: str) -> list[dict[str, Any]]:
+    def lines(self, name: str) -> list[Line]:
         """Return the lines of TASK-metrics.jsonl. Raises ValueError for one that is damaged."""
         return read_metrics(self.file(name, METRICS_SUFFIX))
 
-    def hashes(self, name: str) -> dict[str, Any]:
+    def entries(self, name: str) -> dict[str, object]:
         """Return {step: {'settings', 'hash'}} of TASK-settings.json."""
         file = self.file(name, SETTINGS_SUFFIX)
         return paths.read_json(file) if file.exists() else {}
 
-    def file(self, name: str, suffix: str) -> Any:
+    def file(self, name: str, suffix: str) -> AnyPath:
         return self.folder / f'{file_name(name)}{suffix}'
 
 
-def is_line_of(line: Mapping[str, float], entry: Any, settings: str) -> bool | None:
-    """Return whether a line has these settings, by its entry in TASK-settings.json.
-
-    Return None if the entry is missing, or that of another line.
-    """
-    stored = entry.get('settings') if isinstance(entry, dict) else None
-    if not isinstance(stored, str) or entry.get('hash') != hash_of(line, stored):
-        return None
-    return stored == settings
-
-
-def hash_of(line: Mapping[str, float], settings: str) -> str:
+def hash_of(line: Line, settings: str) -> str:
     """Return a hash that ties a line's numbers to `settings`."""
     content = json.dumps([line, settings]).encode()
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def read_metrics(
-    file: Any, texts: Sequence[str] = (), may_be_cut: bool = False
-) -> list[dict[str, Any]]:
+def read_metrics(file: AnyPath, texts: Sequence[str] = (), may_be_cut: bool = False) -> list[Line]:
     """Return the lines of a file of metrics: each has a step, numbers, and texts under these names.
 
-    There are none in a file that does not exist. A last line that is cut is left out where a killed
-    process may have left it so. Raises ValueError for any other line that is damaged.
+    There are none in a file that does not exist. A last line that is cut is left out if a killed process
+    may have left it so. Raises ValueError for any other line that is damaged.
     """
     if not paths.is_file(file):
         return []
@@ -297,23 +284,19 @@ def read_metrics(
             paths.json_object(contents[-1], title='')
         except ValueError:
             contents.pop()
+    rules: dict[str, tuple[str, type]] = {'step': ('a whole number', int)}
+    rules |= dict.fromkeys(texts, ('a text', str))
     lines = []
     for number, content in enumerate(contents, start=1):
         if not content.strip():
             continue
         title = f'line {number} of {file}'
         line = paths.json_object(content, title)
-        for name in ('step', *texts, *line):
-            rule = 'a number'
+        for name in (*rules, *line):
             value = line.get(name)
-            is_valid = type(value) is float or (type(value) is int and abs(value) < 2**63)
-            if name in texts:
-                rule = 'a text'
-                is_valid = type(value) is str
-            elif name == 'step':
-                rule = 'a whole number'
-                is_valid = is_valid and type(value) is int
-            if not is_valid:
+            rule, kind = rules.get(name, ('a number', type(value)))
+            is_number = type(value) is float or (type(value) is int and abs(value) < 2**63)
+            if type(value) is not kind or not (is_number or kind is str and name in texts):
                 shown = json.dumps(value)[:60]
                 raise ValueError(f'{title}: {name!r} is {shown}, not {rule}: {paths.RESTORE_LINE}')
         lines.append(line)
@@ -325,11 +308,11 @@ def file_name(name: str) -> str:
     return name.replace('/', '_')
 
 
-def as_line(content: Mapping[str, Any]) -> str:
+def as_line(content: Mapping[str, object]) -> str:
     return json.dumps(content, default=json_default) + '\n'
 
 
-def json_default(value: Any) -> Any:
+def json_default(value: object) -> object:
     """Return a value of NumPy or TFDS as JSON takes it, and anything else as its text."""
     if hasattr(value, 'tolist'):
         return value.tolist()
@@ -339,23 +322,14 @@ def json_default(value: Any) -> Any:
 
 
 def describe(
-    step: int,
-    split: str,
-    values: Mapping[str, Mapping[str, float]],
-    notes: Mapping[tuple[str, str], str],
+    step: int, split: str, task: str, values: Mapping[str, float], notes: Mapping[str, str]
 ) -> str:
-    """Return a small table of {task: {metric: value}} for the terminal.
-
-    `notes`: {(task, metric): what is said behind the value}.
-    """
-    rows = []
-    for task, of_task in values.items():
-        for metric, value in of_task.items():
-            rows.append((task, metric, f'{value:,.3f}'))
-    columns = zip(*rows, strict=True)
-    widths = [max(map(len, column)) for column in columns]
+    """Return a small table of {metric: value} for the terminal. `notes`: {metric: text behind its value}."""
+    texts = {metric: f'{value:,.3f}' for metric, value in values.items()}
+    metric_width = max(map(len, texts), default=0)
+    text_width = max(map(len, texts.values()), default=0)
     lines = [f'Step {step:,}, {split}:']
-    for task, metric, text in rows:
-        note = notes.get((task, metric), '')
-        lines.append(f'  {task:{widths[0]}}  {metric:{widths[1]}}  {text:>{widths[2]}}{note}')
+    for metric, text in texts.items():
+        note = notes.get(metric, '')
+        lines.append(f'  {task}  {metric:{metric_width}}  {text:>{text_width}}{note}')
     return '\n'.join(lines)

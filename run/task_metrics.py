@@ -11,26 +11,30 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
+from ml_collections import ConfigDict
 
 import evaluate
 import infer
-import tasks
+import model
+import partition
 import tasks.open
 import user_code
 from configs import check
+from model import T5Config
+from paths import AnyPath
 from randomness import digest
 from run import best, results
 from run.agreement import check_alike
-from run.console import describe_trimming
+from run.console import Console, describe_trimming
 from run.examples import PRETOKENIZED, SPLITS, Example, TextChanges, read_split, text_changes
 from sources import FEATURES
 from stream import OpenTask, Stream, TokenizedTask
 from tasks import metrics
-from tasks.mixtures import MetricFn, Task
+from tasks.mixtures import MetricFn, Mixture, Task
 from tasks.preprocessors import UNKNOWN
 from user_code import UserError
 from vocabulary import Vocabulary
@@ -38,26 +42,121 @@ from vocabulary import Vocabulary
 FIRST_TEXTS = 100  # training examples per task, compared if no task is evaluated
 
 
+class TaskMetrics(NamedTuple):
+    """The metrics of a task in a run. Its tasks share the model that answers."""
+
+    task: 'EvaluatedTask'
+    model_config: T5Config  # of the parameters of the run
+    t5: infer.T5
+    workdir: AnyPath
+    console: Console
+
+    @property
+    def name(self) -> str:
+        return f'{results.FOLDER}/{self.task.name}'
+
+    @property
+    def every_steps(self) -> int:
+        return self.task.config.infer_eval.every_steps
+
+    def __call__(
+        self, params: Mapping[str, jax.Array], step: int, stop: Callable[[int], int]
+    ) -> dict[str, float] | None:
+        """Evaluate parameters, write and report the results, and return them under T5X's tags.
+
+        Returns None if `stop`, see `EvaluatedTask.results`, ends the evaluation.
+        """
+        self.t5.set_parameters(model.merge_adapters(self.model_config, params))
+        found = self.task.results(self.t5, stop)
+        self.t5.set_parameters({})
+        if found is None:
+            return None
+        partition.in_all(
+            lambda: write_results(self.workdir, self.task, step, found, self.console.line)
+        )
+        self.console.line(self.task.describe(step, found.values))
+        return self.task.events(found.values)
+
+
 class EvaluatedTask(NamedTuple):
-    """The examples of a task, and what their results are called."""
+    """The examples of a split of a task, and what their results are called."""
 
     task: Task
     name: str
+    split: str
     examples: list[Example]
     vocabulary: Vocabulary
+    config: ConfigDict
     settings: str  # hashes of what the results depend on: files and settings; the examples
     changes: TextChanges | None = None  # to the texts, by the vocabulary
     limits: Mapping[str, 'Limit'] = {}  # by metric; only of those that the changes make worse
 
-    def postprocess(self, text: str, example: Example, is_target: bool) -> Any:
+    def postprocess(self, text: str, example: Example, is_target: bool) -> object:
         """Return what metrics compare of a text, the targets or an answer of an example."""
         assert example.targets is not None
         fields = {**example.fields, 'num_target_tokens': len(example.targets)}
         return self.task.postprocess(text, fields, is_target=is_target)
 
-    def target(self, example: Example) -> Any:
+    def target(self, example: Example) -> object:
         """Return what metrics compare of the targets of an example."""
         return self.postprocess(example.text('targets', self.vocabulary), example, is_target=True)
+
+    def results(
+        self, t5: infer.T5, stop: Callable[[int], int] = lambda count: 0
+    ) -> 'TaskResults | None':
+        """Return the results of a model.
+
+        `stop` is called with the number of batches so far. All processes must get the same answer.
+        If it is not 0, the evaluation ends and returns None.
+        """
+        num_batches = itertools.count(start=1)
+
+        def progress(num_examples: int) -> None:
+            if stop(next(num_batches)):
+                raise Stopped
+
+        answers = None
+        scores = None
+        batch_size = self.config.infer_eval.batch_size
+        try:
+            if not all(map(takes_scores, self.task.metric_fns)):
+                found = infer.predict_all(
+                    t5,
+                    [infer.Example(x.inputs, number=i) for i, x in enumerate(self.examples)],
+                    batch_size=batch_size,
+                    options=infer.decoding_options(self.config.decode),
+                    progress=progress,
+                )
+                answers = [self.vocabulary.decode(answer.tokens[0]) for answer in found]
+            if any(map(takes_scores, self.task.metric_fns)):
+                scores = score(t5, self.examples, batch_size, progress)
+        except Stopped:
+            return None
+        return compute_metrics(self, answers, scores)
+
+    def describe(self, step: int, values: Mapping[str, float]) -> str:
+        """Return a small table of metrics, and what the vocabulary changes of the texts."""
+        if self.changes is None:
+            return results.describe(step, self.split, self.name, values, notes={})
+        targets = self.changes.changed('targets')
+        notes = {}
+        for metric, limit in self.limits.items():
+            notes[metric] = (
+                f', of {limit.side} {limit.value:,.3f}: {targets} change in the vocabulary'
+            )
+        table = results.describe(step, self.split, self.name, values, notes)
+        return f'{table}\n{self.name}: {self.changes}'
+
+    def events(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Return metrics under T5X's tags, and what the vocabulary changes of the texts, if anything."""
+        events = {f'eval/{name}': value for name, value in values.items()}
+        if self.changes is not None:
+            for feature, count in self.changes.num_changed.items():
+                events[f'num_{feature}_changed'] = count
+            events['num_unknown_tokens'] = self.changes.num_unknown_tokens
+        for name, limit in self.limits.items():
+            events[f'eval_limit/{name}'] = limit.value
+        return events
 
 
 class Limit(NamedTuple):
@@ -71,149 +170,78 @@ class TaskResults(NamedTuple):
     """The values of a task's metrics, and a line of `results.Results` for each example."""
 
     values: dict[str, float]
-    lines: list[dict[str, Any]]
+    lines: list[dict[str, object]]
 
 
 class Stopped(Exception):
     """A signal ended an evaluation."""
 
 
-def open_tasks(config: Any, split: str) -> list[OpenTask]:
+# Opening and reading the tasks.
+
+
+def open_tasks(config: ConfigDict, split: str) -> list[OpenTask]:
     """Open the sources of the tasks of infer_eval.task, or of data.task, that can be evaluated.
 
-    Raises ValueError for a task that cannot. Of a mixture the tasks without metrics or without the
-    split are left out.
+    Of a mixture the tasks without metrics or without the split are left out. Raises ValueError if none
+    is left.
     """
     if config.decode.num_return > 1:
         raise ValueError(f'decode.num_return={config.decode.num_return}: an evaluation needs 1')
     infer.Decoding.of_settings(config.decode)  # raises ValueError for what does not fit together
     opened: dict[str, OpenTask] = {}
-    names = config.infer_eval.task or config.data.task
-    for name in names.split(','):
-        data_config = settings_of_task(config.data, name.strip())
+    for name in (config.infer_eval.task or config.data.task).split(','):
+        data_config = tasks.open.settings_of_task(config.data, name.strip())
         found = tasks.open.find(data_config)
-        if isinstance(found, Task):
-            opened[found.name] = open_task(found, data_config, split)
-            continue
-        of_mixture = {}
-        for task in found.tasks.values():
-            if task.metric_fns and task.takes_inputs:
-                source = tasks.open.open_task(task, data_config)
-                if source.may_hold(split):
-                    of_mixture[task.name] = tasks.open.opened_task(task, source)
-        if not of_mixture:
+        problem = ''
+        of_name = {}
+        for task in tasks.open.tasks_of(found).values():
+            if not task.metric_fns or not task.takes_inputs:
+                problem = 'has no metrics, or no inputs'
+                continue
+            source = tasks.open.open_task(task, data_config)
+            if source.may_hold(split):
+                of_name[task.name] = tasks.open.opened_task(task, source)
+                continue
+            splits = ', '.join(name for name in SPLITS if source.may_hold(name))
+            problem = f'has no split {split!r}, but {splits}'
+            if source.is_tokenized:
+                problem += ' in its cache, which data.use_cached=no leaves out'
+        if not of_name:
+            kind = 'task'
+            if isinstance(found, Mixture):
+                kind = 'mixture'
+                problem = f'has no task with metrics and the split {split!r}'
             raise ValueError(
-                f'mixture {found.name!r} has no task with metrics and the split {split!r}: evaluate one that '
-                "'python main.py --mode=tasks' lists with both"
+                f'{kind} {found.name!r} {problem}: evaluate another one (infer_eval.task) or split '
+                '(infer_eval.split, --split; data.test_files has test), or give it metric_fns in data.module'
             )
-        opened |= of_mixture
+        opened |= of_name
     return list(opened.values())
 
 
-def settings_of_task(config: Any, name: str) -> Any:
-    """Return config.data for a task. What is said of the records of data.task is not of others."""
-    if name == config.task:
-        return config
-    own = config.copy_and_resolve_references()
-    own.update(task=name, train_split='train', text_field='text', kind='', delimiter='')
-    own.update(files='', validation_files='', test_files='', validation_split='')
-    own.update(inputs='', targets='', tfds='', metrics='')
-    return own
-
-
-def open_task(task: Task, config: Any, split: str) -> OpenTask:
-    """Open the source of a task. Raises ValueError unless it has metrics, inputs and the split."""
-    if not task.metric_fns or not task.takes_inputs:
-        raise ValueError(
-            f'task {task.name!r} has no metrics, or no inputs: evaluate another one (infer_eval.task), give it '
-            'metric_fns in a file of your own (data.module), or train with infer_eval.every_steps=0'
-        )
-    opened = tasks.open.opened_task(task, tasks.open.open_task(task, config))
-    if not opened.source.may_hold(split):
-        splits = ', '.join(name for name in SPLITS if opened.source.may_hold(name))
-        remedy = ''
-        if opened.source.is_tokenized:
-            remedy = '; its cache may lack a split that its records have: data.use_cached=no'
-        elif split == 'test':
-            remedy = '; data.test_files names files of the split test'
-        raise ValueError(
-            f'task {task.name!r} has no split {split!r}: name one with --split or infer_eval.split: '
-            f'{splits}{remedy}'
-        )
-    return opened
-
-
-class TaskMetrics:
-    """The metrics of tasks on all examples of a split, which are read at once.
+def read_tasks(
+    config: ConfigDict,
+    split: str,
+    vocabulary: Vocabulary,
+    opened: Sequence[OpenTask],
+    report: Callable[[str], object],
+) -> list[EvaluatedTask]:
+    """Read the examples of tasks, and report what the vocabulary and the metrics do to them.
 
     Raises ValueError for examples whose targets are missing, before anything is compiled.
     """
-
-    def __init__(
-        self,
-        config: Any,
-        split: str,
-        vocabulary: Vocabulary,
-        opened: Sequence[OpenTask],
-        report: Callable[[str], Any],
-    ):
-        self.config = config
-        self.split = split
-        self.tasks = [read_task(task, config, split, vocabulary) for task in opened]
-        for task in self.tasks:
-            num_trimmed = sum(example.is_trimmed for example in task.examples)
-            for line in describe_trimming({task.name: [len(task.examples), num_trimmed]}):
-                report(line)
-            if task.changes is not None:
-                report(f'{task.name}: {task.changes}')
-            for line in describe_tokens(task):
-                report(line)
-
-    def describe(self, step: int, values: Mapping[str, Mapping[str, float]]) -> str:
-        """Return a small table of {task: {metric: value}}, and what the vocabulary changes of the texts."""
-        notes = {}
-        lines = []
-        for task in self.tasks:
-            if task.name not in values or task.changes is None:
-                continue
-            for metric, limit in task.limits.items():
-                targets = task.changes.changed('targets')
-                note = f', of {limit.side} {limit.value:,.3f}: {targets} change in the vocabulary'
-                notes[task.name, metric] = note
+    found = []
+    for open_task in opened:
+        task = read_task(open_task, config, split, vocabulary)
+        num_trimmed = sum(example.is_trimmed for example in task.examples)
+        lines = [*describe_trimming({task.name: [len(task.examples), num_trimmed]})]
+        if task.changes is not None:
             lines.append(f'{task.name}: {task.changes}')
-        return '\n'.join([results.describe(step, self.split, values, notes), *lines])
-
-    def __call__(
-        self, t5: infer.T5, task: EvaluatedTask, stop: Callable[[int], int] = lambda count: 0
-    ) -> TaskResults | None:
-        """Return the results of a task.
-
-        `stop` is called with the number of batches so far. All processes must get the same answer.
-        Where it is not 0 the evaluation ends and returns None.
-        """
-        num_batches = itertools.count(start=1)
-
-        def progress(num_examples: int) -> None:
-            if stop(next(num_batches)):
-                raise Stopped
-
-        answers = None
-        scores = None
-        try:
-            if not all(takes_scores(metric_fn) for metric_fn in task.task.metric_fns):
-                found = infer.predict_all(
-                    t5,
-                    [infer.Example(x.inputs, number=i) for i, x in enumerate(task.examples)],
-                    batch_size=self.config.infer_eval.batch_size,
-                    options=infer.decoding_options(self.config.decode),
-                    progress=progress,
-                )
-                answers = [task.vocabulary.decode(answer.tokens[0]) for answer in found]
-            if any(takes_scores(metric_fn) for metric_fn in task.task.metric_fns):
-                scores = score(t5, task.examples, self.config.infer_eval.batch_size, progress)
-        except Stopped:
-            return None
-        return compute_metrics(task, answers, scores)
+        for line in [*lines, *describe_tokens(task)]:
+            report(line)
+        found.append(task)
+    return found
 
 
 def changes_of_first_texts(training: Sequence[TokenizedTask]) -> Iterator[str]:
@@ -233,7 +261,9 @@ def changes_of_first_texts(training: Sequence[TokenizedTask]) -> Iterator[str]:
             yield f'{task.name}, the first {len(examples)} training examples: {changes}'
 
 
-def read_task(opened: OpenTask, config: Any, split: str, vocabulary: Vocabulary) -> EvaluatedTask:
+def read_task(
+    opened: OpenTask, config: ConfigDict, split: str, vocabulary: Vocabulary
+) -> EvaluatedTask:
     """Read the examples of a split of a task, at most infer_eval.num_examples."""
     tokenized_task = TokenizedTask(opened, config.data, vocabulary)
     limit = config.infer_eval.num_examples or None
@@ -262,8 +292,10 @@ def read_task(opened: OpenTask, config: Any, split: str, vocabulary: Vocabulary)
     task = EvaluatedTask(
         opened.task,
         name,
+        split,
         examples,
         vocabulary,
+        config,
         settings=f'{digest(depends_on)} {content.hexdigest()}',
         changes=text_changes(examples, vocabulary),
     )
@@ -312,12 +344,9 @@ def limits_of(task: EvaluatedTask) -> dict[str, Limit]:
     return limits
 
 
-OWN_TASK = 'in a task of your own functools.partial(metrics.{}, tokenizer={!r})'
-# How to find the words of other scripts.
-TOKENIZER_REMEDIES = {
-    'rouge': f"use data.metrics='rouge:unicode', {OWN_TASK.format('rouge', 'unicode')}",
-    'bleu': "use data.metrics='bleu:zh' for Chinese, 'bleu:ja-mecab' for Japanese, 'bleu:char' for any "
-    f'script, {OWN_TASK.format("bleu", "zh")}',
+TOKENIZERS = {
+    'rouge': "data.metrics='rouge:unicode', or functools.partial(metrics.rouge, tokenizer='unicode')",
+    'bleu': "data.metrics='bleu:zh', 'bleu:ja-mecab' or 'bleu:char', or functools.partial(metrics.bleu, tokenizer='zh')",
 }
 
 
@@ -334,7 +363,7 @@ def describe_tokens(task: EvaluatedTask) -> Iterator[str]:
             yield (
                 f'{len(missed):,} of {len(texts):,} targets of {task.name} have letters in which '
                 f'{tokenizer.metric} with tokenizer={tokenizer.name!r} finds no words, such as '
-                f'{missed[0]!r:.60}: right answers score too little; {TOKENIZER_REMEDIES[tokenizer.metric]}.'
+                f'{missed[0]!r:.60}: right answers score too little; use {TOKENIZERS[tokenizer.metric]}.'
             )
         elif tokenizer.metric == 'bleu' and all(len(tokenizer.tokens(x)) < 4 for x in texts):
             yield (
@@ -349,7 +378,7 @@ def takes_scores(metric_fn: MetricFn) -> bool:
 
 
 def score(
-    t5: infer.T5, examples: Sequence[Example], batch_size: int, progress: Callable[[int], Any]
+    t5: infer.T5, examples: Sequence[Example], batch_size: int, progress: Callable[[int], object]
 ) -> list[float]:
     """Return the log-likelihood of the targets of each example, in nats.
 
@@ -366,7 +395,7 @@ def score(
 
     def score_batch(batch: Sequence[infer.Example], num_rows: int) -> Iterable[np.ndarray]:
         inputs = [example.inputs for example in batch]
-        targets: list[Any] = [example.targets for example in batch]
+        targets: list = [example.targets for example in batch]
         return t5.score_choices(inputs, targets, num_rows)
 
     scores = infer.in_batches(score_batch, choices, max(batch_size // most_choices, 1), progress)
@@ -379,13 +408,13 @@ def compute_metrics(
     """Return the metrics of a task. Raises UserError, which names the task, where one fails."""
     targets = []
     predictions = []
-    lines: list[dict[str, Any]] = []
+    lines: list[dict[str, object]] = []
     for i, example in enumerate(task.examples):
         targets.append(task.target(example))
         features = example.features()
         for name in FEATURES:  # that a task cache may lack
             features[name + PRETOKENIZED] = example.text(name, task.vocabulary)
-        line = {'input': dict(sorted(features.items())), 'target': targets[i]}
+        line: dict[str, object] = {'input': dict(sorted(features.items())), 'target': targets[i]}
         if answers is not None:
             predictions.append(task.postprocess(answers[i], example, is_target=False))
             line |= {'output': answers[i], 'prediction': predictions[i]}
@@ -406,36 +435,31 @@ def compute_metrics(
 
 
 def write_results(
-    folder: Any, task: EvaluatedTask, step: int, found: TaskResults, report: Callable[[str], Any]
-) -> None:
+    folder: AnyPath,
+    task: EvaluatedTask,
+    step: int,
+    found: TaskResults,
+    report: Callable[[str], object],
+) -> bool:
     """Write the results of a task at a step of the run in `folder`, in the first process.
 
-    Reports that results of other files or settings are there, which stay.
+    Return whether they are written; if there are results of other files or settings, report that these stay.
     """
-    if jax.process_index() == 0:
-        kept = results.Results(folder)
-        if not kept.write(task.name, step, found.values, found.lines, task.settings):
-            report(
-                f'Step {step:,}: {kept.folder} keeps its results of {task.name}, which other files or '
-                'settings gave; these are not written there.'
-            )
-        kept.write_table()
-
-
-def events_of(task: EvaluatedTask, values: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics under T5X's tags, and what the vocabulary changes of the texts, if anything."""
-    events = {f'eval/{name}': value for name, value in values.items()}
-    if task.changes is not None:
-        for feature, count in task.changes.num_changed.items():
-            events[f'num_{feature}_changed'] = count
-        events['num_unknown_tokens'] = task.changes.num_unknown_tokens
-    for name, limit in task.limits.items():
-        events[f'eval_limit/{name}'] = limit.value
-    return events
+    if jax.process_index() > 0:
+        return False
+    kept = results.Results(folder)
+    is_written = kept.write(task.name, step, found.values, found.lines, task.settings)
+    if not is_written:
+        report(
+            f'Step {step:,}: {kept.folder} keeps its results of {task.name}, which other files or '
+            'settings gave; these are not written there.'
+        )
+    kept.write_table()
+    return is_written
 
 
 def check_best_metric(
-    config: Any, validation: Stream, evaluated_tasks: Sequence[EvaluatedTask]
+    config: ConfigDict, validation: Stream, evaluated_tasks: Sequence[EvaluatedTask]
 ) -> None:
     """Raise ValueError unless one of the evaluations of a run gives `save.best_metric`.
 
@@ -480,7 +504,7 @@ def check_can_exceed_zero(
     )
 
 
-def validation_tags(config: Any) -> list[str]:
+def validation_tags(config: ConfigDict) -> list[str]:
     """Return the names of the metrics that an `Evaluation` returns."""
     tags = list(evaluate.summarize([dict.fromkeys(evaluate.sum_names(), 0.0)], config))
     for name in ('nats_per_text_token', 'nats_per_target_token'):

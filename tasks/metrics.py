@@ -18,14 +18,14 @@ import string
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import regex
 from sacrebleu.metrics import BLEU
 
 Values = dict[str, float]
-Metric = Callable[[Sequence[Any], Sequence[Any]], Values]
+Metric = Callable[..., Mapping[str, float]]
 
 NUM_BOOTSTRAP_SAMPLES = 1000  # of rouge_score
 
@@ -76,15 +76,11 @@ def tokenizer_of(metric_fn: Metric) -> Tokenizer | None:
 
     Raises ValueError for a tokenizer that is unknown or not installed.
     """
-    keywords: Mapping[str, Any] = {}
-    if isinstance(metric_fn, functools.partial):
-        keywords = metric_fn.keywords
-        metric_fn = metric_fn.func
-    if metric_fn not in (bleu, rouge):
+    function = metric_fn.func if isinstance(metric_fn, functools.partial) else metric_fn
+    if function not in (bleu, rouge):
         return None
-    default = inspect.signature(metric_fn).parameters['tokenizer'].default
-    name = keywords.get('tokenizer', default)
-    if metric_fn is rouge:
+    name = inspect.signature(metric_fn).parameters['tokenizer'].default  # also a bound one
+    if function is rouge:
         return Tokenizer('rouge', name, rouge_tokenizer(name))
     tokenize = bleu_scorer(name).tokenizer
     return Tokenizer('bleu', name, lambda text: tokenize(text.rstrip()).split())
@@ -142,14 +138,18 @@ def unicode_tokens(text: str) -> list[str]:
 # Translation and summarization.
 
 
-def bleu(targets: Sequence[Any], predictions: Sequence[str], tokenizer: str = 'intl') -> Values:
+def bleu(
+    targets: Sequence[str] | Sequence[Sequence[str]],
+    predictions: Sequence[str],
+    tokenizer: str = 'intl',
+) -> Values:
     """Return {'bleu'} of sacrebleu over the corpus.
 
     `targets`: a text for each prediction; or, with several references, lists of texts, each list a
     reference for all predictions. `tokenizer`: sacrebleu's; T5 has 'intl', most papers '13a'. For
     Chinese it is 'zh', for Japanese 'ja-mecab'; 'char' takes each character for a word.
     """
-    references = [targets]
+    references: list = [targets]
     if isinstance(targets[0], list | tuple):
         references = list(targets)
         if len(targets[0]) != len(predictions):
@@ -192,9 +192,6 @@ def rouge(
         else:
             values[key] = bootstrap_percent(f1, bootstrap_seed)
     return values
-
-
-rouge_mean = rouge  # T5's name of the mean
 
 
 def rouge_sentences(text: str, tokenizer: str) -> list[list[str]]:
@@ -292,32 +289,6 @@ def bootstrap_percent(values: Sequence[float], seed: int) -> float:
         rows = generator.integers(len(array), size=len(array))
         means.append(array[rows].mean())
     return 100 * float(np.median(means))
-
-
-def bleu1(targets: Sequence[str], predictions: Sequence[str]) -> Values:
-    """Return {'bleu1'}: the mean over examples of clipped word precision times brevity penalty.
-
-    Texts are normalized as SQuAD's. Source: byt5/metrics.py (TweetQA).
-    """
-    scores = []
-    for target, prediction in zip(targets, predictions, strict=True):
-        target_words = normalize_squad(target).split()
-        words = normalize_squad(prediction).split()
-        num_common = count_common(target_words, words)
-        brevity_penalty = math.exp(min(0.0, 1 - len(target_words) / max(len(words), 1)))
-        scores.append(brevity_penalty * num_common / max(len(words), 1))
-    return {'bleu1': mean_percent(scores)}
-
-
-def normalized_rouge(
-    targets: Sequence[str], predictions: Sequence[str], bootstrap_seed: int | None = None
-) -> Values:
-    """Return `rouge` of texts normalized as SQuAD's. Source: byt5/metrics.py `rouge` (TweetQA)."""
-    return rouge(
-        targets=list(map(normalize_squad, targets)),
-        predictions=list(map(normalize_squad, predictions)),
-        bootstrap_seed=bootstrap_seed,
-    )
 
 
 # Question answering.
@@ -421,7 +392,7 @@ def normalize_mlqa(text: str, lang: str) -> str:
     return ' '.join(text.split())
 
 
-def span_squad(targets: Sequence[Mapping[str, Any]], predictions: Sequence[str]) -> Values:
+def span_squad(targets: Sequence[Mapping], predictions: Sequence[str]) -> Values:
     """Return {'em', 'f1'} of `squad` for predictions 'start: 3 end: 6', the end included.
 
     The numbers count words of the context. `targets`: {'context': text, 'answers': texts}.
@@ -441,18 +412,6 @@ def span_text(context: str, span: str) -> str:
         return ''
     words = re.sub(r'\W', ' ', context).split()
     return ' '.join(words[start : end + 1])
-
-
-def coqa_f1(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> Values:
-    """Return {'f1'} of `squad`, with 1 where answer and prediction have no word."""
-    check_answers(targets)
-    f1 = []
-    for answers, prediction in zip(targets, predictions, strict=True):
-        words = normalize_squad(prediction).split()
-        words_of_answers = [normalize_squad(answer).split() for answer in answers]
-        overlaps = [overlap_f1(answer_words, words) for answer_words in words_of_answers]
-        f1.append(max([float(not words and [] in words_of_answers), *overlaps]))
-    return {'f1': mean_percent(f1)}
 
 
 def natural_questions(
@@ -485,11 +444,6 @@ def normalized_set(answers: Sequence[str]) -> set[str]:
 
 
 # Sequences.
-
-
-def sequence_accuracy(targets: Sequence[str], predictions: Sequence[str]) -> Values:
-    """Return {'sequence_accuracy'}: how many texts are equal."""
-    return {'sequence_accuracy': accuracy(targets, predictions)['accuracy']}
 
 
 def edit_distance(targets: Sequence[str], predictions: Sequence[str], lower: bool = True) -> Values:
@@ -565,7 +519,7 @@ def tagged_spans(text: str) -> list[tuple[str, str]]:
 # Classification.
 
 
-def accuracy(targets: Sequence[Any], predictions: Sequence[Any]) -> Values:
+def accuracy(targets: Sequence[object], predictions: Sequence[object]) -> Values:
     """Return {'accuracy'} of class ids or of texts."""
     check_labels(targets, predictions)
     is_equal = [x == y for x, y in zip(targets, predictions, strict=True)]
@@ -581,7 +535,7 @@ def f1_score_with_invalid(targets: Sequence[int], predictions: Sequence[int]) ->
 
 
 def multirc_f1_over_all_answers(
-    targets: Sequence[Mapping[str, Any]], predictions: Sequence[Mapping[str, Any]]
+    targets: Sequence[Mapping], predictions: Sequence[Mapping]
 ) -> Values:
     """Return {'f1'} of `f1_score_with_invalid` over the field 'value' of each answer (MultiRC)."""
     return f1_score_with_invalid(
@@ -605,7 +559,7 @@ def mean_multiclass_f1(num_classes: int) -> Metric:
     return metric
 
 
-def matthews_corrcoef(targets: Sequence[Any], predictions: Sequence[Any]) -> Values:
+def matthews_corrcoef(targets: Sequence[object], predictions: Sequence[object]) -> Values:
     """Return {'matthews_corrcoef'}, 100 times Gorodkin's R_K, over all labels that occur.
 
     -1, for a text that names no class, is a class of its own. 0 where either side has one label.
@@ -624,30 +578,6 @@ def matthews_corrcoef(targets: Sequence[Any], predictions: Sequence[Any]) -> Val
         return {'matthews_corrcoef': 0.0}
     correlation = covariance / math.sqrt(target_variance * prediction_variance)
     return {'matthews_corrcoef': 100 * float(correlation)}
-
-
-def auc(
-    targets: Sequence[float],
-    predictions: Sequence[float],
-    targets_threshold: float | None = None,
-) -> Values:
-    """Return {'auc-roc', 'auc-pr'}, from 0 to 1: areas under the ROC and precision-recall curves.
-
-    The latter is the average precision. `targets`: 0 or 1; with `targets_threshold`, numbers of
-    which those from it on are 1. With targets of one class 'auc-roc' is nan.
-    """
-    if targets_threshold is None:
-        is_positive = as_binary(targets)
-    else:
-        is_positive = as_numbers(targets) >= targets_threshold
-    return areas_under_curves(is_positive, as_numbers(predictions))
-
-
-def score_auc(
-    targets: Sequence[float], scores: Sequence[float], targets_threshold: float | None = None
-) -> Values:
-    """Return `auc` of the scores."""
-    return auc(targets, scores, targets_threshold)
 
 
 def areas_under_curves(
@@ -725,7 +655,7 @@ def ranks(values: np.ndarray) -> np.ndarray:
 # Groups of examples.
 
 
-def all_match(targets: Sequence[Any], predictions: Sequence[Any]) -> Values:
+def all_match(targets: Sequence[object], predictions: Sequence[object]) -> Values:
     """Return {'exact_match'}: 100 if each prediction equals its target, else 0."""
     return {'exact_match': 100.0 * (accuracy(targets, predictions)['accuracy'] == 100)}
 
@@ -758,7 +688,7 @@ def deduplicate_metric(metric_fn: Metric) -> Metric:
         for group in grouped(targets, predictions):
             firsts.targets.append(group.targets[0])
             firsts.predictions.append(group.predictions[0])
-        return metric_fn(firsts.targets, firsts.predictions)
+        return dict(metric_fn(firsts.targets, firsts.predictions))
 
     return metric
 
@@ -766,8 +696,8 @@ def deduplicate_metric(metric_fn: Metric) -> Metric:
 class Group(NamedTuple):
     """The values of some examples."""
 
-    targets: list[Any]
-    predictions: list[Any]
+    targets: list
+    predictions: list
 
 
 def grouped(targets: Sequence[Mapping], predictions: Sequence[Mapping]) -> Iterable[Group]:
@@ -884,21 +814,21 @@ def mean_percent(values: Sequence[float] | np.ndarray) -> float:
     return 100 * float(np.mean(values))
 
 
-def check_answers(targets: Sequence[Any]) -> None:
+def check_answers(targets: Sequence[object]) -> None:
     """Raise ValueError for a text in place of the answers of a question."""
     for answers in targets:
         if isinstance(answers, str):
             raise ValueError(f'{answers!r:.40} must be the answers of a question: use [text]')
 
 
-def check_labels(targets: Sequence[Any], predictions: Sequence[Any]) -> None:
+def check_labels(targets: Sequence[object], predictions: Sequence[object]) -> None:
     """Raise ValueError unless all are texts, or all are numbers."""
     labels = [*targets, *predictions]
     if not all(isinstance(label, str) for label in labels):
         as_numbers(labels)
 
 
-def as_numbers(values: Sequence[Any]) -> np.ndarray:
+def as_numbers(values: Sequence[object]) -> np.ndarray:
     """Return numbers as float64 [examples]."""
     for value in values:
         if not isinstance(value, numbers.Real | np.bool_) or not math.isfinite(value):
@@ -906,7 +836,7 @@ def as_numbers(values: Sequence[Any]) -> np.ndarray:
     return np.array(values, np.float64)
 
 
-def as_binary(targets: Sequence[Any]) -> np.ndarray:
+def as_binary(targets: Sequence[object]) -> np.ndarray:
     """Return targets that are 0 or 1 as bool [examples]."""
     array = as_numbers(targets)
     for value in array:

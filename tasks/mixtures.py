@@ -7,15 +7,17 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from ml_collections import ConfigDict
 
 import user_code
-from configs.check import CHOICES, DELIMITER, DELIMITER_RULE
+from configs import check
 from data import Objective
 from sources import NO_SPLIT
 from sources.templates import Template, templates_of
-from tasks.objectives import OBJECTIVES, OwnObjective, check_attributes
-from tasks.preprocessors import text_of
+from tasks.objectives import OBJECTIVES, OwnObjective, problem_of
+from tasks.preprocessors import Example, Fields, text_of
 from vocabulary import Vocabulary
 
 MAX_NAME_BYTES = 200  # of a task; a file's name has room for more words
@@ -23,11 +25,11 @@ MAX_NAME_BYTES = 200  # of a task; a file's name has room for more words
 # A number, or a function from the number of examples of a task.
 Rate = float | Callable[[int], float]
 # From the fields of a record to its examples.
-PreprocessFn = Callable[[Mapping[str, Any]], Iterable[Mapping[str, Any]]]
+PreprocessFn = Callable[[Fields], Iterable[Example]]
 # From a text (targets, or what the model predicts), the example, and whether it is the targets.
-PostprocessFn = Callable[[str, Any, bool], Any]
+PostprocessFn = Callable[..., object]
 # (targets, predictions) or (targets, scores): {name of the metric: value}.
-MetricFn = Callable[[Sequence[Any], Sequence[Any]], dict[str, float]]
+MetricFn = Callable[..., Mapping[str, float]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,49 +67,36 @@ class Task:
 
     def __post_init__(self):
         check_name(self.name)
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type is str and not isinstance(value, str):
-                raise self._wrong(field.name, value, 'must be a text')
-        if self.kind not in CHOICES['data.kind']:
-            kinds = ', '.join(map(repr, CHOICES['data.kind']))
-            raise self._wrong('kind', self.kind, f'use one of {kinds}')
-        self._check_objective()
-        if not DELIMITER.fullmatch(self.delimiter):
-            raise self._wrong('delimiter', self.delimiter, DELIMITER_RULE)
-        if not isinstance(self.metric_fns, list | tuple):
-            raise self._wrong('metric_fns', self.metric_fns, 'must be a list of functions')
-        if self.preprocess_fn is not None and (self.inputs or self.targets):
-            raise ValueError(
-                f'task {self.name!r} has preprocess_fn and templates (inputs, targets): leave one out'
-            )
+        for setting in (field.name for field in dataclasses.fields(self)):
+            if f'data.{setting}' in check.declared():
+                try:
+                    check.check_value(f'data.{setting}', getattr(self, setting))
+                except ValueError as error:
+                    raise ValueError(f'task {self.name!r}: {error}') from None
+        if isinstance(self.objective, type):
+            problem = problem_of(self.objective)
+            if problem:
+                raise self._wrong('objective', self.objective, problem)
+            self._check_takes('objective', self.objective, 'config', 'vocabulary')
+            examples = getattr(self.objective, 'examples', None)
+            self._check_takes('objective.examples', examples, 'self', 'names', 'records', '*key')
+        elif self.objective not in OBJECTIVES:
+            names = ', '.join(map(repr, OBJECTIVES))
+            rule = f'use one of {names}, or a class such as data.SpanCorruption'
+            raise self._wrong('objective', self.objective, rule)
         _ = self.templates  # raises ValueError for what is no template
         if self.preprocess_fn is not None:
+            if self.templates:
+                raise ValueError(
+                    f'task {self.name!r} has preprocess_fn and templates (inputs, targets): leave one out'
+                )
             self._check_takes('preprocess_fn', self.preprocess_fn, 'record')
         if self.postprocess_fn is not None:
             self._check_takes('postprocess_fn', self.postprocess_fn, 'text', 'example', 'is_target')
         for metric_fn in self.metric_fns:
             self._check_takes('metric_fns', metric_fn, 'targets', 'predictions')
 
-    def _check_objective(self) -> None:
-        """Raise ValueError for an unknown objective, and for a class that lacks the protocol."""
-        objective: Any = self.objective
-        if isinstance(objective, type):
-            try:
-                check_attributes(objective)
-            except ValueError as error:
-                raise self._wrong(
-                    'objective', objective, f'lacks the protocol data.Objective: {error}'
-                ) from None
-            self._check_takes('objective', objective, 'config', 'vocabulary')
-            examples = getattr(objective, 'examples', None)
-            self._check_takes('objective.examples', examples, 'self', 'names', 'records', '*key')
-        elif not isinstance(objective, str) or objective not in OBJECTIVES:
-            names = ', '.join(map(repr, OBJECTIVES))
-            rule = f'use one of {names}, or a class such as data.SpanCorruption'
-            raise self._wrong('objective', objective, rule)
-
-    def _check_takes(self, field: str, function: Any, *arguments: str) -> None:
+    def _check_takes(self, field: str, function: object, *arguments: str) -> None:
         """Raise ValueError unless a function can be called with these arguments, in this order.
 
         A last one with a star stands for several.
@@ -122,17 +111,16 @@ class Task:
         except (TypeError, ValueError) as error:
             raise self._wrong(field, function, f'{takes}: {error}') from None
 
-    def _wrong(self, field: str, value: Any, rule: str) -> ValueError:
+    def _wrong(self, field: str, value: object, rule: str) -> ValueError:
         shown = value.__name__ if isinstance(value, type) else f'{value!r:.60}'
         return ValueError(f'{field}={shown} of task {self.name!r}: {rule}')
 
-    def settings(self, config: Any) -> Any:
+    def settings(self, config: ConfigDict) -> ConfigDict:
         """Return config.data with the values of this task."""
         own = copy.deepcopy(config)
         own.task = self.name
-        for field in dataclasses.fields(self):
-            if field.name in own:
-                own[field.name] = getattr(self, field.name)
+        for name in settings_of_a_row(config):
+            own[name] = getattr(self, name)
         return own
 
     @functools.cached_property
@@ -153,7 +141,7 @@ class Task:
         """Whether the task is from text to text."""
         return 'inputs' in self.objective_class.features
 
-    def open_objective(self, config: Any, vocabulary: Vocabulary) -> Objective:
+    def open_objective(self, config: ConfigDict, vocabulary: Vocabulary) -> Objective:
         """Return the objective for the settings `config`, config.data.
 
         Raises ValueError for settings that do not fit, and UserError where a user's class fails.
@@ -162,7 +150,7 @@ class Task:
             return self.objective_class(config, vocabulary)
         return OwnObjective(self.objective, self.name, config, vocabulary)
 
-    def preprocess(self, records: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    def preprocess(self, records: Iterable[Fields]) -> Iterator[Example]:
         """Yield the examples of records, {'inputs': text, 'targets': text, ...}.
 
         Raises UserError where `preprocess_fn` fails or gives an example without text.
@@ -178,8 +166,8 @@ class Task:
                 yield {'inputs': '', 'targets': text_of(fields[self.text_field])}
 
     def postprocess(
-        self, text: str, example: Mapping[str, Any] | None = None, is_target: bool = False
-    ) -> Any:
+        self, text: str, example: Fields | None = None, is_target: bool = False
+    ) -> object:
         """Return what the metrics compare, of targets or of a text that the model predicts.
 
         Raises UserError where `postprocess_fn` fails.
@@ -190,7 +178,7 @@ class Task:
             return self.postprocess_fn(text, example, is_target)
 
     def metric(
-        self, metric_fn: MetricFn, targets: Sequence[Any], outputs: Sequence[Any]
+        self, metric_fn: MetricFn, targets: Sequence[object], outputs: Sequence[object]
     ) -> dict[str, float]:
         """Return the values of one of `metric_fns`. `outputs`: predictions or scores.
 
@@ -198,40 +186,35 @@ class Task:
         """
         with user_code.running(metric_fn, self.name):
             given = metric_fn(targets, outputs)
-            if not isinstance(given, Mapping):
-                raise ValueError(f"a metric gave {given!r:.60}: give {{'name': number}}")
-            for name, value in given.items():
+            pairs = given.items() if isinstance(given, Mapping) else [('', given)]
+            for name, value in pairs:
                 is_number = hasattr(value, '__float__') and getattr(value, 'ndim', 0) == 0
-                if not isinstance(name, str) or not is_number:
+                if not name or not isinstance(name, str) or not is_number:
                     raise ValueError(
-                        f"a metric gave {name!r:.60} as {value!r:.40}: give {{'name': number}}"
+                        f"a metric gave {given!r:.60}, {name!r:.60} as {value!r:.40}: give {{'name': number}}"
                     )
-            return {name: float(value) for name, value in given.items()}
+            return {name: float(value) for name, value in pairs}
 
 
-def examples_given(given: Any) -> list[dict[str, Any]]:
-    """Return the examples that a user's function gave. Raise ValueError where they are none."""
+def examples_given(given: Iterable[Fields]) -> list[Example]:
+    """Return the examples that a user's function gave. Raise ValueError if they are none."""
+    rule = "give a list of {'inputs': text, 'targets': text}, or yield them"
     if isinstance(given, Mapping) or not isinstance(given, Iterable):
-        raise ValueError(
-            f'preprocess_fn gave {given!r:.60}: give a list of examples, or yield them'
-        )
+        raise ValueError(f'preprocess_fn gave {given!r:.60}: {rule}')
     examples = []
     for example in given:
         texts = [None]
         if isinstance(example, Mapping):
             texts = [example.get('inputs', ''), example.get('targets')]
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError(
-                f"preprocess_fn gave {example!r:.60}: give {{'inputs': text, 'targets': text}}"
-            )
-        ''.join(
-            map(str, texts)
-        ).encode()  # raises for half a surrogate pair, which no vocabulary takes
+            raise ValueError(f'preprocess_fn gave {example!r:.60}: {rule}')
+        # Raises for half a surrogate pair, which no vocabulary takes.
+        ''.join(map(str, texts)).encode()
         examples.append(dict(example))
     return examples
 
 
-def check_name(name: Any) -> None:
+def check_name(name: str) -> None:
     """Raise ValueError for the name of a task or mixture after which no file can be named.
 
     A colon in it is a folder.
@@ -245,6 +228,15 @@ def check_name(name: Any) -> None:
         f'{MAX_NAME_BYTES} bytes without / \\ comma and control characters, without spaces around it, '
         'that does not begin with a dot'
     )
+
+
+def settings_of_a_row(config: ConfigDict) -> dict[str, str]:
+    """Return {name: default} of the fields of a Task that are settings of config.data."""
+    defaults = {}
+    for field in dataclasses.fields(Task):
+        if isinstance(field.default, str) and field.name in config:
+            defaults[field.name] = field.default
+    return defaults
 
 
 class Splits(NamedTuple):
@@ -308,26 +300,25 @@ class Mixture:
     """
 
     name: str
-    members: Mapping[Any, Rate]  # of str, Task or Mixture
+    members: Mapping[str, Rate] | Mapping['str | Task | Mixture', Rate]
 
     def __post_init__(self):
         check_name(self.name)
-        members = self.members
-        is_of_tasks = isinstance(members, Mapping) and bool(members)
-        if not is_of_tasks or not all(isinstance(x, str | Task | Mixture) for x in members):
+        is_of_tasks = isinstance(self.members, Mapping) and bool(self.members)
+        if not is_of_tasks or not all(isinstance(x, str | Task | Mixture) for x in self.members):
             raise ValueError(
-                f'mixture {self.name!r} has members={members!r:.60}: give {{task: rate}}, where a task '
+                f'mixture {self.name!r} has members={self.members!r:.60}: give {{task: rate}}, where a task '
                 'is a name, a Task or a Mixture'
             )
-        names = [member if isinstance(member, str) else member.name for member in members]
+        names = [name_of(member) for member in self.members]
         if len(set(names)) < len(names):
             raise ValueError(
                 f'mixture {self.name!r} has members of one name ({names!r:.60}): give each a name of its own'
             )
-        for member, rate in members.items():
+        for member, rate in self.members.items():
             if not callable(rate):
-                self._check_rate(member, rate)
-        self._check_some_rate(members.values())
+                self._check_rate(name_of(member), rate)
+        self._check_some_rate(self.members.values())
 
     @property
     def tasks(self) -> dict[str, Task]:
@@ -348,7 +339,7 @@ class Mixture:
             if isinstance(member, Mixture):
                 found |= member.tasks_by_size
             elif callable(rate):
-                found.add(member if isinstance(member, str) else member.name)
+                found.add(name_of(member))
         return found
 
     def rates(self, sizes: Mapping[str, int]) -> dict[str, float]:
@@ -359,7 +350,7 @@ class Mixture:
         """
         total: dict[str, float] = {}
         for member, rate in self.members.items():
-            name = member if isinstance(member, str) else member.name
+            name = name_of(member)
             shares = {name: 1.0}
             if isinstance(member, Mixture):
                 shares = member.shares(sizes)
@@ -388,15 +379,19 @@ class Mixture:
         total = sum(rates.values())
         return {task: rate / total for task, rate in rates.items()}
 
-    def _check_rate(self, member: Any, rate: float) -> None:
+    def _check_rate(self, name: str, rate: float) -> None:
         """Raise ValueError unless the rate of a task or mixture is a number of 0 or more."""
         if not (isinstance(rate, numbers.Real) and math.isfinite(rate) and rate >= 0):
             raise ValueError(
-                f'mixture {self.name!r}: the rate of {getattr(member, "name", member)!r} is {rate!r}: '
-                'use a finite number, 0 or more'
+                f'mixture {self.name!r}: the rate of {name!r} is {rate!r}: use a finite number, 0 or more'
             )
 
-    def _check_some_rate(self, rates: Iterable[Any]) -> None:
-        """Raise ValueError where all rates are 0."""
+    def _check_some_rate(self, rates: Iterable[Rate]) -> None:
+        """Raise ValueError if all rates are 0."""
         if not any(rates):
             raise ValueError(f'mixture {self.name!r}: all rates are 0: give one task a rate')
+
+
+def name_of(member: str | Task | Mixture) -> str:
+    """Return the name of a member of a mixture."""
+    return member if isinstance(member, str) else member.name

@@ -17,8 +17,7 @@ bytes) and the lengths. The originals' lengths of inputs and targets:
 
 A task in several languages is named TASK.LANGUAGE. 'zeroshot' trains on English and evaluates all
 languages; 'translate_train' trains on translations, too. Not here: TweetQA and Dakshina, whose tasks
-are not published (their metrics are metrics.bleu1, metrics.normalized_rouge and metrics.cer), and
-SIGMORPHON.
+are not published (Dakshina's metric is metrics.cer), and SIGMORPHON.
 
 Source: google-research, multilingual_t5/tasks.py 9dcd60f and byt5/tasks.py 7d4efdd. Imports no jax.
 """
@@ -29,7 +28,6 @@ import itertools
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from sources import NO_SPLIT
 from tasks import metrics, postprocessors, preprocessors
@@ -45,11 +43,9 @@ from tasks.mixtures import (
     proportional,
     supervised,
 )
-from tasks.preprocessors import text_of, texts_of
+from tasks.preprocessors import Example, Fields, text_of, texts_of
 
 Row = Task | Mixture
-Fields = Mapping[str, Any]
-Example = dict[str, Any]
 
 MC4 = """
     af am ar az be bg bg-Latn bn ca ceb co cs cy da de el el-Latn en eo es et eu fa fi fil fr fy ga
@@ -358,7 +354,7 @@ def process_xnli(fields: Fields, languages: Sequence[str]) -> list[Example]:
     return examples
 
 
-def sentence_pair(premise: Any, hypothesis: Any, label: int) -> Example:
+def sentence_pair(premise: str | bytes, hypothesis: str | bytes, label: int) -> Example:
     """Return an example of XNLI."""
     inputs = f'xnli: premise: {text_of(premise)} hypothesis: {text_of(hypothesis)}'
     return {'inputs': inputs, 'targets': str(int(label))}

@@ -9,9 +9,10 @@ import itertools
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from ml_collections import ConfigDict
 from numpy.lib.stride_tricks import sliding_window_view
 
 import user_code
@@ -57,7 +58,7 @@ class IidDenoising(Denoising):
     t5/models/gin/objectives/iid_15_u_u.gin.
     """
 
-    def set_lengths(self, config: Any, vocabulary: Vocabulary) -> None:
+    def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
         most_spans = self.raw_length // 2 + 1  # of either kind
         self.num_sentinels = min(most_spans, vocabulary.num_sentinels)
         mean_noise = self.raw_length * self.noise_density
@@ -78,7 +79,7 @@ class DropCorruptedTokens(Denoising):
     Source: T5 §3.3.2; t5/models/gin/objectives/iid_15_d_d.gin.
     """
 
-    def set_lengths(self, config: Any, vocabulary: Vocabulary) -> None:
+    def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
         self.check_targets(math.ceil(self.raw_length * self.noise_density) + 1)
 
     def corrupt(self, raw_ids: np.ndarray, *key: int | str) -> Pair:
@@ -94,7 +95,7 @@ class MassStyle(Denoising):
 
     num_sentinels = 1
 
-    def set_lengths(self, config: Any, vocabulary: Vocabulary) -> None:
+    def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
         self.check_targets(self.raw_length + 1)
         self.check_sentinels(self.num_sentinels, vocabulary)
 
@@ -127,7 +128,7 @@ class Deshuffling(Denoising):
 
     concatenates = False
 
-    def set_lengths(self, config: Any, vocabulary: Vocabulary) -> None:
+    def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
         self.check_targets(self.raw_length + 1)
 
     def corrupt(self, raw_ids: np.ndarray, *key: int | str) -> Pair:
@@ -147,7 +148,7 @@ class PrefixLm(Denoising):
 
     concatenates = False
 
-    def set_lengths(self, config: Any, vocabulary: Vocabulary) -> None:
+    def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
         self.check_targets(2)
 
     def corrupt(self, raw_ids: np.ndarray, *key: int | str) -> Pair:
@@ -168,11 +169,8 @@ class Lm(Denoising):
 
     min_inputs_length = 1
 
-    def set_lengths(self, config: Any, vocabulary: Vocabulary) -> None:
-        if self.lengths.targets < 2:
-            raise ValueError(
-                'data.lengths.targets=1 is too short: a row holds a token and EOS: use 2 or more'
-            )
+    def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
+        self.check_targets(2)
         self.raw_length = self.lengths.targets - 1
 
     def corrupt(self, raw_ids: np.ndarray, *key: int | str) -> Pair:
@@ -187,7 +185,7 @@ class FullLm(Denoising):
 
     min_inputs_length = 1
 
-    def set_lengths(self, config: Any, vocabulary: Vocabulary) -> None:
+    def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
         self.raw_length = self.lengths.targets
 
     def examples(
@@ -215,7 +213,7 @@ class PackPrefixLm(FullLm):
     t5/data/preprocessors.py `targets_for_prefix_lm_objective`, `pack_prefix_lm_encoder_decoder`.
     """
 
-    def set_lengths(self, config: Any, vocabulary: Vocabulary) -> None:
+    def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
         inputs = self.lengths.inputs
         if self.lengths.targets != inputs or inputs % 2:
             raise ValueError(
@@ -289,7 +287,7 @@ class Ul2(Denoising):
     Source: UL2 §3.1 and appendix 9.2, whose modes are text that the vocabulary encodes.
     """
 
-    def set_lengths(self, config: Any, vocabulary: Vocabulary) -> None:
+    def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
         self.check_sentinels(1, vocabulary)
         self.modes = []
         self.raw_lengths = []
@@ -379,7 +377,7 @@ class TextToTextWithSentinel(PromptedTextToText):
 
     num_sentinels = 1
 
-    def __init__(self, config: Any, vocabulary: Vocabulary):
+    def __init__(self, config: ConfigDict, vocabulary: Vocabulary):
         super().__init__(config, vocabulary)
         self.sentinel = vocabulary.sentinel_ids[:1]
         if vocabulary.num_sentinels == 0:
@@ -460,13 +458,17 @@ OBJECTIVES: dict[str, type[Objective]] = {
 class OwnObjective:
     """An objective of a user's class. Raises UserError where its code fails or its examples do not fit."""
 
-    def __init__(self, objective: type[Objective], task: str, config: Any, vocabulary: Vocabulary):
+    def __init__(
+        self, objective: type[Objective], task: str, config: ConfigDict, vocabulary: Vocabulary
+    ):
         self.objective_class = objective
         self.task = task
         with user_code.running(objective):
             self.objective = objective(config, vocabulary)
         with user_code.running(objective, task):
-            check_attributes(self.objective)
+            problem = problem_of(self.objective)
+            if problem:
+                raise ValueError(problem)
         self.features = self.objective.features
         self.records_per_group = self.objective.records_per_group
         self.num_sentinels = self.objective.num_sentinels
@@ -477,45 +479,35 @@ class OwnObjective:
         self, names: Sequence[str], records: Sequence[Mapping[str, np.ndarray]], *key: int | str
     ) -> list[Example]:
         with user_code.running(self.objective_class, self.task):
-            given: Any = self.objective.examples(names, records, *key)
-            if not isinstance(given, Iterable):
-                raise ValueError(f'examples gave {given!r:.60}: give a list of data.Example')
-            examples = list(given)
+            given = self.objective.examples(names, records, *key)
+            examples = list(given) if isinstance(given, Iterable) else [given]
             for example in examples:
-                self._check(example)
+                if not isinstance(example, Example):
+                    raise ValueError(f'examples gave {example!r:.60}: give a list of data.Example')
+                for feature in FEATURES:
+                    self._check(feature, getattr(example, feature))
             return examples
 
-    def _check(self, example: Any) -> None:
-        """Raise ValueError unless an example fits a row and the vocabulary."""
-        if not isinstance(example, Example):
-            raise ValueError(f'examples gave {example!r:.60}: give a list of data.Example')
-        for feature in FEATURES:
-            ids = getattr(example, feature)
-            length = self.lengths[feature]
-            if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in 'iu':
-                raise ValueError(
-                    f'examples gave {ids!r:.60} as {feature}: give an array of ids, int32 [length]'
-                )
-            if not 1 <= len(ids) <= length:
-                raise ValueError(
-                    f'examples gave {feature} of {len(ids)} ids: give 1 to data.lengths.{feature}={length}'
-                )
-            if ids.min() < 0 or ids.max() >= self.vocabulary_size:
-                raise ValueError(
-                    f'examples gave {feature} with ids from {ids.min()} to {ids.max()}: use those of the '
-                    f'vocabulary, from 0 to {self.vocabulary_size - 1}'
-                )
+    def _check(self, feature: str, ids: np.ndarray) -> None:
+        """Raise ValueError unless ids fit a row and the vocabulary."""
+        length = self.lengths[feature]
+        is_array = isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in 'iu'
+        fits = is_array and 1 <= len(ids) <= length
+        if not fits or ids.min() < 0 or ids.max() >= self.vocabulary_size:
+            raise ValueError(
+                f'examples gave {ids!r:.60} as {feature}: give an array of 1 to data.lengths.{feature}={length} '
+                f'ids, int32, from 0 to {self.vocabulary_size - 1}'
+            )
 
 
-def check_attributes(objective: Any) -> None:
-    """Raise ValueError unless a user's class, or an object of it, has the attributes of an Objective."""
-    features: Any = getattr(objective, 'features', None)
+def problem_of(objective: Objective | type[Objective]) -> str:
+    """Return what a user's class, or an object of it, lacks of the protocol data.Objective; '' for nothing."""
+    features = getattr(objective, 'features', ())
     is_list = isinstance(features, list | tuple) and len(features) > 0
-    if not is_list or not all(feature in FEATURES for feature in features):
-        raise ValueError(
-            f"features={features!r:.40}: give the texts that it takes, ('inputs', 'targets') or ('targets',)"
-        )
+    if not is_list or not set(features) <= set(FEATURES):
+        return f"features={features!r:.40}: give the texts that it takes, ('inputs', 'targets') or ('targets',)"
     for name, least in {'records_per_group': 1, 'num_sentinels': 0}.items():
         value = getattr(objective, name, None)
         if not isinstance(value, numbers.Integral) or value < least:
-            raise ValueError(f'{name}={value!r:.40}: give an integer, {least} or more')
+            return f'{name}={value!r:.40}: give an integer, {least} or more'
+    return ''

@@ -1,267 +1,161 @@
-"""Looking a task or mixture up by its name, and opening its sources. Imports no jax."""
+"""From config.data to a task or mixture with open sources. Imports no jax.
+
+The rule: data.task names a row. Each setting of config.data that is a field of a row and differs from
+its default replaces that field, in a mixture that of each task. LACKS has the settings that rows refuse.
+"""
 
 import dataclasses
-import difflib
 import functools
 from collections.abc import Sequence
-from typing import Any
+
+from ml_collections import ConfigDict
 
 import sources.open
 from sources import NO_SPLIT, Source
 from stream import OpenMixture, OpenTask, fingerprint_of
 from tasks import metrics
-from tasks.mixtures import MetricFn, Mixture, Rate, Task
+from tasks.mixtures import MetricFn, Mixture, Rate, Task, settings_of_a_row
+from tasks.names import look_up, own_tasks, takes_documents, unknown
 from tasks.objectives import OBJECTIVES
-from tasks.own import own_tasks
-from tasks.t5 import REFUSED, TABLE
+from tasks.t5 import REFUSED, table
+
+RECORDS = ('files', 'validation_files', 'test_files', 'tfds')
+TEXTS = ('targets', 'inputs', 'metrics')
+# What a row is: the settings that it refuses.
+LACKS = {
+    'a mixture': (*RECORDS, *TEXTS),
+    'read from its cache alone': (*RECORDS, *TEXTS),
+    'for evaluation alone, with data.validation_files': ('files', *TEXTS),
+    'not made of data.inputs and data.targets': TEXTS,
+    'text to text': (),
+}
 
 
-def find(config: Any) -> Task | Mixture:
-    """Return the task or mixture that `config`, config.data, names, with the records that it names.
+def find(config: ConfigDict) -> Task | Mixture:
+    """Return the task or mixture that `config`, config.data, names, with the settings in its rows.
 
-    Raises ValueError for an unknown name, and for settings that contradict it.
+    Raises ValueError for an unknown name, and for settings that its row lacks.
     """
-    if config.task in REFUSED:
-        raise ValueError(f'data.task={config.task!r} {REFUSED[config.task]}')
-    found = look_up(config.task, config)
-    if isinstance(found, Mixture):
-        for setting in ('files', 'validation_files', 'test_files', 'tfds'):
-            if config[setting]:
-                raise ValueError(
-                    f'data.{setting}={config[setting]!r} are the records of one task, and '
-                    f"data.task={config.task!r} is a mixture: set data.{setting}=''"
-                )
-    return configured(found, config)
-
-
-def open_mixture(config: Any) -> OpenMixture:
-    """Open the sources of what config.data.task names, for training.
-
-    Raises ValueError for names, rates and sources that are not valid.
-    """
-    found = find(config)
-    opened = open_sources(found, config)
-    for task in opened.tasks:
-        if task.task.train_split != NO_SPLIT and not task.source.may_hold('train'):
-            task.source.check_not_empty('train')  # raises
-    if opened.is_single and found.name not in own_tasks(config.module):
-        # config.json has the texts of this task.
-        return dataclasses.replace(opened, fingerprint=opened.tasks[0].source.fingerprint)
-    return opened
-
-
-def open_evaluated_alone(config: Any, mixture: OpenMixture) -> list[OpenTask]:
-    """Open the tasks of data.task that `mixture`, of training, leaves out: those with a validation split.
-
-    Source: T5X t5x/utils.py get_training_eval_datasets.
-    """
-    trained = {task.name for task in mixture.tasks}
-    opened = []
-    for name, task in tasks_of(find(config)).items():
-        if name not in trained and task.validation_split != NO_SPLIT:
-            opened.append(opened_task(task, open_task(task, config)))
-    return [task for task in opened if task.source.may_hold('validation')]
-
-
-def other_versions(mixture: OpenMixture) -> list[str]:
-    """Return a line for each data set of TABLE that is read in another version than T5's."""
-    lines = []
-    for task in mixture.tasks:
-        row = TABLE.get(task.name)
-        if isinstance(row, Task) and task.task.tfds == row.tfds.partition(':')[0] != row.tfds:
-            lines.append(
-                f'{row.tfds} is not prepared: {task.name} reads {task.source.description}.'
+    name = config.task
+    if name in REFUSED:
+        raise ValueError(f'data.task={name!r} {REFUSED[name]}')
+    if (config.inputs or config.targets) and name == 'span_corruption':  # the default
+        name = 'text_to_text'
+    is_cached = functools.partial(sources.open.find_cache, config)
+    row = look_up(name, config.module, is_cached)
+    if row is None and config.targets:
+        row = Task(name)
+    if row is None:
+        where = f' and has no cache in data.cache_dirs={config.cache_dirs!r}'
+        raise unknown(
+            name, config.module, f'data.task={name!r}', where if config.cache_dirs else ''
+        )
+    form = form_of(row)
+    for setting in LACKS[form]:
+        if config[setting]:
+            raise ValueError(
+                f'data.{setting}={config[setting]!r} is not for data.task={name!r}, which is {form}: set '
+                f"data.{setting}='', or name another data.task"
             )
-    return lines
-
-
-def look_up(name: str, config: Any, parents: tuple[str, ...] = ()) -> Task | Mixture:
-    """Return the task or mixture of this name. `parents`: the mixtures that it is in."""
-    found = own_tasks(config.module).get(name) or TABLE.get(name)
-    if found is None:
-        return task_of_settings(name, config)
-    for setting in ('metrics', 'targets', 'inputs'):
-        if config[setting] and not parents:
-            raise not_of_texts(setting, name, config)
-    if isinstance(found, Mixture):
-        return with_members(found, config, parents)
+    found = configured(row, config)
+    is_of_texts = name in OBJECTIVES and not takes_documents(name)
+    if is_of_texts and not config.targets and not is_cached(name):
+        raise ValueError(
+            f'data.task={name!r} needs data.inputs and data.targets: name the fields of a record in them, '
+            "as '{question}' and '{answer}'"
+        )
     return found
 
 
-def with_members(found: Mixture, config: Any, parents: tuple[str, ...]) -> Mixture:
-    """Return a mixture with tasks and mixtures in place of their names."""
-    if found.name in parents:
-        chain = ' > '.join([*parents, found.name])
-        raise ValueError(f'mixture {found.name!r} is in itself ({chain}): leave one of them out')
-    parents = (*parents, found.name)
-    members: dict[str | Task | Mixture, Rate] = {}
-    for member, rate in found.members.items():
-        if isinstance(member, str):
-            member = look_up(member, config, parents)
-        elif isinstance(member, Mixture):
-            member = with_members(member, config, parents)
-        members[member] = rate
-    return Mixture(found.name, members)
+def form_of(row: Task | Mixture) -> str:
+    """Return which key of LACKS a row is."""
+    if isinstance(row, Mixture):
+        return 'a mixture'
+    if row.cache:
+        return 'read from its cache alone'
+    if row.train_split == NO_SPLIT:
+        return 'for evaluation alone, with data.validation_files'
+    if row.objective != 'text_to_text' or row.preprocess_fn is not None:
+        return 'not made of data.inputs and data.targets'
+    return 'text to text'
 
 
-def configured(found: Task | Mixture, config: Any) -> Task | Mixture:
-    """Return a task or mixture that reads the records that the settings name, if they name any.
+def configured(row: Task | Mixture, config: ConfigDict) -> Task | Mixture:
+    """Return a row with the settings that differ from their defaults in place of its fields.
 
-    A row of TABLE reads the newest version of its data set where T5's is not prepared, and without
+    A row of T5's tables reads the newest version of its data set where T5's is not prepared, and without
     C4 Python's documentation.
     """
-    if isinstance(found, Mixture):
-        members = {}
-        for member, rate in found.members.items():
+    if isinstance(row, Mixture):
+        members: dict[str | Task | Mixture, Rate] = {}
+        for member, rate in row.members.items():
             assert not isinstance(member, str)  # all are looked up
             members[configured(member, config)] = rate
-        return Mixture(found.name, members)
-    task = found
-    is_ours = task is TABLE.get(task.name)
-    changes: dict[str, Any] = {}
-    if config.files or config.validation_files:
-        if task.train_split == NO_SPLIT and config.files:
-            raise ValueError(
-                f'data.files={config.files!r} are for training, and data.task={task.name!r} is for '
-                "evaluation alone: name them with data.validation_files, and set data.files=''"
-            )
-        changes = {
-            'files': config.files,
-            'validation_files': config.validation_files,
-            'tfds': config.tfds,
-            'train_split': NO_SPLIT if task.train_split == NO_SPLIT else 'train',
-            'validation_split': '',
-        }
-    elif config.tfds:
-        changes['tfds'] = config.tfds
-    elif task.tfds and is_ours:
-        prepared = sources.open.prepared_version(config, task.tfds)
+        return Mixture(row.name, members)
+    defaults = settings_of_a_row(config)
+    changes = {name: config[name] for name in defaults if config[name] != defaults[name]}
+    if row.train_split == NO_SPLIT:
+        changes.pop('train_split', None)
+    is_ours = row is table().get(row.name)
+    if changes.keys() & {
+        'files',
+        'validation_files',
+    }:  # instead of all its records, and their splits
+        changes = {name: defaults[name] for name in ('files', 'validation_files', 'tfds')} | changes
+        changes.setdefault('validation_split', '')
+        changes.setdefault('train_split', NO_SPLIT if row.train_split == NO_SPLIT else 'train')
+    elif 'tfds' in changes:
+        changes = {'files': '', 'validation_files': ''} | changes
+    elif row.tfds and is_ours:
+        prepared = sources.open.prepared_version(config, row.tfds)
         if prepared is not None:
             changes['tfds'] = prepared
-        elif task.name.startswith('c4_') or config.test_files:
+        elif row.name.startswith('c4_') or config.test_files:
             changes['tfds'] = ''
-    if config.train_split != 'train' and task.train_split != NO_SPLIT:
-        changes['train_split'] = config.train_split
-    defaults = {
-        'kind': '',
-        'delimiter': '',
-        'validation_split': '',
-        'text_field': 'text',
-        'test_files': '',
-    }
-    for setting, default in defaults.items():
-        if config[setting] != default:
-            changes[setting] = config[setting]
-    changed = dataclasses.replace(task, **changes)
-    # Without records an objective and the rows of TABLE read Python's documentation.
-    if not is_ours and task.name not in OBJECTIVES:
+    changed = dataclasses.replace(row, **changes)
+    if config.metrics:
+        changed = dataclasses.replace(changed, metric_fns=metrics_of(config))
+    # Without records an objective and T5's rows read Python's documentation.
+    if not is_ours and row.name not in OBJECTIVES:
         files = changed.files or changed.validation_files or changed.test_files
         has_records = files or changed.tfds or changed.cache
         if not has_records and sources.open.find_cache(config, changed.name) is None:
             raise ValueError(
-                f'task {task.name!r} needs records: name its files or tfds in data.module, or with '
+                f'task {row.name!r} needs records: name its files or tfds in data.module, or with '
                 'data.files or data.tfds'
             )
     return changed
 
 
-def task_of_settings(name: str, config: Any) -> Task:
-    """Return the task that the settings describe: templates, an objective, or a task cache."""
-    objective = name
-    if config.targets:
-        objective = 'text_to_text'
-        if name == 'span_corruption':  # the default
-            name = 'text_to_text'
-        elif name in OBJECTIVES and name != 'text_to_text':
-            raise not_of_texts('targets', name, config)
-    elif not takes_documents(name):
-        if sources.open.find_cache(config, name) is not None:
-            return Task(name, metric_fns=metrics_of(config))
-        if name in OBJECTIVES:
-            raise ValueError(
-                f'data.task={name!r} needs data.inputs and data.targets: name the fields of a record '
-                "in them, as '{question}' and '{answer}'"
-            )
-        raise unknown(name, config)
-    elif config.metrics:
-        raise not_of_texts('metrics', name, config)
-    return Task(
-        name=name,
-        files=config.files,
-        validation_files=config.validation_files,
-        test_files=config.test_files,
-        kind=config.kind,
-        delimiter=config.delimiter,
-        tfds=config.tfds,
-        train_split=config.train_split,
-        validation_split=config.validation_split,
-        text_field=config.text_field,
-        inputs=config.inputs,
-        targets=config.targets,
-        objective=objective,
-        metric_fns=metrics_of(config),
-    )
+def settings_of_task(config: ConfigDict, name: str) -> ConfigDict:
+    """Return config.data for a task. What it says of the records of data.task is not of others."""
+    if name == config.task:
+        return config
+    own = config.copy_and_resolve_references()
+    own.update(settings_of_a_row(config), task=name, metrics='')
+    return own
 
 
-def metrics_of(config: Any) -> list[MetricFn]:
+def metrics_of(config: ConfigDict) -> list[MetricFn]:
     """Return the metrics that data.metrics names."""
     found: dict[str, MetricFn] = {}
     for given in filter(None, map(str.strip, config.metrics.split(','))):
         name, colon, tokenizer = given.partition(':')
-        if name not in TEXT_METRICS:
+        takes_tokenizer = name in ('bleu', 'rouge')
+        if name not in TEXT_METRICS or name in found or (colon and not takes_tokenizer):
             raise ValueError(
-                f'data.metrics={config.metrics!r}: {name!r} is none: use some of '
-                f'{", ".join(TEXT_METRICS)}, or write a task with metric_fns in data.module'
-            )
-        if name in found:
-            raise ValueError(
-                f'data.metrics={config.metrics!r} has {name} twice, whose values have the same names: '
-                'leave one out'
+                f'data.metrics={config.metrics!r}: {given!r} is none, has no tokenizer, or is there '
+                f'twice: use some of {", ".join(TEXT_METRICS)}, bleu and rouge with a tokenizer, as bleu:zh '
+                'and rouge:unicode, or write a task with metric_fns in data.module'
             )
         found[name] = TEXT_METRICS[name]
-        if not colon:
-            continue
-        if metrics.tokenizer_of(found[name]) is None:
-            raise ValueError(
-                f'data.metrics={config.metrics!r}: {name} has no tokenizer: write {name} alone; bleu and '
-                'rouge take one, as bleu:zh and rouge:unicode'
-            )
-        metric_fn: Any = found[name]
-        found[name] = functools.partial(metric_fn, tokenizer=tokenizer)
-        try:
-            metrics.tokenizer_of(found[name])
-        except ValueError as error:
-            raise ValueError(f'data.metrics={config.metrics!r}: {error}') from error
+        if colon:
+            found[name] = functools.partial(found[name], tokenizer=tokenizer)
+            try:
+                metrics.tokenizer_of(found[name])
+            except ValueError as error:
+                raise ValueError(f'data.metrics={config.metrics!r}: {error}') from error
     return list(found.values())
-
-
-def not_of_texts(setting: str, name: str, config: Any) -> ValueError:
-    """Return the error for data.metrics or data.targets beside a task that they are not for."""
-    return ValueError(
-        f'data.{setting}={config[setting]!r} is for text to text with data.targets, and data.task='
-        f"{name!r} is not: set data.{setting}='', or data.task='text_to_text'"
-    )
-
-
-def takes_documents(objective: str) -> bool:
-    """Return whether an objective makes examples of documents, which the settings name."""
-    return objective in OBJECTIVES and 'inputs' not in OBJECTIVES[objective].features
-
-
-def unknown(name: str, config: Any) -> ValueError:
-    """Return the error for an unknown task; it has the nearest names."""
-    what = f'data.task={name!r}'
-    if name != config.task:
-        what = f'task {name!r} of data.task={config.task!r}'
-    where = ''
-    if config.cache_dirs:
-        where = f' and has no cache in data.cache_dirs={config.cache_dirs!r}'
-    names = [*TABLE, *own_tasks(config.module), *filter(takes_documents, OBJECTIVES)]
-    nearest = ', '.join(difflib.get_close_matches(name, names, n=3, cutoff=0))
-    return ValueError(
-        f'{what} is unknown{where}: the nearest names are {nearest}: use one of these, or one that '
-        "'python main.py --mode=tasks' lists"
-    )
 
 
 def squad_of_one_answer(targets: Sequence[str], predictions: Sequence[str]) -> metrics.Values:
@@ -280,12 +174,53 @@ TEXT_METRICS: dict[str, MetricFn] = {
 # Opening their sources.
 
 
+def open_mixture(config: ConfigDict) -> OpenMixture:
+    """Open the sources of what config.data.task names, for training.
+
+    Raises ValueError for names, rates and sources that are not valid.
+    """
+    found = find(config)
+    opened = open_sources(found, config)
+    for task in opened.tasks:
+        if task.task.train_split != NO_SPLIT and not task.source.may_hold('train'):
+            task.source.check_not_empty('train')  # raises
+    if opened.is_single and found.name not in own_tasks(config.module):
+        # config.json has the texts of this task.
+        return dataclasses.replace(opened, fingerprint=opened.tasks[0].source.fingerprint)
+    return opened
+
+
+def open_evaluated_alone(config: ConfigDict, mixture: OpenMixture) -> list[OpenTask]:
+    """Open the tasks of data.task that `mixture`, of training, leaves out: those with a validation split.
+
+    Source: T5X t5x/utils.py get_training_eval_datasets.
+    """
+    trained = {task.name for task in mixture.tasks}
+    opened = []
+    for name, task in tasks_of(find(config)).items():
+        if name not in trained and task.validation_split != NO_SPLIT:
+            opened.append(opened_task(task, open_task(task, config)))
+    return [task for task in opened if task.source.may_hold('validation')]
+
+
+def other_versions(mixture: OpenMixture) -> list[str]:
+    """Return a line for each data set of T5's tables that is read in another version than T5's."""
+    lines = []
+    for task in mixture.tasks:
+        row = table().get(task.name)
+        if isinstance(row, Task) and task.task.tfds == row.tfds.partition(':')[0] != row.tfds:
+            lines.append(
+                f'{row.tfds} is not prepared: {task.name} reads {task.source.description}.'
+            )
+    return lines
+
+
 def tasks_of(found: Task | Mixture) -> dict[str, Task]:
     """Return {name: task} of a task or mixture."""
     return {found.name: found} if isinstance(found, Task) else found.tasks
 
 
-def open_sources(found: Task | Mixture, config: Any) -> OpenMixture:
+def open_sources(found: Task | Mixture, config: ConfigDict) -> OpenMixture:
     """Open the source of a task, or those of a mixture in which all names are looked up.
 
     Raises ValueError for rates and sources that are not valid.
@@ -294,7 +229,7 @@ def open_sources(found: Task | Mixture, config: Any) -> OpenMixture:
         tasks = [opened_task(found, open_task(found, config))]
     else:
         tasks = open_tasks(found, config)
-    return OpenMixture(found.name, tuple(tasks), fingerprint_of(tasks))
+    return OpenMixture(found.name, tuple(tasks), fingerprint_of(tasks), open_mixture)
 
 
 def opened_task(task: Task, source: Source, rate: float = 1.0) -> OpenTask:
@@ -302,7 +237,7 @@ def opened_task(task: Task, source: Source, rate: float = 1.0) -> OpenTask:
     return OpenTask(task, source, task.open_objective, rate)
 
 
-def open_tasks(mixture: Mixture, config: Any) -> list[OpenTask]:
+def open_tasks(mixture: Mixture, config: ConfigDict) -> list[OpenTask]:
     """Open the sources of a mixture whose names are looked up, for training.
 
     Tasks of rate 0 and tasks without a split for training are left out.
@@ -335,19 +270,13 @@ def open_tasks(mixture: Mixture, config: Any) -> list[OpenTask]:
     return tasks
 
 
-def open_task(task: Task, config: Any) -> Source:
+def open_task(task: Task, config: ConfigDict) -> Source:
     """Open the source of a task. Raises ValueError that names the task, where its data set is missing."""
-    if task.cache:
-        if task.files or task.validation_files or task.test_files or task.tfds:
-            raise ValueError(
-                f'data.task={task.name!r} is read from its cache alone: set data.files, '
-                "data.validation_files, data.test_files and data.tfds to ''"
-            )
-        if sources.open.find_cache(config, task.name) is None:
-            raise ValueError(
-                f'data.task={task.name!r} has no cache in data.cache_dirs={config.cache_dirs!r} '
-                f'(data.use_cached={config.use_cached!r}): put {task.cache} into one of its folders'
-            )
+    if task.cache and sources.open.find_cache(config, task.name) is None:
+        raise ValueError(
+            f'data.task={task.name!r} has no cache in data.cache_dirs={config.cache_dirs!r} '
+            f'(data.use_cached={config.use_cached!r}): put {task.cache} into one of its folders'
+        )
     try:
         return sources.open.open_source(
             task.settings(config),

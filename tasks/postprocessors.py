@@ -5,12 +5,9 @@ gave. tasks/t5.py binds the other arguments. Source: t5/data/postprocessors.py. 
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from tasks.preprocessors import text_of, texts_of
-
-Example = Mapping[str, Any]
+from tasks.preprocessors import Fields, text_of, texts_of
 
 SENTINEL = '<extra_id_0>'
 DETERMINERS = frozenset(
@@ -20,7 +17,7 @@ DETERMINERS = frozenset(
 
 
 def string_to_float(
-    text: str, example: Example | None = None, is_target: bool = False, default: float = -1.0
+    text: str, example: Fields | None = None, is_target: bool = False, default: float = -1.0
 ) -> float:
     """Return a finite number, or `default` for a text that is none."""
     try:
@@ -30,14 +27,9 @@ def string_to_float(
     return number if math.isfinite(number) else default
 
 
-def lower_text(text: str, example: Example | None = None, is_target: bool = False) -> str:
-    """Return a text in lower case."""
-    return text.lower()
-
-
 def string_label_to_class_id(
     text: str,
-    example: Example | None = None,
+    example: Fields | None = None,
     is_target: bool = False,
     *,
     label_classes: Sequence[str],
@@ -49,7 +41,7 @@ def string_label_to_class_id(
     return default
 
 
-def multirc(text: str, example: Example, is_target: bool = False) -> dict[str, Any]:
+def multirc(text: str, example: Fields, is_target: bool = False) -> dict[str, object]:
     """Return {'value': class}, for targets with 'group', the number of the question."""
     value = string_label_to_class_id(text, label_classes=('False', 'True'))
     if is_target:
@@ -57,7 +49,7 @@ def multirc(text: str, example: Example, is_target: bool = False) -> dict[str, A
     return {'value': value}
 
 
-def record(text: str, example: Example, is_target: bool = False) -> dict[str, Any]:
+def record(text: str, example: Fields, is_target: bool = False) -> dict[str, object]:
     """Return {'value': answer}; for targets all answers, with 'group', the query's two numbers."""
     if is_target:
         group = (int(example['idx/passage']), int(example['idx/query']))
@@ -65,26 +57,26 @@ def record(text: str, example: Example, is_target: bool = False) -> dict[str, An
     return {'value': text}
 
 
-def qa(text: str, example: Example, is_target: bool = False) -> str | list[str]:
+def qa(text: str, example: Fields, is_target: bool = False) -> str | list[str]:
     """Return an answer; for targets all answers."""
     if is_target:
         return texts_of(example['answers'])
     return text
 
 
-def only_answer(text: str, example: Example, is_target: bool = False) -> str | list[str]:
+def only_answer(text: str, example: Fields, is_target: bool = False) -> str | list[str]:
     """Return an answer; for targets a list of that one."""
     return [text] if is_target else text
 
 
-def span_qa(text: str, example: Example, is_target: bool = False) -> str | dict[str, Any]:
+def span_qa(text: str, example: Fields, is_target: bool = False) -> str | dict[str, object]:
     """Return a span; for targets all answers and the context."""
     if is_target:
         return {'answers': texts_of(example['answers']), 'context': text_of(example['context'])}
     return text
 
 
-def wsc_simple(text: str, example: Example, is_target: bool = False) -> int:
+def wsc_simple(text: str, example: Fields, is_target: bool = False) -> int:
     """Return whether the referent is the one of the example; for targets whether that is right.
 
     -1 for a text without a word but determiners.
@@ -108,16 +100,14 @@ def without_determiners(text: str) -> str:
     return ' '.join(word for word in words if word not in DETERMINERS)
 
 
-def targets_of(example: Example) -> str:
+def targets_of(example: Fields) -> str:
     """Return the text of the targets, which task caches call so because 'targets' are ids."""
     if 'targets_pretokenized' in example:
         return text_of(example['targets_pretokenized'])
     return text_of(example['targets'])
 
 
-def natural_questions(
-    text: str, example: Example, is_target: bool = False
-) -> list[tuple[str, ...]]:
+def natural_questions(text: str, example: Fields, is_target: bool = False) -> list[tuple[str, ...]]:
     """Return the answers in 'answer: A answer: B' as one group; for targets one of each annotator.
 
     Source: google-research, t5_closed_book_qa/t5_cbqa/postprocessors.py.

@@ -85,14 +85,14 @@ def glue(
     return [example]
 
 
-def label_of(value: Any) -> Any:
-    """Return a label as a number, which tables have as a text; anything else as it is."""
+def label_of(value: str | int) -> str | int:
+    """Return a label as a number, which tables have as a text; another text as it is."""
     if isinstance(value, str) and re.fullmatch(r'-?\d+', value.strip()):
         return int(value)
     return value
 
 
-def class_name(label: Any, label_names: Sequence[str]) -> str:
+def class_name(label: str | int, label_names: Sequence[str]) -> str:
     """Return the name of a class. Raises ValueError for a label that is no class."""
     label = label_of(label)
     if label == NO_LABEL:
@@ -495,7 +495,7 @@ def pydoc_summary(fields: Fields) -> list[Example]:
 # Values and texts.
 
 
-def text_of(value: Any) -> str:
+def text_of(value: object) -> str:
     """Return a text, which may be UTF-8 bytes. Raises ValueError for what is none."""
     if isinstance(value, bytes):
         return value.decode()
@@ -504,7 +504,7 @@ def text_of(value: Any) -> str:
     raise ValueError(f'{value!r:.40} is no text: write a string')
 
 
-def texts_of(values: Iterable[Any]) -> list[str]:
+def texts_of(values: Iterable[object]) -> list[str]:
     """Return several texts."""
     if isinstance(values, str | bytes):
         raise ValueError(f'{values!r:.40} is one text: write a list')

@@ -19,8 +19,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jinja2
 import jinja2.meta
@@ -32,8 +31,7 @@ import user_code
 from sources import NO_SPLIT
 from tasks import t0 as tasks_t0
 from tasks.mixtures import PreprocessFn, Task
-
-Fields = Mapping[str, Any]
+from tasks.preprocessors import Example, Fields
 
 SEPARATOR = '|||'  # of the inputs and the targets, and of the choices
 PROTECTED = '\x00separator\x00'  # where a field holds the separator itself
@@ -90,7 +88,7 @@ def tasks(
     return found
 
 
-def read_templates(file: str) -> dict[str, Any]:
+def read_templates(file: str) -> Example:
     """Return what a file of templates holds. Raises ValueError for a file that is none."""
     path = paths.disk_path(file)
     content = None
@@ -131,9 +129,9 @@ def compose(examples: PreprocessFn, fields_fn: Callable[[Fields], Fields]) -> Pr
 class Template:
     """One of promptsource's templates, in Jinja."""
 
-    def __init__(self, entry: Mapping[str, Any]):
+    def __init__(self, entry: Fields):
         self.name: str = entry['name']
-        self.metadata: Mapping[str, Any] = entry['metadata']
+        self.metadata: Fields = entry['metadata']
         self.jinja: str = entry['jinja']
         self.choices_jinja: str | None = entry['answer_choices']
 
@@ -162,17 +160,17 @@ class Template:
         choices = self.choices(fields)
         return split(self.compiled.render(**protected(fields), answer_choices=choices))
 
-    def examples(self, fields: Fields) -> list[dict[str, Any]]:
+    def examples(self, fields: Fields) -> list[Example]:
         """Return the example of a record, none where the record does not fit."""
         texts = self.render(fields)
         if len(texts) != 2 or not texts[0]:
             return []
-        example: dict[str, Any] = {'inputs': texts[0], 'targets': texts[1] or NO_LABEL}
+        example: Example = {'inputs': texts[0], 'targets': texts[1] or NO_LABEL}
         if self.choices_jinja is not None:
             example['answer_choices'] = self.choices(fields)
         return [example]
 
-    def choice_examples(self, fields: Fields) -> list[dict[str, Any]]:
+    def choice_examples(self, fields: Fields) -> list[Example]:
         """Return an example for each choice of a record, to be ranked.
 
         Differs from T0, where 'idx' has the number of a record: here it is a hash of its fields.
@@ -186,7 +184,7 @@ class Template:
         return found
 
 
-def protected(fields: Fields) -> dict[str, Any]:
+def protected(fields: Fields) -> Example:
     """Return fields whose names a template can write, and whose texts have no separator."""
     found = {name.replace('-', '_'): value for name, value in fields.items()}
     for name, value in found.items():
@@ -206,7 +204,7 @@ def hash_of(fields: Fields) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), 'big')
 
 
-def story_cloze(fields: Fields) -> dict[str, Any]:
+def story_cloze(fields: Fields) -> Example:
     """Return the fields of the templates of a row of Story Cloze's CSV file."""
     found = {
         'story_id': fields['InputStoryid'],

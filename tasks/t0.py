@@ -22,13 +22,14 @@ import csv
 import functools
 import pathlib
 import re
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 from sources import NO_SPLIT
 from tasks import metrics
 from tasks.mixtures import MetricFn, Mixture, PostprocessFn, Rate, Task, proportional
 from tasks.postprocessors import string_label_to_class_id
+from tasks.preprocessors import Fields
 
 P3 = 'the folder data/{} of huggingface.co/datasets/bigscience/P3'
 USERS_COPY = 'a cache that you make of it: it is not in P3, see tasks/promptsource.py'
@@ -314,14 +315,12 @@ def postprocessor(prompt: Prompt) -> PostprocessFn:
     return stripped
 
 
-def stripped(text: str, example: Mapping[str, Any] | None = None, is_target: bool = False) -> str:
+def stripped(text: str, example: Fields | None = None, is_target: bool = False) -> str:
     """Return a text without white space at its ends: some targets of P3 begin with it."""
     return text.strip()
 
 
-def answer(
-    text: str, example: Mapping[str, Any] | None = None, is_target: bool = False
-) -> str | list[str]:
+def answer(text: str, example: Fields | None = None, is_target: bool = False) -> str | list[str]:
     """Return a stripped answer; for targets a list of it.
 
     Differs from T0, where SQuAD's metric takes each letter of the targets as an answer.
@@ -329,12 +328,12 @@ def answer(
     return [text.strip()] if is_target else text.strip()
 
 
-def class_id(text: str, example: Mapping[str, Any], is_target: bool = False) -> int:
+def class_id(text: str, example: Fields, is_target: bool = False) -> int:
     """Return the number of a stripped answer among 'answer_choices' of the example, -1 for none."""
     return string_label_to_class_id(text.strip(), label_classes=example['answer_choices'])
 
 
-def rank_classification(text: Any, example: Mapping[str, Any], is_target: bool = False) -> Any:
+def rank_classification(text: str, example: Fields, is_target: bool = False) -> object:
     """Return ((example, choice), is_correct, weight, number of target ids) of targets.
 
     An evaluation gives the number as 'num_target_tokens'; else it is that of the ids in 'targets',

@@ -5,15 +5,14 @@
     python main.py --mode=tasks glue_cola_v002 --examples=3  prints examples as text and as ids
 
 A task says where its records come from, how each becomes texts, and how answers are scored: to add
-one, add a row to a group. A data set is TFDS's NAME/CONFIG:VERSION. tasks/open.py looks names up.
+one, add a row to a group. A data set is TFDS's NAME/CONFIG:VERSION. tasks/names.py looks names up.
 Source of the tables: t5/data/{tasks,mixtures,glue_utils}.py and google-research,
 t5_closed_book_qa/t5_cbqa/tasks.py. Imports no jax.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from sources import NO_SPLIT
 from tasks import metrics, postprocessors, preprocessors
@@ -35,6 +34,7 @@ from tasks.mixtures import (
     proportional,
     supervised,
 )
+from tasks.preprocessors import Fields
 
 # Documents. T5 configures the objective of the *_unsupervised tasks in gin; here it is that of the
 # settings data.noise_density and data.mean_noise_span_length.
@@ -45,23 +45,27 @@ def documents(name: str, tfds: str, objective: str = 'span_corruption') -> Task:
     return Task(name, tfds=tfds, objective=objective)
 
 
-C4_AND_WIKIPEDIA = [
-    documents('c4_v220_span_corruption', 'c4/en:2.2.0'),
-    documents('c4_v220_iid_denoising', 'c4/en:2.2.0', 'iid_denoising'),
-    documents('c4_v220_prefix_lm', 'c4/en:2.2.0', 'prefix_lm'),
-    documents('c4_v220_full_lm', 'c4/en:2.2.0', 'full_lm'),
-    documents(
-        'c4_prefix_lm_objective_encoder_decoder_architecture',
-        'c4/en:2.2.0',
-        'pack_prefix_lm_encoder_decoder',
-    ),
-    documents('c4_prefix_lm_objective_decoder_architecture', 'c4/en:2.2.0', 'prefix_lm'),
-    documents('c4_v020_unsupervised', 'c4/en:2.2.0'),
-    documents('c4_noclean_v020_unsupervised', 'c4/en.noclean:2.2.0'),
-    documents('c4_realnewslike_v020_unsupervised', 'c4/en.realnewslike:2.2.0'),
-    documents('c4_webtextlike_v020_unsupervised', 'c4/en.webtextlike:2.2.0'),
-    documents('wikipedia_20190301.en_v003_unsupervised', 'wikipedia/20190301.en:1.0.0'),
-]
+def c4_and_wikipedia() -> list[Task]:
+    """Return the tasks on the documents of C4 and Wikipedia."""
+    return [
+        documents('c4_v220_span_corruption', 'c4/en:2.2.0'),
+        documents('c4_v220_iid_denoising', 'c4/en:2.2.0', 'iid_denoising'),
+        documents('c4_v220_prefix_lm', 'c4/en:2.2.0', 'prefix_lm'),
+        documents('c4_v220_full_lm', 'c4/en:2.2.0', 'full_lm'),
+        documents(
+            'c4_prefix_lm_objective_encoder_decoder_architecture',
+            'c4/en:2.2.0',
+            'pack_prefix_lm_encoder_decoder',
+        ),
+        documents('c4_prefix_lm_objective_decoder_architecture', 'c4/en:2.2.0', 'prefix_lm'),
+        documents('c4_v020_unsupervised', 'c4/en:2.2.0'),
+        documents('c4_noclean_v020_unsupervised', 'c4/en.noclean:2.2.0'),
+        documents('c4_realnewslike_v020_unsupervised', 'c4/en.realnewslike:2.2.0'),
+        documents('c4_webtextlike_v020_unsupervised', 'c4/en.webtextlike:2.2.0'),
+        documents('wikipedia_20190301.en_v003_unsupervised', 'wikipedia/20190301.en:1.0.0'),
+    ]
+
+
 # Tasks whose records can be read, but that no model here can be trained on.
 REFUSED = {
     'c4_prefix_lm_objective_decoder_architecture': (
@@ -105,9 +109,9 @@ def glue(
     )
 
 
-def super_glue(name: str, *row: Any, **settings: Any) -> Task:
-    """Return a row of SuperGLUE. The arguments are those of `glue`."""
-    task = glue(name, *row, **settings)
+def super_glue(task: Task) -> Task:
+    """Return a row of `glue` as one of SuperGLUE."""
+    name = task.name.removeprefix('glue_').removesuffix('_v002')
     return dataclasses.replace(
         task, name=f'super_glue_{name}_v102', tfds=f'super_glue/{name}:1.0.2'
     )
@@ -119,95 +123,108 @@ NLI = ['entailment', 'neutral', 'contradiction']
 ENTAILMENT = ['entailment', 'not_entailment']
 BOOLEAN = ['False', 'True']
 
-GLUE = [
-    glue('cola', ['sentence'], ['unacceptable', 'acceptable'], [metrics.matthews_corrcoef]),
-    glue('sst2', ['sentence'], ['negative', 'positive']),
-    glue('mrpc', SENTENCES, ['not_equivalent', 'equivalent'], F1),
-    glue('qqp', ['question1', 'question2'], ['not_duplicate', 'duplicate'], F1),
-    supervised(
-        'glue_stsb_v002',
-        'glue/stsb:1.0.0',
-        preprocessors.stsb,
-        [metrics.pearson_corrcoef, metrics.spearman_corrcoef],
-        postprocessors.string_to_float,
-    ),
-    # Its splits for evaluation are those of the two tasks below.
-    glue('mnli', PREMISE, NLI, splits=ONLY_TRAIN),
-    glue('mnli_matched', PREMISE, NLI, splits=NO_TRAIN, prefix='mnli'),
-    glue('mnli_mismatched', PREMISE, NLI, splits=NO_TRAIN, prefix='mnli'),
-    glue('qnli', ['question', 'sentence'], ENTAILMENT),
-    glue('rte', SENTENCES, ENTAILMENT),
-    glue('wnli', SENTENCES, ['not_entailment', 'entailment']),
-    glue('ax', PREMISE, NLI, NO_METRICS, ONLY_TEST, prefix='mnli'),
-]
 
-SUPER_GLUE = [
-    super_glue('boolq', ['passage', 'question'], BOOLEAN),
-    super_glue(
-        'cb',
-        PREMISE,
-        ['entailment', 'contradiction', 'neutral'],
-        [metrics.mean_multiclass_f1(num_classes=3), metrics.accuracy],
-    ),
-    super_glue('copa', ['choice1', 'choice2', 'premise', 'question'], ['choice1', 'choice2']),
-    supervised(
-        'super_glue_multirc_v102',
-        'super_glue/multirc:1.0.2',
-        preprocessors.multirc,
-        [metrics.multirc_f1_over_all_answers, metrics.mean_group_metric(metrics.all_match)],
-        postprocessors.multirc,
-    ),
-    supervised(
-        'super_glue_record_v102',
-        'super_glue/record:1.0.2',
-        preprocessors.record,
-        [metrics.deduplicate_metric(metrics.squad)],
-        postprocessors.record,
-    ),
-    super_glue('rte', PREMISE, ENTAILMENT),
-    super_glue('wic', [*SENTENCES, 'word'], BOOLEAN),
-    supervised(
-        'super_glue_axb_v102',
-        'super_glue/axb:1.0.2',
-        functools.partial(preprocessors.axb, label_names=ENTAILMENT),
-        NO_METRICS,
-        functools.partial(postprocessors.string_label_to_class_id, label_classes=ENTAILMENT),
-        ONLY_TEST,
-    ),
-    super_glue('axg', PREMISE, ENTAILMENT, NO_METRICS, ONLY_TEST, prefix='rte'),
-]
+def glue_tasks() -> list[Task]:
+    """Return GLUE."""
+    return [
+        glue('cola', ['sentence'], ['unacceptable', 'acceptable'], [metrics.matthews_corrcoef]),
+        glue('sst2', ['sentence'], ['negative', 'positive']),
+        glue('mrpc', SENTENCES, ['not_equivalent', 'equivalent'], F1),
+        glue('qqp', ['question1', 'question2'], ['not_duplicate', 'duplicate'], F1),
+        supervised(
+            'glue_stsb_v002',
+            'glue/stsb:1.0.0',
+            preprocessors.stsb,
+            [metrics.pearson_corrcoef, metrics.spearman_corrcoef],
+            postprocessors.string_to_float,
+        ),
+        # Its splits for evaluation are those of the two tasks below.
+        glue('mnli', PREMISE, NLI, splits=ONLY_TRAIN),
+        glue('mnli_matched', PREMISE, NLI, splits=NO_TRAIN, prefix='mnli'),
+        glue('mnli_mismatched', PREMISE, NLI, splits=NO_TRAIN, prefix='mnli'),
+        glue('qnli', ['question', 'sentence'], ENTAILMENT),
+        glue('rte', SENTENCES, ENTAILMENT),
+        glue('wnli', SENTENCES, ['not_entailment', 'entailment']),
+        glue('ax', PREMISE, NLI, NO_METRICS, ONLY_TEST, prefix='mnli'),
+    ]
 
-WINOGRAD = [
-    supervised(
-        'dpr_v001_simple',
-        'definite_pronoun_resolution:1.1.0',
-        preprocessors.definite_pronoun_resolution_simple,
-        [metrics.accuracy],
-        splits=Splits(validation=NO_SPLIT),
-    ),
-    supervised(
-        'super_glue_wsc_v102_simple_train',
-        'super_glue/wsc.fixed:1.0.2',
-        functools.partial(preprocessors.wsc_simple, correct_referent_only=True),
-        splits=ONLY_TRAIN,
-    ),
-    supervised(
-        'super_glue_wsc_v102_simple_eval',
-        'super_glue/wsc.fixed:1.0.2',
-        functools.partial(preprocessors.wsc_simple, correct_referent_only=False),
-        [metrics.accuracy],
-        postprocessors.wsc_simple,
-        NO_TRAIN,
-    ),
-    supervised(
-        'glue_wnli_v002_simple_eval',
-        'glue/wnli:1.0.0',
-        preprocessors.wnli_simple,
-        [metrics.accuracy],
-        postprocessors.wsc_simple,
-        NO_TRAIN,
-    ),
-]
+
+def super_glue_tasks() -> list[Task]:
+    """Return SuperGLUE."""
+    return [
+        super_glue(glue('boolq', ['passage', 'question'], BOOLEAN)),
+        super_glue(
+            glue(
+                'cb',
+                PREMISE,
+                ['entailment', 'contradiction', 'neutral'],
+                [metrics.mean_multiclass_f1(num_classes=3), metrics.accuracy],
+            )
+        ),
+        super_glue(
+            glue('copa', ['choice1', 'choice2', 'premise', 'question'], ['choice1', 'choice2'])
+        ),
+        supervised(
+            'super_glue_multirc_v102',
+            'super_glue/multirc:1.0.2',
+            preprocessors.multirc,
+            [metrics.multirc_f1_over_all_answers, metrics.mean_group_metric(metrics.all_match)],
+            postprocessors.multirc,
+        ),
+        supervised(
+            'super_glue_record_v102',
+            'super_glue/record:1.0.2',
+            preprocessors.record,
+            [metrics.deduplicate_metric(metrics.squad)],
+            postprocessors.record,
+        ),
+        super_glue(glue('rte', PREMISE, ENTAILMENT)),
+        super_glue(glue('wic', [*SENTENCES, 'word'], BOOLEAN)),
+        supervised(
+            'super_glue_axb_v102',
+            'super_glue/axb:1.0.2',
+            functools.partial(preprocessors.axb, label_names=ENTAILMENT),
+            NO_METRICS,
+            functools.partial(postprocessors.string_label_to_class_id, label_classes=ENTAILMENT),
+            ONLY_TEST,
+        ),
+        super_glue(glue('axg', PREMISE, ENTAILMENT, NO_METRICS, ONLY_TEST, prefix='rte')),
+    ]
+
+
+def winograd_tasks() -> list[Task]:
+    """Return the Winograd schemas."""
+    return [
+        supervised(
+            'dpr_v001_simple',
+            'definite_pronoun_resolution:1.1.0',
+            preprocessors.definite_pronoun_resolution_simple,
+            [metrics.accuracy],
+            splits=Splits(validation=NO_SPLIT),
+        ),
+        supervised(
+            'super_glue_wsc_v102_simple_train',
+            'super_glue/wsc.fixed:1.0.2',
+            functools.partial(preprocessors.wsc_simple, correct_referent_only=True),
+            splits=ONLY_TRAIN,
+        ),
+        supervised(
+            'super_glue_wsc_v102_simple_eval',
+            'super_glue/wsc.fixed:1.0.2',
+            functools.partial(preprocessors.wsc_simple, correct_referent_only=False),
+            [metrics.accuracy],
+            postprocessors.wsc_simple,
+            NO_TRAIN,
+        ),
+        supervised(
+            'glue_wnli_v002_simple_eval',
+            'glue/wnli:1.0.0',
+            preprocessors.wnli_simple,
+            [metrics.accuracy],
+            postprocessors.wsc_simple,
+            NO_TRAIN,
+        ),
+    ]
 
 
 # The same with a sentinel at the end of the inputs and at the beginning of the targets, as the
@@ -217,9 +234,7 @@ WINOGRAD = [
 def with_sentinel(task: Task) -> Task:
     """Return the _1_sentinel variant of a task. Source: seqio/experimental.py."""
 
-    def postprocess(
-        text: str, example: Mapping[str, Any] | None = None, is_target: bool = False
-    ) -> Any:
+    def postprocess(text: str, example: Fields | None = None, is_target: bool = False) -> object:
         return task.postprocess(postprocessors.without_sentinel(text), example, is_target)
 
     return dataclasses.replace(
@@ -238,7 +253,9 @@ def name_with_sentinel(name: str) -> str:
     return f'{name}_1_sentinel'
 
 
-WITH_SENTINEL = [with_sentinel(task) for task in [*SUPER_GLUE, *WINOGRAD[:3]]]
+def sentinel_tasks() -> list[Task]:
+    """Return the variants of SuperGLUE."""
+    return [with_sentinel(task) for task in [*super_glue_tasks(), *winograd_tasks()[:3]]]
 
 
 # Reading comprehension, summaries, translation.
@@ -254,19 +271,22 @@ def squad(
 SQUAD_WITHOUT_CONTEXT = functools.partial(preprocessors.squad, include_context=False)
 SQUAD_SPAN = preprocessors.squad_span_space_tokenized
 
-READING = [
-    squad('squad_v010_allanswers', preprocessors.squad, metrics.squad, postprocessors.qa),
-    squad('squad_v010_context_free', SQUAD_WITHOUT_CONTEXT, metrics.squad, postprocessors.qa),
-    squad('squad_v010_allanswers_span', SQUAD_SPAN, metrics.span_squad, postprocessors.span_qa),
-    # Differs from T5, which takes each character of the target for an answer.
-    squad('squad_v010', preprocessors.squad, metrics.squad, postprocessors.only_answer),
-    supervised(
-        'trivia_qa_v010',
-        'trivia_qa/rc:1.1.0',
-        preprocessors.trivia_qa,
-        objective='trivia_qa_truncate_inputs',
-    ),
-]
+
+def reading_tasks() -> list[Task]:
+    """Return reading comprehension."""
+    return [
+        squad('squad_v010_allanswers', preprocessors.squad, metrics.squad, postprocessors.qa),
+        squad('squad_v010_context_free', SQUAD_WITHOUT_CONTEXT, metrics.squad, postprocessors.qa),
+        squad('squad_v010_allanswers_span', SQUAD_SPAN, metrics.span_squad, postprocessors.span_qa),
+        # Differs from T5, which takes each character of the target for an answer.
+        squad('squad_v010', preprocessors.squad, metrics.squad, postprocessors.only_answer),
+        supervised(
+            'trivia_qa_v010',
+            'trivia_qa/rc:1.1.0',
+            preprocessors.trivia_qa,
+            objective='trivia_qa_truncate_inputs',
+        ),
+    ]
 
 
 def translation(name: str, tfds: str, target_language: str) -> Task:
@@ -277,20 +297,24 @@ def translation(name: str, tfds: str, target_language: str) -> Task:
     return supervised(name, tfds, preprocess_fn, [metrics.bleu])
 
 
-GENERATION = [
-    supervised(
-        'cnn_dailymail_v002',
-        'cnn_dailymail:3.4.0',
-        functools.partial(preprocessors.summarize, article_key='article', summary_key='highlights'),
-        [metrics.rouge],
-    ),
-    translation('wmt14_ende_v003', 'wmt14_translate/de-en:1.0.0', 'de'),
-    translation('wmt14_enfr_v003', 'wmt14_translate/fr-en:1.0.0', 'fr'),
-    translation('wmt15_enfr_v003', 'wmt15_translate/fr-en:1.0.0', 'fr'),
-    translation('wmt16_enro_v003', 'wmt16_translate/ro-en:1.0.0', 'ro'),
-    translation('wmt19_ende_v003', 'wmt19_translate/de-en:1.0.0', 'de'),
-    translation('wmt_t2t_ende_v003', 'wmt_t2t_translate/de-en:1.0.0', 'de'),
-]
+def generation_tasks() -> list[Task]:
+    """Return summaries and translation."""
+    return [
+        supervised(
+            'cnn_dailymail_v002',
+            'cnn_dailymail:3.4.0',
+            functools.partial(
+                preprocessors.summarize, article_key='article', summary_key='highlights'
+            ),
+            [metrics.rouge],
+        ),
+        translation('wmt14_ende_v003', 'wmt14_translate/de-en:1.0.0', 'de'),
+        translation('wmt14_enfr_v003', 'wmt14_translate/fr-en:1.0.0', 'fr'),
+        translation('wmt15_enfr_v003', 'wmt15_translate/fr-en:1.0.0', 'fr'),
+        translation('wmt16_enro_v003', 'wmt16_translate/ro-en:1.0.0', 'ro'),
+        translation('wmt19_ende_v003', 'wmt19_translate/de-en:1.0.0', 'de'),
+        translation('wmt_t2t_ende_v003', 'wmt_t2t_translate/de-en:1.0.0', 'de'),
+    ]
 
 
 # Closed-book question answering.
@@ -308,90 +332,98 @@ WEB_QUESTIONS = 'web_questions:1.0.0'
 TRIVIA_QA = 'trivia_qa/unfiltered.nocontext:1.1.0'
 SALIENT_SPANS = 'salient_span_wikipedia/sentences:1.0.0'
 
-CLOSED_BOOK = [
-    open_questions(
-        'natural_questions_open',
-        NATURAL_QUESTIONS,
-        preprocessors.natural_questions_open,
-        metrics.squad,
-        Splits(train='train[:79168]', validation='train[79168:]', test='validation'),
-    ),
-    open_questions(
-        'natural_questions_open_test',
-        NATURAL_QUESTIONS,
-        preprocessors.natural_questions_open,
-        metrics.squad,
-        NO_TEST,
-    ),
-    # It trains on the smaller part, as in T5.
-    open_questions(
-        'natural_questions_open_randanswer',
-        NATURAL_QUESTIONS,
-        preprocessors.natural_questions_open_randanswer,
-        metrics.squad,
-        Splits(train='train[79168:]', validation='train[:79168]', test='validation'),
-    ),
-    supervised(
-        'natural_questions_nocontext',
-        'natural_questions:0.0.2',
-        preprocessors.natural_questions_nocontext,
-        [functools.partial(metrics.natural_questions, non_null_threshold=1)],
-        postprocessors.natural_questions,
-        Splits(train='train[7830:79168]', validation='train[:7830]', test='validation'),
-    ),
-    supervised(
-        'natural_questions_nocontext_test',
-        'natural_questions:0.0.2',
-        preprocessors.natural_questions_nocontext,
-        [metrics.natural_questions],
-        postprocessors.natural_questions,
-        NO_TEST,
-    ),
-    open_questions(
-        'web_questions_open',
-        WEB_QUESTIONS,
-        preprocessors.web_questions_open,
-        metrics.squad,
-        Splits(train='train[:3417]', validation='train[3417:]'),
-    ),
-    open_questions(
-        'web_questions_open_test',
-        WEB_QUESTIONS,
-        preprocessors.web_questions_open,
-        metrics.squad,
-        Splits(validation='test', test=NO_SPLIT),
-    ),
-    open_questions(
-        'trivia_qa_open',
-        TRIVIA_QA,
-        preprocessors.trivia_qa_open,
-        metrics.trivia_qa,
-        Splits(train='train[:78785]', validation='train[78785:]', test='validation'),
-    ),
-    open_questions(
-        'trivia_qa_open_test',
-        TRIVIA_QA,
-        preprocessors.trivia_qa_open,
-        metrics.trivia_qa,
-        Splits(train='train+validation', validation=NO_SPLIT),
-    ),
-    supervised(
-        'salient_span_masked_wikipedia',
-        SALIENT_SPANS,
-        preprocessors.mask_salient_spans,
-        splits=ONLY_TRAIN,
-    ),
-    documents('span_corrupted_wikipedia', SALIENT_SPANS),
-]
 
-# The documentation of the running Python, which every machine has.
-PYDOC = [
-    Task(
-        'pydoc_summary',
-        preprocess_fn=preprocessors.pydoc_summary,
-        metric_fns=[functools.partial(metrics.rouge, score_keys=['rouge1', 'rouge2', 'rougeL'])],
-    ),
-]
+def closed_book_tasks() -> list[Task]:
+    """Return closed-book question answering."""
+    return [
+        open_questions(
+            'natural_questions_open',
+            NATURAL_QUESTIONS,
+            preprocessors.natural_questions_open,
+            metrics.squad,
+            Splits(train='train[:79168]', validation='train[79168:]', test='validation'),
+        ),
+        open_questions(
+            'natural_questions_open_test',
+            NATURAL_QUESTIONS,
+            preprocessors.natural_questions_open,
+            metrics.squad,
+            NO_TEST,
+        ),
+        # It trains on the smaller part, as in T5.
+        open_questions(
+            'natural_questions_open_randanswer',
+            NATURAL_QUESTIONS,
+            preprocessors.natural_questions_open_randanswer,
+            metrics.squad,
+            Splits(train='train[79168:]', validation='train[:79168]', test='validation'),
+        ),
+        supervised(
+            'natural_questions_nocontext',
+            'natural_questions:0.0.2',
+            preprocessors.natural_questions_nocontext,
+            [functools.partial(metrics.natural_questions, non_null_threshold=1)],
+            postprocessors.natural_questions,
+            Splits(train='train[7830:79168]', validation='train[:7830]', test='validation'),
+        ),
+        supervised(
+            'natural_questions_nocontext_test',
+            'natural_questions:0.0.2',
+            preprocessors.natural_questions_nocontext,
+            [metrics.natural_questions],
+            postprocessors.natural_questions,
+            NO_TEST,
+        ),
+        open_questions(
+            'web_questions_open',
+            WEB_QUESTIONS,
+            preprocessors.web_questions_open,
+            metrics.squad,
+            Splits(train='train[:3417]', validation='train[3417:]'),
+        ),
+        open_questions(
+            'web_questions_open_test',
+            WEB_QUESTIONS,
+            preprocessors.web_questions_open,
+            metrics.squad,
+            Splits(validation='test', test=NO_SPLIT),
+        ),
+        open_questions(
+            'trivia_qa_open',
+            TRIVIA_QA,
+            preprocessors.trivia_qa_open,
+            metrics.trivia_qa,
+            Splits(train='train[:78785]', validation='train[78785:]', test='validation'),
+        ),
+        open_questions(
+            'trivia_qa_open_test',
+            TRIVIA_QA,
+            preprocessors.trivia_qa_open,
+            metrics.trivia_qa,
+            Splits(train='train+validation', validation=NO_SPLIT),
+        ),
+        supervised(
+            'salient_span_masked_wikipedia',
+            SALIENT_SPANS,
+            preprocessors.mask_salient_spans,
+            splits=ONLY_TRAIN,
+        ),
+        documents('span_corrupted_wikipedia', SALIENT_SPANS),
+    ]
+
+
+def pydoc_tasks() -> list[Task]:
+    """Return the tasks on the documentation of the running Python, which every machine has."""
+    return [
+        Task(
+            'pydoc_summary',
+            preprocess_fn=preprocessors.pydoc_summary,
+            metric_fns=[
+                functools.partial(metrics.rouge, score_keys=['rouge1', 'rouge2', 'rougeL'])
+            ],
+        ),
+    ]
+
 
 # Mixtures: names with rates. A rate of 0 is of a task that is evaluated alone.
 
@@ -454,64 +486,58 @@ def leave_one_out(name: str, left_out: Iterable[str]) -> Mixture:
     return Mixture(f'leave_one_out_{name}', multi_task(left_out))
 
 
-MIXTURES = [
-    Mixture('glue_v002_proportional', GLUE_RATES),
-    Mixture('glue_mnli_and_dev_v002', {name: 1.0 for name in GLUE_RATES if 'mnli' in name}),
-    Mixture('super_glue_v102_proportional', SUPER_GLUE_RATES),
-    Mixture(
-        'super_glue_v102_proportional_sentinel',
-        {name_with_sentinel(name): rate for name, rate in SUPER_GLUE_RATES.items()},
-    ),
-    Mixture('wsc_dpr_simple_proportional', WINOGRAD_RATES),
-    # T5 sets the rate of C4 and a maximum of the others in gin.
-    Mixture(
-        'en_mix',
-        {C4: 1e6, **dict.fromkeys([*FIXED_RATES, 'squad_v010_allanswers'], proportional())},
-    ),
-    Mixture('all_equal', dict.fromkeys(EVERY, 1.0)),
-    Mixture('all_proportional', multi_task()),
-    Mixture('all_mix', multi_task() | {C4: 1e6}),
-    leave_one_out('glue_v002_proportional', GLUE_RATES),
-    leave_one_out('super_glue_v102_proportional', SUPER_GLUE_RATES),
-    *[leave_one_out(name, [name]) for name in OTHERS],
-    Mixture('large_supervised_equal', dict.fromkeys(LARGE, 1.0)),
-    Mixture('large_supervised_proportional', dict.fromkeys(LARGE, proportional())),
-    Mixture('large_translation_equal', {'wmt_t2t_ende_v003': 1.0, 'wmt15_enfr_v003': 1.0}),
-    Mixture('squad_trivia_qa_equal', {'squad_v010_allanswers': 1.0, 'trivia_qa_v010': 1.0}),
-    Mixture('closed_book_qa', dict.fromkeys(OPEN_QA, proportional())),
-    Mixture('closed_book_qa_test', {f'{name}_test': proportional() for name in OPEN_QA}),
-]
-
-GROUPS: dict[str, Sequence[Task | Mixture]] = {
-    'Documentation of this Python': PYDOC,
-    'Documents': C4_AND_WIKIPEDIA,
-    'GLUE': GLUE,
-    'SuperGLUE': SUPER_GLUE,
-    'Winograd schemas': WINOGRAD,
-    'SuperGLUE with a sentinel': WITH_SENTINEL,
-    'Reading comprehension': READING,
-    'Summaries and translation': GENERATION,
-    'Closed-book question answering': CLOSED_BOOK,
-    'Mixtures': MIXTURES,
-}
-# Of all groups, by name.
-TABLE: dict[str, Task | Mixture] = {}
-for rows in GROUPS.values():
-    for row in rows:
-        TABLE[row.name] = row
-MT5_AND_BYT5 = tasks_mt5.tasks(TABLE)
-T0 = tasks_t0.tasks()
-for row in [*MT5_AND_BYT5, *T0]:
-    TABLE[row.name] = row
+def mixtures() -> list[Mixture]:
+    """Return the mixtures."""
+    en_mix: dict[str, Rate] = {C4: 1e6}
+    en_mix |= dict.fromkeys([*FIXED_RATES, 'squad_v010_allanswers'], proportional())
+    return [
+        Mixture('glue_v002_proportional', GLUE_RATES),
+        Mixture('glue_mnli_and_dev_v002', {name: 1.0 for name in GLUE_RATES if 'mnli' in name}),
+        Mixture('super_glue_v102_proportional', SUPER_GLUE_RATES),
+        Mixture(
+            'super_glue_v102_proportional_sentinel',
+            {name_with_sentinel(name): rate for name, rate in SUPER_GLUE_RATES.items()},
+        ),
+        Mixture('wsc_dpr_simple_proportional', WINOGRAD_RATES),
+        # T5 sets the rate of C4 and a maximum of the others in gin.
+        Mixture('en_mix', en_mix),
+        Mixture('all_equal', dict.fromkeys(EVERY, 1.0)),
+        Mixture('all_proportional', multi_task()),
+        Mixture('all_mix', multi_task() | {C4: 1e6}),
+        leave_one_out('glue_v002_proportional', GLUE_RATES),
+        leave_one_out('super_glue_v102_proportional', SUPER_GLUE_RATES),
+        *[leave_one_out(name, [name]) for name in OTHERS],
+        Mixture('large_supervised_equal', dict.fromkeys(LARGE, 1.0)),
+        Mixture('large_supervised_proportional', dict.fromkeys(LARGE, proportional())),
+        Mixture('large_translation_equal', {'wmt_t2t_ende_v003': 1.0, 'wmt15_enfr_v003': 1.0}),
+        Mixture('squad_trivia_qa_equal', {'squad_v010_allanswers': 1.0, 'trivia_qa_v010': 1.0}),
+        Mixture('closed_book_qa', dict.fromkeys(OPEN_QA, proportional())),
+        Mixture('closed_book_qa_test', {f'{name}_test': proportional() for name in OPEN_QA}),
+    ]
 
 
-def mixtures_of(rows: Iterable[Task | Mixture]) -> list[Mixture]:
-    """Return the mixtures among some rows."""
-    return [row for row in rows if isinstance(row, Mixture)]
+@functools.cache
+def groups() -> dict[str, list[Task] | list[Mixture]]:
+    """Return {title: the tasks or mixtures of T5}."""
+    return {
+        'Documentation of this Python': pydoc_tasks(),
+        'Documents': c4_and_wikipedia(),
+        'GLUE': glue_tasks(),
+        'SuperGLUE': super_glue_tasks(),
+        'Winograd schemas': winograd_tasks(),
+        'SuperGLUE with a sentinel': sentinel_tasks(),
+        'Reading comprehension': reading_tasks(),
+        'Summaries and translation': generation_tasks(),
+        'Closed-book question answering': closed_book_tasks(),
+        'Mixtures': mixtures(),
+    }
 
 
-# The tasks of these are listed with one of the mixtures.
-LISTED = GROUPS | {
-    'Mixtures of mT5 and ByT5': mixtures_of(MT5_AND_BYT5),
-    'Mixtures of T0': mixtures_of(T0),
-}
+@functools.cache
+def table() -> dict[str, Task | Mixture]:
+    """Return all tasks and mixtures of T5, mT5, ByT5 and T0, by name."""
+    rows: dict[str, Task | Mixture] = {}
+    for group in groups().values():
+        rows |= {row.name: row for row in group}
+    others = [*tasks_mt5.tasks(rows), *tasks_t0.tasks()]
+    return rows | {row.name: row for row in others}

@@ -52,9 +52,8 @@ def make_config(**changes):
 
 def check_settings(config):
     """Check what `settings.check` does of config.data."""
-    defaults = dict(settings.leaves(base.get_config()))
     for key, value in settings.leaves(config, 'data.'):
-        settings.check_value(key, value, defaults[key])
+        settings.check_value(key, value)
 
 
 def source_of(documents, validation_fraction=0.0):

@@ -160,9 +160,9 @@ def test_the_settings_of_the_model_count(evaluated, tmp_path):
         evaluate_mode.prepare(None, {'model.module': 'nothing.py'}, **flags)
     changes = {'restore.dtype': 'bfloat16', 'infer_eval.task': 'rank'}
     evaluate_mode.prepare(None, changes, **flags).run()
-    hashes = results.Results(tmp_path).hashes('rank')
+    hashes = results.Results(tmp_path).entries('rank')
     assert hashes.keys() == {'6'}
-    assert hashes != results.Results(evaluated / 'run').hashes('rank')
+    assert hashes != results.Results(evaluated / 'run').entries('rank')
 
 
 OTHER_FILE = 'data.validation_files={folder}/other.jsonl'
@@ -290,7 +290,7 @@ def test_templates_and_what_is_held_out_count(evaluated):
     for changes in ({}, {'inputs': 'q: {q}'}, {'targets': '{a}!'}, {'validation_fraction': 0.7}):
         config.data.update(changes)
         opened = infer_eval.open_tasks(config, 'validation')
-        [task] = infer_eval.TaskMetrics(config, 'validation', vocabulary, opened, print).tasks
+        [task] = infer_eval.read_tasks(config, 'validation', vocabulary, opened, print)
         found.append(task.settings)
     assert len(set(found)) == len(found)
 
@@ -323,7 +323,7 @@ def test_words_that_a_metric_does_not_find_are_said(evaluated, tmp_path, name):
         lines = []
         config.data.metrics = metric_names
         opened = infer_eval.open_tasks(config, 'test')
-        infer_eval.TaskMetrics(config, 'test', vocabulary, opened, lines.append)
+        infer_eval.read_tasks(config, 'test', vocabulary, opened, lines.append)
         return [line for line in lines if 'tokenizer' in line]
 
     found = lines_with('bleu,rouge,accuracy')
@@ -353,7 +353,7 @@ def test_a_tokenizer_in_a_task_of_ones_own(evaluated, tmp_path):
     def read(name, lines):
         config.data.task = config.infer_eval.task = name
         opened = infer_eval.open_tasks(config, 'validation')
-        return infer_eval.TaskMetrics(config, 'validation', vocabulary, opened, lines.append).tasks
+        return infer_eval.read_tasks(config, 'validation', vocabulary, opened, lines.append)
 
     lines = []
     [task] = read('zh', lines)
@@ -376,7 +376,9 @@ def test_short_targets_have_no_bleu(evaluated, tmp_path):
     task = infer_eval.EvaluatedTask(
         tasks.Task('t', metric_fns=[metrics.bleu]),
         't',
+        'validation',
         [infer_eval.Example({'targets': text}, None, np.ones(1), False) for text in ('a b c', 'd')],
+        None,
         None,
         '',
     )
@@ -496,8 +498,8 @@ def test_a_limit_leaves_no_input_without_some_of_its_choices(evaluated, compiled
     for limit in (0, 1, 2, 3, 4, 5):  # the inputs have 1, 2, 3, 1, ... choices
         config.infer_eval.num_examples = limit
         opened = infer_eval.open_tasks(config, 'validation')
-        found = infer_eval.TaskMetrics(config, 'validation', compiled.vocabulary, opened, print)
-        numbers[limit] = [example.fields['idx'] for example in found.tasks[0].examples]
+        found = infer_eval.read_tasks(config, 'validation', compiled.vocabulary, opened, print)
+        numbers[limit] = [example.fields['idx'] for example in found[0].examples]
     complete = numbers[0]
     for limit in (1, 2, 3, 4, 5):
         assert numbers[limit] == complete[: len(numbers[limit])]
@@ -515,10 +517,10 @@ def test_a_cache_without_the_fields_of_its_metrics(evaluated, tmp_path):
     vocabulary = vocabularies.named_vocabulary('data.vocabulary', 'bytes', config.data.extra_ids)
     opened = infer_eval.open_tasks(config, 'validation')
     assert opened[0].source.is_tokenized
-    cached = infer_eval.TaskMetrics(config, 'validation', vocabulary, opened, print).tasks[0]
+    cached = infer_eval.read_tasks(config, 'validation', vocabulary, opened, print)[0]
     config.data.use_cached = 'no'
     opened = infer_eval.open_tasks(config, 'validation')
-    expected = infer_eval.TaskMetrics(config, 'validation', vocabulary, opened, print).tasks[0]
+    expected = infer_eval.read_tasks(config, 'validation', vocabulary, opened, print)[0]
 
     def values(task):
         examples = sorted(task.examples, key=lambda example: list(example.fields['idx']))
@@ -533,7 +535,7 @@ def test_a_cache_without_the_fields_of_its_metrics(evaluated, tmp_path):
     info.write_text(json.dumps(content))
     opened = infer_eval.open_tasks(config, 'validation')
     with pytest.raises(ValueError, match='rank.*is_correct.*data.use_cached=no'):
-        infer_eval.TaskMetrics(config, 'validation', vocabulary, opened, print)
+        infer_eval.read_tasks(config, 'validation', vocabulary, opened, print)
 
 
 def test_the_best_step_by_a_task_metric(evaluated, compiled, tmp_path, capsys):
@@ -584,16 +586,16 @@ def test_only_what_a_metric_needs_is_computed(evaluated, compiled, monkeypatch):
     config.infer_eval.batch_size = 1
     config.infer_eval.num_examples = 1
     opened = infer_eval.open_tasks(config, 'validation')
-    found = infer_eval.TaskMetrics(config, 'validation', compiled.vocabulary, opened, print)
-    assert found(compiled, found.tasks[0]).values == {'accuracy': 100.0}
-    assert found(compiled, found.tasks[0], stop=lambda count: 14 + count) is None
+    found = infer_eval.read_tasks(config, 'validation', compiled.vocabulary, opened, print)
+    assert found[0].results(compiled).values == {'accuracy': 100.0}
+    assert found[0].results(compiled, stop=lambda count: 14 + count) is None
 
 
 # Settings, flags, and what is named.
 BAD = [
     ({'infer_eval.task': 'without_metrics'}, {}, "'without_metrics'"),
     ({'infer_eval.task': 'missing'}, {}, "'missing' .* split 'validation'"),
-    ({'infer_eval.task': 'qa'}, {'split': 'test'}, "'test': .* train, validation"),
+    ({'infer_eval.task': 'qa'}, {'split': 'test'}, "'test', .*train, validation"),
     ({}, {'split': 'dev'}, '--split=dev'),
     ({}, {'split': 'test'}, "mixture 'all' .*'test'"),
     ({'infer_eval.task': 'qa, span_corruption'}, {}, "'span_corruption'"),
@@ -685,8 +687,8 @@ def test_records_of_the_settings_are_those_of_data_task_alone(evaluated):
     config = make_config(evaluated).data
     config.files = 'mine.jsonl'
     config.validation_split = 'test'
-    assert infer_eval.settings_of_task(config, 'qa') is config
-    other = infer_eval.settings_of_task(config, 'rank')
+    assert tasks.open.settings_of_task(config, 'qa') is config
+    other = tasks.open.settings_of_task(config, 'rank')
     assert (other.task, other.files, other.validation_split) == ('rank', '', '')
     assert tasks.open.find(other).files.endswith('train.jsonl')
 

@@ -30,7 +30,7 @@ def choices(fields):
 
 TASKS = [
     Task('recall', **FILES, inputs='{{inputs}}', targets='{{targets}}',
-         metric_fns=[metrics.sequence_accuracy]),
+         metric_fns=[metrics.accuracy]),
     Task('rank', **FILES, preprocess_fn=choices, postprocess_fn=tasks_t0.rank_classification,
          metric_fns=[metrics.rank_classification]),
 ]
@@ -104,7 +104,7 @@ def test_64_examples_are_learned(tmp_path, data_axis, model_axis, pack, num_micr
     rows = write_examples(tmp_path)
     config = make_config(tmp_path, data_axis, model_axis, pack, num_microbatches)
     workdir = run(config, tmp_path / 'run')
-    perfect = {'recall-train/sequence_accuracy': {200: 100.0}, 'rank-train/accuracy': {200: 100.0}}
+    perfect = {'recall-train/accuracy': {200: 100.0}, 'rank-train/accuracy': {200: 100.0}}
     assert results.Results(workdir).scores() == perfect
 
     config.decode.beam_size = 4

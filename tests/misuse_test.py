@@ -80,12 +80,14 @@ TABLES: dict[str, dict[str, Row]] = {}  # filled below
 def out_of_range() -> list[tuple[str, str]]:
     """Return (setting, value) just outside of every range, and values that are no finite number."""
     found = []
-    defaults = dict(settings.leaves(base.get_config()))
-    for key, limits in settings.RANGES.items():
+    for key, setting in settings.declared().items():
+        limits = setting.range
+        if limits is None:
+            continue
         values: list = [limits.low - 1, *limits.without]
-        if limits.high != settings.LARGEST_FLOAT:
+        if limits.high != base.LARGEST_FLOAT:
             values.append(limits.high + 1)
-        is_float = isinstance(defaults[key], float)
+        is_float = isinstance(setting.default, float)
         values += ['nan', 'inf', '-inf'] if is_float else [10**30, -(10**30)]
         found += [(key, str(value)) for value in values]
     return found
@@ -97,15 +99,13 @@ def test_a_number_out_of_its_range(command_line, tmp_path, key, value):
     check(row, command_line, tmp_path)
 
 
-def test_the_tables_name_settings():
-    """Every table of configs/check.py names settings that exist, and their defaults are valid."""
-    found = dict(settings.leaves(base.get_config()))
-    numbers = {key for key, x in found.items() if type(x) in (int, float)}
-    assert set(settings.RANGES) <= numbers
-    assert set(settings.CHOICES) <= set(found)
-    assert set(settings.INTEGER_OR_AUTO) <= set(found)
-    for key, default in found.items():
-        settings.check_value(key, default, default)
+def test_each_number_has_a_range():
+    """And no other setting; the defaults are valid."""
+    for key, setting in settings.declared().items():
+        assert (type(setting.default) in (int, float)) == (setting.range is not None), key
+        settings.check_value(key, setting.default)
+    for _, *dependents in settings.NEEDS:
+        assert settings.declared().keys() >= set(dependents[-1])
 
 
 def test_help_lists_every_setting(command_line, tmp_path):
@@ -408,12 +408,12 @@ TABLES['texts'] = {
     'a short row': of_text(f'{FILES}=a.csv', *QA, message='line 2 of {dir}/a.csv: 1 columns', a__csv='question,answer\nq\n'),
     'an open quote': of_text(f'{FILES}=a.csv', *QA, message='line 2 of {dir}/a.csv: no CSV', a__csv='question,answer\nq,"a\nq,b\n'),
     'text after a quote': of_text(f'{FILES}=a.csv', *QA, message='line 2 of {dir}/a.csv: no CSV', a__csv='question,answer\nq,"a"b\n'),
-    'metric': of_text(*QA, '--config.data.metrics=bleu,blue', message="data.metrics='bleu,blue': 'blue' is none"),
+    'metric': of_text(*QA, '--config.data.metrics=bleu,blue', message="data.metrics='bleu,blue': 'blue' is none, has"),
     'tokenizer of bleu': of_text(*QA, '--config.data.metrics=bleu:zhh', message="tokenizer='zhh' of bleu: sacrebleu has none of this name: use one of none, zh, 13a, "),
     'tokenizer without a name': of_text(*QA, '--config.data.metrics=bleu:', message="data.metrics='bleu:': tokenizer='' of bleu"),
     'tokenizer of rouge': of_text(*QA, '--config.data.metrics=rouge:zh', message="tokenizer='zh' of rouge: use one of ascii, unicode"),
-    'tokenizer of accuracy': of_text(*QA, '--config.data.metrics=accuracy:zh', message='accuracy has no tokenizer'),
-    'metrics of one name': of_text(*QA, '--config.data.metrics=bleu:zh, bleu', message='has bleu twice'),
+    'tokenizer of accuracy': of_text(*QA, '--config.data.metrics=accuracy:zh', message="'accuracy:zh' is none, has no tokenizer"),
+    'metrics of one name': of_text(*QA, '--config.data.metrics=bleu:zh, bleu', message="'bleu' is none, has no tokenizer, or is there twice"),
     'no column': of_text(f'{FILES}=a.csv', *QA, message="a.csv has no column 'answer'", a__csv='n,question\n1,q\n'),
     'no header': of_text(f'{FILES}=a.tsv', *QA, message='line 1 of {dir}/a.tsv has the columns', a__tsv='\nq\ta\n'),
     'no answer': of_text(f'{FILES}=a.jsonl', *QA, message="field 'answer' is None", a__jsonl='{"question": "q"}\n' * 9),
@@ -438,7 +438,7 @@ TABLES['texts'] = {
     'test of blanks': of_text('--config.data.test_files=none.txt', message='data.test_files', none__txt=''),
     'test of no gzip': of_text('--config.data.test_files=a.gz', message='a.gz is not gzipped', a__gz=LINES),
     'test alone': of_text(f'{FILES}=', '--config.data.test_files=text.txt', message="no document is in split 'train': name files with data.files"),
-    'test of a mixture': Row([TINY, '--config.data.task=t0_train', '--config.data.test_files=x'], "data.test_files='x' are the records of one task"),
+    'test of a mixture': Row([TINY, '--config.data.task=t0_train', '--config.data.test_files=x'], "data.test_files='x' is not for data.task='t0_train', which is a mixture"),
     'validation blank': of_text(f'{VALIDATION}=none.txt', message='data.validation_files', none__txt='\n \n'),
     'fraction of nothing': of_text('--config.data.validation_fraction=0', message='data.validation_fraction=0'),
     'inputs of 1': of_text('--config.data.lengths.inputs=1', message='data.lengths.inputs=1'),
@@ -452,7 +452,7 @@ TABLES['texts'] = {
     'modes': of_text('--config.data.task=ul2', '--config.data.lengths.inputs=4', message='data.lengths.inputs=4 is too '),
     'concatenate': of_text('--config.data.concatenate=maybe', message="data.concatenate='maybe': must be one of"),
     'task for evaluation': of_text('--config.data.task=glue_ax_v002', message="data.files='text.txt' are for training"),
-    'records of a mixture': of_text('--config.data.task=t0_train', message="data.files='text.txt' are the records of one task"),
+    'records of a mixture': of_text('--config.data.task=t0_train', message="data.files='text.txt' is not for data.task='t0_train', which is a mixture"),
     'no data set': Row([TINY, '--config.data.task=glue_sst2_v002', '--config.data.tfds_dir={dir}'], "data.tfds='glue/sst2:1.0.0': {dir}"),
     'no caches': of_text('--config.data.cache_dirs=nowhere', message="data.cache_dirs='nowhere'"),
     'caches in a file': of_text('--config.data.cache_dirs=text.txt', message="data.cache_dirs='text.txt'"),

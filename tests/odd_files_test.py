@@ -506,7 +506,7 @@ def test_own_tasks_have_a_kind(tmp_path):
     path = write(tmp_path, 'qa.data', TABLE)
     module = tmp_path / 'own.py'
     row = "Task('qa', files={!r}, inputs='{{question}}', targets='{{answer}}', kind={!r})"
-    for kind, message in (('', 'is read as lines of text'), ('xls', "kind='xls' of task 'qa'")):
+    for kind, message in (('', 'is read as lines of text'), ('xls', "task 'qa': data.kind='xls'")):
         module.write_text(f'from tasks import Task\nTASKS = [{row.format(str(path), kind)}]\n')
         with pytest.raises(ValueError, match=message):
             tasks.open.open_mixture(make_config(task='qa', module=str(module)))
@@ -521,7 +521,7 @@ def test_own_tasks_have_a_delimiter(tmp_path):
     row = "Task('qa', files={!r}, inputs='{{question}}', targets='{{answer}}', delimiter={!r})"
     for delimiter, message in (
         ('', "set data.delimiter=';'"),
-        ('; ', "delimiter='; ' of task 'qa'"),
+        ('; ', "task 'qa': data.delimiter='; '"),
     ):
         module.write_text(f'from tasks import Task\nTASKS = [{row.format(str(path), delimiter)}]\n')
         with pytest.raises(ValueError, match=message):

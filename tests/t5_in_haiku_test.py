@@ -16,7 +16,7 @@ import formats.open
 import model
 import t5_in_haiku.formats.open
 import t5_in_haiku.model
-import tasks.own
+import tasks.names
 from t5_in_haiku import checkpoint, data
 from t5_in_haiku.tasks import Task
 

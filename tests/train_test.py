@@ -56,9 +56,6 @@ class Losses:
         self.seen.append((self.name, step))
         return {'loss': self.values.get(step, 1.0)}
 
-    def describe(self, step, values):
-        return f'{self.name} of step {step}: {values["loss"]}'
-
 
 @functools.cache
 def small_spec():

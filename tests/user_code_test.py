@@ -24,7 +24,7 @@ from run import task_metrics
 from run.examples import Example
 from stream import Stream
 from tasks import mixtures
-from tasks.own import own_tasks
+from tasks.names import own_tasks
 
 START = """
 import sys
@@ -56,9 +56,9 @@ LOADING = {
     'lines in a name': ("TASKS = [Task('x\\ny', files='x')]  # !", "name='x\\ny'"),
     'long name': ("TASKS = [Task('x' * 201, files='x')]  # !", "name='xxx"),
     'name of a mixture': ("TASKS = [Mixture('x/y', {'a': 1})]  # !", "name='x/y'"),
-    'files': ("TASKS = [Task('x', files=['x'])]  # !", "files=['x'] of task 'x'"),
+    'files': ("TASKS = [Task('x', files=['x'])]  # !", "task 'x': data.files=['x']: must be text"),
     'objective': ("TASKS = [Mixture('m', {Task('x', objective='y'): 1})]  # !", "objective='y'"),
-    'metrics': ("TASKS = [Task('x', metric_fns='bleu')]  # !", "metric_fns='bleu'"),
+    'metrics': ("TASKS = [Task('x', metric_fns='bleu')]  # !", "metric_fns='b'"),
     'metric': ("TASKS = [Task('x', metric_fns=[metric, 'bleu'])]  # !", "metric_fns='bleu'"),
     'arguments of a metric': ("TASKS = [Task('x', metric_fns=[lambda x: {}])]  # !", 'metric_fns'),
     'preprocess_fn': ("TASKS = [Task('x', preprocess_fn={})]  # !", 'preprocess_fn={}'),
@@ -225,10 +225,10 @@ FAILING_OBJECTIVES = {
     'a late error': ('yield fail(0)', 'return 1 / value', 'ZeroDivisionError'),
     'lists': ('return [Example([1], np.ones(1), [])]', 'class Own', 'gave [1] as inputs'),
     'floats': ('return [Example(np.ones(1), np.ones(1), [])]', 'class Own', 'as inputs: give'),
-    'nothing in it': ('return [Example(EOS[:0], EOS, [])]', 'class Own', 'inputs of 0 ids'),
+    'nothing in it': ('return [Example(EOS[:0], EOS, [])]', 'class Own', 'array of 1 to data'),
     'long': ('return [Example(EOS, EOS.repeat(15), [])]', 'class Own', 'data.lengths.targets=14'),
-    'negative': ('return [Example(EOS, EOS - 2, [])]', 'class Own', 'ids from -1'),
-    'unknown ids': ('return [Example(EOS + 999, EOS, [])]', 'class Own', 'ids from 1000 to 1000'),
+    'negative': ('return [Example(EOS, EOS - 2, [])]', 'class Own', 'from 0 to '),
+    'unknown ids': ('return [Example(EOS + 999, EOS, [])]', 'class Own', '[1000]'),
 }
 
 
@@ -557,7 +557,9 @@ def evaluated(metric_fns):
     fields = [{'inputs': 'x', 'targets': text} for text in 'cab']
     examples = [Example(x, one, one, is_trimmed=False) for x in fields]
     task = tasks.Task('own', files='x', metric_fns=metric_fns)
-    evaluated_task = task_metrics.EvaluatedTask(task, 'own', examples, vocabulary=None, settings='')
+    evaluated_task = task_metrics.EvaluatedTask(
+        task, 'own', 'test', examples, None, None, settings=''
+    )
     return task_metrics.compute_metrics(evaluated_task, answers=list('cab'), scores=None)
 
 

@@ -408,7 +408,10 @@ def command_lines(content):
     numbers = st.sampled_from(NUMBERS) | st.floats() | st.integers(-3, 300)
     texts = st.one_of(
         st.sampled_from(
-            [*map(str, defaults.values()), *itertools.chain(*settings.CHOICES.values())]
+            [
+                *map(str, defaults.values()),
+                *itertools.chain(*(x.choices or () for x in settings.declared().values())),
+            ]
         ),
         st.sampled_from([*NAMES, *VALUES, '"' * 99, '(' * 500, '-' * 9999]),
         st.text(st.characters(exclude_categories=['Cs'], exclude_characters='\0'), max_size=12),

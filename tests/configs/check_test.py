@@ -75,7 +75,7 @@ def changed(key, default):
     if isinstance(default, bool):
         return not default
     if isinstance(default, str):
-        return next(x for x in settings.CHOICES.get(key, ['something']) if x != default)
+        return next(x for x in settings.declared()[key].choices or ['something'] if x != default)
     return default + 1
 
 

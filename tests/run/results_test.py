@@ -74,11 +74,10 @@ def test_the_files_are_those_of_seqio(step, tmp_path):
 
 def test_results_of_other_settings_stay(tmp_path):
     kept = results.Results(tmp_path)
-    assert not kept.has('a/b', 3, 'x')
+    assert kept.settings_of('a/b', 3) is None
     assert kept.write('a/b', 3, {'f1': 1.0}, [{'target': [(0, 1), True]}], 'x')
-    assert kept.has('a/b', 3, 'x') and not kept.has_others('a/b', 3, 'x')
-    assert kept.has_others('a/b', 3, 'y') and not kept.has('a/b', 3, 'y')
-    assert not kept.has('a/b', 4, 'x') and not kept.has_others('a/b', 4, 'x')
+    assert kept.settings_of('a/b', 3) == 'x'
+    assert kept.settings_of('a/b', 4) is None
     files = {file: file.read_bytes() for file in kept.folder.iterdir()}
     assert not kept.write('a/b', 3, {'f1': 2.0}, [], 'y')
     assert {file: file.read_bytes() for file in kept.folder.iterdir()} == files
@@ -102,11 +101,9 @@ def test_numbers_that_were_changed_or_are_of_a_killed_process_are_not_there(tmp_
         with pytest.raises(KeyboardInterrupt):
             kept.write('a', 3, {'f1': 2.0}, [], 'x')
     assert kept.scores() == {'a/f1': {3: 2.0}}
-    for settings in ('x', 'y'):
-        assert not kept.has('a', 3, settings)
-        assert not kept.has_others('a', 3, settings)
+    assert kept.settings_of('a', 3) is None
     kept.write('a', 3, {'f1': 2.0}, [], 'y')
-    assert kept.has('a', 3, 'y')
+    assert kept.settings_of('a', 3) == 'y'
 
 
 def test_two_evaluations_write_at_the_same_time(tmp_path):
@@ -119,4 +116,4 @@ def test_two_evaluations_write_at_the_same_time(tmp_path):
     with futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(write, range(60)))
     assert [line['step'] for line in kept.lines('task')] == list(range(60))
-    assert all(kept.has('task', step, settings='') for step in range(60))
+    assert all(kept.settings_of('task', step) == '' for step in range(60))

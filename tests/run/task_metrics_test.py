@@ -179,8 +179,7 @@ def test_the_limits_of_metrics(tmp_path):
     texts = [json.loads(line)['targets'] for line in MEMO.open()]
     vocabulary = vocabularies.SentencePieceVocabulary(train_vocabulary(texts, 60))
     opened = task_metrics.open_tasks(config, 'validation')
-    found = task_metrics.TaskMetrics(config, 'validation', vocabulary, opened, print)
-    memo, strict = found.tasks
+    memo, strict = task_metrics.read_tasks(config, 'validation', vocabulary, opened, print)
     limits = {name: (limit.side, limit.value) for name, limit in memo.limits.items()}
     assert limits == {
         'accuracy': ('at most', 0),
@@ -188,7 +187,7 @@ def test_the_limits_of_metrics(tmp_path):
         'closeness': ('at most', -1),
     }
     assert strict.limits == {} and strict.changes is not None  # its metric fails on such answers
-    described = found.describe(2, {'memo': {'accuracy': 0.0, 'words': 0.5}})
+    described = memo.describe(2, {'accuracy': 0.0, 'words': 0.5})
     lines = described.splitlines()
     assert lines[0] == 'Step 2, validation:' and lines[2] == '  memo  words     0.500'
     assert ', of at most 0.000: ' in lines[1] and lines[3].startswith('memo: ')

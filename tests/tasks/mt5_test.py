@@ -15,12 +15,13 @@ from originals import check_names_and_rates, name_of
 
 import tasks
 import tasks.open
+from configs import base
 from sources import NO_SPLIT
 from tasks import mt5 as tasks_mt5
 from tasks import t5
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / 'golden/tasks_mt5.json').read_text())
-ROWS = {row.name: row for row in tasks_mt5.tasks(t5.TABLE)}
+ROWS = {row.name: row for row in tasks_mt5.tasks(t5.table())}
 ALL_SPLITS = {'train', 'validation', 'test'}
 # T5's own rows name the splits that their data sets have, and metrics that make others.
 OWN_SPLITS = ('mnli', 'dpr')
@@ -29,7 +30,7 @@ OWN_METRICS = ('cola', 'cb', 'multirc', 'record')
 
 def test_the_names_and_rates():
     check_names_and_rates(GOLDEN, ROWS)
-    assert ROWS.keys() <= t5.TABLE.keys()
+    assert ROWS.keys() <= t5.table().keys()
 
 
 def test_data_sets_splits_and_metrics():
@@ -115,7 +116,7 @@ def test_punctuation_of_every_language():
 
 
 def test_a_missing_data_set_is_named(tmp_path):
-    config = tasks.base.get_config().data
+    config = base.get_config().data
     config.tfds_dir = str(tmp_path)
     config.task = 'mt5_xnli_zeroshot'
     with pytest.raises(

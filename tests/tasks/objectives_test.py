@@ -411,7 +411,7 @@ REFUSED = [
         for name in NOISE_AND_TEXT
     ],
     ('prefix_lm', {'lengths.targets': 1}, 'data.lengths.targets=1: .* use 2'),
-    ('lm', {'lengths.targets': 1}, 'data.lengths.targets=1 .* use 2'),
+    ('lm', {'lengths.targets': 1}, 'data.lengths.targets=1: .* use 2'),
     ('pack_prefix_lm_encoder_decoder', {'lengths.inputs': 63}, 'data.lengths.inputs=63'),
     ('prefix_lm', {'concatenate': 'maybe'}, 'data.concatenate'),
     *[(name, {'extra_ids': 0}, 'data.extra_ids=0') for name in WITH_SENTINELS],

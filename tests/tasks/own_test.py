@@ -94,7 +94,7 @@ def test_a_task_is_one_row(own_folder):
 def test_own_rows_and_ours_mix(own_folder):
     mixture = tasks.get('both_directions', module='tasks')
     assert mixture.rates({}) == {'wmt14_ende_v003': 1.0, 'wmt14_deen': 1.0}
-    assert mixture.tasks['wmt14_ende_v003'] is t5.TABLE['wmt14_ende_v003']
+    assert mixture.tasks['wmt14_ende_v003'] is t5.table()['wmt14_ende_v003']
 
 
 def test_a_row_of_ours_can_be_replaced(own_folder):
@@ -161,5 +161,7 @@ def test_the_split_test_of_an_own_task_is_in_files(tmp_path):
         assert questions('train', **other) == ['train']
     with pytest.raises(ValueError, match='have no split test'):
         questions('test', task='bare')
-    with pytest.raises(ValueError, match="data.test_files='x' .*'both' is a mixture"):
+    with pytest.raises(
+        ValueError, match="data.test_files='x' is not for .*'both', which is a mixture"
+    ):
         questions('test', task='both', test_files='x')

@@ -31,7 +31,7 @@ ROWS = {row.name: row for row in tasks_t0.tasks()}
 
 def test_the_names_and_rates():
     check_names_and_rates(GOLDEN, ROWS)
-    assert ROWS.keys() <= t5.TABLE.keys()
+    assert ROWS.keys() <= t5.table().keys()
 
 
 def test_the_data_sets():

@@ -1,6 +1,7 @@
 """The table of tasks, against t5's; each row from a record to its metrics; mixing rates."""
 
 import collections
+import dataclasses
 import functools
 import importlib
 import json
@@ -19,7 +20,7 @@ import tasks.open
 import vocabulary as vocabularies
 from sources import NO_SPLIT
 from stream import Stream, TokenizedTask
-from tasks import t5
+from tasks import metrics, t5
 from tasks.mixtures import Mixture, Task
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
@@ -27,7 +28,7 @@ CASES = json.loads((GOLDEN / 'seqio_t5' / 'mixing_rates.json').read_text())
 # What t5 0.9.4 registers: source, metrics and classes of each task, rates of each mixture.
 REGISTRY = json.loads((GOLDEN / 't5_registry.json').read_text())
 ROWS = {}
-for rows in t5.GROUPS.values():
+for rows in t5.groups().values():
     for row in rows:
         if isinstance(row, Task) and row.tfds:
             ROWS[row.name] = row
@@ -56,7 +57,7 @@ def test_a_row_is_t5s(name):
 
 
 def test_every_name_of_t5_is_there_once():
-    names = [row.name for rows in t5.GROUPS.values() for row in rows]
+    names = [row.name for rows in t5.groups().values() for row in rows]
     assert [name for name, count in collections.Counter(names).items() if count > 1] == []
     assert REGISTRY['tasks'].keys() | REGISTRY['mixtures'].keys() <= set(names)
     assert len(REGISTRY['tasks']) == 60 and len(REGISTRY['mixtures']) == 20
@@ -279,6 +280,10 @@ CONTRADICTIONS = [
     ({'task': 'all_mix', 'tfds': 'squad'}, 'data.tfds'),
     ({'task': 'glue_ax_v002', 'files': 'x.jsonl'}, 'data.files'),
     ({'task': 'glue_cola_v002', 'targets': '{a}'}, 'data.targets'),
+    ({'task': 'glue_cola_v002', 'metrics': 'bleu'}, 'data.metrics'),
+    ({'task': 'prefix_lm', 'metrics': 'bleu'}, 'data.metrics'),
+    ({'task': 'prompted_text_to_text', 'inputs': '{q}', 'targets': '{a}'}, 'data.targets'),
+    ({'task': 'anli_GPT_3_style_r1', 'test_files': 'x.jsonl'}, 'data.test_files'),
 ]
 
 
@@ -286,6 +291,26 @@ CONTRADICTIONS = [
 def test_settings_that_contradict_a_name(changes, setting):
     with pytest.raises(ValueError, match=f'^{setting}='):
         tasks.open.find(make_config(**changes))
+
+
+ROW = {'files': 'a.jsonl', 'validation_files': 'b.jsonl', 'inputs': '{a}', 'targets': '{b}'}
+# The settings, and the fields of ROW that they change.
+REPLACED = [
+    ({'files': 'c.jsonl'}, {'files': 'c.jsonl', 'validation_files': ''}),
+    ({'tfds': 'glue/cola'}, {'tfds': 'glue/cola', 'files': '', 'validation_files': ''}),
+    ({'test_files': 'c.csv', 'delimiter': ';'}, {'test_files': 'c.csv', 'delimiter': ';'}),
+    ({'targets': '{c}'}, {'targets': '{c}'}),
+    ({'metrics': 'accuracy'}, {'metric_fns': [metrics.accuracy]}),
+    ({'train_split': 'train'}, {}),  # the default
+]
+
+
+@pytest.mark.parametrize('settings, changes', REPLACED)
+def test_a_setting_replaces_the_field_of_its_name(tmp_path, settings, changes):
+    (tmp_path / 'own.py').write_text(f"from tasks import Task\nTASKS = [Task('row', **{ROW})]\n")
+    config = make_config(task='row', module=f'{tmp_path}/own.py', **settings)
+    found = dataclasses.asdict(tasks.open.find(config))
+    assert found == dataclasses.asdict(Task('row', **ROW)) | changes
 
 
 @pytest.mark.parametrize('name', ['glue_cola_v002', 'glue_v002_proportional'])
