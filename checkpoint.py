@@ -15,8 +15,6 @@ A bucket renames nothing: there the index is written last, and a folder without 
 Source: T5X t5x/checkpoints.py, t5x/checkpoint_utils.py; Flax flax/serialization.py for msgpack's extensions.
 """
 
-import contextlib
-import ctypes
 import functools
 import itertools
 import json
@@ -464,27 +462,9 @@ def restore(
 
     # The largest first: while one is read it takes memory several times, when there are few others.
     ordered = sorted(index, key=lambda path: math.prod(np.shape(index[path])), reverse=True)
-    with _large_blocks_returned(), futures.ThreadPoolExecutor(num_threads) as pool:
+    with futures.ThreadPoolExecutor(num_threads) as pool:
         arrays = dict(zip(ordered, pool.map(restore_leaf, ordered), strict=True))
     return {path: arrays[path] for path in index}
-
-
-@contextlib.contextmanager
-def _large_blocks_returned() -> Iterator[None]:
-    """Let the C library return large blocks to the system as soon as they are freed.
-
-    glibc keeps blocks of up to 32 MiB between arrays that stay: a tenth of the size of an XL encoder.
-    """
-    # Only glibc has it; where it is missing nothing is set.
-    mallopt = getattr(ctypes.CDLL(None), 'mallopt', lambda parameter, value: None)
-    trim_threshold = -1  # of malloc.h
-    mmap_threshold = -3
-    mallopt(mmap_threshold, 2**20)
-    try:
-        yield
-    finally:  # what glibc arrives at by itself
-        mallopt(mmap_threshold, 2**25)
-        mallopt(trim_threshold, 2**26)
 
 
 def read_index(path: str | Path) -> dict[str, Any]:

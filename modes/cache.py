@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
@@ -21,13 +22,16 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 import tqdm
+from absl.flags import FlagValues
+from ml_collections import ConfigDict
 
 import paths
 import tasks
 import tasks.open
+from modes import command_line, process
 from randomness import permutation
 from run import prefetch
-from run.alone import alone_in
+from run.lock import alone_in
 from sources import FEATURES, NO_SPLIT, Record, Share, Source
 from sources import cache as task_cache
 from sources.gzipped import GzippedFiles
@@ -52,6 +56,15 @@ class Job(NamedTuple):
     splits: tuple[str, ...]
     shard: int
     num_shards: int
+
+
+def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int:
+    """Cache what the config names. Return the exit status."""
+    signals.advice = process.SAME_COMMAND
+    lines = cache(config.data, *command_line.parse_shard(flags.shard))
+    signals.begin_work()
+    process.print_lines(lines, sys.stdout)
+    return 0
 
 
 def cache(config: Any, part: int = 1, num_parts: int = 1) -> list[str]:

@@ -18,16 +18,18 @@ import random
 import re
 import shlex
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
+from absl.flags import FlagValues
 from ml_collections import ConfigDict
 
 import paths
 from configs import base, check
-from modes import chart
+from modes import chart, process
 from modes.chart import Curve, Point
 from run import results
 from run.best import read_metrics
@@ -41,6 +43,14 @@ MOST_CHARACTERS = 1500  # of a text
 MIN_SCALE = 1 / MOST_CHARACTERS
 MAX_RUNS = 8  # that colors tell apart
 HERE = Path(__file__).parent
+
+
+def main(config: None, flags: FlagValues, signals: process.Signals) -> int:
+    """Write the report that the flags ask for. Return the exit status."""
+    file = write(flags.runs, flags.output_dir)
+    signals.begin_work()
+    process.print_lines([str(file)], sys.stdout)
+    return 0
 
 
 class Metric(NamedTuple):

@@ -5,13 +5,17 @@ Imports no jax.
 
 import functools
 import itertools
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from absl.flags import FlagValues
+from ml_collections import ConfigDict
 
 import tasks.open
+from modes import process
 from run.examples import SPLITS, check_split
 from sources import NO_SPLIT, Record, Source
 from sources.open import find_cache
@@ -22,6 +26,15 @@ from tasks.own import own_tasks
 from vocabulary import EOS_ID, Vocabulary, named_vocabulary
 
 WIDTH = 100
+
+
+def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int:
+    """Print what the config names. Return the exit status."""
+    process.end_with_reader()
+    lines = describe(config.data, flags.split, flags.examples, flags.vocabulary)
+    signals.begin_work()
+    process.print_lines(lines, sys.stdout)
+    return 0
 
 
 def describe(

@@ -38,6 +38,7 @@ from modes.train_vocabulary import find_or_train_vocabulary, training_texts
 from randomness import digest
 from run import best, console, memory, not_finite, results, task_metrics, workdir
 from run.agreement import check_alike
+from run.lock import lock
 from sources.open import find_cache
 from stream import Stream
 
@@ -192,7 +193,9 @@ def prepare(config: Any, folder: Any) -> train.Run:
             'stop that run, or name another --workdir; if this process has prepared it before, train '
             'that run, or close its .lock'
         )
-        lock = stack.enter_context(workdir.lock(folder / 'lock', str(folder), remedy))
+        held = stack.enter_context(
+            lock(folder / 'lock', str(folder), remedy, jax.process_index() == 0)
+        )
         workdir.check_shared(folder)
         lines = best.read_metrics(folder)
         with terminal.working('Verifying the newest checkpoint'):
@@ -365,7 +368,7 @@ def prepare(config: Any, folder: Any) -> train.Run:
             workdir=folder,
             console=terminal,
             metrics=workdir.Metrics(folder, kept_lines, mixture.corpus),
-            lock=lock,
+            lock=held,
             trainer=trainer,
             train_step=planned.step,
             stream=training,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import paths
-from run.alone import alone_in
+from run.lock import alone_in
 
 FOLDER = 'inference_eval'
 METRICS_SUFFIX = '-metrics.jsonl'

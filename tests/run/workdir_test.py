@@ -20,6 +20,7 @@ from configs import base
 from modes.train import prepare
 from run import workdir
 from run.best import read_metrics
+from run.lock import lock
 
 
 @pytest.fixture(scope='module')
@@ -59,7 +60,7 @@ def test_every_name_of_a_folder_takes_checkpoints(tmp_path, monkeypatch, name):
     folder = paths.disk_path(name)
     workdir.check_is_run(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    workdir.lock(folder / 'lock', str(folder), remedy='').close()
+    lock(folder / 'lock', str(folder), remedy='').close()
     workdir.check_saving(folder, num_bytes=1000)
     assert [path.name for path in folder.iterdir()] == ['lock']
     assert os.path.samefile(os.path.expanduser(name), folder)
