@@ -264,12 +264,17 @@ class Group:
         """Wait until all processes have done their work. Return `status`."""
         if self.client is None:
             return status
+        import jax
+
         process.finish_streams()
         self.client.wait_at_barrier('done', NEVER)
         announce(self.client, self.number, reason='', grace=0)
         self.has_ended.set()
-        while self.number == 0 and len(self.client.get_live_nodes(self.everyone)) > 1:
-            time.sleep(0.1)  # without process 0, JAX aborts those that are not yet disconnected
+        if self.number > 0:
+            jax.distributed.shutdown()
+        else:  # without process 0, JAX aborts those that are still connected
+            while len(self.client.get_live_nodes(self.everyone)) > 1:
+                time.sleep(0.1)
         return status
 
 
