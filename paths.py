@@ -160,9 +160,6 @@ def client_of(name: str) -> Any:
         raise ValueError(
             f'{name}: only disks, gs:// and s3:// are known: download it, or omit file://'
         )
-    os.environ['EPATH_USE_TF'] = 'false'  # else epath imports TensorFlow if that is installed
-    # Without it, gcsfs looks for credentials for seconds at every call.
-    os.environ.setdefault('GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT', 'false')
     store = STORES[scheme]
     try:
         importlib.import_module(store.client)

@@ -6,7 +6,7 @@
 | closed standard streams (descriptors 0 to 2) become the null device | `open_streams` | its end |
 | a standard stream that cannot be written becomes the null device | `writing`, `finish_streams` | its end |
 | standard output escapes names that are not UTF-8 | `begin` | its end |
-| JAX_ENABLE_X64 | `begin` | its end |
+| JAX_ENABLE_X64, EPATH_USE_TF, GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT | `begin` | its end |
 | threads of TensorBoard show no OSError (threading.excepthook) | `begin` | its end |
 | no search for cycles (gc) | `begin` | `Signals.begin_work` |
 | large blocks of memory are returned at once (mallopt) | `returning_large_blocks` | the with ends |
@@ -51,6 +51,9 @@ SAME_COMMAND = 'the same command continues'
 def begin() -> None:
     """Set what counts for the whole program, for all modes."""
     os.environ['JAX_ENABLE_X64'] = '0'  # the settings have the dtypes
+    os.environ['EPATH_USE_TF'] = 'false'  # else epath imports TensorFlow if that is installed
+    # Without it, gcsfs looks for credentials for seconds at every call.
+    os.environ.setdefault('GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT', 'false')
     if isinstance(sys.stdout, io.TextIOWrapper):  # it may print names of files that are not UTF-8
         sys.stdout.reconfigure(errors='backslashreplace')
     gc.disable()  # what is prepared stays: to search it for cycles takes a tenth of the time

@@ -91,7 +91,6 @@ class DataSet:
     """A data set in the folder that `find` returns."""
 
     def __init__(self, folder: Any):
-        os.environ['EPATH_USE_TF'] = 'false'  # else epath imports TensorFlow if that is installed
         self._tfds: Any = importlib.import_module('tensorflow_datasets')
         try:
             info = self._tfds.builder_from_directory(folder).info
