@@ -35,7 +35,7 @@ FLAGS = flags.FLAGS
 # The files of modes/ that do what --mode asks for, each in its function main(config, flags, signals), which returns
 # the exit status. It calls `signals.begin_work` when all is prepared: errors until then are of bad input.
 MODES = {
-    'train': '.profile',
+    'train': '.train',
     'evaluate': '.evaluate',
     'infer': '.infer',
     'cache': '.cache',

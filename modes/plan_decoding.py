@@ -35,7 +35,7 @@ class DecodingStep(NamedTuple):
         return self.total <= self.limit
 
 
-def lines_of(planned: DecodingStep, trainer: train.Trainer) -> Iterator[str]:
+def lines_of(planned: DecodingStep, spec: train.StepSpec) -> Iterator[str]:
     """Yield what a step of decoding takes, and what it exchanges."""
     answer = 'fits' if planned.fits else 'does NOT fit'
     beside = ', beside the training state' if planned.is_of_run else ''
@@ -47,7 +47,7 @@ def lines_of(planned: DecodingStep, trainer: train.Trainer) -> Iterator[str]:
     if planned.step is None:
         return
     totals: dict[tuple[str, tuple[str, ...]], list[int]] = {}
-    for x in collectives_of(planned.step.as_text() or '', trainer.mesh):
+    for x in collectives_of(planned.step.as_text() or '', spec.mesh):
         total = totals.setdefault((x.kind, x.axes), [0, 0])
         total[0] += x.times
         total[1] += x.times * x.num_bytes
@@ -67,13 +67,13 @@ def check_fits(planned: DecodingStep) -> None:
         )
 
 
-def plan_decoding(config: Any, trainer: train.Trainer) -> DecodingStep:
+def plan_decoding(config: Any, spec: train.StepSpec) -> DecodingStep:
     """Return a step of decoding, which is compiled if parameters and cache fit."""
-    mesh = trainer.mesh
-    base = model.without_adapters(trainer.model_config)
+    mesh = spec.mesh
+    base = model.without_adapters(spec.model_config)
     base = dataclasses.replace(base, scan_layers=False)
-    merge = functools.partial(model.merge_adapters, trainer.model_config)
-    params = jax.eval_shape(merge, trainer.shapes.params)
+    merge = functools.partial(model.merge_adapters, spec.model_config)
+    params = jax.eval_shape(merge, spec.state_shapes.params)
     specs = partition.gathered(model.param_specs(base))
     parameter_bytes = memory.bytes_on_device(mesh, params, specs)
     dtypes = model.step_kernels(base, params)
@@ -113,12 +113,12 @@ def plan_decoding(config: Any, trainer: train.Trainer) -> DecodingStep:
     cache_bytes = memory.bytes_on_device(mesh, cache, cache_specs)
     num_bytes = parameter_bytes + cache_bytes
     if is_of_run:
-        shapes = trainer.shapes
-        specs = trainer.specs
-        if mesh.shape['fsdp'] == 1 and not trainer.model_config.lora_rank:
+        shapes = spec.state_shapes
+        state_specs = spec.state_specs
+        if mesh.shape['fsdp'] == 1 and not spec.model_config.lora_rank:
             shapes = shapes._replace(params={})  # they are those of the step
-            specs = specs._replace(params={})
-        num_bytes += memory.bytes_on_device(mesh, shapes, specs)
+            state_specs = state_specs._replace(params={})
+        num_bytes += memory.bytes_on_device(mesh, shapes, state_specs)
     num_sharing = len(mesh.local_devices) if memory.is_on_cpu(mesh) else 1  # one memory
     planned = DecodingStep(
         size=f'{num_rows} inputs of {length} tokens, {num_decodes} answer(s) of {room} tokens each,',

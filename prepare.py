@@ -1,0 +1,496 @@
+"""How a run is prepared, from a config to a run that is ready for its next step.
+
+`prepare` reads from top to bottom: settings, text, workdir and checkpoint, vocabulary, rows of the
+batches, compiled step, state. train.py takes the steps.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict, FrozenConfigDict
+
+import checkpoint
+import data
+import evaluate
+import formats.open
+import infer
+import model
+import partition
+import paths
+import sources
+import state_names
+import tasks.open
+import train
+from configs import check as settings
+from formats import own_model
+from messages import first_ten
+from model import T5Config
+from randomness import digest
+from run import best, console, memory, not_finite, results, start, task_metrics, verify, workdir
+from run.agreement import check_alike
+from run.lock import lock
+from run.train_vocabulary import find_or_train_vocabulary, training_texts
+from sources.open import find_cache
+from stream import Stream
+
+LINES_OF_A_SLOW_EVALUATION = 1_000_000  # that are read in about ten seconds or more
+
+
+def make_spec(
+    config: ConfigDict, num_microbatches: int = 1, devices: list | None = None
+) -> train.StepSpec:
+    """Return the spec of a config. Raises ValueError for settings that do not fit together.
+
+    `devices`: those of the mesh; None takes all that are here.
+    """
+    settings.check(config)
+    model_config = own_model.load(config.model)
+    spec = train.StepSpec(
+        model_config=model_config,
+        loss_config=FrozenConfigDict(config.loss),
+        optimizer_config=FrozenConfigDict(config.optimizer),
+        learning_rate_config=FrozenConfigDict(config.learning_rate),
+        mesh=partition.make_mesh(**config.mesh, devices=devices),
+        seed=config.seed,
+        batch_size=config.train.batch_size,
+        feature_lengths=FrozenConfigDict(data.feature_lengths(config.data)),
+        num_microbatches=num_microbatches,
+        gradient_dtype=config.train.gradient_dtype,
+        skips_not_finite=config.train.on_not_finite == 'skip',
+    )
+    model.check_mesh(spec.model_config, spec.mesh)
+    partition.check_divides('train.batch_size', spec.batch_size, partition.BATCH_AXES, spec.mesh)
+    # These names are parsed when they are first used: parse them now.
+    _ = spec.normalizing_factor
+    _ = spec.tx  # and its schedule
+    check_adapters(spec.model_config)
+    check_scan(spec.model_config)
+    _ = spec.trained
+    return spec
+
+
+def check_adapters(config: T5Config) -> None:
+    """Raise ValueError where adapters are asked for and no kernel has one."""
+    shapes = model.shapes(config)
+    if config.lora_rank and not any(re.fullmatch(model.ADAPTER, path) for path in shapes):
+        kernels = [path for path in shapes if path.endswith('/kernel')]
+        raise ValueError(
+            f'model.lora_targets={config.lora_targets!r} matches none of the {len(kernels)} kernels: '
+            f'it must match the whole path of one or more, such as {kernels[0]!r}'
+        )
+
+
+def check_scan(config: T5Config) -> None:
+    """Raise ValueError where a scan over layers is asked for and its periods are not alike."""
+    if not config.scan_layers:
+        return
+    period = config.modules.period
+    num_layers = {'encoder': config.num_encoder_layers, 'decoder': config.num_decoder_layers}
+    for stack, count in num_layers.items():
+        if count % period:
+            raise ValueError(
+                f'model.num_{stack}_layers={count} with model.scan_layers=True: {config.module} scans '
+                f'{period} layers at a time: set a multiple of {period}, or model.scan_layers=False'
+            )
+    counts: collections.Counter[tuple[str, str, int]] = collections.Counter()
+    for path in model.shapes(config):
+        match = re.fullmatch(r'(encoder|decoder)/layers_(\d+)/(.+)', path)
+        if match:
+            counts[match[1], match[3], int(match[2]) % period] += 1
+    for (stack, name, _), count in counts.items():
+        if count != num_layers[stack] // period:
+            raise ValueError(
+                f'model.scan_layers=True: {count} of the layers have {stack}/layers_*/{name}, which all or '
+                'none must have: set it to False, model.lora_targets to the kernels of all layers, or the '
+                'period of an own model to the layers after which they repeat'
+            )
+
+
+def microbatch_counts(config: ConfigDict, spec: train.StepSpec) -> list[int]:
+    """Return the numbers of microbatches to try. Raises ValueError for one that does not divide."""
+    rows = spec.batch_size // partition.axes_size(spec.mesh, partition.BATCH_AXES)
+    return memory.microbatch_counts(config.train.num_microbatches, rows)
+
+
+def fit_step(config: ConfigDict, spec: train.StepSpec) -> memory.Plan:
+    """Compile the step in as few microbatches as fit. Raises ValueError where none fits."""
+    return memory.fit_step(
+        lambda n: train.compile_step(dataclasses.replace(spec, num_microbatches=n)),
+        counts=microbatch_counts(config, spec),
+        requested=config.train.num_microbatches,
+        mesh=spec.mesh,
+        state_bytes=memory.num_state_bytes(spec.state_shapes),
+    )
+
+
+def num_lines_to_start(stream: Stream) -> int:
+    """Return about how many lines all lanes read before the first batch."""
+    total = 0
+    for task in stream.tasks:
+        num_records = stream.batch_size * task.objective.records_per_group
+        total += task.source.num_lines_to_find(stream.split, num_records)
+    return total
+
+
+def own_rows(mesh: Mesh, batch_size: int) -> range:
+    """Return the rows of a global batch that this process feeds to its devices."""
+    indices = NamedSharding(mesh, partition.BATCH).addressable_devices_indices_map((batch_size,))
+    rows = np.concatenate([np.arange(batch_size)[index] for index in indices.values()])
+    return range(rows.min(), rows.max() + 1)
+
+
+def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | train.FinishedRun:
+    """Return a run in the workdir `folder` that is ready for its next step, or finished.
+
+    Restores the newest valid checkpoint in the workdir if there is one. Raises ValueError or
+    OSError, before anything is compiled, for settings, files and folders that are not valid.
+    """
+    # The settings.
+    settings.check(config)
+    best.check_settings(config)
+    tasks.open.find(config.data)
+    folder = paths.to_path(folder, may_be_new=True)
+    workdir.check_is_run(folder)
+    terminal = console.Console()
+    spec = make_spec(config)
+    microbatch_counts(config, spec)  # raises ValueError for train.num_microbatches
+
+    # The text.
+    with terminal.working('Reading the text'):
+        mixture = tasks.open.open_mixture(config.data)
+        evaluated_alone = tasks.open.open_evaluated_alone(config.data, mixture)
+        evaluated_tasks = []
+        if config.infer_eval.every_steps:
+            evaluated_tasks = task_metrics.open_tasks(config, config.infer_eval.split)
+    if config.train.epochs and not mixture.is_single:
+        raise ValueError(
+            f'train.epochs={config.train.epochs}: data.task={config.data.task!r} is a mixture, whose tasks end at '
+            'different times: set train.epochs=0 and train.steps'
+        )
+    for task in mixture.tasks:
+        if task.task.train_split == sources.NO_SPLIT:
+            raise ValueError(
+                f'data.task={task.name!r} has no split for training, it is for evaluation alone: name a '
+                "task that 'python main.py --mode=tasks' lists with a t"
+            )
+
+    with contextlib.ExitStack() as stack:
+        # The workdir and what the run starts from.
+        paths.make_folder(folder)
+        remedy = (
+            'stop that run, or name another --workdir; if this process has prepared it before, train '
+            'that run, or close its workdir.lock'
+        )
+        held = stack.enter_context(
+            lock(folder / 'lock', str(folder), remedy, jax.process_index() == 0)
+        )
+        workdir.check_shared(folder)
+        lines = best.read_metrics(folder)
+        with terminal.working('Verifying the newest checkpoint'):
+            begin = start.find_start(config, folder, wanted(spec), lines, terminal.line)
+        directory = folder / f'checkpoint_{begin.step}'  # where it is resumed
+        num_logged = begin.step if begin.is_resumed else 0
+        kept_lines = [line for line in lines if line['step'] <= num_logged]
+        config = start.with_last_step(config, folder, begin)
+
+        # The vocabulary: the run's own, that of what it starts from, or a new one.
+        with terminal.working('Preparing the vocabulary'):
+            vocabulary = find_or_train_vocabulary(
+                config.data,
+                folder,
+                texts=training_texts(mixture),
+                max_size=config.model.vocab_size,
+                model=begin.vocabulary_model,
+            )
+
+        text = digest([mixture.fingerprint, vocabulary.hash, spec.model_config.modules.source])
+        check_alike('the text, the vocabulary or the file of model.module', text.encode())
+
+        # The content of config.json: the settings, and what they stand for.
+        resolved = json.loads(config.to_json())
+        resolved['model']['module'] = spec.model_config.module
+        resolved['model']['options'] = own_model.as_dict(spec.model_config.options)
+        resolved['corpus'] = mixture.corpus
+        resolved['data_fingerprint'] = mixture.fingerprint
+        resolved['vocabulary_hash'] = vocabulary.hash
+        if begin.base:
+            resolved['base'] = begin.base
+        if begin.is_resumed:
+            own_model.check_same(directory, spec.model_config, otherwise='name another --workdir')
+            options = own_model.default_options(spec.model_config)
+            mixture = workdir.compare_settings(directory, resolved, options, mixture, begin.step)
+            start.choose(begin.leaves, wanted(spec).shapes)
+            changed = [file.path for file in mixture.files if file.is_changed_at(begin.step)]
+            if changed:
+                terminal.line(f'Changed since step {begin.step:,}: {first_ten(changed)}.')
+        results.Results(folder).scores()  # raises ValueError for a file that is damaged
+
+        # This process's rows of the batches: training without end or in epochs, validation once.
+        with terminal.working('Opening the text'):
+            open_stream = functools.partial(
+                Stream,
+                vocabulary=vocabulary,
+                config=config.data,
+                batch_size=config.train.batch_size,
+                seed=config.seed,
+                rows=own_rows(spec.mesh, config.train.batch_size),
+            )
+            training = open_stream(mixture, 'train', num_epochs=config.train.epochs or None)
+            evaluated = dataclasses.replace(mixture, tasks=(*mixture.tasks, *evaluated_alone))
+            validation = open_stream(evaluated, 'validation', num_epochs=1)
+
+        # Say what the model, the devices and the data are.
+        params = spec.state_shapes.params
+        introduction = console.introduction(
+            num_parameters=sum(x.size for x in params.values()),
+            num_trained=sum(params[path].size for path in spec.trained),
+            dtype=config.model.dtype,
+            module=spec.model_config.module,
+            mesh=spec.mesh,
+            mixture=mixture,
+            vocabulary_size=vocabulary.size,
+        )
+        introduction += tasks.open.other_versions(mixture)
+        cached = [find_cache(config.data, task.name) for task in mixture.tasks]
+        if config.data.cache_dirs and not any(cached):
+            introduction.append(
+                f'data.cache_dirs={config.data.cache_dirs!r} has no effect: it holds no complete cache '
+                f'of data.task={config.data.task!r}.'
+            )
+        num_lines = num_lines_to_start(validation)
+        if num_lines > LINES_OF_A_SLOW_EVALUATION:
+            introduction.append(
+                f'The first evaluation reads about {num_lines:,} lines to find the share '
+                f'data.validation_fraction={config.data.validation_fraction}: data.validation_files names '
+                'a file of its own instead.'
+            )
+        for text in introduction:
+            terminal.line(text)
+
+        # The examples of task metrics, and whether train.early_stopping has ended the run.
+        with terminal.working('Reading the examples of task metrics'):
+            metrics_of_tasks = task_metrics.TaskMetrics(
+                config, config.infer_eval.split, vocabulary, evaluated_tasks, terminal.line
+            )
+            base = model.without_adapters(spec.model_config)
+            merge = functools.partial(model.merge_adapters, spec.model_config)
+            base_params = jax.eval_shape(merge, spec.state_shapes.params)
+            t5 = infer.T5(base, base_params, spec.mesh, vocabulary)
+            answered_tasks = [
+                AnsweredTask(metrics_of_tasks, task, t5, merge, folder, terminal.line)
+                for task in metrics_of_tasks.tasks
+            ]
+        if not metrics_of_tasks.tasks:
+            with terminal.working('Reading the first texts'):
+                for line in task_metrics.changes_of_first_texts(training.tasks):
+                    terminal.line(line)
+        if config.save.best_metric:
+            task_metrics.check_best_metric(config, validation, metrics_of_tasks.tasks)
+
+        # The compiled step, unless the run is finished.
+        end = None
+        planned = memory.Plan(step=None, num_microbatches=1, note='')
+        if begin.is_resumed and begin.step >= config.train.steps:
+            end = train.End.STEPS
+        elif best.history(config.save, kept_lines).ends(config.train.early_stopping):
+            end = train.End.EARLY_STOPPING
+        else:
+            if config.optimizer.step_offset > begin.step:  # where T5X's formula has no value
+                raise ValueError(
+                    f'optimizer.step_offset={config.optimizer.step_offset} lies after step {begin.step}, where the run '
+                    f'starts: use {begin.step} or less'
+                )
+            saved = train.saved_tree(spec, spec.state_shapes)
+            workdir.check_saving(folder, memory.num_state_bytes(saved))
+            terminal.line(
+                f'{begin.description}; compiling, then a line every {config.log.every_steps} steps.'
+            )
+            memory.check_state_fits(spec.mesh, spec.state_shapes, spec.state_specs)
+            began = time.monotonic()
+            with terminal.working('Compiling'), futures.ThreadPoolExecutor(1) as thread:
+                if not begin.leaves:  # beside the step, which takes about as long
+                    initialize = thread.submit(train.compile_init, spec)
+                planned = fit_step(config, spec)
+            if planned.note:
+                terminal.line(planned.note)
+            terminal.line(f'Compiled in {time.monotonic() - began:.1f} s.')
+
+        # The state, the position in the data, and the metrics since the last logged step.
+        with terminal.working('Restoring' if begin.leaves else 'Initializing'):
+            if begin.leaves:
+                dtype = '' if begin.is_resumed else config.restore.dtype
+                state = restore(spec, begin.leaves, dtype)
+            else:
+                state = initialize.result()()
+        interval = []
+        num_not_finite = 0
+        if begin.is_resumed:
+            num_not_finite = not_finite.read_count(directory)
+            positions = np.load(io.BytesIO((directory / 'data_position.npy').read_bytes()))
+            training.seek(positions[training.rows], step=begin.step)
+            if jax.process_index() == 0:  # the counts of all processes are added
+                num_examples = json.loads((directory / 'data_counts.json').read_bytes())
+                training.counts[:] = [num_examples[task.name] for task in training.tasks]
+            interval = json.loads((directory / 'interval.json').read_bytes())
+            # A run started from restore.path may not have logged yet.
+            may_be_unlogged = config.restore.path and (folder / 'metrics.jsonl').exists()
+            gap = workdir.missing_lines(lines, directory, len(interval), may_be_unlogged)
+            if gap:
+                terminal.line(gap)
+
+        # The files of the run. config.json comes first: it marks the folder as a run.
+        resolved['train']['num_microbatches'] = planned.num_microbatches
+        config_json = json.dumps(resolved, indent=1).encode()
+        if jax.process_index() == 0:
+            paths.replace_file(folder / 'config.json', config_json)
+            if vocabulary.model:
+                paths.replace_file(folder / 'vocabulary.model', vocabulary.model)
+            shapes = state_names.to_t5x(*spec.state_shapes)
+            info = workdir.model_info(shapes, state_names.to_t5x(*spec.state_specs), spec.trained)
+            paths.replace_file(folder / 'model-info.txt', info.encode())
+        files = {'config.json': config_json, **own_model.files_of(spec.model_config)}
+        if vocabulary.model:
+            files['vocabulary.model'] = vocabulary.model
+        metrics = workdir.Metrics(folder, kept_lines, mixture.corpus)
+        evaluations: list[train.Evaluation] = [
+            *evaluate.open_evaluations(
+                config, spec.model_config, spec.mesh, training, validation, planned.num_microbatches
+            ),
+            *answered_tasks,
+        ]
+        restore_newest = functools.partial(newest_saved, config, folder, spec, terminal.line)
+        restored = train.Restored(begin.step, state, interval)
+        progress = train.Progress(restored, end, restore_newest)
+        # Differs from T5X's SaveBestCheckpointer, which by default keeps checkpoints without a
+        # value, too. Here a stop between two evaluations changes nothing of what a run leaves.
+        saver = checkpoint.Saver(
+            folder,
+            keep=config.save.keep,
+            keep_every=config.save.keep_every,
+            dtype=config.save.dtype,
+            rank=lambda step: best.history(config.save, metrics.evaluations).rank(step),
+            period=config.save.every_steps if config.train.on_not_finite == 'back' else 1,
+        )
+        kept = workdir.Workdir(folder, held, metrics, saver, files)
+        stack.pop_all()  # the run keeps its lock
+    if planned.step is None:
+        return train.FinishedRun(config, kept, terminal, training, evaluations, progress)
+    return train.ReadyRun(
+        config,
+        kept,
+        terminal,
+        training,
+        evaluations,
+        progress,
+        spec=spec,
+        train_step=planned.step,
+        not_finite=not_finite.NotFinite(config.train, folder, begin.step, num_not_finite),
+    )
+
+
+class AnsweredTask:
+    """The metrics of a task, of the answers of a model that is given the parameters of a step."""
+
+    def __init__(self, metrics, task, t5, merge, folder, report):
+        self.metrics, self.task, self.t5, self.merge = metrics, task, t5, merge
+        self.folder, self.report = folder, report
+        self.name = f'{results.FOLDER}/{task.name}'
+        self.every_steps = metrics.config.infer_eval.every_steps
+
+    def __call__(self, params, step, stop):
+        self.t5.set_parameters(self.merge(params))
+        found = self.metrics(self.t5, self.task, stop)
+        self.t5.set_parameters({})
+        if found is None:
+            return None
+        write = functools.partial(
+            task_metrics.write_results, self.folder, self.task, step, found, self.report
+        )
+        partition.in_all(write)
+        self.values = found.values
+        return task_metrics.events_of(self.task, found.values)
+
+    def describe(self, step, values):
+        return self.metrics.describe(step, {self.task.name: self.values})
+
+
+def wanted(spec: train.StepSpec) -> start.Wanted:
+    """Return what a checkpoint has to hold for a run to start from it."""
+    shapes = checkpoint.shapes(state_names.to_t5x(*spec.state_shapes))
+    return start.Wanted(spec.model_config, shapes, spec.trained)
+
+
+def newest_saved(
+    config: ConfigDict, folder: paths.AnyPath, spec: train.StepSpec, report: Callable[[str], None]
+) -> train.Restored:
+    """Restore the newest checkpoint of a run that goes back.
+
+    It is one that save.every_steps was due for, if there is one, so that a run that was stopped in
+    between goes back as far as one that was not. Later ones are deleted: their steps are taken again.
+    """
+    saved = checkpoint.steps(folder)
+    due = [step for step in saved if step % config.save.every_steps == 0]
+    if due and due[-1] < saved[-1]:
+        with contextlib.suppress(verify.Damaged):  # it is set aside below, and the later ones stay
+            verify.verify(folder / f'checkpoint_{due[-1]}')
+            if jax.process_index() == 0:
+                for step in saved:
+                    if step > due[-1]:
+                        checkpoint.delete(folder / f'checkpoint_{step}')
+            multihost_utils.sync_global_devices(f'{folder} has no later checkpoints')
+    begin = start.find_start(config, folder, wanted(spec), lines=[], report=report)
+    interval = folder / f'checkpoint_{begin.step}' / 'interval.json'
+    state = restore(spec, begin.leaves)
+    return train.Restored(begin.step, state, json.loads(interval.read_bytes()))
+
+
+def restore(
+    spec: train.StepSpec, leaves: Mapping[str, Any], dtype: str = ''
+) -> train.TrainState[jax.Array]:
+    """Return the state in `leaves` of a checkpoint's index, with initial values for the rest."""
+    shardings = {}
+    for path, split in state_names.to_t5x(*spec.state_specs).items():
+        if not isinstance(split, P):
+            split = P()  # of a slot that this optimizer does not use
+        shardings[path] = partition.shardings(spec.mesh, split)
+    split = {path: sharding for path, sharding in shardings.items() if sharding.spec != P()}
+    arrays = checkpoint.restore(leaves, split, dtype)
+    averages = formats.open.average_paths(shardings)
+
+    # Compute the initial arrays that are missing; XLA computes no others.
+    missing = {}
+    for path, sharding in shardings.items():
+        if path not in arrays and path not in averages:
+            missing[path] = sharding
+
+    def initial_arrays():
+        tree = state_names.to_t5x(*train.init(spec))
+        return {path: tree[path] for path in missing}
+
+    if missing:
+        arrays |= jax.jit(initial_arrays, out_shardings=missing)()
+    for average, parameter in averages.items():
+        if average not in arrays:
+            arrays[average] = arrays[parameter].copy()
+
+    # Optimizer counters alias the step; NumPy's array gives each its own buffer, because a buffer can
+    # be donated once.
+    arrays['state/step'] = np.asarray(arrays['state/step'])
+    state = train.TrainState(*state_names.from_t5x(arrays, spec.state_shapes.opt_state))
+    state = jax.tree.map(lambda x, like: x.astype(like.dtype), state, spec.state_shapes)
+    return jax.device_put(state, partition.shardings(spec.mesh, spec.state_specs))
