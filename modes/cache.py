@@ -67,7 +67,7 @@ def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int
     return 0
 
 
-def cache(config: Any, part: int = 1, num_parts: int = 1) -> list[str]:
+def cache(config: ConfigDict, part: int = 1, num_parts: int = 1) -> list[str]:
     """Cache what config.task names, part `part` of it, below the first of config.cache_dirs.
 
     `config`: config.data. Tasks and shards that an earlier call finished are skipped. Return what to
@@ -119,12 +119,12 @@ def cache(config: Any, part: int = 1, num_parts: int = 1) -> list[str]:
     return messages
 
 
-def vocabulary_of(config: Any) -> Vocabulary:
+def vocabulary_of(config: ConfigDict) -> Vocabulary:
     """Return the vocabulary whose ids are cached."""
     return named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
 
 
-def open_task(task: Task, config: Any, vocabulary: Vocabulary) -> TokenizedTask:
+def open_task(task: Task, config: ConfigDict, vocabulary: Vocabulary) -> TokenizedTask:
     """Open the source of a task."""
     opened = tasks.open.opened_task(task, tasks.open.open_task(task, config))
     return TokenizedTask(opened, config, vocabulary)
@@ -258,7 +258,7 @@ class Report(NamedTuple):
     faults: list[str]  # lines that were left out
 
 
-def run_jobs(config: Any, root: Path, jobs: Sequence[Job]) -> None:
+def run_jobs(config: ConfigDict, root: Path, jobs: Sequence[Job]) -> None:
     """Write shards in processes of their own, and show their progress."""
     num_processes = min(config.num_workers or os.cpu_count() or 1, len(jobs))
     context = multiprocessing.get_context('spawn')
@@ -308,12 +308,14 @@ def show_progress(connections: list[Connection], num_jobs: int) -> None:
         )
 
 
-def write_shards(config: Any, root: Path, jobs: Sequence[Job], connection: Connection) -> None:
+def write_shards(
+    config: ConfigDict, root: Path, jobs: Sequence[Job], connection: Connection
+) -> None:
     """Write shards, and send reports."""
     prefetch.send_all(reports(config, root, jobs), connection)
 
 
-def reports(config: Any, root: Path, jobs: Sequence[Job]) -> Iterator[Report]:
+def reports(config: ConfigDict, root: Path, jobs: Sequence[Job]) -> Iterator[Report]:
     """Write shards. Yield a report every second, and after each shard."""
     vocabulary = vocabulary_of(config)
     found = tasks.open.tasks_of(tasks.open.find(config))

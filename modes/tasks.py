@@ -8,7 +8,6 @@ import itertools
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 from absl.flags import FlagValues
@@ -38,7 +37,7 @@ def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int
 
 
 def describe(
-    config: Any, split: str = '', num_examples: int = 0, vocabulary: str = ''
+    config: ConfigDict, split: str = '', num_examples: int = 0, vocabulary: str = ''
 ) -> Iterator[str]:
     """Return the lines about what config.task names, or about all tasks if it is ''.
 
@@ -78,28 +77,22 @@ def list_of(groups: Mapping[str, Sequence[Task | Mixture]]) -> Iterator[str]:
         yield ''
         yield title
         sources_of_tasks = [source_of(row) for row in rows if isinstance(row, Task)]
-        widths = Widths(
-            name=max((len(row.name) for row in rows), default=0),
-            source=max(map(len, sources_of_tasks), default=0),
-        )
+        name_width = max((len(row.name) for row in rows), default=0)
+        source_width = max(map(len, sources_of_tasks), default=0)
         for row in rows:
             if isinstance(row, Task):
-                yield from lines_of_task(row, widths)
+                yield from lines_of_task(row, name_width, source_width)
             else:
-                yield from lines_of_mixture(row, widths)
+                num_by_size = len(row.tasks_by_size)
+                by_size = f', {num_by_size} with a rate by their number of examples'
+                line = f'  {row.name:{name_width}}  {len(row.members)} tasks'
+                yield line + by_size if num_by_size else line
 
 
-class Widths(NamedTuple):
-    """The characters of the columns of a table."""
-
-    name: int
-    source: int
-
-
-def lines_of_task(task: Task, widths: Widths) -> list[str]:
+def lines_of_task(task: Task, name_width: int, source_width: int) -> list[str]:
     """Return the name, source, splits and metrics of a task."""
     names = ', '.join(name_of_metric(metric_fn) for metric_fn in task.metric_fns)
-    line = f'  {task.name:{widths.name}}  {source_of(task):{widths.source}}  {splits_of(task):4}'
+    line = f'  {task.name:{name_width}}  {source_of(task):{source_width}}  {splits_of(task):4}'
     if len(line) + 2 + len(names) <= WIDTH:
         return [f'{line}  {names}'.rstrip()]
     return [line.rstrip(), f'      {names}']
@@ -134,19 +127,10 @@ def name_of_metric(metric_fn: MetricFn) -> str:
     return getattr(metric_fn, '__qualname__', type(metric_fn).__name__).partition('.')[0]
 
 
-def lines_of_mixture(mixture: Mixture, widths: Widths) -> list[str]:
-    """Return the name of a mixture and the number of its tasks."""
-    num_by_size = len(mixture.tasks_by_size)
-    line = f'  {mixture.name:{widths.name}}  {len(mixture.members)} tasks'
-    if num_by_size:
-        line += f', {num_by_size} with a rate by their number of examples'
-    return [line]
-
-
 # A mixture.
 
 
-def describe_mixture(mixture: Mixture, config: Any) -> Iterator[str]:
+def describe_mixture(mixture: Mixture, config: ConfigDict) -> Iterator[str]:
     """Yield a line for each task of a mixture: its rate and whether its source opens.
 
     Raises ValueError that says what to put where, if one does not open.
@@ -192,7 +176,7 @@ def describe_mixture(mixture: Mixture, config: Any) -> Iterator[str]:
 
 
 def describe_task(
-    task: Task, config: Any, split: str, num_examples: int, vocabulary_name: str
+    task: Task, config: ConfigDict, split: str, num_examples: int, vocabulary_name: str
 ) -> Iterator[str]:
     """Yield what a task is, and some of its examples. Raises ValueError if its source does not open."""
     metric_names = ', '.join(name_of_metric(metric_fn) for metric_fn in task.metric_fns)
@@ -225,7 +209,7 @@ def records_of(source: Source, task: Task, split: str) -> Iterator[Record]:
 
 
 def examples_of(
-    task: Task, records: Iterator[Record], config: Any, vocabulary: Vocabulary | None
+    task: Task, records: Iterator[Record], config: ConfigDict, vocabulary: Vocabulary | None
 ) -> Iterator[list[str]]:
     """Yield the lines of each example of a task: texts, and with a vocabulary ids."""
     objective = None
@@ -244,7 +228,7 @@ def examples_of(
             yield lines
 
 
-def fields_of_examples(task: Task, record: Record) -> Iterator[Mapping[str, Any]]:
+def fields_of_examples(task: Task, record: Record) -> Iterator[Mapping[str, object]]:
     """Yield the examples of a record: of a task cache it is one."""
     is_tokenized = any(isinstance(value, np.ndarray) for value in record.fields.values())
     if is_tokenized:
@@ -253,15 +237,15 @@ def fields_of_examples(task: Task, record: Record) -> Iterator[Mapping[str, Any]
 
 
 def ids_of(
-    example: Mapping[str, Any], features: Sequence[str], vocabulary: Vocabulary
+    example: Mapping[str, object], features: Sequence[str], vocabulary: Vocabulary
 ) -> dict[str, np.ndarray]:
     """Return {feature: ids without EOS} of an example of texts or of ids."""
     found = {}
     for feature in features:
         value = example.get(feature, '')
         if isinstance(value, str):
-            [value] = vocabulary.encode_as_arrays([value])
-        if value.size and value[-1] == EOS_ID:
-            value = value[:-1]
-        found[feature] = value
+            [ids] = vocabulary.encode_as_arrays([value])
+        else:
+            ids = np.asarray(value)
+        found[feature] = ids[:-1] if ids.size and ids[-1] == EOS_ID else ids
     return found

@@ -5,8 +5,7 @@ import dataclasses
 import itertools
 import os
 import pathlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import jax
 from absl.flags import FlagValues
@@ -70,7 +69,9 @@ def train_traced(
     folder = run.workdir.path / FOLDER
     numbers = itertools.count(first)
 
-    def train_step(state: Any, batch: Any) -> Any:
+    def train_step(
+        state: train.TrainState, batch: Mapping[str, jax.Array]
+    ) -> tuple[train.TrainState, train.Metrics]:
         step = next(numbers)
         if step == taken[0]:
             jax.block_until_ready(state)

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import paths
 
@@ -18,7 +17,7 @@ LOCK_SECONDS = 120.0  # after which a lock in a bucket that nobody has renewed c
 SECONDS_BETWEEN_TRIES = 0.1
 
 
-def lock(file: Any, title: str, remedy: str, is_first: bool = True) -> 'Lock':
+def lock(file: paths.AnyPath, title: str, remedy: str, is_first: bool = True) -> 'Lock':
     """Lock `file` until the returned lock is closed or this process ends. Only the first process does.
 
     Raises ValueError, which names the process that holds the lock.
@@ -33,7 +32,7 @@ def lock(file: Any, title: str, remedy: str, is_first: bool = True) -> 'Lock':
 
 
 @contextlib.contextmanager
-def alone_in(folder: Any) -> Iterator[None]:
+def alone_in(folder: paths.AnyPath) -> Iterator[None]:
     """Make a folder, and wait until no other process is in it."""
     paths.make_folder(folder)
     while True:
@@ -47,7 +46,7 @@ def alone_in(folder: Any) -> Iterator[None]:
         return
 
 
-def _try(file: Any) -> 'Lock':
+def _try(file: paths.AnyPath) -> 'Lock':
     return DiskLock(file) if isinstance(file, Path) else BucketLock(file)
 
 
@@ -105,7 +104,7 @@ class BucketLock(Lock):
     find the lock of another one: `on_loss` has to end it, because two would write the same files.
     """
 
-    def __init__(self, file: Any):
+    def __init__(self, file: paths.BucketPath):
         super().__init__()
         self.file = file
         self.content = f'{self.holder}\n{secrets.token_hex(8)}'.encode()
@@ -157,7 +156,7 @@ class BucketLock(Lock):
             now.unlink(missing_ok=True)
 
 
-def create_object(file: Any, content: bytes) -> bool:
+def create_object(file: paths.BucketPath, content: bytes) -> bool:
     """Write a file of a bucket that is not there yet, and return whether this call has: of several only one has."""
     with paths.client_errors(str(file), 'written', OSError):
         try:
