@@ -42,6 +42,7 @@ from model import T5Config
 from randomness import digest
 from run import best, console, memory, not_finite, results, start, task_metrics, verify, workdir
 from run.agreement import check_alike
+from run.lock import lock
 from run.task_metrics import TaskMetrics
 from run.train_vocabulary import find_or_train_vocabulary, training_texts
 from sources.open import find_cache
@@ -195,7 +196,9 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             'stop that run, or name another --workdir; if this process has prepared it before, train '
             'that run, or close its workdir.lock'
         )
-        lock = stack.enter_context(workdir.lock(folder / 'lock', str(folder), remedy))
+        held = stack.enter_context(
+            lock(folder / 'lock', str(folder), remedy, jax.process_index() == 0)
+        )
         workdir.check_shared(folder)
         lines = best.read_metrics(folder)
         with terminal.working('Verifying the newest checkpoint'):
@@ -382,7 +385,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             rank=lambda step: best.history(config.save, metrics.evaluations).rank(step),
             period=config.save.every_steps if config.train.on_not_finite == 'back' else 1,
         )
-        kept = workdir.Workdir(folder, lock, metrics, saver, files)
+        kept = workdir.Workdir(folder, held, metrics, saver, files)
         stack.pop_all()  # the run keeps its lock
     if planned.step is None:
         return train.FinishedRun(config, kept, terminal, training, evaluations, progress)

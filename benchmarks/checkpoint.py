@@ -11,7 +11,7 @@ with 31 layers in encoder and decoder. The contenders take turns, each in a new 
     orbax           CheckpointManager with its default options, StandardSave and StandardRestore
     plain           a file per array from as many threads as ours has, each synced, then their folder
 
-Where main.py starts anew with huge pages (modes/huge_pages.py), so do all of them.
+Where main.py starts anew with huge pages (modes/process.py), so do all of them.
 
 Saving: each process saves four times, and the first one is not counted. `copy` is one in-memory copy of
 the state by that many threads, and `call` the time until save returns: the fastest of three each, since a
@@ -60,7 +60,7 @@ import partition
 import prepare
 import train
 from configs import t5_1_1
-from modes import huge_pages
+from modes import process
 from prepare import make_spec
 from run import memory, verify
 
@@ -445,5 +445,5 @@ def num_arrays(size: str) -> int:
 
 
 if __name__ == '__main__':
-    huge_pages.restart()
+    process.restart()
     app.run(main)

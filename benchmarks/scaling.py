@@ -47,7 +47,7 @@ from absl import app, flags
 import partition
 import train
 from configs import t5_1_1
-from modes import chart, huge_pages
+from modes import chart, process
 from prepare import make_spec
 from run import memory
 
@@ -280,5 +280,5 @@ def panel(title: str, drawing: chart.Drawing) -> str:
 
 
 if __name__ == '__main__':
-    huge_pages.restart()
+    process.restart()
     app.run(main)

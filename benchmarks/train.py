@@ -22,7 +22,7 @@ until it fits into memory; where the first one fits, name a larger --batch_size.
                   It is given one packed batch of random ids. --t5x_python is a Python that has the
                   packages which T5X's setup.py names; AirIO may be missing.
 
-Where main.py starts anew with huge pages (modes/huge_pages.py), so does this program, and rivals are
+Where main.py starts anew with huge pages (modes/process.py), so does this program, and rivals are
 measured without and with them. Without transformers and torch they are left out. A GPU needs torch
 with CUDA and pip install -e '.[cuda]'; JAX is given 95 % of its memory, unless
 XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
@@ -71,7 +71,7 @@ import train
 import vocabulary
 from configs import t5_1_1
 from formats import hugging_face
-from modes import compilation_cache, huge_pages, plan
+from modes import compilation_cache, plan, process
 from prepare import make_spec
 from run import memory
 from run.agreement import Batches
@@ -207,7 +207,7 @@ def rivals(dtype: str, has_transformers: bool) -> dict[str, Measure]:
     named: dict[str, Measure] = {}
     for name, measure in measures.items():
         named[name] = functools.partial(measure, False)
-        if os.environ.get(huge_pages.VARIABLE) == huge_pages.SETTING:
+        if os.environ.get(process.VARIABLE) == process.SETTING:
             named[f'{name}, huge pages'] = functools.partial(measure, True)
     return {name: named[name] for name in named if re.search(FLAGS.rivals, name)}
 
@@ -476,7 +476,7 @@ def run_program(
     }
     environment = os.environ | ({'JAX_PLATFORMS': 'cpu'} if job.device == 'cpu' else {})
     if not has_huge_pages:
-        environment.pop(huge_pages.VARIABLE, None)
+        environment.pop(process.VARIABLE, None)
     done = subprocess.run(
         [python, Path(__file__).with_name(file), json.dumps(arguments)],
         check=True,
@@ -544,5 +544,5 @@ def measure_product(product: Product) -> float:
 
 
 if __name__ == '__main__':
-    huge_pages.restart()
+    process.restart()
     app.run(main)

@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
@@ -21,13 +22,16 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 import tqdm
+from absl.flags import FlagValues
+from ml_collections import ConfigDict
 
 import paths
 import tasks
 import tasks.open
+from modes import command_line, process
 from randomness import permutation
 from run import prefetch
-from run.alone import alone_in
+from run.lock import alone_in
 from sources import FEATURES, NO_SPLIT, Record, Share, Source
 from sources import cache as task_cache
 from sources.gzipped import GzippedFiles
@@ -54,7 +58,16 @@ class Job(NamedTuple):
     num_shards: int
 
 
-def cache(config: Any, part: int = 1, num_parts: int = 1) -> list[str]:
+def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int:
+    """Cache what the config names. Return the exit status."""
+    signals.advice = process.SAME_COMMAND
+    lines = cache(config.data, *command_line.parse_shard(flags.shard))
+    signals.begin_work()
+    process.print_lines(lines, sys.stdout)
+    return 0
+
+
+def cache(config: ConfigDict, part: int = 1, num_parts: int = 1) -> list[str]:
     """Cache what config.task names, part `part` of it, below the first of config.cache_dirs.
 
     `config`: config.data. Tasks and shards that an earlier call finished are skipped. Return what to
@@ -106,12 +119,12 @@ def cache(config: Any, part: int = 1, num_parts: int = 1) -> list[str]:
     return messages
 
 
-def vocabulary_of(config: Any) -> Vocabulary:
+def vocabulary_of(config: ConfigDict) -> Vocabulary:
     """Return the vocabulary whose ids are cached."""
     return named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
 
 
-def open_task(task: Task, config: Any, vocabulary: Vocabulary) -> TokenizedTask:
+def open_task(task: Task, config: ConfigDict, vocabulary: Vocabulary) -> TokenizedTask:
     """Open the source of a task."""
     opened = tasks.open.opened_task(task, tasks.open.open_task(task, config))
     return TokenizedTask(opened, config, vocabulary)
@@ -245,7 +258,7 @@ class Report(NamedTuple):
     faults: list[str]  # lines that were left out
 
 
-def run_jobs(config: Any, root: Path, jobs: Sequence[Job]) -> None:
+def run_jobs(config: ConfigDict, root: Path, jobs: Sequence[Job]) -> None:
     """Write shards in processes of their own, and show their progress."""
     num_processes = min(config.num_workers or os.cpu_count() or 1, len(jobs))
     context = multiprocessing.get_context('spawn')
@@ -295,12 +308,14 @@ def show_progress(connections: list[Connection], num_jobs: int) -> None:
         )
 
 
-def write_shards(config: Any, root: Path, jobs: Sequence[Job], connection: Connection) -> None:
+def write_shards(
+    config: ConfigDict, root: Path, jobs: Sequence[Job], connection: Connection
+) -> None:
     """Write shards, and send reports."""
     prefetch.send_all(reports(config, root, jobs), connection)
 
 
-def reports(config: Any, root: Path, jobs: Sequence[Job]) -> Iterator[Report]:
+def reports(config: ConfigDict, root: Path, jobs: Sequence[Job]) -> Iterator[Report]:
     """Write shards. Yield a report every second, and after each shard."""
     vocabulary = vocabulary_of(config)
     found = tasks.open.tasks_of(tasks.open.find(config))

@@ -36,98 +36,58 @@ config_flags.DEFINE_config_file(
     lock_config=True,
     sys_argv=WORDS,
 )
-flags.DEFINE_string('workdir', default=None, help='The folder of the run; runs/NAME if not given.')
-flags.DEFINE_string(
-    'profile',
-    default='',
-    help='FIRST:LAST, such as 10:13: write a trace of these steps to the workdir.',
-)
-flags.DEFINE_enum('mode', default='train', enum_values=list(FLAGS_OF_MODE), help='What to do.')
-flags.DEFINE_list('runs', default=[], help='The runs to report on, separated by commas.')
-flags.DEFINE_string(
-    'from', default=None, help='The checkpoint to convert: T5X, Mesh-TF or Hugging Face.'
-)
-flags.DEFINE_string('to', default=None, help='The folder to write it to.')
-flags.DEFINE_enum('format', default='t5x', enum_values=['t5x', 'hf'], help='The format to write.')
-flags.DEFINE_string(
-    'shard', default='1/1', help='i/n does part i of n, for n machines with the same command.'
-)
-flags.DEFINE_string(
-    'checkpoint', default=None, help='The model: any checkpoint or run that infer.load opens.'
-)
-flags.DEFINE_string(
-    'output_dir',
-    default='',
-    help='The folder of the results; else standard output, or the first run evaluated or reported.',
-)
-flags.DEFINE_string(
-    'input',
-    default='',
-    help='A file of text, JSON Lines, CSV or TSV, or - for standard input; else data.task is read.',
-)
-flags.DEFINE_string('text', default=None, help='One text: its answer is printed.')
-flags.DEFINE_string(
-    'split',
-    default='',
-    help='The split: train, validation or test; else test, infer_eval.split to evaluate, or the first of a task.',
-)
-flags.DEFINE_string(
-    'step',
-    default='',
-    help='The checkpoint of a run: last, best or a number; to evaluate also all, or 1000,2000.',
-)
-flags.DEFINE_bool(
-    'watch',
-    default=False,
-    help='Evaluate the checkpoints of a run, and each new one as it appears.',
-)
-flags.DEFINE_bool('score', default=False, help='Score the targets in place of predicting them.')
-flags.DEFINE_bool(
-    'encode', default=False, help="Write the encoder's outputs in place of predicting."
-)
-flags.DEFINE_enum(
-    'pool',
-    default='none',
-    enum_values=['none', 'mean'],
-    help='What --encode writes of an example: a vector for each token, or their mean, EOS included.',
-)
-flags.DEFINE_list(
-    'fields', default=[], help='The fields of the examples in the results, or all; else the texts.'
-)
-flags.DEFINE_bool('output_ids', default=False, help='Write the ids of predictions, too.')
-flags.DEFINE_bool(
-    'trim', default=False, help='Cut texts that are longer than data.lengths, in place of stopping.'
-)
-flags.DEFINE_string(
-    'topology',
-    default='',
-    help='The devices to plan for: a slice of TPUs, GPUs, cpu:N, or all for a table; else those here.',
-)
-flags.DEFINE_integer(
-    'examples', default=0, lower_bound=0, help='How many examples of the task to print.'
-)
-flags.DEFINE_string(
-    'vocabulary',
-    default='',
-    help='Print their ids, too: a SentencePiece model, a folder that has one, or bytes.',
-)
-flags.DEFINE_string(
-    'coordinator_address',
-    default=None,
-    help='Of several processes that no launcher starts: HOST:PORT, the host of process 0, a free port.',
-)
-flags.DEFINE_integer(
-    'num_processes', default=None, lower_bound=1, help='How many there are, on all hosts.'
-)
-flags.DEFINE_integer(
-    'process_id', default=None, lower_bound=0, help='The number of this one, from 0.'
-)
-flags.DEFINE_integer(
-    'heartbeat',
-    default=30,
-    lower_bound=2,
-    help='Seconds in which all processes stop after one of them died or hangs.',
-)
+# {flag: (its default, its help)}
+STRINGS: dict[str, tuple[str | None, str]] = {
+    'workdir': (None, 'The folder of the run; runs/NAME if not given.'),
+    'profile': ('', 'FIRST:LAST, such as 10:13: write a trace of these steps to the workdir.'),
+    'from': (None, 'The checkpoint to convert: T5X, Mesh-TF or Hugging Face.'),
+    'to': (None, 'The folder to write it to.'),
+    'shard': ('1/1', 'i/n does part i of n, for n machines with the same command.'),
+    'checkpoint': (None, 'The model: any checkpoint or run that infer.load opens.'),
+    'output_dir': ('', 'The folder of the results; else standard output, or the first run.'),
+    'input': ('', 'A text, JSON Lines, CSV or TSV file, - for standard input; else data.task is read.'),
+    'text': (None, 'One text: its answer is printed.'),
+    'split': ('', 'train, validation or test; else test, infer_eval.split, or the first of a task.'),
+    'step': ('', 'The checkpoint of a run: last, best, a number; to evaluate also all, or 100,200.'),
+    'topology': ('', 'The devices to plan for: TPUs, GPUs, cpu:N, or all for a table; else those here.'),
+    'vocabulary': ('', 'Print their ids, too: a SentencePiece model, a folder that has one, or bytes.'),
+    'coordinator_address': (None, 'HOST:PORT, the host of process 0 and a free port, without a launcher.'),
+}  # fmt: skip
+BOOLS = {
+    'watch': 'Evaluate the checkpoints of a run, and each new one as it appears.',
+    'score': 'Score the targets instead of predicting them.',
+    'encode': "Write the encoder's outputs instead of predicting.",
+    'output_ids': 'Write the ids of predictions, too.',
+    'trim': 'Cut texts that are longer than data.lengths, instead of stopping.',
+}
+LISTS = {
+    'runs': 'The runs to report on, separated by commas.',
+    'fields': 'The fields of the examples in the results, or all; else the texts.',
+}
+ENUMS = {  # {flag: (its values, the first by default, its help)}
+    'mode': (list(FLAGS_OF_MODE), 'What to do.'),
+    'format': (['t5x', 'hf'], 'The format to write.'),
+    'pool': (
+        ['none', 'mean'],
+        'What --encode writes: a vector a token, or their mean, EOS included.',
+    ),
+}
+INTEGERS: dict[str, tuple[int | None, int, str]] = {  # {flag: (default, minimum, help)}
+    'examples': (0, 0, 'How many examples of the task to print.'),
+    'num_processes': (None, 1, 'How many processes there are, on all hosts.'),
+    'process_id': (None, 0, 'The number of this process, from 0.'),
+    'heartbeat': (30, 2, 'Seconds until all processes stop after one died or hangs.'),
+}
+for _name, (_default, _help) in STRINGS.items():
+    flags.DEFINE_string(_name, _default, _help)
+for _name, _help in BOOLS.items():
+    flags.DEFINE_bool(_name, False, _help)
+for _name, _help in LISTS.items():
+    flags.DEFINE_list(_name, [], _help)
+for _name, (_values, _help) in ENUMS.items():
+    flags.DEFINE_enum(_name, _values[0], _values, _help)
+for _name, (_number, _least, _help) in INTEGERS.items():
+    flags.DEFINE_integer(_name, _number, _help, lower_bound=_least)
 FLAGS.set_gnu_getopt()  # flags may follow the name of a task
 
 
@@ -141,8 +101,8 @@ def describe(argv: list[str]) -> str:
     text = f'Flags:{table}\n{settings.describe()}'
     module = ''.join(values_of('config.model.module', argv)[-1:])
     if not module and values_of('config', argv):
-        config: Any = parse([word for word in argv if word not in HELP])
-        module = config.model.module
+        parse([word for word in argv if word not in HELP])
+        module = FLAGS.config.model.module
     if module:
         from formats import own_model  # late: it imports JAX
 
@@ -178,7 +138,7 @@ def parse(argv: list[str]) -> ConfigDict | None:
         words = FLAGS(argv)[1:]
     except flags.Error as error:
         if getattr(error, 'flagname', '').startswith('config.'):
-            check_mode_of('config', FLAGS['mode'].value)
+            check_mode_of('config', str(FLAGS['mode'].value))
         raise ValueError(errors.explain_flag(error, file)) from error
     except Exception as error:  # the config file is a program of the user's: it may raise anything
         raise ValueError(errors.explain_config(error, file)) from error
@@ -238,7 +198,7 @@ def take_options(argv: list[str]) -> list[str]:
     return words
 
 
-def changes() -> dict[str, Any]:
+def changes() -> dict[str, settings.Value]:
     """Return the settings that the command line gives, {'data.task': value}."""
     return config_flags.get_override_values(FLAGS['config']) | OPTIONS
 
@@ -268,7 +228,7 @@ def check_config_file(file: str) -> None:
     raise ValueError(f'--config={file}{fault}; try --config={other}')
 
 
-def check_mode_of(flag: str, mode: Any) -> None:
+def check_mode_of(flag: str, mode: str) -> None:
     """Raise ValueError for a flag of other modes."""
     modes = [name for name, names in FLAGS_OF_MODE.items() if flag in names]
     if mode not in modes:
@@ -290,6 +250,6 @@ def values_of_mode() -> dict[str, Any]:
     return {name: FLAGS[name].value for name in names}
 
 
-def all_values() -> dict[str, Any]:
+def all_values() -> dict[str, object]:
     """Return the flags that only the mode knows, and the settings of its config."""
     return values_of_mode() | dict(settings.leaves(FLAGS.config)) | OPTIONS

@@ -4,11 +4,11 @@ import contextlib
 import hashlib
 import os
 import platform
-import warnings
 from pathlib import Path
-from typing import Any
 
 import jax
+
+from modes import process
 
 MAX_BYTES = 2 * 2**30  # JAX deletes the least recently used programs
 MIN_COMPILE_SECONDS = 0.1  # of a program that is kept
@@ -35,17 +35,12 @@ def use() -> None:
     jax.config.update('jax_persistent_cache_min_compile_time_secs', MIN_COMPILE_SECONDS)
 
     # A kill or a full disk may leave a part of an entry. JAX warns, compiles, and keeps that part.
-    show = warnings.showwarning
-
-    def empty_cache_or_show(message: Any, *arguments: Any) -> None:
-        if 'persistent compilation cache' not in str(message):
-            show(message, *arguments)
-            return
+    def empty_cache() -> None:
         for file in [*folder.glob('*-cache'), *folder.glob('*-atime')]:
             with contextlib.suppress(OSError):
                 file.unlink()
 
-    warnings.showwarning = empty_cache_or_show  # type: ignore[assignment]
+    process.on_warning('persistent compilation cache', empty_cache)
 
 
 def cpu_hash() -> str:

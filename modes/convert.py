@@ -1,16 +1,28 @@
 """--mode=convert: write a checkpoint of any format as T5X's or as Hugging Face's."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 from absl import logging
+from absl.flags import FlagValues
 
 import checkpoint
 import formats.open
 import paths
 from formats import hugging_face, own_model
+from modes import process, topology
 from vocabulary import ByteVocabulary, SentencePieceVocabulary, find_vocabulary, stored_data
+
+
+def main(config: None, flags: FlagValues, signals: process.Signals) -> int:
+    """Convert what the flags name. Return the exit status."""
+    topology.local_devices()  # raises ValueError without those of JAX_PLATFORMS
+    written = convert_checkpoint(flags['from'].value, flags.to, flags.format, flags.step)
+    signals.begin_work()
+    process.print_lines([str(written)], sys.stdout)
+    return 0
 
 
 def convert_checkpoint(

@@ -5,7 +5,6 @@ import errno
 import pathlib
 import sys
 import traceback
-from typing import Any
 
 from absl import flags
 
@@ -87,7 +86,7 @@ def explain_value(error: flags.Error) -> str:
     given = ' '.join(f'{given}{reason}'.split())
     name = given.partition('=')[0].removeprefix('--')
     setting = name.removeprefix('config.')
-    defaults: dict[str, Any] = dict(settings.leaves(base.get_config()))
+    defaults: dict[str, settings.Value] = dict(settings.leaves(base.get_config()))
     rule = f'{setting} is a group of settings: set one of them, --{name}.NAME=VALUE'
     if setting == name:
         rule = 'must be true or false' if flags.FLAGS[name].boolean else str(error.__context__)

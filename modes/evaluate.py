@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from absl.flags import FlagValues
 from ml_collections import ConfigDict
 
 import checkpoint
@@ -23,6 +24,7 @@ from configs import check
 from formats import own_model
 from messages import first_ten
 from model import T5Config
+from modes import command_line, process
 from modes.of_checkpoint import changes_model, check_rows, settings_of, vocabulary_of_checkpoint
 from paths import AnyPath
 from randomness import digest
@@ -41,6 +43,16 @@ class Chosen(NamedTuple):
     folder: AnyPath  # of the run, or the checkpoint itself
     is_run: bool
     steps: list[int]  # of the run; [] for a checkpoint that is in none
+
+
+def main(config: ConfigDict | None, flags: FlagValues, signals: process.Signals) -> int:
+    """Evaluate what the flags name. Return the exit status."""
+    signals.advice = process.SAME_COMMAND
+    with process.returning_large_blocks():
+        evaluation = prepare(config, command_line.changes(), **command_line.values_of_mode())
+    signals.begin_work()
+    evaluation.run()
+    return 0
 
 
 def prepare(

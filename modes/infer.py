@@ -47,6 +47,8 @@ import numpy as np
 import safetensors.numpy
 import tqdm
 from absl import logging
+from absl.flags import FlagValues
+from ml_collections import ConfigDict
 
 import checkpoint
 import formats.open
@@ -58,12 +60,13 @@ from configs import check
 from formats import own_model
 from messages import first_ten
 from model import T5Config
-from modes import infer_input, streams
+from modes import command_line, infer_input, process
 from modes.of_checkpoint import changes_model, check_rows, settings_of, vocabulary_of_checkpoint
 from run import results, workdir
 from run.agreement import check_alike
 from run.console import describe_trimming
 from run.examples import PRETOKENIZED, Example, check_split, read_split
+from run.lock import lock
 from vocabulary import Vocabulary
 
 SETTINGS = 'infer.json'
@@ -73,6 +76,17 @@ EXAMPLES_PER_FILE = {'none': 256, 'mean': infer.EXAMPLES_PER_CHUNK}
 MODEL_PART = {False: 'whole', True: 'encoder'}  # by --encode
 
 Chunk = Sequence[tuple[int, Example]]  # examples with their numbers
+
+
+def main(config: ConfigDict | None, flags: FlagValues, signals: process.Signals) -> int:
+    """Infer what the flags ask for. Return the exit status."""
+    part, num_parts = command_line.parse_shard(flags.shard)
+    values = command_line.values_of_mode() | {'shard': part, 'num_shards': num_parts}
+    signals.advice = process.SAME_COMMAND
+    job = prepare(Request(**values), config, command_line.changes())
+    signals.begin_work()
+    process.print_lines(infer_all(job), sys.stderr)
+    return 0
 
 
 class Request(NamedTuple):
@@ -262,7 +276,7 @@ def infer_all(job: Job) -> list[str]:
             for i, tokens in enumerate(answer.tokens):
                 if job.config.decode.return_scores:
                     print(f'{answer.scores[i]:.6g} nats:', file=sys.stderr, flush=True)
-                with streams.writing(sys.stdout):
+                with process.writing(sys.stdout):
                     print(job.vocabulary.decode(tokens), flush=True)
     elif not request.output_dir:
         for part in job.parts:
@@ -270,19 +284,19 @@ def infer_all(job: Job) -> list[str]:
                 for chunk in chunks(part.spool, infer.EXAMPLES_PER_CHUNK):
                     lines = list(lines_of(job, load_once(), chunk, bar.update))
                     if is_first:
-                        with streams.writing(sys.stdout):
+                        with process.writing(sys.stdout):
                             sys.stdout.writelines(lines)
                             sys.stdout.flush()
     else:
         folder = paths.disk_path(request.output_dir)
         shard = f'{request.shard}/{request.num_shards}'
-        lock = folder / f'.lock-{request.shard - 1:05}-of-{request.num_shards:05}'
+        lock_file = folder / f'.lock-{request.shard - 1:05}-of-{request.num_shards:05}'
         with contextlib.ExitStack() as stack:
             if is_first:
                 stack.enter_context(paths.naming(folder))
                 folder.mkdir(parents=True, exist_ok=True)
                 remedy = 'wait for it, or give each process its own --shard=i/n'
-                stack.enter_context(workdir.lock(lock, f'shard {shard} of {folder}', remedy))
+                stack.enter_context(lock(lock_file, f'shard {shard} of {folder}', remedy))
                 check_output(job)  # another shard may have begun
                 if not (folder / SETTINGS).exists():
                     content = json.dumps(settings_as_json(job), indent=1).encode()
@@ -290,7 +304,7 @@ def infer_all(job: Job) -> list[str]:
             for part in job.parts:
                 messages.append(Output(folder, part, job).write(load_once))
             if is_first:
-                lock.unlink(missing_ok=True)
+                lock_file.unlink(missing_ok=True)
     if not is_first:
         messages.clear()
     return messages

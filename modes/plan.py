@@ -6,6 +6,7 @@ it fit. libtpu compiles for a slice of TPUs on any machine; a CPU stands in for 
 
 import collections
 import re
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -13,11 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl.flags import FlagValues
 from jax.sharding import Mesh
+from ml_collections import ConfigDict
 
 import partition
 import train
-from modes import plan_decoding
+from modes import plan_decoding, process
 from modes.collectives import Collective, collectives_of, executed
 from modes.topology import CHIPS, SLICES, Chip, devices_of
 from prepare import fit_step, make_spec, microbatch_counts
@@ -25,6 +28,14 @@ from run import memory
 from run.console import Console
 
 Traffic = dict[tuple[str, tuple[str, ...]], float]  # {(kind, axes): bytes of a step on each device}
+
+
+def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int:
+    """Plan for the devices that the flags name. Return the exit status."""
+    lines = plan(config, flags.topology)
+    signals.begin_work()
+    process.print_lines(lines, sys.stdout)
+    return 0
 
 
 def plan(config: Any, topology: str) -> Iterator[str]:

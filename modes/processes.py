@@ -1,96 +1,95 @@
-"""Several processes of one run: they find each other, and where one is lost, the others stop.
+"""Several processes of one run: they find each other, and if one is lost, the others stop.
 
-`start` comes before anything that touches JAX's devices. `fail` and `end` say how a process ends; for
-one that is alone they do nothing more. Process 0 alone prints, but for errors that only others have.
+`join` comes before anything that touches JAX's devices. JAX's heartbeat, which no Python thread sends, tells
+which processes live; its key-value store holds why a run ends. Process 0 alone prints, except for errors
+that only others have.
 """
 
 import contextlib
-import ctypes
 import glob
 import json
 import os
 import re
-import secrets
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from messages import first_ten
-from modes import errors, streams, watcher
+from modes import errors, process
+
+if TYPE_CHECKING:
+    from jax._src.lib import _jax
 
 FLAGS = ('coordinator_address', 'num_processes', 'process_id', 'heartbeat')
 GIVE_FLAGS = (
     'give --coordinator_address=HOST:PORT --num_processes=N --process_id=I, I from 0 to N - 1'
 )
-SECONDS_TO_SAY = 1  # in which process 0 reports an error that all processes have
+CONTINUES = 'all others are stopped, and the same command continues from what is saved'
+TICK_SECONDS = 1  # between two looks at which processes live
+SECONDS_TO_SAY = 1  # for process 0 to report an error that all processes have
+GRACE_SECONDS = 5  # for the others to end by themselves after one that failed
+NEVER = 10**9  # milliseconds
 
 
-def start(
+def join(
     coordinator_address: str | None,
     num_processes: int | None,
     process_id: int | None,
     heartbeat: int,
-) -> int:
-    """Join the other processes, if there are any. Return the number of this one.
+) -> 'Group':
+    """Join the other processes, if there are any.
 
-    The flags tell how, or the launcher that started it: SLURM's srun, Open MPI's mpirun, a TPU pod, an
-    indexed job of Kubernetes. Raises ValueError for wrong flags.
+    The flags tell how, or the launcher that started this process: SLURM's srun, Open MPI's mpirun, a TPU pod,
+    an indexed job of Kubernetes. Raises ValueError for wrong flags.
     """
-    global _group
-    options: dict[str, Any] = {
-        'coordinator_address': coordinator_address,
-        'num_processes': num_processes,
-        'process_id': process_id,
-    }
-    if any(value is not None for value in options.values()):
-        check_flags(**options)
-        options['cluster_detection_method'] = 'deactivate'
+    cluster = None
+    local_device_ids: list[int] | None = None
+    if coordinator_address is not None or num_processes is not None or process_id is not None:
+        check_flags(coordinator_address, num_processes, process_id)
+        cluster = 'deactivate'
     elif not is_launched(os.environ):
-        return 0
+        return Group()
     elif not shares_host(os.environ):
-        options['local_device_ids'] = []  # JAX takes that for all, and None for one
-    os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')  # before JAX is imported
+        local_device_ids = []  # JAX takes that for all, and None for one
+    process.hide_logs_of_xla()  # before JAX is imported
     import jax
     from jax._src import distributed  # its key-value store has no public name
 
-    jax.config.update('jax_enable_preemption_service', False)  # signals.py listens to SIGTERM
-    # JAX aborts a process that misses others, and its limits come after ours, but for process 0, which it
-    # misses at once. So the handler of SIGABRT is the C library's sleep: it is given the signal's number, 6, and
-    # the watcher has six seconds to report first.
-    libc = ctypes.CDLL(None)
-    libc.signal(signal.SIGABRT, libc.sleep)
+    jax.config.update(
+        'jax_enable_preemption_service', False
+    )  # `process.Signals` listens to SIGTERM
+    # Otherwise JAX aborts all processes that miss one, without its name.
+    jax.config.update('jax_enable_recoverability', True)
     seconds = 10 * heartbeat
     late = (
         f'not all processes have met within {seconds} s: start all of them, with the same '
         '--coordinator_address and --num_processes, or give a longer --heartbeat'
     )
-    alarm = threading.Timer(seconds, end_early, [late])
-    alarm.daemon = True
-    alarm.start()
-    try:
-        jax.distributed.initialize(
-            **options,
-            initialization_timeout=seconds + 60,
-            heartbeat_timeout_seconds=seconds,
-            shutdown_timeout_seconds=24 * 3600,
-        )
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f'JAX does not find the other processes ({error}): {GIVE_FLAGS}') from None
-    finally:
-        alarm.cancel()
+    with process.ending_after(seconds, late):  # JAX would abort
+        try:
+            jax.distributed.initialize(
+                coordinator_address,
+                num_processes,
+                process_id,
+                local_device_ids,
+                cluster_detection_method=cluster,
+                initialization_timeout=seconds + 60,
+                heartbeat_timeout_seconds=heartbeat,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f'JAX does not find the other processes ({error}): {GIVE_FLAGS}'
+            ) from None
     state = distributed.global_state
-    if state.num_processes > 1:
-        _group = Group(state, heartbeat)
-        sys.excepthook = _group.crash
-    return state.process_id
+    assert state.client is not None and state.num_processes is not None
+    if state.num_processes == 1:
+        return Group()
+    return Group(state.client, state.process_id, state.num_processes, heartbeat)
 
 
 def check_flags(
@@ -148,162 +147,140 @@ def shares_host(environment: Mapping[str, str]) -> bool:
     return int(environment.get('OMPI_COMM_WORLD_LOCAL_SIZE') or 1) > 1
 
 
-def end_early(text: str) -> NoReturn:
-    """End a process that has not joined the others."""
-    print(f'main.py: {text}', file=sys.stderr, flush=True)
-    os._exit(2)
-
-
 class Group:
-    """The processes of a run, as one of them knows them."""
+    """The processes of a run, as one of them knows them. One that is alone has no `client`."""
 
-    def __init__(self, state: Any, heartbeat: int):
-        """Start the watcher of this process. `state`: JAX's, of the processes that it has joined."""
-        self.number = state.process_id
-        self.store = state.client
+    def __init__(
+        self,
+        client: '_jax.DistributedRuntimeClient | None' = None,
+        number: int = 0,
+        num_processes: int = 1,
+        heartbeat: int = 0,
+    ):
+        self.client = client
+        self.number = number
+        self.everyone = range(num_processes)
         self.heartbeat = heartbeat
-        self.status = 1  # with which the process ends when its watcher does
-        title = f'process {self.number} (pid {os.getpid()} on {socket.gethostname()})'
-        self.title = title
-        if self.number == 0:
-            has_both = socket.has_dualstack_ipv6()
-            channel = socket.create_server(
-                address=('', 0),
-                family=socket.AF_INET6 if has_both else socket.AF_INET,
-                backlog=state.num_processes,
-                dualstack_ipv6=has_both,
-            )
-            port = channel.getsockname()[1]
-            token = secrets.token_hex()
-            self.store.key_value_set('watcher', json.dumps([port, token, title]))
-            first_title = title
-        else:
-            answer = self.store.blocking_key_value_get('watcher', 1000 * heartbeat)
-            port, token, first_title = json.loads(answer)
-            host = state.coordinator_address.rpartition(':')[0].strip('[]')
-            try:
-                channel = socket.create_connection((host, port), timeout=heartbeat)
-            except OSError as error:
-                end_early(
-                    f'{title} cannot reach port {port} of {host} ({error}): open the ports between the hosts'
-                )
-            channel.sendall(watcher.hello(token, self.number, title))
-        log = tempfile.TemporaryFile()
-        settings = {
-            'process': self.number,
-            'num_processes': state.num_processes,
-            'titles': [title, first_title],
-            'heartbeat': heartbeat,
-            'token': token,
-            'pid': os.getpid(),
-            'channel': channel.fileno(),
-            'log': log.fileno(),
-        }
-        self.watcher = subprocess.Popen(
-            [sys.executable, '-I', '-S', watcher.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=[channel.fileno(), log.fileno()],
-            start_new_session=True,
-            text=True,
-        )
-        channel.close()
-        self.tell(json.dumps(settings))
-        assert self.watcher.stdout
-        self.watcher.stdout.readline()  # all are watched
-        self.thread = threading.Thread(target=self.end_with_watcher, daemon=True)
-        self.thread.start()
-        # What XLA's libraries print, they print to the descriptors 1 and 2.
-        if self.number == 0:
-            sys.stdout = os.fdopen(os.dup(1), 'w', buffering=1, errors='backslashreplace')
-        sys.stderr = os.fdopen(os.dup(2), 'w', buffering=1, errors='backslashreplace')
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os.dup2(log.fileno(), 2)
+        self.title = f'process {number} (pid {os.getpid()} on {socket.gethostname()})'
+        self.has_ended = threading.Event()
+        if client:
+            client.key_value_set(f'title/{number}', self.title)
+            threading.Thread(target=self._watch, args=(client,), daemon=True).start()
+            threading.Thread(target=self._obey, args=(client,), daemon=True).start()
 
-    def tell(self, text: str) -> None:
-        """Say something to the watcher, which may be gone."""
-        assert self.watcher.stdin
-        with contextlib.suppress(OSError):
-            print(text, file=self.watcher.stdin, flush=True)
+    def _watch(self, client: '_jax.DistributedRuntimeClient') -> None:
+        """Say which process is lost. Each process asks: JAX answers when all that live have."""
+        with contextlib.suppress(RuntimeError):  # this process leaves while it asks
+            while not self.has_ended.wait(TICK_SECONDS):
+                for number in set(self.everyone) - client.get_live_nodes(self.everyone).keys():
+                    title = client.key_value_try_get(f'title/{number}')
+                    client.key_value_set(f'left/{number}', '', allow_overwrite=True)
+                    announce(client, number, f'{title} died or hangs', grace=0)
 
-    def end_with_watcher(self) -> None:
-        """Wait for the watcher to end, and end this process."""
-        assert self.watcher.stdout
-        self.watcher.stdout.read()
-        os._exit(self.status)
-
-    def check_same(self, settings: dict[str, str]) -> None:
-        if self.number == 0:
-            self.store.key_value_set('settings', json.dumps(settings))
+    def _obey(self, client: '_jax.DistributedRuntimeClient') -> None:
+        """Wait for the first reason why the run ends, and end this process unless all are done."""
+        number, reason, grace = json.loads(client.blocking_key_value_get('end', NEVER))
+        if not reason or self.has_ended.wait(grace):
             return
-        answer = self.store.blocking_key_value_get('settings', 1000 * self.heartbeat)
+        if 0 in (number, self.number):
+            print(f'main.py: {reason}; {CONTINUES}', file=sys.stderr, flush=True)
+        self._leave(1)
+
+    def _leave(self, status: int) -> NoReturn:
+        """End this process after an error. Process 0, without which JAX aborts the others, ends last."""
+        assert self.client
+        self.has_ended.set()
+        self.client.key_value_set(f'left/{self.number}', '', allow_overwrite=True)
+        deadline = time.monotonic() + 2 * GRACE_SECONDS
+        while self.number == 0 and time.monotonic() < deadline:
+            if len(self.client.key_value_dir_get('left')) == len(self.everyone):
+                break
+            time.sleep(0.1)
+        process.end_now(status)
+
+    def check_same(self, settings: Mapping[str, object]) -> None:
+        """Raise ValueError in a process whose settings are not those of process 0."""
+        if self.client is None:
+            return
+        own = {name: str(value) for name, value in settings.items()}
+        if self.number == 0:
+            self.client.key_value_set('settings', json.dumps(own))
+            return
+        answer = self.client.blocking_key_value_get('settings', 1000 * self.heartbeat)
         first = json.loads(answer)
-        names = sorted(settings.keys() | first.keys())
-        different = [name for name in names if settings.get(name) != first.get(name)]
+        names = sorted(own.keys() | first.keys())
+        different = [name for name in names if own.get(name) != first.get(name)]
         if different:
-            found = [f'{name}={settings.get(name)}, not {first.get(name)}' for name in different]
+            found = [f'{name}={own.get(name)}, not {first.get(name)}' for name in different]
             raise ValueError(
                 f'other settings than in process 0: {first_ten(found, separator="; ")}: start all '
                 'processes with the same command and the same configs'
             )
 
-    def fail(self, error: BaseException, status: int) -> None:
-        """Report an error, and end the process when the others know."""
+    def fail(self, error: BaseException, status: int) -> int:
+        """Report an error, and end the other processes, too. Return `status` if there are none."""
+        if self.client is None:
+            errors.report(error)
+            return status
         from partition import ProcessFailed  # imports JAX
 
         text = errors.one_line(error)
         if self.number == 0:
-            self.store.key_value_set('error', text)
+            self.client.key_value_set('error', text)
             errors.report(error)
-        elif text != self.error_of_first() and not isinstance(error, ProcessFailed):
+        elif text != self._error_of_first() and not isinstance(error, ProcessFailed):
             errors.report(error, of=self.title)
-        self.end(status)
+        self._end_all(status)
 
-    def error_of_first(self) -> str:
+    def _error_of_first(self) -> str:
         """Return the error that process 0 reports, '' if it has none."""
+        assert self.client
         try:
-            return self.store.blocking_key_value_get('error', 1000 * SECONDS_TO_SAY)
+            return self.client.blocking_key_value_get('error', 1000 * SECONDS_TO_SAY)
         except RuntimeError:
             return ''
 
-    def crash(self, kind: Any, error: BaseException, trace: Any) -> None:
-        """End the process after an error that nobody expects.
+    def crash(self, error: Exception) -> int:
+        """Report an error that nobody expects, and end the other processes, too. Return 1 if there are none.
 
-        Where another process is lost, XLA may fail here before this watcher hears of it.
+        XLA may fail because another process is lost, long before the heartbeat has its name.
         """
-        if kind.__name__ == 'JaxRuntimeError':
-            time.sleep(2 * watcher.GRACE_SECONDS)
-        traceback.print_exception(kind, error, trace)
-        self.end(1)
+        if self.client and type(error).__name__ == 'JaxRuntimeError':
+            time.sleep(self.heartbeat + GRACE_SECONDS)
+        traceback.print_exception(error)
+        if self.client:
+            self._end_all(1)
+        return 1
 
-    def end(self, status: int) -> None:
-        streams.finish()
-        if status in (1, 2):  # the others cannot go on: JAX would wait for them at its end
-            self.status = status
-            self.tell(f'ended with status {status}')
-            self.thread.join()
-        self.tell(watcher.DONE)
+    def _end_all(self, status: int) -> NoReturn:
+        assert self.client
+        process.finish_streams()
+        self.has_ended.set()
+        reason = f'{self.title} ended with status {status}'
+        announce(self.client, self.number, reason, GRACE_SECONDS)
+        self._leave(status)
+
+    def end(self, status: int) -> int:
+        """Wait until all processes have done their work. Return `status`."""
+        if self.client is None:
+            return status
+        import jax
+
+        process.finish_streams()
+        self.client.wait_at_barrier('done', NEVER)
+        announce(self.client, self.number, reason='', grace=0)
+        self.has_ended.set()
+        if self.number > 0:
+            jax.distributed.shutdown()
+        else:  # without process 0, JAX aborts those that are still connected
+            while len(self.client.get_live_nodes(self.everyone)) > 1:
+                time.sleep(0.1)
+        return status
 
 
-_group: Group | None = None
-
-
-def fail(error: BaseException, status: int) -> int:
-    """Report an error, which ends the process with `status`."""
-    if _group:
-        _group.fail(error, status)  # does not return: the process ends with its watcher
-    errors.report(error)
-    return status
-
-
-def check_same(settings: Mapping[str, Any]) -> None:
-    """Raise ValueError in a process whose settings are not those of process 0."""
-    if _group:
-        _group.check_same({name: str(value) for name, value in settings.items()})
-
-
-def end(status: int) -> int:
-    """Tell the others that this process ends as it should, with `status`."""
-    if _group:
-        _group.end(status)
-    return status
+def announce(
+    client: '_jax.DistributedRuntimeClient', number: int, reason: str, grace: float
+) -> None:
+    """Tell all processes why a process ends them, '' if all are done. Only the first reason counts."""
+    with contextlib.suppress(RuntimeError):  # there is one
+        client.key_value_set('end', json.dumps([number, reason, grace]))

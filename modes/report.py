@@ -18,16 +18,18 @@ import random
 import re
 import shlex
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
+from absl.flags import FlagValues
 from ml_collections import ConfigDict
 
 import paths
 from configs import base, check
-from modes import chart
+from modes import chart, process
 from modes.chart import Curve, Point
 from run import results
 from run.best import read_metrics
@@ -41,6 +43,14 @@ MOST_CHARACTERS = 1500  # of a text
 MIN_SCALE = 1 / MOST_CHARACTERS
 MAX_RUNS = 8  # that colors tell apart
 HERE = Path(__file__).parent
+
+
+def main(config: None, flags: FlagValues, signals: process.Signals) -> int:
+    """Write the report that the flags ask for. Return the exit status."""
+    file = write(flags.runs, flags.output_dir)
+    signals.begin_work()
+    process.print_lines([str(file)], sys.stdout)
+    return 0
 
 
 class Metric(NamedTuple):
@@ -183,16 +193,20 @@ def read_run(name: str, folder: Path) -> Run:
 # The page.
 
 
-ENVIRONMENT = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-ENVIRONMENT.globals |= {'chart': chart, 'MORE': MORE, 'MAX_RUNS': MAX_RUNS}
-ENVIRONMENT.filters |= {
-    'count': '{:,}'.format,
-    'score': results.format_value,
-    'value': chart.format_value,
-    'number': lambda title: ('number', title),  # a column of a table: its class and title
-}
-# Without the line ends and the indentation of the template.
-PAGE: Any = ENVIRONMENT.from_string(re.sub(r'\n *', '', (HERE / FILE).read_text())).module
+def compile_page() -> Callable[..., str]:
+    """Return a function of the name and the arguments of a macro of report.html, which returns its HTML."""
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.globals |= {'chart': chart, 'MORE': MORE, 'MAX_RUNS': MAX_RUNS}
+    environment.filters |= {
+        'count': '{:,}'.format,
+        'score': results.format_value,
+        'value': chart.format_value,
+        'number': lambda title: ('number', title),  # a column of a table: its class and title
+    }
+    # Without the line ends and the indentation of the template.
+    template = re.sub(r'\n *', '', (HERE / FILE).read_text())
+    macros = environment.from_string(template).module
+    return lambda name, *arguments, **more: getattr(macros, name)(*arguments, **more)
 
 
 def render(runs: Sequence[Run], command: str) -> bytes:
@@ -202,17 +216,19 @@ def render(runs: Sequence[Run], command: str) -> bytes:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
     figures = all_figures(runs)
-    text = PAGE.page(
+    page = compile_page()
+    text = page(
+        'page',
         policy=policy,
         style=(HERE / 'report.css').read_text(),
         script=script,
         runs=runs,
         has_figures=bool(figures),
         parts=[  # 2 MB together
-            fitting(1_000_000, draw_figures, figures),
-            fitting(200_000, write_scores, runs),
-            fitting(600_000, write_predictions, runs, find_predictions(runs)),
-            fitting(100_000, write_settings, runs),
+            fitting(1_000_000, draw_figures, page, figures),
+            fitting(200_000, write_scores, page, runs),
+            fitting(600_000, write_predictions, page, runs, find_predictions(runs)),
+            fitting(100_000, write_settings, page, runs),
         ],
         now=datetime.datetime.now().astimezone().strftime('%Y-%m-%d %H:%M %Z'),
         command=command,
@@ -220,7 +236,7 @@ def render(runs: Sequence[Run], command: str) -> bytes:
     return f'{text}\n'.encode(errors='replace')
 
 
-def fitting(max_bytes: int, make: Callable[..., str], *arguments: Any) -> str:
+def fitting(max_bytes: int, make: Callable[..., str], *arguments: object) -> str:
     """Return what `make` writes on the first scale of 1, 1/2, 1/4 ... that has at most `max_bytes`."""
     scale = 1.0
     while True:
@@ -300,7 +316,7 @@ def is_drawn(value: float) -> bool:
     return math.isfinite(value) and (value == 0 or 1e-300 < abs(value) < 1e300)
 
 
-def draw_figures(figures: Sequence[Figure], scale: float) -> str:
+def draw_figures(page: Callable[..., str], figures: Sequence[Figure], scale: float) -> str:
     """Return the figures by section. What is left out is counted."""
     most_points = max(round(MOST_POINTS * scale), 4)
     most_figures = round(MOST_FIGURES * scale)
@@ -315,7 +331,7 @@ def draw_figures(figures: Sequence[Figure], scale: float) -> str:
             drawings.append(chart.draw(metric.title, curves, is_logarithmic=True))
         drawn = figure._replace(drawings=drawings)
         sections.setdefault(figure.section, []).append(drawn)
-    return PAGE.figures(sections, num_left_out=len(figures) - most_figures)
+    return page('figures', sections, num_left_out=len(figures) - most_figures)
 
 
 # Results.
@@ -330,7 +346,7 @@ class Score(NamedTuple):
     is_bold: bool  # the best one of several runs
 
 
-def write_scores(runs: Sequence[Run], scale: float) -> str:
+def write_scores(page: Callable[..., str], runs: Sequence[Run], scale: float) -> str:
     """Return a table with a row for each validation loss and task metric.
 
     The best loss is the lowest. The best step of task metrics is T5's, as in `results.best_steps`.
@@ -353,7 +369,7 @@ def write_scores(runs: Sequence[Run], scale: float) -> str:
         title = 'best' if len(runs) == 1 else f'{run.name}: best'
         columns += [(f'run{i} number', title), ('number', 'at step'), ('number', 'last')]
     shown = dict(list(rows.items())[: round(MOST_RESULTS * scale)])
-    return PAGE.results(columns, shown, num_left_out=len(rows) - len(shown))
+    return page('results', columns, shown, num_left_out=len(rows) - len(shown))
 
 
 def make_scores(
@@ -396,7 +412,10 @@ class Text(NamedTuple):
 
 
 def write_predictions(
-    runs: Sequence[Run], tasks: Mapping[str, Sequence[Predictions]], scale: float
+    page: Callable[..., str],
+    runs: Sequence[Run],
+    tasks: Mapping[str, Sequence[Predictions]],
+    scale: float,
 ) -> str:
     """Return a sample of the predictions of each task beside their targets."""
     most_examples = max(round(MOST_EXAMPLES * scale), 1)
@@ -409,7 +428,7 @@ def write_predictions(
         of_steps = ', '.join(f'{step:,}' for step in steps)
         title = f'{task}, step {of_steps}: {len(examples):,} of {num_examples:,} examples'
         found[title] = examples
-    return PAGE.predictions(found)
+    return page('predictions', found)
 
 
 def find_predictions(runs: Sequence[Run]) -> dict[str, list[Predictions]]:
@@ -499,7 +518,7 @@ def cut(text: str, most_characters: int) -> str:
 # Settings.
 
 
-def write_settings(runs: Sequence[Run], scale: float) -> str:
+def write_settings(page: Callable[..., str], runs: Sequence[Run], scale: float) -> str:
     """Return the settings that differ between the runs; of one run, those that are not the default."""
     columns = [(f'run{i}', run.name) for i, run in enumerate(runs) if run.settings]
     of_all = [run.settings for run in runs if run.settings]
@@ -520,4 +539,4 @@ def write_settings(runs: Sequence[Run], scale: float) -> str:
                 if key in of_run:
                     text = json.dumps(of_run[key], ensure_ascii=False)
                 rows[key].append(cut(text, round(MOST_CHARACTERS * scale)))
-    return PAGE.settings(title, columns, rows)
+    return page('settings', title, columns, rows)

@@ -5,15 +5,17 @@ Imports no jax.
 
 import functools
 import itertools
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
+from absl.flags import FlagValues
 from ml_collections import ConfigDict
 
 import tasks.names
 import tasks.open
+from modes import process
 from run.examples import SPLITS, check_split
 from sources import NO_SPLIT, Record, Source
 from sources.open import find_cache
@@ -24,6 +26,15 @@ from tasks.preprocessors import Fields
 from vocabulary import EOS_ID, Vocabulary, named_vocabulary
 
 WIDTH = 100
+
+
+def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int:
+    """Print what the config names. Return the exit status."""
+    process.end_with_reader()
+    lines = describe(config.data, flags.split, flags.examples, flags.vocabulary)
+    signals.begin_work()
+    process.print_lines(lines, sys.stdout)
+    return 0
 
 
 def describe(
@@ -83,28 +94,22 @@ def list_of(groups: Mapping[str, Sequence[Task | Mixture]]) -> Iterator[str]:
         yield ''
         yield title
         sources_of_tasks = [source_of(row) for row in rows if isinstance(row, Task)]
-        widths = Widths(
-            name=max((len(row.name) for row in rows), default=0),
-            source=max(map(len, sources_of_tasks), default=0),
-        )
+        name_width = max((len(row.name) for row in rows), default=0)
+        source_width = max(map(len, sources_of_tasks), default=0)
         for row in rows:
             if isinstance(row, Task):
-                yield from lines_of_task(row, widths)
+                yield from lines_of_task(row, name_width, source_width)
             else:
-                yield from lines_of_mixture(row, widths)
+                num_by_size = len(row.tasks_by_size)
+                by_size = f', {num_by_size} with a rate by their number of examples'
+                line = f'  {row.name:{name_width}}  {len(row.members)} tasks'
+                yield line + by_size if num_by_size else line
 
 
-class Widths(NamedTuple):
-    """The characters of the columns of a table."""
-
-    name: int
-    source: int
-
-
-def lines_of_task(task: Task, widths: Widths) -> list[str]:
+def lines_of_task(task: Task, name_width: int, source_width: int) -> list[str]:
     """Return the name, source, splits and metrics of a task."""
     names = ', '.join(name_of_metric(metric_fn) for metric_fn in task.metric_fns)
-    line = f'  {task.name:{widths.name}}  {source_of(task):{widths.source}}  {splits_of(task):4}'
+    line = f'  {task.name:{name_width}}  {source_of(task):{source_width}}  {splits_of(task):4}'
     if len(line) + 2 + len(names) <= WIDTH:
         return [f'{line}  {names}'.rstrip()]
     return [line.rstrip(), f'      {names}']
@@ -137,15 +142,6 @@ def name_of_metric(metric_fn: MetricFn) -> str:
     if isinstance(metric_fn, functools.partial):
         metric_fn = metric_fn.func
     return getattr(metric_fn, '__qualname__', type(metric_fn).__name__).partition('.')[0]
-
-
-def lines_of_mixture(mixture: Mixture, widths: Widths) -> list[str]:
-    """Return the name of a mixture and the number of its tasks."""
-    num_by_size = len(mixture.tasks_by_size)
-    line = f'  {mixture.name:{widths.name}}  {len(mixture.members)} tasks'
-    if num_by_size:
-        line += f', {num_by_size} with a rate by their number of examples'
-    return [line]
 
 
 # A mixture.
@@ -265,8 +261,8 @@ def ids_of(
     for feature in features:
         value = example.get(feature, '')
         if isinstance(value, str):
-            [value] = vocabulary.encode_as_arrays([value])
-        if value.size and value[-1] == EOS_ID:
-            value = value[:-1]
-        found[feature] = value
+            [ids] = vocabulary.encode_as_arrays([value])
+        else:
+            ids = np.asarray(value)
+        found[feature] = ids[:-1] if ids.size and ids[-1] == EOS_ID else ids
     return found

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import jax
 from jax.experimental import topologies
 
+from modes import process
+
 
 class Chip(NamedTuple):
     """What is published of a TPU."""
@@ -92,7 +94,7 @@ def devices_of(topology: str) -> list:
     jax.config.update('jax_platforms', 'cpu')
     xla_flags = os.environ.get('XLA_FLAGS', '')
     if XLA_FLAG not in xla_flags:  # read once: a GPU may follow other devices
-        os.environ['XLA_FLAGS'] = f'{xla_flags} {XLA_FLAG}'
+        process.set_variables({'XLA_FLAGS': f'{xla_flags} {XLA_FLAG}'})
     kind, _, size = topology.partition(':')
     if kind == 'cpu' or kind in GPUS:
         if not size.isdecimal() or not 1 <= int(size) <= MAX_DEVICES:
@@ -109,7 +111,7 @@ def devices_of(topology: str) -> list:
         raise ValueError(
             f"--topology={topology} needs libtpu: install it with pip install -e '.[tpu]', or name cpu:8"
         )
-    os.environ.update(LIBTPU)
+    process.set_variables(LIBTPU)
     try:
         devices: list = topologies.get_topology_desc(platform='tpu', topology_name=topology).devices
     except RuntimeError as error:

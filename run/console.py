@@ -1,7 +1,6 @@
 """What the first process of a run prints: lines that stay, a live line, and what they say."""
 
 import contextlib
-import os
 import shlex
 import shutil
 import sys
@@ -80,7 +79,6 @@ class Console:
                 print(text, end='', flush=True)
             except OSError:  # the terminal or the pipe is closed; the run goes on without output
                 self.is_silent = True
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def introduction(

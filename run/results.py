@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import paths
 from paths import AnyPath
-from run.alone import alone_in
+from run.lock import alone_in
 
 FOLDER = 'inference_eval'
 METRICS_SUFFIX = '-metrics.jsonl'

@@ -13,16 +13,11 @@
 With several processes, the first one writes.
 """
 
-import contextlib
-import fcntl
 import json
 import os
 import secrets
 import shutil
-import socket
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -40,6 +35,7 @@ import paths
 from configs import base
 from configs.check import read_stored
 from run import best
+from run.lock import Lock
 from sources.files import describe_changes, file_from_json
 from stream import OpenMixture
 
@@ -94,7 +90,6 @@ MAY_CHANGE = (
 )
 LOCK_TEXT = b'process '  # how our lock begins
 SECONDS_TO_SEE = 10  # in which a file of the first process appears for the others
-LOCK_SECONDS = 120.0  # after which a lock in a bucket that nobody has renewed counts no more
 LAST_STEP = 'last_step'  # in config.json: where a run ended before train.steps
 
 
@@ -133,32 +128,6 @@ def is_own_config(file: Any) -> bool:
     return isinstance(settings, dict) and {'data_fingerprint', 'model', 'train'} <= settings.keys()
 
 
-def lock(file: Any, title: str, remedy: str) -> Any:
-    """Lock `file` in the first process, until the returned one is closed or that process ends.
-
-    Raises ValueError, which names the process that holds the lock.
-    """
-    holder = f'process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}'
-    if not isinstance(file, Path):
-        return BucketLock(file, holder, title, remedy)
-    stream = file.open('a+')
-    if jax.process_index() > 0:
-        return stream
-    try:
-        with paths.naming(file):
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        stream.seek(0)
-        other = stream.read()
-        stream.close()
-        raise ValueError(f'{title} is in use by {other}: {remedy}') from None
-    with paths.naming(file.parent, file.parent):
-        stream.truncate(0)
-        stream.write(holder)
-        stream.flush()
-    return stream
-
-
 def check_shared(workdir: Any) -> None:
     """Raise ValueError where a process does not see what the first one writes into `workdir`."""
     if jax.process_count() == 1 or not isinstance(workdir, Path):
@@ -178,89 +147,6 @@ def check_shared(workdir: Any) -> None:
             f'--workdir={workdir}: process {is_seen.argmin()} of {len(is_seen)} does not see what process 0 '
             'writes there: name a folder on a disk that all hosts share, or in a bucket'
         )
-
-
-class BucketLock:
-    """A lock in a bucket: a file that only one process can create, and that it writes again while it lives.
-
-    The lock of a process that was killed counts for LOCK_SECONDS. A process that finds the lock of another one in
-    place of its own, because it was suspended for so long, ends at once: two would write the same checkpoints.
-    """
-
-    def __init__(self, file: Any, holder: str, title: str, remedy: str):
-        self.file = file
-        self.content = f'{holder}\n{secrets.token_hex(8)}'.encode()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._renew, daemon=True)
-        if jax.process_index() > 0:
-            return
-        # A request that is sent again may find what it has written itself.
-        while not create_object(file, self.content) and self._read() != self.content:
-            other = self._read()
-            if self._age() < LOCK_SECONDS:
-                name = other.decode().partition('\n')[0]
-                raise ValueError(
-                    f'{title} is in use by {name}: {remedy}; if that process was killed, wait '
-                    f'{LOCK_SECONDS:.0f} seconds, or remove {file}'
-                )
-            if self._read() == other:
-                file.unlink(missing_ok=True)
-        self._thread.start()
-
-    @property
-    def closed(self) -> bool:
-        return self._closing.is_set()
-
-    def close(self) -> None:
-        self._closing.set()
-        if self._thread.is_alive():
-            self._thread.join()
-            self.file.unlink(missing_ok=True)
-
-    def __enter__(self) -> 'BucketLock':
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _renew(self) -> None:
-        while not self._closing.wait(LOCK_SECONDS / 6):
-            with contextlib.suppress(Exception):  # of the network: the next time may be better
-                if self._read() not in (self.content, b''):  # b'': somebody has removed it
-                    line = f'{self.file} is now held by another process: this one ends'
-                    print(line, file=sys.stderr, flush=True)
-                    os._exit(1)
-                paths.replace_file(self.file, self.content)
-
-    def _read(self) -> bytes:
-        try:
-            return self.file.read_bytes()
-        except FileNotFoundError:
-            return b''
-
-    def _age(self) -> float:
-        """Return how many seconds ago the lock was written, by the clock of the store."""
-        now = self.file.with_name('lock.now')
-        paths.replace_file(now, b'')
-        client = paths.client_of(str(now))
-        try:
-            return (client.modified(str(now)) - client.modified(str(self.file))).total_seconds()
-        except FileNotFoundError:  # its holder has removed it
-            return LOCK_SECONDS
-        finally:
-            now.unlink(missing_ok=True)
-
-
-def create_object(file: Any, content: bytes) -> bool:
-    """Write a file of a bucket that is not there yet, and return whether this call has: of several only one has."""
-    with paths.client_errors(str(file), 'written', OSError):
-        try:
-            paths.client_of(str(file)).pipe_file(str(file), content, mode='create')
-        except OSError:  # of several kinds
-            if not file.exists():
-                raise
-            return False
-    return True
 
 
 def check_saving(workdir: Any, num_bytes: int) -> None:
@@ -370,27 +256,11 @@ def record_end(workdir: Any, step: int) -> None:
     paths.replace_file(file, json.dumps(content, indent=1).encode())
 
 
-show_error_of_thread = threading.excepthook
-
-
-def show_unless_of_events(args: Any) -> None:
-    """Show the error that ended a thread, but no OSError of a thread of TensorBoard's writers.
-
-    Their next `flush` raises the same error, which then ends the run with its line.
-    """
-    is_of_events = 'AsyncWriter' in type(args.thread).__name__
-    if not (is_of_events and isinstance(args.exc_value, OSError)):
-        show_error_of_thread(args)
-
-
-threading.excepthook = show_unless_of_events
-
-
 class Workdir(NamedTuple):
     """The folder of a run."""
 
     path: paths.AnyPath
-    lock: Any  # while it is open, no other process uses the workdir
+    lock: Lock  # while it is open, no other process uses the workdir
     metrics: 'Metrics'
     saver: checkpoint.Saver
     files: dict[str, bytes]  # of every checkpoint: the settings, the vocabulary, an own model

@@ -21,6 +21,8 @@ SERVER = """
 import json, os, signal, sys
 sys.path.insert(0, sys.argv[1])
 os.chdir(sys.argv[1])
+# XLA reads it when it is imported; main.py sets it for several processes.
+os.environ['TF_CPP_MIN_LOG_LEVEL'] = '2'
 import main, train, evaluate, modes.infer  # none of them starts JAX's threads
 
 

@@ -158,7 +158,9 @@ def test_a_process_whose_rows_have_nothing_pads_all_batches(corpus, tmp_path, mo
         validation = stream_of(
             source, 'validation', vocabulary, config.data, 64, seed=0, rows=rows, num_epochs=1
         )
-        evaluation = evaluate.Evaluation(config, None, 'dev', '', validation, 0, (), None, None, print)
+        evaluation = evaluate.Evaluation(
+            config, None, 'dev', '', validation, 0, (), None, None, print
+        )
         assert evaluation.read_batches(stop=lambda count: 0)
         assert len(evaluation.batches) >= 3
         for batch in evaluation.batches:

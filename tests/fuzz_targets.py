@@ -34,7 +34,8 @@ import tasks.open
 import user_code
 import vocabulary
 from formats import hugging_face
-from modes import command_line, errors, infer_input, profile
+from modes import command_line, errors, infer_input
+from modes import train as train_mode
 from run import best, workdir
 from sources import BadLines, Share, templates
 
@@ -332,7 +333,7 @@ def read_flags(file: Path) -> None:
             command_line.parse_shard(values['shard'])
         if flags.FLAGS.mode == 'train':
             folder = values['workdir'] or str(file.parent / 'run')
-            profile.parse(values['profile'], folder)
+            train_mode.parse(values['profile'], folder)
             best.check_settings(config)
             tasks.open.find(config.data)
             workdir.check_is_run(paths.to_path(folder, may_be_new=True))

@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -181,3 +182,80 @@ def test_what_an_import_brings(modules, absent):
         [sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == '[]'
+
+
+# The process is left alone. The names that change it, and who may use them outside modes/process.py: worker processes
+# change themselves, and train() in a notebook listens to SIGINT.
+CHANGES = re.compile(
+    r'os\.(_exit|dup2|execv\w*|environ|putenv|unsetenv)|signal\.(signal|set_wakeup_fd)|gc\.\w+|mallopt|'
+    r'(sys|threading)\.excepthook|sys\.std(in|out|err)|warnings\.(showwarning|\w*filter\w*)|csv\.field_size_limit|'
+    r'faulthandler\.\w+|resource\.setrlimit|_exit|execv'
+)
+MAY_CHANGE = {
+    'run.prefetch': {'gc.set_threshold', 'signal.signal'},
+    'run.agreement': {'signal.signal'},
+    'sources.tables': {'csv.field_size_limit'},
+}
+
+
+def changes_of(name):
+    """Return what a module assigns to or calls that changes the process."""
+    found = set()
+    for node in ast.walk(ast.parse(FILES[name].read_text())):
+        targets = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        elif isinstance(node, ast.Delete):
+            targets = node.targets
+        elif isinstance(node, ast.Call):
+            function = node.func
+            if ast.unparse(function).startswith('os.environ.'):
+                if function.attr in ('setdefault', 'update', 'pop', 'clear'):
+                    found.add('os.environ')
+            else:
+                targets = [function]
+        for target in targets:
+            if isinstance(target, ast.Subscript):
+                target = target.value
+            if CHANGES.fullmatch(ast.unparse(target)):
+                found.add(ast.unparse(target))
+    return found
+
+
+@pytest.mark.parametrize('name', sorted(FILES))
+def test_one_file_changes_the_process(name):
+    if name == 'modes.process':
+        assert changes_of(name) >= {'os._exit', 'os.dup2', 'os.execv', 'os.environ', 'gc.disable'}
+    else:
+        assert changes_of(name) <= MAY_CHANGE.get(name, set())
+
+
+STATE = """
+import csv, gc, importlib, os, signal, sys, threading, warnings
+import absl.flags, jax, ml_collections.config_flags, numpy, tensorstore  # libraries are as they are
+
+def state():
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    hooks = [sys.excepthook, threading.excepthook, warnings.showwarning, sys.stdout, sys.stderr]
+    return hooks, handlers, dict(os.environ), gc.isenabled(), gc.get_threshold(), csv.field_size_limit()
+
+before = state()
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    if state() != before:
+        print(name)
+        before = state()
+"""
+
+
+def test_imports_change_nothing_of_the_process():
+    done = subprocess.run(
+        [sys.executable, '-c', STATE, *sorted(FILES)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == []

@@ -360,9 +360,9 @@ def arguments(corpus, tmp_path):
 @pytest.mark.parametrize(
     'name, number',
     [
-        ('SIGKILL', 0),
+        ('SIGKILL', 1),
         ('SIGSTOP', 1),
-        pytest.param('SIGKILL', 1, marks=pytest.mark.long),
+        pytest.param('SIGKILL', 0, marks=pytest.mark.long),
         pytest.param('SIGSTOP', 0, marks=pytest.mark.long),
     ],
 )
@@ -373,20 +373,23 @@ def test_a_run_goes_on_after_one_of_two_processes_is_lost(
     both[0].wait_for('step 5/')
     start = time.monotonic()
     both[number].send_signal(getattr(signal, name))
-    results = [process.wait() for process in both]
-    assert time.monotonic() - start < 10
-    assert results[number].status == -signal.SIGKILL
-    assert results[1 - number].status == 1
-    [line] = results[1 - number].stderr.splitlines()
-    assert line.startswith(f'main.py: process {number} (pid {both[number].pid} on ')
-    assert results[1].stdout == ''
+    result = both[1 - number].wait()
+    assert time.monotonic() - start < 10 + 5
+    both[number].send_signal(signal.SIGKILL)
+    both[number].wait()
+    if number == 0:  # without it, JAX ends the others
+        assert result.status == -signal.SIGABRT
+        assert 'JAX distributed service detected fatal errors' in result.stderr
+    else:
+        assert result.status == 1
+        [line] = result.stderr.splitlines()
+        assert line.startswith(f'main.py: process {number} (pid {both[number].pid} on ')
     saved = checkpoint.steps(tmp_path / 'run')
     assert saved[0] == 3
 
     results = [process.wait() for process in start_two(command_line, *arguments)]
     assert [(result.status, result.stderr) for result in results] == [(0, ''), (0, '')]
     assert f'step {saved[-1]:,}' in results[0].stdout
-    assert results[1].stdout == ''
     assert_close_runs(tmp_path / 'run', expected, LAST_STEP)
 
 

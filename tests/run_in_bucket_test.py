@@ -125,21 +125,21 @@ import sys
 import time
 
 import paths
-from run import workdir
+from run import lock
 
-workdir.LOCK_SECONDS = 3.0
+lock.LOCK_SECONDS = 3.0
 file = paths.to_path(sys.argv[1], may_be_new=True) / 'lock'
 while True:
     try:
-        lock = workdir.lock(file, 'x', 'stop it')
+        held = lock.lock(file, 'x', 'stop it')
         break
     except ValueError as error:
         print(error, flush=True)
         time.sleep(float(sys.argv[2]))
 print('held', flush=True)
 time.sleep(float(sys.argv[3]))
-lock.close()
-print(lock.closed)
+held.close()
+print(held.closed)
 """
 
 
@@ -334,12 +334,13 @@ import sys
 
 import paths
 from run import workdir
+from run.lock import lock
 
 for url in sys.argv[1:]:
     try:
         folder = paths.to_path(url, may_be_new=True)
         workdir.check_is_run(folder)
-        workdir.lock(folder / 'lock', str(folder), 'stop it')
+        lock(folder / 'lock', str(folder), 'stop it')
     except (ValueError, OSError) as error:
         print(error)
 """

@@ -25,6 +25,7 @@ ENVIRONMENT = os.environ | {
     'JAX_PLATFORMS': 'cpu',
     'PYTHONUNBUFFERED': '1',
 }
+ENVIRONMENT.pop('TF_CPP_MIN_LOG_LEVEL', None)  # set by JAX
 # The same with programs that XLA optimizes: they run faster and take longer to compile.
 OPTIMIZED = ENVIRONMENT | {'XLA_FLAGS': ''}
 

@@ -16,8 +16,9 @@ import evaluate
 import tasks.open
 import train
 from prepare import make_spec
-from run import best, workdir
+from run import best
 from run.console import Console
+from run.lock import lock
 from run.not_finite import NotFinite
 from run.workdir import Metrics, Workdir
 from stream import Stream
@@ -110,12 +111,12 @@ class Loop:
             lines = best.read_metrics(self.folder)
         metrics = Metrics(self.folder, lines, opened.corpus)
         saver = checkpoint.Saver(self.folder)
-        lock = workdir.lock(self.folder / 'lock', 'the run', 'wait')
+        held = lock(self.folder / 'lock', 'the run', 'wait')
         self.batches = []
         begin = train.Restored(step, state_of_step(step), [])
         common = [
             config,
-            Workdir(self.folder, lock, metrics, saver, files={}),
+            Workdir(self.folder, held, metrics, saver, files={}),
             Console(),
             stream,
             evaluations,

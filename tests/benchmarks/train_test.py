@@ -9,7 +9,7 @@ import jax
 import pytest
 from benchmark_scripts import assert_refuses, run
 
-from modes import huge_pages
+from modes import process
 
 SCRIPT = 'train.py'
 # T5's formula by hand for SCRIPT's tiny size: 512 inputs, 114 targets, width 64, two heads of 32, two
@@ -96,9 +96,9 @@ def number(text):
 def test_transformers_trains_the_same_model(corpus, dtype, rivals, monkeypatch):
     pytest.importorskip('torch')
     pytest.importorskip('transformers')
-    monkeypatch.delenv(huge_pages.VARIABLE, raising=False)
+    monkeypatch.delenv(process.VARIABLE, raising=False)
     table, _ = table_of(corpus, dtype)
-    if huge_pages.is_supported():
+    if process.is_supported():
         rivals = [f'{name}{pages}' for name in rivals for pages in ('', ', huge pages')]
     assert list(table) == ['ours', *rivals]
     ours = table.pop('ours')

@@ -23,7 +23,7 @@ import tasks
 import tasks.open
 import vocabulary as vocabularies
 from modes import cache, command_line, errors
-from run.alone import alone_in
+from run.lock import alone_in
 from sources import cache as task_cache
 from stream import Stream
 

@@ -36,7 +36,7 @@ import vocabulary as vocabularies
 from configs import check
 from modes import infer as infer_mode
 from modes import infer_input
-from run import workdir
+from run.lock import lock
 from run.train_vocabulary import train_vocabulary
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -666,7 +666,7 @@ def test_results_of_other_settings_are_not_mixed(tmp_path, loaded):
 
 
 def test_a_shard_is_written_by_one_process(tmp_path, loaded, questions):
-    with workdir.lock(tmp_path / '.lock-00000-of-00001', 'the shard', 'wait for it'):
+    with lock(tmp_path / '.lock-00000-of-00001', 'the shard', 'wait for it'):
         with pytest.raises(ValueError, match='shard 1/1'):
             do(input=questions, output_dir=str(tmp_path))
 

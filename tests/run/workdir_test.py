@@ -20,6 +20,7 @@ from configs import base
 from prepare import prepare
 from run import workdir
 from run.best import read_metrics
+from run.lock import lock
 
 
 @pytest.fixture(scope='module')
@@ -59,7 +60,7 @@ def test_every_name_of_a_folder_takes_checkpoints(tmp_path, monkeypatch, name):
     folder = paths.disk_path(name)
     workdir.check_is_run(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    workdir.lock(folder / 'lock', str(folder), remedy='').close()
+    lock(folder / 'lock', str(folder), remedy='').close()
     workdir.check_saving(folder, num_bytes=1000)
     assert [path.name for path in folder.iterdir()] == ['lock']
     assert os.path.samefile(os.path.expanduser(name), folder)
@@ -317,7 +318,7 @@ def test_a_run_that_could_go_on_with_corrected_files_goes_on(corpus, finished, t
     shutil.copytree(finished, tmp_path / 'run')
     as_saved_by_0_1_0(tmp_path / 'run', allowed, changes=[])
     prepared = prepare(small_config(corpus, steps=3), tmp_path / 'run')
-    prepared.lock.close()
+    prepared.workdir.lock.close()
     assert prepared.first_step == 3
     settings = json.loads((tmp_path / 'run/config.json').read_text())
     assert 'allow_changed_files' not in settings['data']

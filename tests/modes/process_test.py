@@ -1,6 +1,8 @@
-"""Standard streams that are closed, on a full disk or a closed pipe: one line on stderr, no traceback."""
+"""modes/process.py: standard streams, huge pages, and that nothing else changes the process."""
 
 import json
+import os
+import pathlib
 import subprocess
 import sys
 
@@ -8,8 +10,9 @@ import pytest
 from runs import ENVIRONMENT, ROOT
 
 import checkpoint
-from modes import errors, streams
+from modes import errors, process
 
+# Standard streams that are closed, on a full disk or a closed pipe: one line on stderr, no traceback.
 T5X = ROOT / 'tests/golden/t5x_t5_1_1_tiny/checkpoint_6'
 INFER = (
     f'--mode=infer --checkpoint={T5X} --config.data.vocabulary=bytes --config.decode.max_length=3'
@@ -57,7 +60,7 @@ def test_work_is_done_though_its_lines_cannot_be_printed():
             yield str(i)
 
     with open('/dev/full', 'w') as file, pytest.raises(OSError) as failed:
-        streams.print_lines(lines(), file)
+        process.print_lines(lines(), file)
     assert made == [0, 1, 2] and errors.one_line(failed.value) == FULL
 
 
@@ -174,3 +177,104 @@ def test_64_bits_change_nothing(tmp_path):
         answers = [(done.stdout, done.stderr) for done in outputs[1:]]
         found.append(({x: values[x] for x in values if 'timing' not in x}, answers))
     assert found[0] == found[1]
+
+
+# Huge pages: when a program starts again, and that only its memory changes.
+
+PROGRAM = """
+import os, re, sys
+sys.path.insert(0, sys.argv[1])
+from modes import process
+print('start')
+sys.stdout.flush()
+process.restart()
+array = b'x' * 2**27
+rollup = open('/proc/self/smaps_rollup').read()
+huge = int(re.search(r'AnonHugePages: +(\\d+) kB', rollup)[1]) * 1024
+print(os.getpid(), os.environ.get('GLIBC_TUNABLES'), huge // 2**20, sys.argv[2:], sys.stdin.read())
+sys.exit(3)
+"""
+needs_huge_pages = pytest.mark.skipif(
+    not process.is_supported(), reason='needs Linux with huge pages on madvise and glibc 2.35'
+)
+
+
+def run_program(tmp_path, *options, **environment):
+    """Run PROGRAM as a user does. Return what it prints, by words, and its process number."""
+    program = tmp_path / 'program.py'
+    program.write_text(PROGRAM)
+    rest = {name: x for name, x in os.environ.items() if name != process.VARIABLE}
+    started = subprocess.Popen(
+        [sys.executable, *options, 'program.py', str(ROOT), 'a b', '--c=*'],
+        cwd=tmp_path,
+        env=rest | environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    output, _ = started.communicate('typed')
+    return output.split('\n'), started
+
+
+@needs_huge_pages
+@pytest.mark.parametrize('options', [[], ['-u'], ['-B', '-W', 'ignore']])
+def test_a_program_starts_anew_once(tmp_path, options):
+    lines, done = run_program(tmp_path, *options)
+    starts_anew = len(options) < 3  # an option with a word of its own is not told from a program
+    assert lines.count('start') == 1 + starts_anew
+    pid, setting, huge, rest = lines[1 + starts_anew].split(' ', 3)
+    assert int(pid) == done.pid
+    assert done.returncode == 3
+    assert rest == "['a b', '--c=*'] typed"
+    assert (setting == process.SETTING) == starts_anew
+    assert (int(huge) >= 100) == starts_anew  # of 128 MiB
+
+
+@needs_huge_pages
+@pytest.mark.parametrize(
+    'options, environment',
+    [
+        ([], {process.VARIABLE: ''}),
+        ([], {process.VARIABLE: 'glibc.malloc.check=0'}),
+        (['-m', 'cProfile'], {}),
+        (['-mcProfile'], {}),
+        (['-m', 'pdb', '-c', 'continue'], {}),
+    ],
+)
+def test_the_users_own_setting_and_debuggers_are_left_alone(tmp_path, options, environment):
+    lines, _ = run_program(tmp_path, *options, **environment)
+    assert sum('start' in line.split() for line in lines) == 1
+    assert not any(process.SETTING in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    'version, policy, supported',
+    [
+        ('glibc 2.36', 'always [madvise] never', True),
+        ('glibc 2.35', 'always [madvise] never', True),
+        ('glibc 2.4', 'always [madvise] never', False),
+        ('glibc 2.36', '[always] madvise never', False),  # all memory has them
+        ('glibc 2.36', 'always madvise [never]', False),
+        ('glibc 2.36', None, False),
+        (None, 'always [madvise] never', False),
+    ],
+)
+def test_machines(tmp_path, monkeypatch, version, policy, supported):
+    monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
+    monkeypatch.setattr(os, 'confstr', lambda name: version)
+    file = tmp_path / 'enabled'
+    if policy is not None:
+        file.write_text(policy)
+    monkeypatch.setattr(process, 'POLICY', pathlib.Path(file))
+    assert process.is_supported() == supported
+
+
+def test_other_devices(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, 'confstr', lambda name: 'glibc 2.36')
+    (tmp_path / 'enabled').write_text('[madvise]')
+    monkeypatch.setattr(process, 'POLICY', tmp_path / 'enabled')
+    monkeypatch.setattr(process, 'find_spec', lambda name: name == 'libtpu')
+    monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
+    assert process.is_supported()
+    monkeypatch.delenv('JAX_PLATFORMS')
+    assert not process.is_supported()

@@ -7,7 +7,7 @@ import json
 import pytest
 from runs import assert_same_run, small_config
 
-from modes import profile
+from modes import train as train_mode
 from prepare import prepare
 
 
@@ -28,8 +28,8 @@ def test_steps_are_traced(corpus, uninterrupted, tmp_path, capsys):
     def train(text, num_steps=None):
         asked = itertools.count(1)
         run = prepare(small_config(corpus), tmp_path)
-        profile.train_traced(
-            run, profile.parse(text, 'run'), lambda: 2 * (next(asked) == num_steps)
+        train_mode.train_traced(
+            run, train_mode.parse(text, 'run'), lambda: 2 * (next(asked) == num_steps)
         )
         return capsys.readouterr().out
 
@@ -44,8 +44,8 @@ def test_steps_are_traced(corpus, uninterrupted, tmp_path, capsys):
 
 
 def test_steps_of_the_flag():
-    assert not profile.parse('', 'gs://bucket/run')
-    assert list(profile.parse('10:13', 'run')) == [10, 11, 12, 13]
+    assert not train_mode.parse('', 'gs://bucket/run')
+    assert list(train_mode.parse('10:13', 'run')) == [10, 11, 12, 13]
     for text in ('3', ':3', '3:', '0:2', '3:2', '-1:2', '1:2:3', 'a:b', '1.0:2', '1:²'):
         with pytest.raises(ValueError, match=f'^--profile={text}: write FIRST:LAST'):
-            profile.parse(text, 'run')
+            train_mode.parse(text, 'run')

@@ -1,17 +1,37 @@
-"""--profile: a trace of some steps of a run, for TensorBoard's profile plugin or Perfetto."""
+"""`--mode=train`, and --profile: a trace of some steps, for TensorBoard's profile plugin or Perfetto."""
 
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable
-from typing import Any
+import os
+import pathlib
+from collections.abc import Callable, Mapping
 
 import jax
+from absl.flags import FlagValues
+from ml_collections import ConfigDict, config_flags
 
 import train
 from configs.base import INT32_MAX
+from modes import process
+from prepare import prepare
 
 FOLDER = 'profile'  # in the workdir
+
+
+def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int:
+    """Train, and return the exit status: 128 + the number of the signal that stopped it, else 0."""
+    workdir = flags.workdir
+    if workdir is None:
+        name = config_flags.get_config_filename(flags['config'])
+        workdir = os.path.join('runs', pathlib.Path(name).stem)
+    steps = parse(flags.profile, workdir)
+    with process.returning_large_blocks():
+        run = prepare(config, workdir)
+    run.workdir.lock.on_loss = lambda text: process.end_now(1, text)
+    signals.begin_work(can_wait=True)
+    number = train_traced(run, steps, lambda: signals.number)
+    return 128 + number if number else 0
 
 
 def parse(text: str, workdir: str) -> range:
@@ -49,7 +69,9 @@ def train_traced(
     folder = run.workdir.path / FOLDER
     numbers = itertools.count(first)
 
-    def train_step(state: Any, batch: Any) -> Any:
+    def train_step(
+        state: train.TrainState, batch: Mapping[str, jax.Array]
+    ) -> tuple[train.TrainState, train.Metrics]:
         step = next(numbers)
         if step == taken[0]:
             jax.block_until_ready(state)

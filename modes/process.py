@@ -1,0 +1,305 @@
+"""Everything that changes the process, in one file. Nothing outside modes/ does, and nothing at an import.
+
+| what | by | until |
+|---|---|---|
+| huge pages: the program replaces itself, once (execv, GLIBC_TUNABLES) | `restart` | its end |
+| closed standard streams (descriptors 0 to 2) become the null device | `open_streams` | its end |
+| a standard stream that cannot be written becomes the null device | `writing`, `finish_streams` | its end |
+| standard output escapes names that are not UTF-8 | `begin` | its end |
+| JAX_ENABLE_X64, EPATH_USE_TF, GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT | `begin` | its end |
+| threads of TensorBoard show no OSError (threading.excepthook) | `begin` | its end |
+| no search for cycles (gc) | `begin` | `Signals.begin_work` |
+| large blocks of memory are returned at once (mallopt) | `returning_large_blocks` | the with ends |
+| SIGHUP, SIGINT and SIGTERM | `Signals` | its end |
+| SIGPIPE | `end_with_reader` | its end |
+| TF_CPP_MIN_LOG_LEVEL, if several processes run | `hide_logs_of_xla` | its end |
+| XLA_FLAGS and libtpu's variables, for devices that are not here | `set_variables` | its end |
+| the warning of a damaged compilation cache (warnings.showwarning) | `on_warning` | its end |
+| the exit of a process that cannot continue (os._exit) | `end_now`, `ending_after`, `Signals` | |
+
+Apart from these: run/prefetch.py changes its own worker processes, and train() in a notebook, without main.py,
+listens to SIGINT while it runs. Imports no jax.
+"""
+
+import contextlib
+import ctypes
+import gc
+import io
+import os
+import signal
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn, TextIO
+
+VARIABLE = 'GLIBC_TUNABLES'
+SETTING = 'glibc.malloc.hugetlb=1'
+FIRST_VERSION = 'glibc 2.35'  # that knows it
+# Of the kernel: always, madvise or never.
+POLICY = Path('/sys/kernel/mm/transparent_hugepage/enabled')
+
+
+# After a signal, in modes that have parts of their work on the disk.
+SAME_COMMAND = 'the same command continues'
+
+
+def begin() -> None:
+    """Set what counts for the whole program, for all modes."""
+    os.environ['JAX_ENABLE_X64'] = '0'  # the settings have the dtypes
+    os.environ['EPATH_USE_TF'] = 'false'  # else epath imports TensorFlow if that is installed
+    # Without it, gcsfs looks for credentials for seconds at every call.
+    os.environ.setdefault('GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT', 'false')
+    if isinstance(sys.stdout, io.TextIOWrapper):  # it may print names of files that are not UTF-8
+        sys.stdout.reconfigure(errors='backslashreplace')
+    gc.disable()  # what is prepared stays: to search it for cycles takes a tenth of the time
+    show = threading.excepthook
+
+    def show_unless_of_events(args: threading.ExceptHookArgs) -> None:
+        # The next `flush` of TensorBoard's writer raises the same error, which ends the run with its line.
+        is_of_events = 'AsyncWriter' in type(args.thread).__name__
+        if not (is_of_events and isinstance(args.exc_value, OSError)):
+            show(args)
+
+    threading.excepthook = show_unless_of_events
+
+
+# Huge pages on CPUs. XLA asks malloc for the temporary arrays of each step again, and a page of 4 KiB costs a fault
+# when it is first touched. glibc uses pages of 2 MiB if GLIBC_TUNABLES says so before the process starts.
+
+
+def restart() -> None:
+    """Start this program again in the same process, with huge pages, if the machine has them.
+
+    Do nothing if the variable is set, to whatever value, or if Python runs another program, such as a
+    debugger or a profiler, that runs this one.
+    """
+    if VARIABLE in os.environ or not is_supported() or not is_program(sys.orig_argv, sys.argv):
+        return
+    os.environ[VARIABLE] = SETTING
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def is_supported() -> bool:
+    """Return whether JAX runs on CPUs here, and whether kernel and C library give huge pages on request."""
+    has_other_devices = find_spec('jax_plugins') or find_spec('libtpu')
+    if os.environ.get('JAX_PLATFORMS', '') != 'cpu' and has_other_devices:
+        return False
+    try:
+        version = os.confstr('CS_GNU_LIBC_VERSION') or ''
+        policy = POLICY.read_text()
+    except (OSError, ValueError, AttributeError):  # not Linux, or another C library
+        return False
+    return numbers(version) >= numbers(FIRST_VERSION) and '[madvise]' in policy
+
+
+def numbers(version: str) -> list[int]:
+    """Return the numbers of a version: [2, 36] of 'glibc 2.36'."""
+    words = version.partition(' ')[2].split('.')
+    return [int(word) for word in words if word.isdecimal()]
+
+
+def is_program(original: list[str], arguments: list[str]) -> bool:
+    """Return whether the command line `original` is Python, its options, and the program with its arguments."""
+    num_options = len(original) - len(arguments)
+    for option in original[1:num_options]:
+        if not option.startswith('-') or option.startswith('-m'):
+            return False
+    return original[num_options:] == arguments
+
+
+# Memory and variables.
+
+
+@contextlib.contextmanager
+def returning_large_blocks() -> Iterator[None]:
+    """Let the C library return large blocks to the system as soon as they are freed.
+
+    glibc keeps blocks of up to 32 MiB between arrays that stay: a tenth of the size of an XL encoder.
+    """
+    # Only glibc has it; where it is missing nothing is set.
+    mallopt = getattr(ctypes.CDLL(None), 'mallopt', lambda parameter, value: None)
+    trim_threshold = -1  # of malloc.h
+    mmap_threshold = -3
+    mallopt(mmap_threshold, 2**20)
+    try:
+        yield
+    finally:  # what glibc arrives at by itself
+        mallopt(mmap_threshold, 2**25)
+        mallopt(trim_threshold, 2**26)
+
+
+def hide_logs_of_xla() -> None:
+    """Let XLA print nothing but fatal errors, unless the user sets this. Call it before JAX is imported."""
+    os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set variables of the environment that a library reads when it is first used."""
+    os.environ.update(variables)
+
+
+def on_warning(text: str, act: Callable[[], None]) -> None:
+    """Call `act` instead of showing a warning that has `text` in it."""
+    show = warnings.showwarning
+
+    def act_or_show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if text in str(message):
+            act()
+        else:
+            show(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = act_or_show
+
+
+# Signals and ends.
+
+
+class Signals:
+    """A listener for SIGHUP, SIGINT and SIGTERM.
+
+    `number` is the first signal, which the loop asks for between two steps. A second signal ends
+    the process at once, and so does the first if there is nothing to save (`can_wait` is False).
+    A thread listens, because a handler in Python would have to wait for XLA, which may compile for
+    minutes. SIGHUP stays ignored under nohup.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.is_preparing = True  # errors are of flags, settings and inputs
+        self.can_wait = False
+        self.is_silent = False
+        self.advice = 'no step was taken'
+        self.incoming, self.outgoing = socket.socketpair()
+        self.outgoing.setblocking(False)
+        signal.set_wakeup_fd(self.outgoing.fileno())
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
+            # Without a handler nothing is written to the descriptor.
+            signal.signal(number, ignore)
+        threading.Thread(target=self.listen, daemon=True).start()
+
+    def begin_work(self, can_wait: bool = False) -> None:
+        """Everything is prepared: from now on, errors are those of the work, and cycles are searched for."""
+        self.is_preparing = False
+        self.can_wait = can_wait
+        gc.enable()
+
+    def listen(self) -> None:
+        while True:
+            [number] = self.incoming.recv(1)
+            if not self.can_wait:
+                self.end(number, self.advice)
+            if self.number:
+                self.end(number, 'the last checkpoint stands')
+            self.number = number
+            self.report('stopping, this step is finished and saved; once more to stop at once')
+
+    def end(self, number: int, advice: str) -> NoReturn:
+        self.report(f'stopped at once, {advice}')
+        os._exit(128 + number)
+
+    def report(self, text: str) -> None:
+        """Print to a terminal that may be gone."""
+        if not self.is_silent:
+            with contextlib.suppress(OSError):
+                print(f'main.py: {text}', file=sys.stderr, flush=True)
+
+
+def ignore(number: int, frame: FrameType | None) -> None:
+    """Handle a signal by doing nothing: Signals reads it from the descriptor."""
+
+
+def end_with_reader() -> None:
+    """Let `| head` end the program."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
+def end_now(status: int, text: str = '') -> NoReturn:
+    """End the process, whatever its other threads do, after a last line on standard error."""
+    if text:
+        with contextlib.suppress(OSError):
+            print(f'main.py: {text}', file=sys.stderr, flush=True)
+    os._exit(status)
+
+
+@contextlib.contextmanager
+def ending_after(seconds: float, text: str) -> Iterator[None]:
+    """End the process with status 2 and a line unless the body ends in time."""
+    alarm = threading.Timer(seconds, end_now, [2, text])
+    alarm.daemon = True
+    alarm.start()
+    try:
+        yield
+    finally:
+        alarm.cancel()
+
+
+# Standard input, output and error, which may be closed or cannot be written.
+
+
+def open_streams() -> None:
+    """Open the null device for the standard streams that are closed; writing to standard output then fails.
+
+    Otherwise the next file that is opened would get a number of theirs, and what libraries print there.
+    """
+    for number, flags in enumerate((os.O_RDONLY, os.O_RDONLY, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, flags)  # takes the lowest free number
+    if sys.stdout is None:
+        sys.stdout = open(1, 'w', closefd=False)  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(2, 'w', closefd=False)  # noqa: SIM115
+
+
+@contextlib.contextmanager
+def writing(file: TextIO) -> Iterator[None]:
+    """Name a standard stream in the OSError of writing to it, and drop what it holds."""
+    try:
+        yield
+    except OSError as error:
+        drop(file)
+        name = 'standard error' if file is sys.stderr else 'standard output'
+        raise OSError(error.errno, error.strerror, name) from error
+
+
+def drop(file: TextIO) -> None:
+    """Send what a standard stream holds, which Python writes at its end, to the null device."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+
+
+def finish_streams() -> None:
+    """Write what standard output holds. Drop it if that fails."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        drop(sys.stdout)
+
+
+def print_lines(lines: Iterable[str], file: TextIO) -> None:
+    """Print lines as they are made. If that fails, make the others all the same, then raise OSError."""
+    fault = None
+    for line in lines:
+        if fault is None:
+            try:
+                with writing(file):
+                    print(line, file=file, flush=True)
+            except OSError as error:
+                fault = error
+    if fault is not None:
+        raise fault

@@ -1,0 +1,168 @@
+"""One process at a time in a folder. A lock on a disk is the system's, in a bucket an object. Imports no jax."""
+
+import contextlib
+import fcntl
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import paths
+
+LOCK_SECONDS = 120.0  # after which a lock in a bucket that nobody has renewed counts no more
+SECONDS_BETWEEN_TRIES = 0.1
+
+
+def lock(file: paths.AnyPath, title: str, remedy: str, is_first: bool = True) -> 'Lock':
+    """Lock `file` until the returned lock is closed or this process ends. Only the first process does.
+
+    Raises ValueError, which names the process that holds the lock.
+    """
+    if not is_first:
+        return Lock()
+    try:
+        return _try(file)
+    except InUse as other:
+        holder, hint = other.args
+        raise ValueError(f'{title} is in use by {holder}: {remedy}{hint}') from None
+
+
+@contextlib.contextmanager
+def alone_in(folder: paths.AnyPath) -> Iterator[None]:
+    """Make a folder, and wait until no other process is in it."""
+    paths.make_folder(folder)
+    while True:
+        try:
+            held = _try(folder / '.lock')
+        except InUse:
+            time.sleep(SECONDS_BETWEEN_TRIES)
+            continue
+        with held:
+            yield
+        return
+
+
+def _try(file: paths.AnyPath) -> 'Lock':
+    return DiskLock(file) if isinstance(file, Path) else BucketLock(file)
+
+
+class InUse(Exception):
+    """Another process has the lock: its name, and what to do if it was killed."""
+
+
+class Lock:
+    """A lock that this process holds until it is closed."""
+
+    closed = False
+    # Called with a line if another process has taken the lock.
+    on_loss: Callable[[str], object] = staticmethod(lambda line: print(line, file=sys.stderr))
+
+    def __init__(self) -> None:
+        self.holder = f'process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}'
+
+    def close(self) -> None:
+        self.closed = True
+
+    def __enter__(self) -> 'Lock':
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class DiskLock(Lock):
+    """The system's lock of a file, which ends with its process."""
+
+    def __init__(self, file: Path):
+        super().__init__()
+        with paths.naming(file):
+            self._stream = file.open('a+')
+            try:
+                fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                with self._stream:
+                    self._stream.seek(0)
+                    raise InUse(self._stream.read(), '') from None
+        with paths.naming(file.parent, file.parent):
+            self._stream.truncate(0)
+            self._stream.write(self.holder)
+            self._stream.flush()
+
+    def close(self) -> None:
+        super().close()
+        self._stream.close()
+
+
+class BucketLock(Lock):
+    """A lock in a bucket: a file that only one process can create, and that it writes again while it lives.
+
+    The lock of a process that was killed counts for LOCK_SECONDS. A process that was suspended for so long may
+    find the lock of another one: `on_loss` has to end it, because two would write the same files.
+    """
+
+    def __init__(self, file: paths.BucketPath):
+        super().__init__()
+        self.file = file
+        self.content = f'{self.holder}\n{secrets.token_hex(8)}'.encode()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._renew, daemon=True)
+        # A request that is sent again may find what it has written itself.
+        while not create_object(file, self.content) and self._read() != self.content:
+            other = self._read()
+            if self._age() < LOCK_SECONDS:
+                raise InUse(
+                    other.decode().partition('\n')[0],
+                    f'; if that process was killed, wait {LOCK_SECONDS:.0f} seconds, or remove {file}',
+                )
+            if self._read() == other:
+                file.unlink(missing_ok=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            self._closing.set()
+            self._thread.join()
+            self.file.unlink(missing_ok=True)
+
+    def _renew(self) -> None:
+        while not self._closing.wait(LOCK_SECONDS / 6):
+            with contextlib.suppress(Exception):  # of the network: the next time may be better
+                if self._read() not in (self.content, b''):  # b'': somebody has removed it
+                    self.on_loss(f'{self.file} is now held by another process: this one ends')
+                    return
+                paths.replace_file(self.file, self.content)
+
+    def _read(self) -> bytes:
+        try:
+            return self.file.read_bytes()
+        except FileNotFoundError:
+            return b''
+
+    def _age(self) -> float:
+        """Return how many seconds ago the lock was written, by the clock of the store."""
+        now = self.file.with_name('lock.now')
+        paths.replace_file(now, b'')
+        client = paths.client_of(str(now))
+        try:
+            return (client.modified(str(now)) - client.modified(str(self.file))).total_seconds()
+        except FileNotFoundError:  # its holder has removed it
+            return LOCK_SECONDS
+        finally:
+            now.unlink(missing_ok=True)
+
+
+def create_object(file: paths.BucketPath, content: bytes) -> bool:
+    """Write a file of a bucket that is not there yet, and return whether this call has: of several only one has."""
+    with paths.client_errors(str(file), 'written', OSError):
+        try:
+            paths.client_of(str(file)).pipe_file(str(file), content, mode='create')
+        except OSError:  # of several kinds
+            if not file.exists():
+                raise
+            return False
+    return True
