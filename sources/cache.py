@@ -257,16 +257,22 @@ def decode(content: bytes, split: Split) -> dict:
         feature = message.features.feature[split.stored_names[name]]  # empty if it is not stored
         kind = feature.WhichOneof('kind')
         values = getattr(feature, kind).value if kind else []
-        if values and kind != info.stored_kind:  # an empty list may be stored as any kind
+        try:
+            if values and kind != info.stored_kind:  # an empty list may be stored as any kind
+                raise ValueError(f'a {kind}')
+            example[name] = shaped(values, info)
+        except ValueError:
             raise ValueError(
-                f'feature {name!r} is a {kind}, not {info.dtype}: cache the task again'
-            )
-        example[name] = shaped(name, values, info)
+                f'feature {name!r} is not {info.dtype} of shape {list(info.shape)}: cache the task again'
+            ) from None
     return example
 
 
-def shaped(name: str, values: Sequence, info: FeatureInfo):
-    """Return the values of a feature as an array, texts as a list, a scalar as itself."""
+def shaped(values: Sequence, info: FeatureInfo):
+    """Return the values of a feature as an array, texts as a list, a scalar as itself.
+
+    Raises ValueError for values of another dtype or shape.
+    """
     if info.dtype == TEXT:
         values = [text_of(value) for value in values]
         if info.shape:
@@ -276,16 +282,8 @@ def shaped(name: str, values: Sequence, info: FeatureInfo):
         stored = np.array(values)
         array = stored.astype(info.dtype)
         if array.dtype.kind == 'i' and (array != stored).any():
-            raise ValueError(
-                f'feature {name!r} has a value that is no {info.dtype}: cache the task again'
-            )
-    try:
-        array = array.reshape([-1 if size is None else size for size in info.shape])
-    except ValueError:
-        shape = list(info.shape)
-        raise ValueError(
-            f'feature {name!r} has {len(values)} values and the shape {shape}: cache the task again'
-        ) from None
+            raise ValueError(f'no {info.dtype}')
+    array = array.reshape([-1 if size is None else size for size in info.shape])
     return array if info.shape else array.item()
 
 
