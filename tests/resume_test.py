@@ -202,7 +202,7 @@ def test_a_corpus_may_move_and_a_vocabulary_may_not_change(corpus, tmp_path):
     ):
         prepare(small_config(str(moved)), tmp_path / 'run')
     kept.unlink()
-    prepare(small_config(str(moved), steps=9), tmp_path / 'run').lock.close()
+    prepare(small_config(str(moved), steps=9), tmp_path / 'run').workdir.lock.close()
     assert kept.read_bytes() == model
     kept.unlink()
     config.data.vocabulary = 'bytes'

@@ -319,7 +319,7 @@ def test_a_run_that_could_go_on_with_corrected_files_goes_on(corpus, finished, t
     as_saved_by_0_1_0(tmp_path / 'run', allowed, changes=[])
     prepared = prepare(small_config(corpus, steps=3), tmp_path / 'run')
     prepared.workdir.lock.close()
-    assert prepared.first_step == 3
+    assert prepared.progress.step == 3
     settings = json.loads((tmp_path / 'run/config.json').read_text())
     assert 'allow_changed_files' not in settings['data']
 
