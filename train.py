@@ -459,7 +459,7 @@ def evaluate_step(
     if not due or stop_request.signal:
         return
     values = {}
-    run.t5.set_parameters(model.merge_adapters(run.trainer.model_config, params))
+    run.t5.arrays = model.merge_adapters(run.trainer.model_config, params)
     for task in due:
         with run.console.working(f'Evaluating {task.name}, step {step:,}'):
             found = run.task_metrics(run.t5, task, stop_request.agree)
@@ -469,7 +469,7 @@ def evaluate_step(
         partition.in_all(write)
         run.metrics.write(f'{results.FOLDER}/{task.name}', step, events_of(task, found.values))
         values[task.name] = found.values
-    run.t5.set_parameters({})
+    run.t5.arrays = {}
     if values:
         run.console.line(run.task_metrics.describe(step, values))
 

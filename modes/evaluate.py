@@ -241,7 +241,7 @@ class CheckpointEvaluation:
         if self.t5 is None or self.t5.config != loaded.config:
             self.t5 = loaded
         else:
-            self.t5.set_parameters(loaded.arrays)
+            self.t5.arrays = loaded.arrays
         return self.t5
 
 

@@ -157,7 +157,7 @@ def prepare(request: Request, config: Any | None, changes: Mapping[str, Any]) ->
     vocab_size = opened.config.vocab_size
     check_rows(vocabulary, opened.directory, vocab_size)
     model.check_mesh(opened.config, partition.make_mesh(**config.mesh))
-    infer.Decoding.of_settings(config.decode)
+    infer.decoding_of(config.decode)
     if config.decode.top_k > vocab_size:
         raise ValueError(
             f'decode.top_k={config.decode.top_k}: must be at most model.vocab_size={vocab_size}'
@@ -255,9 +255,8 @@ def infer_all(job: Job) -> list[str]:
     for part in job.parts:
         messages += part.messages
     if request.text is not None:
-        options = infer.decoding_options(job.config.decode)
-        example = infer.Example(job.text_ids)
-        [answer] = infer.predict_all(load_once(), [example], batch_size=1, options=options)
+        decoding = infer.decoding_of(job.config.decode)
+        [answer] = infer.answer_batch(load_once(), decoding, [infer.Example(job.text_ids)])
         if is_first:
             for i, tokens in enumerate(answer.tokens):
                 if job.config.decode.return_scores:
@@ -335,12 +334,17 @@ def lines_of(job: Job, t5: infer.T5, chunk: Chunk, progress: Callable[[int], Any
         examples.append(infer.Example(example.inputs, targets, number))
         inputs.append(selected(example.features(), request.fields))
     if request.score:
-        scores = infer.score_all(t5, examples, config.batch_size, progress)
-        for written, score in zip(inputs, scores, strict=True):
-            yield results.as_line({'inputs': written, 'score': score})
+
+        def score(batch: Sequence[infer.Example], num_rows: int) -> Iterator[np.ndarray]:
+            choices = [example._replace(targets=[example.targets]) for example in batch]
+            return infer.score_batch(t5, choices, num_rows)
+
+        scores = infer.in_batches(score, examples, config.batch_size, progress)
+        for written, [nats] in zip(inputs, scores, strict=True):
+            yield results.as_line({'inputs': written, 'score': float(nats)})
         return
-    options = infer.decoding_options(config)
-    answers = infer.predict_all(t5, examples, config.batch_size, options, progress)
+    predict = functools.partial(infer.answer_batch, t5, infer.decoding_of(config))
+    answers = infer.in_batches(predict, examples, config.batch_size, progress)
     for written, answer in zip(inputs, answers, strict=True):
         texts = [job.vocabulary.decode(tokens) for tokens in answer.tokens]
         line: dict[str, Any] = {'inputs': written, 'prediction': one_or_all(texts)}
@@ -381,7 +385,8 @@ def encodings_of(
     """Return the arrays of a file, as the head of this file has them."""
     pool = job.request.pool
     examples = [infer.Example(example.inputs, number=number) for number, example in chunk]
-    encoded = list(infer.encode_all(t5, examples, job.config.decode.batch_size, pool, progress))
+    encode = functools.partial(infer.encode_batch, t5, pool=pool)
+    encoded = list(infer.in_batches(encode, examples, job.config.decode.batch_size, progress))
     arrays = {'indices': np.array([example.number for example in examples], np.int64)}
     if pool == 'mean':
         return arrays | {'embeddings': np.stack(encoded)}

@@ -6,11 +6,12 @@ SeqIO seqio/evaluation.py.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -86,7 +87,7 @@ def open_tasks(config: Any, split: str) -> list[OpenTask]:
     """
     if config.decode.num_return > 1:
         raise ValueError(f'decode.num_return={config.decode.num_return}: an evaluation needs 1')
-    infer.Decoding.of_settings(config.decode)  # raises ValueError for what does not fit together
+    infer.decoding_of(config.decode)  # raises ValueError for what does not fit together
     opened: dict[str, OpenTask] = {}
     names = config.infer_eval.task or config.data.task
     for name in names.split(','):
@@ -201,12 +202,12 @@ class TaskMetrics:
         scores = None
         try:
             if not all(takes_scores(metric_fn) for metric_fn in task.task.metric_fns):
-                found = infer.predict_all(
-                    t5,
+                decoding = infer.decoding_of(self.config.decode)
+                found = infer.in_batches(
+                    functools.partial(infer.answer_batch, t5, decoding),
                     [infer.Example(x.inputs, number=i) for i, x in enumerate(task.examples)],
-                    batch_size=self.config.infer_eval.batch_size,
-                    options=infer.decoding_options(self.config.decode),
-                    progress=progress,
+                    self.config.infer_eval.batch_size,
+                    progress,
                 )
                 answers = [task.vocabulary.decode(answer.tokens[0]) for answer in found]
             if any(takes_scores(metric_fn) for metric_fn in task.task.metric_fns):
@@ -360,15 +361,11 @@ def score(
         same_inputs = list(group)
         for start in range(0, len(same_inputs), batch_size):
             part = same_inputs[start : start + batch_size]
-            targets = [example.targets for example in part]
+            targets = [example.targets for example in part if example.targets is not None]
             choices.append(infer.Example(part[0].inputs, targets))
     most_choices = max(len(example.targets) for example in choices)
 
-    def score_batch(batch: Sequence[infer.Example], num_rows: int) -> Iterable[np.ndarray]:
-        inputs = [example.inputs for example in batch]
-        targets: list[Any] = [example.targets for example in batch]
-        return t5.score_choices(inputs, targets, num_rows)
-
+    score_batch = functools.partial(infer.score_batch, t5)
     scores = infer.in_batches(score_batch, choices, max(batch_size // most_choices, 1), progress)
     return np.concatenate(list(scores)).tolist()
 

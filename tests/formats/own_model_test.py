@@ -307,8 +307,8 @@ def test_adapters_of_a_run_are_merged_everywhere(tmp_path):
         examples = [json.loads(line) for line in lines]
         scores = []
         for example in examples:
-            inputs = [example['input']['inputs']]
-            [[score]] = unmerged.score_choices(inputs, [[example['input']['targets']]])
+            features = example['input']
+            [score] = unmerged.score([features['inputs']], [features['targets']])
             scores.append(score)
         assert len(scores) > 5
         np.testing.assert_allclose([x['score'] for x in examples], scores, rtol=1e-5)
@@ -785,7 +785,8 @@ def test_a_prompt_is_merged_into_its_base(uninterrupted, prompted, tmp_path):
     beams = t5.generate(inputs, 8, beam_size=3, num_return=2)
     assert on_mesh.generate(inputs, 8, beam_size=3, num_return=2) == beams
     scores = t5.score([inputs[0]] * 2, beams[0])
-    assert_close(t5.score_choices(inputs[:1], [beams[0]])[0], scores, 1e-5)
+    [of_choices] = infer.score_batch(t5, [infer.Example(inputs[0], beams[0])])
+    assert_close(of_choices, scores, 1e-5)
     # An encoder alone, and a conversion.
     assert_close(infer.load(prompted, part='encoder').encode(inputs)[0], encoded, 1e-6)
     convert.convert_checkpoint(prompted, tmp_path / 't5x', 't5x')
