@@ -109,7 +109,7 @@ class Saver:
 
     def __init__(
         self,
-        workdir: str | Path,
+        workdir: str | paths.AnyPath,
         keep: int = 0,
         keep_every: int = 0,
         dtype: str = '',
@@ -208,12 +208,12 @@ class Saver:
             manifest = pack_manifest(step, checksums)
             for name, content in {**files, MANIFEST: manifest, INDEX: index}.items():
                 paths.replace_file(tmp / name, content)
-            if tmp != final:
+            if isinstance(tmp, Path):
                 for path in tmp.iterdir():  # TensorStore has synced the chunks in them
                     _sync(path)
                 _sync(tmp)
                 tmp.rename(final)
-                _sync(final.parent)
+                _sync(tmp.parent)
         except Exception as error:
             raise OSError(
                 f'{final} is not saved ({paths.reason(error)}): correct that and start again; the checkpoints '
@@ -252,7 +252,9 @@ def delete(directory: Any) -> None:
     paths.remove_folder(directory)
 
 
-def save(workdir: str | Path, step: int, tree: Mapping, files: Mapping[str, bytes] = {}) -> Path:
+def save(
+    workdir: str | paths.AnyPath, step: int, tree: Mapping, files: Mapping[str, bytes] = {}
+) -> paths.AnyPath:
     """Write the flat `tree` to `workdir/checkpoint_STEP`, with `files` beside it; return its path.
 
     All or nothing. Every process calls it with the same paths. Raises OSError if the disk refuses.
@@ -427,7 +429,7 @@ def checksum(file: Any) -> Checksum:
 
 
 def restore(
-    source: str | Path | Mapping[str, Any],
+    source: str | paths.AnyPath | Mapping[str, Any],
     shardings: Mapping[str, jax.sharding.Sharding] = {},
     dtype: str = '',
 ) -> dict[str, jax.Array | np.ndarray]:
@@ -487,7 +489,7 @@ def _large_blocks_returned() -> Iterator[None]:
         mallopt(trim_threshold, 2**26)
 
 
-def read_index(path: str | Path) -> dict[str, Any]:
+def read_index(path: str | paths.AnyPath) -> dict[str, Any]:
     """Return {path: leaf} of a checkpoint in T5X's native layout: its folder, or an index alone.
 
     A small array is a numpy array, any other a LazyArray. Raises ValueError for other layouts and versions.
@@ -638,7 +640,7 @@ def _describe_missing(folder: Any) -> str:
 # The checkpoints of a workdir.
 
 
-def steps(workdir: str | Path) -> list[int]:
+def steps(workdir: str | paths.AnyPath) -> list[int]:
     """Return the steps of the checkpoints in `workdir`, ascending. An unfinished one does not count."""
     folders = step_folders(paths.to_path(workdir))
     return [step for step in folders if paths.is_file(folders[step] / INDEX)]

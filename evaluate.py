@@ -4,10 +4,12 @@ run/task_metrics.py has the metrics of what a model answers. Source: T5X t5x/mod
 (train-eval).
 """
 
+import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from ml_collections import FrozenConfigDict
+from ml_collections import ConfigDict, FrozenConfigDict
 
 import data
 import loss
@@ -28,6 +30,7 @@ from vocabulary import EOS_ID
 # The sums of loss.weighted_sums that `summarize` knows.
 T5X_SUMS: tuple[str, ...] = ('loss', 'z_loss', 'nats', 'weights', 'correct')
 T5X_SUMS += ('encoder_tokens', 'decoder_tokens', 'encoder_examples', 'decoder_examples')
+UNIGRAM_TOKENS = 1_000_000  # positions of training targets that the unigram baseline counts
 Sums = dict[str, jax.Array]  # loss.weighted_sums of a batch, and those of its text alone
 
 
@@ -38,9 +41,10 @@ class Evaluation:
     Differs from T5X: takes the first `eval.steps` batches of one pass. T5X repeats a small split.
     """
 
-    config: Any
+    config: ConfigDict
     mesh: Mesh
     name: str
+    title: str  # of its line in the terminal
     validation: Stream | None  # until its batches are read
     vocabulary_size: int
     sentinel_ids: tuple[int, ...]  # no text
@@ -48,8 +52,12 @@ class Evaluation:
     training_counts: Callable[[], np.ndarray]  # how often each token is an own training target
     batches: list[dict[str, np.ndarray]] = dataclasses.field(default_factory=list)  # own rows
 
+    @property
+    def every_steps(self) -> int:
+        return self.config.eval.every_steps
+
     def __call__(
-        self, params: Mapping[str, jax.Array], stop: Callable[[int], int] = lambda count: 0
+        self, params: Mapping[str, jax.Array], step: int, stop: Callable[[int], int]
     ) -> dict[str, float] | None:
         """Return T5X's metrics, and nats per token, of text and of all targets, beside the unigram's.
 
@@ -58,19 +66,31 @@ class Evaluation:
         """
         if not self.read_batches(stop):
             return None
-        steps: list[Sums] = []
+        queued: list[Sums] = []
         for count, batch in enumerate(self.batches, start=1):
-            steps.append(self.compute_sums(params, partition.place_rows(self.mesh, batch)))
+            queued.append(self.compute_sums(params, partition.place_rows(self.mesh, batch)))
             if count > 1:
-                jax.block_until_ready(steps[-2])  # one batch is queued while another is computed
+                jax.block_until_ready(queued[-2])  # one batch is queued while another is computed
             if stop(count):
                 return None
-        steps = jax.device_get(steps)
+        steps = jax.device_get(queued)
         total = add_steps(steps)
         values = summarize(steps, self.config)
         values['nats_per_text_token'] = total['text_nats'] / max(total['text_tokens'], 1)
         values['nats_per_target_token'] = total['target_nats'] / total['decoder_tokens']
         return values | self.unigram_baselines
+
+    def describe(self, step: int, values: Mapping[str, float]) -> str:
+        """Return a line with the loss beside that of a model that knows token frequencies alone."""
+        own = values['nats_per_text_token']
+        baseline = values['unigram_nats_per_text_token']
+        side = 'below' if own < baseline else 'ABOVE'
+        return (
+            f'Step {step:,}{self.title}: validation loss {own:.3f} nats per text token, '
+            f'{abs(baseline - own):.3f} {side} the unigram baseline of {baseline:.3f} '
+            f'(all target tokens: {values["nats_per_target_token"]:.3f}, '
+            f'baseline {values["unigram_nats_per_target_token"]:.3f})'
+        )
 
     def read_batches(self, stop: Callable[[int], int]) -> bool:
         """Read the batches if they are not read yet: a small split of a large corpus takes a while.
@@ -126,7 +146,60 @@ class Evaluation:
         return baselines
 
 
-@functools.lru_cache(maxsize=16)
+def open_evaluations(
+    config: ConfigDict,
+    model_config: T5Config,
+    mesh: Mesh,
+    training: Stream,
+    validation: Stream,
+    num_microbatches: int,
+) -> list[Evaluation]:
+    """Return the evaluations of the tasks with text for validation, all beside one baseline."""
+    compute_sums = make_sums(
+        config=model_config,
+        mesh=mesh,
+        loss_config=FrozenConfigDict(config.loss),
+        sentinel_ids=validation.sentinel_ids,
+        num_microbatches=num_microbatches,
+    )
+    training_counts = functools.cache(functools.partial(count_targets, config, training))
+    streams = validation.of_each_task()
+    evaluations = []
+    for stream in streams:
+        name = stream.mixture.name
+        evaluation = Evaluation(
+            config=config,
+            mesh=mesh,
+            name=f'training_eval/{name}',
+            title=f', {name}' if len(streams) > 1 else '',
+            validation=stream,
+            vocabulary_size=validation.vocabulary.size,
+            sentinel_ids=validation.sentinel_ids,
+            compute_sums=compute_sums,
+            training_counts=training_counts,
+        )
+        evaluations.append(evaluation)
+    return evaluations
+
+
+def count_targets(config: ConfigDict, training: Stream) -> np.ndarray:
+    """Return how often each token is a training target in this process's rows: int64 [vocab_size].
+
+    Counts the first UNIGRAM_TOKENS positions, or a shorter first epoch.
+    """
+    positions_per_batch = config.train.batch_size * config.data.lengths.targets
+    num_batches = math.ceil(UNIGRAM_TOKENS / positions_per_batch)
+    counts = np.zeros(config.model.vocab_size, np.int64)
+    first_epoch = copy.copy(training)  # of a mixture, without end
+    if training.mixture.is_single:
+        first_epoch.num_epochs = 1
+    first_epoch.counts = np.zeros_like(training.counts)
+    first_epoch.seek(np.zeros_like(training.position))
+    for batch in itertools.islice(first_epoch, num_batches):
+        np.add.at(counts, batch['decoder_target_tokens'], 1)
+    return counts
+
+
 def make_sums(
     config: T5Config,
     mesh: Mesh,
@@ -178,12 +251,12 @@ def make_sums(
     return jax.jit(sums)
 
 
-def add_steps(steps: list[Any]) -> dict[str, float]:
+def add_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the total of each sum over the steps."""
     return {name: sum(float(sums[name]) for sums in steps) for name in steps[0]}
 
 
-def summarize(steps: list[Any], config: Any) -> dict[str, float]:
+def summarize(steps: Sequence[Mapping[str, float]], config: ConfigDict) -> dict[str, float]:
     """Return T5X's metrics (t5x/models.py) of the sums of some steps.
 
     'nats_per_token' is the cross entropy without z-loss. A sum that is not T5X's is divided by the

@@ -103,7 +103,7 @@ def prepare(config: Any, signals: Signals) -> Callable[[], int | None]:
         if workdir is None:
             workdir = os.path.join('runs', config_name)
         from modes import profile
-        from modes.train import prepare as prepare_run
+        from prepare import prepare as prepare_run
 
         steps = profile.parse(FLAGS.profile, workdir)
         run = prepare_run(config, workdir)

@@ -7,7 +7,6 @@ Shazeer & Stern 2018 (Adafactor); Loshchilov & Hutter 2019 (AdamW); Polyak & Jud
 parameters).
 """
 
-import collections
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -17,17 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec as P
 
 import kernels
-
-STEP = 'state/step'
-# The slots that T5X's Adafactor keeps for each parameter. One that is unused is [1] zeros.
-T5X_SLOTS = ('m', 'v', 'v_col', 'v_row')
-T5X_NAMES = {'ema': 'm'}  # of slots that have another name in optax
-# Each of these slots of optax's Adafactor lacks a dimension of its parameter: the largest, the second.
-FACTORED_SLOTS = {'v_row': -1, 'v_col': -2}
-AVERAGE_SLOT = 'ema_params'  # of `average_parameters`
 
 
 def make_optimizer(config: Any, learning_rate: Callable) -> optax.GradientTransformation:
@@ -181,12 +171,6 @@ def averaged(params: Mapping[str, Any], opt_state: Any) -> Mapping[str, Any]:
     return params
 
 
-def slots(opt_state: Any, params: Mapping[str, Any]) -> list[jax.Array]:
-    """Return the arrays of an optimizer's state that belong to a parameter."""
-    leaves = jax.tree_util.tree_leaves_with_path(opt_state)
-    return [x for keys, x in leaves if parameter_index(keys, params) is not None]
-
-
 def make_schedule(config: Any) -> Callable:
     """Return T5X's product of factors: step (before it is incremented) -> learning rate, float32.
 
@@ -242,137 +226,3 @@ def trained_paths(pattern: str, paths: Collection[str]) -> tuple[str, ...]:
             f'match the whole path of one or more, such as {min(paths)!r}'
         )
     return trained
-
-
-def state_specs(opt_state: Any, params: Mapping[str, Any], specs: Mapping[str, P]) -> Any:
-    """Return PartitionSpecs for `opt_state`.
-
-    An array that belongs to a parameter and has its shape is split like it, and so is a row or
-    column of Adafactor along the dimension that it keeps; others are not split.
-    """
-
-    def spec(keys: tuple, x: Any) -> P:
-        index = parameter_index(keys, params)
-        if index is None:
-            return P()
-        path = keys[index].key
-        shape = params[path].shape
-        if x.shape == shape:
-            return specs[path]
-        slot = (field_names(keys[:index]) or [''])[-1]
-        if slot not in FACTORED_SLOTS or len(shape) != 2:
-            return P()
-        kept = 1 - np.argsort(shape)[FACTORED_SLOTS[slot]]
-        if x.shape != (shape[kept],):
-            return P()
-        return P(specs[path][kept])
-
-    return jax.tree_util.tree_map_with_path(spec, opt_state)
-
-
-def to_t5x(step: Any, params: Mapping[str, Any], opt_state: Any) -> dict[str, Any]:
-    """Return a training state as a flat tree of T5X's paths, 'target/PARAM' and 'state/...'.
-
-    The arrays of the state of any optax optimizer are in it, under the paths of `state_paths`, but
-    a random key, which optax.add_noise has, cannot be saved. Frozen parameters have no state.
-    """
-    tree = {STEP: step}
-    for path, x in params.items():
-        tree[f'target/{path}'] = x
-    paths = state_paths(opt_state, params)
-    for path, x in zip(paths, jax.tree.leaves(opt_state), strict=True):
-        if path != STEP:
-            tree[path] = x
-    for path in paths:
-        owner, _, slot = path.rpartition('/')
-        if owner.startswith('state/param_states/') and slot in FACTORED_SLOTS:
-            for t5x_slot in T5X_SLOTS:
-                tree.setdefault(f'{owner}/{t5x_slot}', np.zeros([1], np.float32))
-    return tree
-
-
-def from_t5x(tree: Mapping[str, Any], opt_state: Any) -> tuple[Any, dict[str, Any], Any]:
-    """Return (step, params, optimizer state), the inverse of `to_t5x`; of `opt_state`'s structure."""
-    params = {k.removeprefix('target/'): x for k, x in tree.items() if k.startswith('target/')}
-    leaves = [tree[path] for path in state_paths(opt_state, params)]
-    structure = jax.tree.structure(opt_state)
-    return tree[STEP], params, jax.tree.unflatten(structure, leaves)
-
-
-def state_paths(opt_state: Any, params: Mapping[str, Any]) -> list[str]:
-    """Return the path in T5X's tree of each leaf of the state of an optax optimizer.
-
-    An array of a parameter is 'state/param_states/PARAM/SLOT'. SLOT is T5X's name for a slot of
-    Adafactor, else optax's, such as 'mu'. Other leaves are 'state/optimizer/NAME', NAME being
-    optax's fields and labels. Where a path occurs again, the second one ends in '_1', and so on.
-
-    Two kinds of counts are copies of the step; they have its path and are not stored again:
-      - every count, where Adafactor's slots are all that there is besides, and averages of the
-        parameters: T5X stores none;
-      - the count of a learning-rate schedule that no other transformation wraps, so that a run that
-        takes over a step but no optimizer state has the learning rate of that step.
-    """
-    keys_of_leaves = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(opt_state)]
-    keys_of_schedules = schedule_counts(opt_state)
-    has_t5x_state = all(is_t5x_leaf(keys, params) for keys in keys_of_leaves)
-    occurrences: collections.Counter[str] = collections.Counter()
-    paths = []
-    for keys in keys_of_leaves:
-        is_count = parameter_index(keys, params) is None
-        if is_count and (has_t5x_state or keys in keys_of_schedules):
-            paths.append(STEP)
-            continue
-        path = leaf_path(keys, params)
-        number = occurrences[path]
-        occurrences[path] += 1
-        paths.append(f'{path}_{number}' if number else path)
-    return paths
-
-
-def is_t5x_leaf(keys: tuple, params: Mapping[str, Any]) -> bool:
-    """Return whether the leaf at `keys` is a slot of T5X's Adafactor, an average, or a count."""
-    if parameter_index(keys, params) is None:
-        return field_names(keys)[-1:] == ['count']
-    return leaf_path(keys, params).rsplit('/', 1)[1] in (*T5X_SLOTS, AVERAGE_SLOT)
-
-
-def schedule_counts(opt_state: Any) -> list[tuple]:
-    """Return the keys of the counts of learning-rate schedules that nothing but `chain` holds."""
-
-    def is_schedule(x: Any) -> bool:
-        return isinstance(x, optax.ScaleByScheduleState)
-
-    found = []
-    for keys, x in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_schedule):
-        if is_schedule(x) and not field_names(keys):
-            found.append((*keys, jax.tree_util.GetAttrKey('count')))
-    return found
-
-
-def leaf_path(keys: tuple, params: Mapping[str, Any]) -> str:
-    """Return the path in T5X's tree of the leaf at `keys`, before it is numbered."""
-    index = parameter_index(keys, params)
-    if index is None:
-        return '/'.join(['state/optimizer', *field_names(keys)])
-    names = field_names(keys[:index])[-1:] or ['value']
-    slot = T5X_NAMES.get(names[0], names[0])
-    return '/'.join(['state/param_states', keys[index].key, slot, *field_names(keys[index + 1 :])])
-
-
-def parameter_index(keys: tuple, params: Mapping[str, Any]) -> int | None:
-    """Return where in `keys` the path of a parameter stands; None where there is none."""
-    for i, key in enumerate(keys):
-        if isinstance(key, jax.tree_util.DictKey) and key.key in params:
-            return i
-    return None
-
-
-def field_names(keys: tuple) -> list[str]:
-    """Return the names of the fields and labels in `keys`, not positions in tuples and lists."""
-    names = []
-    for key in keys:
-        if isinstance(key, jax.tree_util.GetAttrKey):
-            names.append(key.name)
-        if isinstance(key, jax.tree_util.DictKey):
-            names.append(str(key.key))
-    return names

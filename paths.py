@@ -19,8 +19,8 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
-from typing import IO, Any, NamedTuple
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, NamedTuple, TypeAlias
 
 
 class Store(NamedTuple):
@@ -39,6 +39,54 @@ RESTORE_LINE = 'restore the file from a copy, or remove this line'
 LFS_HEADER = b'version https://git-lfs.github.com/spec/'
 
 
+class BucketPath(PurePosixPath):
+    """A path of gs:// or s3://, with the methods of pathlib.Path that a bucket can follow."""
+
+    def __str__(self) -> str:
+        scheme, _, location = super().__str__().partition(':/')
+        return f'{scheme}://{location}'
+
+    def exists(self) -> bool:
+        return client_of(str(self)).exists(str(self))
+
+    def is_file(self) -> bool:
+        return client_of(str(self)).isfile(str(self))
+
+    def is_dir(self) -> bool:
+        return client_of(str(self)).isdir(str(self))
+
+    def iterdir(self) -> Iterator['BucketPath']:
+        for name in client_of(str(self)).listdir(str(self), detail=False):
+            yield self / posixpath.basename(name)
+
+    def glob(self, pattern: str) -> Iterator['BucketPath']:
+        scheme = self.parts[0]
+        for name in client_of(str(self)).glob(f'{self}/{pattern}'):
+            yield BucketPath(f'{scheme}//{name}')
+
+    def open(self, mode: str = 'rb') -> IO[bytes]:
+        return client_of(str(self)).open(str(self), mode)
+
+    def read_bytes(self) -> bytes:
+        return client_of(str(self)).cat_file(str(self))
+
+    def read_text(self) -> str:
+        return self.read_bytes().decode()
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        try:
+            client_of(str(self)).rm_file(str(self))
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+
+    def rmtree(self) -> None:
+        client_of(str(self)).rm(str(self), recursive=True)
+
+
+AnyPath: TypeAlias = Path | BucketPath  # what `to_path` returns
+
+
 class ReadError(OSError):
     """A bucket that does not answer. Damage to a file is another error."""
 
@@ -46,7 +94,7 @@ class ReadError(OSError):
 # Names.
 
 
-def to_path(name: str | os.PathLike, may_be_new: bool = False) -> Any:
+def to_path(name: str | os.PathLike, may_be_new: bool = False) -> AnyPath:
     """Return an absolute path on a disk, or a path of gs:// or s3:// with pathlib's methods.
 
     `may_be_new`: it is written to, and need not exist. Raises ValueError for what is no path, for one that the
@@ -68,7 +116,7 @@ def to_path(name: str | os.PathLike, may_be_new: bool = False) -> Any:
         except FileNotFoundError:
             if not may_be_new:
                 raise
-    return importlib.import_module('etils.epath').Path(text)
+    return BucketPath(text)
 
 
 def disk_path(name: str | os.PathLike) -> Path:

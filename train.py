@@ -8,12 +8,12 @@ T5X t5x/train.py, t5x/trainer.py.
 
 import contextlib
 import dataclasses
+import enum
 import functools
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,88 +22,92 @@ import optax
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from ml_collections import FrozenConfigDict
+from ml_collections import ConfigDict, FrozenConfigDict
 
 import checkpoint
-import evaluate
-import infer
 import kernels
 import loss
 import model
 import optimizer
 import partition
+import state_names
 from model import T5Config
-from run import best, compiler, console, prefetch, results
+from run import best, compiler, console
 from run.agreement import Batches, StopRequest, counts_of_all, remember_interrupt
 from run.console import Console
-from run.interval import Clock, Interval, show
-from run.not_finite import COUNT_FILE, NotFinite
-from run.task_metrics import TaskMetrics, events_of, write_results
-from run.workdir import Metrics, record_end
+from run.interval import Clock, Interval, Metrics, training_metrics
+from run.not_finite import COUNT_FILE, SKIP, Fault, NotFinite
+from run.prefetch import PrefetchedBatch
+from run.workdir import Workdir, record_end
 from stream import Stream
-from vocabulary import Vocabulary
+
+Leaf = TypeVar('Leaf')
 
 
-class TrainState(NamedTuple):
-    step: jax.Array  # int32, the number of steps taken
-    params: dict[str, jax.Array]  # {T5X's path: float32}
-    opt_state: Any
+class TrainState(NamedTuple, Generic[Leaf]):
+    """A training state; leaves are arrays, their shapes, or how they are split."""
+
+    step: Leaf  # int32, the number of steps taken
+    params: dict[str, Leaf]  # {T5X's path: float32}
+    opt_state: optax.OptState
 
 
-def train_step(trainer: 'Trainer', state: TrainState, batch: Mapping) -> tuple[TrainState, dict]:
+def train_step(
+    spec: 'StepSpec', state: TrainState[jax.Array], batch: Mapping[str, jax.Array]
+) -> tuple[TrainState[jax.Array], dict[str, jax.Array]]:
     """Take one step: return the next state, and the metrics of this step as float32 scalars.
 
     `batch`: T5X's features, int32 [rows, length], rows split over BATCH_AXES.
     """
     rows = jnp.arange(len(batch['decoder_target_tokens']))
-    _, dropout_key = jax.random.split(jax.random.key(trainer.seed))
+    _, dropout_key = jax.random.split(jax.random.key(spec.seed))
     key = jax.random.fold_in(dropout_key, state.step)
-    grads, metrics = gradients(trainer, state.params, batch, rows, key)
-    trained = trainer.trained_of(state.params)
-    updates, opt_state = trainer.tx.update(grads, state.opt_state, trained)
+    grads, metrics = gradients(spec, state.params, batch, rows, key)
+    trained = spec.trained_of(state.params)
+    updates, opt_state = spec.tx.update(grads, state.opt_state, trained)
     params = state.params | optax.apply_updates(trained, updates)
-    metrics['learning_rate'] = trainer.schedule(state.step)
+    metrics['learning_rate'] = spec.schedule(state.step)
     metrics['gradient_norm'] = optimizer.norm(grads)
     totals = [metrics['loss'], metrics['gradient_norm'], optimizer.norm(updates)]
-    totals += map(kernels.sum, optimizer.slots(opt_state, trained))
+    totals += map(kernels.sum, state_names.slots(opt_state, trained))
     metrics['finite'] = jnp.isfinite(sum(totals))
     new = TrainState(state.step + 1, params, opt_state)
-    if trainer.skips_not_finite:
-        # Only the step goes on, and counts that are copies of it.
-        tree = optimizer.to_t5x(new.step, state.params, state.opt_state)
-        old = TrainState(*optimizer.from_t5x(tree, state.opt_state))
+    if spec.skips_not_finite:
+        # Keep the old state; advance only the step and the counters that mirror it.
+        tree = state_names.to_t5x(new.step, state.params, state.opt_state)
+        old = TrainState(*state_names.from_t5x(tree, state.opt_state))
         new = jax.tree.map(functools.partial(jnp.where, metrics['finite']), new, old)
     return new, metrics
 
 
 def gradients(
-    trainer: 'Trainer', params: Mapping, batch: Mapping, rows: jax.Array, key: jax.Array
+    spec: 'StepSpec', params: Mapping, batch: Mapping, rows: jax.Array, key: jax.Array
 ) -> tuple[dict, dict]:
     """Return the gradients by the trained parameters, and loss.weighted_sums of the batch.
 
     `rows` and `key` determine the dropout.
     """
-    specs = trainer.specs.params
+    specs = spec.state_specs.params
     sharded_gradients = jax.shard_map(
-        functools.partial(device_gradients, trainer),
-        mesh=trainer.mesh,
+        functools.partial(device_gradients, spec),
+        mesh=spec.mesh,
         in_specs=(specs, partition.BATCH, partition.BATCH, P()),
-        out_specs=(trainer.trained_of(specs), P()),
+        out_specs=(spec.trained_of(specs), P()),
     )
     return sharded_gradients(params, batch, rows, key)
 
 
-def device_gradients(trainer, params, batch, rows_b, key):
+def device_gradients(spec, params, batch, rows_b, key):
     """Return one device's part of `gradients`, from its rows and its slices of the parameters.
 
     Differs from T5X, which divides each microbatch by its own weights and repeats the same dropout:
     here microbatches have the gradients of the whole batch.
     """
-    config = trainer.model_config
-    weights_bT, divisor = loss.weights_and_divisor(batch, trainer.normalizing_factor)
+    config = spec.model_config
+    weights_bT, divisor = loss.weights_and_divisor(batch, spec.normalizing_factor)
     num_rows = lax.psum(len(rows_b), partition.BATCH_AXES)
-    trained_specs = trainer.trained_of(trainer.specs.params)
-    trained = partition.per_device(trainer.trained_of(params), trained_specs)
+    trained_specs = spec.trained_of(spec.state_specs.params)
+    trained = partition.per_device(spec.trained_of(params), trained_specs)
 
     def microbatch_loss(trained, microbatch):
         batch, weights_bT, rows_b = microbatch
@@ -111,15 +115,15 @@ def device_gradients(trainer, params, batch, rows_b, key):
             lambda: model.logits(config, batch, rows_b),
             params | trained,
             key,
-            trainer.gradient_dtype,
+            spec.gradient_dtype,
         )
         sums = loss.weighted_sums(
             logits_bTv,
             batch,
             weights_bT,
             divisor,
-            z_loss=trainer.loss_config.z_loss,
-            label_smoothing=trainer.loss_config.label_smoothing,
+            z_loss=spec.loss_config.z_loss,
+            label_smoothing=spec.loss_config.label_smoothing,
         )
         sums = loss.add_aux(sums, aux, config.modules.losses(config), num_rows)
         return sums['loss'], sums
@@ -129,26 +133,23 @@ def device_gradients(trainer, params, batch, rows_b, key):
         return jax.tree.map(jnp.add, total, grads), sums
 
     zeros = jax.tree.map(jnp.zeros_like, trained)
-    microbatches = partition.cut_rows((batch, weights_bT, rows_b), trainer.num_microbatches)
+    microbatches = partition.cut_rows((batch, weights_bT, rows_b), spec.num_microbatches)
     grads, sums = lax.scan(add_gradients, zeros, microbatches)
     sums = jax.tree.map(lambda x: x.sum(axis=0), sums)
     grads = partition.sum_gradients(grads, trained_specs)
     return grads, lax.psum(sums, partition.BATCH_AXES)
 
 
-def init(trainer: 'Trainer') -> TrainState:
+def init(spec: 'StepSpec') -> TrainState[jax.Array]:
     """Return the state before the first step."""
-    init_key, _ = jax.random.split(jax.random.key(trainer.seed))
-    params = model.init(trainer.model_config, init_key)
-    return TrainState(jnp.int32(0), params, trainer.tx.init(trainer.trained_of(params)))
+    init_key, _ = jax.random.split(jax.random.key(spec.seed))
+    params = model.init(spec.model_config, init_key)
+    return TrainState(jnp.int32(0), params, spec.tx.init(spec.trained_of(params)))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)  # JAX prints it in front of its messages
-class Trainer:
-    """Everything that the program of a step depends on; modes/train.py makes it from a config.
-
-    It is compared by value: equal ones in one process share the compiled programs below.
-    """
+class StepSpec:
+    """Everything that the program of a step depends on; prepare.py makes it from a config."""
 
     model_config: T5Config
     loss_config: FrozenConfigDict
@@ -182,7 +183,7 @@ class Trainer:
             return optimizer.trained_paths(pattern, model.shapes(self.model_config))
         return model.adapter_paths(self.model_config) or tuple(model.shapes(self.model_config))
 
-    def trained_of(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+    def trained_of(self, tree: Mapping[str, Leaf]) -> dict[str, Leaf]:
         """Return what `tree`, {path of a parameter: leaf}, has of the trained parameters."""
         return {path: tree[path] for path in self.trained}
 
@@ -195,89 +196,158 @@ class Trainer:
         return frozenset(model.shapes(self.model_config)).difference(adapters, self.trained)
 
     @functools.cached_property
-    def shapes(self) -> Any:
-        """The state as a TrainState of jax.ShapeDtypeStruct."""
+    def state_shapes(self) -> TrainState[jax.ShapeDtypeStruct]:
+        """The shapes and dtypes of the state."""
         step = jax.ShapeDtypeStruct((), jnp.int32)
         params = {}
         for path, shape in model.shapes(self.model_config).items():
             params[path] = jax.ShapeDtypeStruct(shape, jnp.float32)
         opt_state = jax.eval_shape(self.tx.init, self.trained_of(params))
-        return TrainState(step, params, opt_state)  # type: ignore[arg-type]
+        return TrainState(step, params, opt_state)
 
     @functools.cached_property
-    def specs(self) -> Any:
-        """How the state is split over the mesh, as a TrainState of PartitionSpec."""
-        _, params, opt_state = self.shapes
+    def state_specs(self) -> TrainState[P]:
+        """How the state is split over the mesh."""
+        _, params, opt_state = self.state_shapes
         param_specs = model.param_specs(self.model_config)
-        opt_specs = optimizer.state_specs(opt_state, params, param_specs)
-        return TrainState(P(), param_specs, opt_specs)  # type: ignore[arg-type]
+        opt_specs = state_names.state_specs(opt_state, params, param_specs)
+        return TrainState(P(), param_specs, opt_specs)
 
 
-@functools.lru_cache(maxsize=16)
-def compile_init(trainer: Trainer) -> jax.stages.Compiled:
+def compile_init(spec: StepSpec) -> jax.stages.Compiled:
     """Return `init`, compiled ahead of time."""
-    shardings = partition.shardings(trainer.mesh, trainer.specs)
-    return jax.jit(functools.partial(init, trainer), out_shardings=shardings).lower().compile()
+    shardings = partition.shardings(spec.mesh, spec.state_specs)
+    return jax.jit(functools.partial(init, spec), out_shardings=shardings).lower().compile()
 
 
-@functools.lru_cache(maxsize=16)
-def jit_step(trainer: Trainer) -> jax.stages.Wrapped:
+def jit_step(spec: StepSpec) -> jax.stages.Wrapped:
     """Return `train_step` as a compiled function (state, batch) -> (state, metrics); donates state."""
-    shardings = partition.shardings(trainer.mesh, (trainer.specs, P()))
+    shardings = partition.shardings(spec.mesh, (spec.state_specs, P()))
 
     def train_step_on_mesh(state, batch):
         # kernels.py asks how many devices share the arrays of the optimizer.
-        with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
-            return train_step(trainer, state, batch)
+        with jax.sharding.use_abstract_mesh(spec.mesh.abstract_mesh):
+            return train_step(spec, state, batch)
 
     return jax.jit(train_step_on_mesh, out_shardings=shardings, donate_argnums=0)
 
 
-def lower_step(trainer: Trainer) -> jax.stages.Lowered:
-    """Return `jit_step`, lowered for the trainer's batch before there is a state or a batch."""
-    shardings, rows = partition.shardings(trainer.mesh, (trainer.specs, partition.BATCH))
-    state = jax.tree.map(lambda x, to: x.update(sharding=to), trainer.shapes, shardings)
+def lower_step(spec: StepSpec) -> jax.stages.Lowered:
+    """Return `jit_step`, lowered for the spec's batch before there is a state or a batch."""
+    shardings, rows = partition.shardings(spec.mesh, (spec.state_specs, partition.BATCH))
+    state = jax.tree.map(lambda x, to: x.update(sharding=to), spec.state_shapes, shardings)
     batch = {}
-    for name, length in trainer.feature_lengths.items():
-        shape = (trainer.batch_size, length)
+    for name, length in spec.feature_lengths.items():
+        shape = (spec.batch_size, length)
         batch[name] = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
-    return jit_step(trainer).lower(state, batch)
+    return jit_step(spec).lower(state, batch)
 
 
-@functools.lru_cache(maxsize=16)
-def compile_step(trainer: Trainer) -> jax.stages.Compiled:
+def compile_step(spec: StepSpec) -> jax.stages.Compiled:
     """Return `jit_step`, compiled ahead of time."""
-    return lower_step(trainer).compile(compiler.options(trainer.mesh, trainer.model_config.dtype))
+    return lower_step(spec).compile(compiler.options(spec.mesh, spec.model_config.dtype))
 
 
 # The loop.
 
 
-class Run(NamedTuple):
-    """A run that is ready to start or to go on: `modes.train.prepare` makes it."""
+class End(enum.Enum):
+    """Why a run takes no more steps."""
 
-    config: Any
-    files: dict[str, bytes]  # of every checkpoint: the settings, the vocabulary, an own model
-    workdir: Path
+    STEPS = 'train.steps'
+    EPOCHS = 'train.epochs'
+    EARLY_STOPPING = 'train.early_stopping'
+
+
+class Evaluation(Protocol):
+    """What is computed of the parameters every so many steps: validation losses, metrics of a task."""
+
+    @property
+    def name(self) -> str:
+        """The name of its lines in metrics.jsonl."""
+
+    @property
+    def every_steps(self) -> int: ...
+
+    def __call__(
+        self, params: Mapping[str, jax.Array], step: int, stop: Callable[[int], int]
+    ) -> Mapping[str, float] | None:
+        """Return {T5X's tag: value}; None if `stop`, called with the batches so far, ended it."""
+
+    def describe(self, step: int, values: Mapping[str, float]) -> str:
+        """Return what the terminal shows of the values."""
+
+
+@dataclasses.dataclass
+class Run:
+    """A run in its workdir. `prepare.prepare` makes a ReadyRun or a FinishedRun."""
+
+    config: ConfigDict
+    workdir: Workdir
     console: Console
-    metrics: Metrics
-    lock: Any  # while it is open, no other process uses the workdir
-    trainer: Trainer
-    train_step: Any  # compiled; None where the run is finished
     stream: Stream
-    vocabulary: Vocabulary
-    evaluations: list[evaluate.Evaluation]
-    task_metrics: TaskMetrics  # of no task where infer_eval.every_steps=0
-    t5: infer.T5  # the model that answers for them, which is given the parameters of a step
-    missing_evaluations: list[str]  # after first_step, because a signal ended them
-    first_step: int  # the steps that were taken before
-    state: TrainState
-    interval: list[dict]  # the metrics of the steps since the last logged one
+    evaluations: Sequence[Evaluation]
+    progress: 'Progress'
+
+
+@dataclasses.dataclass
+class ReadyRun(Run):
+    """A run that is ready for its next step."""
+
+    spec: StepSpec
+    train_step: Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, Metrics]]
     not_finite: NotFinite
-    restore_newest: Callable[[], tuple[int, TrainState, list[dict]]]  # step, state, interval
 
 
-def train(run: Run, stop: Callable[[], int] | None = None) -> int:
+@dataclasses.dataclass
+class FinishedRun(Run):
+    """A run whose steps are taken. A signal may have ended it before its last evaluations."""
+
+
+class Progress:
+    """How far a run has come: what its next step begins from, and what a checkpoint holds."""
+
+    def __init__(
+        self, begin: 'Restored', end: End | None, restore_newest: Callable[[], 'Restored']
+    ):
+        self.first_step = begin.step
+        self.step = begin.step  # the last one taken
+        self.state = begin.state
+        self.batch: PrefetchedBatch | None = None  # of the last step
+        self.interval = Interval(begin.interval)
+        self.clock = Clock()
+        self.end = end
+        self._restore_newest = restore_newest
+
+    def take_step(self, run: ReadyRun, batch: PrefetchedBatch) -> None:
+        on_devices = partition.place_rows(run.spec.mesh, batch.features)
+        self.state, metrics = run.train_step(self.state, on_devices)
+        self.step += 1
+        self.batch = batch
+        self.interval.add(metrics, batch.features, batch.before)
+        if self.step == run.config.train.steps:
+            self.end = End.STEPS
+
+    def rewind(self) -> None:
+        """Restore the newest checkpoint."""
+        del self.state  # the devices may not have the memory for two
+        restored = self._restore_newest()
+        self.step = restored.step
+        self.state = restored.state
+        self.interval = Interval(restored.interval)
+        self.clock.restart()
+        self.end = None
+
+
+class Restored(NamedTuple):
+    """What a checkpoint has of `Progress`."""
+
+    step: int
+    state: TrainState[jax.Array]
+    interval: list[dict[str, float]]  # the metrics of the steps since the last logged one
+
+
+def train(run: ReadyRun | FinishedRun, stop: Callable[[], int] | None = None) -> int:
     """Take the steps up to config.train.steps. Log, evaluate and save on the way.
 
     Ends early when `stop` returns the number of a signal: the step is saved and the number
@@ -285,215 +355,227 @@ def train(run: Run, stop: Callable[[], int] | None = None) -> int:
     most one logged interval later, for a step that is not finite, as train.on_not_finite says; other
     errors, of bad data or a full disk, are raised after the steps before them are saved.
     """
-    if run.lock.closed:
-        raise ValueError(f'the run in {run.workdir} has ended: prepare it once more to go on')
-    with run.lock, contextlib.ExitStack() as stack:
+    if run.workdir.lock.closed:
+        raise ValueError(f'the run in {run.workdir.path} has ended: prepare it again to continue')
+    with run.workdir.lock, contextlib.ExitStack() as stack:
         if stop is None:
             stop = stack.enter_context(remember_interrupt())
-        stop_request = StopRequest(stop)
-        progress = Progress(run)
-        # Differs from T5X's SaveBestCheckpointer, which by default keeps checkpoints without a
-        # value, too. Here a stop between two evaluations changes nothing of what a run leaves.
-        saver = checkpoint.Saver(
-            run.workdir,
-            keep=run.config.save.keep,
-            keep_every=run.config.save.keep_every,
-            dtype=run.config.save.dtype,
-            rank=lambda step: history(run).rank(step),
-            period=run.config.save.every_steps if run.not_finite.action == 'back' else 1,
-        )
+        request = StopRequest(stop)
         try:
-            take_steps(run, saver, progress, stop_request)
+            if isinstance(run, FinishedRun):
+                finish(run, request)
+            else:
+                take_steps(run, request)
             with run.console.working('Saving'):
-                partition.in_all(saver.wait)
+                partition.in_all(run.workdir.saver.wait)
         except Exception as error:
-            if run.train_step is not None:
-                save_before_error(run, saver, progress, error)
+            if isinstance(run, ReadyRun):
+                save_before_error(run, error)
             raise
         except BaseException:  # a second interrupt
-            saver.wait()
+            run.workdir.saver.wait()
             raise
-        saver.prune()  # after an evaluation that came later than the checkpoint
-        saved_steps = checkpoint.steps(run.workdir)
-        if stop_request.signal:
-            run.console.line(console.stopped(progress.step, saved_steps))
+        run.workdir.saver.prune()  # after an evaluation that came later than the checkpoint
+        saved_steps = checkpoint.steps(run.workdir.path)
+        if request.signal:
+            run.console.line(console.stopped(run.progress.step, saved_steps))
         else:
-            for line in console.ending(run, progress.step, history(run), saved_steps):
-                run.console.line(line)
-    return stop_request.signal
-
-
-def history(run: Run) -> best.History:
-    """Return the values of `save.best_metric` so far. Only the first process has them."""
-    return best.history(run.config.save, run.metrics.evaluations)
-
-
-def take_steps(
-    run: Run, saver: checkpoint.Saver, progress: 'Progress', stop_request: StopRequest
-) -> None:
-    """For each batch, step; when due, log, evaluate, save. `progress` follows."""
-    config = run.config
-    if run.train_step is None:  # the run is finished, but for what a signal or a kill left out
-        evaluate_step(run, progress, run.missing_evaluations, stop_request)
-        if progress.step < config.train.steps:
-            record_end(run.workdir, progress.step)
-            run.console.line(console.stopped_early(progress.step, config))
-        else:
-            run.console.line(
-                f'Step {progress.step:,} of {config.train.steps:,} is taken: this run is finished.'
+            lines = console.ending(
+                run.workdir.path,
+                run.config.train,
+                run.stream.mixture,
+                run.progress.step,
+                history(run),
+                saved_steps,
             )
-        return
+            for line in lines:
+                run.console.line(line)
+    return request.signal
+
+
+def finish(run: FinishedRun, stop: StopRequest) -> None:
+    """Do the evaluations that a signal or a kill left out."""
+    evaluate_step(run, missing_evaluations(run), stop)
+    step = run.progress.step
+    if run.progress.end == End.EARLY_STOPPING:
+        record_end(run.workdir.path, step)
+        run.console.line(console.stopped_early(step, run.config))
+    else:
+        run.console.line(f'Already at step {step:,} of {run.config.train.steps:,}: nothing to do.')
+
+
+def take_steps(run: ReadyRun, stop: StopRequest) -> None:
+    """For each batch, step; when due, log, evaluate, save."""
+    progress = run.progress
+    clock = progress.clock
     with run.console.working('Making the first batch'):
-        batches = Batches(run.stream, config.data.num_workers, may_end=config.train.epochs > 0)
-    clock = Clock()
-    step = run.first_step
-    missing = run.missing_evaluations
+        epochs = run.config.train.epochs
+        batches = Batches(run.stream, run.config.data.num_workers, may_end=epochs > 0)
+    clock.restart()
     if batches.have_ended:
-        missing = run.metrics.missing(due_evaluations(run, step, is_last=True), step)
-    with clock.paused():
-        evaluate_step(run, progress, missing, stop_request)
-        stops_early = bool(missing) and stop_early(run, progress, stop_request)
+        progress.end = End.EPOCHS
+    if progress.step in checkpoint.steps(run.workdir.path):
+        with clock.paused():
+            evaluate_or_end(run, missing_evaluations(run), stop)
     if batches.have_ended:
         run.console.line(
-            f'train.epochs={config.train.epochs} are over after step {step:,}: this run is finished.'
+            f'train.epochs={epochs} are over after step {progress.step:,}: this run is finished.'
         )
-    while step < config.train.steps and not (
-        batches.have_ended or stops_early or stop_request.signal
-    ):
-        saver.check()
+    while progress.end is None and not stop.signal:
+        run.workdir.saver.check()
         with clock.taking_step():
             with clock.waiting_for_data():
                 batch = batches.next()
             progress.take_step(run, batch)
-            step = progress.step
-            interval = progress.interval
-            is_last = step == config.train.steps or batches.have_ended
-            log_now = is_last or step % config.log.every_steps == 0
-            save_now = is_last or step % config.save.every_steps == 0
-            evaluate_now = due_evaluations(run, step, is_last)
-            is_due = log_now or save_now or bool(evaluate_now)
-            # While a step runs, the next one is prepared and queued, but no more; and not even that
-            # where steps are slow, so that a request to stop waits for one step only.
-            is_slow = clock.seconds_of_last_step > 1
-            interval.wait(all_steps=is_due or is_slow)
-        stop_request.agree(step)
-        show_now = log_now or step == run.first_step + 1 or run.console.is_due()
+            if batches.have_ended:
+                progress.end = End.EPOCHS
+            due = due_after(run)
+            # Queue at most one step ahead; none if steps take over a second, so that a stop waits for
+            # one step only.
+            progress.interval.wait(all_steps=any(due) or clock.seconds_of_last_step > 1)
+        stop.agree(progress.step)
         for text in batch.faults:
             run.console.line(f'Left out, {batch.num_faults:,} so far: {text}')
-        if is_due or show_now or stop_request.signal:
-            interval.fetch()
-            if not run.not_finite.check(run, saver, progress):
-                # Not when progress is shown, which depends on the clock, nor after a signal: the run
-                # that goes on comes here once more.
-                if batches.have_ended or (is_due and not stop_request.signal):
-                    run.not_finite.go_back(run, saver, progress, not batches.have_ended)
-                    step = progress.step
-                    clock.restart()
-                continue
-        if log_now:
-            progress.interval = Interval([])
-        if show_now:
-            show(run, progress, interval, clock, log_now)
-        if log_now:
-            clock.restart()
-        with clock.paused():
-            evaluate_step(run, progress, evaluate_now, stop_request)
-            stops_early = bool(evaluate_now) and stop_early(run, progress, stop_request)
-            # The checkpoint comes last: a run that goes on from it has all that came before.
-            if save_now or stops_early or stop_request.signal:
-                save(run, saver, progress)
-    if batches.have_ended or stops_early:
-        record_end(run.workdir, step)
-
-
-class Progress:
-    """How far a run has come: what its next step begins from, and what a checkpoint holds."""
-
-    def __init__(self, run: Run):
-        self.step = run.first_step  # the last one taken
-        self.state = run.state
-        self.batch: prefetch.PrefetchedBatch | None = None  # that the last step took
-        self.interval = Interval(run.interval)
-
-    def take_step(self, run: Run, batch: prefetch.PrefetchedBatch) -> None:
-        on_devices = partition.place_rows(run.trainer.mesh, batch.features)
-        self.state, metrics = run.train_step(self.state, on_devices)
-        self.step += 1
-        self.batch = batch
-        self.interval.add(metrics, batch.features, batch.before)
-
-
-def due_evaluations(run: Run, step: int, is_last: bool) -> list[str]:
-    """Return the names of the evaluations that are due after `step`."""
-    names = []
-    if is_last or step % run.config.eval.every_steps == 0:
-        names += [evaluation.name for evaluation in run.evaluations]
-    every_steps = run.config.infer_eval.every_steps
-    if every_steps and (is_last or step % every_steps == 0):
-        names += [f'{results.FOLDER}/{task.name}' for task in run.task_metrics.tasks]
-    return names
-
-
-def evaluate_step(
-    run: Run, progress: Progress, names: Sequence[str], stop_request: StopRequest
-) -> None:
-    """Do the evaluations of these names after the last step, with the average of the parameters.
-
-    A signal ends an evaluation without a result; the run that goes on repeats it.
-    """
-    step = progress.step
-    params = optimizer.averaged(progress.state.params, progress.state.opt_state)
-    for evaluation in run.evaluations:
-        if evaluation.name not in names or stop_request.signal:
+        is_shown = progress.step == progress.first_step + 1 or run.console.is_due()
+        if not (any(due) or is_shown or stop.signal):
             continue
-        with run.console.working(f'Evaluating step {step:,}'):
-            losses = evaluation(params, stop_request.agree)
-        if losses is not None:
-            run.metrics.write(evaluation.name, step, losses)
-            of_task = ''
-            if len(run.evaluations) > 1:
-                of_task = f', {evaluation.name.partition("/")[2]}'
-            run.console.line(f'Step {step:,}{of_task}: {console.compare_with_baseline(losses)}')
-
-    due = [x for x in run.task_metrics.tasks if f'{results.FOLDER}/{x.name}' in names]
-    if not due or stop_request.signal:
-        return
-    values = {}
-    run.t5.arrays = model.merge_adapters(run.trainer.model_config, params)
-    for task in due:
-        with run.console.working(f'Evaluating {task.name}, step {step:,}'):
-            found = run.task_metrics(run.t5, task, stop_request.agree)
-        if found is None:
-            break
-        write = functools.partial(write_results, run.workdir, task, step, found, run.console.line)
-        partition.in_all(write)
-        run.metrics.write(f'{results.FOLDER}/{task.name}', step, events_of(task, found.values))
-        values[task.name] = found.values
-    run.t5.arrays = {}
-    if values:
-        run.console.line(run.task_metrics.describe(step, values))
+        progress.interval.fetch()
+        fault = find_fault(run)
+        if fault is not None:
+            run.workdir.saver.wait()
+            run.not_finite.check_may_go_back(fault)
+            # Only at logged, saved or evaluated steps: these do not depend on the clock, so a resumed
+            # run goes back at the same step.
+            if any(due) and not stop.signal:
+                go_back(run, fault)
+            continue
+        if due.log or is_shown:
+            log(run, due)
+        with clock.paused():
+            evaluate_or_end(run, due.evaluations, stop)
+            # The checkpoint comes last: a run that resumes from it has all that came before.
+            if due.save or progress.end or stop.signal:
+                save(run)
+    if progress.end in (End.EPOCHS, End.EARLY_STOPPING):
+        record_end(run.workdir.path, progress.step)
 
 
-def stop_early(run: Run, progress: Progress, stop_request: StopRequest) -> bool:
-    """Return whether train.early_stopping ends the run after the last step, which was evaluated.
+class Due(NamedTuple):
+    """What is due after a step."""
 
-    If it does, do the evaluations that only a last step has. The first process decides.
-    """
-    early_stopping = run.config.train.early_stopping
-    if not early_stopping or stop_request.signal:
-        return False
-    ends = np.array(history(run).ends(early_stopping))
-    if not partition.from_first_process(ends):
-        return False
+    log: bool
+    evaluations: Sequence[Evaluation]
+    save: bool
+
+
+def due_after(run: Run) -> Due:
+    """Return what is due after the last step. After the last one of a run, everything is."""
+    step = run.progress.step
+    is_last = run.progress.end is not None
+    return Due(
+        log=is_last or step % run.config.log.every_steps == 0,
+        evaluations=[x for x in run.evaluations if is_last or step % x.every_steps == 0],
+        save=is_last or step % run.config.save.every_steps == 0,
+    )
+
+
+def log(run: ReadyRun, due: Due) -> None:
+    """Show the metrics of the steps since the last logged one; write them if that is due."""
+    progress = run.progress
     step = progress.step
-    missing = run.metrics.missing(due_evaluations(run, step, is_last=True), step)
-    evaluate_step(run, progress, missing, stop_request)
-    run.console.line(console.stopped_early(step, run.config))
-    return True
+    values = training_metrics(progress.interval.metrics, run.config, progress.clock)
+    text = console.progress_line(step, run.config.train, values)
+    if not due.log:
+        run.console.live(text)
+        return
+    run.console.line(text)
+    progress.interval = Interval()
+    assert progress.batch is not None
+    counts = counts_of_all(run.stream, progress.batch)
+    for task, (num_examples, num_trimmed) in counts.items():
+        values[f'data/{task}/examples'] = num_examples
+        values[f'data/{task}/trimmed'] = num_trimmed
+    run.workdir.metrics.write('train', step, values)
+    num_logged = step // run.config.log.every_steps
+    if num_logged.bit_count() == 1 or step == run.config.train.steps:  # 1, 2, 4, ...
+        for line in console.describe_trimming(counts):
+            run.console.line(line)
+    progress.clock.restart()
 
 
-def save(run: Run, saver: checkpoint.Saver, progress: Progress) -> None:
-    """Save a checkpoint after the last step, and beside it what a run needs to go on."""
+def evaluate_or_end(run: Run, due: Sequence[Evaluation], stop: StopRequest) -> None:
+    """Do evaluations after the last step. If train.early_stopping then ends the run, do all others."""
+    evaluate_step(run, due, stop)
+    early_stopping = run.config.train.early_stopping
+    if not due or not early_stopping or stop.signal:
+        return
+    ends = history(run).ends(early_stopping)
+    if partition.from_first_process(np.array(ends)):
+        run.progress.end = End.EARLY_STOPPING
+        evaluate_step(run, missing_evaluations(run), stop)
+        run.console.line(console.stopped_early(run.progress.step, run.config))
+
+
+def evaluate_step(run: Run, due: Sequence[Evaluation], stop: StopRequest) -> None:
+    """Do evaluations after the last step, with the average of the parameters.
+
+    A signal ends an evaluation without a result; a resumed run repeats it.
+    """
+    step = run.progress.step
+    state = run.progress.state
+    params = optimizer.averaged(state.params, state.opt_state)
+    for evaluation in due:
+        if stop.signal:
+            break
+        with run.console.working(f'Evaluating {evaluation.name}, step {step:,}'):
+            values = evaluation(params, step, stop.agree)
+        if values is not None:
+            run.workdir.metrics.write(evaluation.name, step, values)
+            run.console.line(evaluation.describe(step, values))
+
+
+def missing_evaluations(run: Run) -> list[Evaluation]:
+    """Return the evaluations that are due after the last step, and that metrics.jsonl lacks."""
+    due = due_after(run).evaluations
+    missing = run.workdir.metrics.missing([x.name for x in due], run.progress.step)
+    return [x for x in due if x.name in missing]
+
+
+def history(run: Run) -> best.History:
+    """Return the values of `save.best_metric` so far. Only the first process has them."""
+    return best.history(run.config.save, run.workdir.metrics.evaluations)
+
+
+def find_fault(run: ReadyRun) -> Fault | None:
+    """Return the first step that made the state invalid; report the steps that were skipped."""
+    progress = run.progress
+    return run.not_finite.find(progress.interval, progress.step, run.stream, run.console.line)
+
+
+def go_back(run: ReadyRun, fault: Fault) -> None:
+    """Restore the newest checkpoint. The batches since then are left out.
+
+    A replay of the same batches would reach the same state.
+    """
+    progress = run.progress
+    if not checkpoint.steps(run.workdir.path):
+        raise run.not_finite.error(fault, SKIP, 'There is nothing to go back to')
+    if progress.end == End.EPOCHS:
+        raise run.not_finite.error(fault, SKIP, 'No batch is left to continue with')
+    before = progress.step
+    progress.rewind()
+    run.not_finite.count += 1
+    run.workdir.metrics.go_back(progress.step)
+    run.console.line(
+        f'{str(fault).capitalize()}. The run goes back to checkpoint_{progress.step} and leaves out the '
+        f'{before - progress.step:,} batch(es) since, {run.not_finite.used()}. '
+        f'Documents: {fault.documents}'
+    )
+
+
+def save(run: ReadyRun) -> None:
+    """Save a checkpoint after the last step, and beside it what a run needs to continue."""
+    progress = run.progress
     batch = progress.batch
     assert batch is not None
     rows = np.zeros((run.config.train.batch_size, *batch.after.shape[1:]), np.int64)
@@ -501,51 +583,55 @@ def save(run: Run, saver: checkpoint.Saver, progress: Progress) -> None:
     position_file = io.BytesIO()
     np.save(position_file, partition.from_processes(rows).max(axis=0))
     files = {
-        **run.files,
+        **run.workdir.files,
         'data_counts.json': json.dumps(counts_of_all(run.stream, batch)).encode(),
         'data_files.json': json.dumps(run.stream.mixture.files_as_json()).encode(),
         'data_position.npy': position_file.getvalue(),
         'interval.json': json.dumps(progress.interval.metrics).encode(),
         COUNT_FILE: json.dumps(run.not_finite.count).encode(),
     }
-    saver.save(progress.step, saved_tree(run.trainer, progress.state), files)
+    run.workdir.saver.save(progress.step, saved_tree(run.spec, progress.state), files)
 
 
-def saved_tree(trainer: Trainer, state: TrainState) -> dict[str, Any]:
+def saved_tree(spec: StepSpec, state: TrainState[Leaf]) -> dict[str, Leaf]:
     """Return a state as a checkpoint holds it, without the parameters that its base has."""
-    tree = optimizer.to_t5x(*state)
-    for path in trainer.unsaved:
+    tree = state_names.to_t5x(*state)
+    for path in spec.unsaved:
         del tree[f'{checkpoint.PARAMETER_PREFIX}{path}']
     return tree
 
 
-def save_before_error(
-    run: Run, saver: checkpoint.Saver, progress: Progress, error: Exception
-) -> None:
+def save_before_error(run: ReadyRun, error: Exception) -> None:
     """Save the last step, if it is not saved yet and its state is valid, so that `error` loses none.
 
     All processes save the same step, or none. If saving fails, a note of `error` says why.
     """
+    step = run.progress.step
     try:
         with run.console.working('Saving'):
-            saver.wait()
-            step = progress.step
-            can_save = progress.batch is not None and step not in checkpoint.steps(run.workdir)
-            # A state is gone that was donated to a step that failed.
-            if any(x.is_deleted() for x in jax.tree.leaves(progress.state)):
-                can_save = False
-            if can_save:
-                progress.interval.fetch()
-                can_save = run.not_finite.leaves_valid(run, progress)
-            # The other processes ask this before their next step, and come here.
+            run.workdir.saver.wait()
+            own_step = step if may_save(run) else -1
+            # Wait until every process is here: the others fail at their next agreement.
             while not partition.from_processes(np.array([True])).all():
                 pass
-            steps = partition.from_processes(np.array([step if can_save else -1]))
-            if not can_save or (steps != step).any():
+            steps = partition.from_processes(np.array([own_step]))
+            if own_step < 0 or (steps != own_step).any():
                 return
-            save(run, saver, progress)
-            saver.wait()
+            save(run)
+            run.workdir.saver.wait()
     except Exception as second:
-        error.add_note(f'Step {progress.step:,} could not be saved, too: {second}')
+        error.add_note(f'Step {step:,} could not be saved, too: {second}')
         return
-    run.console.line(f'Step {progress.step:,} is saved before the error: a run goes on from there.')
+    run.console.line(f'Step {step:,} is saved before the error: a run resumes from there.')
+
+
+def may_save(run: ReadyRun) -> bool:
+    """Return whether the last step is not saved yet, and its state there and valid."""
+    progress = run.progress
+    if progress.batch is None or progress.step in checkpoint.steps(run.workdir.path):
+        return False
+    # The failed step may have consumed its donated buffers.
+    if any(x.is_deleted() for x in jax.tree.leaves(progress.state)):
+        return False
+    progress.interval.fetch()
+    return find_fault(run) is None

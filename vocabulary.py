@@ -196,7 +196,7 @@ def before_eos(ids: Iterable[int]) -> Iterator[int]:
 # Finding a vocabulary.
 
 
-def find_vocabulary(folder: Any, name: str | Path | None = None) -> Vocabulary | None:
+def find_vocabulary(folder: Any, name: str | paths.AnyPath | None = None) -> Vocabulary | None:
     """Return the vocabulary that `name` names, else the one of a checkpoint or run, else None.
 
     `name` is 'bytes', a SentencePiece model, or a folder that has one. `folder`, a path of
@@ -229,7 +229,7 @@ def own_vocabulary(folder: Any, extra_ids: int = DEFAULT_EXTRA_IDS) -> Vocabular
 
 
 def named_vocabulary(
-    setting: str, name: str | Path, extra_ids: int, byte_extra_ids: int | None = None
+    setting: str, name: str | paths.AnyPath, extra_ids: int, byte_extra_ids: int | None = None
 ) -> Vocabulary:
     """Return the vocabulary that `name` names. Errors begin with the name of the `setting`.
 

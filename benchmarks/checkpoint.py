@@ -6,7 +6,7 @@
 The state is a TrainState of T5 1.1 with Adafactor, float32: 1GB is the shape of base, 4GB that of large
 with 31 layers in encoder and decoder. The contenders take turns, each in a new process on one CPU device:
 
-    ours            checkpoint.Saver as train.py calls it, and modes/start.py restores; `with checksums`
+    ours            checkpoint.Saver as train.py calls it, and prepare.py restores; `with checksums`
                     first compares every file with its checksum, as a run does that goes on
     orbax           CheckpointManager with its default options, StandardSave and StandardRestore
     plain           a file per array from as many threads as ours has, each synced, then their folder
@@ -57,10 +57,11 @@ from absl import app, flags
 
 import checkpoint
 import partition
+import prepare
 import train
 from configs import t5_1_1
-from modes import huge_pages, start
-from modes.train import make_trainer
+from modes import huge_pages
+from prepare import make_spec
 from run import memory, verify
 
 SIZES = {
@@ -87,9 +88,9 @@ flags.register_validator(
 
 
 class Contender(Protocol):
-    """Checkpoints of a trainer's states in a folder."""
+    """Checkpoints of a spec's states in a folder."""
 
-    def __init__(self, trainer: train.Trainer, folder: Path) -> None: ...
+    def __init__(self, spec: train.StepSpec, folder: Path) -> None: ...
 
     def save(self, step: int, state: train.TrainState) -> None:
         """Start to save. The caller may donate the state when this returns."""
@@ -237,20 +238,20 @@ def ratio(seconds: Sequence[float], ours: Sequence[float]) -> str:
 
 
 class Ours:
-    def __init__(self, trainer: train.Trainer, folder: Path) -> None:
-        self.trainer = trainer
-        _ = trainer.specs  # are traced here, as those of the others
+    def __init__(self, spec: train.StepSpec, folder: Path) -> None:
+        self.spec = spec
+        _ = spec.state_specs  # are traced here, as those of the others
         self.saver = checkpoint.Saver(folder)
 
     def save(self, step: int, state: train.TrainState) -> None:
-        self.saver.save(step, train.saved_tree(self.trainer, state))
+        self.saver.save(step, train.saved_tree(self.spec, state))
 
     def wait(self) -> None:
         self.saver.wait()
 
     def restore(self, step: int) -> train.TrainState:
         index = checkpoint.read_index(self.saver.workdir / f'checkpoint_{step}')
-        return start.restore(self.trainer, index)
+        return prepare.restore(self.spec, index)
 
 
 class OursVerified(Ours):
@@ -260,13 +261,15 @@ class OursVerified(Ours):
 
 
 class Orbax:
-    def __init__(self, trainer: train.Trainer, folder: Path) -> None:
+    def __init__(self, spec: train.StepSpec, folder: Path) -> None:
         import orbax.checkpoint
 
         self.args = orbax.checkpoint.args
         self.manager = orbax.checkpoint.CheckpointManager(folder)
-        shardings = partition.shardings(trainer.mesh, trainer.specs)
-        self.shapes = jax.tree.map(lambda x, to: x.update(sharding=to), trainer.shapes, shardings)
+        shardings = partition.shardings(spec.mesh, spec.state_specs)
+        self.shapes = jax.tree.map(
+            lambda x, to: x.update(sharding=to), spec.state_shapes, shardings
+        )
 
     def save(self, step: int, state: train.TrainState) -> None:
         self.manager.save(step, args=self.args.StandardSave(state))
@@ -281,10 +284,10 @@ class Orbax:
 class Plain:
     """Saves before `save` returns, without a copy."""
 
-    def __init__(self, trainer: train.Trainer, folder: Path) -> None:
+    def __init__(self, spec: train.StepSpec, folder: Path) -> None:
         self.folder = folder
-        self.shapes = trainer.shapes
-        self.shardings = partition.shardings(trainer.mesh, trainer.specs)
+        self.shapes = spec.state_shapes
+        self.shardings = partition.shardings(spec.mesh, spec.state_specs)
         self.pool = futures.ThreadPoolExecutor(checkpoint.ARRAYS_IN_FLIGHT)
 
     def save(self, step: int, state: train.TrainState) -> None:
@@ -322,11 +325,11 @@ class Plain:
 
 def measure_save(contender: type[Contender], size: str, folder: str) -> Saved:
     """Measure the saves of a process after its first."""
-    trainer = trainer_of(size)
-    saves = contender(trainer, Path(folder))
-    shardings = partition.shardings(trainer.mesh, trainer.specs)
+    spec = spec_of(size)
+    saves = contender(spec, Path(folder))
+    shardings = partition.shardings(spec.mesh, spec.state_specs)
     advance = jax.jit(update, donate_argnums=0)
-    state = jax.device_put(random_state(trainer), shardings)
+    state = jax.device_put(random_state(spec), shardings)
     saves.save(1, state)
     saves.wait()
     state = jax.block_until_ready(advance(state))  # compiles
@@ -351,7 +354,7 @@ def measure_save(contender: type[Contender], size: str, folder: str) -> Saved:
     return Saved(min(copies), min(calls), median(next_steps), median(finished))
 
 
-def random_state(trainer: train.Trainer) -> train.TrainState:
+def random_state(spec: train.StepSpec) -> train.TrainState:
     """Return a state of random numbers, which no compression shortens much. All counts are 1."""
     rng = np.random.default_rng(0)
 
@@ -360,7 +363,7 @@ def random_state(trainer: train.Trainer) -> train.TrainState:
             return rng.standard_normal(x.shape, np.float32)
         return np.ones(x.shape, x.dtype)
 
-    return jax.tree.map(random, trainer.shapes)
+    return jax.tree.map(random, spec.state_shapes)
 
 
 def update(state: train.TrainState) -> train.TrainState:
@@ -379,8 +382,8 @@ def measure_copy(pool: futures.Executor, state: train.TrainState) -> float:
 
 def measure_restore(contender: type[Contender], size: str, folder: str) -> float:
     """Return the seconds of restoring, after comparing all arrays with the saved ones."""
-    trainer = trainer_of(size)
-    saves = contender(trainer, Path(folder))
+    spec = spec_of(size)
+    saves = contender(spec, Path(folder))
     began = time.perf_counter()
     state = jax.block_until_ready(saves.restore(1 + NUM_UPDATES))
     seconds = time.perf_counter() - began
@@ -389,7 +392,7 @@ def measure_restore(contender: type[Contender], size: str, folder: str) -> float
         saved = -first if first.dtype == np.float32 else first + NUM_UPDATES
         return not np.array_equal(found, saved)
 
-    wrong = jax.tree.map(differs, state, random_state(trainer))
+    wrong = jax.tree.map(differs, state, random_state(spec))
     assert not any(jax.tree.leaves(wrong)), f'{contender.__name__}: restored arrays differ'
     return seconds
 
@@ -423,22 +426,22 @@ def drop_from_cache(folder: str) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def trainer_of(size: str) -> train.Trainer:
-    """Return the trainer whose states are saved."""
+def spec_of(size: str) -> train.StepSpec:
+    """Return the spec whose states are saved."""
     name, changes = SIZES[size]
     config = t5_1_1.get_config(name)
     config.model.update(changes)
-    return make_trainer(config, devices=jax.devices()[:1])
+    return make_spec(config, devices=jax.devices()[:1])
 
 
 def num_bytes(size: str) -> int:
     """Return the bytes of a state."""
-    return memory.num_state_bytes(trainer_of(size).shapes)
+    return memory.num_state_bytes(spec_of(size).shapes)
 
 
 def num_arrays(size: str) -> int:
     """Return the number of arrays of a state."""
-    return len(jax.tree.leaves(trainer_of(size).shapes))
+    return len(jax.tree.leaves(spec_of(size).shapes))
 
 
 if __name__ == '__main__':

@@ -58,8 +58,8 @@ import tasks.open
 import vocabulary
 from configs import base
 from modes import cache
-from modes.train_vocabulary import train_vocabulary
 from run import prefetch
+from run.train_vocabulary import train_vocabulary
 from stream import Stream
 
 FLAGS = flags.FLAGS

@@ -48,7 +48,7 @@ import partition
 import train
 from configs import t5_1_1
 from modes import chart, huge_pages
-from modes.train import make_trainer
+from prepare import make_spec
 from run import memory
 
 AXES = {  # {name: the value of its first point}
@@ -182,21 +182,21 @@ def config_of(axis: str, value: int) -> Any:
 def measure(axis: str, value: int, num_steps: int) -> Point:
     """Take some steps of a point on random ids."""
     config = config_of(axis, value)
-    trainer = make_trainer(config, devices=jax.devices()[:1])
+    spec = make_spec(config, devices=jax.devices()[:1])
     began = time.perf_counter()
-    train_step = train.compile_step(trainer)
+    train_step = train.compile_step(spec)
     compile_seconds = time.perf_counter() - began
     rng = np.random.default_rng(0)
     batch = {}
-    for name, length in trainer.feature_lengths.items():
-        shape = (trainer.batch_size, length)
+    for name, length in spec.feature_lengths.items():
+        shape = (spec.batch_size, length)
         batch[name] = np.ones(shape, np.int32)  # one segment
         if name.endswith('tokens'):
             batch[name] = rng.integers(2, config.model.vocab_size, shape, np.int32)
         if name.endswith('positions'):
             batch[name] = np.broadcast_to(np.arange(length, dtype=np.int32), shape)
-    on_device = partition.place_rows(trainer.mesh, batch)
-    state = train.compile_init(trainer)()
+    on_device = partition.place_rows(spec.mesh, batch)
+    state = train.compile_init(spec)()
     seconds = []
     for _ in range(WARM_UP_STEPS + num_steps):
         began = time.perf_counter()
@@ -206,7 +206,7 @@ def measure(axis: str, value: int, num_steps: int) -> Point:
     return Point(
         value=value,
         seconds=seconds[WARM_UP_STEPS:],
-        step_bytes=memory.step_bytes(train_step, trainer.mesh, 0),
+        step_bytes=memory.step_bytes(train_step, spec.mesh, 0),
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         compile_seconds=compile_seconds,
     )

@@ -29,7 +29,7 @@ flags.DEFINE_integer('rounds', 3, 'How often each start is measured.', lower_bou
 
 DTYPES = ('bfloat16', 'float32')
 ROOT = Path(__file__).resolve().parents[1]
-IMPORT = 'import time; began = time.time(); import train, modes.train; print(time.time() - began)'
+IMPORT = 'import time; began = time.time(); import train, prepare; print(time.time() - began)'
 # Run main.py up to its first step.
 START = """
 import os, sys, time

@@ -72,11 +72,11 @@ import vocabulary
 from configs import t5_1_1
 from formats import hugging_face
 from modes import compilation_cache, huge_pages, plan
-from modes.train import make_trainer
-from modes.train_vocabulary import train_vocabulary, training_texts
+from prepare import make_spec
 from run import memory
 from run.agreement import Batches
 from run.interval import Clock, Interval
+from run.train_vocabulary import train_vocabulary, training_texts
 from stream import Stream
 
 # Sequences that are tried first. Those of base fit into an H200 by its plan (0.45 GiB a sequence), the others
@@ -288,8 +288,8 @@ def print_cells(cells: Iterable[str]) -> None:
 
 def print_lines(found: Mapping[str, Sequence[Measurement]], job: Job) -> str:
     """Print the lines of a size and dtype. Return one that says what limits ours."""
-    trainer = make_trainer(config_of(job), devices=jax.devices()[:1])
-    flops = plan.flops_of_step(trainer)[0] / trainer.batch_size  # of a sequence
+    spec = make_spec(config_of(job), devices=jax.devices()[:1])
+    flops = plan.flops_of_step(spec)[0] / spec.batch_size  # of a sequence
     num_tokens = sum(config_of(job).data.lengths.values())
     product_flops = max((x.product_flops for x in found['ours']), default=np.nan)
     peak = product_flops
@@ -378,9 +378,9 @@ def measure_ours(job: Job) -> Measurement:
     compilation_cache.use()
     config = config_of(job)
     device = jax.devices()[0]
-    trainer = make_trainer(config, devices=[device])
-    train_step = train.compile_step(trainer)
-    if memory.step_bytes(train_step, trainer.mesh, 0) > memory.memory_limit(trainer.mesh):
+    spec = make_spec(config, devices=[device])
+    train_step = train.compile_step(spec)
+    if memory.step_bytes(train_step, spec.mesh, 0) > memory.memory_limit(spec.mesh):
         raise MemoryError
     stream = Stream(
         tasks.open.open_mixture(config.data),
@@ -391,18 +391,18 @@ def measure_ours(job: Job) -> Measurement:
         seed=config.seed,
     )
     batches = Batches(stream, config.data.num_workers, may_end=False)
-    state = train.compile_init(trainer)()
-    interval = Interval([])
+    state = train.compile_init(spec)()
+    interval = Interval()
     clock = Clock()
     for step in range(WARM_UP_STEPS + job.num_steps):
         if step == WARM_UP_STEPS:
             interval.wait(all_steps=True)
-            interval = Interval([])
+            interval = Interval()
             clock.restart()
         with clock.taking_step():
             with clock.waiting_for_data():
                 batch = batches.next()
-            on_device = partition.place_rows(trainer.mesh, batch.features)
+            on_device = partition.place_rows(spec.mesh, batch.features)
             state, metrics = train_step(state, on_device)
             interval.add(metrics, batch.features, batch.before)
             interval.wait(all_steps=clock.seconds_of_last_step > 1)
@@ -414,7 +414,7 @@ def measure_ours(job: Job) -> Measurement:
         peak_bytes = device.memory_stats()['peak_bytes_in_use']
     own_products_seconds = 0.0
     if job.device == 'cpu':
-        program = train.jit_step(trainer).trace(state, on_device).jaxpr
+        program = train.jit_step(spec).trace(state, on_device).jaxpr
         for product, count in products_in(program.jaxpr).items():
             own_products_seconds += count * measure_product(product)
     n = PRODUCT_SIZES[job.device]

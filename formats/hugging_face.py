@@ -227,7 +227,7 @@ def check_not_part(file: Any) -> None:
         raise ValueError(f'{file} is one file of a checkpoint: name its folder, {file.parent}')
 
 
-def read_index(folder: str | Path, is_encoder: bool = False) -> Folder:
+def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
     """Return the config of a folder or single file and its arrays; read only headers and copies of the token table.
 
     With `is_encoder`, or where there is no decoder, the config has no decoder layers. Raises ValueError for other
@@ -452,7 +452,7 @@ def _are_equal(a: SafetensorsEntry, b: SafetensorsEntry) -> bool:
 
 
 def write(
-    folder: str | Path,
+    folder: str | paths.AnyPath,
     config: model.T5Config,
     arrays: Mapping[str, Any],
     vocabulary_model: bytes | None = None,

@@ -19,8 +19,8 @@ import numpy as np
 
 import checkpoint
 import model
-import optimizer
 import paths
+import state_names
 from configs import base
 from configs.check import read_stored
 from formats import hugging_face, mesh_tf, own_model
@@ -53,7 +53,7 @@ class OpenedModel(NamedTuple):
 
 
 def open_model(
-    path: str | Path,
+    path: str | paths.AnyPath,
     config: T5Config | None = None,
     step: str = '',
     part: str = 'whole',
@@ -93,7 +93,9 @@ def open_model(
     return OpenedModel(directory, opened.leaves, config, note)
 
 
-def open_checkpoint(path: str | Path, step: str = '', part: str = 'whole') -> OpenedCheckpoint:
+def open_checkpoint(
+    path: str | paths.AnyPath, step: str = '', part: str = 'whole'
+) -> OpenedCheckpoint:
     """Open a workdir, a checkpoint of any format, or T5X's index file in one.
 
     `step` names the checkpoint of a workdir: 'best', a number, or 'last', which is the default. Adapters are
@@ -241,7 +243,7 @@ def average_paths(tree: Mapping[str, Any]) -> dict[str, str]:
     found = {}
     for path in tree:
         owner, _, slot = path.removeprefix('state/param_states/').rpartition('/')
-        if slot == optimizer.AVERAGE_SLOT and f'target/{owner}' in tree:
+        if slot == state_names.AVERAGE_SLOT and f'target/{owner}' in tree:
             found[path] = f'target/{owner}'
     return found
 

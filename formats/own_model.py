@@ -161,7 +161,7 @@ def trace(config: T5Config) -> set[str]:
 
     Nothing is computed: what the layers do with a small batch is traced, so that it raises its errors.
     """
-    # What a scan needs is checked by modes/train.py, which names the setting.
+    # What a scan needs is checked by prepare.py, which names the setting.
     config = dataclasses.replace(config, scan_layers=False)
     batch = {'encoder_input_tokens': jnp.ones([2, 4], jnp.int32)}
     for name in ('decoder_input_tokens', 'decoder_target_tokens'):

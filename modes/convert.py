@@ -89,7 +89,8 @@ def _write_t5x(target: Path, opened: formats.open.OpenedModel, vocabulary_model:
         files['vocabulary.model'] = vocabulary_model
     with paths.unfinished(final) as unfinished:
         try:
-            checkpoint.save(unfinished, step, tree, files).rename(final)
+            checkpoint.save(unfinished, step, tree, files)
+            (unfinished / f'checkpoint_{step}').rename(final)
         except OSError as error:  # it names the unfinished folder, which is removed now
             cause = error.__cause__
             if isinstance(cause, ValueError | OSError):

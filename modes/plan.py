@@ -20,7 +20,7 @@ import train
 from modes import plan_decoding
 from modes.collectives import Collective, collectives_of, executed
 from modes.topology import CHIPS, SLICES, Chip, devices_of
-from modes.train import fit_step, make_trainer, microbatch_counts
+from prepare import fit_step, make_spec, microbatch_counts
 from run import memory
 from run.console import Console
 
@@ -36,45 +36,45 @@ def plan(config: Any, topology: str) -> Iterator[str]:
     if topology == 'all':
         return table(config)
     devices = devices_of(topology)
-    return lines_of(config, trainer_of(config, topology, devices), devices)
+    return lines_of(config, spec_of(config, topology, devices), devices)
 
 
-def trainer_of(config: Any, topology: str, devices: list) -> train.Trainer:
-    """Return the trainer of a config on all the devices that --topology names."""
-    trainer = make_trainer(config, devices=devices)
-    if topology and trainer.mesh.size < len(devices):
+def spec_of(config: Any, topology: str, devices: list) -> train.StepSpec:
+    """Return the spec of a config on all the devices that --topology names."""
+    spec = make_spec(config, devices=devices)
+    if topology and spec.mesh.size < len(devices):
         raise ValueError(
-            f'--topology={topology} has {len(devices)} devices and the mesh {trainer.mesh.size}: set one '
+            f'--topology={topology} has {len(devices)} devices and the mesh {spec.mesh.size}: set one '
             'axis to -1, such as mesh.data, to use all'
         )
-    microbatch_counts(config, trainer)  # raises ValueError for train.num_microbatches
-    return trainer
+    microbatch_counts(config, spec)  # raises ValueError for train.num_microbatches
+    return spec
 
 
-def lines_of(config: Any, trainer: train.Trainer, devices: list) -> Iterator[str]:
+def lines_of(config: Any, spec: train.StepSpec, devices: list) -> Iterator[str]:
     """Yield the lines of `plan`."""
-    mesh = trainer.mesh
+    mesh = spec.mesh
     kind = mesh.devices.flat[0].device_kind
-    lengths = trainer.feature_lengths
-    num_parameters = sum(x.size for x in trainer.shapes.params.values())
+    lengths = spec.feature_lengths
+    num_parameters = sum(x.size for x in spec.state_shapes.params.values())
     yield (
         f'T5 with {num_parameters:,} parameters in {config.model.dtype} on {mesh.size:,} devices '
         f'({kind}), mesh {dict(mesh.shape)}'
     )
     yield (
-        f'Batch: {trainer.batch_size:,} rows of {lengths["encoder_input_tokens"]:,} + '
+        f'Batch: {spec.batch_size:,} rows of {lengths["encoder_input_tokens"]:,} + '
         f'{lengths["decoder_target_tokens"]:,} tokens'
     )
     began = time.monotonic()
     try:
-        step, num_microbatches = fit(config, trainer)
+        step, num_microbatches = fit(config, spec)
     except ValueError as error:
         yield 'Fits: NO'
-        raise ValueError(f'{error}{smallest_change(config, trainer, devices)}') from error
+        raise ValueError(f'{error}{smallest_change(config, spec, devices)}') from error
     yield f'Compiled in {time.monotonic() - began:.0f} s'
-    yield from memory_lines(trainer, step, num_microbatches)
-    flops, formula = flops_of_step(trainer)
-    whose = "T5's" if trainer.model_config.modules.flops is None else "the model's"
+    yield from memory_lines(spec, step, num_microbatches)
+    flops, formula = flops_of_step(spec)
+    whose = "T5's" if spec.model_config.modules.flops is None else "the model's"
     yield f'FLOPs of a step by {whose} formula: {flops:.4g} = {formula}'
     try:
         program = step.as_text() or ''
@@ -82,40 +82,40 @@ def lines_of(config: Any, trainer: train.Trainer, devices: list) -> Iterator[str
         yield f'Collectives, estimate: not known, XLA does not print this program: {error}'
     else:
         found = collectives_of(program, mesh)
-        yield from collective_lines(found, least_traffic(trainer))
+        yield from collective_lines(found, least_traffic(spec))
         if kind in CHIPS:
             yield describe(estimate(program, found, flops, mesh), CHIPS[kind])
-    decoding = plan_decoding.plan_decoding(config, trainer)
-    yield from plan_decoding.lines_of(decoding, trainer)
+    decoding = plan_decoding.plan_decoding(config, spec)
+    yield from plan_decoding.lines_of(decoding, spec)
     try:
         plan_decoding.check_fits(decoding)
     except ValueError as error:
-        raise ValueError(f'{error}{smallest_change(config, trainer, devices)}') from error
+        raise ValueError(f'{error}{smallest_change(config, spec, devices)}') from error
 
 
-def fit(config: Any, trainer: train.Trainer) -> tuple[jax.stages.Compiled, int]:
+def fit(config: Any, spec: train.StepSpec) -> tuple[jax.stages.Compiled, int]:
     """Return the step in as few microbatches as fit, and their number.
 
     Raises ValueError where none fits, as a run does.
     """
-    memory.check_state_fits(trainer.mesh, trainer.shapes, trainer.specs)
+    memory.check_state_fits(spec.mesh, spec.state_shapes, spec.state_specs)
     with Console().working('Compiling'):
-        planned = fit_step(config, trainer)
+        planned = fit_step(config, spec)
     assert planned.step is not None
     return planned.step, planned.num_microbatches
 
 
-def smallest_change(config: Any, trainer: train.Trainer, devices: list) -> str:
+def smallest_change(config: Any, spec: train.StepSpec, devices: list) -> str:
     """Return the first of some changes of settings with which a step fits, which is compiled."""
-    for changes in changes_to_try(config, trainer.mesh):
+    for changes in changes_to_try(config, spec.mesh):
         changed = config.copy_and_resolve_references()
         with changed.ignore_type():  # num_microbatches is a number or 'auto'
             changed.update_from_flattened_dict(changes)
         try:
-            changed_trainer = make_trainer(changed, devices=devices)
+            changed_spec = make_spec(changed, devices=devices)
             if config.infer_eval.every_steps:
-                plan_decoding.check_fits(plan_decoding.plan_decoding(changed, changed_trainer))
-            _, num_microbatches = fit(changed, changed_trainer)
+                plan_decoding.check_fits(plan_decoding.plan_decoding(changed, changed_spec))
+            _, num_microbatches = fit(changed, changed_spec)
         except ValueError:
             continue
         flags = ' '.join(f'--config.{name}={value}' for name, value in changes.items())
@@ -145,11 +145,11 @@ def changes_to_try(config: Any, mesh: Mesh) -> Iterator[dict[str, Any]]:
 
 
 def memory_lines(
-    trainer: train.Trainer, step: jax.stages.Compiled, num_microbatches: int
+    spec: train.StepSpec, step: jax.stages.Compiled, num_microbatches: int
 ) -> Iterator[str]:
     """Yield what a step needs of the memory, and what for."""
-    mesh = trainer.mesh
-    state_bytes = memory.num_state_bytes(trainer.shapes)
+    mesh = spec.mesh
+    state_bytes = memory.num_state_bytes(spec.state_shapes)
     need = memory.step_bytes(step, mesh, state_bytes) / memory.GIB
     limit = memory.memory_limit(mesh) / memory.GIB
     whose = 'each device'
@@ -159,8 +159,10 @@ def memory_lines(
         f'Fits: yes, in {num_microbatches} microbatch(es): {need:.2f} of {limit:.2f} GiB of {whose}'
     )
     analysis: Any = step.memory_analysis()
-    parameters = memory.bytes_on_device(mesh, trainer.shapes.params, trainer.specs.params)
-    optimizer = memory.bytes_on_device(mesh, trainer.shapes.opt_state, trainer.specs.opt_state)
+    parameters = memory.bytes_on_device(mesh, spec.state_shapes.params, spec.state_specs.params)
+    optimizer = memory.bytes_on_device(
+        mesh, spec.state_shapes.opt_state, spec.state_specs.opt_state
+    )
     total = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
     total += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     yield (
@@ -170,16 +172,16 @@ def memory_lines(
     )
 
 
-def flops_of_step(trainer: train.Trainer) -> tuple[float, str]:
+def flops_of_step(spec: train.StepSpec) -> tuple[float, str]:
     """Return the FLOPs of a step, and their formula: T5's, unless the model has another.
 
     It counts the matrix products of the forward pass three times: no recomputing, no causal half,
     no lookups, no optimizer. An own model may have another number for the forward pass.
     """
-    c = trainer.model_config
-    B = trainer.batch_size
-    S = trainer.feature_lengths['encoder_input_tokens']
-    T = trainer.feature_lengths['decoder_target_tokens']
+    c = spec.model_config
+    B = spec.batch_size
+    S = spec.feature_lengths['encoder_input_tokens']
+    T = spec.feature_lengths['decoder_target_tokens']
     if c.modules.flops is not None:
         formula = f'3B flops(config, S, T) of {c.module}, {B=}, {S=}, {T=}'
         return 3 * B * c.modules.flops(c, S, T), formula
@@ -204,19 +206,19 @@ def flops_of_step(trainer: train.Trainer) -> tuple[float, str]:
     return 3 * B * (encoder + decoder + head), formula
 
 
-def least_traffic(trainer: train.Trainer) -> Traffic:
+def least_traffic(spec: train.StepSpec) -> Traffic:
     """Return what the collectives of this layout must at least move, in bytes of whole arrays.
 
     Over 'model' the sums of heads, MLPs and vocabulary, forward and backward, in the dtype of the
     computation; over the others each gradient once, and each parameter that 'fsdp' splits gathered
     once.
     """
-    c = trainer.model_config
-    mesh = trainer.mesh
+    c = spec.model_config
+    mesh = spec.mesh
     width = jnp.dtype(c.dtype).itemsize
-    rows = trainer.batch_size // partition.axes_size(mesh, partition.BATCH_AXES)
-    inputs = rows * trainer.feature_lengths['encoder_input_tokens']
-    targets = rows * trainer.feature_lengths['decoder_target_tokens']
+    rows = spec.batch_size // partition.axes_size(mesh, partition.BATCH_AXES)
+    inputs = rows * spec.feature_lengths['encoder_input_tokens']
+    targets = rows * spec.feature_lengths['decoder_target_tokens']
     found: Traffic = collections.defaultdict(float)
     # The embedding once, a layer's attentions and MLP forward and backward, the encoder's output
     # and the logits backward.
@@ -225,15 +227,15 @@ def least_traffic(trainer: train.Trainer) -> Traffic:
     vectors = sums_of_inputs * inputs + sums_of_targets * targets
     # The loss: the largest logit, the sum, the target's logit; one more for the accuracy.
     found['all-reduce', ('model',)] = vectors * c.emb_dim * width + 4 * targets * 4
-    for path, spec in trainer.specs.params.items():
-        own = memory.bytes_on_device(mesh, trainer.shapes.params[path], spec)
-        replicated = partition.replicated_batch_axes(spec)
+    for path, param_spec in spec.state_specs.params.items():
+        own = memory.bytes_on_device(mesh, spec.state_shapes.params[path], param_spec)
+        replicated = partition.replicated_batch_axes(param_spec)
         split = tuple(axis for axis in partition.BATCH_AXES if axis not in replicated)
         whole = own * partition.axes_size(mesh, split)
         found['all-gather', split] += whole / 4 * width
-        if path in trainer.trained:
+        if path in spec.trained:
             found['all-reduce', replicated] += own
-            found['reduce-scatter', split] += whole / 4 * jnp.dtype(trainer.gradient_dtype).itemsize
+            found['reduce-scatter', split] += whole / 4 * jnp.dtype(spec.gradient_dtype).itemsize
     least: Traffic = collections.defaultdict(float)
     for (kind, axes), num_bytes in found.items():
         axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
@@ -329,14 +331,14 @@ def table(config: Any) -> Iterator[str]:
     for topology in SLICES:
         began = time.process_time()
         try:
-            trainer = trainer_of(config, topology, devices_of(topology))
+            spec = spec_of(config, topology, devices_of(topology))
         except ValueError as error:
             yield f'{topology:10} not planned: {error}'
             continue
-        mesh = trainer.mesh
+        mesh = spec.mesh
         sizes = 'x'.join(str(size) for size in mesh.shape.values())
         try:
-            step, num_microbatches = fit(config, trainer)
+            step, num_microbatches = fit(config, spec)
             program = step.as_text() or ''
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             answer = 'NO' if isinstance(error, ValueError) else 'failed'
@@ -344,13 +346,13 @@ def table(config: Any) -> Iterator[str]:
             yield f'{topology:10} {sizes:>9} {answer}: {text:.300}'
             continue
         num_fits += 1
-        need = memory.step_bytes(step, mesh, memory.num_state_bytes(trainer.shapes)) / memory.GIB
+        need = memory.step_bytes(step, mesh, memory.num_state_bytes(spec.state_shapes)) / memory.GIB
         limit = memory.memory_limit(mesh) / memory.GIB
         found = collectives_of(program, mesh)
         exchanged = sum(x.times * x.num_bytes for x in found) / 1e9
         seconds = mfu = '-'
         if mesh.devices.flat[0].device_kind in CHIPS:
-            estimated = estimate(program, found, flops_of_step(trainer)[0], mesh)
+            estimated = estimate(program, found, flops_of_step(spec)[0], mesh)
             seconds = f'{estimated.step:.3g}'
             mfu = f'{estimated.mfu:.2f}'
         memory_cell = f'{need:.2f} of {limit:.2f}'
@@ -358,7 +360,6 @@ def table(config: Any) -> Iterator[str]:
             f'{topology:10} {sizes:>9} {num_microbatches:12} {memory_cell:>15} {exchanged:12.3g} '
             f'{seconds:>8} {mfu:>5} {time.process_time() - began:6.0f}'
         )
-        train.compile_step.cache_clear()  # a step of a large model takes gigabytes
     if not num_fits:
         raise ValueError(
             '--topology=all: this config fits on none of these: plan one of them to see what does'

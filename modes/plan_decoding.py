@@ -32,7 +32,7 @@ class DecodingStep(NamedTuple):
         return self.total <= self.limit
 
 
-def lines_of(planned: DecodingStep, trainer: train.Trainer) -> Iterator[str]:
+def lines_of(planned: DecodingStep, spec: train.StepSpec) -> Iterator[str]:
     """Yield what a step of decoding takes, and what it exchanges."""
     answer = 'fits' if planned.fits else 'does NOT fit'
     beside = ', beside the training state' if planned.is_of_run else ''
@@ -44,7 +44,7 @@ def lines_of(planned: DecodingStep, trainer: train.Trainer) -> Iterator[str]:
     if planned.step is None:
         return
     totals: dict[tuple[str, tuple[str, ...]], list[int]] = {}
-    for x in collectives_of(planned.step.as_text() or '', trainer.mesh):
+    for x in collectives_of(planned.step.as_text() or '', spec.mesh):
         total = totals.setdefault((x.kind, x.axes), [0, 0])
         total[0] += x.times
         total[1] += x.times * x.num_bytes
@@ -69,12 +69,12 @@ def specs_of(arguments):
     return jax.tree.map(lambda x: x.sharding.spec, arguments)
 
 
-def plan_decoding(config: ConfigDict, trainer: train.Trainer) -> DecodingStep:
+def plan_decoding(config: ConfigDict, spec: train.StepSpec) -> DecodingStep:
     """Return a step of decoding, which is compiled if parameters and cache fit."""
-    mesh = trainer.mesh
-    merge = functools.partial(model.merge_adapters, trainer.model_config)
-    params = jax.eval_shape(merge, trainer.shapes.params)
-    t5 = infer.T5(model.without_adapters(trainer.model_config), params, mesh)
+    mesh = spec.mesh
+    merge = functools.partial(model.merge_adapters, spec.model_config)
+    params = jax.eval_shape(merge, spec.state_shapes.params)
+    t5 = infer.T5(model.without_adapters(spec.model_config), params, mesh)
     decoding = infer.decoding_of(config.decode)
     is_of_run = config.infer_eval.every_steps > 0
     batch_size = config.infer_eval.batch_size if is_of_run else config.decode.batch_size
@@ -89,9 +89,9 @@ def plan_decoding(config: ConfigDict, trainer: train.Trainer) -> DecodingStep:
     cache_bytes = memory.bytes_on_device(mesh, cache, specs_of(cache))
     num_bytes = parameter_bytes + cache_bytes
     if is_of_run:
-        shapes = trainer.shapes
-        state_specs = trainer.specs
-        if mesh.shape['fsdp'] == 1 and not trainer.model_config.lora_rank:
+        shapes = spec.state_shapes
+        state_specs = spec.state_specs
+        if mesh.shape['fsdp'] == 1 and not spec.model_config.lora_rank:
             shapes = shapes._replace(params={})  # they are those of the step
             state_specs = state_specs._replace(params={})
         num_bytes += memory.bytes_on_device(mesh, shapes, state_specs)

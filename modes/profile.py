@@ -1,6 +1,7 @@
 """--profile: a trace of some steps of a run, for TensorBoard's profile plugin or Perfetto."""
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -30,11 +31,13 @@ def parse(text: str, workdir: str) -> range:
     raise ValueError(f'--profile={text}: write FIRST:LAST with steps from 1, such as 10:13')
 
 
-def train_traced(run: train.Run, steps: range, stop: Callable[[], int]) -> int:
+def train_traced(
+    run: train.ReadyRun | train.FinishedRun, steps: range, stop: Callable[[], int]
+) -> int:
     """Train as train.train does. The first process traces `steps`, those that the run takes."""
-    if run.train_step is None or not steps or jax.process_index() > 0:
+    if isinstance(run, train.FinishedRun) or not steps or jax.process_index() > 0:
         return train.train(run, stop)
-    first = run.first_step + 1
+    first = run.progress.step + 1
     last = run.config.train.steps
     taken = range(max(steps[0], first), min(steps[-1], last) + 1)
     if len(taken) < len(steps):
@@ -43,7 +46,7 @@ def train_traced(run: train.Run, steps: range, stop: Callable[[], int]) -> int:
         )
     if not taken:
         return train.train(run, stop)
-    folder = run.workdir / FOLDER
+    folder = run.workdir.path / FOLDER
     numbers = itertools.count(first)
 
     def train_step(state: Any, batch: Any) -> Any:
@@ -68,4 +71,4 @@ def train_traced(run: train.Run, steps: range, stop: Callable[[], int]) -> int:
         run.console.line(f'The trace is in {folder}.')
 
     with contextlib.ExitStack() as at_end:  # also where the run ends before the last of `steps`
-        return train.train(run._replace(train_step=train_step), stop)
+        return train.train(dataclasses.replace(run, train_step=train_step), stop)

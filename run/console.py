@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from ml_collections import ConfigDict
 
+import paths
 from run.best import History
 from stream import OpenMixture
 
@@ -116,14 +117,16 @@ def introduction(
     return lines
 
 
-def progress_line(step: int, last: int | None, values: Mapping[str, float]) -> str:
-    """Return a line of at most MAX_COLUMNS; `last`: the last step, None where epochs end the run."""
+def progress_line(step: int, limits: ConfigDict, values: Mapping[str, float]) -> str:
+    """Return a line of at most MAX_COLUMNS. `limits`: config.train; `values`: training_metrics."""
+    if 'nats_per_token' not in values:
+        return f'step {step}: no update since {values["skipped_steps"]:,} step(s)'
     loss = f'loss {values["nats_per_token"]:.3f}'
     begin = f'step {step} {loss}'
     time_left = ''
-    if last is not None:
-        begin = f'step {step}/{last} {loss}'
-        seconds_left = (last - step) / values['timing/steps_per_second']
+    if limits.epochs == 0:
+        begin = f'step {step}/{limits.steps} {loss}'
+        seconds_left = (limits.steps - step) / values['timing/steps_per_second']
         time_left = f' {format_seconds(seconds_left)} left'
     accuracy = f' accuracy {values["accuracy"]:.3f}'
     learning_rate = f' lr {values["learning_rate/current"]:.3g}'
@@ -157,19 +160,7 @@ def describe_trimming(counts: Mapping[str, Sequence[int]]) -> Iterator[str]:
             )
 
 
-def compare_with_baseline(values: Mapping[str, float]) -> str:
-    """Return the validation loss beside the loss of a model that knows token frequencies alone."""
-    own = values['nats_per_text_token']
-    baseline = values['unigram_nats_per_text_token']
-    side = 'below' if own < baseline else 'ABOVE'
-    return (
-        f'validation loss {own:.3f} nats per text token, {abs(baseline - own):.3f} {side} the unigram '
-        f'baseline of {baseline:.3f} (all target tokens: {values["nats_per_target_token"]:.3f}, '
-        f'baseline {values["unigram_nats_per_target_token"]:.3f})'
-    )
-
-
-def stopped_early(step: int, config: Any) -> str:
+def stopped_early(step: int, config: ConfigDict) -> str:
     """Return what a run says that train.early_stopping ends after a step."""
     return (
         f'Step {step:,}: train.early_stopping={config.train.early_stopping} evaluation(s) without '
@@ -188,11 +179,15 @@ def stopped(step: int, saved_steps: Sequence[int]) -> str:
     )
 
 
-def ending(run: Any, step: int, history: History, saved_steps: Sequence[int]) -> list[str]:
-    """Return the last lines of a run, a train.Run: its best step, and what to try next."""
-    workdir = run.workdir
-    mixture = run.stream.mixture
-    limits = run.config.train
+def ending(
+    workdir: paths.AnyPath,
+    limits: ConfigDict,
+    mixture: OpenMixture,
+    step: int,
+    history: History,
+    saved_steps: Sequence[int],
+) -> list[str]:
+    """Return the last lines of a run: its best step, and what to try next. `limits`: config.train."""
     lines = []
     best_step = history.best_of(saved_steps)
     if best_step is not None:

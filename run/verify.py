@@ -83,7 +83,7 @@ def rename_folder(folder: Any, new: Any) -> None:
     paths.remove_folder(folder)
 
 
-def verify(directory: str | Path, ignored: str = '') -> bool:
+def verify(directory: str | paths.AnyPath, ignored: str = '') -> bool:
     """Return True if every file is as it was saved; False if there are no checksums, as in T5X.
 
     Files whose names match `ignored` are not read. Raises Damaged, which names up to ten files, OSError for files

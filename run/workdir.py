@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -391,6 +391,40 @@ def show_unless_of_events(args: Any) -> None:
 
 
 threading.excepthook = show_unless_of_events
+
+
+class Workdir(NamedTuple):
+    """The folder of a run."""
+
+    path: paths.AnyPath
+    lock: Any  # while it is open, no other process uses the workdir
+    metrics: 'Metrics'
+    saver: checkpoint.Saver
+    files: dict[str, bytes]  # of every checkpoint: the settings, the vocabulary, an own model
+
+
+def missing_lines(
+    lines: Sequence[Mapping], directory: paths.AnyPath, num_unlogged: int, may_be_unlogged: bool
+) -> str:
+    """Return a line about steps before a checkpoint that metrics.jsonl lacks, '' if it has all.
+
+    `lines`: those of metrics.jsonl; `num_unlogged`: the steps since the last logged one.
+    """
+    logged = [line['step'] for line in lines if line['run'] == 'train']
+    if not logged and may_be_unlogged:
+        return ''
+    step = checkpoint.step_of(directory)
+    assert step is not None
+    every_steps = read_stored(directory)['log']['every_steps']
+    expected = min(step // every_steps * every_steps, step - num_unlogged)
+    last = max(logged, default=0)
+    if last >= expected:
+        return ''
+    file = directory.parent / 'metrics.jsonl'
+    return (
+        f'{file} has no lines of the steps {last + 1:,} to {expected:,}: it is gone or cut. The run '
+        'continues without them.'
+    )
 
 
 class Events:

@@ -15,7 +15,7 @@ import infer
 import model
 import partition
 import train
-from modes.train import make_trainer
+from prepare import make_spec
 
 COEFFICIENT = 50.0
 # An Mlp that reports the mean square of what it adds, and in each decoder's first layer 3.0.
@@ -50,28 +50,26 @@ def file(tmp_path_factory):
     return path
 
 
-def trainer_of(
-    file, mesh=(1, 1, 1), num_microbatches=1, factor='NUM_REAL_TARGET_TOKENS', **settings
-):
+def spec_of(file, mesh=(1, 1, 1), num_microbatches=1, factor='NUM_REAL_TARGET_TOKENS', **settings):
     data, fsdp, model_axis = mesh
     config = run_config(data, model_axis, fsdp, num_decoder_layers=2, **settings)
     config.model.module = str(file)
     config.loss.loss_normalizing_factor = factor
-    return make_trainer(config, num_microbatches)
+    return make_spec(config, num_microbatches)
 
 
-def without_losses(trainer):
-    own = dataclasses.replace(trainer.model_config.own, losses=lambda config: {})
-    config = dataclasses.replace(trainer.model_config, own=own)
-    return dataclasses.replace(trainer, model_config=config)
+def without_losses(spec):
+    own = dataclasses.replace(spec.model_config.own, losses=lambda config: {})
+    config = dataclasses.replace(spec.model_config, own=own)
+    return dataclasses.replace(spec, model_config=config)
 
 
-def take_steps(trainer, count=2):
+def take_steps(spec, count=2):
     """Return the metrics of some steps and the last state."""
-    state = train.compile_init(trainer)()
+    state = train.compile_init(spec)()
     metrics = []
     for seed in range(count):
-        state, found = train.jit_step(trainer)(state, random_batch(seed))
+        state, found = train.jit_step(spec)(state, random_batch(seed))
         metrics.append(jax.device_get(found))
     return metrics, jax.device_get(state.params)
 
@@ -99,13 +97,13 @@ def activity_by_hand(config, params, batch):
 @pytest.mark.parametrize('factor', first_quick(['', 'NUM_REAL_TARGET_TOKENS', '3.0']))
 def test_the_loss_has_coefficient_times_the_mean_over_rows(file, factor):
     """Once, whatever divides the cross entropy. What `losses` does not name is logged alone."""
-    trainer = trainer_of(file, factor=factor, dropout_rate=0.0)
+    spec = spec_of(file, factor=factor, dropout_rate=0.0)
     batch = random_batch(0)
-    params = jax.device_get(train.compile_init(trainer)().params)
-    expected_b = activity_by_hand(trainer.model_config, params, batch)
+    params = jax.device_get(train.compile_init(spec)().params)
+    expected_b = activity_by_hand(spec.model_config, params, batch)
     assert len(expected_b) == 8 and expected_b.std() > 1e-3
-    [with_loss], _ = take_steps(trainer, count=1)
-    [without], _ = take_steps(without_losses(trainer), count=1)
+    [with_loss], _ = take_steps(spec, count=1)
+    [without], _ = take_steps(without_losses(spec), count=1)
     assert with_loss['aux/activity'] == pytest.approx(expected_b.sum(), rel=1e-5)
     assert without['aux/activity'] == pytest.approx(expected_b.sum(), rel=1e-5)
     penalty = COEFFICIENT * expected_b.mean()
@@ -132,9 +130,9 @@ def test_the_same_in_all_ways(file, mesh, num_microbatches, remat, scan_layers):
     if num_microbatches > 1 and mesh == (2, 2, 2):
         num_microbatches = 2  # of two rows
     settings = {'num_encoder_layers': 2}
-    expected, expected_params = take_steps(trainer_of(file, **settings))
+    expected, expected_params = take_steps(spec_of(file, **settings))
     settings |= {'remat': remat, 'scan_layers': scan_layers}
-    found, params = take_steps(trainer_of(file, mesh, num_microbatches, **settings))
+    found, params = take_steps(spec_of(file, mesh, num_microbatches, **settings))
     for metrics, expected_metrics in zip(found, expected, strict=True):
         for name in ('loss', 'aux_loss', 'aux/activity', 'nats', 'gradient_norm'):
             assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-5), name

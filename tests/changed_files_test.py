@@ -20,7 +20,7 @@ import sources.gzipped
 import tasks
 import tasks.open
 import vocabulary as vocabularies
-from modes.train import prepare
+from prepare import prepare
 from run import prefetch
 from stream import Stream
 
@@ -348,7 +348,7 @@ def test_a_corrected_corpus_needs_the_setting(corpus, uninterrupted, tmp_path):
         prepare(config, tmp_path / 'run')
     config.data.allow_changed_files = True
     prepared = prepare(config, tmp_path / 'run')
-    prepared.lock.close()
+    prepared.workdir.lock.close()
     [file] = prepared.stream.mixture.files
     assert [change.step for change in file.changes] == [6]
     config.data.files = str(shutil.copy(moved, tmp_path / 'other.txt'))

@@ -1,6 +1,7 @@
 """The environment of the tests (eight host devices, explicit broadcasts) and their fixtures."""
 
 import fcntl
+import functools
 import gc
 import json
 import os
@@ -43,10 +44,12 @@ import questions  # noqa: E402
 import runs  # noqa: E402
 from bucket_store import scheme, store  # noqa: E402, F401
 
+import evaluate  # noqa: E402
 import sources.open  # noqa: E402
 import sources.pydoc  # noqa: E402
+import train  # noqa: E402
 import vocabulary as vocabularies  # noqa: E402
-from modes.train_vocabulary import train_vocabulary  # noqa: E402
+from run.train_vocabulary import train_vocabulary  # noqa: E402
 
 
 def pytest_collection_finish(session):
@@ -68,6 +71,18 @@ def pytest_collection_modifyitems(items):
         return not takes_minutes, not hasattr(item.module, 'small_config')
 
     items.sort(key=order)
+
+
+@pytest.fixture(scope='session', autouse=True)
+def shared_programs():
+    """Runs with equal settings share their compiled programs."""
+    for module, name in (
+        (train, 'compile_init'),
+        (train, 'jit_step'),
+        (train, 'compile_step'),
+        (evaluate, 'make_sums'),
+    ):
+        setattr(module, name, functools.lru_cache(maxsize=16)(getattr(module, name)))
 
 
 @pytest.fixture(scope='session')

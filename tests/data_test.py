@@ -37,8 +37,8 @@ import sources.open
 import tasks
 import tasks.open
 import vocabulary as vocabularies
-from modes.train_vocabulary import find_or_train_vocabulary, training_texts
 from run import prefetch
+from run.train_vocabulary import find_or_train_vocabulary, training_texts
 from sources import cache as task_cache
 from sources import tfrecord
 from stream import Stream, TaskPosition

@@ -12,8 +12,8 @@ import partition
 import sources.open
 import train
 from configs import base
-from modes.train_vocabulary import find_or_train_vocabulary
 from run import task_metrics
+from run.train_vocabulary import find_or_train_vocabulary
 
 
 def open_stream(config, workdir, split):
@@ -92,17 +92,17 @@ def test_the_baseline_is_the_cross_entropy_of_the_unigram(corpus, request, name)
         assert metrics_of(uninterrupted)[-1][key] == pytest.approx(baseline, rel=1e-12)
 
 
-CACHED = (train.jit_step, train.compile_step, evaluate.make_sums, evaluate.sum_names)
+def clear_programs():
+    for function in (train.jit_step, train.compile_step, evaluate.make_sums, evaluate.sum_names):
+        function.cache_clear()
 
 
 @pytest.fixture
 def fresh_programs():
     """Programs of loss.weighted_sums as it is now, which no other test shares."""
-    for function in CACHED:
-        function.cache_clear()
+    clear_programs()
     yield
-    for function in CACHED:
-        function.cache_clear()
+    clear_programs()
 
 
 weighted_sums = loss.weighted_sums
@@ -126,8 +126,7 @@ def test_a_sum_that_a_fork_adds(corpus, tmp_path, monkeypatch, fresh_programs, c
     config.log.every_steps = 2
     stop_after(1, config, tmp_path)
     monkeypatch.setattr(loss, 'weighted_sums', weighted_sums_with_entropy)
-    for function in CACHED:
-        function.cache_clear()
+    clear_programs()
     config.save.best_metric = 'training_eval/span_corruption/entropy'
     config.save.best_is = 'lower'
     run(config, tmp_path)
@@ -159,7 +158,7 @@ def test_a_process_whose_rows_have_nothing_pads_all_batches(corpus, tmp_path, mo
         validation = stream_of(
             source, 'validation', vocabulary, config.data, 64, seed=0, rows=rows, num_epochs=1
         )
-        evaluation = evaluate.Evaluation(config, None, 'dev', validation, 0, (), None, None)
+        evaluation = evaluate.Evaluation(config, None, 'dev', '', validation, 0, (), None, None)
         assert evaluation.read_batches(stop=lambda count: 0)
         assert len(evaluation.batches) >= 3
         for batch in evaluation.batches:

@@ -20,7 +20,7 @@ import tasks.open
 import vocabulary as vocabularies
 from modes import cache as cache_mode
 from modes import evaluate as evaluate_mode
-from modes.train import prepare
+from prepare import prepare
 from run import results, workdir
 from run import task_metrics as infer_eval
 from tasks import metrics

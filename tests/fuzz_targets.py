@@ -27,6 +27,7 @@ from small_models import SMALLEST, random_params
 import checkpoint
 import formats.open
 import paths
+import prepare
 import sources.cache
 import sources.open
 import tasks.open
@@ -34,7 +35,6 @@ import user_code
 import vocabulary
 from formats import hugging_face
 from modes import command_line, errors, infer_input, profile
-from modes import train as train_mode
 from run import best, workdir
 from sources import BadLines, Share, templates
 
@@ -338,7 +338,7 @@ def read_flags(file: Path) -> None:
             best.check_settings(config)
             tasks.open.find(config.data)
             workdir.check_is_run(paths.to_path(folder, may_be_new=True))
-            train_mode.make_trainer(config)
+            prepare.make_spec(config)
             tasks.open.open_mixture(config.data)
 
 

@@ -15,7 +15,7 @@ LAYERS = (
     {'paths', 'kernels', 'randomness', 'messages'},
     {'partition', 'user_code', 'configs'},
     {'decode'},
-    {'model', 'loss', 'optimizer', 'checkpoint', 'vocabulary'},
+    {'model', 'loss', 'optimizer', 'state_names', 'checkpoint', 'vocabulary'},
     {'data', 'sources', 'families'},
     {'stream'},
     {'run.best', 'run.results', 'run.verify'},
@@ -23,16 +23,18 @@ LAYERS = (
     {'evaluate', 'infer'},
     {'run'},
     {'train'},
+    {'prepare'},
     {'modes'},
     {'main'},
 )
 CORE = {
     'main', 'train', 'model', 'kernels', 'loss', 'optimizer', 'partition', 'data', 'stream', 'vocabulary', 'evaluate',
-    'checkpoint', 'decode', 'infer', 'messages', 'paths', 'randomness', 'user_code',
+    'checkpoint', 'decode', 'infer', 'messages', 'paths', 'prepare', 'randomness', 'state_names', 'user_code',
 }  # fmt: skip
 # Through which files the core opens a package. All may read the settings and their ranges.
 DOORS = {
     'main': {'modes'},
+    'prepare': {'run', 'sources', 'tasks', 'formats'},
     'train': {'run'},
     'stream': {'sources'},
     'infer': {'formats'},
@@ -45,6 +47,7 @@ MATH = {
     'decode',
     'optimizer',
     'partition',
+    'state_names',
 }  # without files and ConfigDict
 OTHER_FRAMEWORKS = {'tensorflow', 'torch', 'flax', 'gin', 'seqio', 't5', 't5x', 'clu'}
 

@@ -16,7 +16,7 @@ import model
 import optimizer
 import partition
 import train
-from modes.train import make_trainer
+from prepare import make_spec
 from run import compiler
 
 TREE_REDUCTION = {'xla_disable_hlo_passes': 'tree_reduction_rewriter'}
@@ -52,8 +52,8 @@ def test_what_a_user_adds_to_a_step_is_what_it_says(monkeypatch):
     )
     plain_step = train.train_step
 
-    def step(trainer, state, batch):
-        new, metrics = plain_step(trainer, state, batch)
+    def step(spec, state, batch):
+        new, metrics = plain_step(spec, state, batch)
         return new, metrics | sums_of(state.params[EMBEDDING], state.params)
 
     monkeypatch.setattr(train, 'train_step', step)
@@ -61,19 +61,19 @@ def test_what_a_user_adds_to_a_step_is_what_it_says(monkeypatch):
     config.optimizer.name = 'lamb'
     config.train.batch_size = 1
     config.data.lengths.update(inputs=8, targets=8)
-    trainer = make_trainer(config, devices=jax.devices()[:1])
+    spec = make_spec(config, devices=jax.devices()[:1])
     rng = np.random.default_rng(0)
     params = {}
-    for path, x in trainer.shapes.params.items():
+    for path, x in spec.state_shapes.params.items():
         params[path] = rng.uniform(0.5, 1.5, x.shape).astype(np.float32)
-    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), trainer.shapes)
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), spec.state_shapes)
     batch = {}
-    for name, length in trainer.feature_lengths.items():
+    for name, length in spec.feature_lengths.items():
         batch[name] = np.ones((1, length), np.int32)
-    batch = partition.place_rows(trainer.mesh, batch)
-    shardings = partition.shardings(trainer.mesh, trainer.specs)
+    batch = partition.place_rows(spec.mesh, batch)
+    shardings = partition.shardings(spec.mesh, spec.state_specs)
     state = jax.device_put(zeros._replace(params=params), shardings)
-    _, found = train.compile_step(trainer)(state, batch)
+    _, found = train.compile_step(spec)(state, batch)
     x = np.float64(params[EMBEDDING])
     squares = sum(np.square(np.float64(x)).sum() for x in params.values())
     expected = {
@@ -84,7 +84,7 @@ def test_what_a_user_adds_to_a_step_is_what_it_says(monkeypatch):
     }
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-6, err_msg=name)
-    options = compiler.options(trainer.mesh, 'float32') | TREE_REDUCTION
+    options = compiler.options(spec.mesh, 'float32') | TREE_REDUCTION
     one_after_another = jax.jit(sums_of).lower(params[EMBEDDING], params).compile(options)
     for name, value in one_after_another(params[EMBEDDING], params).items():
         assert relative_error(value, expected[name]) > 1e-5, name

@@ -27,8 +27,8 @@ import partition
 import train
 from modes import convert
 from modes import evaluate as evaluate_mode
-from modes.start import choose_initial, restore
-from modes.train import make_trainer, prepare
+from prepare import make_spec, prepare, restore, wanted
+from run.start import choose_initial
 
 T5X = ROOT / 'tests/golden/t5x_t5_1_1_tiny/checkpoint_6'
 ALL_KERNELS = '.+/kernel'
@@ -73,9 +73,9 @@ def test_the_kernels_that_match_have_adapters():
 
 @pytest.mark.slow
 def test_the_initial_model_is_the_base():
-    trainer = make_trainer(step_config())
-    params = train.compile_init(trainer)().params
-    config = trainer.model_config
+    spec = make_spec(step_config())
+    params = train.compile_init(spec)().params
+    config = spec.model_config
     for path, x in params.items():
         if path.endswith('/lora_a'):
             assert np.std(x) > 0
@@ -89,10 +89,10 @@ def test_the_initial_model_is_the_base():
 def gradients_of(config):
     """Gradients of parameters of which none is zero."""
     config.model.dropout_rate = 0.0  # it compiles faster
-    trainer = make_trainer(config)
-    params = random_params(trainer.model_config)
+    spec = make_spec(config)
+    params = random_params(spec.model_config)
     batch = random_batch(0, SIZES['vocab_size'])
-    return gradients(trainer, params, batch, np.arange(8), jax.random.key(1))
+    return gradients(spec, params, batch, np.arange(8), jax.random.key(1))
 
 
 @pytest.mark.slow
@@ -113,11 +113,11 @@ def test_same_gradients_on_a_mesh():
 def test_same_losses_on_every_mesh(data, model_axis):
     found = {}
     for mesh_shape in ((1, 1), (data, model_axis)):
-        trainer = make_trainer(step_config(*mesh_shape))
-        state = train.compile_init(trainer)()
+        spec = make_spec(step_config(*mesh_shape))
+        state = train.compile_init(spec)()
         losses = []
         for i in range(5):
-            state, metrics = train.jit_step(trainer)(state, random_batch(i, SIZES['vocab_size']))
+            state, metrics = train.jit_step(spec)(state, random_batch(i, SIZES['vocab_size']))
             losses.append(float(metrics['loss']))
         found[mesh_shape] = losses
     np.testing.assert_allclose(found[(data, model_axis)], found[(1, 1)], rtol=1e-5)
@@ -125,11 +125,11 @@ def test_same_losses_on_every_mesh(data, model_axis):
 
 @pytest.mark.slow
 def test_a_step_changes_adapters_alone():
-    trainer = make_trainer(step_config(targets=MOST_TARGETS))
-    state = train.compile_init(trainer)()
+    spec = make_spec(step_config(targets=MOST_TARGETS))
+    state = train.compile_init(spec)()
     before = jax.tree.map(np.asarray, state.params)
     for i in range(2):
-        state, _ = train.jit_step(trainer)(state, random_batch(i, SIZES['vocab_size']))
+        state, _ = train.jit_step(spec)(state, random_batch(i, SIZES['vocab_size']))
     for path, x in state.params.items():
         is_adapter = re.fullmatch(model.ADAPTER, path) is not None
         assert np.array_equal(x, before[path]) != is_adapter, path
@@ -148,15 +148,15 @@ def test_a_step_changes_adapters_alone():
 def test_adapters_that_cannot_be(name, value):
     config = step_config()
     config.model[name] = value
-    assert_refused(lambda: make_trainer(config), f'model.{name}={value!r}')
+    assert_refused(lambda: make_spec(config), f'model.{name}={value!r}')
 
 
 def test_adapters_of_some_layers_are_refused_in_a_scan():
     config = step_config(targets='encoder/layers_1/.+/kernel')
     config.model.update(num_encoder_layers=2, scan_layers=True)
-    assert_refused(lambda: make_trainer(config), 'model.scan_layers=True')
+    assert_refused(lambda: make_spec(config), 'model.scan_layers=True')
     config.model.lora_targets = 'encoder/.+/kernel'
-    make_trainer(config)
+    make_spec(config)
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ def test_same_gradients_in_a_scan():
 def test_a_base_that_cannot_be(corpus, uninterrupted, name, settings):
     config = lora_config(corpus, uninterrupted)
     config.restore.update(settings)
-    assert_refused(lambda: choose_initial(config, make_trainer(config)), name)
+    assert_refused(lambda: choose_initial(config, wanted(make_spec(config))), name)
 
 
 # Runs.
@@ -255,9 +255,9 @@ def test_a_run_may_start_from_adapters(merged, lora, corpus):
     """From the merged parameters, without optimizer state, at step 0."""
     config = small_config(corpus)
     config.restore.path = str(lora)
-    trainer = make_trainer(config)
-    begin = choose_initial(config, trainer)
-    state = restore(trainer, begin.leaves, config.restore.dtype)
+    spec = make_spec(config)
+    begin = choose_initial(config, wanted(spec))
+    state = restore(spec, begin.leaves, config.restore.dtype)
     chex.assert_trees_all_equal(state.params, dict(merged.arrays))
     assert begin.description == f'From step 0 of {lora}/checkpoint_6, without any optimizer state'
     assert not begin.base
@@ -266,7 +266,7 @@ def test_a_run_may_start_from_adapters(merged, lora, corpus):
 @pytest.mark.slow
 def test_adapters_are_no_base(corpus, lora):
     config = lora_config(corpus, lora)
-    assert_refused(lambda: choose_initial(config, make_trainer(config)), '--mode=convert')
+    assert_refused(lambda: choose_initial(config, wanted(make_spec(config))), '--mode=convert')
 
 
 @pytest.fixture
@@ -294,7 +294,7 @@ def test_a_base_that_has_moved(merged, corpus, moved):
     chex.assert_trees_all_equal(infer.load(moved / 'lora').arrays, merged.arrays)
     (moved / 'base').unlink()
     config = lora_config(corpus, moved / 'moved', steps=6)  # a run that goes on takes another path
-    prepare(config, moved / 'lora').lock.close()
+    prepare(config, moved / 'lora').workdir.lock.close()
     settings = json.loads((moved / 'lora/config.json').read_text())
     assert settings['base']['directory'] == f'{moved}/moved/checkpoint_6'
 

@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 from small_models import assert_close, assert_refused, random_batch, random_params, run_config
 
 import model
-import optimizer
 import partition
+import state_names
 import train
-from modes.train import make_trainer
+from prepare import make_spec
 
 STEPS = 3
 
@@ -36,15 +36,15 @@ class Numbers(NamedTuple):
 
 
 def run(config, num_microbatches=1, steps=STEPS):
-    trainer = make_trainer(config, num_microbatches)
-    state = train.compile_init(trainer)()
+    spec = make_spec(config, num_microbatches)
+    state = train.compile_init(spec)()
     start = {name: np.asarray(x) for name, x in state.params.items()}
     losses = []
     for i in range(steps):
         batch = random_batch(i, config.model.vocab_size, config.train.batch_size)
-        state, metrics = train.jit_step(trainer)(state, batch)
+        state, metrics = train.jit_step(spec)(state, batch)
         losses.append(float(metrics['loss']))
-    end = jax.tree.map(np.asarray, optimizer.to_t5x(*state))
+    end = jax.tree.map(np.asarray, state_names.to_t5x(*state))
     return Numbers(start=start, losses=losses, end=end)
 
 
@@ -140,7 +140,7 @@ def collectives(mesh, remat='none', scan_layers=False, num_layers=1, **settings)
     config.model.update(num_encoder_layers=num_layers, num_decoder_layers=num_layers)
     config.model.dropout_rate = 0.0  # is traced faster
     config.update_from_flattened_dict(settings)
-    program = train.lower_step(make_trainer(config)).as_text()
+    program = train.lower_step(make_spec(config)).as_text()
     found = {}
     for kind in ('all_gather', 'reduce_scatter', 'all_reduce'):
         found[kind] = []
@@ -208,10 +208,10 @@ def test_layers_that_are_gathered_together(remat, scan_layers):
         config = config_of((1, 8, 1), remat, scan_layers)
         config.model.update(num_encoder_layers=num_layers, mlp_dim=1024, dropout_rate=0.0)
         config.data.lengths.update(inputs=8, targets=8)
-        trainer = make_trainer(config)
-        needs[num_layers] = train.compile_step(trainer).memory_analysis().temp_size_in_bytes
+        spec = make_spec(config)
+        needs[num_layers] = train.compile_step(spec).memory_analysis().temp_size_in_bytes
     of_layers = 0
-    for path, shape in model.shapes(trainer.model_config).items():
+    for path, shape in model.shapes(spec.model_config).items():
         if re.match(r'encoder/layers_[2-5]/.+/kernel', path):
             of_layers += 4 * math.prod(shape)
     # A device has an eighth of them, stacked, and of their gradients in any case.
@@ -221,15 +221,15 @@ def test_layers_that_are_gathered_together(remat, scan_layers):
 @pytest.mark.parametrize('mesh', [(1, 8, 1), (2, 2, 2)])
 def test_a_device_has_its_part_of_the_state(mesh):
     """1 / (fsdp * model) of what is split, in rows and columns of Adafactor the part of theirs."""
-    trainer = make_trainer(config_of(mesh))
+    spec = make_spec(config_of(mesh))
     _, fsdp, model_axis = mesh
-    shapes = optimizer.to_t5x(*trainer.shapes)
+    shapes = state_names.to_t5x(*spec.state_shapes)
     rest = set()
-    for path, spec in optimizer.to_t5x(*trainer.specs).items():
+    for path, split in state_names.to_t5x(*spec.state_specs).items():
         shape = shapes[path].shape
         if shape in [(), (1,)]:  # the step, and slots that are not used
             continue
-        shard = NamedSharding(trainer.mesh, spec).shard_shape(shape)
+        shard = NamedSharding(spec.mesh, split).shard_shape(shape)
         num_parts = math.prod(shape) // math.prod(shard)
         if re.fullmatch('target/.+/(kernel|embedding)', path):
             assert num_parts == fsdp * model_axis, path
@@ -241,9 +241,9 @@ def test_a_device_has_its_part_of_the_state(mesh):
 
 
 def gradients_of(config):
-    trainer = make_trainer(config)
+    spec = make_spec(config)
     params = random_params(model.T5Config(**config.model))
-    grads, _ = gradients(trainer, params, random_batch(0), np.arange(8), jax.random.key(1))
+    grads, _ = gradients(spec, params, random_batch(0), np.arange(8), jax.random.key(1))
     return jax.tree.map(np.asarray, grads)
 
 
@@ -265,12 +265,12 @@ def test_sizes_that_are_no_powers_of_two(data, model_axis):
 @pytest.mark.slow
 def test_dropout_is_on_and_differs_between_rows_steps_and_seeds():
     config = run_config(1, 1, **SMALL)
-    trainer = make_trainer(config)
+    spec = make_spec(config)
     params = random_params(model.T5Config(**config.model))
     batch = {name: np.repeat(x[:1], 8, axis=0) for name, x in random_batch(0).items()}
 
     def loss(rows, seed):
-        _, sums = gradients(trainer, params, batch, rows, jax.random.key(seed))
+        _, sums = gradients(spec, params, batch, rows, jax.random.key(seed))
         return float(sums['loss'])
 
     rows = np.arange(8)
@@ -289,7 +289,7 @@ def test_dropout_is_on_and_differs_between_rows_steps_and_seeds():
 ])  # fmt: skip
 def test_a_mesh_that_cannot_be_is_said_in_words(data, model_axis, words):
     with pytest.raises(ValueError, match=words):
-        make_trainer(run_config(data, model_axis))
+        make_spec(run_config(data, model_axis))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,7 +324,7 @@ def test_data_alone_goes_over_slices():
 
 def test_an_embedding_that_fsdp_cannot_split():
     with pytest.raises(ValueError, match='model.emb_dim=128 cannot be split over mesh.fsdp=3: use'):
-        make_trainer(run_config(1, 1, mesh_fsdp=3))
+        make_spec(run_config(1, 1, mesh_fsdp=3))
 
 
 def test_a_spec_may_split_over_several_axes():
@@ -351,8 +351,8 @@ def test_microbatches_give_the_gradients_of_the_whole_batch(data, model_axis, nu
     config, found = run_config(data, model_axis, **SMALL), {}
     params = random_params(model.T5Config(**config.model))
     for count in (1, num_microbatches):
-        trainer = make_trainer(config, count)
-        found[count] = gradients(trainer, params, random_batch(0), np.arange(8), jax.random.key(1))
+        spec = make_spec(config, count)
+        found[count] = gradients(spec, params, random_batch(0), np.arange(8), jax.random.key(1))
     (grads, sums), (expected, expected_sums) = found[num_microbatches], found[1]
     assert_close(grads, expected, 2e-6)
     assert_close(sums, expected_sums, 1e-6)
@@ -422,11 +422,9 @@ def test_layers_that_are_no_multiple_of_a_period(tmp_path, settings):
     config = periodic(tmp_path, scan_layers=True)
     config.model.update(settings)
     [(name, count)] = settings.items()
-    assert_refused(
-        lambda: make_trainer(config), f'model.{name}={count} with model.scan_layers=True'
-    )
+    assert_refused(lambda: make_spec(config), f'model.{name}={count} with model.scan_layers=True')
     config.model.scan_layers = False
-    make_trainer(config)
+    make_spec(config)
 
 
 def test_a_period_that_is_not_that_of_the_layers(tmp_path):
@@ -440,4 +438,4 @@ def test_a_period_that_is_not_that_of_the_layers(tmp_path):
         (2.0, 'period=2.0'),
     ):
         file.write_text(EVERY_SECOND.replace('period=2', f'period={period}'))
-        assert_refused(lambda: make_trainer(config), name)
+        assert_refused(lambda: make_spec(config), name)

@@ -241,7 +241,7 @@ def test_a_config_that_may_not_be_read(open_path):
     assert errors.one_line(refused.value) == f'{file}: Permission denied: {errors.NAME_REMEDY}'
 
 
-TABLES['trainer'] = {
+TABLES['spec'] = {
     'optimizer': Row([TINY, '--config.optimizer.name=sgd'], 'optimizer.name'),
     'factors': Row([TINY, '--config.learning_rate.factors=constnt'], 'constnt'),
     'no factors': Row([TINY, '--config.learning_rate.factors='], 'learning_rate.factors'),

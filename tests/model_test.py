@@ -25,7 +25,7 @@ import train
 import vocabulary as vocabularies
 from configs import base
 from formats import own_model
-from modes.train import make_trainer
+from prepare import make_spec
 from tasks import objectives
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -385,12 +385,12 @@ def test_one_step_in_bfloat16():
     config.model.update(num_encoder_layers=1, num_decoder_layers=1, dtype='bfloat16')
     config.train.batch_size = 2
     config.mesh.update(data=1, model=1)
-    trainer = make_trainer(config)
-    rng, state = np.random.default_rng(0), train.compile_init(trainer)()
+    spec = make_spec(config)
+    rng, state = np.random.default_rng(0), train.compile_init(spec)()
     lengths = dict(encoder_input_tokens=512, decoder_input_tokens=114, decoder_target_tokens=114)
     batch = {name: rng.integers(2, vocab_size, (2, n), np.int32) for name, n in lengths.items()}
     batch['decoder_loss_weights'] = np.ones((2, 114), np.int32)
-    state, metrics = train.jit_step(trainer)(state, batch)
+    state, metrics = train.jit_step(spec)(state, batch)
     assert all(x.dtype == jnp.float32 for x in state.params.values())
     assert metrics['finite'] and metrics['weights'] == 228
     # Untrained, logits have variance one: log(vocab_size) + 1/2, but for the noise of 228 tokens.
@@ -412,11 +412,11 @@ def test_a_model_that_cannot_be_is_said_in_words(settings, words):
 def test_a_table_that_disagrees_fails_by_path():
     row = (r'.+/mlp/wo/kernel', jax.sharding.PartitionSpec(None, 'model'))
     own = dataclasses.replace(model.T5_MODULES, specs=(*model.T5_MODULES.specs, row))
-    trainer = make_trainer(run_config(1, 2))
-    config = dataclasses.replace(trainer.model_config, own=own)
-    trainer = dataclasses.replace(trainer, model_config=config)
+    spec = make_spec(run_config(1, 2))
+    config = dataclasses.replace(spec.model_config, own=own)
+    spec = dataclasses.replace(spec, model_config=config)
     with pytest.raises(ValueError, match='mlp/wo'):
-        train.jit_step(trainer).lower(trainer.shapes, random_batch(0))
+        train.jit_step(spec).lower(spec.state_shapes, random_batch(0))
 
 
 @pytest.mark.parametrize('dtype, name', [('float32', 'f32'), ('bfloat16', 'bf16')])
@@ -427,10 +427,10 @@ def test_a_step_on_a_cpu_multiplies_matrices(dtype, name):
     """
     config = run_config(1, 1)
     config.model.dtype = dtype
-    trainer = make_trainer(config)
-    text = train.jit_step(trainer).lower(trainer.shapes, random_batch(0)).as_text()
-    width = trainer.model_config.mlp_dim
-    logits = f'x{trainer.model_config.vocab_size}x'
+    spec = make_spec(config)
+    text = train.jit_step(spec).lower(spec.state_shapes, random_batch(0)).as_text()
+    width = spec.model_config.mlp_dim
+    logits = f'x{spec.model_config.vocab_size}x'
     products = [line for line in text.splitlines() if 'stablehlo.dot_general' in line]
     of_mlp = [line for line in products if f'x{width}x' in line and '-> tensor<f32>' not in line]
     assert len([line for line in of_mlp if logits not in line]) >= 6

@@ -3,6 +3,7 @@
 faulty_model.py brings faults into the model. Each is in one batch, by a letter in its inputs.
 """
 
+import dataclasses
 import functools
 import json
 import math
@@ -31,11 +32,11 @@ from runs import (
 )
 
 import checkpoint
-import optimizer
 import partition
+import state_names
 import tasks.open
 import train
-from modes.train import make_trainer, prepare
+from prepare import make_spec, prepare
 from run import not_finite, verify
 from stream import Stream
 from vocabulary import ByteVocabulary
@@ -64,31 +65,31 @@ def faulty_config(action='stop', **settings):
 # One step.
 
 
-def make_batch(trainer, seed, token=0):
+def make_batch(spec, seed, token=0):
     """Return random rows without faults, but for `token` in one of them."""
     rng = np.random.default_rng(seed)
     batch = {}
-    for name, length in trainer.feature_lengths.items():
-        batch[name] = rng.integers(2, 60, (trainer.batch_size, length), np.int32)
+    for name, length in spec.feature_lengths.items():
+        batch[name] = rng.integers(2, 60, (spec.batch_size, length), np.int32)
     if token:
         batch['encoder_input_tokens'][1, 3] = token
-    return partition.place_rows(trainer.mesh, batch)
+    return partition.place_rows(spec.mesh, batch)
 
 
 @functools.cache
-def trained_state(trainer):
+def trained_state(spec):
     """The state after two steps, on the host."""
-    state = train.compile_init(trainer)()
+    state = train.compile_init(spec)()
     for seed in range(2):
-        state, metrics = train.compile_step(trainer)(state, make_batch(trainer, seed))
+        state, metrics = train.compile_step(spec)(state, make_batch(spec, seed))
         assert metrics['finite']
     return jax.device_get(state)
 
 
-def step_from(trainer, state, batch):
+def step_from(spec, state, batch):
     """Return a state on the host and the metrics."""
-    placed = jax.device_put(state, partition.shardings(trainer.mesh, trainer.specs))
-    return jax.device_get(train.compile_step(trainer)(placed, batch))
+    placed = jax.device_put(state, partition.shardings(spec.mesh, spec.state_specs))
+    return jax.device_get(train.compile_step(spec)(placed, batch))
 
 
 def is_finite(state):
@@ -116,10 +117,10 @@ FAULTS = {
 def test_a_fault(place, value):
     """Skipped, it leaves the state as it was. A step that stays finite leaves a finite state."""
     token = faulty_model.token_of(place, value)
-    trainers = [make_trainer(faulty_config(action)) for action in ('stop', 'skip')]
-    before = trained_state(trainers[0])
-    batch = make_batch(trainers[0], seed=2, token=token)
-    (state, metrics), (skipped, skipped_metrics) = [step_from(x, before, batch) for x in trainers]
+    specs = [make_spec(faulty_config(action)) for action in ('stop', 'skip')]
+    before = trained_state(specs[0])
+    batch = make_batch(specs[0], seed=2, token=token)
+    (state, metrics), (skipped, skipped_metrics) = [step_from(x, before, batch) for x in specs]
     assert metrics['finite'] == skipped_metrics['finite'] == FAULTS[place, value]
     assert is_finite(skipped)
     if metrics['finite']:
@@ -134,15 +135,15 @@ def test_a_fault(place, value):
 @pytest.mark.parametrize('value', [np.nan, np.inf, -1.0])
 def test_a_fault_of_the_optimizer_state(value):
     """Infinite second moments alone give a finite update, 0; negative ones an update that is not finite."""
-    trainer = make_trainer(faulty_config())
-    before = trained_state(trainer)
-    tree = optimizer.to_t5x(*before)
+    spec = make_spec(faulty_config())
+    before = trained_state(spec)
+    tree = state_names.to_t5x(*before)
     [path] = [
         path for path in tree if path.endswith('encoder_norm/scale/v') and 'states/encoder' in path
     ]
     tree[path] = np.full_like(tree[path], value)
-    before = train.TrainState(*optimizer.from_t5x(tree, before.opt_state))
-    _, metrics = step_from(trainer, before, make_batch(trainer, seed=2))
+    before = train.TrainState(*state_names.from_t5x(tree, before.opt_state))
+    _, metrics = step_from(spec, before, make_batch(spec, seed=2))
     assert np.isfinite(metrics['loss'] + metrics['gradient_norm'])
     assert not metrics['finite']
 
@@ -180,11 +181,11 @@ MODES = {
 def test_a_skipped_step_of_each_kind_of_run(mode):
     """Its state is what a run restores that goes on from a checkpoint of it."""
     config = faulty_config('skip', **{'train.batch_size': 8, **MODES[mode]})
-    trainer = make_trainer(config, num_microbatches=2 if 'microbatches' in mode else 1)
-    before = trained_state(trainer)
+    spec = make_spec(config, num_microbatches=2 if 'microbatches' in mode else 1)
+    before = trained_state(spec)
     for fault in (('logits', 'nan'), ('activations', 'inf'), ('gradients', '1e25')):
-        batch = make_batch(trainer, seed=2, token=faulty_model.token_of(*fault))
-        skipped, metrics = step_from(trainer, before, batch)
+        batch = make_batch(spec, seed=2, token=faulty_model.token_of(*fault))
+        skipped, metrics = step_from(spec, before, batch)
         assert not metrics['finite']
         assert skipped.step == before.step + 1
         chex.assert_trees_all_equal(skipped.params, before.params)
@@ -197,10 +198,10 @@ def test_a_skipped_step_of_each_kind_of_run(mode):
                 old = old + 1
             np.testing.assert_array_equal(x, old, name)
         # The next step is that of a run that restores a checkpoint.
-        tree = optimizer.to_t5x(*skipped)
-        restored = train.TrainState(*optimizer.from_t5x(tree, trainer.shapes.opt_state))
+        tree = state_names.to_t5x(*skipped)
+        restored = train.TrainState(*state_names.from_t5x(tree, spec.state_shapes.opt_state))
         chex.assert_trees_all_equal(skipped, restored)
-        _, metrics = step_from(trainer, skipped, make_batch(trainer, seed=3))
+        _, metrics = step_from(spec, skipped, make_batch(spec, seed=3))
         assert metrics['finite']
 
 
@@ -311,20 +312,20 @@ def test_skip_makes_no_update(finished, tmp_path, capsys):
     assert document_of(5) in line
 
     prepared = prepare(config.copy_and_resolve_references(), tmp_path / 'expected')
-    stop_trainer = make_trainer(records_config(finished))
+    stop_spec = make_spec(records_config(finished))
 
     def step(state, batch):
         kept = jax.tree.map(np.array, jax.device_get(state))
-        state, metrics = train.compile_step(stop_trainer)(state, batch)
+        state, metrics = train.compile_step(stop_spec)(state, batch)
         if kept.step + 1 == 5:
             opt_state = optax.tree.set(kept.opt_state, count=kept.step + 1)
             state = train.TrainState(kept.step + 1, kept.params, opt_state)
             state = jax.device_put(
-                state, partition.shardings(stop_trainer.mesh, stop_trainer.specs)
+                state, partition.shardings(stop_spec.mesh, stop_spec.state_specs)
             )
         return state, metrics
 
-    train.train(prepared._replace(train_step=step))
+    train.train(dataclasses.replace(prepared, train_step=step))
     assert_same_run(tmp_path / 'skip', tmp_path / 'expected', STEPS)
     chex.assert_trees_all_equal(
         state_of(tmp_path / 'skip', STEPS), state_of(finished / 'skip', STEPS)

@@ -16,6 +16,7 @@ from small_models import assert_close
 
 import checkpoint
 import optimizer
+import state_names
 from configs import base
 
 
@@ -85,17 +86,17 @@ def test_adafactor_is_its_formula(settings):
         updates, state = tx.update(g, state, found)
         found = optax.apply_updates(found, updates)
     expected, slots = numpy_adafactor(params, grads, config, 0.05, steps)
-    arrays = optimizer.to_t5x(jnp.int32(steps), found, state)
-    assert len(arrays) == 1 + len(params) * (1 + len(optimizer.T5X_SLOTS))
+    arrays = state_names.to_t5x(jnp.int32(steps), found, state)
+    assert len(arrays) == 1 + len(params) * (1 + len(state_names.T5X_SLOTS))
     for k in params:
         assert_close({k: found[k]}, {k: expected[k]}, 1e-5)
-        for name in optimizer.T5X_SLOTS:
+        for name in state_names.T5X_SLOTS:
             want = slots[k].get(name, np.zeros(1))  # T5X keeps [1] zeros for a slot without use
             path = f'state/param_states/{k}/{name}'
             assert_close({path: arrays[path]}, {path: want}, 1e-5)
 
     # There and back: a fresh state takes on T5X's arrays, counts included, and goes on the same.
-    *_, again = optimizer.from_t5x(arrays, jax.eval_shape(tx.init, params))
+    *_, again = state_names.from_t5x(arrays, jax.eval_shape(tx.init, params))
     a, b = tx.update(grads[0], state, found)[0], tx.update(grads[0], again, found)[0]
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
@@ -128,7 +129,7 @@ def test_adafactor_is_that_of_optax(settings):
         updates, state = jax.jit(ours.update)(grads, state, params)
         expected, expected_state = jax.jit(theirs.update)(grads, expected_state, params)
         assert_close(updates, expected, 1e-6)
-        found, wanted = (optimizer.to_t5x(0, params, x) for x in (state, expected_state))
+        found, wanted = (state_names.to_t5x(0, params, x) for x in (state, expected_state))
         assert_close(found, wanted, 1e-6)
         norms = optimizer.norm(grads), optax.tree.norm(grads)
         np.testing.assert_allclose(*norms, rtol=1e-6)
@@ -145,9 +146,9 @@ def test_the_case_of_T5X(clip, v_row, v_col):
     slots = {'v_row': jnp.full(2, 0.9), 'v_col': jnp.full(3, 0.1), 'v': jnp.zeros(1)}
     tree = {f'state/param_states/w/{name}': x for name, x in slots.items()}
     tree |= {'target/w': params['w'], 'state/step': jnp.int32(1)}
-    *_, start = optimizer.from_t5x(tree, state.init(params))
+    *_, start = state_names.from_t5x(tree, state.init(params))
     updates, new = state.update({'w': jnp.ones([3, 2])}, start, params)
-    arrays = optimizer.to_t5x(2, params, new)
+    arrays = state_names.to_t5x(2, params, new)
     np.testing.assert_allclose(arrays['state/param_states/w/v_row'], v_row, rtol=1e-5)
     np.testing.assert_allclose(arrays['state/param_states/w/v_col'], v_col, rtol=1e-5)
     np.testing.assert_allclose(optax.apply_updates(params, updates)['w'], 0.9, rtol=1e-6)
@@ -300,10 +301,10 @@ def test_any_optimizer_goes_on_from_a_checkpoint(name, params, tmp_path):
     expected = train_state(tx, params, 5)
     saved = train_state(tx, params, 3)
     saver = checkpoint.Saver(tmp_path)
-    saver.save(3, optimizer.to_t5x(jnp.int32(3), *saved), {})
+    saver.save(3, state_names.to_t5x(jnp.int32(3), *saved), {})
     saver.wait()
     tree = checkpoint.restore(tmp_path / 'checkpoint_3')
-    step, *found = optimizer.from_t5x(tree, jax.eval_shape(tx.init, params))
+    step, *found = state_names.from_t5x(tree, jax.eval_shape(tx.init, params))
     assert step == 3
     chex.assert_trees_all_equal(tuple(found), saved)
     chex.assert_trees_all_equal_dtypes(tuple(found), saved)
@@ -312,9 +313,9 @@ def test_any_optimizer_goes_on_from_a_checkpoint(name, params, tmp_path):
     chex.assert_trees_all_equal(found, expected)
 
 
-def state_names(tx, params):
+def names_of_state(tx, params):
     """The paths of the optimizer's state, a parameter's below 'PARAM'."""
-    tree = optimizer.to_t5x(jnp.int32(0), params, tx.init(params))
+    tree = state_names.to_t5x(jnp.int32(0), params, tx.init(params))
     names = set()
     for path in tree:
         if not path.startswith('target/'):
@@ -343,14 +344,14 @@ def test_names_of_the_state(params):
         'sgd with two momenta': slots('trace', 'trace_1'),
         'every second step': every_second,
     }.items():
-        assert state_names(make(name), params) == {'state/step'} | expected
+        assert names_of_state(make(name), params) == {'state/step'} | expected
 
 
 def test_a_schedule_follows_a_step_that_comes_without_optimizer_state(params):
     """As for Adafactor in T5X. The bias correction of Adam begins anew with its moments."""
     tx = optimizer.make_optimizer(optimizer_config(name='adamw'), schedule)
-    tree = optimizer.to_t5x(jnp.int32(1000), params, tx.init(params))
-    _, _, state = optimizer.from_t5x(tree, tx.init(params))
+    tree = state_names.to_t5x(jnp.int32(1000), params, tx.init(params))
+    _, _, state = state_names.from_t5x(tree, tx.init(params))
     counts = optax.tree_utils.tree_get_all_with_path(state, 'count')
     assert sorted(int(count) for _, count in counts) == [0, 1000]
 
@@ -364,11 +365,11 @@ def test_slots_are_split_like_their_parameters(name, params):
         'encoder/encoder_norm/scale': P(None),
     }
     opt_state = jax.eval_shape(tx.init, params)
-    specs = optimizer.state_specs(opt_state, params, split)
+    specs = state_names.state_specs(opt_state, params, split)
     chex.assert_trees_all_equal_structs(specs, opt_state)
-    arrays = optimizer.to_t5x(jnp.int32(0), params, tx.init(params))
+    arrays = state_names.to_t5x(jnp.int32(0), params, tx.init(params))
     num_split = 0
-    for path, spec in optimizer.to_t5x(P(), split, specs).items():
+    for path, spec in state_names.to_t5x(P(), split, specs).items():
         parameter = next((p for p in params if f'param_states/{p}/' in path), None)
         if parameter and arrays[path].shape == params[parameter].shape:
             assert spec == split[parameter], path

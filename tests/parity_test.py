@@ -18,11 +18,10 @@ from small_models import ONE_GOLDEN_MODEL, assert_close, golden_batch
 import checkpoint
 import infer
 import model
-import optimizer
+import state_names
 import train
 from configs import base
-from modes.start import restore
-from modes.train import make_trainer
+from prepare import make_spec, restore
 
 pytestmark = pytest.mark.usefixtures('highest_precision')
 
@@ -65,13 +64,13 @@ def test_logits(golden):
 @ONE_GOLDEN_MODEL
 def test_loss_and_metrics(golden):
     arrays = np.load(golden / 'golden.npz')
-    trainer = make_trainer(golden_config(golden))
+    spec = make_spec(golden_config(golden))
     params = infer.load(golden / 'checkpoint_0').arrays
     rows, key = np.arange(8), jax.random.key(0)
 
     @jax.jit
     def sums_of(batch):
-        return train.gradients(trainer, params, batch, rows, key)[1]
+        return train.gradients(spec, params, batch, rows, key)[1]
 
     sums = sums_of(golden_batch(arrays, 'batch'))
     assert_close(sums['loss'], arrays['loss'], 1e-5)
@@ -92,19 +91,19 @@ def test_six_adafactor_steps(golden):
     relu = ('relu', lambda x: jnp.where(x > 1e-6, x, 0.0))
     own = dataclasses.replace(model.T5_MODULES, activations=(*model.T5_MODULES.activations, relu))
     arrays = np.load(golden / 'golden.npz')
-    trainer = make_trainer(golden_config(golden))
-    config = dataclasses.replace(trainer.model_config, own=own)
-    trainer = dataclasses.replace(trainer, model_config=config)
-    state = restore(trainer, checkpoint.read_index(golden / 'checkpoint_0'))
+    spec = make_spec(golden_config(golden))
+    config = dataclasses.replace(spec.model_config, own=own)
+    spec = dataclasses.replace(spec, model_config=config)
+    state = restore(spec, checkpoint.read_index(golden / 'checkpoint_0'))
     start = {name: np.asarray(x) for name, x in state.params.items()}
     losses = []
     for i in range(6):
-        state, metrics = train.jit_step(trainer)(state, golden_batch(arrays, f'train_batch{i}'))
+        state, metrics = train.jit_step(spec)(state, golden_batch(arrays, f'train_batch{i}'))
         losses.append(float(metrics['loss']))
     np.testing.assert_allclose(losses, arrays['train_losses'], rtol=1e-5)
 
     expected = checkpoint.restore(golden / 'checkpoint_6')
-    found = optimizer.to_t5x(*state)
+    found = state_names.to_t5x(*state)
     assert sorted(found) == sorted(expected)
     assert_close(found, expected, 1e-4)
     for name, p0 in start.items():
@@ -117,12 +116,12 @@ def test_a_trained_checkpoint_has_the_layout_of_T5Xs(golden, tmp_path):
     """After three steps from checkpoint_0 through the run's own saver: leaf by leaf as T5X's checkpoint_6,
     inline arrays but for their values, specs but for the compressor."""
     arrays = np.load(golden / 'golden.npz')
-    trainer = make_trainer(golden_config(golden))
-    state = restore(trainer, checkpoint.read_index(golden / 'checkpoint_0'))
+    spec = make_spec(golden_config(golden))
+    state = restore(spec, checkpoint.read_index(golden / 'checkpoint_0'))
     for i in range(3):
-        state, _ = train.jit_step(trainer)(state, golden_batch(arrays, f'train_batch{i}'))
+        state, _ = train.jit_step(spec)(state, golden_batch(arrays, f'train_batch{i}'))
     saver = checkpoint.Saver(tmp_path)
-    saver.save(3, optimizer.to_t5x(*state), {'config.json': b'{}'})
+    saver.save(3, state_names.to_t5x(*state), {'config.json': b'{}'})
     saver.wait()
 
     def layout(directory):

@@ -29,12 +29,12 @@ from runs import (
 import checkpoint
 import data
 import infer
-import optimizer
 import partition
+import state_names
 import train
 from modes import evaluate as evaluate_mode
 from modes import infer as infer_mode
-from modes.train import prepare
+from prepare import prepare
 from run.agreement import check_alike
 
 MESH = {'mesh.data': 1, 'mesh.fsdp': 2, 'mesh.model': 1}
@@ -490,7 +490,7 @@ address, process, folder = sys.argv[3], int(sys.argv[4]), pathlib.Path(sys.argv[
 num_processes, data_axis, model_axis, steps = json.loads(sys.argv[7])
 jax.distributed.initialize(address, num_processes, process, initialization_timeout=300)
 import optimizer, processes_test, train
-from modes.train import prepare
+from prepare import prepare
 config = processes_test.elastic_config(sys.argv[6], data_axis, model_axis, steps)
 run = prepare(config, folder)
 processes_test.assert_restored(run)
@@ -507,10 +507,10 @@ def elastic_config(corpus, data_axis, model_axis, steps):
 
 def assert_restored(run):
     """Assert that this process's part of the state is that of the checkpoint, bit for bit."""
-    if run.first_step == 0:
+    if run.progress.step == 0:
         return
-    saved = checkpoint.restore(run.workdir / f'checkpoint_{run.first_step}')
-    tree = optimizer.to_t5x(*run.state)
+    saved = checkpoint.restore(run.workdir.path / f'checkpoint_{run.progress.step}')
+    tree = state_names.to_t5x(*run.state)
     assert tree.keys() == saved.keys()
     for path, array in tree.items():
         whole = np.asarray(saved[path])
@@ -536,7 +536,7 @@ def test_a_run_goes_on_with_other_numbers_of_processes(corpus, tmp_path):
             statuses=(0,) * num_processes,
         )
     last = prepare(elastic_config(corpus, data_axis=2, model_axis=2, steps=6), folder)
-    assert last.first_step == 4
+    assert last.progress.step == 4
     assert_restored(last)
     train.train(last)
     alone = run(elastic_config(corpus, data_axis=1, model_axis=1, steps=6), tmp_path / 'alone')

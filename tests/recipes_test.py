@@ -17,7 +17,7 @@ import tasks.open
 import train
 from configs import t0
 from modes.evaluate import CheckpointEvaluation
-from modes.train import make_trainer
+from prepare import make_spec
 from run import memory
 from tasks import metrics
 
@@ -249,9 +249,9 @@ def step_shapes(config):
     """Trace a training step on a mesh of two devices. Return the state before and after, as shapes."""
     config.mesh.model = 2
     config.train.num_microbatches = 1
-    trainer = make_trainer(config)
-    after, _ = train.lower_step(trainer).out_info
-    return trainer.shapes, after
+    spec = make_spec(config)
+    after, _ = train.lower_step(spec).out_info
+    return spec.state_shapes, after
 
 
 @pytest.mark.slow

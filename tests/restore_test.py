@@ -13,10 +13,10 @@ from sentencepiece import sentencepiece_model_pb2
 
 import checkpoint
 import formats.open
-import optimizer
+import state_names
 import train
-from modes.start import choose, choose_initial, restore
-from modes.train import make_trainer, prepare
+from prepare import make_spec, prepare, restore, wanted
+from run.start import choose, choose_initial
 
 GOLDEN = ROOT / 'tests/golden'
 T5X = GOLDEN / 't5x_t5_1_1_tiny/checkpoint_6'  # after six steps, with Adafactor's slots
@@ -42,10 +42,10 @@ def tiny_config(path, corpus, steps=8, vocabulary='bytes', **restore):
 
 def start(config):
     """The state with which a run begins, as a checkpoint would have it, and what the run says of it."""
-    trainer = make_trainer(config)
-    begin = choose_initial(config, trainer)
-    state = restore(trainer, begin.leaves, config.restore.dtype)
-    return jax.device_get(optimizer.to_t5x(*state)), begin.description
+    spec = make_spec(config)
+    begin = choose_initial(config, wanted(spec))
+    state = restore(spec, begin.leaves, config.restore.dtype)
+    return jax.device_get(state_names.to_t5x(*state)), begin.description
 
 
 def initial(config):
@@ -238,7 +238,7 @@ def test_another_model_and_what_restores_the_rest(corpus):
 
     def refused_with(config):
         with pytest.raises(ValueError, match='restore.only') as error:
-            choose_initial(config, make_trainer(config))
+            choose_initial(config, wanted(make_spec(config)))
         return str(error.value)
 
     config = tiny_config(T5X, corpus)
@@ -249,7 +249,7 @@ def test_another_model_and_what_restores_the_rest(corpus):
     for config.restore.strict in (True, False):
         assert 'restore.strict=False' not in refused_with(config)
     config.restore.only = '(?!.*mlp).*'
-    choose_initial(config, make_trainer(config))
+    choose_initial(config, wanted(make_spec(config)))
 
 
 def test_another_number_of_sentinels_is_refused(corpus, uninterrupted):
@@ -301,7 +301,7 @@ def test_another_vocabulary_than_the_checkpoints(corpus, tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     config = tiny_config('checkpoint_6', corpus, vocabulary=name, only=only)
     if is_allowed:
-        choose_initial(config, make_trainer(config))
+        choose_initial(config, wanted(make_spec(config)))
         return
     with pytest.raises(ValueError, match='^data.vocabulary=.*restore.only=') as error:
         prepare(config, tmp_path / 'run')
@@ -366,7 +366,7 @@ def test_a_vocabulary_of_a_run_that_is_damaged(corpus, uninterrupted, tmp_path, 
     with pytest.raises(ValueError, match='run/vocabulary.model: '):
         prepare(small_config(corpus), tmp_path / 'run')
     damaged.unlink()
-    prepare(small_config(corpus), tmp_path / 'run').lock.close()
+    prepare(small_config(corpus), tmp_path / 'run').workdir.lock.close()
     assert damaged.read_bytes() == expected
 
 

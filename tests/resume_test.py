@@ -1,5 +1,6 @@
 """A run never loses its place: killed, stopped, damaged, moved, started twice."""
 
+import dataclasses
 import gzip
 import json
 import random
@@ -20,9 +21,9 @@ import data
 import evaluate
 import sources.open
 import train
-from modes.train import prepare
-from modes.train_vocabulary import train_vocabulary
+from prepare import prepare
 from run import results
+from run.train_vocabulary import train_vocabulary
 
 
 @pytest.mark.slow
@@ -156,13 +157,13 @@ def test_steps_that_are_not_logged_yet_are_not_lost(corpus, uninterrupted, tmp_p
     config.restore.path = str(uninterrupted)
     config.log.every_steps = 3
     stop_after(2, config, tmp_path / 'began elsewhere')
-    prepare(config, tmp_path / 'began elsewhere').lock.close()
+    prepare(config, tmp_path / 'began elsewhere').workdir.lock.close()
     config.restore.path = ''
     config.log.every_steps = 9
     stop_after(2, config, tmp_path / 'changed')
     config.log.every_steps = 2
     stop_after(1, config, tmp_path / 'changed')
-    prepare(config, tmp_path / 'changed').lock.close()
+    prepare(config, tmp_path / 'changed').workdir.lock.close()
     out = capsys.readouterr().out
     assert 'Stopped after step 8' in out and 'Stopped after step 3' in out
     assert 'metrics.jsonl has' not in out
@@ -180,7 +181,7 @@ def test_an_error_in_the_background_surfaces_within_a_step(corpus, tmp_path, mon
 
     monkeypatch.setattr(checkpoint, '_write_array', full)
     with pytest.raises(OSError, match='No space left'):
-        train.train(prepared._replace(train_step=step))
+        train.train(dataclasses.replace(prepared, train_step=step))
     assert len(taken) < 50 and not checkpoint.steps(tmp_path)
 
 
@@ -387,7 +388,7 @@ def test_a_state_that_is_not_whole_is_not_saved(place, tmp_path, monkeypatch):
 
     monkeypatch.setattr(train.Interval, 'wait', wait)
     with pytest.raises(RuntimeError):
-        train.train(prepared._replace(train_step=step))
+        train.train(dataclasses.replace(prepared, train_step=step))
     assert not checkpoint.steps(tmp_path / 'run')
 
 

@@ -15,7 +15,7 @@ import pytest
 import checkpoint
 import train
 from configs import base
-from modes.train import prepare
+from prepare import prepare
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # The environment of a process that is a user's, with one device.

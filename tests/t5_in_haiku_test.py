@@ -98,17 +98,17 @@ from t5_in_haiku.configs import base
 
 if __name__ == '__main__':
     from t5_in_haiku import infer, model
-    import t5_in_haiku.modes.train
+    import t5_in_haiku.prepare
     import t5_in_haiku.train
 
     config = base.get_config()
     config.update(json.loads(sys.argv[1]))
-    t5_in_haiku.train.train(t5_in_haiku.modes.train.prepare(config, 'run'))
+    t5_in_haiku.train.train(t5_in_haiku.prepare.prepare(config, 'run'))
     t5 = infer.load('run')
     assert isinstance(t5.config, model.T5Config)
     assert len(t5.generate(['one two'], max_length=4)) == 1
     assert t5_in_haiku.infer is infer
-    for name in ('run.prefetch', 'formats.open', 'modes.start', 'sources.parquet'):
+    for name in ('run.prefetch', 'formats.open', 'run.start', 'sources.parquet'):
         assert f't5_in_haiku.{name}' in sys.modules, name  # the last one is imported late
     assert not set(sys.modules) & {'model', 'tasks', 'evaluate'}
     import data, evaluate, model, tasks

@@ -1,23 +1,20 @@
-"""Trainers and the programs that they share."""
+"""What the program of a step depends on, and the loop."""
 
 import dataclasses
 
 from runs import small_config
 
-import train
-from modes.train import make_trainer
+from prepare import make_spec
 
 
-def test_trainers_are_compared_by_value():
-    """Runs with the same settings share the compiled step, whatever their text."""
-    trainer = make_trainer(small_config('a.txt'))
-    same = make_trainer(small_config('b.txt', steps=9))
-    assert trainer == same
-    assert train.jit_step(trainer) is train.jit_step(same)
-    others = [dataclasses.replace(trainer, seed=1), make_trainer(small_config('a.txt'), 2)]
+def test_a_step_spec_is_compared_by_value():
+    """Runs with the same settings have equal ones, whatever their text."""
+    spec = make_spec(small_config('a.txt'))
+    same = make_spec(small_config('b.txt', steps=9))
+    assert spec == same
+    others = [dataclasses.replace(spec, seed=1), make_spec(small_config('a.txt'), 2)]
     config = small_config('a.txt')
     config.optimizer.decay_rate = 0.7
-    others.append(make_trainer(config))
+    others.append(make_spec(config))
     for other in others:
-        assert trainer != other
-        assert train.jit_step(trainer) is not train.jit_step(other)
+        assert spec != other

@@ -10,10 +10,10 @@ from small_models import assert_close, random_batch, random_params, run_config
 
 import checkpoint
 import model
-import optimizer
+import state_names
 import train
-from modes.start import choose_initial, restore
-from modes.train import make_trainer, prepare
+from prepare import make_spec, prepare, restore, wanted
+from run.start import choose_initial
 
 T5X = ROOT / 'tests/golden/t5x_t5_1_1_tiny/checkpoint_6'  # with Adafactor's slots of all parameters
 FROZEN_ENCODER = '(?!encoder/).+'
@@ -36,16 +36,16 @@ def parameters_of(tree):
 @pytest.mark.parametrize('settings', [{}, {'name': 'adamw', 'global_norm_clip_threshold': 1.0}])
 def test_only_what_matches_changes(settings):
     """Weight decay does not touch the others either, and the optimizer has no state of them."""
-    trainer = make_trainer(step_config(FROZEN_ENCODER, **settings))
-    state = train.compile_init(trainer)()
+    spec = make_spec(step_config(FROZEN_ENCODER, **settings))
+    state = train.compile_init(spec)()
     before = jax.tree.map(np.asarray, state.params)
     for i in range(2):
-        state, metrics = train.jit_step(trainer)(state, random_batch(i, SIZES['vocab_size']))
+        state, metrics = train.jit_step(spec)(state, random_batch(i, SIZES['vocab_size']))
     assert metrics['finite']
     for path, x in state.params.items():
         is_equal = np.array_equal(np.asarray(x), before[path])
         assert is_equal == path.startswith('encoder/'), path
-    for path in optimizer.to_t5x(*state):
+    for path in state_names.to_t5x(*state):
         assert not path.startswith('state/param_states/encoder'), path
 
 
@@ -55,9 +55,9 @@ def test_the_gradients_are_those_of_a_run_that_trains_all():
     params = random_params(model.T5Config(**step_config('').model))
     found = {}
     for name, trainable, mesh in [('all', '', (1, 1)), ('some', FROZEN_ENCODER, (2, 2))]:
-        trainer = make_trainer(step_config(trainable, *mesh))
+        spec = make_spec(step_config(trainable, *mesh))
         batch = random_batch(0, SIZES['vocab_size'])
-        grads, sums = gradients(trainer, params, batch, np.arange(8), jax.random.key(1))
+        grads, sums = gradients(spec, params, batch, np.arange(8), jax.random.key(1))
         found[name] = grads, sums
     expected, expected_sums = found['all']
     grads, sums = found['some']
@@ -69,8 +69,8 @@ def test_the_gradients_are_those_of_a_run_that_trains_all():
 def num_flops(trainable):
     config = step_config(trainable)
     config.model.num_encoder_layers = 3
-    trainer = make_trainer(config)
-    lowered = train.jit_step(trainer).lower(trainer.shapes, random_batch(0, SIZES['vocab_size']))
+    spec = make_spec(config)
+    lowered = train.jit_step(spec).lower(spec.state_shapes, random_batch(0, SIZES['vocab_size']))
     return lowered.cost_analysis()['flops']
 
 
@@ -147,10 +147,10 @@ def test_of_a_checkpoint_of_T5X_the_matching_slots_are_taken(corpus):
     config.data.vocabulary = 'bytes'
     config.restore.path = str(T5X)
     config.optimizer.trainable = FROZEN_ENCODER
-    trainer = make_trainer(config)
-    begin = choose_initial(config, trainer)
-    state = restore(trainer, begin.leaves, config.restore.dtype)
-    found = jax.device_get(optimizer.to_t5x(*state))
+    spec = make_spec(config)
+    begin = choose_initial(config, wanted(spec))
+    state = restore(spec, begin.leaves, config.restore.dtype)
+    found = jax.device_get(state_names.to_t5x(*state))
     expected = checkpoint.restore(T5X)
     frozen = {path for path in expected if path.startswith('state/param_states/encoder/')}
     assert found.keys() == expected.keys() - frozen and found['state/step'] == 6

@@ -30,7 +30,7 @@ import tasks.open
 import train
 import vocabulary as vocabularies
 from modes import cache
-from modes.train import make_trainer
+from prepare import make_spec
 from stream import Stream
 
 FILE = pathlib.Path(__file__).parent / 'golden' / 'unchanged.json'
@@ -179,8 +179,8 @@ def lower_step(name):
     """Return the program of a train step, before XLA compiles it."""
     data_axis, model_axis = MESHES[name]
     config = runs.small_config('', data_axis=data_axis, model_axis=model_axis)
-    trainer = make_trainer(config, num_microbatches=1)
-    return train.lower_step(trainer).as_text()
+    spec = make_spec(config, num_microbatches=1)
+    return train.lower_step(spec).as_text()
 
 
 def lower_logits():

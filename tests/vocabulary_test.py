@@ -16,7 +16,7 @@ from small_models import SMALLEST, random_params
 
 import vocabulary as vocabularies
 from formats import hugging_face
-from modes.train_vocabulary import find_or_train_vocabulary, train_vocabulary
+from run.train_vocabulary import find_or_train_vocabulary, train_vocabulary
 
 
 def check_vocabulary_case(vocabulary, case):
@@ -289,7 +289,7 @@ def test_training_uses_long_lines_and_gives_fewer_pieces_for_a_small_corpus():
 
 
 def test_training_reads_the_beginning_of_a_long_document(monkeypatch):
-    monkeypatch.setattr('modes.train_vocabulary.SAMPLE_CHARACTERS', 3000)
+    monkeypatch.setattr('run.train_vocabulary.SAMPLE_CHARACTERS', 3000)
     text = 'some words ' * 300
     expected = train_vocabulary([text], 20)
     assert train_vocabulary([text + 'z' * 5000], 20) == expected

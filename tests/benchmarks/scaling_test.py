@@ -7,7 +7,7 @@ import jax
 import pytest
 from benchmark_scripts import assert_refuses, run
 
-from modes.train import make_trainer
+from prepare import make_spec
 
 SCRIPT = 'scaling.py'
 
@@ -53,11 +53,11 @@ def test_exponent(benchmark):
 def test_only_the_axis_grows(benchmark):
     def sizes(axis, value):
         config = benchmark.config_of(axis, value)
-        trainer = make_trainer(config, devices=jax.devices()[:1])
+        spec = make_spec(config, devices=jax.devices()[:1])
         return (
             config.train.batch_size,
-            trainer.feature_lengths['encoder_input_tokens'],
-            trainer.feature_lengths['decoder_target_tokens'],
+            spec.feature_lengths['encoder_input_tokens'],
+            spec.feature_lengths['decoder_target_tokens'],
             config.model.num_encoder_layers,
             config.model.num_decoder_layers,
             config.model.vocab_size,

@@ -4,6 +4,7 @@ They go on, or end with one line and their last checkpoint; then the same comman
 """
 
 import contextlib
+import dataclasses
 import resource
 import shutil
 import subprocess
@@ -17,14 +18,14 @@ from runs import Program, assert_same_run, run, small_config, state_of
 import checkpoint
 import train
 from modes import errors, infer_input
-from modes.train import prepare
+from prepare import prepare
 from run import verify
 
 
 def run_until(number, event, config, workdir):
     """Train, with an event before a step."""
     prepared = prepare(config, workdir)
-    first_step = prepared.first_step
+    first_step = prepared.progress.step
 
     def step(state, batch):
         nonlocal first_step
@@ -33,7 +34,7 @@ def run_until(number, event, config, workdir):
             event()
         return prepared.train_step(state, batch)
 
-    train.train(prepared._replace(train_step=step))
+    train.train(dataclasses.replace(prepared, train_step=step))
 
 
 def await_step_3(workdir):

@@ -29,8 +29,8 @@ from modes import errors
 from modes import evaluate as evaluate_mode
 from modes import infer as infer_mode
 from modes import report as report_mode
-from modes.train_vocabulary import train_vocabulary
 from run import verify
+from run.train_vocabulary import train_vocabulary
 from sources import Share, tfrecord
 from stream import TokenizedTask
 from vocabulary import named_vocabulary

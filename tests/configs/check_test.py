@@ -9,7 +9,7 @@ import tasks
 import tasks.open
 from configs import base
 from configs import check as settings
-from modes.train import make_trainer
+from prepare import make_spec
 
 ARGUMENTS = {
     'base': [''],
@@ -106,8 +106,8 @@ def test_every_config_has_a_model_that_can_be_split(name):
     config = module_of(name).get_config()
     config.model.num_encoder_layers = 1
     config.model.num_decoder_layers = 1
-    trainer = make_trainer(config)
-    assert trainer.specs.params.keys() == trainer.shapes.params.keys()
+    spec = make_spec(config)
+    assert spec.state_specs.params.keys() == spec.state_shapes.params.keys()
 
 
 @pytest.mark.parametrize('name', sorted(set(ARGUMENTS) - {'base', 'finetune_pydoc', 'tiny'}))

@@ -28,6 +28,7 @@ import infer
 import model
 import optimizer
 import partition
+import state_names
 from configs import base
 from formats import mesh_tf
 
@@ -202,7 +203,7 @@ def test_factored_slots_are_those_of_our_optimizer(tmp_path):
     params = jax.tree.map(np.ones_like, grads)
     adafactor = optimizer.make_optimizer(base.get_config().optimizer, lambda step: 0.1)
     _, state = jax.jit(adafactor.update)(grads, adafactor.init(params), params)
-    expected = optimizer.to_t5x(1, params, state)
+    expected = state_names.to_t5x(1, params, state)
     arrays = {}
     for letter, grad in zip(shapes, grads.values(), strict=True):
         name = f'encoder/block_000/layer_000/SelfAttention/{letter}'

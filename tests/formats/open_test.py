@@ -25,16 +25,16 @@ import formats.open
 import infer
 import model
 import partition
+import prepare
 import user_code
 import vocabulary as vocabularies
 from formats import hugging_face, own_model
 from modes import convert
 from modes import evaluate as evaluate_mode
 from modes import infer as infer_mode
-from modes import train as train_mode
 from modes.errors import one_line
-from modes.train_vocabulary import train_vocabulary
 from run import verify
+from run.train_vocabulary import train_vocabulary
 
 ROOT = pathlib.Path(__file__).parents[2]
 GOLDEN = ROOT / 'tests/golden'
@@ -358,7 +358,7 @@ def test_a_path_that_names_another_family(tmp_path, place, monkeypatch, corpus):
         for ask in (
             lambda path=path: infer.load(path),
             lambda path=path: convert.convert_checkpoint(path, tmp_path / 'out', 't5x'),
-            lambda: train_mode.prepare(config, tmp_path / 'run'),
+            lambda: prepare.prepare(config, tmp_path / 'run'),
         ):
             with pytest.raises(
                 ValueError, match='LongT5 is not supported yet.*(rename|remove)'
@@ -609,7 +609,7 @@ def test_a_folder_with_added_tokens_is_refused_in_every_mode(tmp_path, name, mai
         config.data.vocabulary = vocabulary
         config.restore.path = str(folder)
         with pytest.raises(ValueError, match="'<mark>'"):
-            train_mode.prepare(config, tmp_path / 'run')
+            prepare.prepare(config, tmp_path / 'run')
     flags = {'checkpoint': str(folder), 'output_dir': str(tmp_path / 'out')}
     memo = {'data.task': 'text_to_text', 'data.files': str(GOLDEN / 'hunt/multiline_memo.jsonl')}
     memo |= {'data.inputs': '{inputs}', 'data.targets': '{targets}', 'data.metrics': 'accuracy'}
@@ -617,7 +617,7 @@ def test_a_folder_with_added_tokens_is_refused_in_every_mode(tmp_path, name, mai
         evaluate_mode.prepare(None, memo, **flags)
     config.restore.path = ''
     with pytest.raises(ValueError, match="^data.vocabulary=.*'<mark>'"):
-        train_mode.prepare(config, tmp_path / 'run')
+        prepare.prepare(config, tmp_path / 'run')
     assert not (tmp_path / 'out').exists() and not (tmp_path / 'run/config.json').exists()
     if name == 'tokenizer.json':
         result = main(f'--from={folder}', f'--to={tmp_path}/out')

@@ -32,7 +32,7 @@ import infer
 import model
 import partition
 import train
-from modes.train import make_trainer, prepare
+from prepare import make_spec, prepare
 
 WINDOW = str(ROOT / 'examples/sliding_window/sliding_window.py')
 GROUPED = str(ROOT / 'examples/grouped_heads/grouped_heads.py')
@@ -56,11 +56,11 @@ def full_batch():
 
 def trained(config):
     """The losses of three steps, and the parameters after them."""
-    trainer = make_trainer(config)
-    state = train.compile_init(trainer)()
+    spec = make_spec(config)
+    state = train.compile_init(spec)()
     losses = []
     for i in range(3):
-        state, metrics = train.jit_step(trainer)(state, random_batch(i))
+        state, metrics = train.jit_step(spec)(state, random_batch(i))
         losses.append(float(metrics['loss']))
     return losses, jax.tree.map(np.asarray, state.params)
 

@@ -35,9 +35,9 @@ from configs import check as settings
 from formats import own_model
 from modes import convert
 from modes import evaluate as evaluate_mode
-from modes.start import choose_initial
-from modes.train import make_trainer, prepare
+from prepare import make_spec, prepare, wanted
 from run import verify
+from run.start import choose_initial
 
 EXAMPLE = ROOT / 'examples/squared_relu/squared_relu.py'
 ROTARY = ROOT / 'examples/rotary/rotary.py'
@@ -377,12 +377,12 @@ def test_another_run_starts_from_its_parameters(corpus, trained, tmp_path):
     config.restore.update(path=str(trained / 'run'), only='target/.*')
     config.model.update(module='', mlp_activations=('relu',))
     assert_refused(lambda: prepare(config, tmp_path / 'run'), 'restore.strict=False')
-    trainer = make_trainer(config)
+    spec = make_spec(config)
     config.restore.strict = False
-    assert 'target/encoder/layers_0/mlp/wi/kernel' in choose_initial(config, trainer).leaves
+    assert 'target/encoder/layers_0/mlp/wi/kernel' in choose_initial(config, wanted(spec)).leaves
     config.restore.strict = True
     config.model.update(module=str(EXAMPLE), mlp_activations=('squared_relu',))
-    start = choose_initial(config, make_trainer(config))
+    start = choose_initial(config, wanted(make_spec(config)))
     assert start.step == 0
 
 
@@ -694,7 +694,7 @@ def test_a_run_of_a_family(corpus, uninterrupted, monkeypatch, tmp_path):
     assert_refused(lambda: prepare(config, tmp_path / 'run'), 'model/options/more: 5 -> 1')
     config.model.options.num = 2
     config.model.options.more = 5
-    prepare(config, tmp_path / 'run').lock.close()
+    prepare(config, tmp_path / 'run').workdir.lock.close()
     assert infer.load(directory).config.options.num == 2
 
     # Without the family no file of its name is run.
@@ -729,12 +729,12 @@ def prompted(corpus, uninterrupted, make_once):
 def test_a_prompt_needs_a_base(corpus):
     config = prompt_config(corpus, '')
     config.restore.path = ''
-    trainer = make_trainer(config)
-    assert trainer.trained == ('prompt/embedding',)
-    assert trainer.shapes.params['prompt/embedding'].shape == (3, 16)
-    assert_refused(lambda: choose_initial(config, trainer), "restore.path=''")
+    spec = make_spec(config)
+    assert spec.trained == ('prompt/embedding',)
+    assert spec.state_shapes.params['prompt/embedding'].shape == (3, 16)
+    assert_refused(lambda: choose_initial(config, wanted(spec)), "restore.path=''")
     config.model.lora_rank = 2
-    trained = make_trainer(config).trained
+    trained = make_spec(config).trained
     assert 'prompt/embedding' in trained and len(trained) == 1 + 2 * 2 * 3
 
 

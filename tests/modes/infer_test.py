@@ -35,8 +35,8 @@ import vocabulary as vocabularies
 from configs import check
 from modes import infer as infer_mode
 from modes import infer_input
-from modes.train_vocabulary import train_vocabulary
 from run import workdir
+from run.train_vocabulary import train_vocabulary
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / 'tests/golden'

@@ -4,12 +4,12 @@ import pytest
 from runs import small_config
 
 from modes import plan_decoding
-from modes.train import make_trainer
+from prepare import make_spec
 from run import memory
 
 
 def planned_with(every_steps, fsdp=2):
-    """Return the trainer of a small model on 4 * fsdp devices, and its step of decoding."""
+    """Return the spec of a small model on 4 * fsdp devices, and its step of decoding."""
     config = small_config('', data_axis=2, model_axis=2)
     config.mesh.fsdp = fsdp
     config.infer_eval.every_steps = every_steps
@@ -17,16 +17,16 @@ def planned_with(every_steps, fsdp=2):
     config.decode.batch_size = 5
     config.decode.max_length = 65
     config.decode.beam_size = 2
-    trainer = make_trainer(config)
-    return trainer, plan_decoding.plan_decoding(config, trainer)
+    spec = make_spec(config)
+    return spec, plan_decoding.plan_decoding(config, spec)
 
 
 def test_a_step_of_decoding():
     """Parameters are gathered over 'fsdp'; sums over 'model' are those of heads and MLPs."""
-    trainer, planned = planned_with(every_steps=0)
+    spec, planned = planned_with(every_steps=0)
     whole = 0
-    for path, x in trainer.shapes.params.items():
-        whole += x.size * 4 // (2 if 'model' in trainer.specs.params[path] else 1)
+    for path, x in spec.state_shapes.params.items():
+        whole += x.size * 4 // (2 if 'model' in spec.state_specs.params[path] else 1)
     # A CPU has transposed kernels, too: of attention, of the MLP, of the logits.
     transposed = 6 * 16 * 16 + 3 * 16 * 32 + 16 * 384
     assert planned.parameters == whole + transposed * 4 // 2
@@ -36,7 +36,7 @@ def test_a_step_of_decoding():
     assert planned.cache == keys_and_values + mask_writers_length
     assert planned.fits
     assert planned.total > 8 * (planned.parameters + planned.cache)
-    lines = list(plan_decoding.lines_of(planned, trainer))
+    lines = list(plan_decoding.lines_of(planned, spec))
     # 5 rows become 8 on the 4 devices of 'data' and 'fsdp', 65 tokens get room for 128.
     assert '8 inputs of 32 tokens, 2 answer(s) of 128 tokens each, fits: ' in lines[0]
     # The embedding, two attentions and the MLP.
@@ -46,21 +46,21 @@ def test_a_step_of_decoding():
 @pytest.mark.parametrize('fsdp', [1, 2])
 def test_a_run_that_decodes_keeps_its_state(fsdp):
     """Its parameters are in memory twice only where they are gathered."""
-    trainer, of_run = planned_with(every_steps=1, fsdp=fsdp)
+    spec, of_run = planned_with(every_steps=1, fsdp=fsdp)
     _, alone = planned_with(every_steps=0, fsdp=fsdp)
-    shapes, specs = trainer.shapes, trainer.specs
-    state = memory.bytes_on_device(trainer.mesh, shapes.opt_state, specs.opt_state) + 4
+    shapes, specs = spec.state_shapes, spec.state_specs
+    state = memory.bytes_on_device(spec.mesh, shapes.opt_state, specs.opt_state) + 4
     if fsdp > 1:
-        state += memory.bytes_on_device(trainer.mesh, shapes.params, specs.params)
-    assert of_run.total == alone.total + trainer.mesh.size * state
+        state += memory.bytes_on_device(spec.mesh, shapes.params, specs.params)
+    assert of_run.total == alone.total + spec.mesh.size * state
 
 
 @pytest.mark.parametrize('every_steps', [0, 1])
 def test_what_does_not_fit_is_refused_for_a_run_that_decodes(every_steps, monkeypatch):
     monkeypatch.setattr(memory, 'memory_limit', lambda mesh: 1000)
-    trainer, planned = planned_with(every_steps)
+    spec, planned = planned_with(every_steps)
     assert planned.step is None
-    assert 'does NOT fit' in ''.join(plan_decoding.lines_of(planned, trainer))
+    assert 'does NOT fit' in ''.join(plan_decoding.lines_of(planned, spec))
     if every_steps:
         with pytest.raises(ValueError, match='infer_eval.every_steps'):
             plan_decoding.check_fits(planned)

@@ -15,31 +15,31 @@ import train
 from modes import plan
 from modes.collectives import Collective, collectives_of
 from modes.topology import CHIPS, GPU_PLUGINS, devices_of
-from modes.train import make_trainer
+from prepare import make_spec
 from run import memory
 
 SLOW = pytest.mark.slow
 TWO_LAYERS = {'num_encoder_layers': 2, 'num_decoder_layers': 2}
 
 
-def small_trainer(data=1, fsdp=1, model=1, **settings):
-    """The trainer of a model with no matrix that Adafactor factors, and no dropout."""
+def small_spec(data=1, fsdp=1, model=1, **settings):
+    """The spec of a model with no matrix that Adafactor factors, and no dropout."""
     config = small_config('', data_axis=data, model_axis=model)
     config.mesh.fsdp = fsdp
     config.train.batch_size = 16
     config.model.update(num_heads=8, emb_dim=64, mlp_dim=96, dropout_rate=0.0)
     config.model.update(settings)
-    return make_trainer(config)
+    return make_spec(config)
 
 
-def written(trainer):
+def written(spec):
     """Return what the code of a step moves: {(kind, axes, bytes of an array): number of arrays}."""
-    c = trainer.model_config
+    c = spec.model_config
     again = c.remat == 'full'  # a layer's forward pass, but for its last sum
-    mesh = trainer.mesh
-    rows = trainer.batch_size // mesh.shape['data'] // mesh.shape['fsdp']
-    tokens_of_inputs = rows * trainer.feature_lengths['encoder_input_tokens']
-    tokens_of_targets = rows * trainer.feature_lengths['decoder_target_tokens']
+    mesh = spec.mesh
+    rows = spec.batch_size // mesh.shape['data'] // mesh.shape['fsdp']
+    tokens_of_inputs = rows * spec.feature_lengths['encoder_input_tokens']
+    tokens_of_targets = rows * spec.feature_lengths['decoder_target_tokens']
     found = collections.Counter()
 
     def moves(kind, axes, num_bytes, times=1):
@@ -55,10 +55,10 @@ def written(trainer):
     moves('all-reduce', ('model',), tokens_of_targets * c.emb_dim * 4, decoder)
     # The loss: the largest logit, the sum, the logit of the target; the argmax has one more.
     moves('all-reduce', ('model',), tokens_of_targets * 4, 4)
-    for path, x in trainer.shapes.params.items():
-        spec = trainer.specs.params[path]
-        whole = x.size * 4 // (mesh.shape['model'] if 'model' in spec else 1)
-        if 'fsdp' in spec:
+    for path, x in spec.state_shapes.params.items():
+        split = spec.state_specs.params[path]
+        whole = x.size * 4 // (mesh.shape['model'] if 'model' in split else 1)
+        if 'fsdp' in split:
             moves('all-gather', ('fsdp',), whole, 1 + (again and '/layers_' in path))
             moves('reduce-scatter', ('fsdp',), whole)
             moves('all-reduce', ('data',), whole // mesh.shape['fsdp'])
@@ -79,13 +79,13 @@ def written(trainer):
     ],
 )
 def test_the_collectives_are_what_we_wrote(data, fsdp, model, settings):
-    trainer = small_trainer(data, fsdp, model, **settings)
-    program = train.compile_step(trainer).as_text()
+    spec = small_spec(data, fsdp, model, **settings)
+    program = train.compile_step(spec).as_text()
     found = collections.Counter()
-    for x in collectives_of(program, trainer.mesh):
+    for x in collectives_of(program, spec.mesh):
         if x.num_bytes > 8:  # the sums of the loss and the norms of the optimizer are scalars
             found[x.kind, x.axes, x.num_bytes] += x.times
-    assert found == written(trainer)
+    assert found == written(spec)
 
 
 def flops_of_products(jaxpr, times=1):
@@ -110,12 +110,12 @@ def test_the_formula_counts_the_products_of_a_layer(activations):
     found = []
     for num_layers in (1, 2):
         layers = {'num_encoder_layers': num_layers, 'num_decoder_layers': num_layers}
-        trainer = small_trainer(**layers, mlp_activations=activations)
+        spec = small_spec(**layers, mlp_activations=activations)
         batch = {}
-        for name, length in trainer.feature_lengths.items():
-            batch[name] = jax.ShapeDtypeStruct((trainer.batch_size, length), np.int32)
-        step = jax.make_jaxpr(train.jit_step(trainer))(trainer.shapes, batch)
-        found.append((flops_of_products(step.jaxpr), plan.flops_of_step(trainer)[0]))
+        for name, length in spec.feature_lengths.items():
+            batch[name] = jax.ShapeDtypeStruct((spec.batch_size, length), np.int32)
+        step = jax.make_jaxpr(train.jit_step(spec))(spec.state_shapes, batch)
+        found.append((flops_of_products(step.jaxpr), plan.flops_of_step(spec)[0]))
     (products, formula), (products_of_two, formula_of_two) = found
     assert products_of_two - products == formula_of_two - formula
     assert 0 < products - formula < 0.05 * products  # the relative position biases
@@ -168,10 +168,10 @@ def test_the_smallest_change_that_fits(monkeypatch):
     config.train.batch_size = 16
     config.train.num_microbatches = 1
     config.mesh.data = 2
-    trainer = make_trainer(config)
-    need = memory.step_bytes(train.compile_step(trainer), trainer.mesh, state_bytes=0)
+    spec = make_spec(config)
+    need = memory.step_bytes(train.compile_step(spec), spec.mesh, state_bytes=0)
     monkeypatch.setattr(memory, 'memory_limit', lambda mesh: 0.9 * need)
-    lines = plan.lines_of(config, trainer, jax.devices())
+    lines = plan.lines_of(config, spec, jax.devices())
     with pytest.raises(ValueError, match='fits: --config.train.num_microbatches=auto, in 2'):
         list(lines)
 

@@ -8,7 +8,7 @@ import pytest
 from runs import assert_same_run, small_config
 
 from modes import profile
-from modes.train import prepare
+from prepare import prepare
 
 
 def traced_steps(workdir):

@@ -17,7 +17,7 @@ from configs import base
 from modes import convert
 from modes import evaluate as evaluate_mode
 from modes import infer as infer_mode
-from modes.train import prepare
+from prepare import prepare
 from run import best, task_metrics, workdir
 
 LOSS = 'training_eval/span_corruption/loss'
@@ -244,16 +244,19 @@ def test_what_is_used_of_a_run_is_the_average(corpus, expected, tmp_path):
         np.testing.assert_array_equal(x, state[f'state/param_states/{path}/ema_params'])
         assert (x != state[f'target/{path}']).any()
     prepared = prepare(best_config(corpus), shutil.copytree(expected, tmp_path / 'run'))
-    prepared.lock.close()
+    prepared.workdir.lock.close()
     [evaluation] = prepared.evaluations
     assert evaluation(average)['loss'] == losses_of(expected)[last]
-    assert evaluation(prepared.state.params)['loss'] != losses_of(expected)[last]
+    assert (
+        evaluation(prepared.progress.state.params, last, lambda count: 0)['loss']
+        != losses_of(expected)[last]
+    )
 
     config = best_config(corpus)
     config.restore.path = str(expected)
     config.train.relative_steps = 1
     started = prepare(config, tmp_path / 'new')
-    started.lock.close()
+    started.workdir.lock.close()
     chex.assert_trees_all_equal(dict(started.state.params), dict(average))
     chex.assert_trees_all_equal(
         optimizer.averaged({}, started.state.opt_state), dict(started.state.params)

@@ -6,6 +6,7 @@ import re
 import time
 
 import pytest
+from ml_collections import ConfigDict
 from runs import Program
 
 import checkpoint
@@ -52,6 +53,7 @@ def test_a_terminal_keeps_logged_lines_and_shows_one_live_line(command_line, cor
     'seconds_left, words', [(0, '0:00:00'), (3661, '1:01:01'), (86400 * 12, '12d 0h')]
 )
 def test_progress_fits_into_80_columns(seconds_left, words):
+    limits = ConfigDict({'steps': 100_000, 'epochs': 0})
     values = {
         'nats_per_token': 10.8951,
         'accuracy': 0.12345,
@@ -60,13 +62,14 @@ def test_progress_fits_into_80_columns(seconds_left, words):
         'timing/data_wait_fraction': 0.0,
         'timing/steps_per_second': 50_000 / max(seconds_left, 1e-9),
     }
-    line = progress_line(50_000, 100_000, values)
+    line = progress_line(50_000, limits, values)
     assert len(line) < 80 and line.startswith('step 50000/100000 loss 10.895')
     assert line.endswith(f'{words} left') and '1,234,568 tokens/s' in line
     values['timing/data_wait_fraction'] = 0.123
-    line = progress_line(50_000, 100_000, values)
+    line = progress_line(50_000, limits, values)
     assert len(line) < 80 and line.endswith(f'{words} left, data wait 12%')
-    line = progress_line(50_000, None, values)  # of a run that ends after its epochs
+    limits.epochs = 2
+    line = progress_line(50_000, limits, values)
     assert line.startswith('step 50000 loss 10.895') and line.endswith('tokens/s, data wait 12%')
 
 

@@ -38,4 +38,5 @@ def test_steps_with_other_metrics_leave_an_interval():
     for restored in ({'loss': 1.0}, {'loss': 1.0, 'entropy': 3.0, 'batch_crc32': 7.0}):
         interval = Interval([restored])
         interval.add({'loss': 2.0}, {'a': np.arange(2)}, position=np.zeros(4))
+        interval.fetch()
         assert [metrics['loss'] for metrics in interval.metrics] == [2.0]

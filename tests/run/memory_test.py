@@ -11,14 +11,14 @@ from runs import run, small_config
 import partition
 import train
 from configs import base
-from modes.train import make_trainer, prepare
+from prepare import make_spec, prepare
 from run import memory as plan
 
 
-def compiled_bytes(trainer):
-    """Return the memory that the trainer's step takes."""
-    state_bytes = plan.num_state_bytes(trainer.shapes)
-    return plan.step_bytes(train.compile_step(trainer), trainer.mesh, state_bytes)
+def compiled_bytes(spec):
+    """Return the memory that the spec's step takes."""
+    state_bytes = plan.num_state_bytes(spec.state_shapes)
+    return plan.step_bytes(train.compile_step(spec), spec.mesh, state_bytes)
 
 
 @pytest.mark.slow
@@ -27,7 +27,7 @@ def test_microbatches_to_fit_the_memory(corpus, tmp_path, monkeypatch, capsys):
     config = small_config(corpus, steps=1)
     config.train.batch_size = 4  # with 2, the sums of gradients outweigh activations
     config.model.dropout_rate = 0.0  # compiles twice as fast
-    needs = {n: compiled_bytes(make_trainer(config, n)) for n in (1, 2)}
+    needs = {n: compiled_bytes(make_spec(config, n)) for n in (1, 2)}
     assert needs[1] > needs[2]
     monkeypatch.setattr(plan, 'memory_limit', lambda mesh: (needs[1] + needs[2]) / 2)
     config.train.num_microbatches = 1
@@ -117,7 +117,7 @@ def test_a_model_that_does_not_fit(corpus, tmp_path, monkeypatch):
     config = small_config(corpus)
     config.train.batch_size = 2
     config.model.dropout_rate = 0.0  # compiles twice as fast
-    state_bytes = plan.num_state_bytes(make_trainer(config).shapes)
+    state_bytes = plan.num_state_bytes(make_spec(config).shapes)
     monkeypatch.setattr(plan, 'memory_limit', lambda mesh: state_bytes - 1)
     with pytest.raises(
         ValueError,
@@ -135,19 +135,19 @@ def test_the_state_of_one_device(monkeypatch, data, fsdp, model):
     config = base.get_config()
     config.model.update(num_heads=4, num_encoder_layers=1, num_decoder_layers=1)
     config.mesh.update(data=data, fsdp=fsdp, model=model)
-    trainer = make_trainer(config)
-    shardings = partition.shardings(trainer.mesh, trainer.specs)
-    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), trainer.shapes)
+    spec = make_spec(config)
+    shardings = partition.shardings(spec.mesh, spec.state_specs)
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), spec.state_shapes)
     state = jax.device_put(zeros, shardings)
     num_bytes = 0
     for x in jax.tree.leaves(state):
         num_bytes += x.addressable_shards[0].data.nbytes
     monkeypatch.setattr(plan, 'is_on_cpu', lambda mesh: False)  # as if each had a memory of its own
     monkeypatch.setattr(plan, 'memory_limit', lambda mesh: num_bytes)
-    plan.check_state_fits(trainer.mesh, trainer.shapes, trainer.specs)
+    plan.check_state_fits(spec.mesh, spec.state_shapes, spec.state_specs)
     monkeypatch.setattr(plan, 'memory_limit', lambda mesh: num_bytes - 1)
     with pytest.raises(ValueError, match='optimizer state take'):
-        plan.check_state_fits(trainer.mesh, trainer.shapes, trainer.specs)
+        plan.check_state_fits(spec.mesh, spec.state_shapes, spec.state_specs)
 
 
 def test_counts_begin_with_the_requested_one():

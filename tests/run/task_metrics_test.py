@@ -8,10 +8,10 @@ import pytest
 from runs import ROOT, Program, metrics_of, small_config
 
 import vocabulary as vocabularies
-from modes.train import prepare
-from modes.train_vocabulary import train_vocabulary
+from prepare import prepare
 from run import task_metrics
 from run.examples import Example, text_changes
+from run.train_vocabulary import train_vocabulary
 
 MEMO = ROOT / 'tests/golden/hunt/multiline_memo.jsonl'
 GOOD = vocabularies.SentencePieceVocabulary((ROOT / 'tests/golden/hunt/good.model').read_bytes())

@@ -17,7 +17,7 @@ import infer
 import paths
 import train
 from configs import base
-from modes.train import prepare
+from prepare import prepare
 from run import workdir
 from run.best import read_metrics
 
@@ -183,7 +183,7 @@ def test_a_workdir_belongs_to_one_run(corpus, finished):
         prepare(config, finished)
     train.train(first)
     assert train.train(prepare(config, finished)) == 0
-    with pytest.raises(ValueError, match='has ended: prepare it once more'):
+    with pytest.raises(ValueError, match='has ended: prepare it again'):
         train.train(first)
     for name in (None, '', 3):
         with pytest.raises(ValueError, match='is no path'):

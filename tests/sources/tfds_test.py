@@ -21,7 +21,7 @@ import tasks
 import tasks.open
 import vocabulary as vocabularies
 from configs import tiny
-from modes.train import prepare as prepare_run
+from prepare import prepare as prepare_run
 from sources import tfds as tfds_source
 from stream import Stream
 

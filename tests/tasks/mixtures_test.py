@@ -20,9 +20,9 @@ from forms import slow
 import tasks
 import tasks.open
 import vocabulary as vocabularies
-from modes.train import num_lines_to_start
-from modes.train_vocabulary import training_texts
+from prepare import num_lines_to_start
 from run import prefetch
+from run.train_vocabulary import training_texts
 from stream import Stream
 
 MODULE = """

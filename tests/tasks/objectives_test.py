@@ -16,7 +16,7 @@ import data
 import tasks.open
 import vocabulary as vocabularies
 from configs import ul2
-from modes.train_vocabulary import train_vocabulary
+from run.train_vocabulary import train_vocabulary
 from stream import OpenMixture, Stream
 from tasks import mixtures
 from tasks.objectives import OBJECTIVES

@@ -21,7 +21,7 @@ from vocabulary import (
 )
 
 SAMPLE_CHARACTERS = 10_000_000  # that a vocabulary is trained on
-SAMPLE_LINE_CHARACTERS = 1000  # the trainer drops long lines, so they are cut
+SAMPLE_LINE_CHARACTERS = 1000  # the spec drops long lines, so they are cut
 
 
 def find_or_train_vocabulary(

@@ -4,27 +4,20 @@ import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
 
 import checkpoint
 import formats.open
 import model
-import optimizer
-import partition
 import paths
-import train
 from configs import check as settings
 from formats import own_model
 from messages import first_ten
+from model import T5Config
 from run import verify, workdir
-from run.console import Console
 from vocabulary import (
     ByteVocabulary,
     changed_id,
@@ -34,6 +27,14 @@ from vocabulary import (
     own_vocabulary,
     stored_data,
 )
+
+
+class Wanted(NamedTuple):
+    """What a run needs to start."""
+
+    model_config: T5Config
+    shapes: checkpoint.Shapes  # of the whole state, by T5X's paths
+    trained: Collection[str]  # the paths of the parameters that are trained
 
 
 class Start(NamedTuple):
@@ -48,16 +49,20 @@ class Start(NamedTuple):
 
 
 def find_start(
-    config: Any, folder: Path, trainer: train.Trainer, lines: Sequence[Mapping], console: Console
+    config: ConfigDict,
+    folder: paths.AnyPath,
+    wanted: Wanted,
+    lines: Sequence[Mapping],
+    report: Callable[[str], None],
 ) -> Start:
     """Return the workdir's newest valid checkpoint, else what a new run starts from.
 
     `lines`: those of its metrics.jsonl.
     """
-    step = verify.newest_valid(folder, console.line)
+    step = verify.newest_valid(folder, report)
     if step is None:
         workdir.check_never_saved(folder, lines)
-        return choose_initial(config, trainer)
+        return choose_initial(config, wanted)
     directory = folder / f'checkpoint_{step}'
     if not workdir.is_own_config(directory / 'config.json'):
         raise ValueError(
@@ -89,13 +94,13 @@ def find_start(
     )
 
 
-def choose_initial(config: Any, trainer: train.Trainer) -> Start:
+def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
     """Return what a new run starts from: leaves of the index of `restore.path`, and its vocabulary.
 
     Step and optimizer state come along, as in T5X. Adapters start at step 0.
     """
     chosen = config.restore
-    adapters = model.adapter_paths(trainer.model_config)
+    adapters = model.adapter_paths(wanted.model_config)
     setting = f'model.module={config.model.module!r}'
     if config.model.lora_rank:
         setting = f'model.lora_rank={config.model.lora_rank}'
@@ -118,19 +123,20 @@ def choose_initial(config: Any, trainer: train.Trainer) -> Start:
         raise ValueError(f'restore.path={chosen.path}: {error}') from error
     if chosen.strict and own_model.is_own(opened.directory):
         remedy = 'restore its parameters with restore.strict=False'
-        own_model.check_same(opened.directory, trainer.model_config, remedy)
+        own_model.check_same(opened.directory, wanted.model_config, remedy)
 
     # Leave out the optimizer state of frozen parameters.
     index = {}
     for path, leaf in opened.leaves.items():
         parameter, _, _ = path.removeprefix(checkpoint.SLOT_PREFIX).rpartition('/')
-        is_frozen = parameter in trainer.shapes.params and parameter not in trainer.trained
+        is_known = f'{checkpoint.PARAMETER_PREFIX}{parameter}' in wanted.shapes
+        is_frozen = is_known and parameter not in wanted.trained
         if not is_slot(path) or not is_frozen:
             index[path] = leaf
     num_frozen = len(opened.leaves) - len(index)
 
     # Choose what the model needs. Averages begin with the parameters that a run starts from.
-    expected = state_shapes(trainer)
+    expected = dict(wanted.shapes)
     for average in formats.open.average_paths(expected):
         del expected[average]
     # Without optimizer state the step does not come along either.
@@ -165,7 +171,7 @@ def choose_initial(config: Any, trainer: train.Trainer) -> Start:
 
     # data.vocabulary takes precedence over the checkpoint's own vocabulary.
     vocabulary_model = b''
-    if config.data.vocabulary and not vocabulary_parameters(trainer).isdisjoint(leaves):
+    if config.data.vocabulary and not vocabulary_parameters(wanted.model_config).isdisjoint(leaves):
         check_keeps_ids(config, opened.directory)
     if not config.data.vocabulary:
         vocabulary = find_vocabulary(opened.directory)
@@ -205,19 +211,18 @@ def choose_initial(config: Any, trainer: train.Trainer) -> Start:
     )
 
 
-def vocabulary_parameters(trainer: train.Trainer) -> set[str]:
+def vocabulary_parameters(config: T5Config) -> set[str]:
     """Return T5X's paths of the parameters whose rows or columns are the ids of the vocabulary."""
-    config = trainer.model_config
     larger = dataclasses.replace(config, vocab_size=2 * config.vocab_size)
     shapes = model.shapes(larger)
     found = set()
-    for path, x in trainer.shapes.params.items():
-        if x.shape != shapes[path]:
+    for path, shape in model.shapes(config).items():
+        if shape != shapes[path]:
             found.add(f'{checkpoint.PARAMETER_PREFIX}{path}')
     return found
 
 
-def check_keeps_ids(config: Any, directory: Any) -> None:
+def check_keeps_ids(config: ConfigDict, directory: Any) -> None:
     """Raise ValueError if a token of the checkpoint in `directory` has another id in data.vocabulary.
 
     A checkpoint without a vocabulary cannot be compared.
@@ -238,7 +243,7 @@ def check_keeps_ids(config: Any, directory: Any) -> None:
     check_tokens(directory, named)
 
 
-def with_last_step(config: Any, folder: Path, start: Start) -> Any:
+def with_last_step(config: ConfigDict, folder: paths.AnyPath, start: Start) -> ConfigDict:
     """Return a config whose train.steps are those of train.relative_steps, if that is set."""
     relative_steps = config.train.relative_steps
     if relative_steps == 0:
@@ -268,30 +273,6 @@ def only_parameters(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {path: x for path, x in tree.items() if checkpoint.is_parameter(path)}
 
 
-def restore_newest(
-    config: Any, folder: Path, trainer: train.Trainer, console: Console
-) -> tuple[int, train.TrainState, list[dict]]:
-    """Return the newest checkpoint of a run that goes back: its step, its state and its interval.
-
-    It is one that save.every_steps was due for, so that a run that was stopped in between goes back as
-    far as one that was not; what was saved after it is deleted, its steps are taken again. Where there
-    is none, it is any.
-    """
-    saved = checkpoint.steps(folder)
-    due = [step for step in saved if step % config.save.every_steps == 0]
-    if due and due[-1] < saved[-1]:
-        with contextlib.suppress(verify.Damaged):  # it is set aside below, and the later ones stay
-            verify.verify(folder / f'checkpoint_{due[-1]}')
-            if jax.process_index() == 0:
-                for step in saved:
-                    if step > due[-1]:
-                        checkpoint.delete(folder / f'checkpoint_{step}')
-            multihost_utils.sync_global_devices(f'{folder} has no later checkpoints')
-    begin = find_start(config, folder, trainer, lines=[], console=console)
-    interval = folder / f'checkpoint_{begin.step}' / 'interval.json'
-    return begin.step, restore(trainer, begin.leaves), json.loads(interval.read_bytes())
-
-
 def choose(
     index: Mapping[str, Any], expected: checkpoint.Shapes, pattern: str = '.*', strict: bool = True
 ) -> dict[str, Any]:
@@ -310,45 +291,3 @@ def choose(
         known = {path: known[path] for path in found}
     checkpoint.compare(known, checkpoint.shapes(found))
     return found
-
-
-def state_shapes(trainer: train.Trainer) -> checkpoint.Shapes:
-    """Return {T5X's path: shape} of all that a checkpoint of this run holds."""
-    return checkpoint.shapes(optimizer.to_t5x(*trainer.shapes))
-
-
-def restore(trainer: train.Trainer, leaves: Mapping[str, Any], dtype: str = '') -> train.TrainState:
-    """Return the state in `leaves` of a checkpoint's index, with initial values for the rest."""
-    if not leaves:
-        return train.compile_init(trainer)()
-    shardings = {}
-    for path, spec in optimizer.to_t5x(*trainer.specs).items():
-        if not isinstance(spec, P):
-            spec = P()  # of a slot that this optimizer does not use
-        shardings[path] = partition.shardings(trainer.mesh, spec)
-    split = {path: sharding for path, sharding in shardings.items() if sharding.spec != P()}
-    arrays = checkpoint.restore(leaves, split, dtype)
-    averages = formats.open.average_paths(shardings)
-
-    # Compute the initial arrays that are missing; XLA computes no others.
-    missing = {}
-    for path, sharding in shardings.items():
-        if path not in arrays and path not in averages:
-            missing[path] = sharding
-
-    def initial_arrays():
-        tree = optimizer.to_t5x(*train.init(trainer))
-        return {path: tree[path] for path in missing}
-
-    if missing:
-        arrays |= jax.jit(initial_arrays, out_shardings=missing)()
-    for average, parameter in averages.items():
-        if average not in arrays:
-            arrays[average] = arrays[parameter].copy()
-
-    # Counts in the optimizer's state may be copies of the step. NumPy's array makes each of them a
-    # buffer of its own, which a step can be given.
-    arrays['state/step'] = np.asarray(arrays['state/step'])
-    state = train.TrainState(*optimizer.from_t5x(arrays, trainer.shapes.opt_state))
-    state = jax.tree.map(lambda x, like: x.astype(like.dtype), state, trainer.shapes)
-    return jax.device_put(state, partition.shardings(trainer.mesh, trainer.specs))

@@ -6,7 +6,7 @@ import pytest
 from report_runs import DAMAGED_LINES, damage_line, write_results
 from runs import ROOT, small_config
 
-from modes.train import prepare
+from prepare import prepare
 from run import best
 
 LOSS = 'training_eval/span_corruption/loss'

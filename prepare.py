@@ -1,60 +1,65 @@
-"""`--mode=train`: prepare a run. train.py takes its steps."""
+"""How a run is prepared, from a config to a run that is ready for its next step.
+
+`prepare` reads from top to bottom: settings, text, workdir and checkpoint, vocabulary, rows of the
+batches, compiled step, state. train.py takes the steps.
+"""
 
 import collections
 import contextlib
-import copy
 import dataclasses
 import functools
 import io
-import itertools
 import json
-import math
+import os
 import re
 import time
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
-from ml_collections import FrozenConfigDict
+from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict, FrozenConfigDict
 
+import checkpoint
 import data
 import evaluate
+import formats.open
 import infer
 import model
-import optimizer
 import partition
 import paths
 import sources
+import state_names
 import tasks.open
 import train
 from configs import check as settings
 from formats import own_model
 from messages import first_ten
 from model import T5Config
-from modes import start
-from modes.train_vocabulary import find_or_train_vocabulary, training_texts
 from randomness import digest
-from run import best, console, memory, not_finite, results, task_metrics, workdir
+from run import best, console, memory, not_finite, results, start, task_metrics, verify, workdir
 from run.agreement import check_alike
+from run.train_vocabulary import find_or_train_vocabulary, training_texts
 from sources.open import find_cache
 from stream import Stream
 
-UNIGRAM_TOKENS = 1_000_000  # positions of training targets that the unigram baseline counts
 LINES_OF_A_SLOW_EVALUATION = 1_000_000  # that are read in about ten seconds or more
 
 
-def make_trainer(
-    config: Any, num_microbatches: int = 1, devices: list | None = None
-) -> train.Trainer:
-    """Return the trainer of a config. Raises ValueError for settings that do not fit together.
+def make_spec(
+    config: ConfigDict, num_microbatches: int = 1, devices: list | None = None
+) -> train.StepSpec:
+    """Return the spec of a config. Raises ValueError for settings that do not fit together.
 
     `devices`: those of the mesh; None takes all that are here.
     """
     settings.check(config)
     model_config = own_model.load(config.model)
-    trainer = train.Trainer(
+    spec = train.StepSpec(
         model_config=model_config,
         loss_config=FrozenConfigDict(config.loss),
         optimizer_config=FrozenConfigDict(config.optimizer),
@@ -67,17 +72,15 @@ def make_trainer(
         gradient_dtype=config.train.gradient_dtype,
         skips_not_finite=config.train.on_not_finite == 'skip',
     )
-    model.check_mesh(trainer.model_config, trainer.mesh)
-    partition.check_divides(
-        'train.batch_size', trainer.batch_size, partition.BATCH_AXES, trainer.mesh
-    )
+    model.check_mesh(spec.model_config, spec.mesh)
+    partition.check_divides('train.batch_size', spec.batch_size, partition.BATCH_AXES, spec.mesh)
     # These names are parsed when they are first used: parse them now.
-    _ = trainer.normalizing_factor
-    _ = trainer.tx  # and its schedule
-    check_adapters(trainer.model_config)
-    check_scan(trainer.model_config)
-    _ = trainer.trained
-    return trainer
+    _ = spec.normalizing_factor
+    _ = spec.tx  # and its schedule
+    check_adapters(spec.model_config)
+    check_scan(spec.model_config)
+    _ = spec.trained
+    return spec
 
 
 def check_adapters(config: T5Config) -> None:
@@ -117,20 +120,20 @@ def check_scan(config: T5Config) -> None:
             )
 
 
-def microbatch_counts(config: Any, trainer: train.Trainer) -> list[int]:
+def microbatch_counts(config: ConfigDict, spec: train.StepSpec) -> list[int]:
     """Return the numbers of microbatches to try. Raises ValueError for one that does not divide."""
-    rows = trainer.batch_size // partition.axes_size(trainer.mesh, partition.BATCH_AXES)
+    rows = spec.batch_size // partition.axes_size(spec.mesh, partition.BATCH_AXES)
     return memory.microbatch_counts(config.train.num_microbatches, rows)
 
 
-def fit_step(config: Any, trainer: train.Trainer) -> memory.Plan:
+def fit_step(config: ConfigDict, spec: train.StepSpec) -> memory.Plan:
     """Compile the step in as few microbatches as fit. Raises ValueError where none fits."""
     return memory.fit_step(
-        lambda n: train.compile_step(dataclasses.replace(trainer, num_microbatches=n)),
-        counts=microbatch_counts(config, trainer),
+        lambda n: train.compile_step(dataclasses.replace(spec, num_microbatches=n)),
+        counts=microbatch_counts(config, spec),
         requested=config.train.num_microbatches,
-        mesh=trainer.mesh,
-        state_bytes=memory.num_state_bytes(trainer.shapes),
+        mesh=spec.mesh,
+        state_bytes=memory.num_state_bytes(spec.state_shapes),
     )
 
 
@@ -150,8 +153,8 @@ def own_rows(mesh: Mesh, batch_size: int) -> range:
     return range(rows.min(), rows.max() + 1)
 
 
-def prepare(config: Any, folder: Any) -> train.Run:
-    """Return a run in the workdir `folder`, ready for its first step.
+def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | train.FinishedRun:
+    """Return a run in the workdir `folder` that is ready for its next step, or finished.
 
     Restores the newest valid checkpoint in the workdir if there is one. Raises ValueError or
     OSError, before anything is compiled, for settings, files and folders that are not valid.
@@ -163,8 +166,8 @@ def prepare(config: Any, folder: Any) -> train.Run:
     folder = paths.to_path(folder, may_be_new=True)
     workdir.check_is_run(folder)
     terminal = console.Console()
-    trainer = make_trainer(config)
-    microbatch_counts(config, trainer)  # raises ValueError for train.num_microbatches
+    spec = make_spec(config)
+    microbatch_counts(config, spec)  # raises ValueError for train.num_microbatches
 
     # The text.
     with terminal.working('Reading the text'):
@@ -190,13 +193,13 @@ def prepare(config: Any, folder: Any) -> train.Run:
         paths.make_folder(folder)
         remedy = (
             'stop that run, or name another --workdir; if this process has prepared it before, train '
-            'that run, or close its .lock'
+            'that run, or close its workdir.lock'
         )
         lock = stack.enter_context(workdir.lock(folder / 'lock', str(folder), remedy))
         workdir.check_shared(folder)
         lines = best.read_metrics(folder)
         with terminal.working('Verifying the newest checkpoint'):
-            begin = start.find_start(config, folder, trainer, lines, terminal)
+            begin = start.find_start(config, folder, wanted(spec), lines, terminal.line)
         directory = folder / f'checkpoint_{begin.step}'  # where it is resumed
         num_logged = begin.step if begin.is_resumed else 0
         kept_lines = [line for line in lines if line['step'] <= num_logged]
@@ -212,25 +215,23 @@ def prepare(config: Any, folder: Any) -> train.Run:
                 model=begin.vocabulary_model,
             )
 
-        text = digest([mixture.fingerprint, vocabulary.hash, trainer.model_config.modules.source])
+        text = digest([mixture.fingerprint, vocabulary.hash, spec.model_config.modules.source])
         check_alike('the text, the vocabulary or the file of model.module', text.encode())
 
         # The content of config.json: the settings, and what they stand for.
         resolved = json.loads(config.to_json())
-        resolved['model']['module'] = trainer.model_config.module
-        resolved['model']['options'] = own_model.as_dict(trainer.model_config.options)
+        resolved['model']['module'] = spec.model_config.module
+        resolved['model']['options'] = own_model.as_dict(spec.model_config.options)
         resolved['corpus'] = mixture.corpus
         resolved['data_fingerprint'] = mixture.fingerprint
         resolved['vocabulary_hash'] = vocabulary.hash
         if begin.base:
             resolved['base'] = begin.base
         if begin.is_resumed:
-            own_model.check_same(
-                directory, trainer.model_config, otherwise='name another --workdir'
-            )
-            options = own_model.default_options(trainer.model_config)
+            own_model.check_same(directory, spec.model_config, otherwise='name another --workdir')
+            options = own_model.default_options(spec.model_config)
             mixture = workdir.compare_settings(directory, resolved, options, mixture, begin.step)
-            start.choose(begin.leaves, start.state_shapes(trainer))
+            start.choose(begin.leaves, wanted(spec).shapes)
             changed = [file.path for file in mixture.files if file.is_changed_at(begin.step)]
             if changed:
                 terminal.line(f'Changed since step {begin.step:,}: {first_ten(changed)}.')
@@ -244,20 +245,20 @@ def prepare(config: Any, folder: Any) -> train.Run:
                 config=config.data,
                 batch_size=config.train.batch_size,
                 seed=config.seed,
-                rows=own_rows(trainer.mesh, config.train.batch_size),
+                rows=own_rows(spec.mesh, config.train.batch_size),
             )
             training = open_stream(mixture, 'train', num_epochs=config.train.epochs or None)
             evaluated = dataclasses.replace(mixture, tasks=(*mixture.tasks, *evaluated_alone))
             validation = open_stream(evaluated, 'validation', num_epochs=1)
 
         # Say what the model, the devices and the data are.
-        params = trainer.shapes.params
+        params = spec.state_shapes.params
         introduction = console.introduction(
             num_parameters=sum(x.size for x in params.values()),
-            num_trained=sum(params[path].size for path in trainer.trained),
+            num_trained=sum(params[path].size for path in spec.trained),
             dtype=config.model.dtype,
-            module=trainer.model_config.module,
-            mesh=trainer.mesh,
+            module=spec.model_config.module,
+            mesh=spec.mesh,
             mixture=mixture,
             vocabulary_size=vocabulary.size,
         )
@@ -283,43 +284,56 @@ def prepare(config: Any, folder: Any) -> train.Run:
             metrics_of_tasks = task_metrics.TaskMetrics(
                 config, config.infer_eval.split, vocabulary, evaluated_tasks, terminal.line
             )
+            base = model.without_adapters(spec.model_config)
+            merge = functools.partial(model.merge_adapters, spec.model_config)
+            base_params = jax.eval_shape(merge, spec.state_shapes.params)
+            t5 = infer.T5(base, base_params, spec.mesh, vocabulary)
+            answered_tasks = [
+                AnsweredTask(metrics_of_tasks, task, t5, merge, folder, terminal.line)
+                for task in metrics_of_tasks.tasks
+            ]
         if not metrics_of_tasks.tasks:
             with terminal.working('Reading the first texts'):
                 for line in task_metrics.changes_of_first_texts(training.tasks):
                     terminal.line(line)
         if config.save.best_metric:
             task_metrics.check_best_metric(config, validation, metrics_of_tasks.tasks)
-        history = best.history(config.save, kept_lines)
-        has_stopped_early = history.ends(config.train.early_stopping)
-        has_all_steps = begin.is_resumed and begin.step >= config.train.steps
 
         # The compiled step, unless the run is finished.
+        end = None
         planned = memory.Plan(step=None, num_microbatches=1, note='')
-        if not has_stopped_early and not has_all_steps:
+        if begin.is_resumed and begin.step >= config.train.steps:
+            end = train.End.STEPS
+        elif best.history(config.save, kept_lines).ends(config.train.early_stopping):
+            end = train.End.EARLY_STOPPING
+        else:
             if config.optimizer.step_offset > begin.step:  # where T5X's formula has no value
                 raise ValueError(
                     f'optimizer.step_offset={config.optimizer.step_offset} lies after step {begin.step}, where the run '
                     f'starts: use {begin.step} or less'
                 )
-            saved = train.saved_tree(trainer, trainer.shapes)
+            saved = train.saved_tree(spec, spec.state_shapes)
             workdir.check_saving(folder, memory.num_state_bytes(saved))
             terminal.line(
                 f'{begin.description}; compiling, then a line every {config.log.every_steps} steps.'
             )
-            memory.check_state_fits(trainer.mesh, trainer.shapes, trainer.specs)
+            memory.check_state_fits(spec.mesh, spec.state_shapes, spec.state_specs)
             began = time.monotonic()
             with terminal.working('Compiling'), futures.ThreadPoolExecutor(1) as thread:
                 if not begin.leaves:  # beside the step, which takes about as long
-                    thread.submit(train.compile_init, trainer)
-                planned = fit_step(config, trainer)
+                    initialize = thread.submit(train.compile_init, spec)
+                planned = fit_step(config, spec)
             if planned.note:
                 terminal.line(planned.note)
             terminal.line(f'Compiled in {time.monotonic() - began:.1f} s.')
 
         # The state, the position in the data, and the metrics since the last logged step.
         with terminal.working('Restoring' if begin.leaves else 'Initializing'):
-            dtype = '' if begin.is_resumed else config.restore.dtype
-            state = start.restore(trainer, begin.leaves, dtype)
+            if begin.leaves:
+                dtype = '' if begin.is_resumed else config.restore.dtype
+                state = restore(spec, begin.leaves, dtype)
+            else:
+                state = initialize.result()()
         interval = []
         num_not_finite = 0
         if begin.is_resumed:
@@ -330,18 +344,11 @@ def prepare(config: Any, folder: Any) -> train.Run:
                 num_examples = json.loads((directory / 'data_counts.json').read_bytes())
                 training.counts[:] = [num_examples[task.name] for task in training.tasks]
             interval = json.loads((directory / 'interval.json').read_bytes())
-            logged = [line['step'] for line in lines if line['run'] == 'train']
-            # Of a run that began at a checkpoint elsewhere all steps may be in the interval.
+            # A run started from restore.path may not have logged yet.
             may_be_unlogged = config.restore.path and (folder / 'metrics.jsonl').exists()
-            if logged or not may_be_unlogged:
-                every_steps = settings.read_stored(directory)['log']['every_steps']
-                expected = min(begin.step // every_steps * every_steps, begin.step - len(interval))
-                last = max(logged, default=0)
-                if last < expected:
-                    terminal.line(
-                        f'{folder / "metrics.jsonl"} has no lines of the steps {last + 1:,} to '
-                        f'{expected:,}: it is gone or cut. The run goes on without them.'
-                    )
+            gap = workdir.missing_lines(lines, directory, len(interval), may_be_unlogged)
+            if gap:
+                terminal.line(gap)
 
         # The files of the run. config.json comes first: it marks the folder as a run.
         resolved['train']['num_microbatches'] = planned.num_microbatches
@@ -350,89 +357,137 @@ def prepare(config: Any, folder: Any) -> train.Run:
             paths.replace_file(folder / 'config.json', config_json)
             if vocabulary.model:
                 paths.replace_file(folder / 'vocabulary.model', vocabulary.model)
-            shapes = optimizer.to_t5x(*trainer.shapes)
-            info = workdir.model_info(shapes, optimizer.to_t5x(*trainer.specs), trainer.trained)
+            shapes = state_names.to_t5x(*spec.state_shapes)
+            info = workdir.model_info(shapes, state_names.to_t5x(*spec.state_specs), spec.trained)
             paths.replace_file(folder / 'model-info.txt', info.encode())
-        files = {'config.json': config_json, **own_model.files_of(trainer.model_config)}
+        files = {'config.json': config_json, **own_model.files_of(spec.model_config)}
         if vocabulary.model:
             files['vocabulary.model'] = vocabulary.model
-        base = model.without_adapters(trainer.model_config)
-        merge = functools.partial(model.merge_adapters, trainer.model_config)
-        base_params = jax.eval_shape(merge, trainer.shapes.params)
-        run = train.Run(
-            config=config,
-            files=files,
-            workdir=folder,
-            console=terminal,
-            metrics=workdir.Metrics(folder, kept_lines, mixture.corpus),
-            lock=lock,
-            trainer=trainer,
-            train_step=planned.step,
-            stream=training,
-            vocabulary=vocabulary,
-            evaluations=open_evaluations(
-                config, trainer, training, validation, planned.num_microbatches
+        metrics = workdir.Metrics(folder, kept_lines, mixture.corpus)
+        evaluations: list[train.Evaluation] = [
+            *evaluate.open_evaluations(
+                config, spec.model_config, spec.mesh, training, validation, planned.num_microbatches
             ),
-            task_metrics=metrics_of_tasks,
-            t5=infer.T5(base, base_params, trainer.mesh, vocabulary),
-            missing_evaluations=[],
-            first_step=begin.step,
-            state=state,
-            interval=interval,
-            not_finite=not_finite.NotFinite(config, num_not_finite),
-            restore_newest=functools.partial(
-                start.restore_newest, config, folder, trainer, terminal
-            ),
+            *answered_tasks,
+        ]
+        restore_newest = functools.partial(newest_saved, config, folder, spec, terminal.line)
+        restored = train.Restored(begin.step, state, interval)
+        progress = train.Progress(restored, end, restore_newest)
+        # Differs from T5X's SaveBestCheckpointer, which by default keeps checkpoints without a
+        # value, too. Here a stop between two evaluations changes nothing of what a run leaves.
+        saver = checkpoint.Saver(
+            folder,
+            keep=config.save.keep,
+            keep_every=config.save.keep_every,
+            dtype=config.save.dtype,
+            rank=lambda step: best.history(config.save, metrics.evaluations).rank(step),
+            period=config.save.every_steps if config.train.on_not_finite == 'back' else 1,
         )
-        if begin.is_resumed:
-            is_last = begin.step == config.train.steps or has_stopped_early
-            due = train.due_evaluations(run, begin.step, is_last)
-            run = run._replace(missing_evaluations=run.metrics.missing(due, begin.step))
+        kept = workdir.Workdir(folder, lock, metrics, saver, files)
         stack.pop_all()  # the run keeps its lock
-    return run
-
-
-def open_evaluations(
-    config: Any, trainer: train.Trainer, training: Stream, validation: Stream, num_microbatches: int
-) -> list[evaluate.Evaluation]:
-    """Return the evaluations of the tasks with text for validation, all beside one baseline."""
-    training_counts = functools.cache(functools.partial(count_targets, config, training))
-    compute_sums = evaluate.make_sums(
-        config=trainer.model_config,
-        mesh=trainer.mesh,
-        loss_config=FrozenConfigDict(config.loss),
-        sentinel_ids=validation.sentinel_ids,
-        num_microbatches=num_microbatches,
+    if planned.step is None:
+        return train.FinishedRun(config, kept, terminal, training, evaluations, progress)
+    return train.ReadyRun(
+        config,
+        kept,
+        terminal,
+        training,
+        evaluations,
+        progress,
+        spec=spec,
+        train_step=planned.step,
+        not_finite=not_finite.NotFinite(config.train, folder, begin.step, num_not_finite),
     )
-    evaluations = []
-    for stream in validation.of_each_task():
-        evaluation = evaluate.Evaluation(
-            config=config,
-            mesh=trainer.mesh,
-            name=f'training_eval/{stream.mixture.name}',
-            validation=stream,
-            vocabulary_size=validation.vocabulary.size,
-            sentinel_ids=validation.sentinel_ids,
-            compute_sums=compute_sums,
-            training_counts=training_counts,
+
+
+class AnsweredTask:
+    """The metrics of a task, of the answers of a model that is given the parameters of a step."""
+
+    def __init__(self, metrics, task, t5, merge, folder, report):
+        self.metrics, self.task, self.t5, self.merge = metrics, task, t5, merge
+        self.folder, self.report = folder, report
+        self.name = f'{results.FOLDER}/{task.name}'
+        self.every_steps = metrics.config.infer_eval.every_steps
+
+    def __call__(self, params, step, stop):
+        self.t5.set_parameters(self.merge(params))
+        found = self.metrics(self.t5, self.task, stop)
+        self.t5.set_parameters({})
+        if found is None:
+            return None
+        write = functools.partial(
+            task_metrics.write_results, self.folder, self.task, step, found, self.report
         )
-        evaluations.append(evaluation)
-    return evaluations
+        partition.in_all(write)
+        self.values = found.values
+        return task_metrics.events_of(self.task, found.values)
+
+    def describe(self, step, values):
+        return self.metrics.describe(step, {self.task.name: self.values})
 
 
-def count_targets(config: Any, training: Stream) -> np.ndarray:
-    """Return how often each token is a training target in this process's rows: int64 [vocab_size].
+def wanted(spec: train.StepSpec) -> start.Wanted:
+    """Return what a checkpoint has to hold for a run to start from it."""
+    shapes = checkpoint.shapes(state_names.to_t5x(*spec.state_shapes))
+    return start.Wanted(spec.model_config, shapes, spec.trained)
 
-    Counts the first UNIGRAM_TOKENS positions, or a shorter first epoch.
+
+def newest_saved(
+    config: ConfigDict, folder: paths.AnyPath, spec: train.StepSpec, report: Callable[[str], None]
+) -> train.Restored:
+    """Restore the newest checkpoint of a run that goes back.
+
+    It is one that save.every_steps was due for, if there is one, so that a run that was stopped in
+    between goes back as far as one that was not. Later ones are deleted: their steps are taken again.
     """
-    positions_per_batch = config.train.batch_size * config.data.lengths.targets
-    num_batches = math.ceil(UNIGRAM_TOKENS / positions_per_batch)
-    counts = np.zeros(config.model.vocab_size, np.int64)
-    first_epoch = copy.copy(training)  # of a mixture, without end
-    if training.mixture.is_single:
-        first_epoch.num_epochs = 1
-    first_epoch.counts = np.zeros_like(training.counts)
-    first_epoch.seek(np.zeros_like(training.position))
-    for batch in itertools.islice(first_epoch, num_batches):
-        np.add.at(counts, batch['decoder_target_tokens'], 1)
-    return counts
+    saved = checkpoint.steps(folder)
+    due = [step for step in saved if step % config.save.every_steps == 0]
+    if due and due[-1] < saved[-1]:
+        with contextlib.suppress(verify.Damaged):  # it is set aside below, and the later ones stay
+            verify.verify(folder / f'checkpoint_{due[-1]}')
+            if jax.process_index() == 0:
+                for step in saved:
+                    if step > due[-1]:
+                        checkpoint.delete(folder / f'checkpoint_{step}')
+            multihost_utils.sync_global_devices(f'{folder} has no later checkpoints')
+    begin = start.find_start(config, folder, wanted(spec), lines=[], report=report)
+    interval = folder / f'checkpoint_{begin.step}' / 'interval.json'
+    state = restore(spec, begin.leaves)
+    return train.Restored(begin.step, state, json.loads(interval.read_bytes()))
+
+
+def restore(
+    spec: train.StepSpec, leaves: Mapping[str, Any], dtype: str = ''
+) -> train.TrainState[jax.Array]:
+    """Return the state in `leaves` of a checkpoint's index, with initial values for the rest."""
+    shardings = {}
+    for path, split in state_names.to_t5x(*spec.state_specs).items():
+        if not isinstance(split, P):
+            split = P()  # of a slot that this optimizer does not use
+        shardings[path] = partition.shardings(spec.mesh, split)
+    split = {path: sharding for path, sharding in shardings.items() if sharding.spec != P()}
+    arrays = checkpoint.restore(leaves, split, dtype)
+    averages = formats.open.average_paths(shardings)
+
+    # Compute the initial arrays that are missing; XLA computes no others.
+    missing = {}
+    for path, sharding in shardings.items():
+        if path not in arrays and path not in averages:
+            missing[path] = sharding
+
+    def initial_arrays():
+        tree = state_names.to_t5x(*train.init(spec))
+        return {path: tree[path] for path in missing}
+
+    if missing:
+        arrays |= jax.jit(initial_arrays, out_shardings=missing)()
+    for average, parameter in averages.items():
+        if average not in arrays:
+            arrays[average] = arrays[parameter].copy()
+
+    # Optimizer counters alias the step; NumPy's array gives each its own buffer, because a buffer can
+    # be donated once.
+    arrays['state/step'] = np.asarray(arrays['state/step'])
+    state = train.TrainState(*state_names.from_t5x(arrays, spec.state_shapes.opt_state))
+    state = jax.tree.map(lambda x, like: x.astype(like.dtype), state, spec.state_shapes)
+    return jax.device_put(state, partition.shardings(spec.mesh, spec.state_specs))
