@@ -27,7 +27,6 @@ from ml_collections import ConfigDict, FrozenConfigDict
 import checkpoint
 import data
 import evaluate
-import formats.open
 import infer
 import model
 import partition
@@ -37,11 +36,11 @@ import state_names
 import tasks.open
 import train
 from configs import check as settings
-from formats import own_model
+from formats import best, own_model, t5x
 from messages import first_ten
 from model import T5Config
 from randomness import digest
-from run import best, console, memory, not_finite, results, start, task_metrics, verify, workdir
+from run import console, memory, not_finite, results, start, task_metrics, verify, workdir
 from run.agreement import check_alike
 from run.train_vocabulary import find_or_train_vocabulary, training_texts
 from sources.open import find_cache
@@ -380,7 +379,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             keep=config.save.keep,
             keep_every=config.save.keep_every,
             dtype=config.save.dtype,
-            rank=lambda step: best.history(config.save, metrics.evaluations).rank(step),
+            rank=lambda step: metrics.history(config.save).rank(step),
             period=config.save.every_steps if config.train.on_not_finite == 'back' else 1,
         )
         kept = workdir.Workdir(folder, lock, metrics, saver, files)
@@ -410,9 +409,9 @@ class AnsweredTask:
         self.every_steps = metrics.config.infer_eval.every_steps
 
     def __call__(self, params, step, stop):
-        self.t5.set_parameters(self.merge(params))
+        self.t5.arrays = self.merge(params)
         found = self.metrics(self.t5, self.task, stop)
-        self.t5.set_parameters({})
+        self.t5.arrays = {}
         if found is None:
             return None
         write = functools.partial(
@@ -467,7 +466,7 @@ def restore(
         shardings[path] = partition.shardings(spec.mesh, split)
     split = {path: sharding for path, sharding in shardings.items() if sharding.spec != P()}
     arrays = checkpoint.restore(leaves, split, dtype)
-    averages = formats.open.average_paths(shardings)
+    averages = t5x.average_paths(shardings)
 
     # Compute the initial arrays that are missing; XLA computes no others.
     missing = {}

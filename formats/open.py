@@ -6,7 +6,6 @@ Source: T5X t5x/checkpoints.py; t5x/examples/scalable_t5 for stacked layers.
 import dataclasses
 import functools
 import hashlib
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -20,13 +19,11 @@ import numpy as np
 import checkpoint
 import model
 import paths
-import state_names
 from configs import base
 from configs.check import read_stored
-from formats import hugging_face, mesh_tf, own_model
+from formats import best, hugging_face, mesh_tf, own_model, t5x
 from messages import first_ten
 from model import T5Config
-from run import best, verify
 from vocabulary import folders_of
 
 # What a checkpoint is opened for: a model that decodes, its encoder alone, or whatever it holds.
@@ -127,7 +124,7 @@ def open_checkpoint(
         if prefix is not None:
             leaves = dict(mesh_tf.read_index(prefix))
         else:
-            leaves = _read_t5x(directory, part)
+            leaves = t5x.read_index(directory, ignored=DECODER if part == 'encoder' else '')
         opened = OpenedCheckpoint(directory, leaves, config=None)
         if base is not None:
             opened = merge(opened, base)
@@ -214,38 +211,6 @@ def is_encoder(leaves: Mapping[str, Any]) -> bool:
     """Return whether a checkpoint has the parameters of an encoder, and none of a decoder."""
     stacks = {path.split('/')[0] for path in checkpoint.parameters(leaves)}
     return 'encoder' in stacks and 'decoder' not in stacks
-
-
-def _read_t5x(directory: Any, part: str) -> dict[str, Any]:
-    """Return the leaves of a checkpoint in T5X's layout, which is that of all that have no other.
-
-    Moving averages (`optimizer.ema_decay`) replace the parameters, which `checkpoint.read_index` returns.
-    """
-    for name in ('_METADATA', '_CHECKPOINT_METADATA', 'checkpoint_*/_CHECKPOINT_METADATA'):
-        for file in directory.glob(name):
-            raise ValueError(f'{file.parent} has the layout of Orbax: {checkpoint.ORBAX_REMEDY}')
-    verify.verify(directory, ignored=DECODER if part == 'encoder' else '')
-    index = unstack(checkpoint.read_index(directory))
-    step = index.get('state/step', np.int32(0))
-    if step.shape == ():
-        step = np.asarray(checkpoint.read_leaf(step))
-    if step.shape or step.dtype.kind not in 'iu' or not 0 <= step < 2**31:
-        raise ValueError(f'{directory} has state/step {step}, which is no int32: copy it again')
-    averages = average_paths(index)
-    leaves = {path: leaf for path, leaf in index.items() if path not in averages}
-    for path, parameter in averages.items():
-        leaves[parameter] = index[path]
-    return leaves
-
-
-def average_paths(tree: Mapping[str, Any]) -> dict[str, str]:
-    """Return {path of a moving average: path of its parameter} in a flat tree of T5X's paths."""
-    found = {}
-    for path in tree:
-        owner, _, slot = path.removeprefix('state/param_states/').rpartition('/')
-        if slot == state_names.AVERAGE_SLOT and f'target/{owner}' in tree:
-            found[path] = f'target/{owner}'
-    return found
 
 
 def _config_beside(directory: Any) -> T5Config | None:
@@ -387,69 +352,3 @@ def merge(adapters: OpenedCheckpoint, base: OpenedCheckpoint) -> OpenedCheckpoin
     for path, leaf in merged.items():
         leaves[f'{checkpoint.PARAMETER_PREFIX}{path}'] = leaf
     return adapters._replace(leaves=leaves, config=model.without_adapters(config))
-
-
-# umT5 in T5X (t5x/examples/scalable_t5): one array has a parameter of all layers, which are its axis 1, and
-# heads have an axis of their own.
-
-STACKED_PARAMETER = re.compile(r'target/(encoder|decoder)/\1/(.+)')
-MAX_LAYERS = 1000  # a few bytes could claim any number
-
-
-@dataclass(frozen=True, eq=False)
-class LayerEntry:
-    """One layer of a stacked array, with its shape in our tree: a `checkpoint.LazyArray`."""
-
-    stack: Any
-    layer: int
-    shape: tuple[int, ...]
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.stack.dtype
-
-    def read(self) -> np.ndarray:
-        """Return the layer in its stored dtype."""
-        stack = _read_once(self.stack) if checkpoint.is_lazy(self.stack) else self.stack
-        return stack[:, self.layer].reshape(self.shape)
-
-
-@functools.lru_cache(maxsize=1)
-def _read_once(stack: checkpoint.LazyArray) -> np.ndarray:
-    """Read an array once for all its layers, which follow each other in an index."""
-    return stack.read()
-
-
-def unstack(index: dict[str, Any]) -> dict[str, Any]:
-    """Return `index` of a T5X checkpoint with one leaf a layer and parameter, if its layers are stacked.
-
-    Then it has no optimizer state, which was factored over all layers at once.
-    """
-    layers: dict[str, LayerEntry] = {}
-    others: dict[str, Any] = {}
-    for path, leaf in index.items():
-        match = STACKED_PARAMETER.fullmatch(path)
-        if match:
-            stack, name = match.groups()
-            for i, entry in enumerate(_layers_of(path, leaf)):
-                layers[f'target/{stack}/layers_{i}/{name}'] = entry
-        elif not path.startswith('state/param_states/'):
-            others[path] = leaf
-    if not layers:
-        return index
-    return others | layers
-
-
-def _layers_of(path: str, leaf: Any) -> list[LayerEntry]:
-    """Return the layers of a stacked array of shape [first dimension, layers, other dimensions]."""
-    if len(leaf.shape) < 2 or leaf.shape[1] > MAX_LAYERS:
-        raise ValueError(f'{path} {leaf.shape} is no stack of 1 to {MAX_LAYERS} layers')
-    first, num_layers, *rest = leaf.shape
-    shape: tuple[int, ...]
-    if path.endswith('out/kernel'):  # [heads, layers, head size, embed]
-        shape = (first * math.prod(rest[:-1]), *rest[-1:])
-    elif rest:  # [embed, layers, heads, head size], [embed, layers, mlp]
-        shape = (first, math.prod(rest))
-    else:  # [embed, layers]
-        shape = (first,)
-    return [LayerEntry(leaf, layer, shape) for layer in range(num_layers)]

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import paths
+from formats.best import read_lines
 from run.alone import alone_in
 
 FOLDER = 'inference_eval'
@@ -253,7 +254,7 @@ class Results:
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """Return the lines of TASK-metrics.jsonl. Raises ValueError for one that is damaged."""
-        return read_metrics(self.file(name, METRICS_SUFFIX))
+        return read_lines(self.file(name, METRICS_SUFFIX))
 
     def hashes(self, name: str) -> dict[str, Any]:
         """Return {step: {'settings', 'hash'}} of TASK-settings.json."""
@@ -281,45 +282,6 @@ def hash_of(line: Mapping[str, float], settings: str) -> str:
     """Return a hash that ties a line's numbers to `settings`."""
     content = json.dumps([line, settings]).encode()
     return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
-def read_metrics(
-    file: Any, texts: Sequence[str] = (), may_be_cut: bool = False
-) -> list[dict[str, Any]]:
-    """Return the lines of a file of metrics: each has a step, numbers, and texts under these names.
-
-    There are none in a file that does not exist. A last line that is cut is left out where a killed
-    process may have left it so. Raises ValueError for any other line that is damaged.
-    """
-    if not paths.is_file(file):
-        return []
-    contents = file.read_bytes().split(b'\n')
-    if may_be_cut and contents[-1].startswith(b'{'):
-        try:
-            paths.json_object(contents[-1], title='')
-        except ValueError:
-            contents.pop()
-    lines = []
-    for number, content in enumerate(contents, start=1):
-        if not content.strip():
-            continue
-        title = f'line {number} of {file}'
-        line = paths.json_object(content, title)
-        for name in ('step', *texts, *line):
-            rule = 'a number'
-            value = line.get(name)
-            is_valid = type(value) is float or (type(value) is int and abs(value) < 2**63)
-            if name in texts:
-                rule = 'a text'
-                is_valid = type(value) is str
-            elif name == 'step':
-                rule = 'a whole number'
-                is_valid = is_valid and type(value) is int
-            if not is_valid:
-                shown = json.dumps(value)[:60]
-                raise ValueError(f'{title}: {name!r} is {shown}, not {rule}: {paths.RESTORE_LINE}')
-        lines.append(line)
-    return lines
 
 
 def file_name(name: str) -> str:

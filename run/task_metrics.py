@@ -23,8 +23,9 @@ import tasks
 import tasks.open
 import user_code
 from configs import check
+from formats import best
 from randomness import digest
-from run import best, results
+from run import results
 from run.agreement import check_alike
 from run.console import describe_trimming
 from run.examples import PRETOKENIZED, SPLITS, Example, TextChanges, read_split, text_changes

@@ -33,9 +33,9 @@ import sources.open
 import tasks.open
 import user_code
 import vocabulary
-from formats import hugging_face
+from formats import best, hugging_face
 from modes import command_line, errors, infer_input, profile
-from run import best, workdir
+from run import workdir
 from sources import BadLines, Share, templates
 
 ROOT = Path(__file__).resolve().parents[1]

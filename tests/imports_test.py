@@ -10,7 +10,6 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGES = ('configs', 'families', 'formats', 'modes', 'run', 'sources', 't5_in_haiku', 'tasks')
 # From the bottom to the top: a module imports from rows above its own row, or from its own package.
-# What tells which step of a run is the best, and whether it is as it was saved, lies below the rest of run/.
 LAYERS = (
     {'paths', 'kernels', 'randomness', 'messages'},
     {'partition', 'user_code', 'configs'},
@@ -18,7 +17,6 @@ LAYERS = (
     {'model', 'loss', 'optimizer', 'state_names', 'checkpoint', 'vocabulary'},
     {'data', 'sources', 'families'},
     {'stream'},
-    {'run.best', 'run.results', 'run.verify'},
     {'tasks', 'formats'},
     {'evaluate', 'infer'},
     {'run'},

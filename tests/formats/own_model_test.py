@@ -32,11 +32,10 @@ import families
 import infer
 import model
 from configs import check as settings
-from formats import own_model
+from formats import own_model, t5x
 from modes import convert
 from modes import evaluate as evaluate_mode
 from prepare import make_spec, prepare, wanted
-from run import verify
 from run.start import choose_initial
 
 EXAMPLE = ROOT / 'examples/squared_relu/squared_relu.py'
@@ -431,7 +430,7 @@ def test_no_code_of_a_checkpoint_is_run(trained, tmp_path, monkeypatch):
 def rewrite(file, content):
     """Write a file of a checkpoint, and its checksum into the manifest."""
     file.write_bytes(content)
-    manifest = verify._read_manifest(file.parent)
+    manifest = t5x._read_manifest(file.parent)
     checksums = manifest.checksums | {file.name: checkpoint.checksum(file)}
     packed = checkpoint.pack_manifest(manifest.step, checksums)
     (file.parent / checkpoint.MANIFEST).write_bytes(packed)
