@@ -36,7 +36,7 @@ import state_names
 import tasks.open
 import train
 from configs import check as settings
-from formats import best, own_model, t5x
+from formats import best, own_model, own_options, t5x
 from messages import first_ten
 from model import T5Config
 from randomness import digest
@@ -220,7 +220,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         # The content of config.json: the settings, and what they stand for.
         resolved = json.loads(config.to_json())
         resolved['model']['module'] = spec.model_config.module
-        resolved['model']['options'] = own_model.as_dict(spec.model_config.options)
+        resolved['model']['options'] = own_options.as_dict(spec.model_config.options)
         resolved['corpus'] = mixture.corpus
         resolved['data_fingerprint'] = mixture.fingerprint
         resolved['vocabulary_hash'] = vocabulary.hash
@@ -228,7 +228,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             resolved['base'] = begin.base
         if begin.is_resumed:
             own_model.check_same(directory, spec.model_config, otherwise='name another --workdir')
-            options = own_model.default_options(spec.model_config)
+            options = own_options.default_options(spec.model_config)
             mixture = workdir.compare_settings(directory, resolved, options, mixture, begin.step)
             start.choose(begin.leaves, wanted(spec).shapes)
             changed = [file.path for file in mixture.files if file.is_changed_at(begin.step)]

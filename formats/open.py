@@ -78,8 +78,9 @@ def open_model(
                     f'{directory} has no config: mlp_activations={config.mlp_activations} is assumed: name another with '
                     "config=dataclasses.replace(t5.config, mlp_activations=('silu', 'linear')), or in --mode=infer with --config=FILE"
                 )
-    elif own_model.is_own(directory):
-        own_model.check_same(directory, config, 'leave the config out')
+    else:
+        config = own_model.complete(config)
+        own_model.check_same(directory, config, 'leave the config out', may_be_plain=True)
     config = model.without_adapters(config)  # they are merged
     if is_encoder(opened.leaves):
         config = dataclasses.replace(config, num_decoder_layers=0, logits_via_embedding=True)
@@ -221,7 +222,8 @@ def _config_beside(directory: Any) -> T5Config | None:
     # A setting that did not exist when the checkpoint was written has its default.
     settings = base.get_config().model.to_dict() | settings
     try:
-        return own_model.load_recorded(directory, settings)
+        module = own_model.module_of(directory, settings['module'])
+        return own_model.load({**settings, 'module': module})
     except (ValueError, TypeError) as error:
         raise ValueError(f'{directory}/config.json: {error}') from error
 

@@ -20,7 +20,7 @@ import partition
 import paths
 import tasks.open
 from configs import check
-from formats import own_model
+from formats import own_model, own_options
 from messages import first_ten
 from model import T5Config
 from modes.of_checkpoint import changes_model, check_rows, settings_of, vocabulary_of_checkpoint
@@ -60,7 +60,7 @@ def prepare(
     model_config = None
     if names_model:
         model_config = own_model.load(config.model)
-        options = own_model.as_dict(model_config.options)  # typed, and all of them
+        options = own_options.as_dict(model_config.options)  # typed, and all of them
         check.set_options(config, {f'{check.OPTIONS}{name}': x for name, x in options.items()})
     return CheckpointEvaluation(config, checkpoint, model_config=model_config, **flags)
 

@@ -55,7 +55,7 @@ import model
 import partition
 import paths
 from configs import check
-from formats import own_model
+from formats import own_model, own_options
 from messages import first_ten
 from model import T5Config
 from modes import infer_input, streams
@@ -569,7 +569,7 @@ def settings_as_json(job: Job) -> dict[str, Any]:
     for name, content in own_model.files_of(job.model_config).items():
         model_settings[name] = digest_of(content)
     if job.model_config.options is not None:
-        model_settings['options'] = own_model.as_dict(job.model_config.options)
+        model_settings['options'] = own_options.as_dict(job.model_config.options)
     manifest = ''
     if paths.is_file(job.directory / checkpoint.MANIFEST):  # of a checkpoint of ours
         manifest = digest_of((job.directory / checkpoint.MANIFEST).read_bytes())

@@ -121,9 +121,9 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
         opened = formats.open.open_checkpoint(chosen.path, part='whole' if chosen.strict else '')
     except (ValueError, OSError) as error:
         raise ValueError(f'restore.path={chosen.path}: {error}') from error
-    if chosen.strict and own_model.is_own(opened.directory):
+    if chosen.strict:
         remedy = 'restore its parameters with restore.strict=False'
-        own_model.check_same(opened.directory, wanted.model_config, remedy)
+        own_model.check_same(opened.directory, wanted.model_config, remedy, may_be_plain=True)
 
     # Leave out the optimizer state of frozen parameters.
     index = {}

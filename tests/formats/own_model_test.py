@@ -32,7 +32,7 @@ import families
 import infer
 import model
 from configs import check as settings
-from formats import own_model, t5x
+from formats import own_model, own_options, t5x
 from modes import convert
 from modes import evaluate as evaluate_mode
 from prepare import make_spec, prepare, wanted
@@ -520,10 +520,10 @@ def with_options(tmp_path):
 def test_options_are_typed(with_options, name, text, given, expected):
     declared = own_model.find(str(with_options))[0].Options
     for value in (text, given):
-        options = own_model.options_of(declared, str(with_options), {name: value})
+        options = own_options.options_of(declared, str(with_options), {name: value})
         assert options == dataclasses.replace(declared(), **{name: expected})
         assert type(getattr(options, name)) is type(expected)
-        assert own_model.options_of(declared, '', own_model.as_dict(options)) == options
+        assert own_options.options_of(declared, '', own_options.as_dict(options)) == options
 
 
 def test_options_are_a_part_of_the_model(with_options):
@@ -604,7 +604,7 @@ def test_defaults_that_a_class_refuses(tmp_path):
     method = '\n    def __post_init__(self):\n        assert self.num > 2\n'
     file.write_text(OPTIONS.replace('\n\n\nclass Mlp', f'\n{method}\n\nclass Mlp'))
     assert_refused(lambda: load_own(file), 'AssertionError')
-    assert own_model.default_options(load_own(file, options={'num': 3}))['num'] == 2
+    assert own_options.default_options(load_own(file, options={'num': 3}))['num'] == 2
     assert '  --config.model.options.num=2' in own_model.describe_options(str(file))
 
 
