@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -32,6 +31,7 @@ import partition
 from configs import base, check
 from decode import Decoding
 from model import T5Config
+from paths import AnyPath
 from vocabulary import EOS_ID, Vocabulary, find_vocabulary
 
 # T5X's features, int32 [batch, length].
@@ -58,8 +58,8 @@ Result = TypeVar('Result')
 
 
 def load(
-    path: str | Path,
-    vocabulary: str | Path | None = None,
+    path: str | AnyPath,
+    vocabulary: str | AnyPath | None = None,
     config: T5Config | None = None,
     mesh: Mesh | None = None,
     dtype: str = 'float32',

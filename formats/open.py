@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +22,7 @@ import paths
 from configs import base
 from configs.check import read_stored
 from formats import best, hugging_face, mesh_tf, own_model, t5x
+from formats.t5x import Leaf
 from messages import first_ten
 from model import T5Config
 from vocabulary import folders_of
@@ -35,16 +36,18 @@ DECODER = r'(target|state[./]param_states)[./]decoder[./].+'
 class OpenedCheckpoint(NamedTuple):
     """A checkpoint whose large arrays are not read yet."""
 
-    directory: Any  # its folder, or the prefix of a Mesh-TF checkpoint if the user named that
-    leaves: dict[str, Any]  # by T5X's path: an array if it is small, else a `checkpoint.LazyArray`
+    directory: (
+        paths.AnyPath
+    )  # its folder, or the prefix of a Mesh-TF checkpoint if the user named that
+    leaves: dict[str, Leaf]  # by T5X's path
     config: T5Config | None  # of a Hugging Face folder, and of merged adapters
 
 
 class OpenedModel(NamedTuple):
     """An opened checkpoint whose parameters are those of `config`."""
 
-    directory: Any
-    leaves: dict[str, Any]
+    directory: paths.AnyPath
+    leaves: dict[str, Leaf]
     config: T5Config
     note: str  # what is assumed of it, in one line to show; '' for nothing
 
@@ -122,8 +125,9 @@ def open_checkpoint(
     else:
         base = open_base(directory)
         prefix = mesh_tf.find_prefix(directory)
+        leaves: dict[str, Leaf] = {}
         if prefix is not None:
-            leaves = dict(mesh_tf.read_index(prefix))
+            leaves.update(mesh_tf.read_index(prefix))
         else:
             leaves = t5x.read_index(directory, ignored=DECODER if part == 'encoder' else '')
         opened = OpenedCheckpoint(directory, leaves, config=None)
@@ -144,7 +148,7 @@ def open_checkpoint(
 LONG_T5 = re.compile(r'long[-_. ]?t5(?!x)', re.IGNORECASE)
 
 
-def check_family(directory: Any) -> None:
+def check_family(directory: paths.AnyPath) -> None:
     """Raise ValueError for a checkpoint of LongT5, which has T5's shapes and another attention.
 
     A folder of its path says so, T5X's gin beside it, or the model_type of its config.json. The config of a
@@ -177,18 +181,18 @@ def check_family(directory: Any) -> None:
         )
 
 
-def _text_of(file: Any) -> str:
+def _text_of(file: paths.AnyPath) -> str:
     return file.read_bytes().decode(errors='replace') if paths.is_file(file) else ''
 
 
-def saved_step(leaves: Mapping[str, Any]) -> int:
+def saved_step(leaves: Mapping[str, Leaf]) -> int:
     """Return the step of a checkpoint; 0 for one that does not say it, such as Hugging Face's."""
     if 'state/step' not in leaves:
         return 0
     return int(checkpoint.restore({'state/step': leaves['state/step']})['state/step'])
 
 
-def choose_steps(run: Any, text: str, steps: Sequence[int]) -> list[int]:
+def choose_steps(run: paths.AnyPath, text: str, steps: Sequence[int]) -> list[int]:
     """Return those of the steps of a run that `text` names: last (or ''), best, all, or numbers with commas."""
     if not steps:
         raise ValueError(f'step={text}: {run} is no run with checkpoint_STEP folders: name a run')
@@ -208,13 +212,13 @@ def choose_steps(run: Any, text: str, steps: Sequence[int]) -> list[int]:
     return sorted(map(int, names))
 
 
-def is_encoder(leaves: Mapping[str, Any]) -> bool:
+def is_encoder(leaves: Mapping[str, Leaf]) -> bool:
     """Return whether a checkpoint has the parameters of an encoder, and none of a decoder."""
     stacks = {path.split('/')[0] for path in checkpoint.parameters(leaves)}
     return 'encoder' in stacks and 'decoder' not in stacks
 
 
-def _config_beside(directory: Any) -> T5Config | None:
+def _config_beside(directory: paths.AnyPath) -> T5Config | None:
     """Return the config of a checkpoint of ours; None where it has none."""
     settings = read_stored(directory).get('model')
     if not settings:
@@ -280,9 +284,9 @@ class MergedKernel:
     """A kernel of the base with its adapters: a `checkpoint.LazyArray`."""
 
     config: T5Config
-    kernel: Any
-    lora_a: Any
-    lora_b: Any
+    kernel: Leaf
+    lora_a: Leaf
+    lora_b: Leaf
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -318,7 +322,7 @@ def describe_base(base: OpenedCheckpoint) -> dict[str, str]:
     return {'directory': str(base.directory), 'fingerprint': fingerprint.hexdigest()}
 
 
-def open_base(directory: Any, restore_path: str = '') -> OpenedCheckpoint | None:
+def open_base(directory: paths.AnyPath, restore_path: str = '') -> OpenedCheckpoint | None:
     """Open the checkpoint that the adapters in `directory` belong to; None where it holds none.
 
     It is where the run found it, or at `restore_path` if that differs from the run's. Raises ValueError unless it

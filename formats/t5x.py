@@ -7,10 +7,11 @@ import functools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent import futures
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -19,6 +20,8 @@ from jax.experimental import multihost_utils
 import checkpoint
 import paths
 import state_names
+
+Leaf = np.ndarray | checkpoint.LazyArray  # an array if it is small
 
 FAULT_BYTES = 2**16  # of the faults that a process sends to the others
 
@@ -41,7 +44,7 @@ class Manifest(NamedTuple):
     checksums: dict[str, checkpoint.Checksum]
 
 
-def read_index(directory: paths.AnyPath, ignored: str = '') -> dict[str, Any]:
+def read_index(directory: paths.AnyPath, ignored: str = '') -> dict[str, Leaf]:
     """Return the leaves of a checkpoint in T5X's layout, which is that of all that have no other.
 
     Moving averages (`optimizer.ema_decay`) replace the parameters, which `checkpoint.read_index` returns.
@@ -51,9 +54,10 @@ def read_index(directory: paths.AnyPath, ignored: str = '') -> dict[str, Any]:
             raise ValueError(f'{file.parent} has the layout of Orbax: {checkpoint.ORBAX_REMEDY}')
     verify(directory, ignored)
     index = unstack(checkpoint.read_index(directory))
-    step = index.get('state/step', np.int32(0))
-    if step.shape == ():
-        step = np.asarray(checkpoint.read_leaf(step))
+    leaf = index.get('state/step', np.zeros((), np.int32))
+    step = np.array(leaf.shape)
+    if leaf.shape == ():
+        step = np.asarray(checkpoint.read_leaf(leaf))
     if step.shape or step.dtype.kind not in 'iu' or not 0 <= step < 2**31:
         raise ValueError(f'{directory} has state/step {step}, which is no int32: copy it again')
     averages = average_paths(index)
@@ -63,7 +67,7 @@ def read_index(directory: paths.AnyPath, ignored: str = '') -> dict[str, Any]:
     return leaves
 
 
-def average_paths(tree: Mapping[str, Any]) -> dict[str, str]:
+def average_paths(tree: Collection[str]) -> dict[str, str]:
     """Return {path of a moving average: path of its parameter} in a flat tree of T5X's paths."""
     found = {}
     for path in tree:
@@ -96,7 +100,7 @@ def verify(directory: str | paths.AnyPath, ignored: str = '') -> bool:
     return not messages
 
 
-def _find_faults(directory: Any, ignored: str) -> list[Fault]:
+def _find_faults(directory: paths.AnyPath, ignored: str) -> list[Fault]:
     """Return the faults of the checkpoint, or else of this process's share of its files."""
     try:
         if not _should_have_manifest(directory):
@@ -116,7 +120,7 @@ def _find_faults(directory: Any, ignored: str) -> list[Fault]:
         return [_fault_of(error)]
 
 
-def _find_fault(directory: Any, manifest: Manifest, name: str) -> Fault | None:
+def _find_fault(directory: paths.AnyPath, manifest: Manifest, name: str) -> Fault | None:
     """Compare one file with its checksum."""
     file = directory / name
     saved = manifest.checksums[name]
@@ -124,7 +128,8 @@ def _find_fault(directory: Any, manifest: Manifest, name: str) -> Fault | None:
         if not paths.is_file(file):  # a foreign manifest may name a device, which never ends
             return Fault('damaged', f'{name} is missing')
         found = checkpoint.checksum(file)
-        if found.num_bytes < checkpoint.LFS_POINTER_BYTES and found.num_bytes != saved.num_bytes:
+        is_short = found.num_bytes < checkpoint.LFS_POINTER_BYTES
+        if isinstance(file, Path) and is_short and found.num_bytes != saved.num_bytes:
             paths.check_not_lfs(file)
     except (ValueError, OSError) as error:
         return _fault_of(error)
@@ -155,7 +160,7 @@ def _from_all_processes(faults: Sequence[Fault]) -> Sequence[Fault]:
     return found
 
 
-def _should_have_manifest(directory: Any) -> bool:
+def _should_have_manifest(directory: paths.AnyPath) -> bool:
     """Return whether this program has saved the checkpoint, not T5X or another program."""
     if paths.is_file(directory / checkpoint.MANIFEST):
         return True
@@ -167,7 +172,7 @@ def _should_have_manifest(directory: Any) -> bool:
     return paths.is_file(config) and 'model' in paths.read_json(config)  # other formats have none
 
 
-def _read_manifest(directory: Any) -> Manifest:
+def _read_manifest(directory: paths.AnyPath) -> Manifest:
     """Return the manifest. Raises Damaged unless it is as it was saved, and of this checkpoint."""
     try:
         content = (directory / checkpoint.MANIFEST).read_bytes()
@@ -193,7 +198,7 @@ MAX_LAYERS = 1000  # a few bytes could claim any number
 class LayerEntry:
     """One layer of a stacked array, with its shape in our tree: a `checkpoint.LazyArray`."""
 
-    stack: Any
+    stack: Leaf
     layer: int
     shape: tuple[int, ...]
 
@@ -203,7 +208,9 @@ class LayerEntry:
 
     def read(self) -> np.ndarray:
         """Return the layer in its stored dtype."""
-        stack = _read_once(self.stack) if checkpoint.is_lazy(self.stack) else self.stack
+        stack = self.stack
+        if not isinstance(stack, np.ndarray):
+            stack = _read_once(stack)  # type: ignore[arg-type]  # which does not say that it is hashable
         return stack[:, self.layer].reshape(self.shape)
 
 
@@ -213,13 +220,13 @@ def _read_once(stack: checkpoint.LazyArray) -> np.ndarray:
     return stack.read()
 
 
-def unstack(index: dict[str, Any]) -> dict[str, Any]:
+def unstack(index: dict[str, Leaf]) -> dict[str, Leaf]:
     """Return `index` of a T5X checkpoint with one leaf a layer and parameter, if its layers are stacked.
 
     Then it has no optimizer state, which was factored over all layers at once.
     """
     layers: dict[str, LayerEntry] = {}
-    others: dict[str, Any] = {}
+    others: dict[str, Leaf] = {}
     for path, leaf in index.items():
         match = STACKED_PARAMETER.fullmatch(path)
         if match:
@@ -233,7 +240,7 @@ def unstack(index: dict[str, Any]) -> dict[str, Any]:
     return others | layers
 
 
-def _layers_of(path: str, leaf: Any) -> list[LayerEntry]:
+def _layers_of(path: str, leaf: Leaf) -> list[LayerEntry]:
     """Return the layers of a stacked array of shape [first dimension, layers, other dimensions]."""
     if len(leaf.shape) < 2 or leaf.shape[1] > MAX_LAYERS:
         raise ValueError(f'{path} {leaf.shape} is no stack of 1 to {MAX_LAYERS} layers')

@@ -39,7 +39,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import google_crc32c
 import jax
@@ -47,6 +47,7 @@ import numpy as np
 import safetensors.numpy
 import tqdm
 from absl import logging
+from ml_collections import ConfigDict
 
 import checkpoint
 import formats.open
@@ -108,8 +109,8 @@ class Job(NamedTuple):
     """Everything that `infer` needs, checked."""
 
     request: Request
-    config: Any
-    directory: Any  # of the checkpoint
+    config: ConfigDict
+    directory: paths.AnyPath  # of the checkpoint
     model_config: T5Config
     vocabulary: Vocabulary
     parts: list[Part]  # none for a text
@@ -130,7 +131,7 @@ class Job(NamedTuple):
 # From the request to a job.
 
 
-def prepare(request: Request, config: Any | None, changes: Mapping[str, Any]) -> Job:
+def prepare(request: Request, config: ConfigDict | None, changes: Mapping) -> Job:
     """Check everything that can be checked before the parameters are read. Writes nothing.
 
     `config` is that of --config. Without it, the settings of the run that saved the checkpoint
@@ -323,7 +324,9 @@ def progress_bar(part: Part) -> tqdm.tqdm:
     )
 
 
-def lines_of(job: Job, t5: infer.T5, chunk: Chunk, progress: Callable[[int], Any]) -> Iterator[str]:
+def lines_of(
+    job: Job, t5: infer.T5, chunk: Chunk, progress: Callable[[int], None]
+) -> Iterator[str]:
     """Yield the line of each example."""
     request = job.request
     config = job.config.decode
@@ -347,7 +350,7 @@ def lines_of(job: Job, t5: infer.T5, chunk: Chunk, progress: Callable[[int], Any
     answers = infer.in_batches(predict, examples, config.batch_size, progress)
     for written, answer in zip(inputs, answers, strict=True):
         texts = [job.vocabulary.decode(tokens) for tokens in answer.tokens]
-        line: dict[str, Any] = {'inputs': written, 'prediction': one_or_all(texts)}
+        line: dict = {'inputs': written, 'prediction': one_or_all(texts)}
         if request.output_ids:
             ids = [list(itertools.takewhile(bool, tokens)) for tokens in answer.tokens]  # as T5X
             line['prediction_tokens'] = one_or_all(ids)
@@ -356,14 +359,14 @@ def lines_of(job: Job, t5: infer.T5, chunk: Chunk, progress: Callable[[int], Any
         yield results.as_line(line)
 
 
-def one_or_all(values: list) -> Any:
+def one_or_all(values: list):
     """Return the one value of a list, or all of several: the best answer is the first."""
     if len(values) == 1:
         return values[0]
     return values
 
 
-def selected(fields: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def selected(fields: Mapping, names: Sequence[str]) -> dict:
     """Return the fields of an example that its line has: those in `names`, by default the texts."""
     if tuple(names) == ('all',):
         return dict(fields)
@@ -380,7 +383,7 @@ def selected(fields: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def encodings_of(
-    job: Job, t5: infer.T5, chunk: Chunk, progress: Callable[[int], Any]
+    job: Job, t5: infer.T5, chunk: Chunk, progress: Callable[[int], None]
 ) -> dict[str, np.ndarray]:
     """Return the arrays of a file, as the head of this file has them."""
     pool = job.request.pool
@@ -479,10 +482,10 @@ class Output:
         """Mark a file as complete."""
         paths.replace_file(mark_of(file), json.dumps(self.summary(file)).encode())
 
-    def summary(self, file: Path) -> dict[str, Any]:
+    def summary(self, file: Path) -> dict:
         """Return what marks a file as complete: whose it is, its size and checksum."""
         checksum = google_crc32c.Checksum()
-        summary: dict[str, Any] = {'file': file.name, 'settings': self.settings}
+        summary: dict = {'file': file.name, 'settings': self.settings}
         summary |= {'lines': 0, 'bytes': 0}
         with file.open('rb') as lines:
             for line in lines:
@@ -562,10 +565,10 @@ def check_output(job: Job) -> None:
                 raise ValueError(f'{path} has no {SETTINGS} beside it: name another --output_dir')
 
 
-def settings_as_json(job: Job) -> dict[str, Any]:
+def settings_as_json(job: Job) -> dict:
     """Return everything that the results depend on."""
     request = job.request
-    model_settings: dict[str, Any] = {'dtype': job.model_config.dtype}
+    model_settings: dict = {'dtype': job.model_config.dtype}
     for name, content in own_model.files_of(job.model_config).items():
         model_settings[name] = digest_of(content)
     if job.model_config.options is not None:

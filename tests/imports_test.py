@@ -107,6 +107,8 @@ def test_imports_point_down(name):
 def test_the_core_opens_packages_through_its_doors(name):
     packages = {room_of(imported) for imported in ours_of(name)} & set(PACKAGES)
     assert packages - {'configs'} <= DOORS.get(name, set())
+    if name == 'infer':
+        assert not any(room_of(imported) == 'formats' for imported in ours_of(name, late=False))
     if name == 'stream':
         assert not any(imported.startswith('sources.') for imported in ours_of(name))  # its types
 
