@@ -56,6 +56,11 @@ class Decoding:
         return bool((np.ravel(self.temperature) > 0).any())
 
     @property
+    def room(self) -> int:
+        """The positions of an answer in a program: a power of two."""
+        return max(FIRST_ROOM, 1 << int(self.max_length - 1).bit_length())
+
+    @property
     def num_decodes(self) -> int:
         return max(self.beam_size, self.num_return)
 

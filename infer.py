@@ -41,7 +41,6 @@ FEATURES = (*SEQUENCES, *SEGMENTS)
 IGNORED_FEATURES = ('decoder_loss_weights', 'encoder_positions', 'decoder_positions')
 
 LENGTH_MULTIPLE = 32  # lengths are padded to a multiple, because each length is compiled
-SHORTEST_ROOM = 64  # tokens of an answer in the smallest program
 MAX_INPUT_LENGTH = 512  # tokens of a text if the checkpoint does not say: T5's
 EXAMPLES_PER_CHUNK = 4096  # sorted by length at a time by `in_batches`
 
@@ -68,12 +67,12 @@ def load(
 ) -> 'T5':
     """Open a checkpoint as a model. Only its parameters are read; their average, where a run has one.
 
-    `path`: a workdir (its newest checkpoint), a T5X checkpoint directory, a Mesh-TF checkpoint (its
-    prefix or folder) or a Hugging Face folder, on a disk or in a bucket; also of an encoder alone,
-    which may be a single safetensors file with Hugging Face's names.
+    `path`: a workdir (its newest checkpoint), a T5X checkpoint directory, a Mesh-TF checkpoint (its prefix or folder)
+    or a Hugging Face folder, on a disk or in a bucket; also of an encoder alone, which may be a single safetensors
+    file with Hugging Face's names.
     `step`: another checkpoint of a workdir: a number, or 'best', by its `save.best_metric`.
-    `vocabulary`: 'bytes', a SentencePiece model, or a folder that has one, such as a run or a
-    checkpoint; by default the checkpoint's or its run's.
+    `vocabulary`: 'bytes', a SentencePiece model, or a folder that has one, such as a run or a checkpoint; by default
+    the checkpoint's or its run's.
     `config`: the sizes; by default the checkpoint's own config, else its shapes.
     `mesh`: of partition.make_mesh, whose 'fsdp' splits inputs alone; by default one device has all.
     `dtype` of the parameters: 'float32', 'bfloat16', 'float16', or '' for the stored one.
@@ -85,13 +84,8 @@ def load(
     import formats.open  # late: a model that a program makes needs no format
 
     dtype = getattr(dtype, '__name__', getattr(dtype, 'name', dtype))  # such as jnp.bfloat16
-    for name, value, choices in (
-        ('dtype', dtype, check.CHOICES['restore.dtype']),
-        ('part', part, formats.open.PARTS),
-    ):
-        if not isinstance(value, str) or value not in choices:
-            known = ', '.join(map(repr, choices))
-            raise ValueError(f'{name}={_shortened(value)}: must be one of {known}')
+    check.check_allowed('dtype', dtype, 'float32', None, check.CHOICES['restore.dtype'])
+    check.check_allowed('part', part, '', None, formats.open.PARTS)
     if mesh is None:
         mesh = partition.make_mesh(data=1)
     if not isinstance(mesh, Mesh) or set(mesh.axis_names) != set(partition.MESH_AXES):
@@ -125,14 +119,14 @@ class Answers(NamedTuple):
 class T5:
     """A checkpoint that one can call. `load` makes it.
 
-    `config` has its sizes, `arrays` its parameters as {T5X's path: array}, `params` the same as nested
-    dicts. Others of the same shapes may be assigned to `arrays`: nothing is compiled again.
-    `vocabulary` is None if the checkpoint brings none, and `mesh` has its devices. `generate` and
-    `encode` take `max_input_length` tokens of a text, EOS included.
+    `config` has its sizes, `arrays` its parameters as {T5X's path: array}, `params` the same as nested dicts. Others of
+    the same shapes may be assigned to `arrays`: nothing is compiled again. `vocabulary` is None if the checkpoint
+    brings none, and `mesh` has its devices. `generate` and `encode` take `max_input_length` tokens of a text, EOS
+    included.
 
-    Inputs and targets are texts, to which EOS is added, or lists of token ids, which are taken as
-    they are. All methods raise ValueError for what is neither, for ids that the model has no
-    embedding of, and for texts where the checkpoint brings no vocabulary.
+    Inputs and targets are texts, to which EOS is added, or lists of token ids, which are taken as they are. All
+    methods raise ValueError for what is neither, for ids that the model has no embedding of, and for texts where the
+    checkpoint brings no vocabulary.
     """
 
     def __init__(
@@ -146,7 +140,7 @@ class T5:
         self._arrays = arrays
         self._decoding_arrays: DecodingParameters = {}
         logits_spec = P(partition.BATCH_AXES, None, 'model')
-        self._logits = self._compile(_logits, arrays, logits_spec, is_replicated=False)
+        self._logits = self._compile(_logits, arrays, logits_spec)
         self._scores = self._compile(_scores, arrays)
         self._encodings = self._compile(_encodings, arrays)
         self._generators: dict[Decoding, jax.stages.Wrapped] = {}
@@ -249,13 +243,13 @@ class T5:
             num_return=num_return,
             return_scores=return_scores,
         )
-        _checked(decoding)
+        _check_decoding(decoding)
         ids = self._inputs(inputs, trim)
         if np.ndim(temperature):
             _check_one_each('temperature', temperatures, ids)
         of_prompts = self._prompts(prompts, ids, max_length)
-        examples = [Example(x, number=i) for i, x in enumerate(ids)]
-        found = list(answer_batch(self, decoding, examples, prompts=of_prompts))
+        examples = [Example(x, prompt=of_prompts[i], number=i) for i, x in enumerate(ids)]
+        found = list(answer_batch(self, decoding, examples))
         texts = None
         if self.vocabulary is not None:
             decoded = [list(map(self.vocabulary.decode, answer.tokens)) for answer in found]
@@ -286,9 +280,9 @@ class T5:
     def _prompts(
         self, prompts: Prompts | None, inputs: Sequence[NDArray], max_length: int
     ) -> list[NDArray]:
-        """Return the ids of prompts without padding; of None, no ids."""
+        """Return the ids of the prompt of each input, without padding."""
         if prompts is None:
-            return []
+            return [np.zeros(0, np.int32)] * len(inputs)
         if isinstance(prompts, list | tuple):
             nothing = '' if any(isinstance(prompt, str) for prompt in prompts) else ()
             prompts = [nothing if prompt is None else prompt for prompt in prompts]
@@ -333,9 +327,7 @@ class T5:
 
     def _features(self, batch: Mapping[str, Array]) -> dict[str, jax.Array]:
         """Return the features that the model reads, int32. Raises ValueError where they do not fit together."""
-        names = set()
-        if isinstance(batch, Mapping):
-            names = set(batch) - set(IGNORED_FEATURES)
+        names = set(batch) - set(IGNORED_FEATURES) if isinstance(batch, Mapping) else set()
         if names not in (set(SEQUENCES), set(FEATURES)):
             raise ValueError(
                 f'the batch has {sorted(map(str, names))}: it must be a dict of {", ".join(SEQUENCES)}, if packed '
@@ -382,18 +374,16 @@ class T5:
         device_function: Callable,
         arrays: DecodingParameters,
         out_specs: P = partition.BATCH,
-        is_replicated: bool = True,
     ) -> jax.stages.Wrapped:
-        """Return (parameters, batch) -> output on the mesh; `is_replicated`: each process has the complete output."""
+        """Return (parameters, batch) -> output: each process has all rows, unless `out_specs` split them further."""
+        replicated = NamedSharding(self.mesh, P()) if out_specs == partition.BATCH else None
         mapped = jax.shard_map(
             functools.partial(device_function, self.config),
             mesh=self.mesh,
             in_specs=(self._specs(arrays), partition.BATCH),
             out_specs=out_specs,
         )
-        return jax.jit(
-            mapped, out_shardings=NamedSharding(self.mesh, P()) if is_replicated else None
-        )
+        return jax.jit(mapped, out_shardings=replicated)
 
     def _specs(self, arrays: DecodingParameters) -> dict[str, P]:
         specs = partition.param_specs(dict(self.config.modules.specs), arrays)
@@ -427,11 +417,6 @@ def next_size(n: int, multiple: int) -> int:
     return size
 
 
-def room_for(length: int) -> int:
-    """Return the positions that programs have for answers of `length` tokens: a power of two."""
-    return max(SHORTEST_ROOM, 1 << int(length - 1).bit_length())
-
-
 # Any number of examples.
 
 
@@ -441,6 +426,7 @@ class Example(NamedTuple):
     inputs: Ids
     targets: Sequence | NDArray = ()  # scored: ids, or those of each choice
     number: int = 0  # what is drawn depends on the seed and on this number
+    prompt: Ids = ()  # begins the answers
 
 
 class Answer(NamedTuple):
@@ -482,17 +468,13 @@ def in_batches(
 
 
 def answer_batch(
-    t5: T5,
-    decoding: Decoding,
-    examples: Sequence[Example],
-    num_rows: int = 0,
-    prompts: Sequence[NDArray] = (),
+    t5: T5, decoding: Decoding, examples: Sequence[Example], num_rows: int = 0
 ) -> Iterator[Answer]:
-    """Yield the answers to examples, which `prompts` begin, in a batch of at least `num_rows` rows."""
+    """Yield the answers to examples, in a batch of at least `num_rows` rows."""
     inputs_bM = t5._rows([example.inputs for example in examples], num_rows)
-    prompt_bT = np.zeros((len(inputs_bM), room_for(decoding.max_length)), np.int32)
-    for i, prompt in enumerate(prompts):
-        prompt_bT[i, : len(prompt)] = prompt
+    prompt_bT = np.zeros((len(inputs_bM), decoding.room), np.int32)
+    for i, example in enumerate(examples):
+        prompt_bT[i, : len(example.prompt)] = example.prompt
     temperature_b = np.ones(len(inputs_bM), np.float32)
     temperature_b[: len(examples)] = decoding.temperature
     row_b = np.arange(len(inputs_bM), dtype=np.int32)
@@ -547,21 +529,13 @@ def score_batch(t5: T5, examples: Sequence[Example], num_rows: int = 0) -> Itera
         yield scores_bc[i, :count]
 
 
-def encode_batch(
-    t5: T5, examples: Sequence[Example], num_rows: int = 0, pool: str = 'none'
-) -> Iterator[NDArray]:
-    """Yield the encoder's outputs of the inputs of each example: float32 [tokens, emb_dim].
-
-    `pool='mean'` yields their mean over the tokens that are not padding, EOS included, [emb_dim].
-    """
+def encode_batch(t5: T5, examples: Sequence[Example], num_rows: int = 0) -> Iterator[NDArray]:
+    """Yield the encoder's outputs of the inputs of each example: float32 [tokens, emb_dim]."""
     inputs_bM = t5._rows([example.inputs for example in examples], num_rows)
     placed = partition.place_batch(t5.mesh, {'encoder_input_tokens': inputs_bM})
     encoded_bMD = np.asarray(t5._encodings(t5.arrays, placed))
     for i, example in enumerate(examples):
-        if pool == 'mean':
-            yield encoded_bMD[i, inputs_bM[i] > 0].mean(axis=0)
-        else:
-            yield encoded_bMD[i, : len(example.inputs)].copy()  # without the padding
+        yield encoded_bMD[i, : len(example.inputs)].copy()  # without the padding
 
 
 # What one device computes, inside of `jax.shard_map`. model.py defines the suffixes.
@@ -619,7 +593,7 @@ def decoding_step(
     param_specs = jax.tree.broadcast(t5._specs(params), params)
     layers = P(partition.BATCH_AXES, 'model')
     cache_specs = decode.Cache(P(), rows, rows, layers)  # type: ignore[arg-type]
-    start = functools.partial(_start, t5.config, decoding, room_for(decoding.max_length))
+    start = functools.partial(_start, t5.config, decoding, decoding.room)
     start = jax.shard_map(start, mesh=t5.mesh, in_specs=(param_specs, rows), out_specs=cache_specs)
     cache = jax.eval_shape(start, params, jax.ShapeDtypeStruct(shape, jnp.int32))
     in_specs = (param_specs, rows, jax.tree.broadcast(cache_specs, cache))
@@ -638,6 +612,7 @@ def decoding_step(
 # What users give.
 
 
+NUMBERS = ('max_length', 'beam_size', 'alpha', 'top_k', 'top_p', 'seed', 'num_return')
 # Hugging Face's names of arguments of `T5.generate`.
 OTHER_NAMES = {
     'num_beams': 'use beam_size',
@@ -654,15 +629,19 @@ OTHER_NAMES = {
 def decoding_of(settings: ConfigDict) -> Decoding:
     """Return the options that config.decode sets. Raises ValueError where they do not fit together."""
     names = [field.name for field in dataclasses.fields(Decoding)]
-    return _checked(Decoding(**{name: settings[name] for name in names}))
+    decoding = Decoding(**{name: settings[name] for name in names})
+    _check_decoding(decoding)
+    return decoding
 
 
-def _checked(decoding: Decoding) -> Decoding:
-    """Return the options of `T5.generate`. Raises ValueError for those that are not valid."""
-    for name in ('max_length', 'beam_size', 'alpha', 'top_k', 'top_p', 'seed', 'num_return'):
-        _check_number(name, getattr(decoding, name))
-    for value in np.ravel(decoding.temperature).tolist():
-        _check_number('temperature', value)
+def _check_decoding(decoding: Decoding) -> None:
+    """Raise ValueError unless the options of `T5.generate` are valid, each and together."""
+    given = [(name, getattr(decoding, name)) for name in NUMBERS]
+    given += [('temperature', value) for value in np.ravel(decoding.temperature).tolist()]
+    for name, value in given:
+        default = base.get_config().decode[name]
+        value = value.item() if isinstance(value, np.number) else value
+        check.check_allowed(name, value, default, check.RANGES[f'decode.{name}'], None)
     if decoding.beam_size > 1 and decoding.is_random:
         raise ValueError(
             f'beam_size={decoding.beam_size} draws nothing: set temperature=0.0, or beam_size=1 to sample'
@@ -679,16 +658,6 @@ def _checked(decoding: Decoding) -> Decoding:
                 f'{name}={value} with temperature=0.0, or top_k with top_p: one of them limits what is '
                 f'drawn: set temperature=1.0 and the other one to 0, or {name}=0'
             )
-    return decoding
-
-
-def _check_number(name: str, value: float) -> None:
-    """Raise ValueError unless an option is a number of the type and range of its setting."""
-    limits = check.RANGES[f'decode.{name}']
-    kind = type(base.get_config().decode[name])
-    types = (int, np.integer) if kind is int else (int, float, np.number)
-    if isinstance(value, bool) or not isinstance(value, types) or not limits.holds(value):
-        raise ValueError(f'{name}={_shortened(value)}: must be {check.KINDS[kind]}, {limits}')
 
 
 def _check_one_each(name: str, values: Sequence[Ids] | NDArray, inputs: Sequence[Ids]) -> None:

@@ -60,12 +60,10 @@ def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list | Non
     try:
         if slices > 1:  # the slow links between them are for 'data' alone
             grid = mesh_utils.create_hybrid_device_mesh(
-                parts, (slices, 1, 1), devices=devices, allow_split_physical_axes=True
+                parts, (slices, 1, 1), devices, allow_split_physical_axes=True
             )
         else:
-            grid = mesh_utils.create_device_mesh(
-                parts, devices=devices, allow_split_physical_axes=True
-            )
+            grid = mesh_utils.create_device_mesh(parts, devices, allow_split_physical_axes=True)
     except AssertionError as error:  # of TPUs, which are a box
         raise ValueError(f'{settings}: these are no box of TPUs: set an axis to -1') from error
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))

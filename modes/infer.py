@@ -388,7 +388,12 @@ def encodings_of(
     """Return the arrays of a file, as the head of this file has them."""
     pool = job.request.pool
     examples = [infer.Example(example.inputs, number=number) for number, example in chunk]
-    encode = functools.partial(infer.encode_batch, t5, pool=pool)
+
+    def encode(batch: Sequence[infer.Example], num_rows: int) -> Iterator[np.ndarray]:
+        for example, outputs_MD in zip(batch, infer.encode_batch(t5, batch, num_rows), strict=True):
+            is_token_M = np.asarray(example.inputs) > 0
+            yield outputs_MD[is_token_M].mean(axis=0) if pool == 'mean' else outputs_MD
+
     encoded = list(infer.in_batches(encode, examples, job.config.decode.batch_size, progress))
     arrays = {'indices': np.array([example.number for example in examples], np.int64)}
     if pool == 'mean':
