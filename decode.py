@@ -13,12 +13,14 @@ the best sequences. Both run inside `jax.shard_map`. The suffixes of names are t
 marks where the results do.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 import partition
@@ -28,13 +30,91 @@ MASKED = -1e7  # T5X's logit of what is never taken, and its score of what does 
 MIN_TEMPERATURE = 1e-4  # up to here the most likely token is taken
 FIRST_ROOM = 64  # tokens that the first cache has room for
 
-Step = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
+C = TypeVar('C')  # a cache
+Step = Callable[[jax.Array, C], tuple[jax.Array, C]]
 # (logits_rv, position) -> the next tokens_r and their log-probabilities_r
 Choose = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-Grow = Callable[[Any, int], Any]  # (cache, room) -> a cache with room for so many tokens
+Grow = Callable[[C, int], C]  # (cache, room) -> a cache with room for so many tokens
 
 
-class SampleState(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """How answers are found: the options of `infer.T5.generate` and config.decode."""
+
+    max_length: int = 128
+    beam_size: int = 1
+    alpha: float = 0.6
+    temperature: float | tuple[float, ...] = 0.0  # or one for each example
+    top_k: int = 0
+    top_p: float = 0.0
+    seed: int = 0
+    num_return: int = 1
+    return_scores: bool = False
+
+    @property
+    def is_random(self) -> bool:
+        return bool((np.ravel(self.temperature) > 0).any())
+
+    @property
+    def room(self) -> int:
+        """The positions of an answer in a program: a power of two."""
+        return max(FIRST_ROOM, 1 << int(self.max_length - 1).bit_length())
+
+    @property
+    def num_decodes(self) -> int:
+        return max(self.beam_size, self.num_return)
+
+    @property
+    def program(self) -> 'Decoding':
+        """The options that a program is compiled for. The others are arguments of it."""
+        temperature = float(self.is_random)
+        return dataclasses.replace(self, max_length=0, seed=0, temperature=temperature)
+
+
+def decode(
+    decoding: Decoding, step: 'Step[Cache]', cache: 'Cache', batch: Mapping[str, jax.Array]
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return tokens_bnT and scores_bn, the best last; without `return_scores` None for scores.
+
+    `batch` has prompt_bT, lengths_b, temperature_b, seed_b and, for what is drawn, the number example_b.
+    """
+    num_decodes = decoding.num_decodes
+    if decoding.beam_size > 1:
+        tokens_bnT, scores_bn = beam_search(
+            step,
+            reorder_beams,
+            cache,
+            batch['prompt_bT'],
+            num_beams=num_decodes,
+            alpha=decoding.alpha,
+            lengths_b=batch['lengths_b'],
+            grow=grow_cache,
+        )
+    else:
+        rows = {name: jnp.repeat(x, num_decodes, axis=0) for name, x in batch.items()}
+        choose: Choose = most_likely
+        if decoding.is_random:
+            # A key for each row: of its example and its decode.
+            keys_r = jax.vmap(jax.random.key)(rows['seed_b'])
+            keys_r = jax.vmap(jax.random.fold_in)(keys_r, rows['example_b'])
+            decode_r = jnp.arange(len(keys_r)) % num_decodes
+            keys_r = jax.vmap(jax.random.fold_in)(keys_r, decode_r)
+            temperature_r = rows['temperature_b']
+            choose = random_tokens(keys_r, temperature_r, decoding.top_k, decoding.top_p)
+        tokens_rT, scores_r = sample(
+            step, cache, rows['prompt_bT'], choose, rows['lengths_b'], grow=grow_cache
+        )
+        tokens_bnT = tokens_rT.reshape(-1, num_decodes, tokens_rT.shape[1])
+        scores_bn = scores_r.reshape(-1, num_decodes)
+        if num_decodes > 1:
+            scores_bn, order_bn = best_last(scores_bn, num_decodes)
+            tokens_bnT = pick(tokens_bnT, order_bn)
+    if not decoding.return_scores:
+        return tokens_bnT, None  # XLA leaves the scores out of all steps
+    return tokens_bnT, scores_bn
+
+
+class SampleState(NamedTuple, Generic[C]):
     """What a step of `sample` changes."""
 
     position: jax.Array  # int32: where the next token goes
@@ -42,7 +122,7 @@ class SampleState(NamedTuple):
     tokens_r: jax.Array  # int32: the newest token of each row, BOS (0) at first
     output_rT: jax.Array  # int32
     scores_r: jax.Array  # float32: log-probability of the tokens that were chosen
-    cache: Any
+    cache: C
 
 
 def most_likely(logits_rv: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -86,13 +166,13 @@ def random_tokens(
 
 
 def sample(
-    step: Step,
-    cache: Any,
+    step: Step[C],
+    cache: C,
     prompt_rT: jax.Array,
     choose: Choose = most_likely,
     lengths_r: jax.Array | None = None,
     eos_id: int = EOS_ID,
-    grow: Grow = lambda cache, room: cache,
+    grow: Grow[C] = lambda cache, room: cache,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the tokens of each row, int32 [r, T], and their scores, float32 [r].
 
@@ -104,7 +184,7 @@ def sample(
     if lengths_r is None:
         lengths_r = jnp.full_like(prompt_rT[:, 0], length)
 
-    def next_state(state: SampleState) -> SampleState:
+    def next_state(state: SampleState[C]) -> SampleState[C]:
         logits_rv, cache = step(state.tokens_r, state.cache)
         chosen_r, log_probs_r = choose(logits_rv, state.position)
         forced_r = prompt_rT[:, state.position]
@@ -134,7 +214,7 @@ def sample(
     return state.output_rT, state.scores_r
 
 
-class BeamState(NamedTuple):
+class BeamState(NamedTuple, Generic[C]):
     """What a step of `beam_search` changes. Beams and finished sequences end with the best."""
 
     position: jax.Array  # int32: where the next token goes
@@ -143,19 +223,19 @@ class BeamState(NamedTuple):
     live_log_probs_bn: jax.Array  # float32
     finished_bnT: jax.Array  # int32: the best sequences that end with EOS
     finished_scores_bn: jax.Array  # float32, MASKED where there is none
-    cache: Any
+    cache: C
 
 
 def beam_search(
-    step: Step,
-    reorder: Callable[[Any, jax.Array], Any],
-    cache: Any,
+    step: Step[C],
+    reorder: Callable[[C, jax.Array], C],
+    cache: C,
     prompt_bT: jax.Array,
     num_beams: int = 4,
     alpha: float = 0.6,
     lengths_b: jax.Array | None = None,
     eos_id: int = EOS_ID,
-    grow: Grow = lambda cache, room: cache,
+    grow: Grow[C] = lambda cache, room: cache,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the best sequences, int32 [b, n, T], and their scores, float32 [b, n]; the best is last.
 
@@ -170,12 +250,12 @@ def beam_search(
         lengths_b = jnp.full_like(prompt_bT[:, 0], length)
     longest_penalty_b = brevity_penalty(alpha, lengths_b + 1)  # T5X counts BOS here
 
-    def is_running(state: BeamState) -> jax.Array:
+    def is_running(state: BeamState[C]) -> jax.Array:
         best_possible_b = state.live_log_probs_bn[:, -1] / longest_penalty_b
         can_improve_b = state.finished_scores_bn.min(axis=1) <= best_possible_b
         return can_improve_b & (state.position < lengths_b)
 
-    def next_state(state: BeamState) -> BeamState:
+    def next_state(state: BeamState[C]) -> BeamState[C]:
         logits_rv, cache = step(state.tokens_bn.reshape(-1), state.cache)
         log_probs_bc, parents_bc, tokens_bc = best_candidates(
             state.live_log_probs_bn, logits_rv, forced_b=prompt_bT[:, state.position]
@@ -224,7 +304,16 @@ def beam_search(
     return sequences_bnT, scores_bn
 
 
-def run(next_state: Callable, running_rows: Callable, state: Any, length: int, grow: Grow) -> Any:
+State = TypeVar('State', SampleState, BeamState)
+
+
+def run(
+    next_state: Callable[[State], State],
+    running_rows: Callable[[State], jax.Array],
+    state: State,
+    length: int,
+    grow: Grow,
+) -> State:
     """Return the state in which no row runs on, or all `length` positions are taken.
 
     The cache grows so that a step reads at most twice the tokens: 64, 128, ... up to `length`.
@@ -235,12 +324,12 @@ def run(next_state: Callable, running_rows: Callable, state: Any, length: int, g
     for room in rooms:
         state = state._replace(cache=grow(state.cache, room))
 
-        def is_running(state: Any, room: int = room) -> jax.Array:
+        def is_running(room: int, state: State) -> jax.Array:
             # All devices leave together, because a step may have collectives over any axis.
             num_running = lax.psum(running_rows(state).sum(), partition.BATCH_AXES)
             return (state.position < room) & (num_running > 0)
 
-        state = lax.while_loop(is_running, next_state, state)
+        state = lax.while_loop(functools.partial(is_running, room), next_state, state)
     return state
 
 

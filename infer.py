@@ -1,17 +1,17 @@
-"""A checkpoint as a model that one can call: `load`, `logits`, `score`, `generate`, `encode`.
+"""A checkpoint as a model that one can call: `load` returns a T5 with `logits`, `score`, `generate` and `encode`.
 
     t5 = infer.load('runs/small')
     t5.generate(['The <extra_id_0> walks in <extra_id_1> park.'])
 
-`predict_all`, `score_all` and `encode_all` take any number of examples. Source: T5X t5x/models.py.
+The modes and the task metrics compute any number of tokenized examples with `in_batches`, and plan a step of decoding
+with `decoding_step`. Source: T5X t5x/models.py.
 """
 
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +19,20 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
+from numpy.typing import ArrayLike, NDArray
 
 import checkpoint
 import decode
-import formats.open
 import kernels
 import loss
 import model
 import partition
 from configs import check
-from formats import own_model
+from decode import Decoding
 from model import T5Config
-from vocabulary import EOS_ID, find_vocabulary
+from paths import AnyPath
+from vocabulary import EOS_ID, Vocabulary, find_vocabulary
 
 # T5X's features, int32 [batch, length].
 SEQUENCES = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
@@ -39,32 +41,24 @@ FEATURES = (*SEQUENCES, *SEGMENTS)
 IGNORED_FEATURES = ('decoder_loss_weights', 'encoder_positions', 'decoder_positions')
 
 LENGTH_MULTIPLE = 32  # lengths are padded to a multiple, because each length is compiled
-SHORTEST_ROOM = 64  # tokens of an answer that the smallest program has room for
-MAX_INPUT_LENGTH = 512  # of a text, in tokens, where the checkpoint does not say: T5's
-EXAMPLES_PER_CHUNK = 4096  # that `in_batches` sorts by length at a time
+MAX_INPUT_LENGTH = 512  # tokens of a text if the checkpoint does not say: T5's
+EXAMPLES_PER_CHUNK = 4096  # sorted by length at a time by `in_batches`
 
+Array = NDArray | jax.Array
+Inputs = Sequence[str] | Sequence[Sequence[int]] | Sequence[Array] | Array
+Ids = Sequence[int] | NDArray
+Prompts = Sequence[str | Sequence[int] | None] | Array
+Numbers = float | Sequence[float]
+Parameters = Mapping[str, jax.Array]
+DecodingParameters = Mapping[str, jax.Array | kernels.Columns]
+Batch = Mapping[str, jax.Array]
 
-def room_for(length: int) -> int:
-    """Return the positions that programs have for answers of `length` tokens: a power of two."""
-    return max(SHORTEST_ROOM, 1 << (length - 1).bit_length())
-
-
-def next_size(n: int, multiple: int) -> int:
-    """Return `multiple` times the first of 1, 2, 3, 4, 6, 8, 12, 16 ... that reaches `n`.
-
-    So there are few sizes to compile for, and at most a third is padding.
-    """
-    size = multiple
-    while size < n:
-        if size + size // 2 >= n and size > multiple:
-            return size + size // 2
-        size *= 2
-    return size
+Result = TypeVar('Result')
 
 
 def load(
-    path: str | Path,
-    vocabulary: str | Path | None = None,
+    path: str | AnyPath,
+    vocabulary: str | AnyPath | None = None,
     config: T5Config | None = None,
     mesh: Mesh | None = None,
     dtype: str = 'float32',
@@ -73,23 +67,25 @@ def load(
 ) -> 'T5':
     """Open a checkpoint as a model. Only its parameters are read; their average, where a run has one.
 
-    `path`: a workdir (its newest checkpoint), a T5X checkpoint directory, a Mesh-TF checkpoint (its
-    prefix or folder) or a Hugging Face folder, on a disk or in a bucket; also of an encoder alone,
-    which may be a single safetensors file with Hugging Face's names.
+    `path`: a workdir (its newest checkpoint), a T5X checkpoint directory, a Mesh-TF checkpoint (its prefix or folder)
+    or a Hugging Face folder, on a disk or in a bucket; also of an encoder alone, which may be a single safetensors
+    file with Hugging Face's names.
     `step`: another checkpoint of a workdir: a number, or 'best', by its `save.best_metric`.
-    `vocabulary`: 'bytes', a SentencePiece model, or a folder that has one, such as a run or a
-    checkpoint; by default the checkpoint's or its run's.
+    `vocabulary`: 'bytes', a SentencePiece model, or a folder that has one, such as a run or a checkpoint; by default
+    the checkpoint's or its run's.
     `config`: the sizes; by default the checkpoint's own config, else its shapes.
     `mesh`: of partition.make_mesh, whose 'fsdp' splits inputs alone; by default one device has all.
     `dtype` of the parameters: 'float32', 'bfloat16', 'float16', or '' for the stored one.
     `part`: 'encoder' reads nothing of the decoder, 'whole' refuses an encoder.
 
-    Raises ValueError for what is no such checkpoint and for arguments that do not fit it, and
+    Raises ValueError if `path` is not a supported checkpoint or an argument does not match it, and
     OSError for files that may not be read.
     """
+    import formats.open  # late: a model that a program makes needs no format
+
     dtype = getattr(dtype, '__name__', getattr(dtype, 'name', dtype))  # such as jnp.bfloat16
-    _check_choice('dtype', dtype, check.declared()['restore.dtype'].choices)
-    _check_choice('part', part, formats.open.PARTS)
+    check.check_allowed('dtype', dtype, 'float32', None, check.declared()['restore.dtype'].choices)
+    check.check_allowed('part', part, '', None, formats.open.PARTS)
     if mesh is None:
         mesh = partition.make_mesh(data=1)
     if not isinstance(mesh, Mesh) or set(mesh.axis_names) != set(partition.MESH_AXES):
@@ -97,8 +93,6 @@ def load(
             f'mesh={_shortened(mesh)}: must have the axes {", ".join(partition.MESH_AXES)}: use '
             'partition.make_mesh(data=4, model=2)'
         )
-    if config is not None:
-        config = own_model.complete(config)
     opened = formats.open.open_model(path, config, str(step), part)
     model.check_mesh(opened.config, mesh)
     found = find_vocabulary(opened.directory, vocabulary)
@@ -106,7 +100,8 @@ def load(
     shardings = {f'target/{name}': x for name, x in partition.shardings(mesh, specs).items()}
     leaves = {name: leaf for name, leaf in opened.leaves.items() if name in shardings}
     arrays = checkpoint.restore(leaves, shardings, dtype)
-    t5 = T5(opened.config, checkpoint.parameters(arrays), mesh, found)
+    params = {name: jnp.asarray(x) for name, x in checkpoint.parameters(arrays).items()}
+    t5 = T5(opened.config, params, mesh, found)
     lengths = check.read_stored(opened.directory).get('data', {}).get('lengths', {})
     t5.max_input_length = lengths.get('inputs', MAX_INPUT_LENGTH)
     if opened.note:
@@ -114,74 +109,59 @@ def load(
     return t5
 
 
+class Answers(NamedTuple):
+    """What `T5.generate` returns with `return_scores`: for each input an answer, or a list of `num_return`."""
+
+    texts: list[str] | list[list[str]] | None  # None if the checkpoint has no vocabulary
+    tokens: list[list[int]] | list[list[list[int]]]  # ids without EOS
+    scores: NDArray  # nats, float32 [examples] or [examples, num_return]
+
+
 class T5:
     """A checkpoint that one can call. `load` makes it.
 
-    `config` has its sizes, `arrays` its parameters as {T5X's path: array}, `params` the same as nested
-    dicts.
+    `config` has its sizes, `arrays` its parameters as {T5X's path: array}, `params` the same as nested dicts. Others of
+    the same shapes may be assigned to `arrays`: nothing is compiled again. `vocabulary` is None if the checkpoint
+    brings none, and `mesh` has its devices. `generate` and `encode` take `max_input_length` tokens of a text, EOS
+    included.
 
-    Inputs and targets are texts, to which EOS is added, or lists of token ids, which are taken as
-    they are. All methods raise ValueError for what is neither, for ids that the model has no
-    embedding of, and for texts where the checkpoint brings no vocabulary. `max_input_length` is the
-    number of tokens, EOS included, that `generate` and `encode` take of a text.
+    Inputs and targets are texts, to which EOS is added, or lists of token ids, which are taken as they are. All
+    methods raise ValueError for what is neither, for ids that the model has no embedding of, and for texts where the
+    checkpoint brings no vocabulary.
     """
 
     def __init__(
-        self,
-        config: T5Config,
-        arrays: Mapping[str, Any],
-        mesh: Mesh,
-        vocabulary: Any = None,
+        self, config: T5Config, arrays: Parameters, mesh: Mesh, vocabulary: Vocabulary | None = None
     ):
         # A scan over layers is for training: it copies the parameters.
         self.config = dataclasses.replace(config, scan_layers=False)
         self.mesh = mesh
         self.vocabulary = vocabulary
         self.max_input_length = MAX_INPUT_LENGTH
-        self._hold(arrays)
+        self._arrays = arrays
+        self._decoding_arrays: DecodingParameters = {}
         logits_spec = P(partition.BATCH_AXES, None, 'model')
-        self._logits = self._compile(_logits, out_specs=logits_spec, out_shardings=None)
-        self._scores = self._compile(_scores)
-        self._encodings = self._compile(_encodings)
-        self._generators: dict[Decoding, Callable] = {}
+        self._logits = self._compile(_logits, arrays, logits_spec)
+        self._scores = self._compile(_scores, arrays)
+        self._encodings = self._compile(_encodings, arrays)
+        self._generators: dict[Decoding, jax.stages.Wrapped] = {}
 
-    def set_parameters(self, arrays: Mapping[str, Any]) -> None:
-        """Take other parameters of the same shapes, for which nothing is compiled again.
+    @property
+    def arrays(self) -> Parameters:
+        return self._arrays
 
-        They are gathered over 'fsdp', once for all calls.
-        """
-        if self.mesh.shape['fsdp'] > 1:
+    @arrays.setter
+    def arrays(self, arrays: Parameters) -> None:
+        if self.mesh.shape['fsdp'] > 1:  # gathered once for all calls
             arrays = jax.device_put(arrays, partition.shardings(self.mesh, self._specs(arrays)))
-        self._hold(arrays)
+        self._arrays = arrays
+        self._decoding_arrays = {}
 
-    def _hold(self, arrays: Mapping[str, Any]) -> None:
-        self.arrays = arrays
-        self.params = checkpoint.unflatten(arrays)
-        self._decoding_arrays: Mapping[str, Any] = {}
+    @property
+    def params(self) -> dict:
+        return checkpoint.unflatten(self.arrays)
 
-    def _specs(self, arrays: Mapping[str, Any]) -> dict[str, P]:
-        specs = partition.param_specs(dict(self.config.modules.specs), arrays)
-        return kernels.specs_of(arrays, partition.gathered(specs))
-
-    def _compile(
-        self,
-        device_function: Callable,
-        in_specs: tuple = (partition.BATCH,),
-        out_specs: P = partition.BATCH,
-        **options: Any,
-    ) -> Callable:
-        """Return (parameters, *inputs) -> output on the mesh; each process has the whole output."""
-        param_specs = self._specs(self._decoding_arrays or self.arrays)
-        mapped = jax.shard_map(
-            functools.partial(device_function, self.config),
-            mesh=self.mesh,
-            in_specs=(param_specs, *in_specs),
-            out_specs=out_specs,
-        )
-        options = {'out_shardings': NamedSharding(self.mesh, P())} | options
-        return jax.jit(mapped, **options)
-
-    def logits(self, batch: Mapping[str, Any]) -> jax.Array:
+    def logits(self, batch: Mapping[str, Array]) -> jax.Array:
         """Return teacher-forced logits, float32 [batch, target length, vocab].
 
         `batch` has T5X's features as integers [batch, length]: `SEQUENCES`, and `SEGMENTS` if it is packed. Its
@@ -190,224 +170,145 @@ class T5:
         self._check_decoder()
         return self._logits(self.arrays, self._features(batch))
 
-    def score(self, inputs: Sequence, targets: Sequence) -> np.ndarray:
+    def score(self, inputs: Inputs, targets: Inputs) -> NDArray:
         """Return the log-likelihood of each target given its input, in nats, float32 [examples].
 
         It is T5X's score_batch without length normalization.
         """
         self._check_decoder()
-        inputs = self._id_lists('inputs', inputs)
-        targets = self._id_lists('targets', targets)
-        _check_one_each('targets', targets, inputs)
-        return np.concatenate(self.score_choices(inputs, [[ids] for ids in targets]))
-
-    def score_choices(
-        self, inputs: Sequence, choices: Sequence[Sequence], num_rows: int = 0
-    ) -> list[np.ndarray]:
-        """Return the log-likelihoods of several targets of each input, which is encoded once.
-
-        They are those of `score`: nats, float32 [choices] for each input. The batch has at least
-        `num_rows` inputs, so that batches of that size and less share a program.
-        """
-        self._check_decoder()
-        inputs_bM = self._ids('inputs', inputs, num_rows=num_rows)
-        _check_one_each('choices', choices, inputs)
-        counts = np.array([len(of_input) for of_input in choices])
-        targets_cT = self._ids('choices', list(itertools.chain(*choices)))
-        num_choices = next_size(int(counts.max()), 1)
-        is_choice_bc = np.arange(num_choices) < counts[:, None]
-        targets_bcT = np.zeros((len(inputs_bM), num_choices, targets_cT.shape[1]), np.int32)
-        targets_bcT[: len(inputs)][is_choice_bc] = targets_cT[: counts.sum()]
-        targets_rT = targets_bcT.reshape(-1, targets_cT.shape[1])
-        batch = {
-            'encoder_input_tokens': inputs_bM,
-            'decoder_input_tokens': np.pad(targets_rT[:, :-1], ((0, 0), (1, 0))),
-            'decoder_target_tokens': targets_rT,
-        }
-        scores_r = self._scores(self.arrays, partition.place_batch(self.mesh, batch))
-        scores_bc = np.asarray(scores_r).reshape(-1, num_choices)
-        return [scores_bc[i, :count] for i, count in enumerate(counts)]
+        of_inputs = self._ids('inputs', inputs)
+        of_targets = self._ids('targets', targets)
+        _check_one_each('targets', of_targets, of_inputs)
+        examples = [
+            Example(*pair) for pair in zip(of_inputs, [[x] for x in of_targets], strict=True)
+        ]
+        return np.concatenate(list(score_batch(self, examples)))
 
     def encode(
-        self, inputs: Sequence, *, trim: bool = False, batch_size: int = 32
-    ) -> tuple[np.ndarray, np.ndarray]:
+        self, inputs: Inputs, *, trim: bool = False, batch_size: int = 32
+    ) -> tuple[NDArray, NDArray]:
         """Return the encoder's outputs of any number of inputs, in their order, and their mask.
 
         Outputs are float32 [examples, length, emb_dim], with EOS's, and 0 where the mask, bool [examples, length], is
-        False. A text of more than `max_input_length` tokens is refused; `trim` cuts it.
+        False. A text of more than `max_input_length` tokens is refused; `trim` cuts it. `batch_size` inputs are
+        encoded at once.
         """
-        encoded = self._id_lists('inputs', self._within_length(inputs, trim))
+        encoded = self._inputs(inputs, trim)
         mask_bM = np.zeros((len(encoded), max(map(len, encoded))), bool)
         outputs_bMD = np.zeros((*mask_bM.shape, self.config.emb_dim), np.float32)
         examples = [Example(ids) for ids in encoded]
-        for i, outputs_MD in enumerate(encode_all(self, examples, batch_size)):
+        encode_some = functools.partial(encode_batch, self)
+        for i, outputs_MD in enumerate(in_batches(encode_some, examples, batch_size)):
             mask_bM[i, : len(encoded[i])] = encoded[i] > 0
             outputs_bMD[i, : len(encoded[i])] = outputs_MD
         return outputs_bMD, mask_bM
 
     def generate(
         self,
-        inputs: Sequence,
-        max_length: int = 128,
+        inputs: Inputs,
+        max_length: int = 128,  # tokens of an answer, EOS included
         *,
-        return_scores: bool = False,
-        trim: bool = False,
-        **options: Any,
-    ) -> Any:
-        """Return the model's answers, each of at most `max_length` tokens.
+        beam_size: int = 1,  # beams; above 1, search for the most likely answers
+        alpha: float = 0.6,  # exponent of the brevity penalty of beams
+        temperature: Numbers = 0.0,  # above 0, draw tokens; one number, or one for each input
+        top_k: int = 0,  # draw from so many of the most likely tokens; 0 for all
+        top_p: float = 0.0,  # draw from the most likely tokens of this probability; 0 for all
+        seed: int = 0,  # the same seed draws the same answers
+        num_return: int = 1,  # answers for each input: the best beams, or samples
+        prompts: Prompts | None = None,  # begin the answers
+        return_scores: bool = False,  # return `Answers`
+        trim: bool = False,  # cut texts of more than `max_input_length` tokens
+        **unknown: object,
+    ) -> list[str] | list[list[str]] | list[list[int]] | list[list[list[int]]] | Answers:
+        """Return the model's answers: texts if the inputs are texts, else lists of ids without EOS.
 
-        They are texts if the inputs are texts, else lists of ids without EOS. By default an answer
-        has the most likely token at each position. The options and their defaults:
-
-        `beam_size` (1) above 1 searches for the most likely answers with so many beams. Their
-        scores are divided by T5X's brevity penalty, ((5 + length) / 6)^`alpha` (0.6).
-        `temperature` (0.0) above 0 draws each token at this temperature, a number or one for each
-        input, where `top_k` (0) keeps the k most likely tokens, or `top_p` (0.0) the most likely
-        ones that together have at least this probability; 0 keeps all. The same `seed` (0) gives
-        the same answers.
-        `num_return` (1) above 1 gives a list of so many answers for each input, the best first: of
-        the beams, or as many samples.
-        `prompts` has a text or ids for each input that its answers begin with, or None.
-        `return_scores` gives a pair (answers, scores): float32 [examples] or [examples,
-        num_return], the log-likelihood of each answer in nats as `score` has it, without that of
-        its prompt; of a beam search, divided by the penalty.
-        A text of more than `max_input_length` tokens is refused; `trim` cuts it.
+        By default an answer has the most likely token at each position. With `num_return` above 1, return a list of
+        answers for each input, the best first. `return_scores` returns `Answers`: texts, tokens and scores. A score
+        is the log-likelihood of an answer in nats as `score` has it, without that of its prompt; for a beam search,
+        divided by T5X's brevity penalty, ((5 + length) / 6)^`alpha`. `prompts` has a text, ids or None for each input.
         """
-        are_texts = _are_texts(inputs)
-        ids = self._within_length(inputs, trim)
-        tokens_bnT, scores_bn = self.generate_tokens(
-            ids, max_length, return_scores=return_scores, **options
-        )
-
-        def answer(tokens_T: np.ndarray) -> Any:
-            if are_texts:
-                return self.vocabulary.decode(tokens_T)
-            return tokens_T[tokens_T > EOS_ID].tolist()
-
-        answers: list[Any] = [list(map(answer, tokens_nT)) for tokens_nT in tokens_bnT]
-        is_single = tokens_bnT.shape[1] == 1
-        if is_single:
-            answers = [of_input[0] for of_input in answers]
-        if scores_bn is None:
-            return answers
-        if is_single:
-            scores_bn = scores_bn[:, 0]
-        return answers, scores_bn
-
-    def generate_tokens(
-        self,
-        inputs: Sequence,
-        max_length: int = 128,
-        *,
-        temperature: float | Sequence[float] = 0.0,
-        seed: int = 0,
-        prompts: Sequence | None = None,
-        numbers: Sequence[int] | None = None,
-        num_rows: int = 0,
-        **options: Any,
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the tokens of the answers that `generate` gives, and their scores.
-
-        Tokens are int32 [examples, num_return, length], with EOS and 0 after it. Scores are float32
-        [examples, num_return]; without `return_scores` they are None, which is a little faster.
-        What is drawn for an input depends on the seed and on its number: `numbers`, by default 0, 1,
-        2 ... The batch has at least `num_rows` rows, so that those of that size and less share a program.
-        """
+        for name, value in unknown.items():
+            known = [field.name for field in dataclasses.fields(Decoding)]
+            remedy = OTHER_NAMES.get(name, f'use {", ".join(known)}, prompts or trim')
+            raise ValueError(f'{name}={_shortened(value)} is not an argument of generate: {remedy}')
         self._check_decoder()
-        _check_number('max_length', max_length)
-        _check_number('seed', seed)
         temperatures = np.ravel(_to_array(temperature))
-        for value in temperatures.tolist():
-            _check_number('temperature', value)
-        decoding = Decoding(is_random=bool((temperatures > 0).any()), **options)
-        inputs_bM = self._ids('inputs', inputs, num_rows=num_rows)
-        temperature_b = np.ones(len(inputs_bM), np.float32)
+        decoding = Decoding(
+            max_length=max_length,
+            beam_size=beam_size,
+            alpha=alpha,
+            temperature=tuple(temperatures.tolist()),
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            num_return=num_return,
+            return_scores=return_scores,
+        )
+        _check_decoding(decoding)
+        ids = self._inputs(inputs, trim)
         if np.ndim(temperature):
-            _check_one_each('temperature', temperatures, inputs)
-        temperature_b[: len(inputs)] = temperatures
-        row_b = np.arange(len(inputs_bM), dtype=np.int32)
-        example_b = row_b.copy()
-        if numbers is not None:
-            example_b[: len(inputs)] = numbers
-        arguments = {
-            'inputs_bM': inputs_bM,
-            'prompt_bT': self._prompts(prompts, inputs, len(row_b), int(max_length)),
-            # Padding rows take no token.
-            'lengths_b': np.where(row_b < len(inputs), max_length, 0).astype(np.int32),
-            'temperature_b': temperature_b,
-            'example_b': example_b,
-        }
-        if not self._decoding_arrays:
-            dtypes = model.step_kernels(self.config, self.arrays)
-            columns = kernels.for_decoding(self.mesh, self.arrays, dtypes)
-            self._decoding_arrays = {**self.arrays, **columns}
-        if decoding not in self._generators:
-            device_generate = functools.partial(_generate, decoding)
-            specs = (P(), partition.BATCH)
-            self._generators[decoding] = self._compile(device_generate, specs)
-        placed = partition.place_batch(self.mesh, arguments)
-        decoded = self._generators[decoding](self._decoding_arrays, np.uint32(seed), placed)
-        best_first = jax.tree.map(lambda x: np.asarray(x)[:, ::-1], decoded)
-        return jax.tree.map(lambda x: x[: len(inputs), : decoding.num_return], best_first)
+            _check_one_each('temperature', temperatures, ids)
+        of_prompts = self._prompts(prompts, ids, max_length)
+        examples = [Example(x, prompt=of_prompts[i], number=i) for i, x in enumerate(ids)]
+        found = list(answer_batch(self, decoding, examples))
+        texts = None
+        if self.vocabulary is not None:
+            decoded = [list(map(self.vocabulary.decode, answer.tokens)) for answer in found]
+            texts = _one_or_all(decoded)
+        without_eos = [[[i for i in x if i > EOS_ID] for x in answer.tokens] for answer in found]
+        tokens = _one_or_all(without_eos)
+        if return_scores:
+            scores_bn = np.array([answer.scores for answer in found], np.float32)
+            scores = scores_bn[:, 0] if num_return == 1 else scores_bn
+            return Answers(texts, tokens, scores)
+        return texts if texts is not None and _are_texts(inputs) else tokens
 
-    def _prompts(
-        self, prompts: Sequence | None, inputs: Sequence, num_rows: int, length: int
-    ) -> np.ndarray:
-        """Return the prompts as int32 [num_rows, room for `length`], padded with zeros."""
-        prompt_bT = np.zeros((num_rows, room_for(length)), np.int32)
-        if prompts is None:
-            return prompt_bT
-        if isinstance(prompts, list | tuple):
-            has_texts = any(isinstance(prompt, str) for prompt in prompts)
-            nothing: Any = '' if has_texts else []
-            prompts = [nothing if prompt is None else prompt for prompt in prompts]
-        ids = self._ids('prompts', prompts, is_prompt=True)
-        _check_one_each('prompts', prompts, inputs)
-        has_gap = ((ids[:, :-1] == 0) & (ids[:, 1:] > 0)).any(axis=1)
-        if has_gap.any():
-            raise ValueError(
-                f'prompts[{has_gap.argmax()}]: 0 is padding, so leave it out before a token'
-            )
-        longest = int((ids > 0).sum(axis=1).max())
-        if longest > length:
-            raise ValueError(
-                f'max_length={length}: must be at least {longest}, the tokens of the longest prompt'
-            )
-        prompt_bT[: len(ids), :longest] = ids[:, :longest]
-        return prompt_bT
+    # What users give, as the model takes it.
 
-    def _within_length(self, inputs: Sequence, trim: bool) -> Sequence:
-        """Return texts as ids, each of at most `max_input_length`; anything else as it is."""
+    def _inputs(self, inputs: Inputs, trim: bool) -> list[NDArray]:
+        """Return the ids of inputs; a text has at most `max_input_length` tokens."""
+        encoded = self._ids('inputs', inputs)
         if not _are_texts(inputs):
-            return inputs
-        encoded = self._encode(inputs)
+            return encoded
         for i, ids in enumerate(encoded):
             if len(ids) > self.max_input_length and not trim:
                 raise ValueError(
                     f'inputs[{i}] has {len(ids)} tokens, EOS included, and max_input_length='
                     f'{self.max_input_length}: cut it with trim=True, or set t5.max_input_length'
                 )
-        return [[*ids[:-1][: self.max_input_length - 1], EOS_ID] for ids in encoded]
+        return [np.append(ids[:-1][: self.max_input_length - 1], EOS_ID) for ids in encoded]
 
-    def _ids(
-        self, name: str, examples: Sequence, is_prompt: bool = False, num_rows: int = 0
-    ) -> np.ndarray:
-        """Return examples as int32 [rows, length], padded with 0 to sizes that `next_size` gives."""
-        encoded = self._id_lists(name, examples, is_prompt)
-        num_rows = max(len(encoded), num_rows)
-        num_rows = next_size(num_rows, partition.axes_size(self.mesh, partition.BATCH_AXES))
-        length = next_size(max(map(len, encoded)), LENGTH_MULTIPLE)
-        ids = np.zeros((num_rows, length), np.int32)
-        for i, example in enumerate(encoded):
-            ids[i, : len(example)] = example
-        return ids
+    def _prompts(
+        self, prompts: Prompts | None, inputs: Sequence[NDArray], max_length: int
+    ) -> list[NDArray]:
+        """Return the ids of the prompt of each input, without padding."""
+        if prompts is None:
+            return [np.zeros(0, np.int32)] * len(inputs)
+        if isinstance(prompts, list | tuple):
+            nothing = '' if any(isinstance(prompt, str) for prompt in prompts) else ()
+            prompts = [nothing if prompt is None else prompt for prompt in prompts]
+        encoded = [np.trim_zeros(ids, 'b') for ids in self._ids('prompts', prompts, is_prompt=True)]
+        _check_one_each('prompts', encoded, inputs)
+        for i, ids in enumerate(encoded):
+            if not ids.all():
+                raise ValueError(f'prompts[{i}]: 0 is padding, so leave it out before a token')
+            if len(ids) > max_length:
+                raise ValueError(
+                    f'max_length={max_length}: must be at least {len(ids)}, the tokens of prompts[{i}]'
+                )
+        return encoded
 
-    def _id_lists(self, name: str, examples: Any, is_prompt: bool = False) -> list[np.ndarray]:
+    def _ids(self, name: str, examples: Inputs | Prompts, is_prompt: bool = False) -> list[NDArray]:
         """Return the ids of each example; a prompt gets no EOS and may be empty. Raises ValueError."""
         if _are_texts(examples):
-            examples = self._encode(examples)
-            if is_prompt:
-                examples = [ids[:-1] for ids in examples]
+            if self.vocabulary is None:
+                raise ValueError(
+                    "this checkpoint brings no vocabulary for texts: infer.load(..., vocabulary=PATH or 'bytes')"
+                )
+            texts = list(map(str, examples))
+            ''.join(texts).encode()  # a surrogate is a ValueError here, not named by SentencePiece
+            end = [] if is_prompt else [EOS_ID]
+            examples = [[*x, *end] for x in self.vocabulary.encode(texts, glued_sentinels=True)]
         is_list = isinstance(examples, list | tuple | np.ndarray | jax.Array)
         if not is_list or not getattr(examples, 'ndim', 1) or not len(examples):
             raise ValueError(
@@ -425,28 +326,16 @@ class T5:
             encoded.append(ids)
         return encoded
 
-    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, EOS at the end."""
-        if self.vocabulary is None:
-            raise ValueError(
-                "this checkpoint brings no vocabulary for texts: infer.load(..., vocabulary=PATH or 'bytes')"
-            )
-        ''.join(texts).encode()  # a surrogate is a ValueError here, not named by SentencePiece
-        encoded = self.vocabulary.encode(list(map(str, texts)), glued_sentinels=True)
-        return [[*ids, EOS_ID] for ids in encoded]
-
-    def _features(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+    def _features(self, batch: Mapping[str, Array]) -> dict[str, jax.Array]:
         """Return the features that the model reads, int32. Raises ValueError where they do not fit together."""
-        names = set()
-        if isinstance(batch, Mapping):
-            names = set(batch) - set(IGNORED_FEATURES)
+        names = set(batch) - set(IGNORED_FEATURES) if isinstance(batch, Mapping) else set()
         if names not in (set(SEQUENCES), set(FEATURES)):
             raise ValueError(
                 f'the batch has {sorted(map(str, names))}: it must be a dict of {", ".join(SEQUENCES)}, if packed '
                 f"also {', '.join(SEGMENTS)}: of Hugging Face's take encoder_input_tokens=input_ids, "
                 'decoder_target_tokens=np.where(labels == -100, 0, labels), and these moved right by one'
             )
-        features: dict[str, Any] = {}
+        features: dict[str, jax.Array] = {}
         for name in sorted(names, key=FEATURES.index):
             x = _to_array(batch[name])
             inputs = features.get('encoder_input_tokens', x)
@@ -469,11 +358,9 @@ class T5:
                 "this model is an encoder alone: call encode, or load a whole checkpoint without part='encoder'"
             )
 
-    def _check_ids(self, name: str, ids: np.ndarray) -> None:
+    def _check_ids(self, name: str, ids: NDArray) -> None:
         """Raise ValueError for ids that the model has no embedding of, and for segments beyond int32."""
-        end = self.config.vocab_size
-        if name in SEGMENTS:
-            end = 2**31
+        end = 2**31 if name in SEGMENTS else self.config.vocab_size
         for i in (ids.min(initial=0), ids.max(initial=0)):
             if not 0 <= i < end:
                 raise ValueError(
@@ -481,16 +368,66 @@ class T5:
                     "checkpoint, and 0 for Hugging Face's -100"
                 )
 
+    # Programs and their arguments.
+
+    def _compile(
+        self,
+        device_function: Callable,
+        arrays: DecodingParameters,
+        out_specs: P = partition.BATCH,
+    ) -> jax.stages.Wrapped:
+        """Return (parameters, batch) -> output: each process has all rows, unless `out_specs` split them further."""
+        replicated = NamedSharding(self.mesh, P()) if out_specs == partition.BATCH else None
+        mapped = jax.shard_map(
+            functools.partial(device_function, self.config),
+            mesh=self.mesh,
+            in_specs=(self._specs(arrays), partition.BATCH),
+            out_specs=out_specs,
+        )
+        return jax.jit(mapped, out_shardings=replicated)
+
+    def _specs(self, arrays: DecodingParameters) -> dict[str, P]:
+        specs = partition.param_specs(dict(self.config.modules.specs), arrays)
+        return kernels.specs_of(arrays, partition.gathered(specs))
+
+    def _with_columns(self, arrays: Parameters) -> DecodingParameters:
+        """Return parameters with the kernels that steps of decoding multiply by as they read them fastest."""
+        dtypes = model.step_kernels(self.config, arrays)
+        return {**arrays, **kernels.for_decoding(self.mesh, arrays, dtypes)}
+
+    def _rows(self, ids: Sequence[Ids], num_rows: int = 0) -> NDArray:
+        """Return ids as int32 [rows, length], padded with 0 to sizes that `next_size` gives."""
+        num_rows = max(len(ids), num_rows)
+        num_rows = next_size(num_rows, partition.axes_size(self.mesh, partition.BATCH_AXES))
+        rows = np.zeros((num_rows, next_size(max(map(len, ids)), LENGTH_MULTIPLE)), np.int32)
+        for i, of_row in enumerate(ids):
+            rows[i, : len(of_row)] = of_row
+        return rows
+
+
+def next_size(n: int, multiple: int) -> int:
+    """Return `multiple` times the first of 1, 2, 3, 4, 6, 8, 12, 16 ... that reaches `n`.
+
+    So there are few sizes to compile for, and at most a third is padding.
+    """
+    size = multiple
+    while size < n:
+        if size + size // 2 >= n and size > multiple:
+            return size + size // 2
+        size *= 2
+    return size
+
 
 # Any number of examples.
 
 
 class Example(NamedTuple):
-    """What is predicted or scored: ids, EOS included."""
+    """What is answered or scored: ids, EOS included."""
 
-    inputs: Sequence[int] | np.ndarray
-    targets: Sequence[Any] | np.ndarray = ()  # that are scored; or the ids of several choices
+    inputs: Ids
+    targets: Sequence | NDArray = ()  # scored: ids, or those of each choice
     number: int = 0  # what is drawn depends on the seed and on this number
+    prompt: Ids = ()  # begins the answers
 
 
 class Answer(NamedTuple):
@@ -500,91 +437,17 @@ class Answer(NamedTuple):
     scores: list[float]  # none without return_scores
 
 
-Result = TypeVar('Result')
-
-
-def predict_all(
-    t5: T5,
-    examples: Iterable[Example],
-    batch_size: int,
-    options: Mapping[str, Any],
-    progress: Callable[[int], Any] = lambda count: None,
-) -> Iterator[Answer]:
-    """Yield the answers to examples, in their order; `options` are those of `T5.generate_tokens`.
-
-    `progress` is called with the number of examples of each batch. See `in_batches`.
-    """
-
-    def predict(batch: Sequence[Example], num_rows: int) -> Iterator[Answer]:
-        tokens_bnT, scores_bn = t5.generate_tokens(
-            [example.inputs for example in batch],
-            numbers=[example.number for example in batch],
-            num_rows=num_rows,
-            **options,
-        )
-        if scores_bn is None:
-            scores_bn = np.zeros([len(batch), 0])
-        for i, tokens_nT in enumerate(tokens_bnT):
-            tokens = [np.trim_zeros(ids, 'b').tolist() for ids in tokens_nT]
-            yield Answer(tokens, scores_bn[i].tolist())
-
-    return in_batches(predict, examples, batch_size, progress)
-
-
-def score_all(
-    t5: T5,
-    examples: Iterable[Example],
-    batch_size: int,
-    progress: Callable[[int], Any] = lambda count: None,
-) -> Iterator[float]:
-    """Yield the log-likelihood of the targets of examples, as `T5.score` has it, in their order."""
-
-    def score(batch: Sequence[Example], num_rows: int) -> Iterator[float]:
-        inputs = [example.inputs for example in batch]
-        targets = [[example.targets] for example in batch]
-        for [score] in t5.score_choices(inputs, targets, num_rows):
-            yield float(score)
-
-    return in_batches(score, examples, batch_size, progress)
-
-
-def encode_all(
-    t5: T5,
-    examples: Iterable[Example],
-    batch_size: int,
-    pool: str = 'none',
-    progress: Callable[[int], Any] = lambda count: None,
-) -> Iterator[np.ndarray]:
-    """Yield the encoder's outputs of the inputs of examples, in their order: float32 [tokens, emb_dim].
-
-    `pool='mean'` yields their mean over the tokens that are not padding, EOS included, [emb_dim].
-    """
-
-    def encode(batch: Sequence[Example], num_rows: int) -> Iterator[np.ndarray]:
-        inputs = [example.inputs for example in batch]
-        inputs_bM = t5._ids('inputs', inputs, num_rows=num_rows)
-        placed = partition.place_batch(t5.mesh, {'encoder_input_tokens': inputs_bM})
-        encoded_bMD = np.asarray(t5._encodings(t5.arrays, placed))
-        for i, example in enumerate(batch):
-            if pool == 'mean':
-                yield encoded_bMD[i, inputs_bM[i] > 0].mean(axis=0)
-            else:
-                yield encoded_bMD[i, : len(example.inputs)].copy()  # without the padding
-
-    return in_batches(encode, examples, batch_size, progress)
-
-
 def in_batches(
     compute: Callable[[Sequence[Example], int], Iterable[Result]],
     examples: Iterable[Example],
     batch_size: int,
-    progress: Callable[[int], Any],
+    progress: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Result]:
     """Yield the results of `compute(batch, number of rows)`, in the order of the examples.
 
     Chunks of examples, all that is held, are sorted by length, so that a batch has little padding;
     the longest come first, because they need the most memory. All batches of a chunk have the same
-    number of rows, so that few programs are compiled.
+    number of rows, so that few programs are compiled. `progress` is called with the examples of each batch.
     """
 
     def lengths(i: int) -> tuple[int, int, int]:
@@ -605,166 +468,211 @@ def in_batches(
             yield results[i]
 
 
+def answer_batch(
+    t5: T5, decoding: Decoding, examples: Sequence[Example], num_rows: int = 0
+) -> Iterator[Answer]:
+    """Yield the answers to examples, in a batch of at least `num_rows` rows."""
+    inputs_bM = t5._rows([example.inputs for example in examples], num_rows)
+    prompt_bT = np.zeros((len(inputs_bM), decoding.room), np.int32)
+    for i, example in enumerate(examples):
+        prompt_bT[i, : len(example.prompt)] = example.prompt
+    temperature_b = np.ones(len(inputs_bM), np.float32)
+    temperature_b[: len(examples)] = decoding.temperature
+    row_b = np.arange(len(inputs_bM), dtype=np.int32)
+    example_b = row_b.copy()
+    example_b[: len(examples)] = [example.number for example in examples]
+    batch = {
+        'inputs_bM': inputs_bM,
+        'prompt_bT': prompt_bT,
+        # Padding rows take no token.
+        'lengths_b': np.where(row_b < len(examples), decoding.max_length, 0).astype(np.int32),
+        'temperature_b': temperature_b,
+        'seed_b': np.full(len(row_b), decoding.seed, np.uint32),
+        'example_b': example_b,
+    }
+    t5._decoding_arrays = t5._decoding_arrays or t5._with_columns(t5.arrays)
+    program = decoding.program
+    if program not in t5._generators:
+        answers = functools.partial(_answers, program)
+        t5._generators[program] = t5._compile(answers, t5._decoding_arrays)
+    placed = partition.place_batch(t5.mesh, batch)
+    tokens_bnT, scores_bn = jax.tree.map(
+        np.asarray, t5._generators[program](t5._decoding_arrays, placed)
+    )
+    best_first = slice(-1, -1 - decoding.num_return, -1)
+    for i in range(len(examples)):
+        tokens = [np.trim_zeros(ids, 'b').tolist() for ids in tokens_bnT[i, best_first]]
+        scores = scores_bn[i, best_first].tolist() if decoding.return_scores else []
+        yield Answer(tokens, scores)
+
+
+def score_batch(t5: T5, examples: Sequence[Example], num_rows: int = 0) -> Iterator[NDArray]:
+    """Yield the log-likelihoods of the targets of each example, whose inputs are encoded once.
+
+    They are those of `T5.score`: nats, float32 [targets]. The batch has at least `num_rows` inputs.
+    """
+    inputs_bM = t5._rows([example.inputs for example in examples], num_rows)
+    counts = np.array([len(example.targets) for example in examples])
+    targets_cT = t5._rows(list(itertools.chain(*(example.targets for example in examples))))
+    num_choices = next_size(int(counts.max()), 1)
+    is_choice_bc = np.arange(num_choices) < counts[:, None]
+    targets_bcT = np.zeros((len(inputs_bM), num_choices, targets_cT.shape[1]), np.int32)
+    targets_bcT[: len(examples)][is_choice_bc] = targets_cT[: counts.sum()]
+    targets_rT = targets_bcT.reshape(-1, targets_cT.shape[1])
+    batch = {
+        'encoder_input_tokens': inputs_bM,
+        'decoder_input_tokens': np.pad(targets_rT[:, :-1], ((0, 0), (1, 0))),
+        'decoder_target_tokens': targets_rT,
+    }
+    scores_r = t5._scores(t5.arrays, partition.place_batch(t5.mesh, batch))
+    scores_bc = np.asarray(scores_r).reshape(-1, num_choices)
+    for i, count in enumerate(counts):
+        yield scores_bc[i, :count]
+
+
+def encode_batch(t5: T5, examples: Sequence[Example], num_rows: int = 0) -> Iterator[NDArray]:
+    """Yield the encoder's outputs of the inputs of each example: float32 [tokens, emb_dim]."""
+    inputs_bM = t5._rows([example.inputs for example in examples], num_rows)
+    placed = partition.place_batch(t5.mesh, {'encoder_input_tokens': inputs_bM})
+    encoded_bMD = np.asarray(t5._encodings(t5.arrays, placed))
+    for i, example in enumerate(examples):
+        yield encoded_bMD[i, : len(example.inputs)].copy()  # without the padding
+
+
 # What one device computes, inside of `jax.shard_map`. model.py defines the suffixes.
 
 
-def _logits(config: T5Config, params: Mapping, batch: Mapping) -> jax.Array:
+def _logits(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
     return model.apply(lambda: model.logits(config, batch)[0], params)
 
 
-def _scores(config: T5Config, params: Mapping, batch: Mapping) -> jax.Array:
+def _scores(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
     logits_bTv = _logits(config, params, batch)
     targets_bT = batch['decoder_target_tokens']
     nats_bT, _ = loss.cross_entropy(logits_bTv, targets_bT)
     return -(nats_bT * (targets_bT > 0)).sum(axis=-1)
 
 
-def _encodings(config: T5Config, params: Mapping, batch: Mapping) -> jax.Array:
+def _encodings(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
     inputs_bM = batch['encoder_input_tokens']
     encoded_bMD, _, _ = model.apply(lambda: model.encode(config, inputs_bM), params)
     encoded_bMD = encoded_bMD[:, -inputs_bM.shape[1] :]  # without what an own model puts before
     return jnp.where(inputs_bM[..., None] > 0, encoded_bMD.astype(jnp.float32), 0)
 
 
-def _generate(
-    decoding: 'Decoding',
-    config: T5Config,
-    params: Mapping,
-    seed: jax.Array,
-    arguments: Mapping,
+def _start(
+    config: T5Config, decoding: Decoding, room: int, params: Parameters, inputs_bM: jax.Array
+) -> decode.Cache:
+    sizes = (room, decoding.num_decodes, decoding.beam_size > 1)
+    return model.apply(lambda: model.start_decoding(config, inputs_bM, *sizes), params)
+
+
+def _step(
+    config: T5Config, params: Parameters, tokens_r: jax.Array, cache: decode.Cache
+) -> tuple[jax.Array, decode.Cache]:
+    return model.apply(lambda: model.decode_step(config, tokens_r, cache), params)
+
+
+def _answers(
+    decoding: Decoding, config: T5Config, params: Parameters, batch: Batch
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return tokens_bnT and scores_bn, the best last; without `return_scores` None for scores."""
-    num_decodes = max(decoding.beam_size, decoding.num_return)
-    is_beam_search = decoding.beam_size > 1
-    inputs_bM = arguments['inputs_bM']
-    cache = model.apply(
-        lambda: model.start_decoding(config, inputs_bM, 0, num_decodes, is_beam_search), params
+    cache = _start(config, decoding, 0, params, batch['inputs_bM'])
+    return decode.decode(decoding, functools.partial(_step, config, params), cache, batch)
+
+
+def decoding_step(
+    t5: T5, decoding: Decoding, batch_size: int, input_length: int
+) -> tuple[jax.stages.Wrapped, tuple[DecodingParameters, jax.ShapeDtypeStruct, decode.Cache]]:
+    """Return the step that `answer_batch` repeats, with the largest cache, and the shapes of its arguments.
+
+    `t5.arrays` may be shapes, too.
+    """
+    rows = partition.BATCH
+    num_rows = next_size(batch_size, partition.axes_size(t5.mesh, partition.BATCH_AXES))
+    shape = (num_rows, next_size(input_length, LENGTH_MULTIPLE))
+    params = jax.eval_shape(t5._with_columns, t5.arrays)
+    param_specs = jax.tree.broadcast(t5._specs(params), params)
+    layers = P(partition.BATCH_AXES, 'model')
+    cache_specs = decode.Cache(P(), rows, rows, layers)  # type: ignore[arg-type]
+    start = functools.partial(_start, t5.config, decoding, decoding.room)
+    start = jax.shard_map(start, mesh=t5.mesh, in_specs=(param_specs, rows), out_specs=cache_specs)
+    cache = jax.eval_shape(start, params, jax.ShapeDtypeStruct(shape, jnp.int32))
+    in_specs = (param_specs, rows, jax.tree.broadcast(cache_specs, cache))
+    step = functools.partial(_step, t5.config)
+    out_specs = (layers, in_specs[2])
+    step = jax.shard_map(step, mesh=t5.mesh, in_specs=in_specs, out_specs=out_specs)
+    tokens_r = jax.ShapeDtypeStruct((num_rows * decoding.num_decodes,), jnp.int32)
+    arguments = jax.tree.map(
+        lambda x, to: x.update(sharding=to),
+        (params, tokens_r, cache),
+        partition.shardings(t5.mesh, in_specs),
     )
-
-    def step(tokens_r, cache):
-        return model.apply(lambda: model.decode_step(config, tokens_r, cache), params)
-
-    if is_beam_search:
-        tokens_bnT, scores_bn = decode.beam_search(
-            step,
-            decode.reorder_beams,
-            cache,
-            arguments['prompt_bT'],
-            num_beams=num_decodes,
-            alpha=decoding.alpha,
-            lengths_b=arguments['lengths_b'],
-            grow=decode.grow_cache,
-        )
-    else:
-        rows = {name: jnp.repeat(x, num_decodes, axis=0) for name, x in arguments.items()}
-        choose: decode.Choose = decode.most_likely
-        if decoding.is_random:
-            # A key for each row: of its example and its decode.
-            fold_in_each = jax.vmap(jax.random.fold_in, (None, 0))
-            keys_r = fold_in_each(jax.random.key(seed), rows['example_b'])
-            decode_r = jnp.arange(len(keys_r)) % num_decodes
-            keys_r = jax.vmap(jax.random.fold_in)(keys_r, decode_r)
-            choose = decode.random_tokens(
-                keys_r,
-                rows['temperature_b'],
-                top_k=decoding.top_k,
-                top_p=decoding.top_p,
-            )
-        tokens_rT, scores_r = decode.sample(
-            step, cache, rows['prompt_bT'], choose, rows['lengths_b'], grow=decode.grow_cache
-        )
-        tokens_bnT = tokens_rT.reshape(-1, num_decodes, tokens_rT.shape[1])
-        scores_bn = scores_r.reshape(-1, num_decodes)
-        if num_decodes > 1:
-            scores_bn, order_bn = decode.best_last(scores_bn, num_decodes)
-            tokens_bnT = decode.pick(tokens_bnT, order_bn)
-    if not decoding.return_scores:
-        return tokens_bnT, None  # XLA leaves the scores out of all steps
-    return tokens_bnT, scores_bn
+    return jax.jit(step, donate_argnums=2), arguments
 
 
 # What users give.
 
 
-@dataclasses.dataclass(frozen=True)
-class Decoding:
-    """The options of `T5.generate` that a program is compiled for. Raises ValueError."""
+NUMBERS = ('max_length', 'beam_size', 'alpha', 'top_k', 'top_p', 'seed', 'num_return')
+# Hugging Face's names of arguments of `T5.generate`.
+OTHER_NAMES = {
+    'num_beams': 'use beam_size',
+    'do_sample': 'use temperature, which draws tokens if it is above 0',
+    'max_new_tokens': 'use max_length, the tokens of an answer, EOS included',
+    'num_return_sequences': 'use num_return',
+    'length_penalty': (
+        'use alpha: as in T5X, scores are divided by ((5 + length) / 6)^alpha, where Hugging Face divides by '
+        'length^length_penalty'
+    ),
+}
 
-    is_random: bool  # a temperature is above 0
-    beam_size: int = 1
-    top_k: int = 0
-    top_p: float = 0.0
-    num_return: int = 1
-    alpha: float = 0.6
-    return_scores: bool = True
 
-    @classmethod
-    def of_settings(cls, config: Any) -> 'Decoding':
-        """Return the options that config.decode sets. Raises ValueError where they do not fit."""
-        names = {field.name for field in dataclasses.fields(cls)} & set(config)
-        options = {name: config[name] for name in names}
-        return cls(is_random=config.temperature > 0, **options)
+def decoding_of(settings: ConfigDict) -> Decoding:
+    """Return the options that config.decode sets. Raises ValueError where they do not fit together."""
+    names = [field.name for field in dataclasses.fields(Decoding)]
+    decoding = Decoding(**{name: settings[name] for name in names})
+    _check_decoding(decoding)
+    return decoding
 
-    def __post_init__(self):
-        for name in ('beam_size', 'top_k', 'top_p', 'num_return', 'alpha'):
-            _check_number(name, getattr(self, name))
-        if self.beam_size > 1 and self.is_random:
+
+def _check_decoding(decoding: Decoding) -> None:
+    """Raise ValueError unless the options of `T5.generate` are valid, each and together."""
+    given = [(name, getattr(decoding, name)) for name in NUMBERS]
+    given += [('temperature', value) for value in np.ravel(decoding.temperature).tolist()]
+    for name, value in given:
+        setting = check.declared()[f'decode.{name}']
+        value = value.item() if isinstance(value, np.number) else value
+        check.check_allowed(name, value, setting.default, setting.range, None)
+    if decoding.beam_size > 1 and decoding.is_random:
+        raise ValueError(
+            f'beam_size={decoding.beam_size} draws nothing: set temperature=0.0, or beam_size=1 to sample'
+        )
+    if decoding.num_return > decoding.beam_size and not decoding.is_random:
+        raise ValueError(
+            f'num_return={decoding.num_return} with temperature=0.0: must be at most beam_size='
+            f'{decoding.beam_size}: set a larger beam_size to search, or temperature=1.0 to sample'
+        )
+    for name in ('top_k', 'top_p'):
+        value = getattr(decoding, name)
+        if value and not (decoding.is_random and decoding.top_k * decoding.top_p == 0):
             raise ValueError(
-                f'beam_size={self.beam_size} draws nothing: set temperature=0.0, or beam_size=1 to sample'
+                f'{name}={value} with temperature=0.0, or top_k with top_p: one of them limits what is '
+                f'drawn: set temperature=1.0 and the other one to 0, or {name}=0'
             )
-        if self.num_return > self.beam_size and not self.is_random:
-            raise ValueError(
-                f'num_return={self.num_return} with temperature=0.0: must be at most beam_size='
-                f'{self.beam_size}: set a larger beam_size to search, or temperature=1.0 to sample'
-            )
-        for name in ('top_k', 'top_p'):
-            value = getattr(self, name)
-            if value and not (self.is_random and self.top_k * self.top_p == 0):
-                raise ValueError(
-                    f'{name}={value} with temperature=0.0, or top_k with top_p: one of them limits what is '
-                    f'drawn: set temperature=1.0 and the other one to 0, or {name}=0'
-                )
 
 
-def decoding_options(config: Any) -> dict[str, Any]:
-    """Return the arguments of `T5.generate_tokens` that config.decode sets."""
-    options = config.to_dict()
-    del options['batch_size']
-    return options
-
-
-def _check_number(name: str, value: Any) -> None:
-    """Raise ValueError unless an option is a number of the type and range of its setting."""
-    setting = check.declared()[f'decode.{name}']
-    limits = setting.range
-    kind = type(setting.default)
-    types: Any = {int: (int, np.integer), float: (int, float, np.number)}[kind]
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, types)
-        or not (limits and limits.holds(value))
-    ):
-        raise ValueError(f'{name}={_shortened(value)}: must be {check.KINDS[kind]}, {limits}')
-
-
-def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    if not isinstance(value, str) or value not in choices:
-        names = ', '.join(map(repr, choices))
-        raise ValueError(f'{name}={_shortened(value)}: must be one of {names}')
-
-
-def _check_one_each(name: str, values: Any, inputs: Sequence) -> None:
+def _check_one_each(name: str, values: Sequence[Ids] | NDArray, inputs: Sequence[Ids]) -> None:
     if len(values) != len(inputs):
         raise ValueError(f'{name} has {len(values)} for {len(inputs)} inputs: give one for each')
 
 
-def _are_texts(examples: Any) -> bool:
+def _are_texts(examples: Inputs | Prompts) -> bool:
     """Return whether examples are a list of one or more texts."""
     is_list = isinstance(examples, list | tuple) or getattr(examples, 'ndim', 0) == 1
     return is_list and len(examples) > 0 and all(isinstance(x, str) for x in examples)
 
 
-def _to_array(value: Any) -> Any:
+def _to_array(value: ArrayLike) -> Array:
     """Return `value` as an array; an array of None where it is lists of several lengths."""
     if isinstance(value, jax.Array):
         return value
@@ -774,6 +682,13 @@ def _to_array(value: Any) -> Any:
         return np.asarray(None)
 
 
-def _shortened(value: Any) -> str:
+def _shortened(value: object) -> str:
     """Return `value` as an error message shows it, in one line of at most 60 characters."""
     return f'{" ".join(repr(value).split()):.60}'
+
+
+def _one_or_all(answers: list[list[Result]]) -> list[Result] | list[list[Result]]:
+    """Return the answers to each input, without a list where there is one."""
+    if len(answers[0]) > 1:
+        return answers
+    return [answer for [answer] in answers]

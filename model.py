@@ -26,9 +26,9 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 import haiku as hk
 import jax
@@ -82,6 +82,15 @@ TRUNCATED_NORMAL = hk.initializers.VarianceScaling(1.0, 'fan_in', 'truncated_nor
 UNIFORM = hk.initializers.VarianceScaling(1.0, 'fan_avg', 'uniform')
 
 
+Leaf = TypeVar('Leaf')  # a parameter: an array, or one that is not read yet
+
+
+class Options(Protocol):
+    """The settings of an own model: a frozen dataclass of its file."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field]]
+
+
 @dataclasses.dataclass(frozen=True)
 class T5Config:
     """Sizes and numerics, under T5X's field names (t5x/examples/t5/network.py).
@@ -106,7 +115,7 @@ class T5Config:
     lora_alpha: float = 16.0
     lora_targets: str = r'.+/(query|value)/kernel'  # the paths of the kernels that have adapters
     module: str = ''  # the file of an own model, or the name of a family; '' for T5
-    options: Hashable = None  # the settings of `module`, a frozen dataclass of its file
+    options: Options | None = None  # of `module`
     remat: str = 'none'
     scan_layers: bool = False
     own: 'Modules | None' = dataclasses.field(default=None, repr=False)  # what `module` holds
@@ -183,11 +192,10 @@ def check_mesh(config: T5Config, mesh: Mesh) -> None:
     partition.check_divides('model.emb_dim', config.emb_dim, ('fsdp',), mesh)
     for name in ('num_heads', 'mlp_dim', 'vocab_size'):
         partition.check_divides(f'model.{name}', getattr(config, name), ('model',), mesh)
-    options: Any = config.options
-    for field in dataclasses.fields(options) if options else ():
+    for field in dataclasses.fields(config.options) if config.options else ():
         if 'axis' in field.metadata:  # split over this mesh axis
             axes = (field.metadata['axis'],)
-            size = getattr(options, field.name)
+            size = getattr(config.options, field.name)
             partition.check_divides(f'model.options.{field.name}', size, axes, mesh)
 
 
@@ -208,8 +216,8 @@ def without_adapters(config: T5Config) -> T5Config:
 
 
 def merge_adapters(
-    config: T5Config, params: Mapping[str, Any], merge: Callable | None = None
-) -> dict[str, Any]:
+    config: T5Config, params: Mapping[str, Leaf], merge: Callable | None = None
+) -> dict[str, Leaf]:
     """Return the parameters without LoRA's: kernels are `merge(kernel, lora_a, lora_b)`."""
     merge = merge or functools.partial(config.modules.adapted_kernel, config)
     merged = {}
@@ -222,7 +230,9 @@ def merge_adapters(
     return merged
 
 
-def adapted_kernel(config: T5Config, kernel: Any, lora_a: Any, lora_b: Any) -> jax.Array:
+def adapted_kernel(
+    config: T5Config, kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array
+) -> jax.Array:
     """Return a kernel with its adapters: Hu et al. 2021 (LoRA) §4.1, float32."""
     product = jnp.matmul(lora_a, lora_b, precision='highest')
     return kernel + config.lora_alpha / config.lora_rank * product

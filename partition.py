@@ -11,7 +11,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy.typing import NDArray
 
 import kernels
 
@@ -27,6 +28,9 @@ MESH_AXES = ('data', 'fsdp', 'model')  # from the slowest links to the fastest
 # They split the rows of a batch; a sum over rows is due over all of them.
 BATCH_AXES = ('data', 'fsdp')
 BATCH = P(BATCH_AXES)  # the spec of an array of rows
+
+Tree = TypeVar('Tree')  # a pytree
+Result = TypeVar('Result')
 
 
 def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list | None = None) -> Mesh:
@@ -52,13 +56,14 @@ def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list | Non
     slices = len({getattr(x, 'slice_index', 0) for x in devices if x.platform == 'tpu'}) or 1
     if sizes[0] % slices:
         raise ValueError(f'{settings}: mesh.data must be a multiple of {slices}, the TPU slices')
-    layout: dict[str, Any] = {'devices': devices, 'allow_split_physical_axes': True}
     parts = (sizes[0] // slices, *sizes[1:])
     try:
         if slices > 1:  # the slow links between them are for 'data' alone
-            grid = mesh_utils.create_hybrid_device_mesh(parts, (slices, 1, 1), **layout)
+            grid = mesh_utils.create_hybrid_device_mesh(
+                parts, (slices, 1, 1), devices, allow_split_physical_axes=True
+            )
         else:
-            grid = mesh_utils.create_device_mesh(parts, **layout)
+            grid = mesh_utils.create_device_mesh(parts, devices, allow_split_physical_axes=True)
     except AssertionError as error:  # of TPUs, which are a box
         raise ValueError(f'{settings}: these are no box of TPUs: set an axis to -1') from error
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
@@ -91,7 +96,7 @@ def own_slice(x: jax.Array, axis: str, dim: int) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def all_gather(x: jax.Array, axis: str, dim: int, dtype: Any, gradient_dtype: Any) -> jax.Array:
+def all_gather(x: jax.Array, axis: str, dim: int, dtype: str, gradient_dtype: str) -> jax.Array:
     """Return the whole of a float32 parameter that is split along `dim` over `axis`, in `dtype`.
 
     It travels in `dtype`. Its gradients are summed, and so travel, in `gradient_dtype`.
@@ -204,18 +209,18 @@ def gathered(specs: Mapping[str, P]) -> dict[str, P]:
     return whole
 
 
-def shardings(mesh: Mesh, specs: Any) -> Any:
-    """Return a tree of NamedShardings for a tree of specs."""
+def shardings(mesh: Mesh, specs):
+    """Return a tree of NamedShardings for a tree of specs, such as {path: spec}."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
-def place_rows(mesh: Mesh, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+def place_rows(mesh: Mesh, batch: Mapping[str, NDArray]) -> dict[str, jax.Array]:
     """Return global arrays, split over BATCH_AXES, of the rows that each process has."""
     sharding = NamedSharding(mesh, BATCH)
     return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in batch.items()}
 
 
-def place_batch(mesh: Mesh, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+def place_batch(mesh: Mesh, batch: Mapping[str, NDArray]) -> dict[str, jax.Array]:
     """Return global arrays, split over BATCH_AXES, of a batch that each process has whole."""
     sharding = NamedSharding(mesh, BATCH)
     placed: dict[str, jax.Array] = {}
@@ -224,7 +229,7 @@ def place_batch(mesh: Mesh, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Ar
     return placed
 
 
-def from_processes(x: np.ndarray) -> np.ndarray:
+def from_processes(x: NDArray) -> NDArray:
     """Return the arrays that all processes pass as `x`, stacked: [processes, ...].
 
     They travel as bytes, because JAX would cut 64-bit numbers.
@@ -234,7 +239,7 @@ def from_processes(x: np.ndarray) -> np.ndarray:
     return all_bytes.reshape(-1, x.nbytes).view(x.dtype).reshape(-1, *x.shape)
 
 
-def from_first_process(x: np.ndarray) -> np.ndarray:
+def from_first_process(x: NDArray) -> NDArray:
     """Return the `x` of the first process, which decides for all; they have equal shapes."""
     return from_processes(x)[0]
 
@@ -243,7 +248,7 @@ class ProcessFailed(OSError):
     """Another process has ended with an error."""
 
 
-def in_all(read: Callable[[], Any]) -> Any:
+def in_all(read: Callable[[], Result]) -> Result:
     """Return what `read` returns, which each process does for itself.
 
     Where it raises an error, that process raises it and all others ProcessFailed.
@@ -261,12 +266,12 @@ def in_all(read: Callable[[], Any]) -> Any:
     return result
 
 
-def cut_rows(tree: Any, num_parts: int) -> Any:
+def cut_rows(tree: Tree, num_parts: int) -> Tree:
     """Return this device's rows in equal parts: [b, ...] -> [num_parts, b / num_parts, ...]."""
     return jax.tree.map(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), tree)
 
 
-def per_device(params: Any, specs: Any) -> Any:
+def per_device(params: Tree, specs: Mapping[str, P]) -> Tree:
     """Mark what is alike on all devices of a batch axis as each device's own, before `jax.grad`.
 
     The gradients then stay the device's own, and `sum_gradients` is one visible line. Without the
@@ -279,7 +284,7 @@ def per_device(params: Any, specs: Any) -> Any:
     return jax.tree.map(mark, params, specs)
 
 
-def sum_gradients(grads: Any, specs: Any) -> Any:
+def sum_gradients(grads: Tree, specs: Mapping[str, P]) -> Tree:
     """Return the gradients of the global loss: each device's own, summed over the batch axes."""
 
     def total(grad: jax.Array, spec: P) -> jax.Array:

@@ -27,7 +27,6 @@ from ml_collections import ConfigDict, FrozenConfigDict
 import checkpoint
 import data
 import evaluate
-import formats.open
 import infer
 import model
 import partition
@@ -37,10 +36,10 @@ import state_names
 import tasks.open
 import train
 from configs import check as settings
-from formats import own_model
+from formats import best, own_model, own_options, t5x
 from model import T5Config
 from randomness import digest
-from run import best, console, memory, not_finite, results, start, task_metrics, verify, workdir
+from run import console, memory, not_finite, results, start, task_metrics, verify, workdir
 from run.agreement import check_alike
 from run.lock import lock
 from run.task_metrics import TaskMetrics
@@ -224,7 +223,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         # The content of config.json: the settings, and what they stand for.
         resolved = json.loads(config.to_json())
         resolved['model']['module'] = spec.model_config.module
-        resolved['model']['options'] = own_model.as_dict(spec.model_config.options)
+        resolved['model']['options'] = own_options.as_dict(spec.model_config.options)
         resolved['corpus'] = mixture.corpus
         resolved['data_fingerprint'] = mixture.fingerprint
         resolved['vocabulary_hash'] = vocabulary.hash
@@ -232,7 +231,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             resolved['base'] = begin.base
         if begin.is_resumed:
             own_model.check_same(directory, spec.model_config, otherwise='name another --workdir')
-            options = own_model.default_options(spec.model_config)
+            options = own_options.default_options(spec.model_config)
             workdir.compare_settings(directory, resolved, options, mixture)
             start.choose(begin.leaves, wanted(spec).shapes)
         results.Results(folder).scores()  # raises ValueError for a file that is damaged
@@ -382,7 +381,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             keep=config.save.keep,
             keep_every=config.save.keep_every,
             dtype=config.save.dtype,
-            rank=lambda step: best.history(config.save, metrics.evaluations).rank(step),
+            rank=lambda step: metrics.history(config.save).rank(step),
             period=config.save.every_steps if config.train.on_not_finite == 'back' else 1,
         )
         kept = workdir.Workdir(folder, held, metrics, saver, files)
@@ -443,7 +442,7 @@ def restore(
         shardings[path] = partition.shardings(spec.mesh, split)
     split = {path: sharding for path, sharding in shardings.items() if sharding.spec != P()}
     arrays = checkpoint.restore(leaves, split, dtype)
-    averages = formats.open.average_paths(shardings)
+    averages = t5x.average_paths(shardings)
 
     # Compute the initial arrays that are missing; XLA computes no others.
     missing = {}

@@ -32,7 +32,7 @@ import optimizer
 import partition
 import state_names
 from model import T5Config
-from run import best, compiler, console
+from run import compiler, console
 from run.agreement import Batches, StopRequest, counts_of_all, remember_interrupt
 from run.console import Console
 from run.interval import Clock, Interval, Metrics, training_metrics
@@ -382,7 +382,7 @@ def train(run: ReadyRun | FinishedRun, stop: Callable[[], int] | None = None) ->
                 run.config.train,
                 run.stream.mixture,
                 run.progress.step,
-                history(run),
+                run.workdir.metrics.history(run.config.save),
                 saved_steps,
             )
             for line in lines:
@@ -506,7 +506,7 @@ def evaluate_or_end(run: Run, due: Sequence[Evaluation], stop: StopRequest) -> N
     early_stopping = run.config.train.early_stopping
     if not due or not early_stopping or stop.signal:
         return
-    ends = history(run).ends(early_stopping)
+    ends = run.workdir.metrics.history(run.config.save).ends(early_stopping)
     if partition.from_first_process(np.array(ends)):
         run.progress.end = End.EARLY_STOPPING
         evaluate_step(run, missing_evaluations(run), stop)
@@ -535,11 +535,6 @@ def missing_evaluations(run: Run) -> list[Evaluation]:
     due = due_after(run).evaluations
     missing = run.workdir.metrics.missing([x.name for x in due], run.progress.step)
     return [x for x in due if x.name in missing]
-
-
-def history(run: Run) -> best.History:
-    """Return the values of `save.best_metric` so far. Only the first process has them."""
-    return best.history(run.config.save, run.workdir.metrics.evaluations)
 
 
 def find_fault(run: ReadyRun) -> Fault | None:

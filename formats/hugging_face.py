@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -197,7 +197,7 @@ class StoredArrays(NamedTuple):
         return any(name.startswith('decoder.') for name in self.entries)
 
 
-def is_folder(folder: Any) -> bool:
+def is_folder(folder: paths.AnyPath) -> bool:
     """Return whether a folder has weights under one of transformers' names, or a config.json with a model_type."""
     if any(paths.is_file(folder / name) for name in (WEIGHTS, WEIGHTS_INDEX, *OTHER_WEIGHTS)):
         return True
@@ -210,14 +210,14 @@ def is_folder(folder: Any) -> bool:
         return False
 
 
-def is_single_file(file: Any) -> bool:
+def is_single_file(file: paths.AnyPath) -> bool:
     """Return whether `file` has all weights of a model, and no config.json beside it."""
     if file.suffix != '.safetensors' or not paths.is_file(file):
         return False
     return not paths.is_file(file.parent / 'config.json')
 
 
-def check_not_part(file: Any) -> None:
+def check_not_part(file: paths.AnyPath) -> None:
     """Raise ValueError if `file` is one of a folder of transformers."""
     if file.name in OTHER_WEIGHTS:
         raise ValueError(f'{file} is not read: {OTHER_WEIGHTS[file.name]}')
@@ -237,7 +237,7 @@ def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
     if not isinstance(folder, Path):
         raise ValueError(f'{folder}: safetensors are read from a disk only: copy the folder')
     config_file = folder / 'config.json'
-    settings: dict[str, Any] = {}
+    settings: dict = {}
     if paths.is_file(config_file):
         settings = paths.read_json(config_file)
         model_type = str(settings.get('model_type'))
@@ -276,12 +276,12 @@ def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
     return Folder(config, entries)
 
 
-def _config(settings: Mapping[str, Any], arrays: StoredArrays) -> model.T5Config:
+def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
     """Return the T5Config of config.json. Raises ValueError for a model that we do not have."""
     for name, value in FIXED_SETTINGS.items():
         if settings.get(name) not in (None, value):
             raise ValueError(f'{name}={settings[name]}: only {value} is supported')
-    sizes: dict[str, Any] = {ours: settings.get(theirs) for theirs, ours in SIZES.items()}
+    sizes: dict = {ours: settings.get(theirs) for theirs, ours in SIZES.items()}
     if sizes['num_decoder_layers'] is None or not arrays.has_decoder:
         sizes['num_decoder_layers'] = sizes['num_encoder_layers']
     # A config.json may claim any number of layers.
@@ -306,7 +306,7 @@ def _config(settings: Mapping[str, Any], arrays: StoredArrays) -> model.T5Config
     )
 
 
-def _settings_of_shapes(file: Path, arrays: StoredArrays) -> dict[str, Any]:
+def _settings_of_shapes(file: Path, arrays: StoredArrays) -> dict:
     """Return what a config.json would say of a single file. Raises ValueError for one that holds no T5."""
     layer = 'encoder.block.0.layer'
     bias = f'{layer}.0.SelfAttention.relative_attention_bias.weight'
@@ -336,7 +336,7 @@ def _count_layers(arrays: StoredArrays, stack: str) -> int:
     return sum(bool(re.fullmatch(pattern, name)) for name in arrays.entries)
 
 
-def _mlp_activations(settings: Mapping[str, Any]) -> tuple[str, ...]:
+def _mlp_activations(settings: Mapping) -> tuple[str, ...]:
     default = 'gated-gelu'
     if settings['model_type'] == 't5':
         default = 'relu'
@@ -348,7 +348,7 @@ def _mlp_activations(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return feed_forward.mlp_activations
 
 
-def _is_tied(settings: Mapping[str, Any], has_own_lm_head: bool) -> bool:
+def _is_tied(settings: Mapping, has_own_lm_head: bool) -> bool:
     """Return whether the logits are those of the token table, divided by sqrt(emb_dim).
 
     An lm_head of its own decides before the settings do, because transformers 5 writes tie_word_embeddings=true
@@ -454,7 +454,7 @@ def _are_equal(a: SafetensorsEntry, b: SafetensorsEntry) -> bool:
 def write(
     folder: str | paths.AnyPath,
     config: model.T5Config,
-    arrays: Mapping[str, Any],
+    arrays: Mapping[str, checkpoint.Leaf],
     vocabulary_model: bytes | None = None,
     shard_bytes: int = 5 * 10**9,
     extra_ids: int = 100,
@@ -481,7 +481,7 @@ def write(
         unfinished.rename(folder)
 
 
-def _settings(config: model.T5Config) -> dict[str, Any]:
+def _settings(config: model.T5Config) -> dict:
     """Return the content of config.json. Raises ValueError for a model that transformers does not have."""
     if config.module:
         raise ValueError(f'model.module={config.module!r} is not in transformers: use --format=t5x')
@@ -511,7 +511,10 @@ def _settings(config: model.T5Config) -> dict[str, Any]:
 
 
 def _write_weights(
-    folder: Path, config: model.T5Config, arrays: Mapping[str, Any], shard_bytes: int
+    folder: Path,
+    config: model.T5Config,
+    arrays: Mapping[str, checkpoint.Leaf],
+    shard_bytes: int,
 ) -> None:
     """Write the safetensors files, and their index where there are several."""
     names_of_files: dict[Path, list[str]] = {}
@@ -536,7 +539,9 @@ def _write_weights(
 
 
 def _shards(
-    config: model.T5Config, arrays: Mapping[str, Any], shard_bytes: int
+    config: model.T5Config,
+    arrays: Mapping[str, checkpoint.Leaf],
+    shard_bytes: int,
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield {Hugging Face's name: array} of each file, in the order of `arrays`."""
     names = parameter_names(config)
@@ -564,5 +569,5 @@ def _transpose(x: np.ndarray) -> np.ndarray:
     return y
 
 
-def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+def _write_json(file: Path, content: Mapping) -> None:
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + '\n')

@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import google_crc32c
 import ml_dtypes
@@ -63,6 +63,7 @@ UNCOMPRESSED = 0
 SNAPPY = 1
 TRAILER_BYTES = 5
 FOOTER_BYTES = 48
+Value = TypeVar('Value', int, bytes)
 MAGIC = 0xDB4775248B80FB57.to_bytes(8, 'little')
 
 
@@ -73,7 +74,7 @@ class BundleEntry:
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    file: Any
+    file: paths.AnyPath
     offset: int
     size: int
     crc32c: int
@@ -93,7 +94,7 @@ class BundleEntry:
         return content.view(self.dtype).reshape(self.shape)
 
 
-def find_prefix(path: Any) -> Any:
+def find_prefix(path: paths.AnyPath) -> paths.AnyPath | None:
     """Return the prefix of the Mesh-TF checkpoint that `path` names; None where it names none.
 
     `path` is a prefix such as `.../model.ckpt-1000000`, one of the checkpoint's files, or a folder, which means the
@@ -107,14 +108,14 @@ def find_prefix(path: Any) -> Any:
         return path.with_name(match[1])
     if paths.is_file(path / 'checkpoint'):
         return _named_prefix(path)
-    indices = sorted(path.glob('*.index'))
+    indices: list[paths.AnyPath] = sorted(path.glob('*.index'))
     if len(indices) > 1:
         names = first_ten([index.stem for index in indices])
         raise ValueError(f'{path} has {len(indices)} checkpoints ({names}): name one of them')
     return indices[0].with_suffix('') if indices else None
 
 
-def _named_prefix(folder: Any) -> Any:
+def _named_prefix(folder: paths.AnyPath) -> paths.AnyPath | None:
     """Return the prefix that the file `checkpoint` names; None where it is T5X's file of this name."""
     with paths.own_file(folder / 'checkpoint').open('rb') as stream:
         content = stream.read(4096)
@@ -125,11 +126,11 @@ def _named_prefix(folder: Any) -> Any:
     return folder / os.fsdecode(match[1])
 
 
-def _index_file(prefix: Any) -> Any:
+def _index_file(prefix: paths.AnyPath) -> paths.AnyPath:
     return prefix.with_name(f'{prefix.name}.index')
 
 
-def read_index(prefix: Any) -> dict[str, BundleEntry | np.ndarray]:
+def read_index(prefix: paths.AnyPath) -> dict[str, BundleEntry | np.ndarray]:
     """Return {T5X's path: leaf} of the checkpoint `prefix`. No parameter is read.
 
     Arrays are `state/step`, int32, and T5X's placeholders, float32 zeros of shape [1], for the slots that a
@@ -182,7 +183,9 @@ def _t5x_path(variable: str) -> str | None:
     return None
 
 
-def _complete_slots(prefix: Any, index: dict[str, BundleEntry | np.ndarray], path: str) -> None:
+def _complete_slots(
+    prefix: paths.AnyPath, index: dict[str, BundleEntry | np.ndarray], path: str
+) -> None:
     """Add to `index` the slots of T5X that the parameter lacks, if it has any slot."""
     state = path.replace('target', 'state/param_states', 1)
     found = [slot for slot in ('v', 'v_row', 'v_col') if f'{state}/{slot}' in index]
@@ -204,7 +207,7 @@ def _complete_slots(prefix: Any, index: dict[str, BundleEntry | np.ndarray], pat
 # TensorBundle: a table of protocol buffers.
 
 
-def read_bundle_index(prefix: Any) -> dict[str, BundleEntry]:
+def read_bundle_index(prefix: paths.AnyPath) -> dict[str, BundleEntry]:
     """Return {variable: BundleEntry} of `PREFIX.index`. No .data file is opened."""
     file = _index_file(prefix)
     with paths.own_file(file).open('rb') as stream:
@@ -227,7 +230,9 @@ def read_bundle_index(prefix: Any) -> dict[str, BundleEntry]:
     return entries
 
 
-def _read_entry(prefix: Any, name: str, fields: dict[int, list], num_shards: int) -> BundleEntry:
+def _read_entry(
+    prefix: paths.AnyPath, name: str, fields: dict[int, list], num_shards: int
+) -> BundleEntry:
     """Read BundleEntryProto: 1 dtype, 2 shape, 3 shard, 4 offset, 5 size, 6 crc32c, 7 slices."""
     dtype_number = _field(fields, 1, default=0)
     shard = _field(fields, 3, default=0)
@@ -268,7 +273,7 @@ def _read_message(content: bytes) -> dict[int, list]:
     return fields
 
 
-def _field(fields: dict[int, list], number: int, default: Any) -> Any:
+def _field(fields: dict[int, list], number: int, default: Value) -> Value:
     """Return the last value of a field; `default`, whose type it must have, where it is not stored."""
     value = fields.get(number, [default])[-1]
     if type(value) is not type(default):
@@ -380,7 +385,7 @@ class Cursor:
         return number
 
 
-def _masked_crc32c(content: Any) -> int:
+def _masked_crc32c(content: bytes | np.ndarray) -> int:
     """Return the checksum, rotated and shifted by a constant, because data may hold checksums itself."""
     crc32c = google_crc32c.value(content)
     return ((crc32c >> 15 | crc32c << 17) + 0xA282EAD8) % 2**32

@@ -6,13 +6,12 @@ Source: T5X t5x/checkpoints.py; t5x/examples/scalable_t5 for stacked layers.
 import dataclasses
 import functools
 import hashlib
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,13 +19,12 @@ import numpy as np
 import checkpoint
 import model
 import paths
-import state_names
+from checkpoint import Leaf
 from configs import base
 from configs.check import read_stored
-from formats import hugging_face, mesh_tf, own_model
+from formats import best, hugging_face, mesh_tf, own_model, t5x
 from messages import first_ten
 from model import T5Config
-from run import best, verify
 from vocabulary import folders_of
 
 # What a checkpoint is opened for: a model that decodes, its encoder alone, or whatever it holds.
@@ -38,16 +36,18 @@ DECODER = r'(target|state[./]param_states)[./]decoder[./].+'
 class OpenedCheckpoint(NamedTuple):
     """A checkpoint whose large arrays are not read yet."""
 
-    directory: Any  # its folder, or the prefix of a Mesh-TF checkpoint if the user named that
-    leaves: dict[str, Any]  # by T5X's path: an array if it is small, else a `checkpoint.LazyArray`
+    directory: (
+        paths.AnyPath
+    )  # its folder, or the prefix of a Mesh-TF checkpoint if the user named that
+    leaves: dict[str, Leaf]  # by T5X's path
     config: T5Config | None  # of a Hugging Face folder, and of merged adapters
 
 
 class OpenedModel(NamedTuple):
     """An opened checkpoint whose parameters are those of `config`."""
 
-    directory: Any
-    leaves: dict[str, Any]
+    directory: paths.AnyPath
+    leaves: dict[str, Leaf]
     config: T5Config
     note: str  # what is assumed of it, in one line to show; '' for nothing
 
@@ -81,8 +81,9 @@ def open_model(
                     f'{directory} has no config: mlp_activations={config.mlp_activations} is assumed: name another with '
                     "config=dataclasses.replace(t5.config, mlp_activations=('silu', 'linear')), or in --mode=infer with --config=FILE"
                 )
-    elif own_model.is_own(directory):
-        own_model.check_same(directory, config, 'leave the config out')
+    else:
+        config = own_model.complete(config)
+        own_model.check_same(directory, config, 'leave the config out', may_be_plain=True)
     config = model.without_adapters(config)  # they are merged
     if is_encoder(opened.leaves):
         config = dataclasses.replace(config, num_decoder_layers=0, logits_via_embedding=True)
@@ -124,10 +125,11 @@ def open_checkpoint(
     else:
         base = open_base(directory)
         prefix = mesh_tf.find_prefix(directory)
+        leaves: dict[str, Leaf] = {}
         if prefix is not None:
-            leaves = dict(mesh_tf.read_index(prefix))
+            leaves.update(mesh_tf.read_index(prefix))
         else:
-            leaves = _read_t5x(directory, part)
+            leaves = t5x.read_index(directory, ignored=DECODER if part == 'encoder' else '')
         opened = OpenedCheckpoint(directory, leaves, config=None)
         if base is not None:
             opened = merge(opened, base)
@@ -146,7 +148,7 @@ def open_checkpoint(
 LONG_T5 = re.compile(r'long[-_. ]?t5(?!x)', re.IGNORECASE)
 
 
-def check_family(directory: Any) -> None:
+def check_family(directory: paths.AnyPath) -> None:
     """Raise ValueError for a checkpoint of LongT5, which has T5's shapes and another attention.
 
     A folder of its path says so, T5X's gin beside it, or the model_type of its config.json. The config of a
@@ -179,18 +181,18 @@ def check_family(directory: Any) -> None:
         )
 
 
-def _text_of(file: Any) -> str:
+def _text_of(file: paths.AnyPath) -> str:
     return file.read_bytes().decode(errors='replace') if paths.is_file(file) else ''
 
 
-def saved_step(leaves: Mapping[str, Any]) -> int:
+def saved_step(leaves: Mapping[str, Leaf]) -> int:
     """Return the step of a checkpoint; 0 for one that does not say it, such as Hugging Face's."""
     if 'state/step' not in leaves:
         return 0
     return int(checkpoint.restore({'state/step': leaves['state/step']})['state/step'])
 
 
-def choose_steps(run: Any, text: str, steps: Sequence[int]) -> list[int]:
+def choose_steps(run: paths.AnyPath, text: str, steps: Sequence[int]) -> list[int]:
     """Return those of the steps of a run that `text` names: last (or ''), best, all, or numbers with commas."""
     if not steps:
         raise ValueError(f'step={text}: {run} is no run with checkpoint_STEP folders: name a run')
@@ -210,45 +212,13 @@ def choose_steps(run: Any, text: str, steps: Sequence[int]) -> list[int]:
     return sorted(map(int, names))
 
 
-def is_encoder(leaves: Mapping[str, Any]) -> bool:
+def is_encoder(leaves: Mapping[str, Leaf]) -> bool:
     """Return whether a checkpoint has the parameters of an encoder, and none of a decoder."""
     stacks = {path.split('/')[0] for path in checkpoint.parameters(leaves)}
     return 'encoder' in stacks and 'decoder' not in stacks
 
 
-def _read_t5x(directory: Any, part: str) -> dict[str, Any]:
-    """Return the leaves of a checkpoint in T5X's layout, which is that of all that have no other.
-
-    Moving averages (`optimizer.ema_decay`) replace the parameters, which `checkpoint.read_index` returns.
-    """
-    for name in ('_METADATA', '_CHECKPOINT_METADATA', 'checkpoint_*/_CHECKPOINT_METADATA'):
-        for file in directory.glob(name):
-            raise ValueError(f'{file.parent} has the layout of Orbax: {checkpoint.ORBAX_REMEDY}')
-    verify.verify(directory, ignored=DECODER if part == 'encoder' else '')
-    index = unstack(checkpoint.read_index(directory))
-    step = index.get('state/step', np.int32(0))
-    if step.shape == ():
-        step = np.asarray(checkpoint.read_leaf(step))
-    if step.shape or step.dtype.kind not in 'iu' or not 0 <= step < 2**31:
-        raise ValueError(f'{directory} has state/step {step}, which is no int32: copy it again')
-    averages = average_paths(index)
-    leaves = {path: leaf for path, leaf in index.items() if path not in averages}
-    for path, parameter in averages.items():
-        leaves[parameter] = index[path]
-    return leaves
-
-
-def average_paths(tree: Mapping[str, Any]) -> dict[str, str]:
-    """Return {path of a moving average: path of its parameter} in a flat tree of T5X's paths."""
-    found = {}
-    for path in tree:
-        owner, _, slot = path.removeprefix('state/param_states/').rpartition('/')
-        if slot == state_names.AVERAGE_SLOT and f'target/{owner}' in tree:
-            found[path] = f'target/{owner}'
-    return found
-
-
-def _config_beside(directory: Any) -> T5Config | None:
+def _config_beside(directory: paths.AnyPath) -> T5Config | None:
     """Return the config of a checkpoint of ours; None where it has none."""
     settings = read_stored(directory).get('model')
     if not settings:
@@ -256,7 +226,8 @@ def _config_beside(directory: Any) -> T5Config | None:
     # A setting that did not exist when the checkpoint was written has its default.
     settings = base.get_config().model.to_dict() | settings
     try:
-        return own_model.load_recorded(directory, settings)
+        module = own_model.module_of(directory, settings['module'])
+        return own_model.load({**settings, 'module': module})
     except (ValueError, TypeError) as error:
         raise ValueError(f'{directory}/config.json: {error}') from error
 
@@ -313,9 +284,9 @@ class MergedKernel:
     """A kernel of the base with its adapters: a `checkpoint.LazyArray`."""
 
     config: T5Config
-    kernel: Any
-    lora_a: Any
-    lora_b: Any
+    kernel: Leaf
+    lora_a: Leaf
+    lora_b: Leaf
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -351,7 +322,7 @@ def describe_base(base: OpenedCheckpoint) -> dict[str, str]:
     return {'directory': str(base.directory), 'fingerprint': fingerprint.hexdigest()}
 
 
-def open_base(directory: Any, restore_path: str = '') -> OpenedCheckpoint | None:
+def open_base(directory: paths.AnyPath, restore_path: str = '') -> OpenedCheckpoint | None:
     """Open the checkpoint that the adapters in `directory` belong to; None where it holds none.
 
     It is where the run found it, or at `restore_path` if that differs from the run's. Raises ValueError unless it
@@ -387,69 +358,3 @@ def merge(adapters: OpenedCheckpoint, base: OpenedCheckpoint) -> OpenedCheckpoin
     for path, leaf in merged.items():
         leaves[f'{checkpoint.PARAMETER_PREFIX}{path}'] = leaf
     return adapters._replace(leaves=leaves, config=model.without_adapters(config))
-
-
-# umT5 in T5X (t5x/examples/scalable_t5): one array has a parameter of all layers, which are its axis 1, and
-# heads have an axis of their own.
-
-STACKED_PARAMETER = re.compile(r'target/(encoder|decoder)/\1/(.+)')
-MAX_LAYERS = 1000  # a few bytes could claim any number
-
-
-@dataclass(frozen=True, eq=False)
-class LayerEntry:
-    """One layer of a stacked array, with its shape in our tree: a `checkpoint.LazyArray`."""
-
-    stack: Any
-    layer: int
-    shape: tuple[int, ...]
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.stack.dtype
-
-    def read(self) -> np.ndarray:
-        """Return the layer in its stored dtype."""
-        stack = _read_once(self.stack) if checkpoint.is_lazy(self.stack) else self.stack
-        return stack[:, self.layer].reshape(self.shape)
-
-
-@functools.lru_cache(maxsize=1)
-def _read_once(stack: checkpoint.LazyArray) -> np.ndarray:
-    """Read an array once for all its layers, which follow each other in an index."""
-    return stack.read()
-
-
-def unstack(index: dict[str, Any]) -> dict[str, Any]:
-    """Return `index` of a T5X checkpoint with one leaf a layer and parameter, if its layers are stacked.
-
-    Then it has no optimizer state, which was factored over all layers at once.
-    """
-    layers: dict[str, LayerEntry] = {}
-    others: dict[str, Any] = {}
-    for path, leaf in index.items():
-        match = STACKED_PARAMETER.fullmatch(path)
-        if match:
-            stack, name = match.groups()
-            for i, entry in enumerate(_layers_of(path, leaf)):
-                layers[f'target/{stack}/layers_{i}/{name}'] = entry
-        elif not path.startswith('state/param_states/'):
-            others[path] = leaf
-    if not layers:
-        return index
-    return others | layers
-
-
-def _layers_of(path: str, leaf: Any) -> list[LayerEntry]:
-    """Return the layers of a stacked array of shape [first dimension, layers, other dimensions]."""
-    if len(leaf.shape) < 2 or leaf.shape[1] > MAX_LAYERS:
-        raise ValueError(f'{path} {leaf.shape} is no stack of 1 to {MAX_LAYERS} layers')
-    first, num_layers, *rest = leaf.shape
-    shape: tuple[int, ...]
-    if path.endswith('out/kernel'):  # [heads, layers, head size, embed]
-        shape = (first * math.prod(rest[:-1]), *rest[-1:])
-    elif rest:  # [embed, layers, heads, head size], [embed, layers, mlp]
-        shape = (first, math.prod(rest))
-    else:  # [embed, layers]
-        shape = (first,)
-    return [LayerEntry(leaf, layer, shape) for layer in range(num_layers)]

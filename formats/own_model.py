@@ -9,17 +9,14 @@ its name. A checkpoint records a user's file, without which its parameters have 
 run from there.
 """
 
-import ast
 import dataclasses
 import functools
 import importlib
 import importlib.util
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,15 +27,14 @@ import partition
 import paths
 import user_code
 from configs import base, check
+from formats import own_options
 from model import Modules, T5Config
 
 RECORD = 'own_model.py'  # the name of a user's file in a checkpoint
-# How absl reads the value of a flag that is true or false.
-BOOLS = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
 EXAMPLE = 'examples/squared_relu/squared_relu.py'
 
 
-def load(settings: Mapping[str, Any]) -> T5Config:
+def load(settings: Mapping) -> T5Config:
     """Return the T5Config of the settings of config.model.
 
     A user's file model.module is loaded; its path is absolute in the T5Config. Raises ValueError for
@@ -73,14 +69,12 @@ def is_family(name: str) -> bool:
     return name.isidentifier() and bool(importlib.util.find_spec(f'.{name}', families.__name__))
 
 
-def config_of(
-    module: ModuleType, file: str, content: bytes, settings: Mapping[str, Any]
-) -> T5Config:
+def config_of(module: ModuleType, file: str, content: bytes, settings: Mapping) -> T5Config:
     """Return the T5Config of a module, whose parts are checked."""
     own = modules_of(module, file, content)
     with user_code.running(file):
         declared = getattr(module, 'Options', None)
-        options = options_of(declared, file, settings.get('options') or {})
+        options = own_options.options_of(declared, file, settings.get('options') or {})
         config = T5Config(**{**settings, 'options': options}, own=own)
         check_values(config)
         try:
@@ -176,112 +170,14 @@ def trace(config: T5Config) -> set[str]:
     return set(jax.eval_shape(partition.one_device(aux), params))
 
 
-# Options.
-
-
-def options_of(declared: Any, file: str, given: Mapping[str, Any]) -> Any:
-    """Return the options of a model, an instance of the class `Options` of its file; None without one.
-
-    `given`: {name: value}; a value from the command line may be text. Raises ValueError for options
-    that are invalid.
-    """
-    if declared is None:
-        for name, value in given.items():
-            raise ValueError(
-                f'model.options.{name}={value!r}: {file} declares no options: remove it, or write a frozen '
-                'dataclass Options in that file'
-            )
-        return None
-    check_declaration(declared, file)
-    fields = {field.name: field for field in dataclasses.fields(declared)}
-    values = {}
-    for name, value in given.items():
-        key = f'model.options.{name}'
-        if name not in fields:
-            known = ', '.join(fields) or 'none'
-            raise ValueError(f'{key}={value!r} is unknown: {file} has {known}: use one of these')
-        default: Any = fields[name].default
-        if isinstance(value, str) and not isinstance(default, str):
-            value = parsed(value, default)
-        check_option(key, value, fields[name])
-        values[name] = type(default)(value)
-    return declared(**values)
-
-
-def check_declaration(declared: Any, file: str) -> None:
-    """Raise ValueError unless `declared` is a frozen dataclass whose fields have valid defaults."""
-    params = getattr(declared, '__dataclass_params__', None)
-    if not isinstance(declared, type) or params is None or not params.frozen:
-        raise ValueError(
-            f'{file}: Options={declared!r:.60}: must be a frozen dataclass: write @dataclasses.dataclass(frozen=True) '
-            'above its class'
-        )
-    kinds: dict[Any, type] = {kind.__name__: kind for kind in check.KINDS}
-    kinds |= {kind: kind for kind in check.KINDS}
-    for field in dataclasses.fields(declared):
-        kind = kinds.get(field.type, type(field.default))
-        if type(field.default) not in check.KINDS or not field.init:
-            raise ValueError(
-                f'{file}: the option {field.name} has no default that is a bool, int, float, str or '
-                'tuple: give it one, or make it a property'
-            )
-        if kind is not type(field.default):
-            raise ValueError(
-                f'{file}: the default of the option {field.name}={field.default!r} must be a {kind.__name__}: '
-                'write one, such as 1.0 for a float'
-            )
-        axis = field.metadata.get('axis')
-        if axis is not None and (kind is not int or axis not in partition.MESH_AXES):
-            raise ValueError(
-                f'{file}: axis={axis!r} of the option {field.name}: a whole number may have one of '
-                f'{", ".join(partition.MESH_AXES)}'
-            )
-        check_option(f'{file}: the default of {field.name}', field.default, field)
-
-
-def check_option(key: str, value: Any, field: dataclasses.Field) -> None:
-    """Raise ValueError unless a value has the type of a field's default, and is in its metadata.
-
-    They may have 'range', the smallest and the largest number, and 'choices'.
-    """
-    default: Any = field.default
-    if isinstance(default, tuple) and isinstance(value, list):  # JSON has lists
-        value = tuple(value)
-    limits = None
-    if 'range' in field.metadata:
-        limits = check.Range(*field.metadata['range'])
-    check.check_allowed(key, value, default, limits, field.metadata.get('choices'))
-    if isinstance(default, tuple):
-        for x in value:
-            like = default[0] if default else x
-            if not isinstance(x, bool | int | float | str) or not check.has_type_of(like, x):
-                raise ValueError(
-                    f'{key}={value!r}: {x!r} is not like the values of {default!r}: use others'
-                )
-    if isinstance(default, float) and not abs(value) <= base.LARGEST_FLOAT:
-        raise ValueError(
-            f'{key}={value!r}: must be finite, at most {base.LARGEST_FLOAT:g}; the default is {default!r}'
-        )
-
-
-def parsed(text: str, default: Any) -> Any:
-    """Return the value that a text on the command line stands for; else the text."""
-    if isinstance(default, bool):
-        return BOOLS.get(text.lower(), text)
-    try:
-        return ast.literal_eval(text.strip())
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return text
-
-
 def describe_options(name: str) -> list[str]:
     """Return a line for each option of model.module, and what its metadata say, as --help has them."""
     module, file, _ = find(name)
-    declared: Any = getattr(module, 'Options', None)
+    declared = getattr(module, 'Options', None)
     if declared is None:
         return []
     with user_code.running(file):
-        check_declaration(declared, file)
+        own_options.check_declaration(declared, file)
     lines = ['', f'Options of model.module={name}:']
     for field in dataclasses.fields(declared):
         lines.append(f'  --config.model.options.{field.name}={field.default!r}')
@@ -294,35 +190,15 @@ def describe_options(name: str) -> list[str]:
     return lines
 
 
-def as_settings(config: T5Config) -> dict[str, Any]:
-    """Return a T5Config as config.json has it: without the modules, the options as a dict."""
-    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    del settings['own']
-    settings['options'] = as_dict(config.options)
-    return settings
-
-
-def as_dict(options: Any) -> dict[str, Any]:
-    """Return options as JSON has them."""
-    return {} if options is None else json.loads(json.dumps(dataclasses.asdict(options)))
-
-
-def default_options(config: T5Config) -> dict[str, Any]:
-    """Return the options that a run has whose config.json lacks them."""
-    if config.options is None:
-        return {}
-    fields = dataclasses.fields(config.options)  # type: ignore[arg-type]
-    return json.loads(json.dumps({field.name: field.default for field in fields}))
-
-
 # In checkpoints.
 
 
-def recorded(directory: Any) -> bytes:
-    """Return the file of the own model that a checkpoint was saved with; b'' if it had none."""
-    if not paths.is_file(directory / RECORD):
-        return b''
-    return paths.own_file(directory / RECORD).read_bytes()
+def as_settings(config: T5Config) -> dict:
+    """Return a T5Config as config.json has it: without the modules, the options as a dict."""
+    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    del settings['own']
+    settings['options'] = own_options.as_dict(config.options)
+    return settings
 
 
 def files_of(config: T5Config) -> dict[str, bytes]:
@@ -330,81 +206,56 @@ def files_of(config: T5Config) -> dict[str, bytes]:
     return {RECORD: config.modules.source} if config.modules.source else {}
 
 
-def is_own(directory: Any) -> bool:
-    """Return whether a checkpoint was saved with an own model or a family."""
-    return bool(recorded(directory) or stored_module(directory))
+def recorded(directory: paths.AnyPath) -> bytes:
+    """Return the file of the own model that a checkpoint was saved with; b'' if it had none."""
+    if not paths.is_file(directory / RECORD):
+        return b''
+    return paths.own_file(directory / RECORD).read_bytes()
 
 
-def stored_module(directory: Any) -> str:
-    """Return the model.module of the run of a checkpoint; '' if it had none, or is of another program."""
-    return check.read_stored(directory).get('model', {}).get('module', '')
-
-
-def check_same(directory: Any, config: T5Config, otherwise: str) -> None:
-    """Raise ValueError unless a checkpoint was saved with this model.
+def check_same(
+    directory: paths.AnyPath, config: T5Config, otherwise: str, may_be_plain: bool = False
+) -> None:
+    """Raise ValueError unless a checkpoint was saved with this model or, if it `may_be_plain`, with T5's.
 
     `otherwise`: what to do to use another one.
     """
-    old = recorded(directory)
-    family = '' if old else stored_module(directory)
-    own_family = '' if config.modules.source else config.module
-    if config.modules.source == old and own_family == family:
+    content = recorded(directory)
+    module = check.read_stored(directory).get('model', {}).get('module', '')
+    is_same = config.modules.source == content and (content or config.module == module)
+    if is_same or (may_be_plain and not content and not module):
         return
-    if family:
-        raise ValueError(
-            f'model.module={config.module!r} is not that of {directory}: set it to {family!r}, or {otherwise}'
-        )
-    if old:
-        raise ValueError(
-            f'model.module={config.module!r} is not the own model of {directory}: set it to a copy of '
-            f'{directory / RECORD}, or {otherwise}'
-        )
+    saved = 'without it: leave it out'
+    if content:
+        saved = f'with {directory / RECORD}: set it to a copy of that'
+    elif module:
+        saved = f'with {module!r}: set it to {module!r}'
     raise ValueError(
-        f'model.module={config.module!r}, and {directory} was saved without it: leave it out, or '
-        f'{otherwise}'
+        f'model.module={config.module!r}: {directory} was saved {saved}, or {otherwise}'
     )
 
 
-def load_recorded(directory: Any, settings: Mapping[str, Any]) -> T5Config:
-    """Return what `load` does, of a checkpoint; `settings` are those of its config.json."""
-    return load({**settings, 'module': module_of(directory, settings['module'])})
+def module_of(directory: paths.AnyPath, module: str) -> str:
+    """Return model.module for a checkpoint whose run had `module`: a family, or where its file is now.
 
-
-def module_of(directory: Any, module: str) -> str:
-    """Return model.module for a checkpoint whose run had `module`: a family, or where its file is now."""
-    if not recorded(directory) and (not module or is_family(module)):
-        return module
-    return str(find_recorded(directory, module))
-
-
-def find_recorded(directory: Any, module: str) -> Path:
-    """Return the file of the own model of a checkpoint, whose run had it at `module`.
-
-    It is looked for where it was, then by its name in the current folder. Its content must be the
+    A file is looked for where it was, then by its name in the current folder. Its content must be the
     recorded one. A file in the folder of the checkpoint or of its run may be a stranger's: it is never
     run. Raises ValueError.
     """
     content = recorded(directory)
+    if not content and (not module or is_family(module)):
+        return module
     if not content:
         raise ValueError(
             f'model.module={module!r} is not in families/, and {directory / RECORD} is missing: bring all files'
         )
-    then = Path(module)
-    now = Path.cwd() / then.name
-    for file in (then, now):
-        if file.is_file() and file.read_bytes() == content and not is_in_run(file, directory):
-            return file
+    run = directory.parent if directory.name.startswith('checkpoint_') else directory
+    now = Path.cwd() / Path(module).name
+    for file in (Path(module), now):
+        is_strangers = isinstance(run, Path) and file.resolve().is_relative_to(run.resolve())
+        if file.is_file() and file.read_bytes() == content and not is_strangers:
+            return str(file)
     raise ValueError(
         f'model.module={module!r} is gone, was changed, or is in the folder of the run, '
         f'from which no code is run: look at {directory / RECORD}, and copy it to {now}'
     )
-
-
-def is_in_run(file: Path, directory: Any) -> bool:
-    """Return whether `file` is in the folder of a checkpoint, or in that of its run."""
-    if not isinstance(directory, Path):
-        return False  # in a bucket
-    run = directory
-    if directory.name.startswith('checkpoint_'):
-        run = directory.parent
-    return file.resolve().is_relative_to(run.resolve())

@@ -77,7 +77,7 @@ def _write_t5x(target: Path, opened: formats.open.OpenedModel, vocabulary_model:
 
     Raises ValueError unless `target` is new, or a folder of checkpoints that lacks this step.
     """
-    tree = {'state/step': np.int32(0), **opened.leaves}
+    tree: dict[str, checkpoint.Leaf] = {'state/step': np.array(0, np.int32), **opened.leaves}
     step = int(checkpoint.read_leaf(tree['state/step']))
     final = target / f'checkpoint_{step}'
     run_vocabulary = target / 'vocabulary.model'

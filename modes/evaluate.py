@@ -21,7 +21,7 @@ import partition
 import paths
 import tasks.open
 from configs import check
-from formats import own_model
+from formats import own_model, own_options
 from messages import first_ten
 from model import T5Config
 from modes import command_line, process
@@ -79,7 +79,7 @@ def prepare(
     model_config = None
     if names_model:
         model_config = own_model.load(config.model)
-        options = own_model.as_dict(model_config.options)  # typed, and all of them
+        options = own_options.as_dict(model_config.options)  # typed, and all of them
         check.set_options(config, {f'{check.OPTIONS}{name}': x for name, x in options.items()})
     return CheckpointEvaluation(config, checkpoint, output_dir, step, split, watch, model_config)
 
@@ -254,7 +254,7 @@ class CheckpointEvaluation:
         if self.t5 is None or self.t5.config != loaded.config:
             self.t5 = loaded
         else:
-            self.t5.set_parameters(loaded.arrays)
+            self.t5.arrays = loaded.arrays
         return self.t5
 
 

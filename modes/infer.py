@@ -39,7 +39,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import google_crc32c
 import jax
@@ -57,7 +57,7 @@ import model
 import partition
 import paths
 from configs import check
-from formats import own_model
+from formats import own_model, own_options
 from messages import first_ten
 from model import T5Config
 from modes import command_line, infer_input, process
@@ -122,8 +122,8 @@ class Job(NamedTuple):
     """Everything that `infer` needs, checked."""
 
     request: Request
-    config: Any
-    directory: Any  # of the checkpoint
+    config: ConfigDict
+    directory: paths.AnyPath  # of the checkpoint
     model_config: T5Config
     vocabulary: Vocabulary
     parts: list[Part]  # none for a text
@@ -144,7 +144,7 @@ class Job(NamedTuple):
 # From the request to a job.
 
 
-def prepare(request: Request, config: Any | None, changes: Mapping[str, Any]) -> Job:
+def prepare(request: Request, config: ConfigDict | None, changes: Mapping) -> Job:
     """Check everything that can be checked before the parameters are read. Writes nothing.
 
     `config` is that of --config. Without it, the settings of the run that saved the checkpoint
@@ -171,7 +171,7 @@ def prepare(request: Request, config: Any | None, changes: Mapping[str, Any]) ->
     vocab_size = opened.config.vocab_size
     check_rows(vocabulary, opened.directory, vocab_size)
     model.check_mesh(opened.config, partition.make_mesh(**config.mesh))
-    infer.Decoding.of_settings(config.decode)
+    infer.decoding_of(config.decode)
     if config.decode.top_k > vocab_size:
         raise ValueError(
             f'decode.top_k={config.decode.top_k}: must be at most model.vocab_size={vocab_size}'
@@ -269,9 +269,8 @@ def infer_all(job: Job) -> list[str]:
     for part in job.parts:
         messages += part.messages
     if request.text is not None:
-        options = infer.decoding_options(job.config.decode)
-        example = infer.Example(job.text_ids)
-        [answer] = infer.predict_all(load_once(), [example], batch_size=1, options=options)
+        decoding = infer.decoding_of(job.config.decode)
+        [answer] = infer.answer_batch(load_once(), decoding, [infer.Example(job.text_ids)])
         if is_first:
             for i, tokens in enumerate(answer.tokens):
                 if job.config.decode.return_scores:
@@ -338,7 +337,9 @@ def progress_bar(part: Part) -> tqdm.tqdm:
     )
 
 
-def lines_of(job: Job, t5: infer.T5, chunk: Chunk, progress: Callable[[int], Any]) -> Iterator[str]:
+def lines_of(
+    job: Job, t5: infer.T5, chunk: Chunk, progress: Callable[[int], None]
+) -> Iterator[str]:
     """Yield the line of each example."""
     request = job.request
     config = job.config.decode
@@ -349,15 +350,20 @@ def lines_of(job: Job, t5: infer.T5, chunk: Chunk, progress: Callable[[int], Any
         examples.append(infer.Example(example.inputs, targets, number))
         inputs.append(selected(example.features(), request.fields))
     if request.score:
-        scores = infer.score_all(t5, examples, config.batch_size, progress)
-        for written, score in zip(inputs, scores, strict=True):
-            yield results.as_line({'inputs': written, 'score': score})
+
+        def score(batch: Sequence[infer.Example], num_rows: int) -> Iterator[np.ndarray]:
+            choices = [example._replace(targets=[example.targets]) for example in batch]
+            return infer.score_batch(t5, choices, num_rows)
+
+        scores = infer.in_batches(score, examples, config.batch_size, progress)
+        for written, [nats] in zip(inputs, scores, strict=True):
+            yield results.as_line({'inputs': written, 'score': float(nats)})
         return
-    options = infer.decoding_options(config)
-    answers = infer.predict_all(t5, examples, config.batch_size, options, progress)
+    predict = functools.partial(infer.answer_batch, t5, infer.decoding_of(config))
+    answers = infer.in_batches(predict, examples, config.batch_size, progress)
     for written, answer in zip(inputs, answers, strict=True):
         texts = [job.vocabulary.decode(tokens) for tokens in answer.tokens]
-        line: dict[str, Any] = {'inputs': written, 'prediction': one_or_all(texts)}
+        line: dict = {'inputs': written, 'prediction': one_or_all(texts)}
         if request.output_ids:
             ids = [list(itertools.takewhile(bool, tokens)) for tokens in answer.tokens]  # as T5X
             line['prediction_tokens'] = one_or_all(ids)
@@ -366,14 +372,14 @@ def lines_of(job: Job, t5: infer.T5, chunk: Chunk, progress: Callable[[int], Any
         yield results.as_line(line)
 
 
-def one_or_all(values: list) -> Any:
+def one_or_all(values: list):
     """Return the one value of a list, or all of several: the best answer is the first."""
     if len(values) == 1:
         return values[0]
     return values
 
 
-def selected(fields: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def selected(fields: Mapping, names: Sequence[str]) -> dict:
     """Return the fields of an example that its line has: those in `names`, by default the texts."""
     if tuple(names) == ('all',):
         return dict(fields)
@@ -390,12 +396,18 @@ def selected(fields: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def encodings_of(
-    job: Job, t5: infer.T5, chunk: Chunk, progress: Callable[[int], Any]
+    job: Job, t5: infer.T5, chunk: Chunk, progress: Callable[[int], None]
 ) -> dict[str, np.ndarray]:
     """Return the arrays of a file, as the head of this file has them."""
     pool = job.request.pool
     examples = [infer.Example(example.inputs, number=number) for number, example in chunk]
-    encoded = list(infer.encode_all(t5, examples, job.config.decode.batch_size, pool, progress))
+
+    def encode(batch: Sequence[infer.Example], num_rows: int) -> Iterator[np.ndarray]:
+        for example, outputs_MD in zip(batch, infer.encode_batch(t5, batch, num_rows), strict=True):
+            is_token_M = np.asarray(example.inputs) > 0
+            yield outputs_MD[is_token_M].mean(axis=0) if pool == 'mean' else outputs_MD
+
+    encoded = list(infer.in_batches(encode, examples, job.config.decode.batch_size, progress))
     arrays = {'indices': np.array([example.number for example in examples], np.int64)}
     if pool == 'mean':
         return arrays | {'embeddings': np.stack(encoded)}
@@ -488,10 +500,10 @@ class Output:
         """Mark a file as complete."""
         paths.replace_file(mark_of(file), json.dumps(self.summary(file)).encode())
 
-    def summary(self, file: Path) -> dict[str, Any]:
+    def summary(self, file: Path) -> dict:
         """Return what marks a file as complete: whose it is, its size and checksum."""
         checksum = google_crc32c.Checksum()
-        summary: dict[str, Any] = {'file': file.name, 'settings': self.settings}
+        summary: dict = {'file': file.name, 'settings': self.settings}
         summary |= {'lines': 0, 'bytes': 0}
         with file.open('rb') as lines:
             for line in lines:
@@ -571,14 +583,14 @@ def check_output(job: Job) -> None:
                 raise ValueError(f'{path} has no {SETTINGS} beside it: name another --output_dir')
 
 
-def settings_as_json(job: Job) -> dict[str, Any]:
+def settings_as_json(job: Job) -> dict:
     """Return everything that the results depend on."""
     request = job.request
-    model_settings: dict[str, Any] = {'dtype': job.model_config.dtype}
+    model_settings: dict = {'dtype': job.model_config.dtype}
     for name, content in own_model.files_of(job.model_config).items():
         model_settings[name] = digest_of(content)
     if job.model_config.options is not None:
-        model_settings['options'] = own_model.as_dict(job.model_config.options)
+        model_settings['options'] = own_options.as_dict(job.model_config.options)
     manifest = ''
     if paths.is_file(job.directory / checkpoint.MANIFEST):  # of a checkpoint of ours
         manifest = digest_of((job.directory / checkpoint.MANIFEST).read_bytes())

@@ -7,6 +7,7 @@ user says that they may be cut. Source: T5X t5x/infer.py. Imports no jax.
 import codecs
 import contextlib
 import gzip
+import io
 import itertools
 import json
 import pickle
@@ -15,10 +16,11 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from absl import logging
+from ml_collections import ConfigDict
 
 import paths
 import tasks
@@ -60,7 +62,7 @@ class Spool:
             yield pickle.load(self.file)
 
 
-def open_tasks(config: Any, vocabulary: Vocabulary) -> Iterator[TokenizedTask]:
+def open_tasks(config: ConfigDict, vocabulary: Vocabulary) -> Iterator[TokenizedTask]:
     """Open a task, or each task of a mixture; `config`: config.data."""
     for name, task in tasks.open.tasks_of(tasks.open.find(config)).items():
         if not task.takes_inputs:
@@ -79,7 +81,7 @@ class FileExamples:
     """
 
     def __init__(
-        self, path: str, config: Any, vocabulary: Vocabulary, needs_targets: bool, trim: bool
+        self, path: str, config: ConfigDict, vocabulary: Vocabulary, needs_targets: bool, trim: bool
     ):
         self.path = path
         self.title = path
@@ -167,9 +169,9 @@ class FileExamples:
                 is_trimmed |= len(targets) <= len(ids['targets'][i])
             yield Example(fields[i] | texts[i], inputs, targets, is_trimmed)
 
-    def fields_of(self, line: str) -> dict[str, Any]:
+    def fields_of(self, line: str) -> dict:
         """Return the fields of a line."""
-        fields: dict[str, Any] = {}
+        fields: dict = {}
         is_empty = not line.strip()
         if not is_empty:
             fields = tables.fields_of_line(
@@ -180,7 +182,7 @@ class FileExamples:
             raise ValueError('no text: remove the line, each one is an example')
         return fields
 
-    def texts_of(self, fields: Mapping[str, Any]) -> dict[str, str]:
+    def texts_of(self, fields: Mapping) -> dict[str, str]:
         """Return the inputs of a line and, if it has them, its targets."""
         texts = {'inputs': self.filled('inputs', fields)}
         is_text = []
@@ -191,7 +193,7 @@ class FileExamples:
             texts['targets'] = self.filled('targets', fields)
         return texts
 
-    def filled(self, name: str, fields: Mapping[str, Any]) -> str:
+    def filled(self, name: str, fields: Mapping) -> str:
         """Return the inputs or targets of a line. Numbers are written as JSON writes them."""
         template = self.templates[name]
         values = {}
@@ -241,7 +243,7 @@ def numbered_lines(path: str, title: str, kind: str) -> Iterator[tuple[int, str]
     A row of CSV is one line, whatever newlines its quoted fields hold.
     """
     number = 0
-    opened: Any
+    opened: contextlib.AbstractContextManager[BinaryIO | io.BufferedIOBase]
     if path == STANDARD_INPUT:
         opened = contextlib.nullcontext(sys.stdin.buffer)
     else:

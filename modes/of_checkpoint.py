@@ -1,18 +1,18 @@
 """What a mode takes from the checkpoint that it is given: the settings of its run, and its vocabulary."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from ml_collections import ConfigDict
 
 import checkpoint
+import paths
 from configs import base, check
 from vocabulary import Vocabulary, changed_id, check_tokens, named_vocabulary, own_vocabulary
 
 RUN_SETTINGS = ('model.', 'data.', 'decode.', 'infer_eval.')  # that a run's checkpoint is used with
 
 
-def settings_of(directory: Any, changes: Mapping[str, Any]) -> ConfigDict:
+def settings_of(directory: paths.AnyPath, changes: Mapping) -> ConfigDict:
     """Return the settings of the run that saved a checkpoint, else the defaults, with `changes`.
 
     `changes`: {'data.task': value}. The mesh, all that concerns training and data.vocabulary, which
@@ -32,7 +32,7 @@ def settings_of(directory: Any, changes: Mapping[str, Any]) -> ConfigDict:
     return config
 
 
-def changes_model(directory: Any, changes: Mapping[str, Any]) -> bool:
+def changes_model(directory: paths.AnyPath, changes: Mapping) -> bool:
     """Return whether `changes` has settings of the model.
 
     Raises ValueError where the checkpoint or run has none that they could change.
@@ -45,7 +45,7 @@ def changes_model(directory: Any, changes: Mapping[str, Any]) -> bool:
     return bool(changed)
 
 
-def vocabulary_of_checkpoint(directory: Any, config: Any) -> Vocabulary:
+def vocabulary_of_checkpoint(directory: paths.AnyPath, config: ConfigDict) -> Vocabulary:
     """Return the vocabulary that `config.vocabulary` names, else that of a checkpoint or run.
 
     `config`: config.data. Raises ValueError for none, and for one that is not the checkpoint's.
@@ -69,7 +69,7 @@ def vocabulary_of_checkpoint(directory: Any, config: Any) -> Vocabulary:
     return found
 
 
-def check_rows(vocabulary: Vocabulary, directory: Any, num_rows: int) -> None:
+def check_rows(vocabulary: Vocabulary, directory: paths.AnyPath, num_rows: int) -> None:
     """Raise ValueError where a checkpoint has fewer rows of embeddings than a vocabulary has ids."""
     if vocabulary.size > num_rows:
         raise ValueError(

@@ -1,15 +1,12 @@
 """`--mode=plan`: one step of decoding, as the task metrics of a run and `--mode=infer` take it."""
 
-import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
 
-import decode
 import infer
 import kernels
 import model
@@ -67,50 +64,29 @@ def check_fits(planned: DecodingStep) -> None:
         )
 
 
-def plan_decoding(config: Any, spec: train.StepSpec) -> DecodingStep:
+def specs_of(arguments):
+    """Return the specs of a tree of shapes."""
+    return jax.tree.map(lambda x: x.sharding.spec, arguments)
+
+
+def plan_decoding(config: ConfigDict, spec: train.StepSpec) -> DecodingStep:
     """Return a step of decoding, which is compiled if parameters and cache fit."""
     mesh = spec.mesh
-    base = model.without_adapters(spec.model_config)
-    base = dataclasses.replace(base, scan_layers=False)
     merge = functools.partial(model.merge_adapters, spec.model_config)
     params = jax.eval_shape(merge, spec.state_shapes.params)
-    specs = partition.gathered(model.param_specs(base))
-    parameter_bytes = memory.bytes_on_device(mesh, params, specs)
-    dtypes = model.step_kernels(base, params)
-    columns = jax.eval_shape(lambda params: kernels.for_decoding(mesh, params, dtypes), params)
-    params |= columns
-    param_specs = jax.tree.broadcast(kernels.specs_of(params, specs), params)
-    column_specs = {path: param_specs[path] for path in columns}
-    parameter_bytes += memory.bytes_on_device(mesh, columns, column_specs)
-
-    # What is decoded at once, in the sizes that infer.T5 compiles for.
+    t5 = infer.T5(model.without_adapters(spec.model_config), params, mesh)
+    decoding = infer.decoding_of(config.decode)
     is_of_run = config.infer_eval.every_steps > 0
     batch_size = config.infer_eval.batch_size if is_of_run else config.decode.batch_size
-    num_rows = infer.next_size(batch_size, partition.axes_size(mesh, partition.BATCH_AXES))
-    length = infer.next_size(config.data.lengths.inputs, infer.LENGTH_MULTIPLE)
-    room = infer.room_for(config.decode.max_length)
-    beam_size = config.decode.beam_size
-    num_decodes = max(beam_size, config.decode.num_return)
+    step, arguments = infer.decoding_step(t5, decoding, batch_size, config.data.lengths.inputs)
 
-    def start(params, inputs_bM):
-        return model.apply(
-            lambda: model.start_decoding(base, inputs_bM, room, num_decodes, beam_size > 1), params
-        )
-
-    def step(params, tokens_r, cache):
-        return model.apply(lambda: model.decode_step(base, tokens_r, cache), params)
-
-    rows = partition.BATCH
-    layers = P(partition.BATCH_AXES, 'model')
-    cache_specs: Any = decode.Cache(P(), rows, rows, layers)  # type: ignore[arg-type]
-    start = jax.shard_map(
-        start, mesh=mesh, in_specs=(param_specs, partition.BATCH), out_specs=cache_specs
-    )
-    inputs = jax.ShapeDtypeStruct((num_rows, length), jnp.int32)
-    cache = jax.eval_shape(start, params, inputs)
-    cache_specs = jax.tree.broadcast(cache_specs, cache)
-
-    cache_bytes = memory.bytes_on_device(mesh, cache, cache_specs)
+    # The kernels that a CPU has as columns for decoding are in memory as they are, too.
+    step_params, tokens_r, cache = arguments
+    columns = {path: x for path, x in step_params.items() if isinstance(x, kernels.Columns)}
+    specs = partition.gathered(model.param_specs(t5.config))
+    parameter_bytes = memory.bytes_on_device(mesh, params, specs)
+    parameter_bytes += memory.bytes_on_device(mesh, columns, specs_of(columns))
+    cache_bytes = memory.bytes_on_device(mesh, cache, specs_of(cache))
     num_bytes = parameter_bytes + cache_bytes
     if is_of_run:
         shapes = spec.state_shapes
@@ -120,8 +96,11 @@ def plan_decoding(config: Any, spec: train.StepSpec) -> DecodingStep:
             state_specs = state_specs._replace(params={})
         num_bytes += memory.bytes_on_device(mesh, shapes, state_specs)
     num_sharing = len(mesh.local_devices) if memory.is_on_cpu(mesh) else 1  # one memory
+    num_rows = len(tokens_r) // decoding.num_decodes
+    length = cache.mask_b11M.shape[-1]
+    room = cache.writers_gnM.shape[-1]
     planned = DecodingStep(
-        size=f'{num_rows} inputs of {length} tokens, {num_decodes} answer(s) of {room} tokens each,',
+        size=f'{num_rows} inputs of {length} tokens, {decoding.num_decodes} answer(s) of {room} tokens each,',
         is_of_run=is_of_run,
         total=num_bytes * num_sharing,
         limit=memory.memory_limit(mesh),
@@ -131,21 +110,12 @@ def plan_decoding(config: Any, spec: train.StepSpec) -> DecodingStep:
     )
     if not planned.fits:
         return planned
-    in_specs = (param_specs, partition.BATCH, cache_specs)
-    out_specs = (P(partition.BATCH_AXES, 'model'), cache_specs)
-    step = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-    tokens = jax.ShapeDtypeStruct((num_rows * num_decodes,), jnp.int32)
-    arguments = jax.tree.map(
-        lambda x, to: x.update(sharding=to),
-        (params, tokens, cache),
-        partition.shardings(mesh, in_specs),
-    )
-    jit_step = jax.jit(step, donate_argnums=2)
     try:
-        compiled = jit_step.lower(*arguments).compile()
+        compiled = step.lower(*arguments).compile()
     except jax.errors.JaxRuntimeError as error:
         return planned._replace(total=memory.bytes_of_refusal(error))
-    analysis: Any = compiled.memory_analysis()
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
     num_bytes += analysis.temp_size_in_bytes
     num_bytes += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return planned._replace(total=num_bytes * num_sharing, step=compiled)

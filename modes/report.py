@@ -29,10 +29,10 @@ from ml_collections import ConfigDict
 
 import paths
 from configs import base, check
+from formats.best import read_metrics
 from modes import chart, process
 from modes.chart import Curve, Point
 from run import results
-from run.best import read_metrics
 
 FILE = 'report.html'
 MOST_POINTS = 600  # of a curve

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import paths
-from run.best import History
+from formats.best import History
 from stream import OpenMixture
 
 SECONDS_BETWEEN_LINES = 60  # of progress where the output is no terminal

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import paths
+from formats.best import read_lines
 from paths import AnyPath
 from run.lock import alone_in
 
@@ -253,7 +254,7 @@ class Results:
 
     def lines(self, name: str) -> list[Line]:
         """Return the lines of TASK-metrics.jsonl. Raises ValueError for one that is damaged."""
-        return read_metrics(self.file(name, METRICS_SUFFIX))
+        return read_lines(self.file(name, METRICS_SUFFIX))
 
     def entries(self, name: str) -> dict[str, object]:
         """Return {step: {'settings', 'hash'}} of TASK-settings.json."""
@@ -268,39 +269,6 @@ def hash_of(line: Line, settings: str) -> str:
     """Return a hash that ties a line's numbers to `settings`."""
     content = json.dumps([line, settings]).encode()
     return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
-def read_metrics(file: AnyPath, texts: Sequence[str] = (), may_be_cut: bool = False) -> list[Line]:
-    """Return the lines of a file of metrics: each has a step, numbers, and texts under these names.
-
-    There are none in a file that does not exist. A last line that is cut is left out if a killed process
-    may have left it so. Raises ValueError for any other line that is damaged.
-    """
-    if not paths.is_file(file):
-        return []
-    contents = file.read_bytes().split(b'\n')
-    if may_be_cut and contents[-1].startswith(b'{'):
-        try:
-            paths.json_object(contents[-1], title='')
-        except ValueError:
-            contents.pop()
-    rules: dict[str, tuple[str, type]] = {'step': ('a whole number', int)}
-    rules |= dict.fromkeys(texts, ('a text', str))
-    lines = []
-    for number, content in enumerate(contents, start=1):
-        if not content.strip():
-            continue
-        title = f'line {number} of {file}'
-        line = paths.json_object(content, title)
-        for name in (*rules, *line):
-            value = line.get(name)
-            rule, kind = rules.get(name, ('a number', type(value)))
-            is_number = type(value) is float or (type(value) is int and abs(value) < 2**63)
-            if type(value) is not kind or not (is_number or kind is str and name in texts):
-                shown = json.dumps(value)[:60]
-                raise ValueError(f'{title}: {name!r} is {shown}, not {rule}: {paths.RESTORE_LINE}')
-        lines.append(line)
-    return lines
 
 
 def file_name(name: str) -> str:

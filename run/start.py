@@ -14,7 +14,7 @@ import formats.open
 import model
 import paths
 from configs import check as settings
-from formats import own_model
+from formats import own_model, t5x
 from messages import first_ten
 from model import T5Config
 from run import verify, workdir
@@ -121,9 +121,9 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
         opened = formats.open.open_checkpoint(chosen.path, part='whole' if chosen.strict else '')
     except (ValueError, OSError) as error:
         raise ValueError(f'restore.path={chosen.path}: {error}') from error
-    if chosen.strict and own_model.is_own(opened.directory):
+    if chosen.strict:
         remedy = 'restore its parameters with restore.strict=False'
-        own_model.check_same(opened.directory, wanted.model_config, remedy)
+        own_model.check_same(opened.directory, wanted.model_config, remedy, may_be_plain=True)
 
     # Leave out the optimizer state of frozen parameters.
     index = {}
@@ -137,7 +137,7 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
 
     # Choose what the model needs. Averages begin with the parameters that a run starts from.
     expected = dict(wanted.shapes)
-    for average in formats.open.average_paths(expected):
+    for average in t5x.average_paths(expected):
         del expected[average]
     # Without optimizer state the step does not come along either.
     if adapters or not any(is_slot(path) for path in index):

@@ -6,11 +6,12 @@ SeqIO seqio/evaluation.py.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -24,10 +25,11 @@ import partition
 import tasks.open
 import user_code
 from configs import check
+from formats import best
 from model import T5Config
 from paths import AnyPath
 from randomness import digest
-from run import best, results
+from run import results
 from run.agreement import check_alike
 from run.console import Console, describe_trimming
 from run.examples import PRETOKENIZED, SPLITS, Example, TextChanges, read_split, text_changes
@@ -66,9 +68,9 @@ class TaskMetrics(NamedTuple):
 
         Returns None if `stop`, see `EvaluatedTask.results`, ends the evaluation.
         """
-        self.t5.set_parameters(model.merge_adapters(self.model_config, params))
+        self.t5.arrays = model.merge_adapters(self.model_config, params)
         found = self.task.results(self.t5, stop)
-        self.t5.set_parameters({})
+        self.t5.arrays = {}
         if found is None:
             return None
         partition.in_all(
@@ -120,12 +122,12 @@ class EvaluatedTask(NamedTuple):
         batch_size = self.config.infer_eval.batch_size
         try:
             if not all(map(takes_scores, self.task.metric_fns)):
-                found = infer.predict_all(
-                    t5,
+                decoding = infer.decoding_of(self.config.decode)
+                found = infer.in_batches(
+                    functools.partial(infer.answer_batch, t5, decoding),
                     [infer.Example(x.inputs, number=i) for i, x in enumerate(self.examples)],
-                    batch_size=batch_size,
-                    options=infer.decoding_options(self.config.decode),
-                    progress=progress,
+                    batch_size,
+                    progress,
                 )
                 answers = [self.vocabulary.decode(answer.tokens[0]) for answer in found]
             if any(map(takes_scores, self.task.metric_fns)):
@@ -188,7 +190,7 @@ def open_tasks(config: ConfigDict, split: str) -> list[OpenTask]:
     """
     if config.decode.num_return > 1:
         raise ValueError(f'decode.num_return={config.decode.num_return}: an evaluation needs 1')
-    infer.Decoding.of_settings(config.decode)  # raises ValueError for what does not fit together
+    infer.decoding_of(config.decode)  # raises ValueError for what does not fit together
     opened: dict[str, OpenTask] = {}
     for name in (config.infer_eval.task or config.data.task).split(','):
         data_config = tasks.open.settings_of_task(config.data, name.strip())
@@ -378,7 +380,7 @@ def takes_scores(metric_fn: MetricFn) -> bool:
 
 
 def score(
-    t5: infer.T5, examples: Sequence[Example], batch_size: int, progress: Callable[[int], object]
+    t5: infer.T5, examples: Sequence[Example], batch_size: int, progress: Callable[[int], None]
 ) -> list[float]:
     """Return the log-likelihood of the targets of each example, in nats.
 
@@ -389,15 +391,11 @@ def score(
         same_inputs = list(group)
         for start in range(0, len(same_inputs), batch_size):
             part = same_inputs[start : start + batch_size]
-            targets = [example.targets for example in part]
+            targets = [example.targets for example in part if example.targets is not None]
             choices.append(infer.Example(part[0].inputs, targets))
     most_choices = max(len(example.targets) for example in choices)
 
-    def score_batch(batch: Sequence[infer.Example], num_rows: int) -> Iterable[np.ndarray]:
-        inputs = [example.inputs for example in batch]
-        targets: list = [example.targets for example in batch]
-        return t5.score_choices(inputs, targets, num_rows)
-
+    score_batch = functools.partial(infer.score_batch, t5)
     scores = infer.in_batches(score_batch, choices, max(batch_size // most_choices, 1), progress)
     return np.concatenate(list(scores)).tolist()
 

@@ -34,7 +34,7 @@ import partition
 import paths
 from configs import base
 from configs.check import read_stored
-from run import best
+from formats import best
 from run.lock import Lock
 from sources.files import describe_changes, file_from_json
 from stream import OpenMixture
@@ -341,6 +341,10 @@ class Metrics:
         if jax.process_index() == 0:
             lines = best.read_metrics(self.workdir)
             self._begin([line for line in lines if line['step'] <= step])
+
+    def history(self, save: Mapping) -> best.History:
+        """Return the values of `save.best_metric` so far; only the first process has them."""
+        return best.history(save, self.evaluations)
 
     def missing(self, names: Sequence[str], step: int) -> list[str]:
         """Return the names of the evaluations after `step` that the first process has not written."""

@@ -12,7 +12,7 @@ import math
 import re
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 from absl import logging
 
@@ -328,7 +328,7 @@ def table_row(line: str, kind: str, delimiter: str) -> list[str]:
     return [column.strip() for column in columns]
 
 
-def numbered_lines(file: io.BufferedIOBase) -> Iterator[tuple[int, bytes]]:
+def numbered_lines(file: BinaryIO | io.BufferedIOBase) -> Iterator[tuple[int, bytes]]:
     """Yield (number, line) of the lines of a file, the first being 1."""
     return enumerate(iter(file.readline, b''), start=1)
 

@@ -39,7 +39,7 @@ def loaded(evaluated):
 def compiled(loaded):
     """The same model with its own parameters: an evaluation gives it those of other steps."""
     t5, arrays = loaded
-    t5.set_parameters(arrays)
+    t5.arrays = arrays
     return t5
 
 
@@ -577,9 +577,9 @@ def test_training_refuses_what_cannot_be_evaluated(evaluated, tmp_path, changes,
 
 def test_only_what_a_metric_needs_is_computed(evaluated, compiled, monkeypatch):
     """The rank of choices needs scores and no answers."""
-    monkeypatch.setattr(compiled, 'generate_tokens', None)
+    monkeypatch.setattr(infer, 'answer_batch', None)
     monkeypatch.setattr(
-        compiled, 'score_choices', lambda inputs, choices, num_rows: [np.zeros(len(choices[0]))]
+        infer, 'score_batch', lambda t5, examples, num_rows: [np.zeros(len(examples[0].targets))]
     )
     config = make_config(evaluated)
     config.infer_eval.task = 'rank'
@@ -697,13 +697,14 @@ def test_records_of_the_settings_are_those_of_data_task_alone(evaluated):
 def test_the_choices_of_an_input_are_scored_as_if_alone(compiled):
     inputs = ['é', 'two words', 'x' * 40]
     choices = [['a'], ['b', 'longer than b', ''], ['c', 'd' * 40]]
-    found = compiled.score_choices(inputs, choices, num_rows=4)
+    examples = []
+    for text, of_input in zip(inputs, choices, strict=True):
+        [ids, *targets] = [[*x, 1] for x in compiled.vocabulary.encode([text, *of_input])]
+        examples.append(infer.Example(ids, targets))
+    found = infer.score_batch(compiled, examples, num_rows=4)
     for text, of_input, scores in zip(inputs, choices, found, strict=True):
         expected = compiled.score([text] * len(of_input), of_input)
         np.testing.assert_allclose(scores, expected, rtol=1e-5)
-    for bad_inputs, bad_choices in ((inputs, choices[:2]), (['a'], [[]])):
-        with pytest.raises(ValueError, match='choices'):
-            compiled.score_choices(bad_inputs, bad_choices)
 
 
 def test_the_command_line(evaluated, command_line):

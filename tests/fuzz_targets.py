@@ -33,10 +33,10 @@ import sources.open
 import tasks.open
 import user_code
 import vocabulary
-from formats import hugging_face
+from formats import best, hugging_face
 from modes import command_line, errors, infer_input
 from modes import train as train_mode
-from run import best, workdir
+from run import workdir
 from sources import BadLines, Share, templates
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -114,7 +114,7 @@ def check_scores_and_greedy(golden, path, mesh_shape):
     # A training run gives parameters that 'fsdp' splits: they are gathered once.
     specs = partition.param_specs(model.PARAMETER_SPECS, t5.arrays)
     split = jax.device_put(t5.arrays, partition.shardings(t5.mesh, specs))
-    t5.set_parameters(split)
+    t5.arrays = split
     is_split = any('fsdp' in x.sharding.spec for x in t5.arrays.values())
     assert t5.mesh.shape['fsdp'] == 1 or not is_split
     assert t5.generate(inputs, max_length=expected.shape[1]) == found
@@ -161,38 +161,38 @@ def test_beams_are_T5Xs(name, num_beams, mesh_shape):
     length = arrays[f'beam{num_beams}_decodes'].shape[2]
     expected, expected_scores, is_real = best_first(arrays, num_beams)
     options = {'beam_size': num_beams, 'num_return': num_beams, 'return_scores': True}
-    answers, scores = t5.generate(inputs, length, **options)
+    _, answers, scores = t5.generate(inputs, length, **options)
     np.testing.assert_allclose(scores[is_real], expected_scores[is_real], atol=1e-4)
     for row, column in np.argwhere(is_real):
         assert answers[row][column] == expected[row][column]
     fewer = len(inputs) - 1  # padding rows do not differ from T5X's, either
-    found, found_scores = t5.generate(inputs[:fewer], length, **options)
+    _, found, found_scores = t5.generate(inputs[:fewer], length, **options)
     assert found == answers[:fewer]
     assert_close(found_scores, scores[:fewer], 1e-6)
 
 
-def test_an_answer_goes_on_after_padding(t5, monkeypatch):
+def test_an_answer_continues_after_padding(t5, monkeypatch):
     """A sample may hold id 0: what follows it belongs to the answer, until EOS."""
     rows = np.array([[[5, 0, 6, 1, 0, 0]], [[7, 8, 0, 0, 0, 0]]], np.int32)
-    monkeypatch.setattr(t5, 'generate_tokens', lambda *arguments, **options: (rows, None))
-    examples = [infer.Example([5], number=i) for i in range(2)]
-    answers = infer.predict_all(t5, examples, 2, {})
+    decoding = infer.Decoding(max_length=6)
+    monkeypatch.setitem(t5._generators, decoding.program, lambda *arguments: (rows, None))
+    answers = infer.answer_batch(t5, decoding, [infer.Example([5]), infer.Example([5])])
     assert [answer.tokens for answer in answers] == [[[5, 0, 6, 1]], [[7, 8]]]
 
 
 def test_prompts_scores_and_lengths(untrained):
     """An answer continues its prompt; its score is `score` of what follows; shorter ones are prefixes."""
     t5, inputs = untrained, two_inputs()
-    answers, scores = t5.generate(inputs, 12, return_scores=True)
+    _, answers, scores = t5.generate(inputs, 12, return_scores=True)
     assert_close(scores, t5.score(inputs, answers), 1e-5)
     assert t5.generate(inputs, 7) == [answer[:7] for answer in answers]
     assert t5.generate(inputs[1:], 12) == answers[1:]  # the neighbour changes nothing
-    options = {'max_length': 7, 'return_scores': False}
-    [without_scores] = infer.predict_all(t5, [infer.Example(inputs[0])], 2, options)
+    decoding = infer.Decoding(max_length=7)
+    [without_scores] = infer.answer_batch(t5, decoding, [infer.Example(inputs[0])])
     assert without_scores.tokens == [answers[0][:7]]
     assert without_scores.scores == []
     prompts = [answers[0][:3], [*answers[1][:4], 77]]
-    found, prompted_scores = t5.generate(inputs, 12, prompts=prompts, return_scores=True)
+    _, found, prompted_scores = t5.generate(inputs, 12, prompts=prompts, return_scores=True)
     assert found[0] == answers[0]
     assert found[1][:5] == prompts[1]
     whole = t5.score(inputs, found)
@@ -205,10 +205,10 @@ def test_prompts_scores_and_lengths(untrained):
 @pytest.mark.parametrize('nothing', [None, []])
 def test_an_input_without_a_prompt_beside_one_that_has_one(untrained, nothing):
     t5, inputs = untrained, two_inputs()
-    answers, scores = t5.generate(inputs, 12, return_scores=True)
+    _, answers, scores = t5.generate(inputs, 12, return_scores=True)
     prompt = [*answers[0][:4], 77]
-    whole, whole_scores = t5.generate(inputs, 12, prompts=[prompt, [77]], return_scores=True)
-    found, found_scores = t5.generate(inputs, 12, prompts=[prompt, nothing], return_scores=True)
+    _, whole, whole_scores = t5.generate(inputs, 12, prompts=[prompt, [77]], return_scores=True)
+    _, found, found_scores = t5.generate(inputs, 12, prompts=[prompt, nothing], return_scores=True)
     assert found == [whole[0], answers[1]]
     assert_close(found_scores, np.stack([whole_scores[0], scores[1]]), 1e-6)
     assert t5.generate(inputs, 12, prompts=[nothing, nothing]) == answers
@@ -237,7 +237,7 @@ def test_64_bits_change_nothing(untrained, options):
     found = []
     for has_64_bits in (False, True):
         with jax.enable_x64(has_64_bits):
-            answers, scores = untrained.generate(inputs, 5, return_scores=True, **options)
+            _, answers, scores = untrained.generate(inputs, 5, return_scores=True, **options)
             encoded, _ = untrained.encode(inputs)
             found.append([answers, scores, encoded, untrained.score(inputs, [[7, 8, 1]] * 2)])
     assert found[0][0] == found[1][0]
@@ -251,14 +251,14 @@ def test_samples(untrained):
     """They depend on the seed, on the temperature of their input, and not on their neighbours."""
     t5, inputs = untrained, two_inputs()
     options = {'max_length': 12, 'num_return': 4, 'return_scores': True}
-    answers, scores = t5.generate(inputs, temperature=[1.0, 0.0], **options)
+    _, answers, scores = t5.generate(inputs, temperature=[1.0, 0.0], **options)
     assert len({tuple(answer) for answer in answers[0]}) == 4
     assert answers[1] == t5.generate(inputs[1:], 12) * 4
     assert (np.diff(scores, axis=1) <= 0).all()
     assert_close(scores[0], t5.score([inputs[0]] * 4, answers[0]), 1e-5)
-    again, _ = t5.generate(inputs[:1], temperature=1.0, **options)
+    _, again, _ = t5.generate(inputs[:1], temperature=1.0, **options)
     assert again[0] == answers[0]
-    others, _ = t5.generate(inputs[:1], temperature=1.0, seed=1, **options)
+    _, others, _ = t5.generate(inputs[:1], temperature=1.0, seed=1, **options)
     assert others[0] != answers[0]
 
 
@@ -269,12 +269,12 @@ def test_the_ways_to_decode_agree(untrained, beam_size, monkeypatch):
     t5, inputs = untrained, two_inputs()
     prompts = np.random.default_rng(0).integers(2, 384, (2, 140))
     options = {'beam_size': beam_size, 'return_scores': True, 'prompts': prompts}
-    answers, scores = t5.generate(inputs, 150, **options)
+    _, answers, scores = t5.generate(inputs, 150, **options)
     assert max(map(len, answers)) > 128
     plain = infer.T5(t5.config, t5.arrays, t5.mesh)
     plain._decoding_arrays = plain.arrays
     monkeypatch.setattr(decode, 'FIRST_ROOM', 256)
-    found, found_scores = plain.generate(inputs, 150, **options)
+    _, found, found_scores = plain.generate(inputs, 150, **options)
     assert found == answers
     assert_close(found_scores, scores, 1e-5)
 
@@ -299,6 +299,54 @@ def test_options_that_are_refused(t5, name):
     for value in BAD_OPTIONS[name]:
         options = value if isinstance(value, dict) else {name: value}
         assert_refused(lambda options=options: t5.generate([[5], [6]], **options), name)
+
+
+# (an argument of Hugging Face, a value, what the message names)
+UNKNOWN = [
+    ('num_beams', 4, 'use beam_size'),
+    ('do_sample', True, 'use temperature'),
+    ('max_new_tokens', 20, 'use max_length'),
+    ('num_return_sequences', 2, 'use num_return'),
+    ('length_penalty', 1.0, 'use alpha: as in T5X, scores are divided by ((5 + length) / 6)^alpha'),
+    ('beams', 4, 'use max_length, beam_size'),
+    ('return_score', np.ones([3, 3]), 'return_scores'),
+]
+
+
+@pytest.mark.parametrize('name, value, remedy', UNKNOWN, ids=[row[0] for row in UNKNOWN])
+def test_unknown_arguments_are_refused_with_our_names(t5, name, value, remedy):
+    for inputs in (['a text'], [[5], [6]]):
+        assert_refused(lambda inputs=inputs: t5.generate(inputs, **{name: value}), remedy)
+    with pytest.raises(ValueError, match=rf'{name}=.* is not an argument of generate'):
+        t5.generate(['a text'], **{name: value})
+
+
+def test_a_model_has_the_methods_that_its_docstring_names(t5):
+    methods = {name for name in dir(infer.T5) if not name.startswith('_')}
+    assert methods == {'logits', 'score', 'generate', 'encode', 'arrays', 'params'}
+    public = {name for name in vars(t5) if not name.startswith('_')}
+    assert public == {'config', 'mesh', 'vocabulary', 'max_input_length'}
+
+
+@pytest.mark.parametrize(
+    'options',
+    [{}, pytest.param({'num_return': 2, 'temperature': 1.0}, marks=pytest.mark.slow)],
+    ids=['one', 'several'],
+)
+def test_answers_have_texts_tokens_and_scores(t5, options):
+    """Each has the form of what `generate` returns without scores; ids have texts as well."""
+    texts = ['hello', 'a']
+    found = t5.generate(texts, 3, return_scores=True, **options)
+    assert found.texts == t5.generate(texts, 3, **options)
+    ids = [[*x, 1] for x in t5.vocabulary.encode(texts)]
+    assert found.tokens == t5.generate(ids, 3, **options)
+    assert found.scores.dtype == np.float32
+    assert found.scores.shape == np.shape(found.texts)
+    of_ids = t5.generate(ids, 3, return_scores=True, **options)
+    assert (of_ids.texts, of_ids.tokens) == (found.texts, found.tokens)
+    without = infer.T5(t5.config, t5.arrays, t5.mesh)
+    without._generators = t5._generators
+    assert without.generate(ids, 3, return_scores=True, **options).texts is None
 
 
 EXAMPLES = [
@@ -470,12 +518,8 @@ def test_an_encoder_alone_does_nothing_else():
     t5 = infer.load(T5X, part='encoder', vocabulary='bytes')
     for ask in (
         lambda: t5.generate(['a text']),
-        lambda: t5.generate_tokens([[5]]),
         lambda: t5.score(['a'], ['b']),
-        lambda: t5.score_choices([[5]], [[[6], [7]]]),
         lambda: t5.logits(a_batch()),
-        lambda: next(infer.predict_all(t5, [infer.Example([5])], 1, {})),
-        lambda: next(infer.score_all(t5, [infer.Example([5], [6])], 1)),
     ):
         assert_refused(ask, 'encoder alone')
 
@@ -636,9 +680,10 @@ def test_many_examples_are_answered_as_few(t5, monkeypatch):
     examples = random_examples(9, max_length=30)
     inputs = [example.inputs for example in examples]
     options = {'max_length': 3, 'temperature': 1.0, 'seed': 5}
-    answers = list(infer.predict_all(t5, examples, 2, options))
+    answer = functools.partial(infer.answer_batch, t5, infer.Decoding(**options))
+    answers = list(infer.in_batches(answer, examples, 2))
     assert [[i for i in x.tokens[0] if i > 1] for x in answers] == t5.generate(inputs, **options)
-    some = list(infer.predict_all(t5, examples[5:7], 2, options))
+    some = list(infer.in_batches(answer, examples[5:7], 2))
     assert [x.tokens for x in some] == [x.tokens for x in answers[5:7]]
 
 
@@ -647,7 +692,7 @@ def test_a_text_that_is_too_long(t5):
     text = 'a' * 512
     assert_refused(lambda: t5.generate(['b', text], max_length=1), 'inputs[1] has 513 tokens')
     ids = [100] * 511 + [1]
-    [found], scores = t5.generate([text], max_length=1, trim=True, return_scores=True)
-    _, expected = t5.generate([ids], max_length=1, return_scores=True)
+    [found], _, scores = t5.generate([text], max_length=1, trim=True, return_scores=True)
+    _, _, expected = t5.generate([ids], max_length=1, return_scores=True)
     assert isinstance(found, str)
     np.testing.assert_array_equal(scores, expected)

@@ -6,8 +6,8 @@ import pytest
 from report_runs import DAMAGED_LINES, damage_line, write_results
 from runs import ROOT, small_config
 
+from formats import best
 from prepare import prepare
-from run import best
 
 LOSS = 'training_eval/span_corruption/loss'
 T5X = str(ROOT / 'tests/golden/t5x_t5_1_1_tiny/checkpoint_6')  # of 2 layers, after six steps

@@ -114,7 +114,7 @@ class Killed(BaseException):
 
 def kill_after_two_chunks(monkeypatch, folder, checkpoint, request):
     """Leave in `folder` what a killed job leaves."""
-    score_all = infer.score_all
+    in_batches = infer.in_batches
     num_chunks = 0
 
     def counted(*arguments):
@@ -122,10 +122,10 @@ def kill_after_two_chunks(monkeypatch, folder, checkpoint, request):
         num_chunks += 1
         if num_chunks == 3:
             raise Killed
-        return score_all(*arguments)
+        return in_batches(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(infer, 'score_all', counted)
+        patch.setattr(infer, 'in_batches', counted)
         with pytest.raises(Killed):
             infer_into(folder, checkpoint, request)
     assert len(list(folder.glob('tmp-*/*-chunk*.COMPLETED'))) == 2

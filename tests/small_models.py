@@ -266,8 +266,11 @@ def check_answers(t5, is_long=True):
     """
     batch = random_batch(seed=0)
     inputs = [[int(i) for i in row if i > 0] for row in batch['encoder_input_tokens']]
-    tokens_bnT, scores_bn = t5.generate_tokens(inputs, max_length=16)
-    answers_bT = tokens_bnT[:, 0, :16]
+    decoding = infer.Decoding(max_length=16, return_scores=True)
+    answers = list(infer.answer_batch(t5, decoding, [infer.Example(ids) for ids in inputs]))
+    answers_bT = np.zeros((len(inputs), 16), np.int32)
+    for i, answer in enumerate(answers):
+        answers_bT[i, : len(answer.tokens[0])] = answer.tokens[0]
     batch['decoder_target_tokens'] = answers_bT
     batch['decoder_input_tokens'] = np.pad(answers_bT[:, :-1], ((0, 0), (1, 0)))
     logits_bTV = np.asarray(t5.logits(batch))
@@ -277,7 +280,7 @@ def check_answers(t5, is_long=True):
     np.testing.assert_array_equal(logits_bTV.argmax(axis=-1)[is_token_bT], answers_bT[is_token_bT])
     log_probs_bTV = jax.nn.log_softmax(logits_bTV)
     log_probs_bT = np.take_along_axis(log_probs_bTV, answers_bT[:, :, None], axis=2)[:, :, 0]
-    assert_close(scores_bn[:, 0], (log_probs_bT * is_token_bT).sum(axis=1), 1e-5)
+    assert_close([x.scores[0] for x in answers], (log_probs_bT * is_token_bT).sum(axis=1), 1e-5)
     return batch
 
 

@@ -28,7 +28,7 @@ import partition
 import prepare
 import user_code
 import vocabulary as vocabularies
-from formats import hugging_face, own_model
+from formats import hugging_face, own_model, t5x
 from modes import convert
 from modes import evaluate as evaluate_mode
 from modes import infer as infer_mode
@@ -652,4 +652,4 @@ def test_no_vocabulary_for_checkpoints_that_had_none(tmp_path, pieces):
 def test_an_average_belongs_to_its_parameter():
     tree = {'target/a/b': 1, 'state/param_states/a/b/ema_params': 2, 'state/param_states/a/b/v': 3}
     expected = {'state/param_states/a/b/ema_params': 'target/a/b'}
-    assert formats.open.average_paths(tree | {'state/param_states/c/ema_params': 4}) == expected
+    assert t5x.average_paths(tree | {'state/param_states/c/ema_params': 4}) == expected

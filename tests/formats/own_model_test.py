@@ -32,11 +32,10 @@ import families
 import infer
 import model
 from configs import check as settings
-from formats import own_model
+from formats import own_model, own_options, t5x
 from modes import convert
 from modes import evaluate as evaluate_mode
 from prepare import make_spec, prepare, wanted
-from run import verify
 from run.start import choose_initial
 
 EXAMPLE = ROOT / 'examples/squared_relu/squared_relu.py'
@@ -307,8 +306,8 @@ def test_adapters_of_a_run_are_merged_everywhere(tmp_path):
         examples = [json.loads(line) for line in lines]
         scores = []
         for example in examples:
-            inputs = [example['input']['inputs']]
-            [[score]] = unmerged.score_choices(inputs, [[example['input']['targets']]])
+            features = example['input']
+            [score] = unmerged.score([features['inputs']], [features['targets']])
             scores.append(score)
         assert len(scores) > 5
         np.testing.assert_allclose([x['score'] for x in examples], scores, rtol=1e-5)
@@ -431,7 +430,7 @@ def test_no_code_of_a_checkpoint_is_run(trained, tmp_path, monkeypatch):
 def rewrite(file, content):
     """Write a file of a checkpoint, and its checksum into the manifest."""
     file.write_bytes(content)
-    manifest = verify._read_manifest(file.parent)
+    manifest = t5x._read_manifest(file.parent)
     checksums = manifest.checksums | {file.name: checkpoint.checksum(file)}
     packed = checkpoint.pack_manifest(manifest.step, checksums)
     (file.parent / checkpoint.MANIFEST).write_bytes(packed)
@@ -521,10 +520,10 @@ def with_options(tmp_path):
 def test_options_are_typed(with_options, name, text, given, expected):
     declared = own_model.find(str(with_options))[0].Options
     for value in (text, given):
-        options = own_model.options_of(declared, str(with_options), {name: value})
+        options = own_options.options_of(declared, str(with_options), {name: value})
         assert options == dataclasses.replace(declared(), **{name: expected})
         assert type(getattr(options, name)) is type(expected)
-        assert own_model.options_of(declared, '', own_model.as_dict(options)) == options
+        assert own_options.options_of(declared, '', own_options.as_dict(options)) == options
 
 
 def test_options_are_a_part_of_the_model(with_options):
@@ -605,7 +604,7 @@ def test_defaults_that_a_class_refuses(tmp_path):
     method = '\n    def __post_init__(self):\n        assert self.num > 2\n'
     file.write_text(OPTIONS.replace('\n\n\nclass Mlp', f'\n{method}\n\nclass Mlp'))
     assert_refused(lambda: load_own(file), 'AssertionError')
-    assert own_model.default_options(load_own(file, options={'num': 3}))['num'] == 2
+    assert own_options.default_options(load_own(file, options={'num': 3}))['num'] == 2
     assert '  --config.model.options.num=2' in own_model.describe_options(str(file))
 
 
@@ -785,7 +784,8 @@ def test_a_prompt_is_merged_into_its_base(uninterrupted, prompted, tmp_path):
     beams = t5.generate(inputs, 8, beam_size=3, num_return=2)
     assert on_mesh.generate(inputs, 8, beam_size=3, num_return=2) == beams
     scores = t5.score([inputs[0]] * 2, beams[0])
-    assert_close(t5.score_choices(inputs[:1], [beams[0]])[0], scores, 1e-5)
+    [of_choices] = infer.score_batch(t5, [infer.Example(inputs[0], beams[0])])
+    assert_close(of_choices, scores, 1e-5)
     # An encoder alone, and a conversion.
     assert_close(infer.load(prompted, part='encoder').encode(inputs)[0], encoded, 1e-6)
     convert.convert_checkpoint(prompted, tmp_path / 't5x', 't5x')

@@ -6,7 +6,6 @@ infer.py writes of them.
 
 import codecs
 import contextlib
-import dataclasses
 import gzip
 import io
 import itertools
@@ -112,20 +111,17 @@ def lines_of(file):
 # The lines.
 
 
-@dataclasses.dataclass
-class OracleModel:
-    """The model of the oracle: it gives the ids and scores of spec.json."""
+def oracle_answers(by_inputs, decoding, examples, num_rows):
+    """The ids and scores of spec.json, {ids of inputs: row}."""
+    for example in examples:
+        row = by_inputs[tuple(example.inputs.tolist())]
+        ids = np.trim_zeros(SPEC['predicted_ids'][row], 'b')
+        yield infer.Answer([ids], [SPEC['scores'][row]])
 
-    by_inputs: dict
 
-    def generate_tokens(self, inputs, numbers, num_rows, **options):
-        rows = [self.by_inputs[tuple(ids.tolist())] for ids in inputs]
-        tokens_bnT = np.array([[SPEC['predicted_ids'][row]] for row in rows])
-        return tokens_bnT, np.array([[SPEC['scores'][row]] for row in rows])
-
-    def score_choices(self, inputs, choices, num_rows):
-        rows = [self.by_inputs[tuple(ids.tolist())] for ids in inputs]
-        return [np.array([SPEC['scores'][row]]) for row in rows]
+def oracle_scores(by_inputs, examples, num_rows):
+    for example in examples:
+        yield np.array([SPEC['scores'][by_inputs[tuple(example.inputs.tolist())]]])
 
 
 @pytest.mark.parametrize('name', SPEC['modes'])
@@ -136,7 +132,9 @@ def test_the_lines_are_T5Xs(tmp_path, monkeypatch, name):
             texts = {feature: row[f'{feature}_pretokenized'] for feature in ('inputs', 'targets')}
             file.write(json.dumps({**texts, 'idx': row['idx']}) + '\n')
     by_inputs = {tuple(row['inputs']): i for i, row in enumerate(SPEC['rows'])}
-    monkeypatch.setattr(infer_mode, 'load', lambda job: OracleModel(by_inputs))
+    monkeypatch.setattr(infer_mode, 'load', lambda job: by_inputs)
+    monkeypatch.setattr(infer, 'answer_batch', oracle_answers)
+    monkeypatch.setattr(infer, 'score_batch', oracle_scores)
     settings = SPEC['modes'][name]
     fields = tuple(settings.get('input_fields_to_include', []))
     if settings.get('include_all_inputs'):
@@ -234,7 +232,7 @@ def test_fields_keep_their_order_and_numbers_their_kind(tmp_path, loaded, capsys
 def test_several_answers_are_lists(tmp_path, loaded, monkeypatch, capsys):
     (tmp_path / 'a.txt').write_text('c')
     answer = infer.Answer(tokens=[[100, 1], [101], [100, 0, 102, 1]], scores=[-1.0, -2.0, -3.0])
-    monkeypatch.setattr(infer, 'predict_all', lambda *arguments: [answer])
+    monkeypatch.setattr(infer, 'answer_batch', lambda *arguments: [answer])
     do(CHANGES | {'decode.return_scores': True}, input=str(tmp_path / 'a.txt'), output_ids=True)
     found = json.loads(capsys.readouterr().out)
     del found['inputs']
@@ -400,15 +398,13 @@ def computed(monkeypatch):
     """A list that grows by the numbers of each chunk that is scored or encoded."""
     chunks = []
 
-    def count(compute):
-        def counted(t5, examples, *arguments):
-            chunks.append([example.number for example in examples])
-            return compute(t5, examples, *arguments)
+    in_batches = infer.in_batches
 
-        return counted
+    def counted(compute, examples, *arguments):
+        chunks.append([example.number for example in examples])
+        return in_batches(compute, examples, *arguments)
 
-    for name in ('score_all', 'encode_all'):
-        monkeypatch.setattr(infer, name, count(getattr(infer, name)))
+    monkeypatch.setattr(infer, 'in_batches', counted)
     return chunks
 
 
@@ -475,15 +471,15 @@ def damage_file(damage, file, another):
 
 def write_two_chunks(monkeypatch, **request):
     """Let the process die after two of three chunks of scores."""
-    score_all = infer.score_all
+    in_batches = infer.in_batches
 
-    def dying(t5, examples, *arguments):
+    def dying(compute, examples, *arguments):
         if examples[0].number == 16:
             raise Killed
-        return score_all(t5, examples, *arguments)
+        return in_batches(compute, examples, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(infer, 'score_all', dying)
+        patch.setattr(infer, 'in_batches', dying)
         with pytest.raises(Killed):
             do(**request)
 

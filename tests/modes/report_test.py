@@ -20,9 +20,9 @@ from report_runs import (
     write_run,
 )
 
+from formats import best
 from modes import chart, report
 from modes.chart import Curve, Point
-from run import best
 
 VOID = {'meta', 'link', 'input'}
 

@@ -17,9 +17,9 @@ import infer
 import paths
 import train
 from configs import base
+from formats.best import read_metrics
 from prepare import prepare
 from run import workdir
-from run.best import read_metrics
 from run.lock import lock
 
 

@@ -7,14 +7,17 @@ t5x/trainer.py EarlyStoppingAction. Imports no jax.
 """
 
 import difflib
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ml_collections import ConfigDict
+
+import paths
 from configs import base
 from configs import check as settings
 from messages import first_ten
-from run import results
 
 
 class History(NamedTuple):
@@ -55,7 +58,7 @@ class History(NamedTuple):
         return 0 < early_stopping <= self.num_without_improvement()
 
 
-def history(save: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]) -> History:
+def history(save: Mapping, lines: Iterable[Mapping]) -> History:
     """Return the values in lines of metrics.jsonl of the metric that the settings `save` name."""
     metric = save['best_metric']
     values = {}
@@ -71,16 +74,54 @@ def metric_name(run: str, tag: str) -> str:
     return f'{run}/{tag.removeprefix("eval/")}'
 
 
-def read_metrics(folder: Any) -> list[dict]:
+def read_metrics(folder: paths.AnyPath) -> list[dict]:
     """Return the lines of a run's metrics.jsonl. Raises ValueError for one that is damaged."""
-    file = folder / 'metrics.jsonl'
-    return results.read_metrics(file, texts=('run', 'corpus'), may_be_cut=True)
+    return read_lines(folder / 'metrics.jsonl', texts=('run', 'corpus'), may_be_cut=True)
+
+
+def read_lines(
+    file: paths.AnyPath, texts: Sequence[str] = (), may_be_cut: bool = False
+) -> list[dict]:
+    """Return the lines of a file of metrics: each has a step, numbers, and texts under these names.
+
+    There are none in a file that does not exist. A last line that is cut is left out where a killed
+    process may have left it so. Raises ValueError for any other line that is damaged.
+    """
+    if not paths.is_file(file):
+        return []
+    contents = file.read_bytes().split(b'\n')
+    if may_be_cut and contents[-1].startswith(b'{'):
+        try:
+            paths.json_object(contents[-1], title='')
+        except ValueError:
+            contents.pop()
+    lines = []
+    for number, content in enumerate(contents, start=1):
+        if not content.strip():
+            continue
+        title = f'line {number} of {file}'
+        line = paths.json_object(content, title)
+        for name in ('step', *texts, *line):
+            rule = 'a number'
+            value = line.get(name)
+            is_valid = type(value) is float or (type(value) is int and abs(value) < 2**63)
+            if name in texts:
+                rule = 'a text'
+                is_valid = type(value) is str
+            elif name == 'step':
+                rule = 'a whole number'
+                is_valid = is_valid and type(value) is int
+            if not is_valid:
+                shown = json.dumps(value)[:60]
+                raise ValueError(f'{title}: {name!r} is {shown}, not {rule}: {paths.RESTORE_LINE}')
+        lines.append(line)
+    return lines
 
 
 # A run in its folder.
 
 
-def best_step(folder: Any, steps: Sequence[int]) -> int:
+def best_step(folder: paths.AnyPath, steps: Sequence[int]) -> int:
     """Return the best of the steps of a run. Raises ValueError where nothing tells it."""
     save = base.get_config().save.to_dict() | settings.read_stored(folder).get('save', {})
     found = history(save, read_metrics(folder))
@@ -97,7 +138,7 @@ def best_step(folder: Any, steps: Sequence[int]) -> int:
 # Settings.
 
 
-def check_settings(config: Any) -> None:
+def check_settings(config: ConfigDict) -> None:
     """Raise ValueError for settings of the best step that do not fit together."""
     metric = config.save.best_metric
     if not metric and config.train.early_stopping:
@@ -112,7 +153,7 @@ def check_settings(config: Any) -> None:
             f"save.best_metric={metric!r} with save.best_is='': set save.best_is=higher or lower"
         )
     group = 'eval'
-    if metric.startswith(f'{results.FOLDER}/'):
+    if metric.startswith('inference_eval/'):
         group = 'infer_eval'
     evaluate_every = config[group].every_steps
     save_every = config.save.every_steps

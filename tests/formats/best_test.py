@@ -14,11 +14,12 @@ import infer
 import optimizer
 import train
 from configs import base
+from formats import best
 from modes import convert
 from modes import evaluate as evaluate_mode
 from modes import infer as infer_mode
 from prepare import prepare
-from run import best, task_metrics, workdir
+from run import task_metrics, workdir
 
 LOSS = 'training_eval/span_corruption/loss'
 

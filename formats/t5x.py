@@ -1,0 +1,254 @@
+"""T5X's layout, in which this program saves, too: verified, read, umT5's stacked layers as one array each.
+
+Source: T5X t5x/checkpoints.py; t5x/examples/scalable_t5 for stacked layers.
+"""
+
+import functools
+import json
+import math
+import re
+from collections.abc import Collection, Sequence
+from concurrent import futures
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+import checkpoint
+import paths
+import state_names
+from checkpoint import Leaf
+
+FAULT_BYTES = 2**16  # of the faults that a process sends to the others
+
+
+class Damaged(ValueError):
+    """Some files of a checkpoint are not as they were saved."""
+
+
+class Fault(NamedTuple):
+    """What is wrong with a checkpoint, in one line."""
+
+    kind: str  # 'refused' (not to be trusted), 'unreadable', 'damaged', or 'no checksums': T5X saves none
+    message: str
+
+
+class Manifest(NamedTuple):
+    """The content of manifest.json: the checksum of every other file by its name."""
+
+    step: int
+    checksums: dict[str, checkpoint.Checksum]
+
+
+def read_index(directory: paths.AnyPath, ignored: str = '') -> dict[str, Leaf]:
+    """Return the leaves of a checkpoint in T5X's layout, which is that of all that have no other.
+
+    Moving averages (`optimizer.ema_decay`) replace the parameters, which `checkpoint.read_index` returns.
+    """
+    for name in ('_METADATA', '_CHECKPOINT_METADATA', 'checkpoint_*/_CHECKPOINT_METADATA'):
+        for file in directory.glob(name):
+            raise ValueError(f'{file.parent} has the layout of Orbax: {checkpoint.ORBAX_REMEDY}')
+    verify(directory, ignored)
+    index = unstack(checkpoint.read_index(directory))
+    leaf = index.get('state/step', np.zeros((), np.int32))
+    step = np.array(leaf.shape)
+    if leaf.shape == ():
+        step = np.asarray(checkpoint.read_leaf(leaf))
+    if step.shape or step.dtype.kind not in 'iu' or not 0 <= step < 2**31:
+        raise ValueError(f'{directory} has state/step {step}, which is no int32: copy it again')
+    averages = average_paths(index)
+    leaves = {path: leaf for path, leaf in index.items() if path not in averages}
+    for path, parameter in averages.items():
+        leaves[parameter] = index[path]
+    return leaves
+
+
+def average_paths(tree: Collection[str]) -> dict[str, str]:
+    """Return {path of a moving average: path of its parameter} in a flat tree of T5X's paths."""
+    found = {}
+    for path in tree:
+        owner, _, slot = path.removeprefix('state/param_states/').rpartition('/')
+        if slot == state_names.AVERAGE_SLOT and f'target/{owner}' in tree:
+            found[path] = f'target/{owner}'
+    return found
+
+
+# Is a checkpoint as it was saved?
+
+
+def verify(directory: str | paths.AnyPath, ignored: str = '') -> bool:
+    """Return True if every file is as it was saved; False if there are no checksums, as in T5X.
+
+    Files whose names match `ignored` are not read. Raises Damaged, which names up to ten files, OSError for files
+    that cannot be read, ValueError for what is not to be trusted. Every process reads its share; all raise alike.
+    """
+    messages: dict[str, list[str]] = {}
+    for fault in _from_all_processes(_find_faults(paths.to_path(directory), ignored)):
+        messages.setdefault(fault.kind, []).append(fault.message)
+    if 'refused' in messages:
+        raise ValueError(messages['refused'][0])
+    if 'unreadable' in messages:
+        named = '; '.join(messages['unreadable'][:10])
+        raise OSError(f'{directory} cannot be read ({named}): correct its permissions or its disk')
+    if 'damaged' in messages:
+        named = '; '.join(messages['damaged'][:10])
+        raise Damaged(f'{directory} is damaged: {named}: use an older one')
+    return not messages
+
+
+def _find_faults(directory: paths.AnyPath, ignored: str) -> list[Fault]:
+    """Return the faults of the checkpoint, or else of this process's share of its files."""
+    try:
+        if not _should_have_manifest(directory):
+            return [Fault('no checksums', '')]
+        manifest = _read_manifest(directory)
+        files = [name for name in sorted(manifest.checksums) if not re.fullmatch(ignored, name)]
+        own_files = files[jax.process_index() :: jax.process_count()]
+        find_fault = functools.partial(_find_fault, directory, manifest)
+        with futures.ThreadPoolExecutor(checkpoint.ARRAYS_IN_FLIGHT) as pool:
+            faults = [fault for fault in pool.map(find_fault, own_files) if fault]
+        if 'checkpoint' in own_files and not faults:
+            step = checkpoint.read_index(directory).get('state/step', manifest.step)
+            if step != manifest.step:
+                faults.append(Fault('damaged', f'checkpoint holds step {step}'))
+        return faults
+    except (ValueError, OSError) as error:
+        return [_fault_of(error)]
+
+
+def _find_fault(directory: paths.AnyPath, manifest: Manifest, name: str) -> Fault | None:
+    """Compare one file with its checksum."""
+    file = directory / name
+    saved = manifest.checksums[name]
+    try:
+        if not paths.is_file(file):  # a foreign manifest may name a device, which never ends
+            return Fault('damaged', f'{name} is missing')
+        found = checkpoint.checksum(file)
+        is_short = found.num_bytes < checkpoint.LFS_POINTER_BYTES
+        if isinstance(file, Path) and is_short and found.num_bytes != saved.num_bytes:
+            paths.check_not_lfs(file)
+    except (ValueError, OSError) as error:
+        return _fault_of(error)
+    if found.num_bytes != saved.num_bytes:
+        return Fault('damaged', f'{name} has {found.num_bytes} bytes, not {saved.num_bytes}')
+    if found.crc32c != saved.crc32c:
+        return Fault('damaged', f'{name} has changed')
+    return None
+
+
+def _fault_of(error: Exception) -> Fault:
+    if isinstance(error, OSError):
+        return Fault('unreadable', paths.reason(error))
+    if isinstance(error, Damaged):
+        return Fault('damaged', str(error))
+    return Fault('refused', str(error))
+
+
+def _from_all_processes(faults: Sequence[Fault]) -> Sequence[Fault]:
+    """Return the first ten faults of each process, the same list in all."""
+    if jax.process_count() == 1:
+        return faults
+    lines = [(fault.kind, fault.message[:1000]) for fault in faults[:10]]
+    sent = np.frombuffer(json.dumps(lines).encode().ljust(FAULT_BYTES), np.uint8)
+    found = []
+    for received in multihost_utils.process_allgather(sent):
+        found += [Fault(*line) for line in json.loads(received.tobytes())]
+    return found
+
+
+def _should_have_manifest(directory: paths.AnyPath) -> bool:
+    """Return whether this program has saved the checkpoint, not T5X or another program."""
+    if paths.is_file(directory / checkpoint.MANIFEST):
+        return True
+    if not paths.is_file(directory / 'checkpoint') and checkpoint.step_of(directory) is None:
+        return False  # a workdir without checkpoints, which has a config.json, too
+    if paths.is_file(directory / 'data_position.npy'):
+        return True
+    config = directory / 'config.json'
+    return paths.is_file(config) and 'model' in paths.read_json(config)  # other formats have none
+
+
+def _read_manifest(directory: paths.AnyPath) -> Manifest:
+    """Return the manifest. Raises Damaged unless it is as it was saved, and of this checkpoint."""
+    try:
+        content = (directory / checkpoint.MANIFEST).read_bytes()
+        top = json.loads(content)
+        checksums = {name: checkpoint.Checksum(*saved) for name, saved in top['files'].items()}
+        manifest = Manifest(top['step'], checksums)
+        is_named = checkpoint.step_of(directory) in (None, manifest.step)
+        if not is_named or content != checkpoint.pack_manifest(manifest.step, checksums):
+            raise ValueError(f'it has changed, or is of step {manifest.step}')
+    except (FileNotFoundError, IsADirectoryError, *checkpoint.UNPACK_ERRORS) as error:
+        raise Damaged(f'{checkpoint.MANIFEST} is missing or damaged ({error})') from error
+    return manifest
+
+
+# umT5 in T5X (t5x/examples/scalable_t5): one array has a parameter of all layers, which are its axis 1, and
+# heads have an axis of their own.
+
+STACKED_PARAMETER = re.compile(r'target/(encoder|decoder)/\1/(.+)')
+MAX_LAYERS = 1000  # a few bytes could claim any number
+
+
+@dataclass(frozen=True, eq=False)
+class LayerEntry:
+    """One layer of a stacked array, with its shape in our tree: a `checkpoint.LazyArray`."""
+
+    stack: Leaf
+    layer: int
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.stack.dtype
+
+    def read(self) -> np.ndarray:
+        """Return the layer in its stored dtype."""
+        stack = self.stack
+        if not isinstance(stack, np.ndarray):
+            stack = _read_once(stack)  # type: ignore[arg-type]  # which does not say that it is hashable
+        return stack[:, self.layer].reshape(self.shape)
+
+
+@functools.lru_cache(maxsize=1)
+def _read_once(stack: checkpoint.LazyArray) -> np.ndarray:
+    """Read an array once for all its layers, which follow each other in an index."""
+    return stack.read()
+
+
+def unstack(index: dict[str, Leaf]) -> dict[str, Leaf]:
+    """Return `index` of a T5X checkpoint with one leaf a layer and parameter, if its layers are stacked.
+
+    Then it has no optimizer state, which was factored over all layers at once.
+    """
+    layers: dict[str, LayerEntry] = {}
+    others: dict[str, Leaf] = {}
+    for path, leaf in index.items():
+        match = STACKED_PARAMETER.fullmatch(path)
+        if match:
+            stack, name = match.groups()
+            for i, entry in enumerate(_layers_of(path, leaf)):
+                layers[f'target/{stack}/layers_{i}/{name}'] = entry
+        elif not path.startswith('state/param_states/'):
+            others[path] = leaf
+    if not layers:
+        return index
+    return others | layers
+
+
+def _layers_of(path: str, leaf: Leaf) -> list[LayerEntry]:
+    """Return the layers of a stacked array of shape [first dimension, layers, other dimensions]."""
+    if len(leaf.shape) < 2 or leaf.shape[1] > MAX_LAYERS:
+        raise ValueError(f'{path} {leaf.shape} is no stack of 1 to {MAX_LAYERS} layers')
+    first, num_layers, *rest = leaf.shape
+    shape: tuple[int, ...]
+    if path.endswith('out/kernel'):  # [heads, layers, head size, embed]
+        shape = (first * math.prod(rest[:-1]), *rest[-1:])
+    elif rest:  # [embed, layers, heads, head size], [embed, layers, mlp]
+        shape = (first, math.prod(rest))
+    else:  # [embed, layers]
+        shape = (first,)
+    return [LayerEntry(leaf, layer, shape) for layer in range(num_layers)]
