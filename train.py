@@ -420,6 +420,8 @@ def take_steps(run: ReadyRun, stop: StopRequest) -> None:
         )
     while progress.end is None and not stop.signal:
         run.workdir.saver.check()
+        if run.workdir.lock.is_lost:
+            raise OSError(f'{run.workdir.path} is in use by another process: this run ends')
         with clock.taking_step():
             with clock.waiting_for_data():
                 batch = batches.next()
@@ -620,6 +622,8 @@ def may_save(run: ReadyRun) -> bool:
     """Return whether the last step is not saved yet, and its state there and valid."""
     progress = run.progress
     if progress.batch is None or progress.step in checkpoint.steps(run.workdir.path):
+        return False
+    if run.workdir.lock.is_lost:
         return False
     # The failed step may have consumed its donated buffers.
     if any(x.is_deleted() for x in jax.tree.leaves(progress.state)):

@@ -65,6 +65,10 @@ def check_declaration(declared: type[Options], file: str) -> None:
                 f'{file}: the default of the option {field.name}={field.default!r} must be a {kind.__name__}: '
                 'write one, such as 1.0 for a float'
             )
+        if 'range' in field.metadata and kind not in (int, float):
+            raise ValueError(
+                f"{file}: the option {field.name} has a range, as only numbers have: use 'choices'"
+            )
         axis = field.metadata.get('axis')
         if axis is not None and (kind is not int or axis not in partition.MESH_AXES):
             raise ValueError(

@@ -58,6 +58,7 @@ class Lock:
     """A lock that this process holds until it is closed."""
 
     closed = False
+    is_lost = False
     # Called with a line if another process has taken the lock.
     on_loss: Callable[[str], object] = staticmethod(lambda line: print(line, file=sys.stderr))
 
@@ -133,6 +134,7 @@ class BucketLock(Lock):
         while not self._closing.wait(LOCK_SECONDS / 6):
             with contextlib.suppress(Exception):  # of the network: the next time may be better
                 if self._read() not in (self.content, b''):  # b'': somebody has removed it
+                    self.is_lost = True
                     self.on_loss(f'{self.file} is now held by another process: this one ends')
                     return
                 paths.replace_file(self.file, self.content)

@@ -125,6 +125,7 @@ import sys
 import time
 
 import paths
+from modes import process
 from run import lock
 
 lock.LOCK_SECONDS = 3.0
@@ -136,6 +137,7 @@ while True:
     except ValueError as error:
         print(error, flush=True)
         time.sleep(float(sys.argv[2]))
+held.on_loss = lambda line: process.end_now(1, line)
 print('held', flush=True)
 time.sleep(float(sys.argv[3]))
 held.close()

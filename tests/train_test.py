@@ -15,8 +15,8 @@ import checkpoint
 import evaluate
 import tasks.open
 import train
+from formats import best
 from prepare import make_spec
-from run import best
 from run.console import Console
 from run.lock import lock
 from run.not_finite import NotFinite
@@ -272,6 +272,19 @@ def test_skipped_steps_count(loop):
     shutil.rmtree(run.folder)
     with pytest.raises(FloatingPointError, match='used up 1 of train.max_not_finite=1'):
         other.run(losses={2: np.nan, 3: np.nan})
+
+
+def test_a_run_that_lost_its_lock_saves_nothing(loop):
+    """Another process has the workdir: two would write the same checkpoints."""
+    run = loop()
+
+    def take(state, batch, losses, seen):
+        run.prepared.workdir.lock.is_lost = len(seen) == 2
+        return take_step(state, batch, losses, seen)
+
+    with pytest.raises(OSError, match='in use by another process'):
+        run.run(take=take)
+    assert len(run.batches) == 3 and checkpoint.steps(run.folder) == []
 
 
 @pytest.mark.parametrize('step', [1, 3])

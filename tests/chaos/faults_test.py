@@ -337,7 +337,7 @@ def remove_info(folder, older):
 def rename_hash(folder, older):
     file = folder / 'cache.json'
     file.write_text(file.read_text().replace('vocabulary_hash', 'vocabulary_hasi'))
-    return 'cache.json'
+    return 'data.vocabulary'
 
 
 @pytest.mark.parametrize(
