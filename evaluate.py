@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict, FrozenConfigDict
+from numpy.typing import NDArray
 
 import data
 import loss
@@ -49,9 +50,9 @@ class Evaluation:
     vocabulary_size: int
     sentinel_ids: tuple[int, ...]  # no text
     compute_sums: Callable
-    training_counts: Callable[[], np.ndarray]  # how often each token is an own training target
+    training_counts: Callable[[], NDArray]  # how often each token is an own training target
     report: Callable[[str], None]
-    batches: list[dict[str, np.ndarray]] = dataclasses.field(default_factory=list)  # own rows
+    batches: list[dict[str, NDArray]] = dataclasses.field(default_factory=list)  # own rows
 
     @property
     def every_steps(self) -> int:
@@ -183,7 +184,7 @@ def open_evaluations(
     return evaluations
 
 
-def count_targets(config: ConfigDict, training: Stream) -> np.ndarray:
+def count_targets(config: ConfigDict, training: Stream) -> NDArray:
     """Return how often each token is a training target in this process's rows: int64 [vocab_size].
 
     Counts the first UNIGRAM_TOKENS positions, or a shorter first epoch.

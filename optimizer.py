@@ -10,17 +10,18 @@ parameters).
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from ml_collections import ConfigDict
 
 import kernels
 
 
-def make_optimizer(config: Any, learning_rate: Callable) -> optax.GradientTransformation:
+def make_optimizer(config: ConfigDict, learning_rate: Callable) -> optax.GradientTransformation:
     """Return a clip of the global norm, the optimizer `config.name` and a moving average, chained.
 
     The first and the last only where they are set.
@@ -37,7 +38,7 @@ def make_optimizer(config: Any, learning_rate: Callable) -> optax.GradientTransf
     return optimizer
 
 
-def adafactor(config: Any, learning_rate: Callable) -> optax.GradientTransformation:
+def adafactor(config: ConfigDict, learning_rate: Callable) -> optax.GradientTransformation:
     """Return `optax.adafactor` with the sums of this file. A hyper-parameter of 0 turns its part off.
 
     It goes from parameter to parameter, so that JAX traces it once for each shape.
@@ -83,7 +84,7 @@ def adafactor(config: Any, learning_rate: Callable) -> optax.GradientTransformat
 
 
 def scale_by_rms(
-    config: Any, grad: jax.Array, state: optax.FactoredState
+    config: ConfigDict, grad: jax.Array, state: optax.FactoredState
 ) -> tuple[jax.Array, optax.FactoredState]:
     """Return a gradient over the root of its mean square, and the averages of such squares.
 
@@ -104,7 +105,7 @@ def scale_by_rms(
     return update, optax.FactoredState(count + 1, v_row, v_col, v)
 
 
-def adamw(config: Any, learning_rate: Callable) -> optax.GradientTransformation:
+def adamw(config: ConfigDict, learning_rate: Callable) -> optax.GradientTransformation:
     """Return AdamW. It decays every parameter, the scales of norms too."""
     return optax.adamw(
         learning_rate,
@@ -114,7 +115,7 @@ def adamw(config: Any, learning_rate: Callable) -> optax.GradientTransformation:
     )
 
 
-def clip_by_norm(updates: Any, threshold: float) -> Any:
+def clip_by_norm(updates: optax.Updates, threshold: float) -> optax.Updates:
     """Return `optax.clip_by_global_norm` of updates, with the sums of `norm`."""
     total = norm(updates)
     return jax.tree.map(
@@ -122,7 +123,7 @@ def clip_by_norm(updates: Any, threshold: float) -> Any:
     )
 
 
-def norm(tree: Any) -> jax.Array:
+def norm(tree: optax.Updates) -> jax.Array:
     """Return the root of the sum of all squares."""
     return jnp.sqrt(sum(kernels.sum(x**2) for x in jax.tree.leaves(tree)))
 
@@ -159,10 +160,10 @@ def average_parameters(decay: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def averaged(params: Mapping[str, Any], opt_state: Any) -> Mapping[str, Any]:
+def averaged(params: Mapping[str, jax.Array], opt_state: optax.OptState) -> Mapping[str, jax.Array]:
     """Return the parameters, or their moving averages where the optimizer keeps some."""
 
-    def is_average(x: Any) -> bool:
+    def is_average(x: optax.OptState) -> bool:
         return isinstance(x, ParameterAverage)
 
     for x in jax.tree.leaves(opt_state, is_leaf=is_average):
@@ -171,7 +172,7 @@ def averaged(params: Mapping[str, Any], opt_state: Any) -> Mapping[str, Any]:
     return params
 
 
-def make_schedule(config: Any) -> Callable:
+def make_schedule(config: ConfigDict) -> Callable:
     """Return T5X's product of factors: step (before it is incremented) -> learning rate, float32.
 
     The rate is never below min_learning_rate, not even at step 0 of a warm-up.
@@ -192,7 +193,7 @@ def make_schedule(config: Any) -> Callable:
     return schedule
 
 
-def schedule_factors(config: Any) -> dict[str, Callable]:
+def schedule_factors(config: ConfigDict) -> dict[str, Callable]:
     """Return T5X's factors, {name: function of the float32 step t}."""
     base = config.base_learning_rate
     warmup = float(config.warmup_steps)

@@ -15,7 +15,6 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from concurrent import futures
-from typing import Any
 
 import jax
 import numpy as np
@@ -432,14 +431,14 @@ def newest_saved(
 
 
 def restore(
-    spec: train.StepSpec, leaves: Mapping[str, Any], dtype: str = ''
+    spec: train.StepSpec, leaves: Mapping[str, checkpoint.Leaf], dtype: str = ''
 ) -> train.TrainState[jax.Array]:
     """Return the state in `leaves` of a checkpoint's index, with initial values for the rest."""
     shardings = {}
-    for path, split in state_names.to_t5x(*spec.state_specs).items():
-        if not isinstance(split, P):
-            split = P()  # of a slot that this optimizer does not use
-        shardings[path] = partition.shardings(spec.mesh, split)
+    for path, array_spec in state_names.to_t5x(*spec.state_specs).items():
+        if not isinstance(array_spec, P):
+            array_spec = P()  # of a slot that this optimizer does not use
+        shardings[path] = partition.shardings(spec.mesh, array_spec)
     split = {path: sharding for path, sharding in shardings.items() if sharding.spec != P()}
     arrays = checkpoint.restore(leaves, split, dtype)
     averages = t5x.average_paths(shardings)

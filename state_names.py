@@ -4,13 +4,17 @@ Any optax optimizer has them. Source: T5X t5x/train_state.py, t5x/adafactor.py, 
 """
 
 import collections
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import TypeVar
 
 import jax
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
+from numpy.typing import NDArray
+
+Leaf = TypeVar('Leaf')  # an array, its shape, or how it is split
 
 STEP = 'state/step'
 # The slots that T5X's Adafactor keeps for each parameter. One that is unused is [1] zeros.
@@ -21,13 +25,15 @@ FACTORED_SLOTS = {'v_row': -1, 'v_col': -2}
 AVERAGE_SLOT = 'ema_params'  # of `average_parameters`
 
 
-def to_t5x(step: Any, params: Mapping[str, Any], opt_state: Any) -> dict[str, Any]:
+def to_t5x(
+    step: Leaf, params: Mapping[str, Leaf], opt_state: optax.OptState
+) -> dict[str, Leaf | NDArray]:
     """Return a training state as a flat tree of T5X's paths, 'target/PARAM' and 'state/...'.
 
     The arrays of the state of any optax optimizer are in it, under the paths of `state_paths`, but
     a random key, which optax.add_noise has, cannot be saved. Frozen parameters have no state.
     """
-    tree = {STEP: step}
+    tree: dict[str, Leaf | NDArray] = {STEP: step}
     for path, x in params.items():
         tree[f'target/{path}'] = x
     paths = state_paths(opt_state, params)
@@ -42,7 +48,9 @@ def to_t5x(step: Any, params: Mapping[str, Any], opt_state: Any) -> dict[str, An
     return tree
 
 
-def from_t5x(tree: Mapping[str, Any], opt_state: Any) -> tuple[Any, dict[str, Any], Any]:
+def from_t5x(
+    tree: Mapping[str, Leaf], opt_state: optax.OptState
+) -> tuple[Leaf, dict[str, Leaf], optax.OptState]:
     """Return (step, params, optimizer state), the inverse of `to_t5x`; of `opt_state`'s structure."""
     params = {k.removeprefix('target/'): x for k, x in tree.items() if k.startswith('target/')}
     leaves = [tree[path] for path in state_paths(opt_state, params)]
@@ -50,7 +58,7 @@ def from_t5x(tree: Mapping[str, Any], opt_state: Any) -> tuple[Any, dict[str, An
     return tree[STEP], params, jax.tree.unflatten(structure, leaves)
 
 
-def state_paths(opt_state: Any, params: Mapping[str, Any]) -> list[str]:
+def state_paths(opt_state: optax.OptState, params: Collection[str]) -> list[str]:
     """Return the path in T5X's tree of each leaf of the state of an optax optimizer.
 
     An array of a parameter is 'state/param_states/PARAM/SLOT'. SLOT is T5X's name for a slot of
@@ -80,17 +88,17 @@ def state_paths(opt_state: Any, params: Mapping[str, Any]) -> list[str]:
     return paths
 
 
-def is_t5x_leaf(keys: tuple, params: Mapping[str, Any]) -> bool:
+def is_t5x_leaf(keys: KeyPath, params: Collection[str]) -> bool:
     """Return whether the leaf at `keys` is a slot of T5X's Adafactor, an average, or a count."""
     if parameter_index(keys, params) is None:
         return field_names(keys)[-1:] == ['count']
     return leaf_path(keys, params).rsplit('/', 1)[1] in (*T5X_SLOTS, AVERAGE_SLOT)
 
 
-def schedule_counts(opt_state: Any) -> list[tuple]:
+def schedule_counts(opt_state: optax.OptState) -> list[KeyPath]:
     """Return the keys of the counts of learning-rate schedules that nothing but `chain` holds."""
 
-    def is_schedule(x: Any) -> bool:
+    def is_schedule(x: optax.OptState) -> bool:
         return isinstance(x, optax.ScaleByScheduleState)
 
     found = []
@@ -100,14 +108,16 @@ def schedule_counts(opt_state: Any) -> list[tuple]:
     return found
 
 
-def state_specs(opt_state: Any, params: Mapping[str, Any], specs: Mapping[str, P]) -> Any:
+def state_specs(
+    opt_state: optax.OptState, params: Mapping[str, jax.ShapeDtypeStruct], specs: Mapping[str, P]
+) -> optax.OptState:
     """Return PartitionSpecs for `opt_state`.
 
     An array that belongs to a parameter and has its shape is split like it, and so is a row or
     column of Adafactor along the dimension that it keeps; others are not split.
     """
 
-    def spec(keys: tuple, x: Any) -> P:
+    def spec(keys: KeyPath, x: jax.ShapeDtypeStruct) -> P:
         index = parameter_index(keys, params)
         if index is None:
             return P()
@@ -126,13 +136,13 @@ def state_specs(opt_state: Any, params: Mapping[str, Any], specs: Mapping[str, P
     return jax.tree_util.tree_map_with_path(spec, opt_state)
 
 
-def slots(opt_state: Any, params: Mapping[str, Any]) -> list[jax.Array]:
+def slots(opt_state: optax.OptState, params: Collection[str]) -> list[jax.Array]:
     """Return the arrays of an optimizer's state that belong to a parameter."""
     leaves = jax.tree_util.tree_leaves_with_path(opt_state)
     return [x for keys, x in leaves if parameter_index(keys, params) is not None]
 
 
-def leaf_path(keys: tuple, params: Mapping[str, Any]) -> str:
+def leaf_path(keys: KeyPath, params: Collection[str]) -> str:
     """Return the path in T5X's tree of the leaf at `keys`, before it is numbered."""
     index = parameter_index(keys, params)
     if index is None:
@@ -142,7 +152,7 @@ def leaf_path(keys: tuple, params: Mapping[str, Any]) -> str:
     return '/'.join(['state/param_states', keys[index].key, slot, *field_names(keys[index + 1 :])])
 
 
-def parameter_index(keys: tuple, params: Mapping[str, Any]) -> int | None:
+def parameter_index(keys: KeyPath, params: Collection[str]) -> int | None:
     """Return where in `keys` the path of a parameter stands; None where there is none."""
     for i, key in enumerate(keys):
         if isinstance(key, jax.tree_util.DictKey) and key.key in params:
@@ -150,7 +160,7 @@ def parameter_index(keys: tuple, params: Mapping[str, Any]) -> int | None:
     return None
 
 
-def field_names(keys: tuple) -> list[str]:
+def field_names(keys: KeyPath) -> list[str]:
     """Return the names of the fields and labels in `keys`, not positions in tuples and lists."""
     names = []
     for key in keys:

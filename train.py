@@ -23,6 +23,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict, FrozenConfigDict
+from numpy.typing import NDArray
 
 import checkpoint
 import kernels
@@ -586,7 +587,7 @@ def save(run: ReadyRun) -> None:
     run.workdir.saver.save(progress.step, saved_tree(run.spec, progress.state), files)
 
 
-def saved_tree(spec: StepSpec, state: TrainState[Leaf]) -> dict[str, Leaf]:
+def saved_tree(spec: StepSpec, state: TrainState[Leaf]) -> dict[str, Leaf | NDArray]:
     """Return a state as a checkpoint holds it, without the parameters that its base has."""
     tree = state_names.to_t5x(*state)
     for path in spec.unsaved:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 import numpy as np
 from ml_collections import ConfigDict
+from numpy.typing import NDArray
 
 import evaluate
 
@@ -20,11 +21,11 @@ class Interval:
 
     def __init__(self, metrics: Sequence[dict[str, float]] = ()):
         self.metrics = list(metrics)  # of the steps that are fetched
-        self.positions: list[np.ndarray] = []  # in the data, of the steps not looked at yet
+        self.positions: list[NDArray] = []  # in the data, of the steps not looked at yet
         self._queued: list[Metrics] = []
         self._checksums: list[float] = []  # of the batches of the queued steps
 
-    def add(self, metrics: Metrics, batch: Mapping[str, np.ndarray], position: np.ndarray) -> None:
+    def add(self, metrics: Metrics, batch: Mapping[str, NDArray], position: NDArray) -> None:
         """Add a step. `batch`: this process's rows; `position`: where in the data they begin."""
         content = b''.join(x.tobytes() for x in batch.values())
         self._queued.append(metrics)

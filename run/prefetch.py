@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
+from numpy.typing import NDArray
 
 import user_code
 from data import feature_lengths
@@ -29,10 +30,10 @@ DEPTH_OF_WORKER = 8  # of a worker: its rows of some batches take longer than th
 class PrefetchedBatch(NamedTuple):
     """A batch, and what a stream says around it."""
 
-    features: dict[str, np.ndarray]
-    before: np.ndarray  # the stream's positions
-    after: np.ndarray
-    counts: np.ndarray  # the stream's, int64 [tasks, 2]
+    features: dict[str, NDArray]
+    before: NDArray  # the stream's positions
+    after: NDArray
+    counts: NDArray  # the stream's, int64 [tasks, 2]
     faults: list[str]  # lines left out since the batch before, at most ten of each task
     num_faults: int  # lines left out so far
 
@@ -102,11 +103,11 @@ class Work(NamedTuple):
 
     reopen: Callable[[ConfigDict], OpenMixture] | None  # of the mixture
     fingerprint: str  # of the mixture
-    position: np.ndarray  # of the rows
+    position: NDArray  # of the rows
     options: dict[str, Any]  # of the stream, beside the mixture
 
 
-def work_of(stream: Stream, rows: range, position: np.ndarray) -> Work:
+def work_of(stream: Stream, rows: range, position: NDArray) -> Work:
     """Return the work of making some rows of a stream, from their position on."""
     options = {field.name: getattr(stream, field.name) for field in dataclasses.fields(stream)}
     mixture = options.pop('mixture')  # has functions that cannot be sent
