@@ -38,8 +38,9 @@ from configs import check as settings
 from formats import best, own_model, own_options, t5x
 from model import T5Config
 from randomness import digest
-from run import console, memory, not_finite, results, start, task_metrics, verify, workdir
+from run import console, memory, results, start, task_metrics, verify, workdir
 from run.agreement import check_alike
+from run.interval import NotFinite, read_count
 from run.lock import lock
 from run.task_metrics import TaskMetrics
 from run.train_vocabulary import find_or_train_vocabulary, training_texts
@@ -327,7 +328,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         interval = []
         num_not_finite = 0
         if begin.is_resumed:
-            num_not_finite = not_finite.read_count(directory)
+            num_not_finite = read_count(directory)
             positions = np.load(io.BytesIO((directory / 'data_position.npy').read_bytes()))
             training.seek(positions[training.rows])
             if jax.process_index() == 0:  # the counts of all processes are added
@@ -396,7 +397,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         progress,
         spec=spec,
         train_step=planned.step,
-        not_finite=not_finite.NotFinite(config.train, folder, begin.step, num_not_finite),
+        not_finite=NotFinite(config.train, folder, begin.step, num_not_finite),
     )
 
 

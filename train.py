@@ -33,11 +33,19 @@ import optimizer
 import partition
 import state_names
 from model import T5Config
-from run import compiler, console
+from run import console
 from run.agreement import Batches, StopRequest, counts_of_all, remember_interrupt
 from run.console import Console
-from run.interval import Clock, Interval, Metrics, training_metrics
-from run.not_finite import COUNT_FILE, SKIP, Fault, NotFinite
+from run.interval import (
+    COUNT_FILE,
+    SKIP,
+    Clock,
+    Fault,
+    Interval,
+    Metrics,
+    NotFinite,
+    training_metrics,
+)
 from run.prefetch import PrefetchedBatch
 from run.workdir import Workdir, record_end
 from stream import Stream
@@ -246,7 +254,7 @@ def lower_step(spec: StepSpec) -> jax.stages.Lowered:
 
 def compile_step(spec: StepSpec) -> jax.stages.Compiled:
     """Return `jit_step`, compiled ahead of time."""
-    return lower_step(spec).compile(compiler.options(spec.mesh, spec.model_config.dtype))
+    return lower_step(spec).compile(kernels.compiler_options(spec.mesh, spec.model_config.dtype))
 
 
 # The loop.

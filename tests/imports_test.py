@@ -143,6 +143,34 @@ def test_the_math_knows_no_files_and_no_config_objects(name):
     assert not {room_of(imported) for imported in ours_of(name)} & set(PACKAGES)
 
 
+def brought_by(name, late):
+    """Return the modules that importing `name` imports, with the packages that they lie in."""
+    brought = set()
+    todo = [name]
+    while todo:
+        module = todo.pop()
+        if module not in brought:
+            brought.add(module)
+            todo += ours_of(module, late) | {room_of(module)} & FILES.keys()
+    return {module for module in brought if room_of(module) != 'configs'}
+
+
+@pytest.mark.parametrize(
+    'name, max_files, max_lines, max_lines_late',
+    [('train', 28, 8500, 12000), ('infer', 12, 4500, 7000), ('model', 4, 2000, 2000)],
+)
+def test_how_much_an_import_brings(name, max_files, max_lines, max_lines_late):
+    """Who wants to read or fork a part of the program reads what it imports."""
+
+    def num_lines(modules):
+        return sum(len(FILES[module].read_text().splitlines()) for module in modules)
+
+    brought = brought_by(name, late=False)
+    assert len(brought) <= max_files, sorted(brought)
+    assert num_lines(brought) <= max_lines
+    assert num_lines(brought_by(name, late=True)) <= max_lines_late
+
+
 def test_partition_kernels_and_optimizer_stand_alone():
     assert not ours_of('kernels')
     assert ours_of('partition') == {'kernels'}

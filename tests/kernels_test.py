@@ -17,7 +17,6 @@ import optimizer
 import partition
 import train
 from prepare import make_spec
-from run import compiler
 
 TREE_REDUCTION = {'xla_disable_hlo_passes': 'tree_reduction_rewriter'}
 EMBEDDING = 'token_embedder/embedding'
@@ -84,7 +83,7 @@ def test_what_a_user_adds_to_a_step_is_what_it_says(monkeypatch):
     }
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-6, err_msg=name)
-    options = compiler.options(spec.mesh, 'float32') | TREE_REDUCTION
+    options = kernels.compiler_options(spec.mesh, 'float32') | TREE_REDUCTION
     one_after_another = jax.jit(sums_of).lower(params[EMBEDDING], params).compile(options)
     for name, value in one_after_another(params[EMBEDDING], params).items():
         assert relative_error(value, expected[name]) > 1e-5, name
@@ -110,7 +109,7 @@ def test_sums_and_means_are_exact(shape, mesh, monkeypatch):
     for axis in range(x.ndim):
         for keepdims in (False, True):
             expected[f'mean {axis} {keepdims}'] = exact.mean(axis, keepdims=keepdims)
-    in_stages = jax.jit(numbers).lower(x).compile(compiler.options(mesh, 'float32'))(x)
+    in_stages = jax.jit(numbers).lower(x).compile(kernels.compiler_options(mesh, 'float32'))(x)
     kernels.reduce.clear_cache()
     monkeypatch.setattr(kernels, 'for_device', lambda plain, on_cpu, *arrays: plain(*arrays))
     plain = jax.jit(lambda x: numbers(x))(x)
@@ -162,7 +161,7 @@ def test_the_gradient_of_a_norms_scale_is_summed_in_float32(dtype, tolerance, me
     grad_bTD = jnp.array(random.normal(0.3, 1, x_bTD.shape), dtype)
     _, found_D = gradients(
         lambda x_bTD, scale_D: model.normalize(x_bTD, scale_D, dtype),
-        compiler.options(mesh, dtype),
+        kernels.compiler_options(mesh, dtype),
         grad_bTD,
         x_bTD,
         jnp.ones(64),
@@ -184,7 +183,7 @@ def test_the_gradients_of_attention_weights_are_summed_in_float32(dtype, toleran
         lambda logits_bhTM, relpos_1hTM: model.attention_weights(
             logits_bhTM, mask_b1TM, relpos_1hTM, dtype
         ),
-        compiler.options(mesh, dtype),
+        kernels.compiler_options(mesh, dtype),
         grad_bhTM,
         logits_bhTM,
         relpos_1hTM,

@@ -18,8 +18,8 @@ import train
 from formats import best
 from prepare import make_spec
 from run.console import Console
+from run.interval import NotFinite
 from run.lock import lock
-from run.not_finite import NotFinite
 from run.workdir import Metrics, Workdir
 from stream import Stream
 from vocabulary import ByteVocabulary

@@ -8,7 +8,6 @@ import pytest
 
 import kernels
 import partition
-from run import compiler
 
 YNNPACK = 'ynn_fusion'  # in the text of a program that uses it
 
@@ -26,16 +25,16 @@ def compile_sum(options):
 
 
 def test_ynnpack_is_left_out(mesh, monkeypatch):
-    assert YNNPACK in compile_sum(None), 'XLA does not use YNNPACK: compiler.py can go'
+    assert YNNPACK in compile_sum(None), 'XLA does not use YNNPACK: kernels.compiler_options can go'
     for dtype, multiplies_bfloat16 in (('float32', True), ('bfloat16', False)):
-        monkeypatch.setattr(compiler, 'multiplies_bfloat16', lambda has=multiplies_bfloat16: has)
-        assert YNNPACK not in compile_sum(compiler.options(mesh, dtype))
+        monkeypatch.setattr(kernels, 'multiplies_bfloat16', lambda has=multiplies_bfloat16: has)
+        assert YNNPACK not in compile_sum(kernels.compiler_options(mesh, dtype))
 
 
 def test_products_of_bfloat16_are_left_to_ynnpack(mesh, monkeypatch):
     """Not their sums; where the CPU has instructions for them."""
-    monkeypatch.setattr(compiler, 'multiplies_bfloat16', lambda: True)
-    options = compiler.options(mesh, 'bfloat16')
+    monkeypatch.setattr(kernels, 'multiplies_bfloat16', lambda: True)
+    options = kernels.compiler_options(mesh, 'bfloat16')
     matrix = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
     multiply = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32))
     assert YNNPACK in multiply.lower(matrix).compile(options).as_text()
@@ -43,9 +42,7 @@ def test_products_of_bfloat16_are_left_to_ynnpack(mesh, monkeypatch):
     assert YNNPACK not in program.as_text()
 
 
-@pytest.mark.skipif(
-    not compiler.multiplies_bfloat16(), reason='this CPU does not multiply bfloat16'
-)
+@pytest.mark.skipif(not kernels.multiplies_bfloat16(), reason='this CPU does not multiply bfloat16')
 def test_a_product_and_its_gradients_are_of_bfloat16(mesh):
     """All three, from matrices that are computed, as in a step: none is converted to float32."""
     x, kernel = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 128), (128, 256)))
@@ -55,7 +52,7 @@ def test_a_product_and_its_gradients_are_of_bfloat16(mesh):
         return jnp.sin(kernels.matmul(x, kernel).astype(jnp.float32)).sum()
 
     program = jax.jit(jax.value_and_grad(total, argnums=(0, 1))).lower(x, kernel)
-    text = program.compile(compiler.options(mesh, 'bfloat16')).as_text()
+    text = program.compile(kernels.compiler_options(mesh, 'bfloat16')).as_text()
     with_products = [part for part in text.split('\n\n') if re.search(r' dot\(', part)]
     assert len(with_products) == 3
     for part in with_products:
@@ -74,24 +71,24 @@ def test_a_product_and_its_gradients_are_of_bfloat16(mesh):
     ],
 )
 def test_instructions_for_bfloat16(flags, is_found, monkeypatch):
-    monkeypatch.setattr(compiler.Path, 'read_text', lambda self: f'processor : 0\n{flags}\n')
-    assert compiler.multiplies_bfloat16.__wrapped__() == is_found
+    monkeypatch.setattr(kernels.Path, 'read_text', lambda self: f'processor : 0\n{flags}\n')
+    assert kernels.multiplies_bfloat16.__wrapped__() == is_found
 
 
 def test_a_system_without_cpuinfo(monkeypatch):
     def read_text(self):
         raise FileNotFoundError
 
-    monkeypatch.setattr(compiler.Path, 'read_text', read_text)
-    assert not compiler.multiplies_bfloat16.__wrapped__()
+    monkeypatch.setattr(kernels.Path, 'read_text', read_text)
+    assert not kernels.multiplies_bfloat16.__wrapped__()
 
 
 def test_flags_of_the_user_have_precedence(mesh, monkeypatch):
-    assert compiler.options(mesh, 'float32').keys() == {compiler.YNNPACK}
-    monkeypatch.setenv('XLA_FLAGS', f'--xla_dump_to=/tmp --{compiler.YNNPACK}=individual_dot')
-    assert not compiler.options(mesh, 'float32')
+    assert kernels.compiler_options(mesh, 'float32').keys() == {kernels.YNNPACK}
+    monkeypatch.setenv('XLA_FLAGS', f'--xla_dump_to=/tmp --{kernels.YNNPACK}=individual_dot')
+    assert not kernels.compiler_options(mesh, 'float32')
 
 
 def test_xla_that_lacks_the_option(mesh, monkeypatch):
-    monkeypatch.setattr(compiler, 'YNNPACK', 'xla_cpu_no_such_option')
-    assert not compiler.knows_ynnpack.__wrapped__(mesh)
+    monkeypatch.setattr(kernels, 'YNNPACK', 'xla_cpu_no_such_option')
+    assert not kernels.knows_ynnpack.__wrapped__(mesh)
