@@ -38,7 +38,7 @@ from configs import check as settings
 from formats import best, own_model, own_options, t5x
 from model import T5Config
 from randomness import digest
-from run import console, memory, results, start, task_metrics, verify, workdir
+from run import checks, console, memory, results, start, task_metrics, verify, workdir
 from run.agreement import check_alike
 from run.interval import NotFinite, read_count
 from run.lock import lock
@@ -164,7 +164,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
     best.check_settings(config)
     tasks.open.find(config.data)
     folder = paths.to_path(folder, may_be_new=True)
-    workdir.check_is_run(folder)
+    checks.check_is_run(folder)
     terminal = console.Console()
     spec = make_spec(config)
     microbatch_counts(config, spec)  # raises ValueError for train.num_microbatches
@@ -198,7 +198,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         held = stack.enter_context(
             lock(folder / 'lock', str(folder), remedy, jax.process_index() == 0)
         )
-        workdir.check_shared(folder)
+        checks.check_shared(folder)
         lines = best.read_metrics(folder)
         with terminal.working('Verifying the newest checkpoint'):
             begin = start.find_start(config, folder, wanted(spec), lines, terminal.line)
@@ -232,7 +232,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         if begin.is_resumed:
             own_model.check_same(directory, spec.model_config, otherwise='name another --workdir')
             options = own_options.default_options(spec.model_config)
-            workdir.compare_settings(directory, resolved, options, mixture)
+            checks.compare_settings(directory, resolved, options, mixture)
             start.choose(begin.leaves, wanted(spec).shapes)
         results.Results(folder).scores()  # raises ValueError for a file that is damaged
 
@@ -304,7 +304,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
                     f'starts: use {begin.step} or less'
                 )
             saved = train.saved_tree(spec, spec.state_shapes)
-            workdir.check_saving(folder, memory.num_state_bytes(saved))
+            checks.check_saving(folder, memory.num_state_bytes(saved))
             terminal.line(
                 f'{begin.description}; compiling, then a line every {config.log.every_steps} steps.'
             )
@@ -337,7 +337,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             interval = json.loads((directory / 'interval.json').read_bytes())
             # A run started from restore.path may not have logged yet.
             may_be_unlogged = config.restore.path and (folder / 'metrics.jsonl').exists()
-            gap = workdir.missing_lines(lines, directory, len(interval), may_be_unlogged)
+            gap = checks.missing_lines(lines, directory, len(interval), may_be_unlogged)
             if gap:
                 terminal.line(gap)
 

@@ -28,7 +28,7 @@ from modes import command_line, process
 from modes.of_checkpoint import changes_model, check_rows, settings_of, vocabulary_of_checkpoint
 from paths import AnyPath
 from randomness import digest
-from run import results, task_metrics, workdir
+from run import checks, results, task_metrics, workdir
 from run.console import Console
 from run.examples import check_split
 from sources.files import file_from_json
@@ -264,7 +264,7 @@ def choose(path: str, step: str, watch: bool) -> Chosen:
     steps = checkpoint.steps(folder)
     is_run = bool(steps)
     if watch and not (folder / 'checkpoint').exists():
-        is_run = is_run or workdir.is_run(folder)
+        is_run = is_run or checks.is_run(folder)
     if (step or watch) and not is_run:
         flag = '--watch' if watch else f'--step={step}'
         raise ValueError(
@@ -287,7 +287,7 @@ def output_folder(chosen: Chosen, output_dir: str) -> AnyPath:
         folder = chosen.folder
     else:
         folder = chosen.folder.parent
-    if not output_dir and not workdir.is_run(folder):
+    if not output_dir and not checks.is_run(folder):
         raise ValueError(
             f'{chosen.folder} is in no run, which would take the results: name --output_dir'
         )

@@ -62,7 +62,7 @@ from messages import first_ten
 from model import T5Config
 from modes import command_line, infer_input, process
 from modes.of_checkpoint import changes_model, check_rows, settings_of, vocabulary_of_checkpoint
-from run import results, workdir
+from run import checks, results
 from run.agreement import check_alike
 from run.console import describe_trimming
 from run.examples import PRETOKENIZED, Example, check_split, read_split
@@ -569,7 +569,7 @@ def check_output(job: Job) -> None:
         results.check_writable(folder)
     file = folder / SETTINGS
     if file.exists():
-        changes = workdir.changed_settings(paths.read_json(file), settings_as_json(job))
+        changes = checks.changed_settings(paths.read_json(file), settings_as_json(job))
         if changes:
             raise ValueError(
                 f'{folder} holds results of other settings ({first_ten(changes, "; ")}): name '

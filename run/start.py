@@ -17,7 +17,7 @@ from configs import check as settings
 from formats import own_model, t5x
 from messages import first_ten
 from model import T5Config
-from run import verify, workdir
+from run import checks, verify
 from vocabulary import (
     ByteVocabulary,
     changed_id,
@@ -61,10 +61,10 @@ def find_start(
     """
     step = verify.newest_valid(folder, report)
     if step is None:
-        workdir.check_never_saved(folder, lines)
+        checks.check_never_saved(folder, lines)
         return choose_initial(config, wanted)
     directory = folder / f'checkpoint_{step}'
-    if not workdir.is_own_config(directory / 'config.json'):
+    if not checks.is_own_config(directory / 'config.json'):
         raise ValueError(
             f'{directory} was not saved by a run of this program: move it away, or name another --workdir'
         )

@@ -1,4 +1,4 @@
-"""What a run keeps in its workdir, and whether a folder is a run.
+"""What a run keeps in its workdir.
 
     lock               held by the process that uses the workdir
     config.json        the resolved settings; marks the folder as a run of this program
@@ -15,10 +15,7 @@ With several processes, the first one writes.
 
 import json
 import os
-import secrets
-import shutil
 import tempfile
-import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,234 +23,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import tensorboard.summary
-from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
 import checkpoint
 import partition
 import paths
-from configs import base
-from configs.check import read_stored
 from formats import best
 from run.lock import Lock
-from sources.files import describe_changes, file_from_json
-from stream import OpenMixture
 
-# The files that a run writes into its workdir. It refuses another folder that has one.
-NAMES = (
-    'lock',
-    'config.json',
-    'model-info.txt',
-    'vocabulary.model',
-    'metrics.jsonl',
-    'train',
-    'training_eval',
-    'inference_eval',
-    'results.csv',
-    'checkpoint_*',
-    # Checkpoints of other programs, which infer.load could not tell from a run.
-    'checkpoint',
-    '*.safetensors',
-    '*.ckpt-*',
-)
-# The settings that may change when a run goes on. The contents of files are compared instead.
-MAY_CHANGE = (
-    'train/steps',
-    'train/relative_steps',
-    'train/epochs',
-    'train/early_stopping',
-    'train/on_not_finite',
-    'train/max_not_finite',
-    'train/num_microbatches',
-    'mesh/',
-    'log/',
-    'save/',
-    'eval/',
-    'infer_eval/',
-    'decode/',
-    'model/remat',
-    'model/scan_layers',
-    'model/module',
-    'data/files',
-    'data/validation_files',
-    'data/test_files',
-    'data/metrics',
-    'data/module',
-    'data/cache_dirs',
-    'data/use_cached',
-    'data/num_workers',
-    'data/allow_changed_files',  # of runs of 0.1.0
-    'data/tfds',
-    'data/vocabulary',
-    'data/on_bad_line',
-    'data/max_bad_fraction',
-)
-LOCK_TEXT = b'process '  # how our lock begins
-SECONDS_TO_SEE = 10  # in which a file of the first process appears for the others
 LAST_STEP = 'last_step'  # in config.json: where a run ended before train.steps
-
-
-def check_is_run(workdir: Any) -> None:
-    """Raise ValueError where `workdir` is no run of this program and a run would overwrite files."""
-    paths.check_new(workdir)
-    if is_run(workdir):
-        return
-    for path in sorted(checkpoint.list_folder(workdir)):
-        if not any(path.match(pattern) for pattern in NAMES):
-            continue
-        if path.name == 'lock' and path.is_file():  # that of a start that was refused or stopped
-            if path.read_bytes()[: len(LOCK_TEXT)] in (b'', LOCK_TEXT):
-                continue
-        raise ValueError(
-            f'{workdir} is not a run of this program; name another --workdir '
-            f'({path.name} is in it, which a run would overwrite)'
-        )
-
-
-def is_run(workdir: Any) -> bool:
-    """Return whether the config.json of a folder, or of one of its checkpoints, is that of a run."""
-    for path in checkpoint.list_folder(workdir):  # a client's glob lists all that lies below
-        if path.name.startswith('checkpoint_') and is_own_config(path / 'config.json'):
-            read_stored(workdir)
-            return True
-    return is_own_config(workdir / 'config.json')
-
-
-def is_own_config(file: Any) -> bool:
-    """Return whether `file` is a config.json that a run of this program has written."""
-    try:
-        settings = json.loads(file.read_bytes())
-    except (ValueError, RecursionError, FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return False
-    return isinstance(settings, dict) and {'data_fingerprint', 'model', 'train'} <= settings.keys()
-
-
-def check_shared(workdir: Any) -> None:
-    """Raise ValueError where a process does not see what the first one writes into `workdir`."""
-    if jax.process_count() == 1 or not isinstance(workdir, Path):
-        return
-    number = partition.from_first_process(np.array(secrets.randbits(32)))
-    file = workdir / f'.seen-{number}'
-    if jax.process_index() == 0:
-        file.touch()
-    deadline = time.monotonic() + SECONDS_TO_SEE
-    while not file.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    is_seen = partition.from_processes(np.array(file.exists()))
-    if jax.process_index() == 0:
-        file.unlink()
-    if not is_seen.all():
-        raise ValueError(
-            f'--workdir={workdir}: process {is_seen.argmin()} of {len(is_seen)} does not see what process 0 '
-            'writes there: name a folder on a disk that all hosts share, or in a bucket'
-        )
-
-
-def check_saving(workdir: Any, num_bytes: int) -> None:
-    """Raise OSError where `workdir` cannot hold a checkpoint of `num_bytes`. Every process calls it.
-
-    Saves and restores a small array: it finds missing permissions, names and full disks.
-    """
-    folder = workdir / '.saving'
-    try:
-        if jax.process_index() == 0 and folder.exists():
-            paths.remove_folder(folder)
-        multihost_utils.sync_global_devices(f'{folder} is removed')
-        checkpoint.restore(checkpoint.save(folder, 0, {'target/values': np.zeros(8, np.float32)}))
-        multihost_utils.sync_global_devices(f'{folder} is read')
-        if jax.process_index() == 0:
-            paths.remove_folder(folder)
-    except (OSError, ValueError) as error:
-        reason = paths.reason(error.__cause__ or error)
-        raise OSError(
-            f'{workdir} cannot hold checkpoints ({reason}): correct its permissions or disk, or name '
-            'another --workdir'
-        ) from error
-    if not isinstance(workdir, Path):
-        return
-    free = shutil.disk_usage(workdir).free
-    if free < num_bytes:
-        raise OSError(
-            f'{workdir} has {free / 1e9:.1f} GB of free space, a checkpoint takes {num_bytes / 1e9:.1f}:'
-            ' free some, or name another --workdir'
-        )
-
-
-def check_never_saved(workdir: Any, lines: Sequence[Mapping]) -> None:
-    """Raise ValueError where a run has lost its checkpoints: a new start would erase its metrics.
-
-    `lines`: those of metrics.jsonl.
-    """
-    is_saving = bool(checkpoint.unfinished(workdir))  # the first save was interrupted
-    if is_saving or not is_own_config(workdir / 'config.json'):
-        return
-    stored = read_stored(workdir)
-    last = stored['train']['steps']
-    first_save = min(stored['save']['every_steps'], last)
-    num_steps = max((line['step'] for line in lines), default=0)
-    is_finished = any(line['step'] == last and line['run'] != 'train' for line in lines)
-    if num_steps > first_save or is_finished:
-        raise ValueError(
-            f'{workdir} has the metrics of {num_steps:,} steps but no checkpoint: put its checkpoints '
-            'back, remove metrics.jsonl to start at step 0, or name another --workdir'
-        )
-
-
-def compare_settings(
-    directory: Any, settings: Mapping, options: Mapping, mixture: OpenMixture
-) -> None:
-    """Raise ValueError for changes with which the run may not continue that saved a checkpoint.
-
-    `settings`: the content of config.json today; `options`: the defaults of model.options. The text is
-    compared by content, not by the names of files.
-    """
-    workdir = directory.parent
-    old = json.loads((directory / 'config.json').read_text())
-    is_other_text = old['data_fingerprint'] != settings['data_fingerprint']
-    may_change: tuple[str, ...] = MAY_CHANGE
-    if 'base' in settings:  # of adapters: base/fingerprint stands for its content
-        may_change += ('restore/path', 'base/directory')
-    if is_other_text:
-        may_change += ('data_fingerprint', 'corpus')
-    # A setting that the run does not have did not exist yet.
-    defaults = checkpoint.flatten(json.loads(base.get_config().to_json()))
-    defaults |= checkpoint.flatten({'model': {'options': options}})
-    changes = changed_settings(defaults | checkpoint.flatten(old), settings, may_change)
-    if changes:
-        raise ValueError(
-            f'{workdir} holds a run with other settings ({"; ".join(changes)}): go on with those, or '
-            'name another --workdir'
-        )
-    files = json.loads((directory / 'data_files.json').read_bytes())
-    if any(file.get('changes') for file in files):
-        raise ValueError(
-            f'{workdir} was continued on corrected files (data.allow_changed_files), which is no longer '
-            'possible: name another --workdir, and restore.path to begin with its parameters'
-        )
-    if is_other_text:
-        changes_of_text = describe_changes([file_from_json(file) for file in files], mixture.files)
-        raise ValueError(f'{workdir} holds a run on other text: {changes_of_text}')
-
-
-def changed_settings(old: Mapping, new: Mapping, may_change: tuple[str, ...] = ()) -> list[str]:
-    """Return 'name: old -> new' for each setting that differs and does not begin as `may_change`."""
-    old = checkpoint.flatten(old)
-    new = checkpoint.flatten(new)
-    changes = []
-    for name in sorted(old | new):
-        if old.get(name) != new.get(name) and not name.startswith(may_change):
-            changes.append(f'{name}: {old.get(name)!r} -> {new.get(name)!r}')
-    return changes
-
-
-def record_end(workdir: Any, step: int) -> None:
-    """Write into config.json, until the run goes on, that it has ended before train.steps."""
-    if jax.process_index() > 0:
-        return
-    file = workdir / 'config.json'
-    content = json.loads(file.read_bytes())
-    content[LAST_STEP] = step
-    paths.replace_file(file, json.dumps(content, indent=1).encode())
 
 
 class Workdir(NamedTuple):
@@ -266,37 +44,13 @@ class Workdir(NamedTuple):
     files: dict[str, bytes]  # of every checkpoint: the settings, the vocabulary, an own model
 
 
-def missing_lines(
-    lines: Sequence[Mapping], directory: paths.AnyPath, num_unlogged: int, may_be_unlogged: bool
-) -> str:
-    """Return a line about steps before a checkpoint that metrics.jsonl lacks, '' if it has all.
-
-    `lines`: those of metrics.jsonl; `num_unlogged`: the steps since the last logged one.
-    """
-    logged = [line['step'] for line in lines if line['run'] == 'train']
-    if not logged and may_be_unlogged:
-        return ''
-    step = checkpoint.step_of(directory)
-    assert step is not None
-    every_steps = read_stored(directory)['log']['every_steps']
-    expected = min(step // every_steps * every_steps, step - num_unlogged)
-    last = max(logged, default=0)
-    if last >= expected:
-        return ''
-    file = directory.parent / 'metrics.jsonl'
-    return (
-        f'{file} has no lines of the steps {last + 1:,} to {expected:,}: it is gone or cut. The run '
-        'continues without them.'
-    )
-
-
 class Events:
     """TensorBoard's events, in a folder of their own for each name.
 
     For a bucket they are written on the disk first, and each file is copied as a whole.
     """
 
-    def __init__(self, folder: Any):
+    def __init__(self, folder: paths.AnyPath):
         self.folder = folder
         self.local = folder
         if not isinstance(folder, Path):
@@ -320,7 +74,7 @@ class Events:
 class Metrics:
     """metrics.jsonl and TensorBoard. To send all numbers elsewhere as well, add a line to `write`."""
 
-    def __init__(self, workdir: Any, lines: Sequence[Mapping], corpus: str):
+    def __init__(self, workdir: paths.AnyPath, lines: Sequence[Mapping], corpus: str):
         self.corpus = corpus
         self.workdir = workdir
         self.file = workdir / 'metrics.jsonl'
@@ -409,3 +163,13 @@ def model_info(
     if num_trained < num_params:
         params.append(f'Number of trained parameters: {num_trained}')
     return '\n'.join([*params, '', *state]) + '\n'
+
+
+def record_end(workdir: paths.AnyPath, step: int) -> None:
+    """Write into config.json, until the run goes on, that it has ended before train.steps."""
+    if jax.process_index() > 0:
+        return
+    file = workdir / 'config.json'
+    content = json.loads(file.read_bytes())
+    content[LAST_STEP] = step
+    paths.replace_file(file, json.dumps(content, indent=1).encode())

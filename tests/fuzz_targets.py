@@ -36,7 +36,7 @@ import vocabulary
 from formats import best, hugging_face
 from modes import command_line, errors, infer_input
 from modes import train as train_mode
-from run import workdir
+from run import checks
 from sources import BadLines, Share, templates
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -336,7 +336,7 @@ def read_flags(file: Path) -> None:
             train_mode.parse(values['profile'], folder)
             best.check_settings(config)
             tasks.open.find(config.data)
-            workdir.check_is_run(paths.to_path(folder, may_be_new=True))
+            checks.check_is_run(paths.to_path(folder, may_be_new=True))
             prepare.make_spec(config)
             tasks.open.open_mixture(config.data)
 

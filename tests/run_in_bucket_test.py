@@ -38,7 +38,7 @@ import numpy as np
 
 import checkpoint
 import paths
-from run import verify, workdir
+from run import checks, verify, workdir
 
 folder = paths.to_path(sys.argv[1], may_be_new=True)
 saver = checkpoint.Saver(folder, keep=2)
@@ -196,7 +196,7 @@ import numpy as np
 
 import checkpoint
 import paths
-from run import verify
+from run import checks, verify
 
 folder = paths.to_path(sys.argv[1], may_be_new=True)
 newest = verify.newest_valid(folder) or 0
@@ -341,7 +341,7 @@ from run.lock import lock
 for url in sys.argv[1:]:
     try:
         folder = paths.to_path(url, may_be_new=True)
-        workdir.check_is_run(folder)
+        checks.check_is_run(folder)
         lock(folder / 'lock', str(folder), 'stop it')
     except (ValueError, OSError) as error:
         print(error)

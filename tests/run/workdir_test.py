@@ -19,7 +19,7 @@ import train
 from configs import base
 from formats.best import read_metrics
 from prepare import prepare
-from run import workdir
+from run import checks
 from run.lock import lock
 
 
@@ -58,10 +58,10 @@ def test_every_name_of_a_folder_takes_checkpoints(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path / 'here')
     monkeypatch.setenv('HOME', str(tmp_path / 'home'))
     folder = paths.disk_path(name)
-    workdir.check_is_run(folder)
+    checks.check_is_run(folder)
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder / 'lock', str(folder), remedy='').close()
-    workdir.check_saving(folder, num_bytes=1000)
+    checks.check_saving(folder, num_bytes=1000)
     assert [path.name for path in folder.iterdir()] == ['lock']
     assert os.path.samefile(os.path.expanduser(name), folder)
 
@@ -112,15 +112,15 @@ def test_a_folder_that_cannot_be_written_is_reported_before_the_first_step(
     (folder / 'lock').touch()
     (folder / 'lock').chmod(0o666)
     with pytest.raises(OSError, match='cannot hold checkpoints .*ermission'), another_user():
-        workdir.check_saving(folder, num_bytes=1)
+        checks.check_saving(folder, num_bytes=1)
     os.chmod(folder, 0o755)
 
 
 def test_a_full_disk_is_reported_before_the_first_step(tmp_path):
     with pytest.raises(OSError, match=r'has .* GB of free space, a checkpoint takes 1000000000\.0'):
-        workdir.check_saving(tmp_path, num_bytes=10**18)
+        checks.check_saving(tmp_path, num_bytes=10**18)
     with full_disk(16), pytest.raises(OSError) as refused:
-        workdir.check_saving(tmp_path, num_bytes=1)
+        checks.check_saving(tmp_path, num_bytes=1)
     assert f'{tmp_path} cannot hold checkpoints' in str(refused.value)
     assert 'name another --workdir' in str(refused.value)
 
@@ -148,20 +148,20 @@ def test_a_run_that_never_saved_starts_anew(finished, tmp_path):
     (tmp_path / 'during/checkpoint_2.tmp-17').mkdir()
     (tmp_path / 'early/metrics.jsonl').unlink()
     for name in ('before', 'during', 'early'):
-        workdir.check_is_run(tmp_path / name)
-        workdir.check_never_saved(tmp_path / name, read_metrics(tmp_path / name))
+        checks.check_is_run(tmp_path / name)
+        checks.check_never_saved(tmp_path / name, read_metrics(tmp_path / name))
 
 
 def test_the_checkpoints_say_whose_a_folder_is(finished, tmp_path):
     shutil.copytree(finished, tmp_path / 'run')
     (tmp_path / 'run/config.json').write_text('{"model_type": "t5"}')
-    workdir.check_is_run(tmp_path / 'run')
+    checks.check_is_run(tmp_path / 'run')
     (tmp_path / 'run/config.json').unlink()
-    workdir.check_is_run(tmp_path / 'run')
+    checks.check_is_run(tmp_path / 'run')
     for copy in (tmp_path / 'run').glob('checkpoint_*/config.json'):
         copy.unlink()
     with pytest.raises(ValueError, match='not a run of this program'):
-        workdir.check_is_run(tmp_path / 'run')
+        checks.check_is_run(tmp_path / 'run')
 
 
 def test_other_files_in_the_folder_are_left_alone(corpus, tmp_path):
@@ -339,5 +339,5 @@ def test_a_run_on_corrected_files_is_refused(corpus, finished, tmp_path):
 
 
 def test_a_setting_that_no_longer_exists_is_a_change():
-    changes = workdir.changed_settings({'optimizer': {'momentum': 0.5}}, {}, may_change=())
+    changes = checks.changed_settings({'optimizer': {'momentum': 0.5}}, {}, may_change=())
     assert 'optimizer/momentum: 0.5 -> None' in changes
