@@ -4,14 +4,12 @@
 batches, compiled step, state. train.py takes the steps.
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools
 import io
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Mapping
 from concurrent import futures
@@ -36,7 +34,6 @@ import tasks.open
 import train
 from configs import check as settings
 from formats import best, own_model, own_options, t5x
-from model import T5Config
 from randomness import digest
 from run import checks, console, memory, results, start, task_metrics, verify, workdir
 from run.agreement import check_alike
@@ -77,47 +74,10 @@ def make_spec(
     # These names are parsed when they are first used: parse them now.
     _ = spec.normalizing_factor
     _ = spec.tx  # and its schedule
-    check_adapters(spec.model_config)
-    check_scan(spec.model_config)
+    checks.check_adapters(spec.model_config)
+    checks.check_scan(spec.model_config)
     _ = spec.trained
     return spec
-
-
-def check_adapters(config: T5Config) -> None:
-    """Raise ValueError where adapters are asked for and no kernel has one."""
-    shapes = model.shapes(config)
-    if config.lora_rank and not any(re.fullmatch(model.ADAPTER, path) for path in shapes):
-        kernels = [path for path in shapes if path.endswith('/kernel')]
-        raise ValueError(
-            f'model.lora_targets={config.lora_targets!r} matches none of the {len(kernels)} kernels: '
-            f'it must match the whole path of one or more, such as {kernels[0]!r}'
-        )
-
-
-def check_scan(config: T5Config) -> None:
-    """Raise ValueError where a scan over layers is asked for and its periods are not alike."""
-    if not config.scan_layers:
-        return
-    period = config.modules.period
-    num_layers = {'encoder': config.num_encoder_layers, 'decoder': config.num_decoder_layers}
-    for stack, count in num_layers.items():
-        if count % period:
-            raise ValueError(
-                f'model.num_{stack}_layers={count} with model.scan_layers=True: {config.module} scans '
-                f'{period} layers at a time: set a multiple of {period}, or model.scan_layers=False'
-            )
-    counts: collections.Counter[tuple[str, str, int]] = collections.Counter()
-    for path in model.shapes(config):
-        match = re.fullmatch(r'(encoder|decoder)/layers_(\d+)/(.+)', path)
-        if match:
-            counts[match[1], match[3], int(match[2]) % period] += 1
-    for (stack, name, _), count in counts.items():
-        if count != num_layers[stack] // period:
-            raise ValueError(
-                f'model.scan_layers=True: {count} of the layers have {stack}/layers_*/{name}, which all or '
-                'none must have: set it to False, model.lora_targets to the kernels of all layers, or the '
-                'period of an own model to the layers after which they repeat'
-            )
 
 
 def microbatch_counts(config: ConfigDict, spec: train.StepSpec) -> list[int]:

@@ -1,6 +1,8 @@
 """Whether a run may begin or continue in a folder, before anything is compiled."""
 
+import collections
 import json
+import re
 import secrets
 import shutil
 import time
@@ -12,10 +14,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import checkpoint
+import model
 import partition
 import paths
 from configs import base
 from configs.check import read_stored
+from model import T5Config
 from sources.files import describe_changes, file_from_json
 from stream import OpenMixture
 
@@ -247,3 +251,43 @@ def missing_lines(
         f'{file} has no lines of the steps {last + 1:,} to {expected:,}: it is gone or cut. The run '
         'continues without them.'
     )
+
+
+# The model.
+
+
+def check_adapters(config: T5Config) -> None:
+    """Raise ValueError where adapters are asked for and no kernel has one."""
+    shapes = model.shapes(config)
+    if config.lora_rank and not any(re.fullmatch(model.ADAPTER, path) for path in shapes):
+        kernels = [path for path in shapes if path.endswith('/kernel')]
+        raise ValueError(
+            f'model.lora_targets={config.lora_targets!r} matches none of the {len(kernels)} kernels: '
+            f'it must match the whole path of one or more, such as {kernels[0]!r}'
+        )
+
+
+def check_scan(config: T5Config) -> None:
+    """Raise ValueError where a scan over layers is asked for and its periods are not alike."""
+    if not config.scan_layers:
+        return
+    period = config.modules.period
+    num_layers = {'encoder': config.num_encoder_layers, 'decoder': config.num_decoder_layers}
+    for stack, count in num_layers.items():
+        if count % period:
+            raise ValueError(
+                f'model.num_{stack}_layers={count} with model.scan_layers=True: {config.module} scans '
+                f'{period} layers at a time: set a multiple of {period}, or model.scan_layers=False'
+            )
+    counts: collections.Counter[tuple[str, str, int]] = collections.Counter()
+    for path in model.shapes(config):
+        match = re.fullmatch(r'(encoder|decoder)/layers_(\d+)/(.+)', path)
+        if match:
+            counts[match[1], match[3], int(match[2]) % period] += 1
+    for (stack, name, _), count in counts.items():
+        if count != num_layers[stack] // period:
+            raise ValueError(
+                f'model.scan_layers=True: {count} of the layers have {stack}/layers_*/{name}, which all or '
+                'none must have: set it to False, model.lora_targets to the kernels of all layers, or the '
+                'period of an own model to the layers after which they repeat'
+            )
