@@ -151,8 +151,7 @@ LONG_T5 = re.compile(r'long[-_. ]?t5(?!x)', re.IGNORECASE)
 def check_family(directory: paths.AnyPath) -> None:
     """Raise ValueError for a checkpoint of LongT5, which has T5's shapes and another attention.
 
-    A folder of its path says so, T5X's gin beside it, or the model_type of its config.json. The config of a
-    checkpoint of this program says that it is none.
+    A folder of its path or T5X's gin beside it says so. The config of a checkpoint of this program says that it is none.
     """
     if read_stored(directory):
         return
@@ -167,22 +166,18 @@ def check_family(directory: paths.AnyPath) -> None:
             signs.append(f'its path has {part!r}: rename that if it is another model')
     for folder in folders_of(target):
         for file in checkpoint.list_folder(folder):
-            if file.suffix == '.gin' and LONG_T5.search(re.sub('#.*', '', _text_of(file))):
+            if file.suffix != '.gin' or not paths.is_file(file):
+                continue
+            text = file.read_bytes().decode(errors='replace')
+            if LONG_T5.search(re.sub('#.*', '', text)):
                 signs.append(
                     f'{file.name} beside it names longt5: remove that if it is of another model'
                 )
-    config_file = directory / 'config.json'
-    if paths.is_file(config_file) and paths.read_json(config_file).get('model_type') == 'longt5':
-        signs.append(f'{config_file}: model_type=longt5')
     if signs:
         raise ValueError(
             f'{directory}: LongT5 is not supported yet, and read as a T5 its answers are wrong beyond 128 tokens: '
             f'name a T5, mT5 or umT5; {signs[0]}'
         )
-
-
-def _text_of(file: paths.AnyPath) -> str:
-    return file.read_bytes().decode(errors='replace') if paths.is_file(file) else ''
 
 
 def saved_step(leaves: Mapping[str, Leaf]) -> int:

@@ -209,7 +209,7 @@ class LayerEntry:
         """Return the layer in its stored dtype."""
         stack = self.stack
         if not isinstance(stack, np.ndarray):
-            stack = _read_once(stack)  # type: ignore[arg-type]  # which does not say that it is hashable
+            stack = _read_once(stack)  # type: ignore[arg-type]  # a ZarrEntry: hashable
         return stack[:, self.layer].reshape(self.shape)
 
 

@@ -513,7 +513,7 @@ def assert_restored(run):
     if run.progress.step == 0:
         return
     saved = checkpoint.restore(run.workdir.path / f'checkpoint_{run.progress.step}')
-    tree = state_names.to_t5x(*run.state)
+    tree = state_names.to_t5x(*run.progress.state)
     assert tree.keys() == saved.keys()
     for path, array in tree.items():
         whole = np.asarray(saved[path])

@@ -280,7 +280,9 @@ def check_answers(t5, is_long=True):
     np.testing.assert_array_equal(logits_bTV.argmax(axis=-1)[is_token_bT], answers_bT[is_token_bT])
     log_probs_bTV = jax.nn.log_softmax(logits_bTV)
     log_probs_bT = np.take_along_axis(log_probs_bTV, answers_bT[:, :, None], axis=2)[:, :, 0]
-    assert_close([x.scores[0] for x in answers], (log_probs_bT * is_token_bT).sum(axis=1), 1e-5)
+    assert_close(
+        np.array([x.scores[0] for x in answers]), (log_probs_bT * is_token_bT).sum(axis=1), 1e-5
+    )
     return batch
 
 

@@ -247,7 +247,7 @@ def test_what_is_used_of_a_run_is_the_average(corpus, expected, tmp_path):
     prepared = prepare(best_config(corpus), shutil.copytree(expected, tmp_path / 'run'))
     prepared.workdir.lock.close()
     [evaluation] = prepared.evaluations
-    assert evaluation(average)['loss'] == losses_of(expected)[last]
+    assert evaluation(average, last, lambda count: 0)['loss'] == losses_of(expected)[last]
     assert (
         evaluation(prepared.progress.state.params, last, lambda count: 0)['loss']
         != losses_of(expected)[last]
@@ -258,9 +258,10 @@ def test_what_is_used_of_a_run_is_the_average(corpus, expected, tmp_path):
     config.train.relative_steps = 1
     started = prepare(config, tmp_path / 'new')
     started.workdir.lock.close()
-    chex.assert_trees_all_equal(dict(started.state.params), dict(average))
+    chex.assert_trees_all_equal(dict(started.progress.state.params), dict(average))
     chex.assert_trees_all_equal(
-        optimizer.averaged({}, started.state.opt_state), dict(started.state.params)
+        optimizer.averaged({}, started.progress.state.opt_state),
+        dict(started.progress.state.params),
     )
 
 
@@ -274,8 +275,8 @@ def test_the_average_is_split_like_its_parameter(corpus, expected, tmp_path, is_
         config.restore.path = str(expected)
         config.restore.only = 'target/.*'
     started = prepare(config, tmp_path)
-    params = started.state.params
-    average = optimizer.averaged({}, started.state.opt_state)
+    params = started.progress.state.params
+    average = optimizer.averaged({}, started.progress.state.opt_state)
     assert average.keys() == params.keys()
     for path, x in params.items():
         assert average[path].sharding == x.sharding, path
