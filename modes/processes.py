@@ -33,6 +33,7 @@ CONTINUES = 'all others are stopped, and the same command continues from what is
 TICK_SECONDS = 1  # between two looks at which processes live
 SECONDS_TO_SAY = 1  # for process 0 to report an error that all processes have
 GRACE_SECONDS = 5  # for the others to end by themselves after one that failed
+STATUS_OF_XLA = re.compile(r'[A-Z]+(_[A-Z]+)*: ')  # 'UNKNOWN: Gloo AllGather failed'
 NEVER = 10**9  # milliseconds
 
 
@@ -224,6 +225,7 @@ class Group:
             return status
         from partition import ProcessFailed  # imports JAX
 
+        self._await_name(error)
         text = errors.one_line(error)
         if self.number == 0:
             self.client.key_value_set('error', text)
@@ -241,16 +243,20 @@ class Group:
             return ''
 
     def crash(self, error: Exception) -> int:
-        """Report an error that nobody expects, and end the other processes, too. Return 1 if there are none.
-
-        XLA may fail because another process is lost, long before the heartbeat has its name.
-        """
-        if self.client and type(error).__name__ == 'JaxRuntimeError':
-            time.sleep(self.heartbeat + GRACE_SECONDS)
+        """Report an error that nobody expects, and end the other processes, too. Return 1 if there are none."""
+        self._await_name(error)
         traceback.print_exception(error)
         if self.client:
             self._end_all(1)
         return 1
+
+    def _await_name(self, error: BaseException) -> None:
+        """Wait after an error of XLA: another process may be lost, and the heartbeat names it later.
+
+        XLA's errors are JaxRuntimeError or, of an array that is fetched, ValueError; both begin with a status.
+        """
+        if self.client and STATUS_OF_XLA.match(str(error)):
+            time.sleep(self.heartbeat + GRACE_SECONDS)
 
     def _end_all(self, status: int) -> NoReturn:
         assert self.client

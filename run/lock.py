@@ -95,7 +95,9 @@ class DiskLock(Lock):
 
     def close(self) -> None:
         super().close()
-        self._stream.close()
+        if not self._stream.closed:
+            self._stream.truncate(0)
+            self._stream.close()
 
 
 class BucketLock(Lock):

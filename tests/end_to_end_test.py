@@ -371,7 +371,7 @@ def test_the_command_of_the_readme(tmp_path):
     assert checkpoint.steps(tmp_path) == [8]
     again = main(*command)
     assert again.returncode == 0
-    assert 'this run is finished' in again.stdout
+    assert 'nothing to do' in again.stdout
     assert checkpoint.steps(tmp_path) == [8]
     finetuned = main(
         '--config=configs/finetune_pydoc.py',

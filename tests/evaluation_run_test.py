@@ -61,10 +61,10 @@ def lines_of(folder, name):
 
 
 def files_of(folder):
-    """{path: content} of all files but TensorBoard's and locks."""
+    """{path: content} of all files but TensorBoard's."""
     found = {}
     for file in folder.rglob('*'):
-        if file.is_file() and not file.name.startswith(('events.', '.lock')):
+        if file.is_file() and not file.name.startswith('events.'):
             found[str(file.relative_to(folder))] = file.read_bytes()
     return found
 

@@ -45,6 +45,7 @@ def sbatch(script, folder, *arguments):
     options = dict(re.findall(r'^#SBATCH --([\w-]+)=(.*)$', script.read_text(), re.MULTILINE))
     of_job = {
         'SLURM_JOB_ID': str(os.getpid()),
+        'TF_CPP_MIN_LOG_LEVEL': '3',  # the config imports JAX, before main.py sets it
         'SLURM_NNODES': options['nodes'],
         'SLURM_NTASKS_PER_NODE': options['ntasks-per-node'],
         'SLURM_CPUS_PER_TASK': options['cpus-per-task'],

@@ -451,7 +451,7 @@ TABLES['texts'] = {
     'objective': of_text('--config.data.task=ul2', message='data.lengths.targets=29: too short for the inputs; use 1'),
     'modes': of_text('--config.data.task=ul2', '--config.data.lengths.inputs=4', message='data.lengths.inputs=4 is too '),
     'concatenate': of_text('--config.data.concatenate=maybe', message="data.concatenate='maybe': must be one of"),
-    'task for evaluation': of_text('--config.data.task=glue_ax_v002', message="data.files='text.txt' are for training"),
+    'task for evaluation': of_text('--config.data.task=glue_ax_v002', message="data.files='text.txt' is not for"),
     'records of a mixture': of_text('--config.data.task=t0_train', message="data.files='text.txt' is not for data.task='t0_train', which is a mixture"),
     'no data set': Row([TINY, '--config.data.task=glue_sst2_v002', '--config.data.tfds_dir={dir}'], "data.tfds='glue/sst2:1.0.0': {dir}"),
     'no caches': of_text('--config.data.cache_dirs=nowhere', message="data.cache_dirs='nowhere'"),

@@ -395,13 +395,13 @@ def test_a_run_goes_on_after_one_of_two_processes_is_lost(
 
 SLOW_STEPS = """
 import time, train
-show = train.show
+log = train.log
 
-def show_slowly(*arguments):
+def log_slowly(*arguments):
     time.sleep(3)
-    show(*arguments)
+    log(*arguments)
 
-train.show = show_slowly
+train.log = log_slowly
 """
 
 

@@ -39,7 +39,7 @@ def test_steps_are_traced(corpus, uninterrupted, tmp_path, capsys):
     assert traced_steps(tmp_path) == [[2]]
     assert '--profile=2:5: this run takes the steps 4 to 6.' in train('2:5')
     assert sorted(traced_steps(tmp_path)) == [[2], [4, 5]]
-    assert 'this run is finished' in train('2:5')
+    assert 'nothing to do' in train('2:5')
     assert_same_run(tmp_path, uninterrupted, 6)
 
 

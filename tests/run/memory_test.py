@@ -117,7 +117,7 @@ def test_a_model_that_does_not_fit(corpus, tmp_path, monkeypatch):
     config = small_config(corpus)
     config.train.batch_size = 2
     config.model.dropout_rate = 0.0  # compiles twice as fast
-    state_bytes = plan.num_state_bytes(make_spec(config).shapes)
+    state_bytes = plan.num_state_bytes(make_spec(config).state_shapes)
     monkeypatch.setattr(plan, 'memory_limit', lambda mesh: state_bytes - 1)
     with pytest.raises(
         ValueError,
