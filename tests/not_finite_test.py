@@ -37,7 +37,7 @@ import state_names
 import tasks.open
 import train
 from prepare import make_spec, prepare
-from run import not_finite, verify
+from run import interval, verify
 from stream import Stream
 from vocabulary import ByteVocabulary
 
@@ -385,8 +385,8 @@ def test_a_run_that_is_killed_after_such_a_step(action, finished, tmp_path, monk
                 run(records_config(finished, action), tmp_path)
     run(records_config(finished, action), tmp_path)
     assert_same_run(tmp_path, finished / action, STEPS)
-    assert not_finite.read_count(tmp_path / 'checkpoint_4') == 0
-    assert not_finite.read_count(tmp_path / 'checkpoint_12') == 1
+    assert interval.read_count(tmp_path / 'checkpoint_4') == 0
+    assert interval.read_count(tmp_path / 'checkpoint_12') == 1
 
 
 @pytest.mark.parametrize('step', [5, pytest.param(6, marks=pytest.mark.chaos)])
@@ -429,7 +429,7 @@ def test_a_run_that_cannot_go_back(tmp_path, capsys):
     # A damaged checkpoint is set aside.
     config = records_config(tmp_path, 'skip', **{'train.steps': 8, 'save.every_steps': 2})
     run(config, tmp_path / 'run')
-    assert not_finite.read_count(tmp_path / 'run' / 'checkpoint_8') == 2
+    assert interval.read_count(tmp_path / 'run' / 'checkpoint_8') == 2
     config = records_config(tmp_path, 'back', **{'save.every_steps': 2})
     prepared = prepare(config, tmp_path / 'run')
     [chunk] = (tmp_path / 'run/checkpoint_8').glob('target.token_embedder.embedding/0.0')
@@ -455,11 +455,11 @@ def test_the_budget(tmp_path):
         assert re.match('step [0-9]+ is not finite: loss [0-9.]+, gradient norm inf. ', message)
         assert document_of(13) in message
         saved = checkpoint.steps(tmp_path / action)[-1]
-        assert not_finite.read_count(tmp_path / action / f'checkpoint_{saved}') == 2
+        assert interval.read_count(tmp_path / action / f'checkpoint_{saved}') == 2
         assert is_finite(state_of(tmp_path / action, saved))
         config.train.max_not_finite = 3
         run(config, tmp_path / action)
-        assert not_finite.read_count(tmp_path / action / 'checkpoint_16') == 3
+        assert interval.read_count(tmp_path / action / 'checkpoint_16') == 3
 
 
 @pytest.mark.chaos
@@ -535,4 +535,4 @@ def test_two_processes_decide_alike(tmp_path):
     assert 'goes back to checkpoint_4 and leaves out the 4 batch(es)' in output
     for action in ('skip', 'back'):
         assert_close_runs(tmp_path / f'{action}_in_two', tmp_path / action, STEPS)
-        assert not_finite.read_count(tmp_path / f'{action}_in_two' / f'checkpoint_{STEPS}') == 1
+        assert interval.read_count(tmp_path / f'{action}_in_two' / f'checkpoint_{STEPS}') == 1
