@@ -48,8 +48,7 @@ class Chosen(NamedTuple):
 def main(config: ConfigDict | None, flags: FlagValues, signals: process.Signals) -> int:
     """Evaluate what the flags name. Return the exit status."""
     signals.advice = process.SAME_COMMAND
-    with process.returning_large_blocks():
-        evaluation = prepare(config, command_line.changes(), **command_line.values_of_mode())
+    evaluation = prepare(config, command_line.changes(), **command_line.values_of_mode())
     signals.begin_work()
     evaluation.run()
     return 0
@@ -236,9 +235,10 @@ class CheckpointEvaluation:
             return self.t5
 
         def read() -> infer.T5:
-            loaded = infer.load(
-                str(path), config=self.model_config, mesh=self.mesh, dtype=self.dtype
-            )
+            with process.returning_large_blocks():
+                loaded = infer.load(
+                    str(path), config=self.model_config, mesh=self.mesh, dtype=self.dtype
+                )
             check_rows(self.vocabulary, path, loaded.config.vocab_size)
             return loaded
 

@@ -313,9 +313,9 @@ def load(job: Job) -> infer.T5:
     """Read the parameters of the checkpoint."""
     mesh = partition.make_mesh(**job.config.mesh)
     part = MODEL_PART[job.request.encode]
-    return infer.load(
-        job.directory, config=job.model_config, mesh=mesh, dtype=job.config.restore.dtype, part=part
-    )
+    dtype = job.config.restore.dtype
+    with process.returning_large_blocks():
+        return infer.load(job.directory, config=job.model_config, mesh=mesh, dtype=dtype, part=part)
 
 
 def chunks(spool: infer_input.Spool, size: int) -> Iterator[Chunk]:

@@ -18,6 +18,7 @@ from absl.flags import FlagValues
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+import kernels
 import partition
 import train
 from modes import plan_decoding, process
@@ -164,7 +165,7 @@ def memory_lines(
     need = memory.step_bytes(step, mesh, state_bytes) / memory.GIB
     limit = memory.memory_limit(mesh) / memory.GIB
     whose = 'each device'
-    if memory.is_on_cpu(mesh):
+    if kernels.is_on_cpu(mesh.abstract_mesh):
         whose = f'this machine, with {mesh.size} devices and a copy that is being saved'
     yield (
         f'Fits: yes, in {num_microbatches} microbatch(es): {need:.2f} of {limit:.2f} GiB of {whose}'

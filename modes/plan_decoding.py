@@ -95,7 +95,8 @@ def plan_decoding(config: ConfigDict, spec: train.StepSpec) -> DecodingStep:
             shapes = shapes._replace(params={})  # they are those of the step
             state_specs = state_specs._replace(params={})
         num_bytes += memory.bytes_on_device(mesh, shapes, state_specs)
-    num_sharing = len(mesh.local_devices) if memory.is_on_cpu(mesh) else 1  # one memory
+    is_on_cpu = kernels.is_on_cpu(mesh.abstract_mesh)
+    num_sharing = len(mesh.local_devices) if is_on_cpu else 1  # one memory
     num_rows = len(tokens_r) // decoding.num_decodes
     length = cache.mask_b11M.shape[-1]
     room = cache.writers_gnM.shape[-1]

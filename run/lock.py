@@ -25,7 +25,7 @@ def lock(file: paths.AnyPath, title: str, remedy: str, is_first: bool = True) ->
     if not is_first:
         return Lock()
     try:
-        return _try(file)
+        return _try(file, f'process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}')
     except InUse as other:
         holder, hint = other.args
         raise ValueError(f'{title} is in use by {holder}: {remedy}{hint}') from None
@@ -37,7 +37,7 @@ def alone_in(folder: paths.AnyPath) -> Iterator[None]:
     paths.make_folder(folder)
     while True:
         try:
-            held = _try(folder / '.lock')
+            held = _try(folder / '.lock', holder='')  # nobody is told who is in it
         except InUse:
             time.sleep(SECONDS_BETWEEN_TRIES)
             continue
@@ -46,8 +46,8 @@ def alone_in(folder: paths.AnyPath) -> Iterator[None]:
         return
 
 
-def _try(file: paths.AnyPath) -> 'Lock':
-    return DiskLock(file) if isinstance(file, Path) else BucketLock(file)
+def _try(file: paths.AnyPath, holder: str) -> 'Lock':
+    return DiskLock(file, holder) if isinstance(file, Path) else BucketLock(file, holder)
 
 
 class InUse(Exception):
@@ -62,9 +62,6 @@ class Lock:
     # Called with a line if another process has taken the lock.
     on_loss: Callable[[str], object] = staticmethod(lambda line: print(line, file=sys.stderr))
 
-    def __init__(self) -> None:
-        self.holder = f'process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}'
-
     def close(self) -> None:
         self.closed = True
 
@@ -78,8 +75,7 @@ class Lock:
 class DiskLock(Lock):
     """The system's lock of a file, which ends with its process."""
 
-    def __init__(self, file: Path):
-        super().__init__()
+    def __init__(self, file: Path, holder: str):
         with paths.naming(file):
             self._stream = file.open('a+')
             try:
@@ -90,14 +86,12 @@ class DiskLock(Lock):
                     raise InUse(self._stream.read(), '') from None
         with paths.naming(file.parent, file.parent):
             self._stream.truncate(0)
-            self._stream.write(self.holder)
+            self._stream.write(holder)
             self._stream.flush()
 
     def close(self) -> None:
         super().close()
-        if not self._stream.closed:
-            self._stream.truncate(0)
-            self._stream.close()
+        self._stream.close()
 
 
 class BucketLock(Lock):
@@ -107,10 +101,9 @@ class BucketLock(Lock):
     find the lock of another one: `on_loss` has to end it, because two would write the same files.
     """
 
-    def __init__(self, file: paths.BucketPath):
-        super().__init__()
+    def __init__(self, file: paths.BucketPath, holder: str):
         self.file = file
-        self.content = f'{self.holder}\n{secrets.token_hex(8)}'.encode()
+        self.content = f'{holder}\n{secrets.token_hex(8)}'.encode()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
         # A request that is sent again may find what it has written itself.

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+import kernels
 import partition
 
 GIB = 2**30
@@ -106,7 +107,7 @@ def check_state_fits(mesh: Mesh, state: Any, state_specs: Any) -> None:
     """Raise ValueError where parameters and optimizer state alone do not fit into memory."""
     need = bytes_on_device(mesh, state, state_specs)
     limit = memory_limit(mesh)
-    if is_on_cpu(mesh):
+    if kernels.is_on_cpu(mesh.abstract_mesh):
         need *= len(mesh.local_devices)
     if need > limit:
         raise ValueError(
@@ -134,7 +135,7 @@ def step_bytes(step: jax.stages.Compiled, mesh: Mesh, state_bytes: int) -> float
     analysis: Any = step.memory_analysis()
     num_bytes = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
     num_bytes += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    if is_on_cpu(mesh):
+    if kernels.is_on_cpu(mesh.abstract_mesh):
         num_bytes *= len(mesh.local_devices)
         num_bytes += state_bytes  # the copy that is being saved
     return num_bytes
@@ -146,7 +147,7 @@ def memory_limit(mesh: Mesh) -> float:
     Of several processes the smallest limit counts, so that all decide alike.
     """
     limits: list[float] = [math.inf]
-    if is_on_cpu(mesh):
+    if kernels.is_on_cpu(mesh.abstract_mesh):
         limits.append(os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE'))
         for file in CGROUP_LIMITS:
             text = Path(file).read_text().strip() if os.path.exists(file) else ''
@@ -161,8 +162,3 @@ def memory_limit(mesh: Mesh) -> float:
             limits.append(statistics.get('bytes_limit', math.inf))
     limit = min(x for x in limits if x > 0)
     return MEMORY_FRACTION * float(partition.from_processes(np.array([limit])).min())
-
-
-def is_on_cpu(mesh: Mesh) -> bool:
-    """Return whether the devices of the mesh are a CPU's, which share one memory."""
-    return mesh.devices.flat[0].platform == 'cpu'

@@ -51,9 +51,7 @@ def contents(folder: pathlib.Path) -> dict[str, bytes | None]:
     found = {}
     for path in sorted(folder.rglob('*')):
         content = path.read_bytes() if path.is_file() else None
-        is_own_lock = (
-            path.name == 'lock' and content is not None and content[:7] in (b'', b'process')
-        )
+        is_own_lock = path.name == 'lock' and content is not None and b'process' in content
         if '__pycache__' not in path.parts and not is_own_lock:
             found[str(path.relative_to(folder))] = content
     return found

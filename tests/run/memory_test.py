@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from runs import run, small_config
 
+import kernels
 import partition
 import train
 from configs import base
@@ -142,7 +143,9 @@ def test_the_state_of_one_device(monkeypatch, data, fsdp, model):
     num_bytes = 0
     for x in jax.tree.leaves(state):
         num_bytes += x.addressable_shards[0].data.nbytes
-    monkeypatch.setattr(plan, 'is_on_cpu', lambda mesh: False)  # as if each had a memory of its own
+    monkeypatch.setattr(
+        kernels, 'is_on_cpu', lambda mesh: False
+    )  # as if each had a memory of its own
     monkeypatch.setattr(plan, 'memory_limit', lambda mesh: num_bytes)
     plan.check_state_fits(spec.mesh, spec.state_shapes, spec.state_specs)
     monkeypatch.setattr(plan, 'memory_limit', lambda mesh: num_bytes - 1)
