@@ -44,7 +44,9 @@ def modules():
     found = []
     for name, module in list(sys.modules.items()):
         file = pathlib.Path(getattr(module, '__file__', None) or '/').resolve()
-        if file.is_relative_to(ROOT) and name not in ('__main__', 't5_in_haiku'):
+        is_library = 'site-packages' in file.parts  # of a .venv in the checkout, as README makes it
+        is_ours = file.is_relative_to(ROOT) and not is_library
+        if is_ours and name not in ('__main__', 't5_in_haiku'):
             found.append([name, module, str(file.relative_to(ROOT).with_suffix(''))])
     return found
 
