@@ -335,7 +335,7 @@ REFUSED = """
 import sys
 
 import paths
-from run import workdir
+from run import checks
 from run.lock import lock
 
 for url in sys.argv[1:]:
