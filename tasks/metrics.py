@@ -839,7 +839,6 @@ def as_numbers(values: Sequence[object]) -> np.ndarray:
 def as_binary(targets: Sequence[object]) -> np.ndarray:
     """Return targets that are 0 or 1 as bool [examples]."""
     array = as_numbers(targets)
-    for value in array:
-        if value not in (0, 1):
-            raise ValueError(f'the target {value:g} is neither 0 nor 1: leave out such examples')
+    if not np.isin(array, (0, 1)).all():
+        raise ValueError('a target is neither 0 nor 1: leave out such examples')
     return array == 1

@@ -410,7 +410,7 @@ TABLES['texts'] = {
     'text after a quote': of_text(f'{FILES}=a.csv', *QA, message='line 2 of {dir}/a.csv: no CSV', a__csv='question,answer\nq,"a"b\n'),
     'metric': of_text(*QA, '--config.data.metrics=bleu,blue', message="data.metrics='bleu,blue': 'blue' is none, has"),
     'tokenizer of bleu': of_text(*QA, '--config.data.metrics=bleu:zhh', message="tokenizer='zhh' of bleu: sacrebleu has none of this name: use one of none, zh, 13a, "),
-    'tokenizer without a name': of_text(*QA, '--config.data.metrics=bleu:', message="data.metrics='bleu:': tokenizer='' of bleu"),
+    'tokenizer without a name': of_text(*QA, '--config.data.metrics=bleu:', message="tokenizer='' of bleu"),
     'tokenizer of rouge': of_text(*QA, '--config.data.metrics=rouge:zh', message="tokenizer='zh' of rouge: use one of ascii, unicode"),
     'tokenizer of accuracy': of_text(*QA, '--config.data.metrics=accuracy:zh', message="'accuracy:zh' is none, has no tokenizer"),
     'metrics of one name': of_text(*QA, '--config.data.metrics=bleu:zh, bleu', message="'bleu' is none, has no tokenizer, or is there twice"),
