@@ -7,7 +7,7 @@ import functools
 import itertools
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from absl.flags import FlagValues
@@ -233,7 +233,11 @@ def examples_of(
     if vocabulary is not None:
         objective = task.open_objective(config, vocabulary)
     for record in records:
-        for example in fields_of_examples(task, record):
+        examples: Iterable[Fields] = [record.fields]
+        is_tokenized = any(isinstance(value, np.ndarray) for value in record.fields.values())
+        if not is_tokenized:  # else the record of a task cache is one example
+            examples = task.preprocess([record.fields])
+        for example in examples:
             lines = ['', record.name]
             for name, value in example.items():
                 lines.append(f'  {name}: {value!r}')
@@ -243,14 +247,6 @@ def examples_of(
                     lines.append(f'  ids of the inputs: {made.inputs.tolist()}')
                     lines.append(f'  ids of the targets: {made.targets.tolist()}')
             yield lines
-
-
-def fields_of_examples(task: Task, record: Record) -> Iterator[Fields]:
-    """Yield the examples of a record: of a task cache it is one."""
-    is_tokenized = any(isinstance(value, np.ndarray) for value in record.fields.values())
-    if is_tokenized:
-        return iter([record.fields])
-    return task.preprocess([record.fields])
 
 
 def ids_of(
