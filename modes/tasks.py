@@ -207,8 +207,6 @@ def describe_task(
             vocabulary = named_vocabulary('--vocabulary', vocabulary_name, config.extra_ids)
         lines = examples_of(task, records_of(source, task, split), config, vocabulary)
         yield from itertools.chain.from_iterable(itertools.islice(lines, num_examples))
-        if vocabulary is None:
-            yield 'Their ids are printed with --vocabulary=FILE or --vocabulary=bytes.'
 
 
 def records_of(source: Source, task: Task, split: str) -> Iterator[Record]:

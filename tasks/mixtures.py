@@ -344,12 +344,7 @@ class Mixture:
             if isinstance(member, Mixture):
                 shares = member.shares(sizes)
             if callable(rate):
-                if isinstance(member, Mixture):
-                    raise ValueError(
-                        f'mixture {self.name!r}: the rate of mixture {name!r} depends on a number of '
-                        'examples: give it a number'
-                    )
-                if name not in sizes:
+                if name not in sizes:  # those of a mixture within are unknown, too
                     raise ValueError(
                         f'mixture {self.name!r}: {name!r} has a rate by its number of examples, which '
                         'is unknown: cache the task, or give it a number'
