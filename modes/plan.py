@@ -96,7 +96,15 @@ def lines_of(config: Any, spec: train.StepSpec, devices: list) -> Iterator[str]:
         found = collectives_of(program, mesh)
         yield from collective_lines(found, least_traffic(spec))
         if kind in CHIPS:
-            yield describe(estimate(program, found, flops, mesh), CHIPS[kind])
+            chip = CHIPS[kind]
+            estimated = estimate(program, found, flops, mesh)
+            yield (
+                f'Estimate: {estimated.step:.3g} s a step, MFU {estimated.mfu:.2f}. It assumes '
+                f"{estimated.computing:.3g} s of computing, XLA's own count of cycles at {chip.clock / 1e9} GHz; "
+                f'{estimated.alone:.3g} s of collectives that nothing hides and {estimated.beside:.3g} s of '
+                f'asynchronous ones hidden as far as computing lasts, at {chip.link / 1e9:.0f} GB/s along a ring of '
+                f'the torus and half of it along a line; a peak of {chip.flops / 1e12:.0f} TFLOP/s; no wait for data'
+            )
     decoding = plan_decoding.plan_decoding(config, spec)
     yield from plan_decoding.lines_of(decoding, spec)
     try:
@@ -300,17 +308,6 @@ def estimate(program: str, found: Sequence[Collective], flops: float, mesh: Mesh
     seconds = moving[False] + max(computing, moving[True])
     mfu = flops / (seconds * chip.flops * mesh.size)
     return Estimate(seconds, mfu, computing, alone=moving[False], beside=moving[True])
-
-
-def describe(estimated: Estimate, chip: Chip) -> str:
-    """Return an estimate, and all that it assumes."""
-    return (
-        f'Estimate: {estimated.step:.3g} s a step, MFU {estimated.mfu:.2f}. It assumes '
-        f"{estimated.computing:.3g} s of computing, XLA's own count of cycles at {chip.clock / 1e9} GHz; "
-        f'{estimated.alone:.3g} s of collectives that nothing hides and {estimated.beside:.3g} s of '
-        f'asynchronous ones hidden as far as computing lasts, at {chip.link / 1e9:.0f} GB/s along a ring of '
-        f'the torus and half of it along a line; a peak of {chip.flops / 1e12:.0f} TFLOP/s; no wait for data'
-    )
 
 
 def seconds_of(collective: Collective, mesh: Mesh, chip: Chip) -> float:

@@ -150,15 +150,10 @@ def read_runs(names: Sequence[str]) -> list[Run]:
         if paths.is_in_bucket(name):
             raise ValueError(f'--runs={name}: copy the run, without checkpoints, to a disk')
         folder = paths.disk_path(name)
-        if not folder.is_dir():
-            raise ValueError(f'--runs={name}: no such folder: name the folder of a run')
         if not read_metrics(folder) and not results.Results(folder).scores():
-            below = sorted(file.parent.name for file in folder.glob('*/metrics.jsonl'))
-            remedy = 'name a run, after its first logged step (log.every_steps)'
-            if below:
-                remedy = f'name the runs in it: --runs={",".join(f"{name}/{x}" for x in below[:3])}'
             raise ValueError(
-                f'--runs={name} has no results, and {folder}/metrics.jsonl no lines: {remedy}'
+                f'--runs={name} has no results, and {folder}/metrics.jsonl no lines: name a run, after '
+                'its first logged step (log.every_steps)'
             )
         if folder in folders:
             raise ValueError(f'--runs names {folder} twice: name each run once')

@@ -7,7 +7,7 @@ import functools
 import itertools
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from absl.flags import FlagValues
@@ -207,8 +207,6 @@ def describe_task(
             vocabulary = named_vocabulary('--vocabulary', vocabulary_name, config.extra_ids)
         lines = examples_of(task, records_of(source, task, split), config, vocabulary)
         yield from itertools.chain.from_iterable(itertools.islice(lines, num_examples))
-        if vocabulary is None:
-            yield 'Their ids are printed with --vocabulary=FILE or --vocabulary=bytes.'
 
 
 def records_of(source: Source, task: Task, split: str) -> Iterator[Record]:
@@ -233,7 +231,11 @@ def examples_of(
     if vocabulary is not None:
         objective = task.open_objective(config, vocabulary)
     for record in records:
-        for example in fields_of_examples(task, record):
+        examples: Iterable[Fields] = [record.fields]
+        is_tokenized = any(isinstance(value, np.ndarray) for value in record.fields.values())
+        if not is_tokenized:  # else the record of a task cache is one example
+            examples = task.preprocess([record.fields])
+        for example in examples:
             lines = ['', record.name]
             for name, value in example.items():
                 lines.append(f'  {name}: {value!r}')
@@ -243,14 +245,6 @@ def examples_of(
                     lines.append(f'  ids of the inputs: {made.inputs.tolist()}')
                     lines.append(f'  ids of the targets: {made.targets.tolist()}')
             yield lines
-
-
-def fields_of_examples(task: Task, record: Record) -> Iterator[Fields]:
-    """Yield the examples of a record: of a task cache it is one."""
-    is_tokenized = any(isinstance(value, np.ndarray) for value in record.fields.values())
-    if is_tokenized:
-        return iter([record.fields])
-    return task.preprocess([record.fields])
 
 
 def ids_of(

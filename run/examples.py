@@ -97,17 +97,13 @@ def text_changes(examples: Sequence[Example], vocabulary: Vocabulary) -> TextCha
             decoded = vocabulary.decode(ids)
             if decoded != text:
                 num_changed[feature] += 1
-                sample = sample or describe_change(text, decoded)
+                if not sample:  # the part around the first difference
+                    first = len(os.path.commonprefix([text, decoded]))
+                    part = slice(max(first - 30, 0), first + 30)
+                    sample = f'{text[part]!r} becomes {decoded[part]!r}'
     if not sample:
         return None
     return TextChanges(num_texts, num_changed, num_unknown_tokens, sample)
-
-
-def describe_change(text: str, decoded: str) -> str:
-    """Return what a text becomes, or a part around the first difference if it is long."""
-    first = len(os.path.commonprefix([text, decoded]))
-    part = slice(max(first - 30, 0), first + 30)
-    return f'{text[part]!r} becomes {decoded[part]!r}'
 
 
 def check_split(split: str) -> None:

@@ -32,11 +32,11 @@ from randomness import digest
 from run import results
 from run.agreement import check_alike
 from run.console import Console, describe_trimming
-from run.examples import PRETOKENIZED, SPLITS, Example, TextChanges, read_split, text_changes
+from run.examples import PRETOKENIZED, Example, TextChanges, read_split, text_changes
 from sources import FEATURES
 from stream import OpenTask, Stream, TokenizedTask
 from tasks import metrics
-from tasks.mixtures import MetricFn, Mixture, Task
+from tasks.mixtures import MetricFn, Task
 from tasks.preprocessors import UNKNOWN
 from user_code import UserError
 from vocabulary import Vocabulary
@@ -194,29 +194,17 @@ def open_tasks(config: ConfigDict, split: str) -> list[OpenTask]:
     opened: dict[str, OpenTask] = {}
     for name in (config.infer_eval.task or config.data.task).split(','):
         data_config = tasks.open.settings_of_task(config.data, name.strip())
-        found = tasks.open.find(data_config)
-        problem = ''
         of_name = {}
-        for task in tasks.open.tasks_of(found).values():
-            if not task.metric_fns or not task.takes_inputs:
-                problem = 'has no metrics, or no inputs'
-                continue
-            source = tasks.open.open_task(task, data_config)
-            if source.may_hold(split):
-                of_name[task.name] = tasks.open.opened_task(task, source)
-                continue
-            splits = ', '.join(name for name in SPLITS if source.may_hold(name))
-            problem = f'has no split {split!r}, but {splits}'
-            if source.is_tokenized:
-                problem += ' in its cache, which data.use_cached=no leaves out'
+        for task in tasks.open.tasks_of(tasks.open.find(data_config)).values():
+            if task.metric_fns and task.takes_inputs:
+                source = tasks.open.open_task(task, data_config)
+                if source.may_hold(split):
+                    of_name[task.name] = tasks.open.opened_task(task, source)
         if not of_name:
-            kind = 'task'
-            if isinstance(found, Mixture):
-                kind = 'mixture'
-                problem = f'has no task with metrics and the split {split!r}'
             raise ValueError(
-                f'{kind} {found.name!r} {problem}: evaluate another one (infer_eval.task) or split '
-                '(infer_eval.split, --split; data.test_files has test), or give it metric_fns in data.module'
+                f'{name.strip()!r} has no task with metrics, inputs and the split {split!r}: evaluate another one '
+                '(infer_eval.task) or split (infer_eval.split, --split; data.test_files has test), or give it '
+                'metric_fns in data.module'
             )
         opened |= of_name
     return list(opened.values())
@@ -301,16 +289,8 @@ def read_task(
         settings=f'{digest(depends_on)} {content.hexdigest()}',
         changes=text_changes(examples, vocabulary),
     )
-    try:
-        for example in examples:
-            task.target(example)
-    except UserError as error:
-        if isinstance(error.__cause__, KeyError) and opened.source.is_tokenized:
-            raise ValueError(
-                f'{error}, and {opened.source.description} have no such field: remove that cache and make it again, '
-                'or set data.use_cached=no'
-            ) from None
-        raise
+    for example in examples:
+        task.target(example)  # raises UserError
     return task._replace(limits=limits_of(task))
 
 

@@ -119,12 +119,9 @@ def rouge_tokenizer(name: str) -> Callable[[str], list[str]]:
     """Return a function from a text to its tokens."""
     if name not in ROUGE_TOKENIZERS:
         raise ValueError(f'tokenizer={name!r} of rouge: use one of {", ".join(ROUGE_TOKENIZERS)}')
-    return ascii_tokens if name == 'ascii' else unicode_tokens
-
-
-def ascii_tokens(text: str) -> list[str]:
-    """Return the runs of a-z and 0-9 of a text in lower case, as rouge_score."""
-    return re.findall('[a-z0-9]+', text.lower())
+    if name == 'unicode':
+        return unicode_tokens
+    return lambda text: re.findall('[a-z0-9]+', text.lower())  # as rouge_score
 
 
 def unicode_tokens(text: str) -> list[str]:
@@ -181,7 +178,12 @@ def rouge(
     ' . '. Differs from T5: the mean, which is T5's `rouge_mean`. With `bootstrap_seed` a value is
     T5's `rouge`: the median of the means of 1,000 resamples. Source: Lin 2004; rouge_score 0.1.2.
     """
-    sentences_of = functools.partial(rouge_sentences, tokenizer=tokenizer)
+    tokens_of = rouge_tokenizer(tokenizer)
+
+    def sentences_of(text: str) -> list[list[str]]:
+        lines = text.replace(' . ', ' .\n').split('\n')
+        return list(map(tokens_of, lines))
+
     target_sentences = list(map(sentences_of, targets))
     prediction_sentences = list(map(sentences_of, predictions))
     values = {}
@@ -192,12 +194,6 @@ def rouge(
         else:
             values[key] = bootstrap_percent(f1, bootstrap_seed)
     return values
-
-
-def rouge_sentences(text: str, tokenizer: str) -> list[list[str]]:
-    """Return the tokens of each sentence."""
-    lines = text.replace(' . ', ' .\n').split('\n')
-    return list(map(rouge_tokenizer(tokenizer), lines))
 
 
 def rouge_scorer(key: str) -> Callable[[list[list[str]], list[list[str]]], float]:
@@ -816,9 +812,8 @@ def mean_percent(values: Sequence[float] | np.ndarray) -> float:
 
 def check_answers(targets: Sequence[object]) -> None:
     """Raise ValueError for a text in place of the answers of a question."""
-    for answers in targets:
-        if isinstance(answers, str):
-            raise ValueError(f'{answers!r:.40} must be the answers of a question: use [text]')
+    if any(isinstance(answers, str) for answers in targets):
+        raise ValueError('a target must be the answers of a question: use [text]')
 
 
 def check_labels(targets: Sequence[object], predictions: Sequence[object]) -> None:
@@ -839,7 +834,6 @@ def as_numbers(values: Sequence[object]) -> np.ndarray:
 def as_binary(targets: Sequence[object]) -> np.ndarray:
     """Return targets that are 0 or 1 as bool [examples]."""
     array = as_numbers(targets)
-    for value in array:
-        if value not in (0, 1):
-            raise ValueError(f'the target {value:g} is neither 0 nor 1: leave out such examples')
+    if not np.isin(array, (0, 1)).all():
+        raise ValueError('a target is neither 0 nor 1: leave out such examples')
     return array == 1

@@ -77,9 +77,6 @@ class Task:
             problem = problem_of(self.objective)
             if problem:
                 raise self._wrong('objective', self.objective, problem)
-            self._check_takes('objective', self.objective, 'config', 'vocabulary')
-            examples = getattr(self.objective, 'examples', None)
-            self._check_takes('objective.examples', examples, 'self', 'names', 'records', '*key')
         elif self.objective not in OBJECTIVES:
             names = ', '.join(map(repr, OBJECTIVES))
             rule = f'use one of {names}, or a class such as data.SpanCorruption'
@@ -96,20 +93,13 @@ class Task:
         for metric_fn in self.metric_fns:
             self._check_takes('metric_fns', metric_fn, 'targets', 'predictions')
 
-    def _check_takes(self, field: str, function: object, *arguments: str) -> None:
-        """Raise ValueError unless a function can be called with these arguments, in this order.
-
-        A last one with a star stands for several.
-        """
-        takes = f'takes ({", ".join(arguments)})'
-        if arguments[-1].startswith('*'):
-            arguments += arguments[-1:] * 4
-        if not callable(function):
-            raise self._wrong(field, function, f'{takes}: give a function')
+    def _check_takes(self, field: str, function: Callable, *arguments: str) -> None:
+        """Raise ValueError unless a function can be called with these arguments, in this order."""
         try:
             inspect.signature(function).bind(*arguments)
         except (TypeError, ValueError) as error:
-            raise self._wrong(field, function, f'{takes}: {error}') from None
+            rule = f'takes ({", ".join(arguments)}): {error}'
+            raise self._wrong(field, function, rule) from None
 
     def _wrong(self, field: str, value: object, rule: str) -> ValueError:
         shown = value.__name__ if isinstance(value, type) else f'{value!r:.60}'
@@ -318,7 +308,6 @@ class Mixture:
         for member, rate in self.members.items():
             if not callable(rate):
                 self._check_rate(name_of(member), rate)
-        self._check_some_rate(self.members.values())
 
     @property
     def tasks(self) -> dict[str, Task]:
@@ -355,12 +344,7 @@ class Mixture:
             if isinstance(member, Mixture):
                 shares = member.shares(sizes)
             if callable(rate):
-                if isinstance(member, Mixture):
-                    raise ValueError(
-                        f'mixture {self.name!r}: the rate of mixture {name!r} depends on a number of '
-                        'examples: give it a number'
-                    )
-                if name not in sizes:
+                if name not in sizes:  # those of a mixture within are unknown, too
                     raise ValueError(
                         f'mixture {self.name!r}: {name!r} has a rate by its number of examples, which '
                         'is unknown: cache the task, or give it a number'
@@ -370,7 +354,8 @@ class Mixture:
                     self._check_rate(name, rate)
             for task, share in shares.items():
                 total[task] = total.get(task, 0.0) + float(rate) * share
-        self._check_some_rate(total.values())
+        if not any(total.values()):
+            raise ValueError(f'mixture {self.name!r}: all rates are 0: give one task a rate')
         return total
 
     def shares(self, sizes: Mapping[str, int]) -> dict[str, float]:
@@ -385,11 +370,6 @@ class Mixture:
             raise ValueError(
                 f'mixture {self.name!r}: the rate of {name!r} is {rate!r}: use a finite number, 0 or more'
             )
-
-    def _check_some_rate(self, rates: Iterable[Rate]) -> None:
-        """Raise ValueError if all rates are 0."""
-        if not any(rates):
-            raise ValueError(f'mixture {self.name!r}: all rates are 0: give one task a rate')
 
 
 def name_of(member: str | Task | Mixture) -> str:

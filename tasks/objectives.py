@@ -485,19 +485,16 @@ class OwnObjective:
                 if not isinstance(example, Example):
                     raise ValueError(f'examples gave {example!r:.60}: give a list of data.Example')
                 for feature in FEATURES:
-                    self._check(feature, getattr(example, feature))
+                    ids = getattr(example, feature)
+                    length = self.lengths[feature]
+                    is_array = isinstance(ids, np.ndarray) and ids.ndim == 1
+                    fits = is_array and ids.dtype.kind in 'iu' and 1 <= len(ids) <= length
+                    if not fits or ids.min() < 0 or ids.max() >= self.vocabulary_size:
+                        raise ValueError(
+                            f'examples gave {ids!r:.60} as {feature}: give an array of 1 to '
+                            f'data.lengths.{feature}={length} ids, int32, from 0 to {self.vocabulary_size - 1}'
+                        )
             return examples
-
-    def _check(self, feature: str, ids: np.ndarray) -> None:
-        """Raise ValueError unless ids fit a row and the vocabulary."""
-        length = self.lengths[feature]
-        is_array = isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in 'iu'
-        fits = is_array and 1 <= len(ids) <= length
-        if not fits or ids.min() < 0 or ids.max() >= self.vocabulary_size:
-            raise ValueError(
-                f'examples gave {ids!r:.60} as {feature}: give an array of 1 to data.lengths.{feature}={length} '
-                f'ids, int32, from 0 to {self.vocabulary_size - 1}'
-            )
 
 
 def problem_of(objective: Objective | type[Objective]) -> str:

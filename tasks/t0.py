@@ -218,20 +218,11 @@ def training_mixture(name: str, members: Iterable[Prompt]) -> Mixture:
     num_prompts = collections.Counter(prompt.dataset for prompt in prompts())
     rates: dict[str | Task | Mixture, Rate] = {}
     for prompt in members:
-        rate = training_rate(sizes[prompt.dataset], num_prompts[prompt.dataset])
+        rate = sizes[prompt.dataset]
+        if rate > MAX_EXAMPLES:  # its prompts share the limit; a smaller one counts whole for each
+            rate = MAX_EXAMPLES // num_prompts[prompt.dataset]
         rates |= dict.fromkeys(prompt.task_names, rate)
     return Mixture(name, rates)
-
-
-def training_rate(num_examples: int, num_prompts: int) -> int:
-    """Return the rate of a data set under one of its prompts.
-
-    A large data set counts as MAX_EXAMPLES, which its prompts share; a smaller one counts whole
-    under each of its prompts.
-    """
-    if num_examples > MAX_EXAMPLES:
-        return MAX_EXAMPLES // num_prompts
-    return num_examples
 
 
 def score_mixture(name: str, members: Iterable[Prompt]) -> Mixture:

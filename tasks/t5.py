@@ -45,27 +45,6 @@ def documents(name: str, tfds: str, objective: str = 'span_corruption') -> Task:
     return Task(name, tfds=tfds, objective=objective)
 
 
-def c4_and_wikipedia() -> list[Task]:
-    """Return the tasks on the documents of C4 and Wikipedia."""
-    return [
-        documents('c4_v220_span_corruption', 'c4/en:2.2.0'),
-        documents('c4_v220_iid_denoising', 'c4/en:2.2.0', 'iid_denoising'),
-        documents('c4_v220_prefix_lm', 'c4/en:2.2.0', 'prefix_lm'),
-        documents('c4_v220_full_lm', 'c4/en:2.2.0', 'full_lm'),
-        documents(
-            'c4_prefix_lm_objective_encoder_decoder_architecture',
-            'c4/en:2.2.0',
-            'pack_prefix_lm_encoder_decoder',
-        ),
-        documents('c4_prefix_lm_objective_decoder_architecture', 'c4/en:2.2.0', 'prefix_lm'),
-        documents('c4_v020_unsupervised', 'c4/en:2.2.0'),
-        documents('c4_noclean_v020_unsupervised', 'c4/en.noclean:2.2.0'),
-        documents('c4_realnewslike_v020_unsupervised', 'c4/en.realnewslike:2.2.0'),
-        documents('c4_webtextlike_v020_unsupervised', 'c4/en.webtextlike:2.2.0'),
-        documents('wikipedia_20190301.en_v003_unsupervised', 'wikipedia/20190301.en:1.0.0'),
-    ]
-
-
 # Tasks whose records can be read, but that no model here can be trained on.
 REFUSED = {
     'c4_prefix_lm_objective_decoder_architecture': (
@@ -253,11 +232,6 @@ def name_with_sentinel(name: str) -> str:
     return f'{name}_1_sentinel'
 
 
-def sentinel_tasks() -> list[Task]:
-    """Return the variants of SuperGLUE."""
-    return [with_sentinel(task) for task in [*super_glue_tasks(), *winograd_tasks()[:3]]]
-
-
 # Reading comprehension, summaries, translation.
 
 
@@ -272,49 +246,12 @@ SQUAD_WITHOUT_CONTEXT = functools.partial(preprocessors.squad, include_context=F
 SQUAD_SPAN = preprocessors.squad_span_space_tokenized
 
 
-def reading_tasks() -> list[Task]:
-    """Return reading comprehension."""
-    return [
-        squad('squad_v010_allanswers', preprocessors.squad, metrics.squad, postprocessors.qa),
-        squad('squad_v010_context_free', SQUAD_WITHOUT_CONTEXT, metrics.squad, postprocessors.qa),
-        squad('squad_v010_allanswers_span', SQUAD_SPAN, metrics.span_squad, postprocessors.span_qa),
-        # Differs from T5, which takes each character of the target for an answer.
-        squad('squad_v010', preprocessors.squad, metrics.squad, postprocessors.only_answer),
-        supervised(
-            'trivia_qa_v010',
-            'trivia_qa/rc:1.1.0',
-            preprocessors.trivia_qa,
-            objective='trivia_qa_truncate_inputs',
-        ),
-    ]
-
-
 def translation(name: str, tfds: str, target_language: str) -> Task:
     """Return a row from English to another language."""
     preprocess_fn = functools.partial(
         preprocessors.translate, source_language='en', target_language=target_language
     )
     return supervised(name, tfds, preprocess_fn, [metrics.bleu])
-
-
-def generation_tasks() -> list[Task]:
-    """Return summaries and translation."""
-    return [
-        supervised(
-            'cnn_dailymail_v002',
-            'cnn_dailymail:3.4.0',
-            functools.partial(
-                preprocessors.summarize, article_key='article', summary_key='highlights'
-            ),
-            [metrics.rouge],
-        ),
-        translation('wmt14_ende_v003', 'wmt14_translate/de-en:1.0.0', 'de'),
-        translation('wmt14_enfr_v003', 'wmt14_translate/fr-en:1.0.0', 'fr'),
-        translation('wmt15_enfr_v003', 'wmt15_translate/fr-en:1.0.0', 'fr'),
-        translation('wmt16_enro_v003', 'wmt16_translate/ro-en:1.0.0', 'ro'),
-        translation('wmt19_ende_v003', 'wmt19_translate/de-en:1.0.0', 'de'),
-        translation('wmt_t2t_ende_v003', 'wmt_t2t_translate/de-en:1.0.0', 'de'),
-    ]
 
 
 # Closed-book question answering.
@@ -331,98 +268,6 @@ NATURAL_QUESTIONS = 'natural_questions_open:1.0.0'
 WEB_QUESTIONS = 'web_questions:1.0.0'
 TRIVIA_QA = 'trivia_qa/unfiltered.nocontext:1.1.0'
 SALIENT_SPANS = 'salient_span_wikipedia/sentences:1.0.0'
-
-
-def closed_book_tasks() -> list[Task]:
-    """Return closed-book question answering."""
-    return [
-        open_questions(
-            'natural_questions_open',
-            NATURAL_QUESTIONS,
-            preprocessors.natural_questions_open,
-            metrics.squad,
-            Splits(train='train[:79168]', validation='train[79168:]', test='validation'),
-        ),
-        open_questions(
-            'natural_questions_open_test',
-            NATURAL_QUESTIONS,
-            preprocessors.natural_questions_open,
-            metrics.squad,
-            NO_TEST,
-        ),
-        # It trains on the smaller part, as in T5.
-        open_questions(
-            'natural_questions_open_randanswer',
-            NATURAL_QUESTIONS,
-            preprocessors.natural_questions_open_randanswer,
-            metrics.squad,
-            Splits(train='train[79168:]', validation='train[:79168]', test='validation'),
-        ),
-        supervised(
-            'natural_questions_nocontext',
-            'natural_questions:0.0.2',
-            preprocessors.natural_questions_nocontext,
-            [functools.partial(metrics.natural_questions, non_null_threshold=1)],
-            postprocessors.natural_questions,
-            Splits(train='train[7830:79168]', validation='train[:7830]', test='validation'),
-        ),
-        supervised(
-            'natural_questions_nocontext_test',
-            'natural_questions:0.0.2',
-            preprocessors.natural_questions_nocontext,
-            [metrics.natural_questions],
-            postprocessors.natural_questions,
-            NO_TEST,
-        ),
-        open_questions(
-            'web_questions_open',
-            WEB_QUESTIONS,
-            preprocessors.web_questions_open,
-            metrics.squad,
-            Splits(train='train[:3417]', validation='train[3417:]'),
-        ),
-        open_questions(
-            'web_questions_open_test',
-            WEB_QUESTIONS,
-            preprocessors.web_questions_open,
-            metrics.squad,
-            Splits(validation='test', test=NO_SPLIT),
-        ),
-        open_questions(
-            'trivia_qa_open',
-            TRIVIA_QA,
-            preprocessors.trivia_qa_open,
-            metrics.trivia_qa,
-            Splits(train='train[:78785]', validation='train[78785:]', test='validation'),
-        ),
-        open_questions(
-            'trivia_qa_open_test',
-            TRIVIA_QA,
-            preprocessors.trivia_qa_open,
-            metrics.trivia_qa,
-            Splits(train='train+validation', validation=NO_SPLIT),
-        ),
-        supervised(
-            'salient_span_masked_wikipedia',
-            SALIENT_SPANS,
-            preprocessors.mask_salient_spans,
-            splits=ONLY_TRAIN,
-        ),
-        documents('span_corrupted_wikipedia', SALIENT_SPANS),
-    ]
-
-
-def pydoc_tasks() -> list[Task]:
-    """Return the tasks on the documentation of the running Python, which every machine has."""
-    return [
-        Task(
-            'pydoc_summary',
-            preprocess_fn=preprocessors.pydoc_summary,
-            metric_fns=[
-                functools.partial(metrics.rouge, score_keys=['rouge1', 'rouge2', 'rougeL'])
-            ],
-        ),
-    ]
 
 
 # Mixtures: names with rates. A rate of 0 is of a task that is evaluated alone.
@@ -520,15 +365,146 @@ def mixtures() -> list[Mixture]:
 def groups() -> dict[str, list[Task] | list[Mixture]]:
     """Return {title: the tasks or mixtures of T5}."""
     return {
-        'Documentation of this Python': pydoc_tasks(),
-        'Documents': c4_and_wikipedia(),
+        'Documentation of this Python': [
+            Task(
+                'pydoc_summary',
+                preprocess_fn=preprocessors.pydoc_summary,
+                metric_fns=[
+                    functools.partial(metrics.rouge, score_keys=['rouge1', 'rouge2', 'rougeL'])
+                ],
+            ),
+        ],
+        'Documents': [
+            documents('c4_v220_span_corruption', 'c4/en:2.2.0'),
+            documents('c4_v220_iid_denoising', 'c4/en:2.2.0', 'iid_denoising'),
+            documents('c4_v220_prefix_lm', 'c4/en:2.2.0', 'prefix_lm'),
+            documents('c4_v220_full_lm', 'c4/en:2.2.0', 'full_lm'),
+            documents(
+                'c4_prefix_lm_objective_encoder_decoder_architecture',
+                'c4/en:2.2.0',
+                'pack_prefix_lm_encoder_decoder',
+            ),
+            documents('c4_prefix_lm_objective_decoder_architecture', 'c4/en:2.2.0', 'prefix_lm'),
+            documents('c4_v020_unsupervised', 'c4/en:2.2.0'),
+            documents('c4_noclean_v020_unsupervised', 'c4/en.noclean:2.2.0'),
+            documents('c4_realnewslike_v020_unsupervised', 'c4/en.realnewslike:2.2.0'),
+            documents('c4_webtextlike_v020_unsupervised', 'c4/en.webtextlike:2.2.0'),
+            documents('wikipedia_20190301.en_v003_unsupervised', 'wikipedia/20190301.en:1.0.0'),
+        ],
         'GLUE': glue_tasks(),
         'SuperGLUE': super_glue_tasks(),
         'Winograd schemas': winograd_tasks(),
-        'SuperGLUE with a sentinel': sentinel_tasks(),
-        'Reading comprehension': reading_tasks(),
-        'Summaries and translation': generation_tasks(),
-        'Closed-book question answering': closed_book_tasks(),
+        'SuperGLUE with a sentinel': [
+            with_sentinel(task) for task in [*super_glue_tasks(), *winograd_tasks()[:3]]
+        ],
+        'Reading comprehension': [
+            squad('squad_v010_allanswers', preprocessors.squad, metrics.squad, postprocessors.qa),
+            squad(
+                'squad_v010_context_free', SQUAD_WITHOUT_CONTEXT, metrics.squad, postprocessors.qa
+            ),
+            squad(
+                'squad_v010_allanswers_span', SQUAD_SPAN, metrics.span_squad, postprocessors.span_qa
+            ),
+            # Differs from T5, which takes each character of the target for an answer.
+            squad('squad_v010', preprocessors.squad, metrics.squad, postprocessors.only_answer),
+            supervised(
+                'trivia_qa_v010',
+                'trivia_qa/rc:1.1.0',
+                preprocessors.trivia_qa,
+                objective='trivia_qa_truncate_inputs',
+            ),
+        ],
+        'Summaries and translation': [
+            supervised(
+                'cnn_dailymail_v002',
+                'cnn_dailymail:3.4.0',
+                functools.partial(
+                    preprocessors.summarize, article_key='article', summary_key='highlights'
+                ),
+                [metrics.rouge],
+            ),
+            translation('wmt14_ende_v003', 'wmt14_translate/de-en:1.0.0', 'de'),
+            translation('wmt14_enfr_v003', 'wmt14_translate/fr-en:1.0.0', 'fr'),
+            translation('wmt15_enfr_v003', 'wmt15_translate/fr-en:1.0.0', 'fr'),
+            translation('wmt16_enro_v003', 'wmt16_translate/ro-en:1.0.0', 'ro'),
+            translation('wmt19_ende_v003', 'wmt19_translate/de-en:1.0.0', 'de'),
+            translation('wmt_t2t_ende_v003', 'wmt_t2t_translate/de-en:1.0.0', 'de'),
+        ],
+        'Closed-book question answering': [
+            open_questions(
+                'natural_questions_open',
+                NATURAL_QUESTIONS,
+                preprocessors.natural_questions_open,
+                metrics.squad,
+                Splits(train='train[:79168]', validation='train[79168:]', test='validation'),
+            ),
+            open_questions(
+                'natural_questions_open_test',
+                NATURAL_QUESTIONS,
+                preprocessors.natural_questions_open,
+                metrics.squad,
+                NO_TEST,
+            ),
+            # It trains on the smaller part, as in T5.
+            open_questions(
+                'natural_questions_open_randanswer',
+                NATURAL_QUESTIONS,
+                preprocessors.natural_questions_open_randanswer,
+                metrics.squad,
+                Splits(train='train[79168:]', validation='train[:79168]', test='validation'),
+            ),
+            supervised(
+                'natural_questions_nocontext',
+                'natural_questions:0.0.2',
+                preprocessors.natural_questions_nocontext,
+                [functools.partial(metrics.natural_questions, non_null_threshold=1)],
+                postprocessors.natural_questions,
+                Splits(train='train[7830:79168]', validation='train[:7830]', test='validation'),
+            ),
+            supervised(
+                'natural_questions_nocontext_test',
+                'natural_questions:0.0.2',
+                preprocessors.natural_questions_nocontext,
+                [metrics.natural_questions],
+                postprocessors.natural_questions,
+                NO_TEST,
+            ),
+            open_questions(
+                'web_questions_open',
+                WEB_QUESTIONS,
+                preprocessors.web_questions_open,
+                metrics.squad,
+                Splits(train='train[:3417]', validation='train[3417:]'),
+            ),
+            open_questions(
+                'web_questions_open_test',
+                WEB_QUESTIONS,
+                preprocessors.web_questions_open,
+                metrics.squad,
+                Splits(validation='test', test=NO_SPLIT),
+            ),
+            open_questions(
+                'trivia_qa_open',
+                TRIVIA_QA,
+                preprocessors.trivia_qa_open,
+                metrics.trivia_qa,
+                Splits(train='train[:78785]', validation='train[78785:]', test='validation'),
+            ),
+            open_questions(
+                'trivia_qa_open_test',
+                TRIVIA_QA,
+                preprocessors.trivia_qa_open,
+                metrics.trivia_qa,
+                Splits(train='train+validation', validation=NO_SPLIT),
+            ),
+            supervised(
+                'salient_span_masked_wikipedia',
+                SALIENT_SPANS,
+                preprocessors.mask_salient_spans,
+                splits=ONLY_TRAIN,
+            ),
+            documents('span_corrupted_wikipedia', SALIENT_SPANS),
+        ],
         'Mixtures': mixtures(),
     }
 

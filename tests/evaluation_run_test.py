@@ -534,7 +534,7 @@ def test_a_cache_without_the_fields_of_its_metrics(evaluated, tmp_path):
     del content['features']['is_correct']
     info.write_text(json.dumps(content))
     opened = infer_eval.open_tasks(config, 'validation')
-    with pytest.raises(ValueError, match='rank.*is_correct.*data.use_cached=no'):
+    with pytest.raises(ValueError, match='rank.*is_correct'):
         infer_eval.read_tasks(config, 'validation', vocabulary, opened, print)
 
 
@@ -595,9 +595,9 @@ def test_only_what_a_metric_needs_is_computed(evaluated, compiled, monkeypatch):
 BAD = [
     ({'infer_eval.task': 'without_metrics'}, {}, "'without_metrics'"),
     ({'infer_eval.task': 'missing'}, {}, "'missing' .* split 'validation'"),
-    ({'infer_eval.task': 'qa'}, {'split': 'test'}, "'test', .*train, validation"),
+    ({'infer_eval.task': 'qa'}, {'split': 'test'}, "'qa' .*split 'test'"),
     ({}, {'split': 'dev'}, '--split=dev'),
-    ({}, {'split': 'test'}, "mixture 'all' .*'test'"),
+    ({}, {'split': 'test'}, "'all' .*'test'"),
     ({'infer_eval.task': 'qa, span_corruption'}, {}, "'span_corruption'"),
     ({'infer_eval.task': 'qu'}, {}, "data.task='qu'"),
     ({'decode.num_return': 2}, {}, 'decode.num_return=2'),

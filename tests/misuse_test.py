@@ -139,19 +139,19 @@ def tiny(*flags: str) -> Row:
 TOO_LONG = (
     'File name too long'
     if sys.version_info < (3, 14)
-    else f'{"x" * 300}.py: no such file; try --config='
+    else f'{"x" * 300}.py: no such Python file: try --config='
 )
 TABLES['configs'] = {
-    'missing': Row(['--config=mine.py'], 'mine.py: no such file; try --config=configs/tiny.py'),
-    'no suffix': Row(['--config=mine'], 'try --config=mine.py', {'mine.py': CONFIG}),
-    'empty name': Row(['--config='], 'no Python file'),
+    'missing': Row(['--config=mine.py'], 'mine.py: no such Python file: try --config=configs/tiny.py'),
+    'no suffix': Row(['--config=mine'], '--config=mine: no such Python file', {'mine.py': CONFIG}),
+    'empty name': Row(['--config='], 'no such Python file'),
     'long name': Row([f'--config={"x" * 300}.py'], TOO_LONG),
     'NUL in a path': mine('data.files', CONFIG + '    config.data.files = "a\\0b.txt"\n' + END),
     'not UTF-8': mine('mine.py, line 1: ', '\udcff\udcfe'),
     'no config': Row(['--workdir=x'], '--config is missing'),
-    'folder': Row(['--config={dir}'], 'no Python file'),
-    'readme': Row(['--config={root}/README.md'], 'no Python file'),
-    'home': Row(['--config=~/nothing.py'], 'nothing.py: no such file'),
+    'folder': Row(['--config={dir}'], 'no such Python file'),
+    'readme': Row(['--config={root}/README.md'], 'no such Python file'),
+    'home': Row(['--config=~/nothing.py'], 'nothing.py: no such Python file'),
     'typo': mine('mine.py, line 5: AttributeError', CONFIG + '    config.train.stepz = 3\n' + END),
     'wrong type': mine('mine.py, line 5: TypeError', CONFIG + '    config.train.steps = "many"\n' + END),
     'syntax': mine('mine.py, line 2: ', 'import os\ndef get_config(:\n'),
@@ -410,7 +410,7 @@ TABLES['texts'] = {
     'text after a quote': of_text(f'{FILES}=a.csv', *QA, message='line 2 of {dir}/a.csv: no CSV', a__csv='question,answer\nq,"a"b\n'),
     'metric': of_text(*QA, '--config.data.metrics=bleu,blue', message="data.metrics='bleu,blue': 'blue' is none, has"),
     'tokenizer of bleu': of_text(*QA, '--config.data.metrics=bleu:zhh', message="tokenizer='zhh' of bleu: sacrebleu has none of this name: use one of none, zh, 13a, "),
-    'tokenizer without a name': of_text(*QA, '--config.data.metrics=bleu:', message="data.metrics='bleu:': tokenizer='' of bleu"),
+    'tokenizer without a name': of_text(*QA, '--config.data.metrics=bleu:', message="tokenizer='' of bleu"),
     'tokenizer of rouge': of_text(*QA, '--config.data.metrics=rouge:zh', message="tokenizer='zh' of rouge: use one of ascii, unicode"),
     'tokenizer of accuracy': of_text(*QA, '--config.data.metrics=accuracy:zh', message="'accuracy:zh' is none, has no tokenizer"),
     'metrics of one name': of_text(*QA, '--config.data.metrics=bleu:zh, bleu', message="'bleu' is none, has no tokenizer, or is there twice"),

@@ -67,7 +67,6 @@ LOADING = {
     'text as rate': ("TASKS = [Mixture('m', {'x': 'much'})]  # !", "the rate of 'x' is 'much'"),
     'negative rate': ("TASKS = [Mixture('m', {'x': -1})]  # !", "the rate of 'x' is -1"),
     'no member': ("TASKS = [Mixture('m', {})]  # !", "mixture 'm' has members={}"),
-    'no rate above 0': ("TASKS = [Mixture('m', {'x': 0})]  # !", 'all rates are 0'),
     'text as maximum': ("TASKS = [Mixture('m', {'x': proportional('y')})]  # !", "maximum='y'"),
     'half a template': ("TASKS = [Task('x', files='x', inputs='{q', targets='{a}')]  # !", '{q'),
     'template and function': ("TASKS = [Task('x', preprocess_fn=fail, inputs='{q}', targets='{a}')]  # !", 'templates'),
@@ -88,9 +87,6 @@ LOADING = {
     'features of another name': (f"{CLASS}    features = ('text',)\nTASKS = [Task('x', objective=X)]  # !", "('text',)"),
     'no records': (f"{CLASS}    records_per_group = 0\nTASKS = [Task('x', objective=X)]  # !", 'records_per_group=0'),
     'sentinels': (f"{CLASS}    num_sentinels = 'a'\nTASKS = [Task('x', objective=X)]  # !", "num_sentinels='a'"),
-    'no examples': (f"{CLASS}    examples = None\nTASKS = [Task('x', objective=X)]  # !", 'objective.examples=None'),
-    'no key': (f"{CLASS}    def examples(self, a, b, c): pass\nTASKS = [Task('x', objective=X)]  # !", '*key): too many'),
-    'start of an objective': (f"{CLASS}    def __init__(self): pass\nTASKS = [Task('x', objective=X)]  # !", '(config, voc'),
     'object': (f"{CLASS}    __init__ = object.__init__\nTASKS = [Task('x', objective=X())]  # !", 'use one of'),
     'name that is none': ('TASKS = [task]  # !', 'NameError'),
 }  # fmt: skip

@@ -150,7 +150,7 @@ def test_platforms_that_are_not_here(tmp_path, platforms, command):
     done = shell(command, tmp_path, JAX_PLATFORMS=platforms)
     [line] = done.stderr.splitlines()
     assert done.returncode == 2 and not done.stdout and not list(tmp_path.iterdir())
-    assert line.startswith(f'main.py: JAX_PLATFORMS={platforms}: ') and ' cpu device' in line
+    assert line.startswith(f'main.py: JAX_PLATFORMS={platforms}: ')
     assert 'unset JAX_PLATFORMS' in line
 
 

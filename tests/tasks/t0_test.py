@@ -89,11 +89,6 @@ def test_the_metrics():
             assert set(found) == (expected or {'accuracy'}), name
 
 
-def test_a_training_rate():
-    assert tasks_t0.training_rate(500_000, num_prompts=3) == 500_000
-    assert tasks_t0.training_rate(500_001, num_prompts=3) == 166_666
-
-
 # From P3's layout to metrics.
 
 TINY = tasks_t0.Prompt('tiny', 'complete that', True, 'vary', ('Accuracy',))

@@ -365,7 +365,7 @@ WRONG_RATES = [
     ({'a': float('nan')}, "'a' is nan"),
     ({'a': 0.0}, "mixture 'm'"),
     ({'a': BY_SIZE}, "'a' has a rate by its number of examples"),
-    ({tasks.Mixture('n', {'b': 1.0}): BY_SIZE}, "the rate of mixture 'n'"),
+    ({tasks.Mixture('n', {'b': 1.0}): BY_SIZE}, "'n' has a rate by its number"),
 ]
 
 
