@@ -368,10 +368,10 @@ def train(run: ReadyRun | FinishedRun, stop: Callable[[], int] | None = None) ->
             stop = stack.enter_context(remember_interrupt())
         request = StopRequest(stop)
         try:
-            if isinstance(run, FinishedRun):
-                finish(run, request)
-            else:
+            if isinstance(run, ReadyRun):
                 take_steps(run, request)
+            else:
+                finish(run, request)
             with run.console.working('Saving'):
                 partition.in_all(run.workdir.saver.wait)
         except Exception as error:
@@ -608,11 +608,19 @@ def save_before_error(run: ReadyRun, error: Exception) -> None:
 
     All processes save the same step, or none. If saving fails, a note of `error` says why.
     """
-    step = run.progress.step
+    progress = run.progress
+    step = progress.step
     try:
         with run.console.working('Saving'):
             run.workdir.saver.wait()
-            own_step = step if may_save(run) else -1
+            own_step = -1
+            # The failed step may have consumed its donated buffers.
+            is_there = not any(x.is_deleted() for x in jax.tree.leaves(progress.state))
+            is_new = progress.batch is not None and step not in checkpoint.steps(run.workdir.path)
+            if is_there and is_new and not run.workdir.lock.is_lost:
+                progress.interval.fetch()
+                if find_fault(run) is None:
+                    own_step = step
             # Wait until every process is here: the others fail at their next agreement.
             while not partition.from_processes(np.array([True])).all():
                 pass
@@ -625,17 +633,3 @@ def save_before_error(run: ReadyRun, error: Exception) -> None:
         error.add_note(f'Step {step:,} could not be saved, too: {second}')
         return
     run.console.line(f'Step {step:,} is saved before the error: a run resumes from there.')
-
-
-def may_save(run: ReadyRun) -> bool:
-    """Return whether the last step is not saved yet, and its state there and valid."""
-    progress = run.progress
-    if progress.batch is None or progress.step in checkpoint.steps(run.workdir.path):
-        return False
-    if run.workdir.lock.is_lost:
-        return False
-    # The failed step may have consumed its donated buffers.
-    if any(x.is_deleted() for x in jax.tree.leaves(progress.state)):
-        return False
-    progress.interval.fetch()
-    return find_fault(run) is None
