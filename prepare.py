@@ -17,7 +17,7 @@ from concurrent import futures
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict, FrozenConfigDict
 
@@ -71,46 +71,26 @@ def make_spec(
     )
     model.check_mesh(spec.model_config, spec.mesh)
     partition.check_divides('train.batch_size', spec.batch_size, partition.BATCH_AXES, spec.mesh)
-    # These names are parsed when they are first used: parse them now.
+    # What is parsed when it is first used: parse it now.
     _ = spec.normalizing_factor
     _ = spec.tx  # and its schedule
     checks.check_adapters(spec.model_config)
     checks.check_scan(spec.model_config)
     _ = spec.trained
-    return spec
-
-
-def microbatch_counts(config: ConfigDict, spec: train.StepSpec) -> list[int]:
-    """Return the numbers of microbatches to try. Raises ValueError for one that does not divide."""
     rows = spec.batch_size // partition.axes_size(spec.mesh, partition.BATCH_AXES)
-    return memory.microbatch_counts(config.train.num_microbatches, rows)
+    memory.microbatch_counts(config.train.num_microbatches, rows)
+    return spec
 
 
 def fit_step(config: ConfigDict, spec: train.StepSpec) -> memory.Plan:
     """Compile the step in as few microbatches as fit. Raises ValueError where none fits."""
     return memory.fit_step(
         lambda n: train.compile_step(dataclasses.replace(spec, num_microbatches=n)),
-        counts=microbatch_counts(config, spec),
+        num_rows=spec.batch_size // partition.axes_size(spec.mesh, partition.BATCH_AXES),
         requested=config.train.num_microbatches,
         mesh=spec.mesh,
         state_bytes=memory.num_state_bytes(spec.state_shapes),
     )
-
-
-def num_lines_to_start(stream: Stream) -> int:
-    """Return about how many lines all lanes read before the first batch."""
-    total = 0
-    for task in stream.tasks:
-        num_records = stream.batch_size * task.objective.records_per_group
-        total += task.source.num_lines_to_find(stream.split, num_records)
-    return total
-
-
-def own_rows(mesh: Mesh, batch_size: int) -> range:
-    """Return the rows of a global batch that this process feeds to its devices."""
-    indices = NamedSharding(mesh, partition.BATCH).addressable_devices_indices_map((batch_size,))
-    rows = np.concatenate([np.arange(batch_size)[index] for index in indices.values()])
-    return range(rows.min(), rows.max() + 1)
 
 
 def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | train.FinishedRun:
@@ -127,7 +107,6 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
     checks.check_is_run(folder)
     terminal = console.Console()
     spec = make_spec(config)
-    microbatch_counts(config, spec)  # raises ValueError for train.num_microbatches
 
     # The text.
     with terminal.working('Reading the text'):
@@ -197,14 +176,18 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         results.Results(folder).scores()  # raises ValueError for a file that is damaged
 
         # This process's rows of the batches: training without end or in epochs, validation once.
+        batch_size = config.train.batch_size
+        sharding = NamedSharding(spec.mesh, partition.BATCH)
+        parts = sharding.addressable_devices_indices_map((batch_size,)).values()
+        rows = np.concatenate([np.arange(batch_size)[part] for part in parts])
         with terminal.working('Opening the text'):
             open_stream = functools.partial(
                 Stream,
                 vocabulary=vocabulary,
                 config=config.data,
-                batch_size=config.train.batch_size,
+                batch_size=batch_size,
                 seed=config.seed,
-                rows=own_rows(spec.mesh, config.train.batch_size),
+                rows=range(rows.min(), rows.max() + 1),
             )
             training = open_stream(mixture, 'train', num_epochs=config.train.epochs or None)
             evaluated = dataclasses.replace(mixture, tasks=(*mixture.tasks, *evaluated_alone))
@@ -228,7 +211,10 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
                 f'data.cache_dirs={config.data.cache_dirs!r} has no effect: it holds no complete cache '
                 f'of data.task={config.data.task!r}.'
             )
-        num_lines = num_lines_to_start(validation)
+        num_lines = 0
+        for task in validation.tasks:
+            num_records = batch_size * task.objective.records_per_group
+            num_lines += task.source.num_lines_to_find('validation', num_records)
         if num_lines > LINES_OF_A_SLOW_EVALUATION:
             introduction.append(
                 f'The first evaluation reads about {num_lines:,} lines to find the share '

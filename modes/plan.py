@@ -24,7 +24,7 @@ import train
 from modes import plan_decoding, process
 from modes.collectives import Collective, collectives_of, executed
 from modes.topology import CHIPS, SLICES, Chip, devices_of
-from prepare import fit_step, make_spec, microbatch_counts
+from prepare import fit_step, make_spec
 from run import memory
 from run.console import Console
 
@@ -59,7 +59,6 @@ def spec_of(config: Any, topology: str, devices: list) -> train.StepSpec:
             f'--topology={topology} has {len(devices)} devices and the mesh {spec.mesh.size}: set one '
             'axis to -1, such as mesh.data, to use all'
         )
-    microbatch_counts(config, spec)  # raises ValueError for train.num_microbatches
     return spec
 
 

@@ -55,16 +55,17 @@ def microbatch_counts(requested: int | str, num_rows: int) -> list[int]:
 
 def fit_step(
     compile_step: Callable[[int], jax.stages.Compiled],
-    counts: list[int],
+    num_rows: int,
     requested: int | str,
     mesh: Mesh,
     state_bytes: int,
 ) -> Plan:
-    """Compile the step in the first of `counts` microbatches with which it fits into memory.
+    """Compile the step in as few microbatches as fit into memory, of `num_rows` rows on a device.
 
     Raises ValueError where it fits with none or not with the `requested` number.
     """
     limit = memory_limit(mesh)
+    counts = microbatch_counts(requested, num_rows)
     first = counts[0]
     last = first
     needs: dict[int, float] = {}  # {number of microbatches: bytes}

@@ -56,7 +56,7 @@ class FakeStep:
         )
 
 
-def fit(num_bytes, limit, monkeypatch, requested='auto', counts=(1, 2, 4, 8)):
+def fit(num_bytes, limit, monkeypatch, requested='auto', num_rows=8):
     """Return the plan for steps that need {count: bytes}, and the counts that were compiled."""
     compiled = []
 
@@ -66,7 +66,7 @@ def fit(num_bytes, limit, monkeypatch, requested='auto', counts=(1, 2, 4, 8)):
 
     monkeypatch.setattr(plan, 'memory_limit', lambda mesh: limit)
     mesh = partition.make_mesh(data=1)
-    planned = plan.fit_step(compile_step, list(counts), requested, mesh, state_bytes=0)
+    planned = plan.fit_step(compile_step, num_rows, requested, mesh, state_bytes=0)
     return planned, compiled
 
 
@@ -94,7 +94,7 @@ def test_a_step_that_a_tpu_refuses(monkeypatch):
 
     monkeypatch.setattr(plan, 'memory_limit', lambda mesh: 14 * 2**30)
     mesh = partition.make_mesh(1)
-    planned = plan.fit_step(compile_step, [1, 2, 4, 8, 16], 'auto', mesh, state_bytes=0)
+    planned = plan.fit_step(compile_step, 16, 'auto', mesh, state_bytes=0)
     assert planned.num_microbatches == 8
     assert '1 microbatch(es) needs 81.7 GiB' in planned.note
 
@@ -108,9 +108,9 @@ def test_what_cannot_fit_is_not_compiled(monkeypatch):
 
 def test_a_requested_number_that_does_not_fit(monkeypatch):
     with pytest.raises(ValueError, match='num_microbatches=2: a step in 2 .*; use 4, or auto'):
-        fit({2: 60, 4: 40}, 50, monkeypatch, requested=2, counts=[2, 4])
+        fit({2: 60, 4: 40}, 50, monkeypatch, requested=2, num_rows=4)
     with pytest.raises(ValueError, match='4 do not fit either: use more devices or a smaller'):
-        fit({2: 60, 4: 55}, 50, monkeypatch, requested=2, counts=[2, 4])
+        fit({2: 60, 4: 55}, 50, monkeypatch, requested=2, num_rows=4)
 
 
 @pytest.mark.slow

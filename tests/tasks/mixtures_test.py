@@ -20,7 +20,6 @@ from forms import slow
 import tasks
 import tasks.open
 import vocabulary as vocabularies
-from prepare import num_lines_to_start
 from run import prefetch
 from run.train_vocabulary import training_texts
 from stream import Stream
@@ -341,7 +340,7 @@ def test_a_small_share_for_validation_says_what_it_costs(tmp_path):
     assert task.source.num_lines_to_find('validation', 1) == 10
     assert task.source.num_lines_to_find('train', 9) == 10
     num_bytes = (tmp_path / 'add.jsonl').stat().st_size
-    assert num_lines_to_start(stream) == num_bytes // 100
+    assert task.source.num_lines_to_find('validation', stream.batch_size) == num_bytes // 100
 
 
 # The same stream for any number of processes, resumed anywhere.
