@@ -290,11 +290,11 @@ def encode(
 
     `inputs`: int32 ids. `segments`: 0 for padding, by default where inputs are 0. Aux: [layers, b].
     """
-    segments_bM = inputs_bM > 0 if segments_bM is None else segments_bM
+    segments_bM = (inputs_bM > 0).astype(jnp.int32) if segments_bM is None else segments_bM
     embedder = embedder or config.modules.embedder(config, name='token_embedder')
     x_bMD, segments_bM = config.modules.encoder_inputs(config, embedder(inputs_bM), segments_bM)
-    mask_b1MM = attention_mask(segments_bM, segments_bM)
-    encoded_bMD, aux = Encoder(config, name='encoder')(x_bMD, mask_b1MM, rows_b)
+    encoder = config.modules.encoder(config, name='encoder')
+    encoded_bMD, aux = encoder(x_bMD, segments_bM, rows_b)
     return encoded_bMD, segments_bM, aux
 
 
@@ -400,11 +400,11 @@ class Encoder(hk.Module):
     config: T5Config
     name: str
 
-    def __call__(self, x_bTD, mask_b1TT, rows_b):
+    def __call__(self, x_bTD, segments_bT, rows_b):
+        """Return encoded_bTD and aux. `segments`: int32 or bool, 0 for padding."""
         c = self.config
-        length = x_bTD.shape[1]
         x_bTD = dropout(x_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
-        positions = Positions(jnp.arange(length), jnp.arange(length))
+        mask_b1TT, positions = self.shared(segments_bT)
         relpos_1hTT = None
         if not c.relpos_bias_per_layer:
             bias = c.modules.relpos_bias(c, bidirectional=True, name='relpos_bias')
@@ -417,7 +417,13 @@ class Encoder(hk.Module):
         x_bTD, aux = apply_layers(c, c.num_encoder_layers, layer, x_bTD)
         x_bTD = c.modules.norm(c, name='encoder_norm')(x_bTD)
         # The one place where T5X's dropout mask is not shared along the length.
-        return dropout(x_bTD, c.dropout_rate, rows_b, mask_shape=(length, c.emb_dim)), aux
+        return dropout(x_bTD, c.dropout_rate, rows_b, mask_shape=x_bTD.shape[1:]), aux
+
+    @hk.name_like('__call__')
+    def shared(self, segments_bT):
+        """Return what the attentions of all layers share: mask_b1TT and the positions."""
+        positions_T = jnp.arange(segments_bT.shape[1])
+        return attention_mask(segments_bT, segments_bT), Positions(positions_T, positions_T)
 
 
 def apply_layers(
@@ -885,6 +891,7 @@ class Modules:
     """
 
     embedder: Callable = Embedder
+    encoder: Callable = Encoder
     encoder_layer: Callable = EncoderLayer
     decoder_layer: Callable = DecoderLayer
     attention: type[Attention] = Attention
