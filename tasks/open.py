@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from ml_collections import ConfigDict
 
 import sources.open
+from randomness import digest
 from sources import NO_SPLIT, Source
-from stream import OpenMixture, OpenTask, fingerprint_of
+from stream import OpenMixture, OpenTask
 from tasks import metrics
 from tasks.mixtures import MetricFn, Mixture, Rate, Task, settings_of_a_row
 from tasks.names import look_up, own_tasks, takes_documents, unknown
@@ -226,7 +227,12 @@ def open_sources(found: Task | Mixture, config: ConfigDict) -> OpenMixture:
         tasks = [opened_task(found, open_task(found, config))]
     else:
         tasks = open_tasks(found, config)
-    return OpenMixture(found.name, tuple(tasks), fingerprint_of(tasks), open_mixture)
+    # Texts and rates; a function's code is not in it.
+    content: list = []
+    for task, source, _, rate in tasks:
+        content.append([task.name, task.objective_name, task.inputs, task.targets])
+        content.append([source.fingerprint, round(rate, 12)])
+    return OpenMixture(found.name, tuple(tasks), digest(content), open_mixture)
 
 
 def opened_task(task: Task, source: Source, rate: float = 1.0) -> OpenTask:
