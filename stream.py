@@ -87,7 +87,7 @@ class OpenMixture:
 
     name: str
     tasks: tuple[OpenTask, ...]
-    fingerprint: str  # a run may go on with a mixture of the same fingerprint only
+    fingerprint: str  # a run resumes only with a mixture of the same fingerprint
     # From config.data to the same mixture, in a process of its own.
     reopen: Callable[[ConfigDict], 'OpenMixture'] | None = None
 

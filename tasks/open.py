@@ -51,7 +51,15 @@ def find(config: ConfigDict) -> Task | Mixture:
         raise unknown(
             name, config.module, f'data.task={name!r}', where if config.cache_dirs else ''
         )
-    form = form_of(row)
+    form = 'text to text'
+    if isinstance(row, Mixture):
+        form = 'a mixture'
+    elif row.cache:
+        form = 'read from its cache alone'
+    elif row.train_split == NO_SPLIT:
+        form = 'for evaluation alone, with data.validation_files'
+    elif row.objective != 'text_to_text' or row.preprocess_fn is not None:
+        form = 'not made of data.inputs and data.targets'
     for setting in LACKS[form]:
         if config[setting]:
             raise ValueError(
@@ -66,19 +74,6 @@ def find(config: ConfigDict) -> Task | Mixture:
             "as '{question}' and '{answer}'"
         )
     return found
-
-
-def form_of(row: Task | Mixture) -> str:
-    """Return which key of LACKS a row is."""
-    if isinstance(row, Mixture):
-        return 'a mixture'
-    if row.cache:
-        return 'read from its cache alone'
-    if row.train_split == NO_SPLIT:
-        return 'for evaluation alone, with data.validation_files'
-    if row.objective != 'text_to_text' or row.preprocess_fn is not None:
-        return 'not made of data.inputs and data.targets'
-    return 'text to text'
 
 
 def configured(row: Task | Mixture, config: ConfigDict) -> Task | Mixture:
@@ -98,10 +93,7 @@ def configured(row: Task | Mixture, config: ConfigDict) -> Task | Mixture:
     if row.train_split == NO_SPLIT:
         changes.pop('train_split', None)
     is_ours = row is table().get(row.name)
-    if changes.keys() & {
-        'files',
-        'validation_files',
-    }:  # instead of all its records, and their splits
+    if 'files' in changes or 'validation_files' in changes:  # replace all records and their splits
         changes = {name: defaults[name] for name in ('files', 'validation_files', 'tfds')} | changes
         changes.setdefault('validation_split', '')
         changes.setdefault('train_split', NO_SPLIT if row.train_split == NO_SPLIT else 'train')
