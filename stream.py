@@ -215,11 +215,9 @@ class Stream:
         rows = [lane.next_row() for lane in self._lanes]
         if not any(rows):
             raise StopIteration
-        drawn = list(itertools.chain.from_iterable(rows))
-        given = np.array([task for task, _ in drawn])
-        is_trimmed = np.array([example.is_trimmed for _, example in drawn])
-        self.counts[:, 0] += np.bincount(given, minlength=len(self.tasks))
-        self.counts[:, 1] += np.bincount(given[is_trimmed], minlength=len(self.tasks))
+        drawn = [(task, example.is_trimmed) for row in rows for task, example in row]
+        tasks, is_trimmed = np.array(drawn).T
+        np.add.at(self.counts, tasks, np.stack([np.ones_like(tasks), is_trimmed], axis=1))
         examples = [[example for _, example in row] for row in rows]
         return data.encoder_decoder(examples, self.config.lengths, self.pack_examples is not None)
 
@@ -331,8 +329,6 @@ def draw_tasks(stream: Stream, row: int, first: int) -> Iterator[int]:
     """Yield the task of each example of a lane from number `first` on: a function of seed and rates."""
     rates = np.array([task.opened.rate for task in stream.tasks])
     ends = np.cumsum(rates / rates.sum())[:-1]  # of each task's part of [0, 1)
-    if len(ends) == 0:
-        yield from itertools.repeat(0)
     block, skipped = divmod(first, DRAWS_PER_BLOCK)
     while True:
         bits = random_bits((DRAWS_PER_BLOCK,), 'draws', stream.seed, row, block)
