@@ -510,5 +510,5 @@ class TokenizedTask:
         raise ValueError(
             f'no document is in split {split!r} of {source.description} at '
             f'data.validation_fraction={source.validation_fraction}: both splits need '
-            'documents: change the fraction, or name more files'
+            'documents with text: name more files, or change the fraction'
         )
