@@ -100,7 +100,7 @@ def without(files: Sequence[FileRecord], others: Sequence[FileRecord]) -> list[F
 
 
 def file_from_json(content: Mapping) -> FileRecord:
-    """Return one of the files that `Source.files_as_json` returned; a run of 0.1.0 kept more of it."""
+    """Return one of the files of data_files.json; a run of 0.1.0 kept more of it."""
     return FileRecord(*[content[name] for name in FileRecord._fields])
 
 
