@@ -126,7 +126,7 @@ class PlainFiles(Blocks):
 def read_file(name: str) -> bytes:
     """Return the content of a file."""
     with paths.open_file(name) as file:
-        return file.read(paths.file_size(name))
+        return file.read(paths.status_of(name).num_bytes)
 
 
 def lines_that_start_in(
