@@ -103,9 +103,8 @@ class ReadError(OSError):
 def to_path(name: str | os.PathLike, may_be_new: bool = False) -> AnyPath:
     """Return an absolute path on a disk, or a path of gs:// or s3:// with pathlib's methods.
 
-    `may_be_new`: it is written to, and need not exist. Raises ValueError for what is no path, for one that the
-    system cannot follow (a loop of links, no permission, a name that is too long), and for a bucket that cannot
-    be listed.
+    `may_be_new`: it need not exist. Raises ValueError for what is no path, for one that the system cannot follow
+    (a loop of links, no permission), and for a bucket that cannot be listed.
     """
     text = _text(name)
     if not is_in_bucket(text):
@@ -126,8 +125,7 @@ def to_path(name: str | os.PathLike, may_be_new: bool = False) -> AnyPath:
 def disk_path(name: str | os.PathLike) -> Path:
     """Return an absolute path on a disk, without `~` and `..`, which TensorStore refuses.
 
-    Follows a link in front of a `..` first, as the system does. Raises ValueError as `to_path` does, and for
-    buckets.
+    Raises ValueError as `to_path` does, and for buckets.
     """
     text = _text(name)
     if is_in_bucket(text):
@@ -138,7 +136,7 @@ def disk_path(name: str | os.PathLike) -> Path:
     if expanded.startswith('~'):
         raise ValueError(f'{text} is in no home folder: write ./{text} for a name with ~')
     path = Path(expanded).absolute()
-    if '..' in path.parts:
+    if '..' in path.parts:  # a link in front of it is followed first, as the system does
         after_last = len(path.parts) - path.parts[::-1].index('..')
         resolved = os.path.realpath(Path(*path.parts[:after_last]))
         path = Path(resolved, *path.parts[after_last:])
@@ -251,8 +249,9 @@ def client_errors(name: str, verb: str, kind: type[Exception]) -> Iterator[None]
         yield
     except Exception as error:
         text = ' '.join(f'{type(error).__name__}: {error}'.split())
-        remedy = 'check its name, your rights and the network'
-        raise kind(f'{name} cannot be {verb} ({text}): {remedy}') from error
+        raise kind(
+            f'{name} cannot be {verb} ({text}): check its name, your rights and the network'
+        ) from error
 
 
 # Reading.
@@ -392,11 +391,10 @@ def library_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        found = re.search(r"os error (\d+)|os_error_code='(\d+)'", str(error))
+        found = re.search(r"(?:os error |os_error_code=')(\d+)", str(error))
         if found is None:
             raise
-        number = int(found[1] or found[2])
-        raise OSError(number, os.strerror(number), str(path)) from error
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
 
 
 @contextlib.contextmanager

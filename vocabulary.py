@@ -203,10 +203,7 @@ def find_vocabulary(folder: AnyPath, name: str | AnyPath | None = None) -> Vocab
 
 
 def own_vocabulary(folder: AnyPath, extra_ids: int = DEFAULT_EXTRA_IDS) -> Vocabulary | None:
-    """Return the vocabulary of a checkpoint or run, whatever tokens transformers has added to it.
-
-    `extra_ids`: its number of sentinels, if the folder does not say it.
-    """
+    """Return the vocabulary of a checkpoint or run; `extra_ids`: if the folder does not say it."""
     stored = stored_data(folder, extra_ids)
     if stored['vocabulary'] == 'bytes':
         return ByteVocabulary(stored['extra_ids'])
@@ -243,10 +240,7 @@ def named_vocabulary(setting: str, name: str | AnyPath, extra_ids: int) -> Vocab
 
 
 def model_file(folder: AnyPath) -> AnyPath | None:
-    """Return the SentencePiece model in the folder of a checkpoint or run, else None.
-
-    That of a checkpoint may be in the folder above, that of a file or prefix is beside it.
-    """
+    """Return the SentencePiece model in the folder of a checkpoint or run, or beside it, else None."""
     for candidate in folders_of(folder):
         for name in VOCABULARY_NAMES:
             if paths.is_file(candidate / name):
@@ -280,12 +274,12 @@ def stored_data(folder: AnyPath, extra_ids: int = DEFAULT_EXTRA_IDS) -> dict:
 
 # Tokens that transformers has added to a vocabulary.
 
-TOKEN_FILES = (
+TOKEN_FILES = [
     'added_tokens.json',
     'special_tokens_map.json',
     'tokenizer_config.json',
     'tokenizer.json',
-)
+]
 
 
 def check_tokens(checkpoint: AnyPath, vocabulary: Vocabulary | None) -> None:
