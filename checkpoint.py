@@ -189,7 +189,7 @@ class Saver:
         """
         final = self.workdir / f'checkpoint_{step}'
         try:
-            paths.make_folder(tmp)
+            tmp.mkdir(parents=True, exist_ok=True)
             checksums: dict[str, Checksum] = {}
             for arrays in written:
                 checksums |= arrays
@@ -201,7 +201,7 @@ class Saver:
             parts = [tmp / f'part-{self._stamp}-{i}' for i in range(jax.process_count())]
             _await(parts, tmp)
             for part in parts:
-                checksums |= json.loads(part.read_text())
+                checksums |= json.loads(part.read_bytes())
                 part.unlink()
             for name, content in {**files, INDEX: index}.items():
                 checksums[name] = Checksum(len(content), google_crc32c.value(content))
@@ -388,7 +388,10 @@ def _await(files: Sequence[AnyPath], directory: AnyPath) -> None:
         missing = [file for file in files if not file.exists()]
         if not missing:
             return
-        new_count = paths.num_files(directory)
+        try:
+            new_count = sum(1 for _ in directory.glob('**/*'))
+        except FileNotFoundError:  # renamed meanwhile
+            continue
         if new_count != count:
             count = new_count
             deadline = time.monotonic() + TIMEOUT_SECONDS

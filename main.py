@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
             compilation_cache.use()
         # Imported late: a wrong flag is reported before JAX starts.
         mode = importlib.import_module(MODES[FLAGS.mode], modes.__name__)
-        with user_code.naming_lines():
+        with user_code.running():
             status = mode.main(config, FLAGS, signals)
         return group.end(status)
     except (FloatingPointError, ValueError, OSError) as error:  # the loss, the data, the disk

@@ -374,7 +374,7 @@ def test_names_of_files(tmp_path, monkeypatch, name):
         ('  ', "='  '"),
         ('http://a.b/*.txt', ': http://a.b/*.txt'),
         ('file:///a.txt', ': file:///a.txt'),
-        ('{}/folder', ": '{}/folder' is a folder"),
+        ('{}/folder', ": '{}/folder' matches no file"),
         ('{}/fold*', ": '{}/fold*'"),
         ('{}/loop.txt', ': {}/loop.txt'),
         ('{}/loop*', ': {}/loop.txt'),
