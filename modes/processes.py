@@ -230,17 +230,13 @@ class Group:
         if self.number == 0:
             self.client.key_value_set('error', text)
             errors.report(error)
-        elif text != self._error_of_first() and not isinstance(error, ProcessFailed):
-            errors.report(error, of=self.title)
+        else:
+            of_first = ''
+            with contextlib.suppress(RuntimeError):  # process 0 has none
+                of_first = self.client.blocking_key_value_get('error', 1000 * SECONDS_TO_SAY)
+            if text != of_first and not isinstance(error, ProcessFailed):
+                errors.report(error, of=self.title)
         self._end_all(status)
-
-    def _error_of_first(self) -> str:
-        """Return the error that process 0 reports, '' if it has none."""
-        assert self.client
-        try:
-            return self.client.blocking_key_value_get('error', 1000 * SECONDS_TO_SAY)
-        except RuntimeError:
-            return ''
 
     def crash(self, error: Exception) -> int:
         """Report an error that nobody expects, and end the other processes, too. Return 1 if there are none."""
