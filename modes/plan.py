@@ -117,7 +117,22 @@ def lines_of(config: Any, spec: train.StepSpec, devices: list) -> Iterator[str]:
         yield f'Collectives, estimate: not known, XLA does not print this program: {error}'
     else:
         found = collectives_of(program, mesh)
-        yield from collective_lines(found, least_traffic(spec))
+        least = least_traffic(spec)
+        yield 'Collectives of a step on each device, in MB of whole arrays:'
+        yield f'  {"kind":18} {"axes":12} {"arrays":>7} {"MB":>11} {"least":>11}  asynchronous'
+        moved: Traffic = collections.defaultdict(float)
+        hidden: Traffic = collections.defaultdict(float)
+        times: Traffic = collections.defaultdict(float)
+        for x in found:
+            moved[x.kind, x.axes] += x.times * x.num_bytes
+            hidden[x.kind, x.axes] += x.times * x.num_bytes * x.is_async
+            times[x.kind, x.axes] += x.times
+        for key in sorted(moved | least, key=lambda key: -moved[key]):
+            part = hidden[key] / moved[key] if moved[key] else 0
+            yield (
+                f'  {key[0]:18} {", ".join(key[1]):12} {times[key]:7,.0f} {moved[key] / 1e6:11,.2f} '
+                f'{least[key] / 1e6:11,.2f}  {part:.0%}'
+            )
         if kind in CHIPS:
             chip = CHIPS[kind]
             estimated = estimate(program, found, flops, mesh)
@@ -257,26 +272,6 @@ def least_traffic(spec: train.StepSpec) -> Traffic:
         if axes:
             least[kind, axes] += num_bytes
     return least
-
-
-def collective_lines(found: Sequence[Collective], least: Traffic) -> Iterator[str]:
-    """Yield a table of the collectives, those that move most first."""
-    yield 'Collectives of a step on each device, in MB of whole arrays:'
-    yield f'  {"kind":18} {"axes":12} {"arrays":>7} {"MB":>11} {"least":>11}  asynchronous'
-    total: Traffic = collections.defaultdict(float)
-    hidden: Traffic = collections.defaultdict(float)
-    times: Traffic = collections.defaultdict(float)
-    for x in found:
-        total[x.kind, x.axes] += x.times * x.num_bytes
-        hidden[x.kind, x.axes] += x.times * x.num_bytes * x.is_async
-        times[x.kind, x.axes] += x.times
-    for kind, axes in sorted(total | least, key=lambda key: -total[key]):
-        key = kind, axes
-        part = hidden[key] / total[key] if total[key] else 0
-        yield (
-            f'  {kind:18} {", ".join(axes):12} {times[key]:7,.0f} {total[key] / 1e6:11,.2f} '
-            f'{least[key] / 1e6:11,.2f}  {part:.0%}'
-        )
 
 
 class Estimate(NamedTuple):

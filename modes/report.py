@@ -188,8 +188,12 @@ def read_run(name: str, folder: Path) -> Run:
 # The page.
 
 
-def compile_page() -> Callable[..., str]:
-    """Return a function of the name and the arguments of a macro of report.html, which returns its HTML."""
+def render(runs: Sequence[Run], command: str) -> bytes:
+    """Return the page as UTF-8."""
+    script = (HERE / 'report.js').read_text()
+    # The browser loads nothing and runs our script alone.
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.globals |= {'chart': chart, 'MORE': MORE, 'MAX_RUNS': MAX_RUNS}
     environment.filters |= {
@@ -201,17 +205,11 @@ def compile_page() -> Callable[..., str]:
     # Without the line ends and the indentation of the template.
     template = re.sub(r'\n *', '', (HERE / FILE).read_text())
     macros = environment.from_string(template).module
-    return lambda name, *arguments, **more: getattr(macros, name)(*arguments, **more)
 
+    def page(name: str, *arguments: object, **more: object) -> str:
+        return getattr(macros, name)(*arguments, **more)
 
-def render(runs: Sequence[Run], command: str) -> bytes:
-    """Return the page as UTF-8."""
-    script = (HERE / 'report.js').read_text()
-    # The browser loads nothing and runs our script alone.
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
     figures = all_figures(runs)
-    page = compile_page()
     text = page(
         'page',
         policy=policy,
