@@ -208,13 +208,11 @@ def describe_task(
 def records_of(source: Source, task: Task, split: str) -> Iterator[Record]:
     """Return the records of a split, by default of the first that there is."""
     available = [name for name in SPLITS if source.may_hold(name)]
-    if not available:
-        raise ValueError(f'{task.name} has no split with records: name some with data.files')
-    split = split or available[0]
+    split = split or ''.join(available[:1])
     if split not in available:
         raise ValueError(
-            f'--split={split}: {task.name} has no such split, but {", ".join(available)}: use one '
-            'of these'
+            f'--split={split}: {task.name} has {", ".join(available) or "no split with records"}: use one of '
+            'its splits, or name files with data.files'
         )
     return source.records(split)
 
