@@ -266,14 +266,15 @@ def beam_search(
         all_finished = jnp.concatenate([state.finished_bnT, candidates_bcT], axis=1)
         finished_bnT = pick(all_finished, best_bn)
 
-        running_b = is_running(state)
+        run_b1 = is_running(state)[:, None]
+        run_b11 = run_b1[..., None]
         return BeamState(
             position=state.position + 1,
             tokens_bn=pick(tokens_bc, live_bn),
-            live_bnT=where(running_b, pick(candidates_bcT, live_bn), state.live_bnT),
-            live_log_probs_bn=where(running_b, live_log_probs_bn, state.live_log_probs_bn),
-            finished_bnT=where(running_b, finished_bnT, state.finished_bnT),
-            finished_scores_bn=where(running_b, finished_scores_bn, state.finished_scores_bn),
+            live_bnT=jnp.where(run_b11, pick(candidates_bcT, live_bn), state.live_bnT),
+            live_log_probs_bn=jnp.where(run_b1, live_log_probs_bn, state.live_log_probs_bn),
+            finished_bnT=jnp.where(run_b11, finished_bnT, state.finished_bnT),
+            finished_scores_bn=jnp.where(run_b1, finished_scores_bn, state.finished_scores_bn),
             cache=reorder(cache, pick(parents_bc, live_bn)),
         )
 
@@ -331,12 +332,6 @@ def best_last(scores: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
     """Return the `num` best scores of each example, the best last, and where they are."""
     best, index = lax.top_k(scores, num)
     return best[:, ::-1], index[:, ::-1]
-
-
-def where(condition_b: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return the examples of x [b, ...] where the condition holds, those of y elsewhere."""
-    condition = condition_b.reshape(-1, *[1] * (x.ndim - 1))
-    return jnp.where(condition, x, y)
 
 
 def pick(x: jax.Array, index_bn: jax.Array) -> jax.Array:

@@ -123,24 +123,10 @@ class Run(NamedTuple):
 
 
 def write(names: Sequence[str], output_dir: str = '') -> Path:
-    """Write the report of some runs to `output_dir`, else into the first run. Return its path."""
-    runs = read_runs(names)
-    folder = paths.disk_path(output_dir or runs[0].folder)
-    paths.check_new(folder)
-    results.check_writable(folder)
-    command = shlex.join(['python', 'main.py', '--mode=report', f'--runs={",".join(names)}'])
-    content = render(runs, command)
-    with paths.naming(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        paths.replace_file(folder / FILE, content)
-    return folder / FILE
+    """Write the report of some runs to `output_dir`, else into the first run. Return its path.
 
-
-# Reading.
-
-
-def read_runs(names: Sequence[str]) -> list[Run]:
-    """Return the runs in these folders. Raises ValueError where one of them is no run."""
+    Raises ValueError if one of them is no run.
+    """
     if not 1 <= len(names) <= MAX_RUNS:
         raise ValueError(
             f'--runs has {len(names)} runs: name 1 to {MAX_RUNS}, as in --runs=RUN,RUN'
@@ -159,7 +145,19 @@ def read_runs(names: Sequence[str]) -> list[Run]:
             raise ValueError(f'--runs names {folder} twice: name each run once')
         folders.append(folder)
     common = os.path.commonpath([folder.parent for folder in folders])
-    return [read_run(str(folder.relative_to(common)), folder) for folder in folders]
+    runs = [read_run(str(folder.relative_to(common)), folder) for folder in folders]
+    folder = paths.disk_path(output_dir or runs[0].folder)
+    paths.check_new(folder)
+    results.check_writable(folder)
+    command = shlex.join(['python', 'main.py', '--mode=report', f'--runs={",".join(names)}'])
+    content = render(runs, command)
+    with paths.naming(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        paths.replace_file(folder / FILE, content)
+    return folder / FILE
+
+
+# Reading.
 
 
 def read_run(name: str, folder: Path) -> Run:
