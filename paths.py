@@ -412,11 +412,11 @@ def naming(path: AnyPath, unfinished: Path | None = None) -> Iterator[None]:
 @contextlib.contextmanager
 def unfinished(folder: Path) -> Iterator[Path]:
     """Yield a new folder on the disk of `folder`, which the caller fills and renames; else it is removed."""
-    parent = next(parent for parent in folder.parents if parent.exists())
-    unfinished = parent / f'{folder.name[:50]}.tmp-'
+    missing = [path for path in (folder, *folder.parents) if not path.exists()][-1]
+    prefix = f'{missing.name[:50]}.tmp-'
     with (
-        naming(folder, unfinished),
-        tempfile.TemporaryDirectory(dir=parent, prefix=unfinished.name) as private,
+        naming(missing, missing.parent / prefix),
+        tempfile.TemporaryDirectory(dir=missing.parent, prefix=prefix) as private,
     ):
         new = Path(private, 'new')  # unlike `private`, with the permissions that the user set
         new.mkdir()
