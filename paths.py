@@ -415,7 +415,7 @@ def unfinished(folder: Path) -> Iterator[Path]:
     missing = [path for path in (folder, *folder.parents) if not path.exists()][-1]
     prefix = f'{missing.name[:50]}.tmp-'
     with (
-        naming(missing, missing.parent / prefix),
+        naming(folder, missing.parent / prefix),
         tempfile.TemporaryDirectory(dir=missing.parent, prefix=prefix) as private,
     ):
         new = Path(private, 'new')  # unlike `private`, with the permissions that the user set

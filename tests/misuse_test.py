@@ -505,7 +505,7 @@ TABLES['conversions'] = {
     'to below a file': of_conversion(GOLDEN, 'a.txt', target='a.txt/x', a__txt='mine'),
     'to a bucket': of_conversion(GOLDEN, 'gs://bucket/x: write to a disk', target='gs://bucket/x'),
     'to a full folder': of_conversion(GOLDEN, 'sub', target='sub', sub_in_x__txt='mine'),
-    'to where nobody may write': of_conversion(GOLDEN, '/proc/x: No such file or directory: ', target='/proc/x'),
+    'to where nobody may write': of_conversion(GOLDEN, '/proc/x/checkpoint_6: No such file or directory: ', target='/proc/x'),
     'to a long name': of_conversion(GOLDEN, 'File name too long: ', target=f'new/{"x" * 300}'),
     'to itself': of_conversion(GOLDEN, 'checkpoint_6', target=GOLDEN),
 }  # fmt: skip
