@@ -247,7 +247,7 @@ def decode(group: RowGroup, columns: Sequence[str]) -> list:
         column = column.unify_dictionaries().combine_chunks()
         values = column.dictionary
         if kind_of_type(values.type) == 'text':
-            values = values.cast(pyarrow.large_binary())  # which may not be UTF-8
+            values = values.cast(pyarrow.large_binary())  # texts may not be UTF-8
         elif values.type == pyarrow.float32():
             values = values.cast(pyarrow.string()).cast(pyarrow.float64())  # 3.8, not 3.79999995
         arrays.append(pyarrow.DictionaryArray.from_arrays(column.indices, values))
