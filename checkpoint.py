@@ -189,7 +189,7 @@ class Saver:
         """
         final = self.workdir / f'checkpoint_{step}'
         try:
-            paths.make_folder(tmp)
+            tmp.mkdir(parents=True, exist_ok=True)
             checksums: dict[str, Checksum] = {}
             for arrays in written:
                 checksums |= arrays
@@ -201,7 +201,7 @@ class Saver:
             parts = [tmp / f'part-{self._stamp}-{i}' for i in range(jax.process_count())]
             _await(parts, tmp)
             for part in parts:
-                checksums |= json.loads(part.read_text())
+                checksums |= json.loads(part.read_bytes())
                 part.unlink()
             for name, content in {**files, INDEX: index}.items():
                 checksums[name] = Checksum(len(content), google_crc32c.value(content))
@@ -388,7 +388,10 @@ def _await(files: Sequence[AnyPath], directory: AnyPath) -> None:
         missing = [file for file in files if not file.exists()]
         if not missing:
             return
-        new_count = paths.num_files(directory)
+        try:
+            new_count = sum(1 for _ in directory.glob('**/*'))
+        except FileNotFoundError:  # renamed meanwhile
+            continue
         if new_count != count:
             count = new_count
             deadline = time.monotonic() + TIMEOUT_SECONDS
@@ -480,7 +483,13 @@ def read_index(path: str | AnyPath) -> dict[str, Leaf]:
         file = folder
         folder = file.parent
     elif not paths.is_file(file):
-        raise ValueError(_describe_missing(folder))
+        names = sorted(file.name for file in list_folder(folder))
+        if {'lock', 'metrics.jsonl', 'model-info.txt'} & set(names):
+            raise ValueError(
+                f'{folder} has no checkpoint yet: wait until its run saves one, or name {FORMATS}'
+            )
+        held = first_ten(names) or 'nothing'
+        raise ValueError(f'{file} is missing: name {FORMATS}, not {folder}, which holds {held}')
     content = paths.own_file(file).read_bytes()
     leaves: dict[str, Leaf] = {}
     try:
@@ -531,7 +540,15 @@ class ZarrEntry:
         Of the spec, only name, shape and dtype count: only .zarray is right about chunks and compressor.
         """
         sizes = paths.sizes_in(self.folder)
-        self._check_place(sizes)
+        parts = self.folder.parts[len(self.directory.parts) :]  # the user's own may hold a '..'
+        is_inside = self.folder.is_relative_to(self.directory) and '..' not in parts
+        if isinstance(self.directory, Path):  # a bucket has neither links nor devices
+            root = self.directory.resolve()
+            for file in (self.folder, *sizes):
+                is_inside &= Path(file).resolve().is_relative_to(root)
+                is_inside &= file == self.folder or file.is_file()
+        if not is_inside:
+            raise ValueError(f'{self.folder} is not all files in {self.directory}: do not trust it')
         for file, size in sizes.items():
             if size < LFS_POINTER_BYTES and isinstance(file, Path):
                 paths.check_not_lfs(file)
@@ -568,18 +585,6 @@ class ZarrEntry:
         except ValueError as error:  # TensorStore's for damaged, missing and forbidden files alike
             raise ValueError(f'{self.folder} cannot be read ({error}): copy it again') from error
 
-    def _check_place(self, files: Iterable[AnyPath]) -> None:
-        """Raise ValueError unless all files of the array lie in the checkpoint."""
-        parts = self.folder.parts[len(self.directory.parts) :]  # the user's own may hold a '..'
-        is_inside = self.folder.is_relative_to(self.directory) and '..' not in parts
-        if isinstance(self.directory, Path):  # a bucket has neither links nor devices
-            root = self.directory.resolve()
-            for file in (self.folder, *files):
-                is_inside &= Path(file).resolve().is_relative_to(root)
-                is_inside &= file == self.folder or file.is_file()
-        if not is_inside:
-            raise ValueError(f'{self.folder} is not all files in {self.directory}: do not trust it')
-
 
 def _unpack_map(directory: AnyPath, node: dict) -> 'NDArray | dict | ZarrEntry':
     """Return the array that a map of the index stands for, or the map itself."""
@@ -605,15 +610,6 @@ def _unpack_extension(code: int, payload: bytes) -> NDArray:
         return np.asarray(complex(real, imaginary))
     shape, dtype, content = msgpack.unpackb(payload, **UNPACK_OPTIONS)
     return np.frombuffer(content, dtype).reshape(shape)  # jax registers 'bfloat16' with numpy
-
-
-def _describe_missing(folder: AnyPath) -> str:
-    """Return why there is no checkpoint in a folder, and what to name instead, in one line."""
-    names = sorted(file.name for file in list_folder(folder))
-    if {'lock', 'metrics.jsonl', 'model-info.txt'} & set(names):
-        return f'{folder} has no checkpoint yet: wait until its run saves one, or name {FORMATS}'
-    held = first_ten(names) or 'nothing'
-    return f'{folder / "checkpoint"} is missing: name {FORMATS}, not {folder}, which holds {held}'
 
 
 # The checkpoints of a workdir.

@@ -19,10 +19,11 @@ from randomness import permutation, random_bits
 from vocabulary import EOS_ID, PAD_ID, Vocabulary
 
 EOS = np.array([EOS_ID], np.int32)
-DROPPED = -1  # in place of an id
+DROPPED = -1  # replaces the id of a token that is left out
 MAX_RAW_LENGTH = 1 << 20
 MAX_DOCUMENT_TOKENS = 65536  # of a longer document one chunk is taken, as in T5
 MIN_LENGTH = 3  # of inputs and targets: a token, a sentinel and EOS
+Pair = tuple[NDArray, NDArray]  # inputs and targets
 
 
 class Example(NamedTuple):
@@ -70,39 +71,32 @@ class TextToText:
 
     def __init__(self, config: ConfigDict, vocabulary: Vocabulary):
         self.lengths = config.lengths
-        self._limits = (config.lengths.inputs, config.lengths.targets)  # a ConfigDict is slow
 
     def examples(
         self, names: Sequence[str], records: Sequence[Mapping[str, NDArray]], *key: int | str
     ) -> list[Example]:
-        inputs = [record['inputs'] for record in records]
-        targets = [record['targets'] for record in records]
-        cut_inputs = append_eos_to_each(inputs, self.lengths.inputs)
-        cut_targets = append_eos_to_each(targets, self.lengths.targets)
+        max_inputs = self.lengths.inputs
+        max_targets = self.lengths.targets
         examples = []
-        for i, name in enumerate(names):
-            is_trimmed = self.are_long(len(inputs[i]) + 1, len(targets[i]) + 1)
-            examples.append(Example(cut_inputs[i], cut_targets[i], [name], is_trimmed))
+        for name, record in zip(names, records, strict=True):
+            inputs, targets = self.with_ends(record)
+            is_trimmed = len(inputs) > max_inputs or len(targets) > max_targets
+            inputs = self.cut(inputs, max_inputs)
+            targets = self.cut(targets, max_targets)
+            examples.append(Example(inputs, targets, [name], is_trimmed))
         return examples
 
-    def are_long(self, num_inputs: int, num_targets: int) -> bool:
-        """Return whether so many ids, EOS included, are more than a row has."""
-        return num_inputs > self._limits[0] or num_targets > self._limits[1]
+    def with_ends(self, record: Mapping[str, NDArray]) -> Pair:
+        """Return inputs, never empty, and targets, with EOS, before they are cut."""
+        inputs = np.concatenate([record['inputs'], EOS])
+        return inputs, np.concatenate([record['targets'], EOS])
 
-
-def append_eos_to_each(sequences: Sequence[NDArray], length: int) -> list[NDArray]:
-    """Append EOS to each of some ids [n], which are cut first so that they have `length` at most."""
-    parts = []
-    for ids in sequences:
-        parts += [ids[: length - 1], EOS]
-    joined = np.concatenate([np.zeros(0, np.int32), *parts])
-    ends = itertools.accumulate(min(len(ids), length - 1) + 1 for ids in sequences)
-    return [joined[begin:end] for begin, end in itertools.pairwise([0, *ends])]
+    def cut(self, ids: NDArray, length: int) -> NDArray:
+        """Return at most `length` ids, with EOS at the end."""
+        return ids if len(ids) <= length else np.concatenate([ids[: length - 1], EOS])
 
 
 # Denoising: span corruption, and the base of the other objectives that corrupt text.
-
-Pair = tuple[NDArray, NDArray]
 
 
 class Denoising:
@@ -258,12 +252,19 @@ def join_documents(
     *key: int | str,
     with_eos: bool = False,
 ) -> Documents:
-    """Join a chunk of the targets of each record that has any, with EOS at its end if asked."""
+    """Join the targets of the records that have any, each with EOS at its end if asked.
+
+    A long document gives one aligned chunk; its last, short one is as likely as the others.
+    """
     chunks = []
     chunk_names = []
     for i, record in enumerate(records):
-        if len(record['targets']):
-            chunk = select_random_chunk(record['targets'], i, *key)
+        chunk = record['targets']
+        if len(chunk) > MAX_DOCUMENT_TOKENS:
+            num_chunks = -(-len(chunk) // MAX_DOCUMENT_TOKENS)
+            start = int(permutation(num_chunks, 'chunk', i, *key)[0]) * MAX_DOCUMENT_TOKENS
+            chunk = chunk[start : start + MAX_DOCUMENT_TOKENS]
+        if len(chunk):
             chunks.append(np.append(chunk, EOS) if with_eos else chunk)
             chunk_names.append(names[i])
     return Documents(
@@ -271,15 +272,6 @@ def join_documents(
         ends=np.cumsum([len(chunk) for chunk in chunks], dtype=np.int64),
         names=chunk_names,
     )
-
-
-def select_random_chunk(ids: NDArray, *key: int | str) -> NDArray:
-    """Return one aligned chunk of a long document; the last, short one is as likely as others."""
-    num_chunks = -(-len(ids) // MAX_DOCUMENT_TOKENS)
-    if num_chunks <= 1:
-        return ids
-    start = int(permutation(num_chunks, 'chunk', *key)[0]) * MAX_DOCUMENT_TOKENS
-    return ids[start : start + MAX_DOCUMENT_TOKENS]
 
 
 def split_tokens(ends: Sequence[int], lengths: Iterable[int]) -> NDArray:
@@ -299,16 +291,13 @@ def split_tokens(ends: Sequence[int], lengths: Iterable[int]) -> NDArray:
     return np.array(rows, np.int64).reshape(-1, 2)
 
 
-def append_eos_after_trim(tokens: NDArray, length: int | None = None) -> list[NDArray]:
-    """Return the ids of each row of [rows, n] that are not DROPPED, and EOS.
-
-    A row is cut first so that it has `length` ids at most.
-    """
+def append_eos_after_trim(tokens: NDArray, length: int) -> list[NDArray]:
+    """Return the ids of each row of [rows, n] that are not DROPPED, and EOS: at most `length` ids."""
     with_eos = np.full((tokens.shape[0], tokens.shape[1] + 1), EOS_ID, np.int32)
     with_eos[:, :-1] = tokens
     is_kept = with_eos != DROPPED
     sizes = np.count_nonzero(is_kept, axis=1)
-    if length is not None and sizes.max(initial=0) > length:
+    if sizes.max(initial=0) > length:
         is_kept[:, :-1] &= np.cumsum(is_kept[:, :-1], axis=1) < length
         sizes = np.count_nonzero(is_kept, axis=1)
     kept = with_eos[is_kept]
@@ -380,12 +369,12 @@ def noise_span_to_unique_sentinel(tokens: NDArray, mask: NDArray, sentinel_ids: 
     """Replace the spans of noise of each row by the sentinels, in their order."""
     is_first = first_of_spans(mask)
     numbers = np.cumsum(is_first, axis=1, dtype=np.int32) - 1  # -1 before the first span
-    return dropped(np.where(is_first, sentinel_ids[numbers], tokens), mask & ~is_first)
+    return drop_noise_tokens(np.where(is_first, sentinel_ids[numbers], tokens), mask & ~is_first)
 
 
-def dropped(tokens: NDArray, is_dropped: NDArray) -> NDArray:
-    """Return `tokens` with DROPPED where `is_dropped`."""
-    return tokens | -is_dropped.astype(np.int32)  # all bits of DROPPED, -1, are set
+def drop_noise_tokens(tokens: NDArray, mask: NDArray) -> NDArray:
+    """Replace the noise by DROPPED."""
+    return tokens | -mask.astype(np.int32)  # all bits of DROPPED, -1, are set
 
 
 def first_of_spans(mask: NDArray) -> NDArray:
@@ -423,22 +412,16 @@ def pack_tightly(sizes: NDArray, limits: NDArray) -> list[list[int]]:
     packs as `pack_greedily` does.
     """
     filled = (sizes / limits).max(axis=1, initial=0)
-    order = np.argsort(-filled, kind='stable')
-    # Most examples of pretraining fill a row: nothing that has an id of each feature fits beside.
-    num_full = 0
-    if sizes.all():
-        num_full = int(np.count_nonzero(filled >= 1))
-    full_rows = [[i] for i in order[:num_full].tolist()]
     rows: list[list[int]] = []
-    free = np.tile(limits, (len(sizes) - num_full, 1))  # in every row that may come to be
-    for i in order[num_full:].tolist():
+    free = np.tile(limits, (len(sizes), 1))  # in every row that may come to be
+    for i in np.argsort(-filled, kind='stable').tolist():
         fits = (free[: len(rows) + 1] >= sizes[i]).all(axis=1)
         row = int(fits.argmax())
         if row == len(rows):
             rows.append([])
         rows[row].append(i)
         free[row] -= sizes[i]
-    return full_rows + rows
+    return rows
 
 
 # Every value of data.pack.
@@ -458,10 +441,16 @@ def encoder_decoder(
     """Return the features of rows of examples under T5X's names, each int32 [rows, length]."""
     inputs = fill([[example.inputs for example in row] for row in rows], lengths['inputs'])
     targets = fill([[example.targets for example in row] for row in rows], lengths['targets'])
+    # The decoder reads the targets one position later, after BOS, which is 0 in T5. In a packed row
+    # every example begins with BOS, and padding is 0. In one that is not packed, the last target is
+    # read at the first position of the padding, as in SeqIO.
+    shifted = np.pad(targets.ids[:, :-1], ((0, 0), (1, 0)))
+    if pack:
+        shifted[targets.positions == 0] = 0
     # The order of the features counts: batch_crc32 hashes them one after another.
     batch = {
         'encoder_input_tokens': inputs.ids,
-        'decoder_input_tokens': shift_right(targets, pack),
+        'decoder_input_tokens': shifted,
         'decoder_target_tokens': targets.ids,
         'decoder_loss_weights': (targets.ids != PAD_ID).astype(np.int32),
     }
@@ -512,15 +501,3 @@ def fill(rows: Sequence[Sequence[NDArray]], length: int) -> PackedRows:
         count = np.arange(ends[-1], dtype=np.int32)
         packed.positions[is_filled] = count - np.repeat(ends - sizes, sizes)
     return packed
-
-
-def shift_right(targets: PackedRows, pack: bool) -> NDArray:
-    """Return the decoder's inputs: the targets one position later, after BOS, which is 0 in T5.
-
-    In a packed row every example begins with BOS, and padding is 0. In one that is not packed, the
-    last target is read at the first position of the padding, as in SeqIO.
-    """
-    shifted = np.pad(targets.ids[:, :-1], ((0, 0), (1, 0)))
-    if pack:
-        shifted[targets.positions == 0] = 0
-    return shifted

@@ -1,7 +1,7 @@
 """Decoding over any step `(tokens_r, cache) -> (logits_rv, cache)`, of this model or of another.
 
 `sample` takes one token after the other, the most likely one or a random one; `beam_search` keeps
-the best sequences. Both run inside `jax.shard_map`. The suffixes of names are those of model.py and
+the best sequences. Both run inside `jax.shard_map`. The suffixes are those of model.py and
 
     n  decodes of one example: samples or beams
     r  rows, b * n of them; the rows of one example are neighbours
@@ -32,8 +32,7 @@ FIRST_ROOM = 64  # tokens that the first cache has room for
 
 C = TypeVar('C')  # a cache
 Step = Callable[[jax.Array, C], tuple[jax.Array, C]]
-# (logits_rv, position) -> the next tokens_r and their log-probabilities_r
-Choose = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+Choose = Callable[[jax.Array, jax.Array], jax.Array]  # (logits_rv, position) -> the next tokens_r
 Grow = Callable[[C, int], C]  # (cache, room) -> a cache with room for so many tokens
 
 
@@ -76,7 +75,7 @@ def decode(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return tokens_bnT and scores_bn, the best last; without `return_scores` None for scores.
 
-    `batch` has prompt_bT, lengths_b, temperature_b, seed_b and, for what is drawn, the number example_b.
+    `batch` has prompt_bT, lengths_b, temperature_b, seed_b and example_b, the numbers of the examples.
     """
     num_decodes = decoding.num_decodes
     if decoding.beam_size > 1:
@@ -85,24 +84,21 @@ def decode(
             reorder_beams,
             cache,
             batch['prompt_bT'],
+            batch['lengths_b'],
             num_beams=num_decodes,
             alpha=decoding.alpha,
-            lengths_b=batch['lengths_b'],
             grow=grow_cache,
         )
     else:
         rows = {name: jnp.repeat(x, num_decodes, axis=0) for name, x in batch.items()}
         choose: Choose = most_likely
         if decoding.is_random:
-            # A key for each row: of its example and its decode.
             keys_r = jax.vmap(jax.random.key)(rows['seed_b'])
-            keys_r = jax.vmap(jax.random.fold_in)(keys_r, rows['example_b'])
-            decode_r = jnp.arange(len(keys_r)) % num_decodes
-            keys_r = jax.vmap(jax.random.fold_in)(keys_r, decode_r)
-            temperature_r = rows['temperature_b']
-            choose = random_tokens(keys_r, temperature_r, decoding.top_k, decoding.top_p)
+            for number_r in (rows['example_b'], jnp.arange(len(keys_r)) % num_decodes):
+                keys_r = jax.vmap(jax.random.fold_in)(keys_r, number_r)
+            choose = random_tokens(keys_r, rows['temperature_b'], decoding.top_k, decoding.top_p)
         tokens_rT, scores_r = sample(
-            step, cache, rows['prompt_bT'], choose, rows['lengths_b'], grow=grow_cache
+            step, cache, rows['prompt_bT'], rows['lengths_b'], choose, grow=grow_cache
         )
         tokens_bnT = tokens_rT.reshape(-1, num_decodes, tokens_rT.shape[1])
         scores_bn = scores_r.reshape(-1, num_decodes)
@@ -125,42 +121,30 @@ class SampleState(NamedTuple, Generic[C]):
     cache: C
 
 
-def most_likely(logits_rv: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+def most_likely(logits_rv: jax.Array, position: jax.Array) -> jax.Array:
     """Choose the token with the largest logit, of equal ones the lowest id."""
-    tokens_r = partition.argmax(logits_rv, 'model')
-    return tokens_r, log_probs(logits_rv, tokens_r)
+    return partition.argmax(logits_rv, 'model')
 
 
 def random_tokens(
-    keys_r: jax.Array,
-    temperature_r: jax.Array,
-    top_k: int = 0,
-    top_p: float = 0.0,
+    keys_r: jax.Array, temperature_r: jax.Array, top_k: int = 0, top_p: float = 0.0
 ) -> Choose:
-    """Return a function that chooses a random token for `sample`.
+    """Return a function that chooses a random token, of those that `keep_largest` keeps.
 
-    `top_k` and `top_p` limit the tokens as `keep_top_k` and `keep_top_p` do; 0 keeps all. A row
-    whose temperature is at most MIN_TEMPERATURE takes the most likely token.
-
-    Differs from T5X: a token's score is the model's own log-probability, not that among the tokens
-    left at this temperature (rescale_log_probs). Each row has its own key, `keys_r`, so that its
-    tokens depend neither on its neighbours nor on the mesh.
+    A row whose temperature is at most MIN_TEMPERATURE takes the most likely token. Differs from T5X:
+    each row has its own key, so its tokens depend neither on its neighbours nor on the mesh.
     """
-    is_random_r = temperature_r > MIN_TEMPERATURE
 
-    def choose(logits_rv: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def choose(logits_rv: jax.Array, position: jax.Array) -> jax.Array:
         scaled_rv = logits_rv / jnp.maximum(temperature_r, MIN_TEMPERATURE)[:, None]
-        if top_k:
-            scaled_rv = keep_top_k(scaled_rv, top_k)
-        if top_p:
-            scaled_rv = keep_top_p(scaled_rv, top_p)
+        scaled_rv = keep_largest(scaled_rv, top_k, top_p)
         keys = jax.vmap(jax.random.fold_in, (0, None))(keys_r, position)
         vocab_size = lax.psum(logits_rv.shape[1], 'model')
         noise_rV = jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,), jnp.float32))(keys)
         noisy_rv = scaled_rv + partition.own_slice(noise_rV, 'model', 1)
         random_r = partition.argmax(noisy_rv, 'model')
-        tokens_r = jnp.where(is_random_r, random_r, partition.argmax(logits_rv, 'model'))
-        return tokens_r, log_probs(logits_rv, tokens_r)
+        is_random_r = temperature_r > MIN_TEMPERATURE
+        return jnp.where(is_random_r, random_r, partition.argmax(logits_rv, 'model'))
 
     return choose
 
@@ -169,24 +153,23 @@ def sample(
     step: Step[C],
     cache: C,
     prompt_rT: jax.Array,
+    lengths_r: jax.Array,
     choose: Choose = most_likely,
-    lengths_r: jax.Array | None = None,
     eos_id: int = EOS_ID,
     grow: Grow[C] = lambda cache, room: cache,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the tokens of each row, int32 [r, T], and their scores, float32 [r].
 
     A row begins with the tokens of `prompt` that are not 0; an EOS among them does not end it. It
-    ends with EOS or with `lengths` tokens, by default T; 0 follows. Its score is the sum of the
-    log-probabilities of the tokens after the prompt. This is T5X's temperature_sample.
+    ends with EOS or with `lengths` tokens; 0 follows. Its score is the sum of the
+    model's log-probabilities of the tokens after the prompt. This is T5X's temperature_sample.
+    Differs from T5X: a score ignores temperature, top_k and top_p (rescale_log_probs).
     """
-    length = prompt_rT.shape[1]
-    if lengths_r is None:
-        lengths_r = jnp.full_like(prompt_rT[:, 0], length)
 
     def next_state(state: SampleState[C]) -> SampleState[C]:
         logits_rv, cache = step(state.tokens_r, state.cache)
-        chosen_r, log_probs_r = choose(logits_rv, state.position)
+        chosen_r = choose(logits_rv, state.position)
+        log_probs_r = log_probs(logits_rv, chosen_r)
         forced_r = prompt_rT[:, state.position]
         is_free_r = forced_r == 0
         tokens_r = jnp.where(is_free_r, chosen_r, forced_r)
@@ -210,7 +193,7 @@ def sample(
         scores_r=bos_r.astype(jnp.float32),
         cache=cache,
     )
-    state = run(next_state, lambda state: state.running_r, start, length, grow)
+    state = run(next_state, lambda state: state.running_r, start, prompt_rT.shape[1], grow)
     return state.output_rT, state.scores_r
 
 
@@ -231,9 +214,9 @@ def beam_search(
     reorder: Callable[[C, jax.Array], C],
     cache: C,
     prompt_bT: jax.Array,
-    num_beams: int = 4,
-    alpha: float = 0.6,
-    lengths_b: jax.Array | None = None,
+    lengths_b: jax.Array,
+    num_beams: int,
+    alpha: float,
     eos_id: int = EOS_ID,
     grow: Grow[C] = lambda cache, room: cache,
 ) -> tuple[jax.Array, jax.Array]:
@@ -241,13 +224,12 @@ def beam_search(
 
     `reorder(cache, parents_bn)` moves to each beam what the cache has of the beam, 0 to n - 1, that
     it continues. A score is the log-probability of a sequence divided by `brevity_penalty` of its
-    length with EOS; near MASKED, there is no sequence. Where none has ended, they are the beams, with
+    length with EOS; near MASKED, there is no sequence. If none has ended, they are the beams, with
     their log-probabilities. An example ends when no beam can become better than its finished
     sequences. Others: see `sample`. T5X's beam_search.
     """
-    length = prompt_bT.shape[1]
-    if lengths_b is None:
-        lengths_b = jnp.full_like(prompt_bT[:, 0], length)
+    num_examples, length = prompt_bT.shape
+    num_candidates = 2 * num_beams
     longest_penalty_b = brevity_penalty(alpha, lengths_b + 1)  # T5X counts BOS here
 
     def is_running(state: BeamState[C]) -> jax.Array:
@@ -257,13 +239,23 @@ def beam_search(
 
     def next_state(state: BeamState[C]) -> BeamState[C]:
         logits_rv, cache = step(state.tokens_bn.reshape(-1), state.cache)
-        log_probs_bc, parents_bc, tokens_bc = best_candidates(
-            state.live_log_probs_bn, logits_rv, forced_b=prompt_bT[:, state.position]
-        )
+        # The best continuations of each beam, then those of each example, the best first.
+        best_rk, tokens_rk = partition.top_k(logits_rv, num_candidates, 'model')
+        normalizer_r = partition.logsumexp(logits_rv, 'model')
+        best_rk = best_rk - normalizer_r[:, None] + state.live_log_probs_bn.reshape(-1, 1)
+        num_best = best_rk.shape[1]  # fewer than 2 * n if the vocabulary is small
+        log_probs_bc, index_bc = lax.top_k(best_rk.reshape(num_examples, -1), num_candidates)
+        tokens_bc = pick(tokens_rk.reshape(num_examples, -1), index_bc)
+        # A token of the prompt is the only continuation, of one beam.
+        forced_b1 = prompt_bT[:, state.position][:, None]
+        in_prompt_1c = jnp.where(jnp.arange(num_candidates) == 0, 0.0, MASKED)[None]
+        log_probs_bc = jnp.where(forced_b1 > 0, in_prompt_1c, log_probs_bc)
+        tokens_bc = jnp.where(forced_b1 > 0, forced_b1, tokens_bc)
+        parents_bc = index_bc // num_best
         candidates_bcT = pick(state.live_bnT, parents_bc)
         candidates_bcT = candidates_bcT.at[:, :, state.position].set(tokens_bc)
 
-        is_finished_bc = (tokens_bc == eos_id) & (prompt_bT[:, state.position, None] == 0)
+        is_finished_bc = (tokens_bc == eos_id) & (forced_b1 == 0)
         live_log_probs_bc = log_probs_bc + jnp.where(is_finished_bc, MASKED, 0.0)
         live_log_probs_bn, live_bn = best_last(live_log_probs_bc, num_beams)
 
@@ -274,18 +266,19 @@ def beam_search(
         all_finished = jnp.concatenate([state.finished_bnT, candidates_bcT], axis=1)
         finished_bnT = pick(all_finished, best_bn)
 
-        running_b = is_running(state)
+        run_b1 = is_running(state)[:, None]
+        run_b11 = run_b1[..., None]
         return BeamState(
             position=state.position + 1,
             tokens_bn=pick(tokens_bc, live_bn),
-            live_bnT=where(running_b, pick(candidates_bcT, live_bn), state.live_bnT),
-            live_log_probs_bn=where(running_b, live_log_probs_bn, state.live_log_probs_bn),
-            finished_bnT=where(running_b, finished_bnT, state.finished_bnT),
-            finished_scores_bn=where(running_b, finished_scores_bn, state.finished_scores_bn),
+            live_bnT=jnp.where(run_b11, pick(candidates_bcT, live_bn), state.live_bnT),
+            live_log_probs_bn=jnp.where(run_b1, live_log_probs_bn, state.live_log_probs_bn),
+            finished_bnT=jnp.where(run_b11, finished_bnT, state.finished_bnT),
+            finished_scores_bn=jnp.where(run_b1, finished_scores_bn, state.finished_scores_bn),
             cache=reorder(cache, pick(parents_bc, live_bn)),
         )
 
-    zeros_bnT = jnp.zeros_like(prompt_bT, shape=(len(prompt_bT), num_beams, length))
+    zeros_bnT = jnp.zeros_like(prompt_bT, shape=(num_examples, num_beams, length))
     bos_bn = zeros_bnT[:, :, 0]
     masked_bn = bos_bn.astype(jnp.float32) + MASKED
     start = BeamState(
@@ -314,23 +307,20 @@ def run(
     length: int,
     grow: Grow,
 ) -> State:
-    """Return the state in which no row runs on, or all `length` positions are taken.
+    """Return the state in which all rows have ended, or all `length` positions are taken.
 
-    The cache grows so that a step reads at most twice the tokens: 64, 128, ... up to `length`.
+    The cache grows, so a step reads at most twice the tokens: 64, 128, ... up to `length`.
     """
-    rooms = [length]
-    while rooms[0] % 2 == 0 and rooms[0] > FIRST_ROOM:
-        rooms.insert(0, rooms[0] // 2)
-    for room in rooms:
-        state = state._replace(cache=grow(state.cache, room))
 
-        def is_running(room: int, state: State) -> jax.Array:
-            # All devices leave together, because a step may have collectives over any axis.
-            num_running = lax.psum(running_rows(state).sum(), partition.BATCH_AXES)
-            return (state.position < room) & (num_running > 0)
+    def is_running(state: State) -> jax.Array:
+        # All devices leave together, because a step may have collectives over any axis.
+        num_running = lax.psum(running_rows(state).sum(), partition.BATCH_AXES)
+        return (state.position < length) & (num_running > 0)
 
-        state = lax.while_loop(functools.partial(is_running, room), next_state, state)
-    return state
+    if length % 2 == 0 and length > FIRST_ROOM:
+        state = run(next_state, running_rows, state, length // 2, grow)
+    state = state._replace(cache=grow(state.cache, length))
+    return lax.while_loop(is_running, next_state, state)
 
 
 def brevity_penalty(alpha: float, length: jax.Array) -> jax.Array:
@@ -338,39 +328,10 @@ def brevity_penalty(alpha: float, length: jax.Array) -> jax.Array:
     return ((5.0 + jnp.asarray(length, jnp.float32)) / 6.0) ** alpha
 
 
-def best_candidates(
-    log_probs_bn: jax.Array, logits_rv: jax.Array, forced_b: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the 2 * n best continuations of an example's beams, the best first.
-
-    They are log_probs_bc of the sequences, parents_bc, the beams that they continue, and tokens_bc.
-    Where `forced_b`, a token of a prompt, is not 0, it is the only continuation, of one beam.
-    """
-    num_examples, num_beams = log_probs_bn.shape
-    num_candidates = 2 * num_beams
-    best_rk, tokens_rk = partition.top_k(logits_rv, num_candidates, 'model')
-    normalizer_r = partition.logsumexp(logits_rv, 'model')
-    best_rk = best_rk - normalizer_r[:, None] + log_probs_bn.reshape(-1, 1)
-    num_best = best_rk.shape[1]  # less than 2 * n where the vocabulary is small
-    log_probs_bc, index_bc = lax.top_k(best_rk.reshape(num_examples, -1), num_candidates)
-    tokens_bc = pick(tokens_rk.reshape(num_examples, -1), index_bc)
-    forced_b1 = forced_b[:, None]
-    in_prompt_1c = jnp.where(jnp.arange(num_candidates) == 0, 0.0, MASKED)[None]
-    log_probs_bc = jnp.where(forced_b1 > 0, in_prompt_1c, log_probs_bc)
-    tokens_bc = jnp.where(forced_b1 > 0, forced_b1, tokens_bc)
-    return log_probs_bc, index_bc // num_best, tokens_bc
-
-
 def best_last(scores: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
     """Return the `num` best scores of each example, the best last, and where they are."""
     best, index = lax.top_k(scores, num)
     return best[:, ::-1], index[:, ::-1]
-
-
-def where(condition_b: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return the examples of x [b, ...] where the condition holds, those of y elsewhere."""
-    condition = condition_b.reshape(-1, *[1] * (x.ndim - 1))
-    return jnp.where(condition, x, y)
 
 
 def pick(x: jax.Array, index_bn: jax.Array) -> jax.Array:
@@ -385,32 +346,26 @@ def log_probs(logits_rv: jax.Array, tokens_r: jax.Array) -> jax.Array:
     return logit_r - partition.logsumexp(logits_rv, 'model')
 
 
-def keep_top_k(logits_rv: jax.Array, k: int) -> jax.Array:
-    """Return the logits with MASKED in place of all that are less than the k-th largest."""
+def keep_largest(logits_rv: jax.Array, top_k: int, top_p: float) -> jax.Array:
+    """Return the logits with MASKED for all but the `top_k` most likely tokens.
 
-    def is_low(threshold_r1: jax.Array) -> jax.Array:
-        count_r1 = (logits_rv >= threshold_r1).sum(axis=1, keepdims=True)
-        return lax.psum(count_r1, 'model') >= k
-
-    return jnp.where(logits_rv >= largest_threshold(is_low, logits_rv), logits_rv, MASKED)
-
-
-def keep_top_p(logits_rv: jax.Array, p: float) -> jax.Array:
-    """Return the logits with MASKED for all but the fewest tokens with at least `p` together."""
-    probs_rv = jnp.exp(logits_rv - partition.logsumexp(logits_rv, 'model')[:, None])
-
-    def is_low(threshold_r1: jax.Array) -> jax.Array:
-        mass_r1 = jnp.where(probs_rv >= threshold_r1, probs_rv, 0.0).sum(axis=1, keepdims=True)
-        return lax.psum(mass_r1, 'model') >= p
-
-    return jnp.where(probs_rv >= largest_threshold(is_low, probs_rv), logits_rv, MASKED)
+    `top_p` keeps the fewest tokens that have this probability together; 0 keeps all, and so does `top_k`.
+    """
+    if top_k:
+        lowest_r1 = largest_threshold(logits_rv, jnp.ones_like(logits_rv, jnp.int32), top_k)
+        logits_rv = jnp.where(logits_rv >= lowest_r1, logits_rv, MASKED)
+    if top_p:
+        probs_rv = jnp.exp(logits_rv - partition.logsumexp(logits_rv, 'model')[:, None])
+        lowest_r1 = largest_threshold(probs_rv, probs_rv, top_p)
+        logits_rv = jnp.where(probs_rv >= lowest_r1, logits_rv, MASKED)
+    return logits_rv
 
 
-def largest_threshold(is_low: Callable[[jax.Array], jax.Array], x_rv: jax.Array) -> jax.Array:
-    """Return the largest float32 that `is_low` accepts for each row, [r, 1]; else -inf.
+def largest_threshold(x_rv: jax.Array, weights_rv: jax.Array, enough: float) -> jax.Array:
+    """Return the largest float32 for each row, [r, 1], so that x from there on weighs `enough`; else -inf.
 
-    It bisects the bits of the number, so that it needs 32 sums over the split vocabulary and no
-    sorting. Source: T5X t5x/binary_search.py.
+    Bisecting the bits of the number takes 32 sums over the split vocabulary and no sorting.
+    Source: T5X t5x/binary_search.py.
     """
 
     def as_float(ordered_r1: jax.Array) -> jax.Array:
@@ -421,7 +376,9 @@ def largest_threshold(is_low: Callable[[jax.Array], jax.Array], x_rv: jax.Array)
     def next_bit(i: jax.Array, ordered_r1: jax.Array) -> jax.Array:
         # Adding to the smallest integer its own bit gives 0.
         higher_r1 = ordered_r1 + lax.shift_left(jnp.int32(1), 31 - i.astype(jnp.int32))
-        return jnp.where(is_low(as_float(higher_r1)), higher_r1, ordered_r1)
+        kept_rv = jnp.where(x_rv >= as_float(higher_r1), weights_rv, 0)
+        sum_r1 = lax.psum(kept_rv.sum(axis=1, keepdims=True), 'model')
+        return jnp.where(sum_r1 >= enough, higher_r1, ordered_r1)
 
     max_r1 = lax.pmax(x_rv.max(axis=1, keepdims=True), 'model')
     smallest_r1 = jnp.full_like(max_r1, jnp.iinfo(jnp.int32).min, dtype=jnp.int32)

@@ -4,7 +4,6 @@ run/task_metrics.py has the metrics of what a model answers. Source: T5X t5x/mod
 (train-eval).
 """
 
-import copy
 import dataclasses
 import functools
 import itertools
@@ -75,12 +74,7 @@ class Evaluation:
                 jax.block_until_ready(queued[-2])  # one batch is queued while another is computed
             if stop(count):
                 return None
-        steps = jax.device_get(queued)
-        total = add_steps(steps)
-        values = summarize(steps, self.config)
-        values['nats_per_text_token'] = total['text_nats'] / max(total['text_tokens'], 1)
-        values['nats_per_target_token'] = total['target_nats'] / total['decoder_tokens']
-        values |= self.unigram_baselines
+        values = summarize(jax.device_get(queued), self.config) | self.unigram_baselines
         own = values['nats_per_text_token']
         baseline = values['unigram_nats_per_text_token']
         side = 'below' if own < baseline else 'ABOVE'
@@ -163,7 +157,18 @@ def open_evaluations(
         sentinel_ids=validation.sentinel_ids,
         num_microbatches=num_microbatches,
     )
-    training_counts = functools.cache(functools.partial(count_targets, config, training))
+
+    @functools.cache
+    def training_counts() -> NDArray:
+        """Count each token of the first UNIGRAM_TOKENS own targets, or of a shorter first epoch."""
+        counts = np.zeros(config.model.vocab_size, np.int64)
+        positions_per_batch = config.train.batch_size * config.data.lengths.targets
+        num_batches = math.ceil(UNIGRAM_TOKENS / positions_per_batch)
+        first_epoch = dataclasses.replace(training, num_epochs=1)  # of a mixture, without end
+        for batch in itertools.islice(first_epoch, num_batches):
+            np.add.at(counts, batch['decoder_target_tokens'], 1)
+        return counts
+
     streams = validation.of_each_task()
     evaluations = []
     for stream in streams:
@@ -182,24 +187,6 @@ def open_evaluations(
         )
         evaluations.append(evaluation)
     return evaluations
-
-
-def count_targets(config: ConfigDict, training: Stream) -> NDArray:
-    """Return how often each token is a training target in this process's rows: int64 [vocab_size].
-
-    Counts the first UNIGRAM_TOKENS positions, or a shorter first epoch.
-    """
-    positions_per_batch = config.train.batch_size * config.data.lengths.targets
-    num_batches = math.ceil(UNIGRAM_TOKENS / positions_per_batch)
-    counts = np.zeros(config.model.vocab_size, np.int64)
-    first_epoch = copy.copy(training)  # of a mixture, without end
-    if training.mixture.is_single:
-        first_epoch.num_epochs = 1
-    first_epoch.counts = np.zeros_like(training.counts)
-    first_epoch.seek(np.zeros_like(training.position))
-    for batch in itertools.islice(first_epoch, num_batches):
-        np.add.at(counts, batch['decoder_target_tokens'], 1)
-    return counts
 
 
 def make_sums(
@@ -253,18 +240,13 @@ def make_sums(
     return jax.jit(sums)
 
 
-def add_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the total of each sum over the steps."""
-    return {name: sum(float(sums[name]) for sums in steps) for name in steps[0]}
-
-
 def summarize(steps: Sequence[Mapping[str, float]], config: ConfigDict) -> dict[str, float]:
     """Return T5X's metrics (t5x/models.py) of the sums of some steps.
 
     'nats_per_token' is the cross entropy without z-loss. A sum that is not T5X's is divided by the
     weights, as 'accuracy' is, and a sum of aux by the rows.
     """
-    total = add_steps(steps)
+    total = {name: sum(float(sums[name]) for sums in steps) for name in steps[0]}
     num_rows = len(steps) * config.train.batch_size
     # Positions, padding included.
     inputs = num_rows * config.data.lengths.inputs
@@ -293,6 +275,9 @@ def summarize(steps: Sequence[Mapping[str, float]], config: ConfigDict) -> dict[
     for name in ('loss', 'z_loss', 'cross_ent_loss'):
         metrics[name] = total[name] / len(steps)
         metrics[f'{name}_per_all_target_tokens'] = total[name] / targets
+    if 'text_nats' in total:
+        metrics['nats_per_text_token'] = total['text_nats'] / max(total['text_tokens'], 1)
+        metrics['nats_per_target_token'] = total['target_nats'] / total['decoder_tokens']
     return metrics
 
 

@@ -48,7 +48,6 @@ Array = NDArray | jax.Array
 Inputs = Sequence[str] | Sequence[Sequence[int]] | Sequence[Array] | Array
 Ids = Sequence[int] | NDArray
 Prompts = Sequence[str | Sequence[int] | None] | Array
-Numbers = float | Sequence[float]
 Parameters = Mapping[str, jax.Array]
 DecodingParameters = Mapping[str, jax.Array | kernels.Columns]
 Batch = Mapping[str, jax.Array]
@@ -68,18 +67,15 @@ def load(
     """Open a checkpoint as a model. Only its parameters are read; their average, where a run has one.
 
     `path`: a workdir (its newest checkpoint), a T5X checkpoint directory, a Mesh-TF checkpoint (its prefix or folder)
-    or a Hugging Face folder, on a disk or in a bucket; also of an encoder alone, which may be a single safetensors
-    file with Hugging Face's names.
+    or a Hugging Face folder, on a disk or in a bucket; an encoder alone may be a single safetensors file.
     `step`: another checkpoint of a workdir: a number, or 'best', by its `save.best_metric`.
-    `vocabulary`: 'bytes', a SentencePiece model, or a folder that has one, such as a run or a checkpoint; by default
-    the checkpoint's or its run's.
+    `vocabulary`: 'bytes', a SentencePiece model, or a folder that has one; by default the checkpoint's or its run's.
     `config`: the sizes; by default the checkpoint's own config, else its shapes.
     `mesh`: of partition.make_mesh, whose 'fsdp' splits inputs alone; by default one device has all.
     `dtype` of the parameters: 'float32', 'bfloat16', 'float16', or '' for the stored one.
     `part`: 'encoder' reads nothing of the decoder, 'whole' refuses an encoder.
 
-    Raises ValueError if `path` is not a supported checkpoint or an argument does not match it, and
-    OSError for files that may not be read.
+    Raises ValueError if `path` is not a supported checkpoint or an argument does not match it.
     """
     import formats.open  # late: a model that a program makes needs no format
 
@@ -125,9 +121,8 @@ class T5:
     brings none, and `mesh` has its devices. `generate` and `encode` take `max_input_length` tokens of a text, EOS
     included.
 
-    Inputs and targets are texts, to which EOS is added, or lists of token ids, which are taken as they are. All
-    methods raise ValueError for what is neither, for ids that the model has no embedding of, and for texts where the
-    checkpoint brings no vocabulary.
+    Inputs and targets are texts, to which EOS is added, or lists of token ids, taken as they are. All methods raise
+    ValueError for other values and for ids that the model has no embedding of.
     """
 
     def __init__(
@@ -140,8 +135,7 @@ class T5:
         self.max_input_length = MAX_INPUT_LENGTH
         self._arrays = arrays
         self._decoding_arrays: DecodingParameters = {}
-        logits_spec = P(partition.BATCH_AXES, None, 'model')
-        self._logits = self._compile(_logits, arrays, logits_spec)
+        self._logits = self._compile(_logits, arrays, P(partition.BATCH_AXES, None, 'model'))
         self._scores = self._compile(_scores, arrays)
         self._encodings = self._compile(_encodings, arrays)
         self._generators: dict[Decoding, jax.stages.Wrapped] = {}
@@ -179,9 +173,7 @@ class T5:
         of_inputs = self._ids('inputs', inputs)
         of_targets = self._ids('targets', targets)
         _check_one_each('targets', of_targets, of_inputs)
-        examples = [
-            Example(*pair) for pair in zip(of_inputs, [[x] for x in of_targets], strict=True)
-        ]
+        examples = [Example(ids, [of_targets[i]]) for i, ids in enumerate(of_inputs)]
         return np.concatenate(list(score_batch(self, examples)))
 
     def encode(
@@ -210,7 +202,8 @@ class T5:
         *,
         beam_size: int = 1,  # beams; above 1, search for the most likely answers
         alpha: float = 0.6,  # exponent of the brevity penalty of beams
-        temperature: Numbers = 0.0,  # above 0, draw tokens; one number, or one for each input
+        temperature: float
+        | Sequence[float] = 0.0,  # above 0, draw tokens; one number, or one for each input
         top_k: int = 0,  # draw from so many of the most likely tokens; 0 for all
         top_p: float = 0.0,  # draw from the most likely tokens of this probability; 0 for all
         seed: int = 0,  # the same seed draws the same answers
@@ -248,7 +241,19 @@ class T5:
         ids = self._inputs(inputs, trim)
         if np.ndim(temperature):
             _check_one_each('temperature', temperatures, ids)
-        of_prompts = self._prompts(prompts, ids, max_length)
+        prompts = [None] * len(ids) if prompts is None else prompts
+        if isinstance(prompts, list | tuple):
+            nothing = '' if any(isinstance(prompt, str) for prompt in prompts) else ()
+            prompts = [nothing if prompt is None else prompt for prompt in prompts]
+        of_prompts = [np.trim_zeros(x, 'b') for x in self._ids('prompts', prompts, is_prompt=True)]
+        _check_one_each('prompts', of_prompts, ids)
+        for i, prompt in enumerate(of_prompts):
+            if not prompt.all():
+                raise ValueError(f'prompts[{i}]: 0 is padding, so leave it out before a token')
+            if len(prompt) > max_length:
+                raise ValueError(
+                    f'max_length={max_length}: must be at least {len(prompt)}, the tokens of prompts[{i}]'
+                )
         examples = [Example(x, prompt=of_prompts[i], number=i) for i, x in enumerate(ids)]
         found = list(answer_batch(self, decoding, examples))
         texts = None
@@ -277,26 +282,6 @@ class T5:
                     f'{self.max_input_length}: cut it with trim=True, or set t5.max_input_length'
                 )
         return [np.append(ids[:-1][: self.max_input_length - 1], EOS_ID) for ids in encoded]
-
-    def _prompts(
-        self, prompts: Prompts | None, inputs: Sequence[NDArray], max_length: int
-    ) -> list[NDArray]:
-        """Return the ids of the prompt of each input, without padding."""
-        if prompts is None:
-            return [np.zeros(0, np.int32)] * len(inputs)
-        if isinstance(prompts, list | tuple):
-            nothing = '' if any(isinstance(prompt, str) for prompt in prompts) else ()
-            prompts = [nothing if prompt is None else prompt for prompt in prompts]
-        encoded = [np.trim_zeros(ids, 'b') for ids in self._ids('prompts', prompts, is_prompt=True)]
-        _check_one_each('prompts', encoded, inputs)
-        for i, ids in enumerate(encoded):
-            if not ids.all():
-                raise ValueError(f'prompts[{i}]: 0 is padding, so leave it out before a token')
-            if len(ids) > max_length:
-                raise ValueError(
-                    f'max_length={max_length}: must be at least {len(ids)}, the tokens of prompts[{i}]'
-                )
-        return encoded
 
     def _ids(self, name: str, examples: Inputs | Prompts, is_prompt: bool = False) -> list[NDArray]:
         """Return the ids of each example; a prompt gets no EOS and may be empty. Raises ValueError."""
@@ -473,32 +458,27 @@ def answer_batch(
 ) -> Iterator[Answer]:
     """Yield the answers to examples, in a batch of at least `num_rows` rows."""
     inputs_bM = t5._rows([example.inputs for example in examples], num_rows)
-    prompt_bT = np.zeros((len(inputs_bM), decoding.room), np.int32)
-    for i, example in enumerate(examples):
-        prompt_bT[i, : len(example.prompt)] = example.prompt
-    temperature_b = np.ones(len(inputs_bM), np.float32)
-    temperature_b[: len(examples)] = decoding.temperature
-    row_b = np.arange(len(inputs_bM), dtype=np.int32)
-    example_b = row_b.copy()
-    example_b[: len(examples)] = [example.number for example in examples]
+    num_rows = len(inputs_bM)
     batch = {
         'inputs_bM': inputs_bM,
-        'prompt_bT': prompt_bT,
-        # Padding rows take no token.
-        'lengths_b': np.where(row_b < len(examples), decoding.max_length, 0).astype(np.int32),
-        'temperature_b': temperature_b,
-        'seed_b': np.full(len(row_b), decoding.seed, np.uint32),
-        'example_b': example_b,
+        'prompt_bT': np.zeros((num_rows, decoding.room), np.int32),
+        'lengths_b': np.zeros(num_rows, np.int32),  # rows of padding take no token
+        'temperature_b': np.ones(num_rows, np.float32),
+        'seed_b': np.full(num_rows, decoding.seed, np.uint32),
+        'example_b': np.zeros(num_rows, np.int32),
     }
+    batch['lengths_b'][: len(examples)] = decoding.max_length
+    batch['temperature_b'][: len(examples)] = decoding.temperature
+    for i, example in enumerate(examples):
+        batch['prompt_bT'][i, : len(example.prompt)] = example.prompt
+        batch['example_b'][i] = example.number
     t5._decoding_arrays = t5._decoding_arrays or t5._with_columns(t5.arrays)
     program = decoding.program
     if program not in t5._generators:
         answers = functools.partial(_answers, program)
         t5._generators[program] = t5._compile(answers, t5._decoding_arrays)
-    placed = partition.place_batch(t5.mesh, batch)
-    tokens_bnT, scores_bn = jax.tree.map(
-        np.asarray, t5._generators[program](t5._decoding_arrays, placed)
-    )
+    found = t5._generators[program](t5._decoding_arrays, partition.place_batch(t5.mesh, batch))
+    tokens_bnT, scores_bn = jax.tree.map(np.asarray, found)
     best_first = slice(-1, -1 - decoding.num_return, -1)
     for i in range(len(examples)):
         tokens = [np.trim_zeros(ids, 'b').tolist() for ids in tokens_bnT[i, best_first]]
@@ -643,21 +623,18 @@ def _check_decoding(decoding: Decoding) -> None:
         setting = check.declared()[f'decode.{name}']
         value = value.item() if isinstance(value, np.number) else value
         check.check_allowed(name, value, setting.default, setting.range, None)
-    if decoding.beam_size > 1 and decoding.is_random:
-        raise ValueError(
-            f'beam_size={decoding.beam_size} draws nothing: set temperature=0.0, or beam_size=1 to sample'
-        )
-    if decoding.num_return > decoding.beam_size and not decoding.is_random:
-        raise ValueError(
-            f'num_return={decoding.num_return} with temperature=0.0: must be at most beam_size='
-            f'{decoding.beam_size}: set a larger beam_size to search, or temperature=1.0 to sample'
-        )
-    for name in ('top_k', 'top_p'):
-        value = getattr(decoding, name)
-        if value and not (decoding.is_random and decoding.top_k * decoding.top_p == 0):
+    is_drawn = decoding.is_random
+    fits = {
+        'beam_size': decoding.beam_size == 1 or not is_drawn,
+        'num_return': decoding.num_return <= decoding.beam_size or is_drawn,
+        'top_k': not decoding.top_k or (is_drawn and not decoding.top_p),
+        'top_p': not decoding.top_p or is_drawn,
+    }
+    for name, it_fits in fits.items():
+        if not it_fits:
             raise ValueError(
-                f'{name}={value} with temperature=0.0, or top_k with top_p: one of them limits what is '
-                f'drawn: set temperature=1.0 and the other one to 0, or {name}=0'
+                f'{name}={getattr(decoding, name)} does not fit the other options: a search has temperature=0.0 and '
+                'at most beam_size for num_return, samples have temperature=1.0, beam_size=1, and 0 for top_k or top_p'
             )
 
 
@@ -673,7 +650,7 @@ def _are_texts(examples: Inputs | Prompts) -> bool:
 
 
 def _to_array(value: ArrayLike) -> Array:
-    """Return `value` as an array; an array of None where it is lists of several lengths."""
+    """Return `value` as an array; an array of None for lists of several lengths."""
     if isinstance(value, jax.Array):
         return value
     try:

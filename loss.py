@@ -131,16 +131,12 @@ def weights_and_divisor(
     if normalizing_factor == 'NUM_TOTAL_TARGET_TOKENS':
         return weights_bT, jnp.float32(lax.psum(weights_bT.size, partition.BATCH_AXES))
     if normalizing_factor == 'AVERAGE_PER_SEQUENCE':
-        weights_bT = average_per_sequence(batch, weights_bT)
+        # Divide by the sum over the sequence: all sequences then weigh the same.
+        ones_bT = jnp.ones_like(batch['decoder_target_tokens'])  # not packed: a row is a sequence
+        segments_bT = batch.get('decoder_segment_ids', ones_bT)
+        is_same_bTM = segments_bT[:, :, None] == segments_bT[:, None]
+        is_same_bTM &= (segments_bT > 0)[..., None]
+        sums_bT = jnp.where(is_same_bTM, weights_bT[:, None], 0.0).sum(axis=-1)
+        safe_sums_bT = jnp.where(sums_bT > 0, sums_bT, 1.0)
+        weights_bT = jnp.where(sums_bT > 0, weights_bT / safe_sums_bT, 0.0)
     return weights_bT, lax.psum(weights_bT.sum(), partition.BATCH_AXES)
-
-
-def average_per_sequence(batch: Mapping[str, jax.Array], weights_bT: jax.Array) -> jax.Array:
-    """Return the weights divided by their sum over the sequence: all sequences then weigh alike."""
-    ones_bT = jnp.ones_like(batch['decoder_target_tokens'])  # not packed: a row is a sequence
-    segments_bT = batch.get('decoder_segment_ids', ones_bT)
-    is_same_bTM = segments_bT[:, :, None] == segments_bT[:, None]
-    is_same_bTM &= (segments_bT > 0)[..., None]
-    sums_bT = jnp.where(is_same_bTM, weights_bT[:, None], 0.0).sum(axis=-1)
-    safe_sums_bT = jnp.where(sums_bT > 0, sums_bT, 1.0)
-    return jnp.where(sums_bT > 0, weights_bT / safe_sums_bT, 0.0)

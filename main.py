@@ -53,10 +53,8 @@ def main(argv: list[str]) -> int:
         process.end_with_reader()
         try:
             process.print_lines([__doc__, command_line.describe(argv)], sys.stdout)
-        except OSError as error:
-            return group.fail(error, status=1)
-        except ValueError as error:  # of the config whose options it lists
-            return group.fail(error, status=2)
+        except (OSError, ValueError) as error:  # ValueError: of the config whose options it lists
+            return group.fail(error, status=1 if isinstance(error, OSError) else 2)
         return 0
     process.begin()
     signals = process.Signals()
@@ -65,12 +63,7 @@ def main(argv: list[str]) -> int:
         if FLAGS.mode in ('train', 'evaluate', 'infer'):
             # A part of --mode=infer needs no others.
             if FLAGS.shard == '1/1' or FLAGS.process_id is not None:
-                group = processes.join(
-                    FLAGS.coordinator_address,
-                    FLAGS.num_processes,
-                    FLAGS.process_id,
-                    FLAGS.heartbeat,
-                )
+                group = processes.join(*[getattr(FLAGS, name) for name in processes.FLAGS])
                 signals.is_silent = group.number > 0
                 group.check_same(command_line.all_values())
             from modes import compilation_cache, topology  # they import JAX
@@ -79,7 +72,7 @@ def main(argv: list[str]) -> int:
             compilation_cache.use()
         # Imported late: a wrong flag is reported before JAX starts.
         mode = importlib.import_module(MODES[FLAGS.mode], modes.__name__)
-        with user_code.naming_lines():
+        with user_code.running():
             status = mode.main(config, FLAGS, signals)
         return group.end(status)
     except (FloatingPointError, ValueError, OSError) as error:  # the loss, the data, the disk

@@ -1,8 +1,7 @@
 """Paths that a user gives, on a disk or in a bucket (gs://, s3://): names, safe reading, atomic writing.
 
-Every flag, setting and argument that takes a path goes through `to_path`, `disk_path` or `matching_files` once, so
-that `..`, `~`, links, spaces and a trailing slash mean the same everywhere. Buckets are read and written through
-fsspec. Imports nothing of ours.
+Every flag, setting and argument that takes a path goes through `to_path`, `disk_path` or `matching_files` once.
+Buckets are read and written through fsspec. Imports nothing of ours.
 """
 
 import contextlib
@@ -77,15 +76,12 @@ class BucketPath(PurePosixPath):
     def read_bytes(self) -> bytes:
         return self.client.cat_file(str(self))
 
-    def read_text(self) -> str:
-        return self.read_bytes().decode()
+    def mkdir(self, parents: bool, exist_ok: bool) -> None:
+        """Do nothing: a bucket has no folders."""
 
-    def unlink(self, missing_ok: bool = False) -> None:
-        try:
+    def unlink(self, missing_ok: bool = True) -> None:
+        with contextlib.suppress(FileNotFoundError):  # S3 does not raise it
             self.client.rm_file(str(self))
-        except FileNotFoundError:
-            if not missing_ok:
-                raise
 
 
 AnyPath: TypeAlias = Path | BucketPath  # what `to_path` returns
@@ -107,9 +103,8 @@ class ReadError(OSError):
 def to_path(name: str | os.PathLike, may_be_new: bool = False) -> AnyPath:
     """Return an absolute path on a disk, or a path of gs:// or s3:// with pathlib's methods.
 
-    `may_be_new`: it is written to, and need not exist. Raises ValueError for what is no path, for one that the
-    system cannot follow (a loop of links, no permission, a name that is too long), and for a bucket that cannot
-    be listed.
+    `may_be_new`: it need not exist. Raises ValueError for what is no path, for one that the system cannot follow
+    (a loop of links, no permission), and for a bucket that cannot be listed.
     """
     text = _text(name)
     if not is_in_bucket(text):
@@ -130,58 +125,60 @@ def to_path(name: str | os.PathLike, may_be_new: bool = False) -> AnyPath:
 def disk_path(name: str | os.PathLike) -> Path:
     """Return an absolute path on a disk, without `~` and `..`, which TensorStore refuses.
 
-    Follows a link in front of a `..` first, as the system does. Raises ValueError as `to_path` does, and for
-    buckets.
+    Raises ValueError as `to_path` does, and for buckets.
     """
     text = _text(name)
     if is_in_bucket(text):
         raise ValueError(
             f'{text}: write to a disk: only --workdir and --mode=evaluate write to buckets'
         )
-    path = Path(os.path.expanduser(text)).absolute()
-    if '..' in path.parts:
+    expanded = os.path.expanduser(text)
+    if expanded.startswith('~'):
+        raise ValueError(f'{text} is in no home folder: write ./{text} for a name with ~')
+    path = Path(expanded).absolute()
+    if '..' in path.parts:  # a link in front of it is followed first, as the system does
         after_last = len(path.parts) - path.parts[::-1].index('..')
         resolved = os.path.realpath(Path(*path.parts[:after_last]))
         path = Path(resolved, *path.parts[after_last:])
     try:
-        Path(text).expanduser()
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except (RuntimeError, OSError) as error:
-        cause = getattr(error, 'strerror', f'no such home folder: ./{text} is a name with ~')
-        raise ValueError(f'{text} cannot be opened ({cause}): correct it') from error
+    except OSError as error:
+        raise ValueError(f'{text} cannot be opened ({error.strerror}): correct it') from error
     return path
 
 
 def matching_files(name: str) -> dict[str, FileStatus]:
     """Return the files of a path or a glob: absolute paths, or URLs. Raises ValueError if there is none."""
-    found = _matches_in_bucket(name) if is_in_bucket(name) else _matches_on_disk(name)
-    files = {path: status for path, status in found.items() if status is not None}
-    if found and not files:
-        folder = next(iter(found))
-        raise ValueError(f'{name!r} is a folder: name its files: {folder}/*.txt')
+    files = {}
+    if is_in_bucket(name):
+        client = client_of(name)
+        pattern = _normalized(name)
+        scheme = pattern.partition('://')[0]
+        with client_errors(pattern, 'listed', ValueError):
+            matches = client.glob(pattern, detail=True)
+        if not matches:
+            to_path(posixpath.dirname(re.split(r'[*?[]', pattern)[0]))  # which may be the reason
+        for key, description in matches.items():
+            if description['type'] == 'file':
+                files[f'{scheme}://{key}'] = _status(scheme, description)
+    else:
+        path = disk_path(name)
+        # The part of a path that exists is taken literally, so that [1] in its name is no glob.
+        literal = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+        pattern = os.path.join(glob.escape(str(literal)), *path.relative_to(literal).parts)
+        for match in glob.glob(pattern, recursive=True):  # ** is any number of folders
+            file = disk_path(match)
+            if file.is_file():
+                files[match] = status_of(match)
+            elif not file.is_dir():
+                raise ValueError(f'{match} is a link to nothing, or no regular file: restore it')
     if not files:
-        raise ValueError(f'{name!r} matches no file; correct it')
+        raise ValueError(
+            f'{name!r} matches no file: correct it; for all files of a folder, FOLDER/*'
+        )
     return files
-
-
-def _matches_on_disk(name: str) -> dict[str, FileStatus | None]:
-    """Return what a name or a glob matches; None for a folder."""
-    path = disk_path(name)
-    # The part of a path that exists is taken literally, so that [1] in its name is no glob.
-    literal = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
-    pattern = os.path.join(glob.escape(str(literal)), *path.relative_to(literal).parts)
-    found: dict[str, FileStatus | None] = {}
-    for match in glob.glob(pattern, recursive=True):  # ** is any number of folders
-        file = disk_path(match)
-        if file.is_dir():
-            found[match] = None
-        elif file.is_file():
-            found[match] = status_of(match)
-        else:
-            raise ValueError(f'{match} is a link to nothing, or no regular file: restore it')
-    return found
 
 
 def is_in_bucket(name: str) -> bool:
@@ -234,22 +231,6 @@ def client_of(name: str) -> 'AbstractFileSystem':
     return getattr(module, store.client)(use_listings_cache=False)
 
 
-def _matches_in_bucket(pattern: str) -> dict[str, FileStatus | None]:
-    """Return what a name or a glob matches; None for a folder."""
-    client = client_of(pattern)
-    pattern = _normalized(pattern)
-    scheme = pattern.partition('://')[0]
-    with client_errors(pattern, 'listed', ValueError):
-        matches = client.glob(pattern, detail=True)
-    if not matches:
-        to_path(posixpath.dirname(re.split(r'[*?[]', pattern)[0]))  # which may be the reason
-    found: dict[str, FileStatus | None] = {}
-    for key, description in matches.items():
-        is_file = description['type'] == 'file'
-        found[f'{scheme}://{key}'] = _status(scheme, description) if is_file else None
-    return found
-
-
 def _normalized(name: str) -> str:
     """Return the URL of a bucket without a `..` and a slash at its end."""
     scheme, _, location = name.partition('://')
@@ -268,8 +249,9 @@ def client_errors(name: str, verb: str, kind: type[Exception]) -> Iterator[None]
         yield
     except Exception as error:
         text = ' '.join(f'{type(error).__name__}: {error}'.split())
-        remedy = 'check its name, your rights and the network'
-        raise kind(f'{name} cannot be {verb} ({text}): {remedy}') from error
+        raise kind(
+            f'{name} cannot be {verb} ({text}): check its name, your rights and the network'
+        ) from error
 
 
 # Reading.
@@ -324,11 +306,6 @@ def status_of(file: str | AnyPath) -> FileStatus:
         return _status(name.partition('://')[0], client_of(name).info(name))
 
 
-def file_size(file: str | AnyPath) -> int:
-    """Return the number of bytes of a file."""
-    return status_of(file).num_bytes
-
-
 def sizes_in(folder: AnyPath) -> dict[AnyPath, int]:
     """Return the files of a folder and their sizes; none where there is no folder."""
     if isinstance(folder, Path):
@@ -380,14 +357,13 @@ def read_json(file: AnyPath) -> dict:
 
 def json_object(content: bytes, title: str, remedy: str = RESTORE_LINE) -> dict:
     """Return a JSON object. Raises ValueError for other content; `title` says where it stands."""
-    fault = 'no JSON object'
     try:
         value = json.loads(content)
-        if isinstance(value, dict):
-            return value
+        if not isinstance(value, dict):
+            raise ValueError('no JSON object')
     except (ValueError, RecursionError) as error:
-        fault = str(error)
-    raise ValueError(f'{title} is damaged ({fault}): {remedy}')
+        raise ValueError(f'{title} is damaged ({error}): {remedy}') from None
+    return value
 
 
 def reason(error: BaseException) -> str:
@@ -403,10 +379,8 @@ def reason(error: BaseException) -> str:
 
 
 def check_new(folder: AnyPath) -> None:
-    """Raise ValueError where a file or a link to nothing is in the way of `folder`. A bucket has no folders."""
-    if not isinstance(folder, Path):
-        return
-    for path in (folder, *folder.parents):
+    """Raise ValueError where a file or a link to nothing is in the way of `folder`."""
+    for path in (folder, *folder.parents):  # on a disk: a URL exists on none
         if os.path.lexists(path) and not path.is_dir():
             raise ValueError(f'{folder}: {path} is a file, not a folder: name another one')
 
@@ -417,11 +391,10 @@ def library_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        found = re.search(r"os error (\d+)|os_error_code='(\d+)'", str(error))
+        found = re.search(r"(?:os error |os_error_code=')(\d+)", str(error))
         if found is None:
             raise
-        number = int(found[1] or found[2])
-        raise OSError(number, os.strerror(number), str(path)) from error
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
 
 
 @contextlib.contextmanager
@@ -438,26 +411,16 @@ def naming(path: AnyPath, unfinished: Path | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unfinished(folder: Path) -> Iterator[Path]:
-    """Yield a new folder on the disk of `folder`, which the caller fills and renames to `folder`.
-
-    At the end, removes the new folder if it is still there and, after an error, the parents made for it.
-    """
-    missing = [parent for parent in folder.parents if not parent.exists()]
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        prefix = f'{folder.name[:50]}.tmp-'
-        with (
-            naming(folder, folder.parent / prefix),
-            tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix) as private,
-        ):
-            new = Path(private, 'new')  # unlike `private`, with the permissions that the user set
-            new.mkdir()
-            yield new
-    except BaseException:
-        for parent in missing:
-            with contextlib.suppress(OSError):  # others may have put files into it
-                parent.rmdir()
-        raise
+    """Yield a new folder on the disk of `folder`, which the caller fills and renames; else it is removed."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()][-1]
+    prefix = f'{missing.name[:50]}.tmp-'
+    with (
+        naming(folder, missing.parent / prefix),
+        tempfile.TemporaryDirectory(dir=missing.parent, prefix=prefix) as private,
+    ):
+        new = Path(private, 'new')  # unlike `private`, with the permissions that the user set
+        new.mkdir()
+        yield new
 
 
 @contextlib.contextmanager
@@ -489,12 +452,6 @@ def replace_file(file: AnyPath, content: bytes, writer: str = '') -> None:
         file.client.pipe_file(str(file), content)
 
 
-def make_folder(folder: AnyPath) -> None:
-    """Make a folder and its parents where they are missing. A bucket has none."""
-    if isinstance(folder, Path):
-        folder.mkdir(parents=True, exist_ok=True)
-
-
 def remove_folder(folder: AnyPath) -> None:
     """Remove a folder and what is in it. Raises OSError."""
     if isinstance(folder, Path):
@@ -502,11 +459,3 @@ def remove_folder(folder: AnyPath) -> None:
         return
     with client_errors(str(folder), 'removed', OSError):
         folder.client.rm(str(folder), recursive=True)
-
-
-def num_files(folder: AnyPath) -> int:
-    """Return the number of files below a folder."""
-    if isinstance(folder, Path):
-        return sum(len(names) for _, _, names in os.walk(folder))
-    with client_errors(str(folder), 'listed', OSError):
-        return len(folder.client.find(str(folder)))

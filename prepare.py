@@ -129,7 +129,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
 
     with contextlib.ExitStack() as stack:
         # The workdir and what the run starts from.
-        paths.make_folder(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         remedy = (
             'stop that run, or name another --workdir; if this process has prepared it before, train '
             'that run, or close its workdir.lock'

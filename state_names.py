@@ -71,9 +71,20 @@ def state_paths(opt_state: optax.OptState, params: Collection[str]) -> list[str]
       - the count of a learning-rate schedule that no other transformation wraps, so that a run that
         takes over a step but no optimizer state has the learning rate of that step.
     """
+
+    def is_schedule(x: optax.OptState) -> bool:
+        return isinstance(x, optax.ScaleByScheduleState)
+
+    keys_of_schedules = []  # that nothing but `chain` holds
+    for keys, x in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_schedule):
+        if is_schedule(x) and not field_names(keys):
+            keys_of_schedules.append((*keys, jax.tree_util.GetAttrKey('count')))
     keys_of_leaves = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(opt_state)]
-    keys_of_schedules = schedule_counts(opt_state)
-    has_t5x_state = all(is_t5x_leaf(keys, params) for keys in keys_of_leaves)
+    has_t5x_state = True
+    for keys in keys_of_leaves:
+        name = leaf_path(keys, params).rpartition('/')[2]
+        is_slot = parameter_index(keys, params) is not None
+        has_t5x_state &= name in (*T5X_SLOTS, AVERAGE_SLOT) if is_slot else name == 'count'
     occurrences: collections.Counter[str] = collections.Counter()
     paths = []
     for keys in keys_of_leaves:
@@ -86,26 +97,6 @@ def state_paths(opt_state: optax.OptState, params: Collection[str]) -> list[str]
         occurrences[path] += 1
         paths.append(f'{path}_{number}' if number else path)
     return paths
-
-
-def is_t5x_leaf(keys: KeyPath, params: Collection[str]) -> bool:
-    """Return whether the leaf at `keys` is a slot of T5X's Adafactor, an average, or a count."""
-    if parameter_index(keys, params) is None:
-        return field_names(keys)[-1:] == ['count']
-    return leaf_path(keys, params).rsplit('/', 1)[1] in (*T5X_SLOTS, AVERAGE_SLOT)
-
-
-def schedule_counts(opt_state: optax.OptState) -> list[KeyPath]:
-    """Return the keys of the counts of learning-rate schedules that nothing but `chain` holds."""
-
-    def is_schedule(x: optax.OptState) -> bool:
-        return isinstance(x, optax.ScaleByScheduleState)
-
-    found = []
-    for keys, x in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_schedule):
-        if is_schedule(x) and not field_names(keys):
-            found.append((*keys, jax.tree_util.GetAttrKey('count')))
-    return found
 
 
 def state_specs(

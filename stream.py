@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 import data
 from data import Example, Objective
 from messages import first_ten
-from randomness import digest, permutation, random_bits
+from randomness import permutation, random_bits
 from sources import NO_SPLIT, Document, FileRecord, Record, Share, Source
 from user_code import UserError
 from vocabulary import EOS_ID, Vocabulary
@@ -41,18 +41,6 @@ class Task(Protocol):
 
     @property
     def name(self) -> str: ...
-
-    @property
-    def objective_name(self) -> str: ...
-
-    @property
-    def inputs(self) -> str: ...
-
-    @property
-    def targets(self) -> str: ...
-
-    @property
-    def validation_files(self) -> str: ...
 
     @property
     def validation_split(self) -> str: ...
@@ -99,7 +87,7 @@ class OpenMixture:
 
     name: str
     tasks: tuple[OpenTask, ...]
-    fingerprint: str  # a run may go on with a mixture of the same fingerprint only
+    fingerprint: str  # a run resumes only with a mixture of the same fingerprint
     # From config.data to the same mixture, in a process of its own.
     reopen: Callable[[ConfigDict], 'OpenMixture'] | None = None
 
@@ -109,7 +97,6 @@ class OpenMixture:
 
     @property
     def corpus(self) -> str:
-        """What Source.corpus says of the tasks."""
         return ', '.join(sorted({task.source.corpus for task in self.tasks}))
 
     @property
@@ -125,10 +112,6 @@ class OpenMixture:
         """The files of all tasks."""
         return [file for task in self.tasks for file in task.source.files]
 
-    def files_as_json(self) -> list[dict]:
-        """Return the files of all tasks, as JSON takes them."""
-        return [file for task in self.tasks for file in task.source.files_as_json()]
-
     def faults(self) -> tuple[list[str], int]:
         """Return the lines left out since the last call, and the number of all."""
         descriptions = []
@@ -138,15 +121,6 @@ class OpenMixture:
             descriptions += new
             total += count
         return descriptions, total
-
-
-def fingerprint_of(tasks: Sequence[OpenTask]) -> str:
-    """Return a hash of the texts and the rates of tasks; a function's code is not in it."""
-    content: list = []
-    for task, source, _, rate in tasks:
-        content.append([task.name, task.objective_name, task.inputs, task.targets])
-        content.append([source.fingerprint, round(rate, 12)])
-    return digest(content)
 
 
 @dataclasses.dataclass(eq=False)
@@ -180,7 +154,16 @@ class Stream:
         self.pack_examples = data.PACKINGS[self.config.pack]
         share = max(ROWS_IN_ALL_WINDOWS // self.batch_size, MIN_ROWS_PER_WINDOW)
         self.rows_per_window = min(share, ROWS_PER_WINDOW)
-        self._check_not_empty()
+        # Every task needs text for training; for validation one task of a mixture is enough.
+        with_text = []
+        for task in self.tasks:
+            if task.has_text(self.split, self.seed_of(task), self.batch_size):
+                with_text.append(task)
+            elif self.split != 'validation':
+                task.raise_empty(self.split)
+        if not with_text:
+            self.tasks[0].raise_empty(self.split)
+        self.tasks = with_text
         # Of each task, the examples given so far, and those that were cut: int64 [tasks, 2].
         self.counts = np.zeros((len(self.tasks), 2), np.int64)
         self.seek(np.zeros((len(self.rows), len(self.tasks) + 1, 4), np.int64))
@@ -232,34 +215,15 @@ class Stream:
         rows = [lane.next_row() for lane in self._lanes]
         if not any(rows):
             raise StopIteration
-        drawn = list(itertools.chain.from_iterable(rows))
-        given = np.array([task for task, _ in drawn])
-        is_trimmed = np.array([example.is_trimmed for _, example in drawn])
-        self.counts[:, 0] += np.bincount(given, minlength=len(self.tasks))
-        self.counts[:, 1] += np.bincount(given[is_trimmed], minlength=len(self.tasks))
+        drawn = [(task, example.is_trimmed) for row in rows for task, example in row]
+        tasks, is_trimmed = np.array(drawn).T
+        np.add.at(self.counts, tasks, np.stack([np.ones_like(tasks), is_trimmed], axis=1))
         examples = [[example for _, example in row] for row in rows]
         return data.encoder_decoder(examples, self.config.lengths, self.pack_examples is not None)
 
-    def seed_of(self, task: int) -> int | str:
+    def seed_of(self, task: 'TokenizedTask') -> int | str:
         """Return the seed of a task: in a mixture each has its own."""
-        if self.mixture.is_single:
-            return self.seed
-        return f'{self.seed} {self.tasks[task].name}'
-
-    def _check_not_empty(self) -> None:
-        """Raise ValueError for a task without text in the split.
-
-        For validation it is enough that one task of a mixture has some.
-        """
-        with_text = []
-        for i, task in enumerate(self.tasks):
-            if task.has_text(self.split, self.seed_of(i), self.batch_size):
-                with_text.append(task)
-        if self.split == 'validation' and with_text:
-            self.tasks = with_text
-        for task in self.tasks:
-            if task not in with_text:
-                task.raise_empty(self.split)
+        return self.seed if self.mixture.is_single else f'{self.seed} {task.name}'
 
 
 # Where a lane is.
@@ -365,8 +329,6 @@ def draw_tasks(stream: Stream, row: int, first: int) -> Iterator[int]:
     """Yield the task of each example of a lane from number `first` on: a function of seed and rates."""
     rates = np.array([task.opened.rate for task in stream.tasks])
     ends = np.cumsum(rates / rates.sum())[:-1]  # of each task's part of [0, 1)
-    if len(ends) == 0:
-        yield from itertools.repeat(0)
     block, skipped = divmod(first, DRAWS_PER_BLOCK)
     while True:
         bits = random_bits((DRAWS_PER_BLOCK,), 'draws', stream.seed, row, block)
@@ -382,7 +344,9 @@ class ExampleReader:
         self._split = stream.split
         self._num_epochs = math.inf if stream.num_epochs is None else stream.num_epochs
         self._task = stream.tasks[task]
-        self._share = Share(stream.seed_of(task), epoch=0, lane=row, num_lanes=stream.batch_size)
+        self._share = Share(
+            stream.seed_of(self._task), epoch=0, lane=row, num_lanes=stream.batch_size
+        )
         self._go_to(position)
 
     def _go_to(self, position: TaskPosition) -> None:
@@ -417,7 +381,10 @@ class ExampleReader:
         return example
 
     def is_at_end_of_epoch(self) -> bool:
-        """Return whether the epoch has no other example. Read the next group if it is due."""
+        """Return whether the epoch has no other example.
+
+        If the next group is due, tokenize it, and make examples of it in a random order.
+        """
         while self._given >= len(self._examples):
             group_size = self._task.objective.records_per_group
             documents = list(itertools.islice(self._documents, group_size))
@@ -426,22 +393,18 @@ class ExampleReader:
             self._start = self._end
             last = documents[-1]
             self._end = TaskPosition(self._start.epoch, pool=last.pool, offset=last.offset + 1)
-            self._examples = self._examples_of(documents)
-            self._given = self._start.given
+            start = self._start
+            key = (self._share.seed, start.epoch, self._share.lane, start.pool, start.offset)
+            tokenized = self._task.tokenize([document.record for document in documents])
+            names = [example.name for example in tokenized]
+            ids = [example.ids for example in tokenized]
+            examples = self._task.objective.examples(names, ids, *key)
+            # Differs from T5X, which shuffles in a buffer of 1,000 examples: lanes read far apart, and
+            # each shuffles the examples of its group. (The key's words make the order: keep them.)
+            order = permutation(len(examples), 'pieces', *key)
+            self._examples = [examples[i] for i in order]
+            self._given = start.given
         return False
-
-    def _examples_of(self, documents: list[Document]) -> list[Example]:
-        """Tokenize the documents of a group, and make examples of them in a random order."""
-        start = self._start
-        key = (self._share.seed, start.epoch, self._share.lane, start.pool, start.offset)
-        tokenized = self._task.tokenize([document.record for document in documents])
-        names = [example.name for example in tokenized]
-        ids = [example.ids for example in tokenized]
-        examples = self._task.objective.examples(names, ids, *key)
-        # Differs from T5X, which shuffles in a buffer of 1,000 examples: lanes read far apart, and
-        # each shuffles the examples of its group. (The key's words make the order: keep them.)
-        order = permutation(len(examples), 'pieces', *key)
-        return [examples[i] for i in order]
 
 
 # From records to ids.
@@ -486,10 +449,24 @@ class TokenizedTask:
 
         A bad record stops the run, or has none (data.on_bad_line).
         """
-        if self.source.is_tokenized:
-            return self._cached(records)
-        must_answer = 'inputs' in self.objective.features and not self.allow_empty_targets
         examples = []
+        if self.source.is_tokenized:
+            for record in records:
+                cached = {name: record.fields[name] for name in self.objective.features}
+                for name, x in cached.items():
+                    if x.size and x[-1] == EOS_ID:
+                        cached[name] = x[:-1]
+                joined = np.concatenate(list(cached.values()))
+                if joined.min(initial=0) >= 0 and joined.max(initial=0) < self.vocabulary.size:
+                    examples.append(Tokenized(record.name, {}, cached))
+                    continue
+                self.opened.add_bad(
+                    record.name,
+                    f'ids from {joined.min()} to {joined.max()}, and the vocabulary has '
+                    f'{self.vocabulary.size}: name the one of the cache with data.vocabulary',
+                )
+            return examples
+        must_answer = 'inputs' in self.objective.features and not self.allow_empty_targets
         for record in records:
             all_texts = self.opened.texts_of(record)
             if must_answer and not all(texts['targets'].strip() for texts in all_texts):
@@ -507,29 +484,6 @@ class TokenizedTask:
             for example, ids in zip(examples, all_ids, strict=True):
                 example.ids[feature] = ids
         return examples
-
-    def _cached(self, records: Sequence[Record]) -> list[Tokenized]:
-        """Return the examples of a task cache, ids without EOS at their ends."""
-        examples = []
-        all_ids = [np.zeros(1, np.int32)]
-        for record in records:
-            ids = {name: record.fields[name] for name in self.objective.features}
-            for name, x in ids.items():
-                if x.size and x[-1] == EOS_ID:
-                    ids[name] = x[:-1]
-            examples.append(Tokenized(record.name, {}, ids))
-            all_ids += ids.values()
-        joined = np.concatenate(all_ids)
-        if joined.min() >= 0 and joined.max() < self.vocabulary.size:
-            return examples
-        if len(records) > 1:  # one of them is bad
-            return [example for record in records for example in self._cached([record])]
-        self.opened.add_bad(
-            records[0].name,
-            f'ids from {joined[1:].min()} to {joined.max()}, and the vocabulary has '
-            f'{self.vocabulary.size}: name the one of the cache with data.vocabulary',
-        )
-        return []
 
     def has_text(self, split: str, seed: int | str, num_lanes: int) -> bool:
         """Return whether the objective makes an example of the first epoch that has an id."""
@@ -552,14 +506,9 @@ class TokenizedTask:
                 f'task {self.name!r} has no split for validation: name records for it, as in '
                 "data.validation_split='test', or divide one: 'train[:90%]' and 'train[90%:]'"
             )
-        if split == 'validation' and source.validation is not None:
-            raise ValueError(
-                f'data.validation_files={self.task.validation_files!r} holds no document: '
-                "name files with text, or '' for a part of data.files"
-            )
         source.check_not_empty(split)
         raise ValueError(
             f'no document is in split {split!r} of {source.description} at '
             f'data.validation_fraction={source.validation_fraction}: both splits need '
-            'documents: change the fraction, or name more files'
+            'documents with text: name more files, or change the fraction'
         )

@@ -587,7 +587,9 @@ def save(run: ReadyRun) -> None:
     files = {
         **run.workdir.files,
         'data_counts.json': json.dumps(counts_of_all(run.stream, batch)).encode(),
-        'data_files.json': json.dumps(run.stream.mixture.files_as_json()).encode(),
+        'data_files.json': json.dumps(
+            [file._asdict() for file in run.stream.mixture.files]
+        ).encode(),
         'data_position.npy': position_file.getvalue(),
         'interval.json': json.dumps(progress.interval.metrics).encode(),
         COUNT_FILE: json.dumps(run.not_finite.count).encode(),

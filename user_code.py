@@ -55,17 +55,13 @@ def load_module(file: pathlib.Path, content: bytes) -> ModuleType:
     return module
 
 
-def is_loaded(file: str) -> bool:
-    """Return whether `load_module` has loaded a file; it may lie beside this one."""
-    return any(name.startswith(MODULE) and name.endswith(f' {file}') for name in sys.modules)
-
-
 @contextlib.contextmanager
-def running(code: Code, task: str = '') -> Iterator[None]:
-    """Raise UserError for whatever a user's code raises, but for an interrupt.
+def running(code: Code | None = None, task: str = '') -> Iterator[None]:
+    """Raise UserError, with the last line of the user's that led to it, for what a user's code raises.
 
-    `code`: the file, its name, or the function or class that runs. `task`: the name of its task. Without a
-    task, a ValueError of this program that no line of the user's led to is raised as it is.
+    `code`: the file, its name, or the function or class that runs; its beginning is named if no line is known.
+    `task`: the name of its task. An interrupt, a ValueError of this program that no line of the user's led to (but
+    for a task's), and without `code` whatever no such line led to, are raised as they are.
     """
     try:
         yield
@@ -77,58 +73,34 @@ def running(code: Code, task: str = '') -> Iterator[None]:
         own = [frame for frame in frames if is_users(frame.filename)]
         program = [frame for frame in frames if is_in_program(frame.filename)]
         is_ours = isinstance(error, ValueError) and frames[-1:] == program[-1:]
+        if code is None and not (own and isinstance(error, Exception)):
+            raise
         if is_ours and not own and not task:
             raise
-        raise user_error(error, code, task, own, program) from error
-
-
-Frames = list[traceback.FrameSummary]
-
-
-def user_error(
-    error: BaseException, code: Code, task: str, own: Frames, program: Frames
-) -> UserError:
-    """Return an error that names the last of the user's `own` frames, else where `code` begins."""
-    text = f'{type(error).__name__}: {error}'.removesuffix(': ')
-    place = place_of(code)
-    if own:
-        place = place_of_frame(own[-1])
-    elif program and not task:
-        text += f' ({place_of_frame(program[-1])})'
-    lines = traceback.format_list(own)
-    if isinstance(error, SyntaxError) and not str(error.filename).startswith('<'):
-        place = f'{error.filename or code}, line {error.lineno or 1}'
-        text = error.msg
-        lines += traceback.format_exception_only(error)[:-1]
-    name = f'task {task!r}' if task else ''
-    message = ' '.join(': '.join(filter(None, [name, place, text])).split())
-    return UserError(message[:MAX_LENGTH], ''.join(lines))
-
-
-@contextlib.contextmanager
-def naming_lines() -> Iterator[None]:
-    """Raise UserError for an error whose traceback leads through a user's lines; others as they are."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if is_users(frame.filename)]
-        if not own:
-            raise
-        raise user_error(error, own[-1].filename, '', own, program=[]) from error
+        text = f'{type(error).__name__}: {error}'.removesuffix(': ')
+        place = place_of_frame(own[-1]) if own else place_of(code or '')
+        if program and not own and not task:
+            text += f' ({place_of_frame(program[-1])})'
+        lines = traceback.format_list(own)
+        if isinstance(error, SyntaxError) and not str(error.filename).startswith('<'):
+            place = f'{error.filename or code}, line {error.lineno or 1}'
+            text = error.msg
+            lines += traceback.format_exception_only(error)[:-1]
+        name = f'task {task!r}' if task else ''
+        message = ' '.join(': '.join(filter(None, [name, place, text])).split())
+        raise UserError(message[:MAX_LENGTH], ''.join(lines)) from error
 
 
 def is_users(file: str) -> bool:
-    """Return whether a file with code is a user's."""
-    return is_loaded(file) or not file.startswith(('<', f'{PROGRAM}/', *LIBRARIES))
+    """Return whether a file with code is a user's; one that `load_module` has loaded may lie beside this one."""
+    is_loaded = any(x.startswith(MODULE) and x.endswith(f' {file}') for x in sys.modules)
+    return is_loaded or not file.startswith(('<', f'{PROGRAM}/', *LIBRARIES))
 
 
 def is_in_program(file: str) -> bool:
     """Return whether a file with code is one of this program's."""
     is_below = file.startswith(f'{PROGRAM}/') and not file.startswith(tuple(LIBRARIES))
-    return is_below and not is_loaded(file)
+    return is_below and not is_users(file)
 
 
 def place_of_frame(frame: traceback.FrameSummary) -> str:

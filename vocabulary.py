@@ -64,7 +64,7 @@ class Vocabulary:
         raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text before the first EOS."""
+        """Return the text before the first EOS; an id of no token is left out or unknown."""
         raise NotImplementedError
 
 
@@ -86,7 +86,6 @@ class ByteVocabulary(Vocabulary):
         return [np.frombuffer(text.encode(), np.uint8) + np.int32(3) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text before the first EOS, without what is no byte or no character."""
         text_bytes = bytes(i - 3 for i in before_eos(ids) if 3 <= i < 259)
         return text_bytes.decode(errors='ignore')
 
@@ -148,15 +147,11 @@ class SentencePieceVocabulary(Vocabulary):
         return self._processor.encode(texts, return_type='numpy', num_threads=self.num_threads)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text before the first EOS. An id beyond the vocabulary is unknown."""
         return self._processor.decode([i if i < self.size else UNK_ID for i in before_eos(ids)])
 
 
 def sentinel_ids_of(pieces: Sequence[str]) -> NDArray:
-    """Return the id of each piece <extra_id_N>, int32, in the order of N.
-
-    Raises ValueError if one is missing or there twice.
-    """
+    """Return the ids of the pieces <extra_id_N>, in the order of N. Raises ValueError if one is missing."""
     found = []
     for i, piece in enumerate(pieces):
         match = SENTINEL.fullmatch(piece)
@@ -165,8 +160,10 @@ def sentinel_ids_of(pieces: Sequence[str]) -> NDArray:
     found.sort()
     for expected, (number, _) in enumerate(found):
         if number != expected:
-            fault = f'no <extra_id_{expected}>' if number > expected else f'two <extra_id_{number}>'
-            raise ValueError(f'its {len(found)} sentinels have {fault}: they are numbered from 0')
+            fault = f'<extra_id_{number}> and no <extra_id_{expected}>'
+            raise ValueError(
+                f'its {len(found)} sentinels have {fault}: number them from 0, each once'
+            )
     return np.array([i for _, i in found], np.int32)
 
 
@@ -190,14 +187,15 @@ def before_eos(ids: Iterable[int]) -> Iterator[int]:
 def find_vocabulary(folder: AnyPath, name: str | AnyPath | None = None) -> Vocabulary | None:
     """Return the vocabulary that `name` names, else the one of a checkpoint or run, else None.
 
-    `name` is 'bytes', a SentencePiece model, or a folder that has one. `folder`, a path of
-    `paths.to_path`, has the number of sentinels in its config.json. Raises ValueError for a name
-    without a vocabulary of T5's kind, and for tokens of a folder that the vocabulary lacks, and
-    OSError for files that may not be read.
+    `name` is 'bytes', a SentencePiece model, or a folder that has one; its number of sentinels is that of the
+    checkpoint. Raises ValueError for a name without a vocabulary of T5's kind, and for tokens of a folder that the
+    vocabulary lacks.
     """
-    if name:
-        extra_ids = stored_data(folder)['extra_ids']
-        found: Vocabulary | None = named_vocabulary('vocabulary', name, extra_ids, byte_extra_ids=0)
+    found: Vocabulary | None
+    if name == 'bytes':
+        found = ByteVocabulary()
+    elif name:
+        found = named_vocabulary('vocabulary', name, stored_data(folder)['extra_ids'])
     else:
         found = own_vocabulary(folder)
     check_tokens(folder, found)
@@ -205,10 +203,7 @@ def find_vocabulary(folder: AnyPath, name: str | AnyPath | None = None) -> Vocab
 
 
 def own_vocabulary(folder: AnyPath, extra_ids: int = DEFAULT_EXTRA_IDS) -> Vocabulary | None:
-    """Return the vocabulary of a checkpoint or run, whatever tokens transformers has added to it.
-
-    `extra_ids`: its number of sentinels, if the folder does not say it.
-    """
+    """Return the vocabulary of a checkpoint or run; `extra_ids`: if the folder does not say it."""
     stored = stored_data(folder, extra_ids)
     if stored['vocabulary'] == 'bytes':
         return ByteVocabulary(stored['extra_ids'])
@@ -219,21 +214,14 @@ def own_vocabulary(folder: AnyPath, extra_ids: int = DEFAULT_EXTRA_IDS) -> Vocab
     return read_model(paths.own_file(file), stored['extra_ids'], remedy)
 
 
-def named_vocabulary(
-    setting: str, name: str | AnyPath, extra_ids: int, byte_extra_ids: int | None = None
-) -> Vocabulary:
-    """Return the vocabulary that `name` names. Errors begin with the name of the `setting`.
-
-    `byte_extra_ids`: the sentinels of bytes, where they are not `extra_ids` as those of a model are.
-    """
-    if byte_extra_ids is None:
-        byte_extra_ids = extra_ids
+def named_vocabulary(setting: str, name: str | AnyPath, extra_ids: int) -> Vocabulary:
+    """Return the vocabulary that `name` names. Errors begin with the name of the `setting`."""
     if name == 'bytes':
-        return ByteVocabulary(byte_extra_ids)
+        return ByteVocabulary(extra_ids)
     try:
         path = paths.to_path(name)
         if stored_data(path)['vocabulary'] == 'bytes':
-            return ByteVocabulary(byte_extra_ids)
+            return ByteVocabulary(extra_ids)
         file = path if paths.is_file(path) else None
         if path.is_dir():
             file = model_file(path)
@@ -252,10 +240,7 @@ def named_vocabulary(
 
 
 def model_file(folder: AnyPath) -> AnyPath | None:
-    """Return the SentencePiece model in the folder of a checkpoint or run, else None.
-
-    That of a checkpoint may be in the folder above, that of a file or prefix is beside it.
-    """
+    """Return the SentencePiece model in the folder of a checkpoint or run, or beside it, else None."""
     for candidate in folders_of(folder):
         for name in VOCABULARY_NAMES:
             if paths.is_file(candidate / name):
@@ -289,24 +274,25 @@ def stored_data(folder: AnyPath, extra_ids: int = DEFAULT_EXTRA_IDS) -> dict:
 
 # Tokens that transformers has added to a vocabulary.
 
-TOKEN_FILES = (
+TOKEN_FILES = [
     'added_tokens.json',
     'special_tokens_map.json',
     'tokenizer_config.json',
     'tokenizer.json',
-)
+]
 
 
 def check_tokens(checkpoint: AnyPath, vocabulary: Vocabulary | None) -> None:
-    """Check the folders in which the vocabulary of a checkpoint may be, as `check_added_tokens` does."""
+    """Check the folders of a checkpoint as `check_added_tokens` does."""
     for folder in folders_of(checkpoint):
         check_added_tokens(folder, vocabulary)
 
 
-def read_tokens(folder: AnyPath) -> tuple[list[str], list[tuple[str, int | None]], list[str]]:
-    """Return the files of transformers in a folder, the tokens that they list, and their pieces.
+def check_added_tokens(folder: AnyPath, vocabulary: Vocabulary | None) -> None:
+    """Raise ValueError for tokens that transformers lists in a folder and `vocabulary` lacks.
 
-    A token has an id, or None where only the name is listed.
+    A sentinel must have the same id in both; those of ByT5 are bytes here, as in T5X. Without a
+    SentencePiece model the pieces are those of tokenizer.json.
     """
     files = []
     tokens: list[tuple[str, int | None]] = []
@@ -317,24 +303,16 @@ def read_tokens(folder: AnyPath) -> tuple[list[str], list[tuple[str, int | None]
         content = paths.read_json(file)
         files.append(file.name)
         try:
-            tokens += (
-                content.items() if file.name == 'added_tokens.json' else listed_tokens(content)
-            )
-            pieces += pieces_of_tokenizer(content)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if file.name == 'added_tokens.json':
+                tokens += content.items()
+            else:
+                tokens += listed_tokens(content)
+            vocab = content.get('model', {}).get('vocab', [])  # {piece: id} or [[piece, score]]
+            pieces += [piece if isinstance(piece, str) else str(piece[0]) for piece in vocab]
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f'{file} does not list tokens as transformers does ({error!r}): copy it again'
             ) from None
-    return files, tokens, pieces
-
-
-def check_added_tokens(folder: AnyPath, vocabulary: Vocabulary | None) -> None:
-    """Raise ValueError for tokens that transformers lists in a folder and `vocabulary` lacks.
-
-    A sentinel must have the same id in both; those of ByT5 are bytes here, as in T5X. Without a
-    SentencePiece model the pieces are those of tokenizer.json.
-    """
-    files, tokens, pieces = read_tokens(folder)
     sentinel_ids: dict[str, int] = {}
     if isinstance(vocabulary, SentencePieceVocabulary):
         sentinel_ids = {f'<extra_id_{n}>': int(i) for n, i in enumerate(vocabulary.sentinel_ids)}
@@ -348,8 +326,7 @@ def check_added_tokens(folder: AnyPath, vocabulary: Vocabulary | None) -> None:
             if sentinel_ids and i not in (None, own_id):
                 raise ValueError(
                     f'{folder}: {name} is id {i} in {", ".join(files)}, and {own_id} with the {len(sentinel_ids)} '
-                    'sentinels of its model: use as many as in training (data.extra_ids, or extra_ids in '
-                    'tokenizer_config.json), and remove others from these files'
+                    'sentinels of its model: set data.extra_ids, or extra_ids in tokenizer_config.json, to as many'
                 )
         elif i in (PAD_ID, EOS_ID, UNK_ID) or name in SPECIAL_TOKENS:
             continue
@@ -382,11 +359,3 @@ def listed_tokens(content: Mapping) -> Iterator[tuple[str, int | None]]:
             name = name['content']
         if name and isinstance(name, str):
             yield name, None
-
-
-def pieces_of_tokenizer(content: Mapping) -> list[str]:
-    """Return the pieces of a tokenizer.json, without the tokens that were added."""
-    pieces = content.get('model', {}).get('vocab', [])
-    if isinstance(pieces, dict):
-        return list(pieces)
-    return [str(piece) for piece, *_ in pieces]

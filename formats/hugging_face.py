@@ -478,6 +478,7 @@ def write(
             tokenizer = {'tokenizer_class': 'T5Tokenizer', 'extra_ids': extra_ids}
             _write_json(unfinished / 'tokenizer_config.json', tokenizer)
         _write_weights(unfinished, config, arrays, shard_bytes)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished.rename(folder)
 
 

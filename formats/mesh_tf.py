@@ -82,7 +82,7 @@ class BundleEntry:
     def read(self) -> np.ndarray:
         """Return the array in its stored dtype. Raises ValueError for a short file or another checksum."""
         end = self.offset + self.size
-        file_size = paths.file_size(paths.own_file(self.file))
+        file_size = paths.status_of(paths.own_file(self.file)).num_bytes
         if end > file_size:
             raise ValueError(f'{self.file} has {file_size} bytes, of {end} or more: copy it again')
         content = np.empty(self.size, np.uint8)

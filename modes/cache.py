@@ -82,7 +82,7 @@ def cache(config: ConfigDict, part: int = 1, num_parts: int = 1) -> list[str]:
             'SentencePiece model, a folder that holds one, or bytes'
         )
     config.use_cached = 'no'
-    vocabulary = vocabulary_of(config)
+    vocabulary = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
     root = paths.disk_path(cache_roots(config)[0])
     messages = []
     opened = []
@@ -117,11 +117,6 @@ def cache(config: ConfigDict, part: int = 1, num_parts: int = 1) -> list[str]:
         with alone_in(folder):
             messages.append(complete(folder, jobs_of(opened_task)))
     return messages
-
-
-def vocabulary_of(config: ConfigDict) -> Vocabulary:
-    """Return the vocabulary whose ids are cached."""
-    return named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
 
 
 def open_task(task: Task, config: ConfigDict, vocabulary: Vocabulary) -> TokenizedTask:
@@ -259,7 +254,7 @@ class Report(NamedTuple):
 
 
 def run_jobs(config: ConfigDict, root: Path, jobs: Sequence[Job]) -> None:
-    """Write shards in processes of their own, and show their progress."""
+    """Write shards in processes of their own, and show their progress. Raise an error that one sends."""
     num_processes = min(config.num_workers or os.cpu_count() or 1, len(jobs))
     context = multiprocessing.get_context('spawn')
     processes = []
@@ -272,38 +267,33 @@ def run_jobs(config: ConfigDict, root: Path, jobs: Sequence[Job]) -> None:
         workers_end.close()
         processes.append(process)
         connections.append(own_end)
+    num_examples = 0
+    num_done = 0
     try:
-        show_progress(connections, len(jobs))
+        with tqdm.tqdm(total=len(jobs), unit='shard', desc='Caching', mininterval=1.0) as bar:
+            while connections:
+                for connection in wait(connections):
+                    assert isinstance(connection, Connection)
+                    try:
+                        report: Report | Exception = connection.recv()
+                    except EOFError:
+                        connections.remove(connection)
+                        continue
+                    if isinstance(report, Exception):
+                        raise report
+                    for fault in report.faults:
+                        bar.write(f'Left out: {fault}')
+                    num_examples += report.num_examples
+                    num_done += report.num_shards
+                    bar.set_postfix_str(f'{num_examples:,} examples', refresh=False)
+                    bar.update(report.num_shards)
     finally:
         for process in processes:
             process.kill()
             process.join()
-
-
-def show_progress(connections: list[Connection], num_jobs: int) -> None:
-    """Show the reports of all processes until they end. Raise an error that one of them sends."""
-    num_examples = 0
-    num_done = 0
-    with tqdm.tqdm(total=num_jobs, unit='shard', desc='Caching', mininterval=1.0) as bar:
-        while connections:
-            for connection in wait(connections):
-                assert isinstance(connection, Connection)
-                try:
-                    report: Report | Exception = connection.recv()
-                except EOFError:
-                    connections.remove(connection)
-                    continue
-                if isinstance(report, Exception):
-                    raise report
-                for fault in report.faults:
-                    bar.write(f'Left out: {fault}')
-                num_examples += report.num_examples
-                num_done += report.num_shards
-                bar.set_postfix_str(f'{num_examples:,} examples', refresh=False)
-                bar.update(report.num_shards)
-    if num_done < num_jobs:
+    if num_done < len(jobs):
         raise ChildProcessError(
-            f'a process that wrote shards died, and {num_jobs - num_done} shards are missing: if memory '
+            f'a process that wrote shards died, and {len(jobs) - num_done} shards are missing: if memory '
             'ran out, use fewer data.num_workers; the same command goes on'
         )
 
@@ -317,7 +307,7 @@ def write_shards(
 
 def reports(config: ConfigDict, root: Path, jobs: Sequence[Job]) -> Iterator[Report]:
     """Write shards. Yield a report every second, and after each shard."""
-    vocabulary = vocabulary_of(config)
+    vocabulary = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
     found = tasks.open.tasks_of(tasks.open.find(config))
     opened = functools.cache(lambda name: open_task(found[name], config, vocabulary))
     reported = time.monotonic()

@@ -129,7 +129,10 @@ def parse(argv: list[str]) -> ConfigDict | None:
     file = None
     if files:
         file = files[0].partition(':')[0]
-        check_config_file(file)
+        path = pathlib.Path(file)
+        if not path.is_file() or path.suffix != '.py':
+            raise ValueError(f'--config={file}: no such Python file: try --config=configs/tiny.py')
+        path.open().close()  # raises OSError for a file that may not be read
     elif mode in ('evaluate', 'infer', 'tasks'):
         # With a checkpoint, the settings of its run take the place of these.
         argv.insert(1, f'--config={base.__file__}')
@@ -211,15 +214,6 @@ def values_of(flag: str, argv: list[str]) -> list[str]:
         if name in (f'--{flag}', f'-{flag}'):
             values.append(value if equals else following)
     return values
-
-
-def check_config_file(file: str) -> None:
-    """Raise ValueError unless `file` exists and is named like a Python file, OSError if it is locked."""
-    path = pathlib.Path(file)
-    if not path.is_file() or path.suffix != '.py':
-        raise ValueError(f'--config={file}: no such Python file: try --config=configs/tiny.py')
-    with path.open():  # raises OSError for a file that may not be read
-        pass
 
 
 def check_mode_of(flag: str, mode: str) -> None:

@@ -24,9 +24,16 @@ def use() -> None:
     """
     if 'JAX_COMPILATION_CACHE_DIR' in os.environ or jax.distributed.is_initialized():
         return
+    # Of the CPU's model and features: on another one compiled code may crash.
+    fields = {platform.machine(), platform.processor()}
+    with contextlib.suppress(OSError):  # not Linux
+        for line in Path('/proc/cpuinfo').read_text().splitlines():
+            if line.startswith(CPU_FIELDS):
+                fields.add(line)
+    cpu_hash = hashlib.sha256('\n'.join(sorted(fields)).encode()).hexdigest()[:16]
     root = Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache')
     try:
-        folder = root.expanduser().absolute() / 't5_in_haiku' / f'programs-{cpu_hash()}'
+        folder = root.expanduser().absolute() / 't5_in_haiku' / f'programs-{cpu_hash}'
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (OSError, RuntimeError):  # RuntimeError: the user has no home
         return
@@ -41,13 +48,3 @@ def use() -> None:
                 file.unlink()
 
     process.on_warning('persistent compilation cache', empty_cache)
-
-
-def cpu_hash() -> str:
-    """Return a hash of the CPU's model and features: on another one compiled code may crash."""
-    fields = {platform.machine(), platform.processor()}
-    with contextlib.suppress(OSError):  # not Linux
-        for line in Path('/proc/cpuinfo').read_text().splitlines():
-            if line.startswith(CPU_FIELDS):
-                fields.add(line)
-    return hashlib.sha256('\n'.join(sorted(fields)).encode()).hexdigest()[:16]

@@ -102,6 +102,7 @@ def _write_t5x(target: Path, opened: formats.open.OpenedModel, vocabulary_model:
     with paths.unfinished(final) as unfinished:
         try:
             checkpoint.save(unfinished, step, tree, files)
+            target.mkdir(parents=True, exist_ok=True)
             (unfinished / f'checkpoint_{step}').rename(final)
         except OSError as error:  # it names the unfinished folder, which is removed now
             cause = error.__cause__

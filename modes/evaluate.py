@@ -35,6 +35,7 @@ from sources.files import file_from_json
 from stream import OpenTask
 
 SECONDS_BETWEEN_LOOKS = 10.0  # for a new checkpoint
+RESULT_SETTINGS = ('decode.', 'data.', 'model.', 'infer_eval.num_examples', 'restore.dtype')
 
 
 class Chosen(NamedTuple):
@@ -127,7 +128,11 @@ class CheckpointEvaluation:
             first = first / f'checkpoint_{self.chosen.steps[0]}'
         self.changes: list[str] = []  # to settings of the run that takes the results
         if self.folder in (first, first.parent):
-            self.changes = changes_of_run(first, config)
+            own = dict(check.leaves(settings_of(first, {})))
+            for key, new in check.leaves(config):
+                old = own.get(key)  # a config file may have options that the run's has not
+                if key.startswith(RESULT_SETTINGS) and key != 'data.vocabulary' and old != new:
+                    self.changes.append(f'{key}: {old!r} -> {new!r}')
             check_files_of_run(first, config, opened, self.split)
         self.vocabulary = vocabulary_of_checkpoint(first, config.data)
         with self.console.working('Reading the tasks'):
@@ -295,18 +300,6 @@ def output_folder(chosen: Chosen, output_dir: str) -> AnyPath:
     if jax.process_index() == 0:
         results.check_writable(folder)
     return folder
-
-
-def changes_of_run(run: AnyPath, config: ConfigDict) -> list[str]:
-    """Return 'setting: old -> new' of the settings that results depend on and a run has otherwise."""
-    own = dict(check.leaves(settings_of(run, {})))
-    names = ('decode.', 'data.', 'model.', 'infer_eval.num_examples', 'restore.dtype')
-    found = []
-    for key, new in check.leaves(config):
-        old = own.get(key)  # a config file may have options that the run's has not
-        if key.startswith(names) and key != 'data.vocabulary' and old != new:
-            found.append(f'{key}: {old!r} -> {new!r}')
-    return found
 
 
 def check_files_of_run(

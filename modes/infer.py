@@ -215,19 +215,16 @@ def check_request(request: Request) -> None:
         for name in excluded:
             if getattr(request, flag) and getattr(request, name):
                 raise ValueError(f'--{name} is not for --{flag}: leave one of them out')
-    if request.encode and not request.output_dir:
-        raise ValueError('--encode needs a folder for its arrays: name --output_dir')
+    shard = f'--shard={request.shard}/{request.num_shards}'
+    for flag, is_given in (('--encode', request.encode), (shard, request.num_shards > 1)):
+        if is_given and not request.output_dir:
+            raise ValueError(f'{flag} needs a folder for its results: name --output_dir')
     if request.pool != 'none' and not request.encode:
         raise ValueError(f'--pool={request.pool} is of encodings: add --encode, or leave it out')
     check_split(request.split or 'test')
-    if request.num_shards > 1 and (not request.output_dir or reads_stdin):
+    if reads_stdin and (request.num_shards > 1 or jax.process_count() > 1):
         raise ValueError(
-            f'--shard={request.shard}/{request.num_shards} needs --output_dir, and no --input=-: name '
-            'a folder for the results of all shards, and a file'
-        )
-    if reads_stdin and jax.process_count() > 1:
-        raise ValueError(
-            f'--input=- in {jax.process_count()} processes: only one reads it: name a file'
+            f'--input=- in {jax.process_count()} processes, {shard}: only one can read it: name a file'
         )
 
 

@@ -83,7 +83,30 @@ def lines_of(config: Any, spec: train.StepSpec, devices: list) -> Iterator[str]:
         yield 'Fits: NO'
         raise ValueError(f'{error}{smallest_change(config, spec, devices)}') from error
     yield f'Compiled in {time.monotonic() - began:.0f} s'
-    yield from memory_lines(spec, step, num_microbatches)
+
+    # What it needs of the memory, and what for.
+    state_bytes = memory.num_state_bytes(spec.state_shapes)
+    need = memory.step_bytes(step, mesh, state_bytes) / memory.GIB
+    limit = memory.memory_limit(mesh) / memory.GIB
+    whose = 'each device'
+    if kernels.is_on_cpu(mesh.abstract_mesh):
+        whose = f'this machine, with {mesh.size} devices and a copy that is being saved'
+    yield (
+        f'Fits: yes, in {num_microbatches} microbatch(es): {need:.2f} of {limit:.2f} GiB of {whose}'
+    )
+    analysis: Any = step.memory_analysis()
+    shapes = spec.state_shapes
+    parameters = memory.bytes_on_device(mesh, shapes.params, spec.state_specs.params)
+    optimizer = memory.bytes_on_device(mesh, shapes.opt_state, spec.state_specs.opt_state)
+    total = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+    total += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    yield (
+        f'Memory of a device: {total / memory.GIB:.2f} GiB at the peak: parameters {parameters / memory.GIB:.2f}, '
+        f'optimizer {optimizer / memory.GIB:.2f}, activations, gradients and the batch '
+        f'{(total - parameters - optimizer) / memory.GIB:.2f}'
+    )
+
+    # What it computes and sends.
     flops, formula = flops_of_step(spec)
     whose = "T5's" if spec.model_config.modules.flops is None else "the model's"
     yield f'FLOPs of a step by {whose} formula: {flops:.4g} = {formula}'
@@ -93,7 +116,22 @@ def lines_of(config: Any, spec: train.StepSpec, devices: list) -> Iterator[str]:
         yield f'Collectives, estimate: not known, XLA does not print this program: {error}'
     else:
         found = collectives_of(program, mesh)
-        yield from collective_lines(found, least_traffic(spec))
+        least = least_traffic(spec)
+        yield 'Collectives of a step on each device, in MB of whole arrays:'
+        yield f'  {"kind":18} {"axes":12} {"arrays":>7} {"MB":>11} {"least":>11}  asynchronous'
+        moved: Traffic = collections.defaultdict(float)
+        hidden: Traffic = collections.defaultdict(float)
+        times: Traffic = collections.defaultdict(float)
+        for x in found:
+            moved[x.kind, x.axes] += x.times * x.num_bytes
+            hidden[x.kind, x.axes] += x.times * x.num_bytes * x.is_async
+            times[x.kind, x.axes] += x.times
+        for key in sorted(moved | least, key=lambda key: -moved[key]):
+            part = hidden[key] / moved[key] if moved[key] else 0
+            yield (
+                f'  {key[0]:18} {", ".join(key[1]):12} {times[key]:7,.0f} {moved[key] / 1e6:11,.2f} '
+                f'{least[key] / 1e6:11,.2f}  {part:.0%}'
+            )
         if kind in CHIPS:
             chip = CHIPS[kind]
             estimated = estimate(program, found, flops, mesh)
@@ -161,34 +199,6 @@ def changes_to_try(config: Any, mesh: Mesh) -> Iterator[dict[str, Any]]:
                 sizes[axis] *= factor
                 yield changes | {f'mesh.{name}': size for name, size in sizes.items()}
             factor *= 2
-
-
-def memory_lines(
-    spec: train.StepSpec, step: jax.stages.Compiled, num_microbatches: int
-) -> Iterator[str]:
-    """Yield what a step needs of the memory, and what for."""
-    mesh = spec.mesh
-    state_bytes = memory.num_state_bytes(spec.state_shapes)
-    need = memory.step_bytes(step, mesh, state_bytes) / memory.GIB
-    limit = memory.memory_limit(mesh) / memory.GIB
-    whose = 'each device'
-    if kernels.is_on_cpu(mesh.abstract_mesh):
-        whose = f'this machine, with {mesh.size} devices and a copy that is being saved'
-    yield (
-        f'Fits: yes, in {num_microbatches} microbatch(es): {need:.2f} of {limit:.2f} GiB of {whose}'
-    )
-    analysis: Any = step.memory_analysis()
-    parameters = memory.bytes_on_device(mesh, spec.state_shapes.params, spec.state_specs.params)
-    optimizer = memory.bytes_on_device(
-        mesh, spec.state_shapes.opt_state, spec.state_specs.opt_state
-    )
-    total = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
-    total += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    yield (
-        f'Memory of a device: {total / memory.GIB:.2f} GiB at the peak: parameters {parameters / memory.GIB:.2f}, '
-        f'optimizer {optimizer / memory.GIB:.2f}, activations, gradients and the batch '
-        f'{(total - parameters - optimizer) / memory.GIB:.2f}'
-    )
 
 
 def flops_of_step(spec: train.StepSpec) -> tuple[float, str]:
@@ -261,26 +271,6 @@ def least_traffic(spec: train.StepSpec) -> Traffic:
         if axes:
             least[kind, axes] += num_bytes
     return least
-
-
-def collective_lines(found: Sequence[Collective], least: Traffic) -> Iterator[str]:
-    """Yield a table of the collectives, those that move most first."""
-    yield 'Collectives of a step on each device, in MB of whole arrays:'
-    yield f'  {"kind":18} {"axes":12} {"arrays":>7} {"MB":>11} {"least":>11}  asynchronous'
-    total: Traffic = collections.defaultdict(float)
-    hidden: Traffic = collections.defaultdict(float)
-    times: Traffic = collections.defaultdict(float)
-    for x in found:
-        total[x.kind, x.axes] += x.times * x.num_bytes
-        hidden[x.kind, x.axes] += x.times * x.num_bytes * x.is_async
-        times[x.kind, x.axes] += x.times
-    for kind, axes in sorted(total | least, key=lambda key: -total[key]):
-        key = kind, axes
-        part = hidden[key] / total[key] if total[key] else 0
-        yield (
-            f'  {kind:18} {", ".join(axes):12} {times[key]:7,.0f} {total[key] / 1e6:11,.2f} '
-            f'{least[key] / 1e6:11,.2f}  {part:.0%}'
-        )
 
 
 class Estimate(NamedTuple):

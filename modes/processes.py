@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from jax._src.lib import _jax
 
 FLAGS = ('coordinator_address', 'num_processes', 'process_id', 'heartbeat')
-GIVE_FLAGS = (
-    'give --coordinator_address=HOST:PORT --num_processes=N --process_id=I, I from 0 to N - 1'
-)
+GIVE_FLAGS = 'give --coordinator_address=HOST:PORT (of process 0) --num_processes=N --process_id=I, I from 0 to N - 1'
 CONTINUES = 'all others are stopped, and the same command continues from what is saved'
 TICK_SECONDS = 1  # between two looks at which processes live
 SECONDS_TO_SAY = 1  # for process 0 to report an error that all processes have
@@ -97,21 +95,15 @@ def check_flags(
     coordinator_address: str | None, num_processes: int | None, process_id: int | None
 ) -> None:
     """Raise ValueError unless the three flags fit together."""
-    if coordinator_address is None or num_processes is None or process_id is None:
+    port = re.fullmatch(r'.+:(\d{1,5})', coordinator_address or '')
+    has_port = port is not None and 1 <= int(port[1]) < 2**16
+    is_one_of = num_processes is not None and process_id is not None and process_id < num_processes
+    if port is None or not has_port or not is_one_of:
         raise ValueError(
-            f'--coordinator_address={coordinator_address}, --num_processes={num_processes}, '
+            f'--coordinator_address={coordinator_address} --num_processes={num_processes} '
             f'--process_id={process_id}: {GIVE_FLAGS}'
         )
-    port = re.fullmatch(r'.+:(\d{1,5})', coordinator_address)
-    if not port or not 1 <= int(port[1]) < 2**16:
-        raise ValueError(
-            f'--coordinator_address={coordinator_address}: give the host of process 0 and a free port, HOST:PORT'
-        )
-    if process_id >= num_processes:
-        raise ValueError(
-            f'--process_id={process_id}: must be from 0 to {num_processes - 1}, below --num_processes'
-        )
-    if process_id == 0 and num_processes > 1:  # JAX would wait, or crash
+    if process_id == 0 and num_processes != 1:  # JAX would wait, or crash
         try:
             socket.create_server(('', int(port[1]))).close()
         except OSError as error:
@@ -230,17 +222,13 @@ class Group:
         if self.number == 0:
             self.client.key_value_set('error', text)
             errors.report(error)
-        elif text != self._error_of_first() and not isinstance(error, ProcessFailed):
-            errors.report(error, of=self.title)
+        else:
+            of_first = ''
+            with contextlib.suppress(RuntimeError):  # process 0 has none
+                of_first = self.client.blocking_key_value_get('error', 1000 * SECONDS_TO_SAY)
+            if text != of_first and not isinstance(error, ProcessFailed):
+                errors.report(error, of=self.title)
         self._end_all(status)
-
-    def _error_of_first(self) -> str:
-        """Return the error that process 0 reports, '' if it has none."""
-        assert self.client
-        try:
-            return self.client.blocking_key_value_get('error', 1000 * SECONDS_TO_SAY)
-        except RuntimeError:
-            return ''
 
     def crash(self, error: Exception) -> int:
         """Report an error that nobody expects, and end the other processes, too. Return 1 if there are none."""

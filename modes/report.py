@@ -123,24 +123,10 @@ class Run(NamedTuple):
 
 
 def write(names: Sequence[str], output_dir: str = '') -> Path:
-    """Write the report of some runs to `output_dir`, else into the first run. Return its path."""
-    runs = read_runs(names)
-    folder = paths.disk_path(output_dir or runs[0].folder)
-    paths.check_new(folder)
-    results.check_writable(folder)
-    command = shlex.join(['python', 'main.py', '--mode=report', f'--runs={",".join(names)}'])
-    content = render(runs, command)
-    with paths.naming(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        paths.replace_file(folder / FILE, content)
-    return folder / FILE
+    """Write the report of some runs to `output_dir`, else into the first run. Return its path.
 
-
-# Reading.
-
-
-def read_runs(names: Sequence[str]) -> list[Run]:
-    """Return the runs in these folders. Raises ValueError where one of them is no run."""
+    Raises ValueError if one of them is no run.
+    """
     if not 1 <= len(names) <= MAX_RUNS:
         raise ValueError(
             f'--runs has {len(names)} runs: name 1 to {MAX_RUNS}, as in --runs=RUN,RUN'
@@ -159,7 +145,19 @@ def read_runs(names: Sequence[str]) -> list[Run]:
             raise ValueError(f'--runs names {folder} twice: name each run once')
         folders.append(folder)
     common = os.path.commonpath([folder.parent for folder in folders])
-    return [read_run(str(folder.relative_to(common)), folder) for folder in folders]
+    runs = [read_run(str(folder.relative_to(common)), folder) for folder in folders]
+    folder = paths.disk_path(output_dir or runs[0].folder)
+    paths.check_new(folder)
+    results.check_writable(folder)
+    command = shlex.join(['python', 'main.py', '--mode=report', f'--runs={",".join(names)}'])
+    content = render(runs, command)
+    with paths.naming(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        paths.replace_file(folder / FILE, content)
+    return folder / FILE
+
+
+# Reading.
 
 
 def read_run(name: str, folder: Path) -> Run:
@@ -188,8 +186,12 @@ def read_run(name: str, folder: Path) -> Run:
 # The page.
 
 
-def compile_page() -> Callable[..., str]:
-    """Return a function of the name and the arguments of a macro of report.html, which returns its HTML."""
+def render(runs: Sequence[Run], command: str) -> bytes:
+    """Return the page as UTF-8."""
+    script = (HERE / 'report.js').read_text()
+    # The browser loads nothing and runs our script alone.
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.globals |= {'chart': chart, 'MORE': MORE, 'MAX_RUNS': MAX_RUNS}
     environment.filters |= {
@@ -201,17 +203,11 @@ def compile_page() -> Callable[..., str]:
     # Without the line ends and the indentation of the template.
     template = re.sub(r'\n *', '', (HERE / FILE).read_text())
     macros = environment.from_string(template).module
-    return lambda name, *arguments, **more: getattr(macros, name)(*arguments, **more)
 
+    def page(name: str, *arguments: object, **more: object) -> str:
+        return getattr(macros, name)(*arguments, **more)
 
-def render(runs: Sequence[Run], command: str) -> bytes:
-    """Return the page as UTF-8."""
-    script = (HERE / 'report.js').read_text()
-    # The browser loads nothing and runs our script alone.
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
     figures = all_figures(runs)
-    page = compile_page()
     text = page(
         'page',
         policy=policy,

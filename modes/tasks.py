@@ -98,21 +98,17 @@ def list_of(groups: Mapping[str, Sequence[Task | Mixture]]) -> Iterator[str]:
         source_width = max(map(len, sources_of_tasks), default=0)
         for row in rows:
             if isinstance(row, Task):
-                yield from lines_of_task(row, name_width, source_width)
+                names = ', '.join(map(name_of_metric, row.metric_fns))
+                line = f'  {row.name:{name_width}}  {source_of(row):{source_width}}  {splits_of(row):4}'
+                if len(line) + 2 + len(names) > WIDTH:
+                    yield line.rstrip()
+                    line = '    '
+                yield f'{line}  {names}'.rstrip()
             else:
                 num_by_size = len(row.tasks_by_size)
                 by_size = f', {num_by_size} with a rate by their number of examples'
                 line = f'  {row.name:{name_width}}  {len(row.members)} tasks'
                 yield line + by_size if num_by_size else line
-
-
-def lines_of_task(task: Task, name_width: int, source_width: int) -> list[str]:
-    """Return the name, source, splits and metrics of a task."""
-    names = ', '.join(name_of_metric(metric_fn) for metric_fn in task.metric_fns)
-    line = f'  {task.name:{name_width}}  {source_of(task):{source_width}}  {splits_of(task):4}'
-    if len(line) + 2 + len(names) <= WIDTH:
-        return [f'{line}  {names}'.rstrip()]
-    return [line.rstrip(), f'      {names}']
 
 
 def source_of(task: Task) -> str:
@@ -212,13 +208,11 @@ def describe_task(
 def records_of(source: Source, task: Task, split: str) -> Iterator[Record]:
     """Return the records of a split, by default of the first that there is."""
     available = [name for name in SPLITS if source.may_hold(name)]
-    if not available:
-        raise ValueError(f'{task.name} has no split with records: name some with data.files')
-    split = split or available[0]
+    split = split or ''.join(available[:1])
     if split not in available:
         raise ValueError(
-            f'--split={split}: {task.name} has no such split, but {", ".join(available)}: use one '
-            'of these'
+            f'--split={split}: {task.name} has {", ".join(available) or "no split with records"}: use one of '
+            'its splits, or name files with data.files'
         )
     return source.records(split)
 

@@ -191,7 +191,7 @@ def compare_settings(
     compared by content, not by the names of files.
     """
     workdir = directory.parent
-    old = json.loads((directory / 'config.json').read_text())
+    old = json.loads((directory / 'config.json').read_bytes())
     is_other_text = old['data_fingerprint'] != settings['data_fingerprint']
     may_change: tuple[str, ...] = MAY_CHANGE
     if 'base' in settings:  # of adapters: base/fingerprint stands for its content

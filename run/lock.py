@@ -34,7 +34,7 @@ def lock(file: paths.AnyPath, title: str, remedy: str, is_first: bool = True) ->
 @contextlib.contextmanager
 def alone_in(folder: paths.AnyPath) -> Iterator[None]:
     """Make a folder, and wait until no other process is in it."""
-    paths.make_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     while True:
         try:
             held = _try(folder / '.lock', holder='')  # nobody is told who is in it
@@ -84,7 +84,7 @@ class DiskLock(Lock):
                 with self._stream:
                     self._stream.seek(0)
                     raise InUse(self._stream.read(), '') from None
-        with paths.naming(file.parent, file.parent):
+        with paths.naming(file.parent):
             self._stream.truncate(0)
             self._stream.write(holder)
             self._stream.flush()

@@ -218,10 +218,6 @@ class Source:
         """Return the lines left out since the last call, at most ten, and the number of all."""
         return self.bad_lines.take()
 
-    def files_as_json(self) -> list[dict]:
-        """Return `files` as JSON takes them."""
-        return [file._asdict() for file in self.files]
-
 
 def bytes_of(value: Any) -> bytes:
     """Return a text, an array of ids, or another value of JSON or TFDS as bytes."""

@@ -3,7 +3,6 @@
 import collections
 import concurrent.futures
 import hashlib
-import itertools
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -100,7 +99,7 @@ def without(files: Sequence[FileRecord], others: Sequence[FileRecord]) -> list[F
 
 
 def file_from_json(content: Mapping) -> FileRecord:
-    """Return one of the files that `Source.files_as_json` returned; a run of 0.1.0 kept more of it."""
+    """Return one of the files of data_files.json; a run of 0.1.0 kept more of it."""
     return FileRecord(*[content[name] for name in FileRecord._fields])
 
 
@@ -137,20 +136,14 @@ def content_digest(path: str, status: paths.FileStatus) -> str:
         content.update(status.checksum.encode())
         return content.hexdigest()
     with paths.open_file(path, num_bytes=status.num_bytes) as file:
-        for start, length in sampled_ranges(status.num_bytes):
-            file.seek(start)
-            content.update(file.read(length))
+        if status.num_bytes <= MAX_BYTES_DIGESTED_WHOLE:
+            content.update(file.read(status.num_bytes))
+            return content.hexdigest()
+        last = status.num_bytes - DIGEST_BLOCK_BYTES
+        for i in range(DIGEST_BLOCKS):
+            file.seek(i * last // (DIGEST_BLOCKS - 1))
+            content.update(file.read(DIGEST_BLOCK_BYTES))
     return content.hexdigest()
-
-
-def sampled_ranges(num_bytes: int) -> list[tuple[int, int]]:
-    """Return (start, length) of sixteen parts of a file: all of a small one, blocks of others."""
-    if num_bytes <= MAX_BYTES_DIGESTED_WHOLE:
-        bounds = [i * num_bytes // DIGEST_BLOCKS for i in range(DIGEST_BLOCKS + 1)]
-        return [(start, end - start) for start, end in itertools.pairwise(bounds)]
-    last = num_bytes - DIGEST_BLOCK_BYTES
-    starts = [i * last // (DIGEST_BLOCKS - 1) for i in range(DIGEST_BLOCKS)]
-    return [(start, DIGEST_BLOCK_BYTES) for start in starts]
 
 
 def check_disjoint(train: list[FileRecord], validation: list[FileRecord]) -> None:

@@ -69,25 +69,19 @@ class GzippedFiles(Part):
         """Yield (name, number, line) of the lines that a lane reads in one round."""
         num_shards = len(self.names)
         num_lanes = share.num_lanes
-        shards = self.shards_of_round(share, round_number)
-        lines = [self.lines(self.names[shard]) for shard in shards]
+        order = self.order(num_shards, share.seed, share.epoch)
         if num_shards < num_lanes:
             index = share.slot * num_shards // num_lanes
             first_slot = -(-index * num_lanes // num_shards)
             next_shards_slot = -(-(index + 1) * num_lanes // num_shards)
             num_sharing = next_shards_slot - first_slot
-            return itertools.islice(lines[0], share.slot - first_slot, None, num_sharing)
-        rounds = itertools.zip_longest(*lines)
+            lines = self.lines(self.names[order[index]])
+            return itertools.islice(lines, share.slot - first_slot, None, num_sharing)
+        num_open = shards_per_round(num_lanes)
+        own = order[share.slot :: num_lanes]
+        shards = own[round_number * num_open : (round_number + 1) * num_open]
+        rounds = itertools.zip_longest(*[self.lines(self.names[shard]) for shard in shards])
         return (line for found in rounds for line in found if line is not None)
-
-    def shards_of_round(self, share: Share, round_number: int) -> list[int]:
-        """Return the shards that a lane reads in one round."""
-        order = self.order(len(self.names), share.seed, share.epoch)
-        if len(self.names) < share.num_lanes:
-            return [order[share.slot * len(self.names) // share.num_lanes]]
-        num_open = shards_per_round(share.num_lanes)
-        own = order[share.slot :: share.num_lanes]
-        return own[round_number * num_open : (round_number + 1) * num_open].tolist()
 
     def lines(self, name: str) -> Iterator[tuple[str, int, bytes]]:
         """Yield (name, number, line) of the lines of a shard; of a long line each part."""

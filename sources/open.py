@@ -105,43 +105,32 @@ def files_source(
     check_disjoint(train, validation)
     check_files(parser, train + validation)
     num_bytes = sum(record.num_bytes for record in train or validation)
-    parts = open_parts(train + validation, parser)
+    parts = {}
+    if train:
+        parts['train'] = open_files(train, parser)
+    if validation:
+        parts['validation'] = open_files(validation, parser)
     files = [file for part in parts.values() for file in part.files]
+    content: list = sorted(file.content for file in files)
+    if (
+        isinstance(parts.get('train'), PlainFiles)
+        and sum(file.num_bytes for file in train) <= MAX_SMALL_BYTES
+    ):
+        content.append('blocks with lines')  # earlier versions read all blocks, in another order
+    if parser.kind:
+        content.append(f'kind {parser.kind}')
+    if parser.delimiter:
+        content.append(f'delimiter {parser.delimiter}')
     return Source(
         description=f'{len(train or validation):,} text file(s), {num_bytes:,} bytes',
         corpus='files',
-        fingerprint=fingerprint_of_files(files, parser),
+        fingerprint=digest(content),
         validation_fraction=config.validation_fraction,
         bad_lines=parser.bad_lines,
         train=parts.get('train', RecordsInMemory([])),
         validation=parts.get('validation'),
         files=tuple(files),
     )
-
-
-def open_parts(files: list[FileRecord], parser: LineParser) -> dict[str, Part]:
-    """Return {split: its part of a source}, without a split that has no files."""
-    own = collections.defaultdict(list)
-    for file in files:
-        own[file.split].append(file)
-    return {split: open_files(of_split, parser) for split, of_split in own.items()}
-
-
-def fingerprint_of_files(files: Sequence[FileRecord], parser: LineParser) -> str:
-    """Return the fingerprint of a source of files."""
-    content: list = sorted(file.content for file in files)
-    train = [file for file in files if file.split == 'train']
-    num_bytes = sum(file.num_bytes for file in train)
-    is_plain = (
-        train and not is_gzipped(train[0].path) and parser.kind_of(train[0].path) != 'parquet'
-    )
-    if is_plain and num_bytes <= MAX_SMALL_BYTES:
-        content.append('blocks with lines')  # earlier versions read all blocks, in another order
-    if parser.kind:
-        content.append(f'kind {parser.kind}')
-    if parser.delimiter:
-        content.append(f'delimiter {parser.delimiter}')
-    return digest(content)
 
 
 def find_cache(config, task: str) -> paths.AnyPath | None:
@@ -308,7 +297,18 @@ def tfds_source_of(
         statuses = {run.path: run.status for run in parts[split].runs}
         files += read_records('data.tfds', split, statuses)
     if len(parts) == 2:
-        check_runs_disjoint(splits, parts['train'].runs, parts['validation'].runs)
+        runs_of_path = collections.defaultdict(list)
+        for run in parts['train'].runs:
+            runs_of_path[run.path].append(run)
+        for run in parts['validation'].runs:
+            for other in runs_of_path[run.path]:
+                start = max(run.first, other.first)
+                if start < min(run.first + run.num_records, other.first + other.num_records):
+                    raise ValueError(
+                        f'data.train_split={splits["train"]!r} and data.validation_split='
+                        f'{splits["validation"]!r} share records: name disjoint splits, as '
+                        "'train[:99%]' and 'train[99%:]'"
+                    )
     counts = [f'{part.num_records:,} records ({splits[split]})' for split, part in parts.items()]
     names = [data_set.name for data_set in data_sets]
     return Source(
@@ -324,24 +324,6 @@ def tfds_source_of(
         open_test=open_test,
         files=tuple(files),
     )
-
-
-def check_runs_disjoint(
-    splits: Mapping[str, str], train: list[tfds.Run], validation: list[tfds.Run]
-) -> None:
-    """Raise ValueError if a record of a TFDS data set is in both splits."""
-    runs_of_path = collections.defaultdict(list)
-    for run in train:
-        runs_of_path[run.path].append(run)
-    for run in validation:
-        for other in runs_of_path[run.path]:
-            start = max(run.first, other.first)
-            if start < min(run.first + run.num_records, other.first + other.num_records):
-                raise ValueError(
-                    f'data.train_split={splits["train"]!r} and data.validation_split='
-                    f'{splits["validation"]!r} share records: name disjoint splits, as '
-                    "'train[:99%]' and 'train[99%:]'"
-                )
 
 
 def find_files(key: str, patterns: str, bad_lines: BadLines) -> dict[str, paths.FileStatus]:
@@ -400,17 +382,12 @@ def check_file(parser: LineParser, file: FileRecord) -> None:
             )
     elif kind in ('csv', 'tsv') and head:
         parser.check_columns(path, parser.header(path))
-        if kind == 'tsv':
-            warn_of_quotes(parser, path, head)
-
-
-def warn_of_quotes(parser: LineParser, path: str, head: bytes) -> None:
-    """Say of TSV that begins with `head` how quoted fields are read: before workers read the rest."""
-    offset = 0
-    for number, line in numbered_lines(io.BytesIO(head)):
-        position = number if is_gzipped(path) else offset
-        parser.warn_if_quoted(path, position, line.decode(errors='replace'))
-        offset += len(line)
+        if kind == 'tsv':  # warn of quotes before workers read the rest
+            offset = 0
+            for number, line in numbered_lines(io.BytesIO(head)):
+                position = number if is_gzipped(path) else offset
+                parser.warn_if_quoted(path, position, line.decode(errors='replace'))
+                offset += len(line)
 
 
 def open_files(files: list[FileRecord], parser: LineParser) -> Part:

@@ -239,7 +239,19 @@ def decode(group: RowGroup, columns: Sequence[str]) -> list:
             table = read_table(stream, group.number, columns, read_dictionary=columns)
         except OSError:  # pyarrow has no dictionaries of delta encodings
             table = read_table(stream, group.number, columns, read_dictionary=[])
-        return [dictionary_array(table.column(name)) for name in columns]
+    arrays = []
+    for name in columns:
+        column = table.column(name)
+        if not pyarrow.types.is_dictionary(column.type):
+            column = column.dictionary_encode()
+        column = column.unify_dictionaries().combine_chunks()
+        values = column.dictionary
+        if kind_of_type(values.type) == 'text':
+            values = values.cast(pyarrow.large_binary())  # texts may not be UTF-8
+        elif values.type == pyarrow.float32():
+            values = values.cast(pyarrow.string()).cast(pyarrow.float64())  # 3.8, not 3.79999995
+        arrays.append(pyarrow.DictionaryArray.from_arrays(column.indices, values))
+    return arrays
 
 
 def read_table(
@@ -250,19 +262,6 @@ def read_table(
         stream, page_checksum_verification=True, read_dictionary=read_dictionary
     )
     return file.read_row_group(number, columns=columns, use_threads=False)
-
-
-def dictionary_array(column: pyarrow.ChunkedArray) -> pyarrow.DictionaryArray:
-    """Return a column with bytes for texts, which may not be UTF-8."""
-    if not pyarrow.types.is_dictionary(column.type):
-        column = column.dictionary_encode()
-    column = column.unify_dictionaries().combine_chunks()
-    values = column.dictionary
-    if kind_of_type(values.type) == 'text':
-        values = values.cast(pyarrow.large_binary())
-    elif values.type == pyarrow.float32():
-        values = values.cast(pyarrow.string()).cast(pyarrow.float64())  # 3.8, not 3.79999995
-    return pyarrow.DictionaryArray.from_arrays(column.indices, values)
 
 
 @contextlib.contextmanager

@@ -50,7 +50,12 @@ def documents() -> list[tuple[str, str]]:
     """
     documents: dict[str, tuple[str, str]] = {}  # by their words: equal texts count once
     root = pathlib.Path(sysconfig.get_path('stdlib'))
-    for path in python_files(root):
+    excluded = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'}
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in excluded]
+        files += [pathlib.Path(folder, name) for name in names if name.endswith('.py')]
+    for path in sorted(files):
         for name, text in docstrings(path, path.relative_to(root).with_suffix('').parts):
             documents.setdefault(' '.join(text.split()), (name, text))
     try:
@@ -61,16 +66,6 @@ def documents() -> list[tuple[str, str]]:
         text = ' '.join(topics[topic].split())
         documents.setdefault(text, (f'topics.{topic}', text))
     return [(name, text) for name, text in documents.values() if len(text) >= 40]
-
-
-def python_files(root: pathlib.Path) -> list[pathlib.Path]:
-    """Return the standard library's files below `root`, sorted, without its tests."""
-    excluded = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'}
-    found = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in excluded]
-        found += [pathlib.Path(folder, name) for name in files if name.endswith('.py')]
-    return sorted(found)
 
 
 def docstrings(path: pathlib.Path, parts: tuple[str, ...]) -> Iterator[tuple[str, str]]:

@@ -67,7 +67,10 @@ class LineParser:
     def header(self, path: str) -> list[str]:
         """Return the names of the columns of a table."""
         if path not in self._headers:
-            self._headers[path] = table_header(path, self.kind_of(path), self.delimiter)
+            kind = self.kind_of(path)
+            with open_unzipped(path) as file:
+                _, line = next(whole_rows(numbered_lines(file), kind), (0, b''))
+            self._headers[path] = header_of(line, kind, self.delimiter, title=path)
         return self._headers[path]
 
     def __call__(self, path: str, position: int, line: bytes) -> Record | None:
@@ -118,7 +121,15 @@ class LineParser:
         """Return the fields of a JSON object, or of a row of Parquet; None if all are blank."""
         fields = content
         if not self.whole_records:
-            fields = {field: self.json_text(content, field) for field in self.fields}
+            remedy = (
+                'correct data.inputs and data.targets' if self.templates else 'set data.text_field'
+            )
+            fields = {}
+            for field in self.fields:
+                if self.templates and is_number(content.get(field)):
+                    fields[field] = json.dumps(content[field])
+                else:
+                    fields[field] = json_string(content, field, remedy).strip()
         return fields if any(fields.values()) else None
 
     def check_columns(self, path: str, columns: Collection[str]) -> None:
@@ -139,15 +150,6 @@ class LineParser:
             if not self.has_warned:
                 self.has_warned = True
                 logging.warning(BadLine(path, position, QUOTED_TSV, 'tsv').describe())
-
-    def json_text(self, content: dict, field: str) -> str:
-        """Return a field of a JSON object as text."""
-        remedy = 'set data.text_field'
-        if self.templates:
-            remedy = 'correct data.inputs and data.targets'
-            if is_number(content.get(field)):  # as JSON writes it
-                return json.dumps(content[field])
-        return json_string(content, field, remedy).strip()
 
 
 def delimiter_of(config) -> str:
@@ -255,14 +257,6 @@ def check_encodes(content: dict) -> None:
         json.dumps(content, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # JSON can write half a surrogate pair, as \ud800
         raise ValueError('a field holds half a surrogate pair; correct it') from None
-
-
-def table_header(path: str, kind: str, delimiter: str) -> list[str]:
-    """Return the names of the columns of a table."""
-    with open_unzipped(path) as file:
-        for _, line in whole_rows(numbered_lines(file), kind):
-            return header_of(line, kind, delimiter, title=path)
-    return []
 
 
 def header_of(line: str | bytes, kind: str, delimiter: str, title: str) -> list[str]:

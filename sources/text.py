@@ -102,31 +102,24 @@ class PlainFiles(Blocks):
                 is_found[start // self.block_bytes : last // self.block_bytes + 1] = True
         return (np.flatnonzero(is_found) * self.block_bytes).tolist()
 
-    def bounds_of(self, block: int) -> tuple[int, int, int]:
-        """Return the index of the file of a block, and where in the file it starts and ends."""
-        file_index, i = self.locate(block)
-        starts = self.starts[file_index]
-        end = self.files[file_index].num_bytes
-        if i + 1 < len(starts):
-            end = int(starts[i + 1])
-        return file_index, int(starts[i]), end
-
     def read(self, block: int) -> list[Record | None]:
-        file_index, start, end = self.bounds_of(block)
+        file_index, i = self.locate(block)
         name = self.names[file_index]
+        num_bytes = self.files[file_index].num_bytes
+        starts = self.starts[file_index]
+        end = starts[i + 1] if i + 1 < len(starts) else num_bytes
         with self.open_file(name) as file:
-            num_bytes = self.files[file_index].num_bytes
             if file.seek(0, os.SEEK_END) < num_bytes:
                 raise ValueError(f'{name} has no longer {num_bytes:,} bytes: restore it')
-            file.seek(start)
-            lines = self.readers[file_index](file, start, end)
+            file.seek(starts[i])
+            lines = self.readers[file_index](file, starts[i], end)
             return [self.parse(name, offset, line) for offset, line in lines]
 
 
 def read_file(name: str) -> bytes:
     """Return the content of a file."""
     with paths.open_file(name) as file:
-        return file.read(paths.file_size(name))
+        return file.read(paths.status_of(name).num_bytes)
 
 
 def lines_that_start_in(

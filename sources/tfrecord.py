@@ -40,7 +40,7 @@ class StoredRecord(NamedTuple):
 
 def record_offsets(path: str | Path) -> np.ndarray:
     """Return int64 [records]: where each record of a file begins. Reads their lengths alone."""
-    size = paths.file_size(path)
+    size = paths.status_of(path).num_bytes
     if size == 0:
         return np.zeros(0, np.int64)
     offsets = []
@@ -69,7 +69,7 @@ def read_record(file: IO[bytes], path: str | Path) -> bytes | None:
         return None
     length = length_in(header, path, offset)
     # So much is allocated before it is read. For each small record the size would take long to ask for.
-    if length > LARGE_BYTES and length > paths.file_size(path):
+    if length > LARGE_BYTES and length > paths.status_of(path).num_bytes:
         raise damaged(path, offset)
     content_and_footer = file.read(length + FOOTER_BYTES)
     content = content_and_footer[:length]

@@ -7,7 +7,7 @@ those of t5/data/preprocessors.py. All randomness is a function of a key. Import
 
 import numpy as np
 
-from data import dropped, first_of_spans
+from data import first_of_spans
 from randomness import random_bits, random_fractions, random_integers
 
 NUM_RESERVED_IDS = 3  # pad, EOS and unknown, which no random token is
@@ -47,16 +47,6 @@ def noise_token_to_sentinel(
 ) -> np.ndarray:
     """Replace each token of noise by the first sentinel."""
     return np.where(mask, sentinel_ids[0], tokens)
-
-
-def drop_noise_tokens(tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Drop the noise."""
-    return dropped(tokens, mask)
-
-
-def drop_nonnoise_tokens(tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Drop all but the noise."""
-    return drop_noise_tokens(tokens, ~mask)
 
 
 def permute_noise_tokens(tokens: np.ndarray, mask: np.ndarray, *key: int | str) -> np.ndarray:

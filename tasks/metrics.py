@@ -189,10 +189,15 @@ def rouge(
     values = {}
     for key in score_keys:
         f1 = list(map(rouge_scorer(key), target_sentences, prediction_sentences))
-        if bootstrap_seed is None:
-            values[key] = mean_percent(f1)
-        else:
-            values[key] = bootstrap_percent(f1, bootstrap_seed)
+        values[key] = mean_percent(f1)
+        if bootstrap_seed is not None:
+            generator = np.random.default_rng(bootstrap_seed)
+            array = np.array(f1)
+            means = []
+            for _ in range(NUM_BOOTSTRAP_SAMPLES):
+                rows = generator.integers(len(array), size=len(array))
+                means.append(array[rows].mean())
+            values[key] = 100 * float(np.median(means))
     return values
 
 
@@ -274,17 +279,6 @@ def common_lengths(target: list[str], prediction: list[str]) -> np.ndarray:
         extended = lengths[i, :-1] + is_equal_to_token
         lengths[i + 1, 1:] = np.maximum.accumulate(np.maximum(extended, lengths[i, 1:]))
     return lengths
-
-
-def bootstrap_percent(values: Sequence[float], seed: int) -> float:
-    """Return 100 times the median of the means of resamples, drawn with replacement."""
-    array = np.array(values)
-    generator = np.random.default_rng(seed)
-    means = []
-    for _ in range(NUM_BOOTSTRAP_SAMPLES):
-        rows = generator.integers(len(array), size=len(array))
-        means.append(array[rows].mean())
-    return 100 * float(np.median(means))
 
 
 # Question answering.
@@ -393,21 +387,15 @@ def span_squad(targets: Sequence[Mapping], predictions: Sequence[str]) -> Values
 
     The numbers count words of the context. `targets`: {'context': text, 'answers': texts}.
     """
-    contexts = [target['context'] for target in targets]
-    answers = [target['answers'] for target in targets]
-    return squad(answers, list(map(span_text, contexts, predictions)))
-
-
-def span_text(context: str, span: str) -> str:
-    """Return the words of a context that 'start: 3 end: 6' names, '' where it names none."""
-    tokens = re.sub(r'\W', ' ', span).split()
-    try:
-        start = int(tokens[1])
-        end = int(tokens[3])
-    except (IndexError, ValueError):  # an early model writes anything
-        return ''
-    words = re.sub(r'\W', ' ', context).split()
-    return ' '.join(words[start : end + 1])
+    texts = []
+    for target, span in zip(targets, predictions, strict=True):
+        words = re.sub(r'\W', ' ', target['context']).split()
+        tokens = re.sub(r'\W', ' ', span).split()
+        try:
+            texts.append(' '.join(words[int(tokens[1]) : int(tokens[3]) + 1]))
+        except (IndexError, ValueError):  # an early model writes anything
+            texts.append('')
+    return squad([target['answers'] for target in targets], texts)
 
 
 def natural_questions(
@@ -524,7 +512,10 @@ def accuracy(targets: Sequence[object], predictions: Sequence[object]) -> Values
 
 def f1_score_with_invalid(targets: Sequence[int], predictions: Sequence[int]) -> Values:
     """Return {'f1'} of class 1. A prediction that is neither 0 nor 1 counts as the wrong class."""
-    is_target = as_binary(targets)
+    classes = as_numbers(targets)
+    if not np.isin(classes, (0, 1)).all():
+        raise ValueError('a target is neither 0 nor 1: leave out such examples')
+    is_target = classes == 1
     labels = as_numbers(predictions)
     is_predicted = np.where(np.isin(labels, (0, 1)), labels == 1, ~is_target)
     return {'f1': 100 * class_f1(is_target, is_predicted)}
@@ -744,24 +735,19 @@ def rank_classification(
         found[idx] = Choice(idx, bool(is_correct), float(weight), float(score))
     choices = [found[idx] for idx in sorted(found)]
     if num_classes is None:
-        return variable_choice_accuracy(choices)
+        num_correct = 0.0
+        total = 0.0
+        for _, group in itertools.groupby(choices, key=lambda choice: choice.idx[0]):
+            best = max(group, key=lambda choice: choice.score)  # the first of equal scores
+            num_correct += best.weight * best.is_correct
+            total += best.weight
+        return {'accuracy': 100 * num_correct / total}
     for example, count in Counter(choice.idx[0] for choice in choices).items():
         if count != num_classes:
             raise ValueError(
                 f'example {example} has {count} choices, not num_classes={num_classes}'
             )
     return fixed_choice_metrics(choices, num_classes)
-
-
-def variable_choice_accuracy(choices: list[Choice]) -> Values:
-    """Return {'accuracy'}, weighted by the chosen; the first of equal scores is the prediction."""
-    num_correct = 0.0
-    total = 0.0
-    for _, group in itertools.groupby(choices, key=lambda choice: choice.idx[0]):
-        best = max(group, key=lambda choice: choice.score)
-        num_correct += best.weight * best.is_correct
-        total += best.weight
-    return {'accuracy': 100 * num_correct / total}
 
 
 def fixed_choice_metrics(choices: list[Choice], num_classes: int) -> Values:
@@ -829,11 +815,3 @@ def as_numbers(values: Sequence[object]) -> np.ndarray:
         if not isinstance(value, numbers.Real | np.bool_) or not math.isfinite(value):
             raise ValueError(f'{value!r:.40} is no finite number: let the postprocessor return one')
     return np.array(values, np.float64)
-
-
-def as_binary(targets: Sequence[object]) -> np.ndarray:
-    """Return targets that are 0 or 1 as bool [examples]."""
-    array = as_numbers(targets)
-    if not np.isin(array, (0, 1)).all():
-        raise ValueError('a target is neither 0 nor 1: leave out such examples')
-    return array == 1

@@ -26,6 +26,7 @@ from data import (
     SpanCorruption,
     TextToText,
     corrupt_rows,
+    drop_noise_tokens,
     join_documents,
     mark_spans,
     num_noise_tokens_and_spans,
@@ -36,8 +37,6 @@ from data import (
 from randomness import random_fractions, random_integers
 from sources import FEATURES
 from tasks.denoising import (
-    drop_noise_tokens,
-    drop_nonnoise_tokens,
     iid_noise_mask,
     noise_token_to_random_token_or_sentinel,
     noise_token_to_sentinel,
@@ -84,7 +83,7 @@ class DropCorruptedTokens(Denoising):
 
     def corrupt(self, raw_ids: np.ndarray, *key: int | str) -> Pair:
         mask = iid_noise_mask(raw_ids.shape, self.noise_density, *key)
-        return drop_noise_tokens(raw_ids, mask), drop_nonnoise_tokens(raw_ids, mask)
+        return drop_noise_tokens(raw_ids, mask), drop_noise_tokens(raw_ids, ~mask)
 
 
 class MassStyle(Denoising):
@@ -158,7 +157,7 @@ class PrefixLm(Denoising):
 def split_prefix(raw_ids: np.ndarray, density: float, *key: int | str) -> Pair:
     """Return inputs and targets of prefix language modelling."""
     mask = random_prefix_noise_mask(raw_ids.shape, density, *key)
-    return drop_nonnoise_tokens(raw_ids, mask), drop_noise_tokens(raw_ids, mask)
+    return drop_noise_tokens(raw_ids, ~mask), drop_noise_tokens(raw_ids, mask)
 
 
 class Lm(Denoising):
@@ -347,20 +346,7 @@ class PromptedTextToText(TextToText):
     Source: t-zero, t0/seqio_tasks/tasks.py.
     """
 
-    def examples(
-        self, names: Sequence[str], records: Sequence[Mapping[str, np.ndarray]], *key: int | str
-    ) -> list[Example]:
-        examples = []
-        for name, record in zip(names, records, strict=True):
-            inputs, targets = self.with_ends(record)
-            is_trimmed = self.are_long(len(inputs), len(targets))
-            inputs = self.cut(inputs, self.lengths.inputs)
-            targets = self.cut(targets, self.lengths.targets)
-            examples.append(Example(inputs, targets, [name], is_trimmed))
-        return examples
-
     def with_ends(self, record: Mapping[str, np.ndarray]) -> Pair:
-        """Return inputs, EOS alone where there are none, and targets with EOS, before they are cut."""
         inputs = record['inputs'] if len(record['inputs']) else EOS
         return inputs, np.append(record['targets'], EOS)
 
@@ -384,9 +370,9 @@ class TextToTextWithSentinel(PromptedTextToText):
             raise ValueError(
                 'data.extra_ids=0: the inputs of this task end with a sentinel: use 1 or more'
             )
-        if min(self._limits) < MIN_LENGTH:
+        if min(self.lengths.inputs, self.lengths.targets) < MIN_LENGTH:
             raise ValueError(
-                f'data.lengths.inputs={self._limits[0]}, data.lengths.targets={self._limits[1]}: a row '
+                f'data.lengths.inputs={self.lengths.inputs}, data.lengths.targets={self.lengths.targets}: a row '
                 f'holds a token, a sentinel and EOS: use {MIN_LENGTH} or more'
             )
 

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from ml_collections import ConfigDict
 
 import sources.open
+from randomness import digest
 from sources import NO_SPLIT, Source
-from stream import OpenMixture, OpenTask, fingerprint_of
+from stream import OpenMixture, OpenTask
 from tasks import metrics
 from tasks.mixtures import MetricFn, Mixture, Rate, Task, settings_of_a_row
 from tasks.names import look_up, own_tasks, takes_documents, unknown
@@ -50,7 +51,15 @@ def find(config: ConfigDict) -> Task | Mixture:
         raise unknown(
             name, config.module, f'data.task={name!r}', where if config.cache_dirs else ''
         )
-    form = form_of(row)
+    form = 'text to text'
+    if isinstance(row, Mixture):
+        form = 'a mixture'
+    elif row.cache:
+        form = 'read from its cache alone'
+    elif row.train_split == NO_SPLIT:
+        form = 'for evaluation alone, with data.validation_files'
+    elif row.objective != 'text_to_text' or row.preprocess_fn is not None:
+        form = 'not made of data.inputs and data.targets'
     for setting in LACKS[form]:
         if config[setting]:
             raise ValueError(
@@ -65,19 +74,6 @@ def find(config: ConfigDict) -> Task | Mixture:
             "as '{question}' and '{answer}'"
         )
     return found
-
-
-def form_of(row: Task | Mixture) -> str:
-    """Return which key of LACKS a row is."""
-    if isinstance(row, Mixture):
-        return 'a mixture'
-    if row.cache:
-        return 'read from its cache alone'
-    if row.train_split == NO_SPLIT:
-        return 'for evaluation alone, with data.validation_files'
-    if row.objective != 'text_to_text' or row.preprocess_fn is not None:
-        return 'not made of data.inputs and data.targets'
-    return 'text to text'
 
 
 def configured(row: Task | Mixture, config: ConfigDict) -> Task | Mixture:
@@ -97,10 +93,7 @@ def configured(row: Task | Mixture, config: ConfigDict) -> Task | Mixture:
     if row.train_split == NO_SPLIT:
         changes.pop('train_split', None)
     is_ours = row is table().get(row.name)
-    if changes.keys() & {
-        'files',
-        'validation_files',
-    }:  # instead of all its records, and their splits
+    if 'files' in changes or 'validation_files' in changes:  # replace all records and their splits
         changes = {name: defaults[name] for name in ('files', 'validation_files', 'tfds')} | changes
         changes.setdefault('validation_split', '')
         changes.setdefault('train_split', NO_SPLIT if row.train_split == NO_SPLIT else 'train')
@@ -226,7 +219,12 @@ def open_sources(found: Task | Mixture, config: ConfigDict) -> OpenMixture:
         tasks = [opened_task(found, open_task(found, config))]
     else:
         tasks = open_tasks(found, config)
-    return OpenMixture(found.name, tuple(tasks), fingerprint_of(tasks), open_mixture)
+    # Texts and rates; a function's code is not in it.
+    content: list = []
+    for task, source, _, rate in tasks:
+        content.append([task.name, task.objective_name, task.inputs, task.targets])
+        content.append([source.fingerprint, round(rate, 12)])
+    return OpenMixture(found.name, tuple(tasks), digest(content), open_mixture)
 
 
 def opened_task(task: Task, source: Source, rate: float = 1.0) -> OpenTask:

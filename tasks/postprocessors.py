@@ -86,7 +86,9 @@ def wsc_simple(text: str, example: Fields, is_target: bool = False) -> int:
     predicted = without_determiners(text)
     if not predicted:
         return -1
-    referent = without_determiners(targets_of(example))
+    # In a task cache 'targets' are ids.
+    field = 'targets_pretokenized' if 'targets_pretokenized' in example else 'targets'
+    referent = without_determiners(text_of(example[field]))
     if ("'" in predicted) != ("'" in referent):
         return 0  # "Bob" is not "Bob's hat"
     predicted_words = set(predicted.split(' '))
@@ -98,13 +100,6 @@ def without_determiners(text: str) -> str:
     """Return a text in lower case, without determiners."""
     words = text.strip().lower().split(' ')
     return ' '.join(word for word in words if word not in DETERMINERS)
-
-
-def targets_of(example: Fields) -> str:
-    """Return the text of the targets, which task caches call so because 'targets' are ids."""
-    if 'targets_pretokenized' in example:
-        return text_of(example['targets_pretokenized'])
-    return text_of(example['targets'])
 
 
 def natural_questions(text: str, example: Fields, is_target: bool = False) -> list[tuple[str, ...]]:

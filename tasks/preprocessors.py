@@ -164,6 +164,12 @@ def record(fields: Fields) -> list[Example]:
 
 # The Winograd schemas: which noun does a pronoun stand for? Inputs mark it: 'wsc: ... *it* ...'.
 
+# Records of WSC whose index does not lead to their pronoun, by the begin of their text.
+CORRECTIONS = {
+    'The boy continued to whip': ('for him," he said. ', 'for X ," he said.'),
+    'When they had eventually calmed down': ('use it ,', 'use X ,'),
+}
+
 
 def wsc_simple(fields: Fields, correct_referent_only: bool) -> list[Example]:
     """Return a text with its pronoun marked, and the noun, which may be the wrong one.
@@ -174,7 +180,21 @@ def wsc_simple(fields: Fields, correct_referent_only: bool) -> list[Example]:
     if correct_referent_only and not label:
         return []
     pronoun = text_of(fields['span2_text'])
-    marked = text_with_blank(fields, pronoun).replace(' X ', f' *{pronoun}* ')
+    text = text_of(fields['text'])
+    blanked = text
+    for begin, (old, new) in CORRECTIONS.items():
+        if text.startswith(begin):
+            blanked = text.replace(old, new)
+    if blanked == text:
+        words = text.split(' ')
+        index = int(fields['span2_index'])
+        if not 0 < index < len(words) or words[index] != pronoun:
+            raise ValueError(
+                f'span2_index={index} is not that of {pronoun!r} in {text!r:.60}: count its words from 0'
+            )
+        # As in T5 a space follows even a pronoun at the end.
+        blanked = ' '.join([*words[:index], 'X', ' '.join(words[index + 1 :])])
+    marked = blanked.replace(' X ', f' *{pronoun}* ')
     example = {
         'inputs': f'wsc: {marked}',
         'targets': text_of(fields['span1_text']),
@@ -182,29 +202,6 @@ def wsc_simple(fields: Fields, correct_referent_only: bool) -> list[Example]:
         'idx': fields['idx'],
     }
     return [example]
-
-
-# Records of WSC whose index does not lead to their pronoun, by the begin of their text.
-CORRECTIONS = {
-    'The boy continued to whip': ('for him," he said. ', 'for X ," he said.'),
-    'When they had eventually calmed down': ('use it ,', 'use X ,'),
-}
-
-
-def text_with_blank(fields: Fields, pronoun: str) -> str:
-    """Return a text with X in place of its pronoun, the word number span2_index."""
-    text = text_of(fields['text'])
-    for begin, (old, new) in CORRECTIONS.items():
-        if text.startswith(begin) and old in text:
-            return text.replace(old, new)
-    words = text.split(' ')
-    index = int(fields['span2_index'])
-    if not 0 < index < len(words) or words[index] != pronoun:
-        raise ValueError(
-            f'span2_index={index} is not that of {pronoun!r} in {text!r:.60}: count its words from 0'
-        )
-    # As in T5 a space follows even a pronoun at the end.
-    return ' '.join([*words[:index], 'X', ' '.join(words[index + 1 :])])
 
 
 def definite_pronoun_resolution_simple(fields: Fields) -> list[Example]:
@@ -222,7 +219,14 @@ def wnli_simple(fields: Fields) -> list[Example]:
     """
     premise = text_of(fields['sentence1'])
     hypothesis = text_of(fields['sentence2'])
-    match = best_match(clean_words(premise), clean_words(hypothesis))
+    words = clean_words(premise)
+    matches = []
+    for index, word in enumerate(words):
+        if word in PRONOUNS:
+            matches.append(match_pronoun(words, clean_words(hypothesis), index))
+    if not matches:
+        raise ValueError(f'no pronoun is in {" ".join(words)!r:.60}: correct the record')
+    match = max(matches, key=lambda match: match.score)  # the first of equal scores
     example = {
         'inputs': f'wsc: {mark_word(premise, match.word)}',
         'targets': referent_in(hypothesis, match.referent),
@@ -250,15 +254,6 @@ def clean_words(text: str) -> list[str]:
     """Return the words in lower case, each without a mark at its end."""
     words = [re.sub(r'[.,?!]$', '', word) for word in text.strip().lower().split(' ')]
     return [word for word in words if word]
-
-
-def best_match(premise: list[str], hypothesis: list[str]) -> PronounMatch:
-    """Return the first of the pronouns whose surroundings the hypothesis has most of."""
-    indices = [index for index, word in enumerate(premise) if word in PRONOUNS]
-    matches = [match_pronoun(premise, hypothesis, index) for index in indices]
-    if not matches:
-        raise ValueError(f'no pronoun is in {" ".join(premise)!r:.60}: correct the record')
-    return max(matches, key=lambda match: match.score)
 
 
 def match_pronoun(premise: list[str], hypothesis: list[str], index: int) -> PronounMatch:
@@ -343,27 +338,18 @@ def squad(
 
 
 def squad_span_space_tokenized(fields: Fields) -> list[Example]:
-    """Return what `squad` does, with the words of the answer's span as targets; no span, none."""
-    [example] = squad(fields)
-    span = span_of(example['targets'], example['context'])
-    if span is None:
-        return []
-    example['targets'] = f'start: {span[0]} end: {span[1]}'
-    return [example]
-
-
-def span_of(answer: str, context: str) -> tuple[int, int] | None:
-    """Return the first and the last word of an answer in its context.
+    """Return what `squad` does, with the words of the answer's span as targets; no span, none.
 
     As in T5 an answer at the very end of the context is not found.
     """
-    answer_words = words_of(answer)
-    context_words = words_of(context)
-    for start in range(len(context_words) - len(answer_words)):
-        end = start + len(answer_words)
-        if context_words[start:end] == answer_words:
-            return start, end - 1
-    return None
+    [example] = squad(fields)
+    answer = words_of(example['targets'])
+    context = words_of(example['context'])
+    for start in range(len(context) - len(answer)):
+        end = start + len(answer)
+        if context[start:end] == answer:
+            return [example | {'targets': f'start: {start} end: {end - 1}'}]
+    return []
 
 
 def words_of(text: str) -> list[str]:

@@ -240,12 +240,17 @@ def score_mixture(name: str, members: Iterable[Prompt]) -> Mixture:
 
 def text_task(prompt: Prompt, name: str) -> Task:
     """Return the task of a prompt whose targets are the right answer."""
+    postprocess_fn: PostprocessFn = stripped
+    if prompt.num_classes:
+        postprocess_fn = class_id
+    elif 'Squad' in prompt.metrics:
+        postprocess_fn = answer
     return Task(
         name=name,
         cache=cache_of(prompt, name),
         validation_split='validation',
         objective='prompted_text_to_text',
-        postprocess_fn=postprocessor(prompt),
+        postprocess_fn=postprocess_fn,
         metric_fns=metrics_of(prompt),
     )
 
@@ -295,15 +300,6 @@ def prompts() -> list[Prompt]:
 
 
 # Postprocessors and metrics.
-
-
-def postprocessor(prompt: Prompt) -> PostprocessFn:
-    """Return what makes of an answer what its metrics compare."""
-    if prompt.num_classes:
-        return class_id
-    if 'Squad' in prompt.metrics:
-        return answer
-    return stripped
 
 
 def stripped(text: str, example: Fields | None = None, is_target: bool = False) -> str:

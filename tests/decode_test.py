@@ -53,7 +53,9 @@ def generator(config, mesh, eos_id=vocabularies.EOS_ID):
         def step(tokens_b, cache):
             return model.apply(lambda: model.decode_step(config, tokens_b, cache), params)
 
-        return decode.sample(step, model.apply(start, params), prompt_bT, eos_id=eos_id)[0]
+        lengths_b = jnp.full_like(prompt_bT[:, 0], prompt_bT.shape[1])
+        cache = model.apply(start, params)
+        return decode.sample(step, cache, prompt_bT, lengths_b, eos_id=eos_id)[0]
 
     return sharded(device_generate, config, mesh)
 
@@ -117,7 +119,7 @@ def decoded(case, arrays, mesh):
             acc_rD = jnp.repeat(acc_bD, num_beams, axis=0)
             step, reorder = network.step, reorder_rows
             return decode.beam_search(
-                step, reorder, acc_rD, prompt_bT, num_beams, alpha, lengths_b, eos_id
+                step, reorder, acc_rD, prompt_bT, lengths_b, num_beams, alpha, eos_id
             )
 
         tokens, scores = on_rows(search, mesh, arrays['acc0'], prompt, lengths)
@@ -145,7 +147,7 @@ def decoded(case, arrays, mesh):
         keys_b = jax.vmap(jax.random.key)(first_tokens_b)
         temperature_b = jnp.full(lengths_b.shape, temperature)
         choose = decode.random_tokens(keys_b, temperature_b, top_k=top_k)
-        return decode.sample(step, acc_bD, prompt_bT, choose, lengths_b, eos_id)
+        return decode.sample(step, acc_bD, prompt_bT, lengths_b, choose, eos_id)
 
     tokens, scores = on_rows(sample, mesh, arrays['acc0'], prompt, lengths, first_tokens)
     rows = []
@@ -201,7 +203,6 @@ def test_what_top_k_and_top_p_keep_is_what_T5X_keeps():
     logits = arrays['mask_logits']
     mask_value = DECODING['mask_value']
     assert mask_value == decode.MASKED
-    keeps = {'topk': decode.keep_top_k, 'topp': decode.keep_top_p}
     cases = [name for name in arrays if name.startswith(('topk_mask', 'topp_mask'))]
     assert len(cases) == 8
 
@@ -209,8 +210,8 @@ def test_what_top_k_and_top_p_keep_is_what_T5X_keeps():
         found = {}
         for name in cases:
             kind, limit = name.split('_mask_')
-            limit = int(limit) if kind == 'topk' else float(limit)
-            found[name] = keeps[kind](logits_rv, limit)
+            top_k, top_p = (int(limit), 0.0) if kind == 'topk' else (0, float(limit))
+            found[name] = decode.keep_largest(logits_rv, top_k, top_p)
         return found
 
     specs = P('data', 'model')
@@ -260,8 +261,9 @@ def test_beam_search_against_every_sequence_of_six_words():
         def device_search(acc_bD):
             acc_rD = jnp.repeat(acc_bD, num_beams, axis=0)
             prompt = jnp.zeros_like(acc_bD, jnp.int32, shape=(len(acc_bD), length))
+            lengths = jnp.full_like(prompt[:, 0], length)
             step, reorder = network.step, reorder_rows
-            return decode.beam_search(step, reorder, acc_rD, prompt, num_beams, alpha)
+            return decode.beam_search(step, reorder, acc_rD, prompt, lengths, num_beams, alpha)
 
         spec = partition.BATCH
         mapped = jax.shard_map(device_search, mesh=make_mesh(1, 2), in_specs=spec, out_specs=spec)
@@ -289,7 +291,9 @@ def test_an_EOS_in_a_prompt_ends_no_beam():
 
     def search(acc_bD, prompt_bT):
         acc_rD = jnp.repeat(acc_bD, 2, axis=0)
-        return decode.beam_search(network.step, reorder_rows, acc_rD, prompt_bT, num_beams=2)
+        lengths_b = jnp.full_like(prompt_bT[:, 0], 6)
+        step, reorder = network.step, reorder_rows
+        return decode.beam_search(step, reorder, acc_rD, prompt_bT, lengths_b, 2, alpha=0.6)
 
     tokens, _ = on_rows(search, make_mesh(1, 1), acc, prompt)
     np.testing.assert_array_equal(tokens[1, -1, :3], prompt[1, :3])
@@ -308,7 +312,8 @@ def sampled_tokens(logits, mesh, **options):
         own_logits = partition.own_slice(all_logits, 'model', 1)
         choose = decode.random_tokens(keys_r, temperature_r, **options)
         prompt = jnp.zeros_like(rows_r)[:, None]
-        return decode.sample(lambda tokens, cache: (own_logits, cache), (), prompt, choose)
+        step = lambda tokens, cache: (own_logits, cache)  # noqa: E731
+        return decode.sample(step, (), prompt, jnp.ones_like(rows_r), choose)
 
     tokens, scores = on_rows(device_sample, mesh, rows, temperature)
     return tokens[:, 0], scores
@@ -625,14 +630,14 @@ def test_64_bits_change_nothing(way):
 
     def decoded():
         step = lambda tokens_r, cache: (jnp.asarray(table_vv)[tokens_r], cache)  # noqa: E731
+        lengths = jnp.full(len(prompt), 6, jnp.int32)
         if way == 'beams':
-            return decode.beam_search(
-                step, lambda cache, parents_bn: cache, (), jnp.asarray(prompt), 2
-            )
+            reorder = lambda cache, parents_bn: cache  # noqa: E731
+            return decode.beam_search(step, reorder, (), jnp.asarray(prompt), lengths, 2, 0.6)
         keys_r = jax.random.split(jax.random.key(0), len(prompt))
         limits = {'top_k': {'top_k': 3}, 'top_p': {'top_p': 0.5}}[way]
         choose = decode.random_tokens(keys_r, jnp.ones(len(prompt), jnp.float32), **limits)
-        return decode.sample(step, (), jnp.asarray(prompt), choose)
+        return decode.sample(step, (), jnp.asarray(prompt), lengths, choose)
 
     found = []
     for has_64_bits in (False, True):

@@ -260,7 +260,7 @@ def write_vocabulary(folder: Path) -> None:
 
 def read_vocabulary(file: Path) -> None:
     """Open it, and encode and decode some texts."""
-    found = vocabulary.named_vocabulary('data.vocabulary', file, extra_ids=10, byte_extra_ids=0)
+    found = vocabulary.named_vocabulary('data.vocabulary', file, extra_ids=10)
     for ids in found.encode(TEXTS, glued_sentinels=True):
         assert all(0 <= i < found.size for i in ids)
         assert isinstance(found.decode(ids), str)

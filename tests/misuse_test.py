@@ -202,10 +202,10 @@ TABLES['configs'] = {
 TABLES['flags'] = {
     'typo': Row(['--confg=x'], 'Did you mean: config'),
     'lines in a name': Row(['--con\nfg\n'], "'con fg '"),
-    'one flag of several processes': Row([TINY, '--num_processes=2'], 'give --coordinator_address=HOST:PORT'),
-    'process_id': Row([TINY, '--coordinator_address=a:1', '--num_processes=2', '--process_id=2'], '--process_id=2: must be'),
-    'port': Row([TINY, '--coordinator_address=a:99999', '--num_processes=2', '--process_id=0'], '--coordinator_address=a:99999: give'),
-    'address': Row([TINY, '--coordinator_address=a', '--num_processes=2', '--process_id=1'], '--coordinator_address=a: give'),
+    'one flag of several processes': Row([TINY, '--num_processes=2'], 'give --coordinator_address=HOST:PORT (of process 0)'),
+    'process_id': Row([TINY, '--coordinator_address=a:1', '--num_processes=2', '--process_id=2'], '--process_id=2: give'),
+    'port': Row([TINY, '--coordinator_address=a:99999', '--num_processes=2', '--process_id=0'], '--coordinator_address=a:99999 --num'),
+    'address': Row([TINY, '--coordinator_address=a', '--num_processes=2', '--process_id=1'], '--coordinator_address=a --num'),
     'heartbeat': Row([TINY, '--heartbeat=0'], '--heartbeat=0'),
     'heartbeat of a report': Row(['--mode=report', '--runs=x', '--heartbeat=9'], '--heartbeat is not for --mode=report'),
     'two configs': Row([TINY, TINY, '--config.seed=1'], '--config is given 2 times'),
@@ -505,7 +505,7 @@ TABLES['conversions'] = {
     'to below a file': of_conversion(GOLDEN, 'a.txt', target='a.txt/x', a__txt='mine'),
     'to a bucket': of_conversion(GOLDEN, 'gs://bucket/x: write to a disk', target='gs://bucket/x'),
     'to a full folder': of_conversion(GOLDEN, 'sub', target='sub', sub_in_x__txt='mine'),
-    'to where nobody may write': of_conversion(GOLDEN, '/proc/x: No such file or directory: ', target='/proc/x'),
+    'to where nobody may write': of_conversion(GOLDEN, '/proc/x/checkpoint_6: No such file or directory: ', target='/proc/x'),
     'to a long name': of_conversion(GOLDEN, 'File name too long: ', target=f'new/{"x" * 300}'),
     'to itself': of_conversion(GOLDEN, 'checkpoint_6', target=GOLDEN),
 }  # fmt: skip

@@ -70,7 +70,10 @@ def write_cache(path, **settings):
         **settings,
     )
     config.use_cached = 'no'
-    task = cache.open_task(tasks.open.find(config), config, cache.vocabulary_of(config))
+    vocabulary = vocabularies.named_vocabulary(
+        'data.vocabulary', config.vocabulary, config.extra_ids
+    )
+    task = cache.open_task(tasks.open.find(config), config, vocabulary)
     pairs = []
     for job in cache.jobs_of(task):
         records = [record for _, record in cache.records_of(task.source, job)]

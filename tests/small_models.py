@@ -241,7 +241,10 @@ def device_beams(
         position_r = jnp.zeros_like(inputs_rM[:, 0])
         cache = (position_r, jnp.zeros_like(inputs_rM, shape=(len(inputs_rM), length)))
         reorder, grow = reorder_rows, lambda cache, room: cache
-    return decode.beam_search(step, reorder, cache, prompt_bT, num_beams, grow=grow)
+    lengths_b = jnp.full_like(prompt_bT[:, 0], length)
+    return decode.beam_search(
+        step, reorder, cache, prompt_bT, lengths_b, num_beams, alpha=0.6, grow=grow
+    )
 
 
 def sharp_params(config):

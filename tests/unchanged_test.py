@@ -203,7 +203,8 @@ def lower_decoding(name):
         cache = model.apply(start, params)
         step = functools.partial(model.decode_step, config, inputs_bM[:, 0], cache)
         logits_rv, _ = model.apply(step, params)
-        return decode.most_likely(logits_rv, cache.length)
+        tokens_r = decode.most_likely(logits_rv, cache.length)
+        return tokens_r, decode.log_probs(logits_rv, tokens_r)
 
     mapped = jax.shard_map(
         step,

@@ -309,12 +309,12 @@ def test_a_rate_by_size_that_fails(tmp_path):
     ('KeyboardInterrupt()', False),
     ('SystemExit(3)', False),
 ])  # fmt: skip
-def test_naming_lines(tmp_path, error, is_named):
+def test_whatever_runs(tmp_path, error, is_named):
     """An error through a user's lines names the last of them; an interrupt, and one of ours, stay."""
     file = tmp_path / 'own.py'
     file.write_text(f'def fail(x):\n    raise {error}\n')
     module = user_code.load_module(file, file.read_bytes())
-    with pytest.raises(BaseException) as found, user_code.naming_lines():
+    with pytest.raises(BaseException) as found, user_code.running():
         functools.reduce(lambda x, y: jax.jit(module.fail)(x), [1, 2])
     if is_named:
         assert isinstance(found.value, user_code.UserError)
@@ -326,10 +326,10 @@ def test_naming_lines(tmp_path, error, is_named):
 
 def test_an_error_of_the_program_keeps_its_traceback():
     """It leads through no line of a user's."""
-    with pytest.raises(ZeroDivisionError), user_code.naming_lines():
+    with pytest.raises(ZeroDivisionError), user_code.running():
         functools.reduce(lambda x, y: x / 0, [1, 2])
     error = user_code.UserError('own.py, line 3: odd')
-    with pytest.raises(user_code.UserError) as found, user_code.naming_lines():
+    with pytest.raises(user_code.UserError) as found, user_code.running():
         raise error
     assert found.value is error
 

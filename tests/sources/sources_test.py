@@ -374,7 +374,7 @@ def test_names_of_files(tmp_path, monkeypatch, name):
         ('  ', "='  '"),
         ('http://a.b/*.txt', ': http://a.b/*.txt'),
         ('file:///a.txt', ': file:///a.txt'),
-        ('{}/folder', ": '{}/folder' is a folder"),
+        ('{}/folder', ": '{}/folder' matches no file"),
         ('{}/fold*', ": '{}/fold*'"),
         ('{}/loop.txt', ': {}/loop.txt'),
         ('{}/loop*', ': {}/loop.txt'),
@@ -476,7 +476,8 @@ def test_changes_of_files_are_described(tmp_path):
     describe = sources.files.describe_changes
     old = write_text_files(tmp_path / 'a')
     kept = [
-        sources.files.file_from_json(file) for file in json.loads(json.dumps(old.files_as_json()))
+        sources.files.file_from_json(file)
+        for file in json.loads(json.dumps([file._asdict() for file in old.files]))
     ]
     assert kept == list(old.files)
     changed = tmp_path / 'a/3.txt'
