@@ -29,8 +29,7 @@ import model
 @dataclasses.dataclass(frozen=True)
 class Options:
     encoder_attention: str = dataclasses.field(
-        default='local',
-        metadata={'choices': ('local', 'transient_global'), 'help': 'What a token sees.'},
+        default='local', metadata={'choices': ('local', 'transient_global')}
     )
     local_radius: int = dataclasses.field(
         default=127, metadata={'range': (1, 100_000), 'help': 'The distance that a token sees.'}
@@ -40,89 +39,66 @@ class Options:
     )
 
 
-class Globals(NamedTuple):
-    """The global tokens of a batch."""
-
-    is_in_bMG: jax.Array  # float32, 1 where a token belongs to a global token
-    mask_bn1cG: jax.Array  # bool, the global tokens that a token sees
-    relpos_bnhcG: jax.Array  # what each head adds to their logits
-
-
 class Positions(NamedTuple):
-    """What the attentions of the encoder share: positions in the keys of a block, and global tokens."""
+    """What the attentions of the encoder share: positions in the keys of a block, and the global tokens."""
 
     queries_T: jax.Array  # int32 [c]
     keys_M: jax.Array  # int32 [e]
-    globals: Globals | None
+    is_in_bMG: jax.Array | None = None  # float32, 1 where a token belongs to a global token
+    relpos_bnhcG: jax.Array | None = None  # what each head adds to the logits of global tokens
 
 
 class Encoder(model.Encoder):
     @hk.name_like('__call__')
     def shared(self, segments_bM):
-        """Return mask_bn1ce, and the positions."""
-        size = self.config.options.local_radius + 1
-        queries_c = size + jnp.arange(size)
-        keys_e = jnp.arange(3 * size)
-        is_near_ce = jnp.abs(keys_e[None, :] - queries_c[:, None]) < size
-        segments_bnc = blocks(segments_bM, size)
-        segments_bnce = segments_bnc[..., None]
-        mask_bnce = segments_bnce == with_neighbours(segments_bnc)[:, :, None]
-        mask_bnce &= (segments_bnce > 0) & is_near_ce[None, None]
-        global_tokens = None
-        if self.config.options.encoder_attention == 'transient_global':
-            global_tokens = self.global_tokens(segments_bM)
-        return mask_bnce[:, :, None], Positions(queries_c, keys_e, global_tokens)
-
-    @hk.name_like('__call__')
-    def global_tokens(self, segments_bM):
+        """Return the mask of local keys and global tokens, bool [b, n, 1, c, e + G], and the positions."""
         c = self.config
         size = c.options.local_radius + 1
-        ids_bM, num_globals = global_ids(segments_bM, c.options.tokens_per_block)
-        is_in_bMG = jax.nn.one_hot(ids_bM, num_globals)
-        segments_bG = jnp.max(is_in_bMG * segments_bM[..., None], axis=1, initial=0)
-        mask_bncG = blocks(segments_bM, size)[..., None] == segments_bG[:, None, None]
-        # The distances between all ids, those of tokens with -1 among them, and then those of the tokens.
-        all_ids = model.Positions(jnp.arange(-1, num_globals), jnp.arange(num_globals))
-        bias = c.modules.relpos_bias(c, bidirectional=True, name='side_relpos_bias')
-        relpos_GhG = bias(all_ids)[0].transpose(1, 0, 2)
-        relpos_bnchG = relpos_GhG[blocks(ids_bM, size) + 1]
-        return Globals(is_in_bMG, mask_bncG[:, :, None], relpos_bnchG.swapaxes(2, 3))
+        positions = Positions(size + jnp.arange(size), jnp.arange(3 * size))
+        is_near_ce = jnp.abs(positions.keys_M[None, :] - positions.queries_T[:, None]) < size
+        segments_bnc1 = blocks(segments_bM, size)[..., None]
+        mask_bnce = segments_bnc1 == blocks(segments_bM, size, beside=1)[:, :, None]
+        mask_bnce &= (segments_bnc1 > 0) & is_near_ce[None, None]
+        if c.options.encoder_attention == 'transient_global':
+            ids_bM, segments_bG, is_in_bMG = global_tokens(segments_bM, c.options.tokens_per_block)
+            mask_bncG = segments_bnc1 == segments_bG[:, None, None]
+            mask_bnce = jnp.concatenate([mask_bnce, mask_bncG], axis=-1)
+            # First the bias between all ids, of which a token may have -1.
+            ids_G = jnp.arange(segments_bG.shape[1])
+            all_ids = model.Positions(jnp.arange(-1, len(ids_G)), ids_G)
+            bias = c.modules.relpos_bias(c, bidirectional=True, name='side_relpos_bias')
+            relpos_bnchG = bias(all_ids)[0].swapaxes(0, 1)[blocks(ids_bM, size) + 1]
+            positions = Positions(*positions[:2], is_in_bMG, relpos_bnchG.swapaxes(2, 3))
+        return mask_bnce[:, :, None], positions
 
 
-def global_ids(segments_bM, tokens_per_block):
-    """Return the global token of each token, int32 [b, M], -1 for none, and the most that a row may have.
+def global_tokens(segments_bM, size):
+    """Return ids_bM, the global token that a token would belong to, segments_bG, and is_in_bMG, whether it does.
 
-    A global token stands for each whole block of `tokens_per_block` tokens of a segment. The tokens after the last
-    one belong to it. A segment without a whole block has none. Source: flaxformer make_etc_fixed_block_ids.
+    Each whole block of `size` tokens of a segment makes a global token, to which the tokens after the last one also
+    belong. A segment without a whole block has none. Source: flaxformer make_etc_fixed_block_ids.
     """
     length = segments_bM.shape[1]
     index_1M = jnp.arange(length)[None]
     before_bM = jnp.pad(segments_bM, ((0, 0), (1, 0)))[:, :length]
-    start_bM = lax.cummax(
-        jnp.where(segments_bM != before_bM, index_1M, 0), axis=1
-    )  # of the segment
-    last = tokens_per_block - 1
-    is_whole_bM = segments_bM == jnp.pad(segments_bM, ((0, 0), (0, last)))[:, last:]
-    begins_bM = is_whole_bM & (segments_bM > 0) & ((index_1M - start_bM) % tokens_per_block == 0)
-    ids_bM = jnp.cumsum(begins_bM, axis=1, dtype=jnp.int32) - 1
-    has_one_bM = jnp.take_along_axis(begins_bM, start_bM, axis=1) & (segments_bM > 0)
-    return jnp.where(has_one_bM, ids_bM, -1), length // tokens_per_block
+    # Where the segment of each token starts.
+    start_bM = lax.cummax(jnp.where(segments_bM != before_bM, index_1M, 0), axis=1)
+    last_bM = jnp.pad(segments_bM, ((0, 0), (0, size - 1)))[:, size - 1 :]
+    begins_bM = ((index_1M - start_bM) % size == 0) & (segments_bM == last_bM)
+    ids_bM = jnp.cumsum(begins_bM & (segments_bM > 0), axis=1, dtype=jnp.int32) - 1
+    one_hot_bMG = jax.nn.one_hot(ids_bM, length // size)
+    segments_bG = jnp.max(one_hot_bMG * (begins_bM * segments_bM)[..., None], axis=1, initial=0)
+    return ids_bM, segments_bG, one_hot_bMG * (segments_bM[..., None] == segments_bG[:, None])
 
 
-def blocks(x_bM, size):
-    """Return x_bM..., padded with zeros to whole blocks, as [b, n, size, ...]."""
-    num_rows, length = x_bM.shape[:2]
-    padding = [(0, 0)] * x_bM.ndim
-    padding[1] = (0, -length % size)
-    return jnp.pad(x_bM, padding).reshape(num_rows, -1, size, *x_bM.shape[2:])
-
-
-def with_neighbours(x_bnc):
-    """Return each block of x_bnc... between the one before and the one after, [b, n, e, ...]."""
-    padding = [(0, 0)] * x_bnc.ndim
-    padding[1] = (1, 1)
-    padded = jnp.pad(x_bnc, padding)
-    return jnp.concatenate([padded[:, :-2], x_bnc, padded[:, 2:]], axis=2)
+def blocks(x_bM, size, beside=0):
+    """Return x_bM... as [b, n, c, ...], padded with zeros; with the blocks `beside` each one, [b, n, e, ...]."""
+    outside = beside * size
+    padding = [(0, 0), (outside, -x_bM.shape[1] % size + outside), *[(0, 0)] * (x_bM.ndim - 2)]
+    padded = jnp.pad(x_bM, padding).reshape(len(x_bM), -1, size, *x_bM.shape[2:])
+    num_blocks = padded.shape[1] - 2 * beside
+    parts = [padded[:, i : i + num_blocks] for i in range(1 + 2 * beside)]
+    return jnp.concatenate(parts, axis=2)
 
 
 class Attention(model.Attention):
@@ -131,9 +107,9 @@ class Attention(model.Attention):
     @hk.name_like('__call__')
     def keys_values(self, memory_bMD, positions):
         """Return k_bMhK and v_bMhK, those of the global tokens last."""
-        if isinstance(positions, Positions) and positions.globals is not None:
+        if isinstance(positions, Positions) and positions.is_in_bMG is not None:
             inputs_bMD = memory_bMD.astype(jnp.float32)
-            sums_bGD = jnp.einsum('bMG,bMD->bGD', positions.globals.is_in_bMG, inputs_bMD)
+            sums_bGD = jnp.einsum('bMG,bMD->bGD', positions.is_in_bMG, inputs_bMD)
             norm = self.config.modules.norm(self.config, name='T5LayerNorm_0')  # Flax's name
             memory_bMD = jnp.concatenate([memory_bMD, norm(sums_bGD)], axis=1)
         return super().keys_values(memory_bMD, positions)
@@ -145,43 +121,50 @@ class Attention(model.Attention):
             return super().attend(q_bThK, k_bhKM, v_bhKM, mask_b1TM, relpos_1hTM, positions, rows_b)
         c = self.config
         dtype = jnp.float32 if c.float32_attention_logits else c.dtype
-        num_rows, length = q_bThK.shape[:2]
+        length = q_bThK.shape[1]
         size = len(positions.queries_T)
-        k_bMhK = k_bhKM.transpose(0, 3, 1, 2)
+        k_bMhK = k_bhKM.transpose(0, 3, 1, 2).astype(dtype)
         v_bMhK = v_bhKM.transpose(0, 3, 1, 2)
         q_bnchK = blocks(q_bThK, size).astype(dtype)
-        k_bnehK = with_neighbours(blocks(k_bMhK[:, :length], size)).astype(dtype)
+        k_bnehK = blocks(k_bMhK[:, :length], size, beside=1)
         logits_bnhce = jnp.einsum('bnchK,bnehK->bnhce', q_bnchK, k_bnehK)
         logits_bnhce += kernels.broadcast(relpos_1hTM[0], logits_bnhce.shape, c.dtype)
-        mask_bn1ce = mask_b1TM
-        if positions.globals is not None:
-            k_bGhK = k_bMhK[:, length:].astype(dtype)
-            logits_bnhcG = jnp.einsum('bnchK,bGhK->bnhcG', q_bnchK, k_bGhK)
-            logits_bnhcG += positions.globals.relpos_bnhcG
+        if positions.is_in_bMG is not None:
+            logits_bnhcG = jnp.einsum('bnchK,bGhK->bnhcG', q_bnchK, k_bMhK[:, length:])
+            logits_bnhcG += positions.relpos_bnhcG
             logits_bnhce = jnp.concatenate([logits_bnhce, logits_bnhcG], axis=-1)
-            mask_bn1ce = jnp.concatenate([mask_bn1ce, positions.globals.mask_bn1cG], axis=-1)
-        probs_bnhce = model.attention_weights(logits_bnhce, mask_bn1ce, None, c.dtype)
-        num_blocks, _, _, num_keys = probs_bnhce.shape[1:]
-        mask_shape = (num_blocks, c.num_heads, 1, num_keys)
+        probs_bnhce = model.attention_weights(logits_bnhce, mask_b1TM, None, c.dtype)
+        mask_shape = (probs_bnhce.shape[1], c.num_heads, 1, probs_bnhce.shape[-1])
         probs_bnhce = model.dropout(probs_bnhce, c.dropout_rate, rows_b, mask_shape, split_dim=2)
-        v_bnehK = with_neighbours(blocks(v_bMhK[:, :length], size))
-        local_bnhce = probs_bnhce[..., : 3 * size]
-        heads_bnchK = jnp.einsum('bnhce,bnehK->bnchK', local_bnhce, v_bnehK)
-        if positions.globals is not None:
-            probs_bnhcG = probs_bnhce[..., 3 * size :]
+        v_bnehK = blocks(v_bMhK[:, :length], size, beside=1)
+        probs_bnhce, probs_bnhcG = jnp.split(probs_bnhce, [3 * size], axis=-1)
+        heads_bnchK = jnp.einsum('bnhce,bnehK->bnchK', probs_bnhce, v_bnehK)
+        if positions.is_in_bMG is not None:
             heads_bnchK += jnp.einsum('bnhcG,bGhK->bnchK', probs_bnhcG, v_bMhK[:, length:])
-        return heads_bnchK.reshape(num_rows, -1, *q_bThK.shape[2:])[:, :length]
+        return heads_bnchK.reshape(len(q_bThK), -1, *q_bThK.shape[2:])[:, :length]
+
+
+def flops(c, S, T):
+    """Return the FLOPs of a row's forward pass: T5's, but for the keys that a token of the inputs sees."""
+    a = c.num_heads * c.head_dim
+    mlp = (len(c.mlp_activations) + 1) * c.emb_dim * c.mlp_dim
+    has_globals = c.options.encoder_attention == 'transient_global'
+    num_globals = has_globals * (S // c.options.tokens_per_block)
+    num_keys = 3 * (c.options.local_radius + 1) + num_globals
+    of_globals = num_globals * c.emb_dim * (4 * a + 2 * S)  # their keys and values, and their sums
+    encoder = 2 * S * (4 * c.emb_dim * a + mlp) + 4 * S * num_keys * a + of_globals
+    decoder = 2 * T * (4 * c.emb_dim * a + mlp) + 4 * (T + S) * (T + c.emb_dim) * a
+    logits = 2 * T * c.emb_dim * c.vocab_size
+    return c.num_encoder_layers * encoder + c.num_decoder_layers * decoder + logits
 
 
 def modules(default):
     """Return the parts of LongT5."""
+    specs = (
+        *default.specs,
+        (r'encoder/side_relpos_bias/rel_embedding', P('model', None)),  # [heads, buckets]
+        (r'encoder/.+/T5LayerNorm_0/scale', P(None)),  # [embed]
+    )
     return dataclasses.replace(
-        default,
-        encoder=Encoder,
-        attention=Attention,
-        specs=(
-            *default.specs,
-            (r'encoder/side_relpos_bias/rel_embedding', P('model', None)),  # [heads, buckets]
-            (r'encoder/.+/T5LayerNorm_0/scale', P(None)),  # [embed]
-        ),
+        default, encoder=Encoder, attention=Attention, specs=specs, flops=flops
     )
