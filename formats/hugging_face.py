@@ -4,7 +4,7 @@
     model.safetensors                       arrays by name; large models in several files and an index
 
 torch's Linear keeps a kernel transposed; token table and norms have the same shape in both. Source: transformers
-(4.57, 5.24) models/{t5,mt5,umt5}.
+(4.57, 5.24) models/{t5,mt5,umt5,longt5}.
 """
 
 import json
@@ -21,6 +21,7 @@ import safetensors.numpy
 import checkpoint
 import model
 import paths
+from formats import own_model, own_options
 from messages import first_ten
 
 WEIGHTS = 'model.safetensors'
@@ -37,6 +38,7 @@ ARCHITECTURES = {
     't5': 'T5ForConditionalGeneration',
     'mt5': 'MT5ForConditionalGeneration',
     'umt5': 'UMT5ForConditionalGeneration',
+    'longt5': 'LongT5ForConditionalGeneration',
 }
 
 # config.json: Hugging Face's name of each size -> the field of T5Config.
@@ -72,6 +74,16 @@ FEED_FORWARDS = {
     'relu': FeedForward('relu', ('relu',)),
     'gated-gelu': FeedForward('gelu_new', ('gelu', 'linear')),
     'gated-silu': FeedForward('silu', ('silu', 'linear')),
+}
+
+
+LONG_T5 = 'long_t5'  # the family
+# config.json of LongT5: Hugging Face's name -> the option.
+LONG_T5_SIZES = {'local_radius': 'local_radius', 'global_block_size': 'tokens_per_block'}
+# The option encoder_attention -> encoder_attention_type, and the name of the encoder's attention.
+LONG_T5_ATTENTIONS = {
+    'local': ('local', 'LocalSelfAttention'),
+    'transient_global': ('transient-global', 'TransientGlobalSelfAttention'),
 }
 
 
@@ -123,7 +135,26 @@ def parameter_names(config: model.T5Config) -> dict[str, str]:
             names |= _layer_names(config, stack, i)
     if config.num_decoder_layers and not config.logits_via_embedding:
         names['decoder/logits_dense/kernel'] = LM_HEAD
+    if config.module == LONG_T5:
+        names |= _long_t5_names(config, names)
     return names
+
+
+def _long_t5_names(config: model.T5Config, names: Mapping[str, str]) -> dict[str, str]:
+    """Return the part of `parameter_names` that differs in LongT5: the encoder's attention."""
+    kind = own_options.as_dict(config.options)['encoder_attention']
+    _, attention = LONG_T5_ATTENTIONS[kind]
+    changed = {}
+    for path, name in names.items():
+        if path.startswith('encoder/'):
+            changed[path] = name.replace('.SelfAttention.', f'.{attention}.')
+    if kind == 'transient_global':
+        for i in range(config.num_encoder_layers):
+            path = f'encoder/layers_{i}/attention/T5LayerNorm_0/scale'
+            changed[path] = f'encoder.block.{i}.layer.0.{attention}.global_input_layer_norm.weight'
+        bias = f'encoder.block.0.layer.0.{attention}.global_relative_attention_bias.weight'
+        changed['encoder/side_relpos_bias/rel_embedding'] = bias
+    return changed
 
 
 def _layer_names(config: model.T5Config, stack: str, i: int) -> dict[str, str]:
@@ -180,6 +211,7 @@ class Folder(NamedTuple):
 
     config: model.T5Config
     entries: dict[str, SafetensorsEntry]
+    note: str  # what is assumed of it; '' for nothing
 
 
 class StoredArrays(NamedTuple):
@@ -242,7 +274,8 @@ def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
         settings = paths.read_json(config_file)
         model_type = str(settings.get('model_type'))
         if model_type not in ARCHITECTURES:  # first: other models have other arrays
-            raise ValueError(f'{config_file}: model_type={model_type}: only t5, mt5, umt5 are read')
+            known = ', '.join(ARCHITECTURES)
+            raise ValueError(f'{config_file}: model_type={model_type}: only {known} are read')
     arrays = _read_headers(folder)
     if is_single_file(folder):
         config_file = folder
@@ -273,7 +306,13 @@ def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
         if is_transposed(path):
             entry = entry._replace(shape=entry.shape[::-1], transposed=True)
         entries[f'target/{path}'] = entry
-    return Folder(config, entries)
+    note = ''
+    if not (config.logits_via_embedding or arrays.has_own_lm_head):
+        note = (
+            f'{folder} has no {LM_HEAD} of its own: its logits are those of the token table, not divided by sqrt(d_model), '
+            'as transformers 5 has them'
+        )
+    return Folder(config, entries, note)
 
 
 def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
@@ -295,7 +334,7 @@ def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
     dropout_rate = settings.get('dropout_rate', 0.1)
     if not isinstance(dropout_rate, int | float) or not 0 <= dropout_rate < 1:
         raise ValueError(f'dropout_rate={dropout_rate!r}: must be a number from 0 to below 1')
-    return model.T5Config(
+    config = model.T5Config(
         **sizes,
         dtype='float32',
         mlp_activations=_mlp_activations(settings),
@@ -304,6 +343,17 @@ def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
         float32_attention_logits=False,
         relpos_bias_per_layer=settings['model_type'] == 'umt5',
     )
+    if settings['model_type'] != 'longt5':
+        return config
+    kind = settings.get('encoder_attention_type', 'local')
+    kinds = {theirs: ours for ours, (theirs, _) in LONG_T5_ATTENTIONS.items()}
+    if kind not in kinds:
+        raise ValueError(f'encoder_attention_type={kind!r}: use one of {", ".join(kinds)}')
+    options = {'encoder_attention': kinds[kind]}
+    for theirs, ours in LONG_T5_SIZES.items():
+        if theirs in settings:
+            options[ours] = settings[theirs]
+    return own_model.as_family(config, LONG_T5, options)
 
 
 def _settings_of_shapes(file: Path, arrays: StoredArrays) -> dict:
@@ -338,7 +388,7 @@ def _count_layers(arrays: StoredArrays, stack: str) -> int:
 
 def _mlp_activations(settings: Mapping) -> tuple[str, ...]:
     default = 'gated-gelu'
-    if settings['model_type'] == 't5':
+    if settings['model_type'] in ('t5', 'longt5'):
         default = 'relu'
     name = settings.get('feed_forward_proj', default)
     feed_forward = FEED_FORWARDS.get(str(name))
@@ -484,7 +534,7 @@ def write(
 
 def _settings(config: model.T5Config) -> dict:
     """Return the content of config.json. Raises ValueError for a model that transformers does not have."""
-    if config.module:
+    if config.module not in ('', LONG_T5):
         raise ValueError(f'model.module={config.module!r} is not in transformers: use --format=t5x')
     activations = tuple(config.mlp_activations)
     if activations == ('swish', 'linear'):  # another name of silu
@@ -497,6 +547,11 @@ def _settings(config: model.T5Config) -> dict:
     if config.relpos_bias_per_layer:
         model_type = 'umt5'
     sizes = {theirs: getattr(config, ours) for theirs, ours in SIZES.items()}
+    if config.module == LONG_T5:
+        model_type = 'longt5'
+        options = own_options.as_dict(config.options)
+        sizes['encoder_attention_type'], _ = LONG_T5_ATTENTIONS[options['encoder_attention']]
+        sizes |= {theirs: options[ours] for theirs, ours in LONG_T5_SIZES.items()}
     return {
         'architectures': [ARCHITECTURES[model_type]],
         'model_type': model_type,

@@ -41,6 +41,7 @@ class OpenedCheckpoint(NamedTuple):
     )  # its folder, or the prefix of a Mesh-TF checkpoint if the user named that
     leaves: dict[str, Leaf]  # by T5X's path
     config: T5Config | None  # of a Hugging Face folder, and of merged adapters
+    note: str = ''  # what is assumed of it; '' for nothing
 
 
 class OpenedModel(NamedTuple):
@@ -65,7 +66,7 @@ def open_model(
     """
     opened = open_checkpoint(path, step, part)
     directory = opened.directory
-    note = ''
+    note = opened.note
     shapes = checkpoint.shapes(checkpoint.parameters(opened.leaves))
     if config is None:
         config = opened.config
@@ -84,6 +85,7 @@ def open_model(
     else:
         config = own_model.complete(config)
         own_model.check_same(directory, config, 'leave the config out', may_be_plain=True)
+    check_family(directory, config)
     config = model.without_adapters(config)  # they are merged
     if is_encoder(opened.leaves):
         config = dataclasses.replace(config, num_decoder_layers=0, logits_via_embedding=True)
@@ -113,13 +115,12 @@ def open_checkpoint(
         directory /= f'checkpoint_{chosen}'
     elif directory.name == 'checkpoint' and paths.is_file(directory):
         directory = directory.parent
-    check_family(directory)
     if paths.is_file(directory):
         hugging_face.check_not_part(directory)
     is_single_file = hugging_face.is_single_file(directory)
     if is_single_file or hugging_face.is_folder(directory):
         folder = hugging_face.read_index(directory, is_encoder=part == 'encoder')
-        opened = OpenedCheckpoint(directory, dict(folder.entries), folder.config)
+        opened = OpenedCheckpoint(directory, dict(folder.entries), folder.config, folder.note)
         if is_single_file:
             opened = opened._replace(config=None)
     else:
@@ -148,12 +149,12 @@ def open_checkpoint(
 LONG_T5 = re.compile(r'long[-_. ]?t5(?!x)', re.IGNORECASE)
 
 
-def check_family(directory: paths.AnyPath) -> None:
-    """Raise ValueError for a checkpoint of LongT5, which has T5's shapes and another attention.
+def check_family(directory: paths.AnyPath, config: T5Config) -> None:
+    """Raise ValueError where a T5 is to have the parameters of a LongT5, which has T5's shapes and another attention.
 
     A folder of its path or T5X's gin beside it says so. The config of a checkpoint of this program says that it is none.
     """
-    if read_stored(directory):
+    if config.module or read_stored(directory):
         return
     signs = []
     names = [str(directory)]
@@ -175,8 +176,8 @@ def check_family(directory: paths.AnyPath) -> None:
                 )
     if signs:
         raise ValueError(
-            f'{directory}: LongT5 is not supported yet, and read as a T5 its answers are wrong beyond 128 tokens: '
-            f'name a T5, mT5 or umT5; {signs[0]}'
+            f'{directory}: read as a T5, the answers of a LongT5 are wrong beyond 128 tokens: set '
+            f'model.module=long_t5, as --config=configs/long_t5.py:base does; {signs[0]}'
         )
 
 
@@ -247,7 +248,7 @@ def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> T5Config:
     num_heads = shapes[bias][0]
     mlp_dim = shapes[wo][0]
     joined_heads_dim = shapes[out][0]
-    return T5Config(
+    config = T5Config(
         vocab_size=vocab_size,
         dtype='float32',
         emb_dim=emb_dim,
@@ -262,6 +263,10 @@ def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> T5Config:
         float32_attention_logits=False,
         relpos_bias_per_layer=is_per_layer,
     )
+    if 'encoder/side_relpos_bias/rel_embedding' in shapes:
+        options = {'encoder_attention': 'transient_global'}
+        config = own_model.as_family(config, hugging_face.LONG_T5, options)
+    return config
 
 
 def _count_layers(shapes: Mapping[str, tuple[int, ...]], stack: str) -> int:

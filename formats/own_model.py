@@ -103,6 +103,11 @@ def complete(config: T5Config) -> T5Config:
     return config
 
 
+def as_family(config: T5Config, family: str, options: Mapping) -> T5Config:
+    """Return the T5Config of a family that has the sizes of `config`."""
+    return load(as_settings(config) | {'module': family, 'options': options})
+
+
 def check_values(config: T5Config) -> None:
     """Raise ValueError for sizes, names and patterns that are not valid."""
     for name in base.get_config().model:

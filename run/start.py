@@ -121,6 +121,7 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
         opened = formats.open.open_checkpoint(chosen.path, part='whole' if chosen.strict else '')
     except (ValueError, OSError) as error:
         raise ValueError(f'restore.path={chosen.path}: {error}') from error
+    formats.open.check_family(opened.directory, wanted.model_config)
     if chosen.strict:
         remedy = 'restore its parameters with restore.strict=False'
         own_model.check_same(opened.directory, wanted.model_config, remedy, may_be_plain=True)

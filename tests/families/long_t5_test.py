@@ -6,6 +6,7 @@ import pathlib
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 from small_models import assert_close, golden_batch
 
 import checkpoint
@@ -14,7 +15,7 @@ import partition
 import state_names
 import train
 from configs import base
-from formats import own_model
+from formats import hugging_face, own_model
 from prepare import make_spec, restore
 
 pytestmark = pytest.mark.usefixtures('highest_precision')
@@ -137,3 +138,45 @@ def test_steps(golden):
 @pytest.mark.parametrize('settings', [{'model.remat': 'full'}, {'model.scan_layers': True}])
 def test_steps_with_less_memory(golden, settings):
     assert_close(run_steps(golden, **settings), run_steps(golden), 1e-5)
+
+
+def test_hugging_faces_folder(golden, tmp_path):
+    t5 = infer.load(golden / 'hf')
+    settings = golden_config(golden).model
+    for name in ('module', 'vocab_size', 'logits_via_embedding'):
+        assert getattr(t5.config, name) == settings[name]
+    assert vars(t5.config.options) == settings.options.to_dict()
+    expected = checkpoint.parameters(checkpoint.restore(golden / 'checkpoint_0'))
+    assert sorted(t5.arrays) == sorted(expected)
+    for path, array in expected.items():
+        np.testing.assert_array_equal(t5.arrays[path], array)
+    # And back again.
+    hugging_face.write(tmp_path / 'hf', t5.config, t5.arrays)
+    theirs = safetensors.numpy.load_file(golden / 'hf/model.safetensors')
+    ours = safetensors.numpy.load_file(tmp_path / 'hf/model.safetensors')
+    assert sorted(ours) == sorted(theirs)
+    for name, array in theirs.items():
+        np.testing.assert_array_equal(ours[name], array)
+    stored = json.loads((golden / 'hf/config.json').read_text())
+    written = json.loads((tmp_path / 'hf/config.json').read_text())
+    assert {name: written[name] for name in stored.keys() & written.keys()} == {
+        name: stored[name] for name in stored.keys() & written.keys()
+    }
+    assert {'encoder_attention_type', 'local_radius', 'global_block_size'} <= written.keys()
+
+
+def test_a_checkpoint_of_t5x_without_a_config(golden, tmp_path):
+    """Global tokens have arrays of their own. Without them, the name of a folder is all that tells."""
+    if 'local' in golden.name:
+        with pytest.raises(ValueError, match='read as a T5.*model.module=long_t5'):
+            infer.load(golden / 'checkpoint_0')
+    else:
+        t5 = infer.load(golden / 'checkpoint_0')
+        assert (
+            t5.config.options
+            == own_model.load(
+                golden_config(golden, local_radius=127, tokens_per_block=16).model
+            ).options
+        )
+    config = own_model.load(golden_config(golden).model)
+    assert infer.load(golden / 'checkpoint_0', config=config).config == config

@@ -234,7 +234,7 @@ def test_which_logits_are_tied(tmp_path, lm_head, settings, expected):
         *(
             ({name: value}, f'{name}={value}')
             for name, value in [
-                ('model_type', 'longt5'),
+                ('model_type', 'bart'),
                 ('feed_forward_proj', 'gated-tanh'),
                 ('dense_act_fn', 'gelu'),
                 ('layer_norm_epsilon', 1e-05),
