@@ -83,7 +83,7 @@ def write(folder, name, arrays, *options):
 
 def load(folder):
     """As infer.load opens a checkpoint: config, headers, shapes compared, then the arrays."""
-    config, entries = hugging_face.read_index(folder)
+    config, entries, _ = hugging_face.read_index(folder)
     entries = checkpoint.parameters(entries)
     checkpoint.compare(model.shapes(config), checkpoint.shapes(entries))
     arrays = {path: jnp.asarray(entry.read()) for path, entry in entries.items()}
