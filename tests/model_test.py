@@ -289,6 +289,12 @@ COUNTS = {
     'umt5:large': 1_242_449_920,
     'umt5:xl': 3_768_356_864,
     'umt5:xxl': 12_972_531_712,
+    'long_t5:base': 247_587_456,
+    'long_t5:large': 783_175_168,
+    'long_t5:xl': 2_849_807_360,
+    'mlong_t5:base': 592_044_672,
+    'mlong_t5:large': 1_242_451_456,
+    'mlong_t5:xl': 3_768_359_936,
     'ul2:20b': 19_591_209_984,
     'ul2:flan': 19_591_209_984,
 }
@@ -320,7 +326,7 @@ def released(name):
 def test_parameter_counts_of_released_models(name):
     config = released(name)
     # Many families have the shapes of another.
-    sizes = dataclasses.replace(model.T5Config(**config.model), dropout_rate=0.0)
+    sizes = dataclasses.replace(own_model.load(config.model), dropout_rate=0.0)
     assert num_parameters_by_depth(sizes) == COUNTS[name]
     assert config.model.dtype == 'bfloat16'
     task = tasks.open.find(config.data)
@@ -340,7 +346,7 @@ def test_parameter_counts_of_released_models(name):
 @pytest.mark.slow
 @pytest.mark.parametrize('name', COUNTS)
 def test_parameter_counts_of_whole_released_models(name):
-    sizes = dataclasses.replace(model.T5Config(**released(name).model), dropout_rate=0.0)
+    sizes = dataclasses.replace(own_model.load(released(name).model), dropout_rate=0.0)
     assert sum(math.prod(shape) for shape in model.shapes(sizes).values()) == COUNTS[name]
 
 

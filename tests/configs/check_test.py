@@ -29,6 +29,8 @@ ARGUMENTS = {
     'flan_jsonl': ['', 'small'],
     'flan_t5': ['small', 'base', 'large', 'xl', 'xxl'],
     'glue': ['', 't5:base'],
+    'long_t5': ['base', 'large', 'xl'],
+    'mlong_t5': ['base', 'large', 'xl'],
     'mt5': ['small', 'base', 'large', 'xl', 'xxl'],
     'qa_csv': ['', 'tiny', 't5:small'],
     'small_c4': ['', 'test'],
