@@ -45,6 +45,7 @@ MAX_INPUT_LENGTH = 512  # tokens of a text if the checkpoint does not say: T5's
 EXAMPLES_PER_CHUNK = 4096  # sorted by length at a time by `in_batches`
 
 Array = NDArray | jax.Array
+Numbers = float | Sequence[float]
 Inputs = Sequence[str] | Sequence[Sequence[int]] | Sequence[Array] | Array
 Ids = Sequence[int] | NDArray
 Prompts = Sequence[str | Sequence[int] | None] | Array
@@ -202,8 +203,7 @@ class T5:
         *,
         beam_size: int = 1,  # beams; above 1, search for the most likely answers
         alpha: float = 0.6,  # exponent of the brevity penalty of beams
-        temperature: float
-        | Sequence[float] = 0.0,  # above 0, draw tokens; one number, or one for each input
+        temperature: Numbers = 0.0,  # above 0, draw tokens; one number, or one for each input
         top_k: int = 0,  # draw from so many of the most likely tokens; 0 for all
         top_p: float = 0.0,  # draw from the most likely tokens of this probability; 0 for all
         seed: int = 0,  # the same seed draws the same answers
@@ -623,18 +623,21 @@ def _check_decoding(decoding: Decoding) -> None:
         setting = check.declared()[f'decode.{name}']
         value = value.item() if isinstance(value, np.number) else value
         check.check_allowed(name, value, setting.default, setting.range, None)
-    is_drawn = decoding.is_random
-    fits = {
-        'beam_size': decoding.beam_size == 1 or not is_drawn,
-        'num_return': decoding.num_return <= decoding.beam_size or is_drawn,
-        'top_k': not decoding.top_k or (is_drawn and not decoding.top_p),
-        'top_p': not decoding.top_p or is_drawn,
-    }
-    for name, it_fits in fits.items():
-        if not it_fits:
+    if decoding.beam_size > 1 and decoding.is_random:
+        raise ValueError(
+            f'beam_size={decoding.beam_size} draws nothing: set temperature=0.0, or beam_size=1 to sample'
+        )
+    if decoding.num_return > decoding.beam_size and not decoding.is_random:
+        raise ValueError(
+            f'num_return={decoding.num_return} with temperature=0.0: must be at most beam_size='
+            f'{decoding.beam_size}: set a larger beam_size to search, or temperature=1.0 to sample'
+        )
+    for name in ('top_k', 'top_p'):
+        value = getattr(decoding, name)
+        if value and not (decoding.is_random and decoding.top_k * decoding.top_p == 0):
             raise ValueError(
-                f'{name}={getattr(decoding, name)} does not fit the other options: a search has temperature=0.0 and '
-                'at most beam_size for num_return, samples have temperature=1.0, beam_size=1, and 0 for top_k or top_p'
+                f'{name}={value} with temperature=0.0, or top_k with top_p: one of them limits what is '
+                f'drawn: set temperature=1.0 and the other one to 0, or {name}=0'
             )
 
 

@@ -77,8 +77,7 @@ def make_spec(
     checks.check_adapters(spec.model_config)
     checks.check_scan(spec.model_config)
     _ = spec.trained
-    rows = spec.batch_size // partition.axes_size(spec.mesh, partition.BATCH_AXES)
-    memory.microbatch_counts(config.train.num_microbatches, rows)
+    memory.microbatch_counts(config.train.num_microbatches, spec.rows_per_device)
     return spec
 
 
@@ -86,7 +85,7 @@ def fit_step(config: ConfigDict, spec: train.StepSpec) -> memory.Plan:
     """Compile the step in as few microbatches as fit. Raises ValueError where none fits."""
     return memory.fit_step(
         lambda n: train.compile_step(dataclasses.replace(spec, num_microbatches=n)),
-        num_rows=spec.batch_size // partition.axes_size(spec.mesh, partition.BATCH_AXES),
+        num_rows=spec.rows_per_device,
         requested=config.train.num_microbatches,
         mesh=spec.mesh,
         state_bytes=memory.num_state_bytes(spec.state_shapes),

@@ -172,6 +172,10 @@ class StepSpec:
     gradient_dtype: str
     skips_not_finite: bool  # whether a step that is not finite leaves the state as it was
 
+    @property
+    def rows_per_device(self) -> int:
+        return self.batch_size // partition.axes_size(self.mesh, partition.BATCH_AXES)
+
     @functools.cached_property
     def normalizing_factor(self) -> float | str:
         return loss.parse_normalizing_factor(self.loss_config.loss_normalizing_factor)

@@ -245,7 +245,7 @@ def least_traffic(spec: train.StepSpec) -> Traffic:
     c = spec.model_config
     mesh = spec.mesh
     width = jnp.dtype(c.dtype).itemsize
-    rows = spec.batch_size // partition.axes_size(mesh, partition.BATCH_AXES)
+    rows = spec.rows_per_device
     inputs = rows * spec.feature_lengths['encoder_input_tokens']
     targets = rows * spec.feature_lengths['decoder_target_tokens']
     found: Traffic = collections.defaultdict(float)

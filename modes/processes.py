@@ -269,6 +269,7 @@ class Group:
         else:  # without process 0, JAX aborts those that are still connected
             while len(self.client.get_live_nodes(self.everyone)) > 1:
                 time.sleep(0.1)
+            time.sleep(TICK_SECONDS)  # until those that have just left no longer ask for process 0
         return status
 
 

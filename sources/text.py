@@ -107,12 +107,13 @@ class PlainFiles(Blocks):
         name = self.names[file_index]
         num_bytes = self.files[file_index].num_bytes
         starts = self.starts[file_index]
-        end = starts[i + 1] if i + 1 < len(starts) else num_bytes
+        start = int(starts[i])
+        end = int(starts[i + 1]) if i + 1 < len(starts) else num_bytes
         with self.open_file(name) as file:
             if file.seek(0, os.SEEK_END) < num_bytes:
                 raise ValueError(f'{name} has no longer {num_bytes:,} bytes: restore it')
-            file.seek(starts[i])
-            lines = self.readers[file_index](file, starts[i], end)
+            file.seek(start)
+            lines = self.readers[file_index](file, start, end)
             return [self.parse(name, offset, line) for offset, line in lines]
 
 

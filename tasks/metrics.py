@@ -189,15 +189,16 @@ def rouge(
     values = {}
     for key in score_keys:
         f1 = list(map(rouge_scorer(key), target_sentences, prediction_sentences))
-        values[key] = mean_percent(f1)
-        if bootstrap_seed is not None:
-            generator = np.random.default_rng(bootstrap_seed)
-            array = np.array(f1)
-            means = []
-            for _ in range(NUM_BOOTSTRAP_SAMPLES):
-                rows = generator.integers(len(array), size=len(array))
-                means.append(array[rows].mean())
-            values[key] = 100 * float(np.median(means))
+        if bootstrap_seed is None:
+            values[key] = mean_percent(f1)
+            continue
+        generator = np.random.default_rng(bootstrap_seed)
+        array = np.array(f1)
+        means = []
+        for _ in range(NUM_BOOTSTRAP_SAMPLES):
+            rows = generator.integers(len(array), size=len(array))
+            means.append(array[rows].mean())
+        values[key] = 100 * float(np.median(means))
     return values
 
 

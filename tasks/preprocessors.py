@@ -220,10 +220,11 @@ def wnli_simple(fields: Fields) -> list[Example]:
     premise = text_of(fields['sentence1'])
     hypothesis = text_of(fields['sentence2'])
     words = clean_words(premise)
+    hypothesis_words = clean_words(hypothesis)
     matches = []
     for index, word in enumerate(words):
         if word in PRONOUNS:
-            matches.append(match_pronoun(words, clean_words(hypothesis), index))
+            matches.append(match_pronoun(words, hypothesis_words, index))
     if not matches:
         raise ValueError(f'no pronoun is in {" ".join(words)!r:.60}: correct the record')
     match = max(matches, key=lambda match: match.score)  # the first of equal scores

@@ -116,12 +116,13 @@ def read_lines(file: Path) -> None:
 
 
 def _check_json_lines(file: Path, records: list, whole: bool) -> None:
-    """Compare the records with json's, line by line."""
+    """Compare the records with json's, line by line; NaN and Infinity are missing values."""
     content = file.read_bytes()
+    decoder = json.JSONDecoder(parse_constant=lambda name: None)
     for record in records:
         offset = int(record.name.rpartition(':')[2])
         line = content[offset:].split(b'\n')[0]
-        expected = json.loads(line.decode('utf-8-sig' if offset == 0 else 'utf-8'))
+        expected = decoder.decode(line.decode('utf-8-sig' if offset == 0 else 'utf-8'))
         if not whole:
             for field in ('question', 'answer'):
                 if not isinstance(expected[field], str):

@@ -227,10 +227,8 @@ def test_texts_as_prompts_of_some_inputs(untrained, monkeypatch, nothing):
 SAMPLES = {'temperature': 1.0, 'top_p': 0.9, 'num_return': 2}
 
 
-@pytest.mark.parametrize(
-    'options',
-    [{'beam_size': 2}, *[pytest.param(x, marks=pytest.mark.slow) for x in ({}, SAMPLES)]],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('options', [{'beam_size': 2}, {}, SAMPLES])
 def test_64_bits_change_nothing(untrained, options):
     """A notebook that sets jax_enable_x64 gets the same answers, scores and encodings."""
     inputs = two_inputs()

@@ -40,6 +40,7 @@ def sums_of(x, tree):
     }
 
 
+@pytest.mark.slow
 def test_what_a_user_adds_to_a_step_is_what_it_says(monkeypatch):
     """Sums of 8,192 x 2,048 numbers of mean 1. XLA adds them up in stages, unless it is told not to."""
     monkeypatch.setitem(

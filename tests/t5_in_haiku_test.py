@@ -164,6 +164,7 @@ def settings_of(folder):
 # Elsewhere.
 
 
+@pytest.mark.slow
 def test_train_and_generate_beside_modules_of_the_same_names(folder):
     (folder / 'train_it.py').write_text(TRAIN)
     assert errors_of('train_it.py', settings_of(folder), cwd=folder) == ''

@@ -452,7 +452,7 @@ STRATEGIES = {
 
 
 @pytest.mark.parametrize('num_inputs', [20, pytest.param(2000, marks=pytest.mark.chaos)])
-@pytest.mark.parametrize('name', first_quick(STRATEGIES, 2))
+@pytest.mark.parametrize('name', first_quick(STRATEGIES))
 def test_a_file_is_read_or_named(reader, name, num_inputs):
     if 'promptsource' in name:
         pytest.importorskip('yaml', reason="pip install -e '.[prompts]'")

@@ -407,7 +407,7 @@ def test_a_file_that_is_gone_or_changed(trained, tmp_path, monkeypatch):
     shutil.copy(config_file.parent / 'own_model.py', elsewhere / 'own.py')
     assert infer.load(folder / 'run').config.module == str(elsewhere / 'own.py')
     # An evaluation with another setting of the model finds it, too, and ends for want of metrics.
-    with pytest.raises(ValueError, match='has no metrics'):
+    with pytest.raises(ValueError, match='no task with metrics'):
         evaluate_mode.prepare(None, {'model.dtype': 'bfloat16'}, str(config_file.parent))
 
 
@@ -656,7 +656,7 @@ def test_a_run_of_a_family(corpus, uninterrupted, monkeypatch, tmp_path):
     assert infer.load(tmp_path / 't5x').config == t5.config
     to_hugging_face = lambda: convert.convert_checkpoint(directory, tmp_path / 'hf', 'hf')  # noqa: E731
     assert_refused(to_hugging_face, 'wide_t5')
-    with pytest.raises(ValueError, match='has no metrics'):
+    with pytest.raises(ValueError, match='no task with metrics'):
         evaluate_mode.prepare(None, {'model.options.num': '3'}, str(directory))
 
     # It is not a T5, nor is a T5 this family.

@@ -57,6 +57,7 @@ def entries(cache):
     return {file.name: file.stat().st_size for file in cache.glob('*/*/*-cache')}
 
 
+@pytest.mark.slow
 def test_a_program_is_compiled_once_and_a_damaged_cache_is_emptied(tmp_path):
     hits, result = compile_once(tmp_path)
     assert hits == 0

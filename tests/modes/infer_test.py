@@ -773,7 +773,7 @@ REFUSED = [
     ({}, {'data.task': 'text'}, "data.task='text'"),
     ({}, {'data.task': 'sums'}, 'have no split test'),
     ({}, {'data.task': 'sum'}, "data.task='sum'"),
-    (ONE, {'decode.top_k': 3}, 'top_k=3 does not fit'),
+    (ONE, {'decode.top_k': 3}, 'top_k=3 with temperature=0.0'),
     (ONE, {'decode.top_k': 3000, 'decode.temperature': 1.0}, 'decode.top_k=3000'),
     (ONE, {'mesh.model': 3}, 'mesh.model=3'),
     (ONE, {'mesh.model': 8, 'mesh.data': 1}, 'cannot be split over mesh.model=8'),

@@ -111,6 +111,7 @@ def flags_of(settings):
     return [f'--config.{name}={value}' for name, value in settings.items()]
 
 
+@pytest.mark.slow
 def test_a_run_and_an_evaluation_say_what_changes(tmp_path, command_line):
     program = Program(tmp_path, str(MEMO), steps=2, log=1, save=2, evaluate=2)
     result = command_line(*program.arguments(tmp_path / 'run'), *flags_of(SETTINGS))
