@@ -93,7 +93,7 @@ def load(
     opened = formats.open.open_model(path, config, str(step), part)
     model.check_mesh(opened.config, mesh)
     found = find_vocabulary(opened.directory, vocabulary)
-    specs = partition.gathered(model.param_specs(opened.config))
+    specs = model.specs_in_use(opened.config, model.shapes(opened.config))
     shardings = {f'target/{name}': x for name, x in partition.shardings(mesh, specs).items()}
     leaves = {name: leaf for name, leaf in opened.leaves.items() if name in shardings}
     arrays = checkpoint.restore(leaves, shardings, dtype)
@@ -372,8 +372,7 @@ class T5:
         return jax.jit(mapped, out_shardings=replicated)
 
     def _specs(self, arrays: DecodingParameters) -> dict[str, P]:
-        specs = partition.param_specs(dict(self.config.modules.specs), arrays)
-        return kernels.specs_of(arrays, partition.gathered(specs))
+        return kernels.specs_of(arrays, model.specs_in_use(self.config, arrays))
 
     def _with_columns(self, arrays: Parameters) -> DecodingParameters:
         """Return parameters with the kernels that steps of decoding multiply by as they read them fastest."""

@@ -125,6 +125,12 @@ class T5Config:
         """The parts of the model: those of `own`, else T5's."""
         return self.own or T5_MODULES
 
+    @property
+    def period(self) -> int:
+        """The layers of a scan's step."""
+        period = self.modules.period
+        return period(self) if callable(period) else period
+
     def __post_init__(self):
         object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))  # JSON has lists
         object.__setattr__(self, 'options', self.options or None)  # configs have an empty group
@@ -151,7 +157,24 @@ def shapes(config: T5Config) -> Mapping[str, tuple[int, ...]]:
 
 def param_specs(config: T5Config) -> dict[str, P]:
     """Return {path: spec} of all parameters."""
-    return partition.param_specs(dict(config.modules.specs), shapes(config))
+    return specs_of(config, shapes(config))
+
+
+def specs_of(config: T5Config, paths: Iterable[str]) -> dict[str, P]:
+    """Return {path: spec} of some of the parameters."""
+    table = {}
+    for pattern, spec in config.modules.specs:
+        table[pattern] = spec(config) if callable(spec) else spec
+    return partition.param_specs(table, paths)
+
+
+def specs_in_use(config: T5Config, paths: Iterable[str]) -> dict[str, P]:
+    """Return {path: spec} of parameters that are gathered over 'fsdp' once for many calls."""
+    specs = specs_of(config, paths)
+    split = config.modules.split_in_use(config)
+    return {
+        x: spec if re.fullmatch(split, x) else partition.gathered(spec) for x, spec in specs.items()
+    }
 
 
 # Parameters are gathered over 'fsdp' here, when a module reads them, and nowhere else.
@@ -193,8 +216,9 @@ def check_mesh(config: T5Config, mesh: Mesh) -> None:
     for name in ('num_heads', 'mlp_dim', 'vocab_size'):
         partition.check_divides(f'model.{name}', getattr(config, name), ('model',), mesh)
     for field in dataclasses.fields(config.options) if config.options else ():
-        if 'axis' in field.metadata:  # split over this mesh axis
-            axes = (field.metadata['axis'],)
+        if 'axis' in field.metadata:  # split over this mesh axis, or over that of another option
+            axis = field.metadata['axis']
+            axes = (getattr(config.options, axis, axis),)
             size = getattr(config.options, field.name)
             partition.check_divides(f'model.options.{field.name}', size, axes, mesh)
 
@@ -442,27 +466,29 @@ def apply_layers(
         of_index = functools.partial(layer, index)
         return hk.remat(of_index, policy=REMAT_POLICIES[c.remat], prevent_cse=not is_scan)(x_bTD)
 
-    def apply_in_turn(x_bTD, count):
+    def apply_in_turn(x_bTD, indices):
         aux: dict[str, list] = {}
-        for index in range(count):
+        for index in indices:
             x_bTD, of_layer = apply_layer(index, x_bTD)
             for name, value_b in of_layer.items():
                 aux.setdefault(name, []).append(value_b)
         return x_bTD, {name: jnp.stack(values) for name, values in aux.items()}
 
-    if not is_scan:
-        return apply_in_turn(x_bTD, num_layers)
+    period = c.period
+    num_apart = period if c.modules.changes_dtype else 0
+    if not is_scan or num_layers == num_apart:
+        return apply_in_turn(x_bTD, range(num_layers))
 
     # One program, that of the first period, which reads the slices of each. The key of dropout goes
     # from layer to layer, as it does without a scan.
+    x_bTD, aux = apply_in_turn(x_bTD, range(num_apart))
     tree = hk.get_params()
-    period = c.modules.period
     stack = hk.experimental.current_name()
     stacked = {}
     for scope in tree:
         match = re.match(rf'{stack}/layers_(\d+)/', scope)
         if match and int(match[1]) < period:
-            numbers = range(int(match[1]), num_layers, period)
+            numbers = range(int(match[1]) + num_apart, num_layers, period)
             scopes = [f'{stack}/layers_{i}/{scope[match.end() :]}' for i in numbers]
             for name in tree[scope]:
                 stacked[f'{scope}/{name}'] = jnp.stack([tree[scope][name] for scope in scopes])
@@ -470,10 +496,13 @@ def apply_layers(
     def apply_slices(x_bTD, slices):
         read = lambda next_getter, _, context: next_getter(slices[context.full_name])  # noqa: E731
         with hk.custom_getter(read):
-            return apply_in_turn(x_bTD, period)
+            return apply_in_turn(x_bTD, range(period))
 
-    x_bTD, aux = hk.scan(apply_slices, x_bTD, stacked)
-    return x_bTD, {name: x.reshape(-1, x.shape[-1]) for name, x in aux.items()}
+    x_bTD, scanned = hk.scan(apply_slices, x_bTD, stacked)
+    for name, x in scanned.items():
+        x = x.reshape(-1, x.shape[-1])
+        aux[name] = jnp.concatenate([aux[name], x]) if num_apart else x
+    return x_bTD, aux
 
 
 @dataclasses.dataclass
@@ -494,10 +523,7 @@ class EncoderLayer(hk.Module):
         attention = c.modules.attention(c, self.index, name='attention')
         y_bTD, _ = attention(y_bTD, y_bTD, mask_b1TT, relpos_1hTT, rows_b, positions)
         x_bTD = x_bTD + dropout(y_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
-        y_bTD = c.modules.norm(c, name='pre_mlp_layer_norm')(x_bTD)
-        y_bTD, aux = c.modules.mlp(c, self.index, name='mlp')(y_bTD, rows_b)
-        x_bTD = x_bTD + dropout(y_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
-        return x_bTD, aux
+        return c.modules.feed_forward(c, self.index, x_bTD, rows_b, mask_b1TT)
 
 
 @dataclasses.dataclass
@@ -584,10 +610,20 @@ class DecoderLayer(hk.Module):
         attention = c.modules.attention(c, self.index, name='encoder_decoder_attention')
         y_bTD, inputs = attention(y_bTD, encoded_bMD, mask_b1TM, None, rows_b, None, cache.inputs)
         x_bTD = x_bTD + dropout(y_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
-        y_bTD = c.modules.norm(c, name='pre_mlp_layer_norm')(x_bTD)
-        y_bTD, aux = c.modules.mlp(c, self.index, name='mlp')(y_bTD, rows_b)
-        x_bTD = x_bTD + dropout(y_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
+        mask_b1TT = mask_b1TT if cache.targets is None else None
+        x_bTD, aux = c.modules.feed_forward(c, self.index, x_bTD, rows_b, mask_b1TT)
         return x_bTD, LayerCache(targets, inputs), aux
+
+
+def feed_forward(c, index, x_bTD, rows_b, mask_b1TT):
+    """Return x_bTD after the norm, the MLP and the residual connection of a layer, and aux.
+
+    `mask_b1TT`: of self-attention, where a token of a segment sees itself, but padding sees nothing; None in
+    decoding. T5 does not use it.
+    """
+    y_bTD = c.modules.norm(c, name='pre_mlp_layer_norm')(x_bTD)
+    y_bTD, aux = c.modules.mlp(c, index, name='mlp')(y_bTD, rows_b)
+    return x_bTD + dropout(y_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim)), aux
 
 
 @dataclasses.dataclass
@@ -896,12 +932,20 @@ class Modules:
     decoder_layer: Callable = DecoderLayer
     attention: type[Attention] = Attention
     mlp: Callable = Mlp
+    feed_forward: Callable = feed_forward
     norm: Callable = RMSNorm
     relpos_bias: Callable = RelativePositionBias
     activations: tuple[tuple[str, Callable], ...] = tuple(ACTIVATIONS.items())
     initializers: Initializers = Initializers()
-    specs: tuple[tuple[str, P], ...] = tuple(PARAMETER_SPECS.items())  # the last equal row counts
-    period: int = 1  # the layers of a scan's step; more where they differ in parameters
+    # The last equal row counts. A spec may be a function of the config.
+    specs: tuple[tuple[str, P | Callable[[T5Config], P]], ...] = tuple(PARAMETER_SPECS.items())
+    # config -> regular expression: parameters whose modules ask for the slice that 'fsdp' splits.
+    split_in_use: Callable[[T5Config], str] = lambda config: ''
+    # The layers of a scan's step, more where they differ in parameters; or a function of the config.
+    period: int | Callable[[T5Config], int] = 1
+    changes_dtype: bool = (
+        False  # the first layers change that of the residual stream: a scan follows them
+    )
     # (config, embedded x_bMD, segments_bM) -> both as the encoder reads them.
     encoder_inputs: Callable = lambda config, x_bMD, segments_bM: (x_bMD, segments_bM)
     # A regular expression: parameters trained and saved alone, beside a base checkpoint.

@@ -41,12 +41,26 @@ def make_optimizer(config: ConfigDict, learning_rate: Callable) -> optax.Gradien
 def adafactor(config: ConfigDict, learning_rate: Callable) -> optax.GradientTransformation:
     """Return `optax.adafactor` with the sums of this file. A hyper-parameter of 0 turns its part off.
 
-    It goes from parameter to parameter, so that JAX traces it once for each shape.
+    It goes from parameter to parameter, so that JAX traces it once for each shape, and where one has three
+    dimensions, from matrix to matrix of it, each factored.
     """
-    init_one = jax.jit(optax.scale_by_factored_rms(config.factored).init)
+
+    @jax.jit
+    def init_one(param):
+        if param.ndim < 3:
+            return optax.scale_by_factored_rms(config.factored).init(param)
+        of_matrices = optax.scale_by_factored_rms(config.factored, min_dim_size_to_factor=1)
+        count, *slots = of_matrices.init(param[0])
+        sizes = [param.shape[:1] * (x.size > 1) for x in slots]
+        slots = [jnp.zeros((*size, *x.shape)) for size, x in zip(sizes, slots, strict=True)]
+        return optax.FactoredState(count, *slots)
 
     @jax.jit
     def update_one(grad, state, param):
+        if grad.ndim == 3:
+            grad = grad * len(grad)  # of experts; T5X contrib/moe/trainer.py, for its slots
+            axes = jax.tree.map(lambda x: 0 if x.ndim > 1 else None, state)
+            return jax.vmap(update_one, (0, axes, 0), (0, axes))(grad, state, param)
         update, state = scale_by_rms(config, grad, state)
         if config.clipping_threshold:
             rms = norm(update) / math.sqrt(update.size)

@@ -201,12 +201,9 @@ def param_specs(table: Mapping[str, P], paths: Iterable[str]) -> dict[str, P]:
     return specs
 
 
-def gathered(specs: Mapping[str, P]) -> dict[str, P]:
-    """Return the specs of parameters that are gathered over 'fsdp'."""
-    whole = {}
-    for path, spec in specs.items():
-        whole[path] = P(*[None if entry == 'fsdp' else entry for entry in spec])
-    return whole
+def gathered(spec: P) -> P:
+    """Return the spec of an array that is gathered over 'fsdp'."""
+    return P(*[None if entry == 'fsdp' else entry for entry in spec])
 
 
 def shardings(mesh: Mesh, specs):

@@ -117,12 +117,12 @@ def state_specs(
         if x.shape == shape:
             return specs[path]
         slot = (field_names(keys[:index]) or [''])[-1]
-        if slot not in FACTORED_SLOTS or len(shape) != 2:
+        if slot not in FACTORED_SLOTS or len(shape) < 2:
             return P()
-        kept = 1 - np.argsort(shape)[FACTORED_SLOTS[slot]]
-        if x.shape != (shape[kept],):
+        kept = 1 - np.argsort(shape[-2:])[FACTORED_SLOTS[slot]] + len(shape) - 2
+        if x.shape != (*shape[:-2], shape[kept]):
             return P()
-        return P(specs[path][kept])
+        return P(*specs[path][:-2], specs[path][kept])
 
     return jax.tree_util.tree_map_with_path(spec, opt_state)
 

@@ -141,7 +141,7 @@ def modules_of(module: ModuleType, file: str, content: bytes) -> Modules:
         raise ValueError(
             f'{file}: modules(default) returned {made!r:.60}: return dataclasses.replace(default, ...)'
         )
-    if type(made.period) is not int or made.period < 1:
+    if not callable(made.period) and (type(made.period) is not int or made.period < 1):
         raise ValueError(
             f'{file}: modules(default) returned period={made.period!r}: must be a whole number, at least 1'
         )

@@ -70,6 +70,7 @@ def check_declaration(declared: type[Options], file: str) -> None:
                 f"{file}: the option {field.name} has a range, as only numbers have: use 'choices'"
             )
         axis = field.metadata.get('axis')
+        axis = getattr(declared, str(axis), axis)  # that of another option
         if axis is not None and (kind is not int or axis not in partition.MESH_AXES):
             raise ValueError(
                 f'{file}: axis={axis!r} of the option {field.name}: a whole number may have one of '

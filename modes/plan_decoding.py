@@ -83,7 +83,7 @@ def plan_decoding(config: ConfigDict, spec: train.StepSpec) -> DecodingStep:
     # The kernels that a CPU has as columns for decoding are in memory as they are, too.
     step_params, tokens_r, cache = arguments
     columns = {path: x for path, x in step_params.items() if isinstance(x, kernels.Columns)}
-    specs = partition.gathered(model.param_specs(t5.config))
+    specs = model.specs_in_use(t5.config, model.shapes(t5.config))
     parameter_bytes = memory.bytes_on_device(mesh, params, specs)
     parameter_bytes += memory.bytes_on_device(mesh, columns, specs_of(columns))
     cache_bytes = memory.bytes_on_device(mesh, cache, specs_of(cache))

@@ -271,7 +271,7 @@ def check_scan(config: T5Config) -> None:
     """Raise ValueError where a scan over layers is asked for and its periods are not alike."""
     if not config.scan_layers:
         return
-    period = config.modules.period
+    period = config.period
     num_layers = {'encoder': config.num_encoder_layers, 'decoder': config.num_decoder_layers}
     for stack, count in num_layers.items():
         if count % period:
