@@ -484,11 +484,12 @@ def apply_layers(
     x_bTD, aux = apply_in_turn(x_bTD, range(num_apart))
     tree = hk.get_params()
     stack = hk.experimental.current_name()
+    first_period = range(num_apart, num_apart + period)
     stacked = {}
     for scope in tree:
         match = re.match(rf'{stack}/layers_(\d+)/', scope)
-        if match and int(match[1]) < period:
-            numbers = range(int(match[1]) + num_apart, num_layers, period)
+        if match and int(match[1]) in first_period:
+            numbers = range(int(match[1]), num_layers, period)
             scopes = [f'{stack}/layers_{i}/{scope[match.end() :]}' for i in numbers]
             for name in tree[scope]:
                 stacked[f'{scope}/{name}'] = jnp.stack([tree[scope][name] for scope in scopes])
@@ -496,7 +497,7 @@ def apply_layers(
     def apply_slices(x_bTD, slices):
         read = lambda next_getter, _, context: next_getter(slices[context.full_name])  # noqa: E731
         with hk.custom_getter(read):
-            return apply_in_turn(x_bTD, range(period))
+            return apply_in_turn(x_bTD, first_period)
 
     x_bTD, scanned = hk.scan(apply_slices, x_bTD, stacked)
     for name, x in scanned.items():

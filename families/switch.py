@@ -109,13 +109,14 @@ class Mlp(model.Mlp):
         )
         z_n = jnp.square(jax.nn.logsumexp(logits_ntE, axis=-1)).mean(axis=1)
         probs_kept = jnp.stack([(prob_nt * is_kept_nt).mean(), kept_n.mean()])
-        total_prob, total = lax.psum(lax.stop_gradient(probs_kept), partition.BATCH_AXES)
+        for axis in partition.BATCH_AXES:
+            probs_kept = lax.psum(lax.stop_gradient(probs_kept), axis)
         aux = {
             'auxiliary_loss': o.aux_loss_factor * balance_n,
             'router_z_loss': o.router_z_loss_factor * z_n,
             'fraction_tokens_left_behind': 1 - kept_n,
             'expert_usage': kept_n * size / (o.num_experts * capacity),
-            'router_confidence': jnp.full_like(kept_n, total_prob / total),
+            'router_confidence': jnp.full_like(kept_n, probs_kept[0] / probs_kept[1]),
         }
         repeats = num_rows * length // len(kept_n)
         for name, value_n in aux.items():

@@ -10,7 +10,6 @@ from ml_collections import ConfigDict
 import infer
 import kernels
 import model
-import partition
 import train
 from modes.collectives import collectives_of
 from run import memory
