@@ -524,7 +524,7 @@ class EncoderLayer(hk.Module):
         attention = c.modules.attention(c, self.index, name='attention')
         y_bTD, _ = attention(y_bTD, y_bTD, mask_b1TT, relpos_1hTT, rows_b, positions)
         x_bTD = x_bTD + dropout(y_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
-        return c.modules.feed_forward(c, self.index, x_bTD, rows_b, mask_b1TT)
+        return feed_forward(c, self.index, x_bTD, rows_b, mask_b1TT)
 
 
 @dataclasses.dataclass
@@ -612,18 +612,18 @@ class DecoderLayer(hk.Module):
         y_bTD, inputs = attention(y_bTD, encoded_bMD, mask_b1TM, None, rows_b, None, cache.inputs)
         x_bTD = x_bTD + dropout(y_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
         mask_b1TT = mask_b1TT if cache.targets is None else None
-        x_bTD, aux = c.modules.feed_forward(c, self.index, x_bTD, rows_b, mask_b1TT)
+        x_bTD, aux = feed_forward(c, self.index, x_bTD, rows_b, mask_b1TT)
         return x_bTD, LayerCache(targets, inputs), aux
 
 
 def feed_forward(c, index, x_bTD, rows_b, mask_b1TT):
     """Return x_bTD after the norm, the MLP and the residual connection of a layer, and aux.
 
-    `mask_b1TT`: of self-attention, where a token of a segment sees itself, but padding sees nothing; None in
-    decoding. T5 does not use it.
+    `mask_b1TT`: of self-attention, in which a token sees itself and padding sees nothing; None in decoding.
     """
     y_bTD = c.modules.norm(c, name='pre_mlp_layer_norm')(x_bTD)
-    y_bTD, aux = c.modules.mlp(c, index, name='mlp')(y_bTD, rows_b)
+    mlp = c.modules.mlp(c, index, name='mlp')
+    y_bTD, aux = c.modules.apply_mlp(mlp, y_bTD, rows_b, mask_b1TT)
     return x_bTD + dropout(y_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim)), aux
 
 
@@ -906,6 +906,16 @@ def dropout(
     return jnp.where(keep, x / (1 - rate), jnp.zeros_like(x))
 
 
+def flops(c: T5Config, S: int, T: int) -> float:
+    """Return the FLOPs of the matrix products of a row's forward pass, of S inputs and T targets."""
+    a = c.num_heads * c.head_dim
+    matrices = 4 * c.emb_dim * a + (len(c.mlp_activations) + 1) * c.emb_dim * c.mlp_dim
+    encoder = 2 * S * matrices + 4 * S * S * a
+    decoder = 2 * T * matrices + 4 * T * T * a + 4 * (T + S) * c.emb_dim * a + 4 * T * S * a
+    logits = 2 * T * c.emb_dim * c.vocab_size
+    return c.num_encoder_layers * encoder + c.num_decoder_layers * decoder + logits
+
+
 # The parts of a model, which a user's file replaces (formats/own_model.py).
 
 
@@ -933,7 +943,8 @@ class Modules:
     decoder_layer: Callable = DecoderLayer
     attention: type[Attention] = Attention
     mlp: Callable = Mlp
-    feed_forward: Callable = feed_forward
+    # How a layer calls its MLP, which has no use for the mask in T5.
+    apply_mlp: Callable = lambda mlp, x_bTD, rows_b, mask_b1TT: mlp(x_bTD, rows_b)
     norm: Callable = RMSNorm
     relpos_bias: Callable = RelativePositionBias
     activations: tuple[tuple[str, Callable], ...] = tuple(ACTIVATIONS.items())
@@ -954,8 +965,8 @@ class Modules:
     adapted_kernel: Callable = adapted_kernel
     # The loss has coefficient * mean over the rows of each aux: config -> {name: coefficient}.
     losses: Callable[[T5Config], Mapping[str, float]] = lambda config: {}
-    # (config, input length, target length) -> FLOPs of a row's forward pass; None: T5's formula.
-    flops: Callable[[T5Config, int, int], float] | None = None
+    # (config, input length, target length) -> FLOPs of a row's forward pass.
+    flops: Callable[[T5Config, int, int], float] = flops
     source: bytes = dataclasses.field(default=b'', repr=False)  # of the user's file
 
 

@@ -4,16 +4,13 @@ In the last of every `sparse_step` layers a router chooses an expert, an MLP, fo
 returns by the expert's probability. An expert has places for some tokens of a group. A token that finds none
 left is dropped: the residual connection alone carries it. A loss keeps the load of the experts balanced.
 
-The letters are model.py's, and
-
-    n  groups of tokens    t  tokens of a group    S  places, those of expert 0 first
-    E  experts             e  those of this device
+The letters are model.py's, and t the tokens of this device, n groups of tokens, E experts, e those of this device
+with P places each, and S all places, expert after expert.
 
 Source: Fedus et al. 2022 (Switch Transformers) §2; flaxformer architectures/moe/{routing,moe_layers}.py.
 """
 
 import dataclasses
-import functools
 import math
 
 import haiku as hk
@@ -35,24 +32,14 @@ def option(default, **metadata):
 class Options:
     num_experts: int = option(8, range=(1, 1 << 16), axis='split_experts')
     sparse_step: int = option(2, range=(1, 1000), help='Layers per layer with experts.')
-    split_experts: str = option(
-        'model',
-        choices=('model', 'fsdp'),
-        help="Mesh axis of the experts. To 'fsdp' tokens travel.",
-    )
-    group_size: int = option(
-        0,
-        range=(0, 1 << 30),
-        help='Tokens of a group: rows of a device, or a part of a row; 0: a row.',
-    )
-    train_expert_capacity_factor: float = option(
-        1.25, range=(0.0, 1e6), help='Places of all experts for each token of a group.'
-    )
+    split_experts: str = option('model', choices=('model', 'fsdp'), help='A mesh axis.')
+    group_size: int = option(0, range=(0, 1 << 30), help='Most tokens of a group; 0: a row.')
+    train_expert_capacity_factor: float = option(1.25, range=(0.0, 1e6))
     eval_expert_capacity_factor: float = option(2.0, range=(0.0, 1e6))
-    min_expert_capacity: int = option(4, range=(1, 1 << 30), help='Least places of an expert.')
-    zero_padding: bool = option(True, help='Route padding as zeros, as T5X does; expert 0 gets it.')
-    expert_dropout_rate: float = option(-1.0, range=(-1, 0.99), help='-1: model.dropout_rate.')
-    aux_loss_factor: float = option(0.01, range=(0.0, 1e6), help='Weight of the load balance.')
+    min_expert_capacity: int = option(4, range=(1, 1 << 30), help='Least places for a group.')
+    zero_padding: bool = option(True, help='Padding goes to expert 0, as in T5X.')
+    expert_dropout_rate: float = option(-1.0, range=(-1.0, 0.99), help='-1: model.dropout_rate.')
+    aux_loss_factor: float = option(0.01, range=(0.0, 1e6), help='Of the load balance loss.')
     router_z_loss_factor: float = option(0.0, range=(0.0, 1e6))
 
 
@@ -65,184 +52,148 @@ class Mlp(model.Mlp):
         o = c.options
         if self.index % o.sparse_step != o.sparse_step - 1:
             return super().__call__(x_bTD, rows_b)
-        num_rows, length, _ = x_bTD.shape
         if x_bTD.size == 0:
             return x_bTD.astype(jnp.float32), {}
-        if mask_b1TT is None:
-            size = capacity = num_rows * length
-        else:
+        num_rows, length, _ = x_bTD.shape
+        size = capacity = num_rows * length
+        if mask_b1TT is not None:
+            # Groups are alike, parts of a row or rows, and as large as that and group_size allow.
+            size = max(x for x in range(1, (o.group_size or length) + 1) if length % x == 0)
+            if o.group_size > length:
+                size = length * math.gcd(num_rows, o.group_size // length)
+            factor = o.train_expert_capacity_factor
+            if rows_b is None:
+                factor = o.eval_expert_capacity_factor
+            capacity = max(round(factor * size / o.num_experts), o.min_expert_capacity)
             if o.zero_padding:
                 x_bTD = x_bTD * mask_b1TT.any(axis=(1, 3))[..., None]
-            size = tokens_of_group(o.group_size, num_rows, length)
-            is_training = rows_b is not None
-            factor = (
-                o.train_expert_capacity_factor if is_training else o.eval_expert_capacity_factor
-            )
-            capacity = max(round(factor * size / o.num_experts), o.min_expert_capacity)
 
-        # The router, in float32. A token has the place after the earlier tokens of its group and expert.
-        x_ntD = x_bTD.reshape(-1, size, c.emb_dim)
+        # The router, in float32.
         with hk.name_scope('router'), hk.name_scope('router_weights'):
-            shape = (c.emb_dim, o.num_experts)
             initializer = hk.initializers.RandomNormal(0.02)
-            router = model.Kernel(c, shape, initializer, 'float32', name='w')
-            logits_ntE = router('bTD,DE->bTE', x_ntD.astype(jnp.float32))
+            router = model.Kernel(c, (c.emb_dim, o.num_experts), initializer, 'float32', name='w')
+            logits_ntE = router('bTD,DE->bTE', x_bTD.astype(jnp.float32))
+        logits_ntE = logits_ntE.reshape(-1, size, o.num_experts)
         probs_ntE = jax.nn.softmax(logits_ntE)
         expert_nt = jnp.argmax(probs_ntE, axis=-1)
         prob_nt = jnp.take_along_axis(probs_ntE, expert_nt[..., None], axis=-1)[..., 0]
+
+        # A token has the place after those of the earlier tokens of its group with the same expert.
         is_chosen_ntE = jax.nn.one_hot(expert_nt, o.num_experts, dtype=jnp.int32)
         place_nt = (jnp.cumsum(is_chosen_ntE, axis=1) * is_chosen_ntE).sum(axis=-1) - 1
         is_kept_nt = place_nt < capacity
-        num_places = min(capacity, size)
-        place_nt = jnp.where(
-            is_kept_nt, expert_nt * num_places + place_nt, o.num_experts * num_places
-        )
-        y_ntD = self.pass_experts(x_ntD, place_nt, num_places, rows_b)
-        y_bTD = (y_ntD * prob_nt[..., None]).reshape(x_bTD.shape)
+        group_n1 = jnp.arange(len(place_nt))[:, None]
+        place_nt += (expert_nt * len(place_nt) + group_n1) * min(capacity, size)
+        num_places = len(place_nt) * min(capacity, size)
+        place_nt = jnp.where(is_kept_nt, place_nt, o.num_experts * num_places)
+        y_tD = self.pass_experts(x_bTD, place_nt.flatten(), num_places, rows_b)
+        y_bTD = (y_tD * prob_nt.reshape(-1, 1)).reshape(x_bTD.shape)
         if mask_b1TT is None:
             return y_bTD, {}
 
         # What the layer reports of each group, and so of each row.
         kept_n = is_kept_nt.mean(axis=1)
-        balance_n = o.num_experts * (is_chosen_ntE.mean(axis=1) * probs_ntE.mean(axis=1)).sum(
-            axis=-1
-        )
+        load_nE = is_chosen_ntE.mean(axis=1)
+        balance_n = o.num_experts * (load_nE * probs_ntE.mean(axis=1)).sum(axis=1)
         z_n = jnp.square(jax.nn.logsumexp(logits_ntE, axis=-1)).mean(axis=1)
-        probs_kept = jnp.stack([(prob_nt * is_kept_nt).mean(), kept_n.mean()])
-        for axis in partition.BATCH_AXES:
-            probs_kept = lax.psum(lax.stop_gradient(probs_kept), axis)
+        confidence = lax.stop_gradient(jnp.stack([(prob_nt * is_kept_nt).mean(), kept_n.mean()]))
+        confidence = lax.psum(lax.psum(confidence, 'data'), 'fsdp')
         aux = {
             'auxiliary_loss': o.aux_loss_factor * balance_n,
             'router_z_loss': o.router_z_loss_factor * z_n,
             'fraction_tokens_left_behind': 1 - kept_n,
             'expert_usage': kept_n * size / (o.num_experts * capacity),
-            'router_confidence': jnp.full_like(kept_n, probs_kept[0] / probs_kept[1]),
+            'router_confidence': jnp.full_like(kept_n, confidence[0] / confidence[1]),
         }
-        repeats = num_rows * length // len(kept_n)
-        for name, value_n in aux.items():
-            aux[name] = jnp.repeat(value_n, repeats).reshape(num_rows, length).mean(axis=1)
-        return y_bTD, {f'experts/{name}': value_b for name, value_b in aux.items()}
+        aux |= {f'load/{e}': load_nE[:, e] for e in range(min(o.num_experts, 32))}
+        of_rows = lambda x_n: jnp.repeat(x_n, size).reshape(num_rows, length).mean(axis=1)  # noqa: E731
+        return y_bTD, {f'experts/{name}': of_rows(x_n) for name, x_n in aux.items()}
 
     @hk.name_like('__call__')
-    def pass_experts(self, x_ntD, place_nt, num_places, rows_b):
-        """Return y_ntD, what the expert of each token returns for it; 0 where the place is beyond all.
-
-        Tokens are moved by their indices. Products with one-hot matrices take longer than the experts.
-        """
-        o = self.config.options
-        num_groups, size, _ = x_ntD.shape
-        token_nS = jnp.full((num_groups, o.num_experts * num_places), size)
-        groups_n1 = jnp.arange(num_groups)[:, None]
-        token_nS = token_nS.at[groups_n1, place_nt].set(jnp.arange(size)[None], mode='drop')
-        x_ntD = lax.pcast(x_ntD, 'model', to='varying')  # its gradient is a sum over 'model'
-        if o.split_experts == 'model':
-            token_nS = partition.own_slice(token_nS, 'model', dim=1)
-            place_nt = place_nt - lax.axis_index('model') * token_nS.shape[1]
-        take = functools.partial(jnp.take_along_axis, axis=1, mode='fill', fill_value=0)
-        x_nSD = take(x_ntD, token_nS[..., None])
-        rows_nS = None
-        if rows_b is not None:
-            rows_nt = jnp.repeat(rows_b, x_ntD[..., 0].size // len(rows_b)).reshape(place_nt.shape)
-            rows_nS = take(rows_nt, token_nS)
-        y_nSD = self.experts(x_nSD, rows_nS, num_places)
-        is_own_nt = (place_nt >= 0) & (place_nt < y_nSD.shape[1])
-        partial_ntD = take(y_nSD, jnp.where(is_own_nt, place_nt, y_nSD.shape[1])[..., None])
-        y_ntD = lax.psum(
-            partial_ntD, 'model'
-        )  # the sum over the split experts, or their split width
-        return checkpoint_name(y_ntD, 'sum')
-
-    @hk.name_like('__call__')
-    def experts(self, x_nSD, rows_nS, num_places):
-        """Return what each place's expert returns, [n, S, D]; where 'model' splits its width, a partial sum."""
+    def pass_experts(self, x_bTD, place_t, num_places, rows_b):
+        """Return y_tD, what its expert returns for each token; 0 where the place is beyond all."""
         c = self.config
         o = c.options
         is_on_fsdp = o.split_experts == 'fsdp'
-        num_experts = partition.split(o.num_experts, o.split_experts)
+        num_own = partition.split(o.num_experts, o.split_experts)
         width = partition.split(c.mlp_dim, 'model') if is_on_fsdp else c.mlp_dim
+        token_S = jnp.full(o.num_experts * num_places, len(place_t))
+        token_S = token_S.at[place_t].set(jnp.arange(len(place_t)), mode='drop')
+        if not is_on_fsdp:
+            token_S = partition.own_slice(token_S, 'model', dim=0)
+            place_t = place_t - lax.axis_index('model') * len(token_S)
 
-        def by_expert(x):  # and from the devices of 'fsdp' to that of the expert
-            x = x.reshape(len(x), -1, num_places, *x.shape[2:]).swapaxes(0, 1)
-            x = x.reshape(len(x), -1, *x.shape[3:])
-            return lax.all_to_all(x, 'fsdp', 0, 1, tiled=True) if is_on_fsdp else x
+        def to_experts(x_t):  # to the places, and over 'fsdp' to the devices of their experts
+            x_S = jnp.take(x_t, token_S, axis=0, mode='fill', fill_value=0)
+            x_eP = x_S.reshape(-1, num_places, *x_t.shape[1:])
+            return lax.all_to_all(x_eP, 'fsdp', 0, 1, tiled=True) if is_on_fsdp else x_eP
 
         def kernels(name, *shape):
+            std = math.sqrt(0.1 / shape[0])
+            init = lambda shape, _: std * jax.random.normal(hk.next_rng_key(), shape)  # noqa: E731
             with hk.name_scope(name):
-                initializer = hk.initializers.RandomNormal(math.sqrt(0.1 / shape[0]))
-                init = lambda shape, _: initializer(shape, jnp.float32)  # noqa: E731
-                found = hk.get_parameter('kernel', (num_experts, *shape), c.dtype, init)
-            return found.astype(c.dtype)
+                return hk.get_parameter('kernel', (num_own, *shape), c.dtype, init).astype(c.dtype)
 
-        x_eSD = by_expert(x_nSD)
+        x_bTD = lax.pcast(x_bTD, 'model', to='varying')  # its gradient is a sum over 'model'
+        x_ePD = to_experts(x_bTD.reshape(-1, c.emb_dim))
         gates = []
         with hk.name_scope('expert'):
             for i, activation in enumerate(c.mlp_activations):
                 name = 'wi' if len(c.mlp_activations) == 1 else f'wi_{i}'
                 wi_eDf = kernels(name, c.emb_dim, width)
-                x_eSf = checkpoint_name(jnp.einsum('eSD,eDf->eSf', x_eSD, wi_eDf), 'projection')
-                gates.append(dict(c.modules.activations)[activation](x_eSf))
+                x_ePf = checkpoint_name(jnp.einsum('ePD,eDf->ePf', x_ePD, wi_eDf), 'projection')
+                gates.append(dict(c.modules.activations)[activation](x_ePf))
             wo_efD = kernels('wo', width, c.emb_dim)
-        hidden_eSf = math.prod(gates)
-        if rows_nS is not None:
-            # A row has one mask for each expert, as it has one for T5's MLP.
-            first = lax.axis_index(o.split_experts) * num_experts
-            keys_eS = by_expert(rows_nS) * o.num_experts + first + jnp.arange(num_experts)[:, None]
+        hidden_ePf = math.prod(gates)
+        if rows_b is not None:  # a row has a mask for each expert, as it has one for T5's MLP
+            own_e = lax.axis_index(o.split_experts) * num_own + jnp.arange(num_own)
+            rows_t = jnp.repeat(rows_b, x_bTD.shape[1])
+            rows_eP = to_experts(rows_t) * o.num_experts + own_e[:, None]
             rate = c.dropout_rate if o.expert_dropout_rate < 0 else o.expert_dropout_rate
-            hidden_sf = hidden_eSf.reshape(-1, width)
-            split_dim = 1 if is_on_fsdp else None
-            hidden_sf = model.dropout(hidden_sf, rate, keys_eS.flatten(), (c.mlp_dim,), split_dim)
-            hidden_eSf = hidden_sf.reshape(hidden_eSf.shape)
-        y_eSD = jnp.einsum('eSf,efD->eSD', hidden_eSf, wo_efD)
+            args = (rate, rows_eP.flatten(), (c.mlp_dim,), 1 if is_on_fsdp else None)
+            hidden_ePf = model.dropout(hidden_ePf.reshape(-1, width), *args).reshape(x_ePf.shape)
+        y_ePD = jnp.einsum('ePf,efD->ePD', hidden_ePf, wo_efD)
         if is_on_fsdp:
-            y_eSD = lax.all_to_all(y_eSD, 'fsdp', 1, 0, tiled=True)
-        y_enCD = y_eSD.reshape(len(y_eSD), len(x_nSD), num_places, c.emb_dim)
-        return y_enCD.swapaxes(0, 1).reshape(x_nSD.shape)
+            y_ePD = lax.all_to_all(y_ePD, 'fsdp', 1, 0, tiled=True)
+        y_SD = y_ePD.reshape(-1, c.emb_dim)
+        place_t = jnp.where(place_t >= 0, place_t, len(y_SD))
+        partial_tD = jnp.take(y_SD, place_t, axis=0, mode='fill', fill_value=0)
+        y_tD = lax.psum(partial_tD, 'model')  # the sum over split experts, or their split width
+        return checkpoint_name(y_tD, 'sum')
 
 
-def tokens_of_group(group_size, num_rows, length):
-    """Return the largest size up to `group_size` of groups that are alike: rows, or parts of a row."""
-    if group_size > length:
-        return length * math.gcd(num_rows, group_size // length)
-    sizes = range(1, (group_size or length) + 1)
-    return max(size for size in sizes if length % size == 0)
-
-
-def feed_forward(c, index, x_bTD, rows_b, mask_b1TT):
-    """Return what model.feed_forward does. The MLP gets the mask."""
-    y_bTD = c.modules.norm(c, name='pre_mlp_layer_norm')(x_bTD)
-    y_bTD, aux = c.modules.mlp(c, index, name='mlp')(y_bTD, rows_b, mask_b1TT)
-    return x_bTD + model.dropout(y_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim)), aux
+def flops(c, S, T):
+    """Return the FLOPs of a row's forward pass: T5's, since a token passes one expert, and the router's."""
+    num_routed = (S * c.num_encoder_layers + T * c.num_decoder_layers) // c.options.sparse_step
+    return model.flops(c, S, T) + 2 * num_routed * c.emb_dim * c.options.num_experts
 
 
 def modules(default):
     """Return the parts of Switch Transformer; its initial values have a tenth of T5's variance."""
-    tenth = functools.partial(hk.initializers.VarianceScaling, 0.1)
-    is_on_fsdp = lambda c: c.options.split_experts == 'fsdp'  # noqa: E731
-    specs = (
-        *default.specs,
-        (r'.+/mlp/router/router_weights/w/kernel', P(None, None)),  # [embed, experts]
-        (  # [experts, embed, mlp]
-            r'.+/mlp/expert/wi(_\d)?/kernel',
-            lambda c: P('fsdp', None, 'model') if is_on_fsdp(c) else P('model', 'fsdp', None),
-        ),
-        (  # [experts, mlp, embed]
-            r'.+/mlp/expert/wo/kernel',
-            lambda c: P('fsdp', 'model', None) if is_on_fsdp(c) else P('model', None, 'fsdp'),
-        ),
-    )
+    scaling = hk.initializers.VarianceScaling
+
+    def on(model_spec, fsdp_spec):
+        return lambda c: fsdp_spec if c.options.split_experts == 'fsdp' else model_spec
+
     return dataclasses.replace(
         default,
         mlp=Mlp,
-        feed_forward=feed_forward,
+        apply_mlp=lambda mlp, *args: mlp(*args),
         initializers=model.Initializers(
-            attention=tenth('fan_in', 'normal'),
-            mlp=tenth('fan_in', 'truncated_normal'),
-            logits=tenth('fan_in', 'truncated_normal'),
-            relpos_bias=tenth('fan_avg', 'uniform'),
+            attention=scaling(0.1, 'fan_in', 'normal'),
+            mlp=scaling(0.1, 'fan_in', 'truncated_normal'),
+            logits=scaling(0.1, 'fan_in', 'truncated_normal'),
+            relpos_bias=scaling(0.1, 'fan_avg', 'uniform'),
         ),
-        specs=specs,
-        split_in_use=lambda c: r'.+/mlp/expert/.+' if is_on_fsdp(c) else '',
+        specs=(
+            *default.specs,  # and [embed, experts], [experts, embed, mlp], [experts, mlp, embed]
+            (r'.+/router/router_weights/w/kernel', P(None, None)),
+            (r'.+/expert/wi(_\d)?/kernel', on(P('model', 'fsdp', None), P('fsdp', None, 'model'))),
+            (r'.+/expert/wo/kernel', on(P('model', None, 'fsdp'), P('fsdp', 'model', None))),
+        ),
+        split_in_use=on('', r'.+/mlp/expert/.+'),
         period=lambda c: c.options.sparse_step,
         changes_dtype=True,
         losses=lambda c: {'experts/auxiliary_loss': 1.0, 'experts/router_z_loss': 1.0},
+        flops=flops,
     )

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import kernels
+import model
 import partition
 import train
 from modes import plan_decoding, process
@@ -108,7 +109,7 @@ def lines_of(config: Any, spec: train.StepSpec, devices: list) -> Iterator[str]:
 
     # What it computes and sends.
     flops, formula = flops_of_step(spec)
-    whose = "T5's" if spec.model_config.modules.flops is None else "the model's"
+    whose = "T5's" if spec.model_config.modules.flops is model.flops else "the model's"
     yield f'FLOPs of a step by {whose} formula: {flops:.4g} = {formula}'
     try:
         program = step.as_text() or ''
@@ -211,28 +212,18 @@ def flops_of_step(spec: train.StepSpec) -> tuple[float, str]:
     B = spec.batch_size
     S = spec.feature_lengths['encoder_input_tokens']
     T = spec.feature_lengths['decoder_target_tokens']
-    if c.modules.flops is not None:
-        formula = f'3B flops(config, S, T) of {c.module}, {B=}, {S=}, {T=}'
-        return 3 * B * c.modules.flops(c, S, T), formula
-    d = c.emb_dim
-    a = c.num_heads * c.head_dim
-    f = c.mlp_dim
-    V = c.vocab_size
-    g = len(c.mlp_activations) + 1  # matrices of an MLP
-    encoder = c.num_encoder_layers * (2 * S * (4 * d * a + g * d * f) + 4 * S * S * a)
-    decoder = c.num_decoder_layers * (
-        2 * T * (4 * d * a + g * d * f)
-        + 4 * T * T * a
-        + 4 * T * d * a
-        + 4 * S * d * a
-        + 4 * T * S * a
-    )
-    head = 2 * T * d * V
-    formula = (
-        f'3B({c.num_encoder_layers}(2S(4da + {g}df) + 4SSa) + {c.num_decoder_layers}(2T(4da + {g}df) + 4TTa '
-        f'+ 4Tda + 4Sda + 4TSa) + 2TdV), {B=}, {S=}, {T=}, {d=}, {a=}, {f=}, {V=}'
-    )
-    return 3 * B * (encoder + decoder + head), formula
+    formula = f'3B flops(config, S, T) of {c.module}, {B=}, {S=}, {T=}'
+    if c.modules.flops is model.flops:
+        d = c.emb_dim
+        a = c.num_heads * c.head_dim
+        f = c.mlp_dim
+        V = c.vocab_size
+        g = len(c.mlp_activations) + 1  # matrices of an MLP
+        formula = (
+            f'3B({c.num_encoder_layers}(2S(4da + {g}df) + 4SSa) + {c.num_decoder_layers}(2T(4da + {g}df) + 4TTa '
+            f'+ 4Tda + 4Sda + 4TSa) + 2TdV), {B=}, {S=}, {T=}, {d=}, {a=}, {f=}, {V=}'
+        )
+    return 3 * B * c.modules.flops(c, S, T), formula
 
 
 def least_traffic(spec: train.StepSpec) -> Traffic:
