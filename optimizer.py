@@ -41,26 +41,24 @@ def make_optimizer(config: ConfigDict, learning_rate: Callable) -> optax.Gradien
 def adafactor(config: ConfigDict, learning_rate: Callable) -> optax.GradientTransformation:
     """Return `optax.adafactor` with the sums of this file. A hyper-parameter of 0 turns its part off.
 
-    It goes from parameter to parameter, so that JAX traces it once for each shape, and where one has three
-    dimensions, from matrix to matrix of it, each factored.
+    It goes from parameter to parameter, so that JAX traces it once for each shape, and through the kernels of
+    experts, [experts, rows, columns], from matrix to matrix. T5X's trainer multiplies the gradients of these by the
+    number of experts, which its slots show (t5x/contrib/moe).
     """
+    init_one = jax.jit(optax.scale_by_factored_rms(config.factored).init)
 
-    @jax.jit
-    def init_one(param):
-        if param.ndim < 3:
-            return optax.scale_by_factored_rms(config.factored).init(param)
-        of_matrices = optax.scale_by_factored_rms(config.factored, min_dim_size_to_factor=1)
-        count, *slots = of_matrices.init(param[0])
-        sizes = [param.shape[:1] * (x.size > 1) for x in slots]
-        slots = [jnp.zeros((*size, *x.shape)) for size, x in zip(sizes, slots, strict=True)]
-        return optax.FactoredState(count, *slots)
+    def init_experts(param):
+        of_matrix = optax.scale_by_factored_rms(config.factored, min_dim_size_to_factor=1)
+        zeros = of_matrix.init(param[0])
+        # Each has its own, but for the count and for the [1] zeros of a slot without use.
+        return jax.tree.map(lambda x: jnp.stack([x] * len(param)) if x.size > 1 else x, zeros)
+
+    def update_experts(grad, state, param):
+        axes = jax.tree.map(lambda x: 0 if x.ndim > 1 else None, state)
+        return jax.vmap(update_one, (0, axes, 0), (0, axes))(grad * len(grad), state, param)
 
     @jax.jit
     def update_one(grad, state, param):
-        if grad.ndim == 3:
-            grad = grad * len(grad)  # of experts; T5X contrib/moe/trainer.py, for its slots
-            axes = jax.tree.map(lambda x: 0 if x.ndim > 1 else None, state)
-            return jax.vmap(update_one, (0, axes, 0), (0, axes))(grad, state, param)
         update, state = scale_by_rms(config, grad, state)
         if config.clipping_threshold:
             rms = norm(update) / math.sqrt(update.size)
@@ -75,7 +73,11 @@ def adafactor(config: ConfigDict, learning_rate: Callable) -> optax.GradientTran
         return optax.FactoredState(counts[0], *[dict(zip(states, x, strict=True)) for x in slots])
 
     def init(params):
-        return join({path: init_one(x) for path, x in params.items()})
+        states = {}
+        for path, param in params.items():
+            init_path = init_experts if is_of_experts(path) else init_one
+            states[path] = init_path(param)
+        return join(states)
 
     def update(grads, state, params):
         count, *slots = state
@@ -83,7 +85,8 @@ def adafactor(config: ConfigDict, learning_rate: Callable) -> optax.GradientTran
         states = {}
         for path, grad in grads.items():
             own = optax.FactoredState(count, *[slot[path] for slot in slots])
-            updates[path], states[path] = update_one(grad, own, params[path])
+            update_path = update_experts if is_of_experts(path) else update_one
+            updates[path], states[path] = update_path(grad, own, params[path])
         return updates, join(states)
 
     chain = [
@@ -95,6 +98,11 @@ def adafactor(config: ConfigDict, learning_rate: Callable) -> optax.GradientTran
     if config.weight_decay_rate:
         chain.append(optax.add_decayed_weights(config.weight_decay_rate))
     return optax.chain(*chain, optax.scale(-1))
+
+
+def is_of_experts(path: str) -> bool:
+    """Return whether a parameter has a matrix for each expert."""
+    return 'expert' in path.split('/')
 
 
 def scale_by_rms(

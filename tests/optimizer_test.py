@@ -135,6 +135,28 @@ def test_adafactor_is_that_of_optax(settings):
         np.testing.assert_allclose(*norms, rtol=1e-6)
 
 
+@pytest.mark.parametrize('factored', [True, False])
+def test_experts_one_by_one(factored):
+    """As each matrix alone, of E times the gradient, and factored however small they are."""
+    config = optimizer_config(factored=factored)
+    rng = np.random.default_rng(0)
+    path = 'encoder/layers_1/mlp/expert/wi/kernel'
+    param = jnp.asarray(rng.normal(size=(3, 4, 6)), jnp.float32)
+    grad = jnp.asarray(rng.normal(size=(3, 4, 6)), jnp.float32)
+    ours = optimizer.adafactor(config, 0.05)
+    updates, state = ours.update({path: grad}, ours.init({path: param}), {path: param})
+    tree = state_names.to_t5x(0, {path: param}, state)
+    alone = optax.adafactor(0.05, min_dim_size_to_factor=1, factored=factored)
+    for expert in range(3):
+        matrix = {path: param[expert]}
+        expected, slots = alone.update({path: 3 * grad[expert]}, alone.init(matrix), matrix)
+        assert_close(updates[path][expert], expected[path], 1e-6)
+        slots = state_names.to_t5x(0, matrix, slots)
+        for name in ('v_row', 'v_col') if factored else ('v',):
+            slot = f'state/param_states/{path}/{name}'
+            assert_close(tree[slot][expert], slots[slot], 1e-6)
+
+
 @pytest.mark.parametrize(
     'clip, v_row, v_col', [(0.0, 0.9574349, 0.6169143), (1.0, 0.478811, 0.13829)]
 )
