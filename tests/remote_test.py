@@ -23,6 +23,7 @@ import paths
 import sources.deal
 import sources.files
 import sources.open
+from run import buckets
 from sources import cache as task_cache
 from sources import tfrecord
 
@@ -347,8 +348,8 @@ def in_memory(monkeypatch):
         return cat_file(name, start, end)
 
     monkeypatch.setattr(client, 'cat_file', record)
-    monkeypatch.setattr(paths, 'client_of', lambda name: client)
-    monkeypatch.setitem(paths.STORES, 'memory', paths.Store('', '', '', checksum=''))
+    monkeypatch.setattr(buckets, 'client_of', lambda name: client)
+    monkeypatch.setitem(buckets.STORES, 'memory', buckets.Store('', '', '', checksum=''))
     yield client, fetched
     client.store.clear()
 
@@ -388,7 +389,7 @@ def test_a_file_that_shrinks_or_goes_away(in_memory):
 @pytest.mark.parametrize('scheme, extra', [('gs', 'gcs'), ('s3', 's3')])
 def test_a_client_that_is_not_installed_is_named_with_its_remedy(scheme, extra, monkeypatch):
     monkeypatch.setattr(os, 'environ', dict(os.environ))
-    monkeypatch.setitem(sys.modules, paths.STORES[scheme].module, None)
+    monkeypatch.setitem(sys.modules, buckets.STORES[scheme].module, None)
     with pytest.raises(ValueError) as error:
         infer.load(f'{scheme}://bucket/x')
     with pytest.raises(ValueError, match='data.files: .*://bucket/x.txt needs .*: pip install'):
