@@ -32,7 +32,7 @@ from configs import check
 from decode import Decoding
 from model import T5Config
 from paths import AnyPath
-from vocabulary import EOS_ID, Vocabulary, find_vocabulary
+from vocabulary import EOS_ID, Vocabulary
 
 # T5X's features, int32 [batch, length].
 SEQUENCES = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
@@ -79,6 +79,7 @@ def load(
     Raises ValueError if `path` is not a supported checkpoint or an argument does not match it.
     """
     import formats.open  # late: a model that a program makes needs no format
+    import formats.vocabulary
 
     dtype = getattr(dtype, '__name__', getattr(dtype, 'name', dtype))  # such as jnp.bfloat16
     check.check_allowed('dtype', dtype, 'float32', None, check.declared()['restore.dtype'].choices)
@@ -92,7 +93,7 @@ def load(
         )
     opened = formats.open.open_model(path, config, str(step), part)
     model.check_mesh(opened.config, mesh)
-    found = find_vocabulary(opened.directory, vocabulary)
+    found = formats.vocabulary.find_vocabulary(opened.directory, vocabulary)
     specs = partition.gathered(model.param_specs(opened.config))
     shardings = {f'target/{name}': x for name, x in partition.shardings(mesh, specs).items()}
     leaves = {name: leaf for name, leaf in opened.leaves.items() if name in shardings}

@@ -23,9 +23,9 @@ from checkpoint import Leaf
 from configs import base
 from configs.check import read_stored
 from formats import best, hugging_face, mesh_tf, own_model, t5x
+from formats.vocabulary import folders_of
 from messages import first_ten
 from model import T5Config
-from vocabulary import folders_of
 
 # What a checkpoint is opened for: a model that decodes, its encoder alone, or whatever it holds.
 PARTS = ('whole', 'encoder', '')

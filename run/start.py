@@ -15,18 +15,17 @@ import model
 import paths
 from configs import check as settings
 from formats import own_model, t5x
-from messages import first_ten
-from model import T5Config
-from run import checks, verify
-from vocabulary import (
-    ByteVocabulary,
-    changed_id,
+from formats.vocabulary import (
     check_tokens,
     find_vocabulary,
     named_vocabulary,
     own_vocabulary,
     stored_data,
 )
+from messages import first_ten
+from model import T5Config
+from run import checks, verify
+from vocabulary import ByteVocabulary, changed_id
 
 
 class Wanted(NamedTuple):

@@ -58,7 +58,7 @@ import corpora
 import sources.deal
 import sources.files
 import sources.open
-import vocabulary
+from formats.vocabulary import named_vocabulary
 
 sources.deal.MAX_BLOCK_BYTES = 1 << 14
 sources.deal.MIN_BLOCKS = 32  # a corpus of half a megabyte has blocks of that size
@@ -66,7 +66,7 @@ sources.files.SEQUENTIAL_READ_AHEAD = 1 << 16
 for names in json.loads(sys.argv[1]):
     try:
         if names['files'].endswith('.model'):
-            print(json.dumps(vocabulary.named_vocabulary('data.vocabulary', names['files'], 100).hash))
+            print(json.dumps(named_vocabulary('data.vocabulary', names['files'], 100).hash))
             continue
         source = sources.open.open_source(corpora.make_config(validation_fraction=0.0, **names))
         documents = corpora.epoch_documents(source, splits=['train'])
