@@ -652,17 +652,6 @@ def shapes(tree: Mapping) -> Shapes:
     return {path: tuple(np.shape(leaf)) for path, leaf in tree.items()}
 
 
-def compare(expected: Shapes, found: Shapes) -> None:
-    """Raise ValueError unless a checkpoint's shapes, `found`, are the model's, `expected`."""
-    differences = []
-    for path in sorted(expected | found, key=lambda path: (not is_parameter(path), path)):
-        shape = found.get(path, 'missing')
-        if shape != expected.get(path, 'there'):
-            differences.append(f'{path} is {shape}, not {expected.get(path, "there")}')
-    if differences:
-        raise ValueError(f'checkpoint of another model: {first_ten(differences, separator="; ")}')
-
-
 def flatten(tree: Mapping, prefix: str = '') -> dict:
     """Return {'a/b': leaf} of nested dicts."""
     flat: dict = {}

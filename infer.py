@@ -222,8 +222,10 @@ class T5:
         divided by T5X's brevity penalty, ((5 + length) / 6)^`alpha`. `prompts` has a text, ids or None for each input.
         """
         for name, value in unknown.items():
+            from formats.hugging_face import ARGUMENTS_OF_GENERATE
+
             known = [field.name for field in dataclasses.fields(Decoding)]
-            remedy = OTHER_NAMES.get(name, f'use {", ".join(known)}, prompts or trim')
+            remedy = ARGUMENTS_OF_GENERATE.get(name, f'use {", ".join(known)}, prompts or trim')
             raise ValueError(f'{name}={_shortened(value)} is not an argument of generate: {remedy}')
         self._check_decoder()
         temperatures = np.ravel(_to_array(temperature))
@@ -595,17 +597,6 @@ def decoding_step(
 
 
 NUMBERS = ('max_length', 'beam_size', 'alpha', 'top_k', 'top_p', 'seed', 'num_return')
-# Hugging Face's names of arguments of `T5.generate`.
-OTHER_NAMES = {
-    'num_beams': 'use beam_size',
-    'do_sample': 'use temperature, which draws tokens if it is above 0',
-    'max_new_tokens': 'use max_length, the tokens of an answer, EOS included',
-    'num_return_sequences': 'use num_return',
-    'length_penalty': (
-        'use alpha: as in T5X, scores are divided by ((5 + length) / 6)^alpha, where Hugging Face divides by '
-        'length^length_penalty'
-    ),
-}
 
 
 def decoding_of(settings: ConfigDict) -> Decoding:

@@ -1,12 +1,12 @@
 """Paths that a user gives, on a disk or in a bucket (gs://, s3://): names, safe reading, atomic writing.
 
-Every flag, setting and argument that takes a path goes through `to_path`, `disk_path` or `matching_files` once.
+Every flag, setting and argument that takes a path goes through `to_path` or `disk_path` once, but for the globs of
+sources/files.py.
 Imports nothing of ours but, for a path in a bucket, run/buckets.py.
 """
 
 import contextlib
 import errno
-import glob
 import io
 import json
 import os
@@ -81,31 +81,6 @@ def disk_path(name: str | os.PathLike) -> Path:
     except OSError as error:
         raise ValueError(f'{text} cannot be opened ({error.strerror}): correct it') from error
     return path
-
-
-def matching_files(name: str) -> dict[str, FileStatus]:
-    """Return the files of a path or a glob: absolute paths, or URLs. Raises ValueError if there is none."""
-    files = {}
-    if is_in_bucket(name):
-        from run import buckets
-
-        files = buckets.matching_files(name)
-    else:
-        path = disk_path(name)
-        # The part of a path that exists is taken literally, so that [1] in its name is no glob.
-        literal = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
-        pattern = os.path.join(glob.escape(str(literal)), *path.relative_to(literal).parts)
-        for match in glob.glob(pattern, recursive=True):  # ** is any number of folders
-            file = disk_path(match)
-            if file.is_file():
-                files[match] = status_of(match)
-            elif not file.is_dir():
-                raise ValueError(f'{match} is a link to nothing, or no regular file: restore it')
-    if not files:
-        raise ValueError(
-            f'{name!r} matches no file: correct it; for all files of a folder, FOLDER/*'
-        )
-    return files
 
 
 def is_in_bucket(name: str) -> bool:

@@ -161,15 +161,5 @@ def sentinel_ids_of(pieces: Sequence[str]) -> NDArray:
     return np.array([i for _, i in found], np.int32)
 
 
-def changed_id(old: Vocabulary, new: Vocabulary) -> str:
-    """Return which id of `old` is another token in `new`, '' if all tokens of `old` keep their ids."""
-    new_names = new.names
-    for i, name in enumerate(old.names):
-        new_name = new_names[i] if i < len(new_names) else None
-        if name != new_name:
-            return f'id {i} is {new_name!r} instead of {name!r}'
-    return ''
-
-
 def before_eos(ids: Iterable[int]) -> Iterator[int]:
     return itertools.takewhile(lambda i: i != EOS_ID, map(int, ids))

@@ -120,6 +120,16 @@ def stored_data(folder: AnyPath, extra_ids: int = DEFAULT_EXTRA_IDS) -> dict:
     return defaults | settings.read_stored(folder).get('data', {})
 
 
+def changed_id(old: Vocabulary, new: Vocabulary) -> str:
+    """Return which id of `old` is another token in `new`, '' if all tokens of `old` keep their ids."""
+    new_names = new.names
+    for i, name in enumerate(old.names):
+        new_name = new_names[i] if i < len(new_names) else None
+        if name != new_name:
+            return f'id {i} is {new_name!r} instead of {name!r}'
+    return ''
+
+
 # Tokens that transformers has added to a vocabulary.
 
 

@@ -7,8 +7,8 @@ from ml_collections import ConfigDict
 import checkpoint
 import paths
 from configs import base, check
-from formats.vocabulary import check_tokens, named_vocabulary, own_vocabulary
-from vocabulary import Vocabulary, changed_id
+from formats.vocabulary import changed_id, check_tokens, named_vocabulary, own_vocabulary
+from vocabulary import Vocabulary
 
 RUN_SETTINGS = ('model.', 'data.', 'decode.', 'infer_eval.')  # that a run's checkpoint is used with
 

@@ -16,6 +16,7 @@ import paths
 from configs import check as settings
 from formats import own_model, t5x
 from formats.vocabulary import (
+    changed_id,
     check_tokens,
     find_vocabulary,
     named_vocabulary,
@@ -25,7 +26,7 @@ from formats.vocabulary import (
 from messages import first_ten
 from model import T5Config
 from run import checks, verify
-from vocabulary import ByteVocabulary, changed_id
+from vocabulary import ByteVocabulary
 
 
 class Wanted(NamedTuple):
@@ -289,5 +290,5 @@ def choose(
     if not strict:
         found = {path: leaf for path, leaf in found.items() if path in known}
         known = {path: known[path] for path in found}
-    checkpoint.compare(known, checkpoint.shapes(found))
+    formats.open.compare(known, checkpoint.shapes(found))
     return found

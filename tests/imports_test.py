@@ -13,7 +13,7 @@ PACKAGES = ('configs', 'families', 'formats', 'modes', 'run', 'sources', 't5_in_
 # From the bottom to the top: a module imports from rows above its own row, or from its own package.
 LAYERS = (
     {'paths', 'kernels', 'randomness', 'messages'},
-    {'partition', 'user_code', 'configs'},
+    {'partition', 'user_code', 'configs', 'run.buckets'},
     {'decode'},
     {'model', 'loss', 'optimizer', 'state_names', 'checkpoint', 'vocabulary'},
     {'data', 'sources', 'families'},

@@ -650,3 +650,13 @@ def test_an_average_belongs_to_its_parameter():
     tree = {'target/a/b': 1, 'state/param_states/a/b/ema_params': 2, 'state/param_states/a/b/v': 3}
     expected = {'state/param_states/a/b/ema_params': 'target/a/b'}
     assert t5x.average_paths(tree | {'state/param_states/c/ema_params': 4}) == expected
+
+
+def test_compare():
+    model = {'target/a': (2, 3), 'target/b': (4,), 'target/c': ()}
+    formats.open.compare(model, dict(reversed(model.items())))
+    with pytest.raises(ValueError, match='target/a .*target/c .*target/d '):
+        formats.open.compare(model, {'target/a': (3, 2), 'target/b': (4,), 'target/d': (1,)})
+    with pytest.raises(ValueError, match='and 20 more') as error:
+        formats.open.compare({f'target/{i}': () for i in range(30)}, {})
+    assert str(error.value).count('target/') == 10
