@@ -280,7 +280,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
                 training,
                 validation,
                 planned.num_microbatches,
-                report=terminal.line,
+                report=terminal.validation_losses,
             ),
             *(TaskMetrics(task, spec.model_config, t5, folder, terminal) for task in read_tasks),
         ]

@@ -46,6 +46,18 @@ class Console:
         width = shutil.get_terminal_size().columns - 1  # a line that wraps cannot be overwritten
         self._print(f'\r{text[:width]}\x1b[K')
 
+    def validation_losses(self, begin: str, values: Mapping[str, float]) -> None:
+        """Print the values of an evaluate.Evaluation; `begin`: the step and, of several tasks, the task."""
+        own = values['nats_per_text_token']
+        baseline = values['unigram_nats_per_text_token']
+        side = 'below' if own < baseline else 'ABOVE'
+        self.line(
+            f'{begin}: validation loss {own:.3f} nats per text token, '
+            f'{abs(baseline - own):.3f} {side} the unigram baseline of {baseline:.3f} '
+            f'(all target tokens: {values["nats_per_target_token"]:.3f}, '
+            f'baseline {values["unigram_nats_per_target_token"]:.3f})'
+        )
+
     def is_due(self) -> bool:
         """Return whether the last output is more than `seconds_between_lines` ago."""
         return time.monotonic() - self._last_line > self.seconds_between_lines

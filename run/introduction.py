@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import tasks.open
+from messages import first_ten
 from model import T5Config
 from sources.open import find_cache
 from stream import OpenMixture, Stream
@@ -39,12 +40,16 @@ def introduction(
     of_them = ''
     if num_trained < num_parameters:
         of_them = f' ({num_trained:,} of them trained)'
+    description = mixture.tasks[0].source.description
+    if not mixture.is_single:
+        rates = [f'{task.name} {task.rate:.3g}' for task in mixture.tasks]
+        description = f'mixture of {len(rates)} tasks: {first_ten(rates)}'
     platform = mesh.devices.flat[0].platform
     vocabulary_size = validation.vocabulary.size
     lines += [
         f'T5 with {num_parameters:,} parameters{of_them} in {model_config.dtype} on {mesh.size} {platform} device(s), '
         f'{dict(mesh.shape)}.',
-        f'Text: {mixture.description}; vocabulary: {vocabulary_size:,} pieces.',
+        f'Text: {description}; vocabulary: {vocabulary_size:,} pieces.',
     ]
     if model_config.module:
         lines.append(f'The model is model.py as {model_config.module} changes it.')
