@@ -77,21 +77,14 @@ class LazyArray(Protocol):
         ...
 
 
-Array = NDArray | jax.Array
 Leaf = NDArray | jax.Array | LazyArray  # of a flat tree
+IN_MEMORY = (np.ndarray, np.generic, jax.Array)  # a leaf of another type is a LazyArray
 T = TypeVar('T')
 
 
-def is_lazy(leaf: Leaf) -> bool:
-    """Return whether a leaf of a flat tree is a LazyArray, not an array of numpy or JAX."""
-    return not isinstance(leaf, np.ndarray | np.generic | jax.Array)
-
-
-def read_leaf(leaf: Leaf) -> Array:
+def read_leaf(leaf: Leaf) -> NDArray | jax.Array:
     """Return a leaf of a flat tree as an array, which reads a LazyArray."""
-    if isinstance(leaf, np.ndarray | np.generic | jax.Array):
-        return leaf
-    return leaf.read()
+    return leaf if isinstance(leaf, IN_MEMORY) else leaf.read()
 
 
 class Checksum(NamedTuple):
@@ -152,10 +145,11 @@ class Saver:
         shards = list(self._pool.map(_copy_shards, leaves, specs.values()))
         write = functools.partial(_write_array, tmp)
         written: Iterator[dict[str, Checksum]]
-        if any(is_lazy(leaf) for leaf in leaves):  # one after another in `_commit`: less memory
-            written = map(write, specs.values(), shards)
-        else:  # all are queued now; an interpreter that exits drains the queue first
+        if all(isinstance(leaf, IN_MEMORY) for leaf in leaves):
+            # All are queued now; an interpreter that exits drains the queue first.
             written = self._pool.map(write, specs.values(), shards)
+        else:  # one after another in `_commit`, which takes less memory
+            written = map(write, specs.values(), shards)
         self._saving = self._pool.submit(self._commit, step, tmp, written, files, packed)
 
     def check(self) -> None:
@@ -269,54 +263,41 @@ def save(
 
 
 def _make_index(tree: Mapping[str, Leaf], dtype: str) -> dict:
-    """Return {path: packed array or spec} of a flat tree, sorted; parameters have `dtype` if it is given."""
+    """Return {path: packed array or spec} of a flat tree, sorted; parameters have `dtype` if it is given.
+
+    As in T5X, an array without logical axes is packed into the index: the step, placeholders of shape [1], and the
+    vectors of Adafactor's factored second moments. Any other one has the spec that TensorStore needs.
+    """
     index: dict = {}
     for path in sorted(tree):
         leaf = tree[path]
-        if _is_packed(path, tree):
+        shape = np.shape(leaf)
+        owner, _, _ = path.removeprefix(SLOT_PREFIX).rpartition('/')
+        is_factor = len(shape) == 1 and np.shape(tree.get(PARAMETER_PREFIX + owner, leaf)) != shape
+        if not is_parameter(path) and (shape in ((), (1,)) or is_factor):
             array = read_leaf(leaf)
             if isinstance(array, jax.Array):  # it may be split over processes
                 array = multihost_utils.process_allgather(array, tiled=True)
             content = (array.shape, array.dtype.name, np.asarray(array).tobytes())
             index[path] = msgpack.ExtType(1, msgpack.packb(content))  # as Flax packs an array
-        else:
-            saved_dtype = dtype if dtype and is_parameter(path) else leaf.dtype.name
-            index[path] = _make_spec(path, leaf, saved_dtype)
+            continue
+        saved_dtype = dtype if dtype and is_parameter(path) else leaf.dtype.name
+        shard_shape = shape
+        if isinstance(leaf, jax.Array):  # a shard is whole chunks: no two processes share a file
+            shard_shape = leaf.sharding.shard_shape(shape)
+        max_elements = CHUNK_BYTES // ts.dtype(saved_dtype).numpy_dtype.itemsize
+        index[path] = {
+            'driver': 'zarr',
+            'dtype': saved_dtype,
+            'kvstore': {'driver': 'file', 'path': path.replace('/', '.') + '/'},
+            'metadata': {
+                'chunks': list(chunk_shape(shard_shape, max_elements)),
+                # Differs from T5X: not gzipped, which T5X restores as well and is several times faster.
+                'compressor': None,
+                'shape': list(shape),
+            },
+        }
     return index
-
-
-def _is_packed(path: str, tree: Mapping[str, Leaf]) -> bool:
-    """Return whether T5X has this array in its index, because it gives it no logical axes.
-
-    These are the step, placeholders of shape [1], and the vectors of Adafactor's factored second moments.
-    """
-    if is_parameter(path):
-        return False
-    shape = np.shape(tree[path])
-    if shape in ((), (1,)):
-        return True
-    owner, _, _ = path.removeprefix(SLOT_PREFIX).rpartition('/')
-    parameter = tree.get(f'{PARAMETER_PREFIX}{owner}')
-    return parameter is not None and len(shape) == 1 and np.shape(parameter) != shape
-
-
-def _make_spec(path: str, leaf: Leaf, dtype: str) -> dict:
-    """Return TensorStore's spec of an array. A shard is whole chunks, so no two processes share a file."""
-    shard_shape = leaf.shape
-    if isinstance(leaf, jax.Array):
-        shard_shape = leaf.sharding.shard_shape(leaf.shape)
-    max_elements = CHUNK_BYTES // ts.dtype(dtype).numpy_dtype.itemsize
-    return {
-        'driver': 'zarr',
-        'dtype': dtype,
-        'kvstore': {'driver': 'file', 'path': path.replace('/', '.') + '/'},
-        'metadata': {
-            'chunks': list(chunk_shape(shard_shape, max_elements)),
-            # Differs from T5X: not gzipped, which T5X restores as well and is several times faster.
-            'compressor': None,
-            'shape': list(leaf.shape),
-        },
-    }
 
 
 def chunk_shape(shape: tuple[int, ...], max_elements: int) -> tuple[int, ...]:
@@ -331,11 +312,10 @@ def chunk_shape(shape: tuple[int, ...], max_elements: int) -> tuple[int, ...]:
     return tuple(chunk)
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """A part of an array that this process writes."""
 
-    index: 'tuple[slice[int | None, int | None, int | None], ...]'
+    slices: 'tuple[slice[int | None, int | None, int | None], ...]'
     data: NDArray | LazyArray
 
 
@@ -348,7 +328,7 @@ def _copy_shards(leaf: Leaf, spec: Mapping) -> list[Shard]:
             if shard.replica_id == 0:  # which writes it
                 shards.append(Shard(shard.index, np.array(shard.data, dtype)))
     elif jax.process_index() == 0:
-        data = leaf if is_lazy(leaf) else np.array(leaf, dtype)
+        data = np.array(leaf, dtype) if isinstance(leaf, IN_MEMORY) else leaf
         shards.append(Shard((slice(None),) * len(leaf.shape), data))
     return shards
 
@@ -359,7 +339,7 @@ def _write_array(directory: AnyPath, spec: Mapping, shards: Sequence[Shard]) -> 
     stored = {**spec, 'kvstore': paths.to_kvstore(directory / folder)}
     with paths.library_errors(directory / folder):
         store = ts.open(stored, create=True, open=True, context=CONTEXT).result()
-    writes = [store[shard.index].write(read_leaf(shard.data)) for shard in shards]
+    writes = [store[shard.slices].write(read_leaf(shard.data)) for shard in shards]
     with paths.library_errors(directory / folder):
         for write in writes:
             write.result()
@@ -370,7 +350,7 @@ def _write_array(directory: AnyPath, spec: Mapping, shards: Sequence[Shard]) -> 
     for shard in shards:
         numbers = []  # of its chunks, in each dimension
         for part, size, chunk in zip(
-            shard.index, metadata['shape'], metadata['chunks'], strict=True
+            shard.slices, metadata['shape'], metadata['chunks'], strict=True
         ):
             start, stop, _ = part.indices(size)
             numbers.append(range(start // chunk, math.ceil(stop / chunk)))
@@ -441,7 +421,7 @@ def restore(
     """
     index = source if isinstance(source, Mapping) else read_index(source)
     num_threads = ARRAYS_IN_FLIGHT
-    if any(is_lazy(leaf) and not isinstance(leaf, ZarrEntry) for leaf in index.values()):
+    if not all(isinstance(leaf, (*IN_MEMORY, ZarrEntry)) for leaf in index.values()):
         num_threads = 1  # other formats read whole arrays, and one at a time bounds the memory
 
     def restore_leaf(path):
@@ -491,11 +471,37 @@ def read_index(path: str | AnyPath) -> dict[str, Leaf]:
         held = first_ten(names) or 'nothing'
         raise ValueError(f'{file} is missing: name {FORMATS}, not {folder}, which holds {held}')
     content = paths.own_file(file).read_bytes()
+
+    def leaf_of_map(node: dict) -> 'NDArray | dict | ZarrEntry':
+        if (
+            '__msgpack_chunked_array__' in node
+        ):  # of more than 1 GiB; a list is a map {'0': first, …}
+            shape = node['shape']
+            chunks = node['chunks']
+            joined = np.concatenate([chunks[str(i)].ravel() for i in range(len(chunks))])
+            return joined.reshape([shape[str(i)] for i in range(len(shape))])
+        if not {'driver', 'kvstore', 'metadata'} <= node.keys():
+            return node
+        # TensorStore before 0.1.14 put the name at the top level.
+        entry = ZarrEntry(
+            folder, folder / str(node['kvstore'].get('path') or node.get('path')), node
+        )
+        is_shape = all(type(size) is int and size >= 0 for size in entry.shape)
+        if '\0' in str(entry.folder) or not is_shape:
+            raise ValueError(f'{str(entry.folder)!r} has shape {entry.shape}')
+        return entry
+
+    def array_of_extension(code: int, payload: bytes) -> NDArray:
+        if code == 2:  # Flax's for a complex number; 1 is an array, 3 a scalar of numpy
+            real, imaginary = msgpack.unpackb(payload)
+            return np.asarray(complex(real, imaginary))
+        shape, dtype, content = msgpack.unpackb(payload, **UNPACK_OPTIONS)
+        return np.frombuffer(content, dtype).reshape(shape)  # jax registers 'bfloat16' with numpy
+
     leaves: dict[str, Leaf] = {}
     try:
-        unpack_map = functools.partial(_unpack_map, folder)
         top = msgpack.unpackb(
-            content, object_hook=unpack_map, ext_hook=_unpack_extension, **UNPACK_OPTIONS
+            content, object_hook=leaf_of_map, ext_hook=array_of_extension, **UNPACK_OPTIONS
         )
         version = top.get('version', 0)
         if version not in (2, VERSION):
@@ -586,32 +592,6 @@ class ZarrEntry:
             raise ValueError(f'{self.folder} cannot be read ({error}): copy it again') from error
 
 
-def _unpack_map(directory: AnyPath, node: dict) -> 'NDArray | dict | ZarrEntry':
-    """Return the array that a map of the index stands for, or the map itself."""
-    if '__msgpack_chunked_array__' in node:  # of more than 1 GiB; a list is a map {'0': first, …}
-        shape = node['shape']
-        chunks = node['chunks']
-        joined = np.concatenate([chunks[str(i)].ravel() for i in range(len(chunks))])
-        return joined.reshape([shape[str(i)] for i in range(len(shape))])
-    if not {'driver', 'kvstore', 'metadata'} <= node.keys():
-        return node
-    # TensorStore before 0.1.14 put the name at the top level.
-    folder = directory / str(node['kvstore'].get('path') or node.get('path'))
-    entry = ZarrEntry(directory, folder, node)
-    if '\0' in str(folder) or not all(type(size) is int and size >= 0 for size in entry.shape):
-        raise ValueError(f'{str(folder)!r} has shape {entry.shape}')
-    return entry
-
-
-def _unpack_extension(code: int, payload: bytes) -> NDArray:
-    """Return the array of one of Flax's msgpack extensions: 1 array, 2 complex number, 3 numpy scalar."""
-    if code == 2:
-        real, imaginary = msgpack.unpackb(payload)
-        return np.asarray(complex(real, imaginary))
-    shape, dtype, content = msgpack.unpackb(payload, **UNPACK_OPTIONS)
-    return np.frombuffer(content, dtype).reshape(shape)  # jax registers 'bfloat16' with numpy
-
-
 # The checkpoints of a workdir.
 
 
@@ -670,17 +650,6 @@ def parameters(tree: Mapping[str, T]) -> dict[str, T]:
 def shapes(tree: Mapping) -> Shapes:
     """Return {path: shape} of a flat tree, or of an index."""
     return {path: tuple(np.shape(leaf)) for path, leaf in tree.items()}
-
-
-def compare(expected: Shapes, found: Shapes) -> None:
-    """Raise ValueError unless a checkpoint's shapes, `found`, are the model's, `expected`."""
-    differences = []
-    for path in sorted(expected | found, key=lambda path: (not is_parameter(path), path)):
-        shape = found.get(path, 'missing')
-        if shape != expected.get(path, 'there'):
-            differences.append(f'{path} is {shape}, not {expected.get(path, "there")}')
-    if differences:
-        raise ValueError(f'checkpoint of another model: {first_ten(differences, separator="; ")}')
 
 
 def flatten(tree: Mapping, prefix: str = '') -> dict:

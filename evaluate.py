@@ -50,7 +50,7 @@ class Evaluation:
     sentinel_ids: tuple[int, ...]  # no text
     compute_sums: Callable
     training_counts: Callable[[], NDArray]  # how often each token is an own training target
-    report: Callable[[str], None]
+    report: Callable[[str, Mapping[str, float]], None]  # (step and title, values)
     batches: list[dict[str, NDArray]] = dataclasses.field(default_factory=list)  # own rows
 
     @property
@@ -75,15 +75,7 @@ class Evaluation:
             if stop(count):
                 return None
         values = summarize(jax.device_get(queued), self.config) | self.unigram_baselines
-        own = values['nats_per_text_token']
-        baseline = values['unigram_nats_per_text_token']
-        side = 'below' if own < baseline else 'ABOVE'
-        self.report(
-            f'Step {step:,}{self.title}: validation loss {own:.3f} nats per text token, '
-            f'{abs(baseline - own):.3f} {side} the unigram baseline of {baseline:.3f} '
-            f'(all target tokens: {values["nats_per_target_token"]:.3f}, '
-            f'baseline {values["unigram_nats_per_target_token"]:.3f})'
-        )
+        self.report(f'Step {step:,}{self.title}', values)
         return values
 
     def read_batches(self, stop: Callable[[int], int]) -> bool:
@@ -147,7 +139,7 @@ def open_evaluations(
     training: Stream,
     validation: Stream,
     num_microbatches: int,
-    report: Callable[[str], None],
+    report: Callable[[str, Mapping[str, float]], None],
 ) -> list[Evaluation]:
     """Return the evaluations of the tasks with text for validation, all beside one baseline."""
     compute_sums = make_sums(

@@ -32,7 +32,7 @@ from configs import check
 from decode import Decoding
 from model import T5Config
 from paths import AnyPath
-from vocabulary import EOS_ID, Vocabulary, find_vocabulary
+from vocabulary import EOS_ID, Vocabulary
 
 # T5X's features, int32 [batch, length].
 SEQUENCES = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
@@ -79,6 +79,7 @@ def load(
     Raises ValueError if `path` is not a supported checkpoint or an argument does not match it.
     """
     import formats.open  # late: a model that a program makes needs no format
+    import formats.vocabulary
 
     dtype = getattr(dtype, '__name__', getattr(dtype, 'name', dtype))  # such as jnp.bfloat16
     check.check_allowed('dtype', dtype, 'float32', None, check.declared()['restore.dtype'].choices)
@@ -92,7 +93,7 @@ def load(
         )
     opened = formats.open.open_model(path, config, str(step), part)
     model.check_mesh(opened.config, mesh)
-    found = find_vocabulary(opened.directory, vocabulary)
+    found = formats.vocabulary.find_vocabulary(opened.directory, vocabulary)
     specs = model.specs_in_use(opened.config, model.shapes(opened.config))
     shardings = {f'target/{name}': x for name, x in partition.shardings(mesh, specs).items()}
     leaves = {name: leaf for name, leaf in opened.leaves.items() if name in shardings}
@@ -221,8 +222,10 @@ class T5:
         divided by T5X's brevity penalty, ((5 + length) / 6)^`alpha`. `prompts` has a text, ids or None for each input.
         """
         for name, value in unknown.items():
+            from formats.hugging_face import ARGUMENTS_OF_GENERATE
+
             known = [field.name for field in dataclasses.fields(Decoding)]
-            remedy = OTHER_NAMES.get(name, f'use {", ".join(known)}, prompts or trim')
+            remedy = ARGUMENTS_OF_GENERATE.get(name, f'use {", ".join(known)}, prompts or trim')
             raise ValueError(f'{name}={_shortened(value)} is not an argument of generate: {remedy}')
         self._check_decoder()
         temperatures = np.ravel(_to_array(temperature))
@@ -593,17 +596,6 @@ def decoding_step(
 
 
 NUMBERS = ('max_length', 'beam_size', 'alpha', 'top_k', 'top_p', 'seed', 'num_return')
-# Hugging Face's names of arguments of `T5.generate`.
-OTHER_NAMES = {
-    'num_beams': 'use beam_size',
-    'do_sample': 'use temperature, which draws tokens if it is above 0',
-    'max_new_tokens': 'use max_length, the tokens of an answer, EOS included',
-    'num_return_sequences': 'use num_return',
-    'length_penalty': (
-        'use alpha: as in T5X, scores are divided by ((5 + length) / 6)^alpha, where Hugging Face divides by '
-        'length^length_penalty'
-    ),
-}
 
 
 def decoding_of(settings: ConfigDict) -> Decoding:

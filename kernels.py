@@ -281,7 +281,10 @@ def compiler_options(mesh: Mesh, dtype: str) -> dict[str, str | bool]:
     """
     if not is_on_cpu(mesh.abstract_mesh) or YNNPACK in os.environ.get('XLA_FLAGS', ''):
         return {}
-    if not knows_ynnpack(mesh):
+    program = jax.jit(lambda: 0, out_shardings=NamedSharding(mesh, P())).lower()
+    try:
+        program.compile({YNNPACK: ''})
+    except jax.errors.JaxRuntimeError:  # an XLA without this option
         return {}
     return {YNNPACK: PRODUCTS if dtype == 'bfloat16' and multiplies_bfloat16() else ''}
 
@@ -293,14 +296,3 @@ def multiplies_bfloat16() -> bool:
         return BFLOAT16_PRODUCTS.search(Path('/proc/cpuinfo').read_text()) is not None
     except OSError:  # not Linux
         return False
-
-
-@functools.cache
-def knows_ynnpack(mesh: Mesh) -> bool:
-    """Return whether the XLA of the mesh has the option YNNPACK."""
-    program = jax.jit(lambda: 0, out_shardings=NamedSharding(mesh, P())).lower()
-    try:
-        program.compile({YNNPACK: ''})
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True

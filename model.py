@@ -789,7 +789,7 @@ class RelativePositionBias(hk.Module):
     max_distance = 128  # from here on, relative positions share the last bucket
 
     def __call__(self, positions):
-        """Return the bias, [1, h, T, M]."""
+        """Return the bias, float32 [1, h, T, M]."""
         c = self.config
         relative_TM = positions.keys_M[None, :] - positions.queries_T[:, None]
         shape = (partition.split(c.num_heads, 'model'), self.num_buckets)
@@ -803,7 +803,9 @@ class RelativePositionBias(hk.Module):
         # The gradient of a product with one-hot rows is a matmul; that of a lookup would be a
         # scatter of length^2 updates into 32 buckets.
         one_hot_TMR = jax.nn.one_hot(bucket_TM, self.num_buckets, dtype=c.dtype)
-        bias_hTM = jnp.einsum('hR,TMR->hTM', table_hR, one_hot_TMR)
+        bias_hTM = jnp.einsum(
+            'hR,TMR->hTM', table_hR, one_hot_TMR, preferred_element_type=jnp.float32
+        )
         return bias_hTM[None]
 
 

@@ -1,90 +1,32 @@
 """Paths that a user gives, on a disk or in a bucket (gs://, s3://): names, safe reading, atomic writing.
 
-Every flag, setting and argument that takes a path goes through `to_path`, `disk_path` or `matching_files` once.
-Buckets are read and written through fsspec. Imports nothing of ours.
+Every flag, setting and argument that takes a path goes through `to_path` or `disk_path` once, but for the globs of
+sources/files.py.
+Imports nothing of ours but, for a path in a bucket, run/buckets.py.
 """
 
 import contextlib
 import errno
-import glob
-import importlib
 import io
 import json
 import os
-import posixpath
 import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
-from typing import IO, TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar, Union
 
 if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
+    from run.buckets import BucketPath
 
 
-class Store(NamedTuple):
-    """How the buckets of a scheme are read and written."""
-
-    module: str  # of the client
-    client: str  # its class, a file system of fsspec
-    driver: str  # TensorStore's, and the name of the extra in setup.py that installs the client
-    checksum: str  # the name in its listings of the checksum of a file
-
-
-STORES = {
-    # gcsfs itself would take a class that looks for credentials for seconds at every call.
-    'gs': Store(module='gcsfs.core', client='GCSFileSystem', driver='gcs', checksum='crc32c'),
-    's3': Store(module='s3fs', client='S3FileSystem', driver='s3', checksum='ETag'),
-}
 RESTORE_LINE = 'restore the file from a copy, or remove this line'
 LFS_HEADER = b'version https://git-lfs.github.com/spec/'
 
 
-class BucketPath(PurePosixPath):
-    """A path of gs:// or s3://, with the methods of pathlib.Path that a bucket can follow."""
-
-    def __str__(self) -> str:
-        scheme, _, location = super().__str__().partition(':/')
-        return f'{scheme}://{location}'
-
-    @property
-    def client(self) -> 'AbstractFileSystem':
-        return client_of(str(self))
-
-    def exists(self) -> bool:
-        return self.client.exists(str(self))
-
-    def is_file(self) -> bool:
-        return self.client.isfile(str(self))
-
-    def is_dir(self) -> bool:
-        return self.client.isdir(str(self))
-
-    def iterdir(self) -> Iterator['BucketPath']:
-        for name in self.client.listdir(str(self), detail=False):
-            yield self / posixpath.basename(name)
-
-    def glob(self, pattern: str) -> Iterator['BucketPath']:
-        for name in self.client.glob(f'{self}/{pattern}'):
-            yield BucketPath(f'{self.parts[0]}//{name}')
-
-    def open(self, mode: str = 'rb') -> IO[bytes]:
-        return self.client.open(str(self), mode)
-
-    def read_bytes(self) -> bytes:
-        return self.client.cat_file(str(self))
-
-    def mkdir(self, parents: bool, exist_ok: bool) -> None:
-        """Do nothing: a bucket has no folders."""
-
-    def unlink(self, missing_ok: bool = True) -> None:
-        with contextlib.suppress(FileNotFoundError):  # S3 does not raise it
-            self.client.rm_file(str(self))
-
-
-AnyPath: TypeAlias = Path | BucketPath  # what `to_path` returns
+AnyPath: TypeAlias = Union[Path, 'BucketPath']  # what `to_path` returns
 PathOfOneKind = TypeVar('PathOfOneKind', bound=AnyPath)
 
 
@@ -109,17 +51,9 @@ def to_path(name: str | os.PathLike, may_be_new: bool = False) -> AnyPath:
     text = _text(name)
     if not is_in_bucket(text):
         return disk_path(text)
-    if may_be_new and re.search('[*?[]', text):
-        raise ValueError(f'{text}: a client takes *, ? and [ for a pattern: name another folder')
-    client = client_of(text)
-    text = _normalized(text)
-    with client_errors(text, 'listed', ValueError):
-        if may_be_new:
-            with contextlib.suppress(FileNotFoundError):
-                client.ls(text)
-        else:
-            client.ls(posixpath.dirname(text) if text.count('/') > 2 else text)
-    return BucketPath(text)
+    from run import buckets
+
+    return buckets.to_path(text, may_be_new)
 
 
 def disk_path(name: str | os.PathLike) -> Path:
@@ -149,38 +83,6 @@ def disk_path(name: str | os.PathLike) -> Path:
     return path
 
 
-def matching_files(name: str) -> dict[str, FileStatus]:
-    """Return the files of a path or a glob: absolute paths, or URLs. Raises ValueError if there is none."""
-    files = {}
-    if is_in_bucket(name):
-        client = client_of(name)
-        pattern = _normalized(name)
-        scheme = pattern.partition('://')[0]
-        with client_errors(pattern, 'listed', ValueError):
-            matches = client.glob(pattern, detail=True)
-        if not matches:
-            to_path(posixpath.dirname(re.split(r'[*?[]', pattern)[0]))  # which may be the reason
-        for key, description in matches.items():
-            if description['type'] == 'file':
-                files[f'{scheme}://{key}'] = _status(scheme, description)
-    else:
-        path = disk_path(name)
-        # The part of a path that exists is taken literally, so that [1] in its name is no glob.
-        literal = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
-        pattern = os.path.join(glob.escape(str(literal)), *path.relative_to(literal).parts)
-        for match in glob.glob(pattern, recursive=True):  # ** is any number of folders
-            file = disk_path(match)
-            if file.is_file():
-                files[match] = status_of(match)
-            elif not file.is_dir():
-                raise ValueError(f'{match} is a link to nothing, or no regular file: restore it')
-    if not files:
-        raise ValueError(
-            f'{name!r} matches no file: correct it; for all files of a folder, FOLDER/*'
-        )
-    return files
-
-
 def is_in_bucket(name: str) -> bool:
     """Return whether a name is a URL; no absolute path on a disk has two slashes in it."""
     return '://' in name
@@ -194,13 +96,7 @@ def to_kvstore(folder: AnyPath) -> dict[str, str]:
         except UnicodeEncodeError:
             raise ValueError(f'{str(folder)!r} is not UTF-8: rename the folder') from None
         return {'driver': 'file', 'path': f'{folder}/'}
-    scheme, _, location = str(folder).partition('://')
-    bucket, _, path = location.partition('/')
-    kvstore = {'driver': STORES[scheme].driver, 'bucket': bucket, 'path': f'{path}/'}
-    endpoint = os.environ.get('AWS_ENDPOINT_URL')  # an S3 store that is not Amazon's
-    if endpoint and scheme == 's3':
-        kvstore['endpoint'] = endpoint
-    return kvstore
+    return folder.to_kvstore()
 
 
 def _text(name: str | os.PathLike) -> str:
@@ -209,49 +105,6 @@ def _text(name: str | os.PathLike) -> str:
         if isinstance(text, str) and text.strip() and b'\0' not in os.fsencode(text):
             return text
     raise ValueError(f'{name!r} is no path: name a file or a folder')
-
-
-# Buckets.
-
-
-def client_of(name: str) -> 'AbstractFileSystem':
-    """Return the file system of a URL. Raises ValueError for other schemes, and if it is not installed."""
-    scheme = name.partition('://')[0]
-    if scheme not in STORES:
-        raise ValueError(
-            f'{name}: only disks, gs:// and s3:// are known: download it, or omit file://'
-        )
-    store = STORES[scheme]
-    try:
-        module = importlib.import_module(store.module)
-    except ImportError:
-        remedy = f"pip install -e '.[{store.driver}]'"
-        raise ValueError(f'{name} needs {store.module}: {remedy}') from None
-    # It keeps no listing: TensorStore and other processes write, too.
-    return getattr(module, store.client)(use_listings_cache=False)
-
-
-def _normalized(name: str) -> str:
-    """Return the URL of a bucket without a `..` and a slash at its end."""
-    scheme, _, location = name.partition('://')
-    return f'{scheme}://{posixpath.normpath("/" + location)[1:]}'
-
-
-def _status(scheme: str, description: Mapping) -> FileStatus:
-    """Return what a client says of a file."""
-    return FileStatus(description['size'], description.get(STORES[scheme].checksum))
-
-
-@contextlib.contextmanager
-def client_errors(name: str, verb: str, kind: type[Exception]) -> Iterator[None]:
-    """Raise `kind`, which names the file, for an error of a client. Each has its own exceptions."""
-    try:
-        yield
-    except Exception as error:
-        text = ' '.join(f'{type(error).__name__}: {error}'.split())
-        raise kind(
-            f'{name} cannot be {verb} ({text}): check its name, your rights and the network'
-        ) from error
 
 
 # Reading.
@@ -267,22 +120,9 @@ def open_file(
     """
     if not is_in_bucket(name):
         return open(name, 'rb')
-    client = client_of(name)
-    if num_bytes is None:
-        num_bytes = status_of(name).num_bytes
+    from run import buckets
 
-    def fetch(start, end):
-        with client_errors(name, 'read', ReadError):
-            content = client.cat_file(name, start=start, end=end)
-        if len(content) != end - start:
-            raise ReadError(f'{name} has no longer {num_bytes:,} bytes: restore it')
-        return content
-
-    raw = importlib.import_module('fsspec.spec').AbstractBufferedFile(
-        client, name, block_size=read_ahead, cache_type='readahead', size=num_bytes
-    )
-    raw.cache.fetcher = fetch
-    return io.BufferedReader(raw, min(read_ahead, io.DEFAULT_BUFFER_SIZE) or 1)
+    return buckets.open_file(name, read_ahead, num_bytes)
 
 
 def is_file(file: AnyPath) -> bool:
@@ -302,18 +142,16 @@ def status_of(file: str | AnyPath) -> FileStatus:
     name = os.fspath(file)
     if not is_in_bucket(name):
         return FileStatus(os.stat(name).st_size)
-    with client_errors(name, 'read', ReadError):
-        return _status(name.partition('://')[0], client_of(name).info(name))
+    from run import buckets
+
+    return buckets.status_of(name)
 
 
 def sizes_in(folder: AnyPath) -> dict[AnyPath, int]:
     """Return the files of a folder and their sizes; none where there is no folder."""
     if isinstance(folder, Path):
         return {file: Path(file).stat().st_size for file in list_folder(folder)}
-    with contextlib.suppress(FileNotFoundError):
-        found = folder.client.ls(str(folder), detail=True)
-        return {folder / posixpath.basename(x['name']): x['size'] for x in found}
-    return {}
+    return folder.file_sizes()
 
 
 def list_folder(folder: AnyPath) -> list[AnyPath]:
@@ -444,18 +282,14 @@ def replacing(file: Path, writer: str = '') -> Iterator[IO[bytes]]:
 
 def replace_file(file: AnyPath, content: bytes, writer: str = '') -> None:
     """Write `file`: on a disk as `replacing` does, in a bucket as one object. Raises OSError."""
-    if isinstance(file, Path):
-        with replacing(file, writer) as stream:
-            stream.write(content)
-        return
-    with client_errors(str(file), 'written', OSError):
-        file.client.pipe_file(str(file), content)
+    if not isinstance(file, Path):
+        return file.replace_with(content)
+    with replacing(file, writer) as stream:
+        stream.write(content)
 
 
 def remove_folder(folder: AnyPath) -> None:
     """Remove a folder and what is in it. Raises OSError."""
-    if isinstance(folder, Path):
-        shutil.rmtree(folder)
-        return
-    with client_errors(str(folder), 'removed', OSError):
-        folder.client.rm(str(folder), recursive=True)
+    if not isinstance(folder, Path):
+        return folder.remove_folder()
+    shutil.rmtree(folder)

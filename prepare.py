@@ -28,7 +28,6 @@ import infer
 import model
 import partition
 import paths
-import sources
 import state_names
 import tasks.open
 import train
@@ -38,13 +37,11 @@ from randomness import digest
 from run import checks, console, memory, results, start, task_metrics, verify, workdir
 from run.agreement import check_alike
 from run.interval import NotFinite, read_count
+from run.introduction import introduction
 from run.lock import lock
 from run.task_metrics import TaskMetrics
 from run.train_vocabulary import find_or_train_vocabulary, training_texts
-from sources.open import find_cache
 from stream import Stream
-
-LINES_OF_A_SLOW_EVALUATION = 1_000_000  # that are read in about ten seconds or more
 
 
 def make_spec(
@@ -114,17 +111,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         evaluated_tasks = []
         if config.infer_eval.every_steps:
             evaluated_tasks = task_metrics.open_tasks(config, config.infer_eval.split)
-    if config.train.epochs and not mixture.is_single:
-        raise ValueError(
-            f'train.epochs={config.train.epochs}: data.task={config.data.task!r} is a mixture, whose tasks end at '
-            'different times: set train.epochs=0 and train.steps'
-        )
-    for task in mixture.tasks:
-        if task.task.train_split == sources.NO_SPLIT:
-            raise ValueError(
-                f'data.task={task.name!r} has no split for training, it is for evaluation alone: name a '
-                "task that 'python main.py --mode=tasks' lists with a t"
-            )
+    checks.check_mixture(config, mixture)
 
     with contextlib.ExitStack() as stack:
         # The workdir and what the run starts from.
@@ -193,35 +180,16 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             validation = open_stream(evaluated, 'validation', num_epochs=1)
 
         # Say what the model, the devices and the data are.
-        params = spec.state_shapes.params
-        introduction = console.introduction(
-            num_parameters=sum(x.size for x in params.values()),
-            num_trained=sum(params[path].size for path in spec.trained),
-            dtype=config.model.dtype,
-            module=spec.model_config.module,
-            mesh=spec.mesh,
-            mixture=mixture,
-            vocabulary_size=vocabulary.size,
-        )
-        introduction += tasks.open.other_versions(mixture)
-        cached = [find_cache(config.data, task.name) for task in mixture.tasks]
-        if config.data.cache_dirs and not any(cached):
-            introduction.append(
-                f'data.cache_dirs={config.data.cache_dirs!r} has no effect: it holds no complete cache '
-                f'of data.task={config.data.task!r}.'
-            )
-        num_lines = 0
-        for task in validation.tasks:
-            num_records = batch_size * task.objective.records_per_group
-            num_lines += task.source.num_lines_to_find('validation', num_records)
-        if num_lines > LINES_OF_A_SLOW_EVALUATION:
-            introduction.append(
-                f'The first evaluation reads about {num_lines:,} lines to find the share '
-                f'data.validation_fraction={config.data.validation_fraction}: data.validation_files names '
-                'a file of its own instead.'
-            )
-        for text in introduction:
-            terminal.line(text)
+        for line in introduction(
+            config.data,
+            spec.model_config,
+            spec.state_shapes.params,
+            spec.trained,
+            spec.mesh,
+            mixture,
+            validation,
+        ):
+            terminal.line(line)
 
         # The examples of task metrics, and whether train.early_stopping has ended the run.
         with terminal.working('Reading the examples of task metrics'):
@@ -312,7 +280,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
                 training,
                 validation,
                 planned.num_microbatches,
-                report=terminal.line,
+                report=terminal.validation_losses,
             ),
             *(TaskMetrics(task, spec.model_config, t5, folder, terminal) for task in read_tasks),
         ]

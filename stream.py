@@ -100,14 +100,6 @@ class OpenMixture:
         return ', '.join(sorted({task.source.corpus for task in self.tasks}))
 
     @property
-    def description(self) -> str:
-        """One line: the source of a task, or the rates of a mixture."""
-        if self.is_single:
-            return self.tasks[0].source.description
-        rates = [f'{task.name} {task.rate:.3g}' for task in self.tasks]
-        return f'mixture of {len(self.tasks)} tasks: {first_ten(rates)}'
-
-    @property
     def files(self) -> list[FileRecord]:
         """The files of all tasks."""
         return [file for task in self.tasks for file in task.source.files]
@@ -160,9 +152,15 @@ class Stream:
             if task.has_text(self.split, self.seed_of(task), self.batch_size):
                 with_text.append(task)
             elif self.split != 'validation':
-                task.raise_empty(self.split)
+                task.source.raise_empty(self.split)
         if not with_text:
-            self.tasks[0].raise_empty(self.split)
+            first = self.tasks[0]
+            if first.task.validation_split == NO_SPLIT:
+                raise ValueError(
+                    f'task {first.name!r} has no split for validation: name records for it, as in '
+                    "data.validation_split='test', or divide one: 'train[:90%]' and 'train[90%:]'"
+                )
+            first.source.raise_empty(self.split)
         self.tasks = with_text
         # Of each task, the examples given so far, and those that were cut: int64 [tasks, 2].
         self.counts = np.zeros((len(self.tasks), 2), np.int64)
@@ -429,20 +427,7 @@ class TokenizedTask:
         self.vocabulary = vocabulary
         self.allow_empty_targets = config.allow_empty_targets
         self.objective = task.open_objective(config, vocabulary)
-        if self.source.features is None:
-            return
-        if self.source.vocabulary_hash not in (None, vocabulary.hash):
-            raise ValueError(
-                f'{self.source.description} have ids of another vocabulary or data.extra_ids: set '
-                'data.vocabulary to the folder of the cache and data.extra_ids as it was cached, or '
-                'set data.use_cached=no'
-            )
-        for feature in self.objective.features:
-            if feature not in self.source.features:
-                raise ValueError(
-                    f'{self.source.description} have no feature {feature!r}, which '
-                    f'data.task={self.name!r} needs: cache it, or set data.use_cached=no'
-                )
+        self.source.check_ids(task.name, self.objective.features, vocabulary.hash)
 
     def tokenize(self, records: Sequence[Record]) -> list[Tokenized]:
         """Return the examples of records: one of each, or as many as the task's function gives.
@@ -497,18 +482,3 @@ class TokenizedTask:
                     if made and any(ids.size for ids in example.ids.values()):
                         return True
         return False
-
-    def raise_empty(self, split: str) -> None:
-        """Raise ValueError because a split has no text."""
-        source = self.source
-        if split == 'validation' and self.task.validation_split == NO_SPLIT:
-            raise ValueError(
-                f'task {self.name!r} has no split for validation: name records for it, as in '
-                "data.validation_split='test', or divide one: 'train[:90%]' and 'train[90%:]'"
-            )
-        source.check_not_empty(split)
-        raise ValueError(
-            f'no document is in split {split!r} of {source.description} at '
-            f'data.validation_fraction={source.validation_fraction}: both splits need '
-            'documents with text: name more files, or change the fraction'
-        )

@@ -63,12 +63,12 @@ class Encoder(model.Encoder):
             ids_bM, segments_bG, is_in_bMG = global_tokens(segments_bM, c.options.tokens_per_block)
             mask_bncG = segments_bnc1 == segments_bG[:, None, None]
             mask_bnce = jnp.concatenate([mask_bnce, mask_bncG], axis=-1)
-            # First the bias between all ids, of which a token may have -1.
             ids_G = jnp.arange(segments_bG.shape[1])
-            all_ids = model.Positions(jnp.arange(-1, len(ids_G)), ids_G)
+            all_ids = model.Positions(jnp.arange(-1, len(ids_G)), ids_G)  # a token may have -1
             bias = c.modules.relpos_bias(c, bidirectional=True, name='side_relpos_bias')
-            relpos_bnchG = bias(all_ids)[0].swapaxes(0, 1)[blocks(ids_bM, size) + 1]
-            positions = Positions(*positions[:2], is_in_bMG, relpos_bnchG.swapaxes(2, 3))
+            relpos_MhG = bias(all_ids)[0].astype(c.dtype).swapaxes(0, 1)
+            relpos_bnhcG = relpos_MhG[blocks(ids_bM, size) + 1].swapaxes(2, 3)
+            positions = positions._replace(is_in_bMG=is_in_bMG, relpos_bnhcG=relpos_bnhcG)
         return mask_bnce[:, :, None], positions
 
 

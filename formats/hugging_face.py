@@ -61,6 +61,18 @@ FIXED_SETTINGS = {
     'decoder_start_token_id': 0,
 }
 
+# What to use in place of its names in `infer.T5.generate`.
+ARGUMENTS_OF_GENERATE = {
+    'num_beams': 'use beam_size',
+    'do_sample': 'use temperature, which draws tokens if it is above 0',
+    'max_new_tokens': 'use max_length, the tokens of an answer, EOS included',
+    'num_return_sequences': 'use num_return',
+    'length_penalty': (
+        'use alpha: as in T5X, scores are divided by ((5 + length) / 6)^alpha, where Hugging Face divides by '
+        'length^length_penalty'
+    ),
+}
+
 
 class FeedForward(NamedTuple):
     """An activation of the MLP: `dense_act_fn` of config.json, and T5Config's `mlp_activations`."""

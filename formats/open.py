@@ -23,9 +23,9 @@ from checkpoint import Leaf
 from configs import base
 from configs.check import read_stored
 from formats import best, hugging_face, mesh_tf, own_model, t5x
+from formats.vocabulary import folders_of
 from messages import first_ten
 from model import T5Config
-from vocabulary import folders_of
 
 # What a checkpoint is opened for: a model that decodes, its encoder alone, or whatever it holds.
 PARTS = ('whole', 'encoder', '')
@@ -90,10 +90,23 @@ def open_model(
     if is_encoder(opened.leaves):
         config = dataclasses.replace(config, num_decoder_layers=0, logits_via_embedding=True)
     try:
-        checkpoint.compare(dict(model.shapes(config)), shapes)
+        compare(dict(model.shapes(config)), shapes)
     except ValueError as error:
         raise ValueError(f'{directory}: {error}') from None
     return OpenedModel(directory, opened.leaves, config, note)
+
+
+def compare(expected: checkpoint.Shapes, found: checkpoint.Shapes) -> None:
+    """Raise ValueError unless a checkpoint's shapes, `found`, are the model's, `expected`."""
+    differences = []
+    for path in sorted(
+        expected | found, key=lambda path: (not checkpoint.is_parameter(path), path)
+    ):
+        shape = found.get(path, 'missing')
+        if shape != expected.get(path, 'there'):
+            differences.append(f'{path} is {shape}, not {expected.get(path, "there")}')
+    if differences:
+        raise ValueError(f'checkpoint of another model: {first_ten(differences, separator="; ")}')
 
 
 def open_checkpoint(

@@ -28,6 +28,7 @@ from ml_collections import ConfigDict
 import paths
 import tasks
 import tasks.open
+from formats.vocabulary import named_vocabulary
 from modes import command_line, process
 from randomness import permutation
 from run import prefetch
@@ -39,7 +40,7 @@ from sources.open import cache_roots
 from sources.tfrecord import write_record
 from stream import Tokenized, TokenizedTask
 from tasks.mixtures import Task
-from vocabulary import Vocabulary, named_vocabulary
+from vocabulary import Vocabulary
 
 BYTES_PER_SHARD = 1 << 24  # of text
 MAX_SHARDS = 1024

@@ -12,8 +12,9 @@ import checkpoint
 import formats.open
 import paths
 from formats import hugging_face, own_model
+from formats.vocabulary import find_vocabulary, stored_data
 from modes import process, topology
-from vocabulary import ByteVocabulary, SentencePieceVocabulary, find_vocabulary, stored_data
+from vocabulary import ByteVocabulary, SentencePieceVocabulary
 
 
 def main(config: None, flags: FlagValues, signals: process.Signals) -> int:

@@ -22,7 +22,6 @@ import numpy as np
 from absl import logging
 from ml_collections import ConfigDict
 
-import paths
 import tasks
 import tasks.open
 from run.examples import RECORDS_AT_ONCE, Example
@@ -101,7 +100,7 @@ class FileExamples:
             if head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b'{':
                 self.kind = config.kind or 'jsonl'
         else:
-            [self.path, *others] = paths.matching_files(path)
+            [self.path, *others] = files.matching_files(path)
             if others:
                 raise ValueError(f'--input={path} stands for {len(others) + 1} files: name one')
             self.name = Path(self.path.removesuffix('.gz')).stem

@@ -7,7 +7,8 @@ from ml_collections import ConfigDict
 import checkpoint
 import paths
 from configs import base, check
-from vocabulary import Vocabulary, changed_id, check_tokens, named_vocabulary, own_vocabulary
+from formats.vocabulary import changed_id, check_tokens, named_vocabulary, own_vocabulary
+from vocabulary import Vocabulary
 
 RUN_SETTINGS = ('model.', 'data.', 'decode.', 'infer_eval.')  # that a run's checkpoint is used with
 

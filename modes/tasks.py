@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 import tasks.names
 import tasks.open
+from formats.vocabulary import named_vocabulary
 from modes import process
 from run.examples import SPLITS, check_split
 from sources import NO_SPLIT, Record, Source
@@ -23,7 +24,7 @@ from tasks import t0, t5
 from tasks.mixtures import MetricFn, Mixture, Task
 from tasks.objectives import OBJECTIVES
 from tasks.preprocessors import Fields
-from vocabulary import EOS_ID, Vocabulary, named_vocabulary
+from vocabulary import EOS_ID, Vocabulary
 
 WIDTH = 100
 

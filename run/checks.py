@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from ml_collections import ConfigDict
 
 import checkpoint
 import model
@@ -20,6 +21,7 @@ import paths
 from configs import base
 from configs.check import read_stored
 from model import T5Config
+from sources import NO_SPLIT
 from sources.files import describe_changes, file_from_json
 from stream import OpenMixture
 
@@ -109,6 +111,21 @@ def is_own_config(file: paths.AnyPath) -> bool:
     except (ValueError, RecursionError, FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return False
     return isinstance(settings, dict) and {'data_fingerprint', 'model', 'train'} <= settings.keys()
+
+
+def check_mixture(config: ConfigDict, mixture: OpenMixture) -> None:
+    """Raise ValueError unless a run can train on the mixture."""
+    if config.train.epochs and not mixture.is_single:
+        raise ValueError(
+            f'train.epochs={config.train.epochs}: data.task={config.data.task!r} is a mixture, whose tasks end at '
+            'different times: set train.epochs=0 and train.steps'
+        )
+    for task in mixture.tasks:
+        if task.task.train_split == NO_SPLIT:
+            raise ValueError(
+                f'data.task={task.name!r} has no split for training, it is for evaluation alone: name a '
+                "task that 'python main.py --mode=tasks' lists with a t"
+            )
 
 
 def check_shared(workdir: paths.AnyPath) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
-from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import paths
@@ -47,6 +46,18 @@ class Console:
         width = shutil.get_terminal_size().columns - 1  # a line that wraps cannot be overwritten
         self._print(f'\r{text[:width]}\x1b[K')
 
+    def validation_losses(self, begin: str, values: Mapping[str, float]) -> None:
+        """Print the values of an evaluate.Evaluation; `begin`: the step and, of several tasks, the task."""
+        own = values['nats_per_text_token']
+        baseline = values['unigram_nats_per_text_token']
+        side = 'below' if own < baseline else 'ABOVE'
+        self.line(
+            f'{begin}: validation loss {own:.3f} nats per text token, '
+            f'{abs(baseline - own):.3f} {side} the unigram baseline of {baseline:.3f} '
+            f'(all target tokens: {values["nats_per_target_token"]:.3f}, '
+            f'baseline {values["unigram_nats_per_target_token"]:.3f})'
+        )
+
     def is_due(self) -> bool:
         """Return whether the last output is more than `seconds_between_lines` ago."""
         return time.monotonic() - self._last_line > self.seconds_between_lines
@@ -79,40 +90,6 @@ class Console:
                 print(text, end='', flush=True)
             except OSError:  # the terminal or the pipe is closed; the run goes on without output
                 self.is_silent = True
-
-
-def introduction(
-    num_parameters: int,
-    num_trained: int,
-    dtype: str,
-    module: str,
-    mesh: Mesh,
-    mixture: OpenMixture,
-    vocabulary_size: int,
-) -> list[str]:
-    """Return the first lines of a run: its model, devices and data; `module`: an own model or ''."""
-    lines = []
-    if mixture.corpus == 'pydoc instead of C4':
-        lines += [
-            '!' * 80,
-            '!!!  THIS IS NOT C4. data.files is empty, and data.tfds_dir holds no prepared c4/en, so',
-            "!!!  the run learns from the English in this Python's own documentation, 2 MB of it:",
-            '!!!  enough to see that everything works, useless as a model.',
-            '!!!  C4: --config.data.files=/path/to/c4-train.*.json.gz (docs/data.md).',
-            '!' * 80,
-        ]
-    trained = ''
-    if num_trained < num_parameters:
-        trained = f' ({num_trained:,} of them trained)'
-    platform = mesh.devices.flat[0].platform
-    lines += [
-        f'T5 with {num_parameters:,} parameters{trained} in {dtype} on {mesh.size} {platform} device(s), '
-        f'{dict(mesh.shape)}.',
-        f'Text: {mixture.description}; vocabulary: {vocabulary_size:,} pieces.',
-    ]
-    if module:
-        lines.append(f'The model is model.py as {module} changes it.')
-    return lines
 
 
 def progress_line(step: int, limits: ConfigDict, values: Mapping[str, float]) -> str:

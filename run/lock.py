@@ -10,8 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import paths
+
+if TYPE_CHECKING:
+    from run.buckets import BucketPath
 
 LOCK_SECONDS = 120.0  # after which a lock in a bucket that nobody has renewed counts no more
 SECONDS_BETWEEN_TRIES = 0.1
@@ -101,13 +105,13 @@ class BucketLock(Lock):
     find the lock of another one: `on_loss` has to end it, because two would write the same files.
     """
 
-    def __init__(self, file: paths.BucketPath, holder: str):
+    def __init__(self, file: 'BucketPath', holder: str):
         self.file = file
         self.content = f'{holder}\n{secrets.token_hex(8)}'.encode()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
         # A request that is sent again may find what it has written itself.
-        while not create_object(file, self.content) and self._read() != self.content:
+        while not file.create(self.content) and self._read() != self.content:
             other = self._read()
             if self._age() < LOCK_SECONDS:
                 raise InUse(
@@ -115,7 +119,7 @@ class BucketLock(Lock):
                     f'; if that process was killed, wait {LOCK_SECONDS:.0f} seconds, or remove {file}',
                 )
             if self._read() == other:
-                file.unlink(missing_ok=True)
+                file.unlink()
         self._thread.start()
 
     def close(self) -> None:
@@ -123,7 +127,7 @@ class BucketLock(Lock):
             super().close()
             self._closing.set()
             self._thread.join()
-            self.file.unlink(missing_ok=True)
+            self.file.unlink()
 
     def _renew(self) -> None:
         while not self._closing.wait(LOCK_SECONDS / 6):
@@ -144,22 +148,10 @@ class BucketLock(Lock):
         """Return how many seconds ago the lock was written, by the clock of the store."""
         now = self.file.with_name('lock.now')
         paths.replace_file(now, b'')
-        client = paths.client_of(str(now))
         try:
-            return (client.modified(str(now)) - client.modified(str(self.file))).total_seconds()
+            modified = self.file.client.modified
+            return (modified(str(now)) - modified(str(self.file))).total_seconds()
         except FileNotFoundError:  # its holder has removed it
             return LOCK_SECONDS
         finally:
-            now.unlink(missing_ok=True)
-
-
-def create_object(file: paths.BucketPath, content: bytes) -> bool:
-    """Write a file of a bucket that is not there yet, and return whether this call has: of several only one has."""
-    with paths.client_errors(str(file), 'written', OSError):
-        try:
-            paths.client_of(str(file)).pipe_file(str(file), content, mode='create')
-        except OSError:  # of several kinds
-            if not file.exists():
-                raise
-            return False
-    return True
+            now.unlink()

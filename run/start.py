@@ -15,11 +15,7 @@ import model
 import paths
 from configs import check as settings
 from formats import own_model, t5x
-from messages import first_ten
-from model import T5Config
-from run import checks, verify
-from vocabulary import (
-    ByteVocabulary,
+from formats.vocabulary import (
     changed_id,
     check_tokens,
     find_vocabulary,
@@ -27,6 +23,10 @@ from vocabulary import (
     own_vocabulary,
     stored_data,
 )
+from messages import first_ten
+from model import T5Config
+from run import checks, verify
+from vocabulary import ByteVocabulary
 
 
 class Wanted(NamedTuple):
@@ -290,5 +290,5 @@ def choose(
     if not strict:
         found = {path: leaf for path, leaf in found.items() if path in known}
         known = {path: known[path] for path in found}
-    checkpoint.compare(known, checkpoint.shapes(found))
+    formats.open.compare(known, checkpoint.shapes(found))
     return found

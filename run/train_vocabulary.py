@@ -8,17 +8,10 @@ from typing import Any
 
 import sentencepiece
 
+from formats.vocabulary import named_vocabulary, read_model
 from sources import Share
 from stream import OpenMixture
-from vocabulary import (
-    EOS_ID,
-    PAD_ID,
-    UNK_ID,
-    SentencePieceVocabulary,
-    Vocabulary,
-    named_vocabulary,
-    read_model,
-)
+from vocabulary import EOS_ID, PAD_ID, UNK_ID, SentencePieceVocabulary, Vocabulary
 
 SAMPLE_CHARACTERS = 10_000_000  # that a vocabulary is trained on
 SAMPLE_LINE_CHARACTERS = 1000  # the spec drops long lines, so they are cut

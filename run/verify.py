@@ -34,7 +34,7 @@ def newest_valid(
         except Damaged as error:
             report(f'{error}. It is set aside as {set_aside.name}.')
         if jax.process_index() == 0:
-            rename_folder(directory, set_aside)
+            directory.rename(set_aside)
         multihost_utils.sync_global_devices(f'{directory} is set aside')
     damaged = sorted(
         x for x in checkpoint.list_folder(workdir) if x.match('checkpoint_*.damaged-*')
@@ -45,16 +45,3 @@ def newest_valid(
             'name it checkpoint_STEP, or use another workdir'
         )
     return None
-
-
-def rename_folder(folder: paths.AnyPath, new: paths.AnyPath) -> None:
-    """Rename a folder, which a bucket does by copying its files inside of the store."""
-    if isinstance(folder, Path):
-        folder.rename(new)
-        return
-    client = paths.client_of(str(folder))
-    with paths.client_errors(str(folder), 'renamed', OSError):
-        names = client.find(str(folder))  # without gs://
-        old = str(folder).partition('://')[2]
-        client.copy(names, [f'{new}{name.removeprefix(old)}' for name in names])
-    paths.remove_folder(folder)

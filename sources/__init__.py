@@ -214,6 +214,32 @@ class Source:
         if files:  # else the split has no file of its own
             raise ValueError(f'no document is in {first_ten(files)}: name files with records')
 
+    def raise_empty(self, split: str) -> None:
+        """Raise ValueError because a split has no text."""
+        self.check_not_empty(split)
+        raise ValueError(
+            f'no document is in split {split!r} of {self.description} at '
+            f'data.validation_fraction={self.validation_fraction}: both splits need '
+            'documents with text: name more files, or change the fraction'
+        )
+
+    def check_ids(self, task: str, features: Collection[str], vocabulary_hash: str) -> None:
+        """Raise ValueError for a cache without the features of a task, or with ids of another vocabulary."""
+        if self.features is None:
+            return
+        if self.vocabulary_hash not in (None, vocabulary_hash):
+            raise ValueError(
+                f'{self.description} have ids of another vocabulary or data.extra_ids: set '
+                'data.vocabulary to the folder of the cache and data.extra_ids as it was cached, or '
+                'set data.use_cached=no'
+            )
+        for feature in features:
+            if feature not in self.features:
+                raise ValueError(
+                    f'{self.description} have no feature {feature!r}, which data.task={task!r} needs: '
+                    'cache it, or set data.use_cached=no'
+                )
+
     def faults(self) -> tuple[list[str], int]:
         """Return the lines left out since the last call, at most ten, and the number of all."""
         return self.bad_lines.take()

@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import glob
 import hashlib
 import os
 import pathlib
@@ -96,6 +97,31 @@ def without(files: Sequence[FileRecord], others: Sequence[FileRecord]) -> list[F
         if remaining[file.content] < 0:
             only.append(file)
     return only
+
+
+def matching_files(name: str) -> dict[str, paths.FileStatus]:
+    """Return the files of a path or a glob: absolute paths, or URLs. Raises ValueError if there is none."""
+    files = {}
+    if paths.is_in_bucket(name):
+        from run import buckets
+
+        files = buckets.matching_files(name)
+    else:
+        path = paths.disk_path(name)
+        # The part of a path that exists is taken literally, so that [1] in its name is no glob.
+        literal = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+        pattern = os.path.join(glob.escape(str(literal)), *path.relative_to(literal).parts)
+        for match in glob.glob(pattern, recursive=True):  # ** is any number of folders
+            file = paths.disk_path(match)
+            if file.is_file():
+                files[match] = paths.status_of(match)
+            elif not file.is_dir():
+                raise ValueError(f'{match} is a link to nothing, or no regular file: restore it')
+    if not files:
+        raise ValueError(
+            f'{name!r} matches no file: correct it; for all files of a folder, FOLDER/*'
+        )
+    return files
 
 
 def file_from_json(content: Mapping) -> FileRecord:

@@ -22,6 +22,7 @@ from sources.files import (
     FileRecord,
     check_disjoint,
     is_gzipped,
+    matching_files,
     read_records,
 )
 from sources.gzipped import GzippedFiles
@@ -195,7 +196,7 @@ def validation_fraction_of(config) -> float:
 def open_cache(folder: paths.AnyPath, split: str, bad_lines: BadLines) -> cache.CachedRecords:
     """Return a split of a task cache: from its ids, if they lie beside the records on a disk."""
     opened = cache.open_split(folder, split)
-    statuses = paths.matching_files(f'{folder}/*')  # of all files by one request
+    statuses = matching_files(f'{folder}/*')  # of all files by one request
     shards = [str(file) for file in opened.files]
     not_empty = {name: statuses[name] for name in shards if statuses[name].num_bytes}
     files = read_records('data.cache_dirs', split, not_empty)
@@ -333,7 +334,7 @@ def find_files(key: str, patterns: str, bad_lines: BadLines) -> dict[str, paths.
     found: dict[str, paths.FileStatus] = {}
     with setting_named(key):
         for name in split_names(patterns):
-            found.update(paths.matching_files(name))
+            found.update(matching_files(name))
     not_empty = {path: found[path] for path in sorted(found) if found[path].num_bytes}
     if not not_empty:
         raise ValueError(f"{key}={patterns!r} names no file with text: name one, or set it to ''")

@@ -26,6 +26,7 @@ import paths
 from messages import first_ten
 from sources import BadLines, deal
 from sources.cache import text_of
+from sources.files import matching_files
 from sources.tables import is_number
 from sources.tfrecord import ByteRange, ByteRanges, StoredRecord, StoredRecords, record_offsets
 
@@ -139,7 +140,7 @@ class DataSet:
                 f'{self.name} has no such records ({first_line(error)}), its splits are: {names}: '
                 "write 'train', 'train[:90%]' or 'train[100:200]+test'"
             ) from error
-        statuses = paths.matching_files(f'{self.folder}/*')  # of all files by one request
+        statuses = matching_files(f'{self.folder}/*')  # of all files by one request
         runs = []
         missing = []
         for found in instructions:

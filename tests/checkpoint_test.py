@@ -865,13 +865,3 @@ def test_a_small_index_takes_little_memory(tmp_path, tree):
     with pytest.raises(ValueError, match=f'{tmp_path}/checkpoint is no T5X index'):
         formats.open.open_checkpoint(tmp_path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**16  # KiB
-
-
-def test_compare():
-    model = {'target/a': (2, 3), 'target/b': (4,), 'target/c': ()}
-    checkpoint.compare(model, dict(reversed(model.items())))
-    with pytest.raises(ValueError, match='target/a .*target/c .*target/d '):
-        checkpoint.compare(model, {'target/a': (3, 2), 'target/b': (4,), 'target/d': (1,)})
-    with pytest.raises(ValueError, match='and 20 more') as error:
-        checkpoint.compare({f'target/{i}': () for i in range(30)}, {})
-    assert str(error.value).count('target/') == 10

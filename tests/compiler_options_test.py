@@ -91,4 +91,4 @@ def test_flags_of_the_user_have_precedence(mesh, monkeypatch):
 
 def test_xla_that_lacks_the_option(mesh, monkeypatch):
     monkeypatch.setattr(kernels, 'YNNPACK', 'xla_cpu_no_such_option')
-    assert not kernels.knows_ynnpack.__wrapped__(mesh)
+    assert not kernels.compiler_options(mesh, 'float32')

@@ -7,6 +7,7 @@ import pathlib
 
 import numpy as np
 import pytest
+from sentencepiece import sentencepiece_model_pb2
 
 import sources.open
 import sources.pydoc
@@ -18,6 +19,7 @@ from stream import OpenMixture, Stream
 
 # What SeqIO b898b9f and t5 e081111 make of the same texts, and SeqIO's test model.
 GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'seqio_t5'
+HUNT = pathlib.Path(__file__).parent / 'golden' / 'hunt'  # SentencePiece models
 ORACLES = pathlib.Path(__file__).parents[2] / 'shared' / 'testdata' / 'seqio_t5'
 LFS_POINTER = b'version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n'
 
@@ -32,6 +34,18 @@ def oracle(name):
     if not path.exists():
         pytest.skip(f'{path} is not in this checkout; the tests beside this one have its like')
     return path
+
+
+def model_with(names, place):
+    """good.model with other pieces before its piece number `place`."""
+    proto = sentencepiece_model_pb2.ModelProto.FromString((HUNT / 'good.model').read_bytes())
+    pieces = list(proto.pieces)
+    del proto.pieces[:]
+    proto.pieces.extend(pieces[:place])
+    for name in names:
+        proto.pieces.add(piece=name, type=proto.SentencePiece.USER_DEFINED)
+    proto.pieces.extend(pieces[place:])
+    return proto.SerializeToString()
 
 
 def is_near(count, expected):

@@ -17,7 +17,7 @@ import infer
 import paths
 import tasks
 import tasks.open
-import vocabulary as vocabularies
+from formats.vocabulary import named_vocabulary
 from modes import cache as cache_mode
 from modes import evaluate as evaluate_mode
 from prepare import prepare
@@ -285,7 +285,7 @@ def test_templates_and_what_is_held_out_count(evaluated):
     config.data.update(task='text_to_text', module='', files=f'{evaluated}/train.jsonl')
     config.data.update(inputs='{q}', targets='{a}', metrics='accuracy', validation_fraction=0.5)
     config.infer_eval.task = ''
-    vocabulary = vocabularies.named_vocabulary('data.vocabulary', 'bytes', config.data.extra_ids)
+    vocabulary = named_vocabulary('data.vocabulary', 'bytes', config.data.extra_ids)
     found = []
     for changes in ({}, {'inputs': 'q: {q}'}, {'targets': '{a}!'}, {'validation_fraction': 0.7}):
         config.data.update(changes)
@@ -317,7 +317,7 @@ def test_words_that_a_metric_does_not_find_are_said(evaluated, tmp_path, name):
     config.data.update(task='text_to_text', module='', test_files=str(file))
     config.data.update(inputs='{inputs}', targets='{targets}')
     config.infer_eval.update(task='', num_examples=12)
-    vocabulary = vocabularies.named_vocabulary('data.vocabulary', 'bytes', config.data.extra_ids)
+    vocabulary = named_vocabulary('data.vocabulary', 'bytes', config.data.extra_ids)
 
     def lines_with(metric_names):
         lines = []
@@ -348,7 +348,7 @@ def test_a_tokenizer_in_a_task_of_ones_own(evaluated, tmp_path):
     )
     config = make_config(evaluated)
     config.data.update(module=f'{tmp_path}/mine.py', validation_fraction=0.9)
-    vocabulary = vocabularies.named_vocabulary('data.vocabulary', 'bytes', config.data.extra_ids)
+    vocabulary = named_vocabulary('data.vocabulary', 'bytes', config.data.extra_ids)
 
     def read(name, lines):
         config.data.task = config.infer_eval.task = name
@@ -514,7 +514,7 @@ def test_a_cache_without_the_fields_of_its_metrics(evaluated, tmp_path):
     own = config.data.copy_and_resolve_references()
     own.update(task='rank', num_workers=1)
     cache_mode.cache(own)
-    vocabulary = vocabularies.named_vocabulary('data.vocabulary', 'bytes', config.data.extra_ids)
+    vocabulary = named_vocabulary('data.vocabulary', 'bytes', config.data.extra_ids)
     opened = infer_eval.open_tasks(config, 'validation')
     assert opened[0].source.is_tokenized
     cached = infer_eval.read_tasks(config, 'validation', vocabulary, opened, print)[0]

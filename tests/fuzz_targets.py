@@ -34,6 +34,7 @@ import tasks.open
 import user_code
 import vocabulary
 from formats import best, hugging_face
+from formats.vocabulary import named_vocabulary
 from modes import command_line, errors, infer_input
 from modes import train as train_mode
 from run import checks
@@ -261,7 +262,7 @@ def write_vocabulary(folder: Path) -> None:
 
 def read_vocabulary(file: Path) -> None:
     """Open it, and encode and decode some texts."""
-    found = vocabulary.named_vocabulary('data.vocabulary', file, extra_ids=10)
+    found = named_vocabulary('data.vocabulary', file, extra_ids=10)
     for ids in found.encode(TEXTS, glued_sentinels=True):
         assert all(0 <= i < found.size for i in ids)
         assert isinstance(found.decode(ids), str)

@@ -199,6 +199,12 @@ def test_a_scan_gathers_one_layer_at_a_time():
         assert all(x.count('x') == 2 for x in one[kind])
 
 
+@pytest.mark.parametrize('remat', ['none', 'full'])
+def test_a_scan_in_bfloat16(remat):
+    """The gradients of what its layers share have the dtype of that."""
+    collectives((1, 1, 1), remat, scan_layers=True, num_layers=2, **{'model.dtype': 'bfloat16'})
+
+
 @pytest.mark.scale
 @pytest.mark.parametrize('remat, scan_layers', [('none', False), ('full', True)])
 def test_layers_that_are_gathered_together(remat, scan_layers):

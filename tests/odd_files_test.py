@@ -22,6 +22,7 @@ import sources.tables
 import tasks
 import tasks.open
 import vocabulary as vocabularies
+from formats.vocabulary import named_vocabulary
 from modes import cache, infer_input
 from stream import Stream
 
@@ -70,9 +71,7 @@ def write_cache(path, **settings):
         **settings,
     )
     config.use_cached = 'no'
-    vocabulary = vocabularies.named_vocabulary(
-        'data.vocabulary', config.vocabulary, config.extra_ids
-    )
+    vocabulary = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
     task = cache.open_task(tasks.open.find(config), config, vocabulary)
     pairs = []
     for job in cache.jobs_of(task):

@@ -124,16 +124,6 @@ def test_files_of_others_and_pointers(here):
     assert paths.status_of(here / 'file').num_bytes == 7
 
 
-def test_two_stars_are_any_number_of_folders(here):
-    for name in ('real/0.txt', 'real/sub/1.txt', 'real/sub/below/2.txt'):
-        (here / name).parent.mkdir(exist_ok=True)
-        (here / name).write_text('')
-    found = [Path(name).name for name in paths.matching_files('real/**/*.txt')]
-    assert sorted(found) == ['0.txt', '1.txt', '2.txt']
-    with pytest.raises(ValueError, match='all files of a folder'):
-        paths.matching_files('real/su*')
-
-
 def test_names_for_tensorstore(here):
     assert paths.to_kvstore(here) == {'driver': 'file', 'path': f'{here}/'}
     with pytest.raises(ValueError, match='UTF-8'):

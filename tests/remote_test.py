@@ -23,6 +23,7 @@ import paths
 import sources.deal
 import sources.files
 import sources.open
+from run import buckets
 from sources import cache as task_cache
 from sources import tfrecord
 
@@ -57,7 +58,7 @@ import corpora
 import sources.deal
 import sources.files
 import sources.open
-import vocabulary
+from formats.vocabulary import named_vocabulary
 
 sources.deal.MAX_BLOCK_BYTES = 1 << 14
 sources.deal.MIN_BLOCKS = 32  # a corpus of half a megabyte has blocks of that size
@@ -65,7 +66,7 @@ sources.files.SEQUENTIAL_READ_AHEAD = 1 << 16
 for names in json.loads(sys.argv[1]):
     try:
         if names['files'].endswith('.model'):
-            print(json.dumps(vocabulary.named_vocabulary('data.vocabulary', names['files'], 100).hash))
+            print(json.dumps(named_vocabulary('data.vocabulary', names['files'], 100).hash))
             continue
         source = sources.open.open_source(corpora.make_config(validation_fraction=0.0, **names))
         documents = corpora.epoch_documents(source, splits=['train'])
@@ -347,8 +348,8 @@ def in_memory(monkeypatch):
         return cat_file(name, start, end)
 
     monkeypatch.setattr(client, 'cat_file', record)
-    monkeypatch.setattr(paths, 'client_of', lambda name: client)
-    monkeypatch.setitem(paths.STORES, 'memory', paths.Store('', '', '', checksum=''))
+    monkeypatch.setattr(buckets, 'client_of', lambda name: client)
+    monkeypatch.setitem(buckets.STORES, 'memory', buckets.Store('', '', '', checksum=''))
     yield client, fetched
     client.store.clear()
 
@@ -388,7 +389,7 @@ def test_a_file_that_shrinks_or_goes_away(in_memory):
 @pytest.mark.parametrize('scheme, extra', [('gs', 'gcs'), ('s3', 's3')])
 def test_a_client_that_is_not_installed_is_named_with_its_remedy(scheme, extra, monkeypatch):
     monkeypatch.setattr(os, 'environ', dict(os.environ))
-    monkeypatch.setitem(sys.modules, paths.STORES[scheme].module, None)
+    monkeypatch.setitem(sys.modules, buckets.STORES[scheme].module, None)
     with pytest.raises(ValueError) as error:
         infer.load(f'{scheme}://bucket/x')
     with pytest.raises(ValueError, match='data.files: .*://bucket/x.txt needs .*: pip install'):

@@ -104,7 +104,7 @@ import paths
 
 folder = paths.to_path(sys.argv[1])
 leaves = checkpoint.read_index(folder / 'checkpoint_6').values()
-arrays = [leaf.open() for leaf in leaves if checkpoint.is_lazy(leaf)]
+arrays = [leaf.open() for leaf in leaves if isinstance(leaf, checkpoint.ZarrEntry)]
 checkpoint.save(folder, 7, {f'target/x{i}/kernel': np.ones([3, 4]) for i in range(9)})
 print(len(arrays))
 """

@@ -3,19 +3,27 @@
 tests/golden/seqio_t5 was made by running SeqIO b898b9f and t5 e081111.
 """
 
-import json
 import os
 import pathlib
 import re
 
 import numpy as np
 import pytest
-from corpora import LFS_POINTER, check_settings, documents_of, golden, make_config, oracle
-from sentencepiece import sentencepiece_model_pb2
+from corpora import (
+    HUNT,
+    LFS_POINTER,
+    check_settings,
+    documents_of,
+    golden,
+    make_config,
+    model_with,
+    oracle,
+)
 from small_models import SMALLEST, random_params
 
 import vocabulary as vocabularies
 from formats import hugging_face
+from formats.vocabulary import find_vocabulary
 from run.train_vocabulary import find_or_train_vocabulary, train_vocabulary
 
 
@@ -70,21 +78,6 @@ def test_baked_in_extra_ids_are_not_doubled(pydoc_model):
     assert baked.encode(text) == own.encode(text)
 
 
-HUNT = pathlib.Path(__file__).parent / 'golden' / 'hunt'
-
-
-def model_with(names, place):
-    """good.model with other pieces before its piece number `place`."""
-    proto = sentencepiece_model_pb2.ModelProto.FromString((HUNT / 'good.model').read_bytes())
-    pieces = list(proto.pieces)
-    del proto.pieces[:]
-    proto.pieces.extend(pieces[:place])
-    for name in names:
-        proto.pieces.add(piece=name, type=proto.SentencePiece.USER_DEFINED)
-    proto.pieces.extend(pieces[place:])
-    return proto.SerializeToString()
-
-
 UP = list(range(12))
 # The numbers of sentinels in the order of their ids, how each begins, and the piece that comes after.
 ORDERS = {
@@ -123,7 +116,7 @@ def test_sentinels_have_the_ids_of_their_names(name):
 
 
 def test_sentinels_first():
-    vocabulary = vocabularies.find_vocabulary(HUNT, HUNT / 'sentinels_first.model')
+    vocabulary = find_vocabulary(HUNT, HUNT / 'sentinels_first.model')
     assert vocabulary.sentinel_ids.tolist() == list(range(3, 103))
 
 
@@ -147,7 +140,7 @@ def test_gaps_and_doubles_are_refused(tmp_path, kind, place):
         message = str(error.value)
         assert message.startswith('data.vocabulary=') and '\n' not in message
     with pytest.raises(ValueError, match=named):
-        vocabularies.find_vocabulary(tmp_path)
+        find_vocabulary(tmp_path)
 
 
 def test_pieces_that_only_look_like_sentinels_are_none():
@@ -248,7 +241,7 @@ def test_transformers_reads_the_number_of_sentinels(pydoc_model, tmp_path):
     transformers = pytest.importorskip('transformers', reason=reason)
     hugging_face.write(tmp_path / 'hf', SMALLEST, random_params(SMALLEST), pydoc_model, extra_ids=7)
     theirs = transformers.T5TokenizerFast.from_pretrained(tmp_path / 'hf')
-    ours = vocabularies.find_vocabulary(tmp_path / 'hf')
+    ours = find_vocabulary(tmp_path / 'hf')
     text = 'the <extra_id_0> of <extra_id_6>'
     assert [theirs(text, add_special_tokens=False).input_ids] == ours.encode([text])
 
@@ -330,34 +323,6 @@ def test_the_vocabulary_of_a_run(tmp_path, pydoc_model):
     assert len(hashes | {kept.hash, byte.hash, vocabularies.ByteVocabulary(100).hash}) == 5
 
 
-def test_the_folders_that_hold_a_vocabulary(tmp_path, pydoc_model, monkeypatch):
-    """A run's, a checkpoint's in it, a published model's; the nearest file counts."""
-    monkeypatch.setenv('HOME', str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    run = tmp_path / 'run'
-    lone = tmp_path / 'checkpoint_3'
-    (run / 'checkpoint_800').mkdir(parents=True)
-    lone.mkdir()
-    (run / 'other').mkdir()
-    (run / 'vocabulary.model').write_bytes(pydoc_model)
-    for name in (f'{run}', f'{run}/', f'{run}/checkpoint_800', '~/run', f'{run}/other/..', 'run'):
-        assert find(tmp_path / 'new', vocabulary=name).model == pydoc_model
-        assert vocabularies.find_vocabulary(lone, name).model == pydoc_model
-    for folder in (lone, run / 'other', tmp_path / 'nowhere'):
-        message = 'vocabulary.model, spiece.model, sentencepiece.model'
-        with pytest.raises(ValueError, match=f'^data.vocabulary=.*{message}'):
-            find(tmp_path / 'n', vocabulary=str(folder))
-        with pytest.raises(ValueError, match=f'^vocabulary=.*{message}'):
-            vocabularies.find_vocabulary(run, folder)
-    (lone / 'vocabulary.model').write_bytes(pydoc_model)
-    assert vocabularies.model_file(lone) == lone / 'vocabulary.model'
-    for name in ('spiece.model', 'sentencepiece.model'):
-        folder = tmp_path / name.split('.')[0]
-        folder.mkdir()
-        (folder / name).write_bytes(pydoc_model)
-        assert vocabularies.model_file(folder) == folder / name
-
-
 @pytest.mark.parametrize(
     'name',
     ['http://a.b/spiece.model', '{}/loop.model', '{}/lfs.model', '  ']
@@ -399,143 +364,4 @@ def test_settings_that_give_no_vocabulary_are_refused(changes, texts, named):
     with pytest.raises(ValueError, match=named) as error:
         check_settings(make_config(**changes))
         find('nowhere', texts, max_size=300, **changes)
-    assert '\n' not in str(error.value)
-
-
-# Folders of transformers, as its versions 4.57 and 5.24 write them.
-
-
-def write_tokenizer(folder, form, model=None, num_sentinels=100, added=()):
-    """Write the files of a tokenizer, with tokens that were added after the sentinels."""
-    pieces = []
-    if model is not None:
-        (folder / 'spiece.model').write_bytes(model)
-        proto = sentencepiece_model_pb2.ModelProto.FromString(model)
-        pieces = [piece.piece for piece in proto.pieces]
-    sentinels = [f'<extra_id_{i}>' for i in range(num_sentinels)]
-    ids = {f'<extra_id_{i}>': len(pieces) + num_sentinels - 1 - i for i in range(num_sentinels)}
-    if form == 'ByT5':
-        ids = {f'<extra_id_{i}>': 259 + i for i in range(num_sentinels)}
-    ids |= {token: max(ids.values(), default=0) + 1 + i for i, token in enumerate(added)}
-    special = {'<pad>': 0, '</s>': 1, '<unk>': 2}
-    by_id = {}
-    for token, i in (special | ids).items():
-        by_id[i] = {'content': token, 'lstrip': False, 'special': token not in added}
-    config = {'tokenizer_class': 'T5Tokenizer', 'extra_ids': num_sentinels, 'eos_token': '</s>'}
-    files = {'tokenizer_config.json': config}
-    if form in ('slow', 'ByT5'):
-        config['added_tokens_decoder'] = {str(i): token for i, token in by_id.items()}
-        config['additional_special_tokens'] = sentinels
-        config['extra_special_tokens'] = {}
-        files['added_tokens.json'] = ids
-    if form in ('slow', 'ByT5', 'old', 'names'):
-        files['special_tokens_map.json'] = {
-            'additional_special_tokens': sentinels + list(added) * (form == 'names'),
-            'pad_token': {'content': '<pad>', 'lstrip': False},
-            'unk_token': '<unk>',
-        }
-    if form == 'old':
-        files['added_tokens.json'] = {token: ids[token] for token in added}
-    if form == 'fast':
-        config['extra_special_tokens'] = ['<pad>', '</s>', *sentinels]
-        vocab = [[token, -1.5] for token in [*pieces, *sentinels[::-1]]]
-        files['tokenizer.json'] = {
-            'added_tokens': [{'id': i, **token} for i, token in by_id.items()],
-            'model': {'type': 'Unigram', 'unk_id': 2, 'vocab': vocab},
-        }
-    if form == 'vocab':
-        vocab = [[token, -1.5] for token in [*pieces, *sentinels[::-1], *added]]
-        files['tokenizer.json'] = {'added_tokens': [], 'model': {'vocab': vocab}}
-    for name, content in files.items():
-        (folder / name).write_text(json.dumps(content))
-
-
-FORMS = ['slow', 'fast', 'old', 'names', 'vocab']
-GOOD = (HUNT / 'good.model').read_bytes()
-
-
-@pytest.mark.parametrize('form', FORMS)
-@pytest.mark.parametrize('num_sentinels', [100, 300, 0])
-def test_ordinary_folders_of_transformers_open(tmp_path, form, num_sentinels):
-    write_tokenizer(tmp_path, form, GOOD, num_sentinels)
-    found = vocabularies.find_vocabulary(tmp_path)
-    assert (found.size, found.num_sentinels) == (72 + num_sentinels, num_sentinels)
-
-
-@pytest.mark.parametrize('added', [['<mark>'], [f'[{i}]' for i in range(12)], ['▁is it', 'Who']])
-@pytest.mark.parametrize('form', FORMS)
-def test_tokens_that_a_folder_adds_are_refused_by_name(tmp_path, form, added):
-    """Wherever the folder or its model gives the vocabulary, and where it has the checkpoint."""
-    write_tokenizer(tmp_path, form, GOOD, added=added)
-    config = make_config(vocabulary=str(tmp_path))
-    for ask in (
-        lambda: vocabularies.find_vocabulary(tmp_path),
-        lambda: vocabularies.find_vocabulary(tmp_path, HUNT / 'good.model'),
-        lambda: vocabularies.find_vocabulary(HUNT, tmp_path / 'spiece.model'),
-        lambda: find_or_train_vocabulary(config, tmp_path / 'run', [], max_size=384),
-    ):
-        with pytest.raises(ValueError, match=f'{len(added)} token') as error:
-            ask()
-        message = str(error.value)
-        assert repr(added[0]) in message and str(tmp_path) in message and '\n' not in message
-    write_tokenizer(tmp_path, form, model_with(added, 72), num_sentinels=0)
-    assert vocabularies.find_vocabulary(tmp_path).size == 72 + len(added)
-
-
-def test_pieces_that_a_folder_lists_are_no_added_tokens(tmp_path):
-    """As of an mT5, whose sentinels are pieces, with the ids of these pieces alone."""
-    model = model_with([f'▁<extra_id_{i}>' for i in reversed(range(100))], 72)
-    write_tokenizer(tmp_path, 'fast', model, num_sentinels=0)
-    for i, is_fine in ((100, True), (101, False)):
-        content = {'▁<extra_id_71>': i, '▁Wh': 14}
-        (tmp_path / 'added_tokens.json').write_text(json.dumps(content))
-        if is_fine:
-            assert vocabularies.find_vocabulary(tmp_path).num_sentinels == 100
-            continue
-        with pytest.raises(ValueError, match='▁<extra_id_71> is id 101 .* and 100 with'):
-            vocabularies.find_vocabulary(tmp_path)
-    (tmp_path / 'added_tokens.json').write_text('{"▁Wh": 15}')
-    with pytest.raises(ValueError, match="'▁Wh'"):
-        vocabularies.find_vocabulary(tmp_path)
-
-
-@pytest.mark.parametrize('form', ['slow', 'fast'])
-def test_sentinels_that_a_folder_numbers_otherwise(tmp_path, form):
-    write_tokenizer(tmp_path, form, GOOD, num_sentinels=100)
-    vocabularies.named_vocabulary('data.vocabulary', tmp_path, extra_ids=100)
-    for extra_ids in (99, 101):
-        with pytest.raises(ValueError, match='<extra_id_.*> is id .*data.extra_ids'):
-            vocabularies.named_vocabulary('data.vocabulary', tmp_path, extra_ids)
-
-
-def test_a_folder_of_byt5(tmp_path):
-    """Its sentinels are ids of their own in transformers, and bytes here."""
-    write_tokenizer(tmp_path, 'ByT5', num_sentinels=125)
-    assert vocabularies.find_vocabulary(tmp_path) is None
-    assert vocabularies.find_vocabulary(tmp_path, 'bytes').size == 259
-    write_tokenizer(tmp_path, 'ByT5', num_sentinels=125, added=['<mark>'])
-    for name in (None, 'bytes'):
-        with pytest.raises(ValueError, match="'<mark>'"):
-            vocabularies.find_vocabulary(tmp_path, name)
-
-
-@pytest.mark.parametrize(
-    'name, content',
-    [
-        ('tokenizer.json', '{"added_tokens": [7]}'),
-        ('tokenizer.json', '{"added_tokens": 7}'),
-        ('tokenizer.json', '{"model": {"vocab": [[]]}}'),
-        ('tokenizer.json', '{"model": []}'),
-        ('tokenizer_config.json', '{"added_tokens_decoder": {"x": {"content": "a"}}}'),
-        ('tokenizer_config.json', '{"added_tokens_decoder": {"7": {}}}'),
-        ('special_tokens_map.json', '{"additional_special_tokens": [{}]}'),
-        ('added_tokens.json', '[]'),
-        ('added_tokens.json', '{"a": 1'),
-    ],
-)
-def test_lists_of_tokens_that_are_damaged(tmp_path, name, content):
-    (tmp_path / 'spiece.model').write_bytes(GOOD)
-    (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=name) as error:
-        vocabularies.find_vocabulary(tmp_path)
     assert '\n' not in str(error.value)

@@ -24,6 +24,7 @@ import checkpoint
 import infer
 import tasks.open
 from formats import mesh_tf
+from formats.vocabulary import named_vocabulary
 from modes import cache as cache_mode
 from modes import errors
 from modes import evaluate as evaluate_mode
@@ -33,7 +34,6 @@ from run import verify
 from run.train_vocabulary import train_vocabulary
 from sources import Share, tfrecord
 from stream import TokenizedTask
-from vocabulary import named_vocabulary
 
 GOLDEN = ROOT / 'tests/golden'
 

@@ -85,7 +85,7 @@ def load(folder):
     """As infer.load opens a checkpoint: config, headers, shapes compared, then the arrays."""
     config, entries, _ = hugging_face.read_index(folder)
     entries = checkpoint.parameters(entries)
-    checkpoint.compare(model.shapes(config), checkpoint.shapes(entries))
+    formats.open.compare(model.shapes(config), checkpoint.shapes(entries))
     arrays = {path: jnp.asarray(entry.read()) for path, entry in entries.items()}
     return infer.T5(config, arrays, partition.make_mesh(data=1))
 

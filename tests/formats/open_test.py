@@ -29,6 +29,7 @@ import prepare
 import user_code
 import vocabulary as vocabularies
 from formats import hugging_face, own_model, t5x
+from formats.vocabulary import find_vocabulary
 from modes import convert
 from modes import evaluate as evaluate_mode
 from modes import infer as infer_mode
@@ -506,7 +507,7 @@ def test_the_vocabulary_goes_along(tmp_path, pieces, caplog):
     shutil.copytree(written, tmp_path / 'alone')
     for path in (written, tmp_path / 'alone', written / 'checkpoint'):
         directory = formats.open.open_checkpoint(path).directory
-        assert vocabularies.find_vocabulary(directory).model == pieces
+        assert find_vocabulary(directory).model == pieces
     assert infer.load(tmp_path / 'alone').vocabulary.model == pieces
     own = {'model': own_model.as_settings(t5.config), 'data': {'vocabulary': 'bytes'}}
     files = {'config.json': json.dumps(own).encode()}
@@ -550,12 +551,10 @@ def test_where_a_vocabulary_is_found(tmp_path, pieces):
     """In the checkpoint, else in its run; in any folder that is named."""
     others = {name: pieces + b'\x0a\x07\x0a\x05' + name.encode() for name in ('run__', 'other')}
     folder = shutil.copytree(T5X, tmp_path / 'run/checkpoint_6')
-    assert vocabularies.find_vocabulary(folder) is None
+    assert find_vocabulary(folder) is None
 
     def found(path, vocabulary=None):
-        return vocabularies.find_vocabulary(
-            formats.open.open_checkpoint(path).directory, vocabulary
-        ).model
+        return find_vocabulary(formats.open.open_checkpoint(path).directory, vocabulary).model
 
     (tmp_path / 'run/vocabulary.model').write_bytes(others['run__'])
     for path in (folder, folder.parent, folder / 'checkpoint'):
@@ -567,7 +566,7 @@ def test_where_a_vocabulary_is_found(tmp_path, pieces):
         assert found(folder) == (folder / name).read_bytes()
         assert found(T5X, folder) == (folder / name).read_bytes()
     copied = shutil.copytree(HUGGING_FACE, tmp_path / 'run/hf')  # which is not of that run
-    assert vocabularies.find_vocabulary(copied) is None
+    assert find_vocabulary(copied) is None
     mesh_tf = shutil.copytree(MESH_TF, tmp_path / 'run/mtf')
     (mesh_tf / 'sentencepiece.model').write_bytes(pieces)
     assert found(mesh_tf) == found(mesh_tf / 'model.ckpt-1000000') == pieces
@@ -575,9 +574,9 @@ def test_where_a_vocabulary_is_found(tmp_path, pieces):
     (tmp_path / 'of bytes').mkdir()
     (tmp_path / 'of bytes/config.json').write_text(json.dumps(own))
     for name in ('bytes', tmp_path / 'of bytes'):
-        assert isinstance(vocabularies.find_vocabulary(T5X, name), vocabularies.ByteVocabulary)
+        assert isinstance(find_vocabulary(T5X, name), vocabularies.ByteVocabulary)
     with pytest.raises(ValueError, match='no file, nor a folder'):
-        vocabularies.find_vocabulary(T5X, folder / 'nothing')  # though there is one beside
+        find_vocabulary(T5X, folder / 'nothing')  # though there is one beside
 
 
 ADDED = {
@@ -643,11 +642,21 @@ def test_no_vocabulary_for_checkpoints_that_had_none(tmp_path, pieces):
     (tmp_path / 'hf/spiece.model').write_bytes(pieces)
     convert.convert_checkpoint(tmp_path / 'hf', tmp_path / 'out', 't5x')
     assert sorted(os.listdir(tmp_path / 'out')) == ['checkpoint_0', 'checkpoint_6']
-    assert vocabularies.find_vocabulary(tmp_path / 'out/checkpoint_0').model == pieces
-    assert vocabularies.find_vocabulary(tmp_path / 'out/checkpoint_6') is None
+    assert find_vocabulary(tmp_path / 'out/checkpoint_0').model == pieces
+    assert find_vocabulary(tmp_path / 'out/checkpoint_6') is None
 
 
 def test_an_average_belongs_to_its_parameter():
     tree = {'target/a/b': 1, 'state/param_states/a/b/ema_params': 2, 'state/param_states/a/b/v': 3}
     expected = {'state/param_states/a/b/ema_params': 'target/a/b'}
     assert t5x.average_paths(tree | {'state/param_states/c/ema_params': 4}) == expected
+
+
+def test_compare():
+    model = {'target/a': (2, 3), 'target/b': (4,), 'target/c': ()}
+    formats.open.compare(model, dict(reversed(model.items())))
+    with pytest.raises(ValueError, match='target/a .*target/c .*target/d '):
+        formats.open.compare(model, {'target/a': (3, 2), 'target/b': (4,), 'target/d': (1,)})
+    with pytest.raises(ValueError, match='and 20 more') as error:
+        formats.open.compare({f'target/{i}': () for i in range(30)}, {})
+    assert str(error.value).count('target/') == 10

@@ -805,3 +805,14 @@ def test_files_of_the_split_test(tmp_path, suffix):
     assert with_test.files == without.files
     for split in ('train', 'validation'):
         assert list(with_test.records(split)) == list(without.records(split))
+
+
+def test_two_stars_are_any_number_of_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ('real/0.txt', 'real/sub/1.txt', 'real/sub/below/2.txt'):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('')
+    found = [os.path.basename(name) for name in sources.files.matching_files('real/**/*.txt')]
+    assert sorted(found) == ['0.txt', '1.txt', '2.txt']
+    with pytest.raises(ValueError, match='all files of a folder'):
+        sources.files.matching_files('real/su*')

@@ -20,6 +20,7 @@ from originals import check_names_and_rates, name_of
 import tasks
 import tasks.open
 import vocabulary as vocabularies
+from formats.vocabulary import named_vocabulary
 from sources import NO_SPLIT
 from stream import Stream
 from tasks import t0 as tasks_t0
@@ -119,7 +120,7 @@ def test_a_batch_has_the_ids_of_p3(suffix, lengths):
     config = make_config(**{'lengths.inputs': num_inputs, 'lengths.targets': num_targets})
     opened = open_tiny(tasks_t0.score_task if suffix else tasks_t0.text_task, config)
     model = str(oracle('sentencepiece/sentencepiece.model'))
-    vocabulary = vocabularies.named_vocabulary('data.vocabulary', model, 0)
+    vocabulary = named_vocabulary('data.vocabulary', model, 0)
     found = []
     for batch in Stream(opened, 'validation', vocabulary, config, 1, seed=0, num_epochs=1):
         features = (batch['encoder_input_tokens'], batch['decoder_target_tokens'])

@@ -1,0 +1,73 @@
+"""What a run says before its first step: its model, its devices and its data."""
+
+from collections.abc import Collection, Mapping
+
+import jax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+import tasks.open
+from messages import first_ten
+from model import T5Config
+from sources.open import find_cache
+from stream import OpenMixture, Stream
+
+LINES_OF_A_SLOW_EVALUATION = 1_000_000  # that are read in about ten seconds or more
+
+
+def introduction(
+    config: ConfigDict,
+    model_config: T5Config,
+    params: Mapping[str, jax.ShapeDtypeStruct],
+    trained: Collection[str],
+    mesh: Mesh,
+    mixture: OpenMixture,
+    validation: Stream,
+) -> list[str]:
+    """Return the first lines of a run. `config`: config.data; `trained`: the parameters that are not frozen."""
+    lines = []
+    if mixture.corpus == 'pydoc instead of C4':
+        lines += [
+            '!' * 80,
+            '!!!  THIS IS NOT C4. data.files is empty, and data.tfds_dir holds no prepared c4/en, so',
+            "!!!  the run learns from the English in this Python's own documentation, 2 MB of it:",
+            '!!!  enough to see that everything works, useless as a model.',
+            '!!!  C4: --config.data.files=/path/to/c4-train.*.json.gz (docs/data.md).',
+            '!' * 80,
+        ]
+    num_parameters = sum(x.size for x in params.values())
+    num_trained = sum(params[path].size for path in trained)
+    of_them = ''
+    if num_trained < num_parameters:
+        of_them = f' ({num_trained:,} of them trained)'
+    description = mixture.tasks[0].source.description
+    if not mixture.is_single:
+        rates = [f'{task.name} {task.rate:.3g}' for task in mixture.tasks]
+        description = f'mixture of {len(rates)} tasks: {first_ten(rates)}'
+    platform = mesh.devices.flat[0].platform
+    vocabulary_size = validation.vocabulary.size
+    lines += [
+        f'T5 with {num_parameters:,} parameters{of_them} in {model_config.dtype} on {mesh.size} {platform} device(s), '
+        f'{dict(mesh.shape)}.',
+        f'Text: {description}; vocabulary: {vocabulary_size:,} pieces.',
+    ]
+    if model_config.module:
+        lines.append(f'The model is model.py as {model_config.module} changes it.')
+    lines += tasks.open.other_versions(mixture)
+    cached = [find_cache(config, task.name) for task in mixture.tasks]
+    if config.cache_dirs and not any(cached):
+        lines.append(
+            f'data.cache_dirs={config.cache_dirs!r} has no effect: it holds no complete cache '
+            f'of data.task={config.task!r}.'
+        )
+    num_lines = 0
+    for task in validation.tasks:
+        num_records = validation.batch_size * task.objective.records_per_group
+        num_lines += task.source.num_lines_to_find('validation', num_records)
+    if num_lines > LINES_OF_A_SLOW_EVALUATION:
+        lines.append(
+            f'The first evaluation reads about {num_lines:,} lines to find the share '
+            f'data.validation_fraction={config.validation_fraction}: data.validation_files names '
+            'a file of its own instead.'
+        )
+    return lines

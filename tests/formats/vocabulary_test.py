@@ -1,0 +1,183 @@
+"""Which vocabulary a folder holds and a name means, and the tokens that transformers adds to one."""
+
+import json
+import pathlib
+
+import pytest
+from corpora import HUNT, make_config, model_with
+from sentencepiece import sentencepiece_model_pb2
+
+from formats.vocabulary import find_vocabulary, model_file, named_vocabulary
+from run.train_vocabulary import find_or_train_vocabulary
+
+
+def find(workdir, **changes):
+    config = make_config(**changes)
+    return find_or_train_vocabulary(config, pathlib.Path(workdir), (), max_size=32128)
+
+
+def test_the_folders_that_hold_a_vocabulary(tmp_path, pydoc_model, monkeypatch):
+    """A run's, a checkpoint's in it, a published model's; the nearest file counts."""
+    monkeypatch.setenv('HOME', str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / 'run'
+    lone = tmp_path / 'checkpoint_3'
+    (run / 'checkpoint_800').mkdir(parents=True)
+    lone.mkdir()
+    (run / 'other').mkdir()
+    (run / 'vocabulary.model').write_bytes(pydoc_model)
+    for name in (f'{run}', f'{run}/', f'{run}/checkpoint_800', '~/run', f'{run}/other/..', 'run'):
+        assert find(tmp_path / 'new', vocabulary=name).model == pydoc_model
+        assert find_vocabulary(lone, name).model == pydoc_model
+    for folder in (lone, run / 'other', tmp_path / 'nowhere'):
+        message = 'vocabulary.model, spiece.model, sentencepiece.model'
+        with pytest.raises(ValueError, match=f'^data.vocabulary=.*{message}'):
+            find(tmp_path / 'n', vocabulary=str(folder))
+        with pytest.raises(ValueError, match=f'^vocabulary=.*{message}'):
+            find_vocabulary(run, folder)
+    (lone / 'vocabulary.model').write_bytes(pydoc_model)
+    assert model_file(lone) == lone / 'vocabulary.model'
+    for name in ('spiece.model', 'sentencepiece.model'):
+        folder = tmp_path / name.split('.')[0]
+        folder.mkdir()
+        (folder / name).write_bytes(pydoc_model)
+        assert model_file(folder) == folder / name
+
+
+# Folders of transformers, as its versions 4.57 and 5.24 write them.
+
+
+def write_tokenizer(folder, form, model=None, num_sentinels=100, added=()):
+    """Write the files of a tokenizer, with tokens that were added after the sentinels."""
+    pieces = []
+    if model is not None:
+        (folder / 'spiece.model').write_bytes(model)
+        proto = sentencepiece_model_pb2.ModelProto.FromString(model)
+        pieces = [piece.piece for piece in proto.pieces]
+    sentinels = [f'<extra_id_{i}>' for i in range(num_sentinels)]
+    ids = {f'<extra_id_{i}>': len(pieces) + num_sentinels - 1 - i for i in range(num_sentinels)}
+    if form == 'ByT5':
+        ids = {f'<extra_id_{i}>': 259 + i for i in range(num_sentinels)}
+    ids |= {token: max(ids.values(), default=0) + 1 + i for i, token in enumerate(added)}
+    special = {'<pad>': 0, '</s>': 1, '<unk>': 2}
+    by_id = {}
+    for token, i in (special | ids).items():
+        by_id[i] = {'content': token, 'lstrip': False, 'special': token not in added}
+    config = {'tokenizer_class': 'T5Tokenizer', 'extra_ids': num_sentinels, 'eos_token': '</s>'}
+    files = {'tokenizer_config.json': config}
+    if form in ('slow', 'ByT5'):
+        config['added_tokens_decoder'] = {str(i): token for i, token in by_id.items()}
+        config['additional_special_tokens'] = sentinels
+        config['extra_special_tokens'] = {}
+        files['added_tokens.json'] = ids
+    if form in ('slow', 'ByT5', 'old', 'names'):
+        files['special_tokens_map.json'] = {
+            'additional_special_tokens': sentinels + list(added) * (form == 'names'),
+            'pad_token': {'content': '<pad>', 'lstrip': False},
+            'unk_token': '<unk>',
+        }
+    if form == 'old':
+        files['added_tokens.json'] = {token: ids[token] for token in added}
+    if form == 'fast':
+        config['extra_special_tokens'] = ['<pad>', '</s>', *sentinels]
+        vocab = [[token, -1.5] for token in [*pieces, *sentinels[::-1]]]
+        files['tokenizer.json'] = {
+            'added_tokens': [{'id': i, **token} for i, token in by_id.items()],
+            'model': {'type': 'Unigram', 'unk_id': 2, 'vocab': vocab},
+        }
+    if form == 'vocab':
+        vocab = [[token, -1.5] for token in [*pieces, *sentinels[::-1], *added]]
+        files['tokenizer.json'] = {'added_tokens': [], 'model': {'vocab': vocab}}
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+
+
+FORMS = ['slow', 'fast', 'old', 'names', 'vocab']
+GOOD = (HUNT / 'good.model').read_bytes()
+
+
+@pytest.mark.parametrize('form', FORMS)
+@pytest.mark.parametrize('num_sentinels', [100, 300, 0])
+def test_ordinary_folders_of_transformers_open(tmp_path, form, num_sentinels):
+    write_tokenizer(tmp_path, form, GOOD, num_sentinels)
+    found = find_vocabulary(tmp_path)
+    assert (found.size, found.num_sentinels) == (72 + num_sentinels, num_sentinels)
+
+
+@pytest.mark.parametrize('added', [['<mark>'], [f'[{i}]' for i in range(12)], ['▁is it', 'Who']])
+@pytest.mark.parametrize('form', FORMS)
+def test_tokens_that_a_folder_adds_are_refused_by_name(tmp_path, form, added):
+    """Wherever the folder or its model gives the vocabulary, and where it has the checkpoint."""
+    write_tokenizer(tmp_path, form, GOOD, added=added)
+    config = make_config(vocabulary=str(tmp_path))
+    for ask in (
+        lambda: find_vocabulary(tmp_path),
+        lambda: find_vocabulary(tmp_path, HUNT / 'good.model'),
+        lambda: find_vocabulary(HUNT, tmp_path / 'spiece.model'),
+        lambda: find_or_train_vocabulary(config, tmp_path / 'run', [], max_size=384),
+    ):
+        with pytest.raises(ValueError, match=f'{len(added)} token') as error:
+            ask()
+        message = str(error.value)
+        assert repr(added[0]) in message and str(tmp_path) in message and '\n' not in message
+    write_tokenizer(tmp_path, form, model_with(added, 72), num_sentinels=0)
+    assert find_vocabulary(tmp_path).size == 72 + len(added)
+
+
+def test_pieces_that_a_folder_lists_are_no_added_tokens(tmp_path):
+    """As of an mT5, whose sentinels are pieces, with the ids of these pieces alone."""
+    model = model_with([f'▁<extra_id_{i}>' for i in reversed(range(100))], 72)
+    write_tokenizer(tmp_path, 'fast', model, num_sentinels=0)
+    for i, is_fine in ((100, True), (101, False)):
+        content = {'▁<extra_id_71>': i, '▁Wh': 14}
+        (tmp_path / 'added_tokens.json').write_text(json.dumps(content))
+        if is_fine:
+            assert find_vocabulary(tmp_path).num_sentinels == 100
+            continue
+        with pytest.raises(ValueError, match='▁<extra_id_71> is id 101 .* and 100 with'):
+            find_vocabulary(tmp_path)
+    (tmp_path / 'added_tokens.json').write_text('{"▁Wh": 15}')
+    with pytest.raises(ValueError, match="'▁Wh'"):
+        find_vocabulary(tmp_path)
+
+
+@pytest.mark.parametrize('form', ['slow', 'fast'])
+def test_sentinels_that_a_folder_numbers_otherwise(tmp_path, form):
+    write_tokenizer(tmp_path, form, GOOD, num_sentinels=100)
+    named_vocabulary('data.vocabulary', tmp_path, extra_ids=100)
+    for extra_ids in (99, 101):
+        with pytest.raises(ValueError, match='<extra_id_.*> is id .*data.extra_ids'):
+            named_vocabulary('data.vocabulary', tmp_path, extra_ids)
+
+
+def test_a_folder_of_byt5(tmp_path):
+    """Its sentinels are ids of their own in transformers, and bytes here."""
+    write_tokenizer(tmp_path, 'ByT5', num_sentinels=125)
+    assert find_vocabulary(tmp_path) is None
+    assert find_vocabulary(tmp_path, 'bytes').size == 259
+    write_tokenizer(tmp_path, 'ByT5', num_sentinels=125, added=['<mark>'])
+    for name in (None, 'bytes'):
+        with pytest.raises(ValueError, match="'<mark>'"):
+            find_vocabulary(tmp_path, name)
+
+
+@pytest.mark.parametrize(
+    'name, content',
+    [
+        ('tokenizer.json', '{"added_tokens": [7]}'),
+        ('tokenizer.json', '{"added_tokens": 7}'),
+        ('tokenizer.json', '{"model": {"vocab": [[]]}}'),
+        ('tokenizer.json', '{"model": []}'),
+        ('tokenizer_config.json', '{"added_tokens_decoder": {"x": {"content": "a"}}}'),
+        ('tokenizer_config.json', '{"added_tokens_decoder": {"7": {}}}'),
+        ('special_tokens_map.json', '{"additional_special_tokens": [{}]}'),
+        ('added_tokens.json', '[]'),
+        ('added_tokens.json', '{"a": 1'),
+    ],
+)
+def test_lists_of_tokens_that_are_damaged(tmp_path, name, content):
+    (tmp_path / 'spiece.model').write_bytes(GOOD)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=name) as error:
+        find_vocabulary(tmp_path)
+    assert '\n' not in str(error.value)
