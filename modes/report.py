@@ -80,7 +80,8 @@ VALIDATION = 'training_eval/'  # what begins the name of an evaluation in metric
 SCORES = results.FOLDER  # the name of the task metrics beside them
 LOSS_SUFFIX = ', validation loss'
 MORE = 'More of training'  # the title of the figures that are shown on request
-NO_CURVE = ('batch_crc32', 'data/')  # what begins the tags that are no curves
+LOADS = 'experts/load/'  # what begins the tags of the load of each expert of families/switch.py
+NO_CURVE = ('batch_crc32', 'data/', LOADS)  # what begins the tags that are no curves
 
 
 class Run(NamedTuple):
@@ -267,6 +268,7 @@ def all_figures(runs: Sequence[Run]) -> list[Figure]:
     for tag, column in results.columns_of(tags_of(runs, SCORES)).items():
         title = column.title if tag in results.AVERAGES else tag
         figures.append(make_figure('Task metrics', runs, SCORES, Metric(tag, title)))
+    figures += [make_loads(run) for run in runs]
     for tag in sorted(tags_of(runs, 'train') - {metric.tag for metric in TRAINING}):
         if not tag.startswith(NO_CURVE):
             figures.append(make_figure(MORE, runs, 'train', Metric(tag, tag)))
@@ -300,6 +302,19 @@ def make_figure(section: str, runs: Sequence[Run], name: str, metric: Metric) ->
     if num_not_finite:
         notes.append(f'{num_not_finite} values are not finite')
     return Figure(section, metric, curves, '; '.join(notes))
+
+
+def make_loads(run: Run) -> Figure:
+    """Return the figure of the share of tokens that each expert is chosen for, the mean over the layers."""
+    tags = [tag for tag in run.metrics.get('train', {}) if tag.startswith(LOADS)]
+    curves = []
+    for i, tag in enumerate(sorted(tags, key=lambda tag: (len(tag), tag))):
+        values = sorted(run.values('train', tag).items())
+        points = [Point(step, x) for step, x in values if is_drawn(x)]
+        if points:
+            curves.append(Curve(tag.removeprefix(LOADS), f'run{i % MAX_RUNS}', points))
+    metric = Metric(LOADS, f'Load of the experts, {run.name}', from_zero=True)
+    return Figure('Training', metric, curves, 'share of tokens')
 
 
 def is_drawn(value: float) -> bool:

@@ -220,6 +220,15 @@ def test_two_runs_side_by_side(tmp_path):
     assert 'show1' in page.source and 'runs/a, other/b' == page.texts('h1')[0]
 
 
+def test_the_load_of_experts_is_one_figure(tmp_path):
+    loads = {f'experts/load/{i}': i / 66 for i in range(12)}
+    run = write_run(tmp_path / 'a', num_steps=3, **loads)
+    page = make_page(run, write_run(tmp_path / 'b', num_steps=3))
+    values = page.values('Load of the experts, a')
+    assert list(values) == [str(i) for i in range(12)]
+    assert 'experts/load/' not in page.source and 'experts, b' not in page.source
+
+
 def test_the_best_of_several_runs_is_bold(tmp_path):
     runs = []
     for name, loss, f1 in (('a', 3.0, 50.0), ('b', 2.0, 40.0), ('c', 4.0, 50.0)):
