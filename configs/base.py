@@ -143,7 +143,7 @@ def settings() -> ConfigDict:
     # The task or mixture: one that --mode=tasks lists, one of data.module, or a task cache. A task of
     # T5 reads its TFDS data set, or the records that data.files or data.tfds name in place of it. An
     # objective takes the documents of data.files or data.tfds: span_corruption, iid_denoising,
-    # drop_corrupted_tokens, mass_style, bert_style, deshuffling, prefix_lm,
+    # drop_corrupted_tokens, mass_style, bert_style, deshuffling, principle_sentences, prefix_lm,
     # pack_prefix_lm_encoder_decoder, lm, full_lm, ul2. data.targets makes it text_to_text.
     config.data.task = 'span_corruption'
     # A Python file of your own, as a path or as its name in the current folder, with a list TASKS of
@@ -221,12 +221,22 @@ def settings() -> ConfigDict:
     # Packing of examples that share a row in training: tightly, greedily (as SeqIO), or no.
     config.data.pack = Setting('tightly', choices=('no', 'greedily', 'tightly'))
     # Whether documents are concatenated before they are cut into rows: yes, no, or auto, as in T5: all
-    # objectives but prefix_lm and deshuffling do.
+    # objectives but prefix_lm, deshuffling and principle_sentences do.
     config.data.concatenate = Setting('auto', choices=('auto', 'yes', 'no'))
     # Fraction of the tokens that is noise, of span corruption and where each token is noise alone.
     config.data.noise_density = Setting(0.15, Range(0, 1, without=(0, 1)))
     # Mean number of tokens of a noise span, of span corruption.
     config.data.mean_noise_span_length = Setting(3.0, SIZE)
+    # The sentences of a text that are targets, of principle_sentences. The defaults are LongT5's.
+    config.data.sentences = ConfigDict()
+    # Largest share of a text's sentences.
+    config.data.sentences.ratio = Setting(0.2, FRACTION)
+    # Smallest share, as a fraction of data.sentences.ratio. A text's share is drawn between the two.
+    config.data.sentences.min_ratio = Setting(0.33, FRACTION)
+    # Standard deviation of the random fraction by which a sentence's score changes.
+    config.data.sentences.noise = Setting(0.04, FRACTION)
+    # Probability that a sentence of the targets stays in the inputs, too.
+    config.data.sentences.kept = Setting(0.1, FRACTION)
     # Processes that make batches ahead of training, each some of the rows; the batches are the same.
     # 0 makes them in a thread of the training process.
     config.data.num_workers = Setting(0, Range(0, 1024))

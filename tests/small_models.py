@@ -90,6 +90,16 @@ OWN_SIZES = {
 }
 
 
+# The options of a small model of each family in families/, for rows of 32 ids.
+FAMILIES = {
+    'long_t5': {
+        'encoder_attention': 'transient_global',
+        'local_radius': 3,
+        'tokens_per_block': 2,
+    },
+}
+
+
 def load_own(file, **settings):
     """The T5Config of an own model."""
     return own_model.load(

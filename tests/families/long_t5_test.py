@@ -62,37 +62,54 @@ def batch_of(arrays, case):
     return {name: x for name, x in batch.items() if name.startswith(FEATURES)}
 
 
-def test_logits(golden):
+def check_cases(golden, cases):
+    """Compare encodings and logits of the cases, which have a radius and a block size of their own."""
     arrays = np.load(golden / 'golden.npz')
-    cases = json.loads((golden / 'report.json').read_text())['cases']
-    assert len(cases) > 5
-    for case in [*cases, 'batch', 'packed']:
-        options = {}
-        if case in cases:
-            options = {name: cases[case][name] for name in ('local_radius', 'tokens_per_block')}
-        t5 = load(golden, **options)
+    report = json.loads((golden / 'report.json').read_text())['cases']
+    for case in cases:
+        sizes = {name: report[case][name] for name in ('local_radius', 'tokens_per_block')}
+        t5 = load(golden, **sizes)
         batch = batch_of(arrays, case)
-        found = np.array(t5.logits(batch)) * (batch['decoder_target_tokens'] > 0)[..., None]
-        expected = arrays[f'{case}/logits'] * (batch['decoder_target_tokens'] > 0)[..., None]
-        assert_close(found, expected, 1e-5)
-
-
-def test_encoded_inputs(golden):
-    arrays = np.load(golden / 'golden.npz')
-    cases = json.loads((golden / 'report.json').read_text())['cases']
-    for case, options in cases.items():
-        tokens = arrays[f'{case}/encoder_input_tokens']
-        inputs = [row[row > 0].tolist() for row in tokens]
-        t5 = load(golden, **{x: options[x] for x in ('local_radius', 'tokens_per_block')})
+        assert_close(logits_of(t5, batch), answered(arrays[f'{case}/logits'], batch), 1e-5)
+        inputs = [row[row > 0].tolist() for row in arrays[f'{case}/encoder_input_tokens']]
         outputs, mask = t5.encode(inputs)
         expected = arrays[f'{case}/encoded'][:, : outputs.shape[1]]
         assert_close(outputs, expected * mask[..., None], 1e-5)
+
+
+def answered(logits_bTV, batch):
+    """The logits of real targets, zero elsewhere."""
+    return logits_bTV * (batch['decoder_target_tokens'] > 0)[..., None]
+
+
+def logits_of(t5, batch):
+    return answered(np.array(t5.logits(batch)), batch)
+
+
+def test_rows_of_many_lengths(golden):
+    """From one token to three blocks and a half."""
+    check_cases(golden, ['odd_padded'])
+
+
+@pytest.mark.slow
+def test_all_cases(golden):
+    cases = json.loads((golden / 'report.json').read_text())['cases']
+    assert len(cases) > 5
+    check_cases(golden, cases)
+
+
+def test_packed_rows(golden):
+    arrays = np.load(golden / 'golden.npz')
+    batch = batch_of(arrays, 'packed')
+    expected = answered(arrays['packed/logits'], batch)
+    assert_close(logits_of(load(golden), batch), expected, 1e-5)
 
 
 def test_scores_and_answers(golden):
     arrays = np.load(golden / 'golden.npz')
     t5 = load(golden)
     batch = batch_of(arrays, 'batch')
+    assert_close(logits_of(t5, batch), answered(arrays['batch/logits'], batch), 1e-5)
     inputs = [row[row > 0].tolist() for row in batch['encoder_input_tokens']]
     targets = [row[row > 0].tolist() for row in batch['decoder_target_tokens']]
     assert_close(np.array(t5.score(inputs, targets)), arrays['batch/score'], 1e-5)
@@ -127,6 +144,11 @@ def run_steps(golden, **settings):
     return state_names.to_t5x(*jax.device_get(state))
 
 
+@pytest.mark.parametrize(
+    'golden',
+    ['long_t5_tglobal', pytest.param('long_t5_local', marks=pytest.mark.slow)],
+    indirect=True,
+)
 def test_steps(golden):
     expected = checkpoint.restore(golden / 'checkpoint_4')
     found = run_steps(golden)

@@ -5,6 +5,7 @@ span_corruption_e2e.json: its functions iid_denoising, prefix_lm and full_lm, an
 t5/models/gin/objectives for the others. Masks are random there, so lengths and texts are compared.
 """
 
+import re
 import zlib
 
 import chex
@@ -18,7 +19,7 @@ import vocabulary as vocabularies
 from configs import ul2
 from run.train_vocabulary import train_vocabulary
 from stream import OpenMixture, Stream
-from tasks import mixtures
+from tasks import metrics, mixtures
 from tasks.objectives import OBJECTIVES
 
 # Ids of text are below FIRST_SENTINEL, all different in a group of documents.
@@ -110,6 +111,9 @@ def text_of(name, example):
         mode, inputs = without_mode(inputs)
         if mode == '[S2S]':
             return inputs + targets
+    if name == 'principle_sentences':  # the ids have no end of a sentence
+        assert inputs in (targets, [VOCABULARY.size - 1])
+        return targets
     if name == 'prefix_lm':
         assert len(inputs) >= 1 or len(targets) == 1
         return inputs + targets
@@ -155,7 +159,7 @@ def test_examples_reassemble_every_document(name, concatenate, sizes):
     may_be_eos_alone = ('full_lm', 'pack_prefix_lm_encoder_decoder')
     assert all(texts) or name in may_be_eos_alone
     assert sum(sorted(texts), []) == list(range(3, 3 + sum(SIZES[sizes])))
-    per_document = {'deshuffling', 'prefix_lm'}
+    per_document = {'deshuffling', 'prefix_lm', 'principle_sentences'}
     assert objective.concatenates == (
         concatenate == 'yes' or (concatenate == 'auto' and name not in per_document)
     )
@@ -267,6 +271,81 @@ def test_bert_replaces_nine_of_ten_by_sentinels():
         assert example.inputs.min() >= EOS and 2 not in example.inputs
     assert is_near(num_noise, 0.3 * num_tokens)
     assert is_near(num_random, 0.1 * num_noise)
+
+
+SENTENCES = (
+    'It rains in the north. Does it rain in the south, too? The south is dry! One. It is true '
+    'that the rain in the north fills the rivers of the south. Nobody knows version 1.2 of this. '
+    'Rivers are long? The rivers of the south are dry. Nothing else'
+)
+
+
+def straightforward_choice(text, number):
+    """The sentences of `number` highest scores, in order."""
+    sentences = re.split(r'(?<=[.!?])(?=\s)', text)
+    words = [metrics.unicode_tokens(sentence) for sentence in sentences]
+    scores = []
+    for i in range(len(sentences)):
+        rest = sum(words[:i] + words[i + 1 :], [])
+        scores.append(metrics.overlap_f1(rest, words[i]))
+    best = sorted(range(len(sentences)), key=lambda i: -scores[i])[:number]
+    return sentences, sorted(best)
+
+
+@pytest.mark.parametrize('kept', [0.0, 1.0])
+@pytest.mark.parametrize('ratio, number', [(0.0, 1), (0.2, 1), (0.25, 2), (0.5, 4), (1.0, 9)])
+@pytest.mark.parametrize('kind', ['bytes', 'pieces'])
+def test_principle_sentences_are_those_of_a_straightforward_choice(
+    pydoc_model, kind, ratio, number, kept
+):
+    vocabulary = vocabularies.ByteVocabulary(100)
+    text = SENTENCES
+    if kind == 'pieces':
+        text = text.replace('?', '!')  # is unknown to this vocabulary
+        vocabulary = vocabularies.SentencePieceVocabulary(pydoc_model)
+    lengths = {'lengths.inputs': 600, 'lengths.targets': 500}
+    settings = {'ratio': ratio, 'min_ratio': 1.0, 'noise': 0.0, 'kept': kept}
+    changes = lengths | {f'sentences.{name}': x for name, x in settings.items()}
+    objective = make_objective('principle_sentences', vocabulary, **changes)
+    records = [{'targets': ids} for ids in vocabulary.encode_as_arrays([text])]
+    [example] = objective.examples(['x'], records, 0)
+    sentences, chosen = straightforward_choice(text, number)
+    expected = [vocabulary.encode([sentences[i]])[0] for i in chosen]
+    assert without_eos(example.targets) == sum(expected, []) and not example.is_trimmed
+    inputs = []
+    for i, sentence in enumerate(sentences):
+        if i in chosen and not kept:
+            inputs.append(vocabulary.sentinel_ids[0])
+        else:
+            inputs += vocabulary.encode([sentence])[0]
+    assert without_eos(example.inputs) == inputs
+
+
+def test_principle_sentences_have_their_shares():
+    """Of 25 sentences 1 to 4 are targets, nine of ten of these a sentinel; long targets are cut."""
+    vocabulary = vocabularies.ByteVocabulary(100)
+    text = ' '.join(f'Sentence number {i} is about {i % 7}.' for i in range(25))
+    changes = {'lengths.inputs': len(text) + 1, 'lengths.targets': 100}
+    objective = make_objective('principle_sentences', vocabulary, **changes)
+    names = [str(i) for i in range(2000)]
+    records = [{'targets': vocabulary.encode_as_arrays([text])[0]}] * 2000
+    num_masked = num_chosen = num_trimmed = 0
+    counts = np.zeros(6)
+    choices = set()
+    for example in objective.examples(names, records, 0):
+        assert len(example.targets) <= 100
+        num_trimmed += example.is_trimmed
+        answer = vocabulary.decode(example.targets)
+        choices.add(answer)
+        if not example.is_trimmed:
+            counts[answer.count('.')] += 1
+            num_chosen += answer.count('.')
+            num_masked += np.count_nonzero(example.inputs == vocabulary.sentinel_ids[0])
+        assert example.is_trimmed == (answer.count('.') > 3 or not answer.endswith('.'))
+    assert len(choices) > 50
+    # A share from 0.066 to 0.2 of 25 is 1.65 to 5 sentences, of which 5 has no probability.
+    assert is_near(counts[1], 2000 * 0.35 / 3.35) and is_near(counts[2], 2000 / 3.35)
+    assert num_trimmed == 2000 - counts.sum() and is_near(num_masked, 0.9 * num_chosen)
 
 
 def test_a_token_is_shuffled_to_any_place():
@@ -397,7 +476,7 @@ def test_sentinels_may_have_any_ids(name):
     assert is_other == (make_objective(name).num_sentinels > 0)
 
 
-WITH_SENTINELS = ('ul2', 'iid_denoising', 'mass_style', 'bert_style')
+WITH_SENTINELS = ('principle_sentences', 'ul2', 'iid_denoising', 'mass_style', 'bert_style')
 # Objectives, settings, and what the message names.
 REFUSED = [
     ('ul2', {'lengths.targets': 114}, 'data.lengths.targets=114: .* use 13'),
@@ -413,6 +492,8 @@ REFUSED = [
     ('prefix_lm', {'lengths.targets': 1}, 'data.lengths.targets=1: .* use 2'),
     ('lm', {'lengths.targets': 1}, 'data.lengths.targets=1: .* use 2'),
     ('pack_prefix_lm_encoder_decoder', {'lengths.inputs': 63}, 'data.lengths.inputs=63'),
+    ('principle_sentences', {'lengths.targets': 1}, 'data.lengths.targets=1: .* use 2'),
+    ('principle_sentences', {'sentences.ratio': 2.0}, 'data.sentences.ratio=2.0'),
     ('prefix_lm', {'concatenate': 'maybe'}, 'data.concatenate'),
     *[(name, {'extra_ids': 0}, 'data.extra_ids=0') for name in WITH_SENTINELS],
 ]
@@ -462,6 +543,7 @@ FIRST_BATCHES = {
     'mass_style': 2780643079,
     'bert_style': 1756030118,
     'deshuffling': 4255175574,
+    'principle_sentences': 3504453804,
     'prefix_lm': 2094069458,
     'lm': 3416866162,
     'full_lm': 4252558468,

@@ -1,0 +1,215 @@
+"""A small model of each family trains, stops, resumes and answers as T5 does, on any mesh."""
+
+import dataclasses
+import re
+import signal
+
+import jax
+import numpy as np
+import pytest
+from bucket_store import run_in_another_process
+from runs import (
+    Program,
+    assert_close_runs,
+    assert_same_run,
+    run,
+    small_config,
+    state_of,
+    stop_after,
+)
+from small_models import (
+    FAMILIES,
+    assert_close,
+    check_answers,
+    make_mesh,
+    random_batch,
+    random_params,
+    run_config,
+)
+
+import checkpoint
+import infer
+import model
+import state_names
+import train
+from formats import own_model
+from prepare import make_spec
+
+pytestmark = pytest.mark.usefixtures('highest_precision')
+LOSS = 'training_eval/span_corruption/loss'
+
+
+@pytest.fixture(scope='module', params=FAMILIES)
+def family(request):
+    return request.param
+
+
+def packed_batch(seed):
+    """Rows of two examples each, the first of one to three ids."""
+    batch = random_batch(seed)
+    cuts = np.random.default_rng(seed).integers(1, 4, (8, 1))
+    for side, name in (('encoder', 'encoder_input_tokens'), ('decoder', 'decoder_target_tokens')):
+        place = np.arange(batch[name].shape[1])
+        is_second = place >= cuts
+        is_token = batch[name] > 0
+        batch[f'{side}_segment_ids'] = np.where(is_token, 1 + is_second, 0).astype(np.int32)
+        position = np.where(is_second, place - cuts, place)
+        batch[f'{side}_positions'] = np.where(is_token, position, 0).astype(np.int32)
+    batch['decoder_input_tokens'] *= batch['decoder_positions'] > 0
+    return batch
+
+
+# On a mesh.
+
+
+def config_on(mesh, family, **settings):
+    data, fsdp, model_axis = mesh
+    config = run_config(data, model_axis, fsdp, num_encoder_layers=2, module=family, **settings)
+    config.model.options.update(FAMILIES[family])
+    return config
+
+
+def test_logits_on_a_mesh(family):
+    batch = packed_batch(0)
+    config = own_model.load(config_on((1, 1, 1), family).model)
+    params = random_params(config)
+    expected = infer.T5(config, params, make_mesh(1, 1)).logits(batch)
+    assert_close(infer.T5(config, params, make_mesh(1, 2, 2)).logits(batch), expected, 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('scan_layers, remat', [(False, 'none'), (True, 'full')])
+def test_training_on_a_mesh(family, scan_layers, remat):
+    """Three steps, packed, with dropout."""
+
+    def trained(mesh, **settings):
+        spec = make_spec(config_on(mesh, family, **settings))
+        state = train.compile_init(spec)()
+        losses = []
+        for i in range(3):
+            state, metrics = train.jit_step(spec)(state, packed_batch(i))
+            losses.append(float(metrics['loss']))
+        return losses, jax.tree.map(np.asarray, state_names.to_t5x(*state))
+
+    losses, state = trained((1, 1, 1))
+    assert losses[0] != losses[2]
+    found_losses, found = trained((1, 2, 2), scan_layers=scan_layers, remat=remat)
+    np.testing.assert_allclose(found_losses, losses, rtol=1e-5)
+    assert_close(found, state, 1e-5)
+
+
+# A run.
+
+
+def family_config(corpus, family, **settings):
+    config = small_config(corpus)
+    config.model.module = family
+    config.model.options.update(FAMILIES[family])
+    config.update_from_flattened_dict(settings)
+    return config
+
+
+@pytest.fixture(scope='module')
+def finished(corpus, make_once, family):
+    """The workdir of a finished run. Tests only read it."""
+    return make_once(f'run of {family}', lambda folder: run(family_config(corpus, family), folder))
+
+
+def test_a_run_stopped_and_resumed(corpus, family, finished, tmp_path):
+    stop_after(2, family_config(corpus, family), tmp_path)
+    run(family_config(corpus, family), tmp_path)
+    assert_same_run(tmp_path, finished, 6)
+
+
+@pytest.mark.slow
+def test_answers(family, finished):
+    """With a cache, each token is the most likely one of the logits without."""
+    t5 = infer.load(finished)
+    assert t5.config.module == family
+    assert dataclasses.asdict(t5.config.options) == FAMILIES[family]
+    check_answers(t5, is_long=False)
+
+
+@pytest.mark.slow
+def test_encodings_are_those_of_each_input_alone(finished):
+    t5 = infer.load(finished, part='encoder')
+    texts = ['aa oo', 'e', 'lost in a long line of letters']
+    outputs, mask = t5.encode(texts)
+    assert mask.sum(axis=1).min() < mask.shape[1]
+    for text, found, is_token in zip(texts, outputs, mask, strict=True):
+        [expected], _ = t5.encode([text])
+        assert_close(found[is_token], expected, 1e-5)
+
+
+@pytest.mark.slow
+def test_adapters_of_attention(corpus, family, finished, tmp_path):
+    """They are trained and saved alone, and the merged model is the unmerged one."""
+    lora = {'lora_rank': 2, 'lora_targets': '.+/attention/(query|key|value|out)/kernel'}
+    settings = {f'model.{name}': value for name, value in lora.items()}
+    settings |= {'optimizer.name': 'adamw', 'restore.path': str(finished)}
+    run(family_config(corpus, family, **settings), tmp_path)
+    adapters = checkpoint.parameters(state_of(tmp_path, 6))
+    assert all(re.search('/lora_[ab]$', path) for path in adapters)
+    base = infer.load(finished)
+    merged = infer.load(tmp_path)
+    config = dataclasses.replace(base.config, **lora)
+    unmerged = infer.T5(config, base.arrays | adapters, base.mesh)
+    batch = random_batch(0, base.config.vocab_size)
+    expected = np.asarray(unmerged.logits(batch))
+    assert_close(merged.logits(batch), expected, 1e-5)
+    difference = np.abs(base.logits(batch) - expected).max()
+    assert difference > 1e-3 * np.abs(expected).max()
+    assert model.shapes(merged.config) == model.shapes(base.config)
+
+
+@pytest.mark.slow
+def test_killed_and_started_again(command_line, corpus, family, tmp_path):
+    steps = 60
+    program = Program(tmp_path, corpus, steps, log=4, save=6, evaluate=30, dropout_rate=0.1)
+    flags = [f'--config.model.module={family}']
+    flags += [f'--config.model.options.{name}={x}' for name, x in FAMILIES[family].items()]
+    process = command_line.start(*program.arguments(tmp_path / 'killed'), *flags)
+    process.wait_for('step 2')
+    process.send_signal(signal.SIGKILL)
+    assert process.wait().status == -signal.SIGKILL
+    assert max(checkpoint.steps(tmp_path / 'killed'), default=0) < steps
+    for name in ('killed', 'expected'):
+        result = command_line(*program.arguments(tmp_path / name), *flags)
+        assert result.status == 0, result.stderr
+    assert_same_run(tmp_path / 'killed', tmp_path / 'expected', steps)
+
+
+@pytest.mark.slow
+def test_early_stopping(corpus, family, tmp_path):
+    """The highest loss is the first one, so that the run ends two evaluations later."""
+    settings = {'save.best_metric': LOSS, 'save.best_is': 'higher', 'train.early_stopping': 2}
+    every = {'eval.every_steps': 1, 'save.every_steps': 1}
+    run(family_config(corpus, family, **settings, **every), tmp_path)
+    assert checkpoint.steps(tmp_path)[-1] == 3
+    assert infer.load(tmp_path, step='best').config.module == family
+
+
+IN_BUCKET = """
+import sys
+
+import infer
+import runs
+from small_models import FAMILIES
+
+url, corpus, family = sys.argv[1:]
+config = runs.small_config(corpus)
+config.model.module = family
+config.model.options.update(FAMILIES[family])
+runs.run(config, url)
+print(infer.load(url).config.module)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+def test_a_run_in_a_bucket(scheme, store, corpus, family, finished):
+    (store.folder / 'home').mkdir()
+    url = f'{scheme}://home/x'
+    lines = run_in_another_process(IN_BUCKET, [url, corpus, family], store)
+    assert lines[-1] == family
+    assert_close_runs(store.folder / 'home/x', finished, 6)
