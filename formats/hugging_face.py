@@ -4,7 +4,7 @@
     model.safetensors                       arrays by name; large models in several files and an index
 
 torch's Linear keeps a kernel transposed; token table and norms have the same shape in both. Source: transformers
-(4.57, 5.24) models/{t5,mt5,umt5,longt5}.
+(4.57, 5.24) models/{t5,mt5,umt5,longt5,switch_transformers}.
 """
 
 import json
@@ -39,6 +39,7 @@ ARCHITECTURES = {
     'mt5': 'MT5ForConditionalGeneration',
     'umt5': 'UMT5ForConditionalGeneration',
     'longt5': 'LongT5ForConditionalGeneration',
+    'switch_transformers': 'SwitchTransformersForConditionalGeneration',
 }
 
 # config.json: Hugging Face's name of each size -> the field of T5Config.
@@ -99,6 +100,26 @@ LONG_T5_ATTENTIONS = {
 }
 
 
+SWITCH = 'switch'  # the family
+# config.json of Switch Transformer: Hugging Face's name -> the option.
+SWITCH_SETTINGS = {
+    'num_experts': 'num_experts',
+    'expert_capacity': 'min_expert_capacity',
+    'router_aux_loss_coef': 'aux_loss_factor',
+    'router_z_loss_coef': 'router_z_loss_factor',
+}
+# transformers' own values of these. Its capacity is a number of places per row and expert.
+SWITCH_DEFAULTS = {
+    'num_experts': 8,
+    'expert_capacity': 64,
+    'router_aux_loss_coef': 0.001,
+    'router_z_loss_coef': 0.001,
+}
+CAPACITY_FACTORS = ('train_expert_capacity_factor', 'eval_expert_capacity_factor')
+# A matrix of one expert. Its name without the expert is that of all of them here.
+EXPERT = re.compile(r'(.+\.experts\.)expert_(0|[1-9]\d{0,4})\.(.+)')
+
+
 class Sublayer(NamedTuple):
     """A part of a layer: our norm, our module behind it, and Hugging Face's name of the module."""
 
@@ -149,6 +170,8 @@ def parameter_names(config: model.T5Config) -> dict[str, str]:
         names['decoder/logits_dense/kernel'] = LM_HEAD
     if config.module == LONG_T5:
         names |= _long_t5_names(config, names)
+    if config.module == SWITCH:
+        names = _switch_names(config, names)
     return names
 
 
@@ -166,6 +189,24 @@ def _long_t5_names(config: model.T5Config, names: Mapping[str, str]) -> dict[str
             changed[path] = f'encoder.block.{i}.layer.0.{attention}.global_input_layer_norm.weight'
         bias = f'encoder.block.0.layer.0.{attention}.global_relative_attention_bias.weight'
         changed['encoder/side_relpos_bias/rel_embedding'] = bias
+    return changed
+
+
+def _switch_names(config: model.T5Config, names: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of a Switch Transformer, from those of a T5 of its sizes. All experts have one name."""
+    step = own_options.as_dict(config.options)['sparse_step']
+    changed = {}
+    for path, name in names.items():
+        name = name.replace('.DenseReluDense.', '.mlp.')
+        kernel = re.fullmatch(r'(.+/layers_(\d+)/mlp)/(.+)', path)
+        if kernel and int(kernel[2]) % step == step - 1:
+            mlp = name.partition('.mlp.')[0] + '.mlp'
+            changed[f'{kernel[1]}/router/router_weights/w/kernel'] = (
+                f'{mlp}.router.classifier.weight'
+            )
+            path = f'{kernel[1]}/expert/{kernel[3]}'
+            name = name.replace('.mlp.', '.mlp.experts.')
+        changed[path] = name
     return changed
 
 
@@ -217,12 +258,37 @@ class SafetensorsEntry(NamedTuple):
             return _transpose(x)
         return x
 
+    @property
+    def T(self) -> 'SafetensorsEntry':  # noqa: N802
+        return self._replace(shape=self.shape[::-1], transposed=True)
+
+
+class ExpertsEntry(NamedTuple):
+    """The matrices of a layer's experts, [experts, ...] in our tree: a `checkpoint.LazyArray`."""
+
+    experts: tuple[SafetensorsEntry, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.experts), *self.experts[0].shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.experts[0].dtype
+
+    @property
+    def T(self) -> 'ExpertsEntry':  # noqa: N802
+        return ExpertsEntry(tuple(expert.T for expert in self.experts))
+
+    def read(self) -> np.ndarray:
+        return np.stack([expert.read() for expert in self.experts])
+
 
 class Folder(NamedTuple):
     """A folder whose arrays are not read yet: its config, dtype float32, and {'target/' + our path: entry}."""
 
     config: model.T5Config
-    entries: dict[str, SafetensorsEntry]
+    entries: dict[str, SafetensorsEntry | ExpertsEntry]
     note: str  # what is assumed of it; '' for nothing
 
 
@@ -304,7 +370,7 @@ def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
         config = _config(settings, arrays)
     except (ValueError, TypeError) as error:
         raise ValueError(f'{config_file}: {error}') from error
-    stored = dict(arrays.entries)
+    stored = _stack_experts(folder, arrays.entries)
     if config.logits_via_embedding:
         stored.pop(LM_HEAD, None)
     names = parameter_names(config)
@@ -312,19 +378,17 @@ def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
     differences += [f'{name} is unknown' for name in sorted(set(stored) - set(names.values()))]
     if differences:
         raise ValueError(f'{folder} is not as its config says: {first_ten(differences, "; ")}')
-    entries = {}
+    targets = {}
     for path, name in names.items():
         entry = stored[name]
-        if is_transposed(path):
-            entry = entry._replace(shape=entry.shape[::-1], transposed=True)
-        entries[f'target/{path}'] = entry
+        targets[f'target/{path}'] = entry.T if is_transposed(path) else entry
     note = ''
     if not (config.logits_via_embedding or arrays.has_own_lm_head):
         note = (
             f'{folder} has no {LM_HEAD} of its own: its logits are those of the token table, not divided by sqrt(d_model), '
             'as transformers 5 has them'
         )
-    return Folder(config, entries, note)
+    return Folder(config, targets, note)
 
 
 def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
@@ -355,6 +419,8 @@ def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
         float32_attention_logits=False,
         relpos_bias_per_layer=settings['model_type'] == 'umt5',
     )
+    if settings['model_type'] == 'switch_transformers':
+        return own_model.as_family(config, SWITCH, _switch_options(settings, config))
     if settings['model_type'] != 'longt5':
         return config
     kind = settings.get('encoder_attention_type', 'local')
@@ -366,6 +432,27 @@ def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
         if theirs in settings:
             options[ours] = settings[theirs]
     return own_model.as_family(config, LONG_T5, options)
+
+
+def _switch_options(settings: Mapping, config: model.T5Config) -> dict:
+    """Return the options of a Switch Transformer. Raises ValueError for layers that we do not have."""
+    depths = {'encoder': config.num_encoder_layers, 'decoder': config.num_decoder_layers}
+    steps = {}
+    for stack, depth in depths.items():
+        name = f'{stack}_sparse_step'
+        num_sparse = settings.get(f'num_sparse_{stack}_layers', 3)
+        steps[name] = settings.get(name)
+        if steps[name] is None and type(num_sparse) is int and num_sparse > 0:
+            steps[name] = depth // num_sparse
+    if not config.num_decoder_layers:
+        del steps['decoder_sparse_step']
+    # With these two, the last layer of a step is transformers' second one.
+    if set(steps.values()) not in ({1}, {2}):
+        found = ', '.join(f'{name}={step}' for name, step in steps.items())
+        raise ValueError(f'{found}: only 1 in both stacks, or 2 in both, is supported')
+    options = {ours: settings.get(x, SWITCH_DEFAULTS[x]) for x, ours in SWITCH_SETTINGS.items()}
+    options |= dict.fromkeys(CAPACITY_FACTORS, 0.0)
+    return options | {'sparse_step': steps['encoder_sparse_step'], 'zero_padding': False}
 
 
 def _settings_of_shapes(file: Path, arrays: StoredArrays) -> dict:
@@ -400,7 +487,7 @@ def _count_layers(arrays: StoredArrays, stack: str) -> int:
 
 def _mlp_activations(settings: Mapping) -> tuple[str, ...]:
     default = 'gated-gelu'
-    if settings['model_type'] in ('t5', 'longt5'):
+    if settings['model_type'] in ('t5', 'longt5', 'switch_transformers'):
         default = 'relu'
     name = settings.get('feed_forward_proj', default)
     feed_forward = FEED_FORWARDS.get(str(name))
@@ -463,6 +550,28 @@ def _read_headers(folder: Path) -> StoredArrays:
     if not has_own_lm_head:
         entries[LM_HEAD] = tables[0]
     return StoredArrays(entries, has_own_lm_head)
+
+
+def _stack_experts(
+    folder: Path, entries: Mapping[str, SafetensorsEntry]
+) -> dict[str, SafetensorsEntry | ExpertsEntry]:
+    """Return the arrays by name, one for all experts of a layer."""
+    stacked: dict[str, SafetensorsEntry | ExpertsEntry] = {}
+    experts: dict[str, dict[int, SafetensorsEntry]] = {}
+    for name, entry in entries.items():
+        expert = EXPERT.fullmatch(name)
+        if expert is None:
+            stacked[name] = entry
+        else:
+            experts.setdefault(expert[1] + expert[3], {})[int(expert[2])] = entry
+    for name, found in experts.items():
+        kinds = {(entry.shape, entry.dtype) for entry in found.values()}
+        if len(kinds) > 1 or sorted(found) != list(range(len(found))):
+            raise ValueError(
+                f'{folder}: experts of {name} are missing, or have several shapes or dtypes: copy it again'
+            )
+        stacked[name] = ExpertsEntry(tuple(found[i] for i in sorted(found)))
+    return stacked
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -546,7 +655,7 @@ def write(
 
 def _settings(config: model.T5Config) -> dict:
     """Return the content of config.json. Raises ValueError for a model that transformers does not have."""
-    if config.module not in ('', LONG_T5):
+    if config.module not in ('', LONG_T5, SWITCH):
         raise ValueError(f'model.module={config.module!r} is not in transformers: use --format=t5x')
     activations = tuple(config.mlp_activations)
     if activations == ('swish', 'linear'):  # another name of silu
@@ -564,6 +673,9 @@ def _settings(config: model.T5Config) -> dict:
         options = own_options.as_dict(config.options)
         sizes['encoder_attention_type'], _ = LONG_T5_ATTENTIONS[options['encoder_attention']]
         sizes |= {theirs: options[ours] for theirs, ours in LONG_T5_SIZES.items()}
+    if config.module == SWITCH:
+        model_type = 'switch_transformers'
+        sizes |= _switch_settings(config)
     return {
         'architectures': [ARCHITECTURES[model_type]],
         'model_type': model_type,
@@ -575,6 +687,27 @@ def _settings(config: model.T5Config) -> dict:
         'tie_word_embeddings': config.logits_via_embedding,
         'is_encoder_decoder': True,
         **FIXED_SETTINGS,
+    }
+
+
+def _switch_settings(config: model.T5Config) -> dict:
+    """Return what config.json says of the experts. Raises ValueError for a Switch that transformers does not have."""
+    options = own_options.as_dict(config.options)
+    step = options['sparse_step']
+    is_relu = config.mlp_activations == ('relu',)
+    if not is_relu or not config.logits_via_embedding or step not in (1, 2):
+        raise ValueError(
+            f'mlp_activations={config.mlp_activations}, logits_via_embedding={config.logits_via_embedding}, '
+            f"sparse_step={step}: transformers' Switch Transformer has ('relu',), True, and 1 or 2: use --format=t5x"
+        )
+    settings = {theirs: options[ours] for theirs, ours in SWITCH_SETTINGS.items()}
+    if any(options[factor] for factor in CAPACITY_FACTORS):
+        settings['expert_capacity'] = SWITCH_DEFAULTS['expert_capacity']
+    return settings | {
+        'encoder_sparse_step': step,
+        'decoder_sparse_step': step,
+        'num_sparse_encoder_layers': config.num_encoder_layers // step,
+        'num_sparse_decoder_layers': config.num_decoder_layers // step,
     }
 
 
@@ -617,15 +750,21 @@ def _shards(
     num_bytes = 0
     for path in arrays:
         x = np.asarray(checkpoint.read_leaf(arrays[path]))
-        if shard and num_bytes + x.nbytes > shard_bytes:
-            yield shard
-            shard = {}
-            num_bytes = 0
-        num_bytes += x.nbytes
-        if is_transposed(path):
-            shard[names[path]] = _transpose(x)
-        else:
-            shard[names[path]] = np.ascontiguousarray(x)
+        by_name = {names[path]: x}
+        if x.ndim == 3:
+            prefix = '.experts.expert_'
+            by_name = {
+                names[path].replace('.experts.', f'{prefix}{i}.'): x[i] for i in range(len(x))
+            }
+        for name, matrix in by_name.items():
+            if shard and num_bytes + matrix.nbytes > shard_bytes:
+                yield shard
+                shard = {}
+                num_bytes = 0
+            num_bytes += matrix.nbytes
+            shard[name] = (
+                _transpose(matrix) if is_transposed(path) else np.ascontiguousarray(matrix)
+            )
     yield shard
 
 

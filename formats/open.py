@@ -77,7 +77,13 @@ def open_model(
                 config = config_from_shapes(shapes)
             except ValueError as error:
                 raise ValueError(f'{directory} is {error}: name {checkpoint.FORMATS}') from None
-            if len(config.mlp_activations) > 1:
+            if config.module == hugging_face.SWITCH:
+                note = (
+                    f'{directory} has no config: mlp_activations={config.mlp_activations} and {config.options} are assumed: '
+                    'name others with config=dataclasses.replace(t5.config, options=...), or in --mode=infer with '
+                    '--config=configs/switch.py:SIZE'
+                )
+            elif len(config.mlp_activations) > 1:
                 note = (
                     f'{directory} has no config: mlp_activations={config.mlp_activations} is assumed: name another with '
                     "config=dataclasses.replace(t5.config, mlp_activations=('silu', 'linear')), or in --mode=infer with --config=FILE"
@@ -247,19 +253,23 @@ def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> T5Config:
     is_per_layer = bias in shapes
     if not is_per_layer:
         bias = 'encoder/relpos_bias/rel_embedding'
+    mlp = 'encoder/layers_0/mlp'
+    if f'{mlp}/expert/wo/kernel' in shapes:  # as all layers of Switch-C
+        mlp = f'{mlp}/expert'
     activations: tuple[str, ...] = ('relu',)
-    if 'encoder/layers_0/mlp/wi_0/kernel' in shapes:
+    if f'{mlp}/wi_0/kernel' in shapes:
         activations = ('gelu', 'linear')
     embedding = 'token_embedder/embedding'
-    wo = 'encoder/layers_0/mlp/wo/kernel'
+    wo = f'{mlp}/wo/kernel'
     out = 'encoder/layers_0/attention/out/kernel'
     for path in (embedding, bias, wo, out):
         shape = shapes.get(path, ())
-        if len(shape) != 2 or not all(0 < size < 2**31 for size in shape):
+        num_dims = 3 if '/expert/' in path else 2
+        if len(shape) != num_dims or not all(0 < size < 2**31 for size in shape):
             raise ValueError(f'not a T5 of T5X: the checkpoint has no matrix {path!r}')
     vocab_size, emb_dim = shapes[embedding]
     num_heads = shapes[bias][0]
-    mlp_dim = shapes[wo][0]
+    mlp_dim = shapes[wo][-2]
     joined_heads_dim = shapes[out][0]
     config = T5Config(
         vocab_size=vocab_size,
@@ -279,11 +289,17 @@ def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> T5Config:
     if 'encoder/side_relpos_bias/rel_embedding' in shapes:
         options = {'encoder_attention': 'transient_global'}
         config = own_model.as_family(config, hugging_face.LONG_T5, options)
+    for i in range(config.num_encoder_layers):
+        router = shapes.get(f'encoder/layers_{i}/mlp/router/router_weights/w/kernel')
+        if router:
+            experts = {'num_experts': router[-1], 'sparse_step': i + 1}
+            return own_model.as_family(config, hugging_face.SWITCH, experts)
     return config
 
 
 def _count_layers(shapes: Mapping[str, tuple[int, ...]], stack: str) -> int:
-    return sum(bool(re.fullmatch(rf'{stack}/layers_\d+/mlp/wo/kernel', path)) for path in shapes)
+    pattern = rf'{stack}/layers_\d+/mlp/(expert/)?wo/kernel'
+    return sum(bool(re.fullmatch(pattern, path)) for path in shapes)
 
 
 # Adapters (LoRA): a checkpoint that holds the trained parameters alone, and names the one that has the others.
