@@ -378,10 +378,9 @@ def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
     differences += [f'{name} is unknown' for name in sorted(set(stored) - set(names.values()))]
     if differences:
         raise ValueError(f'{folder} is not as its config says: {first_ten(differences, "; ")}')
-    targets = {}
+    targets: dict[str, SafetensorsEntry | ExpertsEntry] = {}
     for path, name in names.items():
-        entry = stored[name]
-        targets[f'target/{path}'] = entry.T if is_transposed(path) else entry
+        targets[f'target/{path}'] = stored[name].T if is_transposed(path) else stored[name]
     note = ''
     if not (config.logits_via_embedding or arrays.has_own_lm_head):
         note = (

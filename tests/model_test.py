@@ -295,6 +295,15 @@ COUNTS = {
     'mlong_t5:base': 592_044_672,
     'mlong_t5:large': 1_242_451_456,
     'mlong_t5:xl': 3_768_359_936,
+    'switch:base_8': 619_339_008,
+    'switch:base_16': 1_072_397_568,
+    'switch:base_32': 1_978_514_688,
+    'switch:base_64': 3_790_748_928,
+    'switch:base_128': 7_415_217_408,
+    'switch:base_256': 14_664_154_368,
+    'switch:large_128': 26_309_291_008,
+    'switch:xxl_128': 394_675_073_024,
+    'switch:c_2048': 1_571_327_875_360,
     'ul2:20b': 19_591_209_984,
     'ul2:flan': 19_591_209_984,
 }
@@ -304,12 +313,13 @@ for size in ('small', 'base', 'large', 'xl', 'xxl'):  # of the same shapes
 
 @functools.cache
 def num_parameters_by_depth(config):
-    """The parameters of a deep model, from those of a model with one layer in each stack."""
-    shallow = dataclasses.replace(config, num_encoder_layers=1, num_decoder_layers=1)
-    depths = {
-        'encoder/layers_0/': config.num_encoder_layers,
-        'decoder/layers_0/': config.num_decoder_layers,
-    }
+    """The parameters of a deep model, from those of a model with one period of layers in each stack."""
+    period = config.period
+    shallow = dataclasses.replace(config, num_encoder_layers=period, num_decoder_layers=period)
+    depths = {}
+    for i in range(period):
+        depths[f'encoder/layers_{i}/'] = config.num_encoder_layers // period
+        depths[f'decoder/layers_{i}/'] = config.num_decoder_layers // period
     total = 0
     for path, shape in model.shapes(shallow).items():
         depth = next((n for layer, n in depths.items() if path.startswith(layer)), 1)

@@ -97,6 +97,7 @@ FAMILIES = {
         'local_radius': 3,
         'tokens_per_block': 2,
     },
+    'switch': {'num_experts': 4, 'sparse_step': 1},
 }
 
 

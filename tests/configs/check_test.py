@@ -36,6 +36,7 @@ ARGUMENTS = {
     'small_c4': ['', 'test'],
     'squad': ['', 't5_1_1:base'],
     'superglue': ['', 't5:11b'],
+    'switch': ['base_8', 'base_256', 'large_128', 'xxl_128', 'c_2048'],
     't0': ['3b', '11b', '11b:64'],
     't5': ['small', 'base', 'large', '3b', '11b'],
     't5_1_1': ['small', 'base', 'large', 'xl', 'xxl'],

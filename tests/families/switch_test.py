@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from forms import every_third_quick, first_quick
 from small_models import (
     assert_close,
@@ -26,7 +27,7 @@ import state_names
 import train
 from configs import base
 from families import switch
-from formats import own_model
+from formats import hugging_face, own_model
 from prepare import make_spec, restore
 
 pytestmark = pytest.mark.usefixtures('highest_precision')
@@ -272,3 +273,68 @@ def test_inference_on_many_devices(axis):
         expected = one.generate(inputs, 8, return_scores=True, **options)
         assert answers.tokens == expected.tokens
         assert_close(np.array(answers.scores), np.array(expected.scores), 1e-5)
+
+
+def test_hugging_faces_folder(arrays, tmp_path):
+    """transformers has `expert_capacity` places for a row and expert, and routes padding as it is."""
+    t5 = infer.load(GOLDEN / 'hf')
+    for name in ('vocab_size', 'num_encoder_layers', 'logits_via_embedding'):
+        assert getattr(t5.config, name) == SETTINGS[name]
+    options = t5.config.options
+    assert (options.num_experts, options.sparse_step, options.min_expert_capacity) == (8, 2, 64)
+    assert not options.zero_padding and options.eval_expert_capacity_factor == 0
+    expected = checkpoint.parameters(checkpoint.restore(GOLDEN / 'checkpoint_0'))
+    assert sorted(t5.arrays) == sorted(expected)
+    for path, array in expected.items():
+        np.testing.assert_array_equal(t5.arrays[path], array)
+    batch = batch_of(arrays, 'no_drops_padded')
+    mask = (batch['decoder_target_tokens'] > 0)[..., None]
+    logits = np.array(t5.logits(batch))
+    assert_close(logits * mask, arrays['no_drops_padded/logits'] * mask, 1e-5)
+    # And back again.
+    hugging_face.write(tmp_path / 'hf', t5.config, t5.arrays)
+    theirs = safetensors.numpy.load_file(GOLDEN / 'hf/model.safetensors')
+    ours = safetensors.numpy.load_file(tmp_path / 'hf/model.safetensors')
+    assert sorted(ours) == sorted(theirs)
+    for name, array in theirs.items():
+        np.testing.assert_array_equal(ours[name], array)
+    stored = json.loads((GOLDEN / 'hf/config.json').read_text())
+    written = json.loads((tmp_path / 'hf/config.json').read_text())
+    assert {name: written[name] for name in stored.keys() & written.keys()} == {
+        name: stored[name] for name in stored.keys() & written.keys()
+    }
+    assert {'num_experts', 'expert_capacity', 'encoder_sparse_step'} <= written.keys()
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        ({'decoder_sparse_step': 1}, 'encoder_sparse_step=2, decoder_sparse_step=1: only 1 in'),
+        ({'encoder_sparse_step': 4, 'decoder_sparse_step': 4}, 'encoder_sparse_step=4, .* only 1'),
+        ({'num_experts': 9}, 'is .8, 16, 24., not .9, 16, 24.'),
+        ({'num_experts': 'many'}, 'num_experts'),
+    ],
+)
+def test_a_config_of_hugging_face_that_is_refused(tmp_path, changes, message):
+    settings = json.loads((GOLDEN / 'hf/config.json').read_text())
+    (tmp_path / 'config.json').write_text(json.dumps(settings | changes))
+    weights = (GOLDEN / 'hf/model.safetensors').read_bytes()
+    (tmp_path / 'model.safetensors').write_bytes(weights)
+    with pytest.raises(ValueError, match=message):
+        infer.load(tmp_path)
+
+
+def test_models_that_hugging_face_does_not_have(tmp_path):
+    config = golden_config()
+    config.model.mlp_activations = ('gelu', 'linear')
+    config = own_model.load(config.model)
+    with pytest.raises(ValueError, match="mlp_activations=.'gelu', 'linear'.*use --format=t5x"):
+        hugging_face.write(tmp_path / 'hf', config, random_params(config))
+
+
+def test_a_checkpoint_of_t5x_without_a_config(caplog):
+    t5 = infer.load(GOLDEN / 'checkpoint_0')
+    assert t5.config.module == 'switch'
+    assert t5.config.options == switch.Options(num_experts=SETTINGS['num_experts'], sparse_step=2)
+    config = own_model.load(golden_config().model)
+    assert infer.load(GOLDEN / 'checkpoint_0', config=config).config == config
