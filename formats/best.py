@@ -6,7 +6,6 @@ on decides as one that was never stopped. Source: T5X t5x/checkpoints.py SaveBes
 t5x/trainer.py EarlyStoppingAction. Imports no jax.
 """
 
-import difflib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,17 +44,14 @@ class History(NamedTuple):
             return None
         return best
 
-    def num_without_improvement(self) -> int:
-        """Return the number of evaluations after the best one. T5X compares consecutive values."""
+    def ends(self, early_stopping: int) -> bool:
+        """Return whether as many evaluations followed the best one. T5X compares consecutive values."""
         steps = sorted(self.values)
         best = self.best_of(steps)
-        if best is None:
-            return len(steps)
-        return len(steps) - 1 - steps.index(best)
-
-    def ends(self, early_stopping: int) -> bool:
-        """Return whether a run with this `train.early_stopping` has ended."""
-        return 0 < early_stopping <= self.num_without_improvement()
+        num_after_best = len(steps)
+        if best is not None:
+            num_after_best = len(steps) - 1 - steps.index(best)
+        return 0 < early_stopping <= num_after_best
 
 
 def history(save: Mapping, lines: Iterable[Mapping]) -> History:
@@ -165,13 +161,4 @@ def check_settings(config: ConfigDict) -> None:
         raise ValueError(
             f'save.every_steps={save_every} and {group}.every_steps={evaluate_every}: with '
             'save.best_metric, make one a multiple of the other'
-        )
-
-
-def check_metric(metric: str, available: Sequence[str]) -> None:
-    """Raise ValueError unless a metric is one of those that the evaluations of a run give."""
-    if metric not in available:
-        nearest = difflib.get_close_matches(metric, available, n=len(available), cutoff=0)
-        raise ValueError(
-            f'save.best_metric={metric!r}: this run has {first_ten(nearest)}: name one'
         )

@@ -101,19 +101,13 @@ LONG_T5_ATTENTIONS = {
 
 
 SWITCH = 'switch'  # the family
-# config.json of Switch Transformer: Hugging Face's name -> the option.
+# config.json of Switch Transformer: Hugging Face's name -> the option, and the value where it is missing. A capacity
+# is there the number of places for a row and expert.
 SWITCH_SETTINGS = {
-    'num_experts': 'num_experts',
-    'expert_capacity': 'min_expert_capacity',
-    'router_aux_loss_coef': 'aux_loss_factor',
-    'router_z_loss_coef': 'router_z_loss_factor',
-}
-# transformers' own values of these. Its capacity is a number of places per row and expert.
-SWITCH_DEFAULTS = {
-    'num_experts': 8,
-    'expert_capacity': 64,
-    'router_aux_loss_coef': 0.001,
-    'router_z_loss_coef': 0.001,
+    'num_experts': ('num_experts', 8),
+    'expert_capacity': ('min_expert_capacity', 64),
+    'router_aux_loss_coef': ('aux_loss_factor', 0.001),
+    'router_z_loss_coef': ('router_z_loss_factor', 0.001),
 }
 CAPACITY_FACTORS = ('train_expert_capacity_factor', 'eval_expert_capacity_factor')
 # A matrix of one expert. Its name without the expert is that of all of them here.
@@ -162,10 +156,25 @@ def parameter_names(config: model.T5Config) -> dict[str, str]:
     depths = {'encoder': config.num_encoder_layers}
     if config.num_decoder_layers:
         depths['decoder'] = config.num_decoder_layers
+    mlp_kernels = {'wi': 'wi', 'wo': 'wo'}
+    if len(config.mlp_activations) > 1:
+        mlp_kernels = {'wi_0': 'wi_0', 'wi_1': 'wi_1', 'wo': 'wo'}
     for stack, depth in depths.items():
         names[f'{stack}/{stack}_norm/scale'] = f'{stack}.final_layer_norm.weight'
         for i in range(depth):
-            names |= _layer_names(config, stack, i)
+            layer = f'{stack}/layers_{i}'
+            block = f'{stack}.block.{i}.layer'
+            for j, sublayer in enumerate(SUBLAYERS[stack]):
+                names[f'{layer}/{sublayer.norm}/scale'] = f'{block}.{j}.layer_norm.weight'
+                kernels = mlp_kernels if sublayer.module == 'mlp' else ATTENTION_KERNELS
+                for kernel, their_kernel in kernels.items():
+                    path = f'{layer}/{sublayer.module}/{kernel}/kernel'
+                    names[path] = f'{block}.{j}.{sublayer.their_module}.{their_kernel}.weight'
+            bias = f'{block}.0.SelfAttention.relative_attention_bias.weight'
+            if config.relpos_bias_per_layer:
+                names[f'{layer}/relpos_bias/rel_embedding'] = bias
+            elif i == 0:
+                names[f'{stack}/relpos_bias/rel_embedding'] = bias
     if config.num_decoder_layers and not config.logits_via_embedding:
         names['decoder/logits_dense/kernel'] = LM_HEAD
     if config.module == LONG_T5:
@@ -208,29 +217,6 @@ def _switch_names(config: model.T5Config, names: Mapping[str, str]) -> dict[str,
             name = name.replace('.mlp.', '.mlp.experts.')
         changed[path] = name
     return changed
-
-
-def _layer_names(config: model.T5Config, stack: str, i: int) -> dict[str, str]:
-    """Return the part of `parameter_names` that is in layer `i` of a stack."""
-    layer = f'{stack}/layers_{i}'
-    block = f'{stack}.block.{i}.layer'
-    names = {}
-    for j, sublayer in enumerate(SUBLAYERS[stack]):
-        names[f'{layer}/{sublayer.norm}/scale'] = f'{block}.{j}.layer_norm.weight'
-        kernels = ATTENTION_KERNELS
-        if sublayer.module == 'mlp':
-            kernels = {'wi': 'wi', 'wo': 'wo'}
-            if len(config.mlp_activations) > 1:
-                kernels = {'wi_0': 'wi_0', 'wi_1': 'wi_1', 'wo': 'wo'}
-        for kernel, their_kernel in kernels.items():
-            path = f'{layer}/{sublayer.module}/{kernel}/kernel'
-            names[path] = f'{block}.{j}.{sublayer.their_module}.{their_kernel}.weight'
-    bias = f'{block}.0.SelfAttention.relative_attention_bias.weight'
-    if config.relpos_bias_per_layer:
-        names[f'{layer}/relpos_bias/rel_embedding'] = bias
-    elif i == 0:
-        names[f'{stack}/relpos_bias/rel_embedding'] = bias
-    return names
 
 
 def is_transposed(path: str) -> bool:
@@ -409,10 +395,16 @@ def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
     dropout_rate = settings.get('dropout_rate', 0.1)
     if not isinstance(dropout_rate, int | float) or not 0 <= dropout_rate < 1:
         raise ValueError(f'dropout_rate={dropout_rate!r}: must be a number from 0 to below 1')
+    default = 'gated-gelu' if settings['model_type'] in ('mt5', 'umt5') else 'relu'
+    name = settings.get('feed_forward_proj', default)
+    feed_forward = FEED_FORWARDS.get(str(name))
+    dense_act_fn = settings.get('dense_act_fn', feed_forward and feed_forward.dense_act_fn)
+    if feed_forward is None or dense_act_fn != feed_forward.dense_act_fn:
+        raise ValueError(f'feed_forward_proj={name}, dense_act_fn={dense_act_fn}: no T5 has these')
     config = model.T5Config(
         **sizes,
         dtype='float32',
-        mlp_activations=_mlp_activations(settings),
+        mlp_activations=feed_forward.mlp_activations,
         dropout_rate=dropout_rate,
         logits_via_embedding=not arrays.has_decoder or _is_tied(settings, arrays.has_own_lm_head),
         float32_attention_logits=False,
@@ -449,9 +441,10 @@ def _switch_options(settings: Mapping, config: model.T5Config) -> dict:
     if set(steps.values()) not in ({1}, {2}):
         found = ', '.join(f'{name}={step}' for name, step in steps.items())
         raise ValueError(f'{found}: only 1 in both stacks, or 2 in both, is supported')
-    options = {ours: settings.get(x, SWITCH_DEFAULTS[x]) for x, ours in SWITCH_SETTINGS.items()}
-    options |= dict.fromkeys(CAPACITY_FACTORS, 0.0)
-    return options | {'sparse_step': steps['encoder_sparse_step'], 'zero_padding': False}
+    options = dict.fromkeys(CAPACITY_FACTORS, 0.0) | {'zero_padding': False}
+    for name, (option, default) in SWITCH_SETTINGS.items():
+        options[option] = settings.get(name, default)
+    return options | {'sparse_step': steps['encoder_sparse_step']}
 
 
 def _settings_of_shapes(file: Path, arrays: StoredArrays) -> dict:
@@ -482,18 +475,6 @@ def _settings_of_shapes(file: Path, arrays: StoredArrays) -> dict:
 def _count_layers(arrays: StoredArrays, stack: str) -> int:
     pattern = rf'{stack}\.block\.\d+\.layer\.0\.layer_norm\.weight'
     return sum(bool(re.fullmatch(pattern, name)) for name in arrays.entries)
-
-
-def _mlp_activations(settings: Mapping) -> tuple[str, ...]:
-    default = 'gated-gelu'
-    if settings['model_type'] in ('t5', 'longt5', 'switch_transformers'):
-        default = 'relu'
-    name = settings.get('feed_forward_proj', default)
-    feed_forward = FEED_FORWARDS.get(str(name))
-    dense_act_fn = settings.get('dense_act_fn', feed_forward and feed_forward.dense_act_fn)
-    if feed_forward is None or dense_act_fn != feed_forward.dense_act_fn:
-        raise ValueError(f'feed_forward_proj={name}, dense_act_fn={dense_act_fn}: no T5 has these')
-    return feed_forward.mlp_activations
 
 
 def _is_tied(settings: Mapping, has_own_lm_head: bool) -> bool:
@@ -580,8 +561,17 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder]
     if paths.is_file(folder / WEIGHTS):  # first, as transformers has it
         return [paths.own_file(folder / WEIGHTS)]
-    if paths.is_file(folder / WEIGHTS_INDEX):
-        return _files_of_index(folder / WEIGHTS_INDEX)
+    index_file = folder / WEIGHTS_INDEX
+    if paths.is_file(index_file):
+        weight_map = paths.read_json(index_file).get('weight_map')
+        names = ['no weight_map']
+        if isinstance(weight_map, dict):
+            names = sorted({str(name) for name in weight_map.values()})
+        if not all(re.fullmatch(r'[\w.-]+\.safetensors', name) for name in names):
+            raise ValueError(
+                f'{index_file} names {first_ten(names)}: only safetensors beside it are read'
+            )
+        return [paths.own_file(folder / name) for name in names]
     for name, reason in OTHER_WEIGHTS.items():
         if paths.is_file(folder / name):
             raise ValueError(f'{folder} has no {WEIGHTS}; {name}: {reason}')
@@ -590,18 +580,6 @@ def _weight_files(folder: Path) -> list[Path]:
     raise ValueError(
         f'{folder} has no {WEIGHTS}{there}: copy it, or its parts and their index, or rename a variant'
     )
-
-
-def _files_of_index(index_file: Path) -> list[Path]:
-    weight_map = paths.read_json(index_file).get('weight_map')
-    names = ['no weight_map']
-    if isinstance(weight_map, dict):
-        names = sorted({str(name) for name in weight_map.values()})
-    if not all(re.fullmatch(r'[\w.-]+\.safetensors', name) for name in names):
-        raise ValueError(
-            f'{index_file} names {first_ten(names)}: only safetensors beside it are read'
-        )
-    return [paths.own_file(index_file.with_name(name)) for name in names]
 
 
 def _are_equal(a: SafetensorsEntry, b: SafetensorsEntry) -> bool:
@@ -647,7 +625,26 @@ def write(
             (unfinished / 'spiece.model').write_bytes(vocabulary_model)
             tokenizer = {'tokenizer_class': 'T5Tokenizer', 'extra_ids': extra_ids}
             _write_json(unfinished / 'tokenizer_config.json', tokenizer)
-        _write_weights(unfinished, config, arrays, shard_bytes)
+        file_names: dict[Path, list[str]] = {}  # {file: its arrays}
+        total_size = 0
+        for shard in _shards(config, arrays, shard_bytes):
+            file = unfinished / f'{len(file_names)}.safetensors'  # until their number is known
+            with paths.library_errors(file):
+                safetensors.numpy.save_file(shard, file, {'format': 'pt'})
+            # safetensors makes it private
+            file.chmod((unfinished / 'config.json').stat().st_mode)
+            file_names[file] = list(shard)
+            total_size += sum(x.nbytes for x in shard.values())
+        num_files = len(file_names)
+        if num_files == 1:
+            file.rename(unfinished / WEIGHTS)
+        else:
+            weight_map: dict[str, str] = {}
+            for i, (file, names) in enumerate(file_names.items(), start=1):
+                file = file.rename(unfinished / f'model-{i:05}-of-{num_files:05}.safetensors')
+                weight_map |= dict.fromkeys(names, file.name)
+            index = {'metadata': {'total_size': total_size}, 'weight_map': weight_map}
+            _write_json(unfinished / WEIGHTS_INDEX, index)
         folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished.rename(folder)
 
@@ -699,43 +696,15 @@ def _switch_settings(config: model.T5Config) -> dict:
             f'mlp_activations={config.mlp_activations}, logits_via_embedding={config.logits_via_embedding}, '
             f"sparse_step={step}: transformers' Switch Transformer has ('relu',), True, and 1 or 2: use --format=t5x"
         )
-    settings = {theirs: options[ours] for theirs, ours in SWITCH_SETTINGS.items()}
+    settings = {name: options[option] for name, (option, _) in SWITCH_SETTINGS.items()}
     if any(options[factor] for factor in CAPACITY_FACTORS):
-        settings['expert_capacity'] = SWITCH_DEFAULTS['expert_capacity']
+        _, settings['expert_capacity'] = SWITCH_SETTINGS['expert_capacity']
     return settings | {
         'encoder_sparse_step': step,
         'decoder_sparse_step': step,
         'num_sparse_encoder_layers': config.num_encoder_layers // step,
         'num_sparse_decoder_layers': config.num_decoder_layers // step,
     }
-
-
-def _write_weights(
-    folder: Path,
-    config: model.T5Config,
-    arrays: Mapping[str, checkpoint.Leaf],
-    shard_bytes: int,
-) -> None:
-    """Write the safetensors files, and their index where there are several."""
-    names_of_files: dict[Path, list[str]] = {}
-    total_size = 0
-    for shard in _shards(config, arrays, shard_bytes):
-        file = folder / f'{len(names_of_files)}.safetensors'  # until the number of files is known
-        with paths.library_errors(file):
-            safetensors.numpy.save_file(shard, file, {'format': 'pt'})
-        file.chmod((folder / 'config.json').stat().st_mode)  # safetensors makes it private
-        names_of_files[file] = list(shard)
-        total_size += sum(x.nbytes for x in shard.values())
-    num_files = len(names_of_files)
-    if num_files == 1:
-        file.rename(folder / WEIGHTS)
-        return
-    weight_map: dict[str, str] = {}
-    for i, (file, names) in enumerate(names_of_files.items(), start=1):
-        file = file.rename(folder / f'model-{i:05}-of-{num_files:05}.safetensors')
-        weight_map |= dict.fromkeys(names, file.name)
-    index = {'metadata': {'total_size': total_size}, 'weight_map': weight_map}
-    _write_json(folder / WEIGHTS_INDEX, index)
 
 
 def _shards(

@@ -107,23 +107,16 @@ def find_prefix(path: paths.AnyPath) -> paths.AnyPath | None:
     if match and paths.is_file(path.with_name(f'{match[1]}.index')):
         return path.with_name(match[1])
     if paths.is_file(path / 'checkpoint'):
-        return _named_prefix(path)
+        with paths.own_file(path / 'checkpoint').open('rb') as stream:
+            content = stream.read(4096)
+        # Only the last part of the path counts: the others say where the files once were, and may be hostile.
+        named = re.match(rb'model_checkpoint_path: *"(?:[^"]*/)?([^"/]+)"', content)
+        return path / os.fsdecode(named[1]) if named else None  # else it is T5X's file of this name
     indices: list[paths.AnyPath] = sorted(path.glob('*.index'))
     if len(indices) > 1:
         names = first_ten([index.stem for index in indices])
         raise ValueError(f'{path} has {len(indices)} checkpoints ({names}): name one of them')
     return indices[0].with_suffix('') if indices else None
-
-
-def _named_prefix(folder: paths.AnyPath) -> paths.AnyPath | None:
-    """Return the prefix that the file `checkpoint` names; None where it is T5X's file of this name."""
-    with paths.own_file(folder / 'checkpoint').open('rb') as stream:
-        content = stream.read(4096)
-    # Only the last part of the path counts: the others say where the files once were, and may be hostile.
-    match = re.match(rb'model_checkpoint_path: *"(?:[^"]*/)?([^"/]+)"', content)
-    if not match:
-        return None
-    return folder / os.fsdecode(match[1])
 
 
 def _index_file(prefix: paths.AnyPath) -> paths.AnyPath:
@@ -155,9 +148,24 @@ def read_index(prefix: paths.AnyPath) -> dict[str, BundleEntry | np.ndarray]:
     if all('/layers_0/' in path for path in biases):  # then the bias is the stack's
         for path in biases:
             index[path.replace('/layers_0', '')] = index.pop(path)
+
+    # A parameter that has any slot gets all of T5X's.
     for path in list(index):
-        if path.startswith('target/'):
-            _complete_slots(prefix, index, path)
+        state = path.replace('target', 'state/param_states', 1)
+        found = [slot for slot in ('v', 'v_row', 'v_col') if f'{state}/{slot}' in index]
+        if not path.startswith('target/') or not found:
+            continue
+        if found not in (['v'], ['v_row', 'v_col']):
+            raise ValueError(f'{prefix}: {path} has only the slots {found}: copy it again')
+        # Differs from T5X's importer, which copies vr to v_row. Mesh-TF's vr is the mean over the first of the
+        # largest dimensions, T5X's v_row the mean over the last: they are the same, but swapped for a square matrix.
+        shape = index[path].shape
+        if found == ['v_row', 'v_col'] and len(shape) == 2 and shape[0] == shape[1]:
+            row = index[f'{state}/v_row']
+            index[f'{state}/v_row'] = index[f'{state}/v_col']
+            index[f'{state}/v_col'] = row
+        for slot in ('m', 'v', 'v_row', 'v_col'):
+            index.setdefault(f'{state}/{slot}', np.zeros(1, np.float32))
     return index
 
 
@@ -181,27 +189,6 @@ def _t5x_path(variable: str) -> str | None:
             if slot in SLOTS:
                 return f'state/param_states/{path}/{SLOTS[slot]}'
     return None
-
-
-def _complete_slots(
-    prefix: paths.AnyPath, index: dict[str, BundleEntry | np.ndarray], path: str
-) -> None:
-    """Add to `index` the slots of T5X that the parameter lacks, if it has any slot."""
-    state = path.replace('target', 'state/param_states', 1)
-    found = [slot for slot in ('v', 'v_row', 'v_col') if f'{state}/{slot}' in index]
-    if not found:
-        return
-    if found not in (['v'], ['v_row', 'v_col']):
-        raise ValueError(f'{prefix}: {path} has only the slots {found}: copy it again')
-    # Differs from T5X's importer, which copies vr to v_row. Mesh-TF's vr is the mean over the first of the largest
-    # dimensions, T5X's v_row the mean over the last: they are the same, but swapped for a square matrix.
-    shape = index[path].shape
-    if found == ['v_row', 'v_col'] and len(shape) == 2 and shape[0] == shape[1]:
-        row = index[f'{state}/v_row']
-        index[f'{state}/v_row'] = index[f'{state}/v_col']
-        index[f'{state}/v_col'] = row
-    for slot in ('m', 'v', 'v_row', 'v_col'):
-        index.setdefault(f'{state}/{slot}', np.zeros(1, np.float32))
 
 
 # TensorBundle: a table of protocol buffers.

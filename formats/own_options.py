@@ -20,27 +20,24 @@ def options_of(declared: type[Options] | None, file: str, given: Mapping) -> Opt
     `given`: {name: value}; a value from the command line may be text. Raises ValueError for options
     that are invalid.
     """
-    if declared is None:
-        for name, value in given.items():
-            raise ValueError(
-                f'model.options.{name}={value!r}: {file} declares no options: remove it, or write a frozen '
-                'dataclass Options in that file'
-            )
-        return None
-    check_declaration(declared, file)
-    fields = {field.name: field for field in dataclasses.fields(declared)}
+    fields = {}
+    if declared is not None:
+        check_declaration(declared, file)
+        fields = {field.name: field for field in dataclasses.fields(declared)}
     values = {}
     for name, value in given.items():
         key = f'model.options.{name}'
         if name not in fields:
-            known = ', '.join(fields) or 'none'
-            raise ValueError(f'{key}={value!r} is unknown: {file} has {known}: use one of these')
+            known = ', '.join(fields) or 'no options'
+            raise ValueError(
+                f'{key}={value!r} is unknown: {file} has {known}: remove it, or declare it there'
+            )
         default: Any = fields[name].default
         if isinstance(value, str) and not isinstance(default, str):
             value = parsed(value, default)
         check_option(key, value, fields[name])
         values[name] = type(default)(value)
-    return declared(**values)
+    return None if declared is None else declared(**values)
 
 
 def check_declaration(declared: type[Options], file: str) -> None:
@@ -55,15 +52,11 @@ def check_declaration(declared: type[Options], file: str) -> None:
     kinds |= {kind: kind for kind in check.KINDS}
     for field in dataclasses.fields(declared):
         kind = kinds.get(field.type, type(field.default))
-        if type(field.default) not in check.KINDS or not field.init:
+        has_default = type(field.default) in check.KINDS and kind is type(field.default)
+        if not has_default or not field.init:
             raise ValueError(
-                f'{file}: the option {field.name} has no default that is a bool, int, float, str or '
-                'tuple: give it one, or make it a property'
-            )
-        if kind is not type(field.default):
-            raise ValueError(
-                f'{file}: the default of the option {field.name}={field.default!r} must be a {kind.__name__}: '
-                'write one, such as 1.0 for a float'
+                f'{file}: the option {field.name} has no default of its type, bool, int, float, str or tuple: '
+                'give it one, such as 1.0 for a float, or make it a property'
             )
         if 'range' in field.metadata and kind not in (int, float):
             raise ValueError(

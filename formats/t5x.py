@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,8 +85,15 @@ def verify(directory: str | paths.AnyPath, ignored: str = '') -> bool:
     Files whose names match `ignored` are not read. Raises Damaged, which names up to ten files, OSError for files
     that cannot be read, ValueError for what is not to be trusted. Every process reads its share; all raise alike.
     """
+    faults = _find_faults(paths.to_path(directory), ignored)
+    if jax.process_count() > 1:  # the first ten of each
+        lines = [(fault.kind, fault.message[:1000]) for fault in faults[:10]]
+        sent = np.frombuffer(json.dumps(lines).encode().ljust(FAULT_BYTES), np.uint8)
+        faults = []
+        for received in multihost_utils.process_allgather(sent):
+            faults += [Fault(*line) for line in json.loads(received.tobytes())]
     messages: dict[str, list[str]] = {}
-    for fault in _from_all_processes(_find_faults(paths.to_path(directory), ignored)):
+    for fault in faults:
         messages.setdefault(fault.kind, []).append(fault.message)
     if 'refused' in messages:
         raise ValueError(messages['refused'][0])
@@ -102,7 +109,15 @@ def verify(directory: str | paths.AnyPath, ignored: str = '') -> bool:
 def _find_faults(directory: paths.AnyPath, ignored: str) -> list[Fault]:
     """Return the faults of the checkpoint, or else of this process's share of its files."""
     try:
-        if not _should_have_manifest(directory):
+        # A workdir without checkpoints has a config.json, too. The config.json of other formats has no 'model'.
+        is_saved_here = paths.is_file(directory / checkpoint.MANIFEST)
+        is_checkpoint = checkpoint.step_of(directory) is not None
+        if not is_saved_here and (is_checkpoint or paths.is_file(directory / 'checkpoint')):
+            config = directory / 'config.json'
+            is_saved_here = paths.is_file(directory / 'data_position.npy') or (
+                paths.is_file(config) and 'model' in paths.read_json(config)
+            )
+        if not is_saved_here:
             return [Fault('no checksums', '')]
         manifest = _read_manifest(directory)
         files = [name for name in sorted(manifest.checksums) if not re.fullmatch(ignored, name)]
@@ -145,30 +160,6 @@ def _fault_of(error: Exception) -> Fault:
     if isinstance(error, Damaged):
         return Fault('damaged', str(error))
     return Fault('refused', str(error))
-
-
-def _from_all_processes(faults: Sequence[Fault]) -> Sequence[Fault]:
-    """Return the first ten faults of each process, the same list in all."""
-    if jax.process_count() == 1:
-        return faults
-    lines = [(fault.kind, fault.message[:1000]) for fault in faults[:10]]
-    sent = np.frombuffer(json.dumps(lines).encode().ljust(FAULT_BYTES), np.uint8)
-    found = []
-    for received in multihost_utils.process_allgather(sent):
-        found += [Fault(*line) for line in json.loads(received.tobytes())]
-    return found
-
-
-def _should_have_manifest(directory: paths.AnyPath) -> bool:
-    """Return whether this program has saved the checkpoint, not T5X or another program."""
-    if paths.is_file(directory / checkpoint.MANIFEST):
-        return True
-    if not paths.is_file(directory / 'checkpoint') and checkpoint.step_of(directory) is None:
-        return False  # a workdir without checkpoints, which has a config.json, too
-    if paths.is_file(directory / 'data_position.npy'):
-        return True
-    config = directory / 'config.json'
-    return paths.is_file(config) and 'model' in paths.read_json(config)  # other formats have none
 
 
 def _read_manifest(directory: paths.AnyPath) -> Manifest:
@@ -228,27 +219,21 @@ def unstack(index: dict[str, Leaf]) -> dict[str, Leaf]:
     others: dict[str, Leaf] = {}
     for path, leaf in index.items():
         match = STACKED_PARAMETER.fullmatch(path)
-        if match:
-            stack, name = match.groups()
-            for i, entry in enumerate(_layers_of(path, leaf)):
-                layers[f'target/{stack}/layers_{i}/{name}'] = entry
-        elif not path.startswith('state/param_states/'):
-            others[path] = leaf
+        if not match:
+            if not path.startswith('state/param_states/'):
+                others[path] = leaf
+            continue
+        if len(leaf.shape) < 2 or leaf.shape[1] > MAX_LAYERS:
+            raise ValueError(f'{path} {leaf.shape} is no stack of 1 to {MAX_LAYERS} layers')
+        stack, name = match.groups()
+        first, num_layers, *rest = leaf.shape
+        shape: tuple[int, ...] = (first,)  # of [embed, layers]
+        if path.endswith('out/kernel'):  # [heads, layers, head size, embed]
+            shape = (first * math.prod(rest[:-1]), *rest[-1:])
+        elif rest:  # [embed, layers, heads, head size], [embed, layers, mlp]
+            shape = (first, math.prod(rest))
+        for i in range(num_layers):
+            layers[f'target/{stack}/layers_{i}/{name}'] = LayerEntry(leaf, i, shape)
     if not layers:
         return index
     return others | layers
-
-
-def _layers_of(path: str, leaf: Leaf) -> list[LayerEntry]:
-    """Return the layers of a stacked array of shape [first dimension, layers, other dimensions]."""
-    if len(leaf.shape) < 2 or leaf.shape[1] > MAX_LAYERS:
-        raise ValueError(f'{path} {leaf.shape} is no stack of 1 to {MAX_LAYERS} layers')
-    first, num_layers, *rest = leaf.shape
-    shape: tuple[int, ...]
-    if path.endswith('out/kernel'):  # [heads, layers, head size, embed]
-        shape = (first * math.prod(rest[:-1]), *rest[-1:])
-    elif rest:  # [embed, layers, heads, head size], [embed, layers, mlp]
-        shape = (first, math.prod(rest))
-    else:  # [embed, layers]
-        shape = (first,)
-    return [LayerEntry(leaf, layer, shape) for layer in range(num_layers)]

@@ -178,39 +178,34 @@ def draw(
     x_axis = make_axis(steps, LEFT + 4, RIGHT - 4, is_logarithmic)
     y_axis = make_axis(values, BOTTOM - 4, TOP + 4, is_logarithmic)
     sentences = [title]
+    lines = []
     for curve in curves:
         first = curve.points[0]
         sentences.append(
             f'{curve.name}: {format_value(first.value)} at step {first.step:,}, '
             f'{format_value(curve.last.value)} at step {curve.last.step:,}'
         )
+        positions = []
+        for point in curve.points:
+            x = x_axis.position(point.step)
+            y = y_axis.position(point.value)
+            positions.append((f'{x:.1f}', f'{y:.1f}'))
+        path = 'M' + 'L'.join(' '.join(position) for position in positions)
+        line = Line(curve.name, curve.css_class, path)
+        if curve.is_dashed:
+            line = line._replace(css_class=f'{curve.css_class} dashed')
+        elif len(positions) <= MOST_DOTS:
+            line = line._replace(dots=positions)
+        if not is_logarithmic:
+            line = line._replace(
+                steps=' '.join(str(point.step) for point in curve.points),
+                values=' '.join(f'{point.value:.5g}' for point in curve.points),
+            )
+        lines.append(line)
     return Drawing(
         css_class='logarithmic' if is_logarithmic else 'linear',
         label='. '.join(sentences),
         x_ticks=x_axis.labels([tick for tick in x_axis.ticks if tick == round(tick)]),  # steps
         y_ticks=y_axis.labels(y_axis.ticks),
-        lines=[make_line(curve, x_axis, y_axis) for curve in curves],
+        lines=lines,
     )
-
-
-def make_line(curve: Curve, x_axis: Axis, y_axis: Axis) -> Line:
-    """Return the line of a curve, and its points if they are few."""
-    positions = []
-    for point in curve.points:
-        x = x_axis.position(point.step)
-        y = y_axis.position(point.value)
-        positions.append((f'{x:.1f}', f'{y:.1f}'))
-    line = Line(
-        name=curve.name,
-        css_class=curve.css_class,
-        path='M' + 'L'.join(' '.join(position) for position in positions),
-    )
-    if curve.is_dashed:
-        line = line._replace(css_class=f'{curve.css_class} dashed')
-    elif len(positions) <= MOST_DOTS:
-        line = line._replace(dots=positions)
-    if x_axis.is_logarithmic:
-        return line
-    steps = ' '.join(str(point.step) for point in curve.points)
-    values = ' '.join(f'{point.value:.5g}' for point in curve.points)
-    return line._replace(steps=steps, values=values)

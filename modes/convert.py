@@ -74,10 +74,7 @@ def convert_checkpoint(
 
 
 def _write_t5x(target: Path, opened: formats.open.OpenedModel, vocabulary_model: bytes) -> Path:
-    """Write `target`/checkpoint_STEP, with the vocabulary in it, and beside it in a new folder.
-
-    Raises ValueError unless `target` is new, or a folder of checkpoints that lacks this step.
-    """
+    """Write `target`/checkpoint_STEP, with the vocabulary in it, and beside it in a new folder."""
     tree: dict[str, checkpoint.Leaf] = {'state/step': np.array(0, np.int32), **opened.leaves}
     step = int(checkpoint.read_leaf(tree['state/step']))
     final = target / f'checkpoint_{step}'

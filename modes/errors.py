@@ -75,13 +75,10 @@ def explain_flag(error: flags.Error, file: str | None) -> str:
     if 'get_config()' in text:
         return f'{text.removeprefix("TypeError: ")}: write --config={file}, with :ARG or without'
     is_value = isinstance(error, flags.IllegalFlagValueError)
-    if is_value and not str(error).startswith('flag --config='):
-        return explain_value(error)
-    return text
+    if not is_value or str(error).startswith('flag --config='):
+        return text
 
-
-def explain_value(error: flags.Error) -> str:
-    """Return one line about the value of a flag or setting that has another type."""
+    # The value of a flag or setting has another type.
     given, _, reason = str(error).removeprefix('flag ').rpartition(f': {error.__context__}')
     given = ' '.join(f'{given}{reason}'.split())
     name = given.partition('=')[0].removeprefix('--')

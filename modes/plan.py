@@ -231,7 +231,7 @@ def least_traffic(spec: train.StepSpec) -> Traffic:
 
     Over 'model' the sums of heads, MLPs and vocabulary, forward and backward, in the dtype of the
     computation; over the others each gradient once, and each parameter that 'fsdp' splits gathered
-    once.
+    once. Experts on 'fsdp' stay there: tokens travel to them and back, forward and backward.
     """
     c = spec.model_config
     mesh = spec.mesh
@@ -252,9 +252,15 @@ def least_traffic(spec: train.StepSpec) -> Traffic:
         replicated = partition.replicated_batch_axes(param_spec)
         split = tuple(axis for axis in partition.BATCH_AXES if axis not in replicated)
         whole = own * partition.axes_size(mesh, split)
-        found['all-gather', split] += whole / 4 * width
         if path in spec.trained:
             found['all-reduce', replicated] += own
+        if re.fullmatch(c.modules.split_in_use(c), path):
+            tokens = inputs if path.startswith('encoder/') else targets
+            if path.endswith('/wo/kernel'):
+                found['all-to-all', split] += 4 * tokens * c.emb_dim * width
+            continue
+        found['all-gather', split] += whole / 4 * width
+        if path in spec.trained:
             found['reduce-scatter', split] += whole / 4 * jnp.dtype(spec.gradient_dtype).itemsize
     least: Traffic = collections.defaultdict(float)
     for (kind, axes), num_bytes in found.items():

@@ -12,7 +12,7 @@
 | large blocks of memory are returned at once (mallopt) | `returning_large_blocks` | the with ends |
 | SIGHUP, SIGINT and SIGTERM | `Signals` | its end |
 | SIGPIPE | `end_with_reader` | its end |
-| TF_CPP_MIN_LOG_LEVEL, if several processes run | `hide_logs_of_xla` | its end |
+| TF_CPP_MIN_LOG_LEVEL, if several processes run | `set_variables` | its end |
 | XLA_FLAGS and libtpu's variables, for devices that are not here | `set_variables` | its end |
 | the warning of a damaged compilation cache (warnings.showwarning) | `on_warning` | its end |
 | the exit of a process that cannot continue (os._exit) | `end_now`, `ending_after`, `Signals` | |
@@ -131,11 +131,6 @@ def returning_large_blocks() -> Iterator[None]:
     finally:  # what glibc arrives at by itself
         mallopt(mmap_threshold, 2**25)
         mallopt(trim_threshold, 2**26)
-
-
-def hide_logs_of_xla() -> None:
-    """Let XLA print nothing but fatal errors, unless the user sets this. Call it before JAX is imported."""
-    os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 
 
 def set_variables(variables: Mapping[str, str]) -> None:

@@ -55,7 +55,8 @@ def join(
         return Group()
     elif not shares_host(os.environ):
         local_device_ids = []  # JAX takes that for all, and None for one
-    process.hide_logs_of_xla()  # before JAX is imported
+    # XLA prints nothing but fatal errors, unless the user sets this. It is read when JAX is imported.
+    process.set_variables({'TF_CPP_MIN_LOG_LEVEL': os.environ.get('TF_CPP_MIN_LOG_LEVEL', '3')})
     import jax
     from jax._src import distributed  # its key-value store has no public name
 

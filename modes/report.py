@@ -132,7 +132,7 @@ def write(names: Sequence[str], output_dir: str = '') -> Path:
         raise ValueError(
             f'--runs has {len(names)} runs: name 1 to {MAX_RUNS}, as in --runs=RUN,RUN'
         )
-    folders: list[Path] = []
+    folders = []
     for name in names:
         if paths.is_in_bucket(name):
             raise ValueError(f'--runs={name}: copy the run, without checkpoints, to a disk')
@@ -142,8 +142,6 @@ def write(names: Sequence[str], output_dir: str = '') -> Path:
                 f'--runs={name} has no results, and {folder}/metrics.jsonl no lines: name a run, after '
                 'its first logged step (log.every_steps)'
             )
-        if folder in folders:
-            raise ValueError(f'--runs names {folder} twice: name each run once')
         folders.append(folder)
     common = os.path.commonpath([folder.parent for folder in folders])
     runs = [read_run(str(folder.relative_to(common)), folder) for folder in folders]
@@ -292,7 +290,11 @@ def make_figure(section: str, runs: Sequence[Run], name: str, metric: Metric) ->
     num_not_finite = 0
     for i, run in enumerate(runs):
         values = run.values(name, metric.tag)
-        points = [Point(step, x) for step, x in sorted(values.items()) if is_drawn(x)]
+        points = []
+        for step, x in sorted(values.items()):
+            # An axis has no ticks near the ends of floats.
+            if is_drawn(x):
+                points.append(Point(step, x))
         num_not_finite += len(values) - len(points)
         if points:
             curves.append(Curve(run.name, css_class=f'run{i}', points=points))

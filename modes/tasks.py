@@ -235,23 +235,16 @@ def examples_of(
             for name, value in example.items():
                 lines.append(f'  {name}: {value!r}')
             if vocabulary is not None and objective is not None:
-                ids = ids_of(example, objective.features, vocabulary)
+                ids = {}  # without EOS
+                for feature in objective.features:
+                    value = example.get(feature, '')
+                    if isinstance(value, str):
+                        [of_feature] = vocabulary.encode_as_arrays([value])
+                    else:
+                        of_feature = np.asarray(value)
+                    has_eos = of_feature.size and of_feature[-1] == EOS_ID
+                    ids[feature] = of_feature[:-1] if has_eos else of_feature
                 for made in objective.examples([record.name], [ids], 0):
                     lines.append(f'  ids of the inputs: {made.inputs.tolist()}')
                     lines.append(f'  ids of the targets: {made.targets.tolist()}')
             yield lines
-
-
-def ids_of(
-    example: Fields, features: Sequence[str], vocabulary: Vocabulary
-) -> dict[str, np.ndarray]:
-    """Return {feature: ids without EOS} of an example of texts or of ids."""
-    found = {}
-    for feature in features:
-        value = example.get(feature, '')
-        if isinstance(value, str):
-            [ids] = vocabulary.encode_as_arrays([value])
-        else:
-            ids = np.asarray(value)
-        found[feature] = ids[:-1] if ids.size and ids[-1] == EOS_ID else ids
-    return found

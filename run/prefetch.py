@@ -107,18 +107,6 @@ class Work(NamedTuple):
     options: dict[str, Any]  # of the stream, beside the mixture
 
 
-def work_of(stream: Stream, rows: range, position: NDArray) -> Work:
-    """Return the work of making some rows of a stream, from their position on."""
-    options = {field.name: getattr(stream, field.name) for field in dataclasses.fields(stream)}
-    mixture = options.pop('mixture')  # has functions that cannot be sent
-    return Work(
-        reopen=mixture.reopen,
-        fingerprint=mixture.fingerprint,
-        position=position,
-        options=options | {'rows': rows},
-    )
-
-
 class Workers:
     """Processes that make the batches of a stream, each some of its rows.
 
@@ -182,7 +170,10 @@ class Worker:
 
     def begin(self, stream: Stream) -> None:
         """Tell the process what to make."""
-        work = work_of(stream, self.rows, self.newest.after)
+        options = {field.name: getattr(stream, field.name) for field in dataclasses.fields(stream)}
+        mixture = options.pop('mixture')  # has functions that cannot be sent
+        options['rows'] = self.rows
+        work = Work(mixture.reopen, mixture.fingerprint, self.newest.after, options)
         send(work, self.connection)  # `receive` tells if the process has ended
 
     def receive(self) -> PrefetchedBatch:

@@ -57,14 +57,6 @@ GLUE = {
     'glue_qnli_v002/accuracy': Column('QNLI', 'QNLI'),
     'glue_rte_v002/accuracy': Column('GLUE RTE', 'GLUE RTE'),
 }
-READING_AND_SUMMARIES = {
-    'cnn_dailymail_v002/rouge1': Column('CNN/DM (ROUGE-1)', 'CNN/DM'),
-    'cnn_dailymail_v002/rouge2': Column('CNN/DM (ROUGE-2)', 'CNN/DM'),
-    'cnn_dailymail_v002/rougeL': Column('CNN/DM (ROUGE-L)', 'CNN/DM'),
-    'cnn_dailymail_v002/rougeLsum': Column('CNN/DM (ROUGE-L)', 'CNN/DM'),
-    'squad_v010_allanswers/em': Column('SQuAD (EM)', 'SQuAD'),
-    'squad_v010_allanswers/f1': Column('SQuAD (F1)', 'SQuAD'),
-}
 SUPER_GLUE = {
     'super_glue_boolq_v102/accuracy': Column('BoolQ (accuracy)', 'BoolQ'),
     'super_glue_cb_v102/mean_3class_f1': Column('CB (F1)', 'CB'),
@@ -78,13 +70,6 @@ SUPER_GLUE = {
     'super_glue_wic_v102/accuracy': Column('WiC', 'WiC'),
     'super_glue_wsc_v102_simple_eval/accuracy': Column('WSC', 'WSC'),
 }
-OTHERS = {
-    'dpr_v001_simple/accuracy': Column('DPR', 'DPR'),
-    'wmt_t2t_ende_v003/bleu': Column('WMT T2T En-De', 'WMT T2T En-De'),
-    'wmt14_ende_v003/bleu': Column('WMT14 En-De', 'WMT14 En-De'),
-    'wmt15_enfr_v003/bleu': Column('WMT15 En-Fr', 'WMT15 En-Fr'),
-    'wmt16_enro_v003/bleu': Column('WMT16 En-Ro', 'WMT16 En-Ro'),
-}
 AVERAGES = {
     'Average GLUE Score': GLUE,
     'Average SuperGLUE Score': SUPER_GLUE,
@@ -93,10 +78,19 @@ AVERAGES = {
 KNOWN = {
     'Average GLUE Score': Column('Average GLUE Score', 'Average GLUE Score'),
     **GLUE,
-    **READING_AND_SUMMARIES,
+    'cnn_dailymail_v002/rouge1': Column('CNN/DM (ROUGE-1)', 'CNN/DM'),
+    'cnn_dailymail_v002/rouge2': Column('CNN/DM (ROUGE-2)', 'CNN/DM'),
+    'cnn_dailymail_v002/rougeL': Column('CNN/DM (ROUGE-L)', 'CNN/DM'),
+    'cnn_dailymail_v002/rougeLsum': Column('CNN/DM (ROUGE-L)', 'CNN/DM'),
+    'squad_v010_allanswers/em': Column('SQuAD (EM)', 'SQuAD'),
+    'squad_v010_allanswers/f1': Column('SQuAD (F1)', 'SQuAD'),
     'Average SuperGLUE Score': Column('Average SuperGLUE Score', 'Average SuperGLUE Score'),
     **SUPER_GLUE,
-    **OTHERS,
+    'dpr_v001_simple/accuracy': Column('DPR', 'DPR'),
+    'wmt_t2t_ende_v003/bleu': Column('WMT T2T En-De', 'WMT T2T En-De'),
+    'wmt14_ende_v003/bleu': Column('WMT14 En-De', 'WMT14 En-De'),
+    'wmt15_enfr_v003/bleu': Column('WMT15 En-Fr', 'WMT15 En-Fr'),
+    'wmt16_enro_v003/bleu': Column('WMT16 En-Ro', 'WMT16 En-Ro'),
 }
 
 

@@ -71,12 +71,6 @@ def find_start(
     vocabulary_model = b''
     if paths.is_file(directory / 'vocabulary.model'):
         vocabulary_model = (directory / 'vocabulary.model').read_bytes()
-        kept = folder / 'vocabulary.model'
-        # That of the checkpoint has a checksum.
-        if not config.data.vocabulary and kept.exists() and kept.read_bytes() != vocabulary_model:
-            raise ValueError(
-                f'{kept}: it differs from that of {directory.name}: remove it, and the run takes that one'
-            )
     leaves = checkpoint.read_index(directory)
     base = {}
     opened = formats.open.open_base(directory, config.restore.path)
@@ -104,14 +98,10 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
     setting = f'model.module={config.model.module!r}'
     if config.model.lora_rank:
         setting = f'model.lora_rank={config.model.lora_rank}'
-    if adapters and not chosen.path:
+    if adapters and (not chosen.path or chosen.dtype not in ('float32', '')):
         raise ValueError(
-            f"{setting} with restore.path='': adapters change a trained model: name its checkpoint"
-        )
-    if adapters and chosen.dtype not in ('float32', ''):
-        raise ValueError(
-            f'restore.dtype={chosen.dtype!r} with {setting}: adapters are merged into '
-            "their base as it is stored: set restore.dtype='float32'"
+            f'{setting} with restore.path={chosen.path!r}, restore.dtype={chosen.dtype!r}: adapters change a '
+            'trained model as it is stored: name its checkpoint, with restore.dtype=float32'
         )
     if not chosen.path:
         return Start(0, False, leaves={}, base={}, vocabulary_model=b'', description='From scratch')
@@ -172,8 +162,16 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
 
     # data.vocabulary takes precedence over the checkpoint's own vocabulary.
     vocabulary_model = b''
-    if config.data.vocabulary and not vocabulary_parameters(wanted.model_config).isdisjoint(leaves):
-        check_keeps_ids(config, opened.directory)
+    if config.data.vocabulary:
+        larger = dataclasses.replace(
+            wanted.model_config, vocab_size=2 * wanted.model_config.vocab_size
+        )
+        larger_shapes = model.shapes(larger)
+        for path, shape in model.shapes(wanted.model_config).items():
+            # Its rows or columns are the ids of the vocabulary.
+            if shape != larger_shapes[path] and f'{checkpoint.PARAMETER_PREFIX}{path}' in leaves:
+                check_keeps_ids(config, opened.directory)
+                break
     if not config.data.vocabulary:
         vocabulary = find_vocabulary(opened.directory)
         if vocabulary is None or not vocabulary.model:
@@ -210,17 +208,6 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
         vocabulary_model=vocabulary_model,
         description=description,
     )
-
-
-def vocabulary_parameters(config: T5Config) -> set[str]:
-    """Return T5X's paths of the parameters whose rows or columns are the ids of the vocabulary."""
-    larger = dataclasses.replace(config, vocab_size=2 * config.vocab_size)
-    shapes = model.shapes(larger)
-    found = set()
-    for path, shape in model.shapes(config).items():
-        if shape != shapes[path]:
-            found.add(f'{checkpoint.PARAMETER_PREFIX}{path}')
-    return found
 
 
 def check_keeps_ids(config: ConfigDict, directory: Any) -> None:

@@ -6,6 +6,7 @@ SeqIO seqio/evaluation.py.
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import hashlib
 import inspect
@@ -26,6 +27,7 @@ import tasks.open
 import user_code
 from configs import check
 from formats import best
+from messages import first_ten
 from model import T5Config
 from paths import AnyPath
 from randomness import digest
@@ -138,16 +140,15 @@ class EvaluatedTask(NamedTuple):
 
     def describe(self, step: int, values: Mapping[str, float]) -> str:
         """Return a small table of metrics, and what the vocabulary changes of the texts."""
-        if self.changes is None:
-            return results.describe(step, self.split, self.name, values, notes={})
-        targets = self.changes.changed('targets')
         notes = {}
         for metric, limit in self.limits.items():
+            assert self.changes is not None
+            targets = self.changes.changed('targets')
             notes[metric] = (
                 f', of {limit.side} {limit.value:,.3f}: {targets} change in the vocabulary'
             )
         table = results.describe(step, self.split, self.name, values, notes)
-        return f'{table}\n{self.name}: {self.changes}'
+        return f'{table}\n{self.name}: {self.changes}' if self.changes else table
 
     def events(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return metrics under T5X's tags, and what the vocabulary changes of the texts, if anything."""
@@ -225,10 +226,11 @@ def read_tasks(
     for open_task in opened:
         task = read_task(open_task, config, split, vocabulary)
         num_trimmed = sum(example.is_trimmed for example in task.examples)
-        lines = [*describe_trimming({task.name: [len(task.examples), num_trimmed]})]
+        for line in describe_trimming({task.name: [len(task.examples), num_trimmed]}):
+            report(line)
         if task.changes is not None:
-            lines.append(f'{task.name}: {task.changes}')
-        for line in [*lines, *describe_tokens(task)]:
+            report(f'{task.name}: {task.changes}')
+        for line in describe_tokens(task):
             report(line)
         found.append(task)
     return found
@@ -244,8 +246,7 @@ def changes_of_first_texts(training: Sequence[TokenizedTask]) -> Iterator[str]:
             continue
         examples: list[Example] = []
         with contextlib.suppress(ValueError):
-            for example in read_split(task, 'train', FIRST_TEXTS):
-                examples.append(example)
+            examples.extend(read_split(task, 'train', FIRST_TEXTS))
         changes = text_changes(examples, task.vocabulary)
         if changes is not None:
             yield f'{task.name}, the first {len(examples)} training examples: {changes}'
@@ -460,7 +461,11 @@ def check_best_metric(
             available.append(best.metric_name(run, name))
             if best.metric_name(run, name) == metric and config.save.best_is == 'higher':
                 check_can_exceed_zero(task, name, metric, answers)
-    best.check_metric(metric, available)
+    if metric not in available:
+        nearest = difflib.get_close_matches(metric, available, n=len(available), cutoff=0)
+        raise ValueError(
+            f'save.best_metric={metric!r}: this run has {first_ten(nearest)}: name one'
+        )
 
 
 def check_can_exceed_zero(

@@ -284,7 +284,7 @@ def option(message: str, *flags: str, own: str = OWN) -> Row:
 
 TABLES['options'] = {
     'out of range': option('model.options.num=9: must be at least 1 and at most 8', '--config.model.options.num=9'),
-    'typo': option("model.options.nun='3' is unknown: {dir}/own.py has num, kind: use one of these", '--config.model.options.nun=3'),
+    'typo': option("model.options.nun='3' is unknown: {dir}/own.py has num, kind: remove it", '--config.model.options.nun=3'),
     'typo in the group': option("no such setting: 'optoins'", '--config.model.optoins.num=3'),
     'negative, as a word': option('model.options.num=-1: must be at least 1', '--config.model.options.num', '-1'),
     'another type': option('model.options.num=2.5: must be a whole number, such as 2', '-config.model.options.num=2.5'),
@@ -300,7 +300,7 @@ TABLES['options'] = {
     'the group alone': option('--config.model.options: model.options is a group of settings', '--config.model.options'),
     'no and a value': option('--noconfig.model.options.num=1: ', '--noconfig.model.options.num=1'),
     'no module': Row([TINY, '--config.model.options.num=3'], "model.options.num='3' is a setting of an own model: set model.module"),
-    'no class': option('own.py declares no options', '--config.model.options.num=3', own='def modules(default):\n    return default\n'),
+    'no class': option('own.py has no options', '--config.model.options.num=3', own='def modules(default):\n    return default\n'),
     'not frozen': option('own.py: Options=', own=OWN.replace('(frozen=True)', '')),
     'no default': option('own.py: the option num has no default', own=OWN.replace("int = dataclasses.field(default=2, metadata={'range': (1, 8)})", 'int')),
     'in a config': mine('model.options.num=9: must be', CONFIG + '    config.model.module = "own.py"\n    config.model.options.num = 9\n' + END, own=OWN),

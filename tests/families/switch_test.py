@@ -28,6 +28,7 @@ import train
 from configs import base
 from families import switch
 from formats import hugging_face, own_model
+from modes import collectives, plan
 from prepare import make_spec, restore
 
 pytestmark = pytest.mark.usefixtures('highest_precision')
@@ -338,3 +339,24 @@ def test_a_checkpoint_of_t5x_without_a_config(caplog):
     assert t5.config.options == switch.Options(num_experts=SETTINGS['num_experts'], sparse_step=2)
     config = own_model.load(golden_config().model)
     assert infer.load(GOLDEN / 'checkpoint_0', config=config).config == config
+
+
+def test_the_bytes_of_the_experts():
+    """Over 'fsdp', tokens travel to the experts and back, twice; no expert is gathered. Over 'model' nothing is new."""
+    tokens = 8 * 32 + 8 * 12  # rows times lengths
+    for axis, mesh in (('fsdp', (1, 2, 1)), ('model', (1, 1, 2))):
+        config = run_config(mesh[0], mesh[2], mesh[1], module='switch', num_decoder_layers=2)
+        config.model.update(num_encoder_layers=2, dropout_rate=0.0)
+        config.data.lengths.update(inputs=32, targets=12)
+        options = {'split_experts': axis, 'train_expert_capacity_factor': 2.0}
+        config.model.options.update(options, min_expert_capacity=1)
+        spec = make_spec(config)
+        found = collectives.collectives_of(train.compile_step(spec).as_text(), spec.mesh)
+        exchanged = [x for x in found if x.kind == 'all-to-all']
+        if axis == 'model':
+            assert not exchanged
+            continue
+        num_bytes = sum(x.times * x.num_bytes for x in exchanged if x.num_bytes > 10_000)
+        of_a_device = tokens // 2 * 2  # its tokens, times the capacity factor
+        assert num_bytes == 4 * of_a_device * config.model.emb_dim * 4
+        assert plan.least_traffic(spec)['all-to-all', ('fsdp',)] == num_bytes / 2

@@ -20,7 +20,7 @@ import ctypes, json, os, pathlib, signal, subprocess, sys, time
 root, address, folder, chosen, action, heartbeat = sys.argv[1:]
 sys.path.insert(0, root)
 from modes import process, processes
-process.hide_logs_of_xla()
+process.set_variables({'TF_CPP_MIN_LOG_LEVEL': '3'})
 import jax
 
 folder = pathlib.Path(folder)
