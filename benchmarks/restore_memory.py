@@ -42,7 +42,7 @@ from ml_collections import config_flags
 import checkpoint
 import infer
 import model
-from formats import hugging_face
+from formats import hugging_face, write_hugging_face
 from modes import convert
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -223,7 +223,7 @@ def mesh_tf_name(name: str) -> str:
 FORMATS: dict[str, Callable] = {
     't5x': write_t5x,
     'mesh_tf': write_mesh_tf,
-    'hf': hugging_face.write,
+    'hf': write_hugging_face.write,
 }
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face's folders as T5X's tree, read and written: safetensors only, no torch, no pickle.
+"""Hugging Face's folders as T5X's tree: safetensors only, no torch, no pickle.
 
     config.json, spiece.model               sizes, vocabulary
     model.safetensors                       arrays by name; large models in several files and an index
@@ -7,9 +7,8 @@ torch's Linear keeps a kernel transposed; token table and norms have the same sh
 (4.57, 5.24) models/{t5,mt5,umt5,longt5,switch_transformers}.
 """
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +17,6 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-import checkpoint
 import model
 import paths
 from formats import own_model, own_options
@@ -224,9 +222,6 @@ def is_transposed(path: str) -> bool:
     return path.endswith(('/kernel', '/rel_embedding'))
 
 
-# Reading.
-
-
 class SafetensorsEntry(NamedTuple):
     """An array in a safetensors file, with its shape in our tree: a `checkpoint.LazyArray`."""
 
@@ -241,7 +236,7 @@ class SafetensorsEntry(NamedTuple):
         with safetensors.safe_open(self.file, framework='numpy') as file:
             x = file.get_tensor(self.name)
         if self.transposed:
-            return _transpose(x)
+            return transpose(x)
         return x
 
     @property
@@ -596,153 +591,9 @@ def _are_equal(a: SafetensorsEntry, b: SafetensorsEntry) -> bool:
         return all(np.array_equal(rows_of_a[block], rows_of_b[block]) for block in blocks)
 
 
-# Writing.
-
-
-def write(
-    folder: str | paths.AnyPath,
-    config: model.T5Config,
-    arrays: Mapping[str, checkpoint.Leaf],
-    vocabulary_model: bytes | None = None,
-    shard_bytes: int = 5 * 10**9,
-    extra_ids: int = 100,
-) -> None:
-    """Write a new folder that transformers opens: all or nothing.
-
-    `arrays` is {our path: array or leaf of an index}: the parameters of `config`, of which at most `shard_bytes`, or
-    one array, are in memory. `vocabulary_model` becomes spiece.model; `extra_ids` sentinels follow its pieces. Raises
-    ValueError for a folder that exists and for a model that transformers does not have. Source: transformers
-    modeling_utils.py save_pretrained.
-    """
-    folder = paths.disk_path(folder)
-    paths.check_new(folder)
-    if folder.exists():
-        raise ValueError(f'{folder} exists: remove it or name another folder')
-    settings = _settings(config)
-    with paths.unfinished(folder) as unfinished:
-        _write_json(unfinished / 'config.json', settings)
-        if vocabulary_model is not None:
-            (unfinished / 'spiece.model').write_bytes(vocabulary_model)
-            tokenizer = {'tokenizer_class': 'T5Tokenizer', 'extra_ids': extra_ids}
-            _write_json(unfinished / 'tokenizer_config.json', tokenizer)
-        file_names: dict[Path, list[str]] = {}  # {file: its arrays}
-        total_size = 0
-        for shard in _shards(config, arrays, shard_bytes):
-            file = unfinished / f'{len(file_names)}.safetensors'  # until their number is known
-            with paths.library_errors(file):
-                safetensors.numpy.save_file(shard, file, {'format': 'pt'})
-            # safetensors makes it private
-            file.chmod((unfinished / 'config.json').stat().st_mode)
-            file_names[file] = list(shard)
-            total_size += sum(x.nbytes for x in shard.values())
-        num_files = len(file_names)
-        if num_files == 1:
-            file.rename(unfinished / WEIGHTS)
-        else:
-            weight_map: dict[str, str] = {}
-            for i, (file, names) in enumerate(file_names.items(), start=1):
-                file = file.rename(unfinished / f'model-{i:05}-of-{num_files:05}.safetensors')
-                weight_map |= dict.fromkeys(names, file.name)
-            index = {'metadata': {'total_size': total_size}, 'weight_map': weight_map}
-            _write_json(unfinished / WEIGHTS_INDEX, index)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.rename(folder)
-
-
-def _settings(config: model.T5Config) -> dict:
-    """Return the content of config.json. Raises ValueError for a model that transformers does not have."""
-    if config.module not in ('', LONG_T5, SWITCH):
-        raise ValueError(f'model.module={config.module!r} is not in transformers: use --format=t5x')
-    activations = tuple(config.mlp_activations)
-    if activations == ('swish', 'linear'):  # another name of silu
-        activations = ('silu', 'linear')
-    names = {x.mlp_activations: name for name, x in FEED_FORWARDS.items()}
-    if activations not in names:
-        raise ValueError(f'mlp_activations={activations} are not in transformers: use --format=t5x')
-    name = names[activations]
-    model_type = 't5'
-    if config.relpos_bias_per_layer:
-        model_type = 'umt5'
-    sizes = {theirs: getattr(config, ours) for theirs, ours in SIZES.items()}
-    if config.module == LONG_T5:
-        model_type = 'longt5'
-        options = own_options.as_dict(config.options)
-        sizes['encoder_attention_type'], _ = LONG_T5_ATTENTIONS[options['encoder_attention']]
-        sizes |= {theirs: options[ours] for theirs, ours in LONG_T5_SIZES.items()}
-    if config.module == SWITCH:
-        model_type = 'switch_transformers'
-        sizes |= _switch_settings(config)
-    return {
-        'architectures': [ARCHITECTURES[model_type]],
-        'model_type': model_type,
-        **sizes,
-        'dropout_rate': config.dropout_rate,
-        'feed_forward_proj': name,
-        'dense_act_fn': FEED_FORWARDS[name].dense_act_fn,
-        'is_gated_act': len(activations) > 1,
-        'tie_word_embeddings': config.logits_via_embedding,
-        'is_encoder_decoder': True,
-        **FIXED_SETTINGS,
-    }
-
-
-def _switch_settings(config: model.T5Config) -> dict:
-    """Return what config.json says of the experts. Raises ValueError for a Switch that transformers does not have."""
-    options = own_options.as_dict(config.options)
-    step = options['sparse_step']
-    is_relu = config.mlp_activations == ('relu',)
-    if not is_relu or not config.logits_via_embedding or step not in (1, 2):
-        raise ValueError(
-            f'mlp_activations={config.mlp_activations}, logits_via_embedding={config.logits_via_embedding}, '
-            f"sparse_step={step}: transformers' Switch Transformer has ('relu',), True, and 1 or 2: use --format=t5x"
-        )
-    settings = {name: options[option] for name, (option, _) in SWITCH_SETTINGS.items()}
-    if any(options[factor] for factor in CAPACITY_FACTORS):
-        _, settings['expert_capacity'] = SWITCH_SETTINGS['expert_capacity']
-    return settings | {
-        'encoder_sparse_step': step,
-        'decoder_sparse_step': step,
-        'num_sparse_encoder_layers': config.num_encoder_layers // step,
-        'num_sparse_decoder_layers': config.num_decoder_layers // step,
-    }
-
-
-def _shards(
-    config: model.T5Config,
-    arrays: Mapping[str, checkpoint.Leaf],
-    shard_bytes: int,
-) -> Iterator[dict[str, np.ndarray]]:
-    """Yield {Hugging Face's name: array} of each file, in the order of `arrays`."""
-    names = parameter_names(config)
-    shard: dict[str, np.ndarray] = {}
-    num_bytes = 0
-    for path in arrays:
-        x = np.asarray(checkpoint.read_leaf(arrays[path]))
-        by_name = {names[path]: x}
-        if x.ndim == 3:
-            prefix = '.experts.expert_'
-            by_name = {
-                names[path].replace('.experts.', f'{prefix}{i}.'): x[i] for i in range(len(x))
-            }
-        for name, matrix in by_name.items():
-            if shard and num_bytes + matrix.nbytes > shard_bytes:
-                yield shard
-                shard = {}
-                num_bytes = 0
-            num_bytes += matrix.nbytes
-            shard[name] = (
-                _transpose(matrix) if is_transposed(path) else np.ascontiguousarray(matrix)
-            )
-    yield shard
-
-
-def _transpose(x: np.ndarray) -> np.ndarray:
+def transpose(x: np.ndarray) -> np.ndarray:
     """Return a transposed copy. Copies 16 rows at a time, because numpy's own way is five times slower."""
     y = np.empty(x.shape[::-1], x.dtype)
     for i in range(0, len(x), 16):
         y[:, i : i + 16] = x[i : i + 16].T
     return y
-
-
-def _write_json(file: Path, content: Mapping) -> None:
-    file.write_text(json.dumps(content, indent=2, sort_keys=True) + '\n')

@@ -11,7 +11,7 @@ from absl.flags import FlagValues
 import checkpoint
 import formats.open
 import paths
-from formats import hugging_face, own_model
+from formats import own_model, write_hugging_face
 from formats.vocabulary import find_vocabulary, stored_data
 from modes import process, topology
 from vocabulary import ByteVocabulary, SentencePieceVocabulary
@@ -53,7 +53,7 @@ def convert_checkpoint(
         if vocabulary and vocabulary_model:
             num_pieces = SentencePieceVocabulary(vocabulary_model, extra_ids=0).size
             num_added = vocabulary.size - num_pieces
-        hugging_face.write(
+        write_hugging_face.write(
             target, opened.config, parameters, vocabulary_model or None, extra_ids=num_added
         )
         written = target

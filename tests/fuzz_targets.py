@@ -33,7 +33,7 @@ import sources.open
 import tasks.open
 import user_code
 import vocabulary
-from formats import best, hugging_face
+from formats import best, write_hugging_face
 from formats.vocabulary import named_vocabulary
 from modes import command_line, errors, infer_input
 from modes import train as train_mode
@@ -203,9 +203,9 @@ def write_bundle(folder: Path) -> None:
     (folder / 'checkpoint').write_text(f'model_checkpoint_path: "{prefix.name}"\n')
 
 
-def write_hugging_face(folder: Path) -> None:
+def write_folder(folder: Path) -> None:
     folder.rmdir()
-    hugging_face.write(folder, SMALLEST, random_params(SMALLEST))
+    write_hugging_face.write(folder, SMALLEST, random_params(SMALLEST))
 
 
 def read_checkpoint(file: Path) -> None:
@@ -368,8 +368,8 @@ TARGETS = {
     'msgpack index': checkpoint_file('checkpoint', write_t5x),
     '.zarray': Target(f'{KERNEL}/.zarray', write_t5x, read_array),
     'TensorBundle index': checkpoint_file('model.ckpt-1000000.index', write_bundle),
-    'safetensors': checkpoint_file('model.safetensors', write_hugging_face),
-    'config.json of Hugging Face': checkpoint_file('config.json', write_hugging_face),
+    'safetensors': checkpoint_file('model.safetensors', write_folder),
+    'config.json of Hugging Face': checkpoint_file('config.json', write_folder),
     'SentencePiece': Target('spiece.model', write_vocabulary, read_vocabulary),
     'templates': Target(
         'template',

@@ -15,7 +15,7 @@ import partition
 import state_names
 import train
 from configs import base
-from formats import hugging_face, own_model
+from formats import own_model, write_hugging_face
 from prepare import make_spec, restore
 
 pytestmark = pytest.mark.usefixtures('highest_precision')
@@ -173,7 +173,7 @@ def test_hugging_faces_folder(golden, tmp_path):
     for path, array in expected.items():
         np.testing.assert_array_equal(t5.arrays[path], array)
     # And back again.
-    hugging_face.write(tmp_path / 'hf', t5.config, t5.arrays)
+    write_hugging_face.write(tmp_path / 'hf', t5.config, t5.arrays)
     theirs = safetensors.numpy.load_file(golden / 'hf/model.safetensors')
     ours = safetensors.numpy.load_file(tmp_path / 'hf/model.safetensors')
     assert sorted(ours) == sorted(theirs)

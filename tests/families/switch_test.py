@@ -27,7 +27,7 @@ import state_names
 import train
 from configs import base
 from families import switch
-from formats import hugging_face, own_model
+from formats import own_model, write_hugging_face
 from modes import collectives, plan
 from prepare import make_spec, restore
 
@@ -293,7 +293,7 @@ def test_hugging_faces_folder(arrays, tmp_path):
     logits = np.array(t5.logits(batch))
     assert_close(logits * mask, arrays['no_drops_padded/logits'] * mask, 1e-5)
     # And back again.
-    hugging_face.write(tmp_path / 'hf', t5.config, t5.arrays)
+    write_hugging_face.write(tmp_path / 'hf', t5.config, t5.arrays)
     theirs = safetensors.numpy.load_file(GOLDEN / 'hf/model.safetensors')
     ours = safetensors.numpy.load_file(tmp_path / 'hf/model.safetensors')
     assert sorted(ours) == sorted(theirs)
@@ -330,7 +330,7 @@ def test_models_that_hugging_face_does_not_have(tmp_path):
     config.model.mlp_activations = ('gelu', 'linear')
     config = own_model.load(config.model)
     with pytest.raises(ValueError, match="mlp_activations=.'gelu', 'linear'.*use --format=t5x"):
-        hugging_face.write(tmp_path / 'hf', config, random_params(config))
+        write_hugging_face.write(tmp_path / 'hf', config, random_params(config))
 
 
 def test_a_checkpoint_of_t5x_without_a_config(caplog):

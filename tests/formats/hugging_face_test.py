@@ -28,7 +28,7 @@ import formats.open
 import infer
 import model
 import partition
-from formats import hugging_face
+from formats import hugging_face, write_hugging_face
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden' / 'hf_t5_1_1'
 LOGITS_TOLERANCE = 1e-4
@@ -75,7 +75,7 @@ def random_arrays(config, dtype='float32'):
 
 def write(folder, name, arrays, *options):
     """Write CONFIGS[name] under its own name, though an mt5 is a t5 to us."""
-    hugging_face.write(folder, CONFIGS[name], arrays, *options)
+    write_hugging_face.write(folder, CONFIGS[name], arrays, *options)
     if name == 'mt5':
         architectures = ['MT5ForConditionalGeneration']
         edit_json(folder / 'config.json', model_type='mt5', architectures=architectures)
@@ -128,7 +128,7 @@ def test_transformers_logits():
 
 def test_what_transformers_wrote_we_write(tmp_path):
     t5 = load(GOLDEN)
-    hugging_face.write(tmp_path / 'hf', t5.config, t5.arrays)
+    write_hugging_face.write(tmp_path / 'hf', t5.config, t5.arrays)
     found = load_file(tmp_path / 'hf/model.safetensors')
     assert_same_bits(found, load_file(GOLDEN / 'model.safetensors'))
     ours = json.loads((tmp_path / 'hf/config.json').read_text())
@@ -167,7 +167,7 @@ def test_there_and_back(tmp_path, name, shard_bytes, dtype):
 def test_a_config_without_what_old_folders_lack(tmp_path):
     config = model.T5Config(**T5_1_0 | {'num_decoder_layers': 3})
     folder = tmp_path / 'hf'
-    hugging_face.write(folder, config, random_arrays(config))
+    write_hugging_face.write(folder, config, random_arrays(config))
     names = ('feed_forward_proj', 'dense_act_fn', 'is_gated_act', 'num_decoder_layers')
     names += ('relative_attention_max_distance', 'tie_word_embeddings')
     edit_json(folder / 'config.json', **dict.fromkeys(names))
@@ -178,7 +178,7 @@ def test_copies_of_the_token_table(tmp_path):
     config = model.T5Config(**T5_1_0 | {'vocab_size': 5000})
     arrays = random_arrays(config)
     folder = tmp_path / 'hf'
-    hugging_face.write(folder, config, arrays)
+    write_hugging_face.write(folder, config, arrays)
     table = np.array(arrays['token_embedder/embedding'])
     unused = {hugging_face.UNUSED.replace('.', '__'): np.zeros([32, 2], np.float32)}
     edit_arrays(folder, encoder__embed_tokens__weight=table, lm_head__weight=table, **unused)
@@ -213,7 +213,7 @@ def test_which_logits_are_tied(tmp_path, lm_head, settings, expected):
     config = CONFIGS['t5_1_0']
     arrays = random_arrays(config)
     folder = tmp_path / 'hf'
-    hugging_face.write(folder, config, arrays)
+    write_hugging_face.write(folder, config, arrays)
     edit_json(folder / 'config.json', **{'tie_word_embeddings': None, **settings})
     table = np.asarray(arrays['token_embedder/embedding'])
     edit_arrays(folder, lm_head__weight={None: None, 'equal': table, 'own': 2 * table}[lm_head])
@@ -372,16 +372,16 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
             return iter(arrays)
 
     with pytest.raises(OSError, match='the disk is gone'):
-        hugging_face.write(folder, config, Lazy(), shard_bytes=10_000)
+        write_hugging_face.write(folder, config, Lazy(), shard_bytes=10_000)
     other = dataclasses.replace(config, mlp_activations=('relu', 'linear'))
     with pytest.raises(ValueError, match='mlp_activations='):  # transformers has no such model
-        hugging_face.write(folder, other, {})
+        write_hugging_face.write(folder, other, {})
     assert os.listdir(tmp_path) == []
     del read[:]
-    hugging_face.write(folder, config, Lazy(any=1), shard_bytes=10_000)
+    write_hugging_face.write(folder, config, Lazy(any=1), shard_bytes=10_000)
     assert read == list(arrays)  # each once
     with pytest.raises(ValueError, match=str(folder)):
-        hugging_face.write(folder, config, arrays)
+        write_hugging_face.write(folder, config, arrays)
     assert_same_bits(load(folder).arrays, arrays)
 
 
@@ -511,7 +511,7 @@ def test_a_folder_like_madlads(tmp_path):
     config = CONFIGS['t5_1_1']
     arrays = random_arrays(config)
     folder = tmp_path / 'hf'
-    hugging_face.write(folder, config, arrays)
+    write_hugging_face.write(folder, config, arrays)
     table = np.array(arrays['token_embedder/embedding'])
     edit_arrays(folder, shared__weight=None, decoder__embed_tokens__weight=table)
     edit_json(folder / 'config.json', tie_word_embeddings=False)
@@ -528,7 +528,7 @@ def test_a_folder_like_chronoss(tmp_path):
     """4,096 ids that stand for numbers, tied embeddings, no text vocabulary: ids in, ids out."""
     config = model.T5Config(**T5_1_0 | {'vocab_size': 4096})
     folder = tmp_path / 'hf'
-    hugging_face.write(folder, config, random_arrays(config))
+    write_hugging_face.write(folder, config, random_arrays(config))
     edit_json(folder / 'config.json', chronos_config={'n_tokens': 4096, 'pad_token_id': 0})
     t5 = infer.load(folder)
     assert t5.config == config and t5.vocabulary is None

@@ -1,0 +1,168 @@
+"""Writing Hugging Face's folders, which transformers opens; hugging_face.py reads them."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import safetensors.numpy
+
+import checkpoint
+import model
+import paths
+from formats import own_options
+from formats.hugging_face import (
+    ARCHITECTURES,
+    CAPACITY_FACTORS,
+    FEED_FORWARDS,
+    FIXED_SETTINGS,
+    LONG_T5,
+    LONG_T5_ATTENTIONS,
+    LONG_T5_SIZES,
+    SIZES,
+    SWITCH,
+    SWITCH_SETTINGS,
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    is_transposed,
+    parameter_names,
+    transpose,
+)
+
+
+def write(
+    folder: str | paths.AnyPath,
+    config: model.T5Config,
+    arrays: Mapping[str, checkpoint.Leaf],
+    vocabulary_model: bytes | None = None,
+    shard_bytes: int = 5 * 10**9,
+    extra_ids: int = 100,
+) -> None:
+    """Write a new folder that transformers opens: all or nothing.
+
+    `arrays` is {our path: array or leaf of an index}: the parameters of `config`, of which at most `shard_bytes`, or
+    one array, are in memory. `vocabulary_model` becomes spiece.model; `extra_ids` sentinels follow its pieces. Raises
+    ValueError for a folder that exists and for a model that transformers does not have. Source: transformers
+    modeling_utils.py save_pretrained.
+    """
+    folder = paths.disk_path(folder)
+    paths.check_new(folder)
+    if folder.exists():
+        raise ValueError(f'{folder} exists: remove it or name another folder')
+    settings = _settings(config)
+    with paths.unfinished(folder) as unfinished:
+        _write_json(unfinished / 'config.json', settings)
+        if vocabulary_model is not None:
+            (unfinished / 'spiece.model').write_bytes(vocabulary_model)
+            tokenizer = {'tokenizer_class': 'T5Tokenizer', 'extra_ids': extra_ids}
+            _write_json(unfinished / 'tokenizer_config.json', tokenizer)
+        file_names: dict[Path, list[str]] = {}  # {file: its arrays}
+        total_size = 0
+        for shard in _shards(config, arrays, shard_bytes):
+            file = unfinished / f'{len(file_names)}.safetensors'  # until their number is known
+            with paths.library_errors(file):
+                safetensors.numpy.save_file(shard, file, {'format': 'pt'})
+            # safetensors makes it private
+            file.chmod((unfinished / 'config.json').stat().st_mode)
+            file_names[file] = list(shard)
+            total_size += sum(x.nbytes for x in shard.values())
+        num_files = len(file_names)
+        if num_files == 1:
+            file.rename(unfinished / WEIGHTS)
+        else:
+            weight_map: dict[str, str] = {}
+            for i, (file, names) in enumerate(file_names.items(), start=1):
+                file = file.rename(unfinished / f'model-{i:05}-of-{num_files:05}.safetensors')
+                weight_map |= dict.fromkeys(names, file.name)
+            index = {'metadata': {'total_size': total_size}, 'weight_map': weight_map}
+            _write_json(unfinished / WEIGHTS_INDEX, index)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.rename(folder)
+
+
+def _settings(config: model.T5Config) -> dict:
+    """Return the content of config.json. Raises ValueError for a model that transformers does not have."""
+    if config.module not in ('', LONG_T5, SWITCH):
+        raise ValueError(f'model.module={config.module!r} is not in transformers: use --format=t5x')
+    activations = tuple(config.mlp_activations)
+    if activations == ('swish', 'linear'):  # another name of silu
+        activations = ('silu', 'linear')
+    names = {x.mlp_activations: name for name, x in FEED_FORWARDS.items()}
+    if activations not in names:
+        raise ValueError(f'mlp_activations={activations} are not in transformers: use --format=t5x')
+    name = names[activations]
+    model_type = 't5'
+    if config.relpos_bias_per_layer:
+        model_type = 'umt5'
+    sizes = {theirs: getattr(config, ours) for theirs, ours in SIZES.items()}
+    if config.module == LONG_T5:
+        model_type = 'longt5'
+        options = own_options.as_dict(config.options)
+        sizes['encoder_attention_type'], _ = LONG_T5_ATTENTIONS[options['encoder_attention']]
+        sizes |= {theirs: options[ours] for theirs, ours in LONG_T5_SIZES.items()}
+    if config.module == SWITCH:
+        model_type = 'switch_transformers'
+        sizes |= _switch_settings(config)
+    return {
+        'architectures': [ARCHITECTURES[model_type]],
+        'model_type': model_type,
+        **sizes,
+        'dropout_rate': config.dropout_rate,
+        'feed_forward_proj': name,
+        'dense_act_fn': FEED_FORWARDS[name].dense_act_fn,
+        'is_gated_act': len(activations) > 1,
+        'tie_word_embeddings': config.logits_via_embedding,
+        'is_encoder_decoder': True,
+        **FIXED_SETTINGS,
+    }
+
+
+def _switch_settings(config: model.T5Config) -> dict:
+    """Return what config.json says of the experts. Raises ValueError for a Switch that transformers does not have."""
+    options = own_options.as_dict(config.options)
+    step = options['sparse_step']
+    is_relu = config.mlp_activations == ('relu',)
+    if not is_relu or not config.logits_via_embedding or step not in (1, 2):
+        raise ValueError(
+            f'mlp_activations={config.mlp_activations}, logits_via_embedding={config.logits_via_embedding}, '
+            f"sparse_step={step}: transformers' Switch Transformer has ('relu',), True, and 1 or 2: use --format=t5x"
+        )
+    settings = {name: options[option] for name, (option, _) in SWITCH_SETTINGS.items()}
+    if any(options[factor] for factor in CAPACITY_FACTORS):
+        _, settings['expert_capacity'] = SWITCH_SETTINGS['expert_capacity']
+    return settings | {
+        'encoder_sparse_step': step,
+        'decoder_sparse_step': step,
+        'num_sparse_encoder_layers': config.num_encoder_layers // step,
+        'num_sparse_decoder_layers': config.num_decoder_layers // step,
+    }
+
+
+def _shards(
+    config: model.T5Config,
+    arrays: Mapping[str, checkpoint.Leaf],
+    shard_bytes: int,
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yield {Hugging Face's name: array} of each file, in the order of `arrays`."""
+    names = parameter_names(config)
+    shard: dict[str, np.ndarray] = {}
+    num_bytes = 0
+    for path in arrays:
+        x = np.asarray(checkpoint.read_leaf(arrays[path]))
+        by_name = {names[path]: x}
+        if x.ndim == 3:  # of experts, each of which has a name
+            for i, matrix in enumerate(x):
+                by_name[names[path].replace('.experts.', f'.experts.expert_{i}.')] = matrix
+            del by_name[names[path]]
+        for name, matrix in by_name.items():
+            if shard and num_bytes + matrix.nbytes > shard_bytes:
+                yield shard
+                shard = {}
+                num_bytes = 0
+            num_bytes += matrix.nbytes
+            shard[name] = transpose(matrix) if is_transposed(path) else np.ascontiguousarray(matrix)
+    yield shard
+
+
+def _write_json(file: Path, content: Mapping) -> None:
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + '\n')
