@@ -31,7 +31,7 @@ def find_or_train_vocabulary(
     if config.vocabulary:
         vocabulary = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
     elif model:
-        origin = 'the vocabulary of the checkpoint'
+        origin = 'the vocabulary of restore.path'
         vocabulary = SentencePieceVocabulary(model, config.extra_ids)
     elif kept.exists():
         remedy = 'remove it: the run takes the one of its newest checkpoint, or makes it again'
