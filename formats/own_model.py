@@ -167,6 +167,10 @@ def trace(config: T5Config) -> set[str]:
         batch[name] = jnp.ones([2, 3], jnp.int32)
 
     def aux(params):
+        if config.num_decoder_layers == 0:
+            return model.apply(
+                lambda: model.encode(config, batch['encoder_input_tokens'])[2], params
+            )
         return model.apply(lambda: model.logits(config, batch)[1], params)
 
     params = {}

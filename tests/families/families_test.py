@@ -213,3 +213,12 @@ def test_a_run_in_a_bucket(scheme, store, corpus, family, finished):
     lines = run_in_another_process(IN_BUCKET, [url, corpus, family], store)
     assert lines[-1] == family
     assert_close_runs(store.folder / 'home/x', finished, 6)
+
+
+def test_an_encoder_alone(family):
+    config = run_config(1, 1, num_encoder_layers=2, module=family)
+    config.model.options.update(FAMILIES[family])
+    config = own_model.load(config.model.to_dict() | {'num_decoder_layers': 0})
+    t5 = infer.T5(config, random_params(config), make_mesh(1, 1))
+    outputs, _ = t5.encode([[5, 6, 7, 1], [8, 1]])
+    assert outputs.shape[::2] == (2, 128) and np.isfinite(outputs).all()

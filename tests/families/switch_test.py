@@ -250,6 +250,21 @@ def test_the_same_in_all_ways(on_one_device, mesh, axis, num_microbatches, remat
     assert_close(state, expected_state, 1e-5)
 
 
+@pytest.mark.slow
+def test_a_scan_in_bfloat16():
+    """The residual stream becomes float32 in the first pair of layers, which is outside of the scan."""
+    metrics = []
+    for scan_layers in (False, True):
+        sizes = {'num_encoder_layers': 4, 'num_decoder_layers': 4, 'dtype': 'bfloat16'}
+        config = run_config(1, 1, module='switch', scan_layers=scan_layers, **sizes)
+        spec = make_spec(config)
+        _, found = train.jit_step(spec)(train.compile_init(spec)(), random_batch(0))
+        metrics.append(jax.device_get(found))
+    one_by_one, scanned = metrics
+    for name in ('loss', 'aux_loss', 'gradient_norm'):
+        np.testing.assert_allclose(scanned[name], one_by_one[name], rtol=2e-3)
+
+
 @pytest.mark.parametrize('axis', ['fsdp', pytest.param('model', marks=pytest.mark.slow)])
 def test_inference_on_many_devices(axis):
     """Experts stay on the devices of their axis."""
