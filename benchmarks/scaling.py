@@ -11,6 +11,8 @@ is doubled from point to point, the others stay:
     no attention  the same lengths without attention's weights (no_attention.py): queries read a mean
     depth         1 to 8 layers in the encoder and as many in the decoder
     vocabulary    8,192 to 131,072 ids
+    local         2,048 to 16,384 inputs of LongT5 with local attention, and 128 targets; 1 row
+    global        the same with transient global tokens, one for each 16 inputs
 
 Each point runs in a new process on one CPU device: the step is compiled, two steps are not counted, then
 `steps` are. Prints a line per point: seconds of a step, their median and range; the bytes of the
@@ -19,8 +21,8 @@ and the seconds of compiling. Then the exponents of each axis: the slopes of the
 over the last two doublings. Draws all of it to FILE. Where main.py starts anew with huge pages, so
 does this program.
 
-The goal: no exponent above 1.05, but those of length, which are at most 2: the weights of attention have
-queries times keys. What does not grow, such as the parameters, makes exponents smaller.
+The goal: no exponent above 1.05, or 1.1 of local, but those of length and global, which are at most 2: the
+weights of attention have queries times keys, and 16 inputs more are a key more of each. What does not grow, such as the parameters, makes exponents smaller.
 """
 
 import html
@@ -57,8 +59,20 @@ AXES = {  # {name: the value of its first point}
     'no attention': 128,
     'depth': 1,
     'vocabulary': 8192,
+    'local': 2048,
+    'global': 2048,
 }
-NUM_POINTS = {'batch': 5, 'length': 7, 'no attention': 7, 'depth': 4, 'vocabulary': 5}
+NUM_POINTS = {
+    'batch': 5,
+    'length': 7,
+    'no attention': 7,
+    'depth': 4,
+    'vocabulary': 5,
+    'local': 4,
+    'global': 4,
+}
+# The attention of LongT5's encoder.
+LONG = {'local': 'local', 'global': 'transient_global'}
 WARM_UP_STEPS = 2
 TARGETS_SHARE = 4  # inputs for each target
 DOUBLINGS = 2  # that an exponent is measured over
@@ -119,6 +133,10 @@ def main(argv: list[str]) -> None:
             f'{memory_exponent:.2f}',
         ]
         print_cells(cells)
+    if {'local', 'global'} <= found.keys():
+        for local, both in zip(found['local'], found['global'], strict=True):
+            share = 1 - seconds_of(local) / seconds_of(both)
+            print(f'Global tokens take {share:.0%} of a step on {local.value:,} inputs.')
     Path(FLAGS.svg).write_text(draw(found))
     print(f'The figure is in {FLAGS.svg}.')
 
@@ -170,6 +188,13 @@ def config_of(axis: str, value: int) -> Any:
     elif axis in ('length', 'no attention'):
         config.train.batch_size = 1
         config.data.lengths.update(inputs=value, targets=value // TARGETS_SHARE)
+    elif axis in LONG:
+        config.train.batch_size = 1
+        config.data.lengths.inputs = value
+        config.model.module = 'long_t5'
+        config.model.options.update(
+            encoder_attention=LONG[axis], local_radius=127, tokens_per_block=16
+        )
     elif axis == 'depth':
         config.model.update(num_encoder_layers=value, num_decoder_layers=value)
     else:

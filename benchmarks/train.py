@@ -22,6 +22,9 @@ until it fits into memory; where the first one fits, name a larger --batch_size.
                   It is given one packed batch of random ids. --t5x_python is a Python that has the
                   packages which T5X's setup.py names; AirIO may be missing.
 
+The sizes long_local and long_global are LongT5 as wide and deep as small, with 4,096 inputs, beside
+transformers' LongT5; give them --batch_size=1 on a CPU.
+
 Where main.py starts anew with huge pages (modes/process.py), so does this program, and rivals are
 measured without and with them. Without transformers and torch they are left out. A GPU needs torch
 with CUDA and pip install -e '.[cuda]'; JAX is given 95 % of its memory, unless
@@ -82,6 +85,10 @@ from stream import Stream
 # Sequences that are tried first. Those of base fit into an H200 by its plan (0.45 GiB a sequence), the others
 # by its ratio: a step that does not fit has been compiled for minutes.
 GPU_BATCH_SIZES = {'tiny': 64, 'small': 512, 'base': 256, 'large': 64, 'xl': 32, 'xxl': 8}
+# {size: the attention of LongT5's encoder}
+LONG = {'long_local': 'local', 'long_global': 'transient_global'}
+LONG_INPUTS = 4096
+GPU_BATCH_SIZES |= dict.fromkeys(LONG, 64)
 CPU_BATCH_SIZE = 4
 # A size for tests.
 TINY = dict(
@@ -263,7 +270,7 @@ def has_gpu() -> bool:
 # The table.
 
 COLUMNS = {  # {title: width}
-    'size': 5,
+    'size': 11,
     'dtype': 8,
     'contender': 30,
     'parameters': 14,
@@ -352,9 +359,15 @@ def rates_of(rounds: Sequence[Measurement]) -> list[float]:
 
 def config_of(job: Job) -> Any:
     """Return the config of our run."""
-    config = t5_1_1.get_config('small' if job.size == 'tiny' else job.size)
+    config = t5_1_1.get_config('small' if job.size in ('tiny', *LONG) else job.size)
     if job.size == 'tiny':
         config.model.update(TINY)
+    if job.size in LONG:
+        config.model.module = 'long_t5'
+        config.model.options.update(
+            encoder_attention=LONG[job.size], local_radius=127, tokens_per_block=16
+        )
+        config.data.lengths.inputs = LONG_INPUTS
     config.model.dtype = job.dtype
     config.model.dropout_rate = DROPOUT_RATE
     config.data.task = 'span_corruption'
@@ -442,6 +455,11 @@ def measure_transformers(weights: str, has_huge_pages: bool, job: Job) -> Measur
         'decoder_start_token_id': 0,
         'use_cache': False,
     }
+    if job.size in LONG:
+        options = config.model.options
+        sizes |= {theirs: options[ours] for theirs, ours in hugging_face.LONG_T5_SIZES.items()}
+        attention, _ = hugging_face.LONG_T5_ATTENTIONS[LONG[job.size]]
+        sizes['encoder_attention_type'] = attention
     return run_program(
         'train_transformers.py',
         sys.executable,

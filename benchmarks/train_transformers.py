@@ -23,7 +23,7 @@ def measure(
 ) -> dict[str, Any]:
     """Return the seconds of a step, the number of parameters and the peak memory.
 
-    `sizes`: settings of a T5Config; `lengths`: of inputs and targets; `weights`: the dtype of the
+    `sizes`: settings of a T5Config or, with encoder_attention_type, a LongT5Config; `lengths`: of inputs and targets; `weights`: the dtype of the
     parameters, over which another `dtype` is autocast; `device`: cpu or cuda.
     """
     import torch
@@ -33,10 +33,15 @@ def measure(
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.set_float32_matmul_precision('high')  # as JAX multiplies float32 on a GPU
     synchronize = getattr(torch, device).synchronize
+    config = transformers.T5Config
+    attention = 'sdpa'
+    if 'encoder_attention_type' in sizes:
+        config = transformers.LongT5Config
+        attention = 'eager'  # it has no other
     with torch.device(device):
         model = transformers.AutoModelForSeq2SeqLM.from_config(
-            transformers.T5Config(**sizes),
-            attn_implementation='sdpa',
+            config(**sizes),
+            attn_implementation=attention,
             dtype=getattr(torch, weights),
         )
         # Version 5 ties the embeddings whatever the config says.

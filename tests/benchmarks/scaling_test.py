@@ -67,6 +67,7 @@ def test_only_the_axis_grows(benchmark):
     assert sizes('length', 1024) == sizes('no attention', 1024) == (1, 1024, 256, 2, 2, 8192)
     assert sizes('depth', 8) == (4, 512, 128, 8, 8, 8192)
     assert sizes('vocabulary', 4096) == (4, 512, 128, 2, 2, 4096)
+    assert sizes('local', 4096) == sizes('global', 4096) == (1, 4096, 128, 2, 2, 8192)
 
 
 @pytest.mark.slow
