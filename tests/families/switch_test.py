@@ -375,3 +375,21 @@ def test_the_bytes_of_the_experts():
         of_a_device = tokens // 2 * 2  # its tokens, times the capacity factor
         assert num_bytes == 4 * of_a_device * config.model.emb_dim * 4
         assert plan.least_traffic(spec)['all-to-all', ('fsdp',)] == num_bytes / 2
+
+
+@pytest.mark.slow
+def test_a_copy_in_a_folder_is_an_own_model(tmp_path):
+    """Its checkpoint keeps the file, and opens with it."""
+    file = tmp_path / 'my_switch.py'
+    file.write_bytes(pathlib.Path(switch.__file__).read_bytes())
+    config = run_config(1, 1, module=str(file), num_encoder_layers=2, num_decoder_layers=2)
+    config.model.options.num_experts = 4
+    spec = make_spec(config)
+    state, metrics = train.jit_step(spec)(train.compile_init(spec)(), random_batch(0))
+    assert metrics['aux/experts/auxiliary_loss'] > 0
+    files = own_model.files_of(spec.model_config) | {
+        'config.json': json.dumps(config.to_dict()).encode()
+    }
+    checkpoint.save(tmp_path / 'run', 1, state_names.to_t5x(*state), files=files)
+    t5 = infer.load(tmp_path / 'run/checkpoint_1')
+    assert t5.config.module == str(file) and t5.config.options.num_experts == 4
