@@ -957,9 +957,8 @@ class Modules:
     split_in_use: Callable[[T5Config], str] = lambda config: ''
     # The layers of a scan's step, more where they differ in parameters; or a function of the config.
     period: int | Callable[[T5Config], int] = 1
-    changes_dtype: bool = (
-        False  # the first layers change that of the residual stream: a scan follows them
-    )
+    # The first period changes the dtype of the residual stream: a scan begins after it.
+    changes_dtype: bool = False
     # (config, embedded x_bMD, segments_bM) -> both as the encoder reads them.
     encoder_inputs: Callable = lambda config, x_bMD, segments_bM: (x_bMD, segments_bM)
     # A regular expression: parameters trained and saved alone, beside a base checkpoint.

@@ -50,8 +50,11 @@ def adafactor(config: ConfigDict, learning_rate: Callable) -> optax.GradientTran
     def init_experts(param):
         of_matrix = optax.scale_by_factored_rms(config.factored, min_dim_size_to_factor=1)
         zeros = of_matrix.init(param[0])
-        # Each has its own, but for the count and for the [1] zeros of a slot without use.
-        return jax.tree.map(lambda x: jnp.stack([x] * len(param)) if x.size > 1 else x, zeros)
+
+        def of_all(x):  # but for the count, and for the [1] zeros of a slot without use
+            return jnp.zeros((len(param), *x.shape), x.dtype) if x.size > 1 else x
+
+        return jax.tree.map(of_all, zeros)
 
     def update_experts(grad, state, param):
         axes = jax.tree.map(lambda x: 0 if x.ndim > 1 else None, state)
