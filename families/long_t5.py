@@ -147,15 +147,11 @@ class Attention(model.Attention):
 def flops(c, S, T):
     """Return the FLOPs of a row's forward pass: T5's, but for the keys that a token of the inputs sees."""
     a = c.num_heads * c.head_dim
-    mlp = (len(c.mlp_activations) + 1) * c.emb_dim * c.mlp_dim
     has_globals = c.options.encoder_attention == 'transient_global'
     num_globals = has_globals * (S // c.options.tokens_per_block)
     num_keys = 3 * (c.options.local_radius + 1) + num_globals
     of_globals = num_globals * c.emb_dim * (4 * a + 2 * S)  # their keys and values, and their sums
-    encoder = 2 * S * (4 * c.emb_dim * a + mlp) + 4 * S * num_keys * a + of_globals
-    decoder = 2 * T * (4 * c.emb_dim * a + mlp) + 4 * (T + S) * (T + c.emb_dim) * a
-    logits = 2 * T * c.emb_dim * c.vocab_size
-    return c.num_encoder_layers * encoder + c.num_decoder_layers * decoder + logits
+    return model.flops(c, S, T) + c.num_encoder_layers * (4 * S * (num_keys - S) * a + of_globals)
 
 
 def modules(default):
