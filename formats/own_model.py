@@ -89,8 +89,9 @@ def config_of(module: ModuleType, file: str, content: bytes, settings: Mapping) 
         unknown = own.losses(config).keys() - trace(config)
         if unknown:
             raise ValueError(
-                f'{file}: losses(config) names {min(unknown)!r}, which no layer reports: report it in '
-                'the aux of a layer or of its Mlp, or remove it'
+                f'{file}: losses(config) names {min(unknown)!r}, which no layer reports, with {config.num_encoder_layers} + '
+                f'{config.num_decoder_layers} layers: report it in the aux of a layer or of its Mlp, remove it, or set '
+                'more layers'
             )
     return config
 

@@ -105,10 +105,10 @@ def test_a_setting_that_acts_only_with_another(setting, value, dependents):
 
 @pytest.mark.parametrize('name', ARGUMENTS)
 def test_every_config_has_a_model_that_can_be_split(name):
-    """Names, shapes and partition specs of one layer of the default size; nothing is computed."""
+    """Names, shapes and partition specs of few layers of the default size; nothing is computed."""
     config = module_of(name).get_config()
-    config.model.num_encoder_layers = 1
-    config.model.num_decoder_layers = 1
+    num_layers = config.model.options.get('sparse_step', 1)
+    config.model.update(num_encoder_layers=num_layers, num_decoder_layers=num_layers)
     spec = make_spec(config)
     assert spec.state_specs.params.keys() == spec.state_shapes.params.keys()
 
