@@ -677,11 +677,10 @@ def test_a_second_oracle_of_tiny_models(name):
 
     def device_encoded(params, tokens_bM):
         segments_bM = (tokens_bM > 0).astype(int)
-        mask_b1MM = model.attention_mask(segments_bM, segments_bM)
 
         def encoded():
             x_bMD = model.Embedder(config, name='token_embedder')(tokens_bM)
-            return model.Encoder(config, name='encoder')(x_bMD, mask_b1MM, rows_b=None)[0]
+            return model.Encoder(config, name='encoder')(x_bMD, segments_bM, rows_b=None)[0]
 
         return model.apply(encoded, params)
 

@@ -126,7 +126,8 @@ def test_answers(family, finished):
     """With a cache, each token is the most likely one of the logits without."""
     t5 = infer.load(finished)
     assert t5.config.module == family
-    assert dataclasses.asdict(t5.config.options) == FAMILIES[family]
+    options = dataclasses.asdict(t5.config.options)
+    assert {name: options[name] for name in FAMILIES[family]} == FAMILIES[family]
     check_answers(t5, is_long=False)
 
 
