@@ -380,11 +380,16 @@ def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
     if sizes['num_decoder_layers'] is None or not arrays.has_decoder:
         sizes['num_decoder_layers'] = sizes['num_encoder_layers']
     # A config.json may claim any number of layers.
-    largest = max(len(arrays.entries), *(max(x.shape, default=0) for x in arrays.entries.values()))
+    largest = max(max(x.shape, default=0) for x in arrays.entries.values())
+    limits = {theirs: largest for theirs in SIZES}
+    limits['num_layers'] = _count_layers(arrays, 'encoder')
+    limits['num_decoder_layers'] = _count_layers(
+        arrays, 'decoder' if arrays.has_decoder else 'encoder'
+    )
     for theirs, ours in SIZES.items():
         size = sizes[ours]
-        if type(size) is not int or not 1 <= size <= largest:
-            raise ValueError(f'{theirs}={size}: must be an integer from 1 to {largest}')
+        if type(size) is not int or not 1 <= size <= limits[theirs]:
+            raise ValueError(f'{theirs}={size}: must be an integer from 1 to {limits[theirs]}')
     if not arrays.has_decoder:
         sizes['num_decoder_layers'] = 0
     dropout_rate = settings.get('dropout_rate', 0.1)
@@ -433,7 +438,7 @@ def _switch_options(settings: Mapping, config: model.T5Config) -> dict:
     if not config.num_decoder_layers:
         del steps['decoder_sparse_step']
     # With these two, the last layer of a step is transformers' second one.
-    if set(steps.values()) not in ({1}, {2}):
+    if list(steps.values()) not in ([1], [2], [1, 1], [2, 2]):
         found = ', '.join(f'{name}={step}' for name, step in steps.items())
         raise ValueError(f'{found}: only 1 in both stacks, or 2 in both, is supported')
     options = dict.fromkeys(CAPACITY_FACTORS, 0.0) | {'zero_padding': False}
@@ -468,8 +473,8 @@ def _settings_of_shapes(file: Path, arrays: StoredArrays) -> dict:
 
 
 def _count_layers(arrays: StoredArrays, stack: str) -> int:
-    pattern = rf'{stack}\.block\.\d+\.layer\.0\.layer_norm\.weight'
-    return sum(bool(re.fullmatch(pattern, name)) for name in arrays.entries)
+    blocks = [re.match(rf'{stack}\.block\.\d+\.', name) for name in arrays.entries]
+    return len({block[0] for block in blocks if block})
 
 
 def _is_tied(settings: Mapping, has_own_lm_head: bool) -> bool:

@@ -331,6 +331,7 @@ def test_hugging_faces_folder(arrays, tmp_path):
     [
         ({'decoder_sparse_step': 1}, 'encoder_sparse_step=2, decoder_sparse_step=1: only 1 in'),
         ({'encoder_sparse_step': 4, 'decoder_sparse_step': 4}, 'encoder_sparse_step=4, .* only 1'),
+        ({'num_layers': 128}, 'num_layers=128: must be an integer from 1 to 4'),
         ({'num_experts': 9}, 'is .8, 16, 24., not .9, 16, 24.'),
         ({'num_experts': 'many'}, 'num_experts'),
     ],
