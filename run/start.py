@@ -71,6 +71,12 @@ def find_start(
     vocabulary_model = b''
     if paths.is_file(directory / 'vocabulary.model'):
         vocabulary_model = (directory / 'vocabulary.model').read_bytes()
+        kept = folder / 'vocabulary.model'
+        # That of the checkpoint has a checksum.
+        if not config.data.vocabulary and kept.exists() and kept.read_bytes() != vocabulary_model:
+            raise ValueError(
+                f'{kept}: it differs from that of {directory.name}: remove it, and the run takes that one'
+            )
     leaves = checkpoint.read_index(directory)
     base = {}
     opened = formats.open.open_base(directory, config.restore.path)

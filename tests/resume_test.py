@@ -197,7 +197,9 @@ def test_a_corpus_may_move_and_a_vocabulary_may_not_change(corpus, tmp_path):
     run(config, tmp_path / 'run')  # the same one under another name
     model = kept.read_bytes()
     kept.write_bytes(train_vocabulary(['other words', 'of others'], 20))
-    with pytest.raises(ValueError, match=f'of the checkpoint is not {kept}: leave it out, remove'):
+    with pytest.raises(
+        ValueError, match=f'{kept}: it differs from that of checkpoint_9: remove it'
+    ):
         prepare(small_config(str(moved)), tmp_path / 'run')
     kept.unlink()
     prepare(small_config(str(moved), steps=9), tmp_path / 'run').workdir.lock.close()
