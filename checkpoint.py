@@ -473,9 +473,8 @@ def read_index(path: str | AnyPath) -> dict[str, Leaf]:
     content = paths.own_file(file).read_bytes()
 
     def leaf_of_map(node: dict) -> 'NDArray | dict | ZarrEntry':
-        if (
-            '__msgpack_chunked_array__' in node
-        ):  # of more than 1 GiB; a list is a map {'0': first, …}
+        if '__msgpack_chunked_array__' in node:
+            # Of more than 1 GiB. A list is a map {'0': first, …}.
             shape = node['shape']
             chunks = node['chunks']
             joined = np.concatenate([chunks[str(i)].ravel() for i in range(len(chunks))])
@@ -483,9 +482,8 @@ def read_index(path: str | AnyPath) -> dict[str, Leaf]:
         if not {'driver', 'kvstore', 'metadata'} <= node.keys():
             return node
         # TensorStore before 0.1.14 put the name at the top level.
-        entry = ZarrEntry(
-            folder, folder / str(node['kvstore'].get('path') or node.get('path')), node
-        )
+        name = str(node['kvstore'].get('path') or node.get('path'))
+        entry = ZarrEntry(folder, folder / name, node)
         is_shape = all(type(size) is int and size >= 0 for size in entry.shape)
         if '\0' in str(entry.folder) or not is_shape:
             raise ValueError(f'{str(entry.folder)!r} has shape {entry.shape}')

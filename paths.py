@@ -1,8 +1,7 @@
 """Paths that a user gives, on a disk or in a bucket (gs://, s3://): names, safe reading, atomic writing.
 
 Every flag, setting and argument that takes a path goes through `to_path` or `disk_path` once, but for the globs of
-sources/files.py.
-Imports nothing of ours but, for a path in a bucket, run/buckets.py.
+sources/files.py. Imports nothing of ours but, for a path in a bucket, run/buckets.py.
 """
 
 import contextlib

@@ -22,7 +22,8 @@ over the last two doublings. Draws all of it to FILE. Where main.py starts anew 
 does this program.
 
 The goal: no exponent above 1.05, or 1.1 of local, but those of length and global, which are at most 2: the
-weights of attention have queries times keys, and 16 inputs more are a key more of each. What does not grow, such as the parameters, makes exponents smaller.
+weights of attention have queries times keys, and 16 inputs more are a key more of each. What does not grow,
+such as the parameters, makes exponents smaller.
 """
 
 import html
@@ -192,9 +193,7 @@ def config_of(axis: str, value: int) -> Any:
         config.train.batch_size = 1
         config.data.lengths.inputs = value
         config.model.module = 'long_t5'
-        config.model.options.update(
-            encoder_attention=LONG[axis], local_radius=127, tokens_per_block=16
-        )
+        config.model.options.update(encoder_attention=LONG[axis])
     elif axis == 'depth':
         config.model.update(num_encoder_layers=value, num_decoder_layers=value)
     else:

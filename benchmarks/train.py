@@ -85,10 +85,9 @@ from stream import Stream
 # Sequences that are tried first. Those of base fit into an H200 by its plan (0.45 GiB a sequence), the others
 # by its ratio: a step that does not fit has been compiled for minutes.
 GPU_BATCH_SIZES = {'tiny': 64, 'small': 512, 'base': 256, 'large': 64, 'xl': 32, 'xxl': 8}
+GPU_BATCH_SIZES |= {'long_local': 64, 'long_global': 64}
 # {size: the attention of LongT5's encoder}
 LONG = {'long_local': 'local', 'long_global': 'transient_global'}
-LONG_INPUTS = 4096
-GPU_BATCH_SIZES |= dict.fromkeys(LONG, 64)
 CPU_BATCH_SIZE = 4
 # A size for tests.
 TINY = dict(
@@ -364,10 +363,8 @@ def config_of(job: Job) -> Any:
         config.model.update(TINY)
     if job.size in LONG:
         config.model.module = 'long_t5'
-        config.model.options.update(
-            encoder_attention=LONG[job.size], local_radius=127, tokens_per_block=16
-        )
-        config.data.lengths.inputs = LONG_INPUTS
+        config.model.options.update(encoder_attention=LONG[job.size])
+        config.data.lengths.inputs = 4096
     config.model.dtype = job.dtype
     config.model.dropout_rate = DROPOUT_RATE
     config.data.task = 'span_corruption'
@@ -456,8 +453,6 @@ def measure_transformers(weights: str, has_huge_pages: bool, job: Job) -> Measur
         'use_cache': False,
     }
     if job.size in LONG:
-        options = config.model.options
-        sizes |= {theirs: options[ours] for theirs, ours in hugging_face.LONG_T5_SIZES.items()}
         attention, _ = hugging_face.LONG_T5_ATTENTIONS[LONG[job.size]]
         sizes['encoder_attention_type'] = attention
     return run_program(

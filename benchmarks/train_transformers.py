@@ -23,8 +23,9 @@ def measure(
 ) -> dict[str, Any]:
     """Return the seconds of a step, the number of parameters and the peak memory.
 
-    `sizes`: settings of a T5Config or, with encoder_attention_type, a LongT5Config; `lengths`: of inputs and targets; `weights`: the dtype of the
-    parameters, over which another `dtype` is autocast; `device`: cpu or cuda.
+    `sizes`: settings of a T5Config or, with encoder_attention_type, of a LongT5Config; `lengths`: of
+    inputs and targets; `weights`: the dtype of the parameters, over which another `dtype` is autocast;
+    `device`: cpu or cuda.
     """
     import torch
     import transformers

@@ -10,24 +10,7 @@ import safetensors.numpy
 import checkpoint
 import model
 import paths
-from formats import own_options
-from formats.hugging_face import (
-    ARCHITECTURES,
-    CAPACITY_FACTORS,
-    FEED_FORWARDS,
-    FIXED_SETTINGS,
-    LONG_T5,
-    LONG_T5_ATTENTIONS,
-    LONG_T5_SIZES,
-    SIZES,
-    SWITCH,
-    SWITCH_SETTINGS,
-    WEIGHTS,
-    WEIGHTS_INDEX,
-    is_transposed,
-    parameter_names,
-    transpose,
-)
+from formats import hugging_face, own_options
 
 
 def write(
@@ -68,52 +51,53 @@ def write(
             total_size += sum(x.nbytes for x in shard.values())
         num_files = len(file_names)
         if num_files == 1:
-            file.rename(unfinished / WEIGHTS)
+            file.rename(unfinished / hugging_face.WEIGHTS)
         else:
             weight_map: dict[str, str] = {}
             for i, (file, names) in enumerate(file_names.items(), start=1):
                 file = file.rename(unfinished / f'model-{i:05}-of-{num_files:05}.safetensors')
                 weight_map |= dict.fromkeys(names, file.name)
             index = {'metadata': {'total_size': total_size}, 'weight_map': weight_map}
-            _write_json(unfinished / WEIGHTS_INDEX, index)
+            _write_json(unfinished / hugging_face.WEIGHTS_INDEX, index)
         folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished.rename(folder)
 
 
 def _settings(config: model.T5Config) -> dict:
     """Return the content of config.json. Raises ValueError for a model that transformers does not have."""
-    if config.module not in ('', LONG_T5, SWITCH):
+    if config.module not in ('', hugging_face.LONG_T5, hugging_face.SWITCH):
         raise ValueError(f'model.module={config.module!r} is not in transformers: use --format=t5x')
     activations = tuple(config.mlp_activations)
     if activations == ('swish', 'linear'):  # another name of silu
         activations = ('silu', 'linear')
-    names = {x.mlp_activations: name for name, x in FEED_FORWARDS.items()}
+    names = {x.mlp_activations: name for name, x in hugging_face.FEED_FORWARDS.items()}
     if activations not in names:
         raise ValueError(f'mlp_activations={activations} are not in transformers: use --format=t5x')
     name = names[activations]
     model_type = 't5'
     if config.relpos_bias_per_layer:
         model_type = 'umt5'
-    sizes = {theirs: getattr(config, ours) for theirs, ours in SIZES.items()}
-    if config.module == LONG_T5:
+    sizes = {theirs: getattr(config, ours) for theirs, ours in hugging_face.SIZES.items()}
+    if config.module == hugging_face.LONG_T5:
         model_type = 'longt5'
         options = own_options.as_dict(config.options)
-        sizes['encoder_attention_type'], _ = LONG_T5_ATTENTIONS[options['encoder_attention']]
-        sizes |= {theirs: options[ours] for theirs, ours in LONG_T5_SIZES.items()}
-    if config.module == SWITCH:
+        attention, _ = hugging_face.LONG_T5_ATTENTIONS[options['encoder_attention']]
+        sizes['encoder_attention_type'] = attention
+        sizes |= {theirs: options[ours] for theirs, ours in hugging_face.LONG_T5_SIZES.items()}
+    if config.module == hugging_face.SWITCH:
         model_type = 'switch_transformers'
         sizes |= _switch_settings(config)
     return {
-        'architectures': [ARCHITECTURES[model_type]],
+        'architectures': [hugging_face.ARCHITECTURES[model_type]],
         'model_type': model_type,
         **sizes,
         'dropout_rate': config.dropout_rate,
         'feed_forward_proj': name,
-        'dense_act_fn': FEED_FORWARDS[name].dense_act_fn,
+        'dense_act_fn': hugging_face.FEED_FORWARDS[name].dense_act_fn,
         'is_gated_act': len(activations) > 1,
         'tie_word_embeddings': config.logits_via_embedding,
         'is_encoder_decoder': True,
-        **FIXED_SETTINGS,
+        **hugging_face.FIXED_SETTINGS,
     }
 
 
@@ -127,9 +111,9 @@ def _switch_settings(config: model.T5Config) -> dict:
             f'mlp_activations={config.mlp_activations}, logits_via_embedding={config.logits_via_embedding}, '
             f"sparse_step={step}: transformers' Switch Transformer has ('relu',), True, and 1 or 2: use --format=t5x"
         )
-    settings = {name: options[option] for name, (option, _) in SWITCH_SETTINGS.items()}
-    if any(options[factor] for factor in CAPACITY_FACTORS):
-        _, settings['expert_capacity'] = SWITCH_SETTINGS['expert_capacity']
+    settings = {name: options[option] for name, (option, _) in hugging_face.SWITCH_SETTINGS.items()}
+    if any(options[factor] for factor in hugging_face.CAPACITY_FACTORS):
+        _, settings['expert_capacity'] = hugging_face.SWITCH_SETTINGS['expert_capacity']
     return settings | {
         'encoder_sparse_step': step,
         'decoder_sparse_step': step,
@@ -144,7 +128,7 @@ def _shards(
     shard_bytes: int,
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield {Hugging Face's name: array} of each file, in the order of `arrays`."""
-    names = parameter_names(config)
+    names = hugging_face.parameter_names(config)
     shard: dict[str, np.ndarray] = {}
     num_bytes = 0
     for path in arrays:
@@ -160,7 +144,10 @@ def _shards(
                 shard = {}
                 num_bytes = 0
             num_bytes += matrix.nbytes
-            shard[name] = transpose(matrix) if is_transposed(path) else np.ascontiguousarray(matrix)
+            if hugging_face.is_transposed(path):
+                shard[name] = hugging_face.transpose(matrix)
+            else:
+                shard[name] = np.ascontiguousarray(matrix)
     yield shard
 
 

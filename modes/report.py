@@ -290,11 +290,7 @@ def make_figure(section: str, runs: Sequence[Run], name: str, metric: Metric) ->
     num_not_finite = 0
     for i, run in enumerate(runs):
         values = run.values(name, metric.tag)
-        points = []
-        for step, x in sorted(values.items()):
-            # An axis has no ticks near the ends of floats.
-            if is_drawn(x):
-                points.append(Point(step, x))
+        points = points_of(values)
         num_not_finite += len(values) - len(points)
         if points:
             curves.append(Curve(run.name, css_class=f'run{i}', points=points))
@@ -311,17 +307,20 @@ def make_loads(run: Run) -> Figure:
     tags = [tag for tag in run.metrics.get('train', {}) if tag.startswith(LOADS)]
     curves = []
     for i, tag in enumerate(sorted(tags, key=lambda tag: (len(tag), tag))):
-        values = sorted(run.values('train', tag).items())
-        points = [Point(step, x) for step, x in values if is_drawn(x)]
+        points = points_of(run.values('train', tag))
         if points:
             curves.append(Curve(tag.removeprefix(LOADS), f'run{i % MAX_RUNS}', points))
     metric = Metric(LOADS, f'Load of the experts, {run.name}', from_zero=True)
     return Figure('Training', metric, curves, 'share of tokens')
 
 
-def is_drawn(value: float) -> bool:
-    """Return whether a value is finite, and so far from the ends of floats that an axis has ticks."""
-    return math.isfinite(value) and (value == 0 or 1e-300 < abs(value) < 1e300)
+def points_of(values: Mapping[int, float]) -> list[Point]:
+    """Return the values that are drawn: finite, and so far from the ends of floats that an axis has ticks."""
+    points = []
+    for step, x in sorted(values.items()):
+        if math.isfinite(x) and (x == 0 or 1e-300 < abs(x) < 1e300):
+            points.append(Point(step, x))
+    return points
 
 
 def draw_figures(page: Callable[..., str], figures: Sequence[Figure], scale: float) -> str:

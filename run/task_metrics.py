@@ -140,15 +140,16 @@ class EvaluatedTask(NamedTuple):
 
     def describe(self, step: int, values: Mapping[str, float]) -> str:
         """Return a small table of metrics, and what the vocabulary changes of the texts."""
+        if self.changes is None:
+            return results.describe(step, self.split, self.name, values, notes={})
+        targets = self.changes.changed('targets')
         notes = {}
         for metric, limit in self.limits.items():
-            assert self.changes is not None
-            targets = self.changes.changed('targets')
             notes[metric] = (
                 f', of {limit.side} {limit.value:,.3f}: {targets} change in the vocabulary'
             )
         table = results.describe(step, self.split, self.name, values, notes)
-        return f'{table}\n{self.name}: {self.changes}' if self.changes else table
+        return f'{table}\n{self.name}: {self.changes}'
 
     def events(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return metrics under T5X's tags, and what the vocabulary changes of the texts, if anything."""
