@@ -13,14 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_models import ONE_GOLDEN_MODEL, assert_close, golden_batch
+from small_models import ONE_GOLDEN_MODEL, assert_close, golden_batch, golden_run_config
 
 import checkpoint
 import infer
 import model
 import state_names
 import train
-from configs import base
 from prepare import make_spec, restore
 
 pytestmark = pytest.mark.usefixtures('highest_precision')
@@ -29,19 +28,8 @@ pytestmark = pytest.mark.usefixtures('highest_precision')
 def golden_config(golden):
     """Our config for the run that golden/config.json describes."""
     settings = json.loads((golden / 'config.json').read_text())
-    config = base.get_config()
-    config.train.batch_size = 8
-    config.mesh.update(data=1, model=1)
-    for name in set(settings) & set(config.model):
-        config.model[name] = tuple(settings[name]) if name == 'mlp_activations' else settings[name]
-    config.loss.z_loss = settings['z_loss']
-    config.loss.label_smoothing = settings['label_smoothing']
     assert settings['loss_normalizing_factor'] is None
-    assert settings['learning_rate'] == 'constant(0.05) * rsqrt_decay, warmup_steps=10'
-    config.learning_rate.update(
-        factors='constant * rsqrt_decay', base_learning_rate=0.05, warmup_steps=10
-    )
-    return config
+    return golden_run_config(settings, num_rows=8)
 
 
 def test_logits(golden):

@@ -1,6 +1,7 @@
 """Small models and batches for several tests, and how their numbers are compared."""
 
 import functools
+import json
 import re
 
 import chex
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from jax.sharding import PartitionSpec as P
 
 import decode
@@ -171,6 +173,66 @@ def golden_batch(arrays, prefix):
         if name.startswith(f'{prefix}/'):
             batch[name.split('/')[1]] = arrays[name].astype(np.int32)
     return batch
+
+
+def golden_run_config(settings, num_rows, **model_settings):
+    """Our config for the run that the config.json of a golden folder describes."""
+    config = base.get_config()
+    config.model.update(model_settings)
+    for name in set(settings) & set(config.model):
+        config.model[name] = tuple(settings[name]) if name == 'mlp_activations' else settings[name]
+    config.loss.z_loss = settings['z_loss']
+    config.loss.label_smoothing = settings['label_smoothing']
+    assert settings['learning_rate'] == 'constant(0.05) * rsqrt_decay, warmup_steps=10'
+    config.learning_rate.update(
+        factors='constant * rsqrt_decay', base_learning_rate=0.05, warmup_steps=10
+    )
+    config.train.batch_size = num_rows
+    config.mesh.update(data=1, fsdp=1, model=1)
+    return config
+
+
+def check_scores_and_answers(t5, arrays, case, batch):
+    """Compare scores, greedy answers and those of two beams with CASE/NAME of golden.npz."""
+    inputs = [row[row > 0].tolist() for row in batch['encoder_input_tokens']]
+    targets = [row[row > 0].tolist() for row in batch['decoder_target_tokens']]
+    assert_close(np.array(t5.score(inputs, targets)), arrays[f'{case}/score'], 1e-5)
+    length = batch['decoder_target_tokens'].shape[1]
+    for name, options in (('greedy', {}), ('beam2', {'beam_size': 2, 'num_return': 2})):
+        found = t5.generate(inputs, length, return_scores=True, **options)
+        decodes = arrays[f'{case}/{name}_decodes']
+        if name == 'beam2':  # the best last; of greedy answers the file has no scores
+            decodes = decodes[:, ::-1]
+            scores = arrays[f'{case}/{name}_scores'][:, ::-1]
+            assert_close(np.array(found.scores), scores, 1e-5)
+        expected = [[row[row > 1].tolist() for row in np.atleast_2d(x)] for x in decodes]
+        of_each = found.tokens if name == 'beam2' else [[x] for x in found.tokens]
+        assert of_each == expected
+
+
+def check_same_folder(found, expected):
+    """Compare Hugging Face's arrays bit by bit, and the settings that both have; return those of `found`."""
+    theirs = safetensors.numpy.load_file(expected / 'model.safetensors')
+    ours = safetensors.numpy.load_file(found / 'model.safetensors')
+    assert sorted(ours) == sorted(theirs)
+    for name, array in theirs.items():
+        np.testing.assert_array_equal(ours[name], array)
+    stored = json.loads((expected / 'config.json').read_text())
+    written = json.loads((found / 'config.json').read_text())
+    assert {name: written[name] for name in stored.keys() & written.keys()} == {
+        name: stored[name] for name in stored.keys() & written.keys()
+    }
+    return written
+
+
+def check_merged(merged, unmerged, base, tolerance):
+    """Assert that a model with merged adapters computes as it does unmerged, and not as its base."""
+    batch = random_batch(0, base.config.vocab_size)
+    expected = np.asarray(unmerged.logits(batch))
+    assert_close(merged.logits(batch), expected, tolerance)
+    difference = np.abs(base.logits(batch) - expected).max()
+    assert difference > 1e-3 * np.abs(expected).max()
+    assert model.shapes(merged.config) == model.shapes(base.config)
 
 
 def make_mesh(data_size, model_size, fsdp_size=1):

@@ -21,6 +21,7 @@ from small_models import (
     FAMILIES,
     assert_close,
     check_answers,
+    check_merged,
     make_mesh,
     random_batch,
     random_params,
@@ -29,7 +30,6 @@ from small_models import (
 
 import checkpoint
 import infer
-import model
 import state_names
 import train
 from formats import own_model
@@ -155,12 +155,7 @@ def test_adapters_of_attention(corpus, family, finished, tmp_path):
     merged = infer.load(tmp_path)
     config = dataclasses.replace(base.config, **lora)
     unmerged = infer.T5(config, base.arrays | adapters, base.mesh)
-    batch = random_batch(0, base.config.vocab_size)
-    expected = np.asarray(unmerged.logits(batch))
-    assert_close(merged.logits(batch), expected, 1e-5)
-    difference = np.abs(base.logits(batch) - expected).max()
-    assert difference > 1e-3 * np.abs(expected).max()
-    assert model.shapes(merged.config) == model.shapes(base.config)
+    check_merged(merged, unmerged, base, 1e-5)
 
 
 @pytest.mark.slow
@@ -217,9 +212,8 @@ def test_a_run_in_a_bucket(scheme, store, corpus, family, finished):
 
 
 def test_an_encoder_alone(family):
-    config = run_config(1, 1, num_encoder_layers=2, module=family)
-    config.model.options.update(FAMILIES[family])
-    config = own_model.load(config.model.to_dict() | {'num_decoder_layers': 0})
+    settings = config_on((1, 1, 1), family).model.to_dict()
+    config = own_model.load(settings | {'num_decoder_layers': 0})
     t5 = infer.T5(config, random_params(config), make_mesh(1, 1))
     outputs, _ = t5.encode([[5, 6, 7, 1], [8, 1]])
     assert outputs.shape[::2] == (2, 128) and np.isfinite(outputs).all()

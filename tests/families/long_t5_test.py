@@ -6,15 +6,19 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-import safetensors.numpy
-from small_models import assert_close, golden_batch
+from small_models import (
+    assert_close,
+    check_same_folder,
+    check_scores_and_answers,
+    golden_batch,
+    golden_run_config,
+)
 
 import checkpoint
 import infer
 import partition
 import state_names
 import train
-from configs import base
 from formats import own_model, write_hugging_face
 from prepare import make_spec, restore
 
@@ -32,22 +36,11 @@ def golden(request):
 def golden_config(golden, num_rows=1, **changes):
     """Our config for the run that golden/config.json describes."""
     settings = json.loads((golden / 'config.json').read_text())
-    config = base.get_config()
-    config.model.update(module='long_t5', dropout_rate=0.0)
-    for name in set(settings) & set(config.model):
-        config.model[name] = tuple(settings[name]) if name == 'mlp_activations' else settings[name]
+    assert settings['loss_normalizing_factor'] is None
+    config = golden_run_config(settings, num_rows, module='long_t5', dropout_rate=0.0)
     options = {name: settings[name] for name in ('local_radius', 'tokens_per_block')}
     options['encoder_attention'] = KINDS[settings['encoder_attention']]
     config.model.options.update(options | changes)
-    config.loss.z_loss = settings['z_loss']
-    config.loss.label_smoothing = settings['label_smoothing']
-    assert settings['loss_normalizing_factor'] is None
-    assert settings['learning_rate'] == 'constant(0.05) * rsqrt_decay, warmup_steps=10'
-    config.learning_rate.update(
-        factors='constant * rsqrt_decay', base_learning_rate=0.05, warmup_steps=10
-    )
-    config.train.batch_size = num_rows
-    config.mesh.update(data=1, fsdp=1, model=1)
     return config
 
 
@@ -110,35 +103,21 @@ def test_scores_and_answers(golden):
     t5 = load(golden)
     batch = batch_of(arrays, 'batch')
     assert_close(logits_of(t5, batch), answered(arrays['batch/logits'], batch), 1e-5)
-    inputs = [row[row > 0].tolist() for row in batch['encoder_input_tokens']]
-    targets = [row[row > 0].tolist() for row in batch['decoder_target_tokens']]
-    assert_close(np.array(t5.score(inputs, targets)), arrays['batch/score'], 1e-5)
-    length = batch['decoder_target_tokens'].shape[1]
-    for name, options in (('greedy', {}), ('beam2', {'beam_size': 2, 'num_return': 2})):
-        found = t5.generate(inputs, length, return_scores=True, **options)
-        decodes = arrays[f'batch/{name}_decodes']
-        if name == 'beam2':  # the best last; of greedy answers the file has no scores
-            decodes = decodes[:, ::-1]
-            scores = arrays[f'batch/{name}_scores'][:, ::-1]
-            assert_close(np.array(found.scores), scores, 1e-5)
-        expected = [[row[row > 1].tolist() for row in np.atleast_2d(x)] for x in decodes]
-        of_each = found.tokens if name == 'beam2' else [[x] for x in found.tokens]
-        assert of_each == expected
+    check_scores_and_answers(t5, arrays, 'batch', batch)
 
 
 def run_steps(golden, **settings):
-    """Return the losses and the state of the golden run's steps."""
+    """Take the golden run's steps, compare the losses, and return the state."""
     arrays = np.load(golden / 'golden.npz')
-    state = None
+    batches = [batch_of(arrays, f'train_batch{i}') for i in range(len(arrays['train_losses']))]
+    config = golden_config(golden, num_rows=len(batches[0]['encoder_input_tokens']))
+    config.update_from_flattened_dict(settings)
+    spec = make_spec(config)
+    step = train.jit_step(spec)  # traced again for batches of another shape
+    state = restore(spec, checkpoint.read_index(golden / 'checkpoint_0'))
     losses = []
-    for i in range(len(arrays['train_losses'])):
-        batch = batch_of(arrays, f'train_batch{i}')
-        config = golden_config(golden, num_rows=len(batch['encoder_input_tokens']))
-        config.update_from_flattened_dict(settings)
-        spec = make_spec(config)
-        if state is None:
-            state = restore(spec, checkpoint.read_index(golden / 'checkpoint_0'))
-        state, metrics = train.jit_step(spec)(state, batch)
+    for batch in batches:
+        state, metrics = step(state, batch)
         losses.append(float(metrics['loss']))
     np.testing.assert_allclose(losses, arrays['train_losses'], rtol=1e-6)
     return state_names.to_t5x(*jax.device_get(state))
@@ -174,16 +153,7 @@ def test_hugging_faces_folder(golden, tmp_path):
         np.testing.assert_array_equal(t5.arrays[path], array)
     # And back again.
     write_hugging_face.write(tmp_path / 'hf', t5.config, t5.arrays)
-    theirs = safetensors.numpy.load_file(golden / 'hf/model.safetensors')
-    ours = safetensors.numpy.load_file(tmp_path / 'hf/model.safetensors')
-    assert sorted(ours) == sorted(theirs)
-    for name, array in theirs.items():
-        np.testing.assert_array_equal(ours[name], array)
-    stored = json.loads((golden / 'hf/config.json').read_text())
-    written = json.loads((tmp_path / 'hf/config.json').read_text())
-    assert {name: written[name] for name in stored.keys() & written.keys()} == {
-        name: stored[name] for name in stored.keys() & written.keys()
-    }
+    written = check_same_folder(tmp_path / 'hf', golden / 'hf')
     assert {'encoder_attention_type', 'local_radius', 'global_block_size'} <= written.keys()
 
 

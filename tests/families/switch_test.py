@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.numpy
 from forms import every_third_quick, slow
 from small_models import (
     assert_close,
+    check_same_folder,
+    check_scores_and_answers,
     golden_batch,
+    golden_run_config,
     make_mesh,
     random_batch,
     random_params,
@@ -25,7 +27,6 @@ import model
 import partition
 import state_names
 import train
-from configs import base
 from families import switch
 from formats import own_model, write_hugging_face
 from modes import collectives, plan
@@ -54,23 +55,11 @@ def arrays():
 
 def golden_config(num_rows=1, **options):
     """Our config for the run that golden/config.json describes."""
-    config = base.get_config()
-    config.model.update(module='switch', dropout_rate=0.0)
-    for name in set(SETTINGS) & set(config.model):
-        is_tuple = name == 'mlp_activations'
-        config.model[name] = tuple(SETTINGS[name]) if is_tuple else SETTINGS[name]
+    config = golden_run_config(SETTINGS, num_rows, module='switch', dropout_rate=0.0)
     known = {name: SETTINGS[name] for name in vars(switch.Options()).keys() & SETTINGS.keys()}
     known |= {'group_size': 0}  # T5X's, of which a row is left
     config.model.options.update(known | options)
-    config.loss.z_loss = SETTINGS['z_loss']
-    config.loss.label_smoothing = SETTINGS['label_smoothing']
     config.loss.loss_normalizing_factor = SETTINGS['loss_normalizing_factor']
-    assert SETTINGS['learning_rate'] == 'constant(0.05) * rsqrt_decay, warmup_steps=10'
-    config.learning_rate.update(
-        factors='constant * rsqrt_decay', base_learning_rate=0.05, warmup_steps=10
-    )
-    config.train.batch_size = num_rows
-    config.mesh.update(data=1, fsdp=1, model=1)
     return config
 
 
@@ -168,22 +157,7 @@ def load(**options):
 
 def test_scores_and_answers(arrays, monkeypatch):
     monkeypatch.setattr(infer, 'LENGTH_MULTIPLE', 8)  # the places of a row go by its padded length
-    t5 = load()
-    batch = batch_of(arrays, 'eval')
-    inputs = [row[row > 0].tolist() for row in batch['encoder_input_tokens']]
-    targets = [row[row > 0].tolist() for row in batch['decoder_target_tokens']]
-    assert_close(np.array(t5.score(inputs, targets)), arrays['eval/score'], 1e-5)
-    length = batch['decoder_target_tokens'].shape[1]
-    for name, options in (('greedy', {}), ('beam2', {'beam_size': 2, 'num_return': 2})):
-        found = t5.generate(inputs, length, return_scores=True, **options)
-        decodes = arrays[f'eval/{name}_decodes']
-        if name == 'beam2':  # the best last; of greedy answers the file has no scores
-            decodes = decodes[:, ::-1]
-            scores = arrays[f'eval/{name}_scores'][:, ::-1]
-            assert_close(np.array(found.scores), scores, 1e-5)
-        expected = [[row[row > 1].tolist() for row in np.atleast_2d(x)] for x in decodes]
-        of_each = found.tokens if name == 'beam2' else [[x] for x in found.tokens]
-        assert of_each == expected
+    check_scores_and_answers(load(), arrays, 'eval', batch_of(arrays, 'eval'))
 
 
 @pytest.mark.parametrize(
@@ -313,16 +287,7 @@ def test_hugging_faces_folder(arrays, tmp_path):
     assert_close(logits * mask, arrays['no_drops_padded/logits'] * mask, 1e-5)
     # And back again.
     write_hugging_face.write(tmp_path / 'hf', t5.config, t5.arrays)
-    theirs = safetensors.numpy.load_file(GOLDEN / 'hf/model.safetensors')
-    ours = safetensors.numpy.load_file(tmp_path / 'hf/model.safetensors')
-    assert sorted(ours) == sorted(theirs)
-    for name, array in theirs.items():
-        np.testing.assert_array_equal(ours[name], array)
-    stored = json.loads((GOLDEN / 'hf/config.json').read_text())
-    written = json.loads((tmp_path / 'hf/config.json').read_text())
-    assert {name: written[name] for name in stored.keys() & written.keys()} == {
-        name: stored[name] for name in stored.keys() & written.keys()
-    }
+    written = check_same_folder(tmp_path / 'hf', GOLDEN / 'hf')
     assert {'num_experts', 'expert_capacity', 'encoder_sparse_step'} <= written.keys()
 
 
