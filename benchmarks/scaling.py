@@ -18,7 +18,7 @@ Each point runs in a new process on one CPU device: the step is compiled, two st
 `steps` are. Prints a line per point: seconds of a step, their median and range; the bytes of the
 compiled step as --mode=plan counts them (run/memory.py), state included; the largest memory of the process;
 and the seconds of compiling. Then the exponents of each axis: the slopes of the logarithms
-over the last two doublings. Draws all of it to FILE. Where main.py starts anew with huge pages, so
+over the last two doublings, for local and global over all. Draws all of it to FILE. Where main.py starts anew with huge pages, so
 does this program.
 
 The goal: no exponent above 1.05, or 1.1 of local, but those of length and global, which are at most 2: the
@@ -76,7 +76,6 @@ NUM_POINTS = {
 LONG = {'local': 'local', 'global': 'transient_global'}
 WARM_UP_STEPS = 2
 TARGETS_SHARE = 4  # inputs for each target
-DOUBLINGS = 2  # that an exponent is measured over
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer('steps', 3, 'Steps of each point that are measured.', lower_bound=1)
@@ -122,14 +121,12 @@ def main(argv: list[str]) -> None:
     print()
     print_cells(['axis', 'from', 'to', 'time', 'memory'])
     for axis, points in found.items():
-        last = points[-1]
-        first = points[-1 - DOUBLINGS]
-        time_exponent = exponent(points, seconds_of)
-        memory_exponent = exponent(points, gigabytes_of)
+        time_exponent = exponent(axis, points, seconds_of)
+        memory_exponent = exponent(axis, points, gigabytes_of)
         cells = [
             axis,
-            f'{first.value:,}',
-            f'{last.value:,}',
+            f'{points[-1 - num_doublings(axis, points)].value:,}',
+            f'{points[-1].value:,}',
             f'{time_exponent:.2f}',
             f'{memory_exponent:.2f}',
         ]
@@ -160,10 +157,15 @@ def gigabytes_of(point: Point) -> float:
     return point.step_bytes / 1e9
 
 
-def exponent(points: Sequence[Point], quantity: Callable[[Point], float]) -> float:
-    """Return the slope of the logarithms over the last DOUBLINGS of an axis."""
-    growth = quantity(points[-1]) / quantity(points[-1 - DOUBLINGS])
-    return math.log2(growth) / DOUBLINGS
+def num_doublings(axis: str, points: Sequence[Point]) -> int:
+    """Return the doublings, the last of an axis, that its exponent is measured over."""
+    return len(points) - 1 if axis in LONG else 2
+
+
+def exponent(axis: str, points: Sequence[Point], quantity: Callable[[Point], float]) -> float:
+    """Return the slope of the logarithms over the last doublings of an axis."""
+    doublings = num_doublings(axis, points)
+    return math.log2(quantity(points[-1]) / quantity(points[-1 - doublings])) / doublings
 
 
 # Measuring.
@@ -281,7 +283,7 @@ def make_curve(
     axis: str, points: Sequence[Point], quantity: Callable[[Point], float], css_class: str
 ) -> chart.Curve:
     """Return a curve whose name ends with its exponent."""
-    name = f'{axis} {exponent(points, quantity):.2f}'
+    name = f'{axis} {exponent(axis, points, quantity):.2f}'
     return chart.Curve(name, css_class, [chart.Point(x.value, quantity(x)) for x in points])
 
 

@@ -22,8 +22,8 @@ until it fits into memory; where the first one fits, name a larger --batch_size.
                   It is given one packed batch of random ids. --t5x_python is a Python that has the
                   packages which T5X's setup.py names; AirIO may be missing.
 
-The sizes long_local and long_global are LongT5 as wide and deep as small, with 4,096 inputs, beside
-transformers' LongT5; give them --batch_size=1 on a CPU.
+The sizes long_local and long_global are LongT5 as wide and deep as small, with 4,096 inputs and 910
+targets, beside transformers' LongT5; give them --batch_size=1 on a CPU.
 
 Where main.py starts anew with huge pages (modes/process.py), so does this program, and rivals are
 measured without and with them. Without transformers and torch they are left out. A GPU needs torch
@@ -364,7 +364,8 @@ def config_of(job: Job) -> Any:
     if job.size in LONG:
         config.model.module = 'long_t5'
         config.model.options.update(encoder_attention=LONG[job.size])
-        config.data.lengths.inputs = 4096
+        config.data.lengths.update(inputs=4096, targets=910)
+        config.data.mean_noise_span_length = 10.0  # fewer spans than sentinels
     config.model.dtype = job.dtype
     config.model.dropout_rate = DROPOUT_RATE
     config.data.task = 'span_corruption'

@@ -46,8 +46,8 @@ def test_exponent(benchmark):
 
     points = [point(1)._replace(seconds=[1e6], step_bytes=1e15)]  # before the last two doublings
     points += [point(2), point(4), point(8)]
-    assert benchmark.exponent(points, benchmark.seconds_of) == pytest.approx(1.5)
-    assert benchmark.exponent(points, benchmark.gigabytes_of) == pytest.approx(2)
+    assert benchmark.exponent('length', points, benchmark.seconds_of) == pytest.approx(1.5)
+    assert benchmark.exponent('length', points, benchmark.gigabytes_of) == pytest.approx(2)
 
 
 def test_only_the_axis_grows(benchmark):
