@@ -1,7 +1,7 @@
 """Decoding over any step `(tokens_r, cache) -> (logits_rv, cache)`, of this model or of another.
 
 `sample` takes one token after the other, the most likely one or a random one; `beam_search` keeps
-the best sequences. Both run inside `jax.shard_map`. The suffixes are those of model.py and
+the best sequences. Filters change the logits that both choose by. All run inside `jax.shard_map`. The suffixes are those of model.py and
 
     n  decodes of one example: samples or beams
     r  rows, b * n of them; the rows of one example are neighbours
@@ -14,14 +14,15 @@ marks where the results do.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from numpy.typing import NDArray
 
 import partition
 
@@ -33,7 +34,9 @@ FIRST_ROOM = 64  # tokens that the first cache has room for
 C = TypeVar('C')  # a cache
 Step = Callable[[jax.Array, C], tuple[jax.Array, C]]
 Choose = Callable[[jax.Array, jax.Array], jax.Array]  # (logits_rv, position) -> the next tokens_r
+Filter = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # see `filtered`
 Grow = Callable[[C, int], C]  # (cache, room) -> a cache with room for so many tokens
+Text = str | tuple[int, ...]  # or its ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +49,17 @@ class Decoding:
     temperature: float | tuple[float, ...] = 0.0  # or one for each example
     top_k: int = 0
     top_p: float = 0.0
+    min_p: float = 0.0
     seed: int = 0
     num_return: int = 1
     return_scores: bool = False
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    min_length: int = 0
+    bad_words: tuple[Text, ...] = ()
+    allowed: tuple[Text, ...] = ()
+    stop: tuple[Text, ...] = ()
+    filters: tuple[Filter, ...] = ()
 
     @property
     def is_random(self) -> bool:
@@ -67,17 +78,25 @@ class Decoding:
     def program(self) -> 'Decoding':
         """The options that a program is compiled for. The others are arguments of it."""
         temperature = float(self.is_random)
-        return dataclasses.replace(self, max_length=0, seed=0, temperature=temperature)
+        max_length = self.max_length if self.allowed else 0  # which answers it has room for
+        return dataclasses.replace(self, max_length=max_length, seed=0, temperature=temperature)
 
 
 def decode(
-    decoding: Decoding, step: 'Step[Cache]', cache: 'Cache', batch: Mapping[str, jax.Array]
+    decoding: Decoding,
+    step: 'Step[Cache]',
+    cache: 'Cache',
+    batch: Mapping[str, jax.Array],
+    words: 'Words',
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return tokens_bnT and scores_bn, the best last; without `return_scores` None for scores.
 
-    `batch` has prompt_bT, lengths_b, temperature_b, seed_b and example_b, the numbers of the examples.
+    `batch` has prompt_bT, lengths_b, temperature_b, seed_b and example_b, the numbers of the examples. `words` are
+    those of `decoding`.
     """
     num_decodes = decoding.num_decodes
+    prompt_rT = jnp.repeat(batch['prompt_bT'], num_decodes, axis=0)
+    filters = filters_of(decoding, words, prompt_rT)
     if decoding.beam_size > 1:
         tokens_bnT, scores_bn = beam_search(
             step,
@@ -88,6 +107,7 @@ def decode(
             num_beams=num_decodes,
             alpha=decoding.alpha,
             grow=grow_cache,
+            filters=filters,
         )
     else:
         rows = {name: jnp.repeat(x, num_decodes, axis=0) for name, x in batch.items()}
@@ -96,9 +116,16 @@ def decode(
             keys_r = jax.vmap(jax.random.key)(rows['seed_b'])
             for number_r in (rows['example_b'], jnp.arange(len(keys_r)) % num_decodes):
                 keys_r = jax.vmap(jax.random.fold_in)(keys_r, number_r)
-            choose = random_tokens(keys_r, rows['temperature_b'], decoding.top_k, decoding.top_p)
+            kept = (decoding.top_k, decoding.top_p, decoding.min_p)
+            choose = random_tokens(keys_r, rows['temperature_b'], *kept)
         tokens_rT, scores_r = sample(
-            step, cache, rows['prompt_bT'], rows['lengths_b'], choose, grow=grow_cache
+            step,
+            cache,
+            rows['prompt_bT'],
+            rows['lengths_b'],
+            choose,
+            grow=grow_cache,
+            filters=filters,
         )
         tokens_bnT = tokens_rT.reshape(-1, num_decodes, tokens_rT.shape[1])
         scores_bn = scores_r.reshape(-1, num_decodes)
@@ -127,7 +154,11 @@ def most_likely(logits_rv: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def random_tokens(
-    keys_r: jax.Array, temperature_r: jax.Array, top_k: int = 0, top_p: float = 0.0
+    keys_r: jax.Array,
+    temperature_r: jax.Array,
+    top_k: int = 0,
+    top_p: float = 0.0,
+    min_p: float = 0.0,
 ) -> Choose:
     """Return a function that chooses a random token, of those that `keep_largest` keeps.
 
@@ -137,7 +168,7 @@ def random_tokens(
 
     def choose(logits_rv: jax.Array, position: jax.Array) -> jax.Array:
         scaled_rv = logits_rv / jnp.maximum(temperature_r, MIN_TEMPERATURE)[:, None]
-        scaled_rv = keep_largest(scaled_rv, top_k, top_p)
+        scaled_rv = keep_largest(scaled_rv, top_k, top_p, min_p)
         keys = jax.vmap(jax.random.fold_in, (0, None))(keys_r, position)
         vocab_size = lax.psum(logits_rv.shape[1], 'model')
         noise_rV = jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,), jnp.float32))(keys)
@@ -157,18 +188,20 @@ def sample(
     choose: Choose = most_likely,
     eos_id: int = EOS_ID,
     grow: Grow[C] = lambda cache, room: cache,
+    filters: Sequence[Filter] = (),
 ) -> tuple[jax.Array, jax.Array]:
     """Return the tokens of each row, int32 [r, T], and their scores, float32 [r].
 
     A row begins with the tokens of `prompt` that are not 0; an EOS among them does not end it. It
     ends with EOS or with `lengths` tokens; 0 follows. Its score is the sum of the
     model's log-probabilities of the tokens after the prompt. This is T5X's temperature_sample.
-    Differs from T5X: a score ignores temperature, top_k and top_p (rescale_log_probs).
+    Differs from T5X: a score ignores temperature, top_k, top_p (rescale_log_probs) and filters.
     """
 
     def next_state(state: SampleState[C]) -> SampleState[C]:
         logits_rv, cache = step(state.tokens_r, state.cache)
-        chosen_r = choose(logits_rv, state.position)
+        filtered_rv = filtered(filters, logits_rv, state.output_rT, state.position)
+        chosen_r = choose(filtered_rv, state.position)
         log_probs_r = log_probs(logits_rv, chosen_r)
         forced_r = prompt_rT[:, state.position]
         is_free_r = forced_r == 0
@@ -219,6 +252,7 @@ def beam_search(
     alpha: float,
     eos_id: int = EOS_ID,
     grow: Grow[C] = lambda cache, room: cache,
+    filters: Sequence[Filter] = (),
 ) -> tuple[jax.Array, jax.Array]:
     """Return the best sequences, int32 [b, n, T], and their scores, float32 [b, n]; the best is last.
 
@@ -239,10 +273,14 @@ def beam_search(
 
     def next_state(state: BeamState[C]) -> BeamState[C]:
         logits_rv, cache = step(state.tokens_bn.reshape(-1), state.cache)
+        normalizer_r1 = partition.logsumexp(logits_rv, 'model')[:, None]
+        if filters:
+            live_rT = state.live_bnT.reshape(-1, length)
+            logits_rv = filtered(filters, logits_rv - normalizer_r1, live_rT, state.position)
+            normalizer_r1 = jnp.zeros_like(normalizer_r1)
         # The best continuations of each beam, then those of each example, the best first.
         best_rk, tokens_rk = partition.top_k(logits_rv, num_candidates, 'model')
-        normalizer_r = partition.logsumexp(logits_rv, 'model')
-        best_rk = best_rk - normalizer_r[:, None] + state.live_log_probs_bn.reshape(-1, 1)
+        best_rk = best_rk - normalizer_r1 + state.live_log_probs_bn.reshape(-1, 1)
         num_best = best_rk.shape[1]  # fewer than 2 * n if the vocabulary is small
         log_probs_bc, index_bc = lax.top_k(best_rk.reshape(num_examples, -1), num_candidates)
         tokens_bc = pick(tokens_rk.reshape(num_examples, -1), index_bc)
@@ -346,10 +384,11 @@ def log_probs(logits_rv: jax.Array, tokens_r: jax.Array) -> jax.Array:
     return logit_r - partition.logsumexp(logits_rv, 'model')
 
 
-def keep_largest(logits_rv: jax.Array, top_k: int, top_p: float) -> jax.Array:
+def keep_largest(logits_rv: jax.Array, top_k: int, top_p: float, min_p: float = 0.0) -> jax.Array:
     """Return the logits with MASKED for all but the `top_k` most likely tokens.
 
-    `top_p` keeps the fewest tokens that have this probability together; 0 keeps all, and so does `top_k`.
+    Of these, `top_p` keeps the fewest tokens that have this probability together, and then `min_p` those that have
+    this share of the most likely token's probability. 0 keeps all.
     """
     if top_k:
         lowest_r1 = largest_threshold(logits_rv, jnp.ones_like(logits_rv, jnp.int32), top_k)
@@ -358,6 +397,10 @@ def keep_largest(logits_rv: jax.Array, top_k: int, top_p: float) -> jax.Array:
         probs_rv = jnp.exp(logits_rv - partition.logsumexp(logits_rv, 'model')[:, None])
         lowest_r1 = largest_threshold(probs_rv, probs_rv, top_p)
         logits_rv = jnp.where(probs_rv >= lowest_r1, logits_rv, MASKED)
+    if min_p:
+        probs_rv = jnp.exp(logits_rv - partition.logsumexp(logits_rv, 'model')[:, None])
+        largest_r1 = lax.pmax(probs_rv.max(axis=1, keepdims=True), 'model')
+        logits_rv = jnp.where(probs_rv >= min_p * largest_r1, logits_rv, MASKED)
     return logits_rv
 
 
@@ -386,6 +429,152 @@ def largest_threshold(x_rv: jax.Array, weights_rv: jax.Array, enough: float) -> 
     return jnp.where(jnp.isnan(threshold_r1), -jnp.inf, threshold_r1)
 
 
+# Filters: what may follow, and what is less likely to. They are LogitsProcessors of transformers.
+
+
+class Words(NamedTuple):
+    """The texts of a `Decoding` in a vocabulary, int32 ids."""
+
+    bad_words_nW: NDArray  # -1 before them
+    allowed_nA: NDArray  # with EOS, -1 after them
+    stop_nW: NDArray  # -1 before them
+
+
+def filters_of(decoding: Decoding, words: Words, prompt_rT: jax.Array) -> list[Filter]:
+    """Return what is asked for, in the order of transformers, the user's own after its filters."""
+    num_given_r = 1 + (prompt_rT > 0).sum(axis=1)  # with BOS
+    found: list[Filter] = []
+    if decoding.repetition_penalty != 1:
+        found.append(partial(penalize_repetition, decoding.repetition_penalty))
+    if decoding.no_repeat_ngram_size:
+        found.append(partial(forbid_repeated_ngrams, decoding.no_repeat_ngram_size))
+    if len(words.bad_words_nW):
+        found.append(partial(forbid_words, words.bad_words_nW))
+    if decoding.min_length:
+        found.append(partial(forbid_early_end, decoding.min_length + num_given_r))
+    if len(words.allowed_nA):
+        found.append(partial(allow_only, words.allowed_nA))
+    found += decoding.filters
+    if len(words.stop_nW):
+        found.append(partial(end_after, words.stop_nW, num_given_r))
+    return found
+
+
+def filtered(
+    filters: Sequence[Filter], logits_rv: jax.Array, output_rT: jax.Array, position: jax.Array
+) -> jax.Array:
+    """Return the logits that the filters make, one after the other, of those for `position`.
+
+    A filter is a pure function (logits_rv, tokens_rT, ids_v) -> logits_rv. tokens_rT begins with BOS (0), and has -1
+    from where nothing is decoded yet. ids_v, int32, has the ids of this device's slice of the vocabulary.
+    """
+    if not filters:
+        return logits_rv
+    vocab_size = lax.psum(logits_rv.shape[1], 'model')
+    ids_v = partition.own_slice(jnp.arange(vocab_size, dtype=jnp.int32), 'model', 0)
+    tokens_rT = jnp.pad(output_rT, ((0, 0), (1, 0)))
+    is_decoded_1T = (jnp.arange(tokens_rT.shape[1]) <= position)[None]
+    tokens_rT = jnp.where(is_decoded_1T, tokens_rT, -1)
+    for change in filters:
+        logits_rv = change(logits_rv, tokens_rT, ids_v)
+    return logits_rv
+
+
+def penalize_repetition(
+    penalty: float, logits_rv: jax.Array, tokens_rT: jax.Array, ids_v: jax.Array
+) -> jax.Array:
+    """Make what has occurred less likely: divide positive logits by `penalty`, multiply negative ones (CTRL §4.1)."""
+    penalized_rv = jnp.where(logits_rv < 0, logits_rv * penalty, logits_rv / penalty)
+    return jnp.where(among(tokens_rT, ids_v), penalized_rv, logits_rv)
+
+
+def forbid_repeated_ngrams(
+    size: int, logits_rv: jax.Array, tokens_rT: jax.Array, ids_v: jax.Array
+) -> jax.Array:
+    """Forbid what would end an n-gram of `size` tokens that has occurred."""
+    num_ngrams = max(0, tokens_rT.shape[1] - size + 1)
+    newest_rt = newest(tokens_rT, size - 1)
+    is_repeated_rT = jnp.ones_like(tokens_rT[:, :num_ngrams], bool)
+    for i in range(size - 1):
+        is_repeated_rT &= tokens_rT[:, i : i + num_ngrams] == newest_rt[:, i, None]
+    last_rT = tokens_rT[:, size - 1 :]
+    return forbid(logits_rv, jnp.where(is_repeated_rT, last_rT, -1), ids_v)
+
+
+def forbid_early_end(
+    min_length_r: jax.Array, logits_rv: jax.Array, tokens_rT: jax.Array, ids_v: jax.Array
+) -> jax.Array:
+    """Forbid EOS before `min_length` tokens, BOS and prompt included."""
+    is_early_r = (tokens_rT >= 0).sum(axis=1) < min_length_r
+    return forbid(logits_rv, jnp.where(is_early_r, EOS_ID, -1)[:, None], ids_v)
+
+
+def forbid_words(
+    words_nW: NDArray, logits_rv: jax.Array, tokens_rT: jax.Array, ids_v: jax.Array
+) -> jax.Array:
+    """Forbid the last token of each word after its others."""
+    follows_rn = ends_with(tokens_rT, words_nW[:, :-1])
+    return forbid(logits_rv, jnp.where(follows_rn, words_nW[None, :, -1], -1), ids_v)
+
+
+def allow_only(
+    answers_nA: NDArray, logits_rv: jax.Array, tokens_rT: jax.Array, ids_v: jax.Array
+) -> jax.Array:
+    """Forbid what continues none of the answers. Each has its EOS, then -1; after no answer, EOS alone is allowed."""
+    length = min(answers_nA.shape[1], tokens_rT.shape[1] - 1)
+    answers_1nA = jnp.asarray(answers_nA)[None, :, :length]
+    decoded_r1A = tokens_rT[:, None, 1 : 1 + length]
+    begins_rn = ((decoded_r1A < 0) | (decoded_r1A == answers_1nA)).all(axis=2)
+    position_r11 = jnp.clip((tokens_rT >= 0).sum(axis=1) - 1, max=length - 1)[:, None, None]
+    next_rn = jnp.take_along_axis(answers_1nA, position_r11, axis=2)[..., 0]
+    next_rn = jnp.where(begins_rn, next_rn, -1)
+    next_rn = jnp.where((next_rn < 0).all(axis=1, keepdims=True), EOS_ID, next_rn)
+    return jnp.where(among(next_rn, ids_v), logits_rv, -jnp.inf)
+
+
+def end_after(
+    words_nW: NDArray,
+    num_given_r: jax.Array,
+    logits_rv: jax.Array,
+    tokens_rT: jax.Array,
+    ids_v: jax.Array,
+) -> jax.Array:
+    """Allow EOS alone after one of the words; the first `num_given` tokens, BOS and prompt, end nothing."""
+    is_answer_r = (tokens_rT >= 0).sum(axis=1) > num_given_r
+    has_ended_r1 = (is_answer_r & ends_with(tokens_rT, words_nW).any(axis=1))[:, None]
+    only_eos_1v = jnp.where(ids_v == EOS_ID, 0.0, -jnp.inf)[None]
+    return jnp.where(has_ended_r1, only_eos_1v, logits_rv)
+
+
+def ends_with(tokens_rT: jax.Array, words_nW: NDArray) -> jax.Array:
+    """Return which words the newest tokens of each row are, bool [r, n]; a word has -1 before it."""
+    newest_r1W = newest(tokens_rT, words_nW.shape[1])[:, None]
+    words_1nW = jnp.asarray(words_nW)[None]
+    return ((words_1nW < 0) | (words_1nW == newest_r1W)).all(axis=2)
+
+
+def newest(tokens_rT: jax.Array, num: int) -> jax.Array:
+    """Return the `num` newest of the tokens that are decoded, and -1 before the first."""
+    padded_rT = jnp.pad(tokens_rT, ((0, 0), (num, 0)), constant_values=-1)
+    first_r1 = (tokens_rT >= 0).sum(axis=1, keepdims=True)
+    return jnp.take_along_axis(padded_rT, first_r1 + jnp.arange(num)[None], axis=1)
+
+
+def forbid(logits_rv: jax.Array, ids_rn: jax.Array, ids_v: jax.Array) -> jax.Array:
+    """Return the logits with -inf for the ids; -1 is none."""
+    return jnp.where(among(ids_rn, ids_v), -jnp.inf, logits_rv)
+
+
+def among(ids_rn: jax.Array, ids_v: jax.Array) -> jax.Array:
+    """Return which of this device's ids are among those of each row, bool [r, v]; -1 is none."""
+    num_ids = ids_v.shape[0]
+    index_rn = ids_rn - ids_v[0]
+    index_rn = jnp.where((ids_rn < 0) | (index_rn < 0), num_ids, index_rn)
+    rows_r1 = jnp.arange(ids_rn.shape[0])[:, None]
+    none_rv = jnp.zeros((ids_rn.shape[0], num_ids), bool)
+    return none_rv.at[rows_r1, index_rn].set(True, mode='drop')
+
+
 # A cache of keys and values for groups of rows that decode together, as the beams of an example do.
 
 
@@ -397,7 +586,7 @@ class KeysValues(NamedTuple):
 
     def write(self, new: 'KeysValues', slot: jax.Array | int) -> 'KeysValues':
         """Return the cache with `new` from `slot` on."""
-        write = functools.partial(lax.dynamic_update_slice_in_dim, start_index=slot, axis=3)
+        write = partial(lax.dynamic_update_slice_in_dim, start_index=slot, axis=3)
         return jax.tree.map(write, self, new)
 
 

@@ -19,7 +19,6 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict
 from numpy.typing import ArrayLike, NDArray
 
 import checkpoint
@@ -42,6 +41,9 @@ IGNORED_FEATURES = ('decoder_loss_weights', 'encoder_positions', 'decoder_positi
 
 LENGTH_MULTIPLE = 32  # lengths are padded to a multiple, because each length is compiled
 MAX_INPUT_LENGTH = 512  # tokens of a text if the checkpoint does not say: T5's
+NO_VOCABULARY = (
+    "this checkpoint brings no vocabulary for texts: infer.load(..., vocabulary=PATH or 'bytes')"
+)
 EXAMPLES_PER_CHUNK = 4096  # sorted by length at a time by `in_batches`
 
 Array = NDArray | jax.Array
@@ -207,9 +209,17 @@ class T5:
         temperature: Numbers = 0.0,  # above 0, draw tokens; one number, or one for each input
         top_k: int = 0,  # draw from so many of the most likely tokens; 0 for all
         top_p: float = 0.0,  # draw from the most likely tokens of this probability; 0 for all
+        min_p: float = 0.0,  # draw from tokens with this share of the largest probability; 0 for all
         seed: int = 0,  # the same seed draws the same answers
         num_return: int = 1,  # answers for each input: the best beams, or samples
         prompts: Prompts | None = None,  # begin the answers
+        repetition_penalty: float = 1.0,  # above 1, make tokens that have occurred less likely
+        no_repeat_ngram_size: int = 0,  # no n-gram of so many tokens occurs twice; 0 for any
+        min_length: int = 0,  # tokens after the prompt, EOS not included
+        bad_words: Sequence[str | Ids] = (),  # texts or ids that no answer has
+        allowed: Sequence[str | Ids] = (),  # the only answers: texts or ids
+        stop: Sequence[str] = (),  # texts that end an answer and are not part of it
+        filters: Sequence[decode.Filter] = (),  # your own: see decode.filtered
         return_scores: bool = False,  # return `Answers`
         trim: bool = False,  # cut texts of more than `max_input_length` tokens
         **unknown: object,
@@ -220,6 +230,8 @@ class T5:
         answers for each input, the best first. `return_scores` returns `Answers`: texts, tokens and scores. A score
         is the log-likelihood of an answer in nats as `score` has it, without that of its prompt; for a beam search,
         divided by T5X's brevity penalty, ((5 + length) / 6)^`alpha`. `prompts` has a text, ids or None for each input.
+        Filters, of `repetition_penalty` to `filters`, change what is chosen, in transformers' order; the scores of
+        beams have them, others do not.
         """
         for name, value in unknown.items():
             from formats.hugging_face import ARGUMENTS_OF_GENERATE
@@ -236,11 +248,19 @@ class T5:
             temperature=tuple(temperatures.tolist()),
             top_k=top_k,
             top_p=top_p,
+            min_p=min_p,
             seed=seed,
             num_return=num_return,
             return_scores=return_scores,
+            repetition_penalty=repetition_penalty,
+            no_repeat_ngram_size=no_repeat_ngram_size,
+            min_length=min_length,
+            bad_words=tuple(map(_hashable, bad_words)),
+            allowed=tuple(map(_hashable, allowed)),
+            stop=tuple(map(_hashable, [stop] if isinstance(stop, str) else stop)),
+            filters=tuple(filters),
         )
-        _check_decoding(decoding)
+        check_decoding(decoding)
         ids = self._inputs(inputs, trim)
         if np.ndim(temperature):
             _check_one_each('temperature', temperatures, ids)
@@ -257,12 +277,15 @@ class T5:
                 raise ValueError(
                     f'max_length={max_length}: must be at least {len(prompt)}, the tokens of prompts[{i}]'
                 )
+            if allowed and len(prompt):
+                words = words_of(decoding, self.vocabulary, self.config.vocab_size)
+                if not (words.allowed_nA[:, : len(prompt)] == prompt).all(axis=1).any():
+                    raise ValueError(f'prompts[{i}]: begins none of the answers that are allowed')
         examples = [Example(x, prompt=of_prompts[i], number=i) for i, x in enumerate(ids)]
         found = list(answer_batch(self, decoding, examples))
         texts = None
         if self.vocabulary is not None:
-            decoded = [list(map(self.vocabulary.decode, answer.tokens)) for answer in found]
-            texts = _one_or_all(decoded)
+            texts = _one_or_all([answer.texts for answer in found])
         without_eos = [[[i for i in x if i > EOS_ID] for x in answer.tokens] for answer in found]
         tokens = _one_or_all(without_eos)
         if return_scores:
@@ -290,9 +313,7 @@ class T5:
         """Return the ids of each example; a prompt gets no EOS and may be empty. Raises ValueError."""
         if _are_texts(examples):
             if self.vocabulary is None:
-                raise ValueError(
-                    "this checkpoint brings no vocabulary for texts: infer.load(..., vocabulary=PATH or 'bytes')"
-                )
+                raise ValueError(NO_VOCABULARY)
             texts = list(map(str, examples))
             ''.join(texts).encode()  # a surrogate is a ValueError here, not named by SentencePiece
             end = [] if is_prompt else [EOS_ID]
@@ -421,6 +442,7 @@ class Answer(NamedTuple):
     """The answers to an example, the best first."""
 
     tokens: list[list[int]]  # with EOS if they have one, without the padding at their ends
+    texts: list[str]  # none without a vocabulary
     scores: list[float]  # none without return_scores
 
 
@@ -477,15 +499,37 @@ def answer_batch(
     t5._decoding_arrays = t5._decoding_arrays or t5._with_columns(t5.arrays)
     program = decoding.program
     if program not in t5._generators:
-        answers = functools.partial(_answers, program)
+        words = words_of(decoding, t5.vocabulary, t5.config.vocab_size)
+        answers = functools.partial(_answers, program, words)
         t5._generators[program] = t5._compile(answers, t5._decoding_arrays)
     found = t5._generators[program](t5._decoding_arrays, partition.place_batch(t5.mesh, batch))
     tokens_bnT, scores_bn = jax.tree.map(np.asarray, found)
     best_first = slice(-1, -1 - decoding.num_return, -1)
     for i in range(len(examples)):
         tokens = [np.trim_zeros(ids, 'b').tolist() for ids in tokens_bnT[i, best_first]]
+        texts = []
+        if t5.vocabulary is not None:
+            for k, ids in enumerate(tokens):
+                stop = tuple(map(str, decoding.stop))
+                cut = _before_stop(t5.vocabulary, ids, examples[i].prompt, stop)
+                texts.append(cut[0])
+                tokens[k] = cut[1]
         scores = scores_bn[i, best_first].tolist() if decoding.return_scores else []
-        yield Answer(tokens, scores)
+        yield Answer(tokens, texts, scores)
+
+
+def _before_stop(
+    vocabulary: Vocabulary, tokens: list[int], prompt: Ids, stop: Sequence[str]
+) -> tuple[str, list[int]]:
+    """Return the text of an answer up to the first `stop` after its prompt, and its tokens."""
+    text = vocabulary.decode(tokens)
+    start = len(vocabulary.decode(prompt)) if stop else 0
+    ends = [text.index(end, start) for end in stop if end in text[start:]]
+    if ends:
+        text = text[: min(ends)]
+        while tokens and vocabulary.decode(tokens[:-1]).startswith(text):
+            tokens = tokens[:-1]
+    return text, tokens
 
 
 def score_batch(t5: T5, examples: Sequence[Example], num_rows: int = 0) -> Iterator[NDArray]:
@@ -556,10 +600,10 @@ def _step(
 
 
 def _answers(
-    decoding: Decoding, config: T5Config, params: Parameters, batch: Batch
+    decoding: Decoding, words: decode.Words, config: T5Config, params: Parameters, batch: Batch
 ) -> tuple[jax.Array, jax.Array | None]:
     cache = _start(config, decoding, 0, params, batch['inputs_bM'])
-    return decode.decode(decoding, functools.partial(_step, config, params), cache, batch)
+    return decode.decode(decoding, functools.partial(_step, config, params), cache, batch, words)
 
 
 def decoding_step(
@@ -595,18 +639,11 @@ def decoding_step(
 # What users give.
 
 
-NUMBERS = ('max_length', 'beam_size', 'alpha', 'top_k', 'top_p', 'seed', 'num_return')
+NUMBERS: tuple[str, ...] = ('max_length', 'beam_size', 'alpha', 'top_k', 'top_p', 'min_p', 'seed')
+NUMBERS += ('num_return', 'repetition_penalty', 'no_repeat_ngram_size', 'min_length')
 
 
-def decoding_of(settings: ConfigDict) -> Decoding:
-    """Return the options that config.decode sets. Raises ValueError where they do not fit together."""
-    names = [field.name for field in dataclasses.fields(Decoding)]
-    decoding = Decoding(**{name: settings[name] for name in names})
-    _check_decoding(decoding)
-    return decoding
-
-
-def _check_decoding(decoding: Decoding) -> None:
+def check_decoding(decoding: Decoding) -> None:
     """Raise ValueError unless the options of `T5.generate` are valid, each and together."""
     given = [(name, getattr(decoding, name)) for name in NUMBERS]
     given += [('temperature', value) for value in np.ravel(decoding.temperature).tolist()]
@@ -623,13 +660,57 @@ def _check_decoding(decoding: Decoding) -> None:
             f'num_return={decoding.num_return} with temperature=0.0: must be at most beam_size='
             f'{decoding.beam_size}: set a larger beam_size to search, or temperature=1.0 to sample'
         )
-    for name in ('top_k', 'top_p'):
+    for name in ('top_k', 'top_p', 'min_p'):
         value = getattr(decoding, name)
-        if value and not (decoding.is_random and decoding.top_k * decoding.top_p == 0):
+        if value and not decoding.is_random:
             raise ValueError(
-                f'{name}={value} with temperature=0.0, or top_k with top_p: one of them limits what is '
-                f'drawn: set temperature=1.0 and the other one to 0, or {name}=0'
+                f'{name}={value} with temperature=0.0: it limits what is drawn: set temperature=1.0, or {name}=0'
             )
+    if decoding.min_length >= decoding.max_length:
+        raise ValueError(
+            f'min_length={decoding.min_length}: must be below max_length={decoding.max_length}, which counts EOS'
+        )
+
+
+def words_of(decoding: Decoding, vocabulary: Vocabulary | None, vocab_size: int) -> decode.Words:
+    """Return the texts of `decoding` in a vocabulary. Raises ValueError for those that it cannot have."""
+    found: dict[str, list[list[int]]] = {'bad_words': [], 'allowed': [], 'stop': []}
+    for name, rows in found.items():
+        for i, text in enumerate(getattr(decoding, name)):
+            ids = text
+            if isinstance(text, str):
+                if vocabulary is None:
+                    raise ValueError(f'{name}[{i}]={text!r}: {NO_VOCABULARY}')
+                [ids] = vocabulary.encode([text], glued_sentinels=True)
+            is_list = isinstance(ids, list | tuple) and (name != 'stop' or isinstance(text, str))
+            if not is_list or not ids or not 0 < min(ids) <= max(ids) < vocab_size:
+                others = '' if name == 'stop' else f', or ids from 1 to {vocab_size - 1}'
+                raise ValueError(
+                    f'{name}[{i}]={text!r}: must be a text of one token or more{others}'
+                )
+            rows.append([*ids, EOS_ID] if name == 'allowed' else [*ids])
+            if name == 'stop' and vocabulary is not None:
+                # It may be part of a token, or be changed by the vocabulary. Others are found in the whole answer.
+                if vocabulary.decode(ids) != text:
+                    rows.pop()
+                rows += [[k] for k in range(vocabulary.size) if text in vocabulary.decode([k])]
+            if name == 'allowed' and len(rows[i]) > decoding.max_length:
+                raise ValueError(
+                    f'allowed[{i}] has {len(rows[i])} tokens with EOS: must have at most max_length='
+                    f'{decoding.max_length}: use a larger max_length'
+                )
+    matrices = []
+    for name, rows in found.items():
+        matrix = np.full((len(rows), max(map(len, rows), default=1)), -1, np.int32)
+        for i, ids in enumerate(rows):
+            start = 0 if name == 'allowed' else matrix.shape[1] - len(ids)
+            matrix[i, start : start + len(ids)] = ids
+        matrices.append(matrix)
+    return decode.Words(*matrices)
+
+
+def _hashable(text: str | Ids) -> decode.Text:
+    return tuple(map(int, text)) if np.ndim(text) == 1 else text  # type: ignore[return-value,arg-type]
 
 
 def _check_one_each(name: str, values: Sequence[Ids] | NDArray, inputs: Sequence[Ids]) -> None:

@@ -360,6 +360,25 @@ def settings() -> ConfigDict:
     config.decode.top_k = Setting(0, Range(0, 2**24))
     # Draw from the most likely tokens that together have this probability. 0 for all.
     config.decode.top_p = Setting(0.0, FRACTION)
+    # Draw from the tokens with at least this share of the largest probability. 0 for all.
+    config.decode.min_p = Setting(0.0, FRACTION)
+    # Filters, in this order, for any way to decode; those of transformers' generate.
+    # Above 1, make tokens that have occurred in the answer less likely: divide their positive logits by it, and
+    # multiply negative ones.
+    config.decode.repetition_penalty = Setting(1.0, Range(0, 100, without=(0,)))
+    # No n-gram of so many tokens occurs twice in an answer. 0 for any.
+    config.decode.no_repeat_ngram_size = Setting(0, Range(0, 1024))
+    # Texts, such as ('foo', 'bar'), that no answer has: their tokens, one after the other.
+    config.decode.bad_words = ()
+    # Fewest tokens of an answer, its EOS not included.
+    config.decode.min_length = Setting(0, Range(0, 2**20))
+    # The only answers, such as ('yes', 'no'). () allows all.
+    config.decode.allowed = ()
+    # A Python file of your own, as a path or as its name in the current folder, with a function
+    # filters(vocabulary) that returns a list of filters: see decode.py, `filtered`.
+    config.decode.module = ''
+    # Texts that end an answer and are not part of it.
+    config.decode.stop = ()
     # Answers per input: of the beams, or as many samples.
     config.decode.num_return = Setting(1, Range(1, 1024))
     # Seed of what is drawn.

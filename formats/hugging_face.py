@@ -70,6 +70,11 @@ ARGUMENTS_OF_GENERATE = {
         'use alpha: as in T5X, scores are divided by ((5 + length) / 6)^alpha, where Hugging Face divides by '
         'length^length_penalty'
     ),
+    'min_new_tokens': 'use min_length, the tokens after the prompt, EOS not included',
+    'bad_words_ids': 'use bad_words, with texts or ids',
+    'stop_strings': 'use stop',
+    'prefix_allowed_tokens_fn': 'use allowed, with the answers, or a function in filters',
+    'logits_processor': 'use filters, with functions (logits_rv, tokens_rT, ids_v) -> logits_rv',
 }
 
 

@@ -245,6 +245,7 @@ class CheckpointEvaluation:
                     str(path), config=self.model_config, mesh=self.mesh, dtype=self.dtype
                 )
             check_rows(self.vocabulary, path, loaded.config.vocab_size)
+            loaded.vocabulary = self.vocabulary
             return loaded
 
         try:

@@ -56,7 +56,9 @@ import infer
 import model
 import partition
 import paths
+import user_code
 from configs import check
+from decode import Decoding
 from formats import own_model, own_options
 from messages import first_ten
 from model import T5Config
@@ -65,6 +67,7 @@ from modes.of_checkpoint import changes_model, check_rows, settings_of, vocabula
 from run import checks, results
 from run.agreement import check_alike
 from run.console import describe_trimming
+from run.decoding import decoding_of
 from run.examples import PRETOKENIZED, Example, check_split, read_split
 from run.lock import lock
 from vocabulary import Vocabulary
@@ -126,6 +129,7 @@ class Job(NamedTuple):
     directory: paths.AnyPath  # of the checkpoint
     model_config: T5Config
     vocabulary: Vocabulary
+    decoding: Decoding
     parts: list[Part]  # none for a text
     text_ids: list[int]
 
@@ -171,7 +175,8 @@ def prepare(request: Request, config: ConfigDict | None, changes: Mapping) -> Jo
     vocab_size = opened.config.vocab_size
     check_rows(vocabulary, opened.directory, vocab_size)
     model.check_mesh(opened.config, partition.make_mesh(**config.mesh))
-    infer.decoding_of(config.decode)
+    decoding = decoding_of(config.decode, vocabulary)
+    infer.words_of(decoding, vocabulary, vocab_size)
     if config.decode.top_k > vocab_size:
         raise ValueError(
             f'decode.top_k={config.decode.top_k}: must be at most model.vocab_size={vocab_size}'
@@ -192,7 +197,8 @@ def prepare(request: Request, config: ConfigDict | None, changes: Mapping) -> Jo
             for fault in task.source.faults()[0]:
                 parts[-1].messages.append(f'Left out: {fault}')
     directory = opened.directory
-    job = Job(request, config, directory, opened.config, vocabulary, parts, text_ids)
+    sizes = opened.config
+    job = Job(request, config, directory, sizes, vocabulary, decoding, parts, text_ids)
     if request.output_dir:
         check_output(job)
     if opened.note:
@@ -266,14 +272,13 @@ def infer_all(job: Job) -> list[str]:
     for part in job.parts:
         messages += part.messages
     if request.text is not None:
-        decoding = infer.decoding_of(job.config.decode)
-        [answer] = infer.answer_batch(load_once(), decoding, [infer.Example(job.text_ids)])
+        [answer] = infer.answer_batch(load_once(), job.decoding, [infer.Example(job.text_ids)])
         if is_first:
-            for i, tokens in enumerate(answer.tokens):
+            for i, text in enumerate(answer.texts):
                 if job.config.decode.return_scores:
                     print(f'{answer.scores[i]:.6g} nats:', file=sys.stderr, flush=True)
                 with process.writing(sys.stdout):
-                    print(job.vocabulary.decode(tokens), flush=True)
+                    print(text, flush=True)
     elif not request.output_dir:
         for part in job.parts:
             with progress_bar(part) as bar:
@@ -312,7 +317,9 @@ def load(job: Job) -> infer.T5:
     part = MODEL_PART[job.request.encode]
     dtype = job.config.restore.dtype
     with process.returning_large_blocks():
-        return infer.load(job.directory, config=job.model_config, mesh=mesh, dtype=dtype, part=part)
+        t5 = infer.load(job.directory, config=job.model_config, mesh=mesh, dtype=dtype, part=part)
+    t5.vocabulary = job.vocabulary
+    return t5
 
 
 def chunks(spool: infer_input.Spool, size: int) -> Iterator[Chunk]:
@@ -356,11 +363,10 @@ def lines_of(
         for written, [nats] in zip(inputs, scores, strict=True):
             yield results.as_line({'inputs': written, 'score': float(nats)})
         return
-    predict = functools.partial(infer.answer_batch, t5, infer.decoding_of(config))
+    predict = functools.partial(infer.answer_batch, t5, job.decoding)
     answers = infer.in_batches(predict, examples, config.batch_size, progress)
     for written, answer in zip(inputs, answers, strict=True):
-        texts = [job.vocabulary.decode(tokens) for tokens in answer.tokens]
-        line: dict = {'inputs': written, 'prediction': one_or_all(texts)}
+        line: dict = {'inputs': written, 'prediction': one_or_all(answer.texts)}
         if request.output_ids:
             ids = [list(itertools.takewhile(bool, tokens)) for tokens in answer.tokens]  # as T5X
             line['prediction_tokens'] = one_or_all(ids)
@@ -591,13 +597,17 @@ def settings_as_json(job: Job) -> dict:
     manifest = ''
     if paths.is_file(job.directory / checkpoint.MANIFEST):  # of a checkpoint of ours
         manifest = digest_of((job.directory / checkpoint.MANIFEST).read_bytes())
+    decode_settings = job.config.decode.to_dict()
+    if job.config.decode.module:
+        file = user_code.module_file('decode.module', job.config.decode.module)
+        decode_settings['module'] = digest_of(file.read_bytes())
     return {
         'checkpoint': {'path': str(job.directory), 'manifest': manifest},
         'vocabulary': job.vocabulary.hash,
         'model': model_settings,
         'restore': {'dtype': job.config.restore.dtype},
         'mode': job.mode,
-        'decode': job.config.decode.to_dict(),
+        'decode': json.loads(json.dumps(decode_settings)),  # lists for tuples
         'fields': list(request.fields),
         'output_ids': request.output_ids,
         'num_shards': request.num_shards,

@@ -13,6 +13,7 @@ import model
 import train
 from modes.collectives import collectives_of
 from run import memory
+from run.decoding import decoding_of
 
 
 class DecodingStep(NamedTuple):
@@ -74,7 +75,7 @@ def plan_decoding(config: ConfigDict, spec: train.StepSpec) -> DecodingStep:
     merge = functools.partial(model.merge_adapters, spec.model_config)
     params = jax.eval_shape(merge, spec.state_shapes.params)
     t5 = infer.T5(model.without_adapters(spec.model_config), params, mesh)
-    decoding = infer.decoding_of(config.decode)
+    decoding = decoding_of(config.decode)
     is_of_run = config.infer_eval.every_steps > 0
     batch_size = config.infer_eval.batch_size if is_of_run else config.decode.batch_size
     step, arguments = infer.decoding_step(t5, decoding, batch_size, config.data.lengths.inputs)

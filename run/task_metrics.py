@@ -34,6 +34,7 @@ from randomness import digest
 from run import results
 from run.agreement import check_alike
 from run.console import Console, describe_trimming
+from run.decoding import decoding_of
 from run.examples import PRETOKENIZED, Example, TextChanges, read_split, text_changes
 from sources import FEATURES
 from stream import OpenTask, Stream, TokenizedTask
@@ -92,6 +93,7 @@ class EvaluatedTask(NamedTuple):
     vocabulary: Vocabulary
     config: ConfigDict
     settings: str  # hashes of what the results depend on: files and settings; the examples
+    decoding: infer.Decoding = infer.Decoding()
     changes: TextChanges | None = None  # to the texts, by the vocabulary
     limits: Mapping[str, 'Limit'] = {}  # by metric; only of those that the changes make worse
 
@@ -124,14 +126,13 @@ class EvaluatedTask(NamedTuple):
         batch_size = self.config.infer_eval.batch_size
         try:
             if not all(map(takes_scores, self.task.metric_fns)):
-                decoding = infer.decoding_of(self.config.decode)
                 found = infer.in_batches(
-                    functools.partial(infer.answer_batch, t5, decoding),
+                    functools.partial(infer.answer_batch, t5, self.decoding),
                     [infer.Example(x.inputs, number=i) for i, x in enumerate(self.examples)],
                     batch_size,
                     progress,
                 )
-                answers = [self.vocabulary.decode(answer.tokens[0]) for answer in found]
+                answers = [answer.texts[0] for answer in found]
             if any(map(takes_scores, self.task.metric_fns)):
                 scores = score(t5, self.examples, batch_size, progress)
         except Stopped:
@@ -192,7 +193,7 @@ def open_tasks(config: ConfigDict, split: str) -> list[OpenTask]:
     """
     if config.decode.num_return > 1:
         raise ValueError(f'decode.num_return={config.decode.num_return}: an evaluation needs 1')
-    infer.decoding_of(config.decode)  # raises ValueError for what does not fit together
+    decoding_of(config.decode)  # raises ValueError for what does not fit together
     opened: dict[str, OpenTask] = {}
     for name in (config.infer_eval.task or config.data.task).split(','):
         data_config = tasks.open.settings_of_task(config.data, name.strip())
@@ -223,9 +224,11 @@ def read_tasks(
 
     Raises ValueError for examples whose targets are missing, before anything is compiled.
     """
+    decoding = decoding_of(config.decode, vocabulary)
+    infer.words_of(decoding, vocabulary, config.model.vocab_size)  # raises ValueError
     found = []
     for open_task in opened:
-        task = read_task(open_task, config, split, vocabulary)
+        task = read_task(open_task, config, split, vocabulary, decoding)
         num_trimmed = sum(example.is_trimmed for example in task.examples)
         for line in describe_trimming({task.name: [len(task.examples), num_trimmed]}):
             report(line)
@@ -254,7 +257,11 @@ def changes_of_first_texts(training: Sequence[TokenizedTask]) -> Iterator[str]:
 
 
 def read_task(
-    opened: OpenTask, config: ConfigDict, split: str, vocabulary: Vocabulary
+    opened: OpenTask,
+    config: ConfigDict,
+    split: str,
+    vocabulary: Vocabulary,
+    decoding: infer.Decoding,
 ) -> EvaluatedTask:
     """Read the examples of a split of a task, at most infer_eval.num_examples."""
     tokenized_task = TokenizedTask(opened, config.data, vocabulary)
@@ -288,6 +295,7 @@ def read_task(
         examples,
         vocabulary,
         config,
+        decoding=decoding,
         settings=f'{digest(depends_on)} {content.hexdigest()}',
         changes=text_changes(examples, vocabulary),
     )

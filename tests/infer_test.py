@@ -287,7 +287,7 @@ BAD_OPTIONS = {
     'temperature': [-1, 'hot', float('nan'), [1.0], [], [[1.0], [1.0, 2.0]], [1.0, None]],
     'seed': [-1, 0.5],
     'beam_size=4': [{'beam_size': 4, 'temperature': 1.0}],
-    'top_k=4': [{'top_k': 4, 'top_p': 0.5, 'temperature': 1.0}],
+    'top_k=4': [{'top_k': 4}],
     'num_return=3': [{'beam_size': 2, 'num_return': 3}],
 }
 

@@ -111,17 +111,18 @@ def lines_of(file):
 # The lines.
 
 
-def oracle_answers(by_inputs, decoding, examples, num_rows):
-    """The ids and scores of spec.json, {ids of inputs: row}."""
+def oracle_answers(model, decoding, examples, num_rows):
+    """The ids and scores of spec.json; `model`: {ids of inputs: row}, and the vocabulary."""
+    by_inputs, vocabulary = model
     for example in examples:
         row = by_inputs[tuple(example.inputs.tolist())]
         ids = np.trim_zeros(SPEC['predicted_ids'][row], 'b')
-        yield infer.Answer([ids], [SPEC['scores'][row]])
+        yield infer.Answer([ids], [vocabulary.decode(ids)], [SPEC['scores'][row]])
 
 
-def oracle_scores(by_inputs, examples, num_rows):
+def oracle_scores(model, examples, num_rows):
     for example in examples:
-        yield np.array([SPEC['scores'][by_inputs[tuple(example.inputs.tolist())]]])
+        yield np.array([SPEC['scores'][model[0][tuple(example.inputs.tolist())]]])
 
 
 @pytest.mark.parametrize('name', SPEC['modes'])
@@ -132,7 +133,7 @@ def test_the_lines_are_T5Xs(tmp_path, monkeypatch, name):
             texts = {feature: row[f'{feature}_pretokenized'] for feature in ('inputs', 'targets')}
             file.write(json.dumps({**texts, 'idx': row['idx']}) + '\n')
     by_inputs = {tuple(row['inputs']): i for i, row in enumerate(SPEC['rows'])}
-    monkeypatch.setattr(infer_mode, 'load', lambda job: by_inputs)
+    monkeypatch.setattr(infer_mode, 'load', lambda job: (by_inputs, job.vocabulary))
     monkeypatch.setattr(infer, 'answer_batch', oracle_answers)
     monkeypatch.setattr(infer, 'score_batch', oracle_scores)
     settings = SPEC['modes'][name]
@@ -231,7 +232,9 @@ def test_fields_keep_their_order_and_numbers_their_kind(tmp_path, loaded, capsys
 
 def test_several_answers_are_lists(tmp_path, loaded, monkeypatch, capsys):
     (tmp_path / 'a.txt').write_text('c')
-    answer = infer.Answer(tokens=[[100, 1], [101], [100, 0, 102, 1]], scores=[-1.0, -2.0, -3.0])
+    tokens = [[100, 1], [101], [100, 0, 102, 1]]
+    texts = list(map(vocabularies.ByteVocabulary().decode, tokens))
+    answer = infer.Answer(tokens=tokens, texts=texts, scores=[-1.0, -2.0, -3.0])
     monkeypatch.setattr(infer, 'answer_batch', lambda *arguments: [answer])
     do(CHANGES | {'decode.return_scores': True}, input=str(tmp_path / 'a.txt'), output_ids=True)
     found = json.loads(capsys.readouterr().out)

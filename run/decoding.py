@@ -1,0 +1,35 @@
+"""The options of config.decode, with the filters of its module."""
+
+import dataclasses
+
+from ml_collections import ConfigDict
+
+import infer
+import user_code
+from infer import Decoding
+from vocabulary import Vocabulary
+
+
+def decoding_of(settings: ConfigDict, vocabulary: Vocabulary | None = None) -> Decoding:
+    """Return the options that `settings`, config.decode, has; without a vocabulary, none of its module's filters.
+
+    Raises ValueError where they do not fit together.
+    """
+    names = {field.name for field in dataclasses.fields(Decoding)} - {'filters'}
+    given = {name: settings[name] for name in names}
+    for name in ('bad_words', 'allowed', 'stop'):
+        given[name] = tuple(given[name])  # a list if it was read from JSON
+    if settings.module:
+        file = user_code.module_file('decode.module', settings.module)
+        module = user_code.load_module(file, file.read_bytes())
+        if not callable(getattr(module, 'filters', None)):
+            raise ValueError(
+                f'decode.module={settings.module!r}: {file} has no function filters(vocabulary): write one that returns '
+                'a list of functions (logits_rv, tokens_rT, ids_v) -> logits_rv'
+            )
+        if vocabulary is not None:
+            with user_code.running(module.filters):
+                given['filters'] = tuple(module.filters(vocabulary))
+    decoding = Decoding(**given)
+    infer.check_decoding(decoding)
+    return decoding
