@@ -1,8 +1,12 @@
 """A small model of each family trains, stops, resumes and answers as T5 does, on any mesh."""
 
 import dataclasses
+import json
+import os
 import re
 import signal
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -119,6 +123,51 @@ def test_a_run_stopped_and_resumed(corpus, family, finished, tmp_path):
     stop_after(2, family_config(corpus, family), tmp_path)
     run(family_config(corpus, family), tmp_path)
     assert_same_run(tmp_path, finished, 6)
+
+
+# Prints {path: [dtype, shape, sum]} of what T5X restores from the folder sys.argv[2].
+T5X = """
+import importlib.util, json, sys, types
+
+
+class Absent(types.ModuleType):  # AirIO is on no package index
+    def __getattr__(self, name):
+        return type(name, (), {})
+
+
+sys.path.insert(0, sys.argv[1])
+if importlib.util.find_spec('airio') is None:
+    sys.modules |= {'airio': Absent('airio'), 'airio.core': Absent('airio.core')}
+    sys.modules['airio'].core = sys.modules['airio.core']
+import jax
+import numpy as np
+from jax.experimental import pjit
+
+pjit.PartitionSpec = jax.sharding.PartitionSpec
+from flax import traverse_util
+from t5x import checkpoints
+
+found = {}
+for path, x in traverse_util.flatten_dict(checkpoints.load_t5x_checkpoint(sys.argv[2])).items():
+    total = float(np.asarray(x, np.float64).sum())
+    found['/'.join(path)] = [str(np.asarray(x).dtype), list(np.shape(x)), total]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(
+    'T5X_CHECKOUT' not in os.environ, reason='T5X_CHECKOUT names no checkout of T5X'
+)
+def test_t5x_opens_a_checkpoint(family, finished):
+    python = os.environ.get('T5X_PYTHON', sys.executable)
+    command = [python, '-c', T5X, os.environ['T5X_CHECKOUT'], str(finished / 'checkpoint_6')]
+    found = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
+    expected = state_of(finished, 6)
+    assert found.keys() == expected.keys()
+    for path, x in expected.items():
+        dtype, shape, total = found[path]
+        assert (dtype, tuple(shape)) == (str(x.dtype), x.shape), path
+        assert total == np.asarray(x, np.float64).sum(), path
 
 
 @pytest.mark.slow
