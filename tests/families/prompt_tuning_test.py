@@ -149,6 +149,10 @@ def test_a_prompt_is_merged_into_its_base(uninterrupted, prompted, tmp_path):
     assert_close(infer.load(prompted, part='encoder').encode(inputs)[0], encoded, 1e-6)
     convert.convert_checkpoint(prompted, tmp_path / 't5x', 't5x')
     assert_close(infer.load(tmp_path / 't5x').logits(batch), expected, 1e-6)
+    convert.convert_checkpoint(prompted, tmp_path / 'peft', 'peft')
+    found = infer.load(tmp_path / 'peft')
+    assert_close(found.logits(batch), expected, 1e-6)
+    assert found.config.options.length == 3
 
 
 @pytest.mark.slow
@@ -159,6 +163,10 @@ def test_a_prompt_and_lora(corpus, uninterrupted, tmp_path):
     base = infer.load(uninterrupted)
     assert 'prompt/embedding' in found and len(found) == 1 + 2 * 2 * 3
     unmerged = infer.T5(own_model.load(config.model), base.arrays | found, base.mesh)
+    assert_refused(
+        lambda: convert.convert_checkpoint(tmp_path / 'run', tmp_path / 'peft', 'peft'),
+        '--format=t5x',
+    )
     t5 = infer.load(tmp_path / 'run')
     batch = random_batch(seed=0, vocab_size=300)
     assert_close(t5.logits(batch), unmerged.logits(batch), 1e-5)
