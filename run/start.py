@@ -143,6 +143,11 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
         index = only_parameters(index)
     for path in adapters:
         expected.pop(f'{checkpoint.PARAMETER_PREFIX}{path}', None)
+        if f'{checkpoint.PARAMETER_PREFIX}{path}' in index:
+            raise ValueError(
+                f'restore.path={chosen.path} has {path} itself, which this run trains: name the base on which it '
+                'was trained'
+            )
     try:
         leaves = choose(index, expected, chosen.only, chosen.strict)
     except re.error as error:

@@ -112,6 +112,9 @@ def test_a_checkpoint_has_the_prompt_alone(corpus, uninterrupted, prompted, tmp_
     run(prompt_config(corpus, uninterrupted, mesh=(2, 2)), tmp_path / 'mesh')
     assert_close(state_of(tmp_path / 'mesh', 2), found, 1e-4)
     assert_refused(lambda: prepare(small_config(corpus), prompted), "'prompt_tuning'")
+    config = prompt_config(corpus, prompted)
+    spec = make_spec(config)
+    assert_refused(lambda: choose_initial(config, wanted(spec)), 'has prompt/embedding itself')
 
 
 @pytest.mark.slow
