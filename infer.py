@@ -70,7 +70,8 @@ def load(
     """Open a checkpoint as a model. Only its parameters are read; their average, where a run has one.
 
     `path`: a workdir (its newest checkpoint), a T5X checkpoint directory, a Mesh-TF checkpoint (its prefix or folder)
-    or a Hugging Face folder, on a disk or in a bucket; an encoder alone may be a single safetensors file.
+    or a Hugging Face folder, also of peft's adapters; on a disk or in a bucket; an encoder alone may be a single
+    safetensors file.
     `step`: another checkpoint of a workdir: a number, or 'best', by its `save.best_metric`.
     `vocabulary`: 'bytes', a SentencePiece model, or a folder that has one; by default the checkpoint's or its run's.
     `config`: the sizes; by default the checkpoint's own config, else its shapes.

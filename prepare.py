@@ -72,6 +72,7 @@ def make_spec(
     _ = spec.normalizing_factor
     _ = spec.tx  # and its schedule
     checks.check_adapters(spec.model_config)
+    checks.check_packing(spec.model_config, config.data.pack)
     checks.check_scan(spec.model_config)
     _ = spec.trained
     memory.microbatch_counts(config.train.num_microbatches, spec.rows_per_device)

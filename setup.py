@@ -48,6 +48,7 @@ setup(
         ],
         # What tests compare with.
         'peers': [
+            'peft>=0.17',
             'seqio-nightly',
             'torch>=2.6',
             'transformers>=4.57',

@@ -135,7 +135,7 @@ def settings() -> ConfigDict:
     config.model.module = ''
     # The settings of that file, --config.model.options.NAME=VALUE: the fields of its frozen dataclass
     # Options. They have defaults, and 'range', 'choices' and 'help' in their metadata:
-    # examples/prompt_tuning/prompt_tuning.py. --help --config.model.module=FILE lists them.
+    # examples/sliding_window/sliding_window.py. --help --config.model.module=FILE lists them.
     config.model.options = ConfigDict()
 
     # Where examples come from.

@@ -176,7 +176,8 @@ def read_stored(folder: paths.AnyPath) -> dict[str, Any]:
 
 def kind_of(default: Value) -> str:
     """Return what the values of a setting must be, for a message about one that is not."""
-    return f'must be {KINDS[type(default)]}, such as {default!r}'
+    example = ('a', 'b') if default == () else default
+    return f'must be {KINDS[type(default)]}, such as {example!r}'
 
 
 def has_type_of(default: Value, value: object) -> bool:

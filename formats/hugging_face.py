@@ -507,22 +507,10 @@ def _read_headers(folder: Path) -> StoredArrays:
     """Return the arrays that the headers of the folder's files name."""
     entries: dict[str, SafetensorsEntry] = {}
     for file in _weight_files(folder):
-        kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-        try:
-            with safetensors.safe_open(file, framework='numpy') as arrays:
-                for name in arrays.keys():
-                    header = arrays.get_slice(name)
-                    kinds[name] = (header.get_dtype(), tuple(header.get_shape()))
-        except (OSError, ValueError, safetensors.SafetensorError) as error:
-            raise ValueError(f'{file} cannot be read ({error}): copy it again') from error
-        for name, (dtype, shape) in kinds.items():
-            if dtype not in DTYPES:
-                raise ValueError(
-                    f'{file}: {name} is {dtype}, and only {", ".join(DTYPES)} are read: use a file of those'
-                )
-            if name in entries or 0 in shape:
+        for name, entry in read_header(file).items():
+            if name in entries or 0 in entry.shape:
                 raise ValueError(f'{file}: {name} is there twice or empty: copy it again')
-            entries[name] = SafetensorsEntry(file, name, shape, DTYPES[dtype])
+            entries[name] = entry
     entries.pop(UNUSED, None)
     tables = [entries.pop(name) for name in TOKEN_TABLES if name in entries]
     if not tables or not all(_are_equal(tables[0], other) for other in tables[1:]):
@@ -535,6 +523,26 @@ def _read_headers(folder: Path) -> StoredArrays:
     if not has_own_lm_head:
         entries[LM_HEAD] = tables[0]
     return StoredArrays(entries, has_own_lm_head)
+
+
+def read_header(file: Path) -> dict[str, SafetensorsEntry]:
+    """Return the arrays that the header of one file names."""
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    try:
+        with safetensors.safe_open(file, framework='numpy') as arrays:
+            for name in arrays.keys():
+                header = arrays.get_slice(name)
+                kinds[name] = (header.get_dtype(), tuple(header.get_shape()))
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise ValueError(f'{file} cannot be read ({error}): copy it again') from error
+    entries = {}
+    for name, (dtype, shape) in kinds.items():
+        if dtype not in DTYPES:
+            raise ValueError(
+                f'{file}: {name} is {dtype}, and only {", ".join(DTYPES)} are read: use a file of those'
+            )
+        entries[name] = SafetensorsEntry(file, name, shape, DTYPES[dtype])
+    return entries
 
 
 def _stack_experts(

@@ -22,7 +22,7 @@ import paths
 from checkpoint import Leaf
 from configs import base
 from configs.check import read_stored
-from formats import best, hugging_face, mesh_tf, own_model, t5x
+from formats import best, hugging_face, mesh_tf, own_model, peft, t5x
 from formats.vocabulary import folders_of
 from messages import first_ten
 from model import T5Config
@@ -121,7 +121,7 @@ def open_checkpoint(
     """Open a workdir, a checkpoint of any format, or T5X's index file in one.
 
     `step` names the checkpoint of a workdir: 'best', a number, or 'last', which is the default. Adapters are
-    merged into their base. `part` is one of PARTS: of 'encoder' no file of the decoder is read. Raises ValueError
+    merged into their base, also those of peft. `part` is one of PARTS: of 'encoder' no file of the decoder is read. Raises ValueError
     for what is no checkpoint, is damaged, is an encoder alone where `part` is 'whole', or is in a format that is
     not read (Orbax, pickles).
     """
@@ -135,9 +135,12 @@ def open_checkpoint(
     elif directory.name == 'checkpoint' and paths.is_file(directory):
         directory = directory.parent
     if paths.is_file(directory):
+        peft.check_not_part(directory)
         hugging_face.check_not_part(directory)
     is_single_file = hugging_face.is_single_file(directory)
-    if is_single_file or hugging_face.is_folder(directory):
+    if peft.is_folder(directory):
+        opened = _open_peft(directory)
+    elif is_single_file or hugging_face.is_folder(directory):
         folder = hugging_face.read_index(directory, is_encoder=part == 'encoder')
         opened = OpenedCheckpoint(directory, dict(folder.entries), folder.config, folder.note)
         if is_single_file:
@@ -302,7 +305,7 @@ def _count_layers(shapes: Mapping[str, tuple[int, ...]], stack: str) -> int:
     return sum(bool(re.fullmatch(pattern, path)) for path in shapes)
 
 
-# Adapters (LoRA): a checkpoint that holds the trained parameters alone, and names the one that has the others.
+# Adapters: a checkpoint that holds the trained parameters alone, and names the one that has the others.
 
 # The fingerprint of a base has the values of these arrays alone: to read all would take as long as restoring them.
 FINGERPRINTED = r'target/(.+_norm/scale|(encoder|decoder)/layers_0/.+)'
@@ -316,6 +319,7 @@ class MergedKernel:
     kernel: Leaf
     lora_a: Leaf
     lora_b: Leaf
+    magnitude: Leaf | None = None  # of DoRA: the length of each column
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -329,7 +333,11 @@ class MergedKernel:
         """Return what model.Kernel computes with, float32."""
         leaves = (self.kernel, self.lora_a, self.lora_b)
         arrays = [jnp.asarray(checkpoint.read_leaf(leaf), jnp.float32) for leaf in leaves]
-        return np.asarray(self.config.modules.adapted_kernel(self.config, *arrays))
+        kernel = self.config.modules.adapted_kernel(self.config, *arrays)
+        if self.magnitude is not None:  # Liu et al. 2024 (DoRA) §4.1
+            magnitude = jnp.asarray(checkpoint.read_leaf(self.magnitude), jnp.float32)
+            kernel = kernel * (magnitude / jnp.linalg.norm(kernel, axis=0))[None]
+        return np.asarray(kernel)
 
 
 def describe_base(base: OpenedCheckpoint) -> dict[str, str]:
@@ -387,3 +395,39 @@ def merge(adapters: OpenedCheckpoint, base: OpenedCheckpoint) -> OpenedCheckpoin
     for path, leaf in merged.items():
         leaves[f'{checkpoint.PARAMETER_PREFIX}{path}'] = leaf
     return adapters._replace(leaves=leaves, config=model.without_adapters(config))
+
+
+def _open_peft(folder: paths.AnyPath) -> OpenedCheckpoint:
+    """Return the model of peft's adapters and the base that they name: parameters alone."""
+    settings = peft.read_settings(folder)
+    assert isinstance(folder, Path)
+    name = settings['base_model_name_or_path']
+    try:
+        directory = paths.to_path(name)
+        if peft.is_folder(directory):
+            raise ValueError('it holds adapters itself')
+        base = open_model(directory, part='')
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f'{folder} holds adapters of base_model_name_or_path={name!r}, which cannot be opened ({error}): copy or '
+            f"link the base's folder to {name}, or write its path into {folder / peft.ADAPTER_CONFIG}"
+        ) from error
+    parameters = checkpoint.parameters(base.leaves)
+    adapters = peft.read_index(folder, settings, base.config, parameters)
+    config = base.config
+    if peft.PROMPT in adapters.arrays:
+        if config.module:
+            raise ValueError(
+                f'{folder} is a prompt of a {config.module}: only those of T5, T5 1.1, mT5 and umT5 are read'
+            )
+        length = {'length': adapters.arrays[peft.PROMPT].shape[0]}
+        config = own_model.as_family(config, peft.PROMPT_FAMILY, length)
+    parameters |= adapters.arrays
+    for path, lora in adapters.kernels.items():
+        of_kernel = dataclasses.replace(
+            base.config, lora_rank=lora.lora_a.shape[1], lora_alpha=lora.alpha
+        )
+        leaves = (parameters[path], lora.lora_a, lora.lora_b, lora.magnitude)
+        parameters[path] = MergedKernel(of_kernel, *leaves)
+    leaves_of = {f'{checkpoint.PARAMETER_PREFIX}{path}': x for path, x in parameters.items()}
+    return OpenedCheckpoint(folder, leaves_of, config, base.note)

@@ -24,6 +24,7 @@ from vocabulary import (
 
 # What a SentencePiece model may be called, in the order in which a folder is searched.
 VOCABULARY_NAMES = ('vocabulary.model', 'spiece.model', 'sentencepiece.model')
+ADAPTER_CONFIG = 'adapter_config.json'  # of a folder of peft's adapters, which names their base
 TOKEN_FILES = [
     'added_tokens.json',
     'special_tokens_map.json',
@@ -56,6 +57,9 @@ def own_vocabulary(folder: AnyPath, extra_ids: int = DEFAULT_EXTRA_IDS) -> Vocab
     if stored['vocabulary'] == 'bytes':
         return ByteVocabulary(stored['extra_ids'])
     file = model_file(folder)
+    if file is None and paths.is_file(folder / ADAPTER_CONFIG):
+        base = paths.read_json(folder / ADAPTER_CONFIG).get('base_model_name_or_path')
+        return own_vocabulary(paths.to_path(str(base)), extra_ids)
     if file is None:
         return None
     remedy = 'copy it again, or remove it and name the vocabulary of the model with data.vocabulary'

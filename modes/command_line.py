@@ -66,7 +66,7 @@ LISTS = {
 }
 ENUMS = {  # {flag: (its values, the first by default, its help)}
     'mode': (list(FLAGS_OF_MODE), 'What to do.'),
-    'format': (['t5x', 'hf'], 'The format to write.'),
+    'format': (['t5x', 'hf', 'peft'], 'The format to write; peft: the adapters of a run.'),
     'pool': (
         ['none', 'mean'],
         'What --encode writes: a vector a token, or their mean, EOS included.',

@@ -1,4 +1,4 @@
-"""--mode=convert: write a checkpoint of any format as T5X's or as Hugging Face's."""
+"""--mode=convert: write a checkpoint of any format as T5X's or Hugging Face's, or its adapters as peft's."""
 
 import json
 import sys
@@ -11,8 +11,9 @@ from absl.flags import FlagValues
 import checkpoint
 import formats.open
 import paths
-from formats import own_model, write_hugging_face
-from formats.vocabulary import find_vocabulary, stored_data
+from configs.check import read_stored
+from formats import hugging_face, own_model, peft, write_hugging_face, write_peft
+from formats.vocabulary import ADAPTER_CONFIG, find_vocabulary, stored_data
 from modes import process, topology
 from vocabulary import ByteVocabulary, SentencePieceVocabulary
 
@@ -31,8 +32,8 @@ def convert_checkpoint(
 ) -> Path:
     """Write the checkpoint that `infer.load` would open at `source` to the folder `target`; return its path.
 
-    `form` is 't5x', with whatever optimizer state there is, as `target`/checkpoint_STEP, or 'hf', parameters
-    only. Arrays keep their dtypes and are read as they are written. All or nothing: an error leaves `target` as
+    `form` is 't5x', with whatever optimizer state there is, as `target`/checkpoint_STEP, 'hf', parameters only, or
+    'peft', the adapters of a run. Arrays keep their dtypes and are read as they are written. All or nothing: an error leaves `target` as
     it was. Raises ValueError for a target that has other files or lies in the source, and warns where there is no
     vocabulary.
     """
@@ -44,6 +45,9 @@ def convert_checkpoint(
     if isinstance(source_path, Path) and target.resolve().is_relative_to(source_path.resolve()):
         raise ValueError(f'{target} is or lies in {source_path}: name a folder elsewhere')
     opened = formats.open.open_model(source_path, step=step)
+    if form == 'peft':
+        _write_peft(target, opened)
+        return target
     vocabulary = find_vocabulary(opened.directory)
     vocabulary_model = vocabulary.model if vocabulary else b''
     brings_vocabulary = bool(vocabulary_model)
@@ -71,6 +75,37 @@ def convert_checkpoint(
             written,
         )
     return written
+
+
+def _write_peft(target: Path, opened: formats.open.OpenedModel) -> None:
+    """Write the adapters of a run, which name their base."""
+    base = read_stored(opened.directory).get('base', {}).get('directory')
+    if base is None:
+        raise ValueError(
+            f'--format=peft: {opened.directory} has no adapters of a run with model.lora_rank or '
+            'model.module=prompt_tuning: name one, or use --format=hf'
+        )
+    config = opened.config
+    kernels = {}
+    for path, leaf in checkpoint.parameters(opened.leaves).items():
+        if isinstance(leaf, formats.open.MergedKernel):
+            kernels[path] = (leaf.lora_a, leaf.lora_b)
+            config = leaf.config
+    prompt = opened.leaves.get(f'target/{peft.PROMPT}')
+    if config.modules.adapters not in ('', peft.PROMPT) or (prompt is not None and kernels):
+        raise ValueError(
+            f'--format=peft: {opened.directory} has other adapters than those of LoRA alone or of a prompt alone, '
+            'which peft has in one folder: use --format=t5x'
+        )
+    write_peft.write(target, config, kernels, prompt, base)
+    if not hugging_face.is_folder(paths.to_path(base)):
+        logging.warning(
+            '%s is not a folder of transformers: for peft write it as one with --mode=convert --from=%s --to=FOLDER '
+            '--format=hf, and base_model_name_or_path=FOLDER in %s',
+            base,
+            base,
+            target / ADAPTER_CONFIG,
+        )
 
 
 def _write_t5x(target: Path, opened: formats.open.OpenedModel, vocabulary_model: bytes) -> Path:

@@ -284,6 +284,15 @@ def check_adapters(config: T5Config) -> None:
         )
 
 
+def check_packing(config: T5Config, pack: str) -> None:
+    """Raise ValueError where rows are packed and the model reads a row as one example."""
+    if pack != 'no' and not config.modules.may_pack:
+        raise ValueError(
+            f'data.pack={pack!r}: with model.module={config.module!r} the examples of a packed row would share '
+            "what belongs to one: set data.pack='no'"
+        )
+
+
 def check_scan(config: T5Config) -> None:
     """Raise ValueError where a scan over layers is asked for and its periods are not alike."""
     if not config.scan_layers:

@@ -13,6 +13,7 @@ import checkpoint
 import formats.open
 import model
 import paths
+import user_code
 from configs import check as settings
 from formats import own_model, t5x
 from formats.vocabulary import (
@@ -142,6 +143,11 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
         index = only_parameters(index)
     for path in adapters:
         expected.pop(f'{checkpoint.PARAMETER_PREFIX}{path}', None)
+        if f'{checkpoint.PARAMETER_PREFIX}{path}' in index:
+            raise ValueError(
+                f'restore.path={chosen.path} has {path} itself, which this run trains: name the base on which it '
+                'was trained'
+            )
     try:
         leaves = choose(index, expected, chosen.only, chosen.strict)
     except re.error as error:
@@ -193,6 +199,18 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
                 f'sentinels, which would have other ids: set data.extra_ids={recorded}'
             )
         vocabulary_model = vocabulary.model
+
+    # Adapters may begin with values that are made from the base.
+    if adapters:
+        if config.data.vocabulary:
+            vocabulary = named_vocabulary(
+                'data.vocabulary', config.data.vocabulary, config.data.extra_ids
+            )
+        made = wanted.model_config.modules.initial_adapters
+        with user_code.running(made):
+            read = lambda path: checkpoint.read_leaf(leaves[f'{checkpoint.PARAMETER_PREFIX}{path}'])  # noqa: E731
+            initial = made(wanted.model_config, read, vocabulary, config.seed)
+        leaves |= {f'{checkpoint.PARAMETER_PREFIX}{path}': x for path, x in initial.items()}
 
     slots = 'without any'
     if any(is_slot(path) for path in leaves):

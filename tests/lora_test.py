@@ -247,6 +247,18 @@ def test_converted_is_merged(merged, lora, tmp_path, form):
 
 
 @pytest.mark.slow
+def test_converted_for_peft_is_merged(merged, lora, uninterrupted, caplog, tmp_path):
+    """The folder of adapters names their base, in any format that opens."""
+    convert.convert_checkpoint(lora, tmp_path / 'peft', 'peft')
+    assert f'--mode=convert --from={uninterrupted}/checkpoint_6 ' in caplog.text
+    found = infer.load(tmp_path / 'peft')
+    chex.assert_trees_all_equal(found.arrays, merged.arrays)
+    assert found.vocabulary.model == merged.vocabulary.model
+    convert.convert_checkpoint(tmp_path / 'peft', tmp_path / 'hf', 'hf')
+    chex.assert_trees_all_equal(infer.load(tmp_path / 'hf').arrays, merged.arrays)
+
+
+@pytest.mark.slow
 def test_a_run_may_start_from_adapters(merged, lora, corpus):
     """From the merged parameters, without optimizer state, at step 0."""
     config = small_config(corpus)

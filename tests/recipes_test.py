@@ -242,7 +242,16 @@ def test_replicas_that_cannot_share_the_batch(replicas):
 
 # Full size, by shape.
 
-RECIPES = [*TFDS_RECIPES, 'qa_csv', 'qa_csv:tiny', 't0:11b', 'flan_jsonl', 't5_1_1_lm', 'ul2']
+RECIPES = [
+    *TFDS_RECIPES,
+    'qa_csv',
+    'qa_csv:tiny',
+    'prompt_tuning',
+    't0:11b',
+    'flan_jsonl',
+    't5_1_1_lm',
+    'ul2',
+]
 
 
 def step_shapes(config):

@@ -32,6 +32,7 @@ ARGUMENTS = {
     'long_t5': ['base', 'large', 'xl'],
     'mlong_t5': ['base', 'large', 'xl'],
     'mt5': ['small', 'base', 'large', 'xl', 'xxl'],
+    'prompt_tuning': ['', 'tiny', 'mt5:base'],
     'qa_csv': ['', 'tiny', 't5:small'],
     'small_c4': ['', 'test'],
     'squad': ['', 't5_1_1:base'],

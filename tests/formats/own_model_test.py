@@ -42,7 +42,6 @@ EXAMPLE = ROOT / 'examples/squared_relu/squared_relu.py'
 ROTARY = ROOT / 'examples/rotary/rotary.py'
 WINDOW = ROOT / 'examples/sliding_window/sliding_window.py'
 GROUPED = ROOT / 'examples/grouped_heads/grouped_heads.py'
-PROMPT = ROOT / 'examples/prompt_tuning/prompt_tuning.py'
 # An Mlp with parameters of its own.
 MLP = """
 import dataclasses
@@ -201,7 +200,7 @@ def test_rotary_positions_train(corpus, tmp_path):
     check_answers(t5, is_long=False)
 
 
-EXAMPLES = [EXAMPLE, ROTARY, WINDOW, GROUPED, PROMPT]
+EXAMPLES = [EXAMPLE, ROTARY, WINDOW, GROUPED]
 
 
 @pytest.mark.parametrize('file', EXAMPLES, ids=lambda file: file.stem)
@@ -702,110 +701,6 @@ def test_a_run_of_a_family(corpus, uninterrupted, monkeypatch, tmp_path):
     (tmp_path / 'empty/wide_t5.py').unlink()
     importlib.invalidate_caches()
     assert_refused(lambda: infer.load(directory), 'own_model.py is missing')
-
-
-# Prompt tuning: parameters of one's own are trained and saved alone, and the encoder reads them first.
-
-
-def prompt_config(corpus, base, steps=2, mesh=(1, 1), **settings):
-    config = small_config(corpus, steps, *mesh)
-    config.model.update(module=str(PROMPT), dropout_rate=0.0, **settings)
-    config.model.options.length = 3
-    config.data.pack = 'no'
-    config.restore.path = str(base)
-    config.save.every_steps = 1
-    config.optimizer.multiply_by_parameter_scale = False  # LoRA's adapters begin at 0
-    config.learning_rate.base_learning_rate = 0.1
-    return config
-
-
-@pytest.fixture(scope='module')
-def prompted(corpus, uninterrupted, make_once):
-    """The workdir of such a run of two steps. Tests only read it."""
-    return make_once('prompted', lambda folder: run(prompt_config(corpus, uninterrupted), folder))
-
-
-def test_a_prompt_needs_a_base(corpus):
-    config = prompt_config(corpus, '')
-    config.restore.path = ''
-    spec = make_spec(config)
-    assert spec.trained == ('prompt/embedding',)
-    assert spec.state_shapes.params['prompt/embedding'].shape == (3, 16)
-    assert_refused(lambda: choose_initial(config, wanted(spec)), "restore.path=''")
-    config.model.lora_rank = 2
-    trained = make_spec(config).trained
-    assert 'prompt/embedding' in trained and len(trained) == 1 + 2 * 2 * 3
-
-
-@pytest.mark.slow
-def test_a_checkpoint_has_the_prompt_alone(corpus, uninterrupted, prompted, tmp_path):
-    found = state_of(prompted, 2)
-    assert [path for path in found if checkpoint.is_parameter(path)] == ['target/prompt/embedding']
-    assert sum(x.size for x in found.values()) < 200
-    first = state_of(prompted, 1)['target/prompt/embedding']
-    assert np.abs(found['target/prompt/embedding'] - first).max() > 1e-3
-    # The run goes on, the steps are the same; and so on other devices.
-    run(prompt_config(corpus, uninterrupted, steps=1), tmp_path / 'again')
-    run(prompt_config(corpus, uninterrupted), tmp_path / 'again')
-    np.testing.assert_array_equal(
-        state_of(tmp_path / 'again', 2)['target/prompt/embedding'], found['target/prompt/embedding']
-    )
-    run(prompt_config(corpus, uninterrupted, mesh=(2, 2)), tmp_path / 'mesh')
-    assert_close(state_of(tmp_path / 'mesh', 2), found, 1e-4)
-    assert_refused(lambda: prepare(small_config(corpus), prompted), 'own_model.py')
-
-
-@pytest.mark.slow
-def test_a_prompt_is_merged_into_its_base(uninterrupted, prompted, tmp_path):
-    """By infer.load: it generates, scores and encodes, also on a mesh; encodings are of the inputs alone."""
-    base = infer.load(uninterrupted)
-    t5 = infer.load(prompted)
-    embedding = state_of(prompted, 2)['target/prompt/embedding']
-    np.testing.assert_array_equal(t5.arrays['prompt/embedding'], embedding)
-    for path, x in base.arrays.items():
-        np.testing.assert_array_equal(t5.arrays[path], x)
-    batch = check_answers(t5, is_long=False)
-    on_mesh = infer.load(prompted, mesh=make_mesh(2, 2))
-    assert_close(on_mesh.logits(batch), t5.logits(batch), 1e-5)
-    expected = np.asarray(t5.logits(batch))
-    stepwise = stepwise_logits(t5.config, make_mesh(2, 2))
-    tokens = [batch[name] for name in ('encoder_input_tokens', 'decoder_input_tokens')]
-    is_target = batch['decoder_target_tokens'] > 0
-    assert_close(
-        np.asarray(stepwise(on_mesh.arrays, *tokens))[is_target], expected[is_target], 1e-5
-    )
-    # The base reads other inputs, and the length of encodings is that of the inputs.
-    assert np.abs(base.logits(batch) - expected).max() > 1e-3
-    inputs = [[5, 6, 7, 1], [8, 1]]
-    encoded, mask = t5.encode(inputs)
-    assert encoded.shape == (2, 4, 16) and mask.sum() == 6
-    assert_close(t5.encode(inputs[1:])[0][0], encoded[1, :2], 1e-5)
-    assert np.abs(encoded - base.encode(inputs)[0]).max() > 1e-3
-    beams = t5.generate(inputs, 8, beam_size=3, num_return=2)
-    assert on_mesh.generate(inputs, 8, beam_size=3, num_return=2) == beams
-    scores = t5.score([inputs[0]] * 2, beams[0])
-    [of_choices] = infer.score_batch(t5, [infer.Example(inputs[0], beams[0])])
-    assert_close(of_choices, scores, 1e-5)
-    # An encoder alone, and a conversion.
-    assert_close(infer.load(prompted, part='encoder').encode(inputs)[0], encoded, 1e-6)
-    convert.convert_checkpoint(prompted, tmp_path / 't5x', 't5x')
-    assert_close(infer.load(tmp_path / 't5x').logits(batch), expected, 1e-6)
-
-
-@pytest.mark.slow
-def test_a_prompt_and_lora(corpus, uninterrupted, tmp_path):
-    config = prompt_config(corpus, uninterrupted, lora_rank=2, mesh=(2, 2))
-    run(config, tmp_path / 'run')
-    found = checkpoint.parameters(state_of(tmp_path / 'run', 2))
-    base = infer.load(uninterrupted)
-    assert 'prompt/embedding' in found and len(found) == 1 + 2 * 2 * 3
-    unmerged = infer.T5(own_model.load(config.model), base.arrays | found, base.mesh)
-    t5 = infer.load(tmp_path / 'run')
-    batch = random_batch(seed=0, vocab_size=300)
-    assert_close(t5.logits(batch), unmerged.logits(batch), 1e-5)
-    check_answers(t5, is_long=False)
-    config.train.steps = 3
-    run(config, tmp_path / 'run')
 
 
 @pytest.mark.slow

@@ -1,0 +1,86 @@
+"""Prompt tuning: T5 whose encoder reads learned vectors before its inputs. They alone are trained.
+
+A checkpoint holds the prompt, length * emb_dim numbers, beside the checkpoint of the base that restore.path
+names. A vector begins as the embedding of a text of `texts`, the mean over its pieces; those that are left, as the
+embeddings of pieces drawn from the most frequent ones of the vocabulary.
+
+The letters are model.py's, and P the vectors of the prompt.
+
+Source: Lester et al. 2021 (prompt tuning) §2.1 and §3.
+"""
+
+import dataclasses
+
+import haiku as hk
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import model
+
+PROMPT = 'prompt/embedding'  # the path of the parameter
+FIRST_PIECE = 3  # after padding, EOS and unknown
+MOST_FREQUENT = 5000  # T5's pieces are ordered by frequency
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    length: int = dataclasses.field(
+        default=100, metadata={'range': (1, 10_000), 'help': 'Vectors of the prompt.'}
+    )
+    texts: tuple[str, ...] = dataclasses.field(
+        default=(), metadata={'help': 'A vector begins as each, such as the names of classes.'}
+    )
+
+
+class Prompt(hk.Module):
+    def __call__(self, config, x_bMD, segments_bM):
+        """Return x_bMD and segments_bM with the prompt before them."""
+        length = config.options.length
+        initializer = hk.initializers.RandomUniform(-0.5, 0.5)
+        shape = (length, config.emb_dim)
+        prompt_PD = hk.get_parameter('embedding', shape, jnp.float32, initializer)
+        prompt_bPD = jnp.repeat(prompt_PD[None].astype(x_bMD.dtype), len(x_bMD), axis=0)
+        segments_bP = jnp.ones([len(x_bMD), length], jnp.int32)
+        x_bMD = jnp.concatenate([prompt_bPD, x_bMD], axis=1)
+        return x_bMD, jnp.concatenate([segments_bP, segments_bM.astype(jnp.int32)], axis=1)
+
+
+def encoder_inputs(config, x_bMD, segments_bM):
+    return Prompt(name='prompt')(config, x_bMD, segments_bM)
+
+
+def initial_adapters(config, read, vocabulary, seed):
+    """Return {path: array} of the prompt with which a run on a base begins."""
+    length = config.options.length
+    texts = list(map(str, config.options.texts))
+    if len(texts) > length:
+        raise ValueError(
+            f'model.options.texts has {len(texts)} texts, and model.options.length={length}: each text is one '
+            f'vector: leave some out, or set model.options.length={len(texts)} or more'
+        )
+    table_vD = read('token_embedder/embedding')
+    end = min(FIRST_PIECE + MOST_FREQUENT, vocabulary.size, len(table_vD))
+    rng = np.random.default_rng(seed)
+    drawn = rng.choice(np.arange(FIRST_PIECE, end), length, replace=end - FIRST_PIECE < length)
+    prompt_PD = np.array(table_vD[drawn], np.float32)
+    for i, ids in enumerate(vocabulary.encode(texts)):
+        if not len(ids):
+            raise ValueError(
+                f'model.options.texts[{i}]={texts[i]!r} has no pieces: leave it out, or write its words'
+            )
+        prompt_PD[i] = np.mean(table_vD[np.array(ids)], axis=0, dtype=np.float32)
+    return {PROMPT: prompt_PD}
+
+
+def modules(default):
+    """Return the parts of T5 with a prompt."""
+    return dataclasses.replace(
+        default,
+        encoder_inputs=encoder_inputs,
+        adapters=PROMPT,
+        initial_adapters=initial_adapters,
+        may_pack=False,  # packed examples would share the prompt
+        specs=(*default.specs, (PROMPT, P(None, None))),
+        flops=lambda c, S, T: model.flops(c, c.options.length + S, T),
+    )

@@ -1,0 +1,225 @@
+"""Folders of the package peft: adapters by Hugging Face's names, over a base that adapter_config.json names.
+
+    adapter_config.json             the kind, its settings, and base_model_name_or_path
+    adapter_model.safetensors       arrays by name
+
+peft's LoRA is ours, with both matrices transposed. Its scale is alpha / rank, with rsLoRA alpha / sqrt(rank), and
+both may differ between kernels. DoRA gives each column of a kernel the length that it stores. peft's prompt tuning
+is families/prompt_tuning.py: of a prompt for each stack, T5 reads the encoder's.
+
+Source: peft 0.21 tuners/lora/{model,layer,dora}.py, peft_model.py.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import checkpoint
+import paths
+from checkpoint import Leaf
+from formats import hugging_face
+from formats.hugging_face import SafetensorsEntry
+from formats.vocabulary import ADAPTER_CONFIG
+from messages import first_ten
+from model import T5Config
+
+WEIGHTS = 'adapter_model.safetensors'
+PICKLE = 'adapter_model.bin'
+LORA = 'LORA'
+PROMPT_TUNING = 'PROMPT_TUNING'
+PROMPT_FAMILY = 'prompt_tuning'
+PROMPT = 'prompt/embedding'  # our path
+PROMPT_NAME = 'prompt_embeddings'
+TABLE = 'token_embedder/embedding'
+# {their array: our adapter} of a kernel.
+ADAPTERS = {
+    'lora_A.weight': 'lora_a',
+    'lora_B.weight': 'lora_b',
+    'lora_magnitude_vector': 'magnitude',
+    'lora_magnitude_vector.weight': 'magnitude',
+}
+ARRAY = re.compile(rf'base_model\.model\.(.+?)\.({"|".join(ADAPTERS)}|(?:base_layer\.)?weight)')
+MERGE = (
+    "merge it into its base with peft's merge_and_unload, if it can, and save_pretrained the model"
+)
+# The settings of LoRA that are read, or mean nothing for a model that is trained.
+KNOWN = {
+    'alpha_pattern', 'auto_mapping', 'base_model_name_or_path', 'bias', 'corda_config', 'ensure_weight_tying',
+    'eva_config', 'exclude_modules', 'fan_in_fan_out', 'inference_mode', 'init_lora_weights', 'layers_pattern',
+    'layers_to_transform', 'loftq_config', 'lora_alpha', 'lora_dropout', 'lora_ga_config', 'megatron_config',
+    'megatron_core', 'modules_to_save', 'peft_type', 'peft_version', 'qalora_group_size', 'r', 'rank_pattern',
+    'revision', 'runtime_config', 'target_modules', 'task_type', 'use_dora', 'use_rslora',
+}  # fmt: skip
+# Values of init_lora_weights with which training begins by changing the base.
+CHANGES_BASE = ('pissa', 'olora', 'loftq', 'corda', 'lora_ga')
+
+
+class Lora(NamedTuple):
+    """The adapters of one kernel, with our shapes."""
+
+    lora_a: SafetensorsEntry  # [rows, rank]
+    lora_b: SafetensorsEntry  # [rank, columns]
+    alpha: float  # over the rank it is the scale
+    magnitude: SafetensorsEntry | None  # of DoRA, [columns]
+
+
+class Adapters(NamedTuple):
+    """What a folder holds, by our paths."""
+
+    kernels: dict[str, Lora]
+    arrays: dict[str, Leaf]  # they take the place of the base's
+
+
+def is_folder(folder: paths.AnyPath) -> bool:
+    """Return whether a folder holds adapters, and not a model of its own."""
+    names = (hugging_face.WEIGHTS, hugging_face.WEIGHTS_INDEX)
+    has_model = any(paths.is_file(folder / name) for name in names)
+    return paths.is_file(folder / ADAPTER_CONFIG) and not has_model
+
+
+def check_not_part(file: paths.AnyPath) -> None:
+    """Raise ValueError if `file` is one of a folder of adapters."""
+    if file.name in (ADAPTER_CONFIG, WEIGHTS, PICKLE):
+        raise ValueError(f'{file} is one file of adapters: name its folder, {file.parent}')
+
+
+def read_settings(folder: paths.AnyPath) -> dict:
+    """Return adapter_config.json. Raises ValueError for a kind of adapters that is not read."""
+    file = folder / ADAPTER_CONFIG
+    if not isinstance(folder, Path):
+        raise ValueError(f'{folder}: safetensors are read from a disk only: copy the folder')
+    settings = paths.read_json(file)
+    kind = settings.get('peft_type')
+    if kind not in (LORA, PROMPT_TUNING):
+        raise ValueError(
+            f'{file}: peft_type={kind!r}: only {LORA} and {PROMPT_TUNING} are read: {MERGE}'
+        )
+    if kind == LORA:
+        for name, value in settings.items():
+            if value and name not in KNOWN:
+                raise ValueError(f'{file}: {name}={str(value):.80} is not read: {MERGE}')
+        init = settings.get('init_lora_weights')
+        if str(init).lower().startswith(CHANGES_BASE):
+            raise ValueError(
+                f'{file}: init_lora_weights={init!r} changes the base: save the adapters with '
+                'path_initial_model_for_weight_conversion, which makes them those of the base as it was'
+            )
+    if not isinstance(settings.get('base_model_name_or_path'), str):
+        raise ValueError(
+            f'{file}: base_model_name_or_path={settings.get("base_model_name_or_path")!r}: write the folder of the '
+            'model that the adapters were trained on'
+        )
+    return settings
+
+
+def read_index(
+    folder: Path, settings: Mapping, config: T5Config, base: Mapping[str, Leaf]
+) -> Adapters:
+    """Return the adapters of a folder; read headers only.
+
+    `config` and `base`, {our path: leaf}, are the base's. Raises ValueError unless all arrays are adapters of the
+    base with its shapes.
+    """
+    file = folder / WEIGHTS
+    if not paths.is_file(file) and paths.is_file(folder / PICKLE):
+        raise ValueError(
+            f'{folder} has no {WEIGHTS}; {PICKLE}: a pickle can run code: load it with peft, if you trust it, and '
+            'save_pretrained it as safetensors'
+        )
+    entries = hugging_face.read_header(paths.own_file(file))
+    if settings['peft_type'] == PROMPT_TUNING:
+        return _read_prompt(file, settings, config, entries)
+
+    # Adapters by our paths.
+    of_names = {name: path for path, name in hugging_face.parameter_names(config).items()}
+    found: dict[str, dict[str, SafetensorsEntry]] = {}
+    arrays: dict[str, Leaf] = {}
+    unknown = []
+    for name, entry in entries.items():
+        match = ARRAY.fullmatch(name)
+        path = of_names.get(f'{match[1]}.weight', '') if match else ''
+        if not match or path not in base:
+            unknown.append(name)
+        elif match[2] in ADAPTERS and path.endswith('/kernel') and len(base[path].shape) == 2:
+            found.setdefault(path, {})[ADAPTERS[match[2]]] = entry
+        elif path != TABLE and match[2] not in ADAPTERS:
+            arrays[path] = entry.T if hugging_face.is_transposed(path) else entry
+        elif path != TABLE or not np.array_equal(entry.read(), checkpoint.read_leaf(base[path])):
+            unknown.append(name)
+    if unknown or not (found or arrays):
+        hint = ''
+        if config.logits_via_embedding and any('.lm_head.' in name for name in unknown):
+            hint = ' (the lm_head of the base is its token table)'
+        raise ValueError(
+            f'{file} has {first_ten(unknown) or "no arrays"}, which are no adapters of a matrix of its base{hint}: {MERGE}'
+        )
+    for path, x in arrays.items():
+        if x.shape != tuple(base[path].shape):
+            raise ValueError(
+                f'{file}: {path} is {tuple(x.shape)}, and {tuple(base[path].shape)} in the base: set '
+                'base_model_name_or_path to the model that the adapters were trained on'
+            )
+
+    kernels = {}
+    names = hugging_face.parameter_names(config)
+    for path, adapters in found.items():
+        module = names[path].removesuffix('.weight')
+        rank = _setting(folder, settings, 'r', 'rank_pattern', module)
+        alpha = _setting(folder, settings, 'lora_alpha', 'alpha_pattern', module)
+        kernel = arrays.get(path, base[path])
+        rows, columns = kernel.shape
+        expected: dict[str, tuple[int, ...]]
+        expected = {'lora_a': (rank, rows), 'lora_b': (columns, rank)}
+        if settings.get('use_dora'):
+            expected['magnitude'] = (columns,)
+        shapes = {name: entry.shape for name, entry in adapters.items()}
+        if shapes != expected:
+            raise ValueError(
+                f'{file}: {module} has adapters of the shapes {shapes}, and {ADAPTER_CONFIG} and the base say {expected}: '
+                'bring both files of one adapter, and set base_model_name_or_path to its base'
+            )
+        if settings.get('use_rslora'):
+            alpha *= math.sqrt(rank)
+        kernels[path] = Lora(
+            adapters['lora_a'].T, adapters['lora_b'].T, alpha, adapters.get('magnitude')
+        )
+    return Adapters(kernels, arrays)
+
+
+def _setting(folder: Path, settings: Mapping, name: str, of_modules: str, module: str) -> Any:
+    """Return a number of `settings`, that of a pattern in `of_modules` where one matches the module."""
+    value = settings.get(name)
+    patterns = settings.get(of_modules) or {}
+    try:
+        for pattern, other in patterns.items():
+            if re.fullmatch(rf'(.*\.)?({pattern})', module):
+                name = f'{of_modules}[{pattern!r}]'
+                value = other
+                break
+    except (AttributeError, re.error) as error:
+        raise ValueError(
+            f'{folder / ADAPTER_CONFIG}: {of_modules}={patterns!r} ({error}): must have numbers by patterns of names'
+        ) from None
+    kinds = (int,) if of_modules == 'rank_pattern' else (int, float)
+    if not isinstance(value, kinds) or not 0 < value < 2**31:
+        raise ValueError(f'{folder / ADAPTER_CONFIG}: {name}={value!r}: must be a number above 0')
+    return value
+
+
+def _read_prompt(
+    file: Path, settings: Mapping, config: T5Config, entries: Mapping[str, SafetensorsEntry]
+) -> Adapters:
+    """Return the prompt of the encoder, which comes before that of the decoder if there is one."""
+    length = settings.get('num_virtual_tokens')
+    shapes = {name: entry.shape for name, entry in entries.items()}
+    num_rows = [length, 2 * length] if isinstance(length, int) and length > 0 else []
+    if shapes not in [{PROMPT_NAME: (rows, config.emb_dim)} for rows in num_rows]:
+        raise ValueError(
+            f'{file} has {shapes}, with num_virtual_tokens={length!r} and {config.emb_dim} numbers for a token in the '
+            f'base: must have {PROMPT_NAME} of these sizes: bring both files of one adapter'
+        )
+    return Adapters({}, {PROMPT: entries[PROMPT_NAME].read()[:length]})

@@ -1,0 +1,422 @@
+"""peft's folders: its own logits, there and back, and folders that are not read.
+
+golden/peft: folders that peft 0.21.2 saved over golden/hf_t5_1_1, and the logits of its models in float32 on a CPU,
+written by PYTHONPATH=tests/formats:tests:. python -c 'import peft_test; peft_test.write_golden()'.
+Tolerances are max|a-b| <= tol * max|b|.
+"""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+from forms import first_quick
+from safetensors.numpy import load_file, save_file
+from small_models import assert_close, assert_refused, random_params, t5_config
+
+import checkpoint
+import formats.open
+import infer
+import model
+import partition
+from formats import own_model, peft, write_hugging_face, write_peft
+from formats.vocabulary import find_vocabulary
+from modes import convert
+
+FOLDER = pathlib.Path(__file__).parents[1] / 'golden'
+GOLDEN = FOLDER / 'peft'
+TOLERANCE = 1e-5
+# The arguments of peft.LoraConfig.
+PATTERNS = {
+    'target_modules': ['q', 'k', 'v', 'o', 'wi_0', 'wi_1', 'wo'],
+    'rank_pattern': {'wo': 5, r'decoder\.block\.1\..*\.EncDecAttention\.q': 3},
+    'alpha_pattern': {'SelfAttention.q': 3, 'wi_0': 0.5},
+}
+LORAS = {
+    'patterns': PATTERNS,
+    'rslora': {'target_modules': ['q', 'v'], 'use_rslora': True},
+    'dora': {'target_modules': ['v', 'wi_0'], 'use_dora': True},
+    'lm_head': {'target_modules': ['q', 'lm_head']},
+    'one_module': {'target_modules': r'.*encoder\.block\.1.*\.o'},
+    'saved': {'target_modules': ['q'], 'modules_to_save': ['lm_head', 'final_layer_norm']},
+}
+GOLDEN_ADAPTERS = {**LORAS, 'prompt': {'num_virtual_tokens': 4}}
+del GOLDEN_ADAPTERS['one_module']
+SIZES = {
+    'vocab_size': 96,
+    'dtype': 'float32',
+    'emb_dim': 16,
+    'num_heads': 2,
+    'num_encoder_layers': 2,
+    'num_decoder_layers': 2,
+    'head_dim': 6,
+    'mlp_dim': 24,
+    'mlp_activations': ('gelu', 'linear'),
+    'logits_via_embedding': False,
+    'relpos_bias_per_layer': False,
+}
+MODELS = {
+    't5': {'mlp_activations': ('relu',), 'logits_via_embedding': True},
+    't5_1_1': {},
+    'mt5': {},
+    'umt5': {'relpos_bias_per_layer': True},
+}
+
+
+def token_batch(vocab_size, rows=3, inputs=13, targets=7):
+    """Rows of several lengths, T5X's features."""
+    rng = np.random.default_rng(1)
+    encoder = rng.integers(2, vocab_size, [rows, inputs], np.int32)
+    encoder[0, 4:] = 0
+    decoder = rng.integers(2, vocab_size, [rows, targets], np.int32)
+    shifted = np.pad(decoder, [(0, 0), (1, 0)])[:, :-1]
+    names = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
+    return dict(zip(names, (encoder, shifted, decoder), strict=True))
+
+
+def write_base(folder, name):
+    """A folder of transformers with random parameters."""
+    config = t5_config(**SIZES | MODELS[name])
+    write_hugging_face.write(folder, config, random_params(config))
+    if name == 'mt5':
+        architectures = ['MT5ForConditionalGeneration']
+        edit_json(folder / 'config.json', model_type='mt5', architectures=architectures)
+    return config
+
+
+def edit_json(file, **changes):
+    """Changes some keys; None removes one."""
+    content = json.loads(file.read_text()) | changes
+    for key, value in changes.items():
+        if value is None:
+            del content[key]
+    file.write_text(json.dumps(content))
+
+
+def edit_arrays(folder, **changes):
+    """Changes some arrays, '__' in a name standing for '.'; None removes one."""
+    changes = {name.replace('__', '.'): x for name, x in changes.items()}
+    arrays = load_file(folder / peft.WEIGHTS) | changes
+    arrays = {name: x for name, x in arrays.items() if x is not None}
+    save_file(arrays, folder / peft.WEIGHTS, {'format': 'pt'})
+
+
+# Golden folders.
+
+
+@pytest.fixture(scope='module')
+def golden_logits():
+    return np.load(GOLDEN / 'logits.npz')
+
+
+@pytest.fixture
+def at_the_base(monkeypatch):
+    """The current folder, in which the golden folders name their base."""
+    monkeypatch.chdir(FOLDER)
+
+
+@pytest.mark.parametrize('name', first_quick(GOLDEN_ADAPTERS))
+def test_the_logits_of_peft(name, golden_logits, at_the_base):
+    t5 = infer.load(GOLDEN / name)
+    assert_close(t5.logits(token_batch(384)), golden_logits[name], TOLERANCE)
+
+
+@pytest.mark.slow
+def test_the_folders_differ(golden_logits):
+    base = infer.load(FOLDER / 'hf_t5_1_1').logits(token_batch(384))
+    for name in golden_logits:
+        difference = np.abs(golden_logits[name] - base).max()
+        assert difference > 1e-2 * np.abs(base).max(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('form', ['t5x', 'hf'])
+def test_converted(form, golden_logits, at_the_base, tmp_path):
+    for name in ('patterns', 'dora'):
+        convert.convert_checkpoint(f'peft/{name}', tmp_path / name, form)
+        logits = infer.load(tmp_path / name).logits(token_batch(384))
+        assert_close(logits, golden_logits[name], TOLERANCE)
+    assert_refused(
+        lambda: convert.convert_checkpoint('peft/dora', tmp_path / 'x', 'peft'),
+        'no adapters of a run',
+    )
+
+
+def test_an_encoder_alone(at_the_base):
+    t5 = infer.load(GOLDEN / 'patterns', part='encoder')
+    assert t5.config.num_decoder_layers == 0
+    whole = infer.load(GOLDEN / 'patterns')
+    for path, x in t5.arrays.items():
+        np.testing.assert_array_equal(x, whole.arrays[path])
+
+
+def test_the_vocabulary_is_that_of_the_base(tmp_path, at_the_base):
+    shutil.copytree(GOLDEN / 'rslora', tmp_path / 'rslora')
+    shutil.copytree(FOLDER / 'hf_t5_1_1', tmp_path / 'base')
+    shutil.copy(FOLDER / 'hunt/good.model', tmp_path / 'base/spiece.model')
+    edit_json(tmp_path / 'rslora/adapter_config.json', base_model_name_or_path=f'{tmp_path}/base')
+    expected = find_vocabulary(tmp_path / 'base')
+    assert find_vocabulary(tmp_path / 'rslora').names == expected.names
+    assert find_vocabulary(GOLDEN / 'rslora') is None
+
+
+# Folders that are not read.
+
+
+@pytest.fixture
+def copies(tmp_path, at_the_base):
+    """Return a copy of a golden folder."""
+
+    def copy(name):
+        shutil.copytree(GOLDEN / name, tmp_path / name)
+        return tmp_path / name
+
+    return copy
+
+
+@pytest.mark.parametrize('changes, name', [
+    ({'peft_type': 'IA3'}, "peft_type='IA3'"),
+    ({'peft_type': None}, 'peft_type=None'),
+    ({'use_qalora': True}, 'use_qalora=True'),
+    ({'lora_bias': True}, 'lora_bias=True'),
+    ({'trainable_token_indices': [1, 2]}, 'trainable_token_indices=[1, 2]'),
+    ({'layer_replication': [[0, 1]]}, 'layer_replication=[[0, 1]]'),
+    ({'a_new_one': {'x': 1}}, "a_new_one={'x': 1}"),
+    ({'init_lora_weights': 'pissa_niter_4'}, "init_lora_weights='pissa_niter_4'"),
+    ({'base_model_name_or_path': None}, 'base_model_name_or_path=None'),
+    ({'base_model_name_or_path': 'google/t5-v1_1-small'}, "base_model_name_or_path='google/t5-v1_1-small'"),
+    ({'base_model_name_or_path': 'peft/dora'}, 'it holds adapters itself'),
+    ({'base_model_name_or_path': 't5x_t5_1_0_tiny/checkpoint_0'}, 'are no adapters of a matrix of its base'),
+    ({'r': 3}, 'SelfAttention.q has adapters of the shapes'),
+    ({'r': 0}, 'r=0'),
+    ({'r': 2.5}, 'r=2.5'),
+    ({'lora_alpha': 'x'}, "lora_alpha='x'"),
+    ({'rank_pattern': {'q': 4}}, 'SelfAttention.q has adapters of the shapes'),
+    ({'alpha_pattern': {'q': -1}}, "alpha_pattern['q']=-1"),
+    ({'alpha_pattern': {'(': 1}}, "alpha_pattern={'(': 1}"),
+    ({'alpha_pattern': [1]}, 'alpha_pattern=[1]'),
+    ({'use_dora': True}, 'SelfAttention.q has adapters of the shapes'),
+])  # fmt: skip
+def test_settings_that_are_not_read(copies, changes, name):
+    folder = copies('lm_head')
+    edit_json(folder / 'adapter_config.json', **changes)
+    assert_refused(lambda: formats.open.open_model(folder), name)
+
+
+Q = 'base_model__model__encoder__block__0__layer__0__SelfAttention__q__'
+
+
+@pytest.mark.parametrize('changes, name', [
+    ({f'{Q}lora_B__weight': None}, 'SelfAttention.q has adapters of the shapes'),
+    ({f'{Q}lora_A__weight': np.ones([2, 5], np.float32)}, 'SelfAttention.q has adapters of the shapes'),
+    ({f'{Q}lora_A__weight': np.ones([2, 32], np.int32)}, 'is I32'),
+    ({f'{Q}lora_A__bias': np.ones(3, np.float32)}, 'q.lora_A.bias'),
+    ({'base_model__model__shared__lora_embedding_A': np.ones([2, 384], np.float32)}, 'shared.lora_embedding_A'),
+    ({'base_model__model__shared__weight': np.ones([384, 32], np.float32)}, 'shared.weight'),
+    ({'base_model__model__encoder__final_layer_norm__lora_A__weight': np.ones([2, 32], np.float32)}, 'final_layer_norm'),
+    ({'base_model__model__classification_head__weight': np.ones([2, 2], np.float32)}, 'classification_head'),
+    ({'base_model__model__lm_head__base_layer__weight': np.ones([90, 32], np.float32)}, 'decoder/logits_dense/kernel is (32, 90)'),
+])  # fmt: skip
+def test_arrays_that_are_not_read(copies, changes, name):
+    folder = copies('lm_head')
+    edit_arrays(folder, **changes)
+    assert_refused(lambda: formats.open.open_model(folder), name)
+
+
+def test_a_token_table_that_is_the_one_of_the_base(copies):
+    """save_embedding_layers of peft writes it."""
+    folder = copies('lm_head')
+    table = load_file(FOLDER / 'hf_t5_1_1/model.safetensors')['shared.weight']
+    edit_arrays(folder, base_model__model__shared__weight=table)
+    assert formats.open.open_model(folder).config.vocab_size == len(table)
+
+
+def test_the_lm_head_of_a_tied_base(copies, tmp_path):
+    write_base(tmp_path / 'tied', 't5')
+    folder = copies('lm_head')
+    edit_json(folder / 'adapter_config.json', base_model_name_or_path=f'{tmp_path}/tied')
+    assert_refused(
+        lambda: formats.open.open_model(folder), 'the lm_head of the base is its token table'
+    )
+
+
+@pytest.mark.parametrize('length', [0, 3, None, '4'])
+def test_prompts_that_are_not_read(copies, length):
+    folder = copies('prompt')
+    edit_json(folder / 'adapter_config.json', num_virtual_tokens=length)
+    name = f'num_virtual_tokens={length!r}'
+    assert_refused(lambda: formats.open.open_model(folder), name)
+
+
+def test_files_of_a_folder(copies):
+    folder = copies('rslora')
+    for file in folder.iterdir():
+        assert_refused(
+            lambda file=file: formats.open.open_model(file), f'name its folder, {folder}'
+        )
+    save_file({}, folder / peft.WEIGHTS)
+    assert_refused(lambda: formats.open.open_model(folder), 'has no arrays')
+    (folder / peft.WEIGHTS).rename(folder / peft.PICKLE)
+    assert_refused(lambda: formats.open.open_model(folder), 'a pickle can run code')
+    (folder / peft.PICKLE).unlink()
+    assert_refused(lambda: formats.open.open_model(folder), f'{peft.WEIGHTS} is missing')
+    (folder / 'adapter_config.json').write_text('[]')
+    assert_refused(lambda: formats.open.open_model(folder), 'adapter_config.json is damaged')
+
+
+# Writing.
+
+
+def random_lora(config, targets):
+    """The config with adapters, and all its parameters, of which none is 0."""
+    adapted = dataclasses.replace(config, lora_rank=3, lora_alpha=1.5, lora_targets=targets)
+    return adapted, random_params(adapted) | random_params(config)
+
+
+def write_lora(folder, config, params, base):
+    kernels = {}
+    for path in params:
+        if path.endswith('/lora_a'):
+            scope = path.removesuffix('/lora_a')
+            kernels[f'{scope}/kernel'] = (params[path], params[f'{scope}/lora_b'])
+    write_peft.write(folder, config, kernels, None, str(base))
+
+
+@pytest.mark.parametrize('targets, expected', [
+    ('.+/(query|value)/kernel', ['q', 'v']),
+    ('.+/kernel', ['k', 'lm_head', 'o', 'q', 'v', 'wi_0', 'wi_1', 'wo']),
+    ('encoder/layers_1/attention/query/kernel', ['encoder.block.1.layer.0.SelfAttention.q']),
+])  # fmt: skip
+def test_written_is_read(tmp_path, targets, expected):
+    base = write_base(tmp_path / 'base', 't5_1_1')
+    config, params = random_lora(base, targets)
+    write_lora(tmp_path / 'new/lora', config, params, tmp_path / 'base')
+    settings = json.loads((tmp_path / 'new/lora/adapter_config.json').read_text())
+    assert settings['target_modules'] == expected
+    opened = formats.open.open_model(tmp_path / 'new/lora')
+    assert opened.config == base
+    for path, x in model.merge_adapters(config, params).items():
+        np.testing.assert_array_equal(checkpoint.read_leaf(opened.leaves[f'target/{path}']), x)
+    assert_refused(
+        lambda: write_lora(tmp_path / 'new/lora', config, params, ''), 'exists: remove it'
+    )
+
+
+@pytest.mark.parametrize('folder', ['t5x_t5_1_1_tiny/checkpoint_0', 'hf_t5_1_1'])
+def test_a_checkpoint_without_adapters(folder, tmp_path):
+    assert_refused(
+        lambda: convert.convert_checkpoint(FOLDER / folder, tmp_path / 'x', 'peft'), '--format=peft'
+    )
+    assert not (tmp_path / 'x').exists()
+
+
+# With peft.
+
+
+def adapt(base, lora):
+    """The model in the folder `base` with adapters of random values, of peft."""
+    import torch
+    import transformers
+
+    import_peft = pytest.importorskip('peft')
+    torch.manual_seed(0)
+    module = transformers.AutoModelForSeq2SeqLM.from_pretrained(base)
+    kind = import_peft.LoraConfig
+    if 'num_virtual_tokens' in lora:
+        kind = import_peft.PromptTuningConfig
+    else:
+        lora = {'r': 2, 'lora_alpha': 8, 'init_lora_weights': False} | lora
+    adapted = import_peft.get_peft_model(module, kind(task_type='SEQ_2_SEQ_LM', **lora))
+    for x in adapted.parameters():
+        if x.requires_grad:  # also what begins as the base has it, such as the lengths of DoRA
+            x.data += torch.randn(x.shape) * 0.1
+    return adapted
+
+
+def their_logits(module, batch):
+    import torch
+
+    inputs = torch.tensor(batch['encoder_input_tokens']).long()
+    shifted = torch.tensor(batch['decoder_input_tokens']).long()
+    with torch.no_grad():
+        mask = (inputs > 0).long()
+        module = module.eval()
+        return module(
+            input_ids=inputs, attention_mask=mask, decoder_input_ids=shifted
+        ).logits.numpy()
+
+
+def write_golden():
+    base = FOLDER / 'hf_t5_1_1'
+    logits = {}
+    for name, lora in GOLDEN_ADAPTERS.items():
+        adapted = adapt(base, lora)
+        adapted.save_pretrained(GOLDEN / name)
+        (GOLDEN / name / 'README.md').unlink()
+        edit_json(GOLDEN / name / 'adapter_config.json', base_model_name_or_path='hf_t5_1_1')
+        logits[name] = their_logits(adapted, token_batch(384))
+    np.savez_compressed(GOLDEN / 'logits.npz', **logits)
+
+
+@pytest.fixture
+def with_peft():
+    pytest.importorskip('torch')
+    pytest.importorskip('transformers')
+    return pytest.importorskip('peft')
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize('lora', first_quick([*LORAS, 'prompt']))
+@pytest.mark.parametrize('name', first_quick(MODELS))
+def test_we_compute_what_peft_does(with_peft, tmp_path, name, lora):
+    write_base(tmp_path / 'base', name)
+    settings = LORAS.get(lora, {'num_virtual_tokens': 4})
+    if name == 't5':  # its MLP has one wi, and its lm_head is the token table
+        renamed = json.dumps(settings).replace('wi_0', 'wi').replace('"lm_head", ', '')
+        settings = json.loads(renamed)
+        if lora == 'lm_head':
+            pytest.skip('refused')
+    adapted = adapt(tmp_path / 'base', settings)
+    adapted.save_pretrained(tmp_path / 'lora')
+    batch = token_batch(96)
+    t5 = infer.load(tmp_path / 'lora')
+    assert_close(t5.logits(batch), their_logits(adapted, batch), TOLERANCE)
+    assert np.abs(infer.load(tmp_path / 'base').logits(batch) - t5.logits(batch)).max() > 1e-3
+
+
+def reopened(with_peft, base, folder):
+    import transformers
+
+    module = transformers.AutoModelForSeq2SeqLM.from_pretrained(base)
+    return with_peft.PeftModel.from_pretrained(module, folder)
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize(
+    'targets',
+    first_quick(['.+/(query|value)/kernel', '.+/kernel', 'decoder/layers_0/.+/out/kernel']),
+)
+@pytest.mark.parametrize('name', first_quick(MODELS))
+def test_peft_computes_what_we_do(with_peft, tmp_path, name, targets):
+    config, params = random_lora(write_base(tmp_path / 'base', name), targets)
+    write_lora(tmp_path / 'lora', config, params, tmp_path / 'base')
+    batch = token_batch(96)
+    ours = infer.T5(config, params, partition.make_mesh(data=1)).logits(batch)
+    theirs = their_logits(reopened(with_peft, tmp_path / 'base', tmp_path / 'lora'), batch)
+    assert_close(theirs, ours, TOLERANCE)
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize('name', first_quick(MODELS))
+def test_peft_reads_a_prompt_as_we_do(with_peft, tmp_path, name):
+    base = write_base(tmp_path / 'base', name)
+    config = own_model.as_family(base, 'prompt_tuning', {'length': 5})
+    params = random_params(config) | random_params(base)
+    write_peft.write(tmp_path / 'prompt', config, {}, params[peft.PROMPT], str(tmp_path / 'base'))
+    batch = token_batch(96)
+    ours = infer.T5(config, params, partition.make_mesh(data=1)).logits(batch)
+    theirs = their_logits(reopened(with_peft, tmp_path / 'base', tmp_path / 'prompt'), batch)
+    assert_close(theirs, ours, TOLERANCE)
+    assert_close(infer.load(tmp_path / 'prompt').logits(batch), ours, TOLERANCE)
