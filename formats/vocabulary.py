@@ -8,6 +8,7 @@ from pathlib import Path
 
 import paths
 from configs import check as settings
+from formats import tokenizer_json
 from messages import first_ten
 from paths import AnyPath
 from vocabulary import (
@@ -22,8 +23,8 @@ from vocabulary import (
     Vocabulary,
 )
 
-# What a SentencePiece model may be called, in the order in which a folder is searched.
-VOCABULARY_NAMES = ('vocabulary.model', 'spiece.model', 'sentencepiece.model')
+# What a vocabulary's file may be called, in the order in which a folder is searched.
+VOCABULARY_NAMES = ('vocabulary.model', 'spiece.model', 'sentencepiece.model', 'tokenizer.json')
 ADAPTER_CONFIG = 'adapter_config.json'  # of a folder of peft's adapters, which names their base
 TOKEN_FILES = [
     'added_tokens.json',
@@ -108,8 +109,10 @@ def folders_of(folder: AnyPath) -> list[AnyPath]:
 
 
 def read_model(file: AnyPath, extra_ids: int, remedy: str) -> SentencePieceVocabulary:
-    """Return the vocabulary of a SentencePiece model's file. Errors end with `remedy`."""
+    """Return the vocabulary of a SentencePiece model's file, or of a tokenizer.json. Errors end with `remedy`."""
     try:
+        if file.name == 'tokenizer.json':
+            return SentencePieceVocabulary(tokenizer_json.read_tokenizer(file), extra_ids)
         return SentencePieceVocabulary(file.read_bytes(), extra_ids)
     except ValueError as error:
         raise ValueError(f'{file}: {error}: {remedy}') from None
@@ -120,7 +123,10 @@ def stored_data(folder: AnyPath, extra_ids: int = DEFAULT_EXTRA_IDS) -> dict:
     defaults = {'extra_ids': extra_ids, 'vocabulary': ''}
     tokenizer = folder / 'tokenizer_config.json'
     if paths.is_file(tokenizer):
-        defaults['extra_ids'] = paths.read_json(tokenizer).get('extra_ids', extra_ids)
+        content = paths.read_json(tokenizer)
+        defaults['extra_ids'] = content.get('extra_ids', extra_ids)
+        if content.get('tokenizer_class') == 'ByT5Tokenizer':
+            defaults = {'extra_ids': 0, 'vocabulary': 'bytes'}
     return defaults | settings.read_stored(folder).get('data', {})
 
 
