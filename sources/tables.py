@@ -5,6 +5,7 @@ a table with data.delimiter is CSV with that delimiter, whatever its name.
 """
 
 import collections
+import functools
 import importlib.util
 import io
 import json
@@ -21,13 +22,6 @@ from sources import BadLine, BadLines, Record
 from sources.files import is_gzipped, kind_of
 from sources.heads import open_unzipped
 from sources.templates import fields_named, templates_of
-
-# A csv module of our own: its limit is not that of the process.
-csv_spec = importlib.util.find_spec('_csv')
-assert csv_spec and csv_spec.loader
-csv = importlib.util.module_from_spec(csv_spec)
-csv_spec.loader.exec_module(csv)
-csv.field_size_limit(2**31 - 1)
 
 # A longer row of CSV has a quote that nobody closed.
 MAX_ROW_BYTES = 1 << 24
@@ -302,12 +296,24 @@ def remedy_of_header(header: str, kind: str, remedy: str) -> str:
     return remedy
 
 
+@functools.cache
+def csv_module() -> Any:
+    """Return a csv module of our own: its limit is not that of the process."""
+    spec = importlib.util.find_spec('_csv')
+    assert spec and spec.loader
+    csv = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(csv)
+    csv.field_size_limit(2**31 - 1)
+    return csv
+
+
 def table_row(line: str, kind: str, delimiter: str) -> list[str]:
     """Return the columns of a row."""
     row = line.removesuffix('\n').removesuffix('\r')
     if kind == 'tsv':
         columns = row.split('\t')
     else:
+        csv = csv_module()
         file = io.StringIO(row, newline='')
         try:
             reader = csv.reader(
