@@ -23,7 +23,7 @@ import data
 from data import Example, Objective
 from messages import first_ten
 from randomness import permutation, random_bits
-from sources import NO_SPLIT, Document, FileRecord, Record, Share, Source
+from sources import NO_SPLIT, Document, FileRecord, Record, Share, Source, names_of_values
 from user_code import UserError
 from vocabulary import EOS_ID, Vocabulary
 
@@ -70,7 +70,7 @@ class OpenTask(NamedTuple, Generic[AnyTask]):
         except UserError as error:
             reason = str(error)
             if isinstance(error.__cause__, KeyError):
-                names = first_ten([repr(name) for name in record.fields])
+                names = first_ten([repr(name) for name in names_of_values(record.fields)])
                 reason += f', and the fields of the record are {names}'
             self.add_bad(record.name, reason)
             return []

@@ -183,11 +183,11 @@ def settings() -> ConfigDict:
     # validation or, if there is none, holds out validation_fraction of data.train_split.
     config.data.validation_split = ''
     # Field of a JSON object, column of a table, or feature of data.tfds that holds the text of a
-    # document.
+    # document; 'meta/text' is within a field.
     config.data.text_field = 'text'
     # Text to text: the inputs of an example, with slots for fields of a record, as in
-    # 'question: {question} context: {context}'. Of data.tfds, {answers/text/0} is the first text of
-    # a nested sequence, and the slot of a class label gives its number, not its name.
+    # 'question: {question} context: {context}'. {answers/text/0} is the first text of a list within a
+    # field. The slot of a class label of data.tfds gives its number, not its name.
     config.data.inputs = ''
     # Text to text: the targets, as in '{answer}'. '' trains data.task on documents.
     config.data.targets = ''

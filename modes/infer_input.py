@@ -25,7 +25,7 @@ from ml_collections import ConfigDict
 import tasks
 import tasks.open
 from run.examples import RECORDS_AT_ONCE, Example
-from sources import files, tables
+from sources import files, tables, value_at
 from sources.heads import check_head, open_unzipped, read_head
 from sources.templates import Template
 from stream import TokenizedTask
@@ -186,7 +186,7 @@ class FileExamples:
         texts = {'inputs': self.filled('inputs', fields)}
         is_text = []
         for field in self.templates['targets'].fields:
-            value = fields.get(field)
+            value = value_at(fields, field)
             is_text.append(isinstance(value, str) or tables.is_number(value))
         if self.needs_targets or all(is_text):
             texts['targets'] = self.filled('targets', fields)
@@ -197,7 +197,7 @@ class FileExamples:
         template = self.templates[name]
         values = {}
         for field in template.fields:
-            value = fields.get(field)
+            value = value_at(fields, field)
             if tables.is_number(value):
                 values[field] = json.dumps(value)
                 continue

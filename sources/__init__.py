@@ -11,7 +11,7 @@ import json
 import math
 import threading
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +31,35 @@ class Record(NamedTuple):
     name: str  # path:offset, in a gzipped file path:line, in Parquet path:row
     fields: dict
     split_key: str = ''  # whose hash decides on the split; '' is the fields
+
+
+def value_at(fields: Mapping, name: str) -> Any:
+    """Return a value of a record: 'answers/text/0' is the first of a list within a field.
+
+    A field of that very name takes precedence. None stands for a value that is not there.
+    """
+    if name in fields:
+        return fields[name]
+    value: Any = fields
+    for part in name.split('/'):
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return None
+    return value
+
+
+def names_of_values(value: Any, name: str = '') -> Iterator[str]:
+    """Yield the names of the values in a record, as of `value_at`; of a list those of its first one."""
+    if isinstance(value, list):
+        value = dict(enumerate(value[:1]))
+    if not isinstance(value, Mapping):
+        yield name
+        return
+    for part, child in value.items():
+        yield from names_of_values(child, f'{name}/{part}' if name else str(part))
 
 
 class Share(NamedTuple):

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from absl import logging
 
 import paths
+from messages import first_ten
 from randomness import digest
 from sources import NO_SPLIT, BadLines, Part, Source, cache, pydoc, tfds
 from sources.deal import RecordsInMemory
@@ -26,7 +27,7 @@ from sources.files import (
     read_records,
 )
 from sources.gzipped import GzippedFiles
-from sources.heads import begins_with_json, check_head, read_head
+from sources.heads import HEAD_BYTES, begins_with_json, check_head, read_head
 from sources.tables import LineParser, check_delimiter, check_text, numbered_lines
 from sources.templates import fields_named
 from sources.text import MAX_SMALL_BYTES, PlainFiles
@@ -363,11 +364,35 @@ def setting_named(title: str) -> Iterator[None]:
 def check_files(parser: LineParser, files: Sequence[FileRecord]) -> None:
     """Raise ValueError for files of another kind or without the fields that the settings name."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
-        list(threads.map(functools.partial(check_file, parser), files))
+        heads = list(threads.map(functools.partial(check_file, parser), files))
+    if not files or any(parser.kind_of(file.path) != 'jsonl' for file in files):
+        return
+    # A record without a field is a bad line. A field that no record has is an error of the settings.
+    unfilled = []
+    for head in heads:
+        lines = head.splitlines()
+        if len(head) == HEAD_BYTES:  # cut: bad lines that are skipped may precede good ones
+            lines = lines[:-1] if parser.bad_lines.action == 'stop' else []
+        unfilled.append(parser.unfilled(lines))
+    missing = set.intersection(*[fields for fields, _ in unfilled])
+    for field in parser.fields:
+        if field in missing:
+            _, names = unfilled[0]
+            kinds = 'text or number' if parser.templates else 'text'
+            remedy = parser.remedy
+            if field in names:
+                remedy += ', or fill it in: null and NaN are missing values'
+            raise ValueError(
+                f'no record of {files[0].path} has a {kinds} {field!r}, the first values are '
+                f'{first_ten([repr(name) for name in names])}: {remedy}'
+            )
 
 
-def check_file(parser: LineParser, file: FileRecord) -> None:
-    """Raise ValueError for a file of another kind or without the fields that the settings name."""
+def check_file(parser: LineParser, file: FileRecord) -> bytes:
+    """Return the first bytes of a file.
+
+    Raises ValueError for one of another kind, and for a table without the fields that the settings name.
+    """
     path = file.path
     kind = parser.kind_of(path)
     head = read_head(path, file.num_bytes)
@@ -389,6 +414,7 @@ def check_file(parser: LineParser, file: FileRecord) -> None:
                 position = number if is_gzipped(path) else offset
                 parser.warn_if_quoted(path, position, line.decode(errors='replace'))
                 offset += len(line)
+    return head
 
 
 def open_files(files: list[FileRecord], parser: LineParser) -> Part:

@@ -8,6 +8,7 @@ import collections
 import functools
 import importlib.util
 import io
+import itertools
 import json
 import math
 import re
@@ -18,7 +19,7 @@ from typing import Any, BinaryIO
 from absl import logging
 
 from messages import first_ten
-from sources import BadLine, BadLines, Record
+from sources import BadLine, BadLines, Record, names_of_values, value_at
 from sources.files import is_gzipped, kind_of
 from sources.heads import open_unzipped
 from sources.templates import fields_named, templates_of
@@ -46,6 +47,8 @@ class LineParser:
         self.bad_lines = bad_lines
         self.whole_records = whole_records
         self.fields = () if whole_records else fields_named(config)
+        setting = 'data.inputs or data.targets' if self.templates else 'data.text_field'
+        self.remedy = f'correct {setting}'
         self.integers: Collection[str] = ()  # see parquet.integer_columns
         self.has_warned = False
         self.lock = threading.Lock()
@@ -80,12 +83,7 @@ class LineParser:
 
     def fields_of_row(self, values: dict) -> dict | None:
         """Return the fields of a row of Parquet, as of a JSON object."""
-        for field, value in values.items():
-            if isinstance(value, bytes):
-                values[field] = decoded(value, 'utf-8', f' of field {field!r}')
-            elif isinstance(value, float) and not is_number(value):
-                values[field] = None
-        return self.fields_named_in(values)
+        return self.fields_named_in(as_json(values))
 
     def fields_of(self, path: str, position: int, content: bytes) -> dict | None:
         """Return the fields of a line; None for a blank line and for the header of a table."""
@@ -115,21 +113,41 @@ class LineParser:
         """Return the fields of a JSON object, or of a row of Parquet; None if all are blank."""
         fields = content
         if not self.whole_records:
-            remedy = (
-                'correct data.inputs and data.targets' if self.templates else 'set data.text_field'
-            )
             fields = {}
             for field in self.fields:
-                if self.templates and is_number(content.get(field)):
-                    fields[field] = json.dumps(content[field])
+                value = value_at(content, field)
+                if self.templates and is_number(value):
+                    fields[field] = json.dumps(value)
                 else:
-                    fields[field] = json_string(content, field, remedy).strip()
+                    fields[field] = json_string(content, field, self.remedy).strip()
         return fields if any(fields.values()) else None
+
+    def unfilled(self, lines: Iterable[bytes]) -> tuple[set[str], list[str]]:
+        """Return the fields that no record of some JSON Lines fills, and the names of their values.
+
+        Lines that are no record are left out.
+        """
+        missing = set(self.fields)
+        names: dict[str, None] = {}
+        for line in lines:
+            try:
+                content = JSON.decode(line.decode('utf-8-sig').strip())
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(content, dict):
+                names |= dict.fromkeys(names_of_values(content))
+                missing = {x for x in missing if not self.is_filled(value_at(content, x))}
+            if not missing:
+                break
+        return (missing if names else set()), list(names)
+
+    def is_filled(self, value: Any) -> bool:
+        """Return whether a slot takes a value."""
+        return isinstance(value, str) or bool(self.templates and is_number(value))
 
     def check_columns(self, path: str, columns: Collection[str]) -> None:
         """Raise ValueError for a table without a column that the settings name."""
-        setting = 'data.inputs or data.targets' if self.templates else 'data.text_field'
-        remedy = f'correct {setting}'
+        remedy = self.remedy
         kind = self.kind_of(path)
         if kind in ('csv', 'tsv'):
             remedy = f'{remedy}, or name the columns in its first line'
@@ -230,11 +248,25 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
 
 
+def as_json(value: Any, name: str = '') -> Any:
+    """Return a value of Parquet, `name` in its record, as JSON has it. Raises ValueError for no UTF-8."""
+    if isinstance(value, bytes):
+        return decoded(value, 'utf-8', f' of field {name!r}')
+    if isinstance(value, float) and not is_number(value):
+        return None
+    prefix = f'{name}/' if name else ''
+    if isinstance(value, dict):
+        return {key: as_json(x, f'{prefix}{key}') for key, x in value.items()}
+    if isinstance(value, list):
+        return [as_json(x, f'{prefix}{i}') for i, x in enumerate(value)]
+    return value
+
+
 def json_string(content: dict, field: str, remedy: str) -> str:
     """Return a field that is a string. Raises ValueError for any other."""
-    text = content.get(field)
+    text = value_at(content, field)
     if not isinstance(text, str):
-        names = ', '.join(repr(name) for name in list(content)[:10]) or 'none'
+        names = ', '.join(map(repr, itertools.islice(names_of_values(content), 10))) or 'none'
         if text is None and field in content:
             remedy += ', or fill it in: null and NaN are missing values'
         raise ValueError(f'field {field!r} is {text!r:.40}, no string, of fields {names}; {remedy}')
