@@ -111,9 +111,12 @@ class FileExamples:
         self.text_field = 'inputs'  # of a line of text
         if config.inputs and self.kind != 'jsonl':
             self.text_field = config.text_field
+        targets = config.targets or '{targets}'
+        if config.references:
+            targets = f'{config.references[:-1]}/0}}'  # the first
         self.templates = {
             'inputs': Template('data.inputs', config.inputs or '{inputs}'),
-            'targets': Template('data.targets', config.targets or '{targets}'),
+            'targets': Template('data.targets', targets),
         }
         if self.kind == 'text':
             fields = self.templates['inputs'].fields

@@ -22,6 +22,7 @@ from sources.files import FileRecord, count_newlines, is_gzipped, kind_of
 
 FEATURES = ('inputs', 'targets')  # of records that are ids
 NO_SPLIT = 'none'  # in place of the name of a split: a task has no such records
+MAX_WEIGHT = 1e30  # of an example
 BYTES_PER_LINE = 100  # at least, where nobody has counted the lines
 
 
@@ -49,6 +50,20 @@ def value_at(fields: Mapping, name: str) -> Any:
         else:
             return None
     return value
+
+
+def weight_at(fields: Mapping, name: str) -> np.ndarray:
+    """Return a value of a record that is the weight of an example, float32 []."""
+    value = value_at(fields, name)
+    try:
+        weight = float(value)
+    except (TypeError, ValueError):
+        weight = math.nan
+    if not 0 <= weight <= MAX_WEIGHT:
+        raise ValueError(
+            f'its weight {name!r} is {value!r:.40}: must be a number of 0 or more; correct it, or data.weight'
+        )
+    return np.array(weight, np.float32)
 
 
 def names_of_values(value: Any, name: str = '') -> Iterator[str]:

@@ -30,6 +30,7 @@ WINDOW_BYTES = 128 << 20  # of the row groups that lanes read from at a time
 MAX_GROUP_BYTES = 256 << 20  # of the columns of a row group that are read, uncompressed
 MAX_CACHED_BYTES = 512 << 20  # of decoded row groups that are kept
 READ = ('text', 'number')  # the kinds of values that are read
+FIRST_ROWS = 1000  # that tell whether a list has a value of some index
 MAX_INTEGER = 2**53  # beyond it float64 rounds integers
 
 
@@ -335,6 +336,10 @@ class ParquetFiles(Blocks):
             found = threads.map(self.row_groups_of_file, [file.path for file in files])
             self.groups = list(itertools.chain.from_iterable(found))
         self.row_groups = RowGroups(self.columns)
+        if any(
+            re.search(r'/\d+(/|$)', field) for field in parser.fields
+        ):  # of a list, which may be short
+            parser.check_filled({file.path: self.first_rows(file.path) for file in files})
         sizes = [(group.num_rows, group.num_bytes) for group in self.groups]
         num_rows, self.num_bytes = np.array(sizes, np.int64).reshape(-1, 2).T
         self.num_records = int(num_rows.sum())
@@ -377,6 +382,8 @@ class ParquetFiles(Blocks):
         are_numbers_read = self.parser.templates or self.parser.whole_records
         for field, slot in slots.items():
             kind = footer.values[slot]
+            if field == self.parser.references:
+                kind = footer.values.get(f'{slot}/0', kind)
             if kind != 'text' and (kind != 'number' or not are_numbers_read):
                 raise ValueError(
                     f'{name}: column {field!r} is {kind}, and texts are read, by data.inputs and '
@@ -385,6 +392,18 @@ class ParquetFiles(Blocks):
         if not any(group.num_rows for group in footer.groups):
             self.bad_lines.add(name, 0, EMPTY_FILE)
         return footer.groups
+
+    def first_rows(self, name: str) -> list[dict]:
+        """Return the first rows of a file; none if others may be read in place of bad ones."""
+        with contextlib.suppress(DamagedFile, ValueError), paths.open_file(name) as stream:
+            with damage_named('damaged'):
+                file = pyarrow.parquet.ParquetFile(stream)
+                batches = file.iter_batches(FIRST_ROWS, columns=self.columns, use_threads=False)
+                if self.bad_lines.action == 'stop' or file.metadata.num_rows <= FIRST_ROWS:
+                    return [
+                        row for batch in itertools.islice(batches, 1) for row in batch.to_pylist()
+                    ]
+        return []
 
     def compute_order(self, num_items: int, seed: int | str, epoch: int) -> np.ndarray:
         order = super().compute_order(num_items, seed, epoch)

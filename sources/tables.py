@@ -5,6 +5,7 @@ a table with data.delimiter is CSV with that delimiter, whatever its name.
 """
 
 import collections
+import contextlib
 import functools
 import importlib.util
 import io
@@ -22,7 +23,7 @@ from messages import first_ten
 from sources import BadLine, BadLines, Record, names_of_values, value_at
 from sources.files import is_gzipped, kind_of
 from sources.heads import open_unzipped
-from sources.templates import fields_named, templates_of
+from sources.templates import fields_named, remedy_of_slots, templates_of
 
 # A longer row of CSV has a quote that nobody closed.
 MAX_ROW_BYTES = 1 << 24
@@ -44,11 +45,11 @@ class LineParser:
         self.delimiter = delimiter_of(config)
         self.text_field = config.text_field
         self.templates = templates_of(config)
+        self.references = config.references[1:-1]  # the field that is a list
         self.bad_lines = bad_lines
         self.whole_records = whole_records
         self.fields = () if whole_records else fields_named(config)
-        setting = 'data.inputs or data.targets' if self.templates else 'data.text_field'
-        self.remedy = f'correct {setting}'
+        self.remedy = remedy_of_slots(config)
         self.integers: Collection[str] = ()  # see parquet.integer_columns
         self.has_warned = False
         self.lock = threading.Lock()
@@ -116,33 +117,46 @@ class LineParser:
             fields = {}
             for field in self.fields:
                 value = value_at(content, field)
-                if self.templates and is_number(value):
+                if field == self.references and isinstance(value, list):
+                    texts = {f'{field}/{i}': text for i, text in enumerate(value)}
+                    fields[field] = [json_string(texts, x, self.remedy).strip() for x in texts]
+                elif self.templates and is_number(value):
                     fields[field] = json.dumps(value)
                 else:
                     fields[field] = json_string(content, field, self.remedy).strip()
         return fields if any(fields.values()) else None
 
-    def unfilled(self, lines: Iterable[bytes]) -> tuple[set[str], list[str]]:
-        """Return the fields that no record of some JSON Lines fills, and the names of their values.
+    def check_filled(self, files: Mapping[str, Iterable[dict]]) -> None:
+        """Raise ValueError for a field that no record fills: of that not a line, but the settings are wrong.
 
-        Lines that are no record are left out.
+        `files`: {name: first records}. A file without records may fill each field.
         """
         missing = set(self.fields)
-        names: dict[str, None] = {}
-        for line in lines:
-            try:
-                content = JSON.decode(line.decode('utf-8-sig').strip())
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(content, dict):
-                names |= dict.fromkeys(names_of_values(content))
-                missing = {x for x in missing if not self.is_filled(value_at(content, x))}
-            if not missing:
-                break
-        return (missing if names else set()), list(names)
+        first_names: list[str] = []
+        for records in files.values():
+            missing_here = set(self.fields)
+            names: dict[str, None] = {}
+            for record in records:
+                names |= dict.fromkeys(names_of_values(record))
+                missing_here -= {x for x in missing_here if self.is_filled(x, value_at(record, x))}
+                if not missing_here:
+                    break
+            missing &= missing_here if names else set()
+            first_names = first_names or list(names)
+        for field in self.fields:
+            if field in missing and files:
+                remedy = self.remedy
+                if field in first_names:
+                    remedy += ', or fill it in: null and NaN are missing values'
+                raise ValueError(
+                    f'no record of {next(iter(files))} has a {"text or number" if self.templates else "text"} '
+                    f'{field!r}, the first values are {first_ten([repr(name) for name in first_names])}: {remedy}'
+                )
 
-    def is_filled(self, value: Any) -> bool:
+    def is_filled(self, field: str, value: Any) -> bool:
         """Return whether a slot takes a value."""
+        if field == self.references and isinstance(value, list):
+            return True
         return isinstance(value, str) or bool(self.templates and is_number(value))
 
     def check_columns(self, path: str, columns: Collection[str]) -> None:
@@ -246,6 +260,15 @@ def fields_of_line(
 def is_number(value: Any) -> bool:
     """Return whether a value is a number that JSON has: NaN and the infinities are missing values."""
     return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+
+
+def objects_in(lines: Iterable[bytes]) -> Iterator[dict]:
+    """Yield the JSON objects among some lines."""
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            content = JSON.decode(line.decode('utf-8-sig').strip())
+            if isinstance(content, dict):
+                yield content
 
 
 def as_json(value: Any, name: str = '') -> Any:

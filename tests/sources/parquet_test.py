@@ -455,6 +455,10 @@ def test_kinds_of_structs_and_lists(tmp_path):
         ({'targets': '{answers}'}, "column 'answers' is struct<"),
         ({'targets': '{answers/text}'}, "column 'answers/text' is list<"),
         ({'targets': '{question/0}'}, "no column 'question/0'"),
+        (
+            {'targets': '{answers/text/7}'},
+            "no record of .* has a .*'answers/text/7', the first val",
+        ),
     ],
 )
 def test_a_slot_that_no_row_fills(settings, message):
