@@ -25,7 +25,7 @@ from ml_collections import ConfigDict
 import tasks
 import tasks.open
 from run.examples import RECORDS_AT_ONCE, Example
-from sources import files, tables
+from sources import files, tables, value_at
 from sources.heads import check_head, open_unzipped, read_head
 from sources.templates import Template
 from stream import TokenizedTask
@@ -111,9 +111,12 @@ class FileExamples:
         self.text_field = 'inputs'  # of a line of text
         if config.inputs and self.kind != 'jsonl':
             self.text_field = config.text_field
+        targets = config.targets or '{targets}'
+        if config.references:
+            targets = f'{config.references[:-1]}/0}}'  # the first
         self.templates = {
             'inputs': Template('data.inputs', config.inputs or '{inputs}'),
-            'targets': Template('data.targets', config.targets or '{targets}'),
+            'targets': Template('data.targets', targets),
         }
         if self.kind == 'text':
             fields = self.templates['inputs'].fields
@@ -186,7 +189,7 @@ class FileExamples:
         texts = {'inputs': self.filled('inputs', fields)}
         is_text = []
         for field in self.templates['targets'].fields:
-            value = fields.get(field)
+            value = value_at(fields, field)
             is_text.append(isinstance(value, str) or tables.is_number(value))
         if self.needs_targets or all(is_text):
             texts['targets'] = self.filled('targets', fields)
@@ -197,7 +200,7 @@ class FileExamples:
         template = self.templates[name]
         values = {}
         for field in template.fields:
-            value = fields.get(field)
+            value = value_at(fields, field)
             if tables.is_number(value):
                 values[field] = json.dumps(value)
                 continue
