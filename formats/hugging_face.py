@@ -8,7 +8,7 @@ torch's Linear keeps a kernel transposed; token table and norms have the same sh
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,8 +89,6 @@ FEED_FORWARDS = {
 
 
 LONG_T5 = 'long_t5'  # the family
-# config.json of LongT5: Hugging Face's name -> the option.
-LONG_T5_SIZES = {'local_radius': 'local_radius', 'global_block_size': 'tokens_per_block'}
 # The option encoder_attention -> encoder_attention_type, and the name of the encoder's attention.
 LONG_T5_ATTENTIONS = {
     'local': ('local', 'LocalSelfAttention'),
@@ -99,15 +97,21 @@ LONG_T5_ATTENTIONS = {
 
 
 SWITCH = 'switch'  # the family
-# config.json of Switch Transformer: Hugging Face's name -> the option, and the value where it is missing. A capacity
-# is there the number of places for a row and expert.
-SWITCH_SETTINGS = {
-    'num_experts': ('num_experts', 8),
-    'expert_capacity': ('min_expert_capacity', 64),
-    'router_aux_loss_coef': ('aux_loss_factor', 0.001),
-    'router_z_loss_coef': ('router_z_loss_factor', 0.001),
-}
 CAPACITY_FACTORS = ('train_expert_capacity_factor', 'eval_expert_capacity_factor')
+# config.json of the families: Hugging Face's name -> the option, and the value where it is missing. A capacity is
+# there the number of places for a row and expert.
+FAMILY_SETTINGS: dict[str, dict[str, tuple[str, float]]] = {
+    LONG_T5: {
+        'local_radius': ('local_radius', 127),
+        'global_block_size': ('tokens_per_block', 16),
+    },
+    SWITCH: {
+        'num_experts': ('num_experts', 8),
+        'expert_capacity': ('min_expert_capacity', 64),
+        'router_aux_loss_coef': ('aux_loss_factor', 0.001),
+        'router_z_loss_coef': ('router_z_loss_factor', 0.001),
+    },
+}
 # A matrix of one expert. Its name without the expert is that of all of them here.
 EXPERT = re.compile(r'(.+\.experts\.)expert_(0|[1-9]\d{0,4})\.(.+)')
 
@@ -230,9 +234,12 @@ class SafetensorsEntry(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
     transposed: bool = False
+    experts: tuple['SafetensorsEntry', ...] = ()  # whose matrices this array has, [experts, ...]
 
     def read(self) -> np.ndarray:
         """Return the array in its stored dtype, with its shape in our tree."""
+        if self.experts:
+            return np.stack([expert.read() for expert in self.experts])
         with safetensors.safe_open(self.file, framework='numpy') as file:
             x = file.get_tensor(self.name)
         if self.transposed:
@@ -241,35 +248,22 @@ class SafetensorsEntry(NamedTuple):
 
     @property
     def T(self) -> 'SafetensorsEntry':  # noqa: N802
+        if self.experts:
+            return stacked([expert.T for expert in self.experts])
         return self._replace(shape=self.shape[::-1], transposed=True)
 
 
-class ExpertsEntry(NamedTuple):
-    """The matrices of a layer's experts, [experts, ...] in our tree: a `checkpoint.LazyArray`."""
-
-    experts: tuple[SafetensorsEntry, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self.experts), *self.experts[0].shape)
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.experts[0].dtype
-
-    @property
-    def T(self) -> 'ExpertsEntry':  # noqa: N802
-        return ExpertsEntry(tuple(expert.T for expert in self.experts))
-
-    def read(self) -> np.ndarray:
-        return np.stack([expert.read() for expert in self.experts])
+def stacked(experts: Sequence[SafetensorsEntry]) -> SafetensorsEntry:
+    """Return the matrices of a layer's experts as one array."""
+    shape = (len(experts), *experts[0].shape)
+    return experts[0]._replace(shape=shape, experts=tuple(experts))
 
 
 class Folder(NamedTuple):
     """A folder whose arrays are not read yet: its config, dtype float32, and {'target/' + our path: entry}."""
 
     config: model.T5Config
-    entries: dict[str, SafetensorsEntry | ExpertsEntry]
+    entries: dict[str, SafetensorsEntry]
     note: str  # what is assumed of it; '' for nothing
 
 
@@ -351,7 +345,7 @@ def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
         config = _config(settings, arrays)
     except (ValueError, TypeError) as error:
         raise ValueError(f'{config_file}: {error}') from error
-    stored = _stack_experts(folder, arrays.entries)
+    stored = dict(arrays.entries)
     if config.logits_via_embedding:
         stored.pop(LM_HEAD, None)
     names = parameter_names(config)
@@ -359,7 +353,7 @@ def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
     differences += [f'{name} is unknown' for name in sorted(set(stored) - set(names.values()))]
     if differences:
         raise ValueError(f'{folder} is not as its config says: {first_ten(differences, "; ")}')
-    targets: dict[str, SafetensorsEntry | ExpertsEntry] = {}
+    targets: dict[str, SafetensorsEntry] = {}
     for path, name in names.items():
         targets[f'target/{path}'] = stored[name].T if is_transposed(path) else stored[name]
     note = ''
@@ -410,41 +404,42 @@ def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
         float32_attention_logits=False,
         relpos_bias_per_layer=settings['model_type'] == 'umt5',
     )
-    if settings['model_type'] == 'switch_transformers':
-        return own_model.as_family(config, SWITCH, _switch_options(settings, config))
-    if settings['model_type'] != 'longt5':
+    family = {'longt5': LONG_T5, 'switch_transformers': SWITCH}.get(settings['model_type'])
+    if family is None:
         return config
-    kind = settings.get('encoder_attention_type', 'local')
-    kinds = {theirs: ours for ours, (theirs, _) in LONG_T5_ATTENTIONS.items()}
-    if kind not in kinds:
-        raise ValueError(f'encoder_attention_type={kind!r}: use one of {", ".join(kinds)}')
-    options = {'encoder_attention': kinds[kind]}
-    for theirs, ours in LONG_T5_SIZES.items():
-        if theirs in settings:
-            options[ours] = settings[theirs]
-    return own_model.as_family(config, LONG_T5, options)
+    options = {}
+    for name, (option, missing) in FAMILY_SETTINGS[family].items():
+        options[option] = settings.get(name, missing)
+    if family == LONG_T5:
+        kind = settings.get('encoder_attention_type', 'local')
+        kinds = {theirs: ours for ours, (theirs, _) in LONG_T5_ATTENTIONS.items()}
+        if kind not in kinds:
+            raise ValueError(f'encoder_attention_type={kind!r}: use one of {", ".join(kinds)}')
+        options['encoder_attention'] = kinds[kind]
+    else:
+        options |= dict.fromkeys(CAPACITY_FACTORS, 0.0) | {'zero_padding': False}
+        options['sparse_step'] = _sparse_step(settings, config)
+    return own_model.as_family(config, family, options)
 
 
-def _switch_options(settings: Mapping, config: model.T5Config) -> dict:
-    """Return the options of a Switch Transformer. Raises ValueError for layers that we do not have."""
+def _sparse_step(settings: Mapping, config: model.T5Config) -> int:
+    """Return how many layers have one with experts. Raises ValueError for layers that we do not have."""
     depths = {'encoder': config.num_encoder_layers, 'decoder': config.num_decoder_layers}
     steps = {}
     for stack, depth in depths.items():
         name = f'{stack}_sparse_step'
         num_sparse = settings.get(f'num_sparse_{stack}_layers', 3)
-        steps[name] = settings.get(name)
-        if steps[name] is None and type(num_sparse) is int and num_sparse > 0:
-            steps[name] = depth // num_sparse
-    if not config.num_decoder_layers:
-        del steps['decoder_sparse_step']
+        step = settings.get(name)
+        if step is None and type(num_sparse) is int and num_sparse > 0:
+            step = depth // num_sparse
+        if depth:
+            steps[name] = step
     # With these two, the last layer of a step is transformers' second one.
-    if list(steps.values()) not in ([1], [2], [1, 1], [2, 2]):
-        found = ', '.join(f'{name}={step}' for name, step in steps.items())
-        raise ValueError(f'{found}: only 1 in both stacks, or 2 in both, is supported')
-    options = dict.fromkeys(CAPACITY_FACTORS, 0.0) | {'zero_padding': False}
-    for name, (option, default) in SWITCH_SETTINGS.items():
-        options[option] = settings.get(name, default)
-    return options | {'sparse_step': steps['encoder_sparse_step']}
+    for step in (1, 2):
+        if set(steps.values()) == {step}:
+            return step
+    found = ', '.join(f'{name}={step}' for name, step in steps.items())
+    raise ValueError(f'{found}: only 1 in both stacks, or 2 in both, is supported')
 
 
 def _settings_of_shapes(file: Path, arrays: StoredArrays) -> dict:
@@ -529,29 +524,18 @@ def _read_headers(folder: Path) -> StoredArrays:
     has_own_lm_head = LM_HEAD in entries and not _are_equal(tables[0], entries[LM_HEAD])
     if not has_own_lm_head:
         entries[LM_HEAD] = tables[0]
-    return StoredArrays(entries, has_own_lm_head)
-
-
-def _stack_experts(
-    folder: Path, entries: Mapping[str, SafetensorsEntry]
-) -> dict[str, SafetensorsEntry | ExpertsEntry]:
-    """Return the arrays by name, one for all experts of a layer."""
-    stacked: dict[str, SafetensorsEntry | ExpertsEntry] = {}
     experts: dict[str, dict[int, SafetensorsEntry]] = {}
-    for name, entry in entries.items():
-        expert = EXPERT.fullmatch(name)
-        if expert is None:
-            stacked[name] = entry
-        else:
-            experts.setdefault(expert[1] + expert[3], {})[int(expert[2])] = entry
-    for name, found in experts.items():
-        kinds = {(entry.shape, entry.dtype) for entry in found.values()}
-        if len(kinds) > 1 or sorted(found) != list(range(len(found))):
+    for name in list(entries):
+        if expert := EXPERT.fullmatch(name):
+            experts.setdefault(expert[1] + expert[3], {})[int(expert[2])] = entries.pop(name)
+    for name, by_number in experts.items():
+        shapes = {(entry.shape, entry.dtype) for entry in by_number.values()}
+        if len(shapes) > 1 or sorted(by_number) != list(range(len(by_number))):
             raise ValueError(
                 f'{folder}: experts of {name} are missing, or have several shapes or dtypes: copy it again'
             )
-        stacked[name] = ExpertsEntry(tuple(found[i] for i in sorted(found)))
-    return stacked
+        entries[name] = stacked([by_number[i] for i in sorted(by_number)])
+    return StoredArrays(entries, has_own_lm_head)
 
 
 def _weight_files(folder: Path) -> list[Path]:
