@@ -41,7 +41,8 @@ PICKLE = (
 OTHER_FILES = {
     '.gguf': (
         'GGUF, of llama.cpp: load it with transformers (pip install gguf), T5ForConditionalGeneration or T5EncoderModel '
-        '.from_pretrained(FOLDER, gguf_file=NAME), and save_pretrained it as safetensors'
+        ".from_pretrained(FOLDER, gguf_file=NAME), write safetensors.torch.save_model(model, 'x.safetensors'), and "
+        'name that file'
     ),
     '.pt': PICKLE,
     '.pth': PICKLE,

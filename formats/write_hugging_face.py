@@ -88,10 +88,12 @@ def _settings(config: model.T5Config) -> dict:
     if config.module == hugging_face.SWITCH:
         model_type = 'switch_transformers'
         step = options['sparse_step']
-        if activations != ('relu',) or not config.logits_via_embedding or step not in (1, 2):
+        most = min(2, config.num_encoder_layers, config.num_decoder_layers)
+        if activations != ('relu',) or not config.logits_via_embedding or step > most:
             raise ValueError(
                 f'mlp_activations={activations}, logits_via_embedding={config.logits_via_embedding}, '
-                f"sparse_step={step}: transformers' Switch Transformer has ('relu',), True, and 1 or 2: use --format=t5x"
+                f"sparse_step={step}: transformers' Switch Transformer has ('relu',), True, and 1 or 2, at most "
+                'as many as a stack has layers: use --format=t5x'
             )
         if any(options[factor] for factor in hugging_face.CAPACITY_FACTORS):
             settings = hugging_face.FAMILY_SETTINGS[hugging_face.SWITCH]
