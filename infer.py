@@ -105,6 +105,8 @@ def load(
     t5 = T5(opened.config, params, mesh, found)
     lengths = check.read_stored(opened.directory).get('data', {}).get('lengths', {})
     t5.max_input_length = lengths.get('inputs', MAX_INPUT_LENGTH)
+    if opened.projection is not None:
+        t5.projection = np.asarray(checkpoint.read_leaf(opened.projection), np.float32)
     if opened.note:
         logging.warning(opened.note)
     return t5
@@ -123,7 +125,8 @@ class T5:
 
     `config` has its sizes, `arrays` its parameters as {T5X's path: array}, `params` the same as nested dicts. Others of
     the same shapes may be assigned to `arrays`: nothing is compiled again. `vocabulary` is None if the checkpoint
-    brings none, and `mesh` has its devices. `generate` and `encode` take `max_input_length` tokens of a text, EOS
+    brings none, and `mesh` has its devices. `projection` [emb_dim, size] is that of RankGen, else None: an input's
+    vector is its first output times it. `generate` and `encode` take `max_input_length` tokens of a text, EOS
     included.
 
     Inputs and targets are texts, to which EOS is added, or lists of token ids, taken as they are. All methods raise
@@ -138,6 +141,7 @@ class T5:
         self.mesh = mesh
         self.vocabulary = vocabulary
         self.max_input_length = MAX_INPUT_LENGTH
+        self.projection: NDArray | None = None
         self._arrays = arrays
         self._decoding_arrays: DecodingParameters = {}
         self._logits = self._compile(_logits, arrays, P(partition.BATCH_AXES, None, 'model'))

@@ -101,7 +101,10 @@ class SentencePieceVocabulary(Vocabulary):
             raise ValueError(f'no SentencePiece model ({error})') from None
         special_ids = (processor.pad_id(), processor.eos_id(), processor.unk_id())
         if special_ids != (PAD_ID, EOS_ID, UNK_ID):
-            raise ValueError(f'pad, eos, unk are {special_ids}, not (0, 1, 2) as in T5')
+            raise ValueError(
+                f'pad, eos, unk are {special_ids}, not (0, 1, 2) as in T5: train it with spm_train --pad_id=0 --eos_id=1 '
+                '--unk_id=2 --bos_id=-1'
+            )
         pieces = processor.id_to_piece(list(range(processor.vocab_size())))
         self.sentinel_ids = sentinel_ids_of(pieces)
         if self.num_sentinels == 0:

@@ -164,7 +164,7 @@ class LineParser:
         remedy = self.remedy
         kind = self.kind_of(path)
         if kind in ('csv', 'tsv'):
-            remedy = f'{remedy}, or name the columns in its first line'
+            remedy = f'{remedy}, or, if line 1 is a record, put a line with the names of its columns before it'
             remedy = remedy_of_header(' '.join(columns), kind, remedy)
         check_columns(path, columns, self.fields, remedy)
 

@@ -604,10 +604,12 @@ def test_a_killed_command_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize('num_shards', first_quick([3, 1, 30]))
-@pytest.mark.parametrize('pool', ['none', 'mean'])
+@pytest.mark.parametrize('pool', ['none', 'mean', 'first'])
 def test_encodings(tmp_path, loaded, t5, monkeypatch, pool, num_shards):
     """Of all shards together they are those of `T5.encode`, each with the number of its example."""
     monkeypatch.setitem(infer_mode.EXAMPLES_PER_FILE, pool, 3)
+    projection = np.random.default_rng(0).standard_normal([t5.config.emb_dim, 5])  # RankGen's
+    monkeypatch.setattr(t5, 'projection', projection.astype(np.float32))
     file, content = write_examples(tmp_path)
     folder = tmp_path / 'out'
     request = {'input': str(file), 'encode': True, 'pool': pool, 'output_dir': str(folder)}
@@ -629,6 +631,8 @@ def test_encodings(tmp_path, loaded, t5, monkeypatch, pool, num_shards):
         numbers += indices
         if pool == 'mean':
             expected = np.stack([outputs[i, mask[i]].mean(axis=0) for i in indices])
+        elif pool == 'first':
+            expected = outputs[indices, 0] @ projection
         else:
             np.testing.assert_array_equal(arrays['lengths'], mask[indices].sum(axis=1))
             expected = np.concatenate([outputs[i, mask[i]] for i in indices])
@@ -846,7 +850,7 @@ TRAIN += ['--config.restore.path={encoder}', '--config.data.files={folder}/a.txt
 FLAGS = [
     (['--mode=infer', '--config.decode.beams=2'], 'no such setting: '),
     (['--mode=infer', MODEL, '--shard=3/2'], '--shard=3/2'),
-    (['--mode=infer', MODEL, '--encode', '--pool=max'], '<none|mean>'),
+    (['--mode=infer', MODEL, '--encode', '--pool=max'], '<none|mean|first>'),
     (['--mode=evaluate', MODEL, '--pool=mean'], '--pool is not for --mode=evaluate'),
     (['--mode=infer', '--checkpoint={encoder}', '--text=a'], '{encoder}'),
     (['--mode=evaluate', '--checkpoint={encoder}', '--config.data.task=x'], '{encoder}'),
