@@ -71,7 +71,11 @@ class Decoding:
 
 
 def decode(
-    decoding: Decoding, step: 'Step[Cache]', cache: 'Cache', batch: Mapping[str, jax.Array]
+    decoding: Decoding,
+    step: 'Step[Cache]',
+    cache: 'Cache',
+    batch: Mapping[str, jax.Array],
+    loop: Callable | None = None,  # `run`, or how `sample` takes its steps instead
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return tokens_bnT and scores_bn, the best last; without `return_scores` None for scores.
 
@@ -98,7 +102,7 @@ def decode(
                 keys_r = jax.vmap(jax.random.fold_in)(keys_r, number_r)
             choose = random_tokens(keys_r, rows['temperature_b'], decoding.top_k, decoding.top_p)
         tokens_rT, scores_r = sample(
-            step, cache, rows['prompt_bT'], rows['lengths_b'], choose, grow=grow_cache
+            step, cache, rows['prompt_bT'], rows['lengths_b'], choose, grow=grow_cache, loop=loop
         )
         tokens_bnT = tokens_rT.reshape(-1, num_decodes, tokens_rT.shape[1])
         scores_bn = scores_r.reshape(-1, num_decodes)
@@ -157,6 +161,7 @@ def sample(
     choose: Choose = most_likely,
     eos_id: int = EOS_ID,
     grow: Grow[C] = lambda cache, room: cache,
+    loop: Callable | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the tokens of each row, int32 [r, T], and their scores, float32 [r].
 
@@ -193,7 +198,8 @@ def sample(
         scores_r=bos_r.astype(jnp.float32),
         cache=cache,
     )
-    state = run(next_state, lambda state: state.running_r, start, prompt_rT.shape[1], grow)
+    loop = loop or run
+    state = loop(next_state, lambda state: state.running_r, start, prompt_rT.shape[1], grow)
     return state.output_rT, state.scores_r
 
 

@@ -86,12 +86,7 @@ class LineParser:
 
     def fields_of_row(self, values: dict) -> dict | None:
         """Return the fields of a row of Parquet, as of a JSON object."""
-        for field, value in values.items():
-            if isinstance(value, bytes):
-                values[field] = decoded(value, 'utf-8', f' of field {field!r}')
-            elif isinstance(value, float) and not is_number(value):
-                values[field] = None
-        return self.fields_named_in(values)
+        return self.fields_named_in(as_json(values))
 
     def fields_of(self, path: str, position: int, content: bytes) -> dict | None:
         """Return the fields of a line; None for a blank line and for the header of a table."""
@@ -234,6 +229,20 @@ def fields_of_line(
 def is_number(value: Any) -> bool:
     """Return whether a value is a number that JSON has: NaN and the infinities are missing values."""
     return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+
+
+def as_json(value: Any, name: str = '') -> Any:
+    """Return a value of Parquet, `name` in its record, as JSON has it. Raises ValueError for no UTF-8."""
+    if isinstance(value, bytes):
+        return decoded(value, 'utf-8', f' of field {name!r}')
+    if isinstance(value, float) and not is_number(value):
+        return None
+    prefix = f'{name}/' if name else ''
+    if isinstance(value, dict):
+        return {key: as_json(x, f'{prefix}{key}') for key, x in value.items()}
+    if isinstance(value, list):
+        return [as_json(x, f'{prefix}{i}') for i, x in enumerate(value)]
+    return value
 
 
 def json_string(content: dict, field: str, remedy: str) -> str:
