@@ -86,8 +86,9 @@ def main(config: ConfigDict | None, flags: FlagValues, signals: process.Signals)
     job = prepare(Request(**values), config, command_line.changes())
     signals.begin_work()
     if job.is_prompt:
+        t5 = load(job)
         signals.raise_interrupts()
-        answer_typed_lines(job)
+        answer_typed_lines(job, t5)
         return 0
     process.print_lines(infer_all(job), sys.stderr)
     return 0
@@ -336,13 +337,12 @@ def infer_all(job: Job) -> list[str]:
     return messages
 
 
-def answer_typed_lines(job: Job) -> None:
+def answer_typed_lines(job: Job, t5: infer.T5) -> None:
     """Answer the lines that are typed at a terminal, one after the other, until Ctrl-D.
 
     Ctrl-C drops the line that is typed, or ends the answer.
     """
     say = functools.partial(print, file=sys.stderr, flush=True)
-    t5 = load(job)
     say('Type a text and press Enter; Ctrl-C stops an answer, Ctrl-D ends.')
     for number in itertools.count():
         try:

@@ -863,13 +863,13 @@ def terminal(monkeypatch):
     return type_lines
 
 
-def test_a_prompt(terminal, t5, loaded, capsys):
+def test_a_prompt(terminal, t5, capsys):
     """Empty lines, those that are too long, Ctrl-C and text that is not UTF-8 lead to the next line."""
     no_utf8 = UnicodeDecodeError('utf-8', b'\xff', 0, 1, 'invalid start byte')
     terminal('one', '', ' ', 'a' * 99, KeyboardInterrupt(), no_utf8, '\udcff', 'two words')
     job = infer_mode.prepare(infer_mode.Request(str(T5X)), None, CHANGES)
     assert job.is_prompt
-    infer_mode.answer_typed_lines(job)
+    infer_mode.answer_typed_lines(job, t5)
     captured = capsys.readouterr()
     answers = t5.generate(['one', 'two words'], 8)
     assert captured.out == f'{answers[0]}\n\n{answers[1]}\n\n'
@@ -879,10 +879,11 @@ def test_a_prompt(terminal, t5, loaded, capsys):
     assert faults[1:] == ['this line is not UTF-8: write it in UTF-8'] * 2
 
 
-def test_several_answers_at_a_prompt(terminal, t5, loaded, capsys):
+def test_several_answers_at_a_prompt(terminal, t5, capsys):
     terminal('one')
     changes = CHANGES | {'decode.beam_size': 2, 'decode.num_return': 2}
-    infer_mode.answer_typed_lines(infer_mode.prepare(infer_mode.Request(str(T5X)), None, changes))
+    job = infer_mode.prepare(infer_mode.Request(str(T5X)), None, changes)
+    infer_mode.answer_typed_lines(job, t5)
     expected = t5.generate(['one'], 8, beam_size=2, num_return=2)
     assert capsys.readouterr().out.splitlines()[:2] == expected[0]
 
