@@ -124,7 +124,7 @@ class FileExamples:
         self.kind = config.kind or files.kind_of(path)
         if path == STANDARD_INPUT and self.kind == 'parquet':
             raise ValueError(
-                "--input=- with data.kind='parquet': a pipe has no end to begin at: name a file"
+                "--input=- with data.kind='parquet': Parquet is not read from a pipe: name a file"
             )
         if path == STANDARD_INPUT:
             self.title = 'standard input'

@@ -794,6 +794,7 @@ REFUSED = [
     ({'checkpoint': 'ENCODER', 'input': 'QUESTIONS', 'score': True}, {}, 'encoder/checkpoint_6'),
     ({'num_shards': 2}, {}, '--shard=1/2'),
     ({'num_shards': 2, 'output_dir': 'x', 'input': '-'}, {}, '--shard=1/2'),
+    ({'input': '-'}, {'data.kind': 'parquet'}, '--input=- with data.kind'),
     ({'input': 'QUESTIONS', 'fields': ('id',)}, {}, "--fields names 'id'"),
     ({'input': 'TEXT', 'score': True}, {}, '--score'),
     ({}, {'data.task': 'text'}, "data.task='text'"),
