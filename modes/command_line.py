@@ -45,7 +45,7 @@ STRINGS: dict[str, tuple[str | None, str]] = {
     'shard': ('1/1', 'i/n does part i of n, for n machines with the same command.'),
     'checkpoint': (None, 'The model: any checkpoint or run that infer.load opens.'),
     'output_dir': ('', 'The folder of the results; else standard output, or the first run.'),
-    'input': ('', 'A text, JSON Lines, CSV or TSV file, - for standard input; else data.task is read.'),
+    'input': ('', 'A text, JSON Lines, CSV, TSV or Parquet file, - for standard input; else data.task, or a prompt.'),
     'text': (None, 'One text: its answer is printed.'),
     'split': ('', 'train, validation or test; else test, infer_eval.split, or the first of a task.'),
     'step': ('', 'The checkpoint of a run: last, best, a number; to evaluate also all, or 100,200.'),
