@@ -38,6 +38,7 @@ class Example(NamedTuple):
     targets: NDArray
     names: Sequence[str]  # of the records that it is made of
     is_trimmed: bool = False  # its texts were longer than a row
+    weight: float = 1.0  # of the loss of its targets
 
 
 class Objective(Protocol):
@@ -56,7 +57,7 @@ class Objective(Protocol):
     def examples(
         self, names: Sequence[str], records: Sequence[Mapping[str, NDArray]], *key: int | str
     ) -> list[Example]:
-        """Make examples of a group of named records, {feature: ids without EOS}, random by `key`."""
+        """Make examples of named records, {feature: ids without EOS}, also 'weight' if set, random by `key`."""
 
 
 # Text to text.
@@ -83,7 +84,8 @@ class TextToText:
             is_trimmed = len(inputs) > max_inputs or len(targets) > max_targets
             inputs = self.cut(inputs, max_inputs)
             targets = self.cut(targets, max_targets)
-            examples.append(Example(inputs, targets, [name], is_trimmed))
+            weight = float(record.get('weight', 1.0))
+            examples.append(Example(inputs, targets, [name], is_trimmed, weight))
         return examples
 
     def with_ends(self, record: Mapping[str, NDArray]) -> Pair:
@@ -436,9 +438,12 @@ PACKINGS: dict[str, Callable[[NDArray, NDArray], list[list[int]]] | None] = {
 
 
 def encoder_decoder(
-    rows: Sequence[Sequence[Example]], lengths: Mapping[str, int], pack: bool
+    rows: Sequence[Sequence[Example]],
+    lengths: Mapping[str, int],
+    pack: bool,
+    has_weights: bool = False,
 ) -> dict[str, NDArray]:
-    """Return the features of rows of examples under T5X's names, each int32 [rows, length]."""
+    """Return the features of rows of examples under T5X's names: [rows, length], int32; weights float32."""
     inputs = fill([[example.inputs for example in row] for row in rows], lengths['inputs'])
     targets = fill([[example.targets for example in row] for row in rows], lengths['targets'])
     # The decoder reads the targets one position later, after BOS, which is 0 in T5. In a packed row
@@ -447,12 +452,19 @@ def encoder_decoder(
     shifted = np.pad(targets.ids[:, :-1], ((0, 0), (1, 0)))
     if pack:
         shifted[targets.positions == 0] = 0
+    is_target = targets.ids != PAD_ID
+    loss_weights = is_target.astype(np.int32)
+    if has_weights:
+        of_segments = np.zeros((len(rows), 1 + max(map(len, rows), default=0)), np.float32)
+        for i, row in enumerate(rows):
+            of_segments[i, 1 : 1 + len(row)] = [example.weight for example in row]
+        loss_weights = is_target * np.take_along_axis(of_segments, targets.segment_ids, axis=1)
     # The order of the features counts: batch_crc32 hashes them one after another.
     batch = {
         'encoder_input_tokens': inputs.ids,
         'decoder_input_tokens': shifted,
         'decoder_target_tokens': targets.ids,
-        'decoder_loss_weights': (targets.ids != PAD_ID).astype(np.int32),
+        'decoder_loss_weights': loss_weights,
     }
     if pack:
         batch |= {

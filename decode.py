@@ -88,6 +88,7 @@ def decode(
     cache: 'Cache',
     batch: Mapping[str, jax.Array],
     words: 'Words',
+    loop: Callable | None = None,  # `run`, or how `sample` takes its steps instead
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return tokens_bnT and scores_bn, the best last; without `return_scores` None for scores.
 
@@ -126,6 +127,7 @@ def decode(
             choose,
             grow=grow_cache,
             filters=filters,
+            loop=loop,
         )
         tokens_bnT = tokens_rT.reshape(-1, num_decodes, tokens_rT.shape[1])
         scores_bn = scores_r.reshape(-1, num_decodes)
@@ -189,6 +191,7 @@ def sample(
     eos_id: int = EOS_ID,
     grow: Grow[C] = lambda cache, room: cache,
     filters: Sequence[Filter] = (),
+    loop: Callable | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the tokens of each row, int32 [r, T], and their scores, float32 [r].
 
@@ -226,7 +229,8 @@ def sample(
         scores_r=bos_r.astype(jnp.float32),
         cache=cache,
     )
-    state = run(next_state, lambda state: state.running_r, start, prompt_rT.shape[1], grow)
+    loop = loop or run
+    state = loop(next_state, lambda state: state.running_r, start, prompt_rT.shape[1], grow)
     return state.output_rT, state.scores_r
 
 

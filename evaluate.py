@@ -103,9 +103,7 @@ class Evaluation:
         # The rows of some processes end first, or have nothing, but all must take the same number of steps.
         num_batches = int(partition.from_processes(np.array([len(self.batches)])).max())
         empty_rows: list[list[data.Example]] = [[] for _ in validation.rows]
-        padding = data.encoder_decoder(
-            empty_rows, self.config.data.lengths, pack=validation.pack_examples is not None
-        )
+        padding = validation.batch_of(empty_rows)
         while len(self.batches) < num_batches:
             self.batches.append(padding)
         return True

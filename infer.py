@@ -1,4 +1,4 @@
-"""A checkpoint as a model that one can call: `load` returns a T5 with `logits`, `score`, `generate` and `encode`.
+"""A checkpoint as a model that one can call: `load` returns a T5 with `logits`, `score`, `generate`, `stream` and `encode`.
 
     t5 = infer.load('runs/small')
     t5.generate(['The <extra_id_0> walks in <extra_id_1> park.'])
@@ -45,6 +45,10 @@ NO_VOCABULARY = (
     "this checkpoint brings no vocabulary for texts: infer.load(..., vocabulary=PATH or 'bytes')"
 )
 EXAMPLES_PER_CHUNK = 4096  # sorted by length at a time by `in_batches`
+
+HEADS = P(partition.BATCH_AXES, 'model')  # of keys and values; logits_rv are split as they are
+CACHE_SPECS = decode.Cache(P(), partition.BATCH, partition.BATCH, HEADS)  # type: ignore[arg-type]
+STATE_SPECS = decode.SampleState(P(), *[partition.BATCH] * 4, CACHE_SPECS)  # type: ignore
 
 Array = NDArray | jax.Array
 Numbers = float | Sequence[float]
@@ -105,6 +109,8 @@ def load(
     t5 = T5(opened.config, params, mesh, found)
     lengths = check.read_stored(opened.directory).get('data', {}).get('lengths', {})
     t5.max_input_length = lengths.get('inputs', MAX_INPUT_LENGTH)
+    if opened.projection is not None:
+        t5.projection = np.asarray(checkpoint.read_leaf(opened.projection), np.float32)
     if opened.note:
         logging.warning(opened.note)
     return t5
@@ -113,9 +119,13 @@ def load(
 class Answers(NamedTuple):
     """What `T5.generate` returns with `return_scores`: for each input an answer, or a list of `num_return`."""
 
-    texts: list[str] | list[list[str]] | None  # None if the checkpoint has no vocabulary
+    texts: 'Texts | None'  # None if the checkpoint has no vocabulary
     tokens: list[list[int]] | list[list[list[int]]]  # ids without EOS
     scores: NDArray  # nats, float32 [examples] or [examples, num_return]
+
+
+Texts = list[str] | list[list[str]]
+Generated = Texts | list[list[int]] | list[list[list[int]]] | Answers | Iterator[str]
 
 
 class T5:
@@ -123,7 +133,8 @@ class T5:
 
     `config` has its sizes, `arrays` its parameters as {T5X's path: array}, `params` the same as nested dicts. Others of
     the same shapes may be assigned to `arrays`: nothing is compiled again. `vocabulary` is None if the checkpoint
-    brings none, and `mesh` has its devices. `generate` and `encode` take `max_input_length` tokens of a text, EOS
+    brings none, and `mesh` has its devices. `projection` [emb_dim, size] is that of RankGen, else None: an input's
+    vector is its first output times it. `generate` and `encode` take `max_input_length` tokens of a text, EOS
     included.
 
     Inputs and targets are texts, to which EOS is added, or lists of token ids, taken as they are. All methods raise
@@ -138,12 +149,14 @@ class T5:
         self.mesh = mesh
         self.vocabulary = vocabulary
         self.max_input_length = MAX_INPUT_LENGTH
+        self.projection: NDArray | None = None
         self._arrays = arrays
         self._decoding_arrays: DecodingParameters = {}
         self._logits = self._compile(_logits, arrays, P(partition.BATCH_AXES, None, 'model'))
         self._scores = self._compile(_scores, arrays)
         self._encodings = self._compile(_encodings, arrays)
         self._generators: dict[Decoding, jax.stages.Wrapped] = {}
+        self._streamers: dict[Decoding, tuple[jax.stages.Wrapped, jax.stages.Wrapped]] = {}
 
     @property
     def arrays(self) -> Parameters:
@@ -223,8 +236,9 @@ class T5:
         filters: Sequence[decode.Filter] = (),  # your own: see decode.filtered
         return_scores: bool = False,  # return `Answers`
         trim: bool = False,  # cut texts of more than `max_input_length` tokens
+        _stream: bool = False,  # return the iterator of `stream`
         **unknown: object,
-    ) -> list[str] | list[list[str]] | list[list[int]] | list[list[list[int]]] | Answers:
+    ) -> Generated:
         """Return the model's answers: texts if the inputs are texts, else lists of ids without EOS.
 
         By default an answer has the most likely token at each position. With `num_return` above 1, return a list of
@@ -283,6 +297,8 @@ class T5:
                 if not (words.allowed_nA[:, : len(prompt)] == prompt).all(axis=1).any():
                     raise ValueError(f'prompts[{i}]: begins none of the answers that are allowed')
         examples = [Example(x, prompt=of_prompts[i], number=i) for i, x in enumerate(ids)]
+        if _stream and self.vocabulary is not None:
+            return stream_answer(self, decoding, examples[0], self.vocabulary)
         found = list(answer_batch(self, decoding, examples))
         texts = None
         if self.vocabulary is not None:
@@ -294,6 +310,16 @@ class T5:
             scores = scores_bn[:, 0] if num_return == 1 else scores_bn
             return Answers(texts, tokens, scores)
         return texts if texts is not None and _are_texts(inputs) else tokens
+
+    def stream(self, text: str, max_length: int = 128, **options: object) -> Iterator[str]:
+        """Return the answer to a text in parts, as its tokens are decoded.
+
+        `options` are those of `generate` that ask for one answer. A character is held back until its bytes
+        are complete, and beams until their search has ended.
+        """
+        if options.get('num_return', 1) != 1 or options.get('return_scores'):
+            raise ValueError('stream gives one answer and no score: use generate for these')
+        return self.generate([text], max_length, _stream=True, **options)  # type: ignore
 
     # What users give, as the model takes it.
 
@@ -384,17 +410,18 @@ class T5:
         self,
         device_function: Callable,
         arrays: DecodingParameters,
-        out_specs: P = partition.BATCH,
+        out_specs: P | decode.SampleState = partition.BATCH,
+        *state_specs: decode.SampleState,  # of a third argument, whose buffers are taken
     ) -> jax.stages.Wrapped:
         """Return (parameters, batch) -> output: each process has all rows, unless `out_specs` split them further."""
         replicated = NamedSharding(self.mesh, P()) if out_specs == partition.BATCH else None
         mapped = jax.shard_map(
             functools.partial(device_function, self.config),
             mesh=self.mesh,
-            in_specs=(self._specs(arrays), partition.BATCH),
+            in_specs=(self._specs(arrays), partition.BATCH, *state_specs),
             out_specs=out_specs,
         )
-        return jax.jit(mapped, out_shardings=replicated)
+        return jax.jit(mapped, out_shardings=replicated, donate_argnums=2 if state_specs else ())
 
     def _specs(self, arrays: DecodingParameters) -> dict[str, P]:
         return kernels.specs_of(arrays, model.specs_in_use(self.config, arrays))
@@ -482,6 +509,71 @@ def answer_batch(
     t5: T5, decoding: Decoding, examples: Sequence[Example], num_rows: int = 0
 ) -> Iterator[Answer]:
     """Yield the answers to examples, in a batch of at least `num_rows` rows."""
+    batch = _decoding_batch(t5, decoding, examples, num_rows)
+    program = decoding.program
+    if program not in t5._generators:
+        words = words_of(decoding, t5.vocabulary, t5.config.vocab_size)
+        answers = functools.partial(_answers, program, words)
+        t5._generators[program] = t5._compile(answers, t5._decoding_arrays)
+    found = t5._generators[program](t5._decoding_arrays, batch)
+    tokens_bnT, scores_bn = jax.tree.map(np.asarray, found)
+    best_first = slice(-1, -1 - decoding.num_return, -1)
+    for i in range(len(examples)):
+        tokens = [np.trim_zeros(ids, 'b').tolist() for ids in tokens_bnT[i, best_first]]
+        texts = []
+        if t5.vocabulary is not None:
+            for k, ids in enumerate(tokens):
+                text, tokens[k] = _before_stop(t5.vocabulary, ids, examples[i].prompt, decoding)
+                texts.append(text)
+        scores = scores_bn[i, best_first].tolist() if decoding.return_scores else []
+        yield Answer(tokens, texts, scores)
+
+
+def stream_answer(
+    t5: T5, decoding: Decoding, example: Example, vocabulary: Vocabulary
+) -> Iterator[str]:
+    """Yield the parts of an answer, as `T5.stream` has them."""
+    if decoding.num_decodes > 1:
+        [answer] = answer_batch(t5, decoding, [example])
+        yield answer.texts[0]
+        return
+    # In rows of all devices, so each process has the answer.
+    rows = [example] * partition.axes_size(t5.mesh, partition.BATCH_AXES)
+    batch = _decoding_batch(t5, decoding, rows)
+    program = decoding.program
+    if program not in t5._streamers:
+        words = words_of(decoding, vocabulary, t5.config.vocab_size)
+        step = functools.partial(_advance, program, words)
+        t5._streamers[program] = (
+            t5._compile(step, t5._decoding_arrays, STATE_SPECS),
+            t5._compile(step, t5._decoding_arrays, STATE_SPECS, STATE_SPECS),
+        )
+    begin, advance = t5._streamers[program]
+    state = begin(t5._decoding_arrays, batch)
+    tokens: list[int] = []
+    shown = ''
+    is_running = True
+    while is_running:
+        room = state.cache.writers_gnM.shape[2]
+        if len(tokens) == room:
+            state = state._replace(cache=decode.grow_cache(state.cache, 2 * room))
+        state = advance(t5._decoding_arrays, batch, state)
+        tokens.append(int(state.tokens_r.addressable_data(0)[0]))
+        text, kept = _before_stop(vocabulary, tokens, example.prompt, decoding)
+        is_running = bool(state.running_r.addressable_data(0)[0]) and kept == tokens
+        if is_running:  # SentencePiece has U+FFFD for each byte of an unfinished character
+            text = text.rstrip('\ufffd')
+            begins = [end[:k] for end in map(str, decoding.stop) for k in range(1, len(end))]
+            text = text[: len(text) - max((len(x) for x in begins if text.endswith(x)), default=0)]
+        if len(text) > len(shown):
+            yield text[len(shown) :]
+            shown = text
+
+
+def _decoding_batch(
+    t5: T5, decoding: Decoding, examples: Sequence[Example], num_rows: int = 0
+) -> dict[str, jax.Array]:
+    """Return what decoding reads beside `t5._decoding_arrays`, which are made if they are missing."""
     inputs_bM = t5._rows([example.inputs for example in examples], num_rows)
     num_rows = len(inputs_bM)
     batch = {
@@ -498,34 +590,16 @@ def answer_batch(
         batch['prompt_bT'][i, : len(example.prompt)] = example.prompt
         batch['example_b'][i] = example.number
     t5._decoding_arrays = t5._decoding_arrays or t5._with_columns(t5.arrays)
-    program = decoding.program
-    if program not in t5._generators:
-        words = words_of(decoding, t5.vocabulary, t5.config.vocab_size)
-        answers = functools.partial(_answers, program, words)
-        t5._generators[program] = t5._compile(answers, t5._decoding_arrays)
-    found = t5._generators[program](t5._decoding_arrays, partition.place_batch(t5.mesh, batch))
-    tokens_bnT, scores_bn = jax.tree.map(np.asarray, found)
-    best_first = slice(-1, -1 - decoding.num_return, -1)
-    for i in range(len(examples)):
-        tokens = [np.trim_zeros(ids, 'b').tolist() for ids in tokens_bnT[i, best_first]]
-        texts = []
-        if t5.vocabulary is not None:
-            for k, ids in enumerate(tokens):
-                stop = tuple(map(str, decoding.stop))
-                cut = _before_stop(t5.vocabulary, ids, examples[i].prompt, stop)
-                texts.append(cut[0])
-                tokens[k] = cut[1]
-        scores = scores_bn[i, best_first].tolist() if decoding.return_scores else []
-        yield Answer(tokens, texts, scores)
+    return partition.place_batch(t5.mesh, batch)
 
 
 def _before_stop(
-    vocabulary: Vocabulary, tokens: list[int], prompt: Ids, stop: Sequence[str]
+    vocabulary: Vocabulary, tokens: list[int], prompt: Ids, decoding: Decoding
 ) -> tuple[str, list[int]]:
-    """Return the text of an answer up to the first `stop` after its prompt, and its tokens."""
+    """Return the text of an answer up to the first stop text after its prompt, and its tokens."""
     text = vocabulary.decode(tokens)
-    start = len(vocabulary.decode(prompt)) if stop else 0
-    ends = [text.index(end, start) for end in stop if end in text[start:]]
+    start = len(vocabulary.decode(prompt)) if decoding.stop else 0
+    ends = [text.index(end, start) for end in map(str, decoding.stop) if end in text[start:]]
     if ends:
         text = text[: min(ends)]
         while tokens and vocabulary.decode(tokens[:-1]).startswith(text):
@@ -607,6 +681,29 @@ def _answers(
     return decode.decode(decoding, functools.partial(_step, config, params), cache, batch, words)
 
 
+def _advance(
+    decoding: Decoding,
+    words: decode.Words,
+    config: T5Config,
+    params: Parameters,
+    batch: Batch,
+    *state: decode.SampleState,
+) -> decode.SampleState:
+    """Return the state of `decode.sample` after another step; without a state, that before the first."""
+    found = []
+
+    def take_one(next_state, running_rows, start, length, grow):
+        found.append(next_state(*state) if state else start)
+        return found[0]
+
+    if state:
+        cache = state[0].cache
+    else:
+        cache = _start(config, decoding, decode.FIRST_ROOM, params, batch['inputs_bM'])
+    decode.decode(decoding, functools.partial(_step, config, params), cache, batch, words, take_one)
+    return found[0]
+
+
 def decoding_step(
     t5: T5, decoding: Decoding, batch_size: int, input_length: int
 ) -> tuple[jax.stages.Wrapped, tuple[DecodingParameters, jax.ShapeDtypeStruct, decode.Cache]]:
@@ -619,14 +716,12 @@ def decoding_step(
     shape = (num_rows, next_size(input_length, LENGTH_MULTIPLE))
     params = jax.eval_shape(t5._with_columns, t5.arrays)
     param_specs = jax.tree.broadcast(t5._specs(params), params)
-    layers = P(partition.BATCH_AXES, 'model')
-    cache_specs = decode.Cache(P(), rows, rows, layers)  # type: ignore[arg-type]
     start = functools.partial(_start, t5.config, decoding, decoding.room)
-    start = jax.shard_map(start, mesh=t5.mesh, in_specs=(param_specs, rows), out_specs=cache_specs)
+    start = jax.shard_map(start, mesh=t5.mesh, in_specs=(param_specs, rows), out_specs=CACHE_SPECS)
     cache = jax.eval_shape(start, params, jax.ShapeDtypeStruct(shape, jnp.int32))
-    in_specs = (param_specs, rows, jax.tree.broadcast(cache_specs, cache))
+    in_specs = (param_specs, rows, jax.tree.broadcast(CACHE_SPECS, cache))
     step = functools.partial(_step, t5.config)
-    out_specs = (layers, in_specs[2])
+    out_specs = (HEADS, in_specs[2])
     step = jax.shard_map(step, mesh=t5.mesh, in_specs=in_specs, out_specs=out_specs)
     tokens_r = jax.ShapeDtypeStruct((num_rows * decoding.num_decodes,), jnp.int32)
     arguments = jax.tree.map(

@@ -139,4 +139,5 @@ def weights_and_divisor(
         sums_bT = jnp.where(is_same_bTM, weights_bT[:, None], 0.0).sum(axis=-1)
         safe_sums_bT = jnp.where(sums_bT > 0, sums_bT, 1.0)
         weights_bT = jnp.where(sums_bT > 0, weights_bT / safe_sums_bT, 0.0)
-    return weights_bT, lax.psum(weights_bT.sum(), partition.BATCH_AXES)
+    divisor = lax.psum(weights_bT.sum(), partition.BATCH_AXES)
+    return weights_bT, jnp.where(divisor > 0, divisor, 1.0)  # of examples without a weight

@@ -170,12 +170,21 @@ def own_file(file: PathOfOneKind) -> PathOfOneKind:
     if not is_file(file):
         raise ValueError(f'{file} is missing: bring all files of the checkpoint')
     if isinstance(file, Path):
-        root = file.parent.resolve()
+        folder = file.parent.resolve()
+        roots = [folder]
+        for parent in (
+            folder,
+            *folder.parents,
+        ):  # the caches of Hugging Face and of DVC, which consist of links
+            roots.append(parent / '.dvc' / 'cache')
+            if parent.name == 'snapshots':
+                roots.append(parent.parent / 'blobs')
         target = file.resolve()
-        if root.parent.name == 'snapshots':  # Hugging Face's cache links from there to its blobs
-            root = root.parent.parent
-        if not target.is_relative_to(root):
-            raise ValueError(f'{file} links to {target}, outside of its folder: do not trust it')
+        if not any(target.is_relative_to(root) for root in roots):
+            raise ValueError(
+                f'{file} links to {target}, outside of its folder: if you trust it, copy what it links to, `cp -rL '
+                f'{file.parent} COPY`, and name the copy'
+            )
         check_not_lfs(file)
     return file
 

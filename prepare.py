@@ -62,6 +62,7 @@ def make_spec(
         seed=config.seed,
         batch_size=config.train.batch_size,
         feature_lengths=FrozenConfigDict(data.feature_lengths(config.data)),
+        has_weights=bool(config.data.weight),
         num_microbatches=num_microbatches,
         gradient_dtype=config.train.gradient_dtype,
         skips_not_finite=config.train.on_not_finite == 'skip',
@@ -69,7 +70,11 @@ def make_spec(
     model.check_mesh(spec.model_config, spec.mesh)
     partition.check_divides('train.batch_size', spec.batch_size, partition.BATCH_AXES, spec.mesh)
     # What is parsed when it is first used: parse it now.
-    _ = spec.normalizing_factor
+    if spec.normalizing_factor == 'AVERAGE_PER_SEQUENCE' and spec.has_weights:
+        raise ValueError(
+            f'data.weight={config.data.weight!r} has no effect with loss.loss_normalizing_factor='
+            'AVERAGE_PER_SEQUENCE, which divides each example by its weights: use another'
+        )
     _ = spec.tx  # and its schedule
     checks.check_adapters(spec.model_config)
     checks.check_packing(spec.model_config, config.data.pack)

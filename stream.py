@@ -23,7 +23,16 @@ import data
 from data import Example, Objective
 from messages import first_ten
 from randomness import permutation, random_bits
-from sources import NO_SPLIT, Document, FileRecord, Record, Share, Source
+from sources import (
+    NO_SPLIT,
+    Document,
+    FileRecord,
+    Record,
+    Share,
+    Source,
+    names_of_values,
+    weight_at,
+)
 from user_code import UserError
 from vocabulary import EOS_ID, Vocabulary
 
@@ -70,7 +79,7 @@ class OpenTask(NamedTuple, Generic[AnyTask]):
         except UserError as error:
             reason = str(error)
             if isinstance(error.__cause__, KeyError):
-                names = first_ten([repr(name) for name in record.fields])
+                names = first_ten([repr(name) for name in names_of_values(record.fields)])
                 reason += f', and the fields of the record are {names}'
             self.add_bad(record.name, reason)
             return []
@@ -117,7 +126,7 @@ class OpenMixture:
 
 @dataclasses.dataclass(eq=False)
 class Stream:
-    """Iterator of batches: int32 [rows, length] under T5X's names, for `rows` of the global batch.
+    """Iterator of batches: [rows, length] under T5X's names, for `rows` of the global batch.
 
     After `num_epochs` of a task a row is padding. When all rows are, the stream ends. A mixture has
     no epochs: a task that ends begins its next one. Raises ValueError for settings that do not fit,
@@ -217,7 +226,13 @@ class Stream:
         tasks, is_trimmed = np.array(drawn).T
         np.add.at(self.counts, tasks, np.stack([np.ones_like(tasks), is_trimmed], axis=1))
         examples = [[example for _, example in row] for row in rows]
-        return data.encoder_decoder(examples, self.config.lengths, self.pack_examples is not None)
+        return self.batch_of(examples)
+
+    def batch_of(self, rows: Sequence[Sequence[Example]]) -> dict[str, NDArray]:
+        """Return the features of rows of examples."""
+        is_packed = self.pack_examples is not None
+        has_weights = bool(self.config.weight)
+        return data.encoder_decoder(rows, self.config.lengths, is_packed, has_weights)
 
     def seed_of(self, task: 'TokenizedTask') -> int | str:
         """Return the seed of a task: in a mixture each has its own."""
@@ -393,7 +408,8 @@ class ExampleReader:
             self._end = TaskPosition(self._start.epoch, pool=last.pool, offset=last.offset + 1)
             start = self._start
             key = (self._share.seed, start.epoch, self._share.lane, start.pool, start.offset)
-            tokenized = self._task.tokenize([document.record for document in documents])
+            records = [document.record for document in documents]
+            tokenized = self._task.tokenize(records, *(key if self._split == 'train' else ()))
             names = [example.name for example in tokenized]
             ids = [example.ids for example in tokenized]
             examples = self._task.objective.examples(names, ids, *key)
@@ -413,7 +429,7 @@ class Tokenized(NamedTuple):
 
     name: str
     texts: dict[str, str]  # none where the record has ids
-    ids: dict[str, NDArray]  # int32
+    ids: dict[str, NDArray]  # int32; with data.weight also 'weight', float32 []
 
 
 class TokenizedTask:
@@ -426,13 +442,16 @@ class TokenizedTask:
         self.source = task.source
         self.vocabulary = vocabulary
         self.allow_empty_targets = config.allow_empty_targets
+        self.draws_targets = config.target_choice == 'random'
+        self.weight_field = config.weight[1:-1]  # '' for none
         self.objective = task.open_objective(config, vocabulary)
         self.source.check_ids(task.name, self.objective.features, vocabulary.hash)
 
-    def tokenize(self, records: Sequence[Record]) -> list[Tokenized]:
+    def tokenize(self, records: Sequence[Record], *key: int | str) -> list[Tokenized]:
         """Return the examples of records: one of each, or as many as the task's function gives.
 
-        A bad record stops the run, or has none (data.on_bad_line).
+        With a `key`, that of an epoch of training, data.target_choice draws their targets. A bad record
+        stops the run, or has none (data.on_bad_line).
         """
         examples = []
         if self.source.is_tokenized:
@@ -452,8 +471,12 @@ class TokenizedTask:
                 )
             return examples
         must_answer = 'inputs' in self.objective.features and not self.allow_empty_targets
-        for record in records:
+        for i, record in enumerate(records):
             all_texts = self.opened.texts_of(record)
+            for texts in all_texts if key and self.draws_targets else ():
+                references = texts.get('references') or [texts['targets']]
+                bits = random_bits((), 'target', i, *key)
+                texts['targets'] = references[int(bits) % len(references)]
             if must_answer and not all(texts['targets'].strip() for texts in all_texts):
                 self.opened.add_bad(
                     record.name,
@@ -462,12 +485,19 @@ class TokenizedTask:
                 )
                 continue
             for texts in all_texts:
-                examples.append(Tokenized(record.name, texts, ids={}))
+                ids: dict[str, NDArray] = {}
+                if self.weight_field:
+                    try:
+                        ids['weight'] = weight_at({**record.fields, **texts}, self.weight_field)
+                    except ValueError as error:
+                        self.opened.add_bad(record.name, str(error))
+                        continue
+                examples.append(Tokenized(record.name, texts, ids))
         for feature in self.objective.features:
             texts_of_feature = [example.texts.get(feature, '') for example in examples]
             all_ids = self.vocabulary.encode_as_arrays(texts_of_feature)
-            for example, ids in zip(examples, all_ids, strict=True):
-                example.ids[feature] = ids
+            for example, of_feature in zip(examples, all_ids, strict=True):
+                example.ids[feature] = of_feature
         return examples
 
     def has_text(self, split: str, seed: int | str, num_lanes: int) -> bool:
@@ -479,6 +509,6 @@ class TokenizedTask:
             for document in self.source.documents(split, share):
                 for example in self.tokenize([document.record]):
                     made = self.objective.examples([example.name], [example.ids], seed)
-                    if made and any(ids.size for ids in example.ids.values()):
+                    if made and any(example.ids[x].size for x in self.objective.features):
                         return True
         return False

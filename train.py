@@ -168,6 +168,7 @@ class StepSpec:
     seed: int
     batch_size: int
     feature_lengths: FrozenConfigDict  # of each feature of a batch
+    has_weights: bool  # whether examples have weights: decoder_loss_weights is then float32
     num_microbatches: int
     gradient_dtype: str
     skips_not_finite: bool  # whether a step that is not finite leaves the state as it was
@@ -252,7 +253,9 @@ def lower_step(spec: StepSpec) -> jax.stages.Lowered:
     batch = {}
     for name, length in spec.feature_lengths.items():
         shape = (spec.batch_size, length)
-        batch[name] = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
+        is_float = spec.has_weights and name == 'decoder_loss_weights'
+        dtype = jnp.float32 if is_float else jnp.int32
+        batch[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
     return jit_step(spec).lower(state, batch)
 
 

@@ -20,6 +20,7 @@ EOS_ID = 1
 UNK_ID = 2
 SPECIAL_TOKENS = ('<pad>', '</s>', '<unk>')  # as transformers calls them
 DEFAULT_EXTRA_IDS = 100  # T5's
+OF_TRANSFORMERS = 'transformers'  # normalizer of a model that formats/tokenizer_json.py makes
 SENTINEL = re.compile(r'▁?<extra_id_(0|[1-9][0-9]{0,8})>')
 
 
@@ -101,11 +102,20 @@ class SentencePieceVocabulary(Vocabulary):
             raise ValueError(f'no SentencePiece model ({error})') from None
         special_ids = (processor.pad_id(), processor.eos_id(), processor.unk_id())
         if special_ids != (PAD_ID, EOS_ID, UNK_ID):
-            raise ValueError(f'pad, eos, unk are {special_ids}, not (0, 1, 2) as in T5')
+            raise ValueError(
+                f'pad, eos, unk are {special_ids}, not (0, 1, 2) as in T5: train it with spm_train --pad_id=0 --eos_id=1 '
+                '--unk_id=2 --bos_id=-1'
+            )
         pieces = processor.id_to_piece(list(range(processor.vocab_size())))
         self.sentinel_ids = sentinel_ids_of(pieces)
+        proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
+        # Those of transformers are never cut, and a word begins after each.
+        self.added_tokens: dict[str, int] = {}
+        if proto.normalizer_spec.name == OF_TRANSFORMERS:
+            for i, piece in enumerate(proto.pieces):
+                if piece.type == proto.SentencePiece.USER_DEFINED:
+                    self.added_tokens[piece.piece.removeprefix('▁')] = i
         if self.num_sentinels == 0:
-            proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
             for i in reversed(range(extra_ids)):
                 added = f'▁<extra_id_{i}>'
                 # SentencePiece never cuts a text across a piece of this type.
@@ -118,6 +128,9 @@ class SentencePieceVocabulary(Vocabulary):
         self.pieces = pieces
         self.size = len(pieces)
         self._processor = processor
+        names = sorted(map(re.escape, self.added_tokens), key=len, reverse=True)
+        any_name = '|'.join(names)
+        self._glued_tokens = re.compile(rf'(?<=\S)(?:{any_name})|(?:{any_name})(?=\S)')
         # `▁<extra_id_N>` is found only where a word begins: blanks around it make it one.
         self._glued_sentinels = []
         for begin, replacement in (('▁', r' \g<0> '), ('', r'\g<0> ')):
@@ -135,7 +148,9 @@ class SentencePieceVocabulary(Vocabulary):
         As in SeqIO `<extra_id_0>` is a sentinel where a word may begin. With `glued_sentinels` one
         in or after a word is a sentinel, too, and a word begins after it, as in transformers.
         """
-        if glued_sentinels:
+        if self.added_tokens:
+            texts = [self._glued_tokens.sub(r' \g<0> ', text) for text in texts]
+        elif glued_sentinels:
             for pattern, replacement in self._glued_sentinels:
                 texts = [pattern.sub(replacement, text) for text in texts]
         return self._processor.encode(texts, return_type='numpy', num_threads=self.num_threads)

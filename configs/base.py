@@ -183,14 +183,25 @@ def settings() -> ConfigDict:
     # validation or, if there is none, holds out validation_fraction of data.train_split.
     config.data.validation_split = ''
     # Field of a JSON object, column of a table, or feature of data.tfds that holds the text of a
-    # document.
+    # document; 'meta/text' is within a field.
     config.data.text_field = 'text'
     # Text to text: the inputs of an example, with slots for fields of a record, as in
-    # 'question: {question} context: {context}'. Of data.tfds, {answers/text/0} is the first text of
-    # a nested sequence, and the slot of a class label gives its number, not its name.
+    # 'question: {question} context: {context}'. {answers/text/0} is the first text of a list within a
+    # field. The slot of a class label of data.tfds gives its number, not its name.
     config.data.inputs = ''
     # Text to text: the targets, as in '{answer}'. '' trains data.task on documents.
     config.data.targets = ''
+    # Text to text, in place of data.targets: a list of right answers, as '{answers/text}', or a text. An
+    # empty list stands for the empty answer. Each metric of data.metrics takes the best of them, and
+    # training one (data.target_choice).
+    config.data.references = ''
+    # Which of several references are the targets of an example in training: the first, or a random one in
+    # each epoch. Also of an own task whose examples have 'references'. Validation takes the first.
+    config.data.target_choice = Setting('first', choices=('first', 'random'))
+    # Text to text: the weight of an example, a number of 0 or more as in '{weight}', which multiplies the
+    # loss of each of its tokens. loss.loss_normalizing_factor=NUM_REAL_TARGET_TOKENS divides by the sum
+    # of the weights of all tokens. Validation losses are weighted, too; task metrics are not.
+    config.data.weight = ''
     # Task metrics of data.targets, separated by commas: accuracy (the whole text is right), bleu,
     # rouge, and squad (exact match and F1 of words; an empty answer is right where the targets are
     # empty, as in SQuAD 2.0). bleu and rouge find words as in T5. bleu:NAME finds them with a tokenizer

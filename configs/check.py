@@ -20,6 +20,9 @@ from configs.base import Range, Setting, Value
 DELIMITER = re.compile(r'|tab|\\t|\t|[^\s"]')
 DELIMITER_RULE = "must be one character, no space and no quote, such as ';', or 'tab'"
 
+# data.references and data.weight: a slot alone.
+SLOT = re.compile(r'|\{[^{}]+\}')
+
 
 class Needs(NamedTuple):
     """Settings that act only with another one."""
@@ -42,7 +45,8 @@ ADAFACTOR = (
 # A dependent that is given on the command line without the other one is refused: it has no effect.
 NEEDS = (
     Needs('model.lora_rank', None, ('model.lora_alpha', 'model.lora_targets')),
-    Needs('data.targets', '', ('data.text_field',)),
+    Needs('data.targets', '', ('data.text_field', 'data.references')),
+    Needs('data.references', '', ('data.text_field',)),
     Needs('data.on_bad_line', 'skip', ('data.max_bad_fraction',)),
     Needs('optimizer.name', 'adafactor', ADAFACTOR),
     Needs('optimizer.name', 'adamw', ADAMW),
@@ -98,6 +102,10 @@ def check_value(key: str, value: Value) -> None:
     check_allowed(key, value, setting.default, setting.range, setting.choices)
     if key == 'data.delimiter' and not DELIMITER.fullmatch(str(value)):
         raise ValueError(f'{key}={value!r}: {DELIMITER_RULE}')
+    if key in ('data.references', 'data.weight') and not SLOT.fullmatch(str(value)):
+        raise ValueError(
+            f"{key}={value!r}: must be one slot and nothing else, such as '{{answers}}'"
+        )
 
 
 def check_allowed(

@@ -168,6 +168,17 @@ def flops(c, S, T):
     return model.flops(c, S, T) + 2 * num_routed * c.emb_dim * c.options.num_experts
 
 
+def losses(c):
+    """Return the weights of what the layers with experts report. Raises ValueError where there is none."""
+    step = c.options.sparse_step
+    if step > max(c.num_encoder_layers, c.num_decoder_layers):
+        raise ValueError(
+            f'model.options.sparse_step={step}: no layer of {c.num_encoder_layers} + {c.num_decoder_layers} has '
+            'experts: use at most as many as a stack has layers'
+        )
+    return {'experts/auxiliary_loss': 1.0, 'experts/router_z_loss': 1.0}
+
+
 def modules(default):
     """Return the parts of Switch Transformer; its initial values have a tenth of T5's variance."""
     scaling = hk.initializers.VarianceScaling
@@ -194,6 +205,6 @@ def modules(default):
         split_in_use=on('', r'.+/mlp/expert/.+'),
         period=lambda c: c.options.sparse_step,
         changes_dtype=True,
-        losses=lambda c: {'experts/auxiliary_loss': 1.0, 'experts/router_z_loss': 1.0},
+        losses=losses,
         flops=flops,
     )

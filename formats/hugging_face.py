@@ -7,8 +7,9 @@ torch's Linear keeps a kernel transposed; token table and norms have the same sh
 (4.57, 5.24) models/{t5,mt5,umt5,longt5,switch_transformers}.
 """
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,8 +30,23 @@ SAVE_AGAIN = 'load it with transformers, if you trust it, and save_pretrained it
 OTHER_WEIGHTS = {
     'pytorch_model.bin': f'a pickle can run code: {SAVE_AGAIN}',
     'pytorch_model.bin.index.json': f'pickles can run code: {SAVE_AGAIN}',
-    'flax_model.msgpack': f'only safetensors are read: {SAVE_AGAIN} (from_flax=True)',
-    'tf_model.h5': f'only safetensors are read: {SAVE_AGAIN} (from_tf=True)',
+    'flax_model.msgpack': f'only safetensors are read: {SAVE_AGAIN} (from_flax=True, transformers 4 and flax)',
+    'tf_model.h5': f'only safetensors are read: {SAVE_AGAIN} (from_tf=True, transformers 4 and tensorflow)',
+}
+# Files that are not read, by their suffix.
+PICKLE = (
+    'a pickle, which can run code: if you trust it, read it with torch.load(FILE, weights_only=True), and write that '
+    'with safetensors.torch.save_file'
+)
+OTHER_FILES = {
+    '.gguf': (
+        'GGUF, of llama.cpp: load it with transformers (pip install gguf), T5ForConditionalGeneration or T5EncoderModel '
+        ".from_pretrained(FOLDER, gguf_file=NAME), write safetensors.torch.save_model(model, 'x.safetensors'), and "
+        'name that file'
+    ),
+    '.pt': PICKLE,
+    '.pth': PICKLE,
+    '.bin': PICKLE,
 }
 ARCHITECTURES = {
     't5': 'T5ForConditionalGeneration',
@@ -94,8 +110,6 @@ FEED_FORWARDS = {
 
 
 LONG_T5 = 'long_t5'  # the family
-# config.json of LongT5: Hugging Face's name -> the option.
-LONG_T5_SIZES = {'local_radius': 'local_radius', 'global_block_size': 'tokens_per_block'}
 # The option encoder_attention -> encoder_attention_type, and the name of the encoder's attention.
 LONG_T5_ATTENTIONS = {
     'local': ('local', 'LocalSelfAttention'),
@@ -104,15 +118,21 @@ LONG_T5_ATTENTIONS = {
 
 
 SWITCH = 'switch'  # the family
-# config.json of Switch Transformer: Hugging Face's name -> the option, and the value where it is missing. A capacity
-# is there the number of places for a row and expert.
-SWITCH_SETTINGS = {
-    'num_experts': ('num_experts', 8),
-    'expert_capacity': ('min_expert_capacity', 64),
-    'router_aux_loss_coef': ('aux_loss_factor', 0.001),
-    'router_z_loss_coef': ('router_z_loss_factor', 0.001),
-}
 CAPACITY_FACTORS = ('train_expert_capacity_factor', 'eval_expert_capacity_factor')
+# config.json of the families: Hugging Face's name -> the option, and the value where it is missing. A capacity is
+# there the number of places for a row and expert.
+FAMILY_SETTINGS: dict[str, dict[str, tuple[str, float]]] = {
+    LONG_T5: {
+        'local_radius': ('local_radius', 127),
+        'global_block_size': ('tokens_per_block', 16),
+    },
+    SWITCH: {
+        'num_experts': ('num_experts', 8),
+        'expert_capacity': ('min_expert_capacity', 64),
+        'router_aux_loss_coef': ('aux_loss_factor', 0.001),
+        'router_z_loss_coef': ('router_z_loss_factor', 0.001),
+    },
+}
 # A matrix of one expert. Its name without the expert is that of all of them here.
 EXPERT = re.compile(r'(.+\.experts\.)expert_(0|[1-9]\d{0,4})\.(.+)')
 
@@ -145,6 +165,38 @@ LM_HEAD = 'lm_head.weight'
 # Old folders store this array, which no model reads.
 UNUSED = 'decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight'
 
+# What precedes this name in a single file is a prefix of all names of its T5.
+FINAL_NORM = 'encoder.final_layer_norm.weight'
+# Wan's names of umT5's encoder -> transformers'.
+WAN = {
+    r'token_embedding\.weight': TOKEN_TABLE,
+    r'norm\.weight': FINAL_NORM,
+    r'blocks\.(\d+)\.norm1\.weight': r'encoder.block.\1.layer.0.layer_norm.weight',
+    r'blocks\.(\d+)\.norm2\.weight': r'encoder.block.\1.layer.1.layer_norm.weight',
+    r'blocks\.(\d+)\.attn\.([qkvo])\.(.+)': r'encoder.block.\1.layer.0.SelfAttention.\2.\3',
+    r'blocks\.(\d+)\.pos_embedding\.embedding\.weight': (
+        r'encoder.block.\1.layer.0.SelfAttention.relative_attention_bias.weight'
+    ),
+    r'blocks\.(\d+)\.ffn\.gate\.0\.(.+)': r'encoder.block.\1.layer.1.DenseReluDense.wi_0.\2',
+    r'blocks\.(\d+)\.ffn\.fc1\.(.+)': r'encoder.block.\1.layer.1.DenseReluDense.wi_1.\2',
+    r'blocks\.(\d+)\.ffn\.fc2\.(.+)': r'encoder.block.\1.layer.1.DenseReluDense.wo.\2',
+}
+# A vector of an encoder is its first output times this matrix, as in RankGen.
+PROJECTION = 'encoder/encoder_projection_layer/kernel'
+THEIR_PROJECTION = 'projection.weight'
+HEADS = (
+    'classification_head.',
+    'classifier.',
+    'qa_outputs.',
+)  # of T5ForSequenceClassification, ...
+# Beside an array in FP8, the factor of its values; and what Comfy stores that is no weight.
+SCALES = ('scale_weight', 'weight_scale')
+NO_WEIGHTS = ('spiece_model', 'scaled_fp8', 'scale_input', 'input_scale', 'comfy_quant')
+
+FLOAT8 = {
+    'F8_E4M3': np.dtype(ml_dtypes.float8_e4m3fn),
+    'F8_E5M2': np.dtype(ml_dtypes.float8_e5m2),
+}
 DTYPES = {
     'F64': np.dtype(np.float64),
     'F32': np.dtype(np.float32),
@@ -235,46 +287,54 @@ class SafetensorsEntry(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
     transposed: bool = False
+    experts: tuple['SafetensorsEntry', ...] = ()  # whose matrices this array has, [experts, ...]
+    float8: str = ''  # its dtype in the file, which is read as float32
+    scale: 'SafetensorsEntry | None' = None  # a factor of its values, or of its rows in the file
 
     def read(self) -> np.ndarray:
-        """Return the array in its stored dtype, with its shape in our tree."""
-        with safetensors.safe_open(self.file, framework='numpy') as file:
-            x = file.get_tensor(self.name)
+        """Return the array in its `dtype`, with its shape in our tree."""
+        if self.experts:
+            return np.stack([expert.read() for expert in self.experts])
+        if self.float8:
+            x = _read_float8(self.file, self.name).astype(np.float32)
+        else:
+            with safetensors.safe_open(self.file, framework='numpy') as file:
+                x = file.get_tensor(self.name)
+        if self.scale is not None:
+            x = x.astype(np.float32) * self.scale.read()
         if self.transposed:
             return transpose(x)
         return x
 
     @property
     def T(self) -> 'SafetensorsEntry':  # noqa: N802
+        if self.experts:
+            return stacked([expert.T for expert in self.experts])
         return self._replace(shape=self.shape[::-1], transposed=True)
 
 
-class ExpertsEntry(NamedTuple):
-    """The matrices of a layer's experts, [experts, ...] in our tree: a `checkpoint.LazyArray`."""
+def _read_float8(file: Path, name: str) -> np.ndarray:
+    """Return an array in FP8, a dtype that safetensors does not read as NumPy's. The header has been checked."""
+    with file.open('rb') as stream:
+        header_bytes = int.from_bytes(stream.read(8), 'little')
+        header = json.loads(stream.read(header_bytes))[name]
+        begin, end = header['data_offsets']
+        stream.seek(begin, 1)
+        content = stream.read(end - begin)
+    return np.frombuffer(content, FLOAT8[header['dtype']]).reshape(header['shape'])
 
-    experts: tuple[SafetensorsEntry, ...]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self.experts), *self.experts[0].shape)
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.experts[0].dtype
-
-    @property
-    def T(self) -> 'ExpertsEntry':  # noqa: N802
-        return ExpertsEntry(tuple(expert.T for expert in self.experts))
-
-    def read(self) -> np.ndarray:
-        return np.stack([expert.read() for expert in self.experts])
+def stacked(experts: Sequence[SafetensorsEntry]) -> SafetensorsEntry:
+    """Return the matrices of a layer's experts as one array."""
+    shape = (len(experts), *experts[0].shape)
+    return experts[0]._replace(shape=shape, experts=tuple(experts))
 
 
 class Folder(NamedTuple):
     """A folder whose arrays are not read yet: its config, dtype float32, and {'target/' + our path: entry}."""
 
     config: model.T5Config
-    entries: dict[str, SafetensorsEntry | ExpertsEntry]
+    entries: dict[str, SafetensorsEntry]
     note: str  # what is assumed of it; '' for nothing
 
 
@@ -313,14 +373,31 @@ def is_single_file(file: paths.AnyPath) -> bool:
     return not paths.is_file(file.parent / 'config.json')
 
 
-def check_not_part(file: paths.AnyPath) -> None:
-    """Raise ValueError if `file` is one of a folder of transformers."""
+def check_file(file: paths.AnyPath) -> None:
+    """Raise ValueError if `file` is one of a folder of transformers, or has weights that are not read."""
     if file.name in OTHER_WEIGHTS:
         raise ValueError(f'{file} is not read: {OTHER_WEIGHTS[file.name]}')
+    if file.suffix in OTHER_FILES:
+        raise ValueError(f'{file} is {OTHER_FILES[file.suffix]}')
     if is_single_file(file):
         return
     if file.suffix in ('.json', '.model', '.safetensors') and is_folder(file.parent):
         raise ValueError(f'{file} is one file of a checkpoint: name its folder, {file.parent}')
+
+
+def check_folder(folder: paths.AnyPath) -> None:
+    """Raise ValueError for a folder of a Trainer's checkpoints, which is no folder of weights."""
+    if is_folder(folder):
+        return
+    saved = {}
+    for path in paths.list_folder(folder):
+        number = path.name.removeprefix('checkpoint-')
+        if number != path.name and number.isdecimal():
+            saved[int(number)] = path
+    if saved:
+        raise ValueError(
+            f'{folder} holds {len(saved)} checkpoints of a Trainer: name one, the newest is {saved[max(saved)]}'
+        )
 
 
 def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
@@ -356,18 +433,30 @@ def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
         config = _config(settings, arrays)
     except (ValueError, TypeError) as error:
         raise ValueError(f'{config_file}: {error}') from error
-    stored = _stack_experts(folder, arrays.entries)
+    stored = dict(arrays.entries)
     if config.logits_via_embedding:
         stored.pop(LM_HEAD, None)
     names = parameter_names(config)
+    if THEIR_PROJECTION in stored and not arrays.has_decoder:
+        names[PROJECTION] = THEIR_PROJECTION
     differences = [f'{name} is missing' for name in names.values() if name not in stored]
     differences += [f'{name} is unknown' for name in sorted(set(stored) - set(names.values()))]
     if differences:
         raise ValueError(f'{folder} is not as its config says: {first_ten(differences, "; ")}')
-    targets: dict[str, SafetensorsEntry | ExpertsEntry] = {}
+    targets: dict[str, SafetensorsEntry] = {}
     for path, name in names.items():
         targets[f'target/{path}'] = stored[name].T if is_transposed(path) else stored[name]
     note = ''
+    if is_single_file(folder) and config.module == SWITCH:
+        note = (
+            f'{folder} has no config: {config.options} are assumed, as transformers has them: name others with '
+            'config=dataclasses.replace(t5.config, options=...), or put config.json beside it'
+        )
+    if paths.is_file(folder / '2_Dense' / 'config.json'):
+        note = (
+            f'{folder} is of sentence-transformers: a vector is the mean of its tokens (--pool=mean), and is still to '
+            'be multiplied by the matrix in 2_Dense and divided by its length'
+        )
     if not (config.logits_via_embedding or arrays.has_own_lm_head):
         note = (
             f'{folder} has no {LM_HEAD} of its own: its logits are those of the token table, not divided by sqrt(d_model), '
@@ -415,41 +504,45 @@ def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
         float32_attention_logits=False,
         relpos_bias_per_layer=settings['model_type'] == 'umt5',
     )
-    if settings['model_type'] == 'switch_transformers':
-        return own_model.as_family(config, SWITCH, _switch_options(settings, config))
-    if settings['model_type'] != 'longt5':
+    family = {'longt5': LONG_T5, 'switch_transformers': SWITCH}.get(settings['model_type'])
+    if family is None:
         return config
-    kind = settings.get('encoder_attention_type', 'local')
-    kinds = {theirs: ours for ours, (theirs, _) in LONG_T5_ATTENTIONS.items()}
-    if kind not in kinds:
-        raise ValueError(f'encoder_attention_type={kind!r}: use one of {", ".join(kinds)}')
-    options = {'encoder_attention': kinds[kind]}
-    for theirs, ours in LONG_T5_SIZES.items():
-        if theirs in settings:
-            options[ours] = settings[theirs]
-    return own_model.as_family(config, LONG_T5, options)
+    options = {}
+    for name, (option, missing) in FAMILY_SETTINGS[family].items():
+        options[option] = settings.get(name, missing)
+    if family == LONG_T5:
+        kind = settings.get('encoder_attention_type', 'local')
+        kinds = {theirs: ours for ours, (theirs, _) in LONG_T5_ATTENTIONS.items()}
+        if kind not in kinds:
+            raise ValueError(f'encoder_attention_type={kind!r}: use one of {", ".join(kinds)}')
+        options['encoder_attention'] = kinds[kind]
+    else:
+        options |= dict.fromkeys(CAPACITY_FACTORS, 0.0) | {'zero_padding': False}
+        options['sparse_step'] = _sparse_step(settings, config)
+    return own_model.as_family(config, family, options)
 
 
-def _switch_options(settings: Mapping, config: model.T5Config) -> dict:
-    """Return the options of a Switch Transformer. Raises ValueError for layers that we do not have."""
+def _sparse_step(settings: Mapping, config: model.T5Config) -> int:
+    """Return how many layers have one with experts. Raises ValueError for layers that we do not have."""
     depths = {'encoder': config.num_encoder_layers, 'decoder': config.num_decoder_layers}
     steps = {}
     for stack, depth in depths.items():
         name = f'{stack}_sparse_step'
         num_sparse = settings.get(f'num_sparse_{stack}_layers', 3)
-        steps[name] = settings.get(name)
-        if steps[name] is None and type(num_sparse) is int and num_sparse > 0:
-            steps[name] = depth // num_sparse
-    if not config.num_decoder_layers:
-        del steps['decoder_sparse_step']
+        step = settings.get(name)
+        if step is None and type(num_sparse) is int and num_sparse > 0:
+            step = depth // num_sparse
+        if depth:
+            steps[name] = step
     # With these two, the last layer of a step is transformers' second one.
-    if list(steps.values()) not in ([1], [2], [1, 1], [2, 2]):
-        found = ', '.join(f'{name}={step}' for name, step in steps.items())
-        raise ValueError(f'{found}: only 1 in both stacks, or 2 in both, is supported')
-    options = dict.fromkeys(CAPACITY_FACTORS, 0.0) | {'zero_padding': False}
-    for name, (option, default) in SWITCH_SETTINGS.items():
-        options[option] = settings.get(name, default)
-    return options | {'sparse_step': steps['encoder_sparse_step']}
+    for step in (1, 2):
+        if set(steps.values()) == {step} and step <= min(filter(None, depths.values())):
+            return step
+    found = ', '.join(f'{name}={step}' for name, step in steps.items())
+    raise ValueError(
+        f'{found} with {" and ".join(map(str, filter(None, depths.values())))} layers: only 1 in both stacks, or 2 in '
+        'both, is supported, and no more than a stack has layers'
+    )
 
 
 def _settings_of_shapes(file: Path, arrays: StoredArrays) -> dict:
@@ -457,23 +550,35 @@ def _settings_of_shapes(file: Path, arrays: StoredArrays) -> dict:
     layer = 'encoder.block.0.layer'
     bias = f'{layer}.0.SelfAttention.relative_attention_bias.weight'
     out = f'{layer}.0.SelfAttention.o.weight'
-    wo = f'{layer}.1.DenseReluDense.wo.weight'
+    mlp = f'{layer}.1.DenseReluDense'
+    experts: dict = {}
+    for i in range(_count_layers(arrays, 'encoder')):
+        router = arrays.entries.get(f'encoder.block.{i}.layer.1.mlp.router.classifier.weight')
+        if router is not None:
+            mlp = f'encoder.block.{i}.layer.1.mlp.experts'
+            experts = {'model_type': 'switch_transformers', 'num_experts': router.shape[0]}
+            experts |= {f'{stack}_sparse_step': i + 1 for stack in ('encoder', 'decoder')}
+            break
+    wo = f'{mlp}.wo.weight'
     for name in (TOKEN_TABLE, bias, out, wo):
-        if name not in arrays.entries or len(arrays.entries[name].shape) != 2:
+        if name not in arrays.entries or len(arrays.entries[name].shape) != 2 + (
+            wo == name and bool(experts)
+        ):
             raise ValueError(f'{file} has no matrix {name}: it holds no T5')
     vocab_size, d_model = arrays.entries[TOKEN_TABLE].shape
     num_heads = arrays.entries[bias].shape[1]
-    is_gated = f'{layer}.1.DenseReluDense.wi_0.weight' in arrays.entries
+    is_gated = f'{mlp}.wi_0.weight' in arrays.entries
     return {
         'model_type': 'umt5' if bias.replace('block.0', 'block.1') in arrays.entries else 't5',
         'vocab_size': vocab_size,
         'd_model': d_model,
         'num_heads': num_heads,
         'd_kv': arrays.entries[out].shape[1] // num_heads,
-        'd_ff': arrays.entries[wo].shape[1],
+        'd_ff': arrays.entries[wo].shape[-1],
         'num_layers': _count_layers(arrays, 'encoder'),
         'num_decoder_layers': _count_layers(arrays, 'decoder'),
         'feed_forward_proj': 'gated-gelu' if is_gated else 'relu',
+        **experts,
     }
 
 
@@ -505,12 +610,44 @@ def _is_tied(settings: Mapping, has_own_lm_head: bool) -> bool:
 
 def _read_headers(folder: Path) -> StoredArrays:
     """Return the arrays that the headers of the folder's files name."""
-    entries: dict[str, SafetensorsEntry] = {}
+    found: dict[str, tuple[Path, str, tuple[int, ...]]] = {}
     for file in _weight_files(folder):
-        for name, entry in read_header(file).items():
-            if name in entries or 0 in entry.shape:
-                raise ValueError(f'{file}: {name} is there twice or empty: copy it again')
-            entries[name] = entry
+        for name, header in _headers_of(file).items():
+            if name in found:
+                raise ValueError(f'{file}: {name} is there twice: copy it again')
+            found[name] = (file, *header)
+    heads = [name for name in found if name.startswith(HEADS)]
+    if heads:
+        raise ValueError(
+            f'{folder} has a head of its own, {first_ten(heads)}, which is not read: T5 here answers with texts; to use '
+            'its encoder, load it with T5EncoderModel of transformers, and save_pretrained that'
+        )
+    entries: dict[str, SafetensorsEntry] = {}
+    for name, stored_name in _names(folder, found).items():
+        file, dtype, shape = found[stored_name]
+        if name.rpartition('.')[2] in NO_WEIGHTS:
+            continue
+        if dtype not in DTYPES and dtype not in FLOAT8:
+            known = ', '.join([*DTYPES, *FLOAT8])
+            raise ValueError(
+                f'{file}: {stored_name} is {dtype}, and only {known} are read: use a file of those'
+            )
+        if 0 in shape:
+            raise ValueError(f'{file}: {stored_name} is empty: copy it again')
+        float8 = dtype if dtype in FLOAT8 else ''
+        entries[name] = SafetensorsEntry(
+            file, stored_name, shape, DTYPES['F32' if float8 else dtype], float8=float8
+        )
+    for name in list(entries):
+        weight = f'{name.rpartition(".")[0]}.weight'
+        if name.rpartition('.')[2] in SCALES and weight in entries:
+            scale = entries.pop(name)
+            array = entries[weight]
+            if scale.shape not in ((), (1,), (array.shape[0], 1)):
+                raise ValueError(
+                    f'{scale.file}: {scale.name} is {scale.shape}: only a factor of all values or of each row is read'
+                )
+            entries[weight] = array._replace(scale=scale, dtype=DTYPES['F32'])
     entries.pop(UNUSED, None)
     tables = [entries.pop(name) for name in TOKEN_TABLES if name in entries]
     if not tables or not all(_are_equal(tables[0], other) for other in tables[1:]):
@@ -522,21 +659,38 @@ def _read_headers(folder: Path) -> StoredArrays:
     has_own_lm_head = LM_HEAD in entries and not _are_equal(tables[0], entries[LM_HEAD])
     if not has_own_lm_head:
         entries[LM_HEAD] = tables[0]
+    experts: dict[str, dict[int, SafetensorsEntry]] = {}
+    for name in list(entries):
+        expert = EXPERT.fullmatch(name)
+        if expert:
+            experts.setdefault(expert[1] + expert[3], {})[int(expert[2])] = entries.pop(name)
+    for name, by_number in experts.items():
+        kinds = {(entry.shape, entry.dtype) for entry in by_number.values()}
+        if len(kinds) > 1 or sorted(by_number) != list(range(len(by_number))):
+            raise ValueError(
+                f'{folder}: experts of {name} are missing, or have several shapes or dtypes: copy it again'
+            )
+        entries[name] = stacked([by_number[i] for i in sorted(by_number)])
     return StoredArrays(entries, has_own_lm_head)
 
 
-def read_header(file: Path) -> dict[str, SafetensorsEntry]:
-    """Return the arrays that the header of one file names."""
-    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+def _headers_of(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the dtype and the shape of each array that the header of a file names."""
+    found = {}
     try:
         with safetensors.safe_open(file, framework='numpy') as arrays:
             for name in arrays.keys():
                 header = arrays.get_slice(name)
-                kinds[name] = (header.get_dtype(), tuple(header.get_shape()))
+                found[name] = (header.get_dtype(), tuple(header.get_shape()))
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ValueError(f'{file} cannot be read ({error}): copy it again') from error
+    return found
+
+
+def read_header(file: Path) -> dict[str, SafetensorsEntry]:
+    """Return the arrays that the header of one file names."""
     entries = {}
-    for name, (dtype, shape) in kinds.items():
+    for name, (dtype, shape) in _headers_of(file).items():
         if dtype not in DTYPES:
             raise ValueError(
                 f'{file}: {name} is {dtype}, and only {", ".join(DTYPES)} are read: use a file of those'
@@ -545,26 +699,27 @@ def read_header(file: Path) -> dict[str, SafetensorsEntry]:
     return entries
 
 
-def _stack_experts(
-    folder: Path, entries: Mapping[str, SafetensorsEntry]
-) -> dict[str, SafetensorsEntry | ExpertsEntry]:
-    """Return the arrays by name, one for all experts of a layer."""
-    stacked: dict[str, SafetensorsEntry | ExpertsEntry] = {}
-    experts: dict[str, dict[int, SafetensorsEntry]] = {}
-    for name, entry in entries.items():
-        expert = EXPERT.fullmatch(name)
-        if expert is None:
-            stacked[name] = entry
-        else:
-            experts.setdefault(expert[1] + expert[3], {})[int(expert[2])] = entry
-    for name, found in experts.items():
-        kinds = {(entry.shape, entry.dtype) for entry in found.values()}
-        if len(kinds) > 1 or sorted(found) != list(range(len(found))):
-            raise ValueError(
-                f'{folder}: experts of {name} are missing, or have several shapes or dtypes: copy it again'
-            )
-        stacked[name] = ExpertsEntry(tuple(found[i] for i in sorted(found)))
-    return stacked
+def _names(folder: Path, found: Collection[str]) -> dict[str, str]:
+    """Return {transformers' name: stored name} of the arrays of a T5; a single file may have others, too."""
+    names = {name: name for name in found}
+    if 'token_embedding.weight' in names:
+        for pattern, theirs in WAN.items():
+            names = {re.sub(f'^{pattern}$', theirs, name): x for name, x in names.items()}
+    prefixes = {name.removesuffix(FINAL_NORM) for name in names if name.endswith(FINAL_NORM)}
+    if '' in prefixes or not prefixes:
+        return names
+    if len(prefixes) > 1:
+        raise ValueError(
+            f'{folder} has several T5, below {first_ten(sorted(prefixes))}: save the arrays of one to a file'
+        )
+    [prefix] = prefixes
+    kept = {}
+    for name, stored_name in names.items():
+        if name.startswith(prefix):
+            kept[name.removeprefix(prefix)] = stored_name
+        elif name == THEIR_PROJECTION or not is_single_file(folder):
+            kept[name] = stored_name
+    return kept
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -599,6 +754,8 @@ def _are_equal(a: SafetensorsEntry, b: SafetensorsEntry) -> bool:
     """Return whether two stored matrices are equal. Reads a block of rows at a time."""
     if a.shape != b.shape or len(a.shape) != 2:
         return False
+    if a.float8 or b.float8 or a.scale or b.scale:
+        return np.array_equal(a.read(), b.read())
     num_rows = a.shape[0]
     open_a = safetensors.safe_open(a.file, framework='numpy')
     open_b = safetensors.safe_open(b.file, framework='numpy')

@@ -51,6 +51,7 @@ class OpenedModel(NamedTuple):
     leaves: dict[str, Leaf]
     config: T5Config
     note: str  # what is assumed of it, in one line to show; '' for nothing
+    projection: Leaf | None = None  # of an encoder's vectors
 
 
 def open_model(
@@ -67,6 +68,9 @@ def open_model(
     opened = open_checkpoint(path, step, part)
     directory = opened.directory
     note = opened.note
+    projection = None
+    if is_encoder(opened.leaves):
+        projection = opened.leaves.pop(f'target/{hugging_face.PROJECTION}', None)
     shapes = checkpoint.shapes(checkpoint.parameters(opened.leaves))
     if config is None:
         config = opened.config
@@ -99,7 +103,7 @@ def open_model(
         compare(dict(model.shapes(config)), shapes)
     except ValueError as error:
         raise ValueError(f'{directory}: {error}') from None
-    return OpenedModel(directory, opened.leaves, config, note)
+    return OpenedModel(directory, opened.leaves, config, note, projection)
 
 
 def compare(expected: checkpoint.Shapes, found: checkpoint.Shapes) -> None:
@@ -136,14 +140,19 @@ def open_checkpoint(
         directory = directory.parent
     if paths.is_file(directory):
         peft.check_not_part(directory)
-        hugging_face.check_not_part(directory)
+        hugging_face.check_file(directory)
+        if isinstance(directory, Path) and directory.suffix != '.safetensors':
+            # Its parts lie where the user's link leads.
+            directory = Path(os.path.realpath(directory))
+    elif not paths.is_file(directory / 'checkpoint') and not peft.is_folder(directory):
+        hugging_face.check_folder(directory)
     is_single_file = hugging_face.is_single_file(directory)
     if peft.is_folder(directory):
         opened = _open_peft(directory)
     elif is_single_file or hugging_face.is_folder(directory):
         folder = hugging_face.read_index(directory, is_encoder=part == 'encoder')
         opened = OpenedCheckpoint(directory, dict(folder.entries), folder.config, folder.note)
-        if is_single_file:
+        if is_single_file and folder.config.module != hugging_face.SWITCH:
             opened = opened._replace(config=None)
     else:
         base = open_base(directory)

@@ -14,7 +14,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 import paths
 from paths import AnyPath
-from vocabulary import EOS_ID, PAD_ID, SENTINEL, UNK_ID
+from vocabulary import EOS_ID, OF_TRANSFORMERS, PAD_ID, SENTINEL, UNK_ID
 
 # Replaces several blanks, or those around a text.
 BLANKS = (' {2,}', r'\A +| +\z', r'\A▁')
@@ -46,15 +46,14 @@ def make_model(content: Mapping) -> Any:
     types = proto.SentencePiece
     special = {PAD_ID: types.CONTROL, EOS_ID: types.CONTROL, UNK_ID: types.UNKNOWN}
     vocab = list(model['vocab'])
-    for token in content.get('added_tokens', ()):  # sentinels may follow the pieces
-        if token['id'] == len(vocab) and SENTINEL.fullmatch(token['content']):
-            vocab.append((token['content'], 0.0))
+    added = {int(token['id']): token['content'] for token in content.get('added_tokens', ())}
+    while len(vocab) in added:
+        vocab.append((added[len(vocab)], 0.0))
     for i, (piece, score) in enumerate(vocab):
         piece_type = special.get(i, types.NORMAL)
-        if SENTINEL.fullmatch(piece):
-            piece = (
-                f'▁{piece.removeprefix("▁")}'  # at the beginning of a word, as transformers has it
-            )
+        if i not in special and (i in added or SENTINEL.fullmatch(piece)):
+            # Blanks around it are no tokens: it begins a word.
+            piece = '▁' + added.get(i, piece).removeprefix('▁').replace(' ', '▁')
             piece_type = types.USER_DEFINED
         elif model.get('byte_fallback') and BYTE.fullmatch(piece):
             piece_type = types.BYTE
@@ -71,7 +70,7 @@ def make_model(content: Mapping) -> Any:
 
 def set_normalizer(spec: Any, content: Mapping) -> None:
     """Make a NormalizerSpec do what the normalizer and the pre-tokenizer do."""
-    spec.name = 'tokenizer.json'
+    spec.name = OF_TRANSFORMERS
     spec.add_dummy_prefix = False
     spec.remove_extra_whitespaces = False
     splits_whitespace = False

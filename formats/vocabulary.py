@@ -3,8 +3,11 @@
 `vocabulary.py` says what a vocabulary is. Imports no jax.
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import safetensors
 
 import paths
 from configs import check as settings
@@ -64,7 +67,9 @@ def own_vocabulary(folder: AnyPath, extra_ids: int = DEFAULT_EXTRA_IDS) -> Vocab
     if file is None:
         return None
     remedy = 'copy it again, or remove it and name the vocabulary of the model with data.vocabulary'
-    return read_model(paths.own_file(file), stored['extra_ids'], remedy)
+    if file != folder:  # a link of the user's own may lead anywhere
+        paths.own_file(file)
+    return read_model(file, stored['extra_ids'], remedy)
 
 
 def named_vocabulary(setting: str, name: str | AnyPath, extra_ids: int) -> Vocabulary:
@@ -93,7 +98,9 @@ def named_vocabulary(setting: str, name: str | AnyPath, extra_ids: int) -> Vocab
 
 
 def model_file(folder: AnyPath) -> AnyPath | None:
-    """Return the SentencePiece model in the folder of a checkpoint or run, or beside it, else None."""
+    """Return the SentencePiece model in a checkpoint or run, or beside it, else None; a single file may hold one."""
+    if embedded_model(folder):
+        return folder
     for candidate in folders_of(folder):
         for name in VOCABULARY_NAMES:
             if paths.is_file(candidate / name):
@@ -112,10 +119,23 @@ def read_model(file: AnyPath, extra_ids: int, remedy: str) -> SentencePieceVocab
     """Return the vocabulary of a SentencePiece model's file, or of a tokenizer.json. Errors end with `remedy`."""
     try:
         if file.name == 'tokenizer.json':
-            return SentencePieceVocabulary(tokenizer_json.read_tokenizer(file), extra_ids)
-        return SentencePieceVocabulary(file.read_bytes(), extra_ids)
+            content = tokenizer_json.read_tokenizer(file)
+        else:
+            content = embedded_model(file) if file.suffix == '.safetensors' else file.read_bytes()
+        return SentencePieceVocabulary(content, extra_ids)
     except ValueError as error:
         raise ValueError(f'{file}: {error}: {remedy}') from None
+
+
+def embedded_model(file: AnyPath) -> bytes:
+    """Return the SentencePiece model in a safetensors file, where Comfy stores umT5's; b'' for none."""
+    if file.suffix == '.safetensors' and paths.is_file(file):
+        with contextlib.suppress(safetensors.SafetensorError):
+            with safetensors.safe_open(file, framework='numpy') as arrays:
+                for name in arrays.keys():
+                    if name.rpartition('.')[2] == 'spiece_model':
+                        return arrays.get_tensor(name).tobytes()
+    return b''
 
 
 def stored_data(folder: AnyPath, extra_ids: int = DEFAULT_EXTRA_IDS) -> dict:
@@ -180,6 +200,8 @@ def check_added_tokens(folder: AnyPath, vocabulary: Vocabulary | None) -> None:
         tokens += [(piece, None) for piece in set(pieces) - set(vocabulary.pieces)]
         pieces = vocabulary.pieces
     ids = {piece: i for i, piece in enumerate(pieces)}
+    if isinstance(vocabulary, SentencePieceVocabulary):
+        ids |= vocabulary.added_tokens
     added = []
     for name, i in tokens:
         if SENTINEL.fullmatch(name):

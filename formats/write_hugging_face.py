@@ -78,15 +78,29 @@ def _settings(config: model.T5Config) -> dict:
     if config.relpos_bias_per_layer:
         model_type = 'umt5'
     sizes = {theirs: getattr(config, ours) for theirs, ours in hugging_face.SIZES.items()}
+    options = own_options.as_dict(config.options)
+    for theirs, (ours, _) in hugging_face.FAMILY_SETTINGS.get(config.module, {}).items():
+        sizes[theirs] = options[ours]
     if config.module == hugging_face.LONG_T5:
         model_type = 'longt5'
-        options = own_options.as_dict(config.options)
         attention, _ = hugging_face.LONG_T5_ATTENTIONS[options['encoder_attention']]
         sizes['encoder_attention_type'] = attention
-        sizes |= {theirs: options[ours] for theirs, ours in hugging_face.LONG_T5_SIZES.items()}
     if config.module == hugging_face.SWITCH:
         model_type = 'switch_transformers'
-        sizes |= _switch_settings(config)
+        step = options['sparse_step']
+        most = min(2, config.num_encoder_layers, config.num_decoder_layers)
+        if activations != ('relu',) or not config.logits_via_embedding or step > most:
+            raise ValueError(
+                f'mlp_activations={activations}, logits_via_embedding={config.logits_via_embedding}, '
+                f"sparse_step={step}: transformers' Switch Transformer has ('relu',), True, and 1 or 2, at most "
+                'as many as a stack has layers: use --format=t5x'
+            )
+        if any(options[factor] for factor in hugging_face.CAPACITY_FACTORS):
+            settings = hugging_face.FAMILY_SETTINGS[hugging_face.SWITCH]
+            _, sizes['expert_capacity'] = settings['expert_capacity']
+        for stack in ('encoder', 'decoder'):
+            sizes[f'{stack}_sparse_step'] = step
+            sizes[f'num_sparse_{stack}_layers'] = getattr(config, f'num_{stack}_layers') // step
     return {
         'architectures': [hugging_face.ARCHITECTURES[model_type]],
         'model_type': model_type,
@@ -98,27 +112,6 @@ def _settings(config: model.T5Config) -> dict:
         'tie_word_embeddings': config.logits_via_embedding,
         'is_encoder_decoder': True,
         **hugging_face.FIXED_SETTINGS,
-    }
-
-
-def _switch_settings(config: model.T5Config) -> dict:
-    """Return what config.json says of the experts. Raises ValueError for a Switch that transformers does not have."""
-    options = own_options.as_dict(config.options)
-    step = options['sparse_step']
-    is_relu = config.mlp_activations == ('relu',)
-    if not is_relu or not config.logits_via_embedding or step not in (1, 2):
-        raise ValueError(
-            f'mlp_activations={config.mlp_activations}, logits_via_embedding={config.logits_via_embedding}, '
-            f"sparse_step={step}: transformers' Switch Transformer has ('relu',), True, and 1 or 2: use --format=t5x"
-        )
-    settings = {name: options[option] for name, (option, _) in hugging_face.SWITCH_SETTINGS.items()}
-    if any(options[factor] for factor in hugging_face.CAPACITY_FACTORS):
-        _, settings['expert_capacity'] = hugging_face.SWITCH_SETTINGS['expert_capacity']
-    return settings | {
-        'encoder_sparse_step': step,
-        'decoder_sparse_step': step,
-        'num_sparse_encoder_layers': config.num_encoder_layers // step,
-        'num_sparse_decoder_layers': config.num_decoder_layers // step,
     }
 
 

@@ -36,7 +36,7 @@ from run.lock import alone_in
 from sources import FEATURES, NO_SPLIT, Record, Share, Source
 from sources import cache as task_cache
 from sources.gzipped import GzippedFiles
-from sources.open import cache_roots
+from sources.open import cache_roots, check_not_of_records
 from sources.tfrecord import write_record
 from stream import Tokenized, TokenizedTask
 from tasks.mixtures import Task
@@ -82,6 +82,7 @@ def cache(config: ConfigDict, part: int = 1, num_parts: int = 1) -> list[str]:
             "data.vocabulary='': --mode=cache needs the vocabulary whose ids it writes: name a "
             'SentencePiece model, a folder that holds one, or bytes'
         )
+    check_not_of_records(config)
     config.use_cached = 'no'
     vocabulary = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
     root = paths.disk_path(cache_roots(config)[0])

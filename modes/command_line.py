@@ -45,7 +45,7 @@ STRINGS: dict[str, tuple[str | None, str]] = {
     'shard': ('1/1', 'i/n does part i of n, for n machines with the same command.'),
     'checkpoint': (None, 'The model: any checkpoint or run that infer.load opens.'),
     'output_dir': ('', 'The folder of the results; else standard output, or the first run.'),
-    'input': ('', 'A text, JSON Lines, CSV or TSV file, - for standard input; else data.task is read.'),
+    'input': ('', 'A text, JSON Lines, CSV, TSV or Parquet file, - for standard input; else data.task, or a prompt.'),
     'text': (None, 'One text: its answer is printed.'),
     'split': ('', 'train, validation or test; else test, infer_eval.split, or the first of a task.'),
     'step': ('', 'The checkpoint of a run: last, best, a number; to evaluate also all, or 100,200.'),
@@ -68,8 +68,8 @@ ENUMS = {  # {flag: (its values, the first by default, its help)}
     'mode': (list(FLAGS_OF_MODE), 'What to do.'),
     'format': (['t5x', 'hf', 'peft'], 'The format to write; peft: the adapters of a run.'),
     'pool': (
-        ['none', 'mean'],
-        'What --encode writes: a vector a token, or their mean, EOS included.',
+        ['none', 'mean', 'first'],
+        'What --encode writes: a vector a token, their mean, EOS included, or the first one.',
     ),
 }
 INTEGERS: dict[str, tuple[int | None, int, str]] = {  # {flag: (default, minimum, help)}

@@ -20,6 +20,8 @@ the other:
                     Sentence-T5, without its projection and normalization
                     --pool=none: [sum of lengths, emb_dim], the tokens of one example after the
                     other, EOS included, without padding
+                    --pool=first: [n, size], the first token's, times the matrix `encoder_projection_layer` of a
+                    checkpoint that has one, as RankGen
         lengths     --pool=none alone: int32 [n], the number of tokens of each example
 
 FILE.COMPLETED, of a shard, a chunk or a file of encodings, has the size and checksum of FILE. Where
@@ -74,7 +76,11 @@ from vocabulary import Vocabulary
 
 SETTINGS = 'infer.json'
 # Whose encodings are in one file, which is made in memory: by --pool.
-EXAMPLES_PER_FILE = {'none': 256, 'mean': infer.EXAMPLES_PER_CHUNK}
+EXAMPLES_PER_FILE = {
+    'none': 256,
+    'mean': infer.EXAMPLES_PER_CHUNK,
+    'first': infer.EXAMPLES_PER_CHUNK,
+}
 
 MODEL_PART = {False: 'whole', True: 'encoder'}  # by --encode
 
@@ -88,6 +94,11 @@ def main(config: ConfigDict | None, flags: FlagValues, signals: process.Signals)
     signals.advice = process.SAME_COMMAND
     job = prepare(Request(**values), config, command_line.changes())
     signals.begin_work()
+    if job.is_prompt:
+        t5 = load(job)
+        signals.raise_interrupts()
+        answer_typed_lines(job, t5)
+        return 0
     process.print_lines(infer_all(job), sys.stderr)
     return 0
 
@@ -103,7 +114,7 @@ class Request(NamedTuple):
     split: str = ''  # 'test' if not given
     score: bool = False
     encode: bool = False
-    pool: str = 'none'  # of encodings; 'mean' for one vector of each example
+    pool: str = 'none'  # of encodings; 'mean' and 'first' for one vector of each example
     fields: tuple[str, ...] = ()  # of the examples that lines have beside the texts; 'all' for all
     output_ids: bool = False
     trim: bool = False
@@ -130,8 +141,10 @@ class Job(NamedTuple):
     model_config: T5Config
     vocabulary: Vocabulary
     decoding: Decoding
-    parts: list[Part]  # none for a text
+    parts: list[Part]  # none for a text, a prompt and lines
     text_ids: list[int]
+    lines: infer_input.FileExamples | None  # standard input: each line is answered when it comes
+    is_prompt: bool
 
     @property
     def mode(self) -> str:
@@ -155,6 +168,7 @@ def prepare(request: Request, config: ConfigDict | None, changes: Mapping) -> Jo
     count, else the defaults, with `changes`, {'data.task': value}. Raises ValueError and OSError.
     """
     check_request(request)
+    is_prompt = asks_for_prompt(request, changes)
     path = request.checkpoint
     part = MODEL_PART[request.encode]
     if config is not None:
@@ -183,22 +197,43 @@ def prepare(request: Request, config: ConfigDict | None, changes: Mapping) -> Jo
         )
     parts = []
     text_ids: list[int] = []
-    if request.text is not None:
+    arriving = None
+    if is_prompt:
+        pass
+    elif request.text is not None:
         length = config.data.lengths.inputs
         text_ids = infer_input.encode_text(request.text, vocabulary, length, request.trim)
     elif request.input:
         lines = infer_input.FileExamples(
-            request.input, config.data, vocabulary, needs_targets=request.score, trim=request.trim
+            request.input,
+            config.data,
+            vocabulary,
+            needs_targets=request.score,
+            trim=request.trim,
+            fields=request.fields,
         )
-        parts.append(read(lines.name, lines, request))
+        if request.input == infer_input.STANDARD_INPUT and not request.output_dir:
+            arriving = lines
+        else:
+            parts.append(read(lines.name, lines, request))
     else:
         for task in infer_input.open_tasks(config.data, vocabulary):
             parts.append(read(task.name, read_split(task, request.split or 'test'), request))
             for fault in task.source.faults()[0]:
                 parts[-1].messages.append(f'Left out: {fault}')
     directory = opened.directory
-    sizes = opened.config
-    job = Job(request, config, directory, sizes, vocabulary, decoding, parts, text_ids)
+    job = Job(
+        request=request,
+        config=config,
+        directory=directory,
+        model_config=opened.config,
+        vocabulary=vocabulary,
+        decoding=decoding,
+        parts=parts,
+        text_ids=text_ids,
+        lines=arriving,
+        is_prompt=is_prompt,
+    )
     if request.output_dir:
         check_output(job)
     if opened.note:
@@ -232,6 +267,15 @@ def check_request(request: Request) -> None:
         raise ValueError(
             f'--input=- in {jax.process_count()} processes, {shard}: only one can read it: name a file'
         )
+
+
+def asks_for_prompt(request: Request, changes: Mapping) -> bool:
+    """Return whether nothing is named that could be answered, and somebody is there to type it."""
+    named = bool(request.input or request.split or request.output_dir or request.fields)
+    named |= request.text is not None or request.score or request.encode or request.output_ids
+    if named or 'data.task' in changes or jax.process_count() > 1 or sys.stdin is None:
+        return False
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def read(name: str, examples: Iterable[Example], request: Request) -> Part:
@@ -272,22 +316,22 @@ def infer_all(job: Job) -> list[str]:
     for part in job.parts:
         messages += part.messages
     if request.text is not None:
-        [answer] = infer.answer_batch(load_once(), job.decoding, [infer.Example(job.text_ids)])
-        if is_first:
-            for i, text in enumerate(answer.texts):
-                if job.config.decode.return_scores:
-                    print(f'{answer.scores[i]:.6g} nats:', file=sys.stderr, flush=True)
-                with process.writing(sys.stdout):
-                    print(text, flush=True)
+        answer_text(job, load_once(), infer.Example(job.text_ids))
+    elif job.lines is not None:
+        t5 = load_once()
+        num_examples = 0
+        num_trimmed = 0
+        with tqdm.tqdm(unit=' examples', desc=job.lines.name, mininterval=30.0) as bar:
+            for chunk in infer_input.as_they_come(job.lines, infer.EXAMPLES_PER_CHUNK):
+                print_now(lines_of(job, t5, chunk, bar.update))
+                num_examples += len(chunk)
+                num_trimmed += sum(example.is_trimmed for _, example in chunk)
+        messages += describe_trimming({job.lines.name: [num_examples, num_trimmed]})
     elif not request.output_dir:
         for part in job.parts:
             with progress_bar(part) as bar:
                 for chunk in chunks(part.spool, infer.EXAMPLES_PER_CHUNK):
-                    lines = list(lines_of(job, load_once(), chunk, bar.update))
-                    if is_first:
-                        with process.writing(sys.stdout):
-                            sys.stdout.writelines(lines)
-                            sys.stdout.flush()
+                    print_now(lines_of(job, load_once(), chunk, bar.update))
     else:
         folder = paths.disk_path(request.output_dir)
         shard = f'{request.shard}/{request.num_shards}'
@@ -309,6 +353,64 @@ def infer_all(job: Job) -> list[str]:
     if not is_first:
         messages.clear()
     return messages
+
+
+def answer_typed_lines(job: Job, t5: infer.T5) -> None:
+    """Answer the lines that are typed at a terminal, one after the other, until Ctrl-D.
+
+    Ctrl-C drops the line that is typed, or ends the answer.
+    """
+    say = functools.partial(print, file=sys.stderr, flush=True)
+    say('Type a text and press Enter; Ctrl-C stops an answer, Ctrl-D ends.')
+    for number in itertools.count():
+        try:
+            text = process.read_line('> ')
+            if text.strip():
+                ids = infer_input.encode_text(
+                    text,
+                    job.vocabulary,
+                    job.config.data.lengths.inputs,
+                    job.request.trim,
+                    title='this line',
+                )
+                answer_text(job, t5, infer.Example(ids, number=number), as_it_comes=True)
+        except EOFError:
+            print(flush=True)
+            return
+        except KeyboardInterrupt:
+            print(flush=True)
+        except UnicodeDecodeError:
+            say('this line is not UTF-8: write it in UTF-8')
+        except ValueError as error:
+            say(error)
+
+
+def answer_text(job: Job, t5: infer.T5, example: infer.Example, as_it_comes: bool = False) -> None:
+    """Print the answers to one text; `as_it_comes`: the only one while it is decoded."""
+    decoding = job.decoding
+    if as_it_comes and decoding.num_decodes == 1 and not decoding.return_scores:
+        with process.writing(sys.stdout):
+            for part in infer.stream_answer(t5, decoding, example, job.vocabulary):
+                print(part, end='', flush=True)
+            print(flush=True)
+        return
+    [answer] = infer.answer_batch(t5, decoding, [example])
+    if jax.process_index() > 0:
+        return
+    for i, text in enumerate(answer.texts):
+        if decoding.return_scores:
+            print(f'{answer.scores[i]:.6g} nats:', file=sys.stderr, flush=True)
+        with process.writing(sys.stdout):
+            print(text, flush=True)
+
+
+def print_now(lines: Iterator[str]) -> None:
+    """Print lines from the first process. All compute them."""
+    computed = list(lines)
+    if jax.process_index() == 0:
+        with process.writing(sys.stdout):
+            sys.stdout.writelines(computed)
+            sys.stdout.flush()
 
 
 def load(job: Job) -> infer.T5:
@@ -408,11 +510,17 @@ def encodings_of(
     def encode(batch: Sequence[infer.Example], num_rows: int) -> Iterator[np.ndarray]:
         for example, outputs_MD in zip(batch, infer.encode_batch(t5, batch, num_rows), strict=True):
             is_token_M = np.asarray(example.inputs) > 0
-            yield outputs_MD[is_token_M].mean(axis=0) if pool == 'mean' else outputs_MD
+            match pool:
+                case 'mean':
+                    yield outputs_MD[is_token_M].mean(axis=0)
+                case 'first':
+                    yield outputs_MD[0] if t5.projection is None else outputs_MD[0] @ t5.projection
+                case _:
+                    yield outputs_MD
 
     encoded = list(infer.in_batches(encode, examples, job.config.decode.batch_size, progress))
     arrays = {'indices': np.array([example.number for example in examples], np.int64)}
-    if pool == 'mean':
+    if pool != 'none':
         return arrays | {'embeddings': np.stack(encoded)}
     arrays['lengths'] = np.array([len(of_example) for of_example in encoded], np.int32)
     return arrays | {'embeddings': np.concatenate(encoded)}

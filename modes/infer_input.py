@@ -11,10 +11,12 @@ import io
 import itertools
 import json
 import pickle
+import queue
 import sys
 import tempfile
+import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,7 +27,7 @@ from ml_collections import ConfigDict
 import tasks
 import tasks.open
 from run.examples import RECORDS_AT_ONCE, Example
-from sources import files, tables
+from sources import files, tables, value_at
 from sources.heads import check_head, open_unzipped, read_head
 from sources.templates import Template
 from stream import TokenizedTask
@@ -72,23 +74,57 @@ def open_tasks(config: ConfigDict, vocabulary: Vocabulary) -> Iterator[Tokenized
         yield TokenizedTask(opened, config, vocabulary)
 
 
+def as_they_come(examples: Iterable[Example], size: int) -> Iterator[Sequence[tuple[int, Example]]]:
+    """Yield the examples that are there, with their numbers: at least one and at most `size`."""
+    arrived: queue.Queue = queue.Queue(maxsize=size)
+
+    def read() -> None:
+        try:
+            for numbered in enumerate(examples):
+                arrived.put(numbered)
+            arrived.put(None)
+        except Exception as error:
+            arrived.put(error)
+
+    threading.Thread(target=read, daemon=True).start()
+    item = arrived.get()
+    while isinstance(item, tuple):
+        chunk = []
+        while isinstance(item, tuple):
+            chunk.append(item)
+            if len(chunk) == size or arrived.empty():
+                break
+            item = arrived.get()
+        yield chunk
+        if isinstance(item, tuple):
+            item = arrived.get()
+    if item is not None:
+        raise item
+
+
 class FileExamples:
-    """The lines of a file: JSON objects, rows of a table, or texts that are inputs.
+    """The lines of a file: JSON objects, rows of a table or of Parquet, or texts that are inputs.
 
     The inputs and targets of an object or row are those of data.inputs and data.targets, if they
     are set, else its fields of that name. Standard input is JSON Lines if it begins with '{', blanks apart.
     """
 
     def __init__(
-        self, path: str, config: ConfigDict, vocabulary: Vocabulary, needs_targets: bool, trim: bool
+        self,
+        path: str,
+        config: ConfigDict,
+        vocabulary: Vocabulary,
+        needs_targets: bool,
+        trim: bool,
+        fields: Sequence[str] = (),  # read beside those of the templates; 'all' for all
     ):
         self.path = path
         self.title = path
         self.delimiter = tables.delimiter_of(config)
         self.kind = config.kind or files.kind_of(path)
-        if self.kind == 'parquet':
+        if path == STANDARD_INPUT and self.kind == 'parquet':
             raise ValueError(
-                f'--input={path}: must be text, JSON Lines, CSV or TSV, or one of these gzipped: convert it'
+                "--input=- with data.kind='parquet': Parquet is not read from a pipe: name a file"
             )
         if path == STANDARD_INPUT:
             self.title = 'standard input'
@@ -108,12 +144,16 @@ class FileExamples:
         check_head(self.title, self.kind, head)
         tables.check_delimiter(config, {self.kind: self.title})
         self.kind = tables.kind_with_delimiter(self.kind, self.delimiter)
+        self.unit = 'row' if self.kind == 'parquet' else 'line'
         self.text_field = 'inputs'  # of a line of text
         if config.inputs and self.kind != 'jsonl':
             self.text_field = config.text_field
+        targets = config.targets or '{targets}'
+        if config.references:
+            targets = f'{config.references[:-1]}/0}}'  # the first
         self.templates = {
             'inputs': Template('data.inputs', config.inputs or '{inputs}'),
-            'targets': Template('data.targets', config.targets or '{targets}'),
+            'targets': Template('data.targets', targets),
         }
         if self.kind == 'text':
             fields = self.templates['inputs'].fields
@@ -123,6 +163,7 @@ class FileExamples:
             raise ValueError(
                 f"--score needs targets: {self.title} is text: write JSON Lines with 'inputs' and 'targets'"
             )
+        self.fields = fields
         self.header: list[str] = []  # of a table
         self.has_warned = False
         self.needs_targets = needs_targets
@@ -131,6 +172,16 @@ class FileExamples:
         self.vocabulary = vocabulary
 
     def __iter__(self) -> Iterator[Example]:
+        lines: Iterator[tuple[int, str | dict]] = self.lines()
+        if self.kind == 'parquet':
+            lines = self.parquet_rows()
+        # What is typed or piped is answered when it comes.
+        num_at_once = 1 if self.path == STANDARD_INPUT else RECORDS_AT_ONCE
+        while group := list(itertools.islice(lines, num_at_once)):
+            yield from self.items(group)
+
+    def lines(self) -> Iterator[tuple[int, str | dict]]:
+        """Yield the lines of a file with their numbers, those of a table without its header."""
         lines = numbered_lines(self.path, self.title, self.kind)
         if self.kind in ('csv', 'tsv'):
             _, line = next(lines)
@@ -139,22 +190,51 @@ class FileExamples:
             remedy = 'add it, or name others with --config.data.inputs'
             remedy = tables.remedy_of_header(' '.join(self.header), self.kind, remedy)
             tables.check_columns(self.title, self.header, fields, remedy=remedy)
-        while group := list(itertools.islice(lines, RECORDS_AT_ONCE)):
-            yield from self.items(group)
+        yield from lines
 
-    def items(self, lines: Sequence[tuple[int, str]]) -> Iterator[Example]:
+    def parquet_rows(self) -> Iterator[tuple[int, str | dict]]:
+        """Yield the rows of Parquet with their numbers: what the templates read of them, and `fields`."""
+        from sources import parquet  # pyarrow takes a while
+
+        try:
+            readable = parquet.readable(parquet.read_footer(self.path, columns=()))
+            wanted = [*self.templates['inputs'].fields, *self.templates['targets'].fields]
+            columns = []
+            for field in readable if 'all' in self.fields else [*wanted, *self.fields]:
+                # A field of a struct is read with its column.
+                columns += [x for x in (field, field.split('/')[0]) if x in readable][:1]
+            columns = list(dict.fromkeys(columns))
+            if not columns:
+                remedy = 'name others with --config.data.inputs'
+                tables.check_columns(self.title, readable, wanted[:1], remedy)
+            footer = parquet.read_footer(self.path, columns)
+            tables.check_names(footer.names, self.title)
+            _, integers = parquet.integer_columns([], [self.path], columns)
+            groups = parquet.RowGroups(columns)
+            for group in footer.groups:
+                for first in range(0, group.num_rows, RECORDS_AT_ONCE):
+                    rows = groups.rows(group, first, RECORDS_AT_ONCE)
+                    for number, row in enumerate(rows, start=group.first_row + first):
+                        for name in integers:
+                            if isinstance(row[name], float) and row[name].is_integer():
+                                row[name] = int(row[name])
+                        yield number, row
+        except parquet.DamagedFile as error:
+            raise ValueError(f'{self.title}: {error}') from None
+
+    def items(self, lines: Sequence[tuple[int, str | dict]]) -> Iterator[Example]:
         """Yield the examples of some lines."""
         fields = []
         texts = []
         for number, line in lines:
-            if self.kind == 'tsv' and not self.has_warned and tables.is_quoted(line):
+            if self.kind == 'tsv' and not self.has_warned and tables.is_quoted(str(line)):
                 self.has_warned = True
                 logging.warning('line %d of %s: %s', number, self.title, tables.QUOTED_TSV)
             try:
                 fields.append(self.fields_of(line))
                 texts.append(self.texts_of(fields[-1]))
             except ValueError as error:
-                raise ValueError(f'line {number} of {self.title}: {error}') from None
+                raise ValueError(f'{self.unit} {number} of {self.title}: {error}') from None
         ids = {}
         for name in ('inputs', 'targets'):
             of_name = [of_line.get(name, '') for of_line in texts]
@@ -168,8 +248,13 @@ class FileExamples:
                 is_trimmed |= len(targets) <= len(ids['targets'][i])
             yield Example(fields[i] | texts[i], inputs, targets, is_trimmed)
 
-    def fields_of(self, line: str) -> dict:
-        """Return the fields of a line."""
+    def fields_of(self, line: str | dict) -> dict:
+        """Return the fields of a line, or of a row of Parquet."""
+        if isinstance(line, dict):
+            found = tables.as_json(line)
+            if not any(found.values()):
+                raise ValueError('no text: remove the row, each one is an example')
+            return found
         fields: dict = {}
         is_empty = not line.strip()
         if not is_empty:
@@ -186,7 +271,7 @@ class FileExamples:
         texts = {'inputs': self.filled('inputs', fields)}
         is_text = []
         for field in self.templates['targets'].fields:
-            value = fields.get(field)
+            value = value_at(fields, field)
             is_text.append(isinstance(value, str) or tables.is_number(value))
         if self.needs_targets or all(is_text):
             texts['targets'] = self.filled('targets', fields)
@@ -197,7 +282,7 @@ class FileExamples:
         template = self.templates[name]
         values = {}
         for field in template.fields:
-            value = fields.get(field)
+            value = value_at(fields, field)
             if tables.is_number(value):
                 values[field] = json.dumps(value)
                 continue
@@ -210,7 +295,7 @@ class FileExamples:
         length = self.lengths[name]
         if len(ids) >= length:
             if not self.trim:
-                title = f'the {name} in line {number} of {self.title}'
+                title = f'the {name} in {self.unit} {number} of {self.title}'
                 raise too_long(title, len(ids) + 1, name, length)
             ids = ids[: length - 1]
         return np.append(ids, np.int32(EOS_ID)).astype(np.int32)
@@ -224,15 +309,17 @@ def too_long(title: str, num_tokens: int, name: str, length: int) -> ValueError:
     )
 
 
-def encode_text(text: str, vocabulary: Vocabulary, length: int, trim: bool) -> list[int]:
+def encode_text(
+    text: str, vocabulary: Vocabulary, length: int, trim: bool, title: str = '--text'
+) -> list[int]:
     """Return the ids of --text, EOS included. Raises ValueError for one that is too long."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError('--text is not UTF-8: write it in UTF-8') from None
+        raise ValueError(f'{title} is not UTF-8: write it in UTF-8') from None
     [ids] = vocabulary.encode([text], glued_sentinels=True)
     if len(ids) >= length and not trim:
-        raise too_long('the words of --text', len(ids) + 1, 'inputs', length)
+        raise too_long(f'the words of {title}', len(ids) + 1, 'inputs', length)
     return [*ids[: length - 1], EOS_ID]
 
 

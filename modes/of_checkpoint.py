@@ -1,15 +1,28 @@
 """What a mode takes from the checkpoint that it is given: the settings of its run, and its vocabulary."""
 
+import contextlib
+import re
 from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
 import checkpoint
+import formats.open
 import paths
 from configs import base, check
+from formats import own_model
 from formats.vocabulary import changed_id, check_tokens, named_vocabulary, own_vocabulary
 from vocabulary import Vocabulary
 
+# What a run takes from restore.path: sizes, and what only a checkpoint that is restored completely tells.
+SIZES = ('vocab_size', 'emb_dim', 'num_heads', 'head_dim', 'mlp_dim', 'mlp_activations')
+ONLY_STRICT = (
+    'num_encoder_layers',
+    'num_decoder_layers',
+    'logits_via_embedding',
+    'relpos_bias_per_layer',
+)
+OF_VOCABULARY = ('vocab_size', 'logits_via_embedding')
 RUN_SETTINGS = ('model.', 'data.', 'decode.', 'infer_eval.')  # that a run's checkpoint is used with
 
 
@@ -31,6 +44,51 @@ def settings_of(directory: paths.AnyPath, changes: Mapping) -> ConfigDict:
             config.update_from_flattened_dict({key: value})
     check.set_options(config, changes)
     return config
+
+
+def with_restored_sizes(
+    config: ConfigDict, changes: Mapping, workdir: str = ''
+) -> tuple[ConfigDict, str]:
+    """Return `config` with the sizes of `restore.path`, but for `changes`, and what to say of it; '' for nothing.
+
+    A run in `workdir` that began there has recorded them. A checkpoint that does not open, or is of another family,
+    changes nothing: the run refuses it.
+    """
+    restore = config.restore
+    if not restore.path:
+        return config, ''
+    taken = [*SIZES, *ONLY_STRICT] if restore.strict else list(SIZES)
+    with contextlib.suppress(ValueError, OSError, re.error):
+        stored = check.read_stored(paths.to_path(workdir, may_be_new=True)) if workdir else {}
+        if stored.get('restore', {}).get('path') == restore.path:
+            found = stored['model']
+        else:
+            opened = formats.open.open_model(restore.path, part='')
+            found = own_model.as_settings(opened.config)
+            if formats.open.is_encoder(opened.leaves):
+                taken = list(SIZES)
+            # What shapes do not tell is that of the config.
+            is_gated = len(found['mlp_activations']) > 1 and len(config.model.mlp_activations) > 1
+            if is_gated and 'mlp_activations' in opened.note:
+                found['mlp_activations'] = config.model.mlp_activations
+        if not re.fullmatch(restore.only, 'target/token_embedder/embedding'):
+            taken = [name for name in taken if name not in OF_VOCABULARY]
+        values = {}
+        if found['module'] == config.model.module:
+            for name in taken:
+                value = found[name]
+                if isinstance(value, list):
+                    value = tuple(value)
+                if f'model.{name}' not in changes and value != config.model[name]:
+                    values[name] = value
+        if values:
+            config = config.copy_and_resolve_references()
+            config.model.update(values)
+            said = ', '.join(f'{name}={value}' for name, value in values.items())
+            return config, (
+                f'The sizes are those of restore.path={restore.path}: {said}; --config.model.NAME=VALUE sets others.'
+            )
+    return config, ''
 
 
 def changes_model(directory: paths.AnyPath, changes: Mapping) -> bool:

@@ -22,8 +22,9 @@ import kernels
 import model
 import partition
 import train
-from modes import plan_decoding, process
+from modes import command_line, plan_decoding, process
 from modes.collectives import Collective, collectives_of, executed
+from modes.of_checkpoint import with_restored_sizes
 from modes.topology import CHIPS, SLICES, Chip, devices_of
 from prepare import fit_step, make_spec
 from run import memory
@@ -34,6 +35,9 @@ Traffic = dict[tuple[str, tuple[str, ...]], float]  # {(kind, axes): bytes of a 
 
 def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int:
     """Plan for the devices that the flags name. Return the exit status."""
+    config, line = with_restored_sizes(config, command_line.changes())
+    if line:
+        Console().line(line)
     lines = plan(config, flags.topology)
     signals.begin_work()
     process.print_lines(lines, sys.stdout)

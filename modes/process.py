@@ -11,6 +11,7 @@
 | no search for cycles (gc) | `begin` | `Signals.begin_work` |
 | large blocks of memory are returned at once (mallopt) | `returning_large_blocks` | the with ends |
 | SIGHUP, SIGINT and SIGTERM | `Signals` | its end |
+| line editing of `input` (readline) | `read_line` | its end |
 | SIGPIPE | `end_with_reader` | its end |
 | TF_CPP_MIN_LOG_LEVEL, if several processes run | `set_variables` | its end |
 | XLA_FLAGS and libtpu's variables, for devices that are not here | `set_variables` | its end |
@@ -175,6 +176,7 @@ class Signals:
         self.is_preparing = True  # errors are of flags, settings and inputs
         self.can_wait = False
         self.is_silent = False
+        self.raises_interrupts = False
         self.advice = 'no step was taken'
         self.incoming, self.outgoing = socket.socketpair()
         self.outgoing.setblocking(False)
@@ -192,9 +194,16 @@ class Signals:
         self.can_wait = can_wait
         gc.enable()
 
+    def raise_interrupts(self) -> None:
+        """From now on, Ctrl-C raises KeyboardInterrupt in the main thread."""
+        self.raises_interrupts = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def listen(self) -> None:
         while True:
             [number] = self.incoming.recv(1)
+            if number == signal.SIGINT and self.raises_interrupts:
+                continue
             if not self.can_wait:
                 self.end(number, self.advice)
             if self.number:
@@ -259,6 +268,13 @@ def open_streams() -> None:
         sys.stdout = open(1, 'w', closefd=False)  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = open(2, 'w', closefd=False)  # noqa: SIM115
+
+
+def read_line(prompt: str) -> str:
+    """Return a line that is typed at a terminal, with the keys of readline. Raises EOFError at its end."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  input() uses it from then on
+    return input(prompt)
 
 
 @contextlib.contextmanager

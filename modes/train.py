@@ -13,8 +13,10 @@ from ml_collections import ConfigDict, config_flags
 
 import train
 from configs.base import INT32_MAX
-from modes import process
+from modes import command_line, process
+from modes.of_checkpoint import with_restored_sizes
 from prepare import prepare
+from run.console import Console
 
 FOLDER = 'profile'  # in the workdir
 
@@ -26,6 +28,9 @@ def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int
         name = config_flags.get_config_filename(flags['config'])
         workdir = os.path.join('runs', pathlib.Path(name).stem)
     steps = parse(flags.profile, workdir)
+    config, line = with_restored_sizes(config, command_line.changes(), workdir)
+    if line:
+        Console().line(line)
     with process.returning_large_blocks():
         run = prepare(config, workdir)
     run.workdir.lock.on_loss = lambda text: process.end_now(1, text)

@@ -20,7 +20,6 @@ from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 import user_code
-from data import feature_lengths
 from stream import OpenMixture, Stream
 
 DEPTH = 2  # batches that are made ahead
@@ -66,9 +65,7 @@ def batches_of(stream: Stream) -> Iterator[PrefetchedBatch]:
 
 def padding_before(stream: Stream, rows: range) -> PrefetchedBatch:
     """Return `rows` of padding, as if they came before the next batch of a stream."""
-    features = {}
-    for name, length in feature_lengths(stream.config).items():
-        features[name] = np.zeros((len(rows), length), np.int32)
+    features = stream.batch_of([[] for _ in rows])
     first = rows.start - stream.rows.start
     position = stream.position[first : first + len(rows)]
     counts = np.zeros_like(stream.counts)

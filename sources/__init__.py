@@ -11,7 +11,7 @@ import json
 import math
 import threading
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from sources.files import FileRecord, count_newlines, is_gzipped, kind_of
 
 FEATURES = ('inputs', 'targets')  # of records that are ids
 NO_SPLIT = 'none'  # in place of the name of a split: a task has no such records
+MAX_WEIGHT = 1e30  # of an example
 BYTES_PER_LINE = 100  # at least, where nobody has counted the lines
 
 
@@ -31,6 +32,49 @@ class Record(NamedTuple):
     name: str  # path:offset, in a gzipped file path:line, in Parquet path:row
     fields: dict
     split_key: str = ''  # whose hash decides on the split; '' is the fields
+
+
+def value_at(fields: Mapping, name: str) -> Any:
+    """Return a value of a record: 'answers/text/0' is the first of a list within a field.
+
+    A field of that very name takes precedence. None stands for a value that is not there.
+    """
+    if name in fields:
+        return fields[name]
+    value: Any = fields
+    for part in name.split('/'):
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return None
+    return value
+
+
+def weight_at(fields: Mapping, name: str) -> np.ndarray:
+    """Return a value of a record that is the weight of an example, float32 []."""
+    value = value_at(fields, name)
+    try:
+        weight = float(value)
+    except (TypeError, ValueError):
+        weight = math.nan
+    if not 0 <= weight <= MAX_WEIGHT:
+        raise ValueError(
+            f'its weight {name!r} is {value!r:.40}: must be a number of 0 or more; correct it, or data.weight'
+        )
+    return np.array(weight, np.float32)
+
+
+def names_of_values(value: Any, name: str = '') -> Iterator[str]:
+    """Yield the names of the values in a record, as of `value_at`; of a list those of its first one."""
+    if isinstance(value, list):
+        value = dict(enumerate(value[:1]))
+    if not isinstance(value, Mapping):
+        yield name
+        return
+    for part, child in value.items():
+        yield from names_of_values(child, f'{name}/{part}' if name else str(part))
 
 
 class Share(NamedTuple):

@@ -247,7 +247,7 @@ def write_info(folder: Path, split: str, statistics: Sequence[Mapping]) -> None:
 
 def decode(content: bytes, split: Split) -> dict:
     """Return the features of a serialized tf.train.Example."""
-    message = Example()
+    message = example_class()()
     try:
         message.ParseFromString(content)
     except Exception as error:  # protobuf's own class depends on its version
@@ -297,7 +297,7 @@ def text_of(value: bytes) -> str | bytes:
 
 def encode(example: Mapping) -> bytes:
     """Return a serialized tf.train.Example: arrays flattened, texts as UTF-8."""
-    message = Example()
+    message = example_class()()
     for name, value in example.items():
         feature = message.features.feature[name]
         if isinstance(value, str | bytes):
@@ -313,7 +313,8 @@ def encode(example: Mapping) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def example_class():
+@functools.cache
+def example_class() -> Any:
     """Return the class of tf.train.Example, in a pool of descriptors of its own."""
     file = descriptor_pb2.FileDescriptorProto(name='example.proto', package='x', syntax='proto3')
     single, repeated, message = 1, 3, 11
@@ -336,9 +337,6 @@ def example_class():
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
     return message_factory.GetMessageClass(pool.FindMessageTypeByName('x.Example'))
-
-
-Example = example_class()
 
 
 # Ids in files of their own.

@@ -26,6 +26,10 @@ FORMATS = {
     b'\xfd7zXZ': ('compressed by xz', 'decompress it, or gzip it'),
     b'\x28\xb5\x2f\xfd': ('compressed by zstd', 'decompress it, or gzip it'),
     b'ARROW1': ('Arrow', 'write it as Parquet'),
+    b'\xff\xff\xff\xff': (
+        'an Arrow stream, as save_to_disk of datasets writes',
+        "write it as Parquet, as datasets.Dataset.from_file(FILE).to_parquet('x.parquet') does",
+    ),
     b'SQLite format 3': ('an SQLite database', 'export the table as CSV'),
     b'\xff\xfe': ('UTF-16 or UTF-32', 'convert it to UTF-8'),
     b'\xfe\xff': ('UTF-16 or UTF-32', 'convert it to UTF-8'),

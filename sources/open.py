@@ -26,9 +26,9 @@ from sources.files import (
     read_records,
 )
 from sources.gzipped import GzippedFiles
-from sources.heads import begins_with_json, check_head, read_head
-from sources.tables import LineParser, check_delimiter, check_text, numbered_lines
-from sources.templates import fields_named
+from sources.heads import HEAD_BYTES, begins_with_json, check_head, read_head
+from sources.tables import LineParser, check_delimiter, check_text, numbered_lines, objects_in
+from sources.templates import fields_named, remedy_of_slots
 from sources.text import MAX_SMALL_BYTES, PlainFiles
 
 
@@ -61,7 +61,7 @@ def open_source(config, whole_records: bool = False, test_split: str = '') -> So
         source = files_source(config, files, validation_files, parser)
     else:
         is_of_pydoc = config.task.startswith('pydoc_')
-        needs_files = config.kind or config.delimiter or config.targets
+        needs_files = config.kind or config.delimiter or config.targets or config.references
         if needs_files or (whole_records and not is_of_pydoc):
             raise ValueError(
                 f'data.task={config.task!r} with data.kind={config.kind!r}, data.delimiter={config.delimiter!r} '
@@ -160,6 +160,7 @@ def cache_roots(config) -> list[paths.AnyPath]:
 
 def cached_source(config, folder: paths.AnyPath) -> Source:
     """Return the splits of a task cache as a source of ids."""
+    check_not_of_records(config)
     bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction)
     available = cache.splits(folder)
     parts = {}
@@ -186,6 +187,16 @@ def cached_source(config, folder: paths.AnyPath) -> Source:
         is_tokenized=True,
         vocabulary_hash=cache.vocabulary_hash(folder),
     )
+
+
+def check_not_of_records(config) -> None:
+    """Raise ValueError for settings that act on records, and not on the ids of a task cache."""
+    for setting in ('weight', 'target_choice'):
+        if config[setting] not in ('', 'first'):
+            raise ValueError(
+                f'data.{setting}={config[setting]!r} is for records, and a task cache has ids alone: train '
+                'with data.use_cached=no'
+            )
 
 
 def validation_fraction_of(config) -> float:
@@ -270,12 +281,13 @@ def tfds_source_of(
     data_sets = [tfds.DataSet(folder) for folder in folders]
     data_set = data_sets[0]
     fields = () if whole_records else fields_named(config)
-    setting = 'data.inputs or data.targets' if config.targets else 'data.text_field'
-    decode = data_set.decoder(fields, remedy=f'correct {setting}')
+    references = config.references[1:-1]
+    slots = [f'{field}/0' if field == references else field for field in fields]
+    decode = data_set.decoder(slots, remedy=remedy_of_slots(config))
 
     def open_split(split: str, expression: str) -> tfds.TfdsRecords:
         with setting_named(f'data.{split}_split={expression!r}'):
-            return tfds.open_all(data_sets, expression, decode, fields, bad_lines)
+            return tfds.open_all(data_sets, expression, decode, fields, bad_lines, references)
 
     expressions = {
         'train': config.train_split,
@@ -363,11 +375,23 @@ def setting_named(title: str) -> Iterator[None]:
 def check_files(parser: LineParser, files: Sequence[FileRecord]) -> None:
     """Raise ValueError for files of another kind or without the fields that the settings name."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
-        list(threads.map(functools.partial(check_file, parser), files))
+        heads = list(threads.map(functools.partial(check_file, parser), files))
+    if not files or any(parser.kind_of(file.path) != 'jsonl' for file in files):
+        return
+    records = {}
+    for file, head in zip(files, heads, strict=True):
+        lines = head.splitlines()
+        if len(head) == HEAD_BYTES:  # cut: bad lines that are skipped may precede good ones
+            lines = lines[:-1] if parser.bad_lines.action == 'stop' else []
+        records[file.path] = objects_in(lines)
+    parser.check_filled(records)
 
 
-def check_file(parser: LineParser, file: FileRecord) -> None:
-    """Raise ValueError for a file of another kind or without the fields that the settings name."""
+def check_file(parser: LineParser, file: FileRecord) -> bytes:
+    """Return the first bytes of a file.
+
+    Raises ValueError for one of another kind, and for a table without the fields that the settings name.
+    """
     path = file.path
     kind = parser.kind_of(path)
     head = read_head(path, file.num_bytes)
@@ -389,6 +413,7 @@ def check_file(parser: LineParser, file: FileRecord) -> None:
                 position = number if is_gzipped(path) else offset
                 parser.warn_if_quoted(path, position, line.decode(errors='replace'))
                 offset += len(line)
+    return head
 
 
 def open_files(files: list[FileRecord], parser: LineParser) -> Part:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import io
 import itertools
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -28,6 +29,8 @@ from sources.tables import LineParser, check_names
 WINDOW_BYTES = 128 << 20  # of the row groups that lanes read from at a time
 MAX_GROUP_BYTES = 256 << 20  # of the columns of a row group that are read, uncompressed
 MAX_CACHED_BYTES = 512 << 20  # of decoded row groups that are kept
+READ = ('text', 'number')  # the kinds of values that are read
+FIRST_ROWS = 1000  # that tell whether a list has a value of some index
 MAX_INTEGER = 2**53  # beyond it float64 rounds integers
 
 
@@ -47,7 +50,9 @@ class RowGroup(NamedTuple):
 
 class Footer(NamedTuple):
     names: list[str]  # of the columns
-    columns: dict[str, str]  # {name: 'text', 'number' or another type}
+    values: dict[
+        str, str
+    ]  # {name of a column or of a value within: 'text', 'number' or another type}
     groups: list[RowGroup]
 
 
@@ -58,9 +63,27 @@ def read_footer(path: str, columns: Sequence[str]) -> Footer:
     """
     with paths.open_file(path) as stream, damage_named('no Parquet'):
         file = pyarrow.parquet.ParquetFile(stream)
-        types = {field.name: kind_of_type(field.type) for field in file.schema_arrow}
+        values: dict[str, str] = {}
+        for field in file.schema_arrow:
+            values |= kinds_of_values(field.name, field.type)
         groups = list(row_groups(path, file.metadata, columns))
-    return Footer(file.schema_arrow.names, types, groups)
+    return Footer(file.schema_arrow.names, values, groups)
+
+
+def kinds_of_values(name: str, arrow_type: pyarrow.DataType) -> dict[str, str]:
+    """Return the kind of a column, and of the values within: of a list the kind of its first one."""
+    kinds = {name: kind_of_type(arrow_type)}
+    if pyarrow.types.is_struct(arrow_type):
+        for child in arrow_type:
+            kinds |= kinds_of_values(f'{name}/{child.name}', child.type)
+    elif is_list(arrow_type):
+        kinds |= kinds_of_values(f'{name}/0', arrow_type.value_type)
+    return kinds
+
+
+def is_list(arrow_type: pyarrow.DataType) -> bool:
+    is_any = (pyarrow.types.is_list, pyarrow.types.is_large_list, pyarrow.types.is_fixed_size_list)
+    return any(is_one(arrow_type) for is_one in is_any)
 
 
 def kind_of_type(arrow_type: pyarrow.DataType) -> str:
@@ -87,7 +110,8 @@ def row_groups(
         num_bytes = 0
         for i in range(group.num_columns):
             column = group.column(i)
-            if column.path_in_schema in columns:
+            path_in_schema = column.path_in_schema
+            if path_in_schema in columns or path_in_schema.split('.')[0] in columns:
                 num_bytes += column.total_uncompressed_size
         if num_bytes > MAX_GROUP_BYTES:
             raise ValueError(
@@ -186,8 +210,9 @@ def has_gaps(file: pyarrow.parquet.ParquetFile, name: str) -> bool | None:
 
 
 def readable(footer: Footer) -> list[str]:
-    """Return the columns of texts and numbers."""
-    return [name for name, kind in footer.columns.items() if kind in ('text', 'number')]
+    """Return the columns of texts and numbers, and those that hold some in structs and lists."""
+    kinds = {name.split('/')[0] for name, kind in footer.values.items() if kind in READ}
+    return [name for name in footer.names if name in kinds or footer.values[name] in READ]
 
 
 class RowGroups:
@@ -209,8 +234,10 @@ class RowGroups:
         """
         values = []
         for column in self._decoded(group):
-            indices = column.indices.slice(first, num_rows)
-            values.append(column.dictionary.take(indices).to_pylist())
+            rows = column.slice(first, num_rows)
+            if pyarrow.types.is_dictionary(rows.type):
+                rows = rows.dictionary.take(rows.indices)
+            values.append(rows.to_pylist())
         return [dict(zip(self.columns, row, strict=True)) for row in zip(*values, strict=True)]
 
     def _decoded(self, group: RowGroup) -> list:
@@ -229,7 +256,8 @@ class RowGroups:
 def decode(group: RowGroup, columns: Sequence[str]) -> list:
     """Return columns of a row group as pyarrow.DictionaryArray: a value that is repeated is kept once.
 
-    So they take about as much memory as in the file. Raises DamagedFile.
+    So they take about as much memory as in the file. Structs and lists are arrays of their own types.
+    Raises DamagedFile.
     """
     with (
         paths.open_file(group.path) as stream,
@@ -237,11 +265,14 @@ def decode(group: RowGroup, columns: Sequence[str]) -> list:
     ):
         try:
             table = read_table(stream, group.number, columns, read_dictionary=columns)
-        except OSError:  # pyarrow has no dictionaries of delta encodings
+        except (OSError, KeyError):  # pyarrow has no dictionaries of delta encodings and structs
             table = read_table(stream, group.number, columns, read_dictionary=[])
     arrays = []
     for name in columns:
         column = table.column(name)
+        if pyarrow.types.is_nested(column.type):
+            arrays.append(column.cast(with_bytes(column.type)).combine_chunks())
+            continue
         if not pyarrow.types.is_dictionary(column.type):
             column = column.dictionary_encode()
         column = column.unify_dictionaries().combine_chunks()
@@ -252,6 +283,16 @@ def decode(group: RowGroup, columns: Sequence[str]) -> list:
             values = values.cast(pyarrow.string()).cast(pyarrow.float64())  # 3.8, not 3.79999995
         arrays.append(pyarrow.DictionaryArray.from_arrays(column.indices, values))
     return arrays
+
+
+def with_bytes(arrow_type: pyarrow.DataType) -> pyarrow.DataType:
+    """Return a type of structs and lists with bytes for texts, which may not be UTF-8."""
+    if pyarrow.types.is_struct(arrow_type):
+        fields = [field.with_type(with_bytes(field.type)) for field in arrow_type]
+        return pyarrow.struct(fields)
+    if is_list(arrow_type):
+        return pyarrow.list_(with_bytes(arrow_type.value_type))
+    return pyarrow.large_binary() if kind_of_type(arrow_type) == 'text' else arrow_type
 
 
 def read_table(
@@ -286,15 +327,19 @@ class ParquetFiles(Blocks):
     def __init__(self, files: list[FileRecord], parser: LineParser):
         self.parser = parser
         self.bad_lines = parser.bad_lines
-        self.fields = parser.fields
-        for file in files:  # whole records have the columns of the first file that can be read
-            if not self.fields:
-                self.fields = self.columns_of_file(file.path)
+        self.columns: tuple[str, ...] = ()
+        for file in files:  # those of the first file that can be read
+            if not self.columns:
+                self.columns = self.columns_of_file(file.path)
         self.files = files
         with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
             found = threads.map(self.row_groups_of_file, [file.path for file in files])
             self.groups = list(itertools.chain.from_iterable(found))
-        self.row_groups = RowGroups(self.fields)
+        self.row_groups = RowGroups(self.columns)
+        if any(
+            re.search(r'/\d+(/|$)', field) for field in parser.fields
+        ):  # of a list, which may be short
+            parser.check_filled({file.path: self.first_rows(file.path) for file in files})
         sizes = [(group.num_rows, group.num_bytes) for group in self.groups]
         num_rows, self.num_bytes = np.array(sizes, np.int64).reshape(-1, 2).T
         self.num_records = int(num_rows.sum())
@@ -307,30 +352,38 @@ class ParquetFiles(Blocks):
         self.divide(self.blocks_per_group)
 
     def columns_of_file(self, name: str) -> tuple[str, ...]:
-        """Return the columns of texts and numbers of a file; none of a bad one that is skipped."""
+        """Return the columns of a file that are read; none of a bad one that is skipped."""
         try:
-            return tuple(readable(read_footer(name, columns=())))
+            footer = read_footer(name, columns=())
         except DamagedFile as error:
             self.bad_lines.add(name, 0, str(error))
             return ()
+        fields = self.parser.fields or readable(footer)
+        return tuple(dict.fromkeys(x if x in footer.names else x.split('/')[0] for x in fields))
 
     def row_groups_of_file(self, name: str) -> list[RowGroup]:
         """Return the row groups of a file; none of a bad one that is skipped."""
         try:
-            footer = read_footer(name, self.fields)
+            footer = read_footer(name, self.columns)
         except DamagedFile as error:
             self.bad_lines.add(name, 0, str(error))
             return []
         check_names(footer.names, name)
-        self.parser.check_columns(name, footer.columns)
-        if self.parser.whole_records and set(readable(footer)) != set(self.fields):
+        slots = {field: re.sub(r'/\d+(?=/|$)', '/0', field) for field in self.parser.fields}
+        slots |= {field: field for field in slots if field in footer.values}
+        found = [field for field, slot in slots.items() if slot in footer.values]
+        ends = [x for x in footer.values if not any(y.startswith(f'{x}/') for y in footer.values)]
+        self.parser.check_columns(name, [*ends, *found])
+        if self.parser.whole_records and set(readable(footer)) != set(self.columns):
             raise ValueError(
                 f'{name} has the columns {first_ten([repr(x) for x in readable(footer)])} of texts and numbers, '
-                f'and another file has {first_ten([repr(x) for x in self.fields])}: write all files with the same columns'
+                f'and another file has {first_ten([repr(x) for x in self.columns])}: write all files with the same columns'
             )
         are_numbers_read = self.parser.templates or self.parser.whole_records
-        for field in self.fields:
-            kind = footer.columns[field]
+        for field, slot in slots.items():
+            kind = footer.values[slot]
+            if field == self.parser.references:
+                kind = footer.values.get(f'{slot}/0', kind)
             if kind != 'text' and (kind != 'number' or not are_numbers_read):
                 raise ValueError(
                     f'{name}: column {field!r} is {kind}, and texts are read, by data.inputs and '
@@ -339,6 +392,18 @@ class ParquetFiles(Blocks):
         if not any(group.num_rows for group in footer.groups):
             self.bad_lines.add(name, 0, EMPTY_FILE)
         return footer.groups
+
+    def first_rows(self, name: str) -> list[dict]:
+        """Return the first rows of a file; none if others may be read in place of bad ones."""
+        with contextlib.suppress(DamagedFile, ValueError), paths.open_file(name) as stream:
+            with damage_named('damaged'):
+                file = pyarrow.parquet.ParquetFile(stream)
+                batches = file.iter_batches(FIRST_ROWS, columns=self.columns, use_threads=False)
+                if self.bad_lines.action == 'stop' or file.metadata.num_rows <= FIRST_ROWS:
+                    return [
+                        row for batch in itertools.islice(batches, 1) for row in batch.to_pylist()
+                    ]
+        return []
 
     def compute_order(self, num_items: int, seed: int | str, epoch: int) -> np.ndarray:
         order = super().compute_order(num_items, seed, epoch)

@@ -5,8 +5,11 @@ a table with data.delimiter is CSV with that delimiter, whatever its name.
 """
 
 import collections
+import contextlib
+import functools
 import importlib.util
 import io
+import itertools
 import json
 import math
 import re
@@ -17,17 +20,10 @@ from typing import Any, BinaryIO
 from absl import logging
 
 from messages import first_ten
-from sources import BadLine, BadLines, Record
+from sources import BadLine, BadLines, Record, names_of_values, value_at
 from sources.files import is_gzipped, kind_of
 from sources.heads import open_unzipped
-from sources.templates import fields_named, templates_of
-
-# A csv module of our own: its limit is not that of the process.
-csv_spec = importlib.util.find_spec('_csv')
-assert csv_spec and csv_spec.loader
-csv = importlib.util.module_from_spec(csv_spec)
-csv_spec.loader.exec_module(csv)
-csv.field_size_limit(2**31 - 1)
+from sources.templates import fields_named, remedy_of_slots, templates_of
 
 # A longer row of CSV has a quote that nobody closed.
 MAX_ROW_BYTES = 1 << 24
@@ -49,9 +45,11 @@ class LineParser:
         self.delimiter = delimiter_of(config)
         self.text_field = config.text_field
         self.templates = templates_of(config)
+        self.references = config.references[1:-1]  # the field that is a list
         self.bad_lines = bad_lines
         self.whole_records = whole_records
         self.fields = () if whole_records else fields_named(config)
+        self.remedy = remedy_of_slots(config)
         self.integers: Collection[str] = ()  # see parquet.integer_columns
         self.has_warned = False
         self.lock = threading.Lock()
@@ -86,12 +84,7 @@ class LineParser:
 
     def fields_of_row(self, values: dict) -> dict | None:
         """Return the fields of a row of Parquet, as of a JSON object."""
-        for field, value in values.items():
-            if isinstance(value, bytes):
-                values[field] = decoded(value, 'utf-8', f' of field {field!r}')
-            elif isinstance(value, float) and not is_number(value):
-                values[field] = None
-        return self.fields_named_in(values)
+        return self.fields_named_in(as_json(values))
 
     def fields_of(self, path: str, position: int, content: bytes) -> dict | None:
         """Return the fields of a line; None for a blank line and for the header of a table."""
@@ -121,24 +114,57 @@ class LineParser:
         """Return the fields of a JSON object, or of a row of Parquet; None if all are blank."""
         fields = content
         if not self.whole_records:
-            remedy = (
-                'correct data.inputs and data.targets' if self.templates else 'set data.text_field'
-            )
             fields = {}
             for field in self.fields:
-                if self.templates and is_number(content.get(field)):
-                    fields[field] = json.dumps(content[field])
+                value = value_at(content, field)
+                if field == self.references and isinstance(value, list):
+                    texts = {f'{field}/{i}': text for i, text in enumerate(value)}
+                    fields[field] = [json_string(texts, x, self.remedy).strip() for x in texts]
+                elif self.templates and is_number(value):
+                    fields[field] = json.dumps(value)
                 else:
-                    fields[field] = json_string(content, field, remedy).strip()
+                    fields[field] = json_string(content, field, self.remedy).strip()
         return fields if any(fields.values()) else None
+
+    def check_filled(self, files: Mapping[str, Iterable[dict]]) -> None:
+        """Raise ValueError for a field that no record fills: of that not a line, but the settings are wrong.
+
+        `files`: {name: first records}. A file without records may fill each field.
+        """
+        missing = set(self.fields)
+        first_names: list[str] = []
+        for records in files.values():
+            missing_here = set(self.fields)
+            names: dict[str, None] = {}
+            for record in records:
+                names |= dict.fromkeys(names_of_values(record))
+                missing_here -= {x for x in missing_here if self.is_filled(x, value_at(record, x))}
+                if not missing_here:
+                    break
+            missing &= missing_here if names else set()
+            first_names = first_names or list(names)
+        for field in self.fields:
+            if field in missing and files:
+                remedy = self.remedy
+                if field in first_names:
+                    remedy += ', or fill it in: null and NaN are missing values'
+                raise ValueError(
+                    f'no record of {next(iter(files))} has a {"text or number" if self.templates else "text"} '
+                    f'{field!r}, the first values are {first_ten([repr(name) for name in first_names])}: {remedy}'
+                )
+
+    def is_filled(self, field: str, value: Any) -> bool:
+        """Return whether a slot takes a value."""
+        if field == self.references and isinstance(value, list):
+            return True
+        return isinstance(value, str) or bool(self.templates and is_number(value))
 
     def check_columns(self, path: str, columns: Collection[str]) -> None:
         """Raise ValueError for a table without a column that the settings name."""
-        setting = 'data.inputs or data.targets' if self.templates else 'data.text_field'
-        remedy = f'correct {setting}'
+        remedy = self.remedy
         kind = self.kind_of(path)
         if kind in ('csv', 'tsv'):
-            remedy = f'{remedy}, or name the columns in its first line'
+            remedy = f'{remedy}, or, if line 1 is a record, put a line with the names of its columns before it'
             remedy = remedy_of_header(' '.join(columns), kind, remedy)
         check_columns(path, columns, self.fields, remedy)
 
@@ -236,11 +262,34 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
 
 
+def objects_in(lines: Iterable[bytes]) -> Iterator[dict]:
+    """Yield the JSON objects among some lines."""
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            content = JSON.decode(line.decode('utf-8-sig').strip())
+            if isinstance(content, dict):
+                yield content
+
+
+def as_json(value: Any, name: str = '') -> Any:
+    """Return a value of Parquet, `name` in its record, as JSON has it. Raises ValueError for no UTF-8."""
+    if isinstance(value, bytes):
+        return decoded(value, 'utf-8', f' of field {name!r}')
+    if isinstance(value, float) and not is_number(value):
+        return None
+    prefix = f'{name}/' if name else ''
+    if isinstance(value, dict):
+        return {key: as_json(x, f'{prefix}{key}') for key, x in value.items()}
+    if isinstance(value, list):
+        return [as_json(x, f'{prefix}{i}') for i, x in enumerate(value)]
+    return value
+
+
 def json_string(content: dict, field: str, remedy: str) -> str:
     """Return a field that is a string. Raises ValueError for any other."""
-    text = content.get(field)
+    text = value_at(content, field)
     if not isinstance(text, str):
-        names = ', '.join(repr(name) for name in list(content)[:10]) or 'none'
+        names = ', '.join(map(repr, itertools.islice(names_of_values(content), 10))) or 'none'
         if text is None and field in content:
             remedy += ', or fill it in: null and NaN are missing values'
         raise ValueError(f'field {field!r} is {text!r:.40}, no string, of fields {names}; {remedy}')
@@ -302,12 +351,24 @@ def remedy_of_header(header: str, kind: str, remedy: str) -> str:
     return remedy
 
 
+@functools.cache
+def csv_module() -> Any:
+    """Return a csv module of our own: its limit is not that of the process."""
+    spec = importlib.util.find_spec('_csv')
+    assert spec and spec.loader
+    csv = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(csv)
+    csv.field_size_limit(2**31 - 1)
+    return csv
+
+
 def table_row(line: str, kind: str, delimiter: str) -> list[str]:
     """Return the columns of a row."""
     row = line.removesuffix('\n').removesuffix('\r')
     if kind == 'tsv':
         columns = row.split('\t')
     else:
+        csv = csv_module()
         file = io.StringIO(row, newline='')
         try:
             reader = csv.reader(

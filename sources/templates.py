@@ -12,6 +12,7 @@ class Template:
             text.encode()
         except UnicodeEncodeError:  # the system gives what is not UTF-8 as half surrogate pairs
             raise ValueError(f'{key}={text!r} is not UTF-8: write it in UTF-8') from None
+        self.key = key
         self.parts: list[tuple[str, str | None]] = []  # a literal, and the field after it
         try:
             for literal, field, spec, conversion in string.Formatter().parse(text):
@@ -33,10 +34,24 @@ class Template:
 
 
 def templates_of(config) -> dict[str, Template]:
-    """Return {feature: template} of `data.inputs` and `data.targets`; none if both are ''."""
+    """Return {feature: template} of `data.inputs` and `data.targets`; none if both are ''.
+
+    `data.references` stands for the targets.
+    """
+    if config.targets and config.references:
+        raise ValueError(
+            f'data.targets={config.targets!r} and data.references={config.references!r}: leave one out'
+        )
+    if config.references:
+        return {
+            'inputs': Template('data.inputs', config.inputs),
+            'targets': Template('data.references', config.references),
+        }
     if not config.targets:
         if config.inputs:
-            raise ValueError(f'data.inputs={config.inputs!r} needs data.targets: name both')
+            raise ValueError(
+                f'data.inputs={config.inputs!r} needs data.targets or data.references: name both'
+            )
         return {}
     templates = {
         'inputs': Template('data.inputs', config.inputs),
@@ -49,10 +64,20 @@ def templates_of(config) -> dict[str, Template]:
     return templates
 
 
+def remedy_of_slots(config) -> str:
+    """Return what to do about a slot that a record does not fill."""
+    keys = [template.key for template in templates_of(config).values()]
+    if keys and config.weight:
+        keys.append('data.weight')
+    return f'correct {" or ".join(keys) or "data.text_field"}'
+
+
 def fields_named(config) -> tuple[str, ...]:
     """Return the fields of a record that the settings name."""
     templates = templates_of(config)
     if not templates:
         return (config.text_field,)
     found = [field for template in templates.values() for field in template.fields]
+    if config.weight:
+        found.append(config.weight[1:-1])
     return tuple(dict.fromkeys(found))

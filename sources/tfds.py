@@ -18,13 +18,13 @@ import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 import paths
 from messages import first_ten
-from sources import BadLines, deal
+from sources import BadLines, deal, value_at
 from sources.cache import text_of
 from sources.files import matching_files
 from sources.tables import is_number
@@ -184,6 +184,7 @@ def open_all(
     decode: Callable[[bytes], dict],
     fields: tuple[str, ...],
     bad_lines: BadLines,
+    references: str = '',
 ) -> 'TfdsRecords':
     """Return the records of a split of several data sets of the same features, in their order."""
     formats = sorted({data_set.file_format for data_set in data_sets})
@@ -195,7 +196,7 @@ def open_all(
     runs = []
     for data_set in data_sets:
         runs += data_set.runs(expression)
-    return SHARDS_OF_FORMAT[formats[0]](runs, decode, fields, bad_lines)
+    return SHARDS_OF_FORMAT[formats[0]](runs, decode, fields, bad_lines, references)
 
 
 def decode(features: 'FeaturesDict', content: bytes) -> dict:
@@ -254,7 +255,7 @@ def text_at(example: Mapping, field: str) -> str:
 
 
 class TfdsRecords(StoredRecords):
-    """Records of some runs: `fields` of them as texts; if there are none, all features."""
+    """Records of some runs: `fields` of them as texts, `references` as a list; if there are none, all features."""
 
     def __init__(
         self,
@@ -262,10 +263,12 @@ class TfdsRecords(StoredRecords):
         decode: Callable[[bytes], dict],
         fields: tuple[str, ...],
         bad_lines: BadLines,
+        references: str = '',
     ):
         self.runs = runs
         self.decode = decode
         self.fields = fields
+        self.references = references
         self.bad_lines = bad_lines
         self.num_records: int = sum(run.num_records for run in runs)
         self.open_blocks()
@@ -278,7 +281,13 @@ class TfdsRecords(StoredRecords):
         example = self.decode(stored.checked())
         if not self.fields:
             return example
-        texts = {field: text_at(example, field) for field in self.fields}
+        texts: dict[str, Any] = {}
+        for field in self.fields:
+            values = value_at(example, field) if field == self.references else None
+            if isinstance(values, list):
+                texts[field] = [text_at(example, f'{field}/{i}') for i in range(len(values))]
+            else:
+                texts[field] = text_at(example, field)
         return texts if any(texts.values()) else None
 
 

@@ -77,7 +77,7 @@ def tokenizer_of(metric_fn: Metric) -> Tokenizer | None:
     Raises ValueError for a tokenizer that is unknown or not installed.
     """
     function = metric_fn.func if isinstance(metric_fn, functools.partial) else metric_fn
-    if function not in (bleu, rouge):
+    if function not in (bleu, bleu_of_references, rouge):
         return None
     name = inspect.signature(metric_fn).parameters['tokenizer'].default  # also a bound one
     if function is rouge:
@@ -157,6 +157,13 @@ def bleu(
     return {'bleu': bleu_scorer(tokenizer).corpus_score(predictions, references).score}
 
 
+def bleu_of_references(
+    targets: Sequence[Sequence[str]], predictions: Sequence[str], tokenizer: str = 'intl'
+) -> Values:
+    """Return `bleu` of predictions that have some references each, as many as there are."""
+    return bleu(list(itertools.zip_longest(*targets)), predictions, tokenizer)
+
+
 def bleu_signature(tokenizer: str = 'intl', num_references: int = 1) -> str:
     """Return sacrebleu's description of how `bleu` computes, for a paper or a table."""
     scorer = bleu_scorer(tokenizer)
@@ -165,7 +172,7 @@ def bleu_signature(tokenizer: str = 'intl', num_references: int = 1) -> str:
 
 
 def rouge(
-    targets: Sequence[str],
+    targets: Sequence[str] | Sequence[Sequence[str]],
     predictions: Sequence[str],
     score_keys: Sequence[str] = ('rouge1', 'rouge2', 'rougeLsum'),
     bootstrap_seed: int | None = None,
@@ -176,7 +183,8 @@ def rouge(
     Tokens are not stemmed. They are runs of a-z and 0-9, as in T5, so a text without them scores 0;
     with tokenizer='unicode' they are those of `unicode_tokens`. A sentence ends at a newline, and at
     ' . '. Differs from T5: the mean, which is T5's `rouge_mean`. With `bootstrap_seed` a value is
-    T5's `rouge`: the median of the means of 1,000 resamples. Source: Lin 2004; rouge_score 0.1.2.
+    T5's `rouge`: the median of the means of 1,000 resamples. A target may be a list of references: the F1
+    of the best one counts, as in rouge_score's `score_multi`. Source: Lin 2004; rouge_score 0.1.2.
     """
     tokens_of = rouge_tokenizer(tokenizer)
 
@@ -184,11 +192,17 @@ def rouge(
         lines = text.replace(' . ', ' .\n').split('\n')
         return list(map(tokens_of, lines))
 
-    target_sentences = list(map(sentences_of, targets))
+    references = [[target] if isinstance(target, str) else target for target in targets]
+    target_sentences = [list(map(sentences_of, texts)) for texts in references]
     prediction_sentences = list(map(sentences_of, predictions))
     values = {}
     for key in score_keys:
-        f1 = list(map(rouge_scorer(key), target_sentences, prediction_sentences))
+        score = rouge_scorer(key)
+        f1 = []
+        for sentences_of_references, prediction in zip(
+            target_sentences, prediction_sentences, strict=True
+        ):
+            f1.append(max(score(target, prediction) for target in sentences_of_references))
         if bootstrap_seed is None:
             values[key] = mean_percent(f1)
             continue
@@ -509,6 +523,12 @@ def accuracy(targets: Sequence[object], predictions: Sequence[object]) -> Values
     check_labels(targets, predictions)
     is_equal = [x == y for x, y in zip(targets, predictions, strict=True)]
     return {'accuracy': mean_percent(is_equal)}
+
+
+def accuracy_of_references(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> Values:
+    """Return the percentage of predictions that are one of their references."""
+    pairs = zip(targets, predictions, strict=True)
+    return {'accuracy': mean_percent([prediction in target for target, prediction in pairs])}
 
 
 def f1_score_with_invalid(targets: Sequence[int], predictions: Sequence[int]) -> Values:

@@ -53,6 +53,7 @@ class Task:
     text_field: str = 'text'
     inputs: str = ''
     targets: str = ''
+    references: str = ''
     # From the fields of a record to its examples: none, one or several. Each has the texts 'inputs'
     # and 'targets', and may have other fields, for `postprocess_fn`. Instead of `inputs` and
     # `targets`.
@@ -85,7 +86,7 @@ class Task:
         if self.preprocess_fn is not None:
             if self.templates:
                 raise ValueError(
-                    f'task {self.name!r} has preprocess_fn and templates (inputs, targets): leave one out'
+                    f'task {self.name!r} has preprocess_fn and templates (inputs, targets, references): leave one out'
                 )
             self._check_takes('preprocess_fn', self.preprocess_fn, 'record')
         if self.postprocess_fn is not None:
@@ -150,6 +151,13 @@ class Task:
                 with user_code.running(self.preprocess_fn, self.name):
                     examples = examples_given(self.preprocess_fn(fields))
                 yield from examples
+            elif self.references:
+                name = self.references[1:-1]
+                given = fields[name]
+                references = [given] if isinstance(given, str) else given or ['']
+                texts = {**fields, name: references[0]}
+                filled = {key: template.fill(texts) for key, template in self.templates.items()}
+                yield {**filled, 'references': references}
             elif self.templates:
                 yield {name: template.fill(fields) for name, template in self.templates.items()}
             else:
@@ -163,6 +171,8 @@ class Task:
         Raises UserError where `postprocess_fn` fails.
         """
         if self.postprocess_fn is None:
+            if self.references and is_target:
+                return (example or {}).get('references', [text])
             return text
         with user_code.running(self.postprocess_fn, self.name):
             return self.postprocess_fn(text, example, is_target)

@@ -482,7 +482,7 @@ class TriviaQaTruncateInputs(TextToText):
                 start = int(random_integers((), low, high, 'part', i, *key))
                 inputs = inputs[start : start + length]
             kept_names.append(names[i])
-            kept.append({'inputs': inputs, 'targets': targets})
+            kept.append({**record, 'inputs': inputs, 'targets': targets})
         return super().examples(kept_names, kept, *key)
 
 

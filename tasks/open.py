@@ -6,7 +6,7 @@ its default replaces that field, in a mixture that of each task. LACKS has the s
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ml_collections import ConfigDict
 
@@ -21,7 +21,7 @@ from tasks.objectives import OBJECTIVES
 from tasks.t5 import REFUSED, table
 
 RECORDS = ('files', 'validation_files', 'test_files', 'tfds')
-TEXTS = ('targets', 'inputs', 'metrics')
+TEXTS = ('targets', 'inputs', 'references', 'metrics')
 # What a row is: the settings that it refuses.
 LACKS = {
     'a mixture': (*RECORDS, *TEXTS),
@@ -40,11 +40,12 @@ def find(config: ConfigDict) -> Task | Mixture:
     name = config.task
     if name in REFUSED:
         raise ValueError(f'data.task={name!r} {REFUSED[name]}')
-    if (config.inputs or config.targets) and name == 'span_corruption':  # the default
+    targets = config.targets or config.references
+    if (config.inputs or targets) and name == 'span_corruption':  # the default
         name = 'text_to_text'
     is_cached = functools.partial(sources.open.find_cache, config)
     row = look_up(name, config.module, is_cached)
-    if row is None and config.targets:
+    if row is None and targets:
         row = Task(name)
     if row is None:
         where = f' and has no cache in data.cache_dirs={config.cache_dirs!r}'
@@ -68,7 +69,7 @@ def find(config: ConfigDict) -> Task | Mixture:
             )
     found = configured(row, config)
     is_of_texts = name in OBJECTIVES and not takes_documents(name)
-    if is_of_texts and not config.targets and not is_cached(name):
+    if is_of_texts and not targets and not is_cached(name):
         raise ValueError(
             f'data.task={name!r} needs data.inputs and data.targets: name the fields of a record in them, '
             "as '{question}' and '{answer}'"
@@ -88,6 +89,11 @@ def configured(row: Task | Mixture, config: ConfigDict) -> Task | Mixture:
             assert not isinstance(member, str)  # all are looked up
             members[configured(member, config)] = rate
         return Mixture(row.name, members)
+    if config.weight and not row.takes_inputs:
+        raise ValueError(
+            f'data.weight={config.weight!r} is for examples from text to text, and data.task={row.name!r} makes '
+            "its own of documents: set data.weight=''"
+        )
     defaults = settings_of_a_row(config)
     changes = {name: config[name] for name in defaults if config[name] != defaults[name]}
     if row.train_split == NO_SPLIT:
@@ -107,7 +113,8 @@ def configured(row: Task | Mixture, config: ConfigDict) -> Task | Mixture:
             changes['tfds'] = ''
     changed = dataclasses.replace(row, **changes)
     if config.metrics:
-        changed = dataclasses.replace(changed, metric_fns=metrics_of(config))
+        of_texts = METRICS_OF_REFERENCES if changed.references else TEXT_METRICS
+        changed = dataclasses.replace(changed, metric_fns=metrics_of(config, of_texts))
     # Without records an objective and T5's rows read Python's documentation.
     if not is_ours and row.name not in OBJECTIVES:
         files = changed.files or changed.validation_files or changed.test_files
@@ -129,19 +136,19 @@ def settings_of_task(config: ConfigDict, name: str) -> ConfigDict:
     return own
 
 
-def metrics_of(config: ConfigDict) -> list[MetricFn]:
-    """Return the metrics that data.metrics names."""
+def metrics_of(config: ConfigDict, of_texts: Mapping[str, MetricFn]) -> list[MetricFn]:
+    """Return those of the metrics `of_texts` that data.metrics names."""
     found: dict[str, MetricFn] = {}
     for given in filter(None, map(str.strip, config.metrics.split(','))):
         name, colon, tokenizer = given.partition(':')
         takes_tokenizer = name in ('bleu', 'rouge')
-        if name not in TEXT_METRICS or name in found or (colon and not takes_tokenizer):
+        if name not in of_texts or name in found or (colon and not takes_tokenizer):
             raise ValueError(
                 f'data.metrics={config.metrics!r}: {given!r} is none, has no tokenizer, or is there '
-                f'twice: use some of {", ".join(TEXT_METRICS)}, bleu and rouge with a tokenizer, as bleu:zh '
+                f'twice: use some of {", ".join(of_texts)}, bleu and rouge with a tokenizer, as bleu:zh '
                 'and rouge:unicode, or write a task with metric_fns in data.module'
             )
-        found[name] = TEXT_METRICS[name]
+        found[name] = of_texts[name]
         if colon:
             found[name] = functools.partial(found[name], tokenizer=tokenizer)
             metrics.tokenizer_of(found[name])  # raises ValueError
@@ -158,6 +165,13 @@ TEXT_METRICS: dict[str, MetricFn] = {
     'bleu': metrics.bleu,
     'rouge': metrics.rouge,
     'squad': squad_of_one_answer,
+}
+# Of targets that are lists of references.
+METRICS_OF_REFERENCES: dict[str, MetricFn] = {
+    'accuracy': metrics.accuracy_of_references,
+    'bleu': metrics.bleu_of_references,
+    'rouge': metrics.rouge,
+    'squad': metrics.squad_v2,
 }
 
 
@@ -222,7 +236,8 @@ def open_sources(found: Task | Mixture, config: ConfigDict) -> OpenMixture:
     # Texts and rates; a function's code is not in it.
     content: list = []
     for task, source, _, rate in tasks:
-        content.append([task.name, task.objective_name, task.inputs, task.targets])
+        targets = task.targets or task.references
+        content.append([task.name, task.objective_name, task.inputs, targets])
         content.append([source.fingerprint, round(rate, 12)])
     return OpenMixture(found.name, tuple(tasks), digest(content), open_mixture)
 

@@ -52,6 +52,7 @@ LANGUAGES = {
 
 def translate(fields: Fields, source_language: str, target_language: str) -> list[Example]:
     """Return a translation; the languages are codes, and names of fields: 'en', 'zh-cn'."""
+    fields = fields.get('translation', fields)  # the record of a data set on the Hugging Face hub
     source = LANGUAGES.get(source_language[:2])
     target = LANGUAGES.get(target_language[:2])
     if source is None or target is None:

@@ -9,6 +9,15 @@ data set, as promptsource 7dab96a names them, in its order:
     num_choices     how many answers there are; 'vary' if an example has its own; '' for any text
     metrics         promptsource's names
 
+t0_datasets.csv has the data sets:
+
+    train_size      number of training examples
+    trained_by      the first model that is trained on it: T0, T0+ (as well what GPT-3 is evaluated on)
+                    or T0++ (as well SuperGLUE without CB and RTE)
+    evaluated_by    T0, or bias_fairness; promptsource has no prompts for one more, jigsaw_toxicity_pred
+    in_p3           whether P3 has it
+    validated       whether checkpoints were chosen by it; wiki_hop could not be cached
+
 A prompt with choices has two tasks: NAME, whose targets are the right answer, and NAME_score_eval,
 which has an example for each choice, to be ranked by its score. P3 has the latter for the data sets
 that T0 is evaluated on; promptsource.py makes others. Story Cloze and bias_fairness are not in P3.
@@ -33,117 +42,21 @@ from tasks.preprocessors import Fields
 
 P3 = 'the folder data/{} of huggingface.co/datasets/bigscience/P3'
 USERS_COPY = 'a cache that you make of it: it is not in P3, see tasks/promptsource.py'
-PROMPTS_FILE = pathlib.Path(__file__).with_name('t0_prompts.csv')
+FOLDER = pathlib.Path(__file__).parent
 
 MAX_EXAMPLES = 500_000  # of a data set, of all its prompts together
 ANLI_ROUNDS = ('_r1', '_r2', '_r3')
 
-# Data set: number of training examples.
 
-T0 = {
-    'adversarial_qa/dbert': 10_000,
-    'adversarial_qa/dbidaf': 10_000,
-    'adversarial_qa/droberta': 10_000,
-    'ag_news': 120_000,
-    'amazon_polarity': 3_600_000,
-    'app_reviews': 288_065,
-    'cnn_dailymail/3.0.0': 287_113,
-    'common_gen': 67_389,
-    'cos_e/v1.11': 9_741,
-    'cosmos_qa': 25_262,
-    'dbpedia_14': 560_000,
-    'dream': 6_116,
-    'duorc/ParaphraseRC': 69_524,
-    'duorc/SelfRC': 60_721,
-    'gigaword': 3_803_957,
-    'glue/mrpc': 3_668,
-    'glue/qqp': 363_846,
-    'imdb': 25_000,
-    'kilt_tasks/hotpotqa': 88_869,
-    'multi_news': 44_972,
-    'paws/labeled_final': 49_401,
-    'qasc': 8_134,
-    'quail': 10_246,
-    'quarel': 1_941,
-    'quartz': 2_696,
-    'quoref': 19_399,
-    'ropes': 10_924,
-    'rotten_tomatoes': 8_530,
-    'samsum': 14_732,
-    'sciq': 11_679,
-    'social_i_qa': 33_410,
-    'trec': 5_452,
-    'wiki_bio': 582_659,
-    'wiki_hop/original': 43_738,
-    'wiki_qa': 20_360,
-    'wiqa': 29_808,
-    'xsum': 204_045,
-    'yelp_review_full': 650_000,
-}
-# T0+ has these besides, which GPT-3 is evaluated on.
-T0_PLUS = {
-    'ai2_arc/ARC-Challenge': 1_119,
-    'ai2_arc/ARC-Easy': 2_251,
-    'hellaswag': 39_905,
-    'openbookqa/main': 4_957,
-    'piqa': 16_113,
-    'race/high': 62_445,
-    'race/middle': 25_421,
-    'squad_v2': 130_319,
-    'trivia_qa/unfiltered': 87_622,
-    'web_questions': 3_778,
-}
-# T0++ has these besides: SuperGLUE without CB and RTE.
-T0_PLUS_PLUS = {
-    'super_glue/boolq': 9_427,
-    'super_glue/copa': 400,
-    'super_glue/multirc': 27_243,
-    'super_glue/record': 100_730,
-    'super_glue/wic': 5_428,
-    'super_glue/wsc.fixed': 554,
-}
+class DataSet(NamedTuple):
+    """A row of t0_datasets.csv."""
 
-# What they are evaluated on.
-
-EVALUATION = (
-    'anli',
-    'hellaswag',
-    'story_cloze/2016',
-    'super_glue/cb',
-    'super_glue/copa',
-    'super_glue/rte',
-    'super_glue/wic',
-    'super_glue/wsc.fixed',
-    'winogrande/winogrande_xl',
-)
-# promptsource has no prompts for another one, jigsaw_toxicity_pred.
-BIAS_AND_FAIRNESS = (
-    'crows_pairs',
-    'super_glue/axg',
-    'wino_bias/type1_anti',
-    'wino_bias/type1_pro',
-    'wino_bias/type2_anti',
-    'wino_bias/type2_pro',
-)
-NOT_IN_P3 = ('story_cloze/2016', *BIAS_AND_FAIRNESS)
-# Training sets that no checkpoint was chosen by; wiki_hop could not be cached.
-NOT_VALIDATED = (
-    'adversarial_qa/dbert',
-    'adversarial_qa/dbidaf',
-    'amazon_polarity',
-    'app_reviews',
-    'dbpedia_14',
-    'dream',
-    'duorc/ParaphraseRC',
-    'gigaword',
-    'imdb',
-    'multi_news',
-    'paws/labeled_final',
-    'samsum',
-    'trec',
-    'wiki_bio',
-    'wiki_hop/original',
-)
+    name: str
+    train_size: int  # 0 where no model is trained on it
+    trained_by: str
+    evaluated_by: str
+    is_in_p3: bool
+    is_validated: bool
 
 
 class Prompt(NamedTuple):
@@ -186,20 +99,30 @@ def tasks() -> list[Task | Mixture]:
 
 def mixtures() -> list[Task | Mixture]:
     """Return the mixtures of T0's paper."""
-    training = prompts_of(T0)
+    training = prompts_of(trained_by('T0'))
     original = original_of(training)
     first_original = {prompt.dataset: prompt for prompt in reversed(original)}
-    validated = [prompt for prompt in original if prompt.dataset not in NOT_VALIDATED]
+    validated = [prompt for prompt in original if data_sets()[prompt.dataset].is_validated]
     return [
         training_mixture('t0_train', training),
-        training_mixture('t0+_train', prompts_of(T0 | T0_PLUS)),
-        training_mixture('t0++_train', prompts_of(T0 | T0_PLUS | T0_PLUS_PLUS)),
+        training_mixture('t0+_train', prompts_of(trained_by('T0', 'T0+'))),
+        training_mixture('t0++_train', prompts_of(trained_by('T0', 'T0+', 'T0++'))),
         training_mixture('t0_train_one_og_prompt', first_original.values()),
         training_mixture('t0_train_all_og_prompts', original),
         score_mixture('t0_train_score_eval', validated),
-        score_mixture('t0_eval_score_eval', original_of(prompts_of(EVALUATION))),
-        score_mixture('bias_fairness_eval_score_eval', prompts_of(BIAS_AND_FAIRNESS)),
+        score_mixture('t0_eval_score_eval', original_of(prompts_of(evaluated_by('T0')))),
+        score_mixture('bias_fairness_eval_score_eval', prompts_of(evaluated_by('bias_fairness'))),
     ]
+
+
+def trained_by(*models: str) -> list[str]:
+    """Return the data sets that these models are the first to be trained on."""
+    return [name for name, row in data_sets().items() if row.trained_by in models]
+
+
+def evaluated_by(group: str) -> list[str]:
+    """Return the data sets of an evaluation."""
+    return [name for name, row in data_sets().items() if row.evaluated_by == group]
 
 
 def prompts_of(datasets: Collection[str]) -> list[Prompt]:
@@ -214,11 +137,10 @@ def original_of(members: Iterable[Prompt]) -> list[Prompt]:
 
 def training_mixture(name: str, members: Iterable[Prompt]) -> Mixture:
     """Return a mixture of prompts, each with the rate of its data set."""
-    sizes = T0 | T0_PLUS | T0_PLUS_PLUS
     num_prompts = collections.Counter(prompt.dataset for prompt in prompts())
     rates: dict[str | Task | Mixture, Rate] = {}
     for prompt in members:
-        rate = sizes[prompt.dataset]
+        rate = data_sets()[prompt.dataset].train_size
         if rate > MAX_EXAMPLES:  # its prompts share the limit; a smaller one counts whole for each
             rate = MAX_EXAMPLES // num_prompts[prompt.dataset]
         rates |= dict.fromkeys(prompt.task_names, rate)
@@ -272,7 +194,8 @@ def score_task(prompt: Prompt, name: str) -> Task:
 def cache_of(prompt: Prompt, name: str) -> str:
     """Return where the cache of a task comes from."""
     is_ranked = name.endswith('_score_eval')
-    if prompt.dataset in NOT_IN_P3 or (is_ranked and prompt.dataset not in EVALUATION):
+    data_set = data_sets()[prompt.dataset]
+    if not data_set.is_in_p3 or (is_ranked and data_set.evaluated_by != 'T0'):
         return USERS_COPY
     return P3.format(name)
 
@@ -285,10 +208,8 @@ def task_name(dataset: str, prompt: str) -> str:
 @functools.cache
 def prompts() -> list[Prompt]:
     """Return the rows of t0_prompts.csv."""
-    with PROMPTS_FILE.open(encoding='utf-8', newline='') as file:
-        rows = list(csv.DictReader(file))
     found = []
-    for row in rows:
+    for row in rows_of('t0_prompts.csv'):
         is_original_task = row['original_task'] == 'yes'
         metric_names = tuple(row['metrics'].split(';'))
         found.append(
@@ -297,6 +218,25 @@ def prompts() -> list[Prompt]:
             )
         )
     return found
+
+
+@functools.cache
+def data_sets() -> dict[str, DataSet]:
+    """Return {name: row} of t0_datasets.csv."""
+    found = {}
+    for name, size, trained, evaluated, in_p3, validated in map(
+        dict.values, rows_of('t0_datasets.csv')
+    ):
+        found[name] = DataSet(
+            name, int(size or 0), trained, evaluated, in_p3 == 'yes', validated == 'yes'
+        )
+    return found
+
+
+def rows_of(name: str) -> list[dict[str, str]]:
+    """Return the rows of a table beside this file."""
+    with (FOLDER / name).open(encoding='utf-8', newline='') as file:
+        return list(csv.DictReader(file))
 
 
 # Postprocessors and metrics.

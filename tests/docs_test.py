@@ -23,8 +23,10 @@ import sys
 import textwrap
 from typing import NamedTuple
 
+import pyarrow.parquet
 import pytest
 from absl import flags
+from corpora import HUNT
 from forms import first_quick
 from ml_collections import ConfigDict
 from runs import ENVIRONMENT, ROOT
@@ -39,6 +41,7 @@ MARKER = re.compile(r'<!-- (not run|slow|test|file|in|from)(?:: (.*))? -->')
 # Commands of other programs, whose flags are not those of main.py.
 OTHER_PROGRAMS = (
     'pip',
+    'hf',
     'pytest',
     'tensorboard',
     'tfds',
@@ -74,6 +77,29 @@ def commands_of(block) -> list[str]:
 # Running the blocks.
 
 
+def write_hub(folder):
+    """Write a few rows of data sets as they are on the Hugging Face hub."""
+    translations = (HUNT / 'hf_translation.jsonl').read_text().splitlines()
+    multirc = []
+    for i in range(40):
+        fields = {
+            'paragraph': f'Ada has {i}.',
+            'question': 'Who?',
+            'answer': ['Ada', 'Bert'][i % 2],
+        }
+        idx = {'paragraph': i, 'question': i, 'answer': i}
+        multirc.append(fields | {'idx': idx, 'label': 1 - i % 2})
+    for name, rows in {
+        'squad/plain_text': pyarrow.parquet.read_table(HUNT / 'squad.parquet').to_pylist(),
+        'wmt16/ro-en': list(map(json.loads, translations)),
+        'super_glue/multirc': multirc,
+    }.items():
+        (folder / name).mkdir(parents=True)
+        for split, some in {'train': rows[10:], 'validation': rows[:10]}.items():
+            table = pyarrow.Table.from_pylist(some)
+            pyarrow.parquet.write_table(table, folder / name / f'{split}-00000-of-00001.parquet')
+
+
 @pytest.fixture
 def checkout(tmp_path, corpus, monkeypatch):
     """A folder with the checkout's configs and a user's files."""
@@ -98,6 +124,7 @@ def checkout(tmp_path, corpus, monkeypatch):
     (tmp_path / 'dev-1.jsonl').write_text('\n'.join(map(json.dumps, rows[:30])))
     questions = [{'inputs': row['question']} for row in rows[:10]]
     (tmp_path / 'questions.jsonl').write_text('\n'.join(map(json.dumps, questions)))
+    write_hub(tmp_path)
     (tmp_path / 'own').mkdir()
     (tmp_path / 'own' / 'web').mkdir()
     shutil.copy(corpus, tmp_path / 'own' / 'web')

@@ -5,6 +5,7 @@ golden/: made by running T5X, TensorFlow's Saver and transformers; its READMEs s
 
 import dataclasses
 import functools
+import io
 import os
 import pathlib
 import shutil
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sentencepiece
 from forms import first_quick
 from small_models import ONE_GOLDEN_MODEL, assert_close, assert_refused, golden_batch, make_mesh
 
@@ -319,9 +321,83 @@ def test_unknown_arguments_are_refused_with_our_names(t5, name, value, remedy):
         t5.generate(['a text'], **{name: value})
 
 
+STREAMED = [
+    {},
+    {'temperature': 1.0, 'top_k': 200, 'seed': 3, 'prompts': ['ä€']},
+    pytest.param({'beam_size': 2}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize('options', STREAMED)
+@pytest.mark.parametrize('mesh_shape', [(1, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
+def test_the_parts_of_a_stream_are_the_answer(options, mesh_shape):
+    """Also beyond the first room of the cache, and for characters of several tokens."""
+    path = T5X.parent / 'checkpoint_0'
+    t5 = infer.load(path, 'bytes', mesh=make_mesh(*mesh_shape))
+    parts = list(t5.stream('hello', 70, **options))
+    [expected] = t5.generate(['hello'], 70, **options)
+    assert ''.join(parts) == expected
+    assert len(parts) > 10 or 'beam_size' in options
+
+
+class Forced:
+    """A vocabulary in which the answer has given ids, whatever the model says."""
+
+    def __init__(self, ids, vocabulary):
+        self.ids = ids
+        self.vocabulary = vocabulary
+
+    def decode(self, ids):
+        return self.vocabulary.decode(self.ids[: len(ids)])
+
+
+@pytest.mark.parametrize('name', ['bytes', 'byte_fallback'])
+def test_what_may_still_change_is_held_back(untrained, name):
+    """Characters of several bytes come complete; bytes that are none come when the next token is there."""
+    vocabulary = vocabularies.ByteVocabulary()
+    if name == 'byte_fallback':
+        vocabulary = byte_fallback()
+    [ids] = vocabulary.encode(['a ß €uro 😀 é  語'])
+    rng = np.random.default_rng(0)
+    for tokens in (ids, rng.integers(2, vocabulary.size, 20).tolist()):
+        example = infer.Example([5, 6, 1], prompt=[7] * len(tokens))
+        decoding = infer.Decoding(max_length=len(tokens))
+        forced = Forced(tokens, vocabulary)
+        parts = list(infer.stream_answer(untrained, decoding, example, forced))
+        assert ''.join(parts) == vocabulary.decode(tokens)
+        assert len(parts) > 5
+        if tokens is ids:
+            assert '\ufffd' not in ''.join(parts)
+
+
+def byte_fallback():
+    """A SentencePiece model with a piece for each byte."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(['some words', 'of a text', 'and uro']),
+        model_writer=model,
+        vocab_size=290,
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=2,
+    )
+    return vocabularies.SentencePieceVocabulary(model.getvalue())
+
+
+def test_what_stream_refuses(t5):
+    for options in ({'num_return': 2, 'temperature': 1.0}, {'return_scores': True}):
+        assert_refused(lambda options=options: t5.stream('a', **options), 'use generate')
+    assert_refused(lambda: t5.stream('a', num_beams=2), 'use beam_size')
+    assert_refused(lambda: t5.stream(' a' * 999), 'trim=True')
+
+
 def test_a_model_has_the_methods_that_its_docstring_names(t5):
     methods = {name for name in dir(infer.T5) if not name.startswith('_')}
-    assert methods == {'logits', 'score', 'generate', 'encode', 'arrays', 'params'}
+    assert methods == {'logits', 'score', 'generate', 'stream', 'encode', 'arrays', 'params'}
     public = {name for name in vars(t5) if not name.startswith('_')}
     assert public == {'config', 'mesh', 'vocabulary', 'max_input_length'}
 

@@ -366,7 +366,7 @@ def test_a_header_that_is_not_utf_8_has_no_other_remedy(tmp_path):
 
 def test_a_table_without_a_header():
     config = make_config(files=str(HUNT / 'headerless.tsv'), **QA)
-    message = "headerless.tsv has no column 'question'.*name the columns in its first line"
+    message = "headerless.tsv has no column 'question'.*if line 1 is a record, put a line"
     with pytest.raises(ValueError, match=message):
         sources.open.open_source(config)
 

@@ -13,8 +13,11 @@ from sentencepiece import sentencepiece_model_pb2
 
 import checkpoint
 import formats.open
+import model
 import state_names
 import train
+from formats import own_model
+from modes.of_checkpoint import ONLY_STRICT, SIZES, with_restored_sizes
 from prepare import make_spec, prepare, restore, wanted
 from run.start import choose, choose_initial
 
@@ -422,3 +425,35 @@ def test_the_patterns_of_the_docs():
     assert 'target/encoder/relpos_bias/rel_embedding' in others
     taken = [choose(index, expected, pattern).keys() for pattern in patterns]
     assert taken == [parameters, others]
+
+
+@pytest.mark.parametrize('path', [HUGGING_FACE, T5X])
+def test_sizes_of_the_checkpoint(corpus, tmp_path, path):
+    """A run takes those that the command line leaves, and goes on with them."""
+    config = small_config_from(path, corpus)
+    opened = formats.open.open_model(path).config
+    found, line = with_restored_sizes(config, {}, str(tmp_path))
+    expected = own_model.as_settings(opened)
+    for name in (*SIZES, *ONLY_STRICT):
+        assert found.model[name] == expected[name], name
+    assert f'restore.path={path}: ' in line and f'emb_dim={opened.emb_dim}, num_heads=' in line
+    with_sizes = make_spec(found).model_config
+    formats.open.compare(model.shapes(opened), model.shapes(with_sizes))
+    # Those of the command line count, as do those of what is not restored.
+    found, line = with_restored_sizes(config, {'model.emb_dim': 16}, str(tmp_path))
+    assert found.model.emb_dim == config.model.emb_dim and 'emb_dim' not in line
+    config.restore.update(strict=False, only='(?!.*(embedding|logits_dense)).*')
+    found, line = with_restored_sizes(config, {}, str(tmp_path))
+    assert found.model.vocab_size == config.model.vocab_size
+    assert found.model.num_decoder_layers == config.model.num_decoder_layers
+    # A run has recorded them.
+    recorded = expected | {'vocab_size': 77}
+    content = {'model': recorded, 'restore': {'path': config.restore.path}}
+    (tmp_path / 'config.json').write_text(json.dumps(content))
+    config.restore.only = '.*'
+    assert with_restored_sizes(config, {}, str(tmp_path))[0].model.vocab_size == 77
+    # Without a checkpoint, or with sizes that are alike, there is nothing to say.
+    config.restore.path = str(tmp_path / 'nowhere')
+    assert with_restored_sizes(config, {}) == (config, '')
+    config.restore.path = ''
+    assert with_restored_sizes(config, {}) == (config, '')

@@ -269,7 +269,7 @@ def test_inference_on_many_devices(axis):
         assert_close(np.array(answers.scores), np.array(expected.scores), 1e-5)
 
 
-def test_hugging_faces_folder(arrays, tmp_path):
+def test_hugging_faces_folder(arrays, tmp_path, caplog):
     """transformers has `expert_capacity` places for a row and expert, and routes padding as it is."""
     t5 = infer.load(GOLDEN / 'hf')
     for name in ('vocab_size', 'num_encoder_layers', 'logits_via_embedding'):
@@ -285,6 +285,11 @@ def test_hugging_faces_folder(arrays, tmp_path):
     mask = (batch['decoder_target_tokens'] > 0)[..., None]
     logits = np.array(t5.logits(batch))
     assert_close(logits * mask, arrays['no_drops_padded/logits'] * mask, 1e-5)
+    # The file alone.
+    (tmp_path / 'switch.safetensors').symlink_to(GOLDEN / 'hf/model.safetensors')
+    alone = infer.load(tmp_path / 'switch.safetensors')
+    assert alone.config.options == options
+    assert 'num_experts=8' in caplog.messages[-1]
     # And back again.
     write_hugging_face.write(tmp_path / 'hf', t5.config, t5.arrays)
     written = check_same_folder(tmp_path / 'hf', GOLDEN / 'hf')
@@ -294,8 +299,15 @@ def test_hugging_faces_folder(arrays, tmp_path):
 @pytest.mark.parametrize(
     'changes, message',
     [
-        ({'decoder_sparse_step': 1}, 'encoder_sparse_step=2, decoder_sparse_step=1: only 1 in'),
+        (
+            {'decoder_sparse_step': 1},
+            'encoder_sparse_step=2, decoder_sparse_step=1 with 4 and 2 layers: only 1 in',
+        ),
         ({'encoder_sparse_step': 4, 'decoder_sparse_step': 4}, 'encoder_sparse_step=4, .* only 1'),
+        (
+            {'num_layers': 1, 'num_decoder_layers': 1},
+            'encoder_sparse_step=2, decoder_sparse_step=2 with 1 and 1 layers: .* no more than',
+        ),
         ({'num_layers': 128}, 'num_layers=128: must be an integer from 1 to 4'),
         ({'num_experts': 9}, 'is .8, 16, 24., not .9, 16, 24.'),
         ({'num_experts': 'many'}, 'num_experts'),
@@ -316,6 +328,11 @@ def test_models_that_hugging_face_does_not_have(tmp_path):
     config = own_model.load(config.model)
     with pytest.raises(ValueError, match="mlp_activations=.'gelu', 'linear'.*use --format=t5x"):
         write_hugging_face.write(tmp_path / 'hf', config, random_params(config))
+
+
+def test_a_model_without_a_layer_with_experts():
+    with pytest.raises(ValueError, match='sparse_step=5: no layer of 4 [+] 2 has experts: use at'):
+        own_model.load(golden_config(sparse_step=5).model)
 
 
 def test_a_checkpoint_of_t5x_without_a_config(caplog):

@@ -17,6 +17,7 @@ import struct
 import chex
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from forms import first_quick
@@ -25,6 +26,7 @@ from small_models import assert_close, golden_batch
 
 import checkpoint
 import formats.open
+import formats.vocabulary
 import infer
 import model
 import partition
@@ -56,6 +58,7 @@ CONFIGS = {
     'mt5': model.T5Config(**SIZES),
     'umt5': model.T5Config(**SIZES | {'relpos_bias_per_layer': True}),
     'ul2': model.T5Config(**SIZES | {'mlp_activations': ('silu', 'linear')}),
+    'bigscience': model.T5Config(**SIZES | {'logits_via_embedding': True}),
 }
 
 # Options with which transformers computes the same.
@@ -340,20 +343,31 @@ def test_indices_that_are_refused(tmp_path, index, named):
 
 
 @pytest.mark.parametrize('name', ['model.safetensors', 'config.json'])
-def test_a_link_never_leaves_its_folder(tmp_path, name):
-    """But Hugging Face's own cache, which consists of links, opens."""
-    folder, blobs = tmp_path / 'model/snapshots/0123', tmp_path / 'model/blobs'
+@pytest.mark.parametrize(
+    'place, target',
+    [
+        ('model/snapshots/0123', 'model/blobs'),
+        ('model/snapshots/0123/text_encoder_2', 'model/blobs'),
+        ('repository/models/t5', 'repository/.dvc/cache/files/md5'),
+    ],
+)
+def test_a_link_never_leaves_its_folder(tmp_path, name, place, target):
+    """But the caches of Hugging Face and DVC, which consist of links, open, also by a link to the folder."""
+    folder, blobs = tmp_path / place, tmp_path / target
     folder.mkdir(parents=True)
-    blobs.mkdir()
+    blobs.mkdir(parents=True)
     copy_golden(folder)
     (folder / name).rename(blobs / 'abc')
-    (folder / name).symlink_to('../../blobs/abc')
-    assert load(folder)
-    (blobs / 'abc').rename(tmp_path / 'secret')
-    (folder / name).unlink()
-    (folder / name).symlink_to('../../../secret')
-    with pytest.raises(ValueError, match=f'{folder / name} links to'):
-        load(folder)
+    (folder / name).symlink_to(blobs / 'abc')
+    (tmp_path / 'link').symlink_to(folder)
+    for path in (folder, tmp_path / 'link'):
+        formats.open.open_model(path)
+    for secret in (tmp_path / 'secret', tmp_path / place.split('/')[0] / 'secret'):
+        (folder / name).resolve().rename(secret)
+        (folder / name).unlink()
+        (folder / name).symlink_to(secret)
+        with pytest.raises(ValueError, match=f'{folder / name} links to .* `cp -rL {folder} COPY`'):
+            load(folder)
 
 
 def test_pickles_are_not_opened(tmp_path):
@@ -493,7 +507,9 @@ def test_a_single_file_of_a_whole_model(tmp_path, name):
             'relative_attention_bias.weight: it holds no T5',
         ),
         ({'encoder__block__1__layer__1__DenseReluDense__wo__weight': None}, 'wo.weight is missing'),
-        ({'spiece_model': np.zeros([9], np.uint8)}, 'spiece_model is U8, and only F64'),
+        ({'other': np.zeros([9], np.uint8)}, 'other is U8, and only F64'),
+        ({'classification_head__dense__weight': np.zeros([2, 2])}, 'T5EncoderModel'),
+        ({'a__encoder__final_layer_norm__weight': np.zeros([2])}, 'a.encoder.* is unknown'),
         ({'scale': np.zeros([9], np.float32)}, 'scale is unknown'),
     ],
 )
@@ -504,6 +520,129 @@ def test_single_files_that_are_refused(tmp_path, changes, words):
     with pytest.raises(ValueError, match=words) as error:
         infer.load(file)
     assert str(file) in str(error.value) and '\n' not in str(error.value)
+
+
+# Single files whose arrays have other names or dtypes.
+
+
+def float8_file(file, arrays):
+    """Write arrays, some of them in FP8, which safetensors does not write from NumPy."""
+    kinds = {'float8_e4m3fn': 'F8_E4M3', 'float32': 'F32', 'uint8': 'U8'}
+    content = {}
+    data = b''
+    for name, x in arrays.items():
+        end = len(data) + x.nbytes
+        content[name] = {'dtype': kinds[x.dtype.name], 'shape': x.shape}
+        content[name]['data_offsets'] = [len(data), end]
+        data += x.tobytes()
+    file.write_bytes(header(content, data))
+
+
+def wans_name(name):
+    """Wan's name of an array of umT5's encoder, from a reading of its code."""
+    match name.removeprefix('encoder.').removesuffix('.weight').split('.'):
+        case ['shared']:
+            return 'token_embedding.weight'
+        case ['final_layer_norm']:
+            return 'norm.weight'
+        case ['block', i, 'layer', j, 'layer_norm']:
+            return f'blocks.{i}.norm{int(j) + 1}.weight'
+        case ['block', i, 'layer', '0', _, 'relative_attention_bias']:
+            return f'blocks.{i}.pos_embedding.embedding.weight'
+        case ['block', i, 'layer', '0', _, kernel]:
+            return f'blocks.{i}.attn.{kernel}.weight'
+        case ['block', i, 'layer', '1', _, kernel]:
+            names = {'wi_0': 'gate.0', 'wi_1': 'fc1', 'wo': 'fc2'}
+            return f'blocks.{i}.ffn.{names[kernel]}.weight'
+    raise AssertionError(name)
+
+
+def test_the_names_of_single_files(tmp_path):
+    """Below a prefix beside other models, as in a file of a whole pipeline, and as Wan has them."""
+    write_encoder(tmp_path, 'umt5')
+    stored = load_file(tmp_path / 'single/t5_fp32.safetensors')
+    expected = infer.load(tmp_path / 'encoder').arrays
+    prefix = 'text_encoders.t5xxl.transformer.'
+    pipeline = {f'{prefix}{name}': x for name, x in stored.items()}
+    pipeline['model.diffusion_model.weight'] = np.zeros([3], np.int64)
+    for form in (pipeline, {wans_name(name): x for name, x in stored.items()}):
+        file = tmp_path / 'x.safetensors'
+        save_file(form, file)
+        t5 = infer.load(file)
+        assert t5.config.relpos_bias_per_layer
+        assert_same_bits(t5.arrays, expected)
+    save_file(pipeline | {f'b.{name}': x for name, x in pipeline.items()}, file)
+    with pytest.raises(ValueError, match=f'several T5, below b.{prefix}, {prefix}: save'):
+        infer.load(file)
+
+
+def test_a_file_in_fp8(tmp_path):
+    """Its values are those of FP8 times its scales, as Comfy stores both."""
+    write_encoder(tmp_path, 't5_1_1')
+    stored = load_file(tmp_path / 'single/t5_fp32.safetensors')
+    content = {'scaled_fp8': np.zeros([2], ml_dtypes.float8_e4m3fn)}
+    rounded = {}
+    for i, (name, x) in enumerate(stored.items()):
+        content[name] = x
+        rounded[name] = x
+        if x.ndim == 2:
+            content[name] = x.astype(ml_dtypes.float8_e4m3fn)
+            rounded[name] = content[name].astype(np.float32)
+        if x.ndim == 2 and '.layer.' in name and 'bias' not in name:
+            scale = np.float32([2.5, np.arange(len(x))[:, None]][i % 2])
+            content[name.replace('weight', ['scale_weight', 'weight_scale'][i % 2])] = scale
+            content[name.replace('weight', 'scale_input')] = np.float32(3)
+            rounded[name] *= scale
+    save_file(rounded, tmp_path / 'encoder/model.safetensors')
+    file = tmp_path / 'fp8.safetensors'
+    float8_file(file, {name: np.asarray(x) for name, x in content.items()})
+    assert_same_bits(infer.load(file).arrays, infer.load(tmp_path / 'encoder').arrays)
+    content['encoder.block.0.layer.0.SelfAttention.q.scale_weight'] = np.ones([12], np.float32)
+    float8_file(file, {name: np.asarray(x) for name, x in content.items()})
+    with pytest.raises(ValueError, match=r'q.scale_weight is \(12,\): only a factor'):
+        infer.load(file)
+
+
+def test_a_file_with_its_vocabulary(tmp_path):
+    """Comfy's umT5, typed as a link; the vocabulary that it holds is one to name, too."""
+    file = tmp_path / 'link.safetensors'
+    file.symlink_to(GOLDEN.parent / 'hunt/umt5_with_spiece.safetensors')
+    t5 = infer.load(file)
+    assert t5.vocabulary.model == (GOLDEN.parent / 'hunt/good.model').read_bytes()
+    outputs, mask = t5.encode(['a good text'])
+    assert outputs.shape[2] == 8 and mask.sum() > 2
+    named = formats.vocabulary.named_vocabulary('data.vocabulary', file, extra_ids=100)
+    assert named.model == t5.vocabulary.model
+    write_encoder(tmp_path, 't5_1_1')
+    with pytest.raises(ValueError, match='t5_fp32.safetensors: no SentencePiece model'):
+        infer.load(file, vocabulary=tmp_path / 'single/t5_fp32.safetensors')
+
+
+def test_a_folder_like_rankgens(tmp_path):
+    """The encoder below a prefix, and a projection of its vectors; T5X has it in the encoder."""
+    write_encoder(tmp_path, 't5_1_1')
+    expected = infer.load(tmp_path / 'encoder')
+    stored = load_file(tmp_path / 'encoder/model.safetensors')
+    projection = np.random.default_rng(0).standard_normal([16, 16]).astype(np.float32)
+    content = {f't5_encoder.{name}': x for name, x in stored.items()}
+    save_file(content | {'projection.weight': projection}, tmp_path / 'encoder/model.safetensors')
+    tree = {f'target/{path}': np.asarray(x) for path, x in expected.arrays.items()}
+    tree[f'target/{hugging_face.PROJECTION}'] = projection.T.copy()
+    checkpoint.save(tmp_path / 't5x', 7, tree | {'state/step': np.int32(7)})
+    for path in ('encoder', 't5x'):
+        t5 = infer.load(tmp_path / path)
+        assert_same_bits(t5.arrays, expected.arrays)
+        np.testing.assert_array_equal(t5.projection, projection.T)
+    assert expected.projection is None
+
+
+def test_a_folder_of_sentence_transformers(tmp_path, caplog):
+    write_encoder(tmp_path, 't5_1_1')
+    (tmp_path / 'encoder/2_Dense').mkdir()
+    (tmp_path / 'encoder/2_Dense/config.json').write_text('{}')
+    infer.load(tmp_path / 'encoder')
+    [message] = caplog.messages
+    assert 'still to be multiplied by the matrix in 2_Dense' in message
 
 
 def test_the_encoder_of_an_mt5_whose_logits_are_in_doubt(tmp_path):

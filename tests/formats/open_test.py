@@ -283,8 +283,13 @@ def places(tmp_path_factory):
         'run/lock': '',
         'run/config.json': '{"model": {}}',
         'other/config.json': '{}',
+        'peft/adapter_config.json': '{}',
+        'trainer/checkpoint-500/config.json': '{}',
+        'trainer/checkpoint-1500/config.json': '{}',
+        'q8.gguf': 'GGUF',
+        'wan.pth': 'PK',
     }.items():
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
         (folder / name).write_text(content)
     (folder / 'empty').mkdir()
     (folder / 'loop').symlink_to('loop')
@@ -310,6 +315,11 @@ def places(tmp_path_factory):
         ('torch', 'pytorch_model.bin: '),
         ('tf', 'tf_model.h5: '),
         ('torch/pytorch_model.bin', 'pytorch_model.bin'),
+        ('peft', 'merge_and_unload()'),
+        ('trainer', 'holds 2 checkpoints of a Trainer: name one, the newest is'),
+        ('trainer', 'trainer/checkpoint-1500'),
+        ('q8.gguf', 'q8.gguf is GGUF'),
+        ('wan.pth', 'wan.pth is a pickle'),
         *((f'hf/{name}', 'name its folder, ') for name in ('model.safetensors', 'config.json')),
         ('t5x/checkpoint_6/target.token_embedder.embedding', 'which holds .zarray, 0.0'),
         ('t5x/checkpoint_6/README', 'README/checkpoint is missing'),

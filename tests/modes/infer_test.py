@@ -12,19 +12,23 @@ import itertools
 import json
 import os
 import pathlib
+import pty
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from corpora import oracle
 from faults import contents
 from forms import first_quick
 from permissions import another_user
+from runs import ENVIRONMENT
 from safetensors.numpy import load_file
 from small_models import assert_close
 
@@ -34,7 +38,7 @@ import infer
 import vocabulary as vocabularies
 from configs import check
 from modes import infer as infer_mode
-from modes import infer_input
+from modes import infer_input, process
 from run.lock import lock
 from run.train_vocabulary import train_vocabulary
 
@@ -298,6 +302,28 @@ def test_forms_of_input(tmp_path, loaded, monkeypatch, capsys, name, content, ch
     do(CHANGES | changes, input=name)
     found = [json.loads(line)['inputs'] for line in capsys.readouterr().out.splitlines()]
     assert found == [{'inputs_pretokenized': text} for text in expected]
+
+
+def test_parquet_is_read_as_in_training(tmp_path, loaded, capsys):
+    """Bytes are texts, whole numbers beside gaps are integers, and only the columns that are named are read."""
+    table = {
+        'q': ['a', 'b', 'ß'],
+        'n': [1.0, None, 3.0],
+        'image': [b'\xff', None, b'\xfe'],
+        'targets': ['x', 'y', 'z'],
+    }
+    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / 'a.parquet', row_group_size=2)
+    request = {'input': str(tmp_path / 'a.parquet'), 'score': True}
+    do(CHANGES | {'data.inputs': 'say: {q}'}, fields=('n',), **request)
+    found = [json.loads(line)['inputs'] for line in capsys.readouterr().out.splitlines()]
+    assert found == [{'n': 1}, {'n': None}, {'n': 3}]
+    do(CHANGES | {'data.inputs': 'say: {q}'}, **request)
+    found = [json.loads(line)['inputs'] for line in capsys.readouterr().out.splitlines()]
+    assert found[2] == {'inputs_pretokenized': 'say: ß', 'targets_pretokenized': 'z'}
+    with pytest.raises(ValueError, match="a.parquet has no column 'x'.*--config.data.inputs"):
+        do(CHANGES | {'data.inputs': '{x}', 'data.targets': '{x}'}, **request)
+    with pytest.raises(ValueError, match=r"row 2 of .*a.parquet: field 'n' is None"):
+        do(CHANGES | {'data.inputs': '{n}'}, **request)
 
 
 def test_the_kind_of_input_is_not_that_of_the_files_of_the_run(
@@ -604,10 +630,12 @@ def test_a_killed_command_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize('num_shards', first_quick([3, 1, 30]))
-@pytest.mark.parametrize('pool', ['none', 'mean'])
+@pytest.mark.parametrize('pool', ['none', 'mean', 'first'])
 def test_encodings(tmp_path, loaded, t5, monkeypatch, pool, num_shards):
     """Of all shards together they are those of `T5.encode`, each with the number of its example."""
     monkeypatch.setitem(infer_mode.EXAMPLES_PER_FILE, pool, 3)
+    projection = np.random.default_rng(0).standard_normal([t5.config.emb_dim, 5])  # RankGen's
+    monkeypatch.setattr(t5, 'projection', projection.astype(np.float32))
     file, content = write_examples(tmp_path)
     folder = tmp_path / 'out'
     request = {'input': str(file), 'encode': True, 'pool': pool, 'output_dir': str(folder)}
@@ -629,6 +657,8 @@ def test_encodings(tmp_path, loaded, t5, monkeypatch, pool, num_shards):
         numbers += indices
         if pool == 'mean':
             expected = np.stack([outputs[i, mask[i]].mean(axis=0) for i in indices])
+        elif pool == 'first':
+            expected = outputs[indices, 0] @ projection
         else:
             np.testing.assert_array_equal(arrays['lengths'], mask[indices].sum(axis=1))
             expected = np.concatenate([outputs[i, mask[i]] for i in indices])
@@ -718,7 +748,7 @@ BAD_LINES = {
     'f.jsonl': ('{"input": "a"}', "line 1 of {file}: field 'inputs' is None"),
     'g.jsonl': ('{"inputs": ["a"]}', "line 1 of {file}: field 'inputs'"),
     'h.txt': ('a' * 32, 'the inputs in line 1 of {file} have 33 tokens'),
-    'i.parquet': ('a', '--input={file}'),
+    'i.parquet': ('a', '{file}: no Parquet'),
     'j.csv': ('inputs,b\n1', 'line 2 of {file}'),
     'k.csv': ('"a\n1', 'line 1 of {file}'),
     'l.tsv': ('a\tb\n1\t2', "{file} has no column 'inputs'"),
@@ -771,6 +801,7 @@ REFUSED = [
     ({'checkpoint': 'ENCODER', 'input': 'QUESTIONS', 'score': True}, {}, 'encoder/checkpoint_6'),
     ({'num_shards': 2}, {}, '--shard=1/2'),
     ({'num_shards': 2, 'output_dir': 'x', 'input': '-'}, {}, '--shard=1/2'),
+    ({'input': '-'}, {'data.kind': 'parquet'}, '--input=- with data.kind'),
     ({'input': 'QUESTIONS', 'fields': ('id',)}, {}, "--fields names 'id'"),
     ({'input': 'TEXT', 'score': True}, {}, '--score'),
     ({}, {'data.task': 'text'}, "data.task='text'"),
@@ -816,6 +847,134 @@ def test_another_vocabulary_is_refused(tmp_path, uninterrupted):
         do(CHANGES, checkpoint=checkpoint, text='a')
 
 
+# A prompt, and lines that are answered when they come.
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Return a function that types lines; an exception is what a key raises."""
+
+    def type_lines(*lines):
+        stream = types.SimpleNamespace(isatty=lambda: True, buffer=io.BytesIO())
+        monkeypatch.setattr(sys, 'stdin', stream)
+        monkeypatch.setattr(sys.stdout, 'isatty', lambda: True, raising=False)
+        typed = iter([*lines, EOFError()])
+
+        def read_line(prompt):
+            line = next(typed)
+            if isinstance(line, BaseException):
+                raise line
+            return line
+
+        monkeypatch.setattr(process, 'read_line', read_line)
+
+    return type_lines
+
+
+def test_a_prompt(terminal, t5, capsys):
+    """Empty lines, those that are too long, Ctrl-C and text that is not UTF-8 lead to the next line."""
+    no_utf8 = UnicodeDecodeError('utf-8', b'\xff', 0, 1, 'invalid start byte')
+    terminal('one', '', ' ', 'a' * 99, KeyboardInterrupt(), no_utf8, '\udcff', 'two words')
+    job = infer_mode.prepare(infer_mode.Request(str(T5X)), None, CHANGES)
+    assert job.is_prompt
+    infer_mode.answer_typed_lines(job, t5)
+    captured = capsys.readouterr()
+    answers = t5.generate(['one', 'two words'], 8)
+    assert captured.out == f'{answers[0]}\n\n{answers[1]}\n\n'
+    heading, *faults = captured.err.splitlines()
+    assert 'Ctrl-D' in heading
+    assert ['100 tokens' in faults[0], len(faults)] == [True, 3]
+    assert faults[1:] == ['this line is not UTF-8: write it in UTF-8'] * 2
+
+
+def test_several_answers_at_a_prompt(terminal, t5, capsys):
+    terminal('one')
+    changes = CHANGES | {'decode.beam_size': 2, 'decode.num_return': 2}
+    job = infer_mode.prepare(infer_mode.Request(str(T5X)), None, changes)
+    infer_mode.answer_typed_lines(job, t5)
+    expected = t5.generate(['one'], 8, beam_size=2, num_return=2)
+    assert capsys.readouterr().out.splitlines()[:2] == expected[0]
+
+
+@pytest.mark.parametrize(
+    'request_, changes',
+    [({'split': 'test'}, {}), ({'output_dir': 'x'}, {}), ({}, {'data.task': 'sums'})],
+)
+def test_what_is_no_prompt(terminal, request_, changes):
+    terminal()
+    assert not infer_mode.asks_for_prompt(infer_mode.Request('', **request_), changes)
+    assert infer_mode.asks_for_prompt(infer_mode.Request(''), {})
+
+
+@pytest.mark.parametrize('kind', ['text', 'jsonl', 'csv'])
+def test_each_line_is_answered_when_it_comes(loaded, monkeypatch, kind):
+    """The next line is written only after the answer to the one before has been read."""
+    rows = {
+        'text': ['one\n', 'two\n'],
+        'jsonl': ['{"inputs": "one"}\n', '{"inputs": "two"}\n'],
+        'csv': ['inputs,b\n"one",2\n', 'two,3\n'],
+    }[kind]
+    read_in, write_in = os.pipe()
+    read_out, write_out = os.pipe()
+    stdin = types.SimpleNamespace(buffer=open(read_in, 'rb'), isatty=lambda: False)  # noqa: SIM115
+    monkeypatch.setattr(sys, 'stdin', stdin)
+    changes = CHANGES | ({'data.kind': 'csv'} if kind == 'csv' else {})
+    answers = []
+
+    def type_and_read():
+        with open(write_in, 'w') as lines, open(read_out) as file:
+            for row in rows:
+                lines.write(row)
+                lines.flush()
+                answers.append(file.readline())
+
+    thread = threading.Thread(target=type_and_read)
+    thread.start()
+    with open(write_out, 'w') as stdout, monkeypatch.context() as patch:
+        patch.setattr(sys, 'stdout', stdout)
+        do(changes, input='-')
+    thread.join()
+    found = [json.loads(answer)['inputs']['inputs_pretokenized'] for answer in answers]
+    assert found == ['one', 'two']
+
+
+def test_lines_before_a_bad_one_are_answered(loaded, monkeypatch, capsys):
+    content = b'{"inputs": "one"}\n{"inputs": 1.5}\n{"input": "three"}\n{"inputs": "four"}\n'
+    stdin = types.SimpleNamespace(buffer=io.BufferedReader(io.BytesIO(content)))
+    monkeypatch.setattr(sys, 'stdin', stdin)
+    with pytest.raises(ValueError, match="line 3 of standard input: field 'inputs'"):
+        do(input='-')
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+@pytest.mark.slow
+def test_a_prompt_of_a_terminal():
+    """Ctrl-C during an answer and at the prompt, a line, Ctrl-D: status 0."""
+    flags = [f'--config.{name}={value}' for name, value in CHANGES.items()]
+    command = [sys.executable, str(ROOT / 'main.py'), '--mode=infer', f'--checkpoint={T5X}', *flags]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ.update(ENVIRONMENT)
+        os.execv(sys.executable, command)
+    shown = b''
+
+    def wait_for(text):
+        nonlocal shown
+        while text not in shown:
+            shown += os.read(terminal, 1000)
+        shown = shown.split(text, 1)[1]
+
+    wait_for(b'> ')
+    os.write(terminal, b'half a line\x03')
+    wait_for(b'> ')
+    os.write(terminal, b'one\n')
+    wait_for(b'one')
+    wait_for(b'> ')
+    os.write(terminal, b'\x04')
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
 # The command.
 
 
@@ -846,7 +1005,7 @@ TRAIN += ['--config.restore.path={encoder}', '--config.data.files={folder}/a.txt
 FLAGS = [
     (['--mode=infer', '--config.decode.beams=2'], 'no such setting: '),
     (['--mode=infer', MODEL, '--shard=3/2'], '--shard=3/2'),
-    (['--mode=infer', MODEL, '--encode', '--pool=max'], '<none|mean>'),
+    (['--mode=infer', MODEL, '--encode', '--pool=max'], '<none|mean|first>'),
     (['--mode=evaluate', MODEL, '--pool=mean'], '--pool is not for --mode=evaluate'),
     (['--mode=infer', '--checkpoint={encoder}', '--text=a'], '{encoder}'),
     (['--mode=evaluate', '--checkpoint={encoder}', '--config.data.task=x'], '{encoder}'),

@@ -1,5 +1,6 @@
 """Parquet: every row once per epoch, from row groups of every size; types, damage and bounds."""
 
+import datetime
 import gzip
 import itertools
 import json
@@ -8,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import epoch_documents, lane_documents, make_config
+from corpora import HUNT, epoch_documents, lane_documents, make_config
 
 import sources.deal
 import sources.open
@@ -320,7 +321,10 @@ def test_whole_records_have_the_columns_of_the_smallest_file(tmp_path):
         ValueError, match="b.parquet has the columns 'q', 'a' .* 'q', 'a', 'extra'.*same columns"
     ):
         sources.open.open_source(config, whole_records=True)
-    write(tmp_path / 'b.parquet', {'q': numbers, 'a': numbers, 'extra': [['x']] * 1000})
+    write(
+        tmp_path / 'b.parquet',
+        {'q': numbers, 'a': numbers, 'extra': [datetime.date(2026, 1, 1)] * 1000},
+    )
     with pytest.raises(
         ValueError, match="b.parquet has the columns 'q', 'a' .* 'q', 'a', 'extra'.*same columns"
     ):
@@ -393,3 +397,72 @@ def test_a_row_group_that_is_too_large_is_refused(tmp_path, monkeypatch):
 def test_names_in_any_case(tmp_path):
     write(tmp_path / 'a.PARQUET', {'text': ['a']})
     assert texts_of(sources.open.open_source(make_config(files=f'{tmp_path}/*'))) == ['a']
+
+
+# Structs and lists, as data sets have them on the Hugging Face hub.
+
+NESTED = {'inputs': '{question} {answers/answer_start/0}', 'targets': '{answers/text/0}'}
+
+
+def test_values_in_structs_and_lists():
+    rows = pq.read_table(HUNT / 'squad.parquet').to_pylist()
+    config = make_config(
+        files=str(HUNT / 'squad.parquet'), validation_fraction=0.0, on_bad_line='skip', **NESTED
+    )
+    expected = []
+    for row in rows:
+        answers = row['answers']
+        if answers['text']:
+            expected.append((row['question'], str(answers['answer_start'][0]), answers['text'][0]))
+    found = [tuple(record.values()) for record in records_of(sources.open.open_source(config))]
+    assert sorted(found) == sorted(expected)
+    whole = sources.open.open_source(config, whole_records=True)
+    assert sorted(records_of(whole), key=repr) == sorted(rows, key=repr)
+
+
+def test_kinds_of_structs_and_lists(tmp_path):
+    """As JSON Lines with the same values: bytes that are no text are a bad row, NaN is null."""
+    rows = [
+        {'a': {'b': [{'c': 'é'}, {'c': None}], 'd': 1.5}},
+        {'a': {'b': [], 'd': float('nan')}},
+        {'a': None},
+    ]
+    write(tmp_path / 'a.parquet', {'a': [row['a'] for row in rows], 'b': ['x'] * 3}, group_rows=1)
+    config = make_config(files=f'{tmp_path}/a.parquet', validation_fraction=0.0)
+    rows[1]['a']['d'] = None
+    found = records_of(sources.open.open_source(config, whole_records=True))
+    assert sorted(map(repr, found)) == sorted(repr(row | {'b': 'x'}) for row in rows)
+    settings = {'inputs': '{b}', 'targets': '{a/b/0/c} {a/d}'}
+    config = make_config(
+        files=f'{tmp_path}/a.parquet', validation_fraction=0.0, on_bad_line='skip', **settings
+    )
+    source = sources.open.open_source(config)
+    assert records_of(source) == [{'b': 'x', 'a/b/0/c': 'é', 'a/d': '1.5'}]
+    messages, count = source.faults()
+    assert count == 2 and 'row 2 of' in messages[0] and "field 'a/b/0/c' is None" in messages[0]
+    write(tmp_path / 'b.parquet', {'a': [{'b': b'sch\xf6n'}], 'a/b': ['this one']})
+    config = make_config(files=f'{tmp_path}/b.parquet', validation_fraction=0.0)
+    config.text_field = 'a/b'
+    assert records_of(sources.open.open_source(config)) == [{'a/b': 'this one'}]
+    with pytest.raises(ValueError, match="byte 4 of field 'a/b' is not UTF-8"):
+        records_of(sources.open.open_source(config, whole_records=True))
+
+
+@pytest.mark.parametrize(
+    'settings, message',
+    [
+        ({'targets': '{answers/txt/0}'}, "no column 'answers/txt/0', it has .*'answers/text/0'"),
+        ({'targets': '{answers}'}, "column 'answers' is struct<"),
+        ({'targets': '{answers/text}'}, "column 'answers/text' is list<"),
+        ({'targets': '{question/0}'}, "no column 'question/0'"),
+        (
+            {'targets': '{answers/text/7}'},
+            "no record of .* has a .*'answers/text/7', the first val",
+        ),
+    ],
+)
+def test_a_slot_that_no_row_fills(settings, message):
+    config = make_config(files=str(HUNT / 'squad.parquet'), inputs='{question}', **settings)
+    with pytest.raises(ValueError, match=message) as error:
+        sources.open.open_source(config)
+    assert 'row ' not in str(error.value)

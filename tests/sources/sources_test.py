@@ -14,6 +14,7 @@ import zlib
 import numpy as np
 import pytest
 from corpora import (
+    HUNT,
     LFS_POINTER,
     documents_of,
     epoch_documents,
@@ -178,7 +179,7 @@ BAD_LINES = {
         (b'\x0b{"text": ""}', 'no JSON: Expecting value'),  # no space of JSON's
         (b'["text"]', """'["text"]' is no JSON object"""),
         (b'{"txt": "", "url": ""}', "field 'text' is None, no string, of fields 'txt', 'url'"),
-        (b'{}', "field 'text' is None, no string, of fields none; set data.text_field"),
+        (b'{}', "field 'text' is None, no string, of fields none; correct data.text_field"),
         (b'{"text": 7}', "field 'text' is 7, no string"),
         (b'{"text": "\\ud800"}', "field 'text' holds half a surrogate pair"),
         (b'{"text": "\xff"}', 'byte 11 is not UTF-8'),
@@ -816,3 +817,58 @@ def test_two_stars_are_any_number_of_folders(tmp_path, monkeypatch):
     assert sorted(found) == ['0.txt', '1.txt', '2.txt']
     with pytest.raises(ValueError, match='all files of a folder'):
         sources.files.matching_files('real/su*')
+
+
+# Values in objects and lists.
+
+
+def test_values_in_objects_and_lists(tmp_path):
+    config = make_config(
+        files=str(HUNT / 'hf_translation.jsonl'),
+        inputs='{translation/en}',
+        targets='{translation/ro}',
+        validation_fraction=0.0,
+    )
+    lines = (HUNT / 'hf_translation.jsonl').read_text().splitlines()
+    pairs = [tuple(json.loads(line)['translation'].values()) for line in lines]
+    records = sources.open.open_source(config).records('train')
+    assert [tuple(record.fields.values()) for record in records] == pairs
+    file = tmp_path / 'a.jsonl'
+    file.write_text('{"a": {"b": [[1, 2.5], "x"]}, "a/b/1": "the name itself"}\n')
+    config = make_config(files=str(file), inputs='{a/b/0/1}', targets='{a/b/1}')
+    config.validation_fraction = 0.0
+    [record] = sources.open.open_source(config).records('train')
+    assert record.fields == {'a/b/0/1': '2.5', 'a/b/1': 'the name itself'}
+
+
+@pytest.mark.parametrize('suffix', ['', '.gz'])
+@pytest.mark.parametrize('action', ['stop', 'skip'])
+@pytest.mark.parametrize('field', ['translation/de', 'translation', 'translation/en/0', 'text'])
+def test_a_slot_that_no_record_fills_is_the_templates_error(tmp_path, field, action, suffix):
+    content = (HUNT / 'hf_translation.jsonl').read_bytes()
+    file = tmp_path / f'a.jsonl{suffix}'
+    file.write_bytes(gzip.compress(content) if suffix else content)
+    config = make_config(files=str(file), inputs='{translation/en}', targets=f'{{{field}}}')
+    config.on_bad_line = action
+    message = (
+        f"^no record of {file} has a text or number '{field}', the first values are "
+        "'translation/en', 'translation/ro': correct data.inputs or data.targets$"
+    )
+    with pytest.raises(ValueError, match=message):
+        sources.open.open_source(config)
+
+
+def test_a_slot_that_one_record_fills_is_that_of_the_others(tmp_path):
+    """Also if another file alone fills it, and a cut head tells nothing of lines that are skipped."""
+    (tmp_path / 'a.jsonl').write_text('{"text": "a", "more": null}\n' * 20)
+    (tmp_path / 'b.jsonl').write_text('{"text": "b", "more": "x"}\n')
+    config = make_config(files=f'{tmp_path}/*.jsonl', inputs='{text}', targets='{more}')
+    source = sources.open.open_source(config)
+    with pytest.raises(ValueError, match="line .*a.jsonl: field 'more' is None, .*null and NaN"):
+        list(source.records('train'))
+    (tmp_path / 'b.jsonl').write_text('{"text": "a"}\n' * 10_000 + '{"text": "b", "more": "x"}\n')
+    config.on_bad_line = 'skip'
+    sources.open.open_source(config)
+    config.on_bad_line = 'stop'
+    with pytest.raises(ValueError, match="no record of .* has a text or number 'more'"):
+        sources.open.open_source(config)

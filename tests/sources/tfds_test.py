@@ -187,6 +187,17 @@ def test_a_nested_text(root):
         records_of(source.train)
 
 
+def test_a_list_of_references(root):
+    config = make_config(root, inputs='{text}', references='{answers/text}')
+    source = sources.open.open_source(config)
+    for record in records_of(source.train):
+        number = int(record.fields['text'].split()[1])
+        assert record.fields['answers/text'] == [f'{j} of {number}' for j in range(number % 4)]
+    config = make_config(root, inputs='{text}', references='{answers/texts}')
+    with pytest.raises(ValueError, match="'answers/texts/0', .*: correct data.inputs or data.ref"):
+        sources.open.open_source(config)
+
+
 def test_the_split_validation(root):
     """By default it is the split of this name."""
     source = sources.open.open_source(make_config(root))

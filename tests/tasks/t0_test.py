@@ -44,12 +44,13 @@ def test_the_data_sets():
             size = int(row['train_size'] or 0)
             found.setdefault(f'TRAIN {row["do_train"]}', {})[name] = size
             found.setdefault(f'EVAL {row["do_eval"]}', {})[name] = size
-    assert found['TRAIN BASE'] == tasks_t0.T0
-    assert found['EVAL BASE'].keys() == set(tasks_t0.EVALUATION)
-    assert tasks_t0.T0_PLUS == found['TRAIN GPT_EVAL']
-    assert tasks_t0.T0_PLUS_PLUS == found['TRAIN SGLUE']
+    rows = tasks_t0.data_sets()
+    for group, model in {'BASE': 'T0', 'GPT_EVAL': 'T0+', 'SGLUE': 'T0++'}.items():
+        names = tasks_t0.trained_by(model)
+        assert {name: rows[name].train_size for name in names} == found[f'TRAIN {group}']
+    assert found['EVAL BASE'].keys() == set(tasks_t0.evaluated_by('T0'))
     bias = found['EVAL BIAS_FAIRNESS'].keys()
-    assert bias == {*tasks_t0.BIAS_AND_FAIRNESS, 'jigsaw_toxicity_pred'}
+    assert bias == {*tasks_t0.evaluated_by('bias_fairness'), 'jigsaw_toxicity_pred'}
 
 
 def test_rates_by_size():
@@ -92,7 +93,7 @@ def test_the_metrics():
 
 # From P3's layout to metrics.
 
-TINY = tasks_t0.Prompt('tiny', 'complete that', True, 'vary', ('Accuracy',))
+TINY = tasks_t0.Prompt('super_glue/rte', 'complete that', True, 'vary', ('Accuracy',))
 
 
 def open_tiny(make_task, config):
