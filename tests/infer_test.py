@@ -399,7 +399,7 @@ def test_a_model_has_the_methods_that_its_docstring_names(t5):
     methods = {name for name in dir(infer.T5) if not name.startswith('_')}
     assert methods == {'logits', 'score', 'generate', 'stream', 'encode', 'arrays', 'params'}
     public = {name for name in vars(t5) if not name.startswith('_')}
-    assert public == {'config', 'mesh', 'vocabulary', 'max_input_length'}
+    assert public == {'config', 'mesh', 'vocabulary', 'max_input_length', 'projection'}
 
 
 @pytest.mark.parametrize(

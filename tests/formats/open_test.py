@@ -315,7 +315,7 @@ def places(tmp_path_factory):
         ('torch', 'pytorch_model.bin: '),
         ('tf', 'tf_model.h5: '),
         ('torch/pytorch_model.bin', 'pytorch_model.bin'),
-        ('peft', 'merge_and_unload()'),
+        ('peft', 'merge_and_unload'),
         ('trainer', 'holds 2 checkpoints of a Trainer: name one, the newest is'),
         ('trainer', 'trainer/checkpoint-1500'),
         ('q8.gguf', 'q8.gguf is GGUF'),
