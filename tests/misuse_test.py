@@ -211,7 +211,7 @@ TABLES['flags'] = {
     'two configs': Row([TINY, TINY, '--config.seed=1'], '--config is given 2 times'),
     'word': Row([TINY, 'train'], "'train' is no flag"),
     'mode': Row([TINY, '--mode=trian'], '--mode=trian'),
-    'format': Row(['--mode=convert', '--from=x', '--to=y', '--format=bin'], '<t5x|hf>'),
+    'format': Row(['--mode=convert', '--from=x', '--to=y', '--format=bin'], '<t5x|hf|peft>'),
     'from without convert': Row([TINY, '--from=x'], '--from is not for --mode=train'),
     'topology without plan': Row([TINY, '--topology=cpu:8'], '--topology is not for --mode=train'),
     'topology without a size': Row([TINY, '--mode=plan', '--topology=v5e'], '--topology=v5e'),

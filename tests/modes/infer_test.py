@@ -951,11 +951,22 @@ def test_lines_before_a_bad_one_are_answered(loaded, monkeypatch, capsys):
 def test_a_prompt_of_a_terminal():
     """Ctrl-C during an answer and at the prompt, a line, Ctrl-D: status 0."""
     flags = [f'--config.{name}={value}' for name, value in CHANGES.items()]
-    command = [sys.executable, str(ROOT / 'main.py'), '--mode=infer', f'--checkpoint={T5X}', *flags]
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.environ.update(ENVIRONMENT)
-        os.execv(sys.executable, command)
+    command = [str(ROOT / 'main.py'), '--mode=infer', f'--checkpoint={T5X}', *flags]
+    terminal, standard = pty.openpty()
+    # A session of its own, whose terminal sends Ctrl-C.
+    start = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+    process = subprocess.Popen(
+        [sys.executable, '-c', start, *command],
+        stdin=standard,
+        stdout=standard,
+        env=os.environ | ENVIRONMENT,
+        start_new_session=True,
+    )
+    os.close(standard)
     shown = b''
 
     def wait_for(text):
@@ -971,8 +982,8 @@ def test_a_prompt_of_a_terminal():
     wait_for(b'one')
     wait_for(b'> ')
     os.write(terminal, b'\x04')
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+    assert process.wait() == 0
+    os.close(terminal)
 
 
 # The command.
