@@ -194,8 +194,8 @@ def score_task(prompt: Prompt, name: str) -> Task:
 def cache_of(prompt: Prompt, name: str) -> str:
     """Return where the cache of a task comes from."""
     is_ranked = name.endswith('_score_eval')
-    data_set = data_sets()[prompt.dataset]
-    if not data_set.is_in_p3 or (is_ranked and data_set.evaluated_by != 'T0'):
+    data_set = data_sets().get(prompt.dataset)  # None: of a user's templates
+    if data_set is None or not data_set.is_in_p3 or (is_ranked and data_set.evaluated_by != 'T0'):
         return USERS_COPY
     return P3.format(name)
 

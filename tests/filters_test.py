@@ -320,6 +320,7 @@ def test_a_stop_text_ends_an_answer_and_is_not_part_of_it():
     assert t5.generate(texts, 20, prompts=['so: '] * 3, stop=': ') == answers
 
 
+@pytest.mark.slow
 def test_a_stream_ends_at_its_stop_text():
     """What may begin one is held back."""
     t5 = of_bytes()
@@ -346,6 +347,7 @@ def test_a_stop_text_ends_the_loop(monkeypatch):
     assert [BYTES.decode(seen[0]), seen[0][-1]] == [answer[: end + 1], EOS_ID]
 
 
+@pytest.mark.slow
 def test_own_filters_and_texts():
     t5 = of_bytes()
     letters = np.array([i for i in range(BYTES.size) if BYTES.decode([i]).isalpha()])

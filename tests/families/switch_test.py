@@ -137,6 +137,7 @@ def test_logits_and_routes(arrays, case):
         )
 
 
+@pytest.mark.slow
 def test_encoded_inputs(arrays, monkeypatch):
     cases = [x for x in CASES if not x.startswith(('groups', 'train', 'tokens', 'packed'))]
     assert len(cases) == 5
@@ -161,7 +162,7 @@ def test_scores_and_answers(arrays, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    'mesh, axis', [((1, 1, 1), 'model'), ((1, 2, 2), 'fsdp'), *slow([((1, 2, 2), 'model')])]
+    'mesh, axis', [((1, 1, 1), 'model'), *slow([((1, 2, 2), 'fsdp'), ((1, 2, 2), 'model')])]
 )
 def test_steps(arrays, mesh, axis):
     """Four steps of training on T5X's batches, from its state to its state."""
@@ -244,7 +245,8 @@ def test_a_scan_in_bfloat16():
         np.testing.assert_allclose(scanned[name], one_by_one[name], rtol=2e-3)
 
 
-@pytest.mark.parametrize('axis', ['fsdp', pytest.param('model', marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('axis', ['fsdp', 'model'])
 def test_inference_on_many_devices(axis):
     """Experts stay on the devices of their axis."""
     t5s = []

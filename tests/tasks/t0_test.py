@@ -333,6 +333,12 @@ def test_what_is_wrong_with_a_file_of_templates(promptsource, tmp_path):
             promptsource.tasks(f'{tmp_path}/{name}', files=files)
 
 
+def test_templates_of_a_data_set_that_t0_does_not_have(promptsource, tmp_path):
+    (tmp_path / 'mine.yaml').write_text(STORIES.replace('dataset: story_cloze', 'dataset: mine'))
+    found = promptsource.tasks(f'{tmp_path}/mine.yaml', files='a.csv')
+    assert {task.name.partition('_2016')[0] for task in found} == {'mine'}
+
+
 @pytest.mark.parametrize(
     'old, new',
     [
