@@ -139,7 +139,14 @@ def test_answers_are_those_of_transformers(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('settings', SETTINGS, ids=str)
+@pytest.mark.parametrize(
+    'settings',
+    [
+        pytest.param(x, marks=() if 1 + i in QUICK else pytest.mark.long)
+        for i, x in enumerate(SETTINGS)
+    ],
+    ids=str,
+)
 def test_answers_over_a_split_vocabulary(settings):
     [expected] = [x['answers'] for x in golden()['cases'] if x['settings'] == settings]
     assert our_answers(model_on(2, 4), settings) == expected
