@@ -1,7 +1,8 @@
 """Decoding over any step `(tokens_r, cache) -> (logits_rv, cache)`, of this model or of another.
 
 `sample` takes one token after the other, the most likely one or a random one; `beam_search` keeps
-the best sequences. Filters change the logits that both choose by. All run inside `jax.shard_map`. The suffixes are those of model.py and
+the best sequences. Filters change the logits that both choose by. All run inside `jax.shard_map`. The
+suffixes are those of model.py and
 
     n  decodes of one example: samples or beams
     r  rows, b * n of them; the rows of one example are neighbours
@@ -96,8 +97,8 @@ def decode(
     those of `decoding`.
     """
     num_decodes = decoding.num_decodes
-    prompt_rT = jnp.repeat(batch['prompt_bT'], num_decodes, axis=0)
-    filters = filters_of(decoding, words, prompt_rT)
+    rows = {name: jnp.repeat(x, num_decodes, axis=0) for name, x in batch.items()}
+    filters = filters_of(decoding, words, rows['prompt_bT'])
     if decoding.beam_size > 1:
         tokens_bnT, scores_bn = beam_search(
             step,
@@ -111,7 +112,6 @@ def decode(
             filters=filters,
         )
     else:
-        rows = {name: jnp.repeat(x, num_decodes, axis=0) for name, x in batch.items()}
         choose: Choose = most_likely
         if decoding.is_random:
             keys_r = jax.vmap(jax.random.key)(rows['seed_b'])

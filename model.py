@@ -963,9 +963,9 @@ class Modules:
     encoder_inputs: Callable = lambda config, x_bMD, segments_bM: (x_bMD, segments_bM)
     # A regular expression: parameters trained and saved alone, beside a base checkpoint.
     adapters: str = ''
-    # (config, read, vocabulary, seed) -> {path: array}: values that they start from; `read(path)` reads
-    # a parameter of the base.
-    initial_adapters: Callable = lambda config, read, vocabulary, seed: {}
+    # (config, read, vocabulary, seed) -> {path: array}: values that they start from, if not from those of the
+    # modules; `read(path)` reads a parameter of the base.
+    initial_adapters: Callable | None = None
     may_pack: bool = True  # False: a row is read as one example
     adapted_kernel: Callable = adapted_kernel
     # The loss has coefficient * mean over the rows of each aux: config -> {name: coefficient}.

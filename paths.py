@@ -172,10 +172,8 @@ def own_file(file: PathOfOneKind) -> PathOfOneKind:
     if isinstance(file, Path):
         folder = file.parent.resolve()
         roots = [folder]
-        for parent in (
-            folder,
-            *folder.parents,
-        ):  # the caches of Hugging Face and of DVC, which consist of links
+        # The caches of Hugging Face and of DVC consist of links.
+        for parent in (folder, *folder.parents):
             roots.append(parent / '.dvc' / 'cache')
             if parent.name == 'snapshots':
                 roots.append(parent.parent / 'blobs')

@@ -18,8 +18,8 @@ Each point runs in a new process on one CPU device: the step is compiled, two st
 `steps` are. Prints a line per point: seconds of a step, their median and range; the bytes of the
 compiled step as --mode=plan counts them (run/memory.py), state included; the largest memory of the process;
 and the seconds of compiling. Then the exponents of each axis: the slopes of the logarithms
-over the last two doublings, for local and global over all. Draws all of it to FILE. Where main.py starts anew with huge pages, so
-does this program.
+over the last two doublings, for local and global over all. Draws all of it to FILE. Where main.py
+starts anew with huge pages, so does this program.
 
 The goal: no exponent above 1.05, or 1.1 of local, but those of length and global, which are at most 2: the
 weights of attention have queries times keys, and 16 inputs more are a key more of each. What does not grow,

@@ -184,11 +184,8 @@ WAN = {
 # A vector of an encoder is its first output times this matrix, as in RankGen.
 PROJECTION = 'encoder/encoder_projection_layer/kernel'
 THEIR_PROJECTION = 'projection.weight'
-HEADS = (
-    'classification_head.',
-    'classifier.',
-    'qa_outputs.',
-)  # of T5ForSequenceClassification, ...
+# Arrays of T5ForSequenceClassification and others.
+HEADS = ('classification_head.', 'classifier.', 'qa_outputs.')
 # Beside an array in FP8, the factor of its values; and what Comfy stores that is no weight.
 SCALES = ('scale_weight', 'weight_scale')
 NO_WEIGHTS = ('spiece_model', 'scaled_fp8', 'scale_input', 'input_scale', 'comfy_quant')
@@ -561,9 +558,8 @@ def _settings_of_shapes(file: Path, arrays: StoredArrays) -> dict:
             break
     wo = f'{mlp}.wo.weight'
     for name in (TOKEN_TABLE, bias, out, wo):
-        if name not in arrays.entries or len(arrays.entries[name].shape) != 2 + (
-            wo == name and bool(experts)
-        ):
+        num_dimensions = 3 if experts and name == wo else 2
+        if name not in arrays.entries or len(arrays.entries[name].shape) != num_dimensions:
             raise ValueError(f'{file} has no matrix {name}: it holds no T5')
     vocab_size, d_model = arrays.entries[TOKEN_TABLE].shape
     num_heads = arrays.entries[bias].shape[1]

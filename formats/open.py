@@ -125,9 +125,9 @@ def open_checkpoint(
     """Open a workdir, a checkpoint of any format, or T5X's index file in one.
 
     `step` names the checkpoint of a workdir: 'best', a number, or 'last', which is the default. Adapters are
-    merged into their base, also those of peft. `part` is one of PARTS: of 'encoder' no file of the decoder is read. Raises ValueError
-    for what is no checkpoint, is damaged, is an encoder alone where `part` is 'whole', or is in a format that is
-    not read (Orbax, pickles).
+    merged into their base, also those of peft. `part` is one of PARTS: of 'encoder' no file of the decoder is
+    read. Raises ValueError for what is no checkpoint, is damaged, is an encoder alone where `part` is 'whole', or is
+    in a format that is not read (Orbax, pickles).
     """
     directory = paths.to_path(path)
     steps = checkpoint.steps(directory)

@@ -28,10 +28,7 @@ def write(
     ValueError for a folder that exists and for a model that transformers does not have. Source: transformers
     modeling_utils.py save_pretrained.
     """
-    folder = paths.disk_path(folder)
-    paths.check_new(folder)
-    if folder.exists():
-        raise ValueError(f'{folder} exists: remove it or name another folder')
+    folder = new_folder(folder)
     settings = _settings(config)
     with paths.unfinished(folder) as unfinished:
         _write_json(unfinished / 'config.json', settings)
@@ -61,6 +58,15 @@ def write(
             _write_json(unfinished / hugging_face.WEIGHTS_INDEX, index)
         folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished.rename(folder)
+
+
+def new_folder(folder: str | paths.AnyPath) -> Path:
+    """Return the path of a folder to write. Raises ValueError for one that exists."""
+    path = paths.disk_path(folder)
+    paths.check_new(path)
+    if path.exists():
+        raise ValueError(f'{path} exists: remove it or name another folder')
+    return path
 
 
 def _settings(config: model.T5Config) -> dict:

@@ -9,7 +9,7 @@ import safetensors.numpy
 import checkpoint
 import paths
 from checkpoint import Leaf
-from formats import hugging_face, peft
+from formats import hugging_face, peft, write_hugging_face
 from formats.vocabulary import ADAPTER_CONFIG
 from model import T5Config
 
@@ -26,10 +26,7 @@ def write(
     `config`: of the model with `kernels`, {our path of a kernel: (lora_a, lora_b)}, of one rank, or with a `prompt`;
     `base`: the path or name of the base. Raises ValueError for a folder that exists and for what peft does not have.
     """
-    folder = paths.disk_path(folder)
-    paths.check_new(folder)
-    if folder.exists():
-        raise ValueError(f'{folder} exists: remove it or name another folder')
+    folder = write_hugging_face.new_folder(folder)
     settings: dict = {
         'base_model_name_or_path': base,
         'inference_mode': True,

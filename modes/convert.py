@@ -33,9 +33,9 @@ def convert_checkpoint(
     """Write the checkpoint that `infer.load` would open at `source` to the folder `target`; return its path.
 
     `form` is 't5x', with whatever optimizer state there is, as `target`/checkpoint_STEP, 'hf', parameters only, or
-    'peft', the adapters of a run. Arrays keep their dtypes and are read as they are written. All or nothing: an error leaves `target` as
-    it was. Raises ValueError for a target that has other files or lies in the source, and warns where there is no
-    vocabulary.
+    'peft', the adapters of a run. Arrays keep their dtypes and are read as they are written. All or nothing: an
+    error leaves `target` as it was. Raises ValueError for a target that has other files or lies in the source, and
+    warns where there is no vocabulary.
     """
     if not source or not target:
         raise ValueError('--mode=convert needs --from=CHECKPOINT and --to=FOLDER')

@@ -87,19 +87,17 @@ def as_they_come(examples: Iterable[Example], size: int) -> Iterator[Sequence[tu
             arrived.put(error)
 
     threading.Thread(target=read, daemon=True).start()
-    item = arrived.get()
-    while isinstance(item, tuple):
-        chunk = []
-        while isinstance(item, tuple):
-            chunk.append(item)
-            if len(chunk) == size or arrived.empty():
-                break
-            item = arrived.get()
-        yield chunk
-        if isinstance(item, tuple):
-            item = arrived.get()
-    if item is not None:
-        raise item
+    has_ended = False
+    while not has_ended:
+        items = [arrived.get()]
+        while len(items) < size and not arrived.empty():
+            items.append(arrived.get())
+        has_ended = not isinstance(items[-1], tuple)
+        chunk = items[:-1] if has_ended else items
+        if chunk:
+            yield chunk
+    if items[-1] is not None:
+        raise items[-1]
 
 
 class FileExamples:
@@ -215,9 +213,7 @@ class FileExamples:
                 for first in range(0, group.num_rows, RECORDS_AT_ONCE):
                     rows = groups.rows(group, first, RECORDS_AT_ONCE)
                     for number, row in enumerate(rows, start=group.first_row + first):
-                        for name in integers:
-                            if isinstance(row[name], float) and row[name].is_integer():
-                                row[name] = int(row[name])
+                        parquet.make_integers(row, integers)
                         yield number, row
         except parquet.DamagedFile as error:
             raise ValueError(f'{self.title}: {error}') from None

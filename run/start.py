@@ -201,12 +201,12 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
         vocabulary_model = vocabulary.model
 
     # Adapters may begin with values that are made from the base.
-    if adapters:
+    made = wanted.model_config.modules.initial_adapters
+    if adapters and made is not None:
         if config.data.vocabulary:
             vocabulary = named_vocabulary(
                 'data.vocabulary', config.data.vocabulary, config.data.extra_ids
             )
-        made = wanted.model_config.modules.initial_adapters
         with user_code.running(made):
             read = lambda path: checkpoint.read_leaf(leaves[f'{checkpoint.PARAMETER_PREFIX}{path}'])  # noqa: E731
             initial = made(wanted.model_config, read, vocabulary, config.seed)

@@ -11,7 +11,7 @@ import io
 import itertools
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -50,9 +50,8 @@ class RowGroup(NamedTuple):
 
 class Footer(NamedTuple):
     names: list[str]  # of the columns
-    values: dict[
-        str, str
-    ]  # {name of a column or of a value within: 'text', 'number' or another type}
+    # {name of a column or of a value within: 'text', 'number' or another type}
+    values: dict[str, str]
     groups: list[RowGroup]
 
 
@@ -209,6 +208,13 @@ def has_gaps(file: pyarrow.parquet.ParquetFile, name: str) -> bool | None:
     return has_gap
 
 
+def make_integers(row: dict, names: Collection[str]) -> None:
+    """Make the whole floats of the columns that `integer_columns` names integers again."""
+    for name in names:
+        if isinstance(row[name], float) and row[name].is_integer():
+            row[name] = int(row[name])
+
+
 def readable(footer: Footer) -> list[str]:
     """Return the columns of texts and numbers, and those that hold some in structs and lists."""
     kinds = {name.split('/')[0] for name, kind in footer.values.items() if kind in READ}
@@ -336,9 +342,8 @@ class ParquetFiles(Blocks):
             found = threads.map(self.row_groups_of_file, [file.path for file in files])
             self.groups = list(itertools.chain.from_iterable(found))
         self.row_groups = RowGroups(self.columns)
-        if any(
-            re.search(r'/\d+(/|$)', field) for field in parser.fields
-        ):  # of a list, which may be short
+        # A list may be too short for a field.
+        if any(re.search(r'/\d+(/|$)', field) for field in parser.fields):
             parser.check_filled({file.path: self.first_rows(file.path) for file in files})
         sizes = [(group.num_rows, group.num_bytes) for group in self.groups]
         num_rows, self.num_bytes = np.array(sizes, np.int64).reshape(-1, 2).T
@@ -441,9 +446,7 @@ class ParquetFiles(Blocks):
         The floats decide on its split, as they did in runs of earlier versions.
         """
         split_key = b''.join(map(bytes_of, record.fields.values())).decode()
-        for field in self.parser.integers:
-            if isinstance(row[field], float) and row[field].is_integer():
-                row[field] = int(row[field])
+        make_integers(row, self.parser.integers)
         fields = self.parser.fields_of_row(row)
         assert fields is not None
         return record._replace(fields=fields, split_key=split_key)

@@ -224,11 +224,14 @@ def prompts() -> list[Prompt]:
 def data_sets() -> dict[str, DataSet]:
     """Return {name: row} of t0_datasets.csv."""
     found = {}
-    for name, size, trained, evaluated, in_p3, validated in map(
-        dict.values, rows_of('t0_datasets.csv')
-    ):
-        found[name] = DataSet(
-            name, int(size or 0), trained, evaluated, in_p3 == 'yes', validated == 'yes'
+    for row in rows_of('t0_datasets.csv'):
+        found[row['dataset']] = DataSet(
+            name=row['dataset'],
+            train_size=int(row['train_size'] or 0),
+            trained_by=row['trained_by'],
+            evaluated_by=row['evaluated_by'],
+            is_in_p3=row['in_p3'] == 'yes',
+            is_validated=row['validated'] == 'yes',
         )
     return found
 
