@@ -8,7 +8,7 @@ from typing import Any
 
 import sentencepiece
 
-from formats.vocabulary import named_vocabulary, read_model
+from formats.vocabulary import named_vocabulary, of_model, read_model
 from sources import Share
 from stream import OpenMixture
 from vocabulary import EOS_ID, PAD_ID, UNK_ID, SentencePieceVocabulary, Vocabulary
@@ -32,7 +32,7 @@ def find_or_train_vocabulary(
         vocabulary = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
     elif model:
         origin = 'the vocabulary of restore.path'
-        vocabulary = SentencePieceVocabulary(model, config.extra_ids)
+        vocabulary = of_model(model, config.extra_ids)
     elif kept.exists():
         remedy = 'remove it: the run takes the one of its newest checkpoint, or makes it again'
         vocabulary = read_model(kept, config.extra_ids, remedy)
