@@ -96,6 +96,8 @@ class SentencePieceVocabulary(Vocabulary):
     as in transformers. The model lists them in `added_settings`: pieces, or those that follow all pieces.
     """
 
+    before_added = '▁'  # what a text has before an added token
+
     def __init__(self, model: bytes, extra_ids: int = DEFAULT_EXTRA_IDS):
         settings.check_value('data.extra_ids', extra_ids)
         try:
@@ -122,9 +124,11 @@ class SentencePieceVocabulary(Vocabulary):
         for token in added_settings(model).get('added_tokens', []):
             self.added_tokens[token['content']] = token['id']
             if token['id'] == len(pieces):
-                pieces.append(token['content'])
+                name = f'{self.before_added}{token["content"]}'
+                name = token['content'] if name in pieces else name
                 # SentencePiece itself never finds a piece of this type.
-                proto.pieces.add(piece=pieces[-1], type=proto.SentencePiece.UNUSED)
+                proto.pieces.add(piece=name, type=proto.SentencePiece.UNUSED)
+                pieces.append(token['content'])
         self._added = longest_of(self.added_tokens)
         if len(pieces) > processor.vocab_size():
             processor.load_from_serialized_proto(proto.SerializeToString())

@@ -132,6 +132,8 @@ def steps_of(content: Mapping, name: str) -> Iterator[Mapping]:
 class TokenizerVocabulary(SentencePieceVocabulary):
     """The vocabulary of a tokenizer.json, with transformers' ids. It has no sentinels but its own."""
 
+    before_added = ''
+
     def __init__(self, model: bytes):
         super().__init__(model, extra_ids=0)
         self.content = added_settings(model)
@@ -302,10 +304,10 @@ def written(vocabulary: TokenizerVocabulary) -> bytes:
         'vocab': [[piece.piece, piece.score] for piece in proto.pieces]
     }
     del content['tokenizer_class']
-    special = {'single_word': False, 'lstrip': False, 'rstrip': False, 'normalized': False}
-    ends = [
-        {'id': i, 'content': proto.pieces[i].piece, **special, 'special': True}
+    flags = dict.fromkeys(('single_word', 'lstrip', 'rstrip', 'normalized', 'special'), False)
+    tokens = [
+        {'id': i, 'content': proto.pieces[i].piece, 'special': True}
         for i in (PAD_ID, EOS_ID, UNK_ID)
     ]
-    content['added_tokens'] = [*ends, *content['added_tokens']]
+    content['added_tokens'] = [flags | token for token in [*tokens, *content['added_tokens']]]
     return json.dumps(content, ensure_ascii=False).encode()

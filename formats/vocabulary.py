@@ -265,6 +265,49 @@ def with_added_tokens(model: bytes, tokens: Sequence[tuple[str, int | None]]) ->
     return proto.SerializeToString()
 
 
+def add_tokens(vocabulary: Vocabulary, entries: Sequence[str]) -> Vocabulary:
+    """Return a vocabulary with the tokens of data.added_tokens, which has tokens and names of .txt files.
+
+    They follow its ids, but for those that are pieces, as transformers numbers them.
+    """
+    tokens: list[str] = []
+    for entry in entries:
+        setting = f'data.added_tokens={entry!r}'
+        if not isinstance(entry, str):
+            raise ValueError(f'{setting}: must be a text: write it in quotes')
+        if not entry.endswith('.txt'):
+            tokens.append(entry)
+            continue
+        try:
+            tokens += paths.to_path(entry).read_bytes().decode().splitlines()
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f'{setting} is not read ({paths.reason(error)}): name a file in UTF-8 with a token on each line'
+            ) from None
+    if tokens and not isinstance(vocabulary, SentencePieceVocabulary):
+        raise ValueError(
+            f'data.added_tokens={tuple(entries)}: a vocabulary of bytes gets no tokens: leave them out, or name a '
+            'SentencePiece model with data.vocabulary'
+        )
+    added: dict[str, int | None] = {}
+    for token in tokens:
+        if not token.strip() or SENTINEL.fullmatch(token) or token in SPECIAL_TOKENS:
+            raise ValueError(
+                f'data.added_tokens has {token!r}: must be neither blank nor a token that T5 has: leave it out'
+            )
+        if token not in vocabulary.added_tokens:  # type: ignore[attr-defined]
+            added[token] = None
+    if not added:
+        return vocabulary
+    ids = {piece: i for i, piece in enumerate(vocabulary.pieces)}
+    next_id = vocabulary.size
+    for token in added:
+        added[token] = ids.get(token, next_id)
+        next_id += token not in ids
+    model = with_added_tokens(vocabulary.model, list(added.items()))
+    return of_model(model, vocabulary.num_extra_ids)
+
+
 def files_of(vocabulary: Vocabulary | None) -> dict[str, bytes]:
     """Return the files of a vocabulary, {name: content}, with which transformers gives its ids."""
     if not isinstance(vocabulary, SentencePieceVocabulary):
