@@ -5,6 +5,7 @@ pre-tokenizer do to a text is done here, step by step, as the library tokenizers
 """
 
 import base64
+import functools
 import json
 import operator
 import re
@@ -58,7 +59,7 @@ def read_tokenizer(file: AnyPath) -> 'TokenizerVocabulary':
             model['byte_fallback'] = False
         content['tokenizer_class'] = name
         return TokenizerVocabulary(make_model(content))
-    except (AttributeError, IndexError, KeyError, TypeError, re.error) as error:
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, re.error) as error:
         raise ValueError(f'no tokenizer.json of transformers ({error!r})') from None
 
 
@@ -263,21 +264,29 @@ def of_charsmap(charsmap: bytes) -> Normalize:
         return lambda text: text
     spec = sentencepiece_model_pb2.NormalizerSpec(precompiled_charsmap=charsmap)  # type: ignore[attr-defined]
     spec.add_dummy_prefix = False
-    entries = dict(sentencepiece.SentencePieceNormalizer(normalizer_spec=spec).decompile())
-    of_characters = {ord(key): text for key, text in entries.items() if len(key) == 1}
+    charsmap_normalizer = sentencepiece.SentencePieceNormalizer(normalizer_spec=spec)
+
+    @functools.cache
+    def entries() -> dict[str, str]:
+        """Return {characters: text}. Reading T5's takes half a second, so it waits for a text."""
+        return dict(charsmap_normalizer.decompile())
+
+    @functools.cache
+    def of_characters() -> dict[int, str]:
+        return {ord(key): text for key, text in entries().items() if len(key) == 1}
 
     def of_cluster(match: re.Match) -> str:
         cluster = match[0]
         if len(cluster.encode(errors='replace')) < 6:
             for end in range(1, len(cluster) + 1):
-                if cluster[:end] in entries:
-                    return entries[cluster[:end]]
+                if cluster[:end] in entries():
+                    return entries()[cluster[:end]]
         return cluster
 
     def normalize(text: str) -> str:
         if not text.isascii() or '\r' in text:
             text = clusters.sub(of_cluster, text)
-        return text.translate(of_characters)
+        return text.translate(of_characters())
 
     marks = '\u200c\u200d'
     for i in range(0x300, 0x10000):

@@ -171,6 +171,10 @@ def token(content, i, **options):
         (token('<sep>', 30), "the added token '<sep>' has the id 30, which is another piece"),
         (token('<s>', None), 'no tokenizer.json of transformers'),
         (token('<extra_id_0>', 'x'), 'no tokenizer.json of transformers'),
+        (
+            {'normalizer': {'type': 'Precompiled', 'precompiled_charsmap': 'YWJj'}},
+            'no tokenizer.json',
+        ),
         ({'added_tokens': [7]}, 'no tokenizer.json of transformers'),
         ({'model': None}, 'no tokenizer.json of transformers'),
         ([], '.* is damaged'),
