@@ -4,8 +4,9 @@ Source: SeqIO seqio/vocabularies.py.
 """
 
 import itertools
+import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 import sentencepiece
@@ -20,7 +21,6 @@ EOS_ID = 1
 UNK_ID = 2
 SPECIAL_TOKENS = ('<pad>', '</s>', '<unk>')  # as transformers calls them
 DEFAULT_EXTRA_IDS = 100  # T5's
-OF_TRANSFORMERS = 'transformers'  # normalizer of a model that formats/tokenizer_json.py makes
 SENTINEL = re.compile(r'▁?<extra_id_(0|[1-9][0-9]{0,8})>')
 
 
@@ -91,7 +91,12 @@ class SentencePieceVocabulary(Vocabulary):
     A model with pieces called `<extra_id_N>` or `▁<extra_id_N>` (mT5's, cc_all.32000.100extra) has its
     own sentinels, in any order and place, and gets no others. Raises ValueError for other bytes, for
     sentinels that are missing or there twice, and where pad, EOS and unknown have other ids than T5's.
+
+    `added_tokens`, {token: id}, are never split: a text is cut at them, and its parts are encoded alone,
+    as in transformers. The model lists them in `added_settings`: pieces, or those that follow all pieces.
     """
+
+    before_added = '▁'  # what a text has before an added token
 
     def __init__(self, model: bytes, extra_ids: int = DEFAULT_EXTRA_IDS):
         settings.check_value('data.extra_ids', extra_ids)
@@ -109,18 +114,23 @@ class SentencePieceVocabulary(Vocabulary):
         pieces = processor.id_to_piece(list(range(processor.vocab_size())))
         self.sentinel_ids = sentinel_ids_of(pieces)
         proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
-        # Those of transformers are never cut, and a word begins after each.
-        self.added_tokens: dict[str, int] = {}
-        if proto.normalizer_spec.name == OF_TRANSFORMERS:
-            for i, piece in enumerate(proto.pieces):
-                if piece.type == proto.SentencePiece.USER_DEFINED:
-                    self.added_tokens[piece.piece.removeprefix('▁')] = i
         if self.num_sentinels == 0:
             for i in reversed(range(extra_ids)):
                 added = f'▁<extra_id_{i}>'
                 # SentencePiece never cuts a text across a piece of this type.
                 proto.pieces.add(piece=added, type=proto.SentencePiece.USER_DEFINED)
                 pieces.append(added)
+        self.added_tokens: dict[str, int] = {}
+        for token in added_settings(model).get('added_tokens', []):
+            self.added_tokens[token['content']] = token['id']
+            if token['id'] == len(pieces):
+                name = f'{self.before_added}{token["content"]}'
+                name = token['content'] if name in pieces else name
+                # SentencePiece itself never finds a piece of this type.
+                proto.pieces.add(piece=name, type=proto.SentencePiece.UNUSED)
+                pieces.append(token['content'])
+        self._added = longest_of(self.added_tokens)
+        if len(pieces) > processor.vocab_size():
             processor.load_from_serialized_proto(proto.SerializeToString())
             self.sentinel_ids = sentinel_ids_of(pieces)
         self.num_extra_ids = self.num_sentinels
@@ -128,9 +138,6 @@ class SentencePieceVocabulary(Vocabulary):
         self.pieces = pieces
         self.size = len(pieces)
         self._processor = processor
-        names = sorted(map(re.escape, self.added_tokens), key=len, reverse=True)
-        any_name = '|'.join(names)
-        self._glued_tokens = re.compile(rf'(?<=\S)(?:{any_name})|(?:{any_name})(?=\S)')
         # `▁<extra_id_N>` is found only where a word begins: blanks around it make it one.
         self._glued_sentinels = []
         for begin, replacement in (('▁', r' \g<0> '), ('', r'\g<0> ')):
@@ -148,15 +155,54 @@ class SentencePieceVocabulary(Vocabulary):
         As in SeqIO `<extra_id_0>` is a sentinel where a word may begin. With `glued_sentinels` one
         in or after a word is a sentinel, too, and a word begins after it, as in transformers.
         """
-        if self.added_tokens:
-            texts = [self._glued_tokens.sub(r' \g<0> ', text) for text in texts]
-        elif glued_sentinels:
+        rows = [self.parts(text) for text in texts]
+        texts = [part for row in rows for part in row if isinstance(part, str)]
+        if glued_sentinels:
             for pattern, replacement in self._glued_sentinels:
                 texts = [pattern.sub(replacement, text) for text in texts]
-        return self._processor.encode(texts, return_type='numpy', num_threads=self.num_threads)
+        encoded = self._processor.encode(texts, return_type='numpy', num_threads=self.num_threads)
+        if len(texts) == len(rows) == sum(map(len, rows)):
+            return encoded
+        ids_of_texts = iter(encoded)
+        arrays = []
+        for row in rows:
+            ids = [[part] if isinstance(part, int) else next(ids_of_texts) for part in row]
+            arrays.append(np.concatenate(ids).astype(np.int32))
+        return arrays
+
+    def parts(self, text: str) -> list[str | int]:
+        """Return the ids of added tokens, and the texts before and after each."""
+        parts: list[str | int] = list(self._added.split(text) if self.added_tokens else [text])
+        parts[1::2] = [self.added_tokens[token] for token in parts[1::2]]  # type: ignore[index]
+        return parts
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._processor.decode([i if i < self.size else UNK_ID for i in before_eos(ids)])
+
+
+def added_settings(model: bytes) -> dict:
+    """Return what a model of ours has beside SentencePiece's settings: {'added_tokens': [{'id', 'content'}]}.
+
+    They are JSON in a field that SentencePiece does not read.
+    """
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
+    text = proto.normalizer_spec.normalization_rule_tsv
+    return json.loads(text) if text.startswith('{') else {}
+
+
+def longest_of(tokens: Iterable[str]) -> re.Pattern:
+    """Return a pattern, in a group, that finds the longest of the tokens that begin at a position."""
+
+    def tree(ends: Collection[str]) -> str:
+        by_first: dict[str, set[str]] = {}
+        for end in ends:
+            if end:
+                by_first.setdefault(end[0], set()).add(end[1:])
+        branches = [re.escape(first) + tree(rest) for first, rest in by_first.items()]
+        optional = '?' if '' in ends else ''
+        return f'(?:{"|".join(branches)}){optional}' if branches else ''
+
+    return re.compile(f'({tree(set(tokens))})')
 
 
 def sentinel_ids_of(pieces: Sequence[str]) -> NDArray:

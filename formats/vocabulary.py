@@ -4,14 +4,18 @@
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import safetensors
+from sentencepiece import sentencepiece_model_pb2
 
 import paths
 from configs import check as settings
 from formats import tokenizer_json
+from formats.tokenizer_json import TokenizerVocabulary
 from messages import first_ten
 from paths import AnyPath
 from vocabulary import (
@@ -24,6 +28,8 @@ from vocabulary import (
     ByteVocabulary,
     SentencePieceVocabulary,
     Vocabulary,
+    added_settings,
+    sentinel_ids_of,
 )
 
 # What a vocabulary's file may be called, in the order in which a folder is searched.
@@ -115,14 +121,28 @@ def folders_of(folder: AnyPath) -> list[AnyPath]:
     return [folder]
 
 
+def of_model(model: bytes, extra_ids: int) -> SentencePieceVocabulary:
+    """Return the vocabulary of a SentencePiece model, or of one that was made of a tokenizer.json."""
+    if tokenizer_json.is_tokenizer(model):
+        return TokenizerVocabulary(model)
+    return SentencePieceVocabulary(model, extra_ids)
+
+
 def read_model(file: AnyPath, extra_ids: int, remedy: str) -> SentencePieceVocabulary:
-    """Return the vocabulary of a SentencePiece model's file, or of a tokenizer.json. Errors end with `remedy`."""
+    """Return the vocabulary of a SentencePiece model's file, or of a tokenizer.json. Errors end with `remedy`.
+
+    Tokens that transformers has added to a folder, and whose ids it lists, are in it.
+    """
     try:
         if file.name == 'tokenizer.json':
-            content = tokenizer_json.read_tokenizer(file)
-        else:
-            content = embedded_model(file) if file.suffix == '.safetensors' else file.read_bytes()
-        return SentencePieceVocabulary(content, extra_ids)
+            return tokenizer_json.read_tokenizer(file)
+        content = embedded_model(file) if file.suffix == '.safetensors' else file.read_bytes()
+        found = of_model(content, extra_ids)
+        listed = listed_tokens(file.parent, found)
+        ids = [i for _, i in listed.missing]
+        if ids and ids == list(range(found.size, found.size + len(ids))):
+            found = of_model(with_added_tokens(content, listed.missing), extra_ids)
+        return found
     except ValueError as error:
         raise ValueError(f'{file}: {error}: {remedy}') from None
 
@@ -169,8 +189,26 @@ def check_tokens(checkpoint: AnyPath, vocabulary: Vocabulary | None) -> None:
         check_added_tokens(folder, vocabulary)
 
 
+class ListedTokens(NamedTuple):
+    """The tokens that transformers lists in a folder, and a vocabulary lacks."""
+
+    missing: list[tuple[str, int | None]]  # with their ids, where it has them; by id
+    files: list[str]  # that it lists tokens in
+
+
 def check_added_tokens(folder: AnyPath, vocabulary: Vocabulary | None) -> None:
-    """Raise ValueError for tokens that transformers lists in a folder and `vocabulary` lacks.
+    """Raise ValueError for tokens that transformers lists in a folder and `vocabulary` lacks."""
+    missing, files = listed_tokens(folder, vocabulary)
+    if missing:
+        names = sorted({name for name, _ in missing})
+        raise ValueError(
+            f'{folder}: {len(names)} token(s) were added to its vocabulary: {first_ten(list(map(repr, names)))}: '
+            f'take the vocabulary of this folder, or, if no text has them, remove them from {", ".join(files)}'
+        )
+
+
+def listed_tokens(folder: AnyPath, vocabulary: Vocabulary | None) -> ListedTokens:
+    """Return the tokens that transformers lists in a folder and `vocabulary` lacks.
 
     A sentinel must have the same id in both; those of ByT5 are bytes here, as in T5X. Without a
     SentencePiece model the pieces are those of tokenizer.json.
@@ -187,7 +225,7 @@ def check_added_tokens(folder: AnyPath, vocabulary: Vocabulary | None) -> None:
             if file.name == 'added_tokens.json':
                 tokens += content.items()
             else:
-                tokens += listed_tokens(content)
+                tokens += tokens_of(content)
             vocab = content.get('model', {}).get('vocab', [])  # {piece: id} or [[piece, score]]
             pieces += [piece if isinstance(piece, str) else str(piece[0]) for piece in vocab]
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -195,14 +233,12 @@ def check_added_tokens(folder: AnyPath, vocabulary: Vocabulary | None) -> None:
                 f'{file} does not list tokens as transformers does ({error!r}): copy it again'
             ) from None
     sentinel_ids: dict[str, int] = {}
+    ids = {piece: i for i, piece in enumerate(pieces)}
     if isinstance(vocabulary, SentencePieceVocabulary):
         sentinel_ids = {f'<extra_id_{n}>': int(i) for n, i in enumerate(vocabulary.sentinel_ids)}
         tokens += [(piece, None) for piece in set(pieces) - set(vocabulary.pieces)]
-        pieces = vocabulary.pieces
-    ids = {piece: i for i, piece in enumerate(pieces)}
-    if isinstance(vocabulary, SentencePieceVocabulary):
-        ids |= vocabulary.added_tokens
-    added = []
+        ids = {piece: i for i, piece in enumerate(vocabulary.pieces)}
+    missing: dict[str, int | None] = {}
     for name, i in tokens:
         if SENTINEL.fullmatch(name):
             own_id = sentinel_ids.get(name.removeprefix('▁'))
@@ -211,19 +247,100 @@ def check_added_tokens(folder: AnyPath, vocabulary: Vocabulary | None) -> None:
                     f'{folder}: {name} is id {i} in {", ".join(files)}, and {own_id} with the {len(sentinel_ids)} '
                     'sentinels of its model: set data.extra_ids, or extra_ids in tokenizer_config.json, to as many'
                 )
-        elif i in (PAD_ID, EOS_ID, UNK_ID) or name in SPECIAL_TOKENS:
+        elif i in (PAD_ID, EOS_ID, UNK_ID) or name in ('', *SPECIAL_TOKENS):
             continue
         elif name not in ids or i not in (None, ids[name]):
-            added.append(name)
-    if added:
-        names = sorted(set(added))
+            missing[name] = missing.get(name) if i is None else i
+    return ListedTokens(sorted(missing.items(), key=lambda token: (token[1] or 0, token[0])), files)
+
+
+def with_added_tokens(model: bytes, tokens: Sequence[tuple[str, int | None]]) -> bytes:
+    """Return a SentencePiece model with tokens at their ids, which are pieces of it or follow them."""
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
+    content = added_settings(model)
+    added = content.get('added_tokens', [])
+    added += [{'id': i, 'content': name} for name, i in tokens]
+    content['added_tokens'] = sorted(added, key=lambda token: token['id'])
+    proto.normalizer_spec.normalization_rule_tsv = json.dumps(content)
+    return proto.SerializeToString()
+
+
+def add_tokens(vocabulary: Vocabulary, entries: Sequence[str]) -> Vocabulary:
+    """Return a vocabulary with the tokens of data.added_tokens, which has tokens and names of .txt files.
+
+    They follow its ids, but for those that are pieces, as transformers numbers them.
+    """
+    tokens: list[str] = []
+    for entry in entries:
+        setting = f'data.added_tokens={entry!r}'
+        if not isinstance(entry, str):
+            raise ValueError(f'{setting}: must be a text: write it in quotes')
+        if not entry.endswith('.txt'):
+            tokens.append(entry)
+            continue
+        try:
+            tokens += paths.to_path(entry).read_bytes().decode().splitlines()
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f'{setting} is not read ({paths.reason(error)}): name a file in UTF-8 with a token on each line'
+            ) from None
+    if tokens and not isinstance(vocabulary, SentencePieceVocabulary):
         raise ValueError(
-            f'{folder}: {len(names)} token(s) were added to its vocabulary: {first_ten(list(map(repr, names)))}: '
-            f'take the model from before, or, if no text has them, remove them from {", ".join(files)}'
+            f'data.added_tokens={tuple(entries)}: a vocabulary of bytes gets no tokens: leave them out, or name a '
+            'SentencePiece model with data.vocabulary'
         )
+    added: dict[str, int | None] = {}
+    for token in tokens:
+        if not token.strip() or SENTINEL.fullmatch(token) or token in SPECIAL_TOKENS:
+            raise ValueError(
+                f'data.added_tokens has {token!r}: must be neither blank nor a token that T5 has: leave it out'
+            )
+        if token not in vocabulary.added_tokens:  # type: ignore[attr-defined]
+            added[token] = None
+    if not added:
+        return vocabulary
+    ids = {piece: i for i, piece in enumerate(vocabulary.pieces)}
+    next_id = vocabulary.size
+    for token in added:
+        added[token] = ids.get(token, next_id)
+        next_id += token not in ids
+    model = with_added_tokens(vocabulary.model, list(added.items()))
+    return of_model(model, vocabulary.num_extra_ids)
 
 
-def listed_tokens(content: Mapping) -> Iterator[tuple[str, int | None]]:
+def files_of(vocabulary: Vocabulary | None) -> dict[str, bytes]:
+    """Return the files of a vocabulary, {name: content}, with which transformers gives its ids."""
+    if not isinstance(vocabulary, SentencePieceVocabulary):
+        return {}
+    config: dict = {'tokenizer_class': 'T5Tokenizer'}
+    config |= {'pad_token': '<pad>', 'eos_token': '</s>', 'unk_token': '<unk>'}
+    if isinstance(vocabulary, TokenizerVocabulary):
+        config['tokenizer_class'] = (
+            vocabulary.content['tokenizer_class'] or 'PreTrainedTokenizerFast'
+        )
+        names = [f'<extra_id_{i}>' for i in range(vocabulary.num_sentinels)]
+        config['extra_ids'] = len(vocabulary.added_tokens.keys() & names)
+        files = {'tokenizer.json': tokenizer_json.written(vocabulary)}
+    else:
+        proto = sentencepiece_model_pb2.ModelProto.FromString(vocabulary.model)  # type: ignore[attr-defined]
+        has_own_sentinels = len(sentinel_ids_of([piece.piece for piece in proto.pieces])) > 0
+        config['extra_ids'] = 0 if has_own_sentinels else vocabulary.num_sentinels
+        model = vocabulary.model
+        if vocabulary.added_tokens:
+            proto.normalizer_spec.ClearField('normalization_rule_tsv')
+            model = proto.SerializeToString()
+            tokens = {}
+            for name, i in vocabulary.added_tokens.items():
+                flags = dict.fromkeys(
+                    ('lstrip', 'normalized', 'rstrip', 'single_word', 'special'), False
+                )
+                tokens[str(i)] = {'content': name, **flags}
+            config['added_tokens_decoder'] = tokens
+        files = {'spiece.model': model}
+    return files | {'tokenizer_config.json': (json.dumps(config, indent=2) + '\n').encode()}
+
+
+def tokens_of(content: Mapping) -> Iterator[tuple[str, int | None]]:
     """Yield (name, id) of the tokens that a file of transformers lists; None for an id that it leaves out."""
     for i, token in content.get('added_tokens_decoder', {}).items():
         yield str(token['content']), int(i)

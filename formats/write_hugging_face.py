@@ -11,31 +11,29 @@ import checkpoint
 import model
 import paths
 from formats import hugging_face, own_options
+from formats.vocabulary import files_of
+from vocabulary import Vocabulary
 
 
 def write(
     folder: str | paths.AnyPath,
     config: model.T5Config,
     arrays: Mapping[str, checkpoint.Leaf],
-    vocabulary_model: bytes | None = None,
+    vocabulary: Vocabulary | None = None,
     shard_bytes: int = 5 * 10**9,
-    extra_ids: int = 100,
 ) -> None:
     """Write a new folder that transformers opens: all or nothing.
 
     `arrays` is {our path: array or leaf of an index}: the parameters of `config`, of which at most `shard_bytes`, or
-    one array, are in memory. `vocabulary_model` becomes spiece.model; `extra_ids` sentinels follow its pieces. Raises
-    ValueError for a folder that exists and for a model that transformers does not have. Source: transformers
-    modeling_utils.py save_pretrained.
+    one array, are in memory. Raises ValueError for a folder that exists and for a model that transformers does not
+    have. Source: transformers modeling_utils.py save_pretrained.
     """
     folder = new_folder(folder)
     settings = _settings(config)
     with paths.unfinished(folder) as unfinished:
         _write_json(unfinished / 'config.json', settings)
-        if vocabulary_model is not None:
-            (unfinished / 'spiece.model').write_bytes(vocabulary_model)
-            tokenizer = {'tokenizer_class': 'T5Tokenizer', 'extra_ids': extra_ids}
-            _write_json(unfinished / 'tokenizer_config.json', tokenizer)
+        for name, content in files_of(vocabulary).items():
+            (unfinished / name).write_bytes(content)
         file_names: dict[Path, list[str]] = {}  # {file: its arrays}
         total_size = 0
         for shard in _shards(config, arrays, shard_bytes):

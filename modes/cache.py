@@ -28,7 +28,7 @@ from ml_collections import ConfigDict
 import paths
 import tasks
 import tasks.open
-from formats.vocabulary import named_vocabulary
+from formats.vocabulary import add_tokens, named_vocabulary
 from modes import command_line, process
 from randomness import permutation
 from run import prefetch
@@ -84,7 +84,7 @@ def cache(config: ConfigDict, part: int = 1, num_parts: int = 1) -> list[str]:
         )
     check_not_of_records(config)
     config.use_cached = 'no'
-    vocabulary = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
+    vocabulary = vocabulary_of(config)
     root = paths.disk_path(cache_roots(config)[0])
     messages = []
     opened = []
@@ -307,9 +307,15 @@ def write_shards(
     prefetch.send_all(reports(config, root, jobs), connection)
 
 
+def vocabulary_of(config: ConfigDict) -> Vocabulary:
+    """Return the vocabulary that `config`, config.data, names."""
+    named = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
+    return add_tokens(named, config.added_tokens)
+
+
 def reports(config: ConfigDict, root: Path, jobs: Sequence[Job]) -> Iterator[Report]:
     """Write shards. Yield a report every second, and after each shard."""
-    vocabulary = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
+    vocabulary = vocabulary_of(config)
     found = tasks.open.tasks_of(tasks.open.find(config))
     opened = functools.cache(lambda name: open_task(found[name], config, vocabulary))
     reported = time.monotonic()

@@ -15,7 +15,7 @@ from configs.check import read_stored
 from formats import hugging_face, own_model, peft, write_hugging_face, write_peft
 from formats.vocabulary import ADAPTER_CONFIG, find_vocabulary, stored_data
 from modes import process, topology
-from vocabulary import ByteVocabulary, SentencePieceVocabulary
+from vocabulary import ByteVocabulary
 
 
 def main(config: None, flags: FlagValues, signals: process.Signals) -> int:
@@ -53,13 +53,7 @@ def convert_checkpoint(
     brings_vocabulary = bool(vocabulary_model)
     if form == 'hf':
         parameters = checkpoint.parameters(opened.leaves)
-        num_added = 0  # sentinels after the pieces
-        if vocabulary and vocabulary_model:
-            num_pieces = SentencePieceVocabulary(vocabulary_model, extra_ids=0).size
-            num_added = vocabulary.size - num_pieces
-        write_hugging_face.write(
-            target, opened.config, parameters, vocabulary_model or None, extra_ids=num_added
-        )
+        write_hugging_face.write(target, opened.config, parameters, vocabulary)
         written = target
     else:
         written = _write_t5x(target, opened, vocabulary_model)

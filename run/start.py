@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from ml_collections import ConfigDict
 
 import checkpoint
@@ -17,6 +18,7 @@ import user_code
 from configs import check as settings
 from formats import own_model, t5x
 from formats.vocabulary import (
+    add_tokens,
     changed_id,
     check_tokens,
     find_vocabulary,
@@ -28,6 +30,9 @@ from messages import first_ten
 from model import T5Config
 from run import checks, verify
 from vocabulary import ByteVocabulary
+
+# Slots of first moments: Adafactor's, and AdamW's.
+MOMENTA = ('m', 'mu')
 
 
 class Wanted(NamedTuple):
@@ -148,6 +153,15 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
                 f'restore.path={chosen.path} has {path} itself, which this run trains: name the base on which it '
                 'was trained'
             )
+    # New rows of the token table, and columns of the logits.
+    of_vocabulary = vocabulary_paths(wanted.model_config)
+    grown = with_new_rows(index, expected, of_vocabulary)
+    if grown and adapters:
+        raise ValueError(
+            f'model.vocab_size={config.model.vocab_size} with {setting}: restore.path={chosen.path} has fewer rows of '
+            'tokens, and adapters leave them as they are: start a run without adapters from it first, and name that one'
+        )
+    index |= grown
     try:
         leaves = choose(index, expected, chosen.only, chosen.strict)
     except re.error as error:
@@ -175,15 +189,8 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
     # data.vocabulary takes precedence over the checkpoint's own vocabulary.
     vocabulary_model = b''
     if config.data.vocabulary:
-        larger = dataclasses.replace(
-            wanted.model_config, vocab_size=2 * wanted.model_config.vocab_size
-        )
-        larger_shapes = model.shapes(larger)
-        for path, shape in model.shapes(wanted.model_config).items():
-            # Its rows or columns are the ids of the vocabulary.
-            if shape != larger_shapes[path] and f'{checkpoint.PARAMETER_PREFIX}{path}' in leaves:
-                check_keeps_ids(config, opened.directory)
-                break
+        if any(f'{checkpoint.PARAMETER_PREFIX}{path}' in leaves for path in of_vocabulary):
+            check_keeps_ids(config, opened.directory)
     if not config.data.vocabulary:
         vocabulary = find_vocabulary(opened.directory)
         if vocabulary is None or not vocabulary.model:
@@ -220,6 +227,10 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
         others = sorted(only_parameters(tree).keys() - leaves)
         if others:
             description += f'; {label}: {first_ten(others)}'
+    if grown.keys() & leaves:
+        description += (
+            f'; new rows, at the mean of the others: {first_ten(sorted(only_parameters(grown)))}'
+        )
     if num_frozen:
         description += (
             f'; not used: {num_frozen:,} arrays of the optimizer state of frozen parameters'
@@ -234,6 +245,63 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
     )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class GrownArray:
+    """An array with new rows at the mean of the others, or 0: a `checkpoint.LazyArray`."""
+
+    leaf: checkpoint.Leaf
+    axis: int
+    shape: tuple[int, ...]
+    at_mean: bool
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.leaf.dtype)
+
+    def read(self) -> np.ndarray:
+        old = np.asarray(checkpoint.read_leaf(self.leaf))
+        mean = old.mean(self.axis, keepdims=True, dtype=np.float32)
+        num_new = self.shape[self.axis] - old.shape[self.axis]
+        new = np.repeat(mean if self.at_mean else 0 * mean, num_new, self.axis)
+        return np.concatenate([old, new.astype(old.dtype)], self.axis)
+
+
+def vocabulary_paths(config: T5Config) -> set[str]:
+    """Return the paths of the parameters whose rows or columns are the ids of the vocabulary."""
+    larger = model.shapes(dataclasses.replace(config, vocab_size=2 * config.vocab_size))
+    return {path for path, shape in model.shapes(config).items() if shape != larger[path]}
+
+
+def with_new_rows(
+    index: Mapping[str, Any], expected: checkpoint.Shapes, of_vocabulary: Collection[str]
+) -> dict[str, GrownArray]:
+    """Return those leaves of `index` that have fewer ids than expected, with the others in new rows.
+
+    A parameter, its average and its second moments are there the mean of the old rows, so that an update of a new
+    row is as large as theirs; a momentum is 0.
+    """
+    grown = {}
+    for path, leaf in index.items():
+        parameter = path.removeprefix(checkpoint.PARAMETER_PREFIX)
+        slot = ''
+        if is_slot(path):
+            parameter, _, slot = path.removeprefix(checkpoint.SLOT_PREFIX).rpartition('/')
+        whole = f'{checkpoint.PARAMETER_PREFIX}{parameter}'
+        if parameter not in of_vocabulary or not {whole, path} <= index.keys() & expected.keys():
+            continue
+        # The rows of the table, or columns of the logits, that there are and that there will be.
+        sizes = {*zip(np.shape(index[whole]), expected[whole], strict=True)}
+        changed = [(old, new) for old, new in sizes if old != new]
+        if len(changed) != 1 or changed[0][0] > changed[0][1]:
+            continue
+        found = np.shape(leaf)
+        for axis, size in enumerate(found):
+            shape = (*found[:axis], changed[0][1], *found[axis + 1 :])
+            if size == changed[0][0] and shape == tuple(expected[path]):
+                grown[path] = GrownArray(leaf, axis, shape, slot not in MOMENTA)
+    return grown
+
+
 def check_keeps_ids(config: ConfigDict, directory: Any) -> None:
     """Raise ValueError if a token of the checkpoint in `directory` has another id in data.vocabulary.
 
@@ -242,6 +310,7 @@ def check_keeps_ids(config: ConfigDict, directory: Any) -> None:
     name = config.data.vocabulary
     extra_ids = config.data.extra_ids
     named = named_vocabulary('data.vocabulary', name, extra_ids)
+    named = add_tokens(named, config.data.added_tokens)
     own = own_vocabulary(directory, extra_ids)
     change = changed_id(own, named) if own else ''
     if own and change:

@@ -8,7 +8,7 @@ from typing import Any
 
 import sentencepiece
 
-from formats.vocabulary import named_vocabulary, read_model
+from formats.vocabulary import add_tokens, named_vocabulary, of_model, read_model
 from sources import Share
 from stream import OpenMixture
 from vocabulary import EOS_ID, PAD_ID, UNK_ID, SentencePieceVocabulary, Vocabulary
@@ -23,7 +23,7 @@ def find_or_train_vocabulary(
     """Return the vocabulary of a run.
 
     It is what `config.vocabulary` names, else the SentencePiece `model` of a restored checkpoint,
-    else workdir/vocabulary.model, else one trained on `texts`. Raises ValueError if another model is
+    else workdir/vocabulary.model, else one trained on `texts`, with `config.added_tokens`. Raises ValueError if another model is
     in the workdir, and for a vocabulary that is missing, unreadable or larger than `max_size` ids.
     """
     kept = workdir / 'vocabulary.model'
@@ -32,13 +32,16 @@ def find_or_train_vocabulary(
         vocabulary = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
     elif model:
         origin = 'the vocabulary of restore.path'
-        vocabulary = SentencePieceVocabulary(model, config.extra_ids)
+        vocabulary = of_model(model, config.extra_ids)
     elif kept.exists():
         remedy = 'remove it: the run takes the one of its newest checkpoint, or makes it again'
         vocabulary = read_model(kept, config.extra_ids, remedy)
     else:
         trained = train_vocabulary(texts, config.num_pieces)
         vocabulary = SentencePieceVocabulary(trained, config.extra_ids)
+    if config.added_tokens:
+        vocabulary = add_tokens(vocabulary, config.added_tokens)
+        origin += f' with data.added_tokens={tuple(config.added_tokens)}'
     if vocabulary.model and kept.exists() and vocabulary.model != kept.read_bytes():
         raise ValueError(
             f'{origin} is not {kept}: leave it out, remove that file, or name another --workdir'

@@ -239,9 +239,8 @@ def test_glued_sentinels_are_those_of_transformers(pydoc, pydoc_model, vocabular
 def test_transformers_reads_the_number_of_sentinels(pydoc_model, tmp_path):
     reason = "transformers is not installed: pip install -e '.[peers]'"
     transformers = pytest.importorskip('transformers', reason=reason)
-    write_hugging_face.write(
-        tmp_path / 'hf', SMALLEST, random_params(SMALLEST), pydoc_model, extra_ids=7
-    )
+    own = vocabularies.SentencePieceVocabulary(pydoc_model, extra_ids=7)
+    write_hugging_face.write(tmp_path / 'hf', SMALLEST, random_params(SMALLEST), own)
     theirs = transformers.T5TokenizerFast.from_pretrained(tmp_path / 'hf')
     ours = find_vocabulary(tmp_path / 'hf')
     text = 'the <extra_id_0> of <extra_id_6>'

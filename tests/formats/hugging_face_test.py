@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from corpora import HUNT
 from forms import first_quick
 from safetensors.numpy import load_file, save_file
 from small_models import assert_close, golden_batch
@@ -31,6 +32,7 @@ import infer
 import model
 import partition
 from formats import hugging_face, own_model, write_hugging_face
+from vocabulary import SentencePieceVocabulary
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden' / 'hf_t5_1_1'
 LOGITS_TOLERANCE = 1e-4
@@ -158,9 +160,10 @@ def test_there_and_back(tmp_path, name, shard_bytes, dtype):
     config = CONFIGS[name]
     arrays = random_arrays(config, dtype)
     folder = tmp_path / 'new' / 'hf'
-    write(folder, name, arrays, b'pieces', shard_bytes)
+    vocabulary = SentencePieceVocabulary((HUNT / 'good.model').read_bytes())
+    write(folder, name, arrays, vocabulary, shard_bytes)
     assert hugging_face.is_folder(folder)
-    assert (folder / 'spiece.model').read_bytes() == b'pieces'
+    assert (folder / 'spiece.model').read_bytes() == vocabulary.model
     assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # that of the user's umask
     t5 = load(folder)
     assert t5.config == config

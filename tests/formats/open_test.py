@@ -590,14 +590,16 @@ def test_where_a_vocabulary_is_found(tmp_path, pieces):
 
 
 ADDED = {
-    'added_tokens.json': {'<mark>': 172, '<extra_id_0>': 171},
-    'tokenizer_config.json': {'added_tokens_decoder': {'172': {'content': '<mark>'}}},
-    'tokenizer.json': {'added_tokens': [{'id': 0, 'content': '<pad>'}, {'id': 172, 'content': '<mark>'}]},
-}  # fmt: skip
+    'added_tokens.json': {'<mark>': 199, '<extra_id_0>': 171},
+    'tokenizer_config.json': {'additional_special_tokens': ['<mark>']},
+    'tokenizer.json': {'model': {'vocab': [['<mark>', 0.0]]}},
+}
 
 
 @pytest.mark.parametrize('name', ADDED)
-def test_a_folder_with_added_tokens_is_refused_in_every_mode(tmp_path, name, main, corpus):
+def test_a_folder_with_added_tokens_that_have_no_ids_is_refused_in_every_mode(
+    tmp_path, name, main, corpus
+):
     folder = shutil.copytree(HUGGING_FACE, tmp_path / 'hf')
     shutil.copy(GOLDEN / 'hunt/good.model', folder / 'spiece.model')
     (folder / name).write_text(json.dumps(ADDED[name]))

@@ -1,96 +1,146 @@
 """A tokenizer.json without spiece.model gives transformers' ids.
 
-golden/tokenizer_json: tokenizer.json as transformers 5.24 saves it (T5Tokenizer, no normalizer), and ids.json, made by
-`python tests/formats/tokenizer_json_test.py` with tokenizers.
+golden/tokenizer_json, made by `python tests/formats/tokenizer_json_test.py` with tokenizers: `t5` as transformers 5.24
+saves T5Tokenizer, without a normalizer; `backend` as it saves umT5's, with a small charsmap; `metaspace` with a Metaspace
+alone. Each has 250 texts and their ids.
 """
 
 import io
 import json
 import pathlib
 import random
+import shutil
 
 import pytest
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
 from formats.tokenizer_json import read_tokenizer
-from formats.vocabulary import find_vocabulary, named_vocabulary
-from vocabulary import ByteVocabulary, SentencePieceVocabulary
+from formats.vocabulary import files_of, find_vocabulary, named_vocabulary, of_model
+from vocabulary import ByteVocabulary
 
 GOLDEN = pathlib.Path(__file__).parent.parent / 'golden/tokenizer_json'
+FORMS = ('t5', 'backend', 'metaspace')
 
-WORDS = 'the The end. log lo ll x=y 1,234.5 <b> > < ... naïve Straße l’été “q”'.split()
-WORDS += [
-    'ﬁne',
-    'Ｆｕｌｌ',
-    'cafe\u0301',
-    '日本語',
-    'ﾃｽﾄ',
-    '한국어',
-    'हिन्दी',
-    'عربي',
-    '①',
-    '½',
-    '™',
-    'İ',
-]
-WORDS += [
-    '👍',
-    '👩‍👩‍👧',
-    '🇩🇪',
-    '❤️',
-    'a' * 30,
-    '\u200b',
-    '\ufeff',
-    '\u00ad',
-    '<extra_id_0>',
-    '<extra_id_31>',
-]
-GAPS = [' ', ' ', ' ', '  ', '   ', '\t', '\n', '\r\n', '\xa0', '\u3000', '\u2003', '\u2028']
+# No text has '...': '..' and '.' then have the same score in either order, to rounding.
+# Ligatures, full and half width, combined and composed marks, emoji, controls, and tokens that are added.
+WORDS = """the The end. log lo ll x=y 1,234.5 <b> > < naïve Straße l’été “q” 日本語 한국어 हिन्दी عربي пример ① ½ ™ İ ẞ ﷺ ㈱ ²
+    ﬁne Ｆｕｌｌ Full ﾃｽﾄ ｶﾞ か\u3099 ハ\u309a cafe\u0301 e\u0302\u0301 ｅ\u0301 Å A\u030a \u1112\u1161\u11ab 👍 👩‍👩‍👧 🇩🇪 ❤️ 1️⃣
+    <extra_id_0> <extra_id_31> a<extra_id_2>b <extra_id_3>. <sep> a<sep>b""".split(' ')
+WORDS = [word for word in ' '.join(WORDS).replace('\n', ' ').split(' ') if word]
+WORDS += ['a' * 30, '\x07', '\x85', '\u200b', '\u200d', '\ufeff', '\u00ad', '▁x', 'new word']
+GAPS = [*[' '] * 4, '', '  ', '   ', '\t', '\n', '\r\n', '\v', '\xa0', '\u3000', '\u2003', '\u2028']
 
 
 def odd_texts(num_texts):
-    """Texts with blanks of all kinds, and added tokens with and without blanks around them."""
     rng = random.Random(0)
-    texts = ['', ' ', '\t', '\u3000', '<extra_id_0>', ' <extra_id_0> ']
+    texts = ['', ' ', '\t', '\u3000', '\x07', '<extra_id_0>', ' <extra_id_0> ', '<sep>', ' <sep> ']
     while len(texts) < num_texts:
         text = rng.choice(['', '', ' ', '\t', '\u3000', '  '])
         for word in rng.choices(WORDS, k=rng.randint(1, 8)):
-            is_glued = rng.random() < 0.2
-            text += word + ('' if is_glued else rng.choice(GAPS))
-        texts.append(text)
+            text += word + rng.choice(GAPS)
+        texts.append(text if rng.random() < 0.7 else text.strip())
     return texts
-
-
-def our_ids(file, texts):
-    vocabulary = SentencePieceVocabulary(read_tokenizer(file))
-    return vocabulary.encode(texts, glued_sentinels=True)
 
 
 def write_golden():
     import tokenizers
+    from tokenizers import Regex, normalizers, pre_tokenizers
 
-    tokenizer = tokenizers.Tokenizer.from_file(str(GOLDEN / 'tokenizer.json'))
-    texts = odd_texts(300)
-    ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
-    (GOLDEN / 'ids.json').write_text(json.dumps({'texts': texts, 'ids': ids}) + '\n')
+    entries = {
+        'ﬁ': 'fi',
+        '\t': ' ',
+        '\xa0': ' ',
+        '\u3000': ' ',
+        '\x07': '',
+        'Ｆ': 'F',
+        'ｕ': 'u',
+        'ｌ': 'l',
+    }
+    entries |= {
+        'e\u0301': 'é',
+        'e\u0302': 'ê',
+        'e\u0302\u0301': 'ế',
+        'か\u3099': 'が',
+        'ｅ': 'e',
+        '½': '1⁄2',
+    }
+    small = sentencepiece.SentencePieceNormalizer(norm_map=list(entries.items()))
+    spec = sentencepiece_model_pb2.NormalizerSpec.FromString(small.serialized_normalizer_spec())
+    charsmap = normalizers.Precompiled(spec.precompiled_charsmap)
+    proto = trained('identity', byte_fallback=False)
+    for form in FORMS:
+        vocab = [(piece.piece, piece.score) for piece in proto.pieces]
+        if form != 'backend':
+            vocab += [(f'<extra_id_{i}>', 0.0) for i in reversed(range(100))]
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram(vocab, unk_id=2))
+        split = pre_tokenizers.Metaspace(split=form != 'backend')
+        if form == 't5':
+            split = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), split])
+        if form == 'backend':
+            steps = [charsmap, normalizers.Replace(Regex(r'\A +| +\z'), '')]
+            steps += [normalizers.Replace(Regex(' {2,}'), ' '), normalizers.Replace(' ', '▁')]
+            steps += [normalizers.Replace(Regex(r'\A▁'), '▁▁')]
+            tokenizer.normalizer = normalizers.Sequence(steps)
+        if form == 'metaspace':
+            tokenizer.normalizer = charsmap
+        tokenizer.pre_tokenizer = split
+        tokenizer.add_special_tokens(['<pad>', '</s>', '<unk>'])
+        tokenizer.add_special_tokens([f'<extra_id_{i}>' for i in range(100)])
+        tokenizer.add_tokens(['<sep>', 'new word', 'Ｆｕｌｌ'])  # found in normalized texts
+        (GOLDEN / form).mkdir(parents=True, exist_ok=True)
+        tokenizer.save(str(GOLDEN / form / 'tokenizer.json'), pretty=False)
+        texts = odd_texts(250)
+        ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+        content = {'texts': texts, 'ids': ids}
+        (GOLDEN / form / 'ids.json').write_text(json.dumps(content) + '\n')
 
 
-def test_ids_are_those_of_transformers():
-    golden = json.loads((GOLDEN / 'ids.json').read_text())
-    assert our_ids(GOLDEN / 'tokenizer.json', golden['texts']) == golden['ids']
+@pytest.mark.parametrize('form', FORMS)
+def test_ids_are_those_of_transformers(form):
+    golden = json.loads((GOLDEN / form / 'ids.json').read_text())
+    found = read_tokenizer(GOLDEN / form / 'tokenizer.json')
+    assert found.encode(golden['texts']) == golden['ids']
+    kept = of_model(found.model, extra_ids=100)  # as a run keeps it
+    assert kept.encode(golden['texts']) == found.encode(golden['texts'])
 
 
 def test_a_folder_opens_with_its_tokenizer(tmp_path):
-    (tmp_path / 'tokenizer.json').write_bytes((GOLDEN / 'tokenizer.json').read_bytes())
-    for found in (find_vocabulary(tmp_path), named_vocabulary('data.vocabulary', tmp_path, 100)):
-        assert (found.size, found.num_sentinels) == (174, 100)
-        assert found.sentinel_ids.tolist() == list(range(171, 71, -1))
-        assert found.added_tokens['<sep>'] == 173
-        [ids] = found.encode(['lo<extra_id_0> ll<sep>'])
-        assert found.decode(ids) == 'lo <extra_id_0> ll <sep>'
-        again = SentencePieceVocabulary(found.model)  # as a run keeps it
-        assert again.encode(odd_texts(50)) == found.encode(odd_texts(50))
+    for found in (
+        find_vocabulary(GOLDEN / 't5'),
+        named_vocabulary('data.vocabulary', GOLDEN / 't5', 100),
+    ):
+        assert found.num_sentinels == 100 and found.sentinel_ids[0] == found.size - 4
+        assert found.added_tokens['<sep>'] == found.size - 3
+        text = 'lo<extra_id_0> ll<sep>'
+        [ids] = found.encode([text])
+        assert ids == [
+            *found.encode(['lo'])[0],
+            found.size - 4,
+            *found.encode(['ll'])[0],
+            found.size - 3,
+        ]
+        assert found.decode(ids) == text
+    for name, content in files_of(found).items():  # as convert writes it
+        (tmp_path / name).write_bytes(content)
+    again = find_vocabulary(tmp_path)
+    assert again.pieces == found.pieces
+    assert again.encode(odd_texts(50)) == found.encode(odd_texts(50))
+
+
+def test_the_steps_are_those_of_the_class(tmp_path):
+    """T5Tokenizer of transformers 5 makes its own steps, whatever version 4 saved."""
+    shutil.copy(GOLDEN / 'metaspace/tokenizer.json', tmp_path)
+    texts = [' the  end. ', 'the\v<sep> end.']
+    plain = find_vocabulary(tmp_path).encode(texts)
+    (tmp_path / 'tokenizer_config.json').write_text('{"tokenizer_class": "T5TokenizerFast"}')
+    assert (
+        find_vocabulary(tmp_path).encode(texts)
+        == read_tokenizer(GOLDEN / 't5/tokenizer.json').encode(texts)
+        != plain
+    )
+    (tmp_path / 'config.json').write_text('{"model_type": "umt5"}')
+    assert find_vocabulary(tmp_path).encode(texts) == plain
 
 
 def test_a_folder_of_byt5_has_bytes(tmp_path):
@@ -100,28 +150,45 @@ def test_a_folder_of_byt5_has_bytes(tmp_path):
     assert found.num_extra_ids == 0
 
 
-def edited(**changes):
-    return json.loads((GOLDEN / 'tokenizer.json').read_text()) | changes
+def token(content, i, **options):
+    return {'added_tokens': [{'content': content, 'id': i, **options}]}
 
 
 @pytest.mark.parametrize(
-    'content, named',
+    'changes, named',
     [
-        (edited(model={'type': 'BPE', 'vocab': {}, 'merges': []}), 'a BPE, not a Unigram'),
-        (edited(model={'type': 'WordPiece', 'vocab': {}}), 'a WordPiece, not'),
-        (edited(model={'vocab': []}), 'a model without a type'),
-        (edited(normalizer={'type': 'Lowercase'}), 'a tokenizer with the step Lowercase'),
-        (edited(pre_tokenizer={'type': 'ByteLevel'}), 'a tokenizer with the step ByteLevel'),
-        (edited(model={'type': 'Unigram', 'unk_id': 2}), 'no tokenizer.json of transformers'),
-        ({}, 'no tokenizer.json of transformers'),
+        ({'model': {'type': 'BPE', 'vocab': {}, 'merges': []}}, 'a BPE, not a Unigram'),
+        ({'model': {'type': 'WordPiece', 'vocab': {}}}, 'a WordPiece, not'),
+        ({'model': {'vocab': []}}, 'a model without a type'),
+        ({'normalizer': {'type': 'Lowercase'}}, 'a tokenizer with the step Lowercase'),
+        ({'pre_tokenizer': {'type': 'ByteLevel'}}, 'a tokenizer with the step ByteLevel'),
+        ({'model': {'type': 'Unigram', 'unk_id': 2}}, 'no tokenizer.json of transformers'),
+        ({'model': {'type': 'Unigram', 'unk_id': 0, 'vocab': []}}, 'unknown is id 0, not 2'),
+        (
+            token('<sep>', 10**6),
+            "the added token '<sep>' has the id 1000000, which is not the next",
+        ),
+        (token('<sep>', 30), "the added token '<sep>' has the id 30, which is another piece"),
+        (token('<s>', None), 'no tokenizer.json of transformers'),
+        (token('<extra_id_0>', 'x'), 'no tokenizer.json of transformers'),
+        (
+            {'normalizer': {'type': 'Precompiled', 'precompiled_charsmap': 'YWJj'}},
+            'no tokenizer.json',
+        ),
+        ({'added_tokens': [7]}, 'no tokenizer.json of transformers'),
+        ({'model': None}, 'no tokenizer.json of transformers'),
         ([], '.* is damaged'),
     ],
     ids=str,
 )
-def test_other_tokenizers_are_refused_by_name(tmp_path, content, named):
+def test_other_tokenizers_are_refused_by_name(tmp_path, changes, named):
+    content = changes
+    if changes:
+        content = json.loads((GOLDEN / 't5/tokenizer.json').read_text()) | changes
     (tmp_path / 'tokenizer.json').write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=rf'tokenizer\.json: {named}'):
+    with pytest.raises(ValueError, match=rf'tokenizer\.json: {named}') as error:
         find_vocabulary(tmp_path)
+    assert '\n' not in str(error.value)
 
 
 # Other forms, made with tokenizers.
@@ -148,48 +215,40 @@ def trained(rule, byte_fallback):
 
 @pytest.mark.peers
 @pytest.mark.parametrize(
-    'rule, byte_fallback', [('nmt_nfkc', False), ('nfkc', True), ('identity', True)]
+    'rule, byte_fallback', [('nmt_nfkc', False), ('nfkc', True), ('identity', False)]
 )
-@pytest.mark.parametrize(
-    'form', ['T5 of transformers 5', 'T5 of transformers 4', 'any model of transformers 5']
-)
-def test_other_forms(form, rule, byte_fallback, tmp_path):
-    pytest.importorskip('transformers')
-    import tokenizers
-    from tokenizers import Regex, normalizers, pre_tokenizers
-
+def test_folders_that_transformers_saves(rule, byte_fallback, tmp_path):
+    """T5's and mT5's class, and umT5's, with and without tokens that are added; also written again by us."""
+    transformers = pytest.importorskip('transformers', minversion='5')
     proto = trained(rule, byte_fallback)
-    vocab = [(piece.piece, piece.score) for piece in proto.pieces]
-    vocab += [(f'<extra_id_{i}>', 0.0) for i in reversed(range(100))]
-    model = tokenizers.models.Unigram(vocab, unk_id=2, byte_fallback=byte_fallback)
-    tokenizer = tokenizers.Tokenizer(model)
-    charsmap = proto.normalizer_spec.precompiled_charsmap
-    steps = [normalizers.Precompiled(charsmap)] if charsmap else []
-    splits = [pre_tokenizers.Metaspace(split=form != 'any model of transformers 5')]
+    extra_ids = 100
+    if rule == 'identity':  # as in mT5's and umT5's, sentinels are pieces
+        extra_ids = 0
+        for i in reversed(range(100)):
+            proto.pieces.add(piece=f'▁<extra_id_{i}>', type=proto.SentencePiece.USER_DEFINED)
+    (tmp_path / 'spiece.model').write_bytes(proto.SerializeToString())
     texts = odd_texts(2000)
-    if form == 'T5 of transformers 5':
-        splits.insert(0, pre_tokenizers.WhitespaceSplit())
-    elif form == 'T5 of transformers 4':
-        steps += [normalizers.Strip(left=False), normalizers.Replace(Regex(' {2,}'), '▁')]
-    else:
-        steps += [
-            normalizers.Replace(Regex(r'\A +| +\z'), ''),
-            normalizers.Replace(Regex(' {2,}'), ' '),
-            normalizers.Replace(' ', '▁'),
-        ]
-    if (
-        rule != 'nmt_nfkc' and form != 'T5 of transformers 5'
-    ):  # other whitespace stays, also around sentinels
-        texts = [' '.join(text.split()) for text in texts]
-    tokenizer.normalizer = normalizers.Sequence(steps)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
-    tokenizer.add_special_tokens([f'<extra_id_{i}>' for i in range(100)])
-    tokenizer.save(str(tmp_path / 'tokenizer.json'))
-    expected = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
-    found = our_ids(tmp_path / 'tokenizer.json', texts)
-    for text, ours, theirs in zip(texts, found, expected, strict=True):
-        # '..' and '.' may be in either order: both have the same score, to rounding.
-        assert ours == theirs or (sorted(ours) == sorted(theirs) and '...' in text), text
+    file = str(tmp_path / 'spiece.model')
+    opened = {
+        't5': transformers.T5Tokenizer.from_pretrained(tmp_path, extra_ids=extra_ids),
+        'umt5': transformers.TokenizersBackend.from_pretrained(tmp_path, vocab_file=file),
+    }
+    for name, tokenizer in opened.items():
+        for added in ([], ['<sep>', 'new word', 'Ｆｕｌｌ']):
+            tokenizer.add_tokens(added)
+            folder = tmp_path / f'{name}_{len(added)}'
+            tokenizer.save_pretrained(folder)
+            (folder / 'config.json').write_text(json.dumps({'model_type': name}))
+            theirs = transformers.AutoTokenizer.from_pretrained(folder)
+            expected = theirs(texts, add_special_tokens=False).input_ids
+            found = find_vocabulary(folder)
+            assert found.encode(texts) == expected
+            written = tmp_path / f'{name}_{len(added)}_written'
+            written.mkdir()
+            for file_name, content in files_of(found).items():
+                (written / file_name).write_bytes(content)
+            again = transformers.AutoTokenizer.from_pretrained(written)
+            assert again(texts, add_special_tokens=False).input_ids == expected
 
 
 if __name__ == '__main__':

@@ -7,8 +7,9 @@ import pytest
 from corpora import HUNT, make_config, model_with
 from sentencepiece import sentencepiece_model_pb2
 
-from formats.vocabulary import find_vocabulary, model_file, named_vocabulary
+from formats.vocabulary import files_of, find_vocabulary, model_file, named_vocabulary, of_model
 from run.train_vocabulary import find_or_train_vocabulary
+from vocabulary import SentencePieceVocabulary
 
 
 def find(workdir, **changes):
@@ -104,15 +105,55 @@ def test_ordinary_folders_of_transformers_open(tmp_path, form, num_sentinels):
     assert (found.size, found.num_sentinels) == (72 + num_sentinels, num_sentinels)
 
 
-@pytest.mark.parametrize('added', [['<mark>'], [f'[{i}]' for i in range(12)], ['▁is it', 'Who']])
-@pytest.mark.parametrize('form', FORMS)
-def test_tokens_that_a_folder_adds_are_refused_by_name(tmp_path, form, added):
-    """Wherever the folder or its model gives the vocabulary, and where it has the checkpoint."""
+ADDED = [['<mark>'], [f'[{i}]' for i in range(12)], ['▁is it', 'Who']]
+
+
+@pytest.mark.parametrize('added', ADDED)
+@pytest.mark.parametrize('form', ['slow', 'fast', 'old'])
+def test_tokens_that_a_folder_adds_are_pieces_that_are_never_split(tmp_path, form, added):
+    """Wherever the folder or its model gives the vocabulary; another vocabulary lacks them."""
     write_tokenizer(tmp_path, form, GOOD, added=added)
+    config = make_config(vocabulary=str(tmp_path))
+    plain = SentencePieceVocabulary(GOOD)
+    before, after = plain.encode(['es st', 'te'])
+    for found in (
+        find_vocabulary(tmp_path),
+        find_vocabulary(HUNT, tmp_path / 'spiece.model'),
+        find_or_train_vocabulary(config, tmp_path / 'run', [], max_size=384),
+    ):
+        assert found.size == 172 + len(added) and found.names[:172] == plain.names
+        assert found.added_tokens == {name: 172 + i for i, name in enumerate(added)}
+        for i, name in enumerate(added):
+            text = f'es st{name} te <extra_id_0>'
+            [ids] = found.encode([text])
+            assert ids == [*before, 172 + i, *after, found.sentinel_ids[0]]
+            assert '▁' in name or found.encode([found.decode(ids)]) == [ids]
+        kept = of_model(found.model, extra_ids=100)  # as a run keeps it
+        assert kept.encode([text]) == [ids] and kept.hash == found.hash != plain.hash
+    assert find_vocabulary(tmp_path).encode(['te es', '']) == plain.encode(['te es', ''])
+    with pytest.raises(ValueError, match=f'{len(added)} token') as error:
+        find_vocabulary(tmp_path, HUNT / 'good.model')
+    message = str(error.value)
+    assert repr(added[0]) in message and str(tmp_path) in message and '\n' not in message
+    written = tmp_path / 'written'  # as convert writes it
+    written.mkdir()
+    for name, content in files_of(found).items():
+        (written / name).write_bytes(content)
+    again = find_vocabulary(written)
+    assert again.added_tokens == found.added_tokens and again.encode([text]) == [ids]
+
+
+@pytest.mark.parametrize('added', ADDED)
+@pytest.mark.parametrize('form', ['names', 'vocab', 'gap'])
+def test_added_tokens_without_ids_are_refused_by_name(tmp_path, form, added):
+    """The ids are not listed, or those of a tokenizer.json are not those of the model, or not the next ones."""
+    write_tokenizer(tmp_path, 'old' if form == 'gap' else form, GOOD, added=added)
+    if form == 'gap':
+        ids = {token: 173 + i for i, token in enumerate(added)}
+        (tmp_path / 'added_tokens.json').write_text(json.dumps(ids))
     config = make_config(vocabulary=str(tmp_path))
     for ask in (
         lambda: find_vocabulary(tmp_path),
-        lambda: find_vocabulary(tmp_path, HUNT / 'good.model'),
         lambda: find_vocabulary(HUNT, tmp_path / 'spiece.model'),
         lambda: find_or_train_vocabulary(config, tmp_path / 'run', [], max_size=384),
     ):
@@ -121,7 +162,29 @@ def test_tokens_that_a_folder_adds_are_refused_by_name(tmp_path, form, added):
         message = str(error.value)
         assert repr(added[0]) in message and str(tmp_path) in message and '\n' not in message
     write_tokenizer(tmp_path, form, model_with(added, 72), num_sentinels=0)
-    assert find_vocabulary(tmp_path).size == 72 + len(added)
+    if form != 'gap':
+        assert find_vocabulary(tmp_path).size == 72 + len(added)
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize('form', ['slow', 'old'])
+def test_added_tokens_have_the_ids_of_transformers(tmp_path, form, pydoc_model):
+    transformers = pytest.importorskip('transformers')
+    write_tokenizer(tmp_path, form, pydoc_model, added=['<mark>', '[is it]'])
+    found = find_vocabulary(tmp_path)
+    texts = [
+        'a <mark> string',
+        'the<mark>is',
+        'the [is it]<mark>',
+        '[is it], <extra_id_3> of',
+        '<mark>',
+    ]
+    (tmp_path / 'written').mkdir()
+    for name, content in files_of(found).items():
+        (tmp_path / 'written' / name).write_bytes(content)
+    for folder in (tmp_path, tmp_path / 'written'):
+        theirs = transformers.T5Tokenizer.from_pretrained(folder)
+        assert theirs(texts, add_special_tokens=False).input_ids == found.encode(texts, True)
 
 
 def test_pieces_that_a_folder_lists_are_no_added_tokens(tmp_path):
