@@ -86,6 +86,7 @@ def test_the_page_has_rows_of_the_table(benchmark):
     assert set(rows) <= planned
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_one_row_is_planned(benchmark, tmp_path):
     file = tmp_path / 'plans.csv'
