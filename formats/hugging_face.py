@@ -20,7 +20,7 @@ import safetensors.numpy
 
 import model
 import paths
-from formats import own_model, own_options
+from formats import default_ids, own_model, own_options
 from messages import first_ten
 
 WEIGHTS = 'model.safetensors'
@@ -66,14 +66,13 @@ SIZES = {
     'd_kv': 'head_dim',
     'd_ff': 'mlp_dim',
 }
+SPECIAL_IDS = {'pad_token_id': 0, 'eos_token_id': 1, 'decoder_start_token_id': 0}
 # config.json: settings that model.py and data.py support with one value only.
 FIXED_SETTINGS = {
     'layer_norm_epsilon': 1e-6,
     'relative_attention_num_buckets': 32,
     'relative_attention_max_distance': 128,
-    'pad_token_id': 0,
-    'eos_token_id': 1,
-    'decoder_start_token_id': 0,
+    **SPECIAL_IDS,
 }
 
 # What to use in place of its names in `infer.T5.generate`.
@@ -287,6 +286,7 @@ class SafetensorsEntry(NamedTuple):
     experts: tuple['SafetensorsEntry', ...] = ()  # whose matrices this array has, [experts, ...]
     float8: str = ''  # its dtype in the file, which is read as float32
     scale: 'SafetensorsEntry | None' = None  # a factor of its values, or of its rows in the file
+    first_rows: tuple[int, ...] = ()  # in the file, in the order in which they are read
 
     def read(self) -> np.ndarray:
         """Return the array in its `dtype`, with its shape in our tree."""
@@ -299,6 +299,8 @@ class SafetensorsEntry(NamedTuple):
                 x = file.get_tensor(self.name)
         if self.scale is not None:
             x = x.astype(np.float32) * self.scale.read()
+        if self.first_rows:
+            x = np.concatenate([x[list(self.first_rows)], x[len(self.first_rows) :]])
         if self.transposed:
             return transpose(x)
         return x
@@ -433,6 +435,15 @@ def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
     stored = dict(arrays.entries)
     if config.logits_via_embedding:
         stored.pop(LM_HEAD, None)
+    if default_ids.has_default_ids(settings):
+        is_tied = arrays.has_decoder and not arrays.has_own_lm_head
+        try:
+            rows = default_ids.rows_of_tokens(settings, is_tied)
+        except ValueError as error:
+            raise ValueError(f'{config_file}: {error}') from None
+        for name, first_rows in ((TOKEN_TABLE, rows), (LM_HEAD, default_ids.ROWS_OF_LOGITS)):
+            if name in stored:
+                stored[name] = stored[name]._replace(first_rows=first_rows)
     names = parameter_names(config)
     if THEIR_PROJECTION in stored and not arrays.has_decoder:
         names[PROJECTION] = THEIR_PROJECTION
@@ -465,6 +476,8 @@ def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
 def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
     """Return the T5Config of config.json. Raises ValueError for a model that we do not have."""
     for name, value in FIXED_SETTINGS.items():
+        if name in SPECIAL_IDS and default_ids.has_default_ids(settings):
+            continue
         if settings.get(name) not in (None, value):
             raise ValueError(f'{name}={settings[name]}: only {value} is supported')
     sizes: dict = {ours: settings.get(theirs) for theirs, ours in SIZES.items()}

@@ -14,7 +14,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 import paths
 from configs import check as settings
-from formats import tokenizer_json
+from formats import default_ids, tokenizer_json
 from formats.tokenizer_json import TokenizerVocabulary
 from messages import first_ten
 from paths import AnyPath
@@ -137,6 +137,8 @@ def read_model(file: AnyPath, extra_ids: int, remedy: str) -> SentencePieceVocab
         if file.name == 'tokenizer.json':
             return tokenizer_json.read_tokenizer(file)
         content = embedded_model(file) if file.suffix == '.safetensors' else file.read_bytes()
+        if default_ids.is_folder(file.parent):
+            content = default_ids.in_t5_order(content)
         found = of_model(content, extra_ids)
         listed = listed_tokens(file.parent, found)
         ids = [i for _, i in listed.missing]
@@ -313,7 +315,8 @@ def files_of(vocabulary: Vocabulary | None) -> dict[str, bytes]:
     if not isinstance(vocabulary, SentencePieceVocabulary):
         return {}
     config: dict = {'tokenizer_class': 'T5Tokenizer'}
-    config |= {'pad_token': '<pad>', 'eos_token': '</s>', 'unk_token': '<unk>'}
+    for i, name in ((PAD_ID, 'pad_token'), (EOS_ID, 'eos_token'), (UNK_ID, 'unk_token')):
+        config[name] = vocabulary.pieces[i]
     if isinstance(vocabulary, TokenizerVocabulary):
         config['tokenizer_class'] = (
             vocabulary.content['tokenizer_class'] or 'PreTrainedTokenizerFast'

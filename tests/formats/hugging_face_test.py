@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import sentencepiece
 from corpora import HUNT
 from forms import first_quick
 from safetensors.numpy import load_file, save_file
@@ -32,6 +33,7 @@ import infer
 import model
 import partition
 from formats import hugging_face, own_model, write_hugging_face
+from formats.vocabulary import files_of, find_vocabulary
 from vocabulary import SentencePieceVocabulary
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden' / 'hf_t5_1_1'
@@ -697,6 +699,98 @@ def test_a_folder_like_chronoss(tmp_path):
             ask(['a text'])
 
 
+# Folders of MADLAD-400's form: unknown 0, BOS 1, EOS 2; padded with 1, decoded from 0. hunt's default_ids.model is
+# what spm_train writes without flags.
+DEFAULT_IDS = (HUNT / 'default_ids.model').read_bytes()
+PROCESSOR = sentencepiece.SentencePieceProcessor(model_proto=DEFAULT_IDS)
+TEXTS = ['Some text of words', '', 'a zyx € of the a']
+MADLAD = dataclasses.replace(CONFIGS['t5_1_1'], vocab_size=PROCESSOR.vocab_size())
+
+
+def in_default_order(ids):
+    return [{0: 1, 1: 2, 2: 0}.get(i, i) for i in map(int, ids)]
+
+
+def write_madlad(folder, start=0):
+    """Write a model with these ids, and return its parameters with T5's."""
+    arrays = random_arrays(MADLAD)
+    table = np.array(arrays['token_embedder/embedding'])
+    table[2] = table[0] if start == 0 else table[2]
+    arrays['token_embedder/embedding'] = table
+    write_hugging_face.write(folder, MADLAD, arrays)
+    weights = load_file(folder / 'model.safetensors')
+    tokens, logits = weights['shared.weight'].copy(), weights['lm_head.weight'].copy()
+    weights['shared.weight'][:3] = [
+        tokens[2],
+        tokens[0] if start == 1 else 7 * tokens[0],
+        tokens[1],
+    ]
+    weights['lm_head.weight'][:3] = logits[[2, 0, 1]]
+    save_file(weights, folder / 'model.safetensors', {'format': 'pt'})
+    edit_json(folder / 'config.json', pad_token_id=1, eos_token_id=2, decoder_start_token_id=start)
+    (folder / 'spiece.model').write_bytes(DEFAULT_IDS)
+    names = {'pad_token': '<s>', 'eos_token': '</s>', 'unk_token': '<unk>'}
+    settings = {'tokenizer_class': 'T5Tokenizer', 'extra_ids': 0} | names
+    (folder / 'tokenizer_config.json').write_text(json.dumps(settings))
+    return arrays
+
+
+@pytest.mark.parametrize('start', [0, 1])
+def test_parameters_and_vocabulary_have_t5s_ids(tmp_path, start):
+    arrays = write_madlad(tmp_path / 'madlad', start)
+    t5 = infer.load(tmp_path / 'madlad')
+    assert_same_bits(t5.arrays, arrays)
+    encoded = t5.vocabulary.encode(TEXTS)
+    assert [in_default_order(ids) for ids in encoded] == PROCESSOR.encode(TEXTS)
+    assert [t5.vocabulary.decode(ids) for ids in encoded] == PROCESSOR.decode(
+        PROCESSOR.encode(TEXTS)
+    )
+    assert any(2 in ids for ids in encoded), 'no text has an unknown token'
+    # Written, it is a T5 like others.
+    vocabulary_files = files_of(t5.vocabulary)
+    write_hugging_face.write(tmp_path / 'written', MADLAD, arrays)
+    for name, content in vocabulary_files.items():
+        (tmp_path / 'written' / name).write_bytes(content)
+    again = infer.load(tmp_path / 'written')
+    assert_same_bits(again.arrays, arrays)
+    assert [list(x) for x in again.vocabulary.encode(TEXTS)] == [list(x) for x in encoded]
+    encoder = formats.open.open_model(tmp_path / 'madlad', part='encoder')
+    table = encoder.leaves['target/token_embedder/embedding'].read()
+    np.testing.assert_array_equal(table, arrays['token_embedder/embedding'])
+
+
+@pytest.mark.parametrize(
+    'settings, match',
+    [
+        ({'decoder_start_token_id': 5}, 'decoder_start_token_id=5 '),
+        ({'eos_token_id': 3, 'pad_token_id': 0}, 'eos_token_id=3'),
+        ({'tie_word_embeddings': True}, 'tied'),
+    ],
+)
+def test_other_ids(tmp_path, settings, match):
+    folder = tmp_path / 'madlad'
+    write_madlad(folder)
+    edit_json(folder / 'config.json', **settings)
+    if match == 'tied':
+        weights = load_file(folder / 'model.safetensors')
+        del weights['lm_head.weight']
+        save_file(weights, folder / 'model.safetensors')
+    with pytest.raises(ValueError, match=match) as error:
+        hugging_face.read_index(folder)
+    assert 'config.json' in str(error.value)
+
+
+def test_a_vocabulary_of_other_ids(tmp_path):
+    folder = tmp_path / 'madlad'
+    write_madlad(folder)
+    (folder / 'spiece.model').write_bytes((HUNT / 'good.model').read_bytes())
+    for content in (None, b'', b'no model'):
+        if content is not None:
+            (folder / 'spiece.model').write_bytes(content)
+        with pytest.raises(ValueError, match='spiece.model'):
+            find_vocabulary(folder)
+
+
 # What transformers itself computes: `pip install -e '.[peers]'` runs these.
 THEIR_SIZES = {theirs: SIZES[ours] for theirs, ours in hugging_face.SIZES.items()}
 
@@ -882,3 +976,33 @@ def test_we_encode_what_transformers_does(transformers, tmp_path, kind, form):
     for inputs in (encoder_batch(), encoder_batch()[:1]):
         expected = their_encodings(transformers, tmp_path / 'hf', inputs)
         assert_same_encodings(path, expected, inputs, part=part)
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize('start', [0, 1])
+def test_transformers_computes_and_answers_the_same(transformers, tmp_path, start):
+    """From SentencePiece's ids, padded with BOS."""
+    import torch
+
+    folder = tmp_path / 'madlad'
+    write_madlad(folder, start)
+    module = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    t5 = infer.load(folder)
+    their_rows = [[*ids, 2] for ids in PROCESSOR.encode(TEXTS)]
+    rows = [[*ids, 1] for ids in t5.vocabulary.encode(TEXTS)]
+    length = max(map(len, rows))
+    inputs = np.array([row + [0] * (length - len(row)) for row in rows], np.int32)
+    their_inputs = torch.tensor([row + [1] * (length - len(row)) for row in their_rows])
+    theirs = {'input_ids': their_inputs, 'attention_mask': torch.tensor(inputs > 0).long()}
+    targets = np.array([[5, 9, 2, 1], [7, 1, 0, 0], [2, 8, 1, 0]], np.int32)
+    shifted = np.pad(targets, [(0, 0), (1, 0)])[:, :-1]
+    names = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
+    their_shifted = torch.tensor([[start, *in_default_order(row[1:])] for row in shifted])
+    with torch.no_grad():
+        logits = module(**theirs, decoder_input_ids=their_shifted).logits.numpy()
+        answers = module.generate(**theirs, max_new_tokens=8, do_sample=False, num_beams=1)
+    logits = np.concatenate([logits[..., [1, 2, 0]], logits[..., 3:]], axis=-1)
+    batch = dict(zip(names, (inputs, shifted, targets), strict=True))
+    assert_same_logits(t5.logits(batch), logits, targets)
+    expected = PROCESSOR.decode([row[1:].tolist() for row in answers])
+    assert t5.generate(TEXTS, max_length=8) == expected
