@@ -8,10 +8,11 @@ page, or an HTML comment above it says why not:
     <!-- test: OPTIONS -->      such options, for a block of the quick suite
     <!-- file: PATH -->         is the content of a file
     <!-- in: FOLDER -->         is run in a folder of the checkout
-    <!-- from: FILE NAME -->    is an excerpt of a class or function; a line ... stands for lines left out
+    <!-- from: FILE NAME -->    is an excerpt of a class or function, without NAME of the file; a line ...
+                                stands for lines left out
+    <!-- signature: FILE NAME -->  is a signature with its docstring, which `python tests/excerpts.py` writes
 """
 
-import ast
 import csv
 import importlib
 import json
@@ -20,24 +21,36 @@ import shlex
 import shutil
 import subprocess
 import sys
-import textwrap
 from typing import NamedTuple
 
 import pyarrow.parquet
 import pytest
 from absl import flags
 from corpora import HUNT
+from excerpts import is_excerpt, lines_of, with_signatures
 from forms import first_quick
 from ml_collections import ConfigDict
 from runs import ENVIRONMENT, ROOT
 
+import infer
 import main  # noqa: F401  defines the flags
+import tasks
 from configs import base, check
 
-PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
-IDS = [page.stem for page in PAGES]
+README = ROOT / 'README.md'
+API = ROOT / 'docs/api.md'
+PAGES = [README, *sorted((ROOT / 'docs').glob('*.md')), ROOT / 'tests/chaos/README.md']
+
+
+def id_of(page) -> str:
+    return str(page.relative_to(ROOT).with_suffix(''))
+
+
+IDS = list(map(id_of, PAGES))
+# Pages that explain; the others begin with a command.
+EXPLANATIONS = ('README', 'docs/api', 'docs/design', 'docs/log')
 FENCE = re.compile(r'^((?:<!-- [^\n]* -->\n)*)```(\w+)\n(.*?)```\n', re.DOTALL | re.MULTILINE)
-MARKER = re.compile(r'<!-- (not run|slow|test|file|in|from)(?:: (.*))? -->')
+MARKER = re.compile(r'<!-- (not run|slow|test|file|in|from|signature)(?:: (.*))? -->')
 # Commands of other programs, whose flags are not those of main.py.
 OTHER_PROGRAMS = (
     'pip',
@@ -191,7 +204,8 @@ def runs_quickly(block) -> bool:
 
 
 def is_run(block) -> bool:
-    return block.language in ('sh', 'python') and not block.markers.keys() & {'not run', 'from'}
+    shown = block.markers.keys() & {'not run', 'from', 'signature'}
+    return block.language in ('sh', 'python') and not shown
 
 
 def run_blocks(blocks, tiny, checkout, command_line) -> None:
@@ -211,11 +225,11 @@ for page in PAGES:
             'own_model',
         )  # other tests train own models and trace runs
         SLOW_PAGES.append(
-            pytest.param(page, id=page.stem, marks=[pytest.mark.long] if is_long else [])
+            pytest.param(page, id=id_of(page), marks=[pytest.mark.long] if is_long else [])
         )
 
 
-@pytest.mark.parametrize('page', first_quick(QUICK_PAGES), ids=[page.stem for page in QUICK_PAGES])
+@pytest.mark.parametrize('page', first_quick(QUICK_PAGES), ids=map(id_of, QUICK_PAGES))
 def test_short_commands(page, checkout, uninterrupted, command_line):
     """A smaller run than that of tiny.py, which other tests have made, stands in for runs/tiny."""
     run_blocks(filter(runs_quickly, blocks_of(page)), uninterrupted, checkout, command_line)
@@ -242,35 +256,19 @@ def test_blocks_are_marked(page):
     assert known == sum(len(block.markers) for block in blocks_of(page))
 
 
-def lines_of(file: str, name: str) -> list[str]:
-    """Return the source lines of a class, a function, or a method as Class.method."""
-    source = (ROOT / file).read_text()
-    node: ast.AST = ast.parse(source)
-    for part in name.split('.'):
-        [node] = [x for x in node.body if getattr(x, 'name', '') == part]
-    return source.splitlines()[node.lineno - 1 : node.end_lineno]
-
-
-def is_excerpt(text: str, lines: list[str]) -> bool:
-    """Return whether the parts of a text between lines of ... follow each other in source lines."""
-    first = 0
-    for part in re.split(r'^ *\.\.\.\n', text, flags=re.MULTILINE):
-        size = len(part.splitlines())
-        wanted = textwrap.dedent(part).rstrip()
-        while textwrap.dedent('\n'.join(lines[first : first + size])).rstrip() != wanted:
-            first += 1
-            if first + size > len(lines):
-                return False
-        first += size
-    return True
-
-
 @pytest.mark.parametrize('page', PAGES, ids=IDS)
 def test_excerpts_are_what_the_source_says(page):
     for block in blocks_of(page):
         if 'from' in block.markers:
-            file, name = block.markers['from'].split()
-            assert is_excerpt(block.text, lines_of(file, name)), block.text
+            assert is_excerpt(block.text, lines_of(*block.markers['from'].split())), block.text
+
+
+def test_signatures_are_those_of_the_source():
+    text = API.read_text()
+    assert with_signatures(text) == text, 'python tests/excerpts.py writes the new ones'
+    names = [f'T5.{name}' for name, x in vars(infer.T5).items() if callable(x) and name[0] != '_']
+    for name in ['load', *names, *tasks.__all__]:
+        assert re.search(rf'<!-- signature: \S+ {re.escape(name)} -->', text), name
 
 
 SOURCE = 'def f(x):\n    for i in x:\n        y = i\n        y += 1\n\n    return y\n'
@@ -292,9 +290,9 @@ def test_what_is_an_excerpt(text, expected):
     assert is_excerpt(text, SOURCE.splitlines()) == expected
 
 
-@pytest.mark.parametrize('page', PAGES, ids=IDS)
+@pytest.mark.parametrize('page', [*PAGES, ROOT / 'CHANGELOG.md'], ids=[*IDS, 'CHANGELOG'])
 def test_links(page):
-    for target in re.findall(r'\]\(([^)]+)\)', page.read_text()):
+    for target in re.findall(r'\]\(([^)]+)\)', FENCE.sub('', page.read_text())):
         if target.startswith('https://'):
             continue
         name, _, heading = target.partition('#')
@@ -312,17 +310,29 @@ def anchors_of(page) -> set[str]:
 
 
 @pytest.mark.parametrize('page', PAGES, ids=IDS)
-def test_begins_with_a_command(page):
-    if page.stem in ('README', 'log'):
-        pytest.skip('begins with what it is')
+def test_begins_with_what_its_reader_needs(page):
     title, *lines = page.read_text().splitlines()
     assert title.startswith('# ')
-    lines = [line for line in lines if line and not line.startswith('<!--')]
-    assert lines[0] == '```sh'
+    first = next(line for line in lines if line and not line.startswith('<!--'))
+    if id_of(page) in EXPLANATIONS:
+        assert not first.startswith('#')
+    else:
+        assert first == '```sh'
 
 
-def test_readme_is_short():
-    assert len((ROOT / 'README.md').read_bytes()) <= 12_000
+def test_pages_are_short():
+    assert len(README.read_bytes()) <= 12_000
+    assert len((ROOT / 'docs/design.md').read_bytes()) <= 12_000
+
+
+def test_readme_lists_all_files():
+    """The core one by one, the packages by their folders."""
+    table = README.read_text().partition('## The code')[2].partition('\n## ')[0]
+    cells = re.findall(r'^\| (`.*?) \|', table, re.MULTILINE)
+    listed = {name for cell in cells for name in re.findall('`(.+?)`', cell)}
+    files = {file.name for file in ROOT.glob('*.py')} - {'setup.py'}
+    folders = {f'{file.parent.name}/' for file in ROOT.glob('*/__init__.py')}
+    assert listed == files | folders | {'launch/'}
 
 
 def code_of(page) -> list[str]:
@@ -341,6 +351,25 @@ def test_flags_exist(page):
     for code in code_of(page):
         for flag in re.findall(r'(?<![\w-])--([a-z_]+)', code):
             assert flag in flags.FLAGS or flag == 'help', f'{flag} of {code}'
+
+
+# Files of the checkout, and names of the core's modules but those that are sections of the settings.
+FILE = re.compile(
+    r'(?<![\w/.])(?:configs|sources|tasks|formats|run|modes|families|tests|benchmarks|examples)/[\w/]+\.\w+'
+)
+NAME = re.compile(
+    r'(checkpoint|evaluate|infer|kernels|main|partition|prepare|state_names|stream)\.(?!py)(\w+)'
+)
+
+
+@pytest.mark.parametrize('page', PAGES, ids=IDS)
+def test_files_and_names_exist(page):
+    for code in code_of(page):
+        for file in FILE.findall(code):
+            assert (ROOT / file).exists(), file
+        found = NAME.fullmatch(code)
+        if found:
+            assert hasattr(importlib.import_module(found[1]), found[2]), code
 
 
 @pytest.mark.parametrize('page', PAGES, ids=IDS)
