@@ -17,12 +17,7 @@ from numpy.typing import NDArray
 Leaf = TypeVar('Leaf')  # an array, its shape, or how it is split
 
 STEP = 'state/step'
-T5X_SLOTS = (
-    'm',
-    'v',
-    'v_col',
-    'v_row',
-)  # Adafactor's for each parameter; an unused one is [1] zeros
+T5X_SLOTS = ('m', 'v', 'v_col', 'v_row')  # Adafactor's; an unused one is [1] zeros
 T5X_NAMES = {'ema': 'm'}  # optax's name of a slot -> T5X's
 FACTORED_SLOTS = {'v_row': -1, 'v_col': -2}  # the dimension, by size, that a slot averages over
 AVERAGE_SLOT = 'ema_params'  # optimizer.ParameterAverage
