@@ -334,7 +334,7 @@ def _write_array(directory: AnyPath, spec: Mapping, shards: Sequence[Shard]) -> 
         names.append('.zarray')
     metadata = spec['metadata']
     for shard in shards:
-        numbers = []  # of chunks, in each dimension
+        numbers = []  # chunk numbers, in each dimension
         for part, size, chunk in zip(
             shard.slices, metadata['shape'], metadata['chunks'], strict=True
         ):

@@ -88,8 +88,11 @@ class Decoding:
 
 def hashable(value):
     """Return `value` with tuples for its lists and arrays, and Python's numbers for numpy's."""
-    value = value.tolist() if isinstance(value, np.ndarray | np.generic | jax.Array) else value
-    return tuple(map(hashable, value)) if isinstance(value, list | tuple | range) else value
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        value = value.tolist()
+    if isinstance(value, list | tuple | range):
+        return tuple(map(hashable, value))
+    return value
 
 
 def decode(

@@ -266,7 +266,9 @@ class T5:
         texts = None
         if self.vocabulary is not None:
             texts = _one_or_all([answer.texts for answer in found])
-        without_eos = [[[i for i in x if i > EOS_ID] for x in answer.tokens] for answer in found]
+        without_eos: list[list[list[int]]] = []
+        for answer in found:
+            without_eos.append([[i for i in ids if i > EOS_ID] for ids in answer.tokens])
         tokens = _one_or_all(without_eos)
         if return_scores:
             scores_bn = np.array([answer.scores for answer in found], np.float32)
@@ -346,9 +348,7 @@ class T5:
             if self.vocabulary is None:
                 raise ValueError(NO_VOCABULARY)
             texts = list(map(str, examples))
-            ''.join(
-                texts
-            ).encode()  # raises ValueError for a surrogate, which SentencePiece does not name
+            ''.join(texts).encode()  # refuses a surrogate, which SentencePiece does not name
             end = [] if is_prompt else [EOS_ID]
             examples = [[*x, *end] for x in self.vocabulary.encode(texts, glued_sentinels=True)]
         is_list = isinstance(examples, list | tuple | np.ndarray | jax.Array)
@@ -719,10 +719,6 @@ def decoding_step(
 # The options of decoding.
 
 
-NUMBERS: tuple[str, ...] = ('max_length', 'beam_size', 'alpha', 'top_k', 'top_p', 'min_p', 'seed')
-NUMBERS += ('num_return', 'repetition_penalty', 'no_repeat_ngram_size', 'min_length')
-
-
 def _check_known(options: Mapping[str, object]) -> None:
     """Raise ValueError unless `options` are fields of `Decoding`."""
     known = [field.name for field in dataclasses.fields(Decoding)]
@@ -737,13 +733,14 @@ def _check_known(options: Mapping[str, object]) -> None:
 
 def check_decoding(decoding: Decoding) -> None:
     """Raise ValueError unless the options of `T5.generate` are valid, each and together."""
-    given = [(name, getattr(decoding, name)) for name in NUMBERS]
-    temperature = decoding.temperature
-    for value in temperature if isinstance(temperature, tuple) else [temperature]:
-        given.append(('temperature', value))
-    for name, value in given:
-        setting = check.declared()[f'decode.{name}']
-        check.check_allowed(name, value, setting.default, setting.range)
+    for field in dataclasses.fields(decoding):
+        setting = check.declared().get(f'decode.{field.name}')
+        if setting is None or setting.range is None:
+            continue
+        given = getattr(decoding, field.name)
+        is_list = field.name == 'temperature' and isinstance(given, tuple)
+        for value in given if is_list else [given]:
+            check.check_allowed(field.name, value, setting.default, setting.range)
     if decoding.beam_size > 1 and decoding.is_random:
         raise ValueError(
             f'beam_size={decoding.beam_size} draws nothing: set temperature=0.0, or beam_size=1 to sample'
