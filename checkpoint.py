@@ -6,11 +6,11 @@
     checkpoint_STEP/manifest.json                 size and crc32c of each of these files
 
 A tree is flat here: {'target/encoder/layers_0/attention/query/kernel': array, 'state/step': array}. Every
-process calls the functions alike, and reads or writes only its own shards.
+process makes the same calls, and reads or writes only its own shards.
 
 A save copies the arrays once in host memory and returns. Threads write the copies to `checkpoint_STEP.tmp-…`,
 which no reader opens, and rename this folder when everything is on the disk. A crash leaves at most that folder.
-A bucket renames nothing: there the index is written last, and a folder without it is an unfinished checkpoint.
+A bucket cannot rename: there the index is written last, and a folder without it is an unfinished checkpoint.
 
 Source: T5X t5x/checkpoints.py, t5x/checkpoint_utils.py; Flax flax/serialization.py for msgpack's extensions.
 """
@@ -40,31 +40,31 @@ import paths
 from messages import first_ten
 from paths import AnyPath, list_folder
 
-VERSION = 3  # version 2 differs in bfloat16 arrays alone, which it stores as uint16
+VERSION = 3  # version 2 stores bfloat16 arrays as uint16
 CHUNK_BYTES = 64 * 2**20
-# Of all arrays: else each looks for credentials and a region, and logs it. Files are mapped into memory, which
-# saves a copy of each that is read.
+# Shared by all arrays: otherwise each looks for credentials and a region, and logs it. Memory mapping saves a copy
+# of each file.
 CONTEXT = ts.Context({'file_io_mode': {'mode': 'memmap'}})
-ARRAYS_IN_FLIGHT = 8  # threads; bounds the host memory that restoring takes
-TIMEOUT_SECONDS = 600  # without a new file, before a save gives up the other processes
+ARRAYS_IN_FLIGHT = 8  # threads; bounds the host memory for restoring
+TIMEOUT_SECONDS = 600  # wait for another process's next file
 INDEX = 'checkpoint'
 MANIFEST = 'manifest.json'
-# A temporary folder of `Saver`. Users have backups with other names.
+# Temporary folders of `Saver`, not a user's backups.
 UNFINISHED = re.compile(r'checkpoint_[0-9]+\.tmp-([0-9]+|deleted)')
 PARAMETER_PREFIX = 'target/'
 SLOT_PREFIX = 'state/param_states/'
 MAX_GZIP_RATIO = 1032
 LFS_POINTER_BYTES = 200  # at most
-# What unpacking damaged or hostile content raises, by its types, sizes or depth.
+# Errors from unpacking damaged or hostile content, caused by its types, sizes or depth.
 UNPACK_ERRORS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
-UNPACK_OPTIONS = {'strict_map_key': False, 'max_array_len': 64}  # of msgpack; a list is a shape
+UNPACK_OPTIONS = {'strict_map_key': False, 'max_array_len': 64}  # for msgpack; lists are shapes
 FORMATS = 'a workdir, a checkpoint_STEP folder, a Mesh-TensorFlow prefix or a Hugging Face folder'
 ORBAX_REMEDY = "Orbax is not read: save with T5X's use_orbax=False"
 Shapes = dict[str, tuple[int, ...]]
 
 
 class LazyArray(Protocol):
-    """An array of a checkpoint that is read later."""
+    """An array of a checkpoint that is read later, in its stored dtype."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -72,24 +72,20 @@ class LazyArray(Protocol):
     @property
     def dtype(self): ...  # np.dtype: mypy reads Any in its parameter
 
-    def read(self) -> NDArray:
-        """Return the whole array in its stored dtype."""
-        ...
+    def read(self) -> NDArray: ...
 
 
-Leaf = NDArray | jax.Array | LazyArray  # of a flat tree
+Leaf = NDArray | jax.Array | LazyArray  # in a flat tree
 IN_MEMORY = (np.ndarray, np.generic, jax.Array)  # a leaf of another type is a LazyArray
 T = TypeVar('T')
 
 
 def read_leaf(leaf: Leaf) -> NDArray | jax.Array:
-    """Return a leaf of a flat tree as an array, which reads a LazyArray."""
+    """Return a leaf as an array; read a LazyArray."""
     return leaf if isinstance(leaf, IN_MEMORY) else leaf.read()
 
 
 class Checksum(NamedTuple):
-    """Size and crc32c of a file."""
-
     num_bytes: int
     crc32c: int
 
@@ -99,18 +95,17 @@ class Checksum(NamedTuple):
 
 @dataclass(eq=False)
 class Saver:
-    """Saves checkpoints into a workdir while the training steps go on.
+    """Saves checkpoints into a workdir during training. Every process makes one and makes the same calls.
 
-    Every process makes one and calls it alike. After each save it deletes all but the newest, the newest multiple of
-    `period`, the `keep` (0 keeps all) of the highest finite `rank`, by default the newest, the multiples of
-    `keep_every` (0 is none) and those with T5X's marker file PINNED. `dtype`: of saved parameters, '' their own.
+    Keeps: the newest; the newest multiple of `period`; the `keep` best by `rank`, of finite rank; multiples of
+    `keep_every`; those with T5X's marker file PINNED. It deletes the others after each save.
     """
 
     folder: str | AnyPath
-    keep: int = 0
-    keep_every: int = 0
-    dtype: str = ''
-    rank: Callable[[int], float] = float  # of a step
+    keep: int = 0  # 0: all
+    keep_every: int = 0  # 0: none
+    dtype: str = ''  # for saved parameters; '': their own
+    rank: Callable[[int], float] = float  # step -> rank; by default the newest are best
     period: int = 1
 
     def __post_init__(self) -> None:
@@ -118,18 +113,18 @@ class Saver:
         paths.to_kvstore(self.workdir)  # raises early for a name that TensorStore cannot open
         self._pool = futures.ThreadPoolExecutor(ARRAYS_IN_FLIGHT)
         self._saving: futures.Future | None = None
-        # The temporary folder has the same name in all processes, and another one in every save.
+        # Names the temporary folder: the same in all processes, another one in every save.
         self._stamp = int(multihost_utils.broadcast_one_to_all(np.int32(time.time() % 2**31)))
         if jax.process_index() == 0:
-            for folder in unfinished(self.workdir):  # of earlier runs
+            for folder in unfinished(self.workdir):  # left by earlier runs
                 paths.remove_folder(folder)
         multihost_utils.sync_global_devices(f'{self.workdir} is clean')
 
     def save(self, step: int, tree: Mapping, files: Mapping[str, bytes] = {}) -> None:
         """Start to save the flat `tree` as `checkpoint_STEP`, with `files` beside it.
 
-        Return when the arrays are copied, so that the caller may donate them. A LazyArray is read when it is
-        written. Wait for the save before, and raise its OSError.
+        Waits for the previous save, and raises its OSError. Returns when the arrays are copied: the caller may donate
+        them. A LazyArray is read when it is written.
         """
         self.wait()
         final = self.workdir / f'checkpoint_{step}'
@@ -148,17 +143,17 @@ class Saver:
         if all(isinstance(leaf, IN_MEMORY) for leaf in leaves):
             # All are queued now; an interpreter that exits drains the queue first.
             written = self._pool.map(write, specs.values(), shards)
-        else:  # one after another in `_commit`, which takes less memory
+        else:  # one after another in `_commit`, to save memory
             written = map(write, specs.values(), shards)
         self._saving = self._pool.submit(self._commit, step, tmp, written, files, packed)
 
     def check(self) -> None:
-        """Raise the OSError of a save that failed. Does not wait, so it may be called every step."""
+        """Raise the OSError of a save that failed, without waiting."""
         if self._saving and self._saving.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the last save is complete in all processes. Raises its OSError, once."""
+        """Wait until the last save is complete in all processes. Raise its OSError, once."""
         if self._saving:
             futures.wait([self._saving])
             saving = self._saving
@@ -179,7 +174,7 @@ class Saver:
     ) -> None:
         """Finish a save: wait for the arrays, write `files`, the manifest and the index, rename `tmp`.
 
-        Runs in a thread. JAX's collectives belong to the training steps, so the processes meet through files.
+        Runs in a thread. The processes meet through files, because JAX's collectives belong to the training steps.
         """
         final = self.workdir / f'checkpoint_{step}'
         try:
@@ -216,12 +211,12 @@ class Saver:
         self.prune()
 
     def prune(self) -> None:
-        """Delete the checkpoints that are not kept, which only the first process does."""
+        """Delete checkpoints that are not kept, in the first process."""
         if not self.keep or jax.process_index() > 0:
             return
         found = steps(self.workdir)
         ranked = [step for step in found if self.rank(step) > -math.inf]
-        ranked.sort(key=self.rank, reverse=True)  # of equal ones the first stays in front
+        ranked.sort(key=self.rank, reverse=True)  # stable: the first of equal ones leads
         multiples = [step for step in found if step % self.period == 0]
         kept = ranked[: self.keep] + multiples[-1:] + found[-1:]
         for step in found:
@@ -233,10 +228,9 @@ class Saver:
 
 
 def delete(directory: AnyPath) -> None:
-    """Delete a checkpoint."""
-    # First it stops being one, so that no reader finds one with half of its files.
+    """Delete a checkpoint. It first stops being one: no reader finds one with half of its files."""
     if isinstance(directory, Path) and directory.is_symlink():
-        directory.unlink()  # what it leads to is the user's
+        directory.unlink()  # its target is the user's
         return
     if isinstance(directory, Path):
         directory = directory.rename(f'{directory}.tmp-deleted')
@@ -249,10 +243,7 @@ def delete(directory: AnyPath) -> None:
 def save(
     workdir: str | AnyPath, step: int, tree: Mapping, files: Mapping[str, bytes] = {}
 ) -> AnyPath:
-    """Write the flat `tree` to `workdir/checkpoint_STEP`, with `files` beside it; return its path.
-
-    All or nothing. Every process calls it with the same paths. Raises OSError if the disk refuses.
-    """
+    """Write the flat `tree` to `workdir/checkpoint_STEP`, with `files` beside it, or nothing; return its path."""
     saver = Saver(workdir)
     try:
         saver.save(step, tree, files)
@@ -263,10 +254,10 @@ def save(
 
 
 def _make_index(tree: Mapping[str, Leaf], dtype: str) -> dict:
-    """Return {path: packed array or spec} of a flat tree, sorted; parameters have `dtype` if it is given.
+    """Return {path: packed array or spec for TensorStore} of a flat tree, sorted; `dtype` is for parameters.
 
-    As in T5X, an array without logical axes is packed into the index: the step, placeholders of shape [1], and the
-    vectors of Adafactor's factored second moments. Any other one has the spec that TensorStore needs.
+    As in T5X, arrays without logical axes are packed into the index: the step, placeholders of shape [1], and the
+    vectors of Adafactor's factored second moments.
     """
     index: dict = {}
     for path in sorted(tree):
@@ -276,14 +267,14 @@ def _make_index(tree: Mapping[str, Leaf], dtype: str) -> dict:
         is_factor = len(shape) == 1 and np.shape(tree.get(PARAMETER_PREFIX + owner, leaf)) != shape
         if not is_parameter(path) and (shape in ((), (1,)) or is_factor):
             array = read_leaf(leaf)
-            if isinstance(array, jax.Array):  # it may be split over processes
+            if isinstance(array, jax.Array):  # may be split over processes
                 array = multihost_utils.process_allgather(array, tiled=True)
             content = (array.shape, array.dtype.name, np.asarray(array).tobytes())
             index[path] = msgpack.ExtType(1, msgpack.packb(content))  # as Flax packs an array
             continue
         saved_dtype = dtype if dtype and is_parameter(path) else leaf.dtype.name
         shard_shape = shape
-        if isinstance(leaf, jax.Array):  # a shard is whole chunks: no two processes share a file
+        if isinstance(leaf, jax.Array):  # chunks lie within a shard: processes share no file
             shard_shape = leaf.sharding.shard_shape(shape)
         max_elements = CHUNK_BYTES // ts.dtype(saved_dtype).numpy_dtype.itemsize
         index[path] = {
@@ -292,7 +283,7 @@ def _make_index(tree: Mapping[str, Leaf], dtype: str) -> dict:
             'kvstore': {'driver': 'file', 'path': path.replace('/', '.') + '/'},
             'metadata': {
                 'chunks': list(chunk_shape(shard_shape, max_elements)),
-                # Differs from T5X: not gzipped, which T5X restores as well and is several times faster.
+                # Differs from T5X: uncompressed, several times faster; T5X reads it.
                 'compressor': None,
                 'shape': list(shape),
             },
@@ -301,10 +292,7 @@ def _make_index(tree: Mapping[str, Leaf], dtype: str) -> dict:
 
 
 def chunk_shape(shape: tuple[int, ...], max_elements: int) -> tuple[int, ...]:
-    """Return T5X's shape of a chunk: the largest dimension shrinks to its next divisor until the chunk fits.
-
-    Source: t5x/checkpoints.py choose_chunk_shape.
-    """
+    """Return T5X's chunk shape (choose_chunk_shape): the largest dimension shrinks to its next divisor until it fits."""
     chunk = list(shape)
     while math.prod(chunk) > max_elements:
         dim = chunk.index(max(chunk))
@@ -313,19 +301,17 @@ def chunk_shape(shape: tuple[int, ...], max_elements: int) -> tuple[int, ...]:
 
 
 class Shard(NamedTuple):
-    """A part of an array that this process writes."""
-
     slices: 'tuple[slice[int | None, int | None, int | None], ...]'
     data: NDArray | LazyArray
 
 
 def _copy_shards(leaf: Leaf, spec: Mapping) -> list[Shard]:
-    """Return copies of what this process writes, in the dtype of `spec`; a LazyArray is not copied."""
+    """Return copies of this process's shards, in the dtype of `spec`; a LazyArray is not copied."""
     dtype = np.dtype(spec['dtype'])  # jax registers 'bfloat16' with numpy
     shards = []
     if isinstance(leaf, jax.Array):
         for shard in leaf.addressable_shards:
-            if shard.replica_id == 0:  # which writes it
+            if shard.replica_id == 0:  # one replica writes
                 shards.append(Shard(shard.index, np.array(shard.data, dtype)))
     elif jax.process_index() == 0:
         data = np.array(leaf, dtype) if isinstance(leaf, IN_MEMORY) else leaf
@@ -334,7 +320,7 @@ def _copy_shards(leaf: Leaf, spec: Mapping) -> list[Shard]:
 
 
 def _write_array(directory: AnyPath, spec: Mapping, shards: Sequence[Shard]) -> dict[str, Checksum]:
-    """Write `shards`; return the checksums of the files that this process has written."""
+    """Write `shards`; return the checksums of their files."""
     folder = spec['kvstore']['path']
     stored = {**spec, 'kvstore': paths.to_kvstore(directory / folder)}
     with paths.library_errors(directory / folder):
@@ -348,20 +334,19 @@ def _write_array(directory: AnyPath, spec: Mapping, shards: Sequence[Shard]) -> 
         names.append('.zarray')
     metadata = spec['metadata']
     for shard in shards:
-        numbers = []  # of its chunks, in each dimension
+        numbers = []  # chunk numbers, in each dimension
         for part, size, chunk in zip(
             shard.slices, metadata['shape'], metadata['chunks'], strict=True
         ):
             start, stop, _ = part.indices(size)
             numbers.append(range(start // chunk, math.ceil(stop / chunk)))
         for position in itertools.product(*numbers):
-            # A scalar has no dimension, and its chunk is '0'.
-            names.append('.'.join(map(str, position)) or '0')
+            names.append('.'.join(map(str, position)) or '0')  # '0': a scalar's chunk
     return {f'{folder}{name}': checksum(directory / folder / name) for name in names}
 
 
 def _await(files: Sequence[AnyPath], directory: AnyPath) -> None:
-    """Wait until all `files` exist. Raises TimeoutError if `directory` gets no new file for long."""
+    """Wait until all `files` exist. Raise TimeoutError if `directory` gets no new file for long."""
     count = -1
     deadline = 0.0
     while True:
@@ -390,14 +375,13 @@ def _sync(path: Path) -> None:
 
 
 def pack_manifest(step: int, checksums: Mapping[str, Checksum]) -> bytes:
-    """Return the manifest, with a checksum of its own. One content has one form."""
+    """Return the manifest, with a checksum of its own."""
     content = {'step': step, 'files': checksums}
     crc32c = google_crc32c.value(json.dumps(content, sort_keys=True).encode())
     return json.dumps({'crc32c': crc32c, **content}, sort_keys=True, indent=1).encode()
 
 
 def checksum(file: AnyPath) -> Checksum:
-    """Return the checksum of a file, which is read in blocks."""
     crc32c = google_crc32c.Checksum()
     size = 0
     with paths.open_file(os.fspath(file)) as stream:
@@ -414,15 +398,15 @@ def restore(
     shardings: Mapping[str, jax.sharding.Sharding] = {},
     dtype: str = '',
 ) -> dict[str, jax.Array | NDArray]:
-    """Return the arrays of a checkpoint, or of those leaves of an index that are given.
+    """Return the arrays of a checkpoint, or of the leaves of an index.
 
     A path in `shardings` gives a jax.Array, of which a process reads only its own shards; any other path a numpy
-    array. Casts parameters to `dtype` if given. Raises ValueError for a damaged or untrusted array.
+    array. Parameters are cast to `dtype` if given. Raises ValueError for a damaged or untrusted array.
     """
     index = source if isinstance(source, Mapping) else read_index(source)
     num_threads = ARRAYS_IN_FLIGHT
     if not all(isinstance(leaf, (*IN_MEMORY, ZarrEntry)) for leaf in index.values()):
-        num_threads = 1  # other formats read whole arrays, and one at a time bounds the memory
+        num_threads = 1  # other formats read unsplit arrays: one at a time bounds the memory
 
     def restore_leaf(path):
         leaf = index[path]
@@ -437,7 +421,7 @@ def restore(
             array = ts.cast(array, ts.dtype(dtype))
         if sharding is None:
             return result_of(array.read())
-        reads: dict[str, ts.Future] = {}  # one for all replicas of a shard
+        reads: dict[str, ts.Future] = {}  # shared by the replicas of a shard
         for part in sharding.addressable_devices_indices_map(array.shape).values():
             if str(part) not in reads:
                 reads[str(part)] = array[part].read()
@@ -445,7 +429,7 @@ def restore(
             array.shape, sharding, lambda part: result_of(reads[str(part)])
         )
 
-    # The largest first: while one is read it takes memory several times, when there are few others.
+    # Largest first: reading needs several copies of an array, so do it while little else is in memory.
     ordered = sorted(index, key=lambda path: math.prod(np.shape(index[path])), reverse=True)
     with futures.ThreadPoolExecutor(num_threads) as pool:
         arrays = dict(zip(ordered, pool.map(restore_leaf, ordered), strict=True))
@@ -453,10 +437,7 @@ def restore(
 
 
 def read_index(path: str | AnyPath) -> dict[str, Leaf]:
-    """Return {path: leaf} of a checkpoint in T5X's native layout: its folder, or an index alone.
-
-    A small array is a numpy array, any other a LazyArray. Raises ValueError for other layouts and versions.
-    """
+    """Return {path: numpy array or LazyArray} of a folder or index in T5X's native layout; refuse others."""
     folder = paths.to_path(path)
     file = folder / INDEX
     if paths.is_file(folder):
@@ -474,7 +455,7 @@ def read_index(path: str | AnyPath) -> dict[str, Leaf]:
 
     def leaf_of_map(node: dict) -> 'NDArray | dict | ZarrEntry':
         if '__msgpack_chunked_array__' in node:
-            # Of more than 1 GiB. A list is a map {'0': first, …}.
+            # An array of more than 1 GiB. Lists are maps {'0': first, …}.
             shape = node['shape']
             chunks = node['chunks']
             joined = np.concatenate([chunks[str(i)].ravel() for i in range(len(chunks))])
@@ -490,7 +471,7 @@ def read_index(path: str | AnyPath) -> dict[str, Leaf]:
         return entry
 
     def array_of_extension(code: int, payload: bytes) -> NDArray:
-        if code == 2:  # Flax's for a complex number; 1 is an array, 3 a scalar of numpy
+        if code == 2:  # Flax: a complex number; 1 is an array, 3 a numpy scalar
             real, imaginary = msgpack.unpackb(payload)
             return np.asarray(complex(real, imaginary))
         shape, dtype, content = msgpack.unpackb(payload, **UNPACK_OPTIONS)
@@ -507,21 +488,21 @@ def read_index(path: str | AnyPath) -> dict[str, Leaf]:
         for name, leaf in flatten(top.get('optimizer', {})).items():
             if isinstance(leaf, ZarrEntry):
                 leaves[name] = leaf
-            elif leaf is not None:  # nil stands for a parameter without optimizer state
+            elif leaf is not None:  # nil: a parameter without optimizer state
                 if not jax.dtypes.issubdtype(getattr(leaf, 'dtype', type(leaf)), np.number):
-                    raise ValueError(f'{name} is no array of numbers')
+                    raise ValueError(f'{name} is not an array of numbers')
                 leaves[name] = np.asarray(leaf)
     except UNPACK_ERRORS as error:
         remedy = f'name {FORMATS}; {ORBAX_REMEDY}'
         if file.name != INDEX and (folder / INDEX).is_file():
             remedy = f'it is one file of a checkpoint: name its folder, {folder}'
-        raise ValueError(f'{file} is no T5X index ({error}): {remedy}') from error
+        raise ValueError(f'{file} is not a T5X index ({error}): {remedy}') from error
     return leaves
 
 
 @dataclass(frozen=True, eq=False)
 class ZarrEntry:
-    """A LazyArray of T5X's layout: `spec` of the index describes the zarr folder `folder` in `directory`."""
+    """A LazyArray in T5X's layout: the index's `spec` describes the zarr folder `folder` in `directory`."""
 
     directory: AnyPath
     folder: AnyPath
@@ -539,12 +520,12 @@ class ZarrEntry:
         return self.result_of(self.open().read())
 
     def open(self) -> ts.TensorStore:
-        """Return the stored array. Raises ValueError unless it is complete and as the spec says.
+        """Return the stored array. Raises ValueError unless it is complete and matches the spec.
 
-        Of the spec, only name, shape and dtype count: only .zarray is right about chunks and compressor.
+        Only name, shape and dtype of the spec count: .zarray alone is right about chunks and compressor.
         """
         sizes = paths.sizes_in(self.folder)
-        parts = self.folder.parts[len(self.directory.parts) :]  # the user's own may hold a '..'
+        parts = self.folder.parts[len(self.directory.parts) :]  # `directory` itself may have a '..'
         is_inside = self.folder.is_relative_to(self.directory) and '..' not in parts
         if isinstance(self.directory, Path):  # a bucket has neither links nor devices
             root = self.directory.resolve()
@@ -559,11 +540,11 @@ class ZarrEntry:
         stored = {
             'driver': 'zarr',
             'kvstore': paths.to_kvstore(self.folder),
-            'fill_missing_data_reads': False,  # a lost chunk must not be read as zeros
+            'fill_missing_data_reads': False,  # a lost chunk is an error, not zeros
         }
         array = self.result_of(ts.open(stored, context=CONTEXT))
 
-        # Memory is allocated for no more than the files can hold.
+        # Allocate no more memory than the files can hold.
         num_elements = 1
         for size, chunk in zip(
             array.shape, array.chunk_layout.write_chunk.shape or (), strict=True
@@ -575,7 +556,7 @@ class ZarrEntry:
 
         dtype = self.spec.get('dtype', array.dtype.name)  # old specs have none
         is_told = array.shape == self.shape and array.dtype.name == dtype
-        if not is_held or not is_told or dtype == 'uint16':  # which T5X refuses, too
+        if not is_held or not is_told or dtype == 'uint16':  # T5X refuses uint16, too
             raise ValueError(
                 f'{self.folder} has {array.dtype.name} {array.shape} in {num_bytes} bytes, not {dtype} '
                 f'{self.shape} as its index says: copy the checkpoint again (uint16 is not read)'
@@ -583,10 +564,10 @@ class ZarrEntry:
         return array
 
     def result_of(self, future: ts.Future[T]) -> T:
-        """Return the result of a TensorStore operation on this array; its error names the remedy."""
+        """Return the result of a TensorStore operation on this array, or raise an error with a remedy."""
         try:
             return future.result()
-        except ValueError as error:  # TensorStore's for damaged, missing and forbidden files alike
+        except ValueError as error:  # a damaged, missing or forbidden file
             raise ValueError(f'{self.folder} cannot be read ({error}): copy it again') from error
 
 
@@ -594,18 +575,18 @@ class ZarrEntry:
 
 
 def steps(workdir: str | AnyPath) -> list[int]:
-    """Return the steps of the checkpoints in `workdir`, ascending. An unfinished one does not count."""
+    """Return the steps of the finished checkpoints in `workdir`, ascending."""
     folders = step_folders(paths.to_path(workdir))
     return [step for step in folders if paths.is_file(folders[step] / INDEX)]
 
 
 def commit_of(directory: AnyPath) -> AnyPath:
-    """Return the path that is there when a checkpoint is complete: its folder, in a bucket its index."""
+    """Return the path whose existence marks a finished checkpoint: its folder, in a bucket its index."""
     return directory if isinstance(directory, Path) else directory / INDEX
 
 
 def unfinished(workdir: AnyPath) -> list[AnyPath]:
-    """Return what saves and deletions that were interrupted have left in a run's workdir."""
+    """Return the folders that interrupted saves and deletions left in a workdir."""
     if not isinstance(workdir, Path):
         return [x for x in step_folders(workdir).values() if not commit_of(x).exists()]
     folders = workdir.glob('checkpoint_*.tmp-*/')
@@ -613,7 +594,7 @@ def unfinished(workdir: AnyPath) -> list[AnyPath]:
 
 
 def step_folders(workdir: AnyPath) -> dict[int, AnyPath]:
-    """Return {step: path} of what has a checkpoint's name in `workdir`, ascending."""
+    """Return {step: path} of paths with a checkpoint's name in `workdir`, ascending."""
     folders = {}
     for folder in list_folder(workdir):
         step = step_of(folder)
@@ -623,7 +604,7 @@ def step_folders(workdir: AnyPath) -> dict[int, AnyPath]:
 
 
 def step_of(folder: AnyPath) -> int | None:
-    """Return the step in a checkpoint's name as T5X writes it: ASCII digits without zeros in front."""
+    """Return the step in a checkpoint's name, ASCII digits without leading zeros as T5X writes them."""
     match = re.fullmatch('checkpoint_(0|[1-9][0-9]*)', folder.name)
     return int(match[1]) if match else None
 
@@ -632,21 +613,16 @@ def step_of(folder: AnyPath) -> int | None:
 
 
 def is_parameter(path: str) -> bool:
-    """Return whether a path of T5X's tree is of a parameter."""
     return path.startswith(PARAMETER_PREFIX)
 
 
 def parameters(tree: Mapping[str, T]) -> dict[str, T]:
-    """Return {parameter's own path: leaf} of a flat tree: without 'target/'."""
-    return {
-        path.removeprefix(PARAMETER_PREFIX): leaf
-        for path, leaf in tree.items()
-        if is_parameter(path)
-    }
+    """Return {path without 'target/': leaf} of the parameters in a flat tree."""
+    start = len(PARAMETER_PREFIX)
+    return {path[start:]: leaf for path, leaf in tree.items() if is_parameter(path)}
 
 
 def shapes(tree: Mapping) -> Shapes:
-    """Return {path: shape} of a flat tree, or of an index."""
     return {path: tuple(np.shape(leaf)) for path, leaf in tree.items()}
 
 
@@ -662,7 +638,6 @@ def flatten(tree: Mapping, prefix: str = '') -> dict:
 
 
 def unflatten(flat: Mapping) -> dict:
-    """Return the nested dicts of a flat tree."""
     tree: dict = {}
     for path, leaf in flat.items():
         *parents, name = path.split('/')

@@ -21,53 +21,46 @@ from vocabulary import EOS_ID, PAD_ID, Vocabulary
 EOS = np.array([EOS_ID], np.int32)
 DROPPED = -1  # replaces the id of a token that is left out
 MAX_RAW_LENGTH = 1 << 20
-MAX_DOCUMENT_TOKENS = 65536  # of a longer document one chunk is taken, as in T5
-MIN_LENGTH = 3  # of inputs and targets: a token, a sentinel and EOS
+MAX_DOCUMENT_TOKENS = 65536  # a longer document gives one chunk of this length, as in T5
+MIN_LENGTH = 3  # inputs and targets hold a token, a sentinel and EOS
 Pair = tuple[NDArray, NDArray]  # inputs and targets
 
 
 class Example(NamedTuple):
     """The ids of one example, int32 without padding.
 
-    Both features end with EOS, but for the rows of `FullLm`, T0's inputs, and T0's targets where they
-    are cut. Inputs are never empty: those without a token are EOS alone, so that the decoder has
-    something to read, in a packed row, too.
+    Both features end with EOS, except the rows of `FullLm`, T0's inputs, and T0's targets if they are cut.
+    Inputs are never empty: without a token they are EOS alone, so the decoder has something to read.
     """
 
     inputs: NDArray
     targets: NDArray
-    names: Sequence[str]  # of the records that it is made of
+    names: Sequence[str]  # its records
     is_trimmed: bool = False  # its texts were longer than a row
-    weight: float = 1.0  # of the loss of its targets
+    weight: float = 1.0  # for the loss of its targets
 
 
 class Objective(Protocol):
-    """Makes examples of tokenized records.
+    """Makes examples from tokenized records. tasks.objectives, or a task in a user's file, names the class."""
 
-    A new one is such a class, and a row in tasks.objectives or the `objective` of a task in a user's file.
-    """
-
-    features: tuple[str, ...]  # the texts of a record that it takes, tokenized
+    features: tuple[str, ...]  # names of the texts of a record that it needs
     records_per_group: int  # records that it takes at once
-    num_sentinels: int  # the number that its spans need, from <extra_id_0> on
+    num_sentinels: int  # sentinels that its spans need, from <extra_id_0> on
 
     def __init__(self, config: ConfigDict, vocabulary: Vocabulary):
-        """`config`: config.data. Raise ValueError for settings that do not fit the objective."""
+        """Take config.data. Raise ValueError for settings that do not fit the objective."""
 
     def examples(
         self, names: Sequence[str], records: Sequence[Mapping[str, NDArray]], *key: int | str
     ) -> list[Example]:
-        """Make examples of named records, {feature: ids without EOS}, also 'weight' if set, random by `key`."""
-
-
-# Text to text.
+        """Make examples of named records, {feature: ids without EOS, 'weight' if set}, random by `key`."""
 
 
 class TextToText:
-    """Each record is an example, its inputs and targets as they are, cut to the lengths of a row."""
+    """Makes each record an example, its inputs and targets cut to the lengths of a row."""
 
     features: tuple[str, ...] = ('inputs', 'targets')
-    records_per_group = 16  # that are tokenized at once
+    records_per_group = 16
     num_sentinels = 0
 
     def __init__(self, config: ConfigDict, vocabulary: Vocabulary):
@@ -98,19 +91,18 @@ class TextToText:
         return ids if len(ids) <= length else np.concatenate([ids[: length - 1], EOS])
 
 
-# Denoising: span corruption, and the base of the other objectives that corrupt text.
+# Denoising: span corruption, and the base class of other objectives that corrupt text.
 
 
 class Denoising:
     """Cuts documents, concatenated or each alone, into rows of raw ids, and corrupts each row.
 
-    Source: t5/data/preprocessors.py `select_random_chunk`, `reduce_concat_tokens`, `split_tokens`,
-    `denoise`.
+    Source: t5/data/preprocessors.py select_random_chunk, reduce_concat_tokens, split_tokens, denoise.
     """
 
     features: tuple[str, ...] = ('targets',)
-    records_per_group = 128  # that are concatenated, as in t5/data/preprocessors.py
-    concatenates = True  # in T5; data.concatenate can change it
+    records_per_group = 128  # concatenated, as in t5/data/preprocessors.py
+    concatenates = True  # T5's; data.concatenate can change it
     min_inputs_length = MIN_LENGTH
     num_sentinels = 0
 
@@ -119,7 +111,7 @@ class Denoising:
         self.vocabulary_size = vocabulary.size
         self.sentinel_ids = vocabulary.sentinel_ids
         self.noise_density = config.noise_density
-        self.raw_length = self.lengths.inputs - 1  # ids that fill a row of the batch
+        self.raw_length = self.lengths.inputs - 1  # ids that fill a row
         if config.concatenate != 'auto':
             self.concatenates = config.concatenate == 'yes'
         if self.lengths.inputs < self.min_inputs_length:
@@ -130,16 +122,10 @@ class Denoising:
         self.set_lengths(config, vocabulary)
 
     def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
-        """Set `num_sentinels` and `raw_length`. Raise ValueError for settings that do not fit.
-
-        By default there are no sentinels, and a row of raw ids fills the inputs.
-        """
+        """Set `num_sentinels` and `raw_length` if the defaults do not fit; refuse settings with a ValueError."""
 
     def corrupt(self, raw_ids: NDArray, *key: int | str) -> Pair:
-        """Return inputs and targets, without EOS, of each row of int32 [rows, raw_length or less].
-
-        Both are int32 [rows, any length], with DROPPED in place of what is left out.
-        """
+        """Return inputs and targets, without EOS, of raw ids, all int32 [rows, length]; DROPPED marks gaps."""
         raise NotImplementedError('write corrupt, as SpanCorruption does')
 
     def examples(
@@ -150,7 +136,7 @@ class Denoising:
         return corrupt_rows(documents, rows, self.corrupt, self.lengths, *key)
 
     def text_ends(self, documents: 'Documents') -> list[int]:
-        """Return where the texts end that are cut into rows: all documents in one, or each."""
+        """Return the ends of the texts to cut into rows: all documents joined, or each."""
         if self.concatenates:
             return [len(documents.ids)]
         return documents.ends.tolist()
@@ -164,7 +150,6 @@ class Denoising:
             )
 
     def check_sentinels(self, num_spans: int, vocabulary: Vocabulary) -> None:
-        """Raise ValueError unless there is a sentinel for each span of noise."""
         if vocabulary.num_sentinels < num_spans:
             raise ValueError(
                 f'data.lengths.inputs={self.lengths.inputs} gives {num_spans} noise spans for '
@@ -176,7 +161,7 @@ class Denoising:
 class SpanCorruption(Denoising):
     """Replaces spans of noise by sentinels. The targets are the spans, each after its sentinel.
 
-    Source: T5 (Raffel et al. 2020) §3.1.4; t5/data/preprocessors.py `span_corruption`.
+    Source: T5 (Raffel et al. 2020) §3.1.4; t5/data/preprocessors.py span_corruption.
     """
 
     def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
@@ -209,7 +194,7 @@ def corrupt_rows(
     lengths: ConfigDict,
     *key: int | str,
 ) -> list[Example]:
-    """Return the examples of rows, int [rows, 2]: `corrupt` takes all rows of one length at once."""
+    """Return the examples of rows, int [rows, 2]; `corrupt` takes all rows of one length at once."""
     examples = []
     row_lengths = rows[:, 1] - rows[:, 0]
     for length in np.unique(row_lengths)[::-1]:
@@ -226,23 +211,23 @@ def corrupt_rows(
 
 
 def mark_spans(raw_ids: NDArray, mask: NDArray, sentinel_ids: NDArray) -> Pair:
-    """Return inputs and targets: a sentinel for each span of noise, and one for each span between."""
+    """Return inputs, with a sentinel for each span of noise, and targets, with one for each span between."""
     inputs = noise_span_to_unique_sentinel(raw_ids, mask, sentinel_ids)
     return inputs, noise_span_to_unique_sentinel(raw_ids, ~mask, sentinel_ids)
 
 
-# Documents are joined and cut into rows.
+# Joining documents and cutting them into rows.
 
 
 class Documents(NamedTuple):
     """The ids of some documents, one after another."""
 
     ids: NDArray  # int32 [tokens]
-    ends: NDArray  # of each document, in the tokens
+    ends: NDArray  # index after the last token of each document
     names: list[str]
 
     def names_of(self, rows: NDArray) -> list[list[str]]:
-        """Return the names of the documents of each row, int [rows, 2]: where it begins and ends."""
+        """Return the names of the documents in each row, int [rows, 2]: its begin and end."""
         first = np.searchsorted(self.ends, rows[:, 0], side='right').tolist()
         last = np.searchsorted(self.ends, rows[:, 1] - 1, side='right').tolist()
         return [self.names[i : j + 1] for i, j in zip(first, last, strict=True)]
@@ -254,9 +239,9 @@ def join_documents(
     *key: int | str,
     with_eos: bool = False,
 ) -> Documents:
-    """Join the targets of the records that have any, each with EOS at its end if asked.
+    """Join the targets of the records that have any, each followed by EOS if asked.
 
-    A long document gives one aligned chunk; its last, short one is as likely as the others.
+    A long document gives one aligned chunk; all chunks, also the short last one, are equally likely.
     """
     chunks = []
     chunk_names = []
@@ -277,11 +262,7 @@ def join_documents(
 
 
 def split_tokens(ends: Sequence[int], lengths: Iterable[int]) -> NDArray:
-    """Cut texts into rows; return where each row begins and ends, int64 [rows, 2].
-
-    `ends`: where each text ends. `lengths`: those of the rows, in order; the last row of a text may
-    be shorter.
-    """
+    """Cut texts that end at `ends` into rows of `lengths`, the last shorter; return begins and ends, int [rows, 2]."""
     rows = []
     begin = 0
     next_length = iter(lengths)
@@ -307,7 +288,7 @@ def append_eos_after_trim(tokens: NDArray, length: int) -> list[NDArray]:
     return [kept[begin:end] for begin, end in itertools.pairwise([0, *ends])]
 
 
-# Spans of noise and their sentinels. Names are those of t5/data/preprocessors.py.
+# Spans of noise and their sentinels, under the names of t5/data/preprocessors.py.
 
 
 def random_spans_helper(
@@ -336,14 +317,14 @@ def num_noise_tokens_and_spans(length: int, density: float, mean_length: float) 
     num_noise = int(np.round(np.float32(length) * np.float32(density)))  # T5 rounds in float32
     num_noise = min(max(num_noise, 1), length - 1)
     num_spans = max(round(num_noise / mean_length), 1)
-    # Differs from T5X, which fails where too few tokens are left to keep the spans apart.
+    # Differs from T5X, which fails if too few tokens are left to keep the spans apart.
     return num_noise, min(num_spans, length - num_noise)
 
 
 def random_spans_noise_mask(
     shape: tuple[int, int], density: float, mean_length: float, *key: int | str
 ) -> NDArray:
-    """Return a mask of alternating spans of non-noise and noise, as many in every row."""
+    """Return a mask of alternating spans of non-noise and noise, the same number in every row."""
     num_rows = shape[0]
     length = max(shape[1], 2)  # a single token is not noise
     num_noise, num_spans = num_noise_tokens_and_spans(length, density, mean_length)
@@ -361,7 +342,7 @@ def random_segments(num_rows: int, num_items: int, num_segments: int, *key: int 
     if num_segments == 1:
         return np.full((num_rows, 1), num_items)
     bits = random_bits((num_rows, num_items - 1), *key)
-    # A cut after each of the items that have the least bits: sorting all of them takes longer.
+    # Cut after the items with the smallest random bits; argpartition is faster than sorting.
     least = np.argpartition(bits, num_segments - 2, axis=1)[:, : num_segments - 1]
     cuts = np.sort(least, axis=1) + 1
     return np.diff(cuts, axis=1, prepend=0, append=num_items)
@@ -392,8 +373,8 @@ def first_of_spans(mask: NDArray) -> NDArray:
 def pack_greedily(sizes: NDArray, limits: NDArray) -> list[list[int]]:
     """Return the examples of each row, as SeqIO packs them: in order, with one open row.
 
-    `sizes` [examples, features] are lengths, at most `limits` [features]. No row spans two groups of
-    max(limits) examples.
+    `sizes` [examples, features] are lengths, at most `limits` [features]. A row does not span two groups
+    of max(limits) examples.
     """
     rows: list[list[int]] = []
     group_size = max(limits)
@@ -408,14 +389,10 @@ def pack_greedily(sizes: NDArray, limits: NDArray) -> list[list[int]]:
 
 
 def pack_tightly(sizes: NDArray, limits: NDArray) -> list[list[int]]:
-    """Return the examples of each row: the longest first, each into the first row where it fits.
-
-    `sizes` [examples, features] are lengths, at most `limits` [features]. Differs from T5X, which
-    packs as `pack_greedily` does.
-    """
+    """Return the examples of each row: longest first, each in the first row where it fits. T5X packs greedily."""
     filled = (sizes / limits).max(axis=1, initial=0)
     rows: list[list[int]] = []
-    free = np.tile(limits, (len(sizes), 1))  # in every row that may come to be
+    free = np.tile(limits, (len(sizes), 1))  # in every possible row
     for i in np.argsort(-filled, kind='stable').tolist():
         fits = (free[: len(rows) + 1] >= sizes[i]).all(axis=1)
         row = int(fits.argmax())
@@ -426,15 +403,12 @@ def pack_tightly(sizes: NDArray, limits: NDArray) -> list[list[int]]:
     return rows
 
 
-# Every value of data.pack.
+# The values of data.pack.
 PACKINGS: dict[str, Callable[[NDArray, NDArray], list[list[int]]] | None] = {
     'no': None,
     'greedily': pack_greedily,
     'tightly': pack_tightly,
 }
-
-
-# T5X's features of a batch.
 
 
 def encoder_decoder(
@@ -444,11 +418,11 @@ def encoder_decoder(
     has_weights: bool = False,
 ) -> dict[str, NDArray]:
     """Return the features of rows of examples under T5X's names: [rows, length], int32; weights float32."""
-    inputs = fill([[example.inputs for example in row] for row in rows], lengths['inputs'])
-    targets = fill([[example.targets for example in row] for row in rows], lengths['targets'])
-    # The decoder reads the targets one position later, after BOS, which is 0 in T5. In a packed row
-    # every example begins with BOS, and padding is 0. In one that is not packed, the last target is
-    # read at the first position of the padding, as in SeqIO.
+    inputs = fill(rows, 'inputs', lengths['inputs'])
+    targets = fill(rows, 'targets', lengths['targets'])
+    # The decoder reads the targets one position later, after BOS, which is 0 in T5. In a packed row every
+    # example begins with BOS, and padding is 0. Otherwise the last target is read at the first position
+    # of the padding, as in SeqIO.
     shifted = np.pad(targets.ids[:, :-1], ((0, 0), (1, 0)))
     if pack:
         shifted[targets.positions == 0] = 0
@@ -459,7 +433,7 @@ def encoder_decoder(
         for i, row in enumerate(rows):
             of_segments[i, 1 : 1 + len(row)] = [example.weight for example in row]
         loss_weights = is_target * np.take_along_axis(of_segments, targets.segment_ids, axis=1)
-    # The order of the features counts: batch_crc32 hashes them one after another.
+    # batch_crc32 hashes the features in this order.
     batch = {
         'encoder_input_tokens': inputs.ids,
         'decoder_input_tokens': shifted,
@@ -477,7 +451,7 @@ def encoder_decoder(
 
 
 def feature_lengths(config: ConfigDict) -> dict[str, int]:
-    """Return the length of each feature of a training batch; `config`: config.data."""
+    """Return {feature of a training batch: length} for config.data."""
     empty = encoder_decoder([], config.lengths, PACKINGS[config.pack] is not None)
     return {name: x.shape[1] for name, x in empty.items()}
 
@@ -490,22 +464,23 @@ class PackedRows(NamedTuple):
     positions: NDArray  # 0, 1, ... in each example
 
 
-def fill(rows: Sequence[Sequence[NDArray]], length: int) -> PackedRows:
-    """Concatenate the ids of the examples of each row, and pad them to `length`.
+def fill(rows: Sequence[Sequence[Example]], feature: str, length: int) -> PackedRows:
+    """Concatenate a feature of the examples of each row, and pad it to `length`.
 
-    Differs from T5X where an example has no ids of this feature: its number is left out, so that
-    the segments of inputs and targets stay aligned.
+    Differs from T5X if an example has no ids of this feature: its number is left out, so segments of
+    inputs and targets stay aligned.
     """
     examples: list[NDArray] = []
     segments: list[int] = []
-    for row in rows:
-        examples += row
+    row_sizes = np.zeros(len(rows), np.int32)
+    for i, row in enumerate(rows):
+        of_row = [getattr(example, feature) for example in row]
+        examples += of_row
         segments += range(1, len(row) + 1)
-    sizes = np.array([len(ids) for ids in examples], np.int32)
-    ends = np.cumsum(sizes, dtype=np.int32)  # of the examples, one after another
-    row_sizes = np.array([sum(len(ids) for ids in row) for row in rows], np.int32)
-    is_filled = np.arange(length) < row_sizes[:, None]  # in the order of the examples
-
+        row_sizes[i] = sum(map(len, of_row))
+    sizes = np.array(list(map(len, examples)), np.int32)
+    ends = np.cumsum(sizes, dtype=np.int32)
+    is_filled = np.arange(length) < row_sizes[:, None]
     packed = PackedRows(*np.zeros((3, len(rows), length), np.int32))
     if examples:
         packed.ids[is_filled] = np.concatenate(examples)

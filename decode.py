@@ -1,17 +1,14 @@
 """Decoding over any step `(tokens_r, cache) -> (logits_rv, cache)`, of this model or of another.
 
-`sample` takes one token after the other, the most likely one or a random one; `beam_search` keeps
+A `Sampler` takes one token after the other, the most likely one or a random one; `beam_search` keeps
 the best sequences. Filters change the logits that both choose by. All run inside `jax.shard_map`. The
 suffixes are those of model.py and
 
-    n  decodes of one example: samples or beams
-    r  rows, b * n of them; the rows of one example are neighbours
-    c  candidates of a step of beam search, 2 * n of them
-    g  groups of rows that share a cache of targets: a row, or the n beams of an example
-    S  slots of a cache, position * n + beam, or the positions of the inputs
+    n  decodes of one example: samples or beams r  rows, b * n of them; the rows of one example are adjacent c
+    candidates of a step of beam search, 2 * n of them g  groups of rows that share a cache of targets: a row, or the
+    n beams of an example S  slots of a cache, position * n + beam, or the positions of the inputs
 
-`cache` is any pytree; `Cache` is that of model.py. Source: T5X t5x/decoding.py; `Differs from T5X:`
-marks where the results do.
+`cache` is any pytree; `Cache` is model.py's. Source: T5X t5x/decoding.py.
 """
 
 import dataclasses
@@ -28,16 +25,16 @@ from numpy.typing import NDArray
 import partition
 
 EOS_ID = 1
-MASKED = -1e7  # T5X's logit of what is never taken, and its score of what does not exist
+MASKED = -1e7  # T5X's logit of a token never taken, and its score of a missing sequence
 MIN_TEMPERATURE = 1e-4  # up to here the most likely token is taken
-FIRST_ROOM = 64  # tokens that the first cache has room for
+FIRST_ROOM = 64  # tokens of the first cache
 
 C = TypeVar('C')  # a cache
 Step = Callable[[jax.Array, C], tuple[jax.Array, C]]
 Choose = Callable[[jax.Array, jax.Array], jax.Array]  # (logits_rv, position) -> the next tokens_r
 Filter = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # see `filtered`
 Grow = Callable[[C, int], C]  # (cache, room) -> a cache with room for so many tokens
-Text = str | tuple[int, ...]  # or its ids
+Text = str | Sequence[int] | NDArray  # or its ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +44,7 @@ class Decoding:
     max_length: int = 128
     beam_size: int = 1
     alpha: float = 0.6
-    temperature: float | tuple[float, ...] = 0.0  # or one for each example
+    temperature: float | Sequence[float] = 0.0  # one number, or one for each example
     top_k: int = 0
     top_p: float = 0.0
     min_p: float = 0.0
@@ -57,10 +54,16 @@ class Decoding:
     repetition_penalty: float = 1.0
     no_repeat_ngram_size: int = 0
     min_length: int = 0
-    bad_words: tuple[Text, ...] = ()
-    allowed: tuple[Text, ...] = ()
-    stop: tuple[Text, ...] = ()
-    filters: tuple[Filter, ...] = ()
+    bad_words: Sequence[Text] = ()
+    allowed: Sequence[Text] = ()
+    stop: str | Sequence[str] = ()
+    filters: Sequence[Filter] = ()
+
+    def __post_init__(self):
+        if isinstance(self.stop, str):
+            object.__setattr__(self, 'stop', (self.stop,))
+        for field in dataclasses.fields(self):  # programs are kept by their options
+            object.__setattr__(self, field.name, hashable(getattr(self, field.name)))
 
     @property
     def is_random(self) -> bool:
@@ -77,10 +80,19 @@ class Decoding:
 
     @property
     def program(self) -> 'Decoding':
-        """The options that a program is compiled for. The others are arguments of it."""
+        """The options that a program is compiled for; the others are its arguments."""
         temperature = float(self.is_random)
-        max_length = self.max_length if self.allowed else 0  # which answers it has room for
+        max_length = self.max_length if self.allowed else 0  # allowed answers must fit
         return dataclasses.replace(self, max_length=max_length, seed=0, temperature=temperature)
+
+
+def hashable(value):
+    """Return `value` with tuples for its lists and arrays, and Python's numbers for numpy's."""
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        value = value.tolist()
+    if isinstance(value, list | tuple | range):
+        return tuple(map(hashable, value))
+    return value
 
 
 def decode(
@@ -89,17 +101,14 @@ def decode(
     cache: 'Cache',
     batch: Mapping[str, jax.Array],
     words: 'Words',
-    loop: Callable | None = None,  # `run`, or how `sample` takes its steps instead
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return tokens_bnT and scores_bn, the best last; without `return_scores` None for scores.
 
-    `batch` has prompt_bT, lengths_b, temperature_b, seed_b and example_b, the numbers of the examples. `words` are
-    those of `decoding`.
+    `batch` has prompt_bT, lengths_b, temperature_b, seed_b and example_b, the numbers of the examples.
     """
     num_decodes = decoding.num_decodes
-    rows = {name: jnp.repeat(x, num_decodes, axis=0) for name, x in batch.items()}
-    filters = filters_of(decoding, words, rows['prompt_bT'])
     if decoding.beam_size > 1:
+        prompt_rT = jnp.repeat(batch['prompt_bT'], num_decodes, axis=0)
         tokens_bnT, scores_bn = beam_search(
             step,
             reorder_beams,
@@ -109,39 +118,39 @@ def decode(
             num_beams=num_decodes,
             alpha=decoding.alpha,
             grow=grow_cache,
-            filters=filters,
+            filters=filters_of(decoding, words, prompt_rT),
         )
     else:
-        choose: Choose = most_likely
-        if decoding.is_random:
-            keys_r = jax.vmap(jax.random.key)(rows['seed_b'])
-            for number_r in (rows['example_b'], jnp.arange(len(keys_r)) % num_decodes):
-                keys_r = jax.vmap(jax.random.fold_in)(keys_r, number_r)
-            kept = (decoding.top_k, decoding.top_p, decoding.min_p)
-            choose = random_tokens(keys_r, rows['temperature_b'], *kept)
-        tokens_rT, scores_r = sample(
-            step,
-            cache,
-            rows['prompt_bT'],
-            rows['lengths_b'],
-            choose,
-            grow=grow_cache,
-            filters=filters,
-            loop=loop,
-        )
+        sampler = sampler_of(decoding, step, batch, words)
+        tokens_rT, scores_r = sampler.sample(cache, grow_cache)
         tokens_bnT = tokens_rT.reshape(-1, num_decodes, tokens_rT.shape[1])
         scores_bn = scores_r.reshape(-1, num_decodes)
         if num_decodes > 1:
             scores_bn, order_bn = best_last(scores_bn, num_decodes)
             tokens_bnT = pick(tokens_bnT, order_bn)
     if not decoding.return_scores:
-        return tokens_bnT, None  # XLA leaves the scores out of all steps
+        return tokens_bnT, None  # XLA then computes no scores
     return tokens_bnT, scores_bn
 
 
-class SampleState(NamedTuple, Generic[C]):
-    """What a step of `sample` changes."""
+def sampler_of(
+    decoding: Decoding, step: 'Step[Cache]', batch: Mapping[str, jax.Array], words: 'Words'
+) -> 'Sampler[Cache]':
+    """Return the sampler of `num_decodes` rows for each example; the arguments are those of `decode`."""
+    num_decodes = decoding.num_decodes
+    rows = {name: jnp.repeat(x, num_decodes, axis=0) for name, x in batch.items()}
+    choose: Choose = most_likely
+    if decoding.is_random:
+        keys_r = jax.vmap(jax.random.key)(rows['seed_b'])
+        for number_r in (rows['example_b'], jnp.arange(len(keys_r)) % num_decodes):
+            keys_r = jax.vmap(jax.random.fold_in)(keys_r, number_r)
+        kept = (decoding.top_k, decoding.top_p, decoding.min_p)
+        choose = random_tokens(keys_r, rows['temperature_b'], *kept)
+    filters = filters_of(decoding, words, rows['prompt_bT'])
+    return Sampler(step, rows['prompt_bT'], rows['lengths_b'], choose, filters)
 
+
+class SampleState(NamedTuple, Generic[C]):
     position: jax.Array  # int32: where the next token goes
     running_r: jax.Array  # bool: the row takes another token
     tokens_r: jax.Array  # int32: the newest token of each row, BOS (0) at first
@@ -151,7 +160,7 @@ class SampleState(NamedTuple, Generic[C]):
 
 
 def most_likely(logits_rv: jax.Array, position: jax.Array) -> jax.Array:
-    """Choose the token with the largest logit, of equal ones the lowest id."""
+    """Choose the token with the largest logit; the lowest id wins a tie."""
     return partition.argmax(logits_rv, 'model')
 
 
@@ -162,10 +171,10 @@ def random_tokens(
     top_p: float = 0.0,
     min_p: float = 0.0,
 ) -> Choose:
-    """Return a function that chooses a random token, of those that `keep_largest` keeps.
+    """Return a function that chooses a random token among those that `keep_largest` keeps.
 
     A row whose temperature is at most MIN_TEMPERATURE takes the most likely token. Differs from T5X:
-    each row has its own key, so its tokens depend neither on its neighbours nor on the mesh.
+    each row has its own key, so its tokens depend neither on other rows nor on the mesh.
     """
 
     def choose(logits_rv: jax.Array, position: jax.Array) -> jax.Array:
@@ -182,60 +191,63 @@ def random_tokens(
     return choose
 
 
-def sample(
-    step: Step[C],
-    cache: C,
-    prompt_rT: jax.Array,
-    lengths_r: jax.Array,
-    choose: Choose = most_likely,
-    eos_id: int = EOS_ID,
-    grow: Grow[C] = lambda cache, room: cache,
-    filters: Sequence[Filter] = (),
-    loop: Callable | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Return the tokens of each row, int32 [r, T], and their scores, float32 [r].
+@dataclasses.dataclass(eq=False)
+class Sampler(Generic[C]):
+    """Takes one token after the other in each row. This is T5X's temperature_sample.
 
-    A row begins with the tokens of `prompt` that are not 0; an EOS among them does not end it. It
-    ends with EOS or with `lengths` tokens; 0 follows. Its score is the sum of the
-    model's log-probabilities of the tokens after the prompt. This is T5X's temperature_sample.
-    Differs from T5X: a score ignores temperature, top_k, top_p (rescale_log_probs) and filters.
+    A row begins with the tokens of `prompt` that are not 0; an EOS among them does not end it. It ends with EOS or
+    with `lengths` tokens; 0 follows. Its score is the sum of the model's log-probabilities of the tokens after the
+    prompt. Differs from T5X: a score ignores temperature, top_k, top_p (rescale_log_probs) and filters.
     """
 
-    def next_state(state: SampleState[C]) -> SampleState[C]:
-        logits_rv, cache = step(state.tokens_r, state.cache)
-        filtered_rv = filtered(filters, logits_rv, state.output_rT, state.position)
-        chosen_r = choose(filtered_rv, state.position)
+    step: Step[C]
+    prompt_rT: jax.Array
+    lengths_r: jax.Array
+    choose: Choose = most_likely
+    filters: Sequence[Filter] = ()
+    eos_id: int = EOS_ID
+
+    def sample(
+        self, cache: C, grow: Grow[C] = lambda cache, room: cache
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the tokens of each row, int32 [r, T], and their scores, float32 [r]."""
+        length = self.prompt_rT.shape[1]
+        end = run(self.advance, lambda state: state.running_r, self.start(cache), length, grow)
+        return end.output_rT, end.scores_r
+
+    def start(self, cache: C) -> SampleState[C]:
+        bos_r = jnp.zeros_like(self.prompt_rT[:, 0])
+        return SampleState(
+            position=jnp.int32(0),
+            running_r=self.lengths_r > 0,
+            tokens_r=bos_r,
+            output_rT=jnp.zeros_like(self.prompt_rT),
+            scores_r=bos_r.astype(jnp.float32),
+            cache=cache,
+        )
+
+    def advance(self, state: SampleState[C]) -> SampleState[C]:
+        logits_rv, cache = self.step(state.tokens_r, state.cache)
+        filtered_rv = filtered(self.filters, logits_rv, state.output_rT, state.position)
+        chosen_r = self.choose(filtered_rv, state.position)
         log_probs_r = log_probs(logits_rv, chosen_r)
-        forced_r = prompt_rT[:, state.position]
+        forced_r = self.prompt_rT[:, state.position]
         is_free_r = forced_r == 0
         tokens_r = jnp.where(is_free_r, chosen_r, forced_r)
         tokens_r = jnp.where(state.running_r, tokens_r, 0)
-        has_ended_r = (tokens_r == eos_id) & is_free_r
+        has_ended_r = (tokens_r == self.eos_id) & is_free_r
         return SampleState(
             position=state.position + 1,
-            running_r=state.running_r & ~has_ended_r & (state.position + 1 < lengths_r),
+            running_r=state.running_r & ~has_ended_r & (state.position + 1 < self.lengths_r),
             tokens_r=tokens_r,
             output_rT=state.output_rT.at[:, state.position].set(tokens_r),
             scores_r=state.scores_r + jnp.where(state.running_r & is_free_r, log_probs_r, 0.0),
             cache=cache,
         )
 
-    bos_r = jnp.zeros_like(prompt_rT[:, 0])
-    start = SampleState(
-        position=jnp.int32(0),
-        running_r=lengths_r > 0,
-        tokens_r=bos_r,
-        output_rT=jnp.zeros_like(prompt_rT),
-        scores_r=bos_r.astype(jnp.float32),
-        cache=cache,
-    )
-    loop = loop or run
-    state = loop(next_state, lambda state: state.running_r, start, prompt_rT.shape[1], grow)
-    return state.output_rT, state.scores_r
-
 
 class BeamState(NamedTuple, Generic[C]):
-    """What a step of `beam_search` changes. Beams and finished sequences end with the best."""
+    """The state of `beam_search`. The best beam and the best finished sequence are last."""
 
     position: jax.Array  # int32: where the next token goes
     tokens_bn: jax.Array  # int32: the newest token of each beam, BOS (0) at first
@@ -260,11 +272,10 @@ def beam_search(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the best sequences, int32 [b, n, T], and their scores, float32 [b, n]; the best is last.
 
-    `reorder(cache, parents_bn)` moves to each beam what the cache has of the beam, 0 to n - 1, that
-    it continues. A score is the log-probability of a sequence divided by `brevity_penalty` of its
-    length with EOS; near MASKED, there is no sequence. If none has ended, they are the beams, with
-    their log-probabilities. An example ends when no beam can become better than its finished
-    sequences. Others: see `sample`. T5X's beam_search.
+    `reorder(cache, parents_bn)` gives each beam the part of the cache of its parent, 0 to n - 1. A score is the
+    log-probability of a sequence divided by `brevity_penalty` of its length with EOS; one near MASKED marks a missing
+    sequence. If no sequence has ended, return the beams and their log-probabilities. An example ends when no beam can
+    beat its finished sequences. Prompt and lengths are as in `Sampler`. T5X's beam_search.
     """
     num_examples, length = prompt_bT.shape
     num_candidates = 2 * num_beams
@@ -327,7 +338,7 @@ def beam_search(
         position=jnp.int32(0),
         tokens_bn=bos_bn,
         live_bnT=zeros_bnT,
-        live_log_probs_bn=masked_bn.at[:, 0].set(0.0),  # the others are equal to the first beam
+        live_log_probs_bn=masked_bn.at[:, 0].set(0.0),  # the beams are equal: one counts
         finished_bnT=zeros_bnT,
         finished_scores_bn=masked_bn,
         cache=cache,
@@ -349,13 +360,13 @@ def run(
     length: int,
     grow: Grow,
 ) -> State:
-    """Return the state in which all rows have ended, or all `length` positions are taken.
+    """Return the state after all rows have ended, or all `length` positions are taken.
 
-    The cache grows, so a step reads at most twice the tokens: 64, 128, ... up to `length`.
+    The cache grows to 64, 128, ... `length` tokens, so a step reads at most twice the tokens there are.
     """
 
     def is_running(state: State) -> jax.Array:
-        # All devices leave together, because a step may have collectives over any axis.
+        # All devices leave the loop together: a step may have collectives over any axis.
         num_running = lax.psum(running_rows(state).sum(), partition.BATCH_AXES)
         return (state.position < length) & (num_running > 0)
 
@@ -366,18 +377,18 @@ def run(
 
 
 def brevity_penalty(alpha: float, length: jax.Array) -> jax.Array:
-    """Return what T5X divides the log-probability of a sequence of `length` tokens by."""
+    """Return T5X's divisor of the log-probability of a sequence of `length` tokens."""
     return ((5.0 + jnp.asarray(length, jnp.float32)) / 6.0) ** alpha
 
 
 def best_last(scores: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
-    """Return the `num` best scores of each example, the best last, and where they are."""
+    """Return the `num` best scores of each example, the best last, and their indices."""
     best, index = lax.top_k(scores, num)
     return best[:, ::-1], index[:, ::-1]
 
 
 def pick(x: jax.Array, index_bn: jax.Array) -> jax.Array:
-    """Return x[b, index[b, n], ...]: some of each example's candidates or beams."""
+    """Return x[b, index[b, n], ...]."""
     index = index_bn.reshape(*index_bn.shape, *[1] * (x.ndim - 2))
     return jnp.take_along_axis(x, index, axis=1)
 
@@ -391,8 +402,8 @@ def log_probs(logits_rv: jax.Array, tokens_r: jax.Array) -> jax.Array:
 def keep_largest(logits_rv: jax.Array, top_k: int, top_p: float, min_p: float = 0.0) -> jax.Array:
     """Return the logits with MASKED for all but the `top_k` most likely tokens.
 
-    Of these, `top_p` keeps the fewest tokens that have this probability together, and then `min_p` those that have
-    this share of the most likely token's probability. 0 keeps all.
+    Among these, `top_p` keeps the fewest tokens with this total probability, then `min_p` those with this share of the
+    most likely token's probability. 0 keeps all.
     """
     if top_k:
         lowest_r1 = largest_threshold(logits_rv, jnp.ones_like(logits_rv, jnp.int32), top_k)
@@ -409,19 +420,18 @@ def keep_largest(logits_rv: jax.Array, top_k: int, top_p: float, min_p: float = 
 
 
 def largest_threshold(x_rv: jax.Array, weights_rv: jax.Array, enough: float) -> jax.Array:
-    """Return the largest float32 for each row, [r, 1], so that x from there on weighs `enough`; else -inf.
+    """Return the largest float32 of each row, [r, 1], such that the x >= it weigh `enough`; -inf if none do.
 
-    Bisecting the bits of the number takes 32 sums over the split vocabulary and no sorting.
-    Source: T5X t5x/binary_search.py.
+    Bisecting its bits takes 32 sums over the split vocabulary, and no sorting (T5X t5x/binary_search.py).
     """
 
     def as_float(ordered_r1: jax.Array) -> jax.Array:
-        # In the order of their bits as integers, negative floats run backwards.
+        # Ordered by their bits as integers, negative floats run backwards.
         bits_r1 = jnp.where(ordered_r1 < 0, ordered_r1 ^ 0x7FFFFFFF, ordered_r1)
         return lax.bitcast_convert_type(bits_r1, jnp.float32)
 
     def next_bit(i: jax.Array, ordered_r1: jax.Array) -> jax.Array:
-        # Adding to the smallest integer its own bit gives 0.
+        # The first bit is the sign: added to the smallest integer, it gives 0.
         higher_r1 = ordered_r1 + lax.shift_left(jnp.int32(1), 31 - i.astype(jnp.int32))
         kept_rv = jnp.where(x_rv >= as_float(higher_r1), weights_rv, 0)
         sum_r1 = lax.psum(kept_rv.sum(axis=1, keepdims=True), 'model')
@@ -433,19 +443,19 @@ def largest_threshold(x_rv: jax.Array, weights_rv: jax.Array, enough: float) -> 
     return jnp.where(jnp.isnan(threshold_r1), -jnp.inf, threshold_r1)
 
 
-# Filters: what may follow, and what is less likely to. They are LogitsProcessors of transformers.
+# Filters: transformers' LogitsProcessors. `filtered` has the shapes.
 
 
 class Words(NamedTuple):
-    """The texts of a `Decoding` in a vocabulary, int32 ids."""
+    """The texts of a `Decoding` as int32 ids, each text a row, padded with -1."""
 
-    bad_words_nW: NDArray  # -1 before them
-    allowed_nA: NDArray  # with EOS, -1 after them
-    stop_nW: NDArray  # -1 before them
+    bad_words_nW: NDArray  # padded on the left
+    allowed_nA: NDArray  # with EOS, padded on the right
+    stop_nW: NDArray  # padded on the left
 
 
 def filters_of(decoding: Decoding, words: Words, prompt_rT: jax.Array) -> list[Filter]:
-    """Return what is asked for, in the order of transformers, the user's own after its filters."""
+    """Return the filters in transformers' order, then the user's own, and stop texts last."""
     num_given_r = 1 + (prompt_rT > 0).sum(axis=1)  # with BOS
     found: list[Filter] = []
     if decoding.repetition_penalty != 1:
@@ -467,10 +477,10 @@ def filters_of(decoding: Decoding, words: Words, prompt_rT: jax.Array) -> list[F
 def filtered(
     filters: Sequence[Filter], logits_rv: jax.Array, output_rT: jax.Array, position: jax.Array
 ) -> jax.Array:
-    """Return the logits that the filters make, one after the other, of those for `position`.
+    """Return the logits for `position` after all filters, one after the other.
 
-    A filter is a pure function (logits_rv, tokens_rT, ids_v) -> logits_rv. tokens_rT begins with BOS (0), and has -1
-    from where nothing is decoded yet. ids_v, int32, has the ids of this device's slice of the vocabulary.
+    A filter is a pure function (logits_rv, tokens_rT, ids_v) -> logits_rv. tokens_rT, int32, begins with BOS (0) and
+    has -1 at positions not decoded yet. ids_v, int32, has the ids of this device's slice of the vocabulary.
     """
     if not filters:
         return logits_rv
@@ -484,18 +494,14 @@ def filtered(
     return logits_rv
 
 
-def penalize_repetition(
-    penalty: float, logits_rv: jax.Array, tokens_rT: jax.Array, ids_v: jax.Array
-) -> jax.Array:
-    """Make what has occurred less likely: divide positive logits by `penalty`, multiply negative ones (CTRL §4.1)."""
+def penalize_repetition(penalty, logits_rv, tokens_rT, ids_v):
+    """Divide the positive logits of tokens that have occurred by `penalty`, multiply negative ones (CTRL §4.1)."""
     penalized_rv = jnp.where(logits_rv < 0, logits_rv * penalty, logits_rv / penalty)
     return jnp.where(among(tokens_rT, ids_v), penalized_rv, logits_rv)
 
 
-def forbid_repeated_ngrams(
-    size: int, logits_rv: jax.Array, tokens_rT: jax.Array, ids_v: jax.Array
-) -> jax.Array:
-    """Forbid what would end an n-gram of `size` tokens that has occurred."""
+def forbid_repeated_ngrams(size, logits_rv, tokens_rT, ids_v):
+    """Forbid tokens that would repeat an n-gram of `size` tokens."""
     num_ngrams = max(0, tokens_rT.shape[1] - size + 1)
     newest_rt = newest(tokens_rT, size - 1)
     is_repeated_rT = jnp.ones_like(tokens_rT[:, :num_ngrams], bool)
@@ -505,26 +511,20 @@ def forbid_repeated_ngrams(
     return forbid(logits_rv, jnp.where(is_repeated_rT, last_rT, -1), ids_v)
 
 
-def forbid_early_end(
-    min_length_r: jax.Array, logits_rv: jax.Array, tokens_rT: jax.Array, ids_v: jax.Array
-) -> jax.Array:
+def forbid_early_end(min_length_r, logits_rv, tokens_rT, ids_v):
     """Forbid EOS before `min_length` tokens, BOS and prompt included."""
     is_early_r = (tokens_rT >= 0).sum(axis=1) < min_length_r
     return forbid(logits_rv, jnp.where(is_early_r, EOS_ID, -1)[:, None], ids_v)
 
 
-def forbid_words(
-    words_nW: NDArray, logits_rv: jax.Array, tokens_rT: jax.Array, ids_v: jax.Array
-) -> jax.Array:
+def forbid_words(words_nW, logits_rv, tokens_rT, ids_v):
     """Forbid the last token of each word after its others."""
     follows_rn = ends_with(tokens_rT, words_nW[:, :-1])
     return forbid(logits_rv, jnp.where(follows_rn, words_nW[None, :, -1], -1), ids_v)
 
 
-def allow_only(
-    answers_nA: NDArray, logits_rv: jax.Array, tokens_rT: jax.Array, ids_v: jax.Array
-) -> jax.Array:
-    """Forbid what continues none of the answers. Each has its EOS, then -1; after no answer, EOS alone is allowed."""
+def allow_only(answers_nA, logits_rv, tokens_rT, ids_v):
+    """Forbid tokens that continue none of the answers; if nothing continues one, allow EOS alone."""
     length = min(answers_nA.shape[1], tokens_rT.shape[1] - 1)
     answers_1nA = jnp.asarray(answers_nA)[None, :, :length]
     decoded_r1A = tokens_rT[:, None, 1 : 1 + length]
@@ -536,14 +536,8 @@ def allow_only(
     return jnp.where(among(next_rn, ids_v), logits_rv, -jnp.inf)
 
 
-def end_after(
-    words_nW: NDArray,
-    num_given_r: jax.Array,
-    logits_rv: jax.Array,
-    tokens_rT: jax.Array,
-    ids_v: jax.Array,
-) -> jax.Array:
-    """Allow EOS alone after one of the words; the first `num_given` tokens, BOS and prompt, end nothing."""
+def end_after(words_nW, num_given_r, logits_rv, tokens_rT, ids_v):
+    """Allow EOS alone after one of the words, but not within the first `num_given` tokens, BOS and prompt."""
     is_answer_r = (tokens_rT >= 0).sum(axis=1) > num_given_r
     has_ended_r1 = (is_answer_r & ends_with(tokens_rT, words_nW).any(axis=1))[:, None]
     only_eos_1v = jnp.where(ids_v == EOS_ID, 0.0, -jnp.inf)[None]
@@ -551,26 +545,26 @@ def end_after(
 
 
 def ends_with(tokens_rT: jax.Array, words_nW: NDArray) -> jax.Array:
-    """Return which words the newest tokens of each row are, bool [r, n]; a word has -1 before it."""
+    """Return which words the newest tokens of each row are, bool [r, n]; words have -1 on the left."""
     newest_r1W = newest(tokens_rT, words_nW.shape[1])[:, None]
     words_1nW = jnp.asarray(words_nW)[None]
     return ((words_1nW < 0) | (words_1nW == newest_r1W)).all(axis=2)
 
 
 def newest(tokens_rT: jax.Array, num: int) -> jax.Array:
-    """Return the `num` newest of the tokens that are decoded, and -1 before the first."""
+    """Return the `num` newest decoded tokens, with -1 before the first."""
     padded_rT = jnp.pad(tokens_rT, ((0, 0), (num, 0)), constant_values=-1)
     first_r1 = (tokens_rT >= 0).sum(axis=1, keepdims=True)
     return jnp.take_along_axis(padded_rT, first_r1 + jnp.arange(num)[None], axis=1)
 
 
 def forbid(logits_rv: jax.Array, ids_rn: jax.Array, ids_v: jax.Array) -> jax.Array:
-    """Return the logits with -inf for the ids; -1 is none."""
+    """Return the logits with -inf for the ids; -1 stands for none."""
     return jnp.where(among(ids_rn, ids_v), -jnp.inf, logits_rv)
 
 
 def among(ids_rn: jax.Array, ids_v: jax.Array) -> jax.Array:
-    """Return which of this device's ids are among those of each row, bool [r, v]; -1 is none."""
+    """Return which of this device's ids are among those of each row, bool [r, v]; -1 stands for none."""
     num_ids = ids_v.shape[0]
     index_rn = ids_rn - ids_v[0]
     index_rn = jnp.where((ids_rn < 0) | (index_rn < 0), num_ids, index_rn)
@@ -579,38 +573,32 @@ def among(ids_rn: jax.Array, ids_v: jax.Array) -> jax.Array:
     return none_rv.at[rows_r1, index_rn].set(True, mode='drop')
 
 
-# A cache of keys and values for groups of rows that decode together, as the beams of an example do.
+# A cache of keys and values, for groups of rows that decode together, such as the beams of an example.
 
 
 class KeysValues(NamedTuple):
-    """Keys and values that attention reads when it decodes. Slots are last: products need no copy."""
+    """Keys and values read in decoding. Slots are last, so products need no copy."""
 
     keys_ghKS: jax.Array
     values_ghKS: jax.Array
 
     def write(self, new: 'KeysValues', slot: jax.Array | int) -> 'KeysValues':
-        """Return the cache with `new` from `slot` on."""
         write = partial(lax.dynamic_update_slice_in_dim, start_index=slot, axis=3)
         return jax.tree.map(write, self, new)
 
 
 class LayerCache(NamedTuple):
-    """What decoding remembers for one layer of the decoder; None in training.
+    """Keys and values of a decoder layer; None in training. T5X recomputes those of the inputs in each step."""
 
-    Differs from T5X, which recomputes keys and values of the inputs for each step and beam.
-    """
-
-    targets: KeysValues | None = None  # of the tokens read so far, with room for more
-    inputs: KeysValues | None = None  # of the encoded inputs
+    targets: KeysValues | None = None  # the tokens read so far, with room for more
+    inputs: KeysValues | None = None  # the encoded inputs
 
 
 class Cache(NamedTuple):
-    """What decoding remembers."""
-
     length: jax.Array  # int32: the tokens read so far, and the position of the next one
     mask_b11M: jax.Array  # bool: False for padding of the inputs
-    # int32, writers[g, n, m]: the beam that wrote position m of beam n's current sequence. Beams are
-    # reordered here; keys and values stay.
+    # int32, writers[g, n, m]: the beam that wrote position m of beam n's current sequence. Reordering
+    # beams changes these numbers alone.
     writers_gnM: jax.Array
     layers: tuple[LayerCache, ...]
 
@@ -629,16 +617,13 @@ def grow_cache(cache: Cache, max_length: int) -> Cache:
 
 
 def reorder_beams(cache: Cache, parents_bn: jax.Array) -> Cache:
-    """Return the cache in which each beam has the sequence of the beam `parents`, 0 to n - 1.
-
-    Differs from T5X, which copies all keys and values.
-    """
+    """Give each beam the sequence of its parent, 0 to n - 1. Differs from T5X, which copies keys and values."""
     writers_gnM = jnp.take_along_axis(cache.writers_gnM, parents_bn[:, :, None], axis=1)
     return cache._replace(writers_gnM=writers_gnM)
 
 
 def add_writers(cache: Cache) -> Cache:
-    """Return the cache in which each beam writes at the next position of its sequence."""
+    """Mark each beam as the writer of the next position of its sequence."""
     num_beams = cache.writers_gnM.shape[1]
     beams_n = jnp.arange(num_beams, dtype=jnp.int32)
     own_gn1 = jnp.zeros_like(cache.writers_gnM[:, :, :1]) + beams_n[None, :, None]
@@ -647,7 +632,7 @@ def add_writers(cache: Cache) -> Cache:
 
 
 def read_mask(cache: Cache) -> jax.Array:
-    """Return the slots that each beam n reads, those of its sequence, bool mask_g1nS."""
+    """Return mask_g1nS, bool: the slots that each beam reads, those of its sequence."""
     num_groups, num_beams, room = cache.writers_gnM.shape
     is_writer_gnMn = cache.writers_gnM[..., None] == jnp.arange(num_beams)[None, None, None]
     is_read_M = jnp.arange(room) <= cache.length

@@ -1,7 +1,6 @@
 """The validation losses of a model, teacher-forced, beside a unigram baseline ("training_eval").
 
-run/task_metrics.py has the metrics of what a model answers. Source: T5X t5x/models.py, t5x/trainer.py
-(train-eval).
+run/task_metrics.py has the metrics of what a model answers. Source: T5X t5x/models.py, t5x/trainer.py (train-eval).
 """
 
 import dataclasses
@@ -44,12 +43,12 @@ class Evaluation:
     config: ConfigDict
     mesh: Mesh
     name: str
-    title: str  # of its line in the terminal
-    validation: Stream | None  # until its batches are read
+    title: str  # in its line on the terminal
+    validation: Stream | None  # None after its batches are read
     vocabulary_size: int
-    sentinel_ids: tuple[int, ...]  # no text
+    sentinel_ids: tuple[int, ...]
     compute_sums: Callable
-    training_counts: Callable[[], NDArray]  # how often each token is an own training target
+    training_counts: Callable[[], NDArray]  # per token, in this process's targets
     report: Callable[[str, Mapping[str, float]], None]  # (step and title, values)
     batches: list[dict[str, NDArray]] = dataclasses.field(default_factory=list)  # own rows
 
@@ -62,8 +61,8 @@ class Evaluation:
     ) -> dict[str, float] | None:
         """Report, and return T5X's metrics and nats per token, of text and of all targets, beside the unigram's.
 
-        `stop` is called with the number of batches so far; all processes must get the same answer.
-        Where it is not 0 the evaluation ends and returns None.
+        `stop` is called with the number of batches so far, and must return the same in all processes. If it is not 0,
+        end and return None.
         """
         if not self.read_batches(stop):
             return None
@@ -71,7 +70,7 @@ class Evaluation:
         for count, batch in enumerate(self.batches, start=1):
             queued.append(self.compute_sums(params, partition.place_rows(self.mesh, batch)))
             if count > 1:
-                jax.block_until_ready(queued[-2])  # one batch is queued while another is computed
+                jax.block_until_ready(queued[-2])  # compute one batch, queue one
             if stop(count):
                 return None
         values = summarize(jax.device_get(queued), self.config) | self.unigram_baselines
@@ -79,10 +78,9 @@ class Evaluation:
         return values
 
     def read_batches(self, stop: Callable[[int], int]) -> bool:
-        """Read the batches if they are not read yet: a small split of a large corpus takes a while.
+        """Read the batches once, which takes a while for a small split of a large corpus.
 
-        Returns False where `stop` ended the reading. Several processes read at different speeds and
-        do not call it.
+        Returns False if `stop` ended the reading. Several processes read at different speeds and do not call it.
         """
         if self.validation is None:
             return True
@@ -100,7 +98,7 @@ class Evaluation:
         if not partition.in_all(read_own):
             return False
         self.validation = None  # frees the documents that its lanes hold
-        # The rows of some processes end first, or have nothing, but all must take the same number of steps.
+        # All processes must take the same number of steps, but the rows of some end first.
         num_batches = int(partition.from_processes(np.array([len(self.batches)])).max())
         empty_rows: list[list[data.Example]] = [[] for _ in validation.rows]
         padding = validation.batch_of(empty_rows)
@@ -110,10 +108,7 @@ class Evaluation:
 
     @functools.cached_property
     def unigram_baselines(self) -> dict[str, float]:
-        """The loss in nats of a model that knows nothing but token frequencies.
-
-        Each token of the training targets counts once more than it occurs.
-        """
+        """The loss in nats of a model that knows token frequencies alone: counts in training targets, plus one."""
         training_counts = partition.in_all(self.training_counts)
         own_counts = np.stack([training_counts, np.zeros_like(training_counts)])
         for batch in self.batches:
@@ -150,11 +145,11 @@ def open_evaluations(
 
     @functools.cache
     def training_counts() -> NDArray:
-        """Count each token of the first UNIGRAM_TOKENS own targets, or of a shorter first epoch."""
+        """Count each token in the first UNIGRAM_TOKENS own targets, or in a shorter first epoch."""
         counts = np.zeros(config.model.vocab_size, np.int64)
         positions_per_batch = config.train.batch_size * config.data.lengths.targets
         num_batches = math.ceil(UNIGRAM_TOKENS / positions_per_batch)
-        first_epoch = dataclasses.replace(training, num_epochs=1)  # of a mixture, without end
+        first_epoch = dataclasses.replace(training, num_epochs=1)  # a mixture has no end
         for batch in itertools.islice(first_epoch, num_batches):
             np.add.at(counts, batch['decoder_target_tokens'], 1)
         return counts
@@ -186,11 +181,7 @@ def make_sums(
     sentinel_ids: tuple[int, ...],
     num_microbatches: int,
 ) -> Callable[[Mapping[str, jax.Array], Mapping[str, jax.Array]], Sums]:
-    """Return a compiled function (params, batch) -> sums over the global batch.
-
-    Beside those of loss.weighted_sums and loss.add_aux, they are the nats of all targets and of the
-    text alone.
-    """
+    """Return a compiled function (params, batch) -> sums of the global batch: loss.weighted_sums, add_aux, nats."""
     specs = model.param_specs(config)
     coefficients = config.modules.losses(config)
     normalizing_factor = loss.parse_normalizing_factor(loss_config.loss_normalizing_factor)
@@ -211,7 +202,7 @@ def make_sums(
                 label_smoothing=loss_config.label_smoothing,
             )
             sums = loss.add_aux(sums, aux, coefficients, num_rows)
-            # Nats without z-loss and smoothing. Text is all but sentinels, EOS and padding.
+            # Nats without z-loss and smoothing. Text excludes sentinels, EOS and padding.
             targets_bT = batch['decoder_target_tokens']
             nats_bT, _ = loss.cross_entropy(logits_bTv, targets_bT)
             is_sentinel_bT = jnp.isin(targets_bT, jnp.array(sentinel_ids, jnp.int32))
@@ -231,15 +222,14 @@ def make_sums(
 
 
 def summarize(steps: Sequence[Mapping[str, float]], config: ConfigDict) -> dict[str, float]:
-    """Return T5X's metrics (t5x/models.py) of the sums of some steps.
+    """Return T5X's metrics (t5x/models.py) from the sums of some steps.
 
-    'nats_per_token' is the cross entropy without z-loss. A sum that is not T5X's is divided by the
-    weights, as 'accuracy' is, and a sum of aux by the rows.
+    'nats_per_token' is the cross entropy without z-loss. Sums that are not T5X's are divided by the weights, like
+    'accuracy', and sums of aux by the rows.
     """
     total = {name: sum(float(sums[name]) for sums in steps) for name in steps[0]}
     num_rows = len(steps) * config.train.batch_size
-    # Positions, padding included.
-    inputs = num_rows * config.data.lengths.inputs
+    inputs = num_rows * config.data.lengths.inputs  # positions, padding included
     targets = num_rows * config.data.lengths.targets
     weights = max(total['weights'], 1e-9)
     tokens = total['encoder_tokens'] + total['decoder_tokens']
@@ -273,7 +263,7 @@ def summarize(steps: Sequence[Mapping[str, float]], config: ConfigDict) -> dict[
 
 @functools.cache
 def sum_names() -> list[str]:
-    """Return the names of loss.weighted_sums, which is traced: a fork may add some."""
+    """Return the names of loss.weighted_sums, by tracing it: a fork may add some."""
     batch = data.encoder_decoder([[]], {'inputs': 1, 'targets': 1}, pack=True)
 
     def sums(logits_bTv):

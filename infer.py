@@ -1,10 +1,9 @@
 """A checkpoint as a model that one can call: `load` returns a T5 with `logits`, `score`, `generate`, `stream` and `encode`.
 
-    t5 = infer.load('runs/small')
-    t5.generate(['The <extra_id_0> walks in <extra_id_1> park.'])
+    t5 = infer.load('runs/small') t5.generate(['The <extra_id_0> walks in <extra_id_1> park.'])
 
-The modes and the task metrics compute any number of tokenized examples with `in_batches`, and plan a step of decoding
-with `decoding_step`. Source: T5X t5x/models.py.
+The modes and the task metrics pass tokenized examples to `in_batches`; plan asks for `decoding_step`.
+Source: T5X t5x/models.py.
 """
 
 import dataclasses
@@ -39,14 +38,14 @@ SEGMENTS = ('encoder_segment_ids', 'decoder_segment_ids')
 FEATURES = (*SEQUENCES, *SEGMENTS)
 IGNORED_FEATURES = ('decoder_loss_weights', 'encoder_positions', 'decoder_positions')
 
-LENGTH_MULTIPLE = 32  # lengths are padded to a multiple, because each length is compiled
-MAX_INPUT_LENGTH = 512  # tokens of a text if the checkpoint does not say: T5's
+LENGTH_MULTIPLE = 32  # for padding, because each length is compiled
+MAX_INPUT_LENGTH = 512  # T5's, used if the checkpoint does not say
 NO_VOCABULARY = (
     "this checkpoint brings no vocabulary for texts: infer.load(..., vocabulary=PATH or 'bytes')"
 )
-EXAMPLES_PER_CHUNK = 4096  # sorted by length at a time by `in_batches`
+EXAMPLES_PER_CHUNK = 4096  # examples that `in_batches` sorts by length at a time
 
-HEADS = P(partition.BATCH_AXES, 'model')  # of keys and values; logits_rv are split as they are
+HEADS = P(partition.BATCH_AXES, 'model')  # keys, values and logits_rv
 CACHE_SPECS = decode.Cache(P(), partition.BATCH, partition.BATCH, HEADS)  # type: ignore[arg-type]
 STATE_SPECS = decode.SampleState(P(), *[partition.BATCH] * 4, CACHE_SPECS)  # type: ignore
 
@@ -71,21 +70,21 @@ def load(
     step: int | str = '',
     part: str = '',
 ) -> 'T5':
-    """Open a checkpoint as a model. Only its parameters are read; their average, where a run has one.
+    """Open a checkpoint as a model. Reads its parameters alone, or their average if a run keeps one.
 
     `path`: a workdir (its newest checkpoint), a T5X checkpoint directory, a Mesh-TF checkpoint (its prefix or folder)
-    or a Hugging Face folder, also of peft's adapters; on a disk or in a bucket; an encoder alone may be a single
+    or a Hugging Face folder, also of peft's adapters; on a disk or in a bucket. An encoder alone may be a single
     safetensors file.
     `step`: another checkpoint of a workdir: a number, or 'best', by its `save.best_metric`.
     `vocabulary`: 'bytes', a SentencePiece model, or a folder that has one; by default the checkpoint's or its run's.
     `config`: the sizes; by default the checkpoint's own config, else its shapes.
-    `mesh`: of partition.make_mesh, whose 'fsdp' splits inputs alone; by default one device has all.
+    `mesh`: from partition.make_mesh; its 'fsdp' splits inputs alone. By default one device.
     `dtype` of the parameters: 'float32', 'bfloat16', 'float16', or '' for the stored one.
-    `part`: 'encoder' reads nothing of the decoder, 'whole' refuses an encoder.
+    `part`: 'encoder' does not read the decoder, 'whole' refuses an encoder.
 
     Raises ValueError if `path` is not a supported checkpoint or an argument does not match it.
     """
-    import formats.open  # late: a model that a program makes needs no format
+    import formats.open  # late: a model made by a program needs no format
     import formats.vocabulary
 
     dtype = getattr(dtype, '__name__', getattr(dtype, 'name', dtype))  # such as jnp.bfloat16
@@ -117,28 +116,27 @@ def load(
 
 
 class Answers(NamedTuple):
-    """What `T5.generate` returns with `return_scores`: for each input an answer, or a list of `num_return`."""
+    """The result of `T5.generate` with `return_scores`: for each input an answer, or a list of `num_return`."""
 
-    texts: 'Texts | None'  # None if the checkpoint has no vocabulary
+    texts: 'Texts | None'  # None without a vocabulary
     tokens: list[list[int]] | list[list[list[int]]]  # ids without EOS
     scores: NDArray  # nats, float32 [examples] or [examples, num_return]
 
 
 Texts = list[str] | list[list[str]]
-Generated = Texts | list[list[int]] | list[list[list[int]]] | Answers | Iterator[str]
+Generated = Texts | list[list[int]] | list[list[list[int]]] | Answers
 
 
 class T5:
     """A checkpoint that one can call. `load` makes it.
 
-    `config` has its sizes, `arrays` its parameters as {T5X's path: array}, `params` the same as nested dicts. Others of
-    the same shapes may be assigned to `arrays`: nothing is compiled again. `vocabulary` is None if the checkpoint
-    brings none, and `mesh` has its devices. `projection` [emb_dim, size] is that of RankGen, else None: an input's
-    vector is its first output times it. `generate` and `encode` take `max_input_length` tokens of a text, EOS
-    included.
+    `config`: sizes. `arrays`: parameters, {T5X's path: array}; others of the same shapes may be assigned, and nothing
+    is compiled again. `params`: the same as nested dicts. `vocabulary`: None if the checkpoint brings none. `mesh`: its
+    devices. `projection` [emb_dim, size]: RankGen's, else None; an input's vector is its first output times it.
+    `max_input_length`: most tokens of a text in `generate` and `encode`, EOS included.
 
     Inputs and targets are texts, to which EOS is added, or lists of token ids, taken as they are. All methods raise
-    ValueError for other values and for ids that the model has no embedding of.
+    ValueError for other values and for ids without an embedding.
     """
 
     def __init__(
@@ -164,7 +162,7 @@ class T5:
 
     @arrays.setter
     def arrays(self, arrays: Parameters) -> None:
-        if self.mesh.shape['fsdp'] > 1:  # gathered once for all calls
+        if self.mesh.shape['fsdp'] > 1:  # gather once for all calls
             arrays = jax.device_put(arrays, partition.shardings(self.mesh, self._specs(arrays)))
         self._arrays = arrays
         self._decoding_arrays = {}
@@ -183,10 +181,7 @@ class T5:
         return self._logits(self.arrays, self._features(batch))
 
     def score(self, inputs: Inputs, targets: Inputs) -> NDArray:
-        """Return the log-likelihood of each target given its input, in nats, float32 [examples].
-
-        It is T5X's score_batch without length normalization.
-        """
+        """Return the log-likelihood of each target given its input, in nats, float32 [examples]: T5X's score_batch."""
         self._check_decoder()
         of_inputs = self._ids('inputs', inputs)
         of_targets = self._ids('targets', targets)
@@ -197,11 +192,10 @@ class T5:
     def encode(
         self, inputs: Inputs, *, trim: bool = False, batch_size: int = 32
     ) -> tuple[NDArray, NDArray]:
-        """Return the encoder's outputs of any number of inputs, in their order, and their mask.
+        """Return the encoder's outputs, float32 [examples, length, emb_dim], and their mask, bool [examples, length].
 
-        Outputs are float32 [examples, length, emb_dim], with EOS's, and 0 where the mask, bool [examples, length], is
-        False. A text of more than `max_input_length` tokens is refused; `trim` cuts it. `batch_size` inputs are
-        encoded at once.
+        EOS has an output, too. Outputs are 0 where the mask is False. A text of more than `max_input_length` tokens is
+        refused; `trim` cuts it. `batch_size` inputs are encoded at once.
         """
         encoded = self._inputs(inputs, trim)
         mask_bM = np.zeros((len(encoded), max(map(len, encoded))), bool)
@@ -216,51 +210,43 @@ class T5:
     def generate(
         self,
         inputs: Inputs,
-        max_length: int = 128,  # tokens of an answer, EOS included
+        max_length: int = 128,  # tokens per answer, EOS included
         *,
-        beam_size: int = 1,  # beams; above 1, search for the most likely answers
+        beam_size: int = 1,  # above 1, search for the most likely answers
         alpha: float = 0.6,  # exponent of the brevity penalty of beams
         temperature: Numbers = 0.0,  # above 0, draw tokens; one number, or one for each input
-        top_k: int = 0,  # draw from so many of the most likely tokens; 0 for all
-        top_p: float = 0.0,  # draw from the most likely tokens of this probability; 0 for all
+        top_k: int = 0,  # draw from this many of the most likely tokens; 0 for all
+        top_p: float = 0.0,  # draw from the most likely tokens with this total probability; 0 for all
         min_p: float = 0.0,  # draw from tokens with this share of the largest probability; 0 for all
         seed: int = 0,  # the same seed draws the same answers
         num_return: int = 1,  # answers for each input: the best beams, or samples
         prompts: Prompts | None = None,  # begin the answers
         repetition_penalty: float = 1.0,  # above 1, make tokens that have occurred less likely
-        no_repeat_ngram_size: int = 0,  # no n-gram of so many tokens occurs twice; 0 for any
+        no_repeat_ngram_size: int = 0,  # size of n-grams that may occur once; 0 for any
         min_length: int = 0,  # tokens after the prompt, EOS not included
-        bad_words: Sequence[str | Ids] = (),  # texts or ids that no answer has
-        allowed: Sequence[str | Ids] = (),  # the only answers: texts or ids
-        stop: Sequence[str] = (),  # texts that end an answer and are not part of it
+        bad_words: Sequence[decode.Text] = (),  # texts or ids banned from answers
+        allowed: Sequence[decode.Text] = (),  # the only answers: texts or ids
+        stop: str | Sequence[str] = (),  # texts that end an answer, not part of it
         filters: Sequence[decode.Filter] = (),  # your own: see decode.filtered
         return_scores: bool = False,  # return `Answers`
         trim: bool = False,  # cut texts of more than `max_input_length` tokens
-        _stream: bool = False,  # return the iterator of `stream`
         **unknown: object,
     ) -> Generated:
         """Return the model's answers: texts if the inputs are texts, else lists of ids without EOS.
 
         By default an answer has the most likely token at each position. With `num_return` above 1, return a list of
         answers for each input, the best first. `return_scores` returns `Answers`: texts, tokens and scores. A score
-        is the log-likelihood of an answer in nats as `score` has it, without that of its prompt; for a beam search,
-        divided by T5X's brevity penalty, ((5 + length) / 6)^`alpha`. `prompts` has a text, ids or None for each input.
-        Filters, of `repetition_penalty` to `filters`, change what is chosen, in transformers' order; the scores of
-        beams have them, others do not.
+        is the log-likelihood of an answer in nats, as `score` has it, without its prompt; a beam search divides it by
+        T5X's brevity penalty, ((5 + length) / 6)^`alpha`. `prompts` has a text, ids or None for each input.
+        Filters, from `repetition_penalty` to `filters`, change the choice in transformers' order. They change the
+        scores of beams, but no others.
         """
-        for name, value in unknown.items():
-            from formats.hugging_face import ARGUMENTS_OF_GENERATE
-
-            known = [field.name for field in dataclasses.fields(Decoding)]
-            remedy = ARGUMENTS_OF_GENERATE.get(name, f'use {", ".join(known)}, prompts or trim')
-            raise ValueError(f'{name}={_shortened(value)} is not an argument of generate: {remedy}')
-        self._check_decoder()
-        temperatures = np.ravel(_to_array(temperature))
+        _check_known(unknown)
         decoding = Decoding(
             max_length=max_length,
             beam_size=beam_size,
             alpha=alpha,
-            temperature=tuple(temperatures.tolist()),
+            temperature=temperature,
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
@@ -270,15 +256,60 @@ class T5:
             repetition_penalty=repetition_penalty,
             no_repeat_ngram_size=no_repeat_ngram_size,
             min_length=min_length,
-            bad_words=tuple(map(_hashable, bad_words)),
-            allowed=tuple(map(_hashable, allowed)),
-            stop=tuple(map(_hashable, [stop] if isinstance(stop, str) else stop)),
-            filters=tuple(filters),
+            bad_words=bad_words,
+            allowed=allowed,
+            stop=stop,
+            filters=filters,
         )
+        examples = self._examples(decoding, inputs, prompts, trim)
+        found = list(answer_batch(self, decoding, examples))
+        texts = None
+        if self.vocabulary is not None:
+            texts = _one_or_all([answer.texts for answer in found])
+        without_eos: list[list[list[int]]] = []
+        for answer in found:
+            without_eos.append([[i for i in ids if i > EOS_ID] for ids in answer.tokens])
+        tokens = _one_or_all(without_eos)
+        if return_scores:
+            scores_bn = np.array([answer.scores for answer in found], np.float32)
+            scores = scores_bn[:, 0] if num_return == 1 else scores_bn
+            return Answers(texts, tokens, scores)
+        return texts if texts is not None and _are_texts(inputs) else tokens
+
+    def stream(
+        self,
+        text: str,
+        max_length: int = 128,
+        *,
+        prompts: Prompts | None = None,
+        trim: bool = False,
+        **options: object,
+    ) -> Iterator[str]:
+        """Return the answer to a text in parts, as its tokens are decoded.
+
+        The arguments are those of `generate` that ask for one answer. A character is held back until its
+        bytes are complete, and beams until their search has ended.
+        """
+        _check_known(options)
+        decoding = Decoding(max_length=max_length, **options)  # type: ignore[arg-type]
+        if decoding.num_return > 1 or decoding.return_scores:
+            raise ValueError('stream gives one answer and no score: use generate for these')
+        if self.vocabulary is None:
+            raise ValueError(NO_VOCABULARY)
+        [example] = self._examples(decoding, [text], prompts, trim)
+        return stream_answer(self, decoding, example, self.vocabulary)
+
+    # The user's values, as the model takes them.
+
+    def _examples(
+        self, decoding: Decoding, inputs: Inputs, prompts: Prompts | None, trim: bool
+    ) -> list['Example']:
+        """Return the inputs to answer, with their prompts. Raises ValueError."""
+        self._check_decoder()
         check_decoding(decoding)
         ids = self._inputs(inputs, trim)
-        if np.ndim(temperature):
-            _check_one_each('temperature', temperatures, ids)
+        if isinstance(decoding.temperature, tuple):
+            _check_one_each('temperature', decoding.temperature, ids)
         prompts = [None] * len(ids) if prompts is None else prompts
         if isinstance(prompts, list | tuple):
             nothing = '' if any(isinstance(prompt, str) for prompt in prompts) else ()
@@ -288,40 +319,15 @@ class T5:
         for i, prompt in enumerate(of_prompts):
             if not prompt.all():
                 raise ValueError(f'prompts[{i}]: 0 is padding, so leave it out before a token')
-            if len(prompt) > max_length:
+            if len(prompt) > decoding.max_length:
                 raise ValueError(
-                    f'max_length={max_length}: must be at least {len(prompt)}, the tokens of prompts[{i}]'
+                    f'max_length={decoding.max_length}: must be at least {len(prompt)}, the tokens of prompts[{i}]'
                 )
-            if allowed and len(prompt):
+            if decoding.allowed and len(prompt):
                 words = words_of(decoding, self.vocabulary, self.config.vocab_size)
                 if not (words.allowed_nA[:, : len(prompt)] == prompt).all(axis=1).any():
                     raise ValueError(f'prompts[{i}]: begins none of the answers that are allowed')
-        examples = [Example(x, prompt=of_prompts[i], number=i) for i, x in enumerate(ids)]
-        if _stream and self.vocabulary is not None:
-            return stream_answer(self, decoding, examples[0], self.vocabulary)
-        found = list(answer_batch(self, decoding, examples))
-        texts = None
-        if self.vocabulary is not None:
-            texts = _one_or_all([answer.texts for answer in found])
-        without_eos = [[[i for i in x if i > EOS_ID] for x in answer.tokens] for answer in found]
-        tokens = _one_or_all(without_eos)
-        if return_scores:
-            scores_bn = np.array([answer.scores for answer in found], np.float32)
-            scores = scores_bn[:, 0] if num_return == 1 else scores_bn
-            return Answers(texts, tokens, scores)
-        return texts if texts is not None and _are_texts(inputs) else tokens
-
-    def stream(self, text: str, max_length: int = 128, **options: object) -> Iterator[str]:
-        """Return the answer to a text in parts, as its tokens are decoded.
-
-        `options` are those of `generate` that ask for one answer. A character is held back until its bytes
-        are complete, and beams until their search has ended.
-        """
-        if options.get('num_return', 1) != 1 or options.get('return_scores'):
-            raise ValueError('stream gives one answer and no score: use generate for these')
-        return self.generate([text], max_length, _stream=True, **options)  # type: ignore
-
-    # What users give, as the model takes it.
+        return [Example(x, prompt=of_prompts[i], number=i) for i, x in enumerate(ids)]
 
     def _inputs(self, inputs: Inputs, trim: bool) -> list[NDArray]:
         """Return the ids of inputs; a text has at most `max_input_length` tokens."""
@@ -342,7 +348,7 @@ class T5:
             if self.vocabulary is None:
                 raise ValueError(NO_VOCABULARY)
             texts = list(map(str, examples))
-            ''.join(texts).encode()  # a surrogate is a ValueError here, not named by SentencePiece
+            ''.join(texts).encode()  # refuses a surrogate, which SentencePiece does not name
             end = [] if is_prompt else [EOS_ID]
             examples = [[*x, *end] for x in self.vocabulary.encode(texts, glued_sentinels=True)]
         is_list = isinstance(examples, list | tuple | np.ndarray | jax.Array)
@@ -363,7 +369,7 @@ class T5:
         return encoded
 
     def _features(self, batch: Mapping[str, Array]) -> dict[str, jax.Array]:
-        """Return the features that the model reads, int32. Raises ValueError where they do not fit together."""
+        """Return the features that the model reads, int32. Raises ValueError if they do not fit together."""
         names = set(batch) - set(IGNORED_FEATURES) if isinstance(batch, Mapping) else set()
         if names not in (set(SEQUENCES), set(FEATURES)):
             raise ValueError(
@@ -383,7 +389,7 @@ class T5:
                 )
             rows = f'{name}: batch size'
             partition.check_divides(rows, x.shape[0], partition.BATCH_AXES, self.mesh)
-            if not isinstance(x, jax.core.Tracer):  # inside of another function values are unknown
+            if not isinstance(x, jax.core.Tracer):  # a traced function has no values
                 self._check_ids(name, np.asarray(x))
             features[name] = jnp.asarray(x, jnp.int32)
         return features
@@ -395,7 +401,7 @@ class T5:
             )
 
     def _check_ids(self, name: str, ids: NDArray) -> None:
-        """Raise ValueError for ids that the model has no embedding of, and for segments beyond int32."""
+        """Raise ValueError for ids without an embedding, and for segments beyond int32."""
         end = 2**31 if name in SEGMENTS else self.config.vocab_size
         for i in (ids.min(initial=0), ids.max(initial=0)):
             if not 0 <= i < end:
@@ -410,10 +416,10 @@ class T5:
         self,
         device_function: Callable,
         arrays: DecodingParameters,
-        out_specs: P | decode.SampleState = partition.BATCH,
-        *state_specs: decode.SampleState,  # of a third argument, whose buffers are taken
+        out_specs: P | tuple = partition.BATCH,
+        *state_specs: tuple,  # a third argument, which is donated
     ) -> jax.stages.Wrapped:
-        """Return (parameters, batch) -> output: each process has all rows, unless `out_specs` split them further."""
+        """Return (parameters, batch) -> output: each process gets all rows, unless `out_specs` is given."""
         replicated = NamedSharding(self.mesh, P()) if out_specs == partition.BATCH else None
         mapped = jax.shard_map(
             functools.partial(device_function, self.config),
@@ -427,12 +433,12 @@ class T5:
         return kernels.specs_of(arrays, model.specs_in_use(self.config, arrays))
 
     def _with_columns(self, arrays: Parameters) -> DecodingParameters:
-        """Return parameters with the kernels that steps of decoding multiply by as they read them fastest."""
+        """Return parameters with the kernels of a step of decoding in the form that it reads fastest."""
         dtypes = model.step_kernels(self.config, arrays)
         return {**arrays, **kernels.for_decoding(self.mesh, arrays, dtypes)}
 
     def _rows(self, ids: Sequence[Ids], num_rows: int = 0) -> NDArray:
-        """Return ids as int32 [rows, length], padded with 0 to sizes that `next_size` gives."""
+        """Return ids as int32 [rows, length], padded with 0 to sizes of `next_size`."""
         num_rows = max(len(ids), num_rows)
         num_rows = next_size(num_rows, partition.axes_size(self.mesh, partition.BATCH_AXES))
         rows = np.zeros((num_rows, next_size(max(map(len, ids)), LENGTH_MULTIPLE)), np.int32)
@@ -442,10 +448,7 @@ class T5:
 
 
 def next_size(n: int, multiple: int) -> int:
-    """Return `multiple` times the first of 1, 2, 3, 4, 6, 8, 12, 16 ... that reaches `n`.
-
-    So there are few sizes to compile for, and at most a third is padding.
-    """
+    """Return `multiple` times the first of 1, 2, 3, 4, 6, 8, 12, 16 ... that reaches `n`: little is padding."""
     size = multiple
     while size < n:
         if size + size // 2 >= n and size > multiple:
@@ -458,20 +461,20 @@ def next_size(n: int, multiple: int) -> int:
 
 
 class Example(NamedTuple):
-    """What is answered or scored: ids, EOS included."""
+    """Ids to answer or to score, EOS included."""
 
     inputs: Ids
-    targets: Sequence | NDArray = ()  # scored: ids, or those of each choice
-    number: int = 0  # what is drawn depends on the seed and on this number
+    targets: Sequence | NDArray = ()  # to score: ids, or the ids of each choice
+    number: int = 0  # samples depend on the seed and on this number
     prompt: Ids = ()  # begins the answers
 
 
 class Answer(NamedTuple):
     """The answers to an example, the best first."""
 
-    tokens: list[list[int]]  # with EOS if they have one, without the padding at their ends
-    texts: list[str]  # none without a vocabulary
-    scores: list[float]  # none without return_scores
+    tokens: list[list[int]]  # EOS included, padding not
+    texts: list[str]  # empty without a vocabulary
+    scores: list[float]  # empty without return_scores
 
 
 def in_batches(
@@ -482,13 +485,13 @@ def in_batches(
 ) -> Iterator[Result]:
     """Yield the results of `compute(batch, number of rows)`, in the order of the examples.
 
-    Chunks of examples, all that is held, are sorted by length, so that a batch has little padding;
-    the longest come first, because they need the most memory. All batches of a chunk have the same
-    number of rows, so that few programs are compiled. `progress` is called with the examples of each batch.
+    A chunk of examples is held at a time and sorted by length, for little padding; the longest come
+    first, because they need the most memory. All batches of a chunk have the same number of rows, so
+    few programs are compiled. `progress` is called with the number of examples of each batch.
     """
 
     def lengths(i: int) -> tuple[int, int, int]:
-        num_inputs = len(chunk[i].inputs)  # is compiled for as the next size
+        num_inputs = len(chunk[i].inputs)
         return next_size(num_inputs, LENGTH_MULTIPLE), len(chunk[i].targets), num_inputs
 
     iterator = iter(examples)
@@ -532,12 +535,11 @@ def answer_batch(
 def stream_answer(
     t5: T5, decoding: Decoding, example: Example, vocabulary: Vocabulary
 ) -> Iterator[str]:
-    """Yield the parts of an answer, as `T5.stream` has them."""
     if decoding.num_decodes > 1:
         [answer] = answer_batch(t5, decoding, [example])
         yield answer.texts[0]
         return
-    # In rows of all devices, so each process has the answer.
+    # Every device answers the same example, so each process has the answer.
     rows = [example] * partition.axes_size(t5.mesh, partition.BATCH_AXES)
     batch = _decoding_batch(t5, decoding, rows)
     program = decoding.program
@@ -561,7 +563,7 @@ def stream_answer(
         tokens.append(int(state.tokens_r.addressable_data(0)[0]))
         text, kept = _before_stop(vocabulary, tokens, example.prompt, decoding)
         is_running = bool(state.running_r.addressable_data(0)[0]) and kept == tokens
-        if is_running:  # SentencePiece has U+FFFD for each byte of an unfinished character
+        if is_running:  # SentencePiece writes U+FFFD for each byte of an unfinished character
             text = text.rstrip('\ufffd')
             begins = [end[:k] for end in map(str, decoding.stop) for k in range(1, len(end))]
             text = text[: len(text) - max((len(x) for x in begins if text.endswith(x)), default=0)]
@@ -573,7 +575,7 @@ def stream_answer(
 def _decoding_batch(
     t5: T5, decoding: Decoding, examples: Sequence[Example], num_rows: int = 0
 ) -> dict[str, jax.Array]:
-    """Return what decoding reads beside `t5._decoding_arrays`, which are made if they are missing."""
+    """Return the batch that decoding reads; make `t5._decoding_arrays` if they are missing."""
     inputs_bM = t5._rows([example.inputs for example in examples], num_rows)
     num_rows = len(inputs_bM)
     batch = {
@@ -640,7 +642,7 @@ def encode_batch(t5: T5, examples: Sequence[Example], num_rows: int = 0) -> Iter
         yield encoded_bMD[i, : len(example.inputs)].copy()  # without the padding
 
 
-# What one device computes, inside of `jax.shard_map`. model.py defines the suffixes.
+# The computation of one device, inside `jax.shard_map`. model.py defines the suffixes.
 
 
 def _logits(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
@@ -657,12 +659,12 @@ def _scores(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
 def _encodings(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
     inputs_bM = batch['encoder_input_tokens']
     encoded_bMD, _, _ = model.apply(lambda: model.encode(config, inputs_bM), params)
-    encoded_bMD = encoded_bMD[:, -inputs_bM.shape[1] :]  # without what an own model puts before
+    encoded_bMD = encoded_bMD[:, -inputs_bM.shape[1] :]  # without the prompt of an own model
     return jnp.where(inputs_bM[..., None] > 0, encoded_bMD.astype(jnp.float32), 0)
 
 
 def _start(
-    config: T5Config, decoding: Decoding, room: int, params: Parameters, inputs_bM: jax.Array
+    decoding: Decoding, room: int, config: T5Config, params: Parameters, inputs_bM: jax.Array
 ) -> decode.Cache:
     sizes = (room, decoding.num_decodes, decoding.beam_size > 1)
     return model.apply(lambda: model.start_decoding(config, inputs_bM, *sizes), params)
@@ -677,7 +679,7 @@ def _step(
 def _answers(
     decoding: Decoding, words: decode.Words, config: T5Config, params: Parameters, batch: Batch
 ) -> tuple[jax.Array, jax.Array | None]:
-    cache = _start(config, decoding, 0, params, batch['inputs_bM'])
+    cache = _start(decoding, 0, config, params, batch['inputs_bM'])
     return decode.decode(decoding, functools.partial(_step, config, params), cache, batch, words)
 
 
@@ -689,64 +691,56 @@ def _advance(
     batch: Batch,
     *state: decode.SampleState,
 ) -> decode.SampleState:
-    """Return the state of `decode.sample` after another step; without a state, that before the first."""
-    found = []
-
-    def take_one(next_state, running_rows, start, length, grow):
-        found.append(next_state(*state) if state else start)
-        return found[0]
-
+    """Return the sampler's state after another token; without a state, the one before the first."""
+    step = functools.partial(_step, config, params)
+    sampler = decode.sampler_of(decoding, step, batch, words)
     if state:
-        cache = state[0].cache
-    else:
-        cache = _start(config, decoding, decode.FIRST_ROOM, params, batch['inputs_bM'])
-    decode.decode(decoding, functools.partial(_step, config, params), cache, batch, words, take_one)
-    return found[0]
+        return sampler.advance(*state)
+    return sampler.start(_start(decoding, decode.FIRST_ROOM, config, params, batch['inputs_bM']))
 
 
 def decoding_step(
     t5: T5, decoding: Decoding, batch_size: int, input_length: int
 ) -> tuple[jax.stages.Wrapped, tuple[DecodingParameters, jax.ShapeDtypeStruct, decode.Cache]]:
-    """Return the step that `answer_batch` repeats, with the largest cache, and the shapes of its arguments.
-
-    `t5.arrays` may be shapes, too.
-    """
-    rows = partition.BATCH
+    """Return `answer_batch`'s step with the largest cache, and its arguments' shapes. `t5.arrays` may be shapes."""
     num_rows = next_size(batch_size, partition.axes_size(t5.mesh, partition.BATCH_AXES))
     shape = (num_rows, next_size(input_length, LENGTH_MULTIPLE))
     params = jax.eval_shape(t5._with_columns, t5.arrays)
-    param_specs = jax.tree.broadcast(t5._specs(params), params)
-    start = functools.partial(_start, t5.config, decoding, decoding.room)
-    start = jax.shard_map(start, mesh=t5.mesh, in_specs=(param_specs, rows), out_specs=CACHE_SPECS)
+    start = t5._compile(functools.partial(_start, decoding, decoding.room), params, CACHE_SPECS)
     cache = jax.eval_shape(start, params, jax.ShapeDtypeStruct(shape, jnp.int32))
-    in_specs = (param_specs, rows, jax.tree.broadcast(CACHE_SPECS, cache))
-    step = functools.partial(_step, t5.config)
-    out_specs = (HEADS, in_specs[2])
-    step = jax.shard_map(step, mesh=t5.mesh, in_specs=in_specs, out_specs=out_specs)
     tokens_r = jax.ShapeDtypeStruct((num_rows * decoding.num_decodes,), jnp.int32)
-    arguments = jax.tree.map(
-        lambda x, to: x.update(sharding=to),
-        (params, tokens_r, cache),
-        partition.shardings(t5.mesh, in_specs),
-    )
-    return jax.jit(step, donate_argnums=2), arguments
+    arguments = (params, tokens_r, cache)
+    specs = jax.tree.broadcast((t5._specs(params), partition.BATCH, CACHE_SPECS), arguments)
+    shardings = partition.shardings(t5.mesh, specs)
+    placed = jax.tree.map(lambda x, to: x.update(sharding=to), arguments, shardings)
+    return t5._compile(_step, params, (HEADS, CACHE_SPECS), CACHE_SPECS), placed
 
 
-# What users give.
+# The options of decoding.
 
 
-NUMBERS: tuple[str, ...] = ('max_length', 'beam_size', 'alpha', 'top_k', 'top_p', 'min_p', 'seed')
-NUMBERS += ('num_return', 'repetition_penalty', 'no_repeat_ngram_size', 'min_length')
+def _check_known(options: Mapping[str, object]) -> None:
+    """Raise ValueError unless `options` are fields of `Decoding`."""
+    known = [field.name for field in dataclasses.fields(Decoding)]
+    for name in options:
+        if name not in known:
+            from formats.hugging_face import ARGUMENTS_OF_GENERATE
+
+            remedy = ARGUMENTS_OF_GENERATE.get(name, f'use {", ".join(known)}, prompts or trim')
+            value = _shortened(options[name])
+            raise ValueError(f'{name}={value} is not an argument of generate: {remedy}')
 
 
 def check_decoding(decoding: Decoding) -> None:
     """Raise ValueError unless the options of `T5.generate` are valid, each and together."""
-    given = [(name, getattr(decoding, name)) for name in NUMBERS]
-    given += [('temperature', value) for value in np.ravel(decoding.temperature).tolist()]
-    for name, value in given:
-        setting = check.declared()[f'decode.{name}']
-        value = value.item() if isinstance(value, np.number) else value
-        check.check_allowed(name, value, setting.default, setting.range, None)
+    for field in dataclasses.fields(decoding):
+        setting = check.declared().get(f'decode.{field.name}')
+        if setting is None or setting.range is None:
+            continue
+        given = getattr(decoding, field.name)
+        is_list = field.name == 'temperature' and isinstance(given, tuple)
+        for value in given if is_list else [given]:
+            check.check_allowed(field.name, value, setting.default, setting.range)
     if decoding.beam_size > 1 and decoding.is_random:
         raise ValueError(
             f'beam_size={decoding.beam_size} draws nothing: set temperature=0.0, or beam_size=1 to sample'
@@ -769,7 +763,7 @@ def check_decoding(decoding: Decoding) -> None:
 
 
 def words_of(decoding: Decoding, vocabulary: Vocabulary | None, vocab_size: int) -> decode.Words:
-    """Return the texts of `decoding` in a vocabulary. Raises ValueError for those that it cannot have."""
+    """Return the texts of `decoding` as ids. Raises ValueError for texts that cannot be."""
     found: dict[str, list[list[int]]] = {'bad_words': [], 'allowed': [], 'stop': []}
     for name, rows in found.items():
         for i, text in enumerate(getattr(decoding, name)):
@@ -786,7 +780,8 @@ def words_of(decoding: Decoding, vocabulary: Vocabulary | None, vocab_size: int)
                 )
             rows.append([*ids, EOS_ID] if name == 'allowed' else [*ids])
             if name == 'stop' and vocabulary is not None:
-                # It may be part of a token, or be changed by the vocabulary. Others are found in the whole answer.
+                # Its ids, unless the vocabulary changes the text, and every token that contains it. `_before_stop`
+                # finds other occurrences.
                 if vocabulary.decode(ids) != text:
                     rows.pop()
                 rows += [[k] for k in range(vocabulary.size) if text in vocabulary.decode([k])]
@@ -805,10 +800,6 @@ def words_of(decoding: Decoding, vocabulary: Vocabulary | None, vocab_size: int)
     return decode.Words(*matrices)
 
 
-def _hashable(text: str | Ids) -> decode.Text:
-    return tuple(map(int, text)) if np.ndim(text) == 1 else text  # type: ignore[return-value,arg-type]
-
-
 def _check_one_each(name: str, values: Sequence[Ids] | NDArray, inputs: Sequence[Ids]) -> None:
     if len(values) != len(inputs):
         raise ValueError(f'{name} has {len(values)} for {len(inputs)} inputs: give one for each')
@@ -821,7 +812,7 @@ def _are_texts(examples: Inputs | Prompts) -> bool:
 
 
 def _to_array(value: ArrayLike) -> Array:
-    """Return `value` as an array; an array of None for lists of several lengths."""
+    """Return `value` as an array; an array of None for lists of different lengths."""
     if isinstance(value, jax.Array):
         return value
     try:
@@ -836,7 +827,7 @@ def _shortened(value: object) -> str:
 
 
 def _one_or_all(answers: list[list[Result]]) -> list[Result] | list[list[Result]]:
-    """Return the answers to each input, without a list where there is one."""
+    """Return the answers to each input, without a list if there is only one."""
     if len(answers[0]) > 1:
         return answers
     return [answer for [answer] in answers]

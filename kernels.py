@@ -18,16 +18,15 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-STAGE = 32  # the longest dimension that XLA reduces in one loop
-FEW_ROWS = 64  # multiplied faster by a kernel that lies column by column
-BLOCK = 128  # numbers of which `top_k` takes the maximum first
+STAGE = 32  # longest dimension that XLA reduces in one loop
+FEW_ROWS = 64  # up to here, a kernel stored column by column is faster
+BLOCK = 128  # `top_k` first takes the maximum of each block
 
 
 def for_device(plain: Callable, on_cpu: Callable, *arrays: jax.Array) -> jax.Array:
-    """Call the form of a function that the devices of this program need.
+    """Call the form of a function for the devices of this program.
 
-    It is the plain one for arrays that devices share, which XLA splits: outside shard_map, on a mesh
-    of several devices.
+    Outside shard_map, on a mesh of several devices, XLA splits the arrays: there the plain form is used.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.size <= 1 and not mesh.manual_axes:
@@ -38,7 +37,7 @@ def for_device(plain: Callable, on_cpu: Callable, *arrays: jax.Array) -> jax.Arr
 
 
 def is_on_cpu(mesh: AbstractMesh | None = None) -> bool:
-    """Return whether a mesh, by default that of this `jax.shard_map`, is of a CPU's devices."""
+    """Return whether the devices of a mesh, by default that of this `jax.shard_map`, are CPUs."""
     device = (mesh or jax.sharding.get_abstract_mesh()).abstract_device
     return device is not None and device.device_kind == 'cpu'
 
@@ -49,7 +48,7 @@ def is_on_cpu(mesh: AbstractMesh | None = None) -> bool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """A kernel stored column by column, as its transpose. `for_decoding` makes it."""
+    """A kernel stored column by column, as its transpose."""
 
     kernel_FD: jax.Array
     new_shape: tuple[int, ...] = dataclasses.field(default=(), metadata={'static': True})
@@ -65,14 +64,13 @@ class Columns:
         return Columns(self.kernel_FD.astype(dtype), self.new_shape)
 
 
-@functools.partial(jax.jit, static_argnames='equation')  # traced once for each shape
+@functools.partial(jax.jit, static_argnames='equation')
 def einsum(equation: str, x: jax.Array, kernel: jax.Array | Columns) -> jax.Array:
     """Return jnp.einsum(equation, x, kernel), [b, T, *columns], for x of [b, T, *rows].
 
-    A CPU multiplies matrices: for the kernel's gradient, a sum over b and T, XLA would copy the
-    gradient of the result, transposed (forward and backward, 4 MLPs take 0.52 s instead of 0.85). A
-    kernel that has its rows last, as Columns or (for few rows) in the equation, is on the left (22 ms
-    for 8 rows instead of 29; 35 with its rows first).
+    On CPUs, flatten x to 2-D: otherwise XLA transposes and copies dy to sum the kernel's gradient over b and T
+    (4 MLPs, forward and backward: 0.52 s, down from 0.85). Columns, or for few rows a kernel whose rows are last in
+    the equation, is the left factor (8 rows: 22 ms, down from 29; 35 with its rows first).
     """
     if not is_on_cpu():
         return jnp.einsum(equation, x, kernel)
@@ -82,7 +80,7 @@ def einsum(equation: str, x: jax.Array, kernel: jax.Array | Columns) -> jax.Arra
         kernel = Columns(kernel) if len(x_rD) <= FEW_ROWS else kernel.T
     columns = kernel.shape[x.ndim - 2 :]
     if isinstance(kernel, Columns):
-        # The barrier keeps XLA from turning this into the slow form again.
+        # The barrier keeps XLA from restoring the slow form.
         y_rF = lax.optimization_barrier(kernel.kernel_FD @ x_rD.T).T
     else:
         y_rF = matmul(*vary_alike(x_rD, kernel.reshape(x_rD.shape[1], -1)))
@@ -91,7 +89,7 @@ def einsum(equation: str, x: jax.Array, kernel: jax.Array | Columns) -> jax.Arra
 
 @jax.custom_vjp
 def matmul(x_rD: jax.Array, kernel_DF: jax.Array) -> jax.Array:
-    """Return x @ kernel, [r, F], on a CPU, where XLA multiplies bfloat16 fast if the sums are float32.
+    """Return x @ kernel, [r, F], on a CPU: XLA multiplies bfloat16 fast if the sums are float32.
 
     JAX's own gradient would multiply the float32 gradient of the sums (4 MLPs: 0.47 s, not 0.25).
     """
@@ -100,7 +98,7 @@ def matmul(x_rD: jax.Array, kernel_DF: jax.Array) -> jax.Array:
 
 def _matmul_backward(matrices, grad_rF):
     def transpose(x):
-        if x.dtype == jnp.bfloat16:  # fast only if both matrices lie row by row (7 ms, not 14)
+        if x.dtype == jnp.bfloat16:  # fast only if both are stored row by row (7 ms, not 14)
             return with_layout_constraint(x.T, Layout(major_to_minor=(0, 1)))
         return x.T
 
@@ -121,10 +119,9 @@ def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
 def for_decoding(
     mesh: Mesh, params: Mapping[str, jax.Array], dtypes: Mapping[str, str]
 ) -> dict[str, Columns]:
-    """Return what replaces the kernels of `dtypes`, {path: dtype}, in steps of decoding: on a CPU, Columns.
+    """Return replacements for the kernels in `dtypes`, {path: dtype}, in steps of decoding: on CPUs, Columns.
 
-    To make them takes as long as several steps. As an array of layout (1, 0), XLA would copy each
-    kernel back into rows (39 ms a step).
+    Making them takes as long as several steps. XLA would copy an array of layout (1, 0) back into rows (39 ms a step).
     """
     if not is_on_cpu(mesh.abstract_mesh):
         return {}
@@ -137,7 +134,7 @@ def _columns(kernel_DF, dtype):
 
 
 def specs_of(params: Mapping[str, jax.Array | Columns], specs: Mapping[str, P]) -> dict[str, P]:
-    """Return the specs of parameters, those of Columns reversed."""
+    """Return the specs of parameters, reversed for Columns."""
     found = dict(specs)
     for path, x in params.items():
         if isinstance(x, Columns):
@@ -158,14 +155,14 @@ def mean(x: jax.Array, axis: int, keepdims: bool = False) -> jax.Array:
     return sum(x, axis, keepdims) / x.shape[axis]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2, 3))  # traced once for each shape
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
 def reduce(operation: Callable, x: jax.Array, axis: int | None, keepdims: bool) -> jax.Array:
-    """Return operation(x, axis), where the operation is jnp.sum, of float32 numbers, or _max.
+    """Return operation(x, axis); the operation is jnp.sum, for float32, or _max.
 
-    A CPU adds up 32 numbers of a dimension at a time. XLA does so, too, but writes all numbers to
-    memory first; a dimension of 32 is reduced in the loop that computes the numbers, vectorized along
-    the last dimension. The barrier keeps XLA from joining both stages again, and a window from
-    computing the first one within the second, where its numbers would not be adjacent.
+    On CPUs, reduce blocks of 32 first. XLA does so, too, but writes all numbers to memory before; a dimension of 32 it
+    reduces in the loop that computes the numbers, vectorized along the last dimension. The barrier keeps XLA from
+    joining the stages; the window keeps it from computing the first within the second, where its numbers would not be
+    adjacent.
     """
 
     def in_stages(x):
@@ -194,7 +191,7 @@ def softmax(logits: jax.Array) -> jax.Array:
 
 
 def _max(x: jax.Array, axis: int, keepdims: bool = False) -> jax.Array:
-    return x.max(axis, keepdims=keepdims, initial=-jnp.inf)  # before a sequence there are no keys
+    return x.max(axis, keepdims=keepdims, initial=-jnp.inf)  # decoding begins without keys
 
 
 def _softmax_backward(probs, grad):
@@ -208,10 +205,7 @@ softmax.defvjp(lambda logits: (softmax(logits),) * 2, _softmax_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def broadcast(x: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """Return float32 x repeated along new first dimensions, in `dtype`.
-
-    Its gradient reduces in float32, like that of softmax.
-    """
+    """Return float32 x repeated along new first dimensions, in `dtype`. Its gradient reduces in float32."""
     return jnp.broadcast_to(x, shape).astype(dtype)
 
 
@@ -222,14 +216,11 @@ def _broadcast_backward(shape, dtype, x_shape, grad):
 broadcast.defvjp(lambda x, *others: (broadcast(x, *others), x.shape), _broadcast_backward)
 
 
-# The largest numbers of the last dimension. Figures: float32 [8, 32128] in a loop on two CPU cores.
+# The largest numbers of the last dimension. Times: float32 [8, 32128] in a loop on two CPU cores.
 
 
 def argmax(x: jax.Array) -> jax.Array:
-    """Return jnp.argmax(x, axis=-1), int32.
-
-    On a CPU, two passes that XLA joins into vector loops take 0.28 ms instead of 0.77 ms.
-    """
+    """Return jnp.argmax(x, axis=-1), int32. On CPUs, two vectorized passes take 0.28 ms, down from 0.77."""
 
     def plain(x: jax.Array) -> jax.Array:
         return lax.argmax(x, x.ndim - 1, jnp.int32)
@@ -243,11 +234,10 @@ def argmax(x: jax.Array) -> jax.Array:
 
 
 def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Return lax.top_k(x, k): the largest numbers, of equal ones the lowest index first, and indices.
+    """Return lax.top_k(x, k): the largest numbers, the lowest index first in a tie, and indices.
 
-    XLA sorts all numbers. The k largest lie in the k blocks with the largest maxima: one pass and a sort
-    of these blocks are five times faster for k = 8, 0.05 ms instead of 0.27 ms (a GPU, H200, with 256
-    rows: 0.04 ms instead of 0.13 ms).
+    XLA sorts all numbers. The k largest lie in the k blocks with the largest maxima: one pass and a sort of these
+    blocks take 0.05 ms for k = 8, down from 0.27 (on an H200, 256 rows: 0.04 ms, down from 0.13).
     """
     num_blocks = x.shape[-1] // BLOCK
     if x.shape[-1] % BLOCK or num_blocks <= k:
@@ -255,7 +245,7 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         return values, indices
     blocks = x.reshape(*x.shape[:-1], num_blocks, BLOCK)
     _, chosen = lax.top_k(blocks.max(axis=-1), k)
-    chosen = jnp.sort(chosen, axis=-1)  # keeps equal numbers in the order of their indices
+    chosen = jnp.sort(chosen, axis=-1)  # keeps ties in the order of their indices
     candidates = jnp.take_along_axis(blocks, chosen[..., None], axis=-2)
     values, places = lax.top_k(candidates.reshape(*x.shape[:-1], k * BLOCK), k)
     block = jnp.take_along_axis(chosen, places // BLOCK, axis=-1)
@@ -265,19 +255,16 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 # How a train step is compiled.
 
 YNNPACK = 'xla_cpu_experimental_ynn_fusion_type'
-PRODUCTS = 'LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT'  # the value that leaves products alone to YNNPACK
-# What /proc/cpuinfo says of a CPU, x86 or ARM, that multiplies bfloat16.
+PRODUCTS = 'LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT'  # YNNPACK computes products alone
+# Flags in /proc/cpuinfo of a CPU, x86 or ARM, that multiplies bfloat16.
 BFLOAT16_PRODUCTS = re.compile(r'\b(avx512_bf16|amx_bf16|bf16)\b')
 
 
 def compiler_options(mesh: Mesh, dtype: str) -> dict[str, str | bool]:
-    """Return compiler options for a train step on a mesh that computes in `dtype`.
+    """Return compiler options for a train step on a mesh that computes in `dtype`. The user's XLA_FLAGS win.
 
-    XLA_FLAGS of the user have precedence. The option is for CPUs; docs/log.md has its figures.
-
-    XLA of JAX 0.10 gives sums and products to YNNPACK, which plans each one again in every step. When
-    a program is loaded, each one is looked for among all instructions. But YNNPACK alone multiplies
-    with a CPU's instructions for bfloat16.
+    On CPUs, XLA of JAX 0.10 gives sums and products to YNNPACK, which plans each again in every step and slows the
+    loading of a program. But YNNPACK alone uses a CPU's bfloat16 instructions. docs/log.md has figures.
     """
     if not is_on_cpu(mesh.abstract_mesh) or YNNPACK in os.environ.get('XLA_FLAGS', ''):
         return {}
@@ -291,7 +278,7 @@ def compiler_options(mesh: Mesh, dtype: str) -> dict[str, str | bool]:
 
 @functools.cache
 def multiplies_bfloat16() -> bool:
-    """Return whether this CPU has instructions for products of bfloat16; False where that is unknown."""
+    """Return whether this CPU has instructions for products of bfloat16; False if unknown."""
     try:
         return BFLOAT16_PRODUCTS.search(Path('/proc/cpuinfo').read_text()) is not None
     except OSError:  # not Linux

@@ -12,7 +12,7 @@ from jax import lax
 
 import partition
 
-AUX = 'aux/'  # the names of sums of what layers report begin with it
+AUX = 'aux/'  # prefix of the sums of values that layers report
 NORMALIZERS = ('NUM_REAL_TARGET_TOKENS', 'NUM_TOTAL_TARGET_TOKENS', 'AVERAGE_PER_SEQUENCE')
 
 
@@ -24,10 +24,9 @@ def weighted_sums(
     z_loss: float,
     label_smoothing: float,
 ) -> dict[str, jax.Array]:
-    """Return this device's share of the sums that T5X's metrics are made of.
+    """Return this device's share of the sums for T5X's metrics. Training minimizes 'loss'.
 
-    'loss' is what training minimizes. `batch` has T5X's features. Another sum that is added here is
-    logged under its name, divided by 'weights'.
+    `batch` has T5X's features. A sum that you add here is logged under its name, divided by 'weights'.
     """
     inputs_bM = batch['encoder_input_tokens']
     targets_bT = batch['decoder_target_tokens']
@@ -51,10 +50,10 @@ def add_aux(
     coefficients: Mapping[str, float],
     num_rows: int,
 ) -> dict[str, jax.Array]:
-    """Return the sums with this device's share of what the layers report, and their losses.
+    """Return the sums with this device's share of `aux`, {name: float32 [b]}, and of its losses.
 
-    `aux`: {name: float32 [b]}. A loss is coefficient * mean over the rows of the global batch, of which
-    there are `num_rows`, whatever divides the others. Source: T5X t5x/contrib/moe/models.py.
+    A loss is coefficient * mean over the `num_rows` rows of the global batch, whatever divides other losses. Source:
+    T5X t5x/contrib/moe/models.py.
     """
     sums = dict(sums)
     for name, value_b in aux.items():
@@ -67,9 +66,14 @@ def add_aux(
 
 
 def num_segments(segments_bT: jax.Array) -> jax.Array:
-    """Return the number of examples in rows of segment ids, 0 for padding, or of what is no padding."""
+    """Return the number of segments in rows of segment ids, 0 for padding, or of a bool that is False for padding."""
     before_bT = jnp.pad(segments_bT[:, :-1], ((0, 0), (1, 0)))
     return ((segments_bT > 0) & (segments_bT != before_bT)).sum()
+
+
+def is_correct(logits_bTv: jax.Array, targets_bT: jax.Array) -> jax.Array:
+    """Return whether the largest logit, the first in a tie, is the target's, bool [b, T]."""
+    return partition.argmax(lax.stop_gradient(logits_bTv), 'model') == targets_bT
 
 
 def cross_entropy(
@@ -77,9 +81,8 @@ def cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the nats of each token: (loss with the z-term, z-term alone), float32 [b, T].
 
-    Both are sums over the whole vocabulary. The z-term is z_loss * log(Z)^2. Smoothed targets have
-    1 - label_smoothing on the target and the rest spread evenly over the other tokens; their own
-    entropy is subtracted, so that a perfect prediction has loss zero.
+    The z-term is z_loss * log(Z)^2. Smoothed targets have 1 - label_smoothing on the target and the rest
+    spread evenly over the other tokens; their entropy is subtracted, so a perfect prediction has loss 0.
     """
     log_z_bT = partition.logsumexp(logits_bTv, 'model')
     loss_bT = log_z_bT - partition.take(logits_bTv, targets_bT, 'model')
@@ -88,20 +91,15 @@ def cross_entropy(
         on = 1.0 - label_smoothing
         off = label_smoothing / (vocab_size - 1)
         partial_all_bT = logits_bTv.sum(axis=-1)
-        all_bT = vocab_size * log_z_bT - lax.psum(partial_all_bT, 'model')  # the sum of -log p
+        all_bT = vocab_size * log_z_bT - lax.psum(partial_all_bT, 'model')  # sum of -log p
         entropy = -(on * jnp.log(on) + (vocab_size - 1) * off * jnp.log(off + 1e-20))
         loss_bT = (on - off) * loss_bT + off * all_bT - entropy
     z_loss_bT = z_loss * lax.square(log_z_bT)
     return loss_bT + z_loss_bT, z_loss_bT
 
 
-def is_correct(logits_bTv: jax.Array, targets_bT: jax.Array) -> jax.Array:
-    """Return whether the first of the largest logits is the target's, bool [b, T]."""
-    return partition.argmax(lax.stop_gradient(logits_bTv), 'model') == targets_bT
-
-
 def parse_normalizing_factor(value: str) -> float | str:
-    """Return what divides the sum of losses: a number, 1 for '' (T5X's None), or one of NORMALIZERS."""
+    """Return the divisor of the sum of losses: a number, 1 for '' (T5X's None), or one of NORMALIZERS."""
     if value == '':
         return 1.0
     if value.upper() in NORMALIZERS:
@@ -121,10 +119,7 @@ def parse_normalizing_factor(value: str) -> float | str:
 def weights_and_divisor(
     batch: Mapping[str, jax.Array], normalizing_factor: float | str
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the loss weights [b, T], and what divides the weighted sum of a batch's losses; float32.
-
-    `normalizing_factor`: of `parse_normalizing_factor`.
-    """
+    """Return the loss weights [b, T] and the divisor of the weighted sum of a batch's losses, float32."""
     weights_bT = batch['decoder_loss_weights'].astype(jnp.float32)
     if isinstance(normalizing_factor, float):
         return weights_bT, jnp.float32(normalizing_factor)
@@ -132,7 +127,7 @@ def weights_and_divisor(
         return weights_bT, jnp.float32(lax.psum(weights_bT.size, partition.BATCH_AXES))
     if normalizing_factor == 'AVERAGE_PER_SEQUENCE':
         # Divide by the sum over the sequence: all sequences then weigh the same.
-        ones_bT = jnp.ones_like(batch['decoder_target_tokens'])  # not packed: a row is a sequence
+        ones_bT = jnp.ones_like(batch['decoder_target_tokens'])  # not packed: one sequence a row
         segments_bT = batch.get('decoder_segment_ids', ones_bT)
         is_same_bTM = segments_bT[:, :, None] == segments_bT[:, None]
         is_same_bTM &= (segments_bT > 0)[..., None]
@@ -140,4 +135,4 @@ def weights_and_divisor(
         safe_sums_bT = jnp.where(sums_bT > 0, sums_bT, 1.0)
         weights_bT = jnp.where(sums_bT > 0, weights_bT / safe_sums_bT, 0.0)
     divisor = lax.psum(weights_bT.sum(), partition.BATCH_AXES)
-    return weights_bT, jnp.where(divisor > 0, divisor, 1.0)  # of examples without a weight
+    return weights_bT, jnp.where(divisor > 0, divisor, 1.0)  # all weights may be 0

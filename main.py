@@ -32,28 +32,16 @@ import user_code
 from modes import command_line, process, processes
 
 FLAGS = flags.FLAGS
-# The files of modes/ that do what --mode asks for, each in its function main(config, flags, signals), which returns
-# the exit status. It calls `signals.begin_work` when all is prepared: errors until then are of bad input.
-MODES = {
-    'train': '.train',
-    'evaluate': '.evaluate',
-    'infer': '.infer',
-    'cache': '.cache',
-    'convert': '.convert',
-    'plan': '.plan',
-    'report': '.report',
-    'tasks': '.tasks',
-}
 
 
 def main(argv: list[str]) -> int:
-    """Do what the flags in `argv` ask for. Return the exit status."""
-    group = processes.Group()  # this process, alone
+    """Run the mode of the flags in `argv`; return the exit status."""
+    group = processes.Group()  # this process alone
     if command_line.HELP & set(argv[1:]):
         process.end_with_reader()
         try:
             process.print_lines([__doc__, command_line.describe(argv)], sys.stdout)
-        except (OSError, ValueError) as error:  # ValueError: of the config whose options it lists
+        except (OSError, ValueError) as error:  # ValueError: in the config whose options it lists
             return group.fail(error, status=1 if isinstance(error, OSError) else 2)
         return 0
     process.begin()
@@ -61,17 +49,19 @@ def main(argv: list[str]) -> int:
     try:
         config = command_line.parse(argv)
         if FLAGS.mode in ('train', 'evaluate', 'infer'):
-            # A part of --mode=infer needs no others.
+            # A shard of --mode=infer needs no other processes.
             if FLAGS.shard == '1/1' or FLAGS.process_id is not None:
                 group = processes.join(*[getattr(FLAGS, name) for name in processes.FLAGS])
                 signals.is_silent = group.number > 0
                 group.check_same(command_line.all_values())
             from modes import compilation_cache, topology  # they import JAX
 
-            topology.local_devices()  # raises ValueError without those of JAX_PLATFORMS
+            topology.local_devices()  # raises ValueError if JAX_PLATFORMS has none
             compilation_cache.use()
-        # Imported late: a wrong flag is reported before JAX starts.
-        mode = importlib.import_module(MODES[FLAGS.mode], modes.__name__)
+        # Each mode is a file of modes/ with a function main(config, flags, signals), which returns the exit status and
+        # calls `signals.begin_work` when all is prepared: errors until then mean bad input. A late import: a wrong
+        # flag is reported before JAX starts.
+        mode = importlib.import_module(f'.{FLAGS.mode}', modes.__name__)
         with user_code.running():
             status = mode.main(config, FLAGS, signals)
         return group.end(status)

@@ -1,22 +1,20 @@
 """T5 encoder-decoder: T5 1.0, T5 1.1 and every model of their shape.
 
-All code here is one device's part of the computation. It runs inside `jax.shard_map` over the axes
-of the mesh, or inside `partition.one_device`. The suffix of a name gives the dimensions of an
-array: an upper-case letter is a whole dimension, a lower-case letter is this device's slice of it.
-`partial_` marks a sum over 'model' that is due.
+All code here is one device's part of the computation. It runs inside `jax.shard_map` over the mesh, or inside
+`partition.one_device`. The suffix of a name gives the dimensions of an array: an upper-case letter is a full
+dimension, a lower-case letter this device's slice of it. `partial_` marks a value whose sum over 'model' is due.
 
     b  rows of the batch (BATCH_AXES)  D  embed (emb_dim)         T  query positions
     h  attention heads   ('model')     K  head size (head_dim)    M  key and value positions
     f  MLP width         ('model')     R  relative position buckets
     v  vocabulary        ('model')     1  a dimension of size one
 
-Decoding goes through the same modules. An example may be decoded by several adjacent rows r, its
-samples or beams; the n beams of a group g are the queries T of a step (decode.py has the letters).
+Decoding uses the same modules. Several adjacent rows r may decode one example, as its samples or beams;
+the n beams of a group g are the queries T of a step (decode.py defines the letters).
 
-The modules build their submodules inside `__call__`, each with an explicit name, so that parameters
-have T5X's paths and shapes. Parameters are float32. `rows_b`, where a module takes it, numbers the
-rows within the global batch and turns dropout on; None turns it off. Code shared by all layers is
-wrapped in `jax.jit`: JAX traces it once per shape, not once per layer.
+The modules build their submodules inside `__call__`, each with an explicit name: parameters then have T5X's paths and
+shapes. Parameters are float32. `rows_b` numbers the rows within the global batch and turns dropout on; None turns it
+off. Code shared by all layers is wrapped in `jax.jit`, so JAX traces it once per shape, not once per layer.
 
 Source: T5X t5x/examples/t5/{network,layers}.py; Raffel et al. 2020 (T5) §2.1; Shazeer 2020 (gated
 MLPs); Hu et al. 2021 (LoRA).
@@ -53,14 +51,14 @@ PARAMETER_SPECS = {
     r'.+/mlp/wo/kernel': P('model', 'fsdp'),  # [mlp, embed]
     r'decoder/logits_dense/kernel': P('fsdp', 'model'),  # [embed, vocab]
     r'.+_norm/scale': P(None),  # [embed]
-    # The adapters of a kernel are split like its rows and its columns.
+    # Adapters are split like the rows and columns of their kernel.
     r'.+/(query|key|value|wi(_\d)?|logits_dense)/lora_a': P(None, None),  # [rows, rank]
     r'.+/(query|key|value|wi(_\d)?|logits_dense)/lora_b': P(None, 'model'),  # [rank, columns]
     r'.+/(out|wo)/lora_a': P('model', None),  # [rows, rank]
     r'.+/(out|wo)/lora_b': P(None, None),  # [rank, columns]
 }
-ADAPTER = r'.+/lora_[ab]'  # the paths of adapters
-# The kernels of a step of decoding: all but those of the keys and values of the inputs.
+ADAPTER = r'.+/lora_[ab]'  # paths of adapters
+# The kernels of a step of decoding: all but those for keys and values of the inputs.
 STEP_KERNELS = (
     r'decoder/(layers_\d+/(?!encoder_decoder_attention/(key|value)/).+|logits_dense)/kernel'
 )
@@ -71,7 +69,7 @@ ACTIVATIONS: dict[str, Callable] = {
     'swish': jax.nn.silu,
     'linear': lambda x: x,
 }
-# What the backward pass keeps of a layer beside its inputs; it computes the rest again.
+# Values of a layer kept for the backward pass beside its inputs; the rest is computed again.
 REMAT_POLICIES = {
     'full': None,
     'dots': jax.checkpoint_policies.save_only_these_names('projection', 'sum'),
@@ -82,7 +80,7 @@ TRUNCATED_NORMAL = hk.initializers.VarianceScaling(1.0, 'fan_in', 'truncated_nor
 UNIFORM = hk.initializers.VarianceScaling(1.0, 'fan_avg', 'uniform')
 
 
-Leaf = TypeVar('Leaf')  # a parameter: an array, or one that is not read yet
+Leaf = TypeVar('Leaf')  # a parameter: an array, or one not read yet
 
 
 class Options(Protocol):
@@ -93,13 +91,10 @@ class Options(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class T5Config:
-    """Sizes and numerics, under T5X's field names (t5x/examples/t5/network.py).
-
-    configs/base.py has the defaults and says what each field means.
-    """
+    """Sizes and numerics, under T5X's field names. configs/base.py explains them and has the defaults."""
 
     vocab_size: int
-    dtype: str  # of the computation; parameters are float32
+    dtype: str  # for the computation; parameters are float32
     emb_dim: int
     num_heads: int
     num_encoder_layers: int
@@ -111,14 +106,14 @@ class T5Config:
     logits_via_embedding: bool  # True: tied, and the logits are divided by sqrt(emb_dim)
     float32_attention_logits: bool
     relpos_bias_per_layer: bool  # False: the layers of a stack share one table
-    lora_rank: int = 0  # of the adapters; 0: none
+    lora_rank: int = 0  # 0: no adapters
     lora_alpha: float = 16.0
-    lora_targets: str = r'.+/(query|value)/kernel'  # the paths of the kernels that have adapters
+    lora_targets: str = r'.+/(query|value)/kernel'  # paths of the kernels with adapters
     module: str = ''  # the file of an own model, or the name of a family; '' for T5
-    options: Options | None = None  # of `module`
+    options: Options | None = None  # the settings of `module`
     remat: str = 'none'
     scan_layers: bool = False
-    own: 'Modules | None' = dataclasses.field(default=None, repr=False)  # what `module` holds
+    own: 'Modules | None' = dataclasses.field(default=None, repr=False)  # the parts from `module`
 
     @property
     def modules(self) -> 'Modules':
@@ -127,7 +122,7 @@ class T5Config:
 
     @property
     def period(self) -> int:
-        """The layers of a scan's step."""
+        """The layers in a step of a scan."""
         period = self.modules.period
         return period(self) if callable(period) else period
 
@@ -136,9 +131,9 @@ class T5Config:
         object.__setattr__(self, 'options', self.options or None)  # configs have an empty group
 
 
-@functools.partial(jax.jit, static_argnums=0)  # so that `shapes` and a run trace it once
+@functools.partial(jax.jit, static_argnums=0)  # traced once, for `shapes` and for a run
 def init(config: T5Config, key: jax.Array) -> dict[str, jax.Array]:
-    """Return T5X's initial parameters, {path: float32 array of whole shape}, alike on every mesh."""
+    """Return T5X's initial parameters, {path: float32 array, unsplit}, the same on every mesh."""
     tokens_11 = jnp.ones([1, 1], jnp.int32)
     features = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
     batch = dict.fromkeys(features, tokens_11)
@@ -150,34 +145,27 @@ def init(config: T5Config, key: jax.Array) -> dict[str, jax.Array]:
 
 
 def shapes(config: T5Config) -> Mapping[str, tuple[int, ...]]:
-    """Return {path: whole shape} of all parameters; nothing is computed."""
+    """Return {path: unsplit shape} of all parameters, without computing them."""
     tree = jax.eval_shape(lambda: init(config, jax.random.key(0)))
     return MappingProxyType({path: x.shape for path, x in tree.items()})
 
 
-def param_specs(config: T5Config) -> dict[str, P]:
-    """Return {path: spec} of all parameters."""
-    return specs_of(config, shapes(config))
-
-
-def specs_of(config: T5Config, paths: Iterable[str]) -> dict[str, P]:
-    """Return {path: spec} of some of the parameters."""
+def param_specs(config: T5Config, paths: Iterable[str] | None = None) -> dict[str, P]:
+    """Return {path: spec} of parameters, by default of all."""
     table = {}
     for pattern, spec in config.modules.specs:
         table[pattern] = spec(config) if callable(spec) else spec
-    return partition.param_specs(table, paths)
+    return partition.param_specs(table, shapes(config) if paths is None else paths)
 
 
 def specs_in_use(config: T5Config, paths: Iterable[str]) -> dict[str, P]:
-    """Return {path: spec} of parameters that are gathered over 'fsdp' once for many calls."""
-    specs = specs_of(config, paths)
+    """Return {path: spec} of parameters gathered over 'fsdp' once for many calls."""
+    specs = param_specs(config, paths)
     split = config.modules.split_in_use(config)
-    return {
-        x: spec if re.fullmatch(split, x) else partition.gathered(spec) for x, spec in specs.items()
-    }
-
-
-# Parameters are gathered over 'fsdp' here, when a module reads them, and nowhere else.
+    for path, spec in specs.items():
+        if not re.fullmatch(split, path):
+            specs[path] = partition.gathered(spec)
+    return specs
 
 
 def apply(
@@ -188,8 +176,8 @@ def apply(
 ):
     """Call `f`, a function that uses this file's modules, on this device's slices of `params`.
 
-    A parameter that 'fsdp' splits is cast to the dtype that its module asks for, and gathered. In the
-    backward pass its gradient is summed and scattered in `gradient_dtype`.
+    A parameter split over 'fsdp' is gathered here, when a module reads it, in the dtype that the module
+    asks for. In the backward pass its gradient is summed and scattered in `gradient_dtype`.
     """
     tree: dict[str, dict[str, jax.Array]] = {}
     for path, x in params.items():
@@ -216,7 +204,7 @@ def check_mesh(config: T5Config, mesh: Mesh) -> None:
     for name in ('num_heads', 'mlp_dim', 'vocab_size'):
         partition.check_divides(f'model.{name}', getattr(config, name), ('model',), mesh)
     for field in dataclasses.fields(config.options) if config.options else ():
-        if 'axis' in field.metadata:  # split over this mesh axis, or over that of another option
+        if 'axis' in field.metadata:  # a mesh axis, or the name of the option that has it
             axis = field.metadata['axis']
             axes = (getattr(config.options, axis, axis),)
             size = getattr(config.options, field.name)
@@ -224,10 +212,7 @@ def check_mesh(config: T5Config, mesh: Mesh) -> None:
 
 
 def adapter_paths(config: T5Config) -> tuple[str, ...]:
-    """Return the paths of the parameters that are trained and saved without the others.
-
-    They are LoRA's, and those of an own model; the others are in the checkpoint of a base.
-    """
+    """Return the paths of LoRA's and of an own model's adapters, trained and saved beside a base checkpoint."""
     patterns = [config.modules.adapters]
     if config.lora_rank:
         patterns.append(ADAPTER)
@@ -235,7 +220,7 @@ def adapter_paths(config: T5Config) -> tuple[str, ...]:
 
 
 def without_adapters(config: T5Config) -> T5Config:
-    """Return the config of the model in which LoRA's adapters are merged."""
+    """Return the config of the model after `merge_adapters`."""
     return dataclasses.replace(config, lora_rank=0)
 
 
@@ -264,7 +249,7 @@ def adapted_kernel(
 
 # The model.
 
-Aux = dict[str, jax.Array]  # {name: float32 [b]}, what layers report of each row
+Aux = dict[str, jax.Array]  # {name: float32 [b]}: values that layers report of each row
 
 
 def logits(
@@ -272,13 +257,12 @@ def logits(
 ) -> tuple[jax.Array, Aux]:
     """Return float32 logits_bTv of the next target token, teacher-forced, and aux, {} for T5.
 
-    `batch` has T5X's features, int32 [b, length]: encoder_input_tokens, decoder_input_tokens,
-    decoder_target_tokens and, when packed, both segment_ids. Positions are unused, as in T5X. The
-    decoder's features may have several adjacent rows for each row of the inputs. An aux is the mean
-    over all layers of both stacks that report it.
+    `batch` has T5X's features, int32 [b, length]: encoder_input_tokens, decoder_input_tokens, decoder_target_tokens
+    and, when packed, both segment_ids. Positions are unused, as in T5X. The decoder may have several adjacent rows
+    for each row of the inputs. An aux is the mean over all layers that report it.
     """
-    # A sequence that is not packed is segment 1. Padding is segment 0 and sees nothing. T5X goes by
-    # the targets, so that the BOS of decoder_input_tokens, which is 0 like padding, is seen.
+    # Padding is segment 0 and sees nothing; an unpacked sequence is segment 1. As in T5X, targets mark
+    # the decoder's padding: BOS in decoder_input_tokens is 0, too.
     segments_bM = (batch['encoder_input_tokens'] > 0) * batch.get('encoder_segment_ids', 1)
     segments_bT = (batch['decoder_target_tokens'] > 0) * batch.get('decoder_segment_ids', 1)
     embedder = config.modules.embedder(config, name='token_embedder')
@@ -310,9 +294,9 @@ def encode(
     embedder: 'Embedder | None' = None,
     rows_b: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, Aux]:
-    """Return encoded_bMD, in the dtype of the computation, the segments of its positions, and aux.
+    """Return encoded_bMD in the dtype of the computation, the segments of its positions, and aux, [layers, b].
 
-    `inputs`: int32 ids. `segments`: 0 for padding, by default where inputs are 0. Aux: [layers, b].
+    `inputs`: int32 ids. `segments`: 0 for padding, by default where inputs are 0.
     """
     segments_bM = (inputs_bM > 0).astype(jnp.int32) if segments_bM is None else segments_bM
     embedder = embedder or config.modules.embedder(config, name='token_embedder')
@@ -329,10 +313,7 @@ def start_decoding(
     num_decodes: int = 1,
     is_beam_search: bool = False,
 ) -> Cache:
-    """Encode `inputs`, int32 ids padded with 0, and return a cache for `max_length` target tokens.
-
-    `grow_cache` makes more room. `num_decodes` rows decode each example.
-    """
+    """Encode `inputs`, int32 ids padded with 0; return a cache for `num_decodes` rows each of `max_length` tokens."""
     num_beams = num_decodes if is_beam_search else 1
     num_groups = len(inputs_bM) * num_decodes // num_beams
     embedder = config.modules.embedder(config, name='token_embedder')
@@ -353,7 +334,6 @@ def start_decoding(
 
 
 def empty_cache(config: T5Config, num_rows: int, num_slots: int) -> KeysValues:
-    """Return a cache of zeros."""
     shape = config.modules.attention.cache_shape(config, num_rows, num_slots)
     zeros_ghKS = jnp.zeros(shape, config.dtype)
     zeros_ghKS = lax.pcast(zeros_ghKS, (*partition.BATCH_AXES, 'model'), to='varying')
@@ -361,10 +341,7 @@ def empty_cache(config: T5Config, num_rows: int, num_slots: int) -> KeysValues:
 
 
 def decode_step(config: T5Config, tokens_r: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-    """Read the next decoder input token of each row, int32; the first is BOS, 0.
-
-    Returns the float32 logits_rv of the token that follows, and the cache with the token read.
-    """
+    """Read a token of each row, int32, first BOS (0); return float32 logits_rv of the next token, and the cache."""
     embedder = config.modules.embedder(config, name='token_embedder')
     tokens_gT = tokens_r.reshape(cache.writers_gnM.shape[:2])
     logits_gTv, cache = _read(config, embedder, tokens_gT, add_writers(cache))
@@ -378,7 +355,7 @@ def _read(
     cache: Cache,
     encoded_bMD: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
-    """Read a token of each beam, or none and the encoded inputs: return logits_gTv and the cache."""
+    """Read a token of each beam, or no token and the encoded inputs; return logits_gTv and the cache."""
     _, num_beams, room = cache.writers_gnM.shape
     logits_gTv, layers, _ = Decoder(config, embedder, name='decoder')(
         embedder(tokens_gT),
@@ -393,7 +370,7 @@ def _read(
 
 
 def step_kernels(config: T5Config, paths: Iterable[str]) -> dict[str, str]:
-    """Return {path: dtype} of the kernels that a step of decoding multiplies by, if all are `Kernel`s."""
+    """Return {path: dtype} of the kernels of a step of decoding; {} if some may not be `Kernel`s."""
     if config.module or config.lora_rank:
         return {}
     dtypes = {path: config.dtype for path in paths if re.fullmatch(STEP_KERNELS, path)}
@@ -401,7 +378,7 @@ def step_kernels(config: T5Config, paths: Iterable[str]) -> dict[str, str]:
 
 
 def attention_mask(segments_bT, segments_bM, causal: bool = False) -> jax.Array:
-    """Return which keys a query sees, bool [b, 1, T, M]: those of its segment, but not padding."""
+    """Return the keys that each query sees, bool [b, 1, T, M]: those of its segment, but not padding."""
     queries_b1T1 = segments_bT[:, None, :, None]
     keys_b11M = segments_bM[:, None, None, :]
     mask_b1TM = (queries_b1T1 == keys_b11M) & (queries_b1T1 > 0)
@@ -413,8 +390,8 @@ def attention_mask(segments_bT, segments_bM, causal: bool = False) -> jax.Array:
 class Positions(NamedTuple):
     """The positions of queries and keys in self-attention, int32."""
 
-    queries_T: jax.Array  # of length 1 when decoding: all beams are at one position
-    keys_M: jax.Array  # of all slots when decoding
+    queries_T: jax.Array  # in decoding [1]: all beams are at one position
+    keys_M: jax.Array  # in decoding, those of all slots
 
 
 @dataclasses.dataclass
@@ -440,12 +417,12 @@ class Encoder(hk.Module):
 
         x_bTD, aux = apply_layers(c, c.num_encoder_layers, layer, x_bTD)
         x_bTD = c.modules.norm(c, name='encoder_norm')(x_bTD)
-        # The one place where T5X's dropout mask is not shared along the length.
+        # T5X shares dropout masks along the length everywhere but here.
         return dropout(x_bTD, c.dropout_rate, rows_b, mask_shape=x_bTD.shape[1:]), aux
 
     @hk.name_like('__call__')
     def shared(self, segments_bT):
-        """Return what the attentions of all layers share: mask_b1TT and the positions."""
+        """Return mask_b1TT and the positions, shared by the attentions of all layers."""
         positions_T = jnp.arange(segments_bT.shape[1])
         return attention_mask(segments_bT, segments_bT), Positions(positions_T, positions_T)
 
@@ -453,10 +430,10 @@ class Encoder(hk.Module):
 def apply_layers(
     c: T5Config, num_layers: int, layer: Callable, x_bTD: jax.Array
 ) -> tuple[jax.Array, Aux]:
-    """Return x_bTD after the layers `layer(index, x_bTD)`, as `c.remat` and `c.scan_layers` say.
+    """Return x_bTD after the layers `layer(index, x_bTD)`, with `c.remat` and `c.scan_layers`.
 
-    Aux is stacked over the layers that report it, [layers, b]. Parameters are gathered in a layer, so
-    that remat gathers them again, and a scan one by one. In a scan, `index` counts within a period.
+    Aux is stacked over the layers that report it, [layers, b]. A layer gathers its own parameters: remat
+    gathers them again, a scan one layer at a time. In a scan, `index` counts within a period.
     """
     is_scan = c.scan_layers and not hk.running_init()
 
@@ -479,8 +456,8 @@ def apply_layers(
     if not is_scan or num_layers == num_apart:
         return apply_in_turn(x_bTD, range(num_layers))
 
-    # One program, that of the first period, which reads the slices of each. The key of dropout goes
-    # from layer to layer, as it does without a scan.
+    # The program of the first period reads the slices of each period. The key of dropout passes from
+    # layer to layer, as it does without a scan.
     x_bTD, aux = apply_in_turn(x_bTD, range(num_apart))
     tree = hk.get_params()
     stack = hk.experimental.current_name()
@@ -515,7 +492,7 @@ class EncoderLayer(hk.Module):
     name: str
 
     def __call__(self, x_bTD, mask_b1TT, positions, relpos_1hTT, rows_b):
-        """Return x_bTD and aux. `relpos_1hTT`: the bias of all layers; None: each has its own."""
+        """Return x_bTD and aux. `relpos_1hTT` is None if each layer has its own."""
         c = self.config
         if c.relpos_bias_per_layer:
             bias = c.modules.relpos_bias(c, bidirectional=True, name='relpos_bias')
@@ -532,7 +509,7 @@ class Decoder(hk.Module):
     """Embedded decoder inputs and encoded inputs to float32 logits, all at once or step by step."""
 
     config: T5Config
-    embedder: 'Embedder'  # of the decoder's inputs
+    embedder: 'Embedder'  # for tied logits
     name: str
 
     def __call__(
@@ -540,8 +517,8 @@ class Decoder(hk.Module):
     ):
         """Return float32 logits_bTv, the caches, and aux.
 
-        Decoding passes `positions` and a LayerCache per layer, and gets no aux. encoded_bMD is None
-        once the caches have its keys and values.
+        Decoding passes `positions` and a LayerCache per layer, and gets no aux; encoded_bMD is None once the
+        caches have its keys and values.
         """
         c = self.config
         length = x_bTD.shape[1]
@@ -619,7 +596,7 @@ class DecoderLayer(hk.Module):
 def feed_forward(c, index, x_bTD, rows_b, mask_b1TT):
     """Return x_bTD after the norm, the MLP and the residual connection of a layer, and aux.
 
-    `mask_b1TT`: of self-attention, in which a token sees itself and padding sees nothing; None in decoding.
+    `mask_b1TT` is that of self-attention: a token sees itself, padding sees nothing. None in decoding.
     """
     y_bTD = c.modules.norm(c, name='pre_mlp_layer_norm')(x_bTD)
     mlp = c.modules.mlp(c, index, name='mlp')
@@ -632,16 +609,16 @@ class Attention(hk.Module):
     """Multi-head attention and its output projection; the heads are split over 'model'."""
 
     config: T5Config
-    index: int  # of the layer
+    index: int  # the layer
     name: str
 
     def __call__(
         self, x_bTD, memory_bMD, mask_b1TM, relpos_1hTM, rows_b, positions=None, cache=None
     ):
-        """Return y_bTD, what x_bTD reads from memory_bMD, and the cache.
+        """Return y_bTD, which x_bTD reads from memory_bMD, and the cache.
 
-        Self-attention passes x_bTD as memory, and `positions`. With a cache, a KeysValues, keys and
-        values of the memory are written to it, and all of it is read; the memory may be None.
+        Self-attention passes x_bTD as memory, and `positions`. With a cache, a KeysValues, the memory's keys
+        and values are written to it, and all of it is read; the memory may then be None.
         """
         c = self.config
         q_bThK = self.queries(x_bTD, positions)
@@ -653,7 +630,7 @@ class Attention(hk.Module):
             cache = cache.write(new, position * memory_bMD.shape[1])
         k_bhKM, v_bhKM = cache or new
         shape = q_bThK.shape
-        q_bThK = q_bThK.reshape(len(k_bhKM), -1, *shape[2:])  # rows that decode one example
+        q_bThK = q_bThK.reshape(len(k_bhKM), -1, *shape[2:])  # the rows of an example are queries
         heads_bThK = self.attend(q_bThK, k_bhKM, v_bhKM, mask_b1TM, relpos_1hTM, positions, rows_b)
         heads_bThK = heads_bThK.reshape(shape)
         initializer = c.modules.initializers.attention
@@ -671,8 +648,8 @@ class Attention(hk.Module):
     def attend(self, q_bThK, k_bhKM, v_bhKM, mask_b1TM, relpos_1hTM, positions, rows_b):
         """Return heads_bThK: the mean of the values, weighted by the softmax of queries times keys.
 
-        `relpos_1hTM` and `positions` are None in cross attention. In decoding, the queries T are the
-        beams of a group, which are at one position, and M are the slots of the cache.
+        `relpos_1hTM` and `positions` are None in cross attention. In decoding, T are the beams of a group and
+        M the slots of the cache.
         """
         c = self.config
         logits_dtype = jnp.float32 if c.float32_attention_logits else c.dtype
@@ -687,7 +664,7 @@ class Attention(hk.Module):
 
     @hk.name_like('__call__')
     def queries(self, x_bTD, positions):
-        """Return q_bThK. Their scale, 1/sqrt(head_dim), is in the initial values, as in T5X."""
+        """Return q_bThK. Their scale, 1/sqrt(head_dim), is folded into the initial values, as in T5X."""
         head_dim = self.config.head_dim
         root = jnp.sqrt(head_dim).astype(self.config.dtype).astype(jnp.float32)  # rounded as in T5X
         initializer = self.config.modules.initializers.attention
@@ -695,14 +672,14 @@ class Attention(hk.Module):
 
     @hk.name_like('__call__')
     def keys_values(self, memory_bMD, positions):
-        """Return k_bMhK and v_bMhK. Self-attention has their positions in `positions.queries_T`."""
+        """Return k_bMhK and v_bMhK, in self-attention at `positions.queries_T`."""
         initializer = self.config.modules.initializers.attention
         k_bMhK = self.heads(memory_bMD, 'key', initializer)
         return k_bMhK, self.heads(memory_bMD, 'value', initializer)
 
     @hk.name_like('__call__')
     def heads(self, x_bTD, name, initializer, num_heads=None):
-        """Return x_bTD projected to this device's part of `num_heads`, by default all, [b, T, h, K]."""
+        """Return x_bTD projected to this device's share of `num_heads`, by default all, [b, T, h, K]."""
         c = self.config
         num_heads = partition.split(num_heads or c.num_heads, 'model')
         shape = (c.emb_dim, num_heads * c.head_dim)
@@ -713,7 +690,7 @@ class Attention(hk.Module):
 
 @functools.partial(jax.jit, static_argnames='dtype')
 def attention_weights(logits_bhTM, mask_b1TM, relpos_1hTM, dtype):
-    """Return the weights of the keys of each query, [b, h, T, M] in `dtype`; no bias where it is None."""
+    """Return the weights of the keys of each query, [b, h, T, M] in `dtype`."""
     bias = jnp.where(mask_b1TM, 0.0, -1e10).astype(dtype)
     if relpos_1hTM is not None:
         bias = bias + kernels.broadcast(relpos_1hTM[0], logits_bhTM.shape, dtype)
@@ -725,11 +702,11 @@ class Mlp(hk.Module):
     """Feed-forward, plain ('relu',) or gated ('gelu', 'linear'), its width split over 'model'."""
 
     config: T5Config
-    index: int  # of the layer
+    index: int  # the layer
     name: str
 
     def __call__(self, x_bTD, rows_b=None):
-        """Return y_bTD, whole, and aux: {name: float32 [b]}, the same on all devices of 'model'."""
+        """Return y_bTD and aux, {name: float32 [b]}, both the same on all devices of 'model'."""
         c = self.config
         initializer = c.modules.initializers.mlp
         activations = dict(c.modules.activations)
@@ -756,14 +733,14 @@ class Embedder(hk.Module):
 
     config: T5Config
     name: str
-    table_vD: jax.Array | None = None  # once it is read
+    table_vD: jax.Array | None = None  # set when it is read
 
     def __call__(self, tokens_bT):
         """Return the embedded tokens, [b, T, D] in the dtype of the computation."""
         table_vD = self.table()
         own_bT = tokens_bT - lax.axis_index('model') * table_vD.shape[0]
         is_own_bT1 = ((own_bT >= 0) & (own_bT < table_vD.shape[0]))[..., None]
-        # The cast comes after the lookup, so that the gradient of a row is summed in float32.
+        # Cast after the lookup, so the gradient of a row is summed in float32.
         rows_bTD = jnp.take(table_vD, own_bT, axis=0, mode='clip').astype(self.config.dtype)
         partial_bTD = jnp.where(is_own_bT1, rows_bTD, 0)
         return lax.psum(partial_bTD, 'model')  # one device has the row, the others add zero
@@ -780,7 +757,7 @@ class Embedder(hk.Module):
 
 @dataclasses.dataclass
 class RelativePositionBias(hk.Module):
-    """What each head adds to its attention logits for each relative position."""
+    """The term that each head adds to its attention logits for each relative position."""
 
     config: T5Config
     bidirectional: bool
@@ -794,19 +771,16 @@ class RelativePositionBias(hk.Module):
         relative_TM = positions.keys_M[None, :] - positions.queries_T[:, None]
         shape = (partition.split(c.num_heads, 'model'), self.num_buckets)
         initializer = c.modules.initializers.relpos_bias
-        table_hR = hk.get_parameter('rel_embedding', shape, jnp.float32, initializer).astype(
-            c.dtype
-        )
+        table_hR = hk.get_parameter('rel_embedding', shape, jnp.float32, initializer)
+        table_hR = table_hR.astype(c.dtype)
         bucket_TM = relative_position_bucket(
             relative_TM, self.bidirectional, self.num_buckets, self.max_distance
         )
-        # The gradient of a product with one-hot rows is a matmul; that of a lookup would be a
-        # scatter of length^2 updates into 32 buckets.
+        # The gradient of a product with one-hot rows is a matmul; a lookup's would be a scatter of
+        # length^2 updates into 32 buckets.
         one_hot_TMR = jax.nn.one_hot(bucket_TM, self.num_buckets, dtype=c.dtype)
-        bias_hTM = jnp.einsum(
-            'hR,TMR->hTM', table_hR, one_hot_TMR, preferred_element_type=jnp.float32
-        )
-        return bias_hTM[None]
+        einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        return einsum('hR,TMR->hTM', table_hR, one_hot_TMR)[None]
 
 
 def relative_position_bucket(
@@ -814,9 +788,9 @@ def relative_position_bucket(
 ) -> jax.Array:
     """Return the bucket in [0, num_buckets) of key position minus query position, int32.
 
-    Buckets are exact when near and logarithmic up to `max_distance`. Keys to the right have the upper
-    half of the buckets in the encoder (bidirectional), and bucket 0 in the decoder. Source: Mesh-TF
-    transformer_layers.py; the epsilon is T5X's.
+    Near positions have a bucket each, others share buckets that grow logarithmically up to `max_distance`.
+    Keys to the right have the upper half of the buckets in the encoder (bidirectional), and bucket 0 in
+    the decoder. Source: Mesh-TF transformer_layers.py; the epsilon is T5X's.
     """
     offset = jnp.int32(0)
     distance = jnp.maximum(-relative_TM, 0)
@@ -846,7 +820,7 @@ class RMSNorm(hk.Module):
 
 @functools.partial(jax.jit, static_argnames='dtype')
 def normalize(x_bTD: jax.Array, scale_D: jax.Array, dtype: str) -> jax.Array:
-    """Return what `RMSNorm` returns, [b, T, D] in `dtype`."""
+    """Return RMSNorm's result, [b, T, D] in `dtype`."""
     x_bTD = x_bTD.astype(jnp.float32)
     mean_square_bT1 = kernels.mean(lax.square(x_bTD), axis=-1, keepdims=True)
     y_bTD = (x_bTD * lax.rsqrt(mean_square_bT1 + 1e-6)).astype(dtype)
@@ -872,7 +846,7 @@ class Kernel(hk.Module):
         kernel = hk.get_parameter(
             'kernel',
             self.shape,
-            jnp.float32 if is_adapted else self.dtype,  # in which it is gathered
+            jnp.float32 if is_adapted else self.dtype,  # the dtype in which it is gathered
             lambda shape, _: self.initializer(shape, jnp.float32),
         )
         if is_adapted:
@@ -892,24 +866,22 @@ def dropout(
 ) -> jax.Array:
     """Return x with a fraction `rate` of it set to zero and the rest scaled up.
 
-    `rows_b`: int32, the number of each row in the global batch; None: no dropout. `mask_shape`: of
-    a row, 1 where the dimension shares it. `split_dim`: the dimension of x that 'model' splits.
-    Differs from T5X, which draws one mask for a batch: each row has a key of its own, and a device
-    takes its part of the row's mask, so that dropout is the same on every mesh.
+    `mask_shape`: the mask of a row, 1 for a dimension that shares it. `split_dim`: the dimension of x
+    split over 'model'. Differs from T5X, which draws one mask for a batch: each row has its own key, and
+    a device takes its slice of the row's mask, so dropout is the same on every mesh.
     """
     if rows_b is None or rate == 0:
         return x
     keys_b = jax.vmap(jax.random.fold_in, (None, 0))(hk.next_rng_key(), rows_b)
-    keep = jax.vmap(lambda key: jax.random.bernoulli(key, jnp.float32(1 - rate), mask_shape))(
-        keys_b
-    )
+    draw = lambda key: jax.random.bernoulli(key, jnp.float32(1 - rate), mask_shape)  # noqa: E731
+    keep = jax.vmap(draw)(keys_b)
     if split_dim is not None:
         keep = partition.own_slice(keep, 'model', split_dim)
     return jnp.where(keep, x / (1 - rate), jnp.zeros_like(x))
 
 
 def flops(c: T5Config, S: int, T: int) -> float:
-    """Return the FLOPs of the matrix products of a row's forward pass, of S inputs and T targets."""
+    """Return the FLOPs of the matrix products in the forward pass of a row of S inputs and T targets."""
     a = c.num_heads * c.head_dim
     matrices = 4 * c.emb_dim * a + (len(c.mlp_activations) + 1) * c.emb_dim * c.mlp_dim
     encoder = 2 * S * matrices + 4 * S * S * a
@@ -918,14 +890,14 @@ def flops(c: T5Config, S: int, T: int) -> float:
     return c.num_encoder_layers * encoder + c.num_decoder_layers * decoder + logits
 
 
-# The parts of a model, which a user's file replaces (formats/own_model.py).
+# The parts of a model; a user's file replaces some (formats/own_model.py).
 
 
 class Initializers(NamedTuple):
-    """Initial values of the kernels and tables. Adapters and the scales of norms have their own."""
+    """Initial values of kernels and tables; those of adapters and norms are fixed."""
 
     embedding: hk.initializers.Initializer = hk.initializers.RandomNormal(1.0)
-    # Standard deviation 1 / sqrt(rows); a truncated normal has it after truncation.
+    # Standard deviation 1 / sqrt(rows), in a truncated normal after truncation.
     attention: hk.initializers.Initializer = NORMAL
     mlp: hk.initializers.Initializer = TRUNCATED_NORMAL
     logits: hk.initializers.Initializer = TRUNCATED_NORMAL
@@ -934,10 +906,7 @@ class Initializers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Modules:
-    """The parts of a model; the defaults are T5's. A class has the fields and methods of T5's.
-
-    They are compared by identity.
-    """
+    """The parts of a model, by default T5's. A class has the fields and methods of T5's; they compare by identity."""
 
     embedder: Callable = Embedder
     encoder: Callable = Encoder
@@ -945,34 +914,34 @@ class Modules:
     decoder_layer: Callable = DecoderLayer
     attention: type[Attention] = Attention
     mlp: Callable = Mlp
-    # How a layer calls its MLP, which has no use for the mask in T5.
+    # How a layer calls its MLP; T5's takes no mask.
     apply_mlp: Callable = lambda mlp, x_bTD, rows_b, mask_b1TT: mlp(x_bTD, rows_b)
     norm: Callable = RMSNorm
     relpos_bias: Callable = RelativePositionBias
     activations: tuple[tuple[str, Callable], ...] = tuple(ACTIVATIONS.items())
     initializers: Initializers = Initializers()
-    # The last equal row counts. A spec may be a function of the config.
+    # A later row replaces an equal one. A spec may be a function of the config.
     specs: tuple[tuple[str, P | Callable[[T5Config], P]], ...] = tuple(PARAMETER_SPECS.items())
-    # config -> regular expression: parameters whose modules ask for the slice that 'fsdp' splits.
+    # config -> regular expression of parameters whose modules read their slice of 'fsdp' alone.
     split_in_use: Callable[[T5Config], str] = lambda config: ''
-    # The layers of a scan's step, more where they differ in parameters; or a function of the config.
+    # Layers in a step of a scan, more than 1 if they differ in parameters; or a function of the config.
     period: int | Callable[[T5Config], int] = 1
-    # The first period changes the dtype of the residual stream: a scan begins after it.
+    # Whether the first period changes the dtype of the residual stream: a scan begins after it.
     changes_dtype: bool = False
     # (config, embedded x_bMD, segments_bM) -> both as the encoder reads them.
     encoder_inputs: Callable = lambda config, x_bMD, segments_bM: (x_bMD, segments_bM)
-    # A regular expression: parameters trained and saved alone, beside a base checkpoint.
+    # Regular expression of parameters trained and saved alone, beside a base checkpoint.
     adapters: str = ''
-    # (config, read, vocabulary, seed) -> {path: array}: values that they start from, if not from those of the
-    # modules; `read(path)` reads a parameter of the base.
+    # (config, read, vocabulary, seed) -> {path: array}: their initial values, by default those of the modules;
+    # `read(path)` reads a parameter of the base.
     initial_adapters: Callable | None = None
-    may_pack: bool = True  # False: a row is read as one example
+    may_pack: bool = True  # False: a row is one example
     adapted_kernel: Callable = adapted_kernel
-    # The loss has coefficient * mean over the rows of each aux: config -> {name: coefficient}.
+    # config -> {name of an aux: coefficient}: the loss adds coefficient * mean over the rows.
     losses: Callable[[T5Config], Mapping[str, float]] = lambda config: {}
     # (config, input length, target length) -> FLOPs of a row's forward pass.
     flops: Callable[[T5Config, int, int], float] = flops
-    source: bytes = dataclasses.field(default=b'', repr=False)  # of the user's file
+    source: bytes = dataclasses.field(default=b'', repr=False)  # the user's file
 
 
 T5_MODULES = Modules()

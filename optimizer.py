@@ -1,10 +1,9 @@
-"""Optimizers, T5X's learning-rate schedules, and T5X's names for a training state.
+"""Optimizers, and T5X's learning-rate schedules.
 
-optax on global arrays: it runs outside `shard_map`, where a mean over a parameter is the mean over all
-of it. Adafactor is that of optax, which equals T5X's as long as parameters are T5X's unstacked one- and
-two-dimensional arrays, as ours are; its sums are our own. Source: T5X t5x/adafactor.py, t5x/utils.py;
-Shazeer & Stern 2018 (Adafactor); Loshchilov & Hutter 2019 (AdamW); Polyak & Juditsky 1992 (averages of
-parameters).
+optax runs outside `shard_map`, on global arrays: a mean over a parameter is the mean over all of it.
+Adafactor follows optax, which matches T5X for 1-D and 2-D parameters; only the sums are ours. Source:
+T5X t5x/adafactor.py, t5x/utils.py; Shazeer & Stern 2018 (Adafactor); Loshchilov & Hutter 2019 (AdamW);
+Polyak & Juditsky 1992 (averages of parameters).
 """
 
 import math
@@ -22,10 +21,7 @@ import kernels
 
 
 def make_optimizer(config: ConfigDict, learning_rate: Callable) -> optax.GradientTransformation:
-    """Return a clip of the global norm, the optimizer `config.name` and a moving average, chained.
-
-    The first and the last only where they are set.
-    """
+    """Return the optimizer `config.name`, after a clip of the global norm and before a moving average, if set."""
     if config.name not in OPTIMIZERS:
         raise ValueError(f'optimizer.name={config.name!r}: must be one of {", ".join(OPTIMIZERS)}')
     optimizer = OPTIMIZERS[config.name](config, learning_rate)
@@ -39,11 +35,10 @@ def make_optimizer(config: ConfigDict, learning_rate: Callable) -> optax.Gradien
 
 
 def adafactor(config: ConfigDict, learning_rate: Callable) -> optax.GradientTransformation:
-    """Return `optax.adafactor` with the sums of this file. A hyper-parameter of 0 turns its part off.
+    """Return `optax.adafactor` with our sums. A hyper-parameter of 0 turns its part off.
 
-    It goes from parameter to parameter, so that JAX traces it once for each shape, and through the kernels of
-    experts, [experts, rows, columns], from matrix to matrix. T5X's trainer multiplies the gradients of these by the
-    number of experts, which its slots show (t5x/contrib/moe).
+    Each parameter is updated separately, so JAX traces one update per shape; kernels of experts, [experts, rows,
+    columns], matrix by matrix. T5X multiplies the gradients of these by the number of experts (t5x/contrib/moe).
     """
     init_one = jax.jit(optax.scale_by_factored_rms(config.factored).init)
 
@@ -51,7 +46,7 @@ def adafactor(config: ConfigDict, learning_rate: Callable) -> optax.GradientTran
         of_matrix = optax.scale_by_factored_rms(config.factored, min_dim_size_to_factor=1)
         zeros = of_matrix.init(param[0])
 
-        def of_all(x):  # but for the count, and for the [1] zeros of a slot without use
+        def of_all(x):  # except the count, and the [1] zeros of an unused slot
             return jnp.zeros((len(param), *x.shape), x.dtype) if x.size > 1 else x
 
         return jax.tree.map(of_all, zeros)
@@ -72,7 +67,7 @@ def adafactor(config: ConfigDict, learning_rate: Callable) -> optax.GradientTran
         return update, state
 
     def join(states: Mapping[str, optax.FactoredState]) -> optax.FactoredState:
-        counts, *slots = zip(*states.values(), strict=True)  # the counts are equal
+        counts, *slots = zip(*states.values(), strict=True)  # counts are equal
         return optax.FactoredState(counts[0], *[dict(zip(states, x, strict=True)) for x in slots])
 
     def init(params):
@@ -111,9 +106,9 @@ def is_of_experts(path: str) -> bool:
 def scale_by_rms(
     config: ConfigDict, grad: jax.Array, state: optax.FactoredState
 ) -> tuple[jax.Array, optax.FactoredState]:
-    """Return a gradient over the root of its mean square, and the averages of such squares.
+    """Return a gradient divided by the root of its mean square, and the averages of such squares.
 
-    They are kept whole (`v`), or as means of rows and columns: Shazeer & Stern 2018, algorithm 4.
+    They are kept in full (`v`), or as means of rows and columns: Shazeer & Stern 2018, algorithm 4.
     """
     count, v_row, v_col, v = state
     decay = 1.0 - (count - config.step_offset + 1.0) ** -config.decay_rate
@@ -131,7 +126,7 @@ def scale_by_rms(
 
 
 def adamw(config: ConfigDict, learning_rate: Callable) -> optax.GradientTransformation:
-    """Return AdamW. It decays every parameter, the scales of norms too."""
+    """Return AdamW. It decays every parameter, also the scales of norms."""
     return optax.adamw(
         learning_rate,
         b1=config.adamw.beta1,
@@ -141,7 +136,7 @@ def adamw(config: ConfigDict, learning_rate: Callable) -> optax.GradientTransfor
 
 
 def clip_by_norm(updates: optax.Updates, threshold: float) -> optax.Updates:
-    """Return `optax.clip_by_global_norm` of updates, with the sums of `norm`."""
+    """Return `optax.clip_by_global_norm` of updates, with our sums."""
     total = norm(updates)
     return jax.tree.map(
         lambda update: jnp.where(total < threshold, update, update / total * threshold), updates
@@ -149,7 +144,6 @@ def clip_by_norm(updates: optax.Updates, threshold: float) -> optax.Updates:
 
 
 def norm(tree: optax.Updates) -> jax.Array:
-    """Return the root of the sum of all squares."""
     return jnp.sqrt(sum(kernels.sum(x**2) for x in jax.tree.leaves(tree)))
 
 
@@ -161,17 +155,16 @@ OPTIMIZERS = {
 
 
 class ParameterAverage(NamedTuple):
-    """The state of `average_parameters`. The field has the name AVERAGE_SLOT."""
+    """The state of `average_parameters`."""
 
-    ema_params: dict[str, jax.Array]  # {T5X's path: the parameter's moving average}
+    ema_params: dict[str, jax.Array]  # {path: moving average}; state_names.AVERAGE_SLOT
 
 
 def average_parameters(decay: float) -> optax.GradientTransformation:
-    """Return a transformation that leaves updates as they are and averages the new parameters.
+    """Return a transformation that keeps the updates and averages the new parameters; it comes last in a chain.
 
-    average = decay * average + (1 - decay) * parameter, from the initial parameters and so without
-    a correction of the bias, as in TensorFlow's tf.train.ExponentialMovingAverage and in timm's
-    ModelEma. It comes last in a chain, where updates are what the parameters are given.
+    average = decay * average + (1 - decay) * parameter, starting at the initial parameters and therefore
+    without bias correction, as in TensorFlow's tf.train.ExponentialMovingAverage and timm's ModelEma.
     """
 
     def init(params):
@@ -186,7 +179,7 @@ def average_parameters(decay: float) -> optax.GradientTransformation:
 
 
 def averaged(params: Mapping[str, jax.Array], opt_state: optax.OptState) -> Mapping[str, jax.Array]:
-    """Return the parameters, or their moving averages where the optimizer keeps some."""
+    """Return the parameters, or their moving averages if the optimizer keeps some."""
 
     def is_average(x: optax.OptState) -> bool:
         return isinstance(x, ParameterAverage)
@@ -198,10 +191,7 @@ def averaged(params: Mapping[str, jax.Array], opt_state: optax.OptState) -> Mapp
 
 
 def make_schedule(config: ConfigDict) -> Callable:
-    """Return T5X's product of factors: step (before it is incremented) -> learning rate, float32.
-
-    The rate is never below min_learning_rate, not even at step 0 of a warm-up.
-    """
+    """Return T5X's product of factors, at least min_learning_rate: (step before its increment) -> rate, float32."""
     factors = schedule_factors(config)
     names = [name.strip() for name in config.factors.split('*')]
     for name in names:
@@ -243,7 +233,7 @@ def trained_paths(pattern: str, paths: Collection[str]) -> tuple[str, ...]:
         trained = tuple(path for path in paths if re.fullmatch(pattern, path))
     except re.error as error:
         raise ValueError(
-            f'optimizer.trainable={pattern!r} is no regular expression ({error}): write one of the '
+            f'optimizer.trainable={pattern!r} is not a regular expression ({error}): write one of the '
             "paths in model-info.txt, such as 'decoder/.+'"
         ) from error
     if not trained:

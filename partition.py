@@ -1,10 +1,9 @@
 """The mesh, and the helpers for collectives that are written by hand.
 
-The rows of a batch are split over BATCH_AXES; heads, MLP width and vocabulary are split over
-'model'; parameters are split over 'fsdp', too, and gathered where they are used. Inside
-`jax.shard_map` every array is one device's part, and a collective stands beside the math that it
-completes: `lax.psum`, `lax.pmax` and `lax.axis_index` as JAX has them. This file names the axes of
-the mesh; each helper removes a trap.
+The rows of a batch are split over BATCH_AXES; heads, MLP width and vocabulary over 'model'; parameters
+over 'model' and 'fsdp', and gathered over 'fsdp' when they are used. Inside `jax.shard_map` every array
+is one device's part, and a collective stands beside the math that it completes: `lax.psum`, `lax.pmax`
+and `lax.axis_index` are JAX's; each helper here removes a trap.
 """
 
 import functools
@@ -25,16 +24,15 @@ from numpy.typing import NDArray
 import kernels
 
 MESH_AXES = ('data', 'fsdp', 'model')  # from the slowest links to the fastest
-# They split the rows of a batch; a sum over rows is due over all of them.
-BATCH_AXES = ('data', 'fsdp')
-BATCH = P(BATCH_AXES)  # the spec of an array of rows
+BATCH_AXES = ('data', 'fsdp')  # split the rows of a batch; sum over both
+BATCH = P(BATCH_AXES)  # spec of an array of rows
 
 Tree = TypeVar('Tree')  # a pytree
 Result = TypeVar('Result')
 
 
 def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list | None = None) -> Mesh:
-    """Return a mesh of `data` x `fsdp` x `model` devices; -1 takes the devices that are left."""
+    """Return a mesh of `data` x `fsdp` x `model` devices; -1 takes the remaining devices."""
     devices = devices or jax.devices()
     sizes = [data, fsdp, model]
     settings = f'mesh.data={data}, mesh.fsdp={fsdp}, mesh.model={model}'
@@ -58,19 +56,19 @@ def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list | Non
         raise ValueError(f'{settings}: mesh.data must be a multiple of {slices}, the TPU slices')
     parts = (sizes[0] // slices, *sizes[1:])
     try:
-        if slices > 1:  # the slow links between them are for 'data' alone
+        if slices > 1:  # only 'data' crosses the slow links between them
             grid = mesh_utils.create_hybrid_device_mesh(
                 parts, (slices, 1, 1), devices, allow_split_physical_axes=True
             )
         else:
             grid = mesh_utils.create_device_mesh(parts, devices, allow_split_physical_axes=True)
-    except AssertionError as error:  # of TPUs, which are a box
-        raise ValueError(f'{settings}: these are no box of TPUs: set an axis to -1') from error
+    except AssertionError as error:  # raised for TPUs
+        raise ValueError(f'{settings}: these TPUs do not form a box: set an axis to -1') from error
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def axes_size(mesh: Mesh, axes: Iterable[str]) -> int:
-    """Return the number of parts that `axes` together split a dimension into."""
+    """Return the number of parts of a dimension that is split over `axes`."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
@@ -84,23 +82,20 @@ def check_divides(name: str, n: int, axes: tuple[str, ...], mesh: Mesh) -> None:
 
 
 def split(n: int, axis: str) -> int:
-    """Return this device's count out of `n`; only inside a function that has `axis` bound."""
-    assert n % lax.psum(1, axis) == 0  # check_divides has run before anything is traced
+    """Return this device's count out of `n`, in a function with `axis` bound."""
+    assert n % lax.psum(1, axis) == 0  # check_divides has run
     return n // lax.psum(1, axis)
 
 
 def own_slice(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """Return this device's part of a whole array: `x` split along `dim` over the mesh axis."""
+    """Return this device's part of `x`, split along `dim` over the mesh axis."""
     n = split(x.shape[dim], axis)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * n, n, dim)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def all_gather(x: jax.Array, axis: str, dim: int, dtype: str, gradient_dtype: str) -> jax.Array:
-    """Return the whole of a float32 parameter that is split along `dim` over `axis`, in `dtype`.
-
-    It travels in `dtype`. Its gradients are summed, and so travel, in `gradient_dtype`.
-    """
+    """Unsplit a float32 parameter along `dim`, sent in `dtype`; sum its gradients in `gradient_dtype`."""
     return lax.all_gather(x.astype(dtype), axis, axis=dim, tiled=True)
 
 
@@ -117,16 +112,10 @@ def _all_gather_backward(axis, dim, dtype, gradient_dtype, _, grad):
 all_gather.defvjp(_all_gather_forward, _all_gather_backward)
 
 
-def varying_axes(x: jax.Array) -> frozenset[str]:
-    """Return the mesh axes whose devices may have different values in `x`."""
-    return jax.typeof(x).manual_axis_type.varying
-
-
 def argmax(x: jax.Array, axis: str) -> jax.Array:
-    """Return the index of the largest value in the last dimension, which is split over `axis`.
+    """Return the index of the largest value in the last dimension, which is split over `axis`; the lowest wins a tie.
 
-    The index counts in the whole dimension; of equal values the lowest index wins. int32 [...], the
-    same on every device of `axis`.
+    The index counts in the unsplit dimension. int32 [...], the same on every device of `axis`.
     """
     n = x.shape[-1]
     own_max = x.max(axis=-1)
@@ -136,10 +125,10 @@ def argmax(x: jax.Array, axis: str) -> jax.Array:
 
 
 def top_k(x: jax.Array, k: int, axis: str) -> tuple[jax.Array, jax.Array]:
-    """Return the k largest values in the last dimension, which is split over `axis`, and indices.
+    """Return the k largest values, or all, in the last dimension, which is split over `axis`, and indices.
 
-    The largest comes first, of equal values the lowest index. The indices, int32, count in the whole
-    dimension. [..., k or all], the same on every device of `axis`.
+    They are in `lax.top_k`'s order. The indices, int32, count in the unsplit dimension. Both are [..., k], the same
+    on every device of `axis`.
     """
     n = x.shape[-1]
     values, indices = kernels.top_k(x, min(k, n))
@@ -147,7 +136,7 @@ def top_k(x: jax.Array, k: int, axis: str) -> tuple[jax.Array, jax.Array]:
     last = x.ndim - 1
     values = lax.all_gather(values, axis, axis=last, tiled=True, to='invarying')
     indices = lax.all_gather(indices, axis, axis=last, tiled=True, to='invarying')
-    # Equal values are in the order of their indices here, and top_k takes the first.
+    # Equal values are ordered by index here, and top_k takes the first.
     values, winners = lax.top_k(values, min(k, values.shape[-1]))
     return values, jnp.take_along_axis(indices, winners, axis=-1)
 
@@ -165,18 +154,18 @@ def take(x: jax.Array, indices: jax.Array, axis: str) -> jax.Array:
     own = indices - lax.axis_index(axis) * n
     value = jnp.take_along_axis(x, jnp.clip(own, 0, n - 1)[..., None], axis=-1)[..., 0]
     partial_value = jnp.where((own >= 0) & (own < n), value, 0)
-    return lax.psum(partial_value, axis)  # one device has it, the others add zero
+    return lax.psum(partial_value, axis)  # one device has the value, the others add zero
 
 
 def one_device(f: Callable) -> Callable:
     """Return `f`, compiled, with every mesh axis bound to size one, to be called outside a mesh.
 
-    Initialization goes through it, in a `jax.jit(..., out_shardings=...)`: local shapes are then
-    whole shapes, and a seed gives the same bits on every mesh.
+    Initialization uses it, in a `jax.jit(..., out_shardings=...)`: local shapes are then unsplit shapes, and a seed
+    gives the same bits on every mesh.
     """
 
-    def alike(x: jax.Array) -> jax.Array:  # what one device has, but JAX goes by the names of axes
-        axes = varying_axes(x)
+    def alike(x: jax.Array) -> jax.Array:  # equal already; pmax only tells JAX's checker
+        axes = jax.typeof(x).manual_axis_type.varying
         return lax.pmax(x, tuple(sorted(axes))) if axes else x
 
     auto = (AxisType.Auto,) * len(MESH_AXES)
@@ -188,11 +177,11 @@ def one_device(f: Callable) -> Callable:
 
 
 def param_specs(table: Mapping[str, P], paths: Iterable[str]) -> dict[str, P]:
-    """Return {path: spec} from a table of {regular expression of a whole path: spec}."""
+    """Return {path: spec} from a table of {regular expression that matches a full path: spec}."""
     specs = {}
     for path in paths:
         patterns = [pattern for pattern in table if re.fullmatch(pattern, path)]
-        if len(patterns) != 1:  # of an own model
+        if len(patterns) != 1:  # in an own model
             raise ValueError(
                 f'parameter {path!r} matches {len(patterns)} rows of the table of specs, '
                 f'{patterns}: it must match exactly one, so add or correct a row'
@@ -202,7 +191,7 @@ def param_specs(table: Mapping[str, P], paths: Iterable[str]) -> dict[str, P]:
 
 
 def gathered(spec: P) -> P:
-    """Return the spec of an array that is gathered over 'fsdp'."""
+    """Return the spec of an array after it is gathered over 'fsdp'."""
     return P(*[None if entry == 'fsdp' else entry for entry in spec])
 
 
@@ -212,13 +201,13 @@ def shardings(mesh: Mesh, specs):
 
 
 def place_rows(mesh: Mesh, batch: Mapping[str, NDArray]) -> dict[str, jax.Array]:
-    """Return global arrays, split over BATCH_AXES, of the rows that each process has."""
+    """Return global arrays, split over BATCH_AXES, made of each process's own rows."""
     sharding = NamedSharding(mesh, BATCH)
     return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in batch.items()}
 
 
 def place_batch(mesh: Mesh, batch: Mapping[str, NDArray]) -> dict[str, jax.Array]:
-    """Return global arrays, split over BATCH_AXES, of a batch that each process has whole."""
+    """Return global arrays, split over BATCH_AXES, from a batch that every process has in full."""
     sharding = NamedSharding(mesh, BATCH)
     placed: dict[str, jax.Array] = {}
     for name, x in batch.items():
@@ -227,39 +216,33 @@ def place_batch(mesh: Mesh, batch: Mapping[str, NDArray]) -> dict[str, jax.Array
 
 
 def from_processes(x: NDArray) -> NDArray:
-    """Return the arrays that all processes pass as `x`, stacked: [processes, ...].
-
-    They travel as bytes, because JAX would cut 64-bit numbers.
-    """
-    content = np.frombuffer(x.tobytes(), np.uint8)
+    """Return the arrays that all processes pass as `x`, stacked: [processes, ...]."""
+    content = np.frombuffer(x.tobytes(), np.uint8)  # JAX would cut 64-bit numbers
     all_bytes = np.asarray(multihost_utils.process_allgather(content, tiled=True))
     return all_bytes.reshape(-1, x.nbytes).view(x.dtype).reshape(-1, *x.shape)
 
 
 def from_first_process(x: NDArray) -> NDArray:
-    """Return the `x` of the first process, which decides for all; they have equal shapes."""
+    """Return the `x` of the first process; all have equal shapes."""
     return from_processes(x)[0]
 
 
 class ProcessFailed(OSError):
-    """Another process has ended with an error."""
+    """Another process has failed."""
 
 
-def in_all(read: Callable[[], Result]) -> Result:
-    """Return what `read` returns, which each process does for itself.
-
-    Where it raises an error, that process raises it and all others ProcessFailed.
-    """
+def in_all(f: Callable[[], Result]) -> Result:
+    """Call `f` in every process; if it fails in one, that one raises its error and all others ProcessFailed."""
     error = None
     try:
-        result = read()
+        result = f()
     except Exception as raised:
         error = raised
     failed = from_processes(np.array([error is not None]))
     if error is not None:
         raise error
     if failed.any():
-        raise ProcessFailed(f'process {failed.argmax()} ended with an error: correct what it says')
+        raise ProcessFailed(f'process {failed.argmax()} failed: fix the error that it reports')
     return result
 
 
@@ -269,10 +252,10 @@ def cut_rows(tree: Tree, num_parts: int) -> Tree:
 
 
 def per_device(params: Tree, specs: Mapping[str, P]) -> Tree:
-    """Mark what is alike on all devices of a batch axis as each device's own, before `jax.grad`.
+    """Mark parameters that devices of a batch axis share as each device's own, before `jax.grad`.
 
-    The gradients then stay the device's own, and `sum_gradients` is one visible line. Without the
-    mark, JAX hides a sum in the transpose of every use.
+    Gradients then stay the device's own, and `sum_gradients` is one visible line. Without the mark, JAX hides a sum in
+    the transpose of every use.
     """
 
     def mark(x: jax.Array, spec: P) -> jax.Array:
@@ -282,7 +265,7 @@ def per_device(params: Tree, specs: Mapping[str, P]) -> Tree:
 
 
 def sum_gradients(grads: Tree, specs: Mapping[str, P]) -> Tree:
-    """Return the gradients of the global loss: each device's own, summed over the batch axes."""
+    """Return the gradients of the global loss: each device's own gradients, summed over the batch axes."""
 
     def total(grad: jax.Array, spec: P) -> jax.Array:
         axes = replicated_batch_axes(spec)
@@ -293,5 +276,5 @@ def sum_gradients(grads: Tree, specs: Mapping[str, P]) -> Tree:
 
 def replicated_batch_axes(spec: P) -> tuple[str, ...]:
     """Return the batch axes over which `spec` splits nothing: their devices hold equal values."""
-    split_over = jax.tree.leaves(tuple(spec))  # of entries that are a name, several, or None
+    split_over = jax.tree.leaves(tuple(spec))  # entries are a name, several names, or None
     return tuple(axis for axis in BATCH_AXES if axis not in split_over)

@@ -1,7 +1,7 @@
-"""Paths that a user gives, on a disk or in a bucket (gs://, s3://): names, safe reading, atomic writing.
+"""A user's paths, on a disk or in a bucket (gs://, s3://): names, safe reading, atomic writing.
 
-Every flag, setting and argument that takes a path goes through `to_path` or `disk_path` once, but for the globs of
-sources/files.py. Imports nothing of ours but, for a path in a bucket, run/buckets.py.
+Every path in a flag, setting or argument goes through `to_path` or `disk_path` once, except the globs of
+sources/files.py. Imports run/buckets.py, for a path in a bucket, and nothing else of ours.
 """
 
 import contextlib
@@ -25,17 +25,17 @@ RESTORE_LINE = 'restore the file from a copy, or remove this line'
 LFS_HEADER = b'version https://git-lfs.github.com/spec/'
 
 
-AnyPath: TypeAlias = Union[Path, 'BucketPath']  # what `to_path` returns
+AnyPath: TypeAlias = Union[Path, 'BucketPath']
 PathOfOneKind = TypeVar('PathOfOneKind', bound=AnyPath)
 
 
 class FileStatus(NamedTuple):
     num_bytes: int
-    checksum: str | None = None  # that a bucket keeps of it
+    checksum: str | None = None  # the bucket's
 
 
 class ReadError(OSError):
-    """A bucket that does not answer. Damage to a file is another error."""
+    """A bucket does not answer. A damaged file raises another error."""
 
 
 # Names.
@@ -44,8 +44,8 @@ class ReadError(OSError):
 def to_path(name: str | os.PathLike, may_be_new: bool = False) -> AnyPath:
     """Return an absolute path on a disk, or a path of gs:// or s3:// with pathlib's methods.
 
-    `may_be_new`: it need not exist. Raises ValueError for what is no path, for one that the system cannot follow
-    (a loop of links, no permission), and for a bucket that cannot be listed.
+    `may_be_new`: it need not exist. Raises ValueError if `name` is not a path, the system cannot follow it (a loop of
+    links, no permission), or the bucket cannot be listed.
     """
     text = _text(name)
     if not is_in_bucket(text):
@@ -56,10 +56,7 @@ def to_path(name: str | os.PathLike, may_be_new: bool = False) -> AnyPath:
 
 
 def disk_path(name: str | os.PathLike) -> Path:
-    """Return an absolute path on a disk, without `~` and `..`, which TensorStore refuses.
-
-    Raises ValueError as `to_path` does, and for buckets.
-    """
+    """Return an absolute path on a disk, without `~` and `..`, which TensorStore refuses. Raises like `to_path`."""
     text = _text(name)
     if is_in_bucket(text):
         raise ValueError(
@@ -83,12 +80,11 @@ def disk_path(name: str | os.PathLike) -> Path:
 
 
 def is_in_bucket(name: str) -> bool:
-    """Return whether a name is a URL; no absolute path on a disk has two slashes in it."""
+    """Return whether a name is a URL; an absolute path on a disk has no two slashes."""
     return '://' in name
 
 
 def to_kvstore(folder: AnyPath) -> dict[str, str]:
-    """Return the TensorStore spec of a folder."""
     if isinstance(folder, Path):
         try:
             str(folder).encode()
@@ -103,7 +99,7 @@ def _text(name: str | os.PathLike) -> str:
         text = os.fspath(name)
         if isinstance(text, str) and text.strip() and b'\0' not in os.fsencode(text):
             return text
-    raise ValueError(f'{name!r} is no path: name a file or a folder')
+    raise ValueError(f'{name!r} is not a path: name a file or a folder')
 
 
 # Reading.
@@ -114,8 +110,8 @@ def open_file(
 ) -> io.BufferedReader:
     """Open a file for reading: an absolute path on a disk or a URL of a bucket.
 
-    A read from a bucket fetches `read_ahead` bytes more than it needs, and no byte twice while it goes forward.
-    With `num_bytes`, its size, the bucket is not asked for it. Raises ReadError.
+    A read from a bucket fetches `read_ahead` bytes more than asked, and reading forward fetches each byte once.
+    `num_bytes`, if the size is known, saves a request. Raises ReadError.
     """
     if not is_in_bucket(name):
         return open(name, 'rb')
@@ -125,7 +121,7 @@ def open_file(
 
 
 def is_file(file: AnyPath) -> bool:
-    """Return whether a path is a file. Raises OSError where this process may not look."""
+    """Return whether a path is a file. Raises OSError without permission to look."""
     if not isinstance(file, Path):
         return file.is_file()
     try:
@@ -137,7 +133,7 @@ def is_file(file: AnyPath) -> bool:
 
 
 def status_of(file: str | AnyPath) -> FileStatus:
-    """Return what a disk or a bucket says of a file. Raises OSError."""
+    """Return the size of a file and a bucket's checksum of it. Raises OSError."""
     name = os.fspath(file)
     if not is_in_bucket(name):
         return FileStatus(os.stat(name).st_size)
@@ -147,14 +143,14 @@ def status_of(file: str | AnyPath) -> FileStatus:
 
 
 def sizes_in(folder: AnyPath) -> dict[AnyPath, int]:
-    """Return the files of a folder and their sizes; none where there is no folder."""
+    """Return {file: size} of a folder; {} if it does not exist."""
     if isinstance(folder, Path):
         return {file: Path(file).stat().st_size for file in list_folder(folder)}
     return folder.file_sizes()
 
 
 def list_folder(folder: AnyPath) -> list[AnyPath]:
-    """Return what is in a folder, nothing where there is none."""
+    """Return the files and folders in a folder; [] if it does not exist."""
     try:
         return list(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -164,15 +160,15 @@ def list_folder(folder: AnyPath) -> list[AnyPath]:
 def own_file(file: PathOfOneKind) -> PathOfOneKind:
     """Return `file` if it exists and lies in its own folder after links are followed.
 
-    A link in a foreign checkpoint must not choose which file is read. Raises ValueError, also for a pointer of
-    git-lfs, and OSError for a file that this process may not read.
+    A link in a foreign checkpoint must not choose the file to read. Raises ValueError, also for a pointer of git-lfs,
+    and OSError without permission to read.
     """
     if not is_file(file):
         raise ValueError(f'{file} is missing: bring all files of the checkpoint')
     if isinstance(file, Path):
         folder = file.parent.resolve()
         roots = [folder]
-        # The caches of Hugging Face and of DVC consist of links.
+        # The caches of Hugging Face and DVC consist of links.
         for parent in (folder, *folder.parents):
             roots.append(parent / '.dvc' / 'cache')
             if parent.name == 'snapshots':
@@ -195,12 +191,12 @@ def check_not_lfs(file: Path) -> None:
 
 
 def read_json(file: AnyPath) -> dict:
-    """Return the JSON object in a file. Raises as `own_file` and `json_object` do."""
+    """Return the JSON object in a file. Raises like `own_file` and `json_object`."""
     return json_object(own_file(file).read_bytes(), str(file), 'restore it from a copy')
 
 
 def json_object(content: bytes, title: str, remedy: str = RESTORE_LINE) -> dict:
-    """Return a JSON object. Raises ValueError for other content; `title` says where it stands."""
+    """Return a JSON object. Raises ValueError, which names `title`, for other content."""
     try:
         value = json.loads(content)
         if not isinstance(value, dict):
@@ -211,7 +207,7 @@ def json_object(content: bytes, title: str, remedy: str = RESTORE_LINE) -> dict:
 
 
 def reason(error: BaseException) -> str:
-    """Return the file of an error and what the system says of it; the text of an error of our own."""
+    """Return an error's text, for an OSError of the system its file and reason."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     if not error.filename:
@@ -219,19 +215,19 @@ def reason(error: BaseException) -> str:
     return f'{error.filename}: {error.strerror}'
 
 
-# Writing, which leaves all of the new or all of the old.
+# Writing: all of the new or all of the old is left.
 
 
 def check_new(folder: AnyPath) -> None:
-    """Raise ValueError where a file or a link to nothing is in the way of `folder`."""
-    for path in (folder, *folder.parents):  # on a disk: a URL exists on none
+    """Raise ValueError if a file or a broken link is in the way of `folder`."""
+    for path in (folder, *folder.parents):  # a URL exists on no disk
         if os.path.lexists(path) and not path.is_dir():
             raise ValueError(f'{folder}: {path} is a file, not a folder: name another one')
 
 
 @contextlib.contextmanager
 def library_errors(path: Path) -> Iterator[None]:
-    """Raise the OSError whose number is in the text of an error of TensorStore or safetensors."""
+    """Raise the OSError whose number is in the text of TensorStore's or safetensors' error."""
     try:
         yield
     except Exception as error:
@@ -243,7 +239,7 @@ def library_errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(path: AnyPath, unfinished: Path | None = None) -> Iterator[None]:
-    """Make an OSError name `path` if it names no file, as on a full disk, or one that begins like `unfinished`."""
+    """Make an OSError name `path` if it names no file (a full disk), or one that begins like `unfinished`."""
     prefix = str(unfinished or path)
     try:
         yield
@@ -255,24 +251,21 @@ def naming(path: AnyPath, unfinished: Path | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unfinished(folder: Path) -> Iterator[Path]:
-    """Yield a new folder on the disk of `folder`, which the caller fills and renames; else it is removed."""
+    """Yield a new folder on the disk of `folder`; the caller fills and renames it, or it is removed."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()][-1]
     prefix = f'{missing.name[:50]}.tmp-'
     with (
         naming(folder, missing.parent / prefix),
         tempfile.TemporaryDirectory(dir=missing.parent, prefix=prefix) as private,
     ):
-        new = Path(private, 'new')  # unlike `private`, with the permissions that the user set
+        new = Path(private, 'new')  # with the user's permissions, unlike `private`
         new.mkdir()
         yield new
 
 
 @contextlib.contextmanager
 def replacing(file: Path, writer: str = '') -> Iterator[IO[bytes]]:
-    """Yield a file that replaces `file` at the end, even in a crash all of the new or all of the old.
-
-    `writer` differs between processes that write the same file.
-    """
+    """Yield a file that replaces `file` at the end. Processes that write the same file have different `writer`s."""
     unfinished = file.with_name(f'.{file.name}.unfinished{writer}')
     with naming(file, unfinished):
         try:
@@ -287,7 +280,7 @@ def replacing(file: Path, writer: str = '') -> Iterator[IO[bytes]]:
 
 
 def replace_file(file: AnyPath, content: bytes, writer: str = '') -> None:
-    """Write `file`: on a disk as `replacing` does, in a bucket as one object. Raises OSError."""
+    """Write `file`: on a disk with `replacing`, in a bucket as one object. Raises OSError."""
     if not isinstance(file, Path):
         return file.replace_with(content)
     with replacing(file, writer) as stream:
@@ -295,7 +288,6 @@ def replace_file(file: AnyPath, content: bytes, writer: str = '') -> None:
 
 
 def remove_folder(folder: AnyPath) -> None:
-    """Remove a folder and what is in it. Raises OSError."""
     if not isinstance(folder, Path):
         return folder.remove_folder()
     shutil.rmtree(folder)

@@ -1,8 +1,4 @@
-"""How a run is prepared, from a config to a run that is ready for its next step.
-
-`prepare` reads from top to bottom: settings, text, workdir and checkpoint, vocabulary, rows of the
-batches, compiled step, state. train.py takes the steps.
-"""
+"""How a run is prepared, from a config to a run that is ready for its next step. train.py takes the steps."""
 
 import contextlib
 import dataclasses
@@ -47,10 +43,7 @@ from stream import Stream
 def make_spec(
     config: ConfigDict, num_microbatches: int = 1, devices: list | None = None
 ) -> train.StepSpec:
-    """Return the spec of a config. Raises ValueError for settings that do not fit together.
-
-    `devices`: those of the mesh; None takes all that are here.
-    """
+    """Return the spec of a config, on a mesh of `devices`, by default all. Refuse settings that do not fit together."""
     settings.check(config)
     model_config = own_model.load(config.model)
     spec = train.StepSpec(
@@ -69,7 +62,7 @@ def make_spec(
     )
     model.check_mesh(spec.model_config, spec.mesh)
     partition.check_divides('train.batch_size', spec.batch_size, partition.BATCH_AXES, spec.mesh)
-    # What is parsed when it is first used: parse it now.
+    # Some properties are parsed when first used: do it now.
     if spec.normalizing_factor == 'AVERAGE_PER_SEQUENCE' and spec.has_weights:
         raise ValueError(
             f'data.weight={config.data.weight!r} has no effect with loss.loss_normalizing_factor='
@@ -85,7 +78,7 @@ def make_spec(
 
 
 def fit_step(config: ConfigDict, spec: train.StepSpec) -> memory.Plan:
-    """Compile the step in as few microbatches as fit. Raises ValueError where none fits."""
+    """Compile the step in as few microbatches as fit. Raises ValueError if none fits."""
     return memory.fit_step(
         lambda n: train.compile_step(dataclasses.replace(spec, num_microbatches=n)),
         num_rows=spec.rows_per_device,
@@ -98,8 +91,8 @@ def fit_step(config: ConfigDict, spec: train.StepSpec) -> memory.Plan:
 def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | train.FinishedRun:
     """Return a run in the workdir `folder` that is ready for its next step, or finished.
 
-    Restores the newest valid checkpoint in the workdir if there is one. Raises ValueError or
-    OSError, before anything is compiled, for settings, files and folders that are not valid.
+    Restores the workdir's newest valid checkpoint if there is one. Raises ValueError or OSError, before
+    anything is compiled, for invalid settings, files and folders.
     """
     # The settings.
     settings.check(config)
@@ -120,7 +113,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
     checks.check_mixture(config, mixture)
 
     with contextlib.ExitStack() as stack:
-        # The workdir and what the run starts from.
+        # The workdir, and the checkpoint to start from.
         folder.mkdir(parents=True, exist_ok=True)
         remedy = (
             'stop that run, or name another --workdir; if this process has prepared it before, train '
@@ -133,12 +126,12 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         lines = best.read_metrics(folder)
         with terminal.working('Verifying the newest checkpoint'):
             begin = start.find_start(config, folder, wanted(spec), lines, terminal.line)
-        directory = folder / f'checkpoint_{begin.step}'  # where it is resumed
+        directory = folder / f'checkpoint_{begin.step}'  # if the run resumes
         num_logged = begin.step if begin.is_resumed else 0
         kept_lines = [line for line in lines if line['step'] <= num_logged]
         config = start.with_last_step(config, folder, begin)
 
-        # The vocabulary: the run's own, that of what it starts from, or a new one.
+        # The vocabulary: the run's own, that of its starting checkpoint, or a new one.
         with terminal.working('Preparing the vocabulary'):
             vocabulary = find_or_train_vocabulary(
                 config.data,
@@ -151,7 +144,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         text = digest([mixture.fingerprint, vocabulary.hash, spec.model_config.modules.source])
         check_alike('the text, the vocabulary or the file of model.module', text.encode())
 
-        # The content of config.json: the settings, and what they stand for.
+        # The content of config.json: the settings, and the values that they stand for.
         resolved = json.loads(config.to_json())
         resolved['model']['module'] = spec.model_config.module
         resolved['model']['options'] = own_options.as_dict(spec.model_config.options)
@@ -165,9 +158,9 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             options = own_options.default_options(spec.model_config)
             checks.compare_settings(directory, resolved, options, mixture)
             start.choose(begin.leaves, wanted(spec).shapes)
-        results.Results(folder).scores()  # raises ValueError for a file that is damaged
+        results.Results(folder).scores()  # raises ValueError for a damaged file
 
-        # This process's rows of the batches: training without end or in epochs, validation once.
+        # This process's rows of the batches: training in epochs or without end, validation once.
         batch_size = config.train.batch_size
         sharding = NamedSharding(spec.mesh, partition.BATCH)
         parts = sharding.addressable_devices_indices_map((batch_size,)).values()
@@ -185,7 +178,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             evaluated = dataclasses.replace(mixture, tasks=(*mixture.tasks, *evaluated_alone))
             validation = open_stream(evaluated, 'validation', num_epochs=1)
 
-        # Say what the model, the devices and the data are.
+        # Describe the model, the devices and the data.
         for line in introduction(
             config.data,
             spec.model_config,
@@ -217,7 +210,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         elif best.history(config.save, kept_lines).ends(config.train.early_stopping):
             end = train.End.EARLY_STOPPING
         else:
-            if config.optimizer.step_offset > begin.step:  # where T5X's formula has no value
+            if config.optimizer.step_offset > begin.step:  # T5X's formula has no value there
                 raise ValueError(
                     f'optimizer.step_offset={config.optimizer.step_offset} lies after step {begin.step}, where the run '
                     f'starts: use {begin.step} or less'
@@ -230,7 +223,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             memory.check_state_fits(spec.mesh, spec.state_shapes, spec.state_specs)
             began = time.monotonic()
             with terminal.working('Compiling'), futures.ThreadPoolExecutor(1) as thread:
-                if not begin.leaves:  # beside the step, which takes about as long
+                if not begin.leaves:  # in parallel: both take about as long
                     initialize = thread.submit(train.compile_init, spec)
                 planned = fit_step(config, spec)
             if planned.note:
@@ -250,7 +243,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             num_not_finite = read_count(directory)
             positions = np.load(io.BytesIO((directory / 'data_position.npy').read_bytes()))
             training.seek(positions[training.rows])
-            if jax.process_index() == 0:  # the counts of all processes are added
+            if jax.process_index() == 0:  # counts are summed over processes
                 num_examples = json.loads((directory / 'data_counts.json').read_bytes())
                 training.counts[:] = [num_examples[task.name] for task in training.tasks]
             interval = json.loads((directory / 'interval.json').read_bytes())
@@ -293,8 +286,8 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         restore_newest = functools.partial(newest_saved, config, folder, spec, terminal.line)
         restored = train.Restored(begin.step, state, interval)
         progress = train.Progress(restored, end, restore_newest)
-        # Differs from T5X's SaveBestCheckpointer, which by default keeps checkpoints without a
-        # value, too. Here a stop between two evaluations changes nothing of what a run leaves.
+        # Differs from T5X's SaveBestCheckpointer, which by default also keeps checkpoints without a
+        # value. Here a stop between two evaluations does not change which checkpoints a run leaves.
         saver = checkpoint.Saver(
             folder,
             keep=config.save.keep,
@@ -321,7 +314,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
 
 
 def wanted(spec: train.StepSpec) -> start.Wanted:
-    """Return what a checkpoint has to hold for a run to start from it."""
+    """Return the contents that a checkpoint needs for a run to start from it."""
     shapes = checkpoint.shapes(state_names.to_t5x(*spec.state_shapes))
     return start.Wanted(spec.model_config, shapes, spec.trained)
 
@@ -329,15 +322,15 @@ def wanted(spec: train.StepSpec) -> start.Wanted:
 def newest_saved(
     config: ConfigDict, folder: paths.AnyPath, spec: train.StepSpec, report: Callable[[str], None]
 ) -> train.Restored:
-    """Restore the newest checkpoint of a run that goes back.
+    """Restore the newest checkpoint of a run that goes back, if possible one at a multiple of save.every_steps.
 
-    It is one that save.every_steps was due for, if there is one, so that a run that was stopped in
-    between goes back as far as one that was not. Later ones are deleted: their steps are taken again.
+    A run that was stopped in between then goes back as far as one that was not. Later checkpoints are
+    deleted: their steps are taken again.
     """
     saved = checkpoint.steps(folder)
     due = [step for step in saved if step % config.save.every_steps == 0]
     if due and due[-1] < saved[-1]:
-        with contextlib.suppress(verify.Damaged):  # it is set aside below, and the later ones stay
+        with contextlib.suppress(verify.Damaged):  # find_start sets it aside; later ones stay
             verify.verify(folder / f'checkpoint_{due[-1]}')
             if jax.process_index() == 0:
                 for step in saved:
@@ -357,13 +350,13 @@ def restore(
     shardings = {}
     for path, array_spec in state_names.to_t5x(*spec.state_specs).items():
         if not isinstance(array_spec, P):
-            array_spec = P()  # of a slot that this optimizer does not use
+            array_spec = P()  # a slot that this optimizer does not use
         shardings[path] = partition.shardings(spec.mesh, array_spec)
     split = {path: sharding for path, sharding in shardings.items() if sharding.spec != P()}
     arrays = checkpoint.restore(leaves, split, dtype)
     averages = t5x.average_paths(shardings)
 
-    # Compute the initial arrays that are missing; XLA computes no others.
+    # Compute the missing initial arrays; XLA computes no others.
     missing = {}
     for path, sharding in shardings.items():
         if path not in arrays and path not in averages:

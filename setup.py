@@ -46,7 +46,7 @@ setup(
             'pytest-xdist>=3.5',
             'ruff>=0.9',
         ],
-        # What tests compare with.
+        # Rivals for tests to compare with.
         'peers': [
             'peft>=0.17',
             'seqio-nightly',

@@ -17,21 +17,18 @@ from numpy.typing import NDArray
 Leaf = TypeVar('Leaf')  # an array, its shape, or how it is split
 
 STEP = 'state/step'
-# The slots that T5X's Adafactor keeps for each parameter. One that is unused is [1] zeros.
-T5X_SLOTS = ('m', 'v', 'v_col', 'v_row')
-T5X_NAMES = {'ema': 'm'}  # of slots that have another name in optax
-# Each of these slots of optax's Adafactor lacks a dimension of its parameter: the largest, the second.
-FACTORED_SLOTS = {'v_row': -1, 'v_col': -2}
-AVERAGE_SLOT = 'ema_params'  # of `average_parameters`
+T5X_SLOTS = ('m', 'v', 'v_col', 'v_row')  # Adafactor's; an unused one is [1] zeros
+T5X_NAMES = {'ema': 'm'}  # optax's name of a slot -> T5X's
+FACTORED_SLOTS = {'v_row': -1, 'v_col': -2}  # the dimension, by size, that a slot averages over
+AVERAGE_SLOT = 'ema_params'  # optimizer.ParameterAverage
 
 
 def to_t5x(
     step: Leaf, params: Mapping[str, Leaf], opt_state: optax.OptState
 ) -> dict[str, Leaf | NDArray]:
-    """Return a training state as a flat tree of T5X's paths, 'target/PARAM' and 'state/...'.
+    """Return a training state as a flat tree of T5X's paths, 'target/PARAM' and those of `state_paths`.
 
-    The arrays of the state of any optax optimizer are in it, under the paths of `state_paths`, but
-    a random key, which optax.add_noise has, cannot be saved. Frozen parameters have no state.
+    A random key, as in optax.add_noise, cannot be saved. Frozen parameters have no state.
     """
     tree: dict[str, Leaf | NDArray] = {STEP: step}
     for path, x in params.items():
@@ -51,7 +48,7 @@ def to_t5x(
 def from_t5x(
     tree: Mapping[str, Leaf], opt_state: optax.OptState
 ) -> tuple[Leaf, dict[str, Leaf], optax.OptState]:
-    """Return (step, params, optimizer state), the inverse of `to_t5x`; of `opt_state`'s structure."""
+    """Return (step, params, optimizer state with `opt_state`'s structure), the inverse of `to_t5x`."""
     params = {k.removeprefix('target/'): x for k, x in tree.items() if k.startswith('target/')}
     leaves = [tree[path] for path in state_paths(opt_state, params)]
     structure = jax.tree.structure(opt_state)
@@ -61,21 +58,20 @@ def from_t5x(
 def state_paths(opt_state: optax.OptState, params: Collection[str]) -> list[str]:
     """Return the path in T5X's tree of each leaf of the state of an optax optimizer.
 
-    An array of a parameter is 'state/param_states/PARAM/SLOT'. SLOT is T5X's name for a slot of
-    Adafactor, else optax's, such as 'mu'. Other leaves are 'state/optimizer/NAME', NAME being
-    optax's fields and labels. Where a path occurs again, the second one ends in '_1', and so on.
+    An array of a parameter is 'state/param_states/PARAM/SLOT'; SLOT is T5X's name for a slot of Adafactor, else
+    optax's, such as 'mu'. Other leaves are 'state/optimizer/NAME'; NAME has optax's fields and labels. A path that
+    occurs again ends in '_1', and so on.
 
-    Two kinds of counts are copies of the step; they have its path and are not stored again:
-      - every count, where Adafactor's slots are all that there is besides, and averages of the
-        parameters: T5X stores none;
-      - the count of a learning-rate schedule that no other transformation wraps, so that a run that
-        takes over a step but no optimizer state has the learning rate of that step.
+    Two kinds of counts are copies of the step, have its path and are not stored again:
+      - all counts of a state with no other slots than Adafactor's and averages: T5X stores none;
+      - the count of a learning-rate schedule that no other transformation wraps: a run that takes over a step
+        without an optimizer state then has the learning rate of that step.
     """
 
     def is_schedule(x: optax.OptState) -> bool:
         return isinstance(x, optax.ScaleByScheduleState)
 
-    keys_of_schedules = []  # that nothing but `chain` holds
+    keys_of_schedules = []  # in chains alone
     for keys, x in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_schedule):
         if is_schedule(x) and not field_names(keys):
             keys_of_schedules.append((*keys, jax.tree_util.GetAttrKey('count')))
@@ -104,8 +100,8 @@ def state_specs(
 ) -> optax.OptState:
     """Return PartitionSpecs for `opt_state`.
 
-    An array that belongs to a parameter and has its shape is split like it, and so is a row or
-    column of Adafactor along the dimension that it keeps; others are not split.
+    An array with the shape of its parameter is split like it, a row or column of Adafactor like the dimension that it
+    keeps. Others are not split.
     """
 
     def spec(keys: KeyPath, x: jax.ShapeDtypeStruct) -> P:
@@ -134,7 +130,7 @@ def slots(opt_state: optax.OptState, params: Collection[str]) -> list[jax.Array]
 
 
 def leaf_path(keys: KeyPath, params: Collection[str]) -> str:
-    """Return the path in T5X's tree of the leaf at `keys`, before it is numbered."""
+    """Return the path in T5X's tree of the leaf at `keys`, without a number."""
     index = parameter_index(keys, params)
     if index is None:
         return '/'.join(['state/optimizer', *field_names(keys)])
@@ -144,7 +140,7 @@ def leaf_path(keys: KeyPath, params: Collection[str]) -> str:
 
 
 def parameter_index(keys: KeyPath, params: Collection[str]) -> int | None:
-    """Return where in `keys` the path of a parameter stands; None where there is none."""
+    """Return the index in `keys` of the path of a parameter; None without one."""
     for i, key in enumerate(keys):
         if isinstance(key, jax.tree_util.DictKey) and key.key in params:
             return i
@@ -152,7 +148,7 @@ def parameter_index(keys: KeyPath, params: Collection[str]) -> int | None:
 
 
 def field_names(keys: KeyPath) -> list[str]:
-    """Return the names of the fields and labels in `keys`, not positions in tuples and lists."""
+    """Return the names of fields and labels in `keys`, without positions in tuples and lists."""
     names = []
     for key in keys:
         if isinstance(key, jax.tree_util.GetAttrKey):

@@ -2,10 +2,9 @@
 
     records -> texts -> ids -> an objective -> examples -> drawn by rate -> packed rows -> batch
 
-The host does all of this with numpy. Row r of every batch is lane r. Each lane reads its own part
-of every epoch of every task, so a process parses and tokenizes only what its own rows need. All
-randomness is a function of the seed and of a position in the data, so a position is all that
-resuming needs. Imports no jax.
+The host does all of this with numpy. Row r of every batch is lane r. Each lane reads its own part of
+every epoch of every task, so a process parses and tokenizes for its own rows alone. All randomness is
+a function of the seed and of a position in the data, so a position is enough to resume. Imports no jax.
 """
 
 import copy
@@ -36,9 +35,9 @@ from sources import (
 from user_code import UserError
 from vocabulary import EOS_ID, Vocabulary
 
-# A window is what a lane packs at a time: examples that fill ROWS_PER_WINDOW rows, at most EXAMPLES_PER_WINDOW.
+# A lane packs a window at a time: examples that fill ROWS_PER_WINDOW rows, at most EXAMPLES_PER_WINDOW.
 ROWS_PER_WINDOW = 64
-MIN_ROWS_PER_WINDOW = 8  # where all lanes together would else have more than ROWS_IN_ALL_WINDOWS
+MIN_ROWS_PER_WINDOW = 8  # the minimum, once ROWS_IN_ALL_WINDOWS is reached
 ROWS_IN_ALL_WINDOWS = 1 << 16
 EXAMPLES_PER_WINDOW = 512
 
@@ -46,7 +45,7 @@ DRAWS_PER_BLOCK = 1024  # tasks that a lane draws at once
 
 
 class Task(Protocol):
-    """What a stream asks of a tasks.Task."""
+    """The part of a tasks.Task that a stream uses."""
 
     @property
     def name(self) -> str: ...
@@ -73,7 +72,7 @@ class OpenTask(NamedTuple, Generic[AnyTask]):
         return self.task.name
 
     def texts_of(self, record: Record) -> list[dict]:
-        """Return the texts of the examples of a record, none of a bad one."""
+        """Return the texts of the examples of a record, none for a bad one."""
         try:
             return list(self.task.preprocess([record.fields]))
         except UserError as error:
@@ -85,19 +84,19 @@ class OpenTask(NamedTuple, Generic[AnyTask]):
             return []
 
     def add_bad(self, name: str, reason: str) -> None:
-        """Count a bad record. Raise ValueError where that stops the run (data.on_bad_line)."""
+        """Count a bad record. Raise ValueError if that stops the run (data.on_bad_line)."""
         path, _, position = name.rpartition(':')
         self.source.bad_lines.add(path, int(position), reason)
 
 
 @dataclasses.dataclass(frozen=True)
 class OpenMixture:
-    """What config.data.task names, open: the tasks, sorted by name. A task is a mixture of one."""
+    """The open task or mixture of config.data.task; its tasks are sorted by name. A task is a mixture of one."""
 
     name: str
     tasks: tuple[OpenTask, ...]
     fingerprint: str  # a run resumes only with a mixture of the same fingerprint
-    # From config.data to the same mixture, in a process of its own.
+    # config.data -> the same mixture, opened in another process.
     reopen: Callable[[ConfigDict], 'OpenMixture'] | None = None
 
     @property
@@ -110,7 +109,6 @@ class OpenMixture:
 
     @property
     def files(self) -> list[FileRecord]:
-        """The files of all tasks."""
         return [file for task in self.tasks for file in task.source.files]
 
     def faults(self) -> tuple[list[str], int]:
@@ -128,9 +126,8 @@ class OpenMixture:
 class Stream:
     """Iterator of batches: [rows, length] under T5X's names, for `rows` of the global batch.
 
-    After `num_epochs` of a task a row is padding. When all rows are, the stream ends. A mixture has
-    no epochs: a task that ends begins its next one. Raises ValueError for settings that do not fit,
-    and for a split without a document.
+    After `num_epochs` of a task a row is padding. When all rows are, the stream ends. In a mixture a task starts its
+    next epoch without end. Raises ValueError for settings that do not fit, and for a split without a document.
     """
 
     mixture: OpenMixture
@@ -139,7 +136,7 @@ class Stream:
     config: ConfigDict  # config.data
     batch_size: int
     seed: int
-    rows: range = range(0)  # none: all
+    rows: range = range(0)  # empty: all
     num_epochs: int | None = None
 
     def __post_init__(self):
@@ -150,12 +147,12 @@ class Stream:
         for task in self.mixture.tasks:
             self.tasks.append(TokenizedTask(task, self.config, self.vocabulary))
         num_sentinels = max(task.objective.num_sentinels for task in self.tasks)
-        # The ids that mark spans in these tasks; the other sentinels are text here.
+        # The ids that mark spans in these tasks; other sentinels are text here.
         self.sentinel_ids = tuple(self.vocabulary.sentinel_ids[:num_sentinels].tolist())
         self.pack_examples = data.PACKINGS[self.config.pack]
         share = max(ROWS_IN_ALL_WINDOWS // self.batch_size, MIN_ROWS_PER_WINDOW)
         self.rows_per_window = min(share, ROWS_PER_WINDOW)
-        # Every task needs text for training; for validation one task of a mixture is enough.
+        # Every task needs text for training, one task of a mixture for validation.
         with_text = []
         for task in self.tasks:
             if task.has_text(self.split, self.seed_of(task), self.batch_size):
@@ -171,7 +168,7 @@ class Stream:
                 )
             first.source.raise_empty(self.split)
         self.tasks = with_text
-        # Of each task, the examples given so far, and those that were cut: int64 [tasks, 2].
+        # Examples given so far, and how many were cut: int64 [tasks, 2].
         self.counts = np.zeros((len(self.tasks), 2), np.int64)
         self.seek(np.zeros((len(self.rows), len(self.tasks) + 1, 4), np.int64))
 
@@ -179,7 +176,7 @@ class Stream:
     def position(self) -> NDArray:
         """The position of the next batch, as a checkpoint keeps it: int64 [rows, tasks + 1, 4].
 
-        Of each row the fields of TaskPosition for each task, then `draw` and `given` of its window.
+        Each row has the fields of a TaskPosition for each task, then `draw` and `given` of its window.
         """
         numbers: list[int] = []
         for lane in self._lanes:
@@ -188,14 +185,13 @@ class Stream:
         return np.array(numbers, np.int64).reshape(len(self._lanes), len(self.tasks) + 1, 4)
 
     def seek(self, position: NDArray) -> None:
-        """Go to a position, int64 [rows, tasks + 1, 4]."""
         self._lanes = []
         for row, (*tasks, window) in zip(self.rows, position.tolist(), strict=True):
             starts = tuple([TaskPosition(*task) for task in tasks])
             self._lanes.append(Lane(self, row, LanePosition(starts, window[0], window[1])))
 
     def of_each_task(self) -> list['Stream']:
-        """Return a stream of one epoch of each task alone, the same rows."""
+        """Return a stream of one epoch of each task alone, for the same rows."""
         if self.mixture.is_single:
             return [self]
         streams = []
@@ -229,7 +225,6 @@ class Stream:
         return self.batch_of(examples)
 
     def batch_of(self, rows: Sequence[Sequence[Example]]) -> dict[str, NDArray]:
-        """Return the features of rows of examples."""
         is_packed = self.pack_examples is not None
         has_weights = bool(self.config.weight)
         return data.encoder_decoder(rows, self.config.lengths, is_packed, has_weights)
@@ -239,11 +234,8 @@ class Stream:
         return self.seed if self.mixture.is_single else f'{self.seed} {task.name}'
 
 
-# Where a lane is.
-
-
 class TaskPosition(NamedTuple):
-    """Where a lane is in a task: at example `given` of the group that begins at `offset` in `pool`."""
+    """A lane's position in a task: at example `given` of the group that begins at `offset` in `pool`."""
 
     epoch: int = 0
     pool: int = 0
@@ -252,9 +244,9 @@ class TaskPosition(NamedTuple):
 
 
 class LanePosition(NamedTuple):
-    """Where a lane is: at row `given` of the window that begins with its example number `draw`."""
+    """A lane's position: at row `given` of the window that begins with its example number `draw`."""
 
-    tasks: tuple[TaskPosition, ...]  # where the window begins in each task
+    tasks: tuple[TaskPosition, ...]  # start of the window in each task
     draw: int = 0
     given: int = 0
 
@@ -281,11 +273,11 @@ class Lane:
         for task, start in enumerate(position.tasks):
             self._readers.append(ExampleReader(stream, task, row, start))
         self._draws = draw_tasks(stream, row, first=position.draw)
-        self._window: list[list[Drawn]] = []  # its rows
-        self._given = 0  # rows of the window
+        self._window: list[list[Drawn]] = []  # rows
+        self._given = 0  # rows given so far
 
     def next_row(self) -> list[Drawn]:
-        """Return the examples of the next row, and go to the one after it."""
+        """Return the examples of the next row, and advance."""
         row = self.peek()
         self._given += 1
         if self._given < len(self._window):
@@ -297,10 +289,7 @@ class Lane:
         return row
 
     def peek(self) -> list[Drawn]:
-        """Return the examples of the next row; none after the last epoch.
-
-        Read and pack the next window if all rows are given.
-        """
+        """Return the examples of the next row, none after the last epoch; read and pack a window if it is due."""
         if self._given >= len(self._window):
             _, draw, given = self.position
             examples = list(self._read_window())
@@ -319,10 +308,10 @@ class Lane:
     def _read_window(self) -> Iterator[Drawn]:
         """Yield the examples of the next window: one, if rows are not packed.
 
-        A window of a single task ends with its epoch, so that few records start quickly.
+        A window of a single task ends with its epoch: few records start quickly.
         """
         max_rows = self._stream.rows_per_window
-        if self.position.draw == 0:  # so that lanes read at different times from then on
+        if self.position.draw == 0:  # stagger the first windows: lanes refill at different steps
             max_rows = 1 + self._row % max_rows
         num_rows = 0.0
         for task in itertools.islice(self._draws, EXAMPLES_PER_WINDOW):
@@ -339,9 +328,9 @@ class Lane:
 
 
 def draw_tasks(stream: Stream, row: int, first: int) -> Iterator[int]:
-    """Yield the task of each example of a lane from number `first` on: a function of seed and rates."""
+    """Yield the task of each example of a lane, from number `first` on: a function of seed and rates."""
     rates = np.array([task.opened.rate for task in stream.tasks])
-    ends = np.cumsum(rates / rates.sum())[:-1]  # of each task's part of [0, 1)
+    ends = np.cumsum(rates / rates.sum())[:-1]  # [0, 1) is cut into a part per task
     block, skipped = divmod(first, DRAWS_PER_BLOCK)
     while True:
         bits = random_bits((DRAWS_PER_BLOCK,), 'draws', stream.seed, row, block)
@@ -363,10 +352,10 @@ class ExampleReader:
         self._go_to(position)
 
     def _go_to(self, position: TaskPosition) -> None:
-        self._start = position  # of the group that is being read
-        self._end = position  # where the next group begins
-        self._examples: list[Example] = []  # of the group, in the order of the lane
-        self._given = 0  # of these examples
+        self._start = position  # the current group's
+        self._end = position  # the next group's
+        self._examples: list[Example] = []  # the group's, in random order
+        self._given = 0  # examples given so far
         self._documents: Iterator[Document] = iter(())
         if position.epoch < self._num_epochs:
             share = self._share._replace(epoch=position.epoch)
@@ -394,10 +383,7 @@ class ExampleReader:
         return example
 
     def is_at_end_of_epoch(self) -> bool:
-        """Return whether the epoch has no other example.
-
-        If the next group is due, tokenize it, and make examples of it in a random order.
-        """
+        """Return whether the epoch has no more examples; make those of the next group if it is due."""
         while self._given >= len(self._examples):
             group_size = self._task.objective.records_per_group
             documents = list(itertools.islice(self._documents, group_size))
@@ -413,27 +399,24 @@ class ExampleReader:
             names = [example.name for example in tokenized]
             ids = [example.ids for example in tokenized]
             examples = self._task.objective.examples(names, ids, *key)
-            # Differs from T5X, which shuffles in a buffer of 1,000 examples: lanes read far apart, and
-            # each shuffles the examples of its group. (The key's words make the order: keep them.)
+            # Differs from T5X, which shuffles in a buffer of 1,000 examples: lanes read far apart, and each
+            # shuffles the examples of its group. (Old runs rely on the word 'pieces' in the key.)
             order = permutation(len(examples), 'pieces', *key)
             self._examples = [examples[i] for i in order]
             self._given = start.given
         return False
 
 
-# From records to ids.
-
-
 class Tokenized(NamedTuple):
     """One example: the name of its record, its texts, and their ids without EOS."""
 
     name: str
-    texts: dict[str, str]  # none where the record has ids
+    texts: dict[str, str]  # empty if the record has ids
     ids: dict[str, NDArray]  # int32; with data.weight also 'weight', float32 []
 
 
 class TokenizedTask:
-    """A task whose records become ids: those of the features that its objective takes."""
+    """A task whose records become ids, for the features of its objective."""
 
     def __init__(self, task: OpenTask, config: ConfigDict, vocabulary: Vocabulary):
         self.opened = task
@@ -450,8 +433,8 @@ class TokenizedTask:
     def tokenize(self, records: Sequence[Record], *key: int | str) -> list[Tokenized]:
         """Return the examples of records: one of each, or as many as the task's function gives.
 
-        With a `key`, that of an epoch of training, data.target_choice draws their targets. A bad record
-        stops the run, or has none (data.on_bad_line).
+        With a `key`, in training, data.target_choice draws their targets. A bad record stops the run, or has
+        no examples (data.on_bad_line).
         """
         examples = []
         if self.source.is_tokenized:
@@ -501,7 +484,7 @@ class TokenizedTask:
         return examples
 
     def has_text(self, split: str, seed: int | str, num_lanes: int) -> bool:
-        """Return whether the objective makes an example of the first epoch that has an id."""
+        """Return whether the objective makes an example with an id in the first epoch."""
         if not self.source.may_hold(split):
             return False
         for lane in range(num_lanes):

@@ -1,9 +1,8 @@
 """The train step and the loop: for each batch, step; when due, log, evaluate, save.
 
-One step: `jax.shard_map` hands each device its rows of the batch and its slices of the parameters;
-the model and the loss are local math with collectives; `jax.grad` gives each device's own gradients
-and one line sums them over the rows of all devices; outside, optax updates global arrays. Source:
-T5X t5x/train.py, t5x/trainer.py.
+One step: `jax.shard_map` hands each device its rows of the batch and its slices of the parameters; the model and the
+loss are local math with collectives; `jax.grad` gives each device's own gradients, and one line sums them over the
+rows of all devices; outside, optax updates global arrays. Source: T5X t5x/train.py, t5x/trainer.py.
 """
 
 import contextlib
@@ -54,9 +53,9 @@ Leaf = TypeVar('Leaf')
 
 
 class TrainState(NamedTuple, Generic[Leaf]):
-    """A training state; leaves are arrays, their shapes, or how they are split."""
+    """A training state; leaves are arrays, shapes or specs."""
 
-    step: Leaf  # int32, the number of steps taken
+    step: Leaf  # int32: steps taken
     params: dict[str, Leaf]  # {T5X's path: float32}
     opt_state: optax.OptState
 
@@ -64,10 +63,7 @@ class TrainState(NamedTuple, Generic[Leaf]):
 def train_step(
     spec: 'StepSpec', state: TrainState[jax.Array], batch: Mapping[str, jax.Array]
 ) -> tuple[TrainState[jax.Array], dict[str, jax.Array]]:
-    """Take one step: return the next state, and the metrics of this step as float32 scalars.
-
-    `batch`: T5X's features, int32 [rows, length], rows split over BATCH_AXES.
-    """
+    """Take one step: return the next state and float32 metrics. Rows of `batch` are split over BATCH_AXES."""
     rows = jnp.arange(len(batch['decoder_target_tokens']))
     _, dropout_key = jax.random.split(jax.random.key(spec.seed))
     key = jax.random.fold_in(dropout_key, state.step)
@@ -92,10 +88,7 @@ def train_step(
 def gradients(
     spec: 'StepSpec', params: Mapping, batch: Mapping, rows: jax.Array, key: jax.Array
 ) -> tuple[dict, dict]:
-    """Return the gradients by the trained parameters, and loss.weighted_sums of the batch.
-
-    `rows` and `key` determine the dropout.
-    """
+    """Return the gradients of the trained parameters, and loss.weighted_sums of the batch."""
     specs = spec.state_specs.params
     sharded_gradients = jax.shard_map(
         functools.partial(device_gradients, spec),
@@ -109,8 +102,8 @@ def gradients(
 def device_gradients(spec, params, batch, rows_b, key):
     """Return one device's part of `gradients`, from its rows and its slices of the parameters.
 
-    Differs from T5X, which divides each microbatch by its own weights and repeats the same dropout:
-    here microbatches have the gradients of the whole batch.
+    Differs from T5X, which divides each microbatch by its own weights and repeats the same dropout: here the
+    gradients do not depend on the microbatches.
     """
     config = spec.model_config
     weights_bT, divisor = loss.weights_and_divisor(batch, spec.normalizing_factor)
@@ -156,9 +149,9 @@ def init(spec: 'StepSpec') -> TrainState[jax.Array]:
     return TrainState(jnp.int32(0), params, spec.tx.init(spec.trained_of(params)))
 
 
-@dataclasses.dataclass(frozen=True, repr=False)  # JAX prints it in front of its messages
+@dataclasses.dataclass(frozen=True, repr=False)  # no repr: JAX puts it in front of its messages
 class StepSpec:
-    """Everything that the program of a step depends on; prepare.py makes it from a config."""
+    """Everything that the program of a step depends on; prepare.make_spec makes it from a config."""
 
     model_config: T5Config
     loss_config: FrozenConfigDict
@@ -167,11 +160,11 @@ class StepSpec:
     mesh: Mesh
     seed: int
     batch_size: int
-    feature_lengths: FrozenConfigDict  # of each feature of a batch
-    has_weights: bool  # whether examples have weights: decoder_loss_weights is then float32
+    feature_lengths: FrozenConfigDict  # {feature of a batch: length}
+    has_weights: bool  # examples have weights: decoder_loss_weights is float32
     num_microbatches: int
     gradient_dtype: str
-    skips_not_finite: bool  # whether a step that is not finite leaves the state as it was
+    skips_not_finite: bool  # a step that is not finite leaves the state as it was
 
     @property
     def rows_per_device(self) -> int:
@@ -191,19 +184,18 @@ class StepSpec:
 
     @functools.cached_property
     def trained(self) -> tuple[str, ...]:
-        """The paths of the parameters that are trained."""
         pattern = self.optimizer_config.trainable
         if pattern:
             return optimizer.trained_paths(pattern, model.shapes(self.model_config))
         return model.adapter_paths(self.model_config) or tuple(model.shapes(self.model_config))
 
     def trained_of(self, tree: Mapping[str, Leaf]) -> dict[str, Leaf]:
-        """Return what `tree`, {path of a parameter: leaf}, has of the trained parameters."""
+        """Return the leaves of the trained parameters in `tree`, {path: leaf}."""
         return {path: tree[path] for path in self.trained}
 
     @functools.cached_property
     def unsaved(self) -> frozenset[str]:
-        """The paths of the parameters that a run with adapters leaves to its base's checkpoint."""
+        """The paths of the parameters that are in the base's checkpoint alone, in a run with adapters."""
         adapters = model.adapter_paths(self.model_config)
         if not adapters:
             return frozenset()
@@ -211,7 +203,6 @@ class StepSpec:
 
     @functools.cached_property
     def state_shapes(self) -> TrainState[jax.ShapeDtypeStruct]:
-        """The shapes and dtypes of the state."""
         step = jax.ShapeDtypeStruct((), jnp.int32)
         params = {}
         for path, shape in model.shapes(self.model_config).items():
@@ -221,7 +212,6 @@ class StepSpec:
 
     @functools.cached_property
     def state_specs(self) -> TrainState[P]:
-        """How the state is split over the mesh."""
         _, params, opt_state = self.state_shapes
         param_specs = model.param_specs(self.model_config)
         opt_specs = state_names.state_specs(opt_state, params, param_specs)
@@ -239,7 +229,7 @@ def jit_step(spec: StepSpec) -> jax.stages.Wrapped:
     shardings = partition.shardings(spec.mesh, (spec.state_specs, P()))
 
     def train_step_on_mesh(state, batch):
-        # kernels.py asks how many devices share the arrays of the optimizer.
+        # Tells kernels.py how many devices share the arrays of the optimizer.
         with jax.sharding.use_abstract_mesh(spec.mesh.abstract_mesh):
             return train_step(spec, state, batch)
 
@@ -247,7 +237,7 @@ def jit_step(spec: StepSpec) -> jax.stages.Wrapped:
 
 
 def lower_step(spec: StepSpec) -> jax.stages.Lowered:
-    """Return `jit_step`, lowered for the spec's batch before there is a state or a batch."""
+    """Return `jit_step`, lowered for the shapes of a state and a batch."""
     shardings, rows = partition.shardings(spec.mesh, (spec.state_specs, partition.BATCH))
     state = jax.tree.map(lambda x, to: x.update(sharding=to), spec.state_shapes, shardings)
     batch = {}
@@ -276,11 +266,10 @@ class End(enum.Enum):
 
 
 class Evaluation(Protocol):
-    """What is computed of the parameters every so many steps: validation losses, metrics of a task."""
+    """Numbers computed from the parameters every so many steps: validation losses, metrics of a task."""
 
     @property
-    def name(self) -> str:
-        """The name of its lines in metrics.jsonl."""
+    def name(self) -> str: ...  # names its lines in metrics.jsonl
 
     @property
     def every_steps(self) -> int: ...
@@ -293,7 +282,7 @@ class Evaluation(Protocol):
 
 @dataclasses.dataclass
 class Run:
-    """A run in its workdir. `prepare.prepare` makes a ReadyRun or a FinishedRun."""
+    """A run in its workdir; `prepare.prepare` makes one."""
 
     config: ConfigDict
     workdir: Workdir
@@ -314,19 +303,19 @@ class ReadyRun(Run):
 
 @dataclasses.dataclass
 class FinishedRun(Run):
-    """A run whose steps are taken. A signal may have ended it before its last evaluations."""
+    """A run after its last step. A signal may have ended it before its last evaluations."""
 
 
 class Progress:
-    """How far a run has come: what its next step begins from, and what a checkpoint holds."""
+    """How far a run has come, as a checkpoint keeps it."""
 
     def __init__(
         self, begin: 'Restored', end: End | None, restore_newest: Callable[[], 'Restored']
     ):
         self.first_step = begin.step
-        self.step = begin.step  # the last one taken
+        self.step = begin.step  # steps taken
         self.state = begin.state
-        self.batch: PrefetchedBatch | None = None  # of the last step
+        self.batch: PrefetchedBatch | None = None  # the batch of the last step
         self.interval = Interval(begin.interval)
         self.clock = Clock()
         self.end = end
@@ -342,8 +331,7 @@ class Progress:
             self.end = End.STEPS
 
     def rewind(self) -> None:
-        """Restore the newest checkpoint."""
-        del self.state  # the devices may not have the memory for two
+        del self.state  # two may not fit into the devices' memory
         restored = self._restore_newest()
         self.step = restored.step
         self.state = restored.state
@@ -353,20 +341,20 @@ class Progress:
 
 
 class Restored(NamedTuple):
-    """What a checkpoint has of `Progress`."""
+    """The start of `Progress`, from a checkpoint or new."""
 
     step: int
     state: TrainState[jax.Array]
-    interval: list[dict[str, float]]  # the metrics of the steps since the last logged one
+    interval: list[dict[str, float]]  # metrics of the steps since the last logged one
 
 
 def train(run: ReadyRun | FinishedRun, stop: Callable[[], int] | None = None) -> int:
     """Take the steps up to config.train.steps. Log, evaluate and save on the way.
 
-    Ends early when `stop` returns the number of a signal: the step is saved and the number
-    returned. Without `stop` (in a notebook) an interrupt does that. Raises FloatingPointError, at
-    most one logged interval later, for a step that is not finite, as train.on_not_finite says; other
-    errors, of bad data or a full disk, are raised after the steps before them are saved.
+    When `stop` returns the number of a signal, save the step and return the number. Without `stop` (in a
+    notebook) an interrupt has this effect. Raises FloatingPointError, at most one logged interval later,
+    for a step that is not finite, as train.on_not_finite says; other errors, such as bad data or a full
+    disk, are raised after the steps before them are saved.
     """
     if run.workdir.lock.closed:
         raise ValueError(f'the run in {run.workdir.path} has ended: prepare it again to continue')
@@ -388,7 +376,7 @@ def train(run: ReadyRun | FinishedRun, stop: Callable[[], int] | None = None) ->
         except BaseException:  # a second interrupt
             run.workdir.saver.wait()
             raise
-        run.workdir.saver.prune()  # after an evaluation that came later than the checkpoint
+        run.workdir.saver.prune()  # an evaluation may have come after the checkpoint
         saved_steps = checkpoint.steps(run.workdir.path)
         if request.signal:
             run.console.line(console.stopped(run.progress.step, saved_steps))
@@ -407,7 +395,7 @@ def train(run: ReadyRun | FinishedRun, stop: Callable[[], int] | None = None) ->
 
 
 def finish(run: FinishedRun, stop: StopRequest) -> None:
-    """Do the evaluations that a signal or a kill left out."""
+    """Do the evaluations that a signal or a kill prevented."""
     evaluate_step(run, missing_evaluations(run), stop)
     step = run.progress.step
     if run.progress.end == End.EARLY_STOPPING:
@@ -445,8 +433,7 @@ def take_steps(run: ReadyRun, stop: StopRequest) -> None:
             if batches.have_ended:
                 progress.end = End.EPOCHS
             due = due_after(run)
-            # Queue at most one step ahead; none if steps take over a second, so that a stop waits for
-            # one step only.
+            # Queue at most one step ahead; none if steps take over a second: a stop waits for one step.
             progress.interval.wait(all_steps=any(due) or clock.seconds_of_last_step > 1)
         stop.agree(progress.step)
         for text in batch.faults:
@@ -459,8 +446,8 @@ def take_steps(run: ReadyRun, stop: StopRequest) -> None:
         if fault is not None:
             run.workdir.saver.wait()
             run.not_finite.check_may_go_back(fault)
-            # Only at logged, saved or evaluated steps: these do not depend on the clock, so a resumed
-            # run goes back at the same step.
+            # Go back only at logged, saved or evaluated steps: they do not depend on the clock, so a
+            # resumed run goes back at the same step.
             if any(due) and not stop.signal:
                 go_back(run, fault)
             continue
@@ -468,7 +455,7 @@ def take_steps(run: ReadyRun, stop: StopRequest) -> None:
             log(run, due)
         with clock.paused():
             evaluate_or_end(run, due.evaluations, stop)
-            # The checkpoint comes last: a run that resumes from it has all that came before.
+            # Save last: a run that resumes from it has the log and the evaluations.
             if due.save or progress.end or stop.signal:
                 save(run)
     if progress.end in (End.EPOCHS, End.EARLY_STOPPING):
@@ -476,15 +463,13 @@ def take_steps(run: ReadyRun, stop: StopRequest) -> None:
 
 
 class Due(NamedTuple):
-    """What is due after a step."""
-
     log: bool
     evaluations: Sequence[Evaluation]
     save: bool
 
 
 def due_after(run: Run) -> Due:
-    """Return what is due after the last step. After the last one of a run, everything is."""
+    """Return what is due after the last step; everything if it is the last of the run."""
     step = run.progress.step
     is_last = run.progress.end is not None
     return Due(
@@ -519,7 +504,7 @@ def log(run: ReadyRun, due: Due) -> None:
 
 
 def evaluate_or_end(run: Run, due: Sequence[Evaluation], stop: StopRequest) -> None:
-    """Do evaluations after the last step. If train.early_stopping then ends the run, do all others."""
+    """Do evaluations after the last step. If train.early_stopping then ends the run, do the others."""
     evaluate_step(run, due, stop)
     early_stopping = run.config.train.early_stopping
     if not due or not early_stopping or stop.signal:
@@ -532,10 +517,7 @@ def evaluate_or_end(run: Run, due: Sequence[Evaluation], stop: StopRequest) -> N
 
 
 def evaluate_step(run: Run, due: Sequence[Evaluation], stop: StopRequest) -> None:
-    """Do evaluations after the last step, with the average of the parameters.
-
-    A signal ends an evaluation without a result; a resumed run repeats it.
-    """
+    """Evaluate the averaged parameters after the last step. A resumed run repeats an evaluation that a signal ended."""
     step = run.progress.step
     state = run.progress.state
     params = optimizer.averaged(state.params, state.opt_state)
@@ -549,7 +531,7 @@ def evaluate_step(run: Run, due: Sequence[Evaluation], stop: StopRequest) -> Non
 
 
 def missing_evaluations(run: Run) -> list[Evaluation]:
-    """Return the evaluations that are due after the last step, and that metrics.jsonl lacks."""
+    """Return the evaluations that are due after the last step and not in metrics.jsonl."""
     due = due_after(run).evaluations
     missing = run.workdir.metrics.missing([x.name for x in due], run.progress.step)
     return [x for x in due if x.name in missing]
@@ -562,10 +544,7 @@ def find_fault(run: ReadyRun) -> Fault | None:
 
 
 def go_back(run: ReadyRun, fault: Fault) -> None:
-    """Restore the newest checkpoint. The batches since then are left out.
-
-    A replay of the same batches would reach the same state.
-    """
+    """Restore the newest checkpoint and leave out the batches since: they would lead to the same state."""
     progress = run.progress
     if not checkpoint.steps(run.workdir.path):
         raise run.not_finite.error(fault, SKIP, 'There is nothing to go back to')
@@ -594,9 +573,7 @@ def save(run: ReadyRun) -> None:
     files = {
         **run.workdir.files,
         'data_counts.json': json.dumps(counts_of_all(run.stream, batch)).encode(),
-        'data_files.json': json.dumps(
-            [file._asdict() for file in run.stream.mixture.files]
-        ).encode(),
+        'data_files.json': json.dumps([x._asdict() for x in run.stream.mixture.files]).encode(),
         'data_position.npy': position_file.getvalue(),
         'interval.json': json.dumps(progress.interval.metrics).encode(),
         COUNT_FILE: json.dumps(run.not_finite.count).encode(),
@@ -605,7 +582,7 @@ def save(run: ReadyRun) -> None:
 
 
 def saved_tree(spec: StepSpec, state: TrainState[Leaf]) -> dict[str, Leaf | NDArray]:
-    """Return a state as a checkpoint holds it, without the parameters that its base has."""
+    """Return a state as a checkpoint holds it, without the parameters in its base's checkpoint."""
     tree = state_names.to_t5x(*state)
     for path in spec.unsaved:
         del tree[f'{checkpoint.PARAMETER_PREFIX}{path}']
@@ -613,7 +590,7 @@ def saved_tree(spec: StepSpec, state: TrainState[Leaf]) -> dict[str, Leaf | NDAr
 
 
 def save_before_error(run: ReadyRun, error: Exception) -> None:
-    """Save the last step, if it is not saved yet and its state is valid, so that `error` loses none.
+    """Save the last step before `error`, unless it is saved or its state is not valid.
 
     All processes save the same step, or none. If saving fails, a note of `error` says why.
     """

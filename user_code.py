@@ -1,4 +1,4 @@
-"""Load a user's own Python files, and name their line where their code fails. Imports no jax."""
+"""Load a user's own Python files, and name the line if their code fails. Imports no jax."""
 
 import contextlib
 import functools
@@ -15,13 +15,13 @@ from randomness import digest
 
 LIBRARIES = [sysconfig.get_path(name) for name in ('stdlib', 'purelib', 'platlib')]
 PROGRAM = pathlib.Path(__file__).parent
-MAX_LENGTH = 600  # of a message; some of JAX's are pages
-Code = pathlib.Path | str | type | Callable  # that a user has written
-MODULE = 'user_module'  # how the names of users' files begin in sys.modules
+MAX_LENGTH = 600  # characters; some messages of JAX are pages
+Code = pathlib.Path | str | type | Callable  # a user's file, its name, class or function
+MODULE = 'user_module'  # prefix of the names of users' files in sys.modules
 
 
 class UserError(ValueError):
-    """An error in a user's code, in one line. `frames`: their lines of its traceback."""
+    """An error in a user's code, in one line. `frames`: the user's lines of its traceback."""
 
     def __init__(self, message: str, frames: str = ''):
         super().__init__(message)
@@ -29,23 +29,23 @@ class UserError(ValueError):
 
 
 def module_file(setting: str, module: str) -> pathlib.Path:
-    """Return the file of a setting such as data.module: a path, or a name in the current folder."""
+    """Return the file that a setting such as data.module names: a path, or a name in the current folder."""
     file = paths.disk_path(module)
     if not file.is_file() and file.name and file.suffix != '.py':
         file = file.with_name(file.name + '.py')
     if not file.is_file():
-        raise ValueError(f'{setting}={module!r}: {file} is no file: name a Python file')
+        raise ValueError(f'{setting}={module!r}: {file} is not a file: name a Python file')
     return file
 
 
 def load_module(file: pathlib.Path, content: bytes) -> ModuleType:
-    """Run a user's Python file, which has this content, once. Raises UserError for whatever it raises."""
+    """Run a user's Python file, with this content, once. Raises UserError for its errors."""
     name = f'{MODULE} {digest([content])} {file}'
     if name in sys.modules:
         return sys.modules[name]
     module = ModuleType(name)
     module.__file__ = str(file)
-    sys.modules[name] = module  # where dataclasses look for it
+    sys.modules[name] = module  # dataclasses look here
     try:
         with running(file):
             exec(compile(content, str(file), 'exec', dont_inherit=True), module.__dict__)
@@ -57,11 +57,11 @@ def load_module(file: pathlib.Path, content: bytes) -> ModuleType:
 
 @contextlib.contextmanager
 def running(code: Code | None = None, task: str = '') -> Iterator[None]:
-    """Raise UserError, with the last line of the user's that led to it, for what a user's code raises.
+    """Raise UserError for an error of a user's code, with the user's line that led to it.
 
-    `code`: the file, its name, or the function or class that runs; its beginning is named if no line is known.
-    `task`: the name of its task. An interrupt, a ValueError of this program that no line of the user's led to (but
-    for a task's), and without `code` whatever no such line led to, are raised as they are.
+    If no line is known, the message names the beginning of `code`. `task`: the name of its task. These errors are raised
+    as they are: an interrupt; a ValueError of this program to which no line of the user led, without `task`; without
+    `code`, any error to which no line of the user led.
     """
     try:
         yield
@@ -92,13 +92,13 @@ def running(code: Code | None = None, task: str = '') -> Iterator[None]:
 
 
 def is_users(file: str) -> bool:
-    """Return whether a file with code is a user's; one that `load_module` has loaded may lie beside this one."""
+    """Return whether a file with code is a user's; a loaded one may lie beside this file."""
     is_loaded = any(x.startswith(MODULE) and x.endswith(f' {file}') for x in sys.modules)
     return is_loaded or not file.startswith(('<', f'{PROGRAM}/', *LIBRARIES))
 
 
 def is_in_program(file: str) -> bool:
-    """Return whether a file with code is one of this program's."""
+    """Return whether a file with code belongs to this program."""
     is_below = file.startswith(f'{PROGRAM}/') and not file.startswith(tuple(LIBRARIES))
     return is_below and not is_users(file)
 
@@ -108,7 +108,7 @@ def place_of_frame(frame: traceback.FrameSummary) -> str:
 
 
 def place_of(code: Code) -> str:
-    """Return the file, or the file and line where a user's function or class begins; '' for one of ours."""
+    """Return the file, or the file and first line of a user's function or class; '' for one of ours."""
     if isinstance(code, pathlib.Path | str):
         return str(code)
     while isinstance(code, functools.partial):
@@ -125,7 +125,7 @@ def place_of(code: Code) -> str:
 def frames_of(error: BaseException) -> str:
     """Return the user's lines of the traceback behind an error; '' if their code did not run."""
     cause: BaseException | None = error
-    seen = []  # a handler that raises the cause of its error closes a ring
+    seen = []  # causes may form a ring
     while cause is not None and cause not in seen:
         if isinstance(cause, UserError):
             return cause.frames

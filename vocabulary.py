@@ -25,14 +25,14 @@ SENTINEL = re.compile(r'▁?<extra_id_(0|[1-9][0-9]{0,8})>')
 
 
 class Vocabulary:
-    """`size` ids, some of which are sentinels: they mark spans of noise."""
+    """`size` ids; some are sentinels, which mark spans of noise."""
 
     size: int
     pieces: list[str]  # by id
     num_extra_ids: int
-    sentinel_ids: NDArray  # int32: at N the id of <extra_id_N>
-    model = b''  # of SentencePiece, as it was found or trained
-    num_threads = -1  # that SentencePiece encodes with; -1 for all cores
+    sentinel_ids: NDArray  # int32: the id of <extra_id_N> at N
+    model = b''  # SentencePiece's, as it was found or trained
+    num_threads = -1  # for SentencePiece's encoding; -1: all cores
 
     @property
     def num_sentinels(self) -> int:
@@ -40,7 +40,7 @@ class Vocabulary:
 
     @property
     def names(self) -> list[str]:
-        """What each id stands for: <extra_id_N>, also where that is a byte, or its piece."""
+        """The piece of each id, or <extra_id_N>, even if that is a byte."""
         names = list(self.pieces)
         for number, i in enumerate(self.sentinel_ids):
             names[i] = f'<extra_id_{number}>'
@@ -55,19 +55,16 @@ class Vocabulary:
         return [ids.tolist() for ids in self.encode_as_arrays(texts, glued_sentinels)]
 
     def encode_as_arrays(self, texts: list[str], glued_sentinels: bool = False) -> list[NDArray]:
-        """Return the ids of each text, int32 without EOS, which may be read-only."""
+        """Return the ids of each text without EOS, int32; arrays may be read-only."""
         raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text before the first EOS; an id of no token is left out or unknown."""
+        """Return the text before the first EOS; an id without a token is left out or unknown."""
         raise NotImplementedError
 
 
 class ByteVocabulary(Vocabulary):
-    """Byte b of the UTF-8 text is id b + 3 (ByT5).
-
-    Without extra ids, as in ByT5, the sentinels are the top bytes, which are in no ASCII character.
-    """
+    """Byte b of the UTF-8 text is id b + 3 (ByT5). Without extra ids, the sentinels are the top, non-ASCII bytes."""
 
     def __init__(self, extra_ids: int = 0):
         self.num_extra_ids = extra_ids
@@ -77,7 +74,7 @@ class ByteVocabulary(Vocabulary):
         self.sentinel_ids = self.size - 1 - np.arange(extra_ids or 128, dtype=np.int32)
 
     def encode_as_arrays(self, texts: list[str], glued_sentinels: bool = False) -> list[NDArray]:
-        """As in SeqIO no text is a sentinel."""
+        """Encode bytes; as in SeqIO, no text is a sentinel."""
         return [np.frombuffer(text.encode(), np.uint8) + np.int32(3) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -86,22 +83,22 @@ class ByteVocabulary(Vocabulary):
 
 
 class SentencePieceVocabulary(Vocabulary):
-    """A SentencePiece model, and after its pieces `extra_ids` sentinels, in reverse as in SeqIO.
+    """A SentencePiece model, and after its pieces `extra_ids` sentinels, in reverse order as in SeqIO.
 
-    A model with pieces called `<extra_id_N>` or `▁<extra_id_N>` (mT5's, cc_all.32000.100extra) has its
-    own sentinels, in any order and place, and gets no others. Raises ValueError for other bytes, for
-    sentinels that are missing or there twice, and where pad, EOS and unknown have other ids than T5's.
+    A model with pieces called `<extra_id_N>` or `▁<extra_id_N>` (mT5's, cc_all.32000.100extra) has its own sentinels,
+    in any order, and gets no others. Raises ValueError for bytes that are not a model, for missing and duplicate
+    sentinels, and if the ids of pad, EOS and unknown differ from T5's.
 
-    `added_tokens`, {token: id}, are never split: a text is cut at them, and its parts are encoded alone,
-    as in transformers. The model lists them in `added_settings`: pieces, or those that follow all pieces.
+    `added_tokens`, {token: id}, are never split: a text is cut at them and its parts are encoded alone, as in
+    transformers. The model's `added_settings` list them: pieces, or tokens that follow all pieces.
     """
 
-    before_added = '▁'  # what a text has before an added token
+    before_added = '▁'  # precedes an added token in a text
 
     def __init__(self, model: bytes, extra_ids: int = DEFAULT_EXTRA_IDS):
         settings.check_value('data.extra_ids', extra_ids)
         try:
-            # Without any bytes SentencePiece makes a processor that fails later.
+            # From empty bytes, SentencePiece makes a processor that fails later.
             processor = sentencepiece.SentencePieceProcessor(model_proto=model or b'empty')
         except RuntimeError as error:
             raise ValueError(f'no SentencePiece model ({error})') from None
@@ -138,7 +135,7 @@ class SentencePieceVocabulary(Vocabulary):
         self.pieces = pieces
         self.size = len(pieces)
         self._processor = processor
-        # `▁<extra_id_N>` is found only where a word begins: blanks around it make it one.
+        # SentencePiece finds `▁<extra_id_N>` only at the beginning of a word: add blanks.
         self._glued_sentinels = []
         for begin, replacement in (('▁', r' \g<0> '), ('', r'\g<0> ')):
             names = []
@@ -152,8 +149,8 @@ class SentencePieceVocabulary(Vocabulary):
     def encode_as_arrays(self, texts: list[str], glued_sentinels: bool = False) -> list[NDArray]:
         """Return the ids of each text, without EOS.
 
-        As in SeqIO `<extra_id_0>` is a sentinel where a word may begin. With `glued_sentinels` one
-        in or after a word is a sentinel, too, and a word begins after it, as in transformers.
+        As in SeqIO, `<extra_id_0>` is a sentinel at the beginning of a word. With `glued_sentinels`, as in
+        transformers, also within and after a word, and a new word begins after it.
         """
         rows = [self.parts(text) for text in texts]
         texts = [part for row in rows for part in row if isinstance(part, str)]
@@ -171,7 +168,7 @@ class SentencePieceVocabulary(Vocabulary):
         return arrays
 
     def parts(self, text: str) -> list[str | int]:
-        """Return the ids of added tokens, and the texts before and after each."""
+        """Return the ids of added tokens, with the texts before and after each."""
         parts: list[str | int] = list(self._added.split(text) if self.added_tokens else [text])
         parts[1::2] = [self.added_tokens[token] for token in parts[1::2]]  # type: ignore[index]
         return parts
@@ -181,17 +178,14 @@ class SentencePieceVocabulary(Vocabulary):
 
 
 def added_settings(model: bytes) -> dict:
-    """Return what a model of ours has beside SentencePiece's settings: {'added_tokens': [{'id', 'content'}]}.
-
-    They are JSON in a field that SentencePiece does not read.
-    """
+    """Return our own settings in a model, {'added_tokens': [{'id', 'content'}]}: JSON in a field unused otherwise."""
     proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
     text = proto.normalizer_spec.normalization_rule_tsv
     return json.loads(text) if text.startswith('{') else {}
 
 
 def longest_of(tokens: Iterable[str]) -> re.Pattern:
-    """Return a pattern, in a group, that finds the longest of the tokens that begin at a position."""
+    """Return a pattern, in a group, that finds the longest token at a position."""
 
     def tree(ends: Collection[str]) -> str:
         by_first: dict[str, set[str]] = {}

@@ -162,7 +162,7 @@ def brought_by(name, late):
 
 @pytest.mark.parametrize(
     'name, max_files, max_lines, max_lines_late',
-    [('train', 28, 8500, 12000), ('infer', 12, 4900, 8300), ('model', 4, 2300, 2300)],
+    [('train', 28, 8200, 12000), ('infer', 12, 4600, 8300), ('model', 4, 2250, 2250)],
 )
 def test_how_much_an_import_brings(name, max_files, max_lines, max_lines_late):
     """Who wants to read or fork a part of the program reads what it imports."""

@@ -307,7 +307,7 @@ def places(tmp_path_factory):
         ('other', 'other, which holds config.json'),
         ('http://x/y', 'http://x/y'),
         ('run', 'run has no checkpoint yet'),
-        ('text.txt', 'text.txt is no T5X index'),
+        ('text.txt', 'text.txt is not a T5X index'),
         ('bert', 'bert/config.json: model_type=bert'),
         ('longt5', 'longt5 has no model.safetensors'),
         ('no weights', 'no weights has no model.safetensors'),

@@ -295,5 +295,5 @@ def test_meshes_on_a_torus():
     """An axis may take a part of a dimension of the torus; TPUs that are no box have no torus."""
     devices = devices_of('v5p:4x4x4')
     assert partition.make_mesh(data=4, fsdp=2, model=8, devices=devices).size == 64
-    with pytest.raises(ValueError, match='mesh.data=3, .* no box of TPUs'):
+    with pytest.raises(ValueError, match='mesh.data=3, .* do not form a box'):
         partition.make_mesh(data=3, devices=devices)

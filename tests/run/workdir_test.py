@@ -187,7 +187,7 @@ def test_a_workdir_belongs_to_one_run(corpus, finished):
     with pytest.raises(ValueError, match='has ended: prepare it again'):
         train.train(first)
     for name in (None, '', 3):
-        with pytest.raises(ValueError, match='is no path'):
+        with pytest.raises(ValueError, match='is not a path'):
             prepare(config, name)
 
 
