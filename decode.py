@@ -4,9 +4,11 @@ A `Sampler` takes one token after the other, the most likely one or a random one
 the best sequences. Filters change the logits that both choose by. All run inside `jax.shard_map`. The
 suffixes are those of model.py and
 
-    n  decodes of one example: samples or beams r  rows, b * n of them; the rows of one example are adjacent c
-    candidates of a step of beam search, 2 * n of them g  groups of rows that share a cache of targets: a row, or the
-    n beams of an example S  slots of a cache, position * n + beam, or the positions of the inputs
+    n  decodes of one example: samples or beams
+    r  rows, b * n of them; the rows of one example are adjacent
+    c  candidates of a step of beam search, 2 * n of them
+    g  groups of rows that share a cache of targets: a row, or the n beams of an example
+    S  slots of a cache, position * n + beam, or the positions of the inputs
 
 `cache` is any pytree; `Cache` is model.py's. Source: T5X t5x/decoding.py.
 """

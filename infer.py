@@ -1,6 +1,7 @@
 """A checkpoint as a model that one can call: `load` returns a T5 with `logits`, `score`, `generate`, `stream` and `encode`.
 
-    t5 = infer.load('runs/small') t5.generate(['The <extra_id_0> walks in <extra_id_1> park.'])
+    t5 = infer.load('runs/small')
+    t5.generate(['The <extra_id_0> walks in <extra_id_1> park.'])
 
 The modes and the task metrics pass tokenized examples to `in_batches`; plan asks for `decoding_step`.
 Source: T5X t5x/models.py.

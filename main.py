@@ -32,6 +32,18 @@ import user_code
 from modes import command_line, process, processes
 
 FLAGS = flags.FLAGS
+# --mode -> a file of modes/. Its function main(config, flags, signals) returns the exit status, and calls
+# `signals.begin_work` when all is prepared: errors until then mean bad input.
+MODES = {
+    'train': '.train',
+    'evaluate': '.evaluate',
+    'infer': '.infer',
+    'cache': '.cache',
+    'convert': '.convert',
+    'plan': '.plan',
+    'report': '.report',
+    'tasks': '.tasks',
+}
 
 
 def main(argv: list[str]) -> int:
@@ -58,10 +70,8 @@ def main(argv: list[str]) -> int:
 
             topology.local_devices()  # raises ValueError if JAX_PLATFORMS has none
             compilation_cache.use()
-        # Each mode is a file of modes/ with a function main(config, flags, signals), which returns the exit status and
-        # calls `signals.begin_work` when all is prepared: errors until then mean bad input. A late import: a wrong
-        # flag is reported before JAX starts.
-        mode = importlib.import_module(f'.{FLAGS.mode}', modes.__name__)
+        # Imported late: a wrong flag is reported before JAX starts.
+        mode = importlib.import_module(MODES[FLAGS.mode], modes.__name__)
         with user_code.running():
             status = mode.main(config, FLAGS, signals)
         return group.end(status)
