@@ -1,8 +1,8 @@
 """The best step of a run, by a metric of its evaluations.
 
 It decides which checkpoints are kept (`save.keep`), when a run ends early (`train.early_stopping`)
-and which checkpoint `--step=best` opens. The values are those in metrics.jsonl, so a run that goes
-on decides as one that was never stopped. Source: T5X t5x/checkpoints.py SaveBestCheckpointer,
+and which checkpoint `--step=best` opens. The values are those in metrics.jsonl, so a resumed run
+decides as if it had never stopped. Source: T5X t5x/checkpoints.py SaveBestCheckpointer,
 t5x/trainer.py EarlyStoppingAction. Imports no jax.
 """
 
@@ -22,12 +22,12 @@ from messages import first_ten
 class History(NamedTuple):
     """The values of the metric that a run is judged by."""
 
-    metric: str  # '' where the run has none
+    metric: str  # '' if the run has none
     best_is: str  # 'higher' or 'lower'
     values: dict[int, float]  # {step: value}
 
     def rank(self, step: int) -> float:
-        """Return a number that is larger for a better step, -inf for nan; without a metric `step`."""
+        """Return a number that is larger for a better step: -inf for nan, `step` without a metric."""
         if not self.metric:
             return step
         value = self.values.get(step, math.nan)
@@ -38,7 +38,7 @@ class History(NamedTuple):
         return value
 
     def best_of(self, steps: Iterable[int]) -> int | None:
-        """Return the first of the best ones among some steps, None where none has a value."""
+        """Return the first of the best of some steps, None if none has a value."""
         best = max(sorted(steps), key=self.rank, default=None)
         if not self.metric or best is None or self.rank(best) == -math.inf:
             return None
@@ -80,8 +80,8 @@ def read_lines(
 ) -> list[dict]:
     """Return the lines of a file of metrics: each has a step, numbers, and texts under these names.
 
-    There are none in a file that does not exist. A last line that is cut is left out where a killed
-    process may have left it so. Raises ValueError for any other line that is damaged.
+    A file that does not exist has none. With `may_be_cut`, skip a last line that a killed process left
+    incomplete. Raises ValueError for any other line that is damaged.
     """
     if not paths.is_file(file):
         return []
@@ -98,51 +98,41 @@ def read_lines(
         title = f'line {number} of {file}'
         line = paths.json_object(content, title)
         for name in ('step', *texts, *line):
-            rule = 'a number'
             value = line.get(name)
-            is_valid = type(value) is float or (type(value) is int and abs(value) < 2**63)
+            is_integer = type(value) is int and abs(value) < 2**63
             if name in texts:
-                rule = 'a text'
                 is_valid = type(value) is str
-            elif name == 'step':
-                rule = 'a whole number'
-                is_valid = is_valid and type(value) is int
+            else:
+                is_valid = is_integer or (type(value) is float and name != 'step')
             if not is_valid:
                 shown = json.dumps(value)[:60]
-                raise ValueError(f'{title}: {name!r} is {shown}, not {rule}: {paths.RESTORE_LINE}')
+                raise ValueError(f'{title}: {name!r} cannot be {shown}: {paths.RESTORE_LINE}')
         lines.append(line)
     return lines
 
 
-# A run in its folder.
-
-
 def best_step(folder: paths.AnyPath, steps: Sequence[int]) -> int:
-    """Return the best of the steps of a run. Raises ValueError where nothing tells it."""
+    """Return the best of the steps of the run in `folder`. Raises ValueError if nothing tells it."""
     save = base.get_config().save.to_dict() | settings.read_stored(folder).get('save', {})
     found = history(save, read_metrics(folder))
     best = found.best_of(steps)
     if best is not None:
         return best
-    missing = 'no save.best_metric, which tells the best step'
-    if found.metric:
-        missing = f'no value of save.best_metric={found.metric!r} for its steps'
     names = first_ten([str(step) for step in steps])
-    raise ValueError(f'step=best: {folder} has {missing}: name one of its steps, {names}')
-
-
-# Settings.
+    raise ValueError(
+        f'step=best: {folder} has no value of save.best_metric={found.metric!r} for its steps: name one of these, {names}'
+    )
 
 
 def check_settings(config: ConfigDict) -> None:
     """Raise ValueError for settings of the best step that do not fit together."""
     metric = config.save.best_metric
-    if not metric and config.train.early_stopping:
-        raise ValueError(
-            f'train.early_stopping={config.train.early_stopping} counts evaluations without a better '
-            "save.best_metric, which is '': name one, such as training_eval/TASK/loss"
-        )
     if not metric:
+        if config.train.early_stopping:
+            raise ValueError(
+                f'train.early_stopping={config.train.early_stopping} counts evaluations without a better '
+                "save.best_metric, which is '': name one, such as training_eval/TASK/loss"
+            )
         return
     if not config.save.best_is:
         raise ValueError(
@@ -153,12 +143,8 @@ def check_settings(config: ConfigDict) -> None:
         group = 'infer_eval'
     evaluate_every = config[group].every_steps
     save_every = config.save.every_steps
-    if evaluate_every == 0:
+    if evaluate_every == 0 or (save_every % evaluate_every and evaluate_every % save_every):
         raise ValueError(
-            f'save.best_metric={metric!r} with {group}.every_steps=0: set that to a number of steps'
-        )
-    if save_every % evaluate_every and evaluate_every % save_every:
-        raise ValueError(
-            f'save.every_steps={save_every} and {group}.every_steps={evaluate_every}: with '
-            'save.best_metric, make one a multiple of the other'
+            f'save.best_metric={metric!r} with save.every_steps={save_every} and {group}.every_steps='
+            f'{evaluate_every}: evaluate, and make one a multiple of the other'
         )

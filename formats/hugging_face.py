@@ -25,7 +25,8 @@ from messages import first_ten
 
 WEIGHTS = 'model.safetensors'
 WEIGHTS_INDEX = 'model.safetensors.index.json'
-# Weights that are not read, and why.
+TRAINERS = re.compile(r'checkpoint-(\d+)')  # a checkpoint of transformers' Trainer
+# Weights that are not read, by name: why, and the remedy.
 SAVE_AGAIN = 'load it with transformers, if you trust it, and save_pretrained it as safetensors'
 OTHER_WEIGHTS = {
     'pytorch_model.bin': f'a pickle can run code: {SAVE_AGAIN}',
@@ -33,16 +34,16 @@ OTHER_WEIGHTS = {
     'flax_model.msgpack': f'only safetensors are read: {SAVE_AGAIN} (from_flax=True, transformers 4 and flax)',
     'tf_model.h5': f'only safetensors are read: {SAVE_AGAIN} (from_tf=True, transformers 4 and tensorflow)',
 }
-# Files that are not read, by their suffix.
+# The same for other files, by suffix.
 PICKLE = (
-    'a pickle, which can run code: if you trust it, read it with torch.load(FILE, weights_only=True), and write that '
+    'a pickle can run code: if you trust it, read it with torch.load(FILE, weights_only=True), and write that '
     'with safetensors.torch.save_file'
 )
 OTHER_FILES = {
     '.gguf': (
-        'GGUF, of llama.cpp: load it with transformers (pip install gguf), T5ForConditionalGeneration or T5EncoderModel '
-        ".from_pretrained(FOLDER, gguf_file=NAME), write safetensors.torch.save_model(model, 'x.safetensors'), and "
-        'name that file'
+        'GGUF is the format of llama.cpp: load it with transformers (pip install gguf), T5ForConditionalGeneration or '
+        "T5EncoderModel.from_pretrained(FOLDER, gguf_file=NAME), write safetensors.torch.save_model(model, 'x.safetensors'), "
+        'and name that file'
     ),
     '.pt': PICKLE,
     '.pth': PICKLE,
@@ -75,7 +76,7 @@ FIXED_SETTINGS = {
     **SPECIAL_IDS,
 }
 
-# What to use in place of its names in `infer.T5.generate`.
+# Arguments of its `generate`, and what `infer.T5.generate` has instead.
 ARGUMENTS_OF_GENERATE = {
     'num_beams': 'use beam_size',
     'do_sample': 'use temperature, which draws tokens if it is above 0',
@@ -118,8 +119,8 @@ LONG_T5_ATTENTIONS = {
 
 SWITCH = 'switch'  # the family
 CAPACITY_FACTORS = ('train_expert_capacity_factor', 'eval_expert_capacity_factor')
-# config.json of the families: Hugging Face's name -> the option, and the value where it is missing. A capacity is
-# there the number of places for a row and expert.
+# config.json of the families: Hugging Face's name -> the option, and the default. The capacity counts the places for
+# a row and expert.
 FAMILY_SETTINGS: dict[str, dict[str, tuple[str, float]]] = {
     LONG_T5: {
         'local_radius': ('local_radius', 127),
@@ -132,7 +133,7 @@ FAMILY_SETTINGS: dict[str, dict[str, tuple[str, float]]] = {
         'router_z_loss_coef': ('router_z_loss_factor', 0.001),
     },
 }
-# A matrix of one expert. Its name without the expert is that of all of them here.
+# The matrix of one expert. Ours has those of all experts, under the name without `expert_N`.
 EXPERT = re.compile(r'(.+\.experts\.)expert_(0|[1-9]\d{0,4})\.(.+)')
 
 
@@ -164,7 +165,7 @@ LM_HEAD = 'lm_head.weight'
 # Old folders store this array, which no model reads.
 UNUSED = 'decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight'
 
-# What precedes this name in a single file is a prefix of all names of its T5.
+# In a single file, all names of the T5 have the prefix of this one.
 FINAL_NORM = 'encoder.final_layer_norm.weight'
 # Wan's names of umT5's encoder -> transformers'.
 WAN = {
@@ -185,7 +186,7 @@ PROJECTION = 'encoder/encoder_projection_layer/kernel'
 THEIR_PROJECTION = 'projection.weight'
 # Arrays of T5ForSequenceClassification and others.
 HEADS = ('classification_head.', 'classifier.', 'qa_outputs.')
-# Beside an array in FP8, the factor of its values; and what Comfy stores that is no weight.
+# The factor of an array in FP8, stored beside it; and arrays of Comfy that are not weights.
 SCALES = ('scale_weight', 'weight_scale')
 NO_WEIGHTS = ('spiece_model', 'scaled_fp8', 'scale_input', 'input_scale', 'comfy_quant')
 
@@ -282,9 +283,9 @@ class SafetensorsEntry(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
+    stored_dtype: str  # safetensors' name; FP8 is read as float32
     transposed: bool = False
-    experts: tuple['SafetensorsEntry', ...] = ()  # whose matrices this array has, [experts, ...]
-    float8: str = ''  # its dtype in the file, which is read as float32
+    experts: tuple['SafetensorsEntry', ...] = ()  # the matrices of [experts, ...]
     scale: 'SafetensorsEntry | None' = None  # a factor of its values, or of its rows in the file
     first_rows: tuple[int, ...] = ()  # in the file, in the order in which they are read
 
@@ -292,8 +293,15 @@ class SafetensorsEntry(NamedTuple):
         """Return the array in its `dtype`, with its shape in our tree."""
         if self.experts:
             return np.stack([expert.read() for expert in self.experts])
-        if self.float8:
-            x = _read_float8(self.file, self.name).astype(np.float32)
+        if self.stored_dtype in FLOAT8:  # safetensors does not read these as NumPy's
+            with self.file.open('rb') as stream:
+                header_bytes = int.from_bytes(stream.read(8), 'little')
+                header = json.loads(stream.read(header_bytes))[self.name]
+                begin, end = header['data_offsets']
+                stream.seek(begin, 1)
+                content = stream.read(end - begin)
+            x = np.frombuffer(content, FLOAT8[self.stored_dtype]).reshape(header['shape'])
+            x = x.astype(np.float32)
         else:
             with safetensors.safe_open(self.file, framework='numpy') as file:
                 x = file.get_tensor(self.name)
@@ -312,17 +320,6 @@ class SafetensorsEntry(NamedTuple):
         return self._replace(shape=self.shape[::-1], transposed=True)
 
 
-def _read_float8(file: Path, name: str) -> np.ndarray:
-    """Return an array in FP8, a dtype that safetensors does not read as NumPy's. The header has been checked."""
-    with file.open('rb') as stream:
-        header_bytes = int.from_bytes(stream.read(8), 'little')
-        header = json.loads(stream.read(header_bytes))[name]
-        begin, end = header['data_offsets']
-        stream.seek(begin, 1)
-        content = stream.read(end - begin)
-    return np.frombuffer(content, FLOAT8[header['dtype']]).reshape(header['shape'])
-
-
 def stacked(experts: Sequence[SafetensorsEntry]) -> SafetensorsEntry:
     """Return the matrices of a layer's experts as one array."""
     shape = (len(experts), *experts[0].shape)
@@ -334,7 +331,7 @@ class Folder(NamedTuple):
 
     config: model.T5Config
     entries: dict[str, SafetensorsEntry]
-    note: str  # what is assumed of it; '' for nothing
+    note: str  # an assumption to report, or ''
 
 
 class StoredArrays(NamedTuple):
@@ -356,11 +353,8 @@ def is_folder(folder: paths.AnyPath) -> bool:
     """Return whether a folder has weights under one of transformers' names, or a config.json with a model_type."""
     if any(paths.is_file(folder / name) for name in (WEIGHTS, WEIGHTS_INDEX, *OTHER_WEIGHTS)):
         return True
-    if not paths.is_file(folder / 'config.json'):
-        return False
-    content = paths.own_file(folder / 'config.json').read_bytes()
     try:
-        return 'model_type' in paths.json_object(content, title='config.json')
+        return 'model_type' in paths.read_json(folder / 'config.json')
     except ValueError:
         return False
 
@@ -374,54 +368,54 @@ def is_single_file(file: paths.AnyPath) -> bool:
 
 def check_file(file: paths.AnyPath) -> None:
     """Raise ValueError if `file` is one of a folder of transformers, or has weights that are not read."""
-    if file.name in OTHER_WEIGHTS:
-        raise ValueError(f'{file} is not read: {OTHER_WEIGHTS[file.name]}')
-    if file.suffix in OTHER_FILES:
-        raise ValueError(f'{file} is {OTHER_FILES[file.suffix]}')
-    if is_single_file(file):
-        return
-    if file.suffix in ('.json', '.model', '.safetensors') and is_folder(file.parent):
+    reason = OTHER_WEIGHTS.get(file.name) or OTHER_FILES.get(file.suffix)
+    if reason:
+        raise ValueError(f'{file} is not read: {reason}')
+    is_of_folder = file.suffix in ('.json', '.model', '.safetensors') and is_folder(file.parent)
+    if is_of_folder and not is_single_file(file):
         raise ValueError(f'{file} is one file of a checkpoint: name its folder, {file.parent}')
 
 
 def check_folder(folder: paths.AnyPath) -> None:
-    """Raise ValueError for a folder of a Trainer's checkpoints, which is no folder of weights."""
-    if is_folder(folder):
-        return
+    """Raise ValueError for a folder of several checkpoints of transformers' Trainer."""
     saved = {}
     for path in paths.list_folder(folder):
-        number = path.name.removeprefix('checkpoint-')
-        if number != path.name and number.isdecimal():
-            saved[int(number)] = path
-    if saved:
+        match = TRAINERS.fullmatch(path.name)
+        if match:
+            saved[int(match[1])] = path
+    if saved and not is_folder(folder):
         raise ValueError(
             f'{folder} holds {len(saved)} checkpoints of a Trainer: name one, the newest is {saved[max(saved)]}'
         )
 
 
+def on_disk(folder: paths.AnyPath) -> Path:
+    """Return `folder`. Raises ValueError for one in a bucket, where safetensors are not read."""
+    if not isinstance(folder, Path):
+        raise ValueError(f'{folder}: safetensors are read from a disk only: copy the folder')
+    return folder
+
+
 def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
     """Return the config of a folder or single file and its arrays; read only headers and copies of the token table.
 
-    With `is_encoder`, or where there is no decoder, the config has no decoder layers. Raises ValueError for other
+    With `is_encoder`, or without a decoder, the config has no decoder layers. Raises ValueError for other
     models, for damaged or untrusted files, and for missing or unknown names. The caller compares shapes.
     """
-    folder = paths.to_path(folder)
-    if not isinstance(folder, Path):
-        raise ValueError(f'{folder}: safetensors are read from a disk only: copy the folder')
-    config_file = folder / 'config.json'
-    settings: dict = {}
-    if paths.is_file(config_file):
+    folder = on_disk(paths.to_path(folder))
+    files = _weight_files(folder)
+    if is_single_file(folder):
+        config_file = folder
+        arrays = _read_headers(folder, files)
+        settings = _settings_of_shapes(folder, arrays)
+    else:
+        config_file = folder / 'config.json'
         settings = paths.read_json(config_file)
         model_type = str(settings.get('model_type'))
         if model_type not in ARCHITECTURES:  # first: other models have other arrays
             known = ', '.join(ARCHITECTURES)
             raise ValueError(f'{config_file}: model_type={model_type}: only {known} are read')
-    arrays = _read_headers(folder)
-    if is_single_file(folder):
-        config_file = folder
-        settings = _settings_of_shapes(folder, arrays)
-    else:
-        paths.own_file(config_file)
+        arrays = _read_headers(folder, files)
     if is_encoder or not settings.get('is_encoder_decoder', True) or not arrays.has_decoder:
         entries = {}
         for name, entry in arrays.entries.items():
@@ -455,11 +449,6 @@ def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
     for path, name in names.items():
         targets[f'target/{path}'] = stored[name].T if is_transposed(path) else stored[name]
     note = ''
-    if is_single_file(folder) and config.module == SWITCH:
-        note = (
-            f'{folder} has no config: {config.options} are assumed, as transformers has them: name others with '
-            'config=dataclasses.replace(t5.config, options=...), or put config.json beside it'
-        )
     if paths.is_file(folder / '2_Dense' / 'config.json'):
         note = (
             f'{folder} is of sentence-transformers: a vector is the mean of its tokens (--pool=mean), and is still to '
@@ -496,9 +485,6 @@ def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
             raise ValueError(f'{theirs}={size}: must be an integer from 1 to {limits[theirs]}')
     if not arrays.has_decoder:
         sizes['num_decoder_layers'] = 0
-    dropout_rate = settings.get('dropout_rate', 0.1)
-    if not isinstance(dropout_rate, int | float) or not 0 <= dropout_rate < 1:
-        raise ValueError(f'dropout_rate={dropout_rate!r}: must be a number from 0 to below 1')
     default = 'gated-gelu' if settings['model_type'] in ('mt5', 'umt5') else 'relu'
     name = settings.get('feed_forward_proj', default)
     feed_forward = FEED_FORWARDS.get(str(name))
@@ -509,11 +495,12 @@ def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
         **sizes,
         dtype='float32',
         mlp_activations=feed_forward.mlp_activations,
-        dropout_rate=dropout_rate,
+        dropout_rate=settings.get('dropout_rate', 0.1),
         logits_via_embedding=not arrays.has_decoder or _is_tied(settings, arrays.has_own_lm_head),
         float32_attention_logits=False,
         relpos_bias_per_layer=settings['model_type'] == 'umt5',
     )
+    own_model.check_values(config)
     family = {'longt5': LONG_T5, 'switch_transformers': SWITCH}.get(settings['model_type'])
     if family is None:
         return config
@@ -534,24 +521,19 @@ def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
 
 def _sparse_step(settings: Mapping, config: model.T5Config) -> int:
     """Return how many layers have one with experts. Raises ValueError for layers that we do not have."""
-    depths = {'encoder': config.num_encoder_layers, 'decoder': config.num_decoder_layers}
-    steps = {}
-    for stack, depth in depths.items():
-        name = f'{stack}_sparse_step'
-        num_sparse = settings.get(f'num_sparse_{stack}_layers', 3)
-        step = settings.get(name)
-        if step is None and type(num_sparse) is int and num_sparse > 0:
-            step = depth // num_sparse
-        if depth:
-            steps[name] = step
-    # With these two, the last layer of a step is transformers' second one.
+    steps = {'encoder_sparse_step': settings.get('encoder_sparse_step')}
+    depths = [config.num_encoder_layers]
+    if config.num_decoder_layers:
+        steps['decoder_sparse_step'] = settings.get('decoder_sparse_step')
+        depths.append(config.num_decoder_layers)
+    # We put the experts into the last layer of a step, transformers into the second: the same for steps of 1 and 2.
     for step in (1, 2):
-        if set(steps.values()) == {step} and step <= min(filter(None, depths.values())):
+        if set(steps.values()) == {step} and step <= min(depths):
             return step
     found = ', '.join(f'{name}={step}' for name, step in steps.items())
     raise ValueError(
-        f'{found} with {" and ".join(map(str, filter(None, depths.values())))} layers: only 1 in both stacks, or 2 in '
-        'both, is supported, and no more than a stack has layers'
+        f'{found} with {" and ".join(map(str, depths))} layers: only 1 in both stacks, or 2 in both, is supported, and '
+        'no more than a stack has layers'
     )
 
 
@@ -617,14 +599,16 @@ def _is_tied(settings: Mapping, has_own_lm_head: bool) -> bool:
     return is_rescaled
 
 
-def _read_headers(folder: Path) -> StoredArrays:
+def _read_headers(folder: Path, files: Sequence[Path]) -> StoredArrays:
     """Return the arrays that the headers of the folder's files name."""
-    found: dict[str, tuple[Path, str, tuple[int, ...]]] = {}
-    for file in _weight_files(folder):
-        for name, header in _headers_of(file).items():
-            if name in found:
-                raise ValueError(f'{file}: {name} is there twice: copy it again')
-            found[name] = (file, *header)
+    found: dict[str, SafetensorsEntry] = {}
+    for file in files:
+        header = read_header(file)
+        if found.keys() & header.keys():
+            raise ValueError(
+                f'{file}: {min(found.keys() & header.keys())} is there twice: copy it again'
+            )
+        found |= header
     heads = [name for name in found if name.startswith(HEADS)]
     if heads:
         raise ValueError(
@@ -633,20 +617,9 @@ def _read_headers(folder: Path) -> StoredArrays:
         )
     entries: dict[str, SafetensorsEntry] = {}
     for name, stored_name in _names(folder, found).items():
-        file, dtype, shape = found[stored_name]
-        if name.rpartition('.')[2] in NO_WEIGHTS:
-            continue
-        if dtype not in DTYPES and dtype not in FLOAT8:
-            known = ', '.join([*DTYPES, *FLOAT8])
-            raise ValueError(
-                f'{file}: {stored_name} is {dtype}, and only {known} are read: use a file of those'
-            )
-        if 0 in shape:
-            raise ValueError(f'{file}: {stored_name} is empty: copy it again')
-        float8 = dtype if dtype in FLOAT8 else ''
-        entries[name] = SafetensorsEntry(
-            file, stored_name, shape, DTYPES['F32' if float8 else dtype], float8=float8
-        )
+        if name.rpartition('.')[2] not in NO_WEIGHTS:
+            entries[name] = found[stored_name]
+            check_array(entries[name])
     for name in list(entries):
         weight = f'{name.rpartition(".")[0]}.weight'
         if name.rpartition('.')[2] in SCALES and weight in entries:
@@ -683,29 +656,30 @@ def _read_headers(folder: Path) -> StoredArrays:
     return StoredArrays(entries, has_own_lm_head)
 
 
-def _headers_of(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the dtype and the shape of each array that the header of a file names."""
-    found = {}
+def read_header(file: Path) -> dict[str, SafetensorsEntry]:
+    """Return the arrays that the header of a file names, of any dtype: see `check_array`."""
+    entries = {}
     try:
         with safetensors.safe_open(file, framework='numpy') as arrays:
             for name in arrays.keys():
                 header = arrays.get_slice(name)
-                found[name] = (header.get_dtype(), tuple(header.get_shape()))
+                stored = header.get_dtype()
+                dtype = DTYPES.get(stored, DTYPES['F32'])
+                shape = tuple(header.get_shape())
+                entries[name] = SafetensorsEntry(file, name, shape, dtype, stored_dtype=stored)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ValueError(f'{file} cannot be read ({error}): copy it again') from error
-    return found
-
-
-def read_header(file: Path) -> dict[str, SafetensorsEntry]:
-    """Return the arrays that the header of one file names."""
-    entries = {}
-    for name, (dtype, shape) in _headers_of(file).items():
-        if dtype not in DTYPES:
-            raise ValueError(
-                f'{file}: {name} is {dtype}, and only {", ".join(DTYPES)} are read: use a file of those'
-            )
-        entries[name] = SafetensorsEntry(file, name, shape, DTYPES[dtype])
     return entries
+
+
+def check_array(entry: SafetensorsEntry) -> None:
+    """Raise ValueError for an array that is empty or of a dtype that is not read."""
+    known = [*DTYPES, *FLOAT8]
+    if entry.stored_dtype not in known or 0 in entry.shape:
+        raise ValueError(
+            f'{entry.file}: {entry.name} is {entry.stored_dtype} {entry.shape}: only arrays of {", ".join(known)} '
+            'that are not empty are read: use a file of those'
+        )
 
 
 def _names(folder: Path, found: Collection[str]) -> dict[str, str]:
@@ -732,7 +706,7 @@ def _names(folder: Path, found: Collection[str]) -> dict[str, str]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder. Raises ValueError where it has others, or none."""
+    """Return the safetensors files of a folder. Raises ValueError if it has others, or none."""
     if is_single_file(folder):
         paths.check_not_lfs(folder)  # a link of the user's own may lead anywhere
         return [folder]
@@ -763,7 +737,7 @@ def _are_equal(a: SafetensorsEntry, b: SafetensorsEntry) -> bool:
     """Return whether two stored matrices are equal. Reads a block of rows at a time."""
     if a.shape != b.shape or len(a.shape) != 2:
         return False
-    if a.float8 or b.float8 or a.scale or b.scale:
+    if FLOAT8.keys() & {a.stored_dtype, b.stored_dtype} or a.scale or b.scale:
         return np.array_equal(a.read(), b.read())
     num_rows = a.shape[0]
     open_a = safetensors.safe_open(a.file, framework='numpy')
@@ -771,8 +745,11 @@ def _are_equal(a: SafetensorsEntry, b: SafetensorsEntry) -> bool:
     with open_a as file_a, open_b as file_b:
         rows_of_a = file_a.get_slice(a.name)
         rows_of_b = file_b.get_slice(b.name)
-        blocks = [slice(i, min(i + 4096, num_rows)) for i in range(0, num_rows, 4096)]
-        return all(np.array_equal(rows_of_a[block], rows_of_b[block]) for block in blocks)
+        for i in range(0, num_rows, 4096):
+            block = slice(i, min(i + 4096, num_rows))
+            if not np.array_equal(rows_of_a[block], rows_of_b[block]):
+                return False
+    return True
 
 
 def transpose(x: np.ndarray) -> np.ndarray:

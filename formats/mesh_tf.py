@@ -32,7 +32,8 @@ NAMES_OUTSIDE_BLOCKS = {
     '(encoder|decoder)/(?:rms|final_layer)_norm/scale': r'\1/\1_norm/scale',
     'decoder/logits/kernel': 'decoder/logits_dense/kernel',
 }
-NAMES_IN_BLOCK = {  # what follows encoder/block_NNN/, and in T5X follows encoder/layers_N/
+# The same below encoder/block_NNN/ there and encoder/layers_N/ here.
+NAMES_IN_BLOCK = {
     'encoder': {
         'layer_000/SelfAttention/relative_attention_bias': 'relpos_bias/rel_embedding',
         'layer_000/SelfAttention/([qkvo])': r'attention/\1/kernel',
@@ -51,10 +52,10 @@ NAMES_IN_BLOCK = {  # what follows encoder/block_NNN/, and in T5X follows encode
     },
 }
 ATTENTION_KERNELS = {'q': 'query', 'k': 'key', 'v': 'value', 'o': 'out'}
-SLOTS = {'v': 'v', 'vr': 'v_row', 'vc': 'v_col'}  # of Adafactor, Mesh-TF's name and T5X's
+SLOTS = {'v': 'v', 'vr': 'v_row', 'vc': 'v_col'}  # Adafactor's: Mesh-TF's name and T5X's
 
 TENSORFLOW_DTYPES = {1: np.float32, 3: np.int32, 9: np.int64, 14: ml_dtypes.bfloat16}
-MAX_DIMS = 8  # of an array
+MAX_DIMS = 8
 MAX_INDEX_BYTES = 2**22  # the 1,500 variables of T5 11B take some 70 KB
 MAX_NAME_BYTES = 1000  # names share prefixes, so a small file could claim huge ones
 
@@ -136,7 +137,7 @@ def read_index(prefix: paths.AnyPath) -> dict[str, BundleEntry | np.ndarray]:
         if name == 'global_step':
             step = entry.read()
             if step.shape or step.dtype.kind != 'i' or not 0 <= step < 2**31:
-                raise ValueError(f'{prefix} has global_step {step}, which is no int32')
+                raise ValueError(f'{prefix} has global_step {step}, not an int32')
             index['state/step'] = step.astype(np.int32)
         elif path is None or path in index:
             unknown.append(name)
@@ -170,7 +171,7 @@ def read_index(prefix: paths.AnyPath) -> dict[str, BundleEntry | np.ndarray]:
 
 
 def _t5x_path(variable: str) -> str | None:
-    """Return T5X's path of a variable of Mesh-TF; None where T5X has no such parameter or slot."""
+    """Return T5X's path of a variable of Mesh-TF; None where T5X has none."""
     name, is_slot, slot = variable.partition('_slot_')
     patterns = NAMES_OUTSIDE_BLOCKS
     folder = ''
@@ -212,7 +213,11 @@ def read_bundle_index(prefix: paths.AnyPath) -> dict[str, BundleEntry]:
         for key, value in table.items():
             name = key.decode('ascii')
             entries[name] = _read_entry(prefix, name, _read_message(value), num_shards)
-    except (ValueError, TypeError, OSError) as error:  # of numbers for bytes, and of Snappy
+    except (
+        ValueError,
+        TypeError,
+        OSError,
+    ) as error:  # TypeError: numbers for bytes; OSError: Snappy
         raise ValueError(f'{file} cannot be read ({error}): copy it again') from error
     return entries
 
@@ -327,7 +332,7 @@ def _read_block(content: bytes, block: Block) -> Iterator[tuple[bytes, bytes]]:
         )
     if compression[0] == SNAPPY:
         body = importlib.import_module('pyarrow').decompress(stored, size, 'snappy', asbytes=True)
-    # Behind the entries are positions where a search may start, and their number; we read all in order.
+    # After the entries come the positions where a search may start, and their number. We read all in order.
     num_restarts = int.from_bytes(body[-4:], 'little')
     entries = Cursor(Cursor(body).take(len(body) - 4 * (num_restarts + 1)))
     key = b''

@@ -9,11 +9,9 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 import checkpoint
@@ -27,7 +25,7 @@ from formats.vocabulary import folders_of
 from messages import first_ten
 from model import T5Config
 
-# What a checkpoint is opened for: a model that decodes, its encoder alone, or whatever it holds.
+# Uses of a checkpoint: a model that decodes, its encoder alone, or whatever it holds.
 PARTS = ('whole', 'encoder', '')
 # The paths of a decoder's arrays, and the names of their files.
 DECODER = r'(target|state[./]param_states)[./]decoder[./].+'
@@ -36,12 +34,10 @@ DECODER = r'(target|state[./]param_states)[./]decoder[./].+'
 class OpenedCheckpoint(NamedTuple):
     """A checkpoint whose large arrays are not read yet."""
 
-    directory: (
-        paths.AnyPath
-    )  # its folder, or the prefix of a Mesh-TF checkpoint if the user named that
+    directory: paths.AnyPath  # a folder, or a prefix of Mesh-TF's if the user named that
     leaves: dict[str, Leaf]  # by T5X's path
-    config: T5Config | None  # of a Hugging Face folder, and of merged adapters
-    note: str = ''  # what is assumed of it; '' for nothing
+    config: T5Config | None  # known for Hugging Face's files and merged adapters
+    note: str = ''  # an assumption to report, or ''
 
 
 class OpenedModel(NamedTuple):
@@ -50,8 +46,8 @@ class OpenedModel(NamedTuple):
     directory: paths.AnyPath
     leaves: dict[str, Leaf]
     config: T5Config
-    note: str  # what is assumed of it, in one line to show; '' for nothing
-    projection: Leaf | None = None  # of an encoder's vectors
+    note: str  # an assumption to report, in one line, or ''
+    projection: Leaf | None = None  # a matrix for the encoder's vectors
 
 
 def open_model(
@@ -73,25 +69,22 @@ def open_model(
         projection = opened.leaves.pop(f'target/{hugging_face.PROJECTION}', None)
     shapes = checkpoint.shapes(checkpoint.parameters(opened.leaves))
     if config is None:
-        config = opened.config
-        if config is None:
-            config = _config_beside(directory)
+        config = opened.config or _config_beside(directory)
+        has_config = config is not None and not hugging_face.is_single_file(directory)
         if config is None:
             try:
                 config = config_from_shapes(shapes)
             except ValueError as error:
                 raise ValueError(f'{directory} is {error}: name {checkpoint.FORMATS}') from None
-            if config.module == hugging_face.SWITCH:
-                note = (
-                    f'{directory} has no config: mlp_activations={config.mlp_activations} and {config.options} are assumed: '
-                    'name others with config=dataclasses.replace(t5.config, options=...), or in --mode=infer with '
-                    '--config=configs/switch.py:SIZE'
-                )
-            elif len(config.mlp_activations) > 1:
-                note = (
-                    f'{directory} has no config: mlp_activations={config.mlp_activations} is assumed: name another with '
-                    "config=dataclasses.replace(t5.config, mlp_activations=('silu', 'linear')), or in --mode=infer with --config=FILE"
-                )
+        shapes_tell = len(config.mlp_activations) == 1 and config.module != hugging_face.SWITCH
+        if not has_config and not shapes_tell:
+            assumed = f'mlp_activations={config.mlp_activations}'
+            if config.options is not None:
+                assumed += f', options={config.options}'
+            note = (
+                f'{directory} has no config, so {assumed} is assumed: name others with config=dataclasses.replace('
+                "t5.config, mlp_activations=('silu', 'linear')), or in --mode=infer with --config=FILE"
+            )
     else:
         config = own_model.complete(config)
         own_model.check_same(directory, config, 'leave the config out', may_be_plain=True)
@@ -109,9 +102,8 @@ def open_model(
 def compare(expected: checkpoint.Shapes, found: checkpoint.Shapes) -> None:
     """Raise ValueError unless a checkpoint's shapes, `found`, are the model's, `expected`."""
     differences = []
-    for path in sorted(
-        expected | found, key=lambda path: (not checkpoint.is_parameter(path), path)
-    ):
+    paths_in_order = sorted(expected | found, key=lambda x: (not checkpoint.is_parameter(x), x))
+    for path in paths_in_order:
         shape = found.get(path, 'missing')
         if shape != expected.get(path, 'there'):
             differences.append(f'{path} is {shape}, not {expected.get(path, "there")}')
@@ -126,8 +118,8 @@ def open_checkpoint(
 
     `step` names the checkpoint of a workdir: 'best', a number, or 'last', which is the default. Adapters are
     merged into their base, also those of peft. `part` is one of PARTS: of 'encoder' no file of the decoder is
-    read. Raises ValueError for what is no checkpoint, is damaged, is an encoder alone where `part` is 'whole', or is
-    in a format that is not read (Orbax, pickles).
+    read. Raises ValueError if `path` is not a checkpoint, is damaged, is an encoder alone where `part` is 'whole', or
+    is in a format that is not read (Orbax, pickles).
     """
     directory = paths.to_path(path)
     steps = checkpoint.steps(directory)
@@ -139,21 +131,21 @@ def open_checkpoint(
     elif directory.name == 'checkpoint' and paths.is_file(directory):
         directory = directory.parent
     if paths.is_file(directory):
-        peft.check_not_part(directory)
+        if directory.name in peft.FILES:
+            raise ValueError(
+                f'{directory} is one file of adapters: name its folder, {directory.parent}'
+            )
         hugging_face.check_file(directory)
         if isinstance(directory, Path) and directory.suffix != '.safetensors':
-            # Its parts lie where the user's link leads.
+            # The other parts are beside the target of the user's link.
             directory = Path(os.path.realpath(directory))
     elif not paths.is_file(directory / 'checkpoint') and not peft.is_folder(directory):
         hugging_face.check_folder(directory)
-    is_single_file = hugging_face.is_single_file(directory)
     if peft.is_folder(directory):
         opened = _open_peft(directory)
-    elif is_single_file or hugging_face.is_folder(directory):
+    elif hugging_face.is_single_file(directory) or hugging_face.is_folder(directory):
         folder = hugging_face.read_index(directory, is_encoder=part == 'encoder')
         opened = OpenedCheckpoint(directory, dict(folder.entries), folder.config, folder.note)
-        if is_single_file and folder.config.module != hugging_face.SWITCH:
-            opened = opened._replace(config=None)
     else:
         base = open_base(directory)
         prefix = mesh_tf.find_prefix(directory)
@@ -181,30 +173,29 @@ LONG_T5 = re.compile(r'long[-_. ]?t5(?!x)', re.IGNORECASE)
 
 
 def check_family(directory: paths.AnyPath, config: T5Config) -> None:
-    """Raise ValueError where a T5 is to have the parameters of a LongT5, which has T5's shapes and another attention.
+    """Raise ValueError if the parameters for a T5 seem to be those of a LongT5: same shapes, another attention.
 
-    A folder of its path or T5X's gin beside it says so. The config of a checkpoint of this program says that it is none.
+    A folder of its path, or T5X's gin beside it, says so. A checkpoint of this program has a config that tells.
     """
     if config.module or read_stored(directory):
         return
-    signs = []
     names = [str(directory)]
     target = directory
     if isinstance(directory, Path):
         target = Path(os.path.realpath(directory))
         names = [os.path.abspath(directory), str(target)]
+    signs = []
     for part in '/'.join(names).split('/'):
         if LONG_T5.search(part):
             signs.append(f'its path has {part!r}: rename that if it is another model')
     for folder in folders_of(target):
         for file in checkpoint.list_folder(folder):
-            if file.suffix != '.gin' or not paths.is_file(file):
-                continue
-            text = file.read_bytes().decode(errors='replace')
-            if LONG_T5.search(re.sub('#.*', '', text)):
-                signs.append(
-                    f'{file.name} beside it names longt5: remove that if it is of another model'
-                )
+            if file.suffix == '.gin' and paths.is_file(file):
+                text = re.sub('#.*', '', file.read_bytes().decode(errors='replace'))
+                if LONG_T5.search(text):
+                    signs.append(
+                        f'{file.name} beside it names longt5: remove that if it is of another model'
+                    )
     if signs:
         raise ValueError(
             f'{directory}: read as a T5, the answers of a LongT5 are wrong beyond 128 tokens: set '
@@ -222,7 +213,7 @@ def saved_step(leaves: Mapping[str, Leaf]) -> int:
 def choose_steps(run: paths.AnyPath, text: str, steps: Sequence[int]) -> list[int]:
     """Return those of the steps of a run that `text` names: last (or ''), best, all, or numbers with commas."""
     if not steps:
-        raise ValueError(f'step={text}: {run} is no run with checkpoint_STEP folders: name a run')
+        raise ValueError(f'step={text}: {run} has no checkpoint_STEP folders: name a run')
     match text.lower():
         case '' | 'last':
             return [steps[-1]]
@@ -233,9 +224,7 @@ def choose_steps(run: paths.AnyPath, text: str, steps: Sequence[int]) -> list[in
     names = {name.strip() for name in text.split(',')}
     known = [str(step) for step in steps]
     if not names <= set(known):
-        raise ValueError(
-            f'step={text}: {run} has no such checkpoint, but those of {first_ten(known)}: name these'
-        )
+        raise ValueError(f'step={text}: {run} has the checkpoints {first_ten(known)}: name these')
     return sorted(map(int, names))
 
 
@@ -246,7 +235,7 @@ def is_encoder(leaves: Mapping[str, Leaf]) -> bool:
 
 
 def _config_beside(directory: paths.AnyPath) -> T5Config | None:
-    """Return the config of a checkpoint of ours; None where it has none."""
+    """Return the config of a checkpoint of ours; None for others."""
     settings = read_stored(directory).get('model')
     if not settings:
         return None
@@ -260,7 +249,7 @@ def _config_beside(directory: paths.AnyPath) -> T5Config | None:
 
 
 def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> T5Config:
-    """Return the T5Config of a parameter tree. What shapes cannot tell (gelu or silu, dtype) is T5 1.1's."""
+    """Return the T5Config of a parameter tree. The shapes do not tell gelu from silu: T5 1.1's settings are assumed."""
     bias = 'encoder/layers_0/relpos_bias/rel_embedding'
     is_per_layer = bias in shapes
     if not is_per_layer:
@@ -320,41 +309,12 @@ def _count_layers(shapes: Mapping[str, tuple[int, ...]], stack: str) -> int:
 FINGERPRINTED = r'target/(.+_norm/scale|(encoder|decoder)/layers_0/.+)'
 
 
-@dataclass(frozen=True, eq=False)
-class MergedKernel:
-    """A kernel of the base with its adapters: a `checkpoint.LazyArray`."""
-
-    config: T5Config
-    kernel: Leaf
-    lora_a: Leaf
-    lora_b: Leaf
-    magnitude: Leaf | None = None  # of DoRA: the length of each column
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.kernel.shape)
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype('float32')
-
-    def read(self) -> np.ndarray:
-        """Return what model.Kernel computes with, float32."""
-        leaves = (self.kernel, self.lora_a, self.lora_b)
-        arrays = [jnp.asarray(checkpoint.read_leaf(leaf), jnp.float32) for leaf in leaves]
-        kernel = self.config.modules.adapted_kernel(self.config, *arrays)
-        if self.magnitude is not None:  # Liu et al. 2024 (DoRA) §4.1
-            magnitude = jnp.asarray(checkpoint.read_leaf(self.magnitude), jnp.float32)
-            kernel = kernel * (magnitude / jnp.linalg.norm(kernel, axis=0))[None]
-        return np.asarray(kernel)
-
-
 def describe_base(base: OpenedCheckpoint) -> dict[str, str]:
     """Return what config.json records of the checkpoint that adapters belong to: where it is, and a fingerprint.
 
     Raises ValueError for one that holds adapters itself.
     """
-    if any(isinstance(leaf, MergedKernel) for leaf in base.leaves.values()):
+    if any(isinstance(leaf, peft.MergedKernel) for leaf in base.leaves.values()):
         raise ValueError(
             f'{base.directory} holds adapters itself: merge it with --mode=convert --from={base.directory} '
             '--to=FOLDER, and name that folder'
@@ -369,7 +329,7 @@ def describe_base(base: OpenedCheckpoint) -> dict[str, str]:
 
 
 def open_base(directory: paths.AnyPath, restore_path: str = '') -> OpenedCheckpoint | None:
-    """Open the checkpoint that the adapters in `directory` belong to; None where it holds none.
+    """Open the checkpoint that the adapters in `directory` belong to; return None if it holds none.
 
     It is where the run found it, or at `restore_path` if that differs from the run's. Raises ValueError unless it
     is there, with the parameters that it had.
@@ -399,7 +359,7 @@ def merge(adapters: OpenedCheckpoint, base: OpenedCheckpoint) -> OpenedCheckpoin
     config = _config_beside(adapters.directory)
     assert config is not None
     parameters = checkpoint.parameters(base.leaves) | checkpoint.parameters(adapters.leaves)
-    merged = model.merge_adapters(config, parameters, functools.partial(MergedKernel, config))
+    merged = model.merge_adapters(config, parameters, functools.partial(peft.MergedKernel, config))
     leaves = {'state/step': adapters.leaves['state/step']}
     for path, leaf in merged.items():
         leaves[f'{checkpoint.PARAMETER_PREFIX}{path}'] = leaf
@@ -424,19 +384,13 @@ def _open_peft(folder: paths.AnyPath) -> OpenedCheckpoint:
     parameters = checkpoint.parameters(base.leaves)
     adapters = peft.read_index(folder, settings, base.config, parameters)
     config = base.config
-    if peft.PROMPT in adapters.arrays:
+    if peft.PROMPT in adapters:
         if config.module:
             raise ValueError(
                 f'{folder} is a prompt of a {config.module}: only those of T5, T5 1.1, mT5 and umT5 are read'
             )
-        length = {'length': adapters.arrays[peft.PROMPT].shape[0]}
+        length = {'length': adapters[peft.PROMPT].shape[0]}
         config = own_model.as_family(config, peft.PROMPT_FAMILY, length)
-    parameters |= adapters.arrays
-    for path, lora in adapters.kernels.items():
-        of_kernel = dataclasses.replace(
-            base.config, lora_rank=lora.lora_a.shape[1], lora_alpha=lora.alpha
-        )
-        leaves = (parameters[path], lora.lora_a, lora.lora_b, lora.magnitude)
-        parameters[path] = MergedKernel(of_kernel, *leaves)
-    leaves_of = {f'{checkpoint.PARAMETER_PREFIX}{path}': x for path, x in parameters.items()}
-    return OpenedCheckpoint(folder, leaves_of, config, base.note)
+    parameters |= adapters
+    leaves = {f'{checkpoint.PARAMETER_PREFIX}{path}': x for path, x in parameters.items()}
+    return OpenedCheckpoint(folder, leaves, config, base.note)

@@ -41,7 +41,7 @@ def options_of(declared: type[Options] | None, file: str, given: Mapping) -> Opt
 
 
 def check_declaration(declared: type[Options], file: str) -> None:
-    """Raise ValueError unless `declared` is a frozen dataclass whose fields have valid defaults."""
+    """Raise ValueError unless `declared` is a frozen dataclass whose fields have valid defaults and metadata."""
     params = getattr(declared, '__dataclass_params__', None)
     if not isinstance(declared, type) or params is None or not params.frozen:
         raise ValueError(
@@ -51,23 +51,17 @@ def check_declaration(declared: type[Options], file: str) -> None:
     kinds: dict[str | type, type] = {kind.__name__: kind for kind in check.KINDS}
     kinds |= {kind: kind for kind in check.KINDS}
     for field in dataclasses.fields(declared):
-        kind = kinds.get(field.type, type(field.default))
-        has_default = type(field.default) in check.KINDS and kind is type(field.default)
-        if not has_default or not field.init:
-            raise ValueError(
-                f'{file}: the option {field.name} has no default of its type, bool, int, float, str or tuple: '
-                'give it one, such as 1.0 for a float, or make it a property'
-            )
-        if 'range' in field.metadata and kind not in (int, float):
-            raise ValueError(
-                f"{file}: the option {field.name} has a range, as only numbers have: use 'choices'"
-            )
+        kind = type(field.default)
+        is_typed = kind in check.KINDS and kinds.get(field.type, kind) is kind and field.init
+        has_range = 'range' in field.metadata
         axis = field.metadata.get('axis')
-        axis = getattr(declared, str(axis), axis)  # that of another option
-        if axis is not None and (kind is not int or axis not in partition.MESH_AXES):
+        axis = getattr(declared, str(axis), axis)  # or the name of another option
+        has_wrong_axis = axis is not None and (kind is not int or axis not in partition.MESH_AXES)
+        if not is_typed or has_wrong_axis or (has_range and kind not in (int, float)):
             raise ValueError(
-                f'{file}: axis={axis!r} of the option {field.name}: a whole number may have one of '
-                f'{", ".join(partition.MESH_AXES)}'
+                f'{file}: the option {field.name} must have a default of its type, bool, int, float, str or tuple, and '
+                f'may have a range if it is a number, an axis ({", ".join(partition.MESH_AXES)}) if it is a whole number: '
+                'correct it, or make it a property'
             )
         check_option(f'{file}: the default of {field.name}', field.default, field)
 
@@ -83,6 +77,8 @@ def check_option(key: str, value: Any, field: dataclasses.Field) -> None:
     limits = None
     if 'range' in field.metadata:
         limits = check.Range(*field.metadata['range'])
+    elif isinstance(default, float):
+        limits = check.Range(-base.LARGEST_FLOAT, base.LARGEST_FLOAT)
     check.check_allowed(key, value, default, limits, field.metadata.get('choices'))
     if isinstance(default, tuple):
         for x in value:
@@ -91,13 +87,9 @@ def check_option(key: str, value: Any, field: dataclasses.Field) -> None:
                 raise ValueError(
                     f'{key}={value!r}: {x!r} is not like the values of {default!r}: use others'
                 )
-    if isinstance(default, float) and not abs(value) <= base.LARGEST_FLOAT:
-        raise ValueError(
-            f'{key}={value!r}: must be finite, at most {base.LARGEST_FLOAT:g}; the default is {default!r}'
-        )
 
 
-def parsed(text: str, default: Any) -> Any:
+def parsed(text: str, default: check.Value) -> check.Value:
     """Return the value that a text on the command line stands for; else the text."""
     if isinstance(default, bool):
         return BOOLS.get(text.lower(), text)
@@ -113,7 +105,7 @@ def as_dict(options: Options | None) -> dict:
 
 
 def default_options(config: T5Config) -> dict:
-    """Return the options that a run has whose config.json lacks them."""
+    """Return the options of a run whose config.json lacks them."""
     if config.options is None:
         return {}
     fields = dataclasses.fields(config.options)

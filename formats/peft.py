@@ -10,12 +10,15 @@ is families/prompt_tuning.py: of a prompt for each stack, T5 reads the encoder's
 Source: peft 0.21 tuners/lora/{model,layer,dora}.py, peft_model.py.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 import checkpoint
@@ -29,6 +32,7 @@ from model import T5Config
 
 WEIGHTS = 'adapter_model.safetensors'
 PICKLE = 'adapter_model.bin'
+FILES = (ADAPTER_CONFIG, WEIGHTS, PICKLE)
 LORA = 'LORA'
 PROMPT_TUNING = 'PROMPT_TUNING'
 PROMPT_FAMILY = 'prompt_tuning'
@@ -58,20 +62,33 @@ KNOWN = {
 CHANGES_BASE = ('pissa', 'olora', 'loftq', 'corda', 'lora_ga')
 
 
-class Lora(NamedTuple):
-    """The adapters of one kernel, with our shapes."""
+@dataclass(frozen=True, eq=False)
+class MergedKernel:
+    """A kernel of the base with its adapters, ours or peft's: a `checkpoint.LazyArray`."""
 
-    lora_a: SafetensorsEntry  # [rows, rank]
-    lora_b: SafetensorsEntry  # [rank, columns]
-    alpha: float  # over the rank it is the scale
-    magnitude: SafetensorsEntry | None  # of DoRA, [columns]
+    config: T5Config
+    kernel: Leaf
+    lora_a: Leaf  # [rows, rank]
+    lora_b: Leaf  # [rank, columns]
+    magnitude: Leaf | None = None  # the length of each column, in DoRA
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.kernel.shape)
 
-class Adapters(NamedTuple):
-    """What a folder holds, by our paths."""
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype('float32')
 
-    kernels: dict[str, Lora]
-    arrays: dict[str, Leaf]  # they take the place of the base's
+    def read(self) -> np.ndarray:
+        """Return what model.Kernel computes with, float32."""
+        leaves = (self.kernel, self.lora_a, self.lora_b)
+        arrays = [jnp.asarray(checkpoint.read_leaf(leaf), jnp.float32) for leaf in leaves]
+        kernel = self.config.modules.adapted_kernel(self.config, *arrays)
+        if self.magnitude is not None:  # Liu et al. 2024 (DoRA) §4.1
+            magnitude = jnp.asarray(checkpoint.read_leaf(self.magnitude), jnp.float32)
+            kernel = kernel * (magnitude / jnp.linalg.norm(kernel, axis=0))[None]
+        return np.asarray(kernel)
 
 
 def is_folder(folder: paths.AnyPath) -> bool:
@@ -81,17 +98,9 @@ def is_folder(folder: paths.AnyPath) -> bool:
     return paths.is_file(folder / ADAPTER_CONFIG) and not has_model
 
 
-def check_not_part(file: paths.AnyPath) -> None:
-    """Raise ValueError if `file` is one of a folder of adapters."""
-    if file.name in (ADAPTER_CONFIG, WEIGHTS, PICKLE):
-        raise ValueError(f'{file} is one file of adapters: name its folder, {file.parent}')
-
-
 def read_settings(folder: paths.AnyPath) -> dict:
     """Return adapter_config.json. Raises ValueError for a kind of adapters that is not read."""
-    file = folder / ADAPTER_CONFIG
-    if not isinstance(folder, Path):
-        raise ValueError(f'{folder}: safetensors are read from a disk only: copy the folder')
+    file = hugging_face.on_disk(folder) / ADAPTER_CONFIG
     settings = paths.read_json(file)
     kind = settings.get('peft_type')
     if kind not in (LORA, PROMPT_TUNING):
@@ -118,8 +127,8 @@ def read_settings(folder: paths.AnyPath) -> dict:
 
 def read_index(
     folder: Path, settings: Mapping, config: T5Config, base: Mapping[str, Leaf]
-) -> Adapters:
-    """Return the adapters of a folder; read headers only.
+) -> dict[str, Leaf]:
+    """Return {our path: leaf} of the base's parameters that the adapters change, and of a prompt; read headers only.
 
     `config` and `base`, {our path: leaf}, are the base's. Raises ValueError unless all arrays are adapters of the
     base with its shapes.
@@ -131,11 +140,14 @@ def read_index(
             'save_pretrained it as safetensors'
         )
     entries = hugging_face.read_header(paths.own_file(file))
+    for entry in entries.values():
+        hugging_face.check_array(entry)
     if settings['peft_type'] == PROMPT_TUNING:
         return _read_prompt(file, settings, config, entries)
 
     # Adapters by our paths.
-    of_names = {name: path for path, name in hugging_face.parameter_names(config).items()}
+    names = hugging_face.parameter_names(config)
+    of_names = {name: path for path, name in names.items()}
     found: dict[str, dict[str, SafetensorsEntry]] = {}
     arrays: dict[str, Leaf] = {}
     unknown = []
@@ -164,8 +176,6 @@ def read_index(
                 'base_model_name_or_path to the model that the adapters were trained on'
             )
 
-    kernels = {}
-    names = hugging_face.parameter_names(config)
     for path, adapters in found.items():
         module = names[path].removesuffix('.weight')
         rank = _setting(folder, settings, 'r', 'rank_pattern', module)
@@ -184,10 +194,14 @@ def read_index(
             )
         if settings.get('use_rslora'):
             alpha *= math.sqrt(rank)
-        kernels[path] = Lora(
-            adapters['lora_a'].T, adapters['lora_b'].T, alpha, adapters.get('magnitude')
+        arrays[path] = MergedKernel(
+            dataclasses.replace(config, lora_rank=rank, lora_alpha=alpha),
+            kernel,
+            adapters['lora_a'].T,
+            adapters['lora_b'].T,
+            adapters.get('magnitude'),
         )
-    return Adapters(kernels, arrays)
+    return arrays
 
 
 def _setting(folder: Path, settings: Mapping, name: str, of_modules: str, module: str) -> Any:
@@ -212,7 +226,7 @@ def _setting(folder: Path, settings: Mapping, name: str, of_modules: str, module
 
 def _read_prompt(
     file: Path, settings: Mapping, config: T5Config, entries: Mapping[str, SafetensorsEntry]
-) -> Adapters:
+) -> dict[str, Leaf]:
     """Return the prompt of the encoder, which comes before that of the decoder if there is one."""
     length = settings.get('num_virtual_tokens')
     shapes = {name: entry.shape for name, entry in entries.items()}
@@ -222,4 +236,4 @@ def _read_prompt(
             f'{file} has {shapes}, with num_virtual_tokens={length!r} and {config.emb_dim} numbers for a token in the '
             f'base: must have {PROMPT_NAME} of these sizes: bring both files of one adapter'
         )
-    return Adapters({}, {PROMPT: entries[PROMPT_NAME].read()[:length]})
+    return {PROMPT: entries[PROMPT_NAME].read()[:length]}

@@ -22,7 +22,7 @@ import paths
 import state_names
 from checkpoint import Leaf
 
-FAULT_BYTES = 2**16  # of the faults that a process sends to the others
+FAULT_BYTES = 2**16  # room for the faults that a process sends to the others
 
 
 class Damaged(ValueError):
@@ -44,7 +44,7 @@ class Manifest(NamedTuple):
 
 
 def read_index(directory: paths.AnyPath, ignored: str = '') -> dict[str, Leaf]:
-    """Return the leaves of a checkpoint in T5X's layout, which is that of all that have no other.
+    """Return the leaves of a checkpoint in T5X's layout.
 
     Moving averages (`optimizer.ema_decay`) replace the parameters, which `checkpoint.read_index` returns.
     """
@@ -58,7 +58,7 @@ def read_index(directory: paths.AnyPath, ignored: str = '') -> dict[str, Leaf]:
     if leaf.shape == ():
         step = np.asarray(checkpoint.read_leaf(leaf))
     if step.shape or step.dtype.kind not in 'iu' or not 0 <= step < 2**31:
-        raise ValueError(f'{directory} has state/step {step}, which is no int32: copy it again')
+        raise ValueError(f'{directory} has state/step {step}, not an int32: copy it again')
     averages = average_paths(index)
     leaves = {path: leaf for path, leaf in index.items() if path not in averages}
     for path, parameter in averages.items():
@@ -83,7 +83,7 @@ def verify(directory: str | paths.AnyPath, ignored: str = '') -> bool:
     """Return True if every file is as it was saved; False if there are no checksums, as in T5X.
 
     Files whose names match `ignored` are not read. Raises Damaged, which names up to ten files, OSError for files
-    that cannot be read, ValueError for what is not to be trusted. Every process reads its share; all raise alike.
+    that cannot be read, ValueError for what is not to be trusted. Every process reads its share; all raise the same.
     """
     faults = _find_faults(paths.to_path(directory), ignored)
     if jax.process_count() > 1:  # the first ten of each
@@ -224,10 +224,10 @@ def unstack(index: dict[str, Leaf]) -> dict[str, Leaf]:
                 others[path] = leaf
             continue
         if len(leaf.shape) < 2 or leaf.shape[1] > MAX_LAYERS:
-            raise ValueError(f'{path} {leaf.shape} is no stack of 1 to {MAX_LAYERS} layers')
+            raise ValueError(f'{path} {leaf.shape} is not a stack of 1 to {MAX_LAYERS} layers')
         stack, name = match.groups()
         first, num_layers, *rest = leaf.shape
-        shape: tuple[int, ...] = (first,)  # of [embed, layers]
+        shape: tuple[int, ...] = (first,)  # [embed, layers]
         if path.endswith('out/kernel'):  # [heads, layers, head size, embed]
             shape = (first * math.prod(rest[:-1]), *rest[-1:])
         elif rest:  # [embed, layers, heads, head size], [embed, layers, mlp]

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import sentencepiece
-from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2
 
 import paths
@@ -25,7 +24,7 @@ SPACE = '▁'
 BYTE = re.compile(r'<0x[0-9A-F]{2}>')
 # Unicode's White_Space
 WHITESPACE = ' \t\n\v\f\r\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000'
-# What a Replace replaces, in the forms that transformers writes -> the same for Python.
+# Patterns of a Replace, as transformers writes them -> the same for Python.
 REGEXES = {' {2,}': ' {2,}', r'\A +| +\z': r'\A +| +\Z', r'\A▁': r'\A▁'}
 # The class that makes its own steps of a file, but for the charsmap, and the models that have it by default.
 T5_TOKENIZER = 'T5Tokenizer'
@@ -38,6 +37,8 @@ T5_STEPS = {
     ],
 }
 
+# Each token of transformers has these; False unless stored.
+TOKEN_FLAGS = dict.fromkeys(('single_word', 'lstrip', 'rstrip', 'normalized', 'special'), False)
 Normalize = Callable[[str], str]
 
 
@@ -103,7 +104,7 @@ def make_model(content: Mapping) -> bytes:
         piece_type = special.get(i, types.NORMAL)
         if model.get('byte_fallback') and BYTE.fullmatch(piece):
             piece_type = types.BYTE
-        elif splits and SPACE in piece[1:]:  # of more than one word
+        elif splits and SPACE in piece[1:]:  # more than one word
             piece_type = types.UNUSED
         proto.pieces.add(piece=piece, score=score, type=piece_type)
     trainer = proto.trainer_spec
@@ -297,14 +298,6 @@ def of_charsmap(charsmap: bytes) -> Normalize:
     return normalize
 
 
-def is_tokenizer(model: bytes) -> bool:
-    """Return whether a model was made of a tokenizer.json."""
-    try:
-        return 'model' in added_settings(model)
-    except DecodeError:
-        return False
-
-
 def written(vocabulary: TokenizerVocabulary) -> bytes:
     """Return the tokenizer.json of a vocabulary."""
     proto = sentencepiece_model_pb2.ModelProto.FromString(vocabulary.model)  # type: ignore[attr-defined]
@@ -313,10 +306,9 @@ def written(vocabulary: TokenizerVocabulary) -> bytes:
         'vocab': [[piece.piece, piece.score] for piece in proto.pieces]
     }
     del content['tokenizer_class']
-    flags = dict.fromkeys(('single_word', 'lstrip', 'rstrip', 'normalized', 'special'), False)
     tokens = [
         {'id': i, 'content': proto.pieces[i].piece, 'special': True}
         for i in (PAD_ID, EOS_ID, UNK_ID)
     ]
-    content['added_tokens'] = [flags | token for token in [*tokens, *content['added_tokens']]]
+    content['added_tokens'] = [TOKEN_FLAGS | token for token in [*tokens, *content['added_tokens']]]
     return json.dumps(content, ensure_ascii=False).encode()

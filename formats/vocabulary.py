@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import safetensors
+from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2
 
 import paths
@@ -32,9 +33,9 @@ from vocabulary import (
     sentinel_ids_of,
 )
 
-# What a vocabulary's file may be called, in the order in which a folder is searched.
+# Names of a vocabulary's file, in the order in which a folder is searched.
 VOCABULARY_NAMES = ('vocabulary.model', 'spiece.model', 'sentencepiece.model', 'tokenizer.json')
-ADAPTER_CONFIG = 'adapter_config.json'  # of a folder of peft's adapters, which names their base
+ADAPTER_CONFIG = 'adapter_config.json'  # names the base of peft's adapters
 TOKEN_FILES = [
     'added_tokens.json',
     'special_tokens_map.json',
@@ -97,7 +98,7 @@ def named_vocabulary(setting: str, name: str | AnyPath, extra_ids: int) -> Vocab
         if isinstance(file, Path):
             paths.check_not_lfs(file)  # a link of the user's own may lead anywhere
         found = read_model(file, extra_ids, remedy='name another vocabulary')
-        check_added_tokens(file.parent, found)
+        check_tokens(file.parent, found)
         return found
     except ValueError as error:
         raise ValueError(f'{setting}={str(name)!r}: {error}') from None
@@ -123,8 +124,9 @@ def folders_of(folder: AnyPath) -> list[AnyPath]:
 
 def of_model(model: bytes, extra_ids: int) -> SentencePieceVocabulary:
     """Return the vocabulary of a SentencePiece model, or of one that was made of a tokenizer.json."""
-    if tokenizer_json.is_tokenizer(model):
-        return TokenizerVocabulary(model)
+    with contextlib.suppress(DecodeError):  # SentencePiece refuses a damaged one with a message
+        if 'model' in added_settings(model):
+            return TokenizerVocabulary(model)
     return SentencePieceVocabulary(model, extra_ids)
 
 
@@ -185,28 +187,23 @@ def changed_id(old: Vocabulary, new: Vocabulary) -> str:
 # Tokens that transformers has added to a vocabulary.
 
 
-def check_tokens(checkpoint: AnyPath, vocabulary: Vocabulary | None) -> None:
-    """Check the folders of a checkpoint as `check_added_tokens` does."""
-    for folder in folders_of(checkpoint):
-        check_added_tokens(folder, vocabulary)
-
-
 class ListedTokens(NamedTuple):
     """The tokens that transformers lists in a folder, and a vocabulary lacks."""
 
     missing: list[tuple[str, int | None]]  # with their ids, where it has them; by id
-    files: list[str]  # that it lists tokens in
+    files: list[str]  # names of the files that list tokens
 
 
-def check_added_tokens(folder: AnyPath, vocabulary: Vocabulary | None) -> None:
-    """Raise ValueError for tokens that transformers lists in a folder and `vocabulary` lacks."""
-    missing, files = listed_tokens(folder, vocabulary)
-    if missing:
-        names = sorted({name for name, _ in missing})
-        raise ValueError(
-            f'{folder}: {len(names)} token(s) were added to its vocabulary: {first_ten(list(map(repr, names)))}: '
-            f'take the vocabulary of this folder, or, if no text has them, remove them from {", ".join(files)}'
-        )
+def check_tokens(checkpoint: AnyPath, vocabulary: Vocabulary | None) -> None:
+    """Raise ValueError for tokens that transformers lists for a checkpoint and `vocabulary` lacks."""
+    for folder in folders_of(checkpoint):
+        missing, files = listed_tokens(folder, vocabulary)
+        if missing:
+            names = sorted({name for name, _ in missing})
+            raise ValueError(
+                f'{folder}: {len(names)} token(s) were added to its vocabulary: {first_ten(list(map(repr, names)))}: '
+                f'take the vocabulary of this folder, or, if no text has them, remove them from {", ".join(files)}'
+            )
 
 
 def listed_tokens(folder: AnyPath, vocabulary: Vocabulary | None) -> ListedTokens:
@@ -334,10 +331,7 @@ def files_of(vocabulary: Vocabulary | None) -> dict[str, bytes]:
             model = proto.SerializeToString()
             tokens = {}
             for name, i in vocabulary.added_tokens.items():
-                flags = dict.fromkeys(
-                    ('lstrip', 'normalized', 'rstrip', 'single_word', 'special'), False
-                )
-                tokens[str(i)] = {'content': name, **flags}
+                tokens[str(i)] = {'content': name, **tokenizer_json.TOKEN_FLAGS}
             config['added_tokens_decoder'] = tokens
         files = {'spiece.model': model}
     return files | {'tokenizer_config.json': (json.dumps(config, indent=2) + '\n').encode()}

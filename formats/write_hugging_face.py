@@ -1,5 +1,6 @@
 """Writing Hugging Face's folders, which transformers opens; hugging_face.py reads them."""
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,20 +29,16 @@ def write(
     one array, are in memory. Raises ValueError for a folder that exists and for a model that transformers does not
     have. Source: transformers modeling_utils.py save_pretrained.
     """
-    folder = new_folder(folder)
     settings = _settings(config)
-    with paths.unfinished(folder) as unfinished:
-        _write_json(unfinished / 'config.json', settings)
+    with new_folder(folder) as unfinished:
+        write_json(unfinished / 'config.json', settings)
         for name, content in files_of(vocabulary).items():
             (unfinished / name).write_bytes(content)
         file_names: dict[Path, list[str]] = {}  # {file: its arrays}
         total_size = 0
         for shard in _shards(config, arrays, shard_bytes):
             file = unfinished / f'{len(file_names)}.safetensors'  # until their number is known
-            with paths.library_errors(file):
-                safetensors.numpy.save_file(shard, file, {'format': 'pt'})
-            # safetensors makes it private
-            file.chmod((unfinished / 'config.json').stat().st_mode)
+            save_arrays(file, shard)
             file_names[file] = list(shard)
             total_size += sum(x.nbytes for x in shard.values())
         num_files = len(file_names)
@@ -53,18 +50,31 @@ def write(
                 file = file.rename(unfinished / f'model-{i:05}-of-{num_files:05}.safetensors')
                 weight_map |= dict.fromkeys(names, file.name)
             index = {'metadata': {'total_size': total_size}, 'weight_map': weight_map}
-            _write_json(unfinished / hugging_face.WEIGHTS_INDEX, index)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.rename(folder)
+            write_json(unfinished / hugging_face.WEIGHTS_INDEX, index)
 
 
-def new_folder(folder: str | paths.AnyPath) -> Path:
-    """Return the path of a folder to write. Raises ValueError for one that exists."""
+@contextlib.contextmanager
+def new_folder(folder: str | paths.AnyPath) -> Iterator[Path]:
+    """Yield a folder that gets the name `folder` at the end. Raises ValueError if `folder` exists."""
     path = paths.disk_path(folder)
     paths.check_new(path)
     if path.exists():
         raise ValueError(f'{path} exists: remove it or name another folder')
-    return path
+    with paths.unfinished(path) as unfinished:
+        yield unfinished
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.rename(path)
+
+
+def write_json(file: Path, content: Mapping) -> None:
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + '\n')
+
+
+def save_arrays(file: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Write a safetensors file with the permissions of its folder's other files."""
+    with paths.library_errors(file):
+        safetensors.numpy.save_file(arrays, file, {'format': 'pt'})
+    file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors makes it private
 
 
 def _settings(config: model.T5Config) -> dict:
@@ -131,7 +141,7 @@ def _shards(
     for path in arrays:
         x = np.asarray(checkpoint.read_leaf(arrays[path]))
         by_name = {names[path]: x}
-        if x.ndim == 3:  # of experts, each of which has a name
+        if x.ndim == 3:  # experts, stored one by one
             for i, matrix in enumerate(x):
                 by_name[names[path].replace('.experts.', f'.experts.expert_{i}.')] = matrix
             del by_name[names[path]]
@@ -146,7 +156,3 @@ def _shards(
             else:
                 shard[name] = np.ascontiguousarray(matrix)
     yield shard
-
-
-def _write_json(file: Path, content: Mapping) -> None:
-    file.write_text(json.dumps(content, indent=2, sort_keys=True) + '\n')

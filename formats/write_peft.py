@@ -1,10 +1,8 @@
 """Writing folders of adapters, which the package peft opens; peft.py reads them."""
 
-import json
 from collections.abc import Mapping
 
 import numpy as np
-import safetensors.numpy
 
 import checkpoint
 import paths
@@ -26,7 +24,6 @@ def write(
     `config`: of the model with `kernels`, {our path of a kernel: (lora_a, lora_b)}, of one rank, or with a `prompt`;
     `base`: the path or name of the base. Raises ValueError for a folder that exists and for what peft does not have.
     """
-    folder = write_hugging_face.new_folder(folder)
     settings: dict = {
         'base_model_name_or_path': base,
         'inference_mode': True,
@@ -59,15 +56,9 @@ def write(
             'bias': 'none',
             'target_modules': _targets(modules, names),
         }
-    with paths.unfinished(folder) as unfinished:
-        text = json.dumps(settings, indent=2, sort_keys=True) + '\n'
-        (unfinished / ADAPTER_CONFIG).write_text(text)
-        with paths.library_errors(unfinished / peft.WEIGHTS):
-            safetensors.numpy.save_file(arrays, unfinished / peft.WEIGHTS, {'format': 'pt'})
-        # safetensors makes it private
-        (unfinished / peft.WEIGHTS).chmod((unfinished / ADAPTER_CONFIG).stat().st_mode)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.rename(folder)
+    with write_hugging_face.new_folder(folder) as unfinished:
+        write_hugging_face.write_json(unfinished / ADAPTER_CONFIG, settings)
+        write_hugging_face.save_arrays(unfinished / peft.WEIGHTS, arrays)
 
 
 def _targets(modules: list[str], names: Mapping[str, str]) -> list[str]:

@@ -42,10 +42,10 @@ from stream import Tokenized, TokenizedTask
 from tasks.mixtures import Task
 from vocabulary import Vocabulary
 
-BYTES_PER_SHARD = 1 << 24  # of text
+BYTES_PER_SHARD = 1 << 24  # plain text
 MAX_SHARDS = 1024
-COMPRESSION = 3  # of gzipped text, roughly
-RECORDS_AT_ONCE = 128  # that are tokenized
+COMPRESSION = 3  # roughly the ratio of gzipped text
+RECORDS_AT_ONCE = 128  # records tokenized together
 SECONDS_BETWEEN_REPORTS = 1.0
 PROGRESS = '.progress'  # the folder of the statistics of finished shards
 
@@ -60,7 +60,6 @@ class Job(NamedTuple):
 
 
 def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int:
-    """Cache what the config names. Return the exit status."""
     signals.advice = process.SAME_COMMAND
     lines = cache(config.data, *command_line.parse_shard(flags.shard))
     signals.begin_work()
@@ -122,20 +121,18 @@ def cache(config: ConfigDict, part: int = 1, num_parts: int = 1) -> list[str]:
 
 
 def open_task(task: Task, config: ConfigDict, vocabulary: Vocabulary) -> TokenizedTask:
-    """Open the source of a task."""
     opened = tasks.open.opened_task(task, tasks.open.open_task(task, config))
     return TokenizedTask(opened, config, vocabulary)
 
 
 def folder_of(root: Path, task: str) -> Path:
-    """Return the folder of a task's cache."""
     return Path(root, *task.split(':'))
 
 
 def jobs_of(task: TokenizedTask) -> list[Job]:
-    """Return all shards of a task. How many there are depends on its files alone.
+    """Return all shards of a task: their number depends on its files alone.
 
-    Without files for validation one pass writes both splits.
+    Without files for validation, one pass writes both splits.
     """
     source = task.source
     if source.validation is None:
@@ -156,7 +153,6 @@ def jobs_of(task: TokenizedTask) -> list[Job]:
 
 
 def file_name(job: Job, split: str) -> str:
-    """Return the name of the file of a split."""
     return f'{split}.tfrecord-{job.shard:05}-of-{job.num_shards:05}'
 
 
@@ -179,10 +175,9 @@ class ShardWriter:
             file = paths.replacing(Path(name), writer=f'-{os.getpid()}')
             self._files.append(unfinished.enter_context(file))
         self._num_ids = 0
-        numbers = [
-            f'{feature}_{number}' for feature in FEATURES for number in ('tokens', 'max_tokens')
-        ]
-        self._statistics: dict[str, Any] = dict.fromkeys(['examples', *numbers], 0)
+        self._statistics: dict[str, Any] = {'examples': 0}
+        for feature in FEATURES:
+            self._statistics |= {f'{feature}_tokens': 0, f'{feature}_max_tokens': 0}
 
     def write(self, example: Tokenized) -> None:
         """Append an example: ids without EOS, the texts, and the other fields that a cache can hold."""
@@ -296,14 +291,13 @@ def run_jobs(config: ConfigDict, root: Path, jobs: Sequence[Job]) -> None:
     if num_done < len(jobs):
         raise ChildProcessError(
             f'a process that wrote shards died, and {len(jobs) - num_done} shards are missing: if memory '
-            'ran out, use fewer data.num_workers; the same command goes on'
+            'ran out, use fewer data.num_workers; the same command continues'
         )
 
 
 def write_shards(
     config: ConfigDict, root: Path, jobs: Sequence[Job], connection: Connection
 ) -> None:
-    """Write shards, and send reports."""
     prefetch.send_all(reports(config, root, jobs), connection)
 
 
@@ -379,7 +373,7 @@ def complete(folder: Path, jobs: Sequence[Job]) -> str:
             task_cache.write_info(folder, split, of_shards)
         (folder / 'COMPLETED').touch()
         shutil.rmtree(folder / PROGRESS, ignore_errors=True)
-        for unfinished in folder.glob('.*.unfinished*'):  # of calls that were killed
+        for unfinished in folder.glob('.*.unfinished*'):  # left by killed calls
             unfinished.unlink(missing_ok=True)
     sizes = []
     for split in task_cache.splits(folder):

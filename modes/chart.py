@@ -12,10 +12,10 @@ from typing import NamedTuple
 WIDTH = 380
 HEIGHT = 220
 LEFT = 48
-RIGHT = 356  # the last label of the steps, such as '1.00005M', reaches beyond it
+RIGHT = 356  # leaves room for the last label of the steps, such as '1.00005M'
 TOP = 10
 BOTTOM = 194
-MOST_DOTS = 20  # Curves of up to so many points show each of them.
+MOST_DOTS = 20  # a curve with more points is a line alone
 NUM_TICKS = 6
 
 
@@ -60,12 +60,11 @@ class Axis(NamedTuple):
     low: float
     high: float
     ticks: list[float]
-    begin: float  # where `low` is
-    end: float  # where `high` is
+    begin: float  # the position of `low`
+    end: float  # the position of `high`
     is_logarithmic: bool
 
     def position(self, value: float) -> float:
-        """Return where a value is in the figure."""
         if self.is_logarithmic:
             fraction = math.log(value / self.low) / math.log(self.high / self.low)
         else:
@@ -139,7 +138,6 @@ def format_value(value: float) -> str:
 
 
 def can_be_logarithmic(curves: Sequence[Curve]) -> bool:
-    """Return whether all steps and values are positive."""
     return all(min(point) > 0 for curve in curves for point in curve.points)
 
 
@@ -150,8 +148,7 @@ class Line(NamedTuple):
     css_class: str
     path: str
     dots: Sequence[tuple[str, str]] = ()  # x and y, of a curve of few points
-    # Of the linear figure, where the script reads them.
-    steps: str = ''
+    steps: str = ''  # for the script, as `values`; the linear figure alone has them
     values: str = ''
 
 
@@ -159,7 +156,7 @@ class Drawing(NamedTuple):
     """A figure, which report.html writes as SVG. `x_ticks` and `y_ticks` have positions and labels."""
 
     css_class: str
-    label: str  # what it shows, for who cannot see it
+    label: str  # a description for screen readers
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
     lines: list[Line]

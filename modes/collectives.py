@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 
 KINDS = ('all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'collective-permute')
 
-
 # A collective that a TPU hides behind other work is in the computations of three fusions: the start,
 # one with that work, and 'async-collective-done'. The first is counted.
 ASYNC_START = 'async-collective-start'
@@ -26,23 +25,23 @@ class Instruction(NamedTuple):
     """A line of a program."""
 
     name: str
-    type: str  # of the result, such as 'f32[8,128]{1,0}', or several in parentheses
+    type: str  # the result's, such as 'f32[8,128]{1,0}', or several in parentheses
     opcode: str
     operands: list[str]  # their names
-    text: str  # of the operands and what follows them
+    text: str  # the operands and the rest of the line
 
 
 Computation = dict[str, Instruction]
 
 
 class Collective(NamedTuple):
-    """Arrays that a step moves alike."""
+    """Arrays that a step moves in the same way."""
 
     kind: str  # one of KINDS
-    axes: tuple[str, ...]  # of the mesh; 'others' where its groups of devices lie along none
-    num_bytes: int  # of a whole array: the result of an all-gather, the operand of others
+    axes: tuple[str, ...]  # the mesh's; 'others' if its groups of devices lie along none
+    num_bytes: int  # the size of the result of an all-gather, the operand of others
     is_async: bool  # other work may run between its start and its end
-    times: int  # that such an array is moved in a step
+    times: int  # moves per step
 
 
 def collectives_of(text: str, mesh: Mesh) -> list[Collective]:
@@ -57,7 +56,7 @@ def collectives_of(text: str, mesh: Mesh) -> list[Collective]:
             num_bytes = size_of(computation[name].type)
             if kind == 'all-gather':
                 num_bytes *= math.prod(mesh.shape.get(axis, 1) for axis in axes)
-            # A GPU's program writes those that nothing runs beside as a start, too.
+            # A GPU's program also writes synchronous ones as a start.
             is_async = instruction.opcode.endswith('-start') and IS_SYNC not in instruction.text
             found = Collective(kind, axes, num_bytes, is_async, times=0)
             counts[found] = counts.get(found, 0) + times
@@ -124,7 +123,7 @@ def num_turns(loop: Instruction, condition: Computation) -> int:
 
 
 def axes_of(text: str, mesh: Mesh) -> tuple[str, ...]:
-    """Return the mesh axes along which a collective moves data; () where it moves none."""
+    """Return the mesh axes along which a collective moves data; () if it moves none."""
     shape = tuple(mesh.shape.values())
     pairs = re.search(r'source_target_pairs=\{(.*?)\}\}', text)
     if pairs:

@@ -131,10 +131,10 @@ def parse(argv: list[str]) -> ConfigDict | None:
         file = files[0].partition(':')[0]
         path = pathlib.Path(file)
         if not path.is_file() or path.suffix != '.py':
-            raise ValueError(f'--config={file}: no such Python file: try --config=configs/tiny.py')
+            raise ValueError(f'--config={file}: not a Python file: try --config=configs/tiny.py')
         path.open().close()  # raises OSError for a file that may not be read
     elif mode in ('evaluate', 'infer', 'tasks'):
-        # With a checkpoint, the settings of its run take the place of these.
+        # With a checkpoint, the settings of its run replace these.
         argv.insert(1, f'--config={base.__file__}')
     WORDS[:] = argv
     try:
@@ -152,7 +152,7 @@ def parse(argv: list[str]) -> ConfigDict | None:
     if OPTIONS:
         check_mode_of('config', FLAGS.mode)
     if words[1 if FLAGS.mode == 'tasks' else 0 :]:
-        raise ValueError(f'{words[-1]!r} is no flag: write --config=FILE --config.KEY=VALUE')
+        raise ValueError(f'{words[-1]!r} is not a flag: write --config=FILE --config.KEY=VALUE')
     if 'config' not in FLAGS_OF_MODE[FLAGS.mode]:
         return None
     if file is None and FLAGS.mode in ('evaluate', 'infer'):

@@ -11,8 +11,8 @@ import jax
 from modes import process
 
 MAX_BYTES = 2 * 2**30  # JAX deletes the least recently used programs
-MIN_COMPILE_SECONDS = 0.1  # of a program that is kept
-CPU_FIELDS = ('model', 'flags', 'CPU', 'Features')  # of /proc/cpuinfo, on x86 and ARM
+MIN_COMPILE_SECONDS = 0.1  # faster compilations are not kept
+CPU_FIELDS = ('model', 'flags', 'CPU', 'Features')  # lines of /proc/cpuinfo, on x86 and ARM
 
 
 def use() -> None:
@@ -24,7 +24,7 @@ def use() -> None:
     """
     if 'JAX_COMPILATION_CACHE_DIR' in os.environ or jax.distributed.is_initialized():
         return
-    # Of the CPU's model and features: on another one compiled code may crash.
+    # A hash of the CPU's model and features: on another one, compiled code may crash.
     fields = {platform.machine(), platform.processor()}
     with contextlib.suppress(OSError):  # not Linux
         for line in Path('/proc/cpuinfo').read_text().splitlines():

@@ -19,7 +19,6 @@ from vocabulary import ByteVocabulary
 
 
 def main(config: None, flags: FlagValues, signals: process.Signals) -> int:
-    """Convert what the flags name. Return the exit status."""
     topology.local_devices()  # raises ValueError without those of JAX_PLATFORMS
     written = convert_checkpoint(flags['from'].value, flags.to, flags.format, flags.step)
     signals.begin_work()
@@ -35,7 +34,7 @@ def convert_checkpoint(
     `form` is 't5x', with whatever optimizer state there is, as `target`/checkpoint_STEP, 'hf', parameters only, or
     'peft', the adapters of a run. Arrays keep their dtypes and are read as they are written. All or nothing: an
     error leaves `target` as it was. Raises ValueError for a target that has other files or lies in the source, and
-    warns where there is no vocabulary.
+    warns if the vocabulary is missing.
     """
     if not source or not target:
         raise ValueError('--mode=convert needs --from=CHECKPOINT and --to=FOLDER')
@@ -50,18 +49,16 @@ def convert_checkpoint(
         return target
     vocabulary = find_vocabulary(opened.directory)
     vocabulary_model = vocabulary.model if vocabulary else b''
-    brings_vocabulary = bool(vocabulary_model)
     if form == 'hf':
         parameters = checkpoint.parameters(opened.leaves)
         write_hugging_face.write(target, opened.config, parameters, vocabulary)
         written = target
     else:
         written = _write_t5x(target, opened, vocabulary_model)
-        # config.json has what a vocabulary of bytes needs.
-        brings_vocabulary = brings_vocabulary or isinstance(vocabulary, ByteVocabulary)
     if opened.note:
         logging.warning(opened.note)
-    if not brings_vocabulary:
+    is_in_config = form == 't5x' and isinstance(vocabulary, ByteVocabulary)
+    if not vocabulary_model and not is_in_config:
         logging.warning(
             '%s brings no vocabulary file, so %s has none: pass vocabulary=... to load it, '
             'or copy spiece.model into it',
@@ -82,7 +79,7 @@ def _write_peft(target: Path, opened: formats.open.OpenedModel) -> None:
     config = opened.config
     kernels = {}
     for path, leaf in checkpoint.parameters(opened.leaves).items():
-        if isinstance(leaf, formats.open.MergedKernel):
+        if isinstance(leaf, peft.MergedKernel):
             kernels[path] = (leaf.lora_a, leaf.lora_b)
             config = leaf.config
     prompt = opened.leaves.get(f'target/{peft.PROMPT}')

@@ -24,7 +24,7 @@ REMEDIES = {
     errno.EBADF: 'it is closed: redirect it to a file (> FILE)',
     errno.EIO: 'check the disk, or name a folder on another one',
 }
-MAX_LENGTH = 4000  # of a message: names and values in a file may have any length
+MAX_LENGTH = 4000  # longest message: names and values in a file may have any length
 COMMAND_LINE = (user_code.PROGRAM / 'modes/command_line.py').resolve()
 CONFIGS = pathlib.Path(base.__file__).resolve().parent
 
@@ -45,7 +45,7 @@ def report(error: BaseException, of: str = '') -> None:
 def one_line(error: BaseException) -> str:
     """Return the message of `error` without line breaks.
 
-    Of a ValueError that a library raised it has the line of this program that called the library.
+    For a ValueError that a library raised, append the line of this program that called it.
     """
     text = ' '.join(paths.reason(error).split())
     text = text.encode(errors='backslashreplace').decode()  # names of files that are not UTF-8
@@ -107,7 +107,7 @@ def explain_config(error: BaseException, file: str | None) -> str:
         if 'get_config' in text:
             return f'--config={file} has no function get_config: start as configs/tiny.py does'
         text = text.rpartition('Attempting to lookup: ')[2]
-        return f'no such setting: {text}: --help lists all'
+        return f'unknown setting: {text}: --help lists all'
     if pathlib.Path(frames[-1].filename).resolve().parent == CONFIGS:
         return text  # one of our configs refuses its argument
     return f'{user_code.place_of_frame(frames[-1])}: {kind}: {text}'

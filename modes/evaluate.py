@@ -3,6 +3,7 @@
 Source: T5X t5x/eval.py.
 """
 
+import functools
 import json
 import math
 import time
@@ -41,13 +42,12 @@ RESULT_SETTINGS = ('decode.', 'data.', 'model.', 'infer_eval.num_examples', 'res
 class Chosen(NamedTuple):
     """The checkpoints that the flags choose."""
 
-    folder: AnyPath  # of the run, or the checkpoint itself
+    folder: AnyPath  # the run, or the checkpoint itself
     is_run: bool
-    steps: list[int]  # of the run; [] for a checkpoint that is in none
+    steps: list[int]  # the run's; [] for a checkpoint outside a run
 
 
 def main(config: ConfigDict | None, flags: FlagValues, signals: process.Signals) -> int:
-    """Evaluate what the flags name. Return the exit status."""
     signals.advice = process.SAME_COMMAND
     evaluation = prepare(config, command_line.changes(), **command_line.values_of_mode())
     signals.begin_work()
@@ -89,13 +89,12 @@ class Deleted(ValueError):
 
 
 class CheckpointEvaluation:
-    """An evaluation: what is there already is not computed again, and never replaced.
+    """An evaluation. Results that exist are not computed again, and never replaced.
 
     `path` is a run, or a checkpoint that `infer.load` opens; the results go to `output_dir`, by
     default the run. `step` is 'last', 'best', 'all', or numbers separated by commas. With `watch` all
     steps are evaluated, and each new one as it appears, until the last one of the run. `model_config` is
-    that of the model, by default the checkpoint's. Raises ValueError or OSError, before anything is compiled,
-    for what cannot be evaluated.
+    by default the checkpoint's. Raises ValueError or OSError before anything is compiled.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class CheckpointEvaluation:
         self.results.scores()  # raises ValueError for a file that is damaged
         self.mesh = partition.make_mesh(**config.mesh)
         self.t5: infer.T5 | None = None  # compiled once for all steps
-        self.loaded_path: AnyPath | None = None  # of the checkpoint whose parameters it has
+        self.loaded_path: AnyPath | None = None  # the checkpoint that it was loaded from
         opened = task_metrics.open_tasks(config, self.split)
         first = self.chosen.folder  # a checkpoint, or a run that has none yet
         if self.chosen.steps:
@@ -188,7 +187,7 @@ class CheckpointEvaluation:
         return f'{settings} {examples}'
 
     def evaluate_as_they_appear(self) -> None:
-        """Evaluate the checkpoints of a run, of which training may delete some, up to its last step."""
+        """Evaluate the checkpoints of a run up to its last step. Training may delete some meanwhile."""
         run = self.chosen.folder
         evaluated: set[int] = set()
         newest = 0
@@ -219,20 +218,17 @@ class CheckpointEvaluation:
             with self.console.working(f'Evaluating {task.name}, step {step:,}'):
                 found = task.results(self.load(path))
             assert found is not None
-            self.write(task._replace(settings=identity), step, found)
+            evaluated = task._replace(settings=identity)
+            partition.in_all(functools.partial(self.write, evaluated, step, found))
             self.console.line(task.describe(step, found.values))
 
     def write(
         self, task: task_metrics.EvaluatedTask, step: int, found: task_metrics.TaskResults
     ) -> None:
         """Write the results of a task at a step, and their events, in the first process."""
-
-        def write() -> None:
-            with paths.naming(self.folder):
-                if task_metrics.write_results(self.folder, task, step, found, self.console.line):
-                    self.events.write(task.name, step, task.events(found.values))
-
-        partition.in_all(write)
+        with paths.naming(self.folder):
+            if task_metrics.write_results(self.folder, task, step, found, self.console.line):
+                self.events.write(task.name, step, task.events(found.values))
 
     def load(self, path: AnyPath) -> infer.T5:
         """Return the model with the parameters of a checkpoint. All processes fail if one does."""
@@ -274,7 +270,7 @@ def choose(path: str, step: str, watch: bool) -> Chosen:
     if (step or watch) and not is_run:
         flag = '--watch' if watch else f'--step={step}'
         raise ValueError(
-            f'{flag}: --checkpoint={path} is no run with checkpoint_STEP folders: name one'
+            f'{flag}: --checkpoint={path} is not a run with checkpoint_STEP folders: name one'
         )
     if step and watch:
         raise ValueError(f'--step={step} with --watch, which evaluates all: leave one of them out')
@@ -289,14 +285,14 @@ def output_folder(chosen: Chosen, output_dir: str) -> AnyPath:
     """Return the folder of the results: --output_dir, or the run of the checkpoint."""
     if output_dir:
         folder = paths.to_path(output_dir, may_be_new=True)
-    elif chosen.is_run:
-        folder = chosen.folder
     else:
-        folder = chosen.folder.parent
-    if not output_dir and not checks.is_run(folder):
-        raise ValueError(
-            f'{chosen.folder} is in no run, which would take the results: name --output_dir'
-        )
+        folder = chosen.folder
+        if not chosen.is_run:
+            folder = folder.parent
+        if not checks.is_run(folder):
+            raise ValueError(
+                f'{chosen.folder} is not in a run, which would take the results: name --output_dir'
+            )
     paths.check_new(folder)
     if jax.process_index() == 0:
         results.check_writable(folder)
@@ -306,9 +302,9 @@ def output_folder(chosen: Chosen, output_dir: str) -> AnyPath:
 def check_files_of_run(
     directory: AnyPath, config: ConfigDict, opened: Sequence[OpenTask], split: str
 ) -> None:
-    """Raise ValueError where a run's own task reads other files than the run, which saved `directory`.
+    """Raise ValueError if a run's own task reads other files than the run that saved `directory`.
 
-    They would have the name of the run's own results. The split test may be in any files.
+    Their results would have the name of the run's own. The split test may be in any files.
     """
     if split == 'test':
         return

@@ -1,7 +1,7 @@
 """`--mode=infer`: predict, score or encode a task's split or a file, or answer one text.
 
 Predictions and scores are JSON Lines in T5X's form. Examples are written in chunks, so a job that
-was killed goes on after the last complete one. Shard i of n takes every n-th example; the last shard
+was killed resumes after the last complete one. Shard i of n takes every n-th example; the last shard
 to end merges the results.
 
     infer.json                           the settings; results of others are refused
@@ -24,11 +24,11 @@ the other:
                     checkpoint that has one, as RankGen
         lengths     --pool=none alone: int32 [n], the number of tokens of each example
 
-FILE.COMPLETED, of a shard, a chunk or a file of encodings, has the size and checksum of FILE. Where
-the two differ, FILE is made anew.
+FILE.COMPLETED, of a shard, a chunk or a file of encodings, has the size and checksum of FILE. If
+the two differ, FILE is made again.
 
 Source: T5X t5x/infer.py. Differs from T5X: its .COMPLETED are empty, and lines that are cut or
-changed go into its results; here a whole number is written as one, not as 0.0.
+changed go into its results; here an integer is written as one, not as 0.0.
 """
 
 import contextlib
@@ -43,7 +43,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import google_crc32c
 import jax
 import numpy as np
 import safetensors.numpy
@@ -75,7 +74,7 @@ from run.lock import lock
 from vocabulary import Vocabulary
 
 SETTINGS = 'infer.json'
-# Whose encodings are in one file, which is made in memory: by --pool.
+# How many examples share a file of encodings, which is made in memory: by --pool.
 EXAMPLES_PER_FILE = {
     'none': 256,
     'mean': infer.EXAMPLES_PER_CHUNK,
@@ -88,7 +87,6 @@ Chunk = Sequence[tuple[int, Example]]  # examples with their numbers
 
 
 def main(config: ConfigDict | None, flags: FlagValues, signals: process.Signals) -> int:
-    """Infer what the flags ask for. Return the exit status."""
     part, num_parts = command_line.parse_shard(flags.shard)
     values = command_line.values_of_mode() | {'shard': part, 'num_shards': num_parts}
     signals.advice = process.SAME_COMMAND
@@ -107,15 +105,15 @@ class Request(NamedTuple):
     """What the flags ask for, beside the config."""
 
     checkpoint: str
-    step: str = ''  # of a run; its newest if not given
+    step: str = ''  # '' for the newest of a run
     output_dir: str = ''  # '' writes to standard output
     input: str = ''  # a file; '' takes the split of a task
-    text: str | None = None  # in place of both
+    text: str | None = None  # instead of both
     split: str = ''  # 'test' if not given
     score: bool = False
     encode: bool = False
-    pool: str = 'none'  # of encodings; 'mean' and 'first' for one vector of each example
-    fields: tuple[str, ...] = ()  # of the examples that lines have beside the texts; 'all' for all
+    pool: str = 'none'  # with `encode`; 'mean' and 'first' for one vector of each example
+    fields: tuple[str, ...] = ()  # to write beside the texts; 'all' for all
     output_ids: bool = False
     trim: bool = False
     shard: int = 1
@@ -127,9 +125,9 @@ class Part(NamedTuple):
 
     name: str
     spool: infer_input.Spool  # those of the shard
-    num_examples: int  # of all shards
+    num_examples: int  # all shards together
     messages: list[str]  # on examples that were cut or left out
-    digest: str  # of what is predicted and written
+    digest: str  # a hash of what is predicted and written
 
 
 class Job(NamedTuple):
@@ -137,7 +135,7 @@ class Job(NamedTuple):
 
     request: Request
     config: ConfigDict
-    directory: paths.AnyPath  # of the checkpoint
+    directory: paths.AnyPath  # the checkpoint's
     model_config: T5Config
     vocabulary: Vocabulary
     decoding: Decoding
@@ -164,8 +162,8 @@ class Job(NamedTuple):
 def prepare(request: Request, config: ConfigDict | None, changes: Mapping) -> Job:
     """Check everything that can be checked before the parameters are read. Writes nothing.
 
-    `config` is that of --config. Without it, the settings of the run that saved the checkpoint
-    count, else the defaults, with `changes`, {'data.task': value}. Raises ValueError and OSError.
+    `config` is that of --config. Without it, use the settings of the run that saved the checkpoint,
+    else the defaults, with `changes`, {'data.task': value}. Raises ValueError and OSError.
     """
     check_request(request)
     is_prompt = asks_for_prompt(request, changes)
@@ -176,12 +174,12 @@ def prepare(request: Request, config: ConfigDict | None, changes: Mapping) -> Jo
     else:
         opened = formats.open.open_model(path, None, request.step, part)
         config = settings_of(opened.directory, changes)
-        if request.input:  # those of a run are said of its own files
+        if request.input:  # the run's describe its own files
             config.data.kind = changes.get('data.kind', '')
             config.data.delimiter = changes.get('data.delimiter', '')
         if changes_model(opened.directory, changes):
             if 'model.module' not in changes:
-                config.model.module = opened.config.module  # where its file is now
+                config.model.module = opened.config.module  # the current path of its file
             model_config = own_model.load(config.model)
             opened = formats.open.open_model(opened.directory, model_config, '', part)
     check.check(config)
@@ -415,17 +413,19 @@ def print_now(lines: Iterator[str]) -> None:
 
 def load(job: Job) -> infer.T5:
     """Read the parameters of the checkpoint."""
-    mesh = partition.make_mesh(**job.config.mesh)
-    part = MODEL_PART[job.request.encode]
-    dtype = job.config.restore.dtype
     with process.returning_large_blocks():
-        t5 = infer.load(job.directory, config=job.model_config, mesh=mesh, dtype=dtype, part=part)
+        t5 = infer.load(
+            job.directory,
+            config=job.model_config,
+            mesh=partition.make_mesh(**job.config.mesh),
+            dtype=job.config.restore.dtype,
+            part=MODEL_PART[job.request.encode],
+        )
     t5.vocabulary = job.vocabulary
     return t5
 
 
 def chunks(spool: infer_input.Spool, size: int) -> Iterator[Chunk]:
-    """Yield lists of `size` examples, each with its number."""
     examples = iter(spool)
     while chunk := list(itertools.islice(examples, size)):
         yield chunk
@@ -433,12 +433,11 @@ def chunks(spool: infer_input.Spool, size: int) -> Iterator[Chunk]:
 
 def progress_bar(part: Part) -> tqdm.tqdm:
     """Return a bar on stderr for the examples of a shard."""
-    mininterval = 1.0 if sys.stderr.isatty() else 30.0
     return tqdm.tqdm(
         total=len(part.spool),
         unit=' examples',
         desc=part.name,
-        mininterval=mininterval,
+        mininterval=1.0 if sys.stderr.isatty() else 30.0,
         disable=jax.process_index() > 0,
     )
 
@@ -542,7 +541,7 @@ class Output:
         self.file = self.shards[request.shard - 1]
         self.settings = digest_of(json.dumps(settings_as_json(job), sort_keys=True).encode())
         self.chunks = folder / self.file.name.replace(self.merged.name, f'tmp-{task}', 1)
-        self.encodings = {}  # of all shards, {file: number of the shard}
+        self.encodings = {}  # {file: number of its shard}
         if request.encode:
             shard_of_file = []
             for shard in range(1, request.num_shards + 1):
@@ -608,30 +607,21 @@ class Output:
                     self.complete(file)
 
     def complete(self, file: Path) -> None:
-        """Mark a file as complete."""
         paths.replace_file(mark_of(file), json.dumps(self.summary(file)).encode())
 
     def summary(self, file: Path) -> dict:
         """Return what marks a file as complete: whose it is, its size and checksum."""
-        checksum = google_crc32c.Checksum()
-        summary: dict = {'file': file.name, 'settings': self.settings}
-        summary |= {'lines': 0, 'bytes': 0}
-        with file.open('rb') as lines:
-            for line in lines:
-                checksum.update(line)
-                summary['lines'] += 1
-                summary['bytes'] += len(line)
-        return summary | {'crc32c': int.from_bytes(checksum.digest())}
+        found = checkpoint.checksum(file)
+        return {'file': file.name, 'settings': self.settings, **found._asdict()}
 
     def is_unchanged(self, file: Path) -> bool:
-        """Return whether a file is what was marked as complete."""
         try:
             return json.loads(mark_of(file).read_bytes()) == self.summary(file)
         except (FileNotFoundError, ValueError, RecursionError):
             return False
 
     def is_complete(self, file: Path) -> bool:
-        """Return whether a file is complete. Say so where it was and has changed.
+        """Return whether a file is complete. Report one that was and has changed.
 
         The first process, which writes, decides for all.
         """
@@ -639,7 +629,7 @@ class Output:
         if jax.process_index() == 0 and mark_of(file).exists():
             found = self.is_unchanged(file)
             if not found:
-                text = f'{file} has changed or is gone since it was completed: it is made anew.'
+                text = f'{file} has changed or is gone since it was completed: it is made again.'
                 tqdm.tqdm.write(text, file=sys.stderr)
         return bool(partition.from_first_process(np.array(found)))
 
@@ -656,7 +646,7 @@ class Output:
         for shard, file in enumerate(self.shards, start=1):
             if not self.is_unchanged(file):
                 raise ValueError(
-                    f'{file} has changed or is gone since it was completed: make it anew, with the same '
+                    f'{file} has changed or is gone since it was completed: make it again, with the same '
                     f'command and --shard={shard}/{num_shards}'
                 )
         with contextlib.ExitStack() as stack:
@@ -703,7 +693,7 @@ def settings_as_json(job: Job) -> dict:
     if job.model_config.options is not None:
         model_settings['options'] = own_options.as_dict(job.model_config.options)
     manifest = ''
-    if paths.is_file(job.directory / checkpoint.MANIFEST):  # of a checkpoint of ours
+    if paths.is_file(job.directory / checkpoint.MANIFEST):  # a checkpoint of ours
         manifest = digest_of((job.directory / checkpoint.MANIFEST).read_bytes())
     decode_settings = job.config.decode.to_dict()
     if job.config.decode.module:

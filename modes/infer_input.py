@@ -120,13 +120,13 @@ class FileExamples:
         self.title = path
         self.delimiter = tables.delimiter_of(config)
         self.kind = config.kind or files.kind_of(path)
-        if path == STANDARD_INPUT and self.kind == 'parquet':
-            raise ValueError(
-                "--input=- with data.kind='parquet': Parquet is not read from a pipe: name a file"
-            )
         if path == STANDARD_INPUT:
             self.title = 'standard input'
             self.name = 'stdin'
+            if self.kind == 'parquet':
+                raise ValueError(
+                    "--input=- with data.kind='parquet': Parquet is not read from a pipe: name a file"
+                )
             if sys.stdin is None:
                 raise ValueError('--input=-: standard input is closed: name a file')
             standard_input: Any = sys.stdin.buffer
@@ -143,7 +143,7 @@ class FileExamples:
         tables.check_delimiter(config, {self.kind: self.title})
         self.kind = tables.kind_with_delimiter(self.kind, self.delimiter)
         self.unit = 'row' if self.kind == 'parquet' else 'line'
-        self.text_field = 'inputs'  # of a line of text
+        self.text_field = 'inputs'  # the field of a line of text
         if config.inputs and self.kind != 'jsonl':
             self.text_field = config.text_field
         targets = config.targets or '{targets}'
@@ -162,7 +162,7 @@ class FileExamples:
                 f"--score needs targets: {self.title} is text: write JSON Lines with 'inputs' and 'targets'"
             )
         self.fields = fields
-        self.header: list[str] = []  # of a table
+        self.header: list[str] = []  # a table's
         self.has_warned = False
         self.needs_targets = needs_targets
         self.trim = trim
@@ -173,7 +173,7 @@ class FileExamples:
         lines: Iterator[tuple[int, str | dict]] = self.lines()
         if self.kind == 'parquet':
             lines = self.parquet_rows()
-        # What is typed or piped is answered when it comes.
+        # Typed or piped lines are answered as they come.
         num_at_once = 1 if self.path == STANDARD_INPUT else RECORDS_AT_ONCE
         while group := list(itertools.islice(lines, num_at_once)):
             yield from self.items(group)
@@ -219,7 +219,6 @@ class FileExamples:
             raise ValueError(f'{self.title}: {error}') from None
 
     def items(self, lines: Sequence[tuple[int, str | dict]]) -> Iterator[Example]:
-        """Yield the examples of some lines."""
         fields = []
         texts = []
         for number, line in lines:
@@ -298,7 +297,6 @@ class FileExamples:
 
 
 def too_long(title: str, num_tokens: int, name: str, length: int) -> ValueError:
-    """Return the error that a text has more tokens than its row."""
     return ValueError(
         f'{title} have {num_tokens} tokens, EOS included, more than data.lengths.{name}={length}: shorten them, '
         f'cut them with --trim, or set --config.data.lengths.{name}={num_tokens}'
@@ -320,7 +318,7 @@ def encode_text(
 
 
 def numbered_lines(path: str, title: str, kind: str) -> Iterator[tuple[int, str]]:
-    """Yield (number, line) of a file, which may be gzipped. Raises ValueError for what is no text.
+    """Yield (number, line) of a file, which may be gzipped. Raises ValueError if it is not text.
 
     A row of CSV is one line, whatever newlines its quoted fields hold.
     """

@@ -1,4 +1,4 @@
-"""What a mode takes from the checkpoint that it is given: the settings of its run, and its vocabulary."""
+"""The settings and the vocabulary that a mode takes from a checkpoint."""
 
 import contextlib
 import re
@@ -14,7 +14,7 @@ from formats import own_model
 from formats.vocabulary import changed_id, check_tokens, named_vocabulary, own_vocabulary
 from vocabulary import Vocabulary
 
-# What a run takes from restore.path: sizes, and what only a checkpoint that is restored completely tells.
+# Settings that a run takes from restore.path; ONLY_STRICT from one that is restored completely.
 SIZES = ('vocab_size', 'emb_dim', 'num_heads', 'head_dim', 'mlp_dim', 'mlp_activations')
 ONLY_STRICT = (
     'num_encoder_layers',
@@ -23,7 +23,7 @@ ONLY_STRICT = (
     'relpos_bias_per_layer',
 )
 OF_VOCABULARY = ('vocab_size', 'logits_via_embedding')
-RUN_SETTINGS = ('model.', 'data.', 'decode.', 'infer_eval.')  # that a run's checkpoint is used with
+RUN_SETTINGS = ('model.', 'data.', 'decode.', 'infer_eval.')  # kept when a run's checkpoint is used
 
 
 def settings_of(directory: paths.AnyPath, changes: Mapping) -> ConfigDict:
@@ -67,7 +67,7 @@ def with_restored_sizes(
             found = own_model.as_settings(opened.config)
             if formats.open.is_encoder(opened.leaves):
                 taken = list(SIZES)
-            # What shapes do not tell is that of the config.
+            # The config decides about an activation that shapes do not tell.
             is_gated = len(found['mlp_activations']) > 1 and len(config.model.mlp_activations) > 1
             if is_gated and 'mlp_activations' in opened.note:
                 found['mlp_activations'] = config.model.mlp_activations
@@ -92,10 +92,7 @@ def with_restored_sizes(
 
 
 def changes_model(directory: paths.AnyPath, changes: Mapping) -> bool:
-    """Return whether `changes` has settings of the model.
-
-    Raises ValueError where the checkpoint or run has none that they could change.
-    """
+    """Return whether `changes` has settings of the model. Raises ValueError if the checkpoint has none."""
     changed = [key for key in changes if key.startswith('model.')]
     if changed and 'model' not in check.read_stored(directory):
         raise ValueError(
@@ -129,7 +126,7 @@ def vocabulary_of_checkpoint(directory: paths.AnyPath, config: ConfigDict) -> Vo
 
 
 def check_rows(vocabulary: Vocabulary, directory: paths.AnyPath, num_rows: int) -> None:
-    """Raise ValueError where a checkpoint has fewer rows of embeddings than a vocabulary has ids."""
+    """Raise ValueError if a checkpoint has fewer rows of embeddings than a vocabulary has ids."""
     if vocabulary.size > num_rows:
         raise ValueError(
             f'the vocabulary has {vocabulary.size:,} ids, and {directory} has {num_rows:,} rows for '

@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ import kernels
 import model
 import partition
 import train
+from configs.base import Value
 from modes import command_line, plan_decoding, process
 from modes.collectives import Collective, collectives_of, executed
 from modes.of_checkpoint import with_restored_sizes
@@ -34,7 +35,6 @@ Traffic = dict[tuple[str, tuple[str, ...]], float]  # {(kind, axes): bytes of a 
 
 
 def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int:
-    """Plan for the devices that the flags name. Return the exit status."""
     config, line = with_restored_sizes(config, command_line.changes())
     if line:
         Console().line(line)
@@ -44,11 +44,11 @@ def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int
     return 0
 
 
-def plan(config: Any, topology: str) -> Iterator[str]:
+def plan(config: ConfigDict, topology: str) -> Iterator[str]:
     """Return the lines of a plan, which compile when they are drawn.
 
     Raises ValueError for devices and settings that do not go together. Drawing the lines raises it
-    where a step does not fit: of --topology=all, on none of the slices.
+    if a step does not fit, or, with --topology=all, fits on none of the slices.
     """
     if topology == 'all':
         return table(config)
@@ -56,7 +56,7 @@ def plan(config: Any, topology: str) -> Iterator[str]:
     return lines_of(config, spec_of(config, topology, devices), devices)
 
 
-def spec_of(config: Any, topology: str, devices: list) -> train.StepSpec:
+def spec_of(config: ConfigDict, topology: str, devices: list) -> train.StepSpec:
     """Return the spec of a config on all the devices that --topology names."""
     spec = make_spec(config, devices=devices)
     if topology and spec.mesh.size < len(devices):
@@ -67,8 +67,7 @@ def spec_of(config: Any, topology: str, devices: list) -> train.StepSpec:
     return spec
 
 
-def lines_of(config: Any, spec: train.StepSpec, devices: list) -> Iterator[str]:
-    """Yield the lines of `plan`."""
+def lines_of(config: ConfigDict, spec: train.StepSpec, devices: list) -> Iterator[str]:
     mesh = spec.mesh
     kind = mesh.devices.flat[0].device_kind
     lengths = spec.feature_lengths
@@ -99,7 +98,8 @@ def lines_of(config: Any, spec: train.StepSpec, devices: list) -> Iterator[str]:
     yield (
         f'Fits: yes, in {num_microbatches} microbatch(es): {need:.2f} of {limit:.2f} GiB of {whose}'
     )
-    analysis: Any = step.memory_analysis()
+    analysis = step.memory_analysis()
+    assert analysis is not None
     shapes = spec.state_shapes
     parameters = memory.bytes_on_device(mesh, shapes.params, spec.state_specs.params)
     optimizer = memory.bytes_on_device(mesh, shapes.opt_state, spec.state_specs.opt_state)
@@ -155,7 +155,7 @@ def lines_of(config: Any, spec: train.StepSpec, devices: list) -> Iterator[str]:
         raise ValueError(f'{error}{smallest_change(config, spec, devices)}') from error
 
 
-def fit(config: Any, spec: train.StepSpec) -> tuple[jax.stages.Compiled, int]:
+def fit(config: ConfigDict, spec: train.StepSpec) -> tuple[jax.stages.Compiled, int]:
     """Return the step in as few microbatches as fit, and their number.
 
     Raises ValueError where none fits, as a run does.
@@ -167,7 +167,7 @@ def fit(config: Any, spec: train.StepSpec) -> tuple[jax.stages.Compiled, int]:
     return planned.step, planned.num_microbatches
 
 
-def smallest_change(config: Any, spec: train.StepSpec, devices: list) -> str:
+def smallest_change(config: ConfigDict, spec: train.StepSpec, devices: list) -> str:
     """Return the first of some changes of settings with which a step fits, which is compiled."""
     for changes in changes_to_try(config, spec.mesh):
         changed = config.copy_and_resolve_references()
@@ -185,9 +185,9 @@ def smallest_change(config: Any, spec: train.StepSpec, devices: list) -> str:
     return ''
 
 
-def changes_to_try(config: Any, mesh: Mesh) -> Iterator[dict[str, Any]]:
+def changes_to_try(config: ConfigDict, mesh: Mesh) -> Iterator[dict[str, Value]]:
     """Yield changes of settings that save memory, those that cost least first."""
-    changes: dict[str, Any] = {}
+    changes: dict[str, Value] = {}
     if config.train.num_microbatches != 'auto':
         changes = {'train.num_microbatches': 'auto'}
         yield changes
@@ -280,8 +280,8 @@ class Estimate(NamedTuple):
     step: float
     mfu: float
     computing: float
-    alone: float  # of collectives that nothing hides
-    beside: float  # of collectives that computing hides, as far as it lasts
+    alone: float  # collectives that nothing hides
+    beside: float  # collectives that computing hides, as far as it lasts
 
 
 def estimate(program: str, found: Sequence[Collective], flops: float, mesh: Mesh) -> Estimate:
@@ -317,10 +317,10 @@ def seconds_of(collective: Collective, mesh: Mesh, chip: Chip) -> float:
     return passes * collective.num_bytes * (1 - 1 / devices.size) / speed
 
 
-def table(config: Any) -> Iterator[str]:
+def table(config: ConfigDict) -> Iterator[str]:
     """Yield a line for each of SLICES: whether the train step fits there, and what it takes.
 
-    The last line to be drawn raises ValueError where it fits on none of them.
+    Drawing the last line raises ValueError if it fits on none of them.
     """
     yield (
         f'{"slice":10} {"mesh":>9} {"microbatches":>12} {"GiB of limit":>15} {"exchanged GB":>12} '

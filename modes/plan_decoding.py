@@ -19,9 +19,9 @@ from run.decoding import decoding_of
 class DecodingStep(NamedTuple):
     """What a step of decoding takes, in bytes."""
 
-    size: str  # of what is decoded at once
-    is_of_run: bool  # that computes task metrics: its training state is in memory, too
-    total: float  # of the memory of `limit`
+    size: str  # the rows and tokens decoded together
+    is_of_run: bool  # task metrics of a run, whose training state is in memory, too
+    total: float
     limit: float  # memory.memory_limit
     parameters: int  # on a device
     cache: int  # on a device
@@ -55,7 +55,7 @@ def lines_of(planned: DecodingStep, spec: train.StepSpec) -> Iterator[str]:
 
 
 def check_fits(planned: DecodingStep) -> None:
-    """Raise ValueError where a run that computes task metrics has no room for them."""
+    """Raise ValueError if a run that computes task metrics has no room for them."""
     if planned.is_of_run and not planned.fits:
         raise ValueError(
             f'decoding for infer_eval.every_steps needs {planned.total / memory.GIB:.1f} GiB of memory, and '

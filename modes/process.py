@@ -40,10 +40,9 @@ from typing import NoReturn, TextIO
 
 VARIABLE = 'GLIBC_TUNABLES'
 SETTING = 'glibc.malloc.hugetlb=1'
-FIRST_VERSION = 'glibc 2.35'  # that knows it
-# Of the kernel: always, madvise or never.
+FIRST_VERSION = 'glibc 2.35'  # earlier ones lack the setting
+# The kernel's policy: always, madvise or never.
 POLICY = Path('/sys/kernel/mm/transparent_hugepage/enabled')
-
 
 # After a signal, in modes that have parts of their work on the disk.
 SAME_COMMAND = 'the same command continues'
@@ -57,7 +56,7 @@ def begin() -> None:
     os.environ.setdefault('GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT', 'false')
     if isinstance(sys.stdout, io.TextIOWrapper):  # it may print names of files that are not UTF-8
         sys.stdout.reconfigure(errors='backslashreplace')
-    gc.disable()  # what is prepared stays: to search it for cycles takes a tenth of the time
+    gc.disable()  # prepared objects stay: searching them for cycles takes a tenth of the time
     show = threading.excepthook
 
     def show_unless_of_events(args: threading.ExceptHookArgs) -> None:
@@ -124,12 +123,12 @@ def returning_large_blocks() -> Iterator[None]:
     """
     # Only glibc has it; where it is missing nothing is set.
     mallopt = getattr(ctypes.CDLL(None), 'mallopt', lambda parameter, value: None)
-    trim_threshold = -1  # of malloc.h
+    trim_threshold = -1  # as in malloc.h
     mmap_threshold = -3
     mallopt(mmap_threshold, 2**20)
     try:
         yield
-    finally:  # what glibc arrives at by itself
+    finally:  # the values that glibc reaches by itself
         mallopt(mmap_threshold, 2**25)
         mallopt(trim_threshold, 2**26)
 
@@ -189,13 +188,13 @@ class Signals:
         threading.Thread(target=self.listen, daemon=True).start()
 
     def begin_work(self, can_wait: bool = False) -> None:
-        """Everything is prepared: from now on, errors are those of the work, and cycles are searched for."""
+        """End the preparation: from now on, errors are those of the work, and cycles are searched for."""
         self.is_preparing = False
         self.can_wait = can_wait
         gc.enable()
 
     def raise_interrupts(self) -> None:
-        """From now on, Ctrl-C raises KeyboardInterrupt in the main thread."""
+        """Let Ctrl-C raise KeyboardInterrupt in the main thread from now on."""
         self.raises_interrupts = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -303,7 +302,7 @@ def finish_streams() -> None:
 
 
 def print_lines(lines: Iterable[str], file: TextIO) -> None:
-    """Print lines as they are made. If that fails, make the others all the same, then raise OSError."""
+    """Print lines as they are made. If that fails, make the others too, then raise OSError."""
     fault = None
     for line in lines:
         if fault is None:

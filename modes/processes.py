@@ -60,9 +60,8 @@ def join(
     import jax
     from jax._src import distributed  # its key-value store has no public name
 
-    jax.config.update(
-        'jax_enable_preemption_service', False
-    )  # `process.Signals` listens to SIGTERM
+    # `process.Signals` listens to SIGTERM.
+    jax.config.update('jax_enable_preemption_service', False)
     # Otherwise JAX aborts all processes that miss one, without its name.
     jax.config.update('jax_enable_recoverability', True)
     seconds = 10 * heartbeat

@@ -35,18 +35,17 @@ from modes.chart import Curve, Point
 from run import results
 
 FILE = 'report.html'
-MOST_POINTS = 600  # of a curve
+MOST_POINTS = 600  # per curve
 MOST_FIGURES = 240
 MOST_RESULTS = 1000  # rows of the table
-MOST_EXAMPLES = 60  # of a task
-MOST_CHARACTERS = 1500  # of a text
+MOST_EXAMPLES = 60  # per task
+MOST_CHARACTERS = 1500  # per text
 MIN_SCALE = 1 / MOST_CHARACTERS
-MAX_RUNS = 8  # that colors tell apart
+MAX_RUNS = 8  # as many as there are colors
 HERE = Path(__file__).parent
 
 
 def main(config: None, flags: FlagValues, signals: process.Signals) -> int:
-    """Write the report that the flags ask for. Return the exit status."""
     file = write(flags.runs, flags.output_dir)
     signals.begin_work()
     process.print_lines([str(file)], sys.stdout)
@@ -76,12 +75,12 @@ VALIDATION_LOSS = Metric(
     'nats_per_text_token', 'Validation loss', 'nats per text token (dashed: unigram)'
 )
 BASELINE = 'unigram_nats_per_text_token'
-VALIDATION = 'training_eval/'  # what begins the name of an evaluation in metrics.jsonl
+VALIDATION = 'training_eval/'  # the prefix of an evaluation's name in metrics.jsonl
 SCORES = results.FOLDER  # the name of the task metrics beside them
 LOSS_SUFFIX = ', validation loss'
 MORE = 'More of training'  # the title of the figures that are shown on request
-LOADS = 'experts/load/'  # what begins the tags of the load of each expert of families/switch.py
-NO_CURVE = ('batch_crc32', 'data/', LOADS)  # what begins the tags that are no curves
+LOADS = 'experts/load/'  # the prefix of the load of each expert of families/switch.py
+NO_CURVE = ('batch_crc32', 'data/', LOADS)  # prefixes of tags without a curve
 
 
 class Run(NamedTuple):
@@ -89,7 +88,7 @@ class Run(NamedTuple):
 
     name: str  # without what the folders of all runs have in common
     folder: Path
-    metrics: Mapping[str, results.Scores]  # of metrics.jsonl: {'train': {tag: values}}; and SCORES
+    metrics: Mapping[str, results.Scores]  # {'train': {tag: values}}; and SCORES
     corpus: str  # in words
     settings: dict[str, Any]
     num_parameters: str
@@ -112,7 +111,7 @@ class Run(NamedTuple):
         speeds = self.values('train', 'timing/tokens_per_second').values()
         if speeds:
             speed = f'{statistics.median(speeds):,.0f}'
-        seconds = 0.0  # that the logged steps took, without evaluating and saving
+        seconds = 0.0  # the time of the logged steps, without evaluating and saving
         steps_per_second = self.values('train', 'timing/steps_per_second')
         for before, at in itertools.pairwise(steps_per_second):
             if steps_per_second[at] > 0:  # no run writes another one
@@ -126,7 +125,7 @@ class Run(NamedTuple):
 def write(names: Sequence[str], output_dir: str = '') -> Path:
     """Write the report of some runs to `output_dir`, else into the first run. Return its path.
 
-    Raises ValueError if one of them is no run.
+    Raises ValueError if one of them is not a run.
     """
     if not 1 <= len(names) <= MAX_RUNS:
         raise ValueError(
@@ -274,13 +273,11 @@ def all_figures(runs: Sequence[Run]) -> list[Figure]:
 
 
 def names_of_validations(runs: Sequence[Run]) -> list[str]:
-    """Return the names of the validation losses in metrics.jsonl of all runs."""
     names = {name for run in runs for name in run.metrics if name.startswith(VALIDATION)}
     return sorted(names)
 
 
 def tags_of(runs: Sequence[Run], name: str) -> set[str]:
-    """Return the tags that the runs have under a name."""
     return {tag for run in runs for tag in run.metrics.get(name, {})}
 
 
@@ -348,7 +345,7 @@ class Score(NamedTuple):
     """The values of a metric that the table of results has of a run."""
 
     best: float | None  # None where the run has no value
-    step: int  # of the best value
+    step: int  # where the best value is
     last: float | None
     is_bold: bool  # the best one of several runs
 
@@ -414,7 +411,7 @@ class Text(NamedTuple):
     title: str
     text: str
     css: str = ''
-    mark: str = ''  # of a prediction: 'same' as the target, or 'differs'
+    mark: str = ''  # 'same' or 'differs' for a prediction that equals the target, or does not
     is_score: bool = False
 
 
@@ -487,10 +484,10 @@ def sample(
                 if 'output' not in line:
                     found[key].append(Text(title, f'score {line["score"]:.5g}', css, is_score=True))
                     continue
-                mark = 'differs'
                 targets = [line['target']]
                 if isinstance(line['target'], list):
                     targets += line['target']
+                mark = 'differs'
                 if line['prediction'] in targets:
                     mark = 'same'
                 found[key].append(Text(title, cut(line['output'], most_characters), css, mark))

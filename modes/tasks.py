@@ -30,7 +30,6 @@ WIDTH = 100
 
 
 def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int:
-    """Print what the config names. Return the exit status."""
     process.end_with_reader()
     lines = describe(config.data, flags.split, flags.examples, flags.vocabulary)
     signals.begin_work()
@@ -83,7 +82,6 @@ def groups(module: str) -> dict[str, Sequence[Task | Mixture]]:
 
 
 def list_of(groups: Mapping[str, Sequence[Task | Mixture]]) -> Iterator[str]:
-    """Yield the lines of a list of all tasks and mixtures."""
     documents = filter(tasks.names.takes_documents, OBJECTIVES)
     yield from textwrap.wrap(
         f'On the documents of data.files: {", ".join(documents)}.', width=WIDTH

@@ -3,6 +3,8 @@
 tests/golden/seqio_t5 was made by running SeqIO b898b9f.
 """
 
+from types import SimpleNamespace
+
 import chex
 import numpy as np
 import pytest
@@ -26,9 +28,10 @@ def test_greedy_packing_is_seqios(case):
     examples = [trimmed(example, lengths) for example in case['examples']]
     limits = np.array(list(lengths.values()))
     rows = data.pack_greedily(sizes_of(examples, lengths), limits)
+    packed_examples = [[SimpleNamespace(**examples[i]) for i in row] for row in rows]
     found = []
     for name, length in lengths.items():
-        packed = data.fill([[examples[i][name] for i in row] for row in rows], length)
+        packed = data.fill(packed_examples, name, length)
         found.append((name, packed.ids))
         found.append((f'{name}_segment_ids', packed.segment_ids))
         found.append((f'{name}_positions', packed.positions))

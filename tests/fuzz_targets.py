@@ -349,7 +349,7 @@ def arguments_of(content: bytes) -> list[str]:
 
 def names_of_flags(file: Path, content: bytes) -> list[str]:
     """Return the names and values of which a message has to have one."""
-    names = ['get_config', 'data.', 'model.', 'train.', 'no such setting', 'command line flag']
+    names = ['get_config', 'data.', 'model.', 'train.', 'unknown setting', 'command line flag']
     for argument in arguments_of(content):
         name, _, value = argument.lstrip('-').removeprefix('config.').partition('=')
         for text in (name, name.rpartition('.')[2], value):

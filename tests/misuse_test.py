@@ -139,19 +139,19 @@ def tiny(*flags: str) -> Row:
 TOO_LONG = (
     'File name too long'
     if sys.version_info < (3, 14)
-    else f'{"x" * 300}.py: no such Python file: try --config='
+    else f'{"x" * 300}.py: not a Python file: try --config='
 )
 TABLES['configs'] = {
-    'missing': Row(['--config=mine.py'], 'mine.py: no such Python file: try --config=configs/tiny.py'),
-    'no suffix': Row(['--config=mine'], '--config=mine: no such Python file', {'mine.py': CONFIG}),
-    'empty name': Row(['--config='], 'no such Python file'),
+    'missing': Row(['--config=mine.py'], 'mine.py: not a Python file: try --config=configs/tiny.py'),
+    'no suffix': Row(['--config=mine'], '--config=mine: not a Python file', {'mine.py': CONFIG}),
+    'empty name': Row(['--config='], 'not a Python file'),
     'long name': Row([f'--config={"x" * 300}.py'], TOO_LONG),
     'NUL in a path': mine('data.files', CONFIG + '    config.data.files = "a\\0b.txt"\n' + END),
     'not UTF-8': mine('mine.py, line 1: ', '\udcff\udcfe'),
     'no config': Row(['--workdir=x'], '--config is missing'),
-    'folder': Row(['--config={dir}'], 'no such Python file'),
-    'readme': Row(['--config={root}/README.md'], 'no such Python file'),
-    'home': Row(['--config=~/nothing.py'], 'nothing.py: no such Python file'),
+    'folder': Row(['--config={dir}'], 'not a Python file'),
+    'readme': Row(['--config={root}/README.md'], 'not a Python file'),
+    'home': Row(['--config=~/nothing.py'], 'nothing.py: not a Python file'),
     'typo': mine('mine.py, line 5: AttributeError', CONFIG + '    config.train.stepz = 3\n' + END),
     'wrong type': mine('mine.py, line 5: TypeError', CONFIG + '    config.train.steps = "many"\n' + END),
     'syntax': mine('mine.py, line 2: ', 'import os\ndef get_config(:\n'),
@@ -209,7 +209,7 @@ TABLES['flags'] = {
     'heartbeat': Row([TINY, '--heartbeat=0'], '--heartbeat=0'),
     'heartbeat of a report': Row(['--mode=report', '--runs=x', '--heartbeat=9'], '--heartbeat is not for --mode=report'),
     'two configs': Row([TINY, TINY, '--config.seed=1'], '--config is given 2 times'),
-    'word': Row([TINY, 'train'], "'train' is no flag"),
+    'word': Row([TINY, 'train'], "'train' is not a flag"),
     'mode': Row([TINY, '--mode=trian'], '--mode=trian'),
     'format': Row(['--mode=convert', '--from=x', '--to=y', '--format=bin'], '<t5x|hf|peft>'),
     'from without convert': Row([TINY, '--from=x'], '--from is not for --mode=train'),
@@ -285,7 +285,7 @@ def option(message: str, *flags: str, own: str = OWN) -> Row:
 TABLES['options'] = {
     'out of range': option('model.options.num=9: must be at least 1 and at most 8', '--config.model.options.num=9'),
     'typo': option("model.options.nun='3' is unknown: {dir}/own.py has num, kind: remove it", '--config.model.options.nun=3'),
-    'typo in the group': option("no such setting: 'optoins'", '--config.model.optoins.num=3'),
+    'typo in the group': option("unknown setting: 'optoins'", '--config.model.optoins.num=3'),
     'negative, as a word': option('model.options.num=-1: must be at least 1', '--config.model.options.num', '-1'),
     'another type': option('model.options.num=2.5: must be a whole number, such as 2', '-config.model.options.num=2.5'),
     'no number': option("model.options.num='two': must be a whole number, such as 2", '--config.model.options.num', 'two'),
@@ -302,7 +302,7 @@ TABLES['options'] = {
     'no module': Row([TINY, '--config.model.options.num=3'], "model.options.num='3' is a setting of an own model: set model.module"),
     'no class': option('own.py has no options', '--config.model.options.num=3', own='def modules(default):\n    return default\n'),
     'not frozen': option('own.py: Options=', own=OWN.replace('(frozen=True)', '')),
-    'no default': option('own.py: the option num has no default', own=OWN.replace("int = dataclasses.field(default=2, metadata={'range': (1, 8)})", 'int')),
+    'no default': option('own.py: the option num must have a default', own=OWN.replace("int = dataclasses.field(default=2, metadata={'range': (1, 8)})", 'int')),
     'in a config': mine('model.options.num=9: must be', CONFIG + '    config.model.module = "own.py"\n    config.model.options.num = 9\n' + END, own=OWN),
     'in a config, a typo': mine('model.options.nun=3 is unknown', CONFIG + '    config.model.module = "own.py"\n    config.model.options.nun = 3\n' + END, own=OWN),
     'in a config, of another type': mine('must be a whole number', CONFIG + '    config.model.module = "own.py"\n    config.model.options = {"num": [3]}\n' + END, own=OWN),

@@ -132,7 +132,7 @@ def test_stacked_layers_of_umt5(tmp_path, inline, monkeypatch):
 def test_a_step_that_is_none(tmp_path, step):
     directory = tmp_path / 'checkpoint_1'
     write_inline(directory, {'state/step': step})
-    with pytest.raises(ValueError, match=f'{directory} has state/step .*, which is no int32'):
+    with pytest.raises(ValueError, match=f'{directory} has state/step .*, not an int32'):
         formats.open.open_checkpoint(directory)
 
 
@@ -318,8 +318,8 @@ def places(tmp_path_factory):
         ('peft', 'merge_and_unload'),
         ('trainer', 'holds 2 checkpoints of a Trainer: name one, the newest is'),
         ('trainer', 'trainer/checkpoint-1500'),
-        ('q8.gguf', 'q8.gguf is GGUF'),
-        ('wan.pth', 'wan.pth is a pickle'),
+        ('q8.gguf', 'q8.gguf is not read: GGUF'),
+        ('wan.pth', 'wan.pth is not read: a pickle'),
         *((f'hf/{name}', 'name its folder, ') for name in ('model.safetensors', 'config.json')),
         ('t5x/checkpoint_6/target.token_embedder.embedding', 'which holds .zarray, 0.0'),
         ('t5x/checkpoint_6/README', 'README/checkpoint is missing'),

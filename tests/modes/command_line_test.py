@@ -123,7 +123,7 @@ def test_help_lists_options(command_line, folder, words):
 
 @pytest.mark.parametrize('word, message', [
     ('--config.model.module=gone.py', "main.py: model.module='gone.py': "),
-    ('--config=gone.py', 'main.py: --config=gone.py: no such Python file'),
+    ('--config=gone.py', 'main.py: --config=gone.py: not a Python file'),
 ])  # fmt: skip
 def test_help_of_what_is_not_there(command_line, folder, word, message):
     result = command_line('--help', word, cwd=folder)

@@ -1014,7 +1014,7 @@ MODEL = f'--checkpoint={T5X}'
 TRAIN = ['--config=configs/tiny.py', '--workdir={folder}/run']
 TRAIN += ['--config.restore.path={encoder}', '--config.data.files={folder}/a.txt']
 FLAGS = [
-    (['--mode=infer', '--config.decode.beams=2'], 'no such setting: '),
+    (['--mode=infer', '--config.decode.beams=2'], 'unknown setting: '),
     (['--mode=infer', MODEL, '--shard=3/2'], '--shard=3/2'),
     (['--mode=infer', MODEL, '--encode', '--pool=max'], '<none|mean|first>'),
     (['--mode=evaluate', MODEL, '--pool=mean'], '--pool is not for --mode=evaluate'),
