@@ -22,10 +22,7 @@ SECONDS_BETWEEN_TRIES = 0.1
 
 
 def lock(file: paths.AnyPath, title: str, remedy: str, is_first: bool = True) -> 'Lock':
-    """Lock `file` until the returned lock is closed or this process ends. Only the first process does.
-
-    Raises ValueError, which names the process that holds the lock.
-    """
+    """Lock `file`, in the first process only, until the lock is closed. Raises ValueError that names the holder."""
     if not is_first:
         return Lock()
     try:

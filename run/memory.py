@@ -143,10 +143,7 @@ def step_bytes(step: jax.stages.Compiled, mesh: Mesh, state_bytes: int) -> float
 
 
 def memory_limit(mesh: Mesh) -> float:
-    """Return the bytes that a step may take: of one device or, on a CPU, of the machine.
-
-    With several processes the smallest limit counts, so that all decide the same.
-    """
+    """Return the bytes that a step may take, of a device or a CPU's machine: the least of all processes."""
     limits: list[float] = [math.inf]
     if kernels.is_on_cpu(mesh.abstract_mesh):
         limits.append(os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE'))

@@ -105,10 +105,7 @@ class Work(NamedTuple):
 
 
 class Workers:
-    """Processes that make the batches of a stream, each some of its rows.
-
-    They read the data that `config.data` names, so the stream has to be one of that.
-    """
+    """Processes that make the batches of a stream, each some of its rows, from what config.data names."""
 
     def __init__(self, stream: Stream, num_workers: int):
         self.stream = stream

@@ -184,10 +184,7 @@ class Results:
         self.folder = folder / FOLDER
 
     def settings_of(self, name: str, step: int) -> str | None:
-        """Return the settings that the results of a task at a step depend on; None without results.
-
-        A line that was edited, or that a killed process left without its settings, counts as none.
-        """
+        """Return the settings of a task's results at a step; None without results, or if their line was changed."""
         entry = self.entries(name).get(str(step))
         for line in self.lines(name):
             if line['step'] == step and isinstance(entry, dict):

@@ -366,10 +366,7 @@ def takes_scores(metric_fn: MetricFn) -> bool:
 def score(
     t5: infer.T5, examples: Sequence[Example], batch_size: int, progress: Callable[[int], None]
 ) -> list[float]:
-    """Return the log-likelihood of the targets of each example, in nats.
-
-    Examples that follow each other with the same inputs are the choices of one input.
-    """
+    """Return the targets' log-likelihoods in nats. Neighbours with the same inputs are choices of one input."""
     choices = []
     for _, group in itertools.groupby(examples, key=lambda example: example.inputs.tobytes()):
         same_inputs = list(group)
@@ -423,10 +420,7 @@ def write_results(
     found: TaskResults,
     report: Callable[[str], object],
 ) -> bool:
-    """Write the results of a task at a step of the run in `folder`, in the first process.
-
-    Return whether they are written; if there are results of other files or settings, report that these stay.
-    """
+    """Write a task's results in the first process, or report that there are others. Return whether it wrote."""
     if jax.process_index() > 0:
         return False
     kept = results.Results(folder)

@@ -336,10 +336,7 @@ class BadLines:
     def record(
         self, path: str, position: int, read: Callable, *arguments, num_lines: int = 1
     ) -> Record | None:
-        """Return the record whose fields `read` returns; None for a bad one that is skipped.
-
-        `read` returns None for a blank one, and raises ValueError for a bad one.
-        """
+        """Return the record of the fields that `read` returns; None for a blank line, None, or a bad one, ValueError."""
         self.num_read += num_lines
         try:
             fields = read(*arguments)

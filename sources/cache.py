@@ -162,10 +162,7 @@ def read_json(file: paths.AnyPath) -> dict:
 
 
 def read_example(path: str | Path, offset: int, split: Split, checksum: int | None = None) -> dict:
-    """Return the example at `offset` of a file of a split.
-
-    Raises ValueError for a damaged one, and for one of another file, whose ids have another `checksum`.
-    """
+    """Return the example at `offset`. Raises ValueError if it is damaged or its ids have another `checksum`."""
     with open(path, 'rb', buffering=0) as file:
         file.seek(offset)
         example = decode(read_record(file, path) or b'', split)

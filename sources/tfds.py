@@ -54,10 +54,7 @@ class Run(NamedTuple):
 
 
 def find(root: paths.AnyPath, name: str) -> paths.AnyPath:
-    """Return the folder of a data set NAME[/CONFIG][:VERSION], by default of its newest version.
-
-    Raises ValueError for a data set that is not there or not complete.
-    """
+    """Return the folder of a data set NAME[/CONFIG][:VERSION], by default the newest. Raises ValueError."""
     path, _, version = name.partition(':')
     versions = versions_of(root / path)
     if versions and not version:

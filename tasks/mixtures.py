@@ -139,10 +139,7 @@ class Task:
         return OwnObjective(self.objective, self.name, config, vocabulary)
 
     def preprocess(self, records: Iterable[Fields]) -> Iterator[Example]:
-        """Yield the examples of records, {'inputs': text, 'targets': text, ...}.
-
-        Raises UserError where `preprocess_fn` fails or gives an example without text.
-        """
+        """Yield the examples of records, {'inputs': text, 'targets': text, ...}. Raises UserError."""
         for fields in records:
             if self.preprocess_fn is not None:
                 with user_code.running(self.preprocess_fn, self.name):
@@ -163,10 +160,7 @@ class Task:
     def postprocess(
         self, text: str, example: Fields | None = None, is_target: bool = False
     ) -> object:
-        """Return what the metrics compare, of targets or of a text that the model predicts.
-
-        Raises UserError where `postprocess_fn` fails.
-        """
+        """Return what the metrics compare, of targets or of a predicted text. Raises UserError."""
         if self.postprocess_fn is None:
             if self.references and is_target:
                 return (example or {}).get('references', [text])
@@ -177,10 +171,7 @@ class Task:
     def metric(
         self, metric_fn: MetricFn, targets: Sequence[object], outputs: Sequence[object]
     ) -> dict[str, float]:
-        """Return the values of one of `metric_fns`. `outputs`: predictions or scores.
-
-        Raises UserError where it fails or gives no numbers; nan is one.
-        """
+        """Return the values, nan included, of one of `metric_fns` for predictions or scores. Raises UserError."""
         with user_code.running(metric_fn, self.name):
             given = metric_fn(targets, outputs)
             pairs = given.items() if isinstance(given, Mapping) else [('', given)]

@@ -456,10 +456,7 @@ def natural_questions_nocontext(fields: Fields) -> list[Example]:
 
 
 def mask_salient_spans(fields: Fields) -> list[Example]:
-    """Return an example for each salient span of a sentence: '_X_' in its place, and the span.
-
-    `start` and `limit` of a span count bytes.
-    """
+    """Return an example for each salient span, from byte `start` to `limit`: '_X_' in its place, and the span."""
     sentence = text_of(fields['text']).encode()
     examples = []
     for start, limit in zip(fields['spans']['start'], fields['spans']['limit'], strict=True):
