@@ -7,11 +7,11 @@ The state is a TrainState of T5 1.1 with Adafactor, float32: 1GB is the shape of
 with 31 layers in encoder and decoder. The contenders take turns, each in a new process on one CPU device:
 
     ours            checkpoint.Saver as train.py calls it, and prepare.py restores; `with checksums`
-                    first compares every file with its checksum, as a run does that goes on
+                    first compares every file with its checksum, as a run does that resumes
     orbax           CheckpointManager with its default options, StandardSave and StandardRestore
     plain           a file per array from as many threads as ours has, each synced, then their folder
 
-Where main.py starts anew with huge pages (modes/process.py), so do all of them.
+Where main.py restarts itself with huge pages (modes/process.py), so do all of them.
 
 Saving: each process saves four times, and the first one is not counted. `copy` is one in-memory copy of
 the state by that many threads, and `call` the time until save returns: the fastest of three each, since a
@@ -73,9 +73,9 @@ SIZES = {
     '1GB': ('base', {}),
     '4GB': ('large', dict(num_encoder_layers=31, num_decoder_layers=31)),
 }
-NUM_SAVES = 3  # that are measured, after a first one; an odd number
+NUM_SAVES = 3  # measured, after a first one; an odd number
 NUM_UPDATES = 3 * NUM_SAVES  # before the last of them, which is the one to restore
-BLOCK_BYTES = 2**24  # of the disk's own speed
+BLOCK_BYTES = 2**24  # to measure the disk's own speed
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list('sizes', ['1GB', '4GB'], f'Some of {", ".join(SIZES)}.')
@@ -106,7 +106,7 @@ class Contender(Protocol):
 class Saved(NamedTuple):
     """The seconds of a save of one process."""
 
-    copy: float  # of the state, in memory
+    copy: float  # until the state is copied in memory
     call: float  # until save returned
     next_step: float  # by which an update took longer after the call than before it
     finished: float  # from the call until wait returned

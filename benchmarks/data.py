@@ -84,9 +84,9 @@ Batch = Mapping[str, np.ndarray]
 class Measurement(NamedTuple):
     """What one contender did in one round."""
 
-    num_tokens: int  # of the corpus
+    num_tokens: int  # in the corpus
     seconds: float
-    cpu_seconds: float  # of this process and its workers
+    cpu_seconds: float  # this process and its workers
     first_seconds: float = 0.0  # until the first batch
     inputs_padding: float = 0.0  # share of the positions
     targets_padding: float = 0.0

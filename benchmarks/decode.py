@@ -54,7 +54,7 @@ INPUT_LENGTH = 128
 OUTPUT_LENGTH = 64
 VOCAB_SIZE = 32128
 EOS_ID = 1
-CONFIG = {  # of transformers
+CONFIG = {  # as transformers names it
     'vocab_size': VOCAB_SIZE,
     'd_model': 512,
     'd_kv': 64,
@@ -76,16 +76,16 @@ Generate = Callable[[np.ndarray, int], list[list[int]]]
 class Measurement(NamedTuple):
     """What one contender did in one round."""
 
-    seconds: list[float]  # of each call
+    seconds: list[float]  # per call
     answers: list[list[int]]
 
 
 class Limits(NamedTuple):
     """What bounds our rate."""
 
-    first_seconds: dict[int, float]  # beams -> of a call for one token
-    weights_bytes: int  # that a step reads
-    bytes_per_second: float  # of reading memory with all cores
+    first_seconds: dict[int, float]  # {beams: seconds of a call for one token}
+    weights_bytes: int  # read by a step
+    bytes_per_second: float  # when all cores read memory
 
 
 def main(argv: list[str]) -> None:

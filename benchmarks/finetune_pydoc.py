@@ -39,9 +39,9 @@ flags.DEFINE_integer('seeds', 3, 'Seeds of fine-tuning.')
 
 TASK = 'pydoc_summary'
 LOSS = 'nats_per_text_token'
-NUM_WORDS = 8  # of the input, as an answer
-NUM_SUMMARIES = 300  # that the constant answer is chosen on
-NUM_FREQUENT_WORDS = 40  # that it may have
+NUM_WORDS = 8  # the answer that is the beginning of the input
+NUM_SUMMARIES = 300  # the constant answer is chosen on these
+NUM_FREQUENT_WORDS = 40  # its words are among these
 
 
 def main(argv: list[str]) -> None:

@@ -56,7 +56,7 @@ NUM_SHARDS = 4  # .data files of a Mesh-TF checkpoint
 
 class Measurement(NamedTuple):
     seconds: float
-    peak_bytes: int  # of the process
+    peak_bytes: int  # the process's
 
 
 def main(argv: list[str]) -> None:

@@ -19,7 +19,7 @@ Each point runs in a new process on one CPU device: the step is compiled, two st
 compiled step as --mode=plan counts them (run/memory.py), state included; the largest memory of the process;
 and the seconds of compiling. Then the exponents of each axis: the slopes of the logarithms
 over the last two doublings, for local and global over all. Draws all of it to FILE. Where main.py
-starts anew with huge pages, so does this program.
+restarts itself with huge pages, so does this program.
 
 The goal: no exponent above 1.05, or 1.1 of local, but those of length and global, which are at most 2: the
 weights of attention have queries times keys, and 16 inputs more are a key more of each. What does not grow,
@@ -91,9 +91,9 @@ class Point(NamedTuple):
     """What is measured for one value of an axis."""
 
     value: int
-    seconds: list[float]  # of each step
+    seconds: list[float]  # per step
     step_bytes: float  # as compiled
-    peak_bytes: int  # of the process
+    peak_bytes: int  # the process's
     compile_seconds: float
 
 

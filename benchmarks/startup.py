@@ -97,7 +97,7 @@ def seconds_to_first_step(folder: str, name: str, dtype: str, vocabulary: str) -
 def run(program: str, *arguments: str, cache: str = '') -> subprocess.CompletedProcess[str]:
     """Run a program of Python in the folder of main.py; `cache`: of compiled programs."""
     environment = os.environ | {'JAX_PLATFORMS': 'cpu'}
-    environment.pop('PYTHONDONTWRITEBYTECODE', None)  # which compiles our files in each start
+    environment.pop('PYTHONDONTWRITEBYTECODE', None)  # else each start compiles our files
     if cache:
         environment['XDG_CACHE_HOME'] = cache
     return subprocess.run(
@@ -119,7 +119,7 @@ def required(name: str, found: set[str]) -> set[str]:
             continue
         try:
             metadata.distribution(other[0])
-        except metadata.PackageNotFoundError:  # of another Python or system
+        except metadata.PackageNotFoundError:  # for another Python or system
             continue
         found.add(other[0])
         required(other[0], found)

@@ -25,7 +25,7 @@ until it fits into memory; where the first one fits, name a larger --batch_size.
 The sizes long_local and long_global are LongT5 as wide and deep as small, with 4,096 inputs and 910
 targets, beside transformers' LongT5; give them --batch_size=1 on a CPU.
 
-Where main.py starts anew with huge pages (modes/process.py), so does this program, and rivals are
+Where main.py restarts itself with huge pages (modes/process.py), so does this program, and rivals are
 measured without and with them. Without transformers and torch they are left out. A GPU needs torch
 with CUDA and pip install -e '.[cuda]'; JAX is given 95 % of its memory, unless
 XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
@@ -99,7 +99,7 @@ GPU_WORKERS = 4  # processes that make our batches
 # {JAX's kind of device: FLOPs per second in bfloat16, without sparsity}, as NVIDIA publishes them.
 PEAKS = {'NVIDIA H100 80GB HBM3': 989e12, 'NVIDIA H200': 989e12}
 T5X_NETWORK = 't5x/examples/t5/network.py'
-PRODUCT_SIZES = {'cpu': 2048, 'gpu': 8192}  # of the square matrices that are multiplied
+PRODUCT_SIZES = {'cpu': 2048, 'gpu': 8192}  # the square matrices to multiply
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum('device', 'cpu', ['cpu', 'gpu'], 'Where to train.')
@@ -144,13 +144,13 @@ class Measurement(NamedTuple):
     """What one contender did in one round."""
 
     batch_size: int
-    seconds: float  # of a step
+    seconds: float  # per step
     num_parameters: int
     peak_bytes: int
-    device_kind: str = ''  # of JAX; this and what follows is measured beside ours alone
+    device_kind: str = ''  # JAX's name; this and the fields below are measured beside ours alone
     data_wait: float = 0.0  # share of the time
     product_flops: float = 0.0  # per second, of a large matrix product
-    own_products_seconds: float = 0.0  # of the products of a step, each alone; 0 on a GPU
+    own_products_seconds: float = 0.0  # a step's products, each alone; 0 on a GPU
 
 
 Measure = Callable[[Job], Measurement]
@@ -245,7 +245,7 @@ def take_turns(
 
 def measure_or_none(measure: Measure, job: Job) -> Measurement | None:
     """Return the measurement, or None where memory does not suffice."""
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is not of the table
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keep what libraries print out of the table
     try:
         return measure(job)
     except MemoryError:
@@ -295,7 +295,7 @@ def print_cells(cells: Iterable[str]) -> None:
 def print_lines(found: Mapping[str, Sequence[Measurement]], job: Job) -> str:
     """Print the lines of a size and dtype. Return one that says what limits ours."""
     spec = make_spec(config_of(job), devices=jax.devices()[:1])
-    flops = plan.flops_of_step(spec)[0] / spec.batch_size  # of a sequence
+    flops = plan.flops_of_step(spec)[0] / spec.batch_size  # per sequence
     num_tokens = sum(config_of(job).data.lengths.values())
     product_flops = max((x.product_flops for x in found['ours']), default=np.nan)
     peak = product_flops

@@ -114,13 +114,13 @@ def settings() -> ConfigDict:
     config.model.float32_attention_logits = False
     # True gives each layer its own relative position bias (umT5).
     config.model.relpos_bias_per_layer = False
-    # What the backward pass computes again to save memory: none; dots, all but the products with
+    # Recomputation in the backward pass, to save memory: none; dots, all but the products with
     # parameters and the sums over devices; or full, each layer.
     config.model.remat = Setting('none', choices=('none', 'dots', 'full'))
     # True compiles one layer of the encoder and one of the decoder for all of them, which takes less
     # time and memory for large models.
     config.model.scan_layers = False
-    # Rank of LoRA's adapters, which are trained in place of the kernels of restore.path; 0 for none.
+    # Rank of LoRA's adapters, which are trained instead of the kernels of restore.path; 0 for none.
     # A checkpoint then holds them alone. With Adafactor set optimizer.multiply_by_parameter_scale=False,
     # because adapters begin at 0, or use adamw.
     config.model.lora_rank = Setting(0, Range(0, 2**20))
@@ -141,7 +141,7 @@ def settings() -> ConfigDict:
     # Where examples come from.
     config.data = ConfigDict()
     # The task or mixture: one that --mode=tasks lists, one of data.module, or a task cache. A task of
-    # T5 reads its TFDS data set, or the records that data.files or data.tfds name in place of it. An
+    # T5 reads its TFDS data set, or instead the records that data.files or data.tfds name. An
     # objective takes the documents of data.files or data.tfds: span_corruption, iid_denoising,
     # drop_corrupted_tokens, mass_style, bert_style, deshuffling, principle_sentences, prefix_lm,
     # pack_prefix_lm_encoder_decoder, lm, full_lm, ul2. data.targets makes it text_to_text.
@@ -191,7 +191,7 @@ def settings() -> ConfigDict:
     config.data.inputs = ''
     # Text to text: the targets, as in '{answer}'. '' trains data.task on documents.
     config.data.targets = ''
-    # Text to text, in place of data.targets: a list of right answers, as '{answers/text}', or a text. An
+    # Text to text, instead of data.targets: a list of right answers, as '{answers/text}', or a text. An
     # empty list stands for the empty answer. Each metric of data.metrics takes the best of them, and
     # training one (data.target_choice).
     config.data.references = ''
@@ -268,7 +268,7 @@ def settings() -> ConfigDict:
     # NUM_TOTAL_TARGET_TOKENS or AVERAGE_PER_SEQUENCE.
     config.loss.loss_normalizing_factor = ''
 
-    # The optimizer. What follows is Adafactor's, but for trainable, the clip of the gradient, the
+    # The optimizer. All settings are Adafactor's, except trainable, the clip of the gradient, the
     # average of the parameters and adamw.
     config.optimizer = ConfigDict()
     # adafactor, or adamw.
@@ -331,13 +331,13 @@ def settings() -> ConfigDict:
     config.train = ConfigDict()
     # Step at which the run ends. The steps of a checkpoint that the run starts from count.
     config.train.steps = Setting(100_000, STEPS)
-    # Steps that the run takes beyond those of the checkpoint it starts from, in place of train.steps.
+    # Steps that the run takes beyond those of the checkpoint it starts from, instead of train.steps.
     # 0 for train.steps.
     config.train.relative_steps = Setting(0, STEPS_OR_NONE)
-    # Passes over the examples of a task, after which the run ends even before train.steps. 0 for no
-    # such end.
+    # Passes over the examples of a task, after which the run ends even before train.steps. 0 for any
+    # number.
     config.train.epochs = Setting(0, STEPS_OR_NONE)
-    # Evaluations without a better save.best_metric after which the run ends. 0 for no such end.
+    # Evaluations without a better save.best_metric after which the run ends. 0 for any number.
     config.train.early_stopping = Setting(0, STEPS_OR_NONE)
     # What to do about a step whose loss, gradient, update or optimizer state is not finite: stop the run;
     # skip, which leaves parameters and optimizer state as they were; or go back to the newest checkpoint
@@ -436,12 +436,12 @@ def settings() -> ConfigDict:
     config.save.best_metric = ''
     # Which values of it are better: higher or lower.
     config.save.best_is = Setting('', choices=('higher', 'lower', ''))
-    # Checkpoints at multiples of this step are never deleted. 0 for no such multiple.
+    # Checkpoints at multiples of this step are never deleted. 0 for none.
     config.save.keep_every = Setting(0, STEPS_OR_NONE)
-    # Dtype of saved parameters: float32 or bfloat16. A run that goes on restores these.
+    # Dtype of saved parameters: float32 or bfloat16. A run that resumes restores these.
     config.save.dtype = Setting('float32', choices=('float32', 'bfloat16'))
 
-    # The checkpoint that a new run starts from. A run that goes on restores its own newest
+    # The checkpoint that a new run starts from. A run that resumes restores its own newest
     # checkpoint.
     config.restore = ConfigDict()
     # Any checkpoint that infer.load opens. '' for initial parameters.

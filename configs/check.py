@@ -28,7 +28,7 @@ class Needs(NamedTuple):
     """Settings that act only with another one."""
 
     setting: str
-    value: str | None  # that it must have; None for any but '', 0 and False
+    value: str | None  # the value it needs; None for any but '', 0 and False
     dependents: tuple[str, ...]
 
 
@@ -55,7 +55,7 @@ NEEDS = (
     Needs('restore.path', None, ('restore.only', 'restore.strict', 'restore.dtype')),
 )
 
-# What a value of a type is, in messages.
+# The names of types in messages.
 KINDS: dict[type, str] = {
     bool: 'true or false',
     int: 'a whole number',
@@ -85,7 +85,7 @@ def check(config: ConfigDict) -> None:
     found = dict(leaves(config))
     for key in sorted(found.keys() - declared().keys()):
         if not key.startswith(OPTIONS):  # formats/own_model.py checks those
-            raise ValueError(f'{key} is no setting: remove it, or add it to configs/base.py')
+            raise ValueError(f'{key} is not a setting: remove it, or add it to configs/base.py')
     for key in declared():
         if key not in found:
             raise ValueError(f'{key} is missing from the config: start as configs/tiny.py does')
@@ -162,7 +162,7 @@ def read_stored(folder: paths.AnyPath) -> dict[str, Any]:
     if not paths.is_file(file):
         return {}
     content = paths.read_json(file)
-    if 'model' not in content:  # of another program
+    if 'model' not in content:  # another program's
         return {}
     for key, setting in declared().items():
         *groups, name = key.split('.')

@@ -5,7 +5,7 @@
     python main.py --mode=infer --checkpoint=runs/flan --input=prompts.jsonl
 
 Reproduces: the settings of Chung et al. 2022 (Appendix E) for Flan-T5: packed rows of 1024 and 256
-tokens, 64 in a batch, a constant rate of 5e-4, dropout 0.05. Here it goes on for three epochs from a
+tokens, 64 in a batch, a constant rate of 5e-4, dropout 0.05. Here training takes three epochs, from a
 released Flan-T5, or from the LM-adapted T5 1.1 that Flan-T5 started from.
 Data: a line is {"inputs": "...", "targets": "..."}. For other names use data.inputs and data.targets,
 such as --config.data.inputs='{instruction} {input}' --config.data.targets='{output}'. Without

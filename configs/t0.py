@@ -33,7 +33,7 @@ SIZES = {
     '11b': 'xxl',
 }
 TOKENS_PER_BATCH = 2**20
-TOKENS_PER_MICROBATCH = 2048  # of each replica
+TOKENS_PER_MICROBATCH = 2048  # on each replica
 TOKENS_PER_EVALUATION_BATCH = 2**18
 
 

@@ -7,7 +7,7 @@ C4; tasks/objectives.py lists them. Inputs begin with a mode, [NLU], [NLG] or [S
 text to the vocabulary; put one before the inputs of fine-tuning and of inference, too. Batch and
 lengths are the model card's. Flan-UL2 needs no mode. `flan` describes its model.
 T5X: the model's gin, gs://scenic-bucket/ul2/ul220b/config.gin, is not in the repository. The sizes
-are those of the model cards: the shape of T5 1.1 with silu in place of gelu. The objective is that of
+are those of the model cards: the shape of T5 1.1 with silu instead of gelu. The objective is that of
 the paper's appendix 9.2.
 Checkpoints: gs://scenic-bucket/ul2/ul220b/checkpoint_{1870000,2050000,2650000}, and
 gs://scenic-bucket/ul2/flan-ul220b-v3 at step 2283000.

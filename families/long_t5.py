@@ -1,7 +1,7 @@
 """LongT5: T5 whose encoder attends to near tokens, and to one global token for every few tokens.
 
 With `encoder_attention='local'` a token sees the tokens at most `local_radius` away. With
-'transient_global' it also sees the global tokens of its segment. Each layer makes them anew: a global
+'transient_global' it also sees the global tokens of its segment. Each layer makes its own: a global
 token is the normed sum of the inputs of `tokens_per_block` tokens, with the keys and values of the
 tokens' kernels. The decoder is T5's.
 
@@ -45,7 +45,7 @@ class Positions(NamedTuple):
     queries_T: jax.Array  # int32 [c]
     keys_M: jax.Array  # int32 [e]
     is_in_bMG: jax.Array | None = None  # float32, 1 where a token belongs to a global token
-    relpos_bnhcG: jax.Array | None = None  # what each head adds to the logits of global tokens
+    relpos_bnhcG: jax.Array | None = None  # added to each head's logits of global tokens
 
 
 class Encoder(model.Encoder):
@@ -81,7 +81,7 @@ def global_tokens(segments_bM, size):
     length = segments_bM.shape[1]
     index_1M = jnp.arange(length)[None]
     before_bM = jnp.pad(segments_bM, ((0, 0), (1, 0)))[:, :length]
-    # Where the segment of each token starts.
+    # The start of each token's segment.
     start_bM = lax.cummax(jnp.where(segments_bM != before_bM, index_1M, 0), axis=1)
     last_bM = jnp.pad(segments_bM, ((0, 0), (0, size - 1)))[:, size - 1 :]
     begins_bM = ((index_1M - start_bM) % size == 0) & (segments_bM == last_bM)

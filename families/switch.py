@@ -57,7 +57,7 @@ class Mlp(model.Mlp):
         num_rows, length, _ = x_bTD.shape
         size = capacity = num_rows * length
         if mask_b1TT is not None:
-            # Groups are alike, parts of a row or rows, and as large as that and group_size allow.
+            # All groups have one size, parts of a row or several rows, as close to group_size as that allows.
             size = max(x for x in range(1, (o.group_size or length) + 1) if length % x == 0)
             if o.group_size > length:
                 size = length * math.gcd(num_rows, o.group_size // length)
@@ -91,7 +91,7 @@ class Mlp(model.Mlp):
         if mask_b1TT is None:
             return y_bTD, {}
 
-        # What the layer reports of each group, and so of each row.
+        # The layer's reports for each group, and so for each row.
         kept_n = is_kept_nt.mean(axis=1)
         load_nE = is_chosen_ntE.mean(axis=1)
         balance_n = o.num_experts * (load_nE * probs_ntE.mean(axis=1)).sum(axis=1)

@@ -5,7 +5,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,12 +13,12 @@ import partition
 from run import prefetch
 from stream import Stream
 
-STEPS_PER_AGREEMENT = 10  # between the times when several processes ask each other whether to stop
-SLOW_STEP_SECONDS = 1  # after steps that take longer than this, they ask after each
+STEPS_PER_AGREEMENT = 10  # several processes ask each other this often whether to stop
+SLOW_STEP_SECONDS = 1  # and after every step if steps take longer than this
 
 
 class Batches:
-    """The batches of a run, made ahead: all processes have as many, and where one fails, none goes on."""
+    """The batches of a run, made ahead. All processes get the same number; if one fails, all stop."""
 
     def __init__(self, stream: Stream, num_workers: int, may_end: bool):
         """Make the first batch. `may_end`: whether the stream ends."""
@@ -38,10 +37,10 @@ class Batches:
         return self._newest
 
     def _receive(self) -> prefetch.PrefetchedBatch:
-        """Return the batch that follows: padding where the rows of other processes go on longer."""
+        """Return the batch that follows: padding while only other processes still have rows."""
         following = partition.in_all(lambda: next(self._made, None))
         if self._may_end:
-            is_there = np.array([following is not None])
+            is_there = np.array(following is not None)
             self.have_ended = not partition.from_processes(is_there).any()
         return following or prefetch.padding_after(self._newest)
 
@@ -89,7 +88,7 @@ def remember_interrupt() -> Iterator[Callable[[], int]]:
         yield lambda: 0
         return
 
-    def remember(number: int, frame: Any) -> None:
+    def remember(number: int, frame: object) -> None:
         received[0] = number
         signal.signal(signal.SIGINT, default)
         print('Stopping: this step is finished and saved. Interrupt once more to stop at once.')
@@ -102,7 +101,7 @@ def remember_interrupt() -> Iterator[Callable[[], int]]:
 
 
 def check_alike(name: str, digest: bytes) -> None:
-    """Raise ValueError unless all processes have the same digest of what `name` says."""
+    """Raise ValueError unless all processes have the same digest of `name`."""
     digests = partition.from_processes(np.frombuffer(digest, np.uint8))
     if (digests != digests[0]).any():
         raise ValueError(

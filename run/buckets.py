@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 class Store(NamedTuple):
     """How the buckets of a scheme are read and written."""
 
-    module: str  # of the client
+    module: str  # the client's
     client: str  # its class, a file system of fsspec
     driver: str  # TensorStore's, and the name of the extra in setup.py that installs the client
-    checksum: str  # the name in its listings of the checksum of a file
+    checksum: str  # its key in the client's listings
 
 
 STORES = {
@@ -85,21 +85,21 @@ class BucketPath(PurePosixPath):
             self.client.copy(names, [f'{new}{name.removeprefix(old)}' for name in names])
         self.remove_folder()
 
-    # What pathlib.Path has not, or not as one call.
+    # Methods that pathlib.Path lacks, or has in several calls.
 
     def file_sizes(self) -> dict[AnyPath, int]:
-        """Return what lies in this folder with its bytes; nothing where there is no folder."""
+        """Return {path: bytes} of this folder's content, {} if it does not exist."""
         with contextlib.suppress(FileNotFoundError):
             found = self.client.ls(str(self), detail=True)
             return {self / posixpath.basename(x['name']): x['size'] for x in found}
         return {}
 
     def create(self, content: bytes) -> bool:
-        """Write the file if it is not there yet, and return whether this call has: of several only one has."""
+        """Write the file unless it exists, and return whether this call did: among several, one does."""
         with client_errors(str(self), 'written', OSError):
             try:
                 self.client.pipe_file(str(self), content, mode='create')
-            except OSError:  # of several kinds
+            except OSError:  # each client has its own subclass
                 if not self.exists():
                     raise
                 return False
@@ -172,7 +172,7 @@ def open_file(name: str, read_ahead: int, num_bytes: int | None) -> io.BufferedR
         with client_errors(name, 'read', ReadError):
             content = client.cat_file(name, start=start, end=end)
         if len(content) != end - start:
-            raise ReadError(f'{name} has no longer {num_bytes:,} bytes: restore it')
+            raise ReadError(f'{name} no longer has {num_bytes:,} bytes: restore it')
         return content
 
     raw = importlib.import_module('fsspec.spec').AbstractBufferedFile(

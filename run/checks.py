@@ -42,7 +42,7 @@ NAMES = (
     '*.safetensors',
     '*.ckpt-*',
 )
-# The settings that may change when a run goes on. The contents of files are compared instead.
+# The settings that may change when a run resumes. The contents of files are compared instead.
 MAY_CHANGE = (
     'train/steps',
     'train/relative_steps',
@@ -68,25 +68,25 @@ MAY_CHANGE = (
     'data/cache_dirs',
     'data/use_cached',
     'data/num_workers',
-    'data/allow_changed_files',  # of runs of 0.1.0
+    'data/allow_changed_files',  # only runs of 0.1.0 have it
     'data/tfds',
     'data/vocabulary',
     'data/on_bad_line',
     'data/max_bad_fraction',
 )
-LOCK_TEXT = b'process '  # how our lock begins
-SECONDS_TO_SEE = 10  # in which a file of the first process appears for the others
+LOCK_TEXT = b'process '  # the first bytes of our lock
+SECONDS_TO_SEE = 10  # until the others see a file that the first process made
 
 
 def check_is_run(workdir: paths.AnyPath) -> None:
-    """Raise ValueError where `workdir` is no run of this program and a run would overwrite files."""
+    """Raise ValueError if a run would overwrite files in `workdir` that are not a run's of this program."""
     paths.check_new(workdir)
     if is_run(workdir):
         return
     for path in sorted(checkpoint.list_folder(workdir)):
         if not any(path.match(pattern) for pattern in NAMES):
             continue
-        if path.name == 'lock' and path.is_file():  # that of a start that was refused or stopped
+        if path.name == 'lock' and path.is_file():  # left by a start that was refused or stopped
             if path.read_bytes()[: len(LOCK_TEXT)] in (b'', LOCK_TEXT):
                 continue
         raise ValueError(
@@ -129,7 +129,7 @@ def check_mixture(config: ConfigDict, mixture: OpenMixture) -> None:
 
 
 def check_shared(workdir: paths.AnyPath) -> None:
-    """Raise ValueError where a process does not see what the first one writes into `workdir`."""
+    """Raise ValueError if a process does not see what the first one writes into `workdir`."""
     if jax.process_count() == 1 or not isinstance(workdir, Path):
         return
     number = partition.from_first_process(np.array(secrets.randbits(32)))
@@ -150,9 +150,9 @@ def check_shared(workdir: paths.AnyPath) -> None:
 
 
 def check_saving(workdir: paths.AnyPath, num_bytes: int) -> None:
-    """Raise OSError where `workdir` cannot hold a checkpoint of `num_bytes`. Every process calls it.
+    """Raise OSError if `workdir` cannot hold a checkpoint of `num_bytes`. Every process calls it.
 
-    Saves and restores a small array: it finds missing permissions, names and full disks.
+    Saving and restoring a small array finds missing permissions, bad names and full disks.
     """
     folder = workdir / '.saving'
     try:
@@ -180,12 +180,9 @@ def check_saving(workdir: paths.AnyPath, num_bytes: int) -> None:
 
 
 def check_never_saved(workdir: paths.AnyPath, lines: Sequence[Mapping]) -> None:
-    """Raise ValueError where a run has lost its checkpoints: a new start would erase its metrics.
-
-    `lines`: those of metrics.jsonl.
-    """
-    is_saving = bool(checkpoint.unfinished(workdir))  # the first save was interrupted
-    if is_saving or not is_own_config(workdir / 'config.json'):
+    """Raise ValueError if a run has lost its checkpoints: a new start would erase its metrics, `lines`."""
+    first_save_was_interrupted = checkpoint.unfinished(workdir)
+    if first_save_was_interrupted or not is_own_config(workdir / 'config.json'):
         return
     stored = read_stored(workdir)
     last = stored['train']['steps']
@@ -202,33 +199,33 @@ def check_never_saved(workdir: paths.AnyPath, lines: Sequence[Mapping]) -> None:
 def compare_settings(
     directory: paths.AnyPath, settings: Mapping, options: Mapping, mixture: OpenMixture
 ) -> None:
-    """Raise ValueError for changes with which the run may not continue that saved a checkpoint.
+    """Raise ValueError if the run that saved the checkpoint `directory` may not continue with `settings`.
 
-    `settings`: the content of config.json today; `options`: the defaults of model.options. The text is
+    `settings`: the content of config.json today; `options`: the defaults of model.options. Texts are
     compared by content, not by the names of files.
     """
     workdir = directory.parent
     old = json.loads((directory / 'config.json').read_bytes())
     is_other_text = old['data_fingerprint'] != settings['data_fingerprint']
     may_change: tuple[str, ...] = MAY_CHANGE
-    if 'base' in settings:  # of adapters: base/fingerprint stands for its content
+    if 'base' in settings:  # the base of adapters is compared by base/fingerprint
         may_change += ('restore/path', 'base/directory')
     if is_other_text:
         may_change += ('data_fingerprint', 'corpus')
-    # A setting that the run does not have did not exist yet.
+    # A setting that is not in config.json is newer than the run.
     defaults = checkpoint.flatten(json.loads(base.get_config().to_json()))
     defaults |= checkpoint.flatten({'model': {'options': options}})
     changes = changed_settings(defaults | checkpoint.flatten(old), settings, may_change)
     if changes:
         raise ValueError(
-            f'{workdir} holds a run with other settings ({"; ".join(changes)}): go on with those, or '
+            f'{workdir} holds a run with other settings ({"; ".join(changes)}): use those, or '
             'name another --workdir'
         )
     files = json.loads((directory / 'data_files.json').read_bytes())
     if any(file.get('changes') for file in files):
         raise ValueError(
-            f'{workdir} was continued on corrected files (data.allow_changed_files), which is no longer '
-            'possible: name another --workdir, and restore.path to begin with its parameters'
+            f'{workdir} was continued on corrected files (data.allow_changed_files), which this version does '
+            'not do: name another --workdir, and restore.path to begin with its parameters'
         )
     if is_other_text:
         changes_of_text = describe_changes([file_from_json(file) for file in files], mixture.files)
@@ -236,7 +233,7 @@ def compare_settings(
 
 
 def changed_settings(old: Mapping, new: Mapping, may_change: tuple[str, ...] = ()) -> list[str]:
-    """Return 'name: old -> new' for each setting that differs and does not begin as `may_change`."""
+    """Return 'name: old -> new' for each setting that differs, except those that begin as `may_change`."""
     old = checkpoint.flatten(old)
     new = checkpoint.flatten(new)
     changes = []
@@ -249,7 +246,7 @@ def changed_settings(old: Mapping, new: Mapping, may_change: tuple[str, ...] = (
 def missing_lines(
     lines: Sequence[Mapping], directory: paths.AnyPath, num_unlogged: int, may_be_unlogged: bool
 ) -> str:
-    """Return a line about steps before a checkpoint that metrics.jsonl lacks, '' if it has all.
+    """Return a line about the steps before a checkpoint that metrics.jsonl lacks, '' if there are none.
 
     `lines`: those of metrics.jsonl; `num_unlogged`: the steps since the last logged one.
     """
@@ -274,7 +271,7 @@ def missing_lines(
 
 
 def check_adapters(config: T5Config) -> None:
-    """Raise ValueError where adapters are asked for and no kernel has one."""
+    """Raise ValueError if adapters are asked for and no kernel has one."""
     shapes = model.shapes(config)
     if config.lora_rank and not any(re.fullmatch(model.ADAPTER, path) for path in shapes):
         kernels = [path for path in shapes if path.endswith('/kernel')]
@@ -285,7 +282,7 @@ def check_adapters(config: T5Config) -> None:
 
 
 def check_packing(config: T5Config, pack: str) -> None:
-    """Raise ValueError where rows are packed and the model reads a row as one example."""
+    """Raise ValueError if rows are packed and the model reads a row as one example."""
     if pack != 'no' and not config.modules.may_pack:
         raise ValueError(
             f'data.pack={pack!r}: with model.module={config.module!r} the examples of a packed row would share '
@@ -294,7 +291,7 @@ def check_packing(config: T5Config, pack: str) -> None:
 
 
 def check_scan(config: T5Config) -> None:
-    """Raise ValueError where a scan over layers is asked for and its periods are not alike."""
+    """Raise ValueError if a scan over layers is asked for and its periods differ."""
     if not config.scan_layers:
         return
     period = config.period

@@ -16,9 +16,9 @@ import paths
 from formats.best import History
 from stream import OpenMixture
 
-SECONDS_BETWEEN_LINES = 60  # of progress where the output is no terminal
-MAX_COLUMNS = 79  # of a line of progress
-MIN_DATA_WAIT = 0.05  # of the time, that a line of progress shows
+SECONDS_BETWEEN_LINES = 60  # between lines of progress in a file or pipe
+MAX_COLUMNS = 79  # the width of a line of progress
+MIN_DATA_WAIT = 0.05  # the smallest fraction that a line of progress shows
 
 
 class Console:
@@ -39,7 +39,7 @@ class Console:
             self._print(f'{text}\n')
 
     def live(self, text: str) -> None:
-        """Show a line that the next one overwrites. Print it where the output is no terminal."""
+        """Show a line that the next one overwrites; without a terminal, one that stays."""
         if not self.is_terminal:
             self.line(text)
             return
@@ -88,7 +88,7 @@ class Console:
         with self._lock:
             try:
                 print(text, end='', flush=True)
-            except OSError:  # the terminal or the pipe is closed; the run goes on without output
+            except OSError:  # the terminal or the pipe is closed; the run continues without output
                 self.is_silent = True
 
 
@@ -146,11 +146,13 @@ def stopped_early(step: int, config: ConfigDict) -> str:
 def stopped(step: int, saved_steps: Sequence[int]) -> str:
     """Return what a run says that a signal has stopped after a step."""
     if step in saved_steps:
-        return f'Stopped after step {step:,}, which is saved: the same command goes on from there.'
+        return (
+            f'Stopped after step {step:,}, which is saved: the same command continues from there.'
+        )
     begin = f'step {saved_steps[-1]:,}' if saved_steps else 'the beginning'
     return (
         f'Stopped after step {step:,}, which is not saved, because the state is not finite: the same command '
-        f'goes on from {begin}, and comes to this once more.'
+        f'continues from {begin}, and comes to this step again.'
     )
 
 
@@ -189,7 +191,7 @@ def ending(
     if not changes:
         changes.append('a larger --config.train.epochs')
     tensorboard = shlex.join(['tensorboard', f'--logdir={workdir}'])
-    after = f'{tensorboard} shows the curves; {" with ".join(changes)} goes on.'
+    after = f'{tensorboard} shows the curves; {" with ".join(changes)} continues.'
     if has_inputs:
         infer = shlex.join(['python', 'main.py', '--mode=infer', f'--checkpoint={workdir}'])
         after = f"{infer} --text='...' answers; {after}"

@@ -11,10 +11,7 @@ from vocabulary import Vocabulary
 
 
 def decoding_of(settings: ConfigDict, vocabulary: Vocabulary | None = None) -> Decoding:
-    """Return the options that `settings`, config.decode, has; without a vocabulary, none of its module's filters.
-
-    Raises ValueError where they do not fit together.
-    """
+    """Return the options of config.decode, `settings`. Without a vocabulary its module's filters are left out."""
     names = {field.name for field in dataclasses.fields(Decoding)} - {'filters'}
     given = {name: settings[name] for name in names}
     for name in ('bad_words', 'allowed', 'stop'):

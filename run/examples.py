@@ -15,14 +15,14 @@ from tasks.preprocessors import Fields, text_of
 from vocabulary import UNK_ID, Vocabulary
 
 SPLITS = ('train', 'validation', 'test')
-RECORDS_AT_ONCE = 128  # that are tokenized
-PRETOKENIZED = '_pretokenized'  # T5X's name of a text is that of its ids with this at its end
+RECORDS_AT_ONCE = 128  # tokenized in one call
+PRETOKENIZED = '_pretokenized'  # T5X's suffix for the text that belongs to ids
 
 
 class Example(NamedTuple):
     """An example of a split of a task, or of a file."""
 
-    fields: Fields  # its texts among them; of a task cache, what the record has
+    fields: Fields  # its texts among them; in a task cache, all of the record
     inputs: np.ndarray  # int32 [length]: ids, EOS included, at most data.lengths
     targets: np.ndarray | None  # the same; None for a line of a file without targets
     is_trimmed: bool
@@ -42,10 +42,7 @@ class Example(NamedTuple):
         return None
 
     def features(self) -> dict[str, object]:
-        """Return the fields in SeqIO's order: in place of a text, the text and its ids.
-
-        Source: seqio/preprocessors.py tokenize.
-        """
+        """Return the fields in SeqIO's order, with its ids after each text. Source: seqio/preprocessors.py tokenize."""
         ids = {'inputs': self.inputs}
         if self.targets is not None:
             ids['targets'] = self.targets

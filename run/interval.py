@@ -31,19 +31,19 @@ import evaluate
 import paths
 from stream import Stream
 
-COUNT_FILE = 'not_finite.json'  # of a checkpoint: `NotFinite.count`
+COUNT_FILE = 'not_finite.json'  # `NotFinite.count`, in each checkpoint
 SKIP = 'train.on_not_finite=skip'
-Metrics = Mapping[str, jax.Array]  # of a step, on the devices
+Metrics = Mapping[str, jax.Array]  # one step's, on the devices
 
 
 class Interval:
     """The metrics of the steps since the last logged one."""
 
     def __init__(self, metrics: Sequence[dict[str, float]] = ()):
-        self.metrics = list(metrics)  # of the steps that are fetched
+        self.metrics = list(metrics)  # fetched steps
         self.positions: list[NDArray] = []  # in the data, of the steps not looked at yet
         self._queued: list[Metrics] = []
-        self._checksums: list[float] = []  # of the batches of the queued steps
+        self._checksums: list[float] = []  # one for each batch of a queued step
 
     def add(self, metrics: Metrics, batch: Mapping[str, NDArray], position: NDArray) -> None:
         """Add a step. `batch`: this process's rows; `position`: where in the data they begin."""
@@ -64,7 +64,7 @@ class Interval:
         fetched = jax.tree.map(float, jax.device_get(self._queued))
         for metrics, checksum in zip(fetched, self._checksums, strict=True):
             step = {**metrics, 'batch_crc32': checksum}
-            # Steps of a checkpoint of a program with other metrics are dropped.
+            # A checkpoint of another version may have other metrics: drop its steps.
             self.metrics = [other for other in self.metrics if other.keys() == step.keys()]
             self.metrics.append(step)
         self._queued.clear()
@@ -115,10 +115,7 @@ class Clock:
 def training_metrics(
     interval: Sequence[dict[str, float]], config: ConfigDict, clock: Clock
 ) -> dict[str, float]:
-    """Return the metrics of some steps under T5X's tags. Tokens include padding.
-
-    Means are over the steps that made an update.
-    """
+    """Return T5X's metrics of some steps: means over those that made an update. Tokens include padding."""
     values: dict[str, float] = {}
     updates = [metrics for metrics in interval if metrics['finite']]
     if updates:
@@ -170,11 +167,10 @@ class Fault(NamedTuple):
     documents: str
 
     def __str__(self) -> str:
-        text = f'step {self.step} is not finite: loss {self.loss:.6g}, gradient norm '
-        text += f'{self.gradient_norm:.6g}'
+        norm = f'{self.gradient_norm:.6g}'
         if math.isfinite(self.loss + self.gradient_norm):
-            text += ', but not its update or the optimizer state'
-        return text
+            norm += ', but not its update or the optimizer state'
+        return f'step {self.step} is not finite: loss {self.loss:.6g}, gradient norm {norm}'
 
 
 class NotFinite:
@@ -200,12 +196,11 @@ class NotFinite:
             documents = '; '.join(stream.describe(interval.positions[-1 - ago]))
             fault = Fault(step - ago, metrics['loss'], metrics['gradient_norm'], documents)
             if self.action != 'skip' or self.count == self.max_count:
-                del interval.positions[: -1 - ago]  # of the valid steps before
+                del interval.positions[: -1 - ago]  # those of the valid steps before
                 return fault
             self.count += 1
-            report(
-                f'{str(fault).capitalize()}. It is skipped, {self.used()}. Documents: {documents}'
-            )
+            text = str(fault).capitalize()
+            report(f'{text}. It is skipped, {self.used()}. Documents: {documents}')
         interval.positions.clear()
         return None
 
@@ -228,6 +223,5 @@ class NotFinite:
         advice = f'Try a smaller learning_rate.base_learning_rate, a longer warm-up, or {remedy}'
         if fault.step == self.first_step + 1 and not math.isfinite(fault.loss):
             advice = 'No update was made yet: look at restore.path and model.dtype'
-        return FloatingPointError(
-            f'{found}. {self.workdir} {kept}. {advice}. Documents: {fault.documents}'
-        )
+        text = f'{found}. {self.workdir} {kept}. {advice}. Documents: {fault.documents}'
+        return FloatingPointError(text)

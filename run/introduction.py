@@ -12,7 +12,7 @@ from model import T5Config
 from sources.open import find_cache
 from stream import OpenMixture, Stream
 
-LINES_OF_A_SLOW_EVALUATION = 1_000_000  # that are read in about ten seconds or more
+LINES_OF_A_SLOW_EVALUATION = 1_000_000  # reading them takes ten seconds or more
 
 
 def introduction(

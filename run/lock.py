@@ -17,15 +17,12 @@ import paths
 if TYPE_CHECKING:
     from run.buckets import BucketPath
 
-LOCK_SECONDS = 120.0  # after which a lock in a bucket that nobody has renewed counts no more
+LOCK_SECONDS = 120.0  # a lock in a bucket expires after this time unless it is renewed
 SECONDS_BETWEEN_TRIES = 0.1
 
 
 def lock(file: paths.AnyPath, title: str, remedy: str, is_first: bool = True) -> 'Lock':
-    """Lock `file` until the returned lock is closed or this process ends. Only the first process does.
-
-    Raises ValueError, which names the process that holds the lock.
-    """
+    """Lock `file`, in the first process only, until the lock is closed. Raises ValueError that names the holder."""
     if not is_first:
         return Lock()
     try:
@@ -41,7 +38,7 @@ def alone_in(folder: paths.AnyPath) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     while True:
         try:
-            held = _try(folder / '.lock', holder='')  # nobody is told who is in it
+            held = _try(folder / '.lock', holder='')  # no message names the holder
         except InUse:
             time.sleep(SECONDS_BETWEEN_TRIES)
             continue
@@ -110,7 +107,7 @@ class BucketLock(Lock):
         self.content = f'{holder}\n{secrets.token_hex(8)}'.encode()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
-        # A request that is sent again may find what it has written itself.
+        # A repeated request may find its own content.
         while not file.create(self.content) and self._read() != self.content:
             other = self._read()
             if self._age() < LOCK_SECONDS:
@@ -131,7 +128,7 @@ class BucketLock(Lock):
 
     def _renew(self) -> None:
         while not self._closing.wait(LOCK_SECONDS / 6):
-            with contextlib.suppress(Exception):  # of the network: the next time may be better
+            with contextlib.suppress(Exception):  # the network failed: the next renewal may succeed
                 if self._read() not in (self.content, b''):  # b'': somebody has removed it
                     self.is_lost = True
                     self.on_loss(f'{self.file} is now held by another process: this one ends')

@@ -15,8 +15,8 @@ import kernels
 import partition
 
 GIB = 2**30
-# Bytes that XLA has for programs, by the kind of device: for one that is not here. On TPUs as libtpu
-# 0.0.42.1 says where it refuses a program, on GPUs the three quarters that JAX takes by default.
+# Bytes that XLA has for programs, by kind of device, to plan for one that is not here. For TPUs, what
+# libtpu 0.0.42.1 says when it refuses a program; for GPUs, the three quarters that JAX takes by default.
 DEVICE_MEMORY = {
     'TPU v5 lite': 15.75 * GIB,
     'TPU v5': 95.74 * GIB,
@@ -24,7 +24,7 @@ DEVICE_MEMORY = {
     'NVIDIA H100 80GB HBM3': 0.75 * 84_942_979_072,
     'NVIDIA H200': 0.75 * 151_397_597_184,
 }
-MEMORY_FRACTION = 0.9  # of the memory, for a step; the rest is left to data, program and system
+MEMORY_FRACTION = 0.9  # a step's share; the rest is left to data, program and system
 # The memory limits of a container, in the two versions of cgroups.
 CGROUP_LIMITS = ('/sys/fs/cgroup/memory.max', '/sys/fs/cgroup/memory/memory.limit_in_bytes')
 
@@ -32,9 +32,9 @@ CGROUP_LIMITS = ('/sys/fs/cgroup/memory.max', '/sys/fs/cgroup/memory/memory.limi
 class Plan(NamedTuple):
     """The step to run."""
 
-    step: jax.stages.Compiled | None  # None where a run is finished
+    step: jax.stages.Compiled | None  # None if the run is finished
     num_microbatches: int
-    note: str  # why 'auto' splits the batch; '' where it does not
+    note: str  # why 'auto' splits the batch; '' if it does not
 
 
 def microbatch_counts(requested: int | str, num_rows: int) -> list[int]:
@@ -70,7 +70,7 @@ def fit_step(
     last = first
     needs: dict[int, float] = {}  # {number of microbatches: bytes}
     for n in counts:
-        # At best all of the memory shrinks with the rows.
+        # Skip n if it would not fit even with memory proportional to its rows.
         if needs and 0.95 * needs[last] * last / n > limit:
             continue
         last = n
@@ -143,10 +143,7 @@ def step_bytes(step: jax.stages.Compiled, mesh: Mesh, state_bytes: int) -> float
 
 
 def memory_limit(mesh: Mesh) -> float:
-    """Return the bytes that a step may take: of one device or, on a CPU, of the machine.
-
-    Of several processes the smallest limit counts, so that all decide alike.
-    """
+    """Return the bytes that a step may take, of a device or a CPU's machine: the least of all processes."""
     limits: list[float] = [math.inf]
     if kernels.is_on_cpu(mesh.abstract_mesh):
         limits.append(os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE'))

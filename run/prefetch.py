@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 import user_code
 from stream import OpenMixture, Stream
 
-DEPTH = 2  # batches that are made ahead
-DEPTH_OF_WORKER = 8  # of a worker: its rows of some batches take longer than the other workers' do
+DEPTH = 2  # batches made ahead
+DEPTH_OF_WORKER = 8  # evens out batches whose rows take one worker longer than the others
 
 
 class PrefetchedBatch(NamedTuple):
@@ -40,8 +40,8 @@ class PrefetchedBatch(NamedTuple):
 def batches(stream: Stream, num_workers: int = 0) -> Iterator[PrefetchedBatch]:
     """Yield the batches of a stream from its position on, made ahead in a thread.
 
-    With `num_workers` processes each of them makes some of the rows, and the stream itself stays
-    where it is. An error there is raised where its batch would have come.
+    With `num_workers`, that many processes make some of the rows each, and the stream itself stays where it
+    is. An error in a process is raised instead of its batch.
     """
     if num_workers == 0:
         yield from ahead_in_thread(batches_of(stream))
@@ -98,17 +98,14 @@ def ahead_in_thread(
 class Work(NamedTuple):
     """What a worker makes: the batches of a stream from `position` on."""
 
-    reopen: Callable[[ConfigDict], OpenMixture] | None  # of the mixture
-    fingerprint: str  # of the mixture
-    position: NDArray  # of the rows
-    options: dict[str, Any]  # of the stream, beside the mixture
+    reopen: Callable[[ConfigDict], OpenMixture] | None  # the mixture's
+    fingerprint: str  # the mixture's
+    position: NDArray  # the rows'
+    options: dict[str, Any]  # the stream's fields, except the mixture
 
 
 class Workers:
-    """Processes that make the batches of a stream, each some of its rows.
-
-    They read the data that `config.data` names, so the stream has to be one of that.
-    """
+    """Processes that make the batches of a stream, each some of its rows, from what config.data names."""
 
     def __init__(self, stream: Stream, num_workers: int):
         self.stream = stream
@@ -179,7 +176,7 @@ class Worker:
             return padding_after(self.newest)
         try:
             received = self.connection.recv()
-        except (EOFError, ConnectionError):  # the latter where it has not read its work
+        except (EOFError, ConnectionError):  # the latter if it has not read its work
             self.process.join()
             raise ChildProcessError(
                 f'the process that reads data for rows {self.rows.start} to {self.rows.stop - 1} '
@@ -202,12 +199,12 @@ class Worker:
 
 def make_batches(connection: Connection) -> None:
     """Receive the work of a worker. Send its batches, and None after the last."""
-    # Records are in no cycles: looking for some as often as usual takes a fifth of the time.
+    # Records have no reference cycles; collecting garbage as often as usual takes a fifth of the time.
     gc.set_threshold(100_000)
 
     def messages() -> Iterator[PrefetchedBatch | None]:
         stream = open_stream(connection.recv())
-        # The process that started this one says what opening found.
+        # The process that started this one has reported the faults found by opening.
         _, num_told = stream.mixture.faults()
         for batch in ahead_in_thread(batches_of(stream), DEPTH_OF_WORKER):
             yield batch._replace(num_faults=batch.num_faults - num_told)
@@ -218,7 +215,7 @@ def make_batches(connection: Connection) -> None:
 
 def send_all(messages: Iterable[object], connection: Connection) -> None:
     """Send messages from a process of its own until nobody receives them. An error is sent, too."""
-    # Signals are for the process that started this one: it ends it.
+    # The process that started this one handles signals, and ends this one.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -227,7 +224,7 @@ def send_all(messages: Iterable[object], connection: Connection) -> None:
                 return
     except Exception as error:
         frames = user_code.frames_of(error)
-        if frames:  # the error behind this one is not sent
+        if frames:  # pickle drops the error's cause
             error = user_code.UserError(str(error), frames)
         send(error, connection)
 

@@ -30,7 +30,7 @@ METRICS_SUFFIX = '-metrics.jsonl'
 SETTINGS_SUFFIX = '-settings.json'
 
 Scores = Mapping[str, Mapping[int, float]]  # {'TASK/METRIC': {step: value}}
-Line = dict[str, Any]  # of a file of metrics: a step, numbers and texts
+Line = dict[str, Any]  # one of TASK-metrics.jsonl: a step, numbers and texts
 
 
 # T5's table.
@@ -124,10 +124,7 @@ def columns_of(tags: Collection[str]) -> dict[str, Column]:
 
 
 def averages(scores: Scores) -> dict[str, dict[int, float]]:
-    """Return the averages over GLUE and SuperGLUE of the steps that have all their columns.
-
-    They are means over the groups of the means in each group.
-    """
+    """Return the averages over GLUE and SuperGLUE, of the groups' means, for the steps that have all columns."""
     found: dict[str, dict[int, float]] = {}
     for title, columns in AVERAGES.items():
         if not columns.keys() <= scores.keys():
@@ -142,10 +139,7 @@ def averages(scores: Scores) -> dict[str, dict[int, float]]:
 
 
 def best_steps(scores: Scores) -> dict[str, int]:
-    """Return {group: the first step with the largest mean over the columns of the group}.
-
-    A step with nan is worse than any other.
-    """
+    """Return {group: the first step with the largest mean over its columns}. nan is worse than any number."""
     groups: dict[str, dict[int, list[float]]] = {}
     for tag, column in columns_of(scores).items():
         of_group = groups.setdefault(column.group, {})
@@ -190,12 +184,9 @@ class Results:
         self.folder = folder / FOLDER
 
     def settings_of(self, name: str, step: int) -> str | None:
-        """Return the settings that the results of a task at a step depend on; None without results.
-
-        A line that was edited, or that a killed process left without its settings, counts as none.
-        """
+        """Return the settings of a task's results at a step; None without results, or if their line was changed."""
+        entry = self.entries(name).get(str(step))
         for line in self.lines(name):
-            entry = self.entries(name).get(str(step))
             if line['step'] == step and isinstance(entry, dict):
                 settings = str(entry.get('settings'))
                 return settings if entry.get('hash') == hash_of(line, settings) else None

@@ -31,15 +31,14 @@ from model import T5Config
 from run import checks, verify
 from vocabulary import ByteVocabulary
 
-# Slots of first moments: Adafactor's, and AdamW's.
-MOMENTA = ('m', 'mu')
+MOMENTA = ('m', 'mu')  # the slots of first moments: Adafactor's, AdamW's
 
 
 class Wanted(NamedTuple):
     """What a run needs to start."""
 
     model_config: T5Config
-    shapes: checkpoint.Shapes  # of the whole state, by T5X's paths
+    shapes: checkpoint.Shapes  # the full state's, by T5X's paths
     trained: Collection[str]  # the paths of the parameters that are trained
 
 
@@ -48,8 +47,8 @@ class Start(NamedTuple):
 
     step: int
     is_resumed: bool  # from a checkpoint in its own workdir
-    leaves: dict[str, Any]  # of a checkpoint's index; what is missing there gets its initial value
-    base: dict[str, str]  # of adapters: formats.open.describe_base of the checkpoint they belong to
+    leaves: dict[str, Any]  # from a checkpoint's index; missing ones get their initial value
+    base: dict[str, str]  # for adapters, formats.open.describe_base of their checkpoint
     vocabulary_model: bytes  # the checkpoint's own; b'' if it has none
     description: str
 
@@ -61,10 +60,7 @@ def find_start(
     lines: Sequence[Mapping],
     report: Callable[[str], None],
 ) -> Start:
-    """Return the workdir's newest valid checkpoint, else what a new run starts from.
-
-    `lines`: those of its metrics.jsonl.
-    """
+    """Return the newest valid checkpoint, else what a new run starts from. `lines`: of metrics.jsonl."""
     step = verify.newest_valid(folder, report)
     if step is None:
         checks.check_never_saved(folder, lines)
@@ -77,18 +73,12 @@ def find_start(
     vocabulary_model = b''
     if paths.is_file(directory / 'vocabulary.model'):
         vocabulary_model = (directory / 'vocabulary.model').read_bytes()
-        kept = folder / 'vocabulary.model'
-        # That of the checkpoint has a checksum.
-        if not config.data.vocabulary and kept.exists() and kept.read_bytes() != vocabulary_model:
-            raise ValueError(
-                f'{kept}: it differs from that of {directory.name}: remove it, and the run takes that one'
-            )
     leaves = checkpoint.read_index(directory)
     base = {}
     opened = formats.open.open_base(directory, config.restore.path)
     if opened is not None:
         leaves = only_parameters(opened.leaves) | leaves
-        # Its fingerprint is the one that open_base has compared.
+        # open_base has compared its fingerprint.
         base = settings.read_stored(directory)['base'] | {'directory': str(opened.directory)}
     return Start(
         step=step,
@@ -96,14 +86,14 @@ def find_start(
         leaves=leaves,
         base=base,
         vocabulary_model=vocabulary_model,
-        description=f'Going on after step {step:,}',
+        description=f'Continuing after step {step:,}',
     )
 
 
 def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
     """Return what a new run starts from: leaves of the index of `restore.path`, and its vocabulary.
 
-    Step and optimizer state come along, as in T5X. Adapters start at step 0.
+    Step and optimizer state are restored too, as in T5X. Adapters start at step 0.
     """
     chosen = config.restore
     adapters = model.adapter_paths(wanted.model_config)
@@ -142,7 +132,7 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
     expected = dict(wanted.shapes)
     for average in t5x.average_paths(expected):
         del expected[average]
-    # Without optimizer state the step does not come along either.
+    # Without optimizer state the step is not restored either.
     if adapters or not any(is_slot(path) for path in index):
         expected = only_parameters(expected)
         index = only_parameters(index)
@@ -166,7 +156,7 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
         leaves = choose(index, expected, chosen.only, chosen.strict)
     except re.error as error:
         raise ValueError(
-            f'restore.only={chosen.only!r} is no regular expression: {error}'
+            f'restore.only={chosen.only!r} is not a regular expression: {error}'
         ) from error
     except ValueError as error:
         remedy = "leave those out with restore.only, as '(?!.*mlp).*' does all MLPs"
@@ -179,7 +169,7 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
             f'restore.only={chosen.only!r}, restore.strict={chosen.strict}: {setting} needs '
             "just the parameters of the base: set restore.only='target/.*' and restore.strict=True"
         )
-    step = formats.open.saved_step(leaves)  # 0 where it does not come along
+    step = formats.open.saved_step(leaves)  # 0 if it is not restored
     if step >= config.train.steps and not config.train.relative_steps:
         raise ValueError(
             f'restore.path={chosen.path} has taken {step:,} of {config.train.steps:,}: set more '
@@ -200,7 +190,7 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
             )
         extra_ids = config.data.extra_ids
         recorded = stored_data(opened.directory, extra_ids)['extra_ids']
-        if extra_ids != recorded == vocabulary.num_extra_ids:  # not those of the model itself
+        if extra_ids != recorded == vocabulary.num_extra_ids:  # the model has none of its own
             raise ValueError(
                 f'data.extra_ids={extra_ids}: restore.path={chosen.path} was trained with {recorded} '
                 f'sentinels, which would have other ids: set data.extra_ids={recorded}'
@@ -275,10 +265,10 @@ def vocabulary_paths(config: T5Config) -> set[str]:
 def with_new_rows(
     index: Mapping[str, Any], expected: checkpoint.Shapes, of_vocabulary: Collection[str]
 ) -> dict[str, GrownArray]:
-    """Return those leaves of `index` that have fewer ids than expected, with the others in new rows.
+    """Return the leaves of `index` that have fewer ids than expected, with new rows for the missing ids.
 
-    A parameter, its average and its second moments are there the mean of the old rows, so that an update of a new
-    row is as large as theirs; a momentum is 0.
+    In new rows a parameter, its average and its second moments are the mean of the old rows, so that an update is
+    as large as theirs; a momentum is 0.
     """
     grown = {}
     for path, leaf in index.items():
@@ -289,7 +279,7 @@ def with_new_rows(
         whole = f'{checkpoint.PARAMETER_PREFIX}{parameter}'
         if parameter not in of_vocabulary or not {whole, path} <= index.keys() & expected.keys():
             continue
-        # The rows of the table, or columns of the logits, that there are and that there will be.
+        # The numbers of rows of the table, or of columns of the logits, before and after.
         sizes = {*zip(np.shape(index[whole]), expected[whole], strict=True)}
         changed = [(old, new) for old, new in sizes if old != new]
         if len(changed) != 1 or changed[0][0] > changed[0][1]:
@@ -302,11 +292,8 @@ def with_new_rows(
     return grown
 
 
-def check_keeps_ids(config: ConfigDict, directory: Any) -> None:
-    """Raise ValueError if a token of the checkpoint in `directory` has another id in data.vocabulary.
-
-    A checkpoint without a vocabulary cannot be compared.
-    """
+def check_keeps_ids(config: ConfigDict, directory: paths.AnyPath) -> None:
+    """Raise ValueError if data.vocabulary has another id for a token of the checkpoint's own vocabulary."""
     name = config.data.vocabulary
     extra_ids = config.data.extra_ids
     named = named_vocabulary('data.vocabulary', name, extra_ids)

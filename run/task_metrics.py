@@ -51,7 +51,7 @@ class TaskMetrics(NamedTuple):
     """The metrics of a task in a run. Its tasks share the model that answers."""
 
     task: 'EvaluatedTask'
-    model_config: T5Config  # of the parameters of the run
+    model_config: T5Config  # for the run's parameters, adapters included
     t5: infer.T5
     workdir: AnyPath
     console: Console
@@ -220,10 +220,7 @@ def read_tasks(
     opened: Sequence[OpenTask],
     report: Callable[[str], object],
 ) -> list[EvaluatedTask]:
-    """Read the examples of tasks, and report what the vocabulary and the metrics do to them.
-
-    Raises ValueError for examples whose targets are missing, before anything is compiled.
-    """
+    """Read the examples of tasks, and report what the vocabulary and the metrics do to them. Raises ValueError."""
     decoding = decoding_of(config.decode, vocabulary)
     infer.words_of(decoding, vocabulary, config.model.vocab_size)  # raises ValueError
     found = []
@@ -241,15 +238,12 @@ def read_tasks(
 
 
 def changes_of_first_texts(training: Sequence[TokenizedTask]) -> Iterator[str]:
-    """Yield what the vocabulary changes of the first training texts of each task from text to text.
-
-    They end at a bad record, which training reports at its step.
-    """
+    """Yield what the vocabulary changes of the first training texts of each task from text to text."""
     for task in training:
         if not task.task.takes_inputs:
             continue
         examples: list[Example] = []
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # a bad record, which training reports at its step
             examples.extend(read_split(task, 'train', FIRST_TEXTS))
         changes = text_changes(examples, task.vocabulary)
         if changes is not None:
@@ -372,10 +366,7 @@ def takes_scores(metric_fn: MetricFn) -> bool:
 def score(
     t5: infer.T5, examples: Sequence[Example], batch_size: int, progress: Callable[[int], None]
 ) -> list[float]:
-    """Return the log-likelihood of the targets of each example, in nats.
-
-    Examples that follow each other with the same inputs are the choices of one input.
-    """
+    """Return the targets' log-likelihoods in nats. Neighbours with the same inputs are choices of one input."""
     choices = []
     for _, group in itertools.groupby(examples, key=lambda example: example.inputs.tobytes()):
         same_inputs = list(group)
@@ -400,7 +391,7 @@ def compute_metrics(
     for i, example in enumerate(task.examples):
         targets.append(task.target(example))
         features = example.features()
-        for name in FEATURES:  # that a task cache may lack
+        for name in FEATURES:  # a task cache may lack these texts
             features[name + PRETOKENIZED] = example.text(name, task.vocabulary)
         line: dict[str, object] = {'input': dict(sorted(features.items())), 'target': targets[i]}
         if answers is not None:
@@ -429,10 +420,7 @@ def write_results(
     found: TaskResults,
     report: Callable[[str], object],
 ) -> bool:
-    """Write the results of a task at a step of the run in `folder`, in the first process.
-
-    Return whether they are written; if there are results of other files or settings, report that these stay.
-    """
+    """Write a task's results in the first process, or report that there are others. Return whether it wrote."""
     if jax.process_index() > 0:
         return False
     kept = results.Results(folder)
@@ -489,7 +477,7 @@ def check_can_exceed_zero(
             return
     reason = 'it is so for answers that are the targets'
     if task.changes is not None and task.changes.num_changed['targets']:
-        reason = f'{task.changes}'
+        reason = str(task.changes)
     raise ValueError(
         f'save.best_metric={metric!r} cannot exceed {limit:g}: {reason}: name another metric, such as '
         f'training_eval/{task.name}/loss with save.best_is=lower, or another vocabulary, such as data.vocabulary=bytes'

@@ -4,34 +4,35 @@ import io
 import itertools
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import sentencepiece
+from ml_collections import ConfigDict
 
 from formats.vocabulary import add_tokens, named_vocabulary, of_model, read_model
+from paths import AnyPath
 from sources import Share
 from stream import OpenMixture
 from vocabulary import EOS_ID, PAD_ID, UNK_ID, SentencePieceVocabulary, Vocabulary
 
-SAMPLE_CHARACTERS = 10_000_000  # that a vocabulary is trained on
-SAMPLE_LINE_CHARACTERS = 1000  # the spec drops long lines, so they are cut
+SAMPLE_CHARACTERS = 10_000_000  # a vocabulary is trained on the first ones
+SAMPLE_LINE_CHARACTERS = 1000  # SentencePiece drops long lines, so they are cut
 
 
 def find_or_train_vocabulary(
-    config: Any, workdir: Any, texts: Iterable[str], max_size: int, model: bytes = b''
+    config: ConfigDict, workdir: AnyPath, texts: Iterable[str], max_size: int, model: bytes = b''
 ) -> Vocabulary:
-    """Return the vocabulary of a run.
+    """Return the vocabulary of a run, with `config.added_tokens`.
 
-    It is what `config.vocabulary` names, else the SentencePiece `model` of a restored checkpoint,
-    else workdir/vocabulary.model, else one trained on `texts`, with `config.added_tokens`. Raises ValueError if another model is
-    in the workdir, and for a vocabulary that is missing, unreadable or larger than `max_size` ids.
+    It is what `config.vocabulary` names, else the SentencePiece `model` of a restored checkpoint, else
+    workdir/vocabulary.model, else one trained on `texts`. Raises ValueError if another model is in the workdir,
+    and for a vocabulary that is missing, unreadable or larger than `max_size` ids.
     """
     kept = workdir / 'vocabulary.model'
     origin = f'data.vocabulary={config.vocabulary!r}'
     if config.vocabulary:
         vocabulary = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
     elif model:
-        origin = 'the vocabulary of restore.path'
+        origin = 'the vocabulary of the checkpoint'
         vocabulary = of_model(model, config.extra_ids)
     elif kept.exists():
         remedy = 'remove it: the run takes the one of its newest checkpoint, or makes it again'
@@ -44,7 +45,7 @@ def find_or_train_vocabulary(
         origin += f' with data.added_tokens={tuple(config.added_tokens)}'
     if vocabulary.model and kept.exists() and vocabulary.model != kept.read_bytes():
         raise ValueError(
-            f'{origin} is not {kept}: leave it out, remove that file, or name another --workdir'
+            f'{kept} differs from {origin}: remove it, change data.vocabulary, or name another --workdir'
         )
     if vocabulary.size > max_size:
         raise ValueError(
@@ -55,10 +56,7 @@ def find_or_train_vocabulary(
 
 
 def train_vocabulary(texts: Iterable[str], num_pieces: int) -> bytes:
-    """Return a SentencePiece unigram model of `num_pieces` pieces, or fewer for a small corpus.
-
-    It is the same every time. The first SAMPLE_CHARACTERS of `texts` are read.
-    """
+    """Return a SentencePiece unigram model of at most `num_pieces` pieces, the same every time."""
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -71,7 +69,7 @@ def train_vocabulary(texts: Iterable[str], num_pieces: int) -> bytes:
             eos_id=EOS_ID,
             unk_id=UNK_ID,
             bos_id=-1,
-            # Sums are taken in the order of the threads: their number must not follow the machine.
+            # Sums depend on the number of threads, which must not depend on the machine.
             num_threads=8,
             minloglevel=2,
         )

@@ -31,7 +31,7 @@ import paths
 from formats import best
 from run.lock import Lock
 
-LAST_STEP = 'last_step'  # in config.json: where a run ended before train.steps
+LAST_STEP = 'last_step'  # in config.json, if a run has ended before train.steps
 
 
 class Workdir(NamedTuple):
@@ -41,14 +41,11 @@ class Workdir(NamedTuple):
     lock: Lock  # while it is open, no other process uses the workdir
     metrics: 'Metrics'
     saver: checkpoint.Saver
-    files: dict[str, bytes]  # of every checkpoint: the settings, the vocabulary, an own model
+    files: dict[str, bytes]  # put into every checkpoint: settings, vocabulary, an own model
 
 
 class Events:
-    """TensorBoard's events, in a folder of their own for each name.
-
-    For a bucket they are written on the disk first, and each file is copied as a whole.
-    """
+    """TensorBoard's events, in a folder for each name. For a bucket they are written on the disk and copied."""
 
     def __init__(self, folder: paths.AnyPath):
         self.folder = folder
@@ -126,7 +123,7 @@ class Metrics:
                 stream.write(text)
                 stream.flush()
                 os.fsync(stream.fileno())
-        else:  # nothing is appended to a file of a bucket
+        else:  # a bucket's files cannot be appended to
             self.content += text.encode()
             paths.replace_file(self.file, self.content)
         if name != 'train':
@@ -166,7 +163,7 @@ def model_info(
 
 
 def record_end(workdir: paths.AnyPath, step: int) -> None:
-    """Write into config.json, until the run goes on, that it has ended before train.steps."""
+    """Write into config.json, until the run resumes, that it has ended before train.steps."""
     if jax.process_index() > 0:
         return
     file = workdir / 'config.json'

@@ -20,10 +20,10 @@ from messages import first_ten
 from randomness import permutation
 from sources.files import FileRecord, count_newlines, is_gzipped, kind_of
 
-FEATURES = ('inputs', 'targets')  # of records that are ids
-NO_SPLIT = 'none'  # in place of the name of a split: a task has no such records
-MAX_WEIGHT = 1e30  # of an example
-BYTES_PER_LINE = 100  # at least, where nobody has counted the lines
+FEATURES = ('inputs', 'targets')
+NO_SPLIT = 'none'  # the name of a split that a task lacks
+MAX_WEIGHT = 1e30  # the largest weight of an example
+BYTES_PER_LINE = 100  # a low estimate, used until the lines are counted
 
 
 class Record(NamedTuple):
@@ -31,7 +31,7 @@ class Record(NamedTuple):
 
     name: str  # path:offset, in a gzipped file path:line, in Parquet path:row
     fields: dict
-    split_key: str = ''  # whose hash decides on the split; '' is the fields
+    split_key: str = ''  # its hash decides on the split; '' stands for the fields
 
 
 def value_at(fields: Mapping, name: str) -> Any:
@@ -67,7 +67,7 @@ def weight_at(fields: Mapping, name: str) -> np.ndarray:
 
 
 def names_of_values(value: Any, name: str = '') -> Iterator[str]:
-    """Yield the names of the values in a record, as of `value_at`; of a list those of its first one."""
+    """Yield the names that `value_at` takes for the values in a record; in a list, for the first one."""
     if isinstance(value, list):
         value = dict(enumerate(value[:1]))
     if not isinstance(value, Mapping):
@@ -87,7 +87,7 @@ class Share(NamedTuple):
 
     @property
     def slot(self) -> int:
-        """The index of this part in the epoch: another one in each, so that every lane gets text."""
+        """The index of this part, which changes from epoch to epoch, so that every lane gets text."""
         return (self.lane + self.epoch) % self.num_lanes
 
 
@@ -102,9 +102,9 @@ class Document(NamedTuple):
 class Part:
     """The records of one split, or of two that a hash of each record tells apart."""
 
-    num_records: int | None = None  # where it is known without reading all of them
-    files: list[FileRecord] = []  # of data.files
-    features: Collection[str] | None = None  # of records that are ids; None for those of texts
+    num_records: int | None = None  # None if counting takes reading all of them
+    files: list[FileRecord] = []
+    features: Collection[str] | None = None  # the names of ids; None if records are texts
 
     @functools.cached_property
     def order(self) -> Callable[[int, int | str, int], np.ndarray]:
@@ -120,8 +120,8 @@ class Part:
     ) -> Iterator[tuple[int, list[Record | None]]]:
         """Yield (number, records) of the pools of a lane, from number `first` on.
 
-        None stands for a line without a record and for a record that `keep` refuses, so that an
-        offset in a pool means the same line in every split.
+        None stands for a line without a record and for a record that `keep` refuses: an offset in a pool
+        means the same line in every split.
         """
         raise NotImplementedError
 
@@ -130,7 +130,7 @@ class Part:
         raise NotImplementedError
 
     def whole(self) -> 'Part':
-        """Return the same records with all features that are stored."""
+        """Return the same records with all stored features."""
         return self
 
     def has_share(self, share: Share) -> bool:
@@ -138,7 +138,7 @@ class Part:
         return True
 
     def count_records(self) -> int | None:
-        """Return the number of records, None where counting would take reading all of them."""
+        """Return the number of records, None if counting would take reading all of them."""
         return self.num_records
 
 
@@ -148,15 +148,15 @@ class Source:
 
     description: str
     corpus: str  # 'files', 'cache', 'tfds', 'pydoc' or 'pydoc instead of C4'
-    fingerprint: str  # a run may go on with a corpus of the same fingerprint only
+    fingerprint: str  # a run resumes only with a corpus of the same fingerprint
     validation_fraction: float
     bad_lines: 'BadLines'
     train: Part
     validation: Part | None = None
-    open_test: Callable[[], Part] | None = None  # training needs no such files
+    open_test: Callable[[], Part] | None = None  # opened when needed: training does not read it
     files: tuple[FileRecord, ...] = ()  # in the order in which they are read
     is_tokenized: bool = False  # the fields are ids, under the names of features
-    vocabulary_hash: str | None = None  # of these ids, in a cache of this program
+    vocabulary_hash: str | None = None  # known only for a cache of this program
 
     @property
     def features(self) -> Collection[str] | None:
@@ -247,19 +247,17 @@ class Source:
         return True
 
     def check_not_empty(self, split: str) -> None:
-        """Raise ValueError if there is no document in the files that hold those of `split`."""
-        if split == 'train' and not self.may_hold('train'):  # data.test_files alone
-            raise ValueError(f'no document is in split {split!r}: name files with data.files')
+        """Raise ValueError if the files of `split` are without a document."""
         part = self.part_of(split)
         for other in ('train', 'validation'):
             if self.part_of(other) is part and next(self.records(other), None) is not None:
                 return
         files = [file.path for file in self.files if self.part_of(file.split) is part]
-        if files:  # else the split has no file of its own
-            raise ValueError(f'no document is in {first_ten(files)}: name files with records')
+        where = first_ten(files) if files else f'split {split!r} of {self.description}'
+        raise ValueError(f'no document is in {where}: name files with records')
 
     def raise_empty(self, split: str) -> None:
-        """Raise ValueError because a split has no text."""
+        """Raise ValueError: a split has no text."""
         self.check_not_empty(split)
         raise ValueError(
             f'no document is in split {split!r} of {self.description} at '
@@ -299,15 +297,12 @@ def bytes_of(value: Any) -> bytes:
 
 
 class BadLines:
-    """The lines that cannot be read: the first one stops, or few are left out, each counted once.
-
-    Threads may share it.
-    """
+    """The lines that cannot be read: the first one stops, or few are left out, each counted once. Thread-safe."""
 
     def __init__(self, action: str, max_fraction: float, kind: str = ''):
         self.action = action
         self.max_fraction = max_fraction
-        self.kind = kind  # of the files; '' for by their names
+        self.kind = kind  # how all files are read; '' if their names tell
         self.num_read = 0  # lines, roughly: two threads may lose one
         self._found: set[tuple[str, int]] = set()
         self._num_found = 0  # lines: a row of a table may have several
@@ -341,10 +336,7 @@ class BadLines:
     def record(
         self, path: str, position: int, read: Callable, *arguments, num_lines: int = 1
     ) -> Record | None:
-        """Return the record whose fields `read` returns; None for a bad one that is skipped.
-
-        `read` returns None for a blank one, and raises ValueError for a bad one.
-        """
+        """Return the record of the fields that `read` returns; None for a blank line, None, or a bad one, ValueError."""
         self.num_read += num_lines
         try:
             fields = read(*arguments)
@@ -367,11 +359,11 @@ class BadLine(NamedTuple):
     path: str
     position: int  # offset in bytes, in a gzipped file the number of the line, in Parquet the row
     reason: str
-    kind: str  # of the file
+    kind: str  # the file's
 
     def describe(self) -> str:
         """Return one line of text. To number the line, a plain file is read up to there."""
-        if self.reason.startswith(self.path):  # what read the record names it
+        if self.reason.startswith(self.path):  # the reader has named the record
             return self.reason
         if '.array_record-' in self.path or '.ids-' in self.path:
             what = f'record {self.position}'

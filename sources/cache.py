@@ -5,8 +5,7 @@
     ROOT/TASK/stats.SPLIT.json                     numbers of examples and tokens
     ROOT/TASK/SPLIT.tfrecord-00000-of-00064 ...
 
-Caches of this program have the ids besides, in files of their own that SeqIO ignores and that need
-no parsing:
+Caches of this program have the ids a second time, in files that SeqIO ignores and that need no parsing:
 
     ROOT/TASK/SPLIT.ids-00000-of-00064 ...         int32, one example after another
     ROOT/TASK/SPLIT.index-00000-of-00064 ...       int64 [examples, 4], an IndexEntry of each
@@ -36,21 +35,21 @@ from sources.deal import Blocks
 from sources.files import FileRecord
 from sources.tfrecord import ByteRange, ByteRanges, StoredRecord, read_record, record_offsets
 
-MAX_CACHE_BLOCKS = 1 << 20  # of a task cache
-MAX_INDEXED_BYTES = 1 << 28  # of a task cache whose examples are found when it is opened
+MAX_CACHE_BLOCKS = 1 << 20
+MAX_INDEXED_BYTES = 1 << 28  # the examples of a larger cache are not found when it is opened
 TEXT = 'string'  # the dtype of bytes in info.json
 # Where tf.train.Example stores the values of numpy's kinds of dtypes.
 STORED_KINDS = {'b': 'int64_list', 'i': 'int64_list', 'u': 'int64_list', 'f': 'float_list'}
-# And the dtypes in which a cache that is written has them.
+# The dtypes of a cache of this program, what it was made of, and the version of SeqIO whose layout it has.
 STORED_DTYPES = {'b': 'bool', 'i': 'int64', 'u': 'int64', 'f': 'float32'}
-ORIGIN = 'cache.json'  # what such a cache was made of
-SEQIO_VERSION = '0.0.20'  # whose layout it has
+ORIGIN = 'cache.json'
+SEQIO_VERSION = '0.0.20'
 
 
 class FeatureInfo(NamedTuple):
     dtype: str  # numpy's, or 'string'
     shape: tuple[int | None, ...]
-    stored_kind: str  # where tf.train.Example has the values
+    stored_kind: str  # the list of tf.train.Example that has the values
 
 
 class IndexEntry(NamedTuple):
@@ -59,7 +58,7 @@ class IndexEntry(NamedTuple):
     start: int  # number of the first one in the file of ids
     num_inputs: int
     num_targets: int
-    crc32c: int  # of all of them
+    crc32c: int  # the checksum of all of them
 
 
 class Ids(NamedTuple):
@@ -89,10 +88,7 @@ def find(roots: Sequence[paths.AnyPath], task: str) -> paths.AnyPath | None:
 
 
 def splits(folder: paths.AnyPath) -> list[str]:
-    """Return the names of the splits of a cached task that hold examples.
-
-    Raises ValueError where the description of one is damaged or gone.
-    """
+    """Return the names of the splits of a cached task that hold examples. Raises ValueError for damaged ones."""
     infos = [file.name for file in sorted(folder.glob('info.*.json'))]
     for name in [file.name for file in folder.glob('*.tfrecord-*')]:
         info = f'info.{name.partition(".tfrecord-")[0]}.json'
@@ -108,7 +104,7 @@ def splits(folder: paths.AnyPath) -> list[str]:
 
 
 def open_split(folder: paths.AnyPath, split: str) -> Split:
-    """Return what a folder says of a split. Raises ValueError for a split that is not there."""
+    """Return what a folder says of a split. Raises ValueError if it has none of this name."""
     available = splits(folder)
     if split not in available:
         raise ValueError(f'{folder} has no split {split!r}: use one of {available}')
@@ -118,7 +114,7 @@ def open_split(folder: paths.AnyPath, split: str) -> Split:
     try:
         info = read_json(folder / f'info.{split}.json')
         for stored_name, feature in info['features'].items():
-            name = re.sub('_plaintext$', '_pretokenized', stored_name)  # of old caches
+            name = re.sub('_plaintext$', '_pretokenized', stored_name)  # old caches have the former
             dtype = feature['dtype']
             if 'seqio_version' not in info and dtype == 'int64':
                 dtype = 'int32'
@@ -141,10 +137,7 @@ def open_split(folder: paths.AnyPath, split: str) -> Split:
 
 
 def stored_kind(dtype: str, shape: tuple) -> str:
-    """Return where tf.train.Example stores values of a dtype and a shape of info.json.
-
-    Raises KeyError for a dtype that is no number, and what numpy and Python raise for others.
-    """
+    """Return the list in tf.train.Example for a dtype and shape of info.json. Raises what numpy does for others."""
     sizes = [operator.index(size) for size in shape if size is not None]
     if len(sizes) < len(shape) - 1 or min(sizes, default=0) < 0:
         raise ValueError(f'shape {shape}')
@@ -158,7 +151,9 @@ def vocabulary_hash(folder: paths.AnyPath) -> str | None:
         if any(folder.glob('*.ids-*')):  # a cache of this program
             raise ValueError(f'{file} is missing: copy the folder again')
         return None
-    return str(read_json(file).get('vocabulary_hash'))  # 'None' is that of no vocabulary
+    return str(
+        read_json(file).get('vocabulary_hash')
+    )  # 'None', if it is missing, matches no vocabulary
 
 
 def read_json(file: paths.AnyPath) -> dict:
@@ -167,10 +162,7 @@ def read_json(file: paths.AnyPath) -> dict:
 
 
 def read_example(path: str | Path, offset: int, split: Split, checksum: int | None = None) -> dict:
-    """Return the example at `offset` of a file of a split.
-
-    Raises ValueError for a damaged one, and for one of another file, whose ids have another `checksum`.
-    """
+    """Return the example at `offset`. Raises ValueError if it is damaged or its ids have another `checksum`."""
     with open(path, 'rb', buffering=0) as file:
         file.seek(offset)
         example = decode(read_record(file, path) or b'', split)
@@ -199,7 +191,7 @@ def described(value: Any) -> dict | None:
         return {'dtype': TEXT, 'shape': shape}
     try:
         array = np.array(values)
-    except ValueError:  # of lists of different lengths
+    except ValueError:  # lists of different lengths
         return None
     is_held = array.ndim == 1 and array.dtype.kind in STORED_DTYPES and array.dtype != np.uint64
     if not is_held:
@@ -208,7 +200,7 @@ def described(value: Any) -> dict | None:
 
 
 def described_by_both(one: dict, other: dict) -> dict:
-    """Return the fields that two examples or more have alike, as `described` describes them."""
+    """Return the fields that have the same description in both, as `described` gives it."""
     both = {}
     for name in one.keys() & other.keys():
         dtypes = {one[name]['dtype'], other[name]['dtype']} - {''}
@@ -269,10 +261,7 @@ def decode(content: bytes, split: Split) -> dict:
 
 
 def shaped(values: Sequence, info: FeatureInfo):
-    """Return the values of a feature as an array, texts as a list, a scalar as itself.
-
-    Raises ValueError for values of another dtype or shape.
-    """
+    """Return the values of a feature: an array, a list of texts, or a scalar. Raises ValueError for others."""
     if info.dtype == TEXT:
         values = [text_of(value) for value in values]
         if info.shape:
@@ -318,7 +307,7 @@ def example_class() -> Any:
     """Return the class of tf.train.Example, in a pool of descriptors of its own."""
     file = descriptor_pb2.FileDescriptorProto(name='example.proto', package='x', syntax='proto3')
     single, repeated, message = 1, 3, 11
-    types = {'bytes_list': 12, 'float_list': 2, 'int64_list': 3}  # of protobuf
+    types = {'bytes_list': 12, 'float_list': 2, 'int64_list': 3}  # protobuf's numbers
     feature = file.message_type.add(name='Feature', oneof_decl=[{'name': 'kind'}])
     for number, (name, value_type) in enumerate(types.items(), start=1):
         values = file.message_type.add(name=name)
@@ -364,7 +353,7 @@ def open_ids(path: str) -> Ids:
         last = IndexEntry(*index[-1].tolist())
         num_ids = last.start + last.num_inputs + last.num_targets
         is_cut_off = os.path.getsize(ids_path) != 4 * num_ids
-    except ValueError:  # of another number of bytes
+    except ValueError:  # the file ends within an entry
         is_cut_off = True
     if is_cut_off:
         raise ValueError(f'{index_path} or {ids_path} is cut off: cache the task again')
@@ -380,7 +369,7 @@ def read_ids(shard: Ids, i: int) -> dict[str, np.ndarray]:
     start, num_inputs, num_targets, crc = shard.entries[i].tolist()
     ids = shard.ids[start : start + num_inputs + num_targets]
     is_damaged = google_crc32c.value(ids.tobytes()) != crc
-    if num_inputs + num_targets == 0:  # an entry of zeros says so, too: then all have to follow
+    if num_inputs + num_targets == 0:  # so says a zeroed entry: do all others follow each other?
         ends = shard.entries[:-1, :3].sum(axis=1)
         is_damaged |= (ends != shard.entries[1:, 0]).any()
     if is_damaged:
@@ -392,10 +381,7 @@ def read_ids(shard: Ids, i: int) -> dict[str, np.ndarray]:
 
 
 class CachedRecords(Blocks):
-    """Examples of a task cache. Their fields are ids, the other features are not read.
-
-    A block has one example.
-    """
+    """Examples of a task cache, each a block. Their fields are ids; the other features are not read."""
 
     def __init__(
         self,
@@ -410,7 +396,7 @@ class CachedRecords(Blocks):
             if info.stored_kind != 'int64_list' or len(info.shape) != 1:
                 raise ValueError(
                     f'feature {name!r} of {files[0].path} has dtype {info.dtype} and shape {info.shape}, '
-                    'and is no list of ids: cache the task with its ids, or set data.use_cached=no'
+                    'not a list of ids: cache the task with its ids, or set data.use_cached=no'
                 )
         self.whole_split = split
         self.split = split._replace(features=found)
@@ -458,10 +444,7 @@ class CachedRecords(Blocks):
 
 
 class CachedIds(CachedRecords):
-    """A task cache of this program, from its files of ids.
-
-    A block has one example, or a few where they are many.
-    """
+    """A task cache of this program, from its files of ids. A block has one example, or a few of very many."""
 
     def open_blocks(self) -> None:
         self.shards = [open_ids(name) for name in self.names]

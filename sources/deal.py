@@ -8,7 +8,7 @@ from sources import Part, Record, Share
 
 # A pool is what a lane holds in memory and shuffles.
 MAX_BLOCK_BYTES = 1 << 16
-MIN_BLOCKS = 4096  # of a corpus; a small one has smaller blocks
+MIN_BLOCKS = 4096  # a small corpus has smaller blocks
 BLOCKS_PER_POOL = 8
 
 
@@ -61,7 +61,7 @@ class Blocks(Part):
 def blank_out(
     records: Iterable[Record | None], keep: Callable[[Record], bool]
 ) -> Iterator[Record | None]:
-    """Yield the records, and None in place of those that `keep` refuses."""
+    """Yield the records, and None for those that `keep` refuses."""
     for record in records:
         if record is not None and keep(record):
             yield record

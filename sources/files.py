@@ -16,7 +16,7 @@ from messages import first_ten
 MAX_LINE_BYTES = 1 << 20
 # Files in buckets. A lane holds SEQUENTIAL_READ_AHEAD bytes of each gzipped shard that it reads.
 SEQUENTIAL_READ_AHEAD = 2 << 20
-NUM_THREADS = 16  # that open files when a source is opened
+NUM_THREADS = 16  # open files together when a source is opened
 # The digest of a file counts all of a small file, and some blocks of a larger one.
 MAX_BYTES_DIGESTED_WHOLE = 1 << 20
 DIGEST_BLOCKS = 16
@@ -61,10 +61,7 @@ def kind_of(path: str) -> str:
 
 
 def describe_changes(old: Sequence[FileRecord], new: Sequence[FileRecord]) -> str:
-    """Describe in one line how the files of a run differ from today's, with the remedy.
-
-    The documentation of Python has none.
-    """
+    """Describe in one line how a run's files differ from today's, with the remedy. pydoc has no files."""
     if not old:
         return (
             "the run learned from a Python's documentation: use that Python with data.files='' and "
@@ -108,7 +105,7 @@ def matching_files(name: str) -> dict[str, paths.FileStatus]:
         files = buckets.matching_files(name)
     else:
         path = paths.disk_path(name)
-        # The part of a path that exists is taken literally, so that [1] in its name is no glob.
+        # The part of a path that exists is taken literally: [1] in its name is not a pattern.
         literal = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
         pattern = os.path.join(glob.escape(str(literal)), *path.relative_to(literal).parts)
         for match in glob.glob(pattern, recursive=True):  # ** is any number of folders
@@ -150,10 +147,10 @@ def read_records(key: str, split: str, files: Mapping[str, paths.FileStatus]) ->
 def content_digest(path: str, status: paths.FileStatus) -> str:
     """Return a hash of a file's kind, size and content.
 
-    Of a file above 1 MiB sixteen blocks of 4 KiB count, so that terabytes open in seconds. A change
-    of the same size between these blocks goes unnoticed, except in a gzipped file, whose last bytes
-    are a checksum of all. Of a file in a bucket the bucket's checksum counts, so a run that began in
-    a bucket continues there, and not on a disk.
+    A file above 1 MiB is sampled in sixteen blocks of 4 KiB, so that terabytes open in seconds. A change
+    between these blocks that keeps the size goes unnoticed, except in a gzipped file, which ends with a
+    checksum of all. A file in a bucket counts by the bucket's checksum, so a run that began in a bucket
+    continues there, and not on a disk.
     """
     kind = kind_of(path)
     kind = {'text': 'False', 'jsonl': 'True'}.get(kind, kind)  # as the first runs named them

@@ -26,7 +26,7 @@ class GzippedFiles(Part):
     """Gzipped files, each a shard.
 
     An epoch permutes the shards and deals them out to the lanes. A lane reads rounds of some
-    shards, interleaved line by line, in pools of equally many lines. Where shards are fewer than
+    shards, interleaved line by line, in pools of equally many lines. With fewer shards than
     lanes, neighbouring lanes share a shard: each decompresses all of it and skips the others' lines.
     """
 
@@ -113,7 +113,7 @@ def shards_per_round(num_lanes: int) -> int:
 
 
 def cut_while_reading(file: io.BufferedIOBase, line: bytes) -> Iterator[bytes]:
-    """Yield the parts of a long line that begins with `line` and goes on in `file`."""
+    """Yield the parts of a long line that begins with `line` and continues in `file`."""
     while not line.endswith(b'\n'):
         more = file.readline(sources.files.MAX_LINE_BYTES)
         if not more:

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import paths
 from sources.files import is_gzipped
 
-HEAD_BYTES = 1 << 16  # of a file, which tell what it holds
+HEAD_BYTES = 1 << 16  # read to find out what a file holds
 GZIP = b'\x1f\x8b'
 PARQUET = b'PAR1'
-# What files begin with that are no text, what they are, and what to do with them.
+# The first bytes of files that are not text: {bytes: (format, remedy)}.
 FORMATS = {
     GZIP: ('gzipped', 'gunzip it, or add .gz to its name'),
     PARQUET: ('Parquet', "let its name end in .parquet, or set data.kind='parquet'"),

@@ -28,7 +28,6 @@ from sources.files import (
 from sources.gzipped import GzippedFiles
 from sources.heads import HEAD_BYTES, begins_with_json, check_head, read_head
 from sources.tables import LineParser, check_delimiter, check_text, numbered_lines, objects_in
-from sources.templates import fields_named, remedy_of_slots
 from sources.text import MAX_SMALL_BYTES, PlainFiles
 
 
@@ -37,9 +36,9 @@ def open_source(config, whole_records: bool = False, test_split: str = '') -> So
 
     A record has the fields that the settings name; with `whole_records` all of them, as they are in
     JSON. `test_split`: as config.validation_split; '' is the split test, if there is one;
-    config.test_files take precedence. Files are
-    read in the order of their digests, so that names and folders change nothing. Raises ValueError
-    for settings that do not fit together and for files that cannot be read.
+    config.test_files take precedence. Files are read in the order of their digests, so that names and
+    folders change nothing. Raises ValueError for settings that do not fit together and files that
+    cannot be read.
     """
     if not config.text_field:
         raise ValueError("data.text_field='' names no field: name one, C4's is 'text'")
@@ -56,7 +55,7 @@ def open_source(config, whole_records: bool = False, test_split: str = '') -> So
     if all_names:
         check_delimiter(config, {parser.kind_of(name): name for name in all_names})
     if folders:
-        source = tfds_source_of(config, folders, whole_records, test_split)
+        source = tfds_source_of(config, folders, parser, test_split)
     elif all_names:
         source = files_source(config, files, validation_files, parser)
     else:
@@ -99,7 +98,7 @@ def files_source(
     """Open files for training and files for validation; each may be none."""
     if validation_files and not train_files and config.train_split != NO_SPLIT:
         raise ValueError(
-            f'data.validation_files={config.validation_files!r} needs data.files besides: name both'
+            f'data.validation_files={config.validation_files!r} needs data.files too: name both'
         )
     train = read_records('data.files', 'train', train_files)
     validation = read_records('data.validation_files', 'validation', validation_files)
@@ -135,10 +134,7 @@ def files_source(
 
 
 def find_cache(config, task: str) -> paths.AnyPath | None:
-    """Return the folder of the cache of a task, if it is to be read.
-
-    Raises ValueError if there is none and `config.use_cached` is yes, and where no root is a folder.
-    """
+    """Return the folder of a task's cache, None if there is none to be read. Raises ValueError if it must exist."""
     if config.use_cached == 'no':
         return None
     roots = cache_roots(config)
@@ -153,7 +149,6 @@ def find_cache(config, task: str) -> paths.AnyPath | None:
 
 
 def cache_roots(config) -> list[paths.AnyPath]:
-    """Return the folders of data.cache_dirs."""
     with setting_named('data.cache_dirs'):
         return [paths.to_path(name) for name in split_names(config.cache_dirs)]
 
@@ -207,7 +202,7 @@ def validation_fraction_of(config) -> float:
 def open_cache(folder: paths.AnyPath, split: str, bad_lines: BadLines) -> cache.CachedRecords:
     """Return a split of a task cache: from its ids, if they lie beside the records on a disk."""
     opened = cache.open_split(folder, split)
-    statuses = matching_files(f'{folder}/*')  # of all files by one request
+    statuses = matching_files(f'{folder}/*')  # one request for all files
     shards = [str(file) for file in opened.files]
     not_empty = {name: statuses[name] for name in shards if statuses[name].num_bytes}
     files = read_records('data.cache_dirs', split, not_empty)
@@ -267,27 +262,23 @@ def prepared_version(config, name: str) -> str | None:
 
 
 def tfds_root(config) -> paths.AnyPath:
-    """Return the folder of TFDS data sets."""
     root = config.tfds_dir or os.environ.get('TFDS_DATA_DIR') or '~/tensorflow_datasets'
     with setting_named('data.tfds_dir'):
         return paths.to_path(root)
 
 
 def tfds_source_of(
-    config, folders: list[paths.AnyPath], whole_records: bool, test_split: str
+    config, folders: list[paths.AnyPath], parser: LineParser, test_split: str
 ) -> Source:
     """Return splits of TFDS data sets as a source of texts, or of whole records."""
-    bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction)
     data_sets = [tfds.DataSet(folder) for folder in folders]
     data_set = data_sets[0]
-    fields = () if whole_records else fields_named(config)
-    references = config.references[1:-1]
-    slots = [f'{field}/0' if field == references else field for field in fields]
-    decode = data_set.decoder(slots, remedy=remedy_of_slots(config))
+    slots = [f'{field}/0' if field == parser.references else field for field in parser.fields]
+    decode = data_set.decoder(slots, parser.remedy)
 
     def open_split(split: str, expression: str) -> tfds.TfdsRecords:
         with setting_named(f'data.{split}_split={expression!r}'):
-            return tfds.open_all(data_sets, expression, decode, fields, bad_lines, references)
+            return tfds.open_all(data_sets, expression, decode, parser)
 
     expressions = {
         'train': config.train_split,
@@ -331,7 +322,7 @@ def tfds_source_of(
         corpus='tfds',
         fingerprint=digest([splits, [file.content for file in files]]),
         validation_fraction=validation_fraction_of(config),
-        bad_lines=bad_lines,
+        bad_lines=parser.bad_lines,
         train=parts.get('train', RecordsInMemory([])),
         validation=parts.get('validation'),
         open_test=open_test,
@@ -388,10 +379,7 @@ def check_files(parser: LineParser, files: Sequence[FileRecord]) -> None:
 
 
 def check_file(parser: LineParser, file: FileRecord) -> bytes:
-    """Return the first bytes of a file.
-
-    Raises ValueError for one of another kind, and for a table without the fields that the settings name.
-    """
+    """Return the first bytes of a file. Raises ValueError for another kind, or without the fields of the settings."""
     path = file.path
     kind = parser.kind_of(path)
     head = read_head(path, file.num_bytes)

@@ -11,7 +11,7 @@ import io
 import itertools
 import re
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,11 +26,11 @@ from sources.deal import Blocks
 from sources.files import EMPTY_FILE, NUM_THREADS, FileRecord
 from sources.tables import LineParser, check_names
 
-WINDOW_BYTES = 128 << 20  # of the row groups that lanes read from at a time
-MAX_GROUP_BYTES = 256 << 20  # of the columns of a row group that are read, uncompressed
-MAX_CACHED_BYTES = 512 << 20  # of decoded row groups that are kept
+WINDOW_BYTES = 128 << 20  # lanes read from row groups of this size at a time
+MAX_GROUP_BYTES = 256 << 20  # the limit of what is read of a row group, uncompressed
+MAX_CACHED_BYTES = 512 << 20  # the memory for decoded row groups
 READ = ('text', 'number')  # the kinds of values that are read
-FIRST_ROWS = 1000  # that tell whether a list has a value of some index
+FIRST_ROWS = 1000  # read to find out whether a list has a value at an index
 MAX_INTEGER = 2**53  # beyond it float64 rounds integers
 
 
@@ -43,20 +43,19 @@ class RowGroup(NamedTuple):
 
     path: str
     number: int  # in the file, from 0
-    first_row: int  # of the file; the first one is 1
+    first_row: int  # in the file, from 1
     num_rows: int
     num_bytes: int
 
 
 class Footer(NamedTuple):
-    names: list[str]  # of the columns
-    # {name of a column or of a value within: 'text', 'number' or another type}
-    values: dict[str, str]
+    names: list[str]  # the columns'
+    values: dict[str, str]  # {column, or value within: 'text', 'number' or another type}
     groups: list[RowGroup]
 
 
 def read_footer(path: str, columns: Sequence[str]) -> Footer:
-    """Return what the footer of a file says; of `columns`, those that it has, sizes count.
+    """Return what the footer of a file says; sizes are those of `columns`, as far as it has them.
 
     Raises DamagedFile, and ValueError for a row group that is too large to decode.
     """
@@ -70,7 +69,7 @@ def read_footer(path: str, columns: Sequence[str]) -> Footer:
 
 
 def kinds_of_values(name: str, arrow_type: pyarrow.DataType) -> dict[str, str]:
-    """Return the kind of a column, and of the values within: of a list the kind of its first one."""
+    """Return the kinds of a column and of the values within; a list stands for its first value."""
     kinds = {name: kind_of_type(arrow_type)}
     if pyarrow.types.is_struct(arrow_type):
         for child in arrow_type:
@@ -122,11 +121,11 @@ def row_groups(
 
 
 class Numbers(NamedTuple):
-    """A column of numbers, or one without any value, of a file."""
+    """The columns of a file that have numbers or no value at all. A column may be in several sets."""
 
-    are_floats: bool
-    are_whole: bool
-    have_gap: bool
+    floats: set[str]
+    whole: set[str]  # no number has a fraction
+    with_gaps: set[str]
 
 
 def integer_columns(
@@ -141,33 +140,31 @@ def integer_columns(
     """
     read = functools.partial(numbers_in_file, fields=fields)
     with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
-        in_files = [columns for columns in threads.map(read, files) if columns is not None]
-        in_test_files = [x for x in threads.map(read, test_files) if x is not None]
+        in_files = list(filter(None, threads.map(read, files)))
+        in_test_files = list(filter(None, threads.map(read, test_files)))
     integers = whole_beside_gaps(in_files)
     test_integers = whole_beside_gaps(in_test_files)
-    for columns in in_files:
-        test_integers |= set(columns)
-    for columns in in_files:
-        for name, numbers in columns.items():
-            if numbers.are_floats and name not in integers:
-                test_integers.discard(name)
+    for numbers in in_files:
+        test_integers |= numbers.whole
+    for numbers in in_files:
+        test_integers -= numbers.floats - integers
     return integers, test_integers
 
 
-def whole_beside_gaps(in_files: Sequence[Mapping[str, Numbers]]) -> set[str]:
+def whole_beside_gaps(in_files: Sequence[Numbers]) -> set[str]:
     """Return the columns of whole numbers in all files, with a gap in some."""
-    found = set.intersection(*map(set, in_files)) if in_files else set()
-    for columns in in_files:
-        found = {name for name in found if columns[name].are_whole}
-    return {name for name in found if any(columns[name].have_gap for columns in in_files)}
+    if not in_files:
+        return set()
+    whole = set.intersection(*[numbers.whole for numbers in in_files])
+    return {name for name in whole if any(name in numbers.with_gaps for numbers in in_files)}
 
 
-def numbers_in_file(path: str, fields: Sequence[str]) -> dict[str, Numbers] | None:
-    """Return the columns of numbers of a file, and those without any value; None if it is damaged.
+def numbers_in_file(path: str, fields: Sequence[str]) -> Numbers | None:
+    """Return the columns of numbers of a file, None if it is damaged.
 
     Floats are read row group by row group, up to the first that is not whole.
     """
-    found = {}
+    found = Numbers(set(), set(), set())
     try:
         with paths.open_file(path) as stream, damage_named('no Parquet'):
             file = pyarrow.parquet.ParquetFile(stream)
@@ -177,15 +174,16 @@ def numbers_in_file(path: str, fields: Sequence[str]) -> dict[str, Numbers] | No
                 value_type = column.type
                 if pyarrow.types.is_dictionary(value_type):
                     value_type = value_type.value_type
-                if pyarrow.types.is_integer(value_type):
-                    found[column.name] = Numbers(are_floats=False, are_whole=True, have_gap=False)
-                elif pyarrow.types.is_null(value_type):
-                    found[column.name] = Numbers(are_floats=False, are_whole=True, have_gap=True)
-                elif pyarrow.types.is_floating(value_type):
+                has_gap: bool | None = pyarrow.types.is_null(value_type)  # None: not whole
+                if pyarrow.types.is_floating(value_type):
+                    found.floats.add(column.name)
                     has_gap = has_gaps(file, column.name)
-                    found[column.name] = Numbers(
-                        are_floats=True, are_whole=has_gap is not None, have_gap=bool(has_gap)
-                    )
+                elif not has_gap and not pyarrow.types.is_integer(value_type):
+                    continue
+                if has_gap is not None:
+                    found.whole.add(column.name)
+                if has_gap:
+                    found.with_gaps.add(column.name)
     except DamagedFile:
         return None
     return found
@@ -222,10 +220,7 @@ def readable(footer: Footer) -> list[str]:
 
 
 class RowGroups:
-    """Reads rows of `columns`, and keeps the row groups that it decoded last.
-
-    Threads may share it.
-    """
+    """Reads rows of `columns`, and keeps the row groups that it decoded last. Thread-safe."""
 
     def __init__(self, columns: Sequence[str]):
         self.columns = columns
@@ -399,7 +394,7 @@ class ParquetFiles(Blocks):
         return footer.groups
 
     def first_rows(self, name: str) -> list[dict]:
-        """Return the first rows of a file; none if others may be read in place of bad ones."""
+        """Return the first rows of a file; none if bad ones may be skipped for later ones."""
         with contextlib.suppress(DamagedFile, ValueError), paths.open_file(name) as stream:
             with damage_named('damaged'):
                 file = pyarrow.parquet.ParquetFile(stream)

@@ -53,7 +53,7 @@ class LineParser:
         self.integers: Collection[str] = ()  # see parquet.integer_columns
         self.has_warned = False
         self.lock = threading.Lock()
-        self._kinds: dict[str, str] = {}  # of each file, for which every line asks
+        self._kinds: dict[str, str] = {}  # by file; every line asks for it
         self._headers: dict[str, list[str]] = {}
 
     def kind_of(self, path: str) -> str:
@@ -127,7 +127,7 @@ class LineParser:
         return fields if any(fields.values()) else None
 
     def check_filled(self, files: Mapping[str, Iterable[dict]]) -> None:
-        """Raise ValueError for a field that no record fills: of that not a line, but the settings are wrong.
+        """Raise ValueError for a field that no record fills: then the settings are wrong, not a line.
 
         `files`: {name: first records}. A file without records may fill each field.
         """
@@ -245,7 +245,7 @@ def fields_of_line(
             raise ValueError(f'no JSON: {error}; correct it') from None
         if not isinstance(content, dict):
             raise ValueError(
-                f'{line.strip()!r:.40} is no JSON object; write {{"{text_field}": ...}}'
+                f'{line.strip()!r:.40} is not a JSON object; write {{"{text_field}": ...}}'
             )
         return content
     row = table_row(line, kind, delimiter)
@@ -363,7 +363,6 @@ def csv_module() -> Any:
 
 
 def table_row(line: str, kind: str, delimiter: str) -> list[str]:
-    """Return the columns of a row."""
     row = line.removesuffix('\n').removesuffix('\r')
     if kind == 'tsv':
         columns = row.split('\t')

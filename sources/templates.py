@@ -42,26 +42,18 @@ def templates_of(config) -> dict[str, Template]:
         raise ValueError(
             f'data.targets={config.targets!r} and data.references={config.references!r}: leave one out'
         )
-    if config.references:
-        return {
-            'inputs': Template('data.inputs', config.inputs),
-            'targets': Template('data.references', config.references),
-        }
-    if not config.targets:
-        if config.inputs:
-            raise ValueError(
-                f'data.inputs={config.inputs!r} needs data.targets or data.references: name both'
-            )
-        return {}
-    templates = {
-        'inputs': Template('data.inputs', config.inputs),
-        'targets': Template('data.targets', config.targets),
-    }
-    if not templates['targets'].fields:
+    key = 'data.references' if config.references else 'data.targets'
+    text = config.references or config.targets
+    if config.inputs and not text:
         raise ValueError(
-            f"data.targets={config.targets!r} names no field: write one as '{{answer}}'"
+            f'data.inputs={config.inputs!r} needs data.targets or data.references: name both'
         )
-    return templates
+    if not text:
+        return {}
+    targets = Template(key, text)
+    if not targets.fields:
+        raise ValueError(f"{key}={text!r} names no field: write one as '{{answer}}'")
+    return {'inputs': Template('data.inputs', config.inputs), 'targets': targets}
 
 
 def remedy_of_slots(config) -> str:

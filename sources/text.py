@@ -18,7 +18,7 @@ from sources.tables import LineParser, numbered_lines, whole_rows
 LINE_READ_AHEAD = 1 << 14  # after a block, for the end of its last line
 CUT_BYTES = 1 << 11
 NEWLINE = ord('\n')
-MAX_SMALL_BYTES = 1 << 22  # of a corpus whose lines are counted when it is opened
+MAX_SMALL_BYTES = 1 << 22  # the lines of a smaller corpus are counted when it is opened
 
 
 class PlainFiles(Blocks):
@@ -42,7 +42,7 @@ class PlainFiles(Blocks):
             with concurrent.futures.ThreadPoolExecutor(sources.files.NUM_THREADS) as threads:
                 contents = threads.map(read_file, in_buckets)
                 self.contents = dict(zip(in_buckets, contents, strict=True))
-        self.starts: list[Sequence[int]] = []  # of the blocks of each file
+        self.starts: list[Sequence[int]] = []  # the blocks' in each file
         self.readers: list[Callable] = []
         for file in files:
             starts: Sequence[int] = range(0, file.num_bytes, self.block_bytes)
@@ -111,14 +111,13 @@ class PlainFiles(Blocks):
         end = int(starts[i + 1]) if i + 1 < len(starts) else num_bytes
         with self.open_file(name) as file:
             if file.seek(0, os.SEEK_END) < num_bytes:
-                raise ValueError(f'{name} has no longer {num_bytes:,} bytes: restore it')
+                raise ValueError(f'{name} no longer has {num_bytes:,} bytes: restore it')
             file.seek(start)
             lines = self.readers[file_index](file, start, end)
             return [self.parse(name, offset, line) for offset, line in lines]
 
 
 def read_file(name: str) -> bytes:
-    """Return the content of a file."""
     with paths.open_file(name) as file:
         return file.read(paths.status_of(name).num_bytes)
 
@@ -130,7 +129,7 @@ def lines_that_start_in(
     offset = start
     if start:
         file.seek(start - 1)
-        rest = file.readline(end - start)  # of a line that began in an earlier block
+        rest = file.readline(end - start)  # the end of a line that began in an earlier block
         if not rest.endswith(b'\n'):
             return
         offset = start - 1 + len(rest)
@@ -152,7 +151,7 @@ class TextReader:
 
     def __init__(self, num_bytes: int, starts: Sequence[int]):
         self.num_bytes = num_bytes
-        self.starts = starts  # of the blocks
+        self.starts = starts  # the blocks'
         # Whether a block begins inside a long line, as far as lines have been read.
         self.begins_in_long_line = np.zeros(len(starts), bool)
 
@@ -208,7 +207,7 @@ class TextReader:
         return True
 
     def cut_at(self, file: io.BufferedIOBase, end: int) -> int:
-        """Return where in a block that ends at `end` the long line is cut that goes on there."""
+        """Return where a long line that continues at `end`, the end of a block, is cut in the block."""
         start = self.starts[bisect.bisect_left(self.starts, end) - 1]
         file.seek(start)
         block = file.read(end - start)
@@ -253,7 +252,7 @@ class CsvReader:
 
 
 def start_of_line(file: io.BufferedIOBase, position: int) -> int | None:
-    """Return the start of the line that goes on at `position`; None if too far before."""
+    """Return the start of the line that continues at `position`; None if too far before."""
     for look_back in (1 << 12, 1 << 16, sources.files.MAX_LINE_BYTES):
         width = min(look_back, position, sources.files.MAX_LINE_BYTES)
         file.seek(position - width)

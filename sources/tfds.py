@@ -11,23 +11,22 @@ opened, which takes a second. Imports no jax.
 
 import functools
 import importlib
-import json
 import os
 import re
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 import paths
 from messages import first_ten
-from sources import BadLines, deal, value_at
+from sources import deal
 from sources.cache import text_of
 from sources.files import matching_files
-from sources.tables import is_number
+from sources.tables import LineParser
 from sources.tfrecord import ByteRange, ByteRanges, StoredRecord, StoredRecords, record_offsets
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ VERSION = re.compile(r'\d+\.\d+\.\d+')
 NAME = re.compile(rf'\w+(/[\w.+-]+)?(:{VERSION.pattern})?')
 FILES_OF_A_DATA_SET = ('dataset_info.json', 'features.json')
 
-NUM_READERS = 128  # of ArrayRecord files that are kept open
+NUM_READERS = 128  # ArrayRecord files kept open
 BLOCKS_OF_LARGE_FILE = 1024
 READER_OPTIONS = 'readahead_buffer_size:0,max_parallelism:0'  # for reading in any order
 
@@ -51,14 +50,11 @@ class Run(NamedTuple):
     first: int
     num_records: int
     num_in_shard: int
-    status: paths.FileStatus  # of the shard
+    status: paths.FileStatus  # the shard's
 
 
 def find(root: paths.AnyPath, name: str) -> paths.AnyPath:
-    """Return the folder of a data set NAME[/CONFIG][:VERSION], by default of its newest version.
-
-    Raises ValueError for a data set that is not there or not complete.
-    """
+    """Return the folder of a data set NAME[/CONFIG][:VERSION], by default the newest. Raises ValueError."""
     path, _, version = name.partition(':')
     versions = versions_of(root / path)
     if versions and not version:
@@ -68,7 +64,7 @@ def find(root: paths.AnyPath, name: str) -> paths.AnyPath:
     if not NAME.fullmatch(name) or version not in versions or not all(map(paths.is_file, files)):
         names = first_ten(prepared(root)) or 'none'
         raise ValueError(
-            f'{root} holds no such data set, or not all of it, its data sets are: {names}: name one '
+            f'{root} does not hold this data set, or not all of it, its data sets are: {names}: name one '
             f"(NAME[/CONFIG][:VERSION]), another data.tfds_dir, or prepare it there with 'tfds build {path}'"
         )
     return folder
@@ -114,12 +110,12 @@ class DataSet:
             self.num_records = {name: split.num_examples for name, split in info.splits.items()}
             self._features = info.features
             self._splits = info.splits
-        except Exception as error:  # of JSON, of protobuf, of TFDS
+        except Exception as error:  # JSON, protobuf and TFDS have their own classes
             reason = first_line(error)
             raise ValueError(f'{folder} cannot be opened ({reason}): prepare it again') from error
 
     def _read_info(self, folder: paths.AnyPath) -> 'DatasetInfo':
-        """Return TFDS's DatasetInfo. TFDS reads from a disk: of a bucket, copies of all but the shards."""
+        """Return TFDS's DatasetInfo. TFDS reads from a disk, so files in a bucket are copied, but no shards."""
         if isinstance(folder, Path):
             return self._tfds.builder_from_directory(folder).info
         with tempfile.TemporaryDirectory() as copied:
@@ -134,13 +130,13 @@ class DataSet:
             instructions = self._splits[expression].file_instructions
             if not instructions:
                 raise ValueError('it is empty')
-        except Exception as error:  # of several classes
+        except Exception as error:  # TFDS raises several classes
             names = ', '.join(f'{name} ({n:,})' for name, n in self.num_records.items())
             raise ValueError(
-                f'{self.name} has no such records ({first_line(error)}), its splits are: {names}: '
+                f'{self.name} does not have it ({first_line(error)}), its splits are: {names}: '
                 "write 'train', 'train[:90%]' or 'train[100:200]+test'"
             ) from error
-        statuses = matching_files(f'{self.folder}/*')  # of all files by one request
+        statuses = matching_files(f'{self.folder}/*')  # one request for all files
         runs = []
         missing = []
         for found in instructions:
@@ -157,7 +153,8 @@ class DataSet:
     def decoder(self, fields: Collection[str], remedy: str = '') -> Callable[[bytes], dict]:
         """Return a function that decodes the features of a stored record in which `fields` are.
 
-        Without fields it decodes all features. Raises ValueError for a field that is not there.
+        Without fields it decodes all features, and leaves floats as they are. Raises ValueError for a field that
+        is not there.
         """
         features = self._features
         if not fields:
@@ -175,16 +172,14 @@ class DataSet:
         # PartialDecoding of TFDS does the same with TensorFlow.
         names = {field.split('/')[0] for field in fields}
         some = self._tfds.features.FeaturesDict({name: features[name] for name in names})
-        return functools.partial(decode, some)
+        return functools.partial(decode, some, short_floats=True)
 
 
 def open_all(
     data_sets: Sequence[DataSet],
     expression: str,
     decode: Callable[[bytes], dict],
-    fields: tuple[str, ...],
-    bad_lines: BadLines,
-    references: str = '',
+    parser: LineParser,
 ) -> 'TfdsRecords':
     """Return the records of a split of several data sets of the same features, in their order."""
     formats = sorted({data_set.file_format for data_set in data_sets})
@@ -196,17 +191,17 @@ def open_all(
     runs = []
     for data_set in data_sets:
         runs += data_set.runs(expression)
-    return SHARDS_OF_FORMAT[formats[0]](runs, decode, fields, bad_lines, references)
+    return SHARDS_OF_FORMAT[formats[0]](runs, decode, parser)
 
 
-def decode(features: 'FeaturesDict', content: bytes) -> dict:
-    """Return {feature: value} of a stored record. Raises ValueError for what is no record."""
+def decode(features: 'FeaturesDict', content: bytes, short_floats: bool = False) -> dict:
+    """Return {feature: value} of a stored record. Raises ValueError for a damaged one."""
     try:
         example = features.deserialize_example_np(content)
-    except Exception as error:  # of protobuf and of TFDS
+    except Exception as error:  # protobuf and TFDS have their own classes
         reason = first_line(error)
         raise ValueError(f'no record of these features ({reason}): copy the file again') from error
-    return as_python(example)
+    return as_python(example, short_floats)
 
 
 def first_line(error: Exception) -> str:
@@ -223,53 +218,32 @@ def flat(tree: Mapping, prefix: str = '') -> Iterator[tuple]:
             yield f'{prefix}{name}', value
 
 
-def as_python(value):
-    """Return what TFDS decodes as Python's own types: dicts, lists, numbers, str, else bytes."""
+def as_python(value, short_floats: bool = False):
+    """Return what TFDS decodes as Python's own types: dicts, lists, numbers, str, else bytes.
+
+    `short_floats`: write a float32 as 3.8, not as 3.799999952316284.
+    """
     if isinstance(value, Mapping):
-        return {name: as_python(x) for name, x in value.items()}
+        return {name: as_python(x, short_floats) for name, x in value.items()}
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, list | tuple):
-        return [as_python(x) for x in value]
+        return [as_python(x, short_floats) for x in value]
     if isinstance(value, bytes):
         return text_of(value)
+    if short_floats and isinstance(value, float) and float(np.float32(value)) == value:
+        return float(str(np.float32(value)))
     return value
 
 
-def text_at(example: Mapping, field: str) -> str:
-    """Return a text or a number of an example as text; `field` is as 'label' or 'answers/text/0'."""
-    first, *parts = field.split('/')
-    value = example[first]
-    try:
-        for part in parts:
-            value = value[int(part)] if isinstance(value, list) else value[part]
-    except IndexError:
-        raise ValueError(f'feature {field!r} has too few values: correct the slot') from None
-    if isinstance(value, float) and float(np.float32(value)) == value:
-        value = float(str(np.float32(value)))  # 3.8, not 3.799999952316284
-    if is_number(value):
-        return json.dumps(value)
-    if not isinstance(value, str):
-        raise ValueError(f'feature {field!r} is {value!r:.40}, no text: name another one')
-    return value.strip()
-
-
 class TfdsRecords(StoredRecords):
-    """Records of some runs: `fields` of them as texts, `references` as a list; if there are none, all features."""
+    """Records of some runs: the fields that the settings name, or all features."""
 
-    def __init__(
-        self,
-        runs: list[Run],
-        decode: Callable[[bytes], dict],
-        fields: tuple[str, ...],
-        bad_lines: BadLines,
-        references: str = '',
-    ):
+    def __init__(self, runs: list[Run], decode: Callable[[bytes], dict], parser: LineParser):
         self.runs = runs
         self.decode = decode
-        self.fields = fields
-        self.references = references
-        self.bad_lines = bad_lines
+        self.parser = parser
+        self.bad_lines = parser.bad_lines
         self.num_records: int = sum(run.num_records for run in runs)
         self.open_blocks()
 
@@ -279,16 +253,7 @@ class TfdsRecords(StoredRecords):
 
     def parse(self, stored: StoredRecord) -> dict | None:
         example = self.decode(stored.checked())
-        if not self.fields:
-            return example
-        texts: dict[str, Any] = {}
-        for field in self.fields:
-            values = value_at(example, field) if field == self.references else None
-            if isinstance(values, list):
-                texts[field] = [text_at(example, f'{field}/{i}') for i in range(len(values))]
-            else:
-                texts[field] = text_at(example, field)
-        return texts if any(texts.values()) else None
+        return example if self.parser.whole_records else self.parser.fields_named_in(example)
 
 
 class TFRecords(ByteRanges, TfdsRecords):
@@ -337,7 +302,7 @@ class ArrayRecords(TfdsRecords):
             largest = max(run.num_in_shard for run in self.runs)
             self.records_per_block = max(self.records_per_block, largest // BLOCKS_OF_LARGE_FILE)
         self.divide(-(-run.num_records // self.records_per_block) for run in self.runs)
-        self.lock = threading.Lock()  # a reader has a position
+        self.lock = threading.Lock()  # readers have a position
         self.reader = functools.lru_cache(maxsize=NUM_READERS)(open_array_record)
 
     def stored(self, block: int) -> Iterator[StoredRecord]:

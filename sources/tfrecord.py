@@ -16,11 +16,11 @@ import paths
 from sources import BadLines, Record
 from sources.deal import Blocks
 
-MASK_DELTA = 0xA282EAD8  # of TFRecord's checksums
-HEADER_BYTES = 12  # of a record: its length, and the checksum of that
+MASK_DELTA = 0xA282EAD8
+HEADER_BYTES = 12  # a record's length, and the checksum of that
 FOOTER_BYTES = 4  # the checksum of the content
-LARGE_BYTES = 1 << 24  # of a record: its length is compared with the size of the file
-HIGH_BYTES = bytes(4)  # of a length: no record has 4 GiB
+LARGE_BYTES = 1 << 24  # a longer record is compared with the size of the file
+HIGH_BYTES = bytes(4)  # the upper half of every length: records are smaller than 4 GiB
 
 
 class StoredRecord(NamedTuple):
@@ -68,7 +68,7 @@ def read_record(file: IO[bytes], path: str | Path) -> bytes | None:
     if not header:
         return None
     length = length_in(header, path, offset)
-    # So much is allocated before it is read. For each small record the size would take long to ask for.
+    # A wrong length could allocate gigabytes. Asking for the size takes too long for each small record.
     if length > LARGE_BYTES and length > paths.status_of(path).num_bytes:
         raise damaged(path, offset)
     content_and_footer = file.read(length + FOOTER_BYTES)
@@ -117,7 +117,7 @@ class ByteRange(NamedTuple):
     """A part of a file that begins and ends with a record."""
 
     path: str
-    num_bytes: int  # of the file
+    num_bytes: int  # the file's
     first: int
     last: int
 

@@ -10,7 +10,7 @@ import numpy as np
 from data import first_of_spans
 from randomness import random_bits, random_fractions, random_integers
 
-NUM_RESERVED_IDS = 3  # pad, EOS and unknown, which no random token is
+NUM_RESERVED_IDS = 3  # pad, EOS and unknown are never drawn
 
 
 # Noise masks.
@@ -52,9 +52,11 @@ def noise_token_to_sentinel(
 def permute_noise_tokens(tokens: np.ndarray, mask: np.ndarray, *key: int | str) -> np.ndarray:
     """Permute the tokens of noise of each row; the others stay where they are."""
     bits = random_bits(tokens.shape, 'permute', tokens.shape[1], *key) >> 1
-    other = np.uint64(1 << 63)  # is greater: the noise comes first
+    other = np.uint64(1 << 63)  # larger than all bits, so the noise comes first
     order = np.argsort(np.where(mask, bits, other), axis=1, kind='stable')
-    places = np.argsort(~mask, axis=1, kind='stable')  # of the noise, in order, then of the others
+    places = np.argsort(
+        ~mask, axis=1, kind='stable'
+    )  # first the noise's, in order, then the others'
     permuted = tokens.copy()
     np.put_along_axis(permuted, places, np.take_along_axis(tokens, order, axis=1), axis=1)
     return permuted

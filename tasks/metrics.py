@@ -27,7 +27,7 @@ from sacrebleu.metrics import BLEU
 Values = dict[str, float]
 Metric = Callable[..., Mapping[str, float]]
 
-NUM_BOOTSTRAP_SAMPLES = 1000  # of rouge_score
+NUM_BOOTSTRAP_SAMPLES = 1000  # as in rouge_score
 
 # Scripts without spaces between words.
 UNSPACED = r'[\p{Han}\p{Hiragana}\p{Katakana}ー\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]'
@@ -322,7 +322,7 @@ def squad_v2(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> Va
     for answers, prediction in zip(targets, predictions, strict=True):
         words = normalize_squad(prediction).split()
         words_of_answers = [normalize_squad(answer).split() for answer in answers]
-        # An answer without a word, as 'the', counts only where there is no other.
+        # An answer without a word, such as 'the', counts only if all are.
         words_of_answers = list(filter(None, words_of_answers)) or [[]]
         is_exact = words in words_of_answers
         overlaps = [overlap_f1(answer_words, words) for answer_words in words_of_answers]
@@ -724,9 +724,9 @@ def grouped(targets: Sequence[Mapping], predictions: Sequence[Mapping]) -> Itera
 class Choice(NamedTuple):
     """One of the choices of an example, and its score."""
 
-    idx: tuple[int, int]  # of the example, and of the choice in it
+    idx: tuple[int, int]  # (example, choice)
     is_correct: bool
-    weight: float  # of the example
+    weight: float  # the example's
     score: float
 
 
@@ -818,7 +818,7 @@ def mean_percent(values: Sequence[float] | np.ndarray) -> float:
 
 
 def check_answers(targets: Sequence[object]) -> None:
-    """Raise ValueError for a text in place of the answers of a question."""
+    """Raise ValueError for a text instead of the answers of a question."""
     if any(isinstance(answers, str) for answers in targets):
         raise ValueError('a target must be the answers of a question: use [text]')
 
@@ -834,5 +834,7 @@ def as_numbers(values: Sequence[object]) -> np.ndarray:
     """Return numbers as float64 [examples]."""
     for value in values:
         if not isinstance(value, numbers.Real | np.bool_) or not math.isfinite(value):
-            raise ValueError(f'{value!r:.40} is no finite number: let the postprocessor return one')
+            raise ValueError(
+                f'{value!r:.40} is not a finite number: let the postprocessor return one'
+            )
     return np.array(values, np.float64)

@@ -20,7 +20,7 @@ from tasks.objectives import OBJECTIVES, OwnObjective, problem_of
 from tasks.preprocessors import Example, Fields, text_of
 from vocabulary import Vocabulary
 
-MAX_NAME_BYTES = 200  # of a task; a file's name has room for more words
+MAX_NAME_BYTES = 200  # leaves room for more words in a file's name
 
 # A number, or a function from the number of examples of a task.
 Rate = float | Callable[[int], float]
@@ -60,7 +60,7 @@ class Task:
     preprocess_fn: PreprocessFn | None = None
     # A key of objectives.OBJECTIVES, or a class with the protocol data.Objective.
     objective: str | type[Objective] = 'text_to_text'
-    # Where its cache comes from, of a task that is read from its cache alone.
+    # For a task that is read from its cache alone: where to get the cache.
     cache: str = ''
     # From a text to what `metric_fns` compare. None leaves it a text.
     postprocess_fn: PostprocessFn | None = None
@@ -82,7 +82,7 @@ class Task:
             names = ', '.join(map(repr, OBJECTIVES))
             rule = f'use one of {names}, or a class such as data.SpanCorruption'
             raise self._wrong('objective', self.objective, rule)
-        _ = self.templates  # raises ValueError for what is no template
+        _ = self.templates  # raises ValueError
         if self.preprocess_fn is not None:
             if self.templates:
                 raise ValueError(
@@ -133,19 +133,13 @@ class Task:
         return 'inputs' in self.objective_class.features
 
     def open_objective(self, config: ConfigDict, vocabulary: Vocabulary) -> Objective:
-        """Return the objective for the settings `config`, config.data.
-
-        Raises ValueError for settings that do not fit, and UserError where a user's class fails.
-        """
+        """Return the objective for config.data. Raises ValueError for settings that do not fit, or UserError."""
         if isinstance(self.objective, str):
             return self.objective_class(config, vocabulary)
         return OwnObjective(self.objective, self.name, config, vocabulary)
 
     def preprocess(self, records: Iterable[Fields]) -> Iterator[Example]:
-        """Yield the examples of records, {'inputs': text, 'targets': text, ...}.
-
-        Raises UserError where `preprocess_fn` fails or gives an example without text.
-        """
+        """Yield the examples of records, {'inputs': text, 'targets': text, ...}. Raises UserError."""
         for fields in records:
             if self.preprocess_fn is not None:
                 with user_code.running(self.preprocess_fn, self.name):
@@ -166,10 +160,7 @@ class Task:
     def postprocess(
         self, text: str, example: Fields | None = None, is_target: bool = False
     ) -> object:
-        """Return what the metrics compare, of targets or of a text that the model predicts.
-
-        Raises UserError where `postprocess_fn` fails.
-        """
+        """Return what the metrics compare, of targets or of a predicted text. Raises UserError."""
         if self.postprocess_fn is None:
             if self.references and is_target:
                 return (example or {}).get('references', [text])
@@ -180,10 +171,7 @@ class Task:
     def metric(
         self, metric_fn: MetricFn, targets: Sequence[object], outputs: Sequence[object]
     ) -> dict[str, float]:
-        """Return the values of one of `metric_fns`. `outputs`: predictions or scores.
-
-        Raises UserError where it fails or gives no numbers; nan is one.
-        """
+        """Return the values, nan included, of one of `metric_fns` for predictions or scores. Raises UserError."""
         with user_code.running(metric_fn, self.name):
             given = metric_fn(targets, outputs)
             pairs = given.items() if isinstance(given, Mapping) else [('', given)]
@@ -215,10 +203,7 @@ def examples_given(given: Iterable[Fields]) -> list[Example]:
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError for the name of a task or mixture after which no file can be named.
-
-    A colon in it is a folder.
-    """
+    """Raise ValueError for a name of a task or mixture that no file can have. A colon in it is a folder."""
     is_text = isinstance(name, str) and name.isprintable() and name == name.strip()
     if is_text and not set(name) & set('/\\,') and len(name.encode()) <= MAX_NAME_BYTES:
         if all(part and not part.startswith('.') for part in name.split(':')):
@@ -294,10 +279,7 @@ def proportional(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mixture:
-    """Tasks and mixtures, or their names, with rates.
-
-    The tasks of a mixture within share its rate.
-    """
+    """Tasks and mixtures, or their names, with rates. The tasks of a mixture within share its rate."""
 
     name: str
     members: Mapping[str, Rate] | Mapping['str | Task | Mixture', Rate]
@@ -345,7 +327,7 @@ class Mixture:
         """Return the rate of each task, not normalized, the same task's rates summed.
 
         `sizes`: the number of examples of each task whose rate depends on it. Raises ValueError for
-        a rate that is no number of 0 or more, and if all are 0.
+        a rate that is not a number of 0 or more, and if all are 0.
         """
         total: dict[str, float] = {}
         for member, rate in self.members.items():
@@ -354,7 +336,7 @@ class Mixture:
             if isinstance(member, Mixture):
                 shares = member.shares(sizes)
             if callable(rate):
-                if name not in sizes:  # those of a mixture within are unknown, too
+                if name not in sizes:  # the sizes of mixtures are unknown, too
                     raise ValueError(
                         f'mixture {self.name!r}: {name!r} has a rate by its number of examples, which '
                         'is unknown: cache the task, or give it a number'
@@ -383,5 +365,4 @@ class Mixture:
 
 
 def name_of(member: str | Task | Mixture) -> str:
-    """Return the name of a member of a mixture."""
     return member if isinstance(member, str) else member.name

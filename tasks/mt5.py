@@ -70,7 +70,7 @@ NER = """
 """.split()
 WIKILINGUA = 'es ru tr vi'.split()
 
-ALL = 'all_langs'  # in place of a language
+ALL = 'all_langs'  # instead of a language
 PAWS_CLASSES = ('different_meaning', 'paraphrase')
 XSUM_SCORES = ('rouge1', 'rouge2', 'rougeL', 'rougeLsum')
 BY_SIZE = proportional(temperature=1 / 0.3)
@@ -204,7 +204,6 @@ def questions(name: str, tfds: str, splits: Splits) -> Task:
 
 
 def tydiqa(prefix: str) -> list[Row]:
-    """Return TyDi QA, gold passage."""
     tfds = 'tydi_qa/goldp:2.1.0'
     all_languages = questions(f'{prefix}_tydiqa_train_dev', tfds, NO_TEST)
     english = dataclasses.replace(
@@ -265,8 +264,6 @@ def xquad_and_mlqa(prefix: str) -> list[Row]:
 
 
 def ner(prefix: str) -> list[Row]:
-    """Return WikiAnn."""
-
     def row(name: str, tfds: str, splits: Splits) -> Task:
         return supervised(f'{prefix}_ner_{name}', tfds, wikiann, [metrics.span_f1], splits=splits)
 
@@ -355,7 +352,6 @@ def process_xnli(fields: Fields, languages: Sequence[str]) -> list[Example]:
 
 
 def sentence_pair(premise: str | bytes, hypothesis: str | bytes, label: int) -> Example:
-    """Return an example of XNLI."""
     inputs = f'xnli: premise: {text_of(premise)} hypothesis: {text_of(hypothesis)}'
     return {'inputs': inputs, 'targets': str(int(label))}
 

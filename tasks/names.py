@@ -18,7 +18,7 @@ def look_up(
     is_cached: Callable[[str], object] = lambda name: False,
     parents: tuple[str, ...] = (),
 ) -> Task | Mixture | None:
-    """Return the task or mixture of a name, with its members in place of their names; None without one.
+    """Return the task or mixture of a name, its members looked up as well; None if there is none.
 
     `module`: data.module. `is_cached`: tells whether there is a task cache of a name. `parents`: the
     mixtures that it is in. Raises ValueError for a member that does not exist.
@@ -36,7 +36,7 @@ def look_up(
 def with_members(
     mixture: Mixture, module: str, is_cached: Callable[[str], object], parents: tuple[str, ...]
 ) -> Mixture:
-    """Return a mixture with tasks and mixtures in place of their names."""
+    """Return a mixture whose members are looked up."""
     if mixture.name in parents:
         chain = ' > '.join([*parents, mixture.name])
         raise ValueError(f'mixture {mixture.name!r} is in itself ({chain}): leave one of them out')

@@ -56,13 +56,12 @@ from vocabulary import UNK_ID, Vocabulary
 class IidDenoising(Denoising):
     """Replaces each run of noise by a sentinel. The targets are the noise, and sentinels for the rest.
 
-    Differs from T5, whose sentinels go on among the ordinary ids: a row has no more noise after as
-    many spans as there are sentinels. Source: t5/data/preprocessors.py `iid_denoising`;
-    t5/models/gin/objectives/iid_15_u_u.gin.
+    Differs from T5, which continues with ordinary ids when it runs out of sentinels: here the noise of a row
+    ends then. Source: t5/data/preprocessors.py `iid_denoising`; t5/models/gin/objectives/iid_15_u_u.gin.
     """
 
     def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
-        most_spans = self.raw_length // 2 + 1  # of either kind
+        most_spans = self.raw_length // 2 + 1  # noise or not
         self.num_sentinels = min(most_spans, vocabulary.num_sentinels)
         mean_noise = self.raw_length * self.noise_density
         mean_spans = (1 - self.noise_density) * (1 + (self.raw_length - 1) * self.noise_density)
@@ -349,9 +348,9 @@ DENOISERS = (
 class Ul2(Denoising):
     """Draws one of DENOISERS for each example, and puts its mode before the inputs.
 
-    Each takes as many ids as it needs from the documents, one after another. Differs from UL2, whose
-    sentinels go on among the ordinary ids: texts are shorter where spans would outnumber sentinels.
-    Source: UL2 §3.1 and appendix 9.2, whose modes are text that the vocabulary encodes.
+    Each takes as many ids as it needs from the documents, one after another. Differs from UL2, which continues
+    with ordinary ids when it runs out of sentinels: here texts are shorter then. Source: UL2 §3.1 and appendix
+    9.2, whose modes are text that the vocabulary encodes.
     """
 
     def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
@@ -387,7 +386,7 @@ class Ul2(Denoising):
         text_ends = self.text_ends(documents)
         most_rows = len(documents.ids) // min(self.raw_lengths) + len(text_ends)
         rates = np.array([denoiser.rate for denoiser in DENOISERS])
-        ends = np.cumsum(rates / rates.sum())[:-1]  # of each one's part of [0, 1)
+        ends = np.cumsum(rates / rates.sum())[:-1]  # each one has a part of [0, 1)
         fractions = random_fractions((most_rows,), 'denoiser', *key)
         draws = np.searchsorted(ends, fractions, side='right')
         rows = split_tokens(text_ends, [self.raw_lengths[i] for i in draws])

@@ -22,7 +22,7 @@ from tasks.t5 import REFUSED, table
 
 RECORDS = ('files', 'validation_files', 'test_files', 'tfds')
 TEXTS = ('targets', 'inputs', 'references', 'metrics')
-# What a row is: the settings that it refuses.
+# {the form of a row: the settings that it refuses}
 LACKS = {
     'a mixture': (*RECORDS, *TEXTS),
     'read from its cache alone': (*RECORDS, *TEXTS),
@@ -33,10 +33,7 @@ LACKS = {
 
 
 def find(config: ConfigDict) -> Task | Mixture:
-    """Return the task or mixture that `config`, config.data, names, with the settings in its rows.
-
-    Raises ValueError for an unknown name, and for settings that its row lacks.
-    """
+    """Return the task or mixture that config.data names, with the settings in its rows. Raises ValueError."""
     name = config.task
     if name in REFUSED:
         raise ValueError(f'data.task={name!r} {REFUSED[name]}')
@@ -78,10 +75,10 @@ def find(config: ConfigDict) -> Task | Mixture:
 
 
 def configured(row: Task | Mixture, config: ConfigDict) -> Task | Mixture:
-    """Return a row with the settings that differ from their defaults in place of its fields.
+    """Return a row whose fields are replaced by the settings that differ from their defaults.
 
-    A row of T5's tables reads the newest version of its data set where T5's is not prepared, and without
-    C4 Python's documentation.
+    A row of T5's tables reads the newest version of its data set if T5's is not prepared, and Python's
+    documentation if C4 is missing.
     """
     if isinstance(row, Mixture):
         members: dict[str | Task | Mixture, Rate] = {}
@@ -166,7 +163,7 @@ TEXT_METRICS: dict[str, MetricFn] = {
     'rouge': metrics.rouge,
     'squad': squad_of_one_answer,
 }
-# Of targets that are lists of references.
+# The same for targets that are lists of references.
 METRICS_OF_REFERENCES: dict[str, MetricFn] = {
     'accuracy': metrics.accuracy_of_references,
     'bleu': metrics.bleu_of_references,
@@ -179,10 +176,7 @@ METRICS_OF_REFERENCES: dict[str, MetricFn] = {
 
 
 def open_mixture(config: ConfigDict) -> OpenMixture:
-    """Open the sources of what config.data.task names, for training.
-
-    Raises ValueError for names, rates and sources that are not valid.
-    """
+    """Open the sources of what config.data.task names, for training. Raises ValueError for what is not valid."""
     found = find(config)
     opened = open_sources(found, config)
     for task in opened.tasks:
@@ -195,10 +189,7 @@ def open_mixture(config: ConfigDict) -> OpenMixture:
 
 
 def open_evaluated_alone(config: ConfigDict, mixture: OpenMixture) -> list[OpenTask]:
-    """Open the tasks of data.task that `mixture`, of training, leaves out: those with a validation split.
-
-    Source: T5X t5x/utils.py get_training_eval_datasets.
-    """
+    """Open the tasks with a validation split that training leaves out, as T5X's get_training_eval_datasets."""
     trained = {task.name for task in mixture.tasks}
     opened = []
     for name, task in tasks_of(find(config)).items():
@@ -225,10 +216,7 @@ def tasks_of(found: Task | Mixture) -> dict[str, Task]:
 
 
 def open_sources(found: Task | Mixture, config: ConfigDict) -> OpenMixture:
-    """Open the source of a task, or those of a mixture in which all names are looked up.
-
-    Raises ValueError for rates and sources that are not valid.
-    """
+    """Open the source of a task, or those of a mixture in which all names are looked up."""
     if isinstance(found, Task):
         tasks = [opened_task(found, open_task(found, config))]
     else:
@@ -248,10 +236,7 @@ def opened_task(task: Task, source: Source, rate: float = 1.0) -> OpenTask:
 
 
 def open_tasks(mixture: Mixture, config: ConfigDict) -> list[OpenTask]:
-    """Open the sources of a mixture whose names are looked up, for training.
-
-    Tasks of rate 0 and tasks without a split for training are left out.
-    """
+    """Open the sources of a mixture for training: of the tasks with a training split and a rate above 0."""
     if all(task.train_split == NO_SPLIT for task in mixture.tasks.values()):
         raise ValueError(f'mixture {mixture.name!r} is for evaluation alone: train on another')
     opened = {}

@@ -18,10 +18,10 @@ import numpy as np
 Fields = Mapping[str, Any]
 Example = dict[str, Any]
 
-NO_LABEL = -1  # of a record of a test split
+NO_LABEL = -1  # the label of records in a test split
 UNKNOWN = '<unk>'  # its targets
 
-MIN_CHARACTERS = 10  # of a docstring's summary, and of the rest
+MIN_CHARACTERS = 10  # in a docstring's summary, and in the rest
 
 PUNCTUATION = re.compile(f'([{re.escape(string.punctuation)}])')
 WHITESPACE = re.compile(r'[\t\n\f\r ]+')  # no other character is white space to T5
@@ -94,13 +94,13 @@ def label_of(value: str | int) -> str | int:
 
 
 def class_name(label: str | int, label_names: Sequence[str]) -> str:
-    """Return the name of a class. Raises ValueError for a label that is no class."""
+    """Return the name of a class. Raises ValueError for another label."""
     label = label_of(label)
     if label == NO_LABEL:
         return UNKNOWN
     if label not in range(len(label_names)):
         raise ValueError(
-            f'label {label!r} is no class: write the index of one of {", ".join(label_names)}, or -1'
+            f'label {label!r} is not a class: write the index of one of {", ".join(label_names)}, or -1'
         )
     return label_names[int(label)]
 
@@ -173,9 +173,9 @@ CORRECTIONS = {
 
 
 def wsc_simple(fields: Fields, correct_referent_only: bool) -> list[Example]:
-    """Return a text with its pronoun marked, and the noun, which may be the wrong one.
+    """Return a text with its pronoun marked, and the noun.
 
-    With `correct_referent_only` there is no example then.
+    That may be the wrong noun, for which `correct_referent_only` gives no example.
     """
     label = label_of(fields.get('label', 0))
     if correct_referent_only and not label:
@@ -456,10 +456,7 @@ def natural_questions_nocontext(fields: Fields) -> list[Example]:
 
 
 def mask_salient_spans(fields: Fields) -> list[Example]:
-    """Return an example for each salient span of a sentence: '_X_' in its place, and the span.
-
-    `start` and `limit` of a span count bytes.
-    """
+    """Return an example for each salient span, from byte `start` to `limit`: '_X_' in its place, and the span."""
     sentence = text_of(fields['text']).encode()
     examples = []
     for start, limit in zip(fields['spans']['start'], fields['spans']['limit'], strict=True):
@@ -489,11 +486,10 @@ def text_of(value: object) -> str:
         return value.decode()
     if isinstance(value, str):
         return str(value)  # also numpy's
-    raise ValueError(f'{value!r:.40} is no text: write a string')
+    raise ValueError(f'{value!r:.40} is not a text: write a string')
 
 
 def texts_of(values: Iterable[object]) -> list[str]:
-    """Return several texts."""
     if isinstance(values, str | bytes):
         raise ValueError(f'{values!r:.40} is one text: write a list')
     return [text_of(value) for value in values]

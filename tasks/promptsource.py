@@ -33,10 +33,10 @@ from tasks import t0 as tasks_t0
 from tasks.mixtures import PreprocessFn, Task
 from tasks.preprocessors import Example, Fields
 
-SEPARATOR = '|||'  # of the inputs and the targets, and of the choices
-PROTECTED = '\x00separator\x00'  # where a field holds the separator itself
-MAX_CHARACTERS = 2048  # of what a template takes from a record at one place
-NO_LABEL = '<NO LABEL>'  # in place of empty targets
+SEPARATOR = '|||'  # between inputs and targets, and between choices
+PROTECTED = '\x00separator\x00'  # replaces a separator within a field
+MAX_CHARACTERS = 2048  # a longer value is cut in a template
+NO_LABEL = '<NO LABEL>'  # replaces empty targets
 
 ENVIRONMENT = jinja2.sandbox.SandboxedEnvironment()
 ENVIRONMENT.globals['zip'] = zip

@@ -31,7 +31,7 @@ import csv
 import functools
 import pathlib
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from sources import NO_SPLIT
@@ -44,7 +44,7 @@ P3 = 'the folder data/{} of huggingface.co/datasets/bigscience/P3'
 USERS_COPY = 'a cache that you make of it: it is not in P3, see tasks/promptsource.py'
 FOLDER = pathlib.Path(__file__).parent
 
-MAX_EXAMPLES = 500_000  # of a data set, of all its prompts together
+MAX_EXAMPLES = 500_000  # a larger data set counts as this many, all its prompts together
 ANLI_ROUNDS = ('_r1', '_r2', '_r3')
 
 
@@ -52,7 +52,7 @@ class DataSet(NamedTuple):
     """A row of t0_datasets.csv."""
 
     name: str
-    train_size: int  # 0 where no model is trained on it
+    train_size: int  # 0 if no model is trained on it
     trained_by: str
     evaluated_by: str
     is_in_p3: bool
@@ -84,7 +84,6 @@ class Prompt(NamedTuple):
 
 @functools.cache
 def tasks() -> list[Task | Mixture]:
-    """Return all tasks and mixtures."""
     found: list[Task | Mixture] = []
     for prompt in prompts():
         for name in prompt.task_names:
@@ -99,40 +98,31 @@ def tasks() -> list[Task | Mixture]:
 
 def mixtures() -> list[Task | Mixture]:
     """Return the mixtures of T0's paper."""
-    training = prompts_of(trained_by('T0'))
-    original = original_of(training)
+    training = trained_by('T0')
+    original = [prompt for prompt in training if prompt.is_original_task]
     first_original = {prompt.dataset: prompt for prompt in reversed(original)}
     validated = [prompt for prompt in original if data_sets()[prompt.dataset].is_validated]
+    evaluated = [prompt for prompt in evaluated_by('T0') if prompt.is_original_task]
     return [
         training_mixture('t0_train', training),
-        training_mixture('t0+_train', prompts_of(trained_by('T0', 'T0+'))),
-        training_mixture('t0++_train', prompts_of(trained_by('T0', 'T0+', 'T0++'))),
+        training_mixture('t0+_train', trained_by('T0', 'T0+')),
+        training_mixture('t0++_train', trained_by('T0', 'T0+', 'T0++')),
         training_mixture('t0_train_one_og_prompt', first_original.values()),
         training_mixture('t0_train_all_og_prompts', original),
         score_mixture('t0_train_score_eval', validated),
-        score_mixture('t0_eval_score_eval', original_of(prompts_of(evaluated_by('T0')))),
-        score_mixture('bias_fairness_eval_score_eval', prompts_of(evaluated_by('bias_fairness'))),
+        score_mixture('t0_eval_score_eval', evaluated),
+        score_mixture('bias_fairness_eval_score_eval', evaluated_by('bias_fairness')),
     ]
 
 
-def trained_by(*models: str) -> list[str]:
-    """Return the data sets that these models are the first to be trained on."""
-    return [name for name, row in data_sets().items() if row.trained_by in models]
+def trained_by(*models: str) -> list[Prompt]:
+    """Return the prompts of the data sets that these models are the first to be trained on."""
+    return [prompt for prompt in prompts() if data_sets()[prompt.dataset].trained_by in models]
 
 
-def evaluated_by(group: str) -> list[str]:
-    """Return the data sets of an evaluation."""
-    return [name for name, row in data_sets().items() if row.evaluated_by == group]
-
-
-def prompts_of(datasets: Collection[str]) -> list[Prompt]:
-    """Return the prompts of some data sets."""
-    return [prompt for prompt in prompts() if prompt.dataset in datasets]
-
-
-def original_of(members: Iterable[Prompt]) -> list[Prompt]:
-    """Return the prompts that ask for what their data set was made for."""
-    return [prompt for prompt in members if prompt.is_original_task]
+def evaluated_by(group: str) -> list[Prompt]:
+    """Return the prompts of the data sets of an evaluation."""
+    return [prompt for prompt in prompts() if data_sets()[prompt.dataset].evaluated_by == group]
 
 
 def training_mixture(name: str, members: Iterable[Prompt]) -> Mixture:
@@ -194,7 +184,7 @@ def score_task(prompt: Prompt, name: str) -> Task:
 def cache_of(prompt: Prompt, name: str) -> str:
     """Return where the cache of a task comes from."""
     is_ranked = name.endswith('_score_eval')
-    data_set = data_sets().get(prompt.dataset)  # None: of a user's templates
+    data_set = data_sets().get(prompt.dataset)  # None for a user's templates
     if data_set is None or not data_set.is_in_p3 or (is_ranked and data_set.evaluated_by != 'T0'):
         return USERS_COPY
     return P3.format(name)
@@ -210,13 +200,14 @@ def prompts() -> list[Prompt]:
     """Return the rows of t0_prompts.csv."""
     found = []
     for row in rows_of('t0_prompts.csv'):
-        is_original_task = row['original_task'] == 'yes'
-        metric_names = tuple(row['metrics'].split(';'))
-        found.append(
-            Prompt(
-                row['dataset'], row['prompt'], is_original_task, row['num_choices'], metric_names
-            )
+        prompt = Prompt(
+            dataset=row['dataset'],
+            name=row['prompt'],
+            is_original_task=row['original_task'] == 'yes',
+            num_choices=row['num_choices'],
+            metrics=tuple(row['metrics'].split(';')),
         )
+        found.append(prompt)
     return found
 
 
@@ -298,8 +289,7 @@ CLASS_METRICS: dict[str, tuple[MetricFn, ...]] = {
 def metrics_of(prompt: Prompt) -> list[MetricFn]:
     """Return the metrics of the task whose targets are the right answer.
 
-    Differs from T0, whose metrics of GLUE and SuperGLUE fail where the answer is no class, as does
-    its correlation.
+    Differs from T0, whose metrics of GLUE and SuperGLUE, and whose correlation, fail if the answer is not a class.
     """
     if prompt.num_classes and prompt.dataset in CLASS_METRICS:
         return list(CLASS_METRICS[prompt.dataset])

@@ -41,7 +41,6 @@ from tasks.preprocessors import Fields
 
 
 def documents(name: str, tfds: str, objective: str = 'span_corruption') -> Task:
-    """Return a task on the texts of a data set."""
     return Task(name, tfds=tfds, objective=objective)
 
 
@@ -104,7 +103,6 @@ BOOLEAN = ['False', 'True']
 
 
 def glue_tasks() -> list[Task]:
-    """Return GLUE."""
     return [
         glue('cola', ['sentence'], ['unacceptable', 'acceptable'], [metrics.matthews_corrcoef]),
         glue('sst2', ['sentence'], ['negative', 'positive']),
@@ -129,7 +127,6 @@ def glue_tasks() -> list[Task]:
 
 
 def super_glue_tasks() -> list[Task]:
-    """Return SuperGLUE."""
     return [
         super_glue(glue('boolq', ['passage', 'question'], BOOLEAN)),
         super_glue(
@@ -172,7 +169,6 @@ def super_glue_tasks() -> list[Task]:
 
 
 def winograd_tasks() -> list[Task]:
-    """Return the Winograd schemas."""
     return [
         supervised(
             'dpr_v001_simple',
@@ -254,23 +250,40 @@ def translation(name: str, tfds: str, target_language: str) -> Task:
     return supervised(name, tfds, preprocess_fn, [metrics.bleu])
 
 
-# Closed-book question answering.
+# Closed-book question answering: rows of questions that have several right answers.
 
-
-def open_questions(
-    name: str, tfds: str, preprocess_fn: PreprocessFn, metric_fn: MetricFn, splits: Splits
-) -> Task:
-    """Return a row of questions that have several right answers."""
-    return supervised(name, tfds, preprocess_fn, [metric_fn], postprocessors.qa, splits)
-
-
-NATURAL_QUESTIONS = 'natural_questions_open:1.0.0'
-WEB_QUESTIONS = 'web_questions:1.0.0'
-TRIVIA_QA = 'trivia_qa/unfiltered.nocontext:1.1.0'
+natural_questions = functools.partial(
+    supervised,
+    tfds='natural_questions_open:1.0.0',
+    preprocess_fn=preprocessors.natural_questions_open,
+    metric_fns=[metrics.squad],
+    postprocess_fn=postprocessors.qa,
+)
+web_questions = functools.partial(
+    supervised,
+    tfds='web_questions:1.0.0',
+    preprocess_fn=preprocessors.web_questions_open,
+    metric_fns=[metrics.squad],
+    postprocess_fn=postprocessors.qa,
+)
+trivia_qa = functools.partial(
+    supervised,
+    tfds='trivia_qa/unfiltered.nocontext:1.1.0',
+    preprocess_fn=preprocessors.trivia_qa_open,
+    metric_fns=[metrics.trivia_qa],
+    postprocess_fn=postprocessors.qa,
+)
+annotated_questions = functools.partial(
+    supervised,
+    tfds='natural_questions:0.0.2',
+    preprocess_fn=preprocessors.natural_questions_nocontext,
+    metric_fns=[metrics.natural_questions],
+    postprocess_fn=postprocessors.natural_questions,
+)
 SALIENT_SPANS = 'salient_span_wikipedia/sentences:1.0.0'
 
 
-# Mixtures: names with rates. A rate of 0 is of a task that is evaluated alone.
+# Mixtures: names with rates. A task with a rate of 0 is only evaluated.
 
 # WNLI is missing on purpose: T5 trains on WSC and DPR instead.
 GLUE_RATES: dict[str, float] = {
@@ -332,7 +345,6 @@ def leave_one_out(name: str, left_out: Iterable[str]) -> Mixture:
 
 
 def mixtures() -> list[Mixture]:
-    """Return the mixtures."""
     en_mix: dict[str, Rate] = {C4: 1e6}
     en_mix |= dict.fromkeys([*FIXED_RATES, 'squad_v010_allanswers'], proportional())
     return [
@@ -431,72 +443,30 @@ def groups() -> dict[str, list[Task] | list[Mixture]]:
             translation('wmt_t2t_ende_v003', 'wmt_t2t_translate/de-en:1.0.0', 'de'),
         ],
         'Closed-book question answering': [
-            open_questions(
+            natural_questions(
                 'natural_questions_open',
-                NATURAL_QUESTIONS,
-                preprocessors.natural_questions_open,
-                metrics.squad,
-                Splits(train='train[:79168]', validation='train[79168:]', test='validation'),
+                splits=Splits('train[:79168]', 'train[79168:]', test='validation'),
             ),
-            open_questions(
-                'natural_questions_open_test',
-                NATURAL_QUESTIONS,
-                preprocessors.natural_questions_open,
-                metrics.squad,
-                NO_TEST,
-            ),
-            # It trains on the smaller part, as in T5.
-            open_questions(
+            natural_questions('natural_questions_open_test', splits=NO_TEST),
+            natural_questions(
                 'natural_questions_open_randanswer',
-                NATURAL_QUESTIONS,
-                preprocessors.natural_questions_open_randanswer,
-                metrics.squad,
-                Splits(train='train[79168:]', validation='train[:79168]', test='validation'),
+                preprocess_fn=preprocessors.natural_questions_open_randanswer,
+                # It trains on the smaller part, as in T5.
+                splits=Splits('train[79168:]', 'train[:79168]', test='validation'),
             ),
-            supervised(
+            annotated_questions(
                 'natural_questions_nocontext',
-                'natural_questions:0.0.2',
-                preprocessors.natural_questions_nocontext,
-                [functools.partial(metrics.natural_questions, non_null_threshold=1)],
-                postprocessors.natural_questions,
-                Splits(train='train[7830:79168]', validation='train[:7830]', test='validation'),
+                metric_fns=[functools.partial(metrics.natural_questions, non_null_threshold=1)],
+                splits=Splits('train[7830:79168]', 'train[:7830]', test='validation'),
             ),
-            supervised(
-                'natural_questions_nocontext_test',
-                'natural_questions:0.0.2',
-                preprocessors.natural_questions_nocontext,
-                [metrics.natural_questions],
-                postprocessors.natural_questions,
-                NO_TEST,
-            ),
-            open_questions(
-                'web_questions_open',
-                WEB_QUESTIONS,
-                preprocessors.web_questions_open,
-                metrics.squad,
-                Splits(train='train[:3417]', validation='train[3417:]'),
-            ),
-            open_questions(
-                'web_questions_open_test',
-                WEB_QUESTIONS,
-                preprocessors.web_questions_open,
-                metrics.squad,
-                Splits(validation='test', test=NO_SPLIT),
-            ),
-            open_questions(
+            annotated_questions('natural_questions_nocontext_test', splits=NO_TEST),
+            web_questions('web_questions_open', splits=Splits('train[:3417]', 'train[3417:]')),
+            web_questions('web_questions_open_test', splits=Splits('train', 'test', NO_SPLIT)),
+            trivia_qa(
                 'trivia_qa_open',
-                TRIVIA_QA,
-                preprocessors.trivia_qa_open,
-                metrics.trivia_qa,
-                Splits(train='train[:78785]', validation='train[78785:]', test='validation'),
+                splits=Splits('train[:78785]', 'train[78785:]', test='validation'),
             ),
-            open_questions(
-                'trivia_qa_open_test',
-                TRIVIA_QA,
-                preprocessors.trivia_qa_open,
-                metrics.trivia_qa,
-                Splits(train='train+validation', validation=NO_SPLIT),
-            ),
+            trivia_qa('trivia_qa_open_test', splits=Splits('train+validation', NO_SPLIT)),
             supervised(
                 'salient_span_masked_wikipedia',
                 SALIENT_SPANS,

@@ -83,12 +83,12 @@ def test_a_vocabulary_of_a_run_with_tokens(tmp_path):
     for vocabulary in (
         '',
         str(tmp_path),
-    ):  # of a run that goes on, with the tokens in vocabulary.model
+    ):  # as in a run that resumes, with the tokens in vocabulary.model
         config.vocabulary = vocabulary
         assert find_or_train_vocabulary(config, tmp_path, [], 175).model == found.model
     config.added_tokens = ('<other>',)
     config.vocabulary = str(HUNT / 'good.model')
-    with pytest.raises(ValueError, match='<other>.* is not .*vocabulary.model'):
+    with pytest.raises(ValueError, match='vocabulary.model differs from .*<other>'):
         find_or_train_vocabulary(config, tmp_path, [], 175)
 
 

@@ -96,7 +96,7 @@ def activity_by_hand(config, params, batch):
 
 @pytest.mark.parametrize('factor', first_quick(['', 'NUM_REAL_TARGET_TOKENS', '3.0']))
 def test_the_loss_has_coefficient_times_the_mean_over_rows(file, factor):
-    """Once, whatever divides the cross entropy. What `losses` does not name is logged alone."""
+    """Once, whatever divides the cross entropy. Values that `losses` does not name are only logged."""
     spec = spec_of(file, factor=factor, dropout_rate=0.0)
     batch = random_batch(0)
     params = jax.device_get(train.compile_init(spec)().params)
@@ -128,7 +128,7 @@ WAYS = [
 @pytest.mark.parametrize('mesh, num_microbatches, remat, scan_layers', first_quick(WAYS))
 def test_the_same_in_all_ways(file, mesh, num_microbatches, remat, scan_layers):
     if num_microbatches > 1 and mesh == (2, 2, 2):
-        num_microbatches = 2  # of two rows
+        num_microbatches = 2  # two rows each
     settings = {'num_encoder_layers': 2}
     expected, expected_params = take_steps(spec_of(file, **settings))
     settings |= {'remat': remat, 'scan_layers': scan_layers}

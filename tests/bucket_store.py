@@ -33,7 +33,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def handle(self):
-        with contextlib.suppress(ConnectionError):  # of a client that was killed
+        with contextlib.suppress(ConnectionError):  # the client was killed
             super().handle()
 
     def parse(self):
@@ -233,7 +233,7 @@ def store(tmp_path):
     server = Server(('127.0.0.1', 0), Handler)
     server.folder = tmp_path / 'buckets'
     server.sent = collections.Counter()
-    server.num_answers = 0  # that are no errors
+    server.num_answers = 0  # without errors
     server.num_bucket_heads = 0  # by which TensorStore learns where a bucket of S3 is
     server.failures = collections.Counter()  # BUCKET/KEY: how many reads of it still fail
     server.writing = threading.RLock()

@@ -214,7 +214,7 @@ def test_foreign_leaf_forms(tmp_path, version):
     assert_same(restored, expected)
     assert checkpoint.shapes(checkpoint.read_index(directory)) == checkpoint.shapes(expected)
     assert_same(checkpoint.restore(checkpoint.save(tmp_path, 2, restored)), expected)
-    index = checkpoint.read_index(directory)  # which is read as it is written
+    index = checkpoint.read_index(directory)  # the index that is written is read
     assert_same(checkpoint.restore(checkpoint.save(tmp_path, 3, index)), expected)
 
 
@@ -273,7 +273,7 @@ def example_tree():
         'target/half': rng.standard_normal((3, 8), np.float32).astype(ml_dtypes.bfloat16),
         'target/ids': rng.integers(0, 2**31 - 1, 8, np.int32),
         'target/temperature': np.float32(0.5),
-        'target/scale': np.float32([np.nan]),  # a parameter of shape (1,) is no placeholder
+        'target/scale': np.float32([np.nan]),  # a parameter of shape (1,) is not a placeholder
         'state/param_states/embedding/v_row': rng.standard_normal(16, np.float32),
         'state/param_states/embedding/v_col': rng.standard_normal(24, np.float32),
         'state/param_states/embedding/v': np.zeros(1, np.float32),
@@ -389,7 +389,7 @@ reports = []
 assert verify.newest_valid(workdir, reports.append) == 3
 assert len(reports) == 1 and all(f'{name} has 0 bytes' in reports[0] for name in damaged), reports
 
-# What only one process may not read is known to both, and stays.
+# A file that only one process may not read is known to both, and stays.
 sums = json.loads((workdir / 'checkpoint_3/manifest.json').read_text())['files']
 closed = workdir / 'checkpoint_3' / sorted(sums)[1]
 if jax.process_index() == 0:
@@ -744,7 +744,7 @@ def test_an_array_that_no_file_could_hold(tmp_path, shape, chunks):
 
 
 def test_zeros_compress_as_well_as_anything(tmp_path):
-    """T5X's gzip at its best is no fault."""
+    """T5X's gzip at its best level is not a fault."""
     zeros = np.zeros([4096, 4096], np.float32)
     leaf = spec('target.a/', list(zeros.shape))
     directory = write_index(tmp_path / 'checkpoint_1', {'target': {'a': leaf}})
@@ -844,7 +844,7 @@ def test_indices_made_to_harm(tmp_path, tree):
     assert len(str(error.value)) < 1000
 
 
-TEXTS = ['a'] * 3000 + ['b' * 30_000]  # which numpy would make rows of one length
+TEXTS = ['a'] * 3000 + ['b' * 30_000]  # numpy would make rows of one length
 
 
 @pytest.mark.parametrize(

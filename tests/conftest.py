@@ -21,7 +21,7 @@ os.environ['XLA_FLAGS'] = ' '.join(
         # Eight devices on two cores: a collective may wait long for its slowest device.
         '--xla_cpu_collective_call_warn_stuck_timeout_seconds=120',
         '--xla_cpu_collective_call_terminate_timeout_seconds=600',
-        os.environ.get('XLA_FLAGS', ''),  # of two equal flags the last one counts
+        os.environ.get('XLA_FLAGS', ''),  # the last of two equal flags counts
         '--xla_force_host_platform_device_count=8',
     ]
 )

@@ -17,7 +17,7 @@ from configs import base
 from configs import check as settings
 from stream import OpenMixture, Stream
 
-# What SeqIO b898b9f and t5 e081111 make of the same texts, and SeqIO's test model.
+# The output of SeqIO b898b9f and t5 e081111 for the same texts, and SeqIO's test model.
 GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'seqio_t5'
 HUNT = pathlib.Path(__file__).parent / 'golden' / 'hunt'  # SentencePiece models
 ORACLES = pathlib.Path(__file__).parents[2] / 'shared' / 'testdata' / 'seqio_t5'

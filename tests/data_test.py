@@ -631,7 +631,7 @@ def test_cached_features_that_are_no_ids_are_named(tmp_path, info):
     content = json.loads(file.read_text())
     content['features']['inputs'] = info
     file.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="feature 'inputs' of .* is no list of ids"):
+    with pytest.raises(ValueError, match="feature 'inputs' of .* not a list of ids"):
         examples_of_cache(cache_config(tmp_path))
 
 

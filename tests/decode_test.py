@@ -160,7 +160,7 @@ def decoded(case, arrays, mesh):
 
 
 def check_case(case, mesh):
-    """Tokens are equal and scores within 1e-4; T5X leaves junk where there is no sequence."""
+    """Tokens are equal and scores within 1e-4; T5X leaves junk where a sequence is missing."""
     prefix = f'{case["case"]}_'
     arrays = {}
     for name, x in decoding_arrays().items():
@@ -472,7 +472,7 @@ def test_same_tokens_on_every_mesh(name):
         np.testing.assert_array_equal(tokens, found[0])
 
 
-# What a step of decoding copies.
+# The copies in a step of decoding.
 
 
 class TransposingAttention(model.Attention):

@@ -252,7 +252,9 @@ def test_blocks_are_marked(page):
         assert block.language in ('sh', 'python', 'text', 'diff')
         assert block.markers.get('not run') != '', 'a block that is not run needs a reason'
     known = len(MARKER.findall(text))
-    assert known == text.count('<!--'), 'a comment that is no marker, or not directly above a block'
+    assert known == text.count('<!--'), (
+        'a comment that is not a marker, or not directly above a block'
+    )
     assert known == sum(len(block.markers) for block in blocks_of(page))
 
 
@@ -384,7 +386,7 @@ def test_settings_exist(page):
                 continue
             for name in keys_of(names):
                 exists = has_setting(config, f'{section}.{name}')
-                exists |= f'{section}.{name}'.startswith(check.OPTIONS)  # of an own model
+                exists |= f'{section}.{name}'.startswith(check.OPTIONS)  # an own model's
                 if not prefix and not exists and (ROOT / f'{section}.py').exists():
                     exists = hasattr(importlib.import_module(section), name.split('.')[0])
                 assert exists, f'{section}.{name} of {code}'

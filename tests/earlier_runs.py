@@ -1,4 +1,4 @@
-"""Runs that an earlier commit began go on with a later one: the same batches, the same losses.
+"""Runs that an earlier commit began continue with a later one: the same batches, the same losses.
 
     git worktree add ../earlier COMMIT
     (cd ../earlier && python tests/earlier_runs.py begin FOLDER)   # several minutes

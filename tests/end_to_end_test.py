@@ -1,4 +1,4 @@
-"""The program as its user meets it: it runs, stops, goes on, refuses, and leaves its files."""
+"""The program as its user meets it: it runs, stops, resumes, refuses, and leaves its files."""
 
 import json
 import os
@@ -118,7 +118,7 @@ def test_a_run_ends_after_its_epochs(tmp_path, capsys):
     last = lines[-1]['step']
     assert last < 100 and lines[-1]['run'] == 'training_eval/span_corruption'
     assert checkpoint.steps(tmp_path / 'run')[-1] == last
-    assert evaluate_mode.last_step(tmp_path / 'run') == last  # where --watch ends
+    assert evaluate_mode.last_step(tmp_path / 'run') == last  # --watch ends here
     mixture = tasks.open.open_mixture(config.data)
     vocabulary = vocabularies.ByteVocabulary(100)
     stream = corpora.stream_of(
@@ -139,7 +139,7 @@ def test_a_run_ends_after_its_epochs(tmp_path, capsys):
     run(config, tmp_path / 'run')
     text = capsys.readouterr().out
     assert 'train.epochs=2 are over' in text
-    assert text.endswith('; a larger --config.train.epochs goes on.\n')
+    assert text.endswith('; a larger --config.train.epochs continues.\n')
     assert metrics_of(tmp_path / 'run') == lines
 
 
@@ -195,7 +195,7 @@ def test_trimmed_examples_are_counted_and_shown(tmp_path, capsys):
     line = metrics_of(tmp_path / 'run')[-2]
     trimmed = line['data/text_to_text/trimmed']
     examples = line['data/text_to_text/examples']
-    assert 0 < trimmed < examples  # of lengths 5, 10 and 15, those above 9
+    assert 0 < trimmed < examples  # those above 9; lengths are 5, 10 and 15
     shown = f'{trimmed:,.0f} of {examples:,.0f} examples of text_to_text '
     assert shown in capsys.readouterr().out
 
@@ -228,7 +228,7 @@ if goes_on:
 def train_in_two_processes(corpus, folder, data_axis, model_axis, steps, goes_on, changes=None):
     """Train in two processes that share the mesh.
 
-    The workdirs are `folder`/first and, if it goes on, `folder`/second.
+    The workdirs are `folder`/first and, if it resumes, `folder`/second.
     """
     settings = json.dumps([data_axis, model_axis, steps, goes_on, changes or {}])
     num_devices = data_axis * model_axis // 2

@@ -121,7 +121,7 @@ def test_the_name_of_a_sum_that_a_fork_adds(monkeypatch):
 
 @pytest.mark.slow
 def test_a_sum_that_a_fork_adds(corpus, tmp_path, monkeypatch, fresh_programs, capsys):
-    """It is logged, per weighted target, and may tell the best step. A run goes on from before it."""
+    """It is logged, per weighted target, and may tell the best step. A run resumes from before it."""
     config = small_config(corpus, steps=3)
     config.log.every_steps = 2
     stop_after(1, config, tmp_path)

@@ -76,7 +76,7 @@ def test_a_run_writes_what_its_model_answers_and_scores(evaluated, compiled):
     assert [line['input']['inputs_pretokenized'] for line in lines] == [row['q'] for row in rows]
     assert [line['target'] for line in lines] == [[row['a']] for row in rows]
     inputs = [line['input']['inputs'] for line in lines]
-    assert max(map(len, inputs)) == 32  # of a question that was cut
+    assert max(map(len, inputs)) == 32  # a question was cut
     answers = compiled.generate(inputs, max_length=7)
     vocabulary = compiled.vocabulary
     assert [line['output'] for line in lines] == [vocabulary.decode(ids) for ids in answers]
@@ -268,7 +268,7 @@ def test_the_split_test_of_one_file_and_of_another(evaluated, evaluated_copy, co
         assert row.endswith(row_before.partition(',')[2])
     assert len(lines_of(evaluated_copy, 'qa-test-000006.jsonl')) == 7
     assert sorted((evaluated_copy / 'inference_eval' / 'qa').iterdir()) == events
-    assert metrics_of(evaluated_copy) == metrics_of(evaluated / 'run')  # which tell the best step
+    assert metrics_of(evaluated_copy) == metrics_of(evaluated / 'run')  # they tell the best step
     before = files_of(evaluated_copy)
     second = ['--split=test', 'data.test_files={folder}/b/other.jsonl']
     done = command_line(*flags_of(second, evaluated, evaluated_copy))

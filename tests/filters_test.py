@@ -40,7 +40,7 @@ SETTINGS = [
     {'bad_words': 'common'},
     {'allowed': 'answers'},
     {'repetition_penalty': 1.3, 'no_repeat_ngram_size': 2, 'min_length': 3, 'bad_words': 'common'},
-    # Of beams that end, transformers keeps fewer than T5X: here none ends.
+    # Transformers keeps fewer beams that end than T5X: here none ends.
     {'beam_size': 3, 'without_eos': True},
     {'beam_size': 3, 'without_eos': True, 'repetition_penalty': 1.5, 'bad_words': 'common'},
     {'beam_size': 4, 'without_eos': True, 'no_repeat_ngram_size': 2, 'num_return': 2},
@@ -302,7 +302,7 @@ def test_tokens_that_end_an_answer_have_its_stop_text(text):
     assert len(found) > 0 or text in (' the', 'ﬁ')
 
 
-# What `generate` and the settings promise.
+# The promises of `generate` and the settings.
 
 
 @functools.cache

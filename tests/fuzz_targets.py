@@ -41,8 +41,8 @@ from run import checks
 from sources import BadLines, Share, templates
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_BYTES = 64 << 20  # of memory that an input may take, and twice its size
-MAX_ADDRESSES = 4 << 30  # of memory that is reserved and never touched
+MAX_BYTES = 64 << 20  # the memory that an input may take, and twice its size
+MAX_ADDRESSES = 4 << 30  # memory that may be reserved and never touched
 MAX_LINE = 5000  # characters of a message
 
 
@@ -51,17 +51,17 @@ class Target(NamedTuple):
 
     file: str
     make: Callable[[Path], Any]  # fills the folder with valid files
-    read: Callable[[Path], Any]  # of the path of the file
+    read: Callable[[Path], Any]  # takes the path of the file
     names: Callable[[Path, bytes], list[str]] = lambda file, content: [str(file.parent)]
 
 
 def outcome(target: Target, folder: Path, content: bytes) -> str:
-    """Return 'read' or 'refused', how reading `content` in place of the file ends; else what is wrong."""
+    """Return 'read' or 'refused', how reading `content` instead of the file ends; else what is wrong."""
     file = folder / target.file
     file.write_bytes(content)
     try:
         target.read(file)
-    except (ValueError, OSError) as error:  # of which main.py prints a line
+    except (ValueError, OSError) as error:  # main.py prints a line
         line = errors.one_line(error)
         last = traceback.extract_tb(error.__traceback__)[-1]
         if isinstance(error, ValueError) and not user_code.is_in_program(last.filename):
@@ -71,7 +71,7 @@ def outcome(target: Target, folder: Path, content: bytes) -> str:
         if '\n' in line or len(line) > MAX_LINE:
             return f'the message has {len(line)} characters: {line}'
         return 'refused'
-    except (Exception, SystemExit):  # of which it would print a traceback
+    except (Exception, SystemExit):  # main.py would print a traceback
         return traceback.format_exc()
     return 'read'
 
@@ -246,7 +246,7 @@ TEXTS = [
 
 def write_vocabulary(folder: Path) -> None:
     words = ['Return the list of words.', 'Raise an error if it is empty.', 'é ｆｕｌｌ'] * 20
-    rules = folder / 'rules.tsv'  # of normalization: a hundredth of those of T5's vocabulary
+    rules = folder / 'rules.tsv'  # a hundredth of the normalization rules of T5's vocabulary
     rules.write_text('FF46\t66\nFF55\t75\nFF4C\t6C\n65 301\tE9\n')
     options = {'pad_id': 0, 'eos_id': 1, 'unk_id': 2, 'bos_id': -1, 'minloglevel': 2}
     with (folder / 'spiece.model').open('wb') as file:
@@ -384,7 +384,7 @@ TARGETS = {
         lambda file, content: [str(file), "task '"],
     ),
 }
-if importlib.util.find_spec('yaml') is None:  # of the extra prompts
+if importlib.util.find_spec('yaml') is None:  # in the extra prompts
     del TARGETS["promptsource's templates"]
 
 
@@ -405,7 +405,7 @@ def serve(connection: Any, folders: dict[str, Path], contents: dict[str, bytes])
     """Answer (name of a target, content) with how it ends, and the bytes of memory that it took."""
     for number in (1, 2):  # libraries print what they think of a file
         os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-    for name, content in contents.items():  # which loads what is loaded once
+    for name, content in contents.items():  # loads what is loaded once
         ended = outcome(TARGETS[name], folders[name], content)
         if ended != 'read':
             connection.send(f'{name}: {ended}')

@@ -229,7 +229,7 @@ CHANGES = re.compile(
 MAY_CHANGE = {
     'run.prefetch': {'gc.set_threshold', 'signal.signal'},
     'run.agreement': {'signal.signal'},
-    'sources.tables': {'csv.field_size_limit'},  # of a csv module of its own
+    'sources.tables': {'csv.field_size_limit'},  # only its own csv module
 }
 
 

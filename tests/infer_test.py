@@ -107,7 +107,7 @@ def check_scores_and_greedy(golden, path, mesh_shape):
     inputs = ids_of(batch['encoder_input_tokens'])
     targets = ids_of(batch['decoder_target_tokens'])
     assert_close(t5.score(inputs, targets), arrays['score_batch'], 1e-5)
-    fewer = len(inputs) - 1  # which do not divide by 'data'
+    fewer = len(inputs) - 1  # not a multiple of 'data'
     found = t5.score(inputs[:fewer], targets[:fewer])
     assert_close(found, arrays['score_batch'][:fewer], 1e-5)
     expected = arrays['greedy_decodes']

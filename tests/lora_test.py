@@ -58,7 +58,7 @@ def test_the_kernels_that_match_have_adapters():
     adapters = found.keys() - model.shapes(base).keys()
     kernels = {path.rsplit('/', 1)[0] for path in adapters}
     assert {kernel.rsplit('/', 1)[1] for kernel in kernels} == {'query', 'value'}
-    # Of every attention: one in a layer of the encoder, two in one of the decoder.
+    # In every attention: one in a layer of the encoder, two in one of the decoder.
     assert len(kernels) == 2 * (base.num_encoder_layers + 2 * base.num_decoder_layers)
     for kernel in kernels:
         rows, columns = found[f'{kernel}/kernel']
@@ -279,7 +279,7 @@ def test_adapters_are_no_base(corpus, lora):
 
 @pytest.fixture
 def moved(lora, uninterrupted, tmp_path):
-    """A copy of the run whose base was where `base` is no more."""
+    """A copy of the run whose base has moved away from `base`."""
     shutil.copytree(uninterrupted, tmp_path / 'moved')
     shutil.copytree(lora, tmp_path / 'lora')
     shutil.rmtree(tmp_path / 'lora/checkpoint_3')
@@ -301,7 +301,7 @@ def test_a_base_that_has_moved(merged, corpus, moved):
     (moved / 'base').symlink_to(moved / 'moved')
     chex.assert_trees_all_equal(infer.load(moved / 'lora').arrays, merged.arrays)
     (moved / 'base').unlink()
-    config = lora_config(corpus, moved / 'moved', steps=6)  # a run that goes on takes another path
+    config = lora_config(corpus, moved / 'moved', steps=6)  # a run that resumes takes another path
     prepare(config, moved / 'lora').workdir.lock.close()
     settings = json.loads((moved / 'lora/config.json').read_text())
     assert settings['base']['directory'] == f'{moved}/moved/checkpoint_6'

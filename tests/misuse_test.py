@@ -135,7 +135,7 @@ def tiny(*flags: str) -> Row:
     return Row([TINY, *flags], ' '.join(flags[-1].removeprefix('--config.').split()))
 
 
-# Newer Pythons say of such a name only that there is no such file.
+# Newer Pythons only say that the file does not exist.
 TOO_LONG = (
     'File name too long'
     if sys.version_info < (3, 14)
@@ -164,7 +164,7 @@ TABLES['configs'] = {
     'null bytes': mine('mine.py, line 1: ', '\0\0'),
     'dict': mine('is a dict', 'def get_config():\n    return {"a": 1}\n'),
     'number': mine('is a int', 'def get_config():\n    return 3\n'),
-    'another config': mine('lr is no setting', DICT % 'lr'),
+    'another config': mine('lr is not a setting', DICT % 'lr'),
     'half a config': mine(' is missing from the config', DICT % 'seed'),
     'key added': mine('train.momentum', CONFIG + '    config.unlock()\n    config.train.momentum = 1\n' + END),
     'type in a config': mine('data.vocabulary=None', CONFIG + '    config.data.vocabulary = None\n' + END),
@@ -232,7 +232,7 @@ TABLES['flags'] = {
 
 
 def test_a_config_that_may_not_be_read(open_path):
-    """It is no file without get_config, and no setting is missing."""
+    """Nobody is told that get_config or a setting is missing."""
     file = open_path / 'mine.py'
     file.write_text(CONFIG)
     file.chmod(0)
@@ -347,7 +347,7 @@ TABLES['workdirs'] = {
     'long name': Row([TINY, f'--workdir={"x" * 300}'], 'too long'),
     'long name in a folder': Row([TINY, f'--workdir=new/{"x" * 300}'], 'too long'),
     'no permission': Row([TINY, '--workdir=/proc/run', FEW], '/proc/run: No such file or directory: correct its'),
-    'folder in place of its lock': Row([TINY, '--workdir=run', FEW], '{dir}/run/lock: Is a directory: ', {'run/config.json': OURS, 'run/lock/': ''}),
+    'folder instead of its lock': Row([TINY, '--workdir=run', FEW], '{dir}/run/lock: Is a directory: ', {'run/config.json': OURS, 'run/lock/': ''}),
 }  # fmt: skip
 
 
@@ -437,7 +437,7 @@ TABLES['texts'] = {
     'test of nothing': of_text('--config.data.test_files=no/*.txt', message="data.test_files: 'no/*.txt' matches no file"),
     'test of blanks': of_text('--config.data.test_files=none.txt', message='data.test_files', none__txt=''),
     'test of no gzip': of_text('--config.data.test_files=a.gz', message='a.gz is not gzipped', a__gz=LINES),
-    'test alone': of_text(f'{FILES}=', '--config.data.test_files=text.txt', message="no document is in split 'train': name files with data.files"),
+    'test alone': of_text(f'{FILES}=', '--config.data.test_files=text.txt', message="no document is in split 'train' of 1 text file(s) of the split test: name files"),
     'test of a mixture': Row([TINY, '--config.data.task=t0_train', '--config.data.test_files=x'], "data.test_files='x' is not for data.task='t0_train', which is a mixture"),
     'validation blank': of_text(f'{VALIDATION}=none.txt', message='no document is in {dir}/none.txt', none__txt='\n \n'),
     'fraction of nothing': of_text('--config.data.validation_fraction=0', message='data.validation_fraction=0'),

@@ -70,7 +70,7 @@ def test_relative_position_buckets():
 def test_decoder_mask_is_T5Xs():
     segments = jnp.array(
         [[1, 1, 1, 2, 2, 0]]
-    )  # of targets 6 7 3 4 5 0; t5x/examples/t5/layers_test.py
+    )  # for targets 6 7 3 4 5 0; t5x/examples/t5/layers_test.py
     rows = ['100000', '110000', '111000', '000100', '000110', '000000']
     mask = model.attention_mask(segments, segments, causal=True)
     assert [''.join(str(int(x)) for x in row) for row in mask[0, 0]] == rows
@@ -205,7 +205,7 @@ def test_initial_values_have_the_deviations_of_T5X(settings):
     sizes = dict(vocab_size=2048, emb_dim=256, num_heads=8, head_dim=32, mlp_dim=512)
     config = model_config(**sizes | settings)
     d, h, k, f = config.emb_dim, config.num_heads, config.head_dim, config.mlp_dim
-    root = float(jnp.sqrt(k).astype(config.dtype))  # of bfloat16: 11.3125 for 128
+    root = float(jnp.sqrt(k).astype(config.dtype))  # in bfloat16: 11.3125 for 128
     expected = {
         'token_embedder/embedding': 1.0,
         'query/kernel': d**-0.5 / root,
@@ -260,7 +260,7 @@ def test_remat_keeps_less():
     assert saved_bytes('full') < 0.8 * saved_bytes('dots') < 0.8 * 0.8 * saved_bytes('none')
 
 
-# Of every released size; the numbers are from T5X's gins, layer by layer (UL2: from its model card).
+# Every released size; the numbers are from T5X's gins, layer by layer (UL2: from its model card).
 COUNTS = {
     't5:small': 60_506_624,
     't5:base': 222_903_552,
@@ -307,7 +307,7 @@ COUNTS = {
     'ul2:20b': 19_591_209_984,
     'ul2:flan': 19_591_209_984,
 }
-for size in ('small', 'base', 'large', 'xl', 'xxl'):  # of the same shapes
+for size in ('small', 'base', 'large', 'xl', 'xxl'):  # same shapes
     COUNTS |= {f'{name}:{size}': COUNTS[f't5_1_1:{size}'] for name in ('t5_1_1_lm', 'flan_t5')}
 
 

@@ -179,7 +179,7 @@ MODES = {
 @pytest.mark.chaos
 @pytest.mark.parametrize('mode', MODES)
 def test_a_skipped_step_of_each_kind_of_run(mode):
-    """Its state is what a run restores that goes on from a checkpoint of it."""
+    """A run that resumes from a checkpoint of it restores its state."""
     config = faulty_config('skip', **{'train.batch_size': 8, **MODES[mode]})
     spec = make_spec(config, num_microbatches=2 if 'microbatches' in mode else 1)
     before = trained_state(spec)
@@ -288,7 +288,7 @@ def finished(make_once):
 
 
 def test_stop_and_then_another_setting(finished, tmp_path):
-    """The error names the step and its documents; the last checkpoint is valid, and each setting goes on."""
+    """The error names the step and its documents; the last checkpoint is valid, and each setting continues."""
     message = stopped(records_config(finished), tmp_path / 'skip')
     assert message.startswith('step 5 is not finite: loss nan, gradient norm nan. ')
     assert document_of(5) in message and 'keeps checkpoint_4' in message
@@ -360,7 +360,7 @@ def test_back_leaves_out_the_batches_since_the_checkpoint(finished, tmp_path, ca
     train.train(prepared)
     chex.assert_trees_all_equal(state_of(expected, STEPS), state_of(finished / 'back', STEPS))
     lines = [x for x in metrics_of(expected) if (x['step'], x['run'][:8]) != (4, 'training')]
-    assert metrics_of(finished / 'back') == lines  # of training alone after step 4
+    assert metrics_of(finished / 'back') == lines  # after step 4, training's alone
     assert [x['step'] for x in lines if x['run'] == 'train'] == [2, 4, 6, 8, 10, 12]
 
 
@@ -372,7 +372,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize('action', ['skip', 'back'])
 def test_a_run_that_is_killed_after_such_a_step(action, finished, tmp_path, monkeypatch):
     """Killed while it has no newer checkpoint, and after the next one: the run is the one never killed."""
-    for num_lines in (3, 5):  # of training, that are written before
+    for num_lines in (3, 5):  # training's, written before
 
         def write(metrics, name, step, values, num_lines=num_lines, wrote=train.Metrics.write):
             if sum(x['run'] == 'train' for x in metrics_of(tmp_path)) == num_lines:
@@ -391,10 +391,12 @@ def test_a_run_that_is_killed_after_such_a_step(action, finished, tmp_path, monk
 
 @pytest.mark.parametrize('step', [5, pytest.param(6, marks=pytest.mark.chaos)])
 def test_a_signal_after_such_a_step(step, finished, tmp_path, capsys):
-    """Nothing of it is saved, and the run that goes on comes there once more."""
+    """Nothing of it is saved, and the run that resumes comes there again."""
     stop_after(step, records_config(finished, 'back'), tmp_path)
     out = capsys.readouterr().out
-    assert f'Stopped after step {step}, which is not saved' in out and 'goes on from step 4' in out
+    assert (
+        f'Stopped after step {step}, which is not saved' in out and 'continues from step 4' in out
+    )
     assert 'goes back' not in out
     assert checkpoint.steps(tmp_path) == [4]
     run(records_config(finished, 'back'), tmp_path)
@@ -464,12 +466,14 @@ def test_the_budget(tmp_path):
 
 @pytest.mark.chaos
 def test_epochs_that_end_with_such_a_step(tmp_path):
-    """No batch is left to go on with, which the error says; skip ends the run."""
+    """The error says that no batch is left to continue with; skip ends the run."""
     write_records(tmp_path, {5: ('logits', 'inf')}, num_records=20)
     settings = {'train.epochs': 1, 'train.steps': 1000}
     message = stopped(records_config(tmp_path, 'back', **settings), tmp_path / 'run')
     assert message.startswith('step 5 is not finite: ') and 'keeps checkpoint_4. ' in message
-    assert 'No batch is left to go on with. ' in message and 'train.on_not_finite=skip.' in message
+    assert (
+        'No batch is left to continue with. ' in message and 'train.on_not_finite=skip.' in message
+    )
     run(records_config(tmp_path, 'skip', **settings), tmp_path / 'run')
     assert checkpoint.steps(tmp_path / 'run') == [4, 5]
 

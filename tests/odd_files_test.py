@@ -96,7 +96,7 @@ def infer(path, **settings):
 
 READERS = [train, write_cache, infer]
 
-# Of each file its content, a part of the message, and data.kind.
+# For each file its content, a part of the message, and data.kind.
 ODD = {
     'my.csv.txt': (TABLE, "a template names 'question'", ''),
     'data.json.1': (json.dumps(JSON[0]), "a template names 'question'", ''),
@@ -262,7 +262,7 @@ def test_a_file_whose_form_is_odd_is_read(tmp_path, name, read):
 @pytest.mark.parametrize('name', first_quick(['a.csv', 'a.csv.gz']))
 @pytest.mark.parametrize('line', first_quick([1, 2]))
 def test_an_unclosed_quote_in_a_large_file(tmp_path, name, read, line):
-    """Eight megabytes: a reader that begins at every line anew takes hours."""
+    """Eight megabytes: a reader that begins again at every line takes hours."""
     lines = [b'question,answer\n', *([b'some words,an answer\n'] * 400_000)]
     lines[line - 1] = lines[line - 1].replace(b',', b',"')
     path = write(tmp_path, name, b''.join(lines))
@@ -331,7 +331,7 @@ def test_test_files_have_the_delimiter(tmp_path):
 
 
 def test_another_delimiter_is_another_text(tmp_path):
-    """A run may not go on with it, whatever it was called."""
+    """A run may not continue with it, whatever it was called."""
     path = write(tmp_path, 'a.tsv', 'text\none\ntwo\n')
     fingerprints = []
     for delimiter in ('', ';', 'tab', '\t', '\\t'):
@@ -469,7 +469,7 @@ def test_the_rows_of_random_blocks(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('name', ['a.csv', 'a.csv.gz', 'a.tsv.gz', 'a.txt', 'a.parquet'])
 def test_a_file_without_a_record_is_told(tmp_path, name):
-    """It is no matter of data.validation_fraction, and --mode=cache writes nothing."""
+    """The message does not blame data.validation_fraction, and --mode=cache writes nothing."""
     path = write(tmp_path, name, '\n \n' if name == 'a.txt' else 'text\n')
     if name == 'a.parquet':
         pyarrow.parquet.write_table(pyarrow.table({'text': [' ']}), path)
@@ -572,5 +572,5 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path):
     path = write(tmp_path, 'a.txt', 'some words\n' * 100)
     source = sources.open.open_source(make_config(files=str(path)))
     path.write_text('some words\n' * 99)
-    with pytest.raises(ValueError, match=f'{path} has no longer 1,100 bytes'):
+    with pytest.raises(ValueError, match=f'{path} no longer has 1,100 bytes'):
         epoch_documents(source)

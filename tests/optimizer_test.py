@@ -95,7 +95,7 @@ def test_adafactor_is_its_formula(settings):
             path = f'state/param_states/{k}/{name}'
             assert_close({path: arrays[path]}, {path: want}, 1e-5)
 
-    # There and back: a fresh state takes on T5X's arrays, counts included, and goes on the same.
+    # There and back: a fresh state takes on T5X's arrays, counts included, and continues the same.
     *_, again = state_names.from_t5x(arrays, jax.eval_shape(tx.init, params))
     a, b = tx.update(grads[0], state, found)[0], tx.update(grads[0], again, found)[0]
     jax.tree.map(np.testing.assert_array_equal, a, b)
@@ -107,7 +107,7 @@ def test_adafactor_is_its_formula(settings):
     {'beta1': 0.9, 'weight_decay_rate': 0.01, 'factored': False, 'step_offset': -3},
 ]), ids=str)  # fmt: skip
 def test_adafactor_is_that_of_optax(settings):
-    """The same states, so that checkpoints of either go on with the other, and the same updates."""
+    """The same states, so that checkpoints of either continue with the other, and the same updates."""
     config, rng = optimizer_config(**settings), np.random.default_rng(0)
     shapes = {'kernel': (130, 300), 'scale': (64,), 'number': (), 'stacked': (2, 3, 5)}
     shapes |= {'experts': (2, 300, 130), 'vocabulary': (20_000, 131), 'prime': (2_003, 131)}
@@ -370,7 +370,7 @@ def test_names_of_the_state(params):
 
 
 def test_a_schedule_follows_a_step_that_comes_without_optimizer_state(params):
-    """As for Adafactor in T5X. The bias correction of Adam begins anew with its moments."""
+    """As for Adafactor in T5X. The bias correction of Adam restarts with its moments."""
     tx = optimizer.make_optimizer(optimizer_config(name='adamw'), schedule)
     tree = state_names.to_t5x(jnp.int32(1000), params, tx.init(params))
     _, _, state = state_names.from_t5x(tree, tx.init(params))

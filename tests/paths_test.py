@@ -87,7 +87,7 @@ def test_what_is_no_path(here, name):
             to_path(name)
         assert '\n' not in str(error.value)
         assert str(name) in str(error.value) or repr(name) in str(error.value)
-    with pytest.raises(ValueError, match='gs://b/x'):  # is no disk
+    with pytest.raises(ValueError, match='gs://b/x'):  # not a disk
         paths.disk_path('gs://b/x')
     with pytest.raises(ValueError, match=r'gs://b/x\*'):  # a client would remove gs://b/xy, too
         paths.to_path('gs://b/x*', may_be_new=True)

@@ -10,7 +10,7 @@ from formats import best
 from prepare import prepare
 
 LOSS = 'training_eval/span_corruption/loss'
-T5X = str(ROOT / 'tests/golden/t5x_t5_1_1_tiny/checkpoint_6')  # of 2 layers, after six steps
+T5X = str(ROOT / 'tests/golden/t5x_t5_1_1_tiny/checkpoint_6')  # 2 layers, after six steps
 BEST = {'save.best_metric': LOSS, 'save.best_is': 'lower'}
 OF_T5X = {
     'model.vocab_size': 384,
@@ -77,7 +77,7 @@ def test_periods_that_fit_together(corpus, save_every, eval_every):
     best.check_settings(config)
 
 
-# {name: (settings with which a run is to go on, what the message names)}
+# {name: (settings with which a run should resume, what the message names)}
 GOING_ON = {
     'model and seed': (
         {'seed': 5, 'model.mlp_dim': 64, 'log.every_steps': 3},

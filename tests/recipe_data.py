@@ -11,7 +11,7 @@ from sources import NO_SPLIT, tfrecord
 from sources import cache as task_cache
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden'
-NUM_RECORDS = 6  # of each split
+NUM_RECORDS = 6  # in each split
 QUESTIONS = [
     {'question': 'Where is Ada?', 'context': 'Ada is in Oslo, and\nBert, "the cook", in Rome.'},
     {'question': 'Who is the cook?', 'context': 'Ada is in Oslo, Bert the cook in Rome.'},

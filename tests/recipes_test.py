@@ -79,7 +79,7 @@ def test_questions_of_a_csv(tmp_path, uninterrupted, capsys):
     [row, *_] = run_recipe(config, uninterrupted, tmp_path / 'run')
     [next_commands] = [x for x in capsys.readouterr().out.splitlines() if x.startswith('Next: ')]
     assert f"--mode=infer --checkpoint={tmp_path}/run --text='...' answers; " in next_commands
-    assert next_commands.endswith('; a larger --config.train.epochs goes on.')
+    assert next_commands.endswith('; a larger --config.train.epochs continues.')
     columns = ['em', 'em_with_answer', 'em_without_answer', 'f1', 'f1_with_answer']
     assert list(row) == ['step', *[f'text_to_text/{name}' for name in columns]]
     lines = [line for line in runs.metrics_of(tmp_path / 'run') if line['run'] == 'train']

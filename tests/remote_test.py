@@ -139,7 +139,7 @@ def test_a_second_reading_sees_an_object_that_changed(scheme, store):
 
 @pytest.mark.peers
 def test_a_bucket_is_read_as_a_disk_is(scheme, store, tmp_path):
-    """Parameters come out alike; what a bucket lacks or refuses is named in a line. In one process."""
+    """Parameters are equal; a line names what a bucket lacks or refuses. In one process."""
     half = store.folder / 'half/checkpoint_6'
     shutil.copytree(GOLDEN / T5X / 'checkpoint_6', half)
     (half / 'target.token_embedder.embedding/0.0').unlink()
@@ -163,7 +163,7 @@ def test_a_bucket_is_read_as_a_disk_is(scheme, store, tmp_path):
     for file in chunks:
         assert sent[str(file.relative_to(GOLDEN))] == 2 * file.stat().st_size, file
     assert not [key for key in sent if '/state.' in key or key.startswith(f'{T5X}/checkpoint_0')]
-    shard = f'{MESH_TF}.data-00001-of-00003'  # of the parameters; the next is Adafactor's
+    shard = f'{MESH_TF}.data-00001-of-00003'  # the parameters; the next is Adafactor's
     assert sent[shard] == (GOLDEN / shard).stat().st_size
     assert f'{MESH_TF}.data-00002-of-00003' not in sent
 
@@ -273,7 +273,7 @@ def test_data_sets_and_caches_in_a_bucket_are_those_on_a_disk(scheme, store):
     assert found[0] == found[1] and found[2] == found[3]
     assert sorted(map(str, found[4])) == sorted(map(str, found[5])) and len(found[4]) == 2
     assert 'ArrayRecord files are read from a disk' in found[6] and len(found[7]) == 103
-    assert f'{scheme}://data/tfrecord holds no such data set' in found[8]
+    assert f'{scheme}://data/tfrecord does not hold this data set' in found[8]
 
 
 def write_cache(folder):
@@ -324,7 +324,7 @@ def test_data_in_a_bucket_that_cannot_be_read(scheme, store):
 
 @pytest.mark.peers
 def test_a_file_that_goes_away_stops_the_run(scheme, store):
-    """Whatever is done with bad lines: a network that fails is no bad line."""
+    """Whatever is done with bad lines: a network that fails is not one."""
     (store.folder / 'data').mkdir()
     files = [store.folder / 'data' / name for name in ('a.jsonl.gz', 'b.txt')]
     text = json.dumps({'text': 'words'}) + '\n'

@@ -129,7 +129,7 @@ DAMAGED_LINES = {
 
 
 def damage_line(file, number, text):
-    """Put `text` in place of a line of a file, the first one being 1."""
+    """Replace a line of a file, the first one being 1, by `text`."""
     lines = file.read_bytes().splitlines(keepends=True)
     lines[number - 1] = text.encode(errors='surrogateescape') + b'\n'
     file.write_bytes(b''.join(lines))

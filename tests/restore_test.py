@@ -374,7 +374,7 @@ def test_a_vocabulary_of_a_run_that_is_damaged(corpus, uninterrupted, tmp_path, 
 
 
 def test_relative_steps_count_from_the_checkpoint(corpus, uninterrupted, tmp_path):
-    """Also where the run goes on, and where it goes on with more of them."""
+    """Also if the run resumes, and if it resumes with more of them."""
     config = small_config_from(uninterrupted / 'checkpoint_3', corpus, steps=2)
     config.train.relative_steps = 2
     run(config, tmp_path)
@@ -429,7 +429,7 @@ def test_the_patterns_of_the_docs():
 
 @pytest.mark.parametrize('path', [HUGGING_FACE, T5X])
 def test_sizes_of_the_checkpoint(corpus, tmp_path, path):
-    """A run takes those that the command line leaves, and goes on with them."""
+    """A run takes those that the command line leaves, and resumes with them."""
     config = small_config_from(path, corpus)
     opened = formats.open.open_model(path).config
     found, line = with_restored_sizes(config, {}, str(tmp_path))
@@ -452,7 +452,7 @@ def test_sizes_of_the_checkpoint(corpus, tmp_path, path):
     (tmp_path / 'config.json').write_text(json.dumps(content))
     config.restore.only = '.*'
     assert with_restored_sizes(config, {}, str(tmp_path))[0].model.vocab_size == 77
-    # Without a checkpoint, or with sizes that are alike, there is nothing to say.
+    # Without a checkpoint, or with equal sizes, there is nothing to say.
     config.restore.path = str(tmp_path / 'nowhere')
     assert with_restored_sizes(config, {}) == (config, '')
     config.restore.path = ''

@@ -42,13 +42,13 @@ def test_a_signal_saves_the_step_and_the_run_goes_on(command_line, corpus, tmp_p
         assert result.status == status
         assert 'stopping, this step is finished and saved' in result.stderr
         if step:
-            assert f'Going on after step {step:,}' in result.stdout
+            assert f'Continuing after step {step:,}' in result.stdout
         step = checkpoint.steps(tmp_path / 'run')[-1]
         assert f'Stopped after step {step:,}, which is saved' in result.stdout
         assert step < 600
         assert step % 100
     result = command_line(*arguments)
-    assert f'Going on after step {step:,}' in result.stdout
+    assert f'Continuing after step {step:,}' in result.stdout
     assert command_line(*program.arguments(tmp_path / 'expected')).status == 0
     assert_same_run(tmp_path / 'run', tmp_path / 'expected', 600)
 
@@ -100,7 +100,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside(corpus, uninterrupted, tmp_pat
     chunk.write_bytes(chunk.read_bytes()[:-1] + b'?')
     run(config, tmp_path / 'run')
     out = capsys.readouterr().out
-    assert 'target.token_embedder.embedding/0.0' in out and 'Going on after step 3' in out
+    assert 'target.token_embedder.embedding/0.0' in out and 'Continuing after step 3' in out
     assert_same_run(tmp_path / 'run', uninterrupted, 6)
     assert list((tmp_path / 'run').glob('checkpoint_6.damaged*'))
     for step in (3, 6):
@@ -198,7 +198,7 @@ def test_a_corpus_may_move_and_a_vocabulary_may_not_change(corpus, tmp_path):
     model = kept.read_bytes()
     kept.write_bytes(train_vocabulary(['other words', 'of others'], 20))
     with pytest.raises(
-        ValueError, match=f'{kept}: it differs from that of checkpoint_9: remove it'
+        ValueError, match=f'{kept} differs from the vocabulary of the checkpoint: remove it'
     ):
         prepare(small_config(str(moved)), tmp_path / 'run')
     kept.unlink()

@@ -299,10 +299,10 @@ def test_a_run_in_a_bucket_is_the_run_on_a_disk(scheme, store, tmp_path):
     for name in ('checkpoint_3/target.', 'checkpoint_6/manifest'):
         run_main(store, config, f'--workdir={url}', killed_at=name)
         logged = (store.folder / 'home/runs/x/metrics.jsonl').read_text().splitlines()
-        assert json.loads(logged[-1])['step'] == int(name[11])  # what was logged before survives
+        assert json.loads(logged[-1])['step'] == int(name[11])  # earlier lines survive
         time.sleep(3)  # until the lock counts no more
     output = run_main(store, config, f'--workdir={url}')
-    assert 'Going on after step 3' in output and f'Everything is in {url}' in output
+    assert 'Continuing after step 3' in output and f'Everything is in {url}' in output
     found = store.folder / 'home/runs/x'
     assert_same_run(found, tmp_path / 'expected', 6)
     assert files_of(found) == files_of(tmp_path / 'expected')
@@ -382,7 +382,7 @@ for steps in (3, 6):
 
 @pytest.mark.slow
 def test_two_processes_share_a_bucket_alone(scheme, store, corpus, tmp_path):
-    """They save in parts, and go on: the run of one process."""
+    """They save in parts, and resume: the run of one process."""
     (store.folder / 'home').mkdir()
     names = set(environment_of(store)) - set(ENVIRONMENT) | {'PYTHONPATH'}
     environment = {name: environment_of(store)[name] for name in names}

@@ -19,7 +19,7 @@ import partition
 from configs import base
 from formats import own_model
 
-# Of the fixture `golden`, for what takes long to compile: the other models are for `pytest -m slow`.
+# The fixture `golden` has these for what takes long to compile: the others are for `pytest -m slow`.
 ONE_GOLDEN_MODEL = pytest.mark.parametrize(
     'golden',
     [
@@ -79,7 +79,7 @@ def modules(default):
 """
 
 
-# Of an own model in tests.
+# An own model in tests.
 OWN_SIZES = {
     'vocab_size': 384,
     'emb_dim': 16,

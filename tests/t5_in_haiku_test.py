@@ -21,7 +21,7 @@ from t5_in_haiku import checkpoint, data
 from t5_in_haiku.tasks import Task
 
 FOREIGN = ('model', 'data', 'tasks', 'evaluate')  # the last one is a stub of Hugging Face's
-# What an editable install adds to Python: a finder that knows one name.
+# An editable install adds a finder that knows one name.
 EDITABLE = f"""
 import importlib.util, sys
 

@@ -54,7 +54,7 @@ def table(
 ):
     """A LevelDB table whose blocks are plain (0) and compressed (1) in turn; `change` is done to them.
 
-    `compressed` stands in place of each compressed block.
+    `compressed` replaces each compressed block.
     """
     content, handles, kinds = gap, [], itertools.cycle(compress)
 

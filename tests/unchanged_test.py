@@ -1,7 +1,7 @@
 """What a reader of old runs relies on: the batches of each kind of source and the programs of a step.
 
-tests/golden/unchanged.json has their hashes. `python tests/unchanged_test.py` writes it anew, which
-says that old runs do not go on with the same batches or losses.
+tests/golden/unchanged.json has their hashes. `python tests/unchanged_test.py` writes it again, which
+says that old runs do not continue with the same batches or losses.
 """
 
 import functools
@@ -193,7 +193,7 @@ def lower_logits():
 
 
 def lower_decoding(name):
-    """Return the program of a greedy step of decoding, as it is on a device that is no CPU."""
+    """Return the program of a greedy step of decoding, as it is on other devices than CPUs."""
     sizes = {'vocab_size': 384, 'emb_dim': 16, 'num_heads': 2, 'head_dim': 8, 'mlp_dim': 32}
     config = small_models.t5_config(**sizes, num_encoder_layers=1, num_decoder_layers=2)
     specs = model.param_specs(config)

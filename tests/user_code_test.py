@@ -45,7 +45,7 @@ def metric(targets, predictions):
 
 """
 CLASS = 'import data\n\n\nclass X(data.TextToText):\n'
-# What follows START, in which `!` marks the line that is named, and words of the message.
+# The lines after START, in which `!` marks the line that is named, and words of the message.
 LOADING = {
     'number as name': ("TASKS = [Task(3, files='x')]  # !", 'name=3'),
     'empty name': ("TASKS = [Task('', files='x')]  # !", "name=''"),
@@ -358,7 +358,7 @@ def modules(default):
         ', line {}: TypeError: dot_general requires',
         (),
     ),
-    # What fails below is a line of model.py.
+    # A line of model.py fails below.
     'shape of a layer': (
         """
 import dataclasses

@@ -1,6 +1,6 @@
 """Runs whose disk is full, read-only or deleted, and whose clock goes backwards, in the middle of their steps.
 
-They go on, or end with one line and their last checkpoint; then the same command ends as if nothing had happened.
+They continue, or end with one line and their last checkpoint; then the same command ends as if nothing had happened.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def await_step_3(workdir):
 
 
 def assert_goes_on(workdir, config, expected):
-    """Assert that the newest checkpoint is valid, and that a run goes on from it to the same end."""
+    """Assert that the newest checkpoint is valid, and that a run continues from it to the same end."""
     assert verify.newest_valid(workdir, pytest.fail) == 3
     run(config, workdir)
     assert_same_run(workdir, expected, 6)
@@ -96,7 +96,7 @@ def fill(disk):
     return filler
 
 
-# Of TensorBoard's thread; main.py prints no traceback of it, as the next test shows.
+# TensorBoard's thread: main.py prints no traceback of it, as the next test shows.
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')
 @pytest.mark.parametrize(
     'seconds', [0.0, *[pytest.param(x / 20, marks=pytest.mark.chaos) for x in range(1, 20)]]
@@ -128,7 +128,7 @@ def test_a_small_disk_is_full(corpus, uninterrupted, tmp_path, seconds):
 
 @pytest.mark.slow
 def test_a_full_disk_on_the_command_line(corpus, command_line, tmp_path):
-    """The run ends with status 1 and lines of its own, and goes on when there is space."""
+    """The run ends with status 1 and lines of its own, and continues when there is space."""
     with small_disk(tmp_path / 'disk', megabytes=16) as disk:
         program = Program(tmp_path, corpus, steps=120, log=1, save=20, evaluate=120)
         process = command_line.start(*program.arguments(disk / 'run'))
@@ -212,7 +212,7 @@ def test_a_checkpoint_is_deleted_while_it_is_written(
 
 
 def test_a_workdir_is_deleted_under_a_run(corpus, uninterrupted, tmp_path):
-    """It ends with a line, and saves its last step in a new folder. A new start goes on from there."""
+    """It ends with a line, and saves its last step in a new folder. A new start continues from there."""
     config = small_config(corpus)
     workdir = tmp_path / 'run'
 

@@ -58,9 +58,9 @@ def refusal_of(read):
     """Return the line about an error that `read` raises, else None and what it returns."""
     try:
         return None, read()
-    except (ValueError, OSError) as error:  # of which main.py prints a line
+    except (ValueError, OSError) as error:  # main.py prints a line
         return errors.one_line(error), None
-    except Exception as error:  # of which it would not
+    except Exception as error:  # main.py would print a traceback
         return f'CRASH: {error!r}', None
 
 
@@ -132,7 +132,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_comes_back(tmp_path, s
         if not changed:  # zeros that are zeroed: another one is drawn
             continue
         if 'manifest.json' in changed:
-            changed = {'manifest.json'}  # what should be in the others is not known then
+            changed = {'manifest.json'}  # then nobody knows what should be in the others
         with pytest.raises(ValueError) as error:
             verify.verify(directory)
         reports = []
@@ -459,7 +459,7 @@ def test_damaged_answers_are_made_anew(tmp_path, monkeypatch, num_faults):
             refusals.append(refusal)
         found = contents(folder)
         if found == whole and refusals[-1] is None:
-            seen.append('made anew')
+            seen.append('made again')
         elif infer_mode.SETTINGS in changed and found == damaged and str(folder) in refusals[-1]:
             seen.append('found')
         elif found | {infer_mode.SETTINGS: b''} == whole | {infer_mode.SETTINGS: b''}:
@@ -515,7 +515,7 @@ def assert_no_problem(kind, seen):
 def test_a_damaged_file_beside_the_checkpoints_does_not_change_a_run(
     tmp_path, uninterrupted, corpus, num_faults, capsys
 ):
-    """It goes on to the same state or names the file; a report does so, too."""
+    """It continues to the same state or names the file; a report does so, too."""
     config = small_config(corpus, steps=9)
     expected = run(config, shutil.copytree(uninterrupted, tmp_path / 'expected'))
     of_end = contents(expected / 'checkpoint_9')

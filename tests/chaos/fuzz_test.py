@@ -31,7 +31,7 @@ hypothesis = pytest.importorskip('hypothesis', reason="pip install -e '.[test]'"
 st = hypothesis.strategies
 
 pytestmark = pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
-MAX_SECONDS = 60  # of an input that takes milliseconds: the machine may have other work
+MAX_SECONDS = 60  # an input takes milliseconds, but the machine may have other work
 
 
 # The process that reads.
@@ -117,7 +117,7 @@ TOKENS = [
     b'[' * 3000,
     b'[' * 950 + b']' * 950,
     b'{"a":' * 3000,
-    b'\x91' * 3000,  # of msgpack: a list in a list
+    b'\x91' * 3000,  # msgpack's list in a list in a list
     b'\xdd\x00\xff\xff\xff' * 1000,
     b'\x0a\x80\x80\x01' * 100,
     *(struct.pack('<Q', number % 2**64) for number in NUMBERS),

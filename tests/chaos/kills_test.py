@@ -216,7 +216,7 @@ def test_killed_at_random_moments(tmp_path, server, num_kills):
         for step in steps:
             assert_valid(tmp_path, step)
     print(f'\n{num_kills} kills at random moments, {num_torn} within a save or a deletion')
-    if num_kills >= 40:  # of few moments, none may be inside of a save
+    if num_kills >= 40:  # with fewer, none may hit a save
         assert num_torn > num_kills / 4
     checkpoint.Saver(tmp_path).close()
     (tmp_path / 'handed_over').unlink()

@@ -41,7 +41,7 @@ def test_memory_and_files_do_not_grow(command_line, corpus, tmp_path, num_steps,
     workdir = tmp_path / 'run'
     flags = ['--config.save.keep=3']
     num_files = []
-    samples = []  # of the last process: its step and resources
+    samples = []  # the last process's step and resources
     for number in range(1, num_kills + 2):
         process = command_line.start(*program.arguments(workdir), *flags)
         last = num_steps

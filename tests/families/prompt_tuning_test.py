@@ -103,7 +103,7 @@ def test_a_checkpoint_has_the_prompt_alone(corpus, uninterrupted, prompted, tmp_
     assert sum(x.size for x in found.values()) < 200
     first = state_of(prompted, 1)['target/prompt/embedding']
     assert np.abs(found['target/prompt/embedding'] - first).max() > 1e-3
-    # The run goes on, the steps are the same; and so on other devices.
+    # The run resumes with the same steps, on other devices too.
     run(prompt_config(corpus, uninterrupted, steps=1), tmp_path / 'again')
     run(prompt_config(corpus, uninterrupted), tmp_path / 'again')
     np.testing.assert_array_equal(

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures('highest_precision')
 GOLDEN = pathlib.Path(__file__).parent.parent / 'golden/switch'
 SETTINGS = json.loads((GOLDEN / 'config.json').read_text())
 CASES = json.loads((GOLDEN / 'report.json').read_text())['cases']
-# Of other cases config.json has them. Of parts of a row the two stacks have different sizes, at most these.
+# Other cases have them in config.json. If groups are parts of a row, the two stacks have different sizes, at most these.
 CAPACITY = {
     'drops': {'eval_expert_capacity_factor': 0.5, 'min_expert_capacity': 2},
     'drops_padded': {'eval_expert_capacity_factor': 0.5, 'min_expert_capacity': 2},
@@ -110,7 +110,7 @@ def test_logits_and_routes(arrays, case):
     logits, aux, routed = compute(config, params, batch, rows)
     mask = (batch['decoder_target_tokens'] > 0)[..., None]
     assert_close(logits * mask, arrays[f'{case}/logits'] * mask, 1e-5)
-    if case == 'tokens_not_a_multiple_of_experts':  # whose groups straddle rows
+    if case == 'tokens_not_a_multiple_of_experts':  # its groups straddle rows
         return
     layers = CASES[case]['layers']
     assert sorted(routed) == sorted(layers)
@@ -225,7 +225,7 @@ def test_the_same_in_all_ways(on_one_device, mesh, axis, num_microbatches, remat
     for metrics, expected_metrics in zip(found, expected, strict=True):
         for name, value in expected_metrics.items():
             if name == 'aux/experts/router_confidence' and num_microbatches > 1:
-                continue  # of the tokens of a microbatch
+                continue  # it counts the tokens of a microbatch
             np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
     assert_close(state, expected_state, 1e-5)
 

@@ -95,7 +95,7 @@ def test_the_best_and_the_newest_checkpoints_are_kept(tmp_path, keep, best_is):
         assert checkpoint.steps(tmp_path) == sorted(kept)
 
 
-# Runs. One run is expected; others are stopped or killed on their way and go on.
+# Runs. One run is expected; others are stopped or killed on their way and resume.
 
 
 def best_config(corpus, steps=9):
@@ -151,7 +151,7 @@ def test_a_run_ends_early_and_keeps_its_best(corpus, expected, tmp_path, capsys)
     text = capsys.readouterr().out
     assert f'Step {last}: train.early_stopping=3 ' in text
     assert f'The best saved step is {best_step}, with {LOSS} {losses[best_step]:.6g}' in text
-    assert text.endswith('; --config.train.early_stopping=0 goes on.\n')
+    assert text.endswith('; --config.train.early_stopping=0 continues.\n')
     assert_same(tmp_path / 'run', expected)
     assert evaluate_mode.last_step(expected) == last
     assert evaluate_mode.choose(str(expected), 'best', watch=False).steps == [best_step]
@@ -163,7 +163,7 @@ def test_a_run_ends_early_and_keeps_its_best(corpus, expected, tmp_path, capsys)
 
 @pytest.mark.slow
 def test_more_patience_goes_on(corpus, expected, tmp_path, capsys):
-    """The history goes on, too: the evaluations before count."""
+    """The history continues, too: the evaluations before count."""
     shutil.copytree(expected, tmp_path / 'run')
     config = best_config(corpus)
     config.train.early_stopping = 4
@@ -175,7 +175,7 @@ def test_more_patience_goes_on(corpus, expected, tmp_path, capsys):
     config.train.early_stopping = 0
     run(config, tmp_path / 'run')
     assert max(losses_of(tmp_path / 'run')) == config.train.steps
-    assert capsys.readouterr().out.endswith('; a larger --config.train.steps goes on.\n')
+    assert capsys.readouterr().out.endswith('; a larger --config.train.steps continues.\n')
 
 
 class Killed(BaseException):
@@ -210,7 +210,7 @@ def kill(corpus, folder, place, number):
 def test_killed_anywhere_and_started_again(corpus, expected, tmp_path, place):
     num_calls = max(losses_of(expected))
     if place == 'before a line is written':
-        num_calls *= 2  # of training and of the evaluation
+        num_calls *= 2  # training and the evaluation
     for number in range(1, num_calls + 1):
         folder = tmp_path / str(number)
         kill(corpus, folder, place, number)

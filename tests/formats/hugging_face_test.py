@@ -166,7 +166,9 @@ def test_there_and_back(tmp_path, name, shard_bytes, dtype):
     write(folder, name, arrays, vocabulary, shard_bytes)
     assert hugging_face.is_folder(folder)
     assert (folder / 'spiece.model').read_bytes() == vocabulary.model
-    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # that of the user's umask
+    assert (
+        len({file.stat().st_mode for file in folder.iterdir()}) == 1
+    )  # the mode of the user's umask
     t5 = load(folder)
     assert t5.config == config
     assert_same_bits(t5.arrays, arrays)
@@ -405,7 +407,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     with pytest.raises(OSError, match='the disk is gone'):
         write_hugging_face.write(folder, config, Lazy(), shard_bytes=10_000)
     other = dataclasses.replace(config, mlp_activations=('relu', 'linear'))
-    with pytest.raises(ValueError, match='mlp_activations='):  # transformers has no such model
+    with pytest.raises(ValueError, match='mlp_activations='):  # transformers lacks this model
         write_hugging_face.write(folder, other, {})
     assert os.listdir(tmp_path) == []
     del read[:]
@@ -465,7 +467,7 @@ def test_encoders_of_transformers(tmp_path, name):
     assert assert_same_encodings(tmp_path / 'encoder', expected, inputs).config == encoder
     assert_same_encodings(tmp_path / 'whole', expected, inputs, part='encoder')
     config = None
-    if name == 'ul2':  # which shapes do not tell
+    if name == 'ul2':  # its shapes do not tell
         config = encoder
     t5 = assert_same_encodings(
         tmp_path / 'single/t5_fp32.safetensors', expected, inputs, config=config
@@ -791,7 +793,7 @@ def test_a_vocabulary_of_other_ids(tmp_path):
             find_vocabulary(folder)
 
 
-# What transformers itself computes: `pip install -e '.[peers]'` runs these.
+# Against transformers itself: `pip install -e '.[peers]'` runs these.
 THEIR_SIZES = {theirs: SIZES[ours] for theirs, ours in hugging_face.SIZES.items()}
 
 
@@ -903,7 +905,7 @@ def test_we_compute_what_transformers_does(transformers, tmp_path, name):
     if name == 'MT5':  # do what the message says
         with pytest.raises(ValueError, match='set tie_word_embeddings=false to load it'):
             load(tmp_path)
-        if transformers.__version__.startswith('4.'):  # which rescales its logits
+        if transformers.__version__.startswith('4.'):  # it rescales its logits
             return
         edit_json(tmp_path / 'config.json', tie_word_embeddings=False)
     t5 = load(tmp_path)

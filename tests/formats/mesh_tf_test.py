@@ -34,7 +34,7 @@ from formats import mesh_tf
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / 'tests/golden/mtf_t5_1_1'
-MTF_TINY = ROOT.parent / 'shared/testdata/t5x/mtf_tiny_t5'  # of google-research/t5x
+MTF_TINY = ROOT.parent / 'shared/testdata/t5x/mtf_tiny_t5'  # from google-research/t5x
 
 
 def read_all(prefix):
@@ -463,7 +463,7 @@ def test_nonsense_under_right_checksums_ends_in_a_value_error(tmp_path):
                 entry.read()
         except ValueError:
             refused += 1
-    assert 100 < refused < 190  # of 200, the others were not changed or not much
+    assert 100 < refused < 190  # out of 200; the others were not changed or not much
 
 
 # TensorFlow itself, where it is installed.

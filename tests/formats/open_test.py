@@ -335,7 +335,7 @@ def test_what_is_no_checkpoint(places, name, named):
     assert not (places / 'x').exists()
 
 
-# Where a checkpoint lies, its format, a file beside it, and whether it is taken for a LongT5.
+# A checkpoint's place, its format, a file beside it, and whether it is taken for a LongT5.
 FAMILIES = {
     'longt5/checkpoint_6': (T5X, {}, True),
     'a/LongT5-Local-Base/b/checkpoint_6': (T5X, {}, True),
@@ -575,7 +575,7 @@ def test_where_a_vocabulary_is_found(tmp_path, pieces):
         (folder / name).write_bytes(others['other'] if name != 'vocabulary.model' else pieces)
         assert found(folder) == (folder / name).read_bytes()
         assert found(T5X, folder) == (folder / name).read_bytes()
-    copied = shutil.copytree(HUGGING_FACE, tmp_path / 'run/hf')  # which is not of that run
+    copied = shutil.copytree(HUGGING_FACE, tmp_path / 'run/hf')  # it is not of that run
     assert find_vocabulary(copied) is None
     mesh_tf = shutil.copytree(MESH_TF, tmp_path / 'run/mtf')
     (mesh_tf / 'sentencepiece.model').write_bytes(pieces)
@@ -635,7 +635,7 @@ def test_a_folder_with_added_tokens_that_have_no_ids_is_refused_in_every_mode(
 
 
 def test_what_is_assumed_or_missing_is_said(tmp_path, caplog):
-    """The activation of a gated MLP, where there is no config, and the vocabulary."""
+    """The activation of a gated MLP without a config, and the vocabulary."""
     for form in ('t5x', 'hf'):
         written = convert.convert_checkpoint(T5X, tmp_path / form, form)
         activation, vocabulary = caplog.messages

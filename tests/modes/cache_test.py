@@ -353,7 +353,7 @@ def test_other_fields_of_an_example_are_cached_too(tmp_path):
                 'number': i,
                 'share': i / 4,
                 'is_odd': i % 2 == 1,
-                'sometimes': i if i % 2 else 'text',  # of no one dtype
+                'sometimes': i if i % 2 else 'text',  # two dtypes
                 'nested': {'a': i},
             }
         )

@@ -10,7 +10,7 @@ import partition
 from modes.collectives import Collective, collectives_of, groups_of
 
 MESH = partition.make_mesh(data=2, fsdp=2, model=2)
-BYTES = 16 * 128 * 4 // 8  # of a device's part of the float32 [16, 128] that programs are given
+BYTES = 16 * 128 * 4 // 8  # a device's part of the programs' argument, float32 [16, 128]
 
 
 def compile_collectives(f):

@@ -70,7 +70,7 @@ def test_options_that_are_refused(words):
 
 
 def test_processes_agree_on_options():
-    """Also where there is no config, and the checkpoint's counts."""
+    """Also without a config, and the checkpoint's counts."""
     values = []
     for words in (['--config.model.options.num=3'], ['--config.model.options.num=4'], []):
         parser.FLAGS(['main.py'])
@@ -151,7 +151,7 @@ def test_options_of_a_run(command_line, folder):
     t5 = infer.load(folder / 'run')
     assert t5.config.options.which == ('z',)
 
-    # The run goes on with these alone; one that its config.json lacks has its default.
+    # The run resumes with these alone; one that its config.json lacks has its default.
     change = "model/options/kind: 'b=c' -> 'a'; model/options/rate: -0.5 -> 0.25"
     again = ['--config.model.options.gated', "--config.model.options.which='z',"]
     main('--config=variant.py', '--workdir=run', *again, status=2, message=change)

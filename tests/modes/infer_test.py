@@ -473,7 +473,7 @@ def flip_a_bit(content):
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
-# What a file or, if the name begins with 'mark', its mark becomes.
+# The new content of a file or, if the name begins with 'mark', of its mark.
 DAMAGES = {
     'cut at a line end': lambda content: b''.join(content.splitlines(keepends=True)[:-1]),
     'a bit': flip_a_bit,
@@ -518,7 +518,7 @@ def write_two_chunks(monkeypatch, **request):
 def test_a_damaged_file_is_made_anew(
     tmp_path, loaded, questions, small_chunks, computed, monkeypatch, capsys, file, damage
 ):
-    """Also where its results were merged before: those of a damaged file are merged anew."""
+    """Also where its results were merged before: those of a damaged file are merged again."""
     folder = tmp_path / 'out'
     request = {'input': questions, 'output_dir': str(folder), 'score': True}
     other = request | {'output_dir': str(tmp_path / 'another'), 'fields': ('idx',)}

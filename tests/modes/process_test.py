@@ -127,7 +127,7 @@ def test_a_conversion_is_done(tmp_path, streams, status):
     assert (tmp_path / 'converted').is_dir()
 
 
-# What JAX is told by the environment.
+# The environment tells JAX what to use.
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_a_program_starts_anew_once(tmp_path, options):
     assert done.returncode == 3
     assert rest == "['a b', '--c=*'] typed"
     assert (setting == process.SETTING) == starts_anew
-    assert (int(huge) >= 100) == starts_anew  # of 128 MiB
+    assert (int(huge) >= 100) == starts_anew  # out of 128 MiB
 
 
 @needs_huge_pages

@@ -14,7 +14,7 @@ from runs import ENVIRONMENT, free_address
 from modes import processes
 
 # Forks three processes that join, and sleep; one of them does what it is asked to. Prints the status of
-# each, and the seconds from then to its end. What they print is in files.
+# each, and the seconds from then to its end. Their output is in files.
 PROGRAM = """
 import ctypes, json, os, pathlib, signal, subprocess, sys, time
 root, address, folder, chosen, action, heartbeat = sys.argv[1:]

@@ -18,7 +18,7 @@ DESKTOP = {'width': 1280, 'height': 900}
 # Without what Chromium would ask of the network at its start.
 ARGUMENTS = ['--no-sandbox', '--disable-gpu', '--disable-sync']
 ARGUMENTS += ['--disable-background-networking', '--disable-component-update']
-# Of each curve: its color, its box and that of its figure, in pixels, and the dots in its color.
+# For each curve: its color, its box and that of its figure, in pixels, and the dots in its color.
 CURVES = """
 () => [...document.querySelectorAll('path.curve')]
   .filter((path) => getComputedStyle(path.ownerSVGElement).display !== 'none')

@@ -168,7 +168,7 @@ def test_a_run_that_began_at_a_checkpoint_elsewhere(tmp_path):
 
 @pytest.mark.parametrize('value', [math.nan, math.inf])
 def test_values_that_are_not_finite(tmp_path, value):
-    """Of a validation loss without them the baseline alone is no figure."""
+    """Without a validation loss the baseline alone is not a figure."""
     run = write_run(tmp_path / 'run', num_steps=5, validation={'qa': [value]})
     append(run, json.dumps(curve_line(6) | {'nats_per_token': value}) + '\n')
     write_results(run, 'qa', 5, [QA], f1=value, em=50.0)

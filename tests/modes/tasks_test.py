@@ -51,7 +51,7 @@ def test_a_mixture_says_what_to_put_where(run, tmp_path):
     assert rows[0] == 'glue_v002_proportional, a mixture of 11 tasks'
     assert rows[1].split()[:3] == ['8,551', '0.90%', 'glue_cola_v002:']
     assert len(rows) == 12
-    assert f"data.tfds='glue/cola:1.0.0': {tmp_path} holds no such data set" in done.stderr
+    assert f"data.tfds='glue/cola:1.0.0': {tmp_path} does not hold this data set" in done.stderr
     assert "prepare it there with 'tfds build glue/cola'" in done.stderr
 
 

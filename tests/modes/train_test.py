@@ -23,7 +23,7 @@ def traced_steps(workdir):
 
 @pytest.mark.slow
 def test_steps_are_traced(corpus, uninterrupted, tmp_path, capsys):
-    """Those that a run takes before it stops, and when it goes on. They are the steps of any run."""
+    """Those that a run takes before it stops, and when it resumes. They are the steps of any run."""
 
     def train(text, num_steps=None):
         asked = itertools.count(1)

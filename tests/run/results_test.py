@@ -27,7 +27,7 @@ def test_the_table_is_that_of_parse_tb():
 
 
 def test_the_stored_results_give_the_same_table(tmp_path):
-    """Written task by task, in any order of steps, and once more as a run that goes on does."""
+    """Written task by task, in any order of steps, and again as a run that resumes does."""
     kept = results.Results(tmp_path)
     by_task = {}
     for tag, values in golden_scores().items():

@@ -156,7 +156,7 @@ BEST = [
     ('memo/closeness', 'higher', 'bytes', False),  # 0 is its best value
     ('memo/distance', 'lower', '', False),
     ('memo/words', 'higher', '', False),
-    ('memo/likelihood', 'higher', '', False),  # of scores: nothing is known
+    ('memo/likelihood', 'higher', '', False),  # nothing is known of scores
 ]
 
 

@@ -72,7 +72,7 @@ def test_a_run_in_a_parent_folder(corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / 'here')
     monkeypatch.setenv('HOME', str(tmp_path))
     config = small_config(corpus, steps=3)
-    for name in ('../runs of mine/ü/', '~/runs of mine/ü'):  # and goes on under another name
+    for name in ('../runs of mine/ü/', '~/runs of mine/ü'):  # and resumes under another name
         run(config, name)
         assert checkpoint.steps(tmp_path / 'runs of mine/ü')[-1] == config.train.steps
         config.train.steps = 6
@@ -215,7 +215,7 @@ def test_hangup_saves_and_nohup_goes_on(command_line, corpus, tmp_path):
     assert result.status == 129, result.stderr
     [step] = checkpoint.steps(tmp_path / 'run')
     process = command_line.start(*arguments, ignores_hangup=True)
-    process.wait_for(f'Going on after step {step:,}')
+    process.wait_for(f'Continuing after step {step:,}')
     process.wait_for('step .*0/')
     process.send_signal(signal.SIGHUP)  # as a terminal does that is closed
     process.wait_for('step .*0/')
@@ -273,7 +273,7 @@ def test_an_interrupted_notebook_cell_saves(corpus, tmp_path):
 def test_a_setting_that_an_older_run_lacks_counts_as_its_default(
     corpus, uninterrupted, tmp_path, monkeypatch
 ):
-    """A setting is newer than the run: it goes on with the default and with nothing else."""
+    """A setting is newer than the run: it resumes with the default and with nothing else."""
     shutil.copytree(uninterrupted, tmp_path / 'run')
     get_config = base.get_config
 
@@ -286,7 +286,7 @@ def test_a_setting_that_an_older_run_lacks_counts_as_its_default(
     monkeypatch.setattr(base, 'get_config', get_newer_config)
     config = small_config(corpus)
     config.optimizer.name = 'adamw'
-    with pytest.raises(ValueError, match="[(]optimizer/name: 'adafactor' -> 'adamw'[)]: go on"):
+    with pytest.raises(ValueError, match="[(]optimizer/name: 'adafactor' -> 'adamw'[)]: use those"):
         prepare(config, tmp_path / 'run')
     config.optimizer.name = 'adafactor'
     train.train(prepare(config, tmp_path / 'run'))
@@ -334,7 +334,7 @@ def test_a_run_on_corrected_files_is_refused(corpus, finished, tmp_path):
     with pytest.raises(ValueError, match=r'made_up.txt \(changed\): restore those files, or'):
         prepare(config, tmp_path / 'run')
     as_saved_by_0_1_0(tmp_path / 'run', True, changes=[[2, [0, 1, 2, 3], [0, 1, 3, 4]]])
-    with pytest.raises(ValueError, match='no longer possible: name another --workdir'):
+    with pytest.raises(ValueError, match='this version does not do: name another --workdir'):
         prepare(small_config(corpus, steps=3), tmp_path / 'run')
 
 

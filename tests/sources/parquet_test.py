@@ -309,7 +309,9 @@ def test_a_damaged_file_stops_or_is_left_out(tmp_path, damage, message, num_left
     source = sources.open.open_source(make_config(**files, **skip))
     for epoch in range(2):
         assert len(texts_of(source, epoch)) == 20 + num_left
-    assert source.faults()[1] == (100 - num_left if num_left else 1)  # of a file that is none, 1
+    assert source.faults()[1] == (
+        100 - num_left if num_left else 1
+    )  # 1 for a file that is not Parquet
 
 
 def test_whole_records_have_the_columns_of_the_smallest_file(tmp_path):

@@ -177,7 +177,7 @@ BAD_LINES = {
         (b'{"text": "cut', 'no JSON: Unterminated string'),
         (b'plain words', 'no JSON: Expecting value'),
         (b'\x0b{"text": ""}', 'no JSON: Expecting value'),  # no space of JSON's
-        (b'["text"]', """'["text"]' is no JSON object"""),
+        (b'["text"]', """'["text"]' is not a JSON object"""),
         (b'{"txt": "", "url": ""}', "field 'text' is None, no string, of fields 'txt', 'url'"),
         (b'{}', "field 'text' is None, no string, of fields none; correct data.text_field"),
         (b'{"text": 7}', "field 'text' is 7, no string"),
@@ -482,7 +482,7 @@ def test_changes_of_files_are_described(tmp_path):
     ]
     assert kept == list(old.files)
     changed = tmp_path / 'a/3.txt'
-    changed.write_text(changed.read_text().replace('line 3 7', 'line 3 8', 1))  # of equal size
+    changed.write_text(changed.read_text().replace('line 3 7', 'line 3 8', 1))  # same size
     new = sources.open.open_source(make_config(files=f'{tmp_path}/a/*.txt'))
     assert new.fingerprint != old.fingerprint
     words = describe(kept, new.files)
@@ -767,7 +767,7 @@ def test_tables_and_json_give_the_same_records(tmp_path, monkeypatch, suffix, mi
 
 
 def test_a_table_may_hold_documents(tmp_path):
-    """Without templates a column is the text. A byte order mark is no part of a name."""
+    """Without templates a column is the text. A byte order mark is not part of a name."""
     (tmp_path / 'a.csv').write_bytes(b'\xef\xbb\xbftext,n\r\nhello,1\r\n"a, b",2')
     source = sources.open.open_source(make_config(files=f'{tmp_path}/a.csv'))
     assert sorted(text for _, text in sum(epoch_documents(source), [])) == ['a, b', 'hello']

@@ -23,6 +23,7 @@ import vocabulary as vocabularies
 from configs import tiny
 from prepare import prepare as prepare_run
 from sources import tfds as tfds_source
+from sources.tables import LineParser
 from stream import Stream
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -61,10 +62,12 @@ def make_config(root, **changes):
     return config
 
 
-def open_part(root, expression='train', fields=()):
+def open_part(root, expression='train', field=''):
     data_set = tfds_source.DataSet(tfds_source.find(root, 'made_up'))
     bad_lines = sources.BadLines('stop', max_fraction=0.0)
-    return tfds_source.open_all([data_set], expression, data_set.decoder(fields), fields, bad_lines)
+    config = corpora.make_config(text_field=field or 'text')
+    parser = LineParser(config, bad_lines, whole_records=not field)
+    return tfds_source.open_all([data_set], expression, data_set.decoder(parser.fields), parser)
 
 
 def records_of(part):
@@ -167,8 +170,10 @@ def test_text_to_text_gives_each_record_once_per_epoch(root):
 
 @pytest.mark.parametrize('value', [float('nan'), float('inf')])
 def test_a_number_without_a_value_fills_no_slot(value):
-    with pytest.raises(ValueError, match=f"feature 'scores/1' is {value}, no text"):
-        tfds_source.text_at({'scores': [1.5, value]}, 'scores/1')
+    config = corpora.make_config(inputs='{scores/0}', targets='{scores/1}')
+    parser = LineParser(config, sources.BadLines('stop', max_fraction=0.0))
+    with pytest.raises(ValueError, match=f"field 'scores/1' is {value}, no string"):
+        parser.fields_named_in({'scores': [1.5, value]})
 
 
 def test_a_nested_text(root):
@@ -181,9 +186,9 @@ def test_a_nested_text(root):
     assert all(record.fields['answers/text/0'].startswith('0 of') for record in records)
     lines, count = source.faults()
     assert count == 26
-    assert "feature 'answers/text/0' has too few values" in lines[0]
+    assert "field 'answers/text/0' is None" in lines[0]
     source = sources.open.open_source(make_config(root, text_field='raw'))
-    with pytest.raises(ValueError, match="feature 'raw' is b"):  # bytes are no text
+    with pytest.raises(ValueError, match="field 'raw' is b"):  # bytes that are not UTF-8
         records_of(source.train)
 
 
@@ -269,7 +274,7 @@ def test_a_prepared_c4_is_found(root, tmp_path, monkeypatch):
     config.files = f'{tmp_path}/nothing'
     with pytest.raises(ValueError, match='matches no file'):
         open_c4(config)
-    config.update(files='', tfds_dir=f'{tmp_path}/unfinished')  # is no reason for pydoc
+    config.update(files='', tfds_dir=f'{tmp_path}/unfinished')  # does not lead to pydoc
     (tmp_path / 'unfinished/c4/en/incomplete.ABC123_3.0.1').mkdir(parents=True)
     with pytest.raises(ValueError, match="data.tfds='c4/en': "):
         open_c4(config)
@@ -444,11 +449,10 @@ def test_every_flipped_byte_is_found(own_root):
     shard = next((own_root / 'made_up/1.0.0').glob('*train*00001-of*'))
     content = shard.read_bytes()
     used = [i for i, byte in enumerate(content) if byte or '.tfrecord' in shard.name]
-    fields = ('text',)
-    reference = [record.fields for record in records_of(open_part(own_root, fields=fields))]
+    reference = [record.fields for record in records_of(open_part(own_root, field='text'))]
     for position in used[:: len(used) // 12]:
         damage(shard, position)
-        part = open_part(own_root, fields=fields)
+        part = open_part(own_root, field='text')
         part.bad_lines = sources.BadLines('skip', max_fraction=0.0)
         try:
             found = [record.fields for record in records_of(part) if record]
@@ -533,7 +537,7 @@ def test_sequences_of_sequences(tmp_path, file_format):
     for record in records_of(open_part(tmp_path)):
         i = record.fields['number'] - 2**40
         assert record.fields['words'] == example('train', i)['words']
-    part = open_part(tmp_path, fields=('words/1/0',))
+    part = open_part(tmp_path, field='words/1/0')
     part.bad_lines = sources.BadLines('skip', max_fraction=1.0)
     texts = [record.fields['words/1/0'] for record in records_of(part) if record]
     assert texts == ['w1'] * len(range(2, 103, 3))

@@ -46,7 +46,7 @@ def find_metric(name, settings):
 
 
 def hashable_groups(targets):
-    """Return targets with tuples in place of JSON's lists."""
+    """Return targets with tuples for JSON's lists."""
     if not isinstance(targets[0], dict) or 'group' not in targets[0]:
         return targets
     return [{'value': target['value'], 'group': json.dumps(target['group'])} for target in targets]
@@ -254,7 +254,7 @@ def test_cer_by_hand():
     assert metrics.cer(['', 'é'], ['xy', '']) == {'cer': 3.0}
 
 
-# What the originals' entries do not reach.
+# Cases that the originals' entries do not reach.
 
 
 def test_bleu_signature():

@@ -386,7 +386,7 @@ def run_streams(streams, num_batches):
 def test_any_number_of_processes_gives_the_same_batches_resumed_anywhere(
     tmp_path, kind, scale, monkeypatch
 ):
-    """As positions do not depend on processes, a stop on any number goes on on any other."""
+    """As positions do not depend on processes, a run stopped on any number resumes on any other."""
     monkeypatch.setattr('stream.ROWS_PER_WINDOW', 4)
     config = mixture_config(tmp_path, **KINDS[kind])
     mixture = tasks.open.open_mixture(config)

@@ -81,7 +81,7 @@ def test_from_a_prediction_to_metrics(is_right):
     values = []
     for case in GOLDEN['texts']:
         if case['task'] == 'mt5_ner_eval.fr':
-            continue  # its targets have no entity, which is no point for anybody
+            continue  # its targets have no entity, so nobody gets a point
         task = ROWS[case['task']]
         for example in task.preprocess([case['example']]):
             if example['targets'] == '<unk>':
@@ -120,6 +120,6 @@ def test_a_missing_data_set_is_named(tmp_path):
     config.tfds_dir = str(tmp_path)
     config.task = 'mt5_xnli_zeroshot'
     with pytest.raises(
-        ValueError, match="'mt5_xnli_train': data.tfds='multi_nli:1.1.0': .*holds no"
+        ValueError, match="'mt5_xnli_train': data.tfds='multi_nli:1.1.0': .*does not hold"
     ):
         tasks.open.open_mixture(config)

@@ -152,7 +152,7 @@ def check_best_values(task, targets, predictions):
             elif name_of(task.postprocess_fn) == 'wsc_simple' or 'wsc' in task.name:
                 best = 100 * targets.count(1) / len(targets)  # some targets are the wrong noun
             elif len(set(map(str, targets))) == 1 and key in ('f1', 'matthews_corrcoef'):
-                best = value if value in (0, 100) else best  # of a single class
+                best = value if value in (0, 100) else best  # a single class
             elif name_of(metric_fn) == 'mean_multiclass_f1':
                 best = value if value > 0 else best  # not all classes are there
             assert value == pytest.approx(best), key
