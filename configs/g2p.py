@@ -54,7 +54,6 @@ def get_config(size: str = ''):
     # The metrics are those of the test, once, after the last step.
     config.infer_eval.split = 'test'
     config.infer_eval.every_steps = config.train.get_oneway_ref('steps')
-    config.infer_eval.batch_size = 256
     config.decode.beam_size = 4
     config.decode.max_length = 32  # the longest pronunciation has 28 phonemes
     if size == 'long':

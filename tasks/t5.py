@@ -377,6 +377,7 @@ def groups() -> dict[str, list[Task] | list[Mixture]]:
         'The CMU Pronouncing Dictionary': [
             Task(
                 'cmudict_g2p',
+                test_split='test',
                 inputs='{letters}',
                 references='{pronunciations}',
                 metric_fns=[metrics.word_error, metrics.phoneme_error],
