@@ -59,7 +59,8 @@ def get_config(size: str = ''):
     if size == 'long':
         config.model.num_encoder_layers = 4
         config.model.num_decoder_layers = 4
-        config.train.steps = 20_000
+        config.model.dropout_rate = 0.2
+        config.train.steps = 20_000  # 82 epochs
         config.eval.every_steps = 1000
         config.save.every_steps = 1000
     if size == 'test':
