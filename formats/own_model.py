@@ -138,11 +138,21 @@ def modules_of(module: ModuleType, file: str, content: bytes) -> Modules:
         raise ValueError(f'{file} has no function modules(default): see {EXAMPLE}')
     with user_code.running(make):
         made = make(model.T5_MODULES)
-        hash(made)  # raises TypeError: a dict has to be a tuple of pairs
     if not isinstance(made, Modules):
         raise ValueError(
             f'{file}: modules(default) returned {made!r:.60}: return dataclasses.replace(default, ...)'
         )
+    if not callable(made.period) and (type(made.period) is not int or made.period < 1):
+        raise ValueError(
+            f'{file}: modules(default) returned period={made.period!r}: must be a whole number, at least 1'
+        )
+    try:
+        hash(made)
+    except TypeError as error:
+        raise ValueError(
+            f'{file}: modules(default) returned a field that cannot be hashed ({error}): use tuples of '
+            'pairs instead of dicts'
+        ) from error
     return dataclasses.replace(made, source=content)
 
 

@@ -38,7 +38,7 @@ def test_greedy_packing_is_seqios(case):
     expected = {name: [row[name] for row in case['packed']] for name in case['packed'][0]}
     chex.assert_trees_all_equal(dict(found), {k: np.array(x) for k, x in expected.items()})
     for name, length in lengths.items():
-        padded = data.fill([[example[name]] for example in examples], length).ids
+        padded = data.fill([[SimpleNamespace(**example)] for example in examples], name, length).ids
         expected_rows = [row[name] for row in case['trim_and_pad']]
         np.testing.assert_array_equal(padded, expected_rows)
 

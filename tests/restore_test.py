@@ -366,7 +366,7 @@ def test_a_vocabulary_of_a_run_that_is_damaged(corpus, uninterrupted, tmp_path, 
     damaged = tmp_path / 'run/vocabulary.model'
     expected = damaged.read_bytes()
     damaged.write_bytes(content)
-    with pytest.raises(ValueError, match='run/vocabulary.model: '):
+    with pytest.raises(ValueError, match='run/vocabulary.model'):
         prepare(small_config(corpus), tmp_path / 'run')
     damaged.unlink()
     prepare(small_config(corpus), tmp_path / 'run').workdir.lock.close()
