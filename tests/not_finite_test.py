@@ -287,6 +287,7 @@ def finished(make_once):
     return make_once('not_finite', make)
 
 
+@pytest.mark.slow
 def test_stop_and_then_another_setting(finished, tmp_path):
     """The error names the step and its documents; the last checkpoint is valid, and each setting continues."""
     message = stopped(records_config(finished), tmp_path / 'skip')

@@ -125,6 +125,7 @@ def test_parameters_alone(corpus, uninterrupted):
     assert (fresh[table] != found[table]).any()
 
 
+@pytest.mark.slow
 def test_an_encoder_alone(corpus, tmp_path):
     """Without restore.strict it is taken, and the decoder is as in any new run."""
     encoder = formats.open.open_checkpoint(T5X, part='encoder').leaves

@@ -10,6 +10,7 @@ import sys
 import pyarrow
 import pyarrow.parquet
 import pytest
+from forms import first_quick
 from runs import ENVIRONMENT, ROOT, small_config
 
 import formats.open
@@ -287,7 +288,7 @@ assert user_code.paths is paths is not sys.modules['paths']
 }
 
 
-@pytest.mark.parametrize('case', BESIDE_FOREIGN)
+@pytest.mark.parametrize('case', first_quick(BESIDE_FOREIGN, 2))
 def test_beside_modules_of_the_same_names(folder, case):
     assert errors_of('-c', BESIDE_FOREIGN[case], cwd=folder) == ''
 

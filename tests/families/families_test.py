@@ -119,6 +119,7 @@ def finished(corpus, make_once, family):
     return make_once(f'run of {family}', lambda folder: run(family_config(corpus, family), folder))
 
 
+@pytest.mark.slow
 def test_a_run_stopped_and_resumed(corpus, family, finished, tmp_path):
     stop_after(2, family_config(corpus, family), tmp_path)
     run(family_config(corpus, family), tmp_path)

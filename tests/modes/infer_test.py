@@ -835,6 +835,7 @@ def test_what_is_refused(tmp_path, flags, changes, named):
     assert '\n' not in str(error.value)
 
 
+@pytest.mark.slow
 def test_another_vocabulary_is_refused(tmp_path, uninterrupted):
     """One with more ids than the model has rows, and one that is not the checkpoint's own."""
     named = CHANGES | {'data.vocabulary': str(uninterrupted), 'data.extra_ids': 300}
