@@ -325,6 +325,8 @@ def test_begins_with_what_its_reader_needs(page):
 def test_pages_are_short():
     assert len(README.read_bytes()) <= 12_000
     assert len((ROOT / 'docs/design.md').read_bytes()) <= 12_000
+    pages = [page for page in (ROOT / 'docs').glob('*.md') if page.name != 'api.md']
+    assert sum(len(page.read_bytes()) for page in pages) <= 130_000
 
 
 def test_readme_lists_all_files():
