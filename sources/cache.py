@@ -151,9 +151,8 @@ def vocabulary_hash(folder: paths.AnyPath) -> str | None:
         if any(folder.glob('*.ids-*')):  # a cache of this program
             raise ValueError(f'{file} is missing: copy the folder again')
         return None
-    return str(
-        read_json(file).get('vocabulary_hash')
-    )  # 'None', if it is missing, matches no vocabulary
+    # 'None', if it is missing, matches no vocabulary.
+    return str(read_json(file).get('vocabulary_hash'))
 
 
 def read_json(file: paths.AnyPath) -> dict:

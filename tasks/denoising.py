@@ -54,9 +54,8 @@ def permute_noise_tokens(tokens: np.ndarray, mask: np.ndarray, *key: int | str) 
     bits = random_bits(tokens.shape, 'permute', tokens.shape[1], *key) >> 1
     other = np.uint64(1 << 63)  # larger than all bits, so the noise comes first
     order = np.argsort(np.where(mask, bits, other), axis=1, kind='stable')
-    places = np.argsort(
-        ~mask, axis=1, kind='stable'
-    )  # first the noise's, in order, then the others'
+    # First those of the noise, in order, then the others.
+    places = np.argsort(~mask, axis=1, kind='stable')
     permuted = tokens.copy()
     np.put_along_axis(permuted, places, np.take_along_axis(tokens, order, axis=1), axis=1)
     return permuted
