@@ -7,7 +7,7 @@ import haiku as hk
 import jax
 import numpy as np
 import pytest
-from forms import slow
+from forms import first_in_ci
 from runs import assert_same_run, metrics_of, run, small_config, stop_after
 from small_models import assert_close, make_mesh, random_batch, run_config
 
@@ -94,7 +94,8 @@ def activity_by_hand(config, params, batch):
     return np.mean([np.square(np.float64(y_bTD)).mean(axis=(1, 2)) for y_bTD in mlps], axis=0)
 
 
-@pytest.mark.parametrize('factor', slow(['', 'NUM_REAL_TARGET_TOKENS', '3.0']))
+@pytest.mark.slow
+@pytest.mark.parametrize('factor', first_in_ci(['', 'NUM_REAL_TARGET_TOKENS', '3.0']))
 def test_the_loss_has_coefficient_times_the_mean_over_rows(file, factor):
     """Once, whatever divides the cross entropy. Values that `losses` does not name are only logged."""
     spec = spec_of(file, factor=factor, dropout_rate=0.0)
@@ -125,7 +126,8 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize('mesh, num_microbatches, remat, scan_layers', slow(WAYS))
+@pytest.mark.slow
+@pytest.mark.parametrize('mesh, num_microbatches, remat, scan_layers', first_in_ci(WAYS))
 def test_the_same_in_all_ways(file, mesh, num_microbatches, remat, scan_layers):
     if num_microbatches > 1 and mesh == (2, 2, 2):
         num_microbatches = 2  # two rows each

@@ -220,10 +220,8 @@ QUICK_PAGES = [page for page in PAGES if any(map(runs_quickly, blocks_of(page)))
 SLOW_PAGES = []
 for page in PAGES:
     if any(map(is_run, blocks_of(page))):
-        is_long = page.stem in (
-            'numbers',
-            'own_model',
-        )  # other tests train own models and trace runs
+        # Other tests train own models, trace runs, and read and stop as these pages do.
+        is_long = page.stem in ('numbers', 'own_model', 'data', 'stop_and_continue')
         SLOW_PAGES.append(
             pytest.param(page, id=id_of(page), marks=[pytest.mark.long] if is_long else [])
         )

@@ -12,6 +12,16 @@ def first_quick(values: Iterable[Any], num_quick: int = 1) -> list[Any]:
     return values[:num_quick] + slow(values[num_quick:])
 
 
+def first_in_ci(values: Iterable[Any], num_in_ci: int = 1) -> list[Any]:
+    """Return values of a slow test for pytest.mark.parametrize; CI runs the first `num_in_ci`."""
+    values = list(values)
+    params = values[:num_in_ci]
+    for value in values[num_in_ci:]:
+        arguments = value if isinstance(value, tuple) else (value,)
+        params.append(pytest.param(*arguments, marks=pytest.mark.long))
+    return params
+
+
 def every_third_quick(values: Iterable[Any]) -> list[Any]:
     """Return values for pytest.mark.parametrize; two of three are slow."""
     params = []

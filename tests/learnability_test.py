@@ -94,7 +94,7 @@ def make_config(folder, data_axis, model_axis, pack, num_microbatches):
 @pytest.mark.parametrize(
     'data_axis, model_axis, pack, num_microbatches',
     [
-        (1, 1, 'no', 1),
+        pytest.param(1, 1, 'no', 1, marks=pytest.mark.long),
         pytest.param(2, 2, 'no', 1, marks=pytest.mark.long),
         pytest.param(1, 1, 'tightly', 2, marks=pytest.mark.long),
         (2, 2, 'tightly', 2),

@@ -354,6 +354,7 @@ def test_parameter_counts_of_released_models(name):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize('name', COUNTS)
 def test_parameter_counts_of_whole_released_models(name):
     sizes = dataclasses.replace(own_model.load(released(name).model), dropout_rate=0.0)

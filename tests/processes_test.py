@@ -272,7 +272,7 @@ except Exception as error:
 @pytest.mark.parametrize(
     'place',
     [
-        'line',
+        pytest.param('line', marks=pytest.mark.long),
         pytest.param('line of validation', marks=pytest.mark.long),
         pytest.param('metric', marks=pytest.mark.long),
         'metric of one',

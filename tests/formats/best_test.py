@@ -7,6 +7,7 @@ import chex
 import jax
 import numpy as np
 import pytest
+from forms import first_in_ci
 from runs import metrics_of, run, small_config, state_of, stop_after
 
 import checkpoint
@@ -206,7 +207,7 @@ def kill(corpus, folder, place, number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('place', PLACES)
+@pytest.mark.parametrize('place', first_in_ci(PLACES))
 def test_killed_anywhere_and_started_again(corpus, expected, tmp_path, place):
     num_calls = max(losses_of(expected))
     if place == 'before a line is written':

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from forms import first_in_ci
 from runs import ENVIRONMENT, ROOT
 
 import checkpoint
@@ -99,7 +100,9 @@ def test_the_reader_of_answers_ends(tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('streams', ['>&-', '2>&-', '>&- 2>&- <&-', '>/dev/full', '| head -1'])
+@pytest.mark.parametrize(
+    'streams', first_in_ci(['>&- 2>&- <&-', '>&-', '2>&-', '>/dev/full', '| head -1'])
+)
 def test_a_run_needs_no_output(tmp_path, streams):
     """What libraries print gets into no file of the run."""
     done = shell(f'{TRAIN} --workdir=run {streams}', tmp_path)
@@ -162,6 +165,7 @@ def test_modes_without_devices_need_no_platform(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_64_bits_change_nothing(tmp_path):
     """JAX_ENABLE_X64 is for other programs: losses, dropout, answers and scores are the same bits."""
     found = []

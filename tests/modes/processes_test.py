@@ -118,6 +118,7 @@ def test_the_others_stop_when_process_0_is_lost(name, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_process_that_holds_the_interpreter_is_alive(tmp_path):
     statuses, seconds, errors = run_three(tmp_path, 0, 'hold', heartbeat=20)
     assert statuses == [0, 0, 0]
