@@ -16,7 +16,7 @@ import sys
 
 import msgpack
 import pytest
-from forms import slow
+from forms import first_in_ci
 from fuzz_targets import MAX_BYTES, TARGETS, make_all, serve
 from sentencepiece import sentencepiece_model_pb2
 from tensor_bundle import proto, table, varint
@@ -452,7 +452,8 @@ STRATEGIES = {
 
 
 @pytest.mark.parametrize('num_inputs', [20, pytest.param(2000, marks=pytest.mark.chaos)])
-@pytest.mark.parametrize('name', slow(STRATEGIES))
+@pytest.mark.slow
+@pytest.mark.parametrize('name', first_in_ci(STRATEGIES, 10))
 def test_a_file_is_read_or_named(reader, name, num_inputs):
     if 'promptsource' in name:
         pytest.importorskip('yaml', reason="pip install -e '.[prompts]'")
