@@ -5,6 +5,7 @@ pad, so pad's row of the token table becomes that of the checkpoint's start; pad
 ids stay. Imports no jax.
 """
 
+import copy
 from collections.abc import Mapping
 
 from google.protobuf.message import DecodeError
@@ -13,6 +14,8 @@ from sentencepiece import sentencepiece_model_pb2
 import paths
 
 UNK_ID, BOS_ID, EOS_ID = 0, 1, 2
+# The settings of config.json after that.
+READ_AS = {'pad_token_id': 0, 'eos_token_id': 1, 'decoder_start_token_id': 0}
 ROWS_OF_LOGITS = (BOS_ID, EOS_ID, UNK_ID)  # the rows in a file that become rows 0, 1 and 2
 
 
@@ -50,10 +53,7 @@ def in_t5_order(model: bytes) -> bytes:
         return model
     if len(proto.pieces) < 3:
         return model
-    first = [
-        type(proto.pieces[i]).FromString(proto.pieces[i].SerializeToString())
-        for i in ROWS_OF_LOGITS
-    ]
+    first = [copy.deepcopy(proto.pieces[i]) for i in ROWS_OF_LOGITS]
     for i, piece in enumerate(first):
         proto.pieces[i].CopyFrom(piece)
     proto.trainer_spec.pad_piece = first[0].piece

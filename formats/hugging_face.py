@@ -67,13 +67,14 @@ SIZES = {
     'd_kv': 'head_dim',
     'd_ff': 'mlp_dim',
 }
-SPECIAL_IDS = {'pad_token_id': 0, 'eos_token_id': 1, 'decoder_start_token_id': 0}
 # config.json: settings that model.py and data.py support with one value only.
 FIXED_SETTINGS = {
     'layer_norm_epsilon': 1e-6,
     'relative_attention_num_buckets': 32,
     'relative_attention_max_distance': 128,
-    **SPECIAL_IDS,
+    'pad_token_id': 0,
+    'eos_token_id': 1,
+    'decoder_start_token_id': 0,
 }
 
 # Arguments of its `generate`, and what `infer.T5.generate` has instead.
@@ -422,22 +423,21 @@ def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
             if not name.startswith('decoder.') and name != LM_HEAD:
                 entries[name] = entry
         arrays = StoredArrays(entries, has_own_lm_head=False)
+    first_rows = {}
     try:
+        if default_ids.has_default_ids(settings):
+            is_tied = arrays.has_decoder and not arrays.has_own_lm_head
+            first_rows[TOKEN_TABLE] = default_ids.rows_of_tokens(settings, is_tied)
+            first_rows[LM_HEAD] = default_ids.ROWS_OF_LOGITS
+            settings = {**settings, **default_ids.READ_AS}
         config = _config(settings, arrays)
     except (ValueError, TypeError) as error:
         raise ValueError(f'{config_file}: {error}') from error
     stored = dict(arrays.entries)
     if config.logits_via_embedding:
         stored.pop(LM_HEAD, None)
-    if default_ids.has_default_ids(settings):
-        is_tied = arrays.has_decoder and not arrays.has_own_lm_head
-        try:
-            rows = default_ids.rows_of_tokens(settings, is_tied)
-        except ValueError as error:
-            raise ValueError(f'{config_file}: {error}') from None
-        for name, first_rows in ((TOKEN_TABLE, rows), (LM_HEAD, default_ids.ROWS_OF_LOGITS)):
-            if name in stored:
-                stored[name] = stored[name]._replace(first_rows=first_rows)
+    for name in first_rows.keys() & stored.keys():
+        stored[name] = stored[name]._replace(first_rows=first_rows[name])
     names = parameter_names(config)
     if THEIR_PROJECTION in stored and not arrays.has_decoder:
         names[PROJECTION] = THEIR_PROJECTION
@@ -465,8 +465,6 @@ def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
 def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
     """Return the T5Config of config.json. Raises ValueError for a model that we do not have."""
     for name, value in FIXED_SETTINGS.items():
-        if name in SPECIAL_IDS and default_ids.has_default_ids(settings):
-            continue
         if settings.get(name) not in (None, value):
             raise ValueError(f'{name}={settings[name]}: only {value} is supported')
     sizes: dict = {ours: settings.get(theirs) for theirs, ours in SIZES.items()}

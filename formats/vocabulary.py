@@ -34,7 +34,13 @@ from vocabulary import (
 )
 
 # Names of a vocabulary's file, in the order in which a folder is searched.
-VOCABULARY_NAMES = ('vocabulary.model', 'spiece.model', 'sentencepiece.model', 'tokenizer.json')
+VOCABULARY_NAMES = (
+    'vocabulary.model',
+    'spiece.model',
+    'sentencepiece.model',
+    'tokenizer.model',  # Llama's, which Pile-T5 has
+    'tokenizer.json',
+)
 ADAPTER_CONFIG = 'adapter_config.json'  # names the base of peft's adapters
 TOKEN_FILES = [
     'added_tokens.json',

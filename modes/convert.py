@@ -1,6 +1,7 @@
 """--mode=convert: write a checkpoint of any format as T5X's or Hugging Face's, or its adapters as peft's."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -10,10 +11,12 @@ from absl.flags import FlagValues
 
 import checkpoint
 import formats.open
+import model
 import paths
 from configs.check import read_stored
 from formats import hugging_face, own_model, peft, write_hugging_face, write_peft
 from formats.vocabulary import ADAPTER_CONFIG, find_vocabulary, stored_data
+from messages import first_ten
 from modes import process, topology
 from vocabulary import ByteVocabulary
 
@@ -83,10 +86,13 @@ def _write_peft(target: Path, opened: formats.open.OpenedModel) -> None:
             kernels[path] = (leaf.lora_a, leaf.lora_b)
             config = leaf.config
     prompt = opened.leaves.get(f'target/{peft.PROMPT}')
-    if config.modules.adapters not in ('', peft.PROMPT) or (prompt is not None and kernels):
+    kinds = model.ADAPTER if kernels else re.escape(peft.PROMPT)
+    trained = checkpoint.parameters(checkpoint.read_index(opened.directory))
+    others = [path for path in trained if not re.fullmatch(kinds, path)]
+    if others:
         raise ValueError(
-            f'--format=peft: {opened.directory} has other adapters than those of LoRA alone or of a prompt alone, '
-            'which peft has in one folder: use --format=t5x'
+            f"--format=peft: {opened.directory} also has {first_ten(others)}: a folder of peft's holds LoRA's adapters "
+            'or a prompt alone: use --format=hf, which merges them, or --format=t5x'
         )
     write_peft.write(target, config, kernels, prompt, base)
     if not hugging_face.is_folder(paths.to_path(base)):

@@ -14,8 +14,6 @@ def decoding_of(settings: ConfigDict, vocabulary: Vocabulary | None = None) -> D
     """Return the options of config.decode, `settings`. Without a vocabulary its module's filters are left out."""
     names = {field.name for field in dataclasses.fields(Decoding)} - {'filters'}
     given = {name: settings[name] for name in names}
-    for name in ('bad_words', 'allowed', 'stop'):
-        given[name] = tuple(given[name])  # a list if it was read from JSON
     if settings.module:
         file = user_code.module_file('decode.module', settings.module)
         module = user_code.load_module(file, file.read_bytes())

@@ -146,10 +146,12 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
     # New rows of the token table, and columns of the logits.
     of_vocabulary = vocabulary_paths(wanted.model_config)
     grown = with_new_rows(index, expected, of_vocabulary)
-    if grown and adapters:
+    untrained = of_vocabulary.difference(wanted.trained)
+    if grown and adapters and untrained:
+        patterns = '|'.join(sorted(of_vocabulary))
         raise ValueError(
             f'model.vocab_size={config.model.vocab_size} with {setting}: restore.path={chosen.path} has fewer rows of '
-            'tokens, and adapters leave them as they are: start a run without adapters from it first, and name that one'
+            f'tokens, and the run trains adapters alone: set optimizer.trainable={f".+/lora_.|{patterns}"!r}'
         )
     index |= grown
     try:

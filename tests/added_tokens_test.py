@@ -207,13 +207,59 @@ def test_logits_of_old_ids_are_the_same(tmp_path, corpus, tied):
     np.testing.assert_array_equal(found, logits_of(config, arrays, GOOD.size))
 
 
-def test_adapters_get_no_new_rows(tmp_path, corpus):
-    config, _ = folder_and_config(tmp_path, corpus)
+@pytest.mark.parametrize('tied', [False, True])
+def test_new_rows_beside_adapters_are_trained(tmp_path, corpus, tied):
+    """The refusal names what to train; the run then keeps the table with its adapters, and resumes."""
+    config, arrays = folder_and_config(tmp_path, corpus, logits_via_embedding=tied)
     config.model.lora_rank = 2
-    with pytest.raises(
-        ValueError, match='^model.vocab_size=256 with model.lora_rank=2: .*without adapters'
-    ):
+    config.optimizer.multiply_by_parameter_scale = False
+    with pytest.raises(ValueError, match='^model.vocab_size=256 with model.lora_rank=2: ') as error:
         choose_initial(config, wanted(make_spec(config)))
+    pattern = str(error.value).partition('optimizer.trainable=')[2].strip("'")
+    assert ('logits_dense' in pattern) != tied
+    config.optimizer.trainable = pattern
+    params = restore(
+        make_spec(config), choose_initial(config, wanted(make_spec(config))).leaves
+    ).params
+    assert params['token_embedder/embedding'].shape[0] == 256
+    found = logits_of(config, params, GOOD.size)
+    config.model.lora_rank = 0
+    config.optimizer.trainable = ''
+    config.model.vocab_size = GOOD.size
+    np.testing.assert_array_equal(found, logits_of(config, arrays, GOOD.size))
+
+
+@pytest.mark.slow
+def test_a_run_of_adapters_keeps_its_tokens(tmp_path, corpus):
+    config, arrays = folder_and_config(tmp_path, corpus)
+    config.model.lora_rank = 2
+    config.optimizer.multiply_by_parameter_scale = False
+    config.optimizer.trainable = '.+/lora_.|token_embedder/embedding|decoder/logits_dense/kernel'
+    config.train.steps = 2
+    run(config, tmp_path / 'whole')
+    config.train.steps = 1
+    run(config, tmp_path / 'run')
+    config.train.steps = 2
+    run(config, tmp_path / 'run')
+    expected = state_of(tmp_path / 'whole', 2)
+    found = state_of(tmp_path / 'run', 2)
+    assert found.keys() == expected.keys()
+    kept = {path for path in found if path.startswith('target/') and '/lora_' not in path}
+    assert kept == {'target/token_embedder/embedding', 'target/decoder/logits_dense/kernel'}
+    for path, x in expected.items():
+        np.testing.assert_array_equal(found[path], x)
+    t5 = infer.load(tmp_path / 'run')
+    assert t5.arrays['token_embedder/embedding'].shape[0] == 256
+    path = 'encoder/layers_0/mlp/wo/kernel'  # the base's
+    np.testing.assert_array_equal(np.asarray(t5.arrays[path]), np.asarray(arrays[path]))
+    convert.convert_checkpoint(tmp_path / 'run', tmp_path / 'merged', 'hf')
+    merged = infer.load(tmp_path / 'merged')
+    for path, x in t5.arrays.items():
+        np.testing.assert_array_equal(np.asarray(merged.arrays[path]), np.asarray(x))
+    assert merged.vocabulary.added_tokens == add_tokens(GOOD, TOKENS).added_tokens
+    with pytest.raises(ValueError, match='format=peft: .* also has .*token_embedder/embedding'):
+        convert.convert_checkpoint(tmp_path / 'run', tmp_path / 'peft', 'peft')
+    assert not (tmp_path / 'peft').exists()
 
 
 @pytest.mark.slow

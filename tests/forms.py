@@ -15,11 +15,7 @@ def first_quick(values: Iterable[Any], num_quick: int = 1) -> list[Any]:
 def first_in_ci(values: Iterable[Any], num_in_ci: int = 1) -> list[Any]:
     """Return values of a slow test for pytest.mark.parametrize; CI runs the first `num_in_ci`."""
     values = list(values)
-    params = values[:num_in_ci]
-    for value in values[num_in_ci:]:
-        arguments = value if isinstance(value, tuple) else (value,)
-        params.append(pytest.param(*arguments, marks=pytest.mark.long))
-    return params
+    return values[:num_in_ci] + marked(values[num_in_ci:], pytest.mark.long)
 
 
 def every_third_quick(values: Iterable[Any]) -> list[Any]:
@@ -32,8 +28,13 @@ def every_third_quick(values: Iterable[Any]) -> list[Any]:
 
 def slow(values: Iterable[Any]) -> list[Any]:
     """Return values for pytest.mark.parametrize, all of them slow."""
+    return marked(values, pytest.mark.slow)
+
+
+def marked(values: Iterable[Any], mark: pytest.MarkDecorator) -> list[Any]:
+    """Return values for pytest.mark.parametrize, all of them with `mark`."""
     params = []
     for value in values:
         arguments = value if isinstance(value, tuple) else (value,)
-        params.append(pytest.param(*arguments, marks=pytest.mark.slow))
+        params.append(pytest.param(*arguments, marks=mark))
     return params

@@ -9,6 +9,7 @@ With transformers and torch installed, the tests at the end compare with what th
 
 import dataclasses
 import functools
+import io
 import json
 import os
 import pathlib
@@ -707,6 +708,51 @@ DEFAULT_IDS = (HUNT / 'default_ids.model').read_bytes()
 PROCESSOR = sentencepiece.SentencePieceProcessor(model_proto=DEFAULT_IDS)
 TEXTS = ['Some text of words', '', 'a zyx € of the a']
 MADLAD = dataclasses.replace(CONFIGS['t5_1_1'], vocab_size=PROCESSOR.vocab_size())
+
+
+def llama_like():
+    """A SentencePiece model of Llama's form: BPE, bytes for unknown characters, no normalization."""
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(['Some text of the words, and of other words: 12 of them.'] * 20),
+        model_writer=written,
+        model_type='bpe',
+        vocab_size=320,
+        byte_fallback=True,
+        split_digits=True,
+        normalization_rule_name='identity',
+        allow_whitespace_only_pieces=True,
+        minloglevel=2,
+    )
+    return written.getvalue()
+
+
+@pytest.mark.parametrize('tokens', [{}, {'pad_token': '<unk>'}])
+def test_a_folder_like_pile_t5s(tmp_path, tokens):
+    """umT5's layers with Llama's tokenizer.model: unknown 0, which is also padding and start, BOS 1, EOS 2."""
+    content = llama_like()
+    processor = sentencepiece.SentencePieceProcessor(model_proto=content)
+    config = dataclasses.replace(CONFIGS['umt5'], vocab_size=processor.vocab_size() + 128)
+    arrays = random_arrays(config)
+    folder = tmp_path / 'pile'
+    write_hugging_face.write(folder, config, arrays)
+    edit_json(folder / 'config.json', eos_token_id=2, decoder_start_token_id=0, pad_token_id=0)
+    (folder / 'tokenizer.model').write_bytes(content)
+    settings = {'tokenizer_class': 'LlamaTokenizer', 'bos_token': '<s>', 'eos_token': '</s>'}
+    (folder / 'tokenizer_config.json').write_text(json.dumps(settings | tokens))
+    t5 = infer.load(folder)
+    texts = [*TEXTS, 'zyx é € 123', '\tof  them ']
+    encoded = t5.vocabulary.encode(texts)
+    assert [in_default_order(ids) for ids in encoded] == processor.encode(texts)
+    assert [t5.vocabulary.decode(ids) for ids in encoded] == processor.decode(
+        processor.encode(texts)
+    )
+    assert t5.vocabulary.num_sentinels == 100
+    stored = np.array(arrays['token_embedder/embedding'])
+    np.testing.assert_array_equal(
+        np.asarray(t5.arrays['token_embedder/embedding'])[:4], stored[[0, 2, 0, 3]]
+    )
+    assert len(t5.generate(['Some words'], max_length=3)) == 1
 
 
 def in_default_order(ids):
