@@ -22,13 +22,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import tasks.open
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absl import app, flags
 
 import tasks
+import tasks.open
 from configs import finetune_pydoc
 from tasks import metrics
 

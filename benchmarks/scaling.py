@@ -26,7 +26,6 @@ weights of attention have queries times keys, and 16 inputs more are a key more 
 such as the parameters, makes exponents smaller.
 """
 
-import html
 import math
 import os
 import resource
@@ -43,6 +42,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
+import figure
 import jax
 import numpy as np
 from absl import app, flags
@@ -240,43 +240,24 @@ def measure(axis: str, value: int, num_steps: int) -> Point:
 
 # The figure.
 
-STYLE = """
-text { font: 11px sans-serif; fill: #333; }
-.y { text-anchor: end; }
-.x, .title { text-anchor: middle; }
-.grid { stroke: #ddd; }
-.axis { stroke: #888; }
-.curve { fill: none; stroke-width: 1.6; }
-.measured { stroke: #0b62a4; }
-.without { stroke: #c2571a; }
-circle { fill: #fff; }
-"""
-
 
 def draw(found: Mapping[str, Sequence[Point]]) -> str:
     """Return an SVG: time to the left and memory to the right, a row for each axis."""
-    rows = [axis for axis in found if axis != 'no attention' or 'length' not in found]
-    parts = []
-    for row, axis in enumerate(rows):
+    rows = []
+    for axis in found:
+        if axis == 'no attention' and 'length' in found:
+            continue
+        row = []
         for column, quantity in enumerate((seconds_of, gigabytes_of)):
-            curves = [make_curve(axis, found[axis], quantity, 'measured')]
+            curves = [make_curve(axis, found[axis], quantity, 'first')]
             title = f'{"GB" if column else "seconds"} of a step, by {axis}'
             if axis == 'length' and 'no attention' in found:
-                curves.append(
-                    make_curve('no attention', found['no attention'], quantity, 'without')
-                )
-            title += ' (' + ', '.join(curve.name for curve in curves) + ')'
+                without = found['no attention']
+                curves.append(make_curve('no attention', without, quantity, 'second'))
             drawing = chart.draw(title, curves, is_logarithmic=True)
-            position = f'{column * chart.WIDTH} {row * (chart.HEIGHT + 20) + 20}'
-            parts.append(f'<g transform="translate({position})">{panel(title, drawing)}</g>')
-    width = 2 * chart.WIDTH
-    height = len(rows) * (chart.HEIGHT + 20)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">\n'
-        f'<style>{STYLE}</style>\n<rect width="100%" height="100%" fill="#fff"/>\n'
-        + '\n'.join(parts)
-        + '\n</svg>\n'
-    )
+            row.append(figure.Panel(title, drawing))
+        rows.append(row)
+    return figure.svg(rows)
 
 
 def make_curve(
@@ -285,24 +266,6 @@ def make_curve(
     """Return a curve whose name ends with its exponent."""
     name = f'{axis} {exponent(axis, points, quantity):.2f}'
     return chart.Curve(name, css_class, [chart.Point(x.value, quantity(x)) for x in points])
-
-
-def panel(title: str, drawing: chart.Drawing) -> str:
-    """Return a figure of chart.py as SVG."""
-    middle = chart.WIDTH / 2
-    lines = [f'<text class="title" x="{middle}" y="-2">{html.escape(title)}</text>']
-    for y, text in drawing.y_ticks:
-        lines.append(f'<path class="grid" d="M{chart.LEFT} {y}H{chart.RIGHT}"/>')
-        lines.append(f'<text class="y" x="{chart.LEFT - 6}" y="{y + 3.5:.1f}">{text}</text>')
-    lines.append(f'<path class="axis" d="M{chart.LEFT} {chart.BOTTOM}H{chart.RIGHT}"/>')
-    for x, text in drawing.x_ticks:
-        lines.append(f'<path class="axis" d="M{x} {chart.BOTTOM}v4"/>')
-        lines.append(f'<text class="x" x="{x}" y="{chart.BOTTOM + 17}">{text}</text>')
-    for line in drawing.lines:
-        lines.append(f'<path class="curve {line.css_class}" d="{line.path}"/>')
-        for left, top in line.dots:
-            lines.append(f'<circle class="{line.css_class}" cx="{left}" cy="{top}" r="2.4"/>')
-    return '\n'.join(lines)
 
 
 if __name__ == '__main__':

@@ -20,18 +20,17 @@ class Absent(types.ModuleType):
         return type(name, (), {})
 
 
-def measure(
+def make_trainer(
     checkout: str,
     sizes: dict[str, Any],
-    lengths: list[int],
-    batch_size: int,
-    num_warm_up_steps: int,
-    num_steps: int,
-) -> dict[str, Any]:
-    """Return the seconds of a step, the number of parameters and the peak memory.
+    batch: dict[str, Any],
+    learning_rate: dict[str, Any],
+    eval_names: tuple[str, ...] = (),
+) -> Any:
+    """Return the Trainer of the T5X in the folder `checkout`, with the Adafactor of its recipes.
 
-    `checkout`: the folder that has the package t5x; `sizes`: settings of its T5Config; `lengths`: of
-    inputs and targets.
+    `sizes`: settings of its T5Config; `batch`: one like those that it will get; `learning_rate`: arguments of
+    its scheduler.
     """
     sys.path.insert(0, checkout)
     if importlib.util.find_spec('airio') is None:
@@ -39,7 +38,6 @@ def measure(
         airio.core = airio
         sys.modules |= {'airio': airio, 'airio.core': airio}
     import jax
-    import numpy as np
     from absl import logging
     from jax.experimental import pjit
 
@@ -64,6 +62,41 @@ def measure(
     partitioner = partitioning.PjitPartitioner(
         num_partitions=1, logical_axis_rules=partitioning.standard_logical_axis_rules()
     )
+    initializer = utils.TrainStateInitializer(
+        optimizer_def=optimizer,
+        init_fn=model.get_initial_variables,
+        input_shapes={name: x.shape for name, x in batch.items()},
+        input_types={name: x.dtype for name, x in batch.items()},
+        partitioner=partitioner,
+    )
+    return trainer.Trainer(
+        model=model,
+        train_state=initializer.from_scratch(jax.random.PRNGKey(0)),
+        partitioner=partitioner,
+        eval_names=eval_names,
+        summary_dir=None,
+        train_state_axes=initializer.train_state_axes,
+        rng=jax.random.PRNGKey(0),
+        learning_rate_fn=utils.create_learning_rate_scheduler(**learning_rate),
+        num_microbatches=None,
+    )
+
+
+def measure(
+    checkout: str,
+    sizes: dict[str, Any],
+    lengths: list[int],
+    batch_size: int,
+    num_warm_up_steps: int,
+    num_steps: int,
+) -> dict[str, Any]:
+    """Return the seconds of a step, the number of parameters and the peak memory.
+
+    `lengths`: of inputs and targets; the others are those of `make_trainer`.
+    """
+    import jax
+    import numpy as np
+
     rng = np.random.default_rng(0)
     batch = {}
     for part, length in zip(('encoder', 'decoder'), lengths, strict=True):
@@ -73,34 +106,15 @@ def measure(
         batch[f'{part}_positions'] = np.tile(np.arange(length, dtype=np.int32), (batch_size, 1))
     batch['decoder_target_tokens'] = rng.integers(2, sizes['vocab_size'], shape, np.int32)
     batch['decoder_loss_weights'] = np.ones(shape, np.int32)
-    initializer = utils.TrainStateInitializer(
-        optimizer_def=optimizer,
-        init_fn=model.get_initial_variables,
-        input_shapes={name: x.shape for name, x in batch.items()},
-        input_types={name: x.dtype for name, x in batch.items()},
-        partitioner=partitioner,
-    )
-    state = initializer.from_scratch(jax.random.PRNGKey(0))
-    num_parameters = sum(x.size for x in jax.tree.leaves(state.params))
-    t5x_trainer = trainer.Trainer(
-        model=model,
-        train_state=state,
-        partitioner=partitioner,
-        eval_names=[],
-        summary_dir=None,
-        train_state_axes=initializer.train_state_axes,
-        rng=jax.random.PRNGKey(0),
-        learning_rate_fn=utils.create_learning_rate_scheduler(),
-        num_microbatches=None,
-    )
-    del state  # the trainer has it, and gives it away at each step
+    trainer = make_trainer(checkout, sizes, batch, learning_rate={})
+    num_parameters = sum(x.size for x in jax.tree.leaves(trainer.train_state.params))
     batches = itertools.repeat(batch)
-    t5x_trainer.compile_train(batch)
-    t5x_trainer.train(batches, num_warm_up_steps).result()
-    jax.block_until_ready(t5x_trainer.train_state)
+    trainer.compile_train(batch)
+    trainer.train(batches, num_warm_up_steps).result()
+    jax.block_until_ready(trainer.train_state)
     start = time.perf_counter()
-    metrics = t5x_trainer.train(batches, num_steps).result()
-    jax.block_until_ready(t5x_trainer.train_state)
+    metrics = trainer.train(batches, num_steps).result()
+    jax.block_until_ready(trainer.train_state)
     seconds = time.perf_counter() - start
     assert np.isfinite(metrics['loss'].value)
     return {

@@ -1,22 +1,25 @@
-"""UL2 20B and Flan-UL2: `--config=configs/ul2.py` and `--config=configs/ul2.py:flan`.
+"""UL2 20B, Flan-UL2 and a tiny one: `--config=configs/ul2.py`, `ul2.py:flan` and `ul2.py:tiny`.
 
     python main.py --config=configs/ul2.py --config.data.vocabulary=FILE --config.data.files=GLOB
+    python main.py --config=configs/ul2.py:tiny
 
 Reproduces: the pretraining of Tay et al. 2022 (google-research/ul2), a mixture of seven denoisers on
 C4; tasks/objectives.py lists them. Inputs begin with a mode, [NLU], [NLG] or [S2S], which is plain
 text to the vocabulary; put one before the inputs of fine-tuning and of inference, too. Batch and
 lengths are the model card's. Flan-UL2 needs no mode. `flan` describes its model.
+`tiny` is the model of tiny.py with silu, and learns the seven denoisers on the same text.
 T5X: the model's gin, gs://scenic-bucket/ul2/ul220b/config.gin, is not in the repository. The sizes
 are those of the model cards: the shape of T5 1.1 with silu instead of gelu. The objective is that of
 the paper's appendix 9.2.
 Checkpoints: gs://scenic-bucket/ul2/ul220b/checkpoint_{1870000,2050000,2650000}, and
 gs://scenic-bucket/ul2/flan-ul220b-v3 at step 2283000.
 Vocabulary: gs://t5-data/vocabs/cc_all.32000/sentencepiece.model.
-Hardware and time: 1.7e23 FLOPs, 230,000 hours of a GPU that sustains 200 TFLOP/s.
-Number to expect: none is published for the loss.
+Hardware and time: 1.7e23 FLOPs, 230,000 hours of a GPU that sustains 200 TFLOP/s; tiny takes two CPU cores
+a few minutes.
+Number to expect: none is published for the loss; of tiny, docs/results.md has it.
 """
 
-from configs import base
+from configs import base, tiny
 
 STEPS = {
     '20b': 2_650_000,
@@ -29,8 +32,14 @@ TASKS = {
 
 
 def get_config(version: str = '20b'):
-    if version not in STEPS:
-        raise ValueError(f'configs/ul2.py:{version}: use one of {", ".join(STEPS)}')
+    if version not in (*STEPS, 'tiny'):
+        raise ValueError(f'configs/ul2.py:{version}: use one of {", ".join(STEPS)}, tiny')
+    if version == 'tiny':
+        config = tiny.get_config()
+        config.model.mlp_activations = ('silu', 'linear')
+        config.data.task = 'ul2'
+        config.data.lengths.targets = 128
+        return config
     config = base.get_config()
     config.model.dtype = 'bfloat16'
     config.model.emb_dim = 4096

@@ -33,8 +33,10 @@ def opened(name):
     module_name = name.replace('.py', '_benchmark')
     spec = importlib.util.spec_from_file_location(module_name, ROOT / 'benchmarks' / name)
     module = importlib.util.module_from_spec(spec)
+    sys.path.append(str(ROOT / 'benchmarks'))  # for the files that it imports
     spec.loader.exec_module(module)
     try:
         yield module
     finally:
+        sys.path.remove(str(ROOT / 'benchmarks'))
         flags.FLAGS.remove_flag_values(set(flags.FLAGS) - names)

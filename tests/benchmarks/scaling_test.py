@@ -37,7 +37,7 @@ def test_tables_and_figure(tmp_path):
     figure = ElementTree.fromstring(svg.read_text())
     curves = figure.findall('.//{*}path[@d]')
     names = [x.get('class') for x in curves if x.get('class').startswith('curve')]
-    assert names == ['curve measured', 'curve without'] * 2
+    assert names == ['curve first', 'curve second'] * 2
 
 
 def test_exponent(benchmark):

@@ -1,0 +1,163 @@
+"""transformers' Seq2SeqTrainer on words and phonemes, beside which benchmarks/time_to_quality.py runs ours.
+
+Has a process without JAX.
+"""
+
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from typing import Any
+
+
+def train(
+    examples: str,
+    sizes: dict[str, Any],
+    label_smoothing: float,
+    max_length: int,
+    seconds: float,
+    num_words: int,
+    num_evaluations: int,
+    begin: float,
+    optimizer: str,
+    learning_rate: float,
+    schedule: str,
+    batch_size: int,
+    dtype: str,
+) -> list[dict[str, float]]:
+    """Train for some seconds; return the seconds since the start and the word error of each evaluation.
+
+    `examples`: a file, {split: [[ids of the letters, [ids of a pronunciation, ...]], ...]}, with EOS. An epoch has
+    one pronunciation of each word, drawn anew. `begin`: the time of the start, as time.monotonic has it.
+    """
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    with open(examples) as file:
+        words = json.load(file)
+    config = transformers.T5Config(
+        **sizes,
+        feed_forward_proj='gated-gelu',
+        tie_word_embeddings=False,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    model = transformers.T5ForConditionalGeneration(config)
+    # Version 5 ties the embeddings whatever the config says.
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.05)
+    draw = random.Random(0)
+
+    class Words(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return len(words['train'])
+
+        def __getitem__(self, i: int) -> dict[str, list[int]]:
+            letters, pronunciations = words['train'][i]
+            return {'input_ids': letters, 'labels': draw.choice(pronunciations)}
+
+    def padded(rows: list[list[int]], value: int) -> torch.Tensor:
+        length = max(map(len, rows))
+        return torch.tensor([row + [value] * (length - len(row)) for row in rows])
+
+    def collate(batch: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        inputs = padded([example['input_ids'] for example in batch], 0)
+        labels = padded([example['labels'] for example in batch], -100)
+        shifted = torch.nn.functional.pad(labels.clamp(min=0)[:, :-1], (1, 0))
+        return {
+            'input_ids': inputs,
+            'attention_mask': (inputs > 0).long(),
+            'labels': labels,
+            'decoder_input_ids': shifted,  # with label smoothing the Trainer computes the loss
+        }
+
+    def word_error() -> float:
+        model.eval()
+        tested = sorted(words['test'][:num_words], key=lambda word: len(word[0]))
+        num_wrong = 0
+        with torch.no_grad():
+            for i in range(0, len(tested), 256):
+                batch = tested[i : i + 256]
+                inputs = padded([letters for letters, _ in batch], 0)
+                mask = (inputs > 0).long()
+                answers = model.generate(
+                    inputs, attention_mask=mask, max_length=1 + max_length, do_sample=False
+                )
+                for row, (_, pronunciations) in zip(answers.tolist(), batch, strict=True):
+                    answer = row[1:]
+                    if 1 in answer:
+                        answer = answer[: answer.index(1) + 1]
+                    num_wrong += answer not in pronunciations
+        model.train()
+        return 100 * num_wrong / len(tested)
+
+    def make_trainer(folder: str, num_steps: int, callbacks: list) -> transformers.Trainer:
+        by_length: dict[str, Any] = {'train_sampling_strategy': 'group_by_length'}
+        if int(transformers.__version__.split('.')[0]) < 5:
+            by_length = {'group_by_length': True}
+        arguments = transformers.Seq2SeqTrainingArguments(
+            output_dir=folder,
+            max_steps=num_steps,
+            per_device_train_batch_size=batch_size,
+            optim=optimizer,
+            learning_rate=learning_rate,
+            lr_scheduler_type=schedule,
+            warmup_steps=min(500, num_steps // 10),
+            label_smoothing_factor=label_smoothing,
+            bf16=dtype == 'bfloat16',
+            use_cpu=True,
+            save_strategy='no',
+            logging_strategy='no',
+            report_to=[],
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            **by_length,
+        )
+        return transformers.Seq2SeqTrainer(
+            model=model,
+            args=arguments,
+            train_dataset=Words(),
+            data_collator=collate,
+            callbacks=callbacks,
+        )
+
+    class StepTimer(transformers.TrainerCallback):
+        """Measures the speed, and ends after some seconds."""
+
+        times: list[float] = []
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.times.append(time.monotonic())
+            control.should_training_stop = (
+                self.times[-1] - self.times[0] > 10 and state.global_step > 5
+            )
+
+    class Evaluations(transformers.TrainerCallback):
+        found: list[dict[str, float]] = []
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step % (state.max_steps // num_evaluations) == 0:
+                error = word_error()
+                passed = time.monotonic() - begin - uncounted
+                self.found.append({'seconds': passed, 'word_error': error})
+                print(f'step {state.global_step}: {self.found[-1]}', file=sys.stderr, flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        initial = {name: x.clone() for name, x in model.state_dict().items()}
+        begin_timing = time.monotonic()
+        make_trainer(folder, 10**6, [StepTimer()]).train()
+        times = StepTimer.times
+        num_steps = int(seconds * (len(times) - 1) / (times[-1] - times[0]))
+        num_steps -= num_steps % num_evaluations
+        model.load_state_dict(initial)
+        uncounted = time.monotonic() - begin_timing
+        make_trainer(folder, num_steps, [Evaluations()]).train()
+    return Evaluations.found
+
+
+if __name__ == '__main__':
+    print(json.dumps(train(**json.loads(sys.argv[1]))))

@@ -1,0 +1,208 @@
+"""Small recipes of configs/ run to their ends, each with its score and time: rows of docs/results.md.
+
+    python benchmarks/recipes.py [--folder=runs/recipes] [--only=REGEX] [--seeds=1]
+
+All start from nothing, from this Python's documentation or from questions that are made here, and take minutes on
+two cores. A recipe that starts from another one needs it in --folder; a run that is finished there is not
+repeated. Prints a row of Markdown for each: what was run, the steps, the minutes and the numbers after the last
+step, the mean over the seeds with their range.
+"""
+
+import csv
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from absl import app, flags
+
+ROOT = Path(__file__).resolve().parents[1]
+NUM_QUESTIONS = 2000
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string('folder', 'runs/recipes', 'The folder of the runs and their data.')
+flags.DEFINE_string('only', '.*', 'Regular expression of the recipes that are run.')
+flags.DEFINE_integer('seeds', 1, 'Seeds of each recipe: 0, 1, ...', lower_bound=1)
+
+
+class Recipe(NamedTuple):
+    """A config, the settings that change it, and the metrics of its score."""
+
+    config: str
+    settings: Mapping[str, Any]
+    metrics: Sequence[str]  # EVALUATION:TAG in metrics.jsonl
+
+
+SETTINGS_OF_QA = {
+    'data.files': '{folder}/questions.csv',
+    'train.epochs': 10,
+    'restore.path': '{folder}/tiny_0',
+}
+LOSS = 'training_eval/{task}:nats_per_text_token'
+ANSWERS = ('inference_eval/text_to_text:eval/em', 'inference_eval/text_to_text:eval/f1')
+SUMMARIES = (LOSS.format(task='pydoc_summary'), 'inference_eval/pydoc_summary:eval/rougeL')
+TASKS = """
+from t5_in_haiku.tasks import Mixture, Task, metrics, proportional
+
+
+def question(fields):
+    yield {{'inputs': fields['question'] + ' ' + fields['context'], 'targets': fields['answer']}}
+
+
+TASKS = [
+    Task('answers', files={file!r}, preprocess_fn=question, metric_fns=[metrics.accuracy]),
+    Mixture('answers_and_summaries', {{'answers': proportional(), 'pydoc_summary': proportional()}}),
+]
+"""
+SWITCH = {'model.module': 'switch', 'model.options.num_experts': 8}
+RECIPES = {
+    'tiny': Recipe('tiny.py', {}, [LOSS.format(task='span_corruption')]),
+    'switch': Recipe('tiny.py', SWITCH, [LOSS.format(task='span_corruption')]),
+    'ul2': Recipe('ul2.py:tiny', {}, [LOSS.format(task='ul2')]),
+    'summaries': Recipe(
+        'finetune_pydoc.py',
+        {'restore.path': '{folder}/tiny_0', 'infer_eval.every_steps': 400},
+        SUMMARIES,
+    ),
+    'summaries from scratch': Recipe(
+        'finetune_pydoc.py',
+        {
+            'restore.path': '',
+            'data.vocabulary': '{folder}/tiny_0',
+            'infer_eval.every_steps': 400,
+        },
+        SUMMARIES,
+    ),
+    'answers': Recipe('qa_csv.py:tiny', SETTINGS_OF_QA, ANSWERS),
+    'answers with LoRA': Recipe(
+        'qa_csv.py:tiny',
+        SETTINGS_OF_QA
+        | {
+            'model.lora_rank': 8,
+            'optimizer.name': 'adamw',
+            'learning_rate.base_learning_rate': 0.001,
+        },
+        ANSWERS,
+    ),
+    'answers with a prompt': Recipe('prompt_tuning.py:tiny', SETTINGS_OF_QA, ANSWERS),
+    'instructions': Recipe(
+        'flan_jsonl.py',
+        {
+            'data.files': '{folder}/instructions.jsonl',
+            'restore.path': '{folder}/tiny_0',
+            'data.lengths.inputs': 128,
+            'data.lengths.targets': 32,
+            'train.batch_size': 16,
+            'train.epochs': 10,
+            'learning_rate.base_learning_rate': 0.01,
+        },
+        ['inference_eval/text_to_text:eval/accuracy', 'inference_eval/text_to_text:eval/rougeL'],
+    ),
+    'two tasks': Recipe(
+        'finetune_pydoc.py',
+        {
+            'data.module': '{folder}/both.py',
+            'data.task': 'answers_and_summaries',
+            'restore.path': '{folder}/tiny_0',
+            'train.steps': 1200,
+            'infer_eval.every_steps': 1200,
+        },
+        ['inference_eval/answers:eval/accuracy', 'inference_eval/pydoc_summary:eval/rougeL'],
+    ),
+}
+
+
+def main(argv: list[str]) -> None:
+    folder = Path(FLAGS.folder).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    write_questions(folder)
+    print('| recipe | config | steps | minutes | score |')
+    print('|---|---|---|---|---|')
+    for name, recipe in RECIPES.items():
+        if not re.search(FLAGS.only, name):
+            continue
+        scores = []
+        for seed in range(FLAGS.seeds):
+            workdir = folder / f'{name.replace(" ", "_")}_{seed}'
+            run(recipe, workdir, seed, folder)
+            scores.append(scores_of(workdir, recipe.metrics))
+        cells = []
+        for tag, *values in zip(recipe.metrics, *scores, strict=True):
+            cells.append(f'{tag.rpartition("/")[2].rpartition(":")[2]} {describe(values)}')
+        minutes = (workdir / 'seconds').read_text()
+        steps = max(int(path.name.partition('_')[2]) for path in workdir.glob('checkpoint_*'))
+        print(
+            f'| {name} | `{recipe.config}` | {steps:,} | {float(minutes) / 60:.1f} | {"; ".join(cells)} |',
+            flush=True,
+        )
+
+
+def write_questions(folder: Path) -> None:
+    """Write questions on two people each, a fifth of them without an answer; the same as instructions; two tasks."""
+    rng = random.Random(0)
+    names = ('Ada', 'Bert', 'Carla', 'Dan', 'Eva', 'Finn', 'Gus', 'Hanna', 'Ivo', 'Jane')
+    cities = ('Oslo', 'Rome', 'Paris', 'Lima', 'Cairo', 'Bonn', 'Kyoto', 'Quito', 'Delhi', 'Turin')
+    rows = []
+    for _ in range(NUM_QUESTIONS):
+        people = rng.sample(names, 3)
+        homes = rng.sample(cities, 2)
+        asked = rng.choice((0, 0, 1, 1, 2))
+        context = f'{people[0]} lives in {homes[0]}. {people[1]} lives in {homes[1]}.'
+        answer = homes[asked] if asked < 2 else ''
+        question = f'Where does {people[asked]} live?'
+        rows.append({'question': question, 'context': context, 'answer': answer})
+    with (folder / 'questions.csv').open('w', newline='') as file:
+        writer = csv.DictWriter(file, fieldnames=['question', 'context', 'answer'])
+        writer.writeheader()
+        writer.writerows(rows)
+    lines = []
+    for row in rows:
+        inputs = f'{row["question"]} {row["context"]}'
+        lines.append({'inputs': inputs, 'targets': row['answer'] or 'unknown'})
+        words = row['context'].split()
+        lines.append({'inputs': f'Count the words: {row["context"]}', 'targets': str(len(words))})
+    text = '\n'.join(map(json.dumps, lines))
+    (folder / 'instructions.jsonl').write_text(text + '\n')
+    (folder / 'both.py').write_text(TASKS.format(file=str(folder / 'known.jsonl')))
+    known = [json.dumps(row) for row in rows if row['answer']]
+    (folder / 'known.jsonl').write_text('\n'.join(known) + '\n')
+
+
+def run(recipe: Recipe, workdir: Path, seed: int, folder: Path) -> None:
+    """Run a recipe to its end. A run that is finished is not repeated."""
+    if (workdir / 'seconds').exists():
+        return
+    command = [sys.executable, 'main.py', f'--config=configs/{recipe.config}']
+    command += [f'--workdir={workdir}', f'--config.seed={seed}']
+    for key, value in recipe.settings.items():
+        command.append(f'--config.{key}={value}'.replace('{folder}', str(folder)))
+    begin = time.monotonic()
+    subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
+    (workdir / 'seconds').write_text(f'{time.monotonic() - begin:.1f}')
+
+
+def scores_of(workdir: Path, metrics: Sequence[str]) -> list[float]:
+    """Return the last values that a run has of each metric, EVALUATION:TAG."""
+    found = {}
+    for text in (workdir / 'metrics.jsonl').read_text().splitlines():
+        line = json.loads(text)
+        for tag, value in line.items():
+            found[f'{line["run"]}:{tag}'] = value
+    return [found[metric] for metric in metrics]
+
+
+def describe(values: Sequence[float]) -> str:
+    text = f'{statistics.mean(values):.4g}'
+    if len(values) > 1:
+        text += f' ({min(values):.4g} to {max(values):.4g})'
+    return text
+
+
+if __name__ == '__main__':
+    app.run(main)

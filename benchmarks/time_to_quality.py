@@ -1,0 +1,200 @@
+"""How soon ours and transformers' Seq2SeqTrainer reach the same word errors on configs/g2p.py's task.
+
+    pip install -e '.[peers,g2p]' accelerate
+    python benchmarks/time_to_quality.py [--minutes=20] [--trial_minutes=2]
+
+Both train the model of configs/g2p.py with its dropout and label smoothing on the words of its split, with the ids
+of one vocabulary, on all cores. Ours is `python main.py --config=configs/g2p.py` with fewer steps. The rival has a
+T5Config of the same sizes, batches by length, and first a trial of `trial_minutes` for each of its settings in
+SETTINGS: Adafactor with a constant rate and AdamW with a linear one, three batch sizes, float32 and bfloat16 autocast.
+The best one then trains for `minutes`, ours for half of that, and both again in the other order.
+
+The steps follow from the speed of some steps before, which are not counted. Three times, at equal distances, each
+answers the same NUM_WORDS words of the test greedily. Prints the word error, in percent, and the seconds from the
+command to that line, evaluations and compiling included.
+
+The goal: ours ends with at most the rival's word error, in half of its time.
+"""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+# Before the folder of this file, so that ours are the modules of the checkout.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ['JAX_PLATFORMS'] = 'cpu'
+
+from absl import app, flags
+
+import prepare
+from configs import g2p
+from formats import hugging_face
+from stream import Stream
+
+ROOT = Path(__file__).resolve().parents[1]
+NUM_EVALUATIONS = 3
+NUM_WORDS = 4000
+NUM_TRIAL_WORDS = 500
+SPEED_STEPS = 60  # of ours
+
+FLAGS = flags.FLAGS
+flags.DEFINE_float('minutes', 20, "The rival's time.", lower_bound=0.1)
+flags.DEFINE_float('trial_minutes', 2, 'The time of each trial.', lower_bound=0.1)
+
+
+class Setting(NamedTuple):
+    """How the rival trains. Its learning rates are those of transformers' guide to T5 and of its examples."""
+
+    optimizer: str  # as the Trainer names it
+    learning_rate: float
+    schedule: str
+    batch_size: int
+    dtype: str
+
+
+OPTIMIZERS = [('adafactor', 1e-3, 'constant'), ('adamw_torch', 1e-3, 'linear')]
+BATCH_SIZES = [64, 256, 512]
+DTYPES = ['float32', 'bfloat16']
+SETTINGS = [
+    Setting(*optimizer, batch_size, dtype)
+    for optimizer, batch_size, dtype in itertools.product(OPTIMIZERS, BATCH_SIZES, DTYPES)
+]
+
+
+class Evaluation(NamedTuple):
+    seconds: float  # since the command
+    word_error: float  # in percent
+
+
+def main(argv: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_examples(folder)
+        print('trials of transformers: word error after the seconds of training', flush=True)
+        trials = {}
+        for setting in SETTINGS:
+            seconds = 60 * FLAGS.trial_minutes
+            (found,) = run_theirs(folder, setting, seconds, NUM_TRIAL_WORDS, num_evaluations=1)
+            trials[setting] = found.word_error
+            print(f'  {setting}: {found.word_error:.1f} after {found.seconds:.0f} s', flush=True)
+        best = min(trials, key=trials.__getitem__)
+        steps_per_second = speed_of_ours(folder)
+        seconds = 60 * FLAGS.minutes
+        for turn, contender in enumerate(['ours', 'transformers', 'transformers', 'ours']):
+            if contender == 'ours':
+                num_steps = int(seconds / 2 * steps_per_second)
+                evaluations = run_ours(folder / f'ours_{turn}', folder, num_steps)
+            else:
+                evaluations = run_theirs(folder, best, seconds, NUM_WORDS, NUM_EVALUATIONS)
+            cells = [f'{x.word_error:6.2f} after {x.seconds:6.0f} s' for x in evaluations]
+            print(f'{contender:12} ' + '   '.join(cells), flush=True)
+
+
+def write_examples(folder: Path) -> None:
+    """Write the vocabulary, and as ids, with EOS, the letters of each word and its pronunciations."""
+    run = prepare.prepare(g2p.get_config(), folder / 'run')
+    vocabulary = run.stream.vocabulary
+    assert isinstance(run.stream, Stream)
+    source = run.stream.mixture.tasks[0].source
+    examples = {}
+    for split in ('train', 'test'):
+        words = []
+        for record in source.records(split):
+            letters, *pronunciations = vocabulary.encode(
+                [record.fields['letters'], *record.fields['pronunciations']]
+            )
+            words.append([[*letters, 1], [[*phonemes, 1] for phonemes in pronunciations]])
+        examples[split] = words
+    run.workdir.lock.close()
+    (folder / 'examples.json').write_text(json.dumps(examples))
+
+
+# Ours.
+
+
+def command(workdir: Path, folder: Path, num_steps: int) -> list[str]:
+    settings = {
+        'data.vocabulary': folder / 'run',
+        'train.steps': num_steps,
+        'infer_eval.every_steps': num_steps // NUM_EVALUATIONS,
+        'infer_eval.num_examples': NUM_WORDS,
+        'decode.beam_size': 1,
+    }
+    main_py = [sys.executable, str(ROOT / 'main.py'), '--config=configs/g2p.py']
+    return [
+        *main_py,
+        f'--workdir={workdir}',
+        *(f'--config.{key}={x}' for key, x in settings.items()),
+    ]
+
+
+def speed_of_ours(folder: Path) -> float:
+    """Return the steps per second of a short run, without compiling."""
+    workdir = folder / 'speed'
+    log = f'--config.log.every_steps={SPEED_STEPS // 2}'
+    subprocess.run(
+        [*command(workdir, folder, SPEED_STEPS), log, '--config.infer_eval.num_examples=1'],
+        cwd=ROOT,
+        check=True,
+        stdout=sys.stderr,
+    )
+    lines = map(json.loads, (workdir / 'metrics.jsonl').read_text().splitlines())
+    speeds = [line['timing/steps_per_second'] for line in lines if line['run'] == 'train']
+    return speeds[-1]
+
+
+def run_ours(workdir: Path, folder: Path, num_steps: int) -> list[Evaluation]:
+    num_steps -= num_steps % NUM_EVALUATIONS  # the last step is then the last evaluation
+    begin = time.monotonic()
+    process = subprocess.Popen(
+        command(workdir, folder, num_steps), cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    found = []
+    for line in process.stdout:
+        word_error = re.search(r'word_error +([\d.]+)', line)
+        if word_error:
+            found.append(Evaluation(time.monotonic() - begin, float(word_error[1])))
+    if process.wait() != 0:
+        sys.exit(f'{workdir}: ours ended with {process.returncode}')
+    return found
+
+
+# Theirs.
+
+
+def run_theirs(
+    folder: Path, setting: Setting, seconds: float, num_words: int, num_evaluations: int
+) -> list[Evaluation]:
+    config = g2p.get_config()
+    sizes = {theirs: config.model[ours] for theirs, ours in hugging_face.SIZES.items()}
+    arguments = {
+        'examples': str(folder / 'examples.json'),
+        'sizes': sizes | {'dropout_rate': config.model.dropout_rate},
+        'label_smoothing': config.loss.label_smoothing,
+        'max_length': config.decode.max_length,
+        'seconds': seconds,
+        'num_words': num_words,
+        'num_evaluations': num_evaluations,
+        'begin': time.monotonic(),
+        **setting._asdict(),
+    }
+    program = Path(__file__).with_name('quality_transformers.py')
+    done = subprocess.run(
+        [sys.executable, program, json.dumps(arguments)],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return [Evaluation(**found) for found in json.loads(done.stdout.splitlines()[-1])]
+
+
+if __name__ == '__main__':
+    app.run(main)
