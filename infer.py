@@ -44,6 +44,7 @@ MAX_INPUT_LENGTH = 512  # T5's, used if the checkpoint does not say
 NO_VOCABULARY = (
     "this checkpoint brings no vocabulary for texts: infer.load(..., vocabulary=PATH or 'bytes')"
 )
+OPTIONS = tuple(field.name for field in dataclasses.fields(Decoding))
 EXAMPLES_PER_CHUNK = 4096  # examples that `in_batches` sorts by length at a time
 
 HEADS = P(partition.BATCH_AXES, 'model')  # keys, values and logits_rv
@@ -242,26 +243,9 @@ class T5:
         Filters, from `repetition_penalty` to `filters`, change the choice in transformers' order. They change the
         scores of beams, but no others.
         """
+        arguments = locals()
         _check_known(unknown)
-        decoding = Decoding(
-            max_length=max_length,
-            beam_size=beam_size,
-            alpha=alpha,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=seed,
-            num_return=num_return,
-            return_scores=return_scores,
-            repetition_penalty=repetition_penalty,
-            no_repeat_ngram_size=no_repeat_ngram_size,
-            min_length=min_length,
-            bad_words=bad_words,
-            allowed=allowed,
-            stop=stop,
-            filters=filters,
-        )
+        decoding = Decoding(**{name: arguments[name] for name in OPTIONS})
         examples = self._examples(decoding, inputs, prompts, trim)
         found = list(answer_batch(self, decoding, examples))
         texts = None
@@ -722,12 +706,11 @@ def decoding_step(
 
 def _check_known(options: Mapping[str, object]) -> None:
     """Raise ValueError unless `options` are fields of `Decoding`."""
-    known = [field.name for field in dataclasses.fields(Decoding)]
     for name in options:
-        if name not in known:
+        if name not in OPTIONS:
             from formats.hugging_face import ARGUMENTS_OF_GENERATE
 
-            remedy = ARGUMENTS_OF_GENERATE.get(name, f'use {", ".join(known)}, prompts or trim')
+            remedy = ARGUMENTS_OF_GENERATE.get(name, f'use {", ".join(OPTIONS)}, prompts or trim')
             value = _shortened(options[name])
             raise ValueError(f'{name}={value} is not an argument of generate: {remedy}')
 

@@ -44,7 +44,7 @@ ARGUMENTS = {
     't5_1_1': ['small', 'base', 'large', 'xl', 'xxl'],
     't5_1_1_lm': ['small', 'base', 'large', 'xl', 'xxl'],
     'tiny': [''],
-    'ul2': ['20b', 'flan'],
+    'ul2': ['20b', 'flan', 'tiny'],
     'umt5': ['small', 'base', 'large', 'xl', 'xxl'],
     'wmt': ['', 't5_1_1:small'],
     'wmt_from_scratch': ['', 'small'],
