@@ -25,6 +25,7 @@ circle { fill: #fff; }
 class Panel(NamedTuple):
     title: str
     drawing: chart.Drawing
+    curves_fall: bool = False  # so that the names are above them, on the right
 
 
 def svg(rows: Sequence[Sequence[Panel]]) -> str:
@@ -54,8 +55,11 @@ def svg_of_panel(panel: Panel) -> str:
     for x, text in panel.drawing.x_ticks:
         lines.append(f'<path class="axis" d="M{x} {chart.BOTTOM}v4"/>')
         lines.append(f'<text class="x" x="{x}" y="{chart.BOTTOM + 17}">{text}</text>')
+    first_name = chart.BOTTOM - 14 * len(panel.drawing.lines)
+    if panel.curves_fall:
+        first_name = chart.TOP + 8
     for i, line in enumerate(panel.drawing.lines):
-        y = chart.TOP + 8 + 14 * i
+        y = first_name + 14 * i
         lines.append(f'<path class="curve {line.css_class}" d="M{chart.RIGHT - 160} {y}h20"/>')
         name = html.escape(line.name)
         lines.append(f'<text x="{chart.RIGHT - 134}" y="{y + 3.5}">{name}</text>')

@@ -20,6 +20,7 @@ def train(
     seconds: float,
     num_words: int,
     num_evaluations: int,
+    speed_seconds: float,
     begin: float,
     optimizer: str,
     learning_rate: float,
@@ -30,7 +31,8 @@ def train(
     """Train for some seconds; return the seconds since the start and the word error of each evaluation.
 
     `examples`: a file, {split: [[ids of the letters, [ids of a pronunciation, ...]], ...]}, with EOS. An epoch has
-    one pronunciation of each word, drawn anew. `begin`: the time of the start, as time.monotonic has it.
+    one pronunciation of each word, drawn anew. `begin`: the time of the start, as time.monotonic has it;
+    `speed_seconds`: measure the speed for so long, which is not counted.
     """
     import torch
     import transformers
@@ -132,9 +134,8 @@ def train(
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.times.append(time.monotonic())
-            control.should_training_stop = (
-                self.times[-1] - self.times[0] > 10 and state.global_step > 5
-            )
+            passed = self.times[-1] - self.times[0]
+            control.should_training_stop = passed > speed_seconds and state.global_step > 5
 
     class Evaluations(transformers.TrainerCallback):
         found: list[dict[str, float]] = []

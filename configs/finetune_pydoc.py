@@ -9,7 +9,7 @@ pretraining either. From scratch: --config.restore.path='' --config.data.vocabul
 --workdir=runs/from_scratch.
 T5X: the settings of t5x/configs/runs/finetune.gin, with a larger learning rate for a small model.
 Hardware and time: two CPU cores, two to four minutes.
-Number to expect: a validation loss on text tokens lower than from scratch; docs/numbers.md has both.
+Number to expect: a validation loss on text tokens lower than from scratch; docs/results.md has both.
 """
 
 from configs import tiny

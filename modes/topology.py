@@ -145,9 +145,14 @@ def gpus(topology: str, name: str, num_devices: int) -> list:
             f'--topology={topology}: must be up to {GPUS_OF_A_HOST} GPUs, or a multiple of as many'
         )
     kind, memory, bandwidth = GPUS[name]
-    return topologies.get_topology_desc(
-        platform='cuda',
-        topology_name=topology,
-        target_config=HOPPER.format(kind=kind, memory=memory, bandwidth=bandwidth),
-        topology=f'1x{num_hosts}x{num_devices // num_hosts}',
-    ).devices
+    try:
+        return topologies.get_topology_desc(
+            platform='cuda',
+            topology_name=topology,
+            target_config=HOPPER.format(kind=kind, memory=memory, bandwidth=bandwidth),
+            topology=f'1x{num_hosts}x{num_devices // num_hosts}',
+        ).devices
+    except NotImplementedError as error:  # JAX has logged why
+        raise ValueError(
+            f"--topology={topology}: JAX's CUDA plugin does not start: install all of it with pip install -e '.[cuda]'"
+        ) from error

@@ -1,0 +1,46 @@
+"""benchmarks/time_to_quality.py: the examples that both get, and the rival on a few words for seconds."""
+
+import json
+
+import pytest
+from benchmark_scripts import assert_refuses
+
+SCRIPT = 'time_to_quality.py'
+
+
+@pytest.mark.slow
+def test_examples(benchmark, tmp_path):
+    benchmark.write_examples(tmp_path)
+    words = json.loads((tmp_path / 'examples.json').read_text())
+    assert len(words['test']) == 12297
+    letters, pronunciations = words['train'][0]
+    assert letters[-1] == 1 and all(x[-1] == 1 and 0 not in x for x in pronunciations)
+    assert max(len(x) for _, some in words['test'] for x in some) <= 32
+    assert benchmark.command(tmp_path / 'ours', tmp_path, 30)[-2:] == [
+        '--config.infer_eval.num_examples=4000',
+        '--config.decode.beam_size=1',
+    ]
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize(
+    'optimizer, schedule, dtype',
+    [('adafactor', 'constant', 'float32'), ('adamw_torch', 'linear', 'bfloat16')],
+)
+def test_the_rival(benchmark, tmp_path, monkeypatch, optimizer, schedule, dtype):
+    pytest.importorskip('torch')
+    pytest.importorskip('transformers')
+    # A word is answered by its own ids. How many are learned depends on the machine.
+    words = [[[*range(3, 3 + n), 1], [[*range(3, 3 + n), 1]]] for n in range(1, 6)] * 100
+    (tmp_path / 'examples.json').write_text(json.dumps({'train': words, 'test': words[:5]}))
+    setting = benchmark.Setting(optimizer, 1e-3, schedule, 64, dtype)
+    monkeypatch.setattr(benchmark, 'SPEED_SECONDS', 1)
+    found = benchmark.run_theirs(tmp_path, setting, seconds=3, num_words=5, num_evaluations=2)
+    first, last = found
+    assert 0 < first.seconds < last.seconds
+    assert {first.word_error, last.word_error} <= {0, 20, 40, 60, 80, 100}
+
+
+@pytest.mark.slow
+def test_refuses():
+    assert_refuses(SCRIPT, '--minutes=0', '--minutes')
