@@ -153,7 +153,7 @@ def train(
         make_trainer(folder, 10**6, [StepTimer()]).train()
         times = StepTimer.times
         num_steps = int(seconds * (len(times) - 1) / (times[-1] - times[0]))
-        num_steps -= num_steps % num_evaluations
+        num_steps = max(num_evaluations, num_steps - num_steps % num_evaluations)
         model.load_state_dict(initial)
         uncounted = time.monotonic() - begin_timing
         make_trainer(folder, num_steps, [Evaluations()]).train()

@@ -101,8 +101,9 @@ RECIPES = {
             'train.batch_size': 16,
             'train.epochs': 10,
             'learning_rate.base_learning_rate': 0.01,
+            'loss.loss_normalizing_factor': '',  # that of the restored optimizer state
         },
-        ['inference_eval/text_to_text:eval/accuracy', 'inference_eval/text_to_text:eval/rougeL'],
+        ['inference_eval/text_to_text:eval/accuracy', 'inference_eval/text_to_text:eval/rougeLsum'],
     ),
     'two tasks': Recipe(
         'finetune_pydoc.py',
