@@ -83,7 +83,7 @@ class Losses(NamedTuple):
 
     losses: list[float]  # nats per target token of each step's batch, z-loss included
     validation_loss: float  # after the last step
-    checksums: list[int] = []  # of ours: of each step's batch
+    checksums: list[int] = []  # one for each step's batch; ours only
 
 
 def main(argv: list[str]) -> None:

@@ -20,7 +20,7 @@ def curve(
     arrays = np.load(inputs)
     train = list(batches_of(arrays, 'train'))
     trainer = make_trainer(checkout, sizes, train[0], learning_rate, eval_names=('validation',))
-    import flax.core  # after make_trainer, which prepares the imports
+    import flax.core  # late: make_trainer prepares the imports
     import flax.traverse_util
 
     params = {}

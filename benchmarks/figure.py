@@ -25,7 +25,7 @@ circle { fill: #fff; }
 class Panel(NamedTuple):
     title: str
     drawing: chart.Drawing
-    curves_fall: bool = False  # so that the names are above them, on the right
+    curves_fall: bool = False  # names then go above them, on the right
 
 
 def svg(rows: Sequence[Sequence[Panel]]) -> str:

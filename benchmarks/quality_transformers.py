@@ -31,7 +31,7 @@ def train(
     """Train for some seconds; return the seconds since the start and the word error of each evaluation.
 
     `examples`: a file, {split: [[ids of the letters, [ids of a pronunciation, ...]], ...]}, with EOS. An epoch has
-    one pronunciation of each word, drawn anew. `begin`: the time of the start, as time.monotonic has it;
+    one pronunciation of each word, drawn at random. `begin`: the time of the start, as time.monotonic has it;
     `speed_seconds`: measure the speed for so long, which is not counted.
     """
     import torch

@@ -101,7 +101,7 @@ RECIPES = {
             'train.batch_size': 16,
             'train.epochs': 10,
             'learning_rate.base_learning_rate': 0.01,
-            'loss.loss_normalizing_factor': '',  # that of the restored optimizer state
+            'loss.loss_normalizing_factor': '',  # as in the run whose optimizer state it restores
         },
         ['inference_eval/text_to_text:eval/accuracy', 'inference_eval/text_to_text:eval/rougeLsum'],
     ),

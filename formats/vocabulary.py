@@ -38,7 +38,7 @@ VOCABULARY_NAMES = (
     'vocabulary.model',
     'spiece.model',
     'sentencepiece.model',
-    'tokenizer.model',  # Llama's, which Pile-T5 has
+    'tokenizer.model',  # Llama's and Pile-T5's
     'tokenizer.json',
 )
 ADAPTER_CONFIG = 'adapter_config.json'  # names the base of peft's adapters

@@ -33,7 +33,7 @@ def opened(name):
     module_name = name.replace('.py', '_benchmark')
     spec = importlib.util.spec_from_file_location(module_name, ROOT / 'benchmarks' / name)
     module = importlib.util.module_from_spec(spec)
-    sys.path.append(str(ROOT / 'benchmarks'))  # for the files that it imports
+    sys.path.append(str(ROOT / 'benchmarks'))  # its imports
     spec.loader.exec_module(module)
     try:
         yield module

@@ -324,7 +324,7 @@ def test_pages_are_short():
     assert len(README.read_bytes()) <= 12_000
     assert len((ROOT / 'docs/design.md').read_bytes()) <= 12_000
     assert len((ROOT / 'docs/results.md').read_bytes()) <= 12_000
-    names = {'api.md', 'results.md'}  # which grow with the signatures and the results
+    names = {'api.md', 'results.md'}  # they grow with the signatures and the results
     pages = [page for page in (ROOT / 'docs').glob('*.md') if page.name not in names]
     assert sum(len(page.read_bytes()) for page in pages) <= 130_000
 

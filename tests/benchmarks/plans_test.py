@@ -57,7 +57,7 @@ def test_what_is_planned(benchmark):
         config, _, size = row['config'].partition(':')
         if row['config'] not in sizes:
             module = importlib.import_module(f'configs.{config.removesuffix(".py")}')
-            sizes[row['config']] = module.get_config(size).to_dict()
+            sizes[row['config']] = module.get_config(*filter(None, [size])).to_dict()
         for setting in row['settings'].split():
             values = sizes[row['config']]
             *groups, last = setting.partition('=')[0].split('.')
