@@ -33,12 +33,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
 import figure
+import main_runs
 import numpy as np
+import train_t5x
 from absl import app, flags
 
 import checkpoint
 import prepare
 import state_names
+import train
 from configs import tiny
 from modes import chart
 from sources import cmudict
@@ -92,12 +95,15 @@ def main(argv: list[str]) -> None:
         write_text(folder / 'dictionary.txt')
         settings = settings_of(folder / 'dictionary.txt', FLAGS.steps)
         first = run_ours(ONE_DEVICE, settings, folder)
+        start = prepare.prepare(config_of(settings), folder / 'start')
+        start.workdir.lock.close()
         if FLAGS.t5x:
-            theirs = run_t5x(settings, folder)
+            theirs = run_t5x(start, folder)
             if FLAGS.golden:
                 write_golden(theirs, first)
         else:
             theirs = read_golden(first)
+        write_perturbed(start, folder)
         found = {ONE_DEVICE: first}
         for name in (EIGHT_DEVICES, RESUMED, PERTURBED):
             found[name] = run_ours(name, settings, folder)
@@ -163,11 +169,9 @@ def run_ours(name: str, settings: Mapping[str, Any], folder: Path) -> Losses:
     elif name == RESUMED:
         stops = [settings['train.steps'] * i // (NUM_STOPS + 1) for i in range(1, NUM_STOPS + 1)]
     elif name == PERTURBED:
-        settings['restore.path'] = str(write_perturbed(settings, folder))
+        settings['restore.path'] = folder / 'perturbed' / 'checkpoint_0'
     workdir = folder / name.replace(' ', '_')
-    command = [sys.executable, str(ROOT / 'main.py'), '--config=configs/tiny.py']
-    command += [f'--workdir={workdir}']
-    command += [f'--config.{key}={value}' for key, value in settings.items()]
+    command = main_runs.command('tiny.py', workdir, settings)
     flags_of_xla = f'--xla_force_host_platform_device_count={num_devices}'
     environment = os.environ | {'XLA_FLAGS': flags_of_xla}
     for stop in [*stops, None]:
@@ -198,9 +202,8 @@ def read_losses(workdir: Path) -> Losses:
     return Losses(losses, validation_loss, checksums)
 
 
-def write_perturbed(settings: Mapping[str, Any], folder: Path) -> Path:
-    """Write the initial state, with parameters that are a little larger or smaller."""
-    run = prepare.prepare(config_of(settings), folder / 'perturbed_start')
+def write_perturbed(run: train.Run, folder: Path) -> None:
+    """Write the initial state of a run, with parameters that are a little larger or smaller, to `folder`/perturbed."""
     state = run.progress.state
     rng = np.random.default_rng(0)
     params = {}
@@ -208,31 +211,25 @@ def write_perturbed(settings: Mapping[str, Any], folder: Path) -> Path:
         signs = rng.choice(np.float32([-1, 1]), x.shape)
         params[path] = np.asarray(x) * (1 + PERTURBATION * signs)
     tree = state_names.to_t5x(state.step, params, state.opt_state)
-    run.workdir.lock.close()
-    return Path(checkpoint.save(folder / 'perturbed', 0, tree, run.workdir.files))
+    checkpoint.save(folder / 'perturbed', 0, tree, run.workdir.files)
 
 
-def run_t5x(settings: Mapping[str, Any], folder: Path) -> Losses:
-    """Run T5X from the initial parameters of ours, on our batches."""
-    config = config_of(settings)
-    run = prepare.prepare(config, folder / 't5x')
+def run_t5x(run: train.Run, folder: Path) -> Losses:
+    """Run T5X from the initial parameters of a run of ours, on its batches."""
     arrays = {f'params/{path}': np.asarray(x) for path, x in run.progress.state.params.items()}
     (validation,) = run.evaluations
     assert validation.read_batches(lambda count: 0)
     batches = {
-        'train': [next(run.stream) for _ in range(FLAGS.steps)],
+        'train': [next(run.stream) for _ in range(run.config.train.steps)],
         'validation': validation.batches,
     }
     for split, of_split in batches.items():
         for name in of_split[0]:
             arrays[f'{split}/{name}'] = np.stack([batch[name] for batch in of_split])
-    run.workdir.lock.close()
     np.savez(folder / 't5x.npz', **arrays)
-    names = ('vocab_size', 'emb_dim', 'num_heads', 'head_dim', 'mlp_dim', 'mlp_activations')
-    names += ('num_encoder_layers', 'num_decoder_layers', 'dropout_rate', 'dtype')
     arguments = {
         'checkout': FLAGS.t5x,
-        'sizes': {name: config.model[name] for name in names},
+        'sizes': {name: run.config.model[name] for name in train_t5x.SIZES},
         'learning_rate': RATE,
         'inputs': str(folder / 't5x.npz'),
     }

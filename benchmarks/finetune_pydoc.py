@@ -14,16 +14,17 @@ training summaries. Source of the comparison: Raffel et al. 2020 (T5) §3.2.4, T
 The goal: the mean losses differ by more than two spreads.
 """
 
-import json
 import random
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import main_runs
 from absl import app, flags
 
 import tasks
@@ -46,7 +47,7 @@ NUM_FREQUENT_WORDS = 40  # its words are among these
 def main(argv: list[str]) -> None:
     folder = Path(FLAGS.folder).resolve()
     pretrained = folder / 'tiny'
-    run('tiny', pretrained)
+    run('tiny', pretrained, {})
     starts = {
         'from the pretrained checkpoint': str(pretrained),
         'from scratch': '',
@@ -59,33 +60,23 @@ def main(argv: list[str]) -> None:
             run(
                 'finetune_pydoc',
                 workdir,
-                f'--config.seed={seed}',
-                f'--config.restore.path={start}',
-                f'--config.data.vocabulary={pretrained}',
-                '--config.infer_eval.every_steps=1000000',  # the last step is always evaluated
+                {
+                    'seed': seed,
+                    'restore.path': start,
+                    'data.vocabulary': pretrained,
+                    'infer_eval.every_steps': 1_000_000,  # the last step is always evaluated
+                },
             )
-            losses.append(last_metrics(workdir, f'training_eval/{TASK}')[LOSS])
-            scores.append(last_metrics(workdir, f'inference_eval/{TASK}')['eval/rougeL'])
+            losses.append(main_runs.last_metrics(workdir, f'training_eval/{TASK}')[LOSS])
+            scores.append(main_runs.last_metrics(workdir, f'inference_eval/{TASK}')['eval/rougeL'])
         print(f'{title:32} {LOSS} {describe(losses, 3)}   ROUGE-L {describe(scores, 1)}')
     report_baselines(workdir)
 
 
-def run(config: str, workdir: Path, *changes: str) -> None:
+def run(config: str, workdir: Path, settings: Mapping[str, Any]) -> None:
     """Run a config to its end. A run that is finished says so, and is not repeated."""
-    command = [sys.executable, 'main.py', f'--config=configs/{config}.py', f'--workdir={workdir}']
-    subprocess.run([*command, *changes], cwd=ROOT, check=True, stdout=sys.stderr)
-
-
-def last_metrics(workdir: Path, name: str) -> dict[str, Any]:
-    """Return the last values that a run has of an evaluation."""
-    found = None
-    for line in (workdir / 'metrics.jsonl').read_text().splitlines():
-        values = json.loads(line)
-        if values['run'] == name:
-            found = values
-    if found is None:
-        raise ValueError(f'{workdir} has no metrics of {name}: delete the folder and start again')
-    return found
+    command = main_runs.command(f'{config}.py', workdir, settings)
+    subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
 
 
 def describe(values: list[float], digits: int) -> str:

@@ -50,7 +50,7 @@ def train(
         eos_token_id=1,
     )
     model = transformers.T5ForConditionalGeneration(config)
-    # Version 5 ties the embeddings whatever the config says.
+    # Version 5 ties the embeddings whatever the config says. The scale is near ours, 1 / sqrt(d_model).
     model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.05)
     draw = random.Random(0)
 

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import main_runs
 from absl import app, flags
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -132,14 +133,18 @@ def main(argv: list[str]) -> None:
         for seed in range(FLAGS.seeds):
             workdir = folder / f'{name.replace(" ", "_")}_{seed}'
             run(recipe, workdir, seed, folder)
-            scores.append(scores_of(workdir, recipe.metrics))
+            values = []
+            for metric in recipe.metrics:
+                evaluation, _, tag = metric.partition(':')
+                values.append(main_runs.last_metrics(workdir, evaluation)[tag])
+            scores.append(values)
         cells = []
-        for tag, *values in zip(recipe.metrics, *scores, strict=True):
-            cells.append(f'{tag.rpartition("/")[2].rpartition(":")[2]} {describe(values)}')
-        minutes = (workdir / 'seconds').read_text()
+        for metric, *values in zip(recipe.metrics, *scores, strict=True):
+            cells.append(f'{re.split("[:/]", metric)[-1]} {describe(values)}')
+        seconds = float((workdir / 'seconds').read_text())
         steps = max(int(path.name.partition('_')[2]) for path in workdir.glob('checkpoint_*'))
         print(
-            f'| {name} | `{recipe.config}` | {steps:,} | {float(minutes) / 60:.1f} | {"; ".join(cells)} |',
+            f'| {name} | `{recipe.config}` | {steps:,} | {seconds / 60:.1f} | {"; ".join(cells)} |',
             flush=True,
         )
 
@@ -179,23 +184,13 @@ def run(recipe: Recipe, workdir: Path, seed: int, folder: Path) -> None:
     """Run a recipe to its end. A run that is finished is not repeated."""
     if (workdir / 'seconds').exists():
         return
-    command = [sys.executable, 'main.py', f'--config=configs/{recipe.config}']
-    command += [f'--workdir={workdir}', f'--config.seed={seed}']
+    settings = {'seed': seed}
     for key, value in recipe.settings.items():
-        command.append(f'--config.{key}={value}'.replace('{folder}', str(folder)))
+        settings[key] = str(value).replace('{folder}', str(folder))
+    command = main_runs.command(recipe.config, workdir, settings)
     begin = time.monotonic()
     subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
     (workdir / 'seconds').write_text(f'{time.monotonic() - begin:.1f}')
-
-
-def scores_of(workdir: Path, metrics: Sequence[str]) -> list[float]:
-    """Return the last values that a run has of each metric, EVALUATION:TAG."""
-    found = {}
-    for text in (workdir / 'metrics.jsonl').read_text().splitlines():
-        line = json.loads(text)
-        for tag, value in line.items():
-            found[f'{line["run"]}:{tag}'] = value
-    return [found[metric] for metric in metrics]
 
 
 def describe(values: Sequence[float]) -> str:

@@ -31,12 +31,13 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
+import main_runs
 from absl import app, flags
 
 import prepare
 from configs import g2p
 from formats import hugging_face
-from stream import Stream
+from vocabulary import EOS_ID
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_EVALUATIONS = 3
@@ -51,7 +52,7 @@ flags.DEFINE_float('trial_minutes', 2, 'The time of each trial.', lower_bound=0.
 
 
 class Setting(NamedTuple):
-    """How the rival trains. Its learning rates are those of transformers' guide to T5 and of its examples."""
+    """How the rival trains. Adafactor's rate is that of transformers' page of T5; AdamW has the same."""
 
     optimizer: str  # as the Trainer names it
     learning_rate: float
@@ -102,7 +103,6 @@ def write_examples(folder: Path) -> None:
     """Write the vocabulary, and as ids, with EOS, the letters of each word and its pronunciations."""
     run = prepare.prepare(g2p.get_config(), folder / 'run')
     vocabulary = run.stream.vocabulary
-    assert isinstance(run.stream, Stream)
     source = run.stream.mixture.tasks[0].source
     examples = {}
     for split in ('train', 'test'):
@@ -111,7 +111,7 @@ def write_examples(folder: Path) -> None:
             letters, *pronunciations = vocabulary.encode(
                 [record.fields['letters'], *record.fields['pronunciations']]
             )
-            words.append([[*letters, 1], [[*phonemes, 1] for phonemes in pronunciations]])
+            words.append([[*letters, EOS_ID], [[*phonemes, EOS_ID] for phonemes in pronunciations]])
         examples[split] = words
     run.workdir.lock.close()
     (folder / 'examples.json').write_text(json.dumps(examples))
@@ -128,12 +128,7 @@ def command(workdir: Path, folder: Path, num_steps: int) -> list[str]:
         'infer_eval.num_examples': NUM_WORDS,
         'decode.beam_size': 1,
     }
-    main_py = [sys.executable, str(ROOT / 'main.py'), '--config=configs/g2p.py']
-    return [
-        *main_py,
-        f'--workdir={workdir}',
-        *(f'--config.{key}={x}' for key, x in settings.items()),
-    ]
+    return main_runs.command('g2p.py', workdir, settings)
 
 
 def speed_of_ours(folder: Path) -> float:

@@ -65,6 +65,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax
 import jax.numpy as jnp
 import numpy as np
+import train_t5x
 from absl import app, flags
 from jax import lax
 
@@ -471,9 +472,7 @@ def measure_transformers(weights: str, has_huge_pages: bool, job: Job) -> Measur
 def measure_t5x(python: str, checkout: str, has_huge_pages: bool, job: Job) -> Measurement:
     """Measure the train step of the T5X in `checkout`, in another Python."""
     config = config_of(job)
-    names = ('vocab_size', 'emb_dim', 'num_heads', 'head_dim', 'mlp_dim', 'mlp_activations')
-    names += ('num_encoder_layers', 'num_decoder_layers', 'dropout_rate', 'dtype')
-    sizes = {name: config.model[name] for name in names}
+    sizes = {name: config.model[name] for name in train_t5x.SIZES}
     return run_program('train_t5x.py', python, has_huge_pages, job, sizes=sizes, checkout=checkout)
 
 

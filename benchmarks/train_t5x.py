@@ -12,6 +12,10 @@ import time
 import types
 from typing import Any
 
+# The settings of ours that its T5Config has, too.
+SIZES = ('vocab_size', 'emb_dim', 'num_heads', 'head_dim', 'mlp_dim', 'mlp_activations')
+SIZES += ('num_encoder_layers', 'num_decoder_layers', 'dropout_rate', 'dtype')
+
 
 class Absent(types.ModuleType):
     """A stand-in for AirIO, which no package index has. T5X asks only whether something is one of its classes."""

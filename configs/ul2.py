@@ -32,14 +32,14 @@ TASKS = {
 
 
 def get_config(version: str = '20b'):
-    if version not in (*STEPS, 'tiny'):
-        raise ValueError(f'configs/ul2.py:{version}: use one of {", ".join(STEPS)}, tiny')
     if version == 'tiny':
         config = tiny.get_config()
         config.model.mlp_activations = ('silu', 'linear')
         config.data.task = 'ul2'
         config.data.lengths.targets = 128
         return config
+    if version not in STEPS:
+        raise ValueError(f'configs/ul2.py:{version}: use one of {", ".join(STEPS)}, tiny')
     config = base.get_config()
     config.model.dtype = 'bfloat16'
     config.model.emb_dim = 4096

@@ -14,8 +14,8 @@ from sentencepiece import sentencepiece_model_pb2
 import paths
 
 UNK_ID, BOS_ID, EOS_ID = 0, 1, 2
-# The settings of config.json after that.
-READ_AS = {'pad_token_id': 0, 'eos_token_id': 1, 'decoder_start_token_id': 0}
+# T5's ids, as config.json has them.
+T5_IDS = {'pad_token_id': 0, 'eos_token_id': 1, 'decoder_start_token_id': 0}
 ROWS_OF_LOGITS = (BOS_ID, EOS_ID, UNK_ID)  # the rows in a file that become rows 0, 1 and 2
 
 

@@ -72,9 +72,7 @@ FIXED_SETTINGS = {
     'layer_norm_epsilon': 1e-6,
     'relative_attention_num_buckets': 32,
     'relative_attention_max_distance': 128,
-    'pad_token_id': 0,
-    'eos_token_id': 1,
-    'decoder_start_token_id': 0,
+    **default_ids.T5_IDS,
 }
 
 # Arguments of its `generate`, and what `infer.T5.generate` has instead.
@@ -429,7 +427,7 @@ def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
             is_tied = arrays.has_decoder and not arrays.has_own_lm_head
             first_rows[TOKEN_TABLE] = default_ids.rows_of_tokens(settings, is_tied)
             first_rows[LM_HEAD] = default_ids.ROWS_OF_LOGITS
-            settings = {**settings, **default_ids.READ_AS}
+            settings = {**settings, **default_ids.T5_IDS}
         config = _config(settings, arrays)
     except (ValueError, TypeError) as error:
         raise ValueError(f'{config_file}: {error}') from error

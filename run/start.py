@@ -148,10 +148,13 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
     grown = with_new_rows(index, expected, of_vocabulary)
     untrained = of_vocabulary.difference(wanted.trained)
     if grown and adapters and untrained:
-        patterns = '|'.join(sorted(of_vocabulary))
+        patterns = [wanted.model_config.modules.adapters, *sorted(of_vocabulary)]
+        if config.model.lora_rank:
+            patterns.append(model.ADAPTER)
+        trainable = '|'.join(filter(None, patterns))
         raise ValueError(
             f'model.vocab_size={config.model.vocab_size} with {setting}: restore.path={chosen.path} has fewer rows of '
-            f'tokens, and the run trains adapters alone: set optimizer.trainable={f".+/lora_.|{patterns}"!r}'
+            f'tokens, and the run trains adapters alone: set optimizer.trainable={trainable!r}'
         )
     index |= grown
     try:

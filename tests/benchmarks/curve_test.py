@@ -36,9 +36,9 @@ def test_the_first_steps_have_T5Xs_losses(benchmark, tmp_path):  # noqa: N802
 def test_perturbed_parameters(benchmark, tmp_path):
     benchmark.write_text(tmp_path / 'dictionary.txt')
     settings = benchmark.settings_of(tmp_path / 'dictionary.txt', 3)
-    folder = benchmark.write_perturbed(settings, tmp_path)
-    found = checkpoint.restore(folder)
-    run = benchmark.prepare.prepare(benchmark.config_of(settings), tmp_path / 'again')
+    run = benchmark.prepare.prepare(benchmark.config_of(settings), tmp_path / 'start')
+    benchmark.write_perturbed(run, tmp_path)
+    found = checkpoint.restore(tmp_path / 'perturbed' / 'checkpoint_0')
     for path, x in run.progress.state.params.items():
         change = np.abs(found[f'target/{path}'] / np.asarray(x) - 1)
         assert 5e-8 < change.max() < 2e-7, path

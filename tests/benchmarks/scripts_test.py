@@ -8,7 +8,7 @@ from runs import ENVIRONMENT, ROOT
 
 # Programs that another one runs, in a Python with the packages of a rival.
 RIVALS = {'train_t5x.py', 'train_transformers.py', 'curve_t5x.py', 'quality_transformers.py'}
-MODULES = {'figure.py', 'no_attention.py'}
+MODULES = {'figure.py', 'main_runs.py', 'no_attention.py'}
 SCRIPTS = sorted(
     file.name for file in (ROOT / 'benchmarks').glob('*.py') if file.name not in RIVALS | MODULES
 )
