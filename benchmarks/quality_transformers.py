@@ -28,7 +28,7 @@ def train(
     batch_size: int,
     dtype: str,
 ) -> list[dict[str, float]]:
-    """Train for some seconds; return the seconds since the start and the word error of each evaluation.
+    """Train for some seconds; return of each evaluation the seconds since the start, the word error and the loss.
 
     `examples`: a file, {split: [[ids of the letters, [ids of a pronunciation, ...]], ...]}, with EOS. An epoch has
     one pronunciation of each word, drawn at random. `begin`: the time of the start, as time.monotonic has it;
@@ -77,10 +77,13 @@ def train(
             'decoder_input_ids': shifted,  # with label smoothing the Trainer computes the loss
         }
 
-    def word_error() -> float:
+    def evaluate() -> dict[str, float]:
+        """Return the word error in percent, and the loss in nats per token of the first pronunciations."""
         model.eval()
         tested = sorted(words['test'][:num_words], key=lambda word: len(word[0]))
         num_wrong = 0
+        nats = 0.0
+        num_tokens = 0
         with torch.no_grad():
             for i in range(0, len(tested), 256):
                 batch = tested[i : i + 256]
@@ -94,8 +97,12 @@ def train(
                     if 1 in answer:
                         answer = answer[: answer.index(1) + 1]
                     num_wrong += answer not in pronunciations
+                labels = padded([pronunciations[0] for _, pronunciations in batch], -100)
+                num_labels = int((labels >= 0).sum())
+                nats += num_labels * float(model(inputs, mask, labels=labels).loss)
+                num_tokens += num_labels
         model.train()
-        return 100 * num_wrong / len(tested)
+        return {'word_error': 100 * num_wrong / len(tested), 'loss': nats / num_tokens}
 
     def make_trainer(folder: str, num_steps: int, callbacks: list) -> transformers.Trainer:
         by_length: dict[str, Any] = {'train_sampling_strategy': 'group_by_length'}
@@ -142,9 +149,9 @@ def train(
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step % (state.max_steps // num_evaluations) == 0:
-                error = word_error()
+                scores = evaluate()
                 passed = time.monotonic() - begin - uncounted
-                self.found.append({'seconds': passed, 'word_error': error})
+                self.found.append({'seconds': passed, **scores})
                 print(f'step {state.global_step}: {self.found[-1]}', file=sys.stderr, flush=True)
 
     with tempfile.TemporaryDirectory() as folder:

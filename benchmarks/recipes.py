@@ -25,6 +25,8 @@ from absl import app, flags
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_QUESTIONS = 2000
+NAMES = ('Ada', 'Bert', 'Carla', 'Dan', 'Eva', 'Finn', 'Gus', 'Hanna', 'Ivo', 'Jane')
+CITIES = ('Oslo', 'Rome', 'Paris', 'Lima', 'Cairo', 'Bonn', 'Kyoto', 'Quito', 'Delhi', 'Turin')
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string('folder', 'runs/recipes', 'The folder of the runs and their data.')
@@ -40,14 +42,18 @@ class Recipe(NamedTuple):
     metrics: Sequence[str]  # EVALUATION:TAG in metrics.jsonl
 
 
-SETTINGS_OF_QA = {
-    'data.files': '{folder}/questions.csv',
-    'train.epochs': 10,
-    'restore.path': '{folder}/tiny_0',
+# Adapters and all parameters learn a second kind of question on the model that knows the first kind.
+OF_PLACES = {
+    'data.files': '{folder}/places.csv',
+    'restore.path': '{folder}/answers_0',
+    'train.epochs': 20,
 }
+# Of configs/g2p.py, an epoch of its letters and phonemes in a quarter of its steps.
+SHORT = {'train.steps': 1250, 'decode.beam_size': 1}
 LOSS = 'training_eval/{task}:nats_per_text_token'
 ANSWERS = ('inference_eval/text_to_text:eval/em', 'inference_eval/text_to_text:eval/f1')
 SUMMARIES = (LOSS.format(task='pydoc_summary'), 'inference_eval/pydoc_summary:eval/rougeL')
+WORDS = [f'inference_eval/cmudict_g2p-test:eval/{name}_error' for name in ('word', 'phoneme')]
 TASKS = """
 from t5_in_haiku.tasks import Mixture, Task, metrics, proportional
 
@@ -80,10 +86,19 @@ RECIPES = {
         },
         SUMMARIES,
     ),
-    'answers': Recipe('qa_csv.py:tiny', SETTINGS_OF_QA, ANSWERS),
-    'answers with LoRA': Recipe(
+    'answers': Recipe(
         'qa_csv.py:tiny',
-        SETTINGS_OF_QA
+        {
+            'data.files': '{folder}/people.csv',
+            'restore.path': '{folder}/tiny_0',
+            'train.epochs': 60,
+        },
+        ANSWERS,
+    ),
+    'places': Recipe('qa_csv.py:tiny', OF_PLACES, ANSWERS),
+    'places with LoRA': Recipe(
+        'qa_csv.py:tiny',
+        OF_PLACES
         | {
             'model.lora_rank': 8,
             'optimizer.name': 'adamw',
@@ -91,7 +106,7 @@ RECIPES = {
         },
         ANSWERS,
     ),
-    'answers with a prompt': Recipe('prompt_tuning.py:tiny', SETTINGS_OF_QA, ANSWERS),
+    'places with a prompt': Recipe('prompt_tuning.py:tiny', OF_PLACES, ANSWERS),
     'instructions': Recipe(
         'flan_jsonl.py',
         {
@@ -117,13 +132,42 @@ RECIPES = {
         },
         ['inference_eval/answers:eval/accuracy', 'inference_eval/pydoc_summary:eval/rougeL'],
     ),
+    'g2p': Recipe('g2p.py', {}, WORDS),
+    'g2p long': Recipe('g2p.py:long', {}, WORDS),
+    'g2p short': Recipe('g2p.py', SHORT, WORDS),
+    'g2p short, 384 wide': Recipe(
+        'g2p.py',
+        SHORT | {'model.emb_dim': 384, 'model.num_heads': 6, 'model.mlp_dim': 768},
+        WORDS,
+    ),
+    'g2p short, 4 + 4 layers': Recipe(
+        'g2p.py',
+        SHORT | {'model.num_encoder_layers': 4, 'model.num_decoder_layers': 4},
+        WORDS,
+    ),
+    'g2p short, no dropout': Recipe('g2p.py', SHORT | {'model.dropout_rate': 0.0}, WORDS),
+    'g2p short, no smoothing': Recipe('g2p.py', SHORT | {'loss.label_smoothing': 0.0}, WORDS),
+    'g2p short, average': Recipe('g2p.py', SHORT | {'optimizer.ema_decay': 0.99}, WORDS),
+    'g2p short, bytes': Recipe(
+        'g2p.py',
+        SHORT
+        | {
+            'data.vocabulary': 'bytes',
+            'data.added_tokens': '()',
+            'model.vocab_size': 384,
+            'data.lengths.inputs': 128,
+            'data.lengths.targets': 144,
+            'decode.max_length': 96,
+        },
+        WORDS,
+    ),
 }
 
 
 def main(argv: list[str]) -> None:
     folder = Path(FLAGS.folder).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    write_questions(folder)
+    write_data(folder)
     print('| recipe | config | steps | minutes | score |')
     print('|---|---|---|---|---|')
     for name, recipe in RECIPES.items():
@@ -149,35 +193,39 @@ def main(argv: list[str]) -> None:
         )
 
 
-def write_questions(folder: Path) -> None:
-    """Write questions on two people each, a fifth of them without an answer; the same as instructions; two tasks."""
+def write_data(folder: Path) -> None:
+    """Write questions on two people each, of which a fifth have no answer, instructions, and two tasks."""
     rng = random.Random(0)
-    names = ('Ada', 'Bert', 'Carla', 'Dan', 'Eva', 'Finn', 'Gus', 'Hanna', 'Ivo', 'Jane')
-    cities = ('Oslo', 'Rome', 'Paris', 'Lima', 'Cairo', 'Bonn', 'Kyoto', 'Quito', 'Delhi', 'Turin')
-    rows = []
+    people = []
+    places = []
+    known = []
+    instructions = []
     for _ in range(NUM_QUESTIONS):
-        people = rng.sample(names, 3)
-        homes = rng.sample(cities, 2)
+        names = rng.sample(NAMES, 3)
+        cities = rng.sample(CITIES, 3)
         asked = rng.choice((0, 0, 1, 1, 2))
-        context = f'{people[0]} lives in {homes[0]}. {people[1]} lives in {homes[1]}.'
-        answer = homes[asked] if asked < 2 else ''
-        question = f'Where does {people[asked]} live?'
-        rows.append({'question': question, 'context': context, 'answer': answer})
-    with (folder / 'questions.csv').open('w', newline='') as file:
-        writer = csv.DictWriter(file, fieldnames=['question', 'context', 'answer'])
-        writer.writeheader()
-        writer.writerows(rows)
-    lines = []
-    for row in rows:
-        inputs = f'{row["question"]} {row["context"]}'
-        lines.append({'inputs': inputs, 'targets': row['answer'] or 'unknown'})
-        words = row['context'].split()
-        lines.append({'inputs': f'Count the words: {row["context"]}', 'targets': str(len(words))})
-    text = '\n'.join(map(json.dumps, lines))
-    (folder / 'instructions.jsonl').write_text(text + '\n')
+        context = f'{names[0]} lives in {cities[0]}. {names[1]} lives in {cities[1]}.'
+        name, city = (names[asked], cities[asked]) if asked < 2 else ('', '')
+        row = {
+            'question': f'Where does {names[asked]} live?',
+            'context': context,
+            'answer': city,
+        }
+        people.append(row)
+        places.append(row | {'question': f'Who lives in {cities[asked]}?', 'answer': name})
+        known += [row] if city else []
+        inputs = f'{row["question"]} {context}'
+        instructions.append({'inputs': inputs, 'targets': city or 'unknown'})
+        instructions.append({'inputs': f'Name the first person: {context}', 'targets': names[0]})
+    for kind, rows in {'people': people, 'places': places}.items():
+        with (folder / f'{kind}.csv').open('w', newline='') as file:
+            writer = csv.DictWriter(file, fieldnames=['question', 'context', 'answer'])
+            writer.writeheader()
+            writer.writerows(rows)
+    for kind, rows in {'known': known, 'instructions': instructions}.items():
+        lines = [json.dumps(row) + '\n' for row in rows]
+        (folder / f'{kind}.jsonl').write_text(''.join(lines))
     (folder / 'both.py').write_text(TASKS.format(file=str(folder / 'known.jsonl')))
-    known = [json.dumps(row) for row in rows if row['answer']]
-    (folder / 'known.jsonl').write_text('\n'.join(known) + '\n')
 
 
 def run(recipe: Recipe, workdir: Path, seed: int, folder: Path) -> None:

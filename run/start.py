@@ -26,6 +26,7 @@ from formats.vocabulary import (
     own_vocabulary,
     stored_data,
 )
+from loss import parse_normalizing_factor
 from messages import first_ten
 from model import T5Config
 from run import checks, verify
@@ -174,6 +175,8 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
             f'restore.only={chosen.only!r}, restore.strict={chosen.strict}: {setting} needs '
             "just the parameters of the base: set restore.only='target/.*' and restore.strict=True"
         )
+    if any(is_slot(path) for path in leaves):
+        check_same_divisor(config, opened.directory)
     step = formats.open.saved_step(leaves)  # 0 if it is not restored
     if step >= config.train.steps and not config.train.relative_steps:
         raise ValueError(
@@ -295,6 +298,21 @@ def with_new_rows(
             if size == changed[0][0] and shape == tuple(expected[path]):
                 grown[path] = GrownArray(leaf, axis, shape, slot not in MOMENTA)
     return grown
+
+
+def check_same_divisor(config: ConfigDict, directory: paths.AnyPath) -> None:
+    """Raise ValueError if the restored optimizer state has gradients of a loss with another divisor.
+
+    Second moments that are larger by the square of 16,384 make updates smaller by 16,384, for thousands of steps.
+    """
+    own = settings.read_stored(directory).get('loss', {}).get('loss_normalizing_factor')
+    wanted = config.loss.loss_normalizing_factor
+    if own is not None and parse_normalizing_factor(own) != parse_normalizing_factor(wanted):
+        raise ValueError(
+            f'loss.loss_normalizing_factor={wanted!r}: restore.path={config.restore.path} was trained with {own!r}, '
+            f'and its optimizer state is of that scale: set loss.loss_normalizing_factor={own!r}, or '
+            "restore.only='target/.*' to begin with a new optimizer state"
+        )
 
 
 def check_keeps_ids(config: ConfigDict, directory: paths.AnyPath) -> None:

@@ -267,6 +267,27 @@ def test_another_number_of_sentinels_is_refused(corpus, uninterrupted):
         start(config)
 
 
+def test_another_divisor_of_the_loss_needs_a_new_optimizer_state(corpus, uninterrupted):
+    path = uninterrupted / 'checkpoint_6'
+    own = json.loads((path / 'config.json').read_bytes())['loss']['loss_normalizing_factor']
+    assert own == ''
+    config = small_config_from(path, corpus)
+    config.loss.loss_normalizing_factor = '16384'
+    with pytest.raises(
+        ValueError, match=r"was trained with ''.*set loss\.loss_normalizing_factor='', or"
+    ):
+        start(config)
+    config.loss.loss_normalizing_factor = '1.0'  # the sum as well
+    assert start(config)[1].endswith('with the optimizer state')
+    config.loss.loss_normalizing_factor = '16384'
+    config.restore.only = 'target/.*'
+    assert start(config)[1].endswith('without any optimizer state')
+    # What the checkpoint of another program was trained with is not known.
+    config = tiny_config(T5X, corpus)
+    config.loss.loss_normalizing_factor = '16384'
+    assert start(config)[1].endswith('with the optimizer state')
+
+
 def hunt_model(name, more=()):
     """A SentencePiece model of tests/golden/hunt, with more pieces at its end."""
     model = (GOLDEN / 'hunt' / name).read_bytes()
