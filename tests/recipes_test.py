@@ -11,6 +11,7 @@ import jax
 import pytest
 import recipe_data
 import runs
+from forms import first_in_ci
 
 import tasks
 import tasks.open
@@ -132,9 +133,9 @@ def test_a_cached_task_has_metrics_too(tmp_path):
 # The others.
 
 TFDS_RECIPES = {
-    'wmt': 'WMT T2T En-De',
     'wmt_from_scratch': 'WMT T2T En-De',
     'glue': 'STSB (Pearson)',
+    'wmt': 'WMT T2T En-De',
     'squad': 'SQuAD (EM)',
     'cnn_dailymail': 'CNN/DM (ROUGE-1)',
     'superglue': 'Average SuperGLUE Score',
@@ -149,11 +150,8 @@ def tfds_dir(make_once):
     return make_once('recipes', lambda folder: recipe_data.prepare_tfds(folder, names))
 
 
-LONG_RECIPE = pytest.param('superglue', marks=pytest.mark.long)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize('recipe', [LONG_RECIPE, *sorted(TFDS_RECIPES.keys() - {'superglue'})])
+@pytest.mark.parametrize('recipe', first_in_ci(TFDS_RECIPES, 2))
 def test_a_recipe_on_tfds(recipe, tfds_dir, uninterrupted, tmp_path):
     config = config_of(recipe, tfds_dir=str(tfds_dir))
     checkpoint = uninterrupted
@@ -243,14 +241,14 @@ def test_replicas_that_cannot_share_the_batch(replicas):
 # Full size, by shape.
 
 RECIPES = [
-    *TFDS_RECIPES,
-    'qa_csv',
-    'qa_csv:tiny',
     'prompt_tuning',
+    'qa_csv',
     't0:11b',
-    'flan_jsonl',
     't5_1_1_lm',
     'ul2',
+    'flan_jsonl',
+    'qa_csv:tiny',
+    *TFDS_RECIPES,
 ]
 
 
@@ -264,7 +262,7 @@ def step_shapes(config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('recipe', RECIPES)
+@pytest.mark.parametrize('recipe', first_in_ci(RECIPES, 5))
 def test_a_step_of_full_size(recipe):
     shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), x) for x in step_shapes(recipe_of(recipe))]
     assert shapes[0] == shapes[1]
