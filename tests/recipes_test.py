@@ -45,6 +45,7 @@ def config_of(recipe, **data_of_recipe):
     config.data.lengths.targets = 16
     config.train.batch_size = 4
     config.train.num_microbatches = 'auto'
+    config.loss.loss_normalizing_factor = ''  # as in the run whose optimizer state it restores
     config.log.every_steps = 1
     config.decode.max_length = 4
     config.infer_eval.batch_size = 16
