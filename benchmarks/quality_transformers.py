@@ -9,6 +9,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -28,8 +29,9 @@ def train(
     batch_size: int,
     dtype: str,
 ) -> list[dict[str, float]]:
-    """Train for some seconds; return of each evaluation the seconds since the start, the word error and the loss.
+    """Train for some seconds; return the seconds since the start and the word error of each evaluation.
 
+    The last one has the loss, too, which is computed after the end, in nats per token of the first pronunciations.
     `examples`: a file, {split: [[ids of the letters, [ids of a pronunciation, ...]], ...]}, with EOS. An epoch has
     one pronunciation of each word, drawn at random. `begin`: the time of the start, as time.monotonic has it;
     `speed_seconds`: measure the speed for so long, which is not counted.
@@ -77,32 +79,43 @@ def train(
             'decoder_input_ids': shifted,  # with label smoothing the Trainer computes the loss
         }
 
-    def evaluate() -> dict[str, float]:
-        """Return the word error in percent, and the loss in nats per token of the first pronunciations."""
-        model.eval()
+    def tested_batches() -> Iterator[tuple[list, torch.Tensor, torch.Tensor]]:
+        """Yield some words of the test, with their letters and mask."""
         tested = sorted(words['test'][:num_words], key=lambda word: len(word[0]))
+        for i in range(0, len(tested), 256):
+            batch = tested[i : i + 256]
+            inputs = padded([letters for letters, _ in batch], 0)
+            yield batch, inputs, (inputs > 0).long()
+
+    @torch.no_grad()
+    def word_error() -> float:
+        model.eval()
         num_wrong = 0
+        num_tested = 0
+        for batch, inputs, mask in tested_batches():
+            answers = model.generate(
+                inputs, attention_mask=mask, max_length=1 + max_length, do_sample=False
+            )
+            for row, (_, pronunciations) in zip(answers.tolist(), batch, strict=True):
+                answer = row[1:]
+                if 1 in answer:
+                    answer = answer[: answer.index(1) + 1]
+                num_wrong += answer not in pronunciations
+            num_tested += len(batch)
+        model.train()
+        return 100 * num_wrong / num_tested
+
+    @torch.no_grad()
+    def loss() -> float:
+        model.eval()
         nats = 0.0
         num_tokens = 0
-        with torch.no_grad():
-            for i in range(0, len(tested), 256):
-                batch = tested[i : i + 256]
-                inputs = padded([letters for letters, _ in batch], 0)
-                mask = (inputs > 0).long()
-                answers = model.generate(
-                    inputs, attention_mask=mask, max_length=1 + max_length, do_sample=False
-                )
-                for row, (_, pronunciations) in zip(answers.tolist(), batch, strict=True):
-                    answer = row[1:]
-                    if 1 in answer:
-                        answer = answer[: answer.index(1) + 1]
-                    num_wrong += answer not in pronunciations
-                labels = padded([pronunciations[0] for _, pronunciations in batch], -100)
-                num_labels = int((labels >= 0).sum())
-                nats += num_labels * float(model(inputs, mask, labels=labels).loss)
-                num_tokens += num_labels
-        model.train()
-        return {'word_error': 100 * num_wrong / len(tested), 'loss': nats / num_tokens}
+        for batch, inputs, mask in tested_batches():
+            labels = padded([pronunciations[0] for _, pronunciations in batch], -100)
+            num_labels = int((labels >= 0).sum())
+            nats += num_labels * float(model(inputs, mask, labels=labels).loss)
+            num_tokens += num_labels
+        return nats / num_tokens
 
     def make_trainer(folder: str, num_steps: int, callbacks: list) -> transformers.Trainer:
         by_length: dict[str, Any] = {'train_sampling_strategy': 'group_by_length'}
@@ -149,9 +162,9 @@ def train(
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step % (state.max_steps // num_evaluations) == 0:
-                scores = evaluate()
+                error = word_error()
                 passed = time.monotonic() - begin - uncounted
-                self.found.append({'seconds': passed, **scores})
+                self.found.append({'seconds': passed, 'word_error': error})
                 print(f'step {state.global_step}: {self.found[-1]}', file=sys.stderr, flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
@@ -164,6 +177,7 @@ def train(
         model.load_state_dict(initial)
         uncounted = time.monotonic() - begin_timing
         make_trainer(folder, num_steps, [Evaluations()]).train()
+    Evaluations.found[-1]['loss'] = loss()
     return Evaluations.found
 
 

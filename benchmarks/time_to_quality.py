@@ -80,7 +80,7 @@ BEST = Setting('adamw_torch', 1e-3, 'linear', 64, 'float32')  # of trials on two
 class Evaluation(NamedTuple):
     seconds: float  # since the command
     word_error: float  # in percent
-    loss: float = 0.0  # theirs, in nats per token
+    loss: float = 0.0  # theirs after the last step, in nats per token
 
 
 def main(argv: list[str]) -> None:

@@ -175,7 +175,8 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
             f'restore.only={chosen.only!r}, restore.strict={chosen.strict}: {setting} needs '
             "just the parameters of the base: set restore.only='target/.*' and restore.strict=True"
         )
-    if any(is_slot(path) for path in leaves):
+    has_slots = any(is_slot(path) for path in leaves)
+    if has_slots:
         check_same_divisor(config, opened.directory)
     step = formats.open.saved_step(leaves)  # 0 if it is not restored
     if step >= config.train.steps and not config.train.relative_steps:
@@ -217,9 +218,7 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
             initial = made(wanted.model_config, read, vocabulary, config.seed)
         leaves |= {f'{checkpoint.PARAMETER_PREFIX}{path}': x for path, x in initial.items()}
 
-    slots = 'without any'
-    if any(is_slot(path) for path in leaves):
-        slots = 'with the'
+    slots = 'with the' if has_slots else 'without any'
     description = f'From step {step:,} of {opened.directory}, {slots} optimizer state'
     for label, tree in (('initial', expected), ('not used', index)):
         others = sorted(only_parameters(tree).keys() - leaves)

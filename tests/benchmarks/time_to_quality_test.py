@@ -38,6 +38,7 @@ def test_the_rival(benchmark, tmp_path, monkeypatch, optimizer, schedule, dtype)
     found = benchmark.run_theirs(tmp_path, setting, seconds=3, num_words=5, num_evaluations=2)
     first, last = found
     assert 0 < first.seconds < last.seconds
+    assert first.loss == 0 < last.loss
     assert {first.word_error, last.word_error} <= {0, 20, 40, 60, 80, 100}
 
 
