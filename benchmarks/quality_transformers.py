@@ -34,7 +34,8 @@ def train(
     The last one has the loss, too, which is computed after the end, in nats per token of the first pronunciations.
     `examples`: a file, {split: [[ids of the letters, [ids of a pronunciation, ...]], ...]}, with EOS. An epoch has
     one pronunciation of each word, drawn at random. `begin`: the time of the start, as time.monotonic has it;
-    `speed_seconds`: measure the speed for so long, which is not counted.
+    `speed_seconds`: measure the speed for so long, which is not counted. `optimizer`: as the Trainer names it, or
+    adafactor_scaled, transformers' Adafactor with updates in proportion to the parameters.
     """
     import torch
     import transformers
@@ -125,7 +126,7 @@ def train(
             output_dir=folder,
             max_steps=num_steps,
             per_device_train_batch_size=batch_size,
-            optim=optimizer,
+            optim=optimizer.removesuffix('_scaled'),
             learning_rate=learning_rate,
             lr_scheduler_type=schedule,
             warmup_steps=min(500, num_steps // 10),
@@ -139,13 +140,18 @@ def train(
             remove_unused_columns=False,
             **by_length,
         )
-        return transformers.Seq2SeqTrainer(
+        trainer = transformers.Seq2SeqTrainer(
             model=model,
             args=arguments,
             train_dataset=Words(),
             data_collator=collate,
             callbacks=callbacks,
         )
+        if optimizer == 'adafactor_scaled':  # the Trainer's own is not scaled
+            trainer.optimizer = transformers.Adafactor(
+                model.parameters(), lr=learning_rate, scale_parameter=True, relative_step=False
+            )
+        return trainer
 
     class StepTimer(transformers.TrainerCallback):
         """Measures the speed, and ends after some seconds."""

@@ -26,7 +26,7 @@ from absl import app, flags
 ROOT = Path(__file__).resolve().parents[1]
 NUM_QUESTIONS = 2000
 NAMES = ('Ada', 'Bert', 'Carla', 'Dan', 'Eva', 'Finn', 'Gus', 'Hanna', 'Ivo', 'Jane')
-CITIES = ('Oslo', 'Rome', 'Paris', 'Lima', 'Cairo', 'Bonn', 'Kyoto', 'Quito', 'Delhi', 'Turin')
+CITIES = ('Oslo', 'Rome', 'Paris', 'Lima', 'Cairo', 'Bonn', 'Kyoto', 'Lagos', 'Delhi', 'Turin')
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string('folder', 'runs/recipes', 'The folder of the runs and their data.')
@@ -45,13 +45,12 @@ class Recipe(NamedTuple):
 
 
 # Adapters and all parameters learn a second kind of question on the model that knows the first kind.
-OF_PLACES = {
-    'data.files': '{folder}/places.csv',
+OF_NEIGHBOURS = {
+    'data.files': '{folder}/neighbours.csv',
     'restore.path': '{folder}/answers_0',
     'train.epochs': 20,
 }
-# Five of the twenty epochs of configs/g2p.py, with greedy answers.
-SHORT = {'train.steps': 1250, 'decode.beam_size': 1}
+HALF = {'train.steps': 2500}  # of the steps of configs/g2p.py
 LOSS = 'training_eval/{task}:nats_per_text_token'
 ANSWERS = ('inference_eval/text_to_text:eval/em', 'inference_eval/text_to_text:eval/f1')
 SUMMARIES = (LOSS.format(task='pydoc_summary'), 'inference_eval/pydoc_summary:eval/rougeL')
@@ -97,18 +96,18 @@ RECIPES = {
         },
         ANSWERS,
     ),
-    'places': Recipe('qa_csv.py:tiny', OF_PLACES, ANSWERS),
-    'places with LoRA': Recipe(
+    'neighbours': Recipe('qa_csv.py:tiny', OF_NEIGHBOURS, ANSWERS),
+    'neighbours with LoRA': Recipe(
         'qa_csv.py:tiny',
-        OF_PLACES
+        OF_NEIGHBOURS
         | {
             'model.lora_rank': 8,
             'optimizer.name': 'adamw',
-            'learning_rate.base_learning_rate': 0.001,
+            'learning_rate.base_learning_rate': 0.0025,
         },
         ANSWERS,
     ),
-    'places with a prompt': Recipe('prompt_tuning.py:tiny', OF_PLACES, ANSWERS),
+    'neighbours with a prompt': Recipe('prompt_tuning.py:tiny', OF_NEIGHBOURS, ANSWERS),
     'instructions': Recipe(
         'flan_jsonl.py',
         {
@@ -117,7 +116,7 @@ RECIPES = {
             'data.lengths.inputs': 128,
             'data.lengths.targets': 32,
             'train.batch_size': 16,
-            'train.epochs': 10,
+            'train.epochs': 30,
             'learning_rate.base_learning_rate': 0.01,
             'loss.loss_normalizing_factor': '',  # as in the run whose optimizer state it restores
         },
@@ -128,7 +127,7 @@ RECIPES = {
         {
             'data.module': '{folder}/both.py',
             'data.task': 'answers_and_summaries',
-            'restore.path': '{folder}/tiny_0',
+            'restore.path': '{folder}/answers_0',
             'train.steps': 1200,
             'infer_eval.every_steps': 1200,
         },
@@ -136,23 +135,28 @@ RECIPES = {
     ),
     'g2p': Recipe('g2p.py', {}, WORDS),
     'g2p long': Recipe('g2p.py:long', {}, WORDS),
-    'g2p short': Recipe('g2p.py', SHORT, WORDS),
-    'g2p short, 384 wide': Recipe(
+    'g2p half': Recipe('g2p.py', HALF, WORDS),
+    'g2p half, 384 wide': Recipe(
         'g2p.py',
-        SHORT | {'model.emb_dim': 384, 'model.num_heads': 6, 'model.mlp_dim': 768},
+        HALF | {'model.emb_dim': 384, 'model.num_heads': 6, 'model.mlp_dim': 768},
         WORDS,
     ),
-    'g2p short, 4 + 4 layers': Recipe(
+    'g2p half, 4 + 4 layers': Recipe(
         'g2p.py',
-        SHORT | {'model.num_encoder_layers': 4, 'model.num_decoder_layers': 4},
+        HALF | {'model.num_encoder_layers': 4, 'model.num_decoder_layers': 4},
         WORDS,
     ),
-    'g2p short, no dropout': Recipe('g2p.py', SHORT | {'model.dropout_rate': 0.0}, WORDS),
-    'g2p short, no smoothing': Recipe('g2p.py', SHORT | {'loss.label_smoothing': 0.0}, WORDS),
-    'g2p short, average': Recipe('g2p.py', SHORT | {'optimizer.ema_decay': 0.99}, WORDS),
-    'g2p short, bytes': Recipe(
+    'g2p half, no dropout': Recipe('g2p.py', HALF | {'model.dropout_rate': 0.0}, WORDS),
+    'g2p half, no smoothing': Recipe('g2p.py', HALF | {'loss.label_smoothing': 0.0}, WORDS),
+    'g2p half, average': Recipe('g2p.py', HALF | {'optimizer.ema_decay': 0.99}, WORDS),
+    'g2p half, 32 rows': Recipe(
         'g2p.py',
-        SHORT
+        {'train.steps': 5000, 'train.batch_size': 32, 'learning_rate.warmup_steps': 1000},
+        WORDS,
+    ),
+    'g2p half, bytes': Recipe(
+        'g2p.py',
+        HALF
         | {
             'data.vocabulary': 'bytes',
             'data.added_tokens': '()',
@@ -199,25 +203,23 @@ def write_data(folder: Path) -> None:
     """Write questions on two people each, of which a fifth have no answer, instructions, and two tasks."""
     rng = random.Random(0)
     people = []
-    places = []
+    neighbours = []
     instructions = []
     for _ in range(NUM_QUESTIONS):
         names = rng.sample(NAMES, 3)
         cities = rng.sample(CITIES, 3)
         asked = rng.choice((0, 0, 1, 1, 2))
         context = f'{names[0]} lives in {cities[0]}. {names[1]} lives in {cities[1]}.'
-        name, city = (names[asked], cities[asked]) if asked < 2 else ('', '')
-        row = {
-            'question': f'Where does {names[asked]} live?',
-            'context': context,
-            'answer': city,
-        }
+        city, other = (cities[asked], cities[1 - asked]) if asked < 2 else ('', '')
+        name = names[asked]
+        row = {'question': f'Where does {name} live?', 'context': context, 'answer': city}
         people.append(row)
-        places.append(row | {'question': f'Who lives in {cities[asked]}?', 'answer': name})
+        question = f"Where does {name}'s neighbour live?"
+        neighbours.append(row | {'question': question, 'answer': other})
         inputs = f'{row["question"]} {context}'
         instructions.append({'inputs': inputs, 'targets': city or 'unknown'})
         instructions.append({'inputs': f'Name the first person: {context}', 'targets': names[0]})
-    for kind, rows in {'people': people, 'places': places}.items():
+    for kind, rows in {'people': people, 'neighbours': neighbours}.items():
         with (folder / f'{kind}.csv').open('w', newline='') as file:
             writer = csv.DictWriter(file, fieldnames=['question', 'context', 'answer'])
             writer.writeheader()

@@ -25,7 +25,11 @@ def test_examples(benchmark, tmp_path):
 @pytest.mark.peers
 @pytest.mark.parametrize(
     'optimizer, schedule, dtype',
-    [('adafactor', 'constant', 'float32'), ('adamw_torch', 'linear', 'bfloat16')],
+    [
+        ('adafactor', 'constant', 'float32'),
+        ('adafactor_scaled', 'linear', 'float32'),
+        ('adamw_torch', 'linear', 'bfloat16'),
+    ],
 )
 def test_the_rival(benchmark, tmp_path, monkeypatch, optimizer, schedule, dtype):
     pytest.importorskip('torch')
