@@ -47,5 +47,16 @@ def test_the_rival(benchmark, tmp_path, monkeypatch, optimizer, schedule, dtype)
 
 
 @pytest.mark.slow
+def test_how_much_sooner(benchmark):
+    theirs = [benchmark.Evaluation(*x) for x in [(200, 60.0), (600, 50.0), (900, 40.0)]]
+    text = benchmark.sooner(benchmark.Evaluation(375, 45.0), theirs)
+    assert text == '45.00 %: ours after 375 s, transformers after 750 s: 2.00 times'
+    text = benchmark.sooner(benchmark.Evaluation(100, 40.0), theirs)
+    assert text == '40.00 %: ours after 100 s, transformers after 900 s: 9.00 times'
+    text = benchmark.sooner(benchmark.Evaluation(375, 39.0), theirs)
+    assert text.endswith('transformers not between 200 s and 900 s')
+
+
+@pytest.mark.slow
 def test_refuses():
     assert_refuses(SCRIPT, '--minutes=0', '--minutes')
