@@ -92,7 +92,7 @@ RECIPES = {
         {
             'data.files': '{folder}/people.csv',
             'restore.path': '{folder}/tiny_0',
-            'train.epochs': 60,
+            'train.epochs': 100,
         },
         ANSWERS,
     ),
