@@ -13,7 +13,7 @@ Flaxformer: t5x/configs/longt5/models/longt5_1_1_transient_global_SIZE.gin, and 
 Checkpoints: gs://t5-data/pretrained_models/t5x/longt5/tglobal_SIZE/checkpoint_1000000, local_base and
 local_large; on Hugging Face's hub google/long-t5-tglobal-SIZE and google/long-t5-local-SIZE.
 Vocabulary: gs://t5-data/vocabs/cc_all.32000/sentencepiece.model.
-Hardware and time: no run yet; --mode=plan compiles it. Tests check names, shapes and number of parameters.
+Hardware and time: docs/scaling.md has plans; tests check names, shapes and number of parameters.
 Number to expect: ROUGE-1, -2 and -L of 48.35, 21.92 and 44.27 of xl on arXiv (Guo et al. 2022).
 """
 

@@ -221,7 +221,15 @@ SLOW_PAGES = []
 for page in PAGES:
     if any(map(is_run, blocks_of(page))):
         # Other tests train own models, trace runs, and read and stop as these pages do.
-        is_long = page.stem in ('numbers', 'own_model', 'data', 'stop_and_continue')
+        is_long = page.stem in (
+            'api',
+            'data',
+            'finetuning',
+            'numbers',
+            'own_model',
+            'stop_and_continue',
+            'tasks',
+        )
         SLOW_PAGES.append(
             pytest.param(page, id=id_of(page), marks=[pytest.mark.long] if is_long else [])
         )

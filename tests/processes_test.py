@@ -13,6 +13,7 @@ import numpy as np
 import own_task
 import pytest
 from command_line import ROOT
+from forms import first_in_ci
 from questions import make_config, write_task
 from runs import (
     ENVIRONMENT,
@@ -131,6 +132,7 @@ def kill_after_two_chunks(monkeypatch, folder, checkpoint, request):
     assert len(list(folder.glob('tmp-*/*-chunk*.COMPLETED'))) == 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_processes_leave_the_files_of_one(tmp_path, monkeypatch, capsys):
     """Training with task metrics, --mode=evaluate and --mode=infer, the last two half done before."""
@@ -303,7 +305,7 @@ def test_two_processes_save_the_same_step_before_an_error(place, tmp_path, monke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('place', ['metrics of the first', 'last save of the first'])
+@pytest.mark.parametrize('place', first_in_ci(['metrics of the first', 'last save of the first']))
 def test_an_error_that_the_first_process_alone_can_have_ends_both(place, tmp_path):
     own_task.write(tmp_path)
     outputs = in_two_processes(FAILING, tmp_path, statuses=(1, 1), FAIL=place)
@@ -361,7 +363,7 @@ def arguments(corpus, tmp_path):
     'name, number',
     [
         ('SIGKILL', 1),
-        ('SIGSTOP', 1),
+        pytest.param('SIGSTOP', 1, marks=pytest.mark.long),
         pytest.param('SIGKILL', 0, marks=pytest.mark.long),
         pytest.param('SIGSTOP', 0, marks=pytest.mark.long),
     ],

@@ -152,7 +152,7 @@ def tfds_dir(make_once):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('recipe', first_in_ci(TFDS_RECIPES, 2))
+@pytest.mark.parametrize('recipe', first_in_ci(TFDS_RECIPES))
 def test_a_recipe_on_tfds(recipe, tfds_dir, uninterrupted, tmp_path):
     config = config_of(recipe, tfds_dir=str(tfds_dir))
     checkpoint = uninterrupted
@@ -263,7 +263,7 @@ def step_shapes(config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('recipe', first_in_ci(RECIPES, 5))
+@pytest.mark.parametrize('recipe', first_in_ci(RECIPES, 3))
 def test_a_step_of_full_size(recipe):
     shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), x) for x in step_shapes(recipe_of(recipe))]
     assert shapes[0] == shapes[1]

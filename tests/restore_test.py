@@ -77,7 +77,7 @@ def test_everything_of_T5X(corpus, mesh_shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('mesh_shape', [(1, 1, 1), (1, 2, 2)])
+@pytest.mark.parametrize('mesh_shape', [(1, 2, 2), pytest.param((1, 1, 1), marks=pytest.mark.long)])
 def test_a_run_that_never_saved_begins_with_everything_of_T5X(corpus, tmp_path, capsys, mesh_shape):
     config = tiny_config(T5X, corpus)
     config.mesh.data, config.mesh.fsdp, config.mesh.model = mesh_shape

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from command_line import ROOT
 from corpora import make_config
-from forms import first_quick
+from forms import first_in_ci, first_quick
 from runs import Program
 
 import tasks
@@ -505,7 +505,7 @@ FAILURES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('fails, settings, words', FAILURES)
+@pytest.mark.parametrize('fails, settings, words', first_in_ci(FAILURES))
 def test_a_failure_while_training(command_line, finished, tmp_path, fails, settings, words):
     for name in ('own.py', 'x.jsonl'):
         shutil.copy(finished / name, tmp_path / name)

@@ -32,6 +32,7 @@ def test_the_first_steps_have_T5Xs_losses(benchmark, tmp_path):  # noqa: N802
         np.testing.assert_allclose(found.losses, golden['losses'][:NUM_STEPS], rtol=0, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_perturbed_parameters(benchmark, tmp_path):
     benchmark.write_text(tmp_path / 'dictionary.txt')

@@ -8,6 +8,7 @@ from benchmark_scripts import assert_refuses
 SCRIPT = 'time_to_quality.py'
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_examples(benchmark, tmp_path):
     benchmark.write_examples(tmp_path)

@@ -51,6 +51,7 @@ def table_of(corpus, dtype, *arguments):
     return table, done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_table(corpus):
     table, output = table_of(corpus, 'float32', '--rivals=none')

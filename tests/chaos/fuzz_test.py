@@ -453,7 +453,7 @@ STRATEGIES = {
 
 @pytest.mark.parametrize('num_inputs', [20, pytest.param(2000, marks=pytest.mark.chaos)])
 @pytest.mark.slow
-@pytest.mark.parametrize('name', first_in_ci(STRATEGIES, 10))
+@pytest.mark.parametrize('name', first_in_ci(STRATEGIES, 6))
 def test_a_file_is_read_or_named(reader, name, num_inputs):
     if 'promptsource' in name:
         pytest.importorskip('yaml', reason="pip install -e '.[prompts]'")

@@ -30,7 +30,7 @@ def files_of(workdir):
 @pytest.mark.parametrize(
     'num_steps, num_kills',
     [
-        pytest.param(600, 2, marks=pytest.mark.slow),
+        pytest.param(600, 2, marks=[pytest.mark.slow, pytest.mark.long]),
         pytest.param(20_000, 10, marks=pytest.mark.chaos),
     ],
 )

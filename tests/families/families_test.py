@@ -209,6 +209,7 @@ def test_adapters_of_attention(corpus, family, finished, tmp_path):
     check_merged(merged, unmerged, base, 1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_killed_and_started_again(command_line, corpus, family, tmp_path):
     steps = 60

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forms import first_in_ci
 from runs import ROOT, run, small_config
 from small_models import (
     OWN_SIZES,
@@ -37,10 +38,10 @@ from prepare import make_spec, prepare
 WINDOW = str(ROOT / 'examples/sliding_window/sliding_window.py')
 GROUPED = str(ROOT / 'examples/grouped_heads/grouped_heads.py')
 # (model.module, model.options)
-EXAMPLES = pytest.mark.parametrize(
-    'module, options',
-    [(WINDOW, {'window': 3}), (GROUPED, {'num_kv_heads': 4})],
-    ids=['window', 'grouped'],
+VALUES = [(WINDOW, {'window': 3}), (GROUPED, {'num_kv_heads': 4})]
+EXAMPLES = pytest.mark.parametrize('module, options', VALUES, ids=['window', 'grouped'])
+FIRST_IN_CI = pytest.mark.parametrize(
+    'module, options', first_in_ci(VALUES), ids=['window', 'grouped']
 )
 pytestmark = pytest.mark.usefixtures('highest_precision')
 
@@ -66,7 +67,7 @@ def trained(config):
 
 
 @pytest.mark.slow
-@EXAMPLES
+@FIRST_IN_CI
 @pytest.mark.parametrize(
     'remat, is_scan', [('dots', True), pytest.param('none', False, marks=pytest.mark.long)]
 )
@@ -114,7 +115,7 @@ def test_greedy_answers_are_those_of_the_uncached_logits(module, options):
 
 
 @pytest.mark.slow
-@EXAMPLES
+@FIRST_IN_CI
 def test_beams_are_those_of_an_uncached_search(module, options):
     """On 2 x 2 x 2 devices, too. Without reordering, they would be others."""
     config, params = example_of(module, options)
@@ -138,7 +139,7 @@ def test_beams_are_those_of_an_uncached_search(module, options):
 
 
 @pytest.mark.slow
-@EXAMPLES
+@FIRST_IN_CI
 def test_a_run_on_a_mesh_is_opened_and_decodes(corpus, tmp_path, module, options):
     config = small_config(corpus, steps=8, data_axis=2, model_axis=2)
     config.mesh.fsdp = 2

@@ -100,6 +100,7 @@ def test_settings_of_jax_win(tmp_path):
     assert not (tmp_path / 'b').exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_commands_that_share_a_cache_have_the_same_results(corpus, tmp_path):
     """Two at once that compile, and one that finds their programs."""
