@@ -26,7 +26,7 @@ from configs.base import Value
 from modes import command_line, plan_decoding, process
 from modes.collectives import Collective, collectives_of, executed
 from modes.of_checkpoint import with_restored_sizes
-from modes.topology import CHIPS, SLICES, Chip, devices_of
+from modes.topology import CHIPS, SLICES, Chip, devices_of, keep_jax_on_cpu
 from prepare import fit_step, make_spec
 from run import memory
 from run.console import Console
@@ -35,25 +35,21 @@ Traffic = dict[tuple[str, tuple[str, ...]], float]  # {(kind, axes): bytes of a 
 
 
 def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int:
+    # Before a checkpoint is opened, which starts JAX.
+    if flags.topology == 'all':
+        keep_jax_on_cpu()
+    else:
+        devices = devices_of(flags.topology)
     config, line = with_restored_sizes(config, command_line.changes())
     if line:
         Console().line(line)
-    lines = plan(config, flags.topology)
+    if flags.topology == 'all':
+        lines = table(config)
+    else:
+        lines = lines_of(config, spec_of(config, flags.topology, devices), devices)
     signals.begin_work()
     process.print_lines(lines, sys.stdout)
     return 0
-
-
-def plan(config: ConfigDict, topology: str) -> Iterator[str]:
-    """Return the lines of a plan, which compile when they are drawn.
-
-    Raises ValueError for devices and settings that do not go together. Drawing the lines raises it
-    if a step does not fit, or, with --topology=all, fits on none of the slices.
-    """
-    if topology == 'all':
-        return table(config)
-    devices = devices_of(topology)
-    return lines_of(config, spec_of(config, topology, devices), devices)
 
 
 def spec_of(config: ConfigDict, topology: str, devices: list) -> train.StepSpec:
@@ -68,6 +64,7 @@ def spec_of(config: ConfigDict, topology: str, devices: list) -> train.StepSpec:
 
 
 def lines_of(config: ConfigDict, spec: train.StepSpec, devices: list) -> Iterator[str]:
+    """Yield the lines of a plan. Drawing them compiles, and raises ValueError if a step does not fit."""
     mesh = spec.mesh
     kind = mesh.devices.flat[0].device_kind
     lengths = spec.feature_lengths

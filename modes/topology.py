@@ -91,10 +91,7 @@ def devices_of(topology: str) -> list:
     """Return the devices that --topology names: v5e:16x16, h100:8, cpu:8, '' for those that are here."""
     if not topology:
         return local_devices()
-    jax.config.update('jax_platforms', 'cpu')
-    xla_flags = os.environ.get('XLA_FLAGS', '')
-    if XLA_FLAG not in xla_flags:  # read once: a GPU may follow other devices
-        process.set_variables({'XLA_FLAGS': f'{xla_flags} {XLA_FLAG}'})
+    keep_jax_on_cpu()
     kind, _, size = topology.partition(':')
     if kind == 'cpu' or kind in GPUS:
         if not size.isdecimal() or not 1 <= int(size) <= MAX_DEVICES:
@@ -117,6 +114,14 @@ def devices_of(topology: str) -> list:
     except RuntimeError as error:
         raise ValueError(f'--topology={topology}: {error}: {REMEDY}') from error
     return devices
+
+
+def keep_jax_on_cpu() -> None:
+    """Let JAX use the CPU alone and compile for devices that are not here. Call it before JAX starts."""
+    jax.config.update('jax_platforms', 'cpu')
+    xla_flags = os.environ.get('XLA_FLAGS', '')
+    if XLA_FLAG not in xla_flags:  # read once: a GPU may follow other devices
+        process.set_variables({'XLA_FLAGS': f'{xla_flags} {XLA_FLAG}'})
 
 
 def local_devices() -> list:

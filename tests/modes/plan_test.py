@@ -124,15 +124,16 @@ def test_the_formula_counts_the_products_of_a_layer(activations):
 TOO_LARGE = ['--config.model.emb_dim=16384', '--config.model.mlp_dim=1048576']
 
 
-def test_a_model_that_does_not_fit(command_line, tmp_path):
-    done = command_line(
-        '--mode=plan',
-        f'--config={ROOT}/configs/tiny.py',
-        '--topology=cpu:2',
-        *TOO_LARGE,
-        cwd=tmp_path,
-    )
+@pytest.mark.parametrize('is_restored', [False, True])
+def test_a_model_that_does_not_fit(command_line, uninterrupted, tmp_path, is_restored):
+    """Opening a checkpoint starts JAX: its devices are named before."""
+    arguments = [f'--config={ROOT}/configs/tiny.py', '--topology=cpu:2', *TOO_LARGE]
+    if is_restored:
+        arguments.append(f'--config.restore.path={uninterrupted}')
+    done = command_line('--mode=plan', *arguments, cwd=tmp_path)
     assert done.status == 1
+    assert (f'restore.path={uninterrupted}' in done.stdout) == is_restored
+    assert ' on 2 devices (cpu)' in done.stdout
     assert done.stdout.splitlines()[-1] == 'Fits: NO'
     assert 'parameters and optimizer state take' in done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -182,14 +183,14 @@ def test_a_table_goes_on_after_a_slice_that_fails(monkeypatch):
     monkeypatch.setattr(plan, 'SLICES', ('cpu:8', 'cpu:7', 'v5e:nothing', 'cpu:8'))
     monkeypatch.setattr(plan, 'devices_of', fake_devices)
     config = small_config('', data_axis=-1, model_axis=2)
-    header, first, *refused, last = plan.plan(config, 'all')
+    header, first, *refused, last = plan.table(config)
     assert first.split()[:3] == ['cpu:8', '4x1x2', '1']
     assert first.split()[3] == last.split()[3]
     assert 'cpu:7      not planned: mesh.data=-1' in refused[0]
     assert refused[1] == 'v5e:nothing not planned: no such slice'
     config.train.num_microbatches = 1
     monkeypatch.setattr(memory, 'memory_limit', lambda mesh: 1000)
-    lines = plan.plan(config, 'all')
+    lines = plan.table(config)
     assert 'NO: parameters and optimizer state take' in [next(lines) for _ in range(5)][1]
     with pytest.raises(ValueError, match='fits on none'):
         next(lines)
