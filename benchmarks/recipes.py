@@ -127,9 +127,9 @@ RECIPES = {
         {
             'data.module': '{folder}/both.py',
             'data.task': 'answers_and_summaries',
-            'restore.path': '{folder}/answers_0',
-            'train.steps': 1200,
-            'infer_eval.every_steps': 1200,
+            'restore.path': '{folder}/tiny_0',  # answers_0 has learned questions of this validation
+            'train.steps': 2400,
+            'infer_eval.every_steps': 2400,
         },
         ['inference_eval/answers:eval/accuracy', 'inference_eval/pydoc_summary:eval/rougeL'],
     ),
