@@ -220,7 +220,7 @@ QUICK_PAGES = [page for page in PAGES if any(map(runs_quickly, blocks_of(page)))
 SLOW_PAGES = []
 for page in PAGES:
     if any(map(is_run, blocks_of(page))):
-        # Other tests train own models, trace runs, and read and stop as these pages do.
+        # Other tests train own models, trace runs, fine-tune, call infer, and read and stop as these pages do.
         is_long = page.stem in (
             'api',
             'data',
