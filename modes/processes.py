@@ -187,6 +187,7 @@ class Group:
         deadline = time.monotonic() + 2 * GRACE_SECONDS
         while self.number == 0 and time.monotonic() < deadline:
             if len(self.client.key_value_dir_get('left')) == len(self.everyone):
+                time.sleep(TICK_SECONDS)  # until those that have just said so have ended
                 break
             time.sleep(0.1)
         process.end_now(status)

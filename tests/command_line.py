@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from runs import ENVIRONMENT
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+TIMEOUT = 300  # seconds, for a command or for its next line
 
 SERVER = """
 import json, os, signal, sys
@@ -83,7 +85,7 @@ class CommandLine:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=ENVIRONMENT,
+            env=ENVIRONMENT | {'PYTHONFAULTHANDLER': '1'},
         )
 
     def __call__(self, *arguments, cwd=ROOT, **environment) -> Result:
@@ -140,6 +142,15 @@ class Process:
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
+    def sleep_until(self, deadline: float) -> None:
+        """Sleep for a moment. Past the deadline, end the process, which says where its threads are."""
+        if time.monotonic() > deadline:
+            os.killpg(self.pid, signal.SIGABRT)
+            while self.poll() is None:
+                time.sleep(0.003)
+            raise TimeoutError(self.stderr.read_text(errors='replace'))
+        time.sleep(0.003)
+
     def wait_until_open(self) -> None:
         """Wait until the process has opened its stdout; stderr is opened after that."""
         while not self.stderr.exists():
@@ -148,6 +159,7 @@ class Process:
 
     def wait_for(self, pattern: str) -> str:
         """Return the first new line of stdout that begins with a regular expression."""
+        deadline = time.monotonic() + TIMEOUT
         while True:
             has_ended = self.poll() is not None
             lines = (
@@ -161,16 +173,13 @@ class Process:
                     return line
             if has_ended:
                 raise AssertionError(self.stderr.read_text())
-            time.sleep(0.01)
+            self.sleep_until(deadline)
 
-    def wait(self, timeout: float = 300) -> Result:
+    def wait(self) -> Result:
         """Return the result when the process has ended."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + TIMEOUT
         while self.poll() is None:
-            if time.monotonic() > deadline:
-                os.killpg(self.pid, 9)
-                raise TimeoutError(self.stderr.read_text(errors='replace'))
-            time.sleep(0.003)
+            self.sleep_until(deadline)
         stdout = ''
         if self.stdout.is_file():
             stdout = self.stdout.read_text(errors='replace')

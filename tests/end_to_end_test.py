@@ -386,6 +386,7 @@ def test_the_command_of_the_readme(tmp_path):
     assert f'Next: {answer}' in finetuned.stdout
 
 
+@pytest.mark.long  # sources/cmudict_test.py learns in CI
 @pytest.mark.slow(takes_minutes=True)
 def test_tiny_learns(tmp_path):
     """Half of configs/tiny.py is enough: 0.4 nats below the baseline on text."""

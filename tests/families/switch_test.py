@@ -216,7 +216,7 @@ def on_one_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('mesh, axis, num_microbatches, remat, scan_layers', first_in_ci(WAYS, 2))
+@pytest.mark.parametrize('mesh, axis, num_microbatches, remat, scan_layers', first_in_ci(WAYS))
 def test_the_same_in_all_ways(on_one_device, mesh, axis, num_microbatches, remat, scan_layers):
     """Losses, what the experts report, and the state. Dropout is on, and tokens are dropped."""
     expected, expected_state = on_one_device
