@@ -430,9 +430,10 @@ def test_one_name_is_published():
 
 @pytest.mark.slow
 def test_the_editable_install(folder):
-    installed = importlib.metadata.Distribution.from_name('t5-haiku')
-    origin = json.loads(installed.read_text('direct_url.json') or '{}')
-    if origin.get('url') != ROOT.as_uri():
+    origins = []
+    for installed in importlib.metadata.distributions(name='t5-haiku'):  # one is the egg-info here
+        origins.append(json.loads(installed.read_text('direct_url.json') or '{}').get('url'))
+    if ROOT.as_uri() not in origins:
         pytest.skip('needs pip install -e . of this checkout')
     for file in (folder / 'site').iterdir():
         file.unlink()
