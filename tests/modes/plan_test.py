@@ -277,6 +277,8 @@ def test_the_speed_of_links_along_no_axis():
 def test_a_plan_for_devices_that_are_not_here(topology, lines, command_line, tmp_path):
     arguments = [f'--config={ROOT}/configs/tiny.py', f'--topology={topology}']
     arguments += ['--config.mesh.fsdp=2', '--config.model.scan_layers=True']
+    # XLA for TPUs has failed at such sums in a loop.
+    arguments += ['--config.train.gradient_dtype=bfloat16', '--config.train.num_microbatches=2']
     done = command_line('--mode=plan', *arguments, cwd=tmp_path)
     assert done.status == 0, done.stderr[-3000:]
     if topology.startswith('v5e'):  # the CUDA plugin prints that it finds no driver
