@@ -146,6 +146,8 @@ class Process:
         """Sleep for a moment. Past the deadline, end the process, which says where its threads are."""
         if time.monotonic() > deadline:
             os.killpg(self.pid, signal.SIGABRT)
+            time.sleep(5)
+            os.killpg(self.pid, signal.SIGKILL)
             while self.poll() is None:
                 time.sleep(0.003)
             raise TimeoutError(self.stderr.read_text(errors='replace'))
