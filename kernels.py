@@ -254,6 +254,12 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 # How a train step is compiled.
 
+
+def kept_in_loop(x: jax.Array) -> jax.Array:
+    """Return a sum over devices that XLA leaves in its loop. For TPUs, it fails to move one in bfloat16 out."""
+    return x if x.dtype == jnp.float32 else lax.optimization_barrier(x)
+
+
 YNNPACK = 'xla_cpu_experimental_ynn_fusion_type'
 PRODUCTS = 'LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT'  # YNNPACK computes products alone
 # Flags in /proc/cpuinfo of a CPU, x86 or ARM, that multiplies bfloat16.

@@ -106,9 +106,7 @@ def _all_gather_forward(x, axis, dim, dtype, gradient_dtype):
 def _all_gather_backward(axis, dim, dtype, gradient_dtype, _, grad):
     grad = grad.astype(gradient_dtype)
     total = lax.psum_scatter(grad, axis, scatter_dimension=dim, tiled=True)
-    if gradient_dtype != 'float32':
-        total = lax.optimization_barrier(total)  # XLA fails at moving it out of a loop on TPUs
-    return (total.astype(jnp.float32),)
+    return (kernels.kept_in_loop(total).astype(jnp.float32),)
 
 
 all_gather.defvjp(_all_gather_forward, _all_gather_backward)

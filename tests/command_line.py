@@ -142,7 +142,7 @@ class Process:
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
-    def sleep_until(self, deadline: float) -> None:
+    def sleep_or_end(self, deadline: float) -> None:
         """Sleep for a moment. Past the deadline, end the process, which says where its threads are."""
         if time.monotonic() > deadline:
             os.killpg(self.pid, signal.SIGABRT)
@@ -155,9 +155,10 @@ class Process:
 
     def wait_until_open(self) -> None:
         """Wait until the process has opened its stdout; stderr is opened after that."""
+        deadline = time.monotonic() + TIMEOUT
         while not self.stderr.exists():
             assert self.poll() is None
-            time.sleep(0.003)
+            self.sleep_or_end(deadline)
 
     def wait_for(self, pattern: str) -> str:
         """Return the first new line of stdout that begins with a regular expression."""
@@ -175,13 +176,13 @@ class Process:
                     return line
             if has_ended:
                 raise AssertionError(self.stderr.read_text())
-            self.sleep_until(deadline)
+            self.sleep_or_end(deadline)
 
     def wait(self) -> Result:
         """Return the result when the process has ended."""
         deadline = time.monotonic() + TIMEOUT
         while self.poll() is None:
-            self.sleep_until(deadline)
+            self.sleep_or_end(deadline)
         stdout = ''
         if self.stdout.is_file():
             stdout = self.stdout.read_text(errors='replace')
