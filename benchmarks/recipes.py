@@ -50,7 +50,7 @@ OF_NEIGHBOURS = {
     'restore.path': '{folder}/answers_0',
     'train.epochs': 20,
 }
-HALF = {'train.steps': 2500}  # of the steps of configs/g2p.py
+DROPOUT = {'model.dropout_rate': 0.1}  # of the settings that are compared on configs/g2p.py
 LOSS = 'training_eval/{task}:nats_per_text_token'
 ANSWERS = ('inference_eval/text_to_text:eval/em', 'inference_eval/text_to_text:eval/f1')
 SUMMARIES = (LOSS.format(task='pydoc_summary'), 'inference_eval/pydoc_summary:eval/rougeL')
@@ -135,28 +135,28 @@ RECIPES = {
     ),
     'g2p': Recipe('g2p.py', {}, WORDS),
     'g2p long': Recipe('g2p.py:long', {}, WORDS),
-    'g2p half': Recipe('g2p.py', HALF, WORDS),
-    'g2p half, 384 wide': Recipe(
+    'g2p dropout': Recipe('g2p.py', DROPOUT, WORDS),
+    'g2p dropout, twice the steps': Recipe('g2p.py', DROPOUT | {'train.steps': 5000}, WORDS),
+    'g2p dropout, 384 wide': Recipe(
         'g2p.py',
-        HALF | {'model.emb_dim': 384, 'model.num_heads': 6, 'model.mlp_dim': 768},
+        DROPOUT | {'model.emb_dim': 384, 'model.num_heads': 6, 'model.mlp_dim': 768},
         WORDS,
     ),
-    'g2p half, 4 + 4 layers': Recipe(
+    'g2p dropout, 4 + 4 layers': Recipe(
         'g2p.py',
-        HALF | {'model.num_encoder_layers': 4, 'model.num_decoder_layers': 4},
+        DROPOUT | {'model.num_encoder_layers': 4, 'model.num_decoder_layers': 4},
         WORDS,
     ),
-    'g2p half, no dropout': Recipe('g2p.py', HALF | {'model.dropout_rate': 0.0}, WORDS),
-    'g2p half, no smoothing': Recipe('g2p.py', HALF | {'loss.label_smoothing': 0.0}, WORDS),
-    'g2p half, average': Recipe('g2p.py', HALF | {'optimizer.ema_decay': 0.99}, WORDS),
-    'g2p half, 32 rows': Recipe(
+    'g2p dropout, no smoothing': Recipe('g2p.py', DROPOUT | {'loss.label_smoothing': 0.0}, WORDS),
+    'g2p dropout, average': Recipe('g2p.py', DROPOUT | {'optimizer.ema_decay': 0.99}, WORDS),
+    'g2p dropout, 32 rows': Recipe(
         'g2p.py',
-        {'train.steps': 5000, 'train.batch_size': 32, 'learning_rate.warmup_steps': 1000},
+        DROPOUT | {'train.steps': 5000, 'train.batch_size': 32, 'learning_rate.warmup_steps': 1000},
         WORDS,
     ),
-    'g2p half, bytes': Recipe(
+    'g2p dropout, bytes': Recipe(
         'g2p.py',
-        HALF
+        DROPOUT
         | {
             'data.vocabulary': 'bytes',
             'data.added_tokens': '()',

@@ -7,8 +7,8 @@ Both train the model of configs/g2p.py with its dropout and label smoothing on t
 of one vocabulary, on all cores. Ours is `python main.py --config=configs/g2p.py` with fewer and smaller steps. The
 rival has a T5Config of the same sizes, batches by length, and trials of `trial_minutes` first: the Trainer's AdamW and
 Adafactor, and Adafactor with updates in proportion to the parameters, which T5 was trained with, at several rates; two
-more batch sizes; bfloat16 autocast. The setting with the lowest loss then trains for `minutes`, ours for half of that,
-and both again in the other order.
+more batch sizes; bfloat16 autocast. The setting with the lowest loss then trains for `minutes`, ours for half of that
+in the faster of float32 and bfloat16, and both again in the other order.
 
 The steps follow from the speed of some steps before, which are not counted. Three times, at equal distances, each
 answers the same NUM_WORDS words of the test greedily. Prints the word error, in percent, and the seconds from the
@@ -55,7 +55,7 @@ flags.DEFINE_float('minutes', 20, "The rival's time.", lower_bound=0.1)
 flags.DEFINE_float(
     'trial_minutes',
     1.5,
-    'The time of each trial; 0: without trials, with the setting that was best here.',
+    'The time of each trial; 0: half a minute for each dtype, with the other settings that were best here.',
     lower_bound=0,
 )
 
@@ -83,6 +83,7 @@ FIRST = [
 ]
 # The best of trials on two cores of a Xeon. After 90 seconds 32 words are as good, after 12 minutes they are not.
 BEST = Setting('adafactor_scaled', 3e-2, 'linear', 64, 'float32')
+DTYPES = ('float32', 'bfloat16')  # which one is faster depends on the CPU
 
 
 class Evaluation(NamedTuple):
@@ -95,14 +96,16 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_examples(folder)
-        best = best_of_trials(folder) if FLAGS.trial_minutes else BEST
-        steps_per_second = speed_of_ours(folder)
+        best = best_of_trials(folder)
+        speeds = {dtype: speed_of_ours(folder, dtype) for dtype in DTYPES}
+        dtype = max(speeds, key=speeds.__getitem__)
+        print(f'steps of ours per second: {speeds}', flush=True)
         seconds = 60 * FLAGS.minutes
         runs: dict[str, list[list[Evaluation]]] = {'ours': [], 'transformers': []}
         for turn, contender in enumerate(['ours', 'transformers', 'transformers', 'ours']):
             if contender == 'ours':
-                num_steps = int(seconds / 2 * steps_per_second)
-                evaluations = run_ours(folder / f'ours_{turn}', folder, num_steps)
+                num_steps = int(seconds / 2 * speeds[dtype])
+                evaluations = run_ours(folder / f'ours_{turn}', folder, dtype, num_steps)
             else:
                 evaluations = run_theirs(folder, best, seconds, NUM_WORDS, NUM_EVALUATIONS)
             runs[contender].append(evaluations)
@@ -124,22 +127,24 @@ def sooner(ours: Evaluation, theirs: Sequence[Evaluation]) -> str:
 
 
 def best_of_trials(folder: Path) -> Setting:
-    """Train with each of FIRST, then the best one with other batch sizes, then the best in bfloat16."""
+    """Train with each of FIRST, then the best one with other batch sizes, then the best in each dtype."""
     print('trials of transformers: loss and word error after the seconds of training', flush=True)
     losses: dict[Setting, float] = {}
 
     def best_with(settings: Iterable[Setting]) -> Setting:
         for setting in settings:
-            seconds = 60 * FLAGS.trial_minutes
+            seconds = 60 * (FLAGS.trial_minutes or 0.5)
             (found,) = run_theirs(folder, setting, seconds, NUM_TRIAL_WORDS, num_evaluations=1)
             losses[setting] = found.loss
             scores = f'{found.loss:.3f}, {found.word_error:.1f} %'
             print(f'  {setting}: {scores} after {found.seconds:.0f} s', flush=True)
         return min(losses, key=losses.__getitem__)
 
-    best = best_with(FIRST)
-    best = best_with(best._replace(batch_size=size) for size in BATCH_SIZES)
-    return best_with([best._replace(dtype='bfloat16')])
+    best = BEST
+    if FLAGS.trial_minutes:
+        best = best_with(FIRST)
+        best = best_with(best._replace(batch_size=size) for size in BATCH_SIZES)
+    return best_with(best._replace(dtype=dtype) for dtype in DTYPES)
 
 
 def write_examples(folder: Path) -> None:
@@ -163,11 +168,12 @@ def write_examples(folder: Path) -> None:
 # Ours.
 
 
-def command(workdir: Path, folder: Path, num_steps: int) -> list[str]:
+def command(workdir: Path, folder: Path, dtype: str, num_steps: int) -> list[str]:
     settings = {
         'data.vocabulary': folder / 'run',
         'train.steps': num_steps,
         'train.batch_size': BATCH_SIZE,
+        'model.dtype': dtype,
         'learning_rate.warmup_steps': max(1, num_steps // 10),
         'infer_eval.every_steps': num_steps // NUM_EVALUATIONS,
         'infer_eval.num_examples': NUM_WORDS,
@@ -176,12 +182,12 @@ def command(workdir: Path, folder: Path, num_steps: int) -> list[str]:
     return main_runs.command('g2p.py', workdir, settings)
 
 
-def speed_of_ours(folder: Path) -> float:
+def speed_of_ours(folder: Path, dtype: str) -> float:
     """Return the steps per second of a short run, without compiling."""
-    workdir = folder / 'speed'
+    workdir = folder / f'speed_{dtype}'
     log = f'--config.log.every_steps={SPEED_STEPS // 2}'
     subprocess.run(
-        [*command(workdir, folder, SPEED_STEPS), log, '--config.infer_eval.num_examples=1'],
+        [*command(workdir, folder, dtype, SPEED_STEPS), log, '--config.infer_eval.num_examples=1'],
         cwd=ROOT,
         check=True,
         stdout=sys.stderr,
@@ -191,11 +197,11 @@ def speed_of_ours(folder: Path) -> float:
     return speeds[-1]
 
 
-def run_ours(workdir: Path, folder: Path, num_steps: int) -> list[Evaluation]:
+def run_ours(workdir: Path, folder: Path, dtype: str, num_steps: int) -> list[Evaluation]:
     num_steps -= num_steps % NUM_EVALUATIONS  # the last step is then the last evaluation
     begin = time.monotonic()
     process = subprocess.Popen(
-        command(workdir, folder, num_steps), cwd=ROOT, stdout=subprocess.PIPE, text=True
+        command(workdir, folder, dtype, num_steps), cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     found = []

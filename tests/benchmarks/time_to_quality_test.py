@@ -17,7 +17,7 @@ def test_examples(benchmark, tmp_path):
     letters, pronunciations = words['train'][0]
     assert letters[-1] == 1 and all(x[-1] == 1 and 0 not in x for x in pronunciations)
     assert max(len(x) for _, some in words['test'] for x in some) <= 32
-    assert benchmark.command(tmp_path / 'ours', tmp_path, 30)[-2:] == [
+    assert benchmark.command(tmp_path / 'ours', tmp_path, 'float32', 30)[-2:] == [
         '--config.infer_eval.num_examples=4000',
         '--config.decode.beam_size=1',
     ]
