@@ -35,9 +35,6 @@ Traffic = dict[tuple[str, tuple[str, ...]], float]  # {(kind, axes): bytes of a 
 
 
 def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int:
-    # JAX's cache takes programs of devices that are not here, and cannot read them.
-    if flags.topology.partition(':')[0] not in ('', 'cpu'):
-        jax.config.update('jax_enable_compilation_cache', False)
     # Before a checkpoint is opened, which starts JAX.
     if flags.topology == 'all':
         keep_jax_on_cpu()

@@ -93,6 +93,8 @@ def devices_of(topology: str) -> list:
         return local_devices()
     keep_jax_on_cpu()
     kind, _, size = topology.partition(':')
+    if kind != 'cpu':  # JAX's cache takes programs of absent devices, and cannot read them
+        jax.config.update('jax_enable_compilation_cache', False)
     if kind == 'cpu' or kind in GPUS:
         if not size.isdecimal() or not 1 <= int(size) <= MAX_DEVICES:
             raise ValueError(
