@@ -4,11 +4,12 @@
     python benchmarks/time_to_quality.py [--minutes=20] [--trial_minutes=1.5]
 
 Both train the model of configs/g2p.py with its dropout and label smoothing on the words of its split, with the ids
-of one vocabulary, on all cores. Ours is `python main.py --config=configs/g2p.py` with fewer and smaller steps. The
-rival has a T5Config of the same sizes, batches by length, and trials of `trial_minutes` first: the Trainer's AdamW and
-Adafactor, and Adafactor with updates in proportion to the parameters, which T5 was trained with, at several rates; two
-more batch sizes; bfloat16 autocast. The setting with the lowest loss then trains for `minutes`, ours for half of that
-in the faster of float32 and bfloat16, and both again in the other order.
+of one vocabulary, on all cores. Ours is `python main.py --config=configs/g2p.py` with fewer and smaller steps, and like
+the rival it neither validates nor saves between them. The rival has a T5Config of the same sizes, batches by length,
+and trials of `trial_minutes` first: the Trainer's AdamW and Adafactor, and Adafactor with updates in proportion to the
+parameters, which T5 was trained with, at several rates; two more batch sizes; bfloat16 autocast. The setting with the
+lowest loss then trains for `minutes`, ours for half of that in the faster of float32 and bfloat16, and both again in
+the other order.
 
 The steps follow from the speed of some steps before, which are not counted. Three times, at equal distances, each
 answers the same NUM_WORDS words of the test greedily. Prints the word error, in percent, and the seconds from the
@@ -174,6 +175,8 @@ def command(workdir: Path, folder: Path, dtype: str, num_steps: int) -> list[str
         'train.batch_size': BATCH_SIZE,
         'model.dtype': dtype,
         'learning_rate.warmup_steps': max(1, num_steps // 10),
+        'eval.every_steps': num_steps + 1,  # never
+        'save.every_steps': num_steps + 1,
         'infer_eval.every_steps': num_steps // NUM_EVALUATIONS,
         'infer_eval.num_examples': NUM_WORDS,
         'decode.beam_size': 1,

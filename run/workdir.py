@@ -15,7 +15,9 @@ With several processes, the first one writes.
 
 import json
 import os
+import sys
 import tempfile
+import types
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +32,9 @@ import partition
 import paths
 from formats import best
 from run.lock import Lock
+
+# TensorBoard's switch: while a module has this name, its writer does not import TensorFlow, which takes seconds.
+sys.modules['tensorboard.compat.notf'] = types.ModuleType('tensorboard.compat.notf')
 
 LAST_STEP = 'last_step'  # in config.json, if a run has ended before train.steps
 

@@ -1,6 +1,7 @@
 """Which file may import which: imports point down, and the core opens packages through few doors."""
 
 import ast
+import os
 import pathlib
 import re
 import subprocess
@@ -294,3 +295,16 @@ def test_imports_change_nothing_of_the_process():
         check=True,
     )
     assert done.stdout.split() == []
+
+
+def test_tensorboards_writer_leaves_tensorflow_alone(tmp_path):
+    """TensorBoard imports it where it is installed, in seconds."""
+    (tmp_path / 'tensorflow.py').write_text("raise RuntimeError('imported')")
+    program = (
+        'import pathlib, sys; from run import workdir; folder = pathlib.Path(sys.argv[1]); '
+        "workdir.Events(folder).write('train', 1, {'loss': 2.0})"
+    )
+    environment = os.environ | {'PYTHONPATH': str(tmp_path), 'JAX_PLATFORMS': 'cpu'}
+    words = [sys.executable, '-c', program, str(tmp_path)]
+    subprocess.run(words, cwd=ROOT, env=environment, check=True)
+    assert len(list(tmp_path.glob('train/events.*'))) == 1
