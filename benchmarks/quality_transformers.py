@@ -19,6 +19,7 @@ def train(
     label_smoothing: float,
     max_length: int,
     seconds: float,
+    num_steps: int,
     num_words: int,
     num_evaluations: int,
     speed_seconds: float,
@@ -29,13 +30,14 @@ def train(
     batch_size: int,
     dtype: str,
 ) -> list[dict[str, float]]:
-    """Train for some seconds; return the seconds since the start and the word error of each evaluation.
+    """Train for some seconds or steps; return the seconds since the start, step and word error of each evaluation.
 
     The last one has the loss, too, which is computed after the end, in nats per token of the first pronunciations.
     `examples`: a file, {split: [[ids of the letters, [ids of a pronunciation, ...]], ...]}, with EOS. An epoch has
     one pronunciation of each word, drawn at random. `begin`: the time of the start, as time.monotonic has it;
-    `speed_seconds`: measure the speed for so long, which is not counted. `optimizer`: as the Trainer names it, or
-    adafactor_scaled, transformers' Adafactor with updates in proportion to the parameters.
+    `num_steps`: 0 for as many as take `seconds`, after `speed_seconds` in which the speed is measured, which are not
+    counted. `optimizer`: as the Trainer names it, or adafactor_scaled, transformers' Adafactor with updates in
+    proportion to the parameters.
     """
     import torch
     import transformers
@@ -170,17 +172,19 @@ def train(
             if state.global_step % (state.max_steps // num_evaluations) == 0:
                 error = word_error()
                 passed = time.monotonic() - begin - uncounted
-                self.found.append({'seconds': passed, 'word_error': error})
-                print(f'step {state.global_step}: {self.found[-1]}', file=sys.stderr, flush=True)
+                found = {'seconds': passed, 'word_error': error, 'step': state.global_step}
+                self.found.append(found)
+                print(f'{found}', file=sys.stderr, flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        initial = {name: x.clone() for name, x in model.state_dict().items()}
         begin_timing = time.monotonic()
-        make_trainer(folder, 10**6, [StepTimer()]).train()
-        times = StepTimer.times
-        num_steps = int(seconds * (len(times) - 1) / (times[-1] - times[0]))
-        num_steps = max(num_evaluations, num_steps - num_steps % num_evaluations)
-        model.load_state_dict(initial)
+        if not num_steps:
+            initial = {name: x.clone() for name, x in model.state_dict().items()}
+            make_trainer(folder, 10**6, [StepTimer()]).train()
+            times = StepTimer.times
+            num_steps = int(seconds * (len(times) - 1) / (times[-1] - times[0]))
+            num_steps = max(num_evaluations, num_steps - num_steps % num_evaluations)
+            model.load_state_dict(initial)
         uncounted = time.monotonic() - begin_timing
         make_trainer(folder, num_steps, [Evaluations()]).train()
     Evaluations.found[-1]['loss'] = loss()

@@ -11,9 +11,9 @@ parameters, which T5 was trained with, at several rates; two more batch sizes; b
 lowest loss then trains for `minutes`, ours for half of that in the faster of float32 and bfloat16, and both again in
 the other order.
 
-The steps follow from the speed of some steps before, which are not counted. Three times, at equal distances, each
-answers the same NUM_WORDS words of the test greedily. Prints the word error, in percent, and the seconds from the
-command to that line, evaluations and compiling included.
+The steps follow from the speed of some steps before, which are not counted; both orders have as many. Three times, at
+equal distances, each answers the same NUM_WORDS words of the test greedily. Prints the word error, in percent, and the
+seconds from the command to that line, evaluations and compiling included.
 
 Then, of both orders, how many times sooner ours has its last word error than the rival, whose seconds are those of the
 line through the two evaluations around it. The goal: twice as soon.
@@ -90,6 +90,7 @@ DTYPES = ('float32', 'bfloat16')  # which one is faster depends on the CPU
 class Evaluation(NamedTuple):
     seconds: float  # since the command
     word_error: float  # in percent
+    step: int = 0  # of theirs
     loss: float = 0.0  # theirs after the last step, in nats per token
 
 
@@ -102,13 +103,17 @@ def main(argv: list[str]) -> None:
         dtype = max(speeds, key=speeds.__getitem__)
         print(f'steps of ours per second: {speeds}', flush=True)
         seconds = 60 * FLAGS.minutes
+        their_steps = 0
         runs: dict[str, list[list[Evaluation]]] = {'ours': [], 'transformers': []}
         for turn, contender in enumerate(['ours', 'transformers', 'transformers', 'ours']):
             if contender == 'ours':
                 num_steps = int(seconds / 2 * speeds[dtype])
                 evaluations = run_ours(folder / f'ours_{turn}', folder, dtype, num_steps)
             else:
-                evaluations = run_theirs(folder, best, seconds, NUM_WORDS, NUM_EVALUATIONS)
+                evaluations = run_theirs(
+                    folder, best, seconds, NUM_WORDS, NUM_EVALUATIONS, their_steps
+                )
+                their_steps = evaluations[-1].step  # the same in the other order
             runs[contender].append(evaluations)
             cells = [f'{x.word_error:6.2f} after {x.seconds:6.0f} s' for x in evaluations]
             print(f'{contender:12} ' + '   '.join(cells), flush=True)
@@ -175,7 +180,8 @@ def command(workdir: Path, folder: Path, dtype: str, num_steps: int) -> list[str
         'train.batch_size': BATCH_SIZE,
         'model.dtype': dtype,
         'learning_rate.warmup_steps': max(1, num_steps // 10),
-        'eval.every_steps': num_steps + 1,  # never
+        'eval.every_steps': num_steps + 1,
+        'eval.steps': 1,  # the last step validates
         'save.every_steps': num_steps + 1,
         'infer_eval.every_steps': num_steps // NUM_EVALUATIONS,
         'infer_eval.num_examples': NUM_WORDS,
@@ -220,8 +226,14 @@ def run_ours(workdir: Path, folder: Path, dtype: str, num_steps: int) -> list[Ev
 
 
 def run_theirs(
-    folder: Path, setting: Setting, seconds: float, num_words: int, num_evaluations: int
+    folder: Path,
+    setting: Setting,
+    seconds: float,
+    num_words: int,
+    num_evaluations: int,
+    num_steps: int = 0,
 ) -> list[Evaluation]:
+    """Train for some seconds, or for `num_steps` if that is not 0."""
     config = g2p.get_config()
     sizes = {theirs: config.model[ours] for theirs, ours in hugging_face.SIZES.items()}
     arguments = {
@@ -230,6 +242,7 @@ def run_theirs(
         'label_smoothing': config.loss.label_smoothing,
         'max_length': config.decode.max_length,
         'seconds': seconds,
+        'num_steps': num_steps,
         'num_words': num_words,
         'num_evaluations': num_evaluations,
         'speed_seconds': SPEED_SECONDS,

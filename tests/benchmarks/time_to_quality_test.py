@@ -23,6 +23,12 @@ def test_examples(benchmark, tmp_path):
     ]
 
 
+def write_five_words(folder):
+    """Write examples in which a word is answered by its own ids. How many are learned depends on the machine."""
+    words = [[[*range(3, 3 + n), 1], [[*range(3, 3 + n), 1]]] for n in range(1, 6)] * 100
+    (folder / 'examples.json').write_text(json.dumps({'train': words, 'test': words[:5]}))
+
+
 @pytest.mark.peers
 @pytest.mark.parametrize(
     'optimizer, schedule, dtype',
@@ -35,16 +41,27 @@ def test_examples(benchmark, tmp_path):
 def test_the_rival(benchmark, tmp_path, monkeypatch, optimizer, schedule, dtype):
     pytest.importorskip('torch')
     pytest.importorskip('transformers')
-    # A word is answered by its own ids. How many are learned depends on the machine.
-    words = [[[*range(3, 3 + n), 1], [[*range(3, 3 + n), 1]]] for n in range(1, 6)] * 100
-    (tmp_path / 'examples.json').write_text(json.dumps({'train': words, 'test': words[:5]}))
+    write_five_words(tmp_path)
     setting = benchmark.Setting(optimizer, 1e-3, schedule, 64, dtype)
     monkeypatch.setattr(benchmark, 'SPEED_SECONDS', 1)
     found = benchmark.run_theirs(tmp_path, setting, seconds=3, num_words=5, num_evaluations=2)
     first, last = found
     assert 0 < first.seconds < last.seconds
     assert first.loss == 0 < last.loss
+    assert 2 * first.step == last.step
     assert {first.word_error, last.word_error} <= {0, 20, 40, 60, 80, 100}
+
+
+@pytest.mark.peers
+def test_the_rival_takes_as_many_steps_again(benchmark, tmp_path):
+    pytest.importorskip('torch')
+    pytest.importorskip('transformers')
+    write_five_words(tmp_path)
+    setting = benchmark.Setting('adamw_torch', 1e-3, 'linear', 64, 'float32')
+    found = benchmark.run_theirs(
+        tmp_path, setting, 1000, num_words=5, num_evaluations=2, num_steps=4
+    )
+    assert [x.step for x in found] == [2, 4]
 
 
 @pytest.mark.slow
