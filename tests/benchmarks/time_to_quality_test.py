@@ -65,14 +65,31 @@ def test_the_rival_takes_as_many_steps_again(benchmark, tmp_path):
 
 
 @pytest.mark.slow
-def test_how_much_sooner(benchmark):
-    theirs = [benchmark.Evaluation(*x) for x in [(200, 60.0), (600, 50.0), (900, 40.0)]]
-    text = benchmark.sooner(benchmark.Evaluation(375, 45.0), theirs)
-    assert text == '45.00 %: ours after 375 s, transformers after 750 s: 2.00 times'
-    text = benchmark.sooner(benchmark.Evaluation(100, 40.0), theirs)
-    assert text == '40.00 %: ours after 100 s, transformers after 900 s: 9.00 times'
-    text = benchmark.sooner(benchmark.Evaluation(375, 39.0), theirs)
-    assert text.endswith('transformers not between 200 s and 900 s')
+@pytest.mark.parametrize(
+    'ours, theirs, text',
+    [
+        # Ours is better at its end: what the rival's last one reaches, and the other way round.
+        (
+            [(100, 60.0), (200, 50.0), (300, 40.0)],
+            [(250, 55.0), (600, 45.0)],
+            '45.00 %: ours after 250 s, transformers after 600 s: 2.40 times',
+        ),
+        (
+            [(375, 45.0)],
+            [(200, 60.0), (600, 50.0), (900, 40.0)],
+            '45.00 %: ours after 375 s, transformers after 750 s: 2.00 times',
+        ),
+        # Nothing learned.
+        (
+            [(10, 100.0), (20, 100.0)],
+            [(5, 100.0), (9, 100.0)],
+            '100.00 %: ours after 10 s, transformers after 5 s: 0.50 times',
+        ),
+    ],
+)
+def test_how_much_sooner(benchmark, ours, theirs, text):
+    runs = [[benchmark.Evaluation(*x) for x in run] for run in (ours, theirs)]
+    assert benchmark.sooner(*runs) == text
 
 
 @pytest.mark.slow
