@@ -174,7 +174,7 @@ def train(
                 passed = time.monotonic() - begin - uncounted
                 found = {'seconds': passed, 'word_error': error, 'step': state.global_step}
                 self.found.append(found)
-                print(f'{found}', file=sys.stderr, flush=True)
+                print(found, file=sys.stderr, flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
         begin_timing = time.monotonic()
