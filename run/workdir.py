@@ -33,9 +33,6 @@ import paths
 from formats import best
 from run.lock import Lock
 
-# TensorBoard's switch: while a module has this name, its writer does not import TensorFlow, which takes seconds.
-sys.modules['tensorboard.compat.notf'] = types.ModuleType('tensorboard.compat.notf')
-
 LAST_STEP = 'last_step'  # in config.json, if a run has ended before train.steps
 
 
@@ -59,6 +56,8 @@ class Events:
             self._temporary = tempfile.TemporaryDirectory()  # is removed with this object
             self.local = Path(self._temporary.name)
         self.writers: dict[str, tensorboard.summary.Writer] = {}
+        # TensorBoard's switch: while a module has this name, its writer does not import TensorFlow, in seconds.
+        sys.modules['tensorboard.compat.notf'] = types.ModuleType('tensorboard.compat.notf')
 
     def write(self, name: str, step: int, values: Mapping[str, float]) -> None:
         """Write {tag: number} of one step."""
