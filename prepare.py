@@ -19,7 +19,6 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 import checkpoint
 import data
-import evaluate
 import infer
 import model
 import partition
@@ -27,6 +26,7 @@ import paths
 import state_names
 import tasks.open
 import train
+import validation
 from configs import check as settings
 from formats import best, own_model, own_options, t5x
 from randomness import digest
@@ -176,7 +176,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             )
             training = open_stream(mixture, 'train', num_epochs=config.train.epochs or None)
             evaluated = dataclasses.replace(mixture, tasks=(*mixture.tasks, *evaluated_alone))
-            validation = open_stream(evaluated, 'validation', num_epochs=1)
+            held_out = open_stream(evaluated, 'validation', num_epochs=1)
 
         # Describe the model, the devices and the data.
         for line in introduction(
@@ -186,7 +186,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             spec.trained,
             spec.mesh,
             mixture,
-            validation,
+            held_out,
         ):
             terminal.line(line)
 
@@ -200,7 +200,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
                 for line in task_metrics.changes_of_first_texts(training.tasks):
                     terminal.line(line)
         if config.save.best_metric:
-            task_metrics.check_best_metric(config, validation, read_tasks)
+            task_metrics.check_best_metric(config, held_out, read_tasks)
 
         # The compiled step, unless the run is finished.
         end = None
@@ -272,12 +272,12 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         t5 = infer.T5(base, base_params, spec.mesh, vocabulary)
         metrics = workdir.Metrics(folder, kept_lines, mixture.corpus)
         evaluations: list[train.Evaluation] = [
-            *evaluate.open_evaluations(
+            *validation.open_evaluations(
                 config,
                 spec.model_config,
                 spec.mesh,
                 training,
-                validation,
+                held_out,
                 planned.num_microbatches,
                 report=terminal.validation_losses,
             ),

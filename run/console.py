@@ -47,7 +47,7 @@ class Console:
         self._print(f'\r{text[:width]}\x1b[K')
 
     def validation_losses(self, begin: str, values: Mapping[str, float]) -> None:
-        """Print the values of an evaluate.Evaluation; `begin`: the step and, of several tasks, the task."""
+        """Print the values of an validation.Evaluation; `begin`: the step and, of several tasks, the task."""
         own = values['nats_per_text_token']
         baseline = values['unigram_nats_per_text_token']
         side = 'below' if own < baseline else 'ABOVE'

@@ -27,8 +27,8 @@ from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 import checkpoint
-import evaluate
 import paths
+import validation
 from stream import Stream
 
 COUNT_FILE = 'not_finite.json'  # `NotFinite.count`, in each checkpoint
@@ -119,7 +119,7 @@ def training_metrics(
     values: dict[str, float] = {}
     updates = [metrics for metrics in interval if metrics['finite']]
     if updates:
-        values = evaluate.summarize(updates, config)
+        values = validation.summarize(updates, config)
         learning_rates = np.array([metrics['learning_rate'] for metrics in updates])
         gradient_norms = np.array([metrics['gradient_norm'] for metrics in updates])
         values['learning_rate'] = float(learning_rates.mean())

@@ -22,7 +22,7 @@ def introduction(
     trained: Collection[str],
     mesh: Mesh,
     mixture: OpenMixture,
-    validation: Stream,
+    held_out: Stream,
 ) -> list[str]:
     """Return the first lines of a run. `config`: config.data; `trained`: the parameters that are not frozen."""
     lines = []
@@ -45,7 +45,7 @@ def introduction(
         rates = [f'{task.name} {task.rate:.3g}' for task in mixture.tasks]
         description = f'mixture of {len(rates)} tasks: {first_ten(rates)}'
     platform = mesh.devices.flat[0].platform
-    vocabulary_size = validation.vocabulary.size
+    vocabulary_size = held_out.vocabulary.size
     lines += [
         f'T5 with {num_parameters:,} parameters{of_them} in {model_config.dtype} on {mesh.size} {platform} device(s), '
         f'{dict(mesh.shape)}.',
@@ -61,8 +61,8 @@ def introduction(
             f'of data.task={config.task!r}.'
         )
     num_lines = 0
-    for task in validation.tasks:
-        num_records = validation.batch_size * task.objective.records_per_group
+    for task in held_out.tasks:
+        num_records = held_out.batch_size * task.objective.records_per_group
         num_lines += task.source.num_lines_to_find('validation', num_records)
     if num_lines > LINES_OF_A_SLOW_EVALUATION:
         lines.append(

@@ -19,12 +19,12 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-import evaluate
 import infer
 import model
 import partition
 import tasks.open
 import user_code
+import validation
 from configs import check
 from formats import best
 from messages import first_ten
@@ -435,7 +435,7 @@ def write_results(
 
 
 def check_best_metric(
-    config: ConfigDict, validation: Stream, evaluated_tasks: Sequence[EvaluatedTask]
+    config: ConfigDict, held_out: Stream, evaluated_tasks: Sequence[EvaluatedTask]
 ) -> None:
     """Raise ValueError unless one of the evaluations of a run gives `save.best_metric`.
 
@@ -444,7 +444,7 @@ def check_best_metric(
     """
     metric = config.save.best_metric
     available = []
-    for stream in validation.of_each_task():
+    for stream in held_out.of_each_task():
         for tag in validation_tags(config):
             available.append(best.metric_name(f'training_eval/{stream.mixture.name}', tag))
     for task in evaluated_tasks:
@@ -486,7 +486,7 @@ def check_can_exceed_zero(
 
 def validation_tags(config: ConfigDict) -> list[str]:
     """Return the names of the metrics that an `Evaluation` returns."""
-    tags = list(evaluate.summarize([dict.fromkeys(evaluate.sum_names(), 0.0)], config))
+    tags = list(validation.summarize([dict.fromkeys(validation.sum_names(), 0.0)], config))
     for name in ('nats_per_text_token', 'nats_per_target_token'):
         tags += [name, f'unigram_{name}']
     return tags

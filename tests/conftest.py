@@ -44,10 +44,10 @@ import questions  # noqa: E402
 import runs  # noqa: E402
 from bucket_store import scheme, store  # noqa: E402, F401
 
-import evaluate  # noqa: E402
 import sources.open  # noqa: E402
 import sources.pydoc  # noqa: E402
 import train  # noqa: E402
+import validation  # noqa: E402
 import vocabulary as vocabularies  # noqa: E402
 from run.train_vocabulary import train_vocabulary  # noqa: E402
 
@@ -80,7 +80,7 @@ def shared_programs():
         (train, 'compile_init'),
         (train, 'jit_step'),
         (train, 'compile_step'),
-        (evaluate, 'make_sums'),
+        (validation, 'make_sums'),
     ):
         setattr(module, name, functools.lru_cache(maxsize=16)(getattr(module, name)))
 

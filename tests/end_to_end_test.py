@@ -160,7 +160,7 @@ def test_two_processes_end_their_epochs_together(tmp_path):
 
 
 def test_epochs_of_a_mixture_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr('evaluate.UNIGRAM_TOKENS', 1000)
+    monkeypatch.setattr('validation.UNIGRAM_TOKENS', 1000)
     (tmp_path / 'mine.py').write_text(
         'from tasks import Mixture, Task\n'
         f"a = Task('a', files={short_corpus(tmp_path)!r}, objective='span_corruption')\n"
@@ -447,7 +447,7 @@ def test_text_to_text_trains_and_resumes(tmp_path, capsys):
 
 
 def test_c4_without_c4_says_so_everywhere(pydoc, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr('evaluate.UNIGRAM_TOKENS', 1000)
+    monkeypatch.setattr('validation.UNIGRAM_TOKENS', 1000)
     documents = corpora.documents_of(pydoc)[::10]  # the whole takes seconds to read
     monkeypatch.setattr(sources.pydoc, 'documents', lambda: documents)
     config = small_config('', steps=1)

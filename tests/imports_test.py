@@ -20,7 +20,7 @@ LAYERS = (
     {'data', 'sources', 'families'},
     {'stream'},
     {'tasks', 'formats'},
-    {'evaluate', 'infer'},
+    {'validation', 'infer'},
     {'run'},
     {'train'},
     {'prepare'},
@@ -28,7 +28,7 @@ LAYERS = (
     {'main'},
 )
 CORE = {
-    'main', 'train', 'model', 'kernels', 'loss', 'optimizer', 'partition', 'data', 'stream', 'vocabulary', 'evaluate',
+    'main', 'train', 'model', 'kernels', 'loss', 'optimizer', 'partition', 'data', 'stream', 'vocabulary', 'validation',
     'checkpoint', 'decode', 'infer', 'messages', 'paths', 'prepare', 'randomness', 'state_names', 'user_code',
 }  # fmt: skip
 # Through which files the core opens a package. All may read the settings and their ranges.

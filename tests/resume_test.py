@@ -18,9 +18,9 @@ from runs import ENVIRONMENT, ROOT, Program, assert_same_run, run, small_config,
 
 import checkpoint
 import data
-import evaluate
 import sources.open
 import train
+import validation
 from prepare import prepare
 from run import results
 from run.train_vocabulary import train_vocabulary
@@ -310,7 +310,7 @@ def test_an_error_in_an_evaluation_loses_no_step(place, tmp_path, monkeypatch, c
     with monkeypatch.context() as patch:
         prepared = prepare(config, tmp_path / 'run')
         if place == 'evaluation':
-            patch.setattr(evaluate.Evaluation, '__call__', own_task.fail)
+            patch.setattr(validation.Evaluation, '__call__', own_task.fail)
         elif place == 'disk of results':
             patch.setattr(results.Results, 'write', own_task.fail)
         patch.setenv('FAIL', place)

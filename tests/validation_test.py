@@ -5,12 +5,12 @@ import pytest
 from corpora import stream_of
 from runs import ROOT, metrics_of, run, small_config, state_of, stop_after
 
-import evaluate
 import infer
 import loss
 import partition
 import sources.open
 import train
+import validation
 from configs import base
 from run import task_metrics
 from run.train_vocabulary import find_or_train_vocabulary
@@ -93,7 +93,12 @@ def test_the_baseline_is_the_cross_entropy_of_the_unigram(corpus, request, name)
 
 
 def clear_programs():
-    for function in (train.jit_step, train.compile_step, evaluate.make_sums, evaluate.sum_names):
+    for function in (
+        train.jit_step,
+        train.compile_step,
+        validation.make_sums,
+        validation.sum_names,
+    ):
         function.cache_clear()
 
 
@@ -115,7 +120,7 @@ def weighted_sums_with_entropy(*arguments, **options):
 
 def test_the_name_of_a_sum_that_a_fork_adds(monkeypatch):
     monkeypatch.setattr(loss, 'weighted_sums', weighted_sums_with_entropy)
-    monkeypatch.setattr(evaluate, 'sum_names', evaluate.sum_names.__wrapped__)
+    monkeypatch.setattr(validation, 'sum_names', validation.sum_names.__wrapped__)
     assert 'entropy' in task_metrics.validation_tags(base.get_config())
 
 
@@ -158,7 +163,7 @@ def test_a_process_whose_rows_have_nothing_pads_all_batches(corpus, tmp_path, mo
         validation = stream_of(
             source, 'validation', vocabulary, config.data, 64, seed=0, rows=rows, num_epochs=1
         )
-        evaluation = evaluate.Evaluation(
+        evaluation = validation.Evaluation(
             config, None, 'dev', '', validation, 0, (), None, None, print
         )
         assert evaluation.read_batches(stop=lambda count: 0)

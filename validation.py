@@ -44,7 +44,7 @@ class Evaluation:
     mesh: Mesh
     name: str
     title: str  # in its line on the terminal
-    validation: Stream | None  # None after its batches are read
+    held_out: Stream | None  # None after its batches are read
     vocabulary_size: int
     sentinel_ids: tuple[int, ...]
     compute_sums: Callable
@@ -82,12 +82,12 @@ class Evaluation:
 
         Returns False if `stop` ended the reading. Several processes read at different speeds and do not call it.
         """
-        if self.validation is None:
+        if self.held_out is None:
             return True
-        validation = self.validation
+        held_out = self.held_out
 
         def read_own() -> bool:
-            for batch in validation:
+            for batch in held_out:
                 self.batches.append(batch)
                 if len(self.batches) == self.config.eval.steps:
                     break
@@ -97,11 +97,11 @@ class Evaluation:
 
         if not partition.in_all(read_own):
             return False
-        self.validation = None  # frees the documents that its lanes hold
+        self.held_out = None  # frees the documents that its lanes hold
         # All processes must take the same number of steps, but the rows of some end first.
         num_batches = int(partition.from_processes(np.array([len(self.batches)])).max())
-        empty_rows: list[list[data.Example]] = [[] for _ in validation.rows]
-        padding = validation.batch_of(empty_rows)
+        empty_rows: list[list[data.Example]] = [[] for _ in held_out.rows]
+        padding = held_out.batch_of(empty_rows)
         while len(self.batches) < num_batches:
             self.batches.append(padding)
         return True
@@ -130,7 +130,7 @@ def open_evaluations(
     model_config: T5Config,
     mesh: Mesh,
     training: Stream,
-    validation: Stream,
+    held_out: Stream,
     num_microbatches: int,
     report: Callable[[str, Mapping[str, float]], None],
 ) -> list[Evaluation]:
@@ -139,7 +139,7 @@ def open_evaluations(
         config=model_config,
         mesh=mesh,
         loss_config=FrozenConfigDict(config.loss),
-        sentinel_ids=validation.sentinel_ids,
+        sentinel_ids=held_out.sentinel_ids,
         num_microbatches=num_microbatches,
     )
 
@@ -154,7 +154,7 @@ def open_evaluations(
             np.add.at(counts, batch['decoder_target_tokens'], 1)
         return counts
 
-    streams = validation.of_each_task()
+    streams = held_out.of_each_task()
     evaluations = []
     for stream in streams:
         name = stream.mixture.name
@@ -163,9 +163,9 @@ def open_evaluations(
             mesh=mesh,
             name=f'training_eval/{name}',
             title=f', {name}' if len(streams) > 1 else '',
-            validation=stream,
-            vocabulary_size=validation.vocabulary.size,
-            sentinel_ids=validation.sentinel_ids,
+            held_out=stream,
+            vocabulary_size=held_out.vocabulary.size,
+            sentinel_ids=held_out.sentinel_ids,
             compute_sums=compute_sums,
             training_counts=training_counts,
             report=report,
