@@ -179,8 +179,8 @@ def test_how_much_an_import_brings(name, max_files, max_lines, max_lines_late):
 
 def test_partition_kernels_and_optimizer_stand_alone():
     assert not ours_of('kernels')
-    assert ours_of('partition') == {'kernels'}
-    assert ours_of('optimizer') == {'kernels'}  # global arrays: no axis names
+    assert ours_of('partition') <= {'kernels', 'messages'}
+    assert ours_of('optimizer') <= {'kernels', 'messages'}  # global arrays: no axis names
 
 
 def test_nothing_imports_the_name_for_other_folders():
