@@ -37,7 +37,7 @@ from jax.experimental import multihost_utils
 from numpy.typing import NDArray
 
 import paths
-from messages import first_ten
+from messages import Refused, first_ten
 from paths import AnyPath, list_folder
 
 VERSION = 3  # version 2 stores bfloat16 arrays as uint16
@@ -446,11 +446,11 @@ def read_index(path: str | AnyPath) -> dict[str, Leaf]:
     elif not paths.is_file(file):
         names = sorted(file.name for file in list_folder(folder))
         if {'lock', 'metrics.jsonl', 'model-info.txt'} & set(names):
-            raise ValueError(
+            raise Refused(
                 f'{folder} has no checkpoint yet: wait until its run saves one, or name {FORMATS}'
             )
         held = first_ten(names) or 'nothing'
-        raise ValueError(f'{file} is missing: name {FORMATS}, not {folder}, which holds {held}')
+        raise Refused(f'{file} is missing: name {FORMATS}, not {folder}, which holds {held}')
     content = paths.own_file(file).read_bytes()
 
     def leaf_of_map(node: dict) -> 'NDArray | dict | ZarrEntry':
@@ -467,7 +467,7 @@ def read_index(path: str | AnyPath) -> dict[str, Leaf]:
         entry = ZarrEntry(folder, folder / name, node)
         is_shape = all(type(size) is int and size >= 0 for size in entry.shape)
         if '\0' in str(entry.folder) or not is_shape:
-            raise ValueError(f'{str(entry.folder)!r} has shape {entry.shape}')
+            raise Refused(f'{str(entry.folder)!r} has shape {entry.shape}')
         return entry
 
     def array_of_extension(code: int, payload: bytes) -> NDArray:
@@ -484,19 +484,19 @@ def read_index(path: str | AnyPath) -> dict[str, Leaf]:
         )
         version = top.get('version', 0)
         if version not in (2, VERSION):
-            raise ValueError(f'its version is {version}')
+            raise Refused(f'its version is {version}')
         for name, leaf in flatten(top.get('optimizer', {})).items():
             if isinstance(leaf, ZarrEntry):
                 leaves[name] = leaf
             elif leaf is not None:  # nil: a parameter without optimizer state
                 if not jax.dtypes.issubdtype(getattr(leaf, 'dtype', type(leaf)), np.number):
-                    raise ValueError(f'{name} is not an array of numbers')
+                    raise Refused(f'{name} is not an array of numbers')
                 leaves[name] = np.asarray(leaf)
     except UNPACK_ERRORS as error:
         remedy = f'name {FORMATS}; {ORBAX_REMEDY}'
         if file.name != INDEX and (folder / INDEX).is_file():
             remedy = f'it is one file of a checkpoint: name its folder, {folder}'
-        raise ValueError(f'{file} is not a T5X index ({error}): {remedy}') from error
+        raise Refused(f'{file} is not a T5X index ({error}): {remedy}') from error
     return leaves
 
 
@@ -533,7 +533,7 @@ class ZarrEntry:
                 is_inside &= Path(file).resolve().is_relative_to(root)
                 is_inside &= file == self.folder or file.is_file()
         if not is_inside:
-            raise ValueError(f'{self.folder} is not all files in {self.directory}: do not trust it')
+            raise Refused(f'{self.folder} is not all files in {self.directory}: do not trust it')
         for file, size in sizes.items():
             if size < LFS_POINTER_BYTES and isinstance(file, Path):
                 paths.check_not_lfs(file)
@@ -557,7 +557,7 @@ class ZarrEntry:
         dtype = self.spec.get('dtype', array.dtype.name)  # old specs have none
         is_told = array.shape == self.shape and array.dtype.name == dtype
         if not is_held or not is_told or dtype == 'uint16':  # T5X refuses uint16, too
-            raise ValueError(
+            raise Refused(
                 f'{self.folder} has {array.dtype.name} {array.shape} in {num_bytes} bytes, not {dtype} '
                 f'{self.shape} as its index says: copy the checkpoint again (uint16 is not read)'
             )
@@ -568,7 +568,7 @@ class ZarrEntry:
         try:
             return future.result()
         except ValueError as error:  # a damaged, missing or forbidden file
-            raise ValueError(f'{self.folder} cannot be read ({error}): copy it again') from error
+            raise Refused(f'{self.folder} cannot be read ({error}): copy it again') from error
 
 
 # The checkpoints of a workdir.

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from messages import Refused
 from randomness import permutation, random_bits
 from vocabulary import EOS_ID, PAD_ID, Vocabulary
 
@@ -115,7 +116,7 @@ class Denoising:
         if config.concatenate != 'auto':
             self.concatenates = config.concatenate == 'yes'
         if self.lengths.inputs < self.min_inputs_length:
-            raise ValueError(
+            raise Refused(
                 f'data.lengths.inputs={self.lengths.inputs} is too short: a row holds a token, a '
                 f'sentinel and EOS: use {self.min_inputs_length} or more'
             )
@@ -144,14 +145,14 @@ class Denoising:
     def check_targets(self, length: int) -> None:
         """Raise ValueError unless a row has room for targets of `length`, EOS included."""
         if self.lengths.targets < length:
-            raise ValueError(
+            raise Refused(
                 f'data.lengths.targets={self.lengths.targets}: too short for the inputs; use '
                 f'{length} or more'
             )
 
     def check_sentinels(self, num_spans: int, vocabulary: Vocabulary) -> None:
         if vocabulary.num_sentinels < num_spans:
-            raise ValueError(
+            raise Refused(
                 f'data.lengths.inputs={self.lengths.inputs} gives {num_spans} noise spans for '
                 f'{vocabulary.num_sentinels} sentinels (data.extra_ids={vocabulary.num_extra_ids}): '
                 'use more sentinels (T5 has 100), shorter inputs, or fewer or longer spans'
@@ -173,7 +174,7 @@ class SpanCorruption(Denoising):
             self.raw_length, self.noise_density, self.mean_span_length
         )
         if self.raw_length >= MAX_RAW_LENGTH:
-            raise ValueError(
+            raise Refused(
                 f'data.noise_density={self.noise_density}: data.lengths.inputs={self.lengths.inputs} '
                 f'would hold {MAX_RAW_LENGTH:,} tokens or more of text: lower the density'
             )

@@ -29,6 +29,7 @@ import model
 import partition
 from configs import check
 from decode import Decoding
+from messages import Refused
 from model import T5Config
 from paths import AnyPath
 from vocabulary import EOS_ID, Vocabulary
@@ -95,7 +96,7 @@ def load(
     if mesh is None:
         mesh = partition.make_mesh(data=1)
     if not isinstance(mesh, Mesh) or set(mesh.axis_names) != set(partition.MESH_AXES):
-        raise ValueError(
+        raise Refused(
             f'mesh={_shortened(mesh)}: must have the axes {", ".join(partition.MESH_AXES)}: use '
             'partition.make_mesh(data=4, model=2)'
         )
@@ -278,9 +279,9 @@ class T5:
         _check_known(options)
         decoding = Decoding(max_length=max_length, **options)  # type: ignore[arg-type]
         if decoding.num_return > 1 or decoding.return_scores:
-            raise ValueError('stream gives one answer and no score: use generate for these')
+            raise Refused('stream gives one answer and no score: use generate for these')
         if self.vocabulary is None:
-            raise ValueError(NO_VOCABULARY)
+            raise Refused(NO_VOCABULARY)
         [example] = self._examples(decoding, [text], prompts, trim)
         return stream_answer(self, decoding, example, self.vocabulary)
 
@@ -303,15 +304,15 @@ class T5:
         _check_one_each('prompts', of_prompts, ids)
         for i, prompt in enumerate(of_prompts):
             if not prompt.all():
-                raise ValueError(f'prompts[{i}]: 0 is padding, so leave it out before a token')
+                raise Refused(f'prompts[{i}]: 0 is padding, so leave it out before a token')
             if len(prompt) > decoding.max_length:
-                raise ValueError(
+                raise Refused(
                     f'max_length={decoding.max_length}: must be at least {len(prompt)}, the tokens of prompts[{i}]'
                 )
             if decoding.allowed and len(prompt):
                 words = words_of(decoding, self.vocabulary, self.config.vocab_size)
                 if not (words.allowed_nA[:, : len(prompt)] == prompt).all(axis=1).any():
-                    raise ValueError(f'prompts[{i}]: begins none of the answers that are allowed')
+                    raise Refused(f'prompts[{i}]: begins none of the answers that are allowed')
         return [Example(x, prompt=of_prompts[i], number=i) for i, x in enumerate(ids)]
 
     def _inputs(self, inputs: Inputs, trim: bool) -> list[NDArray]:
@@ -321,7 +322,7 @@ class T5:
             return encoded
         for i, ids in enumerate(encoded):
             if len(ids) > self.max_input_length and not trim:
-                raise ValueError(
+                raise Refused(
                     f'inputs[{i}] has {len(ids)} tokens, EOS included, and max_input_length='
                     f'{self.max_input_length}: cut it with trim=True, or set t5.max_input_length'
                 )
@@ -331,14 +332,14 @@ class T5:
         """Return the ids of each example; a prompt gets no EOS and may be empty. Raises ValueError."""
         if _are_texts(examples):
             if self.vocabulary is None:
-                raise ValueError(NO_VOCABULARY)
+                raise Refused(NO_VOCABULARY)
             texts = list(map(str, examples))
             ''.join(texts).encode()  # refuses a surrogate, which SentencePiece does not name
             end = [] if is_prompt else [EOS_ID]
             examples = [[*x, *end] for x in self.vocabulary.encode(texts, glued_sentinels=True)]
         is_list = isinstance(examples, list | tuple | np.ndarray | jax.Array)
         if not is_list or not getattr(examples, 'ndim', 1) or not len(examples):
-            raise ValueError(
+            raise Refused(
                 f'{name}={_shortened(examples)}: must be a list of one or more texts or lists of ids'
             )
         encoded = []
@@ -346,7 +347,7 @@ class T5:
             ids = np.asarray(_to_array(example))
             is_list = ids.ndim == 1 and (ids.dtype.kind in 'iu' or not ids.size)
             if not is_list or not (is_prompt or ids.any()):
-                raise ValueError(
+                raise Refused(
                     f'{name}[{i}]={_shortened(example)}: must be ids, not all padding (0), or texts all'
                 )
             self._check_ids(f'{name}[{i}]', ids)
@@ -357,7 +358,7 @@ class T5:
         """Return the features that the model reads, int32. Raises ValueError if they do not fit together."""
         names = set(batch) - set(IGNORED_FEATURES) if isinstance(batch, Mapping) else set()
         if names not in (set(SEQUENCES), set(FEATURES)):
-            raise ValueError(
+            raise Refused(
                 f'the batch has {sorted(map(str, names))}: it must be a dict of {", ".join(SEQUENCES)}, if packed '
                 f"also {', '.join(SEGMENTS)}: of Hugging Face's take encoder_input_tokens=input_ids, "
                 'decoder_target_tokens=np.where(labels == -100, 0, labels), and these moved right by one'
@@ -369,7 +370,7 @@ class T5:
             stack_inputs = features.get(f'{name.split("_")[0]}_input_tokens', x)
             fits = x.ndim == 2 and x.shape == (inputs.shape[0], stack_inputs.shape[1])
             if not fits or not x.size or x.dtype.kind not in 'iu':
-                raise ValueError(
+                raise Refused(
                     f'{name} is {x.dtype} {list(x.shape)}: must be integers [batch, length] as the input tokens'
                 )
             rows = f'{name}: batch size'
@@ -381,7 +382,7 @@ class T5:
 
     def _check_decoder(self) -> None:
         if self.config.num_decoder_layers == 0:
-            raise ValueError(
+            raise Refused(
                 "this model is an encoder alone: call encode, or load a whole checkpoint without part='encoder'"
             )
 
@@ -390,7 +391,7 @@ class T5:
         end = 2**31 if name in SEGMENTS else self.config.vocab_size
         for i in (ids.min(initial=0), ids.max(initial=0)):
             if not 0 <= i < end:
-                raise ValueError(
+                raise Refused(
                     f'{name} has {i}: must be 0, which is padding, to {end - 1}: use the vocabulary of the '
                     "checkpoint, and 0 for Hugging Face's -100"
                 )
@@ -712,7 +713,7 @@ def _check_known(options: Mapping[str, object]) -> None:
 
             remedy = ARGUMENTS_OF_GENERATE.get(name, f'use {", ".join(OPTIONS)}, prompts or trim')
             value = _shortened(options[name])
-            raise ValueError(f'{name}={value} is not an argument of generate: {remedy}')
+            raise Refused(f'{name}={value} is not an argument of generate: {remedy}')
 
 
 def check_decoding(decoding: Decoding) -> None:
@@ -726,22 +727,22 @@ def check_decoding(decoding: Decoding) -> None:
         for value in given if is_list else [given]:
             check.check_allowed(field.name, value, setting.default, setting.range)
     if decoding.beam_size > 1 and decoding.is_random:
-        raise ValueError(
+        raise Refused(
             f'beam_size={decoding.beam_size} draws nothing: set temperature=0.0, or beam_size=1 to sample'
         )
     if decoding.num_return > decoding.beam_size and not decoding.is_random:
-        raise ValueError(
+        raise Refused(
             f'num_return={decoding.num_return} with temperature=0.0: must be at most beam_size='
             f'{decoding.beam_size}: set a larger beam_size to search, or temperature=1.0 to sample'
         )
     for name in ('top_k', 'top_p', 'min_p'):
         value = getattr(decoding, name)
         if value and not decoding.is_random:
-            raise ValueError(
+            raise Refused(
                 f'{name}={value} with temperature=0.0: it limits what is drawn: set temperature=1.0, or {name}=0'
             )
     if decoding.min_length >= decoding.max_length:
-        raise ValueError(
+        raise Refused(
             f'min_length={decoding.min_length}: must be below max_length={decoding.max_length}, which counts EOS'
         )
 
@@ -754,14 +755,12 @@ def words_of(decoding: Decoding, vocabulary: Vocabulary | None, vocab_size: int)
             ids = text
             if isinstance(text, str):
                 if vocabulary is None:
-                    raise ValueError(f'{name}[{i}]={text!r}: {NO_VOCABULARY}')
+                    raise Refused(f'{name}[{i}]={text!r}: {NO_VOCABULARY}')
                 [ids] = vocabulary.encode([text], glued_sentinels=True)
             is_list = isinstance(ids, list | tuple) and (name != 'stop' or isinstance(text, str))
             if not is_list or not ids or not 0 < min(ids) <= max(ids) < vocab_size:
                 others = '' if name == 'stop' else f', or ids from 1 to {vocab_size - 1}'
-                raise ValueError(
-                    f'{name}[{i}]={text!r}: must be a text of one token or more{others}'
-                )
+                raise Refused(f'{name}[{i}]={text!r}: must be a text of one token or more{others}')
             rows.append([*ids, EOS_ID] if name == 'allowed' else [*ids])
             if name == 'stop' and vocabulary is not None:
                 # Its ids, unless the vocabulary changes the text, and every token that contains it. `_before_stop`
@@ -770,7 +769,7 @@ def words_of(decoding: Decoding, vocabulary: Vocabulary | None, vocab_size: int)
                     rows.pop()
                 rows += [[k] for k in range(vocabulary.size) if text in vocabulary.decode([k])]
             if name == 'allowed' and len(rows[i]) > decoding.max_length:
-                raise ValueError(
+                raise Refused(
                     f'allowed[{i}] has {len(rows[i])} tokens with EOS: must have at most max_length='
                     f'{decoding.max_length}: use a larger max_length'
                 )
@@ -786,7 +785,7 @@ def words_of(decoding: Decoding, vocabulary: Vocabulary | None, vocab_size: int)
 
 def _check_one_each(name: str, values: Sequence[Ids] | NDArray, inputs: Sequence[Ids]) -> None:
     if len(values) != len(inputs):
-        raise ValueError(f'{name} has {len(values)} for {len(inputs)} inputs: give one for each')
+        raise Refused(f'{name} has {len(values)} for {len(inputs)} inputs: give one for each')
 
 
 def _are_texts(examples: Inputs | Prompts) -> bool:

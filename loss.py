@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import partition
+from messages import Refused
 
 AUX = 'aux/'  # prefix of the sums of values that layers report
 NORMALIZERS = ('NUM_REAL_TARGET_TOKENS', 'NUM_TOTAL_TARGET_TOKENS', 'AVERAGE_PER_SEQUENCE')
@@ -109,7 +110,7 @@ def parse_normalizing_factor(value: str) -> float | str:
     except ValueError:
         number = 0.0
     if not 1e-30 <= number <= 1e30:
-        raise ValueError(
+        raise Refused(
             f"loss.loss_normalizing_factor={value!r}: use '' (the sum), a positive, finite number, or "
             f'{", ".join(NORMALIZERS)}'
         )

@@ -12,9 +12,9 @@
     python main.py --mode=tasks [NAME] [--examples=3] [--split=test] [--vocabulary=FILE]
 
 Exit status: 0 done; 1 failed, after the steps before are saved; 2 bad arguments or configuration;
-129, 130 and 143 after SIGHUP, SIGINT and SIGTERM. An error is one line on stderr, below the traceback
-of your own code if that failed. After a signal the run finishes and saves its step, and the same
-command continues from there. A second signal ends the process at once.
+129, 130 and 143 after SIGHUP, SIGINT and SIGTERM. A wrong value (a flag, a setting, a file) is one line on
+stderr; a mistake in code, ours or yours, is Python's traceback. After a signal the run finishes and saves
+its step, and the same command continues from there. A second signal ends the process at once.
 
 Compiled programs are kept for the next command in ~/.cache/t5_in_haiku (XDG_CACHE_HOME moves it);
 JAX_ENABLE_COMPILATION_CACHE=false turns that off. On Linux, with CPUs alone, main.py starts itself again with
@@ -28,8 +28,8 @@ import sys
 from absl import flags
 
 import modes
-import user_code
-from modes import command_line, process, processes
+from messages import Refused
+from modes import command_line, errors, process, processes
 
 FLAGS = flags.FLAGS
 # --mode -> a file of modes/. Its function main(config, flags, signals) returns the exit status, and calls
@@ -53,8 +53,8 @@ def main(argv: list[str]) -> int:
         process.end_with_reader()
         try:
             process.print_lines([__doc__, command_line.describe(argv)], sys.stdout)
-        except (OSError, ValueError) as error:  # ValueError: in the config whose options it lists
-            return group.fail(error, status=1 if isinstance(error, OSError) else 2)
+        except Exception as error:  # in the config whose options it lists
+            return group.fail(error, status=2 if isinstance(error, Refused) else 1)
         return 0
     process.begin()
     signals = process.Signals()
@@ -72,13 +72,10 @@ def main(argv: list[str]) -> int:
             compilation_cache.use()
         # Imported late: a wrong flag is reported before JAX starts.
         mode = importlib.import_module(MODES[FLAGS.mode], modes.__name__)
-        with user_code.running():
-            status = mode.main(config, FLAGS, signals)
-        return group.end(status)
-    except (FloatingPointError, ValueError, OSError) as error:  # the loss, the data, the disk
-        return group.fail(error, status=2 if signals.is_preparing else 1)
+        return group.end(mode.main(config, FLAGS, signals))
     except Exception as error:
-        return group.crash(error)
+        is_bad_input = signals.is_preparing and errors.is_one_line(error)
+        return group.fail(error, status=2 if is_bad_input else 1)
 
 
 if __name__ == '__main__':

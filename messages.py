@@ -1,4 +1,7 @@
-"""The error of a wrong value, and a part of its messages. Imports nothing."""
+"""The errors that main.py prints in one line, and parts of messages."""
+
+import contextlib
+from collections.abc import Iterator
 
 
 class Refused(ValueError):
@@ -7,6 +10,20 @@ class Refused(ValueError):
     The message is one line: the value, the rule, the remedy. main.py prints it without a traceback. Every other
     exception is a mistake in code and keeps its traceback.
     """
+
+
+class LossNotFinite(FloatingPointError):
+    """A step of training gave a loss, a gradient or parameters that are not finite."""
+
+
+@contextlib.contextmanager
+def noting(text: str) -> Iterator[None]:
+    """Add a note to an error: what its traceback cannot say, such as a record or a task."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(text)
+        raise
 
 
 def first_ten(items: list[str], separator: str = ', ') -> str:

@@ -18,12 +18,13 @@ import optax
 from ml_collections import ConfigDict
 
 import kernels
+from messages import Refused
 
 
 def make_optimizer(config: ConfigDict, learning_rate: Callable) -> optax.GradientTransformation:
     """Return the optimizer `config.name`, after a clip of the global norm and before a moving average, if set."""
     if config.name not in OPTIMIZERS:
-        raise ValueError(f'optimizer.name={config.name!r}: must be one of {", ".join(OPTIMIZERS)}')
+        raise Refused(f'optimizer.name={config.name!r}: must be one of {", ".join(OPTIMIZERS)}')
     optimizer = OPTIMIZERS[config.name](config, learning_rate)
     threshold = config.global_norm_clip_threshold
     if threshold:
@@ -196,7 +197,7 @@ def make_schedule(config: ConfigDict) -> Callable:
     names = [name.strip() for name in config.factors.split('*')]
     for name in names:
         if name not in factors:
-            raise ValueError(
+            raise Refused(
                 f'learning_rate.factors={config.factors!r}: {name!r} is none of {", ".join(factors)}'
             )
 
@@ -232,12 +233,12 @@ def trained_paths(pattern: str, paths: Collection[str]) -> tuple[str, ...]:
     try:
         trained = tuple(path for path in paths if re.fullmatch(pattern, path))
     except re.error as error:
-        raise ValueError(
+        raise Refused(
             f'optimizer.trainable={pattern!r} is not a regular expression ({error}): write one of the '
             "paths in model-info.txt, such as 'decoder/.+'"
         ) from error
     if not trained:
-        raise ValueError(
+        raise Refused(
             f'optimizer.trainable={pattern!r} matches none of the {len(paths)} parameters: it must '
             f'match the whole path of one or more, such as {min(paths)!r}'
         )

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 import kernels
+from messages import Refused
 
 MESH_AXES = ('data', 'fsdp', 'model')  # from the slowest links to the fastest
 BATCH_AXES = ('data', 'fsdp')  # split the rows of a batch; sum over both
@@ -37,7 +38,7 @@ def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list | Non
     sizes = [data, fsdp, model]
     settings = f'mesh.data={data}, mesh.fsdp={fsdp}, mesh.model={model}'
     if min(sizes) < -1 or 0 in sizes or sizes.count(-1) > 1:
-        raise ValueError(f'{settings}: each must be a positive count, and at most one may be -1')
+        raise Refused(f'{settings}: each must be a positive count, and at most one may be -1')
     num_wanted = abs(math.prod(sizes))
     rule = f'the product must be at most the {len(devices)} devices'
     fits = num_wanted <= len(devices)
@@ -45,7 +46,7 @@ def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list | Non
         rule = f'{num_wanted} must divide the number of devices, {len(devices)}'
         fits = len(devices) % num_wanted == 0
     if not fits:
-        raise ValueError(
+        raise Refused(
             f'{settings}: {rule}; on a CPU, the environment variable '
             f'XLA_FLAGS=--xla_force_host_platform_device_count={num_wanted} makes as many'
         )
@@ -53,7 +54,7 @@ def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list | Non
     devices = devices[: math.prod(sizes)]
     slices = len({getattr(x, 'slice_index', 0) for x in devices if x.platform == 'tpu'}) or 1
     if sizes[0] % slices:
-        raise ValueError(f'{settings}: mesh.data must be a multiple of {slices}, the TPU slices')
+        raise Refused(f'{settings}: mesh.data must be a multiple of {slices}, the TPU slices')
     parts = (sizes[0] // slices, *sizes[1:])
     try:
         if slices > 1:  # only 'data' crosses the slow links between them
@@ -63,7 +64,7 @@ def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list | Non
         else:
             grid = mesh_utils.create_device_mesh(parts, devices, allow_split_physical_axes=True)
     except AssertionError as error:  # raised for TPUs
-        raise ValueError(f'{settings}: these TPUs do not form a box: set an axis to -1') from error
+        raise Refused(f'{settings}: these TPUs do not form a box: set an axis to -1') from error
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
@@ -78,7 +79,7 @@ def check_divides(name: str, n: int, axes: tuple[str, ...], mesh: Mesh) -> None:
     if n % count:
         over = ' * '.join(f'mesh.{axis}' for axis in axes if mesh.shape[axis] > 1)
         divisors = ', '.join(str(k) for k in range(1, n + 1) if n % k == 0)
-        raise ValueError(f'{name}={n} cannot be split over {over}={count}: use one of {divisors}')
+        raise Refused(f'{name}={n} cannot be split over {over}={count}: use one of {divisors}')
 
 
 def split(n: int, axis: str) -> int:
@@ -182,7 +183,7 @@ def param_specs(table: Mapping[str, P], paths: Iterable[str]) -> dict[str, P]:
     for path in paths:
         patterns = [pattern for pattern in table if re.fullmatch(pattern, path)]
         if len(patterns) != 1:  # in an own model
-            raise ValueError(
+            raise Refused(
                 f'parameter {path!r} matches {len(patterns)} rows of the table of specs, '
                 f'{patterns}: it must match exactly one, so add or correct a row'
             )

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar, Union
 
+from messages import Refused
+
 if TYPE_CHECKING:
     from run.buckets import BucketPath
 
@@ -59,12 +61,12 @@ def disk_path(name: str | os.PathLike) -> Path:
     """Return an absolute path on a disk, without `~` and `..`, which TensorStore refuses. Raises like `to_path`."""
     text = _text(name)
     if is_in_bucket(text):
-        raise ValueError(
+        raise Refused(
             f'{text}: write to a disk: only --workdir and --mode=evaluate write to buckets'
         )
     expanded = os.path.expanduser(text)
     if expanded.startswith('~'):
-        raise ValueError(f'{text} is in no home folder: write ./{text} for a name with ~')
+        raise Refused(f'{text} is in no home folder: write ./{text} for a name with ~')
     path = Path(expanded).absolute()
     if '..' in path.parts:  # a link in front of it is followed first, as the system does
         after_last = len(path.parts) - path.parts[::-1].index('..')
@@ -75,7 +77,7 @@ def disk_path(name: str | os.PathLike) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:
-        raise ValueError(f'{text} cannot be opened ({error.strerror}): correct it') from error
+        raise Refused(f'{text} cannot be opened ({error.strerror}): correct it') from error
     return path
 
 
@@ -89,7 +91,7 @@ def to_kvstore(folder: AnyPath) -> dict[str, str]:
         try:
             str(folder).encode()
         except UnicodeEncodeError:
-            raise ValueError(f'{str(folder)!r} is not UTF-8: rename the folder') from None
+            raise Refused(f'{str(folder)!r} is not UTF-8: rename the folder') from None
         return {'driver': 'file', 'path': f'{folder}/'}
     return folder.to_kvstore()
 
@@ -99,7 +101,7 @@ def _text(name: str | os.PathLike) -> str:
         text = os.fspath(name)
         if isinstance(text, str) and text.strip() and b'\0' not in os.fsencode(text):
             return text
-    raise ValueError(f'{name!r} is not a path: name a file or a folder')
+    raise Refused(f'{name!r} is not a path: name a file or a folder')
 
 
 # Reading.
@@ -164,7 +166,7 @@ def own_file(file: PathOfOneKind) -> PathOfOneKind:
     and OSError without permission to read.
     """
     if not is_file(file):
-        raise ValueError(f'{file} is missing: bring all files of the checkpoint')
+        raise Refused(f'{file} is missing: bring all files of the checkpoint')
     if isinstance(file, Path):
         folder = file.parent.resolve()
         roots = [folder]
@@ -175,7 +177,7 @@ def own_file(file: PathOfOneKind) -> PathOfOneKind:
                 roots.append(parent.parent / 'blobs')
         target = file.resolve()
         if not any(target.is_relative_to(root) for root in roots):
-            raise ValueError(
+            raise Refused(
                 f'{file} links to {target}, outside of its folder: if you trust it, copy what it links to, `cp -rL '
                 f'{file.parent} COPY`, and name the copy'
             )
@@ -187,7 +189,7 @@ def check_not_lfs(file: Path) -> None:
     """Raise ValueError if `file` is the pointer that git leaves where git-lfs is not installed."""
     with file.open('rb') as stream:
         if stream.read(len(LFS_HEADER)) == LFS_HEADER:
-            raise ValueError(f'{file} is a pointer of git-lfs, not the file: run `git lfs pull`')
+            raise Refused(f'{file} is a pointer of git-lfs, not the file: run `git lfs pull`')
 
 
 def read_json(file: AnyPath) -> dict:
@@ -200,9 +202,9 @@ def json_object(content: bytes, title: str, remedy: str = RESTORE_LINE) -> dict:
     try:
         value = json.loads(content)
         if not isinstance(value, dict):
-            raise ValueError('no JSON object')
+            raise Refused('no JSON object')
     except (ValueError, RecursionError) as error:
-        raise ValueError(f'{title} is damaged ({error}): {remedy}') from None
+        raise Refused(f'{title} is damaged ({error}): {remedy}') from None
     return value
 
 
@@ -222,7 +224,7 @@ def check_new(folder: AnyPath) -> None:
     """Raise ValueError if a file or a broken link is in the way of `folder`."""
     for path in (folder, *folder.parents):  # a URL exists on no disk
         if os.path.lexists(path) and not path.is_dir():
-            raise ValueError(f'{folder}: {path} is a file, not a folder: name another one')
+            raise Refused(f'{folder}: {path} is a file, not a folder: name another one')
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ import train
 import validation
 from configs import check as settings
 from formats import best, own_model, own_options, t5x
+from messages import Refused
 from randomness import digest
 from run import checks, console, memory, results, start, task_metrics, verify, workdir
 from run.agreement import check_alike
@@ -64,7 +65,7 @@ def make_spec(
     partition.check_divides('train.batch_size', spec.batch_size, partition.BATCH_AXES, spec.mesh)
     # Some properties are parsed when first used: do it now.
     if spec.normalizing_factor == 'AVERAGE_PER_SEQUENCE' and spec.has_weights:
-        raise ValueError(
+        raise Refused(
             f'data.weight={config.data.weight!r} has no effect with loss.loss_normalizing_factor='
             'AVERAGE_PER_SEQUENCE, which divides each example by its weights: use another'
         )
@@ -211,7 +212,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             end = train.End.EARLY_STOPPING
         else:
             if config.optimizer.step_offset > begin.step:  # T5X's formula has no value there
-                raise ValueError(
+                raise Refused(
                     f'optimizer.step_offset={config.optimizer.step_offset} lies after step {begin.step}, where the run '
                     f'starts: use {begin.step} or less'
                 )

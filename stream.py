@@ -20,19 +20,20 @@ from numpy.typing import NDArray
 
 import data
 from data import Example, Objective
-from messages import first_ten
+from messages import Refused, first_ten
 from randomness import permutation, random_bits
 from sources import (
     NO_SPLIT,
+    BadLine,
     Document,
     FileRecord,
     Record,
     Share,
     Source,
+    kind_of,
     names_of_values,
     weight_at,
 )
-from user_code import UserError
 from vocabulary import EOS_ID, Vocabulary
 
 # A lane packs a window at a time: examples that fill ROWS_PER_WINDOW rows, at most EXAMPLES_PER_WINDOW.
@@ -72,16 +73,28 @@ class OpenTask(NamedTuple, Generic[AnyTask]):
         return self.task.name
 
     def texts_of(self, record: Record) -> list[dict]:
-        """Return the texts of the examples of a record, none for a bad one."""
+        """Return the texts of the examples of a record, none for a bad one.
+
+        If the task's own function fails, and data.on_bad_line is stop, its error has a note that names the record.
+        """
         try:
             return list(self.task.preprocess([record.fields]))
-        except UserError as error:
+        except Refused as error:
             reason = str(error)
-            if isinstance(error.__cause__, KeyError):
+        except Exception as error:
+            reason = f'{type(error).__name__}: {error}'
+            if self.source.bad_lines.action == 'stop':
                 names = first_ten([repr(name) for name in names_of_values(record.fields)])
-                reason += f', and the fields of the record are {names}'
-            self.add_bad(record.name, reason)
-            return []
+                error.add_note(f'{self.describe(record)}, task {self.name}; its fields: {names}')
+                raise
+        self.add_bad(record.name, reason)
+        return []
+
+    def describe(self, record: Record) -> str:
+        """Return the place of a record: 'line 15 of mine.jsonl'."""
+        path, _, position = record.name.rpartition(':')
+        kind = self.source.bad_lines.kind or kind_of(path)
+        return BadLine(path, int(position), '', kind).name()
 
     def add_bad(self, name: str, reason: str) -> None:
         """Count a bad record. Raise ValueError if that stops the run (data.on_bad_line)."""
@@ -162,7 +175,7 @@ class Stream:
         if not with_text:
             first = self.tasks[0]
             if first.task.validation_split == NO_SPLIT:
-                raise ValueError(
+                raise Refused(
                     f'task {first.name!r} has no split for validation: name records for it, as in '
                     "data.validation_split='test', or divide one: 'train[:90%]' and 'train[90%:]'"
                 )

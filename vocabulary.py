@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from sentencepiece import sentencepiece_model_pb2
 
 from configs import check as settings
+from messages import Refused
 from randomness import digest
 
 PAD_ID = 0
@@ -101,10 +102,10 @@ class SentencePieceVocabulary(Vocabulary):
             # From empty bytes, SentencePiece makes a processor that fails later.
             processor = sentencepiece.SentencePieceProcessor(model_proto=model or b'empty')
         except RuntimeError as error:
-            raise ValueError(f'no SentencePiece model ({error})') from None
+            raise Refused(f'no SentencePiece model ({error})') from None
         special_ids = (processor.pad_id(), processor.eos_id(), processor.unk_id())
         if special_ids != (PAD_ID, EOS_ID, UNK_ID):
-            raise ValueError(
+            raise Refused(
                 f'pad, eos, unk are {special_ids}, not (0, 1, 2) as in T5: train it with spm_train --pad_id=0 --eos_id=1 '
                 '--unk_id=2 --bos_id=-1'
             )
@@ -210,9 +211,7 @@ def sentinel_ids_of(pieces: Sequence[str]) -> NDArray:
     for expected, (number, _) in enumerate(found):
         if number != expected:
             fault = f'<extra_id_{number}> and no <extra_id_{expected}>'
-            raise ValueError(
-                f'its {len(found)} sentinels have {fault}: number them from 0, each once'
-            )
+            raise Refused(f'its {len(found)} sentinels have {fault}: number them from 0, each once')
     return np.array([i for _, i in found], np.int32)
 
 

@@ -13,6 +13,7 @@ Number to expect: T5X publishes no loss.
 """
 
 from configs import base
+from messages import Refused
 
 SIZES = {
     'small': dict(emb_dim=1472, num_heads=6, mlp_dim=3584),
@@ -32,7 +33,7 @@ DECODER_LAYERS = {
 
 def get_config(size: str = 'base'):
     if size not in SIZES:
-        raise ValueError(f'configs/byt5.py:{size}: use one of {", ".join(SIZES)}')
+        raise Refused(f'configs/byt5.py:{size}: use one of {", ".join(SIZES)}')
     config = base.get_config()
     config.model.update(SIZES[size])
     config.model.dtype = 'bfloat16'

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 import paths
 from configs import base
 from configs.base import Range, Setting, Value
+from messages import Refused
 
 # data.delimiter: a character, or a name for a tab.
 DELIMITER = re.compile(r'|tab|\\t|\t|[^\s"]')
@@ -81,14 +82,14 @@ def check(config: ConfigDict) -> None:
     """Raise ValueError unless `config` has the settings of configs/base.py with valid values."""
     if not isinstance(config, ConfigDict):
         kind = type(config).__name__
-        raise ValueError(f'the config is a {kind}, not a ConfigDict: start as configs/tiny.py does')
+        raise Refused(f'the config is a {kind}, not a ConfigDict: start as configs/tiny.py does')
     found = dict(leaves(config))
     for key in sorted(found.keys() - declared().keys()):
         if not key.startswith(OPTIONS):  # formats/own_model.py checks those
-            raise ValueError(f'{key} is not a setting: remove it, or add it to configs/base.py')
+            raise Refused(f'{key} is not a setting: remove it, or add it to configs/base.py')
     for key in declared():
         if key not in found:
-            raise ValueError(f'{key} is missing from the config: start as configs/tiny.py does')
+            raise Refused(f'{key} is missing from the config: start as configs/tiny.py does')
         check_value(key, found[key])
 
 
@@ -96,16 +97,14 @@ def check_value(key: str, value: Value) -> None:
     """Raise ValueError unless `value` is valid for the setting `key`."""
     if key == INTEGER_OR_AUTO:
         if value != 'auto' and not has_type_of(0, value):
-            raise ValueError(f"{key}={value!r}: must be a whole number or 'auto'")
+            raise Refused(f"{key}={value!r}: must be a whole number or 'auto'")
         return
     setting = declared()[key]
     check_allowed(key, value, setting.default, setting.range, setting.choices)
     if key == 'data.delimiter' and not DELIMITER.fullmatch(str(value)):
-        raise ValueError(f'{key}={value!r}: {DELIMITER_RULE}')
+        raise Refused(f'{key}={value!r}: {DELIMITER_RULE}')
     if key in ('data.references', 'data.weight') and not SLOT.fullmatch(str(value)):
-        raise ValueError(
-            f"{key}={value!r}: must be one slot and nothing else, such as '{{answers}}'"
-        )
+        raise Refused(f"{key}={value!r}: must be one slot and nothing else, such as '{{answers}}'")
 
 
 def check_allowed(
@@ -117,11 +116,11 @@ def check_allowed(
 ) -> None:
     """Raise ValueError unless `value` has the type of `default`, and is in the range and the choices."""
     if not has_type_of(default, value):
-        raise ValueError(f'{key}={value!r}: {kind_of(default)}')
+        raise Refused(f'{key}={value!r}: {kind_of(default)}')
     if limits is not None and isinstance(value, int | float) and not limits.holds(value):
-        raise ValueError(f'{key}={value}: must be {limits}; the default is {default!r}')
+        raise Refused(f'{key}={value}: must be {limits}; the default is {default!r}')
     if choices and value not in choices:
-        raise ValueError(f'{key}={value!r}: must be one of {", ".join(map(repr, choices))}')
+        raise Refused(f'{key}={value!r}: must be one of {", ".join(map(repr, choices))}')
 
 
 def check_effects(config: ConfigDict, given: Collection[str]) -> None:
@@ -135,9 +134,7 @@ def check_effects(config: ConfigDict, given: Collection[str]) -> None:
             acts = found[setting] == value
         for key in dependents:
             if key in given and not acts and found[key] != declared()[key].default:
-                raise ValueError(
-                    f'{key}={found[key]!r} has no effect without {needed}: set that, too'
-                )
+                raise Refused(f'{key}={found[key]!r} has no effect without {needed}: set that, too')
 
 
 def set_options(config: ConfigDict, values: Mapping[str, Value]) -> None:
@@ -171,12 +168,12 @@ def read_stored(folder: paths.AnyPath) -> dict[str, Any]:
             stored = stored.get(group, {})
             if not isinstance(stored, dict):
                 key = '.'.join(groups[:i])
-                raise ValueError(
+                raise Refused(
                     f'{file} has {key}={stored!r}: must be a group of settings: restore it from a copy'
                 )
         value = stored.get(name, setting.default)
         if key != INTEGER_OR_AUTO and not has_type_of(setting.default, value):
-            raise ValueError(
+            raise Refused(
                 f'{file} has {key}={value!r}: {kind_of(setting.default)}: restore it from a copy'
             )
     return content

@@ -23,6 +23,7 @@ Number to expect: T5 (Raffel et al. 2020) Table 14 has the scores of the fine-tu
 """
 
 from configs import byt5, flan_t5, mt5, t5, t5_1_1, t5_1_1_lm, umt5
+from messages import Refused
 
 MODELS = {
     't5': t5,
@@ -38,9 +39,7 @@ MODELS = {
 def get_config(model: str = 't5_1_1:base'):
     name, _, size = model.partition(':')
     if name not in MODELS:
-        raise ValueError(
-            f'configs/finetune.py:{model}: use one of {", ".join(MODELS)}, as mt5:base'
-        )
+        raise Refused(f'configs/finetune.py:{model}: use one of {", ".join(MODELS)}, as mt5:base')
     config = MODELS[name].get_config(size or 'base')
     config.model.dropout_rate = 0.1
     config.data.task = 'glue_v002_proportional'

@@ -17,11 +17,12 @@ the mean of three seeds, and 23.8 % and 5.7 % with `long`; docs/results.md has m
 """
 
 from configs import base
+from messages import Refused
 
 
 def get_config(size: str = ''):
     if size not in ('', 'long', 'test'):
-        raise ValueError(f'configs/g2p.py:{size}: use g2p.py, g2p.py:long or g2p.py:test')
+        raise Refused(f'configs/g2p.py:{size}: use g2p.py, g2p.py:long or g2p.py:test')
     config = base.get_config()
     config.data.task = 'cmudict_g2p'
     config.data.target_choice = 'random'

@@ -18,13 +18,14 @@ Number to expect: ROUGE-1, -2 and -L of 48.35, 21.92 and 44.27 of xl on arXiv (G
 """
 
 from configs import finetune
+from messages import Refused
 
 SIZES = ('base', 'large', 'xl')
 
 
 def get_config(size: str = 'base'):
     if size not in SIZES:
-        raise ValueError(f'size {size!r}: use one of {", ".join(SIZES)}')
+        raise Refused(f'size {size!r}: use one of {", ".join(SIZES)}')
     config = finetune.get_config(f't5_1_1:{size}')
     config.model.module = 'long_t5'
     config.model.options.update(

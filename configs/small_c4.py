@@ -18,6 +18,7 @@ small. nanoT5 (its README) reached 1.953 on C4's validation split with T5 1.1 ba
 """
 
 from configs import base
+from messages import Refused
 
 
 def get_config(size: str = ''):
@@ -38,5 +39,5 @@ def get_config(size: str = ''):
         config.log.every_steps = 10
         config.save.every_steps = 10
     elif size:
-        raise ValueError(f'configs/small_c4.py:{size}: use small_c4.py or small_c4.py:test')
+        raise Refused(f'configs/small_c4.py:{size}: use small_c4.py or small_c4.py:test')
     return config

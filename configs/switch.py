@@ -17,6 +17,7 @@ Number to expect: none is published for the loss of span corruption alone.
 """
 
 from configs import base
+from messages import Refused
 
 SIZES = {
     'base': dict(emb_dim=768, num_heads=12, mlp_dim=3072),
@@ -31,7 +32,7 @@ EXPERTS = {'base': (8, 16, 32, 64, 128, 256), 'large': (128,), 'xxl': (128,), 'c
 def get_config(size: str = 'base_8'):
     sizes = {f'{name}_{count}': (name, count) for name in EXPERTS for count in EXPERTS[name]}
     if size not in sizes:
-        raise ValueError(f'configs/switch.py:{size}: use one of {", ".join(sizes)}')
+        raise Refused(f'configs/switch.py:{size}: use one of {", ".join(sizes)}')
     name, num_experts = sizes[size]
     config = base.get_config()
     config.model.module = 'switch'

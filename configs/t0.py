@@ -27,6 +27,7 @@ HellaSwag 27.2 and 33.6, StoryCloze 84.0 and 92.4, WiC 50.7 and 56.1 (Sanh et al
 """
 
 from configs import t5_1_1_lm
+from messages import Refused
 
 SIZES = {
     '3b': 'xl',
@@ -40,7 +41,7 @@ TOKENS_PER_EVALUATION_BATCH = 2**18
 def get_config(model: str = '3b'):
     size, _, replicas = model.partition(':')
     if size not in SIZES:
-        raise ValueError(f'configs/t0.py:{model}: use one of {", ".join(SIZES)}')
+        raise Refused(f'configs/t0.py:{model}: use one of {", ".join(SIZES)}')
     config = t5_1_1_lm.get_config(SIZES[size])
     config.train.batch_size = num_rows(TOKENS_PER_BATCH, config.data.lengths)
     if replicas:
@@ -68,7 +69,7 @@ def num_microbatches(replicas: str, config) -> int:
     rows_per_microbatch = num_rows(TOKENS_PER_MICROBATCH, config.data.lengths)
     num_all = config.train.batch_size // rows_per_microbatch
     if not replicas.isdecimal() or int(replicas) == 0 or num_all % int(replicas):
-        raise ValueError(
+        raise Refused(
             f'configs/t0.py: {replicas} replicas cannot share {num_all} microbatches of '
             f'{rows_per_microbatch} rows: use 1, 2, 4, 8 or another power of 2 up to {num_all}'
         )

@@ -16,6 +16,7 @@ Number to expect: none is published for the loss of span corruption alone.
 """
 
 from configs import base
+from messages import Refused
 
 SIZES = {
     'small': dict(emb_dim=512, num_heads=8, mlp_dim=2048),
@@ -35,7 +36,7 @@ LAYERS = {
 
 def get_config(size: str = 'base'):
     if size not in SIZES:
-        raise ValueError(f'configs/t5.py:{size}: use one of {", ".join(SIZES)}')
+        raise Refused(f'configs/t5.py:{size}: use one of {", ".join(SIZES)}')
     config = base.get_config()
     config.model.update(SIZES[size])
     config.model.dtype = 'bfloat16'

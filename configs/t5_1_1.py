@@ -13,6 +13,7 @@ Number to expect: see configs/small_c4.py, which is a shorter run.
 """
 
 from configs import base
+from messages import Refused
 
 SIZES = {
     'small': dict(emb_dim=512, num_heads=6, mlp_dim=1024),
@@ -32,7 +33,7 @@ LAYERS = {
 
 def get_config(size: str = 'base'):
     if size not in SIZES:
-        raise ValueError(f'size {size!r}: use one of {", ".join(SIZES)}')
+        raise Refused(f'size {size!r}: use one of {", ".join(SIZES)}')
     config = base.get_config()
     config.model.update(SIZES[size])
     config.model.dtype = 'bfloat16'

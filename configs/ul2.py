@@ -20,6 +20,7 @@ Number to expect: none is published for the loss; of tiny, docs/results.md has i
 """
 
 from configs import base, tiny
+from messages import Refused
 
 STEPS = {
     '20b': 2_650_000,
@@ -39,7 +40,7 @@ def get_config(version: str = '20b'):
         config.data.lengths.targets = 128
         return config
     if version not in STEPS:
-        raise ValueError(f'configs/ul2.py:{version}: use one of {", ".join(STEPS)}, tiny')
+        raise Refused(f'configs/ul2.py:{version}: use one of {", ".join(STEPS)}, tiny')
     config = base.get_config()
     config.model.dtype = 'bfloat16'
     config.model.emb_dim = 4096

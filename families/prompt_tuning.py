@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import model
+from messages import Refused
 
 PROMPT = 'prompt/embedding'  # the path of the parameter
 FIRST_PIECE = 3  # after padding, EOS and unknown
@@ -55,7 +56,7 @@ def initial_adapters(config, read, vocabulary, seed):
     length = config.options.length
     texts = list(map(str, config.options.texts))
     if len(texts) > length:
-        raise ValueError(
+        raise Refused(
             f'model.options.texts has {len(texts)} texts, and model.options.length={length}: each text is one '
             f'vector: leave some out, or set model.options.length={len(texts)} or more'
         )
@@ -66,7 +67,7 @@ def initial_adapters(config, read, vocabulary, seed):
     prompt_PD = np.array(table_vD[drawn], np.float32)
     for i, ids in enumerate(vocabulary.encode(texts)):
         if not len(ids):
-            raise ValueError(
+            raise Refused(
                 f'model.options.texts[{i}]={texts[i]!r} has no pieces: leave it out, or write its words'
             )
         prompt_PD[i] = np.mean(table_vD[np.array(ids)], axis=0, dtype=np.float32)

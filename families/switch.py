@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 import partition
+from messages import Refused
 
 
 def option(default, **metadata):
@@ -172,7 +173,7 @@ def losses(c):
     """Return the weights of what the layers with experts report. Raises ValueError where there is none."""
     step = c.options.sparse_step
     if step > max(c.num_encoder_layers, c.num_decoder_layers):
-        raise ValueError(
+        raise Refused(
             f'model.options.sparse_step={step}: no layer of {c.num_encoder_layers} + {c.num_decoder_layers} has '
             'experts: use at most as many as a stack has layers'
         )

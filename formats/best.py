@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 import paths
 from configs import base
 from configs import check as settings
-from messages import first_ten
+from messages import Refused, first_ten
 
 
 class History(NamedTuple):
@@ -106,7 +106,7 @@ def read_lines(
                 is_valid = is_integer or (type(value) is float and name != 'step')
             if not is_valid:
                 shown = json.dumps(value)[:60]
-                raise ValueError(f'{title}: {name!r} cannot be {shown}: {paths.RESTORE_LINE}')
+                raise Refused(f'{title}: {name!r} cannot be {shown}: {paths.RESTORE_LINE}')
         lines.append(line)
     return lines
 
@@ -119,7 +119,7 @@ def best_step(folder: paths.AnyPath, steps: Sequence[int]) -> int:
     if best is not None:
         return best
     names = first_ten([str(step) for step in steps])
-    raise ValueError(
+    raise Refused(
         f'step=best: {folder} has no value of save.best_metric={found.metric!r} for its steps: name one of these, {names}'
     )
 
@@ -129,13 +129,13 @@ def check_settings(config: ConfigDict) -> None:
     metric = config.save.best_metric
     if not metric:
         if config.train.early_stopping:
-            raise ValueError(
+            raise Refused(
                 f'train.early_stopping={config.train.early_stopping} counts evaluations without a better '
                 "save.best_metric, which is '': name one, such as training_eval/TASK/loss"
             )
         return
     if not config.save.best_is:
-        raise ValueError(
+        raise Refused(
             f"save.best_metric={metric!r} with save.best_is='': set save.best_is=higher or lower"
         )
     group = 'eval'
@@ -144,7 +144,7 @@ def check_settings(config: ConfigDict) -> None:
     evaluate_every = config[group].every_steps
     save_every = config.save.every_steps
     if evaluate_every == 0 or (save_every % evaluate_every and evaluate_every % save_every):
-        raise ValueError(
+        raise Refused(
             f'save.best_metric={metric!r} with save.every_steps={save_every} and {group}.every_steps='
             f'{evaluate_every}: evaluate, and make one a multiple of the other'
         )

@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2
 
 import paths
+from messages import Refused
 
 UNK_ID, BOS_ID, EOS_ID = 0, 1, 2
 # T5's ids, as config.json has them.
@@ -34,11 +35,11 @@ def rows_of_tokens(settings: Mapping, is_tied: bool) -> tuple[int, int, int]:
     """Return the rows of the token table in a file that become rows 0, 1 and 2. Raises ValueError."""
     start = settings.get('decoder_start_token_id', UNK_ID)
     if start not in (UNK_ID, BOS_ID):
-        raise ValueError(
+        raise Refused(
             f'decoder_start_token_id={start} with eos_token_id={EOS_ID}: only {UNK_ID} and {BOS_ID} are supported'
         )
     if is_tied and start == UNK_ID:
-        raise ValueError(
+        raise Refused(
             f'decoder_start_token_id={start} with eos_token_id={EOS_ID} and tied logits: a token table of its own for '
             'the logits is needed: save it with an lm_head'
         )

@@ -21,7 +21,7 @@ import safetensors.numpy
 import model
 import paths
 from formats import default_ids, own_model, own_options
-from messages import first_ten
+from messages import Refused, first_ten
 
 WEIGHTS = 'model.safetensors'
 WEIGHTS_INDEX = 'model.safetensors.index.json'
@@ -369,10 +369,10 @@ def check_file(file: paths.AnyPath) -> None:
     """Raise ValueError if `file` is one of a folder of transformers, or has weights that are not read."""
     reason = OTHER_WEIGHTS.get(file.name) or OTHER_FILES.get(file.suffix)
     if reason:
-        raise ValueError(f'{file} is not read: {reason}')
+        raise Refused(f'{file} is not read: {reason}')
     is_of_folder = file.suffix in ('.json', '.model', '.safetensors') and is_folder(file.parent)
     if is_of_folder and not is_single_file(file):
-        raise ValueError(f'{file} is one file of a checkpoint: name its folder, {file.parent}')
+        raise Refused(f'{file} is one file of a checkpoint: name its folder, {file.parent}')
 
 
 def check_folder(folder: paths.AnyPath) -> None:
@@ -383,7 +383,7 @@ def check_folder(folder: paths.AnyPath) -> None:
         if match:
             saved[int(match[1])] = path
     if saved and not is_folder(folder):
-        raise ValueError(
+        raise Refused(
             f'{folder} holds {len(saved)} checkpoints of a Trainer: name one, the newest is {saved[max(saved)]}'
         )
 
@@ -391,7 +391,7 @@ def check_folder(folder: paths.AnyPath) -> None:
 def on_disk(folder: paths.AnyPath) -> Path:
     """Return `folder`. Raises ValueError for one in a bucket, where safetensors are not read."""
     if not isinstance(folder, Path):
-        raise ValueError(f'{folder}: safetensors are read from a disk only: copy the folder')
+        raise Refused(f'{folder}: safetensors are read from a disk only: copy the folder')
     return folder
 
 
@@ -413,7 +413,7 @@ def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
         model_type = str(settings.get('model_type'))
         if model_type not in ARCHITECTURES:  # first: other models have other arrays
             known = ', '.join(ARCHITECTURES)
-            raise ValueError(f'{config_file}: model_type={model_type}: only {known} are read')
+            raise Refused(f'{config_file}: model_type={model_type}: only {known} are read')
         arrays = _read_headers(folder, files)
     if is_encoder or not settings.get('is_encoder_decoder', True) or not arrays.has_decoder:
         entries = {}
@@ -430,7 +430,7 @@ def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
             settings = {**settings, **default_ids.T5_IDS}
         config = _config(settings, arrays)
     except (ValueError, TypeError) as error:
-        raise ValueError(f'{config_file}: {error}') from error
+        raise Refused(f'{config_file}: {error}') from error
     stored = dict(arrays.entries)
     if config.logits_via_embedding:
         stored.pop(LM_HEAD, None)
@@ -442,7 +442,7 @@ def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
     differences = [f'{name} is missing' for name in names.values() if name not in stored]
     differences += [f'{name} is unknown' for name in sorted(set(stored) - set(names.values()))]
     if differences:
-        raise ValueError(f'{folder} is not as its config says: {first_ten(differences, "; ")}')
+        raise Refused(f'{folder} is not as its config says: {first_ten(differences, "; ")}')
     targets: dict[str, SafetensorsEntry] = {}
     for path, name in names.items():
         targets[f'target/{path}'] = stored[name].T if is_transposed(path) else stored[name]
@@ -464,7 +464,7 @@ def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
     """Return the T5Config of config.json. Raises ValueError for a model that we do not have."""
     for name, value in FIXED_SETTINGS.items():
         if settings.get(name) not in (None, value):
-            raise ValueError(f'{name}={settings[name]}: only {value} is supported')
+            raise Refused(f'{name}={settings[name]}: only {value} is supported')
     sizes: dict = {ours: settings.get(theirs) for theirs, ours in SIZES.items()}
     if sizes['num_decoder_layers'] is None or not arrays.has_decoder:
         sizes['num_decoder_layers'] = sizes['num_encoder_layers']
@@ -478,7 +478,7 @@ def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
     for theirs, ours in SIZES.items():
         size = sizes[ours]
         if type(size) is not int or not 1 <= size <= limits[theirs]:
-            raise ValueError(f'{theirs}={size}: must be an integer from 1 to {limits[theirs]}')
+            raise Refused(f'{theirs}={size}: must be an integer from 1 to {limits[theirs]}')
     if not arrays.has_decoder:
         sizes['num_decoder_layers'] = 0
     default = 'gated-gelu' if settings['model_type'] in ('mt5', 'umt5') else 'relu'
@@ -486,7 +486,7 @@ def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
     feed_forward = FEED_FORWARDS.get(str(name))
     dense_act_fn = settings.get('dense_act_fn', feed_forward and feed_forward.dense_act_fn)
     if feed_forward is None or dense_act_fn != feed_forward.dense_act_fn:
-        raise ValueError(f'feed_forward_proj={name}, dense_act_fn={dense_act_fn}: no T5 has these')
+        raise Refused(f'feed_forward_proj={name}, dense_act_fn={dense_act_fn}: no T5 has these')
     config = model.T5Config(
         **sizes,
         dtype='float32',
@@ -507,7 +507,7 @@ def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
         kind = settings.get('encoder_attention_type', 'local')
         kinds = {theirs: ours for ours, (theirs, _) in LONG_T5_ATTENTIONS.items()}
         if kind not in kinds:
-            raise ValueError(f'encoder_attention_type={kind!r}: use one of {", ".join(kinds)}')
+            raise Refused(f'encoder_attention_type={kind!r}: use one of {", ".join(kinds)}')
         options['encoder_attention'] = kinds[kind]
     else:
         options |= dict.fromkeys(CAPACITY_FACTORS, 0.0) | {'zero_padding': False}
@@ -527,7 +527,7 @@ def _sparse_step(settings: Mapping, config: model.T5Config) -> int:
         if set(steps.values()) == {step} and step <= min(depths):
             return step
     found = ', '.join(f'{name}={step}' for name, step in steps.items())
-    raise ValueError(
+    raise Refused(
         f'{found} with {" and ".join(map(str, depths))} layers: only 1 in both stacks, or 2 in both, is supported, and '
         'no more than a stack has layers'
     )
@@ -551,7 +551,7 @@ def _settings_of_shapes(file: Path, arrays: StoredArrays) -> dict:
     for name in (TOKEN_TABLE, bias, out, wo):
         num_dimensions = 3 if experts and name == wo else 2
         if name not in arrays.entries or len(arrays.entries[name].shape) != num_dimensions:
-            raise ValueError(f'{file} has no matrix {name}: it holds no T5')
+            raise Refused(f'{file} has no matrix {name}: it holds no T5')
     vocab_size, d_model = arrays.entries[TOKEN_TABLE].shape
     num_heads = arrays.entries[bias].shape[1]
     is_gated = f'{mlp}.wi_0.weight' in arrays.entries
@@ -583,12 +583,12 @@ def _is_tied(settings: Mapping, has_own_lm_head: bool) -> bool:
     is_tied = not has_own_lm_head and settings.get('tie_word_embeddings', True)
     is_rescaled = bool(settings.get('scale_decoder_outputs', is_tied))
     if is_rescaled and has_own_lm_head:
-        raise ValueError(
+        raise Refused(
             'scale_decoder_outputs=true with an lm_head that is not the token table: multiply lm_head by '
             '1/sqrt(d_model) and set scale_decoder_outputs=false'
         )
     if is_rescaled and settings['model_type'] == 'mt5':
-        raise ValueError(
+        raise Refused(
             'model_type=mt5 with the token table as lm_head, whose logits transformers 4 divides by sqrt(d_model): '
             'set tie_word_embeddings=false to load it as transformers 5 does'
         )
@@ -601,13 +601,13 @@ def _read_headers(folder: Path, files: Sequence[Path]) -> StoredArrays:
     for file in files:
         header = read_header(file)
         if found.keys() & header.keys():
-            raise ValueError(
+            raise Refused(
                 f'{file}: {min(found.keys() & header.keys())} is there twice: copy it again'
             )
         found |= header
     heads = [name for name in found if name.startswith(HEADS)]
     if heads:
-        raise ValueError(
+        raise Refused(
             f'{folder} has a head of its own, {first_ten(heads)}, which is not read: T5 here answers with texts; to use '
             'its encoder, load it with T5EncoderModel of transformers, and save_pretrained that'
         )
@@ -622,7 +622,7 @@ def _read_headers(folder: Path, files: Sequence[Path]) -> StoredArrays:
             scale = entries.pop(name)
             array = entries[weight]
             if scale.shape not in ((), (1,), (array.shape[0], 1)):
-                raise ValueError(
+                raise Refused(
                     f'{scale.file}: {scale.name} is {scale.shape}: only a factor of all values or of each row is read'
                 )
             entries[weight] = array._replace(scale=scale, dtype=DTYPES['F32'])
@@ -630,9 +630,7 @@ def _read_headers(folder: Path, files: Sequence[Path]) -> StoredArrays:
     tables = [entries.pop(name) for name in TOKEN_TABLES if name in entries]
     if not tables or not all(_are_equal(tables[0], other) for other in tables[1:]):
         names = ', '.join(TOKEN_TABLES)
-        raise ValueError(
-            f'{folder} must have one of {names}, or equal copies: T5 has one token table'
-        )
+        raise Refused(f'{folder} must have one of {names}, or equal copies: T5 has one token table')
     entries[TOKEN_TABLE] = tables[0]
     has_own_lm_head = LM_HEAD in entries and not _are_equal(tables[0], entries[LM_HEAD])
     if not has_own_lm_head:
@@ -645,7 +643,7 @@ def _read_headers(folder: Path, files: Sequence[Path]) -> StoredArrays:
     for name, by_number in experts.items():
         kinds = {(entry.shape, entry.dtype) for entry in by_number.values()}
         if len(kinds) > 1 or sorted(by_number) != list(range(len(by_number))):
-            raise ValueError(
+            raise Refused(
                 f'{folder}: experts of {name} are missing, or have several shapes or dtypes: copy it again'
             )
         entries[name] = stacked([by_number[i] for i in sorted(by_number)])
@@ -664,7 +662,7 @@ def read_header(file: Path) -> dict[str, SafetensorsEntry]:
                 shape = tuple(header.get_shape())
                 entries[name] = SafetensorsEntry(file, name, shape, dtype, stored_dtype=stored)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise ValueError(f'{file} cannot be read ({error}): copy it again') from error
+        raise Refused(f'{file} cannot be read ({error}): copy it again') from error
     return entries
 
 
@@ -672,7 +670,7 @@ def check_array(entry: SafetensorsEntry) -> None:
     """Raise ValueError for an array that is empty or of a dtype that is not read."""
     known = [*DTYPES, *FLOAT8]
     if entry.stored_dtype not in known or 0 in entry.shape:
-        raise ValueError(
+        raise Refused(
             f'{entry.file}: {entry.name} is {entry.stored_dtype} {entry.shape}: only arrays of {", ".join(known)} '
             'that are not empty are read: use a file of those'
         )
@@ -688,7 +686,7 @@ def _names(folder: Path, found: Collection[str]) -> dict[str, str]:
     if '' in prefixes or not prefixes:
         return names
     if len(prefixes) > 1:
-        raise ValueError(
+        raise Refused(
             f'{folder} has several T5, below {first_ten(sorted(prefixes))}: save the arrays of one to a file'
         )
     [prefix] = prefixes
@@ -715,16 +713,16 @@ def _weight_files(folder: Path) -> list[Path]:
         if isinstance(weight_map, dict):
             names = sorted({str(name) for name in weight_map.values()})
         if not all(re.fullmatch(r'[\w.-]+\.safetensors', name) for name in names):
-            raise ValueError(
+            raise Refused(
                 f'{index_file} names {first_ten(names)}: only safetensors beside it are read'
             )
         return [paths.own_file(folder / name) for name in names]
     for name, reason in OTHER_WEIGHTS.items():
         if paths.is_file(folder / name):
-            raise ValueError(f'{folder} has no {WEIGHTS}; {name}: {reason}')
+            raise Refused(f'{folder} has no {WEIGHTS}; {name}: {reason}')
     variants = first_ten(sorted(file.name for file in folder.glob('*.safetensors')))
     there = f', but {variants}' if variants else ''
-    raise ValueError(
+    raise Refused(
         f'{folder} has no {WEIGHTS}{there}: copy it, or its parts and their index, or rename a variant'
     )
 

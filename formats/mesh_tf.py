@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 import paths
-from messages import first_ten
+from messages import Refused, first_ten
 
 # Mesh-TF's names (regular expressions, matched whole) and T5X's paths.
 NORM = '(?:rms|layer)_norm/scale'
@@ -85,13 +85,13 @@ class BundleEntry:
         end = self.offset + self.size
         file_size = paths.status_of(paths.own_file(self.file)).num_bytes
         if end > file_size:
-            raise ValueError(f'{self.file} has {file_size} bytes, of {end} or more: copy it again')
+            raise Refused(f'{self.file} has {file_size} bytes, of {end} or more: copy it again')
         content = np.empty(self.size, np.uint8)
         with paths.open_file(os.fspath(self.file), read_ahead=0) as stream:
             stream.seek(self.offset)
             stream.readinto(content.data)
         if _masked_crc32c(content) != self.crc32c:
-            raise ValueError(f'{self.file}: {self.name} has changed (crc32c): copy it again')
+            raise Refused(f'{self.file}: {self.name} has changed (crc32c): copy it again')
         return content.view(self.dtype).reshape(self.shape)
 
 
@@ -116,7 +116,7 @@ def find_prefix(path: paths.AnyPath) -> paths.AnyPath | None:
     indices: list[paths.AnyPath] = sorted(path.glob('*.index'))
     if len(indices) > 1:
         names = first_ten([index.stem for index in indices])
-        raise ValueError(f'{path} has {len(indices)} checkpoints ({names}): name one of them')
+        raise Refused(f'{path} has {len(indices)} checkpoints ({names}): name one of them')
     return indices[0].with_suffix('') if indices else None
 
 
@@ -137,14 +137,14 @@ def read_index(prefix: paths.AnyPath) -> dict[str, BundleEntry | np.ndarray]:
         if name == 'global_step':
             step = entry.read()
             if step.shape or step.dtype.kind != 'i' or not 0 <= step < 2**31:
-                raise ValueError(f'{prefix} has global_step {step}, not an int32')
+                raise Refused(f'{prefix} has global_step {step}, not an int32')
             index['state/step'] = step.astype(np.int32)
         elif path is None or path in index:
             unknown.append(name)
         else:
             index[path] = entry
     if unknown:
-        raise ValueError(f'{prefix} has variables that T5 1.0 and 1.1 lack: {first_ten(unknown)}')
+        raise Refused(f'{prefix} has variables that T5 1.0 and 1.1 lack: {first_ten(unknown)}')
     biases = [path for path in index if '/relpos_bias/' in path]
     if all('/layers_0/' in path for path in biases):  # then the bias is the stack's
         for path in biases:
@@ -157,7 +157,7 @@ def read_index(prefix: paths.AnyPath) -> dict[str, BundleEntry | np.ndarray]:
         if not path.startswith('target/') or not found:
             continue
         if found not in (['v'], ['v_row', 'v_col']):
-            raise ValueError(f'{prefix}: {path} has only the slots {found}: copy it again')
+            raise Refused(f'{prefix}: {path} has only the slots {found}: copy it again')
         # Differs from T5X's importer, which copies vr to v_row. Mesh-TF's vr is the mean over the first of the
         # largest dimensions, T5X's v_row the mean over the last: they are the same, but swapped for a square matrix.
         shape = index[path].shape
@@ -203,13 +203,13 @@ def read_bundle_index(prefix: paths.AnyPath) -> dict[str, BundleEntry]:
     entries = {}
     try:
         if len(content) > MAX_INDEX_BYTES:
-            raise ValueError(f'it has more than {MAX_INDEX_BYTES} bytes')
+            raise Refused(f'it has more than {MAX_INDEX_BYTES} bytes')
         table = _read_table(content)
         # The first key is empty: BundleHeaderProto, 1 num_shards, 2 endianness.
         header = _read_message(table.pop(b'', b''))
         num_shards = _field(header, 1, default=0)
         if num_shards == 0 or _field(header, 2, default=0) != 0:
-            raise ValueError('it has no header of a little-endian checkpoint')
+            raise Refused('it has no header of a little-endian checkpoint')
         for key, value in table.items():
             name = key.decode('ascii')
             entries[name] = _read_entry(prefix, name, _read_message(value), num_shards)
@@ -218,7 +218,7 @@ def read_bundle_index(prefix: paths.AnyPath) -> dict[str, BundleEntry]:
         TypeError,
         OSError,
     ) as error:  # TypeError: numbers for bytes; OSError: Snappy
-        raise ValueError(f'{file} cannot be read ({error}): copy it again') from error
+        raise Refused(f'{file} cannot be read ({error}): copy it again') from error
     return entries
 
 
@@ -237,7 +237,7 @@ def _read_entry(
     dtype = np.dtype(TENSORFLOW_DTYPES.get(dtype_number, np.void))
     is_whole = math.prod(shape) * dtype.itemsize == size > 0 and len(shape) <= MAX_DIMS
     if not is_whole or shard >= num_shards or 7 in fields:
-        raise ValueError(
+        raise Refused(
             f"{name} has TensorFlow's dtype {dtype_number}, shape {shape}, {size} bytes in shard {shard} of "
             f'{num_shards}: dtypes {list(TENSORFLOW_DTYPES)} are read, in one slice'
         )
@@ -260,7 +260,7 @@ def _read_message(content: bytes) -> dict[int, list]:
         elif wire_type == 5:
             value = int.from_bytes(cursor.take(4), 'little')
         else:
-            raise ValueError(f'protobuf wire type {wire_type}')
+            raise Refused(f'protobuf wire type {wire_type}')
         fields.setdefault(tag >> 3, []).append(value)
     return fields
 
@@ -269,7 +269,7 @@ def _field(fields: dict[int, list], number: int, default: Value) -> Value:
     """Return the last value of a field; `default`, whose type it must have, where it is not stored."""
     value = fields.get(number, [default])[-1]
     if type(value) is not type(default):
-        raise ValueError(f'field {number} is {value!r}')
+        raise Refused(f'field {number} is {value!r}')
     return value
 
 
@@ -287,7 +287,7 @@ def _read_table(content: bytes) -> dict[bytes, bytes]:
     """Return {key: value} of a LevelDB table. Each byte is under a checksum or has only one valid value."""
     footer_start = len(content) - FOOTER_BYTES
     if footer_start < 0 or not content.endswith(MAGIC):
-        raise ValueError('it does not end with the magic of a TensorFlow index')
+        raise Refused('it does not end with the magic of a TensorFlow index')
     footer = Cursor(content, footer_start)
     metaindex = Block(start=footer.varint(), size=footer.varint())
     index = Block(start=footer.varint(), size=footer.varint())
@@ -299,16 +299,16 @@ def _read_table(content: bytes) -> dict[bytes, bytes]:
     position = 0
     for block in [*blocks, index]:  # no byte is without a checksum
         if block.start != position:
-            raise ValueError(f'no block begins at byte {position}')
+            raise Refused(f'no block begins at byte {position}')
         position = block.start + block.size + TRAILER_BYTES
     if position != footer_start or any(content[footer.position : -len(MAGIC)]):
-        raise ValueError(f'no block ends at byte {footer_start}, or zeros do not follow')
+        raise Refused(f'no block ends at byte {footer_start}, or zeros do not follow')
     table: dict[bytes, bytes] = {}
     last_key = b''
     for block in blocks:
         for key, value in _read_block(content, block):
             if table and key <= last_key:
-                raise ValueError(f'{key!r} is out of order')
+                raise Refused(f'{key!r} is out of order')
             table[key] = value
             last_key = key
     return table
@@ -321,13 +321,13 @@ def _read_block(content: bytes, block: Block) -> Iterator[tuple[bytes, bytes]]:
     compression = cursor.take(1)
     crc32c = int.from_bytes(cursor.take(4), 'little')
     if _masked_crc32c(stored + compression) != crc32c:
-        raise ValueError(f'the block at byte {block.start} has changed (crc32c)')
+        raise Refused(f'the block at byte {block.start} has changed (crc32c)')
     body = stored
     size = len(stored)
     if compression[0] == SNAPPY:  # as in T5X's own test data
         size = Cursor(stored).varint()
     if compression[0] not in (UNCOMPRESSED, SNAPPY) or size > MAX_INDEX_BYTES:
-        raise ValueError(
+        raise Refused(
             f'the block at byte {block.start} has compression {compression[0]}, {size} bytes'
         )
     if compression[0] == SNAPPY:
@@ -341,7 +341,7 @@ def _read_block(content: bytes, block: Block) -> Iterator[tuple[bytes, bytes]]:
         num_unshared = entries.varint()
         value_size = entries.varint()
         if num_shared > len(key) or num_shared + num_unshared > MAX_NAME_BYTES:
-            raise ValueError(f'a name of {num_shared} + {num_unshared} bytes follows {key!r}')
+            raise Refused(f'a name of {num_shared} + {num_unshared} bytes follows {key!r}')
         key = key[:num_shared] + entries.take(num_unshared)
         yield key, entries.take(value_size)
 
@@ -359,7 +359,7 @@ class Cursor:
     def take(self, length: int) -> bytes:
         """Return the next `length` bytes."""
         if not 0 <= length <= len(self.content) - self.position:
-            raise ValueError(f'{length} bytes should follow byte {self.position}')
+            raise Refused(f'{length} bytes should follow byte {self.position}')
         self.position += length
         return self.content[self.position - length : self.position]
 
@@ -373,7 +373,7 @@ class Cursor:
                 break
         is_padded = byte == 0 and shift > 0  # a shorter form exists
         if byte >= 128 or is_padded or number >= 2**64:
-            raise ValueError(f'no integer ends at byte {self.position}')
+            raise Refused(f'no integer ends at byte {self.position}')
         return number
 
 

@@ -22,7 +22,7 @@ from configs import base
 from configs.check import read_stored
 from formats import best, hugging_face, mesh_tf, own_model, peft, t5x
 from formats.vocabulary import folders_of
-from messages import first_ten
+from messages import Refused, first_ten
 from model import T5Config
 
 # Uses of a checkpoint: a model that decodes, its encoder alone, or whatever it holds.
@@ -75,7 +75,7 @@ def open_model(
             try:
                 config = config_from_shapes(shapes)
             except ValueError as error:
-                raise ValueError(f'{directory} is {error}: name {checkpoint.FORMATS}') from None
+                raise Refused(f'{directory} is {error}: name {checkpoint.FORMATS}') from None
         shapes_tell = len(config.mlp_activations) == 1 and config.module != hugging_face.SWITCH
         if not has_config and not shapes_tell:
             assumed = f'mlp_activations={config.mlp_activations}'
@@ -95,7 +95,7 @@ def open_model(
     try:
         compare(dict(model.shapes(config)), shapes)
     except ValueError as error:
-        raise ValueError(f'{directory}: {error}') from None
+        raise Refused(f'{directory}: {error}') from None
     return OpenedModel(directory, opened.leaves, config, note, projection)
 
 
@@ -108,7 +108,7 @@ def compare(expected: checkpoint.Shapes, found: checkpoint.Shapes) -> None:
         if shape != expected.get(path, 'there'):
             differences.append(f'{path} is {shape}, not {expected.get(path, "there")}')
     if differences:
-        raise ValueError(f'checkpoint of another model: {first_ten(differences, separator="; ")}')
+        raise Refused(f'checkpoint of another model: {first_ten(differences, separator="; ")}')
 
 
 def open_checkpoint(
@@ -126,13 +126,13 @@ def open_checkpoint(
     if steps or step:
         [chosen, *others] = choose_steps(directory, step, steps)
         if others:
-            raise ValueError(f'step={step}: only one is opened: name a number, last or best')
+            raise Refused(f'step={step}: only one is opened: name a number, last or best')
         directory /= f'checkpoint_{chosen}'
     elif directory.name == 'checkpoint' and paths.is_file(directory):
         directory = directory.parent
     if paths.is_file(directory):
         if directory.name in peft.FILES:
-            raise ValueError(
+            raise Refused(
                 f'{directory} is one file of adapters: name its folder, {directory.parent}'
             )
         hugging_face.check_file(directory)
@@ -158,7 +158,7 @@ def open_checkpoint(
         if base is not None:
             opened = merge(opened, base)
     if part == 'whole' and is_encoder(opened.leaves):
-        raise ValueError(
+        raise Refused(
             f'{opened.directory} is an encoder alone, for infer.load, --encode and training with '
             'restore.strict=False: name a checkpoint that has a decoder'
         )
@@ -197,7 +197,7 @@ def check_family(directory: paths.AnyPath, config: T5Config) -> None:
                         f'{file.name} beside it names longt5: remove that if it is of another model'
                     )
     if signs:
-        raise ValueError(
+        raise Refused(
             f'{directory}: read as a T5, the answers of a LongT5 are wrong beyond 128 tokens: set '
             f'model.module=long_t5, as --config=configs/long_t5.py:base does; {signs[0]}'
         )
@@ -213,7 +213,7 @@ def saved_step(leaves: Mapping[str, Leaf]) -> int:
 def choose_steps(run: paths.AnyPath, text: str, steps: Sequence[int]) -> list[int]:
     """Return those of the steps of a run that `text` names: last (or ''), best, all, or numbers with commas."""
     if not steps:
-        raise ValueError(f'step={text}: {run} has no checkpoint_STEP folders: name a run')
+        raise Refused(f'step={text}: {run} has no checkpoint_STEP folders: name a run')
     match text.lower():
         case '' | 'last':
             return [steps[-1]]
@@ -224,7 +224,7 @@ def choose_steps(run: paths.AnyPath, text: str, steps: Sequence[int]) -> list[in
     names = {name.strip() for name in text.split(',')}
     known = [str(step) for step in steps]
     if not names <= set(known):
-        raise ValueError(f'step={text}: {run} has the checkpoints {first_ten(known)}: name these')
+        raise Refused(f'step={text}: {run} has the checkpoints {first_ten(known)}: name these')
     return sorted(map(int, names))
 
 
@@ -245,7 +245,7 @@ def _config_beside(directory: paths.AnyPath) -> T5Config | None:
         module = own_model.module_of(directory, settings['module'])
         return own_model.load({**settings, 'module': module})
     except (ValueError, TypeError) as error:
-        raise ValueError(f'{directory}/config.json: {error}') from error
+        raise Refused(f'{directory}/config.json: {error}') from error
 
 
 def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> T5Config:
@@ -267,7 +267,7 @@ def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> T5Config:
         shape = shapes.get(path, ())
         num_dims = 3 if '/expert/' in path else 2
         if len(shape) != num_dims or not all(0 < size < 2**31 for size in shape):
-            raise ValueError(f'not a T5 of T5X: the checkpoint has no matrix {path!r}')
+            raise Refused(f'not a T5 of T5X: the checkpoint has no matrix {path!r}')
     vocab_size, emb_dim = shapes[embedding]
     num_heads = shapes[bias][0]
     mlp_dim = shapes[wo][-2]
@@ -315,7 +315,7 @@ def describe_base(base: OpenedCheckpoint) -> dict[str, str]:
     Raises ValueError for one that holds adapters itself.
     """
     if any(isinstance(leaf, peft.MergedKernel) for leaf in base.leaves.values()):
-        raise ValueError(
+        raise Refused(
             f'{base.directory} holds adapters itself: merge it with --mode=convert --from={base.directory} '
             '--to=FOLDER, and name that folder'
         )
@@ -343,11 +343,11 @@ def open_base(directory: paths.AnyPath, restore_path: str = '') -> OpenedCheckpo
     try:
         base = open_checkpoint(path)
     except ValueError as error:
-        raise ValueError(
+        raise Refused(
             f'{directory} holds adapters of {path}, which cannot be opened ({error}): put it back there'
         ) from error
     if describe_base(base)['fingerprint'] != settings['base']['fingerprint']:
-        raise ValueError(
+        raise Refused(
             f'{directory} holds adapters of another model than {base.directory} has now: put back the checkpoint '
             'that restore.path named when its run began'
         )
@@ -374,10 +374,10 @@ def _open_peft(folder: paths.AnyPath) -> OpenedCheckpoint:
     try:
         directory = paths.to_path(name)
         if peft.is_folder(directory):
-            raise ValueError('it holds adapters itself')
+            raise Refused('it holds adapters itself')
         base = open_model(directory, part='')
     except (ValueError, OSError) as error:
-        raise ValueError(
+        raise Refused(
             f'{folder} holds adapters of base_model_name_or_path={name!r}, which cannot be opened ({error}): copy or '
             f"link the base's folder to {name}, or write its path into {folder / peft.ADAPTER_CONFIG}"
         ) from error
@@ -386,7 +386,7 @@ def _open_peft(folder: paths.AnyPath) -> OpenedCheckpoint:
     config = base.config
     if peft.PROMPT in adapters:
         if config.module:
-            raise ValueError(
+            raise Refused(
                 f'{folder} is a prompt of a {config.module}: only those of T5, T5 1.1, mT5 and umT5 are read'
             )
         length = {'length': adapters[peft.PROMPT].shape[0]}

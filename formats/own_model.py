@@ -28,6 +28,7 @@ import paths
 import user_code
 from configs import base, check
 from formats import own_options
+from messages import Refused
 from model import Modules, T5Config
 
 RECORD = 'own_model.py'  # the name of a user's file in a checkpoint
@@ -37,12 +38,12 @@ EXAMPLE = 'examples/squared_relu/squared_relu.py'
 def load(settings: Mapping) -> T5Config:
     """Return the T5Config of the settings of config.model.
 
-    A user's file model.module is loaded; its path is absolute in the T5Config. Raises ValueError for
-    settings that are invalid, and UserError for an error in the file.
+    A user's file model.module is loaded; its path is absolute in the T5Config. Raises Refused for settings that are
+    invalid; an error of the file is raised as it is.
     """
     if not settings['module']:
         for name, value in (settings.get('options') or {}).items():
-            raise ValueError(
+            raise Refused(
                 f'model.options.{name}={value!r} is a setting of an own model: set model.module, or remove it'
             )
         config = T5Config(**settings)
@@ -72,27 +73,19 @@ def is_family(name: str) -> bool:
 def config_of(module: ModuleType, file: str, content: bytes, settings: Mapping) -> T5Config:
     """Return the T5Config of a module, whose parts are checked."""
     own = modules_of(module, file, content)
-    with user_code.running(file):
-        declared = getattr(module, 'Options', None)
-        options = own_options.options_of(declared, file, settings.get('options') or {})
-        config = T5Config(**{**settings, 'options': options}, own=own)
-        check_values(config)
-        try:
-            model.param_specs(config)
-        except ValueError as error:
-            raise ValueError(f'{file}: {error} (Modules.specs)') from error
-        if own.adapters and not any(re.fullmatch(own.adapters, x) for x in model.shapes(config)):
-            raise ValueError(
-                f'{file}: adapters={own.adapters!r} matches no parameter: it must match the whole path of '
-                'one or more, such as prompt/embedding'
-            )
-        unknown = own.losses(config).keys() - trace(config)
-        if unknown:
-            raise ValueError(
-                f'{file}: losses(config) names {min(unknown)!r}, which no layer reports, with {config.num_encoder_layers} + '
-                f'{config.num_decoder_layers} layers: report it in the aux of a layer or of its Mlp, remove it, or set '
-                'more layers'
-            )
+    declared = getattr(module, 'Options', None)
+    options = own_options.options_of(declared, file, settings.get('options') or {})
+    config = T5Config(**{**settings, 'options': options}, own=own)
+    check_values(config)
+    model.param_specs(config)  # each parameter has a row
+    if own.adapters and not any(re.fullmatch(own.adapters, x) for x in model.shapes(config)):
+        raise ValueError(f'{file}: adapters={own.adapters!r} matches the full path of no parameter')
+    unknown = own.losses(config).keys() - trace(config)
+    if unknown:
+        raise ValueError(
+            f'{file}: losses(config) names {min(unknown)!r}, which no layer of {config.num_encoder_layers} + '
+            f'{config.num_decoder_layers} reports: report it in the aux of a layer or of its Mlp'
+        )
     return config
 
 
@@ -118,13 +111,13 @@ def check_values(config: T5Config) -> None:
             check.check_value(f'model.{name}', value)
     known = [name for name, _ in config.modules.activations]
     if not config.mlp_activations or not set(known).issuperset(config.mlp_activations):
-        raise ValueError(
+        raise Refused(
             f'model.mlp_activations={config.mlp_activations}: use some of {", ".join(known)}'
         )
     try:
         re.compile(config.lora_targets)
     except re.error as error:
-        raise ValueError(
+        raise Refused(
             f'model.lora_targets={config.lora_targets!r} is not a regular expression ({error}): correct '
             "it, as in '.+/(query|value)/kernel'"
         ) from error
@@ -135,24 +128,13 @@ def modules_of(module: ModuleType, file: str, content: bytes) -> Modules:
     """Return what the function `modules` of a module returns. It is called once."""
     make = getattr(module, 'modules', None)
     if not callable(make):
-        raise ValueError(f'{file} has no function modules(default): see {EXAMPLE}')
-    with user_code.running(make):
-        made = make(model.T5_MODULES)
+        raise Refused(f'{file} has no function modules(default): see {EXAMPLE}')
+    made = make(model.T5_MODULES)
     if not isinstance(made, Modules):
-        raise ValueError(
+        raise TypeError(
             f'{file}: modules(default) returned {made!r:.60}: return dataclasses.replace(default, ...)'
         )
-    if not callable(made.period) and (type(made.period) is not int or made.period < 1):
-        raise ValueError(
-            f'{file}: modules(default) returned period={made.period!r}: must be a whole number, at least 1'
-        )
-    try:
-        hash(made)
-    except TypeError as error:
-        raise ValueError(
-            f'{file}: modules(default) returned a field that cannot be hashed ({error}): use tuples of '
-            'pairs instead of dicts'
-        ) from error
+    hash(made)  # a TypeError names a field that has a dict where pairs belong
     return dataclasses.replace(made, source=content)
 
 
@@ -186,8 +168,7 @@ def describe_options(name: str) -> list[str]:
     declared = getattr(module, 'Options', None)
     if declared is None:
         return []
-    with user_code.running(file):
-        own_options.check_declaration(declared, file)
+    own_options.check_declaration(declared, file)
     lines = ['', f'Options of model.module={name}:']
     for field in dataclasses.fields(declared):
         lines.append(f'  --config.model.options.{field.name}={field.default!r}')
@@ -240,9 +221,7 @@ def check_same(
         saved = f'with {directory / RECORD}: set it to a copy of that'
     elif module:
         saved = f'with {module!r}: set it to {module!r}'
-    raise ValueError(
-        f'model.module={config.module!r}: {directory} was saved {saved}, or {otherwise}'
-    )
+    raise Refused(f'model.module={config.module!r}: {directory} was saved {saved}, or {otherwise}')
 
 
 def module_of(directory: paths.AnyPath, module: str) -> str:
@@ -256,7 +235,7 @@ def module_of(directory: paths.AnyPath, module: str) -> str:
     if not content and (not module or is_family(module)):
         return module
     if not content:
-        raise ValueError(
+        raise Refused(
             f'model.module={module!r} is not in families/, and {directory / RECORD} is missing: bring all files'
         )
     run = directory.parent if directory.name.startswith('checkpoint_') else directory
@@ -265,7 +244,7 @@ def module_of(directory: paths.AnyPath, module: str) -> str:
         is_strangers = isinstance(run, Path) and file.resolve().is_relative_to(run.resolve())
         if file.is_file() and file.read_bytes() == content and not is_strangers:
             return str(file)
-    raise ValueError(
+    raise Refused(
         f'model.module={module!r} is gone, was changed, or is in the folder of the run, '
         f'from which no code is run: look at {directory / RECORD}, and copy it to {now}'
     )

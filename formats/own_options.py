@@ -8,6 +8,7 @@ from typing import Any
 
 import partition
 from configs import base, check
+from messages import Refused
 from model import Options, T5Config
 
 # How absl reads the value of a flag that is true or false.
@@ -29,7 +30,7 @@ def options_of(declared: type[Options] | None, file: str, given: Mapping) -> Opt
         key = f'model.options.{name}'
         if name not in fields:
             known = ', '.join(fields) or 'no options'
-            raise ValueError(
+            raise Refused(
                 f'{key}={value!r} is unknown: {file} has {known}: remove it, or declare it there'
             )
         default: Any = fields[name].default
@@ -41,10 +42,10 @@ def options_of(declared: type[Options] | None, file: str, given: Mapping) -> Opt
 
 
 def check_declaration(declared: type[Options], file: str) -> None:
-    """Raise ValueError unless `declared` is a frozen dataclass whose fields have valid defaults and metadata."""
+    """Raise TypeError unless `declared` is a frozen dataclass whose fields have valid defaults and metadata."""
     params = getattr(declared, '__dataclass_params__', None)
     if not isinstance(declared, type) or params is None or not params.frozen:
-        raise ValueError(
+        raise TypeError(
             f'{file}: Options={declared!r:.60}: must be a frozen dataclass: write @dataclasses.dataclass(frozen=True) '
             'above its class'
         )
@@ -58,7 +59,7 @@ def check_declaration(declared: type[Options], file: str) -> None:
         axis = getattr(declared, str(axis), axis)  # or the name of another option
         has_wrong_axis = axis is not None and (kind is not int or axis not in partition.MESH_AXES)
         if not is_typed or has_wrong_axis or (has_range and kind not in (int, float)):
-            raise ValueError(
+            raise TypeError(
                 f'{file}: the option {field.name} must have a default of its type, bool, int, float, str or tuple, and '
                 f'may have a range if it is a number, an axis ({", ".join(partition.MESH_AXES)}) if it is a whole number: '
                 'correct it, or make it a property'
@@ -84,7 +85,7 @@ def check_option(key: str, value: Any, field: dataclasses.Field) -> None:
         for x in value:
             like = default[0] if default else x
             if not isinstance(x, bool | int | float | str) or not check.has_type_of(like, x):
-                raise ValueError(
+                raise Refused(
                     f'{key}={value!r}: {x!r} is not like the values of {default!r}: use others'
                 )
 

@@ -27,7 +27,7 @@ from checkpoint import Leaf
 from formats import hugging_face
 from formats.hugging_face import SafetensorsEntry
 from formats.vocabulary import ADAPTER_CONFIG
-from messages import first_ten
+from messages import Refused, first_ten
 from model import T5Config
 
 WEIGHTS = 'adapter_model.safetensors'
@@ -104,21 +104,21 @@ def read_settings(folder: paths.AnyPath) -> dict:
     settings = paths.read_json(file)
     kind = settings.get('peft_type')
     if kind not in (LORA, PROMPT_TUNING):
-        raise ValueError(
+        raise Refused(
             f'{file}: peft_type={kind!r}: only {LORA} and {PROMPT_TUNING} are read: {MERGE}'
         )
     if kind == LORA:
         for name, value in settings.items():
             if value and name not in KNOWN:
-                raise ValueError(f'{file}: {name}={str(value):.80} is not read: {MERGE}')
+                raise Refused(f'{file}: {name}={str(value):.80} is not read: {MERGE}')
         init = settings.get('init_lora_weights')
         if str(init).lower().startswith(CHANGES_BASE):
-            raise ValueError(
+            raise Refused(
                 f'{file}: init_lora_weights={init!r} changes the base: save the adapters with '
                 'path_initial_model_for_weight_conversion, which makes them those of the base as it was'
             )
     if not isinstance(settings.get('base_model_name_or_path'), str):
-        raise ValueError(
+        raise Refused(
             f'{file}: base_model_name_or_path={settings.get("base_model_name_or_path")!r}: write the folder of the '
             'model that the adapters were trained on'
         )
@@ -135,7 +135,7 @@ def read_index(
     """
     file = folder / WEIGHTS
     if not paths.is_file(file) and paths.is_file(folder / PICKLE):
-        raise ValueError(
+        raise Refused(
             f'{folder} has no {WEIGHTS}; {PICKLE}: a pickle can run code: load it with peft, if you trust it, and '
             'save_pretrained it as safetensors'
         )
@@ -166,12 +166,12 @@ def read_index(
         hint = ''
         if config.logits_via_embedding and any('.lm_head.' in name for name in unknown):
             hint = ' (the lm_head of the base is its token table)'
-        raise ValueError(
+        raise Refused(
             f'{file} has {first_ten(unknown) or "no arrays"}, which are no adapters of a matrix of its base{hint}: {MERGE}'
         )
     for path, x in arrays.items():
         if x.shape != tuple(base[path].shape):
-            raise ValueError(
+            raise Refused(
                 f'{file}: {path} is {tuple(x.shape)}, and {tuple(base[path].shape)} in the base: set '
                 'base_model_name_or_path to the model that the adapters were trained on'
             )
@@ -188,7 +188,7 @@ def read_index(
             expected['magnitude'] = (columns,)
         shapes = {name: entry.shape for name, entry in adapters.items()}
         if shapes != expected:
-            raise ValueError(
+            raise Refused(
                 f'{file}: {module} has adapters of the shapes {shapes}, and {ADAPTER_CONFIG} and the base say {expected}: '
                 'bring both files of one adapter, and set base_model_name_or_path to its base'
             )
@@ -215,12 +215,12 @@ def _setting(folder: Path, settings: Mapping, name: str, of_modules: str, module
                 value = other
                 break
     except (AttributeError, re.error) as error:
-        raise ValueError(
+        raise Refused(
             f'{folder / ADAPTER_CONFIG}: {of_modules}={patterns!r} ({error}): must have numbers by patterns of names'
         ) from None
     kinds = (int,) if of_modules == 'rank_pattern' else (int, float)
     if not isinstance(value, kinds) or not 0 < value < 2**31:
-        raise ValueError(f'{folder / ADAPTER_CONFIG}: {name}={value!r}: must be a number above 0')
+        raise Refused(f'{folder / ADAPTER_CONFIG}: {name}={value!r}: must be a number above 0')
     return value
 
 
@@ -232,7 +232,7 @@ def _read_prompt(
     shapes = {name: entry.shape for name, entry in entries.items()}
     num_rows = [length, 2 * length] if isinstance(length, int) and length > 0 else []
     if shapes not in [{PROMPT_NAME: (rows, config.emb_dim)} for rows in num_rows]:
-        raise ValueError(
+        raise Refused(
             f'{file} has {shapes}, with num_virtual_tokens={length!r} and {config.emb_dim} numbers for a token in the '
             f'base: must have {PROMPT_NAME} of these sizes: bring both files of one adapter'
         )

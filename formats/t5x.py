@@ -21,6 +21,7 @@ import checkpoint
 import paths
 import state_names
 from checkpoint import Leaf
+from messages import Refused
 
 FAULT_BYTES = 2**16  # room for the faults that a process sends to the others
 
@@ -50,7 +51,7 @@ def read_index(directory: paths.AnyPath, ignored: str = '') -> dict[str, Leaf]:
     """
     for name in ('_METADATA', '_CHECKPOINT_METADATA', 'checkpoint_*/_CHECKPOINT_METADATA'):
         for file in directory.glob(name):
-            raise ValueError(f'{file.parent} has the layout of Orbax: {checkpoint.ORBAX_REMEDY}')
+            raise Refused(f'{file.parent} has the layout of Orbax: {checkpoint.ORBAX_REMEDY}')
     verify(directory, ignored)
     index = unstack(checkpoint.read_index(directory))
     leaf = index.get('state/step', np.zeros((), np.int32))
@@ -58,7 +59,7 @@ def read_index(directory: paths.AnyPath, ignored: str = '') -> dict[str, Leaf]:
     if leaf.shape == ():
         step = np.asarray(checkpoint.read_leaf(leaf))
     if step.shape or step.dtype.kind not in 'iu' or not 0 <= step < 2**31:
-        raise ValueError(f'{directory} has state/step {step}, not an int32: copy it again')
+        raise Refused(f'{directory} has state/step {step}, not an int32: copy it again')
     averages = average_paths(index)
     leaves = {path: leaf for path, leaf in index.items() if path not in averages}
     for path, parameter in averages.items():
@@ -96,7 +97,7 @@ def verify(directory: str | paths.AnyPath, ignored: str = '') -> bool:
     for fault in faults:
         messages.setdefault(fault.kind, []).append(fault.message)
     if 'refused' in messages:
-        raise ValueError(messages['refused'][0])
+        raise Refused(messages['refused'][0])
     if 'unreadable' in messages:
         named = '; '.join(messages['unreadable'][:10])
         raise OSError(f'{directory} cannot be read ({named}): correct its permissions or its disk')
@@ -171,7 +172,7 @@ def _read_manifest(directory: paths.AnyPath) -> Manifest:
         manifest = Manifest(top['step'], checksums)
         is_named = checkpoint.step_of(directory) in (None, manifest.step)
         if not is_named or content != checkpoint.pack_manifest(manifest.step, checksums):
-            raise ValueError(f'it has changed, or is of step {manifest.step}')
+            raise Refused(f'it has changed, or is of step {manifest.step}')
     except (FileNotFoundError, IsADirectoryError, *checkpoint.UNPACK_ERRORS) as error:
         raise Damaged(f'{checkpoint.MANIFEST} is missing or damaged ({error})') from error
     return manifest
@@ -224,7 +225,7 @@ def unstack(index: dict[str, Leaf]) -> dict[str, Leaf]:
                 others[path] = leaf
             continue
         if len(leaf.shape) < 2 or leaf.shape[1] > MAX_LAYERS:
-            raise ValueError(f'{path} {leaf.shape} is not a stack of 1 to {MAX_LAYERS} layers')
+            raise Refused(f'{path} {leaf.shape} is not a stack of 1 to {MAX_LAYERS} layers')
         stack, name = match.groups()
         first, num_layers, *rest = leaf.shape
         shape: tuple[int, ...] = (first,)  # [embed, layers]

@@ -17,6 +17,7 @@ import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
 import paths
+from messages import Refused
 from paths import AnyPath
 from vocabulary import EOS_ID, PAD_ID, UNK_ID, SentencePieceVocabulary, added_settings, longest_of
 
@@ -61,14 +62,14 @@ def read_tokenizer(file: AnyPath) -> 'TokenizerVocabulary':
         content['tokenizer_class'] = name
         return TokenizerVocabulary(make_model(content))
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, re.error) as error:
-        raise ValueError(f'no tokenizer.json of transformers ({error!r})') from None
+        raise Refused(f'no tokenizer.json of transformers ({error!r})') from None
 
 
 def make_model(content: Mapping) -> bytes:
     """Return the ModelProto of the content of a tokenizer.json."""
     kind = content['model'].get('type')
     if kind != 'Unigram':
-        raise ValueError(
+        raise Refused(
             f"a {kind or 'model without a type'}, not a Unigram tokenizer as T5's, mT5's and umT5's: open it with another "
             "vocabulary, such as 'bytes', and give ids that its own library makes"
         )
@@ -76,7 +77,7 @@ def make_model(content: Mapping) -> bytes:
     vocab = model.pop('vocab')
     names = [piece for piece, _ in vocab]
     if model['unk_id'] != UNK_ID or len(vocab) <= UNK_ID:
-        raise ValueError(
+        raise Refused(
             f'unknown is id {model["unk_id"]}, not {UNK_ID} as in T5: give ids that its own library makes'
         )
     added = []
@@ -86,11 +87,11 @@ def make_model(content: Mapping) -> bytes:
             names.append(token['content'])
         if not 0 <= i < len(names) or names[i] != token['content'] or not names[i]:
             found = 'another piece' if 0 <= i < len(names) else 'not the next one, or is a piece'
-            raise ValueError(
+            raise Refused(
                 f'the added token {token["content"]!r} has the id {i}, which is {found}: save it again with transformers'
             )
         if token.get('single_word'):
-            raise ValueError(
+            raise Refused(
                 f'the added token {token["content"]!r} is found as a single word only, which is not supported: add it '
                 'without single_word'
             )
@@ -230,7 +231,7 @@ class TokenizerVocabulary(SentencePieceVocabulary):
 
 
 def unknown_step(kind: str) -> ValueError:
-    return ValueError(
+    return Refused(
         f'a tokenizer with the step {kind}: only those of T5, mT5 and umT5 are known: name the SentencePiece model that '
         'it was made from with data.vocabulary'
     )

@@ -17,7 +17,7 @@ import paths
 from configs import check as settings
 from formats import default_ids, tokenizer_json
 from formats.tokenizer_json import TokenizerVocabulary
-from messages import first_ten
+from messages import Refused, first_ten
 from paths import AnyPath
 from vocabulary import (
     DEFAULT_EXTRA_IDS,
@@ -97,7 +97,7 @@ def named_vocabulary(setting: str, name: str | AnyPath, extra_ids: int) -> Vocab
         if path.is_dir():
             file = model_file(path)
         if file is None:
-            raise ValueError(
+            raise Refused(
                 f'no file, nor a folder with {", ".join(VOCABULARY_NAMES)}: name a SentencePiece '
                 "model, the folder of a run or a checkpoint, or 'bytes'"
             )
@@ -107,7 +107,7 @@ def named_vocabulary(setting: str, name: str | AnyPath, extra_ids: int) -> Vocab
         check_tokens(file.parent, found)
         return found
     except ValueError as error:
-        raise ValueError(f'{setting}={str(name)!r}: {error}') from None
+        raise Refused(f'{setting}={str(name)!r}: {error}') from None
 
 
 def model_file(folder: AnyPath) -> AnyPath | None:
@@ -154,7 +154,7 @@ def read_model(file: AnyPath, extra_ids: int, remedy: str) -> SentencePieceVocab
             found = of_model(with_added_tokens(content, listed.missing), extra_ids)
         return found
     except ValueError as error:
-        raise ValueError(f'{file}: {error}: {remedy}') from None
+        raise Refused(f'{file}: {error}: {remedy}') from None
 
 
 def embedded_model(file: AnyPath) -> bytes:
@@ -206,7 +206,7 @@ def check_tokens(checkpoint: AnyPath, vocabulary: Vocabulary | None) -> None:
         missing, files = listed_tokens(folder, vocabulary)
         if missing:
             names = sorted({name for name, _ in missing})
-            raise ValueError(
+            raise Refused(
                 f'{folder}: {len(names)} token(s) were added to its vocabulary: {first_ten(list(map(repr, names)))}: '
                 f'take the vocabulary of this folder, or, if no text has them, remove them from {", ".join(files)}'
             )
@@ -234,7 +234,7 @@ def listed_tokens(folder: AnyPath, vocabulary: Vocabulary | None) -> ListedToken
             vocab = content.get('model', {}).get('vocab', [])  # {piece: id} or [[piece, score]]
             pieces += [piece if isinstance(piece, str) else str(piece[0]) for piece in vocab]
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
+            raise Refused(
                 f'{file} does not list tokens as transformers does ({error!r}): copy it again'
             ) from None
     sentinel_ids: dict[str, int] = {}
@@ -248,7 +248,7 @@ def listed_tokens(folder: AnyPath, vocabulary: Vocabulary | None) -> ListedToken
         if SENTINEL.fullmatch(name):
             own_id = sentinel_ids.get(name.removeprefix('▁'))
             if sentinel_ids and i not in (None, own_id):
-                raise ValueError(
+                raise Refused(
                     f'{folder}: {name} is id {i} in {", ".join(files)}, and {own_id} with the {len(sentinel_ids)} '
                     'sentinels of its model: set data.extra_ids, or extra_ids in tokenizer_config.json, to as many'
                 )
@@ -279,25 +279,25 @@ def add_tokens(vocabulary: Vocabulary, entries: Sequence[str]) -> Vocabulary:
     for entry in entries:
         setting = f'data.added_tokens={entry!r}'
         if not isinstance(entry, str):
-            raise ValueError(f'{setting}: must be a text: write it in quotes')
+            raise Refused(f'{setting}: must be a text: write it in quotes')
         if not entry.endswith('.txt'):
             tokens.append(entry)
             continue
         try:
             tokens += paths.to_path(entry).read_bytes().decode().splitlines()
         except (OSError, ValueError) as error:
-            raise ValueError(
+            raise Refused(
                 f'{setting} is not read ({paths.reason(error)}): name a file in UTF-8 with a token on each line'
             ) from None
     if tokens and not isinstance(vocabulary, SentencePieceVocabulary):
-        raise ValueError(
+        raise Refused(
             f'data.added_tokens={tuple(entries)}: a vocabulary of bytes gets no tokens: leave them out, or name a '
             'SentencePiece model with data.vocabulary'
         )
     added: dict[str, int | None] = {}
     for token in tokens:
         if not token.strip() or SENTINEL.fullmatch(token) or token in SPECIAL_TOKENS:
-            raise ValueError(
+            raise Refused(
                 f'data.added_tokens has {token!r}: must be neither blank nor a token that T5 has: leave it out'
             )
         if token not in vocabulary.added_tokens:  # type: ignore[attr-defined]

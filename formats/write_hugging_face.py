@@ -13,6 +13,7 @@ import model
 import paths
 from formats import hugging_face, own_options
 from formats.vocabulary import files_of
+from messages import Refused
 from vocabulary import Vocabulary
 
 
@@ -59,7 +60,7 @@ def new_folder(folder: str | paths.AnyPath) -> Iterator[Path]:
     path = paths.disk_path(folder)
     paths.check_new(path)
     if path.exists():
-        raise ValueError(f'{path} exists: remove it or name another folder')
+        raise Refused(f'{path} exists: remove it or name another folder')
     with paths.unfinished(path) as unfinished:
         yield unfinished
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,13 +81,13 @@ def save_arrays(file: Path, arrays: dict[str, np.ndarray]) -> None:
 def _settings(config: model.T5Config) -> dict:
     """Return the content of config.json. Raises ValueError for a model that transformers does not have."""
     if config.module not in ('', hugging_face.LONG_T5, hugging_face.SWITCH):
-        raise ValueError(f'model.module={config.module!r} is not in transformers: use --format=t5x')
+        raise Refused(f'model.module={config.module!r} is not in transformers: use --format=t5x')
     activations = tuple(config.mlp_activations)
     if activations == ('swish', 'linear'):  # another name of silu
         activations = ('silu', 'linear')
     names = {x.mlp_activations: name for name, x in hugging_face.FEED_FORWARDS.items()}
     if activations not in names:
-        raise ValueError(f'mlp_activations={activations} are not in transformers: use --format=t5x')
+        raise Refused(f'mlp_activations={activations} are not in transformers: use --format=t5x')
     name = names[activations]
     model_type = 't5'
     if config.relpos_bias_per_layer:
@@ -104,7 +105,7 @@ def _settings(config: model.T5Config) -> dict:
         step = options['sparse_step']
         most = min(2, config.num_encoder_layers, config.num_decoder_layers)
         if activations != ('relu',) or not config.logits_via_embedding or step > most:
-            raise ValueError(
+            raise Refused(
                 f'mlp_activations={activations}, logits_via_embedding={config.logits_via_embedding}, '
                 f"sparse_step={step}: transformers' Switch Transformer has ('relu',), True, and 1 or 2, at most "
                 'as many as a stack has layers: use --format=t5x'

@@ -29,6 +29,7 @@ import paths
 import tasks
 import tasks.open
 from formats.vocabulary import add_tokens, named_vocabulary
+from messages import Refused
 from modes import command_line, process
 from randomness import permutation
 from run import prefetch
@@ -75,9 +76,9 @@ def cache(config: ConfigDict, part: int = 1, num_parts: int = 1) -> list[str]:
     """
     config = config.copy_and_resolve_references()
     if not cache_roots(config):
-        raise ValueError('--mode=cache needs a folder for the caches: name it with data.cache_dirs')
+        raise Refused('--mode=cache needs a folder for the caches: name it with data.cache_dirs')
     if not config.vocabulary:
-        raise ValueError(
+        raise Refused(
             "data.vocabulary='': --mode=cache needs the vocabulary whose ids it writes: name a "
             'SentencePiece model, a folder that holds one, or bytes'
         )
@@ -345,7 +346,7 @@ def prepare_folder(folder: Path, task: TokenizedTask, vocabulary: Vocabulary) ->
     old = task_cache.read_json(file)
     changed = [name for name, value in content.items() if old.get(name) != value]
     if changed:
-        raise ValueError(
+        raise Refused(
             f'{folder} holds part of a cache of other data ({", ".join(changed)} changed): remove it, '
             'or name another data.cache_dirs'
         )

@@ -1,5 +1,6 @@
 """The command line: its flags, which belong to modes, and the config that it names. Imports no jax."""
 
+import inspect
 import os
 import pathlib
 import re
@@ -8,9 +9,11 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+import user_code
 from configs import base
 from configs import check as settings
-from modes import errors, processes
+from messages import Refused
+from modes import processes
 
 FLAGS_OF_MODE = {
     'train': [*processes.FLAGS, 'config', 'workdir', 'profile'],
@@ -29,6 +32,18 @@ OPTION = re.compile(r'--?(no)?config\.model\.options(\.([^=]*))?(=(.*))?', re.DO
 OPTIONS: dict[str, str | bool] = {}  # {'model.options.NAME': text} of the command line
 WORDS: list[str] = []  # the others, which ml_collections searches for settings
 FLAGS = flags.FLAGS
+
+
+class ReadConfig(flags.ArgumentParser):
+    """Gives --config the config that `parse` has read: absl would replace an error of its file by one of its own."""
+
+    config: ConfigDict | None = None
+
+    def parse(self, argument: str) -> ConfigDict | None:
+        return self.config
+
+
+READ_CONFIG = ReadConfig()
 config_flags.DEFINE_config_file(
     'config',
     default=None,
@@ -36,6 +51,7 @@ config_flags.DEFINE_config_file(
     lock_config=True,
     sys_argv=WORDS,
 )
+FLAGS['config'].parser = READ_CONFIG
 # {flag: (its default, its help)}
 STRINGS: dict[str, tuple[str | None, str]] = {
     'workdir': (None, 'The folder of the run; runs/NAME if not given.'),
@@ -113,28 +129,22 @@ def describe(argv: list[str]) -> str:
 def parse(argv: list[str]) -> ConfigDict | None:
     """Return the locked, checked config, or None for a mode without one.
 
-    Raises ValueError in one line for whatever is wrong with a flag or with the config file.
+    Raises Refused for a wrong flag or setting. An error of the config file is raised as it is.
     """
     try:
         argv = take_options(FLAGS.read_flags_from_files(argv, force_gnu=False))
     except (flags.Error, UnicodeDecodeError, OSError) as error:
-        raise ValueError(f'--flagfile: {error}: name a text file of flags') from error
-    for i, argument in enumerate(argv):
-        if argument.startswith(('--config=~', '-config=~')):  # a shell leaves this ~ as it is
-            argv[i] = f'--config={os.path.expanduser(argument.partition("=")[2])}'
+        raise Refused(f'--flagfile: {error}: name a text file of flags') from error
     [mode] = values_of('mode', argv)[-1:] or ['train']
     files = values_of('config', argv)
     if len(files) > 1:
-        raise ValueError(f'--config is given {len(files)} times: give one file')
-    file = None
+        raise Refused(f'--config is given {len(files)} times: give one file')
+    file = ''.join(files)
     if files:
-        file = files[0].partition(':')[0]
-        path = pathlib.Path(file)
-        if not path.is_file() or path.suffix != '.py':
-            raise ValueError(f'--config={file}: not a Python file: try --config=configs/tiny.py')
-        path.open().close()  # raises OSError for a file that may not be read
+        READ_CONFIG.config = read_config(file)
     elif mode in ('evaluate', 'infer', 'tasks'):
         # With a checkpoint, the settings of its run replace these.
+        READ_CONFIG.config = base.get_config()
         argv.insert(1, f'--config={base.__file__}')
     WORDS[:] = argv
     try:
@@ -142,9 +152,13 @@ def parse(argv: list[str]) -> ConfigDict | None:
     except flags.Error as error:
         if getattr(error, 'flagname', '').startswith('config.'):
             check_mode_of('config', str(FLAGS['mode'].value))
-        raise ValueError(errors.explain_flag(error, file)) from error
-    except Exception as error:  # the config file is a program of the user's: it may raise anything
-        raise ValueError(errors.explain_config(error, file)) from error
+        raise Refused(explain_flag(error)) from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # ml_collections' own
+        reason: BaseException = error
+        while isinstance(reason.args[0], BaseException):  # ml_collections wraps errors so
+            reason = reason.args[0]
+        text = ' '.join(str(reason.args[0]).split()).rpartition('Attempting to lookup: ')[2]
+        raise Refused(f'unknown setting: {text}: --help lists all') from error
     for names in FLAGS_OF_MODE.values():
         for name in names:
             if FLAGS[name].present:
@@ -152,13 +166,13 @@ def parse(argv: list[str]) -> ConfigDict | None:
     if OPTIONS:
         check_mode_of('config', FLAGS.mode)
     if words[1 if FLAGS.mode == 'tasks' else 0 :]:
-        raise ValueError(f'{words[-1]!r} is not a flag: write --config=FILE --config.KEY=VALUE')
+        raise Refused(f'{words[-1]!r} is not a flag: write --config=FILE --config.KEY=VALUE')
     if 'config' not in FLAGS_OF_MODE[FLAGS.mode]:
         return None
-    if file is None and FLAGS.mode in ('evaluate', 'infer'):
+    if not file and FLAGS.mode in ('evaluate', 'infer'):
         return None
-    if file is None and FLAGS.mode != 'tasks':
-        raise ValueError('--config is missing: try --config=configs/tiny.py')
+    if not file and FLAGS.mode != 'tasks':
+        raise Refused('--config is missing: try --config=configs/tiny.py')
     if FLAGS.mode == 'tasks':
         FLAGS.config.data.task = ''.join(words) or changes().get('data.task', '')
     settings.check(FLAGS.config)
@@ -166,6 +180,50 @@ def parse(argv: list[str]) -> ConfigDict | None:
     if FLAGS.mode == 'train':
         settings.check_effects(FLAGS.config, changes())
     return FLAGS.config
+
+
+def read_config(name: str) -> ConfigDict:
+    """Return the config of --config=FILE[:ARG], locked."""
+    file, colon, argument = name.partition(':')
+    path = pathlib.Path(os.path.expanduser(file)).absolute()
+    if not path.is_file() or path.suffix != '.py':
+        raise Refused(f'--config={file}: not a Python file: try --config=configs/tiny.py')
+    get_config = getattr(user_code.load_module(path, path.read_bytes()), 'get_config', None)
+    if not callable(get_config):
+        raise Refused(f'--config={file} has no function get_config: start as configs/tiny.py does')
+    arguments = [argument] if colon else []
+    try:
+        inspect.signature(get_config).bind(*arguments)
+    except TypeError as error:
+        raise Refused(
+            f'--config={name}: {error} of get_config(): write it with :ARG or without'
+        ) from error
+    config = get_config(*arguments)
+    if not isinstance(config, ConfigDict):
+        raise Refused(f'--config={name}: get_config() returned {config!r:.40}: return the config')
+    return config.lock()
+
+
+def explain_flag(error: flags.Error) -> str:
+    """Return one line about a flag or setting that absl refuses."""
+    if isinstance(error, flags.UnrecognizedFlagError):
+        if error.flagname.startswith('config.'):
+            return f'--{error.flagname} needs --config=FILE: try --config=configs/tiny.py'
+        return ' '.join(str(error).split())  # its name may have several lines
+    if not isinstance(error, flags.IllegalFlagValueError):
+        return str(error).strip().splitlines()[-1]
+    # The value of a flag or setting has another type.
+    given, _, reason = str(error).removeprefix('flag ').rpartition(f': {error.__context__}')
+    given = ' '.join(f'{given}{reason}'.split())
+    name = given.partition('=')[0].removeprefix('--')
+    setting = name.removeprefix('config.')
+    defaults: dict[str, settings.Value] = dict(settings.leaves(base.get_config()))
+    rule = f'{setting} is a group of settings: set one of them, --{name}.NAME=VALUE'
+    if setting == name:
+        rule = 'must be true or false' if flags.FLAGS[name].boolean else str(error.__context__)
+    elif setting in defaults:
+        rule = settings.kind_of(defaults[setting])
+    return f'{given}: {rule}'
 
 
 def take_options(argv: list[str]) -> list[str]:
@@ -185,13 +243,13 @@ def take_options(argv: list[str]) -> list[str]:
             continue
         negation, _, name, equals, text = match.groups()
         if not name or not name.isidentifier() or (negation and equals):
-            raise ValueError(
+            raise Refused(
                 f'{word}: model.options is a group of settings: set one of them, '
                 f'--config.{settings.OPTIONS}NAME=VALUE'
             )
         key = settings.OPTIONS + name
         if key in OPTIONS:
-            raise ValueError(f'--config.{key} is given twice: give it once')
+            raise Refused(f'--config.{key} is given twice: give it once')
         if equals:
             OPTIONS[key] = text
         elif negation or not rest or re.match(r'-(?![\d.])', rest[0]):  # the next word is a flag
@@ -220,7 +278,7 @@ def check_mode_of(flag: str, mode: str) -> None:
     """Raise ValueError for a flag of other modes."""
     modes = [name for name, names in FLAGS_OF_MODE.items() if flag in names]
     if mode not in modes:
-        raise ValueError(f'--{flag} is not for --mode={mode}: it needs --mode={" or ".join(modes)}')
+        raise Refused(f'--{flag} is not for --mode={mode}: it needs --mode={" or ".join(modes)}')
 
 
 def parse_shard(text: str) -> tuple[int, int]:
@@ -229,7 +287,7 @@ def parse_shard(text: str) -> tuple[int, int]:
     if separator and part.isdecimal() and num_parts.isdecimal():
         if 1 <= int(part) <= int(num_parts):
             return int(part), int(num_parts)
-    raise ValueError(f'--shard={text}: write i/n with i from 1 to n, such as 1/8')
+    raise Refused(f'--shard={text}: write i/n with i from 1 to n, such as 1/8')
 
 
 def values_of_mode() -> dict[str, Any]:

@@ -16,7 +16,7 @@ import paths
 from configs.check import read_stored
 from formats import hugging_face, own_model, peft, write_hugging_face, write_peft
 from formats.vocabulary import ADAPTER_CONFIG, find_vocabulary, stored_data
-from messages import first_ten
+from messages import Refused, first_ten
 from modes import process, topology
 from vocabulary import ByteVocabulary
 
@@ -40,12 +40,12 @@ def convert_checkpoint(
     warns if the vocabulary is missing.
     """
     if not source or not target:
-        raise ValueError('--mode=convert needs --from=CHECKPOINT and --to=FOLDER')
+        raise Refused('--mode=convert needs --from=CHECKPOINT and --to=FOLDER')
     target = paths.disk_path(target)
     paths.check_new(target)
     source_path = paths.to_path(source)
     if isinstance(source_path, Path) and target.resolve().is_relative_to(source_path.resolve()):
-        raise ValueError(f'{target} is or lies in {source_path}: name a folder elsewhere')
+        raise Refused(f'{target} is or lies in {source_path}: name a folder elsewhere')
     opened = formats.open.open_model(source_path, step=step)
     if form == 'peft':
         _write_peft(target, opened)
@@ -75,7 +75,7 @@ def _write_peft(target: Path, opened: formats.open.OpenedModel) -> None:
     """Write the adapters of a run, which name their base."""
     base = read_stored(opened.directory).get('base', {}).get('directory')
     if base is None:
-        raise ValueError(
+        raise Refused(
             f'--format=peft: {opened.directory} has no adapters of a run with model.lora_rank or '
             'model.module=prompt_tuning: name one, or use --format=hf'
         )
@@ -90,7 +90,7 @@ def _write_peft(target: Path, opened: formats.open.OpenedModel) -> None:
     trained = checkpoint.parameters(checkpoint.read_index(opened.directory))
     others = [path for path in trained if not re.fullmatch(kinds, path)]
     if others:
-        raise ValueError(
+        raise Refused(
             f"--format=peft: {opened.directory} also has {first_ten(others)}: a folder of peft's holds LoRA's adapters "
             'or a prompt alone: use --format=hf, which merges them, or --format=t5x'
         )
@@ -116,10 +116,10 @@ def _write_t5x(target: Path, opened: formats.open.OpenedModel, vocabulary_model:
         others = [file for file in sorted(target.iterdir()) if file != run_vocabulary]
     is_new = not others and not run_vocabulary.exists()
     if run_vocabulary.exists() and run_vocabulary.read_bytes() != vocabulary_model:
-        raise ValueError(f'{target} has another vocabulary: name another folder')
+        raise Refused(f'{target} has another vocabulary: name another folder')
     for file in others:
         if file == final or not file.name.startswith('checkpoint_'):
-            raise ValueError(f'{file} exists: remove it or name another folder')
+            raise Refused(f'{file} exists: remove it or name another folder')
 
     data_settings = stored_data(opened.directory)
     settings = {

@@ -23,7 +23,7 @@ import paths
 import tasks.open
 from configs import check
 from formats import own_model, own_options
-from messages import first_ten
+from messages import Refused, first_ten
 from model import T5Config
 from modes import command_line, process
 from modes.of_checkpoint import changes_model, check_rows, settings_of, vocabulary_of_checkpoint
@@ -66,7 +66,7 @@ def prepare(
 ) -> 'CheckpointEvaluation':
     """Return an evaluation with `config`, or with `changes` of the settings of the run."""
     if not checkpoint:
-        raise ValueError('--mode=evaluate needs --checkpoint=RUN, or a checkpoint')
+        raise Refused('--mode=evaluate needs --checkpoint=RUN, or a checkpoint')
     names_model = config is not None
     if config is None:
         path = paths.to_path(checkpoint)
@@ -172,7 +172,7 @@ class CheckpointEvaluation:
                     steps.append(f'{step:,}')
             if steps:
                 changes = f' (now {"; ".join(self.changes)})' if self.changes else ''
-                raise ValueError(
+                raise Refused(
                     f'{self.folder} has results of {task.name} at step {first_ten(steps)} from other files or '
                     f'settings{changes}, which stay: name another --output_dir for these'
                 )
@@ -269,11 +269,11 @@ def choose(path: str, step: str, watch: bool) -> Chosen:
         is_run = is_run or checks.is_run(folder)
     if (step or watch) and not is_run:
         flag = '--watch' if watch else f'--step={step}'
-        raise ValueError(
+        raise Refused(
             f'{flag}: --checkpoint={path} is not a run with checkpoint_STEP folders: name one'
         )
     if step and watch:
-        raise ValueError(f'--step={step} with --watch, which evaluates all: leave one of them out')
+        raise Refused(f'--step={step} with --watch, which evaluates all: leave one of them out')
     if not is_run:
         return Chosen(formats.open.open_checkpoint(path).directory, is_run=False, steps=[])
     if not watch:
@@ -290,7 +290,7 @@ def output_folder(chosen: Chosen, output_dir: str) -> AnyPath:
         if not chosen.is_run:
             folder = folder.parent
         if not checks.is_run(folder):
-            raise ValueError(
+            raise Refused(
                 f'{chosen.folder} is not in a run, which would take the results: name --output_dir'
             )
     paths.check_new(folder)
@@ -323,7 +323,7 @@ def check_files_of_run(
             if record.split == part and record.content not in known:
                 others.append(record.path)
         if others:
-            raise ValueError(
+            raise Refused(
                 f'{first_ten(others)}: the run evaluated other files as its split {split}, and results '
                 'of these would have the same name: add --output_dir, or name them with data.test_files and '
                 'add --split=test'

@@ -61,7 +61,7 @@ import user_code
 from configs import check
 from decode import Decoding
 from formats import own_model, own_options
-from messages import first_ten
+from messages import Refused, first_ten
 from model import T5Config
 from modes import command_line, infer_input, process
 from modes.of_checkpoint import changes_model, check_rows, settings_of, vocabulary_of_checkpoint
@@ -190,7 +190,7 @@ def prepare(request: Request, config: ConfigDict | None, changes: Mapping) -> Jo
     decoding = decoding_of(config.decode, vocabulary)
     infer.words_of(decoding, vocabulary, vocab_size)
     if config.decode.top_k > vocab_size:
-        raise ValueError(
+        raise Refused(
             f'decode.top_k={config.decode.top_k}: must be at most model.vocab_size={vocab_size}'
         )
     parts = []
@@ -243,9 +243,9 @@ def check_request(request: Request) -> None:
     """Raise ValueError for flags that do not fit together."""
     reads_stdin = request.input == infer_input.STANDARD_INPUT
     if not request.checkpoint:
-        raise ValueError('--mode=infer needs a model: name it with --checkpoint=PATH')
+        raise Refused('--mode=infer needs a model: name it with --checkpoint=PATH')
     if request.text is not None and not request.text.strip():
-        raise ValueError("--text='' has no text: write one, as in --text='translate ...'")
+        raise Refused("--text='' has no text: write one, as in --text='translate ...'")
     for flag, excluded in (
         ('text', ('output_dir', 'input', 'encode', 'score', 'fields', 'output_ids', 'split')),
         ('input', ('split',)),
@@ -253,16 +253,16 @@ def check_request(request: Request) -> None:
     ):
         for name in excluded:
             if getattr(request, flag) and getattr(request, name):
-                raise ValueError(f'--{name} is not for --{flag}: leave one of them out')
+                raise Refused(f'--{name} is not for --{flag}: leave one of them out')
     shard = f'--shard={request.shard}/{request.num_shards}'
     for flag, is_given in (('--encode', request.encode), (shard, request.num_shards > 1)):
         if is_given and not request.output_dir:
-            raise ValueError(f'{flag} needs a folder for its results: name --output_dir')
+            raise Refused(f'{flag} needs a folder for its results: name --output_dir')
     if request.pool != 'none' and not request.encode:
-        raise ValueError(f'--pool={request.pool} is of encodings: add --encode, or leave it out')
+        raise Refused(f'--pool={request.pool} is of encodings: add --encode, or leave it out')
     check_split(request.split or 'test')
     if reads_stdin and (request.num_shards > 1 or jax.process_count() > 1):
-        raise ValueError(
+        raise Refused(
             f'--input=- in {jax.process_count()} processes, {shard}: only one can read it: name a file'
         )
 
@@ -293,7 +293,7 @@ def read(name: str, examples: Iterable[Example], request: Request) -> Part:
         written = selected(example.features(), request.fields)
         digest.update(json.dumps(written, default=results.json_default).encode())
     if num_examples == 0:
-        raise ValueError(f'{name} has no example: name a split or a file with some')
+        raise Refused(f'{name} has no example: name a split or a file with some')
     check_alike(f'the examples of {name}', digest.hexdigest().encode())
     messages = list(describe_trimming({name: [num_examples, num_trimmed]}))
     return Part(name, spool, num_examples, messages, digest.hexdigest())
@@ -490,7 +490,7 @@ def selected(fields: Mapping, names: Sequence[str]) -> dict:
     for name in names:
         if name not in fields:
             known = first_ten([repr(field) for field in fields])
-            raise ValueError(f'--fields names {name!r}: the fields of an example are {known}')
+            raise Refused(f'--fields names {name!r}: the fields of an example are {known}')
     found = {}
     for name, value in fields.items():
         feature = name.removesuffix(PRETOKENIZED)
@@ -645,7 +645,7 @@ class Output:
             )
         for shard, file in enumerate(self.shards, start=1):
             if not self.is_unchanged(file):
-                raise ValueError(
+                raise Refused(
                     f'{file} has changed or is gone since it was completed: make it again, with the same '
                     f'command and --shard={shard}/{num_shards}'
                 )
@@ -672,7 +672,7 @@ def check_output(job: Job) -> None:
     if file.exists():
         changes = checks.changed_settings(paths.read_json(file), settings_as_json(job))
         if changes:
-            raise ValueError(
+            raise Refused(
                 f'{folder} holds results of other settings ({first_ten(changes, "; ")}): name '
                 'another --output_dir, or remove it'
             )
@@ -681,7 +681,7 @@ def check_output(job: Job) -> None:
         output = Output(folder, part, job)
         for path in (output.merged, output.file, *output.encodings):
             if path.exists():
-                raise ValueError(f'{path} has no {SETTINGS} beside it: name another --output_dir')
+                raise Refused(f'{path} has no {SETTINGS} beside it: name another --output_dir')
 
 
 def settings_as_json(job: Job) -> dict:

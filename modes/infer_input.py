@@ -26,6 +26,7 @@ from ml_collections import ConfigDict
 
 import tasks
 import tasks.open
+from messages import Refused
 from run.examples import RECORDS_AT_ONCE, Example
 from sources import files, tables, value_at
 from sources.heads import check_head, open_unzipped, read_head
@@ -67,7 +68,7 @@ def open_tasks(config: ConfigDict, vocabulary: Vocabulary) -> Iterator[Tokenized
     """Open a task, or each task of a mixture; `config`: config.data."""
     for name, task in tasks.open.tasks_of(tasks.open.find(config)).items():
         if not task.takes_inputs:
-            raise ValueError(
+            raise Refused(
                 f'data.task={name!r} has no inputs: name a text-to-text task, or a file with --input'
             )
         opened = tasks.open.opened_task(task, tasks.open.open_task(task, config))
@@ -124,11 +125,11 @@ class FileExamples:
             self.title = 'standard input'
             self.name = 'stdin'
             if self.kind == 'parquet':
-                raise ValueError(
+                raise Refused(
                     "--input=- with data.kind='parquet': Parquet is not read from a pipe: name a file"
                 )
             if sys.stdin is None:
-                raise ValueError('--input=-: standard input is closed: name a file')
+                raise Refused('--input=-: standard input is closed: name a file')
             standard_input: Any = sys.stdin.buffer
             head = standard_input.peek(1)
             if head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b'{':
@@ -136,7 +137,7 @@ class FileExamples:
         else:
             [self.path, *others] = files.matching_files(path)
             if others:
-                raise ValueError(f'--input={path} stands for {len(others) + 1} files: name one')
+                raise Refused(f'--input={path} stands for {len(others) + 1} files: name one')
             self.name = Path(self.path.removesuffix('.gz')).stem
             head = read_head(self.path)
         check_head(self.title, self.kind, head)
@@ -158,7 +159,7 @@ class FileExamples:
             remedy = "set data.inputs='' if each line is the inputs"
             tables.check_text(self.title, fields, self.text_field, remedy)
         if needs_targets and self.kind == 'text':
-            raise ValueError(
+            raise Refused(
                 f"--score needs targets: {self.title} is text: write JSON Lines with 'inputs' and 'targets'"
             )
         self.fields = fields
@@ -216,7 +217,7 @@ class FileExamples:
                         parquet.make_integers(row, integers)
                         yield number, row
         except parquet.DamagedFile as error:
-            raise ValueError(f'{self.title}: {error}') from None
+            raise Refused(f'{self.title}: {error}') from None
 
     def items(self, lines: Sequence[tuple[int, str | dict]]) -> Iterator[Example]:
         fields = []
@@ -229,7 +230,7 @@ class FileExamples:
                 fields.append(self.fields_of(line))
                 texts.append(self.texts_of(fields[-1]))
             except ValueError as error:
-                raise ValueError(f'{self.unit} {number} of {self.title}: {error}') from None
+                raise Refused(f'{self.unit} {number} of {self.title}: {error}') from None
         ids = {}
         for name in ('inputs', 'targets'):
             of_name = [of_line.get(name, '') for of_line in texts]
@@ -248,7 +249,7 @@ class FileExamples:
         if isinstance(line, dict):
             found = tables.as_json(line)
             if not any(found.values()):
-                raise ValueError('no text: remove the row, each one is an example')
+                raise Refused('no text: remove the row, each one is an example')
             return found
         fields: dict = {}
         is_empty = not line.strip()
@@ -258,7 +259,7 @@ class FileExamples:
             )
             is_empty = self.kind in ('csv', 'tsv') and not any(fields.values())
         if is_empty:
-            raise ValueError('no text: remove the line, each one is an example')
+            raise Refused('no text: remove the line, each one is an example')
         return fields
 
     def texts_of(self, fields: Mapping) -> dict[str, str]:
@@ -297,7 +298,7 @@ class FileExamples:
 
 
 def too_long(title: str, num_tokens: int, name: str, length: int) -> ValueError:
-    return ValueError(
+    return Refused(
         f'{title} have {num_tokens} tokens, EOS included, more than data.lengths.{name}={length}: shorten them, '
         f'cut them with --trim, or set --config.data.lengths.{name}={num_tokens}'
     )
@@ -310,7 +311,7 @@ def encode_text(
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f'{title} is not UTF-8: write it in UTF-8') from None
+        raise Refused(f'{title} is not UTF-8: write it in UTF-8') from None
     [ids] = vocabulary.encode([text], glued_sentinels=True)
     if len(ids) >= length and not trim:
         raise too_long(f'the words of {title}', len(ids) + 1, 'inputs', length)
@@ -334,10 +335,10 @@ def numbered_lines(path: str, title: str, kind: str) -> Iterator[tuple[int, str]
                 encoding = 'utf-8-sig' if number == 1 else 'utf-8'
                 yield number, line.decode(encoding).removesuffix('\n').removesuffix('\r')
     except UnicodeDecodeError as error:
-        raise ValueError(
+        raise Refused(
             f'line {number} of {title}: byte {error.start + 1} is not UTF-8: convert the file'
         ) from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f'{title} is broken gzip ({error}): copy it again') from None
+        raise Refused(f'{title} is broken gzip ({error}): copy it again') from None
     if number == 0:
-        raise ValueError(f'{title} is empty: write a line for each example')
+        raise Refused(f'{title} is empty: write a line for each example')

@@ -12,6 +12,7 @@ import paths
 from configs import base, check
 from formats import own_model
 from formats.vocabulary import changed_id, check_tokens, named_vocabulary, own_vocabulary
+from messages import Refused
 from vocabulary import Vocabulary
 
 # Settings that a run takes from restore.path; ONLY_STRICT from one that is restored completely.
@@ -95,7 +96,7 @@ def changes_model(directory: paths.AnyPath, changes: Mapping) -> bool:
     """Return whether `changes` has settings of the model. Raises ValueError if the checkpoint has none."""
     changed = [key for key in changes if key.startswith('model.')]
     if changed and 'model' not in check.read_stored(directory):
-        raise ValueError(
+        raise Refused(
             f'--config.{changed[0]}: {directory} has no settings to change: add --config=FILE'
         )
     return bool(changed)
@@ -111,13 +112,13 @@ def vocabulary_of_checkpoint(directory: paths.AnyPath, config: ConfigDict) -> Vo
     if config.vocabulary:
         found = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
     if found is None:
-        raise ValueError(
+        raise Refused(
             f'{directory} has no vocabulary: name the one that it was trained with, a SentencePiece '
             'model, a folder that holds one, or bytes: --config.data.vocabulary'
         )
     if own is not None and own.names != found.names:
         change = changed_id(own, found) or 'it has more'
-        raise ValueError(
+        raise Refused(
             f'data.vocabulary={config.vocabulary!r} ({found.size:,} ids) is not the vocabulary of {directory} '
             f'({own.size:,} ids): {change}: leave it out, which takes that one'
         )
@@ -128,7 +129,7 @@ def vocabulary_of_checkpoint(directory: paths.AnyPath, config: ConfigDict) -> Vo
 def check_rows(vocabulary: Vocabulary, directory: paths.AnyPath, num_rows: int) -> None:
     """Raise ValueError if a checkpoint has fewer rows of embeddings than a vocabulary has ids."""
     if vocabulary.size > num_rows:
-        raise ValueError(
+        raise Refused(
             f'the vocabulary has {vocabulary.size:,} ids, and {directory} has {num_rows:,} rows for '
             'them: name the vocabulary it was trained with (--config.data.vocabulary)'
         )

@@ -23,6 +23,7 @@ import model
 import partition
 import train
 from configs.base import Value
+from messages import Refused
 from modes import command_line, plan_decoding, process
 from modes.collectives import Collective, collectives_of, executed
 from modes.of_checkpoint import with_restored_sizes
@@ -56,7 +57,7 @@ def spec_of(config: ConfigDict, topology: str, devices: list) -> train.StepSpec:
     """Return the spec of a config on all the devices that --topology names."""
     spec = make_spec(config, devices=devices)
     if topology and spec.mesh.size < len(devices):
-        raise ValueError(
+        raise Refused(
             f'--topology={topology} has {len(devices)} devices and the mesh {spec.mesh.size}: set one '
             'axis to -1, such as mesh.data, to use all'
         )
@@ -82,7 +83,7 @@ def lines_of(config: ConfigDict, spec: train.StepSpec, devices: list) -> Iterato
         step, num_microbatches = fit(config, spec)
     except ValueError as error:
         yield 'Fits: NO'
-        raise ValueError(f'{error}{smallest_change(config, spec, devices)}') from error
+        raise Refused(f'{error}{smallest_change(config, spec, devices)}') from error
     yield f'Compiled in {time.monotonic() - began:.0f} s'
 
     # What it needs of the memory, and what for.
@@ -149,7 +150,7 @@ def lines_of(config: ConfigDict, spec: train.StepSpec, devices: list) -> Iterato
     try:
         plan_decoding.check_fits(decoding)
     except ValueError as error:
-        raise ValueError(f'{error}{smallest_change(config, spec, devices)}') from error
+        raise Refused(f'{error}{smallest_change(config, spec, devices)}') from error
 
 
 def fit(config: ConfigDict, spec: train.StepSpec) -> tuple[jax.stages.Compiled, int]:
@@ -357,6 +358,6 @@ def table(config: ConfigDict) -> Iterator[str]:
             f'{seconds:>8} {mfu:>5} {time.process_time() - began:6.0f}'
         )
     if not num_fits:
-        raise ValueError(
+        raise Refused(
             '--topology=all: this config fits on none of these: plan one of them to see what does'
         )

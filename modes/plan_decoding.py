@@ -11,6 +11,7 @@ import infer
 import kernels
 import model
 import train
+from messages import Refused
 from modes.collectives import collectives_of
 from run import memory
 from run.decoding import decoding_of
@@ -57,7 +58,7 @@ def lines_of(planned: DecodingStep, spec: train.StepSpec) -> Iterator[str]:
 def check_fits(planned: DecodingStep) -> None:
     """Raise ValueError if a run that computes task metrics has no room for them."""
     if planned.is_of_run and not planned.fits:
-        raise ValueError(
+        raise Refused(
             f'decoding for infer_eval.every_steps needs {planned.total / memory.GIB:.1f} GiB of memory, '
             f'{planned.parameters / memory.GIB:.1f} for parameters and {planned.cache / memory.GIB:.1f} for the '
             f'cache, and {planned.limit / memory.GIB:.1f} are available: split both over mesh.model, use a smaller '

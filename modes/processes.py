@@ -14,12 +14,11 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NoReturn
 
-from messages import first_ten
+from messages import Refused, first_ten
 from modes import errors, process
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def join(
                 heartbeat_timeout_seconds=heartbeat,
             )
         except (RuntimeError, ValueError) as error:
-            raise ValueError(
+            raise Refused(
                 f'JAX does not find the other processes ({error}): {GIVE_FLAGS}'
             ) from None
     state = distributed.global_state
@@ -99,7 +98,7 @@ def check_flags(
     has_port = port is not None and 1 <= int(port[1]) < 2**16
     is_one_of = num_processes is not None and process_id is not None and process_id < num_processes
     if port is None or not has_port or not is_one_of:
-        raise ValueError(
+        raise Refused(
             f'--coordinator_address={coordinator_address} --num_processes={num_processes} '
             f'--process_id={process_id}: {GIVE_FLAGS}'
         )
@@ -107,7 +106,7 @@ def check_flags(
         try:
             socket.create_server(('', int(port[1]))).close()
         except OSError as error:
-            raise ValueError(
+            raise Refused(
                 f'--coordinator_address={coordinator_address}: process 0 cannot listen there '
                 f'({error.strerror}): give a free port of this host to all processes of the run'
             ) from error
@@ -206,13 +205,13 @@ class Group:
         different = [name for name in names if own.get(name) != first.get(name)]
         if different:
             found = [f'{name}={own.get(name)}, not {first.get(name)}' for name in different]
-            raise ValueError(
+            raise Refused(
                 f'other settings than in process 0: {first_ten(found, separator="; ")}: start all '
                 'processes with the same command and the same configs'
             )
 
     def fail(self, error: BaseException, status: int) -> int:
-        """Report an error, and end the other processes, too. Return `status` if there are none."""
+        """Report an error, once if all processes have it, and end the others. Return `status` if there are none."""
         if self.client is None:
             errors.report(error)
             return status
@@ -230,14 +229,6 @@ class Group:
             if text != of_first and not isinstance(error, ProcessFailed):
                 errors.report(error, of=self.title)
         self._end_all(status)
-
-    def crash(self, error: Exception) -> int:
-        """Report an error that nobody expects, and end the other processes, too. Return 1 if there are none."""
-        self._await_name(error)
-        traceback.print_exception(error)
-        if self.client:
-            self._end_all(1)
-        return 1
 
     def _await_name(self, error: BaseException) -> None:
         """Wait after an error of XLA: another process may be lost, and the heartbeat names it later.

@@ -30,6 +30,7 @@ from ml_collections import ConfigDict
 import paths
 from configs import base, check
 from formats.best import read_metrics
+from messages import Refused
 from modes import chart, process
 from modes.chart import Curve, Point
 from run import results
@@ -128,16 +129,14 @@ def write(names: Sequence[str], output_dir: str = '') -> Path:
     Raises ValueError if one of them is not a run.
     """
     if not 1 <= len(names) <= MAX_RUNS:
-        raise ValueError(
-            f'--runs has {len(names)} runs: name 1 to {MAX_RUNS}, as in --runs=RUN,RUN'
-        )
+        raise Refused(f'--runs has {len(names)} runs: name 1 to {MAX_RUNS}, as in --runs=RUN,RUN')
     folders = []
     for name in names:
         if paths.is_in_bucket(name):
-            raise ValueError(f'--runs={name}: copy the run, without checkpoints, to a disk')
+            raise Refused(f'--runs={name}: copy the run, without checkpoints, to a disk')
         folder = paths.disk_path(name)
         if not read_metrics(folder) and not results.Results(folder).scores():
-            raise ValueError(
+            raise Refused(
                 f'--runs={name} has no results, and {folder}/metrics.jsonl no lines: name a run, after '
                 'its first logged step (log.every_steps)'
             )
@@ -507,7 +506,7 @@ def read_prediction(text: bytes, title: str) -> dict[str, Any]:
         is_valid = 'prediction' in line
     is_valid &= 'target' in line and all(type(text) is str for text in texts)
     if not is_valid:
-        raise ValueError(f'{title} is damaged (no input, target and answer): {paths.RESTORE_LINE}')
+        raise Refused(f'{title} is damaged (no input, target and answer): {paths.RESTORE_LINE}')
     return line
 
 

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 import tasks.names
 import tasks.open
 from formats.vocabulary import named_vocabulary
+from messages import Refused
 from modes import process
 from run.examples import SPLITS, check_split
 from sources import NO_SPLIT, Record, Source
@@ -50,7 +51,7 @@ def describe(
         check_split(split)
     found = tasks.open.find(config) if config.task else None
     if (split or num_examples or vocabulary) and not isinstance(found, Task):
-        raise ValueError(
+        raise Refused(
             f'--split, --examples and --vocabulary are for one task, and data.task={config.task!r} is none: name one'
         )
     if found is None:
@@ -209,7 +210,7 @@ def records_of(source: Source, task: Task, split: str) -> Iterator[Record]:
     available = [name for name in SPLITS if source.may_hold(name)]
     split = split or ''.join(available[:1])
     if split not in available:
-        raise ValueError(
+        raise Refused(
             f'--split={split}: {task.name} has {", ".join(available) or "no split with records"}: use one of '
             'its splits, or name files with data.files'
         )

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 from jax.experimental import topologies
 
+from messages import Refused
 from modes import process
 
 
@@ -97,7 +98,7 @@ def devices_of(topology: str) -> list:
         jax.config.update('jax_enable_compilation_cache', False)
     if kind == 'cpu' or kind in GPUS:
         if not size.isdecimal() or not 1 <= int(size) <= MAX_DEVICES:
-            raise ValueError(
+            raise Refused(
                 f'--topology={topology}: write {kind}:N with the number of devices, such as {kind}:8'
             )
         if kind == 'cpu':
@@ -105,16 +106,16 @@ def devices_of(topology: str) -> list:
             return jax.devices()
         return gpus(topology, kind, int(size))
     if kind not in TPUS:
-        raise ValueError(f'--topology={topology}: {REMEDY}')
+        raise Refused(f'--topology={topology}: {REMEDY}')
     if importlib.util.find_spec('libtpu') is None:
-        raise ValueError(
+        raise Refused(
             f"--topology={topology} needs libtpu: install it with pip install -e '.[tpu]', or name cpu:8"
         )
     process.set_variables(LIBTPU)
     try:
         devices: list = topologies.get_topology_desc(platform='tpu', topology_name=topology).devices
     except RuntimeError as error:
-        raise ValueError(f'--topology={topology}: {error}: {REMEDY}') from error
+        raise Refused(f'--topology={topology}: {error}: {REMEDY}') from error
     return devices
 
 
@@ -133,7 +134,7 @@ def local_devices() -> list:
     except (RuntimeError, AssertionError) as error:  # AssertionError: cuda without its plugin
         reason = str(error).partition(' (set JAX_PLATFORMS')[0].rstrip('.')
         wanted = jax.config.jax_platforms or ''  # type: ignore[attr-defined]
-        raise ValueError(
+        raise Refused(
             f'JAX_PLATFORMS={wanted}: JAX cannot start these devices ({reason or "no plugin"}): unset '
             "JAX_PLATFORMS, set it to cpu, or install JAX's plugin: pip install -e '.[cuda]' or '.[tpu]'"
         ) from error
@@ -142,13 +143,13 @@ def local_devices() -> list:
 def gpus(topology: str, name: str, num_devices: int) -> list:
     """Return GPUs that JAX's CUDA plugin compiles for."""
     if not any(importlib.util.find_spec(plugin) for plugin in GPU_PLUGINS):
-        raise ValueError(
+        raise Refused(
             f"--topology={topology} needs JAX's CUDA plugin: install it with pip install -e '.[cuda]', or name "
             'cpu:8'
         )
     num_hosts = max(1, num_devices // GPUS_OF_A_HOST)
     if num_devices > GPUS_OF_A_HOST and num_devices % GPUS_OF_A_HOST:
-        raise ValueError(
+        raise Refused(
             f'--topology={topology}: must be up to {GPUS_OF_A_HOST} GPUs, or a multiple of as many'
         )
     kind, memory, bandwidth = GPUS[name]
@@ -160,6 +161,6 @@ def gpus(topology: str, name: str, num_devices: int) -> list:
             topology=f'1x{num_hosts}x{num_devices // num_hosts}',
         ).devices
     except NotImplementedError as error:  # JAX has logged why
-        raise ValueError(
+        raise Refused(
             f"--topology={topology}: JAX's CUDA plugin does not start: install all of it with pip install -e '.[cuda]'"
         ) from error

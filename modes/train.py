@@ -13,6 +13,7 @@ from ml_collections import ConfigDict, config_flags
 
 import train
 from configs.base import INT32_MAX
+from messages import Refused
 from modes import command_line, process
 from modes.of_checkpoint import with_restored_sizes
 from prepare import prepare
@@ -44,7 +45,7 @@ def parse(text: str, workdir: str) -> range:
     if not text:
         return range(0)
     if '://' in workdir:
-        raise ValueError(f'--profile={text}: a trace is written to a disk, and --workdir={workdir}')
+        raise Refused(f'--profile={text}: a trace is written to a disk, and --workdir={workdir}')
     first, separator, last = text.partition(':')
     if (
         separator
@@ -53,7 +54,7 @@ def parse(text: str, workdir: str) -> range:
         and 1 <= int(first) <= int(last) <= INT32_MAX
     ):
         return range(int(first), int(last) + 1)
-    raise ValueError(f'--profile={text}: write FIRST:LAST with steps from 1, such as 10:13')
+    raise Refused(f'--profile={text}: write FIRST:LAST with steps from 1, such as 10:13')
 
 
 def train_traced(

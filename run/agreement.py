@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 import partition
+from messages import Refused
 from run import prefetch
 from stream import Stream
 
@@ -104,7 +105,7 @@ def check_alike(name: str, digest: bytes) -> None:
     """Raise ValueError unless all processes have the same digest of `name`."""
     digests = partition.from_processes(np.frombuffer(digest, np.uint8))
     if (digests != digests[0]).any():
-        raise ValueError(
+        raise Refused(
             f'{name} differ between the {len(digests)} processes: each must read the same: put them '
             'on a disk that all of them see'
         )

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import IO, TYPE_CHECKING, NamedTuple
 
+from messages import Refused
 from paths import AnyPath, FileStatus, ReadError
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ class BucketPath(PurePosixPath):
 def to_path(name: str, may_be_new: bool) -> BucketPath:
     """Return the path of a URL. Raises ValueError for a bucket that cannot be listed."""
     if may_be_new and re.search('[*?[]', name):
-        raise ValueError(f'{name}: a client takes *, ? and [ for a pattern: name another folder')
+        raise Refused(f'{name}: a client takes *, ? and [ for a pattern: name another folder')
     client = client_of(name)
     name = normalized(name)
     with client_errors(name, 'listed', ValueError):
@@ -186,7 +187,7 @@ def client_of(name: str) -> 'AbstractFileSystem':
     """Return the file system of a URL. Raises ValueError for other schemes, and if it is not installed."""
     scheme = name.partition('://')[0]
     if scheme not in STORES:
-        raise ValueError(
+        raise Refused(
             f'{name}: only disks, gs:// and s3:// are known: download it, or omit file://'
         )
     store = STORES[scheme]
@@ -194,7 +195,7 @@ def client_of(name: str) -> 'AbstractFileSystem':
         module = importlib.import_module(store.module)
     except ImportError:
         remedy = f"pip install -e '.[{store.driver}]'"
-        raise ValueError(f'{name} needs {store.module}: {remedy}') from None
+        raise Refused(f'{name} needs {store.module}: {remedy}') from None
     # It keeps no listing: TensorStore and other processes write, too.
     return getattr(module, store.client)(use_listings_cache=False)
 

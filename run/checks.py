@@ -20,6 +20,7 @@ import partition
 import paths
 from configs import base
 from configs.check import read_stored
+from messages import Refused
 from model import T5Config
 from sources import NO_SPLIT
 from sources.files import describe_changes, file_from_json
@@ -89,7 +90,7 @@ def check_is_run(workdir: paths.AnyPath) -> None:
         if path.name == 'lock' and path.is_file():  # left by a start that was refused or stopped
             if path.read_bytes()[: len(LOCK_TEXT)] in (b'', LOCK_TEXT):
                 continue
-        raise ValueError(
+        raise Refused(
             f'{workdir} is not a run of this program; name another --workdir '
             f'({path.name} is in it, which a run would overwrite)'
         )
@@ -116,13 +117,13 @@ def is_own_config(file: paths.AnyPath) -> bool:
 def check_mixture(config: ConfigDict, mixture: OpenMixture) -> None:
     """Raise ValueError unless a run can train on the mixture."""
     if config.train.epochs and not mixture.is_single:
-        raise ValueError(
+        raise Refused(
             f'train.epochs={config.train.epochs}: data.task={config.data.task!r} is a mixture, whose tasks end at '
             'different times: set train.epochs=0 and train.steps'
         )
     for task in mixture.tasks:
         if task.task.train_split == NO_SPLIT:
-            raise ValueError(
+            raise Refused(
                 f'data.task={task.name!r} has no split for training, it is for evaluation alone: name a '
                 "task that 'python main.py --mode=tasks' lists with a t"
             )
@@ -143,7 +144,7 @@ def check_shared(workdir: paths.AnyPath) -> None:
     if jax.process_index() == 0:
         file.unlink()
     if not is_seen.all():
-        raise ValueError(
+        raise Refused(
             f'--workdir={workdir}: process {is_seen.argmin()} of {len(is_seen)} does not see what process 0 '
             'writes there: name a folder on a disk that all hosts share, or in a bucket'
         )
@@ -190,7 +191,7 @@ def check_never_saved(workdir: paths.AnyPath, lines: Sequence[Mapping]) -> None:
     num_steps = max((line['step'] for line in lines), default=0)
     is_finished = any(line['step'] == last and line['run'] != 'train' for line in lines)
     if num_steps > first_save or is_finished:
-        raise ValueError(
+        raise Refused(
             f'{workdir} has the metrics of {num_steps:,} steps but no checkpoint: put its checkpoints '
             'back, remove metrics.jsonl to start at step 0, or name another --workdir'
         )
@@ -217,19 +218,19 @@ def compare_settings(
     defaults |= checkpoint.flatten({'model': {'options': options}})
     changes = changed_settings(defaults | checkpoint.flatten(old), settings, may_change)
     if changes:
-        raise ValueError(
+        raise Refused(
             f'{workdir} holds a run with other settings ({"; ".join(changes)}): use those, or '
             'name another --workdir'
         )
     files = json.loads((directory / 'data_files.json').read_bytes())
     if any(file.get('changes') for file in files):
-        raise ValueError(
+        raise Refused(
             f'{workdir} was continued on corrected files (data.allow_changed_files), which this version does '
             'not do: name another --workdir, and restore.path to begin with its parameters'
         )
     if is_other_text:
         changes_of_text = describe_changes([file_from_json(file) for file in files], mixture.files)
-        raise ValueError(f'{workdir} holds a run on other text: {changes_of_text}')
+        raise Refused(f'{workdir} holds a run on other text: {changes_of_text}')
 
 
 def changed_settings(old: Mapping, new: Mapping, may_change: tuple[str, ...] = ()) -> list[str]:
@@ -275,7 +276,7 @@ def check_adapters(config: T5Config) -> None:
     shapes = model.shapes(config)
     if config.lora_rank and not any(re.fullmatch(model.ADAPTER, path) for path in shapes):
         kernels = [path for path in shapes if path.endswith('/kernel')]
-        raise ValueError(
+        raise Refused(
             f'model.lora_targets={config.lora_targets!r} matches none of the {len(kernels)} kernels: '
             f'it must match the whole path of one or more, such as {kernels[0]!r}'
         )
@@ -284,7 +285,7 @@ def check_adapters(config: T5Config) -> None:
 def check_packing(config: T5Config, pack: str) -> None:
     """Raise ValueError if rows are packed and the model reads a row as one example."""
     if pack != 'no' and not config.modules.may_pack:
-        raise ValueError(
+        raise Refused(
             f'data.pack={pack!r}: with model.module={config.module!r} the examples of a packed row would share '
             "what belongs to one: set data.pack='no'"
         )
@@ -298,7 +299,7 @@ def check_scan(config: T5Config) -> None:
     num_layers = {'encoder': config.num_encoder_layers, 'decoder': config.num_decoder_layers}
     for stack, count in num_layers.items():
         if count % period:
-            raise ValueError(
+            raise Refused(
                 f'model.num_{stack}_layers={count} with model.scan_layers=True: {config.module} scans '
                 f'{period} layers at a time: set a multiple of {period}, or model.scan_layers=False'
             )
@@ -309,7 +310,7 @@ def check_scan(config: T5Config) -> None:
             counts[match[1], match[3], int(match[2]) % period] += 1
     for (stack, name, _), count in counts.items():
         if count != num_layers[stack] // period:
-            raise ValueError(
+            raise Refused(
                 f'model.scan_layers=True: {count} of the layers have {stack}/layers_*/{name}, which all or '
                 'none must have: set it to False, model.lora_targets to the kernels of all layers, or the '
                 'period of an own model to the layers after which they repeat'

@@ -7,6 +7,7 @@ from ml_collections import ConfigDict
 import infer
 import user_code
 from infer import Decoding
+from messages import Refused
 from vocabulary import Vocabulary
 
 
@@ -18,13 +19,12 @@ def decoding_of(settings: ConfigDict, vocabulary: Vocabulary | None = None) -> D
         file = user_code.module_file('decode.module', settings.module)
         module = user_code.load_module(file, file.read_bytes())
         if not callable(getattr(module, 'filters', None)):
-            raise ValueError(
+            raise Refused(
                 f'decode.module={settings.module!r}: {file} has no function filters(vocabulary): write one that returns '
                 'a list of functions (logits_rv, tokens_rT, ids_v) -> logits_rv'
             )
         if vocabulary is not None:
-            with user_code.running(module.filters):
-                given['filters'] = tuple(module.filters(vocabulary))
+            given['filters'] = tuple(module.filters(vocabulary))
     decoding = Decoding(**given)
     infer.check_decoding(decoding)
     return decoding

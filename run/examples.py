@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from messages import Refused
 from stream import TokenizedTask
 from tasks.preprocessors import Fields, text_of
 from vocabulary import UNK_ID, Vocabulary
@@ -106,7 +107,7 @@ def text_changes(examples: Sequence[Example], vocabulary: Vocabulary) -> TextCha
 def check_split(split: str) -> None:
     """Raise ValueError for a value of --split that names no split."""
     if split not in SPLITS:
-        raise ValueError(f'--split={split}: use one of {", ".join(SPLITS)}')
+        raise Refused(f'--split={split}: use one of {", ".join(SPLITS)}')
 
 
 def read_split(

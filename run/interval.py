@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 import checkpoint
 import paths
 import validation
+from messages import LossNotFinite
 from stream import Stream
 
 COUNT_FILE = 'not_finite.json'  # `NotFinite.count`, in each checkpoint
@@ -215,7 +216,7 @@ class NotFinite:
     def used(self) -> str:
         return f'{self.count:,} of train.max_not_finite={self.max_count:,}'
 
-    def error(self, fault: Fault, remedy: str, reason: str = '') -> FloatingPointError:
+    def error(self, fault: Fault, remedy: str, reason: str = '') -> LossNotFinite:
         """Return the error of a fault; `reason`: why the run may not continue."""
         found = f'{fault}. {reason}' if reason else str(fault)
         saved = checkpoint.steps(self.workdir)
@@ -224,4 +225,4 @@ class NotFinite:
         if fault.step == self.first_step + 1 and not math.isfinite(fault.loss):
             advice = 'No update was made yet: look at restore.path and model.dtype'
         text = f'{found}. {self.workdir} {kept}. {advice}. Documents: {fault.documents}'
-        return FloatingPointError(text)
+        return LossNotFinite(text)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import paths
+from messages import Refused
 
 if TYPE_CHECKING:
     from run.buckets import BucketPath
@@ -29,7 +30,7 @@ def lock(file: paths.AnyPath, title: str, remedy: str, is_first: bool = True) ->
         return _try(file, f'process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}')
     except InUse as other:
         holder, hint = other.args
-        raise ValueError(f'{title} is in use by {holder}: {remedy}{hint}') from None
+        raise Refused(f'{title} is in use by {holder}: {remedy}{hint}') from None
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 import kernels
 import partition
+from messages import Refused
 
 GIB = 2**30
 # Bytes that XLA has for programs, by kind of device, to plan for one that is not here. For TPUs, what
@@ -46,7 +47,7 @@ def microbatch_counts(requested: int | str, num_rows: int) -> list[int]:
     if requested == 'auto':
         return counts
     if requested not in counts:
-        raise ValueError(
+        raise Refused(
             f'train.num_microbatches={requested!r} does not divide the {num_rows} rows of a device; '
             f"use 'auto' or one of {', '.join(map(str, counts))}"
         )
@@ -93,7 +94,7 @@ def fit_step(
     remedy = f'use {last}, or auto'
     if needs[last] > limit:
         remedy = f'{last} do not fit either: use more devices or a smaller train.batch_size'
-    raise ValueError(f'{comparison}; {remedy}')
+    raise Refused(f'{comparison}; {remedy}')
 
 
 def bytes_of_refusal(error: jax.errors.JaxRuntimeError) -> float:
@@ -111,7 +112,7 @@ def check_state_fits(mesh: Mesh, state: Any, state_specs: Any) -> None:
     if kernels.is_on_cpu(mesh.abstract_mesh):
         need *= len(mesh.local_devices)
     if need > limit:
-        raise ValueError(
+        raise Refused(
             f'parameters and optimizer state take {need / GIB:,.1f} GiB of memory, and '
             f'{limit / GIB:,.1f} are available: use more devices for mesh.fsdp or a smaller model'
         )

@@ -10,7 +10,9 @@ import dataclasses
 import gc
 import itertools
 import multiprocessing
+import pickle
 import signal
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -19,7 +21,7 @@ import numpy as np
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
-import user_code
+from messages import Refused
 from stream import OpenMixture, Stream
 
 DEPTH = 2  # batches made ahead
@@ -223,10 +225,19 @@ def send_all(messages: Iterable[object], connection: Connection) -> None:
             if not send(message, connection):
                 return
     except Exception as error:
-        frames = user_code.frames_of(error)
-        if frames:  # pickle drops the error's cause
-            error = user_code.UserError(str(error), frames)
-        send(error, connection)
+        send(portable(error), connection)
+
+
+def portable(error: Exception) -> Exception:
+    """Return an error that pickle sends to another process, with its traceback as a note."""
+    lines = traceback.format_exception(error)
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # its class takes other arguments than its message
+        error = RuntimeError(''.join(traceback.format_exception_only(error)))
+    if not isinstance(error, Refused | OSError):
+        error.add_note(f'In a process that makes batches:\n{"".join(lines)}')
+    return error
 
 
 def send(message: object, connection: Connection) -> bool:
@@ -245,7 +256,7 @@ def open_stream(work: Work) -> Stream:
     assert work.reopen is not None
     opened = work.reopen(config)
     if opened.fingerprint != work.fingerprint:
-        raise ValueError(
+        raise Refused(
             f'the files of data.task={config.task!r} changed while the run began: start it again'
         )
     stream = Stream(opened, **work.options)

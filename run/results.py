@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import paths
 from formats.best import read_lines
+from messages import Refused
 from paths import AnyPath
 from run.lock import alone_in
 
@@ -173,7 +174,7 @@ def check_writable(folder: AnyPath) -> None:
         return
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not os.access(existing, os.W_OK | os.X_OK, effective_ids=True):
-        raise ValueError(f'{folder}: {existing} is read-only for you: name another --output_dir')
+        raise Refused(f'{folder}: {existing} is read-only for you: name another --output_dir')
 
 
 class Results:

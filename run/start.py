@@ -14,7 +14,6 @@ import checkpoint
 import formats.open
 import model
 import paths
-import user_code
 from configs import check as settings
 from formats import own_model, t5x
 from formats.vocabulary import (
@@ -27,7 +26,7 @@ from formats.vocabulary import (
     stored_data,
 )
 from loss import parse_normalizing_factor
-from messages import first_ten
+from messages import Refused, first_ten
 from model import T5Config
 from run import checks, verify
 from vocabulary import ByteVocabulary
@@ -68,7 +67,7 @@ def find_start(
         return choose_initial(config, wanted)
     directory = folder / f'checkpoint_{step}'
     if not checks.is_own_config(directory / 'config.json'):
-        raise ValueError(
+        raise Refused(
             f'{directory} was not saved by a run of this program: move it away, or name another --workdir'
         )
     vocabulary_model = b''
@@ -102,7 +101,7 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
     if config.model.lora_rank:
         setting = f'model.lora_rank={config.model.lora_rank}'
     if adapters and (not chosen.path or chosen.dtype not in ('float32', '')):
-        raise ValueError(
+        raise Refused(
             f'{setting} with restore.path={chosen.path!r}, restore.dtype={chosen.dtype!r}: adapters change a '
             'trained model as it is stored: name its checkpoint, with restore.dtype=float32'
         )
@@ -113,7 +112,7 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
     try:
         opened = formats.open.open_checkpoint(chosen.path, part='whole' if chosen.strict else '')
     except (ValueError, OSError) as error:
-        raise ValueError(f'restore.path={chosen.path}: {error}') from error
+        raise Refused(f'restore.path={chosen.path}: {error}') from error
     formats.open.check_family(opened.directory, wanted.model_config)
     if chosen.strict:
         remedy = 'restore its parameters with restore.strict=False'
@@ -140,7 +139,7 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
     for path in adapters:
         expected.pop(f'{checkpoint.PARAMETER_PREFIX}{path}', None)
         if f'{checkpoint.PARAMETER_PREFIX}{path}' in index:
-            raise ValueError(
+            raise Refused(
                 f'restore.path={chosen.path} has {path} itself, which this run trains: name the base on which it '
                 'was trained'
             )
@@ -153,7 +152,7 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
         if config.model.lora_rank:
             patterns.append(model.ADAPTER)
         trainable = '|'.join(filter(None, patterns))
-        raise ValueError(
+        raise Refused(
             f'model.vocab_size={config.model.vocab_size} with {setting}: restore.path={chosen.path} has fewer rows of '
             f'tokens, and the run trains adapters alone: set optimizer.trainable={trainable!r}'
         )
@@ -161,7 +160,7 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
     try:
         leaves = choose(index, expected, chosen.only, chosen.strict)
     except re.error as error:
-        raise ValueError(
+        raise Refused(
             f'restore.only={chosen.only!r} is not a regular expression: {error}'
         ) from error
     except ValueError as error:
@@ -169,9 +168,9 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
         with contextlib.suppress(ValueError):
             choose(index, expected, chosen.only, strict=False)
             remedy += ', or whatever only one of them has with restore.strict=False'
-        raise ValueError(f'restore.path={chosen.path}: {error}: {remedy}') from error
+        raise Refused(f'restore.path={chosen.path}: {error}: {remedy}') from error
     if adapters and not leaves.keys() == index.keys() == expected.keys():
-        raise ValueError(
+        raise Refused(
             f'restore.only={chosen.only!r}, restore.strict={chosen.strict}: {setting} needs '
             "just the parameters of the base: set restore.only='target/.*' and restore.strict=True"
         )
@@ -180,7 +179,7 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
         check_same_divisor(config, opened.directory)
     step = formats.open.saved_step(leaves)  # 0 if it is not restored
     if step >= config.train.steps and not config.train.relative_steps:
-        raise ValueError(
+        raise Refused(
             f'restore.path={chosen.path} has taken {step:,} of {config.train.steps:,}: set more '
             "train.steps, or train.relative_steps, or restore.only='target/.*' to start at step 0"
         )
@@ -193,14 +192,14 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
     if not config.data.vocabulary:
         vocabulary = find_vocabulary(opened.directory)
         if vocabulary is None or not vocabulary.model:
-            raise ValueError(
+            raise Refused(
                 f'restore.path={chosen.path} brings no SentencePiece model, which its embeddings need: '
                 'name its own with data.vocabulary'
             )
         extra_ids = config.data.extra_ids
         recorded = stored_data(opened.directory, extra_ids)['extra_ids']
         if extra_ids != recorded == vocabulary.num_extra_ids:  # the model has none of its own
-            raise ValueError(
+            raise Refused(
                 f'data.extra_ids={extra_ids}: restore.path={chosen.path} was trained with {recorded} '
                 f'sentinels, which would have other ids: set data.extra_ids={recorded}'
             )
@@ -213,9 +212,8 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
             vocabulary = named_vocabulary(
                 'data.vocabulary', config.data.vocabulary, config.data.extra_ids
             )
-        with user_code.running(made):
-            read = lambda path: checkpoint.read_leaf(leaves[f'{checkpoint.PARAMETER_PREFIX}{path}'])  # noqa: E731
-            initial = made(wanted.model_config, read, vocabulary, config.seed)
+        read = lambda path: checkpoint.read_leaf(leaves[f'{checkpoint.PARAMETER_PREFIX}{path}'])  # noqa: E731
+        initial = made(wanted.model_config, read, vocabulary, config.seed)
         leaves |= {f'{checkpoint.PARAMETER_PREFIX}{path}': x for path, x in initial.items()}
 
     slots = 'with the' if has_slots else 'without any'
@@ -307,7 +305,7 @@ def check_same_divisor(config: ConfigDict, directory: paths.AnyPath) -> None:
     own = settings.read_stored(directory).get('loss', {}).get('loss_normalizing_factor')
     wanted = config.loss.loss_normalizing_factor
     if own is not None and parse_normalizing_factor(own) != parse_normalizing_factor(wanted):
-        raise ValueError(
+        raise Refused(
             f'loss.loss_normalizing_factor={wanted!r}: restore.path={config.restore.path} was trained with {own!r}, '
             f'and its optimizer state is of that scale: set loss.loss_normalizing_factor={own!r}, or '
             "restore.only='target/.*' to begin with a new optimizer state"
@@ -324,7 +322,7 @@ def check_keeps_ids(config: ConfigDict, directory: paths.AnyPath) -> None:
     change = changed_id(own, named) if own else ''
     if own and change:
         taken = 'bytes' if isinstance(own, ByteVocabulary) else "''"
-        raise ValueError(
+        raise Refused(
             f'data.vocabulary={name!r}, data.extra_ids={extra_ids}: {change} in the vocabulary of '
             f'restore.path={config.restore.path}, whose embeddings are restored: set data.vocabulary={taken}, '
             f'data.extra_ids={own.num_extra_ids}, or leave the embeddings out with '
@@ -343,7 +341,7 @@ def with_last_step(config: ConfigDict, folder: paths.AnyPath, start: Start) -> C
         file = folder / f'checkpoint_{start.step}' / 'config.json'
         old = json.loads(file.read_bytes())['train']
         if not old['relative_steps']:
-            raise ValueError(
+            raise Refused(
                 f'train.relative_steps={relative_steps}: the run in {folder} began with '
                 f'train.steps={old["steps"]}: set that, or name another --workdir'
             )
@@ -375,7 +373,7 @@ def choose(
     known = {path: shape for path, shape in expected.items() if re.fullmatch(pattern, path)}
     if not found:
         example = max(index, default='')
-        raise ValueError(f'{pattern!r} matches no path of it: they are like {example}')
+        raise Refused(f'{pattern!r} matches no path of it: they are like {example}')
     if not strict:
         found = {path: leaf for path, leaf in found.items() if path in known}
         known = {path: known[path] for path in found}

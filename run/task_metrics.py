@@ -23,11 +23,10 @@ import infer
 import model
 import partition
 import tasks.open
-import user_code
 import validation
 from configs import check
 from formats import best
-from messages import first_ten
+from messages import Refused, first_ten
 from model import T5Config
 from paths import AnyPath
 from randomness import digest
@@ -41,7 +40,6 @@ from stream import OpenTask, Stream, TokenizedTask
 from tasks import metrics
 from tasks.mixtures import MetricFn, Task
 from tasks.preprocessors import UNKNOWN
-from user_code import UserError
 from vocabulary import Vocabulary
 
 FIRST_TEXTS = 100  # training examples per task, compared if no task is evaluated
@@ -192,7 +190,7 @@ def open_tasks(config: ConfigDict, split: str) -> list[OpenTask]:
     is left.
     """
     if config.decode.num_return > 1:
-        raise ValueError(f'decode.num_return={config.decode.num_return}: an evaluation needs 1')
+        raise Refused(f'decode.num_return={config.decode.num_return}: an evaluation needs 1')
     decoding_of(config.decode)  # raises ValueError for what does not fit together
     opened: dict[str, OpenTask] = {}
     for name in (config.infer_eval.task or config.data.task).split(','):
@@ -204,7 +202,7 @@ def open_tasks(config: ConfigDict, split: str) -> list[OpenTask]:
                 if source.may_hold(split):
                     of_name[task.name] = tasks.open.opened_task(task, source)
         if not of_name:
-            raise ValueError(
+            raise Refused(
                 f'{name.strip()!r} has no task with metrics, inputs and the split {split!r}: evaluate another one '
                 '(infer_eval.task) or split (infer_eval.split, --split; data.test_files has test), or give it '
                 'metric_fns in data.module'
@@ -271,7 +269,7 @@ def read_task(
     examples = list(read_split(tokenized_task, split, limit, with_choices=is_ranked))
     texts = {example.text('targets', vocabulary) for example in examples}
     if texts <= {'', UNKNOWN}:
-        raise ValueError(
+        raise Refused(
             f'task {opened.name!r} has no example with a target in split {split!r}: evaluate another split'
         )
     content = hashlib.blake2b(digest_size=16)
@@ -294,7 +292,7 @@ def read_task(
         changes=text_changes(examples, vocabulary),
     )
     for example in examples:
-        task.target(example)  # raises UserError
+        task.target(example)  # fails before the run begins, if it does
     return task._replace(limits=limits_of(task))
 
 
@@ -319,7 +317,7 @@ def limits_of(task: EvaluatedTask) -> dict[str, Limit]:
         targets = [example.text('targets', task.vocabulary) for example in task.examples]
         of_targets = metrics_of_answers(task, targets)
         of_decoded = metrics_of_answers(task, decoded_targets(task))
-    except UserError:  # the metric cannot take these answers
+    except Exception:  # the metric cannot take these answers
         return {}
     limits = {}
     for name, value in of_decoded.items():
@@ -340,8 +338,7 @@ def describe_tokens(task: EvaluatedTask) -> Iterator[str]:
     """Yield a line for `bleu` and `rouge` if their tokenizers find no words in some targets."""
     texts = [text for text in map(task.target, task.examples) if isinstance(text, str)]
     for metric_fn in task.task.metric_fns:
-        with user_code.running(metric_fn, task.name):
-            tokenizer = metrics.tokenizer_of(metric_fn)
+        tokenizer = metrics.tokenizer_of(metric_fn)
         if tokenizer is None or not texts:
             continue
         missed = [text for text in texts if tokenizer.misses_words(text)]
@@ -384,7 +381,7 @@ def score(
 def compute_metrics(
     task: EvaluatedTask, answers: Sequence[str] | None, scores: Sequence[float] | None
 ) -> TaskResults:
-    """Return the metrics of a task. Raises UserError, which names the task, where one fails."""
+    """Return the metrics of a task."""
     targets = []
     predictions = []
     lines: list[dict[str, object]] = []
@@ -406,9 +403,7 @@ def compute_metrics(
         assert outputs is not None
         for name, value in task.task.metric(metric_fn, list(targets), list(outputs)).items():
             if name in values:
-                raise ValueError(
-                    f'task {task.name!r}: two metrics give {name!r}: rename one of them'
-                )
+                raise Refused(f'task {task.name!r}: two metrics give {name!r}: rename one of them')
             values[name] = value
     return TaskResults(values, lines)
 
@@ -460,9 +455,7 @@ def check_best_metric(
                 check_can_exceed_zero(task, name, metric, answers)
     if metric not in available:
         nearest = difflib.get_close_matches(metric, available, n=len(available), cutoff=0)
-        raise ValueError(
-            f'save.best_metric={metric!r}: this run has {first_ten(nearest)}: name one'
-        )
+        raise Refused(f'save.best_metric={metric!r}: this run has {first_ten(nearest)}: name one')
 
 
 def check_can_exceed_zero(
@@ -472,13 +465,13 @@ def check_can_exceed_zero(
     limit = metrics_of_answers(task, best_answers).get(name, math.inf)
     if not limit <= 0:
         return
-    with contextlib.suppress(UserError):  # the metric cannot take empty answers
+    with contextlib.suppress(Exception):  # the metric cannot take empty answers
         if metrics_of_answers(task, [''] * len(best_answers))[name] < limit:
             return
     reason = 'it is so for answers that are the targets'
     if task.changes is not None and task.changes.num_changed['targets']:
         reason = str(task.changes)
-    raise ValueError(
+    raise Refused(
         f'save.best_metric={metric!r} cannot exceed {limit:g}: {reason}: name another metric, such as '
         f'training_eval/{task.name}/loss with save.best_is=lower, or another vocabulary, such as data.vocabulary=bytes'
     )

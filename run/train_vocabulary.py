@@ -9,6 +9,7 @@ import sentencepiece
 from ml_collections import ConfigDict
 
 from formats.vocabulary import add_tokens, named_vocabulary, of_model, read_model
+from messages import Refused
 from paths import AnyPath
 from sources import Share
 from stream import OpenMixture
@@ -44,11 +45,11 @@ def find_or_train_vocabulary(
         vocabulary = add_tokens(vocabulary, config.added_tokens)
         origin += f' with data.added_tokens={tuple(config.added_tokens)}'
     if vocabulary.model and kept.exists() and vocabulary.model != kept.read_bytes():
-        raise ValueError(
+        raise Refused(
             f'{kept} differs from {origin}: remove it, change data.vocabulary, or name another --workdir'
         )
     if vocabulary.size > max_size:
-        raise ValueError(
+        raise Refused(
             f'model.vocab_size={max_size} is too small for {vocabulary.size} pieces; use '
             f'{-(-vocabulary.size // 128) * 128}'  # a multiple of 128
         )
@@ -77,7 +78,7 @@ def train_vocabulary(texts: Iterable[str], num_pieces: int) -> bytes:
         sizes = re.search(r'smaller than required_chars\. \d+ vs (\d+)', str(error))
         least = sizes[1] if sizes else 4
         one_line = ' '.join(str(error).split())
-        raise ValueError(
+        raise Refused(
             f'data.num_pieces={num_pieces} does not fit the corpus: use {least} or more, one for each of '
             f'its characters, pad, EOS and unknown, and files with text ({one_line})'
         ) from error
@@ -102,7 +103,7 @@ def training_texts(mixture: OpenMixture) -> Iterator[str]:
     readers = []
     for task in mixture.tasks:
         if task.source.is_tokenized:
-            raise ValueError(
+            raise Refused(
                 "data.vocabulary='' would train a vocabulary, and the ids of a task cache have one: "
                 'name it with data.vocabulary'
             )

@@ -11,6 +11,7 @@ from jax.experimental import multihost_utils
 import checkpoint
 import paths
 from formats.t5x import Damaged, verify
+from messages import Refused
 
 
 def newest_valid(
@@ -40,7 +41,7 @@ def newest_valid(
         x for x in checkpoint.list_folder(workdir) if x.match('checkpoint_*.damaged-*')
     )
     if damaged:
-        raise ValueError(
+        raise Refused(
             f'{workdir} has only damaged checkpoints, the last {damaged[-1].name}: repair one and '
             'name it checkpoint_STEP, or use another workdir'
         )

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from messages import first_ten
+from messages import Refused, first_ten
 from randomness import permutation
 from sources.files import FileRecord, count_newlines, is_gzipped, kind_of
 
@@ -60,7 +60,7 @@ def weight_at(fields: Mapping, name: str) -> np.ndarray:
     except (TypeError, ValueError):
         weight = math.nan
     if not 0 <= weight <= MAX_WEIGHT:
-        raise ValueError(
+        raise Refused(
             f'its weight {name!r} is {value!r:.40}: must be a number of 0 or more; correct it, or data.weight'
         )
     return np.array(weight, np.float32)
@@ -218,9 +218,7 @@ class Source:
         """The records of the split test. Raises ValueError if there are none."""
         if self.open_test is None:
             remedy = ', or set data.use_cached=no' if self.is_tokenized else ''
-            raise ValueError(
-                f'{self.description} have no split test: evaluate another split{remedy}'
-            )
+            raise Refused(f'{self.description} have no split test: evaluate another split{remedy}')
         return self.open_test()
 
     def is_in_split(self, split: str, record: Record) -> bool:
@@ -254,12 +252,12 @@ class Source:
                 return
         files = [file.path for file in self.files if self.part_of(file.split) is part]
         where = first_ten(files) if files else f'split {split!r} of {self.description}'
-        raise ValueError(f'no document is in {where}: name files with records')
+        raise Refused(f'no document is in {where}: name files with records')
 
     def raise_empty(self, split: str) -> None:
         """Raise ValueError: a split has no text."""
         self.check_not_empty(split)
-        raise ValueError(
+        raise Refused(
             f'no document is in split {split!r} of {self.description} at '
             f'data.validation_fraction={self.validation_fraction}: both splits need '
             'documents with text: name more files, or change the fraction'
@@ -270,14 +268,14 @@ class Source:
         if self.features is None:
             return
         if self.vocabulary_hash not in (None, vocabulary_hash):
-            raise ValueError(
+            raise Refused(
                 f'{self.description} have ids of another vocabulary or data.extra_ids: set '
                 'data.vocabulary to the folder of the cache and data.extra_ids as it was cached, or '
                 'set data.use_cached=no'
             )
         for feature in features:
             if feature not in self.features:
-                raise ValueError(
+                raise Refused(
                     f'{self.description} have no feature {feature!r}, which data.task={task!r} needs: '
                     'cache it, or set data.use_cached=no'
                 )
@@ -316,7 +314,7 @@ class BadLines:
         """
         line = BadLine(path, position, reason, self.kind or kind_of(path))
         if self.action == 'stop':
-            raise ValueError(
+            raise Refused(
                 f'data.on_bad_line=stop (skip leaves it out): {line.describe()}; a run does not continue '
                 'on corrected files: name another --workdir'
             )
@@ -328,7 +326,7 @@ class BadLines:
             self._unreported.append(line)
             bound = max(10, self.max_fraction * self.num_read)
             if self._num_found > bound:
-                raise ValueError(
+                raise Refused(
                     f'{self._num_found:,} bad lines of {self.num_read:,}, more than {bound:,.0f} ('
                     f'data.max_bad_fraction={self.max_fraction}, or 10): correct {line.describe()}'
                 )
@@ -365,6 +363,10 @@ class BadLine(NamedTuple):
         """Return one line of text. To number the line, a plain file is read up to there."""
         if self.reason.startswith(self.path):  # the reader has named the record
             return self.reason
+        return f'{self.name()}: {self.reason}'
+
+    def name(self) -> str:
+        """Return the name of the record: 'line 15 of mine.jsonl'."""
         if '.array_record-' in self.path or '.ids-' in self.path:
             what = f'record {self.position}'
         elif '.tfrecord-' in self.path:
@@ -375,4 +377,4 @@ class BadLine(NamedTuple):
             what = f'line {max(self.position, 1)}'
         else:
             what = f'line {1 + count_newlines(self.path, self.position)}'
-        return f'{what} of {self.path}: {self.reason}'
+        return f'{what} of {self.path}'

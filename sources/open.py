@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from absl import logging
 
 import paths
+from messages import Refused
 from randomness import digest
 from sources import NO_SPLIT, BadLines, Part, Source, cache, cmudict, pydoc, tfds
 from sources.deal import RecordsInMemory
@@ -41,7 +42,7 @@ def open_source(config, whole_records: bool = False, test_split: str = '') -> So
     cannot be read.
     """
     if not config.text_field:
-        raise ValueError("data.text_field='' names no field: name one, C4's is 'text'")
+        raise Refused("data.text_field='' names no field: name one, C4's is 'text'")
     folder = find_cache(config, config.task)
     if folder is not None:
         return cached_source(config, folder)
@@ -64,7 +65,7 @@ def open_source(config, whole_records: bool = False, test_split: str = '') -> So
         is_of_pydoc = config.task.startswith('pydoc_')
         needs_files = config.kind or config.delimiter or config.targets or config.references
         if needs_files or (whole_records and not is_of_pydoc):
-            raise ValueError(
+            raise Refused(
                 f'data.task={config.task!r} with data.kind={config.kind!r}, data.delimiter={config.delimiter!r} '
                 f'and data.targets={config.targets!r} needs records: name its files or data set (data.files, '
                 'data.tfds)'
@@ -99,7 +100,7 @@ def files_source(
 ) -> Source:
     """Open files for training and files for validation; each may be none."""
     if validation_files and not train_files and config.train_split != NO_SPLIT:
-        raise ValueError(
+        raise Refused(
             f'data.validation_files={config.validation_files!r} needs data.files too: name both'
         )
     train = read_records('data.files', 'train', train_files)
@@ -143,7 +144,7 @@ def find_cache(config, task: str) -> paths.AnyPath | None:
     folder = cache.find(roots, task)
     are_missing = roots and not any(root.is_dir() for root in roots)
     if folder is None and (are_missing or config.use_cached == 'yes'):
-        raise ValueError(
+        raise Refused(
             f'data.cache_dirs={config.cache_dirs!r} holds no complete cache of data.task={task!r}: name '
             'its root, make it with --mode=cache, or set data.use_cached=no'
         )
@@ -190,7 +191,7 @@ def check_not_of_records(config) -> None:
     """Raise ValueError for settings that act on records, and not on the ids of a task cache."""
     for setting in ('weight', 'target_choice'):
         if config[setting] not in ('', 'first'):
-            raise ValueError(
+            raise Refused(
                 f'data.{setting}={config[setting]!r} is for records, and a task cache has ids alone: train '
                 'with data.use_cached=no'
             )
@@ -219,7 +220,7 @@ def open_cache(folder: paths.AnyPath, split: str, bad_lines: BadLines) -> cache.
         reader = cache.LargeCache
     part = reader(opened, files, bad_lines)
     if opened.num_examples not in (None, part.num_records):
-        raise ValueError(
+        raise Refused(
             f'{folder}: split {split!r} has {part.num_records:,} examples, stats.{split}.json says '
             f'{opened.num_examples}: copy the folder again'
         )
@@ -231,7 +232,7 @@ def find_tfds(config) -> list[paths.AnyPath]:
     name = config.tfds
     files = config.files or config.validation_files
     if name and files:
-        raise ValueError(
+        raise Refused(
             f"data.tfds={name!r} and files, {files!r}, are two corpora: set those of one to ''"
         )
     folders = []
@@ -239,12 +240,12 @@ def find_tfds(config) -> list[paths.AnyPath]:
         with setting_named(f'data.tfds={each!r}'):
             folders.append(tfds.find(tfds_root(config), each))
     if name and not folders:
-        raise ValueError(f'data.tfds={name!r} names no data set: name some, such as glue/cola')
+        raise Refused(f'data.tfds={name!r} names no data set: name some, such as glue/cola')
     if name:
         return folders
     is_train = config.train_split in ('train', NO_SPLIT)
     if not is_train or config.validation_split not in ('', NO_SPLIT):
-        raise ValueError(
+        raise Refused(
             f'data.train_split={config.train_split!r} or data.validation_split='
             f"{config.validation_split!r} needs data.tfds: name it, or set them to 'train' and ''"
         )
@@ -310,7 +311,7 @@ def tfds_source_of(
             for other in runs_of_path[run.path]:
                 start = max(run.first, other.first)
                 if start < min(run.first + run.num_records, other.first + other.num_records):
-                    raise ValueError(
+                    raise Refused(
                         f'data.train_split={splits["train"]!r} and data.validation_split='
                         f'{splits["validation"]!r} share records: name disjoint splits, as '
                         "'train[:99%]' and 'train[99%:]'"
@@ -342,7 +343,7 @@ def find_files(key: str, patterns: str, bad_lines: BadLines) -> dict[str, paths.
             found.update(matching_files(name))
     not_empty = {path: found[path] for path in sorted(found) if found[path].num_bytes}
     if not not_empty:
-        raise ValueError(f"{key}={patterns!r} names no file with text: name one, or set it to ''")
+        raise Refused(f"{key}={patterns!r} names no file with text: name one, or set it to ''")
     for path in sorted(found.keys() - not_empty.keys()):
         bad_lines.add(path, 0, EMPTY_FILE)
     return not_empty
@@ -362,7 +363,7 @@ def setting_named(title: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f'{title}: {error}') from error
+        raise Refused(f'{title}: {error}') from error
 
 
 def check_files(parser: LineParser, files: Sequence[FileRecord]) -> None:
@@ -412,7 +413,7 @@ def open_files(files: list[FileRecord], parser: LineParser) -> Part:
     for file in files:
         found[parser.kind_of(file.path) == 'parquet', is_gzipped(file.path)] = file.path
     if len(found) > 1 or (True, True) in found:
-        raise ValueError(
+        raise Refused(
             f'{" and ".join(found.values())} cannot be read: name files that are all plain, all '
             'gzipped or all Parquet, which is not gzipped'
         )

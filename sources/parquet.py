@@ -19,7 +19,7 @@ import pyarrow.parquet
 import pyarrow.types
 
 import paths
-from messages import first_ten
+from messages import Refused, first_ten
 from randomness import permutation
 from sources import Record, bytes_of, deal
 from sources.deal import Blocks
@@ -112,7 +112,7 @@ def row_groups(
             if path_in_schema in columns or path_in_schema.split('.')[0] in columns:
                 num_bytes += column.total_uncompressed_size
         if num_bytes > MAX_GROUP_BYTES:
-            raise ValueError(
+            raise Refused(
                 f'{path}: row group {number + 1} has {num_bytes:,} bytes in {columns}, more than '
                 f'{MAX_GROUP_BYTES:,}: write it again with fewer rows in a group (row_group_size)'
             )
@@ -375,7 +375,7 @@ class ParquetFiles(Blocks):
         ends = [x for x in footer.values if not any(y.startswith(f'{x}/') for y in footer.values)]
         self.parser.check_columns(name, [*ends, *found])
         if self.parser.whole_records and set(readable(footer)) != set(self.columns):
-            raise ValueError(
+            raise Refused(
                 f'{name} has the columns {first_ten([repr(x) for x in readable(footer)])} of texts and numbers, '
                 f'and another file has {first_ten([repr(x) for x in self.columns])}: write all files with the same columns'
             )
@@ -385,7 +385,7 @@ class ParquetFiles(Blocks):
             if field == self.parser.references:
                 kind = footer.values.get(f'{slot}/0', kind)
             if kind != 'text' and (kind != 'number' or not are_numbers_read):
-                raise ValueError(
+                raise Refused(
                     f'{name}: column {field!r} is {kind}, and texts are read, by data.inputs and '
                     'data.targets numbers too: name another column, or write the file again'
                 )

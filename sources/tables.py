@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from absl import logging
 
-from messages import first_ten
+from messages import Refused, first_ten
 from sources import BadLine, BadLines, Record, names_of_values, value_at
 from sources.files import is_gzipped, kind_of
 from sources.heads import open_unzipped
@@ -95,7 +95,7 @@ class LineParser:
             return None
         if kind == 'text':
             if '\0' in line:
-                raise ValueError('it holds zero bytes: copy the file again')
+                raise Refused('it holds zero bytes: copy the file again')
             return {self.text_field: line.strip()}
         header: list[str] = []
         if kind in ('csv', 'tsv'):
@@ -148,7 +148,7 @@ class LineParser:
                 remedy = self.remedy
                 if field in first_names:
                     remedy += ', or fill it in: null and NaN are missing values'
-                raise ValueError(
+                raise Refused(
                     f'no record of {next(iter(files))} has a {"text or number" if self.templates else "text"} '
                     f'{field!r}, the first values are {first_ten([repr(name) for name in first_names])}: {remedy}'
                 )
@@ -196,7 +196,7 @@ def check_delimiter(config, files: Mapping[str, str]) -> None:
     others = {kind: file for kind, file in files.items() if kind not in ('csv', 'tsv')}
     if config.delimiter and ('text' in others or len(others) == len(files)):
         kind = 'text' if 'text' in others else next(iter(others))
-        raise ValueError(
+        raise Refused(
             f'data.delimiter={config.delimiter!r} is for tables, and {others[kind]} is read as {kind}: set '
             "data.kind='csv', or data.delimiter=''"
         )
@@ -216,14 +216,14 @@ def decoded(content: bytes, encoding: str, where: str = '') -> str:
     try:
         return content.decode(encoding)
     except UnicodeDecodeError as error:
-        raise ValueError(f'byte {error.start + 1}{where} is not UTF-8; convert the file') from None
+        raise Refused(f'byte {error.start + 1}{where} is not UTF-8; convert the file') from None
 
 
 def check_text(title: str, fields: Iterable[str], text_field: str, remedy: str) -> None:
     """Raise ValueError if a template names another field than `text_field`, of a line of text."""
     for field in fields:
         if field != text_field:
-            raise ValueError(
+            raise Refused(
                 f'{title} is read as lines of text, each the field {text_field!r}, and a template names '
                 f"{field!r}: set data.kind ('csv', 'tsv', 'jsonl' or 'parquet'), or {remedy}"
             )
@@ -242,9 +242,9 @@ def fields_of_line(
         try:
             content = JSON.decode(line.strip(' \t\r\n'))  # JSON's spaces
         except (ValueError, RecursionError) as error:
-            raise ValueError(f'no JSON: {error}; correct it') from None
+            raise Refused(f'no JSON: {error}; correct it') from None
         if not isinstance(content, dict):
-            raise ValueError(
+            raise Refused(
                 f'{line.strip()!r:.40} is not a JSON object; write {{"{text_field}": ...}}'
             )
         return content
@@ -253,7 +253,7 @@ def fields_of_line(
         remedy = 'correct the row'
         if kind == 'tsv' and '"' in line:
             remedy += ", or set data.delimiter='tab' if its fields are quoted"
-        raise ValueError(f'{len(row)} columns, and the header has {len(header)}; {remedy}')
+        raise Refused(f'{len(row)} columns, and the header has {len(header)}; {remedy}')
     return dict(zip(header, row, strict=True))
 
 
@@ -292,11 +292,11 @@ def json_string(content: dict, field: str, remedy: str) -> str:
         names = ', '.join(map(repr, itertools.islice(names_of_values(content), 10))) or 'none'
         if text is None and field in content:
             remedy += ', or fill it in: null and NaN are missing values'
-        raise ValueError(f'field {field!r} is {text!r:.40}, no string, of fields {names}; {remedy}')
+        raise Refused(f'field {field!r} is {text!r:.40}, no string, of fields {names}; {remedy}')
     try:
         text.encode()
     except UnicodeEncodeError:  # JSON can write half a surrogate pair, as \ud800
-        raise ValueError(f'field {field!r} holds half a surrogate pair; correct it') from None
+        raise Refused(f'field {field!r} holds half a surrogate pair; correct it') from None
     return text
 
 
@@ -305,7 +305,7 @@ def check_encodes(content: dict) -> None:
     try:
         json.dumps(content, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # JSON can write half a surrogate pair, as \ud800
-        raise ValueError('a field holds half a surrogate pair; correct it') from None
+        raise Refused('a field holds half a surrogate pair; correct it') from None
 
 
 def header_of(line: str | bytes, kind: str, delimiter: str, title: str) -> list[str]:
@@ -318,7 +318,7 @@ def header_of(line: str | bytes, kind: str, delimiter: str, title: str) -> list[
         fault, _, remedy = str(error).rpartition('; ')
         if isinstance(line, str) and not delimiter:  # it is UTF-8
             remedy = remedy_of_header(line, kind, remedy)
-        raise ValueError(f'line 1 of {title}: {fault}; {remedy}') from None
+        raise Refused(f'line 1 of {title}: {fault}; {remedy}') from None
     check_names(names, f'line 1 of {title}')
     return names
 
@@ -327,7 +327,7 @@ def check_names(names: list[str], title: str) -> None:
     """Raise ValueError if two columns have the same name, or none has one."""
     counts = collections.Counter(filter(None, names))
     if not counts or max(counts.values()) > 1:
-        raise ValueError(
+        raise Refused(
             f'{title} has the columns {first_ten(list(map(repr, names)))}: give each a name of its own'
         )
 
@@ -337,7 +337,7 @@ def check_columns(title: str, columns: Collection[str], fields: Iterable[str], r
     for field in fields:
         if field not in columns:
             found = first_ten([repr(column) for column in columns])
-            raise ValueError(f'{title} has no column {field!r}, it has {found}: {remedy}')
+            raise Refused(f'{title} has no column {field!r}, it has {found}: {remedy}')
 
 
 def remedy_of_header(header: str, kind: str, remedy: str) -> str:
@@ -377,7 +377,7 @@ def table_row(line: str, kind: str, delimiter: str) -> list[str]:
             if len(rows) > 1:
                 raise csv.Error('a quote or a carriage return (CR) in a field that is not quoted')
         except csv.Error as error:
-            raise ValueError(f'no CSV: {error}; quote the field, and double its quotes') from None
+            raise Refused(f'no CSV: {error}; quote the field, and double its quotes') from None
         columns = rows[0] if rows else ['']
     return [column.strip() for column in columns]
 

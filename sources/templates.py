@@ -3,6 +3,8 @@
 import string
 from collections.abc import Mapping
 
+from messages import Refused
+
 
 class Template:
     """A text such as 'question: {question}'; '{{' and '}}' are braces."""
@@ -11,16 +13,16 @@ class Template:
         try:
             text.encode()
         except UnicodeEncodeError:  # the system gives what is not UTF-8 as half surrogate pairs
-            raise ValueError(f'{key}={text!r} is not UTF-8: write it in UTF-8') from None
+            raise Refused(f'{key}={text!r} is not UTF-8: write it in UTF-8') from None
         self.key = key
         self.parts: list[tuple[str, str | None]] = []  # a literal, and the field after it
         try:
             for literal, field, spec, conversion in string.Formatter().parse(text):
                 if field == '' or spec or conversion:
-                    raise ValueError('a slot is {FIELD} and nothing else')
+                    raise Refused('a slot is {FIELD} and nothing else')
                 self.parts.append((literal, field))
         except ValueError as error:
-            raise ValueError(f'{key}={text!r}: {error}; write {{{{ for a brace') from None
+            raise Refused(f'{key}={text!r}: {error}; write {{{{ for a brace') from None
         self.fields = [field for _, field in self.parts if field is not None]
 
     def fill(self, fields: Mapping[str, str]) -> str:
@@ -39,20 +41,20 @@ def templates_of(config) -> dict[str, Template]:
     `data.references` stands for the targets.
     """
     if config.targets and config.references:
-        raise ValueError(
+        raise Refused(
             f'data.targets={config.targets!r} and data.references={config.references!r}: leave one out'
         )
     key = 'data.references' if config.references else 'data.targets'
     text = config.references or config.targets
     if config.inputs and not text:
-        raise ValueError(
+        raise Refused(
             f'data.inputs={config.inputs!r} needs data.targets or data.references: name both'
         )
     if not text:
         return {}
     targets = Template(key, text)
     if not targets.fields:
-        raise ValueError(f"{key}={text!r} names no field: write one as '{{answer}}'")
+        raise Refused(f"{key}={text!r} names no field: write one as '{{answer}}'")
     return {'inputs': Template('data.inputs', config.inputs), 'targets': targets}
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 import paths
 import sources.files
+from messages import Refused
 from sources import Record, deal
 from sources.deal import Blocks
 from sources.files import FileRecord, count_newlines
@@ -111,7 +112,7 @@ class PlainFiles(Blocks):
         end = int(starts[i + 1]) if i + 1 < len(starts) else num_bytes
         with self.open_file(name) as file:
             if file.seek(0, os.SEEK_END) < num_bytes:
-                raise ValueError(f'{name} no longer has {num_bytes:,} bytes: restore it')
+                raise Refused(f'{name} no longer has {num_bytes:,} bytes: restore it')
             file.seek(start)
             lines = self.readers[file_index](file, start, end)
             return [self.parse(name, offset, line) for offset, line in lines]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 import paths
-from messages import first_ten
+from messages import Refused, first_ten
 from sources import deal
 from sources.cache import text_of
 from sources.files import matching_files
@@ -63,7 +63,7 @@ def find(root: paths.AnyPath, name: str) -> paths.AnyPath:
     files = [folder / file for file in FILES_OF_A_DATA_SET]
     if not NAME.fullmatch(name) or version not in versions or not all(map(paths.is_file, files)):
         names = first_ten(prepared(root)) or 'none'
-        raise ValueError(
+        raise Refused(
             f'{root} does not hold this data set, or not all of it, its data sets are: {names}: name one '
             f"(NAME[/CONFIG][:VERSION]), another data.tfds_dir, or prepare it there with 'tfds build {path}'"
         )
@@ -102,17 +102,15 @@ class DataSet:
             self.name = ':'.join(info.full_name.rsplit('/', maxsplit=1))
             self.file_format: str = info.file_format.value
             if self.file_format not in SHARDS_OF_FORMAT:
-                raise ValueError(f'it is stored as {self.file_format}')
+                raise Refused(f'it is stored as {self.file_format}')
             if self.file_format == 'array_record' and not isinstance(folder, Path):
-                raise ValueError(
-                    'ArrayRecord files are read from a disk: copy it, or store TFRecord'
-                )
+                raise Refused('ArrayRecord files are read from a disk: copy it, or store TFRecord')
             self.num_records = {name: split.num_examples for name, split in info.splits.items()}
             self._features = info.features
             self._splits = info.splits
         except Exception as error:  # JSON, protobuf and TFDS have their own classes
             reason = first_line(error)
-            raise ValueError(f'{folder} cannot be opened ({reason}): prepare it again') from error
+            raise Refused(f'{folder} cannot be opened ({reason}): prepare it again') from error
 
     def _read_info(self, folder: paths.AnyPath) -> 'DatasetInfo':
         """Return TFDS's DatasetInfo. TFDS reads from a disk, so files in a bucket are copied, but no shards."""
@@ -129,10 +127,10 @@ class DataSet:
         try:
             instructions = self._splits[expression].file_instructions
             if not instructions:
-                raise ValueError('it is empty')
+                raise Refused('it is empty')
         except Exception as error:  # TFDS raises several classes
             names = ', '.join(f'{name} ({n:,})' for name, n in self.num_records.items())
-            raise ValueError(
+            raise Refused(
                 f'{self.name} does not have it ({first_line(error)}), its splits are: {names}: '
                 "write 'train', 'train[:90%]' or 'train[100:200]+test'"
             ) from error
@@ -147,7 +145,7 @@ class DataSet:
             elif path not in missing:
                 missing.append(path)
         if missing:
-            raise ValueError(f'{self.name} lacks {first_ten(missing)}: copy it again')
+            raise Refused(f'{self.name} lacks {first_ten(missing)}: copy it again')
         return runs
 
     def decoder(self, fields: Collection[str], remedy: str = '') -> Callable[[bytes], dict]:
@@ -165,7 +163,7 @@ class DataSet:
         for field in fields:
             name = re.sub(r'(/\d+)+$', '', field)
             if name + '/0' * (field.count('/') - name.count('/')) not in values:
-                raise ValueError(
+                raise Refused(
                     f'{self.name} has no value {field!r}, the first values of its features are: '
                     f'{first_ten(sorted(values))}: {remedy}'
                 )
@@ -185,7 +183,7 @@ def open_all(
     formats = sorted({data_set.file_format for data_set in data_sets})
     if len(formats) > 1:
         names = ', '.join(data_set.name for data_set in data_sets)
-        raise ValueError(
+        raise Refused(
             f'{names} are stored as {" and ".join(formats)}: prepare all of them as one of these'
         )
     runs = []
@@ -200,7 +198,7 @@ def decode(features: 'FeaturesDict', content: bytes, short_floats: bool = False)
         example = features.deserialize_example_np(content)
     except Exception as error:  # protobuf and TFDS have their own classes
         reason = first_line(error)
-        raise ValueError(f'no record of these features ({reason}): copy the file again') from error
+        raise Refused(f'no record of these features ({reason}): copy the file again') from error
     return as_python(example, short_floats)
 
 
@@ -281,7 +279,7 @@ class TFRecords(ByteRanges, TfdsRecords):
 def check_num_records(path: str, found: int, expected: int) -> None:
     """Raise ValueError if a shard has another number of records than dataset_info.json says."""
     if found != expected:
-        raise ValueError(
+        raise Refused(
             f'{path} has {found:,} records, and dataset_info.json says {expected:,}: copy both again'
         )
 
@@ -341,7 +339,7 @@ def open_array_record(path: str, num_records: int) -> 'ArrayRecordReader':
         reader.seek(0)
     except RuntimeError as error:
         reason = first_line(error)
-        raise ValueError(f'{path} cannot be opened ({reason}): copy the file again') from error
+        raise Refused(f'{path} cannot be opened ({reason}): copy the file again') from error
     check_num_records(path, found, num_records)
     return reader
 

@@ -13,6 +13,7 @@ import google_crc32c
 import numpy as np
 
 import paths
+from messages import Refused
 from sources import BadLines, Record
 from sources.deal import Blocks
 
@@ -34,7 +35,7 @@ class StoredRecord(NamedTuple):
     def checked(self) -> bytes:
         """Return the content. Raises ValueError for a fault."""
         if self.fault:
-            raise ValueError(self.fault)
+            raise Refused(self.fault)
         return self.content
 
 
@@ -171,7 +172,7 @@ def length_in(header: bytes, path: str | Path, offset: int) -> int:
 
 
 def damaged(path: str | Path, offset: int) -> ValueError:
-    return ValueError(f'{path}: the record at byte {offset} is damaged: copy the file again')
+    return Refused(f'{path}: the record at byte {offset} is damaged: copy the file again')
 
 
 def write_record(file: IO[bytes], content: bytes) -> None:

@@ -24,6 +24,8 @@ import numpy as np
 import regex
 from sacrebleu.metrics import BLEU
 
+from messages import Refused
+
 Values = dict[str, float]
 Metric = Callable[..., Mapping[str, float]]
 
@@ -92,7 +94,7 @@ def bleu_scorer(tokenizer: str) -> BLEU:
     Raises ValueError for a tokenizer that is unknown, or that needs what is not there.
     """
     if tokenizer not in BLEU.TOKENIZERS:
-        raise ValueError(
+        raise Refused(
             f'tokenizer={tokenizer!r} of bleu: sacrebleu has none of this name: use one of '
             f'{", ".join(BLEU.TOKENIZERS)}'
         )
@@ -102,14 +104,14 @@ def bleu_scorer(tokenizer: str) -> BLEU:
         url = SPM_MODELS[tokenizer]['url']
         file = os.path.join(SACREBLEU_DIR, 'models', os.path.basename(url))
         if not os.path.exists(file):
-            raise ValueError(
+            raise Refused(
                 f'tokenizer={tokenizer!r} of bleu needs a model: download {url} to {file}'
             )
     try:
         return BLEU(tokenize=tokenizer)
     except (RuntimeError, ImportError, AssertionError) as error:
         language = tokenizer.partition('-')[0]
-        raise ValueError(
+        raise Refused(
             f'tokenizer={tokenizer!r} of bleu needs MeCab and its dictionary: '
             f"pip install 'sacrebleu[{language}]'"
         ) from error
@@ -118,7 +120,7 @@ def bleu_scorer(tokenizer: str) -> BLEU:
 def rouge_tokenizer(name: str) -> Callable[[str], list[str]]:
     """Return a function from a text to its tokens."""
     if name not in ROUGE_TOKENIZERS:
-        raise ValueError(f'tokenizer={name!r} of rouge: use one of {", ".join(ROUGE_TOKENIZERS)}')
+        raise Refused(f'tokenizer={name!r} of rouge: use one of {", ".join(ROUGE_TOKENIZERS)}')
     if name == 'unicode':
         return unicode_tokens
     return lambda text: re.findall('[a-z0-9]+', text.lower())  # as rouge_score
@@ -150,7 +152,7 @@ def bleu(
     if isinstance(targets[0], list | tuple):
         references = list(targets)
         if len(targets[0]) != len(predictions):
-            raise ValueError(
+            raise Refused(
                 f'a reference has {len(targets[0])} texts for {len(predictions)} predictions: transpose '
                 'the lists of targets'
             )
@@ -223,7 +225,7 @@ def rouge_scorer(key: str) -> Callable[[list[list[str]], list[list[str]]], float
     if key == 'rougeLsum':
         return rouge_l_sum
     if not re.fullmatch('rouge[1-9]', key):
-        raise ValueError(f'rouge has no score {key!r}: use rouge1 to rouge9, rougeL or rougeLsum')
+        raise Refused(f'rouge has no score {key!r}: use rouge1 to rouge9, rougeL or rougeLsum')
     return lambda target, prediction: rouge_n(target, prediction, n=int(key[-1]))
 
 
@@ -431,7 +433,7 @@ def natural_questions(
         if len(answer_sets) >= non_null_threshold:
             is_correct.append(normalized_set(group) in answer_sets)
     if not is_correct:
-        raise ValueError(
+        raise Refused(
             f'no question has answers of {non_null_threshold} annotators: lower non_null_threshold'
         )
     return {'recall': mean_percent(is_correct), 'golden_answers': len(is_correct)}
@@ -563,7 +565,7 @@ def f1_score_with_invalid(targets: Sequence[int], predictions: Sequence[int]) ->
     """Return {'f1'} of class 1. A prediction that is neither 0 nor 1 counts as the wrong class."""
     classes = as_numbers(targets)
     if not np.isin(classes, (0, 1)).all():
-        raise ValueError('a target is neither 0 nor 1: leave out such examples')
+        raise Refused('a target is neither 0 nor 1: leave out such examples')
     is_target = classes == 1
     labels = as_numbers(predictions)
     is_predicted = np.where(np.isin(labels, (0, 1)), labels == 1, ~is_target)
@@ -776,9 +778,9 @@ def rank_classification(
         (example, choice), is_correct, weight, length = target
         idx = (int(example), int(choice))
         if math.isnan(score):
-            raise ValueError(f'the score of choice {idx} is nan: check the parameters of the model')
+            raise Refused(f'the score of choice {idx} is nan: check the parameters of the model')
         if idx in found:
-            raise ValueError(f'two targets have idx {idx}: number the examples of a split from 0')
+            raise Refused(f'two targets have idx {idx}: number the examples of a split from 0')
         if normalize_by_target_length:
             score = score / length
         found[idx] = Choice(idx, bool(is_correct), float(weight), float(score))
@@ -793,9 +795,7 @@ def rank_classification(
         return {'accuracy': 100 * num_correct / total}
     for example, count in Counter(choice.idx[0] for choice in choices).items():
         if count != num_classes:
-            raise ValueError(
-                f'example {example} has {count} choices, not num_classes={num_classes}'
-            )
+            raise Refused(f'example {example} has {count} choices, not num_classes={num_classes}')
     return fixed_choice_metrics(choices, num_classes)
 
 
@@ -848,7 +848,7 @@ def mean_percent(values: Sequence[float] | np.ndarray) -> float:
 def check_answers(targets: Sequence[object]) -> None:
     """Raise ValueError for a text instead of the answers of a question."""
     if any(isinstance(answers, str) for answers in targets):
-        raise ValueError('a target must be the answers of a question: use [text]')
+        raise Refused('a target must be the answers of a question: use [text]')
 
 
 def check_labels(targets: Sequence[object], predictions: Sequence[object]) -> None:
@@ -862,7 +862,5 @@ def as_numbers(values: Sequence[object]) -> np.ndarray:
     """Return numbers as float64 [examples]."""
     for value in values:
         if not isinstance(value, numbers.Real | np.bool_) or not math.isfinite(value):
-            raise ValueError(
-                f'{value!r:.40} is not a finite number: let the postprocessor return one'
-            )
+            raise Refused(f'{value!r:.40} is not a finite number: let the postprocessor return one')
     return np.array(values, np.float64)

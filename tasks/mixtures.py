@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-import user_code
 from configs import check
 from data import Objective
+from messages import Refused, noting
 from sources import NO_SPLIT
 from sources.templates import Template, templates_of
 from tasks.objectives import OBJECTIVES, OwnObjective, problem_of
@@ -73,7 +73,7 @@ class Task:
                 try:
                     check.check_value(f'data.{setting}', getattr(self, setting))
                 except ValueError as error:
-                    raise ValueError(f'task {self.name!r}: {error}') from None
+                    raise Refused(f'task {self.name!r}: {error}') from None
         if isinstance(self.objective, type):
             problem = problem_of(self.objective)
             if problem:
@@ -85,7 +85,7 @@ class Task:
         _ = self.templates  # raises ValueError
         if self.preprocess_fn is not None:
             if self.templates:
-                raise ValueError(
+                raise Refused(
                     f'task {self.name!r} has preprocess_fn and templates (inputs, targets, references): leave one out'
                 )
             self._check_takes('preprocess_fn', self.preprocess_fn, 'record')
@@ -104,7 +104,7 @@ class Task:
 
     def _wrong(self, field: str, value: object, rule: str) -> ValueError:
         shown = value.__name__ if isinstance(value, type) else f'{value!r:.60}'
-        return ValueError(f'{field}={shown} of task {self.name!r}: {rule}')
+        return Refused(f'{field}={shown} of task {self.name!r}: {rule}')
 
     def settings(self, config: ConfigDict) -> ConfigDict:
         """Return config.data with the values of this task."""
@@ -133,18 +133,16 @@ class Task:
         return 'inputs' in self.objective_class.features
 
     def open_objective(self, config: ConfigDict, vocabulary: Vocabulary) -> Objective:
-        """Return the objective for config.data. Raises ValueError for settings that do not fit, or UserError."""
+        """Return the objective for config.data. Raises Refused for settings that do not fit."""
         if isinstance(self.objective, str):
             return self.objective_class(config, vocabulary)
-        return OwnObjective(self.objective, self.name, config, vocabulary)
+        return OwnObjective(self.objective, config, vocabulary)
 
     def preprocess(self, records: Iterable[Fields]) -> Iterator[Example]:
-        """Yield the examples of records, {'inputs': text, 'targets': text, ...}. Raises UserError."""
+        """Yield the examples of records, {'inputs': text, 'targets': text, ...}."""
         for fields in records:
             if self.preprocess_fn is not None:
-                with user_code.running(self.preprocess_fn, self.name):
-                    examples = examples_given(self.preprocess_fn(fields))
-                yield from examples
+                yield from examples_given(self.preprocess_fn(fields))
             elif self.references:
                 name = self.references[1:-1]
                 given = fields[name]
@@ -160,25 +158,25 @@ class Task:
     def postprocess(
         self, text: str, example: Fields | None = None, is_target: bool = False
     ) -> object:
-        """Return what the metrics compare, of targets or of a predicted text. Raises UserError."""
+        """Return what the metrics compare, of targets or of a predicted text."""
         if self.postprocess_fn is None:
             if self.references and is_target:
                 return (example or {}).get('references', [text])
             return text
-        with user_code.running(self.postprocess_fn, self.name):
+        with noting(f'task {self.name}'):
             return self.postprocess_fn(text, example, is_target)
 
     def metric(
         self, metric_fn: MetricFn, targets: Sequence[object], outputs: Sequence[object]
     ) -> dict[str, float]:
-        """Return the values, nan included, of one of `metric_fns` for predictions or scores. Raises UserError."""
-        with user_code.running(metric_fn, self.name):
+        """Return the values, nan included, of one of `metric_fns` for predictions or scores."""
+        with noting(f'task {self.name}'):
             given = metric_fn(targets, outputs)
             pairs = given.items() if isinstance(given, Mapping) else [('', given)]
             for name, value in pairs:
                 is_number = hasattr(value, '__float__') and getattr(value, 'ndim', 0) == 0
                 if not name or not isinstance(name, str) or not is_number:
-                    raise ValueError(
+                    raise TypeError(
                         f"a metric gave {given!r:.60}, {name!r:.60} as {value!r:.40}: give {{'name': number}}"
                     )
             return {name: float(value) for name, value in pairs}
@@ -188,14 +186,14 @@ def examples_given(given: Iterable[Fields]) -> list[Example]:
     """Return the examples that a user's function gave. Raise ValueError if they are none."""
     rule = "give a list of {'inputs': text, 'targets': text}, or yield them"
     if isinstance(given, Mapping) or not isinstance(given, Iterable):
-        raise ValueError(f'preprocess_fn gave {given!r:.60}: {rule}')
+        raise TypeError(f'preprocess_fn gave {given!r:.60}: {rule}')
     examples = []
     for example in given:
         texts = [None]
         if isinstance(example, Mapping):
             texts = [example.get('inputs', ''), example.get('targets')]
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError(f'preprocess_fn gave {example!r:.60}: {rule}')
+            raise TypeError(f'preprocess_fn gave {example!r:.60}: {rule}')
         # Raises for half a surrogate pair, which no vocabulary takes.
         ''.join(map(str, texts)).encode()
         examples.append(dict(example))
@@ -208,7 +206,7 @@ def check_name(name: str) -> None:
     if is_text and not set(name) & set('/\\,') and len(name.encode()) <= MAX_NAME_BYTES:
         if all(part and not part.startswith('.') for part in name.split(':')):
             return
-    raise ValueError(
+    raise Refused(
         f'name={name!r:.60}: files are named after a task or mixture: use a text of at most '
         f'{MAX_NAME_BYTES} bytes without / \\ comma and control characters, without spaces around it, '
         'that does not begin with a dot'
@@ -273,7 +271,7 @@ def proportional(
     limit = math.inf if maximum is None else maximum
     for name, value in {'maximum': limit, 'temperature': temperature, 'scale': scale}.items():
         if not isinstance(value, numbers.Real) or not value > 0:
-            raise ValueError(f'{name}={value!r}: must be a number above 0')
+            raise Refused(f'{name}={value!r}: must be a number above 0')
     return lambda num_examples: min(num_examples * scale, limit) ** (1 / temperature)
 
 
@@ -288,13 +286,13 @@ class Mixture:
         check_name(self.name)
         is_of_tasks = isinstance(self.members, Mapping) and bool(self.members)
         if not is_of_tasks or not all(isinstance(x, str | Task | Mixture) for x in self.members):
-            raise ValueError(
+            raise Refused(
                 f'mixture {self.name!r} has members={self.members!r:.60}: give {{task: rate}}, where a task '
                 'is a name, a Task or a Mixture'
             )
         names = [name_of(member) for member in self.members]
         if len(set(names)) < len(names):
-            raise ValueError(
+            raise Refused(
                 f'mixture {self.name!r} has members of one name ({names!r:.60}): give each a name of its own'
             )
         for member, rate in self.members.items():
@@ -337,17 +335,16 @@ class Mixture:
                 shares = member.shares(sizes)
             if callable(rate):
                 if name not in sizes:  # the sizes of mixtures are unknown, too
-                    raise ValueError(
+                    raise Refused(
                         f'mixture {self.name!r}: {name!r} has a rate by its number of examples, which '
                         'is unknown: cache the task, or give it a number'
                     )
-                with user_code.running(rate, name):
-                    rate = rate(sizes[name])
-                    self._check_rate(name, rate)
+                rate = rate(sizes[name])
+                self._check_rate(name, rate)
             for task, share in shares.items():
                 total[task] = total.get(task, 0.0) + float(rate) * share
         if not any(total.values()):
-            raise ValueError(f'mixture {self.name!r}: all rates are 0: give one task a rate')
+            raise Refused(f'mixture {self.name!r}: all rates are 0: give one task a rate')
         return total
 
     def shares(self, sizes: Mapping[str, int]) -> dict[str, float]:
@@ -359,7 +356,7 @@ class Mixture:
     def _check_rate(self, name: str, rate: float) -> None:
         """Raise ValueError unless the rate of a task or mixture is a number of 0 or more."""
         if not (isinstance(rate, numbers.Real) and math.isfinite(rate) and rate >= 0):
-            raise ValueError(
+            raise Refused(
                 f'mixture {self.name!r}: the rate of {name!r} is {rate!r}: use a finite number, 0 or more'
             )
 

@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Callable
 
 import user_code
+from messages import Refused
 from tasks.mixtures import Mixture, Rate, Task
 from tasks.objectives import OBJECTIVES
 from tasks.t5 import table
@@ -39,7 +40,7 @@ def with_members(
     """Return a mixture whose members are looked up."""
     if mixture.name in parents:
         chain = ' > '.join([*parents, mixture.name])
-        raise ValueError(f'mixture {mixture.name!r} is in itself ({chain}): leave one of them out')
+        raise Refused(f'mixture {mixture.name!r} is in itself ({chain}): leave one of them out')
     parents = (*parents, mixture.name)
     members: dict[str | Task | Mixture, Rate] = {}
     for member, rate in mixture.members.items():
@@ -61,13 +62,13 @@ def own_tasks(module: str) -> dict[str, Task | Mixture]:
     file = user_code.module_file('data.module', module)
     found = getattr(user_code.load_module(file, file.read_bytes()), 'TASKS', None)
     if not isinstance(found, list | tuple):
-        raise ValueError(f'{file} has no list TASKS: write TASKS = [Task(...), Mixture(...)]')
+        raise Refused(f'{file} has no list TASKS: write TASKS = [Task(...), Mixture(...)]')
     named: dict[str, Task | Mixture] = {}
     for entry in found:
         if not isinstance(entry, Task | Mixture):
-            raise ValueError(f'{file}: TASKS has {entry!r:.40}: use tasks.Task and tasks.Mixture')
+            raise Refused(f'{file}: TASKS has {entry!r:.40}: use tasks.Task and tasks.Mixture')
         if entry.name in named or entry.name in OBJECTIVES:
-            raise ValueError(f'{file}: two tasks have the name {entry.name!r}: rename one')
+            raise Refused(f'{file}: two tasks have the name {entry.name!r}: rename one')
         named[entry.name] = entry
     return named
 
@@ -81,7 +82,7 @@ def unknown(name: str, module: str, what: str, where: str = '') -> ValueError:
     """Return the error for an unknown task; it has the nearest names. `where`: else it was looked for."""
     names = [*table(), *own_tasks(module), *filter(takes_documents, OBJECTIVES)]
     nearest = ', '.join(difflib.get_close_matches(name, names, n=3, cutoff=0))
-    return ValueError(
+    return Refused(
         f'{what} is unknown{where}: the nearest names are {nearest}: use one of these, or one that '
         "'python main.py --mode=tasks' lists"
     )

@@ -10,14 +10,13 @@ import math
 import numbers
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
 from numpy.lib.stride_tricks import sliding_window_view
 
-import user_code
 from data import (
     DROPPED,
     EOS,
@@ -37,6 +36,7 @@ from data import (
     random_spans_noise_mask,
     split_tokens,
 )
+from messages import Refused, first_ten, noting
 from randomness import random_fractions, random_integers
 from sources import FEATURES
 from tasks.denoising import (
@@ -282,7 +282,7 @@ class PackPrefixLm(FullLm):
     def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
         inputs = self.lengths.inputs
         if self.lengths.targets != inputs or inputs % 2:
-            raise ValueError(
+            raise Refused(
                 f'data.lengths.inputs={inputs}, data.lengths.targets={self.lengths.targets}: two '
                 'examples fill a row of this objective, so both lengths are the same even number: '
                 f'use {inputs + inputs % 2} for both'
@@ -361,12 +361,12 @@ class Ul2(Denoising):
         for denoiser in DENOISERS:
             [mode] = vocabulary.encode_as_arrays([denoiser.mode])
             if UNK_ID in mode:
-                raise ValueError(
+                raise Refused(
                     f'the vocabulary has no piece for a character of {denoiser.mode!r}, with which '
                     'inputs of UL2 begin: name another one with data.vocabulary'
                 )
             if self.lengths.inputs < len(mode) + MIN_LENGTH:
-                raise ValueError(
+                raise Refused(
                     f'data.lengths.inputs={self.lengths.inputs} is too short: a row holds '
                     f'{denoiser.mode!r}, a token, a sentinel and EOS: use {len(mode) + MIN_LENGTH} or more'
                 )
@@ -434,11 +434,11 @@ class TextToTextWithSentinel(PromptedTextToText):
         super().__init__(config, vocabulary)
         self.sentinel = vocabulary.sentinel_ids[:1]
         if vocabulary.num_sentinels == 0:
-            raise ValueError(
+            raise Refused(
                 'data.extra_ids=0: the inputs of this task end with a sentinel: use 1 or more'
             )
         if min(self.lengths.inputs, self.lengths.targets) < MIN_LENGTH:
-            raise ValueError(
+            raise Refused(
                 f'data.lengths.inputs={self.lengths.inputs}, data.lengths.targets={self.lengths.targets}: a row '
                 f'holds a token, a sentinel and EOS: use {MIN_LENGTH} or more'
             )
@@ -510,19 +510,13 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 
 class OwnObjective:
-    """An objective of a user's class. Raises UserError where its code fails or its examples do not fit."""
+    """An objective of a user's class. Raises TypeError if its examples do not fit."""
 
-    def __init__(
-        self, objective: type[Objective], task: str, config: ConfigDict, vocabulary: Vocabulary
-    ):
-        self.objective_class = objective
-        self.task = task
-        with user_code.running(objective):
-            self.objective = objective(config, vocabulary)
-        with user_code.running(objective, task):
-            problem = problem_of(self.objective)
-            if problem:
-                raise ValueError(problem)
+    def __init__(self, objective: type[Objective], config: ConfigDict, vocabulary: Vocabulary):
+        self.objective = objective(config, vocabulary)
+        problem = problem_of(self.objective)
+        if problem:
+            raise TypeError(f'{objective.__name__}: {problem}')
         self.features = self.objective.features
         self.records_per_group = self.objective.records_per_group
         self.num_sentinels = self.objective.num_sentinels
@@ -532,23 +526,22 @@ class OwnObjective:
     def examples(
         self, names: Sequence[str], records: Sequence[Mapping[str, np.ndarray]], *key: int | str
     ) -> list[Example]:
-        with user_code.running(self.objective_class, self.task):
-            given = self.objective.examples(names, records, *key)
-            examples = list(given) if isinstance(given, Iterable) else [given]
+        with noting(f'{type(self.objective).__name__}.examples of {first_ten(list(names))}'):
+            examples = list(self.objective.examples(names, records, *key))
             for example in examples:
                 if not isinstance(example, Example):
-                    raise ValueError(f'examples gave {example!r:.60}: give a list of data.Example')
+                    raise TypeError(f'examples gave {example!r:.60}: give a list of data.Example')
                 for feature in FEATURES:
                     ids = getattr(example, feature)
                     length = self.lengths[feature]
                     is_array = isinstance(ids, np.ndarray) and ids.ndim == 1
                     fits = is_array and ids.dtype.kind in 'iu' and 1 <= len(ids) <= length
                     if not fits or ids.min() < 0 or ids.max() >= self.vocabulary_size:
-                        raise ValueError(
+                        raise TypeError(
                             f'examples gave {ids!r:.60} as {feature}: give an array of 1 to '
                             f'data.lengths.{feature}={length} ids, int32, from 0 to {self.vocabulary_size - 1}'
                         )
-            return examples
+        return examples
 
 
 def problem_of(objective: Objective | type[Objective]) -> str:

@@ -11,13 +11,15 @@ from collections.abc import Mapping, Sequence
 from ml_collections import ConfigDict
 
 import sources.open
+from messages import Refused
 from randomness import digest
 from sources import NO_SPLIT, Source
 from stream import OpenMixture, OpenTask
 from tasks import metrics
-from tasks.mixtures import MetricFn, Mixture, Rate, Task, settings_of_a_row
+from tasks.mixtures import MetricFn, Mixture, PreprocessFn, Rate, Task, settings_of_a_row
 from tasks.names import look_up, own_tasks, takes_documents, unknown
 from tasks.objectives import OBJECTIVES
+from tasks.preprocessors import Example, Fields
 from tasks.t5 import REFUSED, table
 
 RECORDS = ('files', 'validation_files', 'test_files', 'tfds')
@@ -36,7 +38,7 @@ def find(config: ConfigDict) -> Task | Mixture:
     """Return the task or mixture that config.data names, with the settings in its rows. Raises ValueError."""
     name = config.task
     if name in REFUSED:
-        raise ValueError(f'data.task={name!r} {REFUSED[name]}')
+        raise Refused(f'data.task={name!r} {REFUSED[name]}')
     targets = config.targets or config.references
     if (config.inputs or targets) and name == 'span_corruption':  # the default
         name = 'text_to_text'
@@ -60,14 +62,14 @@ def find(config: ConfigDict) -> Task | Mixture:
         form = 'not made of data.inputs and data.targets'
     for setting in LACKS[form]:
         if config[setting]:
-            raise ValueError(
+            raise Refused(
                 f'data.{setting}={config[setting]!r} is not for data.task={name!r}, which is {form}: set '
                 f"data.{setting}='', or name another data.task"
             )
     found = configured(row, config)
     is_of_texts = name in OBJECTIVES and not takes_documents(name)
     if is_of_texts and not targets and not is_cached(name):
-        raise ValueError(
+        raise Refused(
             f'data.task={name!r} needs data.inputs and data.targets: name the fields of a record in them, '
             "as '{question}' and '{answer}'"
         )
@@ -87,7 +89,7 @@ def configured(row: Task | Mixture, config: ConfigDict) -> Task | Mixture:
             members[configured(member, config)] = rate
         return Mixture(row.name, members)
     if config.weight and not row.takes_inputs:
-        raise ValueError(
+        raise Refused(
             f'data.weight={config.weight!r} is for examples from text to text, and data.task={row.name!r} makes '
             "its own of documents: set data.weight=''"
         )
@@ -96,6 +98,8 @@ def configured(row: Task | Mixture, config: ConfigDict) -> Task | Mixture:
     if row.train_split == NO_SPLIT:
         changes.pop('train_split', None)
     is_ours = row is table().get(row.name)
+    if is_ours and row.preprocess_fn is not None:
+        changes['preprocess_fn'] = functools.partial(with_all_fields, row.preprocess_fn)
     if 'files' in changes or 'validation_files' in changes:  # replace all records and their splits
         changes = {name: defaults[name] for name in ('files', 'validation_files', 'tfds')} | changes
         changes.setdefault('validation_split', '')
@@ -117,11 +121,19 @@ def configured(row: Task | Mixture, config: ConfigDict) -> Task | Mixture:
         files = changed.files or changed.validation_files or changed.test_files
         has_records = files or changed.tfds or changed.cache
         if not has_records and sources.open.find_cache(config, changed.name) is None:
-            raise ValueError(
+            raise Refused(
                 f'task {row.name!r} needs records: name its files or tfds in data.module, or with '
                 'data.files or data.tfds'
             )
     return changed
+
+
+def with_all_fields(preprocess_fn: PreprocessFn, fields: Fields) -> list[Example]:
+    """Return the examples of a record of T5's data sets, whose fields a user's file may lack."""
+    try:
+        return list(preprocess_fn(fields))
+    except KeyError as error:
+        raise Refused(f'it has no field {error}, only {", ".join(map(repr, fields))}') from error
 
 
 def settings_of_task(config: ConfigDict, name: str) -> ConfigDict:
@@ -140,7 +152,7 @@ def metrics_of(config: ConfigDict, of_texts: Mapping[str, MetricFn]) -> list[Met
         name, colon, tokenizer = given.partition(':')
         takes_tokenizer = name in ('bleu', 'rouge')
         if name not in of_texts or name in found or (colon and not takes_tokenizer):
-            raise ValueError(
+            raise Refused(
                 f'data.metrics={config.metrics!r}: {given!r} is none, has no tokenizer, or is there '
                 f'twice: use some of {", ".join(of_texts)}, bleu and rouge with a tokenizer, as bleu:zh '
                 'and rouge:unicode, or write a task with metric_fns in data.module'
@@ -238,7 +250,7 @@ def opened_task(task: Task, source: Source, rate: float = 1.0) -> OpenTask:
 def open_tasks(mixture: Mixture, config: ConfigDict) -> list[OpenTask]:
     """Open the sources of a mixture for training: of the tasks with a training split and a rate above 0."""
     if all(task.train_split == NO_SPLIT for task in mixture.tasks.values()):
-        raise ValueError(f'mixture {mixture.name!r} is for evaluation alone: train on another')
+        raise Refused(f'mixture {mixture.name!r} is for evaluation alone: train on another')
     opened = {}
     sizes: dict[str, int] = {}
     for name in sorted(mixture.tasks_by_size):
@@ -253,7 +265,7 @@ def open_tasks(mixture: Mixture, config: ConfigDict) -> list[OpenTask]:
         if rate > 0 and mixture.tasks[name].train_split != NO_SPLIT:
             rates[name] = rate
     if not rates:
-        raise ValueError(
+        raise Refused(
             f'mixture {mixture.name!r}: no task with a training split has a rate: give one to one'
         )
     total = sum(rates.values())
@@ -268,7 +280,7 @@ def open_tasks(mixture: Mixture, config: ConfigDict) -> list[OpenTask]:
 def open_task(task: Task, config: ConfigDict) -> Source:
     """Open the source of a task. Raises ValueError that names the task, where its data set is missing."""
     if task.cache and sources.open.find_cache(config, task.name) is None:
-        raise ValueError(
+        raise Refused(
             f'data.task={task.name!r} has no cache in data.cache_dirs={config.cache_dirs!r} '
             f'(data.use_cached={config.use_cached!r}): put {task.cache} into one of its folders'
         )
@@ -280,5 +292,5 @@ def open_task(task: Task, config: ConfigDict) -> Source:
         )
     except ValueError as error:
         if task.tfds and task.tfds != config.tfds:  # the settings do not name it
-            raise ValueError(f'data.task={task.name!r}: {error}') from None
+            raise Refused(f'data.task={task.name!r}: {error}') from None
         raise

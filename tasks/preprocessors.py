@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from messages import Refused
+
 Fields = Mapping[str, Any]
 Example = dict[str, Any]
 
@@ -56,7 +58,7 @@ def translate(fields: Fields, source_language: str, target_language: str) -> lis
     source = LANGUAGES.get(source_language[:2])
     target = LANGUAGES.get(target_language[:2])
     if source is None or target is None:
-        raise ValueError(
+        raise Refused(
             f'translate from {source_language!r} to {target_language!r}: preprocessors.LANGUAGES has '
             f'only {", ".join(LANGUAGES)}: add the other, or write a template as data.inputs'
         )
@@ -99,7 +101,7 @@ def class_name(label: str | int, label_names: Sequence[str]) -> str:
     if label == NO_LABEL:
         return UNKNOWN
     if label not in range(len(label_names)):
-        raise ValueError(
+        raise Refused(
             f'label {label!r} is not a class: write the index of one of {", ".join(label_names)}, or -1'
         )
     return label_names[int(label)]
@@ -190,7 +192,7 @@ def wsc_simple(fields: Fields, correct_referent_only: bool) -> list[Example]:
         words = text.split(' ')
         index = int(fields['span2_index'])
         if not 0 < index < len(words) or words[index] != pronoun:
-            raise ValueError(
+            raise Refused(
                 f'span2_index={index} is not that of {pronoun!r} in {text!r:.60}: count its words from 0'
             )
         # As in T5 a space follows even a pronoun at the end.
@@ -227,7 +229,7 @@ def wnli_simple(fields: Fields) -> list[Example]:
         if word in PRONOUNS:
             matches.append(match_pronoun(words, hypothesis_words, index))
     if not matches:
-        raise ValueError(f'no pronoun is in {" ".join(words)!r:.60}: correct the record')
+        raise Refused(f'no pronoun is in {" ".join(words)!r:.60}: correct the record')
     match = max(matches, key=lambda match: match.score)  # the first of equal scores
     example = {
         'inputs': f'wsc: {mark_word(premise, match.word)}',
@@ -306,7 +308,7 @@ def referent_in(hypothesis: str, referent: str) -> str:
     pattern = ' '.join(rf'{re.escape(word)}[.,?!]?' for word in words[begin:])
     found = re.search(pattern, hypothesis, re.IGNORECASE)
     if not found:
-        raise ValueError(f'{referent!r} is not in {hypothesis!r:.60}: correct the record')
+        raise Refused(f'{referent!r} is not in {hypothesis!r:.60}: correct the record')
     return re.sub(r"('s|')?\Z", '', re.sub(r'[.,!?]\Z', '', found[0]), count=1)
 
 
@@ -486,19 +488,19 @@ def text_of(value: object) -> str:
         return value.decode()
     if isinstance(value, str):
         return str(value)  # also numpy's
-    raise ValueError(f'{value!r:.40} is not a text: write a string')
+    raise Refused(f'{value!r:.40} is not a text: write a string')
 
 
 def texts_of(values: Iterable[object]) -> list[str]:
     if isinstance(values, str | bytes):
-        raise ValueError(f'{values!r:.40} is one text: write a list')
+        raise Refused(f'{values!r:.40} is one text: write a list')
     return [text_of(value) for value in values]
 
 
 def first_of(answers: Sequence[str], field: str) -> str:
     """Return the first answer. Raises ValueError if there is none."""
     if not answers:
-        raise ValueError(f'field {field!r} is empty: write one answer or more')
+        raise Refused(f'field {field!r} is empty: write one answer or more')
     return answers[0]
 
 

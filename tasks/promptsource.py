@@ -27,7 +27,7 @@ import jinja2.sandbox
 import yaml
 
 import paths
-import user_code
+from messages import Refused
 from sources import NO_SPLIT
 from tasks import t0 as tasks_t0
 from tasks.mixtures import PreprocessFn, Task
@@ -56,35 +56,38 @@ def tasks(
     of a record to those of the templates. Raises ValueError for files that do not fit.
     """
     if not (files or validation_files):
-        raise ValueError(f'promptsource.tasks({templates_file!r}) needs records: name their files')
+        raise Refused(f'promptsource.tasks({templates_file!r}) needs records: name their files')
     content = read_templates(templates_file)
-    with user_code.running(templates_file):
-        dataset = '/'.join(filter(None, [content['dataset'], content.get('subset')]))
+    dataset = '/'.join(filter(None, [content['dataset'], content.get('subset')]))
+    try:
         templates = [Template(entry) for entry in content['templates'].values()]
         prompts = [prompt_of(dataset, template) for template in templates]
+    except (KeyError, TypeError, AttributeError, jinja2.TemplateError) as error:
+        raise Refused(
+            f'{templates_file}: {error!r}: correct the template, or copy the file again'
+        ) from error
     found = []
     for template, prompt in zip(templates, prompts, strict=True):
         name = tasks_t0.task_name(dataset, template.name)
-        with user_code.running(templates_file, name):
-            task = dataclasses.replace(
-                tasks_t0.text_task(prompt, name),
+        task = dataclasses.replace(
+            tasks_t0.text_task(prompt, name),
+            cache='',
+            files=files,
+            validation_files=validation_files,
+            train_split='train' if files else NO_SPLIT,
+            validation_split='',
+            preprocess_fn=compose(template.examples, fields_fn),
+        )
+        found.append(task)
+        if prompt.num_choices:
+            ranked = dataclasses.replace(
+                tasks_t0.score_task(prompt, name),
                 cache='',
-                files=files,
-                validation_files=validation_files,
-                train_split='train' if files else NO_SPLIT,
+                validation_files=validation_files or files,
                 validation_split='',
-                preprocess_fn=compose(template.examples, fields_fn),
+                preprocess_fn=compose(template.choice_examples, fields_fn),
             )
-            found.append(task)
-            if prompt.num_choices:
-                ranked = dataclasses.replace(
-                    tasks_t0.score_task(prompt, name),
-                    cache='',
-                    validation_files=validation_files or files,
-                    validation_split='',
-                    preprocess_fn=compose(template.choice_examples, fields_fn),
-                )
-                found.append(ranked)
+            found.append(ranked)
     return found
 
 
@@ -93,10 +96,12 @@ def read_templates(file: str) -> Example:
     path = paths.disk_path(file)
     content = None
     if path.is_file():
-        with user_code.running(path):
+        try:
             content = yaml.load(path.read_text(encoding='utf-8'), Loader=TemplateLoader)
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise Refused(f'{file}: {error}: correct it, or copy it again') from error
     if not isinstance(content, dict) or not {'dataset', 'templates'} <= content.keys():
-        raise ValueError(f'{file} has no templates: name a templates.yaml of promptsource')
+        raise Refused(f'{file} has no templates: name a templates.yaml of promptsource')
     return content
 
 
