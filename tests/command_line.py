@@ -20,12 +20,13 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 TIMEOUT = 300  # seconds, for a command or for its next line
 
 SERVER = """
-import json, os, signal, sys
+import importlib, json, os, signal, sys
 sys.path.insert(0, sys.argv[1])
 os.chdir(sys.argv[1])
 # XLA reads it when it is imported; main.py sets it for several processes.
 os.environ['TF_CPP_MIN_LOG_LEVEL'] = '2'
-import main, train, evaluate, modes.infer  # none of them starts JAX's threads
+for name in sys.argv[2].split():  # none of them starts JAX's threads
+    importlib.import_module(name)
 
 
 def run(command):
@@ -41,7 +42,7 @@ def run(command):
     on_hangup = signal.SIG_IGN if command['ignores_hangup'] else signal.SIG_DFL
     signal.signal(signal.SIGHUP, on_hangup)
     sys.argv = ['main.py', *command['arguments']]  # ml_collections looks there
-    return main.main(sys.argv)
+    return importlib.import_module('main').main(sys.argv)
 
 
 for line in sys.stdin:
@@ -77,11 +78,17 @@ class Result(NamedTuple):
 class CommandLine:
     """Runs `python main.py ARGUMENTS` in processes forked from one that has imported it."""
 
-    def __init__(self, folder: pathlib.Path):
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        program: pathlib.Path = ROOT,
+        imported: str = 'main train validation modes.infer',
+    ):
+        """`program`: the folder of main.py; `imported`: modules that the server imports for all commands."""
         self.folder = folder
         self.num_commands = 0
         self.server = subprocess.Popen(
-            [sys.executable, '-c', SERVER, str(ROOT)],
+            [sys.executable, '-c', SERVER, str(program), imported],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

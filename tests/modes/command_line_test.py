@@ -5,7 +5,7 @@ import json
 import pytest
 from command_line import ROOT
 from runs import small_config
-from small_models import OPTIONS, assert_refused
+from small_models import OPTIONS
 
 import infer
 from modes import command_line as parser
@@ -55,18 +55,6 @@ def test_options_are_taken_out(words, options, others):
     assert parser.OPTIONS == {f'model.options.{name}': x for name, x in options.items()}
     parser.take_options(['main.py'])
     assert parser.OPTIONS == {}
-
-
-@pytest.mark.parametrize('words', [
-    ['--config.model.options.num=3', '--config.model.options.num=3'],
-    ['--config.model.options.=3'],
-    ['--config.model.options', '3'],
-    ['-config.model.options=3'],
-    ['--noconfig.model.options.num=1'],
-    ['--config.model.options.num.x', '3'],
-])  # fmt: skip
-def test_options_that_are_refused(words):
-    assert_refused(lambda: parser.take_options(['main.py', *words]), words[0].partition('=')[0])
 
 
 def test_processes_agree_on_options():
@@ -119,16 +107,6 @@ def test_help_lists_options(command_line, folder, words):
     result = command_line(*words, '--help', cwd=folder)
     assert result.status == 0 and result.stdout.startswith(plain.rstrip())
     assert LISTED in result.stdout
-
-
-@pytest.mark.parametrize('word, message', [
-    ('--config.model.module=gone.py', "main.py: model.module='gone.py': "),
-    ('--config=gone.py', 'main.py: --config=gone.py: not a Python file'),
-])  # fmt: skip
-def test_help_of_what_is_not_there(command_line, folder, word, message):
-    result = command_line('--help', word, cwd=folder)
-    assert result.status == 2 and result.stderr.startswith(message)
-    assert result.stderr.count('\n') == 1
 
 
 @pytest.mark.slow
