@@ -31,10 +31,10 @@ import prepare
 import sources.cache
 import sources.open
 import tasks.open
-import user_code
 import vocabulary
 from formats import best, write_hugging_face
 from formats.vocabulary import named_vocabulary
+from messages import Refused
 from modes import command_line, errors, infer_input
 from modes import train as train_mode
 from run import checks
@@ -61,11 +61,8 @@ def outcome(target: Target, folder: Path, content: bytes) -> str:
     file.write_bytes(content)
     try:
         target.read(file)
-    except (ValueError, OSError) as error:  # main.py prints a line
+    except (Refused, OSError) as error:  # main.py prints a line
         line = errors.one_line(error)
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        if isinstance(error, ValueError) and not user_code.is_in_program(last.filename):
-            return f'the message is not ours: {line}'
         if not any(name in line for name in target.names(file, content)):
             return f'the message names no file or setting: {line}'
         if '\n' in line or len(line) > MAX_LINE:

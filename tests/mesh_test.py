@@ -21,6 +21,7 @@ import model
 import partition
 import state_names
 import train
+from messages import Refused
 from prepare import make_spec
 
 STEPS = 3
@@ -288,16 +289,19 @@ def test_dropout_is_on_and_differs_between_rows_steps_and_seeds():
     np.testing.assert_allclose(loss(rows, 0), loss(rows[::-1].copy(), 0), rtol=1e-6)
 
 
-@pytest.mark.parametrize('data, model_axis, words', [
-    (2, 3, 'model.num_heads=8 cannot be split over mesh.model=3: use one of 1, 2, 4, 8'),
-    (3, 1, 'train.batch_size=8 cannot be split over mesh.data=3: use one of 1, 2, 4, 8'),
-    (-1, 3, '3 must divide the number of devices, 8'),
-    (16, 1, 'at most the 8 devices'),
-    (-1, -1, 'at most one may be -1'),
+@pytest.mark.parametrize('mesh, name', [
+    ((2, 3, 1), 'model.num_heads'),
+    ((3, 1, 1), 'train.batch_size'),
+    ((1, 1, 3), 'model.emb_dim'),
+    ((-1, 3, 1), 'mesh.model=3'),
+    ((16, 1, 1), 'mesh.data=16'),
+    ((-1, -1, 1), 'mesh.data=-1'),
 ])  # fmt: skip
-def test_a_mesh_that_cannot_be_is_said_in_words(data, model_axis, words):
-    with pytest.raises(ValueError, match=words):
-        make_spec(run_config(data, model_axis))
+def test_a_mesh_that_cannot_be(mesh, name):
+    data, model_axis, fsdp = mesh
+    with pytest.raises(Refused) as error:
+        make_spec(run_config(data, model_axis, fsdp))
+    assert name in str(error.value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,15 +328,10 @@ def test_data_alone_goes_over_slices():
     mesh = partition.make_mesh(data=4, model=2, devices=devices)
     of_slices = [[device.slice_index for device in row] for row in mesh.devices.reshape(4, 2)]
     assert of_slices == [[0, 0], [0, 0], [1, 1], [1, 1]]
-    with pytest.raises(ValueError, match='mesh.data must be a multiple of 2'):
+    with pytest.raises(Refused):
         partition.make_mesh(data=1, fsdp=8, devices=devices)
     gpus = [Device(i, 'gpu') for i in range(8)]
     assert partition.make_mesh(data=1, fsdp=8, devices=gpus).size == 8
-
-
-def test_an_embedding_that_fsdp_cannot_split():
-    with pytest.raises(ValueError, match='model.emb_dim=128 cannot be split over mesh.fsdp=3: use'):
-        make_spec(run_config(1, 1, mesh_fsdp=3))
 
 
 def test_a_spec_may_split_over_several_axes():
@@ -344,8 +343,9 @@ def test_a_spec_may_split_over_several_axes():
 
 
 def test_every_parameter_has_one_row():
-    with pytest.raises(ValueError, match="'encoder/bias' matches 0 rows"):
+    with pytest.raises(ValueError) as error:
         partition.param_specs({'.+/kernel': None}, ['encoder/bias'])
+    assert 'encoder/bias' in str(error.value)
 
 
 @pytest.mark.slow
@@ -439,14 +439,6 @@ def test_layers_that_are_no_multiple_of_a_period(tmp_path, settings):
 
 
 def test_a_period_that_is_not_that_of_the_layers(tmp_path):
-    """Also one of nothing."""
     config = periodic(tmp_path, scan_layers=True)
-    file = tmp_path / 'own.py'
-    for period, name in (
-        (1, 'coder/layers_*/mlp/'),
-        (0, 'period=0'),
-        (-1, 'period=-1'),
-        (2.0, 'period=2.0'),
-    ):
-        file.write_text(EVERY_SECOND.replace('period=2', f'period={period}'))
-        assert_refused(lambda: make_spec(config), name)
+    (tmp_path / 'own.py').write_text(EVERY_SECOND.replace('period=2', 'period=1'))
+    assert_refused(lambda: make_spec(config), 'coder/layers_*/mlp/')

@@ -25,6 +25,7 @@ import train
 import vocabulary as vocabularies
 from configs import base
 from formats import own_model
+from messages import Refused
 from prepare import make_spec
 from tasks import objectives
 
@@ -363,7 +364,7 @@ def test_parameter_counts_of_whole_released_models(name):
 
 def test_every_size_is_counted_and_an_unknown_one_is_said_in_words():
     for family in {name.split(':')[0] for name in COUNTS}:
-        with pytest.raises(ValueError, match='use one of') as error:
+        with pytest.raises(Refused) as error:
             released(f'{family}:huge')
         sizes = str(error.value).split('use one of ')[1].split(', ')
         assert {name for name in COUNTS if name.startswith(f'{family}:')} == {
@@ -414,16 +415,17 @@ def test_one_step_in_bfloat16():
     assert abs(metrics['nats'] / 228 - (np.log(vocab_size) + 0.5)) < 0.5
 
 
-@pytest.mark.parametrize('settings, words', [
-    ({'num_heads': 0}, 'model.num_heads=0'),
-    ({'dtype': 'float16'}, "model.dtype='float16'"),
-    ({'mlp_activations': ('gelo',)}, "model.mlp_activations=.*'gelo'"),
-    ({'mlp_activations': ()}, 'model.mlp_activations='),
-    ({'dropout_rate': 1.0}, 'model.dropout_rate=1.0'),
+@pytest.mark.parametrize('settings', [
+    {'num_heads': 0},
+    {'dtype': 'float16'},
+    {'mlp_activations': ('gelo',)},
+    {'dropout_rate': 1.0},
 ])  # fmt: skip
-def test_a_model_that_cannot_be_is_said_in_words(settings, words):
-    with pytest.raises(ValueError, match=words):
+def test_a_model_that_cannot_be(settings):
+    """A program made its config: no command line has checked it."""
+    with pytest.raises(Refused) as error:
         own_model.complete(model_config(**settings))
+    assert f'model.{next(iter(settings))}=' in str(error.value)
 
 
 def test_a_table_that_disagrees_fails_by_path():
