@@ -1,109 +1,70 @@
 """The program's one name in other folders: `from t5_in_haiku import infer, tasks, model`.
 
-An editable install (`pip install -e .`) publishes it. Each file of the program is loaded once in a
-process:
-- In the checkout it has its plain name, and `t5_in_haiku.model` is the module `model`.
-- Elsewhere it is loaded as `t5_in_haiku.X`, and so is what its own imports name: `import model` in
-  one of the program's files is `t5_in_haiku.model`, also inside functions and in spawned processes.
-  A `model.py` of yours stays `model`.
-
-A process is in the checkout if, when it first imports this package, all plain names mean the
-program's files: each is loaded from its file, or `import` would find that file first. It stays there
-when its folder or sys.path changes.
+An editable install (`pip install -e .`) publishes it. In the checkout `t5_in_haiku.model` is an alias
+of `model`. Elsewhere the file is loaded as `t5_in_haiku.model`, and `import model` in the program's
+files is compiled as an import of that; in your files it imports your `model.py`. A process is in the
+checkout if, when it first imports this package, all plain names mean the program's files. It stays
+there when its folder or sys.path changes.
 """
 
-import builtins
+import ast
 import importlib
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from types import ModuleType
-from typing import Any
+from types import CodeType, ModuleType
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 if not (ROOT / 'main.py').is_file():
-    raise ImportError(
-        f'{ROOT} is not the checkout, which t5_in_haiku needs: run pip install -e . in the checkout'
-    )
+    raise ImportError(f'{ROOT} is not the checkout: run pip install -e . in the checkout')
 PREFIX = f'{__name__}.'
-NAMES = {file.stem for file in ROOT.glob('*.py')}
-NAMES |= {file.parent.name for file in ROOT.glob('*/__init__.py')}
-NAMES -= {'setup', __name__}
+FILES = {file.stem: file for file in ROOT.glob('*.py')}
+FILES |= {file.parent.name: file for file in ROOT.glob('*/__init__.py')}
+del FILES['setup'], FILES[__name__]
 
 
-def is_ours(name: str, path: Sequence[str] | None = None) -> bool:
-    """Return whether a plain name means the program's file: loaded from it, or found there."""
-    if sys.modules.get(name):
-        file = getattr(sys.modules[name], '__file__', None)
-    else:
-        spec = PathFinder.find_spec(name, path)
-        file = spec.origin if spec else None
-    stem = ROOT.joinpath(*name.split('.'))
-    ours = (stem.with_suffix('.py'), stem / '__init__.py')
-    return file is not None and pathlib.Path(file).resolve() in ours
+def is_ours(name: str) -> bool:
+    """Return whether a plain name such as `model` means the program's file."""
+    spec = getattr(sys.modules.get(name), '__spec__', None) or PathFinder.find_spec(name)
+    return spec is not None and pathlib.Path(spec.origin or '').resolve() == FILES[name]
 
 
-IN_CHECKOUT = all(map(is_ours, NAMES))
+class Importer(SourceFileLoader):
+    """Load each file of the program once; its other name is an alias."""
 
-
-class Finder(MetaPathFinder):
-    """Find the program's files under both names: one loads the file, the other is an alias."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        plain = name.removeprefix(PREFIX)
-        if plain.partition('.')[0] not in NAMES:
+    @staticmethod
+    def find_spec(name: str, path: object, target: object = None) -> ModuleSpec | None:
+        is_plain = not name.startswith(PREFIX)
+        top, *below = name.removeprefix(PREFIX).split('.')
+        if top not in FILES or is_plain and not IN_CHECKOUT and not is_ours(top):
             return None
-        if name == plain and not IN_CHECKOUT:  # ours if the checkout came into sys.path
-            return ModuleSpec(name, Alias(PREFIX + name)) if is_ours(name, path) else None
-        folder = ROOT.joinpath(*plain.split('.')[:-1])
-        spec = PathFinder.find_spec(name, [str(folder)])
-        if name != plain and spec is not None and spec.has_location:
-            is_loaded = plain in sys.modules and is_ours(plain)
-            spec.loader = OurLoader(name, str(spec.origin))
-            if IN_CHECKOUT or is_loaded:
-                spec.loader = Alias(plain)
+        spec = PathFinder.find_spec(name, [str(ROOT.joinpath(top, *below).parent)])
+        if spec and spec.origin and not (is_plain and IN_CHECKOUT):
+            spec.loader = Importer(name, spec.origin)
         return spec
 
-
-class Alias(Loader):
-    """Give the module `name` a second name."""
-
-    def __init__(self, name: str):
-        self.name = name
-
     def exec_module(self, module: ModuleType) -> None:
-        sys.modules[module.__name__] = importlib.import_module(self.name)
+        plain = self.name.removeprefix(PREFIX)
+        loaded = plain if IN_CHECKOUT else PREFIX + plain
+        if self.name == loaded:
+            return super().exec_module(module)
+        sys.modules[self.name] = importlib.import_module(loaded)
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Compile `import tasks.open` as `import t5_in_haiku.tasks.open, t5_in_haiku.tasks as tasks`."""
+        tree = ast.parse(self.get_data(self.path), self.path)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and str(node.module).split('.')[0] in FILES:
+                node.module = f'{PREFIX}{node.module}'
+            elif isinstance(node, ast.Import):
+                for alias in list(node.names):
+                    top = alias.name.split('.')[0]
+                    if top in FILES:
+                        alias.name = PREFIX + alias.name
+                        if alias.asname is None:
+                            node.names.append(ast.alias(PREFIX + top, top))
+        return compile(ast.fix_missing_locations(tree), self.path, 'exec', dont_inherit=True)
 
 
-class OurLoader(SourceFileLoader):
-    """Load a file whose `import` statements call `import_ours`."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        vars(module)['__builtins__'] = vars(builtins) | {'__import__': import_ours}
-        super().exec_module(module)
-
-
-def import_ours(
-    name: str,
-    globals: Mapping[str, Any] | None = None,
-    locals: Mapping[str, Any] | None = None,
-    fromlist: Sequence[str] | None = (),
-    level: int = 0,
-) -> ModuleType:
-    """Import as `__import__` does, but take our plain names as those below `t5_in_haiku`.
-
-    A user's file that one of ours executes inherits these builtins and keeps its own names.
-    """
-    top = name.partition('.')[0]
-    importer = (globals or {}).get('__name__', '')
-    if level or top not in NAMES or not importer.startswith(PREFIX):
-        return builtins.__import__(name, globals, locals, fromlist or (), level)
-    module = builtins.__import__(PREFIX + name, globals, locals, fromlist or ())
-    return module if fromlist else sys.modules[PREFIX + top]
-
-
-sys.meta_path.insert(0, Finder())
+IN_CHECKOUT = all(map(is_ours, FILES))
+sys.meta_path.insert(0, Importer)

@@ -190,7 +190,7 @@ def test_nothing_imports_the_name_for_other_folders():
 
 @pytest.mark.parametrize('name', sorted(FILES))
 def test_names_known_at_run_time_are_relative(name):
-    """t5_in_haiku maps `import` statements: import_module('.t5', tasks.__name__), not 'tasks.t5'."""
+    """t5_in_haiku rewrites `import`: import_module('.t5', tasks.__name__), not 'tasks.t5'."""
     for node in ast.walk(ast.parse(FILES[name].read_text())):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith('import_module'):
             [first, *_] = ast.unparse(node.args[0]).strip('f\'"').split('.')
