@@ -3,8 +3,7 @@
 An editable install (`pip install -e .`) publishes it. In the checkout `t5_in_haiku.model` is an alias
 of `model`. Elsewhere the file is loaded as `t5_in_haiku.model`, and `import model` in the program's
 files is compiled as an import of that; in your files it imports your `model.py`. A process is in the
-checkout if, when it first imports this package, all plain names mean the program's files. It stays
-there when its folder or sys.path changes.
+checkout if, when it first imports this package, all plain names mean the program's files.
 """
 
 import ast
@@ -54,8 +53,9 @@ class Importer(SourceFileLoader):
         """Compile `import tasks.open` as `import t5_in_haiku.tasks.open, t5_in_haiku.tasks as tasks`."""
         tree = ast.parse(self.get_data(self.path), self.path)
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and str(node.module).split('.')[0] in FILES:
-                node.module = f'{PREFIX}{node.module}'
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                if str(node.module).split('.')[0] in FILES:
+                    node.module = f'{PREFIX}{node.module}'
             elif isinstance(node, ast.Import):
                 for alias in list(node.names):
                     top = alias.name.split('.')[0]
