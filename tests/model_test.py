@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forms import every_third_quick
+from forms import slow
 from small_models import random_batch, random_params, run_config, t5_config
 
 import model
@@ -333,7 +333,22 @@ def released(name):
     return importlib.import_module(f'configs.{family}').get_config(size)
 
 
-@pytest.mark.parametrize('name', every_third_quick(COUNTS))
+QUICK = (
+    't5:small',
+    't5_1_1:base',
+    't0:3b',
+    'mt5:large',
+    'byt5:xl',
+    'umt5:xxl',
+    'long_t5:base',
+    'ul2:20b',
+)
+SLOW = ('t5:11b', 't5_1_1:xxl', 'mt5:xxl', 'mlong_t5:xl', 'switch:base_8', 'switch:c_2048')
+LONG = [pytest.mark.slow, pytest.mark.long]
+REST = [pytest.param(x, marks=LONG) for x in sorted(COUNTS.keys() - {*QUICK, *SLOW})]
+
+
+@pytest.mark.parametrize('name', [*QUICK, *slow(SLOW), *REST])
 def test_parameter_counts_of_released_models(name):
     config = released(name)
     # Many families have the shapes of another.

@@ -52,7 +52,7 @@ def assert_goes_on(workdir, config, expected):
 
 
 @pytest.mark.parametrize(
-    'num_bytes', [0, *[pytest.param(x, marks=pytest.mark.slow) for x in (500, 20_000)]]
+    'num_bytes', [0, *[pytest.param(x, marks=pytest.mark.slow) for x in (500,)]]
 )
 def test_a_disk_is_full_from_a_step_on(corpus, uninterrupted, tmp_path, num_bytes):
     """No file may grow beyond a size: metrics.jsonl, a side file or the index of a checkpoint is the first."""
@@ -230,7 +230,7 @@ def test_a_workdir_is_deleted_under_a_run(corpus, uninterrupted, tmp_path):
 
 @pytest.mark.parametrize(
     'start',
-    [2.0**31 - 5, *[pytest.param(x, marks=pytest.mark.slow) for x in (0.0, -1e6, 1.7e9, 1e11)]],
+    [2.0**31 - 5, *[pytest.param(x, marks=pytest.mark.chaos) for x in (0.0, -1e6, 1.7e9, 1e11)]],
 )
 def test_a_clock_that_goes_backwards(corpus, uninterrupted, tmp_path, monkeypatch, start):
     """By an hour whenever somebody looks; it may stand before 1970 and after 2038."""

@@ -110,7 +110,7 @@ def saved(tmp_path_factory):
     return workdir, trees
 
 
-@numbers(quick=len(EVERY), slow=200, chaos=800)
+@numbers(quick=len(EVERY), chaos=800)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_comes_back(tmp_path, saved, num_faults):
     """Bit for bit; the damaged one is set aside as it is."""
     source, trees = saved
@@ -151,7 +151,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_comes_back(tmp_path, s
 # Formats of others that have checksums.
 
 
-@numbers(quick=200, chaos=400)
+@numbers(quick=40, chaos=400)
 def test_a_damaged_gzipped_array_of_t5x_is_named(tmp_path, num_faults):
     """T5X's own checkpoints have no other checksums than those of gzip."""
     golden = GOLDEN / 't5x_t5_1_1_tiny/checkpoint_6'
@@ -185,7 +185,7 @@ def test_a_damaged_gzipped_array_of_t5x_is_named(tmp_path, num_faults):
     assert seen.count('found') > 0.9 * num_faults
 
 
-@numbers(quick=20, slow=100, chaos=200)
+@numbers(quick=20, chaos=200)
 @pytest.mark.parametrize('of', ['golden', 'ours'])
 def test_a_damaged_bundle_of_tensorflow_is_named(tmp_path, of, num_faults):
     whole = tmp_path / 'whole'
@@ -367,7 +367,7 @@ def test_faults_of_a_task_cache_that_no_checksum_finds(tmp_path, in_this_process
     assert str(folder) in refusal and named in refusal
 
 
-@numbers(quick=50, chaos=500)
+@numbers(quick=15, chaos=500)
 def test_a_damaged_task_cache_is_named(tmp_path, uninterrupted, in_this_process, num_faults):
     """Or what is read of it is the same: of a statistic that nobody reads, of a record's own ids."""
     vocabulary = uninterrupted / 'vocabulary.model'
@@ -421,7 +421,7 @@ def answer(**request):
     return infer_mode.infer_all(job)
 
 
-@numbers(slow=40, chaos=200)
+@numbers(slow=12, chaos=200)
 def test_damaged_answers_are_made_anew(tmp_path, monkeypatch, num_faults):
     """Those of two shards, their marks, their merged file and infer.json, which may be refused."""
     t5 = infer.load(T5X, vocabulary='bytes')
@@ -513,7 +513,7 @@ def assert_no_problem(kind, seen):
     assert not problems, '\n'.join(problems)
 
 
-@numbers(quick=6, slow=25, chaos=200)
+@numbers(slow=8, chaos=200)
 def test_a_damaged_file_beside_the_checkpoints_does_not_change_a_run(
     tmp_path, uninterrupted, corpus, num_faults, capsys
 ):
@@ -548,7 +548,7 @@ def test_a_damaged_file_beside_the_checkpoints_does_not_change_a_run(
     assert_no_problem('files of a run', seen)
 
 
-@numbers(slow=30, chaos=200)
+@numbers(slow=8, chaos=200)
 def test_damaged_results_are_named_or_made_anew(tmp_path, evaluated, num_faults, capsys):
     folder = tmp_path / 'copy'
     t5 = infer.load(evaluated / 'run/checkpoint_6')

@@ -74,6 +74,7 @@ def config_on(mesh, family, **settings):
     return config
 
 
+@pytest.mark.slow
 def test_logits_on_a_mesh(family):
     batch = packed_batch(0)
     config = own_model.load(config_on((1, 1, 1), family).model)
@@ -263,6 +264,7 @@ def test_a_run_in_a_bucket(scheme, store, corpus, family, finished):
     assert_close_runs(store.folder / 'home/x', finished, 6)
 
 
+@pytest.mark.slow
 def test_an_encoder_alone(family):
     settings = config_on((1, 1, 1), family).model.to_dict()
     config = own_model.load(settings | {'num_decoder_layers': 0})

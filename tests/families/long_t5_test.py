@@ -99,6 +99,7 @@ def test_packed_rows(golden):
     assert_close(logits_of(load(golden), batch), expected, 1e-5)
 
 
+@pytest.mark.slow
 def test_scores_and_answers(golden):
     arrays = np.load(golden / 'golden.npz')
     t5 = load(golden)
@@ -124,9 +125,10 @@ def run_steps(golden, **settings):
     return state_names.to_t5x(*jax.device_get(state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'golden',
-    ['long_t5_tglobal', pytest.param('long_t5_local', marks=pytest.mark.slow)],
+    ['long_t5_tglobal', pytest.param('long_t5_local', marks=pytest.mark.long)],
     indirect=True,
 )
 def test_steps(golden):

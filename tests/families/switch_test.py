@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forms import every_third_quick, first_in_ci, slow
+from forms import first_in_ci, first_quick
 from small_models import (
     assert_close,
     check_same_folder,
@@ -29,6 +29,7 @@ import state_names
 import train
 from families import switch
 from formats import own_model, write_hugging_face
+from messages import Refused
 from modes import collectives, plan
 from prepare import make_spec, restore
 
@@ -101,7 +102,7 @@ def compute(config, params, batch, rows=None):
     return jax.device_get(partition.one_device(f)(params, batch))
 
 
-@pytest.mark.parametrize('case', every_third_quick(CASES))
+@pytest.mark.parametrize('case', first_quick(CASES))
 def test_logits_and_routes(arrays, case):
     config = own_model.load(golden_config(**options_of(case)).model)
     params = checkpoint.parameters(checkpoint.restore(GOLDEN / 'checkpoint_0'))
@@ -156,13 +157,15 @@ def load(**options):
     return infer.T5(config, params, partition.make_mesh(data=1))
 
 
+@pytest.mark.slow
 def test_scores_and_answers(arrays, monkeypatch):
     monkeypatch.setattr(infer, 'LENGTH_MULTIPLE', 8)  # the places of a row go by its padded length
     check_scores_and_answers(load(), arrays, 'eval', batch_of(arrays, 'eval'))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    'mesh, axis', [((1, 1, 1), 'model'), *slow([((1, 2, 2), 'fsdp'), ((1, 2, 2), 'model')])]
+    'mesh, axis', first_in_ci([((1, 2, 2), 'fsdp'), ((1, 1, 1), 'model'), ((1, 2, 2), 'model')], 2)
 )
 def test_steps(arrays, mesh, axis):
     """Four steps of training on T5X's batches, from its state to its state."""
@@ -299,42 +302,33 @@ def test_hugging_faces_folder(arrays, tmp_path, caplog):
     assert {'num_experts', 'expert_capacity', 'encoder_sparse_step'} <= written.keys()
 
 
-@pytest.mark.parametrize(
-    'changes, message',
-    [
-        (
-            {'decoder_sparse_step': 1},
-            'encoder_sparse_step=2, decoder_sparse_step=1 with 4 and 2 layers: only 1 in',
-        ),
-        ({'encoder_sparse_step': 4, 'decoder_sparse_step': 4}, 'encoder_sparse_step=4, .* only 1'),
-        (
-            {'num_layers': 1, 'num_decoder_layers': 1},
-            'encoder_sparse_step=2, decoder_sparse_step=2 with 1 and 1 layers: .* no more than',
-        ),
-        ({'num_layers': 128}, 'num_layers=128: must be an integer from 1 to 4'),
-        ({'num_experts': 9}, 'is .8, 16, 24., not .9, 16, 24.'),
-        ({'num_experts': 'many'}, 'num_experts'),
-    ],
-)
-def test_a_config_of_hugging_face_that_is_refused(tmp_path, changes, message):
+@pytest.mark.parametrize('changes, name', [
+    ({'decoder_sparse_step': 1}, 'decoder_sparse_step'),
+    ({'num_layers': 1, 'num_decoder_layers': 1}, 'encoder_sparse_step'),
+    ({'num_layers': 128}, 'num_layers'),
+    ({'num_experts': 9}, 'layers_1'),
+    ({'num_experts': 'many'}, 'num_experts'),
+])  # fmt: skip
+def test_a_config_of_hugging_face_that_is_refused(tmp_path, changes, name):
     settings = json.loads((GOLDEN / 'hf/config.json').read_text())
     (tmp_path / 'config.json').write_text(json.dumps(settings | changes))
     weights = (GOLDEN / 'hf/model.safetensors').read_bytes()
     (tmp_path / 'model.safetensors').write_bytes(weights)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(Refused) as error:
         infer.load(tmp_path)
+    assert name in str(error.value)
 
 
 def test_models_that_hugging_face_does_not_have(tmp_path):
     config = golden_config()
     config.model.mlp_activations = ('gelu', 'linear')
     config = own_model.load(config.model)
-    with pytest.raises(ValueError, match="mlp_activations=.'gelu', 'linear'.*use --format=t5x"):
+    with pytest.raises(Refused):
         write_hugging_face.write(tmp_path / 'hf', config, random_params(config))
 
 
 def test_a_model_without_a_layer_with_experts():
-    with pytest.raises(ValueError, match='sparse_step=5: no layer of 4 [+] 2 has experts: use at'):
+    with pytest.raises(Refused):
         own_model.load(golden_config(sparse_step=5).model)
 
 
