@@ -160,11 +160,11 @@ def test_a_process_whose_rows_have_nothing_pads_all_batches(corpus, tmp_path, mo
     monkeypatch.setattr(partition, 'from_processes', lambda x: np.stack([x, x + 3]))
     num_weights = []
     for rows in (range(0, 32), range(32, 64)):
-        validation = stream_of(
+        stream = stream_of(
             source, 'validation', vocabulary, config.data, 64, seed=0, rows=rows, num_epochs=1
         )
         evaluation = validation.Evaluation(
-            config, None, 'dev', '', validation, 0, (), None, None, print
+            config, None, 'dev', '', stream, 0, (), None, None, print
         )
         assert evaluation.read_batches(stop=lambda count: 0)
         assert len(evaluation.batches) >= 3
