@@ -482,7 +482,7 @@ def read_index(path: str | AnyPath) -> dict[str, Leaf]:
                 if not jax.dtypes.issubdtype(getattr(leaf, 'dtype', type(leaf)), np.number):
                     raise Refused(f'{name} is not an array of numbers')
                 leaves[name] = np.asarray(leaf)
-                ts.dtype(leaves[name].dtype)  # raises ValueError for a long double
+                ts.dtype(leaves[name].dtype)  # refuses a long double
     except UNPACK_ERRORS as error:
         rule = f'name {FORMATS}; {ORBAX_REMEDY}'
         raise Refused(f'{file} is not a T5X index ({error}): {rule}') from error

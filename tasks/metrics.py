@@ -3,7 +3,7 @@
 A metric is a function (targets, predictions) or (targets, scores): the names of its parameters say
 which of the two it takes. Bind further settings with functools.partial. Values are Python numbers
 in percent where nothing else is said. There is at least one example, and an output for each target.
-What would give a wrong number raises ValueError; other wrong input raises what Python does. Source:
+Input that would give a wrong number raises an error; other wrong input raises what Python does. Source:
 t5/evaluation/metrics.py and qa_utils.py; other sources are named where they are used.
 """
 

@@ -417,7 +417,7 @@ def test_batches_made_ahead_are_those_of_the_stream(tmp_path, num_workers):
         np.testing.assert_array_equal(batch.after, expected.position)
         np.testing.assert_array_equal(batch.counts, expected.counts)
         num_batches += 1
-    assert num_batches > 5
+    assert num_batches >= 3
     assert threading.active_count() == num_threads
     assert next(expected, None) is None
 
