@@ -504,6 +504,8 @@ class OwnObjective:
         self.features = self.objective.features
         self.records_per_group = self.objective.records_per_group
         self.num_sentinels = self.objective.num_sentinels
+        assert set(self.features) <= set(FEATURES), f'features={self.features}'
+        assert self.records_per_group > 0, f'records_per_group={self.records_per_group}'
         self.lengths = dict(config.lengths)
         self.vocabulary_size = vocabulary.size
 
