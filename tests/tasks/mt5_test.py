@@ -69,11 +69,10 @@ def test_rates_by_size():
     assert rates['mc4.yo'] == 1
 
 
-@pytest.mark.parametrize('case', GOLDEN['texts'], ids=lambda case: case['task'])
-def test_the_texts(case):
-    task = ROWS[case['task']]
-    found = list(task.preprocess([case['example']]))
-    assert found == case['outputs']
+def test_the_texts():
+    for case in GOLDEN['texts']:
+        task = ROWS[case['task']]
+        assert list(task.preprocess([case['example']])) == case['outputs'], task.name
 
 
 @pytest.mark.parametrize('is_right', [True, False])

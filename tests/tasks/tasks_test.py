@@ -38,23 +38,27 @@ for rows in t5.groups().values():
 # The table.
 
 
-@pytest.mark.parametrize('name', REGISTRY['tasks'])
-def test_a_row_is_t5s(name):
-    expected = REGISTRY['tasks'][name]
-    task = tasks.get(name)
-    assert task.tfds == expected['tfds']
-    for split in ('train', 'validation', 'test'):
-        expression = getattr(task, f'{split}_split')
-        assert expression in ('', NO_SPLIT, split)
-        if expected['splits'] is not None:
-            assert (expression == split) == (split in expected['splits'])
-    names = dict.fromkeys(['matthews_corrcoef', 'mean_multiclass_f1'], 'sklearn_metrics_wrapper')
-    found = [name_of(metric_fn) for metric_fn in task.metric_fns]
-    assert [names.get(metric_name, metric_name) for metric_name in found] == expected['metrics']
-    if expected['classes']:
-        for i, label in enumerate([*expected['classes'], 'other', expected['classes'][0] + ' ']):
-            is_class = i < len(expected['classes'])
-            assert task.postprocess(label) == (i if is_class else -1)
+def test_a_row_is_t5s():
+    for name in REGISTRY['tasks']:
+        expected = REGISTRY['tasks'][name]
+        task = tasks.get(name)
+        assert task.tfds == expected['tfds']
+        for split in ('train', 'validation', 'test'):
+            expression = getattr(task, f'{split}_split')
+            assert expression in ('', NO_SPLIT, split)
+            if expected['splits'] is not None:
+                assert (expression == split) == (split in expected['splits'])
+        names = dict.fromkeys(
+            ['matthews_corrcoef', 'mean_multiclass_f1'], 'sklearn_metrics_wrapper'
+        )
+        found = [name_of(metric_fn) for metric_fn in task.metric_fns]
+        assert [names.get(metric_name, metric_name) for metric_name in found] == expected['metrics']
+        if expected['classes']:
+            for i, label in enumerate(
+                [*expected['classes'], 'other', expected['classes'][0] + ' ']
+            ):
+                is_class = i < len(expected['classes'])
+                assert task.postprocess(label) == (i if is_class else -1)
 
 
 def test_every_name_of_t5_is_there_once():
@@ -240,27 +244,27 @@ def field_names(features, prefix=''):
 # Mixtures.
 
 
-@pytest.mark.parametrize('name', REGISTRY['mixtures'])
-def test_the_rates_of_a_mixture_are_t5s(name):
-    expected = REGISTRY['mixtures'][name]
-    sizes = {task: 1000 + 7 * i for i, task in enumerate(sorted(expected))}
-    values = {'rate_unsupervised': 1e6}
-    rates = {}
-    for task, rate in expected.items():
-        rates[task] = values.get(rate, sizes[task]) if isinstance(rate, str) else rate
-    mixture = tasks.get(name)
-    assert mixture.rates(sizes) == rates
-    assert mixture.rates({task: sizes[task] for task in mixture.tasks_by_size}) == rates
-    assert all(isinstance(task, Task) for task in mixture.tasks.values())
-    shares = mixture.shares(sizes)
-    total = sum(rates.values())
-    assert shares == pytest.approx({task: rate / total for task, rate in rates.items()})
+def test_the_rates_of_a_mixture_are_t5s():
+    for name in REGISTRY['mixtures']:
+        expected = REGISTRY['mixtures'][name]
+        sizes = {task: 1000 + 7 * i for i, task in enumerate(sorted(expected))}
+        values = {'rate_unsupervised': 1e6}
+        rates = {}
+        for task, rate in expected.items():
+            rates[task] = values.get(rate, sizes[task]) if isinstance(rate, str) else rate
+        mixture = tasks.get(name)
+        assert mixture.rates(sizes) == rates
+        assert mixture.rates({task: sizes[task] for task in mixture.tasks_by_size}) == rates
+        assert all(isinstance(task, Task) for task in mixture.tasks.values())
+        shares = mixture.shares(sizes)
+        total = sum(rates.values())
+        assert shares == pytest.approx({task: rate / total for task, rate in rates.items()})
 
 
-@pytest.mark.parametrize('name', ['closed_book_qa', 'closed_book_qa_test'])
-def test_closed_book_questions_are_mixed_by_their_numbers(name):
-    sizes = {task: 10 * i for i, task in enumerate(tasks.get(name).tasks, start=1)}
-    assert tasks.get(name).rates(sizes) == sizes
+def test_closed_book_questions_are_mixed_by_their_numbers():
+    mixture = tasks.get('closed_book_qa')
+    sizes = {task: 10 * i for i, task in enumerate(mixture.tasks, start=1)}
+    assert mixture.rates(sizes) == sizes
 
 
 def test_rates_nested_and_capped():
@@ -334,34 +338,34 @@ def test_a_line_with_wrong_fields_is_named(tmp_path):
             Stream(mixture, 'train', vocabularies.ByteVocabulary(), config, 2, seed=0)
 
 
-@pytest.mark.parametrize('name', ['dpr_v001_simple', 'super_glue_wsc_v102_simple_train'])
-def test_no_share_of_a_task_is_held_out(name):
-    settings = tasks.get(name).settings(make_config(task=name, validation_fraction=0.5))
-    assert sources.open.validation_fraction_of(settings) == 0
+def test_no_share_of_a_task_is_held_out():
+    for name in ('dpr_v001_simple', 'super_glue_wsc_v102_simple_train'):
+        settings = tasks.get(name).settings(make_config(task=name, validation_fraction=0.5))
+        assert sources.open.validation_fraction_of(settings) == 0
 
 
 def cases_of(kind):
     return [case for case in CASES if case['kind'] == kind]
 
 
-@pytest.mark.parametrize('case', cases_of('num_examples'), ids=lambda case: str(case['kwargs']))
-def test_rates_by_number_of_examples_are_seqios(case):
-    sizes = {f'task {i}': size for i, size in enumerate(case['sizes'])}
-    rate = tasks.proportional(**case['kwargs'])
-    found = tasks.Mixture('all', dict.fromkeys(sizes, rate)).rates(sizes)
-    assert list(found) == list(sizes)
-    assert list(found.values()) == pytest.approx(case['rates'], rel=1e-9)
-    assert sum(found.values()) == pytest.approx(case['total'], rel=1e-9)
+def test_rates_by_number_of_examples_are_seqios():
+    for case in cases_of('num_examples'):
+        sizes = {f'task {i}': size for i, size in enumerate(case['sizes'])}
+        rate = tasks.proportional(**case['kwargs'])
+        found = tasks.Mixture('all', dict.fromkeys(sizes, rate)).rates(sizes)
+        assert list(found) == list(sizes)
+        assert list(found.values()) == pytest.approx(case['rates'], rel=1e-9)
+        assert sum(found.values()) == pytest.approx(case['total'], rel=1e-9)
 
 
-@pytest.mark.parametrize('case', cases_of('nested'), ids=lambda case: str(case['extra']))
-def test_rates_of_a_nested_mixture_are_seqios(case):
-    inner = tasks.Mixture('inner', dict(zip(case['tasks'], case['submixture_rates'], strict=True)))
-    name, rate = case['extra']
-    outer = tasks.Mixture('outer', {inner: case['submixture_weight'], name: rate})
-    found = outer.rates({})
-    assert [found[task] for task in case['tasks']] == pytest.approx(case['rates'], rel=1e-9)
-    assert sum(found.values()) == pytest.approx(case['total'], rel=1e-9)
+def test_rates_of_a_nested_mixture_are_seqios():
+    for case in cases_of('nested'):
+        rates = dict(zip(case['tasks'], case['submixture_rates'], strict=True))
+        name, rate = case['extra']
+        inner = tasks.Mixture('inner', rates)
+        found = tasks.Mixture('outer', {inner: case['submixture_weight'], name: rate}).rates({})
+        assert [found[task] for task in case['tasks']] == pytest.approx(case['rates'], rel=1e-9)
+        assert sum(found.values()) == pytest.approx(case['total'], rel=1e-9)
 
 
 BY_SIZE = tasks.proportional()
