@@ -146,10 +146,9 @@ def best_first(arrays, num_beams):
 @pytest.mark.parametrize(
     'num_beams, mesh_shape',
     [
-        pytest.param(2, (1, 1), marks=pytest.mark.slow),
-        pytest.param(2, (2, 4), marks=pytest.mark.slow),
-        pytest.param(4, (1, 1), marks=pytest.mark.slow),
         (4, (2, 2)),
+        pytest.param(2, (2, 4), marks=pytest.mark.slow),
+        pytest.param(2, (1, 1), marks=[pytest.mark.slow, pytest.mark.long]),
     ],
 )
 @pytest.mark.parametrize(

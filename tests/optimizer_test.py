@@ -135,7 +135,7 @@ def test_adafactor_is_that_of_optax(settings):
         np.testing.assert_allclose(*norms, rtol=1e-6)
 
 
-@pytest.mark.parametrize('factored', [True, False])
+@pytest.mark.parametrize('factored', first_quick([True, False]))
 def test_experts_one_by_one(factored):
     """As each matrix alone, of E times the gradient, and factored however small they are."""
     config = optimizer_config(factored=factored)
@@ -216,13 +216,10 @@ def t5x_rate(step, config):
 FACTORS = optimizer.schedule_factors(base.get_config().learning_rate)
 
 
-@pytest.mark.parametrize(
-    'factors',
-    [*FACTORS, 'constant * linear_warmup * rsqrt_decay', 'constant * linear_warmup * cosine_decay'],
-)
+@pytest.mark.parametrize('factors', [*FACTORS, 'constant * linear_warmup * cosine_decay'])
 def test_a_schedule_is_the_formula_of_T5X(factors):
     rng = np.random.default_rng(0)
-    for _ in range(5):
+    for _ in range(3):
         config = ConfigDict(base.get_config().learning_rate.to_dict())
         config.factors = factors
         config.base_learning_rate = float(rng.uniform(0.1, 2.0))

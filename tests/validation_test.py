@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from corpora import stream_of
+from forms import first_quick
 from runs import ROOT, metrics_of, run, small_config, state_of, stop_after
 
 import infer
@@ -30,7 +31,9 @@ def sentinels_first(corpus, tmp_path_factory):
     return run(config, tmp_path_factory.mktemp('sentinels_first'))
 
 
-WHERE_SENTINELS_ARE = pytest.mark.parametrize('name', ['uninterrupted', 'sentinels_first'])
+WHERE_SENTINELS_ARE = pytest.mark.parametrize(
+    'name', first_quick(['uninterrupted', 'sentinels_first'])
+)
 
 
 @WHERE_SENTINELS_ARE
