@@ -358,7 +358,7 @@ def _await(files: Sequence[AnyPath], directory: AnyPath) -> None:
             count = new_count
             deadline = time.monotonic() + TIMEOUT_SECONDS
         if time.monotonic() > deadline:
-            raise TimeoutError(f'{missing[0]} did not come in {TIMEOUT_SECONDS} s')
+            raise TimeoutError(f'{missing[0]} is missing after {TIMEOUT_SECONDS} s')
         time.sleep(0.1 if isinstance(directory, Path) else 1.0)
 
 
