@@ -657,6 +657,7 @@ def test_64_bits_change_nothing(way):
 
 
 @pytest.mark.slow
+@pytest.mark.long  # golden/t5x_* are the first oracle
 @pytest.mark.parametrize('name', ['t5_1_0_tiny', 't5_1_1_tiny'])
 def test_a_second_oracle_of_tiny_models(name):
     """Logits, packed or not, encoder output, loss, gradients, greedy tokens; one encoder row has padding inside on purpose."""
