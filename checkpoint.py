@@ -203,11 +203,8 @@ class Saver:
                 _sync(tmp)
                 tmp.rename(final)
                 _sync(tmp.parent)
-        except Exception as error:
-            raise OSError(
-                f'{final} is not saved ({paths.reason(error)}): correct that and start again; the checkpoints '
-                'before it are valid'
-            ) from error
+        except (OSError, ValueError) as error:  # TensorStore's errors are ValueErrors
+            raise OSError(f'{final} is not saved ({paths.reason(error)})') from error
         self.prune()
 
     def prune(self) -> None:
@@ -361,9 +358,7 @@ def _await(files: Sequence[AnyPath], directory: AnyPath) -> None:
             count = new_count
             deadline = time.monotonic() + TIMEOUT_SECONDS
         if time.monotonic() > deadline:
-            raise TimeoutError(
-                f'{missing[0]} is not there and nothing new came for {TIMEOUT_SECONDS} s'
-            )
+            raise TimeoutError(f'{missing[0]} is missing after {TIMEOUT_SECONDS} s')
         time.sleep(0.1 if isinstance(directory, Path) else 1.0)
 
 
@@ -401,7 +396,7 @@ def restore(
     """Return the arrays of a checkpoint, or of the leaves of an index.
 
     A path in `shardings` gives a jax.Array, of which a process reads only its own shards; any other path a numpy
-    array. Parameters are cast to `dtype` if given. Raises ValueError for a damaged or untrusted array.
+    array. Parameters are cast to `dtype` if given. Refuses a damaged or untrusted array.
     """
     index = source if isinstance(source, Mapping) else read_index(source)
     num_threads = ARRAYS_IN_FLIGHT
@@ -444,13 +439,8 @@ def read_index(path: str | AnyPath) -> dict[str, Leaf]:
         file = folder
         folder = file.parent
     elif not paths.is_file(file):
-        names = sorted(file.name for file in list_folder(folder))
-        if {'lock', 'metrics.jsonl', 'model-info.txt'} & set(names):
-            raise Refused(
-                f'{folder} has no checkpoint yet: wait until its run saves one, or name {FORMATS}'
-            )
-        held = first_ten(names) or 'nothing'
-        raise Refused(f'{file} is missing: name {FORMATS}, not {folder}, which holds {held}')
+        held = first_ten(sorted(file.name for file in list_folder(folder))) or 'nothing'
+        raise Refused(f'{folder} holds no checkpoint yet, but {held}: name {FORMATS}')
     content = paths.own_file(file).read_bytes()
 
     def leaf_of_map(node: dict) -> 'NDArray | dict | ZarrEntry':
@@ -492,11 +482,10 @@ def read_index(path: str | AnyPath) -> dict[str, Leaf]:
                 if not jax.dtypes.issubdtype(getattr(leaf, 'dtype', type(leaf)), np.number):
                     raise Refused(f'{name} is not an array of numbers')
                 leaves[name] = np.asarray(leaf)
+                ts.dtype(leaves[name].dtype)  # refuses a long double
     except UNPACK_ERRORS as error:
-        remedy = f'name {FORMATS}; {ORBAX_REMEDY}'
-        if file.name != INDEX and (folder / INDEX).is_file():
-            remedy = f'it is one file of a checkpoint: name its folder, {folder}'
-        raise Refused(f'{file} is not a T5X index ({error}): {remedy}') from error
+        rule = f'name {FORMATS}; {ORBAX_REMEDY}'
+        raise Refused(f'{file} is not a T5X index ({error}): {rule}') from error
     return leaves
 
 
@@ -520,7 +509,7 @@ class ZarrEntry:
         return self.result_of(self.open().read())
 
     def open(self) -> ts.TensorStore:
-        """Return the stored array. Raises ValueError unless it is complete and matches the spec.
+        """Return the stored array. Refuses one that is incomplete or does not match the spec.
 
         Only name, shape and dtype of the spec count: .zarray alone is right about chunks and compressor.
         """
@@ -533,7 +522,7 @@ class ZarrEntry:
                 is_inside &= Path(file).resolve().is_relative_to(root)
                 is_inside &= file == self.folder or file.is_file()
         if not is_inside:
-            raise Refused(f'{self.folder} is not all files in {self.directory}: do not trust it')
+            raise Refused(f'{self.folder} leads out of {self.directory}: do not trust it')
         for file, size in sizes.items():
             if size < LFS_POINTER_BYTES and isinstance(file, Path):
                 paths.check_not_lfs(file)
@@ -557,10 +546,8 @@ class ZarrEntry:
         dtype = self.spec.get('dtype', array.dtype.name)  # old specs have none
         is_told = array.shape == self.shape and array.dtype.name == dtype
         if not is_held or not is_told or dtype == 'uint16':  # T5X refuses uint16, too
-            raise Refused(
-                f'{self.folder} has {array.dtype.name} {array.shape} in {num_bytes} bytes, not {dtype} '
-                f'{self.shape} as its index says: copy the checkpoint again (uint16 is not read)'
-            )
+            is_there = f'{array.dtype.name} {array.shape} in {num_bytes} bytes'
+            raise Refused(f'{self.folder} has {is_there}, not {dtype} {self.shape}: copy it again')
         return array
 
     def result_of(self, future: ts.Future[T]) -> T:

@@ -19,7 +19,7 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 import checkpoint
 import decode
@@ -42,9 +42,6 @@ IGNORED_FEATURES = ('decoder_loss_weights', 'encoder_positions', 'decoder_positi
 
 LENGTH_MULTIPLE = 32  # for padding, because each length is compiled
 MAX_INPUT_LENGTH = 512  # T5's, used if the checkpoint does not say
-NO_VOCABULARY = (
-    "this checkpoint brings no vocabulary for texts: infer.load(..., vocabulary=PATH or 'bytes')"
-)
 OPTIONS = tuple(field.name for field in dataclasses.fields(Decoding))
 EXAMPLES_PER_CHUNK = 4096  # examples that `in_batches` sorts by length at a time
 
@@ -85,7 +82,7 @@ def load(
     `dtype` of the parameters: 'float32', 'bfloat16', 'float16', or '' for the stored one.
     `part`: 'encoder' does not read the decoder, 'whole' refuses an encoder.
 
-    Raises ValueError if `path` is not a supported checkpoint or an argument does not match it.
+    Raises Refused if `path` is not a supported checkpoint or an argument does not match it.
     """
     import formats.open  # late: a model made by a program needs no format
     import formats.vocabulary
@@ -95,11 +92,6 @@ def load(
     check.check_allowed('part', part, '', None, formats.open.PARTS)
     if mesh is None:
         mesh = partition.make_mesh(data=1)
-    if not isinstance(mesh, Mesh) or set(mesh.axis_names) != set(partition.MESH_AXES):
-        raise Refused(
-            f'mesh={_shortened(mesh)}: must have the axes {", ".join(partition.MESH_AXES)}: use '
-            'partition.make_mesh(data=4, model=2)'
-        )
     opened = formats.open.open_model(path, config, str(step), part)
     model.check_mesh(opened.config, mesh)
     found = formats.vocabulary.find_vocabulary(opened.directory, vocabulary)
@@ -138,8 +130,8 @@ class T5:
     devices. `projection` [emb_dim, size]: RankGen's, else None; an input's vector is its first output times it.
     `max_input_length`: most tokens of a text in `generate` and `encode`, EOS included.
 
-    Inputs and targets are texts, to which EOS is added, or lists of token ids, taken as they are. All methods raise
-    ValueError for other values and for ids without an embedding.
+    Inputs and targets are texts, to which EOS is added, or lists of token ids, taken as they are. All methods refuse
+    other values, and ids without an embedding.
     """
 
     def __init__(
@@ -178,7 +170,7 @@ class T5:
         """Return teacher-forced logits, float32 [batch, target length, vocab].
 
         `batch` has T5X's features as integers [batch, length]: `SEQUENCES`, and `SEGMENTS` if it is packed. Its
-        size must divide by the mesh's 'data' * 'fsdp'. Raises ValueError for features that do not fit together.
+        size must divide by the mesh's 'data' * 'fsdp'.
         """
         self._check_decoder()
         return self._logits(self.arrays, self._features(batch))
@@ -279,10 +271,9 @@ class T5:
         _check_known(options)
         decoding = Decoding(max_length=max_length, **options)  # type: ignore[arg-type]
         if decoding.num_return > 1 or decoding.return_scores:
-            raise Refused('stream gives one answer and no score: use generate for these')
-        if self.vocabulary is None:
-            raise Refused(NO_VOCABULARY)
+            raise Refused('num_return and return_scores are not for stream: use generate')
         [example] = self._examples(decoding, [text], prompts, trim)
+        assert self.vocabulary is not None  # it has encoded the text
         return stream_answer(self, decoding, example, self.vocabulary)
 
     # The user's values, as the model takes them.
@@ -290,7 +281,7 @@ class T5:
     def _examples(
         self, decoding: Decoding, inputs: Inputs, prompts: Prompts | None, trim: bool
     ) -> list['Example']:
-        """Return the inputs to answer, with their prompts. Raises ValueError."""
+        """Return the inputs to answer, with their prompts."""
         self._check_decoder()
         check_decoding(decoding)
         ids = self._inputs(inputs, trim)
@@ -303,11 +294,9 @@ class T5:
         of_prompts = [np.trim_zeros(x, 'b') for x in self._ids('prompts', prompts, is_prompt=True)]
         _check_one_each('prompts', of_prompts, ids)
         for i, prompt in enumerate(of_prompts):
-            if not prompt.all():
-                raise Refused(f'prompts[{i}]: 0 is padding, so leave it out before a token')
-            if len(prompt) > decoding.max_length:
+            if not prompt.all() or len(prompt) > decoding.max_length:
                 raise Refused(
-                    f'max_length={decoding.max_length}: must be at least {len(prompt)}, the tokens of prompts[{i}]'
+                    f'prompts[{i}] has {len(prompt)} ids: not above max_length, and none 0'
                 )
             if decoding.allowed and len(prompt):
                 words = words_of(decoding, self.vocabulary, self.config.vocab_size)
@@ -322,57 +311,44 @@ class T5:
             return encoded
         for i, ids in enumerate(encoded):
             if len(ids) > self.max_input_length and not trim:
-                raise Refused(
-                    f'inputs[{i}] has {len(ids)} tokens, EOS included, and max_input_length='
-                    f'{self.max_input_length}: cut it with trim=True, or set t5.max_input_length'
-                )
+                limit = f'max_input_length={self.max_input_length}'
+                raise Refused(f'inputs[{i}] has {len(ids)} tokens, above {limit}: use trim=True')
         return [np.append(ids[:-1][: self.max_input_length - 1], EOS_ID) for ids in encoded]
 
     def _ids(self, name: str, examples: Inputs | Prompts, is_prompt: bool = False) -> list[NDArray]:
-        """Return the ids of each example; a prompt gets no EOS and may be empty. Raises ValueError."""
+        """Return the ids of each example; a prompt gets no EOS and may be empty."""
         if _are_texts(examples):
-            if self.vocabulary is None:
-                raise Refused(NO_VOCABULARY)
             texts = list(map(str, examples))
             ''.join(texts).encode()  # refuses a surrogate, which SentencePiece does not name
             end = [] if is_prompt else [EOS_ID]
-            examples = [[*x, *end] for x in self.vocabulary.encode(texts, glued_sentinels=True)]
-        is_list = isinstance(examples, list | tuple | np.ndarray | jax.Array)
-        if not is_list or not getattr(examples, 'ndim', 1) or not len(examples):
-            raise Refused(
-                f'{name}={_shortened(examples)}: must be a list of one or more texts or lists of ids'
-            )
+            examples = [[*x, *end] for x in _encode(self.vocabulary, texts)]
+        if isinstance(examples, str) or not len(examples):
+            raise Refused(f'{name}={_shortened(examples)}: must be a list of texts or of ids')
         encoded = []
         for i, example in enumerate(examples):
-            ids = np.asarray(_to_array(example))
+            ids = np.asarray(example)
             is_list = ids.ndim == 1 and (ids.dtype.kind in 'iu' or not ids.size)
             if not is_list or not (is_prompt or ids.any()):
-                raise Refused(
-                    f'{name}[{i}]={_shortened(example)}: must be ids, not all padding (0), or texts all'
-                )
+                raise Refused(f'{name}[{i}]={_shortened(example)}: must be ids, or all be texts')
             self._check_ids(f'{name}[{i}]', ids)
             encoded.append(ids)
         return encoded
 
     def _features(self, batch: Mapping[str, Array]) -> dict[str, jax.Array]:
-        """Return the features that the model reads, int32. Raises ValueError if they do not fit together."""
-        names = set(batch) - set(IGNORED_FEATURES) if isinstance(batch, Mapping) else set()
+        """Return the features that the model reads, int32."""
+        names = batch.keys() - set(IGNORED_FEATURES)
         if names not in (set(SEQUENCES), set(FEATURES)):
-            raise Refused(
-                f'the batch has {sorted(map(str, names))}: it must be a dict of {", ".join(SEQUENCES)}, if packed '
-                f"also {', '.join(SEGMENTS)}: of Hugging Face's take encoder_input_tokens=input_ids, "
-                'decoder_target_tokens=np.where(labels == -100, 0, labels), and these moved right by one'
-            )
+            raise Refused(f'the batch has {[*names]}, not {SEQUENCES}, if packed also {SEGMENTS}')
         features: dict[str, jax.Array] = {}
         for name in sorted(names, key=FEATURES.index):
-            x = _to_array(batch[name])
+            x = batch[name]
+            if not isinstance(x, jax.Array):
+                x = np.asarray(x)
             inputs = features.get('encoder_input_tokens', x)
             stack_inputs = features.get(f'{name.split("_")[0]}_input_tokens', x)
             fits = x.ndim == 2 and x.shape == (inputs.shape[0], stack_inputs.shape[1])
             if not fits or not x.size or x.dtype.kind not in 'iu':
-                raise Refused(
-                    f'{name} is {x.dtype} {list(x.shape)}: must be integers [batch, length] as the input tokens'
-                )
+                raise Refused(f'{name} is {x.dtype} {x.shape}: must be integers [batch, length]')
             rows = f'{name}: batch size'
             partition.check_divides(rows, x.shape[0], partition.BATCH_AXES, self.mesh)
             if not isinstance(x, jax.core.Tracer):  # a traced function has no values
@@ -382,19 +358,15 @@ class T5:
 
     def _check_decoder(self) -> None:
         if self.config.num_decoder_layers == 0:
-            raise Refused(
-                "this model is an encoder alone: call encode, or load a whole checkpoint without part='encoder'"
-            )
+            raise Refused('this model is an encoder alone: call encode, or load it all')
 
     def _check_ids(self, name: str, ids: NDArray) -> None:
-        """Raise ValueError for ids without an embedding, and for segments beyond int32."""
+        """Refuse ids without an embedding, and segments beyond int32."""
         end = 2**31 if name in SEGMENTS else self.config.vocab_size
-        for i in (ids.min(initial=0), ids.max(initial=0)):
-            if not 0 <= i < end:
-                raise Refused(
-                    f'{name} has {i}: must be 0, which is padding, to {end - 1}: use the vocabulary of the '
-                    "checkpoint, and 0 for Hugging Face's -100"
-                )
+        if ids.size and not 0 <= ids.min() <= ids.max() < end:
+            raise Refused(
+                f'{name} has {ids.min()} to {ids.max()}: must be 0, padding, to {end - 1}'
+            )
 
     # Programs and their arguments.
 
@@ -706,61 +678,43 @@ def decoding_step(
 
 
 def _check_known(options: Mapping[str, object]) -> None:
-    """Raise ValueError unless `options` are fields of `Decoding`."""
-    for name in options:
-        if name not in OPTIONS:
-            from formats.hugging_face import ARGUMENTS_OF_GENERATE
+    """Refuse `options` that are not fields of `Decoding`."""
+    for name in options.keys() - set(OPTIONS):
+        from formats.hugging_face import ARGUMENTS_OF_GENERATE
 
-            remedy = ARGUMENTS_OF_GENERATE.get(name, f'use {", ".join(OPTIONS)}, prompts or trim')
-            value = _shortened(options[name])
-            raise Refused(f'{name}={value} is not an argument of generate: {remedy}')
+        remedy = ARGUMENTS_OF_GENERATE.get(name, f'use {", ".join(OPTIONS)}, prompts or trim')
+        raise Refused(f'{name} is not an argument of generate: {remedy}')
 
 
 def check_decoding(decoding: Decoding) -> None:
-    """Raise ValueError unless the options of `T5.generate` are valid, each and together."""
-    for field in dataclasses.fields(decoding):
-        setting = check.declared().get(f'decode.{field.name}')
-        if setting is None or setting.range is None:
-            continue
-        given = getattr(decoding, field.name)
-        is_list = field.name == 'temperature' and isinstance(given, tuple)
-        for value in given if is_list else [given]:
-            check.check_allowed(field.name, value, setting.default, setting.range)
+    """Refuse options of `T5.generate` that are wrong, each or together."""
+    for name in OPTIONS:
+        setting = check.declared().get(f'decode.{name}')
+        given = getattr(decoding, name)
+        if setting is not None and setting.range is not None:
+            for value in given if isinstance(given, tuple) else [given]:
+                check.check_allowed(name, value, setting.default, setting.range)
     if decoding.beam_size > 1 and decoding.is_random:
-        raise Refused(
-            f'beam_size={decoding.beam_size} draws nothing: set temperature=0.0, or beam_size=1 to sample'
-        )
+        raise Refused(f'beam_size={decoding.beam_size} draws nothing: set temperature=0.0')
     if decoding.num_return > decoding.beam_size and not decoding.is_random:
-        raise Refused(
-            f'num_return={decoding.num_return} with temperature=0.0: must be at most beam_size='
-            f'{decoding.beam_size}: set a larger beam_size to search, or temperature=1.0 to sample'
-        )
+        raise Refused(f'num_return={decoding.num_return}: set beam_size or temperature=1.0, too')
     for name in ('top_k', 'top_p', 'min_p'):
-        value = getattr(decoding, name)
-        if value and not decoding.is_random:
-            raise Refused(
-                f'{name}={value} with temperature=0.0: it limits what is drawn: set temperature=1.0, or {name}=0'
-            )
+        if getattr(decoding, name) and not decoding.is_random:
+            raise Refused(f'{name}={getattr(decoding, name)} is for samples: set temperature=1.0')
     if decoding.min_length >= decoding.max_length:
-        raise Refused(
-            f'min_length={decoding.min_length}: must be below max_length={decoding.max_length}, which counts EOS'
-        )
+        raise Refused(f'min_length={decoding.min_length}: must be below max_length')
 
 
 def words_of(decoding: Decoding, vocabulary: Vocabulary | None, vocab_size: int) -> decode.Words:
-    """Return the texts of `decoding` as ids. Raises ValueError for texts that cannot be."""
+    """Return the texts of `decoding` as ids."""
     found: dict[str, list[list[int]]] = {'bad_words': [], 'allowed': [], 'stop': []}
     for name, rows in found.items():
         for i, text in enumerate(getattr(decoding, name)):
             ids = text
             if isinstance(text, str):
-                if vocabulary is None:
-                    raise Refused(f'{name}[{i}]={text!r}: {NO_VOCABULARY}')
-                [ids] = vocabulary.encode([text], glued_sentinels=True)
-            is_list = isinstance(ids, list | tuple) and (name != 'stop' or isinstance(text, str))
-            if not is_list or not ids or not 0 < min(ids) <= max(ids) < vocab_size:
-                others = '' if name == 'stop' else f', or ids from 1 to {vocab_size - 1}'
-                raise Refused(f'{name}[{i}]={text!r}: must be a text of one token or more{others}')
+                [ids] = _encode(vocabulary, [text])
+            if not ids or not 0 < min(ids) <= max(ids) < vocab_size:
+                raise Refused(f'{name}[{i}]={text!r}: must be text or ids, 1 to {vocab_size - 1}')
             rows.append([*ids, EOS_ID] if name == 'allowed' else [*ids])
             if name == 'stop' and vocabulary is not None:
                 # Its ids, unless the vocabulary changes the text, and every token that contains it. `_before_stop`
@@ -769,10 +723,7 @@ def words_of(decoding: Decoding, vocabulary: Vocabulary | None, vocab_size: int)
                     rows.pop()
                 rows += [[k] for k in range(vocabulary.size) if text in vocabulary.decode([k])]
             if name == 'allowed' and len(rows[i]) > decoding.max_length:
-                raise Refused(
-                    f'allowed[{i}] has {len(rows[i])} tokens with EOS: must have at most max_length='
-                    f'{decoding.max_length}: use a larger max_length'
-                )
+                raise Refused(f'allowed[{i}]={text!r}: set max_length={len(rows[i])} or more')
     matrices = []
     for name, rows in found.items():
         matrix = np.full((len(rows), max(map(len, rows), default=1)), -1, np.int32)
@@ -788,20 +739,16 @@ def _check_one_each(name: str, values: Sequence[Ids] | NDArray, inputs: Sequence
         raise Refused(f'{name} has {len(values)} for {len(inputs)} inputs: give one for each')
 
 
+def _encode(vocabulary: Vocabulary | None, texts: list[str]) -> list[list[int]]:
+    if vocabulary is None:
+        raise Refused("the checkpoint has no vocabulary: load it with vocabulary=PATH or 'bytes'")
+    return vocabulary.encode(texts, glued_sentinels=True)
+
+
 def _are_texts(examples: Inputs | Prompts) -> bool:
     """Return whether examples are a list of one or more texts."""
     is_list = isinstance(examples, list | tuple) or getattr(examples, 'ndim', 0) == 1
     return is_list and len(examples) > 0 and all(isinstance(x, str) for x in examples)
-
-
-def _to_array(value: ArrayLike) -> Array:
-    """Return `value` as an array; an array of None for lists of different lengths."""
-    if isinstance(value, jax.Array):
-        return value
-    try:
-        return np.asarray(value)
-    except (ValueError, TypeError):
-        return np.asarray(None)
 
 
 def _shortened(value: object) -> str:

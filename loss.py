@@ -110,10 +110,8 @@ def parse_normalizing_factor(value: str) -> float | str:
     except ValueError:
         number = 0.0
     if not 1e-30 <= number <= 1e30:
-        raise Refused(
-            f"loss.loss_normalizing_factor={value!r}: use '' (the sum), a positive, finite number, or "
-            f'{", ".join(NORMALIZERS)}'
-        )
+        rule = f"use '' (the sum), a positive number, or {', '.join(NORMALIZERS)}"
+        raise Refused(f'loss.loss_normalizing_factor={value!r}: {rule}')
     return number
 
 

@@ -195,11 +195,8 @@ def make_schedule(config: ConfigDict) -> Callable:
     """Return T5X's product of factors, at least min_learning_rate: (step before its increment) -> rate, float32."""
     factors = schedule_factors(config)
     names = [name.strip() for name in config.factors.split('*')]
-    for name in names:
-        if name not in factors:
-            raise Refused(
-                f'learning_rate.factors={config.factors!r}: {name!r} is none of {", ".join(factors)}'
-            )
+    if not set(names) <= factors.keys():
+        raise Refused(f'learning_rate.factors={config.factors!r}: use {", ".join(factors)}')
 
     def schedule(step):
         t = jnp.maximum(0, step - config.step_offset).astype(jnp.float32)
@@ -232,14 +229,8 @@ def trained_paths(pattern: str, paths: Collection[str]) -> tuple[str, ...]:
     """Return the parameters that `pattern`, optimizer.trainable, matches in full."""
     try:
         trained = tuple(path for path in paths if re.fullmatch(pattern, path))
-    except re.error as error:
-        raise Refused(
-            f'optimizer.trainable={pattern!r} is not a regular expression ({error}): write one of the '
-            "paths in model-info.txt, such as 'decoder/.+'"
-        ) from error
+    except (re.error, OverflowError) as error:
+        raise Refused(f'optimizer.trainable={pattern!r}: no regular expression: {error}') from error
     if not trained:
-        raise Refused(
-            f'optimizer.trainable={pattern!r} matches none of the {len(paths)} parameters: it must '
-            f'match the whole path of one or more, such as {min(paths)!r}'
-        )
+        raise Refused(f'optimizer.trainable={pattern!r} must match a full path, as {min(paths)!r}')
     return trained

@@ -40,16 +40,9 @@ def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list | Non
     if min(sizes) < -1 or 0 in sizes or sizes.count(-1) > 1:
         raise Refused(f'{settings}: each must be a positive count, and at most one may be -1')
     num_wanted = abs(math.prod(sizes))
-    rule = f'the product must be at most the {len(devices)} devices'
-    fits = num_wanted <= len(devices)
-    if -1 in sizes:
-        rule = f'{num_wanted} must divide the number of devices, {len(devices)}'
-        fits = len(devices) % num_wanted == 0
-    if not fits:
-        raise Refused(
-            f'{settings}: {rule}; on a CPU, the environment variable '
-            f'XLA_FLAGS=--xla_force_host_platform_device_count={num_wanted} makes as many'
-        )
+    if num_wanted > len(devices) or (-1 in sizes and len(devices) % num_wanted):
+        remedy = f'on a CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={num_wanted}'
+        raise Refused(f'{settings} does not fit {len(devices)} devices: {remedy}')
     sizes = [len(devices) // num_wanted if size == -1 else size for size in sizes]
     devices = devices[: math.prod(sizes)]
     slices = len({getattr(x, 'slice_index', 0) for x in devices if x.platform == 'tpu'}) or 1
@@ -74,7 +67,7 @@ def axes_size(mesh: Mesh, axes: Iterable[str]) -> int:
 
 
 def check_divides(name: str, n: int, axes: tuple[str, ...], mesh: Mesh) -> None:
-    """Raise ValueError unless `n`, the value of `name`, divides by the size of the mesh axes."""
+    """Refuse an `n`, the value of `name`, that does not divide by the size of the mesh axes."""
     count = axes_size(mesh, axes)
     if n % count:
         over = ' * '.join(f'mesh.{axis}' for axis in axes if mesh.shape[axis] > 1)

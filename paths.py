@@ -46,8 +46,8 @@ class ReadError(OSError):
 def to_path(name: str | os.PathLike, may_be_new: bool = False) -> AnyPath:
     """Return an absolute path on a disk, or a path of gs:// or s3:// with pathlib's methods.
 
-    `may_be_new`: it need not exist. Raises ValueError if `name` is not a path, the system cannot follow it (a loop of
-    links, no permission), or the bucket cannot be listed.
+    `may_be_new`: it need not exist. Raises Refused if `name` is not a path, OSError if the system cannot follow it (a
+    loop of links, no permission) or the bucket cannot be listed.
     """
     text = _text(name)
     if not is_in_bucket(text):
@@ -61,23 +61,17 @@ def disk_path(name: str | os.PathLike) -> Path:
     """Return an absolute path on a disk, without `~` and `..`, which TensorStore refuses. Raises like `to_path`."""
     text = _text(name)
     if is_in_bucket(text):
-        raise Refused(
-            f'{text}: write to a disk: only --workdir and --mode=evaluate write to buckets'
-        )
+        raise Refused(f'{text} is in a bucket: name a path on a disk')
     expanded = os.path.expanduser(text)
     if expanded.startswith('~'):
-        raise Refused(f'{text} is in no home folder: write ./{text} for a name with ~')
+        raise Refused(f'{text}: no user of that name: write ./{text} for a file with ~')
     path = Path(expanded).absolute()
     if '..' in path.parts:  # a link in front of it is followed first, as the system does
         after_last = len(path.parts) - path.parts[::-1].index('..')
         resolved = os.path.realpath(Path(*path.parts[:after_last]))
         path = Path(resolved, *path.parts[after_last:])
-    try:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except OSError as error:
-        raise Refused(f'{text} cannot be opened ({error.strerror}): correct it') from error
     return path
 
 
@@ -129,9 +123,9 @@ def is_file(file: AnyPath) -> bool:
     try:
         return stat.S_ISREG(file.stat().st_mode)
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
-            return False
-        raise
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
+            raise
+        return False
 
 
 def status_of(file: str | AnyPath) -> FileStatus:
@@ -162,8 +156,8 @@ def list_folder(folder: AnyPath) -> list[AnyPath]:
 def own_file(file: PathOfOneKind) -> PathOfOneKind:
     """Return `file` if it exists and lies in its own folder after links are followed.
 
-    A link in a foreign checkpoint must not choose the file to read. Raises ValueError, also for a pointer of git-lfs,
-    and OSError without permission to read.
+    A link in a foreign checkpoint must not choose the file to read. Refuses a pointer of git-lfs. Raises OSError
+    without permission to read.
     """
     if not is_file(file):
         raise Refused(f'{file} is missing: bring all files of the checkpoint')
@@ -177,16 +171,13 @@ def own_file(file: PathOfOneKind) -> PathOfOneKind:
                 roots.append(parent.parent / 'blobs')
         target = file.resolve()
         if not any(target.is_relative_to(root) for root in roots):
-            raise Refused(
-                f'{file} links to {target}, outside of its folder: if you trust it, copy what it links to, `cp -rL '
-                f'{file.parent} COPY`, and name the copy'
-            )
+            raise Refused(f'{file} links to {target}: if you trust it, copy with `cp -rL`')
         check_not_lfs(file)
     return file
 
 
 def check_not_lfs(file: Path) -> None:
-    """Raise ValueError if `file` is the pointer that git leaves where git-lfs is not installed."""
+    """Refuse a `file` that is the pointer that git leaves where git-lfs is not installed."""
     with file.open('rb') as stream:
         if stream.read(len(LFS_HEADER)) == LFS_HEADER:
             raise Refused(f'{file} is a pointer of git-lfs, not the file: run `git lfs pull`')
@@ -198,13 +189,13 @@ def read_json(file: AnyPath) -> dict:
 
 
 def json_object(content: bytes, title: str, remedy: str = RESTORE_LINE) -> dict:
-    """Return a JSON object. Raises ValueError, which names `title`, for other content."""
+    """Return a JSON object. Refuses other content, naming `title`."""
     try:
         value = json.loads(content)
-        if not isinstance(value, dict):
-            raise Refused('no JSON object')
     except (ValueError, RecursionError) as error:
         raise Refused(f'{title} is damaged ({error}): {remedy}') from None
+    if not isinstance(value, dict):
+        raise Refused(f'{title} is not a JSON object: {remedy}')
     return value
 
 
@@ -221,7 +212,7 @@ def reason(error: BaseException) -> str:
 
 
 def check_new(folder: AnyPath) -> None:
-    """Raise ValueError if a file or a broken link is in the way of `folder`."""
+    """Refuse a `folder` with a file or a broken link in its way."""
     for path in (folder, *folder.parents):  # a URL exists on no disk
         if os.path.lexists(path) and not path.is_dir():
             raise Refused(f'{folder}: {path} is a file, not a folder: name another one')

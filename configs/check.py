@@ -79,7 +79,7 @@ def declared() -> dict[str, Setting]:
 
 
 def check(config: ConfigDict) -> None:
-    """Raise ValueError unless `config` has the settings of configs/base.py with valid values."""
+    """Refuse a `config` that lacks the settings of configs/base.py with valid values."""
     if not isinstance(config, ConfigDict):
         kind = type(config).__name__
         raise Refused(f'the config is a {kind}, not a ConfigDict: start as configs/tiny.py does')
@@ -94,7 +94,7 @@ def check(config: ConfigDict) -> None:
 
 
 def check_value(key: str, value: Value) -> None:
-    """Raise ValueError unless `value` is valid for the setting `key`."""
+    """Refuse a `value` that is not valid for the setting `key`."""
     if key == INTEGER_OR_AUTO:
         if value != 'auto' and not has_type_of(0, value):
             raise Refused(f"{key}={value!r}: must be a whole number or 'auto'")
@@ -114,7 +114,7 @@ def check_allowed(
     limits: Range | None,
     choices: Collection[Value] | None = None,
 ) -> None:
-    """Raise ValueError unless `value` has the type of `default`, and is in the range and the choices."""
+    """Refuse a `value` of another type than `default`, or outside of the range or the choices."""
     if not has_type_of(default, value):
         raise Refused(f'{key}={value!r}: {kind_of(default)}')
     if limits is not None and isinstance(value, int | float) and not limits.holds(value):
@@ -124,7 +124,7 @@ def check_allowed(
 
 
 def check_effects(config: ConfigDict, given: Collection[str]) -> None:
-    """Raise ValueError where one of the settings `given` on the command line has no effect."""
+    """Refuse settings `given` on the command line that have no effect."""
     found = dict(leaves(config))
     for setting, value, dependents in NEEDS:
         needed = setting
@@ -152,8 +152,7 @@ def set_options(config: ConfigDict, values: Mapping[str, Value]) -> None:
 def read_stored(folder: paths.AnyPath) -> dict[str, Any]:
     """Return the config.json of a run or checkpoint of ours; {} where there is none.
 
-    It may have fewer settings, and other keys. Raises ValueError for a damaged file, and for a
-    setting of another type.
+    It may have fewer settings, and other keys. Refuses a damaged file, and a setting of another type.
     """
     file = folder / 'config.json'
     if not paths.is_file(file):
@@ -168,14 +167,11 @@ def read_stored(folder: paths.AnyPath) -> dict[str, Any]:
             stored = stored.get(group, {})
             if not isinstance(stored, dict):
                 key = '.'.join(groups[:i])
-                raise Refused(
-                    f'{file} has {key}={stored!r}: must be a group of settings: restore it from a copy'
-                )
+                raise Refused(f'{file} has {key}={stored!r}, not a group: restore it from a copy')
         value = stored.get(name, setting.default)
         if key != INTEGER_OR_AUTO and not has_type_of(setting.default, value):
-            raise Refused(
-                f'{file} has {key}={value!r}: {kind_of(setting.default)}: restore it from a copy'
-            )
+            rule = kind_of(setting.default)
+            raise Refused(f'{file} has {key}={value!r}: {rule}: restore it from a copy')
     return content
 
 

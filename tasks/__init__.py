@@ -8,7 +8,7 @@ __all__ = ['Mixture', 'Task', 'get', 'proportional']
 def get(name: str, module: str = '') -> Task | Mixture:
     """Return the task or mixture of a name; all names in a mixture are looked up.
 
-    `module`: a Python file with a list TASKS of your own. Raises ValueError for a name that does not
+    `module`: a Python file with a list TASKS of your own. Raises Refused for a name that does not
     exist, with the nearest ones.
     """
     from tasks import names  # T5's tables: a tenth of a second

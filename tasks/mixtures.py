@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import inspect
 import math
-import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from data import Objective
 from messages import Refused, noting
 from sources import NO_SPLIT
 from sources.templates import Template, templates_of
-from tasks.objectives import OBJECTIVES, OwnObjective, problem_of
+from tasks.objectives import OBJECTIVES, OwnObjective
 from tasks.preprocessors import Example, Fields, text_of
 from vocabulary import Vocabulary
 
@@ -72,39 +71,21 @@ class Task:
             if f'data.{setting}' in check.declared():
                 try:
                     check.check_value(f'data.{setting}', getattr(self, setting))
-                except ValueError as error:
+                except Refused as error:
                     raise Refused(f'task {self.name!r}: {error}') from None
-        if isinstance(self.objective, type):
-            problem = problem_of(self.objective)
-            if problem:
-                raise self._wrong('objective', self.objective, problem)
-        elif self.objective not in OBJECTIVES:
-            names = ', '.join(map(repr, OBJECTIVES))
-            rule = f'use one of {names}, or a class such as data.SpanCorruption'
-            raise self._wrong('objective', self.objective, rule)
-        _ = self.templates  # raises ValueError
-        if self.preprocess_fn is not None:
-            if self.templates:
-                raise Refused(
-                    f'task {self.name!r} has preprocess_fn and templates (inputs, targets, references): leave one out'
-                )
-            self._check_takes('preprocess_fn', self.preprocess_fn, 'record')
-        if self.postprocess_fn is not None:
-            self._check_takes('postprocess_fn', self.postprocess_fn, 'text', 'example', 'is_target')
-        for metric_fn in self.metric_fns:
-            self._check_takes('metric_fns', metric_fn, 'targets', 'predictions')
-
-    def _check_takes(self, field: str, function: Callable, *arguments: str) -> None:
-        """Raise ValueError unless a function can be called with these arguments, in this order."""
-        try:
-            inspect.signature(function).bind(*arguments)
-        except (TypeError, ValueError) as error:
-            rule = f'takes ({", ".join(arguments)}): {error}'
-            raise self._wrong(field, function, rule) from None
-
-    def _wrong(self, field: str, value: object, rule: str) -> ValueError:
-        shown = value.__name__ if isinstance(value, type) else f'{value!r:.60}'
-        return Refused(f'{field}={shown} of task {self.name!r}: {rule}')
+        if isinstance(self.objective, str) and self.objective not in OBJECTIVES:
+            rule = f'must be a class, or one of {", ".join(OBJECTIVES)}'
+            raise Refused(f'objective={self.objective!r} of task {self.name!r}: {rule}')
+        if self.templates and self.preprocess_fn is not None:
+            raise Refused(f'task {self.name!r} has preprocess_fn and targets: leave one out')
+        # A function that takes other arguments raises Python's TypeError here, not at its first record.
+        with noting(f'task {self.name}'):
+            if self.preprocess_fn is not None:
+                inspect.signature(self.preprocess_fn).bind('record')
+            if self.postprocess_fn is not None:
+                inspect.signature(self.postprocess_fn).bind('text', 'example', 'is_target')
+            for metric_fn in self.metric_fns:
+                inspect.signature(metric_fn).bind('targets', 'predictions')
 
     def settings(self, config: ConfigDict) -> ConfigDict:
         """Return config.data with the values of this task."""
@@ -171,46 +152,26 @@ class Task:
     ) -> dict[str, float]:
         """Return the values, nan included, of one of `metric_fns` for predictions or scores."""
         with noting(f'task {self.name}'):
-            given = metric_fn(targets, outputs)
-            pairs = given.items() if isinstance(given, Mapping) else [('', given)]
-            for name, value in pairs:
-                is_number = hasattr(value, '__float__') and getattr(value, 'ndim', 0) == 0
-                if not name or not isinstance(name, str) or not is_number:
-                    raise TypeError(
-                        f"a metric gave {given!r:.60}, {name!r:.60} as {value!r:.40}: give {{'name': number}}"
-                    )
-            return {name: float(value) for name, value in pairs}
+            values = metric_fn(targets, outputs)
+            return {name: float(value) for name, value in values.items()}
 
 
 def examples_given(given: Iterable[Fields]) -> list[Example]:
-    """Return the examples that a user's function gave. Raise ValueError if they are none."""
-    rule = "give a list of {'inputs': text, 'targets': text}, or yield them"
-    if isinstance(given, Mapping) or not isinstance(given, Iterable):
-        raise TypeError(f'preprocess_fn gave {given!r:.60}: {rule}')
+    """Return the examples that a user's function gave."""
     examples = []
     for example in given:
-        texts = [None]
-        if isinstance(example, Mapping):
-            texts = [example.get('inputs', ''), example.get('targets')]
-        if not all(isinstance(text, str) for text in texts):
-            raise TypeError(f'preprocess_fn gave {example!r:.60}: {rule}')
-        # Raises for half a surrogate pair, which no vocabulary takes.
-        ''.join(map(str, texts)).encode()
+        # Raises Python's own errors if one is no text, or has half a surrogate pair, which no vocabulary takes.
+        ''.join([example.get('inputs', ''), example['targets']]).encode()
         examples.append(dict(example))
     return examples
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError for a name of a task or mixture that no file can have. A colon in it is a folder."""
-    is_text = isinstance(name, str) and name.isprintable() and name == name.strip()
-    if is_text and not set(name) & set('/\\,') and len(name.encode()) <= MAX_NAME_BYTES:
-        if all(part and not part.startswith('.') for part in name.split(':')):
-            return
-    raise Refused(
-        f'name={name!r:.60}: files are named after a task or mixture: use a text of at most '
-        f'{MAX_NAME_BYTES} bytes without / \\ comma and control characters, without spaces around it, '
-        'that does not begin with a dot'
-    )
+    """Refuse a name of a task or mixture that no file can have. A colon in it is a folder."""
+    is_plain = name.isprintable() and name == name.strip() and not set(name) & set('/\\,')
+    has_parts = all(part and not part.startswith('.') for part in name.split(':'))
+    if not is_plain or not has_parts or len(name.encode()) > MAX_NAME_BYTES:
+        raise Refused(f'name={name!r:.60}: must be the name of a file, without / \\ and commas')
 
 
 def settings_of_a_row(config: ConfigDict) -> dict[str, str]:
@@ -269,9 +230,6 @@ def proportional(
     temperature. Source: seqio/utils.py `mixing_rate_num_examples`; T5 (Raffel et al. 2020) §3.5.2.
     """
     limit = math.inf if maximum is None else maximum
-    for name, value in {'maximum': limit, 'temperature': temperature, 'scale': scale}.items():
-        if not isinstance(value, numbers.Real) or not value > 0:
-            raise Refused(f'{name}={value!r}: must be a number above 0')
     return lambda num_examples: min(num_examples * scale, limit) ** (1 / temperature)
 
 
@@ -284,17 +242,9 @@ class Mixture:
 
     def __post_init__(self):
         check_name(self.name)
-        is_of_tasks = isinstance(self.members, Mapping) and bool(self.members)
-        if not is_of_tasks or not all(isinstance(x, str | Task | Mixture) for x in self.members):
-            raise Refused(
-                f'mixture {self.name!r} has members={self.members!r:.60}: give {{task: rate}}, where a task '
-                'is a name, a Task or a Mixture'
-            )
         names = [name_of(member) for member in self.members]
-        if len(set(names)) < len(names):
-            raise Refused(
-                f'mixture {self.name!r} has members of one name ({names!r:.60}): give each a name of its own'
-            )
+        if not names or len(set(names)) < len(names):
+            raise Refused(f'mixture {self.name!r} has members={names!r:.60}: name some, each once')
         for member, rate in self.members.items():
             if not callable(rate):
                 self._check_rate(name_of(member), rate)
@@ -324,8 +274,7 @@ class Mixture:
     def rates(self, sizes: Mapping[str, int]) -> dict[str, float]:
         """Return the rate of each task, not normalized, the same task's rates summed.
 
-        `sizes`: the number of examples of each task whose rate depends on it. Raises ValueError for
-        a rate that is not a number of 0 or more, and if all are 0.
+        `sizes`: the number of examples of each task whose rate depends on it.
         """
         total: dict[str, float] = {}
         for member, rate in self.members.items():
@@ -335,16 +284,12 @@ class Mixture:
                 shares = member.shares(sizes)
             if callable(rate):
                 if name not in sizes:  # the sizes of mixtures are unknown, too
-                    raise Refused(
-                        f'mixture {self.name!r}: {name!r} has a rate by its number of examples, which '
-                        'is unknown: cache the task, or give it a number'
-                    )
+                    rule = 'is by its number of examples, which is unknown: name a number'
+                    raise Refused(f'mixture {self.name!r}: the rate of {name!r} {rule}')
                 rate = rate(sizes[name])
                 self._check_rate(name, rate)
             for task, share in shares.items():
                 total[task] = total.get(task, 0.0) + float(rate) * share
-        if not any(total.values()):
-            raise Refused(f'mixture {self.name!r}: all rates are 0: give one task a rate')
         return total
 
     def shares(self, sizes: Mapping[str, int]) -> dict[str, float]:
@@ -354,11 +299,8 @@ class Mixture:
         return {task: rate / total for task, rate in rates.items()}
 
     def _check_rate(self, name: str, rate: float) -> None:
-        """Raise ValueError unless the rate of a task or mixture is a number of 0 or more."""
-        if not (isinstance(rate, numbers.Real) and math.isfinite(rate) and rate >= 0):
-            raise Refused(
-                f'mixture {self.name!r}: the rate of {name!r} is {rate!r}: use a finite number, 0 or more'
-            )
+        if not 0 <= rate < math.inf:
+            raise Refused(f'mixture {self.name!r}: the rate of {name!r} is {rate!r}: use 0 or more')
 
 
 def name_of(member: str | Task | Mixture) -> str:

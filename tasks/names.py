@@ -22,7 +22,7 @@ def look_up(
     """Return the task or mixture of a name, its members looked up as well; None if there is none.
 
     `module`: data.module. `is_cached`: tells whether there is a task cache of a name. `parents`: the
-    mixtures that it is in. Raises ValueError for a member that does not exist.
+    mixtures that it is in. Raises Refused for a member that does not exist.
     """
     found = own_tasks(module).get(name) or table().get(name)
     if isinstance(found, Mixture):
@@ -40,7 +40,7 @@ def with_members(
     """Return a mixture whose members are looked up."""
     if mixture.name in parents:
         chain = ' > '.join([*parents, mixture.name])
-        raise Refused(f'mixture {mixture.name!r} is in itself ({chain}): leave one of them out')
+        raise Refused(f'mixture {mixture.name!r} is in itself ({chain}): leave one out')
     parents = (*parents, mixture.name)
     members: dict[str | Task | Mixture, Rate] = {}
     for member, rate in mixture.members.items():
@@ -65,8 +65,6 @@ def own_tasks(module: str) -> dict[str, Task | Mixture]:
         raise Refused(f'{file} has no list TASKS: write TASKS = [Task(...), Mixture(...)]')
     named: dict[str, Task | Mixture] = {}
     for entry in found:
-        if not isinstance(entry, Task | Mixture):
-            raise Refused(f'{file}: TASKS has {entry!r:.40}: use tasks.Task and tasks.Mixture')
         if entry.name in named or entry.name in OBJECTIVES:
             raise Refused(f'{file}: two tasks have the name {entry.name!r}: rename one')
         named[entry.name] = entry
@@ -78,11 +76,8 @@ def takes_documents(objective: str) -> bool:
     return objective in OBJECTIVES and 'inputs' not in OBJECTIVES[objective].features
 
 
-def unknown(name: str, module: str, what: str, where: str = '') -> ValueError:
+def unknown(name: str, module: str, what: str, where: str = '') -> Refused:
     """Return the error for an unknown task; it has the nearest names. `where`: else it was looked for."""
     names = [*table(), *own_tasks(module), *filter(takes_documents, OBJECTIVES)]
     nearest = ', '.join(difflib.get_close_matches(name, names, n=3, cutoff=0))
-    return Refused(
-        f'{what} is unknown{where}: the nearest names are {nearest}: use one of these, or one that '
-        "'python main.py --mode=tasks' lists"
-    )
+    return Refused(f"{what} is unknown{where}: use {nearest}, or another name of '--mode=tasks'")

@@ -7,7 +7,6 @@ function of a key: the seed and a position in the data. Imports no jax.
 import functools
 import itertools
 import math
-import numbers
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -282,11 +281,8 @@ class PackPrefixLm(FullLm):
     def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
         inputs = self.lengths.inputs
         if self.lengths.targets != inputs or inputs % 2:
-            raise Refused(
-                f'data.lengths.inputs={inputs}, data.lengths.targets={self.lengths.targets}: two '
-                'examples fill a row of this objective, so both lengths are the same even number: '
-                f'use {inputs + inputs % 2} for both'
-            )
+            both = f'data.lengths.inputs={inputs}, data.lengths.targets={self.lengths.targets}'
+            raise Refused(f'{both}: two examples fill a row: use {inputs + inputs % 2} for both')
         super().set_lengths(config, vocabulary)
 
     def splits(self, rows: np.ndarray, *key: int | str) -> np.ndarray:
@@ -361,15 +357,10 @@ class Ul2(Denoising):
         for denoiser in DENOISERS:
             [mode] = vocabulary.encode_as_arrays([denoiser.mode])
             if UNK_ID in mode:
-                raise Refused(
-                    f'the vocabulary has no piece for a character of {denoiser.mode!r}, with which '
-                    'inputs of UL2 begin: name another one with data.vocabulary'
-                )
-            if self.lengths.inputs < len(mode) + MIN_LENGTH:
-                raise Refused(
-                    f'data.lengths.inputs={self.lengths.inputs} is too short: a row holds '
-                    f'{denoiser.mode!r}, a token, a sentinel and EOS: use {len(mode) + MIN_LENGTH} or more'
-                )
+                raise Refused(f'data.vocabulary has not all characters of {denoiser.mode!r}')
+            least = len(mode) + MIN_LENGTH  # a token, a sentinel and EOS
+            if self.lengths.inputs < least:
+                raise Refused(f'data.lengths.inputs={self.lengths.inputs}: use {least} or more')
             self.modes.append(mode)
             raw_length, targets_length, num_spans = denoiser.lengths(
                 self.lengths.inputs - len(mode), vocabulary.num_sentinels
@@ -434,14 +425,10 @@ class TextToTextWithSentinel(PromptedTextToText):
         super().__init__(config, vocabulary)
         self.sentinel = vocabulary.sentinel_ids[:1]
         if vocabulary.num_sentinels == 0:
-            raise Refused(
-                'data.extra_ids=0: the inputs of this task end with a sentinel: use 1 or more'
-            )
-        if min(self.lengths.inputs, self.lengths.targets) < MIN_LENGTH:
-            raise Refused(
-                f'data.lengths.inputs={self.lengths.inputs}, data.lengths.targets={self.lengths.targets}: a row '
-                f'holds a token, a sentinel and EOS: use {MIN_LENGTH} or more'
-            )
+            raise Refused('data.extra_ids=0: the inputs of this task end with a sentinel: use 1')
+        shortest = min(self.lengths.inputs, self.lengths.targets)
+        if shortest < MIN_LENGTH:
+            raise Refused(f'data.lengths of inputs and targets: {shortest} is below {MIN_LENGTH}')
 
     def with_ends(self, record: Mapping[str, np.ndarray]) -> Pair:
         inputs = np.concatenate([record['inputs'], self.sentinel, EOS])
@@ -514,12 +501,11 @@ class OwnObjective:
 
     def __init__(self, objective: type[Objective], config: ConfigDict, vocabulary: Vocabulary):
         self.objective = objective(config, vocabulary)
-        problem = problem_of(self.objective)
-        if problem:
-            raise TypeError(f'{objective.__name__}: {problem}')
         self.features = self.objective.features
         self.records_per_group = self.objective.records_per_group
         self.num_sentinels = self.objective.num_sentinels
+        assert set(self.features) <= set(FEATURES), f'features={self.features}'
+        assert self.records_per_group > 0, f'records_per_group={self.records_per_group}'
         self.lengths = dict(config.lengths)
         self.vocabulary_size = vocabulary.size
 
@@ -529,29 +515,12 @@ class OwnObjective:
         with noting(f'{type(self.objective).__name__}.examples of {first_ten(list(names))}'):
             examples = list(self.objective.examples(names, records, *key))
             for example in examples:
-                if not isinstance(example, Example):
-                    raise TypeError(f'examples gave {example!r:.60}: give a list of data.Example')
                 for feature in FEATURES:
                     ids = getattr(example, feature)
                     length = self.lengths[feature]
                     is_array = isinstance(ids, np.ndarray) and ids.ndim == 1
                     fits = is_array and ids.dtype.kind in 'iu' and 1 <= len(ids) <= length
                     if not fits or ids.min() < 0 or ids.max() >= self.vocabulary_size:
-                        raise TypeError(
-                            f'examples gave {ids!r:.60} as {feature}: give an array of 1 to '
-                            f'data.lengths.{feature}={length} ids, int32, from 0 to {self.vocabulary_size - 1}'
-                        )
+                        rule = f'1 to {length} ids, int32, from 0 to {self.vocabulary_size - 1}'
+                        raise TypeError(f'{feature} of an example is {ids!r:.60}: give {rule}')
         return examples
-
-
-def problem_of(objective: Objective | type[Objective]) -> str:
-    """Return what a user's class, or an object of it, lacks of the protocol data.Objective; '' for nothing."""
-    features = getattr(objective, 'features', ())
-    is_list = isinstance(features, list | tuple) and len(features) > 0
-    if not is_list or not set(features) <= set(FEATURES):
-        return f"features={features!r:.40}: give the texts that it takes, ('inputs', 'targets') or ('targets',)"
-    for name, least in {'records_per_group': 1, 'num_sentinels': 0}.items():
-        value = getattr(objective, name, None)
-        if not isinstance(value, numbers.Integral) or value < least:
-            return f'{name}={value!r:.40}: give an integer, {least} or more'
-    return ''

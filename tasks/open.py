@@ -35,7 +35,7 @@ LACKS = {
 
 
 def find(config: ConfigDict) -> Task | Mixture:
-    """Return the task or mixture that config.data names, with the settings in its rows. Raises ValueError."""
+    """Return the task or mixture that config.data names, with the settings in its rows."""
     name = config.task
     if name in REFUSED:
         raise Refused(f'data.task={name!r} {REFUSED[name]}')
@@ -47,10 +47,8 @@ def find(config: ConfigDict) -> Task | Mixture:
     if row is None and targets:
         row = Task(name)
     if row is None:
-        where = f' and has no cache in data.cache_dirs={config.cache_dirs!r}'
-        raise unknown(
-            name, config.module, f'data.task={name!r}', where if config.cache_dirs else ''
-        )
+        where = f', also in data.cache_dirs={config.cache_dirs!r}' if config.cache_dirs else ''
+        raise unknown(name, config.module, f'data.task={name!r}', where)
     form = 'text to text'
     if isinstance(row, Mixture):
         form = 'a mixture'
@@ -62,17 +60,12 @@ def find(config: ConfigDict) -> Task | Mixture:
         form = 'not made of data.inputs and data.targets'
     for setting in LACKS[form]:
         if config[setting]:
-            raise Refused(
-                f'data.{setting}={config[setting]!r} is not for data.task={name!r}, which is {form}: set '
-                f"data.{setting}='', or name another data.task"
-            )
+            other = f'data.task={name!r}, which is {form}'
+            raise Refused(f'data.{setting}={config[setting]!r} is not for {other}: leave one out')
     found = configured(row, config)
     is_of_texts = name in OBJECTIVES and not takes_documents(name)
     if is_of_texts and not targets and not is_cached(name):
-        raise Refused(
-            f'data.task={name!r} needs data.inputs and data.targets: name the fields of a record in them, '
-            "as '{question}' and '{answer}'"
-        )
+        raise Refused(f"data.task={name!r} needs data.targets, as '{{answer}}', and data.inputs")
     return found
 
 
@@ -89,10 +82,7 @@ def configured(row: Task | Mixture, config: ConfigDict) -> Task | Mixture:
             members[configured(member, config)] = rate
         return Mixture(row.name, members)
     if config.weight and not row.takes_inputs:
-        raise Refused(
-            f'data.weight={config.weight!r} is for examples from text to text, and data.task={row.name!r} makes '
-            "its own of documents: set data.weight=''"
-        )
+        raise Refused(f"data.weight={config.weight!r} is not for data.task={row.name!r}: use ''")
     defaults = settings_of_a_row(config)
     changes = {name: config[name] for name in defaults if config[name] != defaults[name]}
     if row.train_split == NO_SPLIT:
@@ -121,10 +111,7 @@ def configured(row: Task | Mixture, config: ConfigDict) -> Task | Mixture:
         files = changed.files or changed.validation_files or changed.test_files
         has_records = files or changed.tfds or changed.cache
         if not has_records and sources.open.find_cache(config, changed.name) is None:
-            raise Refused(
-                f'task {row.name!r} needs records: name its files or tfds in data.module, or with '
-                'data.files or data.tfds'
-            )
+            raise Refused(f'task {row.name!r} needs records: set data.files or data.tfds')
     return changed
 
 
@@ -152,15 +139,12 @@ def metrics_of(config: ConfigDict, of_texts: Mapping[str, MetricFn]) -> list[Met
         name, colon, tokenizer = given.partition(':')
         takes_tokenizer = name in ('bleu', 'rouge')
         if name not in of_texts or name in found or (colon and not takes_tokenizer):
-            raise Refused(
-                f'data.metrics={config.metrics!r}: {given!r} is none, has no tokenizer, or is there '
-                f'twice: use some of {", ".join(of_texts)}, bleu and rouge with a tokenizer, as bleu:zh '
-                'and rouge:unicode, or write a task with metric_fns in data.module'
-            )
+            rule = f'use some of {", ".join(of_texts)}, each once, as bleu:zh and rouge:unicode'
+            raise Refused(f'data.metrics={config.metrics!r}: {rule}')
         found[name] = of_texts[name]
         if colon:
             found[name] = functools.partial(found[name], tokenizer=tokenizer)
-            metrics.tokenizer_of(found[name])  # raises ValueError
+            metrics.tokenizer_of(found[name])  # may refuse it
     return list(found.values())
 
 
@@ -188,7 +172,7 @@ METRICS_OF_REFERENCES: dict[str, MetricFn] = {
 
 
 def open_mixture(config: ConfigDict) -> OpenMixture:
-    """Open the sources of what config.data.task names, for training. Raises ValueError for what is not valid."""
+    """Open the sources of what config.data.task names, for training."""
     found = find(config)
     opened = open_sources(found, config)
     for task in opened.tasks:
@@ -249,8 +233,6 @@ def opened_task(task: Task, source: Source, rate: float = 1.0) -> OpenTask:
 
 def open_tasks(mixture: Mixture, config: ConfigDict) -> list[OpenTask]:
     """Open the sources of a mixture for training: of the tasks with a training split and a rate above 0."""
-    if all(task.train_split == NO_SPLIT for task in mixture.tasks.values()):
-        raise Refused(f'mixture {mixture.name!r} is for evaluation alone: train on another')
     opened = {}
     sizes: dict[str, int] = {}
     for name in sorted(mixture.tasks_by_size):
@@ -265,9 +247,7 @@ def open_tasks(mixture: Mixture, config: ConfigDict) -> list[OpenTask]:
         if rate > 0 and mixture.tasks[name].train_split != NO_SPLIT:
             rates[name] = rate
     if not rates:
-        raise Refused(
-            f'mixture {mixture.name!r}: no task with a training split has a rate: give one to one'
-        )
+        raise Refused(f'mixture {mixture.name!r} has no task with a training split and a rate')
     total = sum(rates.values())
     tasks = []
     for name, rate in rates.items():
@@ -278,19 +258,17 @@ def open_tasks(mixture: Mixture, config: ConfigDict) -> list[OpenTask]:
 
 
 def open_task(task: Task, config: ConfigDict) -> Source:
-    """Open the source of a task. Raises ValueError that names the task, where its data set is missing."""
+    """Open the source of a task. A refusal names the task, where its data set is missing."""
     if task.cache and sources.open.find_cache(config, task.name) is None:
-        raise Refused(
-            f'data.task={task.name!r} has no cache in data.cache_dirs={config.cache_dirs!r} '
-            f'(data.use_cached={config.use_cached!r}): put {task.cache} into one of its folders'
-        )
+        where = f'data.cache_dirs={config.cache_dirs!r} (data.use_cached={config.use_cached!r})'
+        raise Refused(f'data.task={task.name!r} has no cache in {where}: copy {task.cache} there')
     try:
         return sources.open.open_source(
             task.settings(config),
             whole_records=task.preprocess_fn is not None,
             test_split=task.test_split,
         )
-    except ValueError as error:
+    except Refused as error:
         if task.tfds and task.tfds != config.tfds:  # the settings do not name it
             raise Refused(f'data.task={task.name!r}: {error}') from None
         raise

@@ -6,6 +6,7 @@ beside them the fields that a postprocessor or a metric needs. tasks/t5.py binds
 Source: t5/data/preprocessors.py. Imports no jax.
 """
 
+import contextlib
 import functools
 import re
 import string
@@ -55,13 +56,8 @@ LANGUAGES = {
 def translate(fields: Fields, source_language: str, target_language: str) -> list[Example]:
     """Return a translation; the languages are codes, and names of fields: 'en', 'zh-cn'."""
     fields = fields.get('translation', fields)  # the record of a data set on the Hugging Face hub
-    source = LANGUAGES.get(source_language[:2])
-    target = LANGUAGES.get(target_language[:2])
-    if source is None or target is None:
-        raise Refused(
-            f'translate from {source_language!r} to {target_language!r}: preprocessors.LANGUAGES has '
-            f'only {", ".join(LANGUAGES)}: add the other, or write a template as data.inputs'
-        )
+    source = LANGUAGES[source_language[:2]]
+    target = LANGUAGES[target_language[:2]]
     inputs = f'translate {source} to {target}: {text_of(fields[source_language])}'
     return [{'inputs': inputs, 'targets': text_of(fields[target_language])}]
 
@@ -96,14 +92,12 @@ def label_of(value: str | int) -> str | int:
 
 
 def class_name(label: str | int, label_names: Sequence[str]) -> str:
-    """Return the name of a class. Raises ValueError for another label."""
+    """Return the name of a class."""
     label = label_of(label)
     if label == NO_LABEL:
         return UNKNOWN
     if label not in range(len(label_names)):
-        raise Refused(
-            f'label {label!r} is not a class: write the index of one of {", ".join(label_names)}, or -1'
-        )
+        raise Refused(f'label {label!r} is not the index of one of {", ".join(label_names)}, or -1')
     return label_names[int(label)]
 
 
@@ -111,7 +105,12 @@ def stsb(fields: Fields) -> list[Example]:
     """Return two sentences and their similarity, rounded to 0.0, 0.2 ... 5.0 in float32."""
     first = text_of(fields['sentence1'])
     second = text_of(fields['sentence2'])
-    similarity = np.round(np.float32(fields['label']) * np.float32(5)) / np.float32(5)
+    try:
+        similarity = np.round(np.float32(fields['label']) * np.float32(5)) / np.float32(5)
+    except (TypeError, ValueError) as error:
+        raise Refused(
+            f'label {fields["label"]!r:.40} is not a number: correct the record'
+        ) from error
     example = {
         'inputs': f'stsb sentence1: {first} sentence2: {second}',
         'targets': f'{similarity:.1f}',
@@ -190,11 +189,10 @@ def wsc_simple(fields: Fields, correct_referent_only: bool) -> list[Example]:
             blanked = text.replace(old, new)
     if blanked == text:
         words = text.split(' ')
-        index = int(fields['span2_index'])
-        if not 0 < index < len(words) or words[index] != pronoun:
-            raise Refused(
-                f'span2_index={index} is not that of {pronoun!r} in {text!r:.60}: count its words from 0'
-            )
+        given = label_of(fields['span2_index'])
+        index = int(given) if given in range(len(words)) else 0
+        if index == 0 or words[index] != pronoun:
+            raise Refused(f'span2_index={given!r} is not that of {pronoun!r}: count words from 0')
         # As in T5 a space follows even a pronoun at the end.
         blanked = ' '.join([*words[:index], 'X', ' '.join(words[index + 1 :])])
     marked = blanked.replace(' X ', f' *{pronoun}* ')
@@ -483,10 +481,11 @@ def pydoc_summary(fields: Fields) -> list[Example]:
 
 
 def text_of(value: object) -> str:
-    """Return a text, which may be UTF-8 bytes. Raises ValueError for what is none."""
+    """Return a text, which may be UTF-8 bytes."""
     if isinstance(value, bytes):
-        return value.decode()
-    if isinstance(value, str):
+        with contextlib.suppress(UnicodeDecodeError):
+            return value.decode()
+    elif isinstance(value, str):
         return str(value)  # also numpy's
     raise Refused(f'{value!r:.40} is not a text: write a string')
 
@@ -498,7 +497,7 @@ def texts_of(values: Iterable[object]) -> list[str]:
 
 
 def first_of(answers: Sequence[str], field: str) -> str:
-    """Return the first answer. Raises ValueError if there is none."""
+    """Return the first answer."""
     if not answers:
         raise Refused(f'field {field!r} is empty: write one answer or more')
     return answers[0]

@@ -53,19 +53,15 @@ def tasks(
     """Return the tasks of all templates in a file, under the names that T0 has for them.
 
     `files`, `validation_files`: those with the records, as data.files. `fields_fn`: from the fields
-    of a record to those of the templates. Raises ValueError for files that do not fit.
+    of a record to those of the templates.
     """
-    if not (files or validation_files):
-        raise Refused(f'promptsource.tasks({templates_file!r}) needs records: name their files')
     content = read_templates(templates_file)
-    dataset = '/'.join(filter(None, [content['dataset'], content.get('subset')]))
     try:
+        dataset = '/'.join(filter(None, [content['dataset'], content.get('subset')]))
         templates = [Template(entry) for entry in content['templates'].values()]
         prompts = [prompt_of(dataset, template) for template in templates]
-    except (KeyError, TypeError, AttributeError, jinja2.TemplateError) as error:
-        raise Refused(
-            f'{templates_file}: {error!r}: correct the template, or copy the file again'
-        ) from error
+    except (LookupError, TypeError, AttributeError, jinja2.TemplateError) as error:
+        raise Refused(f'{templates_file} is damaged ({error!r}): copy it again') from error
     found = []
     for template, prompt in zip(templates, prompts, strict=True):
         name = tasks_t0.task_name(dataset, template.name)
@@ -92,17 +88,12 @@ def tasks(
 
 
 def read_templates(file: str) -> Example:
-    """Return what a file of templates holds. Raises ValueError for a file that is none."""
+    """Return what a file of templates holds."""
     path = paths.disk_path(file)
-    content = None
-    if path.is_file():
-        try:
-            content = yaml.load(path.read_text(encoding='utf-8'), Loader=TemplateLoader)
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise Refused(f'{file}: {error}: correct it, or copy it again') from error
-    if not isinstance(content, dict) or not {'dataset', 'templates'} <= content.keys():
-        raise Refused(f'{file} has no templates: name a templates.yaml of promptsource')
-    return content
+    try:
+        return yaml.load(path.read_text(encoding='utf-8'), Loader=TemplateLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: its bytes, a date
+        raise Refused(f'{file} is damaged ({error}): copy it again') from error
 
 
 class TemplateLoader(yaml.SafeLoader):
@@ -144,7 +135,10 @@ class Template:
     def compiled(self) -> jinja2.Template:
         """The template, which cuts each of its values."""
         cut = f' | string | truncate({MAX_CHARACTERS}) }}}}'
-        return ENVIRONMENT.from_string(self.jinja.replace('}}', cut))
+        try:
+            return ENVIRONMENT.from_string(self.jinja.replace('}}', cut))
+        except jinja2.TemplateError as error:  # also if it draws
+            raise Refused(f'the template {self.name!r} cannot be used: {error}') from error
 
     def num_choices(self) -> str:
         """Return the number of choices; 'vary' if examples have their own, '' if there are none."""

@@ -146,10 +146,9 @@ def best_first(arrays, num_beams):
 @pytest.mark.parametrize(
     'num_beams, mesh_shape',
     [
-        pytest.param(2, (1, 1), marks=pytest.mark.slow),
-        pytest.param(2, (2, 4), marks=pytest.mark.slow),
-        pytest.param(4, (1, 1), marks=pytest.mark.slow),
         (4, (2, 2)),
+        pytest.param(2, (2, 4), marks=pytest.mark.slow),
+        pytest.param(2, (1, 1), marks=[pytest.mark.slow, pytest.mark.long]),
     ],
 )
 @pytest.mark.parametrize(
@@ -199,31 +198,23 @@ def test_prompts_scores_and_lengths(untrained):
     assert found[1][:5] == prompts[1]
     whole = t5.score(inputs, found)
     assert_close(prompted_scores, whole - t5.score(inputs, prompts), 1e-4)
-    assert_refused(lambda: t5.generate(inputs, 12, prompts=prompts[:1]), 'prompts')
-    assert_refused(lambda: t5.generate(inputs, 4, prompts=prompts), 'max_length=4')
-    assert_refused(lambda: t5.generate(inputs, 12, prompts=[[77], [0, 77]]), 'prompts[1]')
 
 
-@pytest.mark.parametrize('nothing', [None, []])
-def test_an_input_without_a_prompt_beside_one_that_has_one(untrained, nothing):
+def test_an_input_without_a_prompt_beside_one_that_has_one(untrained, monkeypatch):
     t5, inputs = untrained, two_inputs()
     _, answers, scores = t5.generate(inputs, 12, return_scores=True)
     prompt = [*answers[0][:4], 77]
     _, whole, whole_scores = t5.generate(inputs, 12, prompts=[prompt, [77]], return_scores=True)
-    _, found, found_scores = t5.generate(inputs, 12, prompts=[prompt, nothing], return_scores=True)
-    assert found == [whole[0], answers[1]]
-    assert_close(found_scores, np.stack([whole_scores[0], scores[1]]), 1e-6)
-    assert t5.generate(inputs, 12, prompts=[nothing, nothing]) == answers
-
-
-@pytest.mark.parametrize('nothing', [None, ''])
-def test_texts_as_prompts_of_some_inputs(untrained, monkeypatch, nothing):
-    t5, inputs = untrained, two_inputs()
+    for nothing in (None, []):
+        prompts = [prompt, nothing]
+        _, found, found_scores = t5.generate(inputs, 12, prompts=prompts, return_scores=True)
+        assert found == [whole[0], answers[1]]
+        assert_close(found_scores, np.stack([whole_scores[0], scores[1]]), 1e-6)
     monkeypatch.setattr(t5, 'vocabulary', vocabularies.ByteVocabulary())
-    answers = t5.generate(inputs, 12)
-    found = t5.generate(inputs, 12, prompts=[nothing, 'ab'])
-    assert found[0] == answers[0]
-    assert found[1][:2] == [100, 101]
+    for nothing in (None, ''):
+        _, found, _ = t5.generate(inputs, 12, prompts=[nothing, 'ab'], return_scores=True)
+        assert found[0] == answers[0]
+        assert found[1][:2] == [100, 101]
 
 
 SAMPLES = {'temperature': 1.0, 'top_p': 0.9, 'num_return': 2}
@@ -279,57 +270,43 @@ def test_the_ways_to_decode_agree(untrained, beam_size, monkeypatch):
     assert_close(found_scores, scores, 1e-5)
 
 
-BAD_OPTIONS = {
-    'max_length': [0, -1, 1.5, 2**40, True, '3', None],
-    'beam_size': [0, 2.5, True, '4'],
-    'top_k': [-1, 4],  # without a temperature
-    'top_p': [1.5, 0.5],
-    'num_return': [0, 2],
-    'alpha': [-1.0],
-    'temperature': [-1, 'hot', float('nan'), [1.0], [], [[1.0], [1.0, 2.0]], [1.0, None]],
-    'seed': [-1, 0.5],
-    'beam_size=4': [{'beam_size': 4, 'temperature': 1.0}],
-    'top_k=4': [{'top_k': 4}],
-    'num_return=3': [{'beam_size': 2, 'num_return': 3}],
-}
+# (what the message names, options)
+BAD_OPTIONS = [
+    *(('max_length', {'max_length': x}) for x in (0, 1.5, 2**40, True, '3')),
+    ('beam_size', {'beam_size': 0}),
+    ('beam_size', {'beam_size': 4, 'temperature': 1.0}),
+    ('top_k', {'top_k': 4}),  # without a temperature
+    ('top_p', {'top_p': 1.5}),
+    ('num_return', {'beam_size': 2, 'num_return': 3}),
+    *(('temperature', {'temperature': x}) for x in (-1, 'hot', float('nan'), [1.0], [1.0, None])),
+    ('min_length', {'min_length': 128}),
+    ('seed', {'seed': -1}),
+    ('use beam_size', {'num_beams': 4}),  # a name of Hugging Face
+    ('return_scores', {'return_score': True}),
+    ('prompts', {'prompts': [[7]]}),
+    ('prompts[1]', {'prompts': [[7], [7, 7, 7]], 'max_length': 2}),
+    ('prompts[1]', {'prompts': [[7], [0, 7]]}),
+]
 
 
-@pytest.mark.parametrize('name', BAD_OPTIONS)
-def test_options_that_are_refused(t5, name):
-    for value in BAD_OPTIONS[name]:
-        options = value if isinstance(value, dict) else {name: value}
+def test_options_that_are_refused(t5):
+    for name, options in BAD_OPTIONS:
         assert_refused(lambda options=options: t5.generate([[5], [6]], **options), name)
+    for name, options in [('num_return', {'num_return': 2, 'temperature': 1.0}), BAD_OPTIONS[-5]]:
+        assert_refused(lambda options=options: t5.stream('a', **options), name)
 
 
-# (an argument of Hugging Face, a value, what the message names)
-UNKNOWN = [
-    ('num_beams', 4, 'use beam_size'),
-    ('do_sample', True, 'use temperature'),
-    ('max_new_tokens', 20, 'use max_length'),
-    ('num_return_sequences', 2, 'use num_return'),
-    ('length_penalty', 1.0, 'use alpha: as in T5X, scores are divided by ((5 + length) / 6)^alpha'),
-    ('beams', 4, 'use max_length, beam_size'),
-    ('return_score', np.ones([3, 3]), 'return_scores'),
-]
-
-
-@pytest.mark.parametrize('name, value, remedy', UNKNOWN, ids=[row[0] for row in UNKNOWN])
-def test_unknown_arguments_are_refused_with_our_names(t5, name, value, remedy):
-    for inputs in (['a text'], [[5], [6]]):
-        assert_refused(lambda inputs=inputs: t5.generate(inputs, **{name: value}), remedy)
-    with pytest.raises(ValueError, match=rf'{name}=.* is not an argument of generate'):
-        t5.generate(['a text'], **{name: value})
-
-
+SAMPLED = {'temperature': 1.0, 'top_k': 200, 'seed': 3, 'prompts': ['ä€']}
 STREAMED = [
-    {},
-    {'temperature': 1.0, 'top_k': 200, 'seed': 3, 'prompts': ['ä€']},
-    pytest.param({'beam_size': 2}, marks=pytest.mark.slow),
+    (SAMPLED, (1, 1)),
+    pytest.param({}, (2, 2), marks=pytest.mark.slow),
+    pytest.param({'beam_size': 2}, (1, 1), marks=pytest.mark.slow),
+    pytest.param({}, (1, 1), marks=[pytest.mark.slow, pytest.mark.long]),
+    pytest.param(SAMPLED, (2, 2), marks=[pytest.mark.slow, pytest.mark.long]),
 ]
 
 
-@pytest.mark.parametrize('options', STREAMED)
-@pytest.mark.parametrize('mesh_shape', [(1, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize('options, mesh_shape', STREAMED)
 def test_the_parts_of_a_stream_are_the_answer(options, mesh_shape):
     """Also beyond the first room of the cache, and for characters of several tokens."""
     path = T5X.parent / 'checkpoint_0'
@@ -351,25 +328,6 @@ class Forced:
         return self.vocabulary.decode(self.ids[: len(ids)])
 
 
-@pytest.mark.parametrize('name', ['bytes', 'byte_fallback'])
-def test_what_may_still_change_is_held_back(untrained, name):
-    """Characters of several bytes come complete; bytes that are none come when the next token is there."""
-    vocabulary = vocabularies.ByteVocabulary()
-    if name == 'byte_fallback':
-        vocabulary = byte_fallback()
-    [ids] = vocabulary.encode(['a ß €uro 😀 é  語'])
-    rng = np.random.default_rng(0)
-    for tokens in (ids, rng.integers(2, vocabulary.size, 20).tolist()):
-        example = infer.Example([5, 6, 1], prompt=[7] * len(tokens))
-        decoding = infer.Decoding(max_length=len(tokens))
-        forced = Forced(tokens, vocabulary)
-        parts = list(infer.stream_answer(untrained, decoding, example, forced))
-        assert ''.join(parts) == vocabulary.decode(tokens)
-        assert len(parts) > 5
-        if tokens is ids:
-            assert '\ufffd' not in ''.join(parts)
-
-
 def byte_fallback():
     """A SentencePiece model with a piece for each byte."""
     model = io.BytesIO()
@@ -388,18 +346,21 @@ def byte_fallback():
     return vocabularies.SentencePieceVocabulary(model.getvalue())
 
 
-def test_what_stream_refuses(t5):
-    for options in ({'num_return': 2, 'temperature': 1.0}, {'return_scores': True}):
-        assert_refused(lambda options=options: t5.stream('a', **options), 'use generate')
-    assert_refused(lambda: t5.stream('a', num_beams=2), 'use beam_size')
-    assert_refused(lambda: t5.stream(' a' * 999), 'trim=True')
-
-
-def test_a_model_has_the_methods_that_its_docstring_names(t5):
-    methods = {name for name in dir(infer.T5) if not name.startswith('_')}
-    assert methods == {'logits', 'score', 'generate', 'stream', 'encode', 'arrays', 'params'}
-    public = {name for name in vars(t5) if not name.startswith('_')}
-    assert public == {'config', 'mesh', 'vocabulary', 'max_input_length', 'projection'}
+@pytest.mark.parametrize('make', first_quick([byte_fallback, vocabularies.ByteVocabulary]))
+def test_what_may_still_change_is_held_back(untrained, make):
+    """Characters of several bytes come complete; bytes that are none come when the next token is there."""
+    vocabulary = make()
+    [ids] = vocabulary.encode(['a ß €uro 😀 é  語'])
+    rng = np.random.default_rng(0)
+    for tokens in (ids, rng.integers(2, vocabulary.size, 20).tolist()):
+        example = infer.Example([5, 6, 1], prompt=[7] * len(tokens))
+        decoding = infer.Decoding(max_length=len(tokens))
+        forced = Forced(tokens, vocabulary)
+        parts = list(infer.stream_answer(untrained, decoding, example, forced))
+        assert ''.join(parts) == vocabulary.decode(tokens)
+        assert len(parts) > 5
+        if tokens is ids:
+            assert '\ufffd' not in ''.join(parts)
 
 
 @pytest.mark.parametrize(
@@ -447,28 +408,33 @@ def test_what_may_be_asked(t5, examples):
     assert t5.encode(examples)[0].shape[0] == 2
 
 
-NO_LISTS = ['a text', b'bytes', [], np.zeros([0, 3], np.int32), None, 5, np.array(5), {'a': 1}]
-NO_IDS: list = [5, None, b'bytes', [1.5], np.array([5.0]), [True], ['a'], [[5]], [5, [6]], {5, 6}]
-NO_IDS += [[], [0, 0], 'a', [-1], [6, -100], [384], [2**31], np.array([2**32 + 5]), [2**70]]
+# (what the message names, the inputs)
+NO_INPUTS = [
+    *(('inputs=', x) for x in ('a text', [], np.zeros([0, 3], np.int32))),
+    *(('inputs[0]', x) for x in (b'bytes', {'a': 1}, np.array([5, 6]), ['a', [5]])),
+    *(('inputs[1]', [[5], x]) for x in ([1.5], [True], ['a'], [[5]], 5, {5, 6}, None)),
+    *(('inputs[1]', [[5], x]) for x in ([], [0, 0], [-1], [384], [2**31], np.array([2**32 + 5]))),
+    ('inputs[1]', ['b', 'a' * 512]),  # too long
+]
 
 
-@pytest.mark.parametrize('examples', NO_LISTS + [[[5], x] for x in NO_IDS], ids=repr)
-def test_what_may_not_be_asked(t5, examples):
+def test_what_may_not_be_asked(t5):
     """The message names the argument, and the example of a list."""
-    index = '[1]' if isinstance(examples, list) and examples else '='
-    assert_refused(lambda: t5.generate(examples), f'inputs{index}')
-    assert_refused(lambda: t5.score(examples, [[5]]), f'inputs{index}')
-    assert_refused(lambda: t5.score([[5]], examples), f'targets{index}')
-    assert_refused(lambda: t5.encode(examples), f'inputs{index}')
-
-
-def test_texts_that_are_none(t5):
-    assert_refused(lambda: t5.generate(['a', [5]]), 'inputs[0]')
-    assert t5.generate(Series(['a', 'b']), 2) == t5.generate(['a', 'b'], 2)
-    assert_refused(lambda: t5.generate(np.array([5, 6])), 'inputs[0]')
-    assert_refused(lambda: t5.generate(['a', '\ud800']), 'surrogate')
+    for name, examples in NO_INPUTS:
+        assert_refused(lambda examples=examples: t5.generate(examples), name)
+    assert_refused(lambda: t5.encode(['a' * 512]), 'inputs[0]')
+    assert_refused(lambda: t5.score([[5]], [[-1]]), 'targets[0]')
+    assert_refused(lambda: t5.score([[5]], [[5], [6]]), 'targets')
     without = infer.T5(t5.config, t5.arrays, t5.mesh)
     assert_refused(lambda: without.generate(['a text']), 'vocabulary=PATH')
+    encoder = infer.T5(dataclasses.replace(t5.config, num_decoder_layers=0), t5.arrays, t5.mesh)
+    for ask in (lambda: encoder.generate([[5]]), lambda: encoder.score([[5]], [[5]])):
+        assert_refused(ask, 'encoder')
+
+
+def test_texts_of_any_list(t5):
+    assert t5.generate(Series(['a', 'b']), 2) == t5.generate(['a', 'b'], 2)
+    assert t5.generate([[5], [6]], np.int64(2)) == t5.generate(np.array([[5, 0], [6, 0]]), 2)
 
 
 # The encoder.
@@ -544,12 +510,11 @@ def test_of_an_encoder_no_file_of_the_decoder_is_read(tmp_path, ours):
         else:
             folder.unlink()
     chex.assert_trees_all_equal(infer.load(run, part='encoder').arrays, expected)
-    with pytest.raises(ValueError, match='decoder'):
-        infer.load(run)
+    assert_refused(lambda: infer.load(run), 'decoder')
     chunk = run / 'checkpoint_6/target.encoder.encoder_norm.scale/0'
     chunk.write_bytes(chunk.read_bytes()[:-1] + b'x')
-    with pytest.raises(ValueError, match='target.encoder.encoder_norm.scale'):
-        infer.load(run, part='encoder')
+    name = 'target.encoder.encoder_norm.scale'
+    assert_refused(lambda: infer.load(run, part='encoder'), name)
 
 
 def test_a_checkpoint_of_an_encoder_alone(tmp_path):
@@ -561,46 +526,27 @@ def test_a_checkpoint_of_an_encoder_alone(tmp_path):
     assert found.config == t5.config
     chex.assert_trees_all_equal(found.arrays, t5.arrays)
     infer.load(tmp_path, part='encoder')
-    with pytest.raises(ValueError, match='checkpoint_3 is an encoder alone'):
-        infer.load(tmp_path, part='whole')
+    assert_refused(lambda: infer.load(tmp_path, part='whole'), 'checkpoint_3')
 
 
 def test_any_number_of_inputs_are_encoded_in_their_order(t5):
     """As each alone. The length is that of the longest."""
-    inputs = [[*range(5, 5 + n % 50), 1] for n in range(75)]
+    inputs = [[*range(5, 5 + n % 50), 1] for n in range(0, 75, 3)]
     outputs, mask = t5.encode(inputs, batch_size=8)
-    assert outputs.shape == (75, 50, t5.config.emb_dim) and mask.shape == (75, 50)
+    assert outputs.shape == (25, 49, t5.config.emb_dim) and mask.shape == (25, 49)
     assert mask.sum(axis=1).tolist() == [len(ids) for ids in inputs]
-    for i in (0, 33, 74):
-        alone, _ = t5.encode([inputs[i]])
+    for i in (0, 24):
+        alone, _ = t5.encode([inputs[i]], batch_size=8)
         assert_close(outputs[i, : len(inputs[i])], alone[0], 1e-5)
 
 
 def test_texts_are_encoded_as_they_are_answered(t5):
-    """With EOS, glued sentinels as everywhere, and cut only where that is asked for."""
+    """With EOS, and glued sentinels as everywhere."""
     outputs, mask = t5.encode(['ab', 'a', ''])
     ids = [[97 + 3, 98 + 3, 1], [97 + 3, 1], [1]]
     expected, expected_mask = t5.encode(ids)
     np.testing.assert_array_equal(mask, expected_mask)
     np.testing.assert_array_equal(outputs, expected)
-    assert_refused(lambda: t5.encode(['a' * 512]), 'inputs[0] has 513 tokens')
-    outputs, _ = t5.encode(['a' * 512], trim=True)
-    assert outputs.shape[1] == 512
-
-
-def test_an_encoder_alone_does_nothing_else():
-    t5 = infer.load(T5X, part='encoder', vocabulary='bytes')
-    for ask in (
-        lambda: t5.generate(['a text']),
-        lambda: t5.score(['a'], ['b']),
-        lambda: t5.logits(a_batch()),
-    ):
-        assert_refused(ask, 'encoder alone')
-
-
-def test_types_of_arguments(t5):
-    assert t5.generate([[5], [6]], np.int64(2)) == t5.generate(np.array([[5, 0], [6, 0]]), 2)
-    assert_refused(lambda: t5.score([[5]], [[5], [6]]), 'targets')
 
 
 INPUTS, SHIFTED, TARGETS = infer.SEQUENCES
@@ -611,30 +557,24 @@ ONES = np.ones([2, 4], np.int32)
 GOOD_BATCHES = [
     {},
     {INPUTS: [[1, 2, 3, 4], [5, 6, 7, 8]]},
-    {INPUTS: np.ones([2, 9], np.int64)},
+    {INPUTS: np.ones([2, 4], np.int64)},
     SEGMENTS,
     {'decoder_loss_weights': np.ones([2, 4])},
 ]
 # (what the message names, the changes)
 BAD_BATCHES = [
-    (TARGETS, {TARGETS: None}),
-    (f'{INPUTS} has 384', {INPUTS: 384 * ONES}),
-    (f'{INPUTS} has 4294967301', {INPUTS: np.full([2, 4], 2**32 + 5)}),
-    (f'{SHIFTED} has -1', {SHIFTED: -ONES}),
-    (f'{TARGETS} has 384', {TARGETS: jnp.full([2, 4], 384)}),
-    (f'{TARGETS} has -100', {TARGETS: np.array([[5, 6, 1, 1], [5, 1, -100, -100]])}),
+    (INPUTS, {INPUTS: 384 * ONES}),
+    (INPUTS, {INPUTS: np.full([2, 4], 2**32 + 5)}),
+    (SHIFTED, {SHIFTED: -ONES}),
+    (TARGETS, {TARGETS: jnp.full([2, 4], 384)}),
     (INPUTS, {INPUTS: np.ones(4, int)}),
-    (INPUTS, {INPUTS: np.ones([2, 0], int)}),
     (INPUTS, {name: np.ones([0, 4], int) for name in infer.SEQUENCES}),
     (INPUTS, {INPUTS: np.ones([2, 4])}),
-    (INPUTS, {INPUTS: [[1], [2, 3]]}),
-    (INPUTS, {INPUTS: 'text'}),
     (SHIFTED, {INPUTS: np.ones([3, 4], int)}),
     (TARGETS, {SHIFTED: np.ones([2, 5], int)}),
-    ('encoder_segment_ids', SEGMENTS | {'encoder_segment_ids': np.ones([2, 5], int)}),
-    ('decoder_segment_ids has -1', SEGMENTS | {'decoder_segment_ids': -ONES}),
+    ('decoder_segment_ids', SEGMENTS | {'decoder_segment_ids': -ONES}),
     ('encoder_segment_ids', {'encoder_segment_ids': ONES}),
-    ('encoder_segments', {'encoder_segments': 1}),
+    ('input_ids', {'input_ids': ONES}),
 ]
 
 
@@ -642,71 +582,31 @@ def a_batch():
     return {name: np.full([2, 4], 5, np.int32) for name in infer.SEQUENCES}
 
 
-@pytest.mark.parametrize('changes', GOOD_BATCHES, ids=lambda value: ', '.join(value))
-def test_batches(t5, changes):
-    assert t5.logits(a_batch() | changes).shape == (2, 4, 384)
-
-
-@pytest.mark.parametrize('name, changes', BAD_BATCHES)
-def test_batches_that_are_refused(t5, name, changes):
-    assert_refused(lambda: t5.logits(a_batch() | changes), name)
-
-
-@pytest.mark.parametrize('batch', [{'x': 1}, {1: 2, 'x': 3}, [1], None], ids=str)
-def test_batches_that_are_none(t5, batch):
-    assert_refused(lambda: t5.logits(batch), f'{INPUTS}, {SHIFTED}, {TARGETS}')
-
-
-def test_logits_inside_of_another_function(t5):
+def test_batches(t5):
+    for changes in GOOD_BATCHES:
+        assert t5.logits(a_batch() | changes).shape == (2, 4, 384)
     assert jax.jit(t5.logits)(a_batch()).shape == (2, 4, 384)
+    for name, changes in BAD_BATCHES:
+        assert_refused(lambda changes=changes: t5.logits(a_batch() | changes), name)
 
 
-def test_a_batch_of_hugging_face(t5):
-    """The message says how to make T5X's features of it."""
-    input_ids = np.array([[5, 6, 1, 0], [7, 1, 0, 0]])
-    labels = np.array([[8, 1, -100], [9, 10, 1]])
-    batch = {'input_ids': input_ids, 'labels': labels}
-    remedy = 'encoder_input_tokens=input_ids, decoder_target_tokens=np.where(labels == -100, 0, lab'
-    assert_refused(lambda: t5.logits(batch), remedy)
-    targets = np.where(labels == -100, 0, labels)
-    shifted = np.pad(targets, ((0, 0), (1, 0)))[:, :-1]
-    logits = t5.logits({INPUTS: input_ids, SHIFTED: shifted, TARGETS: targets})
-    log_probs = np.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
-    expected = np.where(labels == -100, 0, log_probs).sum(axis=-1)
-    np.testing.assert_allclose(t5.score(input_ids, targets), expected, rtol=1e-5)
+def test_what_load_refuses():
+    for name, value in [
+        *(('dtype', x) for x in ('int8', None)),
+        *(('part', x) for x in ('decoder', None)),
+        *(('vocabulary', x) for x in ('nowhere', T5X, __file__, 5, 'http://x')),
+    ]:
+        assert_refused(lambda name=name, value=value: infer.load(T5X, **{name: value}), str(value))
 
 
-BAD_ARGUMENTS = {
-    'dtype': ['int8', 'float64', 'nonsense', None, float],
-    'mesh': [(2, 2), jax.make_mesh((8,), ('data',)), jax.make_mesh((1, 8), ('data', 'model'))],
-    'part': ['decoder', None],
-    'vocabulary': ['nowhere', T5X],
-    __file__: [{'vocabulary': __file__}],
-    '5': [{'vocabulary': 5}],
-    'http://x': [{'vocabulary': 'http://x'}],
-}
-
-
-@pytest.mark.parametrize('name', BAD_ARGUMENTS)
-def test_what_load_refuses(name):
-    for value in BAD_ARGUMENTS[name]:
-        arguments = value if isinstance(value, dict) else {name: value}
-        assert_refused(lambda arguments=arguments: infer.load(T5X, **arguments), name)
-
-
-def test_dtypes_of_load():
-    for dtype, expected in [('', 'float32'), (jnp.bfloat16, 'bfloat16'), ('float16', 'float16')]:
-        found = infer.load(T5X, dtype=dtype).arrays.values()
+def test_dtypes_of_load(t5):
+    """Parameters of half the size give close logits."""
+    for path, dtype, expected in [(T5X, '', 'float32'), (MESH_TF, '', 'bfloat16')]:
+        found = infer.load(path, dtype=dtype).arrays.values()
         assert {x.dtype.name for x in found} == {expected}
-    stored = {x.dtype.name for x in infer.load(MESH_TF, dtype='').arrays.values()}
-    assert stored == {'bfloat16'}
-
-
-def test_half_the_memory(t5):
-    half = infer.load(T5X, dtype='bfloat16')
+    half = infer.load(T5X, dtype=jnp.bfloat16)
     assert {x.dtype for x in half.arrays.values()} == {jnp.bfloat16.dtype}
-    batch = golden_batch(np.load(T5X.parent / 'golden.npz'), 'batch')
-    batch = {name: x[:2, :4] for name, x in batch.items()}
+    batch = {name: np.arange(5, 13).reshape(2, 4) for name in infer.SEQUENCES}
     logits = half.logits(batch)
     assert logits.dtype == jnp.float32
     assert_close(logits, t5.logits(batch), 2e-2)  # eight bits of mantissa
@@ -721,7 +621,7 @@ def random_examples(num_examples, max_length, seed=0):
     return examples
 
 
-@pytest.mark.parametrize('num_examples', [0, 1, 4, 9, 10, 11, 25])
+@pytest.mark.parametrize('num_examples', [0, 1, 10, 25])
 def test_batches_are_sorted_by_length_and_results_are_in_order(monkeypatch, num_examples):
     """Chunks of 10: in each the longest come first, and batches have the same number of rows."""
     monkeypatch.setattr(infer, 'EXAMPLES_PER_CHUNK', 10)
@@ -762,9 +662,8 @@ def test_many_examples_are_answered_as_few(t5, monkeypatch):
 
 
 def test_a_text_that_is_too_long(t5):
-    """It is refused, or cut if that is asked for; ids are taken as they are."""
+    """It is cut if that is asked for; ids are taken as they are."""
     text = 'a' * 512
-    assert_refused(lambda: t5.generate(['b', text], max_length=1), 'inputs[1] has 513 tokens')
     ids = [100] * 511 + [1]
     [found], _, scores = t5.generate([text], max_length=1, trim=True, return_scores=True)
     _, _, expected = t5.generate([ids], max_length=1, return_scores=True)

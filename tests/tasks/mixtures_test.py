@@ -20,6 +20,7 @@ from forms import slow
 import tasks
 import tasks.open
 import vocabulary as vocabularies
+from messages import Refused
 from run import prefetch
 from run.train_vocabulary import training_texts
 from stream import Stream
@@ -125,57 +126,46 @@ def test_a_module_is_found_by_its_name_in_the_current_folder(tmp_path, monkeypat
 
 # Settings or the tasks of a module, and what the message names.
 REFUSED = [
-    ({'task': 'spel'}, "data.task='spel' is unknown"),
-    ({'task': 'lost'}, "task 'nowhere' of data.task='lost'"),
-    ({'task': 'circle'}, "mixture 'circle' is in itself (circle > circle)"),
+    ({'task': 'spel'}, "data.task='spel'"),
+    ({'task': 'lost'}, "'nowhere' of data.task='lost'"),
+    ({'task': 'circle'}, "'circle'"),
     ({'module': 'absent'}, "data.module='absent'"),
     ("[Task('a'), Task('a')]", "'a'"),
     ("[Task('text_to_text')]", "'text_to_text'"),
+    ("[Task('a/b')]", "name='a/b'"),
+    ("[Task('all', delimiter='ab')]", "task 'all': data.delimiter='ab'"),
     ("[Task('all', objective='magic')]", "objective='magic' of task 'all'"),
-    ("[Task('all')]", "task 'all' needs records"),
-    ("[Task('all', objective='span_corruption')]", "task 'all' needs records"),
-    ("[Task('all', preprocess_fn=lambda record: [record])]", "task 'all' needs records"),
-    ("[Mixture('all', {Task('c4_mine'): 1})]", "task 'c4_mine' needs records"),
+    ("[Task('all', preprocess_fn=lambda record: [record], targets='{a}')]", "task 'all'"),
+    ("[Task('all')]", "task 'all'"),
+    ("[Mixture('all', {Task('c4_mine'): 1})]", "task 'c4_mine'"),
     ('{}', 'my_tasks.py'),
-    ('[1]', 'my_tasks.py: TASKS has 1'),
-    ('[', 'my_tasks.py, line 2'),
-    ('[]\nimport absent_module', 'my_tasks.py, line 3: ModuleNotFoundError'),
-    ('[]\ndef f():\n  return 1 / 0\nf()', 'my_tasks.py, line 4: ZeroDivisionError'),
-    ('[]\ndel TASKS', 'my_tasks.py'),
 ]
 
 
-@pytest.mark.parametrize('wrong, named', REFUSED)
-def test_a_name_or_a_module_that_is_wrong_is_named(tmp_path, wrong, named):
-    changes = wrong if isinstance(wrong, dict) else {}
-    config = mixture_config(tmp_path, **changes)
-    if not changes:
-        module = f'from tasks import Mixture, Task\nTASKS = {wrong}'
-        (tmp_path / 'my_tasks.py').write_text(module)
-    with pytest.raises(ValueError, match=re.escape(named)):
-        tasks.open.open_mixture(config)
+def test_a_name_or_a_module_that_is_wrong_is_named(tmp_path):
+    for wrong, named in REFUSED:
+        changes = wrong if isinstance(wrong, dict) else {}
+        config = mixture_config(tmp_path, **changes)
+        if not changes:
+            module = f'from tasks import Mixture, Task\nTASKS = {wrong}'
+            (tmp_path / 'my_tasks.py').write_text(module)
+        with pytest.raises(Refused, match=re.escape(named)):
+            tasks.open.open_mixture(config)
 
 
-@pytest.mark.parametrize(
-    'body, reason',
-    [
-        ("return [{'targets': record['absent']}]", "my_tasks.py, line 6: KeyError: 'absent', and"),
-        ('return None', 'my_tasks.py, line 5: .*preprocess_fn gave None'),
-        ("return {'targets': 'a'}", "preprocess_fn gave {'targets': 'a'}"),
-        ("yield {'targets': 'a'}; 1 / 0", 'my_tasks.py, line 6: ZeroDivisionError'),
-        ("raise SystemExit('no')", 'my_tasks.py, line 6: SystemExit: no'),
-        ("return [{'inputs': 'a'}]", "preprocess_fn gave {'inputs': 'a'}"),
-        ("return [{'targets': 3}]", "preprocess_fn gave {'targets': 3}"),
-        ("return 'text'", "preprocess_fn gave 't'"),
-    ],
-)
-def test_a_function_that_fails_names_the_record(tmp_path, body, reason):
+def with_fault(config, folder, fault):
+    """Let the function of the task spell fail on some words."""
+    config.module = write_tasks(folder, MODULE.replace('        yield', f'{fault}        yield'))
+    return config
+
+
+def test_an_error_of_a_function_has_a_note_that_names_the_record(tmp_path):
     config = mixture_config(tmp_path, task='spell')
-    begin = MODULE.index('    for word')
-    end = MODULE.index('\n\n\nTASKS')
-    config.module = write_tasks(tmp_path, MODULE[:begin] + f'    {body}' + MODULE[end:])
-    with pytest.raises(ValueError, match=f'line [0-9]+ of {tmp_path}/spell.jsonl: .*{reason}'):
-        open_stream(config)
+    with pytest.raises(ZeroDivisionError) as error:
+        open_stream(with_fault(config, tmp_path, '        1 / 0\n'))
+    assert error.traceback[-1].path == tmp_path / 'my_tasks.py'
+    [note] = error.value.__notes__
+    assert re.match(rf"line [0-9]+ of {tmp_path}/spell.jsonl, task spell; .*'words", note)
 
 
 def test_a_task_takes_the_records_of_the_settings(tmp_path):
@@ -187,14 +177,12 @@ def test_a_task_takes_the_records_of_the_settings(tmp_path):
 
 def test_a_vocabulary_is_trained_without_the_records_on_which_a_function_fails(tmp_path):
     fault = "        if word == 'w2':\n            1 / 0\n"
-    text = MODULE.replace('        yield', f'{fault}        yield')
     config = mixture_config(tmp_path, task='spell', on_bad_line='skip', max_bad_fraction=0.5)
-    config.module = write_tasks(tmp_path, text)
-    mixture = tasks.open.open_mixture(config)
+    mixture = tasks.open.open_mixture(with_fault(config, tmp_path, fault))
     texts = set(training_texts(mixture))
     assert 'spell: w5' in texts and 'spell: w2' not in texts
-    descriptions, num_bad = mixture.faults()
-    assert num_bad == 1 and 'my_tasks.py, line 8: ZeroDivisionError' in descriptions[0]
+    [description], num_bad = mixture.faults()
+    assert num_bad == 1 and 'spell.jsonl' in description and 'ZeroDivisionError' in description
 
 
 # An objective of a user's class: of documents, and of inputs and targets, from scratch.
@@ -291,7 +279,7 @@ def test_rates_by_size_count_lines(tmp_path):
     assert tasks.open.open_mixture(config).tasks[0].rate == pytest.approx(7 / 8)
     (tmp_path / 'add.csv.gz').write_bytes(gzip.compress(table.encode()))
     config.module = write_tasks(tmp_path, MODULE.replace('add.jsonl', 'add.csv.gz'))
-    with pytest.raises(ValueError, match="'add' has a rate by its number of examples, which is un"):
+    with pytest.raises(Refused, match="'by_size'.*'add'"):
         tasks.open.open_mixture(config)
 
 
@@ -413,33 +401,25 @@ def test_any_number_of_processes_gives_the_same_batches_resumed_anywhere(
 
 @pytest.mark.parametrize('num_workers', [0, 2])
 def test_batches_made_ahead_are_those_of_the_stream(tmp_path, num_workers):
-    config = mixture_config(tmp_path, pack='tightly')
-    plain = open_stream(config, batch_size=6, rows=range(1, 6))
-    for _ in range(3):
-        next(plain)
-    expected = open_stream(config, batch_size=6, rows=range(1, 6))
+    """To the end of its rows."""
+    options = {'batch_size': 3, 'rows': range(1, 3), 'num_epochs': 1}
+    config = mixture_config(tmp_path, task='add', pack='tightly')
+    plain = open_stream(config, **options)
+    next(plain)
+    expected = open_stream(config, **options)
     expected.seek(plain.position)
     expected.counts[:] = plain.counts
     num_threads = threading.active_count()  # the thread starts with the first `next`
-    batches = prefetch.batches(plain, num_workers)
-    for batch in itertools.islice(batches, 20):
+    num_batches = 0
+    for batch in prefetch.batches(plain, num_workers):
         np.testing.assert_array_equal(batch.before, expected.position)
         chex.assert_trees_all_equal(batch.features, next(expected))
         np.testing.assert_array_equal(batch.after, expected.position)
         np.testing.assert_array_equal(batch.counts, expected.counts)
-    batches.close()
+        num_batches += 1
+    assert num_batches >= 3
     assert threading.active_count() == num_threads
-
-
-@pytest.mark.parametrize('num_workers', [0, 3])
-def test_batches_made_ahead_end_with_their_rows(tmp_path, num_workers):
-    config = mixture_config(tmp_path, task='add', pack='no')
-    options = {'batch_size': 7, 'num_epochs': 1}
-    expected = list(open_stream(config, **options))
-    found = list(prefetch.batches(open_stream(config, **options), num_workers))
-    assert len(found) == len(expected)
-    for batch, features in zip(found, expected, strict=True):
-        chex.assert_trees_all_equal(batch.features, features)
+    assert next(expected, None) is None
 
 
 @pytest.mark.slow
@@ -448,15 +428,15 @@ def test_errors_and_faults_of_worker_processes_arrive(tmp_path):
     stream = open_stream(config, batch_size=2)
     with (tmp_path / 'add.jsonl').open('a') as file:
         file.write('\nno json')
-    with pytest.raises(ValueError, match="the files of data.task='add' changed while the run beg"):
+    with pytest.raises(Refused, match="data.task='add'"):
         list(prefetch.batches(stream, num_workers=1))
     config.on_bad_line = 'skip'
     for batch in prefetch.batches(open_stream(config, batch_size=2), num_workers=2):
         if batch.faults:
-            assert re.search('line 91 of .*add.jsonl: no JSON', batch.faults[0])
+            assert re.search('line 91 of .*add.jsonl', batch.faults[0])
             break
     config.on_bad_line = 'stop'
-    with pytest.raises(ValueError, match='line 91 of .*add.jsonl: no JSON'):
+    with pytest.raises(Refused, match='line 91 of .*add.jsonl'):
         list(prefetch.batches(open_stream(config, batch_size=2, num_epochs=1), num_workers=2))
 
 
@@ -469,7 +449,7 @@ def test_a_worker_process_that_dies_is_reported(tmp_path):
     os.kill(workers.workers[1].process.pid, signal.SIGTERM)
     next(batches)
     os.kill(workers.workers[1].process.pid, signal.SIGKILL)
-    with pytest.raises(ChildProcessError, match='rows 1 to 1 ended with exit code -9'):
+    with pytest.raises(ChildProcessError, match='rows 1 to 1 .*-9'):
         list(batches)
     workers.stop()
     assert not any(worker.process.is_alive() for worker in workers.workers)

@@ -16,6 +16,7 @@ from originals import check_names_and_rates, name_of
 import tasks
 import tasks.open
 from configs import base
+from messages import Refused
 from sources import NO_SPLIT
 from tasks import mt5 as tasks_mt5
 from tasks import t5
@@ -68,11 +69,10 @@ def test_rates_by_size():
     assert rates['mc4.yo'] == 1
 
 
-@pytest.mark.parametrize('case', GOLDEN['texts'], ids=lambda case: case['task'])
-def test_the_texts(case):
-    task = ROWS[case['task']]
-    found = list(task.preprocess([case['example']]))
-    assert found == case['outputs']
+def test_the_texts():
+    for case in GOLDEN['texts']:
+        task = ROWS[case['task']]
+        assert list(task.preprocess([case['example']])) == case['outputs'], task.name
 
 
 @pytest.mark.parametrize('is_right', [True, False])
@@ -119,7 +119,5 @@ def test_a_missing_data_set_is_named(tmp_path):
     config = base.get_config().data
     config.tfds_dir = str(tmp_path)
     config.task = 'mt5_xnli_zeroshot'
-    with pytest.raises(
-        ValueError, match="'mt5_xnli_train': data.tfds='multi_nli:1.1.0': .*does not hold"
-    ):
+    with pytest.raises(Refused, match="'mt5_xnli_train': data.tfds='multi_nli:1.1.0'"):
         tasks.open.open_mixture(config)

@@ -17,6 +17,7 @@ import data
 import tasks.open
 import vocabulary as vocabularies
 from configs import ul2
+from messages import Refused
 from run.train_vocabulary import train_vocabulary
 from stream import OpenMixture, Stream
 from tasks import metrics, mixtures
@@ -135,13 +136,17 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize('sizes', SIZES)
-@pytest.mark.parametrize('concatenate', ['auto', 'yes', 'no'])
 @pytest.mark.parametrize('name', DENOISING)
-def test_examples_reassemble_every_document(name, concatenate, sizes):
-    names, records = group_of(SIZES[sizes])
+def test_examples_reassemble_every_document(name):
+    for concatenate in ('auto', 'yes', 'no'):
+        for sizes in SIZES.values():
+            check_documents(name, concatenate, sizes)
+
+
+def check_documents(name, concatenate, sizes):
+    names, records = group_of(sizes)
     objective = make_objective(name, concatenate=concatenate)
-    ends = np.cumsum([0, *SIZES[sizes]])
+    ends = np.cumsum([0, *sizes])
     texts = []
     for example in objective.examples(names, records, 7):
         assert example.inputs.dtype == example.targets.dtype == np.int32
@@ -152,13 +157,13 @@ def test_examples_reassemble_every_document(name, concatenate, sizes):
         texts.append(text)
         if text:
             documents = np.searchsorted(ends, np.array([text[0], text[-1]]) - 3, side='right') - 1
-            found = [names[i] for i in range(documents[0], documents[1] + 1) if SIZES[sizes][i]]
+            found = [names[i] for i in range(documents[0], documents[1] + 1) if sizes[i]]
             assert list(example.names) == found
         if not objective.concatenates:
             assert len(example.names) == 1
     may_be_eos_alone = ('full_lm', 'pack_prefix_lm_encoder_decoder')
     assert all(texts) or name in may_be_eos_alone
-    assert sum(sorted(texts), []) == list(range(3, 3 + sum(SIZES[sizes])))
+    assert sum(sorted(texts), []) == list(range(3, 3 + sum(sizes)))
     per_document = {'deshuffling', 'prefix_lm', 'principle_sentences'}
     assert objective.concatenates == (
         concatenate == 'yes' or (concatenate == 'auto' and name not in per_document)
@@ -292,12 +297,14 @@ def straightforward_choice(text, number):
     return sentences, sorted(best)
 
 
-@pytest.mark.parametrize('kept', [0.0, 1.0])
-@pytest.mark.parametrize('ratio, number', [(0.0, 1), (0.2, 1), (0.25, 2), (0.5, 4), (1.0, 9)])
 @pytest.mark.parametrize('kind', ['bytes', 'pieces'])
-def test_principle_sentences_are_those_of_a_straightforward_choice(
-    pydoc_model, kind, ratio, number, kept
-):
+def test_principle_sentences_are_those_of_a_straightforward_choice(pydoc_model, kind):
+    for ratio, number in [(0.0, 1), (0.2, 1), (0.25, 2), (0.5, 4), (1.0, 9)]:
+        for kept in (0.0, 1.0):
+            check_choice(pydoc_model, kind, ratio, number, kept)
+
+
+def check_choice(pydoc_model, kind, ratio, number, kept):
     vocabulary = vocabularies.ByteVocabulary(100)
     text = SENTENCES
     if kind == 'pieces':
@@ -479,45 +486,37 @@ def test_sentinels_may_have_any_ids(name):
 WITH_SENTINELS = ('principle_sentences', 'ul2', 'iid_denoising', 'mass_style', 'bert_style')
 # Objectives, settings, and what the message names.
 REFUSED = [
-    ('ul2', {'lengths.targets': 114}, 'data.lengths.targets=114: .* use 13'),
+    ('ul2', {'lengths.targets': 114}, 'data.lengths.targets=114'),
     ('ul2', {'lengths.inputs': 4}, 'data.lengths.inputs=4'),
     ('iid_denoising', {'lengths.inputs': 2}, 'data.lengths.inputs=2'),
-    ('iid_denoising', {'lengths.targets': 18}, 'data.lengths.targets=18: .* use 20'),
-    ('iid_denoising', {'lengths.inputs': 1024, 'lengths.targets': 1024}, '132 noise spans for 100'),
-    ('drop_corrupted_tokens', {'lengths.targets': 10}, 'data.lengths.targets=10: .* use 11'),
-    *[
-        (name, {'lengths.targets': 63}, 'data.lengths.targets=63: .* use 64')
-        for name in NOISE_AND_TEXT
-    ],
-    ('prefix_lm', {'lengths.targets': 1}, 'data.lengths.targets=1: .* use 2'),
-    ('lm', {'lengths.targets': 1}, 'data.lengths.targets=1: .* use 2'),
+    ('iid_denoising', {'lengths.targets': 18}, 'data.lengths.targets=18'),
+    ('iid_denoising', {'lengths.inputs': 1024, 'lengths.targets': 1024}, '132 noise spans'),
+    ('drop_corrupted_tokens', {'lengths.targets': 10}, 'data.lengths.targets=10'),
+    *[(name, {'lengths.targets': 63}, 'data.lengths.targets=63') for name in NOISE_AND_TEXT],
+    ('prefix_lm', {'lengths.targets': 1}, 'data.lengths.targets=1'),
     ('pack_prefix_lm_encoder_decoder', {'lengths.inputs': 63}, 'data.lengths.inputs=63'),
-    ('principle_sentences', {'lengths.targets': 1}, 'data.lengths.targets=1: .* use 2'),
-    ('principle_sentences', {'sentences.ratio': 2.0}, 'data.sentences.ratio=2.0'),
-    ('prefix_lm', {'concatenate': 'maybe'}, 'data.concatenate'),
+    ('principle_sentences', {'lengths.targets': 1}, 'data.lengths.targets=1'),
     *[(name, {'extra_ids': 0}, 'data.extra_ids=0') for name in WITH_SENTINELS],
 ]
 
 
-@pytest.mark.parametrize('name, changes, named', REFUSED)
-def test_settings_that_do_not_fit_are_refused(pydoc_model, name, changes, named):
-    vocabulary = vocabularies.SentencePieceVocabulary(pydoc_model, changes.get('extra_ids', 100))
-    with pytest.raises(ValueError, match=named) as error:
-        make_objective(name, vocabulary, **changes)
-    assert '\n' not in str(error.value)
+def test_settings_that_do_not_fit_are_refused(pydoc_model):
+    for name, changes, named in REFUSED:
+        extra_ids = changes.get('extra_ids', 100)
+        vocabulary = vocabularies.SentencePieceVocabulary(pydoc_model, extra_ids)
+        with pytest.raises(Refused, match=named):
+            make_objective(name, vocabulary, **changes)
+    letters = vocabularies.SentencePieceVocabulary(
+        train_vocabulary(['only a few letters'] * 20, 16)
+    )
+    with pytest.raises(Refused, match='data.vocabulary'):
+        make_objective('ul2', letters)
 
 
 @pytest.mark.parametrize('name', ['drop_corrupted_tokens', 'deshuffling', 'prefix_lm', 'full_lm'])
 def test_others_need_none(pydoc_model, name):
     plain = vocabularies.SentencePieceVocabulary(pydoc_model, extra_ids=0)
     assert make_objective(name, plain).num_sentinels == 0
-
-
-def test_a_vocabulary_without_the_modes_is_refused():
-    model = train_vocabulary(['only a few small letters'] * 20, 16)
-    letters = vocabularies.SentencePieceVocabulary(model)
-    with pytest.raises(ValueError, match='data.vocabulary'):
-        make_objective('ul2', letters)
 
 
 @pytest.mark.parametrize('num_sentinels', [1, 2, 5, 99])
