@@ -67,17 +67,18 @@ class Task:
 
     def __post_init__(self):
         check_name(self.name)
-        for setting in (field.name for field in dataclasses.fields(self)):
-            if f'data.{setting}' in check.declared():
-                try:
+        try:
+            for setting in (field.name for field in dataclasses.fields(self)):
+                if f'data.{setting}' in check.declared():
                     check.check_value(f'data.{setting}', getattr(self, setting))
-                except Refused as error:
-                    raise Refused(f'task {self.name!r}: {error}') from None
+            templates = self.templates
+        except Refused as error:  # the traceback has the line of the Python file
+            raise ValueError(f'task {self.name!r}: {error}') from None
         if isinstance(self.objective, str) and self.objective not in OBJECTIVES:
             rule = f'must be a class, or one of {", ".join(OBJECTIVES)}'
-            raise Refused(f'objective={self.objective!r} of task {self.name!r}: {rule}')
-        if self.templates and self.preprocess_fn is not None:
-            raise Refused(f'task {self.name!r} has preprocess_fn and targets: leave one out')
+            raise ValueError(f'objective={self.objective!r} of task {self.name!r}: {rule}')
+        if templates and self.preprocess_fn is not None:
+            raise ValueError(f'task {self.name!r} has preprocess_fn and targets: leave one out')
         # A function that takes other arguments raises Python's TypeError here, not at its first record.
         with noting(f'task {self.name}'):
             if self.preprocess_fn is not None:
@@ -167,11 +168,11 @@ def examples_given(given: Iterable[Fields]) -> list[Example]:
 
 
 def check_name(name: str) -> None:
-    """Refuse a name of a task or mixture that no file can have. A colon in it is a folder."""
+    """Raise ValueError for a name of a task or mixture that no file can have. A colon in it is a folder."""
     is_plain = name.isprintable() and name == name.strip() and not set(name) & set('/\\,')
     has_parts = all(part and not part.startswith('.') for part in name.split(':'))
     if not is_plain or not has_parts or len(name.encode()) > MAX_NAME_BYTES:
-        raise Refused(f'name={name!r:.60}: must be the name of a file, without / \\ and commas')
+        raise ValueError(f'name={name!r:.60}: must be the name of a file, without / \\ and commas')
 
 
 def settings_of_a_row(config: ConfigDict) -> dict[str, str]:
@@ -244,7 +245,7 @@ class Mixture:
         check_name(self.name)
         names = [name_of(member) for member in self.members]
         if not names or len(set(names)) < len(names):
-            raise Refused(f'mixture {self.name!r} has members={names!r:.60}: name some, each once')
+            raise ValueError(f'mixture {self.name!r} has members={names!r:.60}: name some, each once')
         for member, rate in self.members.items():
             if not callable(rate):
                 self._check_rate(name_of(member), rate)
@@ -300,7 +301,7 @@ class Mixture:
 
     def _check_rate(self, name: str, rate: float) -> None:
         if not 0 <= rate < math.inf:
-            raise Refused(f'mixture {self.name!r}: the rate of {name!r} is {rate!r}: use 0 or more')
+            raise ValueError(f'mixture {self.name!r}: the rate of {name!r} is {rate!r}: use 0 or more')
 
 
 def name_of(member: str | Task | Mixture) -> str:

@@ -66,7 +66,7 @@ def own_tasks(module: str) -> dict[str, Task | Mixture]:
     named: dict[str, Task | Mixture] = {}
     for entry in found:
         if entry.name in named or entry.name in OBJECTIVES:
-            raise Refused(f'{file}: two tasks have the name {entry.name!r}: rename one')
+            raise ValueError(f'{file}: two tasks have the name {entry.name!r}: rename one')
         named[entry.name] = entry
     return named
 

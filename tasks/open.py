@@ -14,6 +14,7 @@ import sources.open
 from messages import Refused
 from randomness import digest
 from sources import NO_SPLIT, Source
+from sources.templates import templates_of
 from stream import OpenMixture, OpenTask
 from tasks import metrics
 from tasks.mixtures import MetricFn, Mixture, PreprocessFn, Rate, Task, settings_of_a_row
@@ -83,6 +84,7 @@ def configured(row: Task | Mixture, config: ConfigDict) -> Task | Mixture:
         return Mixture(row.name, members)
     if config.weight and not row.takes_inputs:
         raise Refused(f"data.weight={config.weight!r} is not for data.task={row.name!r}: use ''")
+    templates_of(config)  # refuses what the settings say
     defaults = settings_of_a_row(config)
     changes = {name: config[name] for name in defaults if config[name] != defaults[name]}
     if row.train_split == NO_SPLIT:

@@ -13,7 +13,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGES = ('configs', 'families', 'formats', 'modes', 'run', 'sources', 't5_in_haiku', 'tasks')
 # From the bottom to the top: a module imports from rows above its own row, or from its own package.
 LAYERS = (
-    {'paths', 'kernels', 'randomness', 'messages'},
+    {'kernels', 'randomness', 'messages'},
+    {'paths'},
     {'partition', 'user_code', 'configs', 'run.buckets'},
     {'decode'},
     {'model', 'loss', 'optimizer', 'state_names', 'checkpoint', 'vocabulary'},
@@ -163,7 +164,7 @@ def brought_by(name, late):
 
 @pytest.mark.parametrize(
     'name, max_files, max_lines, max_lines_late',
-    [('train', 28, 8200, 12000), ('infer', 12, 4600, 8300), ('model', 4, 2250, 2250)],
+    [('train', 28, 8200, 12000), ('infer', 12, 4600, 8300), ('model', 5, 2270, 2270)],
 )
 def test_how_much_an_import_brings(name, max_files, max_lines, max_lines_late):
     """Who wants to read or fork a part of the program reads what it imports."""

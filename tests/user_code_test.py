@@ -94,5 +94,5 @@ def test_metrics_that_are_none():
         [lambda targets, predictions: {'a': 1}] * 2,
         [lambda targets, predictions: 1.0],
     ):
-        with pytest.raises((TypeError, ValueError)):
+        with pytest.raises((AttributeError, ValueError)):
             evaluated(metric_fns)

@@ -124,7 +124,7 @@ def test_a_module_is_found_by_its_name_in_the_current_folder(tmp_path, monkeypat
         assert names == ['add', 'spell', 'text']
 
 
-# Settings or the tasks of a module, and what the message names.
+# Settings or the tasks of a module, whose mistakes have a traceback, and what the message names.
 REFUSED = [
     ({'task': 'spel'}, "data.task='spel'"),
     ({'task': 'lost'}, "'nowhere' of data.task='lost'"),
@@ -149,8 +149,9 @@ def test_a_name_or_a_module_that_is_wrong_is_named(tmp_path):
         if not changes:
             module = f'from tasks import Mixture, Task\nTASKS = {wrong}'
             (tmp_path / 'my_tasks.py').write_text(module)
-        with pytest.raises(Refused, match=re.escape(named)):
+        with pytest.raises(Refused if changes or wrong == '{}' else ValueError) as error:
             tasks.open.open_mixture(config)
+        assert named in str(error.value)
 
 
 def with_fault(config, folder, fault):
