@@ -149,7 +149,9 @@ def open_checkpoint(
         if base is not None:
             opened = merge(opened, base)
     if part == 'whole' and is_encoder(opened.leaves):
-        raise Refused(f'{opened.directory} has no decoder: use --encode or restore.strict=False')
+        raise Refused(
+            f'{opened.directory} is an encoder alone: use --encode or restore.strict=False'
+        )
     if part == 'encoder':
         for name in list(opened.leaves):
             if re.fullmatch(DECODER, name):
@@ -179,7 +181,7 @@ def check_family(directory: paths.AnyPath, config: T5Config) -> None:
                     signs.append(file.name)
     if signs:
         raise Refused(
-            f'{directory}: {signs[0]!r} names a LongT5, whose answers as a T5 are wrong beyond 128 tokens: set '
+            f'{directory}: {signs[0]!r} names a LongT5, whose answers are wrong if it is read as a T5: set '
             'model.module=long_t5, or rename it'
         )
 
@@ -327,7 +329,7 @@ def open_base(directory: paths.AnyPath, restore_path: str = '') -> OpenedCheckpo
             raise Refused('it is another model now')
     except Refused as error:
         raise Refused(
-            f'{directory} holds adapters of {path}: {error}: put back what it was'
+            f'{directory} holds adapters of {path}: {error}: put back what restore.path named'
         ) from error
     return base
 

@@ -42,7 +42,7 @@ def load(settings: Mapping) -> T5Config:
     invalid; an error of the file is raised as it is.
     """
     if not settings['module']:
-        own_options.options_of(None, 'T5', settings.get('options') or {})
+        own_options.options_of(None, "model.module=''", settings.get('options') or {})
         config = T5Config(**settings)
         check_values(config)
         return config

@@ -28,9 +28,8 @@ def options_of(declared: type[Options] | None, file: str, given: Mapping) -> Opt
     for name, value in given.items():
         key = f'model.options.{name}'
         if name not in fields:
-            raise Refused(
-                f'{key}={value!r}: {file} has {", ".join(fields) or "no options"}: remove it'
-            )
+            known = ', '.join(fields) or 'no options'
+            raise Refused(f'{key}={value!r} is unknown: {file} has {known}: remove it')
         default: Any = fields[name].default
         if isinstance(value, str) and not isinstance(default, str):
             value = parsed(value, default)
@@ -46,14 +45,15 @@ def check_declaration(declared: type[Options], file: str) -> None:
     for field in dataclasses.fields(declared):
         kind = type(field.default)
         is_typed = kind in check.KINDS and kinds.get(field.type, kind) is kind and field.init
+        is_typed &= declared.__dataclass_params__.frozen  # type: ignore[attr-defined]
         has_range = 'range' in field.metadata
         axis = field.metadata.get('axis')
         axis = getattr(declared, str(axis), axis)  # or the name of another option
         has_wrong_axis = axis is not None and (kind is not int or axis not in partition.MESH_AXES)
         if not is_typed or has_wrong_axis or (has_range and kind not in (int, float)):
             raise TypeError(
-                f'{file}: the option {field.name} must have a default of its type, bool, int, float, str or tuple, and '
-                f'may have a range if it is a number, an axis ({", ".join(partition.MESH_AXES)}) if it is an int'
+                f'{file}: the option {field.name} must be of a frozen dataclass, with a default of its type, bool, int, '
+                f'float, str or tuple; a number may have a range, an int an axis ({", ".join(partition.MESH_AXES)})'
             )
         check_option(f'{file}: the default of {field.name}', field.default, field)
 
