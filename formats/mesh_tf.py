@@ -210,7 +210,7 @@ def read_bundle_index(prefix: paths.AnyPath) -> dict[str, BundleEntry]:
         for key, value in table.items():
             name = key.decode('ascii')
             entries[name] = _read_entry(prefix, name, _read_message(value), num_shards)
-    except (Refused, UnicodeDecodeError, OSError) as error:  # OSError: Snappy
+    except (ValueError, OSError) as error:  # also Snappy's
         raise Refused(f'{file} cannot be read ({error}): copy it again') from error
     return entries
 
