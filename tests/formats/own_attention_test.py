@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forms import first_in_ci
+from forms import first_in_ci, first_quick
 from runs import ROOT, run, small_config
 from small_models import (
     OWN_SIZES,
@@ -40,6 +40,9 @@ GROUPED = str(ROOT / 'examples/grouped_heads/grouped_heads.py')
 # (model.module, model.options)
 VALUES = [(WINDOW, {'window': 3}), (GROUPED, {'num_kv_heads': 4})]
 EXAMPLES = pytest.mark.parametrize('module, options', VALUES, ids=['window', 'grouped'])
+FIRST_QUICK = pytest.mark.parametrize(
+    'module, options', first_quick(VALUES), ids=['window', 'grouped']
+)
 FIRST_IN_CI = pytest.mark.parametrize(
     'module, options', first_in_ci(VALUES), ids=['window', 'grouped']
 )
@@ -97,7 +100,7 @@ def example_of(module, options):
     return config, sharp_params(config)
 
 
-@EXAMPLES
+@FIRST_QUICK
 def test_cached_logits_are_the_uncached_ones(module, options):
     config, params = example_of(module, options)
     batch = random_batch(seed=0)
