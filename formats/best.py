@@ -128,8 +128,8 @@ def check_settings(config: ConfigDict) -> None:
     patience = config.train.early_stopping
     if (metric and not config.save.best_is) or (patience and not metric):
         raise Refused(
-            f'save.best_metric={metric!r}, save.best_is={config.save.best_is!r}, train.early_stopping={patience}: set '
-            'all of them, such as training_eval/TASK/loss, lower and 3'
+            f'save.best_metric={metric!r} with train.early_stopping={patience}: name a metric, such as '
+            'training_eval/TASK/loss, and set save.best_is=higher or lower'
         )
     if not metric:
         return
