@@ -179,7 +179,8 @@ def added_settings(model: bytes) -> dict:
     """Return our own settings in a model, {'added_tokens': [{'id', 'content'}]}: JSON in a field unused otherwise."""
     proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
     text = proto.normalizer_spec.normalization_rule_tsv
-    return json.loads(text) if text.startswith('{') else {}
+    # A text that is not UTF-8 comes as bytes.
+    return json.loads(text) if isinstance(text, str) and text.startswith('{') else {}
 
 
 def longest_of(tokens: Iterable[str]) -> re.Pattern:
