@@ -87,8 +87,7 @@ class SentencePieceVocabulary(Vocabulary):
     """A SentencePiece model, and after its pieces `extra_ids` sentinels, in reverse order as in SeqIO.
 
     A model with pieces called `<extra_id_N>` or `▁<extra_id_N>` (mT5's, cc_all.32000.100extra) has its own sentinels,
-    in any order, and gets no others. Raises ValueError for bytes that are not a model, for missing and duplicate
-    sentinels, and if the ids of pad, EOS and unknown differ from T5's.
+    in any order, and gets no others.
 
     `added_tokens`, {token: id}, are never split: a text is cut at them and its parts are encoded alone, as in
     transformers. The model's `added_settings` list them: pieces, or tokens that follow all pieces.
@@ -105,10 +104,8 @@ class SentencePieceVocabulary(Vocabulary):
             raise Refused(f'no SentencePiece model ({error})') from None
         special_ids = (processor.pad_id(), processor.eos_id(), processor.unk_id())
         if special_ids != (PAD_ID, EOS_ID, UNK_ID):
-            raise Refused(
-                f'pad, eos, unk are {special_ids}, not (0, 1, 2) as in T5: train it with spm_train --pad_id=0 --eos_id=1 '
-                '--unk_id=2 --bos_id=-1'
-            )
+            remedy = 'use spm_train --pad_id=0 --eos_id=1 --unk_id=2 --bos_id=-1'
+            raise Refused(f'pad, eos, unk are {special_ids}, not (0, 1, 2): {remedy}')
         pieces = processor.id_to_piece(list(range(processor.vocab_size())))
         self.sentinel_ids = sentinel_ids_of(pieces)
         proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
@@ -182,7 +179,8 @@ def added_settings(model: bytes) -> dict:
     """Return our own settings in a model, {'added_tokens': [{'id', 'content'}]}: JSON in a field unused otherwise."""
     proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
     text = proto.normalizer_spec.normalization_rule_tsv
-    return json.loads(text) if text.startswith('{') else {}
+    # A text that is not UTF-8 comes as bytes.
+    return json.loads(text) if isinstance(text, str) and text.startswith('{') else {}
 
 
 def longest_of(tokens: Iterable[str]) -> re.Pattern:
@@ -201,7 +199,7 @@ def longest_of(tokens: Iterable[str]) -> re.Pattern:
 
 
 def sentinel_ids_of(pieces: Sequence[str]) -> NDArray:
-    """Return the ids of the pieces <extra_id_N>, in the order of N. Raises ValueError if one is missing."""
+    """Return the ids of the pieces <extra_id_N>, in the order of N."""
     found = []
     for i, piece in enumerate(pieces):
         match = SENTINEL.fullmatch(piece)
@@ -210,8 +208,9 @@ def sentinel_ids_of(pieces: Sequence[str]) -> NDArray:
     found.sort()
     for expected, (number, _) in enumerate(found):
         if number != expected:
-            fault = f'<extra_id_{number}> and no <extra_id_{expected}>'
-            raise Refused(f'its {len(found)} sentinels have {fault}: number them from 0, each once')
+            raise Refused(
+                f'<extra_id_{number}> without <extra_id_{expected}>: number them from 0, each once'
+            )
     return np.array([i for _, i in found], np.int32)
 
 

@@ -6,7 +6,6 @@ decides as if it had never stopped. Source: T5X t5x/checkpoints.py SaveBestCheck
 t5x/trainer.py EarlyStoppingAction. Imports no jax.
 """
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -71,7 +70,7 @@ def metric_name(run: str, tag: str) -> str:
 
 
 def read_metrics(folder: paths.AnyPath) -> list[dict]:
-    """Return the lines of a run's metrics.jsonl. Raises ValueError for one that is damaged."""
+    """Return the lines of a run's metrics.jsonl."""
     return read_lines(folder / 'metrics.jsonl', texts=('run', 'corpus'), may_be_cut=True)
 
 
@@ -81,7 +80,7 @@ def read_lines(
     """Return the lines of a file of metrics: each has a step, numbers, and texts under these names.
 
     A file that does not exist has none. With `may_be_cut`, skip a last line that a killed process left
-    incomplete. Raises ValueError for any other line that is damaged.
+    incomplete.
     """
     if not paths.is_file(file):
         return []
@@ -89,7 +88,7 @@ def read_lines(
     if may_be_cut and contents[-1].startswith(b'{'):
         try:
             paths.json_object(contents[-1], title='')
-        except ValueError:
+        except Refused:
             contents.pop()
     lines = []
     for number, content in enumerate(contents, start=1):
@@ -105,42 +104,36 @@ def read_lines(
             else:
                 is_valid = is_integer or (type(value) is float and name != 'step')
             if not is_valid:
-                shown = json.dumps(value)[:60]
-                raise Refused(f'{title}: {name!r} cannot be {shown}: {paths.RESTORE_LINE}')
+                raise Refused(f'{title}: {name}={value!r:.60}: {paths.RESTORE_LINE}')
         lines.append(line)
     return lines
 
 
 def best_step(folder: paths.AnyPath, steps: Sequence[int]) -> int:
-    """Return the best of the steps of the run in `folder`. Raises ValueError if nothing tells it."""
+    """Return the best of the steps of the run in `folder`."""
     save = base.get_config().save.to_dict() | settings.read_stored(folder).get('save', {})
     found = history(save, read_metrics(folder))
     best = found.best_of(steps)
-    if best is not None:
-        return best
-    names = first_ten([str(step) for step in steps])
-    raise Refused(
-        f'step=best: {folder} has no value of save.best_metric={found.metric!r} for its steps: name one of these, {names}'
-    )
+    if best is None:
+        names = first_ten([str(step) for step in steps])
+        raise Refused(
+            f'step=best: {folder} has no save.best_metric={found.metric!r}: name a step, {names}'
+        )
+    return best
 
 
 def check_settings(config: ConfigDict) -> None:
-    """Raise ValueError for settings of the best step that do not fit together."""
+    """Raise Refused for settings of the best step that do not fit together."""
     metric = config.save.best_metric
-    if not metric:
-        if config.train.early_stopping:
-            raise Refused(
-                f'train.early_stopping={config.train.early_stopping} counts evaluations without a better '
-                "save.best_metric, which is '': name one, such as training_eval/TASK/loss"
-            )
-        return
-    if not config.save.best_is:
+    patience = config.train.early_stopping
+    if (metric and not config.save.best_is) or (patience and not metric):
         raise Refused(
-            f"save.best_metric={metric!r} with save.best_is='': set save.best_is=higher or lower"
+            f'save.best_metric={metric!r} with train.early_stopping={patience}: name a metric, such as '
+            'training_eval/TASK/loss, and set save.best_is=higher or lower'
         )
-    group = 'eval'
-    if metric.startswith('inference_eval/'):
-        group = 'infer_eval'
+    if not metric:
+        return
+    group = 'infer_eval' if metric.startswith('inference_eval/') else 'eval'
     evaluate_every = config[group].every_steps
     save_every = config.save.every_steps
     if evaluate_every == 0 or (save_every % evaluate_every and evaluate_every % save_every):

@@ -32,16 +32,11 @@ def is_folder(folder: paths.AnyPath) -> bool:
 
 
 def rows_of_tokens(settings: Mapping, is_tied: bool) -> tuple[int, int, int]:
-    """Return the rows of the token table in a file that become rows 0, 1 and 2. Raises ValueError."""
+    """Return the rows of the token table in a file that become rows 0, 1 and 2."""
     start = settings.get('decoder_start_token_id', UNK_ID)
-    if start not in (UNK_ID, BOS_ID):
+    if start not in (UNK_ID, BOS_ID) or (start == UNK_ID and is_tied):
         raise Refused(
-            f'decoder_start_token_id={start} with eos_token_id={EOS_ID}: only {UNK_ID} and {BOS_ID} are supported'
-        )
-    if is_tied and start == UNK_ID:
-        raise Refused(
-            f'decoder_start_token_id={start} with eos_token_id={EOS_ID} and tied logits: a token table of its own for '
-            'the logits is needed: save it with an lm_head'
+            f'decoder_start_token_id={start}: must be {BOS_ID}, or {UNK_ID} with an lm_head'
         )
     return (start, EOS_ID, UNK_ID)
 

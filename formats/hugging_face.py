@@ -25,26 +25,18 @@ from messages import Refused, first_ten
 
 WEIGHTS = 'model.safetensors'
 WEIGHTS_INDEX = 'model.safetensors.index.json'
-TRAINERS = re.compile(r'checkpoint-(\d+)')  # a checkpoint of transformers' Trainer
-# Weights that are not read, by name: why, and the remedy.
+TRAINERS = re.compile(r'checkpoint-\d+')  # a checkpoint of transformers' Trainer
+# Weights that are not read, by name and by suffix: how to write safetensors from them.
 SAVE_AGAIN = 'load it with transformers, if you trust it, and save_pretrained it as safetensors'
 OTHER_WEIGHTS = {
-    'pytorch_model.bin': f'a pickle can run code: {SAVE_AGAIN}',
-    'pytorch_model.bin.index.json': f'pickles can run code: {SAVE_AGAIN}',
-    'flax_model.msgpack': f'only safetensors are read: {SAVE_AGAIN} (from_flax=True, transformers 4 and flax)',
-    'tf_model.h5': f'only safetensors are read: {SAVE_AGAIN} (from_tf=True, transformers 4 and tensorflow)',
+    'pytorch_model.bin': SAVE_AGAIN,
+    'pytorch_model.bin.index.json': SAVE_AGAIN,
+    'flax_model.msgpack': f'{SAVE_AGAIN} (from_flax=True, transformers 4 and flax)',
+    'tf_model.h5': f'{SAVE_AGAIN} (from_tf=True, transformers 4 and tensorflow)',
 }
-# The same for other files, by suffix.
-PICKLE = (
-    'a pickle can run code: if you trust it, read it with torch.load(FILE, weights_only=True), and write that '
-    'with safetensors.torch.save_file'
-)
+PICKLE = 'a pickle can run code: write safetensors from torch.load(FILE, weights_only=True)'
 OTHER_FILES = {
-    '.gguf': (
-        'GGUF is the format of llama.cpp: load it with transformers (pip install gguf), T5ForConditionalGeneration or '
-        "T5EncoderModel.from_pretrained(FOLDER, gguf_file=NAME), write safetensors.torch.save_model(model, 'x.safetensors'), "
-        'and name that file'
-    ),
+    '.gguf': 'load it with transformers (gguf_file=NAME), and write safetensors.torch.save_model',
     '.pt': PICKLE,
     '.pth': PICKLE,
     '.bin': PICKLE,
@@ -354,7 +346,7 @@ def is_folder(folder: paths.AnyPath) -> bool:
         return True
     try:
         return 'model_type' in paths.read_json(folder / 'config.json')
-    except ValueError:
+    except Refused:
         return False
 
 
@@ -365,31 +357,27 @@ def is_single_file(file: paths.AnyPath) -> bool:
     return not paths.is_file(file.parent / 'config.json')
 
 
-def check_file(file: paths.AnyPath) -> None:
-    """Raise ValueError if `file` is one of a folder of transformers, or has weights that are not read."""
-    reason = OTHER_WEIGHTS.get(file.name) or OTHER_FILES.get(file.suffix)
-    if reason:
-        raise Refused(f'{file} is not read: {reason}')
+def check_file(file: paths.AnyPath, is_adapter: bool) -> None:
+    """Raise Refused if `file` is one of a folder, or has weights that are not read."""
+    remedy = OTHER_WEIGHTS.get(file.name) or OTHER_FILES.get(file.suffix)
     is_of_folder = file.suffix in ('.json', '.model', '.safetensors') and is_folder(file.parent)
-    if is_of_folder and not is_single_file(file):
-        raise Refused(f'{file} is one file of a checkpoint: name its folder, {file.parent}')
+    if is_adapter or (is_of_folder and not is_single_file(file)):
+        remedy = f'name its folder, {file.parent}'
+    if remedy:
+        raise Refused(f'{file} is not read: {remedy}')
 
 
 def check_folder(folder: paths.AnyPath) -> None:
-    """Raise ValueError for a folder of several checkpoints of transformers' Trainer."""
-    saved = {}
-    for path in paths.list_folder(folder):
-        match = TRAINERS.fullmatch(path.name)
-        if match:
-            saved[int(match[1])] = path
+    """Raise Refused for a folder of checkpoints of transformers' Trainer."""
+    saved = [path.name for path in paths.list_folder(folder) if TRAINERS.fullmatch(path.name)]
     if saved and not is_folder(folder):
         raise Refused(
-            f'{folder} holds {len(saved)} checkpoints of a Trainer: name one, the newest is {saved[max(saved)]}'
+            f'{folder} holds checkpoints of a Trainer: name one, {first_ten(sorted(saved))}'
         )
 
 
 def on_disk(folder: paths.AnyPath) -> Path:
-    """Return `folder`. Raises ValueError for one in a bucket, where safetensors are not read."""
+    """Return `folder`, from which safetensors can be read."""
     if not isinstance(folder, Path):
         raise Refused(f'{folder}: safetensors are read from a disk only: copy the folder')
     return folder
@@ -398,8 +386,7 @@ def on_disk(folder: paths.AnyPath) -> Path:
 def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
     """Return the config of a folder or single file and its arrays; read only headers and copies of the token table.
 
-    With `is_encoder`, or without a decoder, the config has no decoder layers. Raises ValueError for other
-    models, for damaged or untrusted files, and for missing or unknown names. The caller compares shapes.
+    With `is_encoder`, or without a decoder, the config has no decoder layers. The caller compares shapes.
     """
     folder = on_disk(paths.to_path(folder))
     files = _weight_files(folder)
@@ -412,8 +399,7 @@ def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
         settings = paths.read_json(config_file)
         model_type = str(settings.get('model_type'))
         if model_type not in ARCHITECTURES:  # first: other models have other arrays
-            known = ', '.join(ARCHITECTURES)
-            raise Refused(f'{config_file}: model_type={model_type}: only {known} are read')
+            raise Refused(f'{config_file}: model_type={model_type}: use {", ".join(ARCHITECTURES)}')
         arrays = _read_headers(folder, files)
     if is_encoder or not settings.get('is_encoder_decoder', True) or not arrays.has_decoder:
         entries = {}
@@ -429,8 +415,8 @@ def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
             first_rows[LM_HEAD] = default_ids.ROWS_OF_LOGITS
             settings = {**settings, **default_ids.T5_IDS}
         config = _config(settings, arrays)
-    except (ValueError, TypeError) as error:
-        raise Refused(f'{config_file}: {error}') from error
+    except Refused as error:
+        raise Refused(f'{config_file}: {error}') from None
     stored = dict(arrays.entries)
     if config.logits_via_embedding:
         stored.pop(LM_HEAD, None)
@@ -440,9 +426,12 @@ def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
     if THEIR_PROJECTION in stored and not arrays.has_decoder:
         names[PROJECTION] = THEIR_PROJECTION
     differences = [f'{name} is missing' for name in names.values() if name not in stored]
-    differences += [f'{name} is unknown' for name in sorted(set(stored) - set(names.values()))]
+    differences += [f'{name} is not of it' for name in sorted(set(stored) - set(names.values()))]
     if differences:
-        raise Refused(f'{folder} is not as its config says: {first_ten(differences, "; ")}')
+        hint = ''
+        if any(name.startswith(HEADS) for name in stored):
+            hint = ': save it as a T5EncoderModel, without the head'
+        raise Refused(f'{folder} is not what its config says: {first_ten(differences, "; ")}{hint}')
     targets: dict[str, SafetensorsEntry] = {}
     for path, name in names.items():
         targets[f'target/{path}'] = stored[name].T if is_transposed(path) else stored[name]
@@ -454,17 +443,17 @@ def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
         )
     if not (config.logits_via_embedding or arrays.has_own_lm_head):
         note = (
-            f'{folder} has no {LM_HEAD} of its own: its logits are those of the token table, not divided by sqrt(d_model), '
-            'as transformers 5 has them'
+            f'{folder} has no {LM_HEAD} of its own: its logits are those of the token table, not divided by '
+            'sqrt(d_model), as transformers 5 has them'
         )
     return Folder(config, targets, note)
 
 
 def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
-    """Return the T5Config of config.json. Raises ValueError for a model that we do not have."""
+    """Return the T5Config of config.json."""
     for name, value in FIXED_SETTINGS.items():
         if settings.get(name) not in (None, value):
-            raise Refused(f'{name}={settings[name]}: only {value} is supported')
+            raise Refused(f'{name}={settings[name]}: must be {value}')
     sizes: dict = {ours: settings.get(theirs) for theirs, ours in SIZES.items()}
     if sizes['num_decoder_layers'] is None or not arrays.has_decoder:
         sizes['num_decoder_layers'] = sizes['num_encoder_layers']
@@ -504,10 +493,10 @@ def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
     for name, (option, missing) in FAMILY_SETTINGS[family].items():
         options[option] = settings.get(name, missing)
     if family == LONG_T5:
-        kind = settings.get('encoder_attention_type', 'local')
+        kind = str(settings.get('encoder_attention_type', 'local'))
         kinds = {theirs: ours for ours, (theirs, _) in LONG_T5_ATTENTIONS.items()}
         if kind not in kinds:
-            raise Refused(f'encoder_attention_type={kind!r}: use one of {", ".join(kinds)}')
+            raise Refused(f'encoder_attention_type={kind}: use one of {", ".join(kinds)}')
         options['encoder_attention'] = kinds[kind]
     else:
         options |= dict.fromkeys(CAPACITY_FACTORS, 0.0) | {'zero_padding': False}
@@ -516,25 +505,20 @@ def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
 
 
 def _sparse_step(settings: Mapping, config: model.T5Config) -> int:
-    """Return how many layers have one with experts. Raises ValueError for layers that we do not have."""
-    steps = {'encoder_sparse_step': settings.get('encoder_sparse_step')}
-    depths = [config.num_encoder_layers]
-    if config.num_decoder_layers:
-        steps['decoder_sparse_step'] = settings.get('decoder_sparse_step')
-        depths.append(config.num_decoder_layers)
+    """Return how many layers have one with experts."""
+    step = settings.get('encoder_sparse_step')
+    other = settings.get('decoder_sparse_step') if config.num_decoder_layers else step
+    num_layers = min(config.num_encoder_layers, config.num_decoder_layers or 2)
     # We put the experts into the last layer of a step, transformers into the second: the same for steps of 1 and 2.
-    for step in (1, 2):
-        if set(steps.values()) == {step} and step <= min(depths):
-            return step
-    found = ', '.join(f'{name}={step}' for name, step in steps.items())
-    raise Refused(
-        f'{found} with {" and ".join(map(str, depths))} layers: only 1 in both stacks, or 2 in both, is supported, and '
-        'no more than a stack has layers'
-    )
+    if step not in (1, 2) or other != step or step > num_layers:
+        raise Refused(
+            f'encoder_sparse_step={step}, decoder_sparse_step={other}: must be 1, or 2, in both stacks'
+        )
+    return int(step)
 
 
 def _settings_of_shapes(file: Path, arrays: StoredArrays) -> dict:
-    """Return what a config.json would say of a single file. Raises ValueError for one that holds no T5."""
+    """Return what a config.json would say of a single file."""
     layer = 'encoder.block.0.layer'
     bias = f'{layer}.0.SelfAttention.relative_attention_bias.weight'
     out = f'{layer}.0.SelfAttention.o.weight'
@@ -542,7 +526,7 @@ def _settings_of_shapes(file: Path, arrays: StoredArrays) -> dict:
     experts: dict = {}
     for i in range(_count_layers(arrays, 'encoder')):
         router = arrays.entries.get(f'encoder.block.{i}.layer.1.mlp.router.classifier.weight')
-        if router is not None:
+        if router is not None and router.shape:
             mlp = f'encoder.block.{i}.layer.1.mlp.experts'
             experts = {'model_type': 'switch_transformers', 'num_experts': router.shape[0]}
             experts |= {f'{stack}_sparse_step': i + 1 for stack in ('encoder', 'decoder')}
@@ -582,16 +566,12 @@ def _is_tied(settings: Mapping, has_own_lm_head: bool) -> bool:
     """
     is_tied = not has_own_lm_head and settings.get('tie_word_embeddings', True)
     is_rescaled = bool(settings.get('scale_decoder_outputs', is_tied))
-    if is_rescaled and has_own_lm_head:
-        raise Refused(
-            'scale_decoder_outputs=true with an lm_head that is not the token table: multiply lm_head by '
-            '1/sqrt(d_model) and set scale_decoder_outputs=false'
-        )
-    if is_rescaled and settings['model_type'] == 'mt5':
-        raise Refused(
-            'model_type=mt5 with the token table as lm_head, whose logits transformers 4 divides by sqrt(d_model): '
-            'set tie_word_embeddings=false to load it as transformers 5 does'
-        )
+    if is_rescaled and (has_own_lm_head or settings['model_type'] == 'mt5'):
+        # Of such an mt5 transformers 4 divides the logits, transformers 5 does not.
+        remedy = 'set tie_word_embeddings=false to load it as transformers 5 does'
+        if has_own_lm_head:
+            remedy = 'multiply lm_head by 1/sqrt(d_model), and set scale_decoder_outputs=false'
+        raise Refused(f'logits divided by sqrt(d_model): {remedy}')
     return is_rescaled
 
 
@@ -600,53 +580,41 @@ def _read_headers(folder: Path, files: Sequence[Path]) -> StoredArrays:
     found: dict[str, SafetensorsEntry] = {}
     for file in files:
         header = read_header(file)
-        if found.keys() & header.keys():
-            raise Refused(
-                f'{file}: {min(found.keys() & header.keys())} is there twice: copy it again'
-            )
+        twice = sorted(found.keys() & header.keys())
+        if twice:
+            raise Refused(f'{file}: {twice[0]} is there twice: copy it again')
         found |= header
-    heads = [name for name in found if name.startswith(HEADS)]
-    if heads:
-        raise Refused(
-            f'{folder} has a head of its own, {first_ten(heads)}, which is not read: T5 here answers with texts; to use '
-            'its encoder, load it with T5EncoderModel of transformers, and save_pretrained that'
-        )
     entries: dict[str, SafetensorsEntry] = {}
     for name, stored_name in _names(folder, found).items():
         if name.rpartition('.')[2] not in NO_WEIGHTS:
             entries[name] = found[stored_name]
             check_array(entries[name])
     for name in list(entries):
-        weight = f'{name.rpartition(".")[0]}.weight'
-        if name.rpartition('.')[2] in SCALES and weight in entries:
-            scale = entries.pop(name)
-            array = entries[weight]
-            if scale.shape not in ((), (1,), (array.shape[0], 1)):
-                raise Refused(
-                    f'{scale.file}: {scale.name} is {scale.shape}: only a factor of all values or of each row is read'
-                )
-            entries[weight] = array._replace(scale=scale, dtype=DTYPES['F32'])
+        owner, _, suffix = name.rpartition('.')
+        array = entries.get(f'{owner}.weight')
+        if suffix in SCALES and array is not None:
+            # One factor, or one of each row. A scale of another shape is left, and is not of the model.
+            if entries[name].shape in ((), (1,), (*array.shape[:1], 1)):
+                scaled = array._replace(scale=entries.pop(name), dtype=DTYPES['F32'])
+                entries[f'{owner}.weight'] = scaled
     entries.pop(UNUSED, None)
     tables = [entries.pop(name) for name in TOKEN_TABLES if name in entries]
     if not tables or not all(_are_equal(tables[0], other) for other in tables[1:]):
-        names = ', '.join(TOKEN_TABLES)
-        raise Refused(f'{folder} must have one of {names}, or equal copies: T5 has one token table')
+        raise Refused(f'{folder} must have one of {", ".join(TOKEN_TABLES)}, or equal copies')
     entries[TOKEN_TABLE] = tables[0]
     has_own_lm_head = LM_HEAD in entries and not _are_equal(tables[0], entries[LM_HEAD])
     if not has_own_lm_head:
         entries[LM_HEAD] = tables[0]
-    experts: dict[str, dict[int, SafetensorsEntry]] = {}
-    for name in list(entries):
+    experts: dict[str, dict[int, str]] = {}
+    for name in entries:
         expert = EXPERT.fullmatch(name)
         if expert:
-            experts.setdefault(expert[1] + expert[3], {})[int(expert[2])] = entries.pop(name)
+            experts.setdefault(expert[1] + expert[3], {})[int(expert[2])] = name
     for name, by_number in experts.items():
-        kinds = {(entry.shape, entry.dtype) for entry in by_number.values()}
-        if len(kinds) > 1 or sorted(by_number) != list(range(len(by_number))):
-            raise Refused(
-                f'{folder}: experts of {name} are missing, or have several shapes or dtypes: copy it again'
-            )
-        entries[name] = stacked([by_number[i] for i in sorted(by_number)])
+        kinds = {(entries[x].shape, entries[x].dtype) for x in by_number.values()}
+        # Experts with gaps or of several shapes are left, and are not of the model.
+        if len(kinds) == 1 and sorted(by_number) == list(range(len(by_number))):
+            entries[name] = stacked([entries.pop(by_number[i]) for i in sorted(by_number)])
     return StoredArrays(entries, has_own_lm_head)
 
 
@@ -667,13 +635,11 @@ def read_header(file: Path) -> dict[str, SafetensorsEntry]:
 
 
 def check_array(entry: SafetensorsEntry) -> None:
-    """Raise ValueError for an array that is empty or of a dtype that is not read."""
+    """Raise Refused for an array that is empty or of a dtype that is not read."""
     known = [*DTYPES, *FLOAT8]
     if entry.stored_dtype not in known or 0 in entry.shape:
-        raise Refused(
-            f'{entry.file}: {entry.name} is {entry.stored_dtype} {entry.shape}: only arrays of {", ".join(known)} '
-            'that are not empty are read: use a file of those'
-        )
+        found = f'{entry.file}: {entry.name} is {entry.stored_dtype} {entry.shape}'
+        raise Refused(f'{found}: must be an array of {", ".join(known)}, and not empty')
 
 
 def _names(folder: Path, found: Collection[str]) -> dict[str, str]:
@@ -683,12 +649,8 @@ def _names(folder: Path, found: Collection[str]) -> dict[str, str]:
         for pattern, theirs in WAN.items():
             names = {re.sub(f'^{pattern}$', theirs, name): x for name, x in names.items()}
     prefixes = {name.removesuffix(FINAL_NORM) for name in names if name.endswith(FINAL_NORM)}
-    if '' in prefixes or not prefixes:
+    if '' in prefixes or len(prefixes) != 1:
         return names
-    if len(prefixes) > 1:
-        raise Refused(
-            f'{folder} has several T5, below {first_ten(sorted(prefixes))}: save the arrays of one to a file'
-        )
     [prefix] = prefixes
     kept = {}
     for name, stored_name in names.items():
@@ -700,31 +662,28 @@ def _names(folder: Path, found: Collection[str]) -> dict[str, str]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder. Raises ValueError if it has others, or none."""
+    """Return the safetensors files of a folder."""
     if is_single_file(folder):
         paths.check_not_lfs(folder)  # a link of the user's own may lead anywhere
         return [folder]
     if paths.is_file(folder / WEIGHTS):  # first, as transformers has it
         return [paths.own_file(folder / WEIGHTS)]
+    remedy = 'copy it, or its parts and their index'
+    for file in sorted(folder.glob('*.safetensors')):
+        remedy = f'rename {file.name}, if it is a variant of it'
+    for name, save_again in OTHER_WEIGHTS.items():
+        if paths.is_file(folder / name):
+            remedy = f'{name} is not read: {save_again}'
     index_file = folder / WEIGHTS_INDEX
     if paths.is_file(index_file):
         weight_map = paths.read_json(index_file).get('weight_map')
         names = ['no weight_map']
         if isinstance(weight_map, dict):
             names = sorted({str(name) for name in weight_map.values()})
-        if not all(re.fullmatch(r'[\w.-]+\.safetensors', name) for name in names):
-            raise Refused(
-                f'{index_file} names {first_ten(names)}: only safetensors beside it are read'
-            )
-        return [paths.own_file(folder / name) for name in names]
-    for name, reason in OTHER_WEIGHTS.items():
-        if paths.is_file(folder / name):
-            raise Refused(f'{folder} has no {WEIGHTS}; {name}: {reason}')
-    variants = first_ten(sorted(file.name for file in folder.glob('*.safetensors')))
-    there = f', but {variants}' if variants else ''
-    raise Refused(
-        f'{folder} has no {WEIGHTS}{there}: copy it, or its parts and their index, or rename a variant'
-    )
+        if all(re.fullmatch(r'[\w.-]+\.safetensors', name) for name in names):
+            return [paths.own_file(folder / name) for name in names]
+        remedy = f'{WEIGHTS_INDEX} must name safetensors in its folder, not {first_ten(names)}'
+    raise Refused(f'{folder} has no {WEIGHTS}: {remedy}')
 
 
 def _are_equal(a: SafetensorsEntry, b: SafetensorsEntry) -> bool:

@@ -81,25 +81,23 @@ class BundleEntry:
     crc32c: int
 
     def read(self) -> np.ndarray:
-        """Return the array in its stored dtype. Raises ValueError for a short file or another checksum."""
-        end = self.offset + self.size
+        """Return the array in its stored dtype."""
         file_size = paths.status_of(paths.own_file(self.file)).num_bytes
-        if end > file_size:
-            raise Refused(f'{self.file} has {file_size} bytes, of {end} or more: copy it again')
-        content = np.empty(self.size, np.uint8)
-        with paths.open_file(os.fspath(self.file), read_ahead=0) as stream:
-            stream.seek(self.offset)
-            stream.readinto(content.data)
-        if _masked_crc32c(content) != self.crc32c:
-            raise Refused(f'{self.file}: {self.name} has changed (crc32c): copy it again')
-        return content.view(self.dtype).reshape(self.shape)
+        if self.offset + self.size <= file_size:
+            content = np.empty(self.size, np.uint8)
+            with paths.open_file(os.fspath(self.file), read_ahead=0) as stream:
+                stream.seek(self.offset)
+                stream.readinto(content.data)
+            if _masked_crc32c(content) == self.crc32c:
+                return content.view(self.dtype).reshape(self.shape)
+        raise Refused(f'{self.file}: {self.name} is cut off or has changed (crc32c): copy it again')
 
 
 def find_prefix(path: paths.AnyPath) -> paths.AnyPath | None:
     """Return the prefix of the Mesh-TF checkpoint that `path` names; None where it names none.
 
     `path` is a prefix such as `.../model.ckpt-1000000`, one of the checkpoint's files, or a folder, which means the
-    prefix that its file `checkpoint` names, else its only one. Raises ValueError for a folder with several.
+    prefix that its file `checkpoint` names, else its only one.
     """
     path = paths.to_path(path)
     if path.name and paths.is_file(_index_file(path)):
@@ -115,8 +113,9 @@ def find_prefix(path: paths.AnyPath) -> paths.AnyPath | None:
         return path / os.fsdecode(named[1]) if named else None  # else it is T5X's file of this name
     indices: list[paths.AnyPath] = sorted(path.glob('*.index'))
     if len(indices) > 1:
-        names = first_ten([index.stem for index in indices])
-        raise Refused(f'{path} has {len(indices)} checkpoints ({names}): name one of them')
+        raise Refused(
+            f'{path} has {first_ten([index.stem for index in indices])}: name one of them'
+        )
     return indices[0].with_suffix('') if indices else None
 
 
@@ -128,23 +127,21 @@ def read_index(prefix: paths.AnyPath) -> dict[str, BundleEntry | np.ndarray]:
     """Return {T5X's path: leaf} of the checkpoint `prefix`. No parameter is read.
 
     Arrays are `state/step`, int32, and T5X's placeholders, float32 zeros of shape [1], for the slots that a
-    parameter lacks. Raises ValueError for variables that no T5 1.0 or 1.1 has.
+    parameter lacks.
     """
     index: dict[str, BundleEntry | np.ndarray] = {}
-    unknown = []
+    faults = []
     for name, entry in read_bundle_index(prefix).items():
         path = _t5x_path(name)
         if name == 'global_step':
             step = entry.read()
             if step.shape or step.dtype.kind != 'i' or not 0 <= step < 2**31:
-                raise Refused(f'{prefix} has global_step {step}, not an int32')
+                faults.append(f'global_step {step}')
             index['state/step'] = step.astype(np.int32)
         elif path is None or path in index:
-            unknown.append(name)
+            faults.append(name)
         else:
             index[path] = entry
-    if unknown:
-        raise Refused(f'{prefix} has variables that T5 1.0 and 1.1 lack: {first_ten(unknown)}')
     biases = [path for path in index if '/relpos_bias/' in path]
     if all('/layers_0/' in path for path in biases):  # then the bias is the stack's
         for path in biases:
@@ -157,7 +154,7 @@ def read_index(prefix: paths.AnyPath) -> dict[str, BundleEntry | np.ndarray]:
         if not path.startswith('target/') or not found:
             continue
         if found not in (['v'], ['v_row', 'v_col']):
-            raise Refused(f'{prefix}: {path} has only the slots {found}: copy it again')
+            faults.append(f'{path} with the slots {found}')
         # Differs from T5X's importer, which copies vr to v_row. Mesh-TF's vr is the mean over the first of the
         # largest dimensions, T5X's v_row the mean over the last: they are the same, but swapped for a square matrix.
         shape = index[path].shape
@@ -167,6 +164,8 @@ def read_index(prefix: paths.AnyPath) -> dict[str, BundleEntry | np.ndarray]:
             index[f'{state}/v_col'] = row
         for slot in ('m', 'v', 'v_row', 'v_col'):
             index.setdefault(f'{state}/{slot}', np.zeros(1, np.float32))
+    if faults:
+        raise Refused(f'{prefix} is not of a T5 1.0 or 1.1, by {first_ten(faults)}')
     return index
 
 
@@ -199,11 +198,9 @@ def read_bundle_index(prefix: paths.AnyPath) -> dict[str, BundleEntry]:
     """Return {variable: BundleEntry} of `PREFIX.index`. No .data file is opened."""
     file = _index_file(prefix)
     with paths.own_file(file).open('rb') as stream:
-        content = stream.read(MAX_INDEX_BYTES + 1)
+        content = stream.read(MAX_INDEX_BYTES)
     entries = {}
     try:
-        if len(content) > MAX_INDEX_BYTES:
-            raise Refused(f'it has more than {MAX_INDEX_BYTES} bytes')
         table = _read_table(content)
         # The first key is empty: BundleHeaderProto, 1 num_shards, 2 endianness.
         header = _read_message(table.pop(b'', b''))
@@ -213,11 +210,7 @@ def read_bundle_index(prefix: paths.AnyPath) -> dict[str, BundleEntry]:
         for key, value in table.items():
             name = key.decode('ascii')
             entries[name] = _read_entry(prefix, name, _read_message(value), num_shards)
-    except (
-        ValueError,
-        TypeError,
-        OSError,
-    ) as error:  # TypeError: numbers for bytes; OSError: Snappy
+    except (ValueError, OSError) as error:  # also Snappy's
         raise Refused(f'{file} cannot be read ({error}): copy it again') from error
     return entries
 
@@ -232,15 +225,15 @@ def _read_entry(
     size = _field(fields, 5, default=0)
     crc32c = _field(fields, 6, default=0)
     # TensorShapeProto: 2 dimensions, each a message with 1 size.
-    dims = _read_message(_field(fields, 2, default=b'')).get(2, [])
+    dims = _values(_read_message(_field(fields, 2, default=b'')), 2, bytes)
     shape = tuple(_field(_read_message(dim), 1, default=0) for dim in dims[: MAX_DIMS + 1])
     dtype = np.dtype(TENSORFLOW_DTYPES.get(dtype_number, np.void))
     is_whole = math.prod(shape) * dtype.itemsize == size > 0 and len(shape) <= MAX_DIMS
     if not is_whole or shard >= num_shards or 7 in fields:
-        raise Refused(
-            f"{name} has TensorFlow's dtype {dtype_number}, shape {shape}, {size} bytes in shard {shard} of "
-            f'{num_shards}: dtypes {list(TENSORFLOW_DTYPES)} are read, in one slice'
+        found = (
+            f'dtype {dtype_number}, shape {shape}, {size} bytes in shard {shard} of {num_shards}'
         )
+        raise Refused(f'{name} has {found}: must be a slice of dtype {list(TENSORFLOW_DTYPES)}')
     file = prefix.with_name(f'{prefix.name}.data-{shard:05d}-of-{num_shards:05d}')
     return BundleEntry(name, shape, dtype, file, offset=offset, size=size, crc32c=crc32c)
 
@@ -267,10 +260,16 @@ def _read_message(content: bytes) -> dict[int, list]:
 
 def _field(fields: dict[int, list], number: int, default: Value) -> Value:
     """Return the last value of a field; `default`, whose type it must have, where it is not stored."""
-    value = fields.get(number, [default])[-1]
-    if type(value) is not type(default):
-        raise Refused(f'field {number} is {value!r}')
-    return value
+    values = _values(fields, number, type(default))
+    return values[-1] if values else default
+
+
+def _values(fields: dict[int, list], number: int, kind: type[Value]) -> list[Value]:
+    """Return the values of a field, all of this type, in order."""
+    values = fields.get(number, [])
+    if any(type(value) is not kind for value in values):
+        raise Refused(f'field {number} is {values}')
+    return values
 
 
 # LevelDB's table.
@@ -296,21 +295,16 @@ def _read_table(content: bytes) -> dict[bytes, bytes]:
         handle = Cursor(value)
         blocks.append(Block(start=handle.varint(), size=handle.varint()))
     blocks.append(metaindex)
-    position = 0
-    for block in [*blocks, index]:  # no byte is without a checksum
-        if block.start != position:
-            raise Refused(f'no block begins at byte {position}')
-        position = block.start + block.size + TRAILER_BYTES
-    if position != footer_start or any(content[footer.position : -len(MAGIC)]):
-        raise Refused(f'no block ends at byte {footer_start}, or zeros do not follow')
-    table: dict[bytes, bytes] = {}
-    last_key = b''
+    blocks.append(index)
+    starts = [0]
     for block in blocks:
-        for key, value in _read_block(content, block):
-            if table and key <= last_key:
-                raise Refused(f'{key!r} is out of order')
-            table[key] = value
-            last_key = key
+        starts.append(block.start + block.size + TRAILER_BYTES)
+    is_full = [*(block.start for block in blocks), footer_start] == starts
+    if not is_full or any(content[footer.position : -len(MAGIC)]):  # no byte is without a checksum
+        raise Refused('its blocks are not one behind the other')
+    table: dict[bytes, bytes] = {}
+    for block in blocks[:-1]:
+        table.update(_read_block(content, block))
     return table
 
 
@@ -320,17 +314,12 @@ def _read_block(content: bytes, block: Block) -> Iterator[tuple[bytes, bytes]]:
     stored = cursor.take(block.size)
     compression = cursor.take(1)
     crc32c = int.from_bytes(cursor.take(4), 'little')
-    if _masked_crc32c(stored + compression) != crc32c:
+    is_known = compression[0] in (UNCOMPRESSED, SNAPPY)
+    if not is_known or _masked_crc32c(stored + compression) != crc32c:
         raise Refused(f'the block at byte {block.start} has changed (crc32c)')
     body = stored
-    size = len(stored)
     if compression[0] == SNAPPY:  # as in T5X's own test data
-        size = Cursor(stored).varint()
-    if compression[0] not in (UNCOMPRESSED, SNAPPY) or size > MAX_INDEX_BYTES:
-        raise Refused(
-            f'the block at byte {block.start} has compression {compression[0]}, {size} bytes'
-        )
-    if compression[0] == SNAPPY:
+        size = min(Cursor(stored).varint(), MAX_INDEX_BYTES)  # Snappy refuses another size
         body = importlib.import_module('pyarrow').decompress(stored, size, 'snappy', asbytes=True)
     # After the entries come the positions where a search may start, and their number. We read all in order.
     num_restarts = int.from_bytes(body[-4:], 'little')
@@ -347,7 +336,7 @@ def _read_block(content: bytes, block: Block) -> Iterator[tuple[bytes, bytes]]:
 
 
 class Cursor:
-    """A position in bytes that are read in order. Raises ValueError where they end too early."""
+    """A position in bytes that are read in order."""
 
     def __init__(self, content: bytes, position: int = 0):
         self.content = content

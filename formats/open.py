@@ -59,7 +59,7 @@ def open_model(
     """Open the checkpoint that `open_checkpoint` opens as a model of `config`.
 
     Without `config`, use the checkpoint's own config, or else derive one from the shapes. An encoder alone has no
-    decoder layers. Raises ValueError unless the checkpoint is valid and its parameters are those of the config.
+    decoder layers. The parameters are those of the config.
     """
     opened = open_checkpoint(path, step, part)
     directory = opened.directory
@@ -72,10 +72,7 @@ def open_model(
         config = opened.config or _config_beside(directory)
         has_config = config is not None and not hugging_face.is_single_file(directory)
         if config is None:
-            try:
-                config = config_from_shapes(shapes)
-            except ValueError as error:
-                raise Refused(f'{directory} is {error}: name {checkpoint.FORMATS}') from None
+            config = config_from_shapes(directory, shapes)
         shapes_tell = len(config.mlp_activations) == 1 and config.module != hugging_face.SWITCH
         if not has_config and not shapes_tell:
             assumed = f'mlp_activations={config.mlp_activations}'
@@ -92,15 +89,14 @@ def open_model(
     config = model.without_adapters(config)  # they are merged
     if is_encoder(opened.leaves):
         config = dataclasses.replace(config, num_decoder_layers=0, logits_via_embedding=True)
-    try:
-        compare(dict(model.shapes(config)), shapes)
-    except ValueError as error:
-        raise Refused(f'{directory}: {error}') from None
+    compare(dict(model.shapes(config)), shapes, str(directory))
     return OpenedModel(directory, opened.leaves, config, note, projection)
 
 
-def compare(expected: checkpoint.Shapes, found: checkpoint.Shapes) -> None:
-    """Raise ValueError unless a checkpoint's shapes, `found`, are the model's, `expected`."""
+def compare(
+    expected: checkpoint.Shapes, found: checkpoint.Shapes, name: str = 'the checkpoint'
+) -> None:
+    """Raise Refused unless a checkpoint's shapes, `found`, are the model's, `expected`."""
     differences = []
     paths_in_order = sorted(expected | found, key=lambda x: (not checkpoint.is_parameter(x), x))
     for path in paths_in_order:
@@ -108,7 +104,7 @@ def compare(expected: checkpoint.Shapes, found: checkpoint.Shapes) -> None:
         if shape != expected.get(path, 'there'):
             differences.append(f'{path} is {shape}, not {expected.get(path, "there")}')
     if differences:
-        raise Refused(f'checkpoint of another model: {first_ten(differences, separator="; ")}')
+        raise Refused(f'{name} is of another model: {first_ten(differences, separator="; ")}')
 
 
 def open_checkpoint(
@@ -118,24 +114,19 @@ def open_checkpoint(
 
     `step` names the checkpoint of a workdir: 'best', a number, or 'last', which is the default. Adapters are
     merged into their base, also those of peft. `part` is one of PARTS: of 'encoder' no file of the decoder is
-    read. Raises ValueError if `path` is not a checkpoint, is damaged, is an encoder alone where `part` is 'whole', or
-    is in a format that is not read (Orbax, pickles).
+    read; 'whole' refuses an encoder alone.
     """
     directory = paths.to_path(path)
     steps = checkpoint.steps(directory)
     if steps or step:
         [chosen, *others] = choose_steps(directory, step, steps)
         if others:
-            raise Refused(f'step={step}: only one is opened: name a number, last or best')
+            raise Refused(f'step={step}: name one number, last or best')
         directory /= f'checkpoint_{chosen}'
     elif directory.name == 'checkpoint' and paths.is_file(directory):
         directory = directory.parent
     if paths.is_file(directory):
-        if directory.name in peft.FILES:
-            raise Refused(
-                f'{directory} is one file of adapters: name its folder, {directory.parent}'
-            )
-        hugging_face.check_file(directory)
+        hugging_face.check_file(directory, is_adapter=directory.name in peft.FILES)
         if isinstance(directory, Path) and directory.suffix != '.safetensors':
             # The other parts are beside the target of the user's link.
             directory = Path(os.path.realpath(directory))
@@ -159,8 +150,7 @@ def open_checkpoint(
             opened = merge(opened, base)
     if part == 'whole' and is_encoder(opened.leaves):
         raise Refused(
-            f'{opened.directory} is an encoder alone, for infer.load, --encode and training with '
-            'restore.strict=False: name a checkpoint that has a decoder'
+            f'{opened.directory} is an encoder alone: use --encode or restore.strict=False'
         )
     if part == 'encoder':
         for name in list(opened.leaves):
@@ -173,33 +163,26 @@ LONG_T5 = re.compile(r'long[-_. ]?t5(?!x)', re.IGNORECASE)
 
 
 def check_family(directory: paths.AnyPath, config: T5Config) -> None:
-    """Raise ValueError if the parameters for a T5 seem to be those of a LongT5: same shapes, another attention.
+    """Raise Refused if the parameters for a T5 seem to be those of a LongT5: same shapes, another attention.
 
     A folder of its path, or T5X's gin beside it, says so. A checkpoint of this program has a config that tells.
     """
     if config.module or read_stored(directory):
         return
-    names = [str(directory)]
     target = directory
     if isinstance(directory, Path):
         target = Path(os.path.realpath(directory))
-        names = [os.path.abspath(directory), str(target)]
-    signs = []
-    for part in '/'.join(names).split('/'):
-        if LONG_T5.search(part):
-            signs.append(f'its path has {part!r}: rename that if it is another model')
+    signs = [part for part in f'{directory}/{target}'.split('/') if LONG_T5.search(part)]
     for folder in folders_of(target):
         for file in checkpoint.list_folder(folder):
             if file.suffix == '.gin' and paths.is_file(file):
                 text = re.sub('#.*', '', file.read_bytes().decode(errors='replace'))
                 if LONG_T5.search(text):
-                    signs.append(
-                        f'{file.name} beside it names longt5: remove that if it is of another model'
-                    )
+                    signs.append(file.name)
     if signs:
         raise Refused(
-            f'{directory}: read as a T5, the answers of a LongT5 are wrong beyond 128 tokens: set '
-            f'model.module=long_t5, as --config=configs/long_t5.py:base does; {signs[0]}'
+            f'{directory}: {signs[0]!r} names a LongT5, whose answers are wrong if it is read as a T5: set '
+            'model.module=long_t5, or rename it'
         )
 
 
@@ -212,19 +195,20 @@ def saved_step(leaves: Mapping[str, Leaf]) -> int:
 
 def choose_steps(run: paths.AnyPath, text: str, steps: Sequence[int]) -> list[int]:
     """Return those of the steps of a run that `text` names: last (or ''), best, all, or numbers with commas."""
-    if not steps:
-        raise Refused(f'step={text}: {run} has no checkpoint_STEP folders: name a run')
-    match text.lower():
-        case '' | 'last':
-            return [steps[-1]]
-        case 'all':
-            return list(steps)
-        case 'best':
-            return [best.best_step(run, steps)]
+    if steps:
+        match text.lower():
+            case '' | 'last':
+                return [steps[-1]]
+            case 'all':
+                return list(steps)
+            case 'best':
+                return [best.best_step(run, steps)]
     names = {name.strip() for name in text.split(',')}
     known = [str(step) for step in steps]
     if not names <= set(known):
-        raise Refused(f'step={text}: {run} has the checkpoints {first_ten(known)}: name these')
+        raise Refused(
+            f'step={text}: {run} has the steps {first_ten(known) or "of no run"}: name these'
+        )
     return sorted(map(int, names))
 
 
@@ -240,15 +224,18 @@ def _config_beside(directory: paths.AnyPath) -> T5Config | None:
     if not settings:
         return None
     # A setting that did not exist when the checkpoint was written has its default.
-    settings = base.get_config().model.to_dict() | settings
+    defaults = base.get_config().model.to_dict()
+    unknown = sorted(settings.keys() - defaults.keys())
     try:
-        module = own_model.module_of(directory, settings['module'])
-        return own_model.load({**settings, 'module': module})
-    except (ValueError, TypeError) as error:
-        raise Refused(f'{directory}/config.json: {error}') from error
+        if unknown or not isinstance(settings.get('options') or {}, dict):
+            raise Refused(f'model has {unknown or "no group of options"}: restore it from a copy')
+        module = own_model.module_of(directory, (defaults | settings)['module'])
+        return own_model.load({**defaults, **settings, 'module': module})
+    except Refused as error:
+        raise Refused(f'{directory}/config.json: {error}') from None
 
 
-def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> T5Config:
+def config_from_shapes(directory: paths.AnyPath, shapes: Mapping[str, tuple[int, ...]]) -> T5Config:
     """Return the T5Config of a parameter tree. The shapes do not tell gelu from silu: T5 1.1's settings are assumed."""
     bias = 'encoder/layers_0/relpos_bias/rel_embedding'
     is_per_layer = bias in shapes
@@ -267,7 +254,7 @@ def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> T5Config:
         shape = shapes.get(path, ())
         num_dims = 3 if '/expert/' in path else 2
         if len(shape) != num_dims or not all(0 < size < 2**31 for size in shape):
-            raise Refused(f'not a T5 of T5X: the checkpoint has no matrix {path!r}')
+            raise Refused(f'{directory} has no matrix {path!r}: name {checkpoint.FORMATS}')
     vocab_size, emb_dim = shapes[embedding]
     num_heads = shapes[bias][0]
     mlp_dim = shapes[wo][-2]
@@ -310,14 +297,10 @@ FINGERPRINTED = r'target/(.+_norm/scale|(encoder|decoder)/layers_0/.+)'
 
 
 def describe_base(base: OpenedCheckpoint) -> dict[str, str]:
-    """Return what config.json records of the checkpoint that adapters belong to: where it is, and a fingerprint.
-
-    Raises ValueError for one that holds adapters itself.
-    """
+    """Return what config.json records of the checkpoint that adapters belong to: where it is, and a fingerprint."""
     if any(isinstance(leaf, peft.MergedKernel) for leaf in base.leaves.values()):
         raise Refused(
-            f'{base.directory} holds adapters itself: merge it with --mode=convert --from={base.directory} '
-            '--to=FOLDER, and name that folder'
+            f'{base.directory} holds adapters: merge them with --mode=convert, and name that'
         )
     fingerprint = hashlib.blake2b(digest_size=16)
     for path, leaf in sorted(base.leaves.items()):
@@ -331,26 +314,23 @@ def describe_base(base: OpenedCheckpoint) -> dict[str, str]:
 def open_base(directory: paths.AnyPath, restore_path: str = '') -> OpenedCheckpoint | None:
     """Open the checkpoint that the adapters in `directory` belong to; return None if it holds none.
 
-    It is where the run found it, or at `restore_path` if that differs from the run's. Raises ValueError unless it
-    is there, with the parameters that it had.
+    It is where the run found it, or at `restore_path` if that differs from the run's.
     """
     settings = read_stored(directory)
     if 'base' not in settings:
         return None
-    path = settings['base']['directory']
-    if restore_path and restore_path != settings['restore']['path']:
+    recorded = settings['base'] if isinstance(settings['base'], dict) else {}
+    path = str(recorded.get('directory'))
+    if restore_path and restore_path != settings.get('restore', {}).get('path'):
         path = restore_path
     try:
         base = open_checkpoint(path)
-    except ValueError as error:
+        if describe_base(base)['fingerprint'] != recorded.get('fingerprint'):
+            raise Refused('it is another model now')
+    except Refused as error:
         raise Refused(
-            f'{directory} holds adapters of {path}, which cannot be opened ({error}): put it back there'
+            f'{directory} holds adapters of {path}: {error}: put back what restore.path named'
         ) from error
-    if describe_base(base)['fingerprint'] != settings['base']['fingerprint']:
-        raise Refused(
-            f'{directory} holds adapters of another model than {base.directory} has now: put back the checkpoint '
-            'that restore.path named when its run began'
-        )
     return base
 
 
@@ -370,25 +350,20 @@ def _open_peft(folder: paths.AnyPath) -> OpenedCheckpoint:
     """Return the model of peft's adapters and the base that they name: parameters alone."""
     settings = peft.read_settings(folder)
     assert isinstance(folder, Path)
-    name = settings['base_model_name_or_path']
+    name = str(settings.get('base_model_name_or_path'))
     try:
         directory = paths.to_path(name)
         if peft.is_folder(directory):
             raise Refused('it holds adapters itself')
         base = open_model(directory, part='')
-    except (ValueError, OSError) as error:
+    except (Refused, OSError) as error:
         raise Refused(
-            f'{folder} holds adapters of base_model_name_or_path={name!r}, which cannot be opened ({error}): copy or '
-            f"link the base's folder to {name}, or write its path into {folder / peft.ADAPTER_CONFIG}"
+            f'{folder}: base_model_name_or_path={name!r} cannot be opened ({error}): write the path of the base'
         ) from error
     parameters = checkpoint.parameters(base.leaves)
     adapters = peft.read_index(folder, settings, base.config, parameters)
     config = base.config
     if peft.PROMPT in adapters:
-        if config.module:
-            raise Refused(
-                f'{folder} is a prompt of a {config.module}: only those of T5, T5 1.1, mT5 and umT5 are read'
-            )
         length = {'length': adapters[peft.PROMPT].shape[0]}
         config = own_model.as_family(config, peft.PROMPT_FAMILY, length)
     parameters |= adapters

@@ -42,10 +42,7 @@ def load(settings: Mapping) -> T5Config:
     invalid; an error of the file is raised as it is.
     """
     if not settings['module']:
-        for name, value in (settings.get('options') or {}).items():
-            raise Refused(
-                f'model.options.{name}={value!r} is a setting of an own model: set model.module, or remove it'
-            )
+        own_options.options_of(None, "model.module=''", settings.get('options') or {})
         config = T5Config(**settings)
         check_values(config)
         return config
@@ -83,8 +80,7 @@ def config_of(module: ModuleType, file: str, content: bytes, settings: Mapping) 
     unknown = own.losses(config).keys() - trace(config)
     if unknown:
         raise ValueError(
-            f'{file}: losses(config) names {min(unknown)!r}, which no layer of {config.num_encoder_layers} + '
-            f'{config.num_decoder_layers} reports: report it in the aux of a layer or of its Mlp'
+            f'{file}: losses(config) names {min(unknown)!r}, which no aux of a layer has'
         )
     return config
 
@@ -103,24 +99,19 @@ def as_family(config: T5Config, family: str, options: Mapping) -> T5Config:
 
 
 def check_values(config: T5Config) -> None:
-    """Raise ValueError for sizes, names and patterns that are not valid."""
+    """Raise Refused for sizes, names and patterns that are not valid."""
     for name in base.get_config().model:
         value = getattr(config, name)
         is_encoder = name == 'num_decoder_layers' and value == 0
         if name != 'options' and not is_encoder:
             check.check_value(f'model.{name}', value)
     known = [name for name, _ in config.modules.activations]
-    if not config.mlp_activations or not set(known).issuperset(config.mlp_activations):
-        raise Refused(
-            f'model.mlp_activations={config.mlp_activations}: use some of {", ".join(known)}'
-        )
+    if not config.mlp_activations or not all(x in known for x in config.mlp_activations):
+        raise Refused(f'model.mlp_activations={config.mlp_activations}: use {", ".join(known)}')
     try:
         re.compile(config.lora_targets)
-    except re.error as error:
-        raise Refused(
-            f'model.lora_targets={config.lora_targets!r} is not a regular expression ({error}): correct '
-            "it, as in '.+/(query|value)/kernel'"
-        ) from error
+    except (re.error, OverflowError, RecursionError) as error:
+        raise Refused(f'model.lora_targets={config.lora_targets!r}: {error}: correct it') from error
 
 
 @functools.cache
@@ -131,9 +122,7 @@ def modules_of(module: ModuleType, file: str, content: bytes) -> Modules:
         raise Refused(f'{file} has no function modules(default): see {EXAMPLE}')
     made = make(model.T5_MODULES)
     if not isinstance(made, Modules):
-        raise TypeError(
-            f'{file}: modules(default) returned {made!r:.60}: return dataclasses.replace(default, ...)'
-        )
+        raise TypeError(f'{file}: modules(default) returned {made!r:.60}, not changed modules')
     hash(made)  # a TypeError names a field that has a dict where pairs belong
     return dataclasses.replace(made, source=content)
 
@@ -207,44 +196,36 @@ def recorded(directory: paths.AnyPath) -> bytes:
 def check_same(
     directory: paths.AnyPath, config: T5Config, otherwise: str, may_be_plain: bool = False
 ) -> None:
-    """Raise ValueError unless a checkpoint was saved with this model or, if it `may_be_plain`, with T5's.
+    """Raise Refused unless a checkpoint was saved with this model or, if it `may_be_plain`, with T5's.
 
     `otherwise`: what to do to use another one.
     """
     content = recorded(directory)
     module = check.read_stored(directory).get('model', {}).get('module', '')
     is_same = config.modules.source == content and (content or config.module == module)
-    if is_same or (may_be_plain and not content and not module):
-        return
-    saved = 'without it: leave it out'
-    if content:
-        saved = f'with {directory / RECORD}: set it to a copy of that'
-    elif module:
-        saved = f'with {module!r}: set it to {module!r}'
-    raise Refused(f'model.module={config.module!r}: {directory} was saved {saved}, or {otherwise}')
+    if not is_same and not (may_be_plain and not content and not module):
+        saved = f'a copy of {directory / RECORD}' if content else repr(module)
+        raise Refused(
+            f'model.module={config.module!r}: {directory} needs {saved}: set it, or {otherwise}'
+        )
 
 
 def module_of(directory: paths.AnyPath, module: str) -> str:
     """Return model.module for a checkpoint whose run had `module`: a family, or where its file is now.
 
     A file is looked for where it was, then by its name in the current folder. Its content must be the
-    recorded one. A file in the folder of the checkpoint or of its run may be a stranger's: it is never
-    run. Raises ValueError.
+    recorded one. A file in the folder of the checkpoint or of its run may be a stranger's: it is never run.
     """
     content = recorded(directory)
     if not content and (not module or is_family(module)):
         return module
-    if not content:
-        raise Refused(
-            f'model.module={module!r} is not in families/, and {directory / RECORD} is missing: bring all files'
-        )
     run = directory.parent if directory.name.startswith('checkpoint_') else directory
     now = Path.cwd() / Path(module).name
     for file in (Path(module), now):
         is_strangers = isinstance(run, Path) and file.resolve().is_relative_to(run.resolve())
-        if file.is_file() and file.read_bytes() == content and not is_strangers:
+        if content and file.is_file() and file.read_bytes() == content and not is_strangers:
             return str(file)
-    raise Refused(
-        f'model.module={module!r} is gone, was changed, or is in the folder of the run, '
-        f'from which no code is run: look at {directory / RECORD}, and copy it to {now}'
-    )
+    remedy = f'look at {directory / RECORD}, and copy it to {now}'
+    if not content:
+        remedy = f'bring {directory / RECORD}'
+    raise Refused(f'model.module={module!r} is not here as it was: {remedy}')

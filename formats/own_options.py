@@ -18,8 +18,7 @@ BOOLS = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': Fa
 def options_of(declared: type[Options] | None, file: str, given: Mapping) -> Options | None:
     """Return the options of a model, an instance of the class `Options` of its file; None without one.
 
-    `given`: {name: value}; a value from the command line may be text. Raises ValueError for options
-    that are invalid.
+    `given`: {name: value}; a value from the command line may be text.
     """
     fields = {}
     if declared is not None:
@@ -30,9 +29,7 @@ def options_of(declared: type[Options] | None, file: str, given: Mapping) -> Opt
         key = f'model.options.{name}'
         if name not in fields:
             known = ', '.join(fields) or 'no options'
-            raise Refused(
-                f'{key}={value!r} is unknown: {file} has {known}: remove it, or declare it there'
-            )
+            raise Refused(f'{key}={value!r} is unknown: {file} has {known}: remove it')
         default: Any = fields[name].default
         if isinstance(value, str) and not isinstance(default, str):
             value = parsed(value, default)
@@ -42,33 +39,27 @@ def options_of(declared: type[Options] | None, file: str, given: Mapping) -> Opt
 
 
 def check_declaration(declared: type[Options], file: str) -> None:
-    """Raise TypeError unless `declared` is a frozen dataclass whose fields have valid defaults and metadata."""
-    params = getattr(declared, '__dataclass_params__', None)
-    if not isinstance(declared, type) or params is None or not params.frozen:
-        raise TypeError(
-            f'{file}: Options={declared!r:.60}: must be a frozen dataclass: write @dataclasses.dataclass(frozen=True) '
-            'above its class'
-        )
+    """Raise TypeError unless the fields of a frozen dataclass have valid defaults and metadata."""
     kinds: dict[str | type, type] = {kind.__name__: kind for kind in check.KINDS}
     kinds |= {kind: kind for kind in check.KINDS}
     for field in dataclasses.fields(declared):
         kind = type(field.default)
         is_typed = kind in check.KINDS and kinds.get(field.type, kind) is kind and field.init
+        is_typed &= declared.__dataclass_params__.frozen  # type: ignore[attr-defined]
         has_range = 'range' in field.metadata
         axis = field.metadata.get('axis')
         axis = getattr(declared, str(axis), axis)  # or the name of another option
         has_wrong_axis = axis is not None and (kind is not int or axis not in partition.MESH_AXES)
         if not is_typed or has_wrong_axis or (has_range and kind not in (int, float)):
             raise TypeError(
-                f'{file}: the option {field.name} must have a default of its type, bool, int, float, str or tuple, and '
-                f'may have a range if it is a number, an axis ({", ".join(partition.MESH_AXES)}) if it is a whole number: '
-                'correct it, or make it a property'
+                f'{file}: the option {field.name} must be of a frozen dataclass, with a default of its type (bool, '
+                f'int, float, str, tuple); a number may have a range, an int an axis of {partition.MESH_AXES}'
             )
         check_option(f'{file}: the default of {field.name}', field.default, field)
 
 
 def check_option(key: str, value: Any, field: dataclasses.Field) -> None:
-    """Raise ValueError unless a value has the type of a field's default, and is in its metadata.
+    """Raise Refused unless a value has the type of a field's default, and is in its metadata.
 
     They may have 'range', the smallest and the largest number, and 'choices'.
     """
@@ -85,9 +76,7 @@ def check_option(key: str, value: Any, field: dataclasses.Field) -> None:
         for x in value:
             like = default[0] if default else x
             if not isinstance(x, bool | int | float | str) or not check.has_type_of(like, x):
-                raise Refused(
-                    f'{key}={value!r}: {x!r} is not like the values of {default!r}: use others'
-                )
+                raise Refused(f'{key}={value!r}: its values must be like those of {default!r}')
 
 
 def parsed(text: str, default: check.Value) -> check.Value:

@@ -26,7 +26,7 @@ from messages import Refused
 FAULT_BYTES = 2**16  # room for the faults that a process sends to the others
 
 
-class Damaged(ValueError):
+class Damaged(Refused):
     """Some files of a checkpoint are not as they were saved."""
 
 
@@ -84,7 +84,7 @@ def verify(directory: str | paths.AnyPath, ignored: str = '') -> bool:
     """Return True if every file is as it was saved; False if there are no checksums, as in T5X.
 
     Files whose names match `ignored` are not read. Raises Damaged, which names up to ten files, OSError for files
-    that cannot be read, ValueError for what is not to be trusted. Every process reads its share; all raise the same.
+    that cannot be read, Refused for what is not to be trusted. Every process reads its share; all raise the same.
     """
     faults = _find_faults(paths.to_path(directory), ignored)
     if jax.process_count() > 1:  # the first ten of each
@@ -128,10 +128,10 @@ def _find_faults(directory: paths.AnyPath, ignored: str) -> list[Fault]:
             faults = [fault for fault in pool.map(find_fault, own_files) if fault]
         if 'checkpoint' in own_files and not faults:
             step = checkpoint.read_index(directory).get('state/step', manifest.step)
-            if step != manifest.step:
+            if not np.array_equal(step, manifest.step):  # type: ignore[arg-type]  # any leaf
                 faults.append(Fault('damaged', f'checkpoint holds step {step}'))
         return faults
-    except (ValueError, OSError) as error:
+    except (Refused, OSError) as error:
         return [_fault_of(error)]
 
 
@@ -146,7 +146,7 @@ def _find_fault(directory: paths.AnyPath, manifest: Manifest, name: str) -> Faul
         is_short = found.num_bytes < checkpoint.LFS_POINTER_BYTES
         if isinstance(file, Path) and is_short and found.num_bytes != saved.num_bytes:
             paths.check_not_lfs(file)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError) as error:  # ValueError: a name that no system has
         return _fault_of(error)
     if found.num_bytes != saved.num_bytes:
         return Fault('damaged', f'{name} has {found.num_bytes} bytes, not {saved.num_bytes}')
@@ -171,11 +171,12 @@ def _read_manifest(directory: paths.AnyPath) -> Manifest:
         checksums = {name: checkpoint.Checksum(*saved) for name, saved in top['files'].items()}
         manifest = Manifest(top['step'], checksums)
         is_named = checkpoint.step_of(directory) in (None, manifest.step)
-        if not is_named or content != checkpoint.pack_manifest(manifest.step, checksums):
-            raise Refused(f'it has changed, or is of step {manifest.step}')
+        if is_named and content == checkpoint.pack_manifest(manifest.step, checksums):
+            return manifest
+        fault = f'it has changed, or is of step {manifest.step}'
     except (FileNotFoundError, IsADirectoryError, *checkpoint.UNPACK_ERRORS) as error:
-        raise Damaged(f'{checkpoint.MANIFEST} is missing or damaged ({error})') from error
-    return manifest
+        fault = str(error)
+    raise Damaged(f'{checkpoint.MANIFEST} is missing or damaged ({fault})')
 
 
 # umT5 in T5X (t5x/examples/scalable_t5): one array has a parameter of all layers, which are its axis 1, and
@@ -220,12 +221,10 @@ def unstack(index: dict[str, Leaf]) -> dict[str, Leaf]:
     others: dict[str, Leaf] = {}
     for path, leaf in index.items():
         match = STACKED_PARAMETER.fullmatch(path)
-        if not match:
+        if not match or len(leaf.shape) < 2 or leaf.shape[1] > MAX_LAYERS:
             if not path.startswith('state/param_states/'):
                 others[path] = leaf
             continue
-        if len(leaf.shape) < 2 or leaf.shape[1] > MAX_LAYERS:
-            raise Refused(f'{path} {leaf.shape} is not a stack of 1 to {MAX_LAYERS} layers')
         stack, name = match.groups()
         first, num_layers, *rest = leaf.shape
         shape: tuple[int, ...] = (first,)  # [embed, layers]

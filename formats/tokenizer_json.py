@@ -44,7 +44,7 @@ Normalize = Callable[[str], str]
 
 
 def read_tokenizer(file: AnyPath) -> 'TokenizerVocabulary':
-    """Return the vocabulary of a tokenizer.json. Raises ValueError for another tokenizer."""
+    """Return the vocabulary of a tokenizer.json."""
     content = paths.read_json(file)
     beside: dict = {}
     for name in ('config.json', 'tokenizer_config.json'):
@@ -61,40 +61,30 @@ def read_tokenizer(file: AnyPath) -> 'TokenizerVocabulary':
             model['byte_fallback'] = False
         content['tokenizer_class'] = name
         return TokenizerVocabulary(make_model(content))
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, re.error) as error:
-        raise Refused(f'no tokenizer.json of transformers ({error!r})') from None
+    except Refused:
+        raise
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, re.error) as error:
+        raise Refused(f'no tokenizer.json of transformers ({error!r})') from error
 
 
 def make_model(content: Mapping) -> bytes:
     """Return the ModelProto of the content of a tokenizer.json."""
-    kind = content['model'].get('type')
-    if kind != 'Unigram':
-        raise Refused(
-            f"a {kind or 'model without a type'}, not a Unigram tokenizer as T5's, mT5's and umT5's: open it with another "
-            "vocabulary, such as 'bytes', and give ids that its own library makes"
-        )
     model = dict(content['model'])
     vocab = model.pop('vocab')
-    names = [piece for piece, _ in vocab]
-    if model['unk_id'] != UNK_ID or len(vocab) <= UNK_ID:
+    found = {name: model.get(name) for name in ('type', 'unk_id')}
+    if found != {'type': 'Unigram', 'unk_id': UNK_ID} or len(vocab) <= UNK_ID:
         raise Refused(
-            f'unknown is id {model["unk_id"]}, not {UNK_ID} as in T5: give ids that its own library makes'
+            f'{found} with {len(vocab)} pieces: must be Unigram, with unknown at {UNK_ID}'
         )
+    names = [piece for piece, _ in vocab]
     added = []
     for token in content.get('added_tokens', ()):
         i = operator.index(token['id'])
         if i == len(names) and token['content'] not in names:
             names.append(token['content'])
-        if not 0 <= i < len(names) or names[i] != token['content'] or not names[i]:
-            found = 'another piece' if 0 <= i < len(names) else 'not the next one, or is a piece'
-            raise Refused(
-                f'the added token {token["content"]!r} has the id {i}, which is {found}: save it again with transformers'
-            )
-        if token.get('single_word'):
-            raise Refused(
-                f'the added token {token["content"]!r} is found as a single word only, which is not supported: add it '
-                'without single_word'
-            )
+        is_there = 0 <= i < len(names) and names[i] == token['content'] != ''
+        if not is_there or token.get('single_word'):
+            raise Refused(f'the added token {token} has the id of another, or is a single_word')
         if i not in (PAD_ID, EOS_ID, UNK_ID):
             added.append(token)
     proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
@@ -230,11 +220,8 @@ class TokenizerVocabulary(SentencePieceVocabulary):
 # Normalizers.
 
 
-def unknown_step(kind: str) -> ValueError:
-    return Refused(
-        f'a tokenizer with the step {kind}: only those of T5, mT5 and umT5 are known: name the SentencePiece model that '
-        'it was made from with data.vocabulary'
-    )
+def unknown_step(kind: str) -> Refused:
+    return Refused(f'a tokenizer with the step {kind}: only steps of T5, mT5 and umT5 are known')
 
 
 def normalizer(step: Mapping) -> Normalize:

@@ -5,6 +5,7 @@
 
 import contextlib
 import json
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -54,8 +55,7 @@ def find_vocabulary(folder: AnyPath, name: str | AnyPath | None = None) -> Vocab
     """Return the vocabulary that `name` names, else the one of a checkpoint or run, else None.
 
     `name` is 'bytes', a SentencePiece model, or a folder that has one; its number of sentinels is that of the
-    checkpoint. Raises ValueError for a name without a vocabulary of T5's kind, and for tokens of a folder that the
-    vocabulary lacks.
+    checkpoint.
     """
     found: Vocabulary | None
     if name == 'bytes':
@@ -79,7 +79,7 @@ def own_vocabulary(folder: AnyPath, extra_ids: int = DEFAULT_EXTRA_IDS) -> Vocab
         return own_vocabulary(paths.to_path(str(base)), extra_ids)
     if file is None:
         return None
-    remedy = 'copy it again, or remove it and name the vocabulary of the model with data.vocabulary'
+    remedy = 'copy it again, or remove it and name data.vocabulary'
     if file != folder:  # a link of the user's own may lead anywhere
         paths.own_file(file)
     return read_model(file, stored['extra_ids'], remedy)
@@ -97,16 +97,14 @@ def named_vocabulary(setting: str, name: str | AnyPath, extra_ids: int) -> Vocab
         if path.is_dir():
             file = model_file(path)
         if file is None:
-            raise Refused(
-                f'no file, nor a folder with {", ".join(VOCABULARY_NAMES)}: name a SentencePiece '
-                "model, the folder of a run or a checkpoint, or 'bytes'"
-            )
+            names = ', '.join(VOCABULARY_NAMES)
+            raise Refused(f"no such file, and no folder that has {names}: name one, or 'bytes'")
         if isinstance(file, Path):
             paths.check_not_lfs(file)  # a link of the user's own may lead anywhere
         found = read_model(file, extra_ids, remedy='name another vocabulary')
         check_tokens(file.parent, found)
         return found
-    except ValueError as error:
+    except Refused as error:
         raise Refused(f'{setting}={str(name)!r}: {error}') from None
 
 
@@ -153,8 +151,8 @@ def read_model(file: AnyPath, extra_ids: int, remedy: str) -> SentencePieceVocab
         if ids and ids == list(range(found.size, found.size + len(ids))):
             found = of_model(with_added_tokens(content, listed.missing), extra_ids)
         return found
-    except ValueError as error:
-        raise Refused(f'{file}: {error}: {remedy}') from None
+    except (Refused, json.JSONDecodeError, RecursionError) as error:  # JSON: of `added_settings`
+        raise Refused(f'{file}: {error}: {remedy}') from error
 
 
 def embedded_model(file: AnyPath) -> bytes:
@@ -201,14 +199,13 @@ class ListedTokens(NamedTuple):
 
 
 def check_tokens(checkpoint: AnyPath, vocabulary: Vocabulary | None) -> None:
-    """Raise ValueError for tokens that transformers lists for a checkpoint and `vocabulary` lacks."""
+    """Raise Refused for tokens that transformers lists for a checkpoint and `vocabulary` lacks."""
     for folder in folders_of(checkpoint):
         missing, files = listed_tokens(folder, vocabulary)
         if missing:
-            names = sorted({name for name, _ in missing})
+            names = first_ten(sorted({repr(name) for name, _ in missing}))
             raise Refused(
-                f'{folder}: {len(names)} token(s) were added to its vocabulary: {first_ten(list(map(repr, names)))}: '
-                f'take the vocabulary of this folder, or, if no text has them, remove them from {", ".join(files)}'
+                f'{folder}: the vocabulary lacks {names}: use its own, or remove them from {", ".join(files)}'
             )
 
 
@@ -228,15 +225,12 @@ def listed_tokens(folder: AnyPath, vocabulary: Vocabulary | None) -> ListedToken
         files.append(file.name)
         try:
             if file.name == 'added_tokens.json':
-                tokens += content.items()
-            else:
-                tokens += tokens_of(content)
+                content = {'added_tokens': [{'content': x, 'id': i} for x, i in content.items()]}
+            tokens += tokens_of(content)
             vocab = content.get('model', {}).get('vocab', [])  # {piece: id} or [[piece, score]]
             pieces += [piece if isinstance(piece, str) else str(piece[0]) for piece in vocab]
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise Refused(
-                f'{file} does not list tokens as transformers does ({error!r}): copy it again'
-            ) from None
+            raise Refused(f'{file} lists no tokens ({error!r}): copy it again') from error
     sentinel_ids: dict[str, int] = {}
     ids = {piece: i for i, piece in enumerate(pieces)}
     if isinstance(vocabulary, SentencePieceVocabulary):
@@ -249,8 +243,8 @@ def listed_tokens(folder: AnyPath, vocabulary: Vocabulary | None) -> ListedToken
             own_id = sentinel_ids.get(name.removeprefix('▁'))
             if sentinel_ids and i not in (None, own_id):
                 raise Refused(
-                    f'{folder}: {name} is id {i} in {", ".join(files)}, and {own_id} with the {len(sentinel_ids)} '
-                    'sentinels of its model: set data.extra_ids, or extra_ids in tokenizer_config.json, to as many'
+                    f'{folder}: {name} is id {i} in {", ".join(files)}, and {own_id} with {len(sentinel_ids)} '
+                    'sentinels: set data.extra_ids, or extra_ids in tokenizer_config.json, to as many'
                 )
         elif i in (PAD_ID, EOS_ID, UNK_ID) or name in ('', *SPECIAL_TOKENS):
             continue
@@ -277,29 +271,21 @@ def add_tokens(vocabulary: Vocabulary, entries: Sequence[str]) -> Vocabulary:
     """
     tokens: list[str] = []
     for entry in entries:
-        setting = f'data.added_tokens={entry!r}'
-        if not isinstance(entry, str):
-            raise Refused(f'{setting}: must be a text: write it in quotes')
-        if not entry.endswith('.txt'):
+        if not isinstance(entry, str) or not entry.endswith('.txt'):
             tokens.append(entry)
             continue
         try:
             tokens += paths.to_path(entry).read_bytes().decode().splitlines()
         except (OSError, ValueError) as error:
-            raise Refused(
-                f'{setting} is not read ({paths.reason(error)}): name a file in UTF-8 with a token on each line'
-            ) from None
+            reason = paths.reason(error)
+            raise Refused(f'data.added_tokens={entry!r}: {reason}: name a file in UTF-8') from error
     if tokens and not isinstance(vocabulary, SentencePieceVocabulary):
-        raise Refused(
-            f'data.added_tokens={tuple(entries)}: a vocabulary of bytes gets no tokens: leave them out, or name a '
-            'SentencePiece model with data.vocabulary'
-        )
+        raise Refused(f'data.added_tokens={tuple(entries)} with bytes: name a SentencePiece model')
     added: dict[str, int | None] = {}
     for token in tokens:
-        if not token.strip() or SENTINEL.fullmatch(token) or token in SPECIAL_TOKENS:
-            raise Refused(
-                f'data.added_tokens has {token!r}: must be neither blank nor a token that T5 has: leave it out'
-            )
+        is_text = isinstance(token, str) and token.strip()
+        if not is_text or SENTINEL.fullmatch(token) or token in SPECIAL_TOKENS:
+            raise Refused(f'data.added_tokens has {token!r}: must be a text, and no token of T5')
         if token not in vocabulary.added_tokens:  # type: ignore[attr-defined]
             added[token] = None
     if not added:
@@ -348,7 +334,7 @@ def tokens_of(content: Mapping) -> Iterator[tuple[str, int | None]]:
     for i, token in content.get('added_tokens_decoder', {}).items():
         yield str(token['content']), int(i)
     for token in content.get('added_tokens', ()):
-        yield str(token['content']), token['id']
+        yield str(token['content']), operator.index(token['id'])
     names: list = []
     for key, value in content.items():
         if key.endswith('_special_tokens') and isinstance(value, dict):

@@ -27,8 +27,7 @@ def write(
     """Write a new folder that transformers opens: all or nothing.
 
     `arrays` is {our path: array or leaf of an index}: the parameters of `config`, of which at most `shard_bytes`, or
-    one array, are in memory. Raises ValueError for a folder that exists and for a model that transformers does not
-    have. Source: transformers modeling_utils.py save_pretrained.
+    one array, are in memory. Source: transformers modeling_utils.py save_pretrained.
     """
     settings = _settings(config)
     with new_folder(folder) as unfinished:
@@ -56,7 +55,7 @@ def write(
 
 @contextlib.contextmanager
 def new_folder(folder: str | paths.AnyPath) -> Iterator[Path]:
-    """Yield a folder that gets the name `folder` at the end. Raises ValueError if `folder` exists."""
+    """Yield a folder that gets the name `folder` at the end."""
     path = paths.disk_path(folder)
     paths.check_new(path)
     if path.exists():
@@ -79,21 +78,30 @@ def save_arrays(file: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def _settings(config: model.T5Config) -> dict:
-    """Return the content of config.json. Raises ValueError for a model that transformers does not have."""
-    if config.module not in ('', hugging_face.LONG_T5, hugging_face.SWITCH):
-        raise Refused(f'model.module={config.module!r} is not in transformers: use --format=t5x')
+    """Return the content of config.json."""
     activations = tuple(config.mlp_activations)
     if activations == ('swish', 'linear'):  # another name of silu
         activations = ('silu', 'linear')
     names = {x.mlp_activations: name for name, x in hugging_face.FEED_FORWARDS.items()}
-    if activations not in names:
-        raise Refused(f'mlp_activations={activations} are not in transformers: use --format=t5x')
+    options = own_options.as_dict(config.options)
+    is_known = activations in names
+    if config.module == hugging_face.SWITCH:
+        most = min(2, config.num_encoder_layers, config.num_decoder_layers)
+        is_known = (
+            activations == ('relu',)
+            and config.logits_via_embedding
+            and options['sparse_step'] <= most
+        )
+    if not is_known or config.module not in ('', hugging_face.LONG_T5, hugging_face.SWITCH):
+        raise Refused(
+            f'model.module={config.module!r}, mlp_activations={activations}, logits_via_embedding='
+            f'{config.logits_via_embedding}, options={options}: transformers has no such model: use --format=t5x'
+        )
     name = names[activations]
     model_type = 't5'
     if config.relpos_bias_per_layer:
         model_type = 'umt5'
     sizes = {theirs: getattr(config, ours) for theirs, ours in hugging_face.SIZES.items()}
-    options = own_options.as_dict(config.options)
     for theirs, (ours, _) in hugging_face.FAMILY_SETTINGS.get(config.module, {}).items():
         sizes[theirs] = options[ours]
     if config.module == hugging_face.LONG_T5:
@@ -103,13 +111,6 @@ def _settings(config: model.T5Config) -> dict:
     if config.module == hugging_face.SWITCH:
         model_type = 'switch_transformers'
         step = options['sparse_step']
-        most = min(2, config.num_encoder_layers, config.num_decoder_layers)
-        if activations != ('relu',) or not config.logits_via_embedding or step > most:
-            raise Refused(
-                f'mlp_activations={activations}, logits_via_embedding={config.logits_via_embedding}, '
-                f"sparse_step={step}: transformers' Switch Transformer has ('relu',), True, and 1 or 2, at most "
-                'as many as a stack has layers: use --format=t5x'
-            )
         if any(options[factor] for factor in hugging_face.CAPACITY_FACTORS):
             settings = hugging_face.FAMILY_SETTINGS[hugging_face.SWITCH]
             _, sizes['expert_capacity'] = settings['expert_capacity']

@@ -22,7 +22,7 @@ def write(
     """Write a new folder that peft opens: all or nothing.
 
     `config`: of the model with `kernels`, {our path of a kernel: (lora_a, lora_b)}, of one rank, or with a `prompt`;
-    `base`: the path or name of the base. Raises ValueError for a folder that exists and for what peft does not have.
+    `base`: the path or name of the base.
     """
     settings: dict = {
         'base_model_name_or_path': base,

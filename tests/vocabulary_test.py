@@ -6,6 +6,7 @@ tests/golden/seqio_t5 was made by running SeqIO b898b9f and t5 e081111.
 import os
 import pathlib
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from corpora import (
     model_with,
     oracle,
 )
-from small_models import SMALLEST, random_params
+from small_models import SMALLEST, assert_refused, random_params
 
 import vocabulary as vocabularies
 from formats import write_hugging_face
@@ -120,27 +121,23 @@ def test_sentinels_first():
     assert vocabulary.sentinel_ids.tolist() == list(range(3, 103))
 
 
-WRONG_SENTINELS = {
-    'a gap': (['<extra_id_0>', '<extra_id_2>'], 'no <extra_id_1>'),
-    'begins at 1': (['▁<extra_id_1>', '▁<extra_id_2>'], 'no <extra_id_0>'),
-    'one alone': (['▁<extra_id_7>'], 'no <extra_id_0>'),
-    'both kinds': (['<extra_id_1>', '▁<extra_id_0>', '▁<extra_id_1>'], '<extra_id_1>'),
-    'twice': (['<extra_id_0>', '<extra_id_0>'], '<extra_id_0>'),
-}
+WRONG_SENTINELS = [
+    (['<extra_id_0>', '<extra_id_2>'], '<extra_id_1>'),
+    (['▁<extra_id_1>', '▁<extra_id_2>'], '<extra_id_0>'),
+    (['▁<extra_id_7>'], '<extra_id_0>'),
+    (['<extra_id_1>', '▁<extra_id_0>', '▁<extra_id_1>'], '<extra_id_1>'),
+    (['<extra_id_0>', '<extra_id_0>'], '<extra_id_0>'),
+]
 
 
-@pytest.mark.parametrize('place', [3, 72])
-@pytest.mark.parametrize('kind', WRONG_SENTINELS)
-def test_gaps_and_doubles_are_refused(tmp_path, kind, place):
-    names, named = WRONG_SENTINELS[kind]
-    (tmp_path / 'spiece.model').write_bytes(model_with(names, place))
+def test_gaps_and_doubles_are_refused(tmp_path):
+    for names, named in WRONG_SENTINELS:
+        for place in (3, 72):
+            (tmp_path / 'spiece.model').write_bytes(model_with(names, place))
+            assert_refused(partial(find_vocabulary, tmp_path), named)
     for name in (tmp_path, tmp_path / 'spiece.model'):
-        with pytest.raises(ValueError, match=named) as error:
-            find(tmp_path / 'run', vocabulary=str(name))
-        message = str(error.value)
-        assert message.startswith('data.vocabulary=') and '\n' not in message
-    with pytest.raises(ValueError, match=named):
-        find_vocabulary(tmp_path)
+        ask = partial(find, tmp_path / 'run', vocabulary=str(name))
+        assert_refused(ask, f'data.vocabulary={str(name)!r}')
 
 
 def test_pieces_that_only_look_like_sentinels_are_none():
@@ -311,12 +308,8 @@ def test_the_vocabulary_of_a_run(tmp_path, pydoc_model):
     (workdir / 'vocabulary.model').write_bytes(trained.model)
     kept = find(str(workdir), texts=None)
     assert (kept.model, kept.hash) == (trained.model, trained.hash)
-    with pytest.raises(ValueError, match='vocabulary.model differs from .*own.model'):
-        find(workdir, vocabulary=str(own_model))
-    with pytest.raises(
-        ValueError, match='vocabulary.model differs from the vocabulary of the checkpoint'
-    ):
-        find(workdir, model=pydoc_model)
+    assert_refused(partial(find, workdir, vocabulary=str(own_model)), 'vocabulary.model')
+    assert_refused(partial(find, workdir, model=pydoc_model), 'vocabulary.model')
     assert find(tmp_path, texts=None, model=pydoc_model).model == pydoc_model
 
     for path in (own_model, folder):
@@ -326,45 +319,36 @@ def test_the_vocabulary_of_a_run(tmp_path, pydoc_model):
     assert len(hashes | {kept.hash, byte.hash, vocabularies.ByteVocabulary(100).hash}) == 5
 
 
-@pytest.mark.parametrize(
-    'name',
-    ['http://a.b/spiece.model', '{}/loop.model', '{}/lfs.model', '  ']
-    + [f'{{}}/{name}.model' for name in ('missing', 'empty', 'text', 'blank')],
-)
-def test_names_of_vocabularies_that_cannot_be_read(tmp_path, name):
-    (tmp_path / 'loop.model').symlink_to('loop.model')
-    (tmp_path / 'lfs.model').write_bytes(LFS_POINTER)
-    for file, content in {'empty': b'', 'text': b'no model', 'blank': b'\n'}.items():
-        (tmp_path / f'{file}.model').write_bytes(content)
-    name = name.replace('{}', str(tmp_path))
-    with pytest.raises(ValueError, match=f'^data.vocabulary={re.escape(repr(name))}: '):
-        find(tmp_path / 'run', vocabulary=name)
+def test_names_of_vocabularies_that_cannot_be_read(tmp_path):
+    (tmp_path / 'loop').symlink_to('loop')
+    for file, content in {'empty': b'', 'text': b'no model', 'lfs': LFS_POINTER}.items():
+        (tmp_path / file).write_bytes(content)
+    files = [str(tmp_path / file) for file in ('loop', 'missing', 'empty', 'text', 'lfs')]
+    for name in ('http://a.b/spiece.model', '  ', *files):
+        ask = partial(find, tmp_path / 'run', vocabulary=name)
+        assert_refused(ask, f'data.vocabulary={name!r}: ')
     assert not (tmp_path / 'run').exists()
 
 
 LETTERS = ['some letters']
-# Settings, texts to train on, and what the message names.
+# Settings, texts to train on, and the setting that is refused.
 REFUSED = [
-    *[({'num_pieces': n}, LETTERS, f'data.num_pieces={n}') for n in (-1, 0, 10**12)],
-    ({'num_pieces': 1}, LETTERS, 'data.num_pieces=1 .* use 4 or more'),
-    ({'num_pieces': 4}, LETTERS, 'data.num_pieces=4 .* use 11 or more'),
+    *[({'num_pieces': n}, LETTERS, f'data.num_pieces={n}') for n in (-1, 0, 10**12, 1, 4)],
     *[({'num_pieces': 50}, texts, 'data.num_pieces=50') for texts in ([], ['  '])],
     *[({'extra_ids': n}, LETTERS, f'data.extra_ids={n}') for n in (-1, 10**9)],
     ({'extra_ids': -1, 'vocabulary': 'bytes'}, [], 'data.extra_ids=-1'),
-    ({'vocabulary': 'bytes'}, [], 'model.vocab_size=300 is too small for 359 .* use 384'),
+    ({'vocabulary': 'bytes'}, [], 'model.vocab_size=300'),
 ]
 
 
-def test_a_stored_number_of_sentinels_is_checked(pydoc_model):
-    """A config.json that was copied or edited has any number."""
-    for extra_ids in (-1, 10**9):
-        with pytest.raises(ValueError, match='data.extra_ids'):
-            vocabularies.SentencePieceVocabulary(pydoc_model, extra_ids)
+def test_settings_that_give_no_vocabulary_are_refused(pydoc_model):
+    for changes, texts, named in REFUSED:
 
+        def ask(changes=changes, texts=texts):
+            check_settings(make_config(**changes))
+            find('nowhere', texts, max_size=300, **changes)
 
-@pytest.mark.parametrize('changes, texts, named', REFUSED)
-def test_settings_that_give_no_vocabulary_are_refused(changes, texts, named):
-    with pytest.raises(ValueError, match=named) as error:
-        check_settings(make_config(**changes))
-        find('nowhere', texts, max_size=300, **changes)
-    assert '\n' not in str(error.value)
+        assert_refused(ask, named)
+    # A config.json that was copied or edited has any number.
+    ask = partial(vocabularies.SentencePieceVocabulary, pydoc_model, extra_ids=-1)
+    assert_refused(ask, 'data.extra_ids')

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import chex
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from forms import first_in_ci
 from runs import metrics_of, run, small_config, state_of, stop_after
+from small_models import assert_refused
 
 import checkpoint
 import infer
@@ -78,8 +80,7 @@ def test_the_values_are_those_of_metrics_jsonl(tmp_path):
     assert best.read_metrics(tmp_path) == lines
 
 
-@pytest.mark.parametrize('best_is', ['lower', 'higher'])
-@pytest.mark.parametrize('keep', [1, 2, 3])
+@pytest.mark.parametrize('keep, best_is', [(1, 'lower'), (2, 'higher'), (3, 'lower')])
 def test_the_best_and_the_newest_checkpoints_are_kept(tmp_path, keep, best_is):
     """One deletion after each save leaves what sorting all that was saved would."""
     values = {2: 5.0, 4: 3.0, 6: 4.0, 8: 3.0, 10: float('nan'), 12: 6.0, 16: 4.0}
@@ -319,14 +320,13 @@ def test_the_names_of_metrics(uninterrupted):
 
 @pytest.mark.slow
 def test_a_run_without_a_best_step(uninterrupted, expected):
-    for folder, step, words in (
-        (uninterrupted, 'best', 'step=best: .* save.best_metric.* 3, 6$'),
-        (uninterrupted, 4, 'step=4: .* 3, 6'),
-        (uninterrupted / 'checkpoint_3', 'best', 'step=best: .*checkpoint_3 '),
+    for folder, step, name in (
+        (uninterrupted, 'best', 'step=best'),
+        (uninterrupted, 'best', 'save.best_metric'),
+        (uninterrupted, 4, 'step=4'),
+        (uninterrupted / 'checkpoint_3', 'best', 'step=best'),
     ):
-        with pytest.raises(ValueError, match=words):
-            infer.load(folder, step=step)
-    with pytest.raises(ValueError, match='step=best: .* save.best_metric'):
-        evaluate_mode.choose(str(uninterrupted), 'best', watch=False)
-    with pytest.raises(ValueError, match=f'step=best: .*{LOSS}.* 7000$'):
-        best.best_step(expected, [7_000])
+        assert_refused(partial(infer.load, folder, step=step), name)
+    choosing = partial(evaluate_mode.choose, str(uninterrupted), 'best', watch=False)
+    assert_refused(choosing, 'save.best_metric')
+    assert_refused(partial(best.best_step, expected, [7_000]), LOSS)

@@ -25,7 +25,7 @@ import sentencepiece
 from corpora import HUNT
 from forms import first_quick
 from safetensors.numpy import load_file, save_file
-from small_models import assert_close, golden_batch
+from small_models import assert_close, assert_refused, golden_batch
 
 import checkpoint
 import formats.open
@@ -156,9 +156,10 @@ def test_what_transformers_wrote_we_write(tmp_path):
     assert ours.items() <= theirs.items()
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-@pytest.mark.parametrize('shard_bytes', first_quick([10_000, 5 * 10**9]))
-@pytest.mark.parametrize('name', CONFIGS)
+SHARDS = [*((name, 10_000, 'float32') for name in CONFIGS), ('t5_1_1', 5 * 10**9, 'bfloat16')]
+
+
+@pytest.mark.parametrize('name, shard_bytes, dtype', SHARDS)
 def test_there_and_back(tmp_path, name, shard_bytes, dtype):
     config = CONFIGS[name]
     arrays = random_arrays(config, dtype)
@@ -167,9 +168,7 @@ def test_there_and_back(tmp_path, name, shard_bytes, dtype):
     write(folder, name, arrays, vocabulary, shard_bytes)
     assert hugging_face.is_folder(folder)
     assert (folder / 'spiece.model').read_bytes() == vocabulary.model
-    assert (
-        len({file.stat().st_mode for file in folder.iterdir()}) == 1
-    )  # the mode of the user's umask
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # of the user's umask
     t5 = load(folder)
     assert t5.config == config
     assert_same_bits(t5.arrays, arrays)
@@ -210,77 +209,78 @@ def test_copies_of_the_token_table(tmp_path):
     assert_same_bits(load(folder).arrays, arrays)
     table[-1, -1] += 1
     edit_arrays(folder, decoder__embed_tokens__weight=table)
-    with pytest.raises(ValueError, match='decoder.embed_tokens.weight'):
-        load(folder)
+    assert_refused(lambda: load(folder), 'decoder.embed_tokens.weight')
 
 
-@pytest.mark.parametrize(
-    'lm_head, settings, expected',
-    [
-        (None, {}, 'tied'),
-        ('equal', {}, 'tied'),
-        ('own', {}, 'untied'),  # arrays are believed before the config
-        ('own', {'tie_word_embeddings': True}, 'untied'),
-        ('own', {'tie_word_embeddings': True, 'model_type': 'mt5'}, 'untied'),
-        ('own', {'tie_word_embeddings': True, 'scale_decoder_outputs': False}, 'untied'),
-        ('own', {'scale_decoder_outputs': True}, 'scale_decoder_outputs=true'),
-        ('equal', {'tie_word_embeddings': False}, 'untied'),
-        (None, {'tie_word_embeddings': True, 'scale_decoder_outputs': False}, 'untied'),
-        # transformers 5 saves every mt5 without an lm_head of its own like this.
-        (None, {'tie_word_embeddings': True, 'model_type': 'mt5'}, 'tie_word_embeddings=false'),
-        (None, {'tie_word_embeddings': False, 'model_type': 'mt5'}, 'untied'),
-    ],
-)
-def test_which_logits_are_tied(tmp_path, lm_head, settings, expected):
+# lm_head.weight, changes of config.json, and whether the logits are those of the token table; else what is refused.
+LOGITS = [
+    (None, {}, 'tied'),
+    ('equal', {}, 'tied'),
+    ('own', {}, 'untied'),  # arrays are believed before the config
+    ('own', {'tie_word_embeddings': True}, 'untied'),
+    ('own', {'tie_word_embeddings': True, 'model_type': 'mt5'}, 'untied'),
+    ('own', {'tie_word_embeddings': True, 'scale_decoder_outputs': False}, 'untied'),
+    ('own', {'scale_decoder_outputs': True}, 'scale_decoder_outputs=false'),
+    ('equal', {'tie_word_embeddings': False}, 'untied'),
+    (None, {'tie_word_embeddings': True, 'scale_decoder_outputs': False}, 'untied'),
+    # transformers 5 saves every mt5 without an lm_head of its own like this.
+    (None, {'tie_word_embeddings': True, 'model_type': 'mt5'}, 'tie_word_embeddings=false'),
+    (None, {'tie_word_embeddings': False, 'model_type': 'mt5'}, 'untied'),
+]
+
+
+def test_which_logits_are_tied(tmp_path):
     """Both versions of transformers compute like this, or the arrays say what their config no longer can."""
     config = CONFIGS['t5_1_0']
     arrays = random_arrays(config)
-    folder = tmp_path / 'hf'
-    write_hugging_face.write(folder, config, arrays)
-    edit_json(folder / 'config.json', **{'tie_word_embeddings': None, **settings})
     table = np.asarray(arrays['token_embedder/embedding'])
-    edit_arrays(folder, lm_head__weight={None: None, 'equal': table, 'own': 2 * table}[lm_head])
-    if expected not in ('tied', 'untied'):
-        with pytest.raises(ValueError, match=expected):
-            load(folder)
-        return
-    t5 = load(folder)
-    assert t5.config.logits_via_embedding == (expected == 'tied')
-    if expected == 'untied':
-        table = table * 2 if lm_head == 'own' else table
-        np.testing.assert_array_equal(t5.arrays['decoder/logits_dense/kernel'], table.T)
+    lm_heads = {None: None, 'equal': table, 'own': 2 * table}
+    for i, (lm_head, settings, expected) in enumerate(LOGITS):
+        folder = tmp_path / str(i)
+        write_hugging_face.write(folder, config, arrays)
+        edit_json(folder / 'config.json', **{'tie_word_embeddings': None, **settings})
+        edit_arrays(folder, lm_head__weight=lm_heads[lm_head])
+        if expected not in ('tied', 'untied'):
+            assert_refused(lambda folder=folder: load(folder), expected)
+            continue
+        t5 = load(folder)
+        assert t5.config.logits_via_embedding == (expected == 'tied')
+        if expected == 'untied':
+            weight = 2 * table if lm_head == 'own' else table
+            np.testing.assert_array_equal(t5.arrays['decoder/logits_dense/kernel'], weight.T)
 
 
-@pytest.mark.parametrize(
-    'settings, named',
-    [
-        *(
-            ({name: value}, f'{name}={value}')
-            for name, value in [
-                ('model_type', 'bart'),
-                ('feed_forward_proj', 'gated-tanh'),
-                ('dense_act_fn', 'gelu'),
-                ('layer_norm_epsilon', 1e-05),
-                ('relative_attention_num_buckets', 64),
-                ('decoder_start_token_id', 2),
-                *(('d_model', size) for size in ('32', 0, 384.0, 10**30, None)),
-                ('num_layers', 10**12),
-            ]
-        ),
-        ({'model_type': ['t5']}, 'model_type='),
-        ({'feed_forward_proj': ['relu']}, 'config.json'),
-        ({'dropout_rate': 'high'}, 'config.json'),
-        ({'num_layers': 3}, 'num_layers=3: must be an integer from 1 to 2'),
-        ({'num_decoder_layers': 1}, r'decoder.block.1.* is unknown.* and 4 more'),
-        ({'model_type': 'umt5'}, 'block.1.layer.0.SelfAttention.relative_attention_bias'),
-        ({'d_ff': 128}, r'mlp/wi_0/kernel is \(32, 64\), not \(32, 128\)'),
-    ],
-)
-def test_configs_that_are_refused(tmp_path, settings, named):
-    copy_golden(tmp_path)
-    edit_json(tmp_path / 'config.json', **settings)
-    with pytest.raises(ValueError, match=named):
-        load(tmp_path)
+# Folders that are refused, and what the message names.
+
+BAD_CONFIGS = [
+    ({'model_type': 'bart'}, 'model_type=bart'),
+    ({'model_type': ['t5']}, 'model_type='),
+    ({'feed_forward_proj': 'gated-tanh'}, 'feed_forward_proj=gated-tanh'),
+    ({'feed_forward_proj': ['relu']}, 'config.json'),
+    ({'dense_act_fn': 'gelu'}, 'dense_act_fn=gelu'),
+    ({'layer_norm_epsilon': 1e-05}, 'layer_norm_epsilon=1e-05'),
+    ({'relative_attention_num_buckets': 64}, 'relative_attention_num_buckets=64'),
+    ({'decoder_start_token_id': 2}, 'decoder_start_token_id=2'),
+    ({'d_model': '32'}, 'd_model=32'),
+    ({'d_model': 0}, 'd_model=0'),
+    ({'d_model': 384.0}, 'd_model=384.0'),
+    ({'d_model': None}, 'd_model=None'),
+    ({'num_layers': 10**12}, 'num_layers=1000000000000'),
+    ({'num_layers': 3}, 'num_layers=3'),
+    ({'dropout_rate': 'high'}, 'config.json'),
+    ({'num_decoder_layers': 1}, 'decoder.block.1.'),
+    ({'model_type': 'umt5'}, 'block.1.layer.0.SelfAttention.relative_attention_bias'),
+    ({'d_ff': 128}, 'mlp/wi_0/kernel'),
+    ({'model_type': 'longt5', 'encoder_attention_type': ['local']}, 'encoder_attention_type='),
+    ({'model_type': 'switch_transformers', 'encoder_sparse_step': [1]}, 'encoder_sparse_step='),
+]
+
+
+def test_configs_that_are_refused(tmp_path):
+    for settings, name in BAD_CONFIGS:
+        copy_golden(tmp_path)
+        edit_json(tmp_path / 'config.json', **settings)
+        assert_refused(lambda: load(tmp_path), name)
 
 
 def copy_golden(folder):
@@ -314,40 +314,33 @@ HOSTILE = {
     'no table': header({'x': described()['shared.weight']}, b'\0' * 8),
     'nothing': header({}),
 }
+INDEX = 'model.safetensors.index.json'
+BAD_INDICES = [
+    ({'weight_map': {'shared.weight': '../model.safetensors'}}, INDEX),
+    ({'weight_map': {'shared.weight': '/etc/passwd'}}, INDEX),
+    ({'weight_map': {'shared.weight': 'pytorch_model.bin'}}, INDEX),
+    ({'weight_map': {'shared.weight': {'a': 1}}}, INDEX),
+    ({'weight_map': {'shared.weight': 'more.safetensors'}}, 'more.safetensors'),
+    ({'weight_map': {'a': 'a.safetensors', 'b': 'b.safetensors'}}, 'b.safetensors'),
+    ({'weight_map': {}}, 'shared.weight'),
+    ({'weight_map': []}, INDEX),
+    ({}, INDEX),
+    ([], INDEX),
+]
 
 
-@pytest.mark.parametrize('name', HOSTILE)
-def test_files_that_are_refused(tmp_path, name):
+def test_files_that_are_refused(tmp_path):
     copy_golden(tmp_path)
-    (tmp_path / 'model.safetensors').write_bytes(HOSTILE[name])
     edit_json(tmp_path / 'config.json', num_layers=1, num_decoder_layers=1)
-    with pytest.raises(ValueError, match=str(tmp_path)):
-        load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    'index, named',
-    [
-        *(
-            ({'weight_map': {'shared.weight': file}}, 'index.json')
-            for file in ('../model.safetensors', '/etc/passwd', 'pytorch_model.bin', {'a': 1})
-        ),
-        ({'weight_map': {'shared.weight': 'more.safetensors'}}, 'more.safetensors is missing'),
-        ({'weight_map': {'a': 'a.safetensors', 'b': 'b.safetensors'}}, 'b.safetensors'),
-        ({'weight_map': {}}, 'shared.weight'),
-        *((content, 'index.json') for content in ({'weight_map': []}, {}, [], b'{')),
-    ],
-)
-def test_indices_that_are_refused(tmp_path, index, named):
-    folder = tmp_path / 'hf'
-    folder.mkdir()
-    (folder / 'config.json').write_bytes((GOLDEN / 'config.json').read_bytes())
+    for content in HOSTILE.values():
+        (tmp_path / 'model.safetensors').write_bytes(content)
+        assert_refused(lambda: load(tmp_path), str(tmp_path))
+    (tmp_path / 'model.safetensors').unlink()
     for name in ('a.safetensors', 'b.safetensors'):
-        (folder / name).write_bytes(GOLDEN_FILE)
-    content = index if isinstance(index, bytes) else json.dumps(index).encode()
-    (folder / 'model.safetensors.index.json').write_bytes(content)
-    with pytest.raises(ValueError, match=named):
-        load(folder)
+        (tmp_path / name).write_bytes(GOLDEN_FILE)
+    for index, name in BAD_INDICES:
+        (tmp_path / INDEX).write_text(json.dumps(index))
+        assert_refused(lambda: load(tmp_path), name)
 
 
 @pytest.mark.parametrize('name', ['model.safetensors', 'config.json'])
@@ -374,15 +367,13 @@ def test_a_link_never_leaves_its_folder(tmp_path, name, place, target):
         (folder / name).resolve().rename(secret)
         (folder / name).unlink()
         (folder / name).symlink_to(secret)
-        with pytest.raises(ValueError, match=f'{folder / name} links to .* `cp -rL {folder} COPY`'):
-            load(folder)
+        assert_refused(lambda: load(folder), str(folder / name))
 
 
 def test_pickles_are_not_opened(tmp_path):
     (tmp_path / 'pytorch_model.bin').write_bytes(b'cos\nsystem\n(S"false"\ntR.')
     assert hugging_face.is_folder(tmp_path)
-    with pytest.raises(ValueError, match='pickle.*save_pretrained'):
-        hugging_face.read_index(tmp_path)
+    assert_refused(lambda: hugging_face.read_index(tmp_path), 'pytorch_model.bin')
     (tmp_path / 'pytorch_model.bin').unlink()
     (tmp_path / 'config.json').write_text('{}')  # a workdir has one, too
     assert not hugging_face.is_folder(tmp_path)
@@ -405,17 +396,15 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
         def __iter__(self):
             return iter(arrays)
 
-    with pytest.raises(OSError, match='the disk is gone'):
+    with pytest.raises(OSError):
         write_hugging_face.write(folder, config, Lazy(), shard_bytes=10_000)
     other = dataclasses.replace(config, mlp_activations=('relu', 'linear'))
-    with pytest.raises(ValueError, match='mlp_activations='):  # transformers lacks this model
-        write_hugging_face.write(folder, other, {})
+    assert_refused(lambda: write_hugging_face.write(folder, other, {}), 'mlp_activations=')
     assert os.listdir(tmp_path) == []
     del read[:]
     write_hugging_face.write(folder, config, Lazy(any=1), shard_bytes=10_000)
     assert read == list(arrays)  # each once
-    with pytest.raises(ValueError, match=str(folder)):
-        write_hugging_face.write(folder, config, arrays)
+    assert_refused(lambda: write_hugging_face.write(folder, config, arrays), str(folder))
     assert_same_bits(load(folder).arrays, arrays)
 
 
@@ -458,23 +447,21 @@ def write_encoder(folder, name, dtype='float32'):
     save_file(stored, folder / 'single/t5_fp32.safetensors')
 
 
-@pytest.mark.parametrize('name', first_quick(CONFIGS, 2))
+@pytest.mark.parametrize('name', first_quick(CONFIGS))
 def test_encoders_of_transformers(tmp_path, name):
     """A folder of an encoder, the encoder of a whole folder, and a single file."""
     write_encoder(tmp_path, name)
     expected = np.load(ENCODER_GOLDEN)[name]
-    inputs = encoder_batch()
     encoder = dataclasses.replace(CONFIGS[name], num_decoder_layers=0, logits_via_embedding=True)
-    assert assert_same_encodings(tmp_path / 'encoder', expected, inputs).config == encoder
-    assert_same_encodings(tmp_path / 'whole', expected, inputs, part='encoder')
+    t5 = assert_same_encodings(tmp_path / 'encoder', expected, encoder_batch())
+    assert t5.config == encoder
+    assert_same_bits(infer.load(tmp_path / 'whole', part='encoder').arrays, t5.arrays)
     config = None
     if name == 'ul2':  # its shapes do not tell
         config = encoder
-    t5 = assert_same_encodings(
-        tmp_path / 'single/t5_fp32.safetensors', expected, inputs, config=config
-    )
-    encoder = dataclasses.replace(encoder, dropout_rate=0.1)
-    assert dataclasses.replace(t5.config, dropout_rate=0.1) == encoder
+    single = infer.load(tmp_path / 'single/t5_fp32.safetensors', config=config)
+    assert_same_bits(single.arrays, t5.arrays)
+    assert single.config == dataclasses.replace(encoder, dropout_rate=single.config.dropout_rate)
 
 
 def test_a_single_file(tmp_path, caplog, monkeypatch):
@@ -488,8 +475,7 @@ def test_a_single_file(tmp_path, caplog, monkeypatch):
     assert 't5_fp32.safetensors' in message and "mlp_activations=('gelu', 'linear')" in message
     caplog.clear()
     silu = dataclasses.replace(t5.config, mlp_activations=('silu', 'linear'))
-    other = infer.load('t5_fp32.safetensors', config=silu)
-    assert np.abs(other.encode([[5, 6, 1]])[0] - t5.encode([[5, 6, 1]])[0]).max() > 1e-3
+    assert infer.load('t5_fp32.safetensors', config=silu).config == silu
     infer.load(tmp_path / 'ungated/single/t5_fp32.safetensors')
     assert not caplog.messages
 
@@ -502,32 +488,35 @@ def test_a_single_file_of_a_whole_model(tmp_path, name):
     t5 = infer.load(file)
     assert t5.config == expected.config
     assert_same_bits(t5.arrays, expected.arrays)
-    golden = np.load(ENCODER_GOLDEN)[name]
-    assert_same_encodings(file, golden, encoder_batch(), part='encoder')
+    encoder = infer.load(file, part='encoder')
+    assert_same_bits(encoder.arrays, infer.load(tmp_path / 'single/t5_fp32.safetensors').arrays)
 
 
-@pytest.mark.parametrize(
-    'changes, words',
-    [
-        ({'shared__weight': None}, 'shared.weight'),
-        (
-            {'encoder__block__0__layer__0__SelfAttention__relative_attention_bias__weight': None},
-            'relative_attention_bias.weight: it holds no T5',
-        ),
-        ({'encoder__block__1__layer__1__DenseReluDense__wo__weight': None}, 'wo.weight is missing'),
-        ({'other': np.zeros([9], np.uint8)}, r'other is U8 \(9,\): only arrays of F64'),
-        ({'classification_head__dense__weight': np.zeros([2, 2])}, 'T5EncoderModel'),
-        ({'a__encoder__final_layer_norm__weight': np.zeros([2])}, 'a.encoder.* is unknown'),
-        ({'scale': np.zeros([9], np.float32)}, 'scale is unknown'),
-    ],
-)
-def test_single_files_that_are_refused(tmp_path, changes, words):
+BIAS = 'encoder__block__0__layer__0__SelfAttention__relative_attention_bias__weight'
+BAD_SINGLE_FILES = [
+    ({'shared__weight': None}, 'shared.weight'),
+    ({BIAS: None}, 'relative_attention_bias.weight'),
+    ({'encoder__block__1__layer__1__DenseReluDense__wo__weight': None}, 'wo.weight'),
+    ({'other': np.zeros([9], np.uint8)}, 'other'),
+    ({'classification_head__dense__weight': np.zeros([2, 2])}, 'T5EncoderModel'),
+    ({'a__encoder__final_layer_norm__weight': np.zeros([2])}, 'a.encoder.'),
+    ({'scale': np.zeros([9], np.float32)}, 'scale'),
+    (
+        {'encoder__block__0__layer__1__mlp__router__classifier__weight': np.zeros([], np.float32)},
+        'router',
+    ),
+]
+
+
+def test_single_files_that_are_refused(tmp_path):
     write_encoder(tmp_path, 't5_1_1')
-    file = (tmp_path / 'single/t5_fp32.safetensors').rename(tmp_path / 'single/model.safetensors')
-    edit_arrays(tmp_path / 'single', **changes)
-    with pytest.raises(ValueError, match=words) as error:
-        infer.load(file)
-    assert str(file) in str(error.value) and '\n' not in str(error.value)
+    content = (tmp_path / 'single/t5_fp32.safetensors').read_bytes()
+    file = tmp_path / 'single/model.safetensors'
+    for changes, name in BAD_SINGLE_FILES:
+        file.write_bytes(content)
+        edit_arrays(tmp_path / 'single', **changes)
+        assert_refused(lambda: infer.load(file), str(file))
+        assert_refused(lambda: infer.load(file), name)
 
 
 # Single files whose arrays have other names or dtypes.
@@ -580,8 +569,7 @@ def test_the_names_of_single_files(tmp_path):
         assert t5.config.relpos_bias_per_layer
         assert_same_bits(t5.arrays, expected)
     save_file(pipeline | {f'b.{name}': x for name, x in pipeline.items()}, file)
-    with pytest.raises(ValueError, match=f'several T5, below b.{prefix}, {prefix}: save'):
-        infer.load(file)
+    assert_refused(lambda: infer.load(file), str(file))
 
 
 def test_a_file_in_fp8(tmp_path):
@@ -607,8 +595,7 @@ def test_a_file_in_fp8(tmp_path):
     assert_same_bits(infer.load(file).arrays, infer.load(tmp_path / 'encoder').arrays)
     content['encoder.block.0.layer.0.SelfAttention.q.scale_weight'] = np.ones([12], np.float32)
     float8_file(file, {name: np.asarray(x) for name, x in content.items()})
-    with pytest.raises(ValueError, match=r'q.scale_weight is \(12,\): only a factor'):
-        infer.load(file)
+    assert_refused(lambda: infer.load(file), 'q.scale_weight')
 
 
 def test_a_file_with_its_vocabulary(tmp_path):
@@ -622,8 +609,8 @@ def test_a_file_with_its_vocabulary(tmp_path):
     named = formats.vocabulary.named_vocabulary('data.vocabulary', file, extra_ids=100)
     assert named.model == t5.vocabulary.model
     write_encoder(tmp_path, 't5_1_1')
-    with pytest.raises(ValueError, match='t5_fp32.safetensors: no SentencePiece model'):
-        infer.load(file, vocabulary=tmp_path / 'single/t5_fp32.safetensors')
+    without = tmp_path / 'single/t5_fp32.safetensors'
+    assert_refused(lambda: infer.load(file, vocabulary=without), str(without))
 
 
 def test_a_folder_like_rankgens(tmp_path):
@@ -649,8 +636,7 @@ def test_a_folder_of_sentence_transformers(tmp_path, caplog):
     (tmp_path / 'encoder/2_Dense').mkdir()
     (tmp_path / 'encoder/2_Dense/config.json').write_text('{}')
     infer.load(tmp_path / 'encoder')
-    [message] = caplog.messages
-    assert 'still to be multiplied by the matrix in 2_Dense' in message
+    assert '2_Dense' in caplog.messages[0]
 
 
 def test_the_encoder_of_an_mt5_whose_logits_are_in_doubt(tmp_path):
@@ -658,8 +644,8 @@ def test_the_encoder_of_an_mt5_whose_logits_are_in_doubt(tmp_path):
     write_encoder(tmp_path, 'mt5')
     edit_json(tmp_path / 'whole/config.json', tie_word_embeddings=True)
     edit_arrays(tmp_path / 'whole', lm_head__weight=None)
-    expected = np.load(ENCODER_GOLDEN)['mt5']
-    assert_same_encodings(tmp_path / 'whole', expected, encoder_batch(), part='encoder')
+    found = infer.load(tmp_path / 'whole', part='encoder')
+    assert_same_bits(found.arrays, infer.load(tmp_path / 'encoder').arrays)
 
 
 # Families whose folders look otherwise.
@@ -679,27 +665,8 @@ def test_a_folder_like_madlads(tmp_path):
     t5 = load(folder)
     assert_same_bits(t5.arrays, arrays)
     assert not t5.config.logits_via_embedding
-    expected = np.load(ENCODER_GOLDEN)['t5_1_1']
-    assert_same_encodings(folder, expected, encoder_batch(), part='encoder')
-
-
-def test_a_folder_like_chronoss(tmp_path):
-    """4,096 ids that stand for numbers, tied embeddings, no text vocabulary: ids in, ids out."""
-    config = model.T5Config(**T5_1_0 | {'vocab_size': 4096})
-    folder = tmp_path / 'hf'
-    write_hugging_face.write(folder, config, random_arrays(config))
-    edit_json(folder / 'config.json', chronos_config={'n_tokens': 4096, 'pad_token_id': 0})
-    t5 = infer.load(folder)
-    assert t5.config == config and t5.vocabulary is None
-    inputs = [[4095, 2048, 1], [7, 1]]
-    answers = t5.generate(inputs, max_length=4)
-    assert all(0 <= i < 4096 for answer in answers for i in answer)
-    assert t5.score(inputs, inputs).shape == (2,)
-    outputs, mask = t5.encode(inputs)
-    assert outputs.shape == (2, 3, 16) and mask.sum() == 5
-    for ask in (t5.generate, t5.encode, lambda texts: t5.score(texts, [[5]])):
-        with pytest.raises(ValueError, match='vocabulary=PATH'):
-            ask(['a text'])
+    encoder = infer.load(folder, part='encoder')
+    assert_same_bits(encoder.arrays, {path: arrays[path] for path in encoder.arrays})
 
 
 # Folders of MADLAD-400's form: unknown 0, BOS 1, EOS 2; padded with 1, decoded from 0. hunt's default_ids.model is
@@ -727,8 +694,7 @@ def llama_like():
     return written.getvalue()
 
 
-@pytest.mark.parametrize('tokens', [{}, {'pad_token': '<unk>'}])
-def test_a_folder_like_pile_t5s(tmp_path, tokens):
+def test_a_folder_like_pile_t5s(tmp_path):
     """umT5's layers with Llama's tokenizer.model: unknown 0, which is also padding and start, BOS 1, EOS 2."""
     content = llama_like()
     processor = sentencepiece.SentencePieceProcessor(model_proto=content)
@@ -738,21 +704,19 @@ def test_a_folder_like_pile_t5s(tmp_path, tokens):
     write_hugging_face.write(folder, config, arrays)
     edit_json(folder / 'config.json', eos_token_id=2, decoder_start_token_id=0, pad_token_id=0)
     (folder / 'tokenizer.model').write_bytes(content)
-    settings = {'tokenizer_class': 'LlamaTokenizer', 'bos_token': '<s>', 'eos_token': '</s>'}
-    (folder / 'tokenizer_config.json').write_text(json.dumps(settings | tokens))
-    t5 = infer.load(folder)
     texts = [*TEXTS, 'zyx é € 123', '\tof  them ']
-    encoded = t5.vocabulary.encode(texts)
-    assert [in_default_order(ids) for ids in encoded] == processor.encode(texts)
-    assert [t5.vocabulary.decode(ids) for ids in encoded] == processor.decode(
-        processor.encode(texts)
-    )
-    assert t5.vocabulary.num_sentinels == 100
+    expected = processor.encode(texts)
+    settings = {'tokenizer_class': 'LlamaTokenizer', 'bos_token': '<s>', 'eos_token': '</s>'}
+    for tokens in ({}, {'pad_token': '<unk>'}):
+        (folder / 'tokenizer_config.json').write_text(json.dumps(settings | tokens))
+        t5 = infer.load(folder)
+        encoded = t5.vocabulary.encode(texts)
+        assert [in_default_order(ids) for ids in encoded] == expected
+        assert [t5.vocabulary.decode(ids) for ids in encoded] == processor.decode(expected)
+        assert t5.vocabulary.num_sentinels == 100
     stored = np.array(arrays['token_embedder/embedding'])
-    np.testing.assert_array_equal(
-        np.asarray(t5.arrays['token_embedder/embedding'])[:4], stored[[0, 2, 0, 3]]
-    )
-    assert len(t5.generate(['Some words'], max_length=3)) == 1
+    found = np.asarray(t5.arrays['token_embedder/embedding'])
+    np.testing.assert_array_equal(found[:4], stored[[0, 2, 0, 3]])
 
 
 def in_default_order(ids):
@@ -807,36 +771,20 @@ def test_parameters_and_vocabulary_have_t5s_ids(tmp_path, start):
     np.testing.assert_array_equal(table, arrays['token_embedder/embedding'])
 
 
-@pytest.mark.parametrize(
-    'settings, match',
-    [
-        ({'decoder_start_token_id': 5}, 'decoder_start_token_id=5 '),
-        ({'eos_token_id': 3, 'pad_token_id': 0}, 'eos_token_id=3'),
-        ({'tie_word_embeddings': True}, 'tied'),
-    ],
-)
-def test_other_ids(tmp_path, settings, match):
+def test_other_ids(tmp_path):
     folder = tmp_path / 'madlad'
     write_madlad(folder)
-    edit_json(folder / 'config.json', **settings)
-    if match == 'tied':
-        weights = load_file(folder / 'model.safetensors')
-        del weights['lm_head.weight']
-        save_file(weights, folder / 'model.safetensors')
-    with pytest.raises(ValueError, match=match) as error:
-        hugging_face.read_index(folder)
-    assert 'config.json' in str(error.value)
-
-
-def test_a_vocabulary_of_other_ids(tmp_path):
-    folder = tmp_path / 'madlad'
-    write_madlad(folder)
-    (folder / 'spiece.model').write_bytes((HUNT / 'good.model').read_bytes())
-    for content in (None, b'', b'no model'):
-        if content is not None:
-            (folder / 'spiece.model').write_bytes(content)
-        with pytest.raises(ValueError, match='spiece.model'):
-            find_vocabulary(folder)
+    config = (folder / 'config.json').read_text()
+    for settings in ({'decoder_start_token_id': 5}, {'eos_token_id': 3, 'pad_token_id': 0}):
+        edit_json(folder / 'config.json', **settings)
+        assert_refused(lambda: hugging_face.read_index(folder), next(iter(settings)))
+        (folder / 'config.json').write_text(config)
+    for content in ((HUNT / 'good.model').read_bytes(), b'', b'no model'):
+        (folder / 'spiece.model').write_bytes(content)
+        assert_refused(lambda: find_vocabulary(folder), 'spiece.model')
+    edit_json(folder / 'config.json', tie_word_embeddings=True)
+    edit_arrays(folder, lm_head__weight=None)
+    assert_refused(lambda: hugging_face.read_index(folder), 'decoder_start_token_id=0')
 
 
 # Against transformers itself: `pip install -e '.[peers]'` runs these.
@@ -949,8 +897,7 @@ def test_we_compute_what_transformers_does(transformers, tmp_path, name):
         module.lm_head.weight = torch.nn.Parameter(torch.randn(96, 16) / 4)
     module.save_pretrained(tmp_path)
     if name == 'MT5':  # do what the message says
-        with pytest.raises(ValueError, match='set tie_word_embeddings=false to load it'):
-            load(tmp_path)
+        assert_refused(lambda: load(tmp_path), 'tie_word_embeddings=false')
         if transformers.__version__.startswith('4.'):  # it rescales its logits
             return
         edit_json(tmp_path / 'config.json', tie_word_embeddings=False)

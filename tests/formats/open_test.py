@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 import shutil
+from functools import partial
 
 import chex
 import msgpack
@@ -18,7 +19,7 @@ from forms import first_quick
 from permissions import full_disk
 from runs import small_config
 from sentencepiece import sentencepiece_model_pb2
-from small_models import t5_config
+from small_models import ONE_GOLDEN_MODEL, assert_refused, t5_config
 
 import checkpoint
 import formats.open
@@ -26,7 +27,6 @@ import infer
 import model
 import partition
 import prepare
-import user_code
 import vocabulary as vocabularies
 from formats import hugging_face, own_model, t5x
 from formats.vocabulary import find_vocabulary
@@ -125,43 +125,35 @@ def test_stacked_layers_of_umt5(tmp_path, inline, monkeypatch):
     chex.assert_trees_all_equal(written, {f'target/{path}': x for path, x in params.items()})
 
 
-@pytest.mark.parametrize(
-    'step',
-    [np.array(-1), np.array(2**31), np.array(1.5), np.array(1j), np.zeros(0, int), np.ones(2, int)],
-)
-def test_a_step_that_is_none(tmp_path, step):
+# What is no T5 in T5X's layout.
+
+
+def test_a_step_that_is_none(tmp_path):
     directory = tmp_path / 'checkpoint_1'
-    write_inline(directory, {'state/step': step})
-    with pytest.raises(ValueError, match=f'{directory} has state/step .*, not an int32'):
-        formats.open.open_checkpoint(directory)
+    for step in (-1, 2**31, 1.5, 1j, np.zeros(0, int), np.ones(2, int)):
+        write_inline(directory, {'state/step': np.array(step)})
+        assert_refused(
+            lambda: formats.open.open_checkpoint(directory), f'{directory} has state/step'
+        )
 
 
-@pytest.mark.parametrize('shape', [None, (), (8,), (8, 6, 2), (0, 6), (8, 2**40)])
-@pytest.mark.parametrize(
-    'path',
-    [
-        'token_embedder/embedding',
-        'encoder/layers_0/attention/out/kernel',
-        'encoder/relpos_bias/rel_embedding',
-    ],
-)
-def test_shapes_that_are_no_t5(path, shape):
-    config = t5_config(
-        emb_dim=6, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, head_dim=3
-    )
-    shapes = dict(model.shapes(config))
-    del shapes[path]
-    if shape is not None:
-        shapes[path] = shape
-    with pytest.raises(ValueError, match=f"not a T5 of T5X: the checkpoint has no matrix '{path}'"):
-        formats.open.config_from_shapes(shapes)
+def test_shapes_that_are_no_t5(tmp_path):
+    sizes = {'emb_dim': 6, 'num_heads': 2, 'head_dim': 3}
+    expected = model.shapes(t5_config(**sizes, num_encoder_layers=1, num_decoder_layers=1))
+    for path in ('token_embedder/embedding', 'encoder/layers_0/attention/out/kernel'):
+        for shape in (None, (), (8,), (8, 6, 2), (0, 6), (8, 2**40)):
+            shapes = {**expected, path: shape}
+            if shape is None:
+                del shapes[path]
+            assert_refused(partial(formats.open.config_from_shapes, tmp_path, shapes), path)
 
 
-def test_a_checkpoint_of_no_t5_is_named(tmp_path):
-    directory = tmp_path / 'checkpoint_1'
-    write_inline(directory, {'target/encoder/x': np.ones(3, np.float32)})
-    with pytest.raises(ValueError, match=f'{directory} is not a T5 of T5X'):
-        formats.open.open_model(directory, part='encoder')
+def test_compare():
+    model = {'target/a': (2, 3), 'target/b': (4,), 'target/c': ()}
+    formats.open.compare(model, dict(reversed(model.items())))
+    other = {'target/a': (3, 2), 'target/b': (4,), 'target/d': (1,)}
+    for name in ('target/a', 'target/c', 'target/d'):
+        assert_refused(lambda: formats.open.compare(model, other), name)
 
 
 def test_a_file_alone(tmp_path):
@@ -183,6 +175,7 @@ def assert_same_bits(found, expected):
     chex.assert_trees_all_equal(found, expected, strict=True)
 
 
+@ONE_GOLDEN_MODEL
 def test_t5x_to_ours_to_t5x(golden, tmp_path):
     expected = restore(golden / 'checkpoint_6')
     first = convert.convert_checkpoint(golden / 'checkpoint_6', tmp_path / 'a', 't5x')
@@ -297,41 +290,39 @@ def places(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    'name, named',
-    [
-        ('nowhere', 'nowhere/checkpoint is missing'),
-        ('dangling', 'dangling/checkpoint is missing'),
-        ('loop', 'loop'),
-        ('empty', 'empty/checkpoint is missing'),
-        ('other', 'other, which holds config.json'),
-        ('http://x/y', 'http://x/y'),
-        ('run', 'run has no checkpoint yet'),
-        ('text.txt', 'text.txt is not a T5X index'),
-        ('bert', 'bert/config.json: model_type=bert'),
-        ('longt5', 'longt5 has no model.safetensors'),
-        ('no weights', 'no weights has no model.safetensors'),
-        ('flax', 'flax_model.msgpack: '),
-        ('torch', 'pytorch_model.bin: '),
-        ('tf', 'tf_model.h5: '),
-        ('torch/pytorch_model.bin', 'pytorch_model.bin'),
-        ('peft', 'merge_and_unload'),
-        ('trainer', 'holds 2 checkpoints of a Trainer: name one, the newest is'),
-        ('trainer', 'trainer/checkpoint-1500'),
-        ('q8.gguf', 'q8.gguf is not read: GGUF'),
-        ('wan.pth', 'wan.pth is not read: a pickle'),
-        *((f'hf/{name}', 'name its folder, ') for name in ('model.safetensors', 'config.json')),
-        ('t5x/checkpoint_6/target.token_embedder.embedding', 'which holds .zarray, 0.0'),
-        ('t5x/checkpoint_6/README', 'README/checkpoint is missing'),
-        ('mtf lost', 'model.ckpt-0.index is missing'),
-    ],
-)
-def test_what_is_no_checkpoint(places, name, named):
-    path = name if '://' in name else places / name
-    for ask in (infer.load, lambda path: convert.convert_checkpoint(path, places / 'x', 't5x')):
-        with pytest.raises(ValueError, match=re.escape(named)) as error:
-            ask(path)
-        assert '\n' not in str(error.value)
+NO_CHECKPOINTS = [
+    ('nowhere', 'nowhere/checkpoint'),
+    ('dangling', 'dangling/checkpoint'),
+    ('loop', 'loop'),
+    ('empty', 'empty/checkpoint'),
+    ('other', 'config.json'),
+    ('run', 'run'),
+    ('text.txt', 'text.txt'),
+    ('bert', 'bert/config.json: model_type=bert'),
+    ('longt5', 'longt5'),
+    ('no weights', 'no weights'),
+    ('flax', 'flax_model.msgpack'),
+    ('torch', 'pytorch_model.bin'),
+    ('tf', 'tf_model.h5'),
+    ('torch/pytorch_model.bin', 'pytorch_model.bin'),
+    ('peft', 'peft/adapter_config.json: peft_type=None'),
+    ('trainer', 'checkpoint-1500'),
+    ('q8.gguf', 'q8.gguf'),
+    ('wan.pth', 'wan.pth'),
+    ('hf/model.safetensors', 'hf'),
+    ('hf/config.json', 'hf'),
+    ('t5x/checkpoint_6/target.token_embedder.embedding', '.zarray, 0.0'),
+    ('t5x/checkpoint_6/README', 'README/checkpoint'),
+    ('mtf lost', 'model.ckpt-0.index'),
+]
+
+
+def test_what_is_no_checkpoint(places):
+    for name, named in NO_CHECKPOINTS:
+        assert_refused(lambda name=name: formats.open.open_model(places / name), named)
+    assert_refused(lambda: formats.open.open_model('http://x/y'), 'http://x/y')
+    convert_it = lambda: convert.convert_checkpoint(places / 'empty', places / 'x', 't5x')  # noqa: E731
+    assert_refused(convert_it, 'empty/checkpoint')
     assert not (places / 'x').exists()
 
 
@@ -350,7 +341,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize('place', FAMILIES)
+@pytest.mark.parametrize('place', first_quick(FAMILIES, 2))
 def test_a_path_that_names_another_family(tmp_path, place, monkeypatch, corpus):
     source, files, is_long = FAMILIES[place]
     folder = tmp_path / place
@@ -359,92 +350,77 @@ def test_a_path_that_names_another_family(tmp_path, place, monkeypatch, corpus):
         (folder / name).write_text(content)
     (tmp_path / 'link').symlink_to(folder)
     monkeypatch.chdir(folder.parent)
-    config = small_config(corpus)
-    config.data.vocabulary = 'bytes'
     for path in (folder, f'{folder}/', folder.name, tmp_path / 'link'):
         if not is_long:
-            formats.open.open_checkpoint(path)
+            formats.open.open_model(path)
             continue
-        config.restore.path = str(path)
+        assert_refused(partial(formats.open.open_model, path), 'model.module=long_t5')
+    if is_long:
+        config = small_config(corpus)
+        config.data.vocabulary = 'bytes'
+        config.restore.path = str(folder)
         for ask in (
-            lambda path=path: infer.load(path),
-            lambda path=path: convert.convert_checkpoint(path, tmp_path / 'out', 't5x'),
+            lambda: convert.convert_checkpoint(folder, tmp_path / 'out', 't5x'),
             lambda: prepare.prepare(config, tmp_path / 'run'),
         ):
-            with pytest.raises(ValueError, match='read as a T5.*(rename|remove)') as error:
-                ask()
-            assert '\n' not in str(error.value)
+            assert_refused(ask, 'model.module=long_t5')
     assert not (tmp_path / 'out').exists()
 
 
 def test_folders_of_results_may_have_any_name(tmp_path):
     """Those that are written to, and checkpoints of this program, whose config says what they are."""
-    written = convert.convert_checkpoint(T5X, tmp_path / 'longt5/out', 't5x')
-    infer.load(written)
+    convert.convert_checkpoint(T5X, tmp_path / 'longt5/out', 't5x')
     convert.convert_checkpoint(tmp_path / 'longt5/out', tmp_path / 'long-t5/hf', 'hf')
-
-
-def test_another_family_on_the_command_line(main, tmp_path):
-    shutil.copytree(T5X, tmp_path / 'LONGT5/checkpoint_6')
-    result = main(f'--from={tmp_path}/LONGT5', f'--to={tmp_path}/out')
-    assert result.status == 2 and len(result.stderr.splitlines()) == 1
-    assert 'read as a T5' in result.stderr and not (tmp_path / 'out').exists()
 
 
 def test_the_root_and_single_files_of_checkpoints(tmp_path):
     """One file of Mesh-TF's names its checkpoint, one of ours does not."""
-    with pytest.raises(ValueError, match='^/checkpoint is missing'):
-        infer.load('/')
-    with pytest.raises(ValueError, match='is or lies in /'):
-        convert.convert_checkpoint('/', tmp_path / 'x', 't5x')
+    assert_refused(lambda: infer.load('/'), '/checkpoint')
+    assert_refused(lambda: convert.convert_checkpoint('/', tmp_path / 'x', 't5x'), '/')
     written = convert.convert_checkpoint(T5X, tmp_path / 'x', 't5x')
     for name in ('manifest.json', 'config.json'):
-        with pytest.raises(ValueError, match=f'name its folder, {written}$'):
-            infer.load(written / name)
+        assert_refused(lambda name=name: infer.load(written / name), str(written))
     for name in ('index', 'data-00000-of-00003', 'data-00002-of-00003'):
         assert formats.open.open_model(MESH_TF / f'model.ckpt-1000000.{name}').config.emb_dim == 32
 
 
-@pytest.mark.parametrize(
-    'name',
-    [
-        *('hf/model.safetensors', 'hf/config.json', 'hf/spiece.model'),
-        *('mtf/checkpoint', 'mtf/model.ckpt-1000000.index'),
-        'mtf/model.ckpt-1000000.data-00001-of-00003',
-        *('t5x/checkpoint_6/checkpoint', 't5x/checkpoint_6/vocabulary.model'),
-        't5x/checkpoint_6/target.encoder.encoder_norm.scale/.zarray',
-        't5x/checkpoint_6/target.encoder.encoder_norm.scale/0',
-    ],
-)
-def test_pointers_of_git_lfs(places, name):
-    file = places / name
-    content = file.read_bytes() if file.exists() else None
-    file.write_text('version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n')
-    try:
-        with pytest.raises(ValueError, match=f'{name} is a pointer of git-lfs'):
-            infer.load(places / name.split('/')[0])
+POINTERS = [
+    'hf/model.safetensors',
+    'hf/config.json',
+    'hf/spiece.model',
+    'mtf/checkpoint',
+    'mtf/model.ckpt-1000000.index',
+    'mtf/model.ckpt-1000000.data-00001-of-00003',
+    't5x/checkpoint_6/checkpoint',
+    't5x/checkpoint_6/vocabulary.model',
+    't5x/checkpoint_6/target.encoder.encoder_norm.scale/.zarray',
+    't5x/checkpoint_6/target.encoder.encoder_norm.scale/0',
+]
+
+
+def test_pointers_of_git_lfs(tmp_path, places):
+    shutil.copytree(places, tmp_path / 'places', symlinks=True)
+    for name in POINTERS:
+        file = tmp_path / 'places' / name
+        content = file.read_bytes() if file.exists() else None
+        file.write_text('version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n')
+        folder = tmp_path / 'places' / name.split('/')[0]
+        assert_refused(partial(infer.load, folder), name)
         if name.endswith('spiece.model'):
-            with pytest.raises(ValueError, match=f'{name} is a pointer of git-lfs'):
-                infer.load(T5X, vocabulary=places / 'hf')
-    finally:
+            assert_refused(lambda folder=folder: infer.load(T5X, vocabulary=folder), name)
         file.unlink()
         if content is not None:
             file.write_bytes(content)
 
 
-@pytest.mark.parametrize('form', ['t5x', 'hf'])
-@pytest.mark.parametrize(
-    'to',
-    [
-        *('text.txt', 'text.txt/x', 'dangling', 'loop', 't5x', 't5x/new'),
-        *('hf/../t5x/checkpoint_6', 'hf', 'mtf', 'run'),
-    ],
-)
-def test_folders_that_are_not_written_to(places, to, form):
+def test_folders_that_are_not_written_to(places):
     before = sorted(places.rglob('*'))
-    with pytest.raises(ValueError, match=to.rpartition('../')[2]) as error:
-        convert.convert_checkpoint(places / 't5x', places / to, form)
-    assert '\n' not in str(error.value) and sorted(places.rglob('*')) == before
+    for to in ('text.txt', 'text.txt/x', 'dangling', 'loop', 't5x', 't5x/new', 'hf', 'mtf', 'run'):
+        for form in ('t5x', 'hf'):
+            assert_refused(
+                partial(convert.convert_checkpoint, places / 't5x', places / to, form), to
+            )
+    assert sorted(places.rglob('*')) == before
 
 
 @pytest.mark.parametrize('form', ['t5x', 'hf'])
@@ -453,15 +429,14 @@ def test_converting_is_all_or_nothing(tmp_path, form):
     chunk = tmp_path / 'from/checkpoint_6/target.token_embedder.embedding/0.0'
     content = chunk.read_bytes()
     chunk.write_bytes(content[:-20])
-    for to in ('to', 'new/folders/to'):
-        with pytest.raises(ValueError, match='target.token_embedder.embedding'):
-            convert.convert_checkpoint(tmp_path / 'from', tmp_path / to, form)
-        assert os.listdir(tmp_path) == ['from']
+    to = tmp_path / 'new/folders/to'
+    convert_it = lambda: convert.convert_checkpoint(tmp_path / 'from', to, form)  # noqa: E731
+    assert_refused(convert_it, 'target.token_embedder.embedding')
+    assert os.listdir(tmp_path) == ['from']
     chunk.write_bytes(content)
-    written = convert.convert_checkpoint(tmp_path / 'from', tmp_path / 'new/folders/to', form)
+    written = convert_it()
     assert os.listdir(tmp_path / 'new/folders') == ['to']
-    with pytest.raises(ValueError, match=f'{written} exists'):
-        convert.convert_checkpoint(tmp_path / 'from', tmp_path / 'new/folders/to', form)
+    assert_refused(convert_it, str(written))
 
 
 @pytest.mark.parametrize('form', ['t5x', 'hf'])
@@ -469,10 +444,8 @@ def test_a_full_disk(tmp_path, form):
     """The error names the folder that the user gave, not the unfinished one."""
     with full_disk(1000), pytest.raises(OSError) as refused:
         convert.convert_checkpoint(T5X, tmp_path / 'new/out', form)
-    assert user_code.frames_of(refused.value) == ''  # its causes are a ring
     message = one_line(refused.value)
-    assert f'{tmp_path}/new/out' in message and 'File too large' in message
-    assert 'tmp-' not in message and 'rrno' not in message and len(message) < 300
+    assert f'{tmp_path}/new/out' in message and 'tmp-' not in message and len(message) < 300
     assert os.listdir(tmp_path) == []
 
 
@@ -526,10 +499,9 @@ def test_the_vocabulary_goes_along(tmp_path, pieces, caplog):
     assert isinstance(infer.load(tmp_path / 'of bytes').vocabulary, vocabularies.ByteVocabulary)
     assert not caplog.messages
     before = sorted(tmp_path.rglob('*'))
-    with pytest.raises(ValueError, match='another vocabulary'):
-        convert.convert_checkpoint(T5X, tmp_path / 'ours', 't5x')
+    ours = str(tmp_path / 'ours')
+    assert_refused(lambda: convert.convert_checkpoint(T5X, ours, 't5x'), ours)
     assert sorted(tmp_path.rglob('*')) == before
-    assert isinstance(t5.generate(['some text'], max_length=3)[0], str)
 
 
 @pytest.mark.parametrize('num_own, extra_ids', first_quick([(0, 7), (0, 0), (5, 7)]))
@@ -585,53 +557,37 @@ def test_where_a_vocabulary_is_found(tmp_path, pieces):
     (tmp_path / 'of bytes/config.json').write_text(json.dumps(own))
     for name in ('bytes', tmp_path / 'of bytes'):
         assert isinstance(find_vocabulary(T5X, name), vocabularies.ByteVocabulary)
-    with pytest.raises(ValueError, match='no file, nor a folder'):
-        find_vocabulary(T5X, folder / 'nothing')  # though there is one beside
+    nothing = folder / 'nothing'  # though there is one beside
+    assert_refused(lambda: find_vocabulary(T5X, nothing), f'{nothing}')
 
 
-ADDED = {
-    'added_tokens.json': {'<mark>': 199, '<extra_id_0>': 171},
-    'tokenizer_config.json': {'additional_special_tokens': ['<mark>']},
-    'tokenizer.json': {'model': {'vocab': [['<mark>', 0.0]]}},
-}
-
-
-@pytest.mark.parametrize('name', ADDED)
-def test_a_folder_with_added_tokens_that_have_no_ids_is_refused_in_every_mode(
-    tmp_path, name, main, corpus
-):
+def test_added_tokens_without_ids_are_refused_in_every_mode(tmp_path, corpus):
     folder = shutil.copytree(HUGGING_FACE, tmp_path / 'hf')
     shutil.copy(GOLDEN / 'hunt/good.model', folder / 'spiece.model')
-    (folder / name).write_text(json.dumps(ADDED[name]))
-    with pytest.raises(ValueError, match="hf: 1 token.*'<mark>'"):
-        infer.load(folder)
+    content = json.dumps({'additional_special_tokens': ['<mark>']})
+    (folder / 'tokenizer_config.json').write_text(content)
+    assert_refused(lambda: infer.load(folder), "'<mark>'")
+    asks = []
     for form in ('t5x', 'hf'):
-        with pytest.raises(ValueError, match="'<mark>'"):
-            convert.convert_checkpoint(folder, tmp_path / 'out', form)
+        asks.append(partial(convert.convert_checkpoint, folder, tmp_path / 'out', form))
     for vocabulary in ('', str(folder)):
         request = infer_mode.Request(str(folder), text='a <mark> b')
-        with pytest.raises(ValueError, match="'<mark>'"):
-            infer_mode.prepare(request, None, {'data.vocabulary': vocabulary})
+        asks.append(partial(infer_mode.prepare, request, None, {'data.vocabulary': vocabulary}))
         config = small_config(corpus)
         config.model.update(emb_dim=32, num_heads=4, head_dim=8, mlp_dim=64)
         config.model.update(num_encoder_layers=2, num_decoder_layers=2)
         config.data.vocabulary = vocabulary
         config.restore.path = str(folder)
-        with pytest.raises(ValueError, match="'<mark>'"):
-            prepare.prepare(config, tmp_path / 'run')
+        asks.append(partial(prepare.prepare, config, tmp_path / 'run'))
+    for ask in asks:
+        assert_refused(ask, "'<mark>'")
     flags = {'checkpoint': str(folder), 'output_dir': str(tmp_path / 'out')}
     memo = {'data.task': 'text_to_text', 'data.files': str(GOLDEN / 'hunt/multiline_memo.jsonl')}
     memo |= {'data.inputs': '{inputs}', 'data.targets': '{targets}', 'data.metrics': 'accuracy'}
-    with pytest.raises(ValueError, match="'<mark>'"):
-        evaluate_mode.prepare(None, memo, **flags)
+    assert_refused(lambda: evaluate_mode.prepare(None, memo, **flags), "'<mark>'")
     config.restore.path = ''
-    with pytest.raises(ValueError, match="^data.vocabulary=.*'<mark>'"):
-        prepare.prepare(config, tmp_path / 'run')
+    assert_refused(lambda: prepare.prepare(config, tmp_path / 'run'), 'data.vocabulary=')
     assert not (tmp_path / 'out').exists() and not (tmp_path / 'run/config.json').exists()
-    if name == 'tokenizer.json':
-        result = main(f'--from={folder}', f'--to={tmp_path}/out')
-        assert result.status == 2 and len(result.stderr.splitlines()) == 1
-        assert '<mark>' in result.stderr and not (tmp_path / 'out').exists()
 
 
 def test_what_is_assumed_or_missing_is_said(tmp_path, caplog):
@@ -640,7 +596,7 @@ def test_what_is_assumed_or_missing_is_said(tmp_path, caplog):
         written = convert.convert_checkpoint(T5X, tmp_path / form, form)
         activation, vocabulary = caplog.messages
         assert str(T5X) in activation and "mlp_activations=('gelu', 'linear')" in activation
-        assert f'{T5X} brings no vocabulary file, so {written} has none' in vocabulary
+        assert str(T5X) in vocabulary and str(written) in vocabulary
         caplog.clear()
         infer.load(written)
         infer.load(T5X, config=infer.load(written).config)
@@ -662,13 +618,3 @@ def test_an_average_belongs_to_its_parameter():
     tree = {'target/a/b': 1, 'state/param_states/a/b/ema_params': 2, 'state/param_states/a/b/v': 3}
     expected = {'state/param_states/a/b/ema_params': 'target/a/b'}
     assert t5x.average_paths(tree | {'state/param_states/c/ema_params': 4}) == expected
-
-
-def test_compare():
-    model = {'target/a': (2, 3), 'target/b': (4,), 'target/c': ()}
-    formats.open.compare(model, dict(reversed(model.items())))
-    with pytest.raises(ValueError, match='target/a .*target/c .*target/d '):
-        formats.open.compare(model, {'target/a': (3, 2), 'target/b': (4,), 'target/d': (1,)})
-    with pytest.raises(ValueError, match='and 20 more') as error:
-        formats.open.compare({f'target/{i}': () for i in range(30)}, {})
-    assert str(error.value).count('target/') == 10

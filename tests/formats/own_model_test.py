@@ -33,6 +33,7 @@ import infer
 import model
 from configs import check as settings
 from formats import own_model, own_options, t5x
+from messages import Refused
 from modes import convert
 from modes import evaluate as evaluate_mode
 from prepare import make_spec, prepare, wanted
@@ -123,8 +124,7 @@ def test_own_and_plain_models_do_not_mix(first):
     of_last = of_name(last)
     expected = of_last.logits(batch)  # compiled before the one that was made first
     assert_close(of_first.logits(batch), expected, 1e-6)
-    with pytest.raises(ValueError, match='squared_relu'):
-        load_own('', mlp_activations=('squared_relu',))
+    assert_refused(lambda: load_own('', mlp_activations=('squared_relu',)), 'squared_relu')
 
 
 @pytest.mark.slow
@@ -363,8 +363,7 @@ def test_a_run_goes_on_with_its_own_model_alone(corpus, trained, uninterrupted, 
     assert_refused(lambda: prepare(config, trained / 'run'), recorded)
     config = small_config(corpus)
     config.model.module = str(EXAMPLE)
-    name = f'{uninterrupted}/checkpoint_6 was saved without it'
-    assert_refused(lambda: prepare(config, uninterrupted), name)
+    assert_refused(lambda: prepare(config, uninterrupted), f'{uninterrupted}/checkpoint_6')
     without = t5_config(**OWN_SIZES | {'mlp_dim': 32})
     assert_refused(lambda: infer.load(trained / 'run', config=without), recorded)
 
@@ -398,16 +397,18 @@ def test_a_file_that_is_gone_or_changed(trained, tmp_path, monkeypatch):
     text = config_file.read_text().replace(str(trained / 'files'), str(folder / 'files'))
     rewrite(config_file, text.encode())
     assert infer.load(folder / 'run').config.module == str(file)
-    remedy = f'look at {config_file.parent}/own_model.py, and copy it to {elsewhere}/own.py'
+    remedy = f'{elsewhere}/own.py'
     file.write_text(file.read_text() + '\n')
     assert_refused(lambda: infer.load(folder / 'run'), remedy)
     file.unlink()
-    assert_refused(lambda: infer.load(folder / 'run'), remedy)
+    assert_refused(lambda: infer.load(folder / 'run'), f'{config_file.parent}/own_model.py')
     shutil.copy(config_file.parent / 'own_model.py', elsewhere / 'own.py')
     assert infer.load(folder / 'run').config.module == str(elsewhere / 'own.py')
     # An evaluation with another setting of the model finds it, too, and ends for want of metrics.
-    with pytest.raises(ValueError, match='no task with metrics'):
-        evaluate_mode.prepare(None, {'model.dtype': 'bfloat16'}, str(config_file.parent))
+    settings = {'model.dtype': 'bfloat16'}
+    assert_refused(
+        lambda: evaluate_mode.prepare(None, settings, str(config_file.parent)), 'metrics'
+    )
 
 
 @pytest.mark.slow
@@ -423,7 +424,7 @@ def test_no_code_of_a_checkpoint_is_run(trained, tmp_path, monkeypatch):
         config['model']['module'] = name
         rewrite(directory / 'config.json', json.dumps(config).encode())
         rewrite(directory / 'own_model.py', evil)
-        assert_refused(lambda: infer.load(folder), 'from which no code is run')
+        assert_refused(lambda: infer.load(folder), f'{directory}/own_model.py')
 
 
 def rewrite(file, content):
@@ -444,54 +445,32 @@ def test_conversions(trained, tmp_path):
     assert infer.load(written).config == infer.load(trained / 'run').config
 
 
-# What is refused.
+# Mistakes in the file: Python's own errors, but for a file that is not an own model.
 
-HEAD = 'import dataclasses\n\ndef modules(default):\n    '
-# (the file, what the message names beside it)
-BAD_FILES = [
-    ('def modules(:\n', 'line 1'),
-    ('\0', 'line 1'),
-    ('import not_there\n', "line 1: ModuleNotFoundError: No module named 'not_there'"),
-    ('import sys\nsys.exit(3)\n', 'line 2: SystemExit: 3'),
-    ('', 'modules(default)'),
-    ('def change(model):\n    pass\n', 'modules(default)'),
-    ('modules = 3\n', 'modules(default)'),
-    (HEAD + 'return dataclasses.replace(default, mpl=abs)\n', "line 4: TypeError: Modules.__init__() got an unexpected keyword argument 'mpl'"),
-    ('def modules():\n    pass\n', 'line 1: TypeError: modules() takes 0'),
-    (HEAD + 'default.period = 2\n', 'line 4: FrozenInstanceError'),
-    (HEAD + "return dataclasses.replace(default, adapters='prompt/.+')\n", "adapters='prompt/.+' matches no parameter"),
-    (HEAD + "return dataclasses.replace(default, adapters='(')\n", 'error: missing )'),
-    (HEAD + 'return dataclasses.replace(default, losses=lambda config: [1])\n', 'AttributeError'),
-    (HEAD + 'default\n', 'returned None: return dataclasses.replace'),
-    (HEAD + 'return dataclasses.replace(default, specs={})\n', 'unhashable'),
-    (HEAD + "return dataclasses.replace(default, losses=lambda config: {'load': 1.0})\n", "'load', which no layer reports"),
-]  # fmt: skip
+HEAD = 'import dataclasses\n\ndef modules(default):\n    return dataclasses.replace(default{})\n'
+MISTAKES = [
+    (SyntaxError, 'def modules(:\n'),
+    (Refused, 'modules = 3\n'),
+    (TypeError, 'def modules(default):\n    default\n'),
+    (TypeError, HEAD.format(', specs={}')),
+    (ValueError, HEAD.format(", adapters='prompt/.+'")),
+    (ValueError, HEAD.format(", losses=lambda config: {'load': 1.0}")),
+    (ValueError, MLP.replace("/mlp/down'", "/mlp/dawn'")),  # a parameter without a row
+]
 
 
-@pytest.mark.parametrize('text, name', BAD_FILES)
-def test_a_file_that_is_no_own_model(tmp_path, text, name):
-    file = tmp_path / 'own.py'
-    file.write_text(text)
-    assert_refused(lambda: load_own(file), name)
-    assert_refused(lambda: load_own(file), str(file))
-
-
-def test_a_file_that_is_none(tmp_path, monkeypatch):
+def test_mistakes_in_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    for i, (kind, text) in enumerate(MISTAKES):
+        file = tmp_path / f'own_{i}.py'
+        file.write_text(text)
+        with pytest.raises(kind) as error:
+            load_own(file)
+        assert kind is not Refused or file.name in str(error.value)
     assert_refused(lambda: load_own('mine'), "model.module='mine'")
     (tmp_path / 'model.py').write_text(EXAMPLE.read_text())  # the name of one of ours
     config = load_own('model', mlp_activations=('squared_relu',))
     assert config.module == str(tmp_path / 'model.py')
-
-
-def test_a_parameter_without_a_row(tmp_path, corpus):
-    file = tmp_path / 'own.py'
-    file.write_text(MLP.replace("/mlp/down'", "/mlp/dawn'"))
-    config = example_config(corpus, file=file)
-    config.model.mlp_activations = ('relu',)
-    name = f"{file}: parameter 'decoder/layers_0/mlp/down'"
-    assert_refused(lambda: prepare(config, tmp_path / 'run'), name)
-    assert not (tmp_path / 'run/config.json').exists()
 
 
 # Settings of its own.
@@ -505,7 +484,7 @@ def with_options(tmp_path):
 
 
 # A value as text of the command line, and as a config file or config.json has it.
-@pytest.mark.parametrize('name, text, given, expected', [
+TYPED = [
     ('num', '3', 3, 3),
     ('rate', '-1e-3', -0.001, -0.001),
     ('rate', '1', 1, 1.0),
@@ -515,14 +494,17 @@ def with_options(tmp_path):
     ('which', "('z',)", ['z'], ('z',)),
     ('which', '()', (), ()),
     ('widths', '(1, 2)', [1, 2], (1, 2)),
-])  # fmt: skip
-def test_options_are_typed(with_options, name, text, given, expected):
+]
+
+
+def test_options_are_typed(with_options):
     declared = own_model.find(str(with_options))[0].Options
-    for value in (text, given):
-        options = own_options.options_of(declared, str(with_options), {name: value})
-        assert options == dataclasses.replace(declared(), **{name: expected})
-        assert type(getattr(options, name)) is type(expected)
-        assert own_options.options_of(declared, '', own_options.as_dict(options)) == options
+    for name, text, given, expected in TYPED:
+        for value in (text, given):
+            options = own_options.options_of(declared, str(with_options), {name: value})
+            assert options == dataclasses.replace(declared(), **{name: expected})
+            assert type(getattr(options, name)) is type(expected)
+            assert own_options.options_of(declared, '', own_options.as_dict(options)) == options
 
 
 def test_options_are_a_part_of_the_model(with_options):
@@ -535,66 +517,51 @@ def test_options_are_a_part_of_the_model(with_options):
     assert np.abs(of_two - of_three).max() > 1e-3
 
 
-@pytest.mark.parametrize('name, value, rule', [
-    ('nun', 3, 'is unknown: {file} has num, rate, gated, kind, which, widths: remove it'),
-    ('num', 'x', 'must be a whole number, such as 2'),
-    ('num', '1e1', 'must be a whole number, such as 2'),
-    ('num', True, 'must be a whole number, such as 2'),
-    ('num', 9, 'must be at least 1 and at most 8'),
-    ('num', '-1', 'must be at least 1 and at most 8'),
-    ('rate', 'nan', 'must be a number, such as 0.5'),
-    ('rate', '1e999', 'and finite'),
-    ('rate', 10**400, 'and finite'),
-    ('gated', '2', 'must be true or false, such as False'),
-    ('gated', 0, 'must be true or false, such as False'),
-    ('kind', 'c', "must be one of 'a', 'b=c'"),
-    ('kind', True, 'must be text'),
-    ('which', 'p', "must be values in parentheses, such as ('p', 'q')"),
-    ('which', '(1,)', "1 is not like the values of ('p', 'q')"),
-    ('widths', '([1],)', '[1] is not like'),
-    ('widths', '{[]: 1}', 'must be values in parentheses'),
-])  # fmt: skip
-def test_an_option_that_is_refused(with_options, name, value, rule):
-    ask = lambda: load_own(with_options, options={name: value})  # noqa: E731
-    assert_refused(ask, f'model.options.{name}=')
-    assert_refused(ask, rule.format(file=with_options))
+REFUSED_OPTIONS = {
+    'nun': [3],
+    'num': ['x', '1e1', True, 9, '-1'],
+    'rate': ['nan', '1e999', 10**400],
+    'gated': ['2', 0],
+    'kind': ['c', True],
+    'which': ['p', '(1,)'],
+    'widths': ['([1],)', '{[]: 1}'],
+}
 
 
-def test_options_without_a_class(tmp_path):
-    name = "model.options.num='3' is a setting of an own model: set model.module"
-    assert_refused(lambda: load_own('', options={'num': '3'}), name)
-    name = f'model.options.num=3 is unknown: {EXAMPLE} has no options'
-    assert_refused(lambda: load_own(EXAMPLE, options={'num': 3}), name)
+def test_options_that_are_refused(with_options):
+    for name, values in REFUSED_OPTIONS.items():
+        for value in values:
+            ask = lambda options={name: value}: load_own(with_options, options=options)  # noqa: E731
+            assert_refused(ask, f'model.options.{name}=')
+    for file in ('', EXAMPLE):  # without a class
+        assert_refused(
+            lambda file=file: load_own(file, options={'num': '3'}), "model.options.num='3'"
+        )
 
 
-FROZEN = '@dataclasses.dataclass(frozen=True)\n'
+FROZEN = '@dataclasses.dataclass(frozen=True)\nclass Options:\n    num: '
+OPTION_MISTAKES = [
+    (TypeError, 'class Options:\n    num: int = 2\n'),
+    (TypeError, '@dataclasses.dataclass\nclass Options:\n    num: int = 2\n'),
+    (TypeError, FROZEN + 'int\n'),
+    (TypeError, FROZEN + 'list = dataclasses.field(default_factory=list)\n'),
+    (TypeError, FROZEN + 'int = dataclasses.field(default=2, init=False)\n'),
+    (TypeError, FROZEN + 'float = 1\n'),
+    (Refused, FROZEN + 'tuple = ((1,),)\n'),
+    (Refused, FROZEN + "int = dataclasses.field(default=2, metadata={'range': (3, 4)})\n"),
+    (TypeError, FROZEN + "str = dataclasses.field(default='', metadata={'range': (3, 4)})\n"),
+    (TypeError, FROZEN + "int = dataclasses.field(default=2, metadata={'axis': 'modle'})\n"),
+    (TypeError, FROZEN + "float = dataclasses.field(default=2.0, metadata={'axis': 'model'})\n"),
+]
 
 
-@pytest.mark.parametrize('text, name', [
-    ('class Options:\n    num: int = 2\n', 'must be a frozen dataclass'),
-    ('@dataclasses.dataclass\nclass Options:\n    num: int = 2\n', 'must be a frozen dataclass'),
-    ('Options = 3\n', 'Options=3: must be a frozen dataclass'),
-    (FROZEN + 'class Options:\n    num: int\n', 'the option num must'),
-    (FROZEN + 'class Options:\n    num: list = []\n', 'line 6: ValueError: mutable default'),
-    (FROZEN + 'class Options:\n    num: list = dataclasses.field(default_factory=list)\n', 'the option num must'),
-    (FROZEN + 'class Options:\n    num: None = None\n', 'the option num must'),
-    (FROZEN + 'class Options:\n    num: int = dataclasses.field(default=2, init=False)\n', 'make it a property'),
-    (FROZEN + 'class Options:\n    num: float = 1\n', 'the option num must'),
-    (FROZEN + 'class Options:\n    num: tuple = ((1,),)\n', '(1,) is not like'),
-    (FROZEN + "class Options:\n    num: int = dataclasses.field(default=2, metadata={'range': (3, 4)})\n", 'the default of num=2: must be at least 3'),
-    (FROZEN + "class Options:\n    num: int = dataclasses.field(default=2, metadata={'range': 3})\n", 'TypeError'),
-    (FROZEN + "class Options:\n    num: str = dataclasses.field(default='', metadata={'range': (3, 4)})\n", 'the option num must'),
-    (FROZEN + "class Options:\n    num: int = dataclasses.field(default=2, metadata={'axis': 'modle'})\n", 'the option num must'),
-    (FROZEN + "class Options:\n    num: float = dataclasses.field(default=2.0, metadata={'axis': 'model'})\n", 'the option num must'),
-    (FROZEN + 'class Options:\n    num: int = 2\n\n    def __post_init__(self):\n        raise ValueError(f"odd {self.num}")\n', 'line 11: ValueError: odd 2'),
-])  # fmt: skip
-def test_a_class_of_options_that_is_refused(tmp_path, text, name):
-    file = tmp_path / 'own.py'
-    file.write_text(HEAD + f'return default\n\n{text}')
-    assert_refused(lambda: load_own(file), str(file))
-    assert_refused(lambda: load_own(file), name)
-    if '__post_init__' not in text:
-        assert_refused(lambda: own_model.describe_options(str(file)), name)
+def test_mistakes_in_a_class_of_options(tmp_path):
+    for i, (kind, text) in enumerate(OPTION_MISTAKES):
+        file = tmp_path / f'own_{i}.py'
+        file.write_text(HEAD.format('') + text)
+        for ask in (load_own, own_model.describe_options):
+            with pytest.raises(kind):
+                ask(str(file))
 
 
 def test_defaults_that_a_class_refuses(tmp_path):
@@ -602,7 +569,8 @@ def test_defaults_that_a_class_refuses(tmp_path):
     file = tmp_path / 'own.py'
     method = '\n    def __post_init__(self):\n        assert self.num > 2\n'
     file.write_text(OPTIONS.replace('\n\n\nclass Mlp', f'\n{method}\n\nclass Mlp'))
-    assert_refused(lambda: load_own(file), 'AssertionError')
+    with pytest.raises(AssertionError):
+        load_own(file)
     assert own_options.default_options(load_own(file, options={'num': 3}))['num'] == 2
     assert '  --config.model.options.num=2' in own_model.describe_options(str(file))
 
@@ -629,7 +597,8 @@ def test_a_family_has_a_name(monkeypatch, tmp_path):
     assert own_model.files_of(config) == {} and config.modules.source == b''
     assert load_own('wide_t5', options={'num': 3}) == config
     assert 'Options of model.module=wide_t5:' in own_model.describe_options('wide_t5')
-    assert_refused(lambda: load_own('wide_t5.py'), f'{tmp_path}/wide_t5.py, line 1: ValueError')
+    with pytest.raises(ValueError):
+        load_own('wide_t5.py')
     assert_refused(lambda: load_own('wide_t6'), "model.module='wide_t6'")
 
 
@@ -655,23 +624,23 @@ def test_a_run_of_a_family(corpus, uninterrupted, monkeypatch, tmp_path):
     assert infer.load(tmp_path / 't5x').config == t5.config
     to_hugging_face = lambda: convert.convert_checkpoint(directory, tmp_path / 'hf', 'hf')  # noqa: E731
     assert_refused(to_hugging_face, 'wide_t5')
-    with pytest.raises(ValueError, match='no task with metrics'):
-        evaluate_mode.prepare(None, {'model.options.num': '3'}, str(directory))
+    settings = {'model.options.num': '3'}
+    assert_refused(lambda: evaluate_mode.prepare(None, settings, str(directory)), 'metrics')
 
     # It is not a T5, nor is a T5 this family.
     own = tmp_path / 'own.py'
     own.write_text(OPTIONS)
     plain = t5_config(**{name: stored[name] for name in OWN_SIZES})
-    assert_refused(lambda: infer.load(directory, config=plain), "set it to 'wide_t5'")
+    assert_refused(lambda: infer.load(directory, config=plain), "'wide_t5'")
     for module in ('', str(own)):
         other = small_config(corpus, steps=1)
         other.model.update(module=module, dropout_rate=0.0)
-        assert_refused(lambda other=other: prepare(other, tmp_path / 'run'), "set it to 'wide_t5'")
+        assert_refused(lambda other=other: prepare(other, tmp_path / 'run'), "'wide_t5'")
         other.restore.update(path=str(directory), only='target/.*')
         assert_refused(lambda other=other: prepare(other, tmp_path / 'new'), 'restore.strict=False')
     family_of_t5 = small_config(corpus)
     family_of_t5.model.module = 'wide_t5'
-    assert_refused(lambda: prepare(family_of_t5, uninterrupted), 'was saved without it')
+    assert_refused(lambda: prepare(family_of_t5, uninterrupted), "model.module='wide_t5'")
 
     # A later version has one more option, and another default.
     config.train.steps = 2
@@ -700,7 +669,7 @@ def test_a_run_of_a_family(corpus, uninterrupted, monkeypatch, tmp_path):
     write_family(monkeypatch, tmp_path / 'empty', '')
     (tmp_path / 'empty/wide_t5.py').unlink()
     importlib.invalidate_caches()
-    assert_refused(lambda: infer.load(directory), 'own_model.py is missing')
+    assert_refused(lambda: infer.load(directory), 'own_model.py')
 
 
 @pytest.mark.slow
@@ -720,15 +689,10 @@ def test_options_of_an_evaluation(with_options, tmp_path):
     assert same.model_config == infer.load(workdir).config
     same.run()
     changes = {'model.options.num': '3'}
-    assert_refused(
-        lambda: evaluate_mode.prepare(None, changes, workdir), '(now model.options.num: 2 -> 3)'
-    )
+    assert_refused(lambda: evaluate_mode.prepare(None, changes, workdir), 'model.options.num')
     other = evaluate_mode.prepare(None, changes, workdir, output_dir=str(tmp_path / 'b'))
     assert other.model_config.options.num == 3 and other.model_config.options.rate == 0.25
     del config.model.options.rate
-    assert_refused(
-        lambda: evaluate_mode.prepare(config, {}, workdir), 'model.options.rate: 0.25 -> 0.5'
-    )
-    assert_refused(
-        lambda: evaluate_mode.prepare(None, {'model.options.num': '9'}, workdir), 'num=9'
-    )
+    assert_refused(lambda: evaluate_mode.prepare(config, {}, workdir), 'model.options.rate')
+    changes = {'model.options.num': '9'}
+    assert_refused(lambda: evaluate_mode.prepare(None, changes, workdir), 'num=9')
