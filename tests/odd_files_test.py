@@ -67,7 +67,6 @@ ODD = {
     'row.csv': (TABLE + 'q,"a\n' + 'q,a\n' * 99, 42, {}),
     'row.csv.gz': (TABLE + 'q,"a\n' + 'q,a\n' * 99, 42, {}),
     'long row.csv': (LONG_TABLE.replace(b's,an', b's,"an', 1), 2, {}),
-    'blank.csv': ('\n' + TABLE, 1, {}),
     'latin.csv': ('frage,antwört\n'.encode('latin-1'), 1, {}),
     'no header.tsv': ((HUNT / 'headerless.tsv').read_bytes(), None, {}),
     'semicolons.csv': (TABLE.replace(',', ';'), None, {}),
@@ -88,10 +87,8 @@ ODD = {
     'utf-16be.jsonl': (json.dumps(JSON[0]).encode('utf-16-be'), None, {}),
     'hole.txt': (b'words\n' * 2000 + bytes(2000), 2001, {'inputs': '', 'targets': ''}),
     'null.jsonl': (LINES.replace('"q7"', 'null'), 8, {}),
-    'nan.json.gz': (LINES.replace('"a7"', 'NaN'), 8, {}),
     'infinite.jsonl': (LINES.replace('"a7"', '1e999'), 8, {}),
     'delimiter.txt': (TABLE, None, {'delimiter': 'tab'}),
-    'delimiter.parquet': (TABLE, None, {'delimiter': 'tab'}),
 }  # fmt: skip
 
 
@@ -130,7 +127,6 @@ DIALECTS = {
     'excel.tsv.gz': ('\t', {'dialect': 'excel-tab', 'lineterminator': '\n'}),
     'all.tsv': ('\\t', {'delimiter': '\t', 'quoting': csv.QUOTE_ALL}),
     'semicolons.csv': (';', {'delimiter': ';'}),
-    'bars.tsv': ('|', {'delimiter': '|', 'lineterminator': '\n'}),
     'commas.csv': (',', {}),
 }  # fmt: skip
 
