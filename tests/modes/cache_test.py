@@ -22,6 +22,7 @@ from permissions import full_disk
 import tasks
 import tasks.open
 import vocabulary as vocabularies
+from messages import Refused
 from modes import cache, command_line, errors
 from run.lock import alone_in
 from sources import cache as task_cache
@@ -134,7 +135,7 @@ def test_a_mixture_is_read_from_its_caches(tmp_path, expected):
     sizes = [task.source.train.num_records for task in mixture.tasks]
     assert [task.rate for task in mixture.tasks] == pytest.approx(np.array(sizes) / sum(sizes))
     assert (stream.counts[:, 0] > 0).all()
-    with pytest.raises(ValueError, match='ids of another vocabulary'):
+    with pytest.raises(Refused, match='vocabulary'):
         Stream(mixture, 'train', vocabularies.ByteVocabulary(), config, 2, seed=0)
     assert 'my:sums is cached already, in ' in cache.cache(config)[0]
 
@@ -162,9 +163,10 @@ def test_ids_in_their_own_files_are_those_of_the_records(tmp_path, monkeypatch, 
     damaged.write_bytes(content)
     source = tasks.open.open_mixture(config).tasks[0].source
     assert len(list(source.records('train'))) == len(every) - 1
-    assert source.faults()[0] == [f'{damaged}: example 0 is damaged: cache the task again']
+    [fault] = source.faults()[0]
+    assert f'{damaged}: example 0 ' in fault
     damaged.write_bytes(content[:-4])
-    with pytest.raises(ValueError, match=f'{damaged} is cut off'):
+    with pytest.raises(Refused, match=str(damaged)):
         tasks.open.open_mixture(config)
     for file in (tmp_path / 'caches').rglob('*.ids-*'):
         file.unlink()
@@ -219,17 +221,12 @@ def test_a_half_written_cache_is_not_read_and_not_mixed(tmp_path, expected, smal
     cache.cache(config, 1, 2)
     assert tasks.open.open_mixture(config).corpus == 'files'
     config.use_cached = 'yes'
-    with pytest.raises(ValueError, match='holds no complete cache of data.task=.text.'):
+    with pytest.raises(Refused, match='data.cache_dirs=.*data.task=.text.'):
         tasks.open.open_mixture(config)
     (tmp_path / 'text.txt').write_text('another text')
-    refusals = [
-        ({'use_cached': 'auto'}, r'\(fingerprint changed\)'),
-        ({'vocabulary': ''}, 'data.vocabulary='),
-        ({'cache_dirs': ''}, 'data.cache_dirs'),
-    ]
-    for changes, message in refusals:
+    for changes in ({'use_cached': 'auto'}, {'vocabulary': ''}, {'cache_dirs': ''}):
         config.update(changes)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(Refused, match=f'data.{min(changes)}|fingerprint'):
             cache.cache(config)
 
 
@@ -237,11 +234,11 @@ def test_a_bad_line_stops_the_cache_or_is_left_out(tmp_path, expected, capfd):
     with (tmp_path / 'b.csv').open('a') as file:
         file.write('\n1,2')
     config = cache_config(tmp_path, task='my:sums')
-    with pytest.raises(ValueError, match=f'line 32 of {tmp_path}/b.csv: 2 columns, and the header'):
+    with pytest.raises(Refused, match=f'line 32 of {tmp_path}/b.csv'):
         cache.cache(config)
     config.on_bad_line = 'skip'
     cache.cache(config)
-    assert f'Left out: line 32 of {tmp_path}/b.csv: 2 columns' in capfd.readouterr().out
+    assert f'line 32 of {tmp_path}/b.csv' in capfd.readouterr().out
     assert len(read(tmp_path / 'caches/my/sums')) == 60
 
 
@@ -259,7 +256,7 @@ def test_a_full_disk(tmp_path, expected, capfd):
 
 def test_parts_that_cannot_be():
     for text in ('', '1', '0/2', '3/2', 'a/b', '1/0', '1/2/3', '-1/2'):
-        with pytest.raises(ValueError, match=f'--shard={text}: '):
+        with pytest.raises(Refused, match=f'--shard={text}: '):
             command_line.parse_shard(text)
 
 
@@ -316,7 +313,7 @@ def test_seqio_reads_the_same_content(tmp_path, expected, monkeypatch):
 def test_a_cache_that_was_copied_without_its_vocabulary_is_refused(tmp_path, expected):
     cache.cache(cache_config(tmp_path, task='my:sums'))
     (tmp_path / 'caches/my/sums/cache.json').unlink()
-    with pytest.raises(ValueError, match='cache.json is missing: copy the folder again'):
+    with pytest.raises(Refused, match='cache.json'):
         tasks.open.open_mixture(cache_config(tmp_path, task='my:sums', use_cached='yes'))
 
 
