@@ -150,7 +150,8 @@ class LineParser:
             if field in missing and files:
                 values = first_ten([repr(name) for name in first_names])
                 raise Refused(
-                    f'no record of {next(iter(files))} has a text {field!r}, the first values are {values}: {self.remedy}'
+                    f'no record of {next(iter(files))} has a text {field!r} (null and NaN are missing values), the '
+                    f'first values are {values}: {self.remedy}'
                 )
 
     def is_filled(self, field: str, value: Any) -> bool:
@@ -189,7 +190,7 @@ def check_delimiter(config, files: Mapping[str, str]) -> None:
     if config.delimiter and ('text' in files or not files.keys() & {'csv', 'tsv'}):
         file = files.get('text') or next(iter(files.values()))
         raise Refused(
-            f"data.delimiter={config.delimiter!r} is for tables, not {file}: set data.kind='csv'"
+            f"data.delimiter={config.delimiter!r} is for tables, and {file} is not: set data.kind='csv'"
         )
 
 

@@ -66,7 +66,8 @@ def find(root: paths.AnyPath, name: str) -> paths.AnyPath:
     if not NAME.fullmatch(name) or version not in versions or not all(map(paths.is_file, files)):
         names = first_ten(prepared(root)) or 'none'
         raise Refused(
-            f'{root} does not hold this data set, its data sets are {names}: name one, or run `tfds build {path}`'
+            f'{root} does not hold this data set, its data sets are {names}: name one, or '
+            f"prepare it there with 'tfds build {path}'"
         )
     return folder
 
@@ -105,11 +106,10 @@ class DataSet:
             self.num_records = {name: split.num_examples for name, split in info.splits.items()}
             self._features = info.features
             self._splits = info.splits
-        is_on_disk = isinstance(folder, Path)
-        if self.file_format != 'tfrecord' and not (
-            self.file_format == 'array_record' and is_on_disk
-        ):
-            raise Refused(f'{folder} is stored as {self.file_format}: prepare it as tfrecord')
+        # ArrayRecord files are read from a disk.
+        formats = list(SHARDS_OF_FORMAT) if isinstance(folder, Path) else ['tfrecord']
+        if self.file_format not in formats:
+            raise Refused(f'{folder} is stored as {self.file_format}: prepare it as {formats[-1]}')
 
     def _read_info(self, folder: paths.AnyPath) -> 'DatasetInfo':
         """Return TFDS's DatasetInfo. TFDS reads from a disk, so files in a bucket are copied, but no shards."""

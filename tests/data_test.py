@@ -186,15 +186,6 @@ def test_byte_vocabulary_may_have_more_spans_than_it_has_extra_ids(pydoc):
     assert batch['decoder_target_tokens'][:, 0].tolist() == [258, 258]
 
 
-def test_validation_files_without_a_document_are_named(tmp_path, vocabulary):
-    (tmp_path / 'train.txt').write_text('some words\n' * 20)
-    (tmp_path / 'blank.txt').write_text(' \n\n \n\u3000\n')
-    config = make_config(files=f'{tmp_path}/train.txt', validation_files=f'{tmp_path}/blank.txt')
-    source = sources.open.open_source(config)
-    with pytest.raises(Refused, match='blank.txt'):
-        stream_of(source, 'validation', vocabulary, config, 2, 0)
-
-
 def test_moved_and_renamed_files_are_the_same_corpus(tmp_path):
     old = write_text_files(tmp_path / 'old')
     new_folder = tmp_path / 'new'

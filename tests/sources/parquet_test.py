@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import HUNT, epoch_documents, lane_documents, make_config
+from corpora import HUNT, epoch_documents, make_config
 
 import sources.deal
 import sources.open
@@ -210,16 +210,6 @@ def test_floats_are_read_up_to_one_that_is_not_whole(tmp_path, monkeypatch):
     found = parquet_source.integer_columns([f'{tmp_path}/a.parquet'], [], ('q', 'n', 'm'))
     assert found[0] == {'m'}
     assert read == [(0, 'n'), *((i, 'm') for i in range(10))]
-
-
-def test_a_lane_goes_on_from_any_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources.deal, 'MIN_BLOCKS', 64)
-    write(tmp_path / 'a.parquet', {'text': [f'row {i}' for i in range(150)]}, group_rows=23)
-    source = sources.open.open_source(make_config(files=f'{tmp_path}/a.parquet'))
-    documents = list(lane_documents(source, 'train', 2, 1, 2, 7))
-    assert len({pool for pool, *_ in documents}) > 2
-    for i, (pool, offset, *_) in enumerate(documents):
-        assert list(lane_documents(source, 'train', 2, 1, 2, 7, pool, offset)) == documents[i:]
 
 
 def test_lanes_share_decoded_row_groups(tmp_path, monkeypatch):

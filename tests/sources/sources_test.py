@@ -2,7 +2,6 @@
 
 import csv
 import gzip
-import importlib
 import io
 import itertools
 import json
@@ -12,6 +11,8 @@ import sys
 import zlib
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet as pq
 import pytest
 from corpora import (
     HUNT,
@@ -80,12 +81,6 @@ def test_texts_of_one_summary_are_in_one_split(monkeypatch):
     assert set().union(*found.values()) == {'train', 'validation'}
 
 
-def test_every_pydoc_document_comes_once_per_epoch(pydoc):
-    first, second = (sum(epoch_documents(pydoc, epoch), []) for epoch in (0, 1))
-    assert sorted(first) == sorted(second) == sorted(documents_of(pydoc))
-    assert first != second and first != sorted(first)
-
-
 def test_splits_are_disjoint_and_sized_as_asked(pydoc):
     train, validation = (
         {text for lane in epoch_documents(pydoc, splits=[split]) for _, text in lane}
@@ -125,23 +120,6 @@ def test_every_line_of_random_files_comes_once_per_epoch(tmp_path, monkeypatch, 
         source = sources.open.open_source(config)
         found = sum(epoch_documents(source, epoch=trial), [])
         assert sorted(found) == sorted(expected.items())
-
-
-def test_text_files_are_found_once_and_shuffled_over_lanes(tmp_path):
-    lines = [f'line number {i}' for i in range(3000)]
-    for part in range(3):
-        (tmp_path / f'{part}.txt').write_text('\n'.join(lines[part::3]))
-    files = f'{tmp_path}/0.txt, {tmp_path}/*.txt'
-    source = sources.open.open_source(make_config(files=files, validation_fraction=0.1))
-    lanes = epoch_documents(source, num_lanes=8, splits=['train'])
-    assert all(200 < len(lane) < 500 for lane in lanes)
-    other = epoch_documents(source, num_lanes=8, splits=['train'], epoch=1)
-    assert sorted(sum(lanes, [])) == sorted(sum(other, [])) and lanes != other
-    validation = sum(epoch_documents(source, splits=['validation']), [])
-    assert sorted(text for _, text in sum(lanes, []) + validation) == sorted(lines)
-    assert source.fingerprint == sources.open.open_source(make_config(files=files)).fingerprint
-    (tmp_path / '2.txt').write_text('shorter')
-    assert source.fingerprint != sources.open.open_source(make_config(files=files)).fingerprint
 
 
 def test_files_of_another_split(tmp_path):
@@ -226,19 +204,6 @@ def check_fault(folder, kind, line, left):
     messages, count = source.faults()
     assert len(messages) == count == 1 and messages[0].startswith(place)
     assert source.faults() == ([], 1)
-
-
-@pytest.mark.parametrize('suffix', ['', '.gz'])
-def test_a_quote_that_is_not_closed_counts_as_its_lines(tmp_path, suffix):
-    rows = ['q,a\n'] + [f'{i},{i}\n' for i in range(3000)]
-    rows[6] = '5,"5\n'
-    content = ''.join(rows).encode()
-    (tmp_path / f'a.csv{suffix}').write_bytes(gzip.compress(content) if suffix else content)
-    config = make_config(
-        files=f'{tmp_path}/a.csv{suffix}', inputs='{q}', targets='{a}', on_bad_line='skip'
-    )
-    with pytest.raises(Refused, match=r'2,995 bad lines .*line 7 of '):
-        epoch_documents(sources.open.open_source(config))
 
 
 def write_good_file(folder, kind):
@@ -502,14 +467,14 @@ class OffsetsAndLines:
 
 
 @pytest.mark.parametrize('cut_bytes', [1, 7, 1000])
-@pytest.mark.parametrize('block_bytes', [1, 3, 5, 16, 32])
+@pytest.mark.parametrize('block_bytes', [1, 5, 32])
 def test_every_byte_of_long_lines_comes_once(tmp_path, monkeypatch, block_bytes, cut_bytes):
     monkeypatch.setattr(sources.files, 'MAX_LINE_BYTES', 64)
     monkeypatch.setattr(sources.text, 'CUT_BYTES', cut_bytes)
     monkeypatch.setattr(sources.deal, 'MAX_BLOCK_BYTES', block_bytes)
     monkeypatch.setattr(sources.deal, 'MIN_BLOCKS', 1)
     random = np.random.default_rng(block_bytes)
-    for trial in range(15):
+    for trial in range(10):
         path = tmp_path / f'{trial}.txt'
         content = write_long_and_short_lines(path, random)
         [file] = sources.files.read_records('train', {str(path): paths.status_of(path)})
@@ -635,7 +600,7 @@ def test_every_line_of_shards_comes_once_per_epoch(tmp_path, small_pools, num_la
 
 @pytest.mark.parametrize('kind', ['.txt', '.jsonl.gz'])
 def test_a_lane_goes_on_from_any_document(tmp_path, small_pools, kind):
-    write_shards(tmp_path, [40, 33, 77, 31, 58], kind)
+    write_shards(tmp_path, [40, 33, 40, 31], kind)
     source = sources.open.open_source(make_config(files=f'{tmp_path}/*'))
     for lane, num_lanes in [(0, 1), (1, 2), (0, 8), (7, 8)]:
         documents = list(lane_documents(source, 'train', 2, lane, num_lanes, 7))
@@ -644,15 +609,6 @@ def test_a_lane_goes_on_from_any_document(tmp_path, small_pools, kind):
             for more in (0, 1):
                 rest = lane_documents(source, 'train', 2, lane, num_lanes, 7, pool, offset + more)
                 assert list(rest) == documents[i + more :]
-
-
-def test_a_pool_mixes_sixteen_shards(tmp_path):
-    write_shards(tmp_path, [50] * 20)
-    source = sources.open.open_source(make_config(files=f'{tmp_path}/*', validation_fraction=0.0))
-    for num_lanes, num_open in [(1, 16), (2, 8), (5, 4), (20, 1)]:
-        documents = list(lane_documents(source, 'train', 0, 0, num_lanes, 0))
-        first = {name.split(':')[0] for pool, _, name, _ in documents if pool == 0}
-        assert len(first) == num_open
 
 
 # Tables and templates.
@@ -701,44 +657,30 @@ def test_tables_and_json_give_the_same_records(tmp_path, monkeypatch, suffix, mi
     assert sorted(found, key=str) == sorted(expected, key=str)
 
 
-def test_a_table_may_hold_documents(tmp_path):
-    """Without templates a column is the text. A byte order mark is not part of a name."""
-    (tmp_path / 'a.csv').write_bytes(b'\xef\xbb\xbftext,n\r\nhello,1\r\n"a, b",2')
-    source = sources.open.open_source(make_config(files=f'{tmp_path}/a.csv'))
-    assert sorted(text for _, text in sum(epoch_documents(source), [])) == ['a, b', 'hello']
-
-
 def test_a_template_may_hold_braces():
     template = sources.templates.Template('data.inputs', '{{{a}}} {b c}{a}')
     assert template.fill({'a': '{1}', 'b c': '2'}) == '{{1}} 2{1}'
 
 
-SUFFIXES = ['.jsonl', '.jsonl.gz', '.csv', '.csv.gz', '.tsv', '.parquet']
-
-
-@pytest.mark.parametrize('suffix', SUFFIXES)
+@pytest.mark.parametrize('suffix', ['.jsonl', '.csv.gz', '.parquet'])
 def test_files_of_the_split_test(tmp_path, suffix):
     """Training knows nothing of them: its fingerprint, files and records are the same without."""
     test = tmp_path / f'test{suffix}'
     rows = [{'question': f'what is {i}?', 'answer': f'it is {i}', 'n': str(i)} for i in range(30)]
     if suffix == '.parquet':
-        pyarrow = pytest.importorskip('pyarrow')
-        importlib.import_module('pyarrow.parquet').write_table(
-            pyarrow.Table.from_pylist(rows), test
-        )
+        pq.write_table(pyarrow.Table.from_pylist(rows), test)
     else:
         write_table(test, rows)
     write_table(tmp_path / 'train.csv')
     train = str(tmp_path / 'train.csv')
-    for files in (train, ''):
-        source = sources.open.open_source(make_config(files=files, test_files=str(test), **QA))
+    alone = sources.open.open_source(make_config(test_files=str(test), **QA))
+    with_test = sources.open.open_source(make_config(files=train, test_files=str(test), **QA))
+    for source in (alone, with_test):
         found = [record.fields for record in source.records('test')]
         assert sorted(found, key=str) == sorted(rows, key=str)
-    with_test = sources.open.open_source(make_config(files=train, test_files=str(test), **QA))
     without = sources.open.open_source(make_config(files=train, **QA))
     assert not without.may_hold('test')
-    assert with_test.fingerprint == without.fingerprint
-    assert with_test.files == without.files
+    assert (with_test.fingerprint, with_test.files) == (without.fingerprint, without.files)
     for split in ('train', 'validation'):
         assert list(with_test.records(split)) == list(without.records(split))
 

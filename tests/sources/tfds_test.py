@@ -127,14 +127,6 @@ def test_more_files_than_readers(roots, monkeypatch):
     assert records_of(part) == reference
 
 
-def test_a_translation_is_a_data_set_too(root):
-    settings = {'inputs': '{en}', 'targets': '{de}', 'validation_fraction': 0.0}
-    config = make_config(root, tfds='made_up_translate/de-en', **settings)
-    source = sources.open.open_source(config)
-    texts = {record.fields['en']: record.fields['de'] for record in records_of(source.train)}
-    assert texts == {f'{i} words': f'{i} Wörter' for i in range(5)}
-
-
 # The settings.
 
 
@@ -167,14 +159,6 @@ def test_text_to_text_gives_each_record_once_per_epoch(root):
     assert len(of_epoch) == 62
     found = [text for text in texts_of(stream, 'encoder_input_tokens') if text]
     assert sorted(found) == sorted(2 * of_epoch)
-
-
-@pytest.mark.parametrize('value', [float('nan'), float('inf')])
-def test_a_number_without_a_value_fills_no_slot(value):
-    config = corpora.make_config(inputs='{scores/0}', targets='{scores/1}')
-    parser = LineParser(config, sources.BadLines('stop', max_fraction=0.0))
-    with pytest.raises(Refused, match="'scores/1'"):
-        parser.fields_named_in({'scores': [1.5, value]})
 
 
 def test_a_nested_text(root):
@@ -219,19 +203,6 @@ def test_a_share_is_held_out_without_validation(root):
     assert source.validation is None
     found = [*source.records('train'), *source.records('validation')]
     assert sorted(record.fields['en'] for record in found) == [f'{i} words' for i in range(5)]
-
-
-def test_a_stream_goes_on(root):
-    config = make_config(root, inputs='{number}', targets='{text}')
-    stream = make_stream(config)
-    for _ in range(7):
-        next(stream)
-    position = stream.position
-    batches = [next(stream) for _ in range(30)]
-    other = make_stream(config)
-    other.seek(position)
-    for batch in batches:
-        np.testing.assert_equal(next(other), batch)
 
 
 def test_the_fingerprint_is_of_the_content(own_root, root, tmp_path):
