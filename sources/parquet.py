@@ -55,10 +55,7 @@ class Footer(NamedTuple):
 
 
 def read_footer(path: str, columns: Sequence[str]) -> Footer:
-    """Return what the footer of a file says; sizes are those of `columns`, as far as it has them.
-
-    Raises DamagedFile, and Refused for a row group that is too large to decode.
-    """
+    """Return what the footer of a file says; sizes are those of `columns`. Raises DamagedFile."""
     with paths.open_file(path) as stream, damage_named('no Parquet'):
         file = pyarrow.parquet.ParquetFile(stream)
         values: dict[str, str] = {}

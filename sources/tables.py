@@ -183,10 +183,7 @@ def kind_with_delimiter(kind: str, delimiter: str) -> str:
 
 
 def check_delimiter(config, files: Mapping[str, str]) -> None:
-    """Raise Refused if data.delimiter has no table to act on, or text that may be one.
-
-    `files`: {kind: a file that is read so}.
-    """
+    """Raise Refused if data.delimiter has no table to act on. `files`: {kind: a file that is read so}."""
     if config.delimiter and ('text' in files or not files.keys() & {'csv', 'tsv'}):
         file = files.get('text') or next(iter(files.values()))
         raise Refused(
@@ -214,10 +211,7 @@ def decoded(content: bytes, encoding: str, where: str = '') -> str:
 def fields_of_line(
     line: str, kind: str, text_field: str, header: list[str], delimiter: str
 ) -> dict:
-    """Return the fields of a JSON object or a row of a table; a plain line is `text_field`.
-
-    `header`: the columns of a table.
-    """
+    """Return the fields of a JSON object or of a row of a table with `header`; a plain line is `text_field`."""
     if kind == 'text':
         return {text_field: line}
     if kind == 'jsonl':
