@@ -529,6 +529,46 @@ def test_packed_rows_have_every_example_once(tmp_path, monkeypatch, pack):
     assert num_rows < 0.6 * len(expected)
 
 
+OWN_TASK = """
+from tasks import Task
+
+def read(record):
+    if record['q'].startswith('bad'):
+        return record['nowhere']
+    return [{'inputs': record['q'], 'targets': record['q']}]
+
+TASKS = [Task('mine', preprocess_fn=read)]
+"""
+
+
+def test_an_error_of_a_task_s_own_function_names_the_record(tmp_path):
+    """The traceback ends in its line; data.on_bad_line=skip leaves the record out."""
+    module = tmp_path / 'own.py'
+    module.write_text(OWN_TASK)
+    lines = [json.dumps({'q': f'{"bad" if i == 5 else "good"} {i}', 'n': i}) for i in range(9)]
+    file = tmp_path / 'mine.jsonl'
+    file.write_text('\n'.join(lines))
+    config = make_config(task='mine', module=str(module), files=str(file), validation_fraction=0.0)
+    [task] = tasks.open.open_mixture(config).tasks
+    with pytest.raises(KeyError, match='nowhere') as error:
+        [task.texts_of(record) for record in task.source.records('train')]
+    assert error.traceback[-1].path == module
+    [note] = error.value.__notes__
+    assert all(part in note for part in (f'line 6 of {file}', 'task mine', "'q', 'n'"))
+    config.on_bad_line = 'skip'
+    [task] = tasks.open.open_mixture(config).tasks
+    texts = [task.texts_of(record) for record in task.source.records('train')]
+    assert [] in texts
+    [fault], _ = task.source.faults()
+    assert f'line 6 of {file}' in fault and 'KeyError' in fault
+
+
+def test_a_record_in_no_file_is_named(pydoc, vocabulary):
+    stream = stream_of(pydoc, 'train', vocabulary, make_config(), 2, 0)
+    with pytest.raises(Refused, match='json.decoder: no weight'):
+        stream.tasks[0].opened.add_bad('json.decoder', 'no weight')
+
+
 # Task caches.
 
 
