@@ -123,7 +123,9 @@ class FileExamples:
             self.title = 'standard input'
             self.name = 'stdin'
             if self.kind == 'parquet':
-                raise Refused("--input=- cannot be read with data.kind='parquet': name a file")
+                raise Refused(
+                    "--input=- with data.kind='parquet': Parquet is read from files: name one"
+                )
             if sys.stdin is None:
                 raise Refused('--input=-: standard input is closed: name a file')
             standard_input: Any = sys.stdin.buffer
@@ -182,8 +184,8 @@ class FileExamples:
 
     def check_columns(self, columns: Sequence[str], fields: Sequence[str]) -> None:
         """Raise Refused for a file without a column that the settings name."""
-        remedy = 'add it, or correct data.inputs, data.kind or data.delimiter'
-        tables.check_columns(f'{self.title}, read as {self.kind},', columns, fields, remedy)
+        remedy = f'correct --config.data.inputs, data.kind (now {self.kind!r}) or data.delimiter'
+        tables.check_columns(self.title, columns, fields, remedy)
 
     def parquet_rows(self) -> Iterator[tuple[int, str | dict]]:
         """Yield the rows of Parquet with their numbers: what the templates read of them, and `fields`."""

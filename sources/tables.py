@@ -150,8 +150,8 @@ class LineParser:
             if field in missing and files:
                 values = first_ten([repr(name) for name in first_names])
                 raise Refused(
-                    f'no record of {next(iter(files))} has a text {field!r} (null and NaN are missing values), the '
-                    f'first values are {values}: {self.remedy}'
+                    f'no record of {next(iter(files))} has a text {field!r}, the first values are {values}: '
+                    f'{self.remedy} (null and NaN are missing values)'
                 )
 
     def is_filled(self, field: str, value: Any) -> bool:
@@ -162,8 +162,8 @@ class LineParser:
 
     def check_columns(self, path: str, columns: Collection[str]) -> None:
         """Raise Refused for a file without a column that the settings name."""
-        remedy = f'{self.remedy}, data.kind or data.delimiter'
-        check_columns(f'{path}, read as {self.kind_of(path)},', columns, self.fields, remedy)
+        remedy = f'{self.remedy}, data.kind (now {self.kind_of(path)!r}) or data.delimiter'
+        check_columns(path, columns, self.fields, remedy)
 
     def warn_if_quoted(self, path: str, position: int, line: str) -> None:
         """Say of the first line of TSV with quoted fields how to read it. `position`: as of a call."""
