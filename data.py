@@ -122,7 +122,7 @@ class Denoising:
         self.set_lengths(config, vocabulary)
 
     def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
-        """Set `num_sentinels` and `raw_length` if the defaults do not fit; raise Refused for settings that do not fit."""
+        """Set `num_sentinels` and `raw_length` if the defaults do not fit. Raise Refused for settings that cannot."""
 
     def corrupt(self, raw_ids: NDArray, *key: int | str) -> Pair:
         """Return inputs and targets, without EOS, of raw ids, all int32 [rows, length]; DROPPED marks gaps."""
@@ -150,8 +150,9 @@ class Denoising:
     def check_sentinels(self, num_spans: int, vocabulary: Vocabulary) -> None:
         if vocabulary.num_sentinels < num_spans:
             raise Refused(
-                f'data.lengths.inputs={self.lengths.inputs} gives {num_spans} noise spans for {vocabulary.num_sentinels} '
-                f'sentinels (data.extra_ids={vocabulary.num_extra_ids}): use more sentinels, or shorter inputs'
+                f'data.lengths.inputs={self.lengths.inputs} gives {num_spans} noise spans for '
+                f'{vocabulary.num_sentinels} sentinels (data.extra_ids={vocabulary.num_extra_ids}): use more '
+                'sentinels, or shorter inputs'
             )
 
 

@@ -287,7 +287,7 @@ class FileExamples:
 
 def too_long(title: str, num_tokens: int, name: str, length: int) -> Refused:
     return Refused(
-        f'{title} have {num_tokens} tokens, EOS included, more than data.lengths.{name}={length}: use --trim, or raise it'
+        f'{title} have {num_tokens} tokens, EOS included, more than data.lengths.{name}={length}: use --trim'
     )
 
 

@@ -256,7 +256,8 @@ class Source:
             files = [file.path for file in self.files if self.part_of(file.split) is part]
             where = first_ten(files) or where
         raise Refused(
-            f'no document is in {where}: name files with records, or change data.validation_fraction={self.validation_fraction}'
+            f'no document is in {where}: name files with records, or change '
+            f'data.validation_fraction={self.validation_fraction}'
         )
 
     def check_ids(self, features: Collection[str], vocabulary_hash: str) -> None:

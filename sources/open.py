@@ -132,7 +132,7 @@ def find_cache(config, task: str) -> paths.AnyPath | None:
     are_missing = roots and not any(root.is_dir() for root in roots)
     if folder is None and (are_missing or config.use_cached == 'yes'):
         raise Refused(
-            f'data.cache_dirs={config.cache_dirs!r} holds no complete cache of data.task={task!r}: make it with --mode=cache'
+            f'data.cache_dirs={config.cache_dirs!r} has no complete cache of data.task={task!r}: use --mode=cache'
         )
     return folder
 
@@ -224,7 +224,7 @@ def find_tfds(config) -> list[paths.AnyPath]:
     is_train = config.train_split in ('train', NO_SPLIT)
     if not is_train or config.validation_split not in ('', NO_SPLIT):
         raise Refused(
-            f'data.train_split={config.train_split!r}, data.validation_split={config.validation_split!r}: name data.tfds'
+            f'data.train_split={config.train_split!r}, data.validation_split={config.validation_split!r} need data.tfds'
         )
     return []
 
